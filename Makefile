@@ -1,0 +1,33 @@
+# Every target first readies an environment (scripts/setup_env.sh says which and how), so a fresh clone needs no other step.
+.PHONY: help demo test lint build clean
+.DEFAULT_GOAL := help
+SHELL := bash
+
+# $(call in_env,EXTRAS): sets $$py and puts the environment's tools first.
+in_env = py="$$(scripts/setup_env.sh $(1))" && export PATH="$$(dirname "$$py"):$$PATH"
+
+help: ## this list
+	@awk -F ':.*## ' '/^[a-z]+:.*## /{printf "  make %-7s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@echo "Environment variables: see the top of scripts/setup_env.sh and of zerox/_ext.py."
+
+demo: ## train a small GPT on 2 CPU ranks, zerox beside plain DDP; draws a picture into demo/
+	@$(call in_env,demo) && OMP_NUM_THREADS="$${OMP_NUM_THREADS:-1}" \
+	  "$$py" -m torch.distributed.run --standalone --nproc-per-node=2 examples/train_gpt.py --compare --out demo
+
+test: ## the whole suite, C++ unit tests included; ARGS='-k layout -x' goes to pytest
+	@$(call in_env,test) && "$$py" -m pytest $(ARGS)
+
+lint: ## ruff, clang-format, mypy; changes nothing
+	@$(call in_env,--no-build lint) && set -x && \
+	  "$$py" -m ruff check . && \
+	  "$$py" -m ruff format --check . && \
+	  find $(wildcard csrc tests/cpp) -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh' | \
+	    xargs -r clang-format --dry-run --Werror && \
+	  "$$py" -m mypy zerox
+
+build: ## build the extension and install zerox in place (pip install -e), only where something changed
+	@$(call in_env) && "$$py" -m zerox env
+
+clean: ## remove what was built; keeps ./.venv
+	rm -rf build dist *.egg-info zerox/_C*.so zerox/_build_info.py .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find zerox tests examples bench scripts -name __pycache__ -prune -exec rm -rf {} + 2>/dev/null || true

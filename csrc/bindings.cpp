@@ -1,0 +1,126 @@
+// The only file that knows Python: op schemas, and the bucket manager's class.
+#include <torch/csrc/utils/pybind.h>
+#include <torch/library.h>
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+
+#include "bucket_manager/bucket_manager.h"
+#include "cpu/isa.h"
+#include "math/exact_sum.h"
+
+namespace py = pybind11;
+
+// Notation: W ranks; a shard has n elements of which s segments are parameters' parts.
+TORCH_LIBRARY(zerox, m) {
+  // flat[piece.flat_start : + numel] = sources[piece.source][piece.source_start : + numel], cast to flat's
+  // dtype, for each row (source, source_start, flat_start, numel) of `pieces`, by flat_start; flat[flags] =
+  // 1; 0 elsewhere.
+  m.def("flatten_(Tensor(a!) flat, Tensor[] sources, Tensor pieces, Tensor flags) -> ()");
+  // Flags behind the shard in each slice: present |= or replaced by any slice's, replaced = any slice's;
+  // uint8 [s].
+  m.def("read_flags_(Tensor(a!) present, Tensor(b!) replaced, Tensor[] slices, int shard_numel) -> ()");
+  // shard = sum(slices) / world, in slice order, plus the old shard if `accumulate` and not replaced; adds
+  // the sum of squares to `words`, an exact sum (csrc/math/exact_sum.h).
+  m.def(
+      "reduce_(Tensor(a!) shard, Tensor(b!) words, Tensor[] slices, Tensor segments, Tensor replaced, int "
+      "world, "
+      "bool accumulate) -> ()");
+  // Adds sum |x|^p over the segments to `words`; for p = inf keeps the largest |x|.
+  m.def("norm_(Tensor(a!) words, Tensor shard, Tensor segments, float p) -> ()");
+  // float64 [2]: the norm, and 1 if every element was finite.
+  m.def("norm_value(Tensor words, float p) -> Tensor");
+  // torch.optim.Adam(W) on the segments that are present; `options` float64 [groups, 8] as AdamOptions in
+  // csrc/math/adam.h, `steps` int64 [s], `grad_scale` float64 scalar.
+  m.def(
+      "adam_(Tensor(a!) param, Tensor(b!)? master, Tensor grad, Tensor(c!) exp_avg, Tensor(d!) exp_avg_sq, "
+      "Tensor(e!)? max_exp_avg_sq, Tensor segments, Tensor present, Tensor(f!) steps, Tensor options, "
+      "Tensor? grad_scale) -> ()");
+}
+
+namespace zx {
+namespace {
+
+using Release = py::call_guard<py::gil_scoped_release>;
+
+// Lanes may need the GIL to free a tensor that Python has seen, so nobody may hold it while waiting for them.
+void destroy(BucketManager* manager) {
+  if (PyGILState_Check() != 0) {
+    const py::gil_scoped_release release;
+    delete manager;
+  } else {
+    delete manager;
+  }
+}
+
+std::shared_ptr<BucketManager> make_manager(const std::optional<Group>& group,
+                                            const std::optional<Group>& control, const std::string& exchange,
+                                            bool whole_grads) {
+  return {new BucketManager(group ? make_exchange(exchange, *group) : nullptr, control.value_or(Group()),
+                            whole_grads),
+          &destroy};
+}
+
+py::object tensor_or_none(const at::Tensor& tensor) {
+  return tensor.defined() ? py::cast(tensor) : py::none();
+}
+
+void bind(py::module_& m) {
+  m.attr("EXACT_WORDS") = kExactWords;
+  m.attr("SEGMENT_COLUMNS") = 3;
+  m.def("isa", [] { return std::string(kernels().name); });
+  m.def("supported_isas", &supported_isas);
+  m.def("select_isa", &select_isa);
+
+  py::enum_<Place>(m, "Place")
+      .value("STEP", Place::step)
+      .value("CLIP", Place::clip)
+      .value("SYNCHRONIZE", Place::synchronize);
+  py::enum_<Settled>(m, "Settled").value("READY", Settled::ready).value("ADOPT", Settled::adopt);
+
+  py::class_<Pending, std::shared_ptr<Pending>>(m, "Pending").def("wait", &Pending::wait, Release());
+
+  py::class_<BucketManager, std::shared_ptr<BucketManager>>(m, "BucketManager")
+      .def(py::init(&make_manager), py::arg("group"), py::arg("control"), py::arg("exchange"),
+           py::arg("whole_grads"))
+      .def(
+          "add_bucket",
+          [](BucketManager& self, const std::vector<std::string>& names,
+             const std::vector<at::Tensor>& params, at::Tensor flat,
+             const std::optional<std::vector<at::Tensor>>& placeholders, const std::vector<int64_t>& offsets,
+             at::ScalarType wire_dtype, int64_t shard_numel, int64_t trailer_numel, at::Tensor segments) {
+            BucketSpec spec{{}, std::move(flat), wire_dtype, shard_numel, trailer_numel, std::move(segments)};
+            for (size_t i = 0; i < params.size(); ++i) {
+              spec.slots.push_back(
+                  {names.at(i), params[i], placeholders ? placeholders->at(i) : at::Tensor(), offsets.at(i)});
+            }
+            return self.add_bucket(std::move(spec));
+          },
+          py::arg("names"), py::arg("params"), py::arg("flat"), py::arg("placeholders"), py::arg("offsets"),
+          py::arg("wire_dtype"), py::arg("shard_numel"), py::arg("trailer_numel"), py::arg("segments"))
+      .def("settle", &BucketManager::settle, py::arg("place"), py::arg("adoptions") = 0, Release())
+      .def("zero", &BucketManager::zero, py::arg("set_to_none"), Release())
+      .def("set_sync", &BucketManager::set_sync)
+      .def("take_local_shard", &BucketManager::take_local_shard, Release())
+      .def("mark_zeroed", &BucketManager::mark_zeroed)
+      .def("gather", &BucketManager::gather, Release())
+      .def("moved", &BucketManager::moved)
+      .def("shard", [](BucketManager& self, int64_t i) { return tensor_or_none(self.bucket(i).shard); })
+      .def("present", [](BucketManager& self, int64_t i) { return self.bucket(i).present; })
+      .def("words", [](BucketManager& self, int64_t i) { return tensor_or_none(self.bucket(i).words); })
+      .def("awaited", [](BucketManager& self) { return self.flights().awaited(); })
+      .def("hold_flights", [](BucketManager& self, bool hold) { self.flights().set_hold(hold); })
+      .def_property_readonly("num_launched",
+                             [](BucketManager& self) { return self.flights().num_launched(); })
+      .def_property_readonly("num_landed", [](BucketManager& self) { return self.flights().num_landed(); })
+      .def_property_readonly("num_buckets", [](BucketManager& self) { return self.launch_order().size(); })
+      .def_property_readonly("launch_order", &BucketManager::launch_order)
+      .def_property_readonly("traffic", [](BucketManager& self) {
+        if (self.exchange() == nullptr) return std::pair<int64_t, int64_t>(0, 0);
+        const Traffic& traffic = self.exchange()->traffic();
+        return std::pair<int64_t, int64_t>(traffic.messages, traffic.bytes);
+      });
+}
+
+}  // namespace
+}  // namespace zx
+
+PYBIND11_MODULE(_C, m) { zx::bind(m); }

@@ -1,0 +1,78 @@
+#include "bucket_manager/agreement.h"
+
+#include <ATen/ops/empty.h>
+#include <torch/csrc/distributed/c10d/Types.hpp>
+
+#include <algorithm>
+#include <array>
+
+namespace zx {
+namespace {
+
+// Runs `collective` on a tensor of the numbers, and puts back what it left there. The tensor owns its memory:
+// after an error the backend may still hold it.
+template <class Numbers, class Collective>
+void with_tensor(Numbers& numbers, at::ScalarType type, const Collective& collective) {
+  std::vector<at::Tensor> tensors{at::empty({static_cast<int64_t>(numbers.size())}, type)};
+  auto* data = static_cast<typename Numbers::value_type*>(tensors[0].data_ptr());
+  std::copy(numbers.begin(), numbers.end(), data);
+  collective(tensors)->wait();
+  std::copy_n(data, numbers.size(), numbers.begin());
+}
+
+auto all_reduce_max(const Group& control) {
+  return [&control](std::vector<at::Tensor>& tensors) {
+    c10d::AllreduceOptions options;
+    options.reduceOp = c10d::ReduceOp::MAX;
+    return control->allreduce(tensors, options);
+  };
+}
+
+}  // namespace
+
+const char* name_of(int64_t place) {
+  constexpr const char* kNames[] = {"the end of backward()", "step()", "clip_grad_norm_()", "synchronize()"};
+  return kNames[place];
+}
+
+Verdict Agreement::agree(const Statement& s) {
+  constexpr size_t kFields = 7;
+  static_assert(sizeof(Verdict) == kFields * sizeof(Extreme));
+  // Ranks without a backward of their own don't limit the others: they join in whatever those launched.
+  const std::array<int64_t, kFields> fields{static_cast<int64_t>(s.place),
+                                            s.rounds,
+                                            s.own_rounds > 0 ? s.rounds : kNoBackward,
+                                            static_cast<int64_t>(s.failed),
+                                            static_cast<int64_t>(s.unsent),
+                                            static_cast<int64_t>(s.changed),
+                                            s.adoptions};
+  const int64_t world = control_ ? control_->getSize() : 1;
+  const int64_t rank = control_ ? control_->getRank() : 0;
+  // A maximum that remembers whose it was, and a minimum as the maximum of the negative.
+  std::array<int64_t, 2 * kFields> packed{};
+  for (size_t i = 0; i < kFields; ++i) {
+    packed[2 * i] = fields[i] * world + rank;
+    packed[2 * i + 1] = -fields[i] * world + rank;
+  }
+  if (control_) with_tensor(packed, at::kLong, all_reduce_max(control_));
+  const auto extreme = [&](size_t i) {
+    const int64_t most_rank = packed[2 * i] % world;
+    const int64_t least_rank = ((packed[2 * i + 1] % world) + world) % world;
+    return Extreme{-(packed[2 * i + 1] - least_rank) / world, least_rank, packed[2 * i] / world, most_rank};
+  };
+  return {extreme(0), extreme(1), extreme(2), extreme(3), extreme(4), extreme(5), extreme(6)};
+}
+
+void Agreement::take_largest(std::vector<uint8_t>& bytes) {
+  if (!control_ || bytes.empty()) return;
+  with_tensor(bytes, at::kByte, all_reduce_max(control_));
+}
+
+std::vector<int64_t> Agreement::from_rank_0(std::vector<int64_t> numbers) {
+  if (!control_ || numbers.empty()) return numbers;
+  with_tensor(numbers, at::kLong,
+              [this](std::vector<at::Tensor>& tensors) { return control_->broadcast(tensors); });
+  return numbers;
+}
+
+}  // namespace zx

@@ -1,0 +1,64 @@
+// What ranks tell each other where they meet: at step(), and in stage 1 where backward ends.
+#pragma once
+
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "bucket_manager/exchange.h"
+
+namespace zx {
+
+// Where a rank stands.
+enum class Place : int64_t { backward_end = 0, step = 1, clip = 2, synchronize = 3 };
+
+struct Statement {
+  Place place;
+  int64_t rounds;      // times that all buckets were launched since the last step
+  int64_t own_rounds;  // those that a backward of this rank's launched
+  bool failed;         // this rank's backward raised, and zero_grad() was not called since
+  bool unsent;         // it has gradients that no flight took
+  bool changed;        // it discarded reduced gradients and no flight told
+  int64_t adoptions;   // parameters that became trainable
+};
+
+struct Extreme {
+  int64_t least;
+  int64_t least_rank;
+  int64_t most;
+  int64_t most_rank;
+};
+
+struct Verdict {
+  Extreme place;
+  Extreme rounds;
+  Extreme own_rounds;  // over the ranks that ran a backward; least is kNoBackward if none did
+  Extreme failed;
+  Extreme unsent;
+  Extreme changed;
+  Extreme adoptions;
+};
+constexpr int64_t kNoBackward = int64_t{1} << 32;
+
+class Agreement {
+ public:
+  explicit Agreement(Group control) : control_(std::move(control)) {}  // null for one rank alone
+
+  // Collective: every rank's statement in, the same verdict out. One all-reduce of 14 integers.
+  Verdict agree(const Statement& statement);
+
+  // Collective: each byte's maximum over the ranks, in place.
+  void take_largest(std::vector<uint8_t>& bytes);
+
+  // Collective: rank 0's numbers.
+  std::vector<int64_t> from_rank_0(std::vector<int64_t> numbers);
+
+ private:
+  Group control_;
+};
+
+const char* name_of(int64_t place);
+
+}  // namespace zx

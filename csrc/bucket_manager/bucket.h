@@ -1,0 +1,76 @@
+// A bucket and the parameters in it: what the bucket manager remembers between two gradients.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <torch/csrc/autograd/function_hook.h>
+#include <torch/csrc/autograd/variable.h>
+
+#include <string>
+#include <vector>
+
+namespace zx {
+
+using AccumulatorNode = decltype(torch::autograd::impl::grad_accumulator(std::declval<const at::Tensor&>()));
+
+// One parameter: its place in the bucket, and what this rank knows of its gradient.
+//
+// Note [Who holds a gradient]
+// Once a gradient has left, the reduced one lives on its owner alone, and p.grad is a placeholder. `held`
+// says that this rank still stands by what it contributed. Whoever finds the placeholder gone (p.grad = None,
+// model.zero_grad()) or replaced by another tensor has discarded the reduced gradient, and must tell its
+// owner: `replace` is sent with the parameter's next flight, or exchanged by step() if there is none.
+struct Slot {
+  std::string name;
+  at::Tensor param;
+  at::Tensor placeholder;  // undefined where gradients stay whole (ZeRO stage 1)
+  int64_t offset;          // of its first element in the bucket
+  int64_t numel;
+
+  AccumulatorNode accumulator;  // the parameter holds its accumulator weakly: without this the hooks would go
+  torch::autograd::FunctionPreHook* pre_hook = nullptr;
+  uintptr_t post_hook = 0;
+
+  bool fired = false;    // in this backward
+  bool held = false;     // see the note
+  bool replace = false;  // see the note
+  bool zeroed = false;   // held, and zero_() was called on the placeholder
+  const c10::TensorImpl* local =
+      nullptr;  // the p.grad that autograd last wrote: another one was put there by hand
+};
+
+struct Bucket {
+  int64_t index;
+  std::vector<Slot> slots;  // by offset
+  at::Tensor flat;          // the parameters' storage
+  at::ScalarType wire_dtype;
+  int64_t shard_numel;    // of each rank, without flags
+  int64_t trailer_numel;  // elements for flags behind each shard on the wire
+  at::Tensor segments;    // int64 [n, 3]: the slots that overlap this rank's shard, see cpu/spans.h
+
+  // This rank's share of the reduced gradient. Written where flights land, read after land().
+  at::Tensor shard;     // [shard_numel] of wire_dtype; undefined while no slot has a gradient
+  at::Tensor present;   // uint8 [n]: which segments have a gradient, on any rank
+  at::Tensor replaced;  // uint8 [n]: scratch of the last landing
+  at::Tensor words;     // exact sum of squares over the shard; undefined when unknown
+
+  bool accumulates = true;  // a second flight adds to the shard; false where p.grad already holds the sum
+
+  // Whether some of the slot's elements lie in this rank's shard. An empty parameter lies where its offset
+  // does.
+  bool owns_part_of(const Slot& slot, int64_t rank) const {
+    const int64_t last = slot.numel == 0 ? slot.offset : slot.offset + slot.numel - 1;
+    return slot.offset / shard_numel <= rank && rank <= last / shard_numel;
+  }
+  int64_t slice_numel() const { return shard_numel + trailer_numel; }
+  std::string describe() const;  // "bucket 3 (wte.weight, ...)"
+};
+
+inline std::string Bucket::describe() const {
+  constexpr size_t kMostNames = 8;
+  std::string text = "bucket " + std::to_string(index) + " (";
+  for (size_t i = 0; i < slots.size() && i < kMostNames; ++i) text += (i == 0 ? "" : ", ") + slots[i].name;
+  if (slots.size() > kMostNames) text += " and " + std::to_string(slots.size() - kMostNames) + " more";
+  return text + ")";
+}
+
+}  // namespace zx

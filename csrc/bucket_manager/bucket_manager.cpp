@@ -1,0 +1,253 @@
+#include "bucket_manager/bucket_manager.h"
+
+#include <ATen/ops/empty.h>
+#include <ATen/ops/zeros.h>
+
+#include "check.h"
+
+namespace zx {
+
+BucketManager::BucketManager(std::shared_ptr<Exchange> exchange, Group control, bool whole_grads)
+    : exchange_(std::move(exchange)),
+      agreement_(std::move(control)),
+      whole_grads_(whole_grads),
+      flights_(exchange_) {}
+
+BucketManager::~BucketManager() {
+  for (const auto& bucket : buckets_) {
+    for (Slot& slot : bucket->slots) {
+      remove_hooks(slot);
+      at::Tensor& grad = slot.param.mutable_grad();
+      if (grad.defined() && slot.placeholder.defined() && grad.is_same(slot.placeholder)) grad.reset();
+    }
+  }
+}
+
+int64_t BucketManager::add_bucket(BucketSpec spec) {
+  const std::lock_guard lock(mutex_);
+  TORCH_CHECK(!pass_.open, "zerox: parameters can't be added inside a backward");
+  auto bucket = std::make_shared<Bucket>();
+  bucket->index = static_cast<int64_t>(buckets_.size());
+  bucket->flat = std::move(spec.flat);
+  bucket->wire_dtype = spec.wire_dtype;
+  bucket->shard_numel = spec.shard_numel;
+  bucket->trailer_numel = spec.trailer_numel;
+  bucket->segments = std::move(spec.segments);
+  bucket->accumulates = !whole_grads_;
+  const auto bytes = bucket->segments.options().dtype(at::kByte);
+  bucket->present = at::zeros({bucket->segments.size(0)}, bytes);
+  bucket->replaced = at::zeros({bucket->segments.size(0)}, bytes);
+  for (SlotSpec& slot : spec.slots) {
+    bucket->slots.push_back({.name = std::move(slot.name),
+                             .param = slot.param,
+                             .placeholder = slot.placeholder,
+                             .offset = slot.offset,
+                             .numel = slot.param.numel(),
+                             .accumulator = {}});
+  }
+  buckets_.push_back(bucket);
+  order_.add_bucket();
+  for (Slot& slot : bucket->slots) install_hooks(*bucket, slot);
+  return bucket->index;
+}
+
+void BucketManager::set_sync(bool sync) {
+  const std::lock_guard lock(mutex_);
+  sync_ = sync;
+}
+
+std::vector<std::pair<int64_t, int64_t>> BucketManager::moved() const {
+  std::vector<std::pair<int64_t, int64_t>> found;
+  for (const auto& bucket : buckets_) {
+    const auto* base = static_cast<const char*>(bucket->flat.const_data_ptr());
+    const auto width = static_cast<int64_t>(bucket->flat.element_size());
+    for (size_t slot = 0; slot < bucket->slots.size(); ++slot) {
+      const Slot& it = bucket->slots[slot];
+      if (it.numel > 0 && it.param.const_data_ptr() != base + it.offset * width) {
+        found.emplace_back(bucket->index, static_cast<int64_t>(slot));
+      }
+    }
+  }
+  return found;
+}
+
+void BucketManager::mark_zeroed(int64_t bucket, int64_t slot) {
+  const std::lock_guard lock(mutex_);
+  buckets_.at(bucket)->slots.at(slot).zeroed = true;
+}
+
+// All buckets leave with what p.grad holds now.
+void BucketManager::launch_round() {
+  const std::lock_guard lock(mutex_);
+  order_.begin(std::vector<int64_t>(buckets_.size(), 1));
+  finish_pass(/*own=*/false);
+}
+
+// Whoever stayed behind the others launches as often as they did, so that no message stays without its
+// partner.
+void BucketManager::join(const Verdict& verdict) {
+  while (pass_.rounds < verdict.rounds.most) launch_round();
+}
+
+void BucketManager::check(const Verdict& verdict) {
+  if (verdict.failed.most > 0) {
+    join(verdict);
+    const bool mine = !pass_.failure.empty();
+    TORCH_CHECK(false, "zerox: rank ", verdict.failed.most_rank, " can't go on: ",
+                mine ? pass_.failure
+                     : "its backward raised an exception, or ranks ran different numbers of backwards",
+                ". Call optimizer.zero_grad() on all ranks; state is as it was before");
+  }
+  const Extreme& place = verdict.place;
+  TORCH_CHECK(place.least == place.most || place.least == static_cast<int64_t>(Place::backward_end),
+              "zerox: rank ", place.least_rank, " is in ", name_of(place.least), " while rank ",
+              place.most_rank, " is in ", name_of(place.most), "; every rank must make the same calls");
+  if (verdict.own_rounds.least < verdict.rounds.most) {
+    join(verdict);
+    pass_.failure = "ranks ran different numbers of backwards";
+    TORCH_CHECK(false, "zerox: rank ", verdict.own_rounds.least_rank, " ran ", verdict.own_rounds.least,
+                " synchronising backwards since the last step, rank ", verdict.rounds.most_rank, " ran ",
+                verdict.rounds.most, ". Call optimizer.zero_grad() on all ranks; state is as it was before");
+  }
+}
+
+Settled BucketManager::settle(Place place, int64_t adoptions) {
+  TORCH_CHECK(sync_ || place == Place::backward_end, "zerox: ", name_of(static_cast<int64_t>(place)),
+              " was called inside no_sync(), where gradients are not exchanged");
+  {
+    const std::lock_guard lock(mutex_);
+    flush_pass();
+  }
+  Verdict verdict{};
+  while (true) {
+    try {
+      verdict = agreement_.agree({place, pass_.rounds, pass_.own_rounds, !pass_.failure.empty(), has_unsent(),
+                                  has_changes(), adoptions});
+    } catch (const std::exception& error) {
+      const std::string awaited = flights_.awaited();
+      TORCH_CHECK(false, "zerox: in ", name_of(static_cast<int64_t>(place)), " a rank did not answer",
+                  awaited.empty() ? "" : "; still awaited: " + awaited, ": ", error.what());
+    }
+    check(verdict);
+    join(verdict);
+    if (whole_grads_) gather_whole_grads();
+    // A rank without a backward of its own meets the others at the end of theirs, and then again at their
+    // step.
+    const bool others_behind = verdict.place.least < static_cast<int64_t>(place);
+    if (!others_behind) break;
+  }
+  if (place == Place::backward_end) return Settled::ready;
+  if (verdict.rounds.most > 0 && !order_learned_) learn_order();
+  if (verdict.adoptions.most > 0) return Settled::adopt;
+  if (verdict.unsent.most > 0) {
+    launch_round();
+  } else if (verdict.changed.most > 0) {
+    exchange_changes();
+  }
+  flights_.land();
+  pass_.rounds = pass_.own_rounds = pass_.gathered = 0;
+  return Settled::ready;
+}
+
+bool BucketManager::has_unsent() const {
+  if (whole_grads_) return false;  // what p.grad holds is used as it is
+  for (const auto& bucket : buckets_) {
+    for (const Slot& slot : bucket->slots) {
+      const at::Tensor& grad = slot.param.grad();
+      if (grad.defined() && !grad.is_same(slot.placeholder)) return true;
+    }
+  }
+  return false;
+}
+
+bool BucketManager::has_changes() {
+  if (whole_grads_) return false;
+  bool changed = false;
+  for (const auto& bucket : buckets_) {
+    for (Slot& slot : bucket->slots) {
+      if (slot.held && !slot.param.grad().defined()) {
+        slot.held = false;
+        slot.replace = true;
+      }
+      changed |= slot.replace || slot.zeroed;
+    }
+  }
+  return changed;
+}
+
+// Owners hear what was discarded or zeroed since the last flight: two bytes a parameter, and rarely.
+void BucketManager::exchange_changes() {
+  flights_.land();
+  std::vector<uint8_t> changes;
+  for (const auto& bucket : buckets_) {
+    for (Slot& slot : bucket->slots) {
+      changes.push_back(slot.replace || slot.zeroed);
+      changes.push_back(slot.zeroed);
+      slot.replace = false;
+      slot.zeroed = false;
+    }
+  }
+  agreement_.take_largest(changes);
+  size_t at = 0;
+  for (const auto& bucket : buckets_) {
+    const int64_t first = rank() * bucket->shard_numel;
+    int64_t segment = 0;
+    for (const Slot& slot : bucket->slots) {
+      const bool replaced = changes[at++] != 0;
+      const bool zeroed = changes[at++] != 0;
+      const int64_t start = std::max(slot.offset, first);
+      const int64_t stop = std::min(slot.offset + slot.numel, first + bucket->shard_numel);
+      if (!bucket->owns_part_of(slot, rank())) continue;
+      if (replaced && bucket->shard.defined()) {
+        bucket->shard.narrow(0, start - first, stop - start).zero_();
+        bucket->present[segment] = zeroed ? 1 : 0;
+        bucket->words.reset();
+      }
+      ++segment;
+    }
+  }
+}
+
+// See Note [Buckets launch in one order].
+void BucketManager::learn_order() {
+  const std::lock_guard lock(mutex_);
+  std::vector<int64_t> order = order_.learned();
+  if (pass_.own_rounds == 0 && !order.empty()) order[0] = -1;  // nothing to learn from
+  order = agreement_.from_rank_0(std::move(order));
+  order_learned_ = !order.empty() && order[0] >= 0;
+  if (order_learned_) order_.set_order(std::move(order));
+}
+
+void BucketManager::zero(bool set_to_none) {
+  const std::lock_guard lock(mutex_);
+  flush_pass();
+  pass_.failure.clear();
+  for (const auto& bucket : buckets_) {
+    for (Slot& slot : bucket->slots) {
+      at::Tensor& grad = slot.param.mutable_grad();
+      const bool is_placeholder =
+          grad.defined() && slot.placeholder.defined() && grad.is_same(slot.placeholder);
+      if (set_to_none) {
+        slot.replace |= slot.held;
+        slot.held = slot.zeroed = false;
+        slot.local = nullptr;
+        grad.reset();
+      } else if (is_placeholder) {
+        slot.zeroed = true;
+      } else if (grad.defined()) {
+        slot.replace |= slot.held;
+        grad.detach_().zero_();
+      }
+    }
+  }
+  if (!set_to_none) return;
+  flights_.after_landing([buckets = buckets_] {
+    for (const auto& bucket : buckets) {
+      bucket->shard.reset();
+      bucket->words.reset();
+      bucket->present.zero_();
+    }
+  });
+}
+
+}  // namespace zx

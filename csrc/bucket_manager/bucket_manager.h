@@ -1,0 +1,121 @@
+// Watches autograd for gradients, sends each bucket on its way when its turn comes, and answers the
+// optimizer.
+//
+//   hooks (hooks.cpp) -> LaunchOrder -> packing list (packing.cpp) -> Flights -> shards
+//
+// The optimizer talks to it through settle(), zero() and the buckets; bucket_manager.cpp has these.
+#pragma once
+
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "bucket_manager/agreement.h"
+#include "bucket_manager/bucket.h"
+#include "bucket_manager/flights.h"
+#include "bucket_manager/launch_order.h"
+#include "bucket_manager/pass.h"
+
+namespace zx {
+
+// One parameter of a new bucket.
+struct SlotSpec {
+  std::string name;
+  at::Tensor param;
+  at::Tensor placeholder;  // undefined: p.grad stays whole
+  int64_t offset;
+};
+
+struct BucketSpec {
+  std::vector<SlotSpec> slots;
+  at::Tensor flat;  // the parameters' own storage [world * shard_numel]
+  at::ScalarType wire_dtype;
+  int64_t shard_numel;
+  int64_t trailer_numel;
+  at::Tensor segments;
+};
+
+// What settle() found that its caller must act on.
+enum class Settled { ready, adopt };
+
+class BucketManager : public std::enable_shared_from_this<BucketManager> {
+ public:
+  // `exchange` and `control` are null for one rank alone. `whole_grads`: the reduced gradient is gathered
+  // into p.grad where backward ends (ZeRO stage 1).
+  BucketManager(std::shared_ptr<Exchange> exchange, Group control, bool whole_grads);
+  ~BucketManager();  // takes the hooks and placeholders away, aborts what is under way
+
+  int64_t add_bucket(BucketSpec spec);
+
+  // Collective. Everything that ranks launched has landed afterwards, on all ranks the same. Throws on all
+  // ranks if they disagree about it. Settled::adopt: some rank passed adoptions > 0; make them and call
+  // again.
+  Settled settle(Place place, int64_t adoptions);
+
+  // As Optimizer.zero_grad(); local, never blocks. Also cleans up after a backward that raised.
+  void zero(bool set_to_none);
+
+  // False: gradients stay local and accumulate (no_sync).
+  void set_sync(bool sync);
+
+  // Where gradients are whole: packs this rank's part of p.grad into the bucket's shard, for the update.
+  void take_local_shard(int64_t bucket);
+
+  // Starts sending this rank's updated parameters of a bucket to all others.
+  std::shared_ptr<Pending> gather(int64_t bucket) { return exchange_->gather(buckets_.at(bucket)->flat); }
+
+  // (bucket, slot) of each parameter whose storage is no longer the flat one.
+  std::vector<std::pair<int64_t, int64_t>> moved() const;
+
+  // The placeholder of this slot was set to zero.
+  void mark_zeroed(int64_t bucket, int64_t slot);
+
+  std::vector<int64_t> launch_order() const { return order_.order(); }
+  const Bucket& bucket(int64_t index) const { return *buckets_.at(index); }
+  Flights& flights() { return flights_; }
+  Exchange* exchange() { return exchange_.get(); }
+  int rank() const { return exchange_ ? exchange_->rank() : 0; }
+  int world() const { return exchange_ ? exchange_->world() : 1; }
+
+ private:
+  // hooks.cpp: on autograd's thread.
+  void install_hooks(Bucket& bucket, Slot& slot);
+  void remove_hooks(Slot& slot);
+  void before_accumulate(Slot& slot);
+  void after_accumulate(Bucket& bucket, Slot& slot);
+  void open_pass();
+  void on_backward_end();
+  void finish_pass(bool own);
+  void flush_pass();
+
+  // packing.cpp
+  void release(int64_t bucket, bool empty);
+  std::shared_ptr<Flight> make_flight(const std::shared_ptr<Bucket>& bucket, bool empty);
+  at::Tensor take_gradient(Slot& slot, bool& present, bool& replace);
+
+  // bucket_manager.cpp
+  void launch_round();
+  void join(const Verdict& verdict);
+  void check(const Verdict& verdict);
+  bool has_unsent() const;
+  bool has_changes();
+  void exchange_changes();
+  void learn_order();
+
+  // whole_grads.cpp
+  void gather_whole_grads();
+
+  std::mutex mutex_;  // of all below but flights_; hooks may come from several autograd threads
+  std::shared_ptr<Exchange> exchange_;
+  Agreement agreement_;
+  bool whole_grads_;
+  std::vector<std::shared_ptr<Bucket>> buckets_;
+  LaunchOrder order_;
+  bool order_learned_ = false;
+  bool sync_ = true;
+  Pass pass_;
+  Flights flights_;
+};
+
+}  // namespace zx

@@ -1,0 +1,72 @@
+// Reduce-scatter and all-gather over a ProcessGroup, in two ways.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+
+#include <atomic>
+#include <memory>
+#include <string>
+#include <vector>
+
+namespace zx {
+
+using Group = c10::intrusive_ptr<c10d::ProcessGroup>;
+
+// Messages on the wire. Keeps its tensors alive; wait() throws what the backend throws, or if it was aborted.
+class Pending {
+ public:
+  explicit Pending(std::vector<c10::intrusive_ptr<c10d::Work>> works) : works_(std::move(works)) {}
+  void wait();
+  void abort();  // wakes a wait() on another thread
+
+ private:
+  std::vector<c10::intrusive_ptr<c10d::Work>> works_;
+};
+
+// What this rank sent to others, for accounts in closed form.
+struct Traffic {
+  std::atomic<int64_t> messages{0};
+  std::atomic<int64_t> bytes{0};
+};
+
+// A flat buffer holds `world` slices of equal length; slice r belongs to rank r.
+class Exchange {
+ public:
+  explicit Exchange(Group group);
+  virtual ~Exchange() = default;
+
+  int rank() const { return rank_; }
+  int world() const { return world_; }
+  const Traffic& traffic() const { return traffic_; }
+
+  // How many slices scatter() needs room for.
+  virtual int64_t num_received() const = 0;
+
+  // Starts moving every rank's slice of `flat` to its owner; this rank's arrive in `received`.
+  virtual std::shared_ptr<Pending> scatter(const at::Tensor& flat, const at::Tensor& received) = 0;
+
+  // After the wait: the slices whose sum is the reduced one, in rank order.
+  virtual std::vector<at::Tensor> to_sum(const at::Tensor& flat, const at::Tensor& received) const = 0;
+
+  // Starts sending this rank's slice of `flat` to all, receiving theirs in place.
+  virtual std::shared_ptr<Pending> gather(const at::Tensor& flat) = 0;
+
+ protected:
+  at::Tensor slice(const at::Tensor& flat, int64_t index, int64_t count) const;
+  void count_sent(const at::Tensor& message);
+
+  Group group_;
+
+ private:
+  int rank_;
+  int world_;
+  Traffic traffic_;
+};
+
+// "direct": every rank sends each slice straight to its owner, which sums in rank order: the same bits
+// whatever the backend does, nothing copied on the way, and launched at once. "native": the backend's own
+// reduce_scatter_tensor and all_gather_into_tensor, which sum in the order that the backend likes.
+std::shared_ptr<Exchange> make_exchange(const std::string& kind, Group group);
+
+}  // namespace zx

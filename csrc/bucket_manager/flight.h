@@ -1,0 +1,27 @@
+// One bucket on its way: the gradients it was packed from, the buffers it travels in, the messages it waits
+// for.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <memory>
+#include <vector>
+
+#include "bucket_manager/bucket.h"
+#include "bucket_manager/exchange.h"
+
+namespace zx {
+
+struct Flight {
+  std::shared_ptr<Bucket> bucket;
+  // Until packed: what to copy where. See flatten_ in bindings.cpp.
+  std::vector<at::Tensor> sources;
+  at::Tensor pieces;
+  at::Tensor flags;
+  // From packed to landed.
+  at::Tensor flat;      // [world * slice_numel]
+  at::Tensor received;  // [num_received * slice_numel]
+  std::shared_ptr<Pending> pending;
+};
+
+}  // namespace zx

@@ -1,0 +1,63 @@
+// All flights of one bucket manager: packs, sends, lands them, in the order in which they were launched.
+#pragma once
+
+#include <atomic>
+#include <deque>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <string>
+
+#include "bucket_manager/flight.h"
+#include "bucket_manager/lane.h"
+
+namespace zx {
+
+// Note [Two lanes]
+// Packing and landing run on two threads beside autograd's, each in launch order, so that launching a bucket
+// costs backward a queue entry and nothing in backward waits for the wire. At most two flights have buffers
+// at a time: the next one is packed when the first has landed, and its gradients stay where they are until
+// then.
+class Flights {
+ public:
+  // `exchange` is null for one rank alone: flights then land as they are packed.
+  explicit Flights(std::shared_ptr<Exchange> exchange);
+  ~Flights();  // aborts what is under way
+
+  void launch(std::shared_ptr<Flight> flight);
+
+  // Runs `task` after all flights launched so far have landed.
+  void after_landing(std::function<void()> task);
+
+  // Waits until all have landed. Throws what went wrong first, now and on every later call.
+  void land();
+
+  int64_t num_landed() const { return num_landed_; }
+  int64_t num_launched() const { return num_launched_; }
+  // Names the buckets that have not landed.
+  std::string awaited();
+  // For tests of overlap: holds every flight back until land() is called.
+  void set_hold(bool hold) { hold_ = hold; }
+
+ private:
+  void pack(const std::shared_ptr<Flight>& flight);
+  void arrive(const std::shared_ptr<Flight>& flight);
+  void fail(const std::shared_ptr<Flight>& flight);
+  void start_held();
+  bool failed();
+
+  std::shared_ptr<Exchange> exchange_;
+  std::atomic<int64_t> num_launched_{0};
+  std::atomic<int64_t> num_landed_{0};
+  std::mutex mutex_;                              // of the three below
+  std::deque<std::shared_ptr<Flight>> airborne_;  // launched and not landed
+  std::string error_;                             // what went wrong first
+  bool aborted_ = false;
+  bool hold_ = false;
+  std::deque<std::function<void()>> held_;
+  Slots buffers_{2};
+  Lane land_lane_;  // destroyed after the lane that posts to it
+  Lane pack_lane_;
+};
+
+}  // namespace zx

@@ -1,0 +1,106 @@
+// A thread that runs tasks in the order in which they were posted: the CPU's answer to a CUDA stream.
+#pragma once
+
+#include <unistd.h>
+
+#include <condition_variable>
+#include <deque>
+#include <functional>
+#include <mutex>
+#include <thread>
+#include <utility>
+
+namespace zx {
+
+// Tasks must not throw. The thread starts with the first task, so that a process which only constructs an
+// optimizer, or forks data-loader workers, has none.
+class Lane {
+ public:
+  Lane() = default;
+  Lane(const Lane&) = delete;
+  Lane& operator=(const Lane&) = delete;
+
+  // Finishes what was posted.
+  ~Lane() {
+    if (!thread_.joinable()) return;
+    if (getpid() != owner_) {  // a forked child has a copy of the object, but not the thread
+      thread_.detach();
+      return;
+    }
+    {
+      const std::lock_guard lock(mutex_);
+      stopping_ = true;
+    }
+    changed_.notify_all();
+    thread_.join();
+  }
+
+  void post(std::function<void()> task) {
+    const std::lock_guard lock(mutex_);
+    if (!thread_.joinable()) {
+      owner_ = getpid();
+      thread_ = std::thread([this] { run(); });
+    }
+    tasks_.push_back(std::move(task));
+    changed_.notify_all();
+  }
+
+  // Returns when everything posted before has run.
+  void drain() {
+    std::unique_lock lock(mutex_);
+    changed_.wait(lock, [this] { return tasks_.empty() && !busy_; });
+  }
+
+ private:
+  void run() {
+    std::unique_lock lock(mutex_);
+    while (true) {
+      changed_.wait(lock, [this] { return !tasks_.empty() || stopping_; });
+      if (tasks_.empty()) return;
+      std::function<void()> task = std::move(tasks_.front());
+      tasks_.pop_front();
+      busy_ = true;
+      lock.unlock();
+      task();
+      task = nullptr;  // what the task holds is freed before anyone hears that it is done
+      lock.lock();
+      busy_ = false;
+      changed_.notify_all();
+    }
+  }
+
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  std::deque<std::function<void()>> tasks_;
+  bool busy_ = false;
+  bool stopping_ = false;
+  pid_t owner_ = 0;
+  std::thread thread_;
+};
+
+// Lets at most `count` holders pass at a time.
+class Slots {
+ public:
+  explicit Slots(int count) : free_(count) {}
+
+  void acquire() {
+    std::unique_lock lock(mutex_);
+    changed_.wait(lock, [this] { return free_ > 0; });
+    --free_;
+  }
+
+  void release() {
+    {
+      const std::lock_guard lock(mutex_);
+      ++free_;
+    }
+    changed_.notify_one();
+  }
+
+ private:
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  int free_;
+};
+
+}  // namespace zx

@@ -1,0 +1,72 @@
+// Note [Buckets launch in one order]
+// Ranks pair the messages of a bucket by the order in which they launch them, so every rank launches every
+// bucket exactly once a backward, in one agreed order: a bucket that is complete waits for its turn, and what
+// is incomplete when backward ends leaves then. The first backward uses the layout's order; rank 0's order of
+// completion, incomplete buckets last, is broadcast and used from then on.
+#pragma once
+
+#include <cassert>
+#include <cstddef>
+#include <cstdint>
+#include <utility>
+#include <vector>
+
+namespace zx {
+
+class LaunchOrder {
+ public:
+  // Appends a bucket behind all others.
+  void add_bucket() { order_.push_back(static_cast<int64_t>(order_.size())); }
+
+  // Takes a new order, a permutation of the buckets. Between passes only.
+  void set_order(std::vector<int64_t> order) {
+    assert(order.size() == order_.size());
+    order_ = std::move(order);
+  }
+
+  const std::vector<int64_t>& order() const { return order_; }
+
+  // Starts a pass in which bucket b waits for pending[b] gradients.
+  void begin(std::vector<int64_t> pending) {
+    assert(pending.size() == order_.size());
+    pending_ = std::move(pending);
+    completed_.clear();
+    next_ = 0;
+  }
+
+  // One gradient of `bucket` is ready: which buckets launch now, in order.
+  std::vector<int64_t> mark(int64_t bucket) {
+    if (pending_[bucket] > 0 && --pending_[bucket] == 0) completed_.push_back(bucket);
+    std::vector<int64_t> launch;
+    while (next_ < order_.size() && pending_[order_[next_]] == 0) launch.push_back(order_[next_++]);
+    return launch;
+  }
+
+  // Backward is over: what launches now, in order. Afterwards the pass is complete.
+  std::vector<int64_t> finish() {
+    std::vector<int64_t> launch(order_.begin() + static_cast<std::ptrdiff_t>(next_), order_.end());
+    next_ = order_.size();
+    return launch;
+  }
+
+  bool complete() const { return next_ == order_.size(); }
+
+  // The order to propose after a pass: buckets as they completed, then those with absent gradients.
+  std::vector<int64_t> learned() const {
+    std::vector<int64_t> learned = completed_;
+    std::vector<bool> seen(order_.size(), false);
+    for (const int64_t bucket : learned) seen[bucket] = true;
+    for (const int64_t bucket : order_) {
+      if (!seen[bucket]) learned.push_back(bucket);
+    }
+    return learned;
+  }
+
+ private:
+  std::vector<int64_t> order_;
+  std::vector<int64_t> pending_;    // gradients a bucket still waits for
+  std::vector<int64_t> completed_;  // in the order in which it happened
+  size_t next_ = 0;                 // position in order_ of the next bucket to launch
+};
+
+}  // namespace zx

@@ -1,0 +1,88 @@
+// From the gradients of a bucket to its packing list: what is copied where, and which flags are raised.
+#include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
+
+#include "bucket_manager/bucket_manager.h"
+#include "bucket_manager/packing.h"
+
+namespace zx {
+
+at::Tensor to_table(const std::vector<int64_t>& numbers, int64_t columns) {
+  const auto count = static_cast<int64_t>(numbers.size());
+  at::Tensor table = at::empty({count}, at::kLong);
+  std::copy(numbers.begin(), numbers.end(), table.mutable_data_ptr<int64_t>());
+  return columns > 1 ? table.view({count / columns, columns}) : table;
+}
+
+at::Tensor in_order_of(const at::Tensor& grad, const at::Tensor& param) {
+  const at::Tensor plain = grad.detach();
+  const bool same_order =
+      plain.strides() == param.strides() || (plain.is_contiguous() && param.is_contiguous());
+  return same_order ? plain : at::empty_like(param, plain.options()).copy_(plain);
+}
+
+// Takes p.grad of a slot for a flight (undefined if there is nothing to copy) and says which flags to raise.
+// Where gradients are sharded a placeholder stays behind. See Note [Who holds a gradient].
+at::Tensor BucketManager::take_gradient(Slot& slot, bool& present, bool& replace) {
+  at::Tensor& grad = slot.param.mutable_grad();
+  if (whole_grads_) {
+    present = grad.defined();
+    replace = false;
+    slot.held = present;
+    return present ? in_order_of(grad, slot.param) : at::Tensor();
+  }
+  const bool is_placeholder = grad.defined() && grad.is_same(slot.placeholder);
+  const bool is_real = grad.defined() && !is_placeholder;
+  const bool discarded = slot.held && !grad.defined();
+  const bool by_hand = is_real && grad.unsafeGetTensorImpl() != slot.local;
+  present = is_real || slot.zeroed;
+  replace = slot.replace || discarded || by_hand || slot.zeroed;
+  slot.held = grad.defined();
+  slot.replace = false;
+  slot.zeroed = false;
+  slot.local = nullptr;
+  if (!is_real) return {};
+  at::Tensor taken = in_order_of(grad, slot.param);
+  grad = slot.placeholder;
+  return taken;
+}
+
+std::shared_ptr<Flight> BucketManager::make_flight(const std::shared_ptr<Bucket>& bucket, bool empty) {
+  auto flight = std::make_shared<Flight>();
+  flight->bucket = bucket;
+  const int64_t shard_numel = bucket->shard_numel;
+  const int64_t slice_numel = bucket->slice_numel();
+  std::vector<int64_t> pieces;
+  std::vector<int64_t> flags;
+  std::vector<int64_t> segments_before(world(),
+                                       0);  // flags go behind each shard in the order of its segments
+  for (Slot& slot : bucket->slots) {
+    bool present = false;
+    bool replace = empty;
+    at::Tensor source;
+    if (!empty) source = take_gradient(slot, present, replace);
+    const int64_t first_rank = slot.offset / shard_numel;
+    const int64_t last_rank = slot.numel == 0 ? first_rank : (slot.offset + slot.numel - 1) / shard_numel;
+    for (int64_t rank = first_rank; rank <= last_rank; ++rank) {
+      const int64_t flag = rank * slice_numel + shard_numel + 2 * segments_before[rank]++;
+      if (present) flags.push_back(flag);
+      if (replace) flags.push_back(flag + 1);
+      if (!source.defined() || slot.numel == 0) continue;
+      const int64_t start = std::max(slot.offset, rank * shard_numel);
+      const int64_t stop = std::min(slot.offset + slot.numel, (rank + 1) * shard_numel);
+      pieces.insert(pieces.end(), {static_cast<int64_t>(flight->sources.size()), start - slot.offset,
+                                   rank * slice_numel + start - rank * shard_numel, stop - start});
+    }
+    if (source.defined()) flight->sources.push_back(std::move(source));
+  }
+  flight->pieces = to_table(pieces, 4);
+  flight->flags = to_table(flags, 1);
+  return flight;
+}
+
+// `empty`: after an exception in backward a bucket leaves without gradients, to keep ranks in step.
+void BucketManager::release(int64_t bucket, bool empty) {
+  flights_.launch(make_flight(buckets_[bucket], empty));
+}
+
+}  // namespace zx

@@ -1,0 +1,86 @@
+// Gradients that stay whole (ZeRO stage 1): the mean is gathered into p.grad when backward ends, and the
+// update takes this rank's part from there, so that whatever the user changed in between counts.
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/where.h>
+
+#include "bucket_manager/bucket_manager.h"
+#include "bucket_manager/ops.h"
+#include "bucket_manager/packing.h"
+
+namespace zx {
+namespace {
+
+at::Tensor shaped_like(const at::Tensor& flat, const Slot& slot) {
+  return flat.as_strided(slot.param.sizes(), slot.param.strides(), flat.storage_offset() + slot.offset);
+}
+
+}  // namespace
+
+void BucketManager::gather_whole_grads() {
+  if (pass_.gathered == pass_.rounds) return;
+  pass_.gathered = pass_.rounds;
+  flights_.land();
+  const at::AutoDispatchBelowADInplaceOrView no_autograd;
+
+  std::vector<uint8_t> present;  // a rank that had no gradient of its own gets the others'
+  for (const auto& bucket : buckets_) {
+    for (const Slot& slot : bucket->slots) present.push_back(slot.held);
+  }
+  agreement_.take_largest(present);
+
+  std::vector<at::Tensor> whole;
+  std::vector<std::shared_ptr<Pending>> pending;
+  for (const auto& bucket : buckets_) {
+    const auto options = bucket->slots.front().param.options().requires_grad(false);
+    at::Tensor flat = at::empty({world() * bucket->shard_numel}, options);
+    flat.narrow(0, rank() * bucket->shard_numel, bucket->shard_numel).copy_(bucket->shard);
+    if (exchange_) pending.push_back(exchange_->gather(flat));
+    if (bucket->wire_dtype == flat.scalar_type()) bucket->shard.reset();
+    whole.push_back(std::move(flat));
+  }
+  for (const auto& gather : pending) gather->wait();
+
+  size_t at = 0;
+  for (const auto& bucket : buckets_) {
+    for (const Slot& slot : bucket->slots) {
+      if (present[at++] != 0) slot.param.mutable_grad() = shaped_like(whole[bucket->index], slot);
+    }
+  }
+}
+
+// Where the wire is wider than p.grad, an element of the shard is kept while it still rounds to what p.grad
+// holds: then both stages update from the same number.
+void BucketManager::take_local_shard(int64_t index) {
+  const at::AutoDispatchBelowADInplaceOrView no_autograd;
+  Bucket& bucket = *buckets_.at(index);
+  const int64_t first = rank() * bucket.shard_numel;
+  std::vector<at::Tensor> sources;
+  std::vector<int64_t> pieces;
+  int64_t segment = 0;
+  for (const Slot& slot : bucket.slots) {
+    const int64_t start = std::max(slot.offset, first);
+    const int64_t stop = std::min(slot.offset + slot.numel, first + bucket.shard_numel);
+    if (!bucket.owns_part_of(slot, rank())) continue;
+    const at::Tensor& grad = slot.param.grad();
+    bucket.present[segment++] = grad.defined() ? 1 : 0;
+    if (!grad.defined() || start >= stop) continue;
+    pieces.insert(pieces.end(),
+                  {static_cast<int64_t>(sources.size()), start - slot.offset, start - first, stop - start});
+    sources.push_back(in_order_of(grad, slot.param));
+  }
+  at::Tensor packed =
+      at::empty({bucket.shard_numel}, bucket.slots.front().param.options().requires_grad(false));
+  ops::flatten_(packed, sources, to_table(pieces, 4), to_table({}, 1));
+  if (bucket.wire_dtype == packed.scalar_type()) {
+    bucket.shard = packed;
+  } else if (bucket.shard.defined()) {
+    bucket.shard = at::where(bucket.shard.to(packed.scalar_type()) == packed, bucket.shard,
+                             packed.to(bucket.wire_dtype));
+  } else {
+    bucket.shard = packed.to(bucket.wire_dtype);
+  }
+  bucket.words.reset();
+}
+
+}  // namespace zx

@@ -1,0 +1,72 @@
+// The CPU kernels as a table of functions on raw pointers, one table for each instruction set.
+//
+// Note [One kernel source, three instruction sets]
+// The same headers (simd.h, *_kernel.h) are compiled by kernels_scalar.cpp, kernels_avx2.cpp and
+// kernels_avx512.cpp, each in a namespace of its own, under a target pragma instead of a compiler flag: the
+// wheel then runs on any x86-64, and setuptools needs no flags per file. Standard headers are included before
+// the pragma, ours after it, and every function of ours is always_inline or local to its file: code built for
+// AVX-512 must never become the one copy of an inline function that the linker keeps for all.
+#pragma once
+
+#include <cstdint>
+
+#include "math/adam.h"
+
+namespace zx {
+
+enum class DType : uint8_t { f64, f32, bf16, f16 };
+
+// How the exact value of a parameter is kept.
+enum class Master : uint8_t {
+  none,       // the parameter itself
+  remainder,  // bf16 parameter + 16 bits: see Note [A master as bf16 parameter plus remainder]
+  fp32,       // a float beside a 16-bit parameter
+};
+
+// Elements [0, numel) of one parameter's part of a shard. Moments are double for f64 parameters, else float.
+struct AdamSpan {
+  DType param_dtype;
+  Master master_kind;
+  DType grad_dtype;
+  bool amsgrad;
+  void* param;
+  void* master;
+  const void* grad;
+  void* exp_avg;
+  void* exp_avg_sq;
+  void* max_exp_avg_sq;
+  int64_t numel;
+};
+
+// shard = round((slices[0] + slices[1] + ... in this order) / world [+ shard]) over [0, numel).
+struct ReduceSpan {
+  DType dtype;
+  const void* const* slices;
+  int64_t num_slices;
+  int64_t world;
+  bool accumulate;
+  void* shard;
+  int64_t numel;
+};
+
+constexpr int64_t kNormBlock = 256;  // elements in a norm partial, counted from each parameter's start
+
+enum class Norm : uint8_t { sum_of_abs, sum_of_squares, max_of_abs };
+
+struct KernelTable {
+  const char* name;
+  void (*cast)(DType from, const void* source, DType to, void* target, int64_t numel);
+  void (*adam)(const AdamSpan& span, const AdamStep<double>& step);
+  // Both add to `words`, an exact sum: see Note [Norms are summed exactly].
+  void (*reduce)(const ReduceSpan& span, int64_t* words);
+  // For max_of_abs words[0] holds the bits of the largest |element| as a double.
+  void (*norm)(Norm kind, DType dtype, const void* values, int64_t numel, int64_t* words);
+};
+
+const KernelTable& kernels_scalar();
+#if defined(__x86_64__)
+const KernelTable& kernels_avx2();
+const KernelTable& kernels_avx512();
+#endif
+
+}  // namespace zx

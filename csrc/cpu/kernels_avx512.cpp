@@ -1,0 +1,42 @@
+// The CPU kernels with AVX-512 F, BW, VL, DQ. See Note [One kernel source, three instruction sets] in
+// kernels.h.
+#if defined(__x86_64__)
+#include <immintrin.h>
+
+#include <bit>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <limits>
+#include <type_traits>
+
+// GCC 12 takes the don't-care operand inside its own intrinsics for a use of an uninitialized variable (PR
+// 105593).
+#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
+#pragma GCC push_options
+#pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,avx2,fma,f16c")
+#define ZX_SIMD_AVX512
+// clang-format off: our headers come after the pragma, in this order
+#include "cpu/kernels.h"
+#include "math/exact_sum.h"
+#include "math/rounding.h"
+
+#define ZX_LAMBDA __attribute__((always_inline))
+namespace zx {
+namespace {
+#include "cpu/simd.h"
+#include "cpu/adam_kernel.h"
+#include "cpu/cast_kernel.h"
+#include "cpu/norm_kernel.h"
+#include "cpu/reduce_kernel.h"
+// clang-format on
+}  // namespace
+
+const KernelTable& kernels_avx512() {
+  static constexpr KernelTable table{"avx512", cast, adam, reduce, norm};
+  return table;
+}
+
+}  // namespace zx
+#pragma GCC pop_options
+#endif

@@ -1,0 +1,32 @@
+// The CPU kernels with no SIMD beyond what every CPU of this architecture has. See Note [One kernel source,
+// three instruction sets] in kernels.h.
+
+#include <bit>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <limits>
+#include <type_traits>
+
+// clang-format off: our headers come after the pragma, in this order
+#include "cpu/kernels.h"
+#include "math/exact_sum.h"
+#include "math/rounding.h"
+
+#define ZX_LAMBDA __attribute__((always_inline))
+namespace zx {
+namespace {
+#include "cpu/simd.h"
+#include "cpu/adam_kernel.h"
+#include "cpu/cast_kernel.h"
+#include "cpu/norm_kernel.h"
+#include "cpu/reduce_kernel.h"
+// clang-format on
+}  // namespace
+
+const KernelTable& kernels_scalar() {
+  static constexpr KernelTable table{"scalar", cast, adam, reduce, norm};
+  return table;
+}
+
+}  // namespace zx

@@ -1,0 +1,93 @@
+// zerox::norm_ and zerox::norm_value on the CPU. See Note [Norms are summed exactly].
+#include <ATen/ops/empty.h>
+#include <torch/library.h>
+
+#include <cmath>
+#include <mutex>
+
+#include "cpu/spans.h"
+#include "math/exact_sum.h"
+
+namespace zx {
+namespace {
+
+// Any other p: sums |x|^p with the library's pow, in one code path, so that it too is the same everywhere.
+void power_partials(double p, const at::Tensor& shard, int64_t start, int64_t stop, int64_t* words) {
+  const DType dtype = dtype_of(shard, "norm_", "shard");
+  for (int64_t block = start; block < stop; block += kNormBlock) {
+    const int64_t count = std::min(kNormBlock, stop - block);
+    double wide[kNormBlock];
+    kernels().cast(dtype, bytes_at(shard, block), DType::f64, wide, count);
+    double sum = 0.0;
+    for (int64_t i = 0; i < count; ++i) {
+      words[kExactNonFinite] += std::isfinite(wide[i]) ? 0 : 1;
+      sum += std::pow(std::fabs(wide[i]), p);
+    }
+    exact_add(words, sum);
+  }
+}
+
+void merge(double p, const int64_t* local, int64_t* total) {
+  if (std::isinf(p)) {
+    total[0] = std::max(total[0], local[0]);
+    return;
+  }
+  for (int word = 0; word < kExactWords; ++word) total[word] += local[word];
+}
+
+// Adds sum |x|^p over the segments of a shard to `words`; for p = inf keeps the bits of the largest |x|.
+void norm_(at::Tensor& words, const at::Tensor& shard, const at::Tensor& segments, double p) {
+  constexpr const char* op = "norm_";
+  const DType dtype = dtype_of(shard, op, "shard");
+  ZX_CHECK_DTYPE(words, at::kLong, op, "words");
+  ZX_CHECK_NUMEL(words, kExactWords, op, "words");
+  ZX_CHECK(p > 0.0, op, "p", "must be positive, got ", p);
+  const SegmentTable table(segments, shard.numel(), op);
+  const std::vector<Stretch> stretches = split_into_stretches(table);
+  auto* total = words.mutable_data_ptr<int64_t>();
+  std::mutex total_mutex;
+  parallel_stretches(stretches, [&](int64_t first, int64_t last) {
+    int64_t local[kExactWords] = {};
+    for (int64_t i = first; i < last; ++i) {
+      const auto [segment, start, stop] = stretches[i];
+      if (p == 1.0 || p == 2.0 || std::isinf(p)) {
+        const Norm kind = p == 1.0 ? Norm::sum_of_abs : p == 2.0 ? Norm::sum_of_squares : Norm::max_of_abs;
+        kernels().norm(kind, dtype, bytes_at(shard, start), stop - start, local);
+      } else {
+        power_partials(p, shard, start, stop, local);
+      }
+    }
+    const std::lock_guard lock(total_mutex);
+    merge(p, local, total);
+  });
+  if (!std::isinf(p)) exact_carry(total);  // leaves room for the sum over buckets and ranks
+}
+
+// The norm as a double and whether every element was finite (1.0 or 0.0), as one float64 tensor of two.
+at::Tensor norm_value(const at::Tensor& words, double p) {
+  constexpr const char* op = "norm_value";
+  ZX_CHECK_DTYPE(words, at::kLong, op, "words");
+  ZX_CHECK_NUMEL(words, kExactWords, op, "words");
+  int64_t copy[kExactWords];
+  std::copy_n(words.const_data_ptr<int64_t>(), kExactWords, copy);
+  at::Tensor result = at::empty({2}, words.options().dtype(at::kDouble));
+  auto* value = result.mutable_data_ptr<double>();
+  if (std::isinf(p)) {
+    value[0] = std::bit_cast<double>(copy[0]);
+    value[1] = std::isfinite(value[0]) ? 1.0 : 0.0;
+  } else {
+    const double sum = exact_value(copy);
+    value[0] = p == 1.0 ? sum : p == 2.0 ? std::sqrt(sum) : std::pow(sum, 1.0 / p);
+    value[1] = copy[kExactNonFinite] == 0 ? 1.0 : 0.0;
+  }
+  return result;
+}
+
+}  // namespace
+
+TORCH_LIBRARY_IMPL(zerox, CPU, m) {
+  m.impl("norm_", &norm_);
+  m.impl("norm_value", &norm_value);
+}
+
+}  // namespace zx

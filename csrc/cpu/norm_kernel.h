@@ -1,0 +1,87 @@
+// Norm partials over blocks of 256 elements. Included by kernels_<isa>.cpp only.
+
+// Sixteen double accumulators, element i into number i % 16, folded in halves: this order is part of the
+// result, and no instruction set changes it. `count_non_finite` gets 1 if any element is NaN or infinite; a
+// sum of squares can't tell (in fp64 it may overflow while every element is finite).
+template <bool kSquare, class T>
+ZX_HD double norm_partial(const T* values, int64_t numel, int64_t* count_non_finite) {
+  constexpr int kAccumulators = 16;
+  double sums[kAccumulators] = {};
+  T differences[kAccumulators] = {};  // x - x is 0, or NaN where x is not finite
+  int64_t i = 0;
+  for (; i + kAccumulators <= numel; i += kAccumulators) {
+    for (int lane = 0; lane < kAccumulators; ++lane) {
+      const T x = values[i + lane];
+      const double wide = static_cast<double>(x);
+      sums[lane] += kSquare ? wide * wide : std::fabs(wide);
+      differences[lane] += x - x;
+    }
+  }
+  for (int lane = 0; i < numel; ++i, ++lane) {
+    const T x = values[i];
+    const double wide = static_cast<double>(x);
+    sums[lane] += kSquare ? wide * wide : std::fabs(wide);
+    differences[lane] += x - x;
+  }
+  for (int half = kAccumulators / 2; half > 0; half /= 2) {
+    for (int lane = 0; lane < half; ++lane) {
+      sums[lane] += sums[lane + half];
+      differences[lane] += differences[lane + half];
+    }
+  }
+  *count_non_finite += differences[0] == T(0) ? 0 : 1;
+  return sums[0];
+}
+
+// The largest |element| as the bits of a double: among numbers that are not negative these order as integers,
+// with infinity and then NaN on top, so one integer maximum over lanes, blocks and ranks keeps all three
+// apart.
+template <class T>
+ZX_HD int64_t max_partial(const T* values, int64_t numel, int64_t largest) {
+  for (int64_t i = 0; i < numel; ++i) {
+    const int64_t bits = std::bit_cast<int64_t>(std::fabs(static_cast<double>(values[i])));
+    largest = bits > largest ? bits : largest;
+  }
+  return largest;
+}
+
+// Calls body(values, numel) on each block, as float or double.
+template <class Body>
+ZX_HD void for_each_norm_block(DType dtype, const void* values, int64_t numel, Body body) {
+  float wide[kNormBlock];
+  for (int64_t start = 0; start < numel; start += kNormBlock) {
+    const int64_t count = numel - start < kNormBlock ? numel - start : kNormBlock;
+    switch (dtype) {
+      case DType::f64:
+        body(static_cast<const double*>(values) + start, count);
+        break;
+      case DType::f32:
+        body(static_cast<const float*>(values) + start, count);
+        break;
+      case DType::bf16:
+        cast_loop<float>(static_cast<const bf16*>(values) + start, wide, count);
+        body(static_cast<const float*>(wide), count);
+        break;
+      case DType::f16:
+        cast_loop<float>(static_cast<const f16*>(values) + start, wide, count);
+        body(static_cast<const float*>(wide), count);
+        break;
+    }
+  }
+}
+
+void norm(Norm kind, DType dtype, const void* values, int64_t numel, int64_t* words) {
+  for_each_norm_block(dtype, values, numel, [&](auto block, int64_t count) ZX_LAMBDA {
+    switch (kind) {
+      case Norm::sum_of_abs:
+        exact_add(words, norm_partial<false>(block, count, words + kExactNonFinite));
+        break;
+      case Norm::sum_of_squares:
+        exact_add(words, norm_partial<true>(block, count, words + kExactNonFinite));
+        break;
+      case Norm::max_of_abs:
+        words[0] = max_partial(block, count, words[0]);
+        break;
+    }
+  });
+}

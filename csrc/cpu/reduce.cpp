@@ -1,0 +1,90 @@
+// zerox::read_flags_ and zerox::reduce_ on the CPU: what the ranks sent becomes the mean gradient's shard.
+#include <torch/library.h>
+
+#include <mutex>
+
+#include "cpu/spans.h"
+#include "math/exact_sum.h"
+
+namespace zx {
+namespace {
+
+// Behind a slice's shard lie two elements for each segment: "present" and "replace what you hold".
+// present = present anywhere now, or before and replaced nowhere. replaced = replaced somewhere.
+void read_flags_(at::Tensor& present, at::Tensor& replaced, at::TensorList slices, int64_t shard_numel) {
+  constexpr const char* op = "read_flags_";
+  ZX_CHECK_DTYPE(present, at::kByte, op, "present");
+  ZX_CHECK_DTYPE(replaced, at::kByte, op, "replaced");
+  ZX_CHECK_NUMEL(replaced, present.numel(), op, "replaced");
+  const int64_t count = present.numel();
+  auto* present_now = present.mutable_data_ptr<uint8_t>();
+  auto* replaced_now = replaced.mutable_data_ptr<uint8_t>();
+  std::vector<uint8_t> present_somewhere(static_cast<size_t>(count), 0);
+  std::fill_n(replaced_now, count, uint8_t{0});
+  for (const at::Tensor& slice : slices) {
+    dtype_of(slice, op, "slices");
+    ZX_CHECK(slice.numel() >= shard_numel + 2 * count, op, "slices", "must have ", shard_numel + 2 * count,
+             " elements, got ", slice.numel());
+    const auto width = static_cast<size_t>(slice.element_size());
+    const auto raised = [&](int64_t element) {  // any bit: a flag is 0 or a positive number
+      const char* bytes = bytes_at(slice, element);
+      return std::any_of(bytes, bytes + width, [](char byte) { return byte != 0; });
+    };
+    for (int64_t i = 0; i < count; ++i) {
+      present_somewhere[i] |= raised(shard_numel + 2 * i);
+      replaced_now[i] |= raised(shard_numel + 2 * i + 1);
+    }
+  }
+  for (int64_t i = 0; i < count; ++i) {
+    present_now[i] = present_somewhere[i] | (present_now[i] & static_cast<uint8_t>(replaced_now[i] == 0));
+  }
+}
+
+void reduce_(at::Tensor& shard, at::Tensor& words, at::TensorList slices, const at::Tensor& segments,
+             const at::Tensor& replaced, int64_t world, bool accumulate) {
+  constexpr const char* op = "reduce_";
+  const DType dtype = dtype_of(shard, op, "shard");
+  ZX_CHECK_CONTIGUOUS(shard, op, "shard");
+  ZX_CHECK_DTYPE(words, at::kLong, op, "words");
+  ZX_CHECK_NUMEL(words, kExactWords, op, "words");
+  ZX_CHECK(!slices.empty(), op, "slices", "must not be empty");
+  for (const at::Tensor& slice : slices) {
+    ZX_CHECK_DTYPE(slice, shard.scalar_type(), op, "slices");
+    ZX_CHECK(slice.numel() >= shard.numel(), op, "slices", "must have ", shard.numel(), " elements, got ",
+             slice.numel());
+  }
+  ZX_CHECK(world > 0, op, "world", "must be positive, got ", world);
+  const SegmentTable table(segments, shard.numel(), op);
+  ZX_CHECK_DTYPE(replaced, at::kByte, op, "replaced");
+  ZX_CHECK_NUMEL(replaced, table.size(), op, "replaced");
+  const auto* replace = replaced.const_data_ptr<uint8_t>();
+
+  const std::vector<Stretch> stretches = split_into_stretches(table);
+  auto* total = words.mutable_data_ptr<int64_t>();
+  std::mutex total_mutex;
+  parallel_stretches(stretches, [&](int64_t first, int64_t last) {
+    int64_t local[kExactWords] = {};
+    std::vector<const void*> starts(slices.size());
+    for (int64_t i = first; i < last; ++i) {
+      const Stretch& stretch = stretches[i];
+      for (size_t rank = 0; rank < slices.size(); ++rank)
+        starts[rank] = bytes_at(slices[rank], stretch.start);
+      const bool keep = accumulate && replace[stretch.segment] == 0;
+      kernels().reduce({dtype, starts.data(), static_cast<int64_t>(starts.size()), world, keep,
+                        bytes_at(shard, stretch.start), stretch.stop - stretch.start},
+                       local);
+    }
+    const std::lock_guard lock(total_mutex);
+    for (int word = 0; word < kExactWords; ++word) total[word] += local[word];
+  });
+  exact_carry(total);  // leaves room for the sum over buckets and ranks
+}
+
+}  // namespace
+
+TORCH_LIBRARY_IMPL(zerox, CPU, m) {
+  m.impl("read_flags_", &read_flags_);
+  m.impl("reduce_", &reduce_);
+}
+
+}  // namespace zx

@@ -1,0 +1,37 @@
+// The mean of what the ranks sent, with the norm's partials taken while the block is in cache. Included by
+// kernels_<isa>.cpp only.
+
+template <class T, class Wire>
+void reduce_span(const ReduceSpan& span, int64_t* words) {
+  Wire* shard = static_cast<Wire*>(span.shard);
+  const T world = static_cast<T>(span.world);
+  alignas(64) T rounded[kNormBlock];
+  for (int64_t start = 0; start < span.numel; start += kNormBlock) {
+    const int64_t count = span.numel - start < kNormBlock ? span.numel - start : kNormBlock;
+    for_each_vector<T>(count, [&](auto lane, int64_t i) ZX_LAMBDA {
+      using V = decltype(lane);
+      V sum = V::load(static_cast<const Wire*>(span.slices[0]) + start + i);
+      for (int64_t rank = 1; rank < span.num_slices; ++rank) {
+        sum = sum + V::load(static_cast<const Wire*>(span.slices[rank]) + start + i);
+      }
+      V mean = sum / V::splat(world);
+      if (span.accumulate) mean = mean + V::load(shard + start + i);
+      mean.store(shard + start + i);
+      V::load(shard + start + i).store(rounded + i);
+    });
+    exact_add(words, norm_partial<true>(static_cast<const T*>(rounded), count, words + kExactNonFinite));
+  }
+}
+
+void reduce(const ReduceSpan& span, int64_t* words) {
+  switch (span.dtype) {
+    case DType::f64:
+      return reduce_span<double, double>(span, words);
+    case DType::f32:
+      return reduce_span<float, float>(span, words);
+    case DType::bf16:
+      return reduce_span<float, bf16>(span, words);
+    case DType::f16:
+      return reduce_span<float, f16>(span, words);
+  }
+}

@@ -1,0 +1,316 @@
+// Vectors of float and double, and scalar lanes with the same face, for one instruction set.
+//
+// Included once by each kernels_<isa>.cpp, inside that file's target pragma and namespace: see Note [One
+// kernel source, three instruction sets] in kernels.h. Loads and stores convert from and to the storage
+// formats; every arithmetic operation is one correctly rounded IEEE operation, so all instruction sets give
+// the same bits.
+
+// ---- scalar lanes: tails, and the whole loop where there is no SIMD
+// -------------------------------------------
+
+template <class T>
+struct Lane {
+  using Scalar = T;
+  static constexpr int kLanes = 1;
+  T x;
+
+  static ZX_HD Lane splat(T value) { return {value}; }
+  static ZX_HD Lane load(const double* p) { return {static_cast<T>(*p)}; }
+  static ZX_HD Lane load(const float* p) { return {static_cast<T>(*p)}; }
+  static ZX_HD Lane load(const bf16* p) { return {static_cast<T>(bf16_to_float(*p))}; }
+  static ZX_HD Lane load(const f16* p) { return {static_cast<T>(f16_to_float(*p))}; }
+  ZX_HD void store(double* p) const { *p = static_cast<double>(x); }
+  ZX_HD void store(float* p) const { *p = static_cast<float>(x); }
+  ZX_HD void store(bf16* p) const { *p = float_to_bf16(static_cast<float>(x)); }
+  ZX_HD void store(f16* p) const { *p = float_to_f16(static_cast<float>(x)); }
+
+  static ZX_HD Lane load_split(const bf16* param, const int16_t* remainder) {
+    return {join_master(*param, *remainder)};
+  }
+  ZX_HD void store_split(bf16* param, int16_t* remainder) const {
+    const SplitMaster split = split_master(x);
+    *param = split.param;
+    *remainder = split.remainder;
+  }
+  // The master while it still rounds to the parameter, else the parameter: somebody wrote a new value into
+  // it.
+  template <class H>
+  static ZX_HD Lane load_master(const H* param, const float* master) {
+    H rounded;
+    Lane{*master}.store(&rounded);
+    return rounded.bits == param->bits ? Lane{*master} : load(param);
+  }
+};
+template <class T>
+ZX_HD Lane<T> operator+(Lane<T> a, Lane<T> b) {
+  return {a.x + b.x};
+}
+template <class T>
+ZX_HD Lane<T> operator-(Lane<T> a, Lane<T> b) {
+  return {a.x - b.x};
+}
+template <class T>
+ZX_HD Lane<T> operator*(Lane<T> a, Lane<T> b) {
+  return {a.x * b.x};
+}
+template <class T>
+ZX_HD Lane<T> operator/(Lane<T> a, Lane<T> b) {
+  return {a.x / b.x};
+}
+template <class T>
+ZX_HD Lane<T> fma(Lane<T> a, Lane<T> b, Lane<T> c) {
+  return {std::fma(a.x, b.x, c.x)};
+}
+template <class T>
+ZX_HD Lane<T> sqrt(Lane<T> a) {
+  return {std::sqrt(a.x)};
+}
+template <class T>
+ZX_HD Lane<T> max(Lane<T> a, Lane<T> b) {
+  return {a.x > b.x ? a.x : b.x};
+}
+
+#if defined(ZX_SIMD_AVX512)
+
+struct VecF {
+  using Scalar = float;
+  static constexpr int kLanes = 16;
+  __m512 x;
+
+  static ZX_HD VecF splat(float value) { return {_mm512_set1_ps(value)}; }
+  static ZX_HD VecF load(const float* p) { return {_mm512_loadu_ps(p)}; }
+  static ZX_HD VecF load(const bf16* p) { return {widen(bits16(p))}; }
+  static ZX_HD VecF load(const f16* p) { return {_mm512_cvtph_ps(bits16(p))}; }
+  ZX_HD void store(float* p) const { _mm512_storeu_ps(p, x); }
+  ZX_HD void store(bf16* p) const { put16(p, round_bf16(x)); }
+  ZX_HD void store(f16* p) const { put16(p, round_f16(x)); }
+
+  static ZX_HD VecF load_split(const bf16* param, const int16_t* remainder) {
+    const __m512i low = _mm512_cvtepu16_epi32(bits16(remainder));
+    const __m512i high = _mm512_sub_epi32(_mm512_cvtepu16_epi32(bits16(param)), _mm512_srli_epi32(low, 15));
+    return {_mm512_castsi512_ps(_mm512_or_si512(_mm512_slli_epi32(high, 16), low))};
+  }
+  ZX_HD void store_split(bf16* param, int16_t* remainder) const {
+    const __m512i bits = _mm512_castps_si512(x);
+    const __mmask16 nan = _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q);
+    __m512i high = _mm512_srli_epi32(bits, 16);
+    const __m512i quiet =
+        _mm512_or_si512(_mm512_and_si512(high, _mm512_set1_epi32(0x8000)), _mm512_set1_epi32(0x7fc0));
+    const __m512i up = _mm512_and_si512(_mm512_srli_epi32(bits, 15), _mm512_set1_epi32(1));
+    high = _mm512_mask_blend_epi32(nan, _mm512_add_epi32(high, up), quiet);
+    put16(param, _mm512_cvtepi32_epi16(high));
+    put16(remainder, _mm512_cvtepi32_epi16(_mm512_maskz_mov_epi32(static_cast<__mmask16>(~nan), bits)));
+  }
+  static ZX_HD VecF load_master(const bf16* param, const float* master) {
+    const __m512 kept = _mm512_loadu_ps(master);
+    const __m256i now = bits16(param);
+    const __mmask16 same = _mm256_cmpeq_epi16_mask(round_bf16(kept), now);
+    return {_mm512_mask_blend_ps(same, widen(now), kept)};
+  }
+  static ZX_HD VecF load_master(const f16* param, const float* master) {
+    const __m512 kept = _mm512_loadu_ps(master);
+    const __m256i now = bits16(param);
+    const __mmask16 same = _mm256_cmpeq_epi16_mask(round_f16(kept), now);
+    return {_mm512_mask_blend_ps(same, _mm512_cvtph_ps(now), kept)};
+  }
+
+  static ZX_HD __m256i bits16(const void* p) { return _mm256_loadu_si256(static_cast<const __m256i*>(p)); }
+  static ZX_HD void put16(void* p, __m256i bits) { _mm256_storeu_si256(static_cast<__m256i*>(p), bits); }
+  static ZX_HD __m512 widen(__m256i bits) {
+    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(bits), 16));
+  }
+  static ZX_HD __m256i round_bf16(__m512 value) {
+    const __m512i bits = _mm512_castps_si512(value);
+    const __mmask16 nan = _mm512_cmp_ps_mask(value, value, _CMP_UNORD_Q);
+    const __m512i high = _mm512_srli_epi32(bits, 16);
+    const __m512i bias =
+        _mm512_add_epi32(_mm512_set1_epi32(0x7fff), _mm512_and_si512(high, _mm512_set1_epi32(1)));
+    const __m512i rounded = _mm512_srli_epi32(_mm512_add_epi32(bits, bias), 16);
+    const __m512i quiet = _mm512_or_si512(high, _mm512_set1_epi32(0x40));
+    return _mm512_cvtepi32_epi16(_mm512_mask_blend_epi32(nan, rounded, quiet));
+  }
+  static ZX_HD __m256i round_f16(__m512 value) {
+    return _mm512_cvtps_ph(value, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+  }
+};
+ZX_HD VecF operator+(VecF a, VecF b) { return {_mm512_add_ps(a.x, b.x)}; }
+ZX_HD VecF operator-(VecF a, VecF b) { return {_mm512_sub_ps(a.x, b.x)}; }
+ZX_HD VecF operator*(VecF a, VecF b) { return {_mm512_mul_ps(a.x, b.x)}; }
+ZX_HD VecF operator/(VecF a, VecF b) { return {_mm512_div_ps(a.x, b.x)}; }
+ZX_HD VecF fma(VecF a, VecF b, VecF c) { return {_mm512_fmadd_ps(a.x, b.x, c.x)}; }
+ZX_HD VecF sqrt(VecF a) { return {_mm512_sqrt_ps(a.x)}; }
+ZX_HD VecF max(VecF a, VecF b) { return {_mm512_max_ps(a.x, b.x)}; }
+
+struct VecD {
+  using Scalar = double;
+  static constexpr int kLanes = 8;
+  __m512d x;
+
+  static ZX_HD VecD splat(double value) { return {_mm512_set1_pd(value)}; }
+  static ZX_HD VecD load(const double* p) { return {_mm512_loadu_pd(p)}; }
+  static ZX_HD VecD load(const float* p) { return {_mm512_cvtps_pd(_mm256_loadu_ps(p))}; }
+  static ZX_HD VecD load(const bf16* p) {
+    const __m256i wide = _mm256_slli_epi32(_mm256_cvtepu16_epi32(bits16(p)), 16);
+    return {_mm512_cvtps_pd(_mm256_castsi256_ps(wide))};
+  }
+  static ZX_HD VecD load(const f16* p) { return {_mm512_cvtps_pd(_mm256_cvtph_ps(bits16(p)))}; }
+  ZX_HD void store(double* p) const { _mm512_storeu_pd(p, x); }
+  ZX_HD void store(float* p) const { _mm256_storeu_ps(p, _mm512_cvtpd_ps(x)); }
+  ZX_HD void store(bf16* p) const { store_each(p); }
+  ZX_HD void store(f16* p) const { store_each(p); }
+
+  template <class H>
+  ZX_HD void store_each(H* p) const {
+    alignas(64) double lanes[kLanes];
+    store(lanes);
+    for (int i = 0; i < kLanes; ++i) Lane<double>{lanes[i]}.store(p + i);
+  }
+  static ZX_HD __m128i bits16(const void* p) { return _mm_loadu_si128(static_cast<const __m128i*>(p)); }
+};
+ZX_HD VecD operator+(VecD a, VecD b) { return {_mm512_add_pd(a.x, b.x)}; }
+ZX_HD VecD operator-(VecD a, VecD b) { return {_mm512_sub_pd(a.x, b.x)}; }
+ZX_HD VecD operator*(VecD a, VecD b) { return {_mm512_mul_pd(a.x, b.x)}; }
+ZX_HD VecD operator/(VecD a, VecD b) { return {_mm512_div_pd(a.x, b.x)}; }
+ZX_HD VecD fma(VecD a, VecD b, VecD c) { return {_mm512_fmadd_pd(a.x, b.x, c.x)}; }
+ZX_HD VecD sqrt(VecD a) { return {_mm512_sqrt_pd(a.x)}; }
+ZX_HD VecD max(VecD a, VecD b) { return {_mm512_max_pd(a.x, b.x)}; }
+
+#elif defined(ZX_SIMD_AVX2)
+
+struct VecF {
+  using Scalar = float;
+  static constexpr int kLanes = 8;
+  __m256 x;
+
+  static ZX_HD VecF splat(float value) { return {_mm256_set1_ps(value)}; }
+  static ZX_HD VecF load(const float* p) { return {_mm256_loadu_ps(p)}; }
+  static ZX_HD VecF load(const bf16* p) { return {widen(bits16(p))}; }
+  static ZX_HD VecF load(const f16* p) { return {_mm256_cvtph_ps(bits16(p))}; }
+  ZX_HD void store(float* p) const { _mm256_storeu_ps(p, x); }
+  ZX_HD void store(bf16* p) const { put16(p, round_bf16(x)); }
+  ZX_HD void store(f16* p) const { put16(p, round_f16(x)); }
+
+  static ZX_HD VecF load_split(const bf16* param, const int16_t* remainder) {
+    const __m256i low = _mm256_cvtepu16_epi32(bits16(remainder));
+    const __m256i high = _mm256_sub_epi32(_mm256_cvtepu16_epi32(bits16(param)), _mm256_srli_epi32(low, 15));
+    return {_mm256_castsi256_ps(_mm256_or_si256(_mm256_slli_epi32(high, 16), low))};
+  }
+  ZX_HD void store_split(bf16* param, int16_t* remainder) const {
+    const __m256i bits = _mm256_castps_si256(x);
+    const __m256i nan = _mm256_castps_si256(_mm256_cmp_ps(x, x, _CMP_UNORD_Q));
+    __m256i high = _mm256_srli_epi32(bits, 16);
+    const __m256i quiet =
+        _mm256_or_si256(_mm256_and_si256(high, _mm256_set1_epi32(0x8000)), _mm256_set1_epi32(0x7fc0));
+    const __m256i up = _mm256_and_si256(_mm256_srli_epi32(bits, 15), _mm256_set1_epi32(1));
+    // 0xffff + 1 can't happen: the upper half of a number that is no NaN is at most 0xff80.
+    high = _mm256_blendv_epi8(_mm256_add_epi32(high, up), quiet, nan);
+    put16(param, narrow16(high));
+    put16(remainder, narrow16(_mm256_andnot_si256(nan, _mm256_and_si256(bits, _mm256_set1_epi32(0xffff)))));
+  }
+  static ZX_HD VecF load_master(const bf16* param, const float* master) {
+    const __m256 kept = _mm256_loadu_ps(master);
+    const __m128i now = bits16(param);
+    return {_mm256_blendv_ps(widen(now), kept, same(round_bf16(kept), now))};
+  }
+  static ZX_HD VecF load_master(const f16* param, const float* master) {
+    const __m256 kept = _mm256_loadu_ps(master);
+    const __m128i now = bits16(param);
+    return {_mm256_blendv_ps(_mm256_cvtph_ps(now), kept, same(round_f16(kept), now))};
+  }
+
+  static ZX_HD __m128i bits16(const void* p) { return _mm_loadu_si128(static_cast<const __m128i*>(p)); }
+  static ZX_HD void put16(void* p, __m128i bits) { _mm_storeu_si128(static_cast<__m128i*>(p), bits); }
+  static ZX_HD __m256 widen(__m128i bits) {
+    return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(bits), 16));
+  }
+  static ZX_HD __m128i narrow16(__m256i wide) {  // values below 2^16
+    return _mm_packus_epi32(_mm256_castsi256_si128(wide), _mm256_extracti128_si256(wide, 1));
+  }
+  static ZX_HD __m256 same(__m128i a, __m128i b) {
+    return _mm256_castsi256_ps(_mm256_cvtepi16_epi32(_mm_cmpeq_epi16(a, b)));
+  }
+  static ZX_HD __m128i round_bf16(__m256 value) {
+    const __m256i bits = _mm256_castps_si256(value);
+    const __m256i nan = _mm256_castps_si256(_mm256_cmp_ps(value, value, _CMP_UNORD_Q));
+    const __m256i high = _mm256_srli_epi32(bits, 16);
+    const __m256i bias =
+        _mm256_add_epi32(_mm256_set1_epi32(0x7fff), _mm256_and_si256(high, _mm256_set1_epi32(1)));
+    const __m256i rounded = _mm256_srli_epi32(_mm256_add_epi32(bits, bias), 16);
+    const __m256i quiet = _mm256_or_si256(high, _mm256_set1_epi32(0x40));
+    return narrow16(_mm256_blendv_epi8(rounded, quiet, nan));
+  }
+  static ZX_HD __m128i round_f16(__m256 value) {
+    return _mm256_cvtps_ph(value, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+  }
+};
+ZX_HD VecF operator+(VecF a, VecF b) { return {_mm256_add_ps(a.x, b.x)}; }
+ZX_HD VecF operator-(VecF a, VecF b) { return {_mm256_sub_ps(a.x, b.x)}; }
+ZX_HD VecF operator*(VecF a, VecF b) { return {_mm256_mul_ps(a.x, b.x)}; }
+ZX_HD VecF operator/(VecF a, VecF b) { return {_mm256_div_ps(a.x, b.x)}; }
+ZX_HD VecF fma(VecF a, VecF b, VecF c) { return {_mm256_fmadd_ps(a.x, b.x, c.x)}; }
+ZX_HD VecF sqrt(VecF a) { return {_mm256_sqrt_ps(a.x)}; }
+ZX_HD VecF max(VecF a, VecF b) { return {_mm256_max_ps(a.x, b.x)}; }
+
+struct VecD {
+  using Scalar = double;
+  static constexpr int kLanes = 4;
+  __m256d x;
+
+  static ZX_HD VecD splat(double value) { return {_mm256_set1_pd(value)}; }
+  static ZX_HD VecD load(const double* p) { return {_mm256_loadu_pd(p)}; }
+  static ZX_HD VecD load(const float* p) { return {_mm256_cvtps_pd(_mm_loadu_ps(p))}; }
+  static ZX_HD VecD load(const bf16* p) { return load_each(p); }
+  static ZX_HD VecD load(const f16* p) { return load_each(p); }
+  ZX_HD void store(double* p) const { _mm256_storeu_pd(p, x); }
+  ZX_HD void store(float* p) const { _mm_storeu_ps(p, _mm256_cvtpd_ps(x)); }
+  ZX_HD void store(bf16* p) const { store_each(p); }
+  ZX_HD void store(f16* p) const { store_each(p); }
+
+  template <class H>
+  static ZX_HD VecD load_each(const H* p) {
+    alignas(32) double lanes[kLanes];
+    for (int i = 0; i < kLanes; ++i) lanes[i] = Lane<double>::load(p + i).x;
+    return load(lanes);
+  }
+  template <class H>
+  ZX_HD void store_each(H* p) const {
+    alignas(32) double lanes[kLanes];
+    store(lanes);
+    for (int i = 0; i < kLanes; ++i) Lane<double>{lanes[i]}.store(p + i);
+  }
+};
+ZX_HD VecD operator+(VecD a, VecD b) { return {_mm256_add_pd(a.x, b.x)}; }
+ZX_HD VecD operator-(VecD a, VecD b) { return {_mm256_sub_pd(a.x, b.x)}; }
+ZX_HD VecD operator*(VecD a, VecD b) { return {_mm256_mul_pd(a.x, b.x)}; }
+ZX_HD VecD operator/(VecD a, VecD b) { return {_mm256_div_pd(a.x, b.x)}; }
+ZX_HD VecD fma(VecD a, VecD b, VecD c) { return {_mm256_fmadd_pd(a.x, b.x, c.x)}; }
+ZX_HD VecD sqrt(VecD a) { return {_mm256_sqrt_pd(a.x)}; }
+ZX_HD VecD max(VecD a, VecD b) { return {_mm256_max_pd(a.x, b.x)}; }
+
+#else
+
+using VecF = Lane<float>;
+using VecD = Lane<double>;
+
+#endif
+
+template <class T>
+struct VecOf;
+template <>
+struct VecOf<float> {
+  using type = VecF;
+};
+template <>
+struct VecOf<double> {
+  using type = VecD;
+};
+template <class T>
+using Vec = typename VecOf<T>::type;
+
+// Calls body(V{}, i) over [0, numel): whole vectors first, then single lanes.
+template <class T, class Body>
+ZX_HD void for_each_vector(int64_t numel, Body body) {
+  int64_t i = 0;
+  for (; i + Vec<T>::kLanes <= numel; i += Vec<T>::kLanes) body(Vec<T>{}, i);
+  for (; i < numel; ++i) body(Lane<T>{}, i);
+}

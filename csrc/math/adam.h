@@ -1,0 +1,118 @@
+// The Adam / AdamW rule, written once. Source: torch.optim.AdamW with foreach=False (torch/optim/adam.py,
+// _single_tensor_adam), including the two forms of its lerp. Every fused multiply-add is spelled out and the
+// build forbids contraction, so every device and instruction set gives the same bits.
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+
+#include "math/macros.h"
+
+namespace zx {
+
+// One row of the options table: what a param group says. All in double, as Python holds them.
+struct AdamOptions {
+  double lr;
+  double beta1;
+  double beta2;
+  double eps;
+  double weight_decay;
+  double maximize;   // 0 or 1
+  double decoupled;  // 1: AdamW, decay multiplies the parameter; 0: Adam, decay is added to the gradient (L2)
+  double amsgrad;    // 0 or 1
+};
+constexpr int64_t kAdamOptionsColumns = 8;
+
+// Constants folded per parameter and step; the element loop only reads them.
+template <class T>
+struct AdamStep {
+  T grad_scale;      // clip coefficient and inverse loss scale, negative to maximize
+  T decay;           // parameter *= decay
+  T l2;              // gradient += l2 * parameter
+  T lerp_weight;     // exp_avg = lerp_weight * (grad - exp_avg) + (lerp_from_grad ? grad : exp_avg)
+  T beta2;           // exp_avg_sq = beta2 * exp_avg_sq + grad_sq_weight * grad^2
+  T grad_sq_weight;  // 1 - beta2
+  T bias_correction2_sqrt;
+  T eps;
+  T neg_step_size;  // -lr / (1 - beta1^step)
+  bool lerp_from_grad;
+  bool has_l2;
+};
+
+// base^exponent by squaring: device and host `pow` differ in their last bits, products don't.
+ZX_HD double integer_power(double base, int64_t exponent) {
+  double result = 1.0;
+  while (exponent > 0) {
+    if (exponent & 1) result = result * base;
+    base = base * base;
+    exponent >>= 1;
+  }
+  return result;
+}
+
+ZX_HD AdamStep<double> fold_adam(const AdamOptions& options, int64_t step, double grad_scale) {
+  const double bias_correction1 = 1.0 - integer_power(options.beta1, step);
+  const double bias_correction2 = 1.0 - integer_power(options.beta2, step);
+  const double weight1 = 1.0 - options.beta1;
+  const bool near_grad = weight1 >= 0.5;  // torch's lerp starts from the nearer end
+  const bool decoupled = options.decoupled != 0.0;
+  AdamStep<double> folded;
+  folded.grad_scale = options.maximize != 0.0 ? -grad_scale : grad_scale;
+  folded.decay = decoupled ? 1.0 - options.lr * options.weight_decay : 1.0;
+  folded.l2 = decoupled ? 0.0 : options.weight_decay;
+  folded.lerp_weight = weight1;
+  folded.beta2 = options.beta2;
+  folded.grad_sq_weight = 1.0 - options.beta2;
+  folded.bias_correction2_sqrt = std::sqrt(bias_correction2);
+  folded.eps = options.eps;
+  folded.neg_step_size = -(options.lr / bias_correction1);
+  folded.lerp_from_grad = near_grad;
+  folded.has_l2 = folded.l2 != 0.0;
+  return folded;
+}
+
+template <class T>
+ZX_HD AdamStep<T> narrow(const AdamStep<double>& s) {
+  AdamStep<T> out;
+  out.grad_scale = static_cast<T>(s.grad_scale);
+  out.decay = static_cast<T>(s.decay);
+  out.l2 = static_cast<T>(s.l2);
+  // The weight is narrowed before 1 is taken from it, as torch's kernel does.
+  out.lerp_weight = s.lerp_from_grad ? static_cast<T>(s.lerp_weight) - T(1) : static_cast<T>(s.lerp_weight);
+  out.beta2 = static_cast<T>(s.beta2);
+  out.grad_sq_weight = static_cast<T>(s.grad_sq_weight);
+  out.bias_correction2_sqrt = static_cast<T>(s.bias_correction2_sqrt);
+  out.eps = static_cast<T>(s.eps);
+  out.neg_step_size = static_cast<T>(s.neg_step_size);
+  out.lerp_from_grad = s.lerp_from_grad;
+  out.has_l2 = s.has_l2;
+  return out;
+}
+
+// The state of V::kLanes elements. V is a vector or a scalar lane of float or double with the operators
+// + - * /, and the functions fma, sqrt, max and V::splat.
+template <class V>
+struct AdamLanes {
+  V param;
+  V exp_avg;
+  V exp_avg_sq;
+  V max_exp_avg_sq;
+};
+
+template <bool kAmsgrad, class V>
+ZX_HD void adam_update(const AdamStep<typename V::Scalar>& s, V grad, AdamLanes<V>& at) {
+  grad = grad * V::splat(s.grad_scale);
+  if (s.has_l2) grad = fma(at.param, V::splat(s.l2), grad);
+  const V param = at.param * V::splat(s.decay);
+  at.exp_avg = fma(V::splat(s.lerp_weight), grad - at.exp_avg, s.lerp_from_grad ? grad : at.exp_avg);
+  at.exp_avg_sq = fma(V::splat(s.grad_sq_weight) * grad, grad, at.exp_avg_sq * V::splat(s.beta2));
+  V second = at.exp_avg_sq;
+  if constexpr (kAmsgrad) {
+    at.max_exp_avg_sq = max(at.max_exp_avg_sq, at.exp_avg_sq);
+    second = at.max_exp_avg_sq;
+  }
+  const V denom = sqrt(second) / V::splat(s.bias_correction2_sqrt) + V::splat(s.eps);
+  at.param = param + (V::splat(s.neg_step_size) * at.exp_avg) / denom;
+}
+
+}  // namespace zx

@@ -1,0 +1,80 @@
+// Conversions between fp32 and the 16-bit formats, on bit patterns, the same on every device.
+#pragma once
+
+#include <bit>
+#include <cstdint>
+
+#include "math/macros.h"
+
+namespace zx {
+
+struct bf16 {
+  uint16_t bits;
+};
+struct f16 {
+  uint16_t bits;
+};
+
+ZX_HD bool is_nan_bits(uint32_t bits) { return (bits & 0x7fffffffu) > 0x7f800000u; }
+
+ZX_HD float bf16_to_float(bf16 x) { return std::bit_cast<float>(static_cast<uint32_t>(x.bits) << 16); }
+
+// Nearest, ties to even; NaN stays NaN (made quiet).
+ZX_HD bf16 float_to_bf16(float x) {
+  const uint32_t bits = std::bit_cast<uint32_t>(x);
+  if (is_nan_bits(bits)) return {static_cast<uint16_t>((bits >> 16) | 0x40u)};
+  return {static_cast<uint16_t>((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16)};
+}
+
+ZX_HD float f16_to_float(f16 x) {
+  const uint32_t sign = (x.bits & 0x8000u) << 16;
+  const uint32_t exponent = (x.bits >> 10) & 0x1fu;
+  const uint32_t mantissa = x.bits & 0x3ffu;
+  if (exponent == 0x1f) {  // infinity or NaN (made quiet)
+    return std::bit_cast<float>(sign | 0x7f800000u | (mantissa ? 0x400000u | (mantissa << 13) : 0u));
+  }
+  if (exponent == 0) {  // zero or subnormal: exact in fp32
+    const float magnitude = static_cast<float>(mantissa) * 0x1p-24f;
+    return std::bit_cast<float>(sign | std::bit_cast<uint32_t>(magnitude));
+  }
+  return std::bit_cast<float>(sign | ((exponent + 112u) << 23) | (mantissa << 13));
+}
+
+// Nearest, ties to even; NaN stays NaN (made quiet), as the F16C and CUDA conversions do.
+ZX_HD f16 float_to_f16(float x) {
+  const uint32_t bits = std::bit_cast<uint32_t>(x);
+  const uint32_t sign = (bits >> 16) & 0x8000u;
+  const uint32_t magnitude = bits & 0x7fffffffu;
+  if (magnitude > 0x7f800000u) return {static_cast<uint16_t>(sign | 0x7e00u | ((magnitude >> 13) & 0x3ffu))};
+  if (magnitude >= 0x477ff000u) return {static_cast<uint16_t>(sign | 0x7c00u)};  // rounds past 65504
+  if (magnitude < 0x38800000u) {  // subnormal: adding 0.5 aligns 2^-24 with the last bit, rounding once
+    const float shifted = std::bit_cast<float>(magnitude) + 0.5f;
+    return {static_cast<uint16_t>(sign | (std::bit_cast<uint32_t>(shifted) - 0x3f000000u))};
+  }
+  const uint32_t rounded = magnitude + 0xfffu + ((magnitude >> 13) & 1u);
+  return {static_cast<uint16_t>(sign | ((rounded - 0x38000000u) >> 13))};
+}
+
+// Note [A master as bf16 parameter plus remainder]
+// The fp32 master is kept as the bf16 parameter (its upper half, rounded half away from zero) and the 16 bits
+// that rounding lost, as a signed number: a negative one says that the parameter was rounded up. Nearest-even
+// can't be used: two masters would share one pair. NaN must be caught: 0x7FFFFFFF would round to -0.0.
+struct SplitMaster {
+  bf16 param;
+  int16_t remainder;
+};
+
+ZX_HD SplitMaster split_master(float master) {
+  const uint32_t bits = std::bit_cast<uint32_t>(master);
+  if (is_nan_bits(bits)) return {{static_cast<uint16_t>(((bits >> 16) & 0x8000u) | 0x7fc0u)}, 0};
+  const uint32_t up = (bits >> 15) & 1u;
+  return {{static_cast<uint16_t>((bits >> 16) + up)}, static_cast<int16_t>(bits & 0xffffu)};
+}
+
+ZX_HD float join_master(bf16 param, int16_t remainder) {
+  const uint32_t low = static_cast<uint16_t>(remainder);
+  const uint32_t high = static_cast<uint32_t>(param.bits) - (low >> 15);
+  return std::bit_cast<float>((high << 16) | low);
+}
+
+}  // namespace zx

@@ -1,0 +1,110 @@
+"""Questions of setup_env.sh about the environment that runs this file. Plain Python 3.10 with pip, and quick: torch is
+looked up, not imported.
+
+has-torch           exit status: is torch >= 2.11 here?
+missing SET...      requirements not met, one a line; a SET is an extra of pyproject.toml, or build-system
+clashes SET...      those of them that are met by no version here but are installed, so that pip would replace them
+pins                constraints.txt, with what is installed here pinned to the version it has
+fingerprint         of everything that a build of the extension depends on
+built               exit status: is this very folder installed here in editable mode, and its library built?
+"""
+
+import hashlib
+import json
+import os
+import re
+import sys
+import sysconfig
+from importlib import metadata
+from pathlib import Path
+
+try:
+    from packaging.requirements import Requirement
+except ImportError:
+    from pip._vendor.packaging.requirements import Requirement
+try:
+    import tomllib
+except ImportError:  # Python 3.10
+    from pip._vendor import tomli as tomllib
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def canonical(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def installed() -> dict[str, str]:
+    found: dict[str, str] = {}
+    for dist in metadata.distributions():
+        if dist.metadata["Name"]:
+            found.setdefault(canonical(dist.metadata["Name"]), dist.version)
+    return found
+
+
+def met(line: str, here: dict[str, str]) -> bool:
+    requirement = Requirement(line)
+    if requirement.marker and not requirement.marker.evaluate():
+        return True
+    version = here.get(canonical(requirement.name))
+    return version is not None and requirement.specifier.contains(version, prereleases=True)
+
+
+def missing(sets: list[str]) -> list[str]:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    known = {"build-system": project["build-system"]["requires"], **project["project"]["optional-dependencies"]}
+    here = installed()
+    return list(dict.fromkeys(line for name in sets for line in known[name] if not met(line, here)))
+
+
+def pins() -> list[str]:
+    here = installed()
+    lines = [line for line in (ROOT / "constraints.txt").read_text().splitlines() if line and line[0] != "#"]
+    fresh = [line for line in lines if canonical(Requirement(line).name) not in here]
+    return [*(f"{name}=={version}" for name, version in here.items()), *fresh]
+
+
+def fingerprint() -> str:
+    state = hashlib.sha256(repr((sys.prefix, sys.version, metadata.version("torch"))).encode())
+    switches = ("ZEROX_CUDA", "ZEROX_WERROR", "CXX", "CXXFLAGS", "CFLAGS")
+    state.update(repr([os.environ.get(name) for name in switches]).encode())
+    for path in [ROOT / "setup.py", ROOT / "pyproject.toml", *sorted(ROOT.glob("csrc/**/*"))]:
+        if path.is_file():
+            state.update(repr((path.relative_to(ROOT).as_posix(), path.read_bytes())).encode())
+    return state.hexdigest()
+
+
+def built() -> bool:
+    library = ROOT / "zerox" / f"_C{sysconfig.get_config_var('EXT_SUFFIX')}"
+    if not (library.exists() and (ROOT / "zerox/_build_info.py").exists()):
+        return False
+    try:
+        origin = json.loads(metadata.distribution("zerox").read_text("direct_url.json") or "{}")
+    except metadata.PackageNotFoundError:
+        return False
+    # Another clone may be installed in the same environment.
+    return origin.get("dir_info", {}).get("editable", False) and origin["url"] == ROOT.as_uri()
+
+
+def main() -> int:
+    question, sets = sys.argv[1], sys.argv[2:]
+    if question == "has-torch":
+        return 0 if met("torch>=2.11.0.dev0", installed()) else 1
+    if question == "built":
+        return 0 if built() else 1
+    if question == "missing":
+        lines = missing(sets)
+    elif question == "clashes":
+        lines = [f"'{line}'" for line in missing(sets) if canonical(Requirement(line).name) in installed()]
+        lines = [" ".join(lines)] if lines else []
+    elif question == "pins":
+        lines = pins()
+    else:
+        assert question == "fingerprint", question
+        lines = [fingerprint()]
+    for line in lines:
+        print(line)
+    return 0
+
+
+sys.exit(main())

@@ -1,0 +1,103 @@
+#!/usr/bin/env bash
+# Readies a Python environment with torch and, unless told otherwise, a built zerox. Prints the environment's python on
+# stdout and everything else on stderr. Quick where nothing is left to do.
+#
+#   scripts/setup_env.sh [--no-build] [EXTRA...]      extras of pyproject.toml: test, lint, demo
+#
+# An active environment (VIRTUAL_ENV or CONDA_PREFIX) that has torch >= 2.11 is used as it is: what it lacks is added,
+# what it has is never replaced. Otherwise ./.venv is made and kept; it belongs to this script.
+#
+# ZEROX_TORCH_INDEX   package index to take torch from when making ./.venv, for example
+#                     https://download.pytorch.org/whl/cpu for the small CPU build (PyPI's Linux build brings CUDA)
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+say() { echo "zerox: $*" >&2; }
+die() { say "$*"; exit 1; }
+
+build=yes
+if [[ "${1:-}" == --no-build ]]; then build=no; shift; fi
+
+state() { "$py" scripts/env_state.py "$@"; }
+pip() { "$py" -m pip --disable-pip-version-check "$@" >&2; }
+
+# ---- a compiler, asked for before anything is downloaded
+if [[ "$build" == yes ]]; then
+    cxx="${CXX:-}"
+    for name in c++ g++ clang++; do
+        if [[ -z "$cxx" ]] && command -v "$name" >/dev/null; then cxx="$name"; fi
+    done
+    command -v "${cxx%% *}" >/dev/null || die "no C++ compiler: install g++ 11+ or clang++ 14+, or set CXX"
+    # Unquoted, since CXX may hold words such as 'ccache g++'.
+    printf '#include <concepts>\n#include <span>\nstatic_assert(__cplusplus >= 202002L);\n' |
+        $cxx -std=c++20 -fsyntax-only -x c++ - 2>/dev/null ||
+        die "$cxx does not compile C++20: install g++ 11+ or clang++ 14+, or set CXX"
+fi
+
+# ---- an environment
+active="${VIRTUAL_ENV:-${CONDA_PREFIX:-}}"
+owned=no
+py="$active/bin/python"
+if [[ -n "$active" && -x "$py" ]] && state has-torch 2>/dev/null; then
+    if [[ "$active" -ef .venv ]]; then owned=yes; fi
+else
+    if [[ -n "$active" ]]; then say "the active environment ($active) has no torch >= 2.11, using ./.venv"; fi
+    owned=yes
+    py="$PWD/.venv/bin/python"
+    if ! "$py" -m pip --version >/dev/null 2>&1; then
+        base="" lacks_venv=""
+        for name in python3 python3.13 python3.12 python3.11 python3.10; do
+            "$name" -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null || continue
+            if "$name" -c 'import ensurepip, venv' 2>/dev/null; then base="$name"; break; fi
+            lacks_venv="$name"
+        done
+        if [[ -z "$base" ]]; then
+            [[ -z "$lacks_venv" ]] || die "$lacks_venv has no venv module: install python3-venv"
+            die "no Python 3.10 or newer: install python3"
+        fi
+        say "making ./.venv with $("$base" -V)"
+        "$base" -m venv --clear .venv >&2 || die "could not make ./.venv, see above"
+    fi
+    if ! state has-torch; then
+        index=()
+        if [[ -n "${ZEROX_TORCH_INDEX:-}" ]]; then
+            index=(--extra-index-url "$ZEROX_TORCH_INDEX")
+        else
+            say "installing torch; PyPI's build for Linux brings CUDA, several GB:" \
+                "ZEROX_TORCH_INDEX=https://download.pytorch.org/whl/cpu gets the CPU build"
+        fi
+        pip install -c constraints.txt "${index[@]}" "$(grep '^torch==' constraints.txt)" || die "pip could not install torch, see above (no network, no free disk?)"
+    fi
+fi
+PATH="$(dirname "$py"):$PATH" # ninja and cmake of the environment
+
+# ---- tools
+missing="$(state missing build-system "$@")"
+if [[ -n "$missing" ]]; then
+    mapfile -t missing <<<"$missing"
+    "$py" -m pip --version >/dev/null 2>&1 || die "no pip in $active: run '$py -m ensurepip'"
+    pins="$(mktemp)"
+    trap 'rm -f "$pins"' EXIT
+    if [[ "$owned" == yes ]]; then
+        cp constraints.txt "$pins"
+    else
+        clash="$(state clashes build-system "$@")"
+        [[ -z "$clash" ]] || die "the active environment does not fit, leave it or run: $py -m pip install $clash"
+        state pins >"$pins"
+    fi
+    say "installing ${missing[*]}"
+    pip install -q -c "$pins" "${missing[@]}" || die "pip could not install the above (no network?)"
+fi
+
+# ---- the extension
+if [[ "$build" == yes ]]; then
+    wanted="$(state fingerprint)"
+    if [[ "$wanted" != "$(cat build/fingerprint 2>/dev/null)" ]] || ! state built; then
+        say "building the C++ extension, a few minutes the first time"
+        rm -f build/fingerprint
+        pip install -q --no-build-isolation --no-deps -e . || die "the build failed, see above"
+        mkdir -p build
+        echo "$wanted" >build/fingerprint
+    fi
+fi
+echo "$py"

@@ -1,0 +1,207 @@
+"""Builds zerox._C, the one C++ extension. Metadata is in pyproject.toml, the loader in zerox/_ext.py.
+
+torch must be installed before this runs (pip install --no-build-isolation .): the extension links against the very
+torch that will load it, and an isolated build would fetch another one, of several gigabytes.
+"""
+
+import datetime
+import hashlib
+import os
+import pprint
+import shlex
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tempfile
+from pathlib import Path
+
+import setuptools
+
+# ---- Switches (zerox/_ext.py has the table of all environment variables) --------------------------------------------
+CUDA = os.environ.get("ZEROX_CUDA", "auto")  # auto | 0 | 1; 1 fails rather than build without CUDA
+WERROR = os.environ.get("ZEROX_WERROR", "0") == "1"
+os.environ.setdefault("MAX_JOBS", str(os.cpu_count() or 1))  # ninja's own default is two more than the cores
+
+# ---- What is built ---------------------------------------------------------------------------------------------------
+ROOT = Path(__file__).parent.resolve()
+MIN_TORCH = (2, 11)
+SOURCES = ["csrc/bindings.cpp"]
+for room in ("cpu", "bucket_manager"):
+    SOURCES += sorted(path.relative_to(ROOT).as_posix() for path in ROOT.glob(f"csrc/{room}/*.cpp"))
+HEADERS = sorted(path.relative_to(ROOT).as_posix() for path in ROOT.glob("csrc/**/*.h"))
+
+# No -march: a wheel moves between machines, the instruction set is chosen at run time (csrc/cpu/isa.h).
+# No contraction: each fma is spelled out in the source, so that scalar, SIMD and CUDA agree bit for bit.
+# -g1 (line numbers in a backtrace) replaces the -g that many Pythons pass on: a quarter of the size.
+CXX_FLAGS = ["-O3", "-g1", "-std=c++20", "-ffp-contract=off", "-fno-math-errno", "-fvisibility=hidden"]
+CXX_FLAGS += ["-Wall", "-Wextra"]
+CXX_FLAGS += ["-Werror"] if WERROR else []
+
+# Commands that end in a compile. dist_info is among them because pip runs it first: failing there is failing before pip
+# has downloaded the dependencies. sdist and egg_info work without torch.
+BUILD_COMMANDS = {"dist_info", "bdist_wheel", "editable_wheel", "build", "build_ext", "install", "develop"}
+
+
+def die(line: str) -> None:
+    """One line and no traceback: this is what pip shows to somebody who has never seen the project."""
+    print(f"zerox: {line}", file=sys.stderr)
+    sys.exit(1)
+
+
+def check_switches() -> None:
+    if CUDA not in ("auto", "0", "1"):
+        die(f"ZEROX_CUDA={CUDA} is not one of auto, 0, 1")
+    if CUDA == "1":
+        die("ZEROX_CUDA=1, but CUDA kernels are not in this version yet: unset it to build for the CPU")
+
+
+def check_build_tools() -> None:
+    try:
+        from packaging.version import Version
+    except ImportError:
+        die("packaging is missing: pip install packaging 'setuptools>=77' wheel ninja, then try again")
+    if Version(setuptools.__version__) < Version("77"):
+        die(f"setuptools {setuptools.__version__} is too old: pip install 'setuptools>=77', then try again")
+
+
+def check_torch_is_there() -> None:
+    try:
+        import torch  # noqa: F401
+    except ModuleNotFoundError:
+        die("torch is not visible to this build: pip install torch, then pip install --no-build-isolation .")
+    except (ImportError, OSError) as error:
+        die(f"torch is installed but does not import: {error}")
+
+
+def check_torch_version() -> None:
+    import torch
+    from packaging.version import Version
+
+    if Version(torch.__version__).release[:2] < MIN_TORCH:
+        needed = ".".join(map(str, MIN_TORCH))
+        die(f"torch {torch.__version__} is too old, zerox needs {needed} or newer: pip install 'torch>={needed}'")
+
+
+def check_compiler() -> str:
+    """Returns the first line of --version. Sets CXX so that torch (compile) and setuptools (link) use the same one."""
+    candidates = [os.environ["CXX"]] if os.environ.get("CXX") else ["c++", "g++", "clang++"]
+    found = [cxx for cxx in candidates if shutil.which(shlex.split(cxx)[0])]
+    if not found:
+        die(f"no C++ compiler ({', '.join(candidates)} not found): install g++ 11+ or clang++ 14+, or set CXX")
+    os.environ["CXX"] = found[0]
+    command = shlex.split(found[0])
+    probe = "#include <concepts>\n#include <span>\nstatic_assert(__cplusplus >= 202002L);\n"
+    python_h = f"-I{sysconfig.get_path('include')}"
+    with tempfile.TemporaryDirectory() as folder:
+        source = Path(folder, "probe.cpp")
+        for code, flags, missing in (
+            (probe, [], f"{found[0]} does not compile C++20: install g++ 11+ or clang++ 14+, or set CXX"),
+            ("#include <Python.h>\n", [python_h], "Python.h is missing: install python3-dev (python3-devel)"),
+        ):
+            source.write_text(code)
+            compile_it = [*command, "-std=c++20", *flags, "-fsyntax-only", str(source)]
+            if subprocess.run(compile_it, capture_output=True).returncode:
+                die(missing)
+    version = subprocess.run([*command, "--version"], capture_output=True, text=True).stdout
+    return version.partition("\n")[0]
+
+
+def git_commit() -> str:
+    """The commit, with -dirty where the tree has changes; '' outside a clone of this very project."""
+    if not (ROOT / ".git").exists():
+        return ""
+    describe = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+    try:
+        return subprocess.run(describe, cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return ""
+
+
+def build_info(version: str, compiler: str) -> dict:
+    import torch
+
+    epoch = os.environ.get("SOURCE_DATE_EPOCH")
+    now = datetime.datetime.now(datetime.timezone.utc)
+    date = datetime.datetime.fromtimestamp(int(epoch), datetime.timezone.utc) if epoch else now
+    return {
+        "version": version,
+        "torch": str(torch.__version__),
+        "torch_cxx11_abi": bool(torch.compiled_with_cxx11_abi()),
+        "cuda": False,
+        "compiler": compiler,
+        "flags": " ".join(CXX_FLAGS),
+        "git_commit": git_commit(),
+        "python": sysconfig.get_python_version(),
+        "build_date": date.strftime("%Y-%m-%dT%H:%M:%SZ"),
+    }
+
+
+def extension(torch_too: bool) -> setuptools.Extension:
+    if not torch_too:  # enough for sdist
+        return setuptools.Extension("zerox._C", SOURCES, depends=HEADERS, language="c++")
+    from torch.utils.cpp_extension import CppExtension, include_paths
+
+    # -isystem after -I of the same folder makes it a system one, searched in this order: torch first, so that its own
+    # pybind11 wins over a stray one (types such as ProcessGroup are only registered with torch's), and no warnings.
+    system = [*include_paths(), sysconfig.get_path("include")]
+    if sys.prefix != sys.base_prefix:
+        system.append(os.path.join(sys.prefix, "include"))  # setuptools adds it where there is a virtual environment
+    return CppExtension(
+        "zerox._C",
+        SOURCES,
+        depends=HEADERS,
+        include_dirs=[str(ROOT / "csrc")],
+        extra_compile_args=[*CXX_FLAGS, *(f"-isystem{path}" for path in system)],
+    )
+
+
+def build_ext_command(compiler: str) -> type:
+    import torch
+    from torch.utils.cpp_extension import BuildExtension
+
+    key = hashlib.sha256(f"{torch.__version__} {compiler}".encode()).hexdigest()[:8]
+
+    class BuildExt(BuildExtension):
+        def finalize_options(self) -> None:
+            super().finalize_options()
+            # pip builds editable installs in a temporary folder; a lasting one lets ninja skip what is up to date.
+            # Named after torch and compiler, whose upgrade ninja would not notice.
+            self.build_temp = os.path.join("build", f"obj-{sys.implementation.cache_tag}-{key}")
+
+        def run(self) -> None:
+            info = build_info(self.distribution.get_version(), compiler)
+            print(f"zerox {info['version']}: {len(SOURCES)} C++ files, MAX_JOBS={os.environ['MAX_JOBS']}")
+            print(f"  torch     {info['torch']} (cxx11 abi: {info['torch_cxx11_abi']}), Python {info['python']}")
+            print(f"  compiler  {info['compiler']}")
+            print(f"  flags     {info['flags']}")
+            print(f"  CUDA      no (ZEROX_CUDA={CUDA}): CUDA kernels are not in this version yet", flush=True)
+            super().run()
+            # Beside the library it describes, and only once that exists.
+            folders = [Path(self.build_lib, "zerox")]
+            if self.inplace or self.editable_mode:
+                folders.append(ROOT / "zerox")
+            for folder in folders:
+                folder.mkdir(parents=True, exist_ok=True)
+                text = "# Written by setup.py for the extension beside it.\nBUILD_INFO = "
+                (folder / "_build_info.py").write_text(text + pprint.pformat(info, sort_dicts=False, width=118) + "\n")
+
+    return BuildExt
+
+
+building = not BUILD_COMMANDS.isdisjoint(sys.argv)
+cmdclass = {}
+if building:
+    check_torch_is_there()  # first, since it is what most people will lack
+check_build_tools()
+if building:
+    # The environment's ninja, also when the environment is not activated.
+    os.environ["PATH"] = sysconfig.get_path("scripts") + os.pathsep + os.environ.get("PATH", "")
+    check_switches()
+    check_torch_version()
+    cmdclass["build_ext"] = build_ext_command(check_compiler())
+if "bdist_wheel" in sys.argv:
+    for stale in ROOT.glob("build/lib.*"):  # or modules that the source has lost would still be packed
+        shutil.rmtree(stale)
+
+setuptools.setup(ext_modules=[extension(torch_too=building)], cmdclass=cmdclass)

@@ -1,0 +1,126 @@
+"""Ranks for tests: a pool of processes that is started once, or threads of this process. Both talk over gloo.
+
+A rank function takes ``(rank, world_size, *args)``, is importable from its module, and returns something picklable.
+"""
+
+from __future__ import annotations
+
+import atexit
+import itertools
+import multiprocessing
+import tempfile
+import threading
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+TIMEOUT_S = 60
+
+
+class RankFailed(AssertionError):
+    """Some rank raised: the message has every rank's traceback."""
+
+
+def _serve(pipe: Any) -> None:
+    torch.set_num_threads(1)
+    while (task := pipe.recv()) is not None:
+        function, rank, world_size, store, timeout_s, args = task
+        try:
+            dist.init_process_group(
+                "gloo",
+                init_method=f"file://{store}",
+                rank=rank,
+                world_size=world_size,
+                timeout=timedelta(seconds=timeout_s),
+            )
+            try:
+                pipe.send((True, function(rank, world_size, *args)))
+            finally:
+                dist.destroy_process_group()
+        except BaseException:
+            pipe.send((False, traceback.format_exc()))
+
+
+class Pool:
+    """Processes that serve as ranks. Importing torch takes seconds: they are reused by all tests."""
+
+    def __init__(self) -> None:
+        self.workers: list[tuple[Any, Any]] = []
+        self.folder = tempfile.TemporaryDirectory()
+        self.stores = itertools.count()
+
+    def _grow(self, count: int) -> None:
+        context = multiprocessing.get_context("spawn")
+        while len(self.workers) < count:
+            here, there = context.Pipe()
+            process = context.Process(target=_serve, args=(there,), daemon=True)
+            process.start()
+            self.workers.append((process, here))
+
+    def run(self, function: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = TIMEOUT_S) -> list[Any]:
+        """Runs ``function`` on ranks ``0 .. world_size - 1``; returns what each returned."""
+        self._grow(world_size)
+        store = Path(self.folder.name) / str(next(self.stores))
+        for rank in range(world_size):
+            self.workers[rank][1].send((function, rank, world_size, store, timeout_s, args))
+        results, failures = [], []
+        for rank in range(world_size):
+            process, pipe = self.workers[rank]
+            if not pipe.poll(2 * timeout_s):
+                failures.append(f"rank {rank}: no answer within {2 * timeout_s} s")
+                continue
+            try:
+                done, value = pipe.recv()
+            except EOFError:
+                process.join(1)
+                done, value = False, f"the process died with exit code {process.exitcode}"
+            (results if done else failures).append(value if done else f"rank {rank}: {value}")
+        if failures:
+            self.close()  # ranks may be out of step: the next test gets fresh ones
+            raise RankFailed("\n".join(failures))
+        return results
+
+    def close(self) -> None:
+        for process, _ in self.workers:
+            process.kill()
+            process.join()
+        self.workers.clear()
+
+
+pool = Pool()
+atexit.register(pool.close)
+run_ranks = pool.run
+
+
+def run_threads(function: Callable[..., Any], world_size: int, *args: Any) -> list[Any]:
+    """The same with ranks as threads: ``function(group, *args)``, ``group`` a gloo ProcessGroup made by hand, or None."""
+    if world_size == 1:
+        return [function(None, *args)]
+    store = dist.HashStore()
+    results: list[Any] = [None] * world_size
+    failures: list[str] = []
+
+    def serve(rank: int) -> None:
+        try:
+            group = dist.ProcessGroup(dist.PrefixStore("group", store), rank, world_size)
+            timeout = timedelta(seconds=TIMEOUT_S)
+            backend = dist.ProcessGroupGloo(dist.PrefixStore("gloo", store), rank, world_size, timeout)
+            group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, backend)
+            group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
+            results[rank] = function(group, *args)
+        except BaseException:
+            failures.append(f"rank {rank}: {traceback.format_exc()}")
+
+    threads = [threading.Thread(target=serve, args=(rank,)) for rank in range(world_size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(2 * TIMEOUT_S)
+    if failures or any(thread.is_alive() for thread in threads):
+        raise RankFailed("\n".join(failures) or "a rank did not finish")
+    return results

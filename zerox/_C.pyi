@@ -1,0 +1,60 @@
+"""The extension's types, for mypy and editors. What things do stands in csrc/bucket_manager/*.h."""
+
+import enum
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+EXACT_WORDS: int
+
+def isa() -> str: ...
+def supported_isas() -> list[str]: ...
+def select_isa(name: str) -> None: ...
+
+class Place(enum.Enum):
+    STEP = 1
+    CLIP = 2
+    SYNCHRONIZE = 3
+
+class Settled(enum.Enum):
+    READY = 0
+    ADOPT = 1
+
+class Pending:
+    def wait(self) -> None: ...
+
+class BucketManager:
+    num_buckets: int
+    num_launched: int
+    num_landed: int
+    launch_order: list[int]
+    traffic: tuple[int, int]
+    def __init__(
+        self, group: ProcessGroup | None, control: ProcessGroup | None, exchange: str, whole_grads: bool
+    ) -> None: ...
+    def add_bucket(
+        self,
+        names: list[str],
+        params: list[Tensor],
+        flat: Tensor,
+        placeholders: Sequence[Tensor] | None,
+        offsets: list[int],
+        wire_dtype: torch.dtype,
+        shard_numel: int,
+        trailer_numel: int,
+        segments: Tensor,
+    ) -> int: ...
+    def settle(self, place: Place, adoptions: int = 0) -> Settled: ...
+    def zero(self, set_to_none: bool) -> None: ...
+    def set_sync(self, sync: bool) -> None: ...
+    def take_local_shard(self, bucket: int) -> None: ...
+    def mark_zeroed(self, bucket: int, slot: int) -> None: ...
+    def gather(self, bucket: int) -> Pending: ...
+    def moved(self) -> list[tuple[int, int]]: ...
+    def shard(self, bucket: int) -> Tensor | None: ...
+    def present(self, bucket: int) -> Tensor: ...
+    def words(self, bucket: int) -> Tensor | None: ...
+    def awaited(self) -> str: ...
+    def hold_flights(self, hold: bool) -> None: ...

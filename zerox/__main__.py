@@ -1,0 +1,120 @@
+"""Command line: python -m zerox env"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import sys
+from pathlib import Path
+
+Fact = tuple[str, object]  # a name with its value, or with a function that finds it
+
+
+def print_facts(title: str, facts: list[Fact]) -> None:
+    """A fact that cannot be found out costs its own line only: the report is wanted most where something is broken."""
+    print(title)
+    for name, value in facts:
+        try:
+            value = value() if callable(value) else value
+        except Exception as error:
+            value = f"? ({type(error).__name__}: {error})"
+        print(f"  {name:<22}{value}")
+
+
+def cpu_model() -> str:
+    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
+    models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return models[0] if models else platform.processor() or platform.machine()
+
+
+def operating_system() -> str:
+    libc = " ".join(platform.libc_ver())
+    try:
+        return f"{platform.freedesktop_os_release()['PRETTY_NAME']}, {platform.platform()}, {libc}"
+    except (OSError, KeyError):
+        return f"{platform.platform()}, {libc}"
+
+
+def torch_facts() -> list[Fact]:
+    import torch
+    import torch.distributed as dist
+
+    def backends() -> str:
+        if not dist.is_available():
+            return "none: torch.distributed is not in this build"
+        has = {"gloo": dist.is_gloo_available(), "nccl": dist.is_nccl_available(), "mpi": dist.is_mpi_available()}
+        names = [name for name, available in has.items() if available]
+        if has["nccl"]:
+            names[names.index("nccl")] += " " + ".".join(map(str, torch.cuda.nccl.version()))
+        return ", ".join(names) or "none"
+
+    def gpus() -> str:
+        devices = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
+        names = [f"{gpu.name} (sm_{gpu.major}{gpu.minor}, {gpu.total_memory / 2**30:.0f} GiB)" for gpu in devices]
+        return ", ".join(names) or "none"
+
+    return [
+        ("version", lambda: torch.__version__),
+        ("commit", lambda: torch.version.git_version),
+        ("CUDA", lambda: torch.version.cuda or "not in this build"),
+        ("cxx11 abi", lambda: torch.compiled_with_cxx11_abi()),
+        ("CPU capability", lambda: torch.backends.cpu.get_cpu_capability()),
+        ("threads", lambda: f"{torch.get_num_threads()} intra-op, {torch.get_num_interop_threads()} inter-op"),
+        ("backends", backends),
+        ("GPUs", gpus),
+    ]
+
+
+def env(_: argparse.Namespace) -> int:
+    """Prints what a bug report needs. Returns 1 where the extension cannot be used."""
+    failure = None
+    try:
+        from zerox._ext import C
+    except Exception as error:
+        C, failure = None, error  # type: ignore[assignment]
+
+    print_facts("zerox", [("extension", f"cannot be used: {failure}" if failure else "loaded")])
+    try:
+        from zerox._build_info import BUILD_INFO
+
+        print_facts("build", list(BUILD_INFO.items()))
+    except ImportError:
+        print("build: none")
+    if C is not None:
+        print_facts("kernels", [("ISA in use", C.isa), ("ISAs supported", lambda: ", ".join(C.supported_isas()))])
+    try:
+        facts = torch_facts()
+    except Exception as error:
+        facts = [("version", f"does not import ({type(error).__name__}: {error})")]
+    print_facts("torch", facts)
+    print_facts(
+        "machine",
+        [
+            ("Python", lambda: f"{sys.version.split()[0]} ({platform.python_implementation()}), {sys.executable}"),
+            ("OS", operating_system),
+            ("CPU", lambda: f"{cpu_model()}, {len(os.sched_getaffinity(0))} of {os.cpu_count()} logical cores usable"),
+        ],
+    )
+    names = ("ZEROX_CUDA", "ZEROX_WERROR", "MAX_JOBS", "ZEROX_ISA", "OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES")
+    print_facts("environment", [(name, os.environ.get(name, "(not set)")) for name in names])
+    return 1 if failure else 0
+
+
+def parser() -> argparse.ArgumentParser:
+    """A subcommand is a function from the parsed arguments to the exit status, registered here."""
+    top = argparse.ArgumentParser(prog="python -m zerox", description="Tools around the zerox optimizer.")
+    commands = top.add_subparsers(title="commands", required=True, metavar="COMMAND")
+
+    command = commands.add_parser("env", help="print versions, build and machine, for a bug report")
+    command.set_defaults(run=env)
+    return top
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = parser().parse_args(argv)
+    return int(args.run(args))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

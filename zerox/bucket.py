@@ -1,0 +1,91 @@
+"""A bucket as this rank sees it: its parameters in one flat buffer, and the optimizer state of its own shard."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from zerox.buffers import FlatBuffer, dense_strides
+from zerox.plan.buckets import BucketPlan
+from zerox.plan.layout import Segment
+
+REMAINDER = "remainder"
+FP32 = "fp32"
+MASTER_DTYPES = {REMAINDER: torch.int16, FP32: torch.float32}
+
+
+@dataclass(frozen=True)
+class Member:
+    """One parameter: its name, and the index of its param group."""
+
+    name: str
+    param: Tensor
+    group: int
+
+
+def moment_dtype(param_dtype: torch.dtype) -> torch.dtype:
+    """float64 parameters are updated in float64 throughout, all others in float32."""
+    return torch.float64 if param_dtype is torch.float64 else torch.float32
+
+
+def bytes_of(tensors: Sequence[Tensor | None]) -> int:
+    return sum(t.untyped_storage().nbytes() for t in tensors if t is not None)
+
+
+class Bucket:
+    """``members`` in the plan's order. ``master``: "remainder", "fp32" or None. State starts at zero, steps too."""
+
+    def __init__(
+        self, plan: BucketPlan, members: Sequence[Member], rank: int, master: str | None, amsgrad: bool
+    ) -> None:
+        self.plan = plan
+        self.members = list(members)
+        self.buffer = FlatBuffer([member.param for member in members], plan.layout)
+        self.own_segments: list[Segment] = plan.layout.segments(rank)
+        self.master_kind = master
+        self.param_shard = self.buffer.shard(rank)
+
+        device, shard_numel = self.buffer.flat.device, plan.layout.shard_numel
+        rows = [[s.span.start, s.span.stop, members[s.slot].group] for s in self.own_segments]
+        self.segments = torch.tensor(rows, dtype=torch.int64).reshape(-1, 3).to(device)
+        self.steps = torch.zeros(len(rows), dtype=torch.int64, device=device)
+        dtype = moment_dtype(self.buffer.flat.dtype)
+        self.exp_avg = torch.zeros(shard_numel, dtype=dtype, device=device)
+        self.exp_avg_sq = torch.zeros_like(self.exp_avg)
+        self.max_exp_avg_sq = torch.zeros_like(self.exp_avg) if amsgrad else None
+        self.master: Tensor | None = None
+        if master is not None:
+            self.master = torch.zeros(shard_numel, dtype=MASTER_DTYPES[master], device=device)
+
+    @property
+    def moments(self) -> tuple[Tensor, Tensor, Tensor | None]:
+        return self.exp_avg, self.exp_avg_sq, self.max_exp_avg_sq
+
+    def start_master(self) -> None:
+        """The master takes the parameters' values: once they are the same on all ranks."""
+        if self.master is not None and self.master_kind == FP32:
+            self.master.copy_(self.param_shard)
+
+    def state_of_own(self) -> Iterator[tuple[Tensor, dict[str, Tensor]]]:
+        """Each parameter that has elements here, with views of its state.
+
+        A view has the parameter's shape where this rank owns all of it, else it is the 1-D range of its elements in
+        memory order that this rank owns. Keys as in torch.optim.AdamW, and "remainder" or "master" where one is kept.
+        """
+        tensors = {"exp_avg": self.exp_avg, "exp_avg_sq": self.exp_avg_sq}
+        if self.max_exp_avg_sq is not None:
+            tensors["max_exp_avg_sq"] = self.max_exp_avg_sq
+        if self.master is not None:
+            tensors["remainder" if self.master_kind == REMAINDER else "master"] = self.master
+        for row, segment in enumerate(self.own_segments):
+            param = self.members[segment.slot].param
+            state = {"step": self.steps[row]}
+            for key, tensor in tensors.items():
+                if segment.span.numel == param.numel():
+                    state[key] = tensor.as_strided(param.shape, dense_strides(param), segment.span.start)
+                else:
+                    state[key] = tensor[segment.span.start : segment.span.stop]
+            yield param, state

@@ -1,0 +1,59 @@
+"""Flat storage for the parameters of a bucket."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from zerox.plan.layout import Layout
+
+
+def dense_strides(param: Tensor) -> tuple[int, ...]:
+    """The parameter's own strides where it has no gaps (channels-last, transposed), else dense ones."""
+    return torch.empty_like(param, device="meta").stride()
+
+
+class FlatBuffer:
+    """One storage ``[layout.numel]`` that a bucket's parameters become views of.
+
+    Only ``param.data`` changes: the parameters stay the objects that model and optimizer know. The old storages are
+    freed one by one, so moving a bucket in needs memory for that bucket once more and no more.
+    """
+
+    def __init__(self, params: Sequence[Tensor], layout: Layout) -> None:
+        self.params = list(params)
+        self.layout = layout
+        self.shapes = [param.shape for param in params]
+        # Padding is sent with everything else: it should not be what lay in memory before.
+        self.flat = torch.zeros(layout.numel, dtype=params[0].dtype, device=params[0].device)
+        for slot in range(len(self.params)):
+            self.take_in(slot)
+
+    @torch.no_grad()
+    def take_in(self, slot: int) -> None:
+        """Copies the parameter's values to its place, and makes it a view of that."""
+        param = self.params[slot]
+        view = self.flat.as_strided(param.shape, dense_strides(param), self.layout.offsets[slot])
+        view.copy_(param)
+        param.data = view
+
+    def shard(self, rank: int) -> Tensor:
+        span = self.layout.shard_span(rank)
+        return self.flat[span.start : span.stop]
+
+    def readopt(self, slot: int, name: str) -> None:
+        """Takes a parameter that has another storage (after .to(), .data =) back in, with the values it has now.
+
+        RuntimeError naming it if it no longer fits.
+        """
+        param = self.params[slot]
+        built = f"{tuple(self.shapes[slot])} of {self.flat.dtype} on {self.flat.device}"
+        now = f"{tuple(param.shape)} of {param.dtype} on {param.device}"
+        if built != now:
+            raise RuntimeError(
+                f"parameter '{name}' is {now}, but was {built} when the optimizer was built; "
+                "build the optimizer after such a change"
+            )
+        self.take_in(slot)

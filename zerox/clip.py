@@ -1,0 +1,38 @@
+"""The norm of the whole gradient from everybody's shards, and the scale that clips it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from zerox import ops
+from zerox.ranks import Ranks
+
+
+def shard_words(shard: Tensor, segments: Tensor, p: float) -> Tensor:
+    """The exact sum (int64 ``[EXACT_WORDS]``) of one shard's norm."""
+    words = torch.zeros(ops.EXACT_WORDS, dtype=torch.int64, device=shard.device)
+    ops.norm_(words, shard, segments, p)
+    return words
+
+
+def total_norm(ranks: Ranks, words: Iterable[Tensor], p: float) -> tuple[Tensor, Tensor]:
+    """The norm over all shards of all ranks and whether every element is finite, as float64 scalars. Collective.
+
+    The sums are exact, so neither bucket sizes nor the number of ranks show in the result.
+    """
+    total = torch.zeros(ops.EXACT_WORDS, dtype=torch.int64)
+    for each in words:
+        total = torch.maximum(total, each) if math.isinf(p) else total + each
+    ranks.all_reduce(total, dist.ReduceOp.MAX if math.isinf(p) else dist.ReduceOp.SUM)
+    value = ops.norm_value(total, p)
+    return value[0], value[1]
+
+
+def clip_coefficient(norm: Tensor, max_norm: float) -> Tensor:
+    """``min(1, max_norm / (norm + 1e-6))`` in the norm's dtype, as torch.nn.utils.clip_grads_with_norm_ computes it."""
+    return torch.clamp(max_norm / (norm + 1e-6), max=1.0)

@@ -1,0 +1,99 @@
+"""The face of csrc/bucket_manager: gradients on their way from backward to the shards that step() reads."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from zerox import _C as C
+from zerox.bucket import Bucket
+from zerox.placeholder import ShardedGrad
+from zerox.plan.stage import SHARDED, Stage
+from zerox.ranks import Ranks
+
+
+class Grads:
+    """Installs the hooks of each bucket that is added, and hands out this rank's shard of the mean gradient."""
+
+    def __init__(self, ranks: Ranks, stage: Stage, reduce_dtype: torch.dtype | None) -> None:
+        self.sharded = stage.grads is SHARDED
+        self.reduce_dtype = reduce_dtype
+        self.manager = C.BucketManager(
+            group=ranks.data, control=ranks.control, exchange=ranks.exchange, whole_grads=not self.sharded
+        )
+
+    def wire_dtype(self, bucket: Bucket) -> torch.dtype:
+        return self.reduce_dtype or bucket.buffer.flat.dtype
+
+    def add_bucket(self, bucket: Bucket) -> int:
+        """Returns the bucket's index. Gradients of its parameters are taken from now on."""
+        layout = bucket.plan.layout
+        index = self.manager.num_buckets
+        placeholders = None
+        if self.sharded:
+            to_manager = weakref.ref(self.manager)
+            placeholders = [
+                ShardedGrad(member.param, member.name, partial(_mark_zeroed, to_manager, index, slot))
+                for slot, member in enumerate(bucket.members)
+            ]
+        made = self.manager.add_bucket(
+            names=[member.name for member in bucket.members],
+            params=bucket.buffer.params,
+            flat=bucket.buffer.flat,
+            placeholders=placeholders,
+            offsets=list(layout.offsets),
+            wire_dtype=self.wire_dtype(bucket),
+            shard_numel=layout.shard_numel,
+            trailer_numel=layout.trailer_numel,
+            segments=bucket.segments,
+        )
+        assert made == index
+        return made
+
+    def settle(self, place: C.Place, adoptions: int = 0) -> bool:
+        """Collective. Waits until everything launched has landed on all ranks; True if some rank has adoptions first.
+
+        RuntimeError on all ranks if they ran different numbers of backwards or one of them raised; on those that wait,
+        naming buckets and parameters, if a rank died or stalls past the group's timeout.
+        """
+        return self.manager.settle(place, adoptions) == C.Settled.ADOPT
+
+    def shard(self, index: int) -> Tensor | None:
+        """The mean gradient's shard ``[shard_numel]`` after settle(), or None while nothing has one."""
+        if not self.sharded:
+            self.manager.take_local_shard(index)
+        return self.manager.shard(index)
+
+    def present(self, index: int) -> Tensor:
+        """uint8, one for each own segment: whether its parameter has a gradient on any rank."""
+        return self.manager.present(index)
+
+    def words(self, index: int) -> Tensor | None:
+        """The exact sum of squares over the shard, where the reduction left one."""
+        return self.manager.words(index)
+
+    def moved(self) -> list[tuple[int, int]]:
+        """(bucket, slot) of each parameter that has another storage than ours: after .to() or param.data = ..."""
+        return self.manager.moved()
+
+    def zero(self, set_to_none: bool) -> None:
+        self.manager.zero(set_to_none)
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        self.manager.set_sync(False)
+        try:
+            yield
+        finally:
+            self.manager.set_sync(True)
+
+
+def _mark_zeroed(to_manager: weakref.ref[C.BucketManager], bucket: int, slot: int) -> None:
+    manager = to_manager()
+    if manager is not None:
+        manager.mark_zeroed(bucket, slot)

@@ -1,0 +1,94 @@
+"""The kernels as typed functions over ``torch.ops.zerox``, and their fake versions for tracing.
+
+Shapes, per bucket: a shard has ``n`` elements, of which ``s`` segments (one parameter's part each, a row
+``(start, stop, options_row)`` of an int64 ``[s, 3]`` table) are parameters and the rest padding.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from zerox import _C as C
+
+EXACT_WORDS: int = C.EXACT_WORDS
+OPTIONS_COLUMNS = 8
+
+
+def flatten_(flat: Tensor, sources: list[Tensor], pieces: Tensor, flags: Tensor) -> None:
+    """Packs and casts pieces of ``sources`` into ``flat``, sets ``flat[flags]`` to 1 and everything else to 0.
+
+    ``pieces``: int64 ``[p, 4]``, rows ``(source, source_start, flat_start, numel)`` sorted by ``flat_start``;
+    elements of a source are counted in memory order, which must be dense. Raises ValueError for rows that overlap or
+    leave their tensor.
+    """
+    torch.ops.zerox.flatten_(flat, sources, pieces, flags)
+
+
+def read_flags_(present: Tensor, replaced: Tensor, slices: list[Tensor], shard_numel: int) -> None:
+    """Reads what each rank says of each segment from behind the shard in its slice. uint8 ``[s]`` in and out.
+
+    Two flags a segment: "present" and "replace what you hold". ``replaced`` becomes 1 where any rank says so;
+    ``present`` becomes 1 where any rank is present, stays where it is 1 and not replaced, else becomes 0.
+    """
+    torch.ops.zerox.read_flags_(present, replaced, slices, shard_numel)
+
+
+def reduce_(
+    shard: Tensor, words: Tensor, slices: list[Tensor], segments: Tensor, replaced: Tensor, world: int, accumulate: bool
+) -> None:
+    """``shard = sum(slices) / world``, added in the given order in fp32 (fp64 for fp64), divided once, rounded once.
+
+    With ``accumulate`` the old shard is added before rounding, except in segments that are ``replaced``. Adds the sum
+    of squares of what was stored to ``words`` (int64 ``[EXACT_WORDS]``, see ``csrc/math/exact_sum.h``).
+    """
+    torch.ops.zerox.reduce_(shard, words, slices, segments, replaced, world, accumulate)
+
+
+def norm_(words: Tensor, shard: Tensor, segments: Tensor, p: float) -> None:
+    """Adds ``sum |x|^p`` over the segments to ``words``; for ``p = inf`` keeps the largest ``|x|``."""
+    torch.ops.zerox.norm_(words, shard, segments, p)
+
+
+def norm_value(words: Tensor, p: float) -> Tensor:
+    """float64 ``[2]``: the norm that ``words`` stands for, and 1 if every element was finite, else 0."""
+    return torch.ops.zerox.norm_value(words, p)
+
+
+def adam_(
+    param: Tensor,
+    master: Tensor | None,
+    grad: Tensor,
+    moments: tuple[Tensor, Tensor, Tensor | None],
+    segments: Tensor,
+    present: Tensor,
+    steps: Tensor,
+    options: Tensor,
+    grad_scale: Tensor | None,
+) -> None:
+    """One step of torch.optim.AdamW / Adam on a shard, in place, in one pass.
+
+    ``param`` ``[n]``; ``master``: int16 remainders of bfloat16 parameters, float32 copies of 16-bit ones, or None;
+    ``grad`` ``[n]`` of any floating dtype (float64 only beside float64 parameters), multiplied by ``grad_scale`` (a
+    float64 scalar) first; ``moments``: exp_avg, exp_avg_sq, and max_exp_avg_sq where a row of ``options`` has amsgrad,
+    float64 for float64 parameters, else float32. Segments whose ``present`` (uint8 ``[s]``) is 0 are left alone; the
+    others count their ``steps`` (int64 ``[s]``) up. ``options``: float64 ``[groups, 8]``, rows ``(lr, beta1, beta2,
+    eps, weight_decay, maximize, decoupled, amsgrad)``. Raises ValueError where these don't fit together.
+    """
+    exp_avg, exp_avg_sq, max_exp_avg_sq = moments
+    torch.ops.zerox.adam_(
+        param, master, grad, exp_avg, exp_avg_sq, max_exp_avg_sq, segments, present, steps, options, grad_scale
+    )
+
+
+def _changes_arguments_only(*_args: object) -> None:
+    """What a tracer needs to know of an op that returns nothing."""
+
+
+for _name in ("flatten_", "read_flags_", "reduce_", "norm_", "adam_"):
+    torch.library.register_fake(f"zerox::{_name}", _changes_arguments_only)
+
+
+@torch.library.register_fake("zerox::norm_value")
+def _norm_value(words: Tensor, p: float) -> Tensor:
+    return words.new_empty(2, dtype=torch.float64)

@@ -1,0 +1,310 @@
+"""FusedShardedAdam: torch.optim.AdamW whose state, gradients and work are divided over the data-parallel ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+
+from zerox._C import Place
+from zerox.bucket import Bucket, Member
+from zerox.clip import clip_coefficient, shard_words, total_norm
+from zerox.estimate import MemoryBytes, measured_bytes
+from zerox.grads import Grads
+from zerox.options import Options, check_params
+from zerox.params import ParamGather
+from zerox.ranks import Ranks, find_ranks
+from zerox.rules import adam
+
+
+class FusedShardedAdam(torch.optim.Optimizer):
+    """AdamW (or Adam) for data-parallel training, sharded as ZeRO stage 1 or 2.
+
+    Use it in place of ``DistributedDataParallel`` plus ``torch.optim.AdamW``: gradients are averaged over the group
+    while ``loss.backward()`` runs, every rank updates the shard it owns, and the new parameters are gathered. Without
+    ``torch.distributed`` it is a fused AdamW for one process.
+
+    Args:
+        params: tensors, ``(name, tensor)`` pairs or dict groups, as for any torch.optim optimizer. Their ``.data``
+            become views of flat buffers; their values become those of the group's rank 0.
+        lr, betas, eps, weight_decay, amsgrad, maximize: as in ``torch.optim.AdamW``.
+        decoupled_weight_decay: True for AdamW, False for Adam with L2.
+        process_group: the data-parallel ProcessGroup or 1-D DeviceMesh; default: all ranks.
+        stage: 1 shards the state, and leaves whole mean gradients in ``p.grad``; 2 shards gradients too.
+        bucket_cap_mb: MiB of parameters a bucket; None: 16, or more where a rank's slice of one would be small.
+        reduce_dtype: dtype of gradients on the wire and in the shard; None: the parameter's own.
+        state_dtype: of both moments; torch.float32 in this version (float64 parameters have float64 moments).
+        master_weights: how 16-bit parameters keep their fp32 value: "remainder" (bf16 parameter plus 16 bits), "fp32",
+            None, or "auto": remainder for bfloat16, fp32 for float16.
+        capturable: for CUDA graphs; not in this version.
+
+    Raises:
+        ValueError: an option or parameter that doesn't fit, or ranks that disagree about either.
+        TypeError: as torch.optim, for example for a bare tensor.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        *,
+        amsgrad: bool = False,
+        maximize: bool = False,
+        decoupled_weight_decay: bool = True,
+        process_group: ProcessGroup | DeviceMesh | None = None,
+        stage: int = 2,
+        bucket_cap_mb: float | None = None,
+        reduce_dtype: torch.dtype | None = None,
+        state_dtype: torch.dtype = torch.float32,
+        master_weights: str | None = "auto",
+        capturable: bool = False,
+    ) -> None:
+        adam.check_hyper_parameters(lr, betas, eps, weight_decay)
+        self._options = Options(stage, bucket_cap_mb, reduce_dtype, state_dtype, master_weights, capturable)
+        self._buckets: list[Bucket] = []
+        self._ranks: Ranks | None = None  # until the constructor has all groups
+        super().__init__(
+            params,
+            {
+                "lr": lr,
+                "betas": betas,
+                "eps": eps,
+                "weight_decay": weight_decay,
+                "amsgrad": amsgrad,
+                "maximize": maximize,
+                "decoupled_weight_decay": decoupled_weight_decay,
+            },
+        )
+        members = list(self._members())
+        check_params([m.name for m in members], [m.param for m in members])
+        self._options.check_dtypes(m.param.dtype for m in members if m.param.requires_grad)
+        self._ranks = find_ranks(process_group)
+        self._grads = Grads(self._ranks, self._options.placements, reduce_dtype)
+        self._gather = ParamGather(self._grads.manager, self._ranks.size)
+        self._grad_scale: Tensor | None = None
+        self._adopt(members)
+
+    # ---- the training loop -------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        """Updates the parameters from the gradients' mean over the ranks. Collective.
+
+        Afterwards parameters are whole and safe to read. Returns what ``closure`` returned. Raises RuntimeError inside
+        ``no_sync()``, and on every rank if they ran different numbers of backwards or one of those raised; state is
+        then as it was before.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._settle(Place.STEP)
+        options = adam.options_table(self.param_groups)
+        for index, bucket in enumerate(self._buckets):
+            grad = self._grads.shard(index)
+            if grad is not None:
+                adam.update(bucket, grad, self._grads.present(index), options, self._grad_scale)
+            self._gather.start(index, bucket)
+        self._gather.wait()
+        self._grad_scale = None
+        return loss
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As torch; discards reduced gradients too, also those on their way. Local."""
+        self._grads.zero(set_to_none)
+        self._grad_scale = None
+        for member in self._frozen:
+            if member.param.grad is not None:
+                if set_to_none:
+                    member.param.grad = None
+                else:
+                    member.param.grad.detach_().zero_()
+
+    @torch.no_grad()
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> Tensor:
+        """Returns the norm of the whole mean gradient, and has the next step() scale it to ``max_norm`` at most.
+
+        The norm is a scalar tensor, float64 if a parameter is, else float32; ``norm_type`` is any positive number or
+        ``inf``. Collective. Raises RuntimeError for a norm that is not finite if asked to, ValueError for another
+        ``norm_type``. Call it after the last backward of a step.
+        """
+        p = float(norm_type)
+        if not p > 0.0:
+            raise ValueError(f"norm_type must be positive or inf, got {norm_type}")
+        self._settle(Place.CLIP)
+        norm, finite = total_norm(self._all_ranks, self._norm_words(p), p)
+        if self._grad_scale is not None:
+            norm = norm * self._grad_scale
+        total = norm.to(self._norm_dtype)
+        if error_if_nonfinite and not (bool(finite) and bool(total.isfinite())):
+            raise RuntimeError(
+                f"The total norm of order {p} for gradients is non-finite, so it cannot be clipped. To disable this "
+                "error and scale the gradients by the non-finite norm anyway, set `error_if_nonfinite=False`"
+            )
+        coefficient = clip_coefficient(total, float(max_norm)).double()
+        self._grad_scale = coefficient if self._grad_scale is None else coefficient * self._grad_scale
+        return total
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Inside, backward sends nothing: gradients stay local and add up, to leave with the next backward outside."""
+        return self._grads.no_sync()
+
+    def synchronize(self) -> None:
+        """Waits for everything on its way. Collective. Needed between two backwards that use reentrant checkpoints."""
+        self._settle(Place.SYNCHRONIZE)
+
+    # ---- parameters --------------------------------------------------------------------------------------------------
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As torch. Collective once the optimizer is built."""
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        adam.check_hyper_parameters(group["lr"], group["betas"], group["eps"], group["weight_decay"])
+        if self._ranks is not None:
+            members = [m for m in self._members() if m.group == len(self.param_groups) - 1]
+            known = [m for bucket in self._buckets for m in bucket.members] + self._frozen
+            check_params([m.name for m in known + members], [m.param for m in known + members])
+            self._adopt(members)
+
+    def broadcast_buffers(self, model: torch.nn.Module) -> None:
+        """Gives every rank rank 0's values of the model's buffers. Collective."""
+        for buffer in model.buffers():
+            values = buffer.detach().contiguous()
+            self._all_ranks.broadcast(values)
+            buffer.detach().copy_(values)
+
+    def memory_bytes(self) -> MemoryBytes:
+        """Bytes of the storages that this rank holds now, by category: to hold beside :func:`zerox.estimate`."""
+        members = [m for bucket in self._buckets for m in bucket.members] + self._frozen
+        whole = [] if self._grads.sharded else [m.param.grad for m in members]
+        manager = self._grads.manager
+        return MemoryBytes(
+            parameters=measured_bytes([m.param for m in members]),
+            gradients=measured_bytes(whole + [manager.shard(i) for i in range(len(self._buckets))]),
+            master=measured_bytes([bucket.master for bucket in self._buckets]),
+            moments=measured_bytes([moment for bucket in self._buckets for moment in bucket.moments]),
+        )
+
+    # ---- state -------------------------------------------------------------------------------------------------------
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Takes what this rank's ``state_dict()`` gave, in place and without rounding.
+
+        Raises ValueError for groups or a share of the state that don't fit.
+        """
+        taken: dict[int, dict[str, Any]] = {}
+
+        def keep_state_away(_: Any, given: dict[str, Any]) -> dict[str, Any]:
+            # torch would cast every tensor to the parameter's dtype, and 16 bits are too few for moments.
+            taken.update(given["state"])
+            return {**given, "state": {}}
+
+        handle = self.register_load_state_dict_pre_hook(keep_state_away)
+        try:
+            super().load_state_dict(state_dict)
+        finally:
+            handle.remove()
+            self._publish_state()
+        order = [param for group in self.param_groups for param in group["params"]]
+        for index, given in taken.items():
+            own = self.state.get(order[index])
+            if own is None or any(given[key].numel() != own[key].numel() for key in own if key in given):
+                raise ValueError(
+                    f"state of parameter {index} is another rank's share or was saved at another world size"
+                )
+            for key, tensor in own.items():
+                if key in given:
+                    tensor.copy_(torch.as_tensor(given[key]).reshape(tensor.shape))
+
+    def __getstate__(self) -> dict[str, Any]:
+        raise TypeError(
+            "FusedShardedAdam can't be copied or pickled: its state is spread over ranks, and its hooks belong to the "
+            "parameters. Use state_dict()"
+        )
+
+    # ---- inside ------------------------------------------------------------------------------------------------------
+
+    @property
+    def _all_ranks(self) -> Ranks:
+        assert self._ranks is not None
+        return self._ranks
+
+    @property
+    def _norm_dtype(self) -> torch.dtype:
+        double = any(bucket.buffer.flat.dtype is torch.float64 for bucket in self._buckets)
+        return torch.float64 if double else torch.float32
+
+    def _members(self) -> Iterator[Member]:
+        """Every parameter once, in registration order."""
+        seen: set[int] = set()
+        position = 0
+        for index, group in enumerate(self.param_groups):
+            names = group.get("param_names")
+            for place, param in enumerate(group["params"]):
+                name = names[place] if names else f"param {position}"
+                position += 1
+                if id(param) not in seen:
+                    seen.add(id(param))
+                    yield Member(name, param, index)
+
+    def _adopt(self, members: Sequence[Member]) -> None:
+        """Makes buckets for the trainable ones of ``members``; watches the others. Collective."""
+        ranks = self._all_ranks
+        ranks.check_same(self._describe(members))
+        trained = [m for m in members if m.param.requires_grad]
+        adopted = {id(m.param) for m in trained}
+        watched = [*getattr(self, "_frozen", []), *members]
+        self._frozen = list({id(m.param): m for m in watched if id(m.param) not in adopted}.values())
+        plans = self._options.plan([m.name for m in trained], [m.param for m in trained], ranks.backend, ranks.size)
+        for plan in plans:
+            inside = [trained[i] for i in plan.params]
+            amsgrad = any(self.param_groups[m.group]["amsgrad"] for m in inside)
+            bucket = Bucket(plan, inside, ranks.rank, self._options.master_kind(inside[0].param.dtype), amsgrad)
+            ranks.broadcast(bucket.buffer.flat)
+            bucket.start_master()
+            self._buckets.append(bucket)
+            self._grads.add_bucket(bucket)
+        self._publish_state()
+
+    def _describe(self, members: Sequence[Member]) -> list[str]:
+        """What ranks must agree on, a line each."""
+        lines = [f"options {self._options}, exchange {self._all_ranks.exchange}"]
+        for index, group in enumerate(self.param_groups):
+            options = {key: value for key, value in group.items() if key not in ("params", "param_names")}
+            lines.append(f"param group {index} with {options}")
+        for m in members:
+            trained = "trainable" if m.param.requires_grad else "frozen"
+            kind = f"{tuple(m.param.shape)} {m.param.dtype} on {m.param.device.type}"
+            lines.append(f"{trained} parameter '{m.name}' {kind} in group {m.group}")
+        return lines
+
+    def _settle(self, place: Place) -> None:
+        unfrozen = [m for m in self._frozen if m.param.requires_grad]
+        if self._grads.settle(place, len(unfrozen)):
+            self._adopt(unfrozen)
+            self._grads.settle(place)
+        for index, slot in self._grads.moved():
+            self._buckets[index].buffer.readopt(slot, self._buckets[index].members[slot].name)
+
+    def _norm_words(self, p: float) -> Iterator[Tensor]:
+        for index, bucket in enumerate(self._buckets):
+            shard = self._grads.shard(index)
+            if shard is None:
+                continue
+            words = self._grads.words(index) if p == 2.0 else None
+            yield shard_words(shard, bucket.segments, p) if words is None else words
+
+    def _publish_state(self) -> None:
+        """Puts views of this rank's state where torch keeps it."""
+        self.state.clear()
+        for bucket in self._buckets:
+            for param, state in bucket.state_of_own():
+                self.state[param] = state

@@ -1,0 +1,121 @@
+"""The constructor's options, checked in one place: the optimizer and the memory estimate read them from here."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zerox.bucket import FP32, REMAINDER
+from zerox.plan.buckets import MIB, BucketPlan, ParamSpec, default_cap_bytes, plan_buckets
+from zerox.plan.stage import Stage, stage_of
+
+PARAM_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+REDUCE_DTYPES = (None, torch.float32, torch.bfloat16, torch.float16)
+MASTER_WEIGHTS = ("auto", REMAINDER, FP32, None)
+
+
+@dataclass(frozen=True)
+class Options:
+    """What is not a hyper-parameter of the update. Raises ValueError listing what is allowed."""
+
+    stage: int = 2
+    bucket_cap_mb: float | None = None
+    reduce_dtype: torch.dtype | None = None
+    state_dtype: torch.dtype = torch.float32
+    master_weights: str | None = "auto"
+    capturable: bool = False
+
+    def __post_init__(self) -> None:
+        stage_of(self.stage)
+        if self.bucket_cap_mb is not None and not self.bucket_cap_mb > 0:
+            raise ValueError(f"bucket_cap_mb must be positive or None, got {self.bucket_cap_mb}")
+        if self.reduce_dtype not in REDUCE_DTYPES:
+            raise ValueError(f"reduce_dtype must be one of {REDUCE_DTYPES}, got {self.reduce_dtype}")
+        if self.state_dtype is not torch.float32:
+            raise ValueError(f"state_dtype must be torch.float32 in this version, got {self.state_dtype}")
+        if self.master_weights not in MASTER_WEIGHTS:
+            raise ValueError(f"master_weights must be one of {MASTER_WEIGHTS}, got {self.master_weights!r}")
+        if self.capturable:
+            raise ValueError("capturable=True needs CUDA parameters, and this version has no CUDA kernels")
+
+    @property
+    def placements(self) -> Stage:
+        return stage_of(self.stage)
+
+    def cap_bytes(self, backend: str, world_size: int) -> int:
+        if self.bucket_cap_mb is None:
+            return default_cap_bytes(backend, world_size)
+        return max(1, int(self.bucket_cap_mb * MIB))
+
+    def wire_dtype(self, param_dtype: torch.dtype) -> torch.dtype:
+        return self.reduce_dtype or param_dtype
+
+    def check_dtypes(self, dtypes: Iterable[torch.dtype]) -> None:
+        """``master_weights="remainder"`` must fit the parameters that are trained."""
+        found = set(dtypes)
+        if self.master_weights == REMAINDER and (torch.bfloat16 not in found or torch.float16 in found):
+            raise ValueError(
+                'master_weights="remainder" is for bfloat16 parameters (allowed with others: '
+                f"{[m for m in MASTER_WEIGHTS if m != REMAINDER]}), got parameters of {sorted(map(str, found))}"
+            )
+
+    def master_kind(self, param_dtype: torch.dtype) -> str | None:
+        """How the exact value of a parameter is kept: 32- and 64-bit ones need nothing beside themselves."""
+        if param_dtype not in (torch.bfloat16, torch.float16) or self.master_weights is None:
+            return None
+        if self.master_weights == "auto":
+            return REMAINDER if param_dtype is torch.bfloat16 else FP32
+        return self.master_weights
+
+    def plan(self, names: Sequence[str], params: Sequence[Tensor], backend: str, world_size: int) -> list[BucketPlan]:
+        specs = [
+            ParamSpec(name, param.numel(), str(param.dtype), param.element_size())
+            for name, param in zip(names, params, strict=True)
+        ]
+        return plan_buckets(specs, world_size, self.cap_bytes(backend, world_size))
+
+
+def check_params(names: Sequence[str], params: Sequence[Tensor]) -> None:
+    """ValueError naming the first parameter that can't be sharded, and why."""
+    for name, param in zip(names, params, strict=True):
+        if param.is_meta:
+            raise ValueError(f"parameter '{name}' is on the meta device: give it storage (to_empty()) first")
+        if param.layout is not torch.strided or param.is_quantized:
+            layout = "quantized" if param.is_quantized else param.layout
+            raise ValueError(f"parameter '{name}' must be dense (torch.strided), got {layout}")
+        if param.dtype not in PARAM_DTYPES:
+            raise ValueError(f"parameter '{name}' must be one of {PARAM_DTYPES}, got {param.dtype}")
+        if param.device != params[0].device:
+            raise ValueError(
+                f"all parameters must be on one device: '{names[0]}' is on {params[0].device}, "
+                f"'{name}' on {param.device}"
+            )
+        if param.device.type != "cpu":
+            raise ValueError(
+                f"parameter '{name}' is on {param.device}, and this build has CPU kernels only: "
+                "CUDA kernels are not in this version"
+            )
+
+
+def named_tensors(params: Any) -> list[tuple[str, Tensor, dict[str, Any]]]:
+    """``(name, tensor, group)`` for whatever torch.optim takes; unnamed ones are called by position."""
+    found: list[tuple[str, Tensor, dict[str, Any]]] = []
+
+    def add(item: Any, group: dict[str, Any]) -> None:
+        if isinstance(item, Tensor):
+            found.append((f"param {len(found)}", item, group))
+        else:
+            found.append((item[0], item[1], group))
+
+    for item in params:
+        if isinstance(item, dict):
+            inner = item["params"]
+            for each in [inner] if isinstance(inner, Tensor) else inner:
+                add(each, item)
+        else:
+            add(item, {})
+    return found

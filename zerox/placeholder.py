@@ -1,0 +1,61 @@
+"""What stands in p.grad for a gradient that has left for its owner."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class ShardedGrad(Tensor):
+    """A gradient without storage: shape, dtype and device of the parameter, and no values to read.
+
+    It keeps the meaning of ``p.grad is None``, and both forms of ``zero_grad`` work on it. Everything that would read
+    or write values raises RuntimeError, so that ``torch.nn.utils.clip_grad_norm_`` can't find a norm of 0 in it.
+    """
+
+    _name: str
+    _on_zero: Callable[[], None]
+
+    @staticmethod
+    def __new__(cls, param: Tensor, name: str, on_zero: Callable[[], None]) -> ShardedGrad:
+        self = Tensor._make_wrapper_subclass(
+            cls, param.shape, param.stride(), dtype=param.dtype, device=param.device, layout=param.layout
+        )
+        self._name = name
+        self._on_zero = on_zero
+        return self
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"ShardedGrad({self._name}, shape={tuple(self.shape)}, dtype={self.dtype})"
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        aten = torch.ops.aten
+        if func is aten.zero_.default:
+            args[0]._on_zero()
+            return args[0]
+        if func is aten._foreach_zero_.default:
+            for grad in args[0]:
+                grad.zero_()
+            return None
+        if func is aten.detach.default:
+            return args[0]
+        names = [x._name for x in _tensors(args) if isinstance(x, ShardedGrad)]
+        raise RuntimeError(
+            f"the gradient of parameter '{names[0] if names else '?'}' was sent to the ranks that own it, p.grad is "
+            f"only its placeholder and {func} needs values. Use optimizer.clip_grad_norm_() to clip or to get the "
+            "norm, or build the optimizer with stage=1 to keep whole gradients in p.grad"
+        )
+
+
+def _tensors(args: Any) -> list[Any]:
+    found = []
+    for arg in args:
+        if isinstance(arg, list | tuple):
+            found += _tensors(arg)
+        else:
+            found.append(arg)
+    return found

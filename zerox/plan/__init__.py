@@ -1,0 +1,1 @@
+"""Plans: integers and enums, frozen, no tensors. Imports the standard library only."""

@@ -1,0 +1,70 @@
+"""Which parameters share a bucket."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from zerox.plan.layout import Layout
+
+MIB = 1 << 20
+
+
+@dataclass(frozen=True)
+class ParamSpec:
+    """What a plan knows of a parameter: ``dtype`` is any hashable name of one, ``itemsize`` its bytes an element."""
+
+    name: str
+    numel: int
+    dtype: str
+    itemsize: int
+
+    @property
+    def nbytes(self) -> int:
+        return self.numel * self.itemsize
+
+
+@dataclass(frozen=True)
+class BucketPlan:
+    """One bucket: which parameters (as indices into the list that was planned), and how they lie."""
+
+    params: tuple[int, ...]
+    dtype: str
+    layout: Layout
+
+
+def default_cap_bytes(backend: str, world_size: int) -> int:
+    """The bucket size used for ``bucket_cap_mb=None``: 16 MiB, or more where a rank's slice would get small.
+
+    Slices under 256 KiB spend more on the message than on its bytes.
+    """
+    slice_bytes = {"gloo": 256 * 1024, "nccl": 512 * 1024}.get(backend, 256 * 1024)
+    return max(16 * MIB, world_size * slice_bytes)
+
+
+def plan_buckets(params: Sequence[ParamSpec], world_size: int, cap_bytes: int) -> list[BucketPlan]:
+    """Fills buckets with parameters in reverse registration order, which is about the order of their gradients.
+
+    A bucket holds one dtype. It is closed by the first parameter that would take it over ``cap_bytes``; a parameter
+    larger than the cap has a bucket of its own. Raises ValueError for an impossible cap or world size.
+    """
+    if cap_bytes < 1:
+        raise ValueError(f"a bucket's cap must be at least 1 byte, got {cap_bytes}")
+    if world_size < 1:
+        raise ValueError(f"world_size must be at least 1, got {world_size}")
+    closed: list[list[int]] = []
+    filling: dict[str, list[int]] = {}
+    filled_bytes: dict[str, int] = {}
+    for index in reversed(range(len(params))):
+        param = params[index]
+        bucket = filling.get(param.dtype)
+        if bucket is None or filled_bytes[param.dtype] + param.nbytes > cap_bytes:
+            bucket = filling[param.dtype] = []
+            filled_bytes[param.dtype] = 0
+            closed.append(bucket)
+        bucket.append(index)
+        filled_bytes[param.dtype] += param.nbytes
+    return [
+        BucketPlan(tuple(bucket), params[bucket[0]].dtype, Layout(tuple(params[i].numel for i in bucket), world_size))
+        for bucket in closed
+    ]

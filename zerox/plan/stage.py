@@ -1,0 +1,38 @@
+"""A ZeRO stage as data: what is sharded and what every rank holds whole."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+
+class Placement(enum.Enum):
+    REPLICATED = "whole on every rank"
+    SHARDED = "one shard a rank"
+
+
+REPLICATED = Placement.REPLICATED
+SHARDED = Placement.SHARDED
+
+
+@dataclass(frozen=True)
+class Stage:
+    """Where parameters, gradients and optimizer state are between steps."""
+
+    number: int
+    params: Placement
+    grads: Placement
+    state: Placement
+
+
+STAGES = {
+    1: Stage(1, params=REPLICATED, grads=REPLICATED, state=SHARDED),
+    2: Stage(2, params=REPLICATED, grads=SHARDED, state=SHARDED),
+}
+
+
+def stage_of(number: int) -> Stage:
+    """Raises ValueError naming the stages there are."""
+    if number not in STAGES:
+        raise ValueError(f"stage must be one of {sorted(STAGES)}, got {number!r}")
+    return STAGES[number]

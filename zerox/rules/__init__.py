@@ -1,0 +1,1 @@
+"""Update rules: hyper-parameters in, kernel calls out."""
