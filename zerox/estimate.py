@@ -61,7 +61,8 @@ def estimate(
         if chosen.placements.grads is SHARDED:
             gradients += (layout.shard_numel if world_size > 1 else layout.numel + layout.trailer_numel) * wire.itemsize
         else:
-            gradients += layout.numel * dtype.itemsize + (layout.shard_numel * wire.itemsize if wire != dtype else 0)
+            whole_numel = layout.numel if world_size > 1 else sum(layout.numels)
+            gradients += whole_numel * dtype.itemsize + (layout.shard_numel * wire.itemsize if wire != dtype else 0)
         kind = chosen.master_kind(dtype)
         master += layout.shard_numel * MASTER_DTYPES[kind].itemsize if kind else 0
         has_third = any(trained[index][2].get("amsgrad", amsgrad) for index in plan.params)

@@ -64,18 +64,19 @@ class Grads:
         return self.manager.settle(place, adoptions) == C.Settled.ADOPT
 
     def shard(self, index: int) -> Tensor | None:
-        """The mean gradient's shard ``[shard_numel]`` after settle(), or None while nothing has one."""
-        if not self.sharded:
-            self.manager.take_local_shard(index)
-        return self.manager.shard(index)
+        """The mean gradient's shard ``[shard_numel]`` after settle(), or None while nothing has one.
+
+        Where gradients are whole it is packed from p.grad anew at each call.
+        """
+        return self.manager.shard(index) if self.sharded else self.manager.take_local_shard(index)
 
     def present(self, index: int) -> Tensor:
         """uint8, one for each own segment: whether its parameter has a gradient on any rank."""
         return self.manager.present(index)
 
     def words(self, index: int) -> Tensor | None:
-        """The exact sum of squares over the shard, where the reduction left one."""
-        return self.manager.words(index)
+        """The exact sum of squares over the shard, where the reduction left one that still holds."""
+        return self.manager.words(index) if self.sharded else None
 
     def moved(self) -> list[tuple[int, int]]:
         """(bucket, slot) of each parameter that has another storage than ours: after .to() or param.data = ..."""

@@ -12,6 +12,13 @@ namespace zx {
 
 using AccumulatorNode = decltype(torch::autograd::impl::grad_accumulator(std::declval<const at::Tensor&>()));
 
+// What was installed on a parameter's AccumulateGrad node.
+struct Hooks {
+  AccumulatorNode accumulator{};  // the parameter holds it weakly: without this the hooks would go
+  torch::autograd::FunctionPreHook* before = nullptr;
+  uintptr_t after = 0;
+};
+
 // One parameter: its place in the bucket, and what this rank knows of its gradient.
 //
 // Note [Who holds a gradient]
@@ -26,9 +33,7 @@ struct Slot {
   int64_t offset;          // of its first element in the bucket
   int64_t numel;
 
-  AccumulatorNode accumulator;  // the parameter holds its accumulator weakly: without this the hooks would go
-  torch::autograd::FunctionPreHook* pre_hook = nullptr;
-  uintptr_t post_hook = 0;
+  Hooks hooks;
 
   bool fired = false;    // in this backward
   bool held = false;     // see the note

@@ -43,11 +43,14 @@ int64_t BucketManager::add_bucket(BucketSpec spec) {
                              .placeholder = slot.placeholder,
                              .offset = slot.offset,
                              .numel = slot.param.numel(),
-                             .accumulator = {}});
+                             .hooks = {}});
   }
   buckets_.push_back(bucket);
   order_.add_bucket();
-  for (Slot& slot : bucket->slots) install_hooks(*bucket, slot);
+  // Alone and with whole gradients, p.grad is the mean as autograd leaves it.
+  if (exchange_ || !whole_grads_) {
+    for (Slot& slot : bucket->slots) install_hooks(*bucket, slot);
+  }
   return bucket->index;
 }
 

@@ -59,8 +59,8 @@ class BucketManager : public std::enable_shared_from_this<BucketManager> {
   // False: gradients stay local and accumulate (no_sync).
   void set_sync(bool sync);
 
-  // Where gradients are whole: packs this rank's part of p.grad into the bucket's shard, for the update.
-  void take_local_shard(int64_t bucket);
+  // Where gradients are whole: this rank's part of p.grad as a shard, for the update; updates `present`.
+  at::Tensor take_local_shard(int64_t bucket);
 
   // Starts sending this rank's updated parameters of a bucket to all others.
   std::shared_ptr<Pending> gather(int64_t bucket) { return exchange_->gather(buckets_.at(bucket)->flat); }

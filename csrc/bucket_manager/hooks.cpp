@@ -37,7 +37,7 @@ class BeforeAccumulate final : public torch::autograd::FunctionPreHook {
 
 // Hooks hold the manager weakly: the graph may outlive the optimizer.
 void BucketManager::install_hooks(Bucket& bucket, Slot& slot) {
-  slot.accumulator = torch::autograd::impl::grad_accumulator(slot.param);
+  slot.hooks.accumulator = torch::autograd::impl::grad_accumulator(slot.param);
   const std::weak_ptr<BucketManager> weak = weak_from_this();
   const int64_t bucket_index = bucket.index;
   const int64_t slot_index = &slot - bucket.slots.data();
@@ -46,24 +46,26 @@ void BucketManager::install_hooks(Bucket& bucket, Slot& slot) {
       if (const auto self = weak.lock())
         self->before_accumulate(self->buckets_[bucket_index]->slots[slot_index]);
     });
-    slot.pre_hook = hook.get();
-    slot.accumulator->add_pre_hook(std::move(hook));
+    slot.hooks.before = hook.get();
+    slot.hooks.accumulator->add_pre_hook(std::move(hook));
   }
-  slot.post_hook = slot.accumulator->add_post_hook(std::make_unique<torch::autograd::utils::LambdaPostHook>(
-      [weak, bucket_index, slot_index](const variable_list& outputs, const variable_list& /*inputs*/) {
-        if (const auto self = weak.lock()) {
-          Bucket& bucket = *self->buckets_[bucket_index];
-          self->after_accumulate(bucket, bucket.slots[slot_index]);
-        }
-        return outputs;
-      },
-      [](torch::dynamo::autograd::CompiledNodeArgs& /*args*/) { refuse_compiled_autograd(); }));
+  slot.hooks.after =
+      slot.hooks.accumulator->add_post_hook(std::make_unique<torch::autograd::utils::LambdaPostHook>(
+          [weak, bucket_index, slot_index](const variable_list& outputs, const variable_list& /*inputs*/) {
+            if (const auto self = weak.lock()) {
+              Bucket& bucket = *self->buckets_[bucket_index];
+              self->after_accumulate(bucket, bucket.slots[slot_index]);
+            }
+            return outputs;
+          },
+          [](torch::dynamo::autograd::CompiledNodeArgs& /*args*/) { refuse_compiled_autograd(); }));
 }
 
 void BucketManager::remove_hooks(Slot& slot) {
-  slot.accumulator->del_post_hook(slot.post_hook);
-  auto& pre_hooks = slot.accumulator->pre_hooks();
-  std::erase_if(pre_hooks, [&slot](const auto& hook) { return hook.get() == slot.pre_hook; });
+  if (slot.hooks.accumulator == nullptr) return;
+  slot.hooks.accumulator->del_post_hook(slot.hooks.after);
+  auto& pre_hooks = slot.hooks.accumulator->pre_hooks();
+  std::erase_if(pre_hooks, [&slot](const auto& hook) { return hook.get() == slot.hooks.before; });
 }
 
 // See Note [Who holds a gradient].

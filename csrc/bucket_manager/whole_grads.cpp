@@ -2,6 +2,7 @@
 // update takes this rank's part from there, so that whatever the user changed in between counts.
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
 #include <ATen/ops/where.h>
 
 #include "bucket_manager/bucket_manager.h"
@@ -51,36 +52,37 @@ void BucketManager::gather_whole_grads() {
 
 // Where the wire is wider than p.grad, an element of the shard is kept while it still rounds to what p.grad
 // holds: then both stages update from the same number.
-void BucketManager::take_local_shard(int64_t index) {
+at::Tensor BucketManager::take_local_shard(int64_t index) {
   const at::AutoDispatchBelowADInplaceOrView no_autograd;
   Bucket& bucket = *buckets_.at(index);
   const int64_t first = rank() * bucket.shard_numel;
   std::vector<at::Tensor> sources;
   std::vector<int64_t> pieces;
-  int64_t segment = 0;
+  at::Tensor present = at::empty_like(bucket.present, at::kCPU);
+  auto* next_present = present.mutable_data_ptr<uint8_t>();
   for (const Slot& slot : bucket.slots) {
     const int64_t start = std::max(slot.offset, first);
     const int64_t stop = std::min(slot.offset + slot.numel, first + bucket.shard_numel);
     if (!bucket.owns_part_of(slot, rank())) continue;
     const at::Tensor& grad = slot.param.grad();
-    bucket.present[segment++] = grad.defined() ? 1 : 0;
+    *next_present++ = grad.defined() ? 1 : 0;
     if (!grad.defined() || start >= stop) continue;
     pieces.insert(pieces.end(),
                   {static_cast<int64_t>(sources.size()), start - slot.offset, start - first, stop - start});
     sources.push_back(in_order_of(grad, slot.param));
   }
+  bucket.present.copy_(present);
   at::Tensor packed =
       at::empty({bucket.shard_numel}, bucket.slots.front().param.options().requires_grad(false));
   ops::flatten_(packed, sources, to_table(pieces, 4), to_table({}, 1));
-  if (bucket.wire_dtype == packed.scalar_type()) {
-    bucket.shard = packed;
-  } else if (bucket.shard.defined()) {
+  if (bucket.wire_dtype == packed.scalar_type()) return packed;
+  if (bucket.shard.defined()) {
     bucket.shard = at::where(bucket.shard.to(packed.scalar_type()) == packed, bucket.shard,
                              packed.to(bucket.wire_dtype));
   } else {
     bucket.shard = packed.to(bucket.wire_dtype);
   }
-  bucket.words.reset();
+  return bucket.shard;
 }
 
 }  // namespace zx

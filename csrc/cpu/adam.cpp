@@ -21,9 +21,7 @@ Master master_kind(const at::Tensor& param, const std::optional<at::Tensor>& mas
 
 void check_moment(const at::Tensor& moment, const at::Tensor& param, const char* argument) {
   const auto dtype = param.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
-  ZX_CHECK_DTYPE(moment, dtype, "adam_", argument);
-  ZX_CHECK_NUMEL(moment, param.numel(), "adam_", argument);
-  ZX_CHECK_CONTIGUOUS(moment, "adam_", argument);
+  check_array(moment, dtype, param.numel(), "adam_", argument);
 }
 
 // A segment whose `present` is 0 is left alone, its step count too, as torch leaves a parameter without
@@ -45,27 +43,28 @@ void adam_(at::Tensor& param, const std::optional<at::Tensor>& master, const at:
   check_moment(exp_avg_sq, param, "exp_avg_sq");
   if (max_exp_avg_sq) check_moment(*max_exp_avg_sq, param, "max_exp_avg_sq");
   const SegmentTable table(segments, param.numel(), op);
-  ZX_CHECK_DTYPE(present, at::kByte, op, "present");
-  ZX_CHECK_NUMEL(present, table.size(), op, "present");
-  ZX_CHECK_DTYPE(steps, at::kLong, op, "steps");
-  ZX_CHECK_NUMEL(steps, table.size(), op, "steps");
+  check_array(present, at::kByte, table.size(), op, "present");
+  check_array(steps, at::kLong, table.size(), op, "steps");
   ZX_CHECK_DTYPE(options, at::kDouble, op, "options");
   ZX_CHECK(options.dim() == 2 && options.size(1) == kAdamOptionsColumns && options.is_contiguous(), op,
            "options", "must be [groups, ", kAdamOptionsColumns, "], got ", options.sizes());
-  if (grad_scale) ZX_CHECK_DTYPE(*grad_scale, at::kDouble, op, "grad_scale");
-
-  const double scale = grad_scale ? *grad_scale->const_data_ptr<double>() : 1.0;
+  if (grad_scale) check_array(*grad_scale, at::kDouble, 1, op, "grad_scale");
   const auto* rows = reinterpret_cast<const AdamOptions*>(options.const_data_ptr<double>());
-  const auto* takes_part = present.const_data_ptr<uint8_t>();
-  auto* step_counts = steps.mutable_data_ptr<int64_t>();
-  std::vector<AdamStep<double>> folded(static_cast<size_t>(table.size()));
   for (int64_t i = 0; i < table.size(); ++i) {
     const int64_t row = table[i].options_row;
     ZX_CHECK(row >= 0 && row < options.size(0), op, "segments", "row ", i, " names options ", row, " of ",
              options.size(0));
     ZX_CHECK(rows[row].amsgrad == 0.0 || max_exp_avg_sq, op, "max_exp_avg_sq", "is needed by options row ",
              row);
+  }
+
+  const double scale = grad_scale ? *grad_scale->const_data_ptr<double>() : 1.0;
+  const auto* takes_part = present.const_data_ptr<uint8_t>();
+  auto* step_counts = steps.mutable_data_ptr<int64_t>();
+  std::vector<AdamStep<double>> folded(static_cast<size_t>(table.size()));
+  for (int64_t i = 0; i < table.size(); ++i) {
     if (takes_part[i] == 0) continue;
+    const int64_t row = table[i].options_row;
     ++step_counts[i];
     // Neighbours mostly share options and count: the powers are folded once for a run of them.
     const bool same = i > 0 && takes_part[i - 1] != 0 && table[i - 1].options_row == row &&

@@ -22,7 +22,12 @@ void flatten_(at::Tensor& flat, at::TensorList sources, const at::Tensor& pieces
   ZX_CHECK_DTYPE(pieces, at::kLong, op, "pieces");
   ZX_CHECK(pieces.dim() == 2 && pieces.size(1) == 4 && pieces.is_contiguous(), op, "pieces",
            "must be [n, 4], got ", pieces.sizes());
-  ZX_CHECK_DTYPE(flags, at::kLong, op, "flags");
+  check_array(flags, at::kLong, flags.numel(), op, "flags");
+  const auto* raised = flags.const_data_ptr<int64_t>();
+  for (int64_t i = 0; i < flags.numel(); ++i) {
+    ZX_CHECK(raised[i] >= 0 && raised[i] < flat.numel(), op, "flags", "must lie in [0, ", flat.numel(),
+             "), got ", raised[i]);
+  }
   std::vector<DType> from;
   for (const at::Tensor& source : sources) {
     ZX_CHECK(source.is_non_overlapping_and_dense(), op, "sources", "must be dense, got strides ",
@@ -34,8 +39,8 @@ void flatten_(at::Tensor& flat, at::TensorList sources, const at::Tensor& pieces
   for (int64_t i = 0, end = 0; i < count; ++i) {
     const Piece& row = rows[i];
     ZX_CHECK(row.source >= 0 && row.source < static_cast<int64_t>(sources.size()) && row.source_start >= 0 &&
-                 row.source_start + row.numel <= sources[row.source].numel() && row.flat_start >= end &&
-                 row.flat_start + row.numel <= flat.numel(),
+                 row.numel >= 0 && row.source_start + row.numel <= sources[row.source].numel() &&
+                 row.flat_start >= end && row.flat_start + row.numel <= flat.numel(),
              op, "pieces", "row ", i, " (", row.source, ", ", row.source_start, ", ", row.flat_start, ", ",
              row.numel, ") leaves its source or overlaps what lies before ", end, " of ", flat.numel());
     end = row.flat_start + row.numel;
@@ -58,9 +63,7 @@ void flatten_(at::Tensor& flat, at::TensorList sources, const at::Tensor& pieces
   zero(0, count > 0 ? rows[0].flat_start : flat.numel());
   const float one = 1.0F;
   for (int64_t i = 0; i < flags.numel(); ++i) {
-    const int64_t at = flags.const_data_ptr<int64_t>()[i];
-    ZX_CHECK(at >= 0 && at < flat.numel(), op, "flags", "must lie in [0, ", flat.numel(), "), got ", at);
-    table.cast(DType::f32, &one, to, bytes_at(flat, at), 1);
+    table.cast(DType::f32, &one, to, bytes_at(flat, raised[i]), 1);
   }
 }
 

@@ -39,8 +39,8 @@ void merge(double p, const int64_t* local, int64_t* total) {
 void norm_(at::Tensor& words, const at::Tensor& shard, const at::Tensor& segments, double p) {
   constexpr const char* op = "norm_";
   const DType dtype = dtype_of(shard, op, "shard");
-  ZX_CHECK_DTYPE(words, at::kLong, op, "words");
-  ZX_CHECK_NUMEL(words, kExactWords, op, "words");
+  ZX_CHECK_CONTIGUOUS(shard, op, "shard");
+  check_array(words, at::kLong, kExactWords, op, "words");
   ZX_CHECK(p > 0.0, op, "p", "must be positive, got ", p);
   const SegmentTable table(segments, shard.numel(), op);
   const std::vector<Stretch> stretches = split_into_stretches(table);
@@ -66,8 +66,8 @@ void norm_(at::Tensor& words, const at::Tensor& shard, const at::Tensor& segment
 // The norm as a double and whether every element was finite (1.0 or 0.0), as one float64 tensor of two.
 at::Tensor norm_value(const at::Tensor& words, double p) {
   constexpr const char* op = "norm_value";
-  ZX_CHECK_DTYPE(words, at::kLong, op, "words");
-  ZX_CHECK_NUMEL(words, kExactWords, op, "words");
+  check_array(words, at::kLong, kExactWords, op, "words");
+  ZX_CHECK(p > 0.0, op, "p", "must be positive, got ", p);
   int64_t copy[kExactWords];
   std::copy_n(words.const_data_ptr<int64_t>(), kExactWords, copy);
   at::Tensor result = at::empty({2}, words.options().dtype(at::kDouble));

@@ -87,8 +87,11 @@ struct VecF {
 
   static ZX_HD VecF load_split(const bf16* param, const int16_t* remainder) {
     const __m512i low = _mm512_cvtepu16_epi32(bits16(remainder));
-    const __m512i high = _mm512_sub_epi32(_mm512_cvtepu16_epi32(bits16(param)), _mm512_srli_epi32(low, 15));
-    return {_mm512_castsi512_ps(_mm512_or_si512(_mm512_slli_epi32(high, 16), low))};
+    const __m512i upper = _mm512_cvtepu16_epi32(bits16(param));
+    const __m512i high = _mm512_sub_epi32(upper, _mm512_srli_epi32(low, 15));
+    const __m512 joined = _mm512_castsi512_ps(_mm512_or_si512(_mm512_slli_epi32(high, 16), low));
+    const __mmask16 nan = _mm512_cmp_ps_mask(joined, joined, _CMP_UNORD_Q);
+    return {_mm512_mask_blend_ps(nan, joined, _mm512_castsi512_ps(_mm512_slli_epi32(upper, 16)))};
   }
   ZX_HD void store_split(bf16* param, int16_t* remainder) const {
     const __m512i bits = _mm512_castps_si512(x);
@@ -192,8 +195,11 @@ struct VecF {
 
   static ZX_HD VecF load_split(const bf16* param, const int16_t* remainder) {
     const __m256i low = _mm256_cvtepu16_epi32(bits16(remainder));
-    const __m256i high = _mm256_sub_epi32(_mm256_cvtepu16_epi32(bits16(param)), _mm256_srli_epi32(low, 15));
-    return {_mm256_castsi256_ps(_mm256_or_si256(_mm256_slli_epi32(high, 16), low))};
+    const __m256i upper = _mm256_cvtepu16_epi32(bits16(param));
+    const __m256i high = _mm256_sub_epi32(upper, _mm256_srli_epi32(low, 15));
+    const __m256 joined = _mm256_castsi256_ps(_mm256_or_si256(_mm256_slli_epi32(high, 16), low));
+    const __m256 nan = _mm256_cmp_ps(joined, joined, _CMP_UNORD_Q);
+    return {_mm256_blendv_ps(joined, _mm256_castsi256_ps(_mm256_slli_epi32(upper, 16)), nan)};
   }
   ZX_HD void store_split(bf16* param, int16_t* remainder) const {
     const __m256i bits = _mm256_castps_si256(x);

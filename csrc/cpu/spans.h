@@ -35,6 +35,14 @@ inline char* bytes_at(const at::Tensor& tensor, int64_t element) {
   return static_cast<char*>(tensor.data_ptr()) + element * static_cast<int64_t>(tensor.element_size());
 }
 
+// An array that an op reaches through a bare pointer: flags, counts, words.
+inline void check_array(const at::Tensor& tensor, at::ScalarType dtype, int64_t numel, const char* op,
+                        const char* argument) {
+  ZX_CHECK_DTYPE(tensor, dtype, op, argument);
+  ZX_CHECK_NUMEL(tensor, numel, op, argument);
+  ZX_CHECK_CONTIGUOUS(tensor, op, argument);
+}
+
 // A segment is one parameter's part of a shard: a row (start, stop, options row) of an int64 table; elements
 // are counted from the shard's start.
 constexpr int64_t kSegmentColumns = 3;

@@ -39,15 +39,29 @@ struct AdamStep {
   bool has_l2;
 };
 
-// base^exponent by squaring: device and host `pow` differ in their last bits, products don't.
+// A double and what rounding it lost.
+struct Compensated {
+  double high;
+  double low;
+};
+
+ZX_HD Compensated multiply(Compensated a, Compensated b) {
+  const double product = a.high * b.high;
+  const double lost = std::fma(a.high, b.high, -product) + (a.high * b.low + a.low * b.high);
+  const double high = product + lost;
+  return {high, lost - (high - product)};
+}
+
+// base^exponent by squaring: device and host `pow` differ in their last bits, products and fma don't. Plain
+// products would gather up to `exponent` ulp, and 1 - base^exponent magnifies them: fp64 parameters would
+// show it.
 ZX_HD double integer_power(double base, int64_t exponent) {
-  double result = 1.0;
-  while (exponent > 0) {
-    if (exponent & 1) result = result * base;
-    base = base * base;
-    exponent >>= 1;
+  Compensated result{1.0, 0.0};
+  for (Compensated square{base, 0.0}; exponent > 0; exponent >>= 1) {
+    if (exponent & 1) result = multiply(result, square);
+    square = multiply(square, square);
   }
-  return result;
+  return result.high;
 }
 
 ZX_HD AdamStep<double> fold_adam(const AdamOptions& options, int64_t step, double grad_scale) {

@@ -59,6 +59,9 @@ ZX_HD f16 float_to_f16(float x) {
 // The fp32 master is kept as the bf16 parameter (its upper half, rounded half away from zero) and the 16 bits
 // that rounding lost, as a signed number: a negative one says that the parameter was rounded up. Nearest-even
 // can't be used: two masters would share one pair. NaN must be caught: 0x7FFFFFFF would round to -0.0.
+// Somebody may write a parameter and leave the remainder. The two still join to a master that rounds to what
+// was written, except where they are a pair that no master has (zero beside a negative remainder, infinity
+// beside a positive one): those bits would be NaN, and the parameter alone is taken.
 struct SplitMaster {
   bf16 param;
   int16_t remainder;
@@ -74,7 +77,8 @@ ZX_HD SplitMaster split_master(float master) {
 ZX_HD float join_master(bf16 param, int16_t remainder) {
   const uint32_t low = static_cast<uint16_t>(remainder);
   const uint32_t high = static_cast<uint32_t>(param.bits) - (low >> 15);
-  return std::bit_cast<float>((high << 16) | low);
+  const uint32_t joined = (high << 16) | low;
+  return is_nan_bits(joined) ? bf16_to_float(param) : std::bit_cast<float>(joined);
 }
 
 }  // namespace zx

@@ -1,0 +1,106 @@
+"""Small models and a training loop that the optimizer tests share."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from zerox import FusedShardedAdam
+
+
+class Mixed(nn.Module):
+    """Small and large parameters, a scalar, a tied matrix, and a branch that some batches don't take."""
+
+    def __init__(self, width: int = 72, hidden: int = 130) -> None:
+        super().__init__()
+        self.inner = nn.Linear(width, hidden)
+        self.norm = nn.LayerNorm(hidden)
+        self.outer = nn.Linear(hidden, width)
+        self.twice = nn.Linear(width, width, bias=False)
+        self.gain = nn.Parameter(torch.tensor(1.5))
+        self.branch = nn.Linear(width, width)
+        self.unused = nn.Linear(8, 8)
+        self.head = nn.Linear(width, width, bias=False)
+        self.head.weight = self.twice.weight
+
+    def forward(self, x: Tensor, branch: bool = False) -> Tensor:
+        x = self.outer(self.norm(torch.tanh(self.inner(x)))) * self.gain
+        x = self.twice(torch.tanh(self.twice(x)))
+        if branch:
+            x = x + self.branch(x)
+        return self.head(x)
+
+
+def make_model(dtype: torch.dtype = torch.float32, seed: int = 0) -> Mixed:
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        return Mixed().to(dtype)
+
+
+def batch(rank: int, step: int, micro: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
+    generator = torch.Generator().manual_seed(1000 * rank + 10 * step + micro)
+    return torch.randn(4, 72, generator=generator).to(dtype)
+
+
+def backward(model: nn.Module, x: Tensor, **kwargs: Any) -> None:
+    model(x, **kwargs).float().square().mean().backward()
+
+
+def train(
+    rank: int,
+    steps: int = 3,
+    dtype: torch.dtype = torch.float32,
+    accumulate: int = 1,
+    clip: float | None = None,
+    hold: bool = False,
+    **options: Any,
+) -> tuple[list[Tensor], list[dict[str, Tensor]], list[float]]:
+    """Trains :class:`Mixed`; returns its parameters, this rank's state and the norms."""
+    model = make_model(dtype)
+    optimizer = FusedShardedAdam(model.named_parameters(), lr=1e-2, **options)
+    optimizer._grads.manager.hold_flights(hold)
+    norms = []
+    for step in range(steps):
+        for micro in range(accumulate):
+            last = micro == accumulate - 1
+            with contextlib.nullcontext() if last else optimizer.no_sync():
+                backward(model, batch(rank, step, micro, dtype), branch=step == 1)
+        if clip is not None:
+            norms.append(float(optimizer.clip_grad_norm_(clip)))
+        optimizer.step()
+        optimizer.zero_grad()
+    state = [{key: value.clone() for key, value in each.items()} for each in optimizer.state.values()]
+    return [p.detach().clone() for p in model.parameters()], state, norms
+
+
+def mean_over_ranks(grad: Tensor | None, like: Tensor, world_size: int) -> Tensor | None:
+    """What the contract says the mean is: summed in rank order in fp32 (fp64 for fp64), divided once, rounded once."""
+    if world_size == 1:
+        return grad
+    has = torch.tensor([grad is not None])
+    everyone_has = [torch.empty_like(has) for _ in range(world_size)]
+    dist.all_gather(everyone_has, has)
+    if not any(bool(each) for each in everyone_has):
+        return None
+    mine = torch.zeros_like(like) if grad is None else grad.contiguous()
+    parts = [torch.empty_like(mine) for _ in range(world_size)]
+    dist.all_gather(parts, mine)
+    wide = torch.float64 if like.dtype is torch.float64 else torch.float32
+    total = parts[0].to(wide)
+    for part in parts[1:]:
+        total = total + part.to(wide)
+    return (total / world_size).to(like.dtype)
+
+
+def own_part(param: Tensor, state: Tensor, start: int) -> Tensor:
+    """The elements of ``param`` that a state view covers, in memory order, as 1-D."""
+    return memory_order(param)[start : start + state.numel()]
+
+
+def memory_order(tensor: Tensor) -> Tensor:
+    """All elements in the order in which they lie in memory."""
+    return tensor.detach().as_strided((tensor.numel(),), (1,), tensor.storage_offset())

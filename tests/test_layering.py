@@ -1,0 +1,188 @@
+"""The house rules that erode first: imports point down, files stay short, classes stay small."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+MOST_LINES = 350
+MOST_ATTRIBUTES = 12
+
+# Each room may import those to its left. Rooms that share a place don't see each other.
+PYTHON_ROOMS = [
+    ["plan"],
+    ["_C"],
+    ["_ext"],
+    ["ops", "placeholder", "ranks"],
+    ["buffers"],
+    ["bucket"],
+    ["options", "rules", "clip"],
+    ["estimate", "grads", "params"],
+    ["optimizer"],
+    ["__init__"],
+    ["__main__"],
+]
+CPP_ROOMS = {
+    "math": {"math"},
+    "cpu": {"math", "cpu", "check.h"},
+    "bucket_manager": {"math", "bucket_manager", "check.h"},
+    "check.h": set(),
+}
+
+
+def modules() -> list[Path]:
+    return sorted(path for path in (ROOT / "zerox").rglob("*.py") if path.name != "_build_info.py")
+
+
+def room(module: str) -> str:
+    parts = module.split(".")
+    return parts[1] if len(parts) > 1 else "__init__"
+
+
+def place(name: str) -> int:
+    return next(index for index, rooms in enumerate(PYTHON_ROOMS) if name in rooms)
+
+
+def imports_of(path: Path) -> set[str]:
+    """Dotted names of all modules that a file imports, also inside functions."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found |= {f"zerox.{alias.name}" for alias in node.names} if node.module == "zerox" else {node.module}
+    return found
+
+
+def upward_imports(name: str, imported: set[str]) -> list[str]:
+    own = room(name)
+    bad = []
+    for module in imported:
+        other = room(module)
+        if not module.startswith("zerox") or other in (own, "_build_info"):
+            continue
+        if place(other) >= place(own):
+            bad.append(f"{name} imports {module}")
+    return bad
+
+
+@pytest.mark.parametrize("path", modules(), ids=lambda path: path.name)
+def test_python_imports_point_down(path: Path) -> None:
+    name = ".".join(path.relative_to(ROOT).with_suffix("").parts)
+    assert not upward_imports(name, imports_of(path))
+
+
+def test_an_upward_import_is_noticed() -> None:
+    assert upward_imports("zerox.bucket", {"zerox.optimizer"})
+    assert upward_imports("zerox.grads", {"zerox.params"})
+    assert not upward_imports("zerox.optimizer", {"zerox.plan.layout", "torch"})
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "zerox/plan").glob("*.py")), ids=lambda path: path.name)
+def test_plans_know_the_standard_library_only(path: Path) -> None:
+    for module in imports_of(path):
+        top = module.split(".")[0]
+        assert top in sys.stdlib_module_names or module.startswith("zerox.plan"), module
+
+
+def sources() -> list[Path]:
+    return sorted(path for path in (ROOT / "csrc").rglob("*") if path.suffix in (".h", ".cpp", ".cu", ".cuh"))
+
+
+@pytest.mark.parametrize("path", sources(), ids=lambda path: path.name)
+def test_cpp_includes_point_down(path: Path) -> None:
+    own = path.relative_to(ROOT / "csrc").parts[0]
+    includes = re.findall(r'#include "([^"]+)"', path.read_text())
+    rooms = {include.split("/")[0] for include in includes}
+    if own in CPP_ROOMS:
+        assert rooms <= CPP_ROOMS[own], f"{path.name} includes {rooms - CPP_ROOMS[own]}"
+    if own == "math":
+        assert not re.search(r"#include <(torch|ATen|c10)/", path.read_text())
+    if own != "bindings.cpp":
+        assert not re.search(r"#include [<\"](Python.h|pybind11|torch/csrc/utils/pybind)", path.read_text())
+
+
+def tracked() -> list[Path]:
+    listed = subprocess.run(["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True)
+    paths = [ROOT / line for line in listed.stdout.splitlines()]
+    kinds = {".py", ".pyi", ".h", ".cpp", ".cu", ".cuh", ".sh"}
+    return [path for path in paths if path.suffix in kinds and path.is_file()]
+
+
+def test_no_file_is_long() -> None:
+    long = {str(path.relative_to(ROOT)): count for path in tracked() if (count := line_count(path)) > MOST_LINES}
+    assert not long
+
+
+def line_count(path: Path) -> int:
+    return len(path.read_text().splitlines())
+
+
+def python_attributes(tree: ast.ClassDef) -> set[str]:
+    found = {
+        node.target.id for node in tree.body if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)
+    }
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and ast.unparse(node.value) == "self":
+            found.add(node.attr)
+    return found
+
+
+def test_python_classes_have_few_attributes() -> None:
+    for path in modules():
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef):
+                attributes = python_attributes(node)
+                assert len(attributes) <= MOST_ATTRIBUTES, f"{path.name} {node.name}: {sorted(attributes)}"
+
+
+def cpp_attributes(text: str) -> dict[str, list[str]]:
+    """Data members by class: the declarations at depth one of a class body that end in a name, not in a call."""
+    found = {}
+    text = re.sub(r"//.*", "", text)
+    for match in re.finditer(r"\b(?:class|struct) (\w+)[^;{()]*\{", text):
+        depth, body, at = 1, "", match.end()
+        while depth:
+            char = text[at]
+            depth += {"{": 1, "}": -1}.get(char, 0)
+            if depth == 1:
+                body += ";" if char == "}" else char
+            at += 1
+        declarations = re.sub(r"\b(public|private|protected):", "", body).split(";")
+        members = [
+            d.strip() for d in declarations if re.search(r"\w[\w:<>,*& ]*[ >*&]\w+(\s*=.*|\}?)?$", d.strip(), re.S)
+        ]
+        members = [
+            m for m in members if "(" not in m and not re.match(r"(using|friend|static|template|enum|return)\b", m)
+        ]
+        found[match.group(1)] = members
+    return found
+
+
+def test_cpp_classes_have_few_attributes() -> None:
+    seen = 0
+    for path in sources():
+        for name, members in cpp_attributes(path.read_text()).items():
+            assert len(members) <= MOST_ATTRIBUTES, f"{path.name} {name}: {members}"
+            seen += len(members)
+    assert seen > 50, "the members of our classes were not found"
+
+
+def test_cpp_members_are_counted() -> None:
+    text = """
+class A {
+ public:
+  int f(int x) const { return x; }
+
+ private:
+  int a_;
+  std::vector<int> b_{1, 2};
+  bool c = false;
+};"""
+    assert len(cpp_attributes(text)["A"]) == 3
