@@ -26,7 +26,7 @@ Flights::~Flights() {
   const std::lock_guard lock(mutex_);
   aborted_ = true;
   for (const auto& flight : airborne_) {
-    if (flight->pending) flight->pending->abort();
+    if (flight && flight->pending) flight->pending->abort();
   }
 }
 
@@ -46,16 +46,22 @@ void Flights::launch(std::shared_ptr<Flight> flight) {
 
 void Flights::after_landing(std::function<void()> task) {
   start_held();
-  bool idle = false;
   {
-    const std::lock_guard lock(mutex_);
-    idle = airborne_.empty();
+    std::unique_lock lock(mutex_);
+    if (airborne_.empty()) {  // at once, so that memory is free when zero_grad() returns
+      lock.unlock();
+      task();
+      return;
+    }
+    airborne_.push_back(nullptr);  // the task has a place in line: a later one must not overtake it
   }
-  if (idle) {  // at once, so that memory is free when zero_grad() returns
-    task();
-    return;
-  }
-  pack_lane_.post([this, task = std::move(task)] { land_lane_.post(task); });
+  pack_lane_.post([this, task = std::move(task)] {
+    land_lane_.post([this, task] {
+      task();
+      const std::lock_guard lock(mutex_);
+      airborne_.pop_front();
+    });
+  });
 }
 
 void Flights::start_held() {
@@ -74,7 +80,9 @@ void Flights::land() {
 std::string Flights::awaited() {
   const std::lock_guard lock(mutex_);
   std::string text;
-  for (const auto& flight : airborne_) text += (text.empty() ? "" : ", ") + flight->bucket->describe();
+  for (const auto& flight : airborne_) {
+    if (flight) text += (text.empty() ? "" : ", ") + flight->bucket->describe();
+  }
   return text;
 }
 

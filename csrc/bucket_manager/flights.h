@@ -50,7 +50,7 @@ class Flights {
   std::atomic<int64_t> num_launched_{0};
   std::atomic<int64_t> num_landed_{0};
   std::mutex mutex_;                              // of the three below
-  std::deque<std::shared_ptr<Flight>> airborne_;  // launched and not landed
+  std::deque<std::shared_ptr<Flight>> airborne_;  // launched and not landed, in order; null: a task
   std::string error_;                             // what went wrong first
   bool aborted_ = false;
   bool hold_ = false;
