@@ -74,6 +74,7 @@ void bind(py::module_& m) {
       .value("STEP", Place::step)
       .value("CLIP", Place::clip)
       .value("SYNCHRONIZE", Place::synchronize);
+  py::enum_<Combine>(m, "Combine").value("SUM", Combine::sum).value("MAX", Combine::max);
   py::enum_<Settled>(m, "Settled").value("READY", Settled::ready).value("ADOPT", Settled::adopt);
 
   py::class_<Pending, std::shared_ptr<Pending>>(m, "Pending").def("wait", &Pending::wait, Release());
@@ -103,6 +104,12 @@ void bind(py::module_& m) {
       .def("mark_zeroed", &BucketManager::mark_zeroed)
       .def("gather", &BucketManager::gather, Release())
       .def("moved", &BucketManager::moved)
+      .def(
+          "all_reduce",
+          [](BucketManager& self, const at::Tensor& values, Combine combine) {
+            self.agreement().all_reduce(values, combine);
+          },
+          Release())
       .def("shard", [](BucketManager& self, int64_t i) { return tensor_or_none(self.bucket(i).shard); })
       .def("present", [](BucketManager& self, int64_t i) { return self.bucket(i).present; })
       .def("words", [](BucketManager& self, int64_t i) { return tensor_or_none(self.bucket(i).words); })

@@ -6,11 +6,11 @@ import math
 from collections.abc import Iterable
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from zerox import ops
-from zerox.ranks import Ranks
+from zerox._C import Combine
+from zerox.grads import Grads
 
 
 def shard_words(shard: Tensor, segments: Tensor, p: float) -> Tensor:
@@ -20,7 +20,7 @@ def shard_words(shard: Tensor, segments: Tensor, p: float) -> Tensor:
     return words
 
 
-def total_norm(ranks: Ranks, words: Iterable[Tensor], p: float) -> tuple[Tensor, Tensor]:
+def total_norm(grads: Grads, words: Iterable[Tensor], p: float) -> tuple[Tensor, Tensor]:
     """The norm over all shards of all ranks and whether every element is finite, as float64 scalars. Collective.
 
     The sums are exact, so neither bucket sizes nor the number of ranks show in the result.
@@ -28,7 +28,7 @@ def total_norm(ranks: Ranks, words: Iterable[Tensor], p: float) -> tuple[Tensor,
     total = torch.zeros(ops.EXACT_WORDS, dtype=torch.int64)
     for each in words:
         total = torch.maximum(total, each) if math.isinf(p) else total + each
-    ranks.all_reduce(total, dist.ReduceOp.MAX if math.isinf(p) else dist.ReduceOp.SUM)
+    grads.all_reduce(total, Combine.MAX if math.isinf(p) else Combine.SUM)
     value = ops.norm_value(total, p)
     return value[0], value[1]
 

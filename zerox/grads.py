@@ -82,6 +82,10 @@ class Grads:
         """(bucket, slot) of each parameter that has another storage than ours: after .to() or param.data = ..."""
         return self.manager.moved()
 
+    def all_reduce(self, values: Tensor, combine: C.Combine) -> None:
+        """A few integers on the CPU, combined over the ranks in place. Collective."""
+        self.manager.all_reduce(values, combine)
+
     def zero(self, set_to_none: bool) -> None:
         self.manager.zero(set_to_none)
 

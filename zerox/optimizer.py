@@ -140,7 +140,7 @@ class FusedShardedAdam(torch.optim.Optimizer):
         if not p > 0.0:
             raise ValueError(f"norm_type must be positive or inf, got {norm_type}")
         self._settle(Place.CLIP)
-        norm, finite = total_norm(self._all_ranks, self._norm_words(p), p)
+        norm, finite = total_norm(self._grads, self._norm_words(p), p)
         if self._grad_scale is not None:
             norm = norm * self._grad_scale
         total = norm.to(self._norm_dtype)

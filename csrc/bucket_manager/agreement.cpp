@@ -1,7 +1,6 @@
 #include "bucket_manager/agreement.h"
 
 #include <ATen/ops/empty.h>
-#include <torch/csrc/distributed/c10d/Types.hpp>
 
 #include <algorithm>
 #include <array>
@@ -16,16 +15,8 @@ void with_tensor(Numbers& numbers, at::ScalarType type, const Collective& collec
   std::vector<at::Tensor> tensors{at::empty({static_cast<int64_t>(numbers.size())}, type)};
   auto* data = static_cast<typename Numbers::value_type*>(tensors[0].data_ptr());
   std::copy(numbers.begin(), numbers.end(), data);
-  collective(tensors)->wait();
+  collective(tensors);
   std::copy_n(data, numbers.size(), numbers.begin());
-}
-
-auto all_reduce_max(const Group& control) {
-  return [&control](std::vector<at::Tensor>& tensors) {
-    c10d::AllreduceOptions options;
-    options.reduceOp = c10d::ReduceOp::MAX;
-    return control->allreduce(tensors, options);
-  };
 }
 
 }  // namespace
@@ -54,7 +45,7 @@ Verdict Agreement::agree(const Statement& s) {
     packed[2 * i] = fields[i] * world + rank;
     packed[2 * i + 1] = -fields[i] * world + rank;
   }
-  if (control_) with_tensor(packed, at::kLong, all_reduce_max(control_));
+  if (control_) with_tensor(packed, at::kLong, all_max());
   const auto extreme = [&](size_t i) {
     const int64_t most_rank = packed[2 * i] % world;
     const int64_t least_rank = ((packed[2 * i + 1] % world) + world) % world;
@@ -65,13 +56,13 @@ Verdict Agreement::agree(const Statement& s) {
 
 void Agreement::take_largest(std::vector<uint8_t>& bytes) {
   if (!control_ || bytes.empty()) return;
-  with_tensor(bytes, at::kByte, all_reduce_max(control_));
+  with_tensor(bytes, at::kByte, all_max());
 }
 
 std::vector<int64_t> Agreement::from_rank_0(std::vector<int64_t> numbers) {
   if (!control_ || numbers.empty()) return numbers;
   with_tensor(numbers, at::kLong,
-              [this](std::vector<at::Tensor>& tensors) { return control_->broadcast(tensors); });
+              [this](std::vector<at::Tensor>& tensors) { control_->broadcast(tensors)->wait(); });
   return numbers;
 }
 

@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "bucket_manager/exchange.h"
+#include "bucket_manager/small_all_reduce.h"
 
 namespace zx {
 
@@ -44,7 +45,8 @@ constexpr int64_t kNoBackward = int64_t{1} << 32;
 
 class Agreement {
  public:
-  explicit Agreement(Group control) : control_(std::move(control)) {}  // null for one rank alone
+  explicit Agreement(Group control)
+      : control_(control), small_(std::move(control)) {}  // null for one rank alone
 
   // Collective: every rank's statement in, the same verdict out. One all-reduce of 14 integers.
   Verdict agree(const Statement& statement);
@@ -52,11 +54,19 @@ class Agreement {
   // Collective: each byte's maximum over the ranks, in place.
   void take_largest(std::vector<uint8_t>& bytes);
 
+  // Collective: a few integers on the CPU, combined over the ranks in place.
+  void all_reduce(at::Tensor values, Combine combine) { small_.run(values, combine); }
+
   // Collective: rank 0's numbers.
   std::vector<int64_t> from_rank_0(std::vector<int64_t> numbers);
 
  private:
+  auto all_max() {
+    return [this](std::vector<at::Tensor>& tensors) { small_.run(tensors[0], Combine::max); };
+  }
+
   Group control_;
+  SmallAllReduce small_;
 };
 
 const char* name_of(int64_t place);

@@ -73,6 +73,7 @@ class BucketManager : public std::enable_shared_from_this<BucketManager> {
 
   std::vector<int64_t> launch_order() const { return order_.order(); }
   const Bucket& bucket(int64_t index) const { return *buckets_.at(index); }
+  Agreement& agreement() { return agreement_; }
   Flights& flights() { return flights_; }
   Exchange* exchange() { return exchange_.get(); }
   int rank() const { return exchange_ ? exchange_->rank() : 0; }

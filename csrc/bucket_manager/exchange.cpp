@@ -2,6 +2,7 @@
 
 #include <ATen/core/dispatch/Dispatcher.h>
 
+#include "bucket_manager/tags.h"
 #include "check.h"
 
 namespace zx {
@@ -32,19 +33,6 @@ void Exchange::count_sent(const at::Tensor& message) {
 }
 
 namespace {
-
-// Note [Tags]
-// Messages between two ranks are matched by tag. Scatters are launched in one order on every rank and so are
-// gathers, but their threads differ, so each kind counts for itself and takes every second tag.
-class Tags {
- public:
-  explicit Tags(int kind) : kind_(kind) {}
-  int next() { return static_cast<int>(2 * (count_++ % (1U << 29U)) + kind_); }
-
- private:
-  unsigned count_ = 0;
-  int kind_;
-};
 
 class DirectExchange final : public Exchange {
  public:
@@ -104,8 +92,8 @@ class DirectExchange final : public Exchange {
     works.push_back(group_->send(message, peer, tag));
   }
 
-  Tags scatter_tags_{0};
-  Tags gather_tags_{1};
+  Tags scatter_tags_{TagKind::scatter};
+  Tags gather_tags_{TagKind::gather};
 };
 
 // The dispatcher's op names stay while the C++ methods are being renamed (_reduce_scatter_base became
