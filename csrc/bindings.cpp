@@ -1,6 +1,7 @@
 // The only file that knows Python: op schemas, and the bucket manager's class.
 #include <torch/csrc/utils/pybind.h>
 #include <torch/library.h>
+#include <unistd.h>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
 #include "bucket_manager/bucket_manager.h"
@@ -42,7 +43,10 @@ namespace {
 using Release = py::call_guard<py::gil_scoped_release>;
 
 // Lanes may need the GIL to free a tensor that Python has seen, so nobody may hold it while waiting for them.
-void destroy(BucketManager* manager) {
+// A forked child (a data-loader worker) has the object without its threads, and locks in whatever state they
+// were: it leaks it.
+void destroy(BucketManager* manager, pid_t owner) {
+  if (getpid() != owner) return;
   if (PyGILState_Check() != 0) {
     const py::gil_scoped_release release;
     delete manager;
@@ -56,7 +60,7 @@ std::shared_ptr<BucketManager> make_manager(const std::optional<Group>& group,
                                             bool whole_grads) {
   return {new BucketManager(group ? make_exchange(exchange, *group) : nullptr, control.value_or(Group()),
                             whole_grads),
-          &destroy};
+          [owner = getpid()](BucketManager* manager) { destroy(manager, owner); }};
 }
 
 py::object tensor_or_none(const at::Tensor& tensor) {
@@ -113,7 +117,7 @@ void bind(py::module_& m) {
       .def("shard", [](BucketManager& self, int64_t i) { return tensor_or_none(self.bucket(i).shard); })
       .def("present", [](BucketManager& self, int64_t i) { return self.bucket(i).present; })
       .def("words", [](BucketManager& self, int64_t i) { return tensor_or_none(self.bucket(i).words); })
-      .def("awaited", [](BucketManager& self) { return self.flights().awaited(); })
+      .def("trouble", [](BucketManager& self) { return self.flights().trouble(); })
       .def("hold_flights", [](BucketManager& self, bool hold) { self.flights().set_hold(hold); })
       .def_property_readonly("num_launched",
                              [](BucketManager& self) { return self.flights().num_launched(); })

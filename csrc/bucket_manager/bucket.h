@@ -39,8 +39,14 @@ struct Slot {
   bool held = false;     // see the note
   bool replace = false;  // see the note
   bool zeroed = false;   // held, and zero_() was called on the placeholder
-  const c10::TensorImpl* local =
-      nullptr;  // the p.grad that autograd last wrote: another one was put there by hand
+  bool unsent = false;   // whole gradients: autograd wrote p.grad inside no_sync(), and no flight took it yet
+  // The p.grad that autograd last wrote: any other was put there by hand. Held weakly, which keeps its
+  // address from being another tensor's.
+  c10::weak_intrusive_ptr<c10::TensorImpl> local{c10::intrusive_ptr<c10::TensorImpl>()};
+
+  bool is_local(const at::Tensor& grad) const {
+    return local._unsafe_get_target() == grad.unsafeGetTensorImpl();
+  }
 };
 
 struct Bucket {

@@ -3,6 +3,7 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/zeros.h>
 
+#include "bucket_manager/packing.h"
 #include "check.h"
 
 namespace zx {
@@ -79,39 +80,49 @@ void BucketManager::mark_zeroed(int64_t bucket, int64_t slot) {
   buckets_.at(bucket)->slots.at(slot).zeroed = true;
 }
 
-// All buckets leave with what p.grad holds now.
-void BucketManager::launch_round() {
+// All buckets leave: with what p.grad holds now, or empty.
+void BucketManager::launch_round(bool empty) {
   const std::lock_guard lock(mutex_);
   order_.begin(std::vector<int64_t>(buckets_.size(), 1));
-  finish_pass(/*own=*/false);
+  finish_pass(/*own=*/false, empty);
 }
 
 // Whoever stayed behind the others launches as often as they did, so that no message stays without its
 // partner.
-void BucketManager::join(const Verdict& verdict) {
-  while (pass_.rounds < verdict.rounds.most) launch_round();
+void BucketManager::join(const Verdict& verdict, bool empty) {
+  while (pass_.rounds < verdict.rounds.most) launch_round(empty);
+}
+
+// Something went wrong that all ranks know of. They are in step again afterwards; zero_grad() drops what
+// landed.
+void BucketManager::abandon(const Verdict& verdict) {
+  join(verdict, /*empty=*/true);
+  pass_.rounds = pass_.own_rounds = pass_.gathered = 0;
 }
 
 void BucketManager::check(const Verdict& verdict) {
+  const char* way_out = ". Call optimizer.zero_grad() on all ranks; state is as it was before";
   if (verdict.failed.most > 0) {
-    join(verdict);
-    const bool mine = !pass_.failure.empty();
-    TORCH_CHECK(false, "zerox: rank ", verdict.failed.most_rank, " can't go on: ",
-                mine ? pass_.failure
-                     : "its backward raised an exception, or ranks ran different numbers of backwards",
-                ". Call optimizer.zero_grad() on all ranks; state is as it was before");
+    abandon(verdict);
+    if (pass_.failure.empty()) pass_.failure = "it saw an error or an exception in backward";
+    TORCH_CHECK(false, "zerox: rank ", verdict.failed.most_rank, " can't go on: ", pass_.failure, way_out);
   }
   const Extreme& place = verdict.place;
   TORCH_CHECK(place.least == place.most || place.least == static_cast<int64_t>(Place::backward_end),
               "zerox: rank ", place.least_rank, " is in ", name_of(place.least), " while rank ",
               place.most_rank, " is in ", name_of(place.most), "; every rank must make the same calls");
   if (verdict.own_rounds.least < verdict.rounds.most) {
-    join(verdict);
+    abandon(verdict);
     pass_.failure = "ranks ran different numbers of backwards";
     TORCH_CHECK(false, "zerox: rank ", verdict.own_rounds.least_rank, " ran ", verdict.own_rounds.least,
                 " synchronising backwards since the last step, rank ", verdict.rounds.most_rank, " ran ",
-                verdict.rounds.most, ". Call optimizer.zero_grad() on all ranks; state is as it was before");
+                verdict.rounds.most, way_out);
   }
+}
+
+Statement BucketManager::statement(Place place, int64_t adoptions) {
+  const bool unsent = has_unsent();  // may find a failure
+  return {place, pass_.rounds, pass_.own_rounds, !pass_.failure.empty(), unsent, has_changes(), adoptions};
 }
 
 Settled BucketManager::settle(Place place, int64_t adoptions) {
@@ -124,15 +135,13 @@ Settled BucketManager::settle(Place place, int64_t adoptions) {
   Verdict verdict{};
   while (true) {
     try {
-      verdict = agreement_.agree({place, pass_.rounds, pass_.own_rounds, !pass_.failure.empty(), has_unsent(),
-                                  has_changes(), adoptions});
+      verdict = agreement_.agree(statement(place, adoptions));
     } catch (const std::exception& error) {
-      const std::string awaited = flights_.awaited();
-      TORCH_CHECK(false, "zerox: in ", name_of(static_cast<int64_t>(place)), " a rank did not answer",
-                  awaited.empty() ? "" : "; still awaited: " + awaited, ": ", error.what());
+      TORCH_CHECK(false, "zerox: in ", name_of(static_cast<int64_t>(place)),
+                  " a rank did not answer: ", error.what(), "\n", flights_.trouble());
     }
     check(verdict);
-    join(verdict);
+    join(verdict, /*empty=*/false);
     if (whole_grads_) gather_whole_grads();
     // A rank without a backward of its own meets the others at the end of theirs, and then again at their
     // step.
@@ -143,7 +152,8 @@ Settled BucketManager::settle(Place place, int64_t adoptions) {
   if (verdict.rounds.most > 0 && !order_learned_) learn_order();
   if (verdict.adoptions.most > 0) return Settled::adopt;
   if (verdict.unsent.most > 0) {
-    launch_round();
+    launch_round(/*empty=*/false);
+    if (whole_grads_) gather_whole_grads();
   } else if (verdict.changed.most > 0) {
     exchange_changes();
   }
@@ -152,15 +162,18 @@ Settled BucketManager::settle(Place place, int64_t adoptions) {
   return Settled::ready;
 }
 
-bool BucketManager::has_unsent() const {
-  if (whole_grads_) return false;  // what p.grad holds is used as it is
+// Whole gradients are otherwise used as p.grad holds them: only what no_sync() kept back has to be averaged.
+bool BucketManager::has_unsent() {
+  bool found = false;
   for (const auto& bucket : buckets_) {
     for (const Slot& slot : bucket->slots) {
       const at::Tensor& grad = slot.param.grad();
-      if (grad.defined() && !grad.is_same(slot.placeholder)) return true;
+      if (!grad.defined() || (slot.placeholder.defined() && grad.is_same(slot.placeholder))) continue;
+      if (grad.layout() != at::kStrided && pass_.failure.empty()) pass_.failure = refusal_of_sparse(slot);
+      found |= !whole_grads_ || (slot.unsent && exchange_ != nullptr);
     }
   }
-  return false;
+  return found;
 }
 
 bool BucketManager::has_changes() {
@@ -222,8 +235,16 @@ void BucketManager::learn_order() {
 }
 
 void BucketManager::zero(bool set_to_none) {
+  bool others_wait = false;
+  {
+    const std::lock_guard lock(mutex_);
+    others_wait = whole_grads_ && exchange_ && pass_.open && *pass_.raised;
+    flush_pass();
+  }
+  // Where gradients are whole the others are at the end of the backward that raised here: they must hear of
+  // it.
+  if (others_wait) abandon(agreement_.agree(statement(Place::backward_end, 0)));
   const std::lock_guard lock(mutex_);
-  flush_pass();
   pass_.failure.clear();
   for (const auto& bucket : buckets_) {
     for (Slot& slot : bucket->slots) {
@@ -233,7 +254,7 @@ void BucketManager::zero(bool set_to_none) {
       if (set_to_none) {
         slot.replace |= slot.held;
         slot.held = slot.zeroed = false;
-        slot.local = nullptr;
+        slot.local.reset();
         grad.reset();
       } else if (is_placeholder) {
         slot.zeroed = true;

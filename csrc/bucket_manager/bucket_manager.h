@@ -87,7 +87,7 @@ class BucketManager : public std::enable_shared_from_this<BucketManager> {
   void after_accumulate(Bucket& bucket, Slot& slot);
   void open_pass();
   void on_backward_end();
-  void finish_pass(bool own);
+  void finish_pass(bool own, bool empty);
   void flush_pass();
 
   // packing.cpp
@@ -96,10 +96,12 @@ class BucketManager : public std::enable_shared_from_this<BucketManager> {
   at::Tensor take_gradient(Slot& slot, bool& present, bool& replace);
 
   // bucket_manager.cpp
-  void launch_round();
-  void join(const Verdict& verdict);
+  void launch_round(bool empty);
+  void join(const Verdict& verdict, bool empty);
+  void abandon(const Verdict& verdict);
+  Statement statement(Place place, int64_t adoptions);
   void check(const Verdict& verdict);
-  bool has_unsent() const;
+  bool has_unsent();
   bool has_changes();
   void exchange_changes();
   void learn_order();

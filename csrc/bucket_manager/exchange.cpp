@@ -12,7 +12,6 @@ void Pending::wait() {
     // gloo's wait() says false, instead of throwing, when it was aborted.
     TORCH_CHECK(work->wait(), "the exchange was aborted");
   }
-  works_.clear();
 }
 
 void Pending::abort() {

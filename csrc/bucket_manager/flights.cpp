@@ -77,11 +77,12 @@ void Flights::land() {
   TORCH_CHECK(error_.empty(), error_);
 }
 
-std::string Flights::awaited() {
+std::string Flights::trouble() {
   const std::lock_guard lock(mutex_);
+  if (!error_.empty()) return error_;
   std::string text;
   for (const auto& flight : airborne_) {
-    if (flight) text += (text.empty() ? "" : ", ") + flight->bucket->describe();
+    if (flight) text += (text.empty() ? "still awaited: " : ", ") + flight->bucket->describe();
   }
   return text;
 }

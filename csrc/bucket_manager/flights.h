@@ -34,8 +34,9 @@ class Flights {
 
   int64_t num_landed() const { return num_landed_; }
   int64_t num_launched() const { return num_launched_; }
-  // Names the buckets that have not landed.
-  std::string awaited();
+  // What is known to be wrong: the first error, or the buckets that have not landed; empty if there is
+  // nothing.
+  std::string trouble();
   // For tests of overlap: holds every flight back until land() is called.
   void set_hold(bool hold) { hold_ = hold; }
 

@@ -5,6 +5,7 @@
 #include <torch/csrc/dynamo/compiled_autograd.h>
 
 #include "bucket_manager/bucket_manager.h"
+#include "bucket_manager/packing.h"
 
 namespace zx {
 namespace {
@@ -80,7 +81,7 @@ void BucketManager::before_accumulate(Slot& slot) {
     slot.zeroed = false;
     grad.reset();
   } else {
-    slot.replace |= grad.unsafeGetTensorImpl() != slot.local;
+    slot.replace |= !slot.is_local(grad);
   }
 }
 
@@ -88,9 +89,9 @@ void BucketManager::after_accumulate(Bucket& bucket, Slot& slot) {
   const std::lock_guard lock(mutex_);
   const at::Tensor& grad = slot.param.grad();
   if (!grad.defined()) return;  // a hook of the user's took it away
-  TORCH_CHECK(grad.layout() == at::kStrided, "zerox: parameter '", slot.name,
-              "' got a sparse gradient; only dense ones can be sharded (nn.Embedding: use sparse=False)");
-  slot.local = grad.unsafeGetTensorImpl();
+  TORCH_CHECK(grad.layout() == at::kStrided, "zerox: ", refusal_of_sparse(slot));
+  slot.local = grad.getIntrusivePtr();
+  slot.unsent = !sync_;
   if (!sync_) return;
   open_pass();
   TORCH_CHECK(
@@ -136,14 +137,14 @@ void BucketManager::on_backward_end() {
     if (!pass_.open) return;  // an inner task ended the pass
     const bool nested = torch::autograd::get_current_node() != nullptr;
     if (nested && !order_.complete()) return;
-    finish_pass(/*own=*/true);
+    finish_pass(/*own=*/true, /*empty=*/false);
   }
   if (whole_grads_) settle(Place::backward_end, 0);
 }
 
 // The rest leaves. See Note [Buckets launch in one order].
-void BucketManager::finish_pass(bool own) {
-  for (const int64_t bucket : order_.finish()) release(bucket, /*empty=*/false);
+void BucketManager::finish_pass(bool own, bool empty) {
+  for (const int64_t bucket : order_.finish()) release(bucket, empty);
   pass_.open = false;
   ++pass_.rounds;
   pass_.own_rounds += own ? 1 : 0;
@@ -153,15 +154,9 @@ void BucketManager::finish_pass(bool own) {
 // raised.
 void BucketManager::flush_pass() {
   if (!pass_.open) return;
-  if (!*pass_.raised) {
-    finish_pass(/*own=*/true);
-    return;
-  }
-  for (const int64_t bucket : order_.finish()) release(bucket, /*empty=*/true);
-  pass_.open = false;
-  ++pass_.rounds;
-  ++pass_.own_rounds;
-  pass_.failure = "its backward raised an exception";
+  const bool raised = *pass_.raised;
+  finish_pass(/*own=*/true, /*empty=*/raised);
+  if (raised) pass_.failure = "its backward raised an exception";
 }
 
 }  // namespace zx

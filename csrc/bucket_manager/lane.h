@@ -1,8 +1,6 @@
 // A thread that runs tasks in the order in which they were posted: the CPU's answer to a CUDA stream.
 #pragma once
 
-#include <unistd.h>
-
 #include <condition_variable>
 #include <deque>
 #include <functional>
@@ -13,7 +11,7 @@
 namespace zx {
 
 // Tasks must not throw. The thread starts with the first task, so that a process which only constructs an
-// optimizer, or forks data-loader workers, has none.
+// optimizer has none. Must not be destroyed in a forked child, which lacks the thread.
 class Lane {
  public:
   Lane() = default;
@@ -23,10 +21,6 @@ class Lane {
   // Finishes what was posted.
   ~Lane() {
     if (!thread_.joinable()) return;
-    if (getpid() != owner_) {  // a forked child has a copy of the object, but not the thread
-      thread_.detach();
-      return;
-    }
     {
       const std::lock_guard lock(mutex_);
       stopping_ = true;
@@ -37,10 +31,7 @@ class Lane {
 
   void post(std::function<void()> task) {
     const std::lock_guard lock(mutex_);
-    if (!thread_.joinable()) {
-      owner_ = getpid();
-      thread_ = std::thread([this] { run(); });
-    }
+    if (!thread_.joinable()) thread_ = std::thread([this] { run(); });
     tasks_.push_back(std::move(task));
     changed_.notify_all();
   }
@@ -74,7 +65,6 @@ class Lane {
   std::deque<std::function<void()>> tasks_;
   bool busy_ = false;
   bool stopping_ = false;
-  pid_t owner_ = 0;
   std::thread thread_;
 };
 

@@ -14,6 +14,11 @@ at::Tensor to_table(const std::vector<int64_t>& numbers, int64_t columns) {
   return columns > 1 ? table.view({count / columns, columns}) : table;
 }
 
+std::string refusal_of_sparse(const Slot& slot) {
+  return "parameter '" + slot.name +
+         "' got a sparse gradient; only dense ones can be sharded (nn.Embedding: use sparse=False)";
+}
+
 at::Tensor in_order_of(const at::Tensor& grad, const at::Tensor& param) {
   const at::Tensor plain = grad.detach();
   const bool same_order =
@@ -29,18 +34,19 @@ at::Tensor BucketManager::take_gradient(Slot& slot, bool& present, bool& replace
     present = grad.defined();
     replace = false;
     slot.held = present;
+    slot.unsent = false;
     return present ? in_order_of(grad, slot.param) : at::Tensor();
   }
   const bool is_placeholder = grad.defined() && grad.is_same(slot.placeholder);
   const bool is_real = grad.defined() && !is_placeholder;
   const bool discarded = slot.held && !grad.defined();
-  const bool by_hand = is_real && grad.unsafeGetTensorImpl() != slot.local;
+  const bool by_hand = is_real && !slot.is_local(grad);
   present = is_real || slot.zeroed;
   replace = slot.replace || discarded || by_hand || slot.zeroed;
   slot.held = grad.defined();
   slot.replace = false;
   slot.zeroed = false;
-  slot.local = nullptr;
+  slot.local.reset();
   if (!is_real) return {};
   at::Tensor taken = in_order_of(grad, slot.param);
   grad = slot.placeholder;

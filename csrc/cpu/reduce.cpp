@@ -1,6 +1,7 @@
 // zerox::read_flags_ and zerox::reduce_ on the CPU: what the ranks sent becomes the mean gradient's shard.
 #include <torch/library.h>
 
+#include <cstring>
 #include <mutex>
 
 #include "cpu/spans.h"
@@ -77,6 +78,15 @@ void reduce_(at::Tensor& shard, at::Tensor& words, at::TensorList slices, const 
     const std::lock_guard lock(total_mutex);
     for (int word = 0; word < kExactWords; ++word) total[word] += local[word];
   });
+  const auto zero = [&](int64_t start, int64_t stop) {  // padding travels too, where shards are gathered
+    std::memset(bytes_at(shard, start), 0, static_cast<size_t>(stop - start) * shard.element_size());
+  };
+  int64_t end = 0;
+  for (int64_t i = 0; i < table.size(); ++i) {
+    zero(end, table[i].start);
+    end = table[i].stop;
+  }
+  zero(end, shard.numel());
   exact_carry(total);  // leaves room for the sum over buckets and ranks
 }
 

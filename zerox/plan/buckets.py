@@ -8,6 +8,9 @@ from dataclasses import dataclass
 from zerox.plan.layout import Layout
 
 MIB = 1 << 20
+# Where torch's allocator starts a tensor too. Matrix kernels may choose another path, and other bits, for a tensor that
+# starts elsewhere: then the choice of buckets would show in the results.
+START_ALIGN_BYTES = 64
 
 
 @dataclass(frozen=True)
@@ -64,7 +67,10 @@ def plan_buckets(params: Sequence[ParamSpec], world_size: int, cap_bytes: int) -
             closed.append(bucket)
         bucket.append(index)
         filled_bytes[param.dtype] += param.nbytes
-    return [
-        BucketPlan(tuple(bucket), params[bucket[0]].dtype, Layout(tuple(params[i].numel for i in bucket), world_size))
-        for bucket in closed
-    ]
+    plans = []
+    for bucket in closed:
+        first = params[bucket[0]]
+        start_align = max(1, START_ALIGN_BYTES // first.itemsize)
+        layout = Layout(tuple(params[i].numel for i in bucket), world_size, start_align)
+        plans.append(BucketPlan(tuple(bucket), first.dtype, layout))
+    return plans

@@ -35,26 +35,30 @@ class Layout:
                                                   ^ a multiple of 256 only for large parameters
 
     Shards are multiples of 256 elements. A parameter of 4,096 elements or more starts at a multiple of 256 and may
-    span shards; a smaller one is packed densely and never crosses a shard's end. Blocks of 256 elements counted from a
+    span shards; a smaller one is packed densely, at a multiple of ``start_align``, and never crosses the end of a
+    shard. Blocks of 256 elements counted from a
     parameter's start therefore never cross one either, whatever the bucket sizes and the number of ranks: norms and
     8-bit state are taken over such blocks.
     """
 
     numels: tuple[int, ...]
     world_size: int
+    start_align: int = 1
     shard_numel: int = field(init=False)
     offsets: tuple[int, ...] = field(init=False)
 
     def __post_init__(self) -> None:
         if self.world_size < 1:
             raise ValueError(f"world_size must be at least 1, got {self.world_size}")
+        if self.start_align < 1 or SHARD_ALIGN % self.start_align:
+            raise ValueError(f"start_align must divide {SHARD_ALIGN}, got {self.start_align}")
         if not self.numels or min(self.numels) < 0:
             raise ValueError(f"a bucket needs parameters of 0 or more elements, got {self.numels}")
         shard_numel = align_up(max(1, -(-sum(self.numels) // self.world_size)), SHARD_ALIGN)
         largest_small = max((n for n in self.numels if n < SMALL_NUMEL), default=0)
         shard_numel = max(shard_numel, align_up(largest_small, SHARD_ALIGN))
         while True:
-            offsets, end = _place(self.numels, shard_numel)
+            offsets, end = _place(self.numels, shard_numel, self.start_align)
             excess = end - shard_numel * self.world_size
             if excess <= 0:
                 break
@@ -123,14 +127,13 @@ class Layout:
         return "\n".join(lines)
 
 
-def _place(numels: Sequence[int], shard_numel: int) -> tuple[tuple[int, ...], int]:
+def _place(numels: Sequence[int], shard_numel: int, start_align: int) -> tuple[tuple[int, ...], int]:
     """Offsets for shards of this length, and where the last parameter ends."""
     offsets = []
     end = 0
     for numel in numels:
-        if numel >= SMALL_NUMEL:
-            end = align_up(end, SHARD_ALIGN)
-        elif numel > 0 and end // shard_numel != (end + numel - 1) // shard_numel:
+        end = align_up(end, SHARD_ALIGN if numel >= SMALL_NUMEL else start_align)
+        if 0 < numel < SMALL_NUMEL and end // shard_numel != (end + numel - 1) // shard_numel:
             end = align_up(end, shard_numel)
         offsets.append(end)
         end += numel

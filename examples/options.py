@@ -1,0 +1,123 @@
+"""The command line of train_gpt.py: what can be asked for, and the checks that need nothing but the command line."""
+
+import argparse
+import math
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import NoReturn
+
+import torch
+from corpus import BadInput
+from gpt_model import SHAPES
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+def parse_options(arguments: list[str] | None, description: str) -> argparse.Namespace:
+    """Options checked against each other, with `shape`, `device` and `dtype` resolved; BadInput says what is wrong."""
+    options = _parser(description).parse_args(arguments)
+    asked = {name: getattr(options, name) for name in ("layers", "width", "heads", "context")}
+    options.shape = replace(SHAPES[options.preset], **{name: value for name, value in asked.items() if value})
+    if options.shape.width % options.shape.heads:
+        raise BadInput(f"--heads {options.shape.heads} does not divide --width {options.shape.width}")
+    if options.lr is None:
+        options.lr = 0.4 / options.shape.width  # wider models want smaller steps
+    if not 0 <= options.seed < 2**32:
+        raise BadInput(f"--seed {options.seed} is outside 0 to 2**32 - 1")
+    options.device = _device(options.device)
+    if options.compare:
+        _prepare_out(options.out)
+    return options
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise BadInput(message)  # argparse would print its usage first, on every rank
+
+
+def _parser(description: str) -> argparse.ArgumentParser:
+    parser = _Parser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    model = parser.add_argument_group("model")
+    model.add_argument("--size", dest="preset", choices=SHAPES, default="small", help="a preset (default: small)")
+    model.add_argument("--layers", type=_count, help="instead of the preset's")
+    model.add_argument("--width", type=_count, help="instead of the preset's")
+    model.add_argument("--heads", type=_count, help="instead of the preset's")
+    model.add_argument("--context", type=_count, help="bytes in a window, instead of the preset's")
+    model.add_argument("--dtype", choices=DTYPES, default="fp32", help="of the parameters (default: fp32)")
+
+    text = parser.add_argument_group("text")
+    text.add_argument("--data", type=Path, help="a file or a folder (default: the Python standard library)")
+
+    training = parser.add_argument_group("training")
+    training.add_argument("--steps", type=_count, default=1000, help="optimizer steps (default: %(default)s)")
+    training.add_argument("--batch", type=_count, default=8, help="windows a rank and backward (default: %(default)s)")
+    training.add_argument("--accumulate", type=_count, default=1, help="backwards a step (default: %(default)s)")
+    training.add_argument("--clip", type=_not_negative, default=1.0, help="largest gradient norm, 0: off (default: 1)")
+    training.add_argument("--lr", type=_positive, help="peak learning rate (default: 0.4 / width)")
+    training.add_argument("--weight-decay", type=_not_negative, default=0.1, help="(default: %(default)s)")
+    training.add_argument("--eps", type=_positive, default=1e-6, help="of Adam (default: %(default)s)")
+    training.add_argument("--stage", type=int, default=2, help="ZeRO stage of zerox (default: %(default)s)")
+    training.add_argument("--seed", type=int, default=0, help="(default: %(default)s)")
+    training.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="(default: cuda if any)")
+
+    output = parser.add_argument_group("output")
+    output.add_argument("--compare", action="store_true", help="train DDP + torch.optim.AdamW beside it, and draw both")
+    output.add_argument("--out", type=Path, default=Path("out"), help="folder for what --compare writes (default: out)")
+    output.add_argument("--quiet", action="store_true", help="no progress bar")
+    return parser
+
+
+def _count(text: str) -> int:
+    value = int(text) if text.lstrip("+-").isdigit() else 0
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of 1 or more")
+    return value
+
+
+def _number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        return math.nan
+
+
+def _positive(text: str) -> float:
+    value = _number(text)
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
+    return value
+
+
+def _not_negative(text: str) -> float:
+    value = _number(text)
+    if not 0 <= value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of 0 or more")
+    return value
+
+
+def _device(name: str) -> torch.device:
+    """This rank's device: the CPU, or the one GPU that is its own."""
+    if name == "cpu" or (name == "auto" and not torch.cuda.is_available()):
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise BadInput("--device cuda: this torch sees no CUDA device")
+    local_rank, num_gpus = int(os.environ.get("LOCAL_RANK", 0)), torch.cuda.device_count()
+    num_local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    if num_local_ranks > num_gpus:
+        raise BadInput(f"{num_local_ranks} ranks here need a GPU each, but there are {num_gpus}; try --device cpu")
+    return torch.device("cuda", local_rank)
+
+
+def _prepare_out(folder: Path) -> None:
+    """Found out before the training, not after it: can the picture be drawn, and written?"""
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError as error:
+        raise BadInput("--compare draws with matplotlib, which is not installed (pip install matplotlib)") from error
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if not os.access(folder, os.W_OK):
+            raise PermissionError(None, "not writable")
+    except OSError as error:
+        raise BadInput(f"--out {folder}: {error.strerror}") from error

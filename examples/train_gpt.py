@@ -1,0 +1,310 @@
+"""Train a small byte-level GPT with zerox, alone or under torchrun with any number of ranks.
+
+    python examples/train_gpt.py
+    torchrun --nproc-per-node 2 examples/train_gpt.py
+    torchrun --nproc-per-node 2 examples/train_gpt.py --compare --out out
+
+All that zerox asks of a training script is in `with_zerox` and `train_step`. `--compare` trains a second model with
+DistributedDataParallel and torch.optim.AdamW, from the same start on the same text, and puts both in one picture.
+"""
+
+import argparse
+import copy
+import math
+import os
+import platform
+import shlex
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import asdict, dataclass, field
+from importlib.metadata import PackageNotFoundError, version
+
+import torch
+import torch.distributed as dist
+from corpus import BadInput, Corpus, RandomWindows, load_corpus
+from gpt_model import GPT, sample_text
+from measure import bytes_of_torch, bytes_of_zerox, distances_from_unfused, held_out_loss, mean_over_ranks
+from options import DTYPES, parse_options
+from report import Result, memory_table, write_comparison
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim.lr_scheduler import LambdaLR
+from tqdm import tqdm
+
+from zerox import FusedShardedAdam, estimate
+
+DISTANCE_STEP = 20  # where --compare measures how far the parameters of two systems are apart
+SHOW_EVERY = 10  # steps between two looks at the loss: each look waits for the device
+
+
+@dataclass
+class Trainer:
+    """A model and all that trains it. zerox and DDP differ in what is put in here, and in nothing else."""
+
+    name: str
+    module: GPT
+    forward: torch.nn.Module  # the module itself, or DDP around it
+    optimizer: torch.optim.Optimizer
+    clip_grad_norm: Callable[[float], torch.Tensor]
+    no_sync: Callable[[], AbstractContextManager]
+    lr_factor: Callable[[int], float]
+    losses: list[torch.Tensor] = field(default_factory=list)
+    step_ms: list[float] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.scheduler = LambdaLR(self.optimizer, self.lr_factor)
+
+
+def with_zerox(module: GPT, options: argparse.Namespace) -> Trainer:
+    """No wrapper around the model: the optimizer shards its state, and averages gradients while backward runs."""
+    optimizer = FusedShardedAdam(
+        module.named_parameters(),
+        lr=options.lr,
+        betas=(0.9, 0.95),
+        eps=options.eps,
+        weight_decay=options.weight_decay,
+        stage=options.stage,
+    )
+    return Trainer(
+        name="zerox",
+        module=module,
+        forward=module,
+        optimizer=optimizer,
+        clip_grad_norm=optimizer.clip_grad_norm_,
+        no_sync=optimizer.no_sync,
+        lr_factor=warm_up_then_cosine(options.steps),
+    )
+
+
+def with_ddp(module: GPT, options: argparse.Namespace, fused: bool) -> Trainer:
+    """The same training with what torch brings; alone, without ranks, there is nothing for DDP to do."""
+    kind = "fused" if fused else "foreach=False"
+    optimizer = torch.optim.AdamW(
+        module.parameters(),
+        lr=options.lr,
+        betas=(0.9, 0.95),
+        eps=options.eps,
+        weight_decay=options.weight_decay,
+        fused=fused,
+        foreach=False,
+    )
+    forward = DistributedDataParallel(module, gradient_as_bucket_view=True) if dist.is_initialized() else module
+    return Trainer(
+        name=("DDP + " if dist.is_initialized() else "") + f"AdamW({kind})",
+        module=module,
+        forward=forward,
+        optimizer=optimizer,
+        clip_grad_norm=lambda max_norm: torch.nn.utils.clip_grad_norm_(module.parameters(), max_norm),
+        no_sync=forward.no_sync if dist.is_initialized() else nullcontext,
+        lr_factor=warm_up_then_cosine(options.steps),
+    )
+
+
+def train_step(trainer: Trainer, micro_batches: list[torch.Tensor], max_norm: float) -> torch.Tensor:
+    """One step on the mean over all micro-batches and ranks; returns the norm of the whole gradient."""
+    optimizer = trainer.optimizer
+    optimizer.zero_grad()
+    loss_sum = 0.0
+    for place, windows in enumerate(micro_batches, start=1):
+        # Gradients add up on each rank; only the last backward sends them.
+        with nullcontext() if place == len(micro_batches) else trainer.no_sync():
+            loss = trainer.forward(windows[:, :-1], windows[:, 1:]) / len(micro_batches)
+            loss.backward()
+        loss_sum += loss.detach()
+    norm = trainer.clip_grad_norm(max_norm)
+    optimizer.step()
+    trainer.scheduler.step()
+    trainer.losses.append(loss_sum)
+    return norm
+
+
+def warm_up_then_cosine(steps: int) -> Callable[[int], float]:
+    """The learning rate as a share of its peak: up over the first tenth, then down to a tenth."""
+    warm_up = max(1, steps // 10)
+
+    def factor(step: int) -> float:
+        if step < warm_up:
+            return (step + 1) / warm_up
+        done = (step - warm_up) / max(1, steps - warm_up)
+        return 0.1 + 0.45 * (1 + math.cos(math.pi * done))
+
+    return factor
+
+
+def timed_step(trainer: Trainer, micro_batches: list[torch.Tensor], options: argparse.Namespace) -> torch.Tensor:
+    if options.compare and dist.is_initialized():
+        dist.barrier()  # no system pays for ranks that another one left apart
+    wait_for(options.device)
+    start = time.perf_counter()
+    norm = train_step(trainer, micro_batches, options.clip or math.inf)
+    wait_for(options.device)
+    trainer.step_ms.append((time.perf_counter() - start) * 1e3)
+    return norm
+
+
+def wait_for(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+class Progress:
+    """The bar on rank 0. Looking at a loss is collective, so every rank calls `after`, at the same steps."""
+
+    def __init__(self, options: argparse.Namespace, rank: int, world_size: int):
+        self.quiet, self.steps = options.quiet, options.steps
+        self.step_tokens = options.batch * options.shape.context * options.accumulate * world_size
+        self.bar = tqdm(total=options.steps, disable=options.quiet or rank > 0, unit="step", mininterval=0.5)
+
+    def after(self, step: int, trainers: list[Trainer], norm: torch.Tensor) -> None:
+        """`norm` is that of the first trainer, whose speed is shown too."""
+        if self.quiet or (step % SHOW_EVERY and step != self.steps):
+            return
+        losses = mean_over_ranks(torch.stack([trainer.losses[-1] for trainer in trainers]))
+        recent_ms = trainers[0].step_ms[-SHOW_EVERY:]
+        tokens_per_s = self.step_tokens * len(recent_ms) * 1e3 / sum(recent_ms)
+        numbers = {name: f"{loss:.3f}" for name, loss in zip(("loss", "torch's loss"), losses.tolist(), strict=False)}
+        numbers |= {"tokens/s": f"{tokens_per_s:,.0f}", "grad norm": f"{float(norm):.2f}"}
+        self.bar.set_postfix(numbers, refresh=False)
+        self.bar.update(step - self.bar.n)
+
+
+def train(trainers: list[Trainer], corpus: Corpus, options: argparse.Namespace, rank: int, world_size: int) -> dict:
+    """Step all trainers side by side on the same windows; returns the distances between the first and the others."""
+    draws = RandomWindows(corpus.train, (options.batch, options.shape.context), options.seed, rank)
+    progress = Progress(options, rank, world_size)
+    distances: dict = {}
+    with progress.bar:
+        for step in range(1, options.steps + 1):
+            micro_batches = [draws.draw().to(options.device) for _ in range(options.accumulate)]
+            # Turn about, so that none always finds the caches as another one left them.
+            in_turn = trainers if step % 2 else trainers[::-1]
+            norms = {trainer.name: timed_step(trainer, micro_batches, options) for trainer in in_turn}
+            if step == min(DISTANCE_STEP, options.steps) and len(trainers) == 3:
+                distances = distances_from_unfused(*(trainer.module for trainer in trainers)) | {"step": step}
+                trainers.pop()  # the textbook one has done its work
+            progress.after(step, trainers[:2], norms[trainers[0].name])
+    return distances
+
+
+@contextmanager
+def process_group(device: torch.device) -> Iterator[tuple[int, int]]:
+    """(rank, number of ranks); without torchrun there is one rank and no group."""
+    if "RANK" not in os.environ:
+        yield 0, 1
+        return
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+        dist.init_process_group("nccl", device_id=device)
+    else:
+        dist.init_process_group("gloo")
+    try:
+        yield dist.get_rank(), dist.get_world_size()
+    finally:
+        dist.destroy_process_group()
+
+
+def build_trainers(options: argparse.Namespace) -> list[Trainer]:
+    """zerox first; to compare, torch's fastest AdamW and, in fp32, its textbook one: all from the same parameters."""
+    torch.manual_seed(options.seed)
+    module = GPT(options.shape).to(options.device, DTYPES[options.dtype])
+    num_others = 0 if not options.compare else 2 if options.dtype == "fp32" else 1
+    others = [copy.deepcopy(module) for _ in range(num_others)]
+    try:
+        trainers = [with_zerox(module, options)]
+    except ValueError as error:  # an option that zerox knows better than the command line, such as the stage
+        raise BadInput(str(error)) from error
+    return trainers + [with_ddp(other, options, fused=place == 0) for place, other in enumerate(others)]
+
+
+def run(options: argparse.Namespace, corpus: Corpus, rank: int, world_size: int) -> None:
+    say = print if rank == 0 else lambda *_, **__: None
+    trainers = build_trainers(options)
+    module, optimizer = trainers[0].module, trainers[0].optimizer
+    num_parameters = sum(p.numel() for p in module.parameters())
+    say(f"{num_parameters / 1e6:.2f} M parameters ({options.shape}), {options.dtype}, ", end="")
+    say(f"{world_size} rank{'s' * (world_size > 1)} on {options.device.type}, ZeRO stage {options.stage}")
+    say(corpus, flush=True)
+
+    distances = train(trainers, corpus, options, rank, world_size)
+
+    # zerox's own count of its storages, beside the formula that tells it before anything is allocated.
+    backend = dist.get_backend() if dist.is_initialized() else "gloo"
+    estimated = estimate(module.parameters(), world_size, backend=backend, stage=options.stage)
+    columns = {"zerox": bytes_of_zerox(optimizer.memory_bytes()), "formula": bytes_of_zerox(estimated)}
+    columns |= {trainer.name: bytes_of_torch(trainer.module, trainer.optimizer) for trainer in trainers[1:]}
+    results = [
+        Result(
+            name=trainer.name,
+            loss=mean_over_ranks(torch.stack(trainer.losses)).tolist(),
+            held_out_loss=held_out_loss(trainer.module, corpus.held_out, options.batch, rank, world_size),
+            memory_bytes=columns[trainer.name],
+            step_ms=trainer.step_ms,
+        )
+        for trainer in trainers
+    ]
+    say(f"\n{memory_table(columns)}\n")
+    for result in results:
+        median_ms = result.steady_ms()[1]
+        say(f"{result.name}: held-out loss {result.held_out_loss:.4f} nats per byte, {median_ms:.1f} ms a step")
+    if distances:
+        say(distance_line(distances))
+    if rank == 0:
+        if options.compare:
+            facts = facts_of_run(options) | {"ranks": world_size, "parameters": num_parameters, "text": str(corpus)}
+            write_comparison(options.out, results, facts | {"distances": distances})
+            say(f"wrote {options.out / 'compare.png'} and {options.out / 'compare.json'}")
+        say("\n" + sample_text(module, prompt="def ", num_bytes=300, temperature=0.8, seed=options.seed))
+
+
+def distance_line(distances: dict) -> str:
+    return (
+        f"at step {distances['step']}, largest difference of a parameter from AdamW(foreach=False): "
+        f"zerox {distances['zerox_from_unfused']:.2e}, AdamW(fused=True) {distances['torch_fused_from_unfused']:.2e} "
+        f"(largest parameter {distances['largest_parameter']:.2g})"
+    )
+
+
+def facts_of_run(options: argparse.Namespace) -> dict:
+    """What someone needs who wants the same numbers again."""
+    try:
+        zerox_version = version("zerox")
+    except PackageNotFoundError:
+        zerox_version = "not installed"  # run from its sources
+    names = ("dtype", "stage", "steps", "batch", "accumulate", "clip", "lr", "weight_decay", "eps", "seed")
+    return {
+        "command": shlex.join(["train_gpt.py", *sys.argv[1:]]),
+        "versions": {"python": platform.python_version(), "torch": torch.__version__, "zerox": zerox_version},
+        "device": options.device.type,
+        "shape": asdict(options.shape),
+        "options": {name: getattr(options, name) for name in names},
+    }
+
+
+def main() -> int:
+    def interrupt_once(*_) -> None:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # torchrun passes on a second one, in the middle of cleaning up
+        raise KeyboardInterrupt
+
+    signal.signal(signal.SIGINT, interrupt_once)
+    sys.stdout.reconfigure(errors="replace")  # the sample may hold letters that the terminal lacks
+    try:
+        options = parse_options(None, description=__doc__)
+        corpus = load_corpus(options.data, options.shape.context)
+        with process_group(options.device) as (rank, world_size):
+            run(options, corpus, rank, world_size)
+    except BadInput as error:
+        # All ranks find the same fault, and torchrun ends all at the first exit: let that be of the one that speaks.
+        if int(os.environ.get("LOCAL_RANK", 0)) > 0:
+            time.sleep(5)
+        else:
+            print(f"train_gpt.py: error: {error}", file=sys.stderr, flush=True)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,162 @@
+// Spans of every dtype for the kernel tests: random elements with all the special ones, between canaries.
+#pragma once
+
+#include <algorithm>
+#include <array>
+#include <bit>
+#include <cmath>
+#include <cstring>
+#include <limits>
+#include <random>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "check.h"
+#include "cpu/isa.h"
+#include "cpu/kernels.h"
+#include "math/exact_sum.h"
+#include "math/rounding.h"
+
+namespace zx::testing {
+
+using Words = std::array<int64_t, kExactWords>;
+
+inline constexpr std::array kDTypes{DType::f64, DType::f32, DType::bf16, DType::f16};
+inline constexpr std::array<int64_t, 4> kBytes{8, 4, 2, 2};
+inline constexpr std::array<int64_t, 20> kSizes{0,  1,  2,  3,  4,  5,  7,   8,   9,   15,
+                                         16, 17, 31, 33, 63, 65, 255, 256, 257, 1000};
+
+inline int64_t bytes_of(DType dtype) { return kBytes[static_cast<size_t>(dtype)]; }
+inline const char* name_of(DType dtype) {
+  constexpr std::array names{"f64", "f32", "bf16", "f16"};
+  return names[static_cast<size_t>(dtype)];
+}
+
+inline std::string joined(std::initializer_list<std::string_view> words) {
+  std::string all;
+  for (const std::string_view word : words) (all += word) += ' ';
+  return all;
+}
+
+inline std::vector<const KernelTable*> vector_tables() {
+  std::vector<const KernelTable*> tables;
+  for (const std::string& isa : supported_isas()) {
+    if (isa == "scalar") continue;
+    select_isa(isa);
+    tables.push_back(&kernels());
+  }
+  return tables;
+}
+
+inline std::mt19937_64 random_bits(0);
+
+// Floating-point numbers of every kind as often as ordinary ones, which may cancel and round.
+inline uint64_t random_element(DType dtype) {
+  static constexpr std::array<double, 16> kSpecial{0.0,
+                                                   -0.0,
+                                                   1.0,
+                                                   -1.0,
+                                                   0x1p-149,
+                                                   -0x1p-149,
+                                                   0x1p-126,
+                                                   0x1p-24,
+                                                   0x1p-14,
+                                                   65504.0,
+                                                   65520.0,
+                                                   0x1.fffffep+127,
+                                                   -0x1.fffffep+127,
+                                                   std::numeric_limits<double>::infinity(),
+                                                   -std::numeric_limits<double>::infinity(),
+                                                   std::numeric_limits<double>::quiet_NaN()};
+  const uint64_t bits = random_bits();
+  double value = std::normal_distribution<double>()(random_bits);
+  if (bits % 16 == 0) value = kSpecial[bits / 16 % kSpecial.size()];
+  if (bits % 16 == 1) value *= std::ldexp(1.0, static_cast<int>(bits / 16 % 300) - 150);
+  const bool any_pattern = bits % 16 == 2;
+  switch (dtype) {
+    case DType::f64:
+      return any_pattern ? random_bits() : std::bit_cast<uint64_t>(value);
+    case DType::f32:
+      return any_pattern ? random_bits() : std::bit_cast<uint32_t>(static_cast<float>(value));
+    case DType::bf16:
+      return any_pattern ? random_bits() : float_to_bf16(static_cast<float>(value)).bits;
+    case DType::f16:
+      return any_pattern ? random_bits() : float_to_f16(static_cast<float>(value)).bits;
+  }
+  return 0;
+}
+
+// `numel` elements that start `offset` elements behind an aligned address, between canaries. Under the
+// address sanitizer there is none behind them: its own red zone starts at the first byte past the end, and
+// sees reads too.
+class Elements {
+ public:
+  Elements(DType dtype, int64_t numel, int64_t offset)
+      : dtype_(dtype), numel_(numel), front_(kFront + offset * bytes_of(dtype)), bytes_(whole(), kCanary) {}
+
+  static Elements random(DType dtype, int64_t numel, int64_t offset) {
+    Elements made(dtype, numel, offset);
+    for (int64_t i = 0; i < numel; ++i) made.set(i, random_element(dtype));
+    return made;
+  }
+
+  DType dtype() const { return dtype_; }
+  char* at(int64_t element) { return bytes_.data() + front_ + element * bytes_of(dtype_); }
+  const char* at(int64_t element) const { return bytes_.data() + front_ + element * bytes_of(dtype_); }
+  void set(int64_t element, uint64_t bits) {
+    std::memcpy(at(element), &bits, static_cast<size_t>(bytes_of(dtype_)));  // little-endian
+  }
+  uint64_t get(int64_t element) const {
+    uint64_t bits = 0;
+    std::memcpy(&bits, at(element), static_cast<size_t>(bytes_of(dtype_)));
+    return bits;
+  }
+
+  // Elements that differ. Arithmetic on two NaNs may return either: any NaN equals any other.
+  int64_t differences(const Elements& other) const {
+    int64_t count = 0;
+    for (int64_t i = 0; i < numel_; ++i) {
+      count += get(i) != other.get(i) && !(is_nan(i) && other.is_nan(i));
+    }
+    return count;
+  }
+  bool same_bytes(const Elements& other) const { return bytes_ == other.bytes_; }
+  bool canaries_live() const {
+    const auto untouched = [](char byte) { return byte == kCanary; };
+    return std::all_of(bytes_.data(), at(0), untouched) &&
+           std::all_of(at(numel_), bytes_.data() + bytes_.size(), untouched);
+  }
+
+ private:
+  static constexpr char kCanary = 0x5a;
+  static constexpr int64_t kFront = 64;
+#if defined(__SANITIZE_ADDRESS__)
+  static constexpr int64_t kBack = 0;
+#else
+  static constexpr int64_t kBack = 128;
+#endif
+
+  size_t whole() const { return static_cast<size_t>(front_ + numel_ * bytes_of(dtype_) + kBack); }
+  bool is_nan(int64_t element) const {
+    const uint64_t bits = get(element);
+    switch (dtype_) {
+      case DType::f64:
+        return (bits & 0x7fffffffffffffff) > 0x7ff0000000000000;
+      case DType::f32:
+        return (bits & 0x7fffffff) > 0x7f800000;
+      case DType::bf16:
+        return (bits & 0x7fff) > 0x7f80;
+      case DType::f16:
+        return (bits & 0x7fff) > 0x7c00;
+    }
+    return false;
+  }
+
+  DType dtype_;
+  int64_t numel_;
+  int64_t front_;
+  std::vector<char> bytes_;
+};
+
+}  // namespace zx::testing

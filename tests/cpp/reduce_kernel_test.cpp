@@ -1,0 +1,135 @@
+// Reduction and norm: every instruction set gives the scalar bits and the same exact sums.
+#include "elements.h"
+
+namespace {
+
+using namespace zx::testing;
+using zx::DType;
+
+struct ReduceBuffers {
+  ReduceBuffers(DType dtype, int64_t ranks, int64_t numel, int64_t offset)
+      : shard(Elements::random(dtype, numel, offset)) {
+    for (int64_t rank = 0; rank < ranks; ++rank) {
+      slices.push_back(Elements::random(dtype, numel, (offset + rank) % 5));
+    }
+  }
+
+  void run(const zx::KernelTable& table, bool accumulate, int64_t start, int64_t stop) {
+    std::vector<const void*> starts;
+    for (const Elements& slice : slices) starts.push_back(slice.at(start));
+    const auto ranks = static_cast<int64_t>(slices.size());
+    table.reduce({shard.dtype(), starts.data(), ranks, ranks, accumulate, shard.at(start), stop - start},
+                 words.data());
+  }
+
+  Elements shard;
+  std::vector<Elements> slices;
+  Words words{};
+};
+
+TEST(reduce_gives_the_scalar_bits_and_words) {
+  for (const zx::KernelTable* table : vector_tables()) {
+    for (const DType dtype : kDTypes) {
+      for (int64_t ranks = 1; ranks <= 5; ++ranks) {
+        for (const bool accumulate : {false, true}) {
+          for (const int64_t numel : kSizes) {
+            const ReduceBuffers before(dtype, ranks, numel, numel % 4);
+            ReduceBuffers expected = before;
+            expected.run(zx::kernels_scalar(), accumulate, 0, numel);
+            ReduceBuffers tested = before;
+            tested.run(*table, accumulate, 0, numel);
+            CHECK_EQ(tested.shard.differences(expected.shard), 0);
+            CHECK_EQ(tested.words, expected.words);
+            CHECK(tested.shard.canaries_live() && expected.shard.canaries_live());
+          }
+        }
+      }
+    }
+  }
+}
+
+TEST(reduce_may_be_cut_between_norm_blocks) {
+  for (const std::string& isa : zx::supported_isas()) {
+    zx::select_isa(isa);
+    for (const DType dtype : kDTypes) {
+      for (const int64_t cut : {0, 256, 512, 768, 1000}) {
+        ReduceBuffers whole(dtype, 3, 1000, 1);
+        ReduceBuffers parts = whole;
+        whole.run(zx::kernels(), true, 0, 1000);
+        parts.run(zx::kernels(), true, cut, 1000);
+        parts.run(zx::kernels(), true, 0, cut);
+        CHECK_EQ(parts.shard.differences(whole.shard), 0);
+        zx::exact_carry(parts.words.data());
+        zx::exact_carry(whole.words.data());
+        CHECK_EQ(parts.words, whole.words);
+      }
+    }
+  }
+}
+
+constexpr std::array kNorms{zx::Norm::sum_of_abs, zx::Norm::sum_of_squares, zx::Norm::max_of_abs};
+
+// Ordinary numbers only: with NaN or infinity in them, most sums would say nothing of the rest.
+Elements finite_elements(DType dtype, int64_t numel, int64_t offset) {
+  Elements made(dtype, numel, offset);
+  Elements wide(DType::f32, numel, 0);
+  std::normal_distribution<float> normal;
+  for (int64_t i = 0; i < numel; ++i) wide.set(i, std::bit_cast<uint32_t>(normal(random_bits)));
+  zx::kernels_scalar().cast(DType::f32, wide.at(0), dtype, made.at(0), numel);
+  return made;
+}
+
+TEST(norm_gives_the_scalar_words) {
+  for (const zx::KernelTable* table : vector_tables()) {
+    for (const zx::Norm kind : kNorms) {
+      for (const DType dtype : kDTypes) {
+        for (const int64_t numel : kSizes) {
+          for (const bool finite : {false, true}) {
+            const Elements values =
+                finite ? finite_elements(dtype, numel, numel % 3) : Elements::random(dtype, numel, numel % 3);
+            Words expected{};
+            Words tested{};
+            zx::kernels_scalar().norm(kind, dtype, values.at(0), numel, expected.data());
+            table->norm(kind, dtype, values.at(0), numel, tested.data());
+            CHECK_EQ(tested, expected);
+          }
+        }
+      }
+    }
+  }
+}
+
+TEST(reduce_and_norm_count_the_same_squares) {
+  for (const std::string& isa : zx::supported_isas()) {
+    zx::select_isa(isa);
+    for (const DType dtype : kDTypes) {
+      ReduceBuffers reduced(dtype, 2, 700, 1);
+      reduced.run(zx::kernels(), false, 0, 700);
+      Words words{};
+      zx::kernels().norm(zx::Norm::sum_of_squares, dtype, reduced.shard.at(0), 700, words.data());
+      CHECK_EQ(reduced.words, words);
+    }
+  }
+}
+
+TEST(nan_and_infinity_are_counted_once_a_block) {
+  for (const std::string& isa : zx::supported_isas()) {
+    zx::select_isa(isa);
+    for (const DType dtype : kDTypes) {
+      for (const float bad :
+           {std::numeric_limits<float>::infinity(), std::numeric_limits<float>::quiet_NaN()}) {
+        for (const int64_t where : {0, 15, 16, 240, 255, 256, 599}) {
+          Elements values = finite_elements(dtype, 600, 0);
+          zx::kernels().cast(DType::f32, &bad, dtype, values.at(where), 1);
+          Words words{};
+          zx::kernels().norm(zx::Norm::sum_of_squares, dtype, values.at(0), 600, words.data());
+          CHECK_EQ(words[zx::kExactNonFinite], 1);
+          CHECK_EQ(words[zx::kExactNan], std::isnan(bad) ? 1 : 0);
+          CHECK_EQ(words[zx::kExactInf], std::isnan(bad) ? 0 : 1);
+        }
+      }
+    }
+  }
+}
+
+}  // namespace

@@ -1,0 +1,66 @@
+"""Builds the C++ unit tests with CMake and runs them through CTest: plain, and under each sanitizer.
+
+Objects are kept in build/cpp-*, so a second run compiles what changed only.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+def tool(name: str) -> str:
+    """A program of this Python's environment, or of the system."""
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
+    found = shutil.which(name, path=path)
+    assert found, f"{name} is missing: pip install {name}"
+    return found
+
+
+def run(command: list[str]) -> str:
+    done = subprocess.run(command, capture_output=True, text=True)
+    output = done.stdout + done.stderr
+    assert done.returncode == 0, f"{' '.join(command)}\n{output[-8000:]}"
+    return output
+
+
+def build_and_test(sanitizer: str, *selection: str) -> str:
+    folder = ROOT / "build" / f"cpp-{sanitizer.replace(',', '-') or 'plain'}"
+    run(
+        [
+            tool("cmake"),
+            *("-S", str(ROOT), "-B", str(folder), "-G", "Ninja", f"-DCMAKE_MAKE_PROGRAM={tool('ninja')}"),
+            f"-DZEROX_SANITIZE={sanitizer}",
+        ]
+    )
+    run([tool("cmake"), "--build", str(folder), "--parallel", "2"])
+    return run([tool("ctest"), "--test-dir", str(folder), "--output-on-failure", "--no-tests=error", *selection])
+
+
+def test_cpp_units_pass() -> None:
+    assert "100% tests passed" in build_and_test("")
+
+
+def test_cpp_units_pass_under_address_and_undefined_behaviour_sanitizers() -> None:
+    output = build_and_test("address,undefined")
+    assert "catches heap-overflow" in output
+    assert "catches signed-overflow" in output
+
+
+def test_threads_pass_under_the_thread_sanitizer() -> None:
+    output = build_and_test("thread", "--tests-regex", "lane_test|launch_order_test|catches")
+    assert "catches data-race" in output
+
+
+@pytest.mark.parametrize("name", ["cmake", "no-such-tool"])
+def test_a_missing_tool_is_said_in_one_line(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shutil, "which", lambda *_, **__: None)
+    with pytest.raises(AssertionError, match=f"{name} is missing: pip install {name}"):
+        tool(name)

@@ -1,0 +1,163 @@
+"""Ops as torch sees them: schemas and fakes, refusals, threads and instruction sets."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.kernels.shards import Shard, options_table, same_bits, segments_of
+from zerox import _C, ops
+
+
+def words() -> Tensor:
+    return torch.zeros(ops.EXACT_WORDS, dtype=torch.int64)
+
+
+def byte(count: int = 1) -> Tensor:
+    return torch.ones(count, dtype=torch.uint8)
+
+
+def adam_arguments(**changes: Any) -> tuple[Any, ...]:
+    shard = Shard(64)
+    arguments = {
+        "param": shard.param,
+        "master": None,
+        "grad": shard.grad,
+        "exp_avg": shard.exp_avg,
+        "exp_avg_sq": shard.exp_avg_sq,
+        "max_exp_avg_sq": None,
+        "segments": shard.segments,
+        "present": shard.present,
+        "steps": shard.steps,
+        "options": options_table(),
+        "grad_scale": None,
+    }
+    return tuple((arguments | changes).values())
+
+
+PIECES = torch.tensor([[0, 0, 0, 8]])
+CALLS: dict[str, Callable[[], tuple[Any, ...]]] = {
+    "flatten_": lambda: (torch.empty(16), [torch.ones(8)], PIECES, torch.tensor([15])),
+    "read_flags_": lambda: (byte(), byte(), [torch.zeros(10)], 8),
+    "reduce_": lambda: (torch.empty(8), words(), [torch.ones(10)], segments_of(8), byte(), 1, False),
+    "norm_": lambda: (words(), torch.ones(8), segments_of(8), 2.0),
+    "norm_value": lambda: (words(), 2.0),
+    "adam_": adam_arguments,
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_torch_s_own_check_of_schema_and_fake_passes(name: str) -> None:
+    op = getattr(torch.ops.zerox, name).default
+    torch.library.opcheck(op, CALLS[name](), test_utils=("test_schema", "test_faketensor"))
+
+
+REFUSED: dict[str, tuple[str, Callable[[], tuple[Any, ...]], str]] = {
+    "flat of integers": ("flatten_", lambda: (torch.zeros(8).int(), [], PIECES[:0], words()[:0]), "`flat` must be"),
+    "pieces that overlap": (
+        "flatten_",
+        lambda: (torch.empty(16), [torch.ones(8)], torch.tensor([[0, 0, 0, 8], [0, 0, 7, 2]]), words()[:0]),
+        "`pieces` row 1",
+    ),
+    "pieces past the source": (
+        "flatten_",
+        lambda: (torch.empty(16), [torch.ones(8)], torch.tensor([[0, 1, 0, 8]]), words()[:0]),
+        "`pieces` row 0",
+    ),
+    "a flag outside": (
+        "flatten_",
+        lambda: (torch.empty(16), [], PIECES[:0], torch.tensor([16])),
+        "`flags` must lie",
+    ),
+    "short slices": (
+        "read_flags_",
+        lambda: (byte(2), byte(2), [torch.zeros(9)], 8),
+        "`slices` must have 12 elements, got 9",
+    ),
+    "slices of another dtype": (
+        "reduce_",
+        lambda: (torch.empty(8), words(), [torch.ones(8).half()], segments_of(8), byte(), 1, False),
+        "`slices` must be Float, got Half",
+    ),
+    "no world": (
+        "reduce_",
+        lambda: (torch.empty(8), words(), [torch.ones(8)], segments_of(8), byte(), 0, False),
+        "`world` must be positive, got 0",
+    ),
+    "segments past the shard": ("norm_", lambda: (words(), torch.ones(8), segments_of(9), 2.0), "`segments` row 0"),
+    "norm of order 0": ("norm_", lambda: (words(), torch.ones(8), segments_of(8), 0.0), "`p` must be positive, got 0"),
+    "few words": ("norm_value", lambda: (words()[:5], 2.0), "`words` must have"),
+    "a float64 gradient": (
+        "adam_",
+        lambda: adam_arguments(grad=torch.zeros(64, dtype=torch.float64)),
+        "`grad` must not be",
+    ),
+    "a short gradient": ("adam_", lambda: adam_arguments(grad=torch.zeros(63)), "`grad` must have 64 elements, got 63"),
+    "a half moment": ("adam_", lambda: adam_arguments(exp_avg=torch.zeros(64).half()), "`exp_avg` must be Float"),
+    "a master beside fp32": ("adam_", lambda: adam_arguments(master=torch.zeros(64)), "`master` must be"),
+    "options of another width": (
+        "adam_",
+        lambda: adam_arguments(options=torch.zeros(1, 7, dtype=torch.float64)),
+        "`options` must be",
+    ),
+    "a missing row of options": (
+        "adam_",
+        lambda: adam_arguments(segments=torch.tensor([[0, 64, 1]])),
+        "names options 1 of 1",
+    ),
+    "amsgrad without its state": (
+        "adam_",
+        lambda: adam_arguments(options=options_table(amsgrad=True)),
+        "`max_exp_avg_sq` is needed",
+    ),
+    "a float32 scale": ("adam_", lambda: adam_arguments(grad_scale=torch.tensor(1.0)), "`grad_scale` must be Double"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_a_wrong_argument_is_a_value_error_that_names_op_and_argument(case: str) -> None:
+    name, arguments, message = REFUSED[case]
+    with pytest.raises(ValueError, match=message.replace("(", r"\(")) as error:
+        getattr(torch.ops.zerox, name)(*arguments())
+    assert str(error.value).startswith(f"zerox::{name}: `")
+
+
+def everything(dtype: torch.dtype) -> list[Tensor]:
+    """The results of all kernels on shards large enough for several threads."""
+    segments = segments_of(100_000, 17, 70_001, gap=5)
+    numel = int(segments[-1, 1])
+    shard = Shard(numel, dtype, segments=segments)
+    flat = torch.empty(numel + 100, dtype=torch.bfloat16)
+    ops.flatten_(flat, [shard.grad], torch.tensor([[0, 0, 50, numel]]), torch.tensor([3]))
+    reduced, sums, norm = torch.empty_like(shard.grad), words(), words()
+    ops.reduce_(reduced, sums, [shard.grad, shard.grad * 2], segments, byte(3) * 0, 2, False)
+    ops.norm_(norm, shard.grad, segments, 1.0)
+    shard.adam(options_table(), grad_scale=0.5)
+    return [flat, reduced, sums, norm, *shard.tensors()]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_threads_and_instruction_sets_change_no_bit(dtype: torch.dtype) -> None:
+    threads = torch.get_num_threads()
+    expected = everything(dtype)
+    try:
+        for isa in _C.supported_isas():
+            for count in (1, 2, 5):
+                _C.select_isa(isa)
+                torch.set_num_threads(count)
+                for got, want in zip(everything(dtype), expected, strict=True):
+                    assert same_bits(got, want), (isa, count)
+    finally:
+        _C.select_isa("")
+        torch.set_num_threads(threads)
+
+
+def test_an_unknown_instruction_set_is_refused_and_changes_nothing() -> None:
+    before = _C.isa()
+    with pytest.raises(ValueError, match="ZEROX_ISA=sse9"):
+        _C.select_isa("sse9")
+    assert _C.isa() == before

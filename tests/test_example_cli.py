@@ -1,0 +1,88 @@
+"""examples/train_gpt.py from the outside: its exit codes, its one-line refusals, and what a comparison writes."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("tqdm")
+pytest.importorskip("matplotlib")
+
+EXAMPLE = Path(__file__).parents[1] / "examples" / "train_gpt.py"
+SMALLEST = ["--layers=1", "--width=16", "--heads=2", "--context=16", "--batch=2", "--device=cpu"]
+
+
+def run(*arguments: object, ranks: int | None = None) -> subprocess.CompletedProcess:
+    """The example in a process of its own; `ranks` starts it under torchrun."""
+    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"] if ranks else []
+    command = [sys.executable, *launcher, EXAMPLE, *arguments]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONIOENCODING": "utf-8"}
+    return subprocess.run(list(map(str, command)), capture_output=True, text=True, env=environment, timeout=60)
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    path = tmp_path / "text.txt"
+    path.write_text("the quick brown fox jumps over the lazy dog\n" * 50)
+    return path
+
+
+BAD_OPTIONS = {
+    "--steps=-3": "'-3' is not a whole number of 1 or more",
+    "--batch=0": "'0' is not a whole number of 1 or more",
+    "--lr=nan": "'nan' is not a number above 0",
+    "--dtype=fp8": "invalid choice: 'fp8'",
+    "--heads=3": "--heads 3 does not divide --width 128",
+    "--stage=7": "stage",
+    "--data=no/such/file": "cannot read no/such/file: No such file or directory",
+    "--nonsense": "--nonsense",
+}
+
+
+@pytest.mark.parametrize("option", BAD_OPTIONS)
+def test_a_bad_option_ends_with_one_line_that_names_it(option: str) -> None:
+    ended = run(option, "--device=cpu")
+    assert_refused(ended, BAD_OPTIONS[option])
+
+
+def assert_refused(ended: subprocess.CompletedProcess, reason: str) -> None:
+    lines = ended.stderr.splitlines()
+    assert ended.returncode == 2, ended.stderr
+    assert len(lines) == 1, ended.stderr
+    assert reason in lines[0]
+
+
+@pytest.mark.parametrize(("num_bytes", "reason"), [(0, "the file is empty"), (40, "too little text")])
+def test_too_little_text_is_refused_with_its_size(tmp_path: Path, num_bytes: int, reason: str) -> None:
+    path = tmp_path / "short.txt"
+    path.write_bytes(b"x" * num_bytes)
+    assert_refused(run("--data", path, *SMALLEST), reason)
+
+
+def test_out_that_cannot_be_written_is_refused_before_training(text: Path) -> None:
+    assert_refused(run("--compare", "--out", text, "--data", text, *SMALLEST), "File exists")
+
+
+def test_alone_it_trains_and_reports(text: Path) -> None:
+    ended = run("--data", text, "--steps=2", *SMALLEST)
+    assert ended.returncode == 0, ended.stderr
+    for expected in ("1 rank on cpu", "bytes per rank", "moments", "zerox: held-out loss", "\ndef "):
+        assert expected in ended.stdout
+
+
+def test_compared_on_two_ranks_the_curves_agree(text: Path, tmp_path: Path) -> None:
+    options = ["--data", text, "--steps=3", "--accumulate=2", "--compare", "--out", tmp_path, "--quiet", *SMALLEST]
+    ended = run(*options, ranks=2)
+    assert ended.returncode == 0, ended.stderr
+    assert (tmp_path / "compare.png").read_bytes().startswith(b"\x89PNG")
+    comparison = json.loads((tmp_path / "compare.json").read_text())
+    zerox, torch = comparison["systems"]
+    assert comparison["ranks"] == 2
+    assert zerox["loss"] == pytest.approx(torch["loss"], abs=1e-4)
+    assert zerox["held_out_loss"] == pytest.approx(torch["held_out_loss"], abs=1e-4)
+    assert comparison["distances"]["zerox_from_unfused"] < 1e-5
+    # Half the moments on each of two ranks, but for padding.
+    assert zerox["memory_bytes"]["moments"] < 0.6 * torch["memory_bytes"]["moments"]

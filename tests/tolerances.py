@@ -1,0 +1,38 @@
+"""Every tolerance of the tests, and what it is measured in."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+# Against torch.optim, one step from identical state: see assert_one_step_bound.
+MOMENT_ULPS = 1
+PARAM_ULPS = 1
+UPDATE_ULPS = 4
+
+# Against the rule in float64: relative error of the update that fp32 arithmetic may make, in its own epsilons.
+FP64_REFERENCE_EPSILONS = 8
+
+
+def ulp(values: Tensor) -> Tensor:
+    """The distance from |value| to the next larger number of its dtype, as float64."""
+    magnitude = values.abs()
+    upward = torch.nextafter(magnitude, torch.full_like(magnitude, torch.inf))
+    return (upward.double() - magnitude.double()).clamp(min=torch.finfo(values.dtype).smallest_normal * 2**-52)
+
+
+def assert_one_step_bound(
+    before: Tensor, after: Tensor, expected: Tensor, moments: dict[str, tuple[Tensor, Tensor]], decay: float = 1.0
+) -> None:
+    """Moments within 1 ulp; parameters within 1 ulp of max(|before|, |after|) plus 4 ulp of the update.
+
+    ``expected`` is torch's parameter after the step; ``moments`` maps a name to (ours, torch's). The update is what is
+    added to ``decay * before``.
+    """
+    for name, (ours, theirs) in moments.items():
+        off = (ours.double() - theirs.double()).abs() / ulp(theirs)
+        assert off.max() <= MOMENT_ULPS, f"{name} is {off.max():.0f} ulp off"
+    update = expected - decay * before
+    allowed = PARAM_ULPS * ulp(torch.maximum(before.abs(), expected.abs())) + UPDATE_ULPS * ulp(update)
+    excess = (after.double() - expected.double()).abs() - allowed
+    assert not (excess > 0).any(), f"a parameter is {float(excess.max()):.3g} over the bound"
