@@ -98,7 +98,7 @@ run_ranks = pool.run
 
 
 def run_threads(function: Callable[..., Any], world_size: int, *args: Any) -> list[Any]:
-    """The same with ranks as threads: ``function(group, *args)``, ``group`` a gloo ProcessGroup made by hand, or None."""
+    """The same with ranks as threads: ``function(group, *args)`` with a gloo group made by hand, or None for one rank."""
     if world_size == 1:
         return [function(None, *args)]
     store = dist.HashStore()

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from tests.bucket_manager.rig import Chain, input_of, message_of, same_bits
-from tests.bucket_manager.training import Training, both_stages
+from tests.bucket_manager.training import Training, both_stages, clean_run
 from tests.ranks import run_ranks
 
 

@@ -6,17 +6,8 @@ import pytest
 from torch import Tensor
 
 from tests.bucket_manager.rig import message_of, same_bits
-from tests.bucket_manager.training import Training, both_stages
+from tests.bucket_manager.training import Training, both_stages, clean_run
 from tests.ranks import run_ranks
-
-
-def clean_run(rank: int, _: int, stage: int) -> list[Tensor]:
-    training = Training(rank, stage)
-    for seed in (0, 2, 3):
-        training.backward(seed)
-        training.optimizer.step()
-        training.optimizer.zero_grad()
-    return training.snapshot()
 
 
 def raise_on_rank_1_then_zero_grad(rank: int, _: int, fail_in: int) -> list[Tensor]:

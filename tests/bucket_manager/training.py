@@ -41,3 +41,12 @@ class Training:
 
     def is_as(self, snapshot: list[Tensor]) -> bool:
         return all(same_bits(a, b) for a, b in zip(self.snapshot(), snapshot, strict=True))
+
+
+def clean_run(rank: int, _: int, stage: int) -> list[Tensor]:
+    training = Training(rank, stage)
+    for seed in (0, 2, 3):
+        training.backward(seed)
+        training.optimizer.step()
+        training.optimizer.zero_grad()
+    return training.snapshot()
