@@ -98,7 +98,7 @@ run_ranks = pool.run
 
 
 def run_threads(function: Callable[..., Any], world_size: int, *args: Any) -> list[Any]:
-    """The same with ranks as threads: ``function(group, *args)`` with a gloo group made by hand, or None for one rank."""
+    """The same with ranks as threads: ``function(group, *args)`` with a handmade gloo group, or None if alone."""
     if world_size == 1:
         return [function(None, *args)]
     store = dist.HashStore()

@@ -25,7 +25,7 @@ using Words = std::array<int64_t, kExactWords>;
 inline constexpr std::array kDTypes{DType::f64, DType::f32, DType::bf16, DType::f16};
 inline constexpr std::array<int64_t, 4> kBytes{8, 4, 2, 2};
 inline constexpr std::array<int64_t, 20> kSizes{0,  1,  2,  3,  4,  5,  7,   8,   9,   15,
-                                         16, 17, 31, 33, 63, 65, 255, 256, 257, 1000};
+                                                16, 17, 31, 33, 63, 65, 255, 256, 257, 1000};
 
 inline int64_t bytes_of(DType dtype) { return kBytes[static_cast<size_t>(dtype)]; }
 inline const char* name_of(DType dtype) {
