@@ -104,15 +104,33 @@ def test_squares_that_overflow_do_not_make_a_norm_infinite() -> None:
     torch.testing.assert_close(norm, torch.tensor(1e30 * math.sqrt(1000)))
 
 
-def test_a_gradient_modified_in_stage_1_is_what_counts() -> None:
+def test_tiny_norms_are_clipped_by_torch_s_formula() -> None:
+    params = [nn.Parameter(torch.zeros(1)) for _ in range(2)]
+    ours = FusedShardedAdam(params[:1], lr=1e6, eps=1.0, weight_decay=0.0)
+    theirs = torch.optim.AdamW(params[1:], lr=1e6, eps=1.0, weight_decay=0.0, foreach=False)
+    for param in params:
+        param.grad = torch.full((1,), 1e-6)  # as large as what torch adds to the norm
+    ours.clip_grad_norm_(1e-6)
+    nn.utils.clip_grad_norm_(params[1:], 1e-6)
+    ours.step()
+    theirs.step()
+    torch.testing.assert_close(params[0], params[1])
+
+
+def modify_whole_gradients(rank: int, world_size: int) -> None:
     model = make_model()
     optimizer = FusedShardedAdam(model.parameters(), stage=1)
-    backward(model, batch(0, 0))
+    backward(model, batch(rank, 0))
     before = optimizer.clip_grad_norm_(math.inf)
     for param in model.parameters():
         if param.grad is not None:
             param.grad.mul_(2.0)
     torch.testing.assert_close(optimizer.clip_grad_norm_(math.inf), 2 * before)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_gradient_modified_in_stage_1_is_what_counts(world_size: int) -> None:
+    run_ranks(modify_whole_gradients, world_size)
 
 
 @pytest.mark.parametrize("norm_type", [0.0, -1.0, math.nan])

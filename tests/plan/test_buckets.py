@@ -115,3 +115,11 @@ def test_405_billion_parameters_over_16384_ranks_are_planned_in_under_a_second()
     assert padding < 0.01 * sum(param.numel for param in params)
     assert len(slices) == len(plans)
     assert own
+
+
+@given(models, caps, st.integers(1, 9))
+def test_every_parameter_starts_where_torch_s_allocator_would_start_it(
+    params: list[ParamSpec], cap: int, world_size: int
+) -> None:
+    for plan in plan_buckets(params, world_size, cap):
+        assert all(offset * ITEMSIZES[plan.dtype] % 64 == 0 for offset in plan.layout.offsets)
