@@ -27,9 +27,8 @@ def parts_of(optimizer: FusedShardedAdam) -> list[tuple[torch.Tensor, Any, dict[
     for bucket in optimizer._buckets:
         for segment, (param, state) in zip(bucket.own_segments, bucket.state_of_own(), strict=True):
             span = slice(segment.param_start, segment.param_start + segment.span.numel)
-            parts.append(
-                (param, span, {key: value.flatten() if value.dim() else value for key, value in state.items()})
-            )
+            flat = {key: value if key == "step" else value.reshape(-1) for key, value in state.items()}
+            parts.append((param, span, flat))
     return parts
 
 
