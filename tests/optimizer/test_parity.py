@@ -33,11 +33,12 @@ def parts_of(optimizer: FusedShardedAdam) -> list[tuple[torch.Tensor, Any, dict[
 
 
 def torch_step(values: torch.Tensor, grad: torch.Tensor, state: dict[str, torch.Tensor], config: dict[str, Any]) -> Any:
-    """One step of torch.optim.AdamW(foreach=False) on copies; returns the parameter and its state."""
+    """One step of torch.optim with foreach=False on copies; returns the parameter and its state."""
+    kind = torch.optim.AdamW if config.get("decoupled_weight_decay", True) else torch.optim.Adam
+    options = {key: value for key, value in config.items() if key != "decoupled_weight_decay"}
     leaf = torch.nn.Parameter(values.clone())
     leaf.grad = grad.clone()
-    reference = torch.optim.AdamW([leaf], lr=1e-2, foreach=False, **config)
-    reference.param_groups[0]["decoupled_weight_decay"] = config.get("decoupled_weight_decay", True)
+    reference = kind([leaf], lr=1e-2, foreach=False, **options)
     moments = {key: value.clone() for key, value in state.items() if key != "step"}
     reference.state[leaf] = {"step": state["step"].float(), **moments}
     reference.step()
@@ -49,7 +50,6 @@ def compare_each_step(rank: int, world_size: int, dtype: torch.dtype, stage: int
     model = make_model(dtype)
     optimizer = FusedShardedAdam(model.named_parameters(), lr=1e-2, stage=stage, bucket_cap_mb=0.05, **config)
     twin = make_model(dtype)
-    torch_config = {key: value for key, value in config.items() if key != "decoupled_weight_decay"}
     compared = 0
     for step in range(3):
         twin.load_state_dict(model.state_dict())
@@ -73,24 +73,11 @@ def compare_each_step(rank: int, world_size: int, dtype: torch.dtype, stage: int
                 assert torch.equal(after, values)
                 assert all(torch.equal(old[key], new[key]) for key in old)
                 continue
-            if config.get("decoupled_weight_decay", True):
-                expected, moments = torch_step(values, memory_order(mean)[span], old, torch_config)
-            else:
-                expected, moments = adam_l2_step(values, memory_order(mean)[span], old, torch_config)
+            expected, moments = torch_step(values, memory_order(mean)[span], old, config)
             assert int(new["step"]) == int(old["step"]) + 1
             assert_one_step_bound(values, after, expected, {k: (new[k], moments[k]) for k in new if k != "step"})
             compared += 1
     assert compared > 0
-
-
-def adam_l2_step(values: Any, grad: Any, state: Any, config: dict[str, Any]) -> Any:
-    leaf = torch.nn.Parameter(values.clone())
-    leaf.grad = grad.clone()
-    reference = torch.optim.Adam([leaf], lr=1e-2, foreach=False, **config)
-    moments = {key: value.clone() for key, value in state.items() if key != "step"}
-    reference.state[leaf] = {"step": state["step"].float(), **moments}
-    reference.step()
-    return leaf.detach(), reference.state[leaf]
 
 
 @pytest.mark.parametrize("name", CONFIGS)
