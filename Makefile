@@ -15,7 +15,7 @@ demo: ## train a small GPT on 2 CPU ranks, zerox beside plain DDP; draws a pictu
 	  "$$py" -m torch.distributed.run --standalone --nproc-per-node=2 examples/train_gpt.py --compare --out demo
 
 test: ## the whole suite, C++ unit tests included; ARGS='-k layout -x' goes to pytest
-	@$(call in_env,test) && "$$py" -m pytest $(ARGS)
+	@$(call in_env,test demo) && "$$py" -m pytest $(ARGS)
 
 lint: ## ruff, clang-format, mypy; changes nothing
 	@$(call in_env,--no-build lint) && set -x && \

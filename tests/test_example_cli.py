@@ -8,9 +8,6 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("tqdm")
-pytest.importorskip("matplotlib")
-
 EXAMPLE = Path(__file__).parents[1] / "examples" / "train_gpt.py"
 SMALLEST = ["--layers=1", "--width=16", "--heads=2", "--context=16", "--batch=2", "--device=cpu"]
 

@@ -125,6 +125,19 @@ def test_a_value_written_into_a_parameter_replaces_its_fp32_master(dtype: torch.
     assert same_bits(shard.exact()[300:], before[300:])
 
 
+def test_any_value_written_beside_a_remainder_is_where_the_next_step_starts() -> None:
+    shard = Shard(5 * 65536, torch.bfloat16, master_kind="remainder")
+    assert shard.master is not None
+    patterns = torch.arange(-32768, 32768, dtype=torch.int32).to(torch.int16)
+    shard.param.copy_(patterns.view(torch.bfloat16).repeat(5))
+    shard.master.copy_(torch.tensor([-32768, -1, 0, 1, 32767], dtype=torch.int16).repeat_interleave(65536))
+    written = shard.param.clone()
+    shard.grad.zero_()
+    shard.adam(options_table(lr=0.0, weight_decay=0.0, eps=1.0))
+    assert torch.equal(shard.param.isnan(), written.isnan()), "zero beside a negative remainder must not become NaN"
+    assert torch.equal(shard.param.nan_to_num(nan=7.0), written.nan_to_num(nan=7.0))
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_absent_segments_are_left_alone(dtype: torch.dtype) -> None:
     segments = segments_of(300, 17, 1, 5000, gap=3)
