@@ -12,15 +12,13 @@ namespace py = pybind11;
 
 // Notation: W ranks; a shard has n elements of which s segments are parameters' parts.
 TORCH_LIBRARY(zerox, m) {
-  // flat[piece.flat_start : + numel] = sources[piece.source][piece.source_start : + numel], cast to flat's
-  // dtype, for each row (source, source_start, flat_start, numel) of `pieces`, by flat_start; flat[flags] =
-  // 1; 0 elsewhere.
+  // flat[piece.flat_start : + numel] = sources[piece.source][piece.source_start : + numel], cast to flat's dtype, for
+  // each row (source, source_start, flat_start, numel) of `pieces`, by flat_start; flat[flags] = 1; 0 elsewhere.
   m.def("flatten_(Tensor(a!) flat, Tensor[] sources, Tensor pieces, Tensor flags) -> ()");
-  // Flags behind the shard in each slice: present |= or replaced by any slice's, replaced = any slice's;
-  // uint8 [s].
+  // Flags behind the shard in each slice: present |= or replaced by any slice's, replaced = any slice's; uint8 [s].
   m.def("read_flags_(Tensor(a!) present, Tensor(b!) replaced, Tensor[] slices, int shard_numel) -> ()");
-  // shard = sum(slices) / world, in slice order, plus the old shard if `accumulate` and not replaced; adds
-  // the sum of squares to `words`, an exact sum (csrc/math/exact_sum.h).
+  // shard = sum(slices) / world, in slice order, plus the old shard if `accumulate` and not replaced; adds the sum of
+  // squares to `words`, an exact sum (csrc/math/exact_sum.h).
   m.def(
       "reduce_(Tensor(a!) shard, Tensor(b!) words, Tensor[] slices, Tensor segments, Tensor replaced, int "
       "world, "
@@ -42,9 +40,8 @@ namespace {
 
 using Release = py::call_guard<py::gil_scoped_release>;
 
-// Lanes may need the GIL to free a tensor that Python has seen, so nobody may hold it while waiting for them.
-// A forked child (a data-loader worker) has the object without its threads, and locks in whatever state they
-// were: it leaks it.
+// Lanes may need the GIL to free a tensor that Python has seen, so nobody may hold it while waiting for them. A forked
+// child (a data-loader worker) has the object without its threads, and locks in whatever state they were: it leaks it.
 void destroy(BucketManager* manager, pid_t owner) {
   if (getpid() != owner) return;
   if (PyGILState_Check() != 0) {
@@ -55,17 +52,13 @@ void destroy(BucketManager* manager, pid_t owner) {
   }
 }
 
-std::shared_ptr<BucketManager> make_manager(const std::optional<Group>& group,
-                                            const std::optional<Group>& control, const std::string& exchange,
-                                            bool whole_grads) {
-  return {new BucketManager(group ? make_exchange(exchange, *group) : nullptr, control.value_or(Group()),
-                            whole_grads),
+std::shared_ptr<BucketManager> make_manager(const std::optional<Group>& group, const std::optional<Group>& control,
+                                            const std::string& exchange, bool whole_grads) {
+  return {new BucketManager(group ? make_exchange(exchange, *group) : nullptr, control.value_or(Group()), whole_grads),
           [owner = getpid()](BucketManager* manager) { destroy(manager, owner); }};
 }
 
-py::object tensor_or_none(const at::Tensor& tensor) {
-  return tensor.defined() ? py::cast(tensor) : py::none();
-}
+py::object tensor_or_none(const at::Tensor& tensor) { return tensor.defined() ? py::cast(tensor) : py::none(); }
 
 void bind(py::module_& m) {
   m.attr("EXACT_WORDS") = kExactWords;
@@ -84,14 +77,13 @@ void bind(py::module_& m) {
   py::class_<Pending, std::shared_ptr<Pending>>(m, "Pending").def("wait", &Pending::wait, Release());
 
   py::class_<BucketManager, std::shared_ptr<BucketManager>>(m, "BucketManager")
-      .def(py::init(&make_manager), py::arg("group"), py::arg("control"), py::arg("exchange"),
-           py::arg("whole_grads"))
+      .def(py::init(&make_manager), py::arg("group"), py::arg("control"), py::arg("exchange"), py::arg("whole_grads"))
       .def(
           "add_bucket",
-          [](BucketManager& self, const std::vector<std::string>& names,
-             const std::vector<at::Tensor>& params, at::Tensor flat,
-             const std::optional<std::vector<at::Tensor>>& placeholders, const std::vector<int64_t>& offsets,
-             at::ScalarType wire_dtype, int64_t shard_numel, int64_t trailer_numel, at::Tensor segments) {
+          [](BucketManager& self, const std::vector<std::string>& names, const std::vector<at::Tensor>& params,
+             at::Tensor flat, const std::optional<std::vector<at::Tensor>>& placeholders,
+             const std::vector<int64_t>& offsets, at::ScalarType wire_dtype, int64_t shard_numel, int64_t trailer_numel,
+             at::Tensor segments) {
             BucketSpec spec{{}, std::move(flat), wire_dtype, shard_numel, trailer_numel, std::move(segments)};
             for (size_t i = 0; i < params.size(); ++i) {
               spec.slots.push_back(
@@ -119,8 +111,7 @@ void bind(py::module_& m) {
       .def("words", [](BucketManager& self, int64_t i) { return tensor_or_none(self.bucket(i).words); })
       .def("trouble", [](BucketManager& self) { return self.flights().trouble(); })
       .def("hold_flights", [](BucketManager& self, bool hold) { self.flights().set_hold(hold); })
-      .def_property_readonly("num_launched",
-                             [](BucketManager& self) { return self.flights().num_launched(); })
+      .def_property_readonly("num_launched", [](BucketManager& self) { return self.flights().num_launched(); })
       .def_property_readonly("num_landed", [](BucketManager& self) { return self.flights().num_landed(); })
       .def_property_readonly("num_buckets", [](BucketManager& self) { return self.launch_order().size(); })
       .def_property_readonly("launch_order", &BucketManager::launch_order)

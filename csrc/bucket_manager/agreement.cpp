@@ -8,8 +8,8 @@
 namespace zx {
 namespace {
 
-// Runs `collective` on a tensor of the numbers, and puts back what it left there. The tensor owns its memory:
-// after an error the backend may still hold it.
+// Runs `collective` on a tensor of the numbers, and puts back what it left there. The tensor owns its memory: after an
+// error the backend may still hold it.
 template <class Numbers, class Collective>
 void with_tensor(Numbers& numbers, at::ScalarType type, const Collective& collective) {
   std::vector<at::Tensor> tensors{at::empty({static_cast<int64_t>(numbers.size())}, type)};
@@ -61,8 +61,7 @@ void Agreement::take_largest(std::vector<uint8_t>& bytes) {
 
 std::vector<int64_t> Agreement::from_rank_0(std::vector<int64_t> numbers) {
   if (!control_ || numbers.empty()) return numbers;
-  with_tensor(numbers, at::kLong,
-              [this](std::vector<at::Tensor>& tensors) { control_->broadcast(tensors)->wait(); });
+  with_tensor(numbers, at::kLong, [this](std::vector<at::Tensor>& tensors) { control_->broadcast(tensors)->wait(); });
   return numbers;
 }
 

@@ -45,8 +45,7 @@ constexpr int64_t kNoBackward = int64_t{1} << 32;
 
 class Agreement {
  public:
-  explicit Agreement(Group control)
-      : control_(control), small_(std::move(control)) {}  // null for one rank alone
+  explicit Agreement(Group control) : control_(control), small_(std::move(control)) {}  // null for one rank alone
 
   // Collective: every rank's statement in, the same verdict out. One all-reduce of 14 integers.
   Verdict agree(const Statement& statement);

@@ -22,10 +22,10 @@ struct Hooks {
 // One parameter: its place in the bucket, and what this rank knows of its gradient.
 //
 // Note [Who holds a gradient]
-// Once a gradient has left, the reduced one lives on its owner alone, and p.grad is a placeholder. `held`
-// says that this rank still stands by what it contributed. Whoever finds the placeholder gone (p.grad = None,
-// model.zero_grad()) or replaced by another tensor has discarded the reduced gradient, and must tell its
-// owner: `replace` is sent with the parameter's next flight, or exchanged by step() if there is none.
+// Once a gradient has left, the reduced one lives on its owner alone, and p.grad is a placeholder. `held` says that
+// this rank still stands by what it contributed. Whoever finds the placeholder gone (p.grad = None, model.zero_grad())
+// or replaced by another tensor has discarded the reduced gradient, and must tell its owner: `replace` is sent with
+// the parameter's next flight, or exchanged by step() if there is none.
 struct Slot {
   std::string name;
   at::Tensor param;
@@ -40,13 +40,11 @@ struct Slot {
   bool replace = false;  // see the note
   bool zeroed = false;   // held, and zero_() was called on the placeholder
   bool unsent = false;   // whole gradients: autograd wrote p.grad inside no_sync(), and no flight took it yet
-  // The p.grad that autograd last wrote: any other was put there by hand. Held weakly, which keeps its
-  // address from being another tensor's.
+  // The p.grad that autograd last wrote: any other was put there by hand. Held weakly, which keeps its address from
+  // being another tensor's.
   c10::weak_intrusive_ptr<c10::TensorImpl> local{c10::intrusive_ptr<c10::TensorImpl>()};
 
-  bool is_local(const at::Tensor& grad) const {
-    return local._unsafe_get_target() == grad.unsafeGetTensorImpl();
-  }
+  bool is_local(const at::Tensor& grad) const { return local._unsafe_get_target() == grad.unsafeGetTensorImpl(); }
 };
 
 struct Bucket {
@@ -66,8 +64,7 @@ struct Bucket {
 
   bool accumulates = true;  // a second flight adds to the shard; false where p.grad already holds the sum
 
-  // Whether some of the slot's elements lie in this rank's shard. An empty parameter lies where its offset
-  // does.
+  // Whether some of the slot's elements lie in this rank's shard. An empty parameter lies where its offset does.
   bool owns_part_of(const Slot& slot, int64_t rank) const {
     const int64_t last = slot.numel == 0 ? slot.offset : slot.offset + slot.numel - 1;
     return slot.offset / shard_numel <= rank && rank <= last / shard_numel;

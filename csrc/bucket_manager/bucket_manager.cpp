@@ -9,10 +9,7 @@
 namespace zx {
 
 BucketManager::BucketManager(std::shared_ptr<Exchange> exchange, Group control, bool whole_grads)
-    : exchange_(std::move(exchange)),
-      agreement_(std::move(control)),
-      whole_grads_(whole_grads),
-      flights_(exchange_) {}
+    : exchange_(std::move(exchange)), agreement_(std::move(control)), whole_grads_(whole_grads), flights_(exchange_) {}
 
 BucketManager::~BucketManager() {
   for (const auto& bucket : buckets_) {
@@ -87,14 +84,12 @@ void BucketManager::launch_round(bool empty) {
   finish_pass(/*own=*/false, empty);
 }
 
-// Whoever stayed behind the others launches as often as they did, so that no message stays without its
-// partner.
+// Whoever stayed behind the others launches as often as they did, so that no message stays without its partner.
 void BucketManager::join(const Verdict& verdict, bool empty) {
   while (pass_.rounds < verdict.rounds.most) launch_round(empty);
 }
 
-// Something went wrong that all ranks know of. They are in step again afterwards; zero_grad() drops what
-// landed.
+// Something went wrong that all ranks know of. They are in step again afterwards; zero_grad() drops what landed.
 void BucketManager::abandon(const Verdict& verdict) {
   join(verdict, /*empty=*/true);
   pass_.rounds = pass_.own_rounds = pass_.gathered = 0;
@@ -108,9 +103,9 @@ void BucketManager::check(const Verdict& verdict) {
     TORCH_CHECK(false, "zerox: rank ", verdict.failed.most_rank, " can't go on: ", pass_.failure, way_out);
   }
   const Extreme& place = verdict.place;
-  TORCH_CHECK(place.least == place.most || place.least == static_cast<int64_t>(Place::backward_end),
-              "zerox: rank ", place.least_rank, " is in ", name_of(place.least), " while rank ",
-              place.most_rank, " is in ", name_of(place.most), "; every rank must make the same calls");
+  TORCH_CHECK(place.least == place.most || place.least == static_cast<int64_t>(Place::backward_end), "zerox: rank ",
+              place.least_rank, " is in ", name_of(place.least), " while rank ", place.most_rank, " is in ",
+              name_of(place.most), "; every rank must make the same calls");
   if (verdict.own_rounds.least < verdict.rounds.most) {
     abandon(verdict);
     pass_.failure = "ranks ran different numbers of backwards";
@@ -137,14 +132,13 @@ Settled BucketManager::settle(Place place, int64_t adoptions) {
     try {
       verdict = agreement_.agree(statement(place, adoptions));
     } catch (const std::exception& error) {
-      TORCH_CHECK(false, "zerox: in ", name_of(static_cast<int64_t>(place)),
-                  " a rank did not answer: ", error.what(), "\n", flights_.trouble());
+      TORCH_CHECK(false, "zerox: in ", name_of(static_cast<int64_t>(place)), " a rank did not answer: ", error.what(),
+                  "\n", flights_.trouble());
     }
     check(verdict);
     join(verdict, /*empty=*/false);
     if (whole_grads_) gather_whole_grads();
-    // A rank without a backward of its own meets the others at the end of theirs, and then again at their
-    // step.
+    // A rank without a backward of its own meets the others at the end of theirs, and then again at their step.
     const bool others_behind = verdict.place.least < static_cast<int64_t>(place);
     if (!others_behind) break;
   }
@@ -241,16 +235,14 @@ void BucketManager::zero(bool set_to_none) {
     others_wait = whole_grads_ && exchange_ && pass_.open && *pass_.raised;
     flush_pass();
   }
-  // Where gradients are whole the others are at the end of the backward that raised here: they must hear of
-  // it.
+  // Where gradients are whole the others are at the end of the backward that raised here: they must hear of it.
   if (others_wait) abandon(agreement_.agree(statement(Place::backward_end, 0)));
   const std::lock_guard lock(mutex_);
   pass_.failure.clear();
   for (const auto& bucket : buckets_) {
     for (Slot& slot : bucket->slots) {
       at::Tensor& grad = slot.param.mutable_grad();
-      const bool is_placeholder =
-          grad.defined() && slot.placeholder.defined() && grad.is_same(slot.placeholder);
+      const bool is_placeholder = grad.defined() && slot.placeholder.defined() && grad.is_same(slot.placeholder);
       if (set_to_none) {
         slot.replace |= slot.held;
         slot.held = slot.zeroed = false;

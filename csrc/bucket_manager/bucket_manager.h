@@ -1,5 +1,4 @@
-// Watches autograd for gradients, sends each bucket on its way when its turn comes, and answers the
-// optimizer.
+// Watches autograd for gradients, sends each bucket on its way when its turn comes, and answers the optimizer.
 //
 //   hooks (hooks.cpp) -> LaunchOrder -> packing list (packing.cpp) -> Flights -> shards
 //
@@ -41,16 +40,15 @@ enum class Settled { ready, adopt };
 
 class BucketManager : public std::enable_shared_from_this<BucketManager> {
  public:
-  // `exchange` and `control` are null for one rank alone. `whole_grads`: the reduced gradient is gathered
-  // into p.grad where backward ends (ZeRO stage 1).
+  // `exchange` and `control` are null for one rank alone. `whole_grads`: the reduced gradient is gathered into p.grad
+  // where backward ends (ZeRO stage 1).
   BucketManager(std::shared_ptr<Exchange> exchange, Group control, bool whole_grads);
   ~BucketManager();  // takes the hooks and placeholders away, aborts what is under way
 
   int64_t add_bucket(BucketSpec spec);
 
-  // Collective. Everything that ranks launched has landed afterwards, on all ranks the same. Throws on all
-  // ranks if they disagree about it. Settled::adopt: some rank passed adoptions > 0; make them and call
-  // again.
+  // Collective. Everything that ranks launched has landed afterwards, on all ranks the same. Throws on all ranks if
+  // they disagree about it. Settled::adopt: some rank passed adoptions > 0; make them and call again.
   Settled settle(Place place, int64_t adoptions);
 
   // As Optimizer.zero_grad(); local, never blocks. Also cleans up after a backward that raised.

@@ -18,8 +18,7 @@ void Pending::abort() {
   for (const auto& work : works_) work->abort();
 }
 
-Exchange::Exchange(Group group)
-    : group_(std::move(group)), rank_(group_->getRank()), world_(group_->getSize()) {}
+Exchange::Exchange(Group group) : group_(std::move(group)), rank_(group_->getRank()), world_(group_->getSize()) {}
 
 at::Tensor Exchange::slice(const at::Tensor& flat, int64_t index, int64_t count) const {
   const int64_t numel = flat.numel() / count;
@@ -57,8 +56,7 @@ class DirectExchange final : public Exchange {
   std::vector<at::Tensor> to_sum(const at::Tensor& flat, const at::Tensor& received) const override {
     std::vector<at::Tensor> slices;
     for (int peer = 0; peer < world(); ++peer) {
-      slices.push_back(peer == rank() ? slice(flat, peer, world())
-                                      : slice(received, place_of(peer), num_received()));
+      slices.push_back(peer == rank() ? slice(flat, peer, world()) : slice(received, place_of(peer), num_received()));
     }
     return slices;
   }
@@ -112,8 +110,7 @@ class NativeExchange final : public Exchange {
         c10::Dispatcher::singleton().findSchemaOrThrow("c10d::_reduce_scatter_base_", "").typed<Op>();
     at::Tensor output = received;
     at::Tensor input = flat;
-    auto result =
-        op.call(output, input, group_, c10::make_intrusive<c10d::ReduceOp>(c10d::ReduceOp::SUM), true, -1);
+    auto result = op.call(output, input, group_, c10::make_intrusive<c10d::ReduceOp>(c10d::ReduceOp::SUM), true, -1);
     return std::make_shared<Pending>(std::vector{std::get<1>(result)});
   }
 
@@ -125,8 +122,7 @@ class NativeExchange final : public Exchange {
     count_collective(flat);
     using Op = std::tuple<at::Tensor, c10::intrusive_ptr<c10d::Work>>(
         at::Tensor&, at::Tensor&, const c10::intrusive_ptr<c10d::ProcessGroup>&, bool, int64_t);
-    static const auto op =
-        c10::Dispatcher::singleton().findSchemaOrThrow("c10d::_allgather_base_", "").typed<Op>();
+    static const auto op = c10::Dispatcher::singleton().findSchemaOrThrow("c10d::_allgather_base_", "").typed<Op>();
     at::Tensor output = flat;
     at::Tensor input = slice(flat, rank(), world());
     auto result = op.call(output, input, group_, true, -1);

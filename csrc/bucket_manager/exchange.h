@@ -64,9 +64,9 @@ class Exchange {
   Traffic traffic_;
 };
 
-// "direct": every rank sends each slice straight to its owner, which sums in rank order: the same bits
-// whatever the backend does, nothing copied on the way, and launched at once. "native": the backend's own
-// reduce_scatter_tensor and all_gather_into_tensor, which sum in the order that the backend likes.
+// "direct": every rank sends each slice straight to its owner, which sums in rank order: the same bits whatever the
+// backend does, nothing copied on the way, and launched at once. "native": the backend's own reduce_scatter_tensor and
+// all_gather_into_tensor, which sum in the order that the backend likes.
 std::shared_ptr<Exchange> make_exchange(const std::string& kind, Group group);
 
 }  // namespace zx

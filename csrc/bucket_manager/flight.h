@@ -1,5 +1,4 @@
-// One bucket on its way: the gradients it was packed from, the buffers it travels in, the messages it waits
-// for.
+// One bucket on its way: the gradients it was packed from, the buffers it travels in, the messages it waits for.
 #pragma once
 
 #include <ATen/core/Tensor.h>

@@ -167,8 +167,7 @@ void Flights::fail(const std::shared_ptr<Flight>& flight) {
     reason = error.what();
   } catch (...) {
   }
-  error_ =
-      "zerox: the gradients of " + flight->bucket->describe() + " did not arrive from all ranks: " + reason;
+  error_ = "zerox: the gradients of " + flight->bucket->describe() + " did not arrive from all ranks: " + reason;
 }
 
 }  // namespace zx

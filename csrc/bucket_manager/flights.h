@@ -14,10 +14,9 @@
 namespace zx {
 
 // Note [Two lanes]
-// Packing and landing run on two threads beside autograd's, each in launch order, so that launching a bucket
-// costs backward a queue entry and nothing in backward waits for the wire. At most two flights have buffers
-// at a time: the next one is packed when the first has landed, and its gradients stay where they are until
-// then.
+// Packing and landing run on two threads beside autograd's, each in launch order, so that launching a bucket costs
+// backward a queue entry and nothing in backward waits for the wire. At most two flights have buffers at a time: the
+// next one is packed when the first has landed, and its gradients stay where they are until then.
 class Flights {
  public:
   // `exchange` is null for one rank alone: flights then land as they are packed.
@@ -34,8 +33,7 @@ class Flights {
 
   int64_t num_landed() const { return num_landed_; }
   int64_t num_launched() const { return num_launched_; }
-  // What is known to be wrong: the first error, or the buckets that have not landed; empty if there is
-  // nothing.
+  // What is known to be wrong: the first error, or the buckets that have not landed; empty if there is nothing.
   std::string trouble();
   // For tests of overlap: holds every flight back until land() is called.
   void set_hold(bool hold) { hold_ = hold; }

@@ -13,9 +13,8 @@ namespace {
 using torch::autograd::variable_list;
 
 void refuse_compiled_autograd() {
-  TORCH_CHECK(
-      false,
-      "zerox does not work under compiled autograd: run backward() outside torch._dynamo.compiled_autograd");
+  TORCH_CHECK(false,
+              "zerox does not work under compiled autograd: run backward() outside torch._dynamo.compiled_autograd");
 }
 
 // AccumulateGrad would add into whatever p.grad is: a placeholder has to be out of its way.
@@ -26,9 +25,7 @@ class BeforeAccumulate final : public torch::autograd::FunctionPreHook {
     body_();
     return grads;
   }
-  void compiled_args(torch::dynamo::autograd::CompiledNodeArgs& /*args*/) const override {
-    refuse_compiled_autograd();
-  }
+  void compiled_args(torch::dynamo::autograd::CompiledNodeArgs& /*args*/) const override { refuse_compiled_autograd(); }
 
  private:
   std::function<void()> body_;
@@ -44,22 +41,20 @@ void BucketManager::install_hooks(Bucket& bucket, Slot& slot) {
   const int64_t slot_index = &slot - bucket.slots.data();
   if (!whole_grads_) {
     auto hook = std::make_unique<BeforeAccumulate>([weak, bucket_index, slot_index] {
-      if (const auto self = weak.lock())
-        self->before_accumulate(self->buckets_[bucket_index]->slots[slot_index]);
+      if (const auto self = weak.lock()) self->before_accumulate(self->buckets_[bucket_index]->slots[slot_index]);
     });
     slot.hooks.before = hook.get();
     slot.hooks.accumulator->add_pre_hook(std::move(hook));
   }
-  slot.hooks.after =
-      slot.hooks.accumulator->add_post_hook(std::make_unique<torch::autograd::utils::LambdaPostHook>(
-          [weak, bucket_index, slot_index](const variable_list& outputs, const variable_list& /*inputs*/) {
-            if (const auto self = weak.lock()) {
-              Bucket& bucket = *self->buckets_[bucket_index];
-              self->after_accumulate(bucket, bucket.slots[slot_index]);
-            }
-            return outputs;
-          },
-          [](torch::dynamo::autograd::CompiledNodeArgs& /*args*/) { refuse_compiled_autograd(); }));
+  slot.hooks.after = slot.hooks.accumulator->add_post_hook(std::make_unique<torch::autograd::utils::LambdaPostHook>(
+      [weak, bucket_index, slot_index](const variable_list& outputs, const variable_list& /*inputs*/) {
+        if (const auto self = weak.lock()) {
+          Bucket& bucket = *self->buckets_[bucket_index];
+          self->after_accumulate(bucket, bucket.slots[slot_index]);
+        }
+        return outputs;
+      },
+      [](torch::dynamo::autograd::CompiledNodeArgs& /*args*/) { refuse_compiled_autograd(); }));
 }
 
 void BucketManager::remove_hooks(Slot& slot) {
@@ -94,11 +89,10 @@ void BucketManager::after_accumulate(Bucket& bucket, Slot& slot) {
   slot.unsent = !sync_;
   if (!sync_) return;
   open_pass();
-  TORCH_CHECK(
-      !slot.fired, "zerox: parameter '", slot.name,
-      "' got a second gradient in one backward. A parameter shared by two reentrant checkpoints does this: "
-      "pass use_reentrant=False to torch.utils.checkpoint. After a backward inside which some parameter got "
-      "none, call optimizer.synchronize() before the next one");
+  TORCH_CHECK(!slot.fired, "zerox: parameter '", slot.name,
+              "' got a second gradient in one backward. A parameter shared by two reentrant checkpoints does this: "
+              "pass use_reentrant=False to torch.utils.checkpoint. After a backward inside which some parameter got "
+              "none, call optimizer.synchronize() before the next one");
   slot.fired = true;
   for (const int64_t launch : order_.mark(bucket.index)) release(launch, /*empty=*/false);
 }
@@ -150,8 +144,7 @@ void BucketManager::finish_pass(bool own, bool empty) {
   pass_.own_rounds += own ? 1 : 0;
 }
 
-// The optimizer is called while a pass is open: its end could not be seen, or never came because backward
-// raised.
+// The optimizer is called while a pass is open: its end could not be seen, or never came because backward raised.
 void BucketManager::flush_pass() {
   if (!pass_.open) return;
   const bool raised = *pass_.raised;

@@ -10,8 +10,8 @@
 
 namespace zx {
 
-// Tasks must not throw. The thread starts with the first task, so that a process which only constructs an
-// optimizer has none. Must not be destroyed in a forked child, which lacks the thread.
+// Tasks must not throw. The thread starts with the first task, so that a process which only constructs an optimizer
+// has none. Must not be destroyed in a forked child, which lacks the thread.
 class Lane {
  public:
   Lane() = default;

@@ -1,8 +1,8 @@
 // Note [Buckets launch in one order]
-// Ranks pair the messages of a bucket by the order in which they launch them, so every rank launches every
-// bucket exactly once a backward, in one agreed order: a bucket that is complete waits for its turn, and what
-// is incomplete when backward ends leaves then. The first backward uses the layout's order; rank 0's order of
-// completion, incomplete buckets last, is broadcast and used from then on.
+// Ranks pair the messages of a bucket by the order in which they launch them, so every rank launches every bucket
+// exactly once a backward, in one agreed order: a bucket that is complete waits for its turn, and what is incomplete
+// when backward ends leaves then. The first backward uses the layout's order; rank 0's order of completion, incomplete
+// buckets last, is broadcast and used from then on.
 #pragma once
 
 #include <cassert>

@@ -21,13 +21,12 @@ std::string refusal_of_sparse(const Slot& slot) {
 
 at::Tensor in_order_of(const at::Tensor& grad, const at::Tensor& param) {
   const at::Tensor plain = grad.detach();
-  const bool same_order =
-      plain.strides() == param.strides() || (plain.is_contiguous() && param.is_contiguous());
+  const bool same_order = plain.strides() == param.strides() || (plain.is_contiguous() && param.is_contiguous());
   return same_order ? plain : at::empty_like(param, plain.options()).copy_(plain);
 }
 
-// Takes p.grad of a slot for a flight (undefined if there is nothing to copy) and says which flags to raise.
-// Where gradients are sharded a placeholder stays behind. See Note [Who holds a gradient].
+// Takes p.grad of a slot for a flight (undefined if there is nothing to copy) and says which flags to raise. Where
+// gradients are sharded a placeholder stays behind. See Note [Who holds a gradient].
 at::Tensor BucketManager::take_gradient(Slot& slot, bool& present, bool& replace) {
   at::Tensor& grad = slot.param.mutable_grad();
   if (whole_grads_) {
@@ -87,8 +86,6 @@ std::shared_ptr<Flight> BucketManager::make_flight(const std::shared_ptr<Bucket>
 }
 
 // `empty`: after an exception in backward a bucket leaves without gradients, to keep ranks in step.
-void BucketManager::release(int64_t bucket, bool empty) {
-  flights_.launch(make_flight(buckets_[bucket], empty));
-}
+void BucketManager::release(int64_t bucket, bool empty) { flights_.launch(make_flight(buckets_[bucket], empty)); }
 
 }  // namespace zx

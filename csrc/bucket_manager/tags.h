@@ -1,7 +1,6 @@
 // Note [Tags]
-// Messages between two ranks are matched by tag. All ranks launch scatters in one order, gathers in one, and
-// small all-reduces in one, but these come from different threads: each kind counts for itself, in tags of
-// its own.
+// Messages between two ranks are matched by tag. All ranks launch scatters in one order, gathers in one, and small
+// all-reduces in one, but these come from different threads: each kind counts for itself, in tags of its own.
 #pragma once
 
 namespace zx {

@@ -1,5 +1,5 @@
-// Gradients that stay whole (ZeRO stage 1): the mean is gathered into p.grad when backward ends, and the
-// update takes this rank's part from there, so that whatever the user changed in between counts.
+// Gradients that stay whole (ZeRO stage 1): the mean is gathered into p.grad when backward ends, and the update takes
+// this rank's part from there, so that whatever the user changed in between counts.
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
@@ -50,8 +50,8 @@ void BucketManager::gather_whole_grads() {
   }
 }
 
-// Where the wire is wider than p.grad, an element of the shard is kept while it still rounds to what p.grad
-// holds: then both stages update from the same number.
+// Where the wire is wider than p.grad, an element of the shard is kept while it still rounds to what p.grad holds:
+// then both stages update from the same number.
 at::Tensor BucketManager::take_local_shard(int64_t index) {
   const at::AutoDispatchBelowADInplaceOrView no_autograd;
   Bucket& bucket = *buckets_.at(index);
@@ -72,13 +72,12 @@ at::Tensor BucketManager::take_local_shard(int64_t index) {
     sources.push_back(in_order_of(grad, slot.param));
   }
   bucket.present.copy_(present);
-  at::Tensor packed =
-      at::empty({bucket.shard_numel}, bucket.slots.front().param.options().requires_grad(false));
+  at::Tensor packed = at::empty({bucket.shard_numel}, bucket.slots.front().param.options().requires_grad(false));
   ops::flatten_(packed, sources, to_table(pieces, 4), to_table({}, 1));
   if (bucket.wire_dtype == packed.scalar_type()) return packed;
   if (bucket.shard.defined()) {
-    bucket.shard = at::where(bucket.shard.to(packed.scalar_type()) == packed, bucket.shard,
-                             packed.to(bucket.wire_dtype));
+    bucket.shard =
+        at::where(bucket.shard.to(packed.scalar_type()) == packed, bucket.shard, packed.to(bucket.wire_dtype));
   } else {
     bucket.shard = packed.to(bucket.wire_dtype);
   }

@@ -24,12 +24,11 @@ void check_moment(const at::Tensor& moment, const at::Tensor& param, const char*
   check_array(moment, dtype, param.numel(), "adam_", argument);
 }
 
-// A segment whose `present` is 0 is left alone, its step count too, as torch leaves a parameter without
-// gradient.
-void adam_(at::Tensor& param, const std::optional<at::Tensor>& master, const at::Tensor& grad,
-           at::Tensor& exp_avg, at::Tensor& exp_avg_sq, const std::optional<at::Tensor>& max_exp_avg_sq,
-           const at::Tensor& segments, const at::Tensor& present, at::Tensor& steps,
-           const at::Tensor& options, const std::optional<at::Tensor>& grad_scale) {
+// A segment whose `present` is 0 is left alone, its step count too, as torch leaves a parameter without gradient.
+void adam_(at::Tensor& param, const std::optional<at::Tensor>& master, const at::Tensor& grad, at::Tensor& exp_avg,
+           at::Tensor& exp_avg_sq, const std::optional<at::Tensor>& max_exp_avg_sq, const at::Tensor& segments,
+           const at::Tensor& present, at::Tensor& steps, const at::Tensor& options,
+           const std::optional<at::Tensor>& grad_scale) {
   constexpr const char* op = "adam_";
   const DType param_dtype = dtype_of(param, op, "param");
   const DType grad_dtype = dtype_of(grad, op, "grad");
@@ -46,16 +45,15 @@ void adam_(at::Tensor& param, const std::optional<at::Tensor>& master, const at:
   check_array(present, at::kByte, table.size(), op, "present");
   check_array(steps, at::kLong, table.size(), op, "steps");
   ZX_CHECK_DTYPE(options, at::kDouble, op, "options");
-  ZX_CHECK(options.dim() == 2 && options.size(1) == kAdamOptionsColumns && options.is_contiguous(), op,
-           "options", "must be [groups, ", kAdamOptionsColumns, "], got ", options.sizes());
+  ZX_CHECK(options.dim() == 2 && options.size(1) == kAdamOptionsColumns && options.is_contiguous(), op, "options",
+           "must be [groups, ", kAdamOptionsColumns, "], got ", options.sizes());
   if (grad_scale) check_array(*grad_scale, at::kDouble, 1, op, "grad_scale");
   const auto* rows = reinterpret_cast<const AdamOptions*>(options.const_data_ptr<double>());
   for (int64_t i = 0; i < table.size(); ++i) {
     const int64_t row = table[i].options_row;
     ZX_CHECK(row >= 0 && row < options.size(0), op, "segments", "row ", i, " names options ", row, " of ",
              options.size(0));
-    ZX_CHECK(rows[row].amsgrad == 0.0 || max_exp_avg_sq, op, "max_exp_avg_sq", "is needed by options row ",
-             row);
+    ZX_CHECK(rows[row].amsgrad == 0.0 || max_exp_avg_sq, op, "max_exp_avg_sq", "is needed by options row ", row);
   }
 
   const double scale = grad_scale ? *grad_scale->const_data_ptr<double>() : 1.0;
@@ -67,8 +65,8 @@ void adam_(at::Tensor& param, const std::optional<at::Tensor>& master, const at:
     const int64_t row = table[i].options_row;
     ++step_counts[i];
     // Neighbours mostly share options and count: the powers are folded once for a run of them.
-    const bool same = i > 0 && takes_part[i - 1] != 0 && table[i - 1].options_row == row &&
-                      step_counts[i - 1] == step_counts[i];
+    const bool same =
+        i > 0 && takes_part[i - 1] != 0 && table[i - 1].options_row == row && step_counts[i - 1] == step_counts[i];
     folded[i] = same ? folded[i - 1] : fold_adam(rows[row], step_counts[i], scale);
   }
   const std::vector<Stretch> stretches = split_into_stretches(table);
@@ -80,10 +78,10 @@ void adam_(at::Tensor& param, const std::optional<at::Tensor>& master, const at:
       const auto at_start = [start](const std::optional<at::Tensor>& tensor) {
         return tensor ? bytes_at(*tensor, start) : nullptr;
       };
-      kernels().adam({param_dtype, kind, grad_dtype, amsgrad, bytes_at(param, start), at_start(master),
-                      bytes_at(grad, start), bytes_at(exp_avg, start), bytes_at(exp_avg_sq, start),
-                      at_start(max_exp_avg_sq), stop - start},
-                     folded[segment]);
+      kernels().adam(
+          {param_dtype, kind, grad_dtype, amsgrad, bytes_at(param, start), at_start(master), bytes_at(grad, start),
+           bytes_at(exp_avg, start), bytes_at(exp_avg_sq, start), at_start(max_exp_avg_sq), stop - start},
+          folded[segment]);
     }
   });
 }

@@ -1,11 +1,11 @@
 // The CPU kernels as a table of functions on raw pointers, one table for each instruction set.
 //
 // Note [One kernel source, three instruction sets]
-// The same headers (simd.h, *_kernel.h) are compiled by kernels_scalar.cpp, kernels_avx2.cpp and
-// kernels_avx512.cpp, each in a namespace of its own, under a target pragma instead of a compiler flag: the
-// wheel then runs on any x86-64, and setuptools needs no flags per file. Standard headers are included before
-// the pragma, ours after it, and every function of ours is always_inline or local to its file: code built for
-// AVX-512 must never become the one copy of an inline function that the linker keeps for all.
+// The same headers (simd.h, *_kernel.h) are compiled by kernels_scalar.cpp, kernels_avx2.cpp and kernels_avx512.cpp,
+// each in a namespace of its own, under a target pragma instead of a compiler flag: the wheel then runs on any x86-64,
+// and setuptools needs no flags per file. Standard headers are included before the pragma, ours after it, and every
+// function of ours is always_inline or local to its file: code built for AVX-512 must never become the one copy of an
+// inline function that the linker keeps for all.
 #pragma once
 
 #include <cstdint>

@@ -1,5 +1,4 @@
-// The CPU kernels with AVX-512 F, BW, VL, DQ. See Note [One kernel source, three instruction sets] in
-// kernels.h.
+// The CPU kernels with AVX-512 F, BW, VL, DQ. See Note [One kernel source, three instruction sets] in kernels.h.
 #if defined(__x86_64__)
 #include <immintrin.h>
 
@@ -10,8 +9,7 @@
 #include <limits>
 #include <type_traits>
 
-// GCC 12 takes the don't-care operand inside its own intrinsics for a use of an uninitialized variable (PR
-// 105593).
+// GCC 12 takes the don't-care operand inside its own intrinsics for a use of an uninitialized variable (PR 105593).
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
 #pragma GCC push_options
 #pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,avx2,fma,f16c")

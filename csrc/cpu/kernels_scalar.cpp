@@ -1,5 +1,5 @@
-// The CPU kernels with no SIMD beyond what every CPU of this architecture has. See Note [One kernel source,
-// three instruction sets] in kernels.h.
+// The CPU kernels with no SIMD beyond what every CPU of this architecture has. See Note [One kernel source, three
+// instruction sets] in kernels.h.
 
 #include <bit>
 #include <cmath>

@@ -1,8 +1,8 @@
 // Norm partials over blocks of 256 elements. Included by kernels_<isa>.cpp only.
 
-// Sixteen double accumulators, element i into number i % 16, folded in halves: this order is part of the
-// result, and no instruction set changes it. `count_non_finite` gets 1 if any element is NaN or infinite; a
-// sum of squares can't tell (in fp64 it may overflow while every element is finite).
+// Sixteen double accumulators, element i into number i % 16, folded in halves: this order is part of the result, and
+// no instruction set changes it. `count_non_finite` gets 1 if any element is NaN or infinite; a sum of squares can't
+// tell (in fp64 it may overflow while every element is finite).
 template <bool kSquare, class T>
 ZX_HD double norm_partial(const T* values, int64_t numel, int64_t* count_non_finite) {
   constexpr int kAccumulators = 16;
@@ -33,9 +33,8 @@ ZX_HD double norm_partial(const T* values, int64_t numel, int64_t* count_non_fin
   return sums[0];
 }
 
-// The largest |element| as the bits of a double: among numbers that are not negative these order as integers,
-// with infinity and then NaN on top, so one integer maximum over lanes, blocks and ranks keeps all three
-// apart.
+// The largest |element| as the bits of a double: among numbers that are not negative these order as integers, with
+// infinity and then NaN on top, so one integer maximum over lanes, blocks and ranks keeps all three apart.
 template <class T>
 ZX_HD int64_t max_partial(const T* values, int64_t numel, int64_t largest) {
   for (int64_t i = 0; i < numel; ++i) {

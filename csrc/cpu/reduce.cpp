@@ -68,8 +68,7 @@ void reduce_(at::Tensor& shard, at::Tensor& words, at::TensorList slices, const 
     std::vector<const void*> starts(slices.size());
     for (int64_t i = first; i < last; ++i) {
       const Stretch& stretch = stretches[i];
-      for (size_t rank = 0; rank < slices.size(); ++rank)
-        starts[rank] = bytes_at(slices[rank], stretch.start);
+      for (size_t rank = 0; rank < slices.size(); ++rank) starts[rank] = bytes_at(slices[rank], stretch.start);
       const bool keep = accumulate && replace[stretch.segment] == 0;
       kernels().reduce({dtype, starts.data(), static_cast<int64_t>(starts.size()), world, keep,
                         bytes_at(shard, stretch.start), stretch.stop - stretch.start},

@@ -1,9 +1,8 @@
 // Vectors of float and double, and scalar lanes with the same face, for one instruction set.
 //
-// Included once by each kernels_<isa>.cpp, inside that file's target pragma and namespace: see Note [One
-// kernel source, three instruction sets] in kernels.h. Loads and stores convert from and to the storage
-// formats; every arithmetic operation is one correctly rounded IEEE operation, so all instruction sets give
-// the same bits.
+// Included once by each kernels_<isa>.cpp, inside that file's target pragma and namespace: see Note [One kernel
+// source, three instruction sets] in kernels.h. Loads and stores convert from and to the storage formats; every
+// arithmetic operation is one correctly rounded IEEE operation, so all instruction sets give the same bits.
 
 // ---- scalar lanes: tails, and the whole loop where there is no SIMD
 // -------------------------------------------
@@ -32,8 +31,7 @@ struct Lane {
     *param = split.param;
     *remainder = split.remainder;
   }
-  // The master while it still rounds to the parameter, else the parameter: somebody wrote a new value into
-  // it.
+  // The master while it still rounds to the parameter, else the parameter: somebody wrote a new value into it.
   template <class H>
   static ZX_HD Lane load_master(const H* param, const float* master) {
     H rounded;
@@ -97,8 +95,7 @@ struct VecF {
     const __m512i bits = _mm512_castps_si512(x);
     const __mmask16 nan = _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q);
     __m512i high = _mm512_srli_epi32(bits, 16);
-    const __m512i quiet =
-        _mm512_or_si512(_mm512_and_si512(high, _mm512_set1_epi32(0x8000)), _mm512_set1_epi32(0x7fc0));
+    const __m512i quiet = _mm512_or_si512(_mm512_and_si512(high, _mm512_set1_epi32(0x8000)), _mm512_set1_epi32(0x7fc0));
     const __m512i up = _mm512_and_si512(_mm512_srli_epi32(bits, 15), _mm512_set1_epi32(1));
     high = _mm512_mask_blend_epi32(nan, _mm512_add_epi32(high, up), quiet);
     put16(param, _mm512_cvtepi32_epi16(high));
@@ -126,8 +123,7 @@ struct VecF {
     const __m512i bits = _mm512_castps_si512(value);
     const __mmask16 nan = _mm512_cmp_ps_mask(value, value, _CMP_UNORD_Q);
     const __m512i high = _mm512_srli_epi32(bits, 16);
-    const __m512i bias =
-        _mm512_add_epi32(_mm512_set1_epi32(0x7fff), _mm512_and_si512(high, _mm512_set1_epi32(1)));
+    const __m512i bias = _mm512_add_epi32(_mm512_set1_epi32(0x7fff), _mm512_and_si512(high, _mm512_set1_epi32(1)));
     const __m512i rounded = _mm512_srli_epi32(_mm512_add_epi32(bits, bias), 16);
     const __m512i quiet = _mm512_or_si512(high, _mm512_set1_epi32(0x40));
     return _mm512_cvtepi32_epi16(_mm512_mask_blend_epi32(nan, rounded, quiet));
@@ -205,8 +201,7 @@ struct VecF {
     const __m256i bits = _mm256_castps_si256(x);
     const __m256i nan = _mm256_castps_si256(_mm256_cmp_ps(x, x, _CMP_UNORD_Q));
     __m256i high = _mm256_srli_epi32(bits, 16);
-    const __m256i quiet =
-        _mm256_or_si256(_mm256_and_si256(high, _mm256_set1_epi32(0x8000)), _mm256_set1_epi32(0x7fc0));
+    const __m256i quiet = _mm256_or_si256(_mm256_and_si256(high, _mm256_set1_epi32(0x8000)), _mm256_set1_epi32(0x7fc0));
     const __m256i up = _mm256_and_si256(_mm256_srli_epi32(bits, 15), _mm256_set1_epi32(1));
     // 0xffff + 1 can't happen: the upper half of a number that is no NaN is at most 0xff80.
     high = _mm256_blendv_epi8(_mm256_add_epi32(high, up), quiet, nan);
@@ -239,8 +234,7 @@ struct VecF {
     const __m256i bits = _mm256_castps_si256(value);
     const __m256i nan = _mm256_castps_si256(_mm256_cmp_ps(value, value, _CMP_UNORD_Q));
     const __m256i high = _mm256_srli_epi32(bits, 16);
-    const __m256i bias =
-        _mm256_add_epi32(_mm256_set1_epi32(0x7fff), _mm256_and_si256(high, _mm256_set1_epi32(1)));
+    const __m256i bias = _mm256_add_epi32(_mm256_set1_epi32(0x7fff), _mm256_and_si256(high, _mm256_set1_epi32(1)));
     const __m256i rounded = _mm256_srli_epi32(_mm256_add_epi32(bits, bias), 16);
     const __m256i quiet = _mm256_or_si256(high, _mm256_set1_epi32(0x40));
     return narrow16(_mm256_blendv_epi8(rounded, quiet, nan));

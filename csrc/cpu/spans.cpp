@@ -7,15 +7,15 @@ namespace zx {
 SegmentTable::SegmentTable(const at::Tensor& table, int64_t shard_numel, const char* op) {
   ZX_CHECK_DTYPE(table, at::kLong, op, "segments");
   ZX_CHECK_CONTIGUOUS(table, op, "segments");
-  ZX_CHECK(table.dim() == 2 && table.size(1) == kSegmentColumns, op, "segments", "must be [n, ",
-           kSegmentColumns, "], got ", table.sizes());
+  ZX_CHECK(table.dim() == 2 && table.size(1) == kSegmentColumns, op, "segments", "must be [n, ", kSegmentColumns,
+           "], got ", table.sizes());
   rows_ = reinterpret_cast<const Segment*>(table.const_data_ptr<int64_t>());
   size_ = table.size(0);
   int64_t end = 0;
   for (int64_t i = 0; i < size_; ++i) {
-    ZX_CHECK(rows_[i].start >= end && rows_[i].stop >= rows_[i].start && rows_[i].stop <= shard_numel, op,
-             "segments", "row ", i, " is [", rows_[i].start, ", ", rows_[i].stop,
-             "), which does not lie in [", end, ", ", shard_numel, ")");
+    ZX_CHECK(rows_[i].start >= end && rows_[i].stop >= rows_[i].start && rows_[i].stop <= shard_numel, op, "segments",
+             "row ", i, " is [", rows_[i].start, ", ", rows_[i].stop, "), which does not lie in [", end, ", ",
+             shard_numel, ")");
     end = rows_[i].stop;
   }
 }

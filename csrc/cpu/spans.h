@@ -26,8 +26,7 @@ inline DType dtype_of(const at::Tensor& tensor, const char* op, const char* argu
     case at::kHalf:
       return DType::f16;
     default:
-      ZX_CHECK(false, op, argument, "must be float64, float32, bfloat16 or float16, got ",
-               tensor.scalar_type());
+      ZX_CHECK(false, op, argument, "must be float64, float32, bfloat16 or float16, got ", tensor.scalar_type());
   }
 }
 
@@ -43,8 +42,8 @@ inline void check_array(const at::Tensor& tensor, at::ScalarType dtype, int64_t 
   ZX_CHECK_CONTIGUOUS(tensor, op, argument);
 }
 
-// A segment is one parameter's part of a shard: a row (start, stop, options row) of an int64 table; elements
-// are counted from the shard's start.
+// A segment is one parameter's part of a shard: a row (start, stop, options row) of an int64 table; elements are
+// counted from the shard's start.
 constexpr int64_t kSegmentColumns = 3;
 struct Segment {
   int64_t start;
@@ -64,8 +63,7 @@ class SegmentTable {
   int64_t size_;
 };
 
-// A stretch of one segment that one thread handles; starts at a multiple of kNormBlock from the segment's
-// start.
+// A stretch of one segment that one thread handles; starts at a multiple of kNormBlock from the segment's start.
 struct Stretch {
   int64_t segment;
   int64_t start;

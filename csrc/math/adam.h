@@ -1,6 +1,6 @@
 // The Adam / AdamW rule, written once. Source: torch.optim.AdamW with foreach=False (torch/optim/adam.py,
-// _single_tensor_adam), including the two forms of its lerp. Every fused multiply-add is spelled out and the
-// build forbids contraction, so every device and instruction set gives the same bits.
+// _single_tensor_adam), including the two forms of its lerp. Every fused multiply-add is spelled out and the build
+// forbids contraction, so every device and instruction set gives the same bits.
 #pragma once
 
 #include <cmath>
@@ -52,9 +52,8 @@ ZX_HD Compensated multiply(Compensated a, Compensated b) {
   return {high, lost - (high - product)};
 }
 
-// base^exponent by squaring: device and host `pow` differ in their last bits, products and fma don't. Plain
-// products would gather up to `exponent` ulp, and 1 - base^exponent magnifies them: fp64 parameters would
-// show it.
+// base^exponent by squaring: device and host `pow` differ in their last bits, products and fma don't. Plain products
+// would gather up to `exponent` ulp, and 1 - base^exponent magnifies them: fp64 parameters would show it.
 ZX_HD double integer_power(double base, int64_t exponent) {
   Compensated result{1.0, 0.0};
   for (Compensated square{base, 0.0}; exponent > 0; exponent >>= 1) {

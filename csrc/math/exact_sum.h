@@ -1,9 +1,9 @@
 // Note [Norms are summed exactly]
 // A gradient norm must not depend on bucket sizes, shard borders, threads or the order in which shards land.
-// Floating-point addition does. So each block of 256 elements gives one double, summed in a fixed order, and
-// these partials are added without rounding: a double is a 53-bit integer times a power of two, and the sum
-// is kept as digits of 32 bits in 64-bit words that cover the whole range of double. Integer addition is
-// associative, so ranks can all-reduce the words, and the sum is rounded once, when it is read.
+// Floating-point addition does. So each block of 256 elements gives one double, summed in a fixed order, and these
+// partials are added without rounding: a double is a 53-bit integer times a power of two, and the sum is kept as
+// digits of 32 bits in 64-bit words that cover the whole range of double. Integer addition is associative, so ranks
+// can all-reduce the words, and the sum is rounded once, when it is read.
 #pragma once
 
 #include <bit>
@@ -59,8 +59,8 @@ ZX_HD double exact_value(int64_t* words) {
   exact_carry(words);
   int top = kExactDigits - 1;
   while (top > 2 && words[top] == 0) --top;
-  // The top digit is below 2^32 and not 0: three digits hold at least 65 significant bits, more than double's
-  // 53. Whatever lies below them can only matter as a sticky bit.
+  // The top digit is below 2^32 and not 0: three digits hold at least 65 significant bits, more than double's 53.
+  // Whatever lies below them can only matter as a sticky bit.
   uint64_t high = (static_cast<uint64_t>(words[top]) << 32) | static_cast<uint64_t>(words[top - 1]);
   uint64_t low = static_cast<uint64_t>(words[top - 2]) << 32;
   bool sticky = false;

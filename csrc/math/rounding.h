@@ -56,12 +56,12 @@ ZX_HD f16 float_to_f16(float x) {
 }
 
 // Note [A master as bf16 parameter plus remainder]
-// The fp32 master is kept as the bf16 parameter (its upper half, rounded half away from zero) and the 16 bits
-// that rounding lost, as a signed number: a negative one says that the parameter was rounded up. Nearest-even
-// can't be used: two masters would share one pair. NaN must be caught: 0x7FFFFFFF would round to -0.0.
-// Somebody may write a parameter and leave the remainder. The two still join to a master that rounds to what
-// was written, except where they are a pair that no master has (zero beside a negative remainder, infinity
-// beside a positive one): those bits would be NaN, and the parameter alone is taken.
+// The fp32 master is kept as the bf16 parameter (its upper half, rounded half away from zero) and the 16 bits that
+// rounding lost, as a signed number: a negative one says that the parameter was rounded up. Nearest-even can't be
+// used: two masters would share one pair. NaN must be caught: 0x7FFFFFFF would round to -0.0. Somebody may write a
+// parameter and leave the remainder. The two still join to a master that rounds to what was written, except where they
+// are a pair that no master has (zero beside a negative remainder, infinity beside a positive one): those bits would
+// be NaN, and the parameter alone is taken.
 struct SplitMaster {
   bf16 param;
   int16_t remainder;

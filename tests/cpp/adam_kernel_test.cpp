@@ -1,5 +1,5 @@
-// The update: every instruction set gives the scalar bits, whatever the dtypes, options and places where
-// spans are cut. What the scalar kernel computes is held against torch in tests/kernels.
+// The update: every instruction set gives the scalar bits, whatever the dtypes, options and places where spans are
+// cut. What the scalar kernel computes is held against torch in tests/kernels.
 #include "elements.h"
 
 namespace {
@@ -35,8 +35,8 @@ std::vector<AdamCase> adam_cases() {
 
 std::string name_of(const AdamCase& c) {
   constexpr std::array masters{"none", "remainder", "fp32"};
-  return joined({name_of(c.param), masters[static_cast<size_t>(c.master)], name_of(c.grad),
-                 c.amsgrad ? "amsgrad" : ""});
+  return joined(
+      {name_of(c.param), masters[static_cast<size_t>(c.master)], name_of(c.grad), c.amsgrad ? "amsgrad" : ""});
 }
 
 // Everything one call reads and writes.

@@ -119,8 +119,8 @@ TEST(every_fma_is_spelled_and_no_product_meets_a_sum) {
   CHECK_EQ(num_sums, 3);
 }
 
-// torch's recipe written down a second time, and a variant without fma that must differ somewhere, or the
-// numbers would prove nothing.
+// torch's recipe written down a second time, and a variant without fma that must differ somewhere, or the numbers
+// would prove nothing.
 TEST(an_update_is_torchs_recipe_bit_for_bit) {
   std::mt19937 random(0);
   std::normal_distribution<float> normal;

@@ -1,5 +1,5 @@
-// Tests without a framework: TEST registers a function, CHECK prints file, line and values and goes on, and
-// main returns 1 if anything failed. Include once, in the file that becomes the executable.
+// Tests without a framework: TEST registers a function, CHECK prints file, line and values and goes on, and main
+// returns 1 if anything failed. Include once, in the file that becomes the executable.
 #pragma once
 
 #include <atomic>
@@ -69,11 +69,9 @@ inline int run_tests() {
 
 }  // namespace zx::testing
 
-#define CHECK(condition) \
-  ((condition) ? void() : zx::testing::fail(__FILE__, __LINE__, "CHECK(" #condition ") failed"))
+#define CHECK(condition) ((condition) ? void() : zx::testing::fail(__FILE__, __LINE__, "CHECK(" #condition ") failed"))
 #define CHECK_FOR(what, condition) \
-  ((condition) ? void()            \
-               : zx::testing::fail(__FILE__, __LINE__, "for " + (what) + ": CHECK(" #condition ") failed"))
+  ((condition) ? void() : zx::testing::fail(__FILE__, __LINE__, "for " + (what) + ": CHECK(" #condition ") failed"))
 #define CHECK_EQ(a, b) zx::testing::check_eq((a), (b), #a " == " #b, __FILE__, __LINE__)
 
 #define TEST(name)                                                                       \

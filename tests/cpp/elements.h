@@ -87,9 +87,8 @@ inline uint64_t random_element(DType dtype) {
   return 0;
 }
 
-// `numel` elements that start `offset` elements behind an aligned address, between canaries. Under the
-// address sanitizer there is none behind them: its own red zone starts at the first byte past the end, and
-// sees reads too.
+// `numel` elements that start `offset` elements behind an aligned address, between canaries. Under the address
+// sanitizer there is none behind them: its own red zone starts at the first byte past the end, and sees reads too.
 class Elements {
  public:
   Elements(DType dtype, int64_t numel, int64_t offset)

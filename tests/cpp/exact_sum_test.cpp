@@ -1,5 +1,4 @@
-// Exact sums against Shewchuk's, which also rounds once but works in another way. See Note [Norms are summed
-// exactly].
+// Exact sums against Shewchuk's, which also rounds once but works in another way. See Note [Norms are summed exactly].
 #include "math/exact_sum.h"
 
 #include <algorithm>
@@ -32,8 +31,8 @@ Words carried(Words words) {
   return words;
 }
 
-// Shewchuk, "Adaptive Precision Floating-Point Arithmetic" (1997), as Python's math.fsum does it: the sum as
-// doubles that don't overlap, rounded to even at the end. Sums stay below overflow.
+// Shewchuk, "Adaptive Precision Floating-Point Arithmetic" (1997), as Python's math.fsum does it: the sum as doubles
+// that don't overlap, rounded to even at the end. Sums stay below overflow.
 double shewchuk(const std::vector<double>& partials) {
   std::vector<double> parts;
   for (double x : partials) {
@@ -81,8 +80,7 @@ std::vector<double> random_partials(std::mt19937_64& random, size_t count, int l
 
 TEST(one_number_is_its_own_sum) {
   std::mt19937_64 random(0);
-  for (const double x :
-       {0.0, kTiny, 2 * kTiny, 0x1p-1022 - kTiny, 0x1p-1022, 1.0, 0x1.fffffffffffffp+52, kMax}) {
+  for (const double x : {0.0, kTiny, 2 * kTiny, 0x1p-1022 - kTiny, 0x1p-1022, 1.0, 0x1.fffffffffffffp+52, kMax}) {
     CHECK_EQ(exact({x}), x);
   }
   for (int i = 0; i < 100000; ++i) {
@@ -132,8 +130,7 @@ TEST(ties_go_to_even_and_one_bit_far_below_breaks_them) {
   CHECK_EQ(exact({1.0 + 0x1p-52, 0x1p-53}), 1.0 + 0x1p-51);
   for (int shift = 0; shift < 64; ++shift) {  // wherever the tie lies in its digit
     CHECK_EQ(exact({std::ldexp(0x1p53, shift), std::ldexp(1.0, shift)}), std::ldexp(0x1p53, shift));
-    CHECK_EQ(exact({std::ldexp(0x1p53, shift), std::ldexp(1.0, shift), 0x1p-60}),
-             std::ldexp(0x1p53 + 2, shift));
+    CHECK_EQ(exact({std::ldexp(0x1p53, shift), std::ldexp(1.0, shift), 0x1p-60}), std::ldexp(0x1p53 + 2, shift));
   }
 }
 

@@ -1,5 +1,5 @@
-// Proof that a sanitizer is awake: each run of this program has one defect, named by its argument, that the
-// sanitizer has to report. Not a test by itself: see CMakeLists.txt.
+// Proof that a sanitizer is awake: each run of this program has one defect, named by its argument, that the sanitizer
+// has to report. Not a test by itself: see CMakeLists.txt.
 #include <cstdlib>
 #include <cstring>
 #include <iostream>

@@ -3,6 +3,7 @@
 
 #include <atomic>
 #include <chrono>
+#include <future>
 #include <memory>
 
 #include "check.h"
@@ -111,6 +112,31 @@ TEST(what_a_task_holds_is_freed_before_drain_returns) {
   lane.post([held = std::move(held)] {});
   lane.drain();
   CHECK(dead);
+}
+
+// What dies may need a lock that somebody holds who is posting: the GIL, for one.
+TEST(others_may_post_while_what_a_task_holds_is_freed) {
+  struct Dies {
+    zx::Lane* lane;
+    std::thread* other;
+    std::atomic<bool>* in_time;
+    ~Dies() {
+      auto posted = std::make_shared<std::promise<void>>();
+      std::future<void> done = posted->get_future();
+      *other = std::thread([lane = lane, posted] {
+        lane->post([] {});
+        posted->set_value();
+      });
+      *in_time = done.wait_for(std::chrono::seconds(2)) == std::future_status::ready;
+    }
+  };
+  std::thread other;
+  std::atomic<bool> in_time{false};
+  zx::Lane lane;
+  lane.post([held = std::shared_ptr<Dies>(new Dies{&lane, &other, &in_time})] {});
+  lane.drain();
+  CHECK(in_time);
+  other.join();
 }
 
 TEST(no_more_holders_than_slots_and_all_get_their_turn) {

@@ -95,8 +95,8 @@ TEST(begin_forgets_the_pass_before) {
   CHECK_EQ(order.mark(0), Buckets{0});
 }
 
-// The model knows no state but what was marked: everything launched so far is the longest prefix of the order
-// whose buckets have all their gradients.
+// The model knows no state but what was marked: everything launched so far is the longest prefix of the order whose
+// buckets have all their gradients.
 TEST(any_sequence_of_marks_agrees_with_a_naive_model) {
   std::mt19937 random(0);
   const auto below = [&random](size_t limit) { return static_cast<size_t>(random() % limit); };
@@ -133,8 +133,7 @@ TEST(any_sequence_of_marks_agrees_with_a_naive_model) {
     for (const int64_t now : tested.finish()) launched.push_back(now);
     CHECK_EQ(launched, order);
     for (const int64_t bucket : order) {
-      if (std::find(completed.begin(), completed.end(), bucket) == completed.end())
-        completed.push_back(bucket);
+      if (std::find(completed.begin(), completed.end(), bucket) == completed.end()) completed.push_back(bucket);
     }
     CHECK_EQ(tested.learned(), completed);
   }

@@ -18,8 +18,7 @@ struct ReduceBuffers {
     std::vector<const void*> starts;
     for (const Elements& slice : slices) starts.push_back(slice.at(start));
     const auto ranks = static_cast<int64_t>(slices.size());
-    table.reduce({shard.dtype(), starts.data(), ranks, ranks, accumulate, shard.at(start), stop - start},
-                 words.data());
+    table.reduce({shard.dtype(), starts.data(), ranks, ranks, accumulate, shard.at(start), stop - start}, words.data());
   }
 
   Elements shard;
@@ -116,8 +115,7 @@ TEST(nan_and_infinity_are_counted_once_a_block) {
   for (const std::string& isa : zx::supported_isas()) {
     zx::select_isa(isa);
     for (const DType dtype : kDTypes) {
-      for (const float bad :
-           {std::numeric_limits<float>::infinity(), std::numeric_limits<float>::quiet_NaN()}) {
+      for (const float bad : {std::numeric_limits<float>::infinity(), std::numeric_limits<float>::quiet_NaN()}) {
         for (const int64_t where : {0, 15, 16, 240, 255, 256, 599}) {
           Elements values = finite_elements(dtype, 600, 0);
           zx::kernels().cast(DType::f32, &bad, dtype, values.at(where), 1);

@@ -26,8 +26,8 @@ struct Format {
 constexpr Format kBf16{8, -126, 127};
 constexpr Format kF16{11, -14, 15};
 
-// The nearest number of the format, ties to even, as IEEE 754 defines it. Steps are powers of two, so every
-// operation here is exact but nearbyint, which rounds as wanted.
+// The nearest number of the format, ties to even, as IEEE 754 defines it. Steps are powers of two, so every operation
+// here is exact but nearbyint, which rounds as wanted.
 double nearest_even(double x, Format format) {
   if (std::isnan(x) || std::isinf(x) || x == 0.0) return x;
   const int exponent = std::max(std::ilogb(x), format.min_exponent);
@@ -44,8 +44,7 @@ double decoded(uint16_t bits, Format format) {
   const int exponent = (bits & 0x7fff) >> mantissa_bits;
   const double sign = bits & 0x8000 ? -1.0 : 1.0;
   if (exponent == (1 << (15 - mantissa_bits)) - 1) {
-    return mantissa ? std::numeric_limits<double>::quiet_NaN()
-                    : sign * std::numeric_limits<double>::infinity();
+    return mantissa ? std::numeric_limits<double>::quiet_NaN() : sign * std::numeric_limits<double>::infinity();
   }
   const int shift = format.min_exponent - mantissa_bits;
   if (exponent == 0) return sign * std::ldexp(mantissa, shift);
@@ -110,9 +109,9 @@ TEST(floats_around_every_tie_round_to_nearest_even) {
     for (const uint32_t low : {0x0fffu, 0x1000u, 0x1001u, 0x2fffu, 0x3000u, 0x3001u}) {  // f16
       check_rounds_to_nearest_even(bits | low);
     }
-    const float middle = (zx::f16_to_float({static_cast<uint16_t>(high)}) +
-                          zx::f16_to_float({static_cast<uint16_t>(high + 1)})) /
-                         2;  // subnormal ones too
+    const float middle =
+        (zx::f16_to_float({static_cast<uint16_t>(high)}) + zx::f16_to_float({static_cast<uint16_t>(high + 1)})) /
+        2;  // subnormal ones too
     for (const uint32_t neighbour : {bits_of(middle) - 1, bits_of(middle), bits_of(middle) + 1}) {
       check_rounds_to_nearest_even(neighbour);
     }
@@ -149,8 +148,7 @@ TEST(a_master_splits_into_its_bf16_rounded_half_away_and_joins_to_the_same_bits)
       const zx::SplitMaster split = zx::split_master(float_of(bits));
       const uint32_t joined = bits_of(zx::join_master(split.param, split.remainder));
       const bool nan = zx::is_nan_bits(bits);
-      const uint32_t half_away =
-          (bits + 0x8000u) >> 16;  // sign and magnitude: adding half goes away from zero
+      const uint32_t half_away = (bits + 0x8000u) >> 16;  // sign and magnitude: adding half goes away from zero
       lossy += static_cast<uint32_t>(nan ? !zx::is_nan_bits(joined) : joined != bits);
       misrounded += static_cast<uint32_t>(!nan && split.param.bits != half_away);
     }
@@ -178,8 +176,7 @@ TEST(a_pair_that_no_master_has_joins_to_the_parameter) {
       CHECK_EQ(bits_of(zx::join_master({zero}, static_cast<int16_t>(-remainder))), uint32_t{zero} << 16);
     }
     for (const uint16_t infinity : {0x7f80, 0xff80}) {
-      CHECK_EQ(bits_of(zx::join_master({infinity}, static_cast<int16_t>(remainder))),
-               uint32_t{infinity} << 16);
+      CHECK_EQ(bits_of(zx::join_master({infinity}, static_cast<int16_t>(remainder))), uint32_t{infinity} << 16);
     }
   }
 }
