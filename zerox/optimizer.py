@@ -90,6 +90,7 @@ class FusedShardedAdam(torch.optim.Optimizer):
         self._grads = Grads(self._ranks, self._options.placements, reduce_dtype)
         self._gather = ParamGather(self._grads.manager, self._ranks.size)
         self._grad_scale: Tensor | None = None
+        self._clipped_at = 0  # flights launched when it was set
         self._adopt(members)
 
     # ---- the training loop -------------------------------------------------------------------------------------------
@@ -107,6 +108,11 @@ class FusedShardedAdam(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         self._settle(Place.STEP)
+        if self._grad_scale is not None and self._clipped_at != self._grads.manager.num_launched:
+            raise RuntimeError(
+                "gradients were sent between clip_grad_norm_() and step(): the scale of the first can't be told from "
+                "that of the others any more. Clip after the last backward, or call zero_grad()"
+            )
         options = adam.options_table(self.param_groups)
         for index, bucket in enumerate(self._buckets):
             grad = self._grads.shard(index)
@@ -134,7 +140,7 @@ class FusedShardedAdam(torch.optim.Optimizer):
 
         The norm is a scalar tensor, float64 if a parameter is, else float32; ``norm_type`` is any positive number or
         ``inf``. Collective. Raises RuntimeError for a norm that is not finite if asked to, ValueError for another
-        ``norm_type``. Call it after the last backward of a step.
+        ``norm_type``. Call it after the last backward of a step: if more gradients follow, step() raises RuntimeError.
         """
         p = float(norm_type)
         if not p > 0.0:
@@ -149,8 +155,10 @@ class FusedShardedAdam(torch.optim.Optimizer):
                 f"The total norm of order {p} for gradients is non-finite, so it cannot be clipped. To disable this "
                 "error and scale the gradients by the non-finite norm anyway, set `error_if_nonfinite=False`"
             )
-        coefficient = clip_coefficient(total, float(max_norm)).double()
-        self._grad_scale = coefficient if self._grad_scale is None else coefficient * self._grad_scale
+        if max_norm != float("inf"):
+            coefficient = clip_coefficient(total, float(max_norm)).double()
+            self._grad_scale = coefficient if self._grad_scale is None else coefficient * self._grad_scale
+            self._clipped_at = self._grads.manager.num_launched
         return total
 
     def no_sync(self) -> AbstractContextManager[None]:

@@ -6,11 +6,25 @@ namespace {
 using namespace zx::testing;
 using zx::DType;
 
+// Ordinary numbers only: with NaN or infinity in them, most sums would say nothing of the rest.
+Elements finite_elements(DType dtype, int64_t numel, int64_t offset) {
+  Elements made(dtype, numel, offset);
+  Elements wide(DType::f32, numel, 0);
+  std::normal_distribution<float> normal;
+  for (int64_t i = 0; i < numel; ++i) wide.set(i, std::bit_cast<uint32_t>(normal(random_bits)));
+  zx::kernels_scalar().cast(DType::f32, wide.at(0), dtype, made.at(0), numel);
+  return made;
+}
+
+Elements elements(bool finite, DType dtype, int64_t numel, int64_t offset) {
+  return finite ? finite_elements(dtype, numel, offset) : Elements::random(dtype, numel, offset);
+}
+
 struct ReduceBuffers {
-  ReduceBuffers(DType dtype, int64_t ranks, int64_t numel, int64_t offset)
-      : shard(Elements::random(dtype, numel, offset)) {
+  ReduceBuffers(bool finite, DType dtype, int64_t ranks, int64_t numel, int64_t offset)
+      : shard(elements(finite, dtype, numel, offset)) {
     for (int64_t rank = 0; rank < ranks; ++rank) {
-      slices.push_back(Elements::random(dtype, numel, (offset + rank) % 5));
+      slices.push_back(elements(finite, dtype, numel, (offset + rank) % 5));
     }
   }
 
@@ -32,14 +46,16 @@ TEST(reduce_gives_the_scalar_bits_and_words) {
       for (int64_t ranks = 1; ranks <= 5; ++ranks) {
         for (const bool accumulate : {false, true}) {
           for (const int64_t numel : kSizes) {
-            const ReduceBuffers before(dtype, ranks, numel, numel % 4);
-            ReduceBuffers expected = before;
-            expected.run(zx::kernels_scalar(), accumulate, 0, numel);
-            ReduceBuffers tested = before;
-            tested.run(*table, accumulate, 0, numel);
-            CHECK_EQ(tested.shard.differences(expected.shard), 0);
-            CHECK_EQ(tested.words, expected.words);
-            CHECK(tested.shard.canaries_live() && expected.shard.canaries_live());
+            for (const bool finite : {false, true}) {
+              const ReduceBuffers before(finite, dtype, ranks, numel, numel % 4);
+              ReduceBuffers expected = before;
+              expected.run(zx::kernels_scalar(), accumulate, 0, numel);
+              ReduceBuffers tested = before;
+              tested.run(*table, accumulate, 0, numel);
+              CHECK_EQ(tested.shard.differences(expected.shard), 0);
+              CHECK_EQ(tested.words, expected.words);
+              CHECK(tested.shard.canaries_live() && expected.shard.canaries_live());
+            }
           }
         }
       }
@@ -52,7 +68,7 @@ TEST(reduce_may_be_cut_between_norm_blocks) {
     zx::select_isa(isa);
     for (const DType dtype : kDTypes) {
       for (const int64_t cut : {0, 256, 512, 768, 1000}) {
-        ReduceBuffers whole(dtype, 3, 1000, 1);
+        ReduceBuffers whole(/*finite=*/true, dtype, 3, 1000, 1);
         ReduceBuffers parts = whole;
         whole.run(zx::kernels(), true, 0, 1000);
         parts.run(zx::kernels(), true, cut, 1000);
@@ -68,24 +84,13 @@ TEST(reduce_may_be_cut_between_norm_blocks) {
 
 constexpr std::array kNorms{zx::Norm::sum_of_abs, zx::Norm::sum_of_squares, zx::Norm::max_of_abs};
 
-// Ordinary numbers only: with NaN or infinity in them, most sums would say nothing of the rest.
-Elements finite_elements(DType dtype, int64_t numel, int64_t offset) {
-  Elements made(dtype, numel, offset);
-  Elements wide(DType::f32, numel, 0);
-  std::normal_distribution<float> normal;
-  for (int64_t i = 0; i < numel; ++i) wide.set(i, std::bit_cast<uint32_t>(normal(random_bits)));
-  zx::kernels_scalar().cast(DType::f32, wide.at(0), dtype, made.at(0), numel);
-  return made;
-}
-
 TEST(norm_gives_the_scalar_words) {
   for (const zx::KernelTable* table : vector_tables()) {
     for (const zx::Norm kind : kNorms) {
       for (const DType dtype : kDTypes) {
         for (const int64_t numel : kSizes) {
           for (const bool finite : {false, true}) {
-            const Elements values =
-                finite ? finite_elements(dtype, numel, numel % 3) : Elements::random(dtype, numel, numel % 3);
+            const Elements values = elements(finite, dtype, numel, numel % 3);
             Words expected{};
             Words tested{};
             zx::kernels_scalar().norm(kind, dtype, values.at(0), numel, expected.data());
@@ -102,7 +107,7 @@ TEST(reduce_and_norm_count_the_same_squares) {
   for (const std::string& isa : zx::supported_isas()) {
     zx::select_isa(isa);
     for (const DType dtype : kDTypes) {
-      ReduceBuffers reduced(dtype, 2, 700, 1);
+      ReduceBuffers reduced(/*finite=*/true, dtype, 2, 700, 1);
       reduced.run(zx::kernels(), false, 0, 700);
       Words words{};
       zx::kernels().norm(zx::Norm::sum_of_squares, dtype, reduced.shard.at(0), 700, words.data());

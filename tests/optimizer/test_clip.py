@@ -137,3 +137,26 @@ def test_a_gradient_modified_in_stage_1_is_what_counts(world_size: int) -> None:
 def test_other_norms_are_refused(norm_type: float) -> None:
     with pytest.raises(ValueError, match="norm_type"):
         FusedShardedAdam([nn.Parameter(torch.ones(1))]).clip_grad_norm_(1.0, norm_type)
+
+
+def clip_then_backward(rank: int, world_size: int, max_norm: float) -> str:
+    model = make_model()
+    optimizer = FusedShardedAdam(model.parameters())
+    backward(model, batch(rank, 0))
+    optimizer.clip_grad_norm_(max_norm)
+    backward(model, batch(rank, 1))
+    try:
+        optimizer.step()
+    except RuntimeError as error:
+        optimizer.zero_grad()
+        backward(model, batch(rank, 2))
+        optimizer.step()
+        return str(error)
+    return "stepped"
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_backward_after_clipping_is_refused_but_not_after_asking_for_the_norm(world_size: int) -> None:
+    for message in run_ranks(clip_then_backward, world_size, 0.1):
+        assert "between clip_grad_norm_() and step()" in message
+    assert run_ranks(clip_then_backward, world_size, math.inf) == ["stepped"] * world_size
