@@ -94,6 +94,8 @@ void bind(py::module_& m) {
           py::arg("names"), py::arg("params"), py::arg("flat"), py::arg("placeholders"), py::arg("offsets"),
           py::arg("wire_dtype"), py::arg("shard_numel"), py::arg("trailer_numel"), py::arg("segments"))
       .def("settle", &BucketManager::settle, py::arg("place"), py::arg("adoptions") = 0, Release())
+      .def(
+          "land", [](BucketManager& self) { self.flights().land(); }, Release())
       .def("zero", &BucketManager::zero, py::arg("set_to_none"), Release())
       .def("set_sync", &BucketManager::set_sync)
       .def("take_local_shard", &BucketManager::take_local_shard, Release())

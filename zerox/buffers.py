@@ -26,6 +26,7 @@ class FlatBuffer:
         self.params = list(params)
         self.layout = layout
         self.shapes = [param.shape for param in params]
+        self.strides = [dense_strides(param) for param in params]
         # Padding is sent with everything else: it should not be what lay in memory before.
         self.flat = torch.zeros(layout.numel, dtype=params[0].dtype, device=params[0].device)
         for slot in range(len(self.params)):
@@ -35,7 +36,7 @@ class FlatBuffer:
     def take_in(self, slot: int) -> None:
         """Copies the parameter's values to its place, and makes it a view of that."""
         param = self.params[slot]
-        view = self.flat.as_strided(param.shape, dense_strides(param), self.layout.offsets[slot])
+        view = self.flat.as_strided(param.shape, self.strides[slot], self.layout.offsets[slot])
         view.copy_(param)
         param.data = view
 
@@ -51,6 +52,9 @@ class FlatBuffer:
         param = self.params[slot]
         built = f"{tuple(self.shapes[slot])} of {self.flat.dtype} on {self.flat.device}"
         now = f"{tuple(param.shape)} of {param.dtype} on {param.device}"
+        if self.strides[slot] != dense_strides(param):  # state lies in the old order
+            built += f" with strides {self.strides[slot]}"
+            now += f" with strides {dense_strides(param)}"
         if built != now:
             raise RuntimeError(
                 f"parameter '{name}' is {now}, but was {built} when the optimizer was built; "

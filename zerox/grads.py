@@ -21,6 +21,7 @@ class Grads:
     """Installs the hooks of each bucket that is added, and hands out this rank's shard of the mean gradient."""
 
     def __init__(self, ranks: Ranks, stage: Stage, reduce_dtype: torch.dtype | None) -> None:
+        self.no_sync_depth = 0
         self.sharded = stage.grads is SHARDED
         self.reduce_dtype = reduce_dtype
         self.manager = C.BucketManager(
@@ -91,11 +92,13 @@ class Grads:
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
+        self.no_sync_depth += 1
         self.manager.set_sync(False)
         try:
             yield
         finally:
-            self.manager.set_sync(True)
+            self.no_sync_depth -= 1
+            self.manager.set_sync(self.no_sync_depth == 0)
 
 
 def _mark_zeroed(to_manager: weakref.ref[C.BucketManager], bucket: int, slot: int) -> None:

@@ -85,7 +85,6 @@ class FusedShardedAdam(torch.optim.Optimizer):
         )
         members = list(self._members())
         check_params([m.name for m in members], [m.param for m in members])
-        self._options.check_dtypes(m.param.dtype for m in members if m.param.requires_grad)
         self._ranks = find_ranks(process_group)
         self._grads = Grads(self._ranks, self._options.placements, reduce_dtype)
         self._gather = ParamGather(self._grads.manager, self._ranks.size)
@@ -124,7 +123,10 @@ class FusedShardedAdam(torch.optim.Optimizer):
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As torch; discards reduced gradients too, also those on their way. Local."""
+        """As torch; discards reduced gradients too, also those on their way.
+
+        Local, but in stage 1 after a backward that raised it tells the other ranks, who wait at the end of theirs.
+        """
         self._grads.zero(set_to_none)
         self._grad_scale = None
         for member in self._frozen:
@@ -172,15 +174,22 @@ class FusedShardedAdam(torch.optim.Optimizer):
     # ---- parameters --------------------------------------------------------------------------------------------------
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As torch. Collective once the optimizer is built."""
+        """As torch. Collective once the optimizer is built. A group that is refused is not added."""
+        built = self._ranks is not None
+        if built:
+            self._settle(Place.SYNCHRONIZE)  # what is on its way was launched with the buckets there are
         super().add_param_group(param_group)
-        group = self.param_groups[-1]
-        adam.check_hyper_parameters(group["lr"], group["betas"], group["eps"], group["weight_decay"])
-        if self._ranks is not None:
-            members = [m for m in self._members() if m.group == len(self.param_groups) - 1]
-            known = [m for bucket in self._buckets for m in bucket.members] + self._frozen
-            check_params([m.name for m in known + members], [m.param for m in known + members])
-            self._adopt(members)
+        try:
+            group = self.param_groups[-1]
+            adam.check_hyper_parameters(group["lr"], group["betas"], group["eps"], group["weight_decay"])
+            if built:
+                members = [m for m in self._members() if m.group == len(self.param_groups) - 1]
+                known = [m for bucket in self._buckets for m in bucket.members] + self._frozen
+                check_params([m.name for m in known + members], [m.param for m in known + members])
+                self._adopt(members)
+        except ValueError:
+            self.param_groups.pop()
+            raise
 
     def broadcast_buffers(self, model: torch.nn.Module) -> None:
         """Gives every rank rank 0's values of the model's buffers. Collective."""
@@ -190,7 +199,11 @@ class FusedShardedAdam(torch.optim.Optimizer):
             buffer.detach().copy_(values)
 
     def memory_bytes(self) -> MemoryBytes:
-        """Bytes of the storages that this rank holds now, by category: to hold beside :func:`zerox.estimate`."""
+        """Bytes of the storages that this rank holds, by category, once what is on its way has landed.
+
+        To hold beside :func:`zerox.estimate`.
+        """
+        self._grads.manager.land()
         members = [m for bucket in self._buckets for m in bucket.members] + self._frozen
         whole = [] if self._grads.sharded else [m.param.grad for m in members]
         manager = self._grads.manager
@@ -206,7 +219,7 @@ class FusedShardedAdam(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Takes what this rank's ``state_dict()`` gave, in place and without rounding.
 
-        Raises ValueError for groups or a share of the state that don't fit.
+        Raises ValueError for groups or sizes that don't fit; another rank's share of the same sizes is not noticed.
         """
         taken: dict[int, dict[str, Any]] = {}
 
@@ -268,6 +281,7 @@ class FusedShardedAdam(torch.optim.Optimizer):
         ranks = self._all_ranks
         ranks.check_same(self._describe(members))
         trained = [m for m in members if m.param.requires_grad]
+        self._options.check_dtypes(m.param.dtype for m in [*trained, *(m for b in self._buckets for m in b.members)])
         adopted = {id(m.param) for m in trained}
         watched = [*getattr(self, "_frozen", []), *members]
         self._frozen = list({id(m.param): m for m in watched if id(m.param) not in adopted}.values())
@@ -278,8 +292,8 @@ class FusedShardedAdam(torch.optim.Optimizer):
             bucket = Bucket(plan, inside, ranks.rank, self._options.master_kind(inside[0].param.dtype), amsgrad)
             ranks.broadcast(bucket.buffer.flat)
             bucket.start_master()
-            self._buckets.append(bucket)
             self._grads.add_bucket(bucket)
+            self._buckets.append(bucket)
         self._publish_state()
 
     def _describe(self, members: Sequence[Member]) -> list[str]:

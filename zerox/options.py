@@ -105,11 +105,13 @@ def named_tensors(params: Any) -> list[tuple[str, Tensor, dict[str, Any]]]:
     """``(name, tensor, group)`` for whatever torch.optim takes; unnamed ones are called by position."""
     found: list[tuple[str, Tensor, dict[str, Any]]] = []
 
+    seen: set[int] = set()
+
     def add(item: Any, group: dict[str, Any]) -> None:
-        if isinstance(item, Tensor):
-            found.append((f"param {len(found)}", item, group))
-        else:
-            found.append((item[0], item[1], group))
+        name, tensor = (f"param {len(found)}", item) if isinstance(item, Tensor) else item
+        if id(tensor) not in seen:  # one that is given twice is trained once
+            seen.add(id(tensor))
+            found.append((name, tensor, group))
 
     for item in params:
         if isinstance(item, dict):

@@ -41,7 +41,8 @@ int64_t BucketManager::add_bucket(BucketSpec spec) {
                              .placeholder = slot.placeholder,
                              .offset = slot.offset,
                              .numel = slot.param.numel(),
-                             .hooks = {}});
+                             .hooks = {},
+                             .unsent = whole_grads_ && slot.param.grad().defined()});
   }
   buckets_.push_back(bucket);
   order_.add_bucket();
@@ -242,21 +243,21 @@ void BucketManager::zero(bool set_to_none) {
   for (const auto& bucket : buckets_) {
     for (Slot& slot : bucket->slots) {
       at::Tensor& grad = slot.param.mutable_grad();
+      // Since the last step every rank may hold something of this parameter, whether this one contributed or not.
+      slot.replace |= slot.held || pass_.rounds > 0;
       const bool is_placeholder = grad.defined() && slot.placeholder.defined() && grad.is_same(slot.placeholder);
       if (set_to_none) {
-        slot.replace |= slot.held;
         slot.held = slot.zeroed = false;
         slot.local.reset();
         grad.reset();
       } else if (is_placeholder) {
         slot.zeroed = true;
       } else if (grad.defined()) {
-        slot.replace |= slot.held;
         grad.detach_().zero_();
       }
     }
   }
-  if (!set_to_none) return;
+  if (!set_to_none && !whole_grads_) return;
   flights_.after_landing([buckets = buckets_] {
     for (const auto& bucket : buckets) {
       bucket->shard.reset();

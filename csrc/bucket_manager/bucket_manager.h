@@ -51,7 +51,8 @@ class BucketManager : public std::enable_shared_from_this<BucketManager> {
   // they disagree about it. Settled::adopt: some rank passed adoptions > 0; make them and call again.
   Settled settle(Place place, int64_t adoptions);
 
-  // As Optimizer.zero_grad(); local, never blocks. Also cleans up after a backward that raised.
+  // As Optimizer.zero_grad(); local, and never blocks but for whole gradients after a backward that raised: there it
+  // tells the others, who wait at the end of theirs.
   void zero(bool set_to_none);
 
   // False: gradients stay local and accumulate (no_sync).

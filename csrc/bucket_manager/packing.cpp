@@ -29,6 +29,11 @@ at::Tensor in_order_of(const at::Tensor& grad, const at::Tensor& param) {
 // gradients are sharded a placeholder stays behind. See Note [Who holds a gradient].
 at::Tensor BucketManager::take_gradient(Slot& slot, bool& present, bool& replace) {
   at::Tensor& grad = slot.param.mutable_grad();
+  if (grad.defined() && grad.layout() != at::kStrided) {  // the round goes on without it, and the next settle() raises
+    pass_.failure = refusal_of_sparse(slot);
+    present = replace = false;
+    return {};
+  }
   if (whole_grads_) {
     present = grad.defined();
     replace = false;

@@ -35,7 +35,12 @@ void BucketManager::gather_whole_grads() {
   for (const auto& bucket : buckets_) {
     const auto options = bucket->slots.front().param.options().requires_grad(false);
     at::Tensor flat = at::empty({world() * bucket->shard_numel}, options);
-    flat.narrow(0, rank() * bucket->shard_numel, bucket->shard_numel).copy_(bucket->shard);
+    at::Tensor own = flat.narrow(0, rank() * bucket->shard_numel, bucket->shard_numel);
+    if (bucket->shard.defined()) {
+      own.copy_(bucket->shard);
+    } else {
+      own.zero_();  // zero_grad() came first
+    }
     if (exchange_) pending.push_back(exchange_->gather(flat));
     if (bucket->wire_dtype == flat.scalar_type()) bucket->shard.reset();
     whole.push_back(std::move(flat));

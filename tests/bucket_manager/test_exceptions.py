@@ -144,3 +144,25 @@ def raise_then_backward(rank: int, _: int) -> str:
 def test_another_backward_after_an_exception_asks_for_zero_grad() -> None:
     for message in run_ranks(raise_then_backward, 2):
         assert "zero_grad" in message
+
+
+def raise_on_rank_1_zero_there_step_everywhere(rank: int, _: int, fail_in: int) -> tuple[bool, list[Tensor]]:
+    training = Training(rank, stage=2)
+    training.backward(0)
+    training.optimizer.step()
+    training.optimizer.zero_grad()
+    before = training.snapshot()
+    if rank == 1:
+        with pytest.raises(ArithmeticError):
+            training.backward(1, fail_in=fail_in)
+        training.optimizer.zero_grad()
+    else:
+        training.backward(1)
+    training.optimizer.step()
+    return training.is_as(before), [p.detach() for p in training.model.parameters()]
+
+
+@pytest.mark.parametrize("fail_in", [0, 2])
+def test_what_one_rank_discards_after_an_exception_no_rank_uses(fail_in: int) -> None:
+    for untouched, _ in run_ranks(raise_on_rank_1_zero_there_step_everywhere, 3, fail_in):
+        assert untouched
