@@ -41,8 +41,8 @@ int64_t BucketManager::add_bucket(BucketSpec spec) {
                              .placeholder = slot.placeholder,
                              .offset = slot.offset,
                              .numel = slot.param.numel(),
-                             .hooks = {},
-                             .unsent = whole_grads_ && slot.param.grad().defined()});
+                             .hooks = {}});
+    bucket->slots.back().unsent = whole_grads_ && slot.param.grad().defined();
   }
   buckets_.push_back(bucket);
   order_.add_bucket();
