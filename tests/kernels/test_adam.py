@@ -166,10 +166,11 @@ def test_grad_scale_multiplies_the_gradient_first(dtype: torch.dtype) -> None:
 
 def test_each_segment_uses_its_own_options_and_step_count() -> None:
     segments = segments_of(500, 700, 300)
-    segments[:, 2] = torch.tensor([1, 0, 1])
+    # Neighbours differ in the step alone, then in the options alone: what is folded for one must not serve the other.
+    segments[:, 2] = torch.tensor([0, 0, 1])
     options = torch.cat([options_table(lr=0.5), options_table(betas=(0.5, 0.5), decoupled=False)])
     together = Shard(1500, segments=segments)
-    together.steps[:] = torch.tensor([0, 5, 9])
+    together.steps[:] = torch.tensor([5, 9, 9])
     parts = []
     for start, stop, row in segments.tolist():
         part = Shard(1500)
