@@ -26,7 +26,7 @@ os.environ.setdefault("MAX_JOBS", str(os.cpu_count() or 1))  # ninja's own defau
 # ---- What is built ---------------------------------------------------------------------------------------------------
 ROOT = Path(__file__).parent.resolve()
 MIN_TORCH = (2, 11)
-SOURCES = ["csrc/bindings.cpp"]
+SOURCES = ["csrc/bindings.cpp", "csrc/op_arguments.cpp"]
 for room in ("cpu", "bucket_manager"):
     SOURCES += sorted(path.relative_to(ROOT).as_posix() for path in ROOT.glob(f"csrc/{room}/*.cpp"))
 HEADERS = sorted(path.relative_to(ROOT).as_posix() for path in ROOT.glob("csrc/**/*.h"))

@@ -7,6 +7,7 @@
 #include "bucket_manager/bucket_manager.h"
 #include "cpu/isa.h"
 #include "math/exact_sum.h"
+#include "math/segment.h"
 
 namespace py = pybind11;
 
@@ -62,7 +63,7 @@ py::object tensor_or_none(const at::Tensor& tensor) { return tensor.defined() ? 
 
 void bind(py::module_& m) {
   m.attr("EXACT_WORDS") = kExactWords;
-  m.attr("SEGMENT_COLUMNS") = 3;
+  m.attr("SEGMENT_COLUMNS") = kSegmentColumns;
   m.def("isa", [] { return std::string(kernels().name); });
   m.def("supported_isas", &supported_isas);
   m.def("select_isa", &select_isa);

@@ -30,7 +30,9 @@ PYTHON_ROOMS = [
 ]
 CPP_ROOMS = {
     "math": {"math"},
-    "cpu": {"math", "cpu", "check.h"},
+    "cuda": {"math", "cuda", "check.h", "op_arguments.h", "cuda_on_host.h"},
+    "op_arguments.h": {"math", "check.h"},
+    "cpu": {"math", "cpu", "check.h", "op_arguments.h"},
     "bucket_manager": {"math", "bucket_manager", "check.h"},
     "check.h": set(),
 }

@@ -6,48 +6,17 @@
 namespace zx {
 namespace {
 
-Master master_kind(const at::Tensor& param, const std::optional<at::Tensor>& master) {
-  constexpr const char* op = "adam_";
-  if (!master) return Master::none;
-  ZX_CHECK_NUMEL(*master, param.numel(), op, "master");
-  ZX_CHECK_CONTIGUOUS(*master, op, "master");
-  const bool half = param.scalar_type() == at::kHalf || param.scalar_type() == at::kBFloat16;
-  if (half && master->scalar_type() == at::kFloat) return Master::fp32;
-  ZX_CHECK(param.scalar_type() == at::kBFloat16 && master->scalar_type() == at::kShort, op, "master",
-           "must be float32 beside a 16-bit parameter or int16 beside bfloat16, got ", master->scalar_type(),
-           " beside ", param.scalar_type());
-  return Master::remainder;
-}
-
-void check_moment(const at::Tensor& moment, const at::Tensor& param, const char* argument) {
-  const auto dtype = param.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
-  check_array(moment, dtype, param.numel(), "adam_", argument);
-}
-
 // A segment whose `present` is 0 is left alone, its step count too, as torch leaves a parameter without gradient.
 void adam_(at::Tensor& param, const std::optional<at::Tensor>& master, const at::Tensor& grad, at::Tensor& exp_avg,
            at::Tensor& exp_avg_sq, const std::optional<at::Tensor>& max_exp_avg_sq, const at::Tensor& segments,
            const at::Tensor& present, at::Tensor& steps, const at::Tensor& options,
            const std::optional<at::Tensor>& grad_scale) {
   constexpr const char* op = "adam_";
+  const Master kind = check_adam({param, master, grad, exp_avg, exp_avg_sq, max_exp_avg_sq},
+                                 {segments, present, steps, options, grad_scale});
   const DType param_dtype = dtype_of(param, op, "param");
   const DType grad_dtype = dtype_of(grad, op, "grad");
-  ZX_CHECK(grad_dtype != DType::f64 || param_dtype == DType::f64, op, "grad", "must not be float64 beside ",
-           param.scalar_type());
-  ZX_CHECK_CONTIGUOUS(param, op, "param");
-  ZX_CHECK_CONTIGUOUS(grad, op, "grad");
-  ZX_CHECK_NUMEL(grad, param.numel(), op, "grad");
-  const Master kind = master_kind(param, master);
-  check_moment(exp_avg, param, "exp_avg");
-  check_moment(exp_avg_sq, param, "exp_avg_sq");
-  if (max_exp_avg_sq) check_moment(*max_exp_avg_sq, param, "max_exp_avg_sq");
   const SegmentTable table(segments, param.numel(), op);
-  check_array(present, at::kByte, table.size(), op, "present");
-  check_array(steps, at::kLong, table.size(), op, "steps");
-  ZX_CHECK_DTYPE(options, at::kDouble, op, "options");
-  ZX_CHECK(options.dim() == 2 && options.size(1) == kAdamOptionsColumns && options.is_contiguous(), op, "options",
-           "must be [groups, ", kAdamOptionsColumns, "], got ", options.sizes());
-  if (grad_scale) check_array(*grad_scale, at::kDouble, 1, op, "grad_scale");
   const auto* rows = reinterpret_cast<const AdamOptions*>(options.const_data_ptr<double>());
   for (int64_t i = 0; i < table.size(); ++i) {
     const int64_t row = table[i].options_row;

@@ -11,17 +11,10 @@
 #include <cstdint>
 
 #include "math/adam.h"
+#include "math/dtype.h"
+#include "math/norm.h"
 
 namespace zx {
-
-enum class DType : uint8_t { f64, f32, bf16, f16 };
-
-// How the exact value of a parameter is kept.
-enum class Master : uint8_t {
-  none,       // the parameter itself
-  remainder,  // bf16 parameter + 16 bits: see Note [A master as bf16 parameter plus remainder]
-  fp32,       // a float beside a 16-bit parameter
-};
 
 // Elements [0, numel) of one parameter's part of a shard. Moments are double for f64 parameters, else float.
 struct AdamSpan {
@@ -48,10 +41,6 @@ struct ReduceSpan {
   void* shard;
   int64_t numel;
 };
-
-constexpr int64_t kNormBlock = 256;  // elements in a norm partial, counted from each parameter's start
-
-enum class Norm : uint8_t { sum_of_abs, sum_of_squares, max_of_abs };
 
 struct KernelTable {
   const char* name;

@@ -11,7 +11,7 @@
 // clang-format off: our headers come after the pragma, in this order
 #include "cpu/kernels.h"
 #include "math/exact_sum.h"
-#include "math/rounding.h"
+#include "math/scalar_lane.h"
 
 #define ZX_LAMBDA __attribute__((always_inline))
 namespace zx {

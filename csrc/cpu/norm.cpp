@@ -18,12 +18,17 @@ void power_partials(double p, const at::Tensor& shard, int64_t start, int64_t st
     const int64_t count = std::min(kNormBlock, stop - block);
     double wide[kNormBlock];
     kernels().cast(dtype, bytes_at(shard, block), DType::f64, wide, count);
-    double sum = 0.0;
+    double sums[kNormAccumulators] = {};
+    bool finite = true;
     for (int64_t i = 0; i < count; ++i) {
-      words[kExactNonFinite] += std::isfinite(wide[i]) ? 0 : 1;
-      sum += std::pow(std::fabs(wide[i]), p);
+      finite = finite && std::isfinite(wide[i]);
+      sums[i % kNormAccumulators] += std::pow(std::fabs(wide[i]), p);
     }
-    exact_add(words, sum);
+    for (int half = kNormAccumulators / 2; half > 0; half /= 2) {
+      for (int lane = 0; lane < half; ++lane) sums[lane] += sums[lane + half];
+    }
+    words[kExactNonFinite] += finite ? 0 : 1;
+    exact_add(words, sums[0]);
   }
 }
 
@@ -38,10 +43,9 @@ void merge(double p, const int64_t* local, int64_t* total) {
 // Adds sum |x|^p over the segments of a shard to `words`; for p = inf keeps the bits of the largest |x|.
 void norm_(at::Tensor& words, const at::Tensor& shard, const at::Tensor& segments, double p) {
   constexpr const char* op = "norm_";
+  check_norm(words, shard, segments, p);
   const DType dtype = dtype_of(shard, op, "shard");
-  ZX_CHECK_CONTIGUOUS(shard, op, "shard");
-  check_array(words, at::kLong, kExactWords, op, "words");
-  ZX_CHECK(p > 0.0, op, "p", "must be positive, got ", p);
+  const Norm kind = norm_of_order(p);
   const SegmentTable table(segments, shard.numel(), op);
   const std::vector<Stretch> stretches = split_into_stretches(table);
   auto* total = words.mutable_data_ptr<int64_t>();
@@ -50,8 +54,7 @@ void norm_(at::Tensor& words, const at::Tensor& shard, const at::Tensor& segment
     int64_t local[kExactWords] = {};
     for (int64_t i = first; i < last; ++i) {
       const auto [segment, start, stop] = stretches[i];
-      if (p == 1.0 || p == 2.0 || std::isinf(p)) {
-        const Norm kind = p == 1.0 ? Norm::sum_of_abs : p == 2.0 ? Norm::sum_of_squares : Norm::max_of_abs;
+      if (kind != Norm::sum_of_powers) {
         kernels().norm(kind, dtype, bytes_at(shard, start), stop - start, local);
       } else {
         power_partials(p, shard, start, stop, local);
@@ -65,9 +68,7 @@ void norm_(at::Tensor& words, const at::Tensor& shard, const at::Tensor& segment
 
 // The norm as a double and whether every element was finite (1.0 or 0.0), as one float64 tensor of two.
 at::Tensor norm_value(const at::Tensor& words, double p) {
-  constexpr const char* op = "norm_value";
-  check_array(words, at::kLong, kExactWords, op, "words");
-  ZX_CHECK(p > 0.0, op, "p", "must be positive, got ", p);
+  check_norm_value(words, p);
   int64_t copy[kExactWords];
   std::copy_n(words.const_data_ptr<int64_t>(), kExactWords, copy);
   at::Tensor result = at::empty({2}, words.options().dtype(at::kDouble));

@@ -1,16 +1,14 @@
 // Norm partials over blocks of 256 elements. Included by kernels_<isa>.cpp only.
 
-// Sixteen double accumulators, element i into number i % 16, folded in halves: this order is part of the result, and
-// no instruction set changes it. `count_non_finite` gets 1 if any element is NaN or infinite; a sum of squares can't
-// tell (in fp64 it may overflow while every element is finite).
+// In the order of kNormAccumulators, which no instruction set changes. `count_non_finite` gets 1 if any element is NaN
+// or infinite; a sum of squares can't tell (in fp64 it may overflow while every element is finite).
 template <bool kSquare, class T>
 ZX_HD double norm_partial(const T* values, int64_t numel, int64_t* count_non_finite) {
-  constexpr int kAccumulators = 16;
-  double sums[kAccumulators] = {};
-  T differences[kAccumulators] = {};  // x - x is 0, or NaN where x is not finite
+  double sums[kNormAccumulators] = {};
+  T differences[kNormAccumulators] = {};  // x - x is 0, or NaN where x is not finite
   int64_t i = 0;
-  for (; i + kAccumulators <= numel; i += kAccumulators) {
-    for (int lane = 0; lane < kAccumulators; ++lane) {
+  for (; i + kNormAccumulators <= numel; i += kNormAccumulators) {
+    for (int lane = 0; lane < kNormAccumulators; ++lane) {
       const T x = values[i + lane];
       const double wide = static_cast<double>(x);
       sums[lane] += kSquare ? wide * wide : std::fabs(wide);
@@ -23,7 +21,7 @@ ZX_HD double norm_partial(const T* values, int64_t numel, int64_t* count_non_fin
     sums[lane] += kSquare ? wide * wide : std::fabs(wide);
     differences[lane] += x - x;
   }
-  for (int half = kAccumulators / 2; half > 0; half /= 2) {
+  for (int half = kNormAccumulators / 2; half > 0; half /= 2) {
     for (int lane = 0; lane < half; ++lane) {
       sums[lane] += sums[lane + half];
       differences[lane] += differences[lane + half];
@@ -80,6 +78,8 @@ void norm(Norm kind, DType dtype, const void* values, int64_t numel, int64_t* wo
         break;
       case Norm::max_of_abs:
         words[0] = max_partial(block, count, words[0]);
+        break;
+      case Norm::sum_of_powers:  // not here: see norm.cpp
         break;
     }
   });

@@ -13,20 +13,13 @@ namespace {
 // Behind a slice's shard lie two elements for each segment: "present" and "replace what you hold".
 // present = present anywhere now, or before and replaced nowhere. replaced = replaced somewhere.
 void read_flags_(at::Tensor& present, at::Tensor& replaced, at::TensorList slices, int64_t shard_numel) {
-  constexpr const char* op = "read_flags_";
-  check_array(present, at::kByte, present.numel(), op, "present");
-  check_array(replaced, at::kByte, present.numel(), op, "replaced");
-  ZX_CHECK(shard_numel >= 0, op, "shard_numel", "must not be negative, got ", shard_numel);
+  check_read_flags(present, replaced, slices, shard_numel);
   const int64_t count = present.numel();
   auto* present_now = present.mutable_data_ptr<uint8_t>();
   auto* replaced_now = replaced.mutable_data_ptr<uint8_t>();
   std::vector<uint8_t> present_somewhere(static_cast<size_t>(count), 0);
   std::fill_n(replaced_now, count, uint8_t{0});
   for (const at::Tensor& slice : slices) {
-    dtype_of(slice, op, "slices");
-    ZX_CHECK(slice.numel() >= shard_numel + 2 * count, op, "slices", "must have ", shard_numel + 2 * count,
-             " elements, got ", slice.numel());
-    ZX_CHECK_CONTIGUOUS(slice, op, "slices");
     const auto width = static_cast<size_t>(slice.element_size());
     const auto raised = [&](int64_t element) {  // any bit: a flag is 0 or a positive number
       const char* bytes = bytes_at(slice, element);
@@ -45,19 +38,9 @@ void read_flags_(at::Tensor& present, at::Tensor& replaced, at::TensorList slice
 void reduce_(at::Tensor& shard, at::Tensor& words, at::TensorList slices, const at::Tensor& segments,
              const at::Tensor& replaced, int64_t world, bool accumulate) {
   constexpr const char* op = "reduce_";
+  check_reduce(shard, words, slices, segments, replaced, world);
   const DType dtype = dtype_of(shard, op, "shard");
-  ZX_CHECK_CONTIGUOUS(shard, op, "shard");
-  check_array(words, at::kLong, kExactWords, op, "words");
-  ZX_CHECK(!slices.empty(), op, "slices", "must not be empty");
-  for (const at::Tensor& slice : slices) {
-    ZX_CHECK_DTYPE(slice, shard.scalar_type(), op, "slices");
-    ZX_CHECK(slice.numel() >= shard.numel(), op, "slices", "must have ", shard.numel(), " elements, got ",
-             slice.numel());
-    ZX_CHECK_CONTIGUOUS(slice, op, "slices");
-  }
-  ZX_CHECK(world > 0, op, "world", "must be positive, got ", world);
   const SegmentTable table(segments, shard.numel(), op);
-  check_array(replaced, at::kByte, table.size(), op, "replaced");
   const auto* replace = replaced.const_data_ptr<uint8_t>();
 
   const std::vector<Stretch> stretches = split_into_stretches(table);

@@ -1,72 +1,8 @@
-// Vectors of float and double, and scalar lanes with the same face, for one instruction set.
+// Vectors of float and double with the face of ScalarLane (math/scalar_lane.h), for one instruction set.
 //
 // Included once by each kernels_<isa>.cpp, inside that file's target pragma and namespace: see Note [One kernel
 // source, three instruction sets] in kernels.h. Loads and stores convert from and to the storage formats; every
 // arithmetic operation is one correctly rounded IEEE operation, so all instruction sets give the same bits.
-
-// ---- scalar lanes: tails, and the whole loop where there is no SIMD
-// -------------------------------------------
-
-template <class T>
-struct Lane {
-  using Scalar = T;
-  static constexpr int kLanes = 1;
-  T x;
-
-  static ZX_HD Lane splat(T value) { return {value}; }
-  static ZX_HD Lane load(const double* p) { return {static_cast<T>(*p)}; }
-  static ZX_HD Lane load(const float* p) { return {static_cast<T>(*p)}; }
-  static ZX_HD Lane load(const bf16* p) { return {static_cast<T>(bf16_to_float(*p))}; }
-  static ZX_HD Lane load(const f16* p) { return {static_cast<T>(f16_to_float(*p))}; }
-  ZX_HD void store(double* p) const { *p = static_cast<double>(x); }
-  ZX_HD void store(float* p) const { *p = static_cast<float>(x); }
-  ZX_HD void store(bf16* p) const { *p = float_to_bf16(static_cast<float>(x)); }
-  ZX_HD void store(f16* p) const { *p = float_to_f16(static_cast<float>(x)); }
-
-  static ZX_HD Lane load_split(const bf16* param, const int16_t* remainder) {
-    return {join_master(*param, *remainder)};
-  }
-  ZX_HD void store_split(bf16* param, int16_t* remainder) const {
-    const SplitMaster split = split_master(x);
-    *param = split.param;
-    *remainder = split.remainder;
-  }
-  // The master while it still rounds to the parameter, else the parameter: somebody wrote a new value into it.
-  template <class H>
-  static ZX_HD Lane load_master(const H* param, const float* master) {
-    H rounded;
-    Lane{*master}.store(&rounded);
-    return rounded.bits == param->bits ? Lane{*master} : load(param);
-  }
-};
-template <class T>
-ZX_HD Lane<T> operator+(Lane<T> a, Lane<T> b) {
-  return {a.x + b.x};
-}
-template <class T>
-ZX_HD Lane<T> operator-(Lane<T> a, Lane<T> b) {
-  return {a.x - b.x};
-}
-template <class T>
-ZX_HD Lane<T> operator*(Lane<T> a, Lane<T> b) {
-  return {a.x * b.x};
-}
-template <class T>
-ZX_HD Lane<T> operator/(Lane<T> a, Lane<T> b) {
-  return {a.x / b.x};
-}
-template <class T>
-ZX_HD Lane<T> fma(Lane<T> a, Lane<T> b, Lane<T> c) {
-  return {std::fma(a.x, b.x, c.x)};
-}
-template <class T>
-ZX_HD Lane<T> sqrt(Lane<T> a) {
-  return {std::sqrt(a.x)};
-}
-template <class T>
-ZX_HD Lane<T> max(Lane<T> a, Lane<T> b) {
-  return {a.x > b.x ? a.x : b.x};
-}
 
 #if defined(ZX_SIMD_AVX512)
 
@@ -162,7 +98,7 @@ struct VecD {
   ZX_HD void store_each(H* p) const {
     alignas(64) double lanes[kLanes];
     store(lanes);
-    for (int i = 0; i < kLanes; ++i) Lane<double>{lanes[i]}.store(p + i);
+    for (int i = 0; i < kLanes; ++i) ScalarLane<double>{lanes[i]}.store(p + i);
   }
   static ZX_HD __m128i bits16(const void* p) { return _mm_loadu_si128(static_cast<const __m128i*>(p)); }
 };
@@ -269,14 +205,14 @@ struct VecD {
   template <class H>
   static ZX_HD VecD load_each(const H* p) {
     alignas(32) double lanes[kLanes];
-    for (int i = 0; i < kLanes; ++i) lanes[i] = Lane<double>::load(p + i).x;
+    for (int i = 0; i < kLanes; ++i) lanes[i] = ScalarLane<double>::load(p + i).x;
     return load(lanes);
   }
   template <class H>
   ZX_HD void store_each(H* p) const {
     alignas(32) double lanes[kLanes];
     store(lanes);
-    for (int i = 0; i < kLanes; ++i) Lane<double>{lanes[i]}.store(p + i);
+    for (int i = 0; i < kLanes; ++i) ScalarLane<double>{lanes[i]}.store(p + i);
   }
 };
 ZX_HD VecD operator+(VecD a, VecD b) { return {_mm256_add_pd(a.x, b.x)}; }
@@ -289,8 +225,8 @@ ZX_HD VecD max(VecD a, VecD b) { return {_mm256_max_pd(a.x, b.x)}; }
 
 #else
 
-using VecF = Lane<float>;
-using VecD = Lane<double>;
+using VecF = ScalarLane<float>;
+using VecD = ScalarLane<double>;
 
 #endif
 
@@ -312,5 +248,5 @@ template <class T, class Body>
 ZX_HD void for_each_vector(int64_t numel, Body body) {
   int64_t i = 0;
   for (; i + Vec<T>::kLanes <= numel; i += Vec<T>::kLanes) body(Vec<T>{}, i);
-  for (; i < numel; ++i) body(Lane<T>{}, i);
+  for (; i < numel; ++i) body(ScalarLane<T>{}, i);
 }

@@ -5,10 +5,6 @@
 namespace zx {
 
 SegmentTable::SegmentTable(const at::Tensor& table, int64_t shard_numel, const char* op) {
-  ZX_CHECK_DTYPE(table, at::kLong, op, "segments");
-  ZX_CHECK_CONTIGUOUS(table, op, "segments");
-  ZX_CHECK(table.dim() == 2 && table.size(1) == kSegmentColumns, op, "segments", "must be [n, ", kSegmentColumns,
-           "], got ", table.sizes());
   rows_ = reinterpret_cast<const Segment*>(table.const_data_ptr<int64_t>());
   size_ = table.size(0);
   int64_t end = 0;

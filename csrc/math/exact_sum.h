@@ -22,24 +22,32 @@ constexpr int kExactNan = kExactDigits + 1;    // partials that are NaN
 constexpr int kExactInf = kExactDigits + 2;    // partials that are infinite
 constexpr int kExactWords = kExactDigits + 3;
 
-// Adds one partial, which must not be negative. Up to 2^31 additions fit before a carry is needed.
-ZX_HD void exact_add(int64_t* words, double partial) {
+// What adding one partial changes: words[first] and the two behind it.
+struct ExactTerm {
+  int first;
+  uint64_t added[3];
+};
+
+// `partial` must not be negative.
+ZX_HD ExactTerm exact_term(double partial) {
   const uint64_t bits = std::bit_cast<uint64_t>(partial);
   const uint64_t exponent = (bits >> 52) & 0x7ff;
   uint64_t mantissa = bits & ((uint64_t{1} << 52) - 1);
-  if (exponent == 0x7ff) {
-    words[mantissa ? kExactNan : kExactInf] += 1;
-    return;
-  }
+  if (exponent == 0x7ff) return {mantissa ? kExactNan : kExactInf, {1, 0, 0}};
   if (exponent != 0) mantissa |= uint64_t{1} << 52;
   const uint64_t position = exponent == 0 ? 0 : exponent - 1;  // of the mantissa's last bit, above 2^-1074
-  const int digit = static_cast<int>(position >> 5);
   const int shift = static_cast<int>(position & 31);
   const uint64_t low = mantissa << shift;
   const uint64_t high = shift == 0 ? 0 : mantissa >> (64 - shift);
-  words[digit] += static_cast<int64_t>(low & 0xffffffffu);
-  words[digit + 1] += static_cast<int64_t>(low >> 32);
-  words[digit + 2] += static_cast<int64_t>(high);
+  return {static_cast<int>(position >> 5), {low & 0xffffffffu, low >> 32, high}};
+}
+
+// Up to 2^31 additions fit before a carry is needed.
+ZX_HD void exact_add(int64_t* words, double partial) {
+  const ExactTerm term = exact_term(partial);
+  for (int i = 0; i < 3; ++i) {  // behind a count of what is not finite may lie no word
+    if (term.added[i] != 0) words[term.first + i] += static_cast<int64_t>(term.added[i]);
+  }
 }
 
 // Brings every digit under 2^32, so that as many as 2^31 such sums can be added word by word.

@@ -1,63 +1,25 @@
 // The update: every instruction set gives the scalar bits, whatever the dtypes, options and places where spans are
 // cut. What the scalar kernel computes is held against torch in tests/kernels.
-#include "elements.h"
+#include "adam_cases.h"
 
 namespace {
 
 using namespace zx::testing;
 using zx::DType;
 using zx::Master;
-using zx::testing::name_of;  // beside the overload below
-
-struct AdamCase {
-  DType param;
-  Master master;
-  DType grad;
-  bool amsgrad;
-};
-
-std::vector<AdamCase> adam_cases() {
-  std::vector<AdamCase> cases;
-  for (const bool amsgrad : {false, true}) {
-    for (const DType grad : kDTypes) {
-      cases.push_back({DType::f64, Master::none, grad, amsgrad});
-      if (grad == DType::f64) continue;
-      cases.push_back({DType::f32, Master::none, grad, amsgrad});
-      for (const DType half : {DType::bf16, DType::f16}) {
-        cases.push_back({half, Master::none, grad, amsgrad});
-        cases.push_back({half, Master::fp32, grad, amsgrad});
-      }
-      cases.push_back({DType::bf16, Master::remainder, grad, amsgrad});
-    }
-  }
-  return cases;
-}
-
-std::string name_of(const AdamCase& c) {
-  constexpr std::array masters{"none", "remainder", "fp32"};
-  return joined(
-      {name_of(c.param), masters[static_cast<size_t>(c.master)], name_of(c.grad), c.amsgrad ? "amsgrad" : ""});
-}
 
 // Everything one call reads and writes.
 struct AdamBuffers {
   AdamBuffers(const AdamCase& c, int64_t numel, int64_t offset)
       : what(c),
         param(Elements::random(c.param, numel, offset)),
-        master(Elements::random(c.master == Master::remainder ? DType::bf16 : DType::f32, numel, offset + 1)),
+        master(Elements::random(master_dtype(c), numel, offset + 1)),
         grad(Elements::random(c.grad, numel, offset + 2)),
-        exp_avg(Elements::random(state(c), numel, offset + 1)),
-        exp_avg_sq(Elements::random(state(c), numel, offset)),
-        max_exp_avg_sq(Elements::random(state(c), numel, offset + 3)) {
-    // Masters that round to their parameter, but every third, as if somebody had written into the parameter.
-    for (int64_t i = 0; c.master == Master::fp32 && i < numel; ++i) {
-      if (i % 3 == 0) continue;
-      const float exact = std::bit_cast<float>(static_cast<uint32_t>(master.get(i)));
-      param.set(i, c.param == DType::bf16 ? zx::float_to_bf16(exact).bits : zx::float_to_f16(exact).bits);
-    }
+        exp_avg(Elements::random(state_dtype(c), numel, offset + 1)),
+        exp_avg_sq(Elements::random(state_dtype(c), numel, offset)),
+        max_exp_avg_sq(Elements::random(state_dtype(c), numel, offset + 3)) {
+    make_masters(c, numel, param, master);
   }
-
-  static DType state(const AdamCase& c) { return c.param == DType::f64 ? DType::f64 : DType::f32; }
 
   void run(const zx::KernelTable& table, const zx::AdamStep<double>& step, int64_t start, int64_t stop) {
     table.adam({what.param, what.master, what.grad, what.amsgrad, param.at(start),

@@ -100,7 +100,24 @@ class Elements {
     return made;
   }
 
+  // Ordinary numbers only: with NaN or infinity in them, most sums would say nothing of the rest.
+  static Elements finite(DType dtype, int64_t numel, int64_t offset) {
+    Elements made(dtype, numel, offset);
+    std::normal_distribution<float> normal;
+    for (int64_t i = 0; i < numel; ++i) {
+      const float value = normal(random_bits);
+      kernels_scalar().cast(DType::f32, &value, dtype, made.at(i), 1);
+    }
+    return made;
+  }
+
   DType dtype() const { return dtype_; }
+  int64_t numel() const { return numel_; }
+  double number(int64_t element) const {
+    double value = 0.0;
+    kernels_scalar().cast(dtype_, at(element), DType::f64, &value, 1);
+    return value;
+  }
   char* at(int64_t element) { return bytes_.data() + front_ + element * bytes_of(dtype_); }
   const char* at(int64_t element) const { return bytes_.data() + front_ + element * bytes_of(dtype_); }
   void set(int64_t element, uint64_t bits) {
@@ -110,6 +127,11 @@ class Elements {
     uint64_t bits = 0;
     std::memcpy(&bits, at(element), static_cast<size_t>(bytes_of(dtype_)));
     return bits;
+  }
+
+  void make_positive(int64_t element) {
+    const int sign = 8 * static_cast<int>(bytes_of(dtype_)) - 1;
+    set(element, get(element) & ~(uint64_t{1} << sign));
   }
 
   // Elements that differ. Arithmetic on two NaNs may return either: any NaN equals any other.

@@ -6,18 +6,8 @@ namespace {
 using namespace zx::testing;
 using zx::DType;
 
-// Ordinary numbers only: with NaN or infinity in them, most sums would say nothing of the rest.
-Elements finite_elements(DType dtype, int64_t numel, int64_t offset) {
-  Elements made(dtype, numel, offset);
-  Elements wide(DType::f32, numel, 0);
-  std::normal_distribution<float> normal;
-  for (int64_t i = 0; i < numel; ++i) wide.set(i, std::bit_cast<uint32_t>(normal(random_bits)));
-  zx::kernels_scalar().cast(DType::f32, wide.at(0), dtype, made.at(0), numel);
-  return made;
-}
-
 Elements elements(bool finite, DType dtype, int64_t numel, int64_t offset) {
-  return finite ? finite_elements(dtype, numel, offset) : Elements::random(dtype, numel, offset);
+  return finite ? Elements::finite(dtype, numel, offset) : Elements::random(dtype, numel, offset);
 }
 
 struct ReduceBuffers {
@@ -122,7 +112,7 @@ TEST(nan_and_infinity_are_counted_once_a_block) {
     for (const DType dtype : kDTypes) {
       for (const float bad : {std::numeric_limits<float>::infinity(), std::numeric_limits<float>::quiet_NaN()}) {
         for (const int64_t where : {0, 15, 16, 240, 255, 256, 599}) {
-          Elements values = finite_elements(dtype, 600, 0);
+          Elements values = Elements::finite(dtype, 600, 0);
           zx::kernels().cast(DType::f32, &bad, dtype, values.at(where), 1);
           Words words{};
           zx::kernels().norm(zx::Norm::sum_of_squares, dtype, values.at(0), 600, words.data());

@@ -1,0 +1,67 @@
+// What the kernels need of CUDA beside its language, and the one place where they are launched.
+//
+// Note [Kernels that run on the host]
+// Tests compile the same .cu files with a C++ compiler. cuda_on_host.h (tests/cpp) then stands in for what is below:
+// every thread of a block is a fiber, barriers really wait, and fibers run in any order between them. So kernels use
+// launch(), ZX_SHARED, __syncthreads, __syncwarp, shuffles, votes and atomics, and nothing else of CUDA.
+#pragma once
+
+#include <cstdint>
+
+namespace zx::cuda {
+constexpr int kThreads = 256;  // in a block
+constexpr int kWarp = 32;
+constexpr int kWarps = kThreads / kWarp;
+constexpr unsigned kAllLanes = 0xffffffffu;
+}  // namespace zx::cuda
+
+#if defined(__CUDACC__)
+
+#include <cuda_runtime.h>
+
+#define ZX_SHARED(type, name) __shared__ type name
+#define ZX_UNROLL _Pragma("unroll")
+
+namespace zx::cuda {
+
+// Runs `kernel` on as many blocks as the device holds at a time, or fewer where there are fewer tiles of work.
+template <class Args>
+cudaError_t launch(void (*kernel)(Args), int64_t num_tiles, cudaStream_t stream, const Args& args) {
+  if (num_tiles <= 0) return cudaSuccess;
+  int device = 0;
+  int num_processors = 0;
+  int blocks_each = 0;
+  cudaError_t error = cudaGetDevice(&device);
+  if (error == cudaSuccess) error = cudaDeviceGetAttribute(&num_processors, cudaDevAttrMultiProcessorCount, device);
+  if (error == cudaSuccess) error = cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks_each, kernel, kThreads, 0);
+  if (error != cudaSuccess) return error;
+  const int64_t most = int64_t{num_processors} * blocks_each;
+  kernel<<<static_cast<unsigned>(num_tiles < most ? num_tiles : most), kThreads, 0, stream>>>(args);
+  return cudaGetLastError();
+}
+
+}  // namespace zx::cuda
+
+#else
+#include "cuda_on_host.h"
+#endif
+
+namespace zx::cuda {
+
+// This block's part of the tiles: neighbours, so that what was looked up for one serves the next.
+struct TileRange {
+  int64_t first;
+  int64_t last;
+};
+__device__ __forceinline__ TileRange tiles_of_block(int64_t num_tiles) {
+  const int64_t blocks = gridDim.x;
+  const int64_t each = num_tiles / blocks;
+  const int64_t rest = num_tiles % blocks;  // the first blocks take one more
+  const int64_t block = blockIdx.x;
+  const int64_t first = block * each + (block < rest ? block : rest);
+  return {first, first + each + (block < rest ? 1 : 0)};
+}
+
+constexpr int64_t tiles_for(int64_t numel, int64_t tile_numel) { return (numel + tile_numel - 1) / tile_numel; }
+
+}  // namespace zx::cuda

@@ -1,0 +1,108 @@
+// The CUDA kernels as functions on raw device pointers, for the ops in this folder and for tests that run the same
+// sources on the host. Without headers of torch or CUDA, so that neither's version matters to the other.
+//
+// Each call launches on `stream` of the current device, never waits, and returns a cudaError_t (0: success). Tables lie
+// on the device and must stay there until the stream has passed the call.
+#pragma once
+
+#include <cstdint>
+
+#include "math/adam.h"
+#include "math/dtype.h"
+#include "math/norm.h"
+#include "math/segment.h"
+
+struct CUstream_st;
+
+namespace zx::cuda {
+
+using Stream = CUstream_st*;  // cudaStream_t
+
+const char* error_text(int error);
+
+// Whether work on the stream is being recorded into a graph instead of run.
+int is_capturing(Stream stream, bool* capturing);
+
+// ---- flatten_
+struct FlatPiece {  // elements [start, stop) of the flat buffer come from `source`, its first element for `start`
+  const void* source;
+  int64_t start;
+  int64_t stop;
+  DType dtype;
+};
+struct FlatBuffer {
+  DType dtype;
+  void* flat;
+  int64_t numel;
+  const FlatPiece* pieces;  // by start, disjoint
+  int64_t num_pieces;
+  const int64_t* flags;  // ascending: elements outside all pieces that become 1; other such elements become 0
+  int64_t num_flags;
+};
+int flatten(const FlatBuffer& buffer, Stream stream);
+
+// ---- read_flags_ and reduce_
+struct Slices {
+  DType dtype;
+  const void* const* starts;  // one pointer a slice
+  int64_t count;
+};
+struct SegmentFlags {
+  uint8_t* present;
+  uint8_t* replaced;
+  int64_t num_segments;
+};
+int read_flags(const Slices& slices, int64_t shard_numel, const SegmentFlags& flags, Stream stream);
+
+struct ReducedShard {
+  void* shard;
+  int64_t numel;
+  const Segment* segments;
+  int64_t num_segments;
+  const uint8_t* replaced;
+  bool accumulate;
+  int64_t* words;
+};
+int reduce(const Slices& slices, int64_t world, const ReducedShard& shard, Stream stream);
+
+// ---- norm_ and norm_value
+struct NormShard {
+  DType dtype;
+  const void* values;
+  int64_t numel;
+  const Segment* segments;
+  int64_t num_segments;
+  double order;
+  int64_t* words;
+};
+int norm(const NormShard& shard, Stream stream);
+// Brings every digit of an exact sum under 2^32, which leaves room for the sum over buckets and ranks.
+int carry(int64_t* words, Stream stream);
+int norm_value(const int64_t* words, double order, double* value_and_finite, Stream stream);
+
+// ---- adam_
+struct AdamElements {
+  DType param_dtype;
+  Master master_kind;
+  DType grad_dtype;
+  void* param;
+  void* master;
+  const void* grad;
+  void* exp_avg;
+  void* exp_avg_sq;
+  void* max_exp_avg_sq;  // null where no options row has amsgrad
+  int64_t numel;
+};
+struct AdamSegments {
+  const Segment* segments;
+  int64_t count;
+  const uint8_t* present;
+  int64_t* steps;
+  const AdamOptions* options;
+  const double* grad_scale;  // null: 1
+  void* folded;              // scratch of count * kFoldedBytes
+};
+constexpr int64_t kFoldedBytes = 96;
+int adam(const AdamElements& elements, const AdamSegments& segments, Stream stream);
+
+}  // namespace zx::cuda

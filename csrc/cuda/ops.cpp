@@ -1,0 +1,166 @@
+// The ops on CUDA tensors: checked tensors to launches on the current stream. Nothing here waits for the device.
+//
+// No header of CUDA, and streams through c10's device-generic face: the same file compiles and links under a torch
+// without CUDA.
+#include <ATen/ops/empty.h>
+#include <c10/core/DeviceGuard.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
+#include <torch/library.h>
+
+#include <algorithm>
+#include <vector>
+
+#include "cuda/kernels.h"
+#include "math/exact_sum.h"
+#include "op_arguments.h"
+
+namespace zx {
+namespace {
+
+void check_launch(int error, const char* op) {
+  TORCH_CHECK(error == 0, "zerox::", op, ": CUDA error ", error, ": ", cuda::error_text(error));
+}
+
+// The device of a tensor made current, and its current stream.
+class OnDevice {
+ public:
+  explicit OnDevice(const at::Tensor& tensor)
+      : guard_(tensor.device()), stream_(c10::impl::VirtualGuardImpl(c10::kCUDA).getStream(tensor.device())) {}
+  cuda::Stream stream() const { return static_cast<cuda::Stream>(stream_.native_handle()); }
+
+ private:
+  c10::DeviceGuard guard_;
+  c10::Stream stream_;
+};
+
+// A table written on the host for one launch. It travels from pinned memory, which its allocator keeps until the copy
+// is done.
+template <class Row>
+class Upload {
+ public:
+  Upload(const std::vector<Row>& rows, const at::Tensor& beside) {
+    const auto bytes = static_cast<int64_t>(rows.size() * sizeof(Row));
+    const at::Tensor host = at::empty({bytes}, at::TensorOptions().dtype(at::kByte).pinned_memory(true));
+    if (bytes > 0) std::memcpy(host.mutable_data_ptr(), rows.data(), static_cast<size_t>(bytes));
+    device_ = host.to(beside.device(), /*non_blocking=*/true);
+  }
+  const Row* rows() const { return static_cast<const Row*>(device_.const_data_ptr()); }
+
+ private:
+  at::Tensor device_;
+};
+
+const Segment* segment_rows(const at::Tensor& segments) {
+  return reinterpret_cast<const Segment*>(segments.const_data_ptr<int64_t>());
+}
+
+void* data_or_null(const std::optional<at::Tensor>& tensor) { return tensor ? tensor->mutable_data_ptr() : nullptr; }
+
+Upload<const void*> upload_starts(at::TensorList slices, const at::Tensor& beside) {
+  std::vector<const void*> starts;
+  for (const at::Tensor& slice : slices) starts.push_back(slice.const_data_ptr());
+  return {starts, beside};
+}
+
+void flatten_(at::Tensor& flat, at::TensorList sources, const at::Tensor& pieces, const at::Tensor& flags) {
+  constexpr const char* op = "flatten_";
+  check_flatten(flat, sources, pieces, flags);
+  const OnDevice on(flat);
+  const auto* rows = reinterpret_cast<const Piece*>(pieces.const_data_ptr<int64_t>());
+  std::vector<cuda::FlatPiece> flat_pieces;
+  for (int64_t i = 0; i < pieces.size(0); ++i) {
+    const Piece& row = rows[i];
+    if (row.numel == 0) continue;
+    const at::Tensor& source = sources[row.source];
+    flat_pieces.push_back({bytes_at(source, row.source_start), row.flat_start, row.flat_start + row.numel,
+                           dtype_of(source, op, "sources")});
+  }
+  const auto* raised = flags.const_data_ptr<int64_t>();
+  std::vector<int64_t> ascending(raised, raised + flags.numel());
+  std::sort(ascending.begin(), ascending.end());
+  const Upload<cuda::FlatPiece> device_pieces(flat_pieces, flat);
+  const Upload<int64_t> device_flags(ascending, flat);
+  check_launch(cuda::flatten({dtype_of(flat, op, "flat"), flat.mutable_data_ptr(), flat.numel(), device_pieces.rows(),
+                              static_cast<int64_t>(flat_pieces.size()), device_flags.rows(), flags.numel()},
+                             on.stream()),
+               op);
+}
+
+void read_flags_(at::Tensor& present, at::Tensor& replaced, at::TensorList slices, int64_t shard_numel) {
+  constexpr const char* op = "read_flags_";
+  check_read_flags(present, replaced, slices, shard_numel);
+  const OnDevice on(present);
+  const auto starts = upload_starts(slices, present);
+  const DType dtype = slices.empty() ? DType::f32 : dtype_of(slices.front(), op, "slices");
+  check_launch(
+      cuda::read_flags({dtype, starts.rows(), static_cast<int64_t>(slices.size())}, shard_numel,
+                       {present.mutable_data_ptr<uint8_t>(), replaced.mutable_data_ptr<uint8_t>(), present.numel()},
+                       on.stream()),
+      op);
+}
+
+void reduce_(at::Tensor& shard, at::Tensor& words, at::TensorList slices, const at::Tensor& segments,
+             const at::Tensor& replaced, int64_t world, bool accumulate) {
+  constexpr const char* op = "reduce_";
+  check_reduce(shard, words, slices, segments, replaced, world);
+  const OnDevice on(shard);
+  const auto starts = upload_starts(slices, shard);
+  const DType dtype = dtype_of(shard, op, "shard");
+  check_launch(cuda::reduce({dtype, starts.rows(), static_cast<int64_t>(slices.size())}, world,
+                            {shard.mutable_data_ptr(), shard.numel(), segment_rows(segments), segments.size(0),
+                             replaced.const_data_ptr<uint8_t>(), accumulate, words.mutable_data_ptr<int64_t>()},
+                            on.stream()),
+               op);
+}
+
+void norm_(at::Tensor& words, const at::Tensor& shard, const at::Tensor& segments, double p) {
+  constexpr const char* op = "norm_";
+  check_norm(words, shard, segments, p);
+  const OnDevice on(shard);
+  check_launch(cuda::norm({dtype_of(shard, op, "shard"), shard.const_data_ptr(), shard.numel(), segment_rows(segments),
+                           segments.size(0), p, words.mutable_data_ptr<int64_t>()},
+                          on.stream()),
+               op);
+}
+
+at::Tensor norm_value(const at::Tensor& words, double p) {
+  check_norm_value(words, p);
+  const OnDevice on(words);
+  at::Tensor result = at::empty({2}, words.options().dtype(at::kDouble));
+  check_launch(cuda::norm_value(words.const_data_ptr<int64_t>(), p, result.mutable_data_ptr<double>(), on.stream()),
+               "norm_value");
+  return result;
+}
+
+void adam_(at::Tensor& param, const std::optional<at::Tensor>& master, const at::Tensor& grad, at::Tensor& exp_avg,
+           at::Tensor& exp_avg_sq, const std::optional<at::Tensor>& max_exp_avg_sq, const at::Tensor& segments,
+           const at::Tensor& present, at::Tensor& steps, const at::Tensor& options,
+           const std::optional<at::Tensor>& grad_scale) {
+  constexpr const char* op = "adam_";
+  const Master kind = check_adam({param, master, grad, exp_avg, exp_avg_sq, max_exp_avg_sq},
+                                 {segments, present, steps, options, grad_scale});
+  const OnDevice on(param);
+  const at::Tensor folded = at::empty({segments.size(0) * cuda::kFoldedBytes}, present.options());
+  check_launch(cuda::adam({dtype_of(param, op, "param"), kind, dtype_of(grad, op, "grad"), param.mutable_data_ptr(),
+                           data_or_null(master), grad.const_data_ptr(), exp_avg.mutable_data_ptr(),
+                           exp_avg_sq.mutable_data_ptr(), data_or_null(max_exp_avg_sq), param.numel()},
+                          {segment_rows(segments), segments.size(0), present.const_data_ptr<uint8_t>(),
+                           steps.mutable_data_ptr<int64_t>(),
+                           reinterpret_cast<const AdamOptions*>(options.const_data_ptr<double>()),
+                           grad_scale ? grad_scale->const_data_ptr<double>() : nullptr, folded.mutable_data_ptr()},
+                          on.stream()),
+               op);
+}
+
+}  // namespace
+
+TORCH_LIBRARY_IMPL(zerox, CUDA, m) {
+  m.impl("flatten_", &flatten_);
+  m.impl("read_flags_", &read_flags_);
+  m.impl("reduce_", &reduce_);
+  m.impl("norm_", &norm_);
+  m.impl("norm_value", &norm_value);
+  m.impl("adam_", &adam_);
+}
+
+}  // namespace zx

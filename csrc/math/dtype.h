@@ -1,0 +1,17 @@
+// What elements are stored as.
+#pragma once
+
+#include <cstdint>
+
+namespace zx {
+
+enum class DType : uint8_t { f64, f32, bf16, f16 };
+
+// How the exact value of a parameter is kept.
+enum class Master : uint8_t {
+  none,       // the parameter itself
+  remainder,  // bf16 parameter + 16 bits: see Note [A master as bf16 parameter plus remainder]
+  fp32,       // a float beside a 16-bit parameter
+};
+
+}  // namespace zx

@@ -1,0 +1,18 @@
+// Which elements of a shard are whose.
+#pragma once
+
+#include <cstdint>
+
+namespace zx {
+
+// A segment is one parameter's part of a shard: a row of an int64 table, in ascending order; elements are counted from
+// the shard's start. What lies between segments is padding.
+struct Segment {
+  int64_t start;
+  int64_t stop;
+  int64_t options_row;
+};
+constexpr int64_t kSegmentColumns = 3;
+static_assert(sizeof(Segment) == kSegmentColumns * sizeof(int64_t));
+
+}  // namespace zx

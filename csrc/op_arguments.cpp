@@ -1,0 +1,170 @@
+#include "op_arguments.h"
+
+#include "math/adam.h"
+#include "math/exact_sum.h"
+
+namespace zx {
+namespace {
+
+void check_device(const at::Tensor& tensor, const at::Tensor& beside, const char* op, const char* argument) {
+  ZX_CHECK(tensor.device() == beside.device(), op, argument, "must be on ", beside.device(), ", got ", tensor.device());
+}
+
+void check_slices(at::TensorList slices, int64_t least_numel, const at::Tensor& beside, const char* op) {
+  for (const at::Tensor& slice : slices) {
+    ZX_CHECK(slice.numel() >= least_numel, op, "slices", "must have ", least_numel, " elements, got ", slice.numel());
+    ZX_CHECK_CONTIGUOUS(slice, op, "slices");
+    check_device(slice, beside, op, "slices");
+  }
+}
+
+Master check_master(const at::Tensor& param, const std::optional<at::Tensor>& master) {
+  constexpr const char* op = "adam_";
+  if (!master) return Master::none;
+  ZX_CHECK_NUMEL(*master, param.numel(), op, "master");
+  ZX_CHECK_CONTIGUOUS(*master, op, "master");
+  check_device(*master, param, op, "master");
+  const bool half = param.scalar_type() == at::kHalf || param.scalar_type() == at::kBFloat16;
+  if (half && master->scalar_type() == at::kFloat) return Master::fp32;
+  ZX_CHECK(param.scalar_type() == at::kBFloat16 && master->scalar_type() == at::kShort, op, "master",
+           "must be float32 beside a 16-bit parameter or int16 beside bfloat16, got ", master->scalar_type(),
+           " beside ", param.scalar_type());
+  return Master::remainder;
+}
+
+}  // namespace
+
+DType dtype_of(const at::Tensor& tensor, const char* op, const char* argument) {
+  switch (tensor.scalar_type()) {
+    case at::kDouble:
+      return DType::f64;
+    case at::kFloat:
+      return DType::f32;
+    case at::kBFloat16:
+      return DType::bf16;
+    case at::kHalf:
+      return DType::f16;
+    default:
+      ZX_CHECK(false, op, argument, "must be float64, float32, bfloat16 or float16, got ", tensor.scalar_type());
+  }
+}
+
+void check_array(const at::Tensor& tensor, at::ScalarType dtype, int64_t numel, const at::Tensor& beside,
+                 const char* op, const char* argument) {
+  ZX_CHECK_DTYPE(tensor, dtype, op, argument);
+  ZX_CHECK_NUMEL(tensor, numel, op, argument);
+  ZX_CHECK_CONTIGUOUS(tensor, op, argument);
+  check_device(tensor, beside, op, argument);
+}
+
+void check_segments(const at::Tensor& table, const at::Tensor& beside, const char* op) {
+  ZX_CHECK_DTYPE(table, at::kLong, op, "segments");
+  ZX_CHECK_CONTIGUOUS(table, op, "segments");
+  ZX_CHECK(table.dim() == 2 && table.size(1) == kSegmentColumns, op, "segments", "must be [n, ", kSegmentColumns,
+           "], got ", table.sizes());
+  check_device(table, beside, op, "segments");
+}
+
+void check_flatten(const at::Tensor& flat, at::TensorList sources, const at::Tensor& pieces, const at::Tensor& flags) {
+  constexpr const char* op = "flatten_";
+  dtype_of(flat, op, "flat");
+  ZX_CHECK_CONTIGUOUS(flat, op, "flat");
+  ZX_CHECK(pieces.is_cpu(), op, "pieces", "must be on the CPU, got ", pieces.device());
+  ZX_CHECK(flags.is_cpu(), op, "flags", "must be on the CPU, got ", flags.device());
+  ZX_CHECK_DTYPE(pieces, at::kLong, op, "pieces");
+  ZX_CHECK(pieces.dim() == 2 && pieces.size(1) == kPieceColumns && pieces.is_contiguous(), op, "pieces",
+           "must be [n, 4], got ", pieces.sizes());
+  ZX_CHECK_DTYPE(flags, at::kLong, op, "flags");
+  ZX_CHECK_CONTIGUOUS(flags, op, "flags");
+  const auto* raised = flags.const_data_ptr<int64_t>();
+  for (int64_t i = 0; i < flags.numel(); ++i) {
+    ZX_CHECK(raised[i] >= 0 && raised[i] < flat.numel(), op, "flags", "must lie in [0, ", flat.numel(), "), got ",
+             raised[i]);
+  }
+  for (const at::Tensor& source : sources) {
+    ZX_CHECK(source.is_non_overlapping_and_dense(), op, "sources", "must be dense, got strides ", source.strides());
+    dtype_of(source, op, "sources");
+    check_device(source, flat, op, "sources");
+  }
+  const auto* rows = reinterpret_cast<const Piece*>(pieces.const_data_ptr<int64_t>());
+  for (int64_t i = 0, end = 0; i < pieces.size(0); ++i) {
+    const Piece& row = rows[i];
+    ZX_CHECK(row.source >= 0 && row.source < static_cast<int64_t>(sources.size()) && row.source_start >= 0 &&
+                 row.numel >= 0 && row.source_start + row.numel <= sources[row.source].numel() &&
+                 row.flat_start >= end && row.flat_start + row.numel <= flat.numel(),
+             op, "pieces", "row ", i, " (", row.source, ", ", row.source_start, ", ", row.flat_start, ", ", row.numel,
+             ") leaves its source or overlaps what lies before ", end, " of ", flat.numel());
+    end = row.flat_start + row.numel;
+  }
+}
+
+void check_read_flags(const at::Tensor& present, const at::Tensor& replaced, at::TensorList slices,
+                      int64_t shard_numel) {
+  constexpr const char* op = "read_flags_";
+  check_array(present, at::kByte, present.numel(), present, op, "present");
+  check_array(replaced, at::kByte, present.numel(), present, op, "replaced");
+  ZX_CHECK(shard_numel >= 0, op, "shard_numel", "must not be negative, got ", shard_numel);
+  for (const at::Tensor& slice : slices) {
+    dtype_of(slice, op, "slices");
+    ZX_CHECK_DTYPE(slice, slices.front().scalar_type(), op, "slices");
+  }
+  check_slices(slices, shard_numel + 2 * present.numel(), present, op);
+}
+
+void check_reduce(const at::Tensor& shard, const at::Tensor& words, at::TensorList slices, const at::Tensor& segments,
+                  const at::Tensor& replaced, int64_t world) {
+  constexpr const char* op = "reduce_";
+  dtype_of(shard, op, "shard");
+  ZX_CHECK_CONTIGUOUS(shard, op, "shard");
+  check_array(words, at::kLong, kExactWords, shard, op, "words");
+  ZX_CHECK(!slices.empty(), op, "slices", "must not be empty");
+  for (const at::Tensor& slice : slices) ZX_CHECK_DTYPE(slice, shard.scalar_type(), op, "slices");
+  check_slices(slices, shard.numel(), shard, op);
+  ZX_CHECK(world > 0, op, "world", "must be positive, got ", world);
+  check_segments(segments, shard, op);
+  check_array(replaced, at::kByte, segments.size(0), shard, op, "replaced");
+}
+
+void check_norm(const at::Tensor& words, const at::Tensor& shard, const at::Tensor& segments, double p) {
+  constexpr const char* op = "norm_";
+  dtype_of(shard, op, "shard");
+  ZX_CHECK_CONTIGUOUS(shard, op, "shard");
+  check_array(words, at::kLong, kExactWords, shard, op, "words");
+  ZX_CHECK(p > 0.0, op, "p", "must be positive, got ", p);
+  check_segments(segments, shard, op);
+}
+
+void check_norm_value(const at::Tensor& words, double p) {
+  check_array(words, at::kLong, kExactWords, words, "norm_value", "words");
+  ZX_CHECK(p > 0.0, "norm_value", "p", "must be positive, got ", p);
+}
+
+Master check_adam(const AdamTensors& t, const AdamTables& tables) {
+  constexpr const char* op = "adam_";
+  const at::Tensor& param = t.param;
+  const DType param_dtype = dtype_of(param, op, "param");
+  ZX_CHECK(dtype_of(t.grad, op, "grad") != DType::f64 || param_dtype == DType::f64, op, "grad",
+           "must not be float64 beside ", param.scalar_type());
+  ZX_CHECK_CONTIGUOUS(param, op, "param");
+  ZX_CHECK_CONTIGUOUS(t.grad, op, "grad");
+  ZX_CHECK_NUMEL(t.grad, param.numel(), op, "grad");
+  check_device(t.grad, param, op, "grad");
+  const Master kind = check_master(param, t.master);
+  const auto moment_dtype = param_dtype == DType::f64 ? at::kDouble : at::kFloat;
+  check_array(t.exp_avg, moment_dtype, param.numel(), param, op, "exp_avg");
+  check_array(t.exp_avg_sq, moment_dtype, param.numel(), param, op, "exp_avg_sq");
+  if (t.max_exp_avg_sq) check_array(*t.max_exp_avg_sq, moment_dtype, param.numel(), param, op, "max_exp_avg_sq");
+  check_segments(tables.segments, param, op);
+  const int64_t count = tables.segments.size(0);
+  check_array(tables.present, at::kByte, count, param, op, "present");
+  check_array(tables.steps, at::kLong, count, param, op, "steps");
+  const at::Tensor& options = tables.options;
+  ZX_CHECK_DTYPE(options, at::kDouble, op, "options");
+  ZX_CHECK(options.dim() == 2 && options.size(1) == kAdamOptionsColumns && options.is_contiguous(), op, "options",
+           "must be [groups, ", kAdamOptionsColumns, "], got ", options.sizes());
+  check_device(options, param, op, "options");
+  if (tables.grad_scale) check_array(*tables.grad_scale, at::kDouble, 1, param, op, "grad_scale");
+  return kind;
+}
+
+}  // namespace zx

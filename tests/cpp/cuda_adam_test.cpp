@@ -1,0 +1,192 @@
+// The CUDA update, run on the host: the bits of the CPU's over all dtypes, segments, alignments and orders of threads.
+#include "adam_cases.h"
+#include "cuda_shards.h"
+#include "math/scalar_lane.h"
+
+namespace {
+
+using namespace zx::testing;
+using zx::AdamOptions;
+using zx::DType;
+using zx::Master;
+using zx::Segment;
+
+const std::vector<AdamOptions>& options_table() {
+  static const std::vector<AdamOptions> rows{{1e-3, 0.9, 0.999, 1e-8, 1e-2, 0.0, 1.0, 0.0},  // AdamW
+                                             {1e-2, 0.9, 0.95, 1e-6, 1e-1, 1.0, 0.0, 1.0},   // L2, maximize, amsgrad
+                                             {1e-3, 0.3, 0.999, 1e-8, 0.0, 0.0, 0.0, 0.0}};  // lerp from the gradient
+  return rows;
+}
+
+// A shard with its tables. Every seventh segment is absent; options and step counts vary from segment to segment.
+struct Shard {
+  Shard(const AdamCase& c, const SegmentLayout& layout, int64_t offset, bool finite = false)
+      : what(c),
+        segments(layout.segments),
+        numel(layout.numel),
+        param(elements(finite, c.param, offset)),
+        master(elements(finite, master_dtype(c), offset)),
+        grad(elements(finite, c.grad, offset)),
+        exp_avg(elements(finite, state_dtype(c), offset)),
+        exp_avg_sq(elements(finite, state_dtype(c), offset)),
+        max_exp_avg_sq(elements(finite, state_dtype(c), offset)) {
+    make_masters(c, numel, param, master);
+    for (size_t i = 0; i < segments.size(); ++i) {
+      segments[i].options_row = c.amsgrad ? static_cast<int64_t>(i % 3) : static_cast<int64_t>(i % 2) * 2;
+      present.push_back(i % 7 != 3 ? 1 : 0);
+      steps.push_back(static_cast<int64_t>(i * i));
+    }
+  }
+
+  Elements elements(bool finite, DType dtype, int64_t offset) const {
+    return finite ? Elements::finite(dtype, numel, offset) : Elements::random(dtype, numel, offset);
+  }
+
+  // The parameter's value as it is kept: the master's, while that rounds to the parameter.
+  double exact(int64_t i) const {
+    using Lane = zx::ScalarLane<float>;
+    const auto bits = static_cast<uint16_t>(param.get(i));
+    const auto kept = std::bit_cast<float>(static_cast<uint32_t>(master.get(i)));
+    if (what.master == Master::remainder) return zx::join_master({bits}, static_cast<int16_t>(master.get(i)));
+    if (what.master == Master::none) return param.number(i);
+    const zx::bf16 as_bf16{bits};
+    const zx::f16 as_f16{bits};
+    return what.param == DType::bf16 ? Lane::load_master(&as_bf16, &kept).x : Lane::load_master(&as_f16, &kept).x;
+  }
+
+  void run_cuda() {
+    std::vector<char> scratch(segments.size() * zx::cuda::kFoldedBytes, static_cast<char>(0xcd));
+    const double scale = 0.5;
+    const int error = zx::cuda::adam(
+        {what.param, what.master, what.grad, param.at(0), what.master == Master::none ? nullptr : master.at(0),
+         grad.at(0), exp_avg.at(0), exp_avg_sq.at(0), what.amsgrad ? max_exp_avg_sq.at(0) : nullptr, numel},
+        {segments.data(), static_cast<int64_t>(segments.size()), present.data(), steps.data(), options_table().data(),
+         &scale, scratch.data()},
+        nullptr);
+    CHECK_EQ(error, 0);
+  }
+
+  void run_cpu() {
+    for (size_t i = 0; i < segments.size(); ++i) {
+      if (present[i] == 0) continue;
+      const auto [start, stop, row] = segments[i];
+      const AdamOptions& options = options_table()[static_cast<size_t>(row)];
+      zx::kernels_scalar().adam(
+          {what.param, what.master, what.grad, options.amsgrad != 0.0, param.at(start),
+           what.master == Master::none ? nullptr : master.at(start), grad.at(start), exp_avg.at(start),
+           exp_avg_sq.at(start), what.amsgrad ? max_exp_avg_sq.at(start) : nullptr, stop - start},
+          zx::fold_adam(options, ++steps[i], 0.5));
+    }
+  }
+
+  void check_same(const Shard& expected, const std::string& name) const {
+    const auto check = [&name](const Elements& a, const Elements& b, const char* part) {
+      CHECK_FOR(joined({name, part}), a.differences(b) == 0);
+      CHECK_FOR(joined({name, part}), a.canaries_live());
+    };
+    check(param, expected.param, "param");
+    check(master, expected.master, "master");
+    check(exp_avg, expected.exp_avg, "exp_avg");
+    check(exp_avg_sq, expected.exp_avg_sq, "exp_avg_sq");
+    check(max_exp_avg_sq, expected.max_exp_avg_sq, "max_exp_avg_sq");
+    CHECK_FOR(joined({name, "grad"}), grad.same_bytes(expected.grad));
+    CHECK_FOR(joined({name, "steps"}), steps == expected.steps);
+  }
+
+  AdamCase what;
+  std::vector<Segment> segments;
+  int64_t numel;
+  Elements param;
+  Elements master;
+  Elements grad;
+  Elements exp_avg;
+  Elements exp_avg_sq;
+  Elements max_exp_avg_sq;
+  std::vector<uint8_t> present{};
+  std::vector<int64_t> steps{};
+};
+
+TEST(adam_gives_the_cpu_bits_for_every_dtype_and_segment_edge) {
+  for (const AdamCase& c : adam_cases()) {
+    for (const SegmentLayout& layout : segment_layouts()) {
+      for (const int64_t offset : {0, 1}) {  // to 16 bytes, and not
+        Shard expected(c, layout, offset);
+        Shard tested = expected;
+        expected.run_cpu();
+        tested.run_cuda();
+        tested.check_same(expected, joined({name_of(c), layout.name, offset == 0 ? "aligned" : "misaligned"}));
+      }
+    }
+  }
+}
+
+TEST(adam_gives_the_same_bits_in_every_order_of_threads) {
+  for (const AdamCase& c : {AdamCase{DType::bf16, Master::remainder, DType::bf16, true},
+                            AdamCase{DType::f32, Master::none, DType::f32, false}}) {
+    for (const SegmentLayout& layout : segment_layouts()) {
+      Shard expected(c, layout, 0);
+      const Shard before = expected;
+      expected.run_cpu();
+      in_every_order([&] {
+        Shard tested = before;
+        tested.run_cuda();
+        tested.check_same(expected, joined({name_of(c), layout.name}));
+      });
+    }
+  }
+}
+
+// One pointer that is not aligned is enough to leave the wide path.
+TEST(adam_takes_any_one_misaligned_tensor) {
+  const AdamCase c{DType::bf16, Master::remainder, DType::bf16, true};
+  const SegmentLayout layout = layout_of("large", {5000}, 0, 0);
+  for (int which = 0; which < 6; ++which) {
+    Shard expected(c, layout, 0);
+    const auto shifted = [&](Elements& elements) { elements = Elements::random(elements.dtype(), layout.numel, 3); };
+    Elements* const all[] = {&expected.param,   &expected.master,     &expected.grad,
+                             &expected.exp_avg, &expected.exp_avg_sq, &expected.max_exp_avg_sq};
+    shifted(*all[which]);
+    for (Segment& segment : expected.segments) segment.options_row = 1;
+    Shard tested = expected;
+    expected.run_cpu();
+    tested.run_cuda();
+    tested.check_same(expected, "misaligned " + std::to_string(which));
+  }
+}
+
+// The rule in double, on the same inputs. The bound is that of tests/kernels/test_adam.py: arithmetic in T may make an
+// error of kUpdateEpsilons of its epsilons, in units of what is added up on the way to the update; the parameter itself
+// is rounded with its decay, in the product and in the sum.
+TEST(adam_is_close_to_the_rule_in_double) {
+  using Lane = zx::ScalarLane<double>;
+  constexpr double kUpdateEpsilons = 8.0;
+  for (const AdamCase& c : adam_cases()) {
+    if (c.param != DType::f64 && c.param != DType::f32 && c.master == Master::none) continue;  // rounds to 16 bits
+    Shard before(c, layout_of("", {3000, 500, 37}, 0, 7), 0, /*finite=*/true);
+    for (int64_t i = 0; i < before.numel; ++i) {
+      for (Elements* squares : {&before.exp_avg_sq, &before.max_exp_avg_sq}) squares->make_positive(i);
+    }
+    Shard after = before;
+    after.run_cuda();
+    for (size_t s = 0; s < before.segments.size(); ++s) {
+      const AdamOptions& options = options_table()[static_cast<size_t>(before.segments[s].options_row)];
+      const auto step = zx::narrow<double>(zx::fold_adam(options, after.steps[s], 0.5));
+      for (int64_t i = before.segments[s].start; i < before.segments[s].stop; ++i) {
+        const double start = before.exact(i);
+        const double exp_avg = before.exp_avg.number(i);
+        const Lane grad{before.grad.number(i)};
+        zx::AdamLanes<Lane> at{{start}, {exp_avg}, {before.exp_avg_sq.number(i)}, {before.max_exp_avg_sq.number(i)}};
+        options.amsgrad != 0.0 ? zx::adam_update<true>(step, grad, at) : zx::adam_update<false>(step, grad, at);
+        const double second = options.amsgrad != 0.0 ? at.max_exp_avg_sq.x : at.exp_avg_sq.x;
+        const double denom = std::sqrt(second) / step.bias_correction2_sqrt + step.eps;
+        const double added = std::fabs(step.neg_step_size) * (std::fabs(exp_avg) + std::fabs(grad.x)) / denom;
+        const double epsilon = c.param == DType::f64 ? 0x1p-53 : 0x1p-24;
+        const double allowed =
+            epsilon * (kUpdateEpsilons * added + 3 * std::max(std::fabs(start), std::fabs(at.param.x)));
+        CHECK_FOR(name_of(c), std::fabs(after.exact(i) - at.param.x) <= allowed);
+      }
+    }
+  }
+}
+
+}  // namespace
