@@ -54,8 +54,8 @@ void destroy(BucketManager* manager, pid_t owner) {
 }
 
 std::shared_ptr<BucketManager> make_manager(const std::optional<Group>& group, const std::optional<Group>& control,
-                                            const std::string& exchange, bool whole_grads) {
-  return {new BucketManager(group ? make_exchange(exchange, *group) : nullptr, control.value_or(Group()), whole_grads),
+                                            ExchangeKind exchange, ManagerOptions options) {
+  return {new BucketManager(group ? make_exchange(exchange, *group) : nullptr, control.value_or(Group()), options),
           [owner = getpid()](BucketManager* manager) { destroy(manager, owner); }};
 }
 
@@ -77,8 +77,14 @@ void bind(py::module_& m) {
 
   py::class_<Pending, std::shared_ptr<Pending>>(m, "Pending").def("wait", &Pending::wait, Release());
 
+  py::class_<ExchangeKind>(m, "ExchangeKind")
+      .def(py::init<bool, bool, bool>(), py::kw_only(), py::arg("direct"), py::arg("messages"), py::arg("staged"));
+  py::class_<ManagerOptions>(m, "ManagerOptions")
+      .def(py::init<bool, bool, at::Device>(), py::kw_only(), py::arg("whole_grads"), py::arg("keeps_shards"),
+           py::arg("device"));
+
   py::class_<BucketManager, std::shared_ptr<BucketManager>>(m, "BucketManager")
-      .def(py::init(&make_manager), py::arg("group"), py::arg("control"), py::arg("exchange"), py::arg("whole_grads"))
+      .def(py::init(&make_manager), py::arg("group"), py::arg("control"), py::arg("exchange"), py::arg("options"))
       .def(
           "add_bucket",
           [](BucketManager& self, const std::vector<std::string>& names, const std::vector<at::Tensor>& params,
@@ -98,9 +104,9 @@ void bind(py::module_& m) {
       .def(
           "land", [](BucketManager& self) { self.flights().land(); }, Release())
       .def("zero", &BucketManager::zero, py::arg("set_to_none"), Release())
-      .def("set_sync", &BucketManager::set_sync)
+      .def("set_sync", &BucketManager::set_sync, Release())
       .def("take_local_shard", &BucketManager::take_local_shard, Release())
-      .def("mark_zeroed", &BucketManager::mark_zeroed)
+      .def("mark_zeroed", &BucketManager::mark_zeroed, Release())
       .def("gather", &BucketManager::gather, Release())
       .def("moved", &BucketManager::moved)
       .def(
@@ -109,9 +115,9 @@ void bind(py::module_& m) {
             self.agreement().all_reduce(values, combine);
           },
           Release())
-      .def("shard", [](BucketManager& self, int64_t i) { return tensor_or_none(self.bucket(i).shard); })
-      .def("present", [](BucketManager& self, int64_t i) { return self.bucket(i).present; })
-      .def("words", [](BucketManager& self, int64_t i) { return tensor_or_none(self.bucket(i).words); })
+      .def("shard", [](BucketManager& self, int64_t i) { return tensor_or_none(self.bucket(i).landed.shard); })
+      .def("present", [](BucketManager& self, int64_t i) { return self.bucket(i).landed.present; })
+      .def("words", [](BucketManager& self, int64_t i) { return tensor_or_none(self.bucket(i).landed.words); })
       .def("trouble", [](BucketManager& self) { return self.flights().trouble(); })
       .def("hold_flights", [](BucketManager& self, bool hold) { self.flights().set_hold(hold); })
       .def_property_readonly("num_launched", [](BucketManager& self) { return self.flights().num_launched(); })

@@ -29,6 +29,12 @@ class Settled(enum.Enum):
 class Pending:
     def wait(self) -> None: ...
 
+class ExchangeKind:
+    def __init__(self, *, direct: bool, messages: bool, staged: bool) -> None: ...
+
+class ManagerOptions:
+    def __init__(self, *, whole_grads: bool, keeps_shards: bool, device: torch.device) -> None: ...
+
 class BucketManager:
     num_buckets: int
     num_launched: int
@@ -36,7 +42,11 @@ class BucketManager:
     launch_order: list[int]
     traffic: tuple[int, int]
     def __init__(
-        self, group: ProcessGroup | None, control: ProcessGroup | None, exchange: str, whole_grads: bool
+        self,
+        group: ProcessGroup | None,
+        control: ProcessGroup | None,
+        exchange: ExchangeKind,
+        options: ManagerOptions,
     ) -> None: ...
     def add_bucket(
         self,

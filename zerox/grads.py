@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from functools import partial
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from zerox import _C as C
@@ -20,12 +21,21 @@ from zerox.ranks import Ranks
 class Grads:
     """Installs the hooks of each bucket that is added, and hands out this rank's shard of the mean gradient."""
 
-    def __init__(self, ranks: Ranks, stage: Stage, reduce_dtype: torch.dtype | None) -> None:
+    def __init__(
+        self, ranks: Ranks, stage: Stage, reduce_dtype: torch.dtype | None, keeps_shards: bool = False
+    ) -> None:
+        """``keeps_shards``: at one address from step to step, for CUDA graphs."""
         self.no_sync_depth = 0
+        self.ranks = ranks
         self.sharded = stage.grads is SHARDED
         self.reduce_dtype = reduce_dtype
         self.manager = C.BucketManager(
-            group=ranks.data, control=ranks.control, exchange=ranks.exchange, whole_grads=not self.sharded
+            group=ranks.data,
+            control=ranks.control,
+            exchange=ranks.exchange_kind(),
+            options=C.ManagerOptions(
+                whole_grads=not self.sharded, keeps_shards=keeps_shards, device=torch.device(ranks.device)
+            ),
         )
 
     def wire_dtype(self, bucket: Bucket) -> torch.dtype:
@@ -84,8 +94,15 @@ class Grads:
         return self.manager.moved()
 
     def all_reduce(self, values: Tensor, combine: C.Combine) -> None:
-        """A few integers on the CPU, combined over the ranks in place. Collective."""
-        self.manager.all_reduce(values, combine)
+        """A few integers, combined over the ranks in place. Collective. Waits for the device under gloo only."""
+        if values.device.type == "cpu":
+            self.manager.all_reduce(values, combine)
+        elif self.ranks.staged:
+            host = values.cpu()
+            self.manager.all_reduce(host, combine)
+            values.copy_(host)
+        else:
+            self.ranks.all_reduce(values, dist.ReduceOp.SUM if combine == C.Combine.SUM else dist.ReduceOp.MAX)
 
     def zero(self, set_to_none: bool) -> None:
         self.manager.zero(set_to_none)

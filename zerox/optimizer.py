@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from zerox._C import Place
 from zerox.bucket import Bucket, Member
-from zerox.clip import clip_coefficient, shard_words, total_norm
+from zerox.clip import GradScale, clip_coefficient, shard_words, total_norm
 from zerox.estimate import MemoryBytes, measured_bytes
 from zerox.grads import Grads
 from zerox.options import Options, check_params
@@ -41,7 +41,8 @@ class FusedShardedAdam(torch.optim.Optimizer):
         state_dtype: of both moments; torch.float32 in this version (float64 parameters have float64 moments).
         master_weights: how 16-bit parameters keep their fp32 value: "remainder" (bf16 parameter plus 16 bits), "fp32",
             None, or "auto": remainder for bfloat16, fp32 for float16.
-        capturable: for CUDA graphs; not in this version.
+        capturable: step() may be captured into a CUDA graph, with a tensor lr on the device if it is to change.
+            Before each replay call ``synchronize()``; ``clip_grad_norm_()``, ``zero_grad()`` and backward stay outside.
 
     Raises:
         ValueError: an option or parameter that doesn't fit, or ranks that disagree about either.
@@ -85,11 +86,13 @@ class FusedShardedAdam(torch.optim.Optimizer):
         )
         members = list(self._members())
         check_params([m.name for m in members], [m.param for m in members])
-        self._ranks = find_ranks(process_group)
-        self._grads = Grads(self._ranks, self._options.placements, reduce_dtype)
+        device = members[0].param.device
+        self._options.check_device(device)
+        self._ranks = find_ranks(process_group, device)
+        self._grads = Grads(self._ranks, self._options.placements, reduce_dtype, keeps_shards=capturable)
         self._gather = ParamGather(self._grads.manager, self._ranks.size)
-        self._grad_scale: Tensor | None = None
-        self._clipped_at = 0  # flights launched when it was set
+        self._grad_scale = GradScale(device, keeps_place=capturable)
+        self._table = adam.OptionsTable(device, keeps_place=capturable)
         self._adopt(members)
 
     # ---- the training loop -------------------------------------------------------------------------------------------
@@ -106,20 +109,18 @@ class FusedShardedAdam(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._settle(Place.STEP)
-        if self._grad_scale is not None and self._clipped_at != self._grads.manager.num_launched:
-            raise RuntimeError(
-                "gradients were sent between clip_grad_norm_() and step(): the scale of the first can't be told from "
-                "that of the others any more. Clip after the last backward, or call zero_grad()"
-            )
-        options = adam.options_table(self.param_groups)
+        capturing = self._is_capturing()
+        if not capturing:
+            self._settle(Place.STEP)
+            self._grad_scale.check(self._grads.manager.num_launched)
+        options = self._table.refresh(self.param_groups, capturing)
         for index, bucket in enumerate(self._buckets):
             grad = self._grads.shard(index)
             if grad is not None:
-                adam.update(bucket, grad, self._grads.present(index), options, self._grad_scale)
+                adam.update(bucket, grad, self._grads.present(index), options, self._grad_scale.value)
             self._gather.start(index, bucket)
         self._gather.wait()
-        self._grad_scale = None
+        self._grad_scale.reset()
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -128,7 +129,7 @@ class FusedShardedAdam(torch.optim.Optimizer):
         Local, but in stage 1 after a backward that raised it tells the other ranks, who wait at the end of theirs.
         """
         self._grads.zero(set_to_none)
-        self._grad_scale = None
+        self._grad_scale.reset()
         for member in self._frozen:
             if member.param.grad is not None:
                 if set_to_none:
@@ -149,8 +150,8 @@ class FusedShardedAdam(torch.optim.Optimizer):
             raise ValueError(f"norm_type must be positive or inf, got {norm_type}")
         self._settle(Place.CLIP)
         norm, finite = total_norm(self._grads, self._norm_words(p), p)
-        if self._grad_scale is not None:
-            norm = norm * self._grad_scale
+        if self._grad_scale.value is not None:
+            norm = norm * self._grad_scale.value
         total = norm.to(self._norm_dtype)
         if error_if_nonfinite and not (bool(finite) and bool(total.isfinite())):
             raise RuntimeError(
@@ -158,9 +159,7 @@ class FusedShardedAdam(torch.optim.Optimizer):
                 "error and scale the gradients by the non-finite norm anyway, set `error_if_nonfinite=False`"
             )
         if max_norm != float("inf"):
-            coefficient = clip_coefficient(total, float(max_norm)).double()
-            self._grad_scale = coefficient if self._grad_scale is None else coefficient * self._grad_scale
-            self._clipped_at = self._grads.manager.num_launched
+            self._grad_scale.multiply(clip_coefficient(total, float(max_norm)), self._grads.manager.num_launched)
         return total
 
     def no_sync(self) -> AbstractContextManager[None]:
@@ -170,6 +169,8 @@ class FusedShardedAdam(torch.optim.Optimizer):
     def synchronize(self) -> None:
         """Waits for everything on its way. Collective. Needed between two backwards that use reentrant checkpoints."""
         self._settle(Place.SYNCHRONIZE)
+        if self._options.capturable:
+            self._table.refresh(self.param_groups)  # a replay of step() reads the numbers that hold now
 
     # ---- parameters --------------------------------------------------------------------------------------------------
 
@@ -307,6 +308,16 @@ class FusedShardedAdam(torch.optim.Optimizer):
             kind = f"{tuple(m.param.shape)} {m.param.dtype} on {m.param.device.type}"
             lines.append(f"{trained} parameter '{m.name}' {kind} in group {m.group}")
         return lines
+
+    def _is_capturing(self) -> bool:
+        """Whether this step() becomes part of a CUDA graph: what ranks tell each other on the host is not its part."""
+        if self._all_ranks.device.type != "cuda" or not torch.cuda.is_current_stream_capturing():
+            return False
+        if not self._options.capturable:
+            raise RuntimeError("step() can be captured into a CUDA graph with capturable=True only")
+        if self._all_ranks.staged:
+            raise RuntimeError("step() can't be captured over gloo, which works on the host: use nccl")
+        return True
 
     def _settle(self, place: Place) -> None:
         unfrozen = [m for m in self._frozen if m.param.requires_grad]

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from zerox.bucket import FP32, REMAINDER
 from zerox.plan.buckets import MIB, BucketPlan, ParamSpec, default_cap_bytes, plan_buckets
-from zerox.plan.stage import Stage, stage_of
+from zerox.plan.stage import SHARDED, Stage, stage_of
 
 PARAM_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 REDUCE_DTYPES = (None, torch.float32, torch.bfloat16, torch.float16)
@@ -39,8 +39,8 @@ class Options:
             raise ValueError(f"state_dtype must be torch.float32 in this version, got {self.state_dtype}")
         if self.master_weights not in MASTER_WEIGHTS:
             raise ValueError(f"master_weights must be one of {MASTER_WEIGHTS}, got {self.master_weights!r}")
-        if self.capturable:
-            raise ValueError("capturable=True needs CUDA parameters, and this version has no CUDA kernels")
+        if self.capturable and self.placements.grads is not SHARDED:
+            raise ValueError(f"capturable=True needs stage=2, got stage={self.stage}: p.grad has no lasting address")
 
     @property
     def placements(self) -> Stage:
@@ -62,6 +62,11 @@ class Options:
                 'master_weights="remainder" is for bfloat16 parameters (allowed with others: '
                 f"{[m for m in MASTER_WEIGHTS if m != REMAINDER]}), got parameters of {sorted(map(str, found))}"
             )
+
+    def check_device(self, device: torch.device) -> None:
+        """``capturable`` is for parameters that CUDA graphs can hold."""
+        if self.capturable and device.type != "cuda":
+            raise ValueError(f"capturable=True needs CUDA parameters, got parameters on {device}")
 
     def master_kind(self, param_dtype: torch.dtype) -> str | None:
         """How the exact value of a parameter is kept: 32- and 64-bit ones need nothing beside themselves."""

@@ -7,18 +7,25 @@ import hashlib
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from zerox._C import ExchangeKind
+
 EXCHANGES = ("direct", "native")
+CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
 class Ranks:
-    """``data`` moves gradients and parameters, ``control`` small CPU tensors; both None for one rank alone."""
+    """``data`` moves gradients and parameters, ``control`` small CPU tensors; both None for one rank alone.
+
+    ``device``: of the parameters; ``backend``: "gloo" or "nccl", what moves tensors of that device.
+    """
 
     rank: int
     size: int
@@ -26,21 +33,36 @@ class Ranks:
     exchange: str
     data: dist.ProcessGroup | None
     control: dist.ProcessGroup | None
+    device: torch.device = CPU
 
     @staticmethod
-    def alone() -> Ranks:
-        return Ranks(0, 1, "none", "direct", None, None)
+    def alone(device: torch.device = CPU) -> Ranks:
+        return Ranks(0, 1, "none", "direct", None, None, device)
+
+    @property
+    def staged(self) -> bool:
+        """Whether the tensors are an accelerator's, and the backend moves the host's."""
+        return self.device.type != "cpu" and self.backend == "gloo"
+
+    def exchange_kind(self) -> ExchangeKind:
+        return ExchangeKind(direct=self.exchange == "direct", messages=self.backend == "gloo", staged=self.staged)
 
     def all_reduce(self, values: Tensor, op: dist.ReduceOp.RedOpType) -> None:
-        if self.control is not None:
+        """In place; of CPU tensors, or of the accelerator's where its backend works there."""
+        group = self.control if values.device.type == "cpu" else self.data
+        if group is not None:
             options = dist.AllreduceOptions()
             options.reduceOp = op  # type: ignore[assignment]
-            self.control.allreduce([values], options).wait()
+            group.allreduce([values], options).wait()
 
     def broadcast(self, values: Tensor) -> None:
         """From rank 0, in place."""
-        if self.data is not None:
-            self.data.broadcast(values, 0).wait()
+        if self.data is None:
+            return
+        host = values.cpu() if self.staged else values
+        self.data.broadcast(host, 0).wait()
+        if self.staged:
+            values.copy_(host)
 
     def all_gather_text(self, text: str) -> list[str]:
         """Every rank's text, by rank."""
@@ -74,11 +96,12 @@ class Ranks:
                     raise ValueError(f"ranks must agree: rank 0 has {first}; rank {rank} has {other}")
 
 
-def find_ranks(process_group: dist.ProcessGroup | DeviceMesh | None) -> Ranks:
+def find_ranks(process_group: dist.ProcessGroup | DeviceMesh | None, device: torch.device = CPU) -> Ranks:
     """Makes the group of our own over the ranks of ``process_group`` (default: all; alone without torch.distributed).
 
-    Collective over these ranks. Raises ValueError for a mesh of more than one dimension, or a group that this process
-    is not in.
+    Collective over these ranks. ``device``: of the parameters; a group that has a backend for each device type is asked
+    for that one's. Raises ValueError for a mesh of more than one dimension, a group that this process is not in, or a
+    backend that can't move tensors of ``device``.
     """
     if isinstance(process_group, DeviceMesh):
         if process_group.ndim != 1:
@@ -86,30 +109,44 @@ def find_ranks(process_group: dist.ProcessGroup | DeviceMesh | None) -> Ranks:
         process_group = process_group.get_group()
     if process_group is None:
         if not (dist.is_available() and dist.is_initialized()):
-            return Ranks.alone()
+            return Ranks.alone(device)
         process_group = dist.group.WORLD
     if not isinstance(process_group, dist.ProcessGroup):
         raise ValueError(f"process_group must be a ProcessGroup this process is in, got {process_group!r}")
-    if process_group.size() == 1:
-        return Ranks.alone()
-    backend = process_group.name()
+    rank, size = process_group.rank(), process_group.size()
+    if size == 1:
+        return Ranks.alone(device)
+    backend = _backend(process_group, device)
     exchange = os.environ.get("ZEROX_EXCHANGE") or ("direct" if backend == "gloo" else "native")
     if exchange not in EXCHANGES:
         raise ValueError(f"ZEROX_EXCHANGE must be one of {EXCHANGES}, got '{exchange}'")
     if process_group not in dist.distributed_c10d._world.pg_map:
         # A group that somebody built by hand (ranks as threads of one process, in tests): it can't be doubled.
-        return Ranks(process_group.rank(), process_group.size(), backend, exchange, process_group, process_group)
+        return Ranks(rank, size, backend, exchange, process_group, process_group, device)
     data = _same_ranks(process_group, backend)
     # Collectives on one gloo group pair up by order: those of native exchange come from other threads.
     control = data if backend == "gloo" and exchange == "direct" else _same_ranks(process_group, "gloo")
-    return Ranks(process_group.rank(), process_group.size(), backend, exchange, data, control)
+    return Ranks(rank, size, backend, exchange, data, control, device)
+
+
+def _backend(group: dist.ProcessGroup, device: torch.device) -> str:
+    """The name of what moves tensors of ``device`` in this group: gloo takes an accelerator's through the host."""
+    for type_ in dict.fromkeys([device.type, "cpu"]):
+        try:
+            name = group._get_backend(torch.device(type_)).name()
+        except RuntimeError:  # none for this device type
+            continue
+        if name in ("gloo", "nccl"):
+            return str(name)
+    raise ValueError(f"process_group: its backend is {group.name()}, and tensors on {device} need nccl or gloo")
 
 
 def _same_ranks(group: dist.ProcessGroup, backend: str) -> dist.ProcessGroup:
     made = dist.new_group(
         dist.get_process_group_ranks(group),
-        timeout=_timeout(group),
+        timeout=_timeout(group, backend),
         backend=backend,
+        pg_options=_high_priority(group) if backend == "nccl" else None,
         use_local_synchronization=True,
         group_desc="zerox",
     )
@@ -117,8 +154,23 @@ def _same_ranks(group: dist.ProcessGroup, backend: str) -> dist.ProcessGroup:
     return made
 
 
-def _timeout(group: dist.ProcessGroup) -> datetime.timedelta | None:
+def _high_priority(group: dist.ProcessGroup) -> Any:
+    """NCCL's streams ahead of the computation's: a bucket that is on its way is what the next one waits for."""
+    options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+    timeout = _timeout(group, "nccl")
+    if timeout is not None:
+        options._timeout = timeout
+    return options
+
+
+def _timeout(group: dist.ProcessGroup, backend: str) -> datetime.timedelta | None:
     """The group's own; None (the backend's default) where the backend doesn't tell."""
-    device = torch.device("cpu" if group.name() == "gloo" else "cuda")
-    options = getattr(group._get_backend(device), "options", None)
-    return getattr(options, "_timeout", None)
+    for type_ in ["cpu", "cuda"] if backend == "gloo" else ["cuda", "cpu"]:
+        try:
+            options = getattr(group._get_backend(torch.device(type_)), "options", None)
+        except RuntimeError:
+            continue
+        timeout = getattr(options, "_timeout", None)
+        if isinstance(timeout, datetime.timedelta):
+            return timeout
+    return None

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <c10/core/Stream.h>
 #include <torch/csrc/autograd/function_hook.h>
 #include <torch/csrc/autograd/variable.h>
 
@@ -47,6 +48,15 @@ struct Slot {
   bool is_local(const at::Tensor& grad) const { return local._unsafe_get_target() == grad.unsafeGetTensorImpl(); }
 };
 
+// This rank's share of a bucket's reduced gradient. Written where flights land, read after land().
+struct Landed {
+  at::Tensor shard;    // [shard_numel] of the wire's dtype; undefined while it holds nothing, unless it keeps its place
+  at::Tensor present;  // uint8 [n]: which segments have a gradient, on any rank
+  at::Tensor replaced;  // uint8 [n]: scratch of the last landing
+  at::Tensor words;     // exact sum of squares over the shard; undefined when unknown
+  bool holds = false;   // some slot has a gradient
+};
+
 struct Bucket {
   int64_t index;
   std::vector<Slot> slots;  // by offset
@@ -54,15 +64,13 @@ struct Bucket {
   at::ScalarType wire_dtype;
   int64_t shard_numel;    // of each rank, without flags
   int64_t trailer_numel;  // elements for flags behind each shard on the wire
-  at::Tensor segments;    // int64 [n, 3]: the slots that overlap this rank's shard, see cpu/spans.h
+  at::Tensor segments;    // int64 [n, 3]: the slots that overlap this rank's shard, see math/segment.h
 
-  // This rank's share of the reduced gradient. Written where flights land, read after land().
-  at::Tensor shard;     // [shard_numel] of wire_dtype; undefined while no slot has a gradient
-  at::Tensor present;   // uint8 [n]: which segments have a gradient, on any rank
-  at::Tensor replaced;  // uint8 [n]: scratch of the last landing
-  at::Tensor words;     // exact sum of squares over the shard; undefined when unknown
+  Landed landed;
+  std::vector<c10::Stream> producers;  // on an accelerator: where gradients came since the last flight
 
-  bool accumulates = true;  // a second flight adds to the shard; false where p.grad already holds the sum
+  bool accumulates = true;   // a second flight adds to the shard; false where p.grad already holds the sum
+  bool keeps_shard = false;  // at one address from step to step, for CUDA graphs
 
   // Whether some of the slot's elements lie in this rank's shard. An empty parameter lies where its offset does.
   bool owns_part_of(const Slot& slot, int64_t rank) const {

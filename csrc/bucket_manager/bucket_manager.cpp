@@ -8,8 +8,11 @@
 
 namespace zx {
 
-BucketManager::BucketManager(std::shared_ptr<Exchange> exchange, Group control, bool whole_grads)
-    : exchange_(std::move(exchange)), agreement_(std::move(control)), whole_grads_(whole_grads), flights_(exchange_) {}
+BucketManager::BucketManager(std::shared_ptr<Exchange> exchange, Group control, ManagerOptions options)
+    : exchange_(std::move(exchange)),
+      agreement_(std::move(control)),
+      options_(options),
+      flights_(exchange_, options.device) {}
 
 BucketManager::~BucketManager() {
   for (const auto& bucket : buckets_) {
@@ -31,10 +34,14 @@ int64_t BucketManager::add_bucket(BucketSpec spec) {
   bucket->shard_numel = spec.shard_numel;
   bucket->trailer_numel = spec.trailer_numel;
   bucket->segments = std::move(spec.segments);
-  bucket->accumulates = !whole_grads_;
+  bucket->accumulates = !options_.whole_grads;
+  bucket->keeps_shard = options_.keeps_shards;
+  if (bucket->keeps_shard) {
+    bucket->landed.shard = at::zeros({bucket->shard_numel}, bucket->flat.options().dtype(bucket->wire_dtype));
+  }
   const auto bytes = bucket->segments.options().dtype(at::kByte);
-  bucket->present = at::zeros({bucket->segments.size(0)}, bytes);
-  bucket->replaced = at::zeros({bucket->segments.size(0)}, bytes);
+  bucket->landed.present = at::zeros({bucket->segments.size(0)}, bytes);
+  bucket->landed.replaced = at::zeros({bucket->segments.size(0)}, bytes);
   for (SlotSpec& slot : spec.slots) {
     bucket->slots.push_back({.name = std::move(slot.name),
                              .param = slot.param,
@@ -42,12 +49,12 @@ int64_t BucketManager::add_bucket(BucketSpec spec) {
                              .offset = slot.offset,
                              .numel = slot.param.numel(),
                              .hooks = {}});
-    bucket->slots.back().unsent = whole_grads_ && slot.param.grad().defined();
+    bucket->slots.back().unsent = options_.whole_grads && slot.param.grad().defined();
   }
   buckets_.push_back(bucket);
   order_.add_bucket();
   // Alone and with whole gradients, p.grad is the mean as autograd leaves it.
-  if (exchange_ || !whole_grads_) {
+  if (exchange_ || !options_.whole_grads) {
     for (Slot& slot : bucket->slots) install_hooks(*bucket, slot);
   }
   return bucket->index;
@@ -138,7 +145,7 @@ Settled BucketManager::settle(Place place, int64_t adoptions) {
     }
     check(verdict);
     join(verdict, /*empty=*/false);
-    if (whole_grads_) gather_whole_grads();
+    if (options_.whole_grads) gather_whole_grads();
     // A rank without a backward of its own meets the others at the end of theirs, and then again at their step.
     const bool others_behind = verdict.place.least < static_cast<int64_t>(place);
     if (!others_behind) break;
@@ -148,7 +155,7 @@ Settled BucketManager::settle(Place place, int64_t adoptions) {
   if (verdict.adoptions.most > 0) return Settled::adopt;
   if (verdict.unsent.most > 0) {
     launch_round(/*empty=*/false);
-    if (whole_grads_) gather_whole_grads();
+    if (options_.whole_grads) gather_whole_grads();
   } else if (verdict.changed.most > 0) {
     exchange_changes();
   }
@@ -165,14 +172,14 @@ bool BucketManager::has_unsent() {
       const at::Tensor& grad = slot.param.grad();
       if (!grad.defined() || (slot.placeholder.defined() && grad.is_same(slot.placeholder))) continue;
       if (grad.layout() != at::kStrided && pass_.failure.empty()) pass_.failure = refusal_of_sparse(slot);
-      found |= !whole_grads_ || (slot.unsent && exchange_ != nullptr);
+      found |= !options_.whole_grads || (slot.unsent && exchange_ != nullptr);
     }
   }
   return found;
 }
 
 bool BucketManager::has_changes() {
-  if (whole_grads_) return false;
+  if (options_.whole_grads) return false;
   bool changed = false;
   for (const auto& bucket : buckets_) {
     for (Slot& slot : bucket->slots) {
@@ -209,10 +216,10 @@ void BucketManager::exchange_changes() {
       const int64_t start = std::max(slot.offset, first);
       const int64_t stop = std::min(slot.offset + slot.numel, first + bucket->shard_numel);
       if (!bucket->owns_part_of(slot, rank())) continue;
-      if (replaced && bucket->shard.defined()) {
-        bucket->shard.narrow(0, start - first, stop - start).zero_();
-        bucket->present[segment] = zeroed ? 1 : 0;
-        bucket->words.reset();
+      if (replaced && bucket->landed.holds) {
+        bucket->landed.shard.narrow(0, start - first, stop - start).zero_();
+        bucket->landed.present[segment] = zeroed ? 1 : 0;
+        bucket->landed.words.reset();
       }
       ++segment;
     }
@@ -233,7 +240,7 @@ void BucketManager::zero(bool set_to_none) {
   bool others_wait = false;
   {
     const std::lock_guard lock(mutex_);
-    others_wait = whole_grads_ && exchange_ && pass_.open && *pass_.raised;
+    others_wait = options_.whole_grads && exchange_ && pass_.open && *pass_.raised;
     flush_pass();
   }
   // Where gradients are whole the others are at the end of the backward that raised here: they must hear of it.
@@ -257,12 +264,14 @@ void BucketManager::zero(bool set_to_none) {
       }
     }
   }
-  if (!set_to_none && !whole_grads_) return;
+  if (!set_to_none && !options_.whole_grads) return;
   flights_.after_landing([buckets = buckets_] {
     for (const auto& bucket : buckets) {
-      bucket->shard.reset();
-      bucket->words.reset();
-      bucket->present.zero_();
+      Landed& landed = bucket->landed;
+      landed.holds = false;
+      if (!bucket->keeps_shard) landed.shard.reset();
+      landed.words.reset();
+      landed.present.zero_();
     }
   });
 }

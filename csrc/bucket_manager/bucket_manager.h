@@ -38,11 +38,16 @@ struct BucketSpec {
 // What settle() found that its caller must act on.
 enum class Settled { ready, adopt };
 
+struct ManagerOptions {
+  bool whole_grads;    // the reduced gradient is gathered into p.grad where backward ends (ZeRO stage 1)
+  bool keeps_shards;   // at one address from step to step, for CUDA graphs
+  c10::Device device;  // of all parameters
+};
+
 class BucketManager : public std::enable_shared_from_this<BucketManager> {
  public:
-  // `exchange` and `control` are null for one rank alone. `whole_grads`: the reduced gradient is gathered into p.grad
-  // where backward ends (ZeRO stage 1).
-  BucketManager(std::shared_ptr<Exchange> exchange, Group control, bool whole_grads);
+  // `exchange` and `control` are null for one rank alone.
+  BucketManager(std::shared_ptr<Exchange> exchange, Group control, ManagerOptions options);
   ~BucketManager();  // takes the hooks and placeholders away, aborts what is under way
 
   int64_t add_bucket(BucketSpec spec);
@@ -93,6 +98,7 @@ class BucketManager : public std::enable_shared_from_this<BucketManager> {
   void release(int64_t bucket, bool empty);
   std::shared_ptr<Flight> make_flight(const std::shared_ptr<Bucket>& bucket, bool empty);
   at::Tensor take_gradient(Slot& slot, bool& present, bool& replace);
+  void note_producer(Bucket& bucket);
 
   // bucket_manager.cpp
   void launch_round(bool empty);
@@ -111,7 +117,7 @@ class BucketManager : public std::enable_shared_from_this<BucketManager> {
   std::mutex mutex_;  // of all below but flights_; hooks may come from several autograd threads
   std::shared_ptr<Exchange> exchange_;
   Agreement agreement_;
-  bool whole_grads_;
+  ManagerOptions options_;
   std::vector<std::shared_ptr<Bucket>> buckets_;
   LaunchOrder order_;
   bool order_learned_ = false;

@@ -2,8 +2,8 @@
 
 #include <ATen/core/dispatch/Dispatcher.h>
 
+#include "bucket_manager/staged_exchange.h"
 #include "bucket_manager/tags.h"
-#include "check.h"
 
 namespace zx {
 
@@ -95,9 +95,36 @@ class DirectExchange final : public Exchange {
 
 // The dispatcher's op names stay while the C++ methods are being renamed (_reduce_scatter_base became
 // reduce_scatter_single between torch 2.11 and 2.13), so the collectives are called by name.
-class NativeExchange final : public Exchange {
+template <class Signature>
+auto find_collective(const char* name) {
+  return c10::Dispatcher::singleton().findSchemaOrThrow(name, "").typed<Signature>();
+}
+
+class CollectiveExchange : public Exchange {
  public:
   using Exchange::Exchange;
+
+  std::shared_ptr<Pending> gather(const at::Tensor& flat) override {
+    count_collective(flat);
+    using Op = std::tuple<at::Tensor, c10::intrusive_ptr<c10d::Work>>(
+        at::Tensor&, at::Tensor&, const c10::intrusive_ptr<c10d::ProcessGroup>&, bool, int64_t);
+    static const auto op = find_collective<Op>("c10d::_allgather_base_");
+    at::Tensor output = flat;
+    at::Tensor input = slice(flat, rank(), world());
+    auto result = op.call(output, input, group_, true, -1);
+    return std::make_shared<Pending>(std::vector{std::get<1>(result)});
+  }
+
+ protected:
+  // A ring, like an all-to-all, moves as many slices through each rank as there are others.
+  void count_collective(const at::Tensor& flat) {
+    for (int step = 1; step < world(); ++step) count_sent(slice(flat, 0, world()));
+  }
+};
+
+class NativeExchange final : public CollectiveExchange {
+ public:
+  using CollectiveExchange::CollectiveExchange;
 
   int64_t num_received() const override { return 1; }
 
@@ -106,8 +133,7 @@ class NativeExchange final : public Exchange {
     using Op = std::tuple<at::Tensor, c10::intrusive_ptr<c10d::Work>>(
         at::Tensor&, at::Tensor&, const c10::intrusive_ptr<c10d::ProcessGroup>&,
         const c10::intrusive_ptr<c10d::ReduceOp>&, bool, int64_t);
-    static const auto op =
-        c10::Dispatcher::singleton().findSchemaOrThrow("c10d::_reduce_scatter_base_", "").typed<Op>();
+    static const auto op = find_collective<Op>("c10d::_reduce_scatter_base_");
     at::Tensor output = received;
     at::Tensor input = flat;
     auto result = op.call(output, input, group_, c10::make_intrusive<c10d::ReduceOp>(c10d::ReduceOp::SUM), true, -1);
@@ -117,31 +143,45 @@ class NativeExchange final : public Exchange {
   std::vector<at::Tensor> to_sum(const at::Tensor& /*flat*/, const at::Tensor& received) const override {
     return {received};
   }
+};
 
-  std::shared_ptr<Pending> gather(const at::Tensor& flat) override {
+// NCCL pairs single messages up by order, and each costs a launch: one all-to-all brings every slice to its owner,
+// which sums as in the direct exchange. This rank's own slice is copied too.
+class AllToAllExchange final : public CollectiveExchange {
+ public:
+  using CollectiveExchange::CollectiveExchange;
+
+  int64_t num_received() const override { return world(); }
+
+  std::shared_ptr<Pending> scatter(const at::Tensor& flat, const at::Tensor& received) override {
     count_collective(flat);
-    using Op = std::tuple<at::Tensor, c10::intrusive_ptr<c10d::Work>>(
-        at::Tensor&, at::Tensor&, const c10::intrusive_ptr<c10d::ProcessGroup>&, bool, int64_t);
-    static const auto op = c10::Dispatcher::singleton().findSchemaOrThrow("c10d::_allgather_base_", "").typed<Op>();
-    at::Tensor output = flat;
-    at::Tensor input = slice(flat, rank(), world());
-    auto result = op.call(output, input, group_, true, -1);
-    return std::make_shared<Pending>(std::vector{std::get<1>(result)});
+    using Op = c10::intrusive_ptr<c10d::Work>(at::Tensor&, at::Tensor&, const c10::intrusive_ptr<c10d::ProcessGroup>&,
+                                              std::vector<int64_t>, std::vector<int64_t>, bool, int64_t);
+    static const auto op = find_collective<Op>("c10d::alltoall_base_");
+    at::Tensor output = received;
+    at::Tensor input = flat;
+    return std::make_shared<Pending>(std::vector{op.call(output, input, group_, {}, {}, true, -1)});
   }
 
- private:
-  // A ring moves every slice but one through each rank.
-  void count_collective(const at::Tensor& flat) {
-    for (int step = 1; step < world(); ++step) count_sent(slice(flat, 0, world()));
+  std::vector<at::Tensor> to_sum(const at::Tensor& /*flat*/, const at::Tensor& received) const override {
+    std::vector<at::Tensor> slices;
+    for (int peer = 0; peer < world(); ++peer) slices.push_back(slice(received, peer, world()));
+    return slices;
   }
 };
 
 }  // namespace
 
-std::shared_ptr<Exchange> make_exchange(const std::string& kind, Group group) {
-  if (kind == "direct") return std::make_shared<DirectExchange>(std::move(group));
-  TORCH_CHECK_VALUE(kind == "native", "exchange must be 'direct' or 'native', got '", kind, "'");
-  return std::make_shared<NativeExchange>(std::move(group));
+std::shared_ptr<Exchange> make_exchange(ExchangeKind kind, Group group) {
+  std::shared_ptr<Exchange> made;
+  if (!kind.direct) {
+    made = std::make_shared<NativeExchange>(std::move(group));
+  } else if (kind.messages) {
+    made = std::make_shared<DirectExchange>(std::move(group));
+  } else {
+    made = std::make_shared<AllToAllExchange>(std::move(group));
+  }
+  return kind.staged ? make_staged_exchange(std::move(made)) : made;
 }
 
 }  // namespace zx

@@ -17,8 +17,9 @@ using Group = c10::intrusive_ptr<c10d::ProcessGroup>;
 class Pending {
  public:
   explicit Pending(std::vector<c10::intrusive_ptr<c10d::Work>> works) : works_(std::move(works)) {}
-  void wait();
-  void abort();  // wakes a wait() on another thread
+  virtual ~Pending() = default;
+  virtual void wait();   // on the host, or where the backend works on streams, of the current stream
+  virtual void abort();  // wakes a wait() on another thread
 
  private:
   std::vector<c10::intrusive_ptr<c10d::Work>> works_;
@@ -35,10 +36,14 @@ class Exchange {
  public:
   explicit Exchange(Group group);
   virtual ~Exchange() = default;
+  Exchange& operator=(const Exchange&) = delete;
 
   int rank() const { return rank_; }
   int world() const { return world_; }
-  const Traffic& traffic() const { return traffic_; }
+  virtual const Traffic& traffic() const { return traffic_; }
+
+  // Whether a call here, or a Pending's wait(), may block the host.
+  virtual bool waits_on_host() const { return false; }
 
   // How many slices scatter() needs room for.
   virtual int64_t num_received() const = 0;
@@ -53,6 +58,7 @@ class Exchange {
   virtual std::shared_ptr<Pending> gather(const at::Tensor& flat) = 0;
 
  protected:
+  Exchange(const Exchange& other) : Exchange(other.group_) {}  // the same ranks
   at::Tensor slice(const at::Tensor& flat, int64_t index, int64_t count) const;
   void count_sent(const at::Tensor& message);
 
@@ -64,9 +70,16 @@ class Exchange {
   Traffic traffic_;
 };
 
-// "direct": every rank sends each slice straight to its owner, which sums in rank order: the same bits whatever the
-// backend does, nothing copied on the way, and launched at once. "native": the backend's own reduce_scatter_tensor and
-// all_gather_into_tensor, which sum in the order that the backend likes.
-std::shared_ptr<Exchange> make_exchange(const std::string& kind, Group group);
+// Ways to move slices.
+//   direct  every rank sends each slice straight to its owner, which sums in rank order: the same bits whatever the
+//           backend does. Over gloo as messages of its own, into place, launched at once; over NCCL as one all-to-all.
+//   native  the backend's own reduce_scatter_tensor and all_gather_into_tensor, which sum in the order that the backend
+//           likes.
+struct ExchangeKind {
+  bool direct;
+  bool messages;  // the backend sends and receives one by one and into place (gloo); else all-to-all
+  bool staged;    // the tensors are an accelerator's, the backend's the host's: see staged_exchange.h
+};
+std::shared_ptr<Exchange> make_exchange(ExchangeKind kind, Group group);
 
 }  // namespace zx

@@ -4,10 +4,12 @@
 #include <ATen/core/Tensor.h>
 
 #include <memory>
+#include <optional>
 #include <vector>
 
 #include "bucket_manager/bucket.h"
 #include "bucket_manager/exchange.h"
+#include "bucket_manager/streams.h"
 
 namespace zx {
 
@@ -17,10 +19,14 @@ struct Flight {
   std::vector<at::Tensor> sources;
   at::Tensor pieces;
   at::Tensor flags;
+  // On an accelerator: the streams that produced the gradients, and how far they were. See Note [Streams].
+  std::vector<c10::Stream> producers{};
+  Events ready{};
+  std::optional<c10::Event> packed{};
   // From packed to landed.
-  at::Tensor flat;      // [world * slice_numel]
-  at::Tensor received;  // [num_received * slice_numel]
-  std::shared_ptr<Pending> pending;
+  at::Tensor flat{};      // [world * slice_numel]
+  at::Tensor received{};  // [num_received * slice_numel]
+  std::shared_ptr<Pending> pending{};
 };
 
 }  // namespace zx

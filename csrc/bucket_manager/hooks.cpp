@@ -39,7 +39,7 @@ void BucketManager::install_hooks(Bucket& bucket, Slot& slot) {
   const std::weak_ptr<BucketManager> weak = weak_from_this();
   const int64_t bucket_index = bucket.index;
   const int64_t slot_index = &slot - bucket.slots.data();
-  if (!whole_grads_) {
+  if (!options_.whole_grads) {
     auto hook = std::make_unique<BeforeAccumulate>([weak, bucket_index, slot_index] {
       if (const auto self = weak.lock()) self->before_accumulate(self->buckets_[bucket_index]->slots[slot_index]);
     });
@@ -86,6 +86,7 @@ void BucketManager::after_accumulate(Bucket& bucket, Slot& slot) {
   if (!grad.defined()) return;  // a hook of the user's took it away
   TORCH_CHECK(grad.layout() == at::kStrided, "zerox: ", refusal_of_sparse(slot));
   slot.local = grad.getIntrusivePtr();
+  note_producer(bucket);
   slot.unsent = !sync_;
   if (!sync_) return;
   open_pass();
@@ -133,7 +134,7 @@ void BucketManager::on_backward_end() {
     if (nested && !order_.complete()) return;
     finish_pass(/*own=*/true, /*empty=*/false);
   }
-  if (whole_grads_) settle(Place::backward_end, 0);
+  if (options_.whole_grads) settle(Place::backward_end, 0);
 }
 
 // The rest leaves. See Note [Buckets launch in one order].

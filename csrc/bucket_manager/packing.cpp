@@ -34,7 +34,7 @@ at::Tensor BucketManager::take_gradient(Slot& slot, bool& present, bool& replace
     present = replace = false;
     return {};
   }
-  if (whole_grads_) {
+  if (options_.whole_grads) {
     present = grad.defined();
     replace = false;
     slot.held = present;
@@ -55,6 +55,15 @@ at::Tensor BucketManager::take_gradient(Slot& slot, bool& present, bool& replace
   at::Tensor taken = in_order_of(grad, slot.param);
   grad = slot.placeholder;
   return taken;
+}
+
+// The current stream has written a gradient of this bucket's.
+void BucketManager::note_producer(Bucket& bucket) {
+  const Streams* streams = flights_.streams();
+  if (streams == nullptr) return;
+  const c10::Stream current = streams->current();
+  auto& known = bucket.producers;
+  if (std::find(known.begin(), known.end(), current) == known.end()) known.push_back(current);
 }
 
 std::shared_ptr<Flight> BucketManager::make_flight(const std::shared_ptr<Bucket>& bucket, bool empty) {
@@ -87,6 +96,11 @@ std::shared_ptr<Flight> BucketManager::make_flight(const std::shared_ptr<Bucket>
   }
   flight->pieces = to_table(pieces, 4);
   flight->flags = to_table(flags, 1);
+  if (const Streams* streams = flights_.streams()) {
+    note_producer(*bucket);  // gradients that were written by hand, or brought into order above
+    flight->producers.swap(bucket->producers);
+    flight->ready = streams->record(flight->producers);
+  }
   return flight;
 }
 

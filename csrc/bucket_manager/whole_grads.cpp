@@ -36,13 +36,13 @@ void BucketManager::gather_whole_grads() {
     const auto options = bucket->slots.front().param.options().requires_grad(false);
     at::Tensor flat = at::empty({world() * bucket->shard_numel}, options);
     at::Tensor own = flat.narrow(0, rank() * bucket->shard_numel, bucket->shard_numel);
-    if (bucket->shard.defined()) {
-      own.copy_(bucket->shard);
+    if (bucket->landed.shard.defined()) {
+      own.copy_(bucket->landed.shard);
     } else {
       own.zero_();  // zero_grad() came first
     }
     if (exchange_) pending.push_back(exchange_->gather(flat));
-    if (bucket->wire_dtype == flat.scalar_type()) bucket->shard.reset();
+    if (bucket->wire_dtype == flat.scalar_type()) bucket->landed.shard.reset();
     whole.push_back(std::move(flat));
   }
   for (const auto& gather : pending) gather->wait();
@@ -63,7 +63,9 @@ at::Tensor BucketManager::take_local_shard(int64_t index) {
   const int64_t first = rank() * bucket.shard_numel;
   std::vector<at::Tensor> sources;
   std::vector<int64_t> pieces;
-  at::Tensor present = at::empty_like(bucket.present, at::kCPU);
+  // Pinned where an accelerator takes it, so that nothing waits for the copy.
+  at::Tensor present = at::empty_like(
+      bucket.landed.present, bucket.landed.present.options().device(at::kCPU).pinned_memory(bucket.flat.is_cuda()));
   auto* next_present = present.mutable_data_ptr<uint8_t>();
   for (const Slot& slot : bucket.slots) {
     const int64_t start = std::max(slot.offset, first);
@@ -76,17 +78,17 @@ at::Tensor BucketManager::take_local_shard(int64_t index) {
                   {static_cast<int64_t>(sources.size()), start - slot.offset, start - first, stop - start});
     sources.push_back(in_order_of(grad, slot.param));
   }
-  bucket.present.copy_(present);
+  bucket.landed.present.copy_(present, /*non_blocking=*/true);
   at::Tensor packed = at::empty({bucket.shard_numel}, bucket.slots.front().param.options().requires_grad(false));
   ops::flatten_(packed, sources, to_table(pieces, 4), to_table({}, 1));
   if (bucket.wire_dtype == packed.scalar_type()) return packed;
-  if (bucket.shard.defined()) {
-    bucket.shard =
-        at::where(bucket.shard.to(packed.scalar_type()) == packed, bucket.shard, packed.to(bucket.wire_dtype));
+  if (bucket.landed.shard.defined()) {
+    bucket.landed.shard = at::where(bucket.landed.shard.to(packed.scalar_type()) == packed, bucket.landed.shard,
+                                    packed.to(bucket.wire_dtype));
   } else {
-    bucket.shard = packed.to(bucket.wire_dtype);
+    bucket.landed.shard = packed.to(bucket.wire_dtype);
   }
-  return bucket.shard;
+  return bucket.landed.shard;
 }
 
 }  // namespace zx

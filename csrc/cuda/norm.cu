@@ -49,7 +49,6 @@ __global__ void __launch_bounds__(kThreads, 1) norm_kernel(NormArgs<Stored> a) {
       }
     }
     if (a.kind == Norm::max_of_abs) return;
-    const bool all_finite = !any_lane(!finite);
     double partial = 0.0;
     if constexpr (kPowers) {
       const double order = a.shard.order;
@@ -58,6 +57,7 @@ __global__ void __launch_bounds__(kThreads, 1) norm_kernel(NormArgs<Stored> a) {
       const bool squares = a.kind == Norm::sum_of_squares;
       partial = sum_of_tile(tile, [squares](double x) { return squares ? x * x : std::fabs(x); });
     }
+    const bool all_finite = !any_lane(!finite);
     if (lane != 0) return;
     exact_add_shared(words, partial);
     if (!all_finite) atomic_add(words + kExactNonFinite, 1);

@@ -103,8 +103,8 @@ __global__ void __launch_bounds__(kThreads, 1) reduce_kernel(ReduceArgs<T, Wire>
         tile[at] = value;
       }
     }
-    const bool all_finite = !any_lane(!finite);
     const double partial = sum_of_tile(tile, [](double x) { return x * x; });
+    const bool all_finite = !any_lane(!finite);
     if (lane != 0) return;
     exact_add_shared(words, partial);
     if (!all_finite) atomic_add(words + kExactNonFinite, 1);

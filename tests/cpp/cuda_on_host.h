@@ -130,24 +130,41 @@ class Block {
     fiber.num_exchanges = 0;
   }
 
-  // Every fiber up to its next barrier, then the barriers that are full. False when all are done.
+  // Runs fibers until all wait for the whole block, and opens that barrier. False when all are done.
   bool resume_all() {
-    std::array<int, kThreads> turns;
-    std::iota(turns.begin(), turns.end(), 0);
-    if (order == Order::descending) std::reverse(turns.begin(), turns.end());
-    if (order == Order::shuffled) std::shuffle(turns.begin(), turns.end(), random_);
-    for (const int i : turns) {
-      if (fibers_[i].wait == Wait::nothing) enter(i);
+    std::array<int, kWarps> warps;
+    std::iota(warps.begin(), warps.end(), 0);
+    if (order == Order::descending) std::reverse(warps.begin(), warps.end());
+    if (order == Order::ascending) {  // all warps in step
+      bool moved = true;
+      while (moved) {
+        moved = false;
+        for (const int warp : warps) moved |= resume(warp);
+      }
+    } else {  // one warp runs ahead of all others as far as it can
+      if (order == Order::shuffled) std::shuffle(warps.begin(), warps.end(), random_);
+      for (const int warp : warps) {
+        while (resume(warp)) {
+        }
+      }
     }
-    bool released = false;
-    for (int warp = 0; warp < kWarps; ++warp) {
-      released |= release(Wait::warp, fibers_.data() + warp * kWarp, kWarp);
-    }
-    if (!released) released = release(Wait::block, fibers_.data(), kThreads);
-    if (released) return true;
+    if (release(Wait::block, fibers_.data(), kThreads)) return true;
     const bool all_done = std::all_of(fibers_.begin(), fibers_.end(), [](auto& f) { return f.wait == Wait::done; });
     if (!all_done) die("threads wait at different barriers for ever");
     return false;
+  }
+
+  // Every lane of a warp up to its next barrier. True if that was the warp's own, which is open then.
+  bool resume(int warp) {
+    Fiber* lanes = fibers_.data() + warp * kWarp;
+    std::array<int, kWarp> turns;
+    std::iota(turns.begin(), turns.end(), 0);
+    if (order == Order::descending) std::reverse(turns.begin(), turns.end());
+    if (order == Order::shuffled) std::shuffle(turns.begin(), turns.end(), random_);
+    for (const int lane : turns) {
+      if (lanes[lane].wait == Wait::nothing) enter(warp * kWarp + lane);
+    }
+    return release(Wait::warp, lanes, kWarp);
   }
 
   bool release(Wait what, Fiber* fibers, int count) {

@@ -69,7 +69,7 @@ def test_a_parameter_given_twice_warns_and_is_trained_once() -> None:
         ({"master_weights": "fp64"}, "master_weights must be one of"),
         ({"master_weights": "remainder"}, "remainder.*float32"),
         ({"bucket_cap_mb": 0}, "bucket_cap_mb must be positive"),
-        ({"capturable": True}, "capturable"),
+        ({"capturable": True, "stage": 1}, "capturable=True needs stage=2, got stage=1"),
     ],
     ids=str,
 )
@@ -78,6 +78,11 @@ def test_options_that_are_unknown_or_don_t_fit_list_what_is_allowed(options: dic
         FusedShardedAdam([weight()], **options)
     with pytest.raises(ValueError, match=message):
         estimate([weight()], 2, **options)
+
+
+def test_capturable_is_for_cuda_parameters() -> None:
+    with pytest.raises(ValueError, match="capturable=True needs CUDA parameters, got parameters on cpu"):
+        FusedShardedAdam([weight()], capturable=True)
 
 
 def test_a_remainder_beside_fp16_is_refused() -> None:

@@ -27,22 +27,64 @@ def check_hyper_parameters(lr: Any, betas: Any, eps: Any, weight_decay: Any) -> 
         raise ValueError(f"Invalid weight_decay value: {weight_decay}")
 
 
-def options_table(groups: Sequence[dict[str, Any]]) -> Tensor:
-    """float64 ``[groups, 8]`` on the CPU, a row a param group; see ``AdamOptions`` in ``csrc/math/adam.h``."""
-    rows = [
-        [
-            float(group["lr"]),
-            float(group["betas"][0]),
-            float(group["betas"][1]),
-            float(group["eps"]),
-            float(group["weight_decay"]),
-            float(group["maximize"]),
-            float(group["decoupled_weight_decay"]),
-            float(group["amsgrad"]),
-        ]
-        for group in groups
+class OptionsTable:
+    """Every param group's hyper-parameters as the kernels read them, a row of ``AdamOptions`` (csrc/math/adam.h) each.
+
+    ``keeps_place``: at one address from step to step, for CUDA graphs.
+    """
+
+    def __init__(self, device: torch.device, keeps_place: bool = False) -> None:
+        self.device = device
+        self.keeps_place = keeps_place
+        self.rows: list[list[float]] = []
+        self.table = torch.empty(0, 8, dtype=torch.float64, device=device)
+
+    def refresh(self, groups: Sequence[dict[str, Any]], capturing: bool = False) -> Tensor:
+        """float64 ``[groups, 8]`` on the device, from what the groups say now; never waits for the device.
+
+        While a CUDA graph is captured (``capturing``) numbers become part of the graph; a tensor lr on the device is
+        read anew by every replay.
+        """
+        on_device = [(i, g["lr"]) for i, g in enumerate(groups) if _is_on_accelerator(g["lr"])]
+        rows = [_row(group) for group in groups]
+        if rows != self.rows:
+            self._write(rows, capturing)
+        for index, lr in on_device:
+            self.table[index, 0].copy_(lr.reshape(()), non_blocking=True)
+        return self.table
+
+    def _write(self, rows: list[list[float]], capturing: bool) -> None:
+        if capturing:  # from memory of the host a replay would read whatever lies there then
+            if len(rows) != len(self.rows):
+                raise RuntimeError("param groups were added: call step() or synchronize() once before capturing it")
+            for index, row in enumerate(rows):
+                for column, number in enumerate(row):
+                    if number != self.rows[index][column]:
+                        self.table[index, column].fill_(number)
+        else:
+            host = torch.tensor(rows, dtype=torch.float64, pin_memory=self.device.type == "cuda")
+            if self.keeps_place and len(rows) == len(self.rows):
+                self.table.copy_(host, non_blocking=True)
+            else:
+                self.table = host.to(self.device, non_blocking=True)
+        self.rows = rows
+
+
+def _is_on_accelerator(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.device.type != "cpu"
+
+
+def _row(group: dict[str, Any]) -> list[float]:
+    return [
+        0.0 if _is_on_accelerator(group["lr"]) else float(group["lr"]),
+        float(group["betas"][0]),
+        float(group["betas"][1]),
+        float(group["eps"]),
+        float(group["weight_decay"]),
+        float(group["maximize"]),
+        float(group["decoupled_weight_decay"]),
+        float(group["amsgrad"]),
     ]
-    return torch.tensor(rows, dtype=torch.float64)
 
 
 def update(bucket: Bucket, grad: Tensor, present: Tensor, options: Tensor, grad_scale: Tensor | None) -> None:

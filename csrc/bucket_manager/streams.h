@@ -1,0 +1,77 @@
+// The accelerator's side of flights: which stream waits for which, and when memory that crosses streams is free.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <c10/core/Event.h>
+#include <c10/core/Stream.h>
+
+#include <deque>
+#include <mutex>
+#include <vector>
+
+namespace zx {
+
+// Note [Streams]
+// On an accelerator a flight is work on three streams:
+//
+//   a stream of autograd's (the producer) --event--> pack stream --the exchange's own--> land stream --> land()'s
+//   caller
+//
+// Packing waits for every stream that produced one of the gradients. Landing has a stream of its own, since a pack
+// stream that waits for the wire would leave the wire idle. Both have high priority: they are short, and the next
+// bucket waits behind them. Nothing waits on the host, unless the backend itself works there (gloo).
+//
+// Memory that crosses streams is given back only when the stream that allocated it is behind its last use:
+// - A flight's buffers belong to the pack stream. Before a third flight gets buffers, the pack stream waits for the
+//   landing of the first, and its buffers are free: so there are never more than two flights' buffers.
+// - Gradients belong to their producers. When a flight is launched, the producers of all but the latest two wait for
+//   their packing, and those gradients are free. Autograd's streams thus wait for the wire only where two more buckets
+//   wait to be packed, and then the wire is what the step waits for anyway; without this wait a host that runs ahead of
+//   the device would hold all gradients at once.
+// - A shard belongs to the land stream, and is read by the update and freed by zero_grad(). It is written again only
+//   after gradients were produced behind that update.
+
+using Events = std::vector<c10::Event>;
+
+// Memory to be freed once some streams have passed an event.
+struct Held {
+  std::vector<at::Tensor> tensors;
+  std::vector<c10::Stream> owners;
+  c10::Event passed;
+};
+
+class Streams {
+ public:
+  explicit Streams(c10::Device device);
+
+  c10::Stream pack() const { return pack_; }
+  c10::Stream land() const { return land_; }
+  c10::Stream current() const;
+
+  c10::Event record(c10::Stream stream) const;
+  Events record(const std::vector<c10::Stream>& streams) const;
+
+  // After `packed`, the gradients go back to their producers.
+  void hold_gradients(std::vector<at::Tensor> gradients, std::vector<c10::Stream> producers, c10::Event packed);
+  // After `landed`, the buffers go back to the pack stream.
+  void hold_buffers(std::vector<at::Tensor> buffers, c10::Event landed);
+
+  // Makes owners wait, and frees, all but the latest `keep`.
+  void free_gradients(size_t keep);
+  void free_buffers(size_t keep);
+
+  // The current stream waits for all that was packed and landed so far; everything held is free.
+  void join();
+
+ private:
+  static void free(std::unique_lock<std::mutex> lock, std::deque<Held>& held, size_t keep);
+
+  c10::Device device_;
+  c10::Stream pack_;
+  c10::Stream land_;
+  std::mutex mutex_;  // of what follows: lanes and autograd's threads meet here
+  std::deque<Held> gradients_;
+  std::deque<Held> buffers_;
+};
+
+}  // namespace zx
