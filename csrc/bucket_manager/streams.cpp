@@ -15,6 +15,16 @@ c10::Stream high_priority(c10::Device device) {
 
 Streams::Streams(c10::Device device) : device_(device), pack_(high_priority(device)), land_(high_priority(device)) {}
 
+Streams::~Streams() {
+  try {
+    join();
+    const c10::Event here = record(current());
+    here.block(pack_);
+    here.block(land_);
+  } catch (const c10::Error&) {  // the device's runtime may be gone when the process exits
+  }
+}
+
 c10::Stream Streams::current() const { return guard(device_).getStream(device_); }
 
 c10::Event Streams::record(c10::Stream stream) const {

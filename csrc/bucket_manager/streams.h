@@ -43,6 +43,9 @@ struct Held {
 class Streams {
  public:
   explicit Streams(c10::Device device);
+  ~Streams();  // what was allocated for flights is free for the current stream afterwards, and its memory for ours
+  Streams(const Streams&) = delete;
+  Streams& operator=(const Streams&) = delete;
 
   c10::Stream pack() const { return pack_; }
   c10::Stream land() const { return land_; }

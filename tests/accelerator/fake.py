@@ -1,0 +1,78 @@
+"""The fake accelerator of fake_accelerator.cpp as a torch device: ``fake:0`` to ``fake:3``."""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.utils import cpp_extension
+
+from tests.ranks import run_threads
+from zerox.ranks import Ranks
+
+HERE = Path(__file__).parent
+BUILD = HERE.parents[1] / "build"
+
+
+@functools.cache
+def machine() -> Any:
+    """The extension, built on first use. Registers the device."""
+    folder = BUILD / f"fake-accelerator-{torch.__version__}"
+    folder.mkdir(parents=True, exist_ok=True)
+    made = cpp_extension.load(
+        "fake_accelerator",
+        [str(HERE / "fake_accelerator.cpp")],
+        extra_cflags=["-O1", "-std=c++20", "-Wall", "-Wextra", "-Wno-unused-parameter"],
+        build_directory=str(folder),
+    )
+    torch.utils.rename_privateuse1_backend("fake")
+    module = types.ModuleType("torch.fake")
+    for name, value in {"is_available": True, "device_count": 4, "current_device": 0, "_is_in_bad_fork": False}.items():
+        setattr(module, name, lambda value=value: value)
+    torch._register_device_module("fake", module)
+    return made
+
+
+@contextmanager
+def on_stream(stream: int, device: int = 0) -> Iterator[None]:
+    """Work inside is submitted to ``stream``; 0 is the default one."""
+    before = machine().set_stream(device, stream)
+    try:
+        yield
+    finally:
+        machine().set_stream(device, before)
+
+
+def expect_no_races() -> None:
+    races = machine().take_races()
+    assert not races, f"{len(races)} races, the first: {races[:3]}"
+
+
+def run_fake_ranks(function: Callable[..., Any], world_size: int, kind: str, *args: Any) -> list[Any]:
+    """``function(ranks, *args)`` on threads, rank r on ``fake:r``.
+
+    ``kind``: "native" or "direct" over a backend with a stream of its own, as NCCL's; "staged" over gloo, through the
+    host; "alone" for a world size of 1.
+    """
+    meeting = machine().Meeting(world_size)
+
+    def serve(group: dist.ProcessGroup | None) -> Any:
+        rank = 0 if group is None else group.rank()
+        device = torch.device("fake", rank)
+        if group is None:
+            return function(Ranks.alone(device), *args)
+        if kind == "staged":
+            return function(Ranks(rank, world_size, "gloo", "direct", group, group, device), *args)
+        data = dist.ProcessGroup(dist.HashStore(), rank, world_size)
+        backend = machine().StreamBackend(rank, world_size, meeting)
+        data._register_backend(torch.device("fake"), dist.ProcessGroup.BackendType.CUSTOM, backend)
+        data._set_default_backend(dist.ProcessGroup.BackendType.CUSTOM)
+        return function(Ranks(rank, world_size, "nccl", kind, data, group, device), *args)
+
+    return run_threads(serve, world_size)

@@ -1,0 +1,230 @@
+"""Streams of an accelerator are ordered as Note [Streams] says: seen by a race detector, without hardware."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.accelerator.fake import expect_no_races, machine, on_stream, run_fake_ranks
+from tests.bucket_manager.rig import GradsOfModel
+from zerox.bucket import Bucket
+from zerox.ranks import Ranks
+from zerox.rules.adam import OptionsTable, update
+
+NUMEL = 5000
+CAP = 8 * NUMEL  # two parameters a bucket
+WORLDS = [(1, "alone"), (2, "native"), (3, "native"), (2, "direct"), (3, "direct"), (2, "staged"), (3, "staged")]
+GROUP = {
+    "lr": 0.1,
+    "betas": (0.9, 0.999),
+    "eps": 1e-8,
+    "weight_decay": 0.0,
+    "maximize": False,
+    "decoupled_weight_decay": True,
+    "amsgrad": False,
+}
+
+
+@pytest.fixture(autouse=True)
+def detector() -> Any:
+    machine().take_races()
+    return machine()
+
+
+def parameters(device: torch.device, count: int = 6, seed: int = 0) -> list[nn.Parameter]:
+    generator = torch.Generator().manual_seed(seed)
+    return [nn.Parameter(torch.randn(NUMEL, generator=generator).to(device)) for _ in range(count)]
+
+
+# ---- the detector itself
+
+
+def test_unordered_accesses_are_seen_and_ordered_ones_are_not(detector: Any) -> None:
+    values = torch.ones(100, device="fake:0")
+    stream = detector.new_stream(0)
+    with on_stream(stream):
+        read = values * 2
+    assert any("read after write" in race for race in detector.take_races())
+    with on_stream(stream):
+        values.add_(1)
+    assert detector.take_races(), "write after write"
+    detector.wait_stream(0, 0, stream)
+    values.add_(read)
+    assert not detector.take_races()
+
+
+def test_memory_that_is_freed_too_early_is_seen(detector: Any) -> None:
+    stream = detector.new_stream(0)
+    for waits in (False, True):
+        values = torch.ones(12345, device="fake:0")
+        detector.wait_stream(0, stream, 0)
+        with on_stream(stream):
+            values * 2
+        if waits:
+            detector.wait_stream(0, 0, stream)
+        del values
+        torch.zeros(12345, device="fake:0")  # the same memory
+        assert bool(detector.take_races()) is not waits
+        detector.wait_stream(0, 0, stream)
+
+
+# ---- zerox
+
+
+def shard_update(bucket: Bucket, grad: Tensor, present: Tensor, table: OptionsTable) -> None:
+    update(bucket, grad, present, table.refresh([GROUP]), None)
+
+
+def train(ranks: Ranks, stage: int, plan: str) -> list[Tensor]:
+    """Some steps; returns the parameters. ``plan`` says which streams do what."""
+    device = ranks.device
+    params = parameters(device)
+    ours = GradsOfModel(ranks, params, CAP, stage)
+    table = OptionsTable(device)
+    side = machine().new_stream(device.index)
+    main = machine().new_stream(device.index) if plan == "non-default stream" else 0
+    machine().wait_stream(device.index, main, 0)
+    for step in range(4):
+        with on_stream(main, device.index):
+            losses = []
+            for index, param in enumerate(params):
+                # Every other parameter is used on a stream of its own, so that a bucket's gradients come from two.
+                if plan == "two producers" and index % 2:
+                    machine().wait_stream(device.index, side, main)
+                    with on_stream(side, device.index):
+                        losses.append((param * param * (step + 1 + ranks.rank)).sum())
+                    machine().wait_stream(device.index, main, side)
+                else:
+                    losses.append((param * param * (step + 1 + ranks.rank)).sum())
+            torch.stack(losses).sum().backward()
+            if plan == "zero_grad() at once" and step == 1:
+                ours.grads.zero(True)
+                continue
+            ours.settle()
+            gathers = []
+            for index, bucket in enumerate(ours.buckets):
+                grad = ours.grads.shard(index)
+                assert grad is not None
+                shard_update(bucket, grad, ours.grads.present(index), table)
+                if ranks.size > 1:
+                    gathers.append(ours.manager.gather(index))
+            for gather in gathers:
+                gather.wait()
+            ours.grads.zero(plan != "zeroed in place")
+    machine().wait_stream(device.index, 0, main)
+    return [param.detach().cpu() for param in params]
+
+
+def train_on_cpu(world_size: int, plan: str) -> list[Tensor]:
+    params = parameters(torch.device("cpu"))
+    optimizer = torch.optim.AdamW(params, lr=0.1, weight_decay=0.0, foreach=False)
+    for step in range(4):
+        factor = sum(step + 1 + rank for rank in range(world_size)) / world_size
+        torch.stack([(param * param * factor).sum() for param in params]).sum().backward()
+        if not (plan == "zero_grad() at once" and step == 1):
+            optimizer.step()
+        optimizer.zero_grad()
+    return [param.detach() for param in params]
+
+
+@pytest.mark.parametrize("plan", ["one stream", "two producers", "non-default stream", "zero_grad() at once"])
+@pytest.mark.parametrize("stage", [1, 2])
+@pytest.mark.parametrize(("world_size", "kind"), WORLDS)
+def test_training_has_no_race(world_size: int, kind: str, stage: int, plan: str) -> None:
+    for params in run_fake_ranks(train, world_size, kind, stage, plan):
+        for ours, expected in zip(params, train_on_cpu(world_size, plan), strict=True):
+            torch.testing.assert_close(ours, expected, rtol=1e-5, atol=1e-6)
+    expect_no_races()
+
+
+def accumulate(ranks: Ranks, stage: int) -> None:
+    """Two synchronising backwards add up, one inside no_sync() goes with the next, one discarded on its way."""
+    params = parameters(ranks.device)
+    ours = GradsOfModel(ranks, params, CAP, stage)
+    for _ in range(2):
+        for part in range(3):
+            loss = torch.stack([(param * (part + 1)).sum() for param in params]).sum()
+            if part == 1:
+                with ours.grads.no_sync():
+                    loss.backward()
+            else:
+                loss.backward()
+        ours.settle()
+        ours.expect([torch.full((NUMEL,), 6.0)] * len(params))
+        ours.grads.zero(True)
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+@pytest.mark.parametrize(("world_size", "kind"), [world for world in WORLDS if world[0] != 3])
+def test_accumulation_has_no_race(world_size: int, kind: str, stage: int) -> None:
+    run_fake_ranks(accumulate, world_size, kind, stage)
+    expect_no_races()
+
+
+def peak_of_backward(ranks: Ranks) -> tuple[int, int]:
+    """Bytes above what lasts while backward runs, and the bytes of one bucket's gradients."""
+    params = parameters(ranks.device, count=32)
+    ours = GradsOfModel(ranks, params, CAP, 2)
+    ours.settle()
+    before = machine().live_bytes()
+    peak = 0
+
+    def sample(_: Tensor) -> None:
+        nonlocal peak
+        peak = max(peak, machine().live_bytes() - before)
+
+    for param in params:
+        param.register_post_accumulate_grad_hook(sample)
+    # A chain, so that gradients come one by one: each is as large as its parameter.
+    x = torch.ones(NUMEL, device=ranks.device, requires_grad=False)
+    for param in params:
+        x = x * param.sin().sum()
+    x.sum().backward()
+    ours.settle()
+    shards = sum(bucket.plan.layout.shard_numel for bucket in ours.buckets) * 4
+    after = machine().live_bytes() - before - shards
+    assert after < NUMEL * 4 * 4, "exchange buffers and gradients are free after land()"
+    return peak, shards
+
+
+def test_gradients_are_freed_while_backward_runs() -> None:
+    peak, shards = run_fake_ranks(peak_of_backward, 1, "alone")[0]
+    gradients = 32 * NUMEL * 4
+    saved_for_backward = 3 * gradients  # of the chain, at its start
+    assert peak < saved_for_backward + shards + 6 * CAP
+
+
+def whole_optimizer(ranks: Ranks) -> list[Tensor]:
+    from zerox import optimizer as module
+
+    params = parameters(ranks.device)
+    found, checked = module.find_ranks, module.check_params
+    module.find_ranks = lambda *_: ranks
+    module.check_params = lambda *_: None  # knows no such device
+    try:
+        optimizer = module.FusedShardedAdam(params, lr=0.1, bucket_cap_mb=CAP / 2**20)
+    finally:
+        module.find_ranks, module.check_params = found, checked
+    for _ in range(3):
+        torch.stack([(param * param).sum() for param in params]).sum().backward()
+        optimizer.clip_grad_norm_(1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    return [param.detach().cpu() for param in params]
+
+
+def test_the_optimizer_with_clip_has_no_race() -> None:
+    ours = run_fake_ranks(whole_optimizer, 1, "alone")[0]
+    params = parameters(torch.device("cpu"))
+    optimizer = torch.optim.AdamW(params, lr=0.1, foreach=False)
+    for _ in range(3):
+        torch.stack([(param * param).sum() for param in params]).sum().backward()
+        torch.nn.utils.clip_grad_norm_(params, 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    for mine, theirs in zip(ours, params, strict=True):
+        torch.testing.assert_close(mine, theirs.detach(), rtol=1e-5, atol=1e-6)
+    expect_no_races()
