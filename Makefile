@@ -23,7 +23,7 @@ lint: ## ruff, clang-format, mypy; changes nothing
 	  "$$py" -m ruff format --check . && \
 	  find $(wildcard csrc tests/cpp) -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh' | \
 	    xargs -r clang-format --dry-run --Werror && \
-	  "$$py" -m mypy zerox
+	  "$$py" -m mypy zerox scripts
 
 build: ## build the extension and install zerox in place (pip install -e), only where something changed
 	@$(call in_env) && "$$py" -m zerox env

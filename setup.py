@@ -1,4 +1,5 @@
-"""Builds zerox._C, the one C++ extension. Metadata is in pyproject.toml, the loader in zerox/_ext.py.
+"""Builds zerox._C, the one C++ and CUDA extension. Metadata is in pyproject.toml, the loader in zerox/_ext.py, the step
+that runs nvcc in scripts/build_cuda.py.
 
 torch must be installed before this runs (pip install --no-build-isolation .): the extension links against the very
 torch that will load it, and an isolated build would fetch another one, of several gigabytes.
@@ -18,18 +19,25 @@ from pathlib import Path
 
 import setuptools
 
+ROOT = Path(__file__).parent.resolve()
+sys.path.insert(0, str(ROOT / "scripts"))  # pip runs this file with no folder of ours on the path
+import build_cuda  # noqa: E402
+from build_cuda import CudaBuild  # noqa: E402
+
 # ---- Switches (zerox/_ext.py has the table of all environment variables) --------------------------------------------
-CUDA = os.environ.get("ZEROX_CUDA", "auto")  # auto | 0 | 1; 1 fails rather than build without CUDA
+# auto | 0 | 1. auto is with CUDA where there is an nvcc, 1 fails rather than build without.
+CUDA = os.environ.get("ZEROX_CUDA") or ("1" if os.environ.get("FORCE_CUDA") == "1" else "auto")
+CUDA_ARCHS = os.environ.get("TORCH_CUDA_ARCH_LIST", "")
 WERROR = os.environ.get("ZEROX_WERROR", "0") == "1"
-os.environ.setdefault("MAX_JOBS", str(os.cpu_count() or 1))  # ninja's own default is two more than the cores
+MAX_JOBS = os.environ.get("MAX_JOBS") or str(os.cpu_count() or 1)
 
 # ---- What is built ---------------------------------------------------------------------------------------------------
-ROOT = Path(__file__).parent.resolve()
 MIN_TORCH = (2, 11)
 SOURCES = ["csrc/bindings.cpp", "csrc/op_arguments.cpp"]
 for room in ("cpu", "bucket_manager"):
     SOURCES += sorted(path.relative_to(ROOT).as_posix() for path in ROOT.glob(f"csrc/{room}/*.cpp"))
-HEADERS = sorted(path.relative_to(ROOT).as_posix() for path in ROOT.glob("csrc/**/*.h"))
+# These know torch but no CUDA: .cu files know CUDA but no torch, and are built apart.
+CUDA_SOURCES = sorted(path.relative_to(ROOT).as_posix() for path in ROOT.glob("csrc/cuda/*.cpp"))
 
 # No -march: a wheel moves between machines, the instruction set is chosen at run time (csrc/cpu/isa.h).
 # No contraction: each fma is spelled out in the source, so that scalar, SIMD and CUDA agree bit for bit.
@@ -43,6 +51,9 @@ CXX_FLAGS += ["-Werror"] if WERROR else []
 BUILD_COMMANDS = {"dist_info", "bdist_wheel", "editable_wheel", "build", "build_ext", "install", "develop"}
 
 
+WITHOUT_CUDA = "to build without CUDA kernels: ZEROX_CUDA=0"
+
+
 def die(line: str) -> None:
     """One line and no traceback: this is what pip shows to somebody who has never seen the project."""
     print(f"zerox: {line}", file=sys.stderr)
@@ -52,8 +63,9 @@ def die(line: str) -> None:
 def check_switches() -> None:
     if CUDA not in ("auto", "0", "1"):
         die(f"ZEROX_CUDA={CUDA} is not one of auto, 0, 1")
-    if CUDA == "1":
-        die("ZEROX_CUDA=1, but CUDA kernels are not in this version yet: unset it to build for the CPU")
+    if not (MAX_JOBS.isdigit() and int(MAX_JOBS) > 0):
+        die(f"MAX_JOBS={MAX_JOBS} is not a number of jobs")
+    os.environ["MAX_JOBS"] = MAX_JOBS  # for torch, or ninja would start two more than the cores
 
 
 def check_build_tools() -> None:
@@ -85,10 +97,10 @@ def check_torch_version() -> None:
 
 def check_compiler() -> str:
     """Returns the first line of --version. Sets CXX so that torch (compile) and setuptools (link) use the same one."""
-    candidates = [os.environ["CXX"]] if os.environ.get("CXX") else ["c++", "g++", "clang++"]
-    found = [cxx for cxx in candidates if shutil.which(shlex.split(cxx)[0])]
+    found = build_cuda.compilers()
     if not found:
-        die(f"no C++ compiler ({', '.join(candidates)} not found): install g++ 11+ or clang++ 14+, or set CXX")
+        sought = os.environ.get("CXX") or ", ".join(build_cuda.COMPILERS)
+        die(f"no C++ compiler ({sought} not found): install g++ 11+ or clang++ 14+, or set CXX")
     os.environ["CXX"] = found[0]
     command = shlex.split(found[0])
     probe = "#include <concepts>\n#include <span>\nstatic_assert(__cplusplus >= 202002L);\n"
@@ -107,6 +119,32 @@ def check_compiler() -> str:
     return version.partition("\n")[0]
 
 
+def choose_cuda() -> tuple[CudaBuild | None, str]:
+    """How to build the CUDA kernels, or None and the reason."""
+    import torch
+
+    if CUDA == "0":
+        return None, "ZEROX_CUDA=0"
+    try:
+        if torch.version.hip:
+            raise build_cuda.NoCuda(f"torch {torch.__version__} is a build for ROCm")
+        cuda = build_cuda.plan_build(ROOT, CUDA_ARCHS, WERROR)
+    except build_cuda.NoCuda as reason:
+        if CUDA == "1":
+            die(f"ZEROX_CUDA=1, but {reason}; {WITHOUT_CUDA}")
+        return None, str(reason)
+    except build_cuda.BuildError as error:
+        die(f"{error}; {WITHOUT_CUDA}")
+    release, of_torch = cuda.toolkit.release, torch.version.cuda
+    if of_torch and of_torch.partition(".")[0] != release.partition(".")[0]:
+        major = of_torch.partition(".")[0]
+        die(
+            f"{cuda.toolkit.nvcc} is of CUDA {release}, torch {torch.__version__} of CUDA {of_torch}: "
+            f"put an nvcc of CUDA {major} on the PATH or set CUDA_HOME; {WITHOUT_CUDA}"
+        )
+    return cuda, ""
+
+
 def git_commit() -> str:
     """The commit, with -dirty where the tree has changes; '' outside a clone of this very project."""
     if not (ROOT / ".git").exists():
@@ -118,7 +156,7 @@ def git_commit() -> str:
         return ""
 
 
-def build_info(version: str, compiler: str) -> dict:
+def build_info(version: str, compiler: str, cuda: CudaBuild | None) -> dict:
     import torch
 
     epoch = os.environ.get("SOURCE_DATE_EPOCH")
@@ -128,7 +166,9 @@ def build_info(version: str, compiler: str) -> dict:
         "version": version,
         "torch": str(torch.__version__),
         "torch_cxx11_abi": bool(torch.compiled_with_cxx11_abi()),
-        "cuda": False,
+        "cuda": cuda.toolkit.release if cuda else False,
+        "cuda_archs": " ".join(cuda.archs) if cuda else "",
+        "nvcc_flags": " ".join(cuda.flags) if cuda else "",
         "compiler": compiler,
         "flags": " ".join(CXX_FLAGS),
         "git_commit": git_commit(),
@@ -137,9 +177,9 @@ def build_info(version: str, compiler: str) -> dict:
     }
 
 
-def extension(torch_too: bool) -> setuptools.Extension:
-    if not torch_too:  # enough for sdist
-        return setuptools.Extension("zerox._C", SOURCES, depends=HEADERS, language="c++")
+def extension(torch_too: bool, cuda: CudaBuild | None) -> setuptools.Extension:
+    if not torch_too:  # enough for sdist, which MANIFEST.in gives the files
+        return setuptools.Extension("zerox._C", SOURCES, language="c++")
     from torch.utils.cpp_extension import CppExtension, include_paths
 
     # -isystem after -I of the same folder makes it a system one, searched in this order: torch first, so that its own
@@ -149,33 +189,42 @@ def extension(torch_too: bool) -> setuptools.Extension:
         system.append(os.path.join(sys.prefix, "include"))  # setuptools adds it where there is a virtual environment
     return CppExtension(
         "zerox._C",
-        SOURCES,
-        depends=HEADERS,
+        SOURCES + (CUDA_SOURCES if cuda else []),
         include_dirs=[str(ROOT / "csrc")],
+        define_macros=[("ZEROX_CUDA", "1" if cuda else "0")],
         extra_compile_args=[*CXX_FLAGS, *(f"-isystem{path}" for path in system)],
     )
 
 
-def build_ext_command(compiler: str) -> type:
+def build_ext_command(compiler: str, cuda: CudaBuild | None, why_not: str) -> type:
     import torch
     from torch.utils.cpp_extension import BuildExtension
 
-    key = hashlib.sha256(f"{torch.__version__} {compiler}".encode()).hexdigest()[:8]
+    key = hashlib.sha256(f"{torch.__version__} {compiler}".encode()).hexdigest()[:8] + ("-cuda" if cuda else "")
 
     class BuildExt(BuildExtension):
         def finalize_options(self) -> None:
             super().finalize_options()
             # pip builds editable installs in a temporary folder; a lasting one lets ninja skip what is up to date.
-            # Named after torch and compiler, whose upgrade ninja would not notice.
+            # Named after torch and compiler, whose upgrade ninja would not notice, and CUDA, which all files know of.
             self.build_temp = os.path.join("build", f"obj-{sys.implementation.cache_tag}-{key}")
+            # Left to itself setuptools compares dates of sources only, and does not link again where a switch changed.
+            self.force = True
 
         def run(self) -> None:
-            info = build_info(self.distribution.get_version(), compiler)
-            print(f"zerox {info['version']}: {len(SOURCES)} C++ files, MAX_JOBS={os.environ['MAX_JOBS']}")
+            info = build_info(self.distribution.get_version(), compiler, cuda)
+            count = sum(len(each.sources) for each in self.extensions)
+            print(f"zerox {info['version']}: {count} C++ files, MAX_JOBS={MAX_JOBS}")
             print(f"  torch     {info['torch']} (cxx11 abi: {info['torch_cxx11_abi']}), Python {info['python']}")
             print(f"  compiler  {info['compiler']}")
             print(f"  flags     {info['flags']}")
-            print(f"  CUDA      no (ZEROX_CUDA={CUDA}): CUDA kernels are not in this version yet", flush=True)
+            if cuda:
+                count = len(build_cuda.kernel_sources(ROOT))
+                print(f"  CUDA      nvcc {info['cuda']}, archs {info['cuda_archs']}, {count} .cu files")
+                print(f"  flags     {info['nvcc_flags']}", flush=True)
+                self.add_kernels(cuda)
+            else:
+                print(f"  CUDA      no: {why_not}", flush=True)
             super().run()
             # Beside the library it describes, and only once that exists.
             folders = [Path(self.build_lib, "zerox")]
@@ -186,11 +235,21 @@ def build_ext_command(compiler: str) -> type:
                 text = "# Written by setup.py for the extension beside it.\nBUILD_INFO = "
                 (folder / "_build_info.py").write_text(text + pprint.pformat(info, sort_dicts=False, width=118) + "\n")
 
+        def add_kernels(self, cuda: CudaBuild) -> None:
+            try:
+                objects = cuda.compile(ROOT, int(MAX_JOBS))
+            except build_cuda.BuildError as error:
+                die(f"{error}; {WITHOUT_CUDA}")
+            for each in self.extensions:
+                each.extra_objects += map(str, objects)
+                each.extra_link_args += cuda.link_flags()
+
     return BuildExt
 
 
 building = not BUILD_COMMANDS.isdisjoint(sys.argv)
 cmdclass = {}
+cuda = None
 if building:
     check_torch_is_there()  # first, since it is what most people will lack
 check_build_tools()
@@ -199,9 +258,11 @@ if building:
     os.environ["PATH"] = sysconfig.get_path("scripts") + os.pathsep + os.environ.get("PATH", "")
     check_switches()
     check_torch_version()
-    cmdclass["build_ext"] = build_ext_command(check_compiler())
+    compiler = check_compiler()
+    cuda, why_not = choose_cuda()
+    cmdclass["build_ext"] = build_ext_command(compiler, cuda, why_not)
 if "bdist_wheel" in sys.argv:
     for stale in ROOT.glob("build/lib.*"):  # or modules that the source has lost would still be packed
         shutil.rmtree(stale)
 
-setuptools.setup(ext_modules=[extension(torch_too=building)], cmdclass=cmdclass)
+setuptools.setup(ext_modules=[extension(building, cuda)], cmdclass=cmdclass)

@@ -18,14 +18,16 @@ import sysconfig
 from importlib import metadata
 from pathlib import Path
 
+import build_cuda
+
 try:
     from packaging.requirements import Requirement
 except ImportError:
-    from pip._vendor.packaging.requirements import Requirement
+    from pip._vendor.packaging.requirements import Requirement  # type: ignore[assignment]
 try:
     import tomllib
 except ImportError:  # Python 3.10
-    from pip._vendor import tomli as tomllib
+    from pip._vendor import tomli as tomllib  # type: ignore[no-redef]
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -66,12 +68,24 @@ def pins() -> list[str]:
 
 def fingerprint() -> str:
     state = hashlib.sha256(repr((sys.prefix, sys.version, metadata.version("torch"))).encode())
-    switches = ("ZEROX_CUDA", "ZEROX_WERROR", "CXX", "CXXFLAGS", "CFLAGS")
+    switches = ["ZEROX_CUDA", "FORCE_CUDA", "TORCH_CUDA_ARCH_LIST", *build_cuda.NVCC_VARIABLES]
+    switches += ["ZEROX_WERROR", "CXX", "CXXFLAGS", "CFLAGS"]
     state.update(repr([os.environ.get(name) for name in switches]).encode())
-    for path in [ROOT / "setup.py", ROOT / "pyproject.toml", *sorted(ROOT.glob("csrc/**/*"))]:
+    state.update(nvcc().encode())
+    files = [ROOT / "setup.py", ROOT / "pyproject.toml", ROOT / "scripts/build_cuda.py"]
+    for path in [*files, *sorted(ROOT.glob("csrc/**/*"))]:
         if path.is_file():
             state.update(repr((path.relative_to(ROOT).as_posix(), path.read_bytes())).encode())
     return state.hexdigest()
+
+
+def nvcc() -> str:
+    """Where it is and which; or why there is none, so that one that appears counts too."""
+    try:
+        found = build_cuda.find_nvcc()
+        return found + build_cuda.ask(found, "--version")
+    except build_cuda.BuildError as reason:
+        return str(reason)
 
 
 def built() -> bool:

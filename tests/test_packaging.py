@@ -1,0 +1,71 @@
+"""What setup.py packs, links and refuses."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import tarfile
+from pathlib import Path
+
+import pytest
+
+import build_cuda
+from tests.cuda.fake_nvcc import FakeToolkit
+from zerox import _C, _ext
+
+ROOT = Path(__file__).parents[1]
+SWITCHES = ("ZEROX_CUDA", "FORCE_CUDA", "CUDA_HOME", "CUDA_PATH", "TORCH_CUDA_ARCH_LIST", "MAX_JOBS")
+CLEAN = {name: value for name, value in os.environ.items() if name not in SWITCHES}
+
+
+def run(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, *arguments]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=CLEAN | variables)
+
+
+def test_an_sdist_has_every_source_and_nothing_that_was_built(tmp_path: Path) -> None:
+    done = run("setup.py", "-q", "egg_info", "-e", str(tmp_path), "sdist", "-d", str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    with tarfile.open(next(tmp_path.glob("*.tar.gz"))) as archive:
+        packed = {name.partition("/")[2] for name in archive.getnames()}
+    sources = {path.relative_to(ROOT).as_posix() for path in ROOT.glob("csrc/**/*") if path.is_file()}
+    assert sources <= packed
+    assert {"setup.py", "pyproject.toml", "scripts/build_cuda.py", "LICENSE", "zerox/_C.pyi"} <= packed
+    assert not {name for name in packed if name.endswith((".so", "_build_info.py"))}
+
+
+@pytest.mark.parametrize(
+    ("variables", "message"),
+    [
+        ({"ZEROX_CUDA": "yes"}, "ZEROX_CUDA=yes is not one of auto, 0, 1"),
+        ({"MAX_JOBS": "many"}, "MAX_JOBS=many is not a number of jobs"),
+        ({"ZEROX_CUDA": "1", "CUDA_HOME": "/nowhere"}, "no bin/nvcc in CUDA_HOME=/nowhere; .* ZEROX_CUDA=0"),
+        ({"FORCE_CUDA": "1", "CUDA_HOME": "/nowhere"}, "no bin/nvcc in CUDA_HOME=/nowhere; .* ZEROX_CUDA=0"),
+    ],
+    ids=str,
+)
+def test_what_can_t_be_built_is_said_in_one_line(variables: dict[str, str], message: str) -> None:
+    done = run("setup.py", "build_ext", "--help", **variables)
+    assert done.returncode == 1
+    assert re.fullmatch(rf"zerox: .*{message}\n", done.stderr), done.stderr
+
+
+@pytest.mark.skipif(not build_cuda.kernel_sources(ROOT), reason="csrc/cuda has no kernels")
+def test_an_nvcc_of_another_major_release_than_torch_s_is_refused(tmp_path: Path) -> None:
+    nvcc = FakeToolkit(tmp_path / "cuda").nvcc
+    as_if = (
+        "import runpy, sys, torch; torch.version.cuda = '12.9'; sys.argv[0] = 'setup.py'; runpy.run_path('setup.py')"
+    )
+    done = run("-c", as_if, "build_ext", "--help", CUDA_HOME=str(nvcc.parents[1]))
+    assert done.returncode == 1
+    assert re.fullmatch(r"zerox: \S+ is of CUDA 13\.1\.7, torch .* of CUDA 12\.9: .* ZEROX_CUDA=0\n", done.stderr)
+
+
+@pytest.mark.skipif(not _ext.build_info()["cuda"], reason="no CUDA kernels in this build")
+def test_the_cuda_runtime_inside_is_invisible_outside() -> None:
+    """torch loads its own libcudart with RTLD_GLOBAL: a visible call of ours would land there."""
+    names = subprocess.run(["nm", "-D", _C.__file__], capture_output=True, text=True, check=True).stdout
+    assert "PyInit__C" in names
+    assert not re.findall(r"\s(?:__cuda|cuda|cu)[A-Z]\w*(?:@.*)?$", names, re.MULTILINE)
