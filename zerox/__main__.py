@@ -36,6 +36,11 @@ def operating_system() -> str:
         return f"{platform.platform()}, {libc}"
 
 
+def nvidia_driver() -> str:
+    version = Path("/proc/driver/nvidia/version")
+    return version.read_text().partition("\n")[0] if version.exists() else "none"
+
+
 def torch_facts() -> list[Fact]:
     import torch
     import torch.distributed as dist
@@ -70,7 +75,7 @@ def env(_: argparse.Namespace) -> int:
     """Prints what a bug report needs. Returns 1 where the extension cannot be used."""
     failure = None
     try:
-        from zerox._ext import C
+        from zerox._ext import C, cuda_refusal
     except Exception as error:
         C, failure = None, error  # type: ignore[assignment]
 
@@ -82,7 +87,8 @@ def env(_: argparse.Namespace) -> int:
     except ImportError:
         print("build: none")
     if C is not None:
-        print_facts("kernels", [("ISA in use", C.isa), ("ISAs supported", lambda: ", ".join(C.supported_isas()))])
+        kernels: list[Fact] = [("ISA in use", C.isa), ("ISAs supported", lambda: ", ".join(C.supported_isas()))]
+        print_facts("kernels", [*kernels, ("CUDA", lambda: cuda_refusal() or "yes")])
     try:
         facts = torch_facts()
     except Exception as error:
@@ -94,9 +100,11 @@ def env(_: argparse.Namespace) -> int:
             ("Python", lambda: f"{sys.version.split()[0]} ({platform.python_implementation()}), {sys.executable}"),
             ("OS", operating_system),
             ("CPU", lambda: f"{cpu_model()}, {len(os.sched_getaffinity(0))} of {os.cpu_count()} logical cores usable"),
+            ("NVIDIA driver", nvidia_driver),
         ],
     )
-    names = ("ZEROX_CUDA", "ZEROX_WERROR", "MAX_JOBS", "ZEROX_ISA", "OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES")
+    names = ["ZEROX_CUDA", "FORCE_CUDA", "CUDA_HOME", "CUDA_PATH", "TORCH_CUDA_ARCH_LIST", "NVCC_PREPEND_FLAGS"]
+    names += ["NVCC_APPEND_FLAGS", "ZEROX_WERROR", "MAX_JOBS", "ZEROX_ISA", "OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES"]
     print_facts("environment", [(name, os.environ.get(name, "(not set)")) for name in names])
     return 1 if failure else 0
 

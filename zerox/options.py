@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from zerox._ext import cuda_refusal
 from zerox.bucket import FP32, REMAINDER
 from zerox.plan.buckets import MIB, BucketPlan, ParamSpec, default_cap_bytes, plan_buckets
 from zerox.plan.stage import SHARDED, Stage, stage_of
@@ -99,11 +100,14 @@ def check_params(names: Sequence[str], params: Sequence[Tensor]) -> None:
                 f"all parameters must be on one device: '{names[0]}' is on {params[0].device}, "
                 f"'{name}' on {param.device}"
             )
-        if param.device.type != "cpu":
-            raise ValueError(
-                f"parameter '{name}' is on {param.device}, and this build has CPU kernels only: "
-                "CUDA kernels are not in this version"
-            )
+        if refusal := device_refusal(param.device):
+            raise ValueError(f"parameter '{name}' is on {param.device}: {refusal}")
+
+
+def device_refusal(device: torch.device) -> str | None:
+    if device.type == "cuda":
+        return cuda_refusal()
+    return None if device.type == "cpu" else "zerox has kernels for cpu and cuda"
 
 
 def named_tensors(params: Any) -> list[tuple[str, Tensor, dict[str, Any]]]:
