@@ -1,0 +1,116 @@
+"""What nvcc makes of the CUDA kernels, read from its objects: no GPU is needed.
+
+Registers are compared with a table, so that none is lost unseen. No kernel touches local memory. Those that stream over
+whole shards move 16 bytes or more at a time, or half of the bandwidth stays unused.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+import pytest
+
+import build_cuda
+import kernel_table
+from kernel_table import ROOT, TABLE, UPDATE, Resources, Table
+from tests.cuda.sass import disassemble, missing_tool, need, parse
+
+# Kernels that stream, by the beginning of their names, and the instructions that they must have on every architecture.
+LOAD = r"LDG\.E\S*\.(128|256)"
+STORE = r"STG\.E\S*\.(128|256)"
+STREAMS: dict[str, list[str]] = {
+    "adam": [LOAD, STORE],
+    "flatten": [LOAD, STORE],
+    "reduce": [LOAD, STORE],
+    "norm": [LOAD],
+}
+
+if not build_cuda.kernel_sources(ROOT):
+    pytest.skip("csrc/cuda has no kernels", allow_module_level=True)
+
+
+@pytest.fixture(scope="module")
+def build() -> build_cuda.CudaBuild:
+    try:
+        return kernel_table.plan()
+    except build_cuda.BuildError as error:
+        need(str(error))
+        raise
+
+
+@pytest.fixture(scope="module")
+def table(build: build_cuda.CudaBuild) -> Table:
+    return kernel_table.kernel_table(build)
+
+
+@pytest.fixture(scope="module")
+def code(build: build_cuda.CudaBuild, table: Table) -> dict[tuple[str, str], list[str]]:
+    need(missing_tool())
+    return disassemble(build.objects(ROOT))
+
+
+def each(table: Table) -> Iterator[tuple[str, str, Resources]]:
+    for name, by_arch in table.items():
+        for arch, resources in by_arch.items():
+            yield name, arch, resources
+
+
+def test_registers_are_as_committed(build: build_cuda.CudaBuild, table: Table) -> None:
+    committed = TABLE.read_text() if TABLE.exists() else ""
+    release = kernel_table.release_of(committed)
+    if release not in ("", build.toolkit.release):
+        pytest.skip(f"{TABLE.name} is of nvcc {release}, this is {build.toolkit.release}")
+    now = kernel_table.render(table, build.toolkit.release)
+    assert now.splitlines() == committed.splitlines(), f"if this is meant: {UPDATE}"
+
+
+def test_every_kernel_is_built_for_every_architecture(build: build_cuda.CudaBuild, table: Table) -> None:
+    archs = {"sm_" + arch.removesuffix("+PTX").replace(".", "") for arch in build.archs}
+    assert {name: set(by_arch) for name, by_arch in table.items()} == dict.fromkeys(table, archs)
+
+
+def test_no_kernel_has_a_stack_or_spills(table: Table) -> None:
+    bad = {f"{name} {arch}": str(r) for name, arch, r in each(table) if r.stack_bytes or r.spill_bytes}
+    assert not bad
+
+
+def test_no_kernel_touches_local_memory(code: dict[tuple[str, str], list[str]], table: Table) -> None:
+    assert set(code) == {(name, arch) for name, arch, _ in each(table)}, "ptxas and the disassembler see other kernels"
+    assert all("EXIT" in instructions for instructions in code.values()), "the listing was not understood"
+    bad = {key: [i for i in instructions if re.match(r"LDL|STL", i)] for key, instructions in code.items()}
+    assert not {key: found for key, found in bad.items() if found}
+
+
+@pytest.mark.parametrize("start", STREAMS)
+def test_streaming_kernels_move_16_bytes_at_a_time(start: str, code: dict[tuple[str, str], list[str]]) -> None:
+    kernels = {key: instructions for key, instructions in code.items() if key[0].startswith(start)}
+    assert kernels, f"no kernel is called {start}..."
+    for key, instructions in kernels.items():
+        for pattern in STREAMS[start]:
+            used = sorted({i for i in instructions if re.match(r"LDG|STG", i)})
+            assert any(re.match(pattern, i) for i in instructions), f"{key} has no {pattern}, but {used}"
+
+
+def test_a_spill_is_noticed() -> None:
+    report = """
+ptxas info    : 0 bytes gmem
+ptxas info    : Compiling entry function '_ZN2zx4adamIfEEvPf' for 'sm_90'
+ptxas info    : Function properties for _ZN2zx4adamIfEEvPf
+    24 bytes stack frame, 8 bytes spill stores, 4 bytes spill loads
+ptxas info    : Used 255 registers, used 1 barriers, 16 bytes smem
+"""
+    found = kernel_table.parse(report)
+    assert found == {"adam<float>": {"sm_90": Resources(255, 16, 24, 12)}}
+    assert "255/16 stack 24 spills 12" in kernel_table.render(found, "13.0.88")
+
+
+def test_the_listing_is_understood() -> None:
+    listing = """
+arch = sm_100
+\t\tFunction : _ZN2zx4adamIfEEvPf
+        /*00e0*/              @!P0 LDG.E.128.CONSTANT R4, [R6.64] ;    /* 0x0000000406047981 */
+                                                                       /* 0x000ea4000c1e1d00 */
+        /*01d0*/                   STL [R1], R4 ;                      /* 0x0000000402007986 */
+"""
+    assert parse(listing) == {("_ZN2zx4adamIfEEvPf", "sm_100"): ["LDG.E.128.CONSTANT", "STL"]}
