@@ -1,5 +1,5 @@
 # Every target first readies an environment (scripts/setup_env.sh says which and how), so a fresh clone needs no other step.
-.PHONY: help demo test lint build clean
+.PHONY: help demo test lint build rehearse clean
 .DEFAULT_GOAL := help
 SHELL := bash
 
@@ -7,7 +7,7 @@ SHELL := bash
 in_env = py="$$(scripts/setup_env.sh $(1))" && export PATH="$$(dirname "$$py"):$$PATH"
 
 help: ## this list
-	@awk -F ':.*## ' '/^[a-z]+:.*## /{printf "  make %-7s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z]+:.*## /{printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 	@echo "Environment variables: see the top of scripts/setup_env.sh and of zerox/_ext.py."
 
 demo: ## train a small GPT on 2 CPU ranks, zerox beside plain DDP; draws a picture into demo/
@@ -27,6 +27,9 @@ lint: ## ruff, clang-format, mypy; changes nothing
 
 build: ## build the extension and install zerox in place (pip install -e), only where something changed
 	@$(call in_env) && "$$py" -m zerox env
+
+rehearse: ## build with CUDA kernels against a CUDA torch, no GPU needed; ARGS=FOLDER is the environment to use
+	@scripts/rehearse_cuda.sh $(ARGS)
 
 clean: ## remove what was built; keeps ./.venv
 	rm -rf build dist *.egg-info zerox/_C*.so zerox/_build_info.py .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,0 +1,78 @@
+#!/usr/bin/env bash
+# Rehearses, on a machine without a GPU, what a user with one will do: builds this tree with all CUDA kernels against a
+# CUDA build of torch (the oldest that is supported), imports it there, asks torch for the CUDA kernel of every op, and
+# runs the tests of one process on the CPU. Needs nvcc of the same major release.
+#
+#   scripts/rehearse_cuda.sh [FOLDER]      an environment with that torch, made where there is none (several GB);
+#                                          default: build/rehearsal/env
+#
+# It works on a copy of the files that git knows or would add, so what is built in zerox/ stays as it is.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+torch=2.11.0
+env="$(realpath -m "${1:-build/rehearsal/env}")"
+py="$env/bin/python"
+tree="$PWD/build/rehearsal/tree"
+log="$PWD/build/rehearsal/build.log"
+
+say() { echo "zerox: $*" >&2; }
+die() { say "$*"; exit 1; }
+
+git rev-parse --git-dir >/dev/null 2>&1 || die "this is not a clone of the repository"
+
+# ---- the environment
+if ! "$py" -W ignore -c 'import torch' 2>/dev/null; then
+    say "installing torch $torch into $env"
+    [[ -x "$py" ]] || python3 -m venv "$env" || die "could not make $env (python3-venv missing?)"
+    # setuptools with it: what venv brings may be too old, and setup_env.sh replaces nothing in an active environment.
+    "$py" -m pip --disable-pip-version-check install -q "torch==$torch" 'setuptools>=77' ||
+        die "pip could not install torch, see above"
+fi
+found="$("$py" -W ignore -c 'import torch; print(torch.__version__.partition("+")[0], torch.version.cuda)')"
+[[ "$found" == "$torch "[0-9]* ]] || die "$env has torch ${found/ / and CUDA }, not $torch with CUDA: name another folder"
+
+# ---- a copy of the tree; its build folder stays, so that only what changed is compiled
+mkdir -p "$tree"
+find "$tree" -mindepth 1 -maxdepth 1 ! -name build -exec rm -rf {} +
+git ls-files -z --cached --others --exclude-standard | while IFS= read -r -d '' file; do
+    if [[ -e "$file" ]]; then printf '%s\0' "$file"; fi # deleted but not yet committed
+done | xargs -0 cp -a --parents -t "$tree"
+cd "$tree"
+VIRTUAL_ENV="$env" scripts/setup_env.sh --no-build test >/dev/null # what the tests need
+export ZEROX_CUDA=1 ZEROX_WERROR=1
+
+say "building against torch ${found/ / of CUDA }, see $log"
+if ! "$py" setup.py build_ext --inplace >"$log" 2>&1; then
+    tail -n 60 "$log" >&2
+    die "the build failed, see above"
+fi
+sed -n '/^zerox /,/^  flags .*gencode/p' "$log"
+
+# ---- what came of it
+status=0
+"$py" - <<'PYTHON' || status=1
+import sys
+from pathlib import Path
+
+import torch
+
+import zerox
+from zerox._ext import build_info, cuda_refusal
+
+assert Path(zerox.__file__).is_relative_to(Path.cwd()), f"another zerox was imported: {zerox.__file__}"
+ops = sorted(name for name in torch._C._dispatch_get_all_op_names() if name.startswith("zerox::"))
+with_kernel = {op: torch._C._dispatch_has_kernel_for_dispatch_key(op, "CUDA") for op in ops}
+for op, has in with_kernel.items():
+    print(f"  {op:<22}{'CUDA kernel' if has else 'NO CUDA KERNEL'}")
+missing = len(ops) - sum(with_kernel.values())
+print(f"zerox {build_info()['version']} imports beside torch {torch.__version__}; {missing} of {len(ops)} ops lack a CUDA kernel")
+refusal = cuda_refusal()
+if refusal:
+    print(f"CUDA parameters would be refused: {refusal}")
+sys.exit(bool(missing or refusal or not ops))
+PYTHON
+
+"$py" -m pytest -q -p no:cacheprovider tests/kernels tests/cuda tests/test_packaging.py || status=1
+[[ "$status" == 0 ]] && say "the rehearsal went well" || say "the rehearsal FAILED, see above"
+exit "$status"
