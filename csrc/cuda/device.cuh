@@ -24,6 +24,19 @@ constexpr unsigned kAllLanes = 0xffffffffu;
 
 namespace zx::cuda {
 
+// What one instruction loads or stores, whatever the elements are.
+using Word16 = uint4;
+using Word8 = uint2;
+using Word4 = unsigned;
+using Word2 = unsigned short;
+
+// A pointer that was read from a table could lead anywhere, for all the compiler knows: it is to the device's memory.
+template <class T>
+__device__ __forceinline__ const T* in_global(const T* pointer) {
+  __builtin_assume(__isGlobal(pointer));
+  return pointer;
+}
+
 // Runs `kernel` on as many blocks as the device holds at a time, or fewer where there are fewer tiles of work.
 template <class Args>
 cudaError_t launch(void (*kernel)(Args), int64_t num_tiles, cudaStream_t stream, const Args& args) {

@@ -87,7 +87,7 @@ struct ValueArgs {
   double* value_and_finite;
 };
 
-__global__ void __launch_bounds__(kThreads) norm_value_kernel(ValueArgs a) {
+__global__ void __launch_bounds__(kThreads, 1) norm_value_kernel(ValueArgs a) {
   ZX_SHARED(Words, words);
   for (int i = threadIdx.x; i < kExactWords; i += kThreads) words[i] = a.words[i];
   __syncthreads();
@@ -117,7 +117,7 @@ struct CarryArgs {
   int64_t* words;
 };
 
-__global__ void __launch_bounds__(kThreads) carry_kernel(CarryArgs a) {
+__global__ void __launch_bounds__(kThreads, 1) carry_kernel(CarryArgs a) {
   ZX_SHARED(Words, words);
   for (int i = threadIdx.x; i < kExactWords; i += kThreads) words[i] = a.words[i];
   __syncthreads();

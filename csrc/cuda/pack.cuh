@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <cstring>
 
 #include "cuda/device.cuh"
 
@@ -14,15 +15,33 @@ struct Pack {
   T at[N];
 };
 
+// One access of so many bytes.
+template <int kBytes>
+struct Word;
+template <>
+struct Word<16> {
+  using Type = Word16;
+};
+template <>
+struct Word<8> {
+  using Type = Word8;
+};
+template <>
+struct Word<4> {
+  using Type = Word4;
+};
+template <>
+struct Word<2> {
+  using Type = Word2;
+};
+
 template <class T, int N>
 struct Accesses {
-  static constexpr int kBytes = N * sizeof(T) < kAccessBytes ? N * sizeof(T) : kAccessBytes;
-  static constexpr int kCount = N * sizeof(T) / kBytes;
+  static constexpr int kBytes = static_cast<int>(N * sizeof(T) < kAccessBytes ? N * sizeof(T) : kAccessBytes);
+  static constexpr int kCount = static_cast<int>(N * sizeof(T)) / kBytes;
   static constexpr int kElements = N / kCount;
-  static_assert(kCount * kElements == N && (kBytes & (kBytes - 1)) == 0);
-  struct alignas(kBytes) Access {
-    T at[kElements];
-  };
+  static_assert(kCount * kElements == N);
+  using Word = typename cuda::Word<kBytes>::Type;
 };
 
 // `from` must be a multiple of the access size.
@@ -32,9 +51,8 @@ __device__ __forceinline__ Pack<T, N> load(const T* from) {
   Pack<T, N> pack;
   ZX_UNROLL
   for (int i = 0; i < A::kCount; ++i) {
-    const typename A::Access access = reinterpret_cast<const typename A::Access*>(from)[i];
-    ZX_UNROLL
-    for (int j = 0; j < A::kElements; ++j) pack.at[i * A::kElements + j] = access.at[j];
+    const typename A::Word word = reinterpret_cast<const typename A::Word*>(from)[i];
+    memcpy(&pack.at[i * A::kElements], &word, sizeof(word));
   }
   return pack;
 }
@@ -44,10 +62,9 @@ __device__ __forceinline__ void store(const Pack<T, N>& pack, T* to) {
   using A = Accesses<T, N>;
   ZX_UNROLL
   for (int i = 0; i < A::kCount; ++i) {
-    typename A::Access access;
-    ZX_UNROLL
-    for (int j = 0; j < A::kElements; ++j) access.at[j] = pack.at[i * A::kElements + j];
-    reinterpret_cast<typename A::Access*>(to)[i] = access;
+    typename A::Word word;
+    memcpy(&word, &pack.at[i * A::kElements], sizeof(word));
+    reinterpret_cast<typename A::Word*>(to)[i] = word;
   }
 }
 

@@ -20,7 +20,7 @@ __global__ void __launch_bounds__(kThreads) read_flags_kernel(ReadFlagsArgs a) {
     bool present = false;
     bool replaced = false;
     for (int64_t slice = 0; slice < a.slices.count; ++slice) {
-      const Bits* flags = static_cast<const Bits*>(a.slices.starts[slice]) + a.shard_numel;
+      const Bits* flags = in_global(static_cast<const Bits*>(a.slices.starts[slice]) + a.shard_numel);
       present = present || flags[2 * i] != 0;  // any bit: a flag is 0 or a positive number
       replaced = replaced || flags[2 * i + 1] != 0;
     }
@@ -46,7 +46,7 @@ __device__ __forceinline__ Pack<T, N> mean(const ReduceArgs<T, Wire>& a, bool ac
   Wire* shard = static_cast<Wire*>(a.out.shard) + i;
   Pack<T, N> sum{};
   for (int64_t rank = 0; rank < a.num_slices; ++rank) {
-    const auto slice = load<N>(a.slices[rank] + i);
+    const auto slice = load<N>(in_global(a.slices[rank] + i));
     ZX_UNROLL
     for (int j = 0; j < N; ++j) {
       const T x = ScalarLane<T>::load(&slice.at[j]).x;

@@ -283,6 +283,21 @@ inline unsigned long long atomicMax(unsigned long long* to, unsigned long long v
 
 namespace zx::cuda {
 
+// Elements of any type are moved as these.
+struct alignas(16) [[gnu::may_alias]] Word16 {
+  unsigned words[4];
+};
+struct alignas(8) [[gnu::may_alias]] Word8 {
+  unsigned words[2];
+};
+using Word4 [[gnu::may_alias]] = unsigned;
+using Word2 [[gnu::may_alias]] = unsigned short;
+
+template <class T>
+const T* in_global(const T* pointer) {
+  return pointer;
+}
+
 template <class Args>
 cudaError_t launch(void (*kernel)(Args), int64_t num_tiles, void* /*stream*/, const Args& args) {
   using namespace on_host;

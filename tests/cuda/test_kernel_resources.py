@@ -20,10 +20,18 @@ from tests.cuda.sass import disassemble, missing_tool, need, parse
 LOAD = r"LDG\.E\S*\.(128|256)"
 STORE = r"STG\.E\S*\.(128|256)"
 STREAMS: dict[str, list[str]] = {
-    "adam": [LOAD, STORE],
-    "flatten": [LOAD, STORE],
-    "reduce": [LOAD, STORE],
-    "norm": [LOAD],
+    "cuda::adam_kernel<": [LOAD, STORE],
+    "cuda::flatten_kernel<": [LOAD, STORE],
+    "cuda::reduce_kernel<": [LOAD, STORE],
+    "cuda::norm_kernel<": [LOAD],
+}
+# Of the updates that most people run: how many 16-byte loads and stores all streams of one thread's elements take, if
+# none of them is narrower. 4 elements of fp32: parameter, gradient, two moments. 8 where something has 16 bits.
+UPDATES = {
+    "cuda::adam_kernel<cuda::AdamArgs<cuda::PlainParam<float>, float> >": (1 + 1 + 1 + 1, 1 + 1 + 1),
+    "cuda::adam_kernel<cuda::AdamArgs<cuda::SplitParam, bf16> >": (1 + 1 + 1 + 2 + 2, 1 + 1 + 2 + 2),
+    "cuda::adam_kernel<cuda::AdamArgs<cuda::MasteredParam<bf16>, bf16> >": (1 + 2 + 1 + 2 + 2, 1 + 2 + 2 + 2),
+    "cuda::adam_kernel<cuda::AdamArgs<cuda::MasteredParam<f16>, f16> >": (1 + 2 + 1 + 2 + 2, 1 + 2 + 2 + 2),
 }
 
 if not build_cuda.kernel_sources(ROOT):
@@ -90,6 +98,23 @@ def test_streaming_kernels_move_16_bytes_at_a_time(start: str, code: dict[tuple[
         for pattern in STREAMS[start]:
             used = sorted({i for i in instructions if re.match(r"LDG|STG", i)})
             assert any(re.match(pattern, i) for i in instructions), f"{key} has no {pattern}, but {used}"
+        generic = sorted({i for i in instructions if re.match(r"(LD|ST)\.", i)})
+        assert not generic, f"{key} does not know that it moves global memory: {generic}"
+
+
+@pytest.mark.parametrize("name", UPDATES)
+def test_every_stream_of_the_update_is_wide(name: str, code: dict[tuple[str, str], list[str]]) -> None:
+    loads, stores = UPDATES[name]
+    found = [instructions for key, instructions in code.items() if key[0] == name]
+    assert found, f"there is no {name}"
+    for instructions in found:
+        # At least, since amsgrad has a stream more.
+        bits = {
+            kind: sum(int(m[1]) for i in instructions if (m := re.match(pattern, i)))
+            for kind, pattern in (("loads", LOAD), ("stores", STORE))
+        }
+        assert bits["loads"] >= loads * 128
+        assert bits["stores"] >= stores * 128
 
 
 def test_a_spill_is_noticed() -> None:
