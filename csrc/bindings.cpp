@@ -123,6 +123,7 @@ void bind(py::module_& m) {
       .def_property_readonly("num_launched", [](BucketManager& self) { return self.flights().num_launched(); })
       .def_property_readonly("num_landed", [](BucketManager& self) { return self.flights().num_landed(); })
       .def_property_readonly("num_buckets", [](BucketManager& self) { return self.launch_order().size(); })
+      .def_property_readonly("settled", &BucketManager::settled)
       .def_property_readonly("launch_order", &BucketManager::launch_order)
       .def_property_readonly("traffic", [](BucketManager& self) {
         if (self.exchange() == nullptr) return std::pair<int64_t, int64_t>(0, 0);

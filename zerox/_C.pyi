@@ -39,6 +39,7 @@ class BucketManager:
     num_buckets: int
     num_launched: int
     num_landed: int
+    settled: bool
     launch_order: list[int]
     traffic: tuple[int, int]
     def __init__(

@@ -317,6 +317,8 @@ class FusedShardedAdam(torch.optim.Optimizer):
             raise RuntimeError("step() can be captured into a CUDA graph with capturable=True only")
         if self._all_ranks.staged:
             raise RuntimeError("step() can't be captured over gloo, which works on the host: use nccl")
+        if not self._grads.manager.settled:
+            raise RuntimeError("backward can't be captured, and synchronize() must come between it and the capture")
         return True
 
     def _settle(self, place: Place) -> None:

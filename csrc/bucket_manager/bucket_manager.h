@@ -75,6 +75,8 @@ class BucketManager : public std::enable_shared_from_this<BucketManager> {
   // The placeholder of this slot was set to zero.
   void mark_zeroed(int64_t bucket, int64_t slot);
 
+  // Whether settle() has come after every backward.
+  bool settled() const { return !pass_.open && pass_.rounds == 0; }
   std::vector<int64_t> launch_order() const { return order_.order(); }
   const Bucket& bucket(int64_t index) const { return *buckets_.at(index); }
   Agreement& agreement() { return agreement_; }

@@ -8,6 +8,8 @@
 
 #include <cstdint>
 
+#include "cuda/kernels.h"
+
 namespace zx::cuda {
 constexpr int kThreads = 256;  // in a block
 constexpr int kWarp = 32;
@@ -39,17 +41,18 @@ __device__ __forceinline__ const T* in_global(const T* pointer) {
 
 // Runs `kernel` on as many blocks as the device holds at a time, or fewer where there are fewer tiles of work.
 template <class Args>
-cudaError_t launch(void (*kernel)(Args), int64_t num_tiles, cudaStream_t stream, const Args& args) {
+cudaError_t launch(void (*kernel)(Args), int64_t num_tiles, Stream stream, const Args& args) {
   if (num_tiles <= 0) return cudaSuccess;
-  int device = 0;
   int num_processors = 0;
   int blocks_each = 0;
-  cudaError_t error = cudaGetDevice(&device);
-  if (error == cudaSuccess) error = cudaDeviceGetAttribute(&num_processors, cudaDevAttrMultiProcessorCount, device);
+  cudaError_t error = cudaSetDevice(stream.device);
+  if (error == cudaSuccess) {
+    error = cudaDeviceGetAttribute(&num_processors, cudaDevAttrMultiProcessorCount, stream.device);
+  }
   if (error == cudaSuccess) error = cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks_each, kernel, kThreads, 0);
   if (error != cudaSuccess) return error;
   const int64_t most = int64_t{num_processors} * blocks_each;
-  kernel<<<static_cast<unsigned>(num_tiles < most ? num_tiles : most), kThreads, 0, stream>>>(args);
+  kernel<<<static_cast<unsigned>(num_tiles < most ? num_tiles : most), kThreads, 0, stream.handle>>>(args);
   return cudaGetLastError();
 }
 

@@ -1,8 +1,8 @@
 // The CUDA kernels as functions on raw device pointers, for the ops in this folder and for tests that run the same
 // sources on the host. Without headers of torch or CUDA, so that neither's version matters to the other.
 //
-// Each call launches on `stream` of the current device, never waits, and returns a cudaError_t (0: success). Tables lie
-// on the device and must stay there until the stream has passed the call.
+// Each call launches on `stream`, never waits, and returns a cudaError_t (0: success). Tables lie on the device and
+// must stay there until the stream has passed the call.
 #pragma once
 
 #include <cstdint>
@@ -16,12 +16,14 @@ struct CUstream_st;
 
 namespace zx::cuda {
 
-using Stream = CUstream_st*;  // cudaStream_t
+// A cudaStream_t and its device. This library has a CUDA runtime of its own, which does not hear what torch's was told
+// of the current device.
+struct Stream {
+  CUstream_st* handle;
+  int device;
+};
 
 const char* error_text(int error);
-
-// Whether work on the stream is being recorded into a graph instead of run.
-int is_capturing(Stream stream, bool* capturing);
 
 // ---- flatten_
 struct FlatPiece {  // elements [start, stop) of the flat buffer come from `source`, its first element for `start`

@@ -26,7 +26,9 @@ class OnDevice {
  public:
   explicit OnDevice(const at::Tensor& tensor)
       : guard_(tensor.device()), stream_(c10::impl::VirtualGuardImpl(c10::kCUDA).getStream(tensor.device())) {}
-  cuda::Stream stream() const { return static_cast<cuda::Stream>(stream_.native_handle()); }
+  cuda::Stream stream() const {
+    return {static_cast<CUstream_st*>(stream_.native_handle()), static_cast<int>(stream_.device_index())};
+  }
 
  private:
   c10::DeviceGuard guard_;

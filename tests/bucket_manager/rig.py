@@ -65,7 +65,9 @@ class GradsOfModel:
                 assert (have is None) == (want is None), f"{where}: {have} instead of {want}"
                 if have is not None and want is not None:
                     part = want.reshape(-1)[segment.param_start : segment.param_start + segment.span.numel]
-                    torch.testing.assert_close(have.cpu(), part, rtol=1e-5, atol=1e-6, msg=lambda m, w=where: f"{w}: {m}")
+                    torch.testing.assert_close(
+                        have.cpu(), part, rtol=1e-5, atol=1e-6, msg=lambda m, w=where: f"{w}: {m}"
+                    )
 
     def reduced(self) -> dict[tuple[int, int], Tensor]:
         return reduced(self.grads, self.buckets)

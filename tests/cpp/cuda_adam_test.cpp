@@ -62,7 +62,7 @@ struct Shard {
          grad.at(0), exp_avg.at(0), exp_avg_sq.at(0), what.amsgrad ? max_exp_avg_sq.at(0) : nullptr, numel},
         {segments.data(), static_cast<int64_t>(segments.size()), present.data(), steps.data(), options_table().data(),
          &scale, scratch.data()},
-        nullptr);
+        kHost);
     CHECK_EQ(error, 0);
   }
 

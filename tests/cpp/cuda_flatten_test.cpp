@@ -50,7 +50,7 @@ struct Bucket {
     Elements out = flat;  // garbage: what nobody writes differs
     CHECK_EQ(zx::cuda::flatten({out.dtype(), out.at(0), out.numel(), pieces.data(), static_cast<int64_t>(pieces.size()),
                                 flags.data(), static_cast<int64_t>(flags.size())},
-                               nullptr),
+                               kHost),
              0);
     return out;
   }

@@ -299,7 +299,7 @@ const T* in_global(const T* pointer) {
 }
 
 template <class Args>
-cudaError_t launch(void (*kernel)(Args), int64_t num_tiles, void* /*stream*/, const Args& args) {
+cudaError_t launch(void (*kernel)(Args), int64_t num_tiles, Stream /*stream*/, const Args& args) {
   using namespace on_host;
   if (num_tiles <= 0) return cudaSuccess;
   grid_dim.x = static_cast<unsigned>(std::min<int64_t>(num_tiles, num_blocks));

@@ -26,7 +26,7 @@ struct Shard {
     CHECK_EQ(zx::cuda::reduce({shard.dtype(), starts.data(), static_cast<int64_t>(starts.size())}, world,
                               {shard.at(0), shard.numel(), segments.data(), static_cast<int64_t>(segments.size()),
                                replaced.data(), accumulate, words.data()},
-                              nullptr),
+                              kHost),
              0);
   }
 
@@ -160,7 +160,7 @@ TEST(norm_gives_the_cpu_words_for_every_order_and_segment_edge) {
           if (kind != Norm::max_of_abs) zx::exact_carry(expected.data());
           CHECK_EQ(zx::cuda::norm({dtype, values.at(0), layout.numel, layout.segments.data(),
                                    static_cast<int64_t>(layout.segments.size()), order, tested.data()},
-                                  nullptr),
+                                  kHost),
                    0);
           CHECK_FOR(joined({name_of(dtype), layout.name, std::to_string(order)}), tested == expected);
         }
@@ -175,10 +175,10 @@ TEST(norm_value_reads_what_the_words_stand_for) {
       const Elements values = elements(finite, DType::f32, 1000, 0);
       const Segment all{0, 1000, 0};
       Words words{};
-      zx::cuda::norm({DType::f32, values.at(0), 1000, &all, 1, order, words.data()}, nullptr);
+      zx::cuda::norm({DType::f32, values.at(0), 1000, &all, 1, order, words.data()}, kHost);
       const Words before = words;
       std::array<double, 2> value{-1.0, -1.0};
-      in_every_order([&] { CHECK_EQ(zx::cuda::norm_value(words.data(), order, value.data(), nullptr), 0); });
+      in_every_order([&] { CHECK_EQ(zx::cuda::norm_value(words.data(), order, value.data(), kHost), 0); });
       CHECK_EQ(words, before);
       CHECK_EQ(value[1], finite ? 1.0 : 0.0);
       if (!finite) continue;
@@ -200,7 +200,7 @@ TEST(carry_keeps_the_sum_and_leaves_room) {
   Words expected = words;
   zx::exact_carry(expected.data());
   CHECK(words != expected);
-  CHECK_EQ(zx::cuda::carry(words.data(), nullptr), 0);
+  CHECK_EQ(zx::cuda::carry(words.data(), kHost), 0);
   CHECK_EQ(words, expected);
 }
 
@@ -228,7 +228,7 @@ TEST(flags_of_all_slices_decide_what_is_present) {
       std::vector<const void*> starts;
       for (const Elements& slice : slices) starts.push_back(slice.at(0));
       CHECK_EQ(zx::cuda::read_flags({dtype, starts.data(), kRanks}, kShard,
-                                    {present.data(), replaced.data(), num_segments}, nullptr),
+                                    {present.data(), replaced.data(), num_segments}, kHost),
                0);
       for (int64_t i = 0; i < num_segments; ++i) {
         bool any_present = false;
@@ -265,7 +265,7 @@ TEST(a_missing_barrier_shows_in_every_order) {
   for (const bool barrier : {true, false}) {
     in_every_order([barrier] {
       std::vector<int> sums(zx::cuda::kThreads);
-      zx::cuda::launch(neighbours_kernel, 1, nullptr, RaceArgs{sums.data(), barrier});
+      zx::cuda::launch(neighbours_kernel, 1, kHost, RaceArgs{sums.data(), barrier});
       int num_wrong = 0;
       for (int i = 0; i < zx::cuda::kThreads; ++i)
         num_wrong += sums[static_cast<size_t>(i)] != (i + 1) % zx::cuda::kThreads;

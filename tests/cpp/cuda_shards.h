@@ -7,6 +7,8 @@
 
 namespace zx::testing {
 
+inline constexpr cuda::Stream kHost{nullptr, 0};
+
 // Segments one behind the other, `gap` elements of padding before each.
 struct SegmentLayout {
   const char* name;

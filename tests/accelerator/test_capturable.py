@@ -1,0 +1,126 @@
+"""What a CUDA graph of step() needs: the same memory at every step, and nothing that only the host does.
+
+Here a captured step() is one that is told it is being captured; a replay is another such call, on the same memory.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.accelerator.fake import expect_no_races, run_fake_ranks
+from tests.accelerator.test_streams import CAP, parameters
+from tests.kernels.shards import same_bits
+from zerox import optimizer as optimizer_module
+from zerox.optimizer import FusedShardedAdam
+from zerox.options import Options
+from zerox.ranks import Ranks
+from zerox.rules import adam
+
+
+def build(ranks: Ranks, lr: Tensor, capturable: bool) -> FusedShardedAdam:
+    return FusedShardedAdam(parameters(ranks.device), lr=lr, bucket_cap_mb=CAP / 2**20, capturable=capturable)
+
+
+@pytest.fixture
+def any_device(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """FusedShardedAdam takes the fake accelerator's tensors."""
+    monkeypatch.setattr(optimizer_module, "check_params", lambda *_: None)
+    monkeypatch.setattr(Options, "check_device", lambda *_: None)
+    return monkeypatch
+
+
+def addresses(args: tuple[Any, ...]) -> list[int]:
+    found = []
+    for arg in args:
+        if isinstance(arg, tuple):
+            found += addresses(arg)
+        elif isinstance(arg, Tensor):
+            found.append(arg.data_ptr())
+    return found
+
+
+def test_replays_give_the_bits_of_eager_steps(any_device: pytest.MonkeyPatch) -> None:
+    seen: list[list[list[int]]] = []
+    plain = adam.ops.adam_
+
+    def remember(*args: Any) -> None:
+        seen[-1].append(addresses(args))
+        plain(*args)
+
+    def train(ranks: Ranks) -> list[Tensor]:
+        any_device.setattr(optimizer_module, "find_ranks", lambda *_: ranks)
+        lrs = [torch.tensor(0.1, device=ranks.device) for _ in range(2)]
+        captured, eager = build(ranks, lrs[0], capturable=True), build(ranks, lrs[1], capturable=False)
+        for step in range(5):
+            for optimizer, lr in zip((captured, eager), lrs, strict=True):
+                lr.fill_(0.1 / (step + 1))
+                optimizer.zero_grad(set_to_none=step != 3)
+                params = optimizer.param_groups[0]["params"]
+                used = params[:-1] if step == 2 else params  # absent once
+                torch.stack([(param * param * (step + 1)).sum() for param in used]).sum().backward()
+                if step != 1:
+                    optimizer.clip_grad_norm_(0.5)
+                if optimizer is captured and step > 0:
+                    optimizer.synchronize()
+                    seen.append([])
+                    with any_device.context() as during_capture:
+                        during_capture.setattr(optimizer, "_is_capturing", lambda: True)
+                        during_capture.setattr(optimizer, "_settle", lambda *_: pytest.fail("ranks meet on the host"))
+                        during_capture.setattr(adam.ops, "adam_", remember)
+                        optimizer.step()
+                else:
+                    optimizer.step()
+        for ours, theirs in zip(captured.param_groups[0]["params"], eager.param_groups[0]["params"], strict=True):
+            assert same_bits(ours.detach().cpu(), theirs.detach().cpu())
+            assert captured.state[ours]["step"] == eager.state[theirs]["step"]
+        return lrs
+
+    run_fake_ranks(train, 1, "alone")
+    assert len(seen) == 4
+    assert len(seen[0]) == 3, "buckets"
+    assert all(each == seen[0] for each in seen), "a replay would read other memory"
+    expect_no_races()
+
+
+def test_numbers_of_param_groups_are_refreshed_outside_the_graph() -> None:
+    device = torch.device("cpu")
+    group = {
+        "lr": 0.1,
+        "betas": (0.9, 0.999),
+        "eps": 1e-8,
+        "weight_decay": 0.0,
+        "maximize": False,
+        "decoupled_weight_decay": True,
+        "amsgrad": False,
+    }
+    options = adam.OptionsTable(device, keeps_place=True)
+    table = options.refresh([group])
+    assert table[0, 0] == 0.1
+    assert options.refresh([{**group, "lr": 0.2}]) is table
+    assert table[0, 0] == 0.2
+    assert options.refresh([{**group, "lr": 0.3}], capturing=True) is table
+    assert table[0].tolist() == [0.3, 0.9, 0.999, 1e-8, 0.0, 0.0, 1.0, 0.0]
+    with pytest.raises(RuntimeError, match="param groups were added"):
+        options.refresh([group, group], capturing=True)
+
+
+def test_capture_without_capturable_and_over_gloo_is_refused(any_device: pytest.MonkeyPatch) -> None:
+    any_device.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    alone, gloo = Ranks.alone(torch.device("cuda")), Ranks(0, 2, "gloo", "direct", None, None, torch.device("cuda"))
+    optimizer = FusedShardedAdam([torch.nn.Parameter(torch.ones(3))])
+    for ranks, capturable, message in [
+        (alone, False, "with capturable=True only"),
+        (gloo, True, "can't be captured over gloo"),
+    ]:
+        optimizer._ranks, optimizer._options = ranks, Options(capturable=capturable)
+        with pytest.raises(RuntimeError, match=message):
+            optimizer.step()
+    optimizer._ranks, optimizer._options = alone, Options(capturable=True)
+    assert optimizer._is_capturing()
+    sum(param.sum() for param in optimizer.param_groups[0]["params"]).backward()
+    with pytest.raises(RuntimeError, match="backward can't be captured"):
+        optimizer.step()
