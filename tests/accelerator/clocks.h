@@ -159,6 +159,7 @@ struct FakeGuard final : c10::impl::DeviceGuardImplInterface {
     current_stream[std::max<int>(stream.device_index(), 0)] = static_cast<int>(stream.id());
     return old;
   }
+  void* getStreamNativeHandle(const c10::Stream /*stream*/) const override { return nullptr; }
   void destroyEvent(void* event, c10::DeviceIndex /*device*/) const noexcept override {
     delete static_cast<Clock*>(event);
   }

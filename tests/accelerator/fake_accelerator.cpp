@@ -9,6 +9,8 @@
 // allocator at its worst, so memory that is freed too early is written while others still use it.
 //
 // Registered as PrivateUse1: whatever has no kernel here falls back to the CPU's, through copies that are accesses.
+// zerox's ops are those of csrc/cuda with its kernels compiled for the host, under a key of their own behind the
+// account.
 #include <ATen/EmptyTensor.h>
 #include <ATen/detail/PrivateUse1HooksInterface.h>
 #include <ATen/native/CPUFallback.h>
@@ -18,7 +20,10 @@
 #include <torch/csrc/utils/pybind.h>
 #include <torch/library.h>
 
+#include <functional>
+
 #include "clocks.h"
+#include "cuda/kernels.h"
 #include "stream_backend.h"
 
 namespace fake {
@@ -30,6 +35,7 @@ struct FakeHooks final : at::PrivateUse1HooksInterface {
   bool isBuilt() const override { return true; }
   bool isAvailable() const override { return true; }
   bool hasPrimaryContext(c10::DeviceIndex /*device*/) const override { return true; }
+  c10::Allocator* getPinnedMemoryAllocator() const override { return c10::GetAllocator(c10::kCPU); }
 };
 
 // ---- kernels
@@ -71,8 +77,39 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
 }
 TORCH_LIBRARY_IMPL(_, PrivateUse1, m) { m.fallback(torch::CppFunction::makeFromBoxedFunction<&fallback>()); }
 
+void for_each_tensor(const c10::IValue& value, const std::function<void(const at::Tensor&)>& body) {
+  if (value.isTensor()) body(value.toTensor());
+  if (value.isTensorList()) {
+    for (const at::Tensor& tensor : value.toTensorVector()) body(tensor);
+  }
+}
+
+void zerox_op(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+  const auto& arguments = op.schema().arguments();
+  const auto values = torch::jit::last(*stack, arguments.size());
+  for (size_t i = 0; i < arguments.size(); ++i) {
+    const auto* alias = arguments[i].alias_info();
+    const bool write = alias != nullptr && alias->isWrite();
+    for_each_tensor(values[i], [write](const at::Tensor& tensor) {
+      access(tensor, /*write=*/false);
+      if (write) access(tensor, /*write=*/true);
+    });
+  }
+  op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::PrivateUse2), stack);
+}
+
+TORCH_LIBRARY_IMPL(zerox, PrivateUse1, m) {
+  for (const char* name : {"flatten_", "read_flags_", "reduce_", "norm_", "norm_value", "adam_"}) {
+    m.impl(name, torch::CppFunction::makeFromBoxedFunction<&zerox_op>());
+  }
+}
+
 }  // namespace
 }  // namespace fake
+
+namespace zx::cuda {
+const char* error_text(int /*error*/) { return "not on the host"; }
+}  // namespace zx::cuda
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   using namespace fake;

@@ -1,8 +1,9 @@
 // What csrc/cuda/device.cuh needs where its kernels are compiled for the host: see Note [Kernels that run on the host].
 //
-// A block's threads are fibers on one CPU thread. A barrier suspends a fiber until all it waits for have come, so code
-// between two barriers runs for one thread after the other, in an order that a test chooses: what was only right
-// because a barrier is missing in one order is wrong in another. Shared memory starts as garbage in every block.
+// A block's threads are fibers on the CPU thread that launches. A barrier suspends a fiber until all it waits for have
+// come, so code between two barriers runs for one thread after the other, in an order that a test chooses: what was
+// only right because a barrier is missing in one order is wrong in another. Shared memory starts as garbage in every
+// block.
 #pragma once
 
 #include <sys/mman.h>
@@ -29,8 +30,8 @@
 #define __forceinline__ inline
 #define __launch_bounds__(...)
 #define ZX_UNROLL _Pragma("GCC unroll 16")
-#define ZX_SHARED(type, name)                               \
-  static ::zx::cuda::on_host::Shared<type> name##_in_block; \
+#define ZX_SHARED(type, name)                                            \
+  static thread_local ::zx::cuda::on_host::Shared<type> name##_in_block; \
   type& name = name##_in_block.get()
 
 using cudaError_t = int;
@@ -42,10 +43,10 @@ namespace zx::cuda::on_host {
 struct Index {
   unsigned x;
 };
-inline Index thread_index;
-inline Index block_index;
-inline Index block_dim;
-inline Index grid_dim;
+inline thread_local Index thread_index;
+inline thread_local Index block_index;
+inline thread_local Index block_dim;
+inline thread_local Index grid_dim;
 
 enum class Order { ascending, descending, shuffled };
 
@@ -60,8 +61,13 @@ class Block {
  public:
   static constexpr int kStackBytes = 1 << 16;
 
+  ~Block() {
+    for (const Fiber& fiber : fibers_) {
+      if (fiber.stack != nullptr) munmap(fiber.stack, kStackBytes);
+    }
+  }
   static Block& instance() {
-    static Block block;
+    static thread_local Block block;
     return block;
   }
 
