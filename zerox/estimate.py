@@ -41,7 +41,7 @@ def estimate(
     """Bytes per rank of training ``params`` with ``FusedShardedAdam(params, **options)`` over ``world_size`` ranks.
 
     ``params``: as for the optimizer; nothing is allocated and nothing changed. ``backend``: "gloo" or "nccl", which
-    only the default bucket size depends on. Options that don't change memory (lr and so on) are accepted. Raises
+    the default bucket size and ``exchange`` depend on (with the backend's default of ZEROX_EXCHANGE). Options that don't change memory (lr and so on) are accepted. Raises
     ValueError as the constructor does.
     """
     known = {field.name for field in dataclasses.fields(Options)}
@@ -67,7 +67,8 @@ def estimate(
         master += layout.shard_numel * MASTER_DTYPES[kind].itemsize if kind else 0
         has_third = any(trained[index][2].get("amsgrad", amsgrad) for index in plan.params)
         moments += (3 if has_third else 2) * layout.shard_numel * moment_dtype(dtype).itemsize
-        slices = 2 * world_size - 1 if world_size > 1 else 0
+        # What is sent, and room for what is received: from each other rank where slices come one by one, else their sum.
+        slices = world_size + (world_size - 1 if backend == "gloo" else 1) if world_size > 1 else 0
         exchange = max(exchange, slices * (layout.shard_numel + layout.trailer_numel) * wire.itemsize)
     local = sum(tensor.nbytes for tensor in tensors)
     return MemoryBytes(parameters, gradients, master, moments, 2 * exchange, local)

@@ -41,6 +41,7 @@ struct Machine {
   std::map<void*, Block> blocks{};                             // live storages
   std::map<int, std::vector<std::pair<void*, Block>>> free{};  // by owner, latest last
   std::vector<std::string> races{};
+  std::array<std::vector<std::string>, kDevices> waits{};  // what made the host wait for each
   std::array<int, kDevices> next_stream{};
 };
 
@@ -83,6 +84,11 @@ inline void access(const at::Tensor& tensor, bool write) {
   check_ordered(block, block.wrote, write ? "write after write" : "read after write", stream);
   if (write) check_ordered(block, block.read, "write after read", stream);
   (write ? block.wrote : block.read)[stream] = now;
+}
+
+inline void host_waits(c10::Device device, const std::string& why) {
+  const std::lock_guard lock(machine().mutex);
+  machine().waits[static_cast<size_t>(std::max<int>(device.index(), 0))].push_back(why);
 }
 
 // ---- memory
@@ -178,10 +184,12 @@ struct FakeGuard final : c10::impl::DeviceGuardImplInterface {
   }
   bool queryEvent(void* /*event*/) const override { return true; }
   void synchronizeEvent(void* event) const override {
+    host_waits(getDevice(), "synchronizeEvent");
     if (event != nullptr) join(host_clock, *static_cast<Clock*>(event));
   }
   bool queryStream(const c10::Stream& /*stream*/) const override { return true; }
   void synchronizeStream(const c10::Stream& stream) const override {
+    host_waits(stream.device(), "synchronizeStream");
     const std::lock_guard lock(machine().mutex);
     join(host_clock, machine().clocks[index_of(stream)]);
   }

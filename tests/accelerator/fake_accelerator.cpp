@@ -55,7 +55,12 @@ at::Tensor empty_strided(at::IntArrayRef size, at::IntArrayRef stride, std::opti
                                            dtype.value_or(at::kFloat));
 }
 
-at::Tensor copy_from(const at::Tensor& self, const at::Tensor& to, bool /*non_blocking*/) {
+thread_local bool inside_fallback = false;
+
+at::Tensor copy_from(const at::Tensor& self, const at::Tensor& to, bool non_blocking) {
+  const bool leaves_or_enters = self.is_cpu() || to.is_cpu();
+  if (leaves_or_enters && !non_blocking && !inside_fallback)
+    host_waits(self.is_cpu() ? to.device() : self.device(), "copy between host and device");
   access(self, /*write=*/false);
   access(to, /*write=*/true);
   const at::Tensor target = on_host(to);
@@ -65,7 +70,24 @@ at::Tensor copy_from(const at::Tensor& self, const at::Tensor& to, bool /*non_bl
 
 at::Tensor copy_from_and_resize(const at::Tensor& self, const at::Tensor& to) { return copy_from(self, to, false); }
 
-void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) { at::native::cpu_fallback(op, stack); }
+void for_each_tensor(const c10::IValue& value, const std::function<void(const at::Tensor&)>& body) {
+  if (value.isTensor()) body(value.toTensor());
+  if (value.isTensorList()) {
+    for (const at::Tensor& tensor : value.toTensorVector()) body(tensor);
+  }
+}
+
+// The CPU's kernel, as if it were the device's: what it copies for itself does not count as the host's waiting, but
+// that a number or a shape comes back does.
+void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+  const std::string& name = op.schema().name();
+  if (name == "aten::_local_scalar_dense" || name == "aten::equal" || name == "aten::nonzero") {
+    for_each_tensor(stack->front(), [&](const at::Tensor& tensor) { host_waits(tensor.device(), name); });
+  }
+  inside_fallback = true;
+  at::native::cpu_fallback(op, stack);
+  inside_fallback = false;
+}
 
 TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("empty.memory_format", &empty_like_options);
@@ -76,13 +98,6 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("view", &at::native::view);
 }
 TORCH_LIBRARY_IMPL(_, PrivateUse1, m) { m.fallback(torch::CppFunction::makeFromBoxedFunction<&fallback>()); }
-
-void for_each_tensor(const c10::IValue& value, const std::function<void(const at::Tensor&)>& body) {
-  if (value.isTensor()) body(value.toTensor());
-  if (value.isTensorList()) {
-    for (const at::Tensor& tensor : value.toTensorVector()) body(tensor);
-  }
-}
 
 void zerox_op(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   const auto& arguments = op.schema().arguments();
@@ -118,6 +133,10 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("take_races", [] {
     const std::lock_guard lock(machine().mutex);
     return std::exchange(machine().races, {});
+  });
+  m.def("take_waits", [](int device) {
+    const std::lock_guard lock(machine().mutex);
+    return std::exchange(machine().waits[static_cast<size_t>(device)], {});
   });
   m.def("live_bytes", [] {
     const std::lock_guard lock(machine().mutex);

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from tests.accelerator.fake import expect_no_races, run_fake_ranks
-from tests.accelerator.test_streams import CAP, parameters
+from tests.accelerator.test_streams import CAP, GROUP, parameters
 from tests.kernels.shards import same_bits
 from zerox import optimizer as optimizer_module
 from zerox.optimizer import FusedShardedAdam
@@ -87,17 +87,8 @@ def test_replays_give_the_bits_of_eager_steps(any_device: pytest.MonkeyPatch) ->
 
 
 def test_numbers_of_param_groups_are_refreshed_outside_the_graph() -> None:
-    device = torch.device("cpu")
-    group = {
-        "lr": 0.1,
-        "betas": (0.9, 0.999),
-        "eps": 1e-8,
-        "weight_decay": 0.0,
-        "maximize": False,
-        "decoupled_weight_decay": True,
-        "amsgrad": False,
-    }
-    options = adam.OptionsTable(device, keeps_place=True)
+    group = GROUP
+    options = adam.OptionsTable(torch.device("cpu"), keeps_place=True)
     table = options.refresh([group])
     assert table[0, 0] == 0.1
     assert options.refresh([{**group, "lr": 0.2}]) is table

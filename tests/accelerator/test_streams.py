@@ -74,6 +74,15 @@ def test_memory_that_is_freed_too_early_is_seen(detector: Any) -> None:
         detector.wait_stream(0, 0, stream)
 
 
+def test_a_host_that_waits_is_seen(detector: Any) -> None:
+    values = torch.ones(3, device="fake:0")
+    detector.take_waits(0)
+    assert float(values.sum()) == 3.0
+    values.cpu()
+    torch.tensor([1.0]).to("fake:0")
+    assert detector.take_waits(0) == ["aten::_local_scalar_dense", *["copy between host and device"] * 2]
+
+
 # ---- zerox
 
 
@@ -106,6 +115,7 @@ def train(ranks: Ranks, stage: int, plan: str) -> list[Tensor]:
                     machine().wait_stream(device.index, main, side)
                 else:
                     losses.append((param * param * (step + 1 + ranks.rank)).sum())
+            machine().take_waits(device.index)
             torch.stack(losses).sum().backward()
             if plan == "zero_grad() at once" and step == 1:
                 ours.grads.zero(True)
@@ -121,6 +131,8 @@ def train(ranks: Ranks, stage: int, plan: str) -> list[Tensor]:
             for gather in gathers:
                 gather.wait()
             ours.grads.zero(plan != "zeroed in place")
+            waits = machine().take_waits(device.index)
+            assert ranks.staged or not waits, f"the host waited for the device: {waits}"
     del first_uses
     machine().wait_stream(device.index, 0, main)
     return [param.detach().cpu() for param in params]
@@ -216,15 +228,18 @@ def whole_optimizer(ranks: Ranks) -> list[Tensor]:
         optimizer = module.FusedShardedAdam(params, lr=0.1, bucket_cap_mb=CAP / 2**20)
     finally:
         module.find_ranks, module.check_params = found, checked
+    machine().take_waits(ranks.device.index)
     for _ in range(3):
         torch.stack([(param * param).sum() for param in params]).sum().backward()
         optimizer.clip_grad_norm_(1.0)
         optimizer.step()
         optimizer.zero_grad()
+    waits = machine().take_waits(ranks.device.index)
+    assert not waits, f"the host waited for the device: {waits}"
     return [param.detach().cpu() for param in params]
 
 
-def test_the_optimizer_with_clip_has_no_race() -> None:
+def test_the_optimizer_with_clip_has_no_race_and_never_waits_for_the_device() -> None:
     ours = run_fake_ranks(whole_optimizer, 1, "alone")[0]
     params = parameters(torch.device("cpu"))
     optimizer = torch.optim.AdamW(params, lr=0.1, foreach=False)

@@ -80,6 +80,14 @@ def test_gradients_take_what_the_formula_says(world_size: int, stage: int, reduc
         assert held.gradients == formula.gradients
 
 
+@pytest.mark.parametrize(("backend", "received"), [("gloo", 3), ("nccl", 1)])
+def test_exchange_buffers_are_those_of_the_backend(backend: str, received: int) -> None:
+    params = [torch.empty(4 * 8192, requires_grad=True)]
+    slice_bytes = (8192 + 64) * 4  # flags take 64 elements behind each shard
+    formula = estimate(params, 4, backend=backend, bucket_cap_mb=1024)
+    assert formula.exchange == 2 * (4 + received) * slice_bytes
+
+
 def test_deletion_frees_everything_at_once() -> None:
     model = nn.Linear(256, 256)
     torch.optim.AdamW(model.parameters())  # the first optimizer of a process stays in frames of torch's lazy imports
