@@ -56,13 +56,12 @@ class Ranks:
             group.allreduce([values], options).wait()
 
     def broadcast(self, values: Tensor) -> None:
-        """From rank 0, in place."""
-        if self.data is None:
-            return
-        host = values.cpu() if self.staged else values
-        self.data.broadcast(host, 0).wait()
-        if self.staged:
-            values.copy_(host)
+        """From rank 0, in place; of tensors on the CPU or on ``device``."""
+        sent = values.cpu() if self.staged else values
+        group = self.control if sent.device.type == "cpu" else self.data
+        if group is not None:
+            group.broadcast(sent, 0).wait()
+            values.copy_(sent)
 
     def all_gather_text(self, text: str) -> list[str]:
         """Every rank's text, by rank."""
