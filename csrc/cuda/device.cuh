@@ -21,7 +21,8 @@ constexpr unsigned kAllLanes = 0xffffffffu;
 
 #include <cuda_runtime.h>
 
-#define ZX_SHARED(type, name) __shared__ type name
+// Aligned to an access: an array of floats is not by itself.
+#define ZX_SHARED(type, name) __shared__ __align__(16) type name
 #define ZX_UNROLL _Pragma("unroll")
 
 namespace zx::cuda {

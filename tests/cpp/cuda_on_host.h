@@ -244,7 +244,7 @@ class Shared {
   }
 
  private:
-  T value_;
+  alignas(16) T value_;
   uint64_t generation_ = 0;
 };
 
