@@ -13,6 +13,9 @@ UPDATE_ULPS = 4
 # Against the rule in float64: relative error of the update that fp32 arithmetic may make, in its own epsilons.
 FP64_REFERENCE_EPSILONS = 8
 
+# Norms of orders other than 1, 2 and infinity go through the device's pow() in float64, whose last bits are its own.
+POW_NORM_RTOL = 1e-12
+
 
 def ulp(values: Tensor) -> Tensor:
     """The distance from |value| to the next larger number of its dtype, as float64."""

@@ -85,7 +85,9 @@ class Shard:
         return self.param.to(moment_dtype(self.dtype)) if self.master is None else self.master
 
     def adam(self, options: Tensor, grad_scale: float | None = None) -> None:
-        scale = None if grad_scale is None else torch.tensor(grad_scale, dtype=torch.float64)
+        scale = None
+        if grad_scale is not None:
+            scale = torch.tensor(grad_scale, dtype=torch.float64).to(self.param.device)
         moments = (self.exp_avg, self.exp_avg_sq, self.max_exp_avg_sq)
         ops.adam_(self.param, self.master, self.grad, moments, self.segments, self.present, self.steps, options, scale)
 

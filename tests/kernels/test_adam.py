@@ -8,31 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.kernels.rule import CONFIGS, MASTERS, assert_one_step_is_the_rule
 from tests.kernels.shards import DTYPES, Shard, moment_dtype, options_table, same_bits, segments_of
-from tests.tolerances import FP64_REFERENCE_EPSILONS, assert_one_step_bound
-from zerox.rules.reference import AdamState, adam_step
-
-CONFIGS: dict[str, dict[str, Any]] = {
-    "adamw": {},
-    "no decay": {"weight_decay": 0.0},
-    "amsgrad": {"amsgrad": True},
-    "maximize": {"maximize": True},
-    "l2": {"decoupled": False},
-    "l2 amsgrad maximize": {"decoupled": False, "amsgrad": True, "maximize": True},
-    "lerp from the gradient": {"betas": (0.3, 0.2)},
-    "no memory": {"betas": (0.0, 0.0)},
-    "large eps": {"eps": 1.0},
-    "no eps": {"eps": 0.0},
-    "lr 0": {"lr": 0.0},
-    "large lr": {"lr": 10.0},
-}
-MASTERS = [
-    (torch.bfloat16, "remainder"),
-    (torch.bfloat16, "fp32"),
-    (torch.float16, "fp32"),
-    (torch.bfloat16, None),
-    (torch.float16, None),
-]
+from tests.tolerances import assert_one_step_bound
 
 
 def torch_step(shard: Shard, config: dict[str, Any]) -> tuple[Tensor, dict[str, Tensor]]:
@@ -76,21 +54,7 @@ def test_one_step_is_the_rule_in_float64_up_to_fp32_arithmetic(
     dtype: torch.dtype, master: str | None, config: dict[str, Any], grad_dtype: torch.dtype
 ) -> None:
     shard = Shard(5_003, dtype, grad_dtype, master, config.get("amsgrad", False), step=7)
-    before = shard.exact().double()
-    third = None if shard.max_exp_avg_sq is None else shard.max_exp_avg_sq.double()
-    state = AdamState(before.clone(), shard.exp_avg.double(), shard.exp_avg_sq.double(), third, step=7)
-    options = {"lr": 1e-2, "weight_decay": 0.1, **config}
-    rule = {key: value for key, value in options.items() if key not in ("amsgrad", "decoupled")}
-    adam_step(state, shard.grad.double(), decoupled_weight_decay=config.get("decoupled", True), **rule)
-    shard.adam(options_table(**config))
-    epsilon = torch.finfo(torch.float32).eps
-    size = before.abs() + (state.param - before).abs() + options["lr"]
-    error = (shard.exact().double() - state.param).abs()
-    if shard.master is None and dtype is not torch.float32:
-        error = (error - state.param.abs() * torch.finfo(dtype).eps).clamp(min=0)  # its last rounding
-        size = size + torch.finfo(dtype).smallest_normal / epsilon
-    assert (error / size).max() <= FP64_REFERENCE_EPSILONS * epsilon
-    assert (shard.exp_avg.double() - state.exp_avg).abs().max() <= 4 * epsilon * (1 + state.exp_avg.abs().max())
+    assert_one_step_is_the_rule(shard, config)
 
 
 @pytest.mark.parametrize(("dtype", "master"), [pair for pair in MASTERS if pair[1]], ids=str)

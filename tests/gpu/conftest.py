@@ -1,0 +1,54 @@
+"""What the tests of this folder run on. Without a CUDA GPU, or a build with CUDA kernels, each is skipped.
+
+ZEROX_TEST_DEVICE=cpu    runs those that need no CUDA as such on the CPU: to try their own logic without a GPU
+ZEROX_TEST_SEED=NUMBER   repeats the random data of another run; a test that fails prints its number
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import secrets
+from pathlib import Path
+
+import pytest
+import torch
+
+from zerox._ext import cuda_refusal
+
+DEVICE = torch.device(os.environ.get("ZEROX_TEST_DEVICE", "cuda"))
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.path.is_relative_to(Path(__file__).parent):
+            item.add_marker(pytest.mark.gpu)
+
+
+@functools.cache
+def what_is_missing() -> str | None:
+    return cuda_refusal() if torch.cuda.is_available() else "no CUDA GPU that torch can use"
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    on_cpu = DEVICE.type == "cpu" and "cuda" not in getattr(item, "fixturenames", ())
+    if not on_cpu and (reason := what_is_missing()):
+        pytest.skip(reason)
+
+
+@pytest.fixture
+def device() -> torch.device:
+    return DEVICE
+
+
+@pytest.fixture
+def cuda() -> torch.device:
+    """For tests of what only CUDA has: skipped also where ZEROX_TEST_DEVICE=cpu."""
+    return torch.device("cuda")
+
+
+@pytest.fixture
+def seed() -> int:
+    value = int(os.environ.get("ZEROX_TEST_SEED") or secrets.randbits(31))
+    print(f"ZEROX_TEST_SEED={value}")
+    return value

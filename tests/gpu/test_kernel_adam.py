@@ -1,0 +1,157 @@
+"""The update on a device: the CPU kernel's bits, and the rule in float64."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+
+from tests.gpu.twins import CPU, FENCE, Fences, mixed_options, ragged_segments, same_bits_but_nan, strew, twin_of
+from tests.kernels.rule import CONFIGS, MASTERS, assert_one_step_is_the_rule
+from tests.kernels.shards import DTYPES, Shard, options_table, same_bits, segments_of
+
+KINDS = [(torch.float64, None), (torch.float32, None), *MASTERS]
+# Every gradient beside every parameter, but for fp64 ones beside narrower parameters, which are refused.
+COMBINATIONS = [
+    (dtype, master, grad_dtype)
+    for dtype, master in KINDS
+    for grad_dtype in DTYPES
+    if grad_dtype is not torch.float64 or dtype is torch.float64
+]
+
+
+def ragged_shard(seed: int, dtype: torch.dtype, master: str | None, grad_dtype: torch.dtype, amsgrad: bool) -> Shard:
+    """Segments of all lengths, some absent, each with options and a step count of its own."""
+    rng, generator = random.Random(seed), torch.Generator().manual_seed(seed)
+    segments, numel = ragged_segments(rng, groups=4 if amsgrad else 2)
+    shard = Shard(numel, dtype, grad_dtype, master, amsgrad, step=1, seed=seed, segments=segments)
+    strew(shard.grad, generator)
+    if master is None:
+        strew(shard.param, generator)
+    shard.present.copy_(torch.randint(0, 4, shard.present.shape, generator=generator) > 0)
+    shard.steps.copy_(torch.tensor([rng.choice([0, 1, 2, 9, 1000, 10**6]) for _ in range(len(segments))]))
+    return shard
+
+
+def assert_same_step(shard: Shard, options: torch.Tensor, grad_scale: float | None, offset: int, device: Any) -> None:
+    fences = Fences(device)
+    twin = twin_of(shard, fences, offset)
+    before = [tensor.clone() for tensor in shard.tensors()]
+    shard.adam(options, grad_scale)
+    twin.adam(options.to(device), grad_scale)
+    for ours, theirs in zip(twin.tensors(), shard.tensors(), strict=True):
+        assert same_bits(ours.cpu(), theirs)
+    fences.check()
+    assert not all(same_bits(old, new) for old, new in zip(before, shard.tensors(), strict=True))
+
+
+@pytest.mark.parametrize("amsgrad", [False, True], ids=["", "amsgrad"])
+@pytest.mark.parametrize("offset", [0, 1, 3], ids=["aligned", "off by 1", "off by 3"])
+@pytest.mark.parametrize(("dtype", "master", "grad_dtype"), COMBINATIONS, ids=str)
+def test_a_step_has_the_cpu_kernel_s_bits(
+    device: torch.device,
+    seed: int,
+    dtype: torch.dtype,
+    master: str | None,
+    grad_dtype: torch.dtype,
+    offset: int,
+    amsgrad: bool,
+) -> None:
+    shard = ragged_shard(seed, dtype, master, grad_dtype, amsgrad)
+    grad_scale = random.Random(seed).choice([None, 1.0, 0.37, 1 / 1024])
+    assert_same_step(shard, mixed_options(), grad_scale, offset, device)
+
+
+@pytest.mark.parametrize("numel", [1, 2, 7, 8, 9, 2047, 2048, 2049, 100_003])
+@pytest.mark.parametrize(("dtype", "master"), KINDS, ids=str)
+def test_tails_too(device: torch.device, seed: int, dtype: torch.dtype, master: str | None, numel: int) -> None:
+    assert_same_step(Shard(numel, dtype, master_kind=master, step=3, seed=seed), options_table(), None, 0, device)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "master"), [(torch.float32, None), (torch.bfloat16, "remainder"), (torch.float16, "fp32")], ids=str
+)
+def test_more_tiles_than_fit_on_a_device_at_a_time(
+    device: torch.device, seed: int, dtype: torch.dtype, master: str | None
+) -> None:
+    segments = segments_of(3_000_001, 700_007, 1, 1_300_000, gap=77)
+    shard = Shard(int(segments[-1, 1]) + 5, dtype, master_kind=master, step=5, seed=seed, segments=segments)
+    assert_same_step(shard, options_table(), 0.5, 0, device)
+
+
+def test_without_elements_segments_or_gradients_nothing_changes(device: torch.device) -> None:
+    no_segments = Shard(300)
+    no_segments.segments = torch.empty(0, 3, dtype=torch.int64)
+    no_segments.present, no_segments.steps = no_segments.present[:0], no_segments.steps[:0]
+    absent = Shard(300)
+    absent.present.zero_()
+    for shard in (Shard(0), no_segments, absent):
+        fences = Fences(device)
+        twin = twin_of(shard, fences)
+        twin.adam(options_table().to(device))
+        for name in ("param", "exp_avg", "exp_avg_sq"):
+            assert same_bits(getattr(twin, name).cpu(), getattr(shard, name))
+        counted = [1] if shard.numel == 0 else [0] * len(shard.steps)  # an empty parameter may have a gradient
+        assert twin.steps.tolist() == counted
+        fences.check()
+
+
+def test_many_segments_as_a_model_of_many_layers_has(device: torch.device, seed: int) -> None:
+    rng = random.Random(seed)
+    segments = segments_of(*[rng.choice([1, 64, 300, 4096]) for _ in range(3000)], gap=1)
+    shard = Shard(int(segments[-1, 1]), torch.bfloat16, master_kind="remainder", seed=seed, segments=segments)
+    shard.steps.copy_(torch.arange(len(segments)))
+    shard.present[::7] = 0
+    assert_same_step(shard, options_table(), None, 0, device)
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+@pytest.mark.parametrize(("dtype", "master"), KINDS, ids=str)
+def test_nan_and_infinity_end_where_they_do_on_the_cpu(
+    device: torch.device, seed: int, dtype: torch.dtype, master: str | None, value: float
+) -> None:
+    shard = Shard(5000, dtype, master_kind=master, step=2, seed=seed)
+    shard.grad[::17] = value
+    shard.exp_avg_sq[::31] = torch.inf
+    twin = twin_of(shard, Fences(device))
+    shard.adam(options_table())
+    twin.adam(options_table().to(device))
+    assert torch.isnan(shard.exact()[0])
+    assert same_bits_but_nan(twin.exact(), shard.exact())
+    for name in ("param", "exp_avg", "exp_avg_sq"):
+        assert same_bits_but_nan(getattr(twin, name), getattr(shard, name))
+
+
+@pytest.mark.parametrize("grad_dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+@pytest.mark.parametrize(("dtype", "master"), KINDS[1:], ids=str)
+def test_one_step_is_the_rule_in_float64_up_to_fp32_arithmetic(
+    device: torch.device,
+    seed: int,
+    dtype: torch.dtype,
+    master: str | None,
+    config: dict[str, Any],
+    grad_dtype: torch.dtype,
+) -> None:
+    shard = Shard(5_003, dtype, grad_dtype, master, config.get("amsgrad", False), step=7, seed=seed)
+    assert_one_step_is_the_rule(twin_of(shard, Fences(device)), config)
+
+
+def test_the_comparison_can_fail(device: torch.device, seed: int) -> None:
+    shard = Shard(1000, seed=seed)
+    twin = twin_of(shard, Fences(device))
+    twin.adam(options_table(lr=1e-2 * (1 + 1e-6)).to(device))
+    shard.adam(options_table(lr=1e-2))
+    assert not same_bits(twin.param.cpu(), shard.param)
+
+
+@pytest.mark.skipif(FENCE == 0, reason="no fences under a memory checker")
+def test_a_fence_shows_what_was_written_past_an_end() -> None:
+    for first in (-1, 4):
+        fences = Fences(CPU)
+        room = fences.room(4, torch.float32)
+        room.as_strided((1,), (1,), room.storage_offset() + first).zero_()
+        with pytest.raises(AssertionError, match="outside"):
+            fences.check()
