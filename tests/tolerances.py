@@ -9,12 +9,19 @@ from torch import Tensor
 MOMENT_ULPS = 1
 PARAM_ULPS = 1
 UPDATE_ULPS = 4
+# torch's CUDA kernels square the gradient and then multiply by 1 - beta2; its CPU kernels, and ours on every device,
+# multiply first. That is a rounding at another place, and one ulp more where little else is in the sum.
+CUDA_MOMENT_ULPS = 2
 
 # Against the rule in float64: relative error of the update that fp32 arithmetic may make, in its own epsilons.
 FP64_REFERENCE_EPSILONS = 8
 
 # Norms of orders other than 1, 2 and infinity go through the device's pow() in float64, whose last bits are its own.
 POW_NORM_RTOL = 1e-12
+
+# Losses of the demo's model on a GPU beside the CPU over 20 steps: the order of the sums in matrix products differs.
+# On the CPU, fp32 and fp64 differ by 6e-7.
+DEVICE_LOSS_RTOL = 1e-4
 
 
 def ulp(values: Tensor) -> Tensor:
@@ -25,7 +32,12 @@ def ulp(values: Tensor) -> Tensor:
 
 
 def assert_one_step_bound(
-    before: Tensor, after: Tensor, expected: Tensor, moments: dict[str, tuple[Tensor, Tensor]], decay: float = 1.0
+    before: Tensor,
+    after: Tensor,
+    expected: Tensor,
+    moments: dict[str, tuple[Tensor, Tensor]],
+    decay: float = 1.0,
+    moment_ulps: int = MOMENT_ULPS,
 ) -> None:
     """Moments within 1 ulp; parameters within 1 ulp of max(|before|, |after|) plus 4 ulp of the update.
 
@@ -34,7 +46,7 @@ def assert_one_step_bound(
     """
     for name, (ours, theirs) in moments.items():
         off = (ours.double() - theirs.double()).abs() / ulp(theirs)
-        assert off.max() <= MOMENT_ULPS, f"{name} is {off.max():.0f} ulp off"
+        assert off.max() <= moment_ulps, f"{name} is {off.max():.0f} ulp off"
     update = expected - decay * before
     allowed = PARAM_ULPS * ulp(torch.maximum(before.abs(), expected.abs())) + UPDATE_ULPS * ulp(update)
     excess = (after.double() - expected.double()).abs() - allowed

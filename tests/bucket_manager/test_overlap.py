@@ -37,17 +37,20 @@ class SlowBackward:
                 return grad
 
 
-def landed_when_backward_ends(rank: int, _: int, hold: bool, most_s: float) -> tuple[int, int, list[Tensor]]:
-    model = Chain(NUM_LAYERS)
-    ours = GradsOfModel(find_ranks(None), list(model.parameters()), LAYER_CAP)
+def landed_when_backward_ends(
+    rank: int, _: int, hold: bool, most_s: float, device: str = "cpu"
+) -> tuple[int, int, list[Tensor]]:
+    model = Chain(NUM_LAYERS).to(device)
+    ours = GradsOfModel(find_ranks(None, torch.device(device)), list(model.parameters()), LAYER_CAP)
     SlowBackward(model, ours, most_s)
     ours.manager.hold_flights(hold)
-    loss = model(input_of(rank)).square().sum()
+    loss = model(input_of(rank).to(device)).square().sum()
     dist.barrier()
     loss.backward()
     landed, launched = ours.manager.num_landed, ours.manager.num_launched
     ours.settle()
-    return landed, launched, [ours.reduced()[key] for key in sorted(ours.reduced())]
+    reduced = ours.reduced()
+    return landed, launched, [reduced[key].cpu() for key in sorted(reduced)]
 
 
 def test_all_flights_but_the_last_have_landed_when_backward_ends() -> None:

@@ -14,9 +14,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.gpu.twins import DEVICE
 from zerox._ext import cuda_refusal
-
-DEVICE = torch.device(os.environ.get("ZEROX_TEST_DEVICE", "cuda"))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -50,6 +50,19 @@ def backward(model: nn.Module, x: Tensor, **kwargs: Any) -> None:
     model(x, **kwargs).float().square().mean().backward()
 
 
+def watch_gradients(model: nn.Module) -> dict[Tensor, Tensor]:
+    """Takes a copy of each gradient that autograd leaves in p.grad from now on, before anybody takes it away."""
+    seen: dict[Tensor, Tensor] = {}
+
+    def take(param: Tensor) -> None:
+        assert param.grad is not None
+        seen[param] = param.grad.detach().clone()
+
+    for param in model.parameters():
+        param.register_post_accumulate_grad_hook(take)
+    return seen
+
+
 def train(
     rank: int,
     steps: int = 3,
@@ -57,10 +70,11 @@ def train(
     accumulate: int = 1,
     clip: float | None = None,
     hold: bool = False,
+    device: str = "cpu",
     **options: Any,
 ) -> tuple[list[Tensor], list[dict[str, Tensor]], list[float]]:
-    """Trains :class:`Mixed`; returns its parameters, this rank's state and the norms."""
-    model = make_model(dtype)
+    """Trains :class:`Mixed`; returns its parameters, this rank's state and the norms, on the CPU."""
+    model = make_model(dtype).to(device)
     optimizer = FusedShardedAdam(model.named_parameters(), lr=1e-2, **options)
     optimizer._grads.manager.hold_flights(hold)
     norms = []
@@ -68,17 +82,17 @@ def train(
         for micro in range(accumulate):
             last = micro == accumulate - 1
             with contextlib.nullcontext() if last else optimizer.no_sync():
-                backward(model, batch(rank, step, micro, dtype), branch=step == 1)
+                backward(model, batch(rank, step, micro, dtype).to(device), branch=step == 1)
         if clip is not None:
             norms.append(float(optimizer.clip_grad_norm_(clip)))
         optimizer.step()
         optimizer.zero_grad()
-    state = [{key: value.clone() for key, value in each.items()} for each in optimizer.state.values()]
-    return [p.detach().clone() for p in model.parameters()], state, norms
+    state = [{key: value.to("cpu", copy=True) for key, value in each.items()} for each in optimizer.state.values()]
+    return [p.detach().to("cpu", copy=True) for p in model.parameters()], state, norms
 
 
 def mean_over_ranks(grad: Tensor | None, like: Tensor, world_size: int) -> Tensor | None:
-    """What the contract says the mean is: summed in rank order in fp32 (fp64 for fp64), divided once, rounded once."""
+    """The contract's mean: summed in rank order in fp32 (fp64 for fp64), divided once, rounded once. On the CPU."""
     if world_size == 1:
         return grad
     has = torch.tensor([grad is not None])
@@ -86,14 +100,14 @@ def mean_over_ranks(grad: Tensor | None, like: Tensor, world_size: int) -> Tenso
     dist.all_gather(everyone_has, has)
     if not any(bool(each) for each in everyone_has):
         return None
-    mine = torch.zeros_like(like) if grad is None else grad.contiguous()
+    mine = (torch.zeros_like(like) if grad is None else grad.contiguous()).cpu()
     parts = [torch.empty_like(mine) for _ in range(world_size)]
     dist.all_gather(parts, mine)
     wide = torch.float64 if like.dtype is torch.float64 else torch.float32
     total = parts[0].to(wide)
     for part in parts[1:]:
         total = total + part.to(wide)
-    return (total / world_size).to(like.dtype)
+    return (total / world_size).to(like.dtype).to(like.device)
 
 
 def own_part(param: Tensor, state: Tensor, start: int) -> Tensor:
