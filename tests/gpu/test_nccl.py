@@ -1,0 +1,188 @@
+"""NCCL: the exchange's collectives on its streams, at one rank, and at two ranks of one GPU where NCCL can do that.
+
+NCCL lets two ranks share a GPU from version 2.30 on. Where torch brings an older one, ZEROX_NCCL_LIBRARY=PATH names a
+libnccl.so.2 that the ranks preload. All ranks are fresh processes with a time limit, since NCCL may hang.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tests.bucket_manager.rig import LAYER_CAP, Chain, GradsOfModel, gradients_of, input_of, same_bits
+from tests.gpu.chain import cpu_copies, train_scales
+from tests.gpu.processes import ProcessesFailed, run_processes
+from tests.gpu.twins import DEVICE
+from tests.ranks import run_ranks
+from zerox import optimizer
+from zerox.ranks import EXCHANGES, Ranks
+
+BACKEND = "nccl" if DEVICE.type == "cuda" else "gloo"
+TIMEOUT_S = 60.0
+TWO_RANKS_TIMEOUT_S = 45.0
+TWO_RANKS = (2, 30)
+LIBRARY = os.environ.get("ZEROX_NCCL_LIBRARY", "")
+OF_TWO_RANKS = {
+    "NCCL_MULTI_RANK_GPU_ENABLE": "1",
+    "NCCL_NVLS_ENABLE": "0",  # does not go with it
+    "NCCL_MAX_CTAS": "2",  # the ranks' kernels wait for each other: all of them must fit
+    "NCCL_DEBUG": "WARN",
+}
+STEPS = 3
+
+
+def nccl_version(library: str | None) -> tuple[int, ...]:
+    """(major, minor) of the NCCL in the file ``library``; None: of the one that was preloaded, else torch's own."""
+    if not LIBRARY:
+        return tuple(torch.cuda.nccl.version()[:2])
+    version = ctypes.c_int()
+    ctypes.CDLL(library).ncclGetVersion(ctypes.byref(version))
+    return version.value // 10000, version.value // 100 % 100
+
+
+@functools.cache
+def no_two_ranks() -> str | None:
+    """Why two ranks can't share the GPU."""
+    major, minor = nccl_version(LIBRARY)
+    if (major, minor) >= TWO_RANKS:
+        return None
+    return f"NCCL {major}.{minor} allows one rank a GPU: name one of 2.30 or newer in ZEROX_NCCL_LIBRARY"
+
+
+def preloaded() -> dict[str, str]:
+    return {"LD_PRELOAD": ":".join(filter(None, [LIBRARY, os.environ.get("LD_PRELOAD")]))} if LIBRARY else {}
+
+
+# ---- one rank
+
+
+def ranks_of_one(exchange: str) -> Ranks:
+    """A group of one that is not taken for a process alone: everything goes through its backend."""
+    control = dist.new_group([0], backend="gloo")
+    return Ranks(0, 1, BACKEND, exchange, dist.group.WORLD, control, DEVICE)
+
+
+def exchange_with_itself(rank: int, world_size: int, exchange: str, reduce_dtype: torch.dtype | None) -> Any:
+    """Gradients of two backwards, as they landed and as autograd has them; parameters before and after a gather."""
+    model = Chain(4).to(DEVICE)
+    xs = [input_of(0, seed).to(DEVICE) for seed in (1, 2)]
+    expected = gradients_of(model, *[model(x).square().sum() for x in xs])
+    ours = GradsOfModel(ranks_of_one(exchange), list(model.parameters()), LAYER_CAP, reduce_dtype=reduce_dtype)
+    for x in xs:
+        model(x).square().sum().backward()
+    ours.settle()
+    landed = []
+    reduced = ours.reduced()
+    for index, bucket in enumerate(ours.buckets):
+        for slot, param in enumerate(bucket.plan.params):
+            grad = expected[param]
+            assert grad is not None
+            landed.append((reduced[index, slot].cpu(), grad.reshape(-1).cpu()))
+    before = cpu_copies(model.parameters())
+    for pending in [ours.manager.gather(index) for index in range(len(ours.buckets))]:
+        pending.wait()
+    return landed, before, cpu_copies(model.parameters())
+
+
+@pytest.mark.parametrize("reduce_dtype", [None, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("exchange", EXCHANGES)
+def test_one_rank_exchanges_with_itself(device: torch.device, exchange: str, reduce_dtype: torch.dtype | None) -> None:
+    [(landed, before, after)] = run_processes(
+        exchange_with_itself, 1, exchange, reduce_dtype, backend=BACKEND, timeout_s=TIMEOUT_S
+    )
+    tolerance = {"rtol": 1e-5, "atol": 1e-5} if reduce_dtype is None else {"rtol": 2e-2, "atol": 1e-2}
+    for ours, expected in landed:
+        torch.testing.assert_close(ours.float(), expected, **tolerance)
+    assert len(landed) == 8
+    assert all(same_bits(a, b) for a, b in zip(before, after, strict=True))
+
+
+def train_with_itself(rank: int, world_size: int, exchange: str, options: dict[str, Any]) -> Any:
+    """Training over NCCL's collectives of one rank, and training alone, for which zerox takes a group of one."""
+    alone = train_scales(0, DEVICE.type, STEPS, **options)
+    find_ranks, optimizer.find_ranks = optimizer.find_ranks, lambda *_: ranks_of_one(exchange)
+    try:
+        return alone, train_scales(0, DEVICE.type, STEPS, **options)
+    finally:
+        optimizer.find_ranks = find_ranks
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+@pytest.mark.parametrize("exchange", EXCHANGES)
+def test_one_rank_trains_as_alone(device: torch.device, exchange: str, stage: int) -> None:
+    options = {"stage": stage, "accumulate": 2}
+    [(alone, over_nccl)] = run_processes(train_with_itself, 1, exchange, options, backend=BACKEND, timeout_s=TIMEOUT_S)
+    for ours, expected in zip(over_nccl[:2], alone[:2], strict=True):
+        assert all(same_bits(a, b) for a, b in zip(ours, expected, strict=True))
+    assert over_nccl[2] == alone[2]
+
+
+# ---- two ranks on one GPU
+
+
+hung: list[str] = []  # what timed out before: the others would as well, and time is short
+
+
+def train_in_two(rank: int, world_size: int, exchange: str, options: dict[str, Any]) -> Any:
+    os.environ["ZEROX_EXCHANGE"] = exchange
+    version = nccl_version(None) if BACKEND == "nccl" else TWO_RANKS
+    return version, train_scales(rank, DEVICE.type, STEPS, **options)
+
+
+def train_over_gloo(rank: int, _: int, options: dict[str, Any]) -> tuple[list[Tensor], list[Tensor], list[float]]:
+    return train_scales(rank, "cpu", STEPS, **options)
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+@pytest.mark.parametrize("exchange", EXCHANGES)
+def test_two_ranks_of_one_gpu_train_as_over_gloo(device: torch.device, exchange: str, stage: int) -> None:
+    """Bit for bit, in fp32: the sum of two numbers has no order."""
+    if BACKEND == "nccl" and (reason := no_two_ranks()):
+        pytest.skip(reason)
+    if hung:
+        pytest.skip(f"two ranks did not finish before: {hung[0]}")
+    options = {"stage": stage, "accumulate": 2, "layers_in_bucket": 2.0}
+    environment = {**OF_TWO_RANKS, **preloaded()} if BACKEND == "nccl" else {}
+    try:
+        results = run_processes(
+            train_in_two, 2, exchange, options, backend=BACKEND, timeout_s=TWO_RANKS_TIMEOUT_S, env=environment
+        )
+    except ProcessesFailed as failure:
+        if "did not finish" in str(failure):
+            hung.append(f"{exchange}, stage {stage}")
+        raise
+    expected = run_ranks(train_over_gloo, 2, options)
+    for (version, ours), theirs in zip(results, expected, strict=True):
+        assert version >= TWO_RANKS, "the library that was named is not the one that was used"
+        assert all(same_bits(a, b) for a, b in zip([*ours[0], *ours[1]], [*theirs[0], *theirs[1]], strict=True))
+        assert ours[2] == theirs[2]
+
+
+# ---- the processes themselves
+
+
+def hang(rank: int, world_size: int) -> None:
+    if rank == 1:
+        while True:
+            pass
+
+
+def raise_something(rank: int, world_size: int) -> None:
+    raise ArithmeticError(f"injected in rank {rank}")
+
+
+def test_a_rank_that_hangs_is_killed_and_named(device: torch.device) -> None:
+    with pytest.raises(ProcessesFailed, match="rank 1 did not finish within"):
+        run_processes(hang, 2, backend="gloo", timeout_s=8.0)
+
+
+def test_what_a_rank_raised_is_told(device: torch.device) -> None:
+    with pytest.raises(ProcessesFailed, match="injected in rank 0"):
+        run_processes(raise_something, 1, backend="gloo", timeout_s=TIMEOUT_S)
