@@ -1,6 +1,7 @@
 """What the tests of this folder run on. Without a CUDA GPU, or a build with CUDA kernels, each is skipped.
 
 ZEROX_TEST_DEVICE=cpu    runs those that need no CUDA as such on the CPU: to try their own logic without a GPU
+ZEROX_TEST_DEVICE=fake   runs the kernels' on csrc/cuda compiled for the host (tests/accelerator)
 ZEROX_TEST_SEED=NUMBER   repeats the random data of another run; a test that fails prints its number
 """
 
@@ -30,8 +31,8 @@ def what_is_missing() -> str | None:
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    on_cpu = DEVICE.type == "cpu" and "cuda" not in getattr(item, "fixturenames", ())
-    if not on_cpu and (reason := what_is_missing()):
+    elsewhere = DEVICE.type != "cuda" and "cuda" not in getattr(item, "fixturenames", ())
+    if not elsewhere and (reason := what_is_missing()):
         pytest.skip(reason)
 
 

@@ -12,7 +12,11 @@ from torch import Tensor
 from tests.kernels.shards import Shard, options_table, same_bits
 
 CPU = torch.device("cpu")
-DEVICE = torch.device(os.environ.get("ZEROX_TEST_DEVICE", "cuda"))  # see conftest.py
+if os.environ.get("ZEROX_TEST_DEVICE") == "fake":  # see conftest.py
+    from tests.accelerator.fake import machine
+
+    machine()
+DEVICE = torch.device(os.environ.get("ZEROX_TEST_DEVICE", "cuda"))
 # Elements on either side. None where torch's allocator keeps no cache: then each tensor is an allocation of its own,
 # and compute-sanitizer watches its ends.
 FENCE = 0 if os.environ.get("PYTORCH_NO_CUDA_MEMORY_CACHING") else 64
