@@ -21,7 +21,7 @@ lint: ## ruff, clang-format, mypy; changes nothing
 	@$(call in_env,--no-build lint) && set -x && \
 	  "$$py" -m ruff check . && \
 	  "$$py" -m ruff format --check . && \
-	  find $(wildcard csrc tests/cpp) -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh' | \
+	  find csrc tests/cpp tests/accelerator -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh' | \
 	    xargs -r clang-format --dry-run --Werror && \
 	  "$$py" -m mypy zerox scripts
 

@@ -40,9 +40,9 @@ def estimate(
 ) -> MemoryBytes:
     """Bytes per rank of training ``params`` with ``FusedShardedAdam(params, **options)`` over ``world_size`` ranks.
 
-    ``params``: as for the optimizer; nothing is allocated and nothing changed. ``backend``: "gloo" or "nccl", which
-    the default bucket size and ``exchange`` depend on (with the backend's default of ZEROX_EXCHANGE). Options that don't change memory (lr and so on) are accepted. Raises
-    ValueError as the constructor does.
+    ``params``: as for the optimizer; nothing is allocated and nothing changed. ``backend``: "gloo" or "nccl", which the
+    default bucket size and ``exchange`` depend on (with the backend's default of ZEROX_EXCHANGE). Options that don't
+    change memory (lr and so on) are accepted. Raises ValueError as the constructor does.
     """
     known = {field.name for field in dataclasses.fields(Options)}
     chosen = Options(**{name: value for name, value in options.items() if name in known})
@@ -67,7 +67,7 @@ def estimate(
         master += layout.shard_numel * MASTER_DTYPES[kind].itemsize if kind else 0
         has_third = any(trained[index][2].get("amsgrad", amsgrad) for index in plan.params)
         moments += (3 if has_third else 2) * layout.shard_numel * moment_dtype(dtype).itemsize
-        # What is sent, and room for what is received: from each other rank where slices come one by one, else their sum.
+        # What is sent, and room for what comes: a slice from each other rank where they come one by one, else the sum.
         slices = world_size + (world_size - 1 if backend == "gloo" else 1) if world_size > 1 else 0
         exchange = max(exchange, slices * (layout.shard_numel + layout.trailer_numel) * wire.itemsize)
     local = sum(tensor.nbytes for tensor in tensors)
