@@ -1,0 +1,258 @@
+"""What the kernel benchmark runs: every op on what users train, torch's way to do the same, and a check of results."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from bench.timing import Call
+from zerox import ops
+from zerox.rules.reference import AdamState, adam_step
+
+OURS = "zerox"
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What is trained: parameters, and the gradients that come with them, of ``dtype``, with or without a master."""
+
+    name: str
+    dtype: torch.dtype
+    master: torch.dtype | None = None
+
+
+TRAINED = (
+    Kind("fp32", torch.float32),
+    Kind("bf16 + remainder", torch.bfloat16, torch.int16),
+    Kind("bf16 + fp32", torch.bfloat16, torch.float32),
+    Kind("fp16 + fp32", torch.float16, torch.float32),
+)
+# Before the update a master plays no part.
+SENT = (Kind("fp32", torch.float32), Kind("bf16", torch.bfloat16), Kind("fp16", torch.float16))
+
+
+def bytes_an_element(op: str, kind: Kind, num_slices: int = 1) -> int:
+    """The one place where bytes are counted. Read once, written once:
+
+    flatten  gradient read, bucket written
+    reduce   each slice read, shard written
+    norm     shard read
+    adam     parameter and master read and written, gradient read, two fp32 moments read and written:
+             fp32              4+4 + 4 + 8+8 = 28
+             bf16 + remainder  2+2 + 2+2 + 2 + 8+8 = 26
+             16 bits + fp32    2+2 + 4+4 + 2 + 8+8 = 30
+    """
+    grad = kind.dtype.itemsize
+    if op == "adam":
+        master = 2 * kind.master.itemsize if kind.master else 0
+        return 2 * kind.dtype.itemsize + master + grad + 2 * 8
+    return {"flatten": 2 * grad, "reduce": (num_slices + 1) * grad, "norm": grad}[op]
+
+
+@dataclass(frozen=True)
+class Job:
+    """One op on one kind at one size. ``params``: how many elements each parameter has."""
+
+    op: str
+    kind: Kind
+    size: str
+    params: tuple[int, ...]
+    num_slices: int = 1
+
+    @property
+    def numel(self) -> int:
+        return sum(self.params)
+
+    @property
+    def nbytes(self) -> int:
+        return self.numel * bytes_an_element(self.op, self.kind, self.num_slices)
+
+    @property
+    def title(self) -> str:
+        return f"{self.op} of {self.num_slices}" if self.op == "reduce" else self.op
+
+
+# ---- buffers
+
+
+class Shard:
+    """Random parameters, gradients and state, as an optimizer in full swing has them."""
+
+    def __init__(self, params: Sequence[int], kind: Kind, device: torch.device) -> None:
+        numel = sum(params)
+        self.exact = torch.randn(numel, device=device)
+        self.param, self.master = self.exact.to(kind.dtype), None
+        if kind.master is torch.float32:
+            self.master = self.exact.clone()
+        elif kind.master is torch.int16:
+            self.param, self.master = split(self.exact)
+        self.grad = torch.randn(numel, device=device).to(kind.dtype)
+        self.exp_avg = torch.randn(numel, device=device) * 0.1
+        self.exp_avg_sq = torch.rand(numel, device=device) * 0.1
+        self.segments = segments_of(params, device)
+        self.present = torch.ones(len(params), dtype=torch.uint8, device=device)
+        self.steps = torch.full((len(params),), 10, dtype=torch.int64, device=device)
+        row = [1e-3, 0.9, 0.999, 1e-8, 0.01, 0.0, 1.0, 0.0]
+        self.options = torch.tensor([row], dtype=torch.float64, device=device)
+
+    def adam(self) -> None:
+        moments = (self.exp_avg, self.exp_avg_sq, None)
+        tables = (self.segments, self.present, self.steps, self.options, None)
+        ops.adam_(self.param, self.master, self.grad, moments, *tables)
+
+
+def split(exact: Tensor) -> tuple[Tensor, Tensor]:
+    """bf16, rounded half away from zero, and the 16 bits that it lost."""
+    bits = exact.view(torch.int32)
+    return ((bits + 0x8000) >> 16).to(torch.int16).view(torch.bfloat16), (bits & 0xFFFF).to(torch.int16)
+
+
+def join(param: Tensor, remainder: Tensor) -> Tensor:
+    high = param.view(torch.int16).to(torch.int32) - (remainder < 0).to(torch.int32)
+    return ((high << 16) | (remainder.to(torch.int32) & 0xFFFF)).view(torch.float32)
+
+
+def segments_of(params: Sequence[int], device: torch.device) -> Tensor:
+    ends = torch.tensor(params).cumsum(0)
+    return torch.stack([ends - torch.tensor(params), ends, torch.zeros_like(ends)], dim=1).to(device)
+
+
+def sources_of(params: Sequence[int], dtype: torch.dtype, device: torch.device) -> list[Tensor]:
+    return [torch.randn(numel, device=device).to(dtype) for numel in params]
+
+
+def pieces_of(params: Sequence[int]) -> Tensor:
+    """One source behind the other."""
+    starts = torch.tensor(params).cumsum(0) - torch.tensor(params)
+    return torch.stack([torch.arange(len(params)), torch.zeros_like(starts), starts, torch.tensor(params)], dim=1)
+
+
+def zero_words(device: torch.device) -> Tensor:
+    return torch.zeros(ops.EXACT_WORDS, dtype=torch.int64, device=device)
+
+
+# ---- jobs to calls: ours and torch's, each on the set of buffers whose number it is given
+
+
+def flatten_calls(job: Job, num_sets: int, device: torch.device) -> dict[str, Call]:
+    sets = [sources_of(job.params, job.kind.dtype, device) for _ in range(num_sets)]
+    flats = [torch.empty(job.numel, dtype=job.kind.dtype, device=device) for _ in range(num_sets)]
+    views = [list(flat.split(list(job.params))) for flat in flats]
+    pieces, no_flags = pieces_of(job.params), torch.empty(0, dtype=torch.int64)
+    return {
+        OURS: lambda i: ops.flatten_(flats[i], sets[i], pieces, no_flags),
+        "torch.cat": lambda i: torch.cat(sets[i], out=flats[i]),
+        "torch._foreach_copy_": lambda i: torch._foreach_copy_(views[i], sets[i]),
+    }
+
+
+def reduce_calls(job: Job, num_sets: int, device: torch.device) -> dict[str, Call]:
+    sets = [sources_of([job.numel] * job.num_slices, job.kind.dtype, device) for _ in range(num_sets)]
+    shards = [torch.empty_like(each[0]) for each in sets]
+    segments, words = segments_of(job.params, device), zero_words(device)
+    replaced = torch.zeros(len(job.params), dtype=torch.uint8, device=device)
+    return {OURS: lambda i: ops.reduce_(shards[i], words, sets[i], segments, replaced, job.num_slices, False)}
+
+
+def norm_calls(job: Job, num_sets: int, device: torch.device) -> dict[str, Call]:
+    shards = sources_of([job.numel] * num_sets, job.kind.dtype, device)
+    segments, words = segments_of(job.params, device), zero_words(device)
+    return {
+        OURS: lambda i: ops.norm_(words, shards[i], segments, 2.0),
+        "torch vector_norm": lambda i: torch.linalg.vector_norm(shards[i], dtype=torch.float32),
+    }
+
+
+def adam_calls(job: Job, num_sets: int, device: torch.device) -> dict[str, Call]:
+    shards = [Shard(job.params, job.kind, device) for _ in range(num_sets)]
+    calls: dict[str, Call] = {OURS: lambda i: shards[i].adam()}
+    if job.kind.dtype is torch.float32:  # torch keeps no masters: at 16 bits it does another job
+        optimizers = [fused_adamw(shard, job.params) for shard in shards]
+        calls["torch AdamW(fused)"] = lambda i: optimizers[i].step()
+    return calls
+
+
+def fused_adamw(shard: Shard, params: Sequence[int]) -> torch.optim.Optimizer:
+    """On values of its own."""
+    leaves = [torch.nn.Parameter(values) for values in shard.exact.clone().split(list(params))]
+    for leaf, grad in zip(leaves, shard.grad.split(list(params)), strict=True):
+        leaf.grad = grad.clone()
+    return torch.optim.AdamW(leaves, lr=1e-3, weight_decay=0.01, fused=True)
+
+
+CALLS: dict[str, Callable[[Job, int, torch.device], dict[str, Call]]] = {
+    "flatten": flatten_calls,
+    "reduce": reduce_calls,
+    "norm": norm_calls,
+    "adam": adam_calls,
+}
+
+
+# ---- checks
+
+
+class WrongResult(Exception):
+    """A kernel's result is not what its reference says: its speed says nothing then."""
+
+
+def expect(condition: bool | Tensor, job: Job) -> None:
+    if not bool(condition):
+        raise WrongResult(f"{job.title}, {job.kind.name}: the result is wrong")
+
+
+def check_flatten(job: Job, device: torch.device) -> None:
+    sources = sources_of(job.params, job.kind.dtype, device)
+    flat = torch.full((job.numel + 3,), torch.nan, dtype=job.kind.dtype, device=device)
+    ops.flatten_(flat, sources, pieces_of(job.params), torch.tensor([job.numel + 1]))
+    expect(torch.equal(flat[:-3], torch.cat(sources)) and flat[-3:].tolist() == [0.0, 1.0, 0.0], job)
+
+
+def check_reduce(job: Job, device: torch.device) -> None:
+    slices = sources_of([job.numel] * job.num_slices, job.kind.dtype, device)
+    shard, words = torch.full_like(slices[0], torch.nan), zero_words(device)
+    replaced = torch.zeros(len(job.params), dtype=torch.uint8, device=device)
+    ops.reduce_(shard, words, slices, segments_of(job.params, device), replaced, job.num_slices, False)
+    total = slices[0].float()
+    for each in slices[1:]:
+        total = total + each.float()
+    expect(torch.equal(shard, (total / job.num_slices).to(job.kind.dtype)), job)
+    check_words(words, shard, job)
+
+
+def check_norm(job: Job, device: torch.device) -> None:
+    shard, words = sources_of([job.numel], job.kind.dtype, device)[0], zero_words(device)
+    ops.norm_(words, shard, segments_of(job.params, device), 2.0)
+    check_words(words, shard, job)
+
+
+def check_words(words: Tensor, shard: Tensor, job: Job) -> None:
+    value, finite = ops.norm_value(words, 2.0).tolist()
+    expected = float(torch.linalg.vector_norm(shard.double()))
+    expect(finite == 1.0 and abs(value - expected) <= 1e-12 * expected, job)
+
+
+def check_adam(job: Job, device: torch.device) -> None:
+    """Against the rule in float64, within 8 roundings of fp32 arithmetic."""
+    shard = Shard(job.params, job.kind, device)
+    before = shard.param if job.kind.master is None else shard.exact  # a master holds the exact value
+    state = AdamState(before.double(), shard.exp_avg.double(), shard.exp_avg_sq.double(), step=10)
+    size = before.double().abs() + 1e-3
+    shard.adam()
+    adam_step(state, shard.grad.double(), lr=1e-3, weight_decay=0.01)
+    if job.kind.master is torch.int16:
+        after = join(shard.param, shard.master)  # type: ignore[arg-type]
+    else:
+        after = shard.param if shard.master is None else shard.master
+    error = (after.double() - state.param).abs() / (size + (state.param - before.double()).abs())
+    expect((error.max() <= 8 * torch.finfo(torch.float32).eps) & (shard.steps == 11).all(), job)
+
+
+CHECKS: dict[str, Callable[[Job, torch.device], None]] = {
+    "flatten": check_flatten,
+    "reduce": check_reduce,
+    "norm": check_norm,
+    "adam": check_adam,
+}

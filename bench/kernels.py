@@ -1,0 +1,167 @@
+"""Times the kernels on the CPU or a GPU beside torch's own, after a check of their results.
+
+    python -m bench.kernels [--device cuda] [--quick] [--only adam] [--json FILE]
+
+Rates count each byte that has to be read or written once. "of roof" is the share of what the memory gives at most, by a
+large copy (on the CPU an addition in place) in the same run; "torch/ours" the time of torch's way to do the same job
+over ours. The spread is the middle half of the samples. (host): the time is the host's, who could not keep up.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import random
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bench.jobs import CALLS, CHECKS, OURS, SENT, TRAINED, Job, WrongResult
+from bench.timing import Timing, num_sets_for, roof_gb_per_s, time_in_turn
+from zerox import _C
+from zerox._ext import cuda_refusal
+
+KI, MI = 2**10, 2**20
+CHECK_PARAMS = (MI + 77, 1, 3000)  # ends in a part of everything
+CUDA_SIZES = {"4 Mi": 4 * MI, "64 Mi": 64 * MI, "256 Mi": 256 * MI}
+CPU_SIZES = {"1 Mi": MI, "32 Mi": 32 * MI}
+NUM_SLICES = (2, 8)  # of reduce
+
+Row = dict[str, Any]
+
+
+def sizes_for(device: torch.device, quick: bool) -> dict[str, tuple[int, ...]]:
+    """Elements of each parameter, by the name of the size."""
+    sizes = CUDA_SIZES if device.type == "cuda" else CPU_SIZES
+    found: dict[str, tuple[int, ...]] = {name: (numel,) for name, numel in list(sizes.items())[: 1 if quick else None]}
+    if device.type == "cuda":
+        rng = random.Random(0)
+        found["1,000 params"] = tuple(rng.randrange(4 * KI, 64 * KI) for _ in range(1000))
+    return found
+
+
+def jobs_for(ops: list[str], sizes: dict[str, tuple[int, ...]]) -> list[Job]:
+    found = []
+    for op in ops:
+        for kind in TRAINED if op == "adam" else SENT:
+            for num_slices in NUM_SLICES if op == "reduce" else (1,):
+                found += [Job(op, kind, size, params, num_slices) for size, params in sizes.items()]
+    return found
+
+
+def check(jobs: list[Job], device: torch.device) -> None:
+    """Each op on each kind once, at a size of its own. Raises WrongResult."""
+    for op, kind, num_slices in dict.fromkeys((job.op, job.kind, job.num_slices) for job in jobs):
+        CHECKS[op](Job(op, kind, "check", CHECK_PARAMS, num_slices), device)
+
+
+def time_job(job: Job, device: torch.device, budget_s: float) -> dict[str, Timing]:
+    num_sets = num_sets_for(job.nbytes, device)
+    return time_in_turn(CALLS[job.op](job, num_sets, device), num_sets, device, budget_s)
+
+
+def rows_of(job: Job, timings: dict[str, Timing], roof: float) -> list[Row]:
+    rows = []
+    for who, timing in timings.items():
+        rate = job.nbytes / timing.p50_ms / 1e6
+        rows.append(
+            {
+                "op": job.title,
+                "kind": job.kind.name,
+                "size": job.size,
+                "numel": job.numel,
+                "who": who,
+                "bytes": job.nbytes,
+                "gb_per_s": rate,
+                "of_roof": rate / roof,
+                "torch_over_ours": None if who == OURS else timing.p50_ms / timings[OURS].p50_ms,
+                "spread": timing.spread,
+                **asdict(timing),
+            }
+        )
+    return rows
+
+
+HEADER = ("op", "kind", "size", "who", "p50 ms", "spread", "GB/s", "of roof", "torch/ours")
+
+
+def cells(row: Row) -> tuple[str, ...]:
+    ratio = "" if row["torch_over_ours"] is None else f"{row['torch_over_ours']:.2f}"
+    late = " (host)" if row["host_bound"] else ""
+    numbers = (f"{row['p50_ms']:.4f}{late}", f"{row['spread']:.1%}", f"{row['gb_per_s']:.1f}", f"{row['of_roof']:.0%}")
+    return (row["op"], row["kind"], row["size"], row["who"], *numbers, ratio)
+
+
+def line(texts: tuple[str, ...]) -> str:
+    widths = (12, 17, 13, 21, 14, 7, 8, 8, 11)
+    return " ".join(
+        f"{text:<{w}}" if i < 4 else f"{text:>{w}}" for i, (text, w) in enumerate(zip(texts, widths, strict=True))
+    )
+
+
+def run(device: torch.device, ops: list[str], quick: bool, seconds: float, file: Path | None = None) -> list[Row]:
+    """Prints rows as they come, and keeps ``file`` up to date, so that nothing is lost where time runs out."""
+    torch.manual_seed(0)
+    jobs = jobs_for(ops, sizes_for(device, quick))
+    check(jobs, device)
+    budget_s = seconds / (len(jobs) + 1)
+    large = (256 if device.type == "cuda" else 64) * MI // (4 if quick else 1)
+    roof = roof_gb_per_s(device, large, budget_s)
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{platform.machine()} CPU, {_C.isa()}"
+    print(f"{name}, torch {torch.__version__}, {torch.get_num_threads()} threads; results are right")
+    print(f"the roof is {roof:.1f} GB/s, read and written")
+    print(line(HEADER), flush=True)
+    facts = {"device": name, "torch": str(torch.__version__), "threads": torch.get_num_threads(), "roof_gb_per_s": roof}
+    rows: list[Row] = []
+    skipped: list[str] = []
+    for job in jobs:
+        try:
+            fresh = rows_of(job, time_job(job, device, budget_s), roof)
+            rows += fresh
+            print("\n".join(line(cells(row)) for row in fresh), flush=True)
+        except torch.OutOfMemoryError:
+            skipped.append(f"{job.title}, {job.kind.name}, {job.size}: too little memory")
+            print(f"skipped {skipped[-1]}", flush=True)
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+        if file:
+            file.write_text(json.dumps({**facts, "rows": rows, "skipped": skipped}, indent=1) + "\n")
+    return rows
+
+
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    usable = torch.cuda.is_available() and cuda_refusal() is None
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.kernels", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--device", default="cuda" if usable else "cpu", choices=["cpu", "cuda"], help="default: %(default)s"
+    )
+    parser.add_argument(
+        "--only", action="append", choices=list(CALLS), metavar="OP", help=f"one of {', '.join(CALLS)}; repeatable"
+    )
+    parser.add_argument("--quick", action="store_true", help="the smallest size, and on a GPU 1,000 parameters")
+    parser.add_argument("--seconds", type=float, default=60.0, help="for all timing, about (default: %(default)s)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write all numbers there")
+    args = parser.parse_args(argv)
+    if args.device == "cuda" and not usable:
+        parser.error(cuda_refusal() or "torch finds no CUDA GPU")
+    return args
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = parse(argv)
+    try:
+        run(torch.device(args.device), args.only or list(CALLS), args.quick, args.seconds, args.json)
+    except WrongResult as error:
+        print(error, file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,123 @@
+"""Times calls that are rivals, in turn within one process: medians, and how far the samples spread.
+
+On a GPU the clock is the device's own, and the host hurries ahead: before each sample the device sleeps until all calls
+of the sample wait in its queue, so that neither Python nor launches are in the numbers. On the CPU it is the wall's.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+Call = Callable[[int], object]  # takes the number of a set of buffers
+
+WARM_UP = 3  # samples that don't count
+LEAST_SAMPLES = 5
+MOST_SAMPLES = 50
+CALLS = 8  # in a sample, where calls are short
+SHORT_MS = 1.0
+MOST_SLEEP = 400_000_000  # cycles, some 0.2 s: a host that needs more is what one waits for
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Of one call, in milliseconds. ``host_bound``: the host could not get ahead of the device."""
+
+    p50_ms: float
+    p25_ms: float
+    p75_ms: float
+    samples: int
+    host_bound: bool = False
+
+    @property
+    def spread(self) -> float:
+        """The middle half of the samples, as a share of the median."""
+        return (self.p75_ms - self.p25_ms) / self.p50_ms
+
+    @staticmethod
+    def of(samples_ms: list[float], host_bound: bool = False) -> Timing:
+        p25, p50, p75 = statistics.quantiles(samples_ms, n=4, method="inclusive")
+        return Timing(p50, p25, p75, len(samples_ms), host_bound)
+
+
+@dataclass
+class Contender:
+    call: Call
+    calls: int  # in a sample
+    sleep_cycles: int = 1_000_000
+    host_bound: bool = False
+    samples_ms: list[float] = field(default_factory=list)
+
+
+def time_in_turn(calls: Mapping[str, Call], num_sets: int, device: torch.device, budget_s: float) -> dict[str, Timing]:
+    """Samples each call in turn for ``budget_s`` in all; a sample goes through the sets of buffers at least once."""
+    sample = _sample_on_device if device.type == "cuda" else _sample_on_host
+    contenders = {name: Contender(call, num_sets) for name, call in calls.items()}
+    for contender in contenders.values():
+        for _ in range(WARM_UP):
+            ms = sample(contender, num_sets)
+        if ms < SHORT_MS:
+            contender.calls = max(CALLS, num_sets)
+    end = time.monotonic() + budget_s
+    order = list(contenders.values())
+    for turn in range(MOST_SAMPLES):
+        if turn >= LEAST_SAMPLES and time.monotonic() > end:
+            break
+        for contender in order:
+            contender.samples_ms.append(sample(contender, num_sets))
+        order.append(order.pop(0))  # nobody is always behind the same rival
+    return {name: Timing.of(each.samples_ms, each.host_bound) for name, each in contenders.items()}
+
+
+def _sample_on_host(contender: Contender, num_sets: int) -> float:
+    start = time.perf_counter()
+    for index in range(contender.calls):
+        contender.call(index % num_sets)
+    return (time.perf_counter() - start) * 1e3 / contender.calls
+
+
+def _sample_on_device(contender: Contender, num_sets: int) -> float:
+    start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    while True:
+        torch.cuda._sleep(contender.sleep_cycles)
+        start.record()
+        for index in range(contender.calls):
+            contender.call(index % num_sets)
+        stop.record()
+        contender.host_bound = start.query()  # the device woke up before all of it was in the queue
+        stop.synchronize()
+        if not contender.host_bound or contender.sleep_cycles >= MOST_SLEEP:
+            return start.elapsed_time(stop) / contender.calls
+        contender.sleep_cycles *= 2
+
+
+def cache_bytes(device: torch.device) -> int:
+    """Of the largest cache in front of the memory."""
+    if device.type == "cuda":
+        return int(torch.cuda.get_device_properties(device).L2_cache_size)
+    sizes = [path.read_text().strip() for path in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size")]
+    return max((int(size[:-1]) * 2**10 for size in sizes if size.endswith("K")), default=64 * 2**20)
+
+
+def num_sets_for(set_bytes: int, device: torch.device) -> int:
+    """So many sets of buffers that a call finds nothing of its own in the cache when its turn comes again."""
+    return min(16, max(1, -(-4 * cache_bytes(device) // set_bytes)))
+
+
+def roof_gb_per_s(device: torch.device, numel: int, budget_s: float) -> float:
+    """What memory gives at most, read and written, for large fp32 tensors: a copy's rate on a GPU.
+
+    On the CPU a copy reads its target too, unseen. There an addition in place is what an update looks like.
+    """
+    source, target = (torch.randn(numel, device=device) for _ in range(2))
+    if device.type == "cuda":
+        call, accesses = lambda _: target.copy_(source), 2
+    else:
+        call, accesses = lambda _: target.add_(source), 3
+    timing = time_in_turn({"roof": call}, 1, device, budget_s)["roof"]
+    return accesses * source.nbytes / timing.p50_ms / 1e6

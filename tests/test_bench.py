@@ -1,0 +1,83 @@
+"""The kernel benchmark counts bytes as it says, checks results before it times, and leaves its numbers in a file."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from bench import jobs, kernels, timing
+
+CPU = torch.device("cpu")
+TINY = {"tiny": (1000, 3)}
+
+
+@pytest.mark.parametrize(
+    ("op", "kind", "slices", "expected"),
+    [
+        ("adam", "fp32", 1, 28),
+        ("adam", "bf16 + remainder", 1, 26),
+        ("adam", "bf16 + fp32", 1, 30),
+        ("adam", "fp16 + fp32", 1, 30),
+        ("flatten", "fp32", 1, 8),
+        ("reduce", "bf16", 8, 18),
+        ("norm", "fp16", 1, 2),
+    ],
+)
+def test_bytes_are_those_that_must_move(op: str, kind: str, slices: int, expected: int) -> None:
+    [found] = {each for each in (*jobs.TRAINED, *jobs.SENT) if each.name == kind}
+    assert jobs.Job(op, found, "", (10, 5), slices).nbytes == 15 * expected
+
+
+def test_spread_and_median_are_of_the_samples() -> None:
+    found = timing.Timing.of([1.0, 2.0, 3.0, 4.0, 100.0])
+    assert (found.p50_ms, found.p25_ms, found.p75_ms, found.samples) == (3.0, 2.0, 4.0, 5)
+    assert found.spread == pytest.approx(2 / 3)
+
+
+def test_rivals_take_turns_and_go_through_all_buffers() -> None:
+    seen: list[tuple[str, int]] = []
+    calls = {name: lambda i, name=name: seen.append((name, i)) for name in "ab"}
+    timings = timing.time_in_turn(calls, 3, CPU, 0.0)
+    assert all(each.samples == timing.LEAST_SAMPLES for each in timings.values())
+    samples = [name for name, index in seen if index == 0][-2 * timing.CALLS :]
+    assert {"a", "b"} == set(samples)
+    for name in "ab":
+        assert [index for who, index in seen if who == name][:6] == [0, 1, 2, 0, 1, 2]
+
+
+def test_buffers_leave_the_cache() -> None:
+    assert timing.cache_bytes(CPU) > 2**16
+    assert timing.num_sets_for(2**40, CPU) == 1
+    assert timing.num_sets_for(1, CPU) == 16
+
+
+def test_every_op_is_checked_and_timed(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(kernels, "sizes_for", lambda *_: TINY)
+    monkeypatch.setattr(kernels, "CHECK_PARAMS", (3000, 1, 77))
+    monkeypatch.setattr(kernels, "roof_gb_per_s", lambda *_: 100.0)
+    assert kernels.main(["--device=cpu", "--quick", "--seconds=0", f"--json={tmp_path / 'out.json'}"]) == 0
+    result = json.loads((tmp_path / "out.json").read_text())
+    assert {row["op"] for row in result["rows"]} == {"flatten", "reduce of 2", "reduce of 8", "norm", "adam"}
+    ours = [row for row in result["rows"] if row["who"] == "zerox"]
+    assert len(ours) == 3 + 2 * 3 + 3 + 4
+    for row in result["rows"]:
+        assert row["gb_per_s"] == pytest.approx(row["bytes"] / row["p50_ms"] / 1e6)
+        assert row["of_roof"] == pytest.approx(row["gb_per_s"] / 100)
+        assert (row["torch_over_ours"] is None) == (row["who"] == "zerox")
+    assert len(capsys.readouterr().out.splitlines()) == 3 + len(result["rows"])
+
+
+@pytest.mark.parametrize("op", list(jobs.CHECKS))
+def test_a_wrong_result_is_not_timed(
+    op: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    name = {"adam": "adam_", "flatten": "flatten_", "reduce": "reduce_", "norm": "norm_"}[op]
+    monkeypatch.setattr(jobs.ops, name, lambda *_: None)
+    monkeypatch.setattr(kernels, "time_job", None)
+    assert kernels.main(["--device=cpu", "--only", op]) == 1
+    assert "the result is wrong" in capsys.readouterr().err
