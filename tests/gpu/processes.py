@@ -9,7 +9,6 @@ from __future__ import annotations
 import importlib
 import os
 import pickle
-import signal
 import subprocess
 import sys
 import tempfile
@@ -40,27 +39,34 @@ def run_processes(
         task = (function.__module__, function.__qualname__, world_size, backend, timeout_s, args)
         (folder / "task").write_bytes(pickle.dumps(task))
         environment = {**os.environ, **(env or {}), "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
-        ranks = [_start(folder, rank, environment) for rank in range(world_size)]
-        deadline = time.monotonic() + timeout_s
-        late = []
-        for rank, process in enumerate(ranks):
-            try:
-                process.wait(max(0.0, deadline - time.monotonic()))
-            except subprocess.TimeoutExpired:
-                late.append(rank)
-        for process in ranks:
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+        ranks: list[subprocess.Popen[bytes]] = []
+        try:
+            for rank in range(world_size):
+                ranks.append(_start(folder, rank, environment))
+            late = _wait(ranks, timeout_s)
+        finally:
+            for process in ranks:
+                process.kill()
+                process.wait()
         return _collect(folder, ranks, late, timeout_s)
+
+
+def _wait(ranks: list[subprocess.Popen[bytes]], timeout_s: float) -> list[int]:
+    """Which ranks did not finish in time."""
+    deadline = time.monotonic() + timeout_s
+    late = []
+    for rank, process in enumerate(ranks):
+        try:
+            process.wait(max(0.0, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            late.append(rank)
+    return late
 
 
 def _start(folder: Path, rank: int, environment: dict[str, str]) -> subprocess.Popen[bytes]:
     with (folder / f"log{rank}").open("wb") as log:
         command = [sys.executable, "-m", "tests.gpu.processes", str(folder), str(rank)]
-        return subprocess.Popen(
-            command, cwd=ROOT, env=environment, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
-        )
+        return subprocess.Popen(command, cwd=ROOT, env=environment, stdout=log, stderr=subprocess.STDOUT)
 
 
 def _collect(folder: Path, ranks: list[subprocess.Popen[bytes]], late: list[int], timeout_s: float) -> list[Any]:

@@ -69,8 +69,14 @@ def ranks_of_one(exchange: str) -> Ranks:
     return Ranks(0, 1, BACKEND, exchange, dist.group.WORLD, control, DEVICE)
 
 
-def exchange_with_itself(rank: int, world_size: int, exchange: str, reduce_dtype: torch.dtype | None) -> Any:
-    """Gradients of two backwards, as they landed and as autograd has them; parameters before and after a gather."""
+def exchange_with_itself(rank: int, world_size: int) -> list[Any]:
+    """By exchange and dtype on the wire: what landed and what autograd has, parameters before and after a gather."""
+    return [
+        (exchange, dtype, *exchange_once(exchange, dtype)) for exchange in EXCHANGES for dtype in (None, torch.bfloat16)
+    ]
+
+
+def exchange_once(exchange: str, reduce_dtype: torch.dtype | None) -> tuple[list[Any], list[Tensor], list[Tensor]]:
     model = Chain(4).to(DEVICE)
     xs = [input_of(0, seed).to(DEVICE) for seed in (1, 2)]
     expected = gradients_of(model, *[model(x).square().sum() for x in xs])
@@ -91,37 +97,36 @@ def exchange_with_itself(rank: int, world_size: int, exchange: str, reduce_dtype
     return landed, before, cpu_copies(model.parameters())
 
 
-@pytest.mark.parametrize("reduce_dtype", [None, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("exchange", EXCHANGES)
-def test_one_rank_exchanges_with_itself(device: torch.device, exchange: str, reduce_dtype: torch.dtype | None) -> None:
-    [(landed, before, after)] = run_processes(
-        exchange_with_itself, 1, exchange, reduce_dtype, backend=BACKEND, timeout_s=TIMEOUT_S
-    )
-    tolerance = {"rtol": 1e-5, "atol": 1e-5} if reduce_dtype is None else {"rtol": 2e-2, "atol": 1e-2}
-    for ours, expected in landed:
-        torch.testing.assert_close(ours.float(), expected, **tolerance)
-    assert len(landed) == 8
-    assert all(same_bits(a, b) for a, b in zip(before, after, strict=True))
+def test_one_rank_exchanges_with_itself(device: torch.device) -> None:
+    [results] = run_processes(exchange_with_itself, 1, backend=BACKEND, timeout_s=TIMEOUT_S)
+    assert len(results) == 2 * len(EXCHANGES)
+    for exchange, reduce_dtype, landed, before, after in results:
+        tolerance = {"rtol": 1e-5, "atol": 1e-5} if reduce_dtype is None else {"rtol": 2e-2, "atol": 1e-2}
+        assert len(landed) == 8
+        for ours, expected in landed:
+            torch.testing.assert_close(ours.float(), expected, **tolerance, msg=lambda m, e=exchange: f"{e}: {m}")
+        assert all(same_bits(a, b) for a, b in zip(before, after, strict=True)), exchange
 
 
-def train_with_itself(rank: int, world_size: int, exchange: str, options: dict[str, Any]) -> Any:
-    """Training over NCCL's collectives of one rank, and training alone, for which zerox takes a group of one."""
-    alone = train_scales(0, DEVICE.type, STEPS, **options)
-    find_ranks, optimizer.find_ranks = optimizer.find_ranks, lambda *_: ranks_of_one(exchange)
+def train_with_itself(rank: int, world_size: int, stage: int) -> list[Any]:
+    """Training alone, for which zerox takes a group of one, and then with each exchange over its backend."""
+    results = [train_scales(0, DEVICE.type, STEPS, stage=stage, accumulate=2)]
+    find_ranks = optimizer.find_ranks
     try:
-        return alone, train_scales(0, DEVICE.type, STEPS, **options)
+        for exchange in EXCHANGES:
+            optimizer.find_ranks = lambda *_, exchange=exchange: ranks_of_one(exchange)
+            results.append(train_scales(0, DEVICE.type, STEPS, stage=stage, accumulate=2))
     finally:
         optimizer.find_ranks = find_ranks
+    return results
 
 
 @pytest.mark.parametrize("stage", [1, 2])
-@pytest.mark.parametrize("exchange", EXCHANGES)
-def test_one_rank_trains_as_alone(device: torch.device, exchange: str, stage: int) -> None:
-    options = {"stage": stage, "accumulate": 2}
-    [(alone, over_nccl)] = run_processes(train_with_itself, 1, exchange, options, backend=BACKEND, timeout_s=TIMEOUT_S)
-    for ours, expected in zip(over_nccl[:2], alone[:2], strict=True):
-        assert all(same_bits(a, b) for a, b in zip(ours, expected, strict=True))
-    assert over_nccl[2] == alone[2]
+def test_one_rank_trains_as_alone(device: torch.device, stage: int) -> None:
+    [(alone, *exchanged)] = run_processes(train_with_itself, 1, stage, backend=BACKEND, timeout_s=TIMEOUT_S)
+    for exchange, ours in zip(EXCHANGES, exchanged, strict=True):
+        assert all(same_bits(a, b) for a, b in zip([*ours[0], *ours[1]], [*alone[0], *alone[1]], strict=True)), exchange
+        assert ours[2] == alone[2]
 
 
 # ---- two ranks on one GPU
@@ -130,45 +135,45 @@ def test_one_rank_trains_as_alone(device: torch.device, exchange: str, stage: in
 hung: list[str] = []  # what timed out before: the others would as well, and time is short
 
 
-def train_in_two(rank: int, world_size: int, exchange: str, options: dict[str, Any]) -> Any:
+def train_in_two(rank: int, world_size: int, exchange: str) -> Any:
+    """The version of NCCL, and what came of training in either stage."""
     os.environ["ZEROX_EXCHANGE"] = exchange
     version = nccl_version(None) if BACKEND == "nccl" else TWO_RANKS
-    return version, train_scales(rank, DEVICE.type, STEPS, **options)
+    return version, [train_scales(rank, DEVICE.type, STEPS, stage=stage, layers_in_bucket=2.0) for stage in (1, 2)]
 
 
-def train_over_gloo(rank: int, _: int, options: dict[str, Any]) -> tuple[list[Tensor], list[Tensor], list[float]]:
-    return train_scales(rank, "cpu", STEPS, **options)
+def train_over_gloo(rank: int, world_size: int) -> list[Any]:
+    return [train_scales(rank, "cpu", STEPS, stage=stage, layers_in_bucket=2.0) for stage in (1, 2)]
 
 
-@pytest.mark.parametrize("stage", [1, 2])
 @pytest.mark.parametrize("exchange", EXCHANGES)
-def test_two_ranks_of_one_gpu_train_as_over_gloo(device: torch.device, exchange: str, stage: int) -> None:
+def test_two_ranks_of_one_gpu_train_as_over_gloo(device: torch.device, exchange: str) -> None:
     """Bit for bit, in fp32: the sum of two numbers has no order."""
     if BACKEND == "nccl" and (reason := no_two_ranks()):
         pytest.skip(reason)
     if hung:
-        pytest.skip(f"two ranks did not finish before: {hung[0]}")
-    options = {"stage": stage, "accumulate": 2, "layers_in_bucket": 2.0}
+        pytest.skip(f"two ranks did not finish before, with the exchange {hung[0]}")
     environment = {**OF_TWO_RANKS, **preloaded()} if BACKEND == "nccl" else {}
     try:
         results = run_processes(
-            train_in_two, 2, exchange, options, backend=BACKEND, timeout_s=TWO_RANKS_TIMEOUT_S, env=environment
+            train_in_two, 2, exchange, backend=BACKEND, timeout_s=TWO_RANKS_TIMEOUT_S, env=environment
         )
     except ProcessesFailed as failure:
         if "did not finish" in str(failure):
-            hung.append(f"{exchange}, stage {stage}")
+            hung.append(exchange)
         raise
-    expected = run_ranks(train_over_gloo, 2, options)
-    for (version, ours), theirs in zip(results, expected, strict=True):
+    for (version, stages), expected in zip(results, run_ranks(train_over_gloo, 2), strict=True):
         assert version >= TWO_RANKS, "the library that was named is not the one that was used"
-        assert all(same_bits(a, b) for a, b in zip([*ours[0], *ours[1]], [*theirs[0], *theirs[1]], strict=True))
-        assert ours[2] == theirs[2]
+        for ours, theirs in zip(stages, expected, strict=True):
+            assert all(same_bits(a, b) for a, b in zip([*ours[0], *ours[1]], [*theirs[0], *theirs[1]], strict=True))
+            assert ours[2] == theirs[2]
 
 
 # ---- the processes themselves
 
 
 def hang(rank: int, world_size: int) -> None:
+    dist.barrier()  # or rank 0 may be gone before rank 1 has found it
     if rank == 1:
         while True:
             pass
