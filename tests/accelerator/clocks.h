@@ -7,9 +7,11 @@
 
 #include <array>
 #include <cstring>
+#include <functional>
 #include <map>
 #include <mutex>
 #include <string>
+#include <utility>
 #include <vector>
 
 namespace fake {
@@ -41,7 +43,8 @@ struct Machine {
   std::map<void*, Block> blocks{};                             // live storages
   std::map<int, std::vector<std::pair<void*, Block>>> free{};  // by owner, latest last
   std::vector<std::string> races{};
-  std::array<std::vector<std::string>, kDevices> waits{};  // what made the host wait for each
+  std::array<std::vector<std::string>, kDevices> waits{};               // what made the host wait for each
+  std::array<std::vector<std::function<void()>>, kStreams> arriving{};  // copies to the host that nobody waited for yet
   std::array<int, kDevices> next_stream{};
 };
 
@@ -191,6 +194,7 @@ struct FakeGuard final : c10::impl::DeviceGuardImplInterface {
   void synchronizeStream(const c10::Stream& stream) const override {
     host_waits(stream.device(), "synchronizeStream");
     const std::lock_guard lock(machine().mutex);
+    for (const auto& arrive : std::exchange(machine().arriving[index_of(stream)], {})) arrive();
     join(host_clock, machine().clocks[index_of(stream)]);
   }
   void recordDataPtrOnStream(const c10::DataPtr& data, const c10::Stream& stream) const override {
