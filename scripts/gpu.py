@@ -1,0 +1,290 @@
+"""Builds zerox for this machine's GPU, tests it there, and writes down what came of it: one JSON and one table.
+
+    python scripts/gpu.py [--only PART] [--out DIR] [--quick]
+
+Uses the Python that starts it, with whatever CUDA build of torch that has; needs no network and no virtual environment,
+only setuptools, packaging, ninja, pytest and hypothesis beside torch, and nvcc. Each part runs in processes of its own
+with a time limit, and what is known is written after each, so that a hang or a crash costs its own part only. All of it
+takes less than 10 minutes. Exits with 1 if anything failed.
+
+    build      setup.py build_ext --inplace, with CUDA kernels for this GPU (TORCH_CUDA_ARCH_LIST names others)
+    test       every test marked gpu, but for those of NCCL
+    bench      bench/kernels.py
+    sanitizer  compute-sanitizer's memcheck, racecheck and initcheck on tests/gpu/test_sanitized.py, where it works
+    nccl       tests/gpu/test_nccl.py; ZEROX_NCCL_LIBRARY names an NCCL of 2.30 or newer for two ranks on one GPU
+
+Complete logs lie in build/gpu.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import os
+import runpy
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import gpu_report as report
+from gpu_report import Part
+from gpu_run import LOGS, ROOT, Clock, environment, python, run, tail
+
+NCCL_TESTS = "tests/gpu/test_nccl.py"
+SANITIZED_TESTS = "tests/gpu/test_sanitized.py"
+LARGE_TESTS = "tests/gpu/test_large.py"
+TOOLS = ("memcheck", "racecheck", "initcheck")
+FOUND = 86  # compute-sanitizer's exit status where it found something
+TEST_FILE_S = 120.0  # no file of tests may take longer: what hangs must leave time for the others
+
+# Seconds that each part has in any case. What one leaves over goes to the next; the build, being first, has the rest.
+RESERVED_S = {"build": 0.0, "test": 200.0, "bench": 50.0, "sanitizer": 110.0, "nccl": 70.0}
+TOTAL_S = 570.0
+
+
+def pytest(*arguments: str) -> list[str]:
+    return python("-m", "pytest", "-v", "-m", "gpu", "-p", "no:cacheprovider", *arguments)
+
+
+# ---- the parts: each takes seconds, and returns at least its outcome
+
+
+@dataclass(frozen=True)
+class Machine:
+    facts: dict[str, Any]
+    quick: bool
+
+
+def build(machine: Machine, limit_s: float) -> Part:
+    archs = os.environ.get("TORCH_CUDA_ARCH_LIST") or machine.facts["compute_capability"]
+    env = environment(ZEROX_CUDA="1", TORCH_CUDA_ARCH_LIST=archs)
+    ended = run(python("setup.py", "build_ext", "--inplace"), "build", limit_s, env)
+    part: Part = {"outcome": ended.outcome, "note": f"for {archs}"}
+    if ended.outcome != report.PASSED:
+        return {**part, "tail": tail(ended.text)}
+    return part
+
+
+def build_info() -> dict[str, Any]:
+    path = ROOT / "zerox" / "_build_info.py"
+    return dict(runpy.run_path(str(path))["BUILD_INFO"]) if path.exists() else {}
+
+
+def marked_files(limit_s: float) -> list[str]:
+    """Files with tests that are marked gpu."""
+    ended = run(pytest("--collect-only", "-q", "--no-header", "tests"), "collect", limit_s)
+    return sorted({line.partition("::")[0] for line in ended.text.splitlines() if ".py::" in line})
+
+
+def groups_of(files: Iterable[str], quick: bool) -> Iterator[tuple[str, list[str]]]:
+    """Files that share a process: importing torch takes as long as the tests of a kernel do."""
+    groups: dict[str, list[str]] = {}
+    for file in files:
+        if file == NCCL_TESTS or (quick and file == LARGE_TESTS):
+            continue
+        stem = Path(file).stem.removeprefix("test_")
+        groups.setdefault("kernels" if stem.startswith("kernel_") else stem, []).append(file)
+    yield from sorted(groups.items(), key=lambda group: (group[0] != "kernels", group[0]))
+
+
+def run_tests(groups: Iterable[tuple[str, list[str]]], limit_s: float, file_limit_s: float) -> Part:
+    end = time.monotonic() + limit_s
+    part: Part = {"outcome": report.PASSED, "unfinished_tests": [], "tails": {}, "group_seconds": {}}
+    for name, files in groups:
+        started = time.monotonic()
+        left_s = end - started
+        if left_s <= 0:
+            part["unfinished_tests"].append(f"{name}: no time was left")
+            part["outcome"] = report.TIMED_OUT
+            continue
+        ended = run(pytest(*files), f"test-{name}", min(left_s, file_limit_s))
+        found = report.read_pytest(ended.text)
+        report.add_tests(part, found)
+        part["group_seconds"][name] = round(time.monotonic() - started, 1)
+        if ended.timed_out:
+            part["unfinished_tests"].append(found["unfinished"] or name)
+        if ended.outcome != report.PASSED:
+            part["tails"][name] = tail(ended.text, 150)
+            part["outcome"] = ended.outcome if part["outcome"] != report.FAILED else report.FAILED
+    return part
+
+
+def test(machine: Machine, limit_s: float) -> Part:
+    started = time.monotonic()
+    files = marked_files(limit_s)
+    if not files:
+        return {"outcome": report.FAILED, "note": "no test was collected, see build/gpu/collect.log"}
+    left_s = limit_s - (time.monotonic() - started)
+    return run_tests(groups_of(files, machine.quick), left_s, TEST_FILE_S)
+
+
+def nccl(machine: Machine, limit_s: float) -> Part:
+    return run_tests([("nccl", [NCCL_TESTS])], limit_s, limit_s)
+
+
+def bench(machine: Machine, limit_s: float) -> Part:
+    file = LOGS / "bench.json"
+    file.unlink(missing_ok=True)
+    # More than half of the time goes into random data, checks and the first calls.
+    options = [*(["--quick"] if machine.quick else []), f"--seconds={0.4 * limit_s:.0f}", f"--json={file}"]
+    ended = run(python("-m", "bench.kernels", "--device=cuda", *options), "bench", limit_s)
+    part: Part = {"outcome": ended.outcome}
+    if ended.outcome != report.PASSED:
+        part["tail"] = tail(ended.text)
+    return {**(json.loads(file.read_text()) if file.exists() else {}), **part}
+
+
+def find_sanitizer() -> str | None:
+    """On the PATH, or in the toolkit that nvcc belongs to."""
+    found = shutil.which("compute-sanitizer")
+    nvcc = shutil.which("nvcc") or "/usr/local/cuda/bin/nvcc"
+    toolkit = Path(nvcc).resolve().parents[1]
+    beside = (toolkit / "bin" / "compute-sanitizer", toolkit / "compute-sanitizer" / "compute-sanitizer")
+    return found or next((str(path) for path in beside if path.exists()), None)
+
+
+def sanitizer(machine: Machine, limit_s: float) -> Part:
+    program = find_sanitizer()
+    if program is None:
+        return {"outcome": report.NOT_AVAILABLE, "note": "compute-sanitizer is neither on the PATH nor beside nvcc"}
+    end = time.monotonic() + limit_s
+    known = subprocess.run([program, "--help"], capture_output=True, text=True, check=False).stdout
+    tools = TOOLS[:1] if machine.quick else TOOLS
+    part: Part = {"outcome": report.PASSED, "tools": {}}
+    for index, tool in enumerate(tools):
+        tool_limit_s = (end - time.monotonic()) / (len(tools) - index)
+        part["tools"][tool] = sanitize(program, known, tool, max(1.0, tool_limit_s))
+    outcomes = [each["outcome"] for each in part["tools"].values()]
+    for outcome in (report.NOT_SUPPORTED, *report.BAD[::-1]):
+        part["outcome"] = outcome if outcome in outcomes else part["outcome"]
+    return part
+
+
+def sanitize(program: str, known: str, tool: str, limit_s: float) -> Part:
+    options = ["--tool", tool, "--error-exitcode", str(FOUND), "--print-limit", "20"]
+    if tool == "memcheck" and "report-api-errors" in known:
+        options += ["--report-api-errors", "no"]  # torch asks the driver questions that it may answer with no
+    env = environment(PYTORCH_NO_CUDA_MEMORY_CACHING="1")
+    ended = run([program, *options, *pytest(SANITIZED_TESTS)], f"sanitizer-{tool}", limit_s, env)
+    found, tests = report.read_sanitizer(ended.text), report.read_pytest(ended.text)
+    outcome = ended.outcome
+    if outcome == report.PASSED and (found["errors"] != 0 or not tests["counts"].get("passed")):
+        outcome = report.FAILED  # no summary, or nothing ran under it
+    if outcome != report.PASSED and found["unsupported"] and not found["errors"]:
+        outcome = report.NOT_SUPPORTED
+        found["summary"] = found["unsupported"]
+    part = {"outcome": outcome, "counts": tests["counts"], "failures": tests["failures"], **found}
+    return part if outcome == report.PASSED else {**part, "tail": tail(ended.text)}
+
+
+PARTS: dict[str, Callable[[Machine, float], Part]] = {
+    "build": build,
+    "test": test,
+    "bench": bench,
+    "sanitizer": sanitizer,
+    "nccl": nccl,
+}
+
+
+# ---- all of it
+
+
+def commit() -> str:
+    command = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+    try:
+        return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return os.environ.get("ZEROX_COMMIT", "unknown")
+
+
+def read_machine(quick: bool) -> Machine:
+    """Ends the program with one line where there is no GPU."""
+    asked = subprocess.run(python(str(ROOT / "scripts" / "gpu_facts.py")), capture_output=True, text=True, check=False)
+    if asked.returncode:
+        lines = asked.stderr.strip().splitlines() or ["gpu_facts.py failed"]
+        sys.exit(f"gpu.py: {lines[-1]}")
+    return Machine({"commit": commit(), **json.loads(asked.stdout.splitlines()[-1])}, quick)
+
+
+def run_parts(selected: list[str], machine: Machine, folder: Path) -> bool:
+    """Runs the parts, writing after each; True if nothing failed."""
+    now = datetime.datetime.now(datetime.timezone.utc)
+    stem = f"{now:%Y-%m-%d-%H%M}-{report.slug(machine.facts['device'])}"
+    parts: dict[str, Part] = {name: {"outcome": report.NOT_RUN, "seconds": 0.0} for name in selected}
+    result: Part = {"date": f"{now:%Y-%m-%d %H:%M} UTC", "facts": dict(machine.facts), "quick": machine.quick}
+    result["parts"] = parts
+    paths = report.write(folder, stem, result)
+    clock = Clock(selected, RESERVED_S, TOTAL_S)
+    try:
+        for name in selected:
+            limit_s = clock.limit_s(name)
+            if parts.get("build", {}).get("outcome") in report.BAD and name != "build":
+                parts[name]["note"] = "the build failed"
+                continue
+            print(f"gpu.py: {name}, {limit_s:.0f} s at most ...", flush=True)
+            started = time.monotonic()
+            try:
+                parts[name].update(PARTS[name](machine, limit_s))
+            except KeyboardInterrupt:
+                parts[name]["outcome"] = report.INTERRUPTED
+                raise
+            except Exception:
+                parts[name].update(outcome=report.FAILED, note="gpu.py itself", tail=traceback.format_exc())
+            finally:
+                parts[name]["seconds"] = round(time.monotonic() - started, 1)
+                info = build_info()
+                result["facts"].update({f"build_{key}": info[key] for key in info if key not in ("version", "torch")})
+                report.write(folder, stem, result)
+            tell(name, parts[name])
+    except KeyboardInterrupt:
+        print("gpu.py: interrupted", file=sys.stderr)
+    report.write(folder, stem, result)
+    print(f"gpu.py: wrote {' and '.join(map(str, paths))}")
+    return not any(part["outcome"] in (*report.BAD, report.NOT_RUN) for part in parts.values())
+
+
+def tell(name: str, part: Part) -> None:
+    """What somebody who only sees the output needs: the outcome, and the end of what went wrong."""
+    for where, text in {name: part.get("tail"), **part.get("tails", {})}.items():
+        if text:
+            print(f"---- {where}\n{text}")
+    for tool, found in part.get("tools", {}).items():
+        print(f"gpu.py: {tool}: {found['outcome']}, {found['summary']}")
+        if found.get("tail"):
+            print(found["tail"])
+    counts = ", ".join(f"{count} {outcome}" for outcome, count in part.get("counts", {}).items())
+    print(f"gpu.py: {name} {part['outcome']} in {part['seconds']:.0f} s {counts}".rstrip(), flush=True)
+
+
+def interrupt(*_: object) -> None:
+    raise KeyboardInterrupt
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--only", action="append", choices=list(PARTS), metavar="PART", help=f"{', '.join(PARTS)}; repeatable"
+    )
+    parser.add_argument(
+        "--out", type=Path, default=ROOT / "bench" / "results", metavar="DIR", help="default: bench/results"
+    )
+    parser.add_argument(
+        "--quick", action="store_true", help="no shards beyond 2^32, the smallest benchmark sizes, memcheck only"
+    )
+    args = parser.parse_args(argv)
+    machine = read_machine(args.quick)
+    signal.signal(signal.SIGTERM, interrupt)
+    selected = [name for name in PARTS if not args.only or name in args.only]
+    return 0 if run_parts(selected, machine, args.out) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,81 @@
+"""Programs with time limits, and the time that is left: what gpu.py runs its parts with."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from gpu_report import FAILED, PASSED, TIMED_OUT
+
+ROOT = Path(__file__).resolve().parents[1]
+LOGS = ROOT / "build" / "gpu"
+
+
+class Clock:
+    """Divides the time that is left over the parts that are still to come."""
+
+    def __init__(self, parts: Iterable[str], reserved_s: Mapping[str, float], total_s: float) -> None:
+        self.end = time.monotonic() + total_s
+        self.to_come = list(parts)
+        self.reserved_s = reserved_s
+
+    def limit_s(self, part: str) -> float:
+        """For this part, which starts now."""
+        self.to_come.remove(part)
+        reserved = sum(self.reserved_s[later] for later in self.to_come)
+        return max(0.0, self.end - time.monotonic() - reserved)
+
+
+@dataclass(frozen=True)
+class Ended:
+    status: int
+    timed_out: bool
+    text: str
+
+    @property
+    def outcome(self) -> str:
+        return TIMED_OUT if self.timed_out else FAILED if self.status else PASSED
+
+
+def environment(**more: str) -> dict[str, str]:
+    """This tree first, wherever else there is a zerox."""
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
+    return {**os.environ, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1", **more}
+
+
+def run(command: list[str], log: str, limit_s: float, env: dict[str, str] | None = None) -> Ended:
+    """What exceeds the limit is interrupted, so that it can say where it was, and then killed with all it started."""
+    LOGS.mkdir(parents=True, exist_ok=True)
+    path = LOGS / f"{log}.log"
+    timed_out = False
+    with path.open("wb") as output:
+        process = subprocess.Popen(
+            command, cwd=ROOT, env=env or environment(), stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+        )
+        try:
+            process.wait(limit_s)
+        except subprocess.TimeoutExpired:
+            timed_out = True
+            os.killpg(process.pid, signal.SIGINT)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(10)
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+    return Ended(process.returncode, timed_out, path.read_text(errors="replace"))
+
+
+def python(*arguments: str) -> list[str]:
+    return [sys.executable, *arguments]
+
+
+def tail(text: str, lines: int = 60) -> str:
+    return "\n".join(text.splitlines()[-lines:])

@@ -1,0 +1,303 @@
+"""scripts/gpu.py without a GPU: what it reads, how it divides time, and that it writes down whatever happens."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import gpu
+import gpu_report as report
+import gpu_run
+
+PYTEST = """\
+============================= test session starts ==============================
+collecting ... collected 8 items
+
+tests/gpu/test_a.py::test_one PASSED                                     [ 12%]
+tests/gpu/test_a.py::test_two[two arms, late-torch.float32] FAILED       [ 25%]
+tests/gpu/test_a.py::test_three SKIPPED (needs 66 GiB of GPU memory)     [ 37%]
+tests/gpu/test_a.py::test_four PASSED                                    [ 50%]
+tests/gpu/test_a.py::test_four ERROR                                     [ 50%]
+
+=================================== FAILURES ===================================
+tests/gpu/test_a.py:7: AssertionError
+=========================== short test summary info ============================
+SKIPPED [1] tests/gpu/test_a.py:31: needs 66 GiB of GPU memory, 40 are free
+SKIPPED [3] tests/gpu/conftest.py:35: no CUDA GPU: none
+FAILED tests/gpu/test_a.py::test_two[two arms, late-torch.float32] - assert 1 == 2
+ERROR tests/gpu/test_a.py::test_four - RuntimeError: teardown
+ERROR tests/gpu/test_b.py - ImportError: no module
+==================== 1 failed, 1 passed, 1 skipped, 2 errors in 3.45s ==========
+"""
+
+
+def test_pytest_s_output_gives_counts_failures_and_reasons() -> None:
+    found = report.read_pytest(PYTEST)
+    assert found["counts"] == {"error": 2, "failed": 1, "passed": 1, "skipped": 1}
+    assert found["failures"] == {
+        "tests/gpu/test_a.py::test_two[two arms, late-torch.float32]": "assert 1 == 2",
+        "tests/gpu/test_a.py::test_four": "RuntimeError: teardown",
+        "tests/gpu/test_b.py": "ImportError: no module",
+    }
+    assert found["skips"] == {"needs 66 GiB of GPU memory, 40 are free": 1, "no CUDA GPU: none": 3}
+    assert found["unfinished"] is None
+
+
+def test_a_run_that_was_killed_tells_where() -> None:
+    found = report.read_pytest("".join(PYTEST.splitlines(keepends=True)[:5]) + "tests/gpu/test_a.py::test_hangs[x y] ")
+    assert found["counts"] == {"failed": 1, "passed": 1}
+    assert found["unfinished"] == "tests/gpu/test_a.py::test_hangs[x y]"
+
+
+def test_the_pytest_that_is_installed_writes_what_is_read(tmp_path: Path) -> None:
+    (tmp_path / "test_x.py").write_text(
+        "import pytest\n"
+        "@pytest.mark.parametrize('a', ['one two', 'b'])\n"
+        "def test_good(a): print('noise')\n"
+        "def test_bad(): assert 1 == 2\n"
+        "def test_skipped(): pytest.skip('because: of this')\n"
+        "@pytest.fixture\n"
+        "def broken(): raise ValueError('broken')\n"
+        "def test_error(broken): pass\n"
+    )
+    command = [sys.executable, "-m", "pytest", "-v", "-ra", "-p", "no:cacheprovider", "test_x.py"]
+    text = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True).stdout
+    found = report.read_pytest(text)
+    assert found["counts"] == {"error": 1, "failed": 1, "passed": 2, "skipped": 1}
+    assert found["failures"] == {"test_x.py::test_bad": "assert 1 == 2", "test_x.py::test_error": "ValueError: broken"}
+    assert found["skips"] == {"because: of this": 1}
+
+
+MEMCHECK = """\
+========= COMPUTE-SANITIZER
+========= Invalid __global__ write of size 4 bytes
+=========     at flatten_kernel(FlattenArgs)+0x120
+tests/gpu/test_sanitized.py::test_flatten[0] PASSED                      [ 50%]
+========= ERROR SUMMARY: 2 errors
+"""
+RACECHECK = "========= COMPUTE-SANITIZER\n========= RACECHECK SUMMARY: 1 hazard displayed (0 errors, 1 warning)\n"
+UNSUPPORTED = "========= COMPUTE-SANITIZER\n========= Error: Device not supported. Please refer to the documentation\n"
+
+
+def test_a_sanitizer_s_output_gives_its_summary_and_findings() -> None:
+    found = report.read_sanitizer(MEMCHECK)
+    assert (found["errors"], found["summary"]) == (2, "2 errors")
+    assert found["findings"][1] == "========= Invalid __global__ write of size 4 bytes"
+    found = report.read_sanitizer(RACECHECK)
+    assert (found["errors"], found["summary"]) == (0, "1 hazards, 0 errors, 1 warnings")
+    assert report.read_sanitizer(UNSUPPORTED)["unsupported"].startswith("Error: Device not supported")
+    assert report.read_sanitizer("Segmentation fault")["errors"] is None
+
+
+PASSES = "tests/gpu/test_sanitized.py::test_norm[0] PASSED                       [100%]"
+
+
+@pytest.mark.parametrize(
+    ("says", "status", "outcome"),
+    [
+        ([PASSES, "========= ERROR SUMMARY: 0 errors"], 0, report.PASSED),
+        ([PASSES, "========= ERROR SUMMARY: 1 error"], gpu.FOUND, report.FAILED),
+        ([PASSES], 0, report.FAILED),
+        (["========= ERROR SUMMARY: 0 errors"], 0, report.FAILED),
+        ([PASSES.replace("PASSED", "FAILED"), "========= ERROR SUMMARY: 0 errors"], 1, report.FAILED),
+        (UNSUPPORTED.splitlines(), 1, report.NOT_SUPPORTED),
+        (["sleeps"], 0, report.TIMED_OUT),
+    ],
+)
+def test_a_sanitizer_s_run_is_judged_by_status_summary_and_tests(
+    logs: Path, says: list[str], status: int, outcome: str
+) -> None:
+    program = logs / "sanitizer"
+    text = "\n".join(f"echo '{line}'" for line in says)
+    program.write_text(f"#!/bin/sh\n{text}\n{'sleep 60' if says == ['sleeps'] else ''}\nexit {status}\n")
+    program.chmod(0o755)
+    limit_s = 0.5 if outcome == report.TIMED_OUT else 30.0
+    assert gpu.sanitize(str(program), "", "memcheck", limit_s)["outcome"] == outcome
+
+
+def test_without_a_sanitizer_the_part_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(gpu, "find_sanitizer", lambda: None)
+    assert gpu.sanitizer(MACHINE, 10.0)["outcome"] == report.NOT_AVAILABLE
+
+
+# ---- time
+
+
+def test_what_a_part_leaves_over_goes_to_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [1000.0]
+    monkeypatch.setattr(gpu_run.time, "monotonic", lambda: now[0])
+    clock = gpu_run.Clock(["a", "b", "c"], {"a": 0.0, "b": 30.0, "c": 20.0}, 100.0)
+    assert clock.limit_s("a") == 50.0
+    now[0] += 10.0
+    assert clock.limit_s("b") == 70.0
+    now[0] += 75.0
+    assert clock.limit_s("c") == 15.0
+
+
+def test_budgets_are_of_the_parts_and_leave_time_to_build() -> None:
+    assert list(gpu.RESERVED_S) == list(gpu.PARTS)
+    assert gpu.TOTAL_S - sum(gpu.RESERVED_S.values()) >= 120
+    assert gpu.TOTAL_S < 600
+
+
+def test_what_hangs_is_killed_with_all_it_started(logs: Path) -> None:
+    child = "import signal, time; signal.signal(signal.SIGINT, signal.SIG_IGN); time.sleep(600)"
+    hangs = (
+        "import signal, subprocess, sys, time\n"
+        f"print(subprocess.Popen([sys.executable, '-c', {child!r}]).pid, flush=True)\n"
+        "signal.signal(signal.SIGINT, lambda *_: print('interrupted', flush=True))\n"
+        "signal.pause()\n"
+        "sys.exit(3)\n"
+    )
+    ended = gpu_run.run([sys.executable, "-c", hangs], "hangs", 2.0)
+    assert (ended.timed_out, ended.outcome) == (True, report.TIMED_OUT)
+    pid, said = ended.text.split()
+    assert said == "interrupted"
+    deadline = time.monotonic() + 10
+    while is_running(pid):
+        assert time.monotonic() < deadline, "the child lives on"
+        time.sleep(0.05)
+
+
+def is_running(pid: str) -> bool:
+    try:
+        return Path("/proc", pid, "stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+# ---- parts
+
+
+MACHINE = gpu.Machine({"device": "NVIDIA H100 80GB HBM3", "compute_capability": "9.0", "torch": "2.11.0"}, quick=False)
+GOOD = {"outcome": report.PASSED}
+
+
+@pytest.fixture
+def logs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    monkeypatch.setattr(gpu_run, "LOGS", tmp_path / "logs")
+    return tmp_path
+
+
+def run_with(monkeypatch: pytest.MonkeyPatch, folder: Path, **parts: Any) -> tuple[bool, dict[str, Any], str]:
+    """Whether it went well, and the two files, of a run in which parts return what they are given, or raise it."""
+
+    def part_of(ending: Any) -> Any:
+        def part(*_: Any) -> Any:
+            if isinstance(ending, dict):
+                return ending
+            raise ending
+
+        return part
+
+    monkeypatch.setattr(gpu, "PARTS", {name: part_of(ending) for name, ending in parts.items()})
+    monkeypatch.setattr(gpu, "RESERVED_S", dict.fromkeys(parts, 1.0))
+    well = gpu.run_parts(list(parts), MACHINE, folder)
+    [in_json], [in_markdown] = folder.glob("*-nvidia-h100-80gb-hbm3.json"), folder.glob("*-nvidia-h100-80gb-hbm3.md")
+    return well, json.loads(in_json.read_text()), in_markdown.read_text()
+
+
+def outcomes(result: dict[str, Any]) -> dict[str, str]:
+    return {name: part["outcome"] for name, part in result["parts"].items()}
+
+
+def test_all_well(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    rows = [{"op": "adam", "kind": "fp32", "size": "4 Mi", "who": "zerox", "p50_ms": 0.05, "spread": 0.01}]
+    rows[0].update(gb_per_s=2345.6, of_roof=0.9, torch_over_ours=None, host_bound=False)
+    parts = {
+        "build": {**GOOD, "note": "for 9.0"},
+        "test": {**GOOD, "counts": {"passed": 900, "skipped": 1}, "skips": {"needs 66 GiB": 1}},
+        "bench": {**GOOD, "roof_gb_per_s": 2600.0, "rows": rows},
+        "sanitizer": {"outcome": report.NOT_AVAILABLE, "note": "nowhere"},
+    }
+    well, result, text = run_with(monkeypatch, tmp_path, **parts)
+    assert well
+    assert result["facts"]["device"] == "NVIDIA H100 80GB HBM3"
+    assert set(outcomes(result).values()) == {report.PASSED, report.NOT_AVAILABLE}
+    for line in (
+        "| device | NVIDIA H100 80GB HBM3 |",
+        "| build | passed | 0 | for 9.0 |",
+        "| test | passed | 0 | 900 passed, 1 skipped |",
+        "- test skipped 1: needs 66 GiB",
+        "| adam | fp32 | 4 Mi | zerox | 0.0500 | 1.0% | 2346 | 90% |  |",
+    ):
+        assert line in text.splitlines()
+
+
+def test_a_part_that_fails_or_breaks_does_not_take_the_others_along(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    failures = {"tests/gpu/test_a.py::test_two": "assert 1 == 2"}
+    bad = {"outcome": report.FAILED, "failures": failures, "tails": {"a": "the end of the log"}}
+    well, result, text = run_with(monkeypatch, tmp_path, build=GOOD, test=bad, bench=ZeroDivisionError(), nccl=GOOD)
+    assert not well
+    assert outcomes(result) == {"build": "passed", "test": "FAILED", "bench": "FAILED", "nccl": "passed"}
+    assert "ZeroDivisionError" in result["parts"]["bench"]["tail"]
+    assert "- **test** tests/gpu/test_a.py::test_two: assert 1 == 2" in text
+    assert "the end of the log" in capsys.readouterr().out
+
+
+def test_without_a_build_nothing_else_is_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    well, result, _ = run_with(monkeypatch, tmp_path, build={"outcome": report.TIMED_OUT}, test=AssertionError())
+    assert not well
+    assert outcomes(result) == {"build": report.TIMED_OUT, "test": report.NOT_RUN}
+    assert result["parts"]["test"]["note"] == "the build failed"
+
+
+def test_an_interruption_leaves_what_was_known(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    well, result, _ = run_with(monkeypatch, tmp_path, build=GOOD, test=KeyboardInterrupt(), nccl=GOOD)
+    assert not well
+    assert outcomes(result) == {"build": "passed", "test": report.INTERRUPTED, "nccl": report.NOT_RUN}
+
+
+def test_tests_are_run_by_file_and_a_hang_costs_its_own_only(monkeypatch: pytest.MonkeyPatch, logs: Path) -> None:
+    files = ["test_kernel_a.py", "test_kernel_b.py", "test_hangs.py", "test_large.py", "test_nccl.py"]
+    groups = list(gpu.groups_of([f"tests/gpu/{name}" for name in files], quick=True))
+    assert groups == [("kernels", [f"tests/gpu/{name}" for name in files[:2]]), ("hangs", ["tests/gpu/test_hangs.py"])]
+    (logs / "test_hangs.py").write_text("import time\ndef test_hangs(): time.sleep(600)\n")
+    (logs / "test_good.py").write_text("def test_good(): pass\n")
+    monkeypatch.setattr(gpu, "pytest", lambda *names: [sys.executable, "-m", "pytest", "-v", "-ra", *names])
+    found = gpu.run_tests([(name, [str(logs / f"test_{name}.py")]) for name in ("hangs", "good")], 60.0, 4.0)
+    assert found["outcome"] == report.TIMED_OUT
+    assert found["counts"] == {"passed": 1}
+    assert found["unfinished_tests"][0].endswith("test_hangs.py::test_hangs")
+    found = gpu.run_tests([("good", [])], 0.0, 4.0)
+    assert (found["outcome"], found["unfinished_tests"]) == (report.TIMED_OUT, ["good: no time was left"])
+
+
+# ---- the command
+
+
+def test_only_named_parts_run_in_their_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+    monkeypatch.setattr(gpu, "read_machine", lambda quick: MACHINE)
+    monkeypatch.setattr(gpu, "run_parts", lambda names, *_: asked.append(names) or True)
+    assert gpu.main(["--only", "nccl", "--only", "build"]) == 0
+    assert gpu.main([]) == 0
+    assert asked == [["build", "nccl"], list(gpu.PARTS)]
+    with pytest.raises(SystemExit) as ended:
+        gpu.main(["--only", "everything"])
+    assert ended.value.code == 2
+
+
+def test_without_a_gpu_it_ends_with_one_line_and_1(tmp_path: Path) -> None:
+    script = Path(gpu.__file__)
+    ended = subprocess.run(
+        [sys.executable, str(script), "--out", str(tmp_path)],
+        env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+    )
+    assert ended.returncode == 1
+    assert len(ended.stderr.splitlines()) == 1
+    assert ended.stderr.startswith("gpu.py: torch")
+    assert ended.stdout == ""
+    assert not list(tmp_path.iterdir())
