@@ -1,5 +1,6 @@
-# Every target first readies an environment (scripts/setup_env.sh says which and how), so a fresh clone needs no other step.
-.PHONY: help demo test lint build rehearse clean
+# Every target but `gpu`, which takes $PYTHON or python3 as it is, first readies an environment (scripts/setup_env.sh says
+# which and how), so a fresh clone needs no other step.
+.PHONY: help demo test lint build rehearse gpu clean
 .DEFAULT_GOAL := help
 SHELL := bash
 
@@ -23,13 +24,16 @@ lint: ## ruff, clang-format, mypy; changes nothing
 	  "$$py" -m ruff format --check . && \
 	  find csrc tests/cpp tests/accelerator -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh' | \
 	    xargs -r clang-format --dry-run --Werror && \
-	  "$$py" -m mypy zerox scripts
+	  "$$py" -m mypy zerox scripts bench
 
 build: ## build the extension and install zerox in place (pip install -e), only where something changed
 	@$(call in_env) && "$$py" -m zerox env
 
 rehearse: ## build with CUDA kernels against a CUDA torch, no GPU needed; ARGS=FOLDER is the environment to use
 	@scripts/rehearse_cuda.sh $(ARGS)
+
+gpu: ## on a machine with a CUDA GPU: build, test, sanitize, benchmark into bench/results, in 10 minutes; ARGS='--only test'
+	@"$${PYTHON:-python3}" scripts/gpu.py $(ARGS)
 
 clean: ## remove what was built; keeps ./.venv
 	rm -rf build dist *.egg-info zerox/_C*.so zerox/_build_info.py .pytest_cache .mypy_cache .ruff_cache .hypothesis
