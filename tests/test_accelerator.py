@@ -1,4 +1,4 @@
-"""What runs on the fake accelerator: the order of streams, and the kernels' GPU tests on csrc/cuda compiled for the host.
+"""What runs on the fake accelerator: the order of streams, and the kernels' GPU tests, csrc/cuda compiled for the host.
 
 By hand: ZEROX_TEST_DEVICE=fake python -m pytest tests/accelerator tests/gpu/test_kernel_adam.py
 """
