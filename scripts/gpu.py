@@ -51,7 +51,7 @@ TOTAL_S = 570.0
 
 
 def pytest(*arguments: str) -> list[str]:
-    return python("-m", "pytest", "-v", "-m", "gpu", "-p", "no:cacheprovider", *arguments)
+    return python("-m", "pytest", "-m", "gpu", "-p", "no:cacheprovider", *arguments)
 
 
 # ---- the parts: each takes seconds, and returns at least its outcome
@@ -80,7 +80,7 @@ def build_info() -> dict[str, Any]:
 
 def marked_files(limit_s: float) -> list[str]:
     """Files with tests that are marked gpu."""
-    ended = run(pytest("--collect-only", "-q", "--no-header", "tests"), "collect", limit_s)
+    ended = run(pytest("--collect-only", "-q", "tests"), "collect", limit_s)
     return sorted({line.partition("::")[0] for line in ended.text.splitlines() if ".py::" in line})
 
 
@@ -105,7 +105,7 @@ def run_tests(groups: Iterable[tuple[str, list[str]]], limit_s: float, file_limi
             part["unfinished_tests"].append(f"{name}: no time was left")
             part["outcome"] = report.TIMED_OUT
             continue
-        ended = run(pytest(*files), f"test-{name}", min(left_s, file_limit_s))
+        ended = run(pytest("-v", *files), f"test-{name}", min(left_s, file_limit_s))
         found = report.read_pytest(ended.text)
         report.add_tests(part, found)
         part["group_seconds"][name] = round(time.monotonic() - started, 1)
@@ -173,7 +173,7 @@ def sanitize(program: str, known: str, tool: str, limit_s: float) -> Part:
     if tool == "memcheck" and "report-api-errors" in known:
         options += ["--report-api-errors", "no"]  # torch asks the driver questions that it may answer with no
     env = environment(PYTORCH_NO_CUDA_MEMORY_CACHING="1")
-    ended = run([program, *options, *pytest(SANITIZED_TESTS)], f"sanitizer-{tool}", limit_s, env)
+    ended = run([program, *options, *pytest("-v", SANITIZED_TESTS)], f"sanitizer-{tool}", limit_s, env)
     found, tests = report.read_sanitizer(ended.text), report.read_pytest(ended.text)
     outcome = ended.outcome
     if outcome == report.PASSED and (found["errors"] != 0 or not tests["counts"].get("passed")):

@@ -258,13 +258,18 @@ def test_an_interruption_leaves_what_was_known(monkeypatch: pytest.MonkeyPatch, 
     assert outcomes(result) == {"build": "passed", "test": report.INTERRUPTED, "nccl": report.NOT_RUN}
 
 
+def test_the_files_with_marked_tests_are_found(logs: Path) -> None:
+    folder = Path(__file__).parent / "gpu"
+    assert gpu.marked_files(60.0) == sorted(f"tests/gpu/{path.name}" for path in folder.glob("test_*.py"))
+
+
 def test_tests_are_run_by_file_and_a_hang_costs_its_own_only(monkeypatch: pytest.MonkeyPatch, logs: Path) -> None:
     files = ["test_kernel_a.py", "test_kernel_b.py", "test_hangs.py", "test_large.py", "test_nccl.py"]
     groups = list(gpu.groups_of([f"tests/gpu/{name}" for name in files], quick=True))
     assert groups == [("kernels", [f"tests/gpu/{name}" for name in files[:2]]), ("hangs", ["tests/gpu/test_hangs.py"])]
     (logs / "test_hangs.py").write_text("import time\ndef test_hangs(): time.sleep(600)\n")
     (logs / "test_good.py").write_text("def test_good(): pass\n")
-    monkeypatch.setattr(gpu, "pytest", lambda *names: [sys.executable, "-m", "pytest", "-v", "-ra", *names])
+    monkeypatch.setattr(gpu, "pytest", lambda *names: [sys.executable, "-m", "pytest", *names])
     found = gpu.run_tests([(name, [str(logs / f"test_{name}.py")]) for name in ("hangs", "good")], 60.0, 4.0)
     assert found["outcome"] == report.TIMED_OUT
     assert found["counts"] == {"passed": 1}
