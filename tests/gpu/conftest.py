@@ -18,6 +18,9 @@ import torch
 from tests.gpu.twins import DEVICE
 from zerox._ext import cuda_refusal
 
+# Before CUDA starts: otherwise streams share eight connections to the device, and wait in line behind each other there.
+os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
+
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:

@@ -171,13 +171,14 @@ def test_nor_where_gradients_stay_whole(device: torch.device, schedule: str) -> 
 
 def test_a_late_gradient_that_nobody_waits_for_would_be_seen(cuda: torch.device) -> None:
     """What the tests above rely on: without an order, a sleeping stream's work is not there yet."""
-    lines = Lines(cuda, 1)
+    sleeper = torch.cuda.Stream(cuda, priority=-1)
     values = torch.zeros(NUMEL, device=cuda)
+    assert float(values.sum()) == 0.0  # loads modules, which may wait for the device
     torch.cuda.synchronize(cuda)
-    with lines.on(0):
-        sleep(cuda, SLEEP)
+    with torch.cuda.stream(sleeper):
+        sleep(cuda, 10 * SLEEP)
         values.fill_(1.0)
     seen_early = values.sum()
-    lines.current_after([0])
+    torch.cuda.current_stream(cuda).wait_stream(sleeper)
     assert float(seen_early) == 0.0
     assert float(values.sum()) == NUMEL
