@@ -74,7 +74,7 @@ def read_sanitizer(text: str) -> Part:
     """The summary of compute-sanitizer, the first lines of what it found, and whether it can work here at all."""
     said = [line for line in text.splitlines() if line.startswith("=========")]
     if found := HAZARDS.search(text):
-        errors: int | None = int(found[2])
+        errors: int | None = int(found[1])  # warnings too: within a warp a race is no more than one
         summary = f"{found[1]} hazards, {found[2]} errors, {found[3]} warnings"
     elif found := ERRORS.search(text):
         errors, summary = int(found[1]), f"{found[1]} errors"

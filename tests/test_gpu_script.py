@@ -91,7 +91,8 @@ def test_a_sanitizer_s_output_gives_its_summary_and_findings() -> None:
     assert (found["errors"], found["summary"]) == (2, "2 errors")
     assert found["findings"][1] == "========= Invalid __global__ write of size 4 bytes"
     found = report.read_sanitizer(RACECHECK)
-    assert (found["errors"], found["summary"]) == (0, "1 hazards, 0 errors, 1 warnings")
+    assert (found["errors"], found["summary"]) == (1, "1 hazards, 0 errors, 1 warnings")
+    assert report.read_sanitizer(RACECHECK.replace("1", "0"))["errors"] == 0
     assert report.read_sanitizer(UNSUPPORTED)["unsupported"].startswith("Error: Device not supported")
     assert report.read_sanitizer("Segmentation fault")["errors"] is None
 
