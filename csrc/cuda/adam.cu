@@ -26,11 +26,14 @@ __global__ void __launch_bounds__(kThreads) fold_kernel(AdamSegments s) {
   auto* folded = static_cast<Folded<T>*>(s.folded);
   const int64_t stride = int64_t{gridDim.x} * kThreads;
   for (int64_t i = int64_t{blockIdx.x} * kThreads + threadIdx.x; i < s.count; i += stride) {
-    folded[i].active = s.present[i] != 0;
-    if (!folded[i].active) continue;
-    const AdamOptions& options = s.options[s.segments[i].options_row];
-    folded[i].step = narrow<T>(fold_adam(options, ++s.steps[i], grad_scale));
-    folded[i].amsgrad = options.amsgrad != 0.0;
+    Folded<T> fold{};
+    fold.active = s.present[i] != 0;
+    if (fold.active) {
+      const AdamOptions& options = s.options[s.segments[i].options_row];
+      fold.step = narrow<T>(fold_adam(options, ++s.steps[i], grad_scale));
+      fold.amsgrad = options.amsgrad != 0.0;
+    }
+    folded[i] = fold;
   }
 }
 

@@ -25,6 +25,9 @@ struct Stream {
 
 const char* error_text(int error);
 
+// Whether work on the stream becomes part of a CUDA graph instead of being run.
+bool is_capturing(Stream stream);
+
 // ---- flatten_
 struct FlatPiece {  // elements [start, stop) of the flat buffer come from `source`, its first element for `start`
   const void* source;

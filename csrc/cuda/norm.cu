@@ -26,12 +26,13 @@ __global__ void __launch_bounds__(kThreads, 1) norm_kernel(NormArgs<Stored> a) {
   const auto* values = static_cast<const Stored*>(a.shard.values);
   // As the bits of doubles, which order as the numbers do, with infinity and then NaN on top.
   int64_t largest = 0;
+  const bool sums = a.kind != Norm::max_of_abs;  // which needs no tile
 
   const auto on_block = [&](int64_t first, int64_t last, int64_t /*segment*/) {
     bool finite = true;
     const auto take = [&](T value, int at) {
       finite = finite && is_finite(value);
-      tile[at] = value;
+      if (sums) tile[at] = value;
       const int64_t bits = std::bit_cast<int64_t>(std::fabs(static_cast<double>(value)));
       largest = bits > largest ? bits : largest;
     };
@@ -48,7 +49,7 @@ __global__ void __launch_bounds__(kThreads, 1) norm_kernel(NormArgs<Stored> a) {
         take(first + at < last ? ScalarLane<T>::load(values + first + at).x : T(0), at);
       }
     }
-    if (a.kind == Norm::max_of_abs) return;
+    if (!sums) return;
     double partial = 0.0;
     if constexpr (kPowers) {
       const double order = a.shard.order;
@@ -63,11 +64,11 @@ __global__ void __launch_bounds__(kThreads, 1) norm_kernel(NormArgs<Stored> a) {
     if (!all_finite) atomic_add(words + kExactNonFinite, 1);
   };
   for_each_norm_block(a.shard.segments, a.shard.num_segments, a.shard.numel, on_block, [](int64_t, int64_t) {});
-  if (a.kind == Norm::max_of_abs) {
+  if (sums) {
+    give_words(words, a.shard.words);
+  } else {
     atomic_max(words, largest);
     give_words</*kMax=*/true>(words, a.shard.words);
-  } else {
-    give_words(words, a.shard.words);
   }
 }
 

@@ -42,6 +42,9 @@ template <class Row>
 class Upload {
  public:
   Upload(const std::vector<Row>& rows, const at::Tensor& beside) {
+    // A replay would copy whatever lies in that memory by then.
+    TORCH_CHECK(!cuda::is_capturing(OnDevice(beside).stream()),
+                "zerox: only step() can be captured into a CUDA graph; backward and what lands gradients can't");
     const auto bytes = static_cast<int64_t>(rows.size() * sizeof(Row));
     const at::Tensor host = at::empty({bytes}, at::TensorOptions().dtype(at::kByte).pinned_memory(true));
     if (bytes > 0) std::memcpy(host.mutable_data_ptr(), rows.data(), static_cast<size_t>(bytes));

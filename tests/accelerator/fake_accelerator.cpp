@@ -27,6 +27,9 @@
 #include "stream_backend.h"
 
 namespace fake {
+
+inline bool capturing = false;  // what a test says
+
 namespace {
 
 C10_REGISTER_GUARD_IMPL(PrivateUse1, FakeGuard)
@@ -132,6 +135,7 @@ TORCH_LIBRARY_IMPL(zerox, PrivateUse1, m) {
 
 namespace zx::cuda {
 const char* error_text(int /*error*/) { return "not on the host"; }
+bool is_capturing(Stream /*stream*/) { return fake::capturing; }
 }  // namespace zx::cuda
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
@@ -146,6 +150,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
     const std::lock_guard lock(machine().mutex);
     return std::exchange(machine().waits[static_cast<size_t>(device)], {});
   });
+  m.def("set_capturing", [](bool now) { capturing = now; });
   m.def("live_bytes", [] {
     const std::lock_guard lock(machine().mutex);
     size_t bytes = 0;

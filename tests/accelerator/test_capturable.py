@@ -11,9 +11,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.accelerator.fake import expect_no_races, run_fake_ranks
+from tests.accelerator.fake import expect_no_races, machine, run_fake_ranks
 from tests.accelerator.test_streams import CAP, GROUP, parameters
 from tests.kernels.shards import same_bits
+from zerox import ops
 from zerox import optimizer as optimizer_module
 from zerox.optimizer import FusedShardedAdam
 from zerox.options import Options
@@ -115,3 +116,16 @@ def test_capture_without_capturable_and_over_gloo_is_refused(any_device: pytest.
     sum(param.sum() for param in optimizer.param_groups[0]["params"]).backward()
     with pytest.raises(RuntimeError, match="backward can't be captured"):
         optimizer.step()
+
+
+def test_tables_that_a_replay_would_not_find_again_are_refused() -> None:
+    flat, source = torch.zeros(8, device="fake:0"), torch.ones(8, device="fake:0")
+    pieces, flags = torch.tensor([[0, 0, 0, 8]]), torch.empty(0, dtype=torch.int64)
+    machine().set_capturing(True)
+    try:
+        with pytest.raises(RuntimeError, match=r"only step\(\) can be captured"):
+            ops.flatten_(flat, [source], pieces, flags)
+    finally:
+        machine().set_capturing(False)
+    ops.flatten_(flat, [source], pieces, flags)
+    assert torch.equal(flat.cpu(), torch.ones(8))
