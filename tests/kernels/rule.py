@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from tests.kernels.shards import Shard, options_table
 from tests.tolerances import FP64_REFERENCE_EPSILONS
@@ -33,6 +34,23 @@ MASTERS = [
 ]
 
 
+def _cancelled(state: AdamState, shard: Shard, before: Tensor, options: dict[str, Any]) -> Tensor:
+    """How large the update would be if what was added to the moments had not cancelled: roundings are as large as that.
+
+    ``state`` is the rule's after the step. A moment's relative error is in its terms before addition, and the update is
+    the quotient of both.
+    """
+    beta1, beta2 = options.get("betas", (0.9, 0.999))
+    l2 = 0.0 if options.get("decoupled", True) else options["weight_decay"]
+    grad = shard.grad.double().cpu()
+    grad_terms = grad.abs() + l2 * before.abs()
+    second = state.exp_avg_sq if state.max_exp_avg_sq is None else state.max_exp_avg_sq
+    first_terms = state.exp_avg.abs() + 2 * (1 - beta1) * grad_terms  # |beta1 m + x| + 2 |x| >= |beta1 m| + |x|
+    second_terms = 1 + (1 - beta2) * grad_terms.square() / second.clamp(min=torch.finfo(torch.float64).tiny)
+    denom = second.sqrt() / (1 - beta2**state.step) ** 0.5 + options.get("eps", 1e-8)
+    return options["lr"] / (1 - beta1**state.step) * first_terms / denom * second_terms
+
+
 def assert_one_step_is_the_rule(shard: Shard, config: dict[str, Any]) -> None:
     """Makes one step with the options ``config``, on the shard's device, and holds it against the rule in float64."""
     dtype = shard.dtype
@@ -46,7 +64,7 @@ def assert_one_step_is_the_rule(shard: Shard, config: dict[str, Any]) -> None:
     adam_step(state, shard.grad.double().cpu(), decoupled_weight_decay=config.get("decoupled", True), **rule)
     shard.adam(options_table(**config).to(shard.param.device))
     epsilon = torch.finfo(torch.float32).eps
-    size = before.abs() + (state.param - before).abs() + options["lr"]
+    size = before.abs() + (state.param - before).abs() + _cancelled(state, shard, before, options)
     error = (shard.exact().double().cpu() - state.param).abs()
     if shard.master is None and dtype is not torch.float32:
         error = (error - state.param.abs() * torch.finfo(dtype).eps).clamp(min=0)  # its last rounding
