@@ -71,7 +71,8 @@ void bind(py::module_& m) {
   py::enum_<Place>(m, "Place")
       .value("STEP", Place::step)
       .value("CLIP", Place::clip)
-      .value("SYNCHRONIZE", Place::synchronize);
+      .value("SYNCHRONIZE", Place::synchronize)
+      .value("UNSCALE", Place::unscale);
   py::enum_<Combine>(m, "Combine").value("SUM", Combine::sum).value("MAX", Combine::max);
   py::enum_<Settled>(m, "Settled").value("READY", Settled::ready).value("ADOPT", Settled::adopt);
 
@@ -107,6 +108,7 @@ void bind(py::module_& m) {
       .def("set_sync", &BucketManager::set_sync, Release())
       .def("take_local_shard", &BucketManager::take_local_shard, Release())
       .def("mark_zeroed", &BucketManager::mark_zeroed, Release())
+      .def("mark_scaled", &BucketManager::mark_scaled, Release())
       .def("gather", &BucketManager::gather, Release())
       .def("moved", &BucketManager::moved)
       .def(
@@ -121,6 +123,8 @@ void bind(py::module_& m) {
       .def("trouble", [](BucketManager& self) { return self.flights().trouble(); })
       .def("hold_flights", [](BucketManager& self, bool hold) { self.flights().set_hold(hold); })
       .def_property_readonly("num_launched", [](BucketManager& self) { return self.flights().num_launched(); })
+      .def_property_readonly("num_added", &BucketManager::num_added)
+      .def_property_readonly("holds_scaled", &BucketManager::holds_scaled)
       .def_property_readonly("num_landed", [](BucketManager& self) { return self.flights().num_landed(); })
       .def_property_readonly("num_buckets", [](BucketManager& self) { return self.launch_order().size(); })
       .def_property_readonly("settled", &BucketManager::settled)

@@ -23,8 +23,9 @@ PYTHON_ROOMS = [
     ["buffers"],
     ["bucket"],
     ["options", "rules", "grads", "params"],
-    ["estimate", "clip"],
+    ["estimate", "clip", "grad_scale", "state_dict"],
     ["optimizer"],
+    ["scaler"],
     ["__init__"],
     ["__main__"],
 ]

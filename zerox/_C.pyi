@@ -17,6 +17,7 @@ class Place(enum.Enum):
     STEP = 1
     CLIP = 2
     SYNCHRONIZE = 3
+    UNSCALE = 4
 
 class Combine(enum.Enum):
     SUM = 0
@@ -38,6 +39,8 @@ class ManagerOptions:
 class BucketManager:
     num_buckets: int
     num_launched: int
+    num_added: int
+    holds_scaled: bool
     num_landed: int
     settled: bool
     launch_order: list[int]
@@ -67,6 +70,7 @@ class BucketManager:
     def set_sync(self, sync: bool) -> None: ...
     def take_local_shard(self, bucket: int) -> Tensor: ...
     def mark_zeroed(self, bucket: int, slot: int) -> None: ...
+    def mark_scaled(self) -> None: ...
     def gather(self, bucket: int) -> Pending: ...
     def moved(self) -> list[tuple[int, int]]: ...
     def all_reduce(self, values: Tensor, combine: Combine) -> None: ...

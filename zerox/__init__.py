@@ -4,6 +4,7 @@ try:
     from zerox import _ext  # noqa: F401  the extension first: it says what is wrong with an installation
     from zerox.estimate import MemoryBytes, estimate
     from zerox.optimizer import FusedShardedAdam
+    from zerox.scaler import GradScaler
 except ImportError as error:
     # `python -m zerox env` must still run, to report this; whoever wants a name from here gets the reason.
     _reason = str(error)
@@ -14,4 +15,4 @@ except ImportError as error:
         raise ImportError(_reason)
 
 
-__all__ = ["FusedShardedAdam", "MemoryBytes", "estimate"]
+__all__ = ["FusedShardedAdam", "GradScaler", "MemoryBytes", "estimate"]

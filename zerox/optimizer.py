@@ -13,13 +13,15 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from zerox._C import Place
 from zerox.bucket import Bucket, Member
-from zerox.clip import GradScale, clip_coefficient, shard_words, total_norm
+from zerox.clip import clip_coefficient, shard_words, total_norm
 from zerox.estimate import MemoryBytes, measured_bytes
+from zerox.grad_scale import GradScale
 from zerox.grads import Grads
 from zerox.options import Options, check_params
 from zerox.params import ParamGather
 from zerox.ranks import Ranks, find_ranks
 from zerox.rules import adam
+from zerox.state_dict import fill_state, keep_state_away
 
 
 class FusedShardedAdam(torch.optim.Optimizer):
@@ -91,7 +93,7 @@ class FusedShardedAdam(torch.optim.Optimizer):
         self._ranks = find_ranks(process_group, device)
         self._grads = Grads(self._ranks, self._options.placements, reduce_dtype, keeps_shards=capturable)
         self._gather = ParamGather(self._grads.manager, self._ranks.size)
-        self._grad_scale = GradScale(device, keeps_place=capturable)
+        self._grad_scale = GradScale(self._grads.manager, device, keeps_place=capturable)
         self._table = adam.OptionsTable(device, keeps_place=capturable)
         self._adopt(members)
 
@@ -112,12 +114,13 @@ class FusedShardedAdam(torch.optim.Optimizer):
         capturing = self._is_capturing()
         if not capturing:
             self._settle(Place.STEP)
-            self._grad_scale.check(self._grads.manager.num_launched)
+            self._grad_scale.check()
         options = self._table.refresh(self.param_groups, capturing)
         for index, bucket in enumerate(self._buckets):
             grad = self._grads.shard(index)
             if grad is not None:
-                adam.update(bucket, grad, self._grads.present(index), options, self._grad_scale.value)
+                present = self._grad_scale.present(self._grads.present(index))
+                adam.update(bucket, grad, present, options, self._grad_scale.value)
             self._gather.start(index, bucket)
         self._gather.wait()
         self._grad_scale.reset()
@@ -159,8 +162,22 @@ class FusedShardedAdam(torch.optim.Optimizer):
                 "error and scale the gradients by the non-finite norm anyway, set `error_if_nonfinite=False`"
             )
         if max_norm != float("inf"):
-            self._grad_scale.multiply(clip_coefficient(total, float(max_norm)), self._grads.manager.num_launched)
+            self._grad_scale.multiply(clip_coefficient(total, float(max_norm)))
         return total
+
+    @torch.no_grad()
+    def unscale_grads_(self, inverse_scale: Tensor | None) -> Tensor:
+        """What :class:`zerox.GradScaler` needs: has the next step() multiply gradients by ``inverse_scale`` (None: 1).
+
+        If one is inf or NaN on any rank, that step() changes nothing. Returns whether so: float32 0 or 1, a scalar on
+        the parameters' device. Collective.
+        """
+        self._settle(Place.UNSCALE)
+        _, finite = total_norm(self._grads, self._norm_words(2.0), 2.0)
+        if inverse_scale is not None:
+            self._grad_scale.multiply(inverse_scale.to(finite.device))
+        self._grad_scale.skip_unless(finite)
+        return (1.0 - finite).float()
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Inside, backward sends nothing: gradients stay local and add up, to leave with the next backward outside."""
@@ -171,6 +188,11 @@ class FusedShardedAdam(torch.optim.Optimizer):
         self._settle(Place.SYNCHRONIZE)
         if self._options.capturable:
             self._table.refresh(self.param_groups)  # a replay of step() reads the numbers that hold now
+
+    @property
+    def unscales_in_place(self) -> bool:
+        """Whether ``p.grad`` holds whole gradients of dtypes that don't underflow when a loss scale is taken out."""
+        return not self._grads.sharded and all(b.buffer.flat.dtype is not torch.float16 for b in self._buckets)
 
     # ---- parameters --------------------------------------------------------------------------------------------------
 
@@ -222,29 +244,10 @@ class FusedShardedAdam(torch.optim.Optimizer):
 
         Raises ValueError for groups or sizes that don't fit; another rank's share of the same sizes is not noticed.
         """
-        taken: dict[int, dict[str, Any]] = {}
-
-        def keep_state_away(_: Any, given: dict[str, Any]) -> dict[str, Any]:
-            # torch would cast every tensor to the parameter's dtype, and 16 bits are too few for moments.
-            taken.update(given["state"])
-            return {**given, "state": {}}
-
-        handle = self.register_load_state_dict_pre_hook(keep_state_away)
-        try:
+        with keep_state_away(self) as taken:
             super().load_state_dict(state_dict)
-        finally:
-            handle.remove()
-            self._publish_state()
-        order = [param for group in self.param_groups for param in group["params"]]
-        for index, given in taken.items():
-            own = self.state.get(order[index])
-            if own is None or any(given[key].numel() != own[key].numel() for key in own if key in given):
-                raise ValueError(
-                    f"state of parameter {index} is another rank's share or was saved at another world size"
-                )
-            for key, tensor in own.items():
-                if key in given:
-                    tensor.copy_(torch.as_tensor(given[key]).reshape(tensor.shape))
+        self._publish_state()
+        fill_state([self.state.get(param) for group in self.param_groups for param in group["params"]], taken)
 
     def __getstate__(self) -> dict[str, Any]:
         raise TypeError(
@@ -326,6 +329,7 @@ class FusedShardedAdam(torch.optim.Optimizer):
         if self._grads.settle(place, len(unfrozen)):
             self._adopt(unfrozen)
             self._grads.settle(place)
+        self._grad_scale.forget_if_discarded()
         for index, slot in self._grads.moved():
             self._buckets[index].buffer.readopt(slot, self._buckets[index].members[slot].name)
 

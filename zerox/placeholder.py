@@ -47,7 +47,7 @@ class ShardedGrad(Tensor):
         raise RuntimeError(
             f"the gradient of parameter '{names[0] if names else '?'}' was sent to the ranks that own it, p.grad is "
             f"only its placeholder and {func} needs values. Use optimizer.clip_grad_norm_() to clip or to get the "
-            "norm, or build the optimizer with stage=1 to keep whole gradients in p.grad"
+            "norm, zerox.GradScaler to unscale, or build the optimizer with stage=1 to keep whole gradients in p.grad"
         )
 
 

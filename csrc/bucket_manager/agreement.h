@@ -13,7 +13,7 @@
 namespace zx {
 
 // Where a rank stands.
-enum class Place : int64_t { backward_end = 0, step = 1, clip = 2, synchronize = 3 };
+enum class Place : int64_t { backward_end = 0, step = 1, clip = 2, synchronize = 3, unscale = 4 };
 
 struct Statement {
   Place place;
@@ -23,6 +23,7 @@ struct Statement {
   bool unsent;         // it has gradients that no flight took
   bool changed;        // it discarded reduced gradients and no flight told
   int64_t adoptions;   // parameters that became trainable
+  bool scaled;         // it holds a gradient that mark_scaled() saw
 };
 
 struct Extreme {
@@ -40,6 +41,7 @@ struct Verdict {
   Extreme unsent;
   Extreme changed;
   Extreme adoptions;
+  Extreme scaled;
 };
 constexpr int64_t kNoBackward = int64_t{1} << 32;
 
@@ -47,7 +49,7 @@ class Agreement {
  public:
   explicit Agreement(Group control) : control_(control), small_(std::move(control)) {}  // null for one rank alone
 
-  // Collective: every rank's statement in, the same verdict out. One all-reduce of 14 integers.
+  // Collective: every rank's statement in, the same verdict out. One all-reduce of 16 integers.
   Verdict agree(const Statement& statement);
 
   // Collective: each byte's maximum over the ranks, in place.

@@ -45,6 +45,12 @@ struct Slot {
   // being another tensor's.
   c10::weak_intrusive_ptr<c10::TensorImpl> local{c10::intrusive_ptr<c10::TensorImpl>()};
 
+  // The p.grad for which mark_scaled() was called, while the gradient that it stands for is not discarded.
+  c10::weak_intrusive_ptr<c10::TensorImpl> scaled{c10::intrusive_ptr<c10::TensorImpl>()};
+
+  bool is_scaled(const at::Tensor& grad) const {
+    return grad.defined() && scaled._unsafe_get_target() == grad.unsafeGetTensorImpl();
+  }
   bool is_local(const at::Tensor& grad) const { return local._unsafe_get_target() == grad.unsafeGetTensorImpl(); }
 };
 

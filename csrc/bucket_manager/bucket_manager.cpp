@@ -53,10 +53,7 @@ int64_t BucketManager::add_bucket(BucketSpec spec) {
   }
   buckets_.push_back(bucket);
   order_.add_bucket();
-  // Alone and with whole gradients, p.grad is the mean as autograd leaves it.
-  if (exchange_ || !options_.whole_grads) {
-    for (Slot& slot : bucket->slots) install_hooks(*bucket, slot);
-  }
+  for (Slot& slot : bucket->slots) install_hooks(*bucket, slot);
   return bucket->index;
 }
 
@@ -125,7 +122,8 @@ void BucketManager::check(const Verdict& verdict) {
 
 Statement BucketManager::statement(Place place, int64_t adoptions) {
   const bool unsent = has_unsent();  // may find a failure
-  return {place, pass_.rounds, pass_.own_rounds, !pass_.failure.empty(), unsent, has_changes(), adoptions};
+  return {place,  pass_.rounds,  pass_.own_rounds, !pass_.failure.empty(),
+          unsent, has_changes(), adoptions,        has_scaled()};
 }
 
 Settled BucketManager::settle(Place place, int64_t adoptions) {
@@ -143,6 +141,7 @@ Settled BucketManager::settle(Place place, int64_t adoptions) {
       TORCH_CHECK(false, "zerox: in ", name_of(static_cast<int64_t>(place)), " a rank did not answer: ", error.what(),
                   "\n", flights_.trouble());
     }
+    holds_scaled_ = verdict.scaled.most > 0;
     check(verdict);
     join(verdict, /*empty=*/false);
     if (options_.whole_grads) gather_whole_grads();
@@ -191,6 +190,23 @@ bool BucketManager::has_changes() {
     }
   }
   return changed;
+}
+
+void BucketManager::mark_scaled() {
+  for (const auto& bucket : buckets_) {
+    for (Slot& slot : bucket->slots) {
+      slot.scaled = slot.param.grad().getIntrusivePtr();
+    }
+  }
+}
+
+bool BucketManager::has_scaled() const {
+  for (const auto& bucket : buckets_) {
+    for (const Slot& slot : bucket->slots) {
+      if (slot.is_scaled(slot.param.grad())) return true;
+    }
+  }
+  return false;
 }
 
 // Owners hear what was discarded or zeroed since the last flight: two bytes a parameter, and rarely.

@@ -5,6 +5,7 @@
 // The optimizer talks to it through settle(), zero() and the buckets; bucket_manager.cpp has these.
 #pragma once
 
+#include <atomic>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -75,6 +76,13 @@ class BucketManager : public std::enable_shared_from_this<BucketManager> {
   // The placeholder of this slot was set to zero.
   void mark_zeroed(int64_t bucket, int64_t slot);
 
+  // The scale that clip_grad_norm_() or a GradScaler leaves for step() is for the gradients that there are now.
+  void mark_scaled();
+  // At the last settle(): whether any rank still held one of these.
+  bool holds_scaled() const { return holds_scaled_; }
+  // Grows when gradients are added to those that there are, by any rank's backward.
+  int64_t num_added() const { return flights_.num_launched() + num_seen_; }
+
   // Whether settle() has come after every backward.
   bool settled() const { return !pass_.open && pass_.rounds == 0; }
   std::vector<int64_t> launch_order() const { return order_.order(); }
@@ -110,6 +118,7 @@ class BucketManager : public std::enable_shared_from_this<BucketManager> {
   void check(const Verdict& verdict);
   bool has_unsent();
   bool has_changes();
+  bool has_scaled() const;
   void exchange_changes();
   void learn_order();
 
@@ -124,6 +133,8 @@ class BucketManager : public std::enable_shared_from_this<BucketManager> {
   LaunchOrder order_;
   bool order_learned_ = false;
   bool sync_ = true;
+  bool holds_scaled_ = false;
+  std::atomic<int64_t> num_seen_{0};  // gradients that no flight takes: whole ones, alone
   Pass pass_;
   Flights flights_;
 };

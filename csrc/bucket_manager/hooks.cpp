@@ -81,6 +81,10 @@ void BucketManager::before_accumulate(Slot& slot) {
 }
 
 void BucketManager::after_accumulate(Bucket& bucket, Slot& slot) {
+  if (options_.whole_grads && !exchange_) {  // p.grad is the mean as autograd leaves it
+    ++num_seen_;
+    return;
+  }
   const std::lock_guard lock(mutex_);
   const at::Tensor& grad = slot.param.grad();
   if (!grad.defined()) return;  // a hook of the user's took it away

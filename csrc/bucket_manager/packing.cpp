@@ -51,6 +51,7 @@ at::Tensor BucketManager::take_gradient(Slot& slot, bool& present, bool& replace
   slot.replace = false;
   slot.zeroed = false;
   slot.local.reset();
+  if (replace) slot.scaled.reset();  // the placeholder is the same one again
   if (!is_real) return {};
   at::Tensor taken = in_order_of(grad, slot.param);
   grad = slot.placeholder;

@@ -1,0 +1,41 @@
+"""Loss scaling for 16-bit gradients that are spread over ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zerox.optimizer import FusedShardedAdam
+
+
+class GradScaler(torch.amp.GradScaler):
+    """``torch.amp.GradScaler`` that knows :class:`zerox.FusedShardedAdam`, in both stages; for others it is torch's.
+
+    Takes torch's arguments. An inf or NaN in any rank's gradients skips the step on all of them, leaves state and step
+    counts as they were, and backs the scale off; the host waits for no device to know. ``unscale_(optimizer)`` is
+    collective, and so is ``step(optimizer)``. After ``unscale_``, ``optimizer.clip_grad_norm_`` sees unscaled
+    gradients, and in stage 1 so does everything that reads ``p.grad``, unless a parameter is float16: those gradients
+    would underflow, so they stay scaled in ``p.grad`` and step() unscales them in float32.
+    """
+
+    def _unscale_grads_(
+        self, optimizer: torch.optim.Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
+    ) -> dict[torch.device, Tensor]:
+        if not isinstance(optimizer, FusedShardedAdam):
+            return super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
+        in_step: Tensor | None = inv_scale
+        if optimizer.unscales_in_place:
+            optimizer.synchronize()  # whole means are in p.grad now
+            super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
+            in_step = None
+        found = optimizer.unscale_grads_(in_step)
+        return {found.device: found}
+
+    def _maybe_opt_step(
+        self, optimizer: torch.optim.Optimizer, optimizer_state: dict[str, Any], *args: Any, **kwargs: Any
+    ) -> float | None:
+        if not isinstance(optimizer, FusedShardedAdam):
+            return super()._maybe_opt_step(optimizer, optimizer_state, *args, **kwargs)
+        return optimizer.step(*args, **kwargs)  # it knows what was found, on the device
