@@ -20,6 +20,23 @@ struct Hooks {
   uintptr_t after = 0;
 };
 
+// Remembers which tensor p.grad was. Held weakly, which keeps its address from being another tensor's.
+class SeenGrad {
+ public:
+  void note(const at::Tensor& grad) { tensor_ = grad.getIntrusivePtr(); }
+  void forget() { tensor_.reset(); }
+  bool is(const at::Tensor& grad) const {
+    return grad.defined() && tensor_._unsafe_get_target() == grad.unsafeGetTensorImpl();
+  }
+
+ private:
+  c10::weak_intrusive_ptr<c10::TensorImpl> tensor_{c10::intrusive_ptr<c10::TensorImpl>()};
+};
+struct SeenGrads {
+  SeenGrad local;   // autograd wrote it last: any other was put there by hand
+  SeenGrad scaled;  // there when mark_scaled() was called, and what it stands for is not discarded
+};
+
 // One parameter: its place in the bucket, and what this rank knows of its gradient.
 //
 // Note [Who holds a gradient]
@@ -41,17 +58,7 @@ struct Slot {
   bool replace = false;  // see the note
   bool zeroed = false;   // held, and zero_() was called on the placeholder
   bool unsent = false;   // whole gradients: autograd wrote p.grad inside no_sync(), and no flight took it yet
-  // The p.grad that autograd last wrote: any other was put there by hand. Held weakly, which keeps its address from
-  // being another tensor's.
-  c10::weak_intrusive_ptr<c10::TensorImpl> local{c10::intrusive_ptr<c10::TensorImpl>()};
-
-  // The p.grad for which mark_scaled() was called, while the gradient that it stands for is not discarded.
-  c10::weak_intrusive_ptr<c10::TensorImpl> scaled{c10::intrusive_ptr<c10::TensorImpl>()};
-
-  bool is_scaled(const at::Tensor& grad) const {
-    return grad.defined() && scaled._unsafe_get_target() == grad.unsafeGetTensorImpl();
-  }
-  bool is_local(const at::Tensor& grad) const { return local._unsafe_get_target() == grad.unsafeGetTensorImpl(); }
+  SeenGrads seen{};
 };
 
 // This rank's share of a bucket's reduced gradient. Written where flights land, read after land().

@@ -195,7 +195,7 @@ bool BucketManager::has_changes() {
 void BucketManager::mark_scaled() {
   for (const auto& bucket : buckets_) {
     for (Slot& slot : bucket->slots) {
-      slot.scaled = slot.param.grad().getIntrusivePtr();
+      slot.seen.scaled.note(slot.param.grad());
     }
   }
 }
@@ -203,7 +203,7 @@ void BucketManager::mark_scaled() {
 bool BucketManager::has_scaled() const {
   for (const auto& bucket : buckets_) {
     for (const Slot& slot : bucket->slots) {
-      if (slot.is_scaled(slot.param.grad())) return true;
+      if (slot.seen.scaled.is(slot.param.grad())) return true;
     }
   }
   return false;
@@ -271,7 +271,7 @@ void BucketManager::zero(bool set_to_none) {
       const bool is_placeholder = grad.defined() && slot.placeholder.defined() && grad.is_same(slot.placeholder);
       if (set_to_none) {
         slot.held = slot.zeroed = false;
-        slot.local.reset();
+        slot.seen.local.forget();
         grad.reset();
       } else if (is_placeholder) {
         slot.zeroed = true;

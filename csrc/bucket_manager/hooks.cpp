@@ -76,7 +76,7 @@ void BucketManager::before_accumulate(Slot& slot) {
     slot.zeroed = false;
     grad.reset();
   } else {
-    slot.replace |= !slot.is_local(grad);
+    slot.replace |= !slot.seen.local.is(grad);
   }
 }
 
@@ -89,7 +89,7 @@ void BucketManager::after_accumulate(Bucket& bucket, Slot& slot) {
   const at::Tensor& grad = slot.param.grad();
   if (!grad.defined()) return;  // a hook of the user's took it away
   TORCH_CHECK(grad.layout() == at::kStrided, "zerox: ", refusal_of_sparse(slot));
-  slot.local = grad.getIntrusivePtr();
+  slot.seen.local.note(grad);
   note_producer(bucket);
   slot.unsent = !sync_;
   if (!sync_) return;

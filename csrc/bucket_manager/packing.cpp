@@ -44,14 +44,14 @@ at::Tensor BucketManager::take_gradient(Slot& slot, bool& present, bool& replace
   const bool is_placeholder = grad.defined() && grad.is_same(slot.placeholder);
   const bool is_real = grad.defined() && !is_placeholder;
   const bool discarded = slot.held && !grad.defined();
-  const bool by_hand = is_real && !slot.is_local(grad);
+  const bool by_hand = is_real && !slot.seen.local.is(grad);
   present = is_real || slot.zeroed;
   replace = slot.replace || discarded || by_hand || slot.zeroed;
   slot.held = grad.defined();
   slot.replace = false;
   slot.zeroed = false;
-  slot.local.reset();
-  if (replace) slot.scaled.reset();  // the placeholder is the same one again
+  slot.seen.local.forget();
+  if (replace) slot.seen.scaled.forget();  // the placeholder is the same one again
   if (!is_real) return {};
   at::Tensor taken = in_order_of(grad, slot.param);
   grad = slot.placeholder;
