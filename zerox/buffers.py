@@ -37,7 +37,8 @@ class FlatBuffer:
         """Copies the parameter's values to its place, and makes it a view of that."""
         param = self.params[slot]
         view = self.flat.as_strided(param.shape, self.strides[slot], self.layout.offsets[slot])
-        view.copy_(param)
+        shares = param.untyped_storage().data_ptr() == self.flat.untyped_storage().data_ptr()
+        view.copy_(param.clone() if shares else param)  # it may be the same memory in another order
         param.data = view
 
     def shard(self, rank: int) -> Tensor:
@@ -52,9 +53,6 @@ class FlatBuffer:
         param = self.params[slot]
         built = f"{tuple(self.shapes[slot])} of {self.flat.dtype} on {self.flat.device}"
         now = f"{tuple(param.shape)} of {param.dtype} on {param.device}"
-        if self.strides[slot] != dense_strides(param):  # state lies in the old order
-            built += f" with strides {self.strides[slot]}"
-            now += f" with strides {dense_strides(param)}"
         if built != now:
             raise RuntimeError(
                 f"parameter '{name}' is {now}, but was {built} when the optimizer was built; "

@@ -49,7 +49,7 @@ struct Slot {
   at::Tensor param;
   at::Tensor placeholder;  // undefined where gradients stay whole (ZeRO stage 1)
   int64_t offset;          // of its first element in the bucket
-  int64_t numel;
+  at::Tensor home;         // the view of the bucket's storage that the parameter was made: its order is the state's
 
   Hooks hooks;
 
@@ -59,6 +59,8 @@ struct Slot {
   bool zeroed = false;   // held, and zero_() was called on the placeholder
   bool unsent = false;   // whole gradients: autograd wrote p.grad inside no_sync(), and no flight took it yet
   SeenGrads seen{};
+
+  int64_t numel() const { return home.numel(); }
 };
 
 // This rank's share of a bucket's reduced gradient. Written where flights land, read after land().
@@ -87,7 +89,7 @@ struct Bucket {
 
   // Whether some of the slot's elements lie in this rank's shard. An empty parameter lies where its offset does.
   bool owns_part_of(const Slot& slot, int64_t rank) const {
-    const int64_t last = slot.numel == 0 ? slot.offset : slot.offset + slot.numel - 1;
+    const int64_t last = slot.numel() == 0 ? slot.offset : slot.offset + slot.numel() - 1;
     return slot.offset / shard_numel <= rank && rank <= last / shard_numel;
   }
   int64_t slice_numel() const { return shard_numel + trailer_numel; }

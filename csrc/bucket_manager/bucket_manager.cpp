@@ -47,7 +47,7 @@ int64_t BucketManager::add_bucket(BucketSpec spec) {
                              .param = slot.param,
                              .placeholder = slot.placeholder,
                              .offset = slot.offset,
-                             .numel = slot.param.numel(),
+                             .home = slot.param.detach(),
                              .hooks = {}});
     bucket->slots.back().unsent = options_.whole_grads && slot.param.grad().defined();
   }
@@ -65,11 +65,12 @@ void BucketManager::set_sync(bool sync) {
 std::vector<std::pair<int64_t, int64_t>> BucketManager::moved() const {
   std::vector<std::pair<int64_t, int64_t>> found;
   for (const auto& bucket : buckets_) {
-    const auto* base = static_cast<const char*>(bucket->flat.const_data_ptr());
-    const auto width = static_cast<int64_t>(bucket->flat.element_size());
     for (size_t slot = 0; slot < bucket->slots.size(); ++slot) {
-      const Slot& it = bucket->slots[slot];
-      if (it.numel > 0 && it.param.const_data_ptr() != base + it.offset * width) {
+      const at::Tensor& param = bucket->slots[slot].param;
+      const at::Tensor& home = bucket->slots[slot].home;
+      const bool same = param.sizes() == home.sizes() && param.strides() == home.strides() &&
+                        (home.numel() == 0 || param.const_data_ptr() == home.const_data_ptr());
+      if (!same) {
         found.emplace_back(bucket->index, static_cast<int64_t>(slot));
       }
     }
@@ -170,7 +171,7 @@ bool BucketManager::has_unsent() {
     for (const Slot& slot : bucket->slots) {
       const at::Tensor& grad = slot.param.grad();
       if (!grad.defined() || (slot.placeholder.defined() && grad.is_same(slot.placeholder))) continue;
-      if (grad.layout() != at::kStrided && pass_.failure.empty()) pass_.failure = refusal_of_sparse(slot);
+      if (pass_.failure.empty()) pass_.failure = refusal_of(slot, grad);
       found |= !options_.whole_grads || (slot.unsent && exchange_ != nullptr);
     }
   }
@@ -230,7 +231,7 @@ void BucketManager::exchange_changes() {
       const bool replaced = changes[at++] != 0;
       const bool zeroed = changes[at++] != 0;
       const int64_t start = std::max(slot.offset, first);
-      const int64_t stop = std::min(slot.offset + slot.numel, first + bucket->shard_numel);
+      const int64_t stop = std::min(slot.offset + slot.numel(), first + bucket->shard_numel);
       if (!bucket->owns_part_of(slot, rank())) continue;
       if (replaced && bucket->landed.holds) {
         bucket->landed.shard.narrow(0, start - first, stop - start).zero_();

@@ -88,7 +88,8 @@ void BucketManager::after_accumulate(Bucket& bucket, Slot& slot) {
   const std::lock_guard lock(mutex_);
   const at::Tensor& grad = slot.param.grad();
   if (!grad.defined()) return;  // a hook of the user's took it away
-  TORCH_CHECK(grad.layout() == at::kStrided, "zerox: ", refusal_of_sparse(slot));
+  const std::string refusal = refusal_of(slot, grad);
+  TORCH_CHECK(refusal.empty(), "zerox: ", refusal);
   slot.seen.local.note(grad);
   note_producer(bucket);
   slot.unsent = !sync_;

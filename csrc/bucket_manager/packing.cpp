@@ -14,9 +14,16 @@ at::Tensor to_table(const std::vector<int64_t>& numbers, int64_t columns) {
   return columns > 1 ? table.view({count / columns, columns}) : table;
 }
 
-std::string refusal_of_sparse(const Slot& slot) {
-  return "parameter '" + slot.name +
-         "' got a sparse gradient; only dense ones can be sharded (nn.Embedding: use sparse=False)";
+std::string refusal_of(const Slot& slot, const at::Tensor& grad) {
+  if (grad.layout() != at::kStrided) {
+    return "parameter '" + slot.name +
+           "' got a sparse gradient; only dense ones can be sharded (nn.Embedding: use sparse=False)";
+  }
+  if (grad.sizes() != slot.home.sizes()) {
+    return c10::str("parameter '", slot.name, "' has a gradient of shape ", grad.sizes(), ", but its shape was ",
+                    slot.home.sizes(), " when the optimizer was built; build the optimizer after such a change");
+  }
+  return {};
 }
 
 at::Tensor in_order_of(const at::Tensor& grad, const at::Tensor& param) {
@@ -29,8 +36,9 @@ at::Tensor in_order_of(const at::Tensor& grad, const at::Tensor& param) {
 // gradients are sharded a placeholder stays behind. See Note [Who holds a gradient].
 at::Tensor BucketManager::take_gradient(Slot& slot, bool& present, bool& replace) {
   at::Tensor& grad = slot.param.mutable_grad();
-  if (grad.defined() && grad.layout() != at::kStrided) {  // the round goes on without it, and the next settle() raises
-    pass_.failure = refusal_of_sparse(slot);
+  std::string refusal = grad.defined() ? refusal_of(slot, grad) : "";
+  if (!refusal.empty()) {  // the round goes on without it, and the next settle() raises
+    pass_.failure = std::move(refusal);
     present = replace = false;
     return {};
   }
@@ -39,7 +47,7 @@ at::Tensor BucketManager::take_gradient(Slot& slot, bool& present, bool& replace
     replace = false;
     slot.held = present;
     slot.unsent = false;
-    return present ? in_order_of(grad, slot.param) : at::Tensor();
+    return present ? in_order_of(grad, slot.home) : at::Tensor();
   }
   const bool is_placeholder = grad.defined() && grad.is_same(slot.placeholder);
   const bool is_real = grad.defined() && !is_placeholder;
@@ -53,7 +61,7 @@ at::Tensor BucketManager::take_gradient(Slot& slot, bool& present, bool& replace
   slot.seen.local.forget();
   if (replace) slot.seen.scaled.forget();  // the placeholder is the same one again
   if (!is_real) return {};
-  at::Tensor taken = in_order_of(grad, slot.param);
+  at::Tensor taken = in_order_of(grad, slot.home);
   grad = slot.placeholder;
   return taken;
 }
@@ -82,14 +90,14 @@ std::shared_ptr<Flight> BucketManager::make_flight(const std::shared_ptr<Bucket>
     at::Tensor source;
     if (!empty) source = take_gradient(slot, present, replace);
     const int64_t first_rank = slot.offset / shard_numel;
-    const int64_t last_rank = slot.numel == 0 ? first_rank : (slot.offset + slot.numel - 1) / shard_numel;
+    const int64_t last_rank = slot.numel() == 0 ? first_rank : (slot.offset + slot.numel() - 1) / shard_numel;
     for (int64_t rank = first_rank; rank <= last_rank; ++rank) {
       const int64_t flag = rank * slice_numel + shard_numel + 2 * segments_before[rank]++;
       if (present) flags.push_back(flag);
       if (replace) flags.push_back(flag + 1);
-      if (!source.defined() || slot.numel == 0) continue;
+      if (!source.defined() || slot.numel() == 0) continue;
       const int64_t start = std::max(slot.offset, rank * shard_numel);
-      const int64_t stop = std::min(slot.offset + slot.numel, (rank + 1) * shard_numel);
+      const int64_t stop = std::min(slot.offset + slot.numel(), (rank + 1) * shard_numel);
       pieces.insert(pieces.end(), {static_cast<int64_t>(flight->sources.size()), start - slot.offset,
                                    rank * slice_numel + start - rank * shard_numel, stop - start});
     }

@@ -13,7 +13,7 @@ namespace zx {
 namespace {
 
 at::Tensor shaped_like(const at::Tensor& flat, const Slot& slot) {
-  return flat.as_strided(slot.param.sizes(), slot.param.strides(), flat.storage_offset() + slot.offset);
+  return flat.as_strided(slot.home.sizes(), slot.home.strides(), flat.storage_offset() + slot.offset);
 }
 
 }  // namespace
@@ -69,14 +69,14 @@ at::Tensor BucketManager::take_local_shard(int64_t index) {
   auto* next_present = present.mutable_data_ptr<uint8_t>();
   for (const Slot& slot : bucket.slots) {
     const int64_t start = std::max(slot.offset, first);
-    const int64_t stop = std::min(slot.offset + slot.numel, first + bucket.shard_numel);
+    const int64_t stop = std::min(slot.offset + slot.numel(), first + bucket.shard_numel);
     if (!bucket.owns_part_of(slot, rank())) continue;
     const at::Tensor& grad = slot.param.grad();
     *next_present++ = grad.defined() ? 1 : 0;
     if (!grad.defined() || start >= stop) continue;
     pieces.insert(pieces.end(),
                   {static_cast<int64_t>(sources.size()), start - slot.offset, start - first, stop - start});
-    sources.push_back(in_order_of(grad, slot.param));
+    sources.push_back(in_order_of(grad, slot.home));
   }
   bucket.landed.present.copy_(present, /*non_blocking=*/true);
   at::Tensor packed = at::empty({bucket.shard_numel}, bucket.slots.front().param.options().requires_grad(false));

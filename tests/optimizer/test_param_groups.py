@@ -65,12 +65,3 @@ def test_inner_no_sync_does_not_end_the_outer_one() -> None:
             optimizer.step()
     optimizer.step()
     assert optimizer._grads.manager.num_launched > 0
-
-
-def test_a_parameter_of_other_strides_is_refused() -> None:
-    conv = nn.Parameter(torch.randn(8, 4, 3, 3))
-    optimizer = FusedShardedAdam([conv])
-    conv.data = conv.data.to(memory_format=torch.channels_last)
-    conv.grad = torch.ones_like(conv)
-    with pytest.raises(RuntimeError, match="strides"):
-        optimizer.step()
