@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -92,7 +93,7 @@ def train(
 
 
 def mean_over_ranks(grad: Tensor | None, like: Tensor, world_size: int) -> Tensor | None:
-    """The contract's mean: summed in rank order in fp32 (fp64 for fp64), divided once, rounded once. On the CPU."""
+    """The contract's mean of what each rank gives, on the CPU."""
     if world_size == 1:
         return grad
     has = torch.tensor([grad is not None])
@@ -103,11 +104,22 @@ def mean_over_ranks(grad: Tensor | None, like: Tensor, world_size: int) -> Tenso
     mine = (torch.zeros_like(like) if grad is None else grad.contiguous()).cpu()
     parts = [torch.empty_like(mine) for _ in range(world_size)]
     dist.all_gather(parts, mine)
+    return mean_in_rank_order(parts, like)
+
+
+def mean_in_rank_order(parts: Sequence[Tensor | None], like: Tensor) -> Tensor | None:
+    """The contract's mean: summed in rank order in fp32 (fp64 for fp64), divided once, rounded once.
+
+    Of gradients on some ranks only the others count as zero; of none at all there is no mean.
+    """
+    if all(part is None for part in parts):
+        return None
     wide = torch.float64 if like.dtype is torch.float64 else torch.float32
-    total = parts[0].to(wide)
-    for part in parts[1:]:
+    first, *others = [torch.zeros_like(like) if part is None else part for part in parts]
+    total = first.to(wide)
+    for part in others:
         total = total + part.to(wide)
-    return (total / world_size).to(like.dtype).to(like.device)
+    return (total / len(parts)).to(like.dtype).to(like.device)
 
 
 def own_part(param: Tensor, state: Tensor, start: int) -> Tensor:
