@@ -10,6 +10,8 @@ import torch
 
 from zerox.bucket import MASTER_DTYPES, moment_dtype
 from zerox.options import Options, check_params, named_tensors
+from zerox.plan.layout import Layout
+from zerox.plan.peak import Flow, peak_alone, peak_of_sharded, peak_of_whole
 from zerox.plan.stage import SHARDED
 
 
@@ -18,8 +20,13 @@ class MemoryBytes:
     """Bytes on one rank.
 
     ``parameters``, ``gradients``, ``master`` and ``moments`` stay from step to step (gradients until zero_grad).
-    ``exchange`` is the most that buffers of buckets on their way take, ``local_gradients`` the most that gradients
-    take which have not left yet: all of them if the wire stalls, typically those of one or two buckets.
+    ``exchange`` is the most that buffers of buckets on their way take. ``local_gradients`` is the most that gradients
+    take which have not left yet: all of them if the wire stalls, inside ``no_sync()``, or in stage 1;
+    ``typical_local_gradients`` what they take where the wire keeps up with backward: in stage 2 those of one bucket.
+
+    ``peak`` is the most at one time if the wire stalls, ``typical_peak`` if it keeps up, both from ``zero_grad()``
+    through one backward to the end of ``step()``, without the model's activations. They are less than the sum of the
+    maxima above, which don't fall together; over nccl, where streams decide when memory is free, ``peak`` is that sum.
     """
 
     parameters: int
@@ -28,6 +35,9 @@ class MemoryBytes:
     moments: int
     exchange: int = 0
     local_gradients: int = 0
+    typical_local_gradients: int = 0
+    peak: int = 0
+    typical_peak: int = 0
 
     @property
     def lasting(self) -> int:
@@ -52,26 +62,56 @@ def estimate(
     check_params([name for name, _, _ in trained], tensors)
     chosen.check_dtypes(tensor.dtype for tensor in tensors)
 
-    frozen = sum(tensor.nbytes for _, tensor, _ in everything if not tensor.requires_grad)
-    parameters, gradients, master, moments, exchange = frozen, 0, 0, 0, 0
+    parameters = sum(tensor.nbytes for _, tensor, _ in everything if not tensor.requires_grad)
+    master, moments = 0, 0
+    flows = []
     for plan in chosen.plan([name for name, _, _ in trained], tensors, backend, world_size):
         layout, dtype = plan.layout, tensors[plan.params[0]].dtype
-        wire = chosen.wire_dtype(dtype)
         parameters += layout.numel * dtype.itemsize
-        if chosen.placements.grads is SHARDED:
-            gradients += (layout.shard_numel if world_size > 1 else layout.numel + layout.trailer_numel) * wire.itemsize
-        else:
-            whole_numel = layout.numel if world_size > 1 else sum(layout.numels)
-            gradients += whole_numel * dtype.itemsize + (layout.shard_numel * wire.itemsize if wire != dtype else 0)
         kind = chosen.master_kind(dtype)
         master += layout.shard_numel * MASTER_DTYPES[kind].itemsize if kind else 0
         has_third = any(trained[index][2].get("amsgrad", amsgrad) for index in plan.params)
         moments += (3 if has_third else 2) * layout.shard_numel * moment_dtype(dtype).itemsize
-        # What is sent, and room for what comes: a slice from each other rank where they come one by one, else the sum.
-        slices = world_size + (world_size - 1 if backend == "gloo" else 1) if world_size > 1 else 0
-        exchange = max(exchange, slices * (layout.shard_numel + layout.trailer_numel) * wire.itemsize)
-    local = sum(tensor.nbytes for tensor in tensors)
-    return MemoryBytes(parameters, gradients, master, moments, 2 * exchange, local)
+        flows.append(_flow(layout, dtype, chosen.wire_dtype(dtype), backend))
+
+    sharded = chosen.placements.grads is SHARDED
+    local = [flow.local for flow in flows]
+    buffers = [flow.flat + flow.received for flow in flows] if world_size > 1 else []
+    made = MemoryBytes(
+        parameters=parameters,
+        gradients=sum(flow.shard if sharded else flow.whole + flow.kept for flow in flows),
+        master=master,
+        moments=moments,
+        exchange=2 * max(buffers, default=0),
+        local_gradients=sum(local),
+        typical_local_gradients=max(local, default=0) if sharded else sum(local),
+    )
+    peaks = [_peak(flows, world_size, sharded, stalled) for stalled in (True, False)]
+    peak, typical = (parameters + master + moments + each for each in peaks)
+    if backend == "nccl" and world_size > 1:
+        peak = made.lasting + made.exchange + made.local_gradients
+    return dataclasses.replace(made, peak=peak, typical_peak=typical)
+
+
+def _flow(layout: Layout, dtype: torch.dtype, wire: torch.dtype, backend: str) -> Flow:
+    alone = layout.world_size == 1
+    slice_bytes = (layout.shard_numel + layout.trailer_numel) * wire.itemsize
+    shard = layout.shard_numel * wire.itemsize
+    return Flow(
+        local=sum(layout.numels) * dtype.itemsize,
+        flat=layout.world_size * slice_bytes,
+        # Room for what comes: a slice from each other rank where they come one by one, else the sum.
+        received=0 if alone else (layout.world_size - 1 if backend == "gloo" else 1) * slice_bytes,
+        shard=slice_bytes if alone else shard,  # alone, what is packed is the mean
+        whole=(sum(layout.numels) if alone else layout.numel) * dtype.itemsize,
+        kept=shard if wire != dtype else 0,
+    )
+
+
+def _peak(flows: list[Flow], world_size: int, sharded: bool, stalled: bool) -> int:
+    if world_size == 1:
+        return peak_alone(flows, sharded)
+    return peak_of_sharded(flows, stalled) if sharded else peak_of_whole(flows, stalled)
 
 
 def measured_bytes(tensors: list[torch.Tensor | None]) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import hashlib
 import os
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -141,15 +142,39 @@ def _backend(group: dist.ProcessGroup, device: torch.device) -> str:
 
 
 def _same_ranks(group: dist.ProcessGroup, backend: str) -> dist.ProcessGroup:
+    if backend == "gloo":
+        return _gloo(group)
     made = dist.new_group(
         dist.get_process_group_ranks(group),
         timeout=_timeout(group, backend),
         backend=backend,
-        pg_options=_high_priority(group) if backend == "nccl" else None,
+        pg_options=_high_priority(group),
         use_local_synchronization=True,
         group_desc="zerox",
     )
     assert isinstance(made, dist.ProcessGroup)
+    return made
+
+
+_num_made: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
+
+
+def _gloo(group: dist.ProcessGroup) -> dist.ProcessGroup:
+    """A gloo group over the ranks of ``group`` that torch keeps no list of: it ends with the last who uses it.
+
+    What dist.new_group() makes keeps its threads and sockets until all groups are destroyed; destroying it earlier
+    would change the names of those that follow, at other moments on other ranks.
+    """
+    number = _num_made.get(group, 0)
+    rank, size = group.rank(), group.size()
+    store = dist.distributed_c10d.PrefixStore(f"zerox/{number}", dist.distributed_c10d._world.pg_map[group][1])
+    timeout = _timeout(group, "gloo")
+    limited = {} if timeout is None else {"timeout": timeout}
+    backend = dist.ProcessGroupGloo(store, rank, size, **limited)
+    made = dist.ProcessGroup(store, rank, size)
+    made._register_backend(CPU, dist.ProcessGroup.BackendType.GLOO, backend)
+    made._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
+    _num_made[group] = number + 1
     return made
 
 

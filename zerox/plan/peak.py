@@ -1,0 +1,77 @@
+"""How much memory gradients and their buffers take at the worst moment of a step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+
+@dataclass(frozen=True)
+class Flow:
+    """Bytes of what one bucket's gradients turn into on one rank.
+
+    ``local`` ones are packed into ``flat`` and sent, what comes is ``received``, and their mean is the ``shard``. Where
+    gradients stay whole (stage 1), ``whole`` means are gathered from it, and ``kept`` bytes of it stay.
+    """
+
+    local: int
+    flat: int
+    received: int
+    shard: int
+    whole: int = 0
+    kept: int = 0
+
+
+def peak_of_sharded(flows: Sequence[Flow], stalled: bool) -> int:
+    """Stage 2: local gradients go as their bucket is packed.
+
+    ``flows`` in launch order. ``stalled``: all gradients are there before the first bucket lands, and a bucket may land
+    while the next one is packed; else each lands before the next one's gradients are there.
+    """
+    waiting = [*accumulate((flow.local for flow in reversed(flows)), initial=0)][::-1]
+    most = landed = 0
+    for index, flow in enumerate(flows):
+        later = waiting[index + 1] if stalled else 0
+        most = max(most, landed + flow.flat + flow.local + later)
+        if stalled and index + 1 < len(flows):
+            following = flows[index + 1]
+            later = following.flat + max(following.local, following.received) + waiting[index + 2]
+        most = max(most, landed + flow.flat + flow.received + flow.shard + later)
+        landed += flow.shard
+    return most
+
+
+def peak_of_whole(flows: Sequence[Flow], stalled: bool) -> int:
+    """Stage 1: the same, but local gradients stay until all the means are there."""
+    local = sum(flow.local for flow in flows)
+    buffers = [flow.flat + flow.received for flow in flows]
+    if stalled:
+        buffers = [first + second for first, second in zip(buffers, [*buffers[1:], 0], strict=True)]
+    most = landed = 0
+    for flow, in_use in zip(flows, buffers, strict=True):
+        landed += flow.shard
+        most = max(most, local + landed + in_use)
+    gathered = 0
+    for flow in flows:
+        gathered += flow.whole
+        most = max(most, local + gathered + landed)
+        landed -= flow.shard - flow.kept
+    return most
+
+
+def peak_alone(flows: Sequence[Flow], sharded: bool) -> int:
+    """One rank: what is packed is the mean, at once; where gradients stay whole step() packs them, one at a time."""
+    local = sum(flow.local for flow in flows)
+    if not sharded:  # one bucket's is packed before the last one's is freed
+        packed = [flow.flat for flow in flows]
+        kept = sum(flow.kept for flow in flows)
+        return (
+            local + kept + max((first + second for first, second in zip(packed, [0, *packed], strict=False)), default=0)
+        )
+    most = landed = 0
+    for flow in flows:
+        most = max(most, landed + local + flow.flat)
+        landed += flow.flat
+        local -= flow.local
+    return most
