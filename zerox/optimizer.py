@@ -21,7 +21,7 @@ from zerox.options import Options, check_params
 from zerox.params import ParamGather
 from zerox.ranks import Ranks, find_ranks
 from zerox.rules import adam
-from zerox.state_dict import fill_state, keep_state_away
+from zerox.state_dict import check_state, fill_state, groups_with_defaults, state_uncast
 
 
 class FusedShardedAdam(torch.optim.Optimizer):
@@ -78,7 +78,7 @@ class FusedShardedAdam(torch.optim.Optimizer):
             params,
             {
                 "lr": lr,
-                "betas": betas,
+                "betas": adam.betas_of_one_kind(betas),
                 "eps": eps,
                 "weight_decay": weight_decay,
                 "amsgrad": amsgrad,
@@ -115,6 +115,7 @@ class FusedShardedAdam(torch.optim.Optimizer):
         if not capturing:
             self._settle(Place.STEP)
             self._grad_scale.check()
+        self._start_amsgrad(capturing)
         options = self._table.refresh(self.param_groups, capturing)
         for index, bucket in enumerate(self._buckets):
             grad = self._grads.shard(index)
@@ -131,7 +132,8 @@ class FusedShardedAdam(torch.optim.Optimizer):
 
         Local, but in stage 1 after a backward that raised it tells the other ranks, who wait at the end of theirs.
         """
-        self._grads.zero(set_to_none)
+        with torch.autograd.profiler.record_function(self._zero_grad_profile_name):
+            self._grads.zero(set_to_none)
         self._grad_scale.reset()
         for member in self._frozen:
             if member.param.grad is not None:
@@ -210,7 +212,7 @@ class FusedShardedAdam(torch.optim.Optimizer):
                 known = [m for bucket in self._buckets for m in bucket.members] + self._frozen
                 check_params([m.name for m in known + members], [m.param for m in known + members])
                 self._adopt(members)
-        except ValueError:
+        except Exception:
             self.param_groups.pop()
             raise
 
@@ -242,12 +244,18 @@ class FusedShardedAdam(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Takes what this rank's ``state_dict()`` gave, in place and without rounding.
 
-        Raises ValueError for groups or sizes that don't fit; another rank's share of the same sizes is not noticed.
+        As torch: state of a parameter that isn't given starts anew. Raises ValueError, with nothing changed, for groups
+        or sizes that don't fit; another rank's share of the same sizes is not noticed.
         """
-        with keep_state_away(self) as taken:
+        with state_uncast(self):
             super().load_state_dict(state_dict)
-        self._publish_state()
-        fill_state([self.state.get(param) for group in self.param_groups for param in group["params"]], taken)
+
+    def __setstate__(self, loaded: dict[str, Any]) -> None:
+        """What torch's load_state_dict() calls between its own checks and the post-hooks."""
+        check_state(self._buckets, self._frozen, loaded["state"])
+        self.param_groups = groups_with_defaults(loaded["param_groups"], self.defaults)
+        self._start_amsgrad()
+        fill_state(self._buckets, loaded["state"])
 
     def __getstate__(self) -> dict[str, Any]:
         raise TypeError(
@@ -340,6 +348,11 @@ class FusedShardedAdam(torch.optim.Optimizer):
                 continue
             words = self._grads.words(index) if p == 2.0 else None
             yield shard_words(shard, bucket.segments, p) if words is None else words
+
+    def _start_amsgrad(self, capturing: bool = False) -> None:
+        """A group's amsgrad may be turned on later: torch makes its state at the next step too."""
+        if adam.start_amsgrad(self._buckets, self.param_groups, capturing):
+            self._publish_state()
 
     def _publish_state(self) -> None:
         """Puts views of this rank's state where torch keeps it."""

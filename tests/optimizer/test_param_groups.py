@@ -40,19 +40,6 @@ def test_a_group_may_be_added_between_backward_and_step(stage: int, world_size: 
     run_ranks(add_between_backward_and_step, world_size, stage)
 
 
-@pytest.mark.parametrize("wrong", [{"lr": -1.0}, {"params": [nn.Parameter(torch.ones(2, dtype=torch.complex64))]}])
-def test_a_refused_group_is_not_added(wrong: dict) -> None:
-    first, second = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
-    optimizer = FusedShardedAdam([first])
-    with pytest.raises(ValueError, match=r"learning rate|complex64"):
-        optimizer.add_param_group({"params": [second]} | wrong)
-    assert len(optimizer.param_groups) == 1
-    optimizer.add_param_group({"params": [second]})
-    second.grad = torch.ones(2)
-    optimizer.step()
-    assert not torch.equal(second, torch.ones(2))
-
-
 def test_inner_no_sync_does_not_end_the_outer_one() -> None:
     model = make_model()
     optimizer = FusedShardedAdam(model.parameters())

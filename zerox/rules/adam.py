@@ -20,11 +20,22 @@ def check_hyper_parameters(lr: Any, betas: Any, eps: Any, weight_decay: Any) -> 
         raise ValueError(f"Invalid learning rate: {lr}")
     if not eps >= 0.0:
         raise ValueError(f"Invalid epsilon value: {eps}")
-    for index, beta in enumerate(betas):
+    for index in (0, 1):
+        beta = betas[index]
+        if isinstance(beta, Tensor) and beta.numel() != 1:
+            raise ValueError(f"Tensor betas[{index}] must be 1-element")
         if not 0.0 <= float(beta) < 1.0:
             raise ValueError(f"Invalid beta parameter at index {index}: {beta}")
     if not weight_decay >= 0.0:
         raise ValueError(f"Invalid weight_decay value: {weight_decay}")
+
+
+def betas_of_one_kind(betas: Any) -> tuple[Any, ...]:
+    """As torch.optim.AdamW keeps them: two floats, or two tensors without dimensions. ValueError for a mixture."""
+    kinds = [Tensor if isinstance(beta, Tensor) else float for beta in betas]
+    if len(set(kinds)) != 1 or not all(isinstance(beta, kinds[0]) for beta in betas):
+        raise ValueError("betas must be either both floats or both Tensors")
+    return tuple(beta.reshape(()) if isinstance(beta, Tensor) else beta for beta in betas)
 
 
 class OptionsTable:
@@ -85,6 +96,18 @@ def _row(group: dict[str, Any]) -> list[float]:
         float(group["decoupled_weight_decay"]),
         float(group["amsgrad"]),
     ]
+
+
+def start_amsgrad(buckets: Sequence[Bucket], groups: Sequence[dict[str, Any]], capturing: bool = False) -> bool:
+    """Gives buckets of groups with amsgrad their third moment, all zero; returns whether one had none yet."""
+    if not any(group["amsgrad"] for group in groups):
+        return False
+    without = [b for b in buckets if b.max_exp_avg_sq is None and any(groups[m.group]["amsgrad"] for m in b.members)]
+    if without and capturing:  # each replay would set it to zero
+        raise RuntimeError("amsgrad was turned on: call step() once before capturing it")
+    for bucket in without:
+        bucket.max_exp_avg_sq = torch.zeros_like(bucket.exp_avg_sq)
+    return bool(without)
 
 
 def update(bucket: Bucket, grad: Tensor, present: Tensor, options: Tensor, grad_scale: Tensor | None) -> None:
