@@ -12,6 +12,18 @@ from torch import Tensor, nn
 
 from zerox import FusedShardedAdam
 
+# Every kind of state and master there is: the parameters' dtype, and options.
+KINDS: dict[str, tuple[torch.dtype, dict[str, Any]]] = {
+    "fp32": (torch.float32, {}),
+    "amsgrad": (torch.float32, {"amsgrad": True}),
+    "fp64": (torch.float64, {}),
+    "bf16 remainder": (torch.bfloat16, {"master_weights": "remainder"}),
+    "bf16 fp32": (torch.bfloat16, {"master_weights": "fp32"}),
+    "bf16 no master": (torch.bfloat16, {"master_weights": None}),
+    "fp16 fp32": (torch.float16, {"master_weights": "fp32"}),
+    "fp16 no master": (torch.float16, {"master_weights": None}),
+}
+
 
 class Mixed(nn.Module):
     """Small and large parameters, a scalar, a tied matrix, and a branch that some batches don't take."""

@@ -9,74 +9,21 @@ import pytest
 import torch
 from torch import nn
 
-from tests.optimizer.models import backward, batch, make_model, mean_over_ranks, memory_order
+from tests.optimizer.models import batch, make_model, mean_over_ranks
 from tests.ranks import run_ranks
 from zerox import FusedShardedAdam
-from zerox.bucket import REMAINDER
 
 
-def join(param: torch.Tensor, remainder: torch.Tensor) -> torch.Tensor:
-    """The fp32 master of bf16 parameters and what rounding half away lost, in plain integers."""
-    high = param.view(torch.int16).to(torch.int32) - (remainder < 0).to(torch.int32)
-    return ((high << 16) | (remainder.to(torch.int32) & 0xFFFF)).view(torch.float32)
+def kinds_kept(dtype: torch.dtype) -> list[str]:
+    param = nn.Parameter(torch.ones(300, dtype=dtype))
+    return sorted(FusedShardedAdam([param]).state[param])
 
 
-def half_away(master: torch.Tensor) -> torch.Tensor:
-    return ((master.view(torch.int32) + 0x8000) >> 16).to(torch.int16).view(torch.bfloat16)
-
-
-def masters_of(optimizer: FusedShardedAdam) -> list[tuple[torch.Tensor, slice, torch.Tensor]]:
-    """(parameter, range of its elements, their masters) for what this rank owns."""
-    found = []
-    for bucket in optimizer._buckets:
-        for segment in bucket.own_segments:
-            span = slice(segment.span.start, segment.span.stop)
-            values = bucket.param_shard[span]
-            master = bucket.master[span]
-            exact = join(values, master) if bucket.master_kind == REMAINDER else master.clone()
-            place = slice(segment.param_start, segment.param_start + segment.span.numel)
-            found.append((bucket.members[segment.slot].param, place, exact))
-    return found
-
-
-def follow_masters(rank: int, world_size: int, dtype: torch.dtype, kind: str, stage: int) -> None:
-    model, twin = make_model(dtype), make_model(dtype)
-    options = {"master_weights": kind, "stage": stage, "bucket_cap_mb": 0.03}
-    optimizer = FusedShardedAdam(model.parameters(), lr=1e-2, **options)
-    shadows: dict[tuple[torch.Tensor, int], nn.Parameter] = {
-        (param, place.start): nn.Parameter(exact) for param, place, exact in masters_of(optimizer)
-    }
-    reference = torch.optim.AdamW(shadows.values(), lr=1e-2, foreach=False)
-    for step in range(4):
-        twin.load_state_dict(model.state_dict())
-        twin.zero_grad()
-        backward(twin, batch(rank, step, dtype=dtype))
-        backward(model, batch(rank, step, dtype=dtype))
-        pairs = zip(model.parameters(), twin.parameters(), strict=True)
-        means = {param: mean_over_ranks(other.grad, param, world_size) for param, other in pairs}
-        for (param, start), shadow in shadows.items():
-            mean = means[param]
-            shadow.grad = None if mean is None else memory_order(mean)[start : start + shadow.numel()].float()
-        optimizer.step()
-        reference.step()
-        optimizer.zero_grad()
-        for param, place, exact in masters_of(optimizer):
-            shadow = shadows[param, place.start]
-            torch.testing.assert_close(exact, shadow.detach(), rtol=1e-6, atol=1e-8)
-            rounded = half_away(exact) if kind == REMAINDER else exact.to(dtype)
-            assert torch.equal(memory_order(param)[place], rounded), "a parameter is its master, rounded"
-            shadow.data.copy_(exact)
-
-
-@pytest.mark.parametrize("stage", [1, 2])
-@pytest.mark.parametrize(
-    ("dtype", "kind"),
-    [(torch.bfloat16, "remainder"), (torch.bfloat16, "fp32"), (torch.float16, "fp32"), (torch.bfloat16, "auto")],
-    ids=str,
-)
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_masters_are_updated_as_fp32_parameters(world_size: int, dtype: torch.dtype, kind: str, stage: int) -> None:
-    run_ranks(follow_masters, world_size, dtype, REMAINDER if kind == "auto" else kind, stage)
+def test_the_default_master_is_the_remainder_for_bf16_fp32_for_fp16_and_none_for_others() -> None:
+    plain = ["exp_avg", "exp_avg_sq", "step"]
+    assert kinds_kept(torch.bfloat16) == sorted([*plain, "remainder"])
+    assert kinds_kept(torch.float16) == sorted([*plain, "master"])
+    assert kinds_kept(torch.float32) == kinds_kept(torch.float64) == plain
 
 
 class Several(nn.Module):

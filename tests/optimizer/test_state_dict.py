@@ -12,20 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from tests.bucket_manager.rig import same_bits
-from tests.optimizer.models import backward, batch, make_model
+from tests.optimizer.models import KINDS, backward, batch, make_model
 from tests.ranks import run_ranks
 from zerox import FusedShardedAdam
-
-# Every kind of state there is: the parameters' dtype, and options.
-KINDS: dict[str, tuple[torch.dtype, dict[str, Any]]] = {
-    "fp32": (torch.float32, {}),
-    "amsgrad": (torch.float32, {"amsgrad": True}),
-    "fp64": (torch.float64, {}),
-    "bf16 remainder": (torch.bfloat16, {"master_weights": "remainder"}),
-    "bf16 fp32": (torch.bfloat16, {"master_weights": "fp32"}),
-    "bf16 no master": (torch.bfloat16, {"master_weights": None}),
-    "fp16 fp32": (torch.float16, {}),
-}
 
 
 def in_memory(state_dict: Any) -> Any:

@@ -87,6 +87,41 @@ def test_absent_frozen_and_unfrozen_parameters_are_treated_as_torch_does(stage: 
     )
 
 
+@pytest.mark.parametrize("stage", [1, 2])
+def test_zero_grad_reaches_frozen_parameters_too(stage: int) -> None:
+    """One that was never trained, and one that is frozen with its gradient in place."""
+    model, ours, _, _ = pair(stage=stage)
+    model.requires_grad_(False)
+    never = nn.Parameter(torch.ones(3), requires_grad=False)
+    ours.add_param_group({"params": [never]})
+    for set_to_none in (False, True):
+        for param in (never, model.gain):
+            param.grad = torch.ones_like(param)
+        ours.zero_grad(set_to_none)
+        assert all((p.grad is None) if set_to_none else not p.grad.any() for p in (never, model.gain))
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_amsgrad_may_be_turned_on_later(stage: int) -> None:
+    """Before the first step as in torch. Later torch has a KeyError; here the maximum starts then."""
+    model, ours, twin, theirs = pair(stage=stage)
+    for step in range(4):
+        for each, optimizer in ((model, ours), (twin, theirs)):
+            optimizer.param_groups[0]["amsgrad"] = True
+            backward(each, batch(0, step) * (100.0 if step == 0 else 1.0))
+            optimizer.step()
+            optimizer.zero_grad()
+        assert_close(model, twin)
+    later = FusedShardedAdam([nn.Parameter(torch.ones(300))], stage=stage)
+    (param,) = later.param_groups[0]["params"]
+    for step in range(2):
+        later.param_groups[0]["amsgrad"] = step == 1
+        param.grad = torch.full((300,), 2.0)
+        later.step()
+    state = later.state[param]
+    assert torch.equal(state["max_exp_avg_sq"], state["exp_avg_sq"])
+
+
 def unfreeze_later(rank: int, world_size: int, stage: int) -> list[torch.Tensor]:
     model, twin = make_model(), make_model()
     for each in (model, twin):
