@@ -85,8 +85,11 @@ def train(
     hold: bool = False,
     device: str = "cpu",
     **options: Any,
-) -> tuple[list[Tensor], list[dict[str, Tensor]], list[float]]:
-    """Trains :class:`Mixed`; returns its parameters, this rank's state and the norms, on the CPU."""
+) -> tuple[list[Tensor], dict[tuple[str, int], dict[str, Tensor]], list[float]]:
+    """Trains :class:`Mixed`; returns its parameters, this rank's state and the norms, on the CPU.
+
+    State is by parameter and its first element that this rank owns, 1-D in memory order.
+    """
     model = make_model(dtype).to(device)
     optimizer = FusedShardedAdam(model.named_parameters(), lr=1e-2, **options)
     optimizer._grads.manager.hold_flights(hold)
@@ -100,7 +103,13 @@ def train(
             norms.append(float(optimizer.clip_grad_norm_(clip)))
         optimizer.step()
         optimizer.zero_grad()
-    state = [{key: value.to("cpu", copy=True) for key, value in each.items()} for each in optimizer.state.values()]
+    state = {
+        (bucket.members[segment.slot].name, segment.param_start): {
+            key: memory_order(each).to("cpu", copy=True) for key, each in own.items()
+        }
+        for bucket in optimizer._buckets
+        for segment, (_, own) in zip(bucket.own_segments, bucket.state_of_own(), strict=True)
+    }
     return [p.detach().to("cpu", copy=True) for p in model.parameters()], state, norms
 
 
