@@ -206,27 +206,6 @@ def test_gradients_assigned_by_hand_may_have_any_strides() -> None:
     run_ranks(assign_awkward_layouts, 2)
 
 
-def two_optimizers(rank: int, world_size: int, stage: int) -> None:
-    model, plain = Chain(4), Chain(4)
-    params, others = list(model.parameters()), list(plain.parameters())
-    halves = [FusedShardedAdam(half, lr=1e-2, stage=stage) for half in (params[:4], params[4:])]
-    reference = torch.optim.AdamW(others, lr=1e-2, foreach=False)
-    for seed in range(3):
-        model(input_of(rank, seed)).square().mean().backward()
-        for r in range(world_size):
-            (plain(input_of(r, seed)).square().mean() / world_size).backward()
-        for optimizer in (*halves, reference):
-            optimizer.step()
-            optimizer.zero_grad()
-    for ours, theirs in zip(params, others, strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.parametrize("stage", [1, 2])
-def test_two_optimizers_may_own_disjoint_parameters_of_a_model(stage: int) -> None:
-    run_ranks(two_optimizers, 2, stage)
-
-
 def assign_then_backward(rank: int, world_size: int) -> None:
     case = Case(rank, world_size)
     case.backward(0)

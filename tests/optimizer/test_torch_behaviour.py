@@ -206,24 +206,3 @@ def test_a_value_written_into_a_16_bit_parameter_replaces_its_fp32_master() -> N
     ours.step()
     assert torch.equal(ours.state[param]["master"][:20], torch.full((20,), 2.0))
     assert torch.equal(ours.state[param]["master"][20:], master[20:])
-
-
-def two_optimizers(rank: int, world_size: int) -> list[torch.Tensor]:
-    def run(split: bool) -> list[torch.Tensor]:
-        model = make_model()
-        params = list(model.parameters())
-        parts = [params[::2], params[1::2]] if split else [params]
-        optimizers = [FusedShardedAdam(part, lr=1e-2, bucket_cap_mb=0.02) for part in parts]
-        for step in range(3):
-            backward(model, batch(rank, step))
-            for optimizer in optimizers:
-                optimizer.step()
-                optimizer.zero_grad()
-        return [p.detach() for p in params]
-
-    assert all(torch.equal(p, q) for p, q in zip(run(True), run(False), strict=True))
-    return []
-
-
-def test_two_optimizers_share_one_model() -> None:
-    run_ranks(two_optimizers, 2)
