@@ -219,9 +219,7 @@ class FusedShardedAdam(torch.optim.Optimizer):
     def broadcast_buffers(self, model: torch.nn.Module) -> None:
         """Gives every rank rank 0's values of the model's buffers. Collective."""
         for buffer in model.buffers():
-            values = buffer.detach().contiguous()
-            self._all_ranks.broadcast(values)
-            buffer.detach().copy_(values)
+            self._all_ranks.broadcast_values(buffer)
 
     def memory_bytes(self) -> MemoryBytes:
         """Bytes of the storages that this rank holds, by category, once what is on its way has landed.
@@ -297,6 +295,9 @@ class FusedShardedAdam(torch.optim.Optimizer):
         adopted = {id(m.param) for m in trained}
         watched = [*getattr(self, "_frozen", []), *members]
         self._frozen = list({id(m.param): m for m in watched if id(m.param) not in adopted}.values())
+        for member in members:
+            if not member.param.requires_grad:
+                ranks.broadcast_values(member.param)
         plans = self._options.plan([m.name for m in trained], [m.param for m in trained], ranks.backend, ranks.size)
         for plan in plans:
             inside = [trained[i] for i in plan.params]

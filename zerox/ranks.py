@@ -64,6 +64,12 @@ class Ranks:
             group.broadcast(sent, 0).wait()
             values.copy_(sent)
 
+    def broadcast_values(self, tensor: Tensor) -> None:
+        """From rank 0 into a tensor of any dtype and strides: as bytes, since backends don't know all dtypes."""
+        values = tensor.detach().contiguous()
+        self.broadcast(values.reshape(-1).view(torch.uint8))
+        tensor.detach().copy_(values)
+
     def all_gather_text(self, text: str) -> list[str]:
         """Every rank's text, by rank."""
         if self.control is None:

@@ -28,21 +28,33 @@ def assert_close(model: nn.Module, twin: nn.Module) -> None:
         torch.testing.assert_close(p, q, msg=lambda text, name=name: f"{name}: {text}", rtol=1e-5, atol=1e-6)
 
 
-def test_a_closure_runs_forward_backward_and_clip_inside_step() -> None:
-    model, ours, twin, theirs = pair()
+def closures(rank: int, world_size: int, stage: int) -> None:
+    """As Lightning does it: forward, backward and clip run inside step(), which is without gradients but for them."""
+    model, ours, twin, theirs = pair(stage=stage)
     for step in range(3):
 
         def run(each: nn.Module, optimizer: Any, clip: Any, step: int = step) -> torch.Tensor:
             optimizer.zero_grad()
-            loss = each(batch(0, step)).square().mean()
+            loss = each(batch(rank, step)).square().mean()
             loss.backward()
             clip()
             return loss
 
+        def clip_the_mean() -> None:
+            for param in twin.parameters():
+                param.grad = mean_over_ranks(param.grad, param, world_size)
+            nn.utils.clip_grad_norm_(twin.parameters(), 0.1)
+
         ours_loss = ours.step(lambda: run(model, ours, lambda: ours.clip_grad_norm_(0.1)))
-        their_loss = theirs.step(lambda: run(twin, theirs, lambda: nn.utils.clip_grad_norm_(twin.parameters(), 0.1)))
+        their_loss = theirs.step(lambda: run(twin, theirs, clip_the_mean))
         torch.testing.assert_close(ours_loss, their_loss)
-    assert_close(model, twin)
+        assert ours_loss.requires_grad
+        assert_close(model, twin)
+
+
+@pytest.mark.parametrize(("world_size", "stage"), [(1, 1), (1, 2), (2, 1), (3, 2)])
+def test_a_closure_runs_forward_backward_and_clip_inside_step(world_size: int, stage: int) -> None:
+    run_ranks(closures, world_size, stage)
 
 
 @pytest.mark.parametrize("stage", [1, 2])
