@@ -47,7 +47,7 @@ def peak_of_whole(flows: Sequence[Flow], stalled: bool) -> int:
     local = sum(flow.local for flow in flows)
     buffers = [flow.flat + flow.received for flow in flows]
     if stalled:
-        buffers = [first + second for first, second in zip(buffers, [*buffers[1:], 0], strict=True)]
+        buffers = [first + second for first, second in zip(buffers, [*buffers, 0][1:], strict=True)]
     most = landed = 0
     for flow, in_use in zip(flows, buffers, strict=True):
         landed += flow.shard

@@ -1,0 +1,103 @@
+"""The formula for the worst moment of a step beside a machine that goes through every order of events."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from zerox.plan.peak import Flow, peak_alone, peak_of_sharded, peak_of_whole
+
+sizes = st.integers(0, 100)
+# The part of the shard that stays is all of it or nothing.
+flow_lists = st.lists(
+    st.builds(
+        lambda local, flat, received, shard, whole, keeps: Flow(local, flat, received, shard, whole, keeps * shard),
+        *[sizes] * 5,
+        st.booleans(),
+    ),
+    min_size=1,
+    max_size=5,
+)
+BUFFERS = 2  # buckets that may have them at a time
+
+# What one lane and then the other do with a bucket, step by step: (packed so far, landed so far).
+State = tuple[int, int]
+PACKING = ("flat", "free local", "received")
+LANDING = ("shard", "free buffers")
+
+
+def next_states(state: State, count: int) -> Iterator[State]:
+    packing, landing = state
+    bucket = packing // len(PACKING)
+    if bucket < count and bucket < landing // len(LANDING) + BUFFERS:
+        yield packing + 1, landing
+    if landing // len(LANDING) < bucket:
+        yield packing, landing + 1
+
+
+def bytes_in(state: State, flows: Sequence[Flow], frees_local: bool, stalled: bool) -> int:
+    total = 0
+    for index, flow in enumerate(flows):
+        packed = state[0] - index * len(PACKING)
+        landed = state[1] - index * len(LANDING)
+        there = stalled or landed >= 0
+        total += flow.local * (there and not (frees_local and packed >= 2))
+        total += flow.flat * (packed >= 1 and landed < 2)
+        total += flow.received * (packed >= 3 and landed < 2)
+        total += flow.shard * (landed >= 1)
+    return total
+
+
+def worst_moment(flows: Sequence[Flow], frees_local: bool) -> int:
+    """Of all states that the two lanes can reach when all gradients are there."""
+    reached, open_ = set(), [(0, 0)]
+    while open_:
+        state = open_.pop()
+        if state not in reached:
+            reached.add(state)
+            open_ += next_states(state, len(flows))
+    return max(bytes_in(state, flows, frees_local, stalled=True) for state in reached)
+
+
+def worst_moment_one_by_one(flows: Sequence[Flow]) -> int:
+    most = 0
+    for index in range(len(flows)):
+        landed = index * len(LANDING)
+        states = [(index * len(PACKING) + packing, landed) for packing in range(4)]
+        states += [((index + 1) * len(PACKING), landed + landing) for landing in (1, 2)]
+        # Once it has landed, the next one's gradients are not there yet.
+        most = max(most, *(bytes_in(state, flows[: index + 1], frees_local=True, stalled=False) for state in states))
+    return most
+
+
+@given(flow_lists)
+def test_sharded_gradients_take_what_the_worst_order_of_events_takes(flows: list[Flow]) -> None:
+    assert peak_of_sharded(flows, stalled=True) == worst_moment(flows, frees_local=True)
+    assert peak_of_sharded(flows, stalled=False) == worst_moment_one_by_one(flows)
+
+
+@given(flow_lists)
+def test_whole_gradients_are_gathered_while_the_local_ones_are_there(flows: list[Flow]) -> None:
+    gathering, most = sum(flow.local + flow.shard for flow in flows), 0
+    for flow in flows:
+        gathering += flow.whole
+        most = max(most, gathering)
+        gathering -= flow.shard - flow.kept
+    assert peak_of_whole(flows, stalled=True) == max(most, worst_moment(flows, frees_local=False))
+    assert peak_of_whole(flows, stalled=False) <= peak_of_whole(flows, stalled=True)
+
+
+@given(flow_lists)
+def test_one_rank_packs_gradients_into_their_mean(flows: list[Flow]) -> None:
+    held = most = sum(flow.local for flow in flows)
+    for flow in flows:
+        held += flow.flat
+        most = max(most, held)
+        held -= flow.local
+    assert peak_alone(flows, sharded=True) == most
+
+
+def test_no_parameters_take_nothing() -> None:
+    assert peak_of_sharded([], True) == peak_of_whole([], True) == peak_alone([], True) == peak_alone([], False) == 0
