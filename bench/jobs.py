@@ -117,7 +117,9 @@ def join(param: Tensor, remainder: Tensor) -> Tensor:
 
 def segments_of(params: Sequence[int], device: torch.device) -> Tensor:
     ends = torch.tensor(params).cumsum(0)
-    return torch.stack([ends - torch.tensor(params), ends, torch.zeros_like(ends)], dim=1).to(device)
+    zeros = torch.zeros_like(ends)
+    rows = [ends - torch.tensor(params), ends, zeros, torch.arange(len(params)), zeros]
+    return torch.stack(rows, dim=1).to(device)
 
 
 def sources_of(params: Sequence[int], dtype: torch.dtype, device: torch.device) -> list[Tensor]:

@@ -29,11 +29,11 @@ TORCH_LIBRARY(zerox, m) {
   // float64 [2]: the norm, and 1 if every element was finite.
   m.def("norm_value(Tensor words, float p) -> Tensor");
   // torch.optim.Adam(W) on the segments that are present; `options` float64 [groups, 8] as AdamOptions in
-  // csrc/math/adam.h, `steps` int64 [s], `grad_scale` float64 scalar.
+  // csrc/math/adam.h, `steps` int64 [s], `grad_scale` float64 scalar; `scales` float32 [n / 256] for each uint8 moment.
   m.def(
       "adam_(Tensor(a!) param, Tensor(b!)? master, Tensor grad, Tensor(c!) exp_avg, Tensor(d!) exp_avg_sq, "
-      "Tensor(e!)? max_exp_avg_sq, Tensor segments, Tensor present, Tensor(f!) steps, Tensor options, "
-      "Tensor? grad_scale) -> ()");
+      "Tensor(e!)? max_exp_avg_sq, Tensor(f!)[] scales, Tensor segments, Tensor present, Tensor(g!) steps, "
+      "Tensor options, Tensor? grad_scale) -> ()");
 }
 
 namespace zx {

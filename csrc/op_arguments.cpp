@@ -32,6 +32,37 @@ Master check_master(const at::Tensor& param, const std::optional<at::Tensor>& ma
   return Master::remainder;
 }
 
+Moments check_moments(const AdamTensors& t) {
+  constexpr const char* op = "adam_";
+  const auto dtype = t.exp_avg.scalar_type();
+  StateKind kind = StateKind::wide;
+  if (t.param.scalar_type() == at::kDouble) {
+    ZX_CHECK(dtype == at::kDouble, op, "exp_avg", "must be Double beside a Double parameter, got ", dtype);
+  } else {
+    ZX_CHECK(dtype == at::kFloat || dtype == at::kBFloat16 || dtype == at::kByte, op, "exp_avg",
+             "must be Float, BFloat16 or Byte, got ", dtype);
+    if (dtype == at::kBFloat16) kind = StateKind::bf16;
+    if (dtype == at::kByte) kind = StateKind::blockwise;
+  }
+  const int64_t numel = t.param.numel();
+  check_array(t.exp_avg, dtype, numel, t.param, op, "exp_avg");
+  check_array(t.exp_avg_sq, dtype, numel, t.param, op, "exp_avg_sq");
+  if (t.max_exp_avg_sq) check_array(*t.max_exp_avg_sq, dtype, numel, t.param, op, "max_exp_avg_sq");
+
+  const int64_t num_moments = t.max_exp_avg_sq ? 3 : 2;
+  const int64_t num_scales = kind == StateKind::blockwise ? num_moments : 0;
+  ZX_CHECK(static_cast<int64_t>(t.scales.size()) == num_scales, op, "scales", "must be ", num_scales,
+           " tensors beside ", num_moments, " moments of ", dtype, ", got ", t.scales.size());
+  ZX_CHECK(num_scales == 0 || numel % kMomentBlock == 0, op, "param", "must have a multiple of ", kMomentBlock,
+           " elements beside 8-bit moments, got ", numel);
+  for (const at::Tensor& scale : t.scales) check_array(scale, at::kFloat, numel / kMomentBlock, t.param, op, "scales");
+  const auto moment = [&](const at::Tensor& values, size_t place) -> Moment {
+    return {values.data_ptr(), num_scales > 0 ? t.scales[place].mutable_data_ptr<float>() : nullptr};
+  };
+  return {kind, moment(t.exp_avg, 0), moment(t.exp_avg_sq, 1),
+          t.max_exp_avg_sq ? moment(*t.max_exp_avg_sq, 2) : Moment{}};
+}
+
 }  // namespace
 
 DType dtype_of(const at::Tensor& tensor, const char* op, const char* argument) {
@@ -139,7 +170,7 @@ void check_norm_value(const at::Tensor& words, double p) {
   ZX_CHECK(p > 0.0, "norm_value", "p", "must be positive, got ", p);
 }
 
-Master check_adam(const AdamTensors& t, const AdamTables& tables) {
+AdamStorage check_adam(const AdamTensors& t, const AdamTables& tables) {
   constexpr const char* op = "adam_";
   const at::Tensor& param = t.param;
   const DType param_dtype = dtype_of(param, op, "param");
@@ -149,11 +180,7 @@ Master check_adam(const AdamTensors& t, const AdamTables& tables) {
   ZX_CHECK_CONTIGUOUS(t.grad, op, "grad");
   ZX_CHECK_NUMEL(t.grad, param.numel(), op, "grad");
   check_device(t.grad, param, op, "grad");
-  const Master kind = check_master(param, t.master);
-  const auto moment_dtype = param_dtype == DType::f64 ? at::kDouble : at::kFloat;
-  check_array(t.exp_avg, moment_dtype, param.numel(), param, op, "exp_avg");
-  check_array(t.exp_avg_sq, moment_dtype, param.numel(), param, op, "exp_avg_sq");
-  if (t.max_exp_avg_sq) check_array(*t.max_exp_avg_sq, moment_dtype, param.numel(), param, op, "max_exp_avg_sq");
+  const AdamStorage storage{check_master(param, t.master), check_moments(t)};
   check_segments(tables.segments, param, op);
   const int64_t count = tables.segments.size(0);
   check_array(tables.present, at::kByte, count, param, op, "present");
@@ -164,7 +191,7 @@ Master check_adam(const AdamTensors& t, const AdamTables& tables) {
            "must be [groups, ", kAdamOptionsColumns, "], got ", options.sizes());
   check_device(options, param, op, "options");
   if (tables.grad_scale) check_array(*tables.grad_scale, at::kDouble, 1, param, op, "grad_scale");
-  return kind;
+  return storage;
 }
 
 }  // namespace zx

@@ -8,6 +8,7 @@
 
 #include "check.h"
 #include "math/dtype.h"
+#include "math/moment.h"
 #include "math/segment.h"
 
 namespace zx {
@@ -22,7 +23,7 @@ inline char* bytes_at(const at::Tensor& tensor, int64_t element) {
 void check_array(const at::Tensor& tensor, at::ScalarType dtype, int64_t numel, const at::Tensor& beside,
                  const char* op, const char* argument);
 
-// int64 [n, 3] on the device of `beside`.
+// int64 [n, 5] on the device of `beside`.
 void check_segments(const at::Tensor& table, const at::Tensor& beside, const char* op);
 
 // A row of flatten_'s packing list, which always lies on the CPU.
@@ -50,6 +51,7 @@ struct AdamTensors {
   const at::Tensor& exp_avg;
   const at::Tensor& exp_avg_sq;
   const std::optional<at::Tensor>& max_exp_avg_sq;
+  at::TensorList scales;  // of the moments there are, in this order; none but for 8-bit moments
 };
 struct AdamTables {
   const at::Tensor& segments;
@@ -58,6 +60,10 @@ struct AdamTables {
   const at::Tensor& options;
   const std::optional<at::Tensor>& grad_scale;
 };
-Master check_adam(const AdamTensors& tensors, const AdamTables& tables);
+struct AdamStorage {
+  Master master_kind;
+  Moments moments;
+};
+AdamStorage check_adam(const AdamTensors& tensors, const AdamTables& tables);
 
 }  // namespace zx

@@ -12,6 +12,7 @@ from corpus import BadInput
 from gpt_model import SHAPES
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+STATE_DTYPES = {**DTYPES, "8bit": "8bit"}
 
 
 def parse_options(arguments: list[str] | None, description: str) -> argparse.Namespace:
@@ -58,6 +59,9 @@ def _parser(description: str) -> argparse.ArgumentParser:
     training.add_argument("--weight-decay", type=_not_negative, default=0.1, help="(default: %(default)s)")
     training.add_argument("--eps", type=_positive, default=1e-6, help="of Adam (default: %(default)s)")
     training.add_argument("--stage", type=int, default=2, help="ZeRO stage of zerox (default: %(default)s)")
+    training.add_argument(
+        "--state-dtype", choices=STATE_DTYPES, default="fp32", help="of zerox's moments (default: %(default)s)"
+    )
     training.add_argument("--seed", type=int, default=0, help="(default: %(default)s)")
     training.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="(default: cuda if any)")
 

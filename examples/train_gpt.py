@@ -27,7 +27,7 @@ import torch.distributed as dist
 from corpus import BadInput, Corpus, RandomWindows, load_corpus
 from gpt_model import GPT, sample_text
 from measure import bytes_of_torch, bytes_of_zerox, distances_from_unfused, held_out_loss, mean_over_ranks
-from options import DTYPES, parse_options
+from options import DTYPES, STATE_DTYPES, parse_options
 from report import Result, memory_table, write_comparison
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import LambdaLR
@@ -66,6 +66,7 @@ def with_zerox(module: GPT, options: argparse.Namespace) -> Trainer:
         eps=options.eps,
         weight_decay=options.weight_decay,
         stage=options.stage,
+        state_dtype=STATE_DTYPES[options.state_dtype],
     )
     return Trainer(
         name="zerox",
@@ -231,7 +232,8 @@ def run(options: argparse.Namespace, corpus: Corpus, rank: int, world_size: int)
 
     # zerox's own count of its storages, beside the formula that tells it before anything is allocated.
     backend = dist.get_backend() if dist.is_initialized() else "gloo"
-    estimated = estimate(module.parameters(), world_size, backend=backend, stage=options.stage)
+    kinds = {"stage": options.stage, "state_dtype": STATE_DTYPES[options.state_dtype]}
+    estimated = estimate(module.parameters(), world_size, backend=backend, **kinds)
     columns = {"zerox": bytes_of_zerox(optimizer.memory_bytes()), "formula": bytes_of_zerox(estimated)}
     columns |= {trainer.name: bytes_of_torch(trainer.module, trainer.optimizer) for trainer in trainers[1:]}
     results = [
@@ -272,7 +274,19 @@ def facts_of_run(options: argparse.Namespace) -> dict:
         zerox_version = version("zerox")
     except PackageNotFoundError:
         zerox_version = "not installed"  # run from its sources
-    names = ("dtype", "stage", "steps", "batch", "accumulate", "clip", "lr", "weight_decay", "eps", "seed")
+    names = (
+        "dtype",
+        "state_dtype",
+        "stage",
+        "steps",
+        "batch",
+        "accumulate",
+        "clip",
+        "lr",
+        "weight_decay",
+        "eps",
+        "seed",
+    )
     return {
         "command": shlex.join(["train_gpt.py", *sys.argv[1:]]),
         "versions": {"python": platform.python_version(), "torch": torch.__version__, "zerox": zerox_version},

@@ -20,7 +20,7 @@ PYTHON_ROOMS = [
     ["_C"],
     ["_ext"],
     ["ops", "placeholder", "ranks"],
-    ["buffers"],
+    ["buffers", "moments"],
     ["bucket"],
     ["options", "rules", "grads", "params"],
     ["estimate", "clip", "grad_scale", "state_dict"],

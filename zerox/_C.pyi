@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 EXACT_WORDS: int
+SEGMENT_COLUMNS: int
 
 def isa() -> str: ...
 def supported_isas() -> list[str]: ...

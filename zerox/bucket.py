@@ -8,27 +8,29 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from zerox._C import SEGMENT_COLUMNS
 from zerox.buffers import FlatBuffer, dense_strides
+from zerox.moments import Moments
 from zerox.plan.buckets import BucketPlan
 from zerox.plan.layout import Segment
 
 REMAINDER = "remainder"
 FP32 = "fp32"
 MASTER_DTYPES = {REMAINDER: torch.int16, FP32: torch.float32}
+MOMENT_DTYPES = {str(dtype): dtype for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.uint8)}
 
 
 @dataclass(frozen=True)
 class Member:
-    """One parameter: its name, and the index of its param group."""
+    """One parameter: its name, the index of its param group, and its number: the position among all that were given.
+
+    The number is the same on all ranks, and for good: groups that are added later come behind.
+    """
 
     name: str
     param: Tensor
     group: int
-
-
-def moment_dtype(param_dtype: torch.dtype) -> torch.dtype:
-    """float64 parameters are updated in float64 throughout, all others in float32."""
-    return torch.float64 if param_dtype is torch.float64 else torch.float32
+    number: int
 
 
 def bytes_of(tensors: Sequence[Tensor | None]) -> int:
@@ -49,20 +51,16 @@ class Bucket:
         self.param_shard = self.buffer.shard(rank)
 
         device, shard_numel = self.buffer.flat.device, plan.layout.shard_numel
-        rows = [[s.span.start, s.span.stop, members[s.slot].group] for s in self.own_segments]
-        self.segments = torch.tensor(rows, dtype=torch.int64).reshape(-1, 3).to(device)
+        rows = [
+            [s.span.start, s.span.stop, members[s.slot].group, members[s.slot].number, s.param_start]
+            for s in self.own_segments
+        ]
+        self.segments = torch.tensor(rows, dtype=torch.int64).reshape(-1, SEGMENT_COLUMNS).to(device)
         self.steps = torch.zeros(len(rows), dtype=torch.int64, device=device)
-        dtype = moment_dtype(self.buffer.flat.dtype)
-        self.exp_avg = torch.zeros(shard_numel, dtype=dtype, device=device)
-        self.exp_avg_sq = torch.zeros_like(self.exp_avg)
-        self.max_exp_avg_sq = torch.zeros_like(self.exp_avg) if amsgrad else None
+        self.moments = Moments(MOMENT_DTYPES[plan.state_dtype], shard_numel, device, amsgrad)
         self.master: Tensor | None = None
         if master is not None:
             self.master = torch.zeros(shard_numel, dtype=MASTER_DTYPES[master], device=device)
-
-    @property
-    def moments(self) -> tuple[Tensor, Tensor, Tensor | None]:
-        return self.exp_avg, self.exp_avg_sq, self.max_exp_avg_sq
 
     def start_master(self) -> None:
         """The master takes the parameters' values: once they are the same on all ranks."""
@@ -74,15 +72,15 @@ class Bucket:
 
         A view has the parameter's shape where this rank owns all of it, else it is the 1-D range of its elements in
         memory order that this rank owns. Keys as in torch.optim.AdamW, and "remainder" or "master" where one is kept.
+        8-bit moments are uint8 codes, beside them "exp_avg_scale" and so on: float32, one for each block of 256
+        elements in memory order. zerox/moments.py says what they stand for.
         """
-        tensors = {"exp_avg": self.exp_avg, "exp_avg_sq": self.exp_avg_sq}
-        if self.max_exp_avg_sq is not None:
-            tensors["max_exp_avg_sq"] = self.max_exp_avg_sq
+        tensors = dict(self.moments.values)
         if self.master is not None:
             tensors["remainder" if self.master_kind == REMAINDER else "master"] = self.master
         for row, segment in enumerate(self.own_segments):
             param = self.members[segment.slot].param
-            state = {"step": self.steps[row]}
+            state = {"step": self.steps[row], **self.moments.scales_of(segment.span.start, segment.span.stop)}
             for key, tensor in tensors.items():
                 if segment.span.numel == param.numel():
                     state[key] = tensor.as_strided(param.shape, dense_strides(param), segment.span.start)

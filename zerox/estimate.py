@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from zerox.bucket import MASTER_DTYPES, moment_dtype
+from zerox.bucket import MASTER_DTYPES, MOMENT_DTYPES
+from zerox.moments import moment_bytes
 from zerox.options import Options, check_params, named_tensors
 from zerox.plan.layout import Layout
 from zerox.plan.peak import Flow, peak_alone, peak_of_sharded, peak_of_whole
@@ -71,7 +72,7 @@ def estimate(
         kind = chosen.master_kind(dtype)
         master += layout.shard_numel * MASTER_DTYPES[kind].itemsize if kind else 0
         has_third = any(trained[index][2].get("amsgrad", amsgrad) for index in plan.params)
-        moments += (3 if has_third else 2) * layout.shard_numel * moment_dtype(dtype).itemsize
+        moments += (3 if has_third else 2) * moment_bytes(MOMENT_DTYPES[plan.state_dtype], layout.shard_numel)
         flows.append(_flow(layout, dtype, chosen.wire_dtype(dtype), backend))
 
     sharded = chosen.placements.grads is SHARDED

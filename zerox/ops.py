@@ -1,10 +1,13 @@
 """The kernels as typed functions over ``torch.ops.zerox``, and their fake versions for tracing.
 
 Shapes, per bucket: a shard has ``n`` elements, of which ``s`` segments (one parameter's part each, a row
-``(start, stop, options_row)`` of an int64 ``[s, 3]`` table) are parameters and the rest padding.
+``(start, stop, options_row, param, param_start)`` of an int64 ``[s, 5]`` table; ``param`` is the parameter's number,
+``param_start`` where in it the segment starts) are parameters and the rest padding.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -65,20 +68,19 @@ def adam_(
     steps: Tensor,
     options: Tensor,
     grad_scale: Tensor | None,
+    scales: Sequence[Tensor] = (),
 ) -> None:
     """One step of torch.optim.AdamW / Adam on a shard, in place, in one pass.
 
     ``param`` ``[n]``; ``master``: int16 remainders of bfloat16 parameters, float32 copies of 16-bit ones, or None;
     ``grad`` ``[n]`` of any floating dtype (float64 only beside float64 parameters), multiplied by ``grad_scale`` (a
     float64 scalar) first; ``moments``: exp_avg, exp_avg_sq, and max_exp_avg_sq where a row of ``options`` has amsgrad,
-    float64 for float64 parameters, else float32. Segments whose ``present`` (uint8 ``[s]``) is 0 are left alone; the
+    float64 for float64 parameters, else float32, bfloat16 (rounded stochastically: ``csrc/math/random.h``), or uint8
+    codes with ``scales``, float32 ``[n / 256]`` for each moment (``csrc/math/dynamic_map.h``). Segments whose ``present`` (uint8 ``[s]``) is 0 are left alone; the
     others count their ``steps`` (int64 ``[s]``) up. ``options``: float64 ``[groups, 8]``, rows ``(lr, beta1, beta2,
     eps, weight_decay, maximize, decoupled, amsgrad)``. Raises ValueError where these don't fit together.
     """
-    exp_avg, exp_avg_sq, max_exp_avg_sq = moments
-    torch.ops.zerox.adam_(
-        param, master, grad, exp_avg, exp_avg_sq, max_exp_avg_sq, segments, present, steps, options, grad_scale
-    )
+    torch.ops.zerox.adam_(param, master, grad, *moments, scales, segments, present, steps, options, grad_scale)
 
 
 def _changes_arguments_only(*_args: object) -> None:

@@ -40,7 +40,8 @@ class FusedShardedAdam(torch.optim.Optimizer):
         stage: 1 shards the state, and leaves whole mean gradients in ``p.grad``; 2 shards gradients too.
         bucket_cap_mb: MiB of parameters a bucket; None: 16, or more where a rank's slice of one would be small.
         reduce_dtype: dtype of gradients on the wire and in the shard; None: the parameter's own.
-        state_dtype: of both moments; torch.float32 in this version (float64 parameters have float64 moments).
+        state_dtype: of both moments: torch.float32, torch.bfloat16 (rounded stochastically) or "8bit" (blocks of 256;
+            parameters under 4,096 elements keep float32). float64 parameters keep float64 moments in any case.
         master_weights: how 16-bit parameters keep their fp32 value: "remainder" (bf16 parameter plus 16 bits), "fp32",
             None, or "auto": remainder for bfloat16, fp32 for float16.
         capturable: step() may be captured into a CUDA graph, with a tensor lr on the device if it is to change.
@@ -66,7 +67,7 @@ class FusedShardedAdam(torch.optim.Optimizer):
         stage: int = 2,
         bucket_cap_mb: float | None = None,
         reduce_dtype: torch.dtype | None = None,
-        state_dtype: torch.dtype = torch.float32,
+        state_dtype: torch.dtype | str = torch.float32,
         master_weights: str | None = "auto",
         capturable: bool = False,
     ) -> None:
@@ -234,7 +235,7 @@ class FusedShardedAdam(torch.optim.Optimizer):
             parameters=measured_bytes([m.param for m in members]),
             gradients=measured_bytes(whole + [manager.shard(i) for i in range(len(self._buckets))]),
             master=measured_bytes([bucket.master for bucket in self._buckets]),
-            moments=measured_bytes([moment for bucket in self._buckets for moment in bucket.moments]),
+            moments=measured_bytes([tensor for bucket in self._buckets for tensor in bucket.moments]),
         )
 
     # ---- state -------------------------------------------------------------------------------------------------------
@@ -281,10 +282,10 @@ class FusedShardedAdam(torch.optim.Optimizer):
             names = group.get("param_names")
             for place, param in enumerate(group["params"]):
                 name = names[place] if names else f"param {position}"
-                position += 1
                 if id(param) not in seen:
                     seen.add(id(param))
-                    yield Member(name, param, index)
+                    yield Member(name, param, index, position)
+                position += 1
 
     def _adopt(self, members: Sequence[Member]) -> None:
         """Makes buckets for the trainable ones of ``members``; watches the others. Collective."""

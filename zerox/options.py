@@ -11,6 +11,7 @@ from torch import Tensor
 
 from zerox._ext import cuda_refusal
 from zerox.bucket import FP32, REMAINDER
+from zerox.moments import STATE_DTYPES, moment_dtype
 from zerox.plan.buckets import MIB, BucketPlan, ParamSpec, default_cap_bytes, plan_buckets
 from zerox.plan.stage import SHARDED, Stage, stage_of
 
@@ -26,7 +27,7 @@ class Options:
     stage: int = 2
     bucket_cap_mb: float | None = None
     reduce_dtype: torch.dtype | None = None
-    state_dtype: torch.dtype = torch.float32
+    state_dtype: torch.dtype | str = torch.float32
     master_weights: str | None = "auto"
     capturable: bool = False
 
@@ -36,8 +37,8 @@ class Options:
             raise ValueError(f"bucket_cap_mb must be positive or None, got {self.bucket_cap_mb}")
         if self.reduce_dtype not in REDUCE_DTYPES:
             raise ValueError(f"reduce_dtype must be one of {REDUCE_DTYPES}, got {self.reduce_dtype}")
-        if self.state_dtype is not torch.float32:
-            raise ValueError(f"state_dtype must be torch.float32 in this version, got {self.state_dtype}")
+        if self.state_dtype not in STATE_DTYPES:
+            raise ValueError(f"state_dtype must be one of {STATE_DTYPES}, got {self.state_dtype!r}")
         if self.master_weights not in MASTER_WEIGHTS:
             raise ValueError(f"master_weights must be one of {MASTER_WEIGHTS}, got {self.master_weights!r}")
         if self.capturable and self.placements.grads is not SHARDED:
@@ -78,10 +79,10 @@ class Options:
         return self.master_weights
 
     def plan(self, names: Sequence[str], params: Sequence[Tensor], backend: str, world_size: int) -> list[BucketPlan]:
-        specs = [
-            ParamSpec(name, param.numel(), str(param.dtype), param.element_size())
-            for name, param in zip(names, params, strict=True)
-        ]
+        specs = []
+        for name, param in zip(names, params, strict=True):
+            moments = moment_dtype(param.dtype, param.numel(), self.state_dtype)
+            specs.append(ParamSpec(name, param.numel(), str(param.dtype), param.element_size(), str(moments)))
         return plan_buckets(specs, world_size, self.cap_bytes(backend, world_size))
 
 

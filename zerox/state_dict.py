@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from zerox.bucket import Bucket, Member
+from zerox.moments import EXP_AVG, EXP_AVG_SQ, MAX_EXP_AVG_SQ, fits
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,12 @@ def check_state(buckets: Sequence[Bucket], frozen: Sequence[Member], given: Mapp
                 "built: build the optimizer with the parameters trainable that were when the state was saved"
             )
         here = own.get(id(param), {})
+        for key in (EXP_AVG, EXP_AVG_SQ, MAX_EXP_AVG_SQ):
+            if key in here and key in uncast.state and not fits(_dtype(uncast.state[key]), here[key].dtype):
+                raise ValueError(
+                    f"state of parameter '{names[id(param)]}' was saved with another state_dtype: its {key} is "
+                    f"{_dtype(uncast.state[key])}, and this optimizer keeps {here[key].dtype}"
+                )
         sizes = [(key, _numel(uncast.state[key]), here[key].numel()) for key in here if key in uncast.state]
         wrong = [f": {theirs} elements of {key} instead of {ours}" for key, theirs, ours in sizes if theirs != ours]
         if not here or wrong:
@@ -84,3 +91,7 @@ def groups_with_defaults(groups: list[dict[str, Any]], defaults: Mapping[str, An
 
 def _numel(value: Any) -> int:
     return torch.as_tensor(value).numel()
+
+
+def _dtype(value: Any) -> torch.dtype:
+    return torch.as_tensor(value).dtype

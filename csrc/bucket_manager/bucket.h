@@ -79,7 +79,7 @@ struct Bucket {
   at::ScalarType wire_dtype;
   int64_t shard_numel;    // of each rank, without flags
   int64_t trailer_numel;  // elements for flags behind each shard on the wire
-  at::Tensor segments;    // int64 [n, 3]: the slots that overlap this rank's shard, see math/segment.h
+  at::Tensor segments;    // int64 [n, 5]: the slots that overlap this rank's shard, see math/segment.h
 
   Landed landed;
   std::vector<c10::Stream> producers;  // on an accelerator: where gradients came since the last flight

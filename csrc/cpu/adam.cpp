@@ -6,14 +6,24 @@
 namespace zx {
 namespace {
 
+// A shard's moments from an element on.
+Moments moments_at(const Moments& moments, int64_t element_bytes, int64_t element) {
+  const auto at = [&](const Moment& moment) -> Moment {
+    if (moment.values == nullptr) return moment;
+    return {static_cast<char*>(moment.values) + element * element_bytes,
+            moment.scales == nullptr ? nullptr : moment.scales + element / kMomentBlock};
+  };
+  return {moments.kind, at(moments.exp_avg), at(moments.exp_avg_sq), at(moments.max_exp_avg_sq)};
+}
+
 // A segment whose `present` is 0 is left alone, its step count too, as torch leaves a parameter without gradient.
 void adam_(at::Tensor& param, const std::optional<at::Tensor>& master, const at::Tensor& grad, at::Tensor& exp_avg,
-           at::Tensor& exp_avg_sq, const std::optional<at::Tensor>& max_exp_avg_sq, const at::Tensor& segments,
-           const at::Tensor& present, at::Tensor& steps, const at::Tensor& options,
+           at::Tensor& exp_avg_sq, const std::optional<at::Tensor>& max_exp_avg_sq, at::TensorList scales,
+           const at::Tensor& segments, const at::Tensor& present, at::Tensor& steps, const at::Tensor& options,
            const std::optional<at::Tensor>& grad_scale) {
   constexpr const char* op = "adam_";
-  const Master kind = check_adam({param, master, grad, exp_avg, exp_avg_sq, max_exp_avg_sq},
-                                 {segments, present, steps, options, grad_scale});
+  const auto [master_kind, moments] = check_adam({param, master, grad, exp_avg, exp_avg_sq, max_exp_avg_sq, scales},
+                                                 {segments, present, steps, options, grad_scale});
   const DType param_dtype = dtype_of(param, op, "param");
   const DType grad_dtype = dtype_of(grad, op, "grad");
   const SegmentTable table(segments, param.numel(), op);
@@ -23,6 +33,10 @@ void adam_(at::Tensor& param, const std::optional<at::Tensor>& master, const at:
     ZX_CHECK(row >= 0 && row < options.size(0), op, "segments", "row ", i, " names options ", row, " of ",
              options.size(0));
     ZX_CHECK(rows[row].amsgrad == 0.0 || max_exp_avg_sq, op, "max_exp_avg_sq", "is needed by options row ", row);
+    ZX_CHECK(moments.kind != StateKind::blockwise ||
+                 (table[i].start % kMomentBlock == 0 && table[i].param_start % kMomentBlock == 0),
+             op, "segments", "row ", i, " starts at ", table[i].start, " of the shard and ", table[i].param_start,
+             " of its parameter: 8-bit moments need multiples of ", kMomentBlock);
   }
 
   const double scale = grad_scale ? *grad_scale->const_data_ptr<double>() : 1.0;
@@ -43,14 +57,15 @@ void adam_(at::Tensor& param, const std::optional<at::Tensor>& master, const at:
     for (int64_t i = first; i < last; ++i) {
       const auto [segment, start, stop] = stretches[i];
       if (takes_part[segment] == 0) continue;
-      const bool amsgrad = rows[table[segment].options_row].amsgrad != 0.0;
+      const Segment& of = table[segment];
+      const bool amsgrad = rows[of.options_row].amsgrad != 0.0;
       const auto at_start = [start](const std::optional<at::Tensor>& tensor) {
         return tensor ? bytes_at(*tensor, start) : nullptr;
       };
-      kernels().adam(
-          {param_dtype, kind, grad_dtype, amsgrad, bytes_at(param, start), at_start(master), bytes_at(grad, start),
-           bytes_at(exp_avg, start), bytes_at(exp_avg_sq, start), at_start(max_exp_avg_sq), stop - start},
-          folded[segment]);
+      kernels().adam({param_dtype, master_kind, grad_dtype, amsgrad, bytes_at(param, start), at_start(master),
+                      bytes_at(grad, start), moments_at(moments, exp_avg.element_size(), start), stop - start,
+                      of.param_start + (start - of.start), random_key(step_counts[segment], of.param)},
+                     folded[segment]);
     }
   });
 }

@@ -40,30 +40,49 @@ struct MasteredParam {
   }
 };
 
-template <class T, bool kAmsgrad, class Where, class Grad>
-ZX_HD void adam_loop(const AdamSpan& span, const AdamStep<T>& step, Where where, const Grad* grad) {
-  T* exp_avg = static_cast<T*>(span.exp_avg);
-  T* exp_avg_sq = static_cast<T*>(span.exp_avg_sq);
-  T* max_exp_avg_sq = static_cast<T*>(span.max_exp_avg_sq);
-  for_each_vector<T>(span.numel, [&](auto lane, int64_t i) ZX_LAMBDA {
+// `moments` counts from element `first` of the span.
+template <class T, bool kAmsgrad, class Where, class Moments, class Grad>
+ZX_HD void adam_loop(const AdamStep<T>& step, Where where, Moments& moments, const Grad* grad, int64_t first,
+                     int64_t numel) {
+  for_each_vector<T>(numel, [&](auto lane, int64_t i) ZX_LAMBDA {
     using V = decltype(lane);
-    AdamLanes<V> at{where.template load<V>(i), V::load(exp_avg + i), V::load(exp_avg_sq + i), V{}};
-    if constexpr (kAmsgrad) at.max_exp_avg_sq = V::load(max_exp_avg_sq + i);
-    adam_update<kAmsgrad>(step, V::load(grad + i), at);
-    where.store(at.param, i);
-    at.exp_avg.store(exp_avg + i);
-    at.exp_avg_sq.store(exp_avg_sq + i);
-    if constexpr (kAmsgrad) at.max_exp_avg_sq.store(max_exp_avg_sq + i);
+    AdamLanes<V> at{where.template load<V>(first + i), V{}, V{}, V{}};
+    moments.template load<kAmsgrad>(at, i);
+    adam_update<kAmsgrad>(step, V::load(grad + first + i), at);
+    where.store(at.param, first + i);
+    moments.template store<kAmsgrad>(at, i);
   });
+}
+
+template <class T, bool kAmsgrad, class Where, class Grad>
+ZX_HD void adam_state(const AdamSpan& span, const AdamStep<T>& step, Where where, const Grad* grad) {
+  if constexpr (std::is_same_v<T, float>) {
+    if (span.moments.kind == StateKind::bf16) {
+      Bf16Moments moments(span);
+      return adam_loop<T, kAmsgrad>(step, where, moments, grad, 0, span.numel);
+    }
+    if (span.moments.kind == StateKind::blockwise) {
+      BlockMoments moments;
+      for (int64_t first = 0; first < span.numel; first += kMomentBlock) {
+        const int64_t numel = span.numel - first < kMomentBlock ? span.numel - first : kMomentBlock;
+        moments.open<kAmsgrad>(span.moments, first);
+        adam_loop<T, kAmsgrad>(step, where, moments, grad, first, numel);
+        moments.close<kAmsgrad>(numel);
+      }
+      return;
+    }
+  }
+  WideMoments<T> moments(span);
+  adam_loop<T, kAmsgrad>(step, where, moments, grad, 0, span.numel);
 }
 
 template <class T, class Where, class Grad>
 void adam_amsgrad(const AdamSpan& span, const AdamStep<double>& step, Where where, const Grad* grad) {
   const AdamStep<T> narrowed = narrow<T>(step);
   if (span.amsgrad) {
-    adam_loop<T, true>(span, narrowed, where, grad);
+    adam_state<T, true>(span, narrowed, where, grad);
   } else {
-    adam_loop<T, false>(span, narrowed, where, grad);
+    adam_state<T, false>(span, narrowed, where, grad);
   }
 }
 

@@ -12,11 +12,13 @@
 
 #include "math/adam.h"
 #include "math/dtype.h"
+#include "math/moment.h"
 #include "math/norm.h"
+#include "math/random.h"
 
 namespace zx {
 
-// Elements [0, numel) of one parameter's part of a shard. Moments are double for f64 parameters, else float.
+// Elements [0, numel) of one parameter's part of a shard, `param_start` behind the parameter's start.
 struct AdamSpan {
   DType param_dtype;
   Master master_kind;
@@ -25,10 +27,10 @@ struct AdamSpan {
   void* param;
   void* master;
   const void* grad;
-  void* exp_avg;
-  void* exp_avg_sq;
-  void* max_exp_avg_sq;
+  Moments moments;
   int64_t numel;
+  int64_t param_start;
+  RandomKey random_key;
 };
 
 // shard = round((slices[0] + slices[1] + ... in this order) / world [+ shard]) over [0, numel).

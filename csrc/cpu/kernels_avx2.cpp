@@ -2,6 +2,7 @@
 #if defined(__x86_64__)
 #include <immintrin.h>
 
+#include <array>
 #include <bit>
 #include <cmath>
 #include <cstdint>
@@ -14,13 +15,17 @@
 #define ZX_SIMD_AVX2
 // clang-format off: our headers come after the pragma, in this order
 #include "cpu/kernels.h"
+#include "math/dynamic_map.h"
 #include "math/exact_sum.h"
+#include "math/random.h"
 #include "math/scalar_lane.h"
 
 #define ZX_LAMBDA __attribute__((always_inline))
 namespace zx {
 namespace {
 #include "cpu/simd.h"
+#include "cpu/simd_moments.h"
+#include "cpu/moments.h"
 #include "cpu/adam_kernel.h"
 #include "cpu/cast_kernel.h"
 #include "cpu/norm_kernel.h"

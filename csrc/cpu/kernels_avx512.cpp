@@ -2,6 +2,7 @@
 #if defined(__x86_64__)
 #include <immintrin.h>
 
+#include <array>
 #include <bit>
 #include <cmath>
 #include <cstdint>
@@ -11,18 +12,23 @@
 
 // GCC 12 takes the don't-care operand inside its own intrinsics for a use of an uninitialized variable (PR 105593).
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
+#pragma GCC diagnostic ignored "-Wuninitialized"
 #pragma GCC push_options
 #pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,avx2,fma,f16c")
 #define ZX_SIMD_AVX512
 // clang-format off: our headers come after the pragma, in this order
 #include "cpu/kernels.h"
+#include "math/dynamic_map.h"
 #include "math/exact_sum.h"
+#include "math/random.h"
 #include "math/scalar_lane.h"
 
 #define ZX_LAMBDA __attribute__((always_inline))
 namespace zx {
 namespace {
 #include "cpu/simd.h"
+#include "cpu/simd_moments.h"
+#include "cpu/moments.h"
 #include "cpu/adam_kernel.h"
 #include "cpu/cast_kernel.h"
 #include "cpu/norm_kernel.h"

@@ -1,6 +1,7 @@
 // The CPU kernels with no SIMD beyond what every CPU of this architecture has. See Note [One kernel source, three
 // instruction sets] in kernels.h.
 
+#include <array>
 #include <bit>
 #include <cmath>
 #include <cstdint>
@@ -10,13 +11,17 @@
 
 // clang-format off: our headers come after the pragma, in this order
 #include "cpu/kernels.h"
+#include "math/dynamic_map.h"
 #include "math/exact_sum.h"
+#include "math/random.h"
 #include "math/scalar_lane.h"
 
 #define ZX_LAMBDA __attribute__((always_inline))
 namespace zx {
 namespace {
 #include "cpu/simd.h"
+#include "cpu/simd_moments.h"
+#include "cpu/moments.h"
 #include "cpu/adam_kernel.h"
 #include "cpu/cast_kernel.h"
 #include "cpu/norm_kernel.h"

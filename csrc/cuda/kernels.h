@@ -9,6 +9,7 @@
 
 #include "math/adam.h"
 #include "math/dtype.h"
+#include "math/moment.h"
 #include "math/norm.h"
 #include "math/segment.h"
 
@@ -93,9 +94,7 @@ struct AdamElements {
   void* param;
   void* master;
   const void* grad;
-  void* exp_avg;
-  void* exp_avg_sq;
-  void* max_exp_avg_sq;  // null where no options row has amsgrad
+  Moments moments;
   int64_t numel;
 };
 struct AdamSegments {
@@ -107,7 +106,10 @@ struct AdamSegments {
   const double* grad_scale;  // null: 1
   void* folded;              // scratch of count * kFoldedBytes
 };
-constexpr int64_t kFoldedBytes = 96;
+constexpr int64_t kFoldedBytes = 104;
 int adam(const AdamElements& elements, const AdamSegments& segments, Stream stream);
+// Its parts, by how moments are stored; each in a file of its own.
+int adam_bf16(const AdamElements& elements, const AdamSegments& segments, Stream stream);
+int adam_blockwise(const AdamElements& elements, const AdamSegments& segments, Stream stream);
 
 }  // namespace zx::cuda

@@ -139,23 +139,23 @@ at::Tensor norm_value(const at::Tensor& words, double p) {
 }
 
 void adam_(at::Tensor& param, const std::optional<at::Tensor>& master, const at::Tensor& grad, at::Tensor& exp_avg,
-           at::Tensor& exp_avg_sq, const std::optional<at::Tensor>& max_exp_avg_sq, const at::Tensor& segments,
-           const at::Tensor& present, at::Tensor& steps, const at::Tensor& options,
+           at::Tensor& exp_avg_sq, const std::optional<at::Tensor>& max_exp_avg_sq, at::TensorList scales,
+           const at::Tensor& segments, const at::Tensor& present, at::Tensor& steps, const at::Tensor& options,
            const std::optional<at::Tensor>& grad_scale) {
   constexpr const char* op = "adam_";
-  const Master kind = check_adam({param, master, grad, exp_avg, exp_avg_sq, max_exp_avg_sq},
-                                 {segments, present, steps, options, grad_scale});
+  const auto [master_kind, moments] = check_adam({param, master, grad, exp_avg, exp_avg_sq, max_exp_avg_sq, scales},
+                                                 {segments, present, steps, options, grad_scale});
   const OnDevice on(param);
   const at::Tensor folded = at::empty({segments.size(0) * cuda::kFoldedBytes}, present.options());
-  check_launch(cuda::adam({dtype_of(param, op, "param"), kind, dtype_of(grad, op, "grad"), param.mutable_data_ptr(),
-                           data_or_null(master), grad.const_data_ptr(), exp_avg.mutable_data_ptr(),
-                           exp_avg_sq.mutable_data_ptr(), data_or_null(max_exp_avg_sq), param.numel()},
-                          {segment_rows(segments), segments.size(0), present.const_data_ptr<uint8_t>(),
-                           steps.mutable_data_ptr<int64_t>(),
-                           reinterpret_cast<const AdamOptions*>(options.const_data_ptr<double>()),
-                           grad_scale ? grad_scale->const_data_ptr<double>() : nullptr, folded.mutable_data_ptr()},
-                          on.stream()),
-               op);
+  check_launch(
+      cuda::adam(
+          {dtype_of(param, op, "param"), master_kind, dtype_of(grad, op, "grad"), param.mutable_data_ptr(),
+           data_or_null(master), grad.const_data_ptr(), moments, param.numel()},
+          {segment_rows(segments), segments.size(0), present.const_data_ptr<uint8_t>(),
+           steps.mutable_data_ptr<int64_t>(), reinterpret_cast<const AdamOptions*>(options.const_data_ptr<double>()),
+           grad_scale ? grad_scale->const_data_ptr<double>() : nullptr, folded.mutable_data_ptr()},
+          on.stream()),
+      op);
 }
 
 }  // namespace

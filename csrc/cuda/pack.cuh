@@ -68,6 +68,25 @@ __device__ __forceinline__ void store(const Pack<T, N>& pack, T* to) {
   }
 }
 
+// The first `count` of N elements, one by one; the others are zero.
+template <int N, class T>
+__device__ __forceinline__ Pack<T, N> load_first(const T* from, int count) {
+  Pack<T, N> pack{};
+  ZX_UNROLL
+  for (int i = 0; i < N; ++i) {
+    if (i < count) pack.at[i] = from[i];
+  }
+  return pack;
+}
+
+template <int N, class T>
+__device__ __forceinline__ void store_first(const Pack<T, N>& pack, T* to, int count) {
+  ZX_UNROLL
+  for (int i = 0; i < N; ++i) {
+    if (i < count) to[i] = pack.at[i];
+  }
+}
+
 template <int kBytes = kAccessBytes>
 __host__ __device__ __forceinline__ bool is_aligned(const void* pointer) {
   return reinterpret_cast<uintptr_t>(pointer) % kBytes == 0;

@@ -26,6 +26,18 @@ ZX_HD bf16 float_to_bf16(float x) {
   return {static_cast<uint16_t>((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16)};
 }
 
+// Up or down at random: up as often as the value is near to the upper neighbour, so that the mean over all 2^16 values
+// of `random` is x itself. What bf16 holds is left as it is, NaN stays NaN (made quiet), and a finite value finite:
+// above the largest one there is nothing to round up to, and it is rounded down.
+ZX_HD bf16 float_to_bf16_stochastic(float x, uint32_t random) {
+  const uint32_t bits = std::bit_cast<uint32_t>(x);
+  const uint32_t magnitude = bits & 0x7fffffffu;
+  uint32_t rounded = magnitude + (random & 0xffffu);
+  if (rounded > 0x7f7fffffu) rounded = 0x7f7fffffu;
+  if (magnitude >= 0x7f800000u) rounded = magnitude | (magnitude > 0x7f800000u ? 0x400000u : 0u);
+  return {static_cast<uint16_t>(((bits & 0x80000000u) | rounded) >> 16)};
+}
+
 ZX_HD float f16_to_float(f16 x) {
   const uint32_t sign = (x.bits & 0x8000u) << 16;
   const uint32_t exponent = (x.bits >> 10) & 0x1fu;

@@ -41,10 +41,10 @@ class GradsOfModel:
     ) -> None:
         self.grads = Grads(ranks, stage_of(stage), reduce_dtype)
         self.manager = self.grads.manager
-        specs = [ParamSpec("", p.numel(), str(p.dtype), p.element_size()) for p in params]
+        specs = [ParamSpec("", p.numel(), str(p.dtype), p.element_size(), str(torch.float32)) for p in params]
         self.buckets = []
         for plan in plan_buckets(specs, ranks.size, cap_bytes):
-            members = [Member(f"param {index}", params[index], 0) for index in plan.params]
+            members = [Member(f"param {index}", params[index], 0, index) for index in plan.params]
             self.buckets.append(Bucket(plan, members, ranks.rank, master=None, amsgrad=False))
             self.grads.add_bucket(self.buckets[-1])
 

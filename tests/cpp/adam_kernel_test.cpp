@@ -1,5 +1,5 @@
-// The update: every instruction set gives the scalar bits, whatever the dtypes, options and places where spans are
-// cut. What the scalar kernel computes is held against torch in tests/kernels.
+// The update: every instruction set gives the scalar bits, whatever the dtypes, kinds of moments, options and places
+// where spans are cut. What the scalar kernel computes is held against torch in tests/kernels.
 #include "adam_cases.h"
 
 namespace {
@@ -7,6 +7,7 @@ namespace {
 using namespace zx::testing;
 using zx::DType;
 using zx::Master;
+using zx::StateKind;
 
 // Everything one call reads and writes.
 struct AdamBuffers {
@@ -15,16 +16,14 @@ struct AdamBuffers {
         param(Elements::random(c.param, numel, offset)),
         master(Elements::random(master_dtype(c), numel, offset + 1)),
         grad(Elements::random(c.grad, numel, offset + 2)),
-        exp_avg(Elements::random(state_dtype(c), numel, offset + 1)),
-        exp_avg_sq(Elements::random(state_dtype(c), numel, offset)),
-        max_exp_avg_sq(Elements::random(state_dtype(c), numel, offset + 3)) {
+        moments(c, numel, offset) {
     make_masters(c, numel, param, master);
   }
 
   void run(const zx::KernelTable& table, const zx::AdamStep<double>& step, int64_t start, int64_t stop) {
     table.adam({what.param, what.master, what.grad, what.amsgrad, param.at(start),
-                what.master == Master::none ? nullptr : master.at(start), grad.at(start), exp_avg.at(start),
-                exp_avg_sq.at(start), what.amsgrad ? max_exp_avg_sq.at(start) : nullptr, stop - start},
+                what.master == Master::none ? nullptr : master.at(start), grad.at(start), moments.at(start),
+                stop - start, kParamStart + start, kKey},
                step);
   }
 
@@ -35,9 +34,7 @@ struct AdamBuffers {
     };
     check(param, expected.param, "param");
     check(master, expected.master, "master");
-    check(exp_avg, expected.exp_avg, "exp_avg");
-    check(exp_avg_sq, expected.exp_avg_sq, "exp_avg_sq");
-    check(max_exp_avg_sq, expected.max_exp_avg_sq, "max_exp_avg_sq");
+    moments.check_same(expected.moments, name);
     CHECK(grad.same_bytes(expected.grad));
   }
 
@@ -45,9 +42,11 @@ struct AdamBuffers {
   Elements param;
   Elements master;
   Elements grad;
-  Elements exp_avg;
-  Elements exp_avg_sq;
-  Elements max_exp_avg_sq;
+  StoredMoments moments;
+
+  // The lower half of an element's index overflows within the span.
+  static constexpr int64_t kParamStart = (int64_t{1} << 32) - 50;
+  static constexpr zx::RandomKey kKey{0x12345678, 0x9abcdef0};
 };
 
 std::vector<zx::AdamStep<double>> adam_steps() {
@@ -60,18 +59,20 @@ TEST(adam_gives_the_scalar_bits_for_every_dtype_and_option) {
   const auto tables = vector_tables();
   const auto steps = adam_steps();
   size_t round = 0;
-  for (const AdamCase& c : adam_cases()) {
-    for (const int64_t numel : kSizes) {
-      for (const auto& step : steps) {
-        const AdamBuffers before(c, numel, static_cast<int64_t>(round++ % 4));
-        AdamBuffers expected = before;
-        expected.run(zx::kernels_scalar(), step, 0, numel);
-        expected.check_same(expected, "scalar");  // canaries
-        CHECK(expected.grad.same_bytes(before.grad));
-        for (const zx::KernelTable* table : tables) {
-          AdamBuffers tested = before;
-          tested.run(*table, step, 0, numel);
-          tested.check_same(expected, joined({table->name, name_of(c)}));
+  for (const StateKind state : kStateKinds) {
+    for (const AdamCase& c : adam_cases(state)) {
+      for (const int64_t numel : kSizes) {
+        for (const auto& step : steps) {
+          const AdamBuffers before(c, numel, static_cast<int64_t>(round++ % 4));
+          AdamBuffers expected = before;
+          expected.run(zx::kernels_scalar(), step, 0, numel);
+          expected.check_same(expected, "scalar");  // canaries
+          CHECK(expected.grad.same_bytes(before.grad));
+          for (const zx::KernelTable* table : tables) {
+            AdamBuffers tested = before;
+            tested.run(*table, step, 0, numel);
+            tested.check_same(expected, joined({table->name, name_of(c)}));
+          }
         }
       }
     }
@@ -81,15 +82,20 @@ TEST(adam_gives_the_scalar_bits_for_every_dtype_and_option) {
 TEST(adam_may_be_cut_anywhere) {
   for (const std::string& isa : zx::supported_isas()) {
     zx::select_isa(isa);
-    for (const AdamCase& c : adam_cases()) {
-      for (const int64_t cut : {0, 1, 13, 16, 50, 99, 100}) {
-        const AdamBuffers before(c, 100, 1);
-        AdamBuffers whole = before;
-        whole.run(zx::kernels(), adam_steps()[0], 0, 100);
-        AdamBuffers parts = before;
-        parts.run(zx::kernels(), adam_steps()[0], cut, 100);
-        parts.run(zx::kernels(), adam_steps()[0], 0, cut);
-        parts.check_same(whole, joined({isa, name_of(c)}));
+    for (const StateKind state : kStateKinds) {
+      const int64_t unit = state == StateKind::blockwise ? zx::kMomentBlock : 1;
+      for (const AdamCase& c : adam_cases(state)) {
+        for (const int64_t cut : {0, 1, 13, 16, 50, 99, 100}) {
+          const int64_t numel = 100 * unit - unit / 2;  // ends in half a block
+          const int64_t place = std::min(cut * unit, numel);
+          const AdamBuffers before(c, numel, 1);
+          AdamBuffers whole = before;
+          whole.run(zx::kernels(), adam_steps()[0], 0, numel);
+          AdamBuffers parts = before;
+          parts.run(zx::kernels(), adam_steps()[0], place, numel);
+          parts.run(zx::kernels(), adam_steps()[0], 0, place);
+          parts.check_same(whole, joined({isa, name_of(c)}));
+        }
       }
     }
   }
@@ -104,7 +110,9 @@ TEST(every_pair_of_parameter_and_remainder_is_joined_alike) {
     for (int64_t i = 0; i < kPatterns; ++i) {
       before.param.set(i, static_cast<uint64_t>(i));
       before.master.set(i, static_cast<uint64_t>(remainder));
-      for (Elements* zero : {&before.grad, &before.exp_avg, &before.exp_avg_sq}) zero->set(i, 0);
+      for (Elements* zero : {&before.grad, &before.moments.exp_avg.values, &before.moments.exp_avg_sq.values}) {
+        zero->set(i, 0);
+      }
     }
     for (const std::string& isa : zx::supported_isas()) {
       zx::select_isa(isa);

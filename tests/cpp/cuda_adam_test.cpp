@@ -10,6 +10,7 @@ using zx::AdamOptions;
 using zx::DType;
 using zx::Master;
 using zx::Segment;
+using zx::StateKind;
 
 const std::vector<AdamOptions>& options_table() {
   static const std::vector<AdamOptions> rows{{1e-3, 0.9, 0.999, 1e-8, 1e-2, 0.0, 1.0, 0.0},  // AdamW
@@ -27,9 +28,7 @@ struct Shard {
         param(elements(finite, c.param, offset)),
         master(elements(finite, master_dtype(c), offset)),
         grad(elements(finite, c.grad, offset)),
-        exp_avg(elements(finite, state_dtype(c), offset)),
-        exp_avg_sq(elements(finite, state_dtype(c), offset)),
-        max_exp_avg_sq(elements(finite, state_dtype(c), offset)) {
+        moments(c, layout.numel, offset, finite) {
     make_masters(c, numel, param, master);
     for (size_t i = 0; i < segments.size(); ++i) {
       segments[i].options_row = c.amsgrad ? static_cast<int64_t>(i % 3) : static_cast<int64_t>(i % 2) * 2;
@@ -57,25 +56,25 @@ struct Shard {
   void run_cuda() {
     std::vector<char> scratch(segments.size() * zx::cuda::kFoldedBytes, static_cast<char>(0xcd));
     const double scale = 0.5;
-    const int error = zx::cuda::adam(
-        {what.param, what.master, what.grad, param.at(0), what.master == Master::none ? nullptr : master.at(0),
-         grad.at(0), exp_avg.at(0), exp_avg_sq.at(0), what.amsgrad ? max_exp_avg_sq.at(0) : nullptr, numel},
-        {segments.data(), static_cast<int64_t>(segments.size()), present.data(), steps.data(), options_table().data(),
-         &scale, scratch.data()},
-        kHost);
+    const int error =
+        zx::cuda::adam({what.param, what.master, what.grad, param.at(0),
+                        what.master == Master::none ? nullptr : master.at(0), grad.at(0), moments.at(0), numel},
+                       {segments.data(), static_cast<int64_t>(segments.size()), present.data(), steps.data(),
+                        options_table().data(), &scale, scratch.data()},
+                       kHost);
     CHECK_EQ(error, 0);
   }
 
   void run_cpu() {
     for (size_t i = 0; i < segments.size(); ++i) {
       if (present[i] == 0) continue;
-      const auto [start, stop, row] = segments[i];
+      const auto [start, stop, row, number, param_start] = segments[i];
       const AdamOptions& options = options_table()[static_cast<size_t>(row)];
-      zx::kernels_scalar().adam(
-          {what.param, what.master, what.grad, options.amsgrad != 0.0, param.at(start),
-           what.master == Master::none ? nullptr : master.at(start), grad.at(start), exp_avg.at(start),
-           exp_avg_sq.at(start), what.amsgrad ? max_exp_avg_sq.at(start) : nullptr, stop - start},
-          zx::fold_adam(options, ++steps[i], 0.5));
+      ++steps[i];
+      zx::kernels_scalar().adam({what.param, what.master, what.grad, options.amsgrad != 0.0, param.at(start),
+                                 what.master == Master::none ? nullptr : master.at(start), grad.at(start),
+                                 moments.at(start), stop - start, param_start, zx::random_key(steps[i], number)},
+                                zx::fold_adam(options, steps[i], 0.5));
     }
   }
 
@@ -86,9 +85,7 @@ struct Shard {
     };
     check(param, expected.param, "param");
     check(master, expected.master, "master");
-    check(exp_avg, expected.exp_avg, "exp_avg");
-    check(exp_avg_sq, expected.exp_avg_sq, "exp_avg_sq");
-    check(max_exp_avg_sq, expected.max_exp_avg_sq, "max_exp_avg_sq");
+    moments.check_same(expected.moments, name);
     CHECK_FOR(joined({name, "grad"}), grad.same_bytes(expected.grad));
     CHECK_FOR(joined({name, "steps"}), steps == expected.steps);
   }
@@ -99,16 +96,14 @@ struct Shard {
   Elements param;
   Elements master;
   Elements grad;
-  Elements exp_avg;
-  Elements exp_avg_sq;
-  Elements max_exp_avg_sq;
+  StoredMoments moments;
   std::vector<uint8_t> present{};
   std::vector<int64_t> steps{};
 };
 
-TEST(adam_gives_the_cpu_bits_for_every_dtype_and_segment_edge) {
-  for (const AdamCase& c : adam_cases()) {
-    for (const SegmentLayout& layout : segment_layouts()) {
+void check_every_edge(StateKind state) {
+  for (const AdamCase& c : adam_cases(state)) {
+    for (const SegmentLayout& layout : state == StateKind::blockwise ? block_layouts() : segment_layouts()) {
       for (const int64_t offset : {0, 1}) {  // to 16 bytes, and not
         Shard expected(c, layout, offset);
         Shard tested = expected;
@@ -119,11 +114,16 @@ TEST(adam_gives_the_cpu_bits_for_every_dtype_and_segment_edge) {
     }
   }
 }
+TEST(adam_gives_the_cpu_bits_for_every_dtype_and_segment_edge) { check_every_edge(StateKind::wide); }
+TEST(adam_gives_the_cpu_bits_with_bf16_moments) { check_every_edge(StateKind::bf16); }
+TEST(adam_gives_the_cpu_bits_with_8_bit_moments) { check_every_edge(StateKind::blockwise); }
 
 TEST(adam_gives_the_same_bits_in_every_order_of_threads) {
   for (const AdamCase& c : {AdamCase{DType::bf16, Master::remainder, DType::bf16, true},
-                            AdamCase{DType::f32, Master::none, DType::f32, false}}) {
-    for (const SegmentLayout& layout : segment_layouts()) {
+                            AdamCase{DType::f32, Master::none, DType::f32, false},
+                            AdamCase{DType::bf16, Master::remainder, DType::bf16, true, StateKind::bf16},
+                            AdamCase{DType::bf16, Master::remainder, DType::bf16, true, StateKind::blockwise}}) {
+    for (const SegmentLayout& layout : c.state == StateKind::blockwise ? block_layouts() : segment_layouts()) {
       Shard expected(c, layout, 0);
       const Shard before = expected;
       expected.run_cpu();
@@ -138,19 +138,22 @@ TEST(adam_gives_the_same_bits_in_every_order_of_threads) {
 
 // One pointer that is not aligned is enough to leave the wide path.
 TEST(adam_takes_any_one_misaligned_tensor) {
-  const AdamCase c{DType::bf16, Master::remainder, DType::bf16, true};
-  const SegmentLayout layout = layout_of("large", {5000}, 0, 0);
-  for (int which = 0; which < 6; ++which) {
-    Shard expected(c, layout, 0);
-    const auto shifted = [&](Elements& elements) { elements = Elements::random(elements.dtype(), layout.numel, 3); };
-    Elements* const all[] = {&expected.param,   &expected.master,     &expected.grad,
-                             &expected.exp_avg, &expected.exp_avg_sq, &expected.max_exp_avg_sq};
-    shifted(*all[which]);
-    for (Segment& segment : expected.segments) segment.options_row = 1;
-    Shard tested = expected;
-    expected.run_cpu();
-    tested.run_cuda();
-    tested.check_same(expected, "misaligned " + std::to_string(which));
+  for (const StateKind state : kStateKinds) {
+    const AdamCase c{DType::bf16, Master::remainder, DType::bf16, true, state};
+    const SegmentLayout layout = with_blocks(layout_of("large", {5000}, 0, 0));
+    for (int which = 0; which < 6; ++which) {
+      Shard expected(c, layout, 0);
+      const auto shifted = [&](Elements& elements) { elements = Elements::random(elements.dtype(), layout.numel, 3); };
+      StoredMoments& moments = expected.moments;
+      Elements* const all[] = {&expected.param,         &expected.master,           &expected.grad,
+                               &moments.exp_avg.values, &moments.exp_avg_sq.values, &moments.max_exp_avg_sq.values};
+      shifted(*all[which]);
+      for (Segment& segment : expected.segments) segment.options_row = 1;
+      Shard tested = expected;
+      expected.run_cpu();
+      tested.run_cuda();
+      tested.check_same(expected, joined({name_of(c), "misaligned " + std::to_string(which)}));
+    }
   }
 }
 
@@ -160,11 +163,12 @@ TEST(adam_takes_any_one_misaligned_tensor) {
 TEST(adam_is_close_to_the_rule_in_double) {
   using Lane = zx::ScalarLane<double>;
   constexpr double kUpdateEpsilons = 8.0;
-  for (const AdamCase& c : adam_cases()) {
+  for (const AdamCase& c : adam_cases(StateKind::wide)) {
     if (c.param != DType::f64 && c.param != DType::f32 && c.master == Master::none) continue;  // rounds to 16 bits
     Shard before(c, layout_of("", {3000, 500, 37}, 0, 7), 0, /*finite=*/true);
     for (int64_t i = 0; i < before.numel; ++i) {
-      for (Elements* squares : {&before.exp_avg_sq, &before.max_exp_avg_sq}) squares->make_positive(i);
+      StoredMoments& moments = before.moments;
+      for (Elements* squares : {&moments.exp_avg_sq.values, &moments.max_exp_avg_sq.values}) squares->make_positive(i);
     }
     Shard after = before;
     after.run_cuda();
@@ -173,9 +177,12 @@ TEST(adam_is_close_to_the_rule_in_double) {
       const auto step = zx::narrow<double>(zx::fold_adam(options, after.steps[s], 0.5));
       for (int64_t i = before.segments[s].start; i < before.segments[s].stop; ++i) {
         const double start = before.exact(i);
-        const double exp_avg = before.exp_avg.number(i);
+        const double exp_avg = before.moments.exp_avg.values.number(i);
         const Lane grad{before.grad.number(i)};
-        zx::AdamLanes<Lane> at{{start}, {exp_avg}, {before.exp_avg_sq.number(i)}, {before.max_exp_avg_sq.number(i)}};
+        zx::AdamLanes<Lane> at{{start},
+                               {exp_avg},
+                               {before.moments.exp_avg_sq.values.number(i)},
+                               {before.moments.max_exp_avg_sq.values.number(i)}};
         options.amsgrad != 0.0 ? zx::adam_update<true>(step, grad, at) : zx::adam_update<false>(step, grad, at);
         const double second = options.amsgrad != 0.0 ? at.max_exp_avg_sq.x : at.exp_avg_sq.x;
         const double denom = std::sqrt(second) / step.bias_correction2_sqrt + step.eps;

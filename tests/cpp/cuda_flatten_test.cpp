@@ -14,7 +14,7 @@ struct Bucket {
       : flat(to, layout.numel, flat_offset) {
     int64_t end = 0;
     for (size_t i = 0; i < layout.segments.size(); ++i) {
-      const auto [start, stop, row] = layout.segments[i];
+      const auto [start, stop, row, number, from] = layout.segments[i];
       sources.push_back(Elements::random(dtypes[i % dtypes.size()], stop - start, offsets[i % offsets.size()]));
       spans.push_back({start, stop});
       raise_some(end, start);

@@ -36,9 +36,9 @@ std::vector<Segment> around_borders(int64_t numel) {
   std::vector<Segment> segments;
   for (const int64_t border : {int64_t{0}, int64_t{1} << 31, int64_t{1} << 32}) {
     const int64_t start = border == 0 ? 0 : border - 100;
-    if (start + 1000 < numel) segments.push_back({start, start + 301, 0});
+    if (start + 1000 < numel) segments.push_back({start, start + 301, 0, 0, start});
   }
-  segments.push_back({numel - 301, numel, 0});
+  segments.push_back({numel - 301, numel, 0, 0, numel - 301});
   return segments;
 }
 
@@ -50,7 +50,7 @@ TEST(adam_reaches_elements_past_two_to_the_32) {
   SparseArray<float> exp_avg_sq(numel);
   const std::vector<Segment> segments = around_borders(numel);
   CHECK_EQ(segments.size(), size_t{4});
-  for (const auto& [start, stop, row] : segments) {
+  for (const auto& [start, stop, row, number, from] : segments) {
     for (int64_t i = start; i < stop; ++i) {
       param[i] = static_cast<float>(i % 1000);
       grad[i] = static_cast<float>(i % 7 - 3);
@@ -60,15 +60,21 @@ TEST(adam_reaches_elements_past_two_to_the_32) {
   const std::vector<uint8_t> present(segments.size(), 1);
   std::vector<int64_t> steps(segments.size(), 0);
   std::vector<char> scratch(segments.size() * zx::cuda::kFoldedBytes);
-  CHECK_EQ(zx::cuda::adam({DType::f32, Master::none, DType::f32, param.data(), nullptr, grad.data(), exp_avg.data(),
-                           exp_avg_sq.data(), nullptr, numel},
+  CHECK_EQ(zx::cuda::adam({DType::f32,
+                           Master::none,
+                           DType::f32,
+                           param.data(),
+                           nullptr,
+                           grad.data(),
+                           {zx::StateKind::wide, {exp_avg.data(), nullptr}, {exp_avg_sq.data(), nullptr}, {}},
+                           numel},
                           {segments.data(), static_cast<int64_t>(segments.size()), present.data(), steps.data(),
                            &options, nullptr, scratch.data()},
                           kHost),
            0);
   using Lane = zx::ScalarLane<float>;
   const auto step = zx::narrow<float>(zx::fold_adam(options, 1, 1.0));
-  for (const auto& [start, stop, row] : segments) {
+  for (const auto& [start, stop, row, number, from] : segments) {
     for (int64_t i = start; i < stop; ++i) {
       zx::AdamLanes<Lane> at{{static_cast<float>(i % 1000)}, {0.0F}, {0.0F}, {0.0F}};
       zx::adam_update<false>(step, Lane{static_cast<float>(i % 7 - 3)}, at);
@@ -84,7 +90,7 @@ TEST(norm_reaches_elements_past_two_to_the_31) {
   const std::vector<Segment> segments = around_borders(numel);
   CHECK_EQ(segments.size(), size_t{3});
   Words expected{};
-  for (const auto& [start, stop, row] : segments) {
+  for (const auto& [start, stop, row, number, from] : segments) {
     for (int64_t i = start; i < stop; ++i) values[i] = zx::float_to_bf16(static_cast<float>(i % 11));
     zx::kernels_scalar().norm(zx::Norm::sum_of_squares, DType::bf16, &values[start], stop - start, expected.data());
   }

@@ -270,6 +270,18 @@ T __shfl_down_sync(unsigned /*lanes*/, T value, int delta, int width) {
   return value;
 }
 
+template <class T>
+T __shfl_xor_sync(unsigned /*lanes*/, T value, int mask, int /*width*/) {
+  static_assert(sizeof(T) <= sizeof(uint64_t));
+  auto& block = zx::cuda::on_host::Block::instance();
+  const int lane = block.lane();
+  uint64_t bits = 0;
+  std::memcpy(&bits, &value, sizeof(T));
+  bits = block.exchange(bits)[lane ^ mask];
+  std::memcpy(&value, &bits, sizeof(T));
+  return value;
+}
+
 inline int __any_sync(unsigned /*lanes*/, int condition) {
   const auto& all = zx::cuda::on_host::Block::instance().exchange(condition != 0 ? 1 : 0);
   return std::any_of(all.begin(), all.end(), [](uint64_t x) { return x != 0; }) ? 1 : 0;

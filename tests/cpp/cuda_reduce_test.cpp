@@ -36,7 +36,7 @@ struct Shard {
       for (int64_t i = start; i < stop; ++i) shard.set(i, 0);
     };
     for (size_t i = 0; i < segments.size(); ++i) {
-      const auto [start, stop, row] = segments[i];
+      const auto [start, stop, row, number, from] = segments[i];
       std::vector<const void*> starts;
       for (const Elements& slice : slices) starts.push_back(slice.at(start));
       zx::kernels_scalar().reduce({shard.dtype(), starts.data(), static_cast<int64_t>(starts.size()), world,
@@ -150,7 +150,7 @@ TEST(norm_gives_the_cpu_words_for_every_order_and_segment_edge) {
           const Norm kind = zx::norm_of_order(order);
           Words expected{};
           Words tested{};
-          for (const auto& [start, stop, row] : layout.segments) {
+          for (const auto& [start, stop, row, number, from] : layout.segments) {
             if (kind == Norm::sum_of_powers) {
               add_powers(values, start, stop, order, expected);
             } else {
@@ -173,7 +173,7 @@ TEST(norm_value_reads_what_the_words_stand_for) {
   for (const double order : kOrders) {
     for (const bool finite : {true, false}) {
       const Elements values = elements(finite, DType::f32, 1000, 0);
-      const Segment all{0, 1000, 0};
+      const Segment all{0, 1000, 0, 0, 0};
       Words words{};
       zx::cuda::norm({DType::f32, values.at(0), 1000, &all, 1, order, words.data()}, kHost);
       const Words before = words;

@@ -4,6 +4,7 @@
 #include "cuda/device.cuh"
 #include "cuda/kernels.h"
 #include "elements.h"
+#include "math/moment.h"
 
 namespace zx::testing {
 
@@ -18,10 +19,13 @@ struct SegmentLayout {
 
 inline SegmentLayout layout_of(const char* name, const std::vector<int64_t>& numels, int64_t gap, int64_t tail) {
   SegmentLayout layout{name, {}, 0};
-  for (const int64_t numel : numels) {
+  for (size_t i = 0; i < numels.size(); ++i) {
     layout.numel += gap;
-    layout.segments.push_back({layout.numel, layout.numel + numel, 0});
-    layout.numel += numel;
+    // Numbers and places of parameters as in shards of large models; in one the lower half of an index overflows.
+    const auto param = static_cast<int64_t>(i * i + 7);
+    const int64_t param_start = i % 3 == 0 ? 0 : (int64_t{1} << 32) - 256 * static_cast<int64_t>(i % 3);
+    layout.segments.push_back({layout.numel, layout.numel + numels[i], 0, param, param_start});
+    layout.numel += numels[i];
   }
   layout.numel += tail;
   return layout;
@@ -48,6 +52,30 @@ inline std::vector<SegmentLayout> segment_layouts() {
       layout_of("large gaps", {300, 5, 4097}, 4000, 0),
   };
   return layouts;
+}
+
+// The same for 8-bit moments: segments start at multiples of a block, and the shard is a multiple of it.
+inline SegmentLayout with_blocks(const SegmentLayout& layout) {
+  SegmentLayout blocks{layout.name, layout.segments, 0};
+  const auto align = [](int64_t element) { return (element + kMomentBlock - 1) / kMomentBlock * kMomentBlock; };
+  int64_t shift = 0;
+  for (Segment& segment : blocks.segments) {
+    shift += align(segment.start + shift) - (segment.start + shift);
+    segment.start += shift;
+    segment.stop += shift;
+  }
+  blocks.numel = align(layout.numel + shift);
+  return blocks;
+}
+
+// Those that tell something of such moments, of a size that fibers get through in time.
+inline std::vector<SegmentLayout> block_layouts() {
+  std::vector<SegmentLayout> found;
+  for (const SegmentLayout& layout : segment_layouts()) {
+    if (layout.segments.size() <= 6) found.push_back(with_blocks(layout));
+  }
+  found.push_back(with_blocks(layout_of("tails", {0, 1, 7, 8, 9, 31, 249, 255}, 0, 0)));
+  return found;
 }
 
 // Runs body under every order of threads and several numbers of blocks.

@@ -23,13 +23,14 @@ namespace zx::testing {
 using Words = std::array<int64_t, kExactWords>;
 
 inline constexpr std::array kDTypes{DType::f64, DType::f32, DType::bf16, DType::f16};
-inline constexpr std::array<int64_t, 4> kBytes{8, 4, 2, 2};
+inline constexpr DType kU8{4};  // in tests only: codes of 8-bit moments
+inline constexpr std::array<int64_t, 5> kBytes{8, 4, 2, 2, 1};
 inline constexpr std::array<int64_t, 20> kSizes{0,  1,  2,  3,  4,  5,  7,   8,   9,   15,
                                                 16, 17, 31, 33, 63, 65, 255, 256, 257, 1000};
 
 inline int64_t bytes_of(DType dtype) { return kBytes[static_cast<size_t>(dtype)]; }
 inline const char* name_of(DType dtype) {
-  constexpr std::array names{"f64", "f32", "bf16", "f16"};
+  constexpr std::array names{"f64", "f32", "bf16", "f16", "u8"};
   return names[static_cast<size_t>(dtype)];
 }
 
@@ -84,7 +85,7 @@ inline uint64_t random_element(DType dtype) {
     case DType::f16:
       return any_pattern ? random_bits() : float_to_f16(static_cast<float>(value)).bits;
   }
-  return 0;
+  return random_bits();  // a code
 }
 
 // `numel` elements that start `offset` elements behind an aligned address, between canaries. Under the address

@@ -83,7 +83,7 @@ def test_more_tiles_than_fit_on_a_device_at_a_time(
 
 def test_without_elements_segments_or_gradients_nothing_changes(device: torch.device) -> None:
     no_segments = Shard(300)
-    no_segments.segments = torch.empty(0, 3, dtype=torch.int64)
+    no_segments.segments = torch.empty(0, 5, dtype=torch.int64)
     no_segments.present, no_segments.steps = no_segments.present[:0], no_segments.steps[:0]
     absent = Shard(300)
     absent.present.zero_()

@@ -86,5 +86,5 @@ def test_what_is_not_finite_is_flagged(
 def test_padding_does_not_count(device: torch.device) -> None:
     shard = torch.full((1000,), torch.nan, device=device)
     shard[10:20] = 2.0
-    words = words_of(shard, torch.tensor([[10, 20, 0]], device=device), 2.0)
+    words = words_of(shard, torch.tensor([[10, 20, 0, 0, 0]], device=device), 2.0)
     assert ops.norm_value(words, 2.0).tolist() == [math.sqrt(40.0), 1.0]

@@ -71,7 +71,8 @@ def ragged_segments(rng: random.Random, groups: int = 1) -> tuple[Tensor, int]:
     rng.shuffle(numels)
     rows, end = [], rng.choice([0, 3])
     for numel in numels:
-        rows.append([end, end + numel, rng.randrange(groups)])
+        param, param_start = rng.randrange(2**40), 256 * rng.choice([0, 0, 1, 2**24 - 2])
+        rows.append([end, end + numel, rng.randrange(groups), param, param_start])
         end += numel + rng.choice([0, 0, 1, 5, 300])
     return torch.tensor(rows, dtype=torch.int64), end + rng.choice([0, 13])
 

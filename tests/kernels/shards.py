@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from tests.kernels import stored
 from zerox import ops
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
@@ -33,10 +34,10 @@ def moment_dtype(dtype: torch.dtype) -> torch.dtype:
 def segments_of(*numels: int, gap: int = 0) -> Tensor:
     """Segments one behind the other, ``gap`` elements of padding between them."""
     rows, start = [], 0
-    for numel in numels:
-        rows.append([start, start + numel, 0])
+    for param, numel in enumerate(numels):
+        rows.append([start, start + numel, 0, param, 0])
         start += numel + gap
-    return torch.tensor(rows, dtype=torch.int64).reshape(-1, 3)
+    return torch.tensor(rows, dtype=torch.int64).reshape(-1, 5)
 
 
 @dataclass
@@ -51,7 +52,8 @@ class Shard:
     step: int = 0
     seed: int = 0
     grad_size: float = 1.0
-    segments: Tensor = field(default_factory=lambda: torch.empty(0, 3))
+    segments: Tensor = field(default_factory=lambda: torch.empty(0, 5))
+    state_dtype: torch.dtype = torch.float32  # torch.uint8: 8-bit codes; of fp64 parameters always float64
 
     def __post_init__(self) -> None:
         generator = torch.Generator().manual_seed(self.seed)
@@ -76,6 +78,32 @@ class Shard:
             self.segments = segments_of(self.numel)
         self.present = torch.ones(len(self.segments), dtype=torch.uint8)
         self.steps = torch.full((len(self.segments),), self.step, dtype=torch.int64)
+        self.scales: list[Tensor] = []
+        self.store_as(wide if wide is torch.float64 else self.state_dtype)
+
+    def store_as(self, dtype: torch.dtype) -> None:
+        """Rounds the moments to what they are stored in, to nearest."""
+        for name in stored.EXP_AVG, stored.EXP_AVG_SQ, stored.MAX_EXP_AVG_SQ:
+            values = getattr(self, name)
+            if values is None:
+                continue
+            if dtype is torch.uint8:
+                codes, scales = stored.encode(values, signed=name == stored.EXP_AVG)
+                setattr(self, name, codes)
+                self.scales.append(scales)
+            else:
+                setattr(self, name, values.to(dtype))
+
+    def wide_moments(self) -> dict[str, Tensor]:
+        """The moments as they are computed with."""
+        found = {}
+        for place, name in enumerate((stored.EXP_AVG, stored.EXP_AVG_SQ, stored.MAX_EXP_AVG_SQ)):
+            values = getattr(self, name)
+            if values is not None and values.dtype is torch.uint8:
+                found[name] = stored.decode(values, self.scales[place], signed=name == stored.EXP_AVG)
+            elif values is not None:
+                found[name] = values.to(moment_dtype(self.dtype))
+        return found
 
     def exact(self) -> Tensor:
         """The parameters' exact values: masters where they are kept."""
@@ -89,11 +117,12 @@ class Shard:
         if grad_scale is not None:
             scale = torch.tensor(grad_scale, dtype=torch.float64).to(self.param.device)
         moments = (self.exp_avg, self.exp_avg_sq, self.max_exp_avg_sq)
-        ops.adam_(self.param, self.master, self.grad, moments, self.segments, self.present, self.steps, options, scale)
+        tables = (self.segments, self.present, self.steps, options, scale)
+        ops.adam_(self.param, self.master, self.grad, moments, *tables, self.scales)
 
     def tensors(self) -> list[Tensor]:
         everything = [self.param, self.master, self.exp_avg, self.exp_avg_sq, self.max_exp_avg_sq, self.steps]
-        return [t for t in everything if t is not None]
+        return [t for t in everything if t is not None] + self.scales
 
 
 def split(master: Tensor) -> tuple[Tensor, Tensor]:

@@ -136,7 +136,7 @@ def test_each_segment_uses_its_own_options_and_step_count() -> None:
     together = Shard(1500, segments=segments)
     together.steps[:] = torch.tensor([5, 9, 9])
     parts = []
-    for start, stop, row in segments.tolist():
+    for start, stop, row, *_ in segments.tolist():
         part = Shard(1500)
         for name in ("param", "grad", "exp_avg", "exp_avg_sq"):
             setattr(part, name, getattr(together, name)[start:stop].clone())

@@ -47,7 +47,7 @@ def test_the_norm_is_torch_s_in_float64(dtype: torch.dtype, p: float) -> None:
 def test_padding_does_not_count(p: float) -> None:
     shard = torch.full((100,), torch.nan)
     shard[10:20] = 2.0
-    segments = torch.tensor([[10, 20, 0]])
+    segments = torch.tensor([[10, 20, 0, 0, 0]])
     value, finite = norm_of((shard, segments), p=p)
     assert finite
     assert value == pytest.approx(2.0 if math.isinf(p) else 2.0 * 10 ** (1 / p))

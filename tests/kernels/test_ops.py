@@ -31,6 +31,7 @@ def adam_arguments(**changes: Any) -> tuple[Any, ...]:
         "exp_avg": shard.exp_avg,
         "exp_avg_sq": shard.exp_avg_sq,
         "max_exp_avg_sq": None,
+        "scales": [],
         "segments": shard.segments,
         "present": shard.present,
         "steps": shard.steps,
@@ -151,7 +152,7 @@ REFUSED: dict[str, tuple[str, Callable[[], tuple[Any, ...]], str]] = {
     "segments past the shard": ("norm_", lambda: (words(), torch.ones(8), segments_of(9), 2.0), "`segments` row 0"),
     "segments that overlap": (
         "norm_",
-        lambda: (words(), torch.ones(8), torch.tensor([[0, 5, 0], [4, 8, 0]]), 2.0),
+        lambda: (words(), torch.ones(8), torch.tensor([[0, 5, 0, 0, 0], [4, 8, 0, 1, 0]]), 2.0),
         "`segments` row 1 is [4, 8), which does not lie in [5, 8)",
     ),
     "segments of two columns": ("norm_", lambda: (words(), torch.ones(8), PIECES[:, :2], 2.0), "`segments` must be"),
@@ -183,7 +184,7 @@ REFUSED: dict[str, tuple[str, Callable[[], tuple[Any, ...]], str]] = {
     ),
     "a missing row of options": (
         "adam_",
-        lambda: adam_arguments(segments=torch.tensor([[0, 64, 1]])),
+        lambda: adam_arguments(segments=torch.tensor([[0, 64, 1, 0, 0]])),
         "names options 1 of 1",
     ),
     "amsgrad without its state": (
@@ -222,7 +223,9 @@ def test_a_wrong_argument_is_a_value_error_that_names_op_and_argument(case: str)
 
 def test_a_refused_update_counts_no_step() -> None:
     steps = torch.zeros(2, dtype=torch.int64)
-    arguments = adam_arguments(segments=torch.tensor([[0, 32, 0], [32, 64, 7]]), present=byte(2), steps=steps)
+    arguments = adam_arguments(
+        segments=torch.tensor([[0, 32, 0, 0, 0], [32, 64, 7, 1, 0]]), present=byte(2), steps=steps
+    )
     with pytest.raises(ValueError, match="names options 7 of 1"):
         torch.ops.zerox.adam_(*arguments)
     assert steps.tolist() == [0, 0]

@@ -15,12 +15,16 @@ START_ALIGN_BYTES = 64
 
 @dataclass(frozen=True)
 class ParamSpec:
-    """What a plan knows of a parameter: ``dtype`` is any hashable name of one, ``itemsize`` its bytes an element."""
+    """What a plan knows of a parameter: ``dtype`` is any hashable name of one, ``itemsize`` its bytes an element.
+
+    ``state_dtype``: a name of what its moments are stored in.
+    """
 
     name: str
     numel: int
     dtype: str
     itemsize: int
+    state_dtype: str = ""
 
     @property
     def nbytes(self) -> int:
@@ -34,6 +38,7 @@ class BucketPlan:
     params: tuple[int, ...]
     dtype: str
     layout: Layout
+    state_dtype: str = ""
 
 
 def default_cap_bytes(backend: str, world_size: int) -> int:
@@ -48,29 +53,31 @@ def default_cap_bytes(backend: str, world_size: int) -> int:
 def plan_buckets(params: Sequence[ParamSpec], world_size: int, cap_bytes: int) -> list[BucketPlan]:
     """Fills buckets with parameters in reverse registration order, which is about the order of their gradients.
 
-    A bucket holds one dtype. It is closed by the first parameter that would take it over ``cap_bytes``; a parameter
-    larger than the cap has a bucket of its own. Raises ValueError for an impossible cap or world size.
+    A bucket holds one dtype, and moments stored in one dtype. It is closed by the first parameter that would take it
+    over ``cap_bytes``; a parameter larger than the cap has a bucket of its own. Raises ValueError for an impossible cap
+    or world size.
     """
     if cap_bytes < 1:
         raise ValueError(f"a bucket's cap must be at least 1 byte, got {cap_bytes}")
     if world_size < 1:
         raise ValueError(f"world_size must be at least 1, got {world_size}")
     closed: list[list[int]] = []
-    filling: dict[str, list[int]] = {}
-    filled_bytes: dict[str, int] = {}
+    filling: dict[tuple[str, str], list[int]] = {}
+    filled_bytes: dict[tuple[str, str], int] = {}
     for index in reversed(range(len(params))):
         param = params[index]
-        bucket = filling.get(param.dtype)
-        if bucket is None or filled_bytes[param.dtype] + param.nbytes > cap_bytes:
-            bucket = filling[param.dtype] = []
-            filled_bytes[param.dtype] = 0
+        kind = param.dtype, param.state_dtype
+        bucket = filling.get(kind)
+        if bucket is None or filled_bytes[kind] + param.nbytes > cap_bytes:
+            bucket = filling[kind] = []
+            filled_bytes[kind] = 0
             closed.append(bucket)
         bucket.append(index)
-        filled_bytes[param.dtype] += param.nbytes
+        filled_bytes[kind] += param.nbytes
     plans = []
     for bucket in closed:
         first = params[bucket[0]]
         start_align = max(1, START_ALIGN_BYTES // first.itemsize)
         layout = Layout(tuple(params[i].numel for i in bucket), world_size, start_align)
-        plans.append(BucketPlan(tuple(bucket), first.dtype, layout))
+        plans.append(BucketPlan(tuple(bucket), first.dtype, layout, first.state_dtype))
     return plans

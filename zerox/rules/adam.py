@@ -102,11 +102,11 @@ def start_amsgrad(buckets: Sequence[Bucket], groups: Sequence[dict[str, Any]], c
     """Gives buckets of groups with amsgrad their third moment, all zero; returns whether one had none yet."""
     if not any(group["amsgrad"] for group in groups):
         return False
-    without = [b for b in buckets if b.max_exp_avg_sq is None and any(groups[m.group]["amsgrad"] for m in b.members)]
+    without = [b for b in buckets if not b.moments.has_maximum and any(groups[m.group]["amsgrad"] for m in b.members)]
     if without and capturing:  # each replay would set it to zero
         raise RuntimeError("amsgrad was turned on: call step() once before capturing it")
     for bucket in without:
-        bucket.max_exp_avg_sq = torch.zeros_like(bucket.exp_avg_sq)
+        bucket.moments.start_maximum()
     return bool(without)
 
 
@@ -116,10 +116,11 @@ def update(bucket: Bucket, grad: Tensor, present: Tensor, options: Tensor, grad_
         bucket.param_shard,
         bucket.master,
         grad,
-        bucket.moments,
+        bucket.moments.arguments(),
         bucket.segments,
         present,
         bucket.steps,
         options,
         grad_scale,
+        list(bucket.moments.scales.values()),
     )

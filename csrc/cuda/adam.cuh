@@ -1,0 +1,97 @@
+// The update: one pass from a shard's gradient to moments, master and parameter, for any number of segments. With
+// moments that are stored one by one; adam_blockwise.cu has those that share a scale.
+#pragma once
+
+#include "cuda/adam_param.cuh"
+#include "cuda/fold.cuh"
+
+namespace zx::cuda {
+
+template <class Where, class Stored, class Grad>
+struct AdamArgs {
+  using Value = typename Where::Value;
+  // So many elements a thread that the narrowest stream, too, moves 16 bytes at a time.
+  static constexpr int kNarrower = Where::kNarrowestBytes < sizeof(Grad) ? Where::kNarrowestBytes : sizeof(Grad);
+  static constexpr int kNarrowest = Stored::kBytes < kNarrower ? Stored::kBytes : kNarrower;
+  static constexpr int kVector = kAccessBytes / kNarrowest;
+
+  Where where;
+  const Grad* grad;
+  Stored moments;
+  int64_t numel;
+  const Segment* segments;
+  int64_t num_segments;
+  const Folded<Value>* folded;
+  bool aligned;  // all of the pointers above, to 16 bytes
+};
+
+template <bool kAmsgrad, int N, class Args, class T = typename Args::Value>
+__device__ __forceinline__ void update(const Args& a, const Folded<T>& folded, int64_t i) {
+  const auto grad = load<N>(a.grad + i);
+  auto param = a.where.template load<N>(i);
+  auto moments = a.moments.template load<kAmsgrad, N>(i);
+  ZX_UNROLL
+  for (int j = 0; j < N; ++j) {
+    AdamLanes<ScalarLane<T>> at{{param.get(j)}, {}, {}, {}};
+    moments.get(j, at);
+    adam_update<kAmsgrad>(folded.step, ScalarLane<T>::load(&grad.at[j]), at);
+    param.set(j, at.param.x);
+    moments.set(j, at, folded, i + j);
+  }
+  a.where.store(param, i);
+  a.moments.template store<kAmsgrad>(moments, i);
+}
+
+template <int N, class Args, class T = typename Args::Value>
+__device__ __forceinline__ void update_at(const Args& a, const Stretch<T>& stretch, int64_t i) {
+  if (!stretch.folded.active) return;
+  if (stretch.folded.amsgrad) {
+    update<true, N>(a, stretch.folded, i);
+  } else {
+    update<false, N>(a, stretch.folded, i);
+  }
+}
+
+template <class Args>
+__global__ void __launch_bounds__(kThreads) adam_kernel(Args a) {
+  constexpr int kVector = Args::kVector;
+  constexpr int64_t kTile = int64_t{kThreads} * kVector;
+  Stretch<typename Args::Value> stretch;
+  const TileRange tiles = tiles_of_block(tiles_for(a.numel, kTile));
+  for (int64_t tile = tiles.first; tile < tiles.last; ++tile) {
+    const int64_t first = tile * kTile + int64_t{threadIdx.x} * kVector;
+    if (first >= a.numel) return;
+    stretch.find(a, first);
+    if (a.aligned && first + kVector <= stretch.stop) {
+      update_at<kVector>(a, stretch, first);
+    } else {  // an end of a segment lies inside
+      const int64_t stop = first + kVector < a.numel ? first + kVector : a.numel;
+      for (int64_t i = first; i < stop; ++i) {
+        stretch.find(a, i);
+        update_at<1>(a, stretch, i);
+      }
+    }
+  }
+}
+
+inline bool all_aligned(const AdamElements& e) {
+  const Moments& m = e.moments;
+  return is_aligned(e.param) && is_aligned(e.master) && is_aligned(e.grad) && is_aligned(m.exp_avg.values) &&
+         is_aligned(m.exp_avg_sq.values) && is_aligned(m.max_exp_avg_sq.values);
+}
+
+template <class Where, class Stored, class Grad>
+int launch_adam(const AdamElements& e, const AdamSegments& s, Where where, const Grad* grad, Stream stream) {
+  using Args = AdamArgs<Where, Stored, Grad>;
+  const Args args{where,
+                  grad,
+                  Stored(e.moments),
+                  e.numel,
+                  s.segments,
+                  s.count,
+                  static_cast<const Folded<typename Args::Value>*>(s.folded),
+                  all_aligned(e)};
+  return launch(adam_kernel<Args>, tiles_for(e.numel, int64_t{kThreads} * Args::kVector), stream, args);
+}
+
+}  // namespace zx::cuda

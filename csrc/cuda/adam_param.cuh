@@ -1,0 +1,169 @@
+// Where a parameter's exact value lies: N of them in registers, as the type that is computed in.
+#pragma once
+
+#include <type_traits>
+
+#include "cuda/device.cuh"
+#include "cuda/kernels.h"
+#include "cuda/pack.cuh"
+#include "math/scalar_lane.h"
+
+namespace zx::cuda {
+
+template <class Param>
+struct PlainParam {
+  using Value = std::conditional_t<std::is_same_v<Param, double>, double, float>;
+  static constexpr int kNarrowestBytes = sizeof(Param);
+  Param* param;
+
+  template <int N>
+  struct Held {
+    Pack<Param, N> param;
+    __device__ __forceinline__ Value get(int i) const { return ScalarLane<Value>::load(&param.at[i]).x; }
+    __device__ __forceinline__ void set(int i, Value value) { ScalarLane<Value>{value}.store(&param.at[i]); }
+  };
+  template <int N>
+  __device__ __forceinline__ Held<N> load(int64_t i) const {
+    return {cuda::load<N>(param + i)};
+  }
+  template <int N>
+  __device__ __forceinline__ Held<N> load_first(int64_t i, int count) const {
+    return {cuda::load_first<N>(param + i, count)};
+  }
+  template <int N>
+  __device__ __forceinline__ void store(const Held<N>& held, int64_t i) const {
+    cuda::store(held.param, param + i);
+  }
+  template <int N>
+  __device__ __forceinline__ void store_first(const Held<N>& held, int64_t i, int count) const {
+    cuda::store_first(held.param, param + i, count);
+  }
+};
+
+struct SplitParam {
+  using Value = float;
+  static constexpr int kNarrowestBytes = sizeof(bf16);
+  bf16* param;
+  int16_t* remainder;
+
+  template <int N>
+  struct Held {
+    Pack<bf16, N> param;
+    Pack<int16_t, N> remainder;
+    __device__ __forceinline__ float get(int i) const {
+      return ScalarLane<float>::load_split(&param.at[i], &remainder.at[i]).x;
+    }
+    __device__ __forceinline__ void set(int i, float value) {
+      ScalarLane<float>{value}.store_split(&param.at[i], &remainder.at[i]);
+    }
+  };
+  template <int N>
+  __device__ __forceinline__ Held<N> load(int64_t i) const {
+    return {cuda::load<N>(param + i), cuda::load<N>(remainder + i)};
+  }
+  template <int N>
+  __device__ __forceinline__ Held<N> load_first(int64_t i, int count) const {
+    return {cuda::load_first<N>(param + i, count), cuda::load_first<N>(remainder + i, count)};
+  }
+  template <int N>
+  __device__ __forceinline__ void store(const Held<N>& held, int64_t i) const {
+    cuda::store(held.param, param + i);
+    cuda::store(held.remainder, remainder + i);
+  }
+  template <int N>
+  __device__ __forceinline__ void store_first(const Held<N>& held, int64_t i, int count) const {
+    cuda::store_first(held.param, param + i, count);
+    cuda::store_first(held.remainder, remainder + i, count);
+  }
+};
+
+template <class Half>
+struct MasteredParam {
+  using Value = float;
+  static constexpr int kNarrowestBytes = sizeof(Half);
+  Half* param;
+  float* master;
+
+  template <int N>
+  struct Held {
+    Pack<Half, N> param;
+    Pack<float, N> master;
+    __device__ __forceinline__ float get(int i) const {
+      return ScalarLane<float>::load_master(&param.at[i], &master.at[i]).x;
+    }
+    __device__ __forceinline__ void set(int i, float value) {
+      master.at[i] = value;
+      ScalarLane<float>{value}.store(&param.at[i]);
+    }
+  };
+  template <int N>
+  __device__ __forceinline__ Held<N> load(int64_t i) const {
+    return {cuda::load<N>(param + i), cuda::load<N>(master + i)};
+  }
+  template <int N>
+  __device__ __forceinline__ Held<N> load_first(int64_t i, int count) const {
+    return {cuda::load_first<N>(param + i, count), cuda::load_first<N>(master + i, count)};
+  }
+  template <int N>
+  __device__ __forceinline__ void store(const Held<N>& held, int64_t i) const {
+    cuda::store(held.param, param + i);
+    cuda::store(held.master, master + i);
+  }
+  template <int N>
+  __device__ __forceinline__ void store_first(const Held<N>& held, int64_t i, int count) const {
+    cuda::store_first(held.param, param + i, count);
+    cuda::store_first(held.master, master + i, count);
+  }
+};
+
+// ---- from what is known when the program runs to types: launch(where, grad)
+
+template <class Where, class Launch>
+int with_grad(const AdamElements& e, Where where, const Launch& launch) {
+  switch (e.grad_dtype) {
+    case DType::f64:
+      if constexpr (std::is_same_v<typename Where::Value, double>) {
+        return launch(where, static_cast<const double*>(e.grad));
+      }
+      break;  // refused at the door: 16- and 32-bit parameters have no fp64 gradients
+    case DType::f32:
+      return launch(where, static_cast<const float*>(e.grad));
+    case DType::bf16:
+      return launch(where, static_cast<const bf16*>(e.grad));
+    case DType::f16:
+      return launch(where, static_cast<const f16*>(e.grad));
+  }
+  return cudaErrorInvalidValue;
+}
+
+template <class Half, class Launch>
+int with_half(const AdamElements& e, const Launch& launch) {
+  auto* param = static_cast<Half*>(e.param);
+  if (e.master_kind == Master::fp32) {
+    return with_grad(e, MasteredParam<Half>{param, static_cast<float*>(e.master)}, launch);
+  }
+  if constexpr (std::is_same_v<Half, bf16>) {
+    if (e.master_kind == Master::remainder) {
+      return with_grad(e, SplitParam{param, static_cast<int16_t*>(e.master)}, launch);
+    }
+  }
+  return with_grad(e, PlainParam<Half>{param}, launch);
+}
+
+// Parameters that are updated in fp32.
+template <class Launch>
+int with_param(const AdamElements& e, const Launch& launch) {
+  switch (e.param_dtype) {
+    case DType::f64:
+      break;
+    case DType::f32:
+      return with_grad(e, PlainParam<float>{static_cast<float*>(e.param)}, launch);
+    case DType::bf16:
+      return with_half<bf16>(e, launch);
+    case DType::f16:
+      return with_half<f16>(e, launch);
+  }
+  return cudaErrorInvalidValue;
+}
+
+}  // namespace zx::cuda

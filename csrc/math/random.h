@@ -1,0 +1,53 @@
+// Random bits without a state: a hash of what they are for. A parameter's element gets the same bits in the same step
+// whatever the bucket, the shard, the world size, the thread or the device that asks.
+#pragma once
+
+#include <cstdint>
+
+#include "math/macros.h"
+
+namespace zx {
+
+// Runs with the same gradients give the same results: the seed is a constant, and torch's generators play no part.
+constexpr uint64_t kRandomSeed = 0x7a65726f78;  // "zerox"
+
+// What all elements of a parameter share in one step.
+struct RandomKey {
+  uint32_t first;
+  uint32_t second;
+};
+
+// The finalizer of splitmix64 (Steele, Lea and Flood, "Fast splittable pseudorandom number generators", 2014).
+ZX_HD uint64_t mix64(uint64_t x) {
+  x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9u;
+  x = (x ^ (x >> 27)) * 0x94d049bb133111ebu;
+  return x ^ (x >> 31);
+}
+
+// `step`: the parameter's own count, this update included. `param`: its number, see Segment.
+ZX_HD RandomKey random_key(int64_t step, int64_t param) {
+  const uint64_t key = mix64(mix64(kRandomSeed ^ static_cast<uint64_t>(param)) ^ static_cast<uint64_t>(step));
+  return {static_cast<uint32_t>(key), static_cast<uint32_t>(key >> 32)};
+}
+
+// Wellons' 32-bit mixer with the least bias of those he found by search (hash-prospector): a bijection.
+constexpr uint32_t kMix32First = 0x21f0aaad;
+constexpr uint32_t kMix32Second = 0x735a2d97;
+ZX_HD uint32_t mix32(uint32_t x) {
+  x = (x ^ (x >> 16)) * kMix32First;
+  x = (x ^ (x >> 15)) * kMix32Second;
+  return x ^ (x >> 15);
+}
+
+// What the upper half of an element's index adds to the key: parameters may have more than 2^32 elements.
+ZX_HD uint32_t second_word(RandomKey key, int64_t element) {
+  return key.second ^ (static_cast<uint32_t>(element >> 32) * 0x9e3779b9u);
+}
+
+// 32 bits for one element, counted from the parameter's start: the lower 16 round exp_avg, the upper 16 exp_avg_sq and
+// its maximum, which rounded alike stays the larger one. 32-bit arithmetic only, for the sake of SIMD.
+ZX_HD uint32_t random_bits(RandomKey key, int64_t element) {
+  return mix32(mix32(static_cast<uint32_t>(element) ^ key.first) ^ second_word(key, element));
+}
+
+}  // namespace zx
