@@ -69,6 +69,40 @@ void check_rounds_to_nearest_even(uint32_t bits) {
   if (!f16_right) CHECK_EQ(bits, 0xf16u);
 }
 
+// Over all values of the random bits a number is rounded up exactly as often as its lower half says.
+TEST(stochastic_rounding_has_the_mean_of_what_is_rounded) {
+  for (uint64_t pattern = 0; pattern < 0x100000000; pattern += 0x3a5f1b) {
+    const auto bits = static_cast<uint32_t>(pattern);
+    const uint32_t magnitude = bits & 0x7fffffffu;
+    if (magnitude >= 0x7f7f0000u) continue;
+    uint32_t num_up = 0;
+    uint32_t num_other = 0;
+    for (uint32_t random = 0; random < 0x10000; ++random) {
+      const uint32_t rounded = zx::float_to_bf16_stochastic(float_of(bits), random | 0xabcd0000u).bits;
+      num_up += static_cast<uint32_t>(rounded == (bits >> 16) + 1);
+      num_other += static_cast<uint32_t>(rounded != bits >> 16 && rounded != (bits >> 16) + 1);
+    }
+    CHECK_EQ(num_up, bits & 0xffffu);
+    CHECK_EQ(num_other, 0u);
+  }
+}
+
+TEST(stochastic_rounding_keeps_finite_what_is_finite_and_nan_what_is_nan) {
+  for (const uint32_t sign : {0u, 0x80000000u}) {
+    for (const uint32_t random : {0u, 1u, 0x7fffu, 0xffffu, 0xffffffffu}) {
+      for (const uint32_t low : {0u, 1u, 0x8000u, 0xffffu}) {
+        const uint32_t largest = zx::float_to_bf16_stochastic(float_of(sign | 0x7f7f0000u | low), random).bits;
+        CHECK_EQ(largest, sign >> 16 | 0x7f7fu);
+      }
+      CHECK_EQ(zx::float_to_bf16_stochastic(float_of(sign | 0x7f800000u), random).bits, sign >> 16 | 0x7f80u);
+      for (const uint32_t nan : {0x7f800001u, 0x7fc00000u, 0x7fffffffu}) {
+        const uint32_t rounded = zx::float_to_bf16_stochastic(float_of(sign | nan), random).bits;
+        CHECK_EQ(rounded, (sign | nan) >> 16 | 0x40u);
+      }
+    }
+  }
+}
+
 }  // namespace
 
 TEST(every_16_bit_pattern_means_what_its_format_says) {

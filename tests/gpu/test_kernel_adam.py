@@ -8,7 +8,17 @@ from typing import Any
 import pytest
 import torch
 
-from tests.gpu.twins import CPU, FENCE, Fences, mixed_options, ragged_segments, same_bits_but_nan, strew, twin_of
+from tests.gpu.twins import (
+    CPU,
+    FENCE,
+    Fences,
+    in_blocks,
+    mixed_options,
+    ragged_segments,
+    same_bits_but_nan,
+    strew,
+    twin_of,
+)
 from tests.kernels.rule import CONFIGS, MASTERS, assert_one_step_is_the_rule
 from tests.kernels.shards import DTYPES, Shard, options_table, same_bits, segments_of
 
@@ -21,12 +31,23 @@ COMBINATIONS = [
     if grad_dtype is not torch.float64 or dtype is torch.float64
 ]
 
+NARROW = [each for each in COMBINATIONS if each[0] is not torch.float64]
 
-def ragged_shard(seed: int, dtype: torch.dtype, master: str | None, grad_dtype: torch.dtype, amsgrad: bool) -> Shard:
+
+def ragged_shard(
+    seed: int,
+    dtype: torch.dtype,
+    master: str | None,
+    grad_dtype: torch.dtype,
+    amsgrad: bool,
+    state_dtype: torch.dtype = torch.float32,
+) -> Shard:
     """Segments of all lengths, some absent, each with options and a step count of its own."""
     rng, generator = random.Random(seed), torch.Generator().manual_seed(seed)
     segments, numel = ragged_segments(rng, groups=4 if amsgrad else 2)
-    shard = Shard(numel, dtype, grad_dtype, master, amsgrad, step=1, seed=seed, segments=segments)
+    if state_dtype is torch.uint8:
+        segments, numel = in_blocks(segments)
+    shard = Shard(numel, dtype, grad_dtype, master, amsgrad, 1, seed, segments=segments, state_dtype=state_dtype)
     strew(shard.grad, generator)
     if master is None:
         strew(shard.param, generator)
@@ -62,6 +83,24 @@ def test_a_step_has_the_cpu_kernel_s_bits(
     shard = ragged_shard(seed, dtype, master, grad_dtype, amsgrad)
     grad_scale = random.Random(seed).choice([None, 1.0, 0.37, 1 / 1024])
     assert_same_step(shard, mixed_options(), grad_scale, offset, device)
+
+
+@pytest.mark.parametrize("amsgrad", [False, True], ids=["", "amsgrad"])
+@pytest.mark.parametrize("offset", [0, 1], ids=["aligned", "off by 1"])
+@pytest.mark.parametrize("state_dtype", [torch.bfloat16, torch.uint8], ids=str)
+@pytest.mark.parametrize(("dtype", "master", "grad_dtype"), NARROW, ids=str)
+def test_with_smaller_moments_too(
+    device: torch.device,
+    seed: int,
+    dtype: torch.dtype,
+    master: str | None,
+    grad_dtype: torch.dtype,
+    state_dtype: torch.dtype,
+    offset: int,
+    amsgrad: bool,
+) -> None:
+    shard = ragged_shard(seed, dtype, master, grad_dtype, amsgrad, state_dtype)
+    assert_same_step(shard, mixed_options(), 0.37, offset, device)
 
 
 @pytest.mark.parametrize("numel", [1, 2, 7, 8, 9, 2047, 2048, 2049, 100_003])

@@ -56,6 +56,7 @@ def twin_of(shard: Shard, fences: Fences, offset: int = 0) -> Shard:
     for name, value in vars(shard).items():
         if isinstance(value, Tensor):
             setattr(twin, name, fences.put(value, offset + (name == "grad" and offset > 0)))
+    twin.scales = [fences.put(scales, offset) for scales in shard.scales]
     return twin
 
 
@@ -63,6 +64,15 @@ def same_bits_but_nan(a: Tensor, b: Tensor) -> bool:
     """NaN for NaN, and everything else bit for bit: a NaN that arithmetic makes is another on each device."""
     a, b = a.cpu(), b.cpu()
     return torch.equal(a.isnan(), b.isnan()) and same_bits(a.nan_to_num(nan=7.0), b.nan_to_num(nan=7.0))
+
+
+def in_blocks(segments: Tensor) -> tuple[Tensor, int]:
+    """The segments moved apart so that each starts with a block of 8-bit moments, and the numel of their shard."""
+    rows, end = [], 0
+    for start, stop, *rest in segments.tolist():
+        rows.append([end, end + stop - start, *rest])
+        end += -(-(stop - start) // 256) * 256 + (start % 2) * 256
+    return torch.tensor(rows, dtype=torch.int64).reshape(-1, 5), end + 256
 
 
 def ragged_segments(rng: random.Random, groups: int = 1) -> tuple[Tensor, int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from fractions import Fraction
 from functools import cache
 
@@ -57,7 +58,7 @@ def magnitudes(signed: bool) -> tuple[float, ...]:
     for decade in range(7):
         parts = 2 ** (decade if signed else decade + 1)
         borders = [Fraction(1, 10) + Fraction(9, 10) * i / parts for i in range(parts + 1)]
-        means = [(a + b) / 2 for a, b in zip(borders, borders[1:], strict=False)]
+        means = [(a + b) / 2 for a, b in itertools.pairwise(borders)]
         found += [mean * Fraction(10) ** (decade - 6) for mean in means]
     return tuple(nearest_float32(value) for value in [*found, Fraction(1)])
 
@@ -99,7 +100,7 @@ def encode(values: Tensor, signed: bool) -> tuple[Tensor, Tensor]:
     codes = torch.cat(
         [
             (part.double().abs()[:, None] - known).abs().argmin(dim=1)
-            for part in relative.nan_to_num(nan=0.0).split(4096)
+            for part in relative.nan_to_num(nan=0.0).split(1024)
         ]
         or [torch.empty(0, dtype=torch.int64)]
     )

@@ -41,6 +41,13 @@ def adam_arguments(**changes: Any) -> tuple[Any, ...]:
     return tuple((arguments | changes).values())
 
 
+def coded(numel: int = 512, **changes: Any) -> tuple[Any, ...]:
+    """The arguments for 8-bit moments."""
+    shard = {"param": torch.zeros(numel), "grad": torch.zeros(numel), "segments": segments_of(numel)}
+    codes = {"exp_avg": byte(numel), "exp_avg_sq": byte(numel)}
+    return adam_arguments(**(shard | codes | {"scales": [torch.zeros(2), torch.zeros(2)]} | changes))
+
+
 PIECES = torch.tensor([[0, 0, 0, 8]])
 CALLS: dict[str, Callable[[], tuple[Any, ...]]] = {
     "flatten_": lambda: (torch.empty(16), [torch.ones(8)], PIECES, torch.tensor([15])),
@@ -49,12 +56,13 @@ CALLS: dict[str, Callable[[], tuple[Any, ...]]] = {
     "norm_": lambda: (words(), torch.ones(8), segments_of(8), 2.0),
     "norm_value": lambda: (words(), 2.0),
     "adam_": adam_arguments,
+    "adam_ in 8 bits": coded,
 }
 
 
 @pytest.mark.parametrize("name", CALLS)
 def test_torch_s_own_check_of_schema_and_fake_passes(name: str) -> None:
-    op = getattr(torch.ops.zerox, name).default
+    op = getattr(torch.ops.zerox, name.split()[0]).default
     torch.library.opcheck(op, CALLS[name](), test_utils=("test_schema", "test_faketensor"))
 
 
@@ -177,6 +185,39 @@ REFUSED: dict[str, tuple[str, Callable[[], tuple[Any, ...]], str]] = {
     "a short gradient": ("adam_", lambda: adam_arguments(grad=torch.zeros(63)), "`grad` must have 64 elements, got 63"),
     "a half moment": ("adam_", lambda: adam_arguments(exp_avg=torch.zeros(64).half()), "`exp_avg` must be Float"),
     "a master beside fp32": ("adam_", lambda: adam_arguments(master=torch.zeros(64)), "`master` must be"),
+    "moments of two dtypes": (
+        "adam_",
+        lambda: adam_arguments(exp_avg=torch.zeros(64).bfloat16()),
+        "`exp_avg_sq` must be BFloat16, got Float",
+    ),
+    "bfloat16 moments of float64": (
+        "adam_",
+        lambda: adam_arguments(param=torch.zeros(64).double(), exp_avg=torch.zeros(64).bfloat16()),
+        "`exp_avg` must be Double beside a Double parameter, got BFloat16",
+    ),
+    "scales beside float32": (
+        "adam_",
+        lambda: adam_arguments(scales=[torch.zeros(1)]),
+        "`scales` must be 0 tensors beside 2 moments of Float, got 1",
+    ),
+    "codes without scales": ("adam_", lambda: coded(scales=[]), "`scales` must be 2 tensors beside 2 moments of Byte"),
+    "a scale too few": ("adam_", lambda: coded(scales=[torch.zeros(2), torch.zeros(1)]), "`scales` must have 2 elem"),
+    "scales of halves": ("adam_", lambda: coded(scales=[torch.zeros(2).half()] * 2), "`scales` must be Float, got"),
+    "codes of part of a block": (
+        "adam_",
+        lambda: coded(numel=300, scales=[torch.zeros(1)] * 2),
+        "`param` must have a multiple of 256 elements beside 8-bit moments, got 300",
+    ),
+    "codes that start inside a block": (
+        "adam_",
+        lambda: coded(segments=torch.tensor([[16, 300, 0, 0, 0]])),
+        "`segments` row 0 starts at 16 of the shard and 0 of its parameter: 8-bit moments need multiples of 256",
+    ),
+    "codes of a parameter cut inside a block": (
+        "adam_",
+        lambda: coded(segments=torch.tensor([[256, 512, 0, 0, 100]])),
+        "`segments` row 0 starts at 256 of the shard and 100 of its parameter",
+    ),
     "options of another width": (
         "adam_",
         lambda: adam_arguments(options=torch.zeros(1, 7, dtype=torch.float64)),

@@ -42,6 +42,10 @@ def construct(
         (torch.bfloat16, {"master_weights": "fp32"}),
         (torch.float16, {"stage": 1}),
         (torch.float64, {}),
+        (torch.float32, {"state_dtype": torch.bfloat16, "amsgrad": True}),
+        (torch.bfloat16, {"state_dtype": "8bit"}),
+        (torch.float32, {"state_dtype": "8bit", "amsgrad": True}),
+        (torch.float64, {"state_dtype": "8bit"}),
     ],
     ids=str,
 )
@@ -55,7 +59,8 @@ def test_state_and_masters_are_one_share_of_the_total(dtype: torch.dtype, option
             formula.master,
             formula.moments,
         )
-        padding = 1.01
+        # In 8 bits the bias has a bucket of its own, of which each rank's shard could hold all of it.
+        padding = 1.02 if options.get("state_dtype") == "8bit" else 1.01
         assert whole.moments / world_size <= formula.moments <= whole.moments / world_size * padding
         assert whole.master / world_size <= formula.master <= whole.master / world_size * padding
 

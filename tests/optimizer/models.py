@@ -22,6 +22,9 @@ KINDS: dict[str, tuple[torch.dtype, dict[str, Any]]] = {
     "bf16 no master": (torch.bfloat16, {"master_weights": None}),
     "fp16 fp32": (torch.float16, {"master_weights": "fp32"}),
     "fp16 no master": (torch.float16, {"master_weights": None}),
+    "fp32, bf16 moments": (torch.float32, {"state_dtype": torch.bfloat16}),
+    "bf16 remainder, 8-bit moments": (torch.bfloat16, {"state_dtype": "8bit"}),
+    "amsgrad, 8-bit moments": (torch.float32, {"state_dtype": "8bit", "amsgrad": True}),
 }
 
 

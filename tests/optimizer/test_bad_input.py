@@ -65,7 +65,11 @@ def test_a_parameter_given_twice_warns_and_is_trained_once() -> None:
         ({"stage": 3}, r"stage must be one of \[1, 2\], got 3"),
         ({"reduce_dtype": torch.int8}, "reduce_dtype must be one of"),
         ({"reduce_dtype": torch.float64}, "reduce_dtype must be one of"),
-        ({"state_dtype": torch.bfloat16}, "state_dtype must be"),
+        (
+            {"state_dtype": torch.float16},
+            r"state_dtype must be one of .*float32.*bfloat16.*'8bit'.*, got torch.float16",
+        ),
+        ({"state_dtype": "4bit"}, "state_dtype must be one of .*, got '4bit'"),
         ({"master_weights": "fp64"}, "master_weights must be one of"),
         ({"master_weights": "remainder"}, "remainder.*float32"),
         ({"bucket_cap_mb": 0}, "bucket_cap_mb must be positive"),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import nn
 
 from tests.optimizer.models import backward, batch, make_model, mean_over_ranks
 from tests.ranks import run_ranks

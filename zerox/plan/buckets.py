@@ -54,8 +54,8 @@ def plan_buckets(params: Sequence[ParamSpec], world_size: int, cap_bytes: int) -
     """Fills buckets with parameters in reverse registration order, which is about the order of their gradients.
 
     A bucket holds one dtype, and moments stored in one dtype. It is closed by the first parameter that would take it
-    over ``cap_bytes``; a parameter larger than the cap has a bucket of its own. Raises ValueError for an impossible cap
-    or world size.
+    over ``cap_bytes``; a parameter larger than the cap has a bucket of its own. Raises ValueError for an impossible
+    cap or world size.
     """
     if cap_bytes < 1:
         raise ValueError(f"a bucket's cap must be at least 1 byte, got {cap_bytes}")
