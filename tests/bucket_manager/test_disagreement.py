@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor
@@ -9,16 +11,23 @@ from torch import Tensor
 from tests.bucket_manager.rig import Chain, input_of, message_of, same_bits
 from tests.bucket_manager.training import Training, both_stages, clean_run
 from tests.ranks import run_ranks
+from zerox import FusedShardedAdam
+
+CALLS: dict[str, Callable[[FusedShardedAdam], object]] = {
+    "step": lambda optimizer: optimizer.step(),
+    "clip": lambda optimizer: optimizer.clip_grad_norm_(1.0),
+    "synchronize": lambda optimizer: optimizer.synchronize(),
+}
 
 
-def different_numbers_of_backwards(rank: int, _: int, stage: int) -> tuple[str, bool, list[Tensor]]:
+def different_numbers_of_backwards(rank: int, _: int, stage: int, call: str) -> tuple[str, bool, list[Tensor]]:
     training = Training(rank, stage)
     before = training.snapshot()
 
     def rounds() -> None:
         for seed in range(3 if rank == 1 else 2):
             training.backward(seed)
-        training.optimizer.step()
+        CALLS[call](training.optimizer)
 
     message = message_of(rounds)
     untouched = training.is_as(before)
@@ -31,9 +40,10 @@ def different_numbers_of_backwards(rank: int, _: int, stage: int) -> tuple[str, 
 
 
 @both_stages
-def test_different_numbers_of_backwards_raise_on_all_ranks_with_both_counts(stage: int) -> None:
+@pytest.mark.parametrize("call", CALLS)
+def test_different_numbers_of_backwards_raise_on_all_ranks_with_both_counts(stage: int, call: str) -> None:
     clean = run_ranks(clean_run, 3, stage)
-    results = run_ranks(different_numbers_of_backwards, 3, stage)
+    results = run_ranks(different_numbers_of_backwards, 3, stage, call)
     for (message, untouched, after), theirs in zip(results, clean, strict=True):
         assert "ran 2 " in message
         assert "rank 1 ran 3" in message

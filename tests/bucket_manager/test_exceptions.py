@@ -163,3 +163,64 @@ def raise_on_rank_1_zero_there_step_everywhere(rank: int, _: int, fail_in: int) 
 def test_what_one_rank_discards_after_an_exception_no_rank_uses(fail_in: int) -> None:
     for untouched, _ in run_ranks(raise_on_rank_1_zero_there_step_everywhere, 3, fail_in):
         assert untouched
+
+
+def raise_before_any_gradient_then_zero_grad(rank: int, _: int) -> tuple[list[str], bool, list[Tensor]]:
+    training = Training(rank, stage=2)
+    before = training.snapshot()
+    try:
+        training.backward(1, fail_in=3 if rank == 1 else None)
+    except ArithmeticError:
+        assert rank == 1
+    training.optimizer.zero_grad()
+    training.backward(2)
+    messages = [message_of(training.optimizer.step)]
+    untouched = training.is_as(before)
+    training.optimizer.zero_grad()
+    for seed in (0, 2, 3):
+        training.backward(seed)
+        training.optimizer.step()
+        training.optimizer.zero_grad()
+    return messages, untouched, training.snapshot()
+
+
+def test_an_exception_before_the_first_gradient_is_found_by_the_counts_of_backwards() -> None:
+    """zero_grad() is local, so the other ranks still count the backward that rank 1 did not get to."""
+    clean = run_ranks(clean_run, 3, 2)
+    results = run_ranks(raise_before_any_gradient_then_zero_grad, 3)
+    for (messages, untouched, ours), theirs in zip(results, clean, strict=True):
+        assert "rank 1 ran 1 synchronising backwards since the last step" in messages[0]
+        assert " ran 2. Call optimizer.zero_grad() on all ranks" in messages[0]
+        assert untouched
+        assert all(same_bits(a, b) for a, b in zip(ours, theirs, strict=True))
+
+
+def two_ranks_raise_in_stage_1(rank: int, _: int) -> tuple[list[str], bool, list[Tensor]]:
+    """Rank 1 inside its backward, rank 2 before its first gradient: nothing of zerox's ran there."""
+    training = Training(rank, stage=1)
+    before = training.snapshot()
+    messages = []
+    for seed in (1, 0, 2, 3):
+        try:
+            training.backward(seed, {1: 1, 2: 3}.get(rank) if seed == 1 else None)
+            training.optimizer.step()
+        except ArithmeticError:
+            assert seed == 1
+        except RuntimeError as error:
+            messages.append(f"{seed}: {error}")
+            assert training.is_as(before)
+        training.optimizer.zero_grad()
+        if rank == 2 and seed == 1:  # its next backward is where the others are
+            messages.append(message_of(lambda: training.backward(9)))
+            assert training.is_as(before)
+            training.optimizer.zero_grad()
+    return messages, True, training.snapshot()
+
+
+def test_in_stage_1_a_rank_that_raised_before_any_gradient_meets_the_others_in_its_next_backward() -> None:
+    clean = run_ranks(clean_run, 3, 1)
+    results = run_ranks(two_ranks_raise_in_stage_1, 3, timeout_s=20)
+    for rank, ((messages, _, ours), theirs) in enumerate(zip(results, clean, strict=True)):
+        assert len(messages) == (0 if rank == 1 else 1)
+        assert all("rank 1 can't go on" in message for message in messages)
+        assert all(same_bits(a, b) for a, b in zip(ours, theirs, strict=True))

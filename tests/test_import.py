@@ -1,0 +1,64 @@
+"""What is wrong with an installation is said in one line, with the way out, when a name is imported from zerox."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from zerox import _ext
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"torch": "2.1.0"}, r"zerox was built for torch 2\.1\.0, this is torch \d.*: run `pip install .*` again"),
+        ({"python": "3.7"}, r"zerox was built for Python 3\.7, this is 3\.\d+: run `pip install .*` again"),
+    ],
+)
+def test_a_build_for_another_torch_or_python_is_refused_before_it_is_opened(
+    changes: dict[str, Any], reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    info = _ext.build_info() | changes
+    monkeypatch.setattr(_ext, "build_info", lambda: info)
+    monkeypatch.setattr(_ext.importlib, "import_module", lambda _: pytest.fail("the library was opened"))
+    with pytest.raises(ImportError, match=f"^{reason}$"):
+        _ext._load()
+
+
+def test_a_library_that_does_not_load_is_refused_with_what_the_loader_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(_: str) -> None:
+        raise ImportError("undefined symbol: _ZN2at4sin")
+
+    monkeypatch.setattr(_ext.importlib, "import_module", fails)
+    with pytest.raises(ImportError, match=r"does not load, run `pip install .*` again: undefined symbol: _ZN2at4sin$"):
+        _ext._load()
+
+
+def test_nothing_built_is_refused_with_what_to_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_ext.importlib.util, "find_spec", lambda _: None)
+    with pytest.raises(ImportError, match=r"extension is not built: run `pip install .*` in the source folder$"):
+        _ext._load()
+
+
+def test_an_instruction_set_that_this_cpu_lacks_is_refused_at_import() -> None:
+    script = (
+        "import zerox\ntry:\n    from zerox import FusedShardedAdam\nexcept ImportError as error:\n    print(error)"
+    )
+    found = subprocess.run(
+        [sys.executable, "-c", script],
+        cwd=ROOT,
+        env=os.environ | {"ZEROX_ISA": "avx1024"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert found.stdout.startswith("ZEROX_ISA=avx1024: this CPU can run scalar"), found.stdout
+    assert found.stdout.endswith("; unset ZEROX_ISA to use the fastest\n")
+    assert found.stdout.count("\n") == 1
