@@ -101,7 +101,8 @@ void bind(py::module_& m) {
           },
           py::arg("names"), py::arg("params"), py::arg("flat"), py::arg("placeholders"), py::arg("offsets"),
           py::arg("wire_dtype"), py::arg("shard_numel"), py::arg("trailer_numel"), py::arg("segments"))
-      .def("settle", &BucketManager::settle, py::arg("place"), py::arg("adoptions") = 0, Release())
+      .def("settle", &BucketManager::settle, py::arg("place"), py::arg("adoptions") = 0, py::arg("refusal") = "",
+           Release())
       .def(
           "land", [](BucketManager& self) { self.flights().land(); }, Release())
       .def("zero", &BucketManager::zero, py::arg("set_to_none"), Release())
@@ -111,12 +112,7 @@ void bind(py::module_& m) {
       .def("mark_scaled", &BucketManager::mark_scaled, Release())
       .def("gather", &BucketManager::gather, Release())
       .def("moved", &BucketManager::moved)
-      .def(
-          "all_reduce",
-          [](BucketManager& self, const at::Tensor& values, Combine combine) {
-            self.agreement().all_reduce(values, combine);
-          },
-          Release())
+      .def("all_reduce", &BucketManager::all_reduce, Release())
       .def("shard", [](BucketManager& self, int64_t i) { return tensor_or_none(self.bucket(i).landed.shard); })
       .def("present", [](BucketManager& self, int64_t i) { return self.bucket(i).landed.present; })
       .def("words", [](BucketManager& self, int64_t i) { return tensor_or_none(self.bucket(i).landed.words); })

@@ -3,6 +3,19 @@
 
 #include <c10/util/Exception.h>
 
+#include <exception>
+#include <string>
+
+namespace zx {
+
+// What an error says, without the C++ stack that torch's own carry.
+inline std::string reason_of(const std::exception& error) {
+  const auto* from_torch = dynamic_cast<const c10::Error*>(&error);
+  return from_torch != nullptr ? from_torch->what_without_backtrace() : error.what();
+}
+
+}  // namespace zx
+
 #define ZX_CHECK(condition, op, argument, ...) \
   TORCH_CHECK_VALUE(condition, "zerox::", op, ": `", argument, "` ", __VA_ARGS__)
 

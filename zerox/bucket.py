@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,6 +17,7 @@ from zerox.plan.layout import Segment
 
 REMAINDER = "remainder"
 FP32 = "fp32"
+MOST_NAMES = 8
 MASTER_DTYPES = {REMAINDER: torch.int16, FP32: torch.float32}
 MOMENT_DTYPES = {str(dtype): dtype for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.uint8)}
 
@@ -31,6 +33,20 @@ class Member:
     param: Tensor
     group: int
     number: int
+
+
+def members_of(groups: Sequence[dict[str, Any]]) -> Iterator[Member]:
+    """Every parameter of an optimizer's groups once, in registration order."""
+    seen: set[int] = set()
+    position = 0
+    for index, group in enumerate(groups):
+        names = group.get("param_names")
+        for place, param in enumerate(group["params"]):
+            name = str(names[place]) if names else f"param {position}"
+            if id(param) not in seen:
+                seen.add(id(param))
+                yield Member(name, param, index, position)
+            position += 1
 
 
 def bytes_of(tensors: Sequence[Tensor | None]) -> int:
@@ -61,6 +77,12 @@ class Bucket:
         self.master: Tensor | None = None
         if master is not None:
             self.master = torch.zeros(shard_numel, dtype=MASTER_DTYPES[master], device=device)
+
+    def describe(self, index: int) -> str:
+        """For errors: "bucket 3 (wte.weight, ...)", as csrc/bucket_manager has it."""
+        names = ", ".join(member.name for member in self.members[:MOST_NAMES])
+        more = len(self.members) - MOST_NAMES
+        return f"bucket {index} ({names}{f' and {more} more' if more > 0 else ''})"
 
     def start_master(self) -> None:
         """The master takes the parameters' values: once they are the same on all ranks."""

@@ -45,17 +45,14 @@ class FlatBuffer:
         span = self.layout.shard_span(rank)
         return self.flat[span.start : span.stop]
 
-    def readopt(self, slot: int, name: str) -> None:
-        """Takes a parameter that has another storage (after .to(), .data =) back in, with the values it has now.
-
-        RuntimeError naming it if it no longer fits.
-        """
+    def misfit(self, slot: int, name: str) -> str:
+        """Why a parameter that has another storage (after .to(), .data =) can't be taken in; empty if it can."""
         param = self.params[slot]
         built = f"{tuple(self.shapes[slot])} of {self.flat.dtype} on {self.flat.device}"
         now = f"{tuple(param.shape)} of {param.dtype} on {param.device}"
-        if built != now:
-            raise RuntimeError(
-                f"parameter '{name}' is {now}, but was {built} when the optimizer was built; "
-                "build the optimizer after such a change"
-            )
-        self.take_in(slot)
+        if built == now:
+            return ""
+        return (
+            f"parameter '{name}' is {now}, but was {built} when the optimizer was built; build the optimizer after "
+            "such a change"
+        )

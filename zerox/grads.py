@@ -66,13 +66,14 @@ class Grads:
         assert made == index
         return made
 
-    def settle(self, place: C.Place, adoptions: int = 0) -> bool:
+    def settle(self, place: C.Place, adoptions: int = 0, refusal: str = "") -> bool:
         """Collective. Waits until everything launched has landed on all ranks; True if some rank has adoptions first.
 
-        RuntimeError on all ranks if they ran different numbers of backwards or one of them raised; on those that wait,
-        naming buckets and parameters, if a rank died or stalls past the group's timeout.
+        RuntimeError on all ranks if they ran different numbers of backwards, one of them raised, or one passes a
+        ``refusal`` (why it can't go on); on those that wait, naming buckets and parameters, if a rank died or stalls
+        past the group's timeout.
         """
-        return self.manager.settle(place, adoptions) == C.Settled.ADOPT
+        return self.manager.settle(place, adoptions, refusal) == C.Settled.ADOPT
 
     def shard(self, index: int) -> Tensor | None:
         """The mean gradient's shard ``[shard_numel]`` after settle(), or None while nothing has one.

@@ -12,16 +12,17 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from zerox._C import Place
-from zerox.bucket import Bucket, Member
+from zerox.bucket import Bucket, Member, members_of
 from zerox.clip import clip_coefficient, shard_words, total_norm
 from zerox.estimate import MemoryBytes, measured_bytes
 from zerox.grad_scale import GradScale
 from zerox.grads import Grads
 from zerox.options import Options, check_params
 from zerox.params import ParamGather
-from zerox.ranks import Ranks, find_ranks
+from zerox.ranks import Ranks, call_ranks, find_ranks
 from zerox.rules import adam
 from zerox.state_dict import check_state, fill_state, groups_with_defaults, state_uncast
+from zerox.terms import terms
 
 
 class FusedShardedAdam(torch.optim.Optimizer):
@@ -71,27 +72,28 @@ class FusedShardedAdam(torch.optim.Optimizer):
         master_weights: str | None = "auto",
         capturable: bool = False,
     ) -> None:
-        adam.check_hyper_parameters(lr, betas, eps, weight_decay)
-        self._options = Options(stage, bucket_cap_mb, reduce_dtype, state_dtype, master_weights, capturable)
-        self._buckets: list[Bucket] = []
-        self._ranks: Ranks | None = None  # until the constructor has all groups
-        super().__init__(
-            params,
-            {
-                "lr": lr,
-                "betas": adam.betas_of_one_kind(betas),
-                "eps": eps,
-                "weight_decay": weight_decay,
-                "amsgrad": amsgrad,
-                "maximize": maximize,
-                "decoupled_weight_decay": decoupled_weight_decay,
-            },
-        )
-        members = list(self._members())
-        check_params([m.name for m in members], [m.param for m in members])
-        device = members[0].param.device
-        self._options.check_device(device)
-        self._ranks = find_ranks(process_group, device)
+        with call_ranks(process_group) as roll_call:
+            adam.check_hyper_parameters(lr, betas, eps, weight_decay)
+            self._options = Options(stage, bucket_cap_mb, reduce_dtype, state_dtype, master_weights, capturable)
+            self._buckets: list[Bucket] = []
+            self._ranks: Ranks | None = None  # until the constructor has all groups
+            super().__init__(
+                params,
+                {
+                    "lr": lr,
+                    "betas": adam.kept_betas(betas),
+                    "eps": eps,
+                    "weight_decay": weight_decay,
+                    "amsgrad": amsgrad,
+                    "maximize": maximize,
+                    "decoupled_weight_decay": decoupled_weight_decay,
+                },
+            )
+            members = list(members_of(self.param_groups))
+            check_params([m.name for m in members], [m.param for m in members])
+            device = members[0].param.device
+            self._options.check_device(device)
+            self._ranks = find_ranks(process_group, device, roll_call)
         self._grads = Grads(self._ranks, self._options.placements, reduce_dtype, keeps_shards=capturable)
         self._gather = ParamGather(self._grads.manager, self._ranks.size)
         self._grad_scale = GradScale(self._grads.manager, device, keeps_place=capturable)
@@ -201,26 +203,28 @@ class FusedShardedAdam(torch.optim.Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As torch. Collective once the optimizer is built. A group that is refused is not added."""
-        built = self._ranks is not None
-        if built:
-            self._settle(Place.SYNCHRONIZE)  # what is on its way was launched with the buckets there are
-        super().add_param_group(param_group)
+        if self._ranks is None:
+            super().add_param_group(param_group)
+            adam.check_group(self.param_groups[-1])
+            return
+        self._settle(Place.SYNCHRONIZE)  # what is on its way was launched with the buckets there are
+        count = len(self.param_groups)
         try:
-            group = self.param_groups[-1]
-            adam.check_hyper_parameters(group["lr"], group["betas"], group["eps"], group["weight_decay"])
-            if built:
-                members = [m for m in self._members() if m.group == len(self.param_groups) - 1]
+            with self._ranks.refusals_told():
+                super().add_param_group(param_group)
+                adam.check_group(self.param_groups[-1])
+                members = [m for m in members_of(self.param_groups) if m.group == count]
                 known = [m for bucket in self._buckets for m in bucket.members] + self._frozen
                 check_params([m.name for m in known + members], [m.param for m in known + members])
-                self._adopt(members)
+            self._adopt(members)
         except Exception:
-            self.param_groups.pop()
+            del self.param_groups[count:]
             raise
 
     def broadcast_buffers(self, model: torch.nn.Module) -> None:
         """Gives every rank rank 0's values of the model's buffers. Collective."""
-        for buffer in model.buffers():
-            self._all_ranks.broadcast_values(buffer)
+        for name, buffer in model.named_buffers():
+            self._all_ranks.broadcast_values(buffer, f"buffer '{name}'")
 
     def memory_bytes(self) -> MemoryBytes:
         """Bytes of the storages that this rank holds, by category, once what is on its way has landed.
@@ -274,23 +278,10 @@ class FusedShardedAdam(torch.optim.Optimizer):
         double = any(bucket.buffer.flat.dtype is torch.float64 for bucket in self._buckets)
         return torch.float64 if double else torch.float32
 
-    def _members(self) -> Iterator[Member]:
-        """Every parameter once, in registration order."""
-        seen: set[int] = set()
-        position = 0
-        for index, group in enumerate(self.param_groups):
-            names = group.get("param_names")
-            for place, param in enumerate(group["params"]):
-                name = names[place] if names else f"param {position}"
-                if id(param) not in seen:
-                    seen.add(id(param))
-                    yield Member(name, param, index, position)
-                position += 1
-
     def _adopt(self, members: Sequence[Member]) -> None:
         """Makes buckets for the trainable ones of ``members``; watches the others. Collective."""
         ranks = self._all_ranks
-        ranks.check_same(self._describe(members))
+        ranks.check_same(list(terms(self._options, self.param_groups, members)))
         trained = [m for m in members if m.param.requires_grad]
         self._options.check_dtypes(m.param.dtype for m in [*trained, *(m for b in self._buckets for m in b.members)])
         adopted = {id(m.param) for m in trained}
@@ -298,29 +289,17 @@ class FusedShardedAdam(torch.optim.Optimizer):
         self._frozen = list({id(m.param): m for m in watched if id(m.param) not in adopted}.values())
         for member in members:
             if not member.param.requires_grad:
-                ranks.broadcast_values(member.param)
+                ranks.broadcast_values(member.param, f"parameter '{member.name}'")
         plans = self._options.plan([m.name for m in trained], [m.param for m in trained], ranks.backend, ranks.size)
         for plan in plans:
             inside = [trained[i] for i in plan.params]
             amsgrad = any(self.param_groups[m.group]["amsgrad"] for m in inside)
             bucket = Bucket(plan, inside, ranks.rank, self._options.master_kind(inside[0].param.dtype), amsgrad)
-            ranks.broadcast(bucket.buffer.flat)
+            ranks.broadcast(bucket.buffer.flat, f"the parameters of {bucket.describe(len(self._buckets))}")
             bucket.start_master()
             self._grads.add_bucket(bucket)
             self._buckets.append(bucket)
         self._publish_state()
-
-    def _describe(self, members: Sequence[Member]) -> list[str]:
-        """What ranks must agree on, a line each."""
-        lines = [f"options {self._options}, exchange {self._all_ranks.exchange}"]
-        for index, group in enumerate(self.param_groups):
-            options = {key: value for key, value in group.items() if key not in ("params", "param_names")}
-            lines.append(f"param group {index} with {options}")
-        for m in members:
-            trained = "trainable" if m.param.requires_grad else "frozen"
-            kind = f"{tuple(m.param.shape)} {m.param.dtype} on {m.param.device.type}"
-            lines.append(f"{trained} parameter '{m.name}' {kind} in group {m.group}")
-        return lines
 
     def _is_capturing(self) -> bool:
         """Whether this step() becomes part of a CUDA graph: what ranks tell each other on the host is not its part."""
@@ -336,12 +315,15 @@ class FusedShardedAdam(torch.optim.Optimizer):
 
     def _settle(self, place: Place) -> None:
         unfrozen = [m for m in self._frozen if m.param.requires_grad]
-        if self._grads.settle(place, len(unfrozen)):
+        moved = [(self._buckets[index], slot) for index, slot in self._grads.moved()]
+        misfits = (bucket.buffer.misfit(slot, bucket.members[slot].name) for bucket, slot in moved)
+        refusal = next(filter(None, misfits), "")
+        if self._grads.settle(place, len(unfrozen), refusal):
             self._adopt(unfrozen)
             self._grads.settle(place)
         self._grad_scale.forget_if_discarded()
-        for index, slot in self._grads.moved():
-            self._buckets[index].buffer.readopt(slot, self._buckets[index].members[slot].name)
+        for bucket, slot in moved:
+            bucket.buffer.take_in(slot)
 
     def _norm_words(self, p: float) -> Iterator[Tensor]:
         for index, bucket in enumerate(self._buckets):

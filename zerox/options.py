@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 
 from zerox._ext import cuda_refusal
 from zerox.bucket import FP32, REMAINDER
@@ -93,8 +94,10 @@ def check_params(names: Sequence[str], params: Sequence[Tensor]) -> None:
     for name, param in zip(names, params, strict=True):
         if param.is_meta:
             raise ValueError(f"parameter '{name}' is on the meta device: give it storage (to_empty()) first")
-        if param.layout is not torch.strided or param.is_quantized:
-            layout = "quantized" if param.is_quantized else param.layout
+        if is_lazy(param):
+            raise ValueError(f"parameter '{name}' is not initialized: run a forward of its lazy module first")
+        if param.layout is not torch.strided or param.is_quantized or param.is_nested:
+            layout = "quantized" if param.is_quantized else "nested" if param.is_nested else param.layout
             raise ValueError(f"parameter '{name}' must be dense (torch.strided), got {layout}")
         if param.dtype not in PARAM_DTYPES:
             raise ValueError(f"parameter '{name}' must be one of {PARAM_DTYPES}, got {param.dtype}")
@@ -105,6 +108,11 @@ def check_params(names: Sequence[str], params: Sequence[Tensor]) -> None:
             )
         if refusal := device_refusal(param.device):
             raise ValueError(f"parameter '{name}' is on {param.device}: {refusal}")
+        if type(param).__torch_dispatch__ is not Tensor.__torch_dispatch__:  # it has its values elsewhere
+            raise ValueError(
+                f"parameter '{name}' must be a plain tensor, got a {type(param).__name__}: zerox shards by itself, "
+                "build it without DTensor, FSDP and other wrappers of tensors"
+            )
 
 
 def device_refusal(device: torch.device) -> str | None:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import hashlib
 import os
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,9 +17,11 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from zerox._C import ExchangeKind
+from zerox.roll_call import RollCall, summary_of
 
 EXCHANGES = ("direct", "native")
 CPU = torch.device("cpu")
+REFUSED = "refused: "
 
 
 @dataclass(frozen=True)
@@ -56,18 +59,21 @@ class Ranks:
             options.reduceOp = op  # type: ignore[assignment]
             group.allreduce([values], options).wait()
 
-    def broadcast(self, values: Tensor) -> None:
-        """From rank 0, in place; of tensors on the CPU or on ``device``."""
+    def broadcast(self, values: Tensor, what: str) -> None:
+        """From rank 0, in place; of tensors on the CPU or on ``device``. ``what`` they are, to be named in errors."""
         sent = values.cpu() if self.staged else values
         group = self.control if sent.device.type == "cpu" else self.data
         if group is not None:
-            group.broadcast(sent, 0).wait()
+            try:
+                group.broadcast(sent, 0).wait()
+            except RuntimeError as error:
+                raise RuntimeError(f"zerox: {what} did not arrive from rank 0 at all ranks: {error}") from error
             values.copy_(sent)
 
-    def broadcast_values(self, tensor: Tensor) -> None:
+    def broadcast_values(self, tensor: Tensor, what: str) -> None:
         """From rank 0 into a tensor of any dtype and strides: as bytes, since backends don't know all dtypes."""
         values = tensor.detach().contiguous()
-        self.broadcast(values.reshape(-1).view(torch.uint8))
+        self.broadcast(values.reshape(-1).view(torch.uint8), what)
         tensor.detach().copy_(values)
 
     def all_gather_text(self, text: str) -> list[str]:
@@ -83,56 +89,103 @@ class Ranks:
         self.control.allgather([received], [padded]).wait()
         return [bytes(each.tolist()).decode().rstrip(" ") for each in received]
 
-    def check_same(self, lines: Sequence[str]) -> None:
+    def check_same(self, lines: Sequence[str], refusal: str = "") -> None:
         """ValueError on every rank, naming the first line that differs, unless all ranks pass the same lines.
 
-        Collective. Ranks compare a digest; the lines themselves travel only when it differs.
+        ``refusal``: what this rank raises instead of passing any; the others raise ValueError with it. Collective.
+        Ranks compare a digest; the lines themselves travel only when it differs.
         """
-        digest = hashlib.sha256("\n".join(lines).encode()).digest()
-        number = int.from_bytes(digest[:7], "big")
-        extremes = torch.tensor([number, -number])
-        self.all_reduce(extremes, dist.ReduceOp.MAX)
-        if extremes[0] == -extremes[1]:
-            return
-        everyone = [text.split("\n") for text in self.all_gather_text("\n".join(lines))]
+        text = f"{REFUSED}{refusal}" if refusal else "\n".join(lines)
+        try:
+            everyone = self._unless_same(text)
+        except RuntimeError as error:
+            raise RuntimeError(f"zerox: a rank did not answer while ranks compared parameters: {error}") from error
+        for rank, theirs in enumerate(everyone):
+            if theirs[0].startswith(REFUSED):
+                raise ValueError(f"rank {rank} raised {theirs[0].removeprefix(REFUSED)}")
         for rank, theirs in enumerate(everyone):
             for index in range(max(len(everyone[0]), len(theirs))):
                 first, other = (each[index] if index < len(each) else "nothing" for each in (everyone[0], theirs))
                 if first != other:
                     raise ValueError(f"ranks must agree: rank 0 has {first}; rank {rank} has {other}")
 
+    def _unless_same(self, text: str) -> list[list[str]]:
+        """Every rank's lines by rank, or nothing if all pass the same."""
+        number = int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
+        extremes = torch.tensor([number, -number])
+        self.all_reduce(extremes, dist.ReduceOp.MAX)
+        if extremes[0] == -extremes[1]:
+            return []
+        return [each.split("\n") for each in self.all_gather_text(text)]
 
-def find_ranks(process_group: dist.ProcessGroup | DeviceMesh | None, device: torch.device = CPU) -> Ranks:
+    @contextlib.contextmanager
+    def refusals_told(self) -> Iterator[None]:
+        """Around what may raise on one rank alone while the others go on to check_same()."""
+        try:
+            yield
+        except Exception as error:
+            with contextlib.suppress(RuntimeError, ValueError):  # what went wrong here first is what this rank raises
+                self.check_same([], summary_of(error))
+            raise
+
+
+def call_ranks(process_group: dist.ProcessGroup | DeviceMesh | None) -> RollCall:
+    """The roll call of one construction. Raises ValueError as :func:`find_ranks` does for the group itself."""
+    group = _resolved(process_group)
+    if group is None:
+        return RollCall(None, 0, 1, dist.default_pg_timeout)
+    _, store = dist.distributed_c10d._world.pg_map.get(group, ("", None))
+    timeout = _timeout(group, "gloo") or dist.default_pg_timeout
+    return RollCall(store, group.rank(), group.size(), timeout)
+
+
+def find_ranks(
+    process_group: dist.ProcessGroup | DeviceMesh | None,
+    device: torch.device = CPU,
+    roll_call: RollCall | None = None,
+) -> Ranks:
     """Makes the group of our own over the ranks of ``process_group`` (default: all; alone without torch.distributed).
 
     Collective over these ranks. ``device``: of the parameters; a group that has a backend for each device type is asked
     for that one's. Raises ValueError for a mesh of more than one dimension, a group that this process is not in, or a
-    backend that can't move tensors of ``device``.
+    backend that can't move tensors of ``device``, and where ``roll_call`` does; RuntimeError if a rank doesn't come.
     """
-    if isinstance(process_group, DeviceMesh):
-        if process_group.ndim != 1:
-            raise ValueError(f"process_group: a DeviceMesh must have 1 dimension, got {process_group.ndim}")
-        process_group = process_group.get_group()
-    if process_group is None:
-        if not (dist.is_available() and dist.is_initialized()):
-            return Ranks.alone(device)
-        process_group = dist.group.WORLD
-    if not isinstance(process_group, dist.ProcessGroup):
-        raise ValueError(f"process_group must be a ProcessGroup this process is in, got {process_group!r}")
-    rank, size = process_group.rank(), process_group.size()
+    group = _resolved(process_group)
+    if group is None:
+        return Ranks.alone(device)
+    rank, size = group.rank(), group.size()
     if size == 1:
         return Ranks.alone(device)
-    backend = _backend(process_group, device)
+    backend = _backend(group, device)
     exchange = os.environ.get("ZEROX_EXCHANGE") or ("direct" if backend == "gloo" else "native")
     if exchange not in EXCHANGES:
         raise ValueError(f"ZEROX_EXCHANGE must be one of {EXCHANGES}, got '{exchange}'")
-    if process_group not in dist.distributed_c10d._world.pg_map:
+    if group not in dist.distributed_c10d._world.pg_map:
         # A group that somebody built by hand (ranks as threads of one process, in tests): it can't be doubled.
-        return Ranks(rank, size, backend, exchange, process_group, process_group, device)
-    data = _same_ranks(process_group, backend)
+        return Ranks(rank, size, backend, exchange, group, group, device)
+    if roll_call is not None:
+        roll_call.answer(f"ZEROX_EXCHANGE={exchange} over {backend} for parameters on {device.type}")
+    data = _same_ranks(group, backend)
     # Collectives on one gloo group pair up by order: those of native exchange come from other threads.
-    control = data if backend == "gloo" and exchange == "direct" else _same_ranks(process_group, "gloo")
+    control = data if backend == "gloo" and exchange == "direct" else _same_ranks(group, "gloo")
     return Ranks(rank, size, backend, exchange, data, control, device)
+
+
+def _resolved(process_group: dist.ProcessGroup | DeviceMesh | None) -> dist.ProcessGroup | None:
+    """None for one rank alone."""
+    if isinstance(process_group, DeviceMesh):
+        if process_group.ndim != 1:
+            raise ValueError(f"process_group: a DeviceMesh must have 1 dimension, got {process_group.ndim}")
+        if process_group.get_coordinate() is None:
+            raise ValueError(f"process_group: this process is not in {process_group}")
+        process_group = process_group.get_group()
+    if process_group is None:
+        if not (dist.is_available() and dist.is_initialized()):
+            return None
+        process_group = dist.group.WORLD
+    if not isinstance(process_group, dist.ProcessGroup):
+        raise ValueError(f"process_group must be a ProcessGroup this process is in, got {process_group!r}")
+    return process_group
 
 
 def _backend(group: dist.ProcessGroup, device: torch.device) -> str:
@@ -144,20 +197,25 @@ def _backend(group: dist.ProcessGroup, device: torch.device) -> str:
             continue
         if name in ("gloo", "nccl"):
             return str(name)
-    raise ValueError(f"process_group: its backend is {group.name()}, and tensors on {device} need nccl or gloo")
+    name, _ = dist.distributed_c10d._world.pg_map.get(group, (group.name(), None))
+    raise ValueError(f"process_group: its backend is {name}, and tensors on {device} need nccl or gloo")
 
 
 def _same_ranks(group: dist.ProcessGroup, backend: str) -> dist.ProcessGroup:
-    if backend == "gloo":
-        return _gloo(group)
-    made = dist.new_group(
-        dist.get_process_group_ranks(group),
-        timeout=_timeout(group, backend),
-        backend=backend,
-        pg_options=_high_priority(group),
-        use_local_synchronization=True,
-        group_desc="zerox",
-    )
+    ranks = dist.get_process_group_ranks(group)
+    try:
+        if backend == "gloo":
+            return _gloo(group)
+        made = dist.new_group(
+            ranks,
+            timeout=_timeout(group, backend),
+            backend=backend,
+            pg_options=_high_priority(group),
+            use_local_synchronization=True,
+            group_desc="zerox",
+        )
+    except RuntimeError as error:
+        raise RuntimeError(f"zerox: ranks {ranks} could not connect for a group of zerox's own: {error}") from error
     assert isinstance(made, dist.ProcessGroup)
     return made
 

@@ -121,27 +121,39 @@ void BucketManager::check(const Verdict& verdict) {
   }
 }
 
+// Waits for all ranks; if they don't answer, says where, and what else is awaited of them.
+void BucketManager::ask(const char* where, const std::function<void()>& question) {
+  try {
+    question();
+  } catch (const std::exception& error) {
+    const std::string awaited = flights_.trouble();
+    TORCH_CHECK(false, "zerox: in ", where, " a rank did not answer: ", reason_of(error), "\n",
+                awaited.empty() ? "no bucket is awaited: all gradients that were sent have arrived" : awaited);
+  }
+}
+
+void BucketManager::all_reduce(const at::Tensor& values, Combine combine) {
+  ask(name_of(static_cast<int64_t>(Place::clip)), [&] { agreement_.all_reduce(values, combine); });
+}
+
 Statement BucketManager::statement(Place place, int64_t adoptions) {
   const bool unsent = has_unsent();  // may find a failure
   return {place,  pass_.rounds,  pass_.own_rounds, !pass_.failure.empty(),
           unsent, has_changes(), adoptions,        has_scaled()};
 }
 
-Settled BucketManager::settle(Place place, int64_t adoptions) {
+Settled BucketManager::settle(Place place, int64_t adoptions, const std::string& refusal) {
   TORCH_CHECK(sync_ || place == Place::backward_end, "zerox: ", name_of(static_cast<int64_t>(place)),
               " was called inside no_sync(), where gradients are not exchanged");
   {
     const std::lock_guard lock(mutex_);
     flush_pass();
+    if (!refusal.empty()) pass_.failure = refusal;
   }
+  const char* where = name_of(static_cast<int64_t>(place));
   Verdict verdict{};
   while (true) {
-    try {
-      verdict = agreement_.agree(statement(place, adoptions));
-    } catch (const std::exception& error) {
-      TORCH_CHECK(false, "zerox: in ", name_of(static_cast<int64_t>(place)), " a rank did not answer: ", error.what(),
-                  "\n", flights_.trouble());
-    }
+    ask(where, [&] { verdict = agreement_.agree(statement(place, adoptions)); });
     holds_scaled_ = verdict.scaled.most > 0;
     check(verdict);
     join(verdict, /*empty=*/false);
@@ -151,13 +163,14 @@ Settled BucketManager::settle(Place place, int64_t adoptions) {
     if (!others_behind) break;
   }
   if (place == Place::backward_end) return Settled::ready;
-  if (verdict.rounds.most > 0 && !order_learned_) learn_order();
+  if (verdict.rounds.most > 0 && !order_learned_) ask(where, [&] { learn_order(); });
   if (verdict.adoptions.most > 0) return Settled::adopt;
   if (verdict.unsent.most > 0) {
     launch_round(/*empty=*/false);
     if (options_.whole_grads) gather_whole_grads();
   } else if (verdict.changed.most > 0) {
-    exchange_changes();
+    flights_.land();
+    ask(where, [&] { exchange_changes(); });
   }
   flights_.land();
   pass_.rounds = pass_.own_rounds = pass_.gathered = 0;
@@ -171,7 +184,7 @@ bool BucketManager::has_unsent() {
     for (const Slot& slot : bucket->slots) {
       const at::Tensor& grad = slot.param.grad();
       if (!grad.defined() || (slot.placeholder.defined() && grad.is_same(slot.placeholder))) continue;
-      if (pass_.failure.empty()) pass_.failure = refusal_of(slot, grad);
+      if (pass_.failure.empty()) pass_.failure = refusal_of(slot, options_.device);
       found |= !options_.whole_grads || (slot.unsent && exchange_ != nullptr);
     }
   }
@@ -212,7 +225,6 @@ bool BucketManager::has_scaled() const {
 
 // Owners hear what was discarded or zeroed since the last flight: two bytes a parameter, and rarely.
 void BucketManager::exchange_changes() {
-  flights_.land();
   std::vector<uint8_t> changes;
   for (const auto& bucket : buckets_) {
     for (Slot& slot : bucket->slots) {
@@ -261,7 +273,9 @@ void BucketManager::zero(bool set_to_none) {
     flush_pass();
   }
   // Where gradients are whole the others are at the end of the backward that raised here: they must hear of it.
-  if (others_wait) abandon(agreement_.agree(statement(Place::backward_end, 0)));
+  if (others_wait) {
+    ask("zero_grad()", [this] { abandon(agreement_.agree(statement(Place::backward_end, 0))); });
+  }
   const std::lock_guard lock(mutex_);
   pass_.failure.clear();
   for (const auto& bucket : buckets_) {

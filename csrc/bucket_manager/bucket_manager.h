@@ -6,6 +6,7 @@
 #pragma once
 
 #include <atomic>
+#include <functional>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -54,8 +55,9 @@ class BucketManager : public std::enable_shared_from_this<BucketManager> {
   int64_t add_bucket(BucketSpec spec);
 
   // Collective. Everything that ranks launched has landed afterwards, on all ranks the same. Throws on all ranks if
-  // they disagree about it. Settled::adopt: some rank passed adoptions > 0; make them and call again.
-  Settled settle(Place place, int64_t adoptions);
+  // they disagree about it, or one passes a `refusal`: why it can't go on. Settled::adopt: some rank passed
+  // adoptions > 0; make them and call again.
+  Settled settle(Place place, int64_t adoptions, const std::string& refusal = "");
 
   // As Optimizer.zero_grad(); local, and never blocks but for whole gradients after a backward that raised: there it
   // tells the others, who wait at the end of theirs.
@@ -66,6 +68,9 @@ class BucketManager : public std::enable_shared_from_this<BucketManager> {
 
   // Where gradients are whole: this rank's part of p.grad as a shard, for the update; updates `present`.
   at::Tensor take_local_shard(int64_t bucket);
+
+  // Collective: a few integers on the CPU, combined over the ranks in place, for clip_grad_norm_().
+  void all_reduce(const at::Tensor& values, Combine combine);
 
   // Starts sending this rank's updated parameters of a bucket to all others.
   std::shared_ptr<Pending> gather(int64_t bucket) { return exchange_->gather(buckets_.at(bucket)->flat); }
@@ -87,7 +92,6 @@ class BucketManager : public std::enable_shared_from_this<BucketManager> {
   bool settled() const { return !pass_.open && pass_.rounds == 0; }
   std::vector<int64_t> launch_order() const { return order_.order(); }
   const Bucket& bucket(int64_t index) const { return *buckets_.at(index); }
-  Agreement& agreement() { return agreement_; }
   Flights& flights() { return flights_; }
   Exchange* exchange() { return exchange_.get(); }
   int rank() const { return exchange_ ? exchange_->rank() : 0; }
@@ -97,6 +101,7 @@ class BucketManager : public std::enable_shared_from_this<BucketManager> {
   // hooks.cpp: on autograd's thread.
   void install_hooks(Bucket& bucket, Slot& slot);
   void remove_hooks(Slot& slot);
+  void refuse_other_reducers();
   void before_accumulate(Slot& slot);
   void after_accumulate(Bucket& bucket, Slot& slot);
   void open_pass();
@@ -116,6 +121,7 @@ class BucketManager : public std::enable_shared_from_this<BucketManager> {
   void abandon(const Verdict& verdict);
   Statement statement(Place place, int64_t adoptions);
   void check(const Verdict& verdict);
+  void ask(const char* where, const std::function<void()>& question);
   bool has_unsent();
   bool has_changes();
   bool has_scaled() const;

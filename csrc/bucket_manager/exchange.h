@@ -19,7 +19,7 @@ class Pending {
   explicit Pending(std::vector<c10::intrusive_ptr<c10d::Work>> works) : works_(std::move(works)) {}
   virtual ~Pending() = default;
   virtual void wait();   // on the host, or where the backend works on streams, of the current stream
-  virtual void abort();  // wakes a wait() on another thread
+  virtual void abort();  // wakes a wait() on another thread, where the backend can; never throws
 
  private:
   std::vector<c10::intrusive_ptr<c10d::Work>> works_;

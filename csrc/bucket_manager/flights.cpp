@@ -8,6 +8,7 @@
 #include <c10/util/ParallelGuard.h>
 
 #include "bucket_manager/ops.h"
+#include "check.h"
 #include "math/exact_sum.h"
 
 namespace zx {
@@ -213,7 +214,7 @@ void Flights::fail(const std::shared_ptr<Flight>& flight) {
   try {
     throw;
   } catch (const std::exception& error) {
-    reason = error.what();
+    reason = reason_of(error);
   } catch (...) {
   }
   sky_.error = "zerox: the gradients of " + flight->bucket->describe() + " did not arrive from all ranks: " + reason;

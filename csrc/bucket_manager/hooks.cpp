@@ -88,8 +88,7 @@ void BucketManager::after_accumulate(Bucket& bucket, Slot& slot) {
   const std::lock_guard lock(mutex_);
   const at::Tensor& grad = slot.param.grad();
   if (!grad.defined()) return;  // a hook of the user's took it away
-  const std::string refusal = refusal_of(slot, grad);
-  TORCH_CHECK(refusal.empty(), "zerox: ", refusal);
+  TORCH_CHECK(grad.layout() == at::kStrided, "zerox: ", refusal_of(slot, options_.device));
   slot.seen.local.note(grad);
   note_producer(bucket);
   slot.unsent = !sync_;
@@ -103,11 +102,28 @@ void BucketManager::after_accumulate(Bucket& bucket, Slot& slot) {
   for (const int64_t launch : order_.mark(bucket.index)) release(launch, /*empty=*/false);
 }
 
+// DistributedDataParallel and other optimizers of ours hook the same nodes; each would send what the other took.
+void BucketManager::refuse_other_reducers() {
+  for (const auto& bucket : buckets_) {
+    for (const Slot& slot : bucket->slots) {
+      for (const auto& hook : slot.hooks.accumulator->post_hooks()) {
+        TORCH_CHECK(reinterpret_cast<uintptr_t>(hook.get()) == slot.hooks.after ||
+                        dynamic_cast<torch::autograd::utils::LambdaPostHook*>(hook.get()) == nullptr,
+                    "zerox: the gradient of parameter '", slot.name,
+                    "' is reduced twice, here and in a DistributedDataParallel or another zerox optimizer; zerox "
+                    "averages gradients itself: train the model without DistributedDataParallel, and give each "
+                    "parameter to one optimizer");
+      }
+    }
+  }
+}
+
 void BucketManager::open_pass() {
   TORCH_CHECK(!pass_.open || !*pass_.raised,
               "zerox: the backward before this one raised an exception; call "
               "optimizer.zero_grad() before the next backward");
   if (!pass_.open) {
+    refuse_other_reducers();
     pass_.open = true;
     pass_.last_task = -1;
     pass_.raised = std::make_shared<bool>(false);

@@ -14,16 +14,17 @@ at::Tensor to_table(const std::vector<int64_t>& numbers, int64_t columns) {
   return columns > 1 ? table.view({count / columns, columns}) : table;
 }
 
-std::string refusal_of(const Slot& slot, const at::Tensor& grad) {
+std::string refusal_of(const Slot& slot, c10::Device device) {
+  const at::Tensor& grad = slot.param.grad();
+  const std::string who = "parameter '" + slot.name + "' got a ";
   if (grad.layout() != at::kStrided) {
-    return "parameter '" + slot.name +
-           "' got a sparse gradient; only dense ones can be sharded (nn.Embedding: use sparse=False)";
+    return who + "sparse gradient; only dense ones can be sharded (nn.Embedding: use sparse=False)";
   }
-  if (grad.sizes() != slot.home.sizes()) {
-    return c10::str("parameter '", slot.name, "' has a gradient of shape ", grad.sizes(), ", but its shape was ",
-                    slot.home.sizes(), " when the optimizer was built; build the optimizer after such a change");
+  if (grad.sizes() != slot.home.sizes() || grad.device() != device) {
+    return c10::str(who, "gradient of ", grad.sizes(), " on ", grad.device(), ", but was ", slot.home.sizes(), " on ",
+                    device, " when the optimizer was built; build the optimizer after such a change");
   }
-  return {};
+  return "";
 }
 
 at::Tensor in_order_of(const at::Tensor& grad, const at::Tensor& param) {
@@ -36,11 +37,13 @@ at::Tensor in_order_of(const at::Tensor& grad, const at::Tensor& param) {
 // gradients are sharded a placeholder stays behind. See Note [Who holds a gradient].
 at::Tensor BucketManager::take_gradient(Slot& slot, bool& present, bool& replace) {
   at::Tensor& grad = slot.param.mutable_grad();
-  std::string refusal = grad.defined() ? refusal_of(slot, grad) : "";
-  if (!refusal.empty()) {  // the round goes on without it, and the next settle() raises
-    pass_.failure = std::move(refusal);
-    present = replace = false;
-    return {};
+  if (grad.defined()) {
+    std::string refusal = refusal_of(slot, options_.device);
+    if (!refusal.empty()) {  // the round goes on without it, and the next settle() raises
+      pass_.failure = std::move(refusal);
+      present = replace = false;
+      return {};
+    }
   }
   if (options_.whole_grads) {
     present = grad.defined();

@@ -8,12 +8,24 @@
 #include "bucket_manager/bucket_manager.h"
 #include "bucket_manager/ops.h"
 #include "bucket_manager/packing.h"
+#include "check.h"
 
 namespace zx {
 namespace {
 
 at::Tensor shaped_like(const at::Tensor& flat, const Slot& slot) {
   return flat.as_strided(slot.home.sizes(), slot.home.strides(), flat.storage_offset() + slot.offset);
+}
+
+// Has what `gather` throws name the bucket.
+template <class Gather>
+void of_bucket(const Bucket& bucket, const Gather& gather) {
+  try {
+    gather();
+  } catch (const std::exception& error) {
+    TORCH_CHECK(false, "zerox: the mean gradients of ", bucket.describe(),
+                " did not arrive from all ranks: ", reason_of(error));
+  }
 }
 
 }  // namespace
@@ -28,7 +40,7 @@ void BucketManager::gather_whole_grads() {
   for (const auto& bucket : buckets_) {
     for (const Slot& slot : bucket->slots) present.push_back(slot.held);
   }
-  agreement_.take_largest(present);
+  ask(name_of(static_cast<int64_t>(Place::backward_end)), [&] { agreement_.take_largest(present); });
 
   std::vector<at::Tensor> whole;
   std::vector<std::shared_ptr<Pending>> pending;
@@ -41,11 +53,15 @@ void BucketManager::gather_whole_grads() {
     } else {
       own.zero_();  // zero_grad() came first
     }
-    if (exchange_) pending.push_back(exchange_->gather(flat));
+    if (exchange_) {
+      of_bucket(*bucket, [&] { pending.push_back(exchange_->gather(flat)); });
+    }
     if (bucket->wire_dtype == flat.scalar_type()) bucket->landed.shard.reset();
     whole.push_back(std::move(flat));
   }
-  for (const auto& gather : pending) gather->wait();
+  for (size_t i = 0; i < pending.size(); ++i) {
+    of_bucket(*buckets_[i], [&] { pending[i]->wait(); });
+  }
 
   size_t at = 0;
   for (const auto& bucket : buckets_) {

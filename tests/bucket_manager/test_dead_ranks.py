@@ -1,46 +1,185 @@
-"""A rank that is gone is an error on the others, in time, that names what they wait for."""
+"""A rank that dies or stalls, at any moment: an error on the others, in time, that names what they wait for."""
 
 from __future__ import annotations
 
 import os
+import re
 import signal
 import time
+from dataclasses import dataclass
 from pathlib import Path
+from signal import SIGKILL, SIGSTOP
+from typing import Any
 
 import pytest
 
-from tests.bucket_manager.rig import message_of
+import zerox.optimizer
 from tests.bucket_manager.training import Training
-from tests.ranks import Pool, RankFailed
+from tests.mortal_ranks import MortalRanks, fail_now, start_ranks
+from zerox.params import ParamGather
+from zerox.ranks import Ranks
+from zerox.rules import adam
+
+TIMEOUT_S = 5  # of the group: far above what a healthy wait takes, also on a busy machine
+FAILING_STEP = 1  # the one before it has gone well
+
+A_BUCKET = r"bucket \d+ \(layers\.\d\.bias, layers\.\d\.weight\)"
+GRADIENTS = rf"zerox: in (the end of backward|clip_grad_norm_)\(\) a rank did not answer: .*\n.*{A_BUCKET}"
+NO_ANSWER = (
+    r"zerox: in clip_grad_norm_\(\) a rank did not answer: .*\nno bucket is awaited: all gradients that were sent have"
+)
+PARAMETERS = rf"zerox: the updated parameters of {A_BUCKET} did not arrive from all ranks: "
+MOMENTS = {
+    "before it constructs": r"zerox: ranks \[\d\] did not come to the optimizer's constructor within 5 s",
+    # Some ranks may still be connecting when the one that fails has done with it.
+    "while ranks compare": "zerox: (a rank did not answer while ranks compared parameters|ranks .* could not connect)",
+    "while it constructs": rf"zerox: the parameters of {A_BUCKET} did not arrive from rank 0 at all ranks: ",
+    "in forward": GRADIENTS,
+    "inside backward": GRADIENTS,
+    "after backward": f"{GRADIENTS}|{NO_ANSWER}",  # its gradients may have left, or not
+    "inside clip": NO_ANSWER,
+    "inside step": PARAMETERS,
+    "in the gather": f"{PARAMETERS}|{GRADIENTS}",  # its last messages may have left: then the next step is the first
+}
+PHASES = [
+    ["before it constructs", "while ranks compare", "while it constructs"],
+    ["in forward", "inside backward", "after backward"],
+    ["inside clip", "inside step", "in the gather"],
+]
+SETUPS = [(1, 2, "native"), (2, 3, "native"), (2, 2, "direct"), (1, 3, "direct")]  # stage, ranks, exchange
 
 
-def dies_in_backward(rank: int, _: int, how: str, folder: str) -> None:
-    training = Training(rank, stage=2)
-    training.backward(0)
-    training.optimizer.step()
-    training.optimizer.zero_grad()
-    if rank == 2:
-        if how == "exits":
-            os._exit(7)
-        # Some buckets leave, then backward is killed or stalls; the hook is in the layer whose gradients are third.
-        training.fail = lambda _: os.kill(os.getpid(), signal.SIGKILL) if how == "is killed" else time.sleep(10)
-        training.backward(1, fail_in=1)
-        os._exit(7)
+def fail_at_call(owner: Any, name: str, nth: int, how: signal.Signals) -> None:
+    """This process fails when ``owner.name`` is called for the nth time from now."""
+    inside = getattr(owner, name)
+    calls = iter(range(1, nth + 1))
+
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        if next(calls, None) == nth:
+            fail_now(how)
+        return inside(*args, **kwargs)
+
+    setattr(owner, name, wrapped)
+
+
+def fail_while_constructing(moment: str, how: signal.Signals) -> None:
+    if moment == "before it constructs":
+        fail_now(how)
+    elif moment == "while ranks compare":
+        fail_at_call(Ranks, "check_same", 1, how)
+    elif moment == "while it constructs":
+        fail_at_call(Ranks, "broadcast", 2, how)
+
+
+def fail_in_step(training: Training, moment: str, how: signal.Signals) -> None:
+    if moment == "in forward":
+        fail_now(how)
+    elif moment == "inside backward":
+        training.fail = lambda _: fail_now(how)  # type: ignore[method-assign]
+    elif moment == "after backward":
+        fail_at_call(training.optimizer, "clip_grad_norm_", 1, how)
+    elif moment == "inside clip":
+        fail_at_call(zerox.optimizer, "total_norm", 1, how)
+    elif moment == "inside step":
+        fail_at_call(adam, "update", 2, how)
+    elif moment == "in the gather":
+        fail_at_call(ParamGather, "wait", 1, how)
+
+
+def train(
+    rank: int, world_size: int, stage: int, exchange: str, moment: str, how: signal.Signals
+) -> tuple[float, str] | None:
+    """Seconds from the start of the step that raised, and what it raised."""
+    os.environ["ZEROX_EXCHANGE"] = exchange
+    fails = rank == world_size - 1
     start = time.monotonic()
-    message = message_of(lambda: (training.backward(1), training.optimizer.step()))
-    Path(folder, f"rank {rank}").write_text(f"{time.monotonic() - start}\n{message}")
-    os._exit(0)  # the group can't be destroyed in order any more
+    try:
+        if fails:
+            fail_while_constructing(moment, how)
+        training = Training(rank, stage)
+        for step in range(4):
+            start = time.monotonic()
+            failing = fails and step == FAILING_STEP
+            if failing:
+                fail_in_step(training, moment, how)
+            training.backward(step, fail_in=1 if failing and moment == "inside backward" else None)
+            training.optimizer.clip_grad_norm_(1.0)
+            training.optimizer.step()
+            training.optimizer.zero_grad()
+    except RuntimeError as error:
+        return time.monotonic() - start, str(error)
+    return None
 
 
-@pytest.mark.parametrize("how", ["exits", "is killed", "stalls"])
-def test_a_rank_that_is_gone_is_an_error_on_the_others_that_names_what_they_await(how: str, tmp_path: Path) -> None:
-    timeout_s = 4
-    pool = Pool()
-    with pytest.raises(RankFailed):
-        pool.run(dies_in_backward, 3, how, str(tmp_path), timeout_s=timeout_s)
-    pool.close()
-    for rank in (0, 1):
-        seconds, _, message = (tmp_path / f"rank {rank}").read_text().partition("\n")
-        assert float(seconds) < 3 * timeout_s
-        assert "bucket " in message
-        assert "layers." in message
+@dataclass
+class Case:
+    moment: str
+    how: signal.Signals
+    stage: int
+    ranks: int
+    exchange: str
+
+    def start(self, folder: Path) -> MortalRanks:
+        args = (self.stage, self.exchange, self.moment, self.how)
+        return start_ranks(train, self.ranks, *args, timeout_s=TIMEOUT_S, folder=folder)
+
+    def check(self, run: MortalRanks) -> None:
+        for rank in range(self.ranks - 1):
+            answer = run.answer(rank, within_s=60)
+            assert answer is not None, f"{self}: rank {rank} saw no error"
+            seconds, message = answer
+            # The kernel drops what a dead process had sent and nobody had read: the others may be a call behind it.
+            expected = [MOMENTS[self.moment]] if self.how == SIGSTOP else MOMENTS.values()
+            assert any(re.match(each, message) for each in expected), f"{self}: {message}"
+            assert seconds < 3 * TIMEOUT_S, self
+        if self.how == SIGSTOP:  # when it goes on it must not wait for the others, who are gone
+            run.wake(self.ranks - 1)
+            answer = run.answer(self.ranks - 1, within_s=60)
+            assert answer is not None, f"{self}: the rank that had stalled saw no error"
+            assert answer[1].startswith("zerox: "), f"{self}: {answer[1]}"
+
+
+def cases(phase: list[str]) -> list[Case]:
+    """At each moment two setups die and the two others stall; at the next one it is the other way round."""
+    return [
+        Case(moment, SIGKILL if (number + of_setup // 2) % 2 else SIGSTOP, *setup)
+        for number, moment in enumerate(phase)
+        for of_setup, setup in enumerate(SETUPS)
+    ]
+
+
+@pytest.mark.parametrize("phase", PHASES, ids=["constructing", "before the step", "in the step"])
+def test_a_rank_that_dies_or_stalls_is_an_error_on_the_others_that_names_what_they_await(
+    phase: list[str], tmp_path: Path
+) -> None:
+    runs = [(case, case.start(tmp_path / str(number))) for number, case in enumerate(cases(phase))]  # all wait at once
+    try:
+        for case, run in runs:
+            case.check(run)
+    finally:
+        for _, run in runs:
+            run.close()
+
+
+def sleeps(rank: int, world_size: int) -> tuple[float, str] | None:
+    training = Training(rank, stage=2)
+    if rank == world_size - 1:  # what its threads have to send they still send
+        training.fail = lambda _: time.sleep(5 * TIMEOUT_S)  # type: ignore[method-assign]
+    start = time.monotonic()
+    try:
+        training.backward(0, fail_in=1 if rank == world_size - 1 else None)
+        training.optimizer.step()
+    except RuntimeError as error:
+        return time.monotonic() - start, str(error)
+    return None
+
+
+def test_a_rank_that_is_stuck_in_its_own_code_is_an_error_on_the_others(tmp_path: Path) -> None:
+    run = start_ranks(sleeps, 3, timeout_s=TIMEOUT_S, folder=tmp_path / "run")
+    try:
+        for rank in (0, 1):
+            seconds, message = run.answer(rank, within_s=60)
+            assert seconds < 3 * TIMEOUT_S
+            assert re.match(rf"zerox: in step\(\) a rank did not answer: .*\n.*{A_BUCKET}", message), message
+    finally:
+        run.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import nn
 
@@ -75,3 +76,41 @@ def test_a_sparse_gradient_left_in_p_grad_is_refused_by_step_too() -> None:
         assert "sparse" in step
         assert "'table.weight'" in step
         assert after == "no error"
+
+
+def sparse_on_rank_1(rank: int, _: int, stage: int, by_hand: bool) -> tuple[list[str], bool]:
+    torch.manual_seed(0)
+    model = Lookup()
+    model.table.sparse = rank == 1 and not by_hand
+    optimizer = FusedShardedAdam(model.named_parameters(), stage=stage)
+    before = [p.detach().clone() for p in model.parameters()]
+    tokens = torch.tensor([1, 2, 2])
+    calls = [lambda: model.head(model.table(tokens)).sum().backward(), optimizer.step]
+    if by_hand:
+        del calls[0]
+        for param in model.parameters():
+            param.grad = torch.ones_like(param)
+        if rank == 1:
+            model.table.weight.grad = torch.ones(10, 4).to_sparse()
+    messages = []
+    for call in calls:
+        messages.append(message_of(call))
+        if rank == 0 and messages[-1] != "no error":
+            break  # in stage 1 it meets rank 1's step() at the end of its backward
+    untouched = all(torch.equal(a, b) for a, b in zip(model.parameters(), before, strict=True))
+    optimizer.zero_grad()
+    model.table.sparse = False
+    model.head(model.table(tokens)).sum().backward()
+    optimizer.step()
+    return messages, untouched
+
+
+@both_stages
+@pytest.mark.parametrize("by_hand", [False, True])
+def test_a_sparse_gradient_on_one_rank_raises_on_all_and_changes_nothing(stage: int, by_hand: bool) -> None:
+    for rank, (messages, untouched) in enumerate(run_ranks(sparse_on_rank_1, 2, stage, by_hand)):
+        assert "rank 1 can't go on" in messages[-1], messages
+        if rank == 1:
+            assert "parameter 'table.weight' got a sparse gradient" in messages[0]
+            assert "sparse=False" in messages[0]
+        assert untouched

@@ -16,7 +16,7 @@ def check_hyper_parameters(lr: Any, betas: Any, eps: Any, weight_decay: Any) -> 
     """ValueError for what torch.optim.AdamW refuses, in its words."""
     if isinstance(lr, Tensor) and lr.numel() != 1:
         raise ValueError("Tensor lr must be 1-element")
-    if not float(lr) >= 0.0:
+    if not lr >= 0.0:
         raise ValueError(f"Invalid learning rate: {lr}")
     if not eps >= 0.0:
         raise ValueError(f"Invalid epsilon value: {eps}")
@@ -28,13 +28,16 @@ def check_hyper_parameters(lr: Any, betas: Any, eps: Any, weight_decay: Any) -> 
             raise ValueError(f"Invalid beta parameter at index {index}: {beta}")
     if not weight_decay >= 0.0:
         raise ValueError(f"Invalid weight_decay value: {weight_decay}")
-
-
-def betas_of_one_kind(betas: Any) -> tuple[Any, ...]:
-    """As torch.optim.AdamW keeps them: two floats, or two tensors without dimensions. ValueError for a mixture."""
-    kinds = [Tensor if isinstance(beta, Tensor) else float for beta in betas]
-    if len(set(kinds)) != 1 or not all(isinstance(beta, kinds[0]) for beta in betas):
+    if not any(all(isinstance(beta, kind) for beta in betas[:2]) for kind in (float, Tensor)):
         raise ValueError("betas must be either both floats or both Tensors")
+
+
+def check_group(group: dict[str, Any]) -> None:
+    check_hyper_parameters(group["lr"], group["betas"], group["eps"], group["weight_decay"])
+
+
+def kept_betas(betas: Any) -> tuple[Any, ...]:
+    """As torch.optim.AdamW keeps them: two floats, or two tensors without dimensions."""
     return tuple(beta.reshape(()) if isinstance(beta, Tensor) else beta for beta in betas)
 
 

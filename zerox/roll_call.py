@@ -1,0 +1,74 @@
+"""Who comes to the constructor and who refused there: told through the store, before there is a group of our own."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+from types import TracebackType
+
+from torch.distributed.distributed_c10d import PrefixStore, Store
+
+ALL_CAME = "all came"
+LATE = "zerox: "
+
+
+class RollCall:
+    """One construction over the ranks of a group.
+
+    As a context manager it tells the others what was raised inside, without waiting for anyone: whoever refuses does so
+    at once, and they hear of it when they come. Ranks know the same construction by counting their own.
+    """
+
+    def __init__(self, store: Store | None, rank: int, size: int, timeout: datetime.timedelta) -> None:
+        """``store``: the group's; None for one rank alone, and where there is none: then nothing is told."""
+        self.rank = rank
+        self.size = size
+        self.timeout = timeout
+        self.store: Store | None = None
+        if store is not None and size > 1:
+            with contextlib.suppress(RuntimeError):  # not every store can count; one that is gone fails later anyway
+                number = PrefixStore("zerox/constructions", store).add(str(rank), 1)
+                self.store = PrefixStore(f"zerox/construction {number}", store)
+
+    def __enter__(self) -> RollCall:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        if self.store is not None and isinstance(error, Exception):
+            with contextlib.suppress(RuntimeError):  # a store that is gone must not hide the reason
+                self._decide(f"rank {self.rank} raised {summary_of(error)}")
+
+    def answer(self, terms: str) -> None:
+        """Waits until all ranks have come. ``terms``: what has to be the same for their groups to match.
+
+        ValueError if one raised inside its roll call or came with other terms, RuntimeError naming those that did not
+        come within the timeout.
+        """
+        if self.store is None:
+            return
+        self.store.set(f"rank {self.rank}", "here")
+        first_rank, _, first = self.store.compare_set("terms", "", f"{self.rank} {terms}").decode().partition(" ")
+        if first != terms:
+            self._decide(f"ranks must agree: rank {first_rank} has {first}; rank {self.rank} has {terms}")
+        elif self.store.add("count", 1) == self.size:
+            self._decide(ALL_CAME)
+        try:
+            self.store.wait(["decision"], self.timeout)
+        except RuntimeError:
+            missing = [rank for rank in range(self.size) if not self.store.check([f"rank {rank}"])]
+            seconds = self.timeout.total_seconds()
+            self._decide(f"{LATE}ranks {missing} did not come to the optimizer's constructor within {seconds:g} s")
+        decision = self.store.get("decision").decode()
+        if decision.startswith(LATE):
+            raise RuntimeError(decision)
+        if decision != ALL_CAME:
+            raise ValueError(decision)
+
+    def _decide(self, text: str) -> None:
+        """The first decision stands."""
+        assert self.store is not None
+        self.store.compare_set("decision", "", text)
+
+
+def summary_of(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}".partition("\n")[0]

@@ -1,0 +1,37 @@
+"""What ranks must agree on, a line each: the first that differs is named."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import fields
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zerox.bucket import Member
+from zerox.options import Options
+
+
+def terms(options: Options, groups: Sequence[dict[str, Any]], members: Sequence[Member]) -> Iterator[str]:
+    for field in fields(options):
+        yield f"{field.name}={getattr(options, field.name)!r}"
+    for index, group in enumerate(groups):
+        for key in sorted(group.keys() - {"params", "param_names"}, key=str):
+            yield f"param group {index} with {key}={_as_text(group[key])}"
+    for member in members:
+        param = member.param
+        trained = "trainable" if param.requires_grad else "frozen"
+        kind = f"{tuple(param.shape)} {param.dtype} on {param.device.type}"
+        yield f"{trained} parameter '{member.name}' {kind} in group {member.group}"
+
+
+def _as_text(value: Any) -> str:
+    """The same on ranks that mean the same: all digits of a tensor, and nothing of devices' numbers or addresses."""
+    if isinstance(value, Tensor):
+        return f"tensor({value.tolist()!r}, {value.dtype}, {value.device.type})"
+    if isinstance(value, list | tuple):
+        return f"({', '.join(map(_as_text, value))})"
+    if value is None or isinstance(value, bool | int | float | complex | str | torch.dtype):
+        return repr(value)
+    return f"a {type(value).__name__}"  # the user's own: not known to have a value that can be told
