@@ -5,6 +5,7 @@
 
 #include <memory>
 #include <optional>
+#include <string>
 #include <vector>
 
 #include "bucket_manager/bucket.h"
@@ -27,6 +28,8 @@ struct Flight {
   at::Tensor flat{};      // [world * slice_numel]
   at::Tensor received{};  // [num_received * slice_numel]
   std::shared_ptr<Pending> pending{};
+
+  std::string describe() const { return bucket->describe(); }
 };
 
 }  // namespace zx

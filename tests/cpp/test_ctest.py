@@ -55,8 +55,9 @@ def test_cpp_units_pass_under_address_and_undefined_behaviour_sanitizers() -> No
 
 
 def test_threads_pass_under_the_thread_sanitizer() -> None:
-    output = build_and_test("thread", "--tests-regex", "lane_test|launch_order_test|catches")
+    output = build_and_test("thread", "--tests-regex", "lanes?_test|launch_order_test|catches")
     assert "catches data-race" in output
+    assert "catches an early arrival" in output
 
 
 @pytest.mark.parametrize("name", ["cmake", "no-such-tool"])

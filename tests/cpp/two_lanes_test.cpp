@@ -1,0 +1,310 @@
+// TwoLanes with a fake exchange, whose messages arrive from another thread after random delays. The thread sanitizer
+// runs this file too, once with a defect that it has to report: see CMakeLists.txt.
+#include "bucket_manager/two_lanes.h"
+
+#include <algorithm>
+#include <chrono>
+#include <condition_variable>
+#include <optional>
+#include <random>
+#include <stdexcept>
+
+#include "check.h"
+
+namespace {
+
+using namespace std::chrono_literals;
+
+// A message: some numbers that another thread writes. wait() throws if the sender is gone, or if it was aborted.
+class FakePending {
+ public:
+  void wait() {
+    std::unique_lock lock(mutex_);
+    changed_.wait(lock, [this] { return done_; });
+    if (!error_.empty()) throw std::runtime_error(error_);
+  }
+  void abort() { finish("aborted"); }
+  void finish(const std::string& error = "") {
+    {
+      const std::lock_guard lock(mutex_);
+      if (done_) return;
+      done_ = true;
+      error_ = error;
+    }
+    changed_.notify_all();
+  }
+
+ private:
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  bool done_ = false;
+  std::string error_;
+};
+
+using Numbers = std::vector<int64_t>;  // no lock anywhere: the lanes have to order who touches them
+
+struct FakeFlight {
+  explicit FakeFlight(int64_t n) : number(n), grads{n, 2 * n} {}
+  int64_t number;
+  Numbers grads;  // written by the thread that launches
+  std::shared_ptr<Numbers> received;
+  std::shared_ptr<FakePending> pending;
+  std::string describe() const { return "flight " + std::to_string(number); }
+};
+
+// The other ranks: a thread that answers each message with ten times its numbers, some time later.
+class FakeExchange {
+ public:
+  explicit FakeExchange(unsigned seed) : random_(seed), wire_([this] { serve(); }) {}
+  ~FakeExchange() {
+    {
+      const std::lock_guard lock(mutex_);
+      stopping_ = true;
+    }
+    changed_.notify_all();
+    wire_.join();
+  }
+
+  std::shared_ptr<FakePending> scatter(const Numbers& flat, const std::shared_ptr<Numbers>& received) {
+    auto pending = std::make_shared<FakePending>();
+    {
+      const std::lock_guard lock(mutex_);
+      messages_.push_back({flat, received, pending});
+    }
+    changed_.notify_all();
+    return pending;
+  }
+
+  // Message n (from 0) fails instead of arriving; from `first` on none ever arrives.
+  std::optional<int64_t> fails{};
+  std::optional<int64_t> stalls_from{};
+
+ private:
+  struct Message {
+    Numbers flat;
+    std::shared_ptr<Numbers> received;
+    std::shared_ptr<FakePending> pending;
+  };
+
+  void serve() {
+    for (int64_t count = 0;; ++count) {
+      Message message;
+      {
+        std::unique_lock lock(mutex_);
+        changed_.wait(lock, [this] { return !messages_.empty() || stopping_; });
+        if (messages_.empty()) return;
+        message = std::move(messages_.front());
+        messages_.pop_front();
+      }
+      if (stalls_from && count >= *stalls_from) continue;
+      std::this_thread::sleep_for(std::chrono::microseconds(random_() % 300));
+      if (fails && count == *fails) {
+        message.pending->finish("rank 1 is gone");
+        continue;
+      }
+#if defined(ZX_INJECT_DEFECT)
+      message.pending->finish();  // said to have arrived before it has
+#endif
+      for (const int64_t number : message.flat) message.received->push_back(10 * number);
+      message.pending->finish();
+    }
+  }
+
+  std::mt19937 random_;
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  std::deque<Message> messages_;
+  bool stopping_ = false;
+  std::thread wire_;  // last: it uses the others
+};
+
+struct Seen {
+  std::vector<Numbers> landed;  // written on the land lane
+  Numbers packed;               // written on the pack lane
+  std::atomic<int> with_buffers{0};
+  std::atomic<int> most_with_buffers{0};
+};
+
+// What Flights does with tensors, with numbers.
+class Rig {
+ public:
+  explicit Rig(bool has_threads = true, unsigned seed = 0)
+      : exchange(seed),
+        lanes(
+            has_threads, [this](FakeFlight& flight) { pack(flight); }, [this](FakeFlight& flight) { land(flight); }) {}
+
+  void launch(int64_t number) { lanes.launch(std::make_shared<FakeFlight>(number)); }
+
+  FakeExchange exchange;
+  std::shared_ptr<Seen> seen = std::make_shared<Seen>();  // to be looked at when the rig is gone, too
+  std::optional<int64_t> pack_throws{};
+  zx::TwoLanes<FakeFlight> lanes;  // destroyed first: its threads use the others
+
+ private:
+  void pack(FakeFlight& flight) {
+    seen->most_with_buffers = std::max(seen->most_with_buffers.load(), ++seen->with_buffers);
+    lanes.attempt(flight, [&] {
+      if (lanes.failed()) return;
+      if (pack_throws == flight.number) throw std::runtime_error("no memory");
+      seen->packed.push_back(flight.number);
+      flight.received = std::make_shared<Numbers>();
+      lanes.set_pending(flight, exchange.scatter(flight.grads, flight.received));
+      flight.grads.clear();
+    });
+  }
+
+  void land(FakeFlight& flight) {
+    lanes.attempt(flight, [&] {
+      if (flight.pending) flight.pending->wait();
+      if (!lanes.failed()) seen->landed.push_back(*flight.received);
+    });
+    --seen->with_buffers;
+  }
+};
+
+std::vector<Numbers> tenfold(int64_t count) {
+  std::vector<Numbers> all;
+  for (int64_t i = 0; i < count; ++i) all.push_back({10 * i, 20 * i});
+  return all;
+}
+
+void check_landed(const std::vector<Numbers>& landed, const std::vector<Numbers>& expected) {
+  CHECK_EQ(landed.size(), expected.size());
+  for (size_t i = 0; i < std::min(landed.size(), expected.size()); ++i) CHECK_EQ(landed[i], expected[i]);
+}
+
+}  // namespace
+
+TEST(flights_land_in_launch_order_with_what_was_sent) {
+  for (const bool has_threads : {true, false}) {
+    for (unsigned seed = 0; seed < 20; ++seed) {
+      Rig rig(has_threads, seed);
+      for (int64_t i = 0; i < 12; ++i) rig.launch(i);
+      CHECK_EQ(rig.lanes.num_launched(), int64_t{12});
+      CHECK_EQ(rig.lanes.drain(), std::string());
+      CHECK_EQ(rig.lanes.num_landed(), int64_t{12});
+      CHECK_EQ(rig.lanes.trouble(), std::string());
+      check_landed(rig.seen->landed, tenfold(12));
+    }
+  }
+}
+
+// Hooks come from several autograd threads, under the manager's lock.
+TEST(flights_may_be_launched_by_several_threads) {
+  constexpr int64_t kThreads = 4;
+  constexpr int64_t kEach = 50;
+  Rig rig;
+  std::mutex manager;
+  int64_t next = 0;
+  std::vector<std::thread> threads;
+  for (int64_t thread = 0; thread < kThreads; ++thread) {
+    threads.emplace_back([&] {
+      for (int64_t i = 0; i < kEach; ++i) {
+        const std::lock_guard lock(manager);
+        rig.launch(next++);
+      }
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+  CHECK_EQ(rig.lanes.drain(), std::string());
+  check_landed(rig.seen->landed, tenfold(kThreads * kEach));
+}
+
+TEST(launching_does_not_wait_for_the_wire_and_never_are_there_more_than_two_with_buffers) {
+  Rig rig;
+  rig.exchange.stalls_from = 0;
+  for (int64_t i = 0; i < 6; ++i) rig.launch(i);  // returns
+  while (rig.seen->with_buffers < 2) std::this_thread::yield();
+  std::this_thread::sleep_for(20ms);
+  CHECK_EQ(rig.seen->most_with_buffers.load(), 2);
+  CHECK_EQ(rig.lanes.num_landed(), int64_t{0});
+  CHECK_EQ(rig.lanes.trouble(),
+           std::string("still awaited: flight 0, flight 1, flight 2, flight 3, flight 4, flight 5"));
+}
+
+TEST(others_may_ask_for_trouble_while_flights_come_and_go) {
+  Rig rig;
+  std::atomic<bool> stop{false};
+  std::thread curious([&] {
+    while (!stop) {
+      const std::string text = rig.lanes.trouble();
+      CHECK(text.empty() || text.rfind("still awaited: flight ", 0) == 0);
+      CHECK(rig.lanes.num_landed() <= rig.lanes.num_launched());
+    }
+  });
+  for (int64_t round = 0; round < 20; ++round) {
+    for (int64_t i = 0; i < 5; ++i) rig.launch(5 * round + i);
+    rig.lanes.drain();
+  }
+  stop = true;
+  curious.join();
+  check_landed(rig.seen->landed, tenfold(100));
+}
+
+TEST(held_flights_land_only_when_they_are_waited_for) {
+  Rig rig;
+  rig.lanes.set_hold(true);
+  for (int64_t i = 0; i < 4; ++i) rig.launch(i);
+  std::this_thread::sleep_for(10ms);
+  CHECK_EQ(rig.lanes.num_landed(), int64_t{0});
+  CHECK_EQ(rig.lanes.drain(), std::string());
+  check_landed(rig.seen->landed, tenfold(4));
+}
+
+TEST(a_task_runs_after_the_flights_before_it_and_before_those_behind_it) {
+  for (const bool hold : {false, true}) {
+    Rig rig;
+    rig.lanes.set_hold(hold);
+    std::vector<size_t> seen;
+    for (int64_t i = 0; i < 3; ++i) rig.launch(i);
+    rig.lanes.after_landing([&] { seen.push_back(rig.seen->landed.size()); });
+    rig.lanes.after_landing([&] { seen.push_back(rig.seen->landed.size()); });
+    rig.launch(3);
+    rig.lanes.drain();
+    CHECK_EQ(seen, (std::vector<size_t>{3, 3}));
+    check_landed(rig.seen->landed, tenfold(4));
+  }
+}
+
+TEST(a_task_with_nothing_in_the_air_runs_at_once) {
+  Rig rig;
+  rig.launch(0);
+  rig.lanes.drain();
+  std::thread::id where;
+  rig.lanes.after_landing([&] { where = std::this_thread::get_id(); });
+  CHECK(where == std::this_thread::get_id());
+}
+
+TEST(the_first_failure_is_told_and_stops_what_comes_behind) {
+  Rig lost;
+  lost.exchange.fails = 2;
+  for (int64_t i = 0; i < 6; ++i) lost.launch(i);
+  const std::string text = "zerox: the gradients of flight 2 did not arrive from all ranks: rank 1 is gone";
+  CHECK_EQ(lost.lanes.drain(), text);
+  check_landed(lost.seen->landed, tenfold(2));
+  CHECK_EQ(lost.lanes.num_landed(), int64_t{6});
+  lost.launch(6);
+  CHECK_EQ(lost.lanes.drain(), text);
+  CHECK_EQ(lost.lanes.trouble(), text);
+  check_landed(lost.seen->landed, tenfold(2));
+
+  Rig full;
+  full.pack_throws = 1;
+  for (int64_t i = 0; i < 4; ++i) full.launch(i);
+  CHECK_EQ(full.lanes.drain(),
+           std::string("zerox: the gradients of flight 1 did not arrive from all ranks: no memory"));
+  CHECK_EQ(full.seen->packed, Numbers{0});
+}
+
+TEST(destruction_aborts_what_is_under_way_and_waits_for_nobody) {
+  for (unsigned seed = 0; seed < 30; ++seed) {
+    auto rig = std::make_unique<Rig>(true, seed);
+    const std::shared_ptr<Seen> seen = rig->seen;
+    rig->exchange.stalls_from = seed % 4;
+    for (int64_t i = 0; i < 5; ++i) rig->launch(i);
+    if (seed % 3 > 0) std::this_thread::sleep_for(std::chrono::microseconds(100 * seed));
+    rig.reset();  // returns
+    CHECK_EQ(seen->with_buffers.load(), 0);
+    CHECK(seen->landed.size() <= seed % 4);
+  }
+}
