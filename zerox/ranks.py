@@ -72,6 +72,8 @@ class Ranks:
 
     def broadcast_values(self, tensor: Tensor, what: str) -> None:
         """From rank 0 into a tensor of any dtype and strides: as bytes, since backends don't know all dtypes."""
+        if tensor.numel() == 0:
+            return
         values = tensor.detach().contiguous()
         self.broadcast(values.reshape(-1).view(torch.uint8), what)
         tensor.detach().copy_(values)
