@@ -84,7 +84,6 @@ struct Bucket {
   Landed landed;
   std::vector<c10::Stream> producers;  // on an accelerator: where gradients came since the last flight
 
-  bool accumulates = true;   // a second flight adds to the shard; false where p.grad already holds the sum
   bool keeps_shard = false;  // at one address from step to step, for CUDA graphs
 
   // Whether some of the slot's elements lie in this rank's shard. An empty parameter lies where its offset does.

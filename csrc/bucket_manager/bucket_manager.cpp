@@ -34,7 +34,6 @@ int64_t BucketManager::add_bucket(BucketSpec spec) {
   bucket->shard_numel = spec.shard_numel;
   bucket->trailer_numel = spec.trailer_numel;
   bucket->segments = std::move(spec.segments);
-  bucket->accumulates = !options_.whole_grads;
   bucket->keeps_shard = options_.keeps_shards;
   if (bucket->keeps_shard) {
     bucket->landed.shard = at::zeros({bucket->shard_numel}, bucket->flat.options().dtype(bucket->wire_dtype));
@@ -166,7 +165,9 @@ Settled BucketManager::settle(Place place, int64_t adoptions, const std::string&
   if (verdict.rounds.most > 0 && !order_learned_) ask(where, [&] { learn_order(); });
   if (verdict.adoptions.most > 0) return Settled::adopt;
   if (verdict.unsent.most > 0) {
+    if (options_.whole_grads) agree_on_unsent();
     launch_round(/*empty=*/false);
+    pass_.only_unsent = false;
     if (options_.whole_grads) gather_whole_grads();
   } else if (verdict.changed.most > 0) {
     flights_.land();

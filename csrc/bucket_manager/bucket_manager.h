@@ -130,6 +130,7 @@ class BucketManager : public std::enable_shared_from_this<BucketManager> {
 
   // whole_grads.cpp
   void gather_whole_grads();
+  void agree_on_unsent();
 
   std::mutex mutex_;  // of all below but flights_; hooks may come from several autograd threads
   std::shared_ptr<Exchange> exchange_;

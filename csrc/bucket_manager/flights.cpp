@@ -129,7 +129,7 @@ void Flights::reduce(Bucket& bucket, Flight& flight) {
   std::vector<at::Tensor> slices{flight.flat};
   if (exchange_) slices = exchange_->to_sum(flight.flat, flight.received);
   ops::read_flags_(landed.present, landed.replaced, slices, bucket.shard_numel);
-  const bool accumulate = bucket.accumulates && landed.holds;
+  const bool accumulate = landed.holds && landed.shard.defined();
   landed.holds = true;
   if (!exchange_ && !accumulate && !bucket.keeps_shard) {
     // Alone, the packed gradients are the mean. The norm is left to whoever asks for it.

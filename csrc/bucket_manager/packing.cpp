@@ -46,8 +46,8 @@ at::Tensor BucketManager::take_gradient(Slot& slot, bool& present, bool& replace
     }
   }
   if (options_.whole_grads) {
-    present = grad.defined();
-    replace = false;
+    // p.grad holds what the shard held, too.
+    present = replace = grad.defined() && (slot.unsent || !pass_.only_unsent);
     slot.held = present;
     slot.unsent = false;
     return present ? in_order_of(grad, slot.home) : at::Tensor();

@@ -33,8 +33,9 @@ struct Pass {
   // Since the last step: see Statement.
   int64_t rounds = 0;
   int64_t own_rounds = 0;
-  int64_t gathered = 0;  // rounds whose mean is in p.grad, where gradients are whole
-  std::string failure;   // why zero_grad() must come before anything else; empty if nothing is wrong
+  int64_t gathered = 0;      // rounds whose mean is in p.grad, where gradients are whole
+  bool only_unsent = false;  // whole gradients: the round that begins sends no mean again
+  std::string failure;       // why zero_grad() must come before anything else; empty if nothing is wrong
 };
 
 }  // namespace zx

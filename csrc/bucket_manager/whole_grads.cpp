@@ -71,6 +71,21 @@ void BucketManager::gather_whole_grads() {
   }
 }
 
+// step() sends what no_sync() kept back on some rank. What is the mean already on every rank is not sent again: it
+// would be rounded once more.
+void BucketManager::agree_on_unsent() {
+  std::vector<uint8_t> unsent;
+  for (const auto& bucket : buckets_) {
+    for (const Slot& slot : bucket->slots) unsent.push_back(slot.unsent);
+  }
+  agreement_.take_largest(unsent);
+  size_t at = 0;
+  for (const auto& bucket : buckets_) {
+    for (Slot& slot : bucket->slots) slot.unsent = unsent[at++] != 0;
+  }
+  pass_.only_unsent = true;
+}
+
 // Where the wire is wider than p.grad, an element of the shard is kept while it still rounds to what p.grad holds:
 // then both stages update from the same number.
 at::Tensor BucketManager::take_local_shard(int64_t index) {
