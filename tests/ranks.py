@@ -97,7 +97,7 @@ atexit.register(pool.close)
 run_ranks = pool.run
 
 
-def run_threads(function: Callable[..., Any], world_size: int, *args: Any) -> list[Any]:
+def run_threads(function: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = TIMEOUT_S) -> list[Any]:
     """The same with ranks as threads: ``function(group, *args)`` with a handmade gloo group, or None if alone."""
     if world_size == 1:
         return [function(None, *args)]
@@ -108,7 +108,7 @@ def run_threads(function: Callable[..., Any], world_size: int, *args: Any) -> li
     def serve(rank: int) -> None:
         try:
             group = dist.ProcessGroup(dist.PrefixStore("group", store), rank, world_size)
-            timeout = timedelta(seconds=TIMEOUT_S)
+            timeout = timedelta(seconds=timeout_s)
             backend = dist.ProcessGroupGloo(dist.PrefixStore("gloo", store), rank, world_size, timeout)
             group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, backend)
             group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
@@ -120,7 +120,7 @@ def run_threads(function: Callable[..., Any], world_size: int, *args: Any) -> li
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(2 * TIMEOUT_S)
+        thread.join(2 * timeout_s)
     if failures or any(thread.is_alive() for thread in threads):
         raise RankFailed("\n".join(failures) or "a rank did not finish")
     return results
