@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch.distributed as dist
 from torch import Tensor
 
 from tests.bucket_manager.rig import LAYER_CAP, Chain, input_of, same_bits
@@ -14,11 +15,15 @@ both_stages = pytest.mark.parametrize("stage", [1, 2])
 class Training:
     """A model and its optimizer on this rank. ``fail_in``: its next backward raises in this layer."""
 
-    def __init__(self, rank: int, stage: int, num_layers: int = 4) -> None:
+    def __init__(self, rank: int, stage: int, num_layers: int = 4, group: dist.ProcessGroup | None = None) -> None:
         self.rank = rank
         self.model = Chain(num_layers)
         self.optimizer = FusedShardedAdam(
-            self.model.named_parameters(), lr=1e-2, stage=stage, bucket_cap_mb=LAYER_CAP / 2**20
+            self.model.named_parameters(),
+            lr=1e-2,
+            process_group=group,
+            stage=stage,
+            bucket_cap_mb=LAYER_CAP / 2**20,
         )
         self.manager = self.optimizer._grads.manager
 

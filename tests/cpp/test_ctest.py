@@ -9,9 +9,11 @@ import os
 import shutil
 import subprocess
 import sys
+import sysconfig
 from pathlib import Path
 
 import pytest
+import torch
 
 ROOT = Path(__file__).parents[2]
 
@@ -31,16 +33,24 @@ def run(command: list[str]) -> str:
     return output
 
 
-def build_and_test(sanitizer: str, *selection: str) -> str:
+def build(sanitizer: str, target: str = "all") -> Path:
+    """Returns the folder."""
     folder = ROOT / "build" / f"cpp-{sanitizer.replace(',', '-') or 'plain'}"
     run(
         [
             tool("cmake"),
             *("-S", str(ROOT), "-B", str(folder), "-G", "Ninja", f"-DCMAKE_MAKE_PROGRAM={tool('ninja')}"),
             f"-DZEROX_SANITIZE={sanitizer}",
+            f"-DZEROX_TORCH={Path(torch.__file__).parent}",
+            f"-DZEROX_PYTHON_INCLUDE={sysconfig.get_path('include')}",
         ]
     )
-    run([tool("cmake"), "--build", str(folder), "--parallel", "2"])
+    run([tool("cmake"), "--build", str(folder), "--parallel", "2", "--target", target])
+    return folder
+
+
+def build_and_test(sanitizer: str, *selection: str) -> str:
+    folder = build(sanitizer)
     return run([tool("ctest"), "--test-dir", str(folder), "--output-on-failure", "--no-tests=error", *selection])
 
 
