@@ -18,6 +18,7 @@ import subprocess
 import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -88,6 +89,22 @@ def missed(found: list[Quality]) -> list[str]:
     return [each.state_dtype for each in found if abs(each.mean / found[0].mean - 1) > BOUND]
 
 
+def facts(options: argparse.Namespace, found: list[Quality]) -> dict[str, Any]:
+    """All that someone needs who wants the same numbers again."""
+    command = ["git", "rev-parse", "--short", "HEAD"]
+    commit = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False).stdout.strip()
+    model = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())
+    return {
+        "command": f"python -m bench.moments --steps {options.steps} --seeds {options.seeds}",
+        "commit": commit or "unknown",
+        "versions": {"python": platform.python_version(), "torch": torch.__version__},
+        "cpu": model[1] if model else platform.processor(),
+        "isa": torch.backends.cpu.get_cpu_capability(),
+        "ranks": 2,
+        "state_dtypes": [asdict(each) for each in found],
+    }
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=1000)
@@ -101,14 +118,7 @@ def main() -> int:
         print(f"{state_dtype}: {found[-1].losses}", flush=True)
     print(f"\n{table(found)}")
     if options.json:
-        facts = {
-            "command": f"python -m bench.moments --steps {options.steps} --seeds {options.seeds}",
-            "versions": {"python": platform.python_version(), "torch": torch.__version__},
-            "ranks": 2,
-            "isa": torch.backends.cpu.get_cpu_capability(),
-            "state_dtypes": [asdict(each) for each in found],
-        }
-        options.json.write_text(json.dumps(facts, indent=1) + "\n")
+        options.json.write_text(json.dumps(facts(options, found), indent=1) + "\n")
     if bad := missed(found):
         print(f"further than {BOUND:.1%} from fp32 moments: {', '.join(bad)}", file=sys.stderr)
     return 1 if bad else 0

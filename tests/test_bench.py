@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from bench import jobs, kernels, timing
+from bench import jobs, kernels, moments, timing
 
 CPU = torch.device("cpu")
 TINY = {"tiny": (1000, 3)}
@@ -81,3 +81,21 @@ def test_a_wrong_result_is_not_timed(
     monkeypatch.setattr(kernels, "time_job", None)
     assert kernels.main(["--device=cpu", "--only", op]) == 1
     assert "the result is wrong" in capsys.readouterr().err
+
+
+def test_the_table_of_moments_reads_what_the_example_prints_and_knows_the_bound() -> None:
+    printed = "bytes per rank   zerox\n  moments        3,450,880  3,450,880\n\nzerox: held-out loss 1.5077 nats per byte, 4 ms"
+    assert moments.read(printed) == (1.5077, 3450880)
+    with pytest.raises(ValueError, match="no result"):
+        moments.read("interrupted")
+    fp32, near = moments.Quality("fp32", [1.0, 2.0], 400), moments.Quality("bf16", [1.001, 2.01], 200)
+    far = moments.Quality("8bit", [1.0, 2.02], 100)
+    assert moments.missed([fp32, near, far]) == ["8bit"]
+    assert "| 8bit | 1.5100 | 1.0200 | +0.67% | 100 |" in moments.table([fp32, near, far])
+
+
+def test_every_state_dtype_of_the_table_is_one_that_the_example_takes() -> None:
+    command = moments.command("8bit", seed=2, steps=7)
+    assert command[command.index("--state-dtype") + 1] == "8bit"
+    example = Path(moments.ROOT / "examples/options.py").read_text()
+    assert all(f'"{name}": ' in example for name in moments.STATE_DTYPES)

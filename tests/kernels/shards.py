@@ -82,15 +82,17 @@ class Shard:
         self.store_as(wide if wide is torch.float64 else self.state_dtype)
 
     def store_as(self, dtype: torch.dtype) -> None:
-        """Rounds the moments to what they are stored in, to nearest."""
+        """Rounds the moments to what they are stored in. In 8 bits they become any codes, with scales of their size."""
+        generator = torch.Generator().manual_seed(self.seed)
+        codes = torch.randint(0, 256, (self.numel,), generator=generator, dtype=torch.uint8)
         for name in stored.EXP_AVG, stored.EXP_AVG_SQ, stored.MAX_EXP_AVG_SQ:
             values = getattr(self, name)
             if values is None:
                 continue
             if dtype is torch.uint8:
-                codes, scales = stored.encode(values, signed=name == stored.EXP_AVG)
-                setattr(self, name, codes)
-                self.scales.append(scales)
+                scales = values[:: stored.BLOCK].clone()
+                self.scales.append(scales if name == stored.EXP_AVG else scales.abs())
+                setattr(self, name, codes * bool(self.step))
             else:
                 setattr(self, name, values.to(dtype))
 

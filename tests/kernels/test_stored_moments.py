@@ -184,8 +184,10 @@ def test_zero_stays_zero(kind: torch.dtype) -> None:
 def test_the_block_s_largest_value_is_exact_and_nothing_shrinks() -> None:
     """With g = m the moment should stay as it is: coding a block again and again must not wear it away."""
     shard = Shard(4096, step=5, state_dtype=torch.uint8)
+    codes, scales = stored.encode(torch.randn(4096, generator=torch.Generator().manual_seed(0)), signed=True)
+    shard.exp_avg.copy_(codes)
+    shard.scales[0].copy_(scales)
     shard.grad = shard.wide_moments()[stored.EXP_AVG].clone()
-    codes, scales = shard.exp_avg.clone(), shard.scales[0].clone()
     assert (scales < 0).any()
     for _ in range(50):
         shard.adam(options_table(lr=0.0))
