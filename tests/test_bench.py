@@ -84,7 +84,7 @@ def test_a_wrong_result_is_not_timed(
 
 
 def test_the_table_of_moments_reads_what_the_example_prints_and_knows_the_bound() -> None:
-    printed = "bytes per rank   zerox\n  moments        3,450,880  3,450,880\n\nzerox: held-out loss 1.5077 nats per byte, 4 ms"
+    printed = "bytes per rank\n  moments        3,450,880  3,450,880\n\nzerox: held-out loss 1.5077 nats per byte, 4 ms"
     assert moments.read(printed) == (1.5077, 3450880)
     with pytest.raises(ValueError, match="no result"):
         moments.read("interrupted")
