@@ -26,7 +26,8 @@ def machine() -> Any:
     folder = ROOT / "build" / f"fake-accelerator-{torch.__version__}"
     folder.mkdir(parents=True, exist_ok=True)
     sources = [HERE / "fake_accelerator.cpp", ROOT / "csrc/cuda/ops.cpp", ROOT / "csrc/op_arguments.cpp"]
-    for kernel in ("adam", "flatten", "norm", "reduce"):  # as C++, which load() goes by the name for
+    kernels = sorted(path.stem for path in (ROOT / "csrc/cuda").glob("*.cu") if path.stem != "runtime")
+    for kernel in kernels:  # as C++, which load() goes by the name for
         source = folder / f"{kernel}_on_host.cpp"
         text = f'#include "cuda/{kernel}.cu"\n'
         if not source.exists() or source.read_text() != text:

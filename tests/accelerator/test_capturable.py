@@ -22,8 +22,8 @@ from zerox.ranks import Ranks
 from zerox.rules import adam
 
 
-def build(ranks: Ranks, lr: Tensor, capturable: bool) -> FusedShardedAdam:
-    return FusedShardedAdam(parameters(ranks.device), lr=lr, bucket_cap_mb=CAP / 2**20, capturable=capturable)
+def build(ranks: Ranks, lr: Tensor, **options: Any) -> FusedShardedAdam:
+    return FusedShardedAdam(parameters(ranks.device), lr=lr, bucket_cap_mb=CAP / 2**20, **options)
 
 
 @pytest.fixture
@@ -37,14 +37,15 @@ def any_device(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
 def addresses(args: tuple[Any, ...]) -> list[int]:
     found = []
     for arg in args:
-        if isinstance(arg, tuple):
+        if isinstance(arg, tuple | list):
             found += addresses(arg)
         elif isinstance(arg, Tensor):
             found.append(arg.data_ptr())
     return found
 
 
-def test_replays_give_the_bits_of_eager_steps(any_device: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("state_dtype", [torch.float32, torch.bfloat16, "8bit"], ids=str)
+def test_replays_give_the_bits_of_eager_steps(any_device: pytest.MonkeyPatch, state_dtype: Any) -> None:
     seen: list[list[list[int]]] = []
     plain = adam.ops.adam_
 
@@ -55,7 +56,7 @@ def test_replays_give_the_bits_of_eager_steps(any_device: pytest.MonkeyPatch) ->
     def train(ranks: Ranks) -> list[Tensor]:
         any_device.setattr(optimizer_module, "find_ranks", lambda *_: ranks)
         lrs = [torch.tensor(0.1, device=ranks.device) for _ in range(2)]
-        captured, eager = build(ranks, lrs[0], capturable=True), build(ranks, lrs[1], capturable=False)
+        captured, eager = (build(ranks, lr, capturable=lr is lrs[0], state_dtype=state_dtype) for lr in lrs)
         for step in range(5):
             for optimizer, lr in zip((captured, eager), lrs, strict=True):
                 lr.fill_(0.1 / (step + 1))
