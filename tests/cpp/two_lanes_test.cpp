@@ -67,6 +67,7 @@ class FakeExchange {
 
   std::shared_ptr<FakePending> scatter(const Numbers& flat, const std::shared_ptr<Numbers>& received) {
     auto pending = std::make_shared<FakePending>();
+    std::this_thread::sleep_for(takes);
     {
       const std::lock_guard lock(mutex_);
       messages_.push_back({flat, received, pending});
@@ -75,9 +76,9 @@ class FakeExchange {
     return pending;
   }
 
-  // Message n (from 0) fails instead of arriving; from `first` on none ever arrives.
-  std::optional<int64_t> fails{};
-  std::optional<int64_t> stalls_from{};
+  std::chrono::milliseconds takes{0};    // scatter()
+  std::optional<int64_t> fails_from{};   // messages (from 0) that fail instead of arriving
+  std::optional<int64_t> stalls_from{};  // that never arrive
 
  private:
   struct Message {
@@ -98,8 +99,9 @@ class FakeExchange {
       }
       if (stalls_from && count >= *stalls_from) continue;
       std::this_thread::sleep_for(std::chrono::microseconds(random_() % 300));
-      if (fails && count == *fails) {
-        message.pending->finish("rank 1 is gone");
+      if (fails_from && count >= *fails_from) {
+        std::this_thread::sleep_for(5ms);  // the next flight is on its way by then
+        message.pending->finish("message " + std::to_string(count) + " is lost");
         continue;
       }
 #if defined(ZX_INJECT_DEFECT)
@@ -277,9 +279,9 @@ TEST(a_task_with_nothing_in_the_air_runs_at_once) {
 
 TEST(the_first_failure_is_told_and_stops_what_comes_behind) {
   Rig lost;
-  lost.exchange.fails = 2;
+  lost.exchange.fails_from = 2;
   for (int64_t i = 0; i < 6; ++i) lost.launch(i);
-  const std::string text = "zerox: the gradients of flight 2 did not arrive from all ranks: rank 1 is gone";
+  const std::string text = "zerox: the gradients of flight 2 did not arrive from all ranks: message 2 is lost";
   CHECK_EQ(lost.lanes.drain(), text);
   check_landed(lost.seen->landed, tenfold(2));
   CHECK_EQ(lost.lanes.num_landed(), int64_t{6});
@@ -307,4 +309,15 @@ TEST(destruction_aborts_what_is_under_way_and_waits_for_nobody) {
     CHECK_EQ(seen->with_buffers.load(), 0);
     CHECK(seen->landed.size() <= seed % 4);
   }
+}
+
+TEST(destruction_aborts_what_is_sent_meanwhile) {
+  auto rig = std::make_unique<Rig>();
+  rig->exchange.stalls_from = 0;
+  rig->exchange.takes = 30ms;
+  const std::shared_ptr<Seen> seen = rig->seen;
+  rig->launch(0);
+  while (seen->with_buffers == 0) std::this_thread::yield();  // it is being packed, and has no messages yet
+  rig.reset();                                                // returns
+  CHECK_EQ(seen->landed.size(), size_t{0});
 }
