@@ -91,7 +91,7 @@ class FusedShardedAdam(torch.optim.Optimizer):
             )
             members = list(members_of(self.param_groups))
             check_params([m.name for m in members], [m.param for m in members])
-            device = members[0].param.device
+            device = members[0].param.device if members else torch.device("cpu")
             self._options.check_device(device)
             self._ranks = find_ranks(process_group, device, roll_call)
         self._grads = Grads(self._ranks, self._options.placements, reduce_dtype, keeps_shards=capturable)

@@ -89,8 +89,6 @@ class Options:
 
 def check_params(names: Sequence[str], params: Sequence[Tensor]) -> None:
     """ValueError naming the first parameter that can't be sharded, and why."""
-    if not params:  # all groups are empty: torch knows no device that it would need
-        raise ValueError("optimizer got an empty parameter list")
     for name, param in zip(names, params, strict=True):
         if param.is_meta:
             raise ValueError(f"parameter '{name}' is on the meta device: give it storage (to_empty()) first")

@@ -148,7 +148,7 @@ def test_collectives_of_the_users_in_forward_and_backward_never_mis_pair(world_s
 
 
 def own_group(rank: int, world_size: int) -> list[bool]:
-    """zerox's group has the user's ranks and the user's timeout, and is another one."""
+    """zerox's group has the user's ranks in the user's order, and the user's timeout, and is another one."""
     optimizer = FusedShardedAdam([nn.Parameter(torch.ones(3))])
     ranks = optimizer._ranks
     assert ranks is not None
@@ -159,7 +159,10 @@ def own_group(rank: int, world_size: int) -> list[bool]:
         group._get_backend(torch.device("cpu")).options._timeout
         == world._get_backend(torch.device("cpu")).options._timeout
     )
-    return [group is not world, dist.get_process_group_ranks(group) == list(range(world_size)), same_timeout]
+    sums = torch.tensor([rank + 1])
+    group.allreduce([sums]).wait()
+    same_ranks = (group.rank(), group.size(), int(sums)) == (rank, world_size, sum(range(1, world_size + 1)))
+    return [group is not world, same_ranks, same_timeout]
 
 
 def test_zerox_talks_over_a_group_of_its_own_with_the_users_ranks_and_timeout() -> None:

@@ -172,7 +172,7 @@ def test_a_run_that_is_saved_and_loaded_goes_on_with_the_same_bits(kind: Any) ->
 def test_state_of_another_state_dtype_is_refused(saved: Any, loaded: Any) -> None:
     first = FusedShardedAdam([nn.Parameter(torch.ones(5000))], state_dtype=saved)
     second = FusedShardedAdam([nn.Parameter(torch.ones(5000))], state_dtype=loaded)
-    with pytest.raises(ValueError, match="parameter 0 was saved with another state_dtype: its exp_avg is torch"):
+    with pytest.raises(ValueError, match="'param 0' was saved with another state_dtype: its exp_avg is torch"):
         second.load_state_dict(first.state_dict())
 
 

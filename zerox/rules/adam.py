@@ -13,7 +13,7 @@ from zerox.bucket import Bucket
 
 
 def check_hyper_parameters(lr: Any, betas: Any, eps: Any, weight_decay: Any) -> None:
-    """ValueError for what torch.optim.AdamW refuses, in its words."""
+    """ValueError for what torch.optim.AdamW refuses, in its words; TypeError for what is no number."""
     if isinstance(lr, Tensor) and lr.numel() != 1:
         raise ValueError("Tensor lr must be 1-element")
     if not lr >= 0.0:
@@ -24,12 +24,10 @@ def check_hyper_parameters(lr: Any, betas: Any, eps: Any, weight_decay: Any) -> 
         beta = betas[index]
         if isinstance(beta, Tensor) and beta.numel() != 1:
             raise ValueError(f"Tensor betas[{index}] must be 1-element")
-        if not 0.0 <= float(beta) < 1.0:
+        if not 0.0 <= beta < 1.0:
             raise ValueError(f"Invalid beta parameter at index {index}: {beta}")
     if not weight_decay >= 0.0:
         raise ValueError(f"Invalid weight_decay value: {weight_decay}")
-    if not any(all(isinstance(beta, kind) for beta in betas[:2]) for kind in (float, Tensor)):
-        raise ValueError("betas must be either both floats or both Tensors")
 
 
 def check_group(group: dict[str, Any]) -> None:
@@ -37,7 +35,9 @@ def check_group(group: dict[str, Any]) -> None:
 
 
 def kept_betas(betas: Any) -> tuple[Any, ...]:
-    """As torch.optim.AdamW keeps them: two floats, or two tensors without dimensions."""
+    """As torch.optim.AdamW keeps them: two floats, or two tensors without dimensions. ValueError for a mixture."""
+    if not any(all(isinstance(beta, kind) for beta in betas[:2]) for kind in (float, Tensor)):
+        raise ValueError("betas must be either both floats or both Tensors")
     return tuple(beta.reshape(()) if isinstance(beta, Tensor) else beta for beta in betas)
 
 
