@@ -119,17 +119,12 @@ def test_subclasses_of_tensor_that_have_their_own_values_are_trained() -> None:
 
 def shards_of_others(rank: int, world_size: int) -> None:
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
     from torch.distributed.tensor import Replicate, distribute_tensor
 
     mesh = init_device_mesh("cpu", (world_size,))
     param = nn.Parameter(distribute_tensor(torch.ones(3), mesh, [Replicate()]))
     with pytest.raises(ValueError, match=r"'odd' must be a plain tensor, got a DTensor: .*without DTensor, FSDP"):
         FusedShardedAdam([("odd", param)])
-    model = nn.Linear(4, 4)
-    fully_shard(model, mesh=mesh)
-    with pytest.raises(ValueError, match="'weight' must be a plain tensor, got a DTensor"):
-        FusedShardedAdam(model.named_parameters())
 
 
 def test_parameters_that_another_library_shards_are_refused() -> None:
