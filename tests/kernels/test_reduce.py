@@ -47,7 +47,7 @@ def test_a_second_flight_adds_to_the_shard_except_where_it_replaces(dtype: torch
     added = (mean(slices, 3) + old.to(moment_dtype(dtype))).to(dtype)
     replaced = mean(slices, 3).to(dtype)
     covered = torch.zeros(numel, dtype=torch.bool)
-    for (start, stop, _), expected in zip(segments.tolist(), (added, replaced, added), strict=True):
+    for (start, stop, *_), expected in zip(segments.tolist(), (added, replaced, added), strict=True):
         assert same_bits(shard[start:stop], expected[start:stop])
         covered[start:stop] = True
     assert shard[~covered].count_nonzero() == 0, "padding is zero"
