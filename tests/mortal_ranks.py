@@ -34,13 +34,10 @@ def _serve(
     function: Callable[..., Any], rank: int, world_size: int, folder: str, timeout_s: float, args: tuple[Any, ...]
 ) -> None:
     torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{folder}/store",
-        rank=rank,
-        world_size=world_size,
-        timeout=timedelta(seconds=timeout_s),
-    )
+    store = dist.FileStore(f"{folder}/store", world_size)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=timeout_s))
+    store.set(f"{rank} has connected", "")  # nobody fails before all have
+    store.wait([f"{other} has connected" for other in range(world_size)])
     try:
         answer = function(rank, world_size, *args)
     except BaseException:
