@@ -39,13 +39,21 @@ class Wide(nn.Module):
         return self.head(x).float().square().mean()
 
 
-MASTERS = [
-    (torch.float32, "auto"),
-    (torch.bfloat16, None),
-    (torch.bfloat16, "fp32"),
-    (torch.bfloat16, "remainder"),
-    (torch.float16, "auto"),
-]
+KINDS: dict[str, tuple[torch.dtype, dict[str, Any]]] = {
+    "fp32": (torch.float32, {}),
+    "fp32, bf16 moments": (torch.float32, {"state_dtype": torch.bfloat16}),
+    "fp32, 8-bit moments": (torch.float32, {"state_dtype": "8bit"}),
+    "bf16 no master": (torch.bfloat16, {"master_weights": None}),
+    "bf16 fp32": (torch.bfloat16, {"master_weights": "fp32"}),
+    "bf16 remainder": (torch.bfloat16, {"master_weights": "remainder"}),
+    # The bound is for a bucket that lands while the next is being packed, half a bucket more than what happens here.
+    # Beside state this small that is over 2% with buckets of 16 MiB.
+    "bf16 remainder, 8-bit moments": (
+        torch.bfloat16,
+        {"master_weights": "remainder", "state_dtype": "8bit", "bucket_cap_mb": 8},
+    ),
+    "fp16 fp32": (torch.float16, {}),
+}
 
 
 def measure(
@@ -99,12 +107,10 @@ def assert_near(measured: int, formula: int) -> None:
     assert abs(measured - formula) <= WITHIN * formula, f"{measured:,} bytes and not {formula:,}"
 
 
-@pytest.mark.parametrize(("dtype", "master"), MASTERS, ids=str)
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("stage", [1, 2])
-def test_peak_of_a_step_is_the_estimate_of_each_stage_and_master(
-    stage: int, dtype: torch.dtype, master: str | None
-) -> None:
-    options = {"stage": stage, "master_weights": master}
+def test_peak_of_a_step_is_the_estimate_of_each_stage_master_and_state(stage: int, kind: str) -> None:
+    dtype, options = KINDS[kind][0], {"stage": stage, **KINDS[kind][1]}
     wire = "stalls" if stage == 2 else "free"  # in stage 1 backward ends when everything has landed
     (peak, stalled, formula), (other_peak, _, _) = run_ranks(measure, 2, build(), wire, dtype, options)
     assert_near(peak, formula.peak)
@@ -115,13 +121,11 @@ def test_peak_of_a_step_is_the_estimate_of_each_stage_and_master(
     assert (1 - WITHIN) * formula.typical_peak <= other_peak <= (1 + WITHIN) * formula.peak
 
 
-@pytest.mark.parametrize(("dtype", "master"), MASTERS[::3], ids=str)
+@pytest.mark.parametrize("kind", ["fp32", "bf16 remainder, 8-bit moments"])
 @pytest.mark.parametrize("stage", [1, 2])
 @pytest.mark.parametrize("world_size", [1, 3])
-def test_peak_of_a_step_is_the_estimate_at_each_world_size(
-    world_size: int, stage: int, dtype: torch.dtype, master: str | None
-) -> None:
-    options = {"stage": stage, "master_weights": master}
+def test_peak_of_a_step_is_the_estimate_at_each_world_size(world_size: int, stage: int, kind: str) -> None:
+    dtype, options = KINDS[kind][0], {"stage": stage, **KINDS[kind][1]}
     wire = "stalls" if stage == 2 and world_size > 1 else "free"
     peak, _, formula = run_ranks(measure, world_size, build(), wire, dtype, options)[0]
     assert_near(peak, formula.peak)
