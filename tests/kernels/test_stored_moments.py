@@ -31,7 +31,8 @@ def block_segments(*numels: int, param_starts: tuple[int, ...] = ()) -> tuple[Te
 
 
 def make_shard(kind: torch.dtype, **changes: Any) -> Shard:
-    segments, numel = block_segments(4096, 700, 256, 1, 5000, param_starts=(0, 512, 2**32 - 256, 0, 2**33 - 2048))
+    # The last one is more than a thread takes at a time.
+    segments, numel = block_segments(4096, 700, 256, 1, 20_000, param_starts=(0, 512, 2**32 - 256, 0, 2**33 - 2048))
     return Shard(numel, **({"segments": segments, "step": 7, "state_dtype": kind} | changes))
 
 
