@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.bucket_manager.rig import same_bits
-from tests.optimizer.test_mixed_precision import half_away
+from tests.optimizer.masters import half_away
 from tests.properties.programs import DTYPES, Program
 from tests.properties.run import Part, RankSeen, exact_values
 from tests.tolerances import NORM_RTOL, assert_one_step_bound, ulp

@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from tests.optimizer.masters import join
 from tests.optimizer.models import memory_order
-from tests.optimizer.test_mixed_precision import join
 from tests.properties.programs import Program, shaped
 from tests.ranks import run_threads
 from zerox import FusedShardedAdam, MemoryBytes
