@@ -34,6 +34,12 @@ def ulp(values: Tensor) -> Tensor:
     return (upward.double() - magnitude.double()).clamp(min=torch.finfo(values.dtype).smallest_normal * 2**-52)
 
 
+def one_step_allowance(before: Tensor, expected: Tensor, decay: float) -> Tensor:
+    """How far a parameter may be from torch's ``expected``: see assert_one_step_bound."""
+    update = expected - decay * before
+    return PARAM_ULPS * ulp(torch.maximum(before.abs(), expected.abs())) + UPDATE_ULPS * ulp(update)
+
+
 def assert_one_step_bound(
     before: Tensor,
     after: Tensor,
@@ -50,7 +56,5 @@ def assert_one_step_bound(
     for name, (ours, theirs) in moments.items():
         off = (ours.double() - theirs.double()).abs() / ulp(theirs)
         assert off.max() <= moment_ulps, f"{name} is {off.max():.0f} ulp off"
-    update = expected - decay * before
-    allowed = PARAM_ULPS * ulp(torch.maximum(before.abs(), expected.abs())) + UPDATE_ULPS * ulp(update)
-    excess = (after.double() - expected.double()).abs() - allowed
+    excess = (after.double() - expected.double()).abs() - one_step_allowance(before, expected, decay)
     assert not (excess > 0).any(), f"a parameter is {float(excess.max()):.3g} over the bound"
