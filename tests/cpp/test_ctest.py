@@ -49,8 +49,8 @@ def build(sanitizer: str, target: str = "all") -> Path:
     return folder
 
 
-def build_and_test(sanitizer: str, *selection: str) -> str:
-    folder = build(sanitizer)
+def build_and_test(sanitizer: str, *selection: str, target: str = "all") -> str:
+    folder = build(sanitizer, target)
     return run([tool("ctest"), "--test-dir", str(folder), "--output-on-failure", "--no-tests=error", *selection])
 
 
@@ -65,7 +65,7 @@ def test_cpp_units_pass_under_address_and_undefined_behaviour_sanitizers() -> No
 
 
 def test_threads_pass_under_the_thread_sanitizer() -> None:
-    output = build_and_test("thread", "--tests-regex", "lanes?_test|launch_order_test|catches")
+    output = build_and_test("thread", "--tests-regex", "lanes?_test|launch_order_test|catches", target="thread_tests")
     assert "catches data-race" in output
     assert "catches an early arrival" in output
 
