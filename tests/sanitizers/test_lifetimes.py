@@ -51,7 +51,7 @@ def delete(group: dist.ProcessGroup, moment: str) -> None:
         training.backward(0)
         if moment == "zeroed":
             training.optimizer.zero_grad()
-    kept = [training.optimizer._buckets[0].exp_avg, *(param.grad for param in training.model.parameters())]
+    kept = [*training.optimizer._buckets[0].moments, *(param.grad for param in training.model.parameters())]
     model = training.model
     group.barrier().wait()
     del training
