@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.optimizer.masters import join
 from tests.optimizer.models import backward, batch, make_model
 from tests.ranks import run_ranks
 from zerox import FusedShardedAdam
@@ -87,8 +88,7 @@ def exact_values(optimizer: FusedShardedAdam) -> list[Tensor]:
     for bucket in optimizer._buckets:
         if bucket.master_kind == "remainder":
             assert bucket.master is not None
-            upper = bucket.param_shard.view(torch.int16).long() << 16
-            found.append((upper + bucket.master.long()).int().view(torch.float32))  # away from 0: see rounding.h
+            found.append(join(bucket.param_shard, bucket.master))
         elif bucket.master is None:
             found.append(bucket.param_shard.clone())
         else:  # one that no step has seen since something else was written counts no more
