@@ -3,6 +3,7 @@
 .PHONY: help demo test lint build rehearse gpu clean
 .DEFAULT_GOAL := help
 SHELL := bash
+WORKERS ?= $(shell cores="$$(nproc)"; echo $$((cores < 8 ? cores : 8)))
 
 # $(call in_env,EXTRAS): sets $$py and puts the environment's tools first.
 in_env = py="$$(scripts/setup_env.sh $(1))" && export PATH="$$(dirname "$$py"):$$PATH"
@@ -15,8 +16,9 @@ demo: ## train a small GPT on 2 CPU ranks, zerox beside plain DDP; draws a pictu
 	@$(call in_env,demo) && OMP_NUM_THREADS="$${OMP_NUM_THREADS:-1}" \
 	  "$$py" -m torch.distributed.run --standalone --nproc-per-node=2 examples/train_gpt.py --compare --out demo
 
-test: ## the whole suite, C++ unit tests included; ARGS='-k layout -x' goes to pytest
-	@$(call in_env,test demo) && "$$py" -m pytest $(ARGS)
+# By file, in order: a file's tests share rank processes and builds, and what is built comes early.
+test: ## the whole suite, C++ unit tests included, on WORKERS processes; ARGS='-k layout -x' goes to pytest
+	@$(call in_env,test demo) && "$$py" -m pytest -n "$(WORKERS)" --dist loadfile --no-loadscope-reorder $(ARGS)
 
 lint: ## ruff, clang-format, mypy; changes nothing
 	@$(call in_env,--no-build lint) && set -x && \

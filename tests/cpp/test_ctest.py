@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from filelock import FileLock
 
 ROOT = Path(__file__).parents[2]
 
@@ -36,22 +37,34 @@ def run(command: list[str]) -> str:
 def build(sanitizer: str, target: str = "all") -> Path:
     """Returns the folder."""
     folder = ROOT / "build" / f"cpp-{sanitizer.replace(',', '-') or 'plain'}"
-    run(
-        [
-            tool("cmake"),
-            *("-S", str(ROOT), "-B", str(folder), "-G", "Ninja", f"-DCMAKE_MAKE_PROGRAM={tool('ninja')}"),
-            f"-DZEROX_SANITIZE={sanitizer}",
-            f"-DZEROX_TORCH={Path(torch.__file__).parent}",
-            f"-DZEROX_PYTHON_INCLUDE={sysconfig.get_path('include')}",
-        ]
-    )
-    run([tool("cmake"), "--build", str(folder), "--parallel", "2", "--target", target])
+    folder.mkdir(parents=True, exist_ok=True)
+    configure = [
+        tool("cmake"),
+        *("-S", str(ROOT), "-B", str(folder), "-G", "Ninja", f"-DCMAKE_MAKE_PROGRAM={tool('ninja')}"),
+        f"-DZEROX_SANITIZE={sanitizer}",
+        f"-DZEROX_TORCH={Path(torch.__file__).parent}",
+        f"-DZEROX_PYTHON_INCLUDE={sysconfig.get_path('include')}",
+    ]
+    with FileLock(folder / "lock"):  # tests/test_sanitizers.py builds in one of these too, maybe at the same time
+        run(configure)
+        run([tool("cmake"), "--build", str(folder), "--parallel", "2", "--target", target])
     return folder
 
 
 def build_and_test(sanitizer: str, *selection: str, target: str = "all") -> str:
     folder = build(sanitizer, target)
-    return run([tool("ctest"), "--test-dir", str(folder), "--output-on-failure", "--no-tests=error", *selection])
+    return run(
+        [
+            tool("ctest"),
+            "--test-dir",
+            str(folder),
+            "--parallel",
+            "2",
+            "--output-on-failure",
+            "--no-tests=error",
+            *selection,
+        ]
+    )
 
 
 def test_cpp_units_pass() -> None:
