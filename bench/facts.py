@@ -1,0 +1,40 @@
+"""What every result file says of where it comes from, so that somebody else can make it again."""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import torch
+
+ROOT = Path(__file__).parents[1]
+
+
+def commit() -> str:
+    """The commit that ran, with -dirty where files that git tracks differ from it."""
+    command = ["git", "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    return done.stdout.strip() or "unknown"
+
+
+def cpu() -> str:
+    info = Path("/proc/cpuinfo")
+    model = re.search(r"model name\s*: (.*)", info.read_text()) if info.exists() else None
+    return model[1] if model else platform.processor()
+
+
+def facts(command: str) -> dict[str, Any]:
+    return {
+        "command": command,
+        "commit": commit(),
+        "cpu": cpu(),
+        "cores": len(os.sched_getaffinity(0)),
+        "isa": torch.backends.cpu.get_cpu_capability(),
+        "torch": str(torch.__version__),
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+    }

@@ -1,0 +1,205 @@
+"""Times the whole training step of zerox beside what people use today, after a check that they train alike.
+
+    python -m bench.step [--ranks 2 4] [--dtype bf16] [--clip] [--accumulate 4] [--systems zerox DDP] [--json FILE]
+
+Every system lives in the same processes, one a rank with one thread each, and the systems take turns, a few steps at
+a time, so that what else the machine does falls on all of them alike. A sample is the slowest rank's. "as fast" is
+the median over the rounds of DDP's time over the system's, "of floor" of the time without any communication, where
+each rank updates no more than its share. The spread is the middle half of the samples.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from bench.facts import facts
+from bench.jobs import WrongResult
+from bench.ranks import largest, on_ranks
+from bench.systems import ALONE, DDP, DTYPES, SYSTEMS, NoCommunication, System, Training
+from bench.timing import Timing
+
+CHECKED_STEPS = 2
+STEPS = 2  # in a sample
+LEAST_ROUNDS = 5
+# How far parameters may be from DDP's after the checked steps, as a share of how far those have gone. In bf16 most of
+# DDP's own updates are lost in rounding, as zerox' are not: its masters keep them.
+FARTHEST = {"fp32": 0.01, "bf16": 0.6}
+RIVAL = DDP.name
+FLOOR = NoCommunication.name
+
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Samples:
+    """Milliseconds a step, by system; the same index is the same round."""
+
+    training: Training
+    world_size: int
+    numel: int
+    ms: dict[str, list[float]]
+
+    def rows(self) -> list[Row]:
+        return [self.row(name) for name in self.ms]
+
+    def row(self, name: str) -> Row:
+        timing = Timing.of(self.ms[name])
+        tokens = self.world_size * self.training.batch * self.training.context * self.training.micro_batches
+        return {
+            "system": name,
+            "ranks": self.world_size,
+            "numel": self.numel,
+            **asdict(self.training),
+            **asdict(timing),
+            "spread": timing.spread,
+            "tokens_per_s": tokens / timing.p50_ms * 1e3,
+            "as_fast": self.ratio(RIVAL, name),
+            "of_floor": self.ratio(FLOOR, name),
+        }
+
+    def ratio(self, over: str, under: str) -> float | None:
+        if over not in self.ms:
+            return None
+        return statistics.median(a / b for a, b in zip(self.ms[over], self.ms[under], strict=True))
+
+
+def time_on_ranks(training: Training, names: list[str], seconds: float) -> Samples:
+    """On each rank. Raises WrongResult."""
+    systems = [SYSTEMS[name](training) for name in names]
+    check(systems, training)
+    ms: dict[str, list[float]] = {name: [] for name in names}
+    turn, step = list(systems), CHECKED_STEPS
+    end = time.monotonic() + seconds
+    for index in range(1000):
+        if index > LEAST_ROUNDS and largest([time.monotonic()])[0] > end:
+            break
+        for system in turn:
+            batches = [training.batches(step + i, dist.get_rank()) for i in range(STEPS)]
+            dist.barrier()
+            start = time.perf_counter()
+            for each in batches:
+                system.step(each)
+            system.finish()
+            elapsed = time.perf_counter() - start
+            if index > 0:  # the first round warms up
+                ms[system.name].append(elapsed * 1e3 / STEPS)
+        step += STEPS
+        turn.append(turn.pop(0))
+    slowest = {name: largest(samples) for name, samples in ms.items()}
+    numel = sum(p.numel() for p in training.model().parameters())
+    return Samples(training, dist.get_world_size(), numel, slowest)
+
+
+def check(systems: list[System], training: Training) -> None:
+    """Runs the first steps, and holds the parameters of those that communicate against DDP's."""
+    start = [p.detach() for p in training.model().parameters()]
+    found: dict[str, list[Tensor]] = {}
+    for system in systems:
+        for step in range(CHECKED_STEPS):
+            system.step(training.batches(step, dist.get_rank()))
+        if system.communicates:
+            found[system.name] = [p.float() for p in system.parameters()]
+    reference = found.get(RIVAL)
+    for name, params in found.items():
+        if reference is not None and distance(params, reference, start) > FARTHEST[training.dtype]:
+            raise WrongResult(f"{name} does not train as {RIVAL}: {distance(params, reference, start):.2%} apart")
+
+
+def distance(params: list[Tensor], reference: list[Tensor], start: list[Tensor]) -> float:
+    apart = sum(float((a - b).abs().sum()) for a, b in zip(params, reference, strict=True))
+    gone = sum(float((a - b.float()).abs().sum()) for a, b in zip(reference, start, strict=True))
+    return apart / gone
+
+
+HEADER = ("ranks", "system", "p50 ms", "spread", "tokens/s", "as fast", "of floor")
+WIDTHS = (5, 30, 9, 7, 9, 8, 8)
+
+
+def line(texts: tuple[str, ...]) -> str:
+    cells = zip(texts, WIDTHS, strict=True)
+    return "  ".join(f"{text:<{w}}" if i == 1 else f"{text:>{w}}" for i, (text, w) in enumerate(cells))
+
+
+def cells(row: Row) -> tuple[str, ...]:
+    ratios = ["" if row[key] is None else f"{row[key]:.2f}x" for key in ("as_fast", "of_floor")]
+    numbers = (f"{row['p50_ms']:.1f}", f"{row['spread']:.1%}", f"{row['tokens_per_s']:,.0f}")
+    return (str(row["ranks"]), row["system"], *numbers, *ratios)
+
+
+def names_for(wanted: list[str] | None, world_size: int) -> list[str]:
+    """Systems whose name has one of the wanted words in it; alone those that need no group."""
+    names = [kind.name for kind in ALONE] if world_size == 1 else list(SYSTEMS)
+    return [name for name in names if not wanted or any(word.lower() in name.lower() for word in wanted)]
+
+
+def run(world_sizes: list[int], training: Training, wanted: list[str] | None, seconds: float) -> list[Row]:
+    rows: list[Row] = []
+    for world_size in world_sizes:
+        names = names_for(wanted, world_size)
+        samples = on_ranks(time_on_ranks, world_size, training, names, seconds / len(world_sizes))
+        if not rows:
+            print(f"{samples.numel / 1e6:.1f} M parameters, {describe(training)}; results agree")
+            print(line(HEADER))
+        rows += samples.rows()
+        print("\n".join(line(cells(row)) for row in samples.rows()), flush=True)
+    return rows
+
+
+def describe(training: Training) -> str:
+    clip = "" if training.max_norm is None else f", clipped to {training.max_norm:g}"
+    many = "" if training.micro_batches == 1 else f", {training.micro_batches} micro-batches a step"
+    return f"{training.dtype}, {training.batch} x {training.context} tokens a rank{many}{clip}"
+
+
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.step", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2], metavar="N", help="world sizes (default: 2)")
+    parser.add_argument("--dtype", choices=list(DTYPES), default="fp32", help="default: %(default)s")
+    parser.add_argument("--clip", action="store_true", help="clip the norm to 1")
+    parser.add_argument("--accumulate", type=int, default=1, metavar="N", help="micro-batches a step (default: 1)")
+    parser.add_argument("--layers", type=int, default=Training.layers, help="of width 512 (default: %(default)s)")
+    parser.add_argument("--batch", type=int, default=Training.batch, help="sequences of 128 tokens a rank (default: 2)")
+    parser.add_argument("--systems", nargs="+", metavar="WORD", help=f"those with a word in: {'; '.join(SYSTEMS)}")
+    parser.add_argument("--seconds", type=float, default=120.0, help="for all timing, about (default: %(default)s)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write all numbers there")
+    args = parser.parse_args(argv)
+    if min(args.ranks) < 1 or args.accumulate < 1 or args.layers < 1 or args.batch < 1:
+        parser.error("--ranks, --accumulate, --layers and --batch take numbers from 1 on")
+    if not all(names_for(args.systems, world_size) for world_size in args.ranks):
+        parser.error(f"no system has one of these words in its name: {' '.join(args.systems)}")
+    return args
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = parse(argv)
+    training = replace(
+        Training(dtype=args.dtype, layers=args.layers, batch=args.batch),
+        max_norm=1.0 if args.clip else None,
+        micro_batches=args.accumulate,
+    )
+    try:
+        rows = run(args.ranks, training, args.systems, args.seconds)
+    except torch.multiprocessing.ProcessRaisedException as error:
+        print(error, file=sys.stderr)
+        return 1
+    if args.json:
+        command = " ".join(["python -m bench.step", *(argv if argv is not None else sys.argv[1:])])
+        args.json.write_text(json.dumps({**facts(command), "rows": rows}, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,208 @@
+"""The same training done by zerox and by what people use today, each a system with a step() over the ranks.
+
+Every system starts from the same parameters, takes the same batches, and averages gradients over the ranks.
+"""
+
+from __future__ import annotations
+
+import copy
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import AdamW
+
+from examples.gpt_model import GPT, Shape
+from zerox import FusedShardedAdam
+
+LR, WEIGHT_DECAY = 1e-3, 0.01
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+@dataclass(frozen=True)
+class Training:
+    """What is trained, and how. ``max_norm``: of clipping, None: off. ``micro_batches`` are accumulated in a step."""
+
+    layers: int = 8
+    width: int = 512
+    vocabulary: int = 16_384
+    context: int = 128
+    batch: int = 2
+    dtype: str = "fp32"
+    max_norm: float | None = None
+    micro_batches: int = 1
+
+    def model(self) -> TiedGPT:
+        torch.manual_seed(0)
+        return TiedGPT(Shape(self.layers, self.width, self.width // 64, self.context), self.vocabulary).to(
+            DTYPES[self.dtype]
+        )
+
+    def batches(self, step: int, rank: int) -> list[Tensor]:
+        """int64 ``[batch, context + 1]`` for each micro-batch."""
+        generator = torch.Generator().manual_seed(1 + 1_000_003 * step + rank)
+        shape = (self.batch, self.context + 1)
+        return [torch.randint(self.vocabulary, shape, generator=generator) for _ in range(self.micro_batches)]
+
+
+class TiedGPT(GPT):
+    """The example's GPT with a vocabulary of its own, which shares its weight with the last layer."""
+
+    def __init__(self, shape: Shape, vocabulary: int) -> None:
+        super().__init__(shape)
+        self.token_embedding = nn.Embedding(vocabulary, shape.width)
+        nn.init.normal_(self.token_embedding.weight, std=shape.width**-0.5)
+        self.to_logits.weight = self.token_embedding.weight
+
+
+class System(ABC):
+    """``module`` is called for the loss; ``optimizer`` has torch's interface."""
+
+    name: str
+    communicates = True
+
+    def __init__(self, training: Training) -> None:
+        self.training = training
+        self.module, self.optimizer = self.build(training.model())
+
+    @abstractmethod
+    def build(self, model: TiedGPT) -> tuple[nn.Module, torch.optim.Optimizer]: ...
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def clip(self, max_norm: float) -> None:
+        torch.nn.utils.clip_grad_norm_(self.module.parameters(), max_norm)
+
+    def step(self, batches: Sequence[Tensor]) -> None:
+        self.optimizer.zero_grad()
+        for index, tokens in enumerate(batches):
+            last = index == len(batches) - 1
+            with nullcontext() if last else self.no_sync():
+                (self.module(tokens[:, :-1], tokens[:, 1:]) / len(batches)).backward()
+        if self.training.max_norm is not None:
+            self.clip(self.training.max_norm)
+        self.optimizer.step()
+
+    def finish(self) -> None:
+        """Waits for what a step left on its way."""
+
+    def parameters(self) -> list[Tensor]:
+        """Whole, in the model's order. Collective."""
+        self.finish()
+        found = [p.full_tensor() if isinstance(p, DTensor) else p for p in self.module.parameters()]
+        return [p.detach() for p in found]
+
+
+class NoCommunication(System):
+    """The floor: each rank trains alone, and updates no more than its share of the parameters."""
+
+    name = "no communication"
+    communicates = False
+
+    def build(self, model: TiedGPT) -> tuple[nn.Module, torch.optim.Optimizer]:
+        world_size = dist.get_world_size() if dist.is_initialized() else 1
+        total, share = sum(p.numel() for p in model.parameters()), []
+        for param in model.parameters():
+            if sum(p.numel() for p in share) * world_size < total:
+                share.append(param)
+        return model, AdamW(share, lr=LR, weight_decay=WEIGHT_DECAY, fused=True)
+
+    def step(self, batches: Sequence[Tensor]) -> None:
+        self.module.zero_grad()
+        super().step(batches)
+
+
+class DDP(System):
+    name = "DDP + AdamW(fused)"
+
+    def build(self, model: TiedGPT) -> tuple[nn.Module, torch.optim.Optimizer]:
+        self.wrapped = DistributedDataParallel(model, gradient_as_bucket_view=True)
+        return self.wrapped, self.build_optimizer(model)
+
+    def build_optimizer(self, model: TiedGPT) -> torch.optim.Optimizer:
+        return AdamW(model.parameters(), lr=LR, weight_decay=WEIGHT_DECAY, fused=True)
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        return self.wrapped.no_sync()
+
+
+class ZeroRedundancy(DDP):
+    name = "DDP + ZeroRedundancyOptimizer"
+
+    def build_optimizer(self, model: TiedGPT) -> torch.optim.Optimizer:
+        return ZeroRedundancyOptimizer(
+            model.parameters(), optimizer_class=AdamW, lr=LR, weight_decay=WEIGHT_DECAY, fused=True
+        )
+
+
+class FSDP2(System):
+    name = "FSDP2, not resharded"
+    reshard = False
+
+    def build(self, model: TiedGPT) -> tuple[nn.Module, torch.optim.Optimizer]:
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        for block in model.blocks:
+            fully_shard(block, mesh=mesh, reshard_after_forward=self.reshard)
+        self.wrapped: FSDPModule = fully_shard(model, mesh=mesh, reshard_after_forward=self.reshard)
+        return model, AdamW(model.parameters(), lr=LR, weight_decay=WEIGHT_DECAY, fused=True)
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        return _without_sync(self.wrapped)
+
+
+class FSDP2Resharded(FSDP2):
+    name = "FSDP2, resharded"
+    reshard = True
+
+
+class _without_sync(AbstractContextManager[None]):
+    def __init__(self, module: FSDPModule) -> None:
+        self.module = module
+
+    def __enter__(self) -> None:
+        self.module.set_requires_gradient_sync(False)
+
+    def __exit__(self, *_: object) -> None:
+        self.module.set_requires_gradient_sync(True)
+
+
+class Zerox(System):
+    name = "zerox, stage 2"
+    stage = 2
+
+    def build(self, model: TiedGPT) -> tuple[nn.Module, torch.optim.Optimizer]:
+        self.ours = FusedShardedAdam(
+            model.named_parameters(), lr=LR, weight_decay=WEIGHT_DECAY, stage=self.stage, **self.options()
+        )
+        return model, self.ours
+
+    def options(self) -> dict[str, object]:
+        return {}
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        return self.ours.no_sync()
+
+    def clip(self, max_norm: float) -> None:
+        self.ours.clip_grad_norm_(max_norm)
+
+
+class ZeroxStage1(Zerox):
+    name = "zerox, stage 1"
+    stage = 1
+
+
+OURS = (Zerox, ZeroxStage1)
+ALONE = (NoCommunication, *OURS)
+SYSTEMS: dict[str, Callable[[Training], System]] = {
+    kind.name: kind for kind in (NoCommunication, DDP, ZeroRedundancy, FSDP2, FSDP2Resharded, *OURS)
+}
