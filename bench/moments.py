@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import re
 import statistics
 import subprocess
@@ -20,9 +19,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
+from bench.facts import ROOT, facts
 
-ROOT = Path(__file__).parents[1]
 STATE_DTYPES = ("fp32", "bf16", "8bit")
 BOUND = 0.005  # of the loss with fp32 moments
 
@@ -89,20 +87,9 @@ def missed(found: list[Quality]) -> list[str]:
     return [each.state_dtype for each in found if abs(each.mean / found[0].mean - 1) > BOUND]
 
 
-def facts(options: argparse.Namespace, found: list[Quality]) -> dict[str, Any]:
-    """All that someone needs who wants the same numbers again."""
-    command = ["git", "rev-parse", "--short", "HEAD"]
-    commit = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False).stdout.strip()
-    model = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())
-    return {
-        "command": f"python -m bench.moments --steps {options.steps} --seeds {options.seeds}",
-        "commit": commit or "unknown",
-        "versions": {"python": platform.python_version(), "torch": torch.__version__},
-        "cpu": model[1] if model else platform.processor(),
-        "isa": torch.backends.cpu.get_cpu_capability(),
-        "ranks": 2,
-        "state_dtypes": [asdict(each) for each in found],
-    }
+def result(options: argparse.Namespace, found: list[Quality]) -> dict[str, Any]:
+    command = f"python -m bench.moments --steps {options.steps} --seeds {options.seeds}"
+    return {**facts(command), "ranks": 2, "state_dtypes": [asdict(each) for each in found]}
 
 
 def main() -> int:
@@ -118,7 +105,7 @@ def main() -> int:
         print(f"{state_dtype}: {found[-1].losses}", flush=True)
     print(f"\n{table(found)}")
     if options.json:
-        options.json.write_text(json.dumps(facts(options, found), indent=1) + "\n")
+        options.json.write_text(json.dumps(result(options, found), indent=1) + "\n")
     if bad := missed(found):
         print(f"further than {BOUND:.1%} from fp32 moments: {', '.join(bad)}", file=sys.stderr)
     return 1 if bad else 0

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
+from torch.multiprocessing.spawn import spawn
 
 TIMEOUT = timedelta(minutes=5)
 
@@ -19,7 +19,7 @@ TIMEOUT = timedelta(minutes=5)
 def on_ranks(function: Callable[..., Any], world_size: int, *args: Any) -> Any:
     """What ``function(*args)`` returns on rank 0. Raises what a rank raised; then all ranks are gone."""
     with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(_serve, (world_size, folder, function, args), nprocs=world_size)
+        spawn(_serve, (world_size, folder, function, args), nprocs=world_size)
         return pickle.loads(Path(folder, "result").read_bytes())
 
 

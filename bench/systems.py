@@ -5,7 +5,6 @@ Every system starts from the same parameters, takes the same batches, and averag
 
 from __future__ import annotations
 
-import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -93,12 +92,8 @@ class System(ABC):
             self.clip(self.training.max_norm)
         self.optimizer.step()
 
-    def finish(self) -> None:
-        """Waits for what a step left on its way."""
-
     def parameters(self) -> list[Tensor]:
         """Whole, in the model's order. Collective."""
-        self.finish()
         found = [p.full_tensor() if isinstance(p, DTensor) else p for p in self.module.parameters()]
         return [p.detach() for p in found]
 
@@ -111,7 +106,8 @@ class NoCommunication(System):
 
     def build(self, model: TiedGPT) -> tuple[nn.Module, torch.optim.Optimizer]:
         world_size = dist.get_world_size() if dist.is_initialized() else 1
-        total, share = sum(p.numel() for p in model.parameters()), []
+        total = sum(p.numel() for p in model.parameters())
+        share: list[nn.Parameter] = []
         for param in model.parameters():
             if sum(p.numel() for p in share) * world_size < total:
                 share.append(param)
@@ -181,13 +177,9 @@ class Zerox(System):
     stage = 2
 
     def build(self, model: TiedGPT) -> tuple[nn.Module, torch.optim.Optimizer]:
-        self.ours = FusedShardedAdam(
-            model.named_parameters(), lr=LR, weight_decay=WEIGHT_DECAY, stage=self.stage, **self.options()
-        )
+        named = model.named_parameters()
+        self.ours = FusedShardedAdam(named, lr=LR, weight_decay=WEIGHT_DECAY, stage=self.stage)
         return model, self.ours
-
-    def options(self) -> dict[str, object]:
-        return {}
 
     def no_sync(self) -> AbstractContextManager[None]:
         return self.ours.no_sync()

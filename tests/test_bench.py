@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
-from bench import jobs, kernels, moments, timing
+from bench import jobs, kernels, moments, step, systems, timing
+from bench.ranks import on_ranks
 
 CPU = torch.device("cpu")
 TINY = {"tiny": (1000, 3)}
@@ -99,3 +101,60 @@ def test_every_state_dtype_of_the_table_is_one_that_the_example_takes() -> None:
     assert command[command.index("--state-dtype") + 1] == "8bit"
     example = Path(moments.ROOT / "examples/options.py").read_text()
     assert all(f'"{name}": ' in example for name in moments.STATE_DTYPES)
+
+
+TINY_GPT = systems.Training(layers=1, width=64, vocabulary=64, context=8, batch=2)
+
+
+@pytest.mark.parametrize(
+    "training",
+    [TINY_GPT, replace(TINY_GPT, dtype="bf16", max_norm=0.5), replace(TINY_GPT, max_norm=0.5, micro_batches=2)],
+    ids=step.describe,
+)
+def test_every_system_trains_alike_and_is_timed(training: systems.Training, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = step.run([2], training, None, seconds=0.0)
+    assert [row["system"] for row in rows] == list(systems.SYSTEMS)
+    [ddp] = [row for row in rows if row["system"] == systems.DDP.name]
+    assert ddp["as_fast"] == 1.0
+    assert all(row["samples"] >= step.LEAST_ROUNDS and row["p50_ms"] > 0 for row in rows)
+    assert ddp["tokens_per_s"] == pytest.approx(2 * 2 * 8 * training.micro_batches / ddp["p50_ms"] * 1e3)
+    assert len(capsys.readouterr().out.splitlines()) == 2 + len(rows)
+
+
+def check_a_system_that_forgets_to_clip() -> str:
+    """What check() says of zerox that doesn't clip beside DDP that does."""
+    training = replace(TINY_GPT, max_norm=1e-3)
+    built = [systems.DDP(training), systems.Zerox(training)]
+    built[1].clip = lambda max_norm: None  # type: ignore[method-assign]
+    try:
+        step.check(built, training)
+    except jobs.WrongResult as error:
+        return str(error)
+    return "nothing"
+
+
+def test_a_system_that_trains_otherwise_is_not_timed() -> None:
+    assert "zerox, stage 2 does not train as DDP" in on_ranks(check_a_system_that_forgets_to_clip, 2)
+
+
+def test_ratios_are_taken_round_by_round() -> None:
+    rounds = {systems.DDP.name: [10.0, 20.0, 30.0], systems.NoCommunication.name: [5.0, 4.0, 6.0], "x": [5.0, 5.0, 5.0]}
+    row = step.Samples(TINY_GPT, 2, 100, rounds).row("x")
+    assert (row["as_fast"], row["of_floor"], row["p50_ms"]) == (4.0, 1.0, 5.0)
+    assert step.Samples(TINY_GPT, 2, 100, {"x": [5.0, 6.0]}).row("x")["as_fast"] is None
+
+
+def test_systems_are_chosen_by_words_and_alone_only_those_that_need_no_group() -> None:
+    assert step.names_for(["stage", "fsdp2, not"], 2) == ["FSDP2, not resharded", "zerox, stage 2", "zerox, stage 1"]
+    assert step.names_for(None, 1) == [kind.name for kind in systems.ALONE]
+
+
+@pytest.mark.parametrize(
+    ("option", "named"),
+    [("--ranks=0", "--ranks"), ("--systems=nobody", "nobody"), ("--dtype=fp8", "--dtype"), ("--batch=0", "--batch")],
+)
+def test_a_wrong_option_ends_with_its_name(option: str, named: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        step.main([option])
+    assert end.value.code == 2
+    assert named in capsys.readouterr().err.splitlines()[-1]
