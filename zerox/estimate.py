@@ -11,7 +11,7 @@ import torch
 from zerox.bucket import MASTER_DTYPES, MOMENT_DTYPES
 from zerox.moments import moment_bytes
 from zerox.options import Options, check_params, named_tensors
-from zerox.plan.layout import Layout
+from zerox.plan.buckets import BucketPlan
 from zerox.plan.peak import Flow, peak_alone, peak_of_sharded, peak_of_whole
 from zerox.plan.stage import SHARDED
 
@@ -73,7 +73,7 @@ def estimate(
         master += layout.shard_numel * MASTER_DTYPES[kind].itemsize if kind else 0
         has_third = any(trained[index][2].get("amsgrad", amsgrad) for index in plan.params)
         moments += (3 if has_third else 2) * moment_bytes(MOMENT_DTYPES[plan.state_dtype], layout.shard_numel)
-        flows.append(_flow(layout, dtype, chosen.wire_dtype(dtype), backend))
+        flows.append(_flow(plan, dtype, chosen.wire_dtype(dtype), backend))
 
     sharded = chosen.placements.grads is SHARDED
     local = [flow.local for flow in flows]
@@ -94,13 +94,16 @@ def estimate(
     return dataclasses.replace(made, peak=peak, typical_peak=typical)
 
 
-def _flow(layout: Layout, dtype: torch.dtype, wire: torch.dtype, backend: str) -> Flow:
+def _flow(plan: BucketPlan, dtype: torch.dtype, wire: torch.dtype, backend: str) -> Flow:
+    layout = plan.layout
     alone = layout.world_size == 1
+    straight = plan.num_straight if backend == "gloo" and wire == dtype and not alone else 0
     slice_bytes = (layout.shard_numel + layout.trailer_numel) * wire.itemsize
     shard = layout.shard_numel * wire.itemsize
     return Flow(
         local=sum(layout.numels) * dtype.itemsize,
-        flat=layout.world_size * slice_bytes,
+        flat=layout.world_size * slice_bytes - layout.end_of(straight) * wire.itemsize,
+        straight=sum(layout.numels[:straight]) * dtype.itemsize,
         # Room for what comes: a slice from each other rank where they come one by one, else the sum.
         received=0 if alone else (layout.world_size - 1 if backend == "gloo" else 1) * slice_bytes,
         shard=slice_bytes if alone else shard,  # alone, what is packed is the mean

@@ -62,6 +62,7 @@ class Grads:
             shard_numel=layout.shard_numel,
             trailer_numel=layout.trailer_numel,
             segments=bucket.segments,
+            num_straight=bucket.plan.num_straight if self.wire_dtype(bucket) == bucket.buffer.flat.dtype else 0,
         )
         assert made == index
         return made

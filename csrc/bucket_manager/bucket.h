@@ -6,6 +6,7 @@
 #include <torch/csrc/autograd/function_hook.h>
 #include <torch/csrc/autograd/variable.h>
 
+#include <algorithm>
 #include <string>
 #include <vector>
 
@@ -72,6 +73,14 @@ struct Landed {
   bool holds = false;   // some slot has a gradient
 };
 
+// A part of this rank's shard that is reduced by a call of its own.
+struct Part {
+  int64_t start;  // in the shard
+  int64_t numel;
+  int64_t first_row;    // of the bucket's segments
+  at::Tensor segments;  // those inside, counted from `start`
+};
+
 struct Bucket {
   int64_t index;
   std::vector<Slot> slots;  // by offset
@@ -85,6 +94,8 @@ struct Bucket {
   std::vector<c10::Stream> producers;  // on an accelerator: where gradients came since the last flight
 
   bool keeps_shard = false;  // at one address from step to step, for CUDA graphs
+  int64_t num_straight = 0;  // slots: see Note [Straight from the gradient]
+  std::vector<Part> parts;   // one for each straight slot with elements here, then what was packed
 
   // Whether some of the slot's elements lie in this rank's shard. An empty parameter lies where its offset does.
   bool owns_part_of(const Slot& slot, int64_t rank) const {
@@ -92,6 +103,16 @@ struct Bucket {
     return slot.offset / shard_numel <= rank && rank <= last / shard_numel;
   }
   int64_t slice_numel() const { return shard_numel + trailer_numel; }
+  // Elements of a rank's slice that straight slots take: what is packed lies behind them.
+  int64_t straight_numel(int64_t rank) const {
+    const int64_t end = num_straight == 0 ? 0 : slots[num_straight - 1].offset + slots[num_straight - 1].numel();
+    return std::clamp<int64_t>(end - rank * shard_numel, 0, shard_numel);
+  }
+  // In a flight's `flat`, where the packed part of a rank's slice starts; for rank = world, where all ends.
+  int64_t packed_start(int64_t rank) const {
+    const int64_t end = num_straight == 0 ? 0 : slots[num_straight - 1].offset + slots[num_straight - 1].numel();
+    return rank * slice_numel() - std::min(end, rank * shard_numel);
+  }
   std::string describe() const;  // "bucket 3 (wte.weight, ...)"
 };
 

@@ -4,6 +4,7 @@
 #include <ATen/ops/zeros.h>
 
 #include "bucket_manager/packing.h"
+#include "bucket_manager/straight.h"
 #include "check.h"
 
 namespace zx {
@@ -34,6 +35,7 @@ int64_t BucketManager::add_bucket(BucketSpec spec) {
   bucket->shard_numel = spec.shard_numel;
   bucket->trailer_numel = spec.trailer_numel;
   bucket->segments = std::move(spec.segments);
+  if (exchange_ && exchange_->sends_messages()) bucket->num_straight = spec.num_straight;
   bucket->keeps_shard = options_.keeps_shards;
   if (bucket->keeps_shard) {
     bucket->landed.shard = at::zeros({bucket->shard_numel}, bucket->flat.options().dtype(bucket->wire_dtype));
@@ -50,6 +52,7 @@ int64_t BucketManager::add_bucket(BucketSpec spec) {
                              .hooks = {}});
     bucket->slots.back().unsent = options_.whole_grads && slot.param.grad().defined();
   }
+  bucket->parts = parts_of(*bucket, rank());
   buckets_.push_back(bucket);
   order_.add_bucket();
   for (Slot& slot : bucket->slots) install_hooks(*bucket, slot);

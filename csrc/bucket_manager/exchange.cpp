@@ -23,6 +23,11 @@ void Pending::abort() {
   }
 }
 
+std::shared_ptr<Pending> Exchange::send(const std::vector<Messages>& /*sent*/,
+                                        const std::vector<Messages>& /*received*/, int64_t /*most*/) {
+  TORCH_INTERNAL_ASSERT(false, "this exchange sends no single messages");
+}
+
 Exchange::Exchange(Group group) : group_(std::move(group)), rank_(group_->getRank()), world_(group_->getSize()) {}
 
 at::Tensor Exchange::slice(const at::Tensor& flat, int64_t index, int64_t count) const {
@@ -43,19 +48,35 @@ class DirectExchange final : public Exchange {
 
   int64_t num_received() const override { return world() - 1; }
 
-  std::shared_ptr<Pending> scatter(const at::Tensor& flat, const at::Tensor& received) override {
-    const int tag = scatter_tags_.next();
+  bool sends_messages() const override { return true; }
+
+  std::shared_ptr<Pending> send(const std::vector<Messages>& sent, const std::vector<Messages>& received,
+                                int64_t most) override {
+    const Tag first = scatter_tags_.next(most);
     std::vector<c10::intrusive_ptr<c10d::Work>> works;
     for (int step = 1; step < world(); ++step) {
       const int peer = (rank() + world() - step) % world();
-      receive(works, slice(received, place_of(peer), num_received()), peer, tag);
+      Tag tag = first;
+      for (const at::Tensor& message : received[peer]) receive(works, message, peer, tag++);
     }
     // Each rank starts with its right neighbour, so that no rank is everybody's first.
     for (int step = 1; step < world(); ++step) {
       const int peer = (rank() + step) % world();
-      send(works, slice(flat, peer, world()), peer, tag);
+      Tag tag = first;
+      for (const at::Tensor& message : sent[peer]) send_one(works, message, peer, tag++);
     }
     return std::make_shared<Pending>(std::move(works));
+  }
+
+  std::shared_ptr<Pending> scatter(const at::Tensor& flat, const at::Tensor& received) override {
+    std::vector<Messages> sent(world());
+    std::vector<Messages> expected(world());
+    for (int peer = 0; peer < world(); ++peer) {
+      if (peer == rank()) continue;
+      sent[peer] = {slice(flat, peer, world())};
+      expected[peer] = {slice(received, place_of(peer), num_received())};
+    }
+    return send(sent, expected, 1);
   }
 
   std::vector<at::Tensor> to_sum(const at::Tensor& flat, const at::Tensor& received) const override {
@@ -67,14 +88,14 @@ class DirectExchange final : public Exchange {
   }
 
   std::shared_ptr<Pending> gather(const at::Tensor& flat) override {
-    const int tag = gather_tags_.next();
+    const Tag tag = gather_tags_.next();
     std::vector<c10::intrusive_ptr<c10d::Work>> works;
     for (int step = 1; step < world(); ++step) {
       const int peer = (rank() + world() - step) % world();
       receive(works, slice(flat, peer, world()), peer, tag);
     }
     for (int step = 1; step < world(); ++step) {
-      send(works, slice(flat, rank(), world()), (rank() + step) % world(), tag);
+      send_one(works, slice(flat, rank(), world()), (rank() + step) % world(), tag);
     }
     return std::make_shared<Pending>(std::move(works));
   }
@@ -83,15 +104,15 @@ class DirectExchange final : public Exchange {
   // Peers in rank order, without this one.
   int64_t place_of(int peer) const { return peer < rank() ? peer : peer - 1; }
 
-  void receive(std::vector<c10::intrusive_ptr<c10d::Work>>& works, at::Tensor into, int peer, int tag) {
+  void receive(std::vector<c10::intrusive_ptr<c10d::Work>>& works, at::Tensor into, int peer, Tag tag) {
     std::vector<at::Tensor> message{std::move(into)};
-    works.push_back(group_->recv(message, peer, tag));
+    works.push_back(group_->recv(message, peer, tag.number()));
   }
 
-  void send(std::vector<c10::intrusive_ptr<c10d::Work>>& works, at::Tensor from, int peer, int tag) {
+  void send_one(std::vector<c10::intrusive_ptr<c10d::Work>>& works, at::Tensor from, int peer, Tag tag) {
     count_sent(from);
     std::vector<at::Tensor> message{std::move(from)};
-    works.push_back(group_->send(message, peer, tag));
+    works.push_back(group_->send(message, peer, tag.number()));
   }
 
   Tags scatter_tags_{TagKind::scatter};

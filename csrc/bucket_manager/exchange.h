@@ -45,6 +45,15 @@ class Exchange {
   // Whether a call here, or a Pending's wait(), may block the host.
   virtual bool waits_on_host() const { return false; }
 
+  // Whether send() is there: single messages, straight from and into where they lie.
+  virtual bool sends_messages() const { return false; }
+
+  // Starts sending each message of `sent[r]` to rank r, and receiving `received[r]` from it. `most`: how many messages
+  // any two ranks exchange at most; the same on all ranks.
+  using Messages = std::vector<at::Tensor>;
+  virtual std::shared_ptr<Pending> send(const std::vector<Messages>& sent, const std::vector<Messages>& received,
+                                        int64_t most);
+
   // How many slices scatter() needs room for.
   virtual int64_t num_received() const = 0;
 

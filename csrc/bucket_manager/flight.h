@@ -20,12 +20,14 @@ struct Flight {
   std::vector<at::Tensor> sources;
   at::Tensor pieces;
   at::Tensor flags;
+  // Until landed: the gradients of straight slots in memory order, zeros where there is none.
+  std::vector<at::Tensor> straight{};
   // On an accelerator: the streams that produced the gradients, and how far they were. See Note [Streams].
   std::vector<c10::Stream> producers{};
   Events ready{};
   std::optional<c10::Event> packed{};
   // From packed to landed.
-  at::Tensor flat{};      // [world * slice_numel]
+  at::Tensor flat{};      // [world * slice_numel], less what is straight
   at::Tensor received{};  // [num_received * slice_numel]
   std::shared_ptr<Pending> pending{};
 

@@ -10,6 +10,7 @@
 #include <stdexcept>
 
 #include "bucket_manager/ops.h"
+#include "bucket_manager/straight.h"
 #include "check.h"
 #include "math/exact_sum.h"
 
@@ -86,12 +87,13 @@ void Flights::pack(Flight& flight) {
     const Bucket& bucket = *flight.bucket;
     const int world = exchange_ ? exchange_->world() : 1;
     const auto options = bucket.slots.front().param.options().dtype(bucket.wire_dtype).requires_grad(false);
-    flight.flat = at::empty({world * bucket.slice_numel()}, options);
+    flight.flat = at::empty({bucket.packed_start(world)}, options);
     ops::flatten_(flight.flat, flight.sources, flight.pieces, flight.flags);
     if (!streams_) flight.sources.clear();
     if (exchange_) {
       flight.received = at::empty({exchange_->num_received() * bucket.slice_numel()}, options);
-      lanes_.set_pending(flight, exchange_->scatter(flight.flat, flight.received));
+      lanes_.set_pending(flight, bucket.num_straight > 0 ? send_straight(*exchange_, flight)
+                                                         : exchange_->scatter(flight.flat, flight.received));
     }
   };
   lanes_.attempt(flight, telling_reasons(work));
@@ -119,6 +121,7 @@ void Flights::land(Flight& flight) {
     streams_->hold_buffers({std::move(flight.flat), std::move(flight.received)}, streams_->record(streams_->land()));
   }
   flight.sources.clear();
+  flight.straight.clear();
   flight.flat.reset();
   flight.received.reset();
 }
@@ -126,9 +129,13 @@ void Flights::land(Flight& flight) {
 void Flights::reduce(Bucket& bucket, Flight& flight) {
   RECORD_FUNCTION("zerox::land", std::vector<c10::IValue>());
   Landed& landed = bucket.landed;
-  std::vector<at::Tensor> slices{flight.flat};
-  if (exchange_) slices = exchange_->to_sum(flight.flat, flight.received);
-  ops::read_flags_(landed.present, landed.replaced, slices, bucket.shard_numel);
+  std::vector<std::vector<at::Tensor>> slices{{flight.flat}};  // of each part
+  if (bucket.num_straight > 0) {
+    slices = parts_to_sum(*exchange_, flight);
+  } else if (exchange_) {
+    slices = {exchange_->to_sum(flight.flat, flight.received)};
+  }
+  ops::read_flags_(landed.present, landed.replaced, slices.back(), bucket.parts.back().numel);
   const bool accumulate = landed.holds && landed.shard.defined();
   landed.holds = true;
   if (!exchange_ && !accumulate && !bucket.keeps_shard) {
@@ -139,8 +146,16 @@ void Flights::reduce(Bucket& bucket, Flight& flight) {
   }
   if (!accumulate && !bucket.keeps_shard) landed.shard = at::empty({bucket.shard_numel}, flight.flat.options());
   landed.words = at::zeros({kExactWords}, flight.flat.options().dtype(at::kLong));
-  ops::reduce_(landed.shard, landed.words, slices, bucket.segments, landed.replaced, exchange_ ? exchange_->world() : 1,
-               accumulate);
+  int64_t end = 0;
+  for (size_t i = 0; i < bucket.parts.size(); ++i) {
+    const Part& part = bucket.parts[i];
+    landed.shard.narrow(0, end, part.start - end).zero_();  // padding travels too, where shards are gathered
+    end = part.start + part.numel;
+    at::Tensor shard = landed.shard.narrow(0, part.start, part.numel);
+    ops::reduce_(shard, landed.words, slices[i], part.segments,
+                 landed.replaced.narrow(0, part.first_row, part.segments.size(0)), exchange_ ? exchange_->world() : 1,
+                 accumulate);
+  }
 }
 
 }  // namespace zx

@@ -1,6 +1,7 @@
 // From the gradients of a bucket to its packing list: what is copied where, and which flags are raised.
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
+#include <ATen/ops/zeros.h>
 
 #include "bucket_manager/bucket_manager.h"
 #include "bucket_manager/packing.h"
@@ -32,6 +33,16 @@ at::Tensor in_order_of(const at::Tensor& grad, const at::Tensor& param) {
   const bool same_order = plain.strides() == param.strides() || (plain.is_contiguous() && param.is_contiguous());
   return same_order ? plain : at::empty_like(param, plain.options()).copy_(plain);
 }
+
+namespace {
+
+// One dimension, dense; zeros without a source.
+at::Tensor in_memory_order(const at::Tensor& source, const Slot& slot, at::ScalarType dtype) {
+  if (!source.defined()) return at::zeros({slot.numel()}, slot.home.options().dtype(dtype));
+  return source.as_strided({slot.numel()}, {1}, source.storage_offset()).to(dtype);
+}
+
+}  // namespace
 
 // Takes p.grad of a slot for a flight (undefined if there is nothing to copy) and says which flags to raise. Where
 // gradients are sharded a placeholder stays behind. See Note [Who holds a gradient].
@@ -82,7 +93,6 @@ std::shared_ptr<Flight> BucketManager::make_flight(const std::shared_ptr<Bucket>
   auto flight = std::make_shared<Flight>();
   flight->bucket = bucket;
   const int64_t shard_numel = bucket->shard_numel;
-  const int64_t slice_numel = bucket->slice_numel();
   std::vector<int64_t> pieces;
   std::vector<int64_t> flags;
   std::vector<int64_t> segments_before(world(),
@@ -92,19 +102,23 @@ std::shared_ptr<Flight> BucketManager::make_flight(const std::shared_ptr<Bucket>
     bool replace = empty;
     at::Tensor source;
     if (!empty) source = take_gradient(slot, present, replace);
+    const bool is_straight = static_cast<int64_t>(flight->straight.size()) < bucket->num_straight;
+    if (is_straight) flight->straight.push_back(in_memory_order(source, slot, bucket->wire_dtype));
     const int64_t first_rank = slot.offset / shard_numel;
     const int64_t last_rank = slot.numel() == 0 ? first_rank : (slot.offset + slot.numel() - 1) / shard_numel;
     for (int64_t rank = first_rank; rank <= last_rank; ++rank) {
-      const int64_t flag = rank * slice_numel + shard_numel + 2 * segments_before[rank]++;
+      const int64_t packed =
+          bucket->packed_start(rank) - bucket->straight_numel(rank);  // of the slice, if it were whole
+      const int64_t flag = packed + shard_numel + 2 * segments_before[rank]++;
       if (present) flags.push_back(flag);
       if (replace) flags.push_back(flag + 1);
-      if (!source.defined() || slot.numel() == 0) continue;
+      if (!source.defined() || slot.numel() == 0 || is_straight) continue;
       const int64_t start = std::max(slot.offset, rank * shard_numel);
       const int64_t stop = std::min(slot.offset + slot.numel(), (rank + 1) * shard_numel);
       pieces.insert(pieces.end(), {static_cast<int64_t>(flight->sources.size()), start - slot.offset,
-                                   rank * slice_numel + start - rank * shard_numel, stop - start});
+                                   packed + start - rank * shard_numel, stop - start});
     }
-    if (source.defined()) flight->sources.push_back(std::move(source));
+    if (source.defined() && !is_straight) flight->sources.push_back(std::move(source));
   }
   flight->pieces = to_table(pieces, 4);
   flight->flags = to_table(flags, 1);

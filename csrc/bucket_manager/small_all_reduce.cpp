@@ -9,7 +9,7 @@ void SmallAllReduce::run(at::Tensor& values, Combine combine) {
   if (!group_) return;
   const int rank = group_->getRank();
   const int world = group_->getSize();
-  const int tag = tags_.next();
+  const int tag = tags_.next().number();
   at::Tensor theirs = at::empty_like(values);
   const auto start_send = [&](int peer) {
     std::vector<at::Tensor> message{values};

@@ -3,18 +3,33 @@
 // all-reduces in one, but these come from different threads: each kind counts for itself, in tags of its own.
 #pragma once
 
+#include <cstdint>
+#include <utility>
+
 namespace zx {
 
 enum class TagKind : int { scatter = 0, gather = 1, small = 2 };
 
-class Tags {
+class Tag {
  public:
-  explicit Tags(TagKind kind) : kind_(static_cast<int>(kind)) {}
-  int next() { return static_cast<int>(4 * (count_++ % (1U << 28U))) + kind_; }
+  Tag(TagKind kind, unsigned count) : kind_(kind), count_(count) {}
+  int number() const { return static_cast<int>(4 * (count_ % (1U << 28U))) + static_cast<int>(kind_); }
+  Tag operator++(int) { return {kind_, count_++}; }
 
  private:
+  TagKind kind_;
+  unsigned count_;
+};
+
+class Tags {
+ public:
+  explicit Tags(TagKind kind) : kind_(kind) {}
+  // The first of `many` in a row.
+  Tag next(int64_t many = 1) { return {kind_, std::exchange(count_, count_ + static_cast<unsigned>(many))}; }
+
+ private:
+  TagKind kind_;
   unsigned count_ = 0;
-  int kind_;
 };
 
 }  // namespace zx

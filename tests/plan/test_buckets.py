@@ -2,11 +2,13 @@
 
 import time
 from itertools import pairwise
+from unittest.mock import patch
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from zerox.plan import buckets
 from zerox.plan.buckets import MIB, ParamSpec, default_cap_bytes, plan_buckets
 
 ITEMSIZES = {"float32": 4, "bfloat16": 2, "float64": 8}
@@ -36,10 +38,24 @@ def test_every_parameter_is_in_exactly_one_bucket_of_its_dtype(
 def test_buckets_are_filled_in_reverse_registration_order(params: list[ParamSpec], cap: int) -> None:
     plans = plan_buckets(params, 2, cap)
     for dtype in ITEMSIZES:
-        order = [index for plan in plans if plan.dtype == dtype for index in plan.params]
+        order = [index for plan in plans if plan.dtype == dtype for index in sorted(plan.params, reverse=True)]
         assert order == sorted(order, reverse=True)
-    firsts = [plan.params[0] for plan in plans]
+    firsts = [max(plan.params) for plan in plans]
     assert firsts == sorted(firsts, reverse=True)
+
+
+@given(models, caps, st.integers(1, 9))
+def test_in_a_bucket_large_parameters_come_first_each_kind_in_reverse_order(
+    params: list[ParamSpec], cap: int, world_size: int
+) -> None:
+    with patch.multiple(buckets, STRAIGHT_BYTES=1000, STRAIGHT_SLICE_BYTES=4000):
+        plans = plan_buckets(params, world_size, cap)
+    for plan in plans:
+        large = [index for index in plan.params if params[index].nbytes >= 1000]
+        small = [index for index in plan.params if params[index].nbytes < 1000]
+        assert list(plan.params) == sorted(large, reverse=True) + sorted(small, reverse=True)
+        slice_bytes = plan.layout.shard_numel * ITEMSIZES[plan.dtype]
+        assert plan.num_straight == (len(large) if slice_bytes >= 4000 else 0)
 
 
 @given(models, caps)

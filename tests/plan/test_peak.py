@@ -10,16 +10,16 @@ from hypothesis import strategies as st
 from zerox.plan.peak import Flow, peak_alone, peak_of_sharded, peak_of_whole
 
 sizes = st.integers(0, 100)
-# The part of the shard that stays is all of it or nothing.
-flow_lists = st.lists(
-    st.builds(
-        lambda local, flat, received, shard, whole, keeps: Flow(local, flat, received, shard, whole, keeps * shard),
-        *[sizes] * 5,
-        st.booleans(),
-    ),
-    min_size=1,
-    max_size=5,
-)
+
+
+@st.composite
+def flows_of_any_size(draw: st.DrawFn) -> Flow:
+    packed, straight, flat, received, shard, whole = (draw(sizes) for _ in range(6))
+    kept = draw(st.sampled_from([0, shard]))  # the part of the shard that stays
+    return Flow(packed + straight, flat, received, shard, straight, whole, kept)
+
+
+flow_lists = st.lists(flows_of_any_size(), min_size=1, max_size=5)
 BUFFERS = 2  # buckets that may have them at a time
 
 # What one lane and then the other do with a bucket, step by step: (packed so far, landed so far).
@@ -43,7 +43,8 @@ def bytes_in(state: State, flows: Sequence[Flow], frees_local: bool, stalled: bo
         packed = state[0] - index * len(PACKING)
         landed = state[1] - index * len(LANDING)
         there = stalled or landed >= 0
-        total += flow.local * (there and not (frees_local and packed >= 2))
+        total += (flow.local - flow.straight) * (there and not (frees_local and packed >= 2))
+        total += flow.straight * (there and not (frees_local and landed >= 2))
         total += flow.flat * (packed >= 1 and landed < 2)
         total += flow.received * (packed >= 3 and landed < 2)
         total += flow.shard * (landed >= 1)

@@ -78,6 +78,10 @@ class Layout:
     def span(self, slot: int) -> Span:
         return Span(self.offsets[slot], self.offsets[slot] + self.numels[slot])
 
+    def end_of(self, count: int) -> int:
+        """Where the first ``count`` parameters end."""
+        return self.span(count - 1).stop if count else 0
+
     def shard_span(self, rank: int) -> Span:
         if not 0 <= rank < self.world_size:
             raise ValueError(f"rank must be in [0, {self.world_size}), got {rank}")

@@ -11,16 +11,23 @@ from itertools import accumulate
 class Flow:
     """Bytes of what one bucket's gradients turn into on one rank.
 
-    ``local`` ones are packed into ``flat`` and sent, what comes is ``received``, and their mean is the ``shard``. Where
-    gradients stay whole (stage 1), ``whole`` means are gathered from it, and ``kept`` bytes of it stay.
+    ``local`` ones are packed into ``flat`` and sent, but for ``straight`` bytes of them, which are sent as they are and
+    stay until the bucket has landed. What comes is ``received``, and their mean is the ``shard``. Where gradients stay
+    whole (stage 1), ``whole`` means are gathered from it, and ``kept`` bytes of it stay.
     """
 
     local: int
     flat: int
     received: int
     shard: int
+    straight: int = 0
     whole: int = 0
     kept: int = 0
+
+    @property
+    def packed(self) -> int:
+        """While it is packed, and then while it is on the wire, of which the larger."""
+        return self.flat + max(self.local, self.straight + self.received)
 
 
 def peak_of_sharded(flows: Sequence[Flow], stalled: bool) -> int:
@@ -35,9 +42,8 @@ def peak_of_sharded(flows: Sequence[Flow], stalled: bool) -> int:
         later = waiting[index + 1] if stalled else 0
         most = max(most, landed + flow.flat + flow.local + later)
         if stalled and index + 1 < len(flows):
-            following = flows[index + 1]
-            later = following.flat + max(following.local, following.received) + waiting[index + 2]
-        most = max(most, landed + flow.flat + flow.received + flow.shard + later)
+            later = flows[index + 1].packed + waiting[index + 2]
+        most = max(most, landed + flow.flat + flow.straight + flow.received + flow.shard + later)
         landed += flow.shard
     return most
 

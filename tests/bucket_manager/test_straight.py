@@ -1,0 +1,96 @@
+"""Gradients that are sent without being packed: the same bits, in the messages that the layout says."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from unittest.mock import patch
+
+import pytest
+import torch
+
+from tests.bucket_manager.rig import WHOLE, Awkward, GradsOfModel
+from tests.bucket_manager.test_twin import EVEN, EVERY, compare_scenarios, loss_of
+from tests.ranks import run_ranks
+from zerox.plan import buckets
+from zerox.plan.layout import Layout
+from zerox.ranks import find_ranks
+
+
+@contextmanager
+def from_bytes(nbytes: int) -> Iterator[None]:
+    """Gradients of so many bytes and more are sent straight, however small a rank's slice."""
+    with patch.multiple(buckets, STRAIGHT_BYTES=nbytes, STRAIGHT_SLICE_BYTES=1):
+        yield
+
+
+def compare_with_twin(rank: int, world_size: int, dtype: torch.dtype, stage: int, nbytes: int) -> list[str]:
+    with from_bytes(nbytes):
+        return compare_scenarios(rank, world_size, dtype, stage)
+
+
+# 4 bytes: all but empty ones. 8,000: those that may span shards, and others behind them.
+@pytest.mark.parametrize("nbytes", [4, 8000])
+@pytest.mark.parametrize("stage", [1, 2])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_reduced_gradients_equal_the_twins_bit_for_bit(
+    world_size: int, dtype: torch.dtype, stage: int, nbytes: int
+) -> None:
+    assert run_ranks(compare_with_twin, world_size, dtype, stage, nbytes) == [[]] * world_size
+
+
+def messages_to(layout: Layout, rank: int, num_straight: int) -> list[int]:
+    """Elements of each message that a rank is sent of a bucket."""
+    straight = [segment.span for segment in layout.segments(rank) if segment.slot < num_straight]
+    end = max((span.stop for span in straight), default=0)
+    return [*(span.numel for span in straight), layout.shard_numel - end + layout.trailer_numel]
+
+
+def count(rank: int, _: int) -> list[tuple[int, int]]:
+    """Messages and bytes of two backwards: as counted, and as the layout says."""
+    with from_bytes(2000):
+        ours = GradsOfModel(find_ranks(None), params := list((model := Awkward(torch.float32)).parameters()), 20_000)
+    for index, who in enumerate((EVERY, EVEN)):
+        loss_of(model, rank, index, who).backward()
+        ours.settle()
+    expected = [0, 0]
+    for bucket in ours.buckets:
+        for peer in range(ours.grads.ranks.size):
+            if peer != rank:
+                sent = messages_to(bucket.plan.layout, peer, bucket.plan.num_straight)
+                expected = [expected[0] + 2 * len(sent), expected[1] + 2 * 4 * sum(sent)]
+    straight = sum(bucket.plan.num_straight for bucket in ours.buckets)
+    assert 0 < straight < len(params)
+    return [ours.manager.traffic, tuple(expected)]  # type: ignore[list-item]
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_messages_are_the_large_gradients_parts_and_one_with_the_rest(world_size: int) -> None:
+    for counted, expected in run_ranks(count, world_size):
+        assert counted == expected
+
+
+def shard_with_gaps(_: int, __: int) -> list[bool]:
+    """Whether what lies between the parts of each shard is zero: it travels on in stage 1, and into norms of it."""
+    with from_bytes(4):
+        ours = GradsOfModel(find_ranks(None), [torch.nn.Parameter(torch.ones(n)) for n in (4097, 5000, 9001)], WHOLE)
+    [bucket] = ours.buckets
+    assert bucket.plan.num_straight == 3
+    found = []
+    for _ in range(3):  # memory that was something else before
+        torch.full((1 << 16,), torch.nan)
+        sum(p.sum() for p in bucket.buffer.params).backward()
+        ours.settle()
+        shard = ours.grads.shard(0)
+        assert shard is not None
+        outside = torch.ones_like(shard, dtype=torch.bool)
+        for segment in bucket.own_segments:
+            outside[segment.span.start : segment.span.stop] = False
+        found.append(bool(outside.any()) and not shard[outside].any())
+        ours.grads.zero(set_to_none=True)
+    return found
+
+
+def test_padding_between_parts_is_zero() -> None:
+    assert run_ranks(shard_with_gaps, 2) == [[True] * 3] * 2
