@@ -103,15 +103,17 @@ struct Bucket {
     return slot.offset / shard_numel <= rank && rank <= last / shard_numel;
   }
   int64_t slice_numel() const { return shard_numel + trailer_numel; }
+  // Where straight slots end in the bucket.
+  int64_t straight_end() const {
+    return num_straight == 0 ? 0 : slots[num_straight - 1].offset + slots[num_straight - 1].numel();
+  }
   // Elements of a rank's slice that straight slots take: what is packed lies behind them.
   int64_t straight_numel(int64_t rank) const {
-    const int64_t end = num_straight == 0 ? 0 : slots[num_straight - 1].offset + slots[num_straight - 1].numel();
-    return std::clamp<int64_t>(end - rank * shard_numel, 0, shard_numel);
+    return std::clamp<int64_t>(straight_end() - rank * shard_numel, 0, shard_numel);
   }
   // In a flight's `flat`, where the packed part of a rank's slice starts; for rank = world, where all ends.
   int64_t packed_start(int64_t rank) const {
-    const int64_t end = num_straight == 0 ? 0 : slots[num_straight - 1].offset + slots[num_straight - 1].numel();
-    return rank * slice_numel() - std::min(end, rank * shard_numel);
+    return rank * slice_numel() - std::min(straight_end(), rank * shard_numel);
   }
   std::string describe() const;  // "bucket 3 (wte.weight, ...)"
 };

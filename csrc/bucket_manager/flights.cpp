@@ -149,9 +149,10 @@ void Flights::reduce(Bucket& bucket, Flight& flight) {
   int64_t end = 0;
   for (size_t i = 0; i < bucket.parts.size(); ++i) {
     const Part& part = bucket.parts[i];
-    landed.shard.narrow(0, end, part.start - end).zero_();  // padding travels too, where shards are gathered
+    // Padding travels too, where shards are gathered.
+    if (part.start > end) landed.shard.narrow(0, end, part.start - end).zero_();
     end = part.start + part.numel;
-    at::Tensor shard = landed.shard.narrow(0, part.start, part.numel);
+    at::Tensor shard = bucket.parts.size() == 1 ? landed.shard : landed.shard.narrow(0, part.start, part.numel);
     ops::reduce_(shard, landed.words, slices[i], part.segments,
                  landed.replaced.narrow(0, part.first_row, part.segments.size(0)), exchange_ ? exchange_->world() : 1,
                  accumulate);

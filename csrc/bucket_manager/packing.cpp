@@ -107,8 +107,8 @@ std::shared_ptr<Flight> BucketManager::make_flight(const std::shared_ptr<Bucket>
     const int64_t first_rank = slot.offset / shard_numel;
     const int64_t last_rank = slot.numel() == 0 ? first_rank : (slot.offset + slot.numel() - 1) / shard_numel;
     for (int64_t rank = first_rank; rank <= last_rank; ++rank) {
-      const int64_t packed =
-          bucket->packed_start(rank) - bucket->straight_numel(rank);  // of the slice, if it were whole
+      // Where the slice would start in `flat`, if its straight part were there too.
+      const int64_t packed = bucket->packed_start(rank) - bucket->straight_numel(rank);
       const int64_t flag = packed + shard_numel + 2 * segments_before[rank]++;
       if (present) flags.push_back(flag);
       if (replace) flags.push_back(flag + 1);

@@ -71,8 +71,9 @@ std::vector<Part> parts_of(const Bucket& bucket, int64_t rank) {
   std::vector<Part> parts;
   const auto add = [&](int64_t start, int64_t stop, int64_t first_row, int64_t num_rows) {
     at::Tensor segments = bucket.segments.narrow(0, first_row, num_rows);
-    if (start > 0)
+    if (start > 0) {  // the columns `start` and `stop` come first
       segments = segments - at::tensor({start, start, int64_t{0}, int64_t{0}, int64_t{0}}, segments.options());
+    }
     parts.push_back({start, stop - start, first_row, std::move(segments)});
   };
   int64_t row = 0;
