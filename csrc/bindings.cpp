@@ -5,6 +5,7 @@
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
 #include "bucket_manager/bucket_manager.h"
+#include "bucket_manager/neighbours.h"
 #include "cpu/isa.h"
 #include "math/exact_sum.h"
 #include "math/segment.h"
@@ -68,6 +69,11 @@ void bind(py::module_& m) {
   m.def("supported_isas", &supported_isas);
   m.def("select_isa", &select_isa);
 
+  m.def("let_siblings_read", &let_siblings_read);
+  m.def("read_memory", [](pid_t pid, uint64_t address, at::Tensor into) {
+    return read_memory(pid, address, into.mutable_data_ptr(), into.nbytes());
+  });
+
   py::enum_<Place>(m, "Place")
       .value("STEP", Place::step)
       .value("CLIP", Place::clip)
@@ -79,7 +85,8 @@ void bind(py::module_& m) {
   py::class_<Pending, std::shared_ptr<Pending>>(m, "Pending").def("wait", &Pending::wait, Release());
 
   py::class_<ExchangeKind>(m, "ExchangeKind")
-      .def(py::init<bool, bool, bool>(), py::kw_only(), py::arg("direct"), py::arg("messages"), py::arg("staged"));
+      .def(py::init<bool, bool, bool, std::vector<int64_t>>(), py::kw_only(), py::arg("direct"), py::arg("messages"),
+           py::arg("staged"), py::arg("neighbours"));
   py::class_<ManagerOptions>(m, "ManagerOptions")
       .def(py::init<bool, bool, at::Device>(), py::kw_only(), py::arg("whole_grads"), py::arg("keeps_shards"),
            py::arg("device"));

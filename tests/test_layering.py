@@ -19,7 +19,7 @@ PYTHON_ROOMS = [
     ["plan"],
     ["_C"],
     ["_ext"],
-    ["roll_call"],
+    ["roll_call", "neighbours"],
     ["ops", "placeholder", "ranks"],
     ["buffers", "moments"],
     ["bucket"],

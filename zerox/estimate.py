@@ -47,14 +47,26 @@ class MemoryBytes:
 
 
 def estimate(
-    params: Any, world_size: int, *, backend: str = "gloo", amsgrad: bool = False, **options: Any
+    params: Any,
+    world_size: int,
+    *,
+    backend: str = "gloo",
+    local_world_size: int | None = None,
+    amsgrad: bool = False,
+    **options: Any,
 ) -> MemoryBytes:
     """Bytes per rank of training ``params`` with ``FusedShardedAdam(params, **options)`` over ``world_size`` ranks.
 
     ``params``: as for the optimizer; nothing is allocated and nothing changed. ``backend``: "gloo" or "nccl", which the
-    default bucket size and ``exchange`` depend on (with the backend's default of ZEROX_EXCHANGE). Options that don't
-    change memory (lr and so on) are accepted. Raises ValueError as the constructor does.
+    default bucket size and ``exchange`` depend on (with the backend's default of ZEROX_EXCHANGE).
+    ``local_world_size``: how many ranks share a machine (None: all); over gloo these read each other's gradients, and
+    only those of the others need room. Options that don't change memory (lr and so on) are accepted. Raises ValueError
+    as the constructor does.
     """
+    if local_world_size is None:
+        local_world_size = world_size
+    if not 1 <= local_world_size <= world_size:
+        raise ValueError(f"local_world_size must be in [1, {world_size}], got {local_world_size}")
     known = {field.name for field in dataclasses.fields(Options)}
     chosen = Options(**{name: value for name, value in options.items() if name in known})
     everything = named_tensors(params)
@@ -63,6 +75,8 @@ def estimate(
     check_params([name for name, _, _ in trained], tensors)
     chosen.check_dtypes(tensor.dtype for tensor in tensors)
 
+    on_host = all(tensor.device.type in ("cpu", "meta") for tensor in tensors)
+    num_far = world_size - (local_world_size if on_host else 1)
     parameters = sum(tensor.nbytes for _, tensor, _ in everything if not tensor.requires_grad)
     master, moments = 0, 0
     flows = []
@@ -73,7 +87,7 @@ def estimate(
         master += layout.shard_numel * MASTER_DTYPES[kind].itemsize if kind else 0
         has_third = any(trained[index][2].get("amsgrad", amsgrad) for index in plan.params)
         moments += (3 if has_third else 2) * moment_bytes(MOMENT_DTYPES[plan.state_dtype], layout.shard_numel)
-        flows.append(_flow(plan, dtype, chosen.wire_dtype(dtype), backend))
+        flows.append(_flow(plan, dtype, chosen.wire_dtype(dtype), backend, num_far))
 
     sharded = chosen.placements.grads is SHARDED
     local = [flow.local for flow in flows]
@@ -94,7 +108,8 @@ def estimate(
     return dataclasses.replace(made, peak=peak, typical_peak=typical)
 
 
-def _flow(plan: BucketPlan, dtype: torch.dtype, wire: torch.dtype, backend: str) -> Flow:
+def _flow(plan: BucketPlan, dtype: torch.dtype, wire: torch.dtype, backend: str, num_far: int) -> Flow:
+    """``num_far``: ranks whose gradients can't be read."""
     layout = plan.layout
     alone = layout.world_size == 1
     straight = plan.num_straight if backend == "gloo" and wire == dtype and not alone else 0
@@ -104,8 +119,8 @@ def _flow(plan: BucketPlan, dtype: torch.dtype, wire: torch.dtype, backend: str)
         local=sum(layout.numels) * dtype.itemsize,
         flat=layout.world_size * slice_bytes - layout.end_of(straight) * wire.itemsize,
         straight=sum(layout.numels[:straight]) * dtype.itemsize,
-        # Room for what comes: a slice from each other rank where they come one by one, else the sum.
-        received=0 if alone else (layout.world_size - 1 if backend == "gloo" else 1) * slice_bytes,
+        # Room for what comes: a slice from each rank that has to send one, where they come one by one; else the sum.
+        received=0 if alone else (num_far if backend == "gloo" else 1) * slice_bytes,
         shard=slice_bytes if alone else shard,  # alone, what is packed is the mean
         whole=(sum(layout.numels) if alone else layout.numel) * dtype.itemsize,
         kept=shard if wire != dtype else 0,

@@ -8,7 +8,7 @@ import hashlib
 import os
 import weakref
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -17,9 +17,10 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from zerox._C import ExchangeKind
+from zerox.neighbours import find_neighbours
 from zerox.roll_call import RollCall, summary_of
 
-EXCHANGES = ("direct", "native")
+EXCHANGES = ("direct", "messages", "native")
 CPU = torch.device("cpu")
 REFUSED = "refused: "
 
@@ -28,7 +29,8 @@ REFUSED = "refused: "
 class Ranks:
     """``data`` moves gradients and parameters, ``control`` small CPU tensors; both None for one rank alone.
 
-    ``device``: of the parameters; ``backend``: "gloo" or "nccl", what moves tensors of that device.
+    ``device``: of the parameters; ``backend``: "gloo" or "nccl", what moves tensors of that device. ``neighbours``: the
+    process of each rank whose memory can be read, else 0; empty where nobody is to be read.
     """
 
     rank: int
@@ -38,6 +40,7 @@ class Ranks:
     data: dist.ProcessGroup | None
     control: dist.ProcessGroup | None
     device: torch.device = CPU
+    neighbours: tuple[int, ...] = ()
 
     @staticmethod
     def alone(device: torch.device = CPU) -> Ranks:
@@ -49,7 +52,12 @@ class Ranks:
         return self.device.type != "cpu" and self.backend == "gloo"
 
     def exchange_kind(self) -> ExchangeKind:
-        return ExchangeKind(direct=self.exchange == "direct", messages=self.backend == "gloo", staged=self.staged)
+        return ExchangeKind(
+            direct=self.exchange != "native",
+            messages=self.backend == "gloo",
+            staged=self.staged,
+            neighbours=self.neighbours,
+        )
 
     def all_reduce(self, values: Tensor, op: dist.ReduceOp.RedOpType) -> None:
         """In place; of CPU tensors, or of the accelerator's where its backend works there."""
@@ -164,13 +172,23 @@ def find_ranks(
         raise ValueError(f"ZEROX_EXCHANGE must be one of {EXCHANGES}, got '{exchange}'")
     if group not in dist.distributed_c10d._world.pg_map:
         # A group that somebody built by hand (ranks as threads of one process, in tests): it can't be doubled.
-        return Ranks(rank, size, backend, exchange, group, group, device)
+        return _with_neighbours(Ranks(rank, size, backend, exchange, group, group, device))
     if roll_call is not None:
         roll_call.answer(f"ZEROX_EXCHANGE={exchange} over {backend} for parameters on {device.type}")
     data = _same_ranks(group, backend)
     # Collectives on one gloo group pair up by order: those of native exchange come from other threads.
-    control = data if backend == "gloo" and exchange == "direct" else _same_ranks(group, "gloo")
-    return Ranks(rank, size, backend, exchange, data, control, device)
+    control = data if backend == "gloo" and exchange != "native" else _same_ranks(group, "gloo")
+    return _with_neighbours(Ranks(rank, size, backend, exchange, data, control, device))
+
+
+def _with_neighbours(ranks: Ranks) -> Ranks:
+    """Collective. Pinned memory, of which an accelerator's tensors are sent, belongs to its driver: nobody reads it."""
+    if ranks.backend != "gloo" or ranks.exchange != "direct" or ranks.staged:
+        return ranks
+    try:
+        return replace(ranks, neighbours=find_neighbours(ranks.all_gather_text, ranks.rank))
+    except RuntimeError as error:
+        raise RuntimeError(f"zerox: a rank did not answer while ranks looked for neighbours: {error}") from error
 
 
 def _resolved(process_group: dist.ProcessGroup | DeviceMesh | None) -> dist.ProcessGroup | None:

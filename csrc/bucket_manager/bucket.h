@@ -75,7 +75,9 @@ struct Landed {
 
 // A part of this rank's shard that is reduced by a call of its own.
 struct Part {
-  int64_t start;  // in the shard
+  size_t message;         // that it comes in from each rank: see Note [Straight from the gradient]
+  int64_t message_start;  // of its first element there
+  int64_t start;          // in the shard
   int64_t numel;
   int64_t first_row;    // of the bucket's segments
   at::Tensor segments;  // those inside, counted from `start`
@@ -95,7 +97,7 @@ struct Bucket {
 
   bool keeps_shard = false;  // at one address from step to step, for CUDA graphs
   int64_t num_straight = 0;  // slots: see Note [Straight from the gradient]
-  std::vector<Part> parts;   // one for each straight slot with elements here, then what was packed
+  std::vector<Part> parts;   // in order: of each straight slot with elements here, then of what was packed
 
   // Whether some of the slot's elements lie in this rank's shard. An empty parameter lies where its offset does.
   bool owns_part_of(const Slot& slot, int64_t rank) const {

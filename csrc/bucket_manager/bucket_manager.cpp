@@ -52,7 +52,8 @@ int64_t BucketManager::add_bucket(BucketSpec spec) {
                              .hooks = {}});
     bucket->slots.back().unsent = options_.whole_grads && slot.param.grad().defined();
   }
-  bucket->parts = parts_of(*bucket, rank());
+  bucket->parts =
+      parts_of(*bucket, rank(), flights_.most_in_a_part(static_cast<int64_t>(c10::elementSize(spec.wire_dtype))));
   buckets_.push_back(bucket);
   order_.add_bucket();
   for (Slot& slot : bucket->slots) install_hooks(*bucket, slot);

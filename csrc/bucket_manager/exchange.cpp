@@ -2,25 +2,33 @@
 
 #include <ATen/core/dispatch/Dispatcher.h>
 
+#include "bucket_manager/direct_exchange.h"
 #include "bucket_manager/staged_exchange.h"
-#include "bucket_manager/tags.h"
 
 namespace zx {
 
+void Pending::await(const Work& work) {
+  // gloo's wait() says false, instead of throwing, when it was aborted.
+  TORCH_CHECK(work->wait(), "the exchange was aborted");
+}
+
 void Pending::wait() {
-  for (const auto& work : works_) {
-    // gloo's wait() says false, instead of throwing, when it was aborted.
-    TORCH_CHECK(work->wait(), "the exchange was aborted");
+  for (const Work& work : works_) await(work);
+}
+
+void Pending::abort_one(const Work& work) {
+  try {
+    work->abort();
+  } catch (const c10::Error&) {  // gloo's collectives can't be aborted: they end with an answer, or the timeout
   }
 }
 
 void Pending::abort() {
-  for (const auto& work : works_) {
-    try {
-      work->abort();
-    } catch (const c10::Error&) {  // gloo's collectives can't be aborted: they end with an answer, or the timeout
-    }
-  }
+  for (const Work& work : works_) abort_one(work);
+}
+
+void Pending::read(int /*rank*/, size_t /*message*/, int64_t /*start*/, const at::Tensor& /*into*/) {
+  TORCH_INTERNAL_ASSERT(false, "this exchange reads nobody's memory");
 }
 
 std::shared_ptr<Pending> Exchange::send(const std::vector<Messages>& /*sent*/,
@@ -41,83 +49,6 @@ void Exchange::count_sent(const at::Tensor& message) {
 }
 
 namespace {
-
-class DirectExchange final : public Exchange {
- public:
-  using Exchange::Exchange;
-
-  int64_t num_received() const override { return world() - 1; }
-
-  bool sends_messages() const override { return true; }
-
-  std::shared_ptr<Pending> send(const std::vector<Messages>& sent, const std::vector<Messages>& received,
-                                int64_t most) override {
-    const Tag first = scatter_tags_.next(most);
-    std::vector<c10::intrusive_ptr<c10d::Work>> works;
-    for (int step = 1; step < world(); ++step) {
-      const int peer = (rank() + world() - step) % world();
-      Tag tag = first;
-      for (const at::Tensor& message : received[peer]) receive(works, message, peer, tag++);
-    }
-    // Each rank starts with its right neighbour, so that no rank is everybody's first.
-    for (int step = 1; step < world(); ++step) {
-      const int peer = (rank() + step) % world();
-      Tag tag = first;
-      for (const at::Tensor& message : sent[peer]) send_one(works, message, peer, tag++);
-    }
-    return std::make_shared<Pending>(std::move(works));
-  }
-
-  std::shared_ptr<Pending> scatter(const at::Tensor& flat, const at::Tensor& received) override {
-    std::vector<Messages> sent(world());
-    std::vector<Messages> expected(world());
-    for (int peer = 0; peer < world(); ++peer) {
-      if (peer == rank()) continue;
-      sent[peer] = {slice(flat, peer, world())};
-      expected[peer] = {slice(received, place_of(peer), num_received())};
-    }
-    return send(sent, expected, 1);
-  }
-
-  std::vector<at::Tensor> to_sum(const at::Tensor& flat, const at::Tensor& received) const override {
-    std::vector<at::Tensor> slices;
-    for (int peer = 0; peer < world(); ++peer) {
-      slices.push_back(peer == rank() ? slice(flat, peer, world()) : slice(received, place_of(peer), num_received()));
-    }
-    return slices;
-  }
-
-  std::shared_ptr<Pending> gather(const at::Tensor& flat) override {
-    const Tag tag = gather_tags_.next();
-    std::vector<c10::intrusive_ptr<c10d::Work>> works;
-    for (int step = 1; step < world(); ++step) {
-      const int peer = (rank() + world() - step) % world();
-      receive(works, slice(flat, peer, world()), peer, tag);
-    }
-    for (int step = 1; step < world(); ++step) {
-      send_one(works, slice(flat, rank(), world()), (rank() + step) % world(), tag);
-    }
-    return std::make_shared<Pending>(std::move(works));
-  }
-
- private:
-  // Peers in rank order, without this one.
-  int64_t place_of(int peer) const { return peer < rank() ? peer : peer - 1; }
-
-  void receive(std::vector<c10::intrusive_ptr<c10d::Work>>& works, at::Tensor into, int peer, Tag tag) {
-    std::vector<at::Tensor> message{std::move(into)};
-    works.push_back(group_->recv(message, peer, tag.number()));
-  }
-
-  void send_one(std::vector<c10::intrusive_ptr<c10d::Work>>& works, at::Tensor from, int peer, Tag tag) {
-    count_sent(from);
-    std::vector<at::Tensor> message{std::move(from)};
-    works.push_back(group_->send(message, peer, tag.number()));
-  }
-
-  Tags scatter_tags_{TagKind::scatter};
-  Tags gather_tags_{TagKind::gather};
-};
 
 // The dispatcher's op names stay while the C++ methods are being renamed (_reduce_scatter_base became
 // reduce_scatter_single between torch 2.11 and 2.13), so the collectives are called by name.
@@ -203,7 +134,7 @@ std::shared_ptr<Exchange> make_exchange(ExchangeKind kind, Group group) {
   if (!kind.direct) {
     made = std::make_shared<NativeExchange>(std::move(group));
   } else if (kind.messages) {
-    made = std::make_shared<DirectExchange>(std::move(group));
+    made = make_direct_exchange(std::move(group), Neighbours(std::move(kind.neighbours)));
   } else {
     made = std::make_shared<AllToAllExchange>(std::move(group));
   }

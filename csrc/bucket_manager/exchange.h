@@ -12,17 +12,29 @@
 namespace zx {
 
 using Group = c10::intrusive_ptr<c10d::ProcessGroup>;
+using Work = c10::intrusive_ptr<c10d::Work>;
 
-// Messages on the wire. Keeps its tensors alive; wait() throws what the backend throws, or if it was aborted.
+// Messages on the wire. Keeps its tensors alive; wait() throws what the backend throws, or if it was aborted. Some may
+// stay in the memory of the rank that sends them, to be read from there: see Note [Neighbours].
 class Pending {
  public:
-  explicit Pending(std::vector<c10::intrusive_ptr<c10d::Work>> works) : works_(std::move(works)) {}
+  explicit Pending(std::vector<Work> works) : works_(std::move(works)) {}
   virtual ~Pending() = default;
   virtual void wait();   // on the host, or where the backend works on streams, of the current stream
   virtual void abort();  // wakes a wait() on another thread, where the backend can; never throws
 
- private:
-  std::vector<c10::intrusive_ptr<c10d::Work>> works_;
+  // After the wait: elements of a rank's message from `start` on, for one that exchange.reads(rank).
+  virtual void read(int rank, size_t message, int64_t start, const at::Tensor& into);
+  // Nothing more will be read: their owners hear of it.
+  virtual void let_go() {}
+  // Waits until nobody will read what is here.
+  virtual void wait_for_readers() {}
+
+ protected:
+  static void await(const Work& work);
+  static void abort_one(const Work& work);
+
+  std::vector<Work> works_;  // unchanged once others may abort them
 };
 
 // What this rank sent to others, for accounts in closed form.
@@ -54,6 +66,10 @@ class Exchange {
   virtual std::shared_ptr<Pending> send(const std::vector<Messages>& sent, const std::vector<Messages>& received,
                                         int64_t most);
 
+  // Whether a rank's messages are read from its memory, as many elements at a time as the reader likes: then
+  // `received[r]` is ignored.
+  virtual bool reads(int /*rank*/) const { return false; }
+
   // How many slices scatter() needs room for.
   virtual int64_t num_received() const = 0;
 
@@ -81,13 +97,15 @@ class Exchange {
 
 // Ways to move slices.
 //   direct  every rank sends each slice straight to its owner, which sums in rank order: the same bits whatever the
-//           backend does. Over gloo as messages of its own, into place, launched at once; over NCCL as one all-to-all.
+//           backend does. Over gloo as messages of its own, into place, launched at once (see direct_exchange.h); over
+//           NCCL as one all-to-all.
 //   native  the backend's own reduce_scatter_tensor and all_gather_into_tensor, which sum in the order that the backend
 //           likes.
 struct ExchangeKind {
   bool direct;
-  bool messages;  // the backend sends and receives one by one and into place (gloo); else all-to-all
-  bool staged;    // the tensors are an accelerator's, the backend's the host's: see staged_exchange.h
+  bool messages;                    // the backend sends and receives one by one and into place (gloo); else all-to-all
+  bool staged;                      // the tensors are an accelerator's, the backend's the host's: see staged_exchange.h
+  std::vector<int64_t> neighbours;  // the process of each rank, or 0: see Note [Neighbours]; empty: none
 };
 std::shared_ptr<Exchange> make_exchange(ExchangeKind kind, Group group);
 

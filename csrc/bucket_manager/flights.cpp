@@ -7,12 +7,14 @@
 #include <c10/core/StreamGuard.h>
 #include <c10/util/ParallelGuard.h>
 
+#include <limits>
 #include <stdexcept>
 
 #include "bucket_manager/ops.h"
 #include "bucket_manager/straight.h"
 #include "check.h"
 #include "math/exact_sum.h"
+#include "math/norm.h"
 
 namespace zx {
 namespace {
@@ -20,6 +22,11 @@ namespace {
 // Flights whose gradients the producers have not waited for yet, and that have buffers: see Note [Streams].
 constexpr size_t kUnpacked = 2;
 constexpr size_t kWithBuffers = 2;
+
+// What is read from all neighbours before it is added stays in a core's cache, with the gradient and the shard; but a
+// system call should not cost more than its bytes.
+constexpr int64_t kReadBytes = 256 * 1024;
+constexpr int64_t kLeastReadBytes = 32 * 1024;
 
 // Lanes run beside a backward that uses all the threads it was given: they use their own only.
 struct LaneScope {
@@ -66,6 +73,13 @@ void Flights::after_landing(std::function<void()> task) {
   lanes_.after_landing(std::move(task));
 }
 
+int64_t Flights::most_in_a_part(int64_t bytes) const {
+  int64_t readable = 0;
+  for (int rank = 0; exchange_ && rank < exchange_->world(); ++rank) readable += exchange_->reads(rank);
+  if (readable == 0) return std::numeric_limits<int64_t>::max();
+  return std::max(kReadBytes / readable, kLeastReadBytes) / bytes / kNormBlock * kNormBlock;
+}
+
 void Flights::land() {
   const std::string error = lanes_.drain();
   if (streams_) streams_->join();
@@ -92,8 +106,8 @@ void Flights::pack(Flight& flight) {
     if (!streams_) flight.sources.clear();
     if (exchange_) {
       flight.received = at::empty({exchange_->num_received() * bucket.slice_numel()}, options);
-      lanes_.set_pending(flight, bucket.num_straight > 0 ? send_straight(*exchange_, flight)
-                                                         : exchange_->scatter(flight.flat, flight.received));
+      lanes_.set_pending(flight, exchange_->sends_messages() ? send_straight(*exchange_, flight)
+                                                             : exchange_->scatter(flight.flat, flight.received));
     }
   };
   lanes_.attempt(flight, telling_reasons(work));
@@ -117,8 +131,18 @@ void Flights::land(Flight& flight) {
     if (!lanes_.failed()) reduce(*flight.bucket, flight);
   };
   lanes_.attempt(flight, telling_reasons(work));
+  const auto part = [&] {
+    if (!flight.pending) return;
+    flight.pending->let_go();  // whatever went wrong here: others should not wait for this rank
+    if (!lanes_.failed()) flight.pending->wait_for_readers();
+  };
+  lanes_.attempt(flight, telling_reasons(part));
   if (streams_) {
     streams_->hold_buffers({std::move(flight.flat), std::move(flight.received)}, streams_->record(streams_->land()));
+  }
+  if (lanes_.failed()) {
+    abandoned_.push_back(flight.flat);
+    abandoned_.insert(abandoned_.end(), flight.straight.begin(), flight.straight.end());
   }
   flight.sources.clear();
   flight.straight.clear();
@@ -126,16 +150,42 @@ void Flights::land(Flight& flight) {
   flight.received.reset();
 }
 
+// Elements of a message from each rank that is summed, in rank order. Good until the next call.
+std::vector<at::Tensor> Flights::slices(const Flight& flight, const std::vector<Exchange::Messages>& messages,
+                                        size_t message, int64_t start, int64_t numel) {
+  std::vector<at::Tensor> found;
+  size_t place = 0;
+  for (size_t rank = 0; rank < messages.size(); ++rank) {
+    if (!messages[rank].empty()) {
+      const at::Tensor& whole = messages[rank][message];
+      found.push_back(start == 0 && numel == whole.numel() ? whole : whole.narrow(0, start, numel));
+      continue;
+    }
+    if (place == scratch_.size()) scratch_.emplace_back();
+    at::Tensor& room = scratch_[place++];
+    const int64_t bytes = numel * flight.flat.element_size();
+    if (!room.defined() || room.numel() < bytes) room = at::empty({bytes}, at::kByte);
+    at::Tensor into = room.narrow(0, 0, bytes).view(flight.flat.scalar_type());
+    flight.pending->read(static_cast<int>(rank), message, start, into);
+    found.push_back(std::move(into));
+  }
+  return found;
+}
+
 void Flights::reduce(Bucket& bucket, Flight& flight) {
   RECORD_FUNCTION("zerox::land", std::vector<c10::IValue>());
   Landed& landed = bucket.landed;
-  std::vector<std::vector<at::Tensor>> slices{{flight.flat}};  // of each part
-  if (bucket.num_straight > 0) {
-    slices = parts_to_sum(*exchange_, flight);
+  std::vector<Exchange::Messages> messages{{flight.flat}};
+  if (exchange_ && exchange_->sends_messages()) {
+    messages = contributions(*exchange_, flight);
   } else if (exchange_) {
-    slices = {exchange_->to_sum(flight.flat, flight.received)};
+    messages.clear();
+    for (at::Tensor& slice : exchange_->to_sum(flight.flat, flight.received)) messages.push_back({std::move(slice)});
   }
-  ops::read_flags_(landed.present, landed.replaced, slices.back(), bucket.parts.back().numel);
+  const Part& last = bucket.parts.back();
+  const int64_t flags_start = last.message_start + last.numel;
+  ops::read_flags_(landed.present, landed.replaced,
+                   slices(flight, messages, last.message, flags_start, bucket.trailer_numel), 0);
   const bool accumulate = landed.holds && landed.shard.defined();
   landed.holds = true;
   if (!exchange_ && !accumulate && !bucket.keeps_shard) {
@@ -147,15 +197,14 @@ void Flights::reduce(Bucket& bucket, Flight& flight) {
   if (!accumulate && !bucket.keeps_shard) landed.shard = at::empty({bucket.shard_numel}, flight.flat.options());
   landed.words = at::zeros({kExactWords}, flight.flat.options().dtype(at::kLong));
   int64_t end = 0;
-  for (size_t i = 0; i < bucket.parts.size(); ++i) {
-    const Part& part = bucket.parts[i];
+  for (const Part& part : bucket.parts) {
     // Padding travels too, where shards are gathered.
     if (part.start > end) landed.shard.narrow(0, end, part.start - end).zero_();
     end = part.start + part.numel;
     at::Tensor shard = bucket.parts.size() == 1 ? landed.shard : landed.shard.narrow(0, part.start, part.numel);
-    ops::reduce_(shard, landed.words, slices[i], part.segments,
-                 landed.replaced.narrow(0, part.first_row, part.segments.size(0)), exchange_ ? exchange_->world() : 1,
-                 accumulate);
+    ops::reduce_(shard, landed.words, slices(flight, messages, part.message, part.message_start, part.numel),
+                 part.segments, landed.replaced.narrow(0, part.first_row, part.segments.size(0)),
+                 exchange_ ? exchange_->world() : 1, accumulate);
   }
 }
 

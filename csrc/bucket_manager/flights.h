@@ -5,6 +5,7 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <vector>
 
 #include "bucket_manager/flight.h"
 #include "bucket_manager/streams.h"
@@ -34,14 +35,23 @@ class Flights {
   // For tests of overlap: holds every flight back until land() is called.
   void set_hold(bool hold) { lanes_.set_hold(hold); }
 
+  // Elements of `bytes` each that a part of a shard may have: all, or where neighbours are read, what a cache holds.
+  int64_t most_in_a_part(int64_t bytes) const;
+
   Streams* streams() { return streams_ ? &*streams_ : nullptr; }  // null on the CPU
 
  private:
   void pack(Flight& flight);
   void land(Flight& flight);
   void reduce(Bucket& bucket, Flight& flight);
+  std::vector<at::Tensor> slices(const Flight& flight, const std::vector<Exchange::Messages>& messages, size_t message,
+                                 int64_t start, int64_t numel);
 
   std::shared_ptr<Exchange> exchange_;
+  // The land lane's: what it has read from each neighbour; and what was sent when something went wrong, as others may
+  // go on reading it.
+  std::vector<at::Tensor> scratch_;
+  std::vector<at::Tensor> abandoned_;
   std::optional<Streams> streams_;
   TwoLanes<Flight> lanes_;  // destroyed first: its threads use the others
 };

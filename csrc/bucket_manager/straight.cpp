@@ -1,7 +1,7 @@
 #include "bucket_manager/straight.h"
 
-#include <ATen/ops/sub.h>
-#include <ATen/ops/tensor.h>
+#include "math/norm.h"
+#include "math/segment.h"
 
 namespace zx {
 namespace {
@@ -49,36 +49,54 @@ Exchange::Messages messages_into(const Bucket& bucket, const at::Tensor& slice, 
   return messages;
 }
 
-// What each rank contributes to this one's slice, by rank, as messages.
-std::vector<Exchange::Messages> contributions(const Exchange& exchange, const Flight& flight) {
-  std::vector<Exchange::Messages> all;
-  int64_t place = 0;
-  const int64_t slice_numel = flight.bucket->slice_numel();
-  for (int peer = 0; peer < exchange.world(); ++peer) {
-    if (peer == exchange.rank()) {
-      all.push_back(messages_to(flight, peer));
-    } else {
-      const at::Tensor slice = flight.received.narrow(0, place++ * slice_numel, slice_numel);
-      all.push_back(messages_into(*flight.bucket, slice, exchange.rank()));
-    }
+// Where a part has to end so as not to cut a block that norms are taken over.
+int64_t whole_blocks(const at::TensorAccessor<int64_t, 2>& rows, int64_t first_row, int64_t end) {
+  for (int64_t row = first_row; row < rows.size(0) && rows[row][0] < end; ++row) {
+    if (end < rows[row][1]) return end - (end - rows[row][0]) % kNormBlock;
   }
-  return all;
+  return end;
+}
+
+// The rows [first, last) of the table as they lie in elements [start, stop) of the shard.
+at::Tensor rows_inside(const at::Tensor& segments, int64_t first, int64_t last, int64_t start, int64_t stop) {
+  at::Tensor rows = segments.narrow(0, first, last - first).clone();
+  auto table = rows.accessor<int64_t, 2>();
+  for (int64_t i = 0; i < rows.size(0); ++i) {
+    auto* segment = reinterpret_cast<Segment*>(table[i].data());
+    segment->param_start += std::max<int64_t>(start - segment->start, 0);
+    segment->start = std::clamp(segment->start, start, stop) - start;
+    segment->stop = std::clamp(segment->stop, start, stop) - start;
+  }
+  return rows;
 }
 
 }  // namespace
 
-std::vector<Part> parts_of(const Bucket& bucket, int64_t rank) {
+std::vector<Part> parts_of(const Bucket& bucket, int64_t rank, int64_t most) {
   std::vector<Part> parts;
-  const auto add = [&](int64_t start, int64_t stop, int64_t first_row, int64_t num_rows) {
-    at::Tensor segments = bucket.segments.narrow(0, first_row, num_rows);
-    if (start > 0) {  // the columns `start` and `stop` come first
-      segments = segments - at::tensor({start, start, int64_t{0}, int64_t{0}, int64_t{0}}, segments.options());
-    }
-    parts.push_back({start, stop - start, first_row, std::move(segments)});
+  const at::Tensor table = bucket.segments.cpu();  // kernels have it where the shard is
+  const auto rows = table.accessor<int64_t, 2>();
+  int64_t first = 0;  // row that may have elements from here on
+  const auto add = [&](size_t message, int64_t message_start, int64_t message_stop, int64_t last) {
+    int64_t start = message_start;
+    do {  // a message without elements has a part too: flags lie behind it
+      int64_t stop = message_stop;
+      if (stop - start > most) stop = whole_blocks(rows, first, start + most);
+      int64_t end = first;
+      while (end < last && rows[end][0] < stop) ++end;
+      if (stop == message_stop) end = last;
+      parts.push_back({message, start - message_start, start, stop - start, first,
+                       rows_inside(table, first, end, start, stop).to(bucket.segments.device())});
+      while (first < end && rows[first][1] <= stop) ++first;
+      start = stop;
+    } while (start < message_stop);
   };
-  int64_t row = 0;
-  for (const Range& range : straight_ranges(bucket, rank)) add(range.start, range.stop, row++, 1);
-  add(bucket.straight_numel(rank), bucket.shard_numel, row, bucket.segments.size(0) - row);
+  size_t message = 0;
+  for (const Range& range : straight_ranges(bucket, rank)) {
+    add(message, range.start, range.stop, static_cast<int64_t>(message) + 1);
+    ++message;
+  }
+  add(message, bucket.straight_numel(rank), bucket.shard_numel, rows.size(0));
   return parts;
 }
 
@@ -88,12 +106,19 @@ std::shared_ptr<Pending> send_straight(Exchange& exchange, const Flight& flight)
   return exchange.send(sent, contributions(exchange, flight), flight.bucket->num_straight + 1);
 }
 
-std::vector<std::vector<at::Tensor>> parts_to_sum(const Exchange& exchange, const Flight& flight) {
-  std::vector<std::vector<at::Tensor>> parts(flight.bucket->parts.size());
-  for (const Exchange::Messages& messages : contributions(exchange, flight)) {
-    for (size_t i = 0; i < parts.size(); ++i) parts[i].push_back(messages[i]);
+std::vector<Exchange::Messages> contributions(const Exchange& exchange, const Flight& flight) {
+  std::vector<Exchange::Messages> all(exchange.world());
+  int64_t place = 0;
+  const int64_t slice_numel = flight.bucket->slice_numel();
+  for (int peer = 0; peer < exchange.world(); ++peer) {
+    if (peer == exchange.rank()) {
+      all[peer] = messages_to(flight, peer);
+    } else if (!exchange.reads(peer)) {
+      const at::Tensor slice = flight.received.narrow(0, place++ * slice_numel, slice_numel);
+      all[peer] = messages_into(*flight.bucket, slice, exchange.rank());
+    }
   }
-  return parts;
+  return all;
 }
 
 }  // namespace zx

@@ -16,15 +16,17 @@ namespace zx {
 //   slice of rank r   | A A A A A | B B B | c d . e . . | flags |
 //   messages to r       A's part    B's part  packed
 //
-// The parts arrive in their places in a whole slice, and are reduced one by one: the own one is still in the gradient.
-// All ranks send the same messages, zeros where there is no gradient.
+// What is received arrives in its place in a whole slice, what stays with a neighbour is read part by part, into memory
+// that is still in the cache when it is added; the own contribution is still in the gradient. All ranks send the same
+// messages, zeros where there is no gradient.
 
-std::vector<Part> parts_of(const Bucket& bucket, int64_t rank);
+// The shard's parts, of `most` elements at most.
+std::vector<Part> parts_of(const Bucket& bucket, int64_t rank, int64_t most);
 
 // Starts sending the flight's straight gradients and what was packed; what comes goes to flight.received.
 std::shared_ptr<Pending> send_straight(Exchange& exchange, const Flight& flight);
 
-// For each part: the slices whose sum is the reduced one, in rank order. The last part's have the flags behind them.
-std::vector<std::vector<at::Tensor>> parts_to_sum(const Exchange& exchange, const Flight& flight);
+// For each rank: what it contributes to this one's slice, as messages; none where they stay with it.
+std::vector<Exchange::Messages> contributions(const Exchange& exchange, const Flight& flight);
 
 }  // namespace zx

@@ -8,12 +8,13 @@
 
 namespace zx {
 
-enum class TagKind : int { scatter = 0, gather = 1, small = 2 };
+enum class TagKind : int { scatter = 0, gather = 1, small = 2, scatter_done = 3, gather_done = 4 };
+constexpr unsigned kTagKinds = 8;  // room for so many
 
 class Tag {
  public:
   Tag(TagKind kind, unsigned count) : kind_(kind), count_(count) {}
-  int number() const { return static_cast<int>(4 * (count_ % (1U << 28U))) + static_cast<int>(kind_); }
+  int number() const { return static_cast<int>(kTagKinds * (count_ % (1U << 27U))) + static_cast<int>(kind_); }
   Tag operator++(int) { return {kind_, count_++}; }
 
  private:

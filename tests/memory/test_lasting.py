@@ -85,11 +85,13 @@ def test_gradients_take_what_the_formula_says(world_size: int, stage: int, reduc
         assert held.gradients == formula.gradients
 
 
-@pytest.mark.parametrize(("backend", "received"), [("gloo", 3), ("nccl", 1)])
-def test_exchange_buffers_are_those_of_the_backend(backend: str, received: int) -> None:
+@pytest.mark.parametrize(
+    ("backend", "local_world_size", "received"), [("gloo", None, 0), ("gloo", 2, 2), ("gloo", 1, 3), ("nccl", None, 1)]
+)
+def test_exchange_buffers_are_those_of_the_backend(backend: str, local_world_size: int | None, received: int) -> None:
     params = [torch.empty(4 * 8192, requires_grad=True)]
     slice_bytes = (8192 + 64) * 4  # flags take 64 elements behind each shard
-    formula = estimate(params, 4, backend=backend, bucket_cap_mb=1024)
+    formula = estimate(params, 4, backend=backend, local_world_size=local_world_size, bucket_cap_mb=1024)
     assert formula.exchange == 2 * (4 + received) * slice_bytes
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import time
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -57,7 +59,13 @@ KINDS: dict[str, tuple[torch.dtype, dict[str, Any]]] = {
 
 
 def measure(
-    rank: int, world_size: int, library: Path, wire: str, dtype: torch.dtype, options: dict[str, Any]
+    rank: int,
+    world_size: int,
+    library: Path,
+    wire: str,
+    dtype: torch.dtype,
+    options: dict[str, Any],
+    exchange: str = "direct",
 ) -> tuple[int, int, MemoryBytes]:
     """The peak of a step, what is allocated while the wire stalls, and the formula.
 
@@ -67,7 +75,8 @@ def measure(
     allocator = Allocator(library)
     base = allocator.now
     model = Wide(dtype)
-    optimizer = FusedShardedAdam(model.parameters(), **options)
+    with patch.dict(os.environ, {"ZEROX_EXCHANGE": exchange}):
+        optimizer = FusedShardedAdam(model.parameters(), **options)
     manager = optimizer._grads.manager
     stalled: list[int] = []
 
@@ -91,7 +100,9 @@ def measure(
         for param in model.parameters():
             param.register_post_accumulate_grad_hook(wait_for_flights)
     peak = allocator.peak_of(step) - base
-    return peak, stalled[0] if stalled else 0, estimate(model.parameters(), world_size, **options)
+    neighbours = world_size if exchange == "direct" else 1
+    formula = estimate(model.parameters(), world_size, local_world_size=neighbours, **options)
+    return peak, stalled[0] if stalled else 0, formula
 
 
 def wait_until_quiet(allocator: Allocator) -> None:
@@ -129,6 +140,14 @@ def test_peak_of_a_step_is_the_estimate_at_each_world_size(world_size: int, stag
     dtype, options = KINDS[kind][0], {"stage": stage, **KINDS[kind][1]}
     wire = "stalls" if stage == 2 and world_size > 1 else "free"
     peak, _, formula = run_ranks(measure, world_size, build(), wire, dtype, options)[0]
+    assert_near(peak, formula.peak)
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_peak_of_a_step_is_the_estimate_where_gradients_are_received(world_size: int, stage: int) -> None:
+    wire, options = "stalls" if stage == 2 else "free", {"stage": stage}
+    peak, _, formula = run_ranks(measure, world_size, build(), wire, torch.float32, options, "messages")[0]
     assert_near(peak, formula.peak)
 
 

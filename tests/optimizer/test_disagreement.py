@@ -166,7 +166,7 @@ def construct_with_one_wrong_rank(rank: int, world_size: int) -> list[str]:
 
 def test_what_one_rank_alone_refuses_in_the_constructor_the_others_hear_at_once() -> None:
     expected = [message for _, message in rank_1_alone_is_wrong()]
-    expected.append("ValueError: ZEROX_EXCHANGE must be one of ('direct', 'native'), got 'pigeon'")
+    expected.append("ValueError: ZEROX_EXCHANGE must be one of ('direct', 'messages', 'native'), got 'pigeon'")
     for rank, messages in enumerate(run_ranks(construct_with_one_wrong_rank, 3)):
         for message, start in zip(messages, expected, strict=True):
             assert message.startswith(start if rank == 1 else f"ValueError: rank 1 raised {start}"), message

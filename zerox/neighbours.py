@@ -1,0 +1,51 @@
+"""Which ranks can read which others' memory: see Note [Neighbours] in csrc/bucket_manager/neighbours.h."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from zerox import _C as C
+
+Gather = Callable[[str], list[str]]
+
+
+def find_neighbours(all_gather: Gather, rank: int) -> tuple[int, ...]:
+    """The process of each rank that is on this one's machine, else 0; 0 everywhere if any two there can't be read.
+
+    Collective: ``all_gather`` returns every rank's text by rank. What ranks say of their machine is only a hint, as
+    containers may share its names: the proof is a random number, read where its rank says that it is.
+    """
+    C.let_siblings_read()
+    secret = torch.tensor([secrets.randbits(62)])
+    told = all_gather(f"{_machine()} {os.getpid()} {secret.data_ptr()} {int(secret)}")
+    everyone = [line.split(" ") for line in told]
+    here = everyone[rank][0]
+    pids = tuple(int(pid) if machine == here else 0 for machine, pid, *_ in everyone)
+    can = all(_reads(pid, int(address), int(number)) for machine, pid, address, number in everyone if machine == here)
+    # Also the barrier that keeps the secret in place until all have read it.
+    refused = {
+        machine
+        for machine, answer in zip((each[0] for each in everyone), all_gather(f"{can}"), strict=True)
+        if answer != "True"
+    }
+    return pids if here not in refused else (0,) * len(pids)
+
+
+def _reads(pid: str, address: int, number: int) -> bool:
+    found = torch.zeros(1, dtype=torch.int64)
+    return C.read_memory(int(pid), address, found) and int(found) == number
+
+
+def _machine() -> str:
+    """A word for this boot of this machine and its process numbers; one of its own where there is no /proc."""
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    namespace = Path("/proc/self/ns/pid")
+    try:
+        return f"{boot.read_text().strip()}/{namespace.readlink()}"
+    except OSError:
+        return secrets.token_hex(16)
