@@ -1,6 +1,6 @@
 # Every target but `gpu`, which takes $PYTHON or python3 as it is, first readies an environment (scripts/setup_env.sh says
 # which and how), so a fresh clone needs no other step.
-.PHONY: help demo test lint build rehearse gpu clean
+.PHONY: help demo test bench lint build rehearse gpu clean
 .DEFAULT_GOAL := help
 SHELL := bash
 WORKERS ?= $(shell cores="$$(nproc)"; echo $$((cores < 8 ? cores : 8)))
@@ -20,11 +20,14 @@ demo: ## train a small GPT on 2 CPU ranks, zerox beside plain DDP; draws a pictu
 test: ## the whole suite, C++ unit tests included, on WORKERS processes; ARGS='-k layout -x' goes to pytest
 	@$(call in_env,test demo) && "$$py" -m pytest -n "$(WORKERS)" --dist loadfile --no-loadscope-reorder $(ARGS)
 
+bench: ## time and weigh zerox on this CPU beside what people use today; results into bench/results; ARGS='--quick'
+	@$(call in_env,demo) && "$$py" -m bench $(ARGS)
+
 lint: ## ruff, clang-format, mypy; changes nothing
 	@$(call in_env,--no-build lint) && set -x && \
 	  "$$py" -m ruff check . && \
 	  "$$py" -m ruff format --check . && \
-	  find csrc tests/cpp tests/accelerator -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh' | \
+	  find csrc bench tests/cpp tests/accelerator -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh' | \
 	    xargs -r clang-format --dry-run --Werror && \
 	  "$$py" -m mypy zerox scripts bench
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 import platform
 import re
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +27,13 @@ def cpu() -> str:
     info = Path("/proc/cpuinfo")
     model = re.search(r"model name\s*: (.*)", info.read_text()) if info.exists() else None
     return model[1] if model else platform.processor()
+
+
+def write_result(path: Path, module: str, argv: list[str] | None, rows: list[dict[str, Any]]) -> None:
+    """What ``python -m module argv`` (None: this process' own) has found, with its facts, as JSON."""
+    command = " ".join([f"python -m {module}", *(argv if argv is not None else sys.argv[1:])])
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps({**facts(command), "rows": rows}, indent=1) + "\n")
 
 
 def facts(command: str) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """Times the whole training step of zerox beside what people use today, after a check that they train alike.
 
     python -m bench.step [--ranks 2 4] [--dtype bf16] [--clip] [--accumulate 4] [--systems zerox DDP] [--json FILE]
+        [--png FILE]
 
 Every system lives in the same processes, one a rank with one thread each, and the systems take turns, a few steps at
 a time, so that what else the machine does falls on all of them alike. A sample is the slowest rank's. "as fast" is
@@ -11,7 +12,6 @@ each rank updates no more than its share. The spread is the middle half of the s
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
 import time
@@ -23,8 +23,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.multiprocessing.spawn import ProcessRaisedException
 
-from bench.facts import facts
+from bench.facts import write_result
 from bench.jobs import WrongResult
+from bench.plots import save_bars
 from bench.ranks import largest, on_ranks
 from bench.systems import ALONE, DDP, DTYPES, SYSTEMS, NoCommunication, System, Training
 from bench.timing import Timing
@@ -161,6 +162,13 @@ def describe(training: Training) -> str:
     return f"{training.dtype}, {training.batch} x {training.context} tokens a rank{many}{clip}"
 
 
+def draw(rows: list[Row], what: str, path: Path) -> None:
+    groups: dict[str, dict[str, float]] = {}
+    for row in rows:
+        groups.setdefault(f"{row['ranks']} ranks", {})[row["system"]] = row["p50_ms"]
+    save_bars(groups, f"a training step, ms: {rows[0]['numel'] / 1e6:.1f} M parameters, {what}", path)
+
+
 def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m bench.step", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -174,6 +182,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--systems", nargs="+", metavar="WORD", help=f"those with a word in: {'; '.join(SYSTEMS)}")
     parser.add_argument("--seconds", type=float, default=120.0, help="for all timing, about (default: %(default)s)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all numbers there")
+    parser.add_argument("--png", type=Path, metavar="FILE", help="draw them there")
     args = parser.parse_args(argv)
     if min(args.ranks) < 1 or args.accumulate < 1 or args.layers < 1 or args.batch < 1:
         parser.error("--ranks, --accumulate, --layers and --batch take numbers from 1 on")
@@ -195,8 +204,9 @@ def main(argv: list[str] | None = None) -> int:
         print(error, file=sys.stderr)
         return 1
     if args.json:
-        command = " ".join(["python -m bench.step", *(argv if argv is not None else sys.argv[1:])])
-        args.json.write_text(json.dumps({**facts(command), "rows": rows}, indent=1) + "\n")
+        write_result(args.json, "bench.step", argv, rows)
+    if args.png:
+        draw(rows, describe(training), args.png)
     return 0
 
 

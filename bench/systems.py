@@ -29,7 +29,10 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 @dataclass(frozen=True)
 class Training:
-    """What is trained, and how. ``max_norm``: of clipping, None: off. ``micro_batches`` are accumulated in a step."""
+    """What is trained, and how. ``max_norm``: of clipping, None: off. ``micro_batches`` are accumulated in a step.
+
+    ``tied``: the last layer's weight is the embedding's.
+    """
 
     layers: int = 8
     width: int = 512
@@ -39,12 +42,12 @@ class Training:
     dtype: str = "fp32"
     max_norm: float | None = None
     micro_batches: int = 1
+    tied: bool = True
 
-    def model(self) -> TiedGPT:
+    def model(self) -> WordGPT:
         torch.manual_seed(0)
-        return TiedGPT(Shape(self.layers, self.width, self.width // 64, self.context), self.vocabulary).to(
-            DTYPES[self.dtype]
-        )
+        shape = Shape(self.layers, self.width, self.width // 64, self.context)
+        return WordGPT(shape, self.vocabulary, self.tied).to(DTYPES[self.dtype])
 
     def batches(self, step: int, rank: int) -> list[Tensor]:
         """int64 ``[batch, context + 1]`` for each micro-batch."""
@@ -53,14 +56,17 @@ class Training:
         return [torch.randint(self.vocabulary, shape, generator=generator) for _ in range(self.micro_batches)]
 
 
-class TiedGPT(GPT):
-    """The example's GPT with a vocabulary of its own, which shares its weight with the last layer."""
+class WordGPT(GPT):
+    """The example's GPT with a vocabulary of its own."""
 
-    def __init__(self, shape: Shape, vocabulary: int) -> None:
+    def __init__(self, shape: Shape, vocabulary: int, tied: bool) -> None:
         super().__init__(shape)
         self.token_embedding = nn.Embedding(vocabulary, shape.width)
         nn.init.normal_(self.token_embedding.weight, std=shape.width**-0.5)
-        self.to_logits.weight = self.token_embedding.weight
+        if tied:
+            self.to_logits.weight = self.token_embedding.weight
+        else:
+            self.to_logits = nn.Linear(shape.width, vocabulary, bias=False)
 
 
 class System(ABC):
@@ -74,7 +80,7 @@ class System(ABC):
         self.module, self.optimizer = self.build(training.model())
 
     @abstractmethod
-    def build(self, model: TiedGPT) -> tuple[nn.Module, torch.optim.Optimizer]: ...
+    def build(self, model: WordGPT) -> tuple[nn.Module, torch.optim.Optimizer]: ...
 
     def no_sync(self) -> AbstractContextManager[None]:
         return nullcontext()
@@ -104,7 +110,7 @@ class NoCommunication(System):
     name = "no communication"
     communicates = False
 
-    def build(self, model: TiedGPT) -> tuple[nn.Module, torch.optim.Optimizer]:
+    def build(self, model: WordGPT) -> tuple[nn.Module, torch.optim.Optimizer]:
         world_size = dist.get_world_size() if dist.is_initialized() else 1
         total = sum(p.numel() for p in model.parameters())
         share: list[nn.Parameter] = []
@@ -121,11 +127,11 @@ class NoCommunication(System):
 class DDP(System):
     name = "DDP + AdamW(fused)"
 
-    def build(self, model: TiedGPT) -> tuple[nn.Module, torch.optim.Optimizer]:
+    def build(self, model: WordGPT) -> tuple[nn.Module, torch.optim.Optimizer]:
         self.wrapped = DistributedDataParallel(model, gradient_as_bucket_view=True)
         return self.wrapped, self.build_optimizer(model)
 
-    def build_optimizer(self, model: TiedGPT) -> torch.optim.Optimizer:
+    def build_optimizer(self, model: WordGPT) -> torch.optim.Optimizer:
         return AdamW(model.parameters(), lr=LR, weight_decay=WEIGHT_DECAY, fused=True)
 
     def no_sync(self) -> AbstractContextManager[None]:
@@ -135,7 +141,7 @@ class DDP(System):
 class ZeroRedundancy(DDP):
     name = "DDP + ZeroRedundancyOptimizer"
 
-    def build_optimizer(self, model: TiedGPT) -> torch.optim.Optimizer:
+    def build_optimizer(self, model: WordGPT) -> torch.optim.Optimizer:
         return ZeroRedundancyOptimizer(
             model.parameters(), optimizer_class=AdamW, lr=LR, weight_decay=WEIGHT_DECAY, fused=True
         )
@@ -145,7 +151,7 @@ class FSDP2(System):
     name = "FSDP2, not resharded"
     reshard = False
 
-    def build(self, model: TiedGPT) -> tuple[nn.Module, torch.optim.Optimizer]:
+    def build(self, model: WordGPT) -> tuple[nn.Module, torch.optim.Optimizer]:
         mesh = init_device_mesh("cpu", (dist.get_world_size(),))
         for block in model.blocks:
             fully_shard(block, mesh=mesh, reshard_after_forward=self.reshard)
@@ -176,7 +182,7 @@ class Zerox(System):
     name = "zerox, stage 2"
     stage = 2
 
-    def build(self, model: TiedGPT) -> tuple[nn.Module, torch.optim.Optimizer]:
+    def build(self, model: WordGPT) -> tuple[nn.Module, torch.optim.Optimizer]:
         named = model.named_parameters()
         self.ours = FusedShardedAdam(named, lr=LR, weight_decay=WEIGHT_DECAY, stage=self.stage)
         return model, self.ours

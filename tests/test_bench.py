@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
 import torch
 
-from bench import jobs, kernels, moments, step, systems, timing
+from bench import __main__ as everything
+from bench import jobs, kernels, memory, moments, step, systems, timing
 from bench.ranks import on_ranks
 
 CPU = torch.device("cpu")
@@ -158,3 +159,35 @@ def test_a_wrong_option_ends_with_its_name(option: str, named: str, capsys: pyte
         step.main([option])
     assert end.value.code == 2
     assert named in capsys.readouterr().err.splitlines()[-1]
+
+
+@dataclass(frozen=True)
+class SmallTraining(systems.Training):
+    width: int = 64
+    vocabulary: int = 4096
+
+
+def test_memory_is_weighed_beside_the_estimate_and_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "Training", SmallTraining)
+    files = {name: tmp_path / f"new/memory.{name}" for name in ("json", "png")}
+    arguments = [f"--{name}={path}" for name, path in files.items()]
+    assert memory.main(["--ranks", "2", "--layers=1", "--systems", "DDP + AdamW", "zerox", *arguments]) == 0
+    rows = {row["system"]: row for row in json.loads(files["json"].read_text())["rows"]}
+    assert list(rows) == ["DDP + AdamW(fused)", "zerox, stage 2", "zerox, stage 1"]
+    numel = 2 * 4096 * 64  # the rest is small beside both embeddings
+    assert rows["DDP + AdamW(fused)"]["kept"] == pytest.approx(5 * 4 * numel, rel=0.2)  # with DDP's buckets
+    assert rows["zerox, stage 2"]["kept"] == pytest.approx((1 + 2 / 2) * 4 * numel, rel=0.2)
+    for name in ("zerox, stage 2", "zerox, stage 1"):
+        least, most = rows[name]["estimate"]
+        assert 0.9 * least < rows[name]["peak"] < 1.5 * most, "activations are large beside a model so small"
+        assert rows[name]["of_rival"] == rows[name]["peak"] / rows["DDP + AdamW(fused)"]["peak"]
+    assert rows["zerox, stage 2"]["of_rival"] < 1
+    assert files["png"].read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("quick", [False, True])
+def test_what_make_bench_runs_are_commands_that_there_are(quick: bool) -> None:
+    modules = {"bench.step": step, "bench.memory": memory, "bench.kernels": kernels}
+    for name in everything.RUNS:
+        _, _, module, *arguments = everything.command(name, Path("somewhere"), quick)
+        assert modules[module].parse(arguments).json == Path("somewhere") / f"{name}.json"

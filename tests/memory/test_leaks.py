@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from tests.memory.allocator import Allocator, build
+from bench.allocator import Allocator, build
 from tests.ranks import run_ranks, run_threads
 from zerox import FusedShardedAdam
 

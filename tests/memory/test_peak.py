@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from tests.memory.allocator import Allocator, build
+from bench.allocator import Allocator, build
 from tests.ranks import run_ranks
 from zerox import FusedShardedAdam, MemoryBytes, estimate
 from zerox.options import Options

@@ -1,5 +1,5 @@
 // torch's CPU allocator with a counter in front: what every thread of a process allocates and frees, lanes included.
-// Loaded with ctypes by tests/memory/allocator.py.
+// Loaded with ctypes by bench/allocator.py.
 #include <c10/core/Allocator.h>
 #include <c10/core/CPUAllocator.h>
 

@@ -13,8 +13,8 @@ from pathlib import Path
 import torch
 from torch.utils import cpp_extension
 
-ROOT = Path(__file__).parents[2]
-SOURCE = ROOT / "tests/cpp/counting_allocator.cpp"
+ROOT = Path(__file__).parents[1]
+SOURCE = ROOT / "bench/counting_allocator.cpp"
 
 
 @functools.cache

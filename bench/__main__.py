@@ -1,0 +1,66 @@
+"""Runs every benchmark of this machine's CPU, and leaves numbers and pictures in a folder.
+
+    python -m bench [--out bench/results/cpu] [--quick]
+
+One after the other, each by a command of its own that it prints, and that can be run alone. Nothing else should run
+beside them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from bench.facts import ROOT
+
+# name -> arguments, and those of a quick run.
+RUNS: dict[str, tuple[list[str], list[str]]] = {
+    "step": (
+        ["bench.step", "--ranks", "2", "4", "--batch", "1", "--seconds", "150"],
+        ["--layers", "1", "--seconds", "1"],
+    ),
+    "step-larger-batch": (["bench.step", "--ranks", "2", "--batch", "2"], ["--layers", "1", "--seconds", "1"]),
+    "step-bf16-clip": (
+        ["bench.step", "--ranks", "2", "--batch", "1", "--dtype", "bf16", "--clip"],
+        ["--layers", "1", "--seconds", "1"],
+    ),
+    "memory": (["bench.memory", "--ranks", "2", "4"], ["--layers", "1"]),
+    "kernels": (["bench.kernels"], ["--quick", "--seconds", "1"]),
+}
+WITHOUT_PICTURE = {"kernels"}
+
+
+def command(name: str, out: Path, quick: bool) -> list[str]:
+    full, hasty = RUNS[name]
+    pictures = [] if name in WITHOUT_PICTURE else ["--png", str(out / f"{name}.png")]
+    return [sys.executable, "-m", *full, *(hasty if quick else []), "--json", str(out / f"{name}.json"), *pictures]
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m bench", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--out", type=Path, default=Path("bench/results/cpu"), help="folder (default: %(default)s)")
+    parser.add_argument("--only", nargs="+", choices=list(RUNS), default=list(RUNS), help="default: all")
+    parser.add_argument(
+        "--quick", action="store_true", help="small and short: whether it works, and no numbers to quote"
+    )
+    args = parser.parse_args(argv)
+    failed = []
+    for name in args.only:
+        run = command(name, args.out, args.quick)
+        print(f"\n$ python {' '.join(run[1:])}", flush=True)
+        start = time.monotonic()
+        if subprocess.run(run, cwd=ROOT, check=False).returncode:
+            failed.append(name)
+        print(f"{name}: {time.monotonic() - start:.0f} s", flush=True)
+    if failed:
+        print(f"failed: {', '.join(failed)}", file=sys.stderr)
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

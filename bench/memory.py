@@ -1,0 +1,119 @@
+"""The most bytes that a training step takes on a rank, of zerox and of what people use today, from the allocator.
+
+    python -m bench.memory [--ranks 2 4] [--dtype bf16] [--clip] [--systems zerox DDP] [--json FILE] [--png FILE]
+
+Each system has processes of its own, one a rank; every tensor that any of their threads allocates on the CPU counts:
+parameters, gradients, moments, masters, buffers, and the few activations of 8 tokens. No weight is tied: autograd holds
+both gradients of one that is, before it adds them. "peak" is the most at one time
+in some steps, of the rank where it is largest, "kept" what is left after zero_grad(). The estimate is zerox.estimate's,
+which knows no activations: typical_peak, where buckets leave as fast as backward fills them, and peak, where none does.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+import torch.distributed as dist
+
+from bench.allocator import Allocator, build
+from bench.facts import write_result
+from bench.plots import save_bars
+from bench.ranks import largest, on_ranks
+from bench.step import RIVAL, Row, names_for
+from bench.systems import DTYPES, SYSTEMS, Training, Zerox
+from zerox import estimate
+
+STEPS = 3  # counted, after as many that are not: state is made in the first
+MIB = 2**20
+
+
+def measure(training: Training, name: str, library: Path) -> Row:
+    """On each rank."""
+    allocator = Allocator(library)
+    base = allocator.now
+    system = SYSTEMS[name](training)
+
+    def run(first: int) -> None:
+        for step in range(first, first + STEPS):
+            system.step(training.batches(step, dist.get_rank()))
+
+    run(0)
+    peak = allocator.peak_of(lambda: run(STEPS)) - base
+    system.module.zero_grad()
+    system.optimizer.zero_grad()
+    kept = allocator.now - base
+    peak, kept = (int(each) for each in largest([float(peak), float(kept)]))
+    row = {"system": name, "ranks": dist.get_world_size(), "peak": peak, "kept": kept, "estimate": None}
+    if isinstance(system, Zerox):
+        formula = estimate(training.model().parameters(), dist.get_world_size(), stage=system.stage)
+        row["estimate"] = [formula.typical_peak, formula.peak]
+    return row
+
+
+HEADER = f"{'ranks':>5}  {'system':<30}  {'peak MiB':>9}  {'kept MiB':>9}  {'of DDP':>7}  {'estimate MiB':>15}"
+
+
+def line(row: Row) -> str:
+    share = f"{row['of_rival']:.1%}" if row["of_rival"] is not None else ""
+    sizes = [f"{row[key] / MIB:,.1f}" for key in ("peak", "kept")]
+    formula = " to ".join(f"{each / MIB:,.1f}" for each in row["estimate"] or [])
+    return f"{row['ranks']:>5}  {row['system']:<30}  {sizes[0]:>9}  {sizes[1]:>9}  {share:>7}  {formula:>15}"
+
+
+def run(world_sizes: list[int], training: Training, wanted: list[str] | None) -> list[Row]:
+    library = build()
+    print(HEADER)
+    rows: list[Row] = []
+    for world_size in world_sizes:
+        found = [on_ranks(measure, world_size, training, name, library) for name in names_for(wanted, world_size)]
+        rival = next((row["peak"] for row in found if row["system"] == RIVAL), None)
+        for row in found:
+            row["of_rival"] = row["peak"] / rival if rival else None
+            print(line(row), flush=True)
+        rows += found
+    return rows
+
+
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.memory", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2], metavar="N", help="world sizes (default: 2)")
+    parser.add_argument("--dtype", choices=list(DTYPES), default="fp32", help="default: %(default)s")
+    parser.add_argument("--clip", action="store_true", help="clip the norm to 1")
+    parser.add_argument("--layers", type=int, default=Training.layers, help="of width 512 (default: %(default)s)")
+    parser.add_argument("--systems", nargs="+", metavar="WORD", help=f"those with a word in: {'; '.join(SYSTEMS)}")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write all numbers there")
+    parser.add_argument("--png", type=Path, metavar="FILE", help="draw them there")
+    args = parser.parse_args(argv)
+    if min(args.ranks) < 1 or args.layers < 1:
+        parser.error("--ranks and --layers take numbers from 1 on")
+    if not all(names_for(args.systems, world_size) for world_size in args.ranks):
+        parser.error(f"no system has one of these words in its name: {' '.join(args.systems)}")
+    return args
+
+
+def draw(rows: list[Row], path: Path) -> None:
+    groups: dict[str, dict[str, float]] = {}
+    for row in rows:
+        groups.setdefault(f"{row['ranks']} ranks", {})[row["system"]] = row["peak"] / MIB
+    save_bars(groups, "peak of a training step, MiB a rank", path)
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = parse(argv)
+    training = Training(
+        layers=args.layers, context=8, batch=1, tied=False, dtype=args.dtype, max_norm=1.0 if args.clip else None
+    )
+    rows = run(args.ranks, training, args.systems)
+    if args.json:
+        write_result(args.json, "bench.memory", argv, rows)
+    if args.png:
+        draw(rows, args.png)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,37 @@
+"""Pictures of results. matplotlib comes with the extra `demo`; without it a line says so, and numbers stay numbers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+OURS, FLOOR = "zerox", "no communication"
+COLOURS = {OURS: "#c8442c", FLOOR: "#bbbbbb"}
+OTHERS = "#4d6f8f"
+
+
+def colour_of(system: str) -> str:
+    return next((colour for word, colour in COLOURS.items() if word in system), OTHERS)
+
+
+def save_bars(groups: dict[str, dict[str, float]], title: str, path: Path) -> None:
+    """One panel a group, a bar for each of its systems with the number beside it."""
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ModuleNotFoundError:
+        print(f"no picture {path}: matplotlib is not installed")
+        return
+    most = max(len(values) for values in groups.values())
+    figure = Figure(figsize=(7, len(groups) * (0.45 + 0.33 * most) + 0.3), layout="constrained")
+    FigureCanvasAgg(figure)
+    panels = figure.subplots(len(groups), 1, squeeze=False)[:, 0]
+    for panel, (name, values) in zip(panels, groups.items(), strict=True):
+        bars = panel.barh(list(values), list(values.values()), color=[colour_of(system) for system in values])
+        panel.bar_label(bars, [f"{value:,.0f}" for value in values.values()], padding=3)
+        panel.invert_yaxis()
+        panel.margins(x=0.12)
+        panel.set_title(name, loc="left", fontsize=10)
+        panel.spines[["top", "right"]].set_visible(False)
+    figure.suptitle(title)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=120)
