@@ -1,24 +1,31 @@
 // Norm partials over blocks of 256 elements. Included by kernels_<isa>.cpp only.
 
 // In the order of kNormAccumulators, which no instruction set changes. `count_non_finite` gets 1 if any element is NaN
-// or infinite; a sum of squares can't tell (in fp64 it may overflow while every element is finite).
+// or infinite. Of floats the sum tells; of doubles it may overflow while every element is finite.
 template <bool kSquare, class T>
 ZX_HD double norm_partial(const T* values, int64_t numel, int64_t* count_non_finite) {
-  double sums[kNormAccumulators] = {};
-  T differences[kNormAccumulators] = {};  // x - x is 0, or NaN where x is not finite
+  constexpr int kVectors = kNormAccumulators / VecD::kLanes;
+  const VecD zero = VecD::splat(0.0);
+  VecD vector_sums[kVectors];
+  VecD vector_differences[kVectors];  // x - x is 0, or NaN where x is not finite
+  for (int v = 0; v < kVectors; ++v) vector_sums[v] = vector_differences[v] = zero;
   int64_t i = 0;
   for (; i + kNormAccumulators <= numel; i += kNormAccumulators) {
-    for (int lane = 0; lane < kNormAccumulators; ++lane) {
-      const T x = values[i + lane];
-      const double wide = static_cast<double>(x);
-      sums[lane] += kSquare ? wide * wide : std::fabs(wide);
-      differences[lane] += x - x;
+    for (int v = 0; v < kVectors; ++v) {
+      const VecD x = VecD::load(values + i + v * VecD::kLanes);
+      vector_sums[v] = vector_sums[v] + (kSquare ? x * x : max(x, zero - x));
+      if constexpr (std::is_same_v<T, double>) vector_differences[v] = vector_differences[v] + (x - x);
     }
   }
+  alignas(64) double sums[kNormAccumulators];
+  alignas(64) double differences[kNormAccumulators];
+  for (int v = 0; v < kVectors; ++v) {
+    vector_sums[v].store(sums + v * VecD::kLanes);
+    vector_differences[v].store(differences + v * VecD::kLanes);
+  }
   for (int lane = 0; i < numel; ++i, ++lane) {
-    const T x = values[i];
-    const double wide = static_cast<double>(x);
-    sums[lane] += kSquare ? wide * wide : std::fabs(wide);
+    const double x = static_cast<double>(values[i]);
+    sums[lane] += kSquare ? x * x : std::fabs(x);
     differences[lane] += x - x;
   }
   for (int half = kNormAccumulators / 2; half > 0; half /= 2) {
@@ -27,7 +34,8 @@ ZX_HD double norm_partial(const T* values, int64_t numel, int64_t* count_non_fin
       differences[lane] += differences[lane + half];
     }
   }
-  *count_non_finite += differences[0] == T(0) ? 0 : 1;
+  const double tell = std::is_same_v<T, double> ? differences[0] : sums[0] - sums[0];
+  *count_non_finite += tell == 0.0 ? 0 : 1;
   return sums[0];
 }
 

@@ -5,6 +5,8 @@ template <class T, class Wire>
 void reduce_span(const ReduceSpan& span, int64_t* words) {
   Wire* shard = static_cast<Wire*>(span.shard);
   const T world = static_cast<T>(span.world);
+  // A quotient by a power of two is a product in every bit, and costs less.
+  const bool is_power_of_two = (span.world & (span.world - 1)) == 0;
   alignas(64) T rounded[kNormBlock];
   for (int64_t start = 0; start < span.numel; start += kNormBlock) {
     const int64_t count = span.numel - start < kNormBlock ? span.numel - start : kNormBlock;
@@ -14,12 +16,14 @@ void reduce_span(const ReduceSpan& span, int64_t* words) {
       for (int64_t rank = 1; rank < span.num_slices; ++rank) {
         sum = sum + V::load(static_cast<const Wire*>(span.slices[rank]) + start + i);
       }
-      V mean = sum / V::splat(world);
+      V mean = is_power_of_two ? sum * V::splat(T(1) / world) : sum / V::splat(world);
       if (span.accumulate) mean = mean + V::load(shard + start + i);
       mean.store(shard + start + i);
-      V::load(shard + start + i).store(rounded + i);
+      if constexpr (!std::is_same_v<T, Wire>) V::load(shard + start + i).store(rounded + i);
     });
-    exact_add(words, norm_partial<true>(static_cast<const T*>(rounded), count, words + kExactNonFinite));
+    const T* stored = rounded;
+    if constexpr (std::is_same_v<T, Wire>) stored = shard + start;
+    exact_add(words, norm_partial<true>(stored, count, words + kExactNonFinite));
   }
 }
 
