@@ -1,0 +1,72 @@
+"""The README's tables of speed and memory, from the files that `make bench` wrote.
+
+python -m bench.report [FOLDER]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+from bench.facts import ROOT
+from bench.systems import DDP, FSDP2, FSDP2Resharded, NoCommunication, ZeroRedundancy, Zerox, ZeroxStage1
+
+RESULTS = ROOT / "bench/results/cpu"
+SYSTEMS = [each.name for each in (Zerox, ZeroxStage1, DDP, ZeroRedundancy, FSDP2, FSDP2Resharded, NoCommunication)]
+MIB = 2**20
+# Column -> file, and how many ranks.
+STEPS = {
+    "2 ranks": ("step", 2),
+    "4 ranks": ("step", 4),
+    "2 ranks, twice the tokens": ("step-larger-batch", 2),
+    "2 ranks, bf16, clipped": ("step-bf16-clip", 2),
+}
+PEAKS = {"2 ranks": 2, "4 ranks": 4}
+
+
+def load(folder: Path, name: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((folder / f"{name}.json").read_text())
+    return found
+
+
+def rows_of(folder: Path, name: str, ranks: int) -> dict[str, dict[str, Any]]:
+    """By system."""
+    return {row["system"]: row for row in load(folder, name)["rows"] if row["ranks"] == ranks}
+
+
+def table(columns: dict[str, dict[str, str]]) -> str:
+    """Markdown: a row for each system, a column for each dict of cells by system."""
+    lines = [f"| | {' | '.join(columns)} |", f"|---|{'---:|' * len(columns)}"]
+    lines += [f"| {name} | {' | '.join(cells[name] for cells in columns.values())} |" for name in SYSTEMS]
+    return "\n".join(lines)
+
+
+def steps(folder: Path) -> str:
+    columns = {}
+    for column, (name, ranks) in STEPS.items():
+        rows = rows_of(folder, name, ranks)
+        columns[column] = {key: f"{row['p50_ms']:.0f} ms, {row['as_fast']:.2f}x" for key, row in rows.items()}
+    return table(columns)
+
+
+def peaks(folder: Path) -> str:
+    columns = {}
+    for column, ranks in PEAKS.items():
+        rows = rows_of(folder, "memory", ranks)
+        columns[column] = {key: f"{row['peak'] / MIB:.0f} MiB, {row['of_rival']:.0%}" for key, row in rows.items()}
+    return table(columns)
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.report", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("folder", type=Path, nargs="?", default=RESULTS, help="default: bench/results/cpu")
+    folder = parser.parse_args(argv).folder
+    print(f"{steps(folder)}\n\n{peaks(folder)}")
+
+
+if __name__ == "__main__":
+    main()
