@@ -36,8 +36,8 @@ class Neighbours {
 // Whether all bytes could be read.
 bool read_memory(pid_t pid, uint64_t address, void* into, size_t bytes);
 
-// Where Yama asks for it (Ubuntu's default), lets the processes that this one's parent started read it; in other cases
-// the kernel's own check, same user, is all there is.
+// Where Yama asks for it (Ubuntu's default), lets the processes that this one's parent started read it, unless that is
+// process 1; elsewhere the kernel's own check, same user, is all there is.
 void let_siblings_read();
 
 }  // namespace zx
