@@ -19,10 +19,11 @@ import torch.distributed as dist
 
 from bench.allocator import Allocator, build
 from bench.facts import write_result
+from bench.options import names_for, parse_step, step_parser
 from bench.plots import save_bars
 from bench.ranks import largest, on_ranks
-from bench.step import RIVAL, Row, names_for
-from bench.systems import DTYPES, SYSTEMS, Training, Zerox
+from bench.step import RIVAL, Row
+from bench.systems import SYSTEMS, Training, Zerox
 from zerox import estimate
 
 STEPS = 3  # counted, after as many that are not: state is made in the first
@@ -77,29 +78,7 @@ def run(world_sizes: list[int], training: Training, wanted: list[str] | None) ->
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m bench.memory", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--ranks", type=int, nargs="+", default=[2], metavar="N", help="world sizes (default: 2)")
-    parser.add_argument("--dtype", choices=list(DTYPES), default="fp32", help="default: %(default)s")
-    parser.add_argument("--clip", action="store_true", help="clip the norm to 1")
-    parser.add_argument("--layers", type=int, default=Training.layers, help="of width 512 (default: %(default)s)")
-    parser.add_argument("--systems", nargs="+", metavar="WORD", help=f"those with a word in: {'; '.join(SYSTEMS)}")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write all numbers there")
-    parser.add_argument("--png", type=Path, metavar="FILE", help="draw them there")
-    args = parser.parse_args(argv)
-    if min(args.ranks) < 1 or args.layers < 1:
-        parser.error("--ranks and --layers take numbers from 1 on")
-    if not all(names_for(args.systems, world_size) for world_size in args.ranks):
-        parser.error(f"no system has one of these words in its name: {' '.join(args.systems)}")
-    return args
-
-
-def draw(rows: list[Row], path: Path) -> None:
-    groups: dict[str, dict[str, float]] = {}
-    for row in rows:
-        groups.setdefault(f"{row['ranks']} ranks", {})[row["system"]] = row["peak"] / MIB
-    save_bars(groups, "peak of a training step, MiB a rank", path)
+    return parse_step(step_parser("bench.memory", __doc__), argv)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -111,7 +90,8 @@ def main(argv: list[str] | None = None) -> int:
     if args.json:
         write_result(args.json, "bench.memory", argv, rows)
     if args.png:
-        draw(rows, args.png)
+        sizes = [(row["ranks"], row["system"], row["peak"] / MIB) for row in rows]
+        save_bars(sizes, "peak of a training step, MiB a rank", args.png)
     return 0
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 OURS, FLOOR = "zerox", "no communication"
@@ -13,14 +14,17 @@ def colour_of(system: str) -> str:
     return next((colour for word, colour in COLOURS.items() if word in system), OTHERS)
 
 
-def save_bars(groups: dict[str, dict[str, float]], title: str, path: Path) -> None:
-    """One panel a group, a bar for each of its systems with the number beside it."""
+def save_bars(numbers: Sequence[tuple[int, str, float]], title: str, path: Path) -> None:
+    """``numbers``: (ranks, system, value). One panel a number of ranks, a bar a system with the value beside it."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ModuleNotFoundError:
         print(f"no picture {path}: matplotlib is not installed")
         return
+    groups: dict[str, dict[str, float]] = {}
+    for ranks, system, value in numbers:
+        groups.setdefault(f"{ranks} ranks", {})[system] = value
     most = max(len(values) for values in groups.values())
     figure = Figure(figsize=(7, len(groups) * (0.45 + 0.33 * most) + 0.3), layout="constrained")
     FigureCanvasAgg(figure)

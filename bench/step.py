@@ -16,7 +16,6 @@ import statistics
 import sys
 import time
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
@@ -25,9 +24,10 @@ from torch.multiprocessing.spawn import ProcessRaisedException
 
 from bench.facts import write_result
 from bench.jobs import WrongResult
+from bench.options import names_for, parse_step, step_parser
 from bench.plots import save_bars
 from bench.ranks import largest, on_ranks
-from bench.systems import ALONE, DDP, DTYPES, SYSTEMS, NoCommunication, System, Training
+from bench.systems import DDP, SYSTEMS, NoCommunication, System, Training
 from bench.timing import Timing
 
 CHECKED_STEPS = 2
@@ -137,12 +137,6 @@ def cells(row: Row) -> tuple[str, ...]:
     return (str(row["ranks"]), row["system"], *numbers, *ratios)
 
 
-def names_for(wanted: list[str] | None, world_size: int) -> list[str]:
-    """Systems whose name has one of the wanted words in it; alone those that need no group."""
-    names = [kind.name for kind in ALONE] if world_size == 1 else list(SYSTEMS)
-    return [name for name in names if not wanted or any(word.lower() in name.lower() for word in wanted)]
-
-
 def run(world_sizes: list[int], training: Training, wanted: list[str] | None, seconds: float) -> list[Row]:
     rows: list[Row] = []
     for world_size in world_sizes:
@@ -162,33 +156,12 @@ def describe(training: Training) -> str:
     return f"{training.dtype}, {training.batch} x {training.context} tokens a rank{many}{clip}"
 
 
-def draw(rows: list[Row], what: str, path: Path) -> None:
-    groups: dict[str, dict[str, float]] = {}
-    for row in rows:
-        groups.setdefault(f"{row['ranks']} ranks", {})[row["system"]] = row["p50_ms"]
-    save_bars(groups, f"a training step, ms: {rows[0]['numel'] / 1e6:.1f} M parameters, {what}", path)
-
-
 def parse(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m bench.step", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--ranks", type=int, nargs="+", default=[2], metavar="N", help="world sizes (default: 2)")
-    parser.add_argument("--dtype", choices=list(DTYPES), default="fp32", help="default: %(default)s")
-    parser.add_argument("--clip", action="store_true", help="clip the norm to 1")
+    parser = step_parser("bench.step", __doc__)
     parser.add_argument("--accumulate", type=int, default=1, metavar="N", help="micro-batches a step (default: 1)")
-    parser.add_argument("--layers", type=int, default=Training.layers, help="of width 512 (default: %(default)s)")
     parser.add_argument("--batch", type=int, default=Training.batch, help="sequences of 128 tokens a rank (default: 2)")
-    parser.add_argument("--systems", nargs="+", metavar="WORD", help=f"those with a word in: {'; '.join(SYSTEMS)}")
     parser.add_argument("--seconds", type=float, default=120.0, help="for all timing, about (default: %(default)s)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write all numbers there")
-    parser.add_argument("--png", type=Path, metavar="FILE", help="draw them there")
-    args = parser.parse_args(argv)
-    if min(args.ranks) < 1 or args.accumulate < 1 or args.layers < 1 or args.batch < 1:
-        parser.error("--ranks, --accumulate, --layers and --batch take numbers from 1 on")
-    if not all(names_for(args.systems, world_size) for world_size in args.ranks):
-        parser.error(f"no system has one of these words in its name: {' '.join(args.systems)}")
-    return args
+    return parse_step(parser, argv)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -206,7 +179,9 @@ def main(argv: list[str] | None = None) -> int:
     if args.json:
         write_result(args.json, "bench.step", argv, rows)
     if args.png:
-        draw(rows, describe(training), args.png)
+        times = [(row["ranks"], row["system"], row["p50_ms"]) for row in rows]
+        title = f"a training step, ms: {rows[0]['numel'] / 1e6:.1f} M parameters, {describe(training)}"
+        save_bars(times, title, args.png)
     return 0
 
 
