@@ -82,8 +82,6 @@ void bind(py::module_& m) {
   py::enum_<Combine>(m, "Combine").value("SUM", Combine::sum).value("MAX", Combine::max);
   py::enum_<Settled>(m, "Settled").value("READY", Settled::ready).value("ADOPT", Settled::adopt);
 
-  py::class_<Pending, std::shared_ptr<Pending>>(m, "Pending").def("wait", &Pending::wait, Release());
-
   py::class_<ExchangeKind>(m, "ExchangeKind")
       .def(py::init<bool, bool, bool, std::vector<int64_t>>(), py::kw_only(), py::arg("direct"), py::arg("messages"),
            py::arg("staged"), py::arg("neighbours"));
@@ -119,7 +117,23 @@ void bind(py::module_& m) {
       .def("take_local_shard", &BucketManager::take_local_shard, Release())
       .def("mark_zeroed", &BucketManager::mark_zeroed, Release())
       .def("mark_scaled", &BucketManager::mark_scaled, Release())
-      .def("gather", &BucketManager::gather, Release())
+      .def("start_gather", &BucketManager::start_gather, py::arg("bucket"), py::arg("background") = false, Release())
+      .def(
+          "wait_for_gathers",
+          [](BucketManager& self, const std::vector<int64_t>& buckets) { self.gathers().wait(buckets); }, Release())
+      .def(
+          "finish_gathers", [](BucketManager& self) { self.gathers().finish(); }, Release())
+      .def("guard_reads", [](BucketManager& self) { self.gathers().guard_reads(); })
+      .def_property_readonly("missing_gathers", [](BucketManager& self) { return self.gathers().missing(); })
+      .def_property_readonly("gathers_used", [](BucketManager& self) { return self.gathers().order_of_use(); })
+      .def(
+          "propose_gather_order",
+          [](BucketManager& self, std::vector<int64_t> buckets) {
+            self.gathers().order().proposed = std::move(buckets);
+          },
+          py::arg("buckets"))
+      .def_property_readonly("gather_order", &BucketManager::gather_order)
+      .def("hold_gathers", [](BucketManager& self, bool hold) { self.gathers().set_hold(hold); })
       .def("moved", &BucketManager::moved)
       .def("all_reduce", &BucketManager::all_reduce, Release())
       .def("shard", [](BucketManager& self, int64_t i) { return tensor_or_none(self.bucket(i).landed.shard); })

@@ -24,7 +24,7 @@ PYTHON_ROOMS = [
     ["buffers", "moments"],
     ["bucket"],
     ["options", "rules", "grads", "params"],
-    ["estimate", "clip", "grad_scale", "state_dict", "terms"],
+    ["estimate", "capture", "clip", "grad_scale", "overlap_gather", "state_dict", "terms"],
     ["optimizer"],
     ["scaler"],
     ["__init__"],

@@ -36,3 +36,12 @@ def total_norm(grads: Grads, words: Iterable[Tensor], p: float) -> tuple[Tensor,
 def clip_coefficient(norm: Tensor, max_norm: float) -> Tensor:
     """``min(1, max_norm / (norm + 1e-6))`` in the norm's dtype, as torch.nn.utils.clip_grads_with_norm_ computes it."""
     return torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+
+
+def check_finite(total: Tensor, finite: Tensor, p: float) -> None:
+    """RuntimeError as torch.nn.utils.clip_grad_norm_ for a norm, or gradients (``finite``), that are not finite."""
+    if not (bool(finite) and bool(total.isfinite())):
+        raise RuntimeError(
+            f"The total norm of order {p} for gradients is non-finite, so it cannot be clipped. To disable this "
+            "error and scale the gradients by the non-finite norm anyway, set `error_if_nonfinite=False`"
+        )

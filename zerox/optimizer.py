@@ -13,11 +13,13 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from zerox._C import Place
 from zerox.bucket import Bucket, Member, members_of
-from zerox.clip import clip_coefficient, shard_words, total_norm
+from zerox.capture import is_capturing
+from zerox.clip import check_finite, clip_coefficient, shard_words, total_norm
 from zerox.estimate import MemoryBytes, measured_bytes
 from zerox.grad_scale import GradScale
 from zerox.grads import Grads
 from zerox.options import Options, check_params
+from zerox.overlap_gather import GatherOverlap
 from zerox.params import ParamGather
 from zerox.ranks import Ranks, call_ranks, find_ranks
 from zerox.rules import adam
@@ -95,7 +97,8 @@ class FusedShardedAdam(torch.optim.Optimizer):
             self._options.check_device(device)
             self._ranks = find_ranks(process_group, device, roll_call)
         self._grads = Grads(self._ranks, self._options.placements, reduce_dtype, keeps_shards=capturable)
-        self._gather = ParamGather(self._grads.manager, self._ranks.size)
+        self._gather = ParamGather(self._grads.manager)
+        self._overlap: GatherOverlap | None = None
         self._grad_scale = GradScale(self._grads.manager, device, keeps_place=capturable)
         self._table = adam.OptionsTable(device, keeps_place=capturable)
         self._adopt(members)
@@ -106,27 +109,28 @@ class FusedShardedAdam(torch.optim.Optimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
         """Updates the parameters from the gradients' mean over the ranks. Collective.
 
-        Afterwards parameters are whole and safe to read. Returns what ``closure`` returned. Raises RuntimeError inside
-        ``no_sync()``, and on every rank if they ran different numbers of backwards or one of those raised; state is
-        then as it was before.
+        Afterwards parameters are whole and safe to read (see overlap_gather()). Returns what ``closure`` returned.
+        Raises RuntimeError inside ``no_sync()``, and on every rank if they ran different numbers of backwards or one
+        of those raised; state is then as it was before.
         """
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        capturing = self._is_capturing()
+        capturing = is_capturing(self._all_ranks, self._options.capturable, self._gather.manager)
         if not capturing:
             self._settle(Place.STEP)
             self._grad_scale.check()
         self._start_amsgrad(capturing)
         options = self._table.refresh(self.param_groups, capturing)
-        for index, bucket in enumerate(self._buckets):
+        overlap = self._overlap is not None and not capturing and self._overlap.ready()
+        for index in self._grads.manager.gather_order:
             grad = self._grads.shard(index)
             if grad is not None:
                 present = self._grad_scale.present(self._grads.present(index))
-                adam.update(bucket, grad, present, options, self._grad_scale.value)
-            self._gather.start(index, bucket)
-        self._gather.wait()
+                adam.update(self._buckets[index], grad, present, options, self._grad_scale.value)
+            self._gather.start(index, background=overlap)
+        self._gather.end_step(hidden=overlap)
         self._grad_scale.reset()
         return loss
 
@@ -161,11 +165,8 @@ class FusedShardedAdam(torch.optim.Optimizer):
         if self._grad_scale.value is not None:
             norm = norm * self._grad_scale.value
         total = norm.to(self._norm_dtype)
-        if error_if_nonfinite and not (bool(finite) and bool(total.isfinite())):
-            raise RuntimeError(
-                f"The total norm of order {p} for gradients is non-finite, so it cannot be clipped. To disable this "
-                "error and scale the gradients by the non-finite norm anyway, set `error_if_nonfinite=False`"
-            )
+        if error_if_nonfinite:
+            check_finite(total, finite, p)
         if max_norm != float("inf"):
             self._grad_scale.multiply(clip_coefficient(total, float(max_norm)))
         return total
@@ -193,6 +194,17 @@ class FusedShardedAdam(torch.optim.Optimizer):
         self._settle(Place.SYNCHRONIZE)
         if self._options.capturable:
             self._table.refresh(self.param_groups)  # a replay of step() reads the numbers that hold now
+
+    def overlap_gather(self, model: torch.nn.Module | None) -> None:
+        """Hides the gather of updated parameters under the next forward of ``model`` or of its parts. None: no more.
+
+        step() then returns before parameters are whole; they arrive in the order in which rank 0's forward used them.
+        An operator that reads one waits for it, a module's forward for its own, a compiled one's for all inside, and
+        state_dict() for all. Call synchronize() before memory is read without operators (numpy, torch.save of a whole
+        model), and this method again when modules were added or compiled.
+        """
+        self._gather.wait()
+        self._overlap = None if model is None else GatherOverlap(self._gather, self._buckets, model)
 
     @property
     def unscales_in_place(self) -> bool:
@@ -299,21 +311,12 @@ class FusedShardedAdam(torch.optim.Optimizer):
             bucket.start_master()
             self._grads.add_bucket(bucket)
             self._buckets.append(bucket)
+        if plans and self._overlap is not None:
+            self._overlap.learn_buckets()
         self._publish_state()
 
-    def _is_capturing(self) -> bool:
-        """Whether this step() becomes part of a CUDA graph: what ranks tell each other on the host is not its part."""
-        if self._all_ranks.device.type != "cuda" or not torch.cuda.is_current_stream_capturing():
-            return False
-        if not self._options.capturable:
-            raise RuntimeError("step() can be captured into a CUDA graph with capturable=True only")
-        if self._all_ranks.staged:
-            raise RuntimeError("step() can't be captured over gloo, which works on the host: use nccl")
-        if not self._grads.manager.settled:
-            raise RuntimeError("backward can't be captured, and synchronize() must come between it and the capture")
-        return True
-
     def _settle(self, place: Place) -> None:
+        self._gather.wait()
         unfrozen = [m for m in self._frozen if m.param.requires_grad]
         moved = [(self._buckets[index], slot) for index, slot in self._grads.moved()]
         misfits = (bucket.buffer.misfit(slot, bucket.members[slot].name) for bucket, slot in moved)

@@ -2,40 +2,44 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Sequence
 
 from zerox import _C as C
-from zerox.bucket import Bucket
 
 
 class ParamGather:
-    """Gathers run in the background from start() to wait(); the flat buffers' views see the new values in place."""
+    """Gathers run from start() to wait(); the flat buffers' views see the new values in place.
 
-    def __init__(self, manager: C.BucketManager, world_size: int) -> None:
+    ``hidden``: the last step left its gathers to the next forward.
+    """
+
+    def __init__(self, manager: C.BucketManager) -> None:
         self.manager = manager
-        self.world_size = world_size
-        self.under_way: list[tuple[str, C.Pending]] = []
+        self.hidden = False
+        self.num_ordered = 0  # buckets there were when the order of their use was learned
 
-    def start(self, index: int, bucket: Bucket) -> None:
-        """RuntimeError as wait(), where a rank is known to be gone."""
-        if self.world_size > 1:
-            with _naming(bucket.describe(index)):
-                self.under_way.append((bucket.describe(index), self.manager.gather(index)))
+    def start(self, index: int, background: bool = False) -> None:
+        """``background``: nobody waits at once. RuntimeError where a rank is known to be gone."""
+        self.manager.start_gather(index, background)
+
+    def end_step(self, hidden: bool) -> None:
+        """wait(), unless what is on its way is left to who reads it: Note [Reads wait for what they read]."""
+        if hidden:
+            self.hidden = True
+            self.manager.guard_reads()
+        else:
+            self.wait()
+
+    def wait_for(self, buckets: Sequence[int]) -> None:
+        """Until these are whole. RuntimeError naming the parameters if a rank's shard doesn't arrive in time."""
+        if self.hidden:
+            self.manager.wait_for_gathers(buckets)
 
     def wait(self) -> None:
-        """RuntimeError naming the parameters if a rank's shard doesn't arrive within the group's timeout."""
-        under_way, self.under_way = self.under_way, []
-        for bucket, pending in under_way:
-            with _naming(bucket):
-                pending.wait()
-
-
-@contextmanager
-def _naming(bucket: str) -> Iterator[None]:
-    try:
-        yield
-    except RuntimeError as error:
-        raise RuntimeError(
-            f"zerox: the updated parameters of {bucket} did not arrive from all ranks: {error}"
-        ) from error
+        """Until all are whole and no rank reads this one's. RuntimeError as wait_for()."""
+        was_hidden, self.hidden = self.hidden, False
+        self.manager.finish_gathers()
+        used = self.manager.gathers_used
+        if was_hidden and used and self.num_ordered != self.manager.num_buckets:
+            self.num_ordered = self.manager.num_buckets
+            self.manager.propose_gather_order(list(dict.fromkeys([*used, *range(self.num_ordered)])))

@@ -28,7 +28,7 @@ const char* name_of(int64_t place) {
 }
 
 Verdict Agreement::agree(const Statement& s) {
-  constexpr size_t kFields = 8;
+  constexpr size_t kFields = 9;
   static_assert(sizeof(Verdict) == kFields * sizeof(Extreme));
   // Ranks without a backward of their own don't limit the others: they join in whatever those launched.
   const std::array<int64_t, kFields> fields{static_cast<int64_t>(s.place),
@@ -38,7 +38,8 @@ Verdict Agreement::agree(const Statement& s) {
                                             static_cast<int64_t>(s.unsent),
                                             static_cast<int64_t>(s.changed),
                                             s.adoptions,
-                                            static_cast<int64_t>(s.scaled)};
+                                            static_cast<int64_t>(s.scaled),
+                                            static_cast<int64_t>(s.proposes)};
   const int64_t world = control_ ? control_->getSize() : 1;
   const int64_t rank = control_ ? control_->getRank() : 0;
   // A maximum that remembers whose it was, and a minimum as the maximum of the negative.
@@ -53,7 +54,7 @@ Verdict Agreement::agree(const Statement& s) {
     const int64_t least_rank = ((packed[2 * i + 1] % world) + world) % world;
     return Extreme{-(packed[2 * i + 1] - least_rank) / world, least_rank, packed[2 * i] / world, most_rank};
   };
-  return {extreme(0), extreme(1), extreme(2), extreme(3), extreme(4), extreme(5), extreme(6), extreme(7)};
+  return {extreme(0), extreme(1), extreme(2), extreme(3), extreme(4), extreme(5), extreme(6), extreme(7), extreme(8)};
 }
 
 void Agreement::take_largest(std::vector<uint8_t>& bytes) {

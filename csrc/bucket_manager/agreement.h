@@ -24,6 +24,7 @@ struct Statement {
   bool changed;        // it discarded reduced gradients and no flight told
   int64_t adoptions;   // parameters that became trainable
   bool scaled;         // it holds a gradient that mark_scaled() saw
+  bool proposes;       // it knows in which order its forward needs buckets, and that is not agreed yet
 };
 
 struct Extreme {
@@ -42,6 +43,7 @@ struct Verdict {
   Extreme changed;
   Extreme adoptions;
   Extreme scaled;
+  Extreme proposes;
 };
 constexpr int64_t kNoBackward = int64_t{1} << 32;
 
@@ -49,7 +51,7 @@ class Agreement {
  public:
   explicit Agreement(Group control) : control_(control), small_(std::move(control)) {}  // null for one rank alone
 
-  // Collective: every rank's statement in, the same verdict out. One all-reduce of 16 integers.
+  // Collective: every rank's statement in, the same verdict out. One all-reduce of 18 integers.
   Verdict agree(const Statement& statement);
 
   // Collective: each byte's maximum over the ranks, in place.

@@ -3,6 +3,8 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/zeros.h>
 
+#include <numeric>
+
 #include "bucket_manager/packing.h"
 #include "bucket_manager/straight.h"
 #include "check.h"
@@ -13,7 +15,8 @@ BucketManager::BucketManager(std::shared_ptr<Exchange> exchange, Group control, 
     : exchange_(std::move(exchange)),
       agreement_(std::move(control)),
       options_(options),
-      flights_(exchange_, options.device) {}
+      flights_(exchange_, options.device),
+      gathers_("the updated parameters", options.device) {}
 
 BucketManager::~BucketManager() {
   for (const auto& bucket : buckets_) {
@@ -56,6 +59,7 @@ int64_t BucketManager::add_bucket(BucketSpec spec) {
       parts_of(*bucket, rank(), flights_.most_in_a_part(static_cast<int64_t>(c10::elementSize(spec.wire_dtype))));
   buckets_.push_back(bucket);
   order_.add_bucket();
+  gathers_.order() = {};
   for (Slot& slot : bucket->slots) install_hooks(*bucket, slot);
   return bucket->index;
 }
@@ -63,6 +67,11 @@ int64_t BucketManager::add_bucket(BucketSpec spec) {
 void BucketManager::set_sync(bool sync) {
   const std::lock_guard lock(mutex_);
   sync_ = sync;
+}
+
+void BucketManager::start_gather(int64_t bucket, bool background) {
+  const auto& started = buckets_.at(bucket);
+  if (exchange_) gathers_.start(started, started->flat, *exchange_, background);
 }
 
 std::vector<std::pair<int64_t, int64_t>> BucketManager::moved() const {
@@ -141,8 +150,15 @@ void BucketManager::all_reduce(const at::Tensor& values, Combine combine) {
 
 Statement BucketManager::statement(Place place, int64_t adoptions) {
   const bool unsent = has_unsent();  // may find a failure
-  return {place,  pass_.rounds,  pass_.own_rounds, !pass_.failure.empty(),
-          unsent, has_changes(), adoptions,        has_scaled()};
+  return {place,
+          pass_.rounds,
+          pass_.own_rounds,
+          !pass_.failure.empty(),
+          unsent,
+          has_changes(),
+          adoptions,
+          has_scaled(),
+          !gathers_.order().proposed.empty()};
 }
 
 Settled BucketManager::settle(Place place, int64_t adoptions, const std::string& refusal) {
@@ -166,8 +182,9 @@ Settled BucketManager::settle(Place place, int64_t adoptions, const std::string&
     if (!others_behind) break;
   }
   if (place == Place::backward_end) return Settled::ready;
-  if (verdict.rounds.most > 0 && !order_learned_) ask(where, [&] { learn_order(); });
+  if (verdict.rounds.most > 0 && !order_.is_set()) ask(where, [&] { learn_order(); });
   if (verdict.adoptions.most > 0) return Settled::adopt;
+  if (verdict.proposes.least > 0) ask(where, [&] { learn_gather_order(); });
   if (verdict.unsent.most > 0) {
     if (options_.whole_grads) agree_on_unsent();
     launch_round(/*empty=*/false);
@@ -266,8 +283,20 @@ void BucketManager::learn_order() {
   std::vector<int64_t> order = order_.learned();
   if (pass_.own_rounds == 0 && !order.empty()) order[0] = -1;  // nothing to learn from
   order = agreement_.from_rank_0(std::move(order));
-  order_learned_ = !order.empty() && order[0] >= 0;
-  if (order_learned_) order_.set_order(std::move(order));
+  if (!order.empty() && order[0] >= 0) order_.set_order(std::move(order));
+}
+
+void BucketManager::learn_gather_order() {
+  GatherOrder& order = gathers_.order();
+  order.agreed = agreement_.from_rank_0(std::move(order.proposed));
+  order.proposed.clear();
+}
+
+std::vector<int64_t> BucketManager::gather_order() const {
+  if (!gathers_.order().agreed.empty()) return gathers_.order().agreed;
+  std::vector<int64_t> order(buckets_.size());
+  std::iota(order.begin(), order.end(), 0);
+  return order;
 }
 
 void BucketManager::zero(bool set_to_none) {

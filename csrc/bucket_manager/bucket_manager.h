@@ -15,6 +15,7 @@
 #include "bucket_manager/agreement.h"
 #include "bucket_manager/bucket.h"
 #include "bucket_manager/flights.h"
+#include "bucket_manager/gathers.h"
 #include "bucket_manager/launch_order.h"
 #include "bucket_manager/pass.h"
 
@@ -73,8 +74,10 @@ class BucketManager : public std::enable_shared_from_this<BucketManager> {
   // Collective: a few integers on the CPU, combined over the ranks in place, for clip_grad_norm_().
   void all_reduce(const at::Tensor& values, Combine combine);
 
-  // Starts sending this rank's updated parameters of a bucket to all others.
-  std::shared_ptr<Pending> gather(int64_t bucket) { return exchange_->gather(buckets_.at(bucket)->flat); }
+  // Starts sending this rank's updated parameters of a bucket to all others; in the same order on all ranks.
+  void start_gather(int64_t bucket, bool background);
+  Gathers& gathers() { return gathers_; }
+  std::vector<int64_t> gather_order() const;
 
   // (bucket, slot) of each parameter whose storage is no longer the flat one.
   std::vector<std::pair<int64_t, int64_t>> moved() const;
@@ -128,23 +131,24 @@ class BucketManager : public std::enable_shared_from_this<BucketManager> {
   bool has_scaled() const;
   void exchange_changes();
   void learn_order();
+  void learn_gather_order();
 
   // whole_grads.cpp
   void gather_whole_grads();
   void agree_on_unsent();
 
-  std::mutex mutex_;  // of all below but flights_; hooks may come from several autograd threads
+  std::mutex mutex_;  // of all below but flights_ and gathers_; hooks may come from several autograd threads
   std::shared_ptr<Exchange> exchange_;
   Agreement agreement_;
   ManagerOptions options_;
   std::vector<std::shared_ptr<Bucket>> buckets_;
   LaunchOrder order_;
-  bool order_learned_ = false;
   bool sync_ = true;
   bool holds_scaled_ = false;
   std::atomic<int64_t> num_seen_{0};  // gradients that no flight takes: whole ones, alone
   Pass pass_;
   Flights flights_;
+  Gathers gathers_;
 };
 
 }  // namespace zx

@@ -119,7 +119,6 @@ class GatherPending final : public DirectPending {
       throw;
     }
     let_go();
-    wait_for_readers();
   }
 
  private:

@@ -22,7 +22,10 @@ class LaunchOrder {
   void set_order(std::vector<int64_t> order) {
     assert(order.size() == order_.size());
     order_ = std::move(order);
+    set_ = true;
   }
+
+  bool is_set() const { return set_; }
 
   const std::vector<int64_t>& order() const { return order_; }
 
@@ -64,6 +67,7 @@ class LaunchOrder {
 
  private:
   std::vector<int64_t> order_;
+  bool set_ = false;
   std::vector<int64_t> pending_;    // gradients a bucket still waits for
   std::vector<int64_t> completed_;  // in the order in which it happened
   size_t next_ = 0;                 // position in order_ of the next bucket to launch

@@ -1,6 +1,7 @@
 #include "bucket_manager/staged_exchange.h"
 
 #include <ATen/ops/empty.h>
+#include <c10/core/Event.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 
 namespace zx {
@@ -21,11 +22,23 @@ class StagedPending final : public Pending {
  public:
   using Copies = std::vector<std::pair<at::Tensor, at::Tensor>>;  // from the host, to the device
   StagedPending(std::shared_ptr<Pending> on_host, at::Tensor sent, Copies copies)
-      : Pending({}), on_host_(std::move(on_host)), sent_(std::move(sent)), copies_(std::move(copies)) {}
+      : Pending({}),
+        on_host_(std::move(on_host)),
+        sent_(std::move(sent)),
+        copies_(std::move(copies)),
+        device_(copies_.front().second.device()) {}
 
   void wait() override {
+    const c10::impl::VirtualGuardImpl guard(device_.type());
+    const c10::Stream here = guard.getStream(device_);
+    if (copied_) {
+      copied_->block(here);
+      return;
+    }
     on_host_->wait();
     for (auto& [host, device] : copies_) device.copy_(host, /*non_blocking=*/true);
+    copied_.emplace(device_.type());
+    copied_->record(here);
     copies_.clear();
     sent_.reset();
   }
@@ -35,6 +48,8 @@ class StagedPending final : public Pending {
   std::shared_ptr<Pending> on_host_;
   at::Tensor sent_;  // in use until the wait is over
   Copies copies_;
+  c10::Device device_;
+  std::optional<c10::Event> copied_{};  // for other streams
 };
 
 class StagedExchange final : public Exchange {

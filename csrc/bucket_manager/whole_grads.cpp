@@ -17,17 +17,6 @@ at::Tensor shaped_like(const at::Tensor& flat, const Slot& slot) {
   return flat.as_strided(slot.home.sizes(), slot.home.strides(), flat.storage_offset() + slot.offset);
 }
 
-// Has what `gather` throws name the bucket.
-template <class Gather>
-void of_bucket(const Bucket& bucket, const Gather& gather) {
-  try {
-    gather();
-  } catch (const std::exception& error) {
-    TORCH_CHECK(false, "zerox: the mean gradients of ", bucket.describe(),
-                " did not arrive from all ranks: ", reason_of(error));
-  }
-}
-
 }  // namespace
 
 void BucketManager::gather_whole_grads() {
@@ -43,7 +32,7 @@ void BucketManager::gather_whole_grads() {
   ask(name_of(static_cast<int64_t>(Place::backward_end)), [&] { agreement_.take_largest(present); });
 
   std::vector<at::Tensor> whole;
-  std::vector<std::shared_ptr<Pending>> pending;
+  Gathers gathers("the mean gradients", options_.device);
   for (const auto& bucket : buckets_) {
     const auto options = bucket->slots.front().param.options().requires_grad(false);
     at::Tensor flat = at::empty({world() * bucket->shard_numel}, options);
@@ -53,15 +42,11 @@ void BucketManager::gather_whole_grads() {
     } else {
       own.zero_();  // zero_grad() came first
     }
-    if (exchange_) {
-      of_bucket(*bucket, [&] { pending.push_back(exchange_->gather(flat)); });
-    }
+    if (exchange_) gathers.start(bucket, flat, *exchange_, /*background=*/false);
     if (bucket->wire_dtype == flat.scalar_type()) bucket->landed.shard.reset();
     whole.push_back(std::move(flat));
   }
-  for (size_t i = 0; i < pending.size(); ++i) {
-    of_bucket(*buckets_[i], [&] { pending[i]->wait(); });
-  }
+  gathers.finish();
 
   size_t at = 0;
   for (const auto& bucket : buckets_) {

@@ -40,11 +40,12 @@ MOMENTS = {
     "inside clip": NO_ANSWER,
     "inside step": PARAMETERS,
     "in the gather": f"{PARAMETERS}|{GRADIENTS}",  # its last messages may have left: then the next step is the first
+    "in an overlapped gather": f"{PARAMETERS}|{GRADIENTS}",
 }
 PHASES = [
     ["before it constructs", "while ranks compare", "while it constructs"],
     ["in forward", "inside backward", "after backward"],
-    ["inside clip", "inside step", "in the gather"],
+    ["inside clip", "inside step", "in the gather", "in an overlapped gather"],
 ]
 SETUPS = [(1, 2, "native"), (2, 3, "native"), (2, 2, "direct"), (1, 3, "direct")]  # stage, ranks, exchange
 
@@ -82,8 +83,8 @@ def fail_in_step(training: Training, moment: str, how: signal.Signals) -> None:
         fail_at_call(zerox.optimizer, "total_norm", 1, how)
     elif moment == "inside step":
         fail_at_call(adam, "update", 2, how)
-    elif moment == "in the gather":
-        fail_at_call(ParamGather, "wait", 1, how)
+    elif moment.endswith("gather"):
+        fail_at_call(ParamGather, "end_step", 1, how)
 
 
 def train(
@@ -97,6 +98,8 @@ def train(
         if fails:
             fail_while_constructing(moment, how)
         training = Training(rank, stage)
+        if moment == "in an overlapped gather":
+            training.optimizer.overlap_gather(training.model)
         for step in range(4):
             start = time.monotonic()
             failing = fails and step == FAILING_STEP

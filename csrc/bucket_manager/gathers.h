@@ -1,0 +1,90 @@
+// Slices of flat buffers on their way to all ranks, by bucket.
+#pragma once
+
+#include <c10/core/Stream.h>
+
+#include <atomic>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "bucket_manager/bucket.h"
+#include "bucket_manager/exchange.h"
+#include "bucket_manager/lane.h"
+#include "bucket_manager/read_guard.h"
+
+namespace zx {
+
+// In which order forward needs buckets. When every rank has proposed one, rank 0's is agreed.
+struct GatherOrder {
+  std::vector<int64_t> proposed;  // by this rank; empty once agreed
+  std::vector<int64_t> agreed;    // empty: that of the buckets
+};
+
+// start(), guard_reads() and finish() are one thread's; wait() may come from others meanwhile.
+class Gathers {
+ public:
+  // `what` arrives, for errors. On an accelerator it is the current stream that waits.
+  Gathers(std::string what, c10::Device device) : what_(std::move(what)), device_(device) {}
+
+  // Waits for all there are: buffers are whole then, unless a rank is gone.
+  ~Gathers();
+
+  // Starts sending this rank's slice of `flat` to all others. `background`: a thread takes the others' in as they come,
+  // else whoever waits does.
+  void start(const std::shared_ptr<Bucket>& bucket, at::Tensor flat, Exchange& exchange, bool background);
+
+  // Returns when these buckets are whole; those that are not on their way are. Throws, naming the first that is not.
+  void wait(const std::vector<int64_t>& buckets);
+
+  // Until all are whole, an operator of this thread waits for what it reads: see Note [Reads wait for what they read].
+  // What does not arrive is told by wait() and finish().
+  void guard_reads();
+
+  // Waits for all, and until nobody reads this rank's slices any more. Throws the first error.
+  void finish();
+
+  // Buckets that nobody has waited for yet, in the order of their start.
+  std::vector<int64_t> missing() const;
+
+  // Buckets in the order in which they were waited for since the first start() after the last finish().
+  std::vector<int64_t> order_of_use() const;
+
+  GatherOrder& order() { return order_; }
+  const GatherOrder& order() const { return order_; }
+
+  // For tests of overlap: nothing arrives but for who waits.
+  void set_hold(bool hold) { hold_ = hold; }
+
+ private:
+  struct Gather {
+    std::shared_ptr<Bucket> bucket;
+    at::Tensor flat;
+    std::shared_ptr<Pending> pending;
+    std::once_flag once{};  // who comes first takes it in: the thread, or who waits
+    std::string error{};
+    std::vector<c10::Stream> waited{};  // on an accelerator
+    bool used = false;                  // somebody waited
+  };
+
+  static void take_in(Gather& gather);
+  void wait_for(Gather& gather);
+  void before_read(const at::Tensor& tensor);
+  [[noreturn]] void fail(const Gather& gather, const std::string& reason) const;
+  template <class Body>
+  void naming(const Gather& gather, const Body& body) const;
+
+  std::string what_;
+  c10::Device device_;
+  GatherOrder order_;
+  bool hold_ = false;
+  std::vector<std::shared_ptr<Gather>> under_way_;  // in the order of their start
+  mutable std::mutex mutex_;                        // of what follows, and of `waited` and `used`
+  std::vector<int64_t> order_of_use_;
+  std::optional<ReadGuard> guard_;
+  Lane lane_;
+};
+
+}  // namespace zx

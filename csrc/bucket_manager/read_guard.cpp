@@ -1,0 +1,64 @@
+#include "bucket_manager/read_guard.h"
+
+#include <ATen/record_function.h>
+
+#include <algorithm>
+#include <vector>
+
+namespace zx {
+namespace {
+
+// Of one thread. A guard may be destroyed on another one: then it is found expired here.
+struct Guards {
+  std::vector<std::weak_ptr<const ReadGuard::BeforeRead>> all;
+  at::CallbackHandle callback = 0;
+  bool looking = false;
+};
+thread_local Guards guards;
+
+// Tensors that stand for others (fake ones, wrappers) have no memory of their own: operators on what is inside follow.
+bool has_memory(const at::Tensor& tensor) {
+  return tensor.defined() && tensor.has_storage() && !tensor.key_set().has(c10::DispatchKey::Python) &&
+         tensor.storage().data() != nullptr;
+}
+
+void look_at(const c10::IValue& value, const ReadGuard::BeforeRead& before_read) {
+  if (value.isTensor()) {
+    if (has_memory(value.toTensor())) before_read(value.toTensor());
+  } else if (value.isList()) {
+    for (const c10::IValue& each : value.toListRef()) look_at(each, before_read);
+  }
+}
+
+std::unique_ptr<at::ObserverContext> before_operator(const at::RecordFunction& function) {
+  if (guards.looking) return nullptr;
+  guards.looking = true;
+  for (const auto& weak : guards.all) {
+    const auto before_read = weak.lock();
+    for (const c10::IValue& input : function.inputs()) {
+      if (before_read) look_at(input, *before_read);
+    }
+  }
+  guards.looking = false;
+  return nullptr;
+}
+
+}  // namespace
+
+ReadGuard::ReadGuard(BeforeRead before_read)
+    : before_read_(std::make_shared<const BeforeRead>(std::move(before_read))) {
+  guards.all.push_back(before_read_);
+  if (guards.callback != 0) return;
+  guards.callback = at::addThreadLocalCallback(
+      at::RecordFunctionCallback(&before_operator).needsInputs(true).scopes({at::RecordScope::FUNCTION}));
+}
+
+ReadGuard::~ReadGuard() {
+  before_read_.reset();
+  std::erase_if(guards.all, [](const auto& weak) { return weak.expired(); });
+  if (!guards.all.empty() || guards.callback == 0) return;
+  at::removeCallback(guards.callback);
+  guards.callback = 0;
+}
+
+}  // namespace zx

@@ -1,0 +1,267 @@
+"""overlap_gather(): no forward reads a stale parameter, in whatever way modules run, and what waits is what must.
+
+Gathers are held back throughout: a bucket arrives when somebody waits for it, and not before. So whoever reads without
+waiting reads what the parameters were before the step, and training comes out different.
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+import pickle
+import threading
+import warnings
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.optimizer.overlap_models import (
+    CAP_MB,
+    COMPILED,
+    EAGER,
+    Backwards,
+    Outside,
+    batch,
+    blocks_compiled_in_place,
+    build,
+    layer,
+    train_step,
+    under_way,
+)
+from tests.ranks import run_ranks
+from zerox import FusedShardedAdam
+
+STEPS = 5
+
+
+def trained(rank: int, _: int, make: Callable[[], nn.Module], overlap: bool, stage: int) -> tuple[list[Tensor], int]:
+    """The parameters after some steps and evaluations, and how many gathers steps left to the next forward."""
+    model, optimizer = build(make, overlap, stage=stage)
+    left = 0
+    for step in range(STEPS):
+        train_step(model, optimizer, rank, step)
+        left += under_way(optimizer)
+        if step in (1, 3):
+            model.eval()
+            with torch.no_grad():
+                model(batch(rank, step), step).sum()
+            model.train()
+    optimizer.synchronize()
+    assert under_way(optimizer) == 0
+    return [p.detach().clone() for p in model.parameters()], left
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+@pytest.mark.parametrize("make", EAGER + COMPILED, ids=lambda make: make.__name__)
+def test_training_is_bit_for_bit_that_without_overlap(make: Callable[[], nn.Module], stage: int) -> None:
+    with_overlap = run_ranks(trained, 2, make, True, stage)
+    without = run_ranks(trained, 2, make, False, stage)
+    for (params, left), (expected, none_left) in zip(with_overlap, without, strict=True):
+        assert all(map(torch.equal, params, expected))
+        assert none_left == 0
+        assert left >= STEPS - 1
+
+
+def stale_without_a_wait(rank: int, _: int) -> bool:
+    model, optimizer = build(Backwards, overlap=True)
+    memory = [bucket.buffer.flat.numpy() for bucket in optimizer._buckets]  # read without operators
+    for step in range(2):
+        train_step(model, optimizer, rank, step)
+    before = [each.copy() for each in memory]
+    optimizer.synchronize()
+    return all((a != b).any() for a, b in zip(before, memory, strict=True))
+
+
+def test_a_held_gather_leaves_what_nobody_waits_for_stale() -> None:
+    assert all(run_ranks(stale_without_a_wait, 2))
+
+
+# ---- what else reads, and writes
+
+
+def state_dict_read(rank: int, _: int) -> bool:
+    model, optimizer = build(Backwards, overlap=True)
+    for step in range(2):
+        train_step(model, optimizer, rank, step)
+    assert under_way(optimizer) > 0
+    read = {name: value.clone() for name, value in model.state_dict().items()}
+    optimizer.synchronize()
+    return all(torch.equal(read[name], p) for name, p in model.named_parameters())
+
+
+def state_dict_read_on_another_thread(rank: int, _: int) -> bool:
+    model, optimizer = build(Backwards, overlap=True)
+    for step in range(2):
+        train_step(model, optimizer, rank, step)
+    read: dict[str, Tensor] = {}
+    thread = threading.Thread(target=lambda: read.update({k: v.clone() for k, v in model.state_dict().items()}))
+    thread.start()
+    thread.join()
+    optimizer.synchronize()
+    return all(torch.equal(read[name], p) for name, p in model.named_parameters())
+
+
+def forward_on_another_thread(rank: int, _: int) -> bool:
+    model, optimizer = build(Backwards, overlap=True)
+    for step in range(2):
+        train_step(model, optimizer, rank, step)
+    out: list[Tensor] = []
+    thread = threading.Thread(target=lambda: out.append(model(batch(rank, 7), 0)))
+    thread.start()
+    thread.join()
+    optimizer.synchronize()
+    return torch.equal(out[0], model(batch(rank, 7), 0))
+
+
+def part_of_state_dict_read(rank: int, _: int) -> bool:
+    model, optimizer = build(Backwards, overlap=True)
+    for step in range(2):
+        train_step(model, optimizer, rank, step)
+    read = model.layers[2].state_dict()["weight"].clone()  # type: ignore[union-attr, operator]
+    optimizer.synchronize()
+    return torch.equal(read, model.layers[2].weight)  # type: ignore[union-attr, arg-type, index]
+
+
+def loaded_values_stay(rank: int, _: int) -> bool:
+    model, optimizer = build(Backwards, overlap=True)
+    start = copy.deepcopy(model.state_dict())
+    for step in range(2):
+        train_step(model, optimizer, rank, step)
+    assert under_way(optimizer) > 0
+    model.load_state_dict(start)
+    optimizer.synchronize()
+    return all(torch.equal(start[name], p) for name, p in model.named_parameters())
+
+
+def a_part_that_is_called_by_itself(rank: int, _: int) -> bool:
+    model, optimizer = build(Outside, overlap=True)
+    for step in range(2):
+        train_step(model, optimizer, rank, step)
+    assert under_way(optimizer) > 0
+    x = batch(rank, 7)
+    out = model.third(x)  # type: ignore[operator]
+    optimizer.synchronize()
+    return torch.equal(out, model.third(x))  # type: ignore[operator]
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        state_dict_read,
+        state_dict_read_on_another_thread,
+        forward_on_another_thread,
+        part_of_state_dict_read,
+        loaded_values_stay,
+        a_part_that_is_called_by_itself,
+    ],
+)
+def test_is_whole(case: Callable[..., bool]) -> None:
+    assert all(run_ranks(case, 2))
+
+
+def left_by_a_deleted_optimizer(rank: int, _: int) -> tuple[bool, int]:
+    model, optimizer = build(Backwards, overlap=True)
+    expected, without = build(Backwards, overlap=False)
+    for step in range(2):
+        train_step(model, optimizer, rank, step)
+        train_step(expected, without, rank, step)
+    assert under_way(optimizer) > 0
+    del optimizer
+    gc.collect()
+    hooks = sum(
+        len(m._forward_pre_hooks) + len(m._state_dict_pre_hooks) + len(m._load_state_dict_pre_hooks)
+        for m in model.modules()
+    )
+    return all(map(torch.equal, model.parameters(), expected.parameters())), hooks
+
+
+def test_a_deleted_optimizer_leaves_whole_parameters_and_no_hooks() -> None:
+    assert run_ranks(left_by_a_deleted_optimizer, 2) == [(True, 0)] * 2
+
+
+def new_parameters(rank: int, _: int, overlap: bool) -> list[Tensor]:
+    """A layer is unfrozen, and another one added, between steps."""
+    torch.manual_seed(0)
+    model = Backwards()
+    model.layers[0].requires_grad_(False)
+    optimizer = FusedShardedAdam(model.parameters(), lr=1e-2, bucket_cap_mb=CAP_MB)
+    if overlap:
+        optimizer.overlap_gather(model)
+        optimizer._grads.manager.hold_gathers(True)
+    for step in range(6):
+        if step == 2:
+            model.layers[0].requires_grad_(True)
+        if step == 4:
+            model.layers.append(layer())
+            optimizer.add_param_group({"params": list(model.layers[-1].parameters())})
+            if overlap:
+                optimizer.overlap_gather(model)
+        train_step(model, optimizer, rank, step)
+    optimizer.synchronize()
+    return [p.detach().clone() for p in model.parameters()]
+
+
+def test_parameters_that_come_later_are_waited_for_too() -> None:
+    for params, expected in zip(run_ranks(new_parameters, 2, True), run_ranks(new_parameters, 2, False), strict=True):
+        assert all(map(torch.equal, params, expected))
+
+
+def compiled_unseen(rank: int, _: int, overlap: bool) -> tuple[list[Tensor], list[str], int]:
+    """A function that runs the model is compiled in mid-training."""
+    model, optimizer = build(Outside, overlap)
+    run: Callable[[Tensor, int], Tensor] = model
+    left = 0
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for step in range(STEPS):
+            if step == 2:
+                run = torch.compile(lambda x, step: model(x, step) * 1.5, backend="aot_eager", fullgraph=True)
+            optimizer.zero_grad()
+            run(batch(rank, step), 1).square().mean().backward()
+            optimizer.step()
+            left += step > 1 and under_way(optimizer)
+    optimizer.synchronize()
+    ours = [str(w.message) for w in caught if "overlap_gather" in str(w.message)]
+    return [p.detach().clone() for p in model.parameters()], ours, left
+
+
+def test_what_is_compiled_unseen_ends_the_overlap_with_one_warning() -> None:
+    for ours, expected in zip(run_ranks(compiled_unseen, 2, True), run_ranks(compiled_unseen, 2, False), strict=True):
+        assert all(map(torch.equal, ours[0], expected[0]))
+        assert len(ours[1]) == 1
+        assert "call overlap_gather(model) again" in ours[1][0]
+        assert ours[2] == 0
+
+
+def turned_off(rank: int, _: int) -> tuple[int, int]:
+    model, optimizer = build(Backwards, overlap=True)
+    for step in range(2):
+        train_step(model, optimizer, rank, step)
+    left = under_way(optimizer)
+    optimizer.overlap_gather(None)
+    train_step(model, optimizer, rank, 2)
+    return left, under_way(optimizer)
+
+
+def test_it_can_be_turned_off() -> None:
+    assert run_ranks(turned_off, 2) == [(4, 0)] * 2
+
+
+def test_a_model_can_still_be_copied_and_saved_whole() -> None:
+    model, optimizer = build(Backwards, overlap=True)
+    train_step(model, optimizer, 0, 0)
+    x = batch(0, 1)
+    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert torch.equal(twin(x, 0), model(x, 0))
+
+
+def test_hooks_do_not_make_a_compiler_compile_each_block_anew() -> None:
+    graphs = []
+    for overlap in (False, True):
+        model, _ = build(blocks_compiled_in_place, overlap)
+        torch._dynamo.utils.counters.clear()
+        model(batch(0, 0), 0)
+        graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+    assert graphs[0] == graphs[1] < 4

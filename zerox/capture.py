@@ -1,0 +1,21 @@
+"""Whether step() becomes part of a CUDA graph, and whether it may."""
+
+from __future__ import annotations
+
+import torch
+
+from zerox import _C as C
+from zerox.ranks import Ranks
+
+
+def is_capturing(ranks: Ranks, capturable: bool, manager: C.BucketManager) -> bool:
+    """What ranks tell each other on the host is not part of a graph. RuntimeError where step() can't be captured."""
+    if ranks.device.type != "cuda" or not torch.cuda.is_current_stream_capturing():
+        return False
+    if not capturable:
+        raise RuntimeError("step() can be captured into a CUDA graph with capturable=True only")
+    if ranks.staged:
+        raise RuntimeError("step() can't be captured over gloo, which works on the host: use nccl")
+    if not manager.settled or manager.missing_gathers:
+        raise RuntimeError("backward can't be captured, and synchronize() must come between it and the capture")
+    return True
