@@ -28,6 +28,7 @@ RUNS: dict[str, tuple[list[str], list[str]]] = {
         ["--layers", "1", "--seconds", "1"],
     ),
     "memory": (["bench.memory", "--ranks", "2", "4"], ["--layers", "1"]),
+    "scale": (["bench.scale"], ["--layers", "1", "--rounds", "2", "--models", "gpt2-124m"]),
     "kernels": (["bench.kernels"], ["--quick", "--seconds", "1"]),
 }
 WITHOUT_PICTURE = {"kernels"}

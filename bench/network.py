@@ -1,0 +1,217 @@
+"""Direct and native exchange on a network described by a few numbers: where each wins, and what buckets it wants.
+
+A round is a bucket's reduce-scatter and all-gather, of ``s`` bytes for each of ``W`` ranks:
+
+    direct     each way the host posts 2 (W - 1) messages while the wire moves (W - 1) s bytes: whichever takes longer,
+               and one latency. The owner sums W slices.
+    ring       W - 1 steps each way, one after the other: each a latency and s bytes, summed on arrival.
+    gloo       its reduce-scatter copies the bucket, runs a ring all-reduce (2 (W - 1) steps), and copies a slice out.
+    log steps  recursive halving and doubling: log2 W latencies each way, the same (W - 1) s bytes.
+
+Left out: congestion where W - 1 messages meet at one receiver, and faster links inside a machine.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import torch
+
+from bench.shapes import MODELS
+from bench.step_model import Flight, Place, predict
+from zerox.plan.buckets import MIB, BucketPlan, ParamSpec, default_cap_bytes, plan_buckets
+
+Row = dict[str, Any]
+KIB = 2**10
+GIB = 2**30
+ITEMSIZE = 2
+MOST_SLICE_BYTES = 64 * MIB
+# For bucket sizes a rank is a device: 8,192 tokens a step at 400 TFLOP/s, and copies at 1 TB/s beside them.
+TOKENS, FLOPS, DEVICE_COPY_BYTES_PER_S = 8_192, 400e12, 1e12
+SLACK = 1.01  # within this the two are as fast: both wait for the wire alone
+
+
+@dataclass(frozen=True)
+class Network:
+    """``latency_s`` of a message between two ranks' programs, ``bytes_per_s`` each way of a rank's link.
+
+    ``post_s``: of the host, to post a message to be sent or received. ``copy_bytes_per_s``: of packing, and of summing
+    what has arrived.
+    """
+
+    latency_s: float = 25e-6
+    bytes_per_s: float = 12.5e9
+    post_s: float = 10e-6
+    copy_bytes_per_s: float = 10e9
+
+
+def direct_s(net: Network, world_size: int, slice_bytes: float) -> float:
+    return 2 * direct_way_s(net, world_size, slice_bytes) + _sum_s(net, world_size, slice_bytes)
+
+
+def direct_way_s(net: Network, world_size: int, slice_bytes: float) -> float:
+    others = world_size - 1
+    return others * max(2 * net.post_s, slice_bytes / net.bytes_per_s) + net.latency_s
+
+
+def ring_s(net: Network, world_size: int, slice_bytes: float) -> float:
+    others = world_size - 1
+    return 2 * others * _step_s(net, slice_bytes) + _sum_s(net, world_size, slice_bytes)
+
+
+def gloo_s(net: Network, world_size: int, slice_bytes: float) -> float:
+    others = world_size - 1
+    copies_s = (world_size + 1) * slice_bytes / net.copy_bytes_per_s
+    return 3 * others * _step_s(net, slice_bytes) + _sum_s(net, world_size, slice_bytes) + copies_s
+
+
+def log_steps_s(net: Network, world_size: int, slice_bytes: float) -> float:
+    steps, others = math.ceil(math.log2(world_size)), world_size - 1
+    way = steps * (net.latency_s + 2 * net.post_s) + others * slice_bytes / net.bytes_per_s
+    return 2 * way + _sum_s(net, world_size, slice_bytes)
+
+
+def _sum_s(net: Network, world_size: int, slice_bytes: float) -> float:
+    return (world_size - 1) * slice_bytes / net.copy_bytes_per_s
+
+
+def _step_s(net: Network, slice_bytes: float) -> float:
+    return net.latency_s + 2 * net.post_s + slice_bytes / net.bytes_per_s
+
+
+RIVALS: dict[str, Callable[[Network, int, float], float]] = {"ring": ring_s, "gloo": gloo_s, "log steps": log_steps_s}
+
+
+def bound_bytes(net: Network, world_size: int, rival: str) -> int:
+    """The slice from which on direct is no slower than the rival; 0 where it never is, at most MOST_SLICE_BYTES.
+
+    What direct loses to fixed costs shrinks with the slice, so there is one crossing.
+    """
+    native = RIVALS[rival]
+    if direct_s(net, world_size, 1) <= native(net, world_size, 1):
+        return 0
+    least, most = 1, MOST_SLICE_BYTES
+    while least < most:
+        middle = (least + most) // 2
+        if direct_s(net, world_size, middle) <= SLACK * native(net, world_size, middle):
+            most = middle
+        else:
+            least = middle + 1
+    return least
+
+
+def bounds(net: Network, world_sizes: Sequence[int]) -> list[Row]:
+    print(
+        f"By the model, {net.latency_s * 1e6:g} us and {net.bytes_per_s / 1e9:g} GB/s, {net.post_s * 1e6:g} us to post "
+        "a message: us of a round of 4 KiB, 64 KiB and 1 MiB slices, and the slice below which native wins"
+    )
+    print(f"{'ranks':>6}  {'direct':>27}" + "".join(f"  {name:>36}" for name in RIVALS))
+    rows = []
+    for world_size in world_sizes:
+        shown = [4 * KIB, 64 * KIB, MIB]
+        row: Row = {"part": "bound", "ranks": world_size, "network": asdict(net), "slice_bytes": shown}
+        row["direct_us"] = [direct_s(net, world_size, nbytes) * 1e6 for nbytes in shown]
+        for name, native in RIVALS.items():
+            row[f"{name}_us"] = [native(net, world_size, nbytes) * 1e6 for nbytes in shown]
+            row[f"{name}_bound_bytes"] = bound_bytes(net, world_size, name)
+        rows.append(row)
+        print(_bound_line(row), flush=True)
+    return rows
+
+
+def _bound_line(row: Row) -> str:
+    def times(name: str) -> str:
+        return " ".join(f"{each:>8,.0f}" for each in row[f"{name}_us"])
+
+    text = f"{row['ranks']:>6,}  {times('direct'):>27}"
+    for name in RIVALS:
+        bound = row[f"{name}_bound_bytes"]
+        text += f"  {times(name):>27}" + (f"{bound / KIB:>5,.0f} KiB" if bound else "    never")
+    return text
+
+
+def flights_of(net: Network, plans: Sequence[BucketPlan], numel: int, compute_s: float, exchange: str) -> list[Flight]:
+    """Gradients come in the order of buckets, each after its share of backward, two thirds of compute."""
+    flights, done = [], 0
+    for plan in plans:
+        layout = plan.layout
+        world_size, shard_bytes = layout.world_size, layout.shard_numel * ITEMSIZE
+        others, done = world_size - 1, done + sum(layout.numels)
+        bytes_s, posts_s = others * shard_bytes / net.bytes_per_s, 2 * others * net.post_s
+        steps_s = others * (net.latency_s + 2 * net.post_s)
+        direct = exchange == "direct"
+        way_s = max(bytes_s, posts_s) if direct else bytes_s + steps_s
+        slices = world_size if direct else 0  # a ring sums as slices pass
+        flights.append(
+            Flight(
+                ready_s=min(compute_s, compute_s * (1 / 3 + 2 / 3 * done / numel)),
+                pack_s=world_size * shard_bytes / net.copy_bytes_per_s,
+                scatter_s=way_s,
+                land_s=slices * shard_bytes / net.copy_bytes_per_s,
+                gather_s=way_s,
+            )
+        )
+    return flights
+
+
+def caps(world_size: int, backend: str) -> list[int]:
+    """Bucket sizes to try: the default, and from 4 MiB to 16 GiB."""
+    return sorted({default_cap_bytes(backend, world_size), *(4 * MIB * 4**power for power in range(7))})
+
+
+def sweep(net: Network, model: str, world_size: int, backend: str, exchange: str) -> list[Row]:
+    """The step's time over the bucket size, and the memory that buckets take on their way."""
+    shape = MODELS[model]()
+    net = replace(net, copy_bytes_per_s=DEVICE_COPY_BYTES_PER_S)
+    specs = [ParamSpec(name, param.numel(), "bf16", ITEMSIZE) for name, param in shape.named_parameters(torch.bfloat16)]
+    compute_s = 6 * shape.numel * TOKENS / FLOPS
+    rows = []
+    for cap in caps(world_size, backend):
+        plans = plan_buckets(specs, world_size, cap)
+        flights = flights_of(net, plans, shape.numel, compute_s, exchange)
+        outcome = predict(Place(compute_s, latency_s=net.latency_s, cores=8.0), flights)
+        largest = max(plan.layout.numel for plan in plans) * ITEMSIZE
+        rows.append(
+            {
+                "part": "cap",
+                "model": model,
+                "ranks": world_size,
+                "exchange": exchange,
+                "cap_bytes": cap,
+                "is_default": cap == default_cap_bytes(backend, world_size),
+                "buckets": len(plans),
+                "step_s": outcome.step_s,
+                "compute_s": compute_s,
+                "buffer_bytes": 2 * largest * (2 if exchange == "direct" else 1),
+            }
+        )
+    return rows
+
+
+def sweeps(net: Network, models: Sequence[str], world_sizes: Sequence[int], backend: str) -> list[Row]:
+    print(
+        f"By the model, over the bucket size: the step's time as a multiple of the best, {TOKENS:,} tokens a rank; "
+        "(default) is marked, GiB are of buffers"
+    )
+    rows = []
+    for model in models:
+        for exchange in ("direct", "ring"):
+            for world_size in world_sizes:
+                found = sweep(net, model, world_size, backend, exchange)
+                best_s = min(row["step_s"] for row in found)
+                for row in found:
+                    row["over_best"] = row["step_s"] / best_s
+                cells = [_cap_cell(row) for row in found]
+                print(
+                    f"{model:<10} {exchange:<6} {world_size:>6,}  best {best_s:.3f} s:  {'  '.join(cells)}", flush=True
+                )
+                rows += found
+    return rows
+
+
+def _cap_cell(row: Row) -> str:
+    text = f"{row['cap_bytes'] / MIB:,.0f} MiB {row['over_best']:.2f}x {row['buffer_bytes'] / GIB:.1f} GiB"
+    return f"({text})" if row["is_default"] else text
