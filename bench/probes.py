@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 
 import torch
 import torch.distributed as dist
@@ -41,22 +42,22 @@ class Probe:
         self.optimizer = FusedShardedAdam([self.param], process_group=group, bucket_cap_mb=nbytes / MIB)
 
     def sample(self) -> dict[str, float]:
-        """Seconds of a flight, of its landing's cost to all of the process' threads, of agreeing, and of step()."""
+        """Seconds of a flight and of step(), without the ranks' agreement ("settle"); and of CPU, of all threads."""
         loss = Spread.apply([torch.ones_like(self.param)], self.param)
         self.optimizer.synchronize()
         meet()
-        times, cpu = [time.perf_counter()], [time.process_time()]
+        times = [(time.perf_counter(), time.process_time())]
         for part in (loss.backward, self.optimizer.synchronize, self.optimizer.synchronize, self.optimizer.step):
             part()
-            times.append(time.perf_counter())
-            cpu.append(time.process_time())
+            times.append((time.perf_counter(), time.process_time()))
         self.optimizer.zero_grad()
+        wall, cpu = ([after - before for before, after in pairwise(clock)] for clock in zip(*times, strict=True))
         return {
-            "flight": times[2] - times[0],
-            "flight_cpu": cpu[2] - cpu[0],
-            "settle": times[3] - times[2],
-            "step": times[4] - times[3],
-            "step_cpu": cpu[4] - cpu[3],
+            "flight": wall[0] + wall[1] - wall[2],
+            "flight_cpu": cpu[0] + cpu[1] - cpu[2],
+            "settle": wall[2],
+            "step": wall[3] - wall[2],
+            "step_cpu": cpu[3] - cpu[2],
         }
 
 

@@ -28,6 +28,7 @@ Row = dict[str, Any]
 KIB, MIB = 2**10, 2**20
 PROBED_BYTES = (64 * KIB, MIB, 4 * MIB, 16 * MIB)
 ALONE = "alone"
+LEAST_S = 1e-6  # what a difference of two times is at least
 FLOOR = NoCommunication.name
 
 
@@ -126,18 +127,16 @@ def summary(
 
     def cost(key: tuple[str, int], part: str) -> float:
         """What it takes of the rank's share of the machine, whichever of its threads: or longer, if it waits."""
-        return max(median[key][part], median[key][f"{part}_cpu"] * world_size / cores)
+        return max(LEAST_S, median[key][part], median[key][f"{part}_cpu"] * world_size / cores)
 
-    update = Line.through((nbytes, median[ALONE, nbytes]["step"]) for nbytes in PROBED_BYTES)
+    update = Line.through((nbytes, max(LEAST_S, median[ALONE, nbytes]["step"])) for nbytes in PROBED_BYTES)
     settle, flight, gather = {}, {}, {}
     for exchange in EXCHANGES:
         settle[exchange] = statistics.median(median[exchange, nbytes]["settle"] for nbytes in PROBED_BYTES)
-        flight[exchange], gather[exchange] = (
-            Line.through((nbytes, max(cost((exchange, nbytes), part) - less(nbytes), 1e-9)) for nbytes in PROBED_BYTES)
-            for part, less in (
-                ("flight", lambda _, known=settle[exchange]: known),
-                ("step", lambda nbytes, known=settle[exchange]: known + update(nbytes / world_size)),
-            )
+        flight[exchange] = Line.through((nbytes, cost((exchange, nbytes), "flight")) for nbytes in PROBED_BYTES)
+        gather[exchange] = Line.through(
+            (nbytes, max(cost((exchange, nbytes), "step") - update(nbytes / world_size), LEAST_S))
+            for nbytes in PROBED_BYTES
         )
     return Measured(world_size, cores, Compute(arrivals[:-1], arrivals[-1]), update, settle, flight, gather, steps)
 

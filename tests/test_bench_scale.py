@@ -7,19 +7,23 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from bench import host, network, planning, probes, scale, step_check, traffic_check, wire
 from bench.network import Network, bound_bytes, direct_s, ring_s
 from bench.shapes import MODELS
 from bench.step_model import CORE, WIRE, Flight, Line, Place, Task, predict, simulate
 from bench.systems import Training
-from bench.traffic import EXCHANGES, NATIVE, Itemsizes, sent_in_step
+from bench.traffic import EXCHANGES, NATIVE, Itemsizes, Sent, sent_by_scatter, sent_in_step
 from tests.ranks import run_ranks
 from zerox import FusedShardedAdam
-from zerox.plan.buckets import MIB
+from zerox.plan import buckets
+from zerox.plan.buckets import MIB, ParamSpec, plan_buckets
 from zerox.plan.stage import stage_of
 
 # As published by the models' authors, by name and exactly.
@@ -55,6 +59,32 @@ def test_a_plan_of_405_b_parameters_over_16384_ranks_takes_no_memory_to_speak_of
     # Each gradient byte and each parameter byte goes to somebody else, but for one part in W.
     assert row["native_bytes"] == pytest.approx(2 * 2 * row["numel"], rel=0.01)
     assert row["native_messages"] == 2 * row["buckets"] * (16_384 - 1)
+
+
+def test_what_goes_straight_is_counted_apart() -> None:
+    row = planning.row_of("gpt2-124m", 8, "gloo")
+    assert row["native_messages"] == 2 * row["buckets"] * 7
+    assert row["direct_messages"] > row["native_messages"]
+    assert row["direct_bytes"] <= row["native_bytes"]
+    over_nccl = planning.row_of("gpt2-124m", 8, "nccl")  # one all-to-all
+    assert over_nccl["direct_messages"] == over_nccl["native_messages"]
+
+
+@given(st.lists(st.integers(2, 300_000), min_size=1, max_size=12), st.integers(2, 6), st.data())
+def test_a_scatter_sends_each_other_rank_its_segments_and_one_message_more(
+    numels: list[int], world_size: int, data: st.DataObject
+) -> None:
+    """Peer by peer, where the closed form takes all and leaves out its own."""
+    rank = data.draw(st.integers(0, world_size - 1))
+    with patch.multiple(buckets, STRAIGHT_BYTES=40_000, STRAIGHT_SLICE_BYTES=1):
+        [plan] = plan_buckets([ParamSpec("p", numel, "f", 4) for numel in numels], world_size, 2**40)
+    layout, messages, numel = plan.layout, 0, 0
+    for peer in set(range(world_size)) - {rank}:
+        straight = [segment for segment in layout.segments(peer) if segment.slot < plan.num_straight]
+        end = min(max(layout.end_of(plan.num_straight) - layout.shard_span(peer).start, 0), layout.shard_numel)
+        messages += len(straight) + 1
+        numel += sum(segment.span.numel for segment in straight) + layout.shard_numel - end + layout.trailer_numel
+    assert sent_by_scatter(plan, rank, "direct", Itemsizes(4, 4)) == Sent(messages, 4 * numel)
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
@@ -138,6 +168,20 @@ def test_native_wins_below_the_bound_and_only_there(world_size: int) -> None:
     assert bound_bytes(replace(NET, post_s=10e-6), world_size, "log steps") > 1.5 * bound
 
 
+@pytest.mark.parametrize(("exchange", "steps", "slices"), [("direct", 0, 4), ("ring", 3, 0)])
+def test_a_bucket_s_way_over_the_network_is_its_bytes_and_steps(exchange: str, steps: int, slices: int) -> None:
+    net = replace(NET, copy_bytes_per_s=1e9)
+    numels = [1_024_000, 512_000]
+    specs = [ParamSpec("p", numel, "bf16", network.ITEMSIZE) for numel in reversed(numels)]
+    flights = network.flights_of(net, plan_buckets(specs, 4, 1), sum(numels), compute_s=3.0, exchange=exchange)
+    assert [flight.ready_s for flight in flights] == pytest.approx([1 + 2 * 2 / 3, 3.0])
+    for flight, numel in zip(flights, numels, strict=True):
+        shard_bytes = numel // 4 * network.ITEMSIZE
+        assert flight.pack_s == pytest.approx(4 * shard_bytes / 1e9)
+        assert flight.land_s == pytest.approx(slices * shard_bytes / 1e9)
+        assert flight.scatter_s == flight.gather_s == pytest.approx(3 * shard_bytes / 10e9 + steps * 35e-6)
+
+
 def test_the_model_finds_the_default_bucket_size_good_for_the_direct_exchange() -> None:
     rows = network.sweeps(NET, ["llama-8b"], [1_024], "gloo")
     [default] = [row for row in rows if row["is_default"] and row["exchange"] == "direct"]
@@ -154,8 +198,8 @@ def test_host_work_is_measured_and_drawn_out_in_straight_lines(capsys: pytest.Ca
     assert all(row["step_us"] > 0 and row["construct_ms"] > 0 for row in rows[:-1])
     assert host.slope([{"x": 1, "y": 5.0}, {"x": 3, "y": 9.0}], "x", "y") == (3.0, 2.0)
     lines = {"construct_us_a_param": 9.0, "hook_us_a_param": 1.0, "step_us_a_param": 2.0}
-    lines |= {"flight_us_a_bucket": 10.0, "step_us_a_bucket": 20.0, "bucket_us_a_rank": 1.0}
-    assert "10 ranks: 1 ms of host work" in host.said(lines, params=200, buckets=10, world_size=10)
+    lines |= {"flight_us_a_bucket": 10.0, "step_us_a_bucket": 20.0, "bucket_us_a_rank": 100.0}
+    assert "10 ranks: 11 ms of host work" in host.said(lines, params=200, buckets=10, world_size=10)
     assert "results agree" in capsys.readouterr().out
 
 
@@ -182,9 +226,9 @@ def test_a_gradient_is_seen_when_it_comes_and_a_probe_has_one_bucket() -> None:
 
 
 def measured_in(flight: Line) -> step_check.Measured:
-    """One rank's numbers, made up: a step of 1 s, of which the last gradient takes all."""
+    """One rank's numbers, made up: 1.5 s of compute, and all gradients there after 1 s of it."""
     params = list(STRAIGHT_GPT.model().parameters())
-    compute = probes.Compute([1.0] * len(params), 1.0)
+    compute = probes.Compute([1.0] * len(params), 1.5)
     lines = dict.fromkeys(EXCHANGES, flight)
     return step_check.Measured(
         2, 2, compute, Line(0.0, 0.0), dict.fromkeys(EXCHANGES, 0.0), lines, lines, {name: [1.0] for name in EXCHANGES}
@@ -194,8 +238,8 @@ def measured_in(flight: Line) -> step_check.Measured:
 def test_each_bucket_costs_a_flight_and_a_gather() -> None:
     nothing = measured_in(Line(0.0, 0.0)).predicted(STRAIGHT_GPT, "direct")
     some = measured_in(Line(0.25, 0.0)).predicted(STRAIGHT_GPT, "direct")
-    assert nothing.step_s == 1.0
-    assert some.step_s == pytest.approx(1.0 + 2 * 0.25 * len(some.left_s))
+    assert nothing.step_s == 1.5
+    assert some.step_s == pytest.approx(1.5 + 2 * 0.25 * len(some.left_s))
 
 
 def test_both_ways_to_exchange_are_checked_and_timed() -> None:
