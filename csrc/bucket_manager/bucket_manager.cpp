@@ -64,6 +64,13 @@ int64_t BucketManager::add_bucket(BucketSpec spec) {
   return bucket->index;
 }
 
+// What holds for nearly every parameter at every step, in as few looks as there are.
+static bool is_still(const at::Tensor& param, const at::Tensor& home) {
+  return param.unsafeGetTensorImpl()->unsafe_storage().is_alias_of(home.unsafeGetTensorImpl()->unsafe_storage()) &&
+         param.storage_offset() == home.storage_offset() && param.sizes() == home.sizes() &&
+         param.strides() == home.strides();
+}
+
 void BucketManager::set_sync(bool sync) {
   const std::lock_guard lock(mutex_);
   sync_ = sync;
@@ -80,6 +87,7 @@ std::vector<std::pair<int64_t, int64_t>> BucketManager::moved() const {
     for (size_t slot = 0; slot < bucket->slots.size(); ++slot) {
       const at::Tensor& param = bucket->slots[slot].param;
       const at::Tensor& home = bucket->slots[slot].home;
+      if (is_still(param, home)) continue;
       const bool same = param.sizes() == home.sizes() && param.strides() == home.strides() &&
                         (home.numel() == 0 || param.const_data_ptr() == home.const_data_ptr());
       if (!same) {
@@ -149,16 +157,16 @@ void BucketManager::all_reduce(const at::Tensor& values, Combine combine) {
 }
 
 Statement BucketManager::statement(Place place, int64_t adoptions) {
-  const bool unsent = has_unsent();  // may find a failure
-  return {place,
-          pass_.rounds,
-          pass_.own_rounds,
-          !pass_.failure.empty(),
-          unsent,
-          has_changes(),
-          adoptions,
-          has_scaled(),
-          !gathers_.order().proposed.empty()};
+  const GradsSeen seen = look_at_grads();  // may find a failure
+  return {.place = place,
+          .rounds = pass_.rounds,
+          .own_rounds = pass_.own_rounds,
+          .failed = !pass_.failure.empty(),
+          .unsent = seen.unsent,
+          .changed = seen.changed,
+          .adoptions = adoptions,
+          .scaled = seen.scaled,
+          .proposes = !gathers_.order().proposed.empty()};
 }
 
 Settled BucketManager::settle(Place place, int64_t adoptions, const std::string& refusal) {
@@ -199,33 +207,27 @@ Settled BucketManager::settle(Place place, int64_t adoptions, const std::string&
   return Settled::ready;
 }
 
-// Whole gradients are otherwise used as p.grad holds them: only what no_sync() kept back has to be averaged.
-bool BucketManager::has_unsent() {
-  bool found = false;
-  for (const auto& bucket : buckets_) {
-    for (const Slot& slot : bucket->slots) {
-      const at::Tensor& grad = slot.param.grad();
-      if (!grad.defined() || (slot.placeholder.defined() && grad.is_same(slot.placeholder))) continue;
-      if (pass_.failure.empty()) pass_.failure = refusal_of(slot, options_.device);
-      found |= !options_.whole_grads || (slot.unsent && exchange_ != nullptr);
-    }
-  }
-  return found;
-}
-
-bool BucketManager::has_changes() {
-  if (options_.whole_grads) return false;
-  bool changed = false;
+// One look at all parameters, whose number is what a step of small ones costs.
+BucketManager::GradsSeen BucketManager::look_at_grads() {
+  GradsSeen seen;
   for (const auto& bucket : buckets_) {
     for (Slot& slot : bucket->slots) {
-      if (slot.held && !slot.param.grad().defined()) {
+      const at::Tensor& grad = slot.param.grad();
+      if (grad.defined() && !(slot.placeholder.defined() && grad.is_same(slot.placeholder))) {
+        if (pass_.failure.empty()) pass_.failure = refusal_of(slot, options_.device);
+        // Whole gradients are otherwise used as p.grad holds them: only what no_sync() kept back has to be averaged.
+        seen.unsent |= !options_.whole_grads || (slot.unsent && exchange_ != nullptr);
+      }
+      seen.scaled |= slot.seen.scaled.is(grad);
+      if (options_.whole_grads) continue;
+      if (slot.held && !grad.defined()) {
         slot.held = false;
         slot.replace = true;
       }
-      changed |= slot.replace || slot.zeroed;
+      seen.changed |= slot.replace || slot.zeroed;
     }
   }
-  return changed;
+  return seen;
 }
 
 void BucketManager::mark_scaled() {
@@ -234,15 +236,6 @@ void BucketManager::mark_scaled() {
       slot.seen.scaled.note(slot.param.grad());
     }
   }
-}
-
-bool BucketManager::has_scaled() const {
-  for (const auto& bucket : buckets_) {
-    for (const Slot& slot : bucket->slots) {
-      if (slot.seen.scaled.is(slot.param.grad())) return true;
-    }
-  }
-  return false;
 }
 
 // Owners hear what was discarded or zeroed since the last flight: two bytes a parameter, and rarely.

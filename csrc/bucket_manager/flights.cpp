@@ -23,6 +23,9 @@ namespace {
 constexpr size_t kUnpacked = 2;
 constexpr size_t kWithBuffers = 2;
 
+// What one rank alone packs in less time than a thread takes to wake.
+constexpr int64_t kSmallBytes = 256 * 1024;
+
 // What is read from all neighbours before it is added stays in a core's cache, with the gradient and the shard; but a
 // system call should not cost more than its bytes.
 constexpr int64_t kReadBytes = 256 * 1024;
@@ -58,7 +61,8 @@ Flights::Flights(std::shared_ptr<Exchange> exchange, c10::Device device)
 
 void Flights::launch(std::shared_ptr<Flight> flight) {
   if (streams_) streams_->free_gradients(/*keep=*/kUnpacked);
-  lanes_.launch(std::move(flight));
+  const int64_t bytes = flight->bucket->slice_numel() * c10::elementSize(flight->bucket->wire_dtype);
+  lanes_.launch(std::move(flight), /*small=*/!exchange_ && !streams_ && bytes <= kSmallBytes);
 }
 
 void Flights::after_landing(std::function<void()> task) {

@@ -17,19 +17,17 @@ at::Tensor to_table(const std::vector<int64_t>& numbers, int64_t columns) {
 
 std::string refusal_of(const Slot& slot, c10::Device device) {
   const at::Tensor& grad = slot.param.grad();
+  if (grad.layout() == at::kStrided && grad.sizes() == slot.home.sizes() && grad.device() == device) return "";
   const std::string who = "parameter '" + slot.name + "' got a ";
   if (grad.layout() != at::kStrided) {
     return who + "sparse gradient; only dense ones can be sharded (nn.Embedding: use sparse=False)";
   }
-  if (grad.sizes() != slot.home.sizes() || grad.device() != device) {
-    return c10::str(who, "gradient of ", grad.sizes(), " on ", grad.device(), ", but was ", slot.home.sizes(), " on ",
-                    device, " when the optimizer was built; build the optimizer after such a change");
-  }
-  return "";
+  return c10::str(who, "gradient of ", grad.sizes(), " on ", grad.device(), ", but was ", slot.home.sizes(), " on ",
+                  device, " when the optimizer was built; build the optimizer after such a change");
 }
 
 at::Tensor in_order_of(const at::Tensor& grad, const at::Tensor& param) {
-  const at::Tensor plain = grad.detach();
+  const at::Tensor plain = grad.requires_grad() ? grad.detach() : grad;
   const bool same_order = plain.strides() == param.strides() || (plain.is_contiguous() && param.is_contiguous());
   return same_order ? plain : at::empty_like(param, plain.options()).copy_(plain);
 }

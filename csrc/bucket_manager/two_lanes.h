@@ -47,16 +47,22 @@ class TwoLanes {
     }
   }
 
-  // One thread at a time.
-  void launch(std::shared_ptr<Flight> flight) {
+  // One thread at a time. `small`: waking the lanes would take longer than the flight itself, which waits for nobody.
+  // The caller then does what they do, unless others are in the air.
+  void launch(std::shared_ptr<Flight> flight, bool small = false) {
     ++num_launched_;
+    bool alone = false;
     {
       const std::lock_guard lock(sky_.mutex);
+      alone = sky_.airborne.empty();
       sky_.airborne.push_back(flight);
     }
-    auto task = [this, flight = std::move(flight)] { pack(flight); };
+    const bool here = small && alone;
+    auto task = [this, here, flight = std::move(flight)] { pack(flight, here); };
     if (held_.on) {
       held_.tasks.emplace_back(std::move(task));
+    } else if (here) {
+      task();
     } else {
       post(pack_lane_, std::move(task));
     }
@@ -158,10 +164,14 @@ class TwoLanes {
     held_.tasks.clear();
   }
 
-  void pack(const std::shared_ptr<Flight>& flight) {
+  void pack(const std::shared_ptr<Flight>& flight, bool here) {
     buffers_.acquire();
     pack_(*flight);
-    post(land_lane_, [this, flight] { land(flight); });
+    if (here) {
+      land(flight);
+    } else {
+      post(land_lane_, [this, flight] { land(flight); });
+    }
   }
 
   void land(const std::shared_ptr<Flight>& flight) {
