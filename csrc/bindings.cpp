@@ -6,6 +6,7 @@
 
 #include "bucket_manager/bucket_manager.h"
 #include "bucket_manager/neighbours.h"
+#include "bucket_manager/ranges.h"
 #include "cpu/isa.h"
 #include "math/exact_sum.h"
 #include "math/segment.h"
@@ -62,6 +63,19 @@ std::shared_ptr<BucketManager> make_manager(const std::optional<Group>& group, c
 
 py::object tensor_or_none(const at::Tensor& tensor) { return tensor.defined() ? py::cast(tensor) : py::none(); }
 
+// A range for a with statement of Python's.
+class PyRange {
+ public:
+  PyRange(std::string what, int64_t bucket) : what_(std::move(what)), bucket_(bucket) {}
+  void enter() { range_.emplace(what_.c_str(), bucket_); }
+  void exit(const py::args& /*error*/) { range_.reset(); }
+
+ private:
+  std::string what_;
+  int64_t bucket_;
+  std::optional<Range> range_;
+};
+
 void bind(py::module_& m) {
   m.attr("EXACT_WORDS") = kExactWords;
   m.attr("SEGMENT_COLUMNS") = kSegmentColumns;
@@ -81,6 +95,11 @@ void bind(py::module_& m) {
       .value("UNSCALE", Place::unscale);
   py::enum_<Combine>(m, "Combine").value("SUM", Combine::sum).value("MAX", Combine::max);
   py::enum_<Settled>(m, "Settled").value("READY", Settled::ready).value("ADOPT", Settled::adopt);
+
+  py::class_<PyRange>(m, "Range")
+      .def(py::init<std::string, int64_t>(), py::arg("what"), py::arg("bucket"))
+      .def("__enter__", &PyRange::enter)
+      .def("__exit__", &PyRange::exit);
 
   py::class_<ExchangeKind>(m, "ExchangeKind")
       .def(py::init<bool, bool, bool, std::vector<int64_t>>(), py::kw_only(), py::arg("direct"), py::arg("messages"),

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from zerox._C import Place
+from zerox._C import Place, Range
 from zerox.bucket import Bucket, Member, members_of
 from zerox.capture import is_capturing
 from zerox.clip import check_finite, clip_coefficient, shard_words, total_norm
@@ -128,7 +128,8 @@ class FusedShardedAdam(torch.optim.Optimizer):
             grad = self._grads.shard(index)
             if grad is not None:
                 present = self._grad_scale.present(self._grads.present(index))
-                adam.update(self._buckets[index], grad, present, options, self._grad_scale.value)
+                with Range("update", index):
+                    adam.update(self._buckets[index], grad, present, options, self._grad_scale.value)
             self._gather.start(index, background=overlap)
         self._gather.end_step(hidden=overlap)
         self._grad_scale.reset()

@@ -6,6 +6,7 @@
 #include <numeric>
 
 #include "bucket_manager/packing.h"
+#include "bucket_manager/ranges.h"
 #include "bucket_manager/straight.h"
 #include "check.h"
 
@@ -16,7 +17,7 @@ BucketManager::BucketManager(std::shared_ptr<Exchange> exchange, Group control, 
       agreement_(std::move(control)),
       options_(options),
       flights_(exchange_, options.device),
-      gathers_("the updated parameters", options.device) {}
+      gathers_({"the updated parameters", "gather", "gather_wait"}, options.device) {}
 
 BucketManager::~BucketManager() {
   for (const auto& bucket : buckets_) {
@@ -170,6 +171,7 @@ Statement BucketManager::statement(Place place, int64_t adoptions) {
 }
 
 Settled BucketManager::settle(Place place, int64_t adoptions, const std::string& refusal) {
+  const Range range("settle");
   TORCH_CHECK(sync_ || place == Place::backward_end, "zerox: ", name_of(static_cast<int64_t>(place)),
               " was called inside no_sync(), where gradients are not exchanged");
   {
@@ -180,7 +182,10 @@ Settled BucketManager::settle(Place place, int64_t adoptions, const std::string&
   const char* where = name_of(static_cast<int64_t>(place));
   Verdict verdict{};
   while (true) {
-    ask(where, [&] { verdict = agreement_.agree(statement(place, adoptions)); });
+    ask(where, [&] {
+      const Range range("agree");
+      verdict = agreement_.agree(statement(place, adoptions));
+    });
     holds_scaled_ = verdict.scaled.most > 0;
     check(verdict);
     join(verdict, /*empty=*/false);

@@ -3,7 +3,6 @@
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/zeros.h>
-#include <ATen/record_function.h>
 #include <c10/core/StreamGuard.h>
 #include <c10/util/ParallelGuard.h>
 
@@ -11,6 +10,7 @@
 #include <stdexcept>
 
 #include "bucket_manager/ops.h"
+#include "bucket_manager/ranges.h"
 #include "bucket_manager/straight.h"
 #include "check.h"
 #include "math/exact_sum.h"
@@ -101,8 +101,8 @@ void Flights::pack(Flight& flight) {
   }
   const auto work = [&] {
     if (lanes_.failed()) return;
-    RECORD_FUNCTION("zerox::pack", std::vector<c10::IValue>());
     const Bucket& bucket = *flight.bucket;
+    const Range range("pack", bucket.index);
     const int world = exchange_ ? exchange_->world() : 1;
     const auto options = bucket.slots.front().param.options().dtype(bucket.wire_dtype).requires_grad(false);
     flight.flat = at::empty({bucket.packed_start(world)}, options);
@@ -130,13 +130,19 @@ void Flights::land(Flight& flight) {
     on.emplace(streams_->land());
     flight.packed->block(streams_->land());
   }
+  const int64_t index = flight.bucket->index;
+  const Range range("land", index);
   const auto work = [&] {
-    if (flight.pending) flight.pending->wait();
+    if (flight.pending) {
+      const Range range("wait", index);
+      flight.pending->wait();
+    }
     if (!lanes_.failed()) reduce(*flight.bucket, flight);
   };
   lanes_.attempt(flight, telling_reasons(work));
   const auto part = [&] {
     if (!flight.pending) return;
+    const Range range("let_go", index);
     flight.pending->let_go();  // whatever went wrong here: others should not wait for this rank
     if (!lanes_.failed()) flight.pending->wait_for_readers();
   };
@@ -177,7 +183,7 @@ std::vector<at::Tensor> Flights::slices(const Flight& flight, const std::vector<
 }
 
 void Flights::reduce(Bucket& bucket, Flight& flight) {
-  RECORD_FUNCTION("zerox::land", std::vector<c10::IValue>());
+  const Range range("reduce", bucket.index);
   Landed& landed = bucket.landed;
   std::vector<Exchange::Messages> messages{{flight.flat}};
   if (exchange_ && exchange_->sends_messages()) {

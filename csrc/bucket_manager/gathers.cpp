@@ -1,12 +1,12 @@
 #include "bucket_manager/gathers.h"
 
 #include <ATen/core/LegacyTypeDispatch.h>
-#include <ATen/record_function.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 
 #include <algorithm>
 #include <exception>
 
+#include "bucket_manager/ranges.h"
 #include "check.h"
 
 namespace zx {
@@ -19,7 +19,8 @@ Gathers::~Gathers() {
 }
 
 void Gathers::fail(const Gather& gather, const std::string& reason) const {
-  TORCH_CHECK(false, "zerox: ", what_, " of ", gather.bucket->describe(), " did not arrive from all ranks: ", reason);
+  TORCH_CHECK(false, "zerox: ", names_.what, " of ", gather.bucket->describe(),
+              " did not arrive from all ranks: ", reason);
 }
 
 template <class Body>
@@ -33,17 +34,18 @@ void Gathers::naming(const Gather& gather, const Body& body) const {
 
 void Gathers::start(const std::shared_ptr<Bucket>& bucket, at::Tensor flat, Exchange& exchange, bool background) {
   if (under_way_.empty()) order_of_use_.clear();
+  const Range range(names_.start, bucket->index);
   auto gather = std::make_shared<Gather>();
   gather->bucket = bucket;
   gather->flat = std::move(flat);
   naming(*gather, [&] { gather->pending = exchange.gather(gather->flat); });
   under_way_.push_back(gather);
-  if (background && device_.is_cpu() && !hold_) lane_.post([gather] { take_in(*gather); });
+  if (background && device_.is_cpu() && !hold_) lane_.post([this, gather] { take_in(*gather); });
 }
 
-void Gathers::take_in(Gather& gather) {
-  std::call_once(gather.once, [&gather] {
-    RECORD_FUNCTION("zerox::gather", std::vector<c10::IValue>());
+void Gathers::take_in(Gather& gather) const {
+  std::call_once(gather.once, [this, &gather] {
+    const Range range(names_.wait, gather.bucket->index);
     const at::AutoDispatchBelowADInplaceOrView no_autograd;
     try {
       gather.pending->wait();
@@ -62,6 +64,7 @@ void Gathers::wait_for(Gather& gather) {
     const c10::Stream here = c10::impl::VirtualGuardImpl(device_.type()).getStream(device_);
     if (std::find(gather.waited.begin(), gather.waited.end(), here) != gather.waited.end()) return;
     gather.waited.push_back(here);
+    const Range range(names_.wait, gather.bucket->index);
     naming(gather, [&] { gather.pending->wait(); });
   }
   if (!gather.error.empty()) fail(gather, gather.error);

@@ -23,11 +23,18 @@ struct GatherOrder {
   std::vector<int64_t> agreed;    // empty: that of the buckets
 };
 
+// What arrives, for errors; and the ranges that profilers see.
+struct GatherNames {
+  const char* what;
+  const char* start;
+  const char* wait;
+};
+
 // start(), guard_reads() and finish() are one thread's; wait() may come from others meanwhile.
 class Gathers {
  public:
-  // `what` arrives, for errors. On an accelerator it is the current stream that waits.
-  Gathers(std::string what, c10::Device device) : what_(std::move(what)), device_(device) {}
+  // On an accelerator it is the current stream that waits.
+  Gathers(GatherNames names, c10::Device device) : names_(names), device_(device) {}
 
   // Waits for all there are: buffers are whole then, unless a rank is gone.
   ~Gathers();
@@ -69,14 +76,14 @@ class Gathers {
     bool used = false;                  // somebody waited
   };
 
-  static void take_in(Gather& gather);
+  void take_in(Gather& gather) const;
   void wait_for(Gather& gather);
   void before_read(const at::Tensor& tensor);
   [[noreturn]] void fail(const Gather& gather, const std::string& reason) const;
   template <class Body>
   void naming(const Gather& gather, const Body& body) const;
 
-  std::string what_;
+  GatherNames names_;
   c10::Device device_;
   GatherOrder order_;
   bool hold_ = false;
@@ -84,7 +91,7 @@ class Gathers {
   mutable std::mutex mutex_;                        // of what follows, and of `waited` and `used`
   std::vector<int64_t> order_of_use_;
   std::optional<ReadGuard> guard_;
-  Lane lane_;
+  Lane lane_{"zerox gather"};
 };
 
 }  // namespace zx

@@ -5,6 +5,7 @@
 
 #include "bucket_manager/bucket_manager.h"
 #include "bucket_manager/packing.h"
+#include "bucket_manager/ranges.h"
 
 namespace zx {
 
@@ -129,6 +130,9 @@ std::shared_ptr<Flight> BucketManager::make_flight(const std::shared_ptr<Bucket>
 }
 
 // `empty`: after an exception in backward a bucket leaves without gradients, to keep ranks in step.
-void BucketManager::release(int64_t bucket, bool empty) { flights_.launch(make_flight(buckets_[bucket], empty)); }
+void BucketManager::release(int64_t bucket, bool empty) {
+  const Range range("launch", bucket);
+  flights_.launch(make_flight(buckets_[bucket], empty));
+}
 
 }  // namespace zx

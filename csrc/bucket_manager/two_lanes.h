@@ -199,8 +199,8 @@ class TwoLanes {
   Sky sky_;
   HeldBack held_;
   Slots buffers_{2};
-  Lane land_lane_;  // destroyed after the lane that posts to it
-  Lane pack_lane_;
+  Lane land_lane_{"zerox land"};  // destroyed after the lane that posts to it
+  Lane pack_lane_{"zerox pack"};
 };
 
 }  // namespace zx

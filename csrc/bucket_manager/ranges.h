@@ -1,0 +1,39 @@
+// What profilers show of a bucket's way: a range for each thing that happens to it, in the order in which it does.
+//
+//   launch        autograd's thread   its last gradient is ready and its turn has come: gradients are taken
+//   pack          pack lane           what is not straight is copied, messages are posted
+//   land          land lane           of these:
+//     wait                              until the messages are there
+//     reduce                            neighbours are read, slices summed
+//     let_go                            until nobody reads what is here
+//   settle        optimizer's caller  (no bucket) until all that was launched has landed; of it
+//     agree                             until all ranks are there
+//   update        optimizer's caller  the shard's moments and parameters
+//   gather        optimizer's caller  messages are posted
+//   gather_wait   optimizer's caller  until the others' parameters are there; hidden ones: who reads, or a lane
+//   gather_grads  where backward ends, gather_grads_wait: the same for whole gradients
+#pragma once
+
+#include <ATen/record_function.h>
+
+#include <cstdint>
+#include <string>
+
+namespace zx {
+
+// Lasts as long as the object, under the name "zerox::what" or "zerox::what bucket 3". Without a profiler it costs a
+// look at a thread-local: names are made for a profiler only.
+class Range {
+ public:
+  explicit Range(const char* what) : function_(at::RecordScope::USER_SCOPE) {
+    if (function_.isActive()) function_.before(std::string("zerox::") + what);
+  }
+  Range(const char* what, int64_t bucket) : function_(at::RecordScope::USER_SCOPE) {
+    if (function_.isActive()) function_.before(std::string("zerox::") + what + " bucket " + std::to_string(bucket));
+  }
+
+ private:
+  at::RecordFunction function_;
+};
+
+}  // namespace zx
