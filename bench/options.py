@@ -8,17 +8,22 @@ from pathlib import Path
 from bench.systems import ALONE, DTYPES, SYSTEMS, Training
 
 
-def step_parser(module: str, description: str | None) -> argparse.ArgumentParser:
+def training_parser(module: str, description: str | None) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog=f"python -m {module}", description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--ranks", type=int, nargs="+", default=[2], metavar="N", help="world sizes (default: 2)")
     parser.add_argument("--dtype", choices=list(DTYPES), default="fp32", help="default: %(default)s")
     parser.add_argument("--clip", action="store_true", help="clip the norm to 1")
     parser.add_argument("--layers", type=int, default=Training.layers, help="of width 512 (default: %(default)s)")
-    parser.add_argument("--systems", nargs="+", metavar="WORD", help=f"those with a word in: {'; '.join(SYSTEMS)}")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all numbers there")
     parser.add_argument("--png", type=Path, metavar="FILE", help="draw them there")
+    return parser
+
+
+def step_parser(module: str, description: str | None) -> argparse.ArgumentParser:
+    parser = training_parser(module, description)
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2], metavar="N", help="world sizes (default: 2)")
+    parser.add_argument("--systems", nargs="+", metavar="WORD", help=f"those with a word in: {'; '.join(SYSTEMS)}")
     return parser
 
 
@@ -29,7 +34,7 @@ def parse_step(parser: argparse.ArgumentParser, argv: list[str] | None) -> argpa
         numbers = value if isinstance(value, list) else [value]
         if any(isinstance(each, int) and not isinstance(each, bool) and each < 1 for each in numbers):
             parser.error(f"--{name} takes numbers from 1 on")
-    if not all(names_for(args.systems, world_size) for world_size in args.ranks):
+    if "systems" in args and not all(names_for(args.systems, world_size) for world_size in args.ranks):
         parser.error(f"no system has one of these words in its name: {' '.join(args.systems)}")
     return args
 

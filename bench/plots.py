@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 OURS, FLOOR = "zerox", "no communication"
 COLOURS = {OURS: "#c8442c", FLOOR: "#bbbbbb"}
@@ -14,20 +15,33 @@ def colour_of(system: str) -> str:
     return next((colour for word, colour in COLOURS.items() if word in system), OTHERS)
 
 
-def save_bars(numbers: Sequence[tuple[int, str, float]], title: str, path: Path) -> None:
-    """``numbers``: (ranks, system, value). One panel a number of ranks, a bar a system with the value beside it."""
+def new_figure(width: float, height: float, path: Path) -> Any:
+    """Inches. None, and a line that says that there will be no ``path``, where matplotlib is missing."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ModuleNotFoundError:
         print(f"no picture {path}: matplotlib is not installed")
-        return
+        return None
+    figure = Figure(figsize=(width, height), layout="constrained")
+    FigureCanvasAgg(figure)
+    return figure
+
+
+def save_figure(figure: Any, path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=120)
+
+
+def save_bars(numbers: Sequence[tuple[int, str, float]], title: str, path: Path) -> None:
+    """``numbers``: (ranks, system, value). One panel a number of ranks, a bar a system with the value beside it."""
     groups: dict[str, dict[str, float]] = {}
     for ranks, system, value in numbers:
         groups.setdefault(f"{ranks} ranks", {})[system] = value
     most = max(len(values) for values in groups.values())
-    figure = Figure(figsize=(7, len(groups) * (0.45 + 0.33 * most) + 0.3), layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = new_figure(7, len(groups) * (0.45 + 0.33 * most) + 0.3, path)
+    if figure is None:
+        return
     panels = figure.subplots(len(groups), 1, squeeze=False)[:, 0]
     for panel, (name, values) in zip(panels, groups.items(), strict=True):
         bars = panel.barh(list(values), list(values.values()), color=[colour_of(system) for system in values])
@@ -37,5 +51,4 @@ def save_bars(numbers: Sequence[tuple[int, str, float]], title: str, path: Path)
         panel.set_title(name, loc="left", fontsize=10)
         panel.spines[["top", "right"]].set_visible(False)
     figure.suptitle(title)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=120)
+    save_figure(figure, path)
