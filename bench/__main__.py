@@ -27,6 +27,11 @@ RUNS: dict[str, tuple[list[str], list[str]]] = {
         ["bench.step", "--ranks", "2", "--batch", "1", "--dtype", "bf16", "--clip"],
         ["--layers", "1", "--seconds", "1"],
     ),
+    "overlap": (["bench.overlap"], ["--layers", "1", "--steps", "2"]),
+    "buckets": (
+        ["bench.buckets", "--ranks", "2", "4", "--seconds", "90"],
+        ["--layers", "1", "--caps", "1", "16", "--seconds", "1"],
+    ),
     "memory": (["bench.memory", "--ranks", "2", "4"], ["--layers", "1"]),
     "scale": (["bench.scale"], ["--layers", "1", "--rounds", "2", "--models", "gpt2-124m"]),
     "kernels": (["bench.kernels"], ["--quick", "--seconds", "1"]),

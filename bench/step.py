@@ -15,6 +15,7 @@ import argparse
 import statistics
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -79,7 +80,13 @@ def time_on_ranks(training: Training, names: list[str], seconds: float) -> Sampl
     """On each rank. Raises WrongResult."""
     systems = [SYSTEMS[name](training) for name in names]
     check(systems, training)
-    ms: dict[str, list[float]] = {name: [] for name in names}
+    numel = sum(p.numel() for p in training.model().parameters())
+    return Samples(training, dist.get_world_size(), numel, take_turns(systems, training, seconds))
+
+
+def take_turns(systems: Sequence[System], training: Training, seconds: float) -> dict[str, list[float]]:
+    """Milliseconds a step of the slowest rank, by system, a sample a round, after check()."""
+    ms: dict[str, list[float]] = {system.name: [] for system in systems}
     turn, step = list(systems), CHECKED_STEPS
     end = time.monotonic() + seconds
     for index in range(1000):
@@ -96,12 +103,10 @@ def time_on_ranks(training: Training, names: list[str], seconds: float) -> Sampl
                 ms[system.name].append(elapsed * 1e3 / STEPS)
         step += STEPS
         turn.append(turn.pop(0))
-    slowest = {name: largest(samples) for name, samples in ms.items()}
-    numel = sum(p.numel() for p in training.model().parameters())
-    return Samples(training, dist.get_world_size(), numel, slowest)
+    return {name: largest(samples) for name, samples in ms.items()}
 
 
-def check(systems: list[System], training: Training) -> None:
+def check(systems: Sequence[System], training: Training) -> None:
     """Runs the first steps, and holds the parameters of those that communicate against DDP's."""
     start = [p.detach() for p in training.model().parameters()]
     found: dict[str, list[Tensor]] = {}

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from bench import __main__ as everything
-from bench import jobs, kernels, memory, moments, scale, step, systems, timing
+from bench import buckets, jobs, kernels, memory, moments, overlap, scale, step, systems, timing
 from bench.ranks import on_ranks
 
 CPU = torch.device("cpu")
@@ -187,7 +187,7 @@ def test_memory_is_weighed_beside_the_estimate_and_drawn(tmp_path: Path, monkeyp
 
 @pytest.mark.parametrize("quick", [False, True])
 def test_what_make_bench_runs_are_commands_that_there_are(quick: bool) -> None:
-    modules = {"bench.step": step, "bench.memory": memory, "bench.kernels": kernels, "bench.scale": scale}
+    modules = {each.__name__: each for each in (buckets, kernels, memory, overlap, scale, step)}
     for name in everything.RUNS:
         _, _, module, *arguments = everything.command(name, Path("somewhere"), quick)
         assert modules[module].parse(arguments).json == Path("somewhere") / f"{name}.json"
