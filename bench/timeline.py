@@ -14,23 +14,24 @@ PHASES = {"forward": "#d8d8d8", "backward": "#bdbdbd", "clip": "#a8a8a8", "step"
 DRAWN = {
     "queued": "#f2d7cf",
     "pack": "#c8442c",
-    "wait": "#9db8d2",
+    "sent": "#9db8d2",
     "reduce": "#3f6a94",
     "update": "#5b8c5a",
     "gather": "#b28bc0",
 }
-TEXT = {"queued": "launched", "pack": "packing", "wait": "waiting for messages", "reduce": "reducing"}
+TEXT = {"queued": "launched", "pack": "packing", "sent": "messages under way", "reduce": "reducing"}
 
 
 def bars_of(ranges: Sequence[Range]) -> list[tuple[int, str, int, int]]:
-    """(bucket, name in DRAWN, start_ns, stop_ns), with the two that lie between ranges."""
+    """(bucket, name in DRAWN, start_ns, stop_ns), with those that lie between ranges."""
     bars = []
     for each in ranges:
-        if each.bucket is not None and each.what in ("pack", "wait", "reduce", "update"):
+        if each.bucket is not None and each.what in ("pack", "reduce", "update"):
             bars.append((each.bucket, each.what, each.start_ns, each.stop_ns))
     for index in sorted({each.bucket for each in ranges if each.bucket is not None}):
         own = {each.what: each for each in ranges if each.bucket == index}
         bars.append((index, "queued", own["launch"].start_ns, own["pack"].start_ns))
+        bars.append((index, "sent", own["pack"].stop_ns, own["wait"].stop_ns))
         bars.append((index, "gather", own["gather"].start_ns, own["gather_wait"].stop_ns))
     return bars
 

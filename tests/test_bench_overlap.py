@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from bench import overlap, systems
+from bench import overlap, systems, timeline
 from bench.trace import Range, merge_chrome_traces
 from tests.ranks import run_ranks
 
@@ -131,3 +131,27 @@ def test_one_rank_alone_has_no_overlap(capsys: pytest.CaptureFixture[str]) -> No
         overlap.main(["--ranks=1"])
     assert end.value.code == 2
     assert "nothing to hide" in capsys.readouterr().err
+
+
+def test_the_picture_shows_the_time_between_ranges_too() -> None:
+    bars = timeline.bars_of(
+        ranges(
+            ("launch", 3, 1, 2, TRAINER),
+            ("pack", 3, 5, 6, PACK_LANE),
+            ("wait", 3, 8, 9, LAND_LANE),
+            ("reduce", 3, 9, 12, LAND_LANE),
+            ("update", 3, 13, 14, TRAINER),
+            ("gather", 3, 14, 15, TRAINER),
+            ("gather_wait", 3, 17, 19, TRAINER),
+        )
+    )
+    drawn = {name: (start // MS, stop // MS) for bucket, name, start, stop in bars if bucket == 3}
+    assert drawn == {
+        "queued": (1, 5),
+        "pack": (5, 6),
+        "sent": (6, 9),
+        "reduce": (9, 12),
+        "update": (13, 14),
+        "gather": (14, 19),
+    }
+    assert set(drawn) == set(timeline.DRAWN)
