@@ -213,7 +213,7 @@ Settled BucketManager::settle(Place place, int64_t adoptions, const std::string&
 }
 
 // One look at all parameters, whose number is what a step of small ones costs.
-BucketManager::GradsSeen BucketManager::look_at_grads() {
+GradsSeen BucketManager::look_at_grads() {
   GradsSeen seen;
   for (const auto& bucket : buckets_) {
     for (Slot& slot : bucket->slots) {

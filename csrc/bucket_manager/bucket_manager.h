@@ -126,11 +126,6 @@ class BucketManager : public std::enable_shared_from_this<BucketManager> {
   Statement statement(Place place, int64_t adoptions);
   void check(const Verdict& verdict);
   void ask(const char* where, const std::function<void()>& question);
-  struct GradsSeen {
-    bool unsent = false;   // some that no flight took
-    bool changed = false;  // reduced ones were discarded or zeroed, and no flight told
-    bool scaled = false;   // some that mark_scaled() saw
-  };
   GradsSeen look_at_grads();
   void exchange_changes();
   void learn_order();

@@ -38,4 +38,11 @@ struct Pass {
   std::string failure;       // why zero_grad() must come before anything else; empty if nothing is wrong
 };
 
+// What a look at all gradients tells: see Statement.
+struct GradsSeen {
+  bool unsent = false;
+  bool changed = false;
+  bool scaled = false;
+};
+
 }  // namespace zx
