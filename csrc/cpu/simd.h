@@ -20,21 +20,19 @@ struct VecF {
   ZX_HD void store(f16* p) const { put16(p, round_f16(x)); }
 
   static ZX_HD VecF load_split(const bf16* param, const int16_t* remainder) {
-    const __m512i low = _mm512_cvtepu16_epi32(bits16(remainder));
-    const __m512i upper = _mm512_cvtepu16_epi32(bits16(param));
-    const __m512i high = _mm512_sub_epi32(upper, _mm512_srli_epi32(low, 15));
-    const __m512 joined = _mm512_castsi512_ps(_mm512_or_si512(_mm512_slli_epi32(high, 16), low));
+    const __m512i upper = _mm512_slli_epi32(_mm512_cvtepu16_epi32(bits16(param)), 16);
+    const __m512 joined = _mm512_castsi512_ps(_mm512_add_epi32(upper, _mm512_cvtepi16_epi32(bits16(remainder))));
     const __mmask16 nan = _mm512_cmp_ps_mask(joined, joined, _CMP_UNORD_Q);
-    return {_mm512_mask_blend_ps(nan, joined, _mm512_castsi512_ps(_mm512_slli_epi32(upper, 16)))};
+    return {_mm512_mask_blend_ps(nan, joined, _mm512_castsi512_ps(upper))};
   }
   ZX_HD void store_split(bf16* param, int16_t* remainder) const {
     const __m512i bits = _mm512_castps_si512(x);
     const __mmask16 nan = _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q);
-    __m512i high = _mm512_srli_epi32(bits, 16);
-    const __m512i quiet = _mm512_or_si512(_mm512_and_si512(high, _mm512_set1_epi32(0x8000)), _mm512_set1_epi32(0x7fc0));
-    const __m512i up = _mm512_and_si512(_mm512_srli_epi32(bits, 15), _mm512_set1_epi32(1));
-    high = _mm512_mask_blend_epi32(nan, _mm512_add_epi32(high, up), quiet);
-    put16(param, _mm512_cvtepi32_epi16(high));
+    // No carry gets lost: the upper half of a number that is no NaN is at most 0xff80.
+    const __m512i up = _mm512_add_epi32(bits, _mm512_set1_epi32(0x8000));
+    const __m512i sign = _mm512_andnot_si512(_mm512_set1_epi32(0x7fffffff), bits);
+    const __m512i quiet = _mm512_or_si512(sign, _mm512_set1_epi32(0x7fc00000));
+    put16(param, _mm512_cvtepi32_epi16(_mm512_srli_epi32(_mm512_mask_blend_epi32(nan, up, quiet), 16)));
     put16(remainder, _mm512_cvtepi32_epi16(_mm512_maskz_mov_epi32(static_cast<__mmask16>(~nan), bits)));
   }
   static ZX_HD VecF load_master(const bf16* param, const float* master) {
@@ -126,23 +124,25 @@ struct VecF {
   ZX_HD void store(f16* p) const { put16(p, round_f16(x)); }
 
   static ZX_HD VecF load_split(const bf16* param, const int16_t* remainder) {
-    const __m256i low = _mm256_cvtepu16_epi32(bits16(remainder));
-    const __m256i upper = _mm256_cvtepu16_epi32(bits16(param));
-    const __m256i high = _mm256_sub_epi32(upper, _mm256_srli_epi32(low, 15));
-    const __m256 joined = _mm256_castsi256_ps(_mm256_or_si256(_mm256_slli_epi32(high, 16), low));
+    const __m256i upper = _mm256_slli_epi32(_mm256_cvtepu16_epi32(bits16(param)), 16);
+    const __m256 joined = _mm256_castsi256_ps(_mm256_add_epi32(upper, _mm256_cvtepi16_epi32(bits16(remainder))));
     const __m256 nan = _mm256_cmp_ps(joined, joined, _CMP_UNORD_Q);
-    return {_mm256_blendv_ps(joined, _mm256_castsi256_ps(_mm256_slli_epi32(upper, 16)), nan)};
+    return {_mm256_blendv_ps(joined, _mm256_castsi256_ps(upper), nan)};
   }
   ZX_HD void store_split(bf16* param, int16_t* remainder) const {
     const __m256i bits = _mm256_castps_si256(x);
     const __m256i nan = _mm256_castps_si256(_mm256_cmp_ps(x, x, _CMP_UNORD_Q));
-    __m256i high = _mm256_srli_epi32(bits, 16);
-    const __m256i quiet = _mm256_or_si256(_mm256_and_si256(high, _mm256_set1_epi32(0x8000)), _mm256_set1_epi32(0x7fc0));
-    const __m256i up = _mm256_and_si256(_mm256_srli_epi32(bits, 15), _mm256_set1_epi32(1));
-    // 0xffff + 1 can't happen: the upper half of a number that is no NaN is at most 0xff80.
-    high = _mm256_blendv_epi8(_mm256_add_epi32(high, up), quiet, nan);
-    put16(param, narrow16(high));
-    put16(remainder, narrow16(_mm256_andnot_si256(nan, _mm256_and_si256(bits, _mm256_set1_epi32(0xffff)))));
+    // No carry gets lost: the upper half of a number that is no NaN is at most 0xff80.
+    const __m256i up = _mm256_add_epi32(bits, _mm256_set1_epi32(0x8000));
+    const __m256i sign = _mm256_andnot_si256(_mm256_set1_epi32(0x7fffffff), bits);
+    const __m256i quiet = _mm256_or_si256(sign, _mm256_set1_epi32(0x7fc00000));
+    // The parameter's half of `up`, the remainder's of `bits`; then both halves of all eight together.
+    const __m256i both = _mm256_blendv_epi8(_mm256_blend_epi16(bits, up, 0xaa), quiet, nan);
+    const __m256i halves = _mm256_setr_epi8(0, 1, 4, 5, 8, 9, 12, 13, 2, 3, 6, 7, 10, 11, 14, 15,  //
+                                            0, 1, 4, 5, 8, 9, 12, 13, 2, 3, 6, 7, 10, 11, 14, 15);
+    const __m256i split = _mm256_permute4x64_epi64(_mm256_shuffle_epi8(both, halves), 0xd8);
+    put16(remainder, _mm256_castsi256_si128(split));
+    put16(param, _mm256_extracti128_si256(split, 1));
   }
   static ZX_HD VecF load_master(const bf16* param, const float* master) {
     const __m256 kept = _mm256_loadu_ps(master);

@@ -117,7 +117,9 @@ ZX_HD void adam_update(const AdamStep<typename V::Scalar>& s, V grad, AdamLanes<
   grad = grad * V::splat(s.grad_scale);
   if (s.has_l2) grad = fma(at.param, V::splat(s.l2), grad);
   const V param = at.param * V::splat(s.decay);
-  at.exp_avg = fma(V::splat(s.lerp_weight), grad - at.exp_avg, s.lerp_from_grad ? grad : at.exp_avg);
+  // V(): a choice of values. Of variables GCC chooses the address, and keeps all vectors in memory for it.
+  const V from = s.lerp_from_grad ? V(grad) : V(at.exp_avg);
+  at.exp_avg = fma(V::splat(s.lerp_weight), grad - at.exp_avg, from);
   at.exp_avg_sq = fma(V::splat(s.grad_sq_weight) * grad, grad, at.exp_avg_sq * V::splat(s.beta2));
   V second = at.exp_avg_sq;
   if constexpr (kAmsgrad) {
