@@ -156,6 +156,16 @@ def git_commit() -> str:
         return ""
 
 
+def openmp_flags() -> list[str]:
+    """at::parallel_for is a template: where torch's threads are OpenMP's, it runs on one thread without this flag.
+
+    Nothing is linked for it: the runtime has to be torch's own, which comes with libtorch, and not a second one.
+    """
+    import torch
+
+    return ["-fopenmp"] if "parallel backend: OpenMP" in torch.__config__.parallel_info() else []
+
+
 def build_info(version: str, compiler: str, cuda: CudaBuild | None) -> dict:
     import torch
 
@@ -170,7 +180,7 @@ def build_info(version: str, compiler: str, cuda: CudaBuild | None) -> dict:
         "cuda_archs": " ".join(cuda.archs) if cuda else "",
         "nvcc_flags": " ".join(cuda.flags) if cuda else "",
         "compiler": compiler,
-        "flags": " ".join(CXX_FLAGS),
+        "flags": " ".join([*CXX_FLAGS, *openmp_flags()]),
         "git_commit": git_commit(),
         "python": sysconfig.get_python_version(),
         "build_date": date.strftime("%Y-%m-%dT%H:%M:%SZ"),
@@ -192,7 +202,7 @@ def extension(torch_too: bool, cuda: CudaBuild | None) -> setuptools.Extension:
         SOURCES + (CUDA_SOURCES if cuda else []),
         include_dirs=[str(ROOT / "csrc")],
         define_macros=[("ZEROX_CUDA", "1" if cuda else "0")],
-        extra_compile_args=[*CXX_FLAGS, *(f"-isystem{path}" for path in system)],
+        extra_compile_args=[*CXX_FLAGS, *openmp_flags(), *(f"-isystem{path}" for path in system)],
     )
 
 

@@ -7,6 +7,15 @@
 namespace zx {
 namespace {
 
+constexpr int64_t kMostElements = 65536;  // of a piece, in one unit of work for a thread
+
+// Elements [start, stop) of a piece, counted from its own start.
+struct PiecePart {
+  int64_t piece;
+  int64_t start;
+  int64_t stop;
+};
+
 void flatten_(at::Tensor& flat, at::TensorList sources, const at::Tensor& pieces, const at::Tensor& flags) {
   constexpr const char* op = "flatten_";
   check_flatten(flat, sources, pieces, flags);
@@ -21,13 +30,21 @@ void flatten_(at::Tensor& flat, at::TensorList sources, const at::Tensor& pieces
   const auto zero = [&](int64_t start, int64_t stop) {
     std::memset(bytes_at(flat, start), 0, static_cast<size_t>((stop - start) * element_size));
   };
-  // A piece and the gap behind it are one unit of work.
-  at::parallel_for(0, count, 1 + count * 32768 / (flat.numel() + 1), [&](int64_t first, int64_t last) {
-    for (int64_t i = first; i < last; ++i) {
+  // Of one large piece each thread copies a part. The gap behind a piece goes with the piece's last part.
+  std::vector<PiecePart> parts;
+  for (int64_t i = 0; i < count; ++i) {
+    for (int64_t start = 0; start == 0 || start < rows[i].numel; start += kMostElements) {
+      parts.push_back({i, start, std::min(start + kMostElements, rows[i].numel)});
+    }
+  }
+  parallel_units(static_cast<int64_t>(parts.size()), flat.numel(), [&](int64_t first, int64_t last) {
+    for (int64_t part = first; part < last; ++part) {
+      const auto [i, start, stop] = parts[part];
       const Piece& row = rows[i];
       const at::Tensor& source = sources[row.source];
-      table.cast(from[row.source], bytes_at(source, row.source_start), to, bytes_at(flat, row.flat_start), row.numel);
-      zero(row.flat_start + row.numel, i + 1 < count ? rows[i + 1].flat_start : flat.numel());
+      table.cast(from[row.source], bytes_at(source, row.source_start + start), to,
+                 bytes_at(flat, row.flat_start + start), stop - start);
+      if (stop == row.numel) zero(row.flat_start + stop, i + 1 < count ? rows[i + 1].flat_start : flat.numel());
     }
   });
   zero(0, count > 0 ? rows[0].flat_start : flat.numel());

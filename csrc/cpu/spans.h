@@ -3,6 +3,7 @@
 
 #include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
+#include <c10/util/ParallelGuard.h>
 
 #include <vector>
 
@@ -33,16 +34,26 @@ struct Stretch {
 
 std::vector<Stretch> split_into_stretches(const SegmentTable& segments);
 
-// Runs body(first, last) over ranges of stretches, with enough elements in each to be worth a thread.
+// Without it at::parallel_for uses one thread, and says nothing of it.
+#ifndef INTRA_OP_PARALLEL
+#error "torch's threads are OpenMP's: compile with -fopenmp, as setup.py does"
+#endif
+
+// Runs body(first, last) over ranges of `count` units, which have `numel` elements in all, with enough in each to be
+// worth a thread. Under a ParallelGuard, which OpenMP knows nothing of, the caller's thread does it all.
+template <class Body>
+void parallel_units(int64_t count, int64_t numel, const Body& body) {
+  constexpr int64_t kElementsWorthAThread = 32768;
+  if (c10::ParallelGuard::is_enabled()) return body(int64_t{0}, count);
+  at::parallel_for(0, count, 1 + count * kElementsWorthAThread / (numel + 1), body);
+}
+
 template <class Body>
 void parallel_stretches(const std::vector<Stretch>& stretches, const Body& body) {
   if (stretches.empty()) return;
-  constexpr int64_t kElementsWorthAThread = 32768;
   int64_t numel = 0;
   for (const Stretch& stretch : stretches) numel += stretch.stop - stretch.start;
-  const auto count = static_cast<int64_t>(stretches.size());
-  const int64_t grain = 1 + count * kElementsWorthAThread / (numel + 1);
-  at::parallel_for(0, count, grain, body);
+  parallel_units(static_cast<int64_t>(stretches.size()), numel, body);
 }
 
 }  // namespace zx

@@ -51,6 +51,24 @@ def test_tails_and_odd_starts_write_their_span_only(numel: int, offset: int) -> 
     assert same_bits(flat, expected)
 
 
+@pytest.mark.parametrize("threads", [1, 2, 5])
+def test_large_pieces_are_copied_in_parts_by_any_number_of_threads(threads: int) -> None:
+    torch.manual_seed(0)
+    sources = [torch.randn(n) for n in (3 * 65536 + 1, 65536, 2 * 65536 - 1)]
+    rows = [[0, 0, 3, 3 * 65536 + 1], [1, 0, 200_000, 65536], [2, 7, 300_000, 2 * 65536 - 8]]
+    flat = poisoned(450_000, torch.bfloat16)
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        ops.flatten_(flat, sources, table(rows), flags())
+    finally:
+        torch.set_num_threads(before)
+    expected = torch.zeros(450_000, dtype=torch.bfloat16)
+    for index, start, place, numel in rows:
+        expected[place : place + numel] = sources[index][start : start + numel]
+    assert same_bits(flat, expected)
+
+
 def test_a_bucket_without_gradients_is_zero() -> None:
     flat = poisoned(1000, torch.float32)
     ops.flatten_(flat, [], table([]), flags(999))
