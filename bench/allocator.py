@@ -3,41 +3,17 @@
 from __future__ import annotations
 
 import ctypes
-import functools
-import hashlib
-import os
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
-import torch
-from torch.utils import cpp_extension
+from bench.compiled import ROOT, library
 
-ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "bench/counting_allocator.cpp"
 
 
-@functools.cache
 def build() -> Path:
-    """The library, compiled where its source or torch has changed. Call it before ranks do."""
-    key = hashlib.sha256(SOURCE.read_bytes() + torch.__version__.encode()).hexdigest()[:16]
-    library = ROOT / "build" / f"counting-allocator-{key}.so"
-    if not library.exists():
-        library.parent.mkdir(exist_ok=True)
-        made = library.with_suffix(f".{os.getpid()}")
-        includes = [f"-I{folder}" for folder in cpp_extension.include_paths()]
-        flags = [
-            "-O1",
-            "-std=c++20",
-            "-fPIC",
-            "-shared",
-            f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}",
-        ]
-        linked = [f"-L{folder}" for folder in cpp_extension.library_paths()] + ["-lc10"]
-        compiler = cpp_extension.get_cxx_compiler()
-        subprocess.run([compiler, *flags, *includes, str(SOURCE), "-o", str(made), *linked], check=True)
-        made.replace(library)
-    return library
+    """Call it before ranks do."""
+    return library(SOURCE, ("-O1",))
 
 
 class Allocator:

@@ -29,11 +29,13 @@ def cpu() -> str:
     return model[1] if model else platform.processor()
 
 
-def write_result(path: Path, module: str, argv: list[str] | None, rows: list[dict[str, Any]]) -> None:
-    """What ``python -m module argv`` (None: this process' own) has found, with its facts, as JSON."""
+def write_result(
+    path: Path, module: str, argv: list[str] | None, rows: list[dict[str, Any]], more: dict[str, Any] | None = None
+) -> None:
+    """What ``python -m module argv`` (None: this process' own) has found, with its facts and ``more``, as JSON."""
     command = " ".join([f"python -m {module}", *(argv if argv is not None else sys.argv[1:])])
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps({**facts(command), "rows": rows}, indent=1) + "\n")
+    path.write_text(json.dumps({**facts(command), **(more or {}), "rows": rows}, indent=1) + "\n")
 
 
 def facts(command: str) -> dict[str, Any]:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from bench.ceiling import CEILING, stream_call
+from bench.peers import PEERS, Peer, Skipped, optimizer_of
 from bench.timing import Call
 from zerox import ops
+from zerox.moments import BLOCK_NUMEL, EXP_AVG, EXP_AVG_SQ, Moments, moment_bytes
 from zerox.rules.reference import AdamState, adam_step
 
 OURS = "zerox"
@@ -17,38 +21,49 @@ OURS = "zerox"
 
 @dataclass(frozen=True)
 class Kind:
-    """What is trained: parameters, and the gradients that come with them, of ``dtype``, with or without a master."""
+    """What is trained: parameters, and the gradients that come with them, of ``dtype``, with or without a master.
+
+    ``state``: what moments are stored in, a key of STATES.
+    """
 
     name: str
     dtype: torch.dtype
     master: torch.dtype | None = None
+    state: str = "fp32"
 
 
+STATES = {"fp32": torch.float32, "bf16": torch.bfloat16, "8bit": torch.uint8}
 TRAINED = (
     Kind("fp32", torch.float32),
     Kind("bf16 + remainder", torch.bfloat16, torch.int16),
     Kind("bf16 + fp32", torch.bfloat16, torch.float32),
     Kind("fp16 + fp32", torch.float16, torch.float32),
+    Kind("fp32", torch.float32, state="bf16"),
+    Kind("fp32", torch.float32, state="8bit"),
+    Kind("bf16 + remainder", torch.bfloat16, torch.int16, state="bf16"),
+    Kind("bf16 + remainder", torch.bfloat16, torch.int16, state="8bit"),
 )
 # Before the update a master plays no part.
 SENT = (Kind("fp32", torch.float32), Kind("bf16", torch.bfloat16), Kind("fp16", torch.float16))
 
 
-def bytes_an_element(op: str, kind: Kind, num_slices: int = 1) -> int:
+def bytes_an_element(op: str, kind: Kind, num_slices: int = 1) -> float:
     """The one place where bytes are counted. Read once, written once:
 
     flatten  gradient read, bucket written
     reduce   each slice read, shard written
     norm     shard read
-    adam     parameter and master read and written, gradient read, two fp32 moments read and written:
+    adam     parameter and master read and written, gradient read, two moments read and written:
              fp32              4+4 + 4 + 8+8 = 28
              bf16 + remainder  2+2 + 2+2 + 2 + 8+8 = 26
              16 bits + fp32    2+2 + 4+4 + 2 + 8+8 = 30
+             with bf16 moments 8 less, with 8 bits and a scale a block 12 - 1/16 less
     """
     grad = kind.dtype.itemsize
     if op == "adam":
         master = 2 * kind.master.itemsize if kind.master else 0
-        return 2 * kind.dtype.itemsize + master + grad + 2 * 8
+        moment = moment_bytes(STATES[kind.state], BLOCK_NUMEL) / BLOCK_NUMEL
+        return 2 * kind.dtype.itemsize + master + grad + 2 * 2 * moment
     return {"flatten": 2 * grad, "reduce": (num_slices + 1) * grad, "norm": grad}[op]
 
 
@@ -68,7 +83,7 @@ class Job:
 
     @property
     def nbytes(self) -> int:
-        return self.numel * bytes_an_element(self.op, self.kind, self.num_slices)
+        return int(self.numel * bytes_an_element(self.op, self.kind, self.num_slices))
 
     @property
     def title(self) -> str:
@@ -79,10 +94,13 @@ class Job:
 
 
 class Shard:
-    """Random parameters, gradients and state, as an optimizer in full swing has them."""
+    """Random parameters, gradients and state, as an optimizer in full swing has them. Moments in 8 bits begin at 0."""
 
     def __init__(self, params: Sequence[int], kind: Kind, device: torch.device) -> None:
-        numel = sum(params)
+        self.segments = segments_of(params, device, BLOCK_NUMEL if kind.state == "8bit" else 1)
+        numel = int(self.segments[-1, 1])
+        if kind.state == "8bit":
+            numel = -(-numel // BLOCK_NUMEL) * BLOCK_NUMEL
         self.exact = torch.randn(numel, device=device)
         self.param, self.master = self.exact.to(kind.dtype), None
         if kind.master is torch.float32:
@@ -90,18 +108,18 @@ class Shard:
         elif kind.master is torch.int16:
             self.param, self.master = split(self.exact)
         self.grad = torch.randn(numel, device=device).to(kind.dtype)
-        self.exp_avg = torch.randn(numel, device=device) * 0.1
-        self.exp_avg_sq = torch.rand(numel, device=device) * 0.1
-        self.segments = segments_of(params, device)
+        self.moments = Moments(STATES[kind.state], numel, device, amsgrad=False)
+        if kind.state != "8bit":
+            self.moments.values[EXP_AVG].normal_(std=0.1)
+            self.moments.values[EXP_AVG_SQ].uniform_(0, 0.1)
         self.present = torch.ones(len(params), dtype=torch.uint8, device=device)
         self.steps = torch.full((len(params),), 10, dtype=torch.int64, device=device)
         row = [1e-3, 0.9, 0.999, 1e-8, 0.01, 0.0, 1.0, 0.0]
         self.options = torch.tensor([row], dtype=torch.float64, device=device)
 
     def adam(self) -> None:
-        moments = (self.exp_avg, self.exp_avg_sq, None)
-        tables = (self.segments, self.present, self.steps, self.options, None)
-        ops.adam_(self.param, self.master, self.grad, moments, *tables)
+        tables = (self.segments, self.present, self.steps, self.options, None, list(self.moments.scales.values()))
+        ops.adam_(self.param, self.master, self.grad, self.moments.arguments(), *tables)
 
 
 def split(exact: Tensor) -> tuple[Tensor, Tensor]:
@@ -115,11 +133,13 @@ def join(param: Tensor, remainder: Tensor) -> Tensor:
     return ((high << 16) | (remainder.to(torch.int32) & 0xFFFF)).view(torch.float32)
 
 
-def segments_of(params: Sequence[int], device: torch.device) -> Tensor:
-    ends = torch.tensor(params).cumsum(0)
-    zeros = torch.zeros_like(ends)
-    rows = [ends - torch.tensor(params), ends, zeros, torch.arange(len(params)), zeros]
-    return torch.stack(rows, dim=1).to(device)
+def segments_of(params: Sequence[int], device: torch.device, align: int = 1) -> Tensor:
+    """One parameter behind the other, each at a multiple of ``align``."""
+    numels = torch.tensor(params)
+    room = -(-numels // align) * align
+    starts = room.cumsum(0) - room
+    zeros = torch.zeros_like(starts)
+    return torch.stack([starts, starts + numels, zeros, torch.arange(len(params)), zeros], dim=1).to(device)
 
 
 def sources_of(params: Sequence[int], dtype: torch.dtype, device: torch.device) -> list[Tensor]:
@@ -171,18 +191,32 @@ def norm_calls(job: Job, num_sets: int, device: torch.device) -> dict[str, Call]
 def adam_calls(job: Job, num_sets: int, device: torch.device) -> dict[str, Call]:
     shards = [Shard(job.params, job.kind, device) for _ in range(num_sets)]
     calls: dict[str, Call] = {OURS: lambda i: shards[i].adam()}
-    if job.kind.dtype is torch.float32:  # torch keeps no masters: at 16 bits it does another job
-        optimizers = [fused_adamw(shard, job.params) for shard in shards]
-        calls["torch AdamW(fused)"] = lambda i: optimizers[i].step()
+    if device.type == "cpu":
+        calls[CEILING] = stream_call(job.nbytes, num_sets)
+    if job.kind.dtype is torch.float32:  # peers keep no masters: at 16 bits they do another job
+        for peer in PEERS:
+            with contextlib.suppress(Skipped):  # missing_peers() says why
+                if peer.state == job.kind.state:
+                    calls[peer.name] = peer_call(peer, shards, job.params)
     return calls
 
 
-def fused_adamw(shard: Shard, params: Sequence[int]) -> torch.optim.Optimizer:
-    """On values of its own."""
-    leaves = [torch.nn.Parameter(values) for values in shard.exact.clone().split(list(params))]
-    for leaf, grad in zip(leaves, shard.grad.split(list(params)), strict=True):
-        leaf.grad = grad.clone()
-    return torch.optim.AdamW(leaves, lr=1e-3, weight_decay=0.01, fused=True)
+def peer_call(peer: Peer, shards: list[Shard], params: Sequence[int]) -> Call:
+    numel = sum(params)
+    optimizers = [optimizer_of(peer, shard.exact[:numel], shard.grad[:numel], params) for shard in shards]
+    return lambda i: optimizers[i].step()
+
+
+def missing_peers(device: torch.device) -> list[str]:
+    """A line for each peer of the update that can't take part, with the reason."""
+    values = torch.randn(BLOCK_NUMEL * 64, device=device)
+    found = []
+    for peer in PEERS:
+        try:
+            optimizer_of(peer, values, torch.ones_like(values), [values.numel()])
+        except Skipped as reason:
+            found.append(f"{peer.name}: {reason}")
+    return found
 
 
 CALLS: dict[str, Callable[[Job, int, torch.device], dict[str, Call]]] = {
@@ -240,7 +274,9 @@ def check_adam(job: Job, device: torch.device) -> None:
     """Against the rule in float64, within 8 roundings of fp32 arithmetic."""
     shard = Shard(job.params, job.kind, device)
     before = shard.param if job.kind.master is None else shard.exact  # a master holds the exact value
-    state = AdamState(before.double(), shard.exp_avg.double(), shard.exp_avg_sq.double(), step=10)
+    # In 8 bits both are 0 at first, and so are their codes.
+    exp_avg, exp_avg_sq = (shard.moments.values[name].double() for name in (EXP_AVG, EXP_AVG_SQ))
+    state = AdamState(before.double(), exp_avg, exp_avg_sq, step=10)
     size = before.double().abs() + 1e-3
     shard.adam()
     adam_step(state, shard.grad.double(), lr=1e-3, weight_decay=0.01)
@@ -249,6 +285,7 @@ def check_adam(job: Job, device: torch.device) -> None:
     else:
         after = shard.param if shard.master is None else shard.master
     error = (after.double() - state.param).abs() / (size + (state.param - before.double()).abs())
+    error = torch.cat([error[start:stop] for start, stop in shard.segments[:, :2].tolist()])
     expect((error.max() <= 8 * torch.finfo(torch.float32).eps) & (shard.steps == 11).all(), job)
 
 

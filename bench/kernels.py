@@ -1,16 +1,17 @@
 """Times the kernels on the CPU or a GPU beside torch's own, after a check of their results.
 
-    python -m bench.kernels [--device cuda] [--quick] [--only adam] [--json FILE]
+    python -m bench.kernels [--device cuda] [--quick] [--only adam] [--threads N] [--json FILE]
 
 Rates count each byte that has to be read or written once. "of roof" is the share of what the memory gives at most, by a
-large copy (on the CPU an addition in place) in the same run; "torch/ours" the time of torch's way to do the same job
-over ours. The spread is the middle half of the samples. (host): the time is the host's, who could not keep up.
+large copy (on the CPU an addition in place) in the same run; "of ceiling", for updates on the CPU, the share of what a
+loop reaches that moves as many bytes as an update, timed in turn with it. "theirs/ours" is the time of another way to
+do the same job over ours. The spread is the middle half of the samples. (host): the time is the host's, who could not
+keep up.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import platform
 import random
 import sys
@@ -20,7 +21,9 @@ from typing import Any
 
 import torch
 
-from bench.jobs import CALLS, CHECKS, OURS, SENT, TRAINED, Job, WrongResult
+from bench.ceiling import CEILING
+from bench.facts import write_result
+from bench.jobs import CALLS, CHECKS, OURS, SENT, TRAINED, Job, WrongResult, missing_peers
 from bench.timing import Timing, num_sets_for, roof_gb_per_s, time_in_turn
 from zerox import _C
 from zerox._ext import cuda_refusal
@@ -72,13 +75,15 @@ def rows_of(job: Job, timings: dict[str, Timing], roof: float) -> list[Row]:
             {
                 "op": job.title,
                 "kind": job.kind.name,
+                "state": job.kind.state if job.op == "adam" else "",
                 "size": job.size,
                 "numel": job.numel,
                 "who": who,
                 "bytes": job.nbytes,
                 "gb_per_s": rate,
                 "of_roof": rate / roof,
-                "torch_over_ours": None if who == OURS else timing.p50_ms / timings[OURS].p50_ms,
+                "of_ceiling": timings[CEILING].p50_ms / timing.p50_ms if CEILING in timings else None,
+                "theirs_over_ours": None if who == OURS else timing.p50_ms / timings[OURS].p50_ms,
                 "spread": timing.spread,
                 **asdict(timing),
             }
@@ -86,24 +91,32 @@ def rows_of(job: Job, timings: dict[str, Timing], roof: float) -> list[Row]:
     return rows
 
 
-HEADER = ("op", "kind", "size", "who", "p50 ms", "spread", "GB/s", "of roof", "torch/ours")
+HEADER = ("op", "kind", "state", "size", "who", "p50 ms", "spread", "GB/s", "of roof", "of ceiling", "theirs/ours")
 
 
 def cells(row: Row) -> tuple[str, ...]:
-    ratio = "" if row["torch_over_ours"] is None else f"{row['torch_over_ours']:.2f}"
+    ratio = "" if row["theirs_over_ours"] is None else f"{row['theirs_over_ours']:.2f}"
     late = " (host)" if row["host_bound"] else ""
     numbers = (f"{row['p50_ms']:.4f}{late}", f"{row['spread']:.1%}", f"{row['gb_per_s']:.1f}", f"{row['of_roof']:.0%}")
-    return (row["op"], row["kind"], row["size"], row["who"], *numbers, ratio)
+    ceiling = "" if row["of_ceiling"] is None else f"{row['of_ceiling']:.0%}"
+    return (row["op"], row["kind"], row["state"], row["size"], row["who"], *numbers, ceiling, ratio)
 
 
 def line(texts: tuple[str, ...]) -> str:
-    widths = (12, 17, 13, 21, 14, 7, 8, 8, 11)
+    widths = (12, 17, 6, 13, 21, 14, 7, 8, 8, 11, 12)
     return " ".join(
-        f"{text:<{w}}" if i < 4 else f"{text:>{w}}" for i, (text, w) in enumerate(zip(texts, widths, strict=True))
+        f"{text:<{w}}" if i < 5 else f"{text:>{w}}" for i, (text, w) in enumerate(zip(texts, widths, strict=True))
     )
 
 
-def run(device: torch.device, ops: list[str], quick: bool, seconds: float, file: Path | None = None) -> list[Row]:
+def run(
+    device: torch.device,
+    ops: list[str],
+    quick: bool,
+    seconds: float,
+    file: Path | None = None,
+    argv: list[str] | None = None,
+) -> list[Row]:
     """Prints rows as they come, and keeps ``file`` up to date, so that nothing is lost where time runs out."""
     torch.manual_seed(0)
     jobs = jobs_for(ops, sizes_for(device, quick))
@@ -115,21 +128,23 @@ def run(device: torch.device, ops: list[str], quick: bool, seconds: float, file:
     print(f"{name}, torch {torch.__version__}, {torch.get_num_threads()} threads; results are right")
     print(f"the roof is {roof:.1f} GB/s, read and written")
     print(line(HEADER), flush=True)
-    facts = {"device": name, "torch": str(torch.__version__), "threads": torch.get_num_threads(), "roof_gb_per_s": roof}
+    own = {"device": name, "zerox_isa": _C.isa(), "threads": torch.get_num_threads(), "roof_gb_per_s": roof}
     rows: list[Row] = []
-    skipped: list[str] = []
+    skipped = missing_peers(device) if "adam" in ops else []
+    for each in skipped:
+        print(f"skipped {each}", flush=True)
     for job in jobs:
         try:
             fresh = rows_of(job, time_job(job, device, budget_s), roof)
             rows += fresh
             print("\n".join(line(cells(row)) for row in fresh), flush=True)
         except torch.OutOfMemoryError:
-            skipped.append(f"{job.title}, {job.kind.name}, {job.size}: too little memory")
+            skipped.append(f"{job.title}, {job.kind.name}, {job.kind.state} state, {job.size}: too little memory")
             print(f"skipped {skipped[-1]}", flush=True)
         if device.type == "cuda":
             torch.cuda.empty_cache()
         if file:
-            file.write_text(json.dumps({**facts, "rows": rows, "skipped": skipped}, indent=1) + "\n")
+            write_result(file, "bench.kernels", argv, rows, {**own, "skipped": skipped})
     return rows
 
 
@@ -146,17 +161,22 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--quick", action="store_true", help="the smallest size, and on a GPU 1,000 parameters")
     parser.add_argument("--seconds", type=float, default=60.0, help="for all timing, about (default: %(default)s)")
+    parser.add_argument("--threads", type=int, metavar="N", help="of torch, on the CPU (default: torch's own)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all numbers there")
     args = parser.parse_args(argv)
     if args.device == "cuda" and not usable:
         parser.error(cuda_refusal() or "torch finds no CUDA GPU")
+    if args.threads is not None and args.threads < 1:
+        parser.error("--threads takes numbers from 1 on")
     return args
 
 
 def main(argv: list[str] | None = None) -> int:
     args = parse(argv)
+    if args.threads:
+        torch.set_num_threads(args.threads)
     try:
-        run(torch.device(args.device), args.only or list(CALLS), args.quick, args.seconds, args.json)
+        run(torch.device(args.device), args.only or list(CALLS), args.quick, args.seconds, args.json, argv)
     except WrongResult as error:
         print(error, file=sys.stderr)
         return 1

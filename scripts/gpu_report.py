@@ -145,11 +145,11 @@ def _row_of(name: str, part: Part) -> tuple[object, ...]:
     return name, part["outcome"], f"{part['seconds']:.0f}", ", ".join(filter(None, said))
 
 
-BENCH_HEADER = ("op", "kind", "size", "who", "p50 ms", "spread", "GB/s", "of roof", "torch/ours")
+BENCH_HEADER = ("op", "kind", "state", "size", "who", "p50 ms", "spread", "GB/s", "of roof", "theirs/ours")
 
 
 def _bench_cells(row: Part) -> tuple[object, ...]:
-    ratio = "" if row["torch_over_ours"] is None else f"{row['torch_over_ours']:.2f}"
+    ratio = "" if row["theirs_over_ours"] is None else f"{row['theirs_over_ours']:.2f}"
     late = " (host)" if row["host_bound"] else ""
     numbers = (f"{row['p50_ms']:.4f}{late}", f"{row['spread']:.1%}", f"{row['gb_per_s']:.0f}", f"{row['of_roof']:.0%}")
-    return (row["op"], row["kind"], row["size"], row["who"], *numbers, ratio)
+    return (row["op"], row["kind"], row["state"], row["size"], row["who"], *numbers, ratio)

@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from bench import __main__ as everything
-from bench import buckets, jobs, kernels, memory, moments, overlap, scale, step, systems, timing
+from bench import buckets, ceiling, jobs, kernels, memory, moments, overlap, peers, scale, step, systems, timing
 from bench.ranks import on_ranks
 
 CPU = torch.device("cpu")
@@ -18,20 +19,63 @@ TINY = {"tiny": (1000, 3)}
 
 
 @pytest.mark.parametrize(
-    ("op", "kind", "slices", "expected"),
+    ("op", "kind", "state", "slices", "expected"),
     [
-        ("adam", "fp32", 1, 28),
-        ("adam", "bf16 + remainder", 1, 26),
-        ("adam", "bf16 + fp32", 1, 30),
-        ("adam", "fp16 + fp32", 1, 30),
-        ("flatten", "fp32", 1, 8),
-        ("reduce", "bf16", 8, 18),
-        ("norm", "fp16", 1, 2),
+        ("adam", "fp32", "fp32", 1, 28),
+        ("adam", "bf16 + remainder", "fp32", 1, 26),
+        ("adam", "bf16 + fp32", "fp32", 1, 30),
+        ("adam", "fp16 + fp32", "fp32", 1, 30),
+        ("adam", "fp32", "bf16", 1, 20),
+        ("adam", "fp32", "8bit", 1, 16 + 1 / 16),
+        ("adam", "bf16 + remainder", "8bit", 1, 14 + 1 / 16),
+        ("flatten", "fp32", "fp32", 1, 8),
+        ("reduce", "bf16", "fp32", 8, 18),
+        ("norm", "fp16", "fp32", 1, 2),
     ],
 )
-def test_bytes_are_those_that_must_move(op: str, kind: str, slices: int, expected: int) -> None:
-    [found] = {each for each in (*jobs.TRAINED, *jobs.SENT) if each.name == kind}
-    assert jobs.Job(op, found, "", (10, 5), slices).nbytes == 15 * expected
+def test_bytes_are_those_that_must_move(op: str, kind: str, state: str, slices: int, expected: float) -> None:
+    [found] = {each for each in (*jobs.TRAINED, *jobs.SENT) if (each.name, each.state) == (kind, state)}
+    assert jobs.Job(op, found, "", (500, 12), slices).nbytes == 512 * expected
+
+
+def test_the_ceiling_moves_the_bytes_that_it_says_and_its_streams_start_on_pages_of_their_own() -> None:
+    stream = ceiling.Stream(nbytes=28 * 100_001 + 27)
+    assert stream.numel == 100_001
+    starts = [argument.value for argument in stream.arguments[:4]]
+    assert len({start // ceiling.PAGE for start in starts}) == len({start % (4 * 8192) for start in starts}) == 4
+    parts = [
+        room[(start - room.data_ptr()) // 4 :][: stream.numel] for room, start in zip(stream.rooms, starts, strict=True)
+    ]
+    for value, part in enumerate(parts):
+        part.fill_(2.0**value)
+    stream()
+    for value, part in enumerate(parts):
+        assert torch.equal(part, torch.full_like(part, 2.0**value + (0 if value == 1 else 2.0)))
+    assert [int(room.count_nonzero()) for room in stream.rooms] == [stream.numel] * 4, "nothing beyond"
+
+
+def broken(_: Any, __: Any) -> torch.optim.Optimizer:
+    raise RuntimeError("no compiler\nand a long story")
+
+
+@pytest.mark.parametrize(
+    ("peer", "reason"),
+    [
+        (peers.Peer("x", "no_such_package.optim", "fp32", broken), "no_such_package is not installed"),
+        (peers.Peer("x", "torch.optim", "fp32", broken), "RuntimeError: no compiler"),
+        (peers.Peer("x", "torch.optim", "fp32", lambda optim, leaves: optim.SGD(leaves, lr=0.0)), "changes nothing"),
+        (peers.Peer("x", "torch.optim", "fp32", broken, devices=("cuda",)), "not for cpu"),
+    ],
+)
+def test_a_peer_that_cannot_take_part_is_named_with_the_reason(
+    peer: peers.Peer, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(jobs, "PEERS", (peer, peers.PEERS[0]))
+    [told] = jobs.missing_peers(CPU)
+    assert told.startswith("x: ")
+    assert told.endswith(reason)
+    calls = jobs.adam_calls(jobs.Job("adam", jobs.TRAINED[0], "", (1000,)), 1, CPU)
+    assert list(calls) == ["zerox", ceiling.CEILING, "torch AdamW(fused)"]
 
 
 def test_spread_and_median_are_of_the_samples() -> None:
@@ -63,15 +107,27 @@ def test_every_op_is_checked_and_timed(
     monkeypatch.setattr(kernels, "sizes_for", lambda *_: TINY)
     monkeypatch.setattr(kernels, "CHECK_PARAMS", (3000, 1, 77))
     monkeypatch.setattr(kernels, "roof_gb_per_s", lambda *_: 100.0)
+    monkeypatch.setattr(jobs, "PEERS", peers.PEERS[:1])  # others may be installed, and need long to build
     assert kernels.main(["--device=cpu", "--quick", "--seconds=0", f"--json={tmp_path / 'out.json'}"]) == 0
     result = json.loads((tmp_path / "out.json").read_text())
     assert {row["op"] for row in result["rows"]} == {"flatten", "reduce of 2", "reduce of 8", "norm", "adam"}
     ours = [row for row in result["rows"] if row["who"] == "zerox"]
-    assert len(ours) == 3 + 2 * 3 + 3 + 4
+    assert len(ours) == 3 + 2 * 3 + 3 + 8
+    assert {(row["kind"], row["state"]) for row in ours if row["op"] == "adam"} == {
+        (kind.name, kind.state) for kind in jobs.TRAINED
+    }
+    assert result["command"].startswith("python -m bench.kernels --device=cpu --quick")
+    assert {"commit", "cpu", "threads", "skipped"} <= set(result)
+    p50 = {(row["kind"], row["state"], row["who"]): row["p50_ms"] for row in result["rows"] if row["op"] == "adam"}
     for row in result["rows"]:
         assert row["gb_per_s"] == pytest.approx(row["bytes"] / row["p50_ms"] / 1e6)
         assert row["of_roof"] == pytest.approx(row["gb_per_s"] / 100)
-        assert (row["torch_over_ours"] is None) == (row["who"] == "zerox")
+        assert (row["theirs_over_ours"] is None) == (row["who"] == "zerox")
+        if row["op"] == "adam":
+            streamed = p50[row["kind"], row["state"], ceiling.CEILING]
+            assert row["of_ceiling"] == pytest.approx(streamed / row["p50_ms"])
+        else:
+            assert row["of_ceiling"] is None
     assert len(capsys.readouterr().out.splitlines()) == 3 + len(result["rows"])
 
 

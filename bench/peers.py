@@ -1,0 +1,68 @@
+"""Other people's updates, of the same values: those that are installed, and run on the device."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import io
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+HYPER = {"lr": 1e-3, "weight_decay": 0.01}
+
+
+@dataclass(frozen=True)
+class Peer:
+    """``make(leaves)`` gives an optimizer, from ``module``; ``state``: how it stores moments of fp32 parameters."""
+
+    name: str
+    module: str
+    state: str
+    make: Callable[[Any, list[Tensor]], torch.optim.Optimizer]
+    devices: tuple[str, ...] = ("cpu", "cuda")
+
+
+PEERS = (
+    Peer("torch AdamW(fused)", "torch.optim", "fp32", lambda optim, leaves: optim.AdamW(leaves, fused=True, **HYPER)),
+    Peer(
+        "DeepSpeed CPUAdam",
+        "deepspeed.ops.adam",
+        "fp32",
+        lambda adam, leaves: adam.DeepSpeedCPUAdam(leaves, adamw_mode=True, **HYPER),
+        devices=("cpu",),
+    ),
+    Peer("torchao AdamW8bit", "torchao.optim", "8bit", lambda optim, leaves: optim.AdamW8bit(leaves, **HYPER)),
+    Peer("bitsandbytes 8-bit", "bitsandbytes.optim", "8bit", lambda optim, leaves: optim.AdamW8bit(leaves, **HYPER)),
+)
+
+
+class Skipped(Exception):
+    """Why a peer can't take part."""
+
+
+def optimizer_of(peer: Peer, values: Tensor, grad: Tensor, params: Sequence[int]) -> torch.optim.Optimizer:
+    """On copies of ``values`` and ``grad``, a leaf for each of ``params``. Has made a step. Raises Skipped."""
+    if values.device.type not in peer.devices:
+        raise Skipped(f"not for {values.device.type}")
+    try:
+        # What they print of their builds does not belong into a table.
+        with contextlib.redirect_stdout(io.StringIO()):
+            module = importlib.import_module(peer.module)
+            leaves: list[Tensor] = [torch.nn.Parameter(each) for each in values.clone().split(list(params))]
+            for leaf, part in zip(leaves, grad.clone().split(list(params)), strict=True):
+                leaf.grad = part
+            optimizer = peer.make(module, leaves)
+            optimizer.step()
+    except ModuleNotFoundError as error:
+        raise Skipped(f"{error.name} is not installed") from None
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # builds at first use, devices that are not supported: each has errors of its own
+        raise Skipped(f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0][:200]}") from None
+    if all(torch.equal(leaf, part) for leaf, part in zip(leaves, values.split(list(params)), strict=True)):
+        raise Skipped("its step changes nothing")
+    return optimizer
