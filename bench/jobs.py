@@ -13,7 +13,8 @@ from bench.ceiling import CEILING, stream_call
 from bench.peers import PEERS, Peer, Skipped, optimizer_of
 from bench.timing import Call
 from zerox import ops
-from zerox.moments import BLOCK_NUMEL, EXP_AVG, EXP_AVG_SQ, Moments, moment_bytes
+from zerox.large_pages import zeros
+from zerox.moments import BLOCK_NUMEL, EXP_AVG, EXP_AVG_SQ, MASTER_PLACE, Moments, moment_bytes
 from zerox.rules.reference import AdamState, adam_step
 
 OURS = "zerox"
@@ -62,7 +63,7 @@ def bytes_an_element(op: str, kind: Kind, num_slices: int = 1) -> float:
     grad = kind.dtype.itemsize
     if op == "adam":
         master = 2 * kind.master.itemsize if kind.master else 0
-        moment = moment_bytes(STATES[kind.state], BLOCK_NUMEL) / BLOCK_NUMEL
+        moment = moment_bytes(EXP_AVG, STATES[kind.state], BLOCK_NUMEL, on_host=True) / BLOCK_NUMEL
         return 2 * kind.dtype.itemsize + master + grad + 2 * 2 * moment
     return {"flatten": 2 * grad, "reduce": (num_slices + 1) * grad, "norm": grad}[op]
 
@@ -102,11 +103,15 @@ class Shard:
         if kind.state == "8bit":
             numel = -(-numel // BLOCK_NUMEL) * BLOCK_NUMEL
         self.exact = torch.randn(numel, device=device)
-        self.param, self.master = self.exact.to(kind.dtype), None
-        if kind.master is torch.float32:
-            self.master = self.exact.clone()
-        elif kind.master is torch.int16:
-            self.param, self.master = split(self.exact)
+        # They lie as the optimizer has them lie.
+        self.param = zeros(numel, kind.dtype, device).copy_(self.exact)
+        self.master: Tensor | None = None
+        if kind.master is not None:
+            self.master = zeros(numel, kind.master, device, MASTER_PLACE).copy_(self.exact)
+        if kind.master is torch.int16:
+            param, remainder = split(self.exact)
+            self.param.copy_(param)
+            self.master.copy_(remainder)  # type: ignore[union-attr]
         self.grad = torch.randn(numel, device=device).to(kind.dtype)
         self.moments = Moments(STATES[kind.state], numel, device, amsgrad=False)
         if kind.state != "8bit":

@@ -8,6 +8,7 @@
 #include "bucket_manager/neighbours.h"
 #include "bucket_manager/ranges.h"
 #include "cpu/isa.h"
+#include "cpu/large_pages.h"
 #include "math/exact_sum.h"
 #include "math/segment.h"
 
@@ -83,6 +84,7 @@ void bind(py::module_& m) {
   m.def("supported_isas", &supported_isas);
   m.def("select_isa", &select_isa);
 
+  m.def("advise_large_pages", &advise_large_pages);
   m.def("let_siblings_read", &let_siblings_read);
   m.def("read_memory", [](pid_t pid, uint64_t address, at::Tensor into) {
     return read_memory(pid, address, into.mutable_data_ptr(), into.nbytes());

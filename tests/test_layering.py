@@ -20,7 +20,7 @@ PYTHON_ROOMS = [
     ["_C"],
     ["_ext"],
     ["roll_call", "neighbours"],
-    ["ops", "placeholder", "ranks"],
+    ["large_pages", "ops", "placeholder", "ranks"],
     ["buffers", "moments"],
     ["bucket"],
     ["options", "rules", "grads", "params"],

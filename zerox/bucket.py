@@ -11,7 +11,8 @@ from torch import Tensor
 
 from zerox._C import SEGMENT_COLUMNS
 from zerox.buffers import FlatBuffer, dense_strides
-from zerox.moments import Moments
+from zerox.large_pages import zeros
+from zerox.moments import MASTER_PLACE, Moments
 from zerox.plan.buckets import BucketPlan
 from zerox.plan.layout import Segment
 
@@ -76,7 +77,7 @@ class Bucket:
         self.moments = Moments(MOMENT_DTYPES[plan.state_dtype], shard_numel, device, amsgrad)
         self.master: Tensor | None = None
         if master is not None:
-            self.master = torch.zeros(shard_numel, dtype=MASTER_DTYPES[master], device=device)
+            self.master = zeros(shard_numel, MASTER_DTYPES[master], device, MASTER_PLACE)
 
     def describe(self, index: int) -> str:
         """For errors: "bucket 3 (wte.weight, ...)", as csrc/bucket_manager has it."""
@@ -105,7 +106,8 @@ class Bucket:
             state = {"step": self.steps[row], **self.moments.scales_of(segment.span.start, segment.span.stop)}
             for key, tensor in tensors.items():
                 if segment.span.numel == param.numel():
-                    state[key] = tensor.as_strided(param.shape, dense_strides(param), segment.span.start)
+                    start = tensor.storage_offset() + segment.span.start
+                    state[key] = tensor.as_strided(param.shape, dense_strides(param), start)
                 else:
                     state[key] = tensor[segment.span.start : segment.span.stop]
             yield param, state

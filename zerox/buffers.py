@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from zerox.large_pages import zeros
 from zerox.plan.layout import Layout
 
 
@@ -28,7 +29,7 @@ class FlatBuffer:
         self.shapes = [param.shape for param in params]
         self.strides = [dense_strides(param) for param in params]
         # Padding is sent with everything else: it should not be what lay in memory before.
-        self.flat = torch.zeros(layout.numel, dtype=params[0].dtype, device=params[0].device)
+        self.flat = zeros(layout.numel, params[0].dtype, params[0].device)
         for slot in range(len(self.params)):
             self.take_in(slot)
 

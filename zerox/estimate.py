@@ -9,7 +9,8 @@ from typing import Any
 import torch
 
 from zerox.bucket import MASTER_DTYPES, MOMENT_DTYPES
-from zerox.moments import moment_bytes
+from zerox.large_pages import storage_bytes
+from zerox.moments import MASTER_PLACE, PLACES, moment_bytes
 from zerox.options import Options, check_params, named_tensors
 from zerox.plan.buckets import BucketPlan
 from zerox.plan.peak import Flow, peak_alone, peak_of_sharded, peak_of_whole
@@ -84,9 +85,10 @@ def estimate(
         layout, dtype = plan.layout, tensors[plan.params[0]].dtype
         parameters += layout.numel * dtype.itemsize
         kind = chosen.master_kind(dtype)
-        master += layout.shard_numel * MASTER_DTYPES[kind].itemsize if kind else 0
+        master += storage_bytes(layout.shard_numel, MASTER_DTYPES[kind], on_host, MASTER_PLACE) if kind else 0
         has_third = any(trained[index][2].get("amsgrad", amsgrad) for index in plan.params)
-        moments += (3 if has_third else 2) * moment_bytes(MOMENT_DTYPES[plan.state_dtype], layout.shard_numel)
+        state_dtype, kinds = MOMENT_DTYPES[plan.state_dtype], list(PLACES)[: 3 if has_third else 2]
+        moments += sum(moment_bytes(name, state_dtype, layout.shard_numel, on_host) for name in kinds)
         flows.append(_flow(plan, dtype, chosen.wire_dtype(dtype), backend, num_far))
 
     sharded = chosen.placements.grads is SHARDED

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from zerox.large_pages import storage_bytes, zeros
 from zerox.plan.layout import SMALL_NUMEL
 from zerox.plan.span import SHARD_ALIGN
 
@@ -16,6 +17,8 @@ BLOCK_NUMEL = 256  # elements that share a scale, counted from the parameter's s
 assert SHARD_ALIGN % BLOCK_NUMEL == 0
 
 EXP_AVG, EXP_AVG_SQ, MAX_EXP_AVG_SQ = "exp_avg", "exp_avg_sq", "max_exp_avg_sq"
+MASTER_PLACE = 1  # beside the moments' in the update: see zerox/large_pages.py
+PLACES = {EXP_AVG: 2, EXP_AVG_SQ: 3, MAX_EXP_AVG_SQ: 4}
 SCALE = "_scale"  # behind a moment's name: its blocks' scales
 
 
@@ -32,10 +35,10 @@ def moment_dtype(param_dtype: torch.dtype, numel: int, state_dtype: torch.dtype 
     return torch.uint8 if numel >= SMALL_NUMEL else torch.float32
 
 
-def moment_bytes(dtype: torch.dtype, shard_numel: int) -> int:
+def moment_bytes(name: str, dtype: torch.dtype, shard_numel: int, on_host: bool) -> int:
     """Of one moment of a shard, scales included."""
     scales = shard_numel // BLOCK_NUMEL if dtype is torch.uint8 else 0
-    return shard_numel * dtype.itemsize + scales * torch.float32.itemsize
+    return storage_bytes(shard_numel, dtype, on_host, PLACES[name]) + scales * torch.float32.itemsize
 
 
 class Moments:
@@ -48,7 +51,7 @@ class Moments:
     def __init__(self, dtype: torch.dtype, shard_numel: int, device: torch.device, amsgrad: bool) -> None:
         self.dtype = dtype
         names = [EXP_AVG, EXP_AVG_SQ]
-        self.values = {name: torch.zeros(shard_numel, dtype=dtype, device=device) for name in names}
+        self.values = {name: zeros(shard_numel, dtype, device, PLACES[name]) for name in names}
         num_blocks = shard_numel // BLOCK_NUMEL
         coded = names if dtype is torch.uint8 else []
         self.scales = {name + SCALE: torch.zeros(num_blocks, device=device) for name in coded}
@@ -61,10 +64,10 @@ class Moments:
 
     def start_maximum(self) -> None:
         """The second moment's maximum over the steps that come, for amsgrad."""
-        for tensors in (self.values, self.scales):
-            for suffix in ("", SCALE):
-                if EXP_AVG_SQ + suffix in tensors:
-                    tensors[MAX_EXP_AVG_SQ + suffix] = torch.zeros_like(tensors[EXP_AVG_SQ + suffix])
+        like = self.values[EXP_AVG_SQ]
+        self.values[MAX_EXP_AVG_SQ] = zeros(like.numel(), self.dtype, like.device, PLACES[MAX_EXP_AVG_SQ])
+        if self.scales:
+            self.scales[MAX_EXP_AVG_SQ + SCALE] = torch.zeros_like(self.scales[EXP_AVG_SQ + SCALE])
 
     def __iter__(self) -> Any:
         yield from self.values.values()

@@ -16,6 +16,21 @@ Moments moments_at(const Moments& moments, int64_t element_bytes, int64_t elemen
   return {moments.kind, at(moments.exp_avg), at(moments.exp_avg_sq), at(moments.max_exp_avg_sq)};
 }
 
+// Small parameters lie one behind the other, and a call for each would take longer than its elements.
+void join_neighbours(std::vector<Stretch>& stretches, const std::vector<bool>& as_before) {
+  size_t count = 0;
+  for (const Stretch& next : stretches) {
+    Stretch* last = count > 0 ? &stretches[count - 1] : nullptr;
+    if (last != nullptr && last->stop == next.start && next.stop - last->start <= kMostInAStretch &&
+        as_before[next.segment]) {
+      last->stop = next.stop;
+    } else {
+      stretches[count++] = next;
+    }
+  }
+  stretches.resize(count);
+}
+
 // A segment whose `present` is 0 is left alone, its step count too, as torch leaves a parameter without gradient.
 void adam_(at::Tensor& param, const std::optional<at::Tensor>& master, const at::Tensor& grad, at::Tensor& exp_avg,
            at::Tensor& exp_avg_sq, const std::optional<at::Tensor>& max_exp_avg_sq, at::TensorList scales,
@@ -43,6 +58,7 @@ void adam_(at::Tensor& param, const std::optional<at::Tensor>& master, const at:
   const auto* takes_part = present.const_data_ptr<uint8_t>();
   auto* step_counts = steps.mutable_data_ptr<int64_t>();
   std::vector<AdamStep<double>> folded(static_cast<size_t>(table.size()));
+  std::vector<bool> as_before(folded.size());  // the segment's elements are treated as those of the one before it
   for (int64_t i = 0; i < table.size(); ++i) {
     if (takes_part[i] == 0) continue;
     const int64_t row = table[i].options_row;
@@ -51,8 +67,11 @@ void adam_(at::Tensor& param, const std::optional<at::Tensor>& master, const at:
     const bool same =
         i > 0 && takes_part[i - 1] != 0 && table[i - 1].options_row == row && step_counts[i - 1] == step_counts[i];
     folded[i] = same ? folded[i - 1] : fold_adam(rows[row], step_counts[i], scale);
+    as_before[i] = same;
   }
-  const std::vector<Stretch> stretches = split_into_stretches(table);
+  std::vector<Stretch> stretches = split_into_stretches(table);
+  // Random bits and blocks of 8-bit moments are counted from each parameter's start.
+  if (moments.kind == StateKind::wide) join_neighbours(stretches, as_before);
   parallel_stretches(stretches, [&](int64_t first, int64_t last) {
     for (int64_t i = first; i < last; ++i) {
       const auto [segment, start, stop] = stretches[i];

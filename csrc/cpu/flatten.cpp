@@ -2,6 +2,8 @@
 #include <ATen/ops/empty.h>
 #include <torch/library.h>
 
+#include <array>
+
 #include "cpu/spans.h"
 
 namespace zx {
@@ -49,8 +51,10 @@ void flatten_(at::Tensor& flat, at::TensorList sources, const at::Tensor& pieces
   });
   zero(0, count > 0 ? rows[0].flat_start : flat.numel());
   const float one = 1.0F;
+  alignas(double) std::array<char, sizeof(double)> raised_flag{};
+  table.cast(DType::f32, &one, to, raised_flag.data(), 1);
   for (int64_t i = 0; i < flags.numel(); ++i) {
-    table.cast(DType::f32, &one, to, bytes_at(flat, raised[i]), 1);
+    std::memcpy(bytes_at(flat, raised[i]), raised_flag.data(), static_cast<size_t>(element_size));
   }
 }
 

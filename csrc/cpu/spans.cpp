@@ -17,12 +17,11 @@ SegmentTable::SegmentTable(const at::Tensor& table, int64_t shard_numel, const c
 }
 
 std::vector<Stretch> split_into_stretches(const SegmentTable& segments) {
-  constexpr int64_t kMostElements = 64 * kNormBlock;
   std::vector<Stretch> stretches;
   stretches.reserve(static_cast<size_t>(segments.size()));
   for (int64_t i = 0; i < segments.size(); ++i) {
-    for (int64_t start = segments[i].start; start < segments[i].stop; start += kMostElements) {
-      stretches.push_back({i, start, std::min(start + kMostElements, segments[i].stop)});
+    for (int64_t start = segments[i].start; start < segments[i].stop; start += kMostInAStretch) {
+      stretches.push_back({i, start, std::min(start + kMostInAStretch, segments[i].stop)});
     }
   }
   return stretches;

@@ -32,6 +32,8 @@ struct Stretch {
   int64_t stop;
 };
 
+constexpr int64_t kMostInAStretch = 64 * kNormBlock;
+
 std::vector<Stretch> split_into_stretches(const SegmentTable& segments);
 
 // Without it at::parallel_for uses one thread, and says nothing of it.

@@ -1,0 +1,73 @@
+"""Where the arrays of a large shard lie: spaced, in storages that the estimate counts, and its state is found there."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+import zerox
+from zerox.large_pages import LINE_BYTES, PERIOD_BYTES, SPACED_BYTES, STEP_BYTES, storage_bytes, zeros
+
+CPU = torch.device("cpu")
+LARGE = SPACED_BYTES // 4 + 1000  # elements of fp32
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.uint8], ids=str)
+def test_large_arrays_that_are_walked_together_start_apart(dtype: torch.dtype) -> None:
+    numel = SPACED_BYTES // dtype.itemsize
+    arrays = {place: zeros(numel, dtype, CPU, place) for place in (1, 2, 3, 4)}
+    for place, array in arrays.items():
+        assert array.data_ptr() % PERIOD_BYTES == place * STEP_BYTES + LINE_BYTES
+        assert array.numel() == numel
+        assert array.is_contiguous()
+        assert not array.any()
+        assert array.untyped_storage().nbytes() == storage_bytes(numel, dtype, True, place)
+        assert storage_bytes(numel, dtype, True, place) <= 1.02 * numel * dtype.itemsize
+
+
+def test_small_arrays_and_those_that_stand_alone_take_what_they_need() -> None:
+    assert zeros(LARGE, torch.float32, CPU).untyped_storage().nbytes() == 4 * LARGE
+    assert zeros(1000, torch.float32, CPU, 2).untyped_storage().nbytes() == 4000
+
+
+def large_pages_kib() -> int:
+    return sum(map(int, re.findall(r"AnonHugePages:\s+(\d+)", Path("/proc/self/smaps").read_text())))
+
+
+def test_large_arrays_get_large_pages_where_the_system_gives_them_on_request() -> None:
+    setting = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+    if not setting.exists() or "[madvise]" not in setting.read_text():
+        pytest.skip("this system gives no large pages, or gives them unasked")
+    before = large_pages_kib()
+    held = zeros(16 << 20, torch.float32, CPU)  # 64 MiB: from the system, not from memory that was used before
+    assert large_pages_kib() - before > held.nbytes // 1024 // 2
+
+
+@pytest.mark.parametrize("options", [{}, {"amsgrad": True}, {"state_dtype": torch.bfloat16}], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_large_shard_s_state_is_where_state_dict_says_and_as_large_as_estimated(
+    dtype: torch.dtype, options: dict
+) -> None:
+    torch.manual_seed(0)
+    model = torch.nn.Linear(1024, 9 * 1024, bias=False, dtype=dtype)  # 18 MiB of remainders or bfloat16
+    optimizer = zerox.FusedShardedAdam(model.parameters(), **options)
+    model.weight.grad = torch.randn_like(model.weight)
+    optimizer.step()
+    [state] = optimizer.state_dict()["state"].values()
+    bucket = optimizer._buckets[0]
+    for name in bucket.moments.values:
+        assert torch.equal(state[name].reshape(-1), bucket.moments.values[name][: model.weight.numel()])
+    grad = model_gradient(optimizer)
+    assert torch.allclose(state["exp_avg"].float().reshape(-1), 0.1 * grad.float(), rtol=0.02)
+    optimizer.zero_grad()
+    measured, estimated = optimizer.memory_bytes(), zerox.estimate(model.parameters(), 1, **options)
+    assert (measured.moments, measured.master) == (estimated.moments, estimated.master)
+
+
+def model_gradient(optimizer: zerox.FusedShardedAdam) -> torch.Tensor:
+    shard = optimizer._grads.shard(0)
+    assert shard is not None
+    return shard[: optimizer.param_groups[0]["params"][0].numel()]
