@@ -18,6 +18,7 @@ CEILING = "stream (ceiling)"
 BYTES_AN_ELEMENT = 4 * 4 + 3 * 4
 STAGGER = 8192 // 4  # elements between the starts of neighbours, modulo more than that
 PAGE = 4096
+PERIOD = 16 * PAGE
 
 
 class Stream:
@@ -27,9 +28,9 @@ class Stream:
         flags = ("-O3", "-march=native", "-fopenmp")
         self.function = ctypes.CDLL(str(library(ROOT / "bench/stream_ceiling.cpp", flags, ("-lc10", "-ltorch_cpu"))))
         self.numel = nbytes // BYTES_AN_ELEMENT
-        room = self.numel + 4 * STAGGER + PAGE // 4
+        room = self.numel + 4 * STAGGER + PERIOD // 4
         self.rooms = [torch.zeros(room) for _ in range(4)]
-        starts = [-(-each.data_ptr() // PAGE) * PAGE + place * STAGGER * 4 for place, each in enumerate(self.rooms)]
+        starts = [-(-each.data_ptr() // PERIOD) * PERIOD + place * STAGGER * 4 for place, each in enumerate(self.rooms)]
         self.arguments = [*(ctypes.c_void_p(start) for start in starts), ctypes.c_int64(self.numel)]
 
     def __call__(self) -> None:

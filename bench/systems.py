@@ -199,7 +199,18 @@ class ZeroxStage1(Zerox):
     stage = 1
 
 
-OURS = (Zerox, ZeroxStage1)
+class ZeroxOverlapped(Zerox):
+    """step() leaves the gather to the next forward."""
+
+    name = "zerox, gather hidden"
+
+    def build(self, model: WordGPT) -> tuple[nn.Module, torch.optim.Optimizer]:
+        built = super().build(model)
+        self.ours.overlap_gather(model)
+        return built
+
+
+OURS = (Zerox, ZeroxOverlapped, ZeroxStage1)
 ALONE = (NoCommunication, *OURS)
 SYSTEMS: dict[str, Callable[[Training], System]] = {
     kind.name: kind for kind in (NoCommunication, DDP, ZeroRedundancy, FSDP2, FSDP2Resharded, *OURS)

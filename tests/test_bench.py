@@ -229,7 +229,7 @@ def test_memory_is_weighed_beside_the_estimate_and_drawn(tmp_path: Path, monkeyp
     arguments = [f"--{name}={path}" for name, path in files.items()]
     assert memory.main(["--ranks", "2", "--layers=1", "--systems", "DDP + AdamW", "zerox", *arguments]) == 0
     rows = {row["system"]: row for row in json.loads(files["json"].read_text())["rows"]}
-    assert list(rows) == ["DDP + AdamW(fused)", "zerox, stage 2", "zerox, stage 1"]
+    assert list(rows) == ["DDP + AdamW(fused)", "zerox, stage 2", "zerox, gather hidden", "zerox, stage 1"]
     numel = 2 * 4096 * 64  # the rest is small beside both embeddings
     assert rows["DDP + AdamW(fused)"]["kept"] == pytest.approx(5 * 4 * numel, rel=0.2)  # with DDP's buckets
     assert rows["zerox, stage 2"]["kept"] == pytest.approx((1 + 2 / 2) * 4 * numel, rel=0.2)
