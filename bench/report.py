@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from bench.facts import ROOT
-from bench.systems import DDP, FSDP2, FSDP2Resharded, NoCommunication, ZeroRedundancy, Zerox, ZeroxStage1
+from bench.systems import DDP, FSDP2, OURS, FSDP2Resharded, NoCommunication, ZeroRedundancy
 
 RESULTS = ROOT / "bench/results/cpu"
-SYSTEMS = [each.name for each in (Zerox, ZeroxStage1, DDP, ZeroRedundancy, FSDP2, FSDP2Resharded, NoCommunication)]
+SYSTEMS = [each.name for each in (*OURS, DDP, ZeroRedundancy, FSDP2, FSDP2Resharded, NoCommunication)]
 MIB = 2**20
 # Column -> file, and how many ranks.
 STEPS = {

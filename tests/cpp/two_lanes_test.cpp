@@ -135,7 +135,7 @@ class Rig {
         lanes(
             has_threads, [this](FakeFlight& flight) { pack(flight); }, [this](FakeFlight& flight) { land(flight); }) {}
 
-  void launch(int64_t number) { lanes.launch(std::make_shared<FakeFlight>(number)); }
+  void launch(int64_t number, bool small = false) { lanes.launch(std::make_shared<FakeFlight>(number), small); }
 
   FakeExchange exchange;
   std::shared_ptr<Seen> seen = std::make_shared<Seen>();  // to be looked at when the rig is gone, too
@@ -222,6 +222,17 @@ TEST(launching_does_not_wait_for_the_wire_and_never_are_there_more_than_two_with
   CHECK_EQ(rig.lanes.num_landed(), int64_t{0});
   CHECK_EQ(rig.lanes.trouble(),
            std::string("still awaited: flight 0, flight 1, flight 2, flight 3, flight 4, flight 5"));
+}
+
+TEST(a_small_flight_is_flown_by_who_launches_it_unless_others_are_in_the_air) {
+  for (unsigned seed = 0; seed < 20; ++seed) {
+    Rig rig(true, seed);
+    rig.launch(0, /*small=*/true);
+    CHECK_EQ(rig.lanes.num_landed(), int64_t{1});
+    for (int64_t i = 1; i < 9; ++i) rig.launch(i, i % 2 == 0);
+    CHECK_EQ(rig.lanes.drain(), std::string());
+    check_landed(rig.seen->landed, tenfold(9));
+  }
 }
 
 TEST(others_may_ask_for_trouble_while_flights_come_and_go) {
