@@ -44,15 +44,25 @@ void Gathers::start(const std::shared_ptr<Bucket>& bucket, at::Tensor flat, Exch
 }
 
 void Gathers::take_in(Gather& gather) const {
-  std::call_once(gather.once, [this, &gather] {
-    const Range range(names_.wait, gather.bucket->index);
-    const at::AutoDispatchBelowADInplaceOrView no_autograd;
-    try {
-      gather.pending->wait();
-    } catch (const std::exception& error) {
-      gather.error = reason_of(error);
-    }
-  });
+  std::call_once(gather.once, [this, &gather] { receive(gather); });
+}
+
+// What goes wrong is kept, for everyone who waits.
+void Gathers::receive(Gather& gather) const {
+  const Range range(names_.wait, gather.bucket->index);
+  const at::AutoDispatchBelowADInplaceOrView no_autograd;
+  try {
+    gather.pending->wait();
+  } catch (const std::exception& error) {
+    gather.error = reason_of(error);
+  }
+}
+
+void Gathers::wait_on_stream(Gather& gather) const {
+  const c10::Stream here = c10::impl::VirtualGuardImpl(device_.type()).getStream(device_);
+  if (std::find(gather.waited.begin(), gather.waited.end(), here) != gather.waited.end()) return;
+  gather.waited.push_back(here);
+  receive(gather);
 }
 
 void Gathers::wait_for(Gather& gather) {
@@ -60,13 +70,7 @@ void Gathers::wait_for(Gather& gather) {
   const std::lock_guard lock(mutex_);
   if (!gather.used) order_of_use_.push_back(gather.bucket->index);
   gather.used = true;
-  if (!device_.is_cpu()) {
-    const c10::Stream here = c10::impl::VirtualGuardImpl(device_.type()).getStream(device_);
-    if (std::find(gather.waited.begin(), gather.waited.end(), here) != gather.waited.end()) return;
-    gather.waited.push_back(here);
-    const Range range(names_.wait, gather.bucket->index);
-    naming(gather, [&] { gather.pending->wait(); });
-  }
+  if (!device_.is_cpu()) wait_on_stream(gather);
   if (!gather.error.empty()) fail(gather, gather.error);
 }
 
@@ -74,9 +78,11 @@ void Gathers::wait(const std::vector<int64_t>& buckets) {
   for (const auto& gather : under_way_) {
     if (std::find(buckets.begin(), buckets.end(), gather->bucket->index) != buckets.end()) wait_for(*gather);
   }
+  if (std::this_thread::get_id() == guarded_ && missing().empty()) guard_.reset();
 }
 
 void Gathers::guard_reads() {
+  guarded_ = std::this_thread::get_id();
   guard_.emplace([this](const at::Tensor& tensor) { before_read(tensor); });
 }
 

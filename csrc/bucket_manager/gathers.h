@@ -8,6 +8,7 @@
 #include <mutex>
 #include <optional>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include "bucket_manager/bucket.h"
@@ -77,6 +78,8 @@ class Gathers {
   };
 
   void take_in(Gather& gather) const;
+  void receive(Gather& gather) const;
+  void wait_on_stream(Gather& gather) const;
   void wait_for(Gather& gather);
   void before_read(const at::Tensor& tensor);
   [[noreturn]] void fail(const Gather& gather, const std::string& reason) const;
@@ -91,6 +94,7 @@ class Gathers {
   mutable std::mutex mutex_;                        // of what follows, and of `waited` and `used`
   std::vector<int64_t> order_of_use_;
   std::optional<ReadGuard> guard_;
+  std::thread::id guarded_;
   Lane lane_{"zerox gather"};
 };
 
