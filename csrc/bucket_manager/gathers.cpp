@@ -51,6 +51,7 @@ void Gathers::take_in(Gather& gather) const {
 void Gathers::receive(Gather& gather) const {
   const Range range(names_.wait, gather.bucket->index);
   const at::AutoDispatchBelowADInplaceOrView no_autograd;
+  const ReadGuard::Pause ours;
   try {
     gather.pending->wait();
   } catch (const std::exception& error) {

@@ -12,7 +12,7 @@ namespace {
 struct Guards {
   std::vector<std::weak_ptr<const ReadGuard::BeforeRead>> all;
   at::CallbackHandle callback = 0;
-  bool looking = false;
+  bool paused = false;
 };
 thread_local Guards guards;
 
@@ -31,15 +31,14 @@ void look_at(const c10::IValue& value, const ReadGuard::BeforeRead& before_read)
 }
 
 std::unique_ptr<at::ObserverContext> before_operator(const at::RecordFunction& function) {
-  if (guards.looking) return nullptr;
-  guards.looking = true;
+  if (guards.paused) return nullptr;
+  const ReadGuard::Pause pause;
   for (const auto& weak : guards.all) {
     const auto before_read = weak.lock();
     for (const c10::IValue& input : function.inputs()) {
       if (before_read) look_at(input, *before_read);
     }
   }
-  guards.looking = false;
   return nullptr;
 }
 
@@ -52,6 +51,9 @@ ReadGuard::ReadGuard(BeforeRead before_read)
   guards.callback = at::addThreadLocalCallback(
       at::RecordFunctionCallback(&before_operator).needsInputs(true).scopes({at::RecordScope::FUNCTION}));
 }
+
+ReadGuard::Pause::Pause() : before_(guards.paused) { guards.paused = true; }
+ReadGuard::Pause::~Pause() { guards.paused = before_; }
 
 ReadGuard::~ReadGuard() {
   before_read_.reset();

@@ -25,6 +25,18 @@ class ReadGuard {
   ReadGuard(const ReadGuard&) = delete;
   ReadGuard& operator=(const ReadGuard&) = delete;
 
+  // While it lives, what this thread runs is not looked at: taking in what arrives writes what others must not read.
+  class Pause {
+   public:
+    Pause();
+    ~Pause();
+    Pause(const Pause&) = delete;
+    Pause& operator=(const Pause&) = delete;
+
+   private:
+    bool before_;
+  };
+
  private:
   std::shared_ptr<const BeforeRead> before_read_;
 };

@@ -7,15 +7,15 @@ namespace zx {
 namespace {
 
 // The elements of a rank's slice that come from one straight slot: [start, stop) of the slice, from `from` of the slot.
-struct Range {
+struct StraightRange {
   int64_t slot;
   int64_t from;
   int64_t start;
   int64_t stop;
 };
 
-std::vector<Range> straight_ranges(const Bucket& bucket, int64_t rank) {
-  std::vector<Range> found;
+std::vector<StraightRange> straight_ranges(const Bucket& bucket, int64_t rank) {
+  std::vector<StraightRange> found;
   const int64_t first = rank * bucket.shard_numel;
   for (int64_t i = 0; i < bucket.num_straight; ++i) {
     const Slot& slot = bucket.slots[i];
@@ -30,7 +30,7 @@ std::vector<Range> straight_ranges(const Bucket& bucket, int64_t rank) {
 Exchange::Messages messages_to(const Flight& flight, int64_t rank) {
   const Bucket& bucket = *flight.bucket;
   Exchange::Messages messages;
-  for (const Range& range : straight_ranges(bucket, rank)) {
+  for (const StraightRange& range : straight_ranges(bucket, rank)) {
     messages.push_back(flight.straight[range.slot].narrow(0, range.from, range.stop - range.start));
   }
   const int64_t start = bucket.packed_start(rank);
@@ -41,7 +41,7 @@ Exchange::Messages messages_to(const Flight& flight, int64_t rank) {
 // The same messages, where they arrive in a whole slice.
 Exchange::Messages messages_into(const Bucket& bucket, const at::Tensor& slice, int64_t rank) {
   Exchange::Messages messages;
-  for (const Range& range : straight_ranges(bucket, rank)) {
+  for (const StraightRange& range : straight_ranges(bucket, rank)) {
     messages.push_back(slice.narrow(0, range.start, range.stop - range.start));
   }
   const int64_t start = bucket.straight_numel(rank);
@@ -92,7 +92,7 @@ std::vector<Part> parts_of(const Bucket& bucket, int64_t rank, int64_t most) {
     } while (start < message_stop);
   };
   size_t message = 0;
-  for (const Range& range : straight_ranges(bucket, rank)) {
+  for (const StraightRange& range : straight_ranges(bucket, rank)) {
     add(message, range.start, range.stop, static_cast<int64_t>(message) + 1);
     ++message;
   }
