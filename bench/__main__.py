@@ -36,13 +36,12 @@ RUNS: dict[str, tuple[list[str], list[str]]] = {
     "scale": (["bench.scale"], ["--layers", "1", "--rounds", "2", "--models", "gpt2-124m"]),
     "kernels": (["bench.kernels"], ["--quick", "--seconds", "1"]),
 }
-WITHOUT_PICTURE = {"kernels"}
 
 
 def command(name: str, out: Path, quick: bool) -> list[str]:
     full, hasty = RUNS[name]
-    pictures = [] if name in WITHOUT_PICTURE else ["--png", str(out / f"{name}.png")]
-    return [sys.executable, "-m", *full, *(hasty if quick else []), "--json", str(out / f"{name}.json"), *pictures]
+    files = ["--json", str(out / f"{name}.json"), "--png", str(out / f"{name}.png")]
+    return [sys.executable, "-m", *full, *(hasty if quick else []), *files]
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -1,6 +1,6 @@
 """Times the kernels on the CPU or a GPU beside torch's own, after a check of their results.
 
-    python -m bench.kernels [--device cuda] [--quick] [--only adam] [--threads N] [--json FILE]
+    python -m bench.kernels [--device cuda] [--quick] [--only adam] [--threads N] [--json FILE] [--png FILE]
 
 Rates count each byte that has to be read or written once. "of roof" is the share of what the memory gives at most, by a
 large copy (on the CPU an addition in place) in the same run; "of ceiling", for updates on the CPU, the share of what a
@@ -24,6 +24,7 @@ import torch
 from bench.ceiling import CEILING
 from bench.facts import write_result
 from bench.jobs import CALLS, CHECKS, OURS, SENT, TRAINED, Job, WrongResult, missing_peers
+from bench.kernel_plots import save_shares
 from bench.timing import Timing, num_sets_for, roof_gb_per_s, time_in_turn
 from zerox import _C
 from zerox._ext import cuda_refusal
@@ -109,6 +110,10 @@ def line(texts: tuple[str, ...]) -> str:
     )
 
 
+def device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else f"{platform.machine()} CPU, {_C.isa()}"
+
+
 def run(
     device: torch.device,
     ops: list[str],
@@ -124,7 +129,7 @@ def run(
     budget_s = seconds / (len(jobs) + 1)
     large = (256 if device.type == "cuda" else 64) * MI // (4 if quick else 1)
     roof = roof_gb_per_s(device, large, budget_s)
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{platform.machine()} CPU, {_C.isa()}"
+    name = device_name(device)
     print(f"{name}, torch {torch.__version__}, {torch.get_num_threads()} threads; results are right")
     print(f"the roof is {roof:.1f} GB/s, read and written")
     print(line(HEADER), flush=True)
@@ -163,6 +168,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, default=60.0, help="for all timing, about (default: %(default)s)")
     parser.add_argument("--threads", type=int, metavar="N", help="of torch, on the CPU (default: torch's own)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all numbers there")
+    parser.add_argument("--png", type=Path, metavar="FILE", help="draw the shares of the roof there")
     args = parser.parse_args(argv)
     if args.device == "cuda" and not usable:
         parser.error(cuda_refusal() or "torch finds no CUDA GPU")
@@ -176,10 +182,12 @@ def main(argv: list[str] | None = None) -> int:
     if args.threads:
         torch.set_num_threads(args.threads)
     try:
-        run(torch.device(args.device), args.only or list(CALLS), args.quick, args.seconds, args.json, argv)
+        rows = run(torch.device(args.device), args.only or list(CALLS), args.quick, args.seconds, args.json, argv)
     except WrongResult as error:
         print(error, file=sys.stderr)
         return 1
+    if args.png:
+        save_shares(rows, f"kernels, {device_name(torch.device(args.device))}, torch {torch.__version__}", args.png)
     return 0
 
 

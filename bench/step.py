@@ -6,7 +6,8 @@
 Every system lives in the same processes, one a rank with one thread each, and the systems take turns, a few steps at
 a time, so that what else the machine does falls on all of them alike. A sample is the slowest rank's. "as fast" is
 the median over the rounds of DDP's time over the system's, "of floor" of the time without any communication, where
-each rank updates no more than its share. The spread is the middle half of the samples.
+each rank updates no more than its share. The spread is the middle half of the samples. "first" is the first step of
+all after construction, in a process that has trained without any optimizer before.
 """
 
 from __future__ import annotations
@@ -50,6 +51,7 @@ class Samples:
     training: Training
     world_size: int
     numel: int
+    first_ms: dict[str, float]
     ms: dict[str, list[float]]
 
     def rows(self) -> list[Row]:
@@ -65,6 +67,7 @@ class Samples:
             **asdict(self.training),
             **asdict(timing),
             "spread": timing.spread,
+            "first_ms": self.first_ms[name],
             "tokens_per_s": tokens / timing.p50_ms * 1e3,
             "as_fast": self.ratio(RIVAL, name),
             "of_floor": self.ratio(FLOOR, name),
@@ -79,9 +82,9 @@ class Samples:
 def time_on_ranks(training: Training, names: list[str], seconds: float) -> Samples:
     """On each rank. Raises WrongResult."""
     systems = [SYSTEMS[name](training) for name in names]
-    check(systems, training)
+    first_ms = check(systems, training)
     numel = sum(p.numel() for p in training.model().parameters())
-    return Samples(training, dist.get_world_size(), numel, take_turns(systems, training, seconds))
+    return Samples(training, dist.get_world_size(), numel, first_ms, take_turns(systems, training, seconds))
 
 
 def take_turns(systems: Sequence[System], training: Training, seconds: float) -> dict[str, list[float]]:
@@ -93,25 +96,26 @@ def take_turns(systems: Sequence[System], training: Training, seconds: float) ->
         if index > LEAST_ROUNDS and largest([time.monotonic()])[0] > end:
             break
         for system in turn:
-            batches = [training.batches(step + i, dist.get_rank()) for i in range(STEPS)]
-            dist.barrier()
-            start = time.perf_counter()
-            for each in batches:
-                system.step(each)
-            elapsed = time.perf_counter() - start
+            elapsed_ms = timed_ms(system, *(training.batches(step + i, dist.get_rank()) for i in range(STEPS)))
             if index > 0:  # the first round warms up
-                ms[system.name].append(elapsed * 1e3 / STEPS)
+                ms[system.name].append(elapsed_ms / STEPS)
         step += STEPS
         turn.append(turn.pop(0))
     return {name: largest(samples) for name, samples in ms.items()}
 
 
-def check(systems: Sequence[System], training: Training) -> None:
-    """Runs the first steps, and holds the parameters of those that communicate against DDP's."""
+def check(systems: Sequence[System], training: Training) -> dict[str, float]:
+    """Runs the first steps, and holds the parameters of those that communicate against DDP's.
+
+    Returns milliseconds of each system's first step, the slowest rank's.
+    """
     start = [p.detach() for p in training.model().parameters()]
     found: dict[str, list[Tensor]] = {}
+    first_ms: dict[str, float] = {}
+    warm_up(training)
     for system in systems:
-        for step in range(CHECKED_STEPS):
+        first_ms[system.name] = largest([timed_ms(system, training.batches(0, dist.get_rank()))])[0]
+        for step in range(1, CHECKED_STEPS):
             system.step(training.batches(step, dist.get_rank()))
         if system.communicates:
             found[system.name] = [p.float() for p in system.parameters()]
@@ -119,6 +123,23 @@ def check(systems: Sequence[System], training: Training) -> None:
     for name, params in found.items():
         if reference is not None and distance(params, reference, start) > FARTHEST[training.dtype]:
             raise WrongResult(f"{name} does not train as {RIVAL}: {distance(params, reference, start):.2%} apart")
+    return first_ms
+
+
+def warm_up(training: Training) -> None:
+    """What whoever comes first in a process pays for all: torch's own first calls."""
+    model = training.model()
+    for tokens in training.batches(0, dist.get_rank()):
+        model(tokens[:, :-1], tokens[:, 1:]).backward()
+
+
+def timed_ms(system: System, *steps: list[Tensor]) -> float:
+    """On this rank, all of it."""
+    dist.barrier()
+    start = time.perf_counter()
+    for batches in steps:
+        system.step(batches)
+    return (time.perf_counter() - start) * 1e3
 
 
 def distance(params: list[Tensor], reference: list[Tensor], start: list[Tensor]) -> float:
@@ -127,8 +148,8 @@ def distance(params: list[Tensor], reference: list[Tensor], start: list[Tensor])
     return apart / gone
 
 
-HEADER = ("ranks", "system", "p50 ms", "spread", "tokens/s", "as fast", "of floor")
-WIDTHS = (5, 30, 9, 7, 9, 8, 8)
+HEADER = ("ranks", "system", "p50 ms", "spread", "tokens/s", "as fast", "of floor", "first ms")
+WIDTHS = (5, 30, 9, 7, 9, 8, 8, 9)
 
 
 def line(texts: tuple[str, ...]) -> str:
@@ -139,7 +160,7 @@ def line(texts: tuple[str, ...]) -> str:
 def cells(row: Row) -> tuple[str, ...]:
     ratios = ["" if row[key] is None else f"{row[key]:.2f}x" for key in ("as_fast", "of_floor")]
     numbers = (f"{row['p50_ms']:.1f}", f"{row['spread']:.1%}", f"{row['tokens_per_s']:,.0f}")
-    return (str(row["ranks"]), row["system"], *numbers, *ratios)
+    return (str(row["ranks"]), row["system"], *numbers, *ratios, f"{row['first_ms']:.1f}")
 
 
 def run(world_sizes: list[int], training: Training, wanted: list[str] | None, seconds: float) -> list[Row]:

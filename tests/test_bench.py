@@ -108,7 +108,9 @@ def test_every_op_is_checked_and_timed(
     monkeypatch.setattr(kernels, "CHECK_PARAMS", (3000, 1, 77))
     monkeypatch.setattr(kernels, "roof_gb_per_s", lambda *_: 100.0)
     monkeypatch.setattr(jobs, "PEERS", peers.PEERS[:1])  # others may be installed, and need long to build
-    assert kernels.main(["--device=cpu", "--quick", "--seconds=0", f"--json={tmp_path / 'out.json'}"]) == 0
+    files = [f"--{name}={tmp_path / f'out.{name}'}" for name in ("json", "png")]
+    assert kernels.main(["--device=cpu", "--quick", "--seconds=0", *files]) == 0
+    assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")
     result = json.loads((tmp_path / "out.json").read_text())
     assert {row["op"] for row in result["rows"]} == {"flatten", "reduce of 2", "reduce of 8", "norm", "adam"}
     ours = [row for row in result["rows"] if row["who"] == "zerox"]
@@ -174,6 +176,7 @@ def test_every_system_trains_alike_and_is_timed(training: systems.Training, caps
     [ddp] = [row for row in rows if row["system"] == systems.DDP.name]
     assert ddp["as_fast"] == 1.0
     assert all(row["samples"] >= step.LEAST_ROUNDS and row["p50_ms"] > 0 for row in rows)
+    assert all(row["first_ms"] > 0 for row in rows)
     assert ddp["tokens_per_s"] == pytest.approx(2 * 2 * 8 * training.micro_batches / ddp["p50_ms"] * 1e3)
     assert len(capsys.readouterr().out.splitlines()) == 2 + len(rows)
 
@@ -196,9 +199,9 @@ def test_a_system_that_trains_otherwise_is_not_timed() -> None:
 
 def test_ratios_are_taken_round_by_round() -> None:
     rounds = {systems.DDP.name: [10.0, 20.0, 30.0], systems.NoCommunication.name: [5.0, 4.0, 6.0], "x": [5.0, 5.0, 5.0]}
-    row = step.Samples(TINY_GPT, 2, 100, rounds).row("x")
+    row = step.Samples(TINY_GPT, 2, 100, {"x": 9.0, "y": 9.0}, rounds).row("x")
     assert (row["as_fast"], row["of_floor"], row["p50_ms"]) == (4.0, 1.0, 5.0)
-    assert step.Samples(TINY_GPT, 2, 100, {"x": [5.0, 6.0]}).row("x")["as_fast"] is None
+    assert step.Samples(TINY_GPT, 2, 100, {"x": 9.0}, {"x": [5.0, 6.0]}).row("x")["as_fast"] is None
 
 
 def test_systems_are_chosen_by_words_and_alone_only_those_that_need_no_group() -> None:
