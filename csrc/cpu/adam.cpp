@@ -17,12 +17,13 @@ Moments moments_at(const Moments& moments, int64_t element_bytes, int64_t elemen
 }
 
 // Small parameters lie one behind the other, and a call for each would take longer than its elements.
-void join_neighbours(std::vector<Stretch>& stretches, const std::vector<bool>& as_before) {
+// `run`: segments with the same one are treated alike.
+void join_neighbours(std::vector<Stretch>& stretches, const std::vector<int64_t>& run) {
   size_t count = 0;
   for (const Stretch& next : stretches) {
     Stretch* last = count > 0 ? &stretches[count - 1] : nullptr;
     if (last != nullptr && last->stop == next.start && next.stop - last->start <= kMostInAStretch &&
-        as_before[next.segment]) {
+        run[last->segment] == run[next.segment]) {
       last->stop = next.stop;
     } else {
       stretches[count++] = next;
@@ -58,8 +59,9 @@ void adam_(at::Tensor& param, const std::optional<at::Tensor>& master, const at:
   const auto* takes_part = present.const_data_ptr<uint8_t>();
   auto* step_counts = steps.mutable_data_ptr<int64_t>();
   std::vector<AdamStep<double>> folded(static_cast<size_t>(table.size()));
-  std::vector<bool> as_before(folded.size());  // the segment's elements are treated as those of the one before it
+  std::vector<int64_t> run(folded.size());  // the first segment of those that are treated as this one
   for (int64_t i = 0; i < table.size(); ++i) {
+    run[i] = i;
     if (takes_part[i] == 0) continue;
     const int64_t row = table[i].options_row;
     ++step_counts[i];
@@ -67,11 +69,11 @@ void adam_(at::Tensor& param, const std::optional<at::Tensor>& master, const at:
     const bool same =
         i > 0 && takes_part[i - 1] != 0 && table[i - 1].options_row == row && step_counts[i - 1] == step_counts[i];
     folded[i] = same ? folded[i - 1] : fold_adam(rows[row], step_counts[i], scale);
-    as_before[i] = same;
+    if (same) run[i] = run[i - 1];
   }
   std::vector<Stretch> stretches = split_into_stretches(table);
   // Random bits and blocks of 8-bit moments are counted from each parameter's start.
-  if (moments.kind == StateKind::wide) join_neighbours(stretches, as_before);
+  if (moments.kind == StateKind::wide) join_neighbours(stretches, run);
   parallel_stretches(stretches, [&](int64_t first, int64_t last) {
     for (int64_t i = first; i < last; ++i) {
       const auto [segment, start, stop] = stretches[i];

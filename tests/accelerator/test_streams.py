@@ -121,15 +121,12 @@ def train(ranks: Ranks, stage: int, plan: str) -> list[Tensor]:
                 ours.grads.zero(True)
                 continue
             ours.settle()
-            gathers = []
             for index, bucket in enumerate(ours.buckets):
                 grad = ours.grads.shard(index)
                 assert grad is not None
                 shard_update(bucket, grad, ours.grads.present(index), table)
-                if ranks.size > 1:
-                    gathers.append(ours.manager.gather(index))
-            for gather in gathers:
-                gather.wait()
+                ours.manager.start_gather(index)
+            ours.manager.finish_gathers()
             ours.grads.zero(plan != "zeroed in place")
             waits = machine().take_waits(device.index)
             assert ranks.staged or not waits, f"the host waited for the device: {waits}"

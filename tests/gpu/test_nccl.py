@@ -92,8 +92,9 @@ def exchange_once(exchange: str, reduce_dtype: torch.dtype | None) -> tuple[list
             assert grad is not None
             landed.append((reduced[index, slot].cpu(), grad.reshape(-1).cpu()))
     before = cpu_copies(model.parameters())
-    for pending in [ours.manager.gather(index) for index in range(len(ours.buckets))]:
-        pending.wait()
+    for index in range(len(ours.buckets)):
+        ours.manager.start_gather(index)
+    ours.manager.finish_gathers()
     return landed, before, cpu_copies(model.parameters())
 
 

@@ -128,13 +128,16 @@ def test_grad_scale_multiplies_the_gradient_first(dtype: torch.dtype) -> None:
         assert same_bits(a, b)
 
 
-def test_each_segment_uses_its_own_options_and_step_count() -> None:
-    segments = segments_of(500, 700, 300)
+@pytest.mark.parametrize("between", [(), (0,)], ids=["", "an empty one between"])
+def test_each_segment_uses_its_own_options_and_step_count(between: tuple[int, ...]) -> None:
     # Neighbours differ in the step alone, then in the options alone: what is folded for one must not serve the other.
-    segments[:, 2] = torch.tensor([0, 0, 1])
+    # An empty one is like the one behind it.
+    segments = segments_of(500, *between, 700, *between, 300)
+    n = len(between)
+    segments[:, 2] = torch.tensor([0, *[0] * n, 0, *[1] * n, 1])
     options = torch.cat([options_table(lr=0.5), options_table(betas=(0.5, 0.5), decoupled=False)])
     together = Shard(1500, segments=segments)
-    together.steps[:] = torch.tensor([5, 9, 9])
+    together.steps[:] = torch.tensor([5, *[9] * n, 9, *[9] * n, 9])
     parts = []
     for start, stop, row, *_ in segments.tolist():
         part = Shard(1500)
