@@ -9,7 +9,8 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
 from typing import Any
 from unittest.mock import patch
 
@@ -29,6 +30,7 @@ from zerox.ranks import Ranks
 Row = dict[str, Any]
 NUMEL = 16
 OURS, THEIRS, BARE = "zerox", "torch fused", "no optimizer"
+UNSENT = "zerox, in no_sync()"  # what the hooks do, without packing what they saw
 PHASES = ("backward", "step", "zero_grad")
 WARM_UP = 3
 PARAMS_IN_BUCKETS = 1_000
@@ -55,12 +57,14 @@ class Contender:
     params: list[nn.Parameter]
     optimizer: torch.optim.Optimizer | None
     construct_ms: float = 0.0
+    sends: bool = True
 
     def sample(self) -> list[float]:
         """Milliseconds of each phase."""
         loss = Spread.apply([torch.ones_like(param) for param in self.params], *self.params)
         times = [time.perf_counter()]
-        loss.backward()
+        with nullcontext() if self.sends else self.optimizer.no_sync():  # type: ignore[union-attr]
+            loss.backward()
         times.append(time.perf_counter())
         if isinstance(self.optimizer, FusedShardedAdam):
             self.optimizer.synchronize()  # what is packed beside backward is not step()'s
@@ -75,6 +79,18 @@ class Contender:
         times.append(time.perf_counter())
         # What synchronize() waits for is work of backward's that another thread does.
         return [(times[i + 1] - times[i]) * 1e3 for i in (0, 2, 3)] + [(times[2] - times[1]) * 1e3]
+
+    def step_again_us(self, rounds: int) -> float:
+        """step() on the same gradients, again and again: everything that it needs is in the core's cache."""
+        assert self.optimizer is not None
+        self.sample()
+        Spread.apply([torch.ones_like(param) for param in self.params], *self.params).backward()
+        samples_us = []
+        for _ in range(WARM_UP + rounds):
+            start = time.perf_counter()
+            self.optimizer.step()
+            samples_us.append((time.perf_counter() - start) * 1e6)
+        return statistics.median(samples_us[WARM_UP:])
 
 
 def build(num_params: int, numel: int, make: Callable[[list[nn.Parameter]], torch.optim.Optimizer] | None) -> Contender:
@@ -103,18 +119,26 @@ def time_phases(contender: Contender, rounds: int) -> dict[str, Timing]:
 def over_params(num_params: int, rounds: int) -> Row:
     fused = build(num_params, NUMEL, lambda params: AdamW(params, fused=True))
     contenders = {BARE: build(num_params, NUMEL, None), THEIRS: fused, OURS: build(num_params, NUMEL, FusedShardedAdam)}
+    contenders[UNSENT] = replace(build(num_params, NUMEL, FusedShardedAdam), sends=False)
     samples = sample_phases(contenders, rounds)
     ours = {phase: Timing.of(ms) for phase, ms in samples[OURS].items()}
-    hooks_ms = [a - b for a, b in zip(samples[OURS]["backward"], samples[BARE]["backward"], strict=True)]
+
+    def more_us_a_param(name: str) -> float:
+        more = [a - b for a, b in zip(samples[name]["backward"], samples[BARE]["backward"], strict=True)]
+        return statistics.median(more) * 1e3 / num_params
+
     return {
         "part": "host",
         "params": num_params,
         "construct_ms": contenders[OURS].construct_ms,
         "step_us": ours["step"].p50_ms * 1e3,
         "zero_grad_us": ours["zero_grad"].p50_ms * 1e3,
-        "hook_us_a_param": statistics.median(hooks_ms) * 1e3 / num_params,
+        "hook_us_a_param": more_us_a_param(UNSENT),
+        "backward_us_a_param": more_us_a_param(OURS),
         "landing_us": ours["landing"].p50_ms * 1e3,
         "torch_fused_step_us": statistics.median(samples[THEIRS]["step"]) * 1e3,
+        "step_again_us": contenders[OURS].step_again_us(rounds),
+        "torch_fused_step_again_us": contenders[THEIRS].step_again_us(rounds),
         "spread": ours["step"].spread,
     }
 
@@ -185,8 +209,9 @@ def run(num_params: Sequence[int], num_buckets: Sequence[int], world_sizes: Sequ
     check()
     print(f"Host work, one process, parameters of {NUMEL} elements (results agree with torch's):")
     by_params = [over_params(count, rounds) for count in num_params]
-    print_table(by_params, {"params": "", "construct_ms": ".1f", "hook_us_a_param": ".2f", "step_us": ".0f",
-                            "zero_grad_us": ".0f", "torch_fused_step_us": ".0f"})  # fmt: skip
+    print_table(by_params, {"params": "", "construct_ms": ".1f", "hook_us_a_param": ".2f", "backward_us_a_param": ".2f",
+                            "step_us": ".0f", "torch_fused_step_us": ".0f", "step_again_us": ".0f",
+                            "torch_fused_step_again_us": ".0f", "zero_grad_us": ".0f"})  # fmt: skip
     by_buckets = [over_buckets(count, PARAMS_IN_BUCKETS, rounds) for count in num_buckets]
     flight = {"backward_us": ".0f", "landing_us": ".0f", "step_us": ".0f"}
     print_table(by_buckets, {"params": "", "buckets": "", "construct_ms": ".1f", **flight})
@@ -213,7 +238,7 @@ def extrapolated(by_params: Sequence[Row], by_buckets: Sequence[Row], by_ranks: 
         "part": "host-lines",
         "construct_us_a_param": 1e3 * slope(by_params, "params", "construct_ms")[1],
         "step_us_a_param": slope(by_params, "params", "step_us")[1],
-        "hook_us_a_param": by_params[-1]["hook_us_a_param"],
+        "backward_us_a_param": by_params[-1]["backward_us_a_param"],
         "step_us_a_bucket": slope(by_buckets, "buckets", "step_us")[1],
         "flight_us_a_bucket": slope(flights, "buckets", "flight_us")[1],
         "bucket_us_a_rank": slope(messages, "ranks", "step_and_backward_us")[1],
@@ -223,9 +248,9 @@ def extrapolated(by_params: Sequence[Row], by_buckets: Sequence[Row], by_ranks: 
 def said(row: Row, params: int = 291, buckets: int = 66, world_size: int = 1_024) -> str:
     """The default is an 8 B Llama's plan."""
     a_bucket_us = row["flight_us_a_bucket"] + row["step_us_a_bucket"] + world_size * row["bucket_us_a_rank"]
-    a_step_us = params * (row["hook_us_a_param"] + row["step_us_a_param"]) + buckets * a_bucket_us
+    a_step_us = params * (row["backward_us_a_param"] + row["step_us_a_param"]) + buckets * a_bucket_us
     return (
-        f"A parameter: {row['construct_us_a_param']:.0f} us of construction, {row['hook_us_a_param']:.2f} us in "
+        f"A parameter: {row['construct_us_a_param']:.0f} us of construction, {row['backward_us_a_param']:.2f} us in "
         f"backward, {row['step_us_a_param']:.2f} us in step().\n"
         f"A bucket: {row['flight_us_a_bucket']:.0f} us in flight, {row['step_us_a_bucket']:.0f} us in step(), "
         f"and for each rank {row['bucket_us_a_rank']:.1f} us, which are 4 messages to post.\n"

@@ -197,7 +197,7 @@ def test_host_work_is_measured_and_drawn_out_in_straight_lines(capsys: pytest.Ca
     assert [row["buckets"] for row in rows if "buckets" in row] == [1, 4]
     assert all(row["step_us"] > 0 and row["construct_ms"] > 0 for row in rows[:-1])
     assert host.slope([{"x": 1, "y": 5.0}, {"x": 3, "y": 9.0}], "x", "y") == (3.0, 2.0)
-    lines = {"construct_us_a_param": 9.0, "hook_us_a_param": 1.0, "step_us_a_param": 2.0}
+    lines = {"construct_us_a_param": 9.0, "backward_us_a_param": 1.0, "step_us_a_param": 2.0}
     lines |= {"flight_us_a_bucket": 10.0, "step_us_a_bucket": 20.0, "bucket_us_a_rank": 100.0}
     assert "10 ranks: 11 ms of host work" in host.said(lines, params=200, buckets=10, world_size=10)
     assert "results agree" in capsys.readouterr().out
