@@ -29,7 +29,7 @@ RUNS: dict[str, tuple[list[str], list[str]]] = {
     ),
     "overlap": (["bench.overlap"], ["--layers", "1", "--steps", "2"]),
     "buckets": (
-        ["bench.buckets", "--ranks", "2", "4", "--seconds", "90"],
+        ["bench.buckets", "--ranks", "2", "4", "--seconds", "240"],
         ["--layers", "1", "--caps", "1", "16", "--seconds", "1"],
     ),
     "memory": (["bench.memory", "--ranks", "2", "4"], ["--layers", "1"]),

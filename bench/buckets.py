@@ -3,7 +3,8 @@
     python -m bench.buckets [--ranks 2 4] [--caps 1 4 16 64] [--dtype bf16] [--clip] [--json FILE] [--png FILE]
 
 Every size has an optimizer in the same processes, one a rank with one thread each, and they take turns. "as fast" is
-the median over the rounds of the default's time over this size's. The spread is the middle half of the samples.
+the median over the rounds of the default's time over this size's. The spread is the middle half of the samples. Beside
+the sizes stands the default with a first bucket that leaves as soon as it has 1 MiB, as DDP's does.
 """
 
 from __future__ import annotations
@@ -12,9 +13,10 @@ import argparse
 import statistics
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -30,9 +32,11 @@ from bench.step import check, describe, take_turns
 from bench.systems import DDP, LR, WEIGHT_DECAY, System, Training, WordGPT, Zerox
 from bench.timing import Timing
 from zerox import FusedShardedAdam
+from zerox.plan.buckets import MIB, BucketPlan, ParamSpec, plan_buckets
 
 CAPS_MIB = (1, 2, 4, 8, 16, 32, 64, 128)
 DEFAULT = "default"
+FIRST_BYTES = MIB
 
 Row = dict[str, Any]
 
@@ -55,9 +59,27 @@ class Capped(Zerox):
         return len(self.ours._buckets)
 
 
+class FirstSmaller(Capped):
+    def __init__(self, training: Training) -> None:
+        with patch("zerox.options.plan_buckets", plan_first_smaller):
+            super().__init__(training, None)
+        self.name = f"{FIRST_BYTES // MIB} MiB first"
+
+
+def plan_first_smaller(params: Sequence[ParamSpec], world_size: int, cap_bytes: int) -> list[BucketPlan]:
+    """As plan_buckets(), but the first bucket is closed by the parameter that fills it to FIRST_BYTES."""
+    split, filled = len(params), 0
+    while split > 0 and filled < FIRST_BYTES:
+        split -= 1
+        filled += params[split].nbytes
+    first = plan_buckets(params[split:], world_size, max(cap_bytes, filled))
+    shifted = [replace(plan, params=tuple(index + split for index in plan.params)) for plan in first]
+    return shifted + plan_buckets(params[:split], world_size, cap_bytes)
+
+
 def time_on_ranks(training: Training, caps_mib: Sequence[int], seconds: float) -> list[Row]:
     """On each rank. Raises WrongResult."""
-    systems = [Capped(training, cap_mib) for cap_mib in (None, *caps_mib)]
+    systems = [*(Capped(training, cap_mib) for cap_mib in (None, *caps_mib)), FirstSmaller(training)]
     check([DDP(training), *systems], training)
     check_bits(systems)
     ms = take_turns(systems, training, seconds)
@@ -67,6 +89,7 @@ def time_on_ranks(training: Training, caps_mib: Sequence[int], seconds: float) -
         timing = Timing.of(ms[system.name])
         rows.append(
             {
+                "name": system.name,
                 "cap_mib": system.cap_mib,
                 "ranks": dist.get_world_size(),
                 "buckets": system.num_buckets,
@@ -96,7 +119,7 @@ def line(texts: Sequence[str]) -> str:
 
 
 def cells(row: Row) -> tuple[str, ...]:
-    cap = DEFAULT if row["cap_mib"] is None else str(row["cap_mib"])
+    cap = row["name"] if row["cap_mib"] is None else str(row["cap_mib"])
     numbers = f"{row['p50_ms']:.1f}", f"{row['spread']:.1%}", f"{row['as_fast']:.2f}x"
     return (str(row["ranks"]), cap, str(row["buckets"]), *numbers)
 
@@ -110,7 +133,7 @@ def save_curves(rows: Sequence[Row], title: str, path: Path) -> None:
     panels = figure.subplots(len(world_sizes), 1, squeeze=False, sharex=True)[:, 0]
     for panel, world_size in zip(panels, world_sizes, strict=True):
         of_caps = [row for row in rows if row["ranks"] == world_size and row["cap_mib"] is not None]
-        [default] = [row for row in rows if row["ranks"] == world_size and row["cap_mib"] is None]
+        [default] = [row for row in rows if row["ranks"] == world_size and row["name"] == DEFAULT]
         caps, p50 = [row["cap_mib"] for row in of_caps], [row["p50_ms"] for row in of_caps]
         panel.fill_between(
             caps,
