@@ -70,6 +70,9 @@ def test_lanes_pack_and_land_in_the_order_of_launches_and_the_rest_follows() -> 
             assert at["land"].stop_ns <= settle.stop_ns <= at["update"].start_ns
             for earlier, later in pairwise(OF_A_STEP):
                 assert at[earlier].stop_ns <= at[later].start_ns
+        gathers = [each.start_ns for each in ranges if each.what == "gather"]
+        updates = [each.start_ns for each in ranges if each.what == "update"]
+        assert all(gather < update for gather, update in zip(gathers, updates[1:], strict=False)), "the next bucket's"
 
 
 def threads_of(ranges: list[Range]) -> dict[str, set[int]]:
