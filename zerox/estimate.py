@@ -58,8 +58,9 @@ def estimate(
 ) -> MemoryBytes:
     """Bytes per rank of training ``params`` with ``FusedShardedAdam(params, **options)`` over ``world_size`` ranks.
 
-    ``params``: as for the optimizer; nothing is allocated and nothing changed. ``backend``: "gloo" or "nccl", which the
-    default bucket size and ``exchange`` depend on (with the backend's default of ZEROX_EXCHANGE).
+    ``params``: as for the optimizer, or on the meta device; nothing is allocated, and nothing changed. ``backend``:
+    "gloo" or "nccl", which the default bucket size and ``exchange`` depend on (with the backend's default of
+    ZEROX_EXCHANGE).
     ``local_world_size``: how many ranks share a machine (None: all); over gloo these read each other's gradients, and
     only those of the others need room. Options that don't change memory (lr and so on) are accepted. Raises ValueError
     as the constructor does.
@@ -73,10 +74,10 @@ def estimate(
     everything = named_tensors(params)
     trained = [(name, tensor, group) for name, tensor, group in everything if tensor.requires_grad]
     tensors = [tensor for _, tensor, _ in trained]
-    check_params([name for name, _, _ in trained], tensors)
+    check_params([name for name, _, _ in trained], tensors, allocated=False)
     chosen.check_dtypes(tensor.dtype for tensor in tensors)
 
-    on_host = all(tensor.device.type in ("cpu", "meta") for tensor in tensors)
+    on_host = backend == "gloo" and all(tensor.device.type in ("cpu", "meta") for tensor in tensors)
     num_far = world_size - (local_world_size if on_host else 1)
     parameters = sum(tensor.nbytes for _, tensor, _ in everything if not tensor.requires_grad)
     master, moments = 0, 0

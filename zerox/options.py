@@ -87,10 +87,10 @@ class Options:
         return plan_buckets(specs, world_size, self.cap_bytes(backend, world_size))
 
 
-def check_params(names: Sequence[str], params: Sequence[Tensor]) -> None:
-    """ValueError naming the first parameter that can't be sharded, and why."""
+def check_params(names: Sequence[str], params: Sequence[Tensor], allocated: bool = True) -> None:
+    """ValueError naming the first parameter that can't be sharded, and why. Not ``allocated``: it may be a meta one."""
     for name, param in zip(names, params, strict=True):
-        if param.is_meta:
+        if param.is_meta and allocated:
             raise ValueError(f"parameter '{name}' is on the meta device: give it storage (to_empty()) first")
         if is_lazy(param):
             raise ValueError(f"parameter '{name}' is not initialized: run a forward of its lazy module first")
@@ -104,7 +104,7 @@ def check_params(names: Sequence[str], params: Sequence[Tensor]) -> None:
                 f"all parameters must be on one device: '{names[0]}' is on {params[0].device}, "
                 f"'{name}' on {param.device}"
             )
-        if refusal := device_refusal(param.device):
+        if (refusal := device_refusal(param.device)) and not param.is_meta:
             raise ValueError(f"parameter '{name}' is on {param.device}: {refusal}")
         if type(param).__torch_dispatch__ is not Tensor.__torch_dispatch__:  # it has its values elsewhere
             raise ValueError(

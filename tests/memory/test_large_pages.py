@@ -33,17 +33,21 @@ def test_small_arrays_and_those_that_stand_alone_take_what_they_need() -> None:
     assert zeros(1000, torch.float32, CPU, 2).untyped_storage().nbytes() == 4000
 
 
-def large_pages_kib() -> int:
-    return sum(map(int, re.findall(r"AnonHugePages:\s+(\d+)", Path("/proc/self/smaps").read_text())))
+def large_pages_kib(address: int) -> int:
+    """Of the mapping that holds the address."""
+    for mapping in re.split(r"^(?=[0-9a-f]+-[0-9a-f]+ )", Path("/proc/self/smaps").read_text(), flags=re.MULTILINE)[1:]:
+        start, stop = (int(each, 16) for each in mapping.split(maxsplit=1)[0].split("-"))
+        if start <= address < stop:
+            return int(re.findall(r"AnonHugePages:\s+(\d+)", mapping)[0])
+    raise AssertionError(f"nothing is mapped at {address:#x}")
 
 
 def test_large_arrays_get_large_pages_where_the_system_gives_them_on_request() -> None:
     setting = Path("/sys/kernel/mm/transparent_hugepage/enabled")
     if not setting.exists() or "[madvise]" not in setting.read_text():
         pytest.skip("this system gives no large pages, or gives them unasked")
-    before = large_pages_kib()
     held = zeros(16 << 20, torch.float32, CPU)  # 64 MiB: from the system, not from memory that was used before
-    assert large_pages_kib() - before > held.nbytes // 1024 // 2
+    assert large_pages_kib(held.data_ptr() + held.nbytes // 2) > held.nbytes // 1024 // 2
 
 
 @pytest.mark.parametrize("options", [{}, {"amsgrad": True}, {"state_dtype": torch.bfloat16}], ids=str)

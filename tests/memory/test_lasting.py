@@ -112,3 +112,13 @@ def test_deletion_frees_everything_at_once() -> None:
     model(torch.ones(1, 256)).sum().backward()
     assert model.weight.grad is not None
     assert float(model.weight.grad.sum()) == 256 * 256
+
+
+@pytest.mark.parametrize("options", [{}, {"stage": 1, "state_dtype": "8bit"}], ids=str)
+def test_a_model_without_memory_is_estimated_as_one_on_the_cpu(options: Any) -> None:
+    sizes = {"d_model": 64, "nhead": 2, "dim_feedforward": 256}
+    real = nn.TransformerEncoderLayer(**sizes, device="cpu")
+    meta = nn.TransformerEncoderLayer(**sizes, device="meta")
+    assert estimate(meta.parameters(), 4, **options) == estimate(real.parameters(), 4, **options)
+    with pytest.raises(ValueError, match="meta device"):
+        FusedShardedAdam(meta.parameters(), **options)
