@@ -19,12 +19,15 @@ from bench.facts import ROOT
 # name -> arguments, and those of a quick run.
 RUNS: dict[str, tuple[list[str], list[str]]] = {
     "step": (
-        ["bench.step", "--ranks", "2", "4", "--batch", "1", "--seconds", "150"],
+        ["bench.step", "--ranks", "2", "4", "--batch", "1", "--seconds", "360"],
         ["--layers", "1", "--seconds", "1"],
     ),
-    "step-larger-batch": (["bench.step", "--ranks", "2", "--batch", "2"], ["--layers", "1", "--seconds", "1"]),
+    "step-larger-batch": (
+        ["bench.step", "--ranks", "2", "--batch", "2", "--seconds", "180"],
+        ["--layers", "1", "--seconds", "1"],
+    ),
     "step-bf16-clip": (
-        ["bench.step", "--ranks", "2", "--batch", "1", "--dtype", "bf16", "--clip"],
+        ["bench.step", "--ranks", "2", "--batch", "1", "--dtype", "bf16", "--clip", "--seconds", "180"],
         ["--layers", "1", "--seconds", "1"],
     ),
     "overlap": (["bench.overlap"], ["--layers", "1", "--steps", "2"]),
