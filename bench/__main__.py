@@ -30,6 +30,14 @@ RUNS: dict[str, tuple[list[str], list[str]]] = {
         ["bench.step", "--ranks", "2", "--batch", "1", "--dtype", "bf16", "--clip", "--seconds", "180"],
         ["--layers", "1", "--seconds", "1"],
     ),
+    "step-accumulate": (
+        ["bench.step", "--ranks", "2", "--batch", "1", "--accumulate", "4", "--seconds", "180"],
+        ["--layers", "1", "--seconds", "1"],
+    ),
+    "step-alone": (
+        ["bench.step", "--ranks", "1", "--batch", "1", "--seconds", "60"],
+        ["--layers", "1", "--seconds", "1"],
+    ),
     "overlap": (["bench.overlap"], ["--layers", "1", "--steps", "2"]),
     "buckets": (
         ["bench.buckets", "--ranks", "2", "4", "--seconds", "240"],
