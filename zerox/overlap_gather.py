@@ -118,7 +118,7 @@ class BeforeForward(ModuleHook):
             overlap.before_forward(self._read_by(module, args, kwargs))
 
     def _read_by(self, module: nn.Module, args: Any, kwargs: Any) -> Iterator[Tensor]:
-        if self.compiled:  # and calls no operators to read
+        if self.compiled or _is_graphed(module):  # and calls no operators to read
             yield from module.parameters()
             yield from (value for value in tree_leaves((args, kwargs)) if isinstance(value, Tensor))
         else:
@@ -134,6 +134,12 @@ def _is_compiled(module: nn.Module) -> bool:
     return module._compiled_call_impl is not None or (
         compiler is not None and isinstance(module, compiler.OptimizedModule)
     )
+
+
+def _is_graphed(module: nn.Module) -> bool:
+    """Whether torch.cuda.make_graphed_callables() put the replay of a CUDA graph where the forward was."""
+    forward = module.__dict__.get("forward")
+    return forward is not None and "make_graphed_callables" in getattr(forward, "__qualname__", "")
 
 
 def _remove(handles: Iterable[RemovableHandle]) -> None:

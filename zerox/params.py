@@ -20,12 +20,12 @@ class ParamGather:
 
     def start(self, index: int, background: bool = False) -> None:
         """``background``: nobody waits at once. RuntimeError where a rank is known to be gone."""
+        self.hidden = self.hidden or background  # also if step() does not come to its end
         self.manager.start_gather(index, background)
 
     def end_step(self, hidden: bool) -> None:
         """wait(), unless what is on its way is left to who reads it: Note [Reads wait for what they read]."""
         if hidden:
-            self.hidden = True
             self.manager.guard_reads()
         else:
             self.wait()

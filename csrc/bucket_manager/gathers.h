@@ -32,6 +32,10 @@ struct GatherNames {
 };
 
 // start(), guard_reads() and finish() are one thread's; wait() may come from others meanwhile.
+//
+// Note [Neighbours read late]
+// On one machine a slice is not sent: the others read it from where it lies, when they get to it. Until they have,
+// whoever writes a parameter has to wait for them, as finish() does before the next step.
 class Gathers {
  public:
   // On an accelerator it is the current stream that waits.
@@ -73,15 +77,20 @@ class Gathers {
     std::shared_ptr<Pending> pending;
     std::once_flag once{};  // who comes first takes it in: the thread, or who waits
     std::string error{};
+    std::once_flag given_once{};
+    std::string given_error{};
+    std::atomic<bool> given{false};     // on the CPU: nobody reads this rank's slice any more
     std::vector<c10::Stream> waited{};  // on an accelerator
     bool used = false;                  // somebody waited
   };
 
   void take_in(Gather& gather) const;
+  void give(Gather& gather) const;
   void receive(Gather& gather) const;
   void wait_on_stream(Gather& gather) const;
   void wait_for(Gather& gather);
-  void before_read(const at::Tensor& tensor);
+  void before_read(const at::Tensor& tensor, const ReadGuard::Use& use);
+  bool all_done() const;
   [[noreturn]] void fail(const Gather& gather, const std::string& reason) const;
   template <class Body>
   void naming(const Gather& gather, const Body& body) const;
@@ -90,11 +99,11 @@ class Gathers {
   c10::Device device_;
   GatherOrder order_;
   bool hold_ = false;
-  std::vector<std::shared_ptr<Gather>> under_way_;  // in the order of their start
   mutable std::mutex mutex_;                        // of what follows, and of `waited` and `used`
+  std::vector<std::shared_ptr<Gather>> under_way_;  // in the order of their start
   std::vector<int64_t> order_of_use_;
-  std::optional<ReadGuard> guard_;
   std::thread::id guarded_;
+  std::optional<ReadGuard> guard_;  // the guarded thread's
   Lane lane_{"zerox gather"};
 };
 

@@ -1,6 +1,6 @@
 #include "bucket_manager/read_guard.h"
 
-#include <ATen/record_function.h>
+#include <ATen/core/function_schema.h>
 
 #include <algorithm>
 #include <vector>
@@ -22,11 +22,11 @@ bool has_memory(const at::Tensor& tensor) {
          tensor.storage().data() != nullptr;
 }
 
-void look_at(const c10::IValue& value, const ReadGuard::BeforeRead& before_read) {
+void look_at(const c10::IValue& value, const ReadGuard::Use& use, const ReadGuard::BeforeRead& before_read) {
   if (value.isTensor()) {
-    if (has_memory(value.toTensor())) before_read(value.toTensor());
+    if (has_memory(value.toTensor())) before_read(value.toTensor(), use);
   } else if (value.isList()) {
-    for (const c10::IValue& each : value.toListRef()) look_at(each, before_read);
+    for (const c10::IValue& each : value.toListRef()) look_at(each, use, before_read);
   }
 }
 
@@ -35,9 +35,9 @@ std::unique_ptr<at::ObserverContext> before_operator(const at::RecordFunction& f
   const ReadGuard::Pause pause;
   for (const auto& weak : guards.all) {
     const auto before_read = weak.lock();
-    for (const c10::IValue& input : function.inputs()) {
-      if (before_read) look_at(input, *before_read);
-    }
+    if (!before_read) continue;
+    const auto inputs = function.inputs();
+    for (size_t i = 0; i < inputs.size(); ++i) look_at(inputs[i], {function, i}, *before_read);
   }
   return nullptr;
 }
@@ -50,6 +50,13 @@ ReadGuard::ReadGuard(BeforeRead before_read)
   if (guards.callback != 0) return;
   guards.callback = at::addThreadLocalCallback(
       at::RecordFunctionCallback(&before_operator).needsInputs(true).scopes({at::RecordScope::FUNCTION}));
+}
+
+bool ReadGuard::Use::is_write() const {
+  const auto schema = function_.operator_schema();
+  if (!schema || argument_ >= schema->arguments().size()) return true;  // for all we know
+  const c10::AliasInfo* alias = schema->arguments()[argument_].alias_info();
+  return alias != nullptr && alias->isWrite();
 }
 
 ReadGuard::Pause::Pause() : before_(guards.paused) { guards.paused = true; }

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <ATen/record_function.h>
 
 #include <functional>
 #include <memory>
@@ -19,7 +20,18 @@ namespace zx {
 // not throw; operators that it runs itself are not looked at.
 class ReadGuard {
  public:
-  using BeforeRead = std::function<void(const at::Tensor&)>;
+  // One argument of an operator that is about to run.
+  class Use {
+   public:
+    Use(const at::RecordFunction& function, size_t argument) : function_(function), argument_(argument) {}
+    bool is_write() const;  // slow: copies the operator's schema
+
+   private:
+    const at::RecordFunction& function_;
+    size_t argument_;
+  };
+
+  using BeforeRead = std::function<void(const at::Tensor&, const Use&)>;
   explicit ReadGuard(BeforeRead before_read);
   ~ReadGuard();
   ReadGuard(const ReadGuard&) = delete;

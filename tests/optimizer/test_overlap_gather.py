@@ -10,6 +10,7 @@ import copy
 import gc
 import pickle
 import threading
+import time
 import warnings
 from collections.abc import Callable
 
@@ -115,6 +116,47 @@ def forward_on_another_thread(rank: int, _: int) -> bool:
     return torch.equal(out[0], model(batch(rank, 7), 0))
 
 
+def foreign_read_on_another_thread(rank: int, _: int) -> bool:
+    model, optimizer = build(Outside, overlap=True)
+    for step in range(2):
+        train_step(model, optimizer, rank, step)
+    out: list[Tensor] = []
+    thread = threading.Thread(target=lambda: out.append(model(batch(rank, 7), 0)))
+    thread.start()
+    thread.join()
+    optimizer.synchronize()
+    return torch.equal(out[0], model(batch(rank, 7), 0))
+
+
+def make_graphed_callables(module: nn.Module) -> None:
+    """As torch's: what is put in the forward's place knows where parameters are, and calls no operators that read."""
+    weights = [p.detach().numpy() for p in module.parameters()]
+
+    def new_fwd(x: Tensor) -> Tensor:
+        return x * float(sum(weight.sum() for weight in weights))
+
+    module.forward = new_fwd  # type: ignore[method-assign]
+
+
+def a_graphed_part(rank: int, _: int) -> bool:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Sequential(layer(), layer()), layer())
+    optimizer = FusedShardedAdam(model.parameters(), lr=1e-2, bucket_cap_mb=CAP_MB)
+    make_graphed_callables(model[0])
+    optimizer.overlap_gather(model)
+    optimizer._grads.manager.hold_gathers(True)
+    x = batch(rank, 7)
+    for _step in range(2):
+        optimizer.zero_grad()
+        sum((p * p).sum() for p in model.parameters()).backward()  # type: ignore[union-attr]
+        model(x)  # with gradients
+        optimizer.step()
+    assert under_way(optimizer) > 0
+    out = model[0](x)
+    optimizer.synchronize()
+    return torch.equal(out, model[0](x))
+
+
 def part_of_state_dict_read(rank: int, _: int) -> bool:
     model, optimizer = build(Backwards, overlap=True)
     for step in range(2):
@@ -152,6 +194,8 @@ def a_part_that_is_called_by_itself(rank: int, _: int) -> bool:
         state_dict_read,
         state_dict_read_on_another_thread,
         forward_on_another_thread,
+        foreign_read_on_another_thread,
+        a_graphed_part,
         part_of_state_dict_read,
         loaded_values_stay,
         a_part_that_is_called_by_itself,
@@ -159,6 +203,27 @@ def a_part_that_is_called_by_itself(rank: int, _: int) -> bool:
 )
 def test_is_whole(case: Callable[..., bool]) -> None:
     assert all(run_ranks(case, 2))
+
+
+def halved_before_a_neighbour_has_read(rank: int, _: int, overlap: bool) -> list[Tensor]:
+    model, optimizer = build(Backwards, overlap)
+    optimizer._grads.manager.hold_gathers(rank == 1)  # it reads when it needs to, late
+    for step in range(3):
+        train_step(model, optimizer, rank, step)
+        if rank == 1:
+            time.sleep(0.1)
+        with torch.no_grad():
+            torch._foreach_mul_(list(model.layers[0].parameters()), 0.5)  # type: ignore[union-attr, operator]
+            for param in model.layers[1:].parameters():  # type: ignore[union-attr, index, operator]
+                param.mul_(0.5)
+    optimizer.synchronize()
+    return [p.detach().clone() for p in model.parameters()]
+
+
+def test_who_writes_a_parameter_waits_for_neighbours_that_have_still_to_read_it() -> None:
+    [expected, _] = run_ranks(halved_before_a_neighbour_has_read, 2, False)
+    for params in run_ranks(halved_before_a_neighbour_has_read, 2, True):
+        assert all(map(torch.equal, params, expected))
 
 
 def left_by_a_deleted_optimizer(rank: int, _: int) -> tuple[bool, int]:
