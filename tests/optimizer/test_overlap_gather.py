@@ -104,8 +104,8 @@ def state_dict_read_on_another_thread(rank: int, _: int) -> bool:
     return all(torch.equal(read[name], p) for name, p in model.named_parameters())
 
 
-def forward_on_another_thread(rank: int, _: int) -> bool:
-    model, optimizer = build(Backwards, overlap=True)
+def forward_on_another_thread(rank: int, _: int, make: Callable[[], nn.Module] = Backwards) -> bool:
+    model, optimizer = build(make, overlap=True)
     for step in range(2):
         train_step(model, optimizer, rank, step)
     out: list[Tensor] = []
@@ -116,16 +116,8 @@ def forward_on_another_thread(rank: int, _: int) -> bool:
     return torch.equal(out[0], model(batch(rank, 7), 0))
 
 
-def foreign_read_on_another_thread(rank: int, _: int) -> bool:
-    model, optimizer = build(Outside, overlap=True)
-    for step in range(2):
-        train_step(model, optimizer, rank, step)
-    out: list[Tensor] = []
-    thread = threading.Thread(target=lambda: out.append(model(batch(rank, 7), 0)))
-    thread.start()
-    thread.join()
-    optimizer.synchronize()
-    return torch.equal(out[0], model(batch(rank, 7), 0))
+def foreign_read_on_another_thread(rank: int, world_size: int) -> bool:
+    return forward_on_another_thread(rank, world_size, Outside)
 
 
 def make_graphed_callables(module: nn.Module) -> None:
