@@ -98,6 +98,20 @@ void bind(py::module_& m) {
   py::enum_<Combine>(m, "Combine").value("SUM", Combine::sum).value("MAX", Combine::max);
   py::enum_<Settled>(m, "Settled").value("READY", Settled::ready).value("ADOPT", Settled::adopt);
 
+  m.def(
+      "set_names_are_new",
+      [](py::function names_are_new) {
+        // Leaked: threads may ask until the process is gone.
+        auto* function = new py::function(std::move(names_are_new));
+        ReadGuard::set_interpreter({.knows_this_thread = [] { return PyGILState_GetThisThreadState() != nullptr; },
+                                    .names_are_new =
+                                        [function] {
+                                          const py::gil_scoped_acquire acquire;
+                                          return (*function)().cast<bool>();
+                                        }});
+      },
+      py::arg("names_are_new"));
+
   py::class_<PyRange>(m, "Range")
       .def(py::init<std::string, int64_t>(), py::arg("what"), py::arg("bucket"))
       .def("__enter__", &PyRange::enter)
@@ -124,6 +138,7 @@ void bind(py::module_& m) {
               spec.slots.push_back(
                   {names.at(i), params[i], placeholders ? placeholders->at(i) : at::Tensor(), offsets.at(i)});
             }
+            const py::gil_scoped_release release;  // who holds the manager's lock may need it to free a gradient
             return self.add_bucket(std::move(spec));
           },
           py::arg("names"), py::arg("params"), py::arg("flat"), py::arg("placeholders"), py::arg("offsets"),

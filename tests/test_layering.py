@@ -19,7 +19,7 @@ PYTHON_ROOMS = [
     ["plan"],
     ["_C"],
     ["_ext"],
-    ["roll_call", "neighbours"],
+    ["compiled_regions", "roll_call", "neighbours"],
     ["large_pages", "ops", "placeholder", "ranks"],
     ["buffers", "moments"],
     ["bucket"],

@@ -1,7 +1,7 @@
 """The extension's types, for mypy and editors. What things do stands in csrc/bucket_manager/*.h."""
 
 import enum
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -30,6 +30,8 @@ class Combine(enum.Enum):
 class Settled(enum.Enum):
     READY = 0
     ADOPT = 1
+
+def set_names_are_new(names_are_new: Callable[[], bool]) -> None: ...
 
 class Range:
     """While a with statement lasts, profilers show "zerox::what bucket 3"."""

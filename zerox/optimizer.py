@@ -123,7 +123,7 @@ class FusedShardedAdam(torch.optim.Optimizer):
             self._grad_scale.check()
         self._start_amsgrad(capturing)
         options = self._table.refresh(self.param_groups, capturing)
-        overlap = self._overlap is not None and not capturing and self._overlap.ready()
+        overlap = self._overlap is not None and not capturing
         for index in self._grads.manager.gather_order:
             grad = self._grads.shard(index)
             if grad is not None:
@@ -200,9 +200,9 @@ class FusedShardedAdam(torch.optim.Optimizer):
         """Hides the gather of updated parameters under the next forward of ``model`` or of its parts. None: no more.
 
         step() then returns before parameters are whole; they arrive in the order in which rank 0's forward used them.
-        An operator that reads one waits for it, a module's forward for its own, a compiled one's for all inside, and
-        state_dict() for all. Call synchronize() before memory is read without operators (numpy, torch.save of a whole
-        model), and this method again when modules were added or compiled.
+        An operator that reads one waits for it, a compiled one too, a module's forward for its own, and state_dict()
+        for all. Call synchronize() before memory is read without operators (numpy, torch.save of a whole model, the
+        replay of a CUDA graph), and this method again when modules were added.
         """
         self._gather.wait()
         self._overlap = None if model is None else GatherOverlap(self._gather, self._buckets, model)

@@ -36,9 +36,9 @@ class ParamGather:
             self.manager.wait_for_gathers(buckets)
 
     def wait(self) -> None:
-        """Until all are whole and no rank reads this one's. RuntimeError as wait_for()."""
-        was_hidden, self.hidden = self.hidden, False
+        """Until all are whole and no rank reads this one's. RuntimeError as wait_for(), each time."""
         self.manager.finish_gathers()
+        was_hidden, self.hidden = self.hidden, False
         used = self.manager.gathers_used
         if was_hidden and used and self.num_ordered != self.manager.num_buckets:
             self.num_ordered = self.manager.num_buckets

@@ -17,7 +17,7 @@ BucketManager::BucketManager(std::shared_ptr<Exchange> exchange, Group control, 
       agreement_(std::move(control)),
       options_(options),
       flights_(exchange_, options.device),
-      gathers_({"the updated parameters", "gather", "gather_wait"}, options.device) {}
+      gathers_({"the updated parameters", "gather", "gather_wait"}) {}
 
 BucketManager::~BucketManager() {
   for (const auto& bucket : buckets_) {

@@ -1,20 +1,82 @@
 #include "bucket_manager/read_guard.h"
 
 #include <ATen/core/function_schema.h>
+#include <c10/util/SmallVector.h>
+#include <pthread.h>
 
 #include <algorithm>
+#include <cstring>
+#include <functional>
+#include <mutex>
+#include <set>
+#include <string>
+#include <utility>
 #include <vector>
 
 namespace zx {
 namespace {
 
-// Of one thread. A guard may be destroyed on another one: then it is found expired here.
+constexpr char kRegion[] = "Torch-Compiled Region";
+constexpr char kShowsInputs[] = "CompiledFunction";
+
+// A watcher is never destroyed under the lock: its tensors may need the GIL to go.
 struct Guards {
-  std::vector<std::weak_ptr<const ReadGuard::BeforeRead>> all;
+  std::mutex mutex;
+  std::vector<std::shared_ptr<ReadGuard::Watcher>> watchers;
   at::CallbackHandle callback = 0;
-  bool paused = false;
+  std::set<std::string> regions;  // that have shown what they read: they always do
+  ReadGuard::Interpreter interpreter;
 };
-thread_local Guards guards;
+
+// Never destroyed: threads run operators until the process is gone.
+Guards& guards() {
+  static Guards* const all = [] {
+    // A forked child (a data-loader worker) would wait for threads that it lacks.
+    pthread_atfork([] { guards().mutex.lock(); }, [] { guards().mutex.unlock(); },
+                   [] {
+                     (new std::vector<std::shared_ptr<ReadGuard::Watcher>>())->swap(guards().watchers);  // leaked
+                     guards().mutex.unlock();
+                   });
+    return new Guards;
+  }();
+  return *all;
+}
+
+// Of what torch.compile made, as long as it runs. Regions may be inside others.
+class Region final : public at::ObserverContext {
+ public:
+  explicit Region(const char* name) : name_(name), outer_(std::exchange(innermost, this)) {
+    const bool new_names = guards().interpreter.names_are_new();
+    const std::lock_guard lock(guards().mutex);
+    if (new_names) guards().regions.clear();
+    shown_before_ = guards().regions.count(name_) != 0;
+  }
+
+  ~Region() override {
+    innermost = outer_;
+    if (!shows_) return;
+    const std::lock_guard lock(guards().mutex);
+    guards().regions.insert(name_);
+  }
+
+  bool hides_reads() const { return !shown_before_; }
+
+  static void note_inputs() {
+    if (innermost != nullptr) innermost->shows_ = true;
+  }
+
+ private:
+  static thread_local Region* innermost;
+  std::string name_;
+  Region* outer_;
+  bool shown_before_ = false;
+  bool shows_ = false;
+};
+thread_local Region* Region::innermost = nullptr;
+
+thread_local bool paused = false;
+
+bool begins_with(const char* name, const char* start) { return std::strncmp(name, start, std::strlen(start)) == 0; }
 
 // Tensors that stand for others (fake ones, wrappers) have no memory of their own: operators on what is inside follow.
 bool has_memory(const at::Tensor& tensor) {
@@ -22,35 +84,59 @@ bool has_memory(const at::Tensor& tensor) {
          tensor.storage().data() != nullptr;
 }
 
-void look_at(const c10::IValue& value, const ReadGuard::Use& use, const ReadGuard::BeforeRead& before_read) {
+void look_at(const c10::IValue& value, const ReadGuard::Use& use, ReadGuard::Watcher& watcher) {
   if (value.isTensor()) {
-    if (has_memory(value.toTensor())) before_read(value.toTensor(), use);
+    if (has_memory(value.toTensor())) watcher.before_read(value.toTensor(), use);
   } else if (value.isList()) {
-    for (const c10::IValue& each : value.toListRef()) look_at(each, use, before_read);
+    for (const c10::IValue& each : value.toListRef()) look_at(each, use, watcher);
   }
 }
 
-std::unique_ptr<at::ObserverContext> before_operator(const at::RecordFunction& function) {
-  if (guards.paused) return nullptr;
-  const ReadGuard::Pause pause;
-  for (const auto& weak : guards.all) {
-    const auto before_read = weak.lock();
-    if (!before_read) continue;
-    const auto inputs = function.inputs();
-    for (size_t i = 0; i < inputs.size(); ++i) look_at(inputs[i], {function, i}, *before_read);
+void remove(const std::shared_ptr<ReadGuard::Watcher>& watcher) {
+  std::shared_ptr<ReadGuard::Watcher> removed;  // goes after the lock
+  at::CallbackHandle callback = 0;
+  {
+    const std::lock_guard lock(guards().mutex);
+    const auto found = std::find(guards().watchers.begin(), guards().watchers.end(), watcher);
+    if (found == guards().watchers.end()) return;
+    removed = std::move(*found);
+    guards().watchers.erase(found);
+    if (guards().watchers.empty()) callback = std::exchange(guards().callback, 0);
   }
-  return nullptr;
+  if (callback != 0) at::removeCallback(callback);
+}
+
+std::unique_ptr<at::ObserverContext> before_operator(const at::RecordFunction& function) {
+  if (paused || !guards().interpreter.knows_this_thread()) return nullptr;
+  const ReadGuard::Pause pause;
+  c10::SmallVector<std::shared_ptr<ReadGuard::Watcher>, 2> watchers;
+  {
+    const std::lock_guard lock(guards().mutex);
+    watchers.append(guards().watchers.begin(), guards().watchers.end());
+  }
+  std::unique_ptr<Region> region;
+  if (begins_with(function.name(), kRegion)) region = std::make_unique<Region>(function.name());
+  if (begins_with(function.name(), kShowsInputs)) Region::note_inputs();
+  for (const auto& watcher : watchers) {
+    if (region && region->hides_reads()) watcher->before_hidden_reads();
+    const auto inputs = function.inputs();
+    for (size_t i = 0; i < inputs.size(); ++i) look_at(inputs[i], {function, i}, *watcher);
+    if (watcher->has_seen_enough()) remove(watcher);
+  }
+  return region;
 }
 
 }  // namespace
 
-ReadGuard::ReadGuard(BeforeRead before_read)
-    : before_read_(std::make_shared<const BeforeRead>(std::move(before_read))) {
-  guards.all.push_back(before_read_);
-  if (guards.callback != 0) return;
-  guards.callback = at::addThreadLocalCallback(
+ReadGuard::ReadGuard(std::shared_ptr<Watcher> watcher) : watcher_(std::move(watcher)) {
+  const std::lock_guard lock(guards().mutex);
+  guards().watchers.push_back(watcher_);
+  if (guards().callback != 0) return;
+  guards().callback = at::addGlobalCallback(
       at::RecordFunctionCallback(&before_operator).needsInputs(true).scopes({at::RecordScope::FUNCTION}));
 }
+
+ReadGuard::~ReadGuard() { remove(watcher_); }
 
 bool ReadGuard::Use::is_write() const {
   const auto schema = function_.operator_schema();
@@ -59,15 +145,9 @@ bool ReadGuard::Use::is_write() const {
   return alias != nullptr && alias->isWrite();
 }
 
-ReadGuard::Pause::Pause() : before_(guards.paused) { guards.paused = true; }
-ReadGuard::Pause::~Pause() { guards.paused = before_; }
+void ReadGuard::set_interpreter(Interpreter interpreter) { guards().interpreter = std::move(interpreter); }
 
-ReadGuard::~ReadGuard() {
-  before_read_.reset();
-  std::erase_if(guards.all, [](const auto& weak) { return weak.expired(); });
-  if (!guards.all.empty() || guards.callback == 0) return;
-  at::removeCallback(guards.callback);
-  guards.callback = 0;
-}
+ReadGuard::Pause::Pause() : before_(std::exchange(paused, true)) {}
+ReadGuard::Pause::~Pause() { paused = before_; }
 
 }  // namespace zx

@@ -13,11 +13,16 @@ namespace zx {
 // While gathers of updated parameters are hidden under the next forward, whoever reads a parameter has to wait for its
 // bucket first. Modules read each other's parameters (tied weights, functional calls), so hooks on modules can't know.
 // Operators do: a callback like a profiler's sees the inputs of each one before it runs, views included, whoever calls
-// it, and costs nothing once everything has arrived. What torch.compile made calls few operators: there the hooks of
-// zerox/overlap_gather.py wait.
+// it on whatever thread of Python's, and costs nothing once everything has arrived.
+//
+// What torch.compile made calls few operators. Dynamo announces it as a region, without inputs; but where a region has
+// a backward, its forward is an autograd function, "CompiledFunction", and that one is announced with all that is read.
+// A region that was not seen to call one the last time, as in evaluation, waits for everything.
+//
+// What launches kernels without either is left to hooks on modules: see zerox/overlap_gather.py.
 
-// Calls `before_read` for each input of each operator that this thread runs, from construction to destruction. It must
-// not throw; operators that it runs itself are not looked at.
+// Tells a watcher what is about to be read, by all threads, from construction to destruction or until it has seen
+// enough.
 class ReadGuard {
  public:
   // One argument of an operator that is about to run.
@@ -31,11 +36,26 @@ class ReadGuard {
     size_t argument_;
   };
 
-  using BeforeRead = std::function<void(const at::Tensor&, const Use&)>;
-  explicit ReadGuard(BeforeRead before_read);
+  // Called by several threads at once; must not throw. Operators that it runs itself are not looked at.
+  class Watcher {
+   public:
+    virtual ~Watcher() = default;
+    virtual void before_read(const at::Tensor& tensor, const Use& use) = 0;
+    virtual void before_hidden_reads() = 0;  // and writes, of whatever there is
+    virtual bool has_seen_enough() const = 0;
+  };
+
+  explicit ReadGuard(std::shared_ptr<Watcher> watcher);
   ~ReadGuard();
   ReadGuard(const ReadGuard&) = delete;
   ReadGuard& operator=(const ReadGuard&) = delete;
+
+  // What only the interpreter knows; set before there is a guard.
+  struct Interpreter {
+    std::function<bool()> knows_this_thread;  // a backend's, which write what arrives, it does not know
+    std::function<bool()> names_are_new;      // whether regions' names mean others than when it was asked last
+  };
+  static void set_interpreter(Interpreter interpreter);
 
   // While it lives, what this thread runs is not looked at: taking in what arrives writes what others must not read.
   class Pause {
@@ -50,7 +70,7 @@ class ReadGuard {
   };
 
  private:
-  std::shared_ptr<const BeforeRead> before_read_;
+  std::shared_ptr<Watcher> watcher_;
 };
 
 }  // namespace zx

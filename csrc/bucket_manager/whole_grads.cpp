@@ -33,7 +33,7 @@ void BucketManager::gather_whole_grads() {
   ask(name_of(static_cast<int64_t>(Place::backward_end)), [&] { agreement_.take_largest(present); });
 
   std::vector<at::Tensor> whole;
-  Gathers gathers({"the mean gradients", "gather_grads", "gather_grads_wait"}, options_.device);
+  Gathers gathers({"the mean gradients", "gather_grads", "gather_grads_wait"});
   for (const auto& bucket : buckets_) {
     const auto options = bucket->slots.front().param.options().requires_grad(false);
     at::Tensor flat = at::empty({world() * bucket->shard_numel}, options);

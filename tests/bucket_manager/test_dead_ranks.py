@@ -6,6 +6,7 @@ import os
 import re
 import signal
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from signal import SIGKILL, SIGSTOP
@@ -87,6 +88,14 @@ def fail_in_step(training: Training, moment: str, how: signal.Signals) -> None:
         fail_at_call(ParamGather, "end_step", 1, how)
 
 
+def tells_of_parameters(call: Callable[[], Any]) -> bool:
+    try:
+        call()
+    except RuntimeError as error:
+        return re.match(PARAMETERS, str(error)) is not None
+    return False
+
+
 def train(
     rank: int, world_size: int, stage: int, exchange: str, moment: str, how: signal.Signals
 ) -> tuple[float, str] | None:
@@ -110,7 +119,12 @@ def train(
             training.optimizer.step()
             training.optimizer.zero_grad()
     except RuntimeError as error:
-        return time.monotonic() - start, str(error)
+        seconds = time.monotonic() - start
+        if moment == "in an overlapped gather" and re.match(PARAMETERS, str(error)):  # who goes on is told again
+            torn = tells_of_parameters(training.model.state_dict)  # or it is the dead rank that has not read them
+            assert tells_of_parameters(training.optimizer.synchronize)
+            assert tells_of_parameters(training.model.state_dict) == torn
+        return seconds, str(error)
     return None
 
 

@@ -7,7 +7,9 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
+from torch._dynamo.backends.common import aot_autograd
+from torch._functorch.aot_autograd import make_boxed_func
 from torch.utils.checkpoint import checkpoint
 
 from zerox import FusedShardedAdam
@@ -130,34 +132,89 @@ class Blocks(nn.Module):
         return x
 
 
+def in_silence(graph: fx.GraphModule, _: Any) -> Callable[..., Any]:
+    def run(*args: Any) -> Any:
+        torch.autograd._enable_record_function(False)
+        try:
+            return graph(*args)
+        finally:
+            torch.autograd._enable_record_function(True)
+
+    return make_boxed_func(run)  # type: ignore[no-any-return]
+
+
+# What it compiles calls no operators that a callback sees, as Inductor's kernels are none; but at no cost.
+SILENT = aot_autograd(fw_compiler=in_silence)
+
+
 def blocks_compiled_in_place() -> nn.Module:
     model = Blocks()
     for block in model.blocks:
-        block.compile(backend="aot_eager", fullgraph=True)
+        block.compile(backend=SILENT, fullgraph=True)
     return model
 
 
 def blocks_compiled() -> nn.Module:
     model = Blocks()
     for index, block in enumerate(model.blocks):
-        model.blocks[index] = torch.compile(block, backend="aot_eager", fullgraph=True)  # type: ignore[assignment]
+        model.blocks[index] = torch.compile(block, backend=SILENT, fullgraph=True)  # type: ignore[assignment]
     return model
 
 
 def compiled_in_place() -> nn.Module:
     model = Outside()
-    model.compile(backend="aot_eager", fullgraph=True)
+    model.compile(backend=SILENT, fullgraph=True)
     return model
 
 
 def compiled_whole() -> nn.Module:
-    return torch.compile(Outside(), backend="aot_eager", fullgraph=True)  # type: ignore[return-value]
+    return torch.compile(Outside(), backend=SILENT, fullgraph=True)  # type: ignore[return-value]
+
+
+class Compiling(nn.Module):
+    """Calls compiled functions that read others' parameters: with gradients, without, and a compiled block that does.
+
+    The first function has a graph for each of two kinds of input, and breaks in between.
+    """
+
+    def __init__(self, backend: Any = SILENT) -> None:
+        super().__init__()
+        self.first, self.second, self.third, self.fourth = layer(), layer(), layer(), layer()
+        others = [self.second, self.third]  # no submodules of what reads them
+
+        def mixed(x: Tensor) -> Tensor:
+            x = x @ others[0].weight
+            torch._dynamo.graph_break()
+            return x + others[1].bias
+
+        @torch.no_grad()
+        def size() -> Tensor:
+            return sum(p.detach().square().sum() for p in others[1].parameters())  # type: ignore[return-value]
+
+        def reading(x: Tensor) -> Tensor:
+            return F.linear(x, self.fourth.weight) + others[0].bias
+
+        self.mixed = torch.compile(mixed, backend=backend)
+        self.size = torch.compile(size, backend=backend)
+        self.reading = torch.compile(reading, backend=backend, fullgraph=True)
+
+    def forward(self, x: Tensor, step: int) -> Tensor:
+        if step % 2:
+            x = x * self.size().rsqrt()
+        x = self.mixed(x if step % 2 else x[: WIDTH // 2]).tanh()
+        return self.reading(self.first(x)) * self.size()
+
+
+def compiling_with_inductor() -> nn.Module:
+    return Compiling("inductor")
 
 
 EAGER: list[Callable[[], nn.Module]] = [
     *(Backwards, Skipping, Twice, Outside, Branching, Borrowing, Checkpointed, Reentrant, Blocks)
 ]
-COMPILED: list[Callable[[], nn.Module]] = [blocks_compiled_in_place, blocks_compiled, compiled_in_place, compiled_whole]
+COMPILED: list[Callable[[], nn.Module]] = [
+    *(blocks_compiled_in_place, blocks_compiled, compiled_in_place, compiled_whole, Compiling, compiling_with_inductor)
+]
 
 
 def batch(rank: int, step: int) -> Tensor:

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
 from tests.optimizer.overlap_models import (
-    COMPILED,
     Backwards,
+    Compiling,
     Outside,
     batch,
     blocks_compiled,
@@ -38,10 +39,7 @@ def arrivals(rank: int, _: int, make: Callable[[], nn.Module]) -> tuple[list[str
         def note(*_: Any, name: str = name) -> None:
             missing.setdefault(name, set(names_in(optimizer, optimizer._grads.manager.missing_gathers)))
 
-        if make not in COMPILED:
-            module.register_forward_pre_hook(note)
-        elif name == "" or name.split(".")[-2:-1] == ["blocks"]:  # not inside what is compiled
-            module.register_forward_pre_hook(torch.compiler.disable(note))
+        module.register_forward_pre_hook(note)
     model(batch(rank, 3), 0)
     return names_in(optimizer, optimizer._grads.manager.gather_order), missing
 
@@ -72,13 +70,48 @@ def test_what_is_read_outside_its_owner_arrives_when_it_is_read() -> None:
         assert missing["last"] == set()
 
 
-def test_a_compiled_block_waits_for_all_that_is_inside() -> None:
-    for make in (blocks_compiled_in_place, blocks_compiled):
-        for _, missing in run_ranks(arrivals, 2, make):
-            assert len(missing[""]) == 12
-            for index in range(4):
-                assert not any(f"blocks.{index}." in name for name in missing[f"blocks.{index}"])
-            assert any("blocks.3." in name for name in missing["blocks.0"])
+def missing_after_blocks(rank: int, _: int, make: Callable[[], nn.Module]) -> list[set[str]]:
+    """Weights missing before any block ran, and after each."""
+    model, optimizer = build(make, overlap=True)
+    for step in range(3):
+        train_step(model, optimizer, rank, step)
+    missing = [missing_weights(optimizer)]
+    x = batch(rank, 3)
+    for block in model.blocks:  # type: ignore[union-attr]
+        x = block(x)
+        missing.append(missing_weights(optimizer))
+    return missing
+
+
+def missing_weights(optimizer: FusedShardedAdam) -> set[str]:
+    names = names_in(optimizer, optimizer._grads.manager.missing_gathers)
+    return {name.replace("_orig_mod.", "") for name in names if name.endswith("weight")}
+
+
+@pytest.mark.parametrize("make", [blocks_compiled, blocks_compiled_in_place])
+def test_a_compiled_block_waits_for_what_it_reads(make: Callable[[], nn.Module]) -> None:
+    weights = [f"blocks.{i}.inner.weight" for i in range(4)]
+    for missing in run_ranks(missing_after_blocks, 2, make):
+        assert missing == [set(weights[ran:]) for ran in range(5)]
+
+
+def left_by_compiled_functions(rank: int, _: int) -> list[int]:
+    """Gathers that the forward's first compiled function left under way, when it is new, later, and in evaluation."""
+    model, optimizer = build(Compiling, overlap=True)
+    left = []
+    for _step in range(3):
+        train_step(model, optimizer, rank, 0)
+        assert under_way(optimizer) == 4
+        model.mixed(batch(rank, 0))  # type: ignore[operator]
+        left.append(under_way(optimizer))
+    train_step(model, optimizer, rank, 0)
+    with torch.no_grad():
+        model.mixed(batch(rank, 0))  # type: ignore[operator]
+    return [*left, under_way(optimizer)]
+
+
+def test_a_compiled_function_waits_for_everything_until_it_is_known_to_show_what_it_reads() -> None:
+    assert run_ranks(left_by_compiled_functions, 2) == [[0, 2, 2, 0]] * 2
 
 
 def missing_after_unfreezing(rank: int, _: int) -> set[str]:

@@ -11,7 +11,6 @@ import gc
 import pickle
 import threading
 import time
-import warnings
 from collections.abc import Callable
 
 import pytest
@@ -22,11 +21,14 @@ from tests.optimizer.overlap_models import (
     CAP_MB,
     COMPILED,
     EAGER,
+    SILENT,
     Backwards,
+    Compiling,
     Outside,
     batch,
     blocks_compiled_in_place,
     build,
+    compiled_in_place,
     layer,
     train_step,
     under_way,
@@ -120,6 +122,10 @@ def foreign_read_on_another_thread(rank: int, world_size: int) -> bool:
     return forward_on_another_thread(rank, world_size, Outside)
 
 
+def compiled_read_on_another_thread(rank: int, world_size: int) -> bool:
+    return forward_on_another_thread(rank, world_size, Compiling)
+
+
 def make_graphed_callables(module: nn.Module) -> None:
     """As torch's: what is put in the forward's place knows where parameters are, and calls no operators that read."""
     weights = [p.detach().numpy() for p in module.parameters()]
@@ -187,6 +193,7 @@ def a_part_that_is_called_by_itself(rank: int, _: int) -> bool:
         state_dict_read_on_another_thread,
         forward_on_another_thread,
         foreign_read_on_another_thread,
+        compiled_read_on_another_thread,
         a_graphed_part,
         part_of_state_dict_read,
         loaded_values_stay,
@@ -265,31 +272,27 @@ def test_parameters_that_come_later_are_waited_for_too() -> None:
         assert all(map(torch.equal, params, expected))
 
 
-def compiled_unseen(rank: int, _: int, overlap: bool) -> tuple[list[Tensor], list[str], int]:
+def compiled_on_the_way(rank: int, _: int, overlap: bool) -> tuple[list[Tensor], int]:
     """A function that runs the model is compiled in mid-training."""
     model, optimizer = build(Outside, overlap)
     run: Callable[[Tensor, int], Tensor] = model
     left = 0
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        for step in range(STEPS):
-            if step == 2:
-                run = torch.compile(lambda x, step: model(x, step) * 1.5, backend="aot_eager", fullgraph=True)
-            optimizer.zero_grad()
-            run(batch(rank, step), 1).square().mean().backward()
-            optimizer.step()
-            left += step > 1 and under_way(optimizer)
+    for step in range(STEPS):
+        if step == 2:
+            run = torch.compile(lambda x, step: model(x, step) * 1.5, backend=SILENT, fullgraph=True)
+        optimizer.zero_grad()
+        run(batch(rank, step), 1).square().mean().backward()
+        optimizer.step()
+        left += under_way(optimizer)
     optimizer.synchronize()
-    ours = [str(w.message) for w in caught if "overlap_gather" in str(w.message)]
-    return [p.detach().clone() for p in model.parameters()], ours, left
+    return [p.detach().clone() for p in model.parameters()], left
 
 
-def test_what_is_compiled_unseen_ends_the_overlap_with_one_warning() -> None:
-    for ours, expected in zip(run_ranks(compiled_unseen, 2, True), run_ranks(compiled_unseen, 2, False), strict=True):
-        assert all(map(torch.equal, ours[0], expected[0]))
-        assert len(ours[1]) == 1
-        assert "call overlap_gather(model) again" in ours[1][0]
-        assert ours[2] == 0
+def test_what_is_compiled_on_the_way_waits_too() -> None:
+    with_overlap, without = (run_ranks(compiled_on_the_way, 2, overlap) for overlap in (True, False))
+    for (params, left), (expected, _) in zip(with_overlap, without, strict=True):
+        assert all(map(torch.equal, params, expected))
+        assert left >= STEPS
 
 
 def turned_off(rank: int, _: int) -> tuple[int, int]:
@@ -306,8 +309,9 @@ def test_it_can_be_turned_off() -> None:
     assert run_ranks(turned_off, 2) == [(4, 0)] * 2
 
 
-def test_a_model_can_still_be_copied_and_saved_whole() -> None:
-    model, optimizer = build(Backwards, overlap=True)
+@pytest.mark.parametrize("make", [Backwards, compiled_in_place])
+def test_a_model_can_still_be_copied_and_saved_whole(make: Callable[[], nn.Module]) -> None:
+    model, optimizer = build(make, overlap=True)
     train_step(model, optimizer, 0, 0)
     x = batch(0, 1)
     for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):

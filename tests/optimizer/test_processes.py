@@ -30,20 +30,28 @@ class Numbers(Dataset):
     def __len__(self):
         return 8
 
+    def __init__(self, model):
+        self.model = model
+
     def __getitem__(self, index):
+        sum(p.sum() for p in self.model.parameters())  # of its own, which nothing will arrive in
         return torch.randn(WIDTH, generator=torch.Generator().manual_seed(100 * rank + index))
 
 
 def train(num_workers):
     model = Chain(3)
     optimizer = FusedShardedAdam(model.parameters(), lr=1e-2, stage=stage, bucket_cap_mb=LAYER_CAP / 2**20)
+    if num_workers:
+        optimizer.overlap_gather(model)
+        optimizer._grads.manager.hold_gathers(True)
     context = "fork" if num_workers else None
     for epoch in range(3):  # the second one's workers are forked after steps, the third one's between backward and step
-        for x in DataLoader(Numbers(), batch_size=2, num_workers=num_workers, multiprocessing_context=context):
+        for x in DataLoader(Numbers(model), batch_size=2, num_workers=num_workers, multiprocessing_context=context):
             model(x).square().mean().backward()
             if epoch != 1:
                 optimizer.step()
                 optimizer.zero_grad()
+        assert epoch != 0 or not num_workers or optimizer._grads.manager.missing_gathers
     return model, optimizer
 
 
