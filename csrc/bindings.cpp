@@ -32,7 +32,7 @@ TORCH_LIBRARY(zerox, m) {
   // float64 [2]: the norm, and 1 if every element was finite.
   m.def("norm_value(Tensor words, float p) -> Tensor");
   // torch.optim.Adam(W) on the segments that are present; `options` float64 [groups, 8] as AdamOptions in
-  // csrc/math/adam.h, `steps` int64 [s], `grad_scale` float64 scalar; `scales` float32 [n / 256] for each uint8 moment.
+  // csrc/math/adam.h, `steps` int64 [s], `grad_scale` float64 scalar; `scales` float32 [ceil(n / 256)] for each uint8 moment.
   m.def(
       "adam_(Tensor(a!) param, Tensor(b!)? master, Tensor grad, Tensor(c!) exp_avg, Tensor(d!) exp_avg_sq, "
       "Tensor(e!)? max_exp_avg_sq, Tensor(f!)[] scales, Tensor segments, Tensor present, Tensor(g!) steps, "
@@ -172,7 +172,15 @@ void bind(py::module_& m) {
       .def("hold_gathers", [](BucketManager& self, bool hold) { self.gathers().set_hold(hold); })
       .def("moved", &BucketManager::moved)
       .def("all_reduce", &BucketManager::all_reduce, Release())
-      .def("shard", [](BucketManager& self, int64_t i) { return tensor_or_none(self.bucket(i).landed.shard); })
+      .def("shard", [](BucketManager& self, int64_t i) { return tensor_or_none(self.whole_shard(i)); })
+      .def("pieces", [](BucketManager& self, int64_t i) { return self.bucket(i).landed.pieces; })
+      .def("parts",
+           [](BucketManager& self, int64_t i) {
+             std::vector<std::tuple<int64_t, int64_t, at::Tensor>> parts;
+             for (const Part& part : self.bucket(i).parts)
+               parts.emplace_back(part.start, part.first_row, part.segments);
+             return parts;
+           })
       .def("present", [](BucketManager& self, int64_t i) { return self.bucket(i).landed.present; })
       .def("words", [](BucketManager& self, int64_t i) { return tensor_or_none(self.bucket(i).landed.words); })
       .def("trouble", [](BucketManager& self) { return self.flights().trouble(); })

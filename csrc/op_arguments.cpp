@@ -53,9 +53,8 @@ Moments check_moments(const AdamTensors& t) {
   const int64_t num_scales = kind == StateKind::blockwise ? num_moments : 0;
   ZX_CHECK(static_cast<int64_t>(t.scales.size()) == num_scales, op, "scales", "must be ", num_scales,
            " tensors beside ", num_moments, " moments of ", dtype, ", got ", t.scales.size());
-  ZX_CHECK(num_scales == 0 || numel % kMomentBlock == 0, op, "param", "must have a multiple of ", kMomentBlock,
-           " elements beside 8-bit moments, got ", numel);
-  for (const at::Tensor& scale : t.scales) check_array(scale, at::kFloat, numel / kMomentBlock, t.param, op, "scales");
+  const int64_t num_blocks = (numel + kMomentBlock - 1) / kMomentBlock;
+  for (const at::Tensor& scale : t.scales) check_array(scale, at::kFloat, num_blocks, t.param, op, "scales");
   const auto moment = [&](const at::Tensor& values, size_t place) -> Moment {
     return {values.data_ptr(), num_scales > 0 ? t.scales[place].mutable_data_ptr<float>() : nullptr};
   };

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -52,6 +52,15 @@ def members_of(groups: Sequence[dict[str, Any]]) -> Iterator[Member]:
 
 def bytes_of(tensors: Sequence[Tensor | None]) -> int:
     return sum(t.untyped_storage().nbytes() for t in tensors if t is not None)
+
+
+class GradPart(NamedTuple):
+    """Elements of a shard's gradient that lie together, from ``start`` of the shard, ``first_row`` of its segments."""
+
+    grad: Tensor
+    start: int
+    first_row: int
+    segments: Tensor  # those inside, counted from ``start``
 
 
 class Bucket:
@@ -103,7 +112,7 @@ class Bucket:
             tensors["remainder" if self.master_kind == REMAINDER else "master"] = self.master
         for row, segment in enumerate(self.own_segments):
             param = self.members[segment.slot].param
-            state = {"step": self.steps[row], **self.moments.scales_of(segment.span.start, segment.span.stop)}
+            state = {"step": self.steps[row], **self.moments.scales_of(slice(segment.span.start, segment.span.stop))}
             for key, tensor in tensors.items():
                 if segment.span.numel == param.numel():
                     start = tensor.storage_offset() + segment.span.start

@@ -78,6 +78,8 @@ def estimate(
     chosen.check_dtypes(tensor.dtype for tensor in tensors)
 
     on_host = backend == "gloo" and all(tensor.device.type in ("cpu", "meta") for tensor in tensors)
+    sharded = chosen.placements.grads is SHARDED
+    stay = on_host and sharded if world_size == 1 else backend == "gloo"  # large gradients, until they have left
     num_far = world_size - (local_world_size if on_host else 1)
     parameters = sum(tensor.nbytes for _, tensor, _ in everything if not tensor.requires_grad)
     master, moments = 0, 0
@@ -90,9 +92,10 @@ def estimate(
         has_third = any(trained[index][2].get("amsgrad", amsgrad) for index in plan.params)
         state_dtype, kinds = MOMENT_DTYPES[plan.state_dtype], list(PLACES)[: 3 if has_third else 2]
         moments += sum(moment_bytes(name, state_dtype, layout.shard_numel, on_host) for name in kinds)
-        flows.append(_flow(plan, dtype, chosen.wire_dtype(dtype), backend, num_far))
+        wire = chosen.wire_dtype(dtype)
+        straight = plan.num_straight if stay and wire == dtype else 0
+        flows.append(_flow(plan, dtype, wire, backend, straight, num_far))
 
-    sharded = chosen.placements.grads is SHARDED
     local = [flow.local for flow in flows]
     buffers = [flow.flat + flow.received for flow in flows] if world_size > 1 else []
     made = MemoryBytes(
@@ -111,20 +114,23 @@ def estimate(
     return dataclasses.replace(made, peak=peak, typical_peak=typical)
 
 
-def _flow(plan: BucketPlan, dtype: torch.dtype, wire: torch.dtype, backend: str, num_far: int) -> Flow:
+def _flow(
+    plan: BucketPlan, dtype: torch.dtype, wire: torch.dtype, backend: str, num_straight: int, num_far: int
+) -> Flow:
     """``num_far``: ranks whose gradients can't be read."""
     layout = plan.layout
     alone = layout.world_size == 1
-    straight = plan.num_straight if backend == "gloo" and wire == dtype and not alone else 0
     slice_bytes = (layout.shard_numel + layout.trailer_numel) * wire.itemsize
     shard = layout.shard_numel * wire.itemsize
+    flat = layout.world_size * slice_bytes - layout.end_of(num_straight) * wire.itemsize
+    straight = sum(layout.numels[:num_straight]) * dtype.itemsize
     return Flow(
         local=sum(layout.numels) * dtype.itemsize,
-        flat=layout.world_size * slice_bytes - layout.end_of(straight) * wire.itemsize,
-        straight=sum(layout.numels[:straight]) * dtype.itemsize,
+        flat=flat,
+        straight=straight,
         # Room for what comes: a slice from each rank that has to send one, where they come one by one; else the sum.
         received=0 if alone else (num_far if backend == "gloo" else 1) * slice_bytes,
-        shard=slice_bytes if alone else shard,  # alone, what is packed is the mean
+        shard=flat + straight if alone else shard,  # alone, gradients are the mean
         whole=(sum(layout.numels) if alone else layout.numel) * dtype.itemsize,
         kept=shard if wire != dtype else 0,
     )

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from zerox import _C as C
-from zerox.bucket import Bucket
+from zerox.bucket import Bucket, GradPart
 from zerox.placeholder import ShardedGrad
 from zerox.plan.stage import SHARDED, Stage
 from zerox.ranks import Ranks
@@ -26,6 +26,8 @@ class Grads:
     ) -> None:
         """``keeps_shards``: at one address from step to step, for CUDA graphs."""
         self.no_sync_depth = 0
+        self.segments: list[Tensor] = []  # of each bucket
+        self.pieces_of: list[list[tuple[int, int, int, Tensor]]] = []
         self.ranks = ranks
         self.sharded = stage.grads is SHARDED
         self.reduce_dtype = reduce_dtype
@@ -65,6 +67,8 @@ class Grads:
             num_straight=bucket.plan.num_straight if self.wire_dtype(bucket) == bucket.buffer.flat.dtype else 0,
         )
         assert made == index
+        self.segments.append(bucket.segments)
+        self.pieces_of.append(list(map(_less_padding, self.manager.parts(index))))
         return made
 
     def settle(self, place: C.Place, adoptions: int = 0, refusal: str = "") -> bool:
@@ -82,6 +86,26 @@ class Grads:
         Where gradients are whole it is packed from p.grad anew at each call.
         """
         return self.manager.shard(index) if self.sharded else self.manager.take_local_shard(index)
+
+    def parts(self, index: int) -> list[GradPart]:
+        """The shard as it lies: alone, large gradients stay where autograd left them. Nothing may be written there."""
+        pieces = self.manager.pieces(index)
+        if pieces:
+            places = zip(pieces, self.pieces_of[index], strict=True)
+            return [
+                GradPart(grad[padding:], start, first_row, segments)
+                for grad, (padding, start, first_row, segments) in places
+                if len(segments) > 0
+            ]
+        shard = self.shard(index)
+        return [] if shard is None else [GradPart(shard, 0, 0, self.segments[index])]
+
+    def landed(self) -> list[Tensor | None]:
+        """What all buckets' shards lie in."""
+        found: list[Tensor | None] = []
+        for index in range(self.manager.num_buckets):
+            found += self.manager.pieces(index) or [self.manager.shard(index)]
+        return found
 
     def present(self, index: int) -> Tensor:
         """uint8, one for each own segment: whether its parameter has a gradient on any rank."""
@@ -118,6 +142,15 @@ class Grads:
         finally:
             self.no_sync_depth -= 1
             self.manager.set_sync(self.no_sync_depth == 0)
+
+
+def _less_padding(part: tuple[int, int, Tensor]) -> tuple[int, int, int, Tensor]:
+    """So many elements less in front: where 8-bit moments are in blocks, a part starts with one."""
+    start, first_row, segments = part
+    padding = int(segments[0, 0]) if len(segments) > 0 else 0
+    shifted = segments.clone()
+    shifted[:, :2] -= padding
+    return padding, start + padding, first_row, shifted
 
 
 def _mark_zeroed(to_manager: weakref.ref[C.BucketManager], bucket: int, slot: int) -> None:

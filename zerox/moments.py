@@ -73,12 +73,17 @@ class Moments:
         yield from self.values.values()
         yield from self.scales.values()
 
-    def arguments(self) -> tuple[Tensor, Tensor, Tensor | None]:
-        return self.values[EXP_AVG], self.values[EXP_AVG_SQ], self.values.get(MAX_EXP_AVG_SQ)
+    def arguments(self, elements: slice = slice(None)) -> tuple[Tensor, Tensor, Tensor | None]:
+        maximum = self.values.get(MAX_EXP_AVG_SQ)
+        return (
+            self.values[EXP_AVG][elements],
+            self.values[EXP_AVG_SQ][elements],
+            maximum if maximum is None else maximum[elements],
+        )
 
-    def scales_of(self, start: int, stop: int) -> dict[str, Tensor]:
-        """Views of the scales of a parameter's part ``[start, stop)`` of the shard, which starts with a block."""
-        blocks = slice(start // BLOCK_NUMEL, -(-stop // BLOCK_NUMEL))
+    def scales_of(self, elements: slice) -> dict[str, Tensor]:
+        """Views of the scales of these elements of the shard, which start with a block."""
+        blocks = slice(elements.start // BLOCK_NUMEL, -(-elements.stop // BLOCK_NUMEL))
         return {name: scales[blocks] for name, scales in self.scales.items()}
 
 

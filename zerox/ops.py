@@ -76,7 +76,7 @@ def adam_(
     ``grad`` ``[n]`` of any floating dtype (float64 only beside float64 parameters), multiplied by ``grad_scale`` (a
     float64 scalar) first; ``moments``: exp_avg, exp_avg_sq, and max_exp_avg_sq where a row of ``options`` has amsgrad,
     float64 for float64 parameters, else float32, bfloat16 (rounded stochastically: ``csrc/math/random.h``), or uint8
-    codes with ``scales``, float32 ``[n / 256]`` for each moment (``csrc/math/dynamic_map.h``). Segments whose
+    codes with ``scales``, float32 ``[ceil(n / 256)]`` for each moment (``csrc/math/dynamic_map.h``). Segments whose
     ``present`` (uint8 ``[s]``) is 0 are left alone; the others count their ``steps`` (int64 ``[s]``) up. ``options``:
     float64 ``[groups, 8]``, rows ``(lr, beta1, beta2, eps, weight_decay, maximize, decoupled, amsgrad)``. Raises
     ValueError where these don't fit together.

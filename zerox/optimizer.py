@@ -125,11 +125,11 @@ class FusedShardedAdam(torch.optim.Optimizer):
         options = self._table.refresh(self.param_groups, capturing)
         overlap = self._overlap is not None and not capturing
         for index in self._grads.manager.gather_order:
-            grad = self._grads.shard(index)
-            if grad is not None:
+            if parts := self._grads.parts(index):
                 present = self._grad_scale.present(self._grads.present(index))
                 with Range("update", index):
-                    adam.update(self._buckets[index], grad, present, options, self._grad_scale.value)
+                    for part in parts:
+                        adam.update(self._buckets[index], part, present, options, self._grad_scale.value)
             self._gather.start(index, background=overlap)
         self._gather.end_step(hidden=overlap)
         self._grad_scale.reset()
@@ -247,10 +247,9 @@ class FusedShardedAdam(torch.optim.Optimizer):
         self._grads.manager.land()
         members = [m for bucket in self._buckets for m in bucket.members] + self._frozen
         whole = [] if self._grads.sharded else [m.param.grad for m in members]
-        manager = self._grads.manager
         return MemoryBytes(
             parameters=measured_bytes([m.param for m in members]),
-            gradients=measured_bytes(whole + [manager.shard(i) for i in range(len(self._buckets))]),
+            gradients=measured_bytes(whole + self._grads.landed()),
             master=measured_bytes([bucket.master for bucket in self._buckets]),
             moments=measured_bytes([tensor for bucket in self._buckets for tensor in bucket.moments]),
         )
@@ -330,12 +329,13 @@ class FusedShardedAdam(torch.optim.Optimizer):
             bucket.buffer.take_in(slot)
 
     def _norm_words(self, p: float) -> Iterator[Tensor]:
-        for index, bucket in enumerate(self._buckets):
-            shard = self._grads.shard(index)
-            if shard is None:
-                continue
+        for index in range(len(self._buckets)):
             words = self._grads.words(index) if p == 2.0 else None
-            yield shard_words(shard, bucket.segments, p) if words is None else words
+            if words is not None:
+                yield words
+                continue
+            for part in self._grads.parts(index):
+                yield shard_words(part.grad, part.segments, p)
 
     def _start_amsgrad(self, capturing: bool = False) -> None:
         """A group's amsgrad may be turned on later: torch makes its state at the next step too."""

@@ -66,11 +66,12 @@ struct Slot {
 
 // This rank's share of a bucket's reduced gradient. Written where flights land, read after land().
 struct Landed {
-  at::Tensor shard;    // [shard_numel] of the wire's dtype; undefined while it holds nothing, unless it keeps its place
-  at::Tensor present;  // uint8 [n]: which segments have a gradient, on any rank
-  at::Tensor replaced;  // uint8 [n]: scratch of the last landing
-  at::Tensor words;     // exact sum of squares over the shard; undefined when unknown
-  bool holds = false;   // some slot has a gradient
+  at::Tensor shard;  // [shard_numel] of the wire's dtype; undefined while it holds nothing, unless it keeps its place
+  std::vector<at::Tensor> pieces;  // or these, of the bucket's parts: see Note [Alone, gradients stay where they are]
+  at::Tensor present;              // uint8 [n]: which segments have a gradient, on any rank
+  at::Tensor replaced;             // uint8 [n]: scratch of the last landing
+  at::Tensor words;                // exact sum of squares over the shard; undefined when unknown
+  bool holds = false;              // some slot has a gradient
 };
 
 // A part of this rank's shard that is reduced by a call of its own.

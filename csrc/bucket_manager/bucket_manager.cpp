@@ -39,8 +39,9 @@ int64_t BucketManager::add_bucket(BucketSpec spec) {
   bucket->shard_numel = spec.shard_numel;
   bucket->trailer_numel = spec.trailer_numel;
   bucket->segments = std::move(spec.segments);
-  if (exchange_ && exchange_->sends_messages()) bucket->num_straight = spec.num_straight;
   bucket->keeps_shard = options_.keeps_shards;
+  const bool straight = exchange_ ? exchange_->sends_messages() : stay_in_place(*bucket, options_.whole_grads);
+  if (straight) bucket->num_straight = spec.num_straight;
   if (bucket->keeps_shard) {
     bucket->landed.shard = at::zeros({bucket->shard_numel}, bucket->flat.options().dtype(bucket->wire_dtype));
   }
@@ -243,6 +244,11 @@ void BucketManager::mark_scaled() {
   }
 }
 
+const at::Tensor& BucketManager::whole_shard(int64_t index) {
+  join_pieces(*buckets_.at(index));
+  return buckets_[index]->landed.shard;
+}
+
 // Owners hear what was discarded or zeroed since the last flight: two bytes a parameter, and rarely.
 void BucketManager::exchange_changes() {
   std::vector<uint8_t> changes;
@@ -266,6 +272,7 @@ void BucketManager::exchange_changes() {
       const int64_t stop = std::min(slot.offset + slot.numel(), first + bucket->shard_numel);
       if (!bucket->owns_part_of(slot, rank())) continue;
       if (replaced && bucket->landed.holds) {
+        join_pieces(*bucket);
         bucket->landed.shard.narrow(0, start - first, stop - start).zero_();
         bucket->landed.present[segment] = zeroed ? 1 : 0;
         bucket->landed.words.reset();
@@ -332,6 +339,7 @@ void BucketManager::zero(bool set_to_none) {
     for (const auto& bucket : buckets) {
       Landed& landed = bucket->landed;
       landed.holds = false;
+      landed.pieces.clear();
       if (!bucket->keeps_shard) landed.shard.reset();
       landed.words.reset();
       landed.present.zero_();

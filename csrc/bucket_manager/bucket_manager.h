@@ -96,6 +96,7 @@ class BucketManager : public std::enable_shared_from_this<BucketManager> {
   bool settled() const { return !pass_.open && pass_.rounds == 0; }
   std::vector<int64_t> launch_order() const { return order_.order(); }
   const Bucket& bucket(int64_t index) const { return *buckets_.at(index); }
+  const at::Tensor& whole_shard(int64_t index);
   Flights& flights() { return flights_; }
   Exchange* exchange() { return exchange_.get(); }
   int rank() const { return exchange_ ? exchange_->rank() : 0; }

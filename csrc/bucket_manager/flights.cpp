@@ -61,7 +61,7 @@ Flights::Flights(std::shared_ptr<Exchange> exchange, c10::Device device)
 
 void Flights::launch(std::shared_ptr<Flight> flight) {
   if (streams_) streams_->free_gradients(/*keep=*/kUnpacked);
-  const int64_t bytes = flight->bucket->slice_numel() * c10::elementSize(flight->bucket->wire_dtype);
+  const int64_t bytes = flight->bucket->packed_start(1) * c10::elementSize(flight->bucket->wire_dtype);
   lanes_.launch(std::move(flight), /*small=*/!exchange_ && !streams_ && bytes <= kSmallBytes);
 }
 
@@ -185,23 +185,27 @@ std::vector<at::Tensor> Flights::slices(const Flight& flight, const std::vector<
 void Flights::reduce(Bucket& bucket, Flight& flight) {
   const Range range("reduce", bucket.index);
   Landed& landed = bucket.landed;
-  std::vector<Exchange::Messages> messages{{flight.flat}};
-  if (exchange_ && exchange_->sends_messages()) {
+  std::vector<Exchange::Messages> messages;
+  if (!exchange_) {
+    messages.push_back(own_messages(flight));
+  } else if (exchange_->sends_messages()) {
     messages = contributions(*exchange_, flight);
-  } else if (exchange_) {
-    messages.clear();
+  } else {
     for (at::Tensor& slice : exchange_->to_sum(flight.flat, flight.received)) messages.push_back({std::move(slice)});
   }
   const Part& last = bucket.parts.back();
   const int64_t flags_start = last.message_start + last.numel;
   ops::read_flags_(landed.present, landed.replaced,
                    slices(flight, messages, last.message, flags_start, bucket.trailer_numel), 0);
+  if (landed.holds) join_pieces(bucket);
   const bool accumulate = landed.holds && landed.shard.defined();
   landed.holds = true;
   if (!exchange_ && !accumulate && !bucket.keeps_shard) {
-    // Alone, the packed gradients are the mean. The norm is left to whoever asks for it.
-    landed.shard = flight.flat.narrow(0, 0, bucket.shard_numel);
+    // Alone, gradients are the mean. The norm is left to whoever asks for it.
+    landed.pieces = std::move(messages.front());
+    landed.pieces.back() = landed.pieces.back().narrow(0, 0, last.numel);  // less its flags
     landed.words.reset();
+    if (bucket.num_straight == 0) join_pieces(bucket);
     return;
   }
   if (!accumulate && !bucket.keeps_shard) landed.shard = at::empty({bucket.shard_numel}, flight.flat.options());

@@ -1,5 +1,7 @@
 #include "bucket_manager/straight.h"
 
+#include <ATen/ops/zeros.h>
+
 #include "math/norm.h"
 #include "math/segment.h"
 
@@ -72,6 +74,26 @@ at::Tensor rows_inside(const at::Tensor& segments, int64_t first, int64_t last, 
 
 }  // namespace
 
+bool stay_in_place(const Bucket& bucket, bool whole_grads) {
+  return bucket.flat.is_cpu() && !whole_grads && !bucket.keeps_shard;
+}
+
+void join_pieces(Bucket& bucket) {
+  Landed& landed = bucket.landed;
+  if (landed.pieces.empty()) return;
+  if (landed.pieces.size() == 1) {  // all was packed
+    landed.shard = std::move(landed.pieces.front());
+    landed.pieces.clear();
+    return;
+  }
+  landed.shard = at::zeros({bucket.shard_numel}, landed.pieces.back().options());
+  for (size_t i = 0; i < landed.pieces.size(); ++i) {
+    const Part& part = bucket.parts[i];
+    landed.shard.narrow(0, part.start, part.numel).copy_(landed.pieces[i]);
+  }
+  landed.pieces.clear();
+}
+
 std::vector<Part> parts_of(const Bucket& bucket, int64_t rank, int64_t most) {
   std::vector<Part> parts;
   const at::Tensor table = bucket.segments.cpu();  // kernels have it where the shard is
@@ -105,6 +127,8 @@ std::shared_ptr<Pending> send_straight(Exchange& exchange, const Flight& flight)
   for (int peer = 0; peer < exchange.world(); ++peer) sent.push_back(messages_to(flight, peer));
   return exchange.send(sent, contributions(exchange, flight), flight.bucket->num_straight + 1);
 }
+
+Exchange::Messages own_messages(const Flight& flight) { return messages_to(flight, 0); }
 
 std::vector<Exchange::Messages> contributions(const Exchange& exchange, const Flight& flight) {
   std::vector<Exchange::Messages> all(exchange.world());

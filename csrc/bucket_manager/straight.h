@@ -20,11 +20,25 @@ namespace zx {
 // that is still in the cache when it is added; the own contribution is still in the gradient. All ranks send the same
 // messages, zeros where there is no gradient.
 
+// Note [Alone, gradients stay where they are]
+// One rank's large gradients are the mean already. On the CPU, where step() is as fast as memory is, packing them would
+// cost half as much again: they are kept as the shard's pieces, for step() and norms to read, and put together only
+// where something is added to them or taken from them. Nothing is written to them: whoever else holds one would see it.
+
+// Whether the bucket's straight slots stay where they are on one rank alone.
+bool stay_in_place(const Bucket& bucket, bool whole_grads);
+
+// Puts together what landed in pieces.
+void join_pieces(Bucket& bucket);
+
 // The shard's parts, of `most` elements at most.
 std::vector<Part> parts_of(const Bucket& bucket, int64_t rank, int64_t most);
 
 // Starts sending the flight's straight gradients and what was packed; what comes goes to flight.received.
 std::shared_ptr<Pending> send_straight(Exchange& exchange, const Flight& flight);
+
+// What one rank alone has: a message for each part.
+Exchange::Messages own_messages(const Flight& flight);
 
 // For each rank: what it contributes to this one's slice, as messages; none where they stay with it.
 std::vector<Exchange::Messages> contributions(const Exchange& exchange, const Flight& flight);

@@ -8,6 +8,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from torch import Tensor, nn
 
 from tests.bucket_manager.rig import WHOLE, Awkward, GradsOfModel
 from tests.bucket_manager.test_twin import EVEN, EVERY, compare_scenarios, loss_of
@@ -33,7 +34,7 @@ def compare_with_twin(rank: int, world_size: int, dtype: torch.dtype, stage: int
 @pytest.mark.parametrize("nbytes", [4, 8000])
 @pytest.mark.parametrize("stage", [1, 2])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_reduced_gradients_equal_the_twins_bit_for_bit(
     world_size: int, dtype: torch.dtype, stage: int, nbytes: int
 ) -> None:
@@ -94,3 +95,34 @@ def shard_with_gaps(_: int, __: int) -> list[bool]:
 
 def test_padding_between_parts_is_zero() -> None:
     assert run_ranks(shard_with_gaps, 2) == [[True] * 3] * 2
+
+
+def test_alone_gradients_stay_where_autograd_left_them_and_are_not_written() -> None:
+    with from_bytes(4):
+        ours = GradsOfModel(find_ranks(None), params := [nn.Parameter(torch.ones(n)) for n in (40, 3, 20)], WHOLE)
+    left: dict[int, Tensor] = {}
+    for index, param in enumerate(params):
+
+        def note(param: Tensor, index: int = index) -> None:
+            assert param.grad is not None
+            left[index] = param.grad.detach()
+
+        param.register_post_accumulate_grad_hook(note)
+    before = [torch.full_like(param, 3.0 + index) for index, param in enumerate(params)]
+    for last in (False, True):
+        sum((p * value).sum() for p, value in zip(params, before, strict=True)).backward()  # type: ignore[union-attr]
+        ours.settle()
+        [*pieces, _] = ours.manager.pieces(0)
+        assert {piece.data_ptr() for piece in pieces} == {grad.data_ptr() for grad in left.values()}
+        if not last:
+            ours.grads.zero(set_to_none=True)
+            assert not ours.manager.pieces(0)
+    params[0].grad = None
+    params[2].grad.zero_()  # type: ignore[union-attr]
+    ours.settle()
+    assert not ours.manager.pieces(0)
+    reduced = {ours.buckets[0].plan.params[slot]: value for (_, slot), value in ours.reduced().items()}
+    assert torch.equal(reduced[1], before[1])
+    assert torch.equal(reduced[2], torch.zeros(20))
+    assert 0 not in reduced
+    assert all(torch.equal(left[index], value) for index, value in enumerate(before))

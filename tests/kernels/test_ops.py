@@ -203,10 +203,10 @@ REFUSED: dict[str, tuple[str, Callable[[], tuple[Any, ...]], str]] = {
     "codes without scales": ("adam_", lambda: coded(scales=[]), "`scales` must be 2 tensors beside 2 moments of Byte"),
     "a scale too few": ("adam_", lambda: coded(scales=[torch.zeros(2), torch.zeros(1)]), "`scales` must have 2 elem"),
     "scales of halves": ("adam_", lambda: coded(scales=[torch.zeros(2).half()] * 2), "`scales` must be Float, got"),
-    "codes of part of a block": (
+    "no scale for part of a block": (
         "adam_",
         lambda: coded(numel=300, scales=[torch.zeros(1)] * 2),
-        "`param` must have a multiple of 256 elements beside 8-bit moments, got 300",
+        "`scales` must have 2 elem",
     ),
     "codes that start inside a block": (
         "adam_",

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from tests.bucket_manager.rig import same_bits
+from tests.bucket_manager.test_straight import from_bytes
 from tests.optimizer.models import KINDS, train
 from tests.ranks import run_ranks
 from zerox import _C, FusedShardedAdam
@@ -34,6 +35,11 @@ def train_rank(rank: int, world_size: int, options: dict[str, Any], isa: str = "
         return train(rank, **options)
     finally:
         _C.select_isa("")
+
+
+def train_straight(rank: int, world_size: int, options: dict[str, Any], nbytes: int) -> Any:
+    with from_bytes(nbytes):
+        return train_rank(rank, world_size, options)
 
 
 def whole_state(results: list[Any]) -> dict[tuple[str, str], torch.Tensor]:
@@ -71,6 +77,16 @@ def test_bucket_sizes_and_stages_don_t_show(world_size: int, case: str) -> None:
     reference = run_ranks(train_rank, world_size, {**common, "stage": 2, "bucket_cap_mb": WHOLE})
     for stage, cap in ((2, TINY), (2, SMALL), (1, TINY), (1, WHOLE)):
         assert_same(run_ranks(train_rank, world_size, {**common, "stage": stage, "bucket_cap_mb": cap}), reference)
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_gradients_that_are_not_packed_don_t_show(world_size: int, case: str, accumulate: int) -> None:
+    options = {**CASES[case], "clip": 0.1, "accumulate": accumulate, "bucket_cap_mb": SMALL}
+    reference = run_ranks(train_rank, world_size, options)
+    for nbytes in (4, 8000):
+        assert_same(run_ranks(train_straight, world_size, options, nbytes), reference)
 
 
 @pytest.mark.parametrize("stage", [1, 2])

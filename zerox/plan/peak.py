@@ -67,7 +67,7 @@ def peak_of_whole(flows: Sequence[Flow], stalled: bool) -> int:
 
 
 def peak_alone(flows: Sequence[Flow], sharded: bool) -> int:
-    """One rank: what is packed is the mean, at once; where gradients stay whole step() packs them, one at a time."""
+    """One rank: what is packed, or stays, is the mean; where gradients stay whole step() packs them, one at a time."""
     local = sum(flow.local for flow in flows)
     if not sharded:  # one bucket's is packed before the last one's is freed
         packed = [flow.flat for flow in flows]
@@ -78,6 +78,6 @@ def peak_alone(flows: Sequence[Flow], sharded: bool) -> int:
     most = landed = 0
     for flow in flows:
         most = max(most, landed + local + flow.flat)
-        landed += flow.flat
+        landed += flow.flat + flow.straight
         local -= flow.local
     return most

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from zerox import ops
-from zerox.bucket import Bucket
+from zerox.bucket import Bucket, GradPart
 
 
 def check_hyper_parameters(lr: Any, betas: Any, eps: Any, weight_decay: Any) -> None:
@@ -113,17 +113,20 @@ def start_amsgrad(buckets: Sequence[Bucket], groups: Sequence[dict[str, Any]], c
     return bool(without)
 
 
-def update(bucket: Bucket, grad: Tensor, present: Tensor, options: Tensor, grad_scale: Tensor | None) -> None:
-    """One step on this rank's shard: state, master and parameters in place, in one pass."""
+def update(bucket: Bucket, part: GradPart, present: Tensor, options: Tensor, grad_scale: Tensor | None) -> None:
+    """One step on a part of this rank's shard: state, master and parameters in place, in one pass."""
+
+    elements = slice(part.start, part.start + part.grad.numel())
+    rows = slice(part.first_row, part.first_row + len(part.segments))
     ops.adam_(
-        bucket.param_shard,
-        bucket.master,
-        grad,
-        bucket.moments.arguments(),
-        bucket.segments,
-        present,
-        bucket.steps,
+        bucket.param_shard[elements],
+        bucket.master if bucket.master is None else bucket.master[elements],
+        part.grad,
+        bucket.moments.arguments(elements),
+        part.segments,
+        present[rows],
+        bucket.steps[rows],
         options,
         grad_scale,
-        list(bucket.moments.scales.values()),
+        list(bucket.moments.scales_of(elements).values()),
     )
