@@ -32,7 +32,8 @@ TORCH_LIBRARY(zerox, m) {
   // float64 [2]: the norm, and 1 if every element was finite.
   m.def("norm_value(Tensor words, float p) -> Tensor");
   // torch.optim.Adam(W) on the segments that are present; `options` float64 [groups, 8] as AdamOptions in
-  // csrc/math/adam.h, `steps` int64 [s], `grad_scale` float64 scalar; `scales` float32 [ceil(n / 256)] for each uint8 moment.
+  // csrc/math/adam.h, `steps` int64 [s], `grad_scale` float64 scalar; `scales` float32 [ceil(n / 256)] for each uint8
+  // moment.
   m.def(
       "adam_(Tensor(a!) param, Tensor(b!)? master, Tensor grad, Tensor(c!) exp_avg, Tensor(d!) exp_avg_sq, "
       "Tensor(e!)? max_exp_avg_sq, Tensor(f!)[] scales, Tensor segments, Tensor present, Tensor(g!) steps, "
@@ -151,6 +152,16 @@ void bind(py::module_& m) {
       .def("zero", &BucketManager::zero, py::arg("set_to_none"), Release())
       .def("set_sync", &BucketManager::set_sync, Release())
       .def("take_local_shard", &BucketManager::take_local_shard, Release())
+      .def(
+          "take_local_pieces",
+          [](BucketManager& self, int64_t i) {
+            std::vector<std::optional<at::Tensor>> pieces;
+            for (at::Tensor& piece : self.take_local_pieces(i)) {
+              pieces.push_back(piece.defined() ? std::optional(std::move(piece)) : std::nullopt);
+            }
+            return pieces;
+          },
+          Release())
       .def("mark_zeroed", &BucketManager::mark_zeroed, Release())
       .def("mark_scaled", &BucketManager::mark_scaled, Release())
       .def("start_gather", &BucketManager::start_gather, py::arg("bucket"), py::arg("background") = false, Release())
@@ -177,8 +188,7 @@ void bind(py::module_& m) {
       .def("parts",
            [](BucketManager& self, int64_t i) {
              std::vector<std::tuple<int64_t, int64_t, at::Tensor>> parts;
-             for (const Part& part : self.bucket(i).parts)
-               parts.emplace_back(part.start, part.first_row, part.segments);
+             for (const Part& part : self.parts(i)) parts.emplace_back(part.start, part.first_row, part.segments);
              return parts;
            })
       .def("present", [](BucketManager& self, int64_t i) { return self.bucket(i).landed.present; })

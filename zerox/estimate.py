@@ -79,7 +79,7 @@ def estimate(
 
     on_host = backend == "gloo" and all(tensor.device.type in ("cpu", "meta") for tensor in tensors)
     sharded = chosen.placements.grads is SHARDED
-    stay = on_host and sharded if world_size == 1 else backend == "gloo"  # large gradients, until they have left
+    stay = on_host if world_size == 1 else backend == "gloo"  # large gradients, where autograd left them
     num_far = world_size - (local_world_size if on_host else 1)
     parameters = sum(tensor.nbytes for _, tensor, _ in everything if not tensor.requires_grad)
     master, moments = 0, 0

@@ -88,14 +88,17 @@ class Grads:
         return self.manager.shard(index) if self.sharded else self.manager.take_local_shard(index)
 
     def parts(self, index: int) -> list[GradPart]:
-        """The shard as it lies: alone, large gradients stay where autograd left them. Nothing may be written there."""
-        pieces = self.manager.pieces(index)
+        """The shard as it lies; what has no gradient may be left out. Nothing may be written there.
+
+        Large gradients are where autograd left them if there is one rank, or, whole ones, where the mean was gathered.
+        """
+        pieces = self.manager.pieces(index) if self.sharded else self.manager.take_local_pieces(index)
         if pieces:
             places = zip(pieces, self.pieces_of[index], strict=True)
             return [
                 GradPart(grad[padding:], start, first_row, segments)
                 for grad, (padding, start, first_row, segments) in places
-                if len(segments) > 0
+                if grad is not None and len(segments) > 0
             ]
         shard = self.shard(index)
         return [] if shard is None else [GradPart(shard, 0, 0, self.segments[index])]

@@ -40,7 +40,7 @@ int64_t BucketManager::add_bucket(BucketSpec spec) {
   bucket->trailer_numel = spec.trailer_numel;
   bucket->segments = std::move(spec.segments);
   bucket->keeps_shard = options_.keeps_shards;
-  const bool straight = exchange_ ? exchange_->sends_messages() : stay_in_place(*bucket, options_.whole_grads);
+  const bool straight = exchange_ ? exchange_->sends_messages() : stay_in_place(*bucket);
   if (straight) bucket->num_straight = spec.num_straight;
   if (bucket->keeps_shard) {
     bucket->landed.shard = at::zeros({bucket->shard_numel}, bucket->flat.options().dtype(bucket->wire_dtype));
@@ -242,11 +242,6 @@ void BucketManager::mark_scaled() {
       slot.seen.scaled.note(slot.param.grad());
     }
   }
-}
-
-const at::Tensor& BucketManager::whole_shard(int64_t index) {
-  join_pieces(*buckets_.at(index));
-  return buckets_[index]->landed.shard;
 }
 
 // Owners hear what was discarded or zeroed since the last flight: two bytes a parameter, and rarely.

@@ -70,6 +70,8 @@ class BucketManager : public std::enable_shared_from_this<BucketManager> {
 
   // Where gradients are whole: this rank's part of p.grad as a shard, for the update; updates `present`.
   at::Tensor take_local_shard(int64_t bucket);
+  // The same as pieces of parts(), not defined where there is no gradient; none if all has to be packed.
+  std::vector<at::Tensor> take_local_pieces(int64_t bucket);
 
   // Collective: a few integers on the CPU, combined over the ranks in place, for clip_grad_norm_().
   void all_reduce(const at::Tensor& values, Combine combine);
@@ -97,6 +99,8 @@ class BucketManager : public std::enable_shared_from_this<BucketManager> {
   std::vector<int64_t> launch_order() const { return order_.order(); }
   const Bucket& bucket(int64_t index) const { return *buckets_.at(index); }
   const at::Tensor& whole_shard(int64_t index);
+  // The own shard's parts, undivided.
+  std::vector<Part> parts(int64_t index) const;
   Flights& flights() { return flights_; }
   Exchange* exchange() { return exchange_.get(); }
   int rank() const { return exchange_ ? exchange_->rank() : 0; }
@@ -134,6 +138,7 @@ class BucketManager : public std::enable_shared_from_this<BucketManager> {
 
   // whole_grads.cpp
   void gather_whole_grads();
+  std::vector<at::Tensor> pack_local(Bucket& bucket, int64_t num_straight);
   void agree_on_unsent();
 
   std::mutex mutex_;  // of all below but flights_ and gathers_; hooks may come from several autograd threads

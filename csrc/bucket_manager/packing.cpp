@@ -3,9 +3,12 @@
 #include <ATen/ops/empty_like.h>
 #include <ATen/ops/zeros.h>
 
+#include <limits>
+
 #include "bucket_manager/bucket_manager.h"
 #include "bucket_manager/packing.h"
 #include "bucket_manager/ranges.h"
+#include "bucket_manager/straight.h"
 
 namespace zx {
 
@@ -133,6 +136,15 @@ std::shared_ptr<Flight> BucketManager::make_flight(const std::shared_ptr<Bucket>
 void BucketManager::release(int64_t bucket, bool empty) {
   const Range range("launch", bucket);
   flights_.launch(make_flight(buckets_[bucket], empty));
+}
+
+const at::Tensor& BucketManager::whole_shard(int64_t index) {
+  join_pieces(*buckets_.at(index));
+  return buckets_[index]->landed.shard;
+}
+
+std::vector<Part> BucketManager::parts(int64_t index) const {
+  return parts_of(*buckets_.at(index), rank(), std::numeric_limits<int64_t>::max());
 }
 
 }  // namespace zx

@@ -74,9 +74,7 @@ at::Tensor rows_inside(const at::Tensor& segments, int64_t first, int64_t last, 
 
 }  // namespace
 
-bool stay_in_place(const Bucket& bucket, bool whole_grads) {
-  return bucket.flat.is_cpu() && !whole_grads && !bucket.keeps_shard;
-}
+bool stay_in_place(const Bucket& bucket) { return bucket.flat.is_cpu() && !bucket.keeps_shard; }
 
 void join_pieces(Bucket& bucket) {
   Landed& landed = bucket.landed;

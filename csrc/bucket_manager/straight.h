@@ -24,9 +24,10 @@ namespace zx {
 // One rank's large gradients are the mean already. On the CPU, where step() is as fast as memory is, packing them would
 // cost half as much again: they are kept as the shard's pieces, for step() and norms to read, and put together only
 // where something is added to them or taken from them. Nothing is written to them: whoever else holds one would see it.
+// Where gradients stay whole (ZeRO stage 1) the mean lies in p.grad on any number of ranks, and is read from there.
 
 // Whether the bucket's straight slots stay where they are on one rank alone.
-bool stay_in_place(const Bucket& bucket, bool whole_grads);
+bool stay_in_place(const Bucket& bucket);
 
 // Puts together what landed in pieces.
 void join_pieces(Bucket& bucket);

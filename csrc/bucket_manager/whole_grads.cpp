@@ -9,6 +9,7 @@
 #include "bucket_manager/ops.h"
 #include "bucket_manager/packing.h"
 #include "bucket_manager/ranges.h"
+#include "bucket_manager/straight.h"
 #include "check.h"
 
 namespace zx {
@@ -38,6 +39,7 @@ void BucketManager::gather_whole_grads() {
     const auto options = bucket->slots.front().param.options().requires_grad(false);
     at::Tensor flat = at::empty({world() * bucket->shard_numel}, options);
     at::Tensor own = flat.narrow(0, rank() * bucket->shard_numel, bucket->shard_numel);
+    join_pieces(*bucket);
     if (bucket->landed.shard.defined()) {
       own.copy_(bucket->landed.shard);
     } else {
@@ -72,12 +74,12 @@ void BucketManager::agree_on_unsent() {
   pass_.only_unsent = true;
 }
 
-// Where the wire is wider than p.grad, an element of the shard is kept while it still rounds to what p.grad holds:
-// then both stages update from the same number.
-at::Tensor BucketManager::take_local_shard(int64_t index) {
-  const at::AutoDispatchBelowADInplaceOrView no_autograd;
-  Bucket& bucket = *buckets_.at(index);
+// This rank's shard of p.grad: pieces of the first slots as they lie, undefined without a gradient, and the rest
+// packed.
+std::vector<at::Tensor> BucketManager::pack_local(Bucket& bucket, int64_t num_straight) {
   const int64_t first = rank() * bucket.shard_numel;
+  const int64_t packed_start = num_straight > 0 ? bucket.straight_numel(rank()) : 0;  // in the shard
+  std::vector<at::Tensor> found;
   std::vector<at::Tensor> sources;
   std::vector<int64_t> pieces;
   // Pinned where an accelerator takes it, so that nothing waits for the copy.
@@ -85,19 +87,38 @@ at::Tensor BucketManager::take_local_shard(int64_t index) {
       bucket.landed.present, bucket.landed.present.options().device(at::kCPU).pinned_memory(bucket.flat.is_cuda()));
   auto* next_present = present.mutable_data_ptr<uint8_t>();
   for (const Slot& slot : bucket.slots) {
+    const bool is_straight = num_straight-- > 0;
     const int64_t start = std::max(slot.offset, first);
     const int64_t stop = std::min(slot.offset + slot.numel(), first + bucket.shard_numel);
     if (!bucket.owns_part_of(slot, rank())) continue;
-    const at::Tensor& grad = slot.param.grad();
+    const at::Tensor grad = slot.param.grad().defined() ? in_order_of(slot.param.grad(), slot.home) : at::Tensor();
     *next_present++ = grad.defined() ? 1 : 0;
+    if (is_straight) {
+      const auto here = [&] {
+        return grad.as_strided({stop - start}, {1}, grad.storage_offset() + start - slot.offset);
+      };
+      found.push_back(grad.defined() ? here() : grad);
+      continue;
+    }
     if (!grad.defined() || start >= stop) continue;
-    pieces.insert(pieces.end(),
-                  {static_cast<int64_t>(sources.size()), start - slot.offset, start - first, stop - start});
-    sources.push_back(in_order_of(grad, slot.home));
+    pieces.insert(pieces.end(), {static_cast<int64_t>(sources.size()), start - slot.offset,
+                                 start - first - packed_start, stop - start});
+    sources.push_back(grad);
   }
   bucket.landed.present.copy_(present, /*non_blocking=*/true);
-  at::Tensor packed = at::empty({bucket.shard_numel}, bucket.slots.front().param.options().requires_grad(false));
+  const auto options = bucket.slots.front().param.options().requires_grad(false);
+  at::Tensor packed = at::empty({bucket.shard_numel - packed_start}, options);
   ops::flatten_(packed, sources, to_table(pieces, 4), to_table({}, 1));
+  found.push_back(std::move(packed));
+  return found;
+}
+
+// Where the wire is wider than p.grad, an element of the shard is kept while it still rounds to what p.grad holds:
+// then both stages update from the same number.
+at::Tensor BucketManager::take_local_shard(int64_t index) {
+  const at::AutoDispatchBelowADInplaceOrView no_autograd;
+  Bucket& bucket = *buckets_.at(index);
+  at::Tensor packed = std::move(pack_local(bucket, 0).front());
   if (bucket.wire_dtype == packed.scalar_type()) return packed;
   if (bucket.landed.shard.defined()) {
     bucket.landed.shard = at::where(bucket.landed.shard.to(packed.scalar_type()) == packed, bucket.landed.shard,
@@ -106,6 +127,13 @@ at::Tensor BucketManager::take_local_shard(int64_t index) {
     bucket.landed.shard = packed.to(bucket.wire_dtype);
   }
   return bucket.landed.shard;
+}
+
+std::vector<at::Tensor> BucketManager::take_local_pieces(int64_t index) {
+  const at::AutoDispatchBelowADInplaceOrView no_autograd;
+  Bucket& bucket = *buckets_.at(index);
+  if (bucket.num_straight == 0 || !bucket.flat.is_cpu()) return {};
+  return pack_local(bucket, bucket.num_straight);
 }
 
 }  // namespace zx

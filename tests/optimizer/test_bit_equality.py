@@ -79,11 +79,11 @@ def test_bucket_sizes_and_stages_don_t_show(world_size: int, case: str) -> None:
         assert_same(run_ranks(train_rank, world_size, {**common, "stage": stage, "bucket_cap_mb": cap}), reference)
 
 
-@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize(("stage", "accumulate"), [(1, 1), (2, 1), (2, 2)])
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_gradients_that_are_not_packed_don_t_show(world_size: int, case: str, accumulate: int) -> None:
-    options = {**CASES[case], "clip": 0.1, "accumulate": accumulate, "bucket_cap_mb": SMALL}
+def test_gradients_that_are_not_packed_don_t_show(world_size: int, case: str, stage: int, accumulate: int) -> None:
+    options = {**CASES[case], "clip": 0.1, "accumulate": accumulate, "stage": stage, "bucket_cap_mb": SMALL}
     reference = run_ranks(train_rank, world_size, options)
     for nbytes in (4, 8000):
         assert_same(run_ranks(train_straight, world_size, options, nbytes), reference)
