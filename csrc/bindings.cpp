@@ -109,6 +109,12 @@ void bind(py::module_& m) {
                                         [function] {
                                           const py::gil_scoped_acquire acquire;
                                           return (*function)().cast<bool>();
+                                        },
+                                    .without_gil =
+                                        [](const std::function<void()>& body) {
+                                          std::optional<py::gil_scoped_release> release;
+                                          if (PyGILState_Check() != 0) release.emplace();
+                                          body();
                                         }});
       },
       py::arg("names_are_new"));

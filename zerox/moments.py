@@ -73,13 +73,8 @@ class Moments:
         yield from self.values.values()
         yield from self.scales.values()
 
-    def arguments(self, elements: slice = slice(None)) -> tuple[Tensor, Tensor, Tensor | None]:
-        maximum = self.values.get(MAX_EXP_AVG_SQ)
-        return (
-            self.values[EXP_AVG][elements],
-            self.values[EXP_AVG_SQ][elements],
-            maximum if maximum is None else maximum[elements],
-        )
+    def arguments(self) -> tuple[Tensor, Tensor, Tensor | None]:
+        return self.values[EXP_AVG], self.values[EXP_AVG_SQ], self.values.get(MAX_EXP_AVG_SQ)
 
     def scales_of(self, elements: slice) -> dict[str, Tensor]:
         """Views of the scales of these elements of the shard, which start with a block."""

@@ -202,7 +202,7 @@ class FusedShardedAdam(torch.optim.Optimizer):
         step() then returns before parameters are whole; they arrive in the order in which rank 0's forward used them.
         An operator that reads one waits for it, a compiled one too, a module's forward for its own, and state_dict()
         for all. Call synchronize() before memory is read without operators (numpy, torch.save of a whole model, the
-        replay of a CUDA graph), and this method again when modules were added.
+        replay of a CUDA graph, what was compiled ahead of time), and this method again when modules were added.
         """
         self._gather.wait()
         self._overlap = None if model is None else GatherOverlap(self._gather, self._buckets, model)

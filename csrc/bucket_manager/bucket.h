@@ -97,7 +97,7 @@ struct Bucket {
   std::vector<c10::Stream> producers;  // on an accelerator: where gradients came since the last flight
 
   bool keeps_shard = false;  // at one address from step to step, for CUDA graphs
-  int64_t num_straight = 0;  // slots: see Note [Straight from the gradient]
+  int64_t num_straight = 0;  // slots: see Notes [Straight from the gradient] and [Alone, gradients stay where they are]
   std::vector<Part> parts;   // in order: of each straight slot with elements here, then of what was packed
 
   // Whether some of the slot's elements lie in this rank's shard. An empty parameter lies where its offset does.

@@ -22,6 +22,8 @@ struct Flight {
   at::Tensor flags;
   // Until landed: the gradients of straight slots in memory order, zeros where there is none.
   std::vector<at::Tensor> straight{};
+  // Whether some gradient is added to one that landed before and was not discarded, as far as this rank knows.
+  bool adds = false;
   // On an accelerator: the streams that produced the gradients, and how far they were. See Note [Streams].
   std::vector<c10::Stream> producers{};
   Events ready{};

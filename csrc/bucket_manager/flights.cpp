@@ -61,7 +61,9 @@ Flights::Flights(std::shared_ptr<Exchange> exchange, c10::Device device)
 
 void Flights::launch(std::shared_ptr<Flight> flight) {
   if (streams_) streams_->free_gradients(/*keep=*/kUnpacked);
-  const int64_t bytes = flight->bucket->packed_start(1) * c10::elementSize(flight->bucket->wire_dtype);
+  const Bucket& bucket = *flight->bucket;
+  const int64_t numel = flight->adds ? bucket.slice_numel() : bucket.packed_start(1);
+  const int64_t bytes = numel * static_cast<int64_t>(c10::elementSize(bucket.wire_dtype));
   lanes_.launch(std::move(flight), /*small=*/!exchange_ && !streams_ && bytes <= kSmallBytes);
 }
 
@@ -197,6 +199,10 @@ void Flights::reduce(Bucket& bucket, Flight& flight) {
   const int64_t flags_start = last.message_start + last.numel;
   ops::read_flags_(landed.present, landed.replaced,
                    slices(flight, messages, last.message, flags_start, bucket.trailer_numel), 0);
+  if (!exchange_ && !flight.adds && !bucket.keeps_shard) {  // model.zero_grad() leaves it to us
+    landed.pieces.clear();
+    landed.shard.reset();
+  }
   if (landed.holds) join_pieces(bucket);
   const bool accumulate = landed.holds && landed.shard.defined();
   landed.holds = true;

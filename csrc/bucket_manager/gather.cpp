@@ -38,7 +38,7 @@ void Gather::fail(const std::string& reason) const {
   TORCH_CHECK(false, "zerox: ", names_.what, " of ", bucket_->describe(), " did not arrive from all ranks: ", reason);
 }
 
-void Gather::wait() {
+void Gather::wait(bool is_use) {
   static std::atomic<int64_t> waits{0};
   std::unique_lock lock(mutex_, std::defer_lock);
   if (on_host()) {
@@ -48,7 +48,7 @@ void Gather::wait() {
     wait_on_stream();
   }
   int64_t never = 0;
-  if (first_wait_ == 0) first_wait_.compare_exchange_strong(never, ++waits);
+  if (is_use && first_wait_ == 0) first_wait_.compare_exchange_strong(never, ++waits);
   if (!error_.empty()) fail(error_);
 }
 

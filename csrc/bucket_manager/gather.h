@@ -33,8 +33,8 @@ class Gather {
   Gather(GatherNames names, std::shared_ptr<Bucket> bucket, at::Tensor flat, Exchange& exchange);
 
   // Returns when `flat` is whole; on an accelerator, for the current stream. Throws, naming the parameters, if it never
-  // will be.
-  void wait();
+  // will be. `is_use`: somebody is known to read it.
+  void wait(bool is_use = true);
 
   // On the CPU: the same for who does not need it yet; and returns when nobody reads this rank's slice any more. Throws
   // nothing.

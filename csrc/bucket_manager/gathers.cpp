@@ -1,7 +1,6 @@
 #include "bucket_manager/gathers.h"
 
 #include <algorithm>
-#include <atomic>
 #include <exception>
 #include <utility>
 
@@ -25,33 +24,36 @@ class Waits final : public ReadGuard::Watcher {
   void before_read(const at::Tensor& tensor, const ReadGuard::Use& use) override {
     const auto found =
         std::find_if(gathers_.begin(), gathers_.end(), [&tensor](const auto& gather) { return gather->holds(tensor); });
-    if (found != gathers_.end()) wait_for(**found, [&use] { return use.is_write(); });
+    if (found == gathers_.end()) return;
+    Gather& gather = **found;
+    if (gather.is_over()) return;
+    ReadGuard::without_gil([&] {
+      if (wait_for(gather, /*is_use=*/true) && gather.on_host() && use.is_write()) gather.give();
+    });
   }
 
-  // Regions that follow should be known next time: the guard stays to hear what they show.
+  // Not known to be uses: what is shown later says in which order gathers are needed.
   void before_hidden_reads() override {
-    stays_ = true;
-    for (const auto& gather : gathers_) wait_for(*gather, [] { return true; });
+    for (const auto& gather : gathers_) {
+      if (wait_for(*gather, /*is_use=*/false) && gather->on_host()) gather->give();
+    }
   }
 
   bool has_seen_enough() const override {
-    return !stays_ &&
-           std::all_of(gathers_.begin(), gathers_.end(), [](const auto& gather) { return gather->is_over(); });
+    return std::all_of(gathers_.begin(), gathers_.end(), [](const auto& gather) { return gather->is_over(); });
   }
 
  private:
-  template <class IsWrite>
-  static void wait_for(Gather& gather, const IsWrite& is_write) {
+  static bool wait_for(Gather& gather, bool is_use) {
     try {
-      gather.wait();
+      gather.wait(is_use);
     } catch (const std::exception&) {
-      return;
+      return false;
     }
-    if (gather.on_host() && !gather.is_over() && is_write()) gather.give();
+    return true;
   }
 
   std::vector<std::shared_ptr<Gather>> gathers_;
-  std::atomic<bool> stays_{false};
 };
 
 }  // namespace

@@ -103,7 +103,9 @@ std::shared_ptr<Flight> BucketManager::make_flight(const std::shared_ptr<Bucket>
     bool present = false;
     bool replace = empty;
     at::Tensor source;
+    const bool stood = slot.held;
     if (!empty) source = take_gradient(slot, present, replace);
+    flight->adds |= stood && !replace;
     const bool is_straight = static_cast<int64_t>(flight->straight.size()) < bucket->num_straight;
     if (is_straight) flight->straight.push_back(in_memory_order(source, slot, bucket->wire_dtype));
     const int64_t first_rank = slot.offset / shard_numel;

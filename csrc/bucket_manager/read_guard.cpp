@@ -46,7 +46,7 @@ Guards& guards() {
 class Region final : public at::ObserverContext {
  public:
   explicit Region(const char* name) : name_(name), outer_(std::exchange(innermost, this)) {
-    const bool new_names = guards().interpreter.names_are_new();
+    const bool new_names = names_are_new();
     const std::lock_guard lock(guards().mutex);
     if (new_names) guards().regions.clear();
     shown_before_ = guards().regions.count(name_) != 0;
@@ -66,6 +66,14 @@ class Region final : public at::ObserverContext {
   }
 
  private:
+  static bool names_are_new() {
+    try {
+      return guards().interpreter.names_are_new();
+    } catch (const std::exception&) {
+      return true;  // for all we know
+    }
+  }
+
   static thread_local Region* innermost;
   std::string name_;
   Region* outer_;
@@ -75,8 +83,6 @@ class Region final : public at::ObserverContext {
 thread_local Region* Region::innermost = nullptr;
 
 thread_local bool paused = false;
-
-bool begins_with(const char* name, const char* start) { return std::strncmp(name, start, std::strlen(start)) == 0; }
 
 // Tensors that stand for others (fake ones, wrappers) have no memory of their own: operators on what is inside follow.
 bool has_memory(const at::Tensor& tensor) {
@@ -115,9 +121,11 @@ std::unique_ptr<at::ObserverContext> before_operator(const at::RecordFunction& f
     watchers.append(guards().watchers.begin(), guards().watchers.end());
   }
   std::unique_ptr<Region> region;
-  if (begins_with(function.name(), kRegion)) region = std::make_unique<Region>(function.name());
-  if (begins_with(function.name(), kShowsInputs)) Region::note_inputs();
+  const char* name = function.name();
+  if (std::strncmp(name, kRegion, sizeof(kRegion) - 1) == 0) region = std::make_unique<Region>(name);
+  if (std::strcmp(name, kShowsInputs) == 0) Region::note_inputs();
   for (const auto& watcher : watchers) {
+    // With the GIL: what Dynamo has looked up for the region should stay as it is.
     if (region && region->hides_reads()) watcher->before_hidden_reads();
     const auto inputs = function.inputs();
     for (size_t i = 0; i < inputs.size(); ++i) look_at(inputs[i], {function, i}, *watcher);
@@ -146,6 +154,8 @@ bool ReadGuard::Use::is_write() const {
 }
 
 void ReadGuard::set_interpreter(Interpreter interpreter) { guards().interpreter = std::move(interpreter); }
+
+void ReadGuard::without_gil(const std::function<void()>& body) { guards().interpreter.without_gil(body); }
 
 ReadGuard::Pause::Pause() : before_(std::exchange(paused, true)) {}
 ReadGuard::Pause::~Pause() { paused = before_; }

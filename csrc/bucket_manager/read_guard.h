@@ -13,7 +13,7 @@ namespace zx {
 // While gathers of updated parameters are hidden under the next forward, whoever reads a parameter has to wait for its
 // bucket first. Modules read each other's parameters (tied weights, functional calls), so hooks on modules can't know.
 // Operators do: a callback like a profiler's sees the inputs of each one before it runs, views included, whoever calls
-// it on whatever thread of Python's, and costs nothing once everything has arrived.
+// it on whatever thread of Python's, and costs nothing once everything has been read.
 //
 // What torch.compile made calls few operators. Dynamo announces it as a region, without inputs; but where a region has
 // a backward, its forward is an autograd function, "CompiledFunction", and that one is announced with all that is read.
@@ -54,8 +54,12 @@ class ReadGuard {
   struct Interpreter {
     std::function<bool()> knows_this_thread;  // a backend's, which write what arrives, it does not know
     std::function<bool()> names_are_new;      // whether regions' names mean others than when it was asked last
+    std::function<void(const std::function<void()>&)> without_gil;  // runs it so
   };
   static void set_interpreter(Interpreter interpreter);
+
+  // For a watcher that waits before a read: other threads of Python's should run on.
+  static void without_gil(const std::function<void()>& body);
 
   // While it lives, what this thread runs is not looked at: taking in what arrives writes what others must not read.
   class Pause {

@@ -88,6 +88,7 @@ void join_pieces(Bucket& bucket) {
   for (size_t i = 0; i < landed.pieces.size(); ++i) {
     const Part& part = bucket.parts[i];
     landed.shard.narrow(0, part.start, part.numel).copy_(landed.pieces[i]);
+    landed.pieces[i].reset();
   }
   landed.pieces.clear();
 }

@@ -9,7 +9,6 @@
 #include "bucket_manager/ops.h"
 #include "bucket_manager/packing.h"
 #include "bucket_manager/ranges.h"
-#include "bucket_manager/straight.h"
 #include "check.h"
 
 namespace zx {
@@ -39,7 +38,6 @@ void BucketManager::gather_whole_grads() {
     const auto options = bucket->slots.front().param.options().requires_grad(false);
     at::Tensor flat = at::empty({world() * bucket->shard_numel}, options);
     at::Tensor own = flat.narrow(0, rank() * bucket->shard_numel, bucket->shard_numel);
-    join_pieces(*bucket);
     if (bucket->landed.shard.defined()) {
       own.copy_(bucket->landed.shard);
     } else {

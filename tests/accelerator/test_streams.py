@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from tests.accelerator.fake import expect_no_races, machine, on_stream, run_fake_ranks
 from tests.bucket_manager.rig import GradsOfModel
-from zerox.bucket import Bucket
+from zerox.bucket import Bucket, GradPart
 from zerox.ranks import Ranks
 from zerox.rules.adam import OptionsTable, update
 
@@ -87,7 +87,7 @@ def test_a_host_that_waits_is_seen(detector: Any) -> None:
 
 
 def shard_update(bucket: Bucket, grad: Tensor, present: Tensor, table: OptionsTable) -> None:
-    update(bucket, grad, present, table.refresh([GROUP]), None)
+    update(bucket, GradPart(grad, 0, 0, bucket.segments), present, table.refresh([GROUP]), None)
 
 
 def train(ranks: Ranks, stage: int, plan: str) -> list[Tensor]:

@@ -126,3 +126,16 @@ def test_alone_gradients_stay_where_autograd_left_them_and_are_not_written() -> 
     assert torch.equal(reduced[2], torch.zeros(20))
     assert 0 not in reduced
     assert all(torch.equal(left[index], value) for index, value in enumerate(before))
+
+
+def test_alone_gradients_stay_in_place_after_the_models_zero_grad() -> None:
+    with from_bytes(4):
+        ours = GradsOfModel(find_ranks(None), params := [nn.Parameter(torch.ones(n)) for n in (40, 20)], WHOLE)
+    for step in range(3):
+        loss = (params[0] * (step + 1.0)).sum() + (params[1] * (step + 2.0)).sum()
+        loss.backward()
+        ours.settle()
+        assert len(ours.manager.pieces(0)) == 3
+        assert sorted(float(piece[0]) for piece in ours.manager.pieces(0)[:2]) == [step + 1.0, step + 2.0]
+        for param in params:
+            param.grad = None

@@ -70,44 +70,46 @@ def test_what_is_read_outside_its_owner_arrives_when_it_is_read() -> None:
         assert missing["last"] == set()
 
 
-def missing_after_blocks(rank: int, _: int, make: Callable[[], nn.Module]) -> list[set[str]]:
-    """Weights missing before any block ran, and after each."""
+def missing_after_blocks(rank: int, _: int, make: Callable[[], nn.Module]) -> tuple[list[str], list[set[str]]]:
+    """Weights in the agreed order of their gathers; those missing before any block ran, and after each."""
     model, optimizer = build(make, overlap=True)
     for step in range(3):
         train_step(model, optimizer, rank, step)
-    missing = [missing_weights(optimizer)]
+    missing = [weights_in(optimizer, optimizer._grads.manager.missing_gathers)]
     x = batch(rank, 3)
     for block in model.blocks:  # type: ignore[union-attr]
         x = block(x)
-        missing.append(missing_weights(optimizer))
-    return missing
+        missing.append(weights_in(optimizer, optimizer._grads.manager.missing_gathers))
+    return weights_in(optimizer, optimizer._grads.manager.gather_order), list(map(set, missing))
 
 
-def missing_weights(optimizer: FusedShardedAdam) -> set[str]:
-    names = names_in(optimizer, optimizer._grads.manager.missing_gathers)
-    return {name.replace("_orig_mod.", "") for name in names if name.endswith("weight")}
+def weights_in(optimizer: FusedShardedAdam, buckets: list[int]) -> list[str]:
+    names = names_in(optimizer, buckets)
+    return [name.replace("_orig_mod.", "") for name in names if name.endswith("weight")]
 
 
 @pytest.mark.parametrize("make", [blocks_compiled, blocks_compiled_in_place])
 def test_a_compiled_block_waits_for_what_it_reads(make: Callable[[], nn.Module]) -> None:
     weights = [f"blocks.{i}.inner.weight" for i in range(4)]
-    for missing in run_ranks(missing_after_blocks, 2, make):
+    for order, missing in run_ranks(missing_after_blocks, 2, make):
+        assert order == weights
         assert missing == [set(weights[ran:]) for ran in range(5)]
 
 
 def left_by_compiled_functions(rank: int, _: int) -> list[int]:
-    """Gathers that the forward's first compiled function left under way, when it is new, later, and in evaluation."""
+    """Buckets that the forward's first compiled function left stale, when it is new, later, and in evaluation."""
     model, optimizer = build(Compiling, overlap=True)
+    memory = [bucket.buffer.flat.numpy() for bucket in optimizer._buckets]  # read without operators
     left = []
-    for _step in range(3):
+    for step in range(4):
         train_step(model, optimizer, rank, 0)
         assert under_way(optimizer) == 4
-        model.mixed(batch(rank, 0))  # type: ignore[operator]
-        left.append(under_way(optimizer))
-    train_step(model, optimizer, rank, 0)
-    with torch.no_grad():
-        model.mixed(batch(rank, 0))  # type: ignore[operator]
-    return [*left, under_way(optimizer)]
+        with torch.set_grad_enabled(step < 3):
+            model.mixed(batch(rank, 0))  # type: ignore[operator]
+        before = [each.copy() for each in memory]
+        optimizer.synchronize()
+        left.append(sum(bool((a != b).any()) for a, b in zip(before, memory, strict=True)))
+    return left
 
 
 def test_a_compiled_function_waits_for_everything_until_it_is_known_to_show_what_it_reads() -> None:

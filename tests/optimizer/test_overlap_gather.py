@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import itertools
 import pickle
 import threading
 import time
@@ -26,6 +27,7 @@ from tests.optimizer.overlap_models import (
     Compiling,
     Outside,
     batch,
+    blocks_compiled,
     blocks_compiled_in_place,
     build,
     compiled_in_place,
@@ -223,6 +225,36 @@ def test_who_writes_a_parameter_waits_for_neighbours_that_have_still_to_read_it(
     [expected, _] = run_ranks(halved_before_a_neighbour_has_read, 2, False)
     for params in run_ranks(halved_before_a_neighbour_has_read, 2, True):
         assert all(map(torch.equal, params, expected))
+
+
+def longest_silence(rank: int, _: int) -> float:
+    """Seconds that another thread of rank 0 stood still while a compiled forward waited for rank 1, which is late."""
+    model, optimizer = build(blocks_compiled, overlap=True)
+    for step in range(3):
+        train_step(model, optimizer, rank, step)
+    ticks = [time.monotonic()]
+    done = threading.Event()
+
+    def tick() -> None:
+        while not done.wait(0.01):
+            ticks.append(time.monotonic())
+
+    thread = threading.Thread(target=tick)
+    thread.start()
+    if rank == 1:
+        time.sleep(2)
+    start = time.monotonic()
+    model(batch(rank, 7), 0)
+    seconds = time.monotonic() - start
+    optimizer.synchronize()
+    done.set()
+    thread.join()
+    assert rank == 1 or seconds > 1
+    return max(b - a for a, b in itertools.pairwise(ticks))
+
+
+def test_other_threads_run_on_while_a_compiled_forward_waits() -> None:
+    assert run_ranks(longest_silence, 2)[0] < 1
 
 
 def left_by_a_deleted_optimizer(rank: int, _: int) -> tuple[bool, int]:

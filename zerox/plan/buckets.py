@@ -39,7 +39,8 @@ class ParamSpec:
 class BucketPlan:
     """One bucket: which parameters (as indices into the list that was planned), and how they lie.
 
-    The first ``num_straight`` are large: an exchange of single messages sends them straight from their gradients.
+    The first ``num_straight`` are large: where an exchange sends single messages, or there is none, their gradients
+    need not be packed.
     """
 
     params: tuple[int, ...]

@@ -67,7 +67,7 @@ def peak_of_whole(flows: Sequence[Flow], stalled: bool) -> int:
 
 
 def peak_alone(flows: Sequence[Flow], sharded: bool) -> int:
-    """One rank: what is packed, or stays, is the mean; where gradients stay whole step() packs them, one at a time."""
+    """One rank: what is packed, or stays, is the mean; of whole gradients step() packs small ones, bucket by bucket."""
     local = sum(flow.local for flow in flows)
     if not sharded:  # one bucket's is packed before the last one's is freed
         packed = [flow.flat for flow in flows]

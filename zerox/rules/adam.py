@@ -118,15 +118,22 @@ def update(bucket: Bucket, part: GradPart, present: Tensor, options: Tensor, gra
 
     elements = slice(part.start, part.start + part.grad.numel())
     rows = slice(part.first_row, part.first_row + len(part.segments))
+    whole = part.grad.numel() == bucket.param_shard.numel()
+
+    def part_of(tensor: Tensor | None) -> Any:
+        return tensor if whole or tensor is None else tensor[elements]
+
+    exp_avg, exp_avg_sq, maximum = bucket.moments.arguments()
+    scales = bucket.moments.scales if whole else bucket.moments.scales_of(elements)
     ops.adam_(
-        bucket.param_shard[elements],
-        bucket.master if bucket.master is None else bucket.master[elements],
+        part_of(bucket.param_shard),
+        part_of(bucket.master),
         part.grad,
-        bucket.moments.arguments(elements),
+        (part_of(exp_avg), part_of(exp_avg_sq), part_of(maximum)),
         part.segments,
         present[rows],
         bucket.steps[rows],
         options,
         grad_scale,
-        list(bucket.moments.scales_of(elements).values()),
+        list(scales.values()),
     )
