@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import copy
 import gc
-import itertools
 import pickle
-import threading
 import time
 from collections.abc import Callable
 
@@ -24,10 +22,8 @@ from tests.optimizer.overlap_models import (
     EAGER,
     SILENT,
     Backwards,
-    Compiling,
     Outside,
     batch,
-    blocks_compiled,
     blocks_compiled_in_place,
     build,
     compiled_in_place,
@@ -96,38 +92,6 @@ def state_dict_read(rank: int, _: int) -> bool:
     return all(torch.equal(read[name], p) for name, p in model.named_parameters())
 
 
-def state_dict_read_on_another_thread(rank: int, _: int) -> bool:
-    model, optimizer = build(Backwards, overlap=True)
-    for step in range(2):
-        train_step(model, optimizer, rank, step)
-    read: dict[str, Tensor] = {}
-    thread = threading.Thread(target=lambda: read.update({k: v.clone() for k, v in model.state_dict().items()}))
-    thread.start()
-    thread.join()
-    optimizer.synchronize()
-    return all(torch.equal(read[name], p) for name, p in model.named_parameters())
-
-
-def forward_on_another_thread(rank: int, _: int, make: Callable[[], nn.Module] = Backwards) -> bool:
-    model, optimizer = build(make, overlap=True)
-    for step in range(2):
-        train_step(model, optimizer, rank, step)
-    out: list[Tensor] = []
-    thread = threading.Thread(target=lambda: out.append(model(batch(rank, 7), 0)))
-    thread.start()
-    thread.join()
-    optimizer.synchronize()
-    return torch.equal(out[0], model(batch(rank, 7), 0))
-
-
-def foreign_read_on_another_thread(rank: int, world_size: int) -> bool:
-    return forward_on_another_thread(rank, world_size, Outside)
-
-
-def compiled_read_on_another_thread(rank: int, world_size: int) -> bool:
-    return forward_on_another_thread(rank, world_size, Compiling)
-
-
 def make_graphed_callables(module: nn.Module) -> None:
     """As torch's: what is put in the forward's place knows where parameters are, and calls no operators that read."""
     weights = [p.detach().numpy() for p in module.parameters()]
@@ -192,10 +156,6 @@ def a_part_that_is_called_by_itself(rank: int, _: int) -> bool:
     "case",
     [
         state_dict_read,
-        state_dict_read_on_another_thread,
-        forward_on_another_thread,
-        foreign_read_on_another_thread,
-        compiled_read_on_another_thread,
         a_graphed_part,
         part_of_state_dict_read,
         loaded_values_stay,
@@ -225,36 +185,6 @@ def test_who_writes_a_parameter_waits_for_neighbours_that_have_still_to_read_it(
     [expected, _] = run_ranks(halved_before_a_neighbour_has_read, 2, False)
     for params in run_ranks(halved_before_a_neighbour_has_read, 2, True):
         assert all(map(torch.equal, params, expected))
-
-
-def longest_silence(rank: int, _: int) -> float:
-    """Seconds that another thread of rank 0 stood still while a compiled forward waited for rank 1, which is late."""
-    model, optimizer = build(blocks_compiled, overlap=True)
-    for step in range(3):
-        train_step(model, optimizer, rank, step)
-    ticks = [time.monotonic()]
-    done = threading.Event()
-
-    def tick() -> None:
-        while not done.wait(0.01):
-            ticks.append(time.monotonic())
-
-    thread = threading.Thread(target=tick)
-    thread.start()
-    if rank == 1:
-        time.sleep(2)
-    start = time.monotonic()
-    model(batch(rank, 7), 0)
-    seconds = time.monotonic() - start
-    optimizer.synchronize()
-    done.set()
-    thread.join()
-    assert rank == 1 or seconds > 1
-    return max(b - a for a, b in itertools.pairwise(ticks))
-
-
-def test_other_threads_run_on_while_a_compiled_forward_waits() -> None:
-    assert run_ranks(longest_silence, 2)[0] < 1
 
 
 def left_by_a_deleted_optimizer(rank: int, _: int) -> tuple[bool, int]:
