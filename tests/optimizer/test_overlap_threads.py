@@ -1,4 +1,4 @@
-"""overlap_gather() and other threads of Python's: they wait for what they read too, and nobody keeps them from running."""
+"""overlap_gather() and other threads of Python's: they wait for what they read too, and run on while others wait."""
 
 from __future__ import annotations
 
