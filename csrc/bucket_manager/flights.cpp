@@ -208,10 +208,14 @@ void Flights::reduce(Bucket& bucket, Flight& flight) {
   landed.holds = true;
   if (!exchange_ && !accumulate && !bucket.keeps_shard) {
     // Alone, gradients are the mean. The norm is left to whoever asks for it.
-    landed.pieces = std::move(messages.front());
-    landed.pieces.back() = landed.pieces.back().narrow(0, 0, last.numel);  // less its flags
     landed.words.reset();
-    if (bucket.num_straight == 0) join_pieces(bucket);
+    Exchange::Messages& own = messages.front();
+    own.back() = own.back().narrow(0, 0, last.numel);  // less its flags
+    if (bucket.num_straight == 0) {
+      landed.shard = std::move(own.back());  // all was packed
+    } else {
+      landed.pieces = std::move(own);
+    }
     return;
   }
   if (!accumulate && !bucket.keeps_shard) landed.shard = at::empty({bucket.shard_numel}, flight.flat.options());

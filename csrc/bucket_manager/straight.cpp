@@ -79,11 +79,6 @@ bool stay_in_place(const Bucket& bucket) { return bucket.flat.is_cpu() && !bucke
 void join_pieces(Bucket& bucket) {
   Landed& landed = bucket.landed;
   if (landed.pieces.empty()) return;
-  if (landed.pieces.size() == 1) {  // all was packed
-    landed.shard = std::move(landed.pieces.front());
-    landed.pieces.clear();
-    return;
-  }
   landed.shard = at::zeros({bucket.shard_numel}, landed.pieces.back().options());
   for (size_t i = 0; i < landed.pieces.size(); ++i) {
     const Part& part = bucket.parts[i];
