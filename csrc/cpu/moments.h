@@ -73,11 +73,12 @@ struct CodedBlock {
   // One function for all kinds of parameters and gradients: compiling takes long enough.
   __attribute__((noinline)) void close(int64_t numel) {
     for (int64_t i = numel; i < kMomentBlock; ++i) values[i] = 0.0f;
-    *scale_at = scale = scale_of_key(largest_scale_key(values, kMomentBlock));
+    *scale_at = scale = scale_of_key<kHasNegatives>(largest_scale_key<kHasNegatives>(values, kMomentBlock));
+    const VecF inverse = VecF::splat(1.0f / scale);
     uint8_t coded[kMomentBlock];
     uint8_t* const to = numel == kMomentBlock ? codes : coded;
     for (int64_t i = 0; i < kMomentBlock; i += VecF::kLanes) {
-      encode_lanes<kHasNegatives>(kMap.nearest, VecF::load(values + i), VecF::splat(scale), to + i);
+      encode_lanes<kHasNegatives>(kMap.nearest, VecF::load(values + i), inverse, to + i);
     }
     if (to == coded) memcpy(codes, coded, static_cast<size_t>(numel));
   }

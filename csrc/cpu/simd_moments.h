@@ -61,30 +61,30 @@ ZX_HD VecF decode_lanes(VecF /*kind*/, const float* values, const uint8_t* codes
   return {_mm512_i32gather_ps(wide, values, 4)};
 }
 template <bool kHasNegatives>
-ZX_HD void encode_lanes(const uint32_t* nearest, VecF value, VecF scale, uint8_t* codes) {
-  const __m512i bits = _mm512_castps_si512((value / scale).x);
+ZX_HD void encode_lanes(const uint32_t* nearest, VecF value, VecF inverse, uint8_t* codes) {
+  const __m512 relative = (value * inverse).x;
   const __m512i least = _mm512_set1_epi32(static_cast<int32_t>(kLeastBits));
-  __m512i magnitude = _mm512_and_si512(bits, _mm512_set1_epi32(static_cast<int32_t>(kMagnitudeBits)));
-  const __mmask16 number = _mm512_cmple_epu32_mask(magnitude, _mm512_set1_epi32(static_cast<int32_t>(kOneBits)));
-  magnitude = _mm512_max_epu32(_mm512_maskz_mov_epi32(number, magnitude), least);
-  const __m512i entry = _mm512_i32gather_epi32(_mm512_srli_epi32(_mm512_sub_epi32(magnitude, least), 16), nearest, 4);
-  const __m512i low = _mm512_set1_epi32(0xffff);
-  const __mmask16 above = _mm512_cmpgt_epu32_mask(_mm512_and_si512(magnitude, low), _mm512_and_si512(entry, low));
-  __m512i code = _mm512_srli_epi32(entry, 16);
-  code = _mm512_mask_add_epi32(code, above, code, _mm512_set1_epi32(1));
+  // max gives its second operand where the first is NaN.
+  const __m512 magnitude = _mm512_max_ps(_mm512_abs_ps(relative), _mm512_castsi512_ps(least));
+  const __m512i bits = _mm512_castps_si512(_mm512_min_ps(magnitude, _mm512_set1_ps(1.0f)));
+  const __m512i entry = _mm512_i32gather_epi32(_mm512_srli_epi32(_mm512_sub_epi32(bits, least), 16), nearest, 4);
+  const __m512i low = _mm512_and_si512(bits, _mm512_set1_epi32(0xffff));
+  __m512i code = _mm512_srli_epi32(_mm512_add_epi32(entry, low), 16);
   if constexpr (kHasNegatives) {
     const __m512i most = _mm512_set1_epi32(static_cast<int32_t>(kOneSignedCode) - 1);
-    const __mmask16 negative = _mm512_movepi32_mask(bits);
+    const __mmask16 negative = _mm512_movepi32_mask(_mm512_castps_si512(relative));
     code = _mm512_mask_sub_epi32(code, negative, _mm512_setzero_si512(), _mm512_min_epu32(code, most));
   }
   _mm_storeu_si128(reinterpret_cast<__m128i*>(codes), _mm512_cvtepi32_epi8(code));
 }
 // The largest scale_key() of `count` values, a multiple of the lanes.
+template <bool kHasNegatives>
 ZX_HD uint32_t largest_scale_key(const float* values, int64_t count) {
   __m512i most = _mm512_setzero_si512();
   for (int64_t i = 0; i < count; i += VecF::kLanes) {
-    const __m512i bits = _mm512_castps_si512(_mm512_loadu_ps(values + i));
-    most = _mm512_max_epu32(most, _mm512_xor_si512(_mm512_rol_epi32(bits, 1), _mm512_set1_epi32(1)));
+    __m512i key = _mm512_castps_si512(_mm512_loadu_ps(values + i));
+    if constexpr (kHasNegatives) key = _mm512_xor_si512(_mm512_rol_epi32(key, 1), _mm512_set1_epi32(1));
+    most = _mm512_max_epu32(most, key);
   }
   alignas(64) uint32_t lanes[VecF::kLanes];
   _mm512_store_si512(lanes, most);
@@ -138,20 +138,20 @@ ZX_HD VecF decode_lanes(VecF /*kind*/, const float* values, const uint8_t* codes
   return {_mm256_i32gather_ps(values, wide, 4)};
 }
 template <bool kHasNegatives>
-ZX_HD void encode_lanes(const uint32_t* nearest, VecF value, VecF scale, uint8_t* codes) {
-  const __m256i bits = _mm256_castps_si256((value / scale).x);
+ZX_HD void encode_lanes(const uint32_t* nearest, VecF value, VecF inverse, uint8_t* codes) {
+  const __m256 relative = (value * inverse).x;
   const __m256i least = _mm256_set1_epi32(static_cast<int32_t>(kLeastBits));
-  __m256i magnitude = _mm256_and_si256(bits, _mm256_set1_epi32(static_cast<int32_t>(kMagnitudeBits)));
-  const __m256i nan = _mm256_cmpgt_epi32(magnitude, _mm256_set1_epi32(static_cast<int32_t>(kOneBits)));
-  magnitude = _mm256_max_epu32(_mm256_andnot_si256(nan, magnitude), least);
-  const __m256i index = _mm256_srli_epi32(_mm256_sub_epi32(magnitude, least), 16);
+  const __m256 absolute = _mm256_and_ps(relative, _mm256_castsi256_ps(_mm256_set1_epi32(0x7fffffff)));
+  // max gives its second operand where the first is NaN.
+  const __m256 magnitude = _mm256_max_ps(absolute, _mm256_castsi256_ps(least));
+  const __m256i bits = _mm256_castps_si256(_mm256_min_ps(magnitude, _mm256_set1_ps(1.0f)));
+  const __m256i index = _mm256_srli_epi32(_mm256_sub_epi32(bits, least), 16);
   const __m256i entry = _mm256_i32gather_epi32(reinterpret_cast<const int32_t*>(nearest), index, 4);
-  const __m256i low = _mm256_set1_epi32(0xffff);
-  const __m256i above = _mm256_cmpgt_epi32(_mm256_and_si256(magnitude, low), _mm256_and_si256(entry, low));
-  __m256i code = _mm256_sub_epi32(_mm256_srli_epi32(entry, 16), above);  // minus minus one
+  const __m256i low = _mm256_and_si256(bits, _mm256_set1_epi32(0xffff));
+  __m256i code = _mm256_srli_epi32(_mm256_add_epi32(entry, low), 16);
   if constexpr (kHasNegatives) {
     const __m256i most = _mm256_set1_epi32(static_cast<int32_t>(kOneSignedCode) - 1);
-    const __m256i sign = _mm256_srai_epi32(bits, 31);
+    const __m256i sign = _mm256_srai_epi32(_mm256_castps_si256(relative), 31);
     code = _mm256_blendv_epi8(code, _mm256_sub_epi32(_mm256_setzero_si256(), _mm256_min_epu32(code, most)), sign);
     code = _mm256_and_si256(code, _mm256_set1_epi32(0xff));
   }
@@ -159,12 +159,16 @@ ZX_HD void encode_lanes(const uint32_t* nearest, VecF value, VecF scale, uint8_t
   _mm_storel_epi64(reinterpret_cast<__m128i*>(codes), _mm_packus_epi16(words, words));
 }
 // The largest scale_key() of `count` values, a multiple of the lanes.
+template <bool kHasNegatives>
 ZX_HD uint32_t largest_scale_key(const float* values, int64_t count) {
   __m256i most = _mm256_setzero_si256();
   for (int64_t i = 0; i < count; i += VecF::kLanes) {
-    const __m256i bits = _mm256_castps_si256(_mm256_loadu_ps(values + i));
-    const __m256i rotated = _mm256_or_si256(_mm256_slli_epi32(bits, 1), _mm256_srli_epi32(bits, 31));
-    most = _mm256_max_epu32(most, _mm256_xor_si256(rotated, _mm256_set1_epi32(1)));
+    __m256i key = _mm256_castps_si256(_mm256_loadu_ps(values + i));
+    if constexpr (kHasNegatives) {
+      const __m256i rotated = _mm256_or_si256(_mm256_slli_epi32(key, 1), _mm256_srli_epi32(key, 31));
+      key = _mm256_xor_si256(rotated, _mm256_set1_epi32(1));
+    }
+    most = _mm256_max_epu32(most, key);
   }
   alignas(32) uint32_t lanes[VecF::kLanes];
   _mm256_store_si256(reinterpret_cast<__m256i*>(lanes), most);
@@ -175,10 +179,11 @@ ZX_HD uint32_t largest_scale_key(const float* values, int64_t count) {
 
 #else
 
+template <bool kHasNegatives>
 ZX_HD uint32_t largest_scale_key(const float* values, int64_t count) {
   uint32_t largest = 0;
   for (int64_t i = 0; i < count; ++i) {
-    const uint32_t key = scale_key(values[i]);
+    const uint32_t key = scale_key<kHasNegatives>(values[i]);
     largest = key > largest ? key : largest;
   }
   return largest;
@@ -190,6 +195,6 @@ ZX_HD ScalarLane<float> decode_lanes(ScalarLane<float> /*kind*/, const float* va
   return {values[*codes]};
 }
 template <bool kHasNegatives>
-ZX_HD void encode_lanes(const uint32_t* nearest, ScalarLane<float> value, ScalarLane<float> scale, uint8_t* codes) {
-  *codes = encode<kHasNegatives>(nearest, value.x, scale.x);
+ZX_HD void encode_lanes(const uint32_t* nearest, ScalarLane<float> value, ScalarLane<float> inverse, uint8_t* codes) {
+  *codes = encode<kHasNegatives>(nearest, value.x, inverse.x);
 }

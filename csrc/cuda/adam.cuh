@@ -4,6 +4,7 @@
 
 #include "cuda/adam_param.cuh"
 #include "cuda/fold.cuh"
+#include "cuda/unchecked.cuh"
 
 namespace zx::cuda {
 
@@ -30,13 +31,17 @@ __device__ __forceinline__ void update(const Args& a, const Folded<T>& folded, i
   const auto grad = load<N>(a.grad + i);
   auto param = a.where.template load<N>(i);
   auto moments = a.moments.template load<kAmsgrad, N>(i);
+  AdamLanes<ScalarLane<T>> at[N];
   ZX_UNROLL
   for (int j = 0; j < N; ++j) {
-    AdamLanes<ScalarLane<T>> at{{param.get(j)}, {}, {}, {}};
-    moments.get(j, at);
-    adam_update<kAmsgrad>(folded.step, ScalarLane<T>::load(&grad.at[j]), at);
-    param.set(j, at.param.x);
-    moments.set(j, at, folded, i + j);
+    at[j].param.x = param.get(j);
+    moments.get(j, at[j]);
+  }
+  update_each<kAmsgrad>(folded, grad, at);
+  ZX_UNROLL
+  for (int j = 0; j < N; ++j) {
+    param.set(j, at[j].param.x);
+    moments.set(j, at[j], folded, i + j);
   }
   a.where.store(param, i);
   a.moments.template store<kAmsgrad>(moments, i);
@@ -63,7 +68,7 @@ __global__ void __launch_bounds__(kThreads, 1) adam_kernel(Args a) {
     const int64_t first = tile * kTile + int64_t{threadIdx.x} * kVector;
     if (first >= a.numel) return;
     stretch.find(a, first);
-    if (a.aligned && first + kVector <= stretch.stop) {
+    if (a.aligned && first + kVector <= stretch.place.stop) {
       update_at<kVector>(a, stretch, first);
     } else {  // an end of a segment lies inside
       const int64_t stop = first + kVector < a.numel ? first + kVector : a.numel;

@@ -36,11 +36,22 @@ struct BlockArgs {
   bool aligned;  // all of the pointers above, to 16 bytes
 };
 
-// This lane's part of a moment: elements [first, first + count) of the shard, the others zero.
+// This lane's part of a block: elements [first, first + count) of the shard. A whole part, of a block that is whole, is
+// moved in full accesses; of others what is no element is zero.
+template <bool kWhole>
 struct Part {
   int64_t first;
   int count;
-  bool wide;
+
+  template <class T>
+  __device__ __forceinline__ Pack<T, kLane> load(const T* from) const {
+    return kWhole ? cuda::load<kLane>(from + first) : load_first<kLane>(from + first, count);
+  }
+  template <class T>
+  __device__ __forceinline__ void store(const Pack<T, kLane>& pack, T* to) const {
+    if constexpr (kWhole) return cuda::store(pack, to + first);
+    store_first(pack, to + first, count);
+  }
 };
 
 template <bool kHasNegatives>
@@ -49,20 +60,21 @@ struct HeldMoment {
   float scale;
   float values[kLane];
 
+  template <class Part>
   __device__ __forceinline__ void load(const Moment& moment, const Part& part) {
-    const auto* from = static_cast<const uint8_t*>(moment.values) + part.first;
-    codes = part.wide ? cuda::load<kLane>(from) : load_first<kLane>(from, part.count);
+    codes = part.load(static_cast<const uint8_t*>(moment.values));
     scale = moment.scales[part.first / kMomentBlock];
   }
   __device__ __forceinline__ float get(const DynamicMap& map, int i) const {
     return decode(map.values, codes.at[i], scale);
   }
   // Every lane of the warp takes part.
+  template <class Part>
   __device__ __forceinline__ void store(const DynamicMap& map, const Moment& moment, const Part& part) {
     uint32_t key = 0;
     ZX_UNROLL
     for (int i = 0; i < kLane; ++i) {
-      const uint32_t other = scale_key(values[i]);
+      const uint32_t other = scale_key<kHasNegatives>(values[i]);
       key = other > key ? other : key;
     }
     ZX_UNROLL
@@ -70,26 +82,21 @@ struct HeldMoment {
       const uint32_t other = __shfl_xor_sync(kAllLanes, key, distance, kWarp);
       key = other > key ? other : key;
     }
-    scale = scale_of_key(key);
+    scale = scale_of_key<kHasNegatives>(key);
+    const float inverse = 1.0f / scale;
     ZX_UNROLL
-    for (int i = 0; i < kLane; ++i) codes.at[i] = encode<kHasNegatives>(map.nearest, values[i], scale);
-    auto* to = static_cast<uint8_t*>(moment.values) + part.first;
-    if (part.wide) {
-      cuda::store(codes, to);
-    } else {
-      store_first(codes, to, part.count);
-    }
+    for (int i = 0; i < kLane; ++i) codes.at[i] = encode<kHasNegatives>(map.nearest, values[i], inverse);
+    part.store(codes, static_cast<uint8_t*>(moment.values));
     if (part.first % kMomentBlock == 0) moment.scales[part.first / kMomentBlock] = scale;
   }
 };
 
 // Every lane of the warp takes part.
-template <bool kAmsgrad, class Args>
-__device__ __forceinline__ void update_block(const Args& a, const Maps& maps, const AdamStep<float>& step,
-                                             const Part& part) {
-  const auto grad = part.wide ? load<kLane>(a.grad + part.first) : load_first<kLane>(a.grad + part.first, part.count);
-  auto param =
-      part.wide ? a.where.template load<kLane>(part.first) : a.where.template load_first<kLane>(part.first, part.count);
+template <bool kAmsgrad, bool kWhole, class Args>
+__device__ __forceinline__ void update_block(const Args& a, const Maps& maps, const Folded<float>& folded,
+                                             const Part<kWhole>& part) {
+  const auto grad = part.load(a.grad);
+  auto param = a.where.template load<kLane>(part);
   HeldMoment<true> exp_avg;
   HeldMoment<false> exp_avg_sq;
   HeldMoment<false> largest;
@@ -97,27 +104,44 @@ __device__ __forceinline__ void update_block(const Args& a, const Maps& maps, co
   exp_avg_sq.load(a.moments.exp_avg_sq, part);
   if constexpr (kAmsgrad) largest.load(a.moments.max_exp_avg_sq, part);
   __syncwarp();  // all have read the scales
+  AdamLanes<ScalarLane<float>> at[kLane];
   ZX_UNROLL
   for (int i = 0; i < kLane; ++i) {
-    AdamLanes<ScalarLane<float>> at{{param.get(i)}, {}, {}, {}};
-    at.exp_avg.x = exp_avg.get(maps.with_negatives, i);
-    at.exp_avg_sq.x = exp_avg_sq.get(maps.without, i);
-    if constexpr (kAmsgrad) at.max_exp_avg_sq.x = largest.get(maps.without, i);
-    adam_update<kAmsgrad>(step, ScalarLane<float>::load(&grad.at[i]), at);
-    param.set(i, at.param.x);
-    const bool live = i < part.count;
-    exp_avg.values[i] = live ? at.exp_avg.x : 0.0f;
-    exp_avg_sq.values[i] = live ? at.exp_avg_sq.x : 0.0f;
-    if constexpr (kAmsgrad) largest.values[i] = live ? at.max_exp_avg_sq.x : 0.0f;
+    at[i].param.x = param.get(i);
+    at[i].exp_avg.x = exp_avg.get(maps.with_negatives, i);
+    at[i].exp_avg_sq.x = exp_avg_sq.get(maps.without, i);
+    if constexpr (kAmsgrad) at[i].max_exp_avg_sq.x = largest.get(maps.without, i);
   }
-  if (part.wide) {
-    a.where.store(param, part.first);
-  } else {
-    a.where.store_first(param, part.first, part.count);
+  update_each<kAmsgrad>(folded, grad, at);
+  ZX_UNROLL
+  for (int i = 0; i < kLane; ++i) {
+    param.set(i, at[i].param.x);
+    exp_avg.values[i] = at[i].exp_avg.x;
+    exp_avg_sq.values[i] = at[i].exp_avg_sq.x;
+    if constexpr (kAmsgrad) largest.values[i] = at[i].max_exp_avg_sq.x;
   }
+  if constexpr (!kWhole) {  // what is no element has no say in the scale
+    ZX_UNROLL
+    for (int i = 0; i < kLane; ++i) {
+      if (i < part.count) continue;
+      exp_avg.values[i] = exp_avg_sq.values[i] = 0.0f;
+      if constexpr (kAmsgrad) largest.values[i] = 0.0f;
+    }
+  }
+  a.where.store(param, part);
   exp_avg.store(maps.with_negatives, a.moments.exp_avg, part);
   exp_avg_sq.store(maps.without, a.moments.exp_avg_sq, part);
   if constexpr (kAmsgrad) largest.store(maps.without, a.moments.max_exp_avg_sq, part);
+}
+
+template <class Args, class Part>
+__device__ __forceinline__ void update_at(const Args& a, const Maps& maps, const Folded<float>& folded,
+                                          const Part& part) {
+  if (folded.amsgrad) {
+    update_block<true>(a, maps, folded, part);
+  } else {
+    update_block<false>(a, maps, folded, part);
+  }
 }
 
 template <class Args>
@@ -134,13 +158,12 @@ __global__ void __launch_bounds__(kThreads) adam_block_kernel(Args a) {
     if (block >= a.numel) return;
     stretch.find(a, block);  // segments start with a block: none starts inside this one
     if (!stretch.folded.active) continue;
-    const int64_t left = stretch.stop - block - in_block;
-    const int count = static_cast<int>(left < 0 ? 0 : left < kLane ? left : kLane);
-    const Part part{block + in_block, count, a.aligned && count == kLane};
-    if (stretch.folded.amsgrad) {
-      update_block<true>(a, maps, stretch.folded.step, part);
+    if (a.aligned && block + kMomentBlock <= stretch.place.stop) {
+      update_at(a, maps, stretch.folded, Part<true>{block + in_block, kLane});
     } else {
-      update_block<false>(a, maps, stretch.folded.step, part);
+      const int64_t left = stretch.place.stop - block - in_block;
+      const int count = static_cast<int>(left < 0 ? 0 : left < kLane ? left : kLane);
+      update_at(a, maps, stretch.folded, Part<false>{block + in_block, count});
     }
   }
 }

@@ -26,17 +26,17 @@ struct PlainParam {
   __device__ __forceinline__ Held<N> load(int64_t i) const {
     return {cuda::load<N>(param + i)};
   }
-  template <int N>
-  __device__ __forceinline__ Held<N> load_first(int64_t i, int count) const {
-    return {cuda::load_first<N>(param + i, count)};
+  template <int N, class Part>
+  __device__ __forceinline__ Held<N> load(const Part& part) const {
+    return {part.load(param)};
   }
   template <int N>
   __device__ __forceinline__ void store(const Held<N>& held, int64_t i) const {
     cuda::store(held.param, param + i);
   }
-  template <int N>
-  __device__ __forceinline__ void store_first(const Held<N>& held, int64_t i, int count) const {
-    cuda::store_first(held.param, param + i, count);
+  template <int N, class Part>
+  __device__ __forceinline__ void store(const Held<N>& held, const Part& part) const {
+    part.store(held.param, param);
   }
 };
 
@@ -61,19 +61,19 @@ struct SplitParam {
   __device__ __forceinline__ Held<N> load(int64_t i) const {
     return {cuda::load<N>(param + i), cuda::load<N>(remainder + i)};
   }
-  template <int N>
-  __device__ __forceinline__ Held<N> load_first(int64_t i, int count) const {
-    return {cuda::load_first<N>(param + i, count), cuda::load_first<N>(remainder + i, count)};
+  template <int N, class Part>
+  __device__ __forceinline__ Held<N> load(const Part& part) const {
+    return {part.load(param), part.load(remainder)};
   }
   template <int N>
   __device__ __forceinline__ void store(const Held<N>& held, int64_t i) const {
     cuda::store(held.param, param + i);
     cuda::store(held.remainder, remainder + i);
   }
-  template <int N>
-  __device__ __forceinline__ void store_first(const Held<N>& held, int64_t i, int count) const {
-    cuda::store_first(held.param, param + i, count);
-    cuda::store_first(held.remainder, remainder + i, count);
+  template <int N, class Part>
+  __device__ __forceinline__ void store(const Held<N>& held, const Part& part) const {
+    part.store(held.param, param);
+    part.store(held.remainder, remainder);
   }
 };
 
@@ -100,19 +100,19 @@ struct MasteredParam {
   __device__ __forceinline__ Held<N> load(int64_t i) const {
     return {cuda::load<N>(param + i), cuda::load<N>(master + i)};
   }
-  template <int N>
-  __device__ __forceinline__ Held<N> load_first(int64_t i, int count) const {
-    return {cuda::load_first<N>(param + i, count), cuda::load_first<N>(master + i, count)};
+  template <int N, class Part>
+  __device__ __forceinline__ Held<N> load(const Part& part) const {
+    return {part.load(param), part.load(master)};
   }
   template <int N>
   __device__ __forceinline__ void store(const Held<N>& held, int64_t i) const {
     cuda::store(held.param, param + i);
     cuda::store(held.master, master + i);
   }
-  template <int N>
-  __device__ __forceinline__ void store_first(const Held<N>& held, int64_t i, int count) const {
-    cuda::store_first(held.param, param + i, count);
-    cuda::store_first(held.master, master + i, count);
+  template <int N, class Part>
+  __device__ __forceinline__ void store(const Held<N>& held, const Part& part) const {
+    part.store(held.param, param);
+    part.store(held.master, master);
   }
 };
 

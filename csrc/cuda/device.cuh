@@ -24,6 +24,7 @@ constexpr unsigned kAllLanes = 0xffffffffu;
 // Aligned to an access: an array of floats is not by itself.
 #define ZX_SHARED(type, name) __shared__ __align__(16) type name
 #define ZX_UNROLL _Pragma("unroll")
+#define ZX_UNROLL_TWICE _Pragma("unroll 2")
 
 namespace zx::cuda {
 
@@ -32,6 +33,18 @@ using Word16 = uint4;
 using Word8 = uint2;
 using Word4 = unsigned;
 using Word2 = unsigned short;
+
+// To within a unit of the last place; subnormal operands count as 0.
+__device__ __forceinline__ float approximate_reciprocal(float x) {
+  float y;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+__device__ __forceinline__ float approximate_rsqrt(float x) {
+  float y;
+  asm("rsqrt.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
 
 // A pointer that was read from a table could lead anywhere, for all the compiler knows: it is to the device's memory.
 template <class T>

@@ -19,4 +19,24 @@ __device__ __forceinline__ int64_t first_ending_after(const Row* rows, int64_t l
   return low;
 }
 
+// The row that an element lies in, or the gap around it: what was found for one element serves its neighbours.
+struct Place {
+  int64_t row = 0;  // of a gap the row behind it, which may be the table's end
+  int64_t start = 0;
+  int64_t stop = 0;
+  bool is_gap = true;
+
+  __device__ __forceinline__ bool has(int64_t i) const { return start <= i && i < stop; }
+
+  // `rows` ascend, and do not overlap; behind them all is gap up to `numel`.
+  template <class Row>
+  __device__ __forceinline__ void find(const Row* rows, int64_t num_rows, int64_t numel, int64_t i) {
+    row = first_ending_after(rows, int64_t{0}, num_rows, i);
+    const int64_t next = row < num_rows ? rows[row].start : numel;
+    is_gap = next > i;
+    start = is_gap ? i : next;
+    stop = is_gap ? next : rows[row].stop;
+  }
+};
+
 }  // namespace zx::cuda

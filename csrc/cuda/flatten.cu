@@ -37,16 +37,16 @@ __device__ __forceinline__ void cast(const void* source, int64_t i, To* to) {
 }
 
 template <int N, class To>
-__device__ __forceinline__ void cast_from(const FlatPiece& piece, int64_t i, To* to) {
-  switch (piece.dtype) {
+__device__ __forceinline__ void cast_from(const void* source, DType dtype, int64_t i, To* to) {
+  switch (dtype) {
     case DType::f64:
-      return cast<N, double>(piece.source, i, to);
+      return cast<N, double>(source, i, to);
     case DType::f32:
-      return cast<N, float>(piece.source, i, to);
+      return cast<N, float>(source, i, to);
     case DType::bf16:
-      return cast<N, bf16>(piece.source, i, to);
+      return cast<N, bf16>(source, i, to);
     case DType::f16:
-      return cast<N, f16>(piece.source, i, to);
+      return cast<N, f16>(source, i, to);
   }
 }
 
@@ -64,31 +64,29 @@ __device__ __forceinline__ To one() {
 // The piece or the gap around an element.
 template <class To>
 struct Stretch {
-  FlatPiece piece{nullptr, 0, 0, DType::f32};  // a gap has no source
+  Place place;
+  const void* source = nullptr;  // a gap has none
+  DType dtype = DType::f32;
 
   __device__ __forceinline__ void find(const FlattenArgs<To>& a, int64_t i) {
-    if (piece.start <= i && i < piece.stop) return;
-    const int64_t row = first_ending_after(a.pieces, int64_t{0}, a.num_pieces, i);
-    const int64_t next = row < a.num_pieces ? a.pieces[row].start : a.numel;
-    if (next <= i) {
-      piece = a.pieces[row];
-    } else {
-      piece = {nullptr, i, next, DType::f32};
-    }
+    if (place.has(i)) return;
+    place.find(a.pieces, a.num_pieces, a.numel, i);
+    source = place.is_gap ? nullptr : a.pieces[place.row].source;
+    dtype = place.is_gap ? DType::f32 : a.pieces[place.row].dtype;
   }
 
   // Whether N elements of the source can be read from i on in accesses of full width.
   template <int N>
   __device__ __forceinline__ bool reads_wide(int64_t i) const {
-    const int64_t bytes = bytes_of(piece.dtype);
-    const auto address = reinterpret_cast<uintptr_t>(piece.source) + static_cast<uintptr_t>((i - piece.start) * bytes);
+    const int64_t bytes = bytes_of(dtype);
+    const auto address = reinterpret_cast<uintptr_t>(source) + static_cast<uintptr_t>((i - place.start) * bytes);
     const int64_t access = N * bytes < kAccessBytes ? N * bytes : kAccessBytes;
     return address % static_cast<uintptr_t>(access) == 0;
   }
 
   template <int N>
   __device__ __forceinline__ void write(const FlattenArgs<To>& a, int64_t i) const {
-    if (piece.source != nullptr) return cast_from<N>(piece, i - piece.start, a.flat + i);
+    if (source != nullptr) return cast_from<N>(source, dtype, i - place.start, a.flat + i);
     Pack<To, N> pack{};
     int64_t flag = first_flag(a, i);
     ZX_UNROLL
@@ -128,7 +126,7 @@ __global__ void __launch_bounds__(kThreads) flatten_kernel(FlattenArgs<To> a) {
     const int64_t first = tile * kTile + int64_t{threadIdx.x} * kVector;
     if (first >= a.numel) return;
     stretch.find(a, first);
-    if (aligned && first + kVector <= stretch.piece.stop && stretch.template reads_wide<kVector>(first)) {
+    if (aligned && first + kVector <= stretch.place.stop && stretch.template reads_wide<kVector>(first)) {
       stretch.template write<kVector>(a, first);
     } else {  // an end of a piece lies inside, or the source starts anywhere
       const int64_t stop = first + kVector < a.numel ? first + kVector : a.numel;

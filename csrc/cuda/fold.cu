@@ -4,6 +4,12 @@
 namespace zx::cuda {
 namespace {
 
+// Constants that leave the bounds of unchecked.cuh to the elements.
+template <class T>
+__device__ __forceinline__ bool is_ordinary(const AdamStep<T>& step) {
+  return step.bias_correction2_sqrt >= T(0x1p-20) && step.bias_correction2_sqrt <= T(1) && step.eps <= T(0x1p+20);
+}
+
 template <class T>
 __global__ void __launch_bounds__(kThreads) fold_kernel(AdamSegments s) {
   const double grad_scale = s.grad_scale != nullptr ? *s.grad_scale : 1.0;
@@ -17,6 +23,8 @@ __global__ void __launch_bounds__(kThreads) fold_kernel(AdamSegments s) {
       const AdamOptions& options = s.options[segment.options_row];
       const int64_t step = ++s.steps[i];
       fold.step = narrow<T>(fold_adam(options, step, grad_scale));
+      fold.inverse_bias_correction2_sqrt = T(1) / fold.step.bias_correction2_sqrt;
+      fold.ordinary = is_ordinary(fold.step);
       fold.random_key = random_key(step, segment.param);
       fold.param_shift = segment.param_start - segment.start;
       fold.amsgrad = options.amsgrad != 0.0;

@@ -13,6 +13,8 @@ struct Folded {
   AdamStep<T> step;
   RandomKey random_key;
   int64_t param_shift;  // added to an element of the shard it gives the parameter's
+  T inverse_bias_correction2_sqrt;
+  bool ordinary;  // see Note [Roots and quotients without a check each]
   bool active;
   bool amsgrad;
 };
@@ -24,23 +26,17 @@ int fold(bool as_double, const AdamSegments& s, Stream stream);
 // The segment or the gap around an element, and what to do there.
 template <class T>
 struct Stretch {
-  int64_t start = 0;
-  int64_t stop = 0;
+  Place place;
   Folded<T> folded{};
 
   template <class Args>
   __device__ __forceinline__ void find(const Args& a, int64_t i) {
-    if (start <= i && i < stop) return;
-    const int64_t row = first_ending_after(a.segments, int64_t{0}, a.num_segments, i);
-    const int64_t next = row < a.num_segments ? a.segments[row].start : a.numel;
-    if (next <= i) {
-      start = next;
-      stop = a.segments[row].stop;
-      folded = a.folded[row];
-    } else {
-      start = i;
-      stop = next;
+    if (place.has(i)) return;
+    place.find(a.segments, a.num_segments, a.numel, i);
+    if (place.is_gap) {
       folded.active = false;
+    } else {
+      folded = a.folded[place.row];
     }
   }
 };

@@ -106,7 +106,7 @@ struct AdamSegments {
   const double* grad_scale;  // null: 1
   void* folded;              // scratch of count * kFoldedBytes
 };
-constexpr int64_t kFoldedBytes = 104;
+constexpr int64_t kFoldedBytes = 112;
 int adam(const AdamElements& elements, const AdamSegments& segments, Stream stream);
 // Its parts, by how moments are stored; each in a file of its own.
 int adam_bf16(const AdamElements& elements, const AdamSegments& segments, Stream stream);

@@ -8,78 +8,102 @@ namespace {
 template <class Stored>
 struct NormArgs {
   NormShard shard;
-  Norm kind;
   bool aligned;  // the values, to 16 bytes
 };
 
-// Any order but 1, 2 and infinity needs pow(), whose last bits are the device's own; a kernel of its own keeps its
-// registers out of the others.
-template <class Stored, bool kPowers>
+// Any order but 1, 2 and infinity needs pow(), whose last bits are the device's own.
+template <class Stored, Norm kNorm>
 __global__ void __launch_bounds__(kThreads, 1) norm_kernel(NormArgs<Stored> a) {
   using T = std::conditional_t<std::is_same_v<Stored, double>, double, float>;
   using Order = LaneOrder<Stored>;
   ZX_SHARED(WarpTiles<T>, tiles);
   ZX_SHARED(Words, words);
   clear_words(words);
-  T* tile = tiles[threadIdx.x / kWarp];
+  PairTile<T>& tile = tiles[threadIdx.x / kWarp];
   const int lane = static_cast<int>(threadIdx.x) % kWarp;
   const auto* values = static_cast<const Stored*>(a.shard.values);
   // As the bits of doubles, which order as the numbers do, with infinity and then NaN on top.
   int64_t largest = 0;
-  const bool sums = a.kind != Norm::max_of_abs;  // which needs no tile
+  LaneSum lane_sum;
 
-  const auto on_block = [&](int64_t first, int64_t last, int64_t /*segment*/) {
-    bool finite = true;
-    const auto take = [&](T value, int at) {
-      finite = finite && is_finite(value);
-      if (sums) tile[at] = value;
-      const int64_t bits = std::bit_cast<int64_t>(std::fabs(static_cast<double>(value)));
-      largest = bits > largest ? bits : largest;
+  const auto on_pair = [&](int64_t first, int64_t stop, int64_t /*segment*/) {
+    NonFinite non_finite;
+    const auto see = [&](T value, int at) {
+      if constexpr (kNorm == Norm::max_of_abs) {
+        const int64_t bits = std::bit_cast<int64_t>(std::fabs(static_cast<double>(value)));
+        largest = bits > largest ? bits : largest;
+      } else {
+        non_finite.see(at / static_cast<int>(kNormBlock), value);
+      }
     };
-    if (a.aligned && last - first == kNormBlock && first * static_cast<int64_t>(sizeof(Stored)) % kAccessBytes == 0) {
+    if (a.aligned && stop - first == kPairNumel && Order::starts_at(first)) {
+      Pack<Stored, Order::kEach> loaded[Order::kAccesses];
       ZX_UNROLL
       for (int access = 0; access < Order::kAccesses; ++access) {
-        const int at = Order::first(access);
-        const auto loaded = load<Order::kEach>(values + first + at);
+        loaded[access] = load<Order::kEach>(values + first + Order::first(access));
+      }
+      ZX_UNROLL
+      for (int access = 0; access < Order::kAccesses; ++access) {
+        Pack<T, Order::kEach> wide;
         ZX_UNROLL
-        for (int j = 0; j < Order::kEach; ++j) take(ScalarLane<T>::load(&loaded.at[j]).x, at + j);
+        for (int j = 0; j < Order::kEach; ++j) {
+          wide.at[j] = ScalarLane<T>::load(&loaded[access].at[j]).x;
+          see(wide.at[j], access * static_cast<int>(kPairNumel) / Order::kAccesses);
+        }
+        if constexpr (kNorm != Norm::max_of_abs) store(wide, tile.at(Order::first(access)));
       }
     } else {
-      for (int at = lane; at < kNormBlock; at += kWarp) {
-        take(first + at < last ? ScalarLane<T>::load(values + first + at).x : T(0), at);
+      for (int at = lane; at < kPairNumel; at += kWarp) {
+        const T value = first + at < stop ? ScalarLane<T>::load(values + first + at).x : T(0);
+        see(value, at);
+        if constexpr (kNorm != Norm::max_of_abs) *tile.at(at) = value;
       }
     }
-    if (!sums) return;
-    double partial = 0.0;
-    if constexpr (kPowers) {
-      const double order = a.shard.order;
-      partial = sum_of_tile(tile, [order](double x) { return std::pow(std::fabs(x), order); });
-    } else {
-      const bool squares = a.kind == Norm::sum_of_squares;
-      partial = sum_of_tile(tile, [squares](double x) { return squares ? x * x : std::fabs(x); });
+    if constexpr (kNorm != Norm::max_of_abs) {
+      double sum = 0.0;
+      if constexpr (kNorm == Norm::sum_of_squares) {
+        sum = sum_of_tile(tile, AddSquare<T>{});
+      } else if constexpr (kNorm == Norm::sum_of_abs) {
+        sum = sum_of_tile(tile, [](double so_far, double x) { return so_far + std::fabs(x); });
+      } else {
+        const double order = a.shard.order;
+        sum = sum_of_tile(tile, [order](double so_far, double x) { return so_far + std::pow(std::fabs(x), order); });
+      }
+      constexpr bool kSumTells = !std::is_same_v<T, double> && kNorm != Norm::sum_of_powers;
+      const bool finite = kSumTells ? is_finite(sum) : !non_finite.in_own_block();
+      lane_sum.add(words, has_sum() ? sum : 0.0);
+      if (has_sum() && !finite) atomic_add(words + kExactNonFinite, 1);
     }
-    const bool all_finite = !any_lane(!finite);
-    if (lane != 0) return;
-    exact_add_shared(words, partial);
-    if (!all_finite) atomic_add(words + kExactNonFinite, 1);
   };
-  for_each_norm_block(a.shard.segments, a.shard.num_segments, a.shard.numel, on_block, [](int64_t, int64_t) {});
-  if (sums) {
-    give_words(words, a.shard.words);
-  } else {
+  for_each_norm_pair(a.shard.segments, a.shard.num_segments, a.shard.numel, on_pair, [](int64_t, int64_t) {});
+  if constexpr (kNorm == Norm::max_of_abs) {
     atomic_max(words, largest);
     give_words</*kMax=*/true>(words, a.shard.words);
+  } else {
+    lane_sum.give(words);
+    give_words(words, a.shard.words);
   }
 }
 
 template <class Stored>
 int launch_norm(const NormShard& shard, Stream stream) {
-  const NormArgs<Stored> args{shard, norm_of_order(shard.order), is_aligned(shard.values)};
-  const bool powers = args.kind == Norm::sum_of_powers;
-  const auto kernel = powers ? norm_kernel<Stored, true> : norm_kernel<Stored, false>;
-  const int error = launch(kernel, norm_tiles(shard.numel), stream, args);
-  if (error != cudaSuccess || args.kind == Norm::max_of_abs) return error;
-  return carry(shard.words, stream);
+  const NormArgs<Stored> args{shard, is_aligned(shard.values)};
+  const auto run = [&](auto kernel) { return launch(kernel, norm_tiles(shard.numel), stream, args); };
+  int error = cudaSuccess;
+  switch (norm_of_order(shard.order)) {
+    case Norm::max_of_abs:
+      return run(norm_kernel<Stored, Norm::max_of_abs>);
+    case Norm::sum_of_abs:
+      error = run(norm_kernel<Stored, Norm::sum_of_abs>);
+      break;
+    case Norm::sum_of_squares:
+      error = run(norm_kernel<Stored, Norm::sum_of_squares>);
+      break;
+    case Norm::sum_of_powers:
+      error = run(norm_kernel<Stored, Norm::sum_of_powers>);
+      break;
+  }
+  return error == cudaSuccess ? carry(shard.words, stream) : error;
 }
 
 struct ValueArgs {

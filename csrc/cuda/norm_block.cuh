@@ -1,4 +1,4 @@
-// Norm partials on the device: a warp takes a block of kNormBlock elements, a thread block keeps an exact sum.
+// Norm partials on the device: a warp takes two blocks of kNormBlock elements, a thread block keeps an exact sum.
 // See Note [Norms are summed exactly].
 #pragma once
 
@@ -13,8 +13,6 @@
 #include "math/segment.h"
 
 namespace zx::cuda {
-
-constexpr int kLaneElements = kNormBlock / kWarp;
 
 using Words = int64_t[kExactWords];
 
@@ -44,89 +42,146 @@ __device__ __forceinline__ void give_words(const Words& words, int64_t* total) {
   }
 }
 
-__device__ __forceinline__ void exact_add_shared(Words& words, double partial) {
-  const ExactTerm term = exact_term(partial);
-  for (int i = 0; i < 3; ++i) atomic_add(words + term.first + i, term.added[i]);
-}
+// What one lane adds up, until its place in the words changes: atomics on 64 bits of shared memory are loops.
+class LaneSum {
+ public:
+  __device__ __forceinline__ void add(Words& words, double partial) {
+    const ExactTerm term = exact_term(partial);
+    if (term.first != first_) give(words);
+    first_ = term.first;
+    ZX_UNROLL
+    for (int i = 0; i < 3; ++i) added_[i] += term.added[i];
+  }
+  __device__ __forceinline__ void give(Words& words) {
+    ZX_UNROLL
+    for (int i = 0; i < 3; ++i) {
+      atomic_add(words + first_ + i, added_[i]);
+      added_[i] = 0;
+    }
+  }
+
+ private:
+  int first_ = 0;
+  uint64_t added_[3] = {0, 0, 0};  // of digits below 2^32: as many as 2^32 partials fit
+};
 
 // ---- which blocks are a warp's
 
-// Calls on_block(first, last, segment) for the norm blocks that start in [first, last) of a shard, and on_gap(first,
-// last) for the padding there. `row`: where to look first, kept from range to range.
-template <class OnBlock, class OnGap>
-__device__ __forceinline__ void for_each_norm_block(const Segment* segments, int64_t num_segments, int64_t numel,
-                                                    int64_t first, int64_t last, int64_t& row, const OnBlock& on_block,
-                                                    const OnGap& on_gap) {
-  row = first_ending_after(segments, row, num_segments, first);
-  for (int64_t i = row;; ++i) {
-    const int64_t gap_start = i > 0 ? segments[i - 1].stop : 0;
-    const int64_t gap_stop = i < num_segments ? segments[i].start : numel;
-    on_gap(gap_start > first ? gap_start : first, gap_stop < last ? gap_stop : last);
-    if (i == num_segments || gap_stop >= last) return;
-    const int64_t stop = segments[i].stop;
-    int64_t block = gap_stop;
-    if (block < first) block += (first - block + kNormBlock - 1) / kNormBlock * kNormBlock;
-    for (; block < stop && block < last; block += kNormBlock) {
-      on_block(block, block + kNormBlock < stop ? block + kNormBlock : stop, i);
+// Two norm blocks at a time: each half of a warp's lanes sums one, and twice as much memory is on its way.
+constexpr int kPair = 2;
+constexpr int64_t kPairNumel = kPair * kNormBlock;
+static_assert(kPair * kNormAccumulators == kWarp);
+
+// Calls on_pair(first, stop, row) for one or two neighbouring norm blocks of a segment that start in this warp's share
+// of a shard, and on_gap(first, stop) for the padding there.
+template <class OnPair, class OnGap>
+__device__ __forceinline__ void for_each_norm_pair(const Segment* segments, int64_t num_segments, int64_t numel,
+                                                   const OnPair& on_pair, const OnGap& on_gap) {
+  constexpr int64_t kTile = int64_t{kWarps} * kPairNumel;
+  const int64_t in_tile = int64_t{threadIdx.x / kWarp} * kPairNumel;
+  Place place;
+  const TileRange tiles = tiles_of_block(tiles_for(numel, kTile));
+  for (int64_t tile = tiles.first; tile < tiles.last; ++tile) {
+    const int64_t first = tile * kTile + in_tile;
+    const int64_t last = first + kPairNumel < numel ? first + kPairNumel : numel;
+    for (int64_t at = first; at < last;) {
+      if (!place.has(at)) place.find(segments, num_segments, numel, at);
+      int64_t stop = place.stop;
+      if (place.is_gap) {
+        if (stop > last) stop = last;
+        on_gap(at, stop);
+      } else if (const int64_t inside = (at - place.start) % kNormBlock; inside != 0) {
+        const int64_t next = at + kNormBlock - inside;  // of a block that started before
+        if (stop > next) stop = next;
+      } else {
+        const int64_t most = at + kNormBlock < last ? at + kPairNumel : at + kNormBlock;
+        if (stop > most) stop = most;
+        on_pair(at, stop, place.row);
+      }
+      at = stop;
     }
   }
 }
+constexpr int64_t norm_tiles(int64_t numel) { return tiles_for(numel, int64_t{kWarps} * kPairNumel); }
 
-// The same for all of a warp's share of a shard.
-template <class OnBlock, class OnGap>
-__device__ __forceinline__ void for_each_norm_block(const Segment* segments, int64_t num_segments, int64_t numel,
-                                                    const OnBlock& on_block, const OnGap& on_gap) {
-  constexpr int64_t kTile = int64_t{kWarps} * kNormBlock;
-  const int64_t warp = threadIdx.x / kWarp;
-  int64_t row = 0;
-  const TileRange tiles = tiles_of_block(tiles_for(numel, kTile));
-  for (int64_t tile = tiles.first; tile < tiles.last; ++tile) {
-    const int64_t first = tile * kTile + warp * kNormBlock;
-    const int64_t last = first + kNormBlock < numel ? first + kNormBlock : numel;
-    if (first < last) for_each_norm_block(segments, num_segments, numel, first, last, row, on_block, on_gap);
-  }
-}
-constexpr int64_t norm_tiles(int64_t numel) { return tiles_for(numel, int64_t{kWarps} * kNormBlock); }
+// ---- which elements of a pair are a lane's
 
-// ---- which elements of a block are a lane's
-
-// A whole block that starts at a multiple of 16 bytes moves in full accesses, neighbours in neighbouring lanes.
+// A whole pair that starts at a multiple of 16 bytes moves in full accesses, neighbours in neighbouring lanes.
 template <class Stored>
 struct LaneOrder {
   static constexpr int kEach = kAccessBytes / static_cast<int>(sizeof(Stored));
-  static constexpr int kAccesses = kLaneElements / kEach;
+  static constexpr int kAccesses = static_cast<int>(kPairNumel) / kWarp / kEach;
   __device__ __forceinline__ static int first(int access) {
     return (access * kWarp + static_cast<int>(threadIdx.x) % kWarp) * kEach;
   }
+  // Whether element `first` of an array that is aligned to 16 bytes is, too.
+  __device__ __forceinline__ static bool starts_at(int64_t first) { return first % kEach == 0; }
 };
 
-// ---- the partial
+// ---- the partials
 
+// A warp's pair. The second block lies half of the banks behind the first, so that both can be read at once.
 template <class T>
-using WarpTiles = T[kWarps][kNormBlock];
+struct PairTile {
+  static constexpr int kStride = static_cast<int>(kNormBlock) + kNormAccumulators;
+  T values[kPair * kStride];
+
+  __device__ __forceinline__ T* at(int i) { return values + i + i / static_cast<int>(kNormBlock) * kNormAccumulators; }
+};
+template <class T>
+using WarpTiles = PairTile<T>[kWarps];
 
 template <class T>
 __device__ __forceinline__ bool is_finite(T x) {
   return x - x == T(0);
 }
 
-// Sums term(x) over this warp's tile, whose missing elements are 0, in the order of kNormAccumulators; the sum is on
-// lane 0. Waits for what the lanes put into the tile, and until all have read it.
-template <class T, class Term>
-__device__ __forceinline__ double sum_of_tile(const T* tile, const Term& term) {
+// Sums both blocks of this warp's tile in the order of kNormAccumulators, `add` by `add`; missing elements are 0. Lane
+// 0 has the sum of the first, lane kNormAccumulators that of the second. Waits for what the lanes put into the tile,
+// and until all have read it.
+template <class T, class Add>
+__device__ __forceinline__ double sum_of_tile(const PairTile<T>& tile, const Add& add) {
   const int lane = static_cast<int>(threadIdx.x) % kWarp;
+  const T* own = tile.values + lane / kNormAccumulators * PairTile<T>::kStride + lane % kNormAccumulators;
   double sum = 0.0;
   __syncwarp();
-  if (lane < kNormAccumulators) {
-    for (int i = lane; i < kNormBlock; i += kNormAccumulators) sum += term(static_cast<double>(tile[i]));
-  }
+  ZX_UNROLL
+  for (int i = 0; i < kNormBlock; i += kNormAccumulators) sum = add(sum, static_cast<double>(own[i]));
   __syncwarp();
+  ZX_UNROLL
   for (int half = kNormAccumulators / 2; half > 0; half /= 2) {
     sum += __shfl_down_sync(kAllLanes, sum, half, kNormAccumulators);
   }
   return sum;
 }
+__device__ __forceinline__ bool has_sum() { return threadIdx.x % kNormAccumulators == 0; }
 
-__device__ __forceinline__ bool any_lane(bool condition) { return __any_sync(kAllLanes, condition) != 0; }
+// sum + x^2. The square of a float is exact in double, so that it may be fused.
+template <class T>
+struct AddSquare {
+  __device__ __forceinline__ double operator()(double sum, double x) const {
+    if constexpr (std::is_same_v<T, double>) return sum + x * x;
+    return std::fma(x, x, sum);
+  }
+};
+
+// What is not finite among a pair's elements, where their sums don't tell: those of floats' squares do, but of doubles
+// or of powers they may overflow while every element is finite.
+class NonFinite {
+ public:
+  template <class T>
+  __device__ __forceinline__ void see(int block, T value) {
+    seen_ |= static_cast<unsigned>(!is_finite(value)) << block;
+  }
+  // Every lane of the warp takes part; the answer is for the block that this lane has the sum of.
+  __device__ __forceinline__ bool in_own_block() const {
+    const bool first = __any_sync(kAllLanes, (seen_ & 1u) != 0) != 0;
+    const bool second = __any_sync(kAllLanes, (seen_ & 2u) != 0) != 0;
+    return static_cast<int>(threadIdx.x) % kWarp < kNormAccumulators ? first : second;
+  }
+
+ private:
+  unsigned seen_ = 0;  // by this lane: a bit for each block
+};
 
 }  // namespace zx::cuda

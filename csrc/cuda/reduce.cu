@@ -36,91 +36,111 @@ struct ReduceArgs {
   const Wire* const* slices;
   int64_t num_slices;
   T world;
+  T inverse;  // of a world that is a power of two: the same bits, for less than a quotient
   ReducedShard out;
   bool aligned;  // the shard, to 16 bytes
 };
 
-// N elements from i on.
-template <int N, class T, class Wire>
-__device__ __forceinline__ Pack<T, N> mean(const ReduceArgs<T, Wire>& a, bool accumulate, int64_t i) {
-  Wire* shard = static_cast<Wire*>(a.out.shard) + i;
-  Pack<T, N> sum{};
+// kCount times N elements, kStride apart, from i on: added in rank order, divided, and stored as they are given back.
+template <bool kDivides, int N, int kCount, int kStride, class T, class Wire>
+__device__ __forceinline__ void mean(const ReduceArgs<T, Wire>& a, bool accumulate, int64_t i,
+                                     Pack<T, N> (&sum)[kCount]) {
+  Pack<Wire, N> loaded[kCount];
+  ZX_UNROLL_TWICE
   for (int64_t rank = 0; rank < a.num_slices; ++rank) {
-    const auto slice = load<N>(in_global(a.slices[rank] + i));
+    const Wire* slice = in_global(a.slices[rank] + i);
     ZX_UNROLL
-    for (int j = 0; j < N; ++j) {
-      const T x = ScalarLane<T>::load(&slice.at[j]).x;
-      sum.at[j] = rank == 0 ? x : sum.at[j] + x;  // not 0 + x, which loses a -0
+    for (int k = 0; k < kCount; ++k) loaded[k] = load<N>(slice + k * kStride);
+    ZX_UNROLL
+    for (int k = 0; k < kCount; ++k) {
+      ZX_UNROLL
+      for (int j = 0; j < N; ++j) {
+        const T x = ScalarLane<T>::load(&loaded[k].at[j]).x;
+        sum[k].at[j] = rank == 0 ? x : sum[k].at[j] + x;  // not 0 + x, which loses a -0
+      }
     }
   }
-  Pack<Wire, N> rounded{};
-  if (accumulate) rounded = load<N>(shard);
+  Wire* shard = static_cast<Wire*>(a.out.shard) + i;
   ZX_UNROLL
-  for (int j = 0; j < N; ++j) {
-    T x = sum.at[j] / a.world;
-    if (accumulate) x = x + ScalarLane<T>::load(&rounded.at[j]).x;
-    ScalarLane<T>{x}.store(&rounded.at[j]);
-    sum.at[j] = ScalarLane<T>::load(&rounded.at[j]).x;
+  for (int k = 0; k < kCount; ++k) {
+    Pack<Wire, N> rounded{};
+    if (accumulate) rounded = load<N>(shard + k * kStride);
+    ZX_UNROLL
+    for (int j = 0; j < N; ++j) {
+      T x = kDivides ? sum[k].at[j] / a.world : sum[k].at[j] * a.inverse;
+      if (accumulate) x = x + ScalarLane<T>::load(&rounded.at[j]).x;
+      ScalarLane<T>{x}.store(&rounded.at[j]);
+      sum[k].at[j] = ScalarLane<T>::load(&rounded.at[j]).x;
+    }
+    store(rounded, shard + k * kStride);
   }
-  store(rounded, shard);
-  return sum;
 }
 
 template <class T, class Wire>
-__device__ __forceinline__ bool reads_wide(const ReduceArgs<T, Wire>& a, int64_t i) {
-  if (!a.aligned || i * static_cast<int64_t>(sizeof(Wire)) % kAccessBytes != 0) return false;
-  bool aligned = true;
+__device__ __forceinline__ bool all_aligned(const ReduceArgs<T, Wire>& a) {
+  bool aligned = a.aligned;
   for (int64_t rank = 0; rank < a.num_slices; ++rank) aligned = aligned && is_aligned(a.slices[rank]);
   return aligned;
 }
 
-template <class T, class Wire>
+template <class T, class Wire, bool kDivides>
 __global__ void __launch_bounds__(kThreads, 1) reduce_kernel(ReduceArgs<T, Wire> a) {
   using Order = LaneOrder<Wire>;
   ZX_SHARED(WarpTiles<T>, tiles);
   ZX_SHARED(Words, words);
   clear_words(words);
-  T* tile = tiles[threadIdx.x / kWarp];
+  PairTile<T>& tile = tiles[threadIdx.x / kWarp];
   const int lane = static_cast<int>(threadIdx.x) % kWarp;
   const ReducedShard& out = a.out;
+  const bool aligned = all_aligned(a);
+  LaneSum lane_sum;
 
-  const auto on_block = [&](int64_t first, int64_t last, int64_t segment) {
+  const auto on_pair = [&](int64_t first, int64_t stop, int64_t segment) {
     const bool accumulate = out.accumulate && out.replaced[segment] == 0;
-    bool finite = true;
-    if (last - first == kNormBlock && reads_wide(a, first)) {
+    NonFinite non_finite;
+    if (aligned && stop - first == kPairNumel && Order::starts_at(first)) {
+      Pack<T, Order::kEach> values[Order::kAccesses];
+      mean<kDivides, Order::kEach, Order::kAccesses, Order::kEach * kWarp>(a, accumulate, first + Order::first(0),
+                                                                           values);
       ZX_UNROLL
       for (int access = 0; access < Order::kAccesses; ++access) {
-        const int at = Order::first(access);
-        const auto values = mean<Order::kEach>(a, accumulate, first + at);
+        store(values[access], tile.at(Order::first(access)));
         ZX_UNROLL
-        for (int j = 0; j < Order::kEach; ++j) finite = finite && is_finite(values.at[j]);
-        store(values, tile + at);
+        for (int j = 0; j < Order::kEach; ++j) non_finite.see(access * kPair / Order::kAccesses, values[access].at[j]);
       }
     } else {
-      for (int at = lane; at < kNormBlock; at += kWarp) {
-        const T value = first + at < last ? mean<1>(a, accumulate, first + at).at[0] : T(0);
-        finite = finite && is_finite(value);
-        tile[at] = value;
+      for (int at = lane; at < kPairNumel; at += kWarp) {
+        Pack<T, 1> value[1] = {};
+        if (first + at < stop) mean<kDivides, 1, 1, 1>(a, accumulate, first + at, value);
+        *tile.at(at) = value[0].at[0];
+        non_finite.see(at / static_cast<int>(kNormBlock), value[0].at[0]);
       }
     }
-    const double partial = sum_of_tile(tile, [](double x) { return x * x; });
-    const bool all_finite = !any_lane(!finite);
-    if (lane != 0) return;
-    exact_add_shared(words, partial);
-    if (!all_finite) atomic_add(words + kExactNonFinite, 1);
+    const double sum = sum_of_tile(tile, AddSquare<T>{});
+    const bool finite = std::is_same_v<T, double> ? !non_finite.in_own_block() : is_finite(sum);
+    lane_sum.add(words, has_sum() ? sum : 0.0);
+    if (has_sum() && !finite) atomic_add(words + kExactNonFinite, 1);
   };
-  const auto on_gap = [&](int64_t first, int64_t last) {  // padding travels too, where shards are gathered
-    for (int64_t i = first + lane; i < last; i += kWarp) static_cast<Wire*>(out.shard)[i] = Wire{};
+  const auto on_gap = [&](int64_t first, int64_t stop) {  // padding travels too, where shards are gathered
+    for (int64_t i = first + lane; i < stop; i += kWarp) static_cast<Wire*>(out.shard)[i] = Wire{};
   };
-  for_each_norm_block(out.segments, out.num_segments, out.numel, on_block, on_gap);
+  for_each_norm_pair(out.segments, out.num_segments, out.numel, on_pair, on_gap);
+  lane_sum.give(words);
   give_words(words, out.words);
 }
 
 template <class T, class Wire>
 int launch_reduce(const Slices& slices, int64_t world, const ReducedShard& out, Stream stream) {
-  const ReduceArgs<T, Wire> args{reinterpret_cast<const Wire* const*>(slices.starts), slices.count,
-                                 static_cast<T>(world), out, is_aligned(out.shard)};
-  const int error = launch(reduce_kernel<T, Wire>, norm_tiles(out.numel), stream, args);
+  const T divisor = static_cast<T>(world);
+  const ReduceArgs<T, Wire> args{reinterpret_cast<const Wire* const*>(slices.starts),
+                                 slices.count,
+                                 divisor,
+                                 T(1) / divisor,
+                                 out,
+                                 is_aligned(out.shard)};
+  const bool is_power_of_two = (world & (world - 1)) == 0;
+  const auto kernel = is_power_of_two ? reduce_kernel<T, Wire, false> : reduce_kernel<T, Wire, true>;
+  const int error = launch(kernel, norm_tiles(out.numel), stream, args);
   return error == cudaSuccess ? carry(out.words, stream) : error;
 }
 

@@ -112,22 +112,37 @@ struct AdamLanes {
   V max_exp_avg_sq;
 };
 
+// All of the update but its last step: moments are new, and the parameter has decayed.
 template <bool kAmsgrad, class V>
-ZX_HD void adam_update(const AdamStep<typename V::Scalar>& s, V grad, AdamLanes<V>& at) {
+ZX_HD void adam_moments(const AdamStep<typename V::Scalar>& s, V grad, AdamLanes<V>& at) {
   grad = grad * V::splat(s.grad_scale);
   if (s.has_l2) grad = fma(at.param, V::splat(s.l2), grad);
-  const V param = at.param * V::splat(s.decay);
+  at.param = at.param * V::splat(s.decay);
   // V(): a choice of values. Of variables GCC chooses the address, and keeps all vectors in memory for it.
   const V from = s.lerp_from_grad ? V(grad) : V(at.exp_avg);
   at.exp_avg = fma(V::splat(s.lerp_weight), grad - at.exp_avg, from);
   at.exp_avg_sq = fma(V::splat(s.grad_sq_weight) * grad, grad, at.exp_avg_sq * V::splat(s.beta2));
-  V second = at.exp_avg_sq;
-  if constexpr (kAmsgrad) {
-    at.max_exp_avg_sq = max(at.max_exp_avg_sq, at.exp_avg_sq);
-    second = at.max_exp_avg_sq;
-  }
-  const V denom = sqrt(second) / V::splat(s.bias_correction2_sqrt) + V::splat(s.eps);
-  at.param = param + (V::splat(s.neg_step_size) * at.exp_avg) / denom;
+  if constexpr (kAmsgrad) at.max_exp_avg_sq = max(at.max_exp_avg_sq, at.exp_avg_sq);
+}
+
+// The second moment that divides.
+template <bool kAmsgrad, class V>
+ZX_HD V adam_second(const AdamLanes<V>& at) {
+  if constexpr (kAmsgrad) return at.max_exp_avg_sq;
+  return at.exp_avg_sq;
+}
+
+// The last step, after adam_moments().
+template <bool kAmsgrad, class V>
+ZX_HD V adam_param(const AdamStep<typename V::Scalar>& s, const AdamLanes<V>& at) {
+  const V denom = sqrt(adam_second<kAmsgrad>(at)) / V::splat(s.bias_correction2_sqrt) + V::splat(s.eps);
+  return at.param + (V::splat(s.neg_step_size) * at.exp_avg) / denom;
+}
+
+template <bool kAmsgrad, class V>
+ZX_HD void adam_update(const AdamStep<typename V::Scalar>& s, V grad, AdamLanes<V>& at) {
+  adam_moments<kAmsgrad>(s, grad, at);
+  at.param = adam_param<kAmsgrad>(s, at);
 }
 
 }  // namespace zx

@@ -15,7 +15,10 @@ struct f16 {
   uint16_t bits;
 };
 
-ZX_HD bool is_nan_bits(uint32_t bits) { return (bits & 0x7fffffffu) > 0x7f800000u; }
+ZX_HD bool is_nan_bits(uint32_t bits) {
+  const float x = std::bit_cast<float>(bits);
+  return x != x;
+}
 
 ZX_HD float bf16_to_float(bf16 x) { return std::bit_cast<float>(static_cast<uint32_t>(x.bits) << 16); }
 
@@ -80,16 +83,13 @@ struct SplitMaster {
 };
 
 ZX_HD SplitMaster split_master(float master) {
-  const uint32_t bits = std::bit_cast<uint32_t>(master);
-  if (is_nan_bits(bits)) return {{static_cast<uint16_t>(((bits >> 16) & 0x8000u) | 0x7fc0u)}, 0};
-  const uint32_t up = (bits >> 15) & 1u;
-  return {{static_cast<uint16_t>((bits >> 16) + up)}, static_cast<int16_t>(bits & 0xffffu)};
+  uint32_t bits = std::bit_cast<uint32_t>(master);
+  if (is_nan_bits(bits)) bits = (bits & 0x80000000u) | 0x7fc00000u;
+  return {{static_cast<uint16_t>((bits + 0x8000u) >> 16)}, static_cast<int16_t>(bits & 0xffffu)};
 }
 
 ZX_HD float join_master(bf16 param, int16_t remainder) {
-  const uint32_t low = static_cast<uint16_t>(remainder);
-  const uint32_t high = static_cast<uint32_t>(param.bits) - (low >> 15);
-  const uint32_t joined = (high << 16) | low;
+  const uint32_t joined = (static_cast<uint32_t>(param.bits) << 16) + static_cast<uint32_t>(int32_t{remainder});
   return is_nan_bits(joined) ? bf16_to_float(param) : std::bit_cast<float>(joined);
 }
 

@@ -11,6 +11,8 @@
 
 #include <algorithm>
 #include <array>
+#include <bit>
+#include <cmath>
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
@@ -30,6 +32,7 @@
 #define __forceinline__ inline
 #define __launch_bounds__(...)
 #define ZX_UNROLL _Pragma("GCC unroll 16")
+#define ZX_UNROLL_TWICE _Pragma("GCC unroll 2")
 #define ZX_SHARED(type, name)                                            \
   static thread_local ::zx::cuda::on_host::Shared<type> name##_in_block; \
   type& name = name##_in_block.get()
@@ -52,8 +55,9 @@ enum class Order { ascending, descending, shuffled };
 
 // What a test chooses.
 inline Order order = Order::ascending;
-inline unsigned num_blocks = 3;    // on the whole device at a time
-inline uint64_t num_barriers = 0;  // released so far: a proof that they are there
+inline unsigned num_blocks = 3;      // on the whole device at a time
+inline uint64_t num_barriers = 0;    // released so far: a proof that they are there
+inline int approximation_error = 0;  // of approximate_reciprocal and approximate_rsqrt, in units of the last place
 
 enum class Wait : uint8_t { nothing, warp, block, done };
 
@@ -310,6 +314,13 @@ struct alignas(8) [[gnu::may_alias]] Word8 {
 };
 using Word4 [[gnu::may_alias]] = unsigned;
 using Word2 [[gnu::may_alias]] = unsigned short;
+
+inline float approximately(double y) {
+  const uint32_t bits = std::bit_cast<uint32_t>(static_cast<float>(y));
+  return std::bit_cast<float>(bits + static_cast<uint32_t>(on_host::approximation_error));
+}
+inline float approximate_reciprocal(float x) { return approximately(1.0 / static_cast<double>(x)); }
+inline float approximate_rsqrt(float x) { return approximately(1.0 / std::sqrt(static_cast<double>(x))); }
 
 template <class T>
 const T* in_global(const T* pointer) {

@@ -63,27 +63,30 @@ TEST(a_code_is_that_of_the_nearest_value) {
 }
 
 TEST(every_code_decodes_to_what_is_coded_alike) {
-  for (const float scale : {1.0f, -1.0f, 3.7f, -1e-30f, 1e30f, 0x1.fffffep+127f, 0x1p-100f}) {
+  // Of the last one but one and what is above, the inverse is subnormal.
+  for (const float scale : {1.0f, -1.0f, 3.7f, -1e-30f, 1e30f, 0x1p-100f, 0x1.8p+126f, 0x1.fffffep+127f}) {
+    const float inverse = 1.0f / scale;
     for (int code = 0; code < 256; ++code) {
       const auto byte = static_cast<uint8_t>(code);
-      CHECK_EQ(zx::encode<true>(zx::kSignedMap.nearest, zx::decode(zx::kSignedMap.values, byte, scale), scale), byte);
+      CHECK_EQ(zx::encode<true>(zx::kSignedMap.nearest, zx::decode(zx::kSignedMap.values, byte, scale), inverse), byte);
       if (scale < 0) continue;
-      CHECK_EQ(zx::encode<false>(zx::kUnsignedMap.nearest, zx::decode(zx::kUnsignedMap.values, byte, scale), scale),
+      CHECK_EQ(zx::encode<false>(zx::kUnsignedMap.nearest, zx::decode(zx::kUnsignedMap.values, byte, scale), inverse),
                byte);
     }
   }
 }
 
-// Where a scale is subnormal its products are rounded coarsely: codes may change, what they stand for must not.
+// Where a scale is small its products are subnormal, and rounded coarsely: codes may change, what they stand for must
+// not.
 TEST(what_a_block_stands_for_survives_the_way_there_and_back) {
   std::mt19937 random(0);
   std::uniform_int_distribution<int> codes(0, 255);
-  for (uint32_t bits = 1; bits < 0x4f000000; bits += bits / 4 + 1) {
+  for (uint32_t bits = zx::kLeastNormalBits; bits < zx::kInfinityBits; bits += 0x00234567) {
     for (const float scale : {std::bit_cast<float>(bits), -std::bit_cast<float>(bits)}) {
       for (int i = 0; i < 100; ++i) {
         const auto code = static_cast<uint8_t>(codes(random));
         const float value = zx::decode(zx::kSignedMap.values, code, scale);
-        const uint8_t again = zx::encode<true>(zx::kSignedMap.nearest, value, scale);
+        const uint8_t again = zx::encode<true>(zx::kSignedMap.nearest, value, 1.0f / scale);
         CHECK_EQ(std::fabs(zx::decode(zx::kSignedMap.values, again, scale) - value), 0.0f);
       }
     }
@@ -95,21 +98,31 @@ TEST(the_largest_key_is_of_the_scale) {
   const float infinity = std::numeric_limits<float>::infinity();
   const auto scale = [](std::vector<float> values) {
     uint32_t key = 0;
-    for (const float value : values) key = std::max(key, zx::scale_key(value));
-    return zx::scale_of_key(key);
+    for (const float value : values) key = std::max(key, zx::scale_key<true>(value));
+    return zx::scale_of_key<true>(key);
+  };
+  const auto scale_without = [](std::vector<float> values) {
+    uint32_t key = 0;
+    for (const float value : values) key = std::max(key, zx::scale_key<false>(value));
+    return zx::scale_of_key<false>(key);
   };
   CHECK_EQ(scale({1.0f, -3.0f, 2.0f}), -3.0f);
   CHECK_EQ(scale({1.0f, -3.0f, 3.0f}), 3.0f);
-  CHECK_EQ(scale({0.0f, -0x1p-149f}), -0x1p-149f);
+  CHECK_EQ(scale({0.0f, -0x1p-126f}), -0x1p-126f);
+  CHECK_EQ(std::bit_cast<uint32_t>(scale({0.0f, -0x1.fffffcp-127f})), uint32_t{0});  // its inverse is infinite
+  CHECK_EQ(scale_without({1.0f, 3.0f, 2.0f}), 3.0f);
+  CHECK_EQ(scale_without({0x1p-149f, 0x1p-126f}), 0x1p-126f);
+  CHECK_EQ(scale_without({0x1p-149f, 0.0f}), 0.0f);
   for (const float zero : {0.0f, -0.0f}) CHECK_EQ(std::bit_cast<uint32_t>(scale({zero, zero})), uint32_t{0});
   for (const float bad : {nan, -nan, infinity, -infinity}) {
     CHECK_EQ(std::bit_cast<uint32_t>(scale({1.0f, bad, -1e38f})), uint32_t{0x7fc00000});
+    if (bad != -infinity) CHECK_EQ(std::bit_cast<uint32_t>(scale_without({1.0f, bad, 1e38f})), uint32_t{0x7fc00000});
   }
   for (const float value : {0.0f, 1.0f, -1.0f, infinity, nan, -nan}) {
     CHECK_EQ(zx::encode<true>(zx::kSignedMap.nearest, value, nan), uint8_t{0});
     CHECK_EQ(zx::encode<false>(zx::kUnsignedMap.nearest, value, nan), uint8_t{0});
   }
-  CHECK_EQ(zx::encode<true>(zx::kSignedMap.nearest, 0.0f, 0.0f), uint8_t{0});
+  CHECK_EQ(zx::encode<true>(zx::kSignedMap.nearest, 0.0f, infinity), uint8_t{0});  // a scale of 0
 }
 
 }  // namespace

@@ -14,7 +14,8 @@ import pytest
 import build_cuda
 import kernel_table
 from kernel_table import ROOT, TABLE, UPDATE, Resources, Table
-from tests.cuda.sass import disassemble, missing_tool, need, parse
+from sass import Instruction, disassemble, missing_tool, parse
+from tests.cuda.tools import need
 
 # Kernels that stream, by the beginning of their names, and the instructions that they must have on every architecture.
 LOAD = r"LDG\.E\S*\.(128|256)"
@@ -47,6 +48,9 @@ if not build_cuda.kernel_sources(ROOT):
     pytest.skip("csrc/cuda has no kernels", allow_module_level=True)
 
 
+Code = dict[tuple[str, str], list[str]]  # opcodes by name of the kernel and architecture
+
+
 @pytest.fixture(scope="module")
 def build() -> build_cuda.CudaBuild:
     try:
@@ -62,9 +66,9 @@ def table(build: build_cuda.CudaBuild) -> Table:
 
 
 @pytest.fixture(scope="module")
-def code(build: build_cuda.CudaBuild, table: Table) -> dict[tuple[str, str], list[str]]:
+def code(build: build_cuda.CudaBuild, table: Table) -> Code:
     need(missing_tool())
-    return disassemble(build.objects(ROOT))
+    return {kernel: [i.opcode for i in code] for kernel, code in disassemble(build.objects(ROOT)).items()}
 
 
 def each(table: Table) -> Iterator[tuple[str, str, Resources]]:
@@ -92,7 +96,7 @@ def test_no_kernel_has_a_stack_or_spills(table: Table) -> None:
     assert not bad
 
 
-def test_no_kernel_touches_local_memory(code: dict[tuple[str, str], list[str]], table: Table) -> None:
+def test_no_kernel_touches_local_memory(code: Code, table: Table) -> None:
     assert set(code) == {(name, arch) for name, arch, _ in each(table)}, "ptxas and the disassembler see other kernels"
     assert all("EXIT" in instructions for instructions in code.values()), "the listing was not understood"
     bad = {key: [i for i in instructions if re.match(r"LDL|STL", i)] for key, instructions in code.items()}
@@ -100,7 +104,7 @@ def test_no_kernel_touches_local_memory(code: dict[tuple[str, str], list[str]], 
 
 
 @pytest.mark.parametrize("start", STREAMS)
-def test_streaming_kernels_move_16_bytes_at_a_time(start: str, code: dict[tuple[str, str], list[str]]) -> None:
+def test_streaming_kernels_move_16_bytes_at_a_time(start: str, code: Code) -> None:
     kernels = {key: instructions for key, instructions in code.items() if key[0].startswith(start)}
     assert kernels, f"no kernel is called {start}..."
     for key, instructions in kernels.items():
@@ -112,7 +116,7 @@ def test_streaming_kernels_move_16_bytes_at_a_time(start: str, code: dict[tuple[
 
 
 @pytest.mark.parametrize("name", UPDATES)
-def test_every_stream_of_the_update_is_wide(name: str, code: dict[tuple[str, str], list[str]]) -> None:
+def test_every_stream_of_the_update_is_wide(name: str, code: Code) -> None:
     loads, stores = UPDATES[name]
     found = [instructions for key, instructions in code.items() if key[0] == name]
     assert found, f"there is no {name}"
@@ -147,4 +151,6 @@ arch = sm_100
                                                                        /* 0x000ea4000c1e1d00 */
         /*01d0*/                   STL [R1], R4 ;                      /* 0x0000000402007986 */
 """
-    assert parse(listing) == {("_ZN2zx4adamIfEEvPf", "sm_100"): ["LDG.E.128.CONSTANT", "STL"]}
+    load = Instruction(0xE0, "@!P0", "LDG.E.128.CONSTANT", "R4, [R6.64]")
+    store = Instruction(0x1D0, "", "STL", "[R1], R4")
+    assert parse(listing) == {("_ZN2zx4adamIfEEvPf", "sm_100"): [load, store]}

@@ -120,6 +120,18 @@ def test_more_tiles_than_fit_on_a_device_at_a_time(
     assert_same_step(shard, options_table(), 0.5, 0, device)
 
 
+def test_every_root_is_rounded_as_on_the_cpu(device: torch.device) -> None:
+    """All mantissas of two octaves, which are all there are; with one quotient the same for all, the other by the root."""
+    every = 1 if device.type in ("cpu", "cuda") else 5003
+    seconds = torch.arange(0x40000000, 0x41000000, every, dtype=torch.int32).view(torch.float32)
+    shard = Shard(seconds.numel(), step=1)
+    shard.param.zero_()
+    shard.grad.zero_()
+    shard.exp_avg.fill_(1.0)
+    shard.exp_avg_sq.copy_(seconds)  # halved: no digit is lost
+    assert_same_step(shard, options_table(betas=(0.5, 0.5), eps=0.0), None, 0, device)
+
+
 def test_without_elements_segments_or_gradients_nothing_changes(device: torch.device) -> None:
     no_segments = Shard(300)
     no_segments.segments = torch.empty(0, 5, dtype=torch.int64)

@@ -76,12 +76,15 @@ def dynamic_map(signed: bool) -> Tensor:
 
 
 def scales_of(values: Tensor) -> Tensor:
-    """float32, one a block: the value of largest magnitude, the positive one of two; NaN where one is not finite."""
+    """float32, one a block: the value of largest magnitude, the positive one of two; NaN where one is not finite, and 0
+    where none is as large as the least normal number."""
     found = []
     for block in values.split(BLOCK):
         largest = block.abs().max()
         if not bool(largest < torch.inf):
             found.append(torch.tensor(torch.nan))
+        elif bool(largest < torch.finfo(torch.float32).tiny):
+            found.append(torch.tensor(0.0))
         else:
             found.append(largest if bool((block == largest).any()) else -largest)
     return torch.stack(found) if found else torch.empty(0)
@@ -95,7 +98,7 @@ def encode(values: Tensor, signed: bool) -> tuple[Tensor, Tensor]:
     """(uint8 codes, scales) of one parameter's part that starts with a block: the nearest magnitude, by comparison with
     all. Of two that are equally near the smaller one."""
     scales = scales_of(values)
-    relative = values / spread(scales, values.numel())
+    relative = (values * (1 / spread(scales, values.numel()))).clamp(-1, 1)
     known = torch.tensor(magnitudes(signed), dtype=torch.float64)
     codes = torch.cat(
         [

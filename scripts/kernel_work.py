@@ -1,0 +1,262 @@
+"""What the CUDA kernels' main loops do an element, counted in their machine code: bytes moved and instructions issued.
+
+    python scripts/kernel_work.py            compares bench/kernel_work.json with what nvcc makes of csrc/cuda
+    python scripts/kernel_work.py --update   writes it
+
+No GPU is needed. A kernel's loop is walked once round, by the shortest way that moves as many bytes as its design says,
+in accesses as wide as it says: that leaves out what is not run for ordinary elements, and finds none where a load was
+split or a stream is read twice. What each multiprocessor can issue in a clock then gives the least time that the
+instructions take, as the bytes give that of the memory. Counted for Hopper (sm_90).
+"""
+
+from __future__ import annotations
+
+import argparse
+import heapq
+import json
+import re
+import sys
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import build_cuda
+import kernel_table
+import sass
+from sass import Instruction
+
+ROOT = Path(__file__).resolve().parent.parent
+FILE = ROOT / "bench/kernel_work.json"
+ARCH = "sm_90"
+UPDATE = "python scripts/kernel_work.py --update"
+
+# Results a clock of one multiprocessor of compute capability 9.0: CUDA C++ Programming Guide, "Throughput of Native
+# Arithmetic Instructions". The first that matches. All together no more than ISSUED a clock: four warps of 32.
+ISSUED = 128
+PIPES = (
+    (r"FADD|FMUL|FFMA", "fp32", 128),
+    (r"DADD|DMUL|DFMA|DSETP", "fp64", 64),
+    (r"MUFU|F2F|F2I|I2F", "special", 16),
+    (r"LD|ST|SHFL|ATOM|RED", "memory", 32),
+    (r"IMAD", "integer multiply", 64),
+    (r"U[A-Z]|S2|CS2R|LDC|BRA|BS|EXIT|WARPSYNC|NOP|BAR|VOTE|MOV|YIELD|BREAK|CALL|RET|BMOV", "control", ISSUED),
+    (r"", "integer", 64),  # additions, logic, shifts, comparisons, choices
+)
+
+# ---- the loops
+
+
+@dataclass(frozen=True)
+class Loop:
+    """``wanted``: how many instructions of each kind once round has, for ``elements`` of a thread."""
+
+    kernel: str
+    elements: int
+    loads: tuple[int, ...]  # bytes an element of each stream
+    stores: tuple[int, ...]
+
+    @property
+    def wanted(self) -> dict[str, int]:
+        counts: Counter[str] = Counter()
+        for name, streams in (("LDG", self.loads), ("STG", self.stores)):
+            for size in streams:
+                bits = min(128, self.elements * size * 8)
+                counts[rf"{name}\.E\.(\w+\.)*{bits}\b"] += self.elements * size * 8 // bits
+        return dict(counts)
+
+    @property
+    def bytes_an_element(self) -> int:
+        return sum(self.loads) + sum(self.stores)
+
+
+SIZES = {"float": 4, "bf16": 2, "f16": 2}
+ORDINARY_NORM = "(Norm)1"  # the sum of squares
+
+
+def adam_loop(where: str, grad: str, master_bytes: int, state: str) -> Loop:
+    param = SIZES[where.partition("<")[2].removesuffix(">") or "bf16"]
+    own = (param, master_bytes) if master_bytes else (param,)
+    if state == "8bit":
+        return Loop(
+            f"cuda::adam_block_kernel<cuda::BlockArgs<cuda::{where}, {grad}> >",
+            8,
+            (*own, SIZES[grad], 1, 1),
+            (*own, 1, 1),
+        )
+    moments, size = {"fp32": ("WideMoments<float>", 4), "bf16": ("Bf16Moments", 2)}[state]
+    elements = 16 // min(*own, SIZES[grad], size)
+    name = f"cuda::adam_kernel<cuda::AdamArgs<cuda::{where}, cuda::{moments}, {grad}> >"
+    return Loop(name, elements, (*own, SIZES[grad], size, size), (*own, size, size))
+
+
+def loops() -> dict[str, Loop]:
+    """By the names of bench.kernels: op, kind, state."""
+    found = {}
+    for kind, where, grad, master in (
+        ("fp32", "PlainParam<float>", "float", 0),
+        ("bf16 + remainder", "SplitParam", "bf16", 2),
+        ("bf16 + fp32", "MasteredParam<bf16>", "bf16", 4),
+        ("fp16 + fp32", "MasteredParam<f16>", "f16", 4),
+    ):
+        for state in ("fp32",) if "+ fp32" in kind else ("fp32", "bf16", "8bit"):
+            found[f"adam, {kind}, {state}"] = adam_loop(where, grad, master, state)
+    for kind, wire in (("fp32", "float"), ("bf16", "bf16"), ("fp16", "f16")):
+        size = SIZES[wire]
+        found[f"flatten, {kind}"] = Loop(f"cuda::flatten_kernel<{wire}>", 16 // size, (size,), (size,))
+        found[f"norm, {kind}"] = Loop(f"cuda::norm_kernel<{wire}, {ORDINARY_NORM}>", 16, (size,), ())
+        for num_slices in (2, 8):
+            name = f"cuda::reduce_kernel<float, {wire}, false>"
+            found[f"reduce of {num_slices}, {kind}"] = Loop(name, 16, (size,) * num_slices, (size,))
+    return found
+
+
+# ---- the way round
+
+
+@dataclass(frozen=True)
+class Block:
+    """Instructions without a branch between them, and the numbers of the blocks that may come next."""
+
+    code: Sequence[Instruction]
+    next: tuple[int, ...]
+
+
+def blocks_of(code: Sequence[Instruction]) -> list[Block]:
+    """What calls is left out: calls are for operands that nobody has."""
+    at = {instruction.address: index for index, instruction in enumerate(code)}
+    starts = {0}
+    for index, instruction in enumerate(code):
+        if instruction.target in at:
+            starts.add(at[instruction.target])
+        if re.match(r"BRA|EXIT|RET|CALL", instruction.opcode):
+            starts.add(index + 1)
+    ordered = sorted(start for start in starts if start < len(code))
+    number = {start: index for index, start in enumerate(ordered)}
+    found = []
+    for index, start in enumerate(ordered):
+        part = code[start : ordered[index + 1] if index + 1 < len(ordered) else len(code)]
+        last = part[-1]
+        behind = (index + 1,) if index + 1 < len(ordered) else ()
+        jump = (number[at[last.target]],) if last.target in at else ()
+        if last.opcode.startswith("BRA.DIV"):  # of warps whose lanes have parted
+            after = behind
+        elif last.opcode.startswith("BRA"):
+            after = jump + (behind if last.is_conditional else ())
+        elif re.match(r"EXIT|RET", last.opcode):
+            after = behind if last.guard else ()
+        else:
+            after = () if last.opcode.startswith("CALL") else behind
+        found.append(Block(part, after))
+    return found
+
+
+def once_round(code: Sequence[Instruction], wanted: Mapping[str, int]) -> list[Instruction] | None:
+    """The shortest closed way with exactly the ``wanted`` numbers of instructions, by patterns of opcodes."""
+    blocks = blocks_of(code)
+    patterns = [re.compile(pattern) for pattern in wanted]
+    goal = tuple(wanted.values())
+    counts = [tuple(sum(1 for i in block.code if p.match(i.opcode)) for p in patterns) for block in blocks]
+    best: list[int] | None = None
+    best_length = sys.maxsize
+    for start, count in enumerate(counts):
+        if not any(count):
+            continue
+        for length, way in ways_round(blocks, counts, goal, start):
+            if length < best_length:
+                best, best_length = way, length
+    return None if best is None else [i for index in best for i in blocks[index].code]
+
+
+Place = tuple[int, tuple[int, ...]]  # a block, and what was counted before it
+
+
+def ways_round(
+    blocks: Sequence[Block], counts: Sequence[tuple[int, ...]], goal: tuple[int, ...], start: int
+) -> Iterator[tuple[int, list[int]]]:
+    """The shortest way from ``start`` to ``start``, if there is one: its length and its blocks. (Dijkstra)"""
+    first: Place = (start, (0,) * len(goal))
+    came_from: dict[Place, Place | None] = {}
+    queue: list[tuple[int, Place, Place | None]] = [(0, first, None)]
+    while queue:
+        length, place, before = heapq.heappop(queue)
+        if place in came_from:
+            continue
+        came_from[place] = before
+        index, had = place
+        if index == start and had == goal:
+            way = []
+            step = before
+            while step is not None:
+                way.append(step[0])
+                step = came_from[step]
+            yield length, way[::-1]
+            return
+        have = tuple(a + b for a, b in zip(had, counts[index], strict=True))
+        if any(a > b for a, b in zip(have, goal, strict=True)):
+            continue
+        for following in blocks[index].next:
+            heapq.heappush(queue, (length + len(blocks[index].code), (following, have), place))
+
+
+# ---- the table
+
+
+def work_of(loop: Loop, code: Sequence[Instruction]) -> dict[str, Any]:
+    """Raises build_cuda.BuildError where the loop is not as designed."""
+    way = once_round(code, loop.wanted)
+    if way is None:
+        raise build_cuda.BuildError(f"{loop.kernel}: no way round its loop has {loop.wanted}")
+    pipes: Counter[str] = Counter()
+    rates = {name: rate for _, name, rate in PIPES}
+    for instruction in way:
+        pipes[next(name for pattern, name, _ in PIPES if re.match(pattern, instruction.opcode))] += 1
+    clocks = {"issue": len(way) / ISSUED, **{name: count / rates[name] for name, count in pipes.items()}}
+    bound = max(clocks, key=lambda name: clocks[name])
+    return {
+        "kernel": loop.kernel,
+        "bytes": loop.bytes_an_element,
+        "instructions": round(len(way) / loop.elements, 2),
+        "pipes": {name: round(count / loop.elements, 2) for name, count in sorted(pipes.items())},
+        "clocks": round(clocks[bound] / loop.elements, 4),
+        "bound": bound,
+    }
+
+
+def count(build: build_cuda.CudaBuild) -> dict[str, Any]:
+    code = sass.disassemble(build.compile(ROOT, 2))
+    kernels = {name: work_of(loop, code[loop.kernel, ARCH]) for name, loop in loops().items()}
+    return {"nvcc": build.toolkit.release, "arch": ARCH, "written_by": UPDATE, "an_element": kernels}
+
+
+def line(name: str, work: Mapping[str, Any]) -> str:
+    pipes = ", ".join(f"{each} {number:g}" for each, number in work["pipes"].items())
+    return f"{name:34} {work['bytes']:3} bytes {work['instructions']:6.1f} instructions  {work['bound']:8} ({pipes})"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Bytes and instructions an element of the CUDA kernels' loops.")
+    parser.add_argument("--update", action="store_true", help=f"write {FILE.relative_to(ROOT)}")
+    update = parser.parse_args().update
+    try:
+        if reason := sass.missing_tool():
+            raise build_cuda.BuildError(reason)
+        now = count(kernel_table.plan())
+    except build_cuda.BuildError as error:
+        print(f"zerox: {error}", file=sys.stderr)
+        return 1
+    print("\n".join(line(name, work) for name, work in now["an_element"].items()))
+    if update:
+        FILE.write_text(json.dumps(now, indent=1) + "\n")
+        return 0
+    committed = json.loads(FILE.read_text()) if FILE.exists() else {}
+    if committed.get("nvcc") not in (None, now["nvcc"]):
+        print(f"not compared: {FILE.name} is of nvcc {committed['nvcc']}")
+        return 0
+    print("as committed" if now == committed else f"{FILE.name} says something else: {UPDATE}")
+    return 0 if now == committed else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

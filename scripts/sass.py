@@ -1,0 +1,88 @@
+"""The machine code of the CUDA kernels, disassembled without a GPU, as a graph that can be walked.
+
+The disassembler is NVIDIA's: pip install nvidia-cuda-cuobjdump nvidia-cuda-nvdisasm, or a toolkit's on the PATH.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import shutil
+import subprocess
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import kernel_table
+
+TOOLS = ("cuobjdump", "nvdisasm")  # the first calls the second
+Kernel = tuple[str, str]  # readable name, architecture
+
+
+@dataclass(frozen=True)
+class Instruction:
+    """``guard``: the predicate under which it runs ("@!P0"), or none. ``target``: the address that it may go to."""
+
+    address: int
+    guard: str
+    opcode: str  # LDG.E.128
+    operands: str
+
+    @property
+    def target(self) -> int | None:
+        if not self.opcode.startswith(("BRA", "CALL", "JMP")):
+            return None
+        match = re.search(r"0x([0-9a-f]+)$", self.operands)
+        return int(match[1], 16) if match else None
+
+    @property
+    def is_conditional(self) -> bool:
+        """BRA has a second condition in front of its target."""
+        return bool(self.guard) or re.match(r"!?U?P\d", self.operands) is not None
+
+
+def search_path() -> str:
+    """The PATH, and where the packages of PyPI have their programs."""
+    namespace = importlib.util.find_spec("nvidia")
+    roots = (namespace.submodule_search_locations if namespace else None) or []
+    folders = [str(folder) for root in roots for folder in sorted(Path(root).glob("*/bin"))]
+    return os.pathsep.join([*folders, os.environ.get("PATH", "")])
+
+
+def missing_tool() -> str | None:
+    missing = [tool for tool in TOOLS if shutil.which(tool, path=search_path()) is None]
+    return f"no {' and '.join(missing)}: pip install nvidia-cuda-cuobjdump nvidia-cuda-nvdisasm" if missing else None
+
+
+def disassemble(objects: Iterable[Path]) -> dict[Kernel, list[Instruction]]:
+    path = search_path()
+    program = shutil.which(TOOLS[0], path=path)
+    if not program:
+        raise RuntimeError(missing_tool())
+    found: dict[tuple[str, str], list[Instruction]] = {}
+    for each in objects:
+        done = subprocess.run(
+            [program, "-sass", str(each)], capture_output=True, text=True, env=os.environ | {"PATH": path}, check=False
+        )
+        if done.returncode != 0:
+            raise RuntimeError(f"{program}: {done.stderr}")
+        found |= parse(done.stdout)
+    names = dict(zip(found, kernel_table.readable([name for name, _ in found]), strict=True))
+    return {(names[name, arch], arch): code for (name, arch), code in found.items()}
+
+
+LINE = re.compile(r"\s*/\*([0-9a-f]+)\*/\s+(@!?U?P\w+\s+)?([A-Z][\w.]*)\s*(.*?)\s*;")
+
+
+def parse(listing: str) -> dict[Kernel, list[Instruction]]:
+    found: dict[Kernel, list[Instruction]] = {}
+    arch, code = "", []
+    for line in listing.splitlines():
+        if match := re.match(r"\s*arch = (\w+)", line):
+            arch = match[1]
+        elif match := re.match(r"\s*Function : (\w+)", line):
+            code = found.setdefault((match[1], arch), [])
+        elif match := LINE.match(line):
+            code.append(Instruction(int(match[1], 16), (match[2] or "").strip(), match[3], match[4]))
+    return found
