@@ -42,25 +42,31 @@ ZX_HD bf16 float_to_bf16_stochastic(float x, uint32_t random) {
 }
 
 ZX_HD float f16_to_float(f16 x) {
+#if defined(__CUDA_ARCH__)
+  float converted;
+  asm("cvt.f32.f16 %0, %1;" : "=f"(converted) : "h"(x.bits));
+  if (converted == converted) return converted;  // of a NaN nothing would be left
+#endif
   const uint32_t sign = (x.bits & 0x8000u) << 16;
-  const uint32_t exponent = (x.bits >> 10) & 0x1fu;
-  const uint32_t mantissa = x.bits & 0x3ffu;
-  if (exponent == 0x1f) {  // infinity or NaN (made quiet)
-    return std::bit_cast<float>(sign | 0x7f800000u | (mantissa ? 0x400000u | (mantissa << 13) : 0u));
-  }
-  if (exponent == 0) {  // zero or subnormal: exact in fp32
-    const float magnitude = static_cast<float>(mantissa) * 0x1p-24f;
-    return std::bit_cast<float>(sign | std::bit_cast<uint32_t>(magnitude));
-  }
-  return std::bit_cast<float>(sign | ((exponent + 112u) << 23) | (mantissa << 13));
+  const uint32_t magnitude = x.bits & 0x7fffu;
+  // The exponents' biases differ by 112. The product of a subnormal number is exact, too.
+  uint32_t widened = std::bit_cast<uint32_t>(std::bit_cast<float>(magnitude << 13) * 0x1p112f);
+  if (magnitude >= 0x7c00u) widened = 0x7f800000u | magnitude << 13;  // infinity or NaN
+  if (magnitude > 0x7c00u) widened |= 0x400000u;                      // made quiet
+  return std::bit_cast<float>(sign | widened);
 }
 
-// Nearest, ties to even; NaN stays NaN (made quiet), as the F16C and CUDA conversions do.
+// Nearest, ties to even; NaN stays NaN (made quiet), as the F16C conversions do.
 ZX_HD f16 float_to_f16(float x) {
   const uint32_t bits = std::bit_cast<uint32_t>(x);
   const uint32_t sign = (bits >> 16) & 0x8000u;
   const uint32_t magnitude = bits & 0x7fffffffu;
-  if (magnitude > 0x7f800000u) return {static_cast<uint16_t>(sign | 0x7e00u | ((magnitude >> 13) & 0x3ffu))};
+  if (x != x) return {static_cast<uint16_t>(sign | 0x7e00u | ((magnitude >> 13) & 0x3ffu))};
+#if defined(__CUDA_ARCH__)
+  f16 converted;
+  asm("cvt.rn.f16.f32 %0, %1;" : "=h"(converted.bits) : "f"(x));
+  return converted;
+#else
   if (magnitude >= 0x477ff000u) return {static_cast<uint16_t>(sign | 0x7c00u)};  // rounds past 65504
   if (magnitude < 0x38800000u) {  // subnormal: adding 0.5 aligns 2^-24 with the last bit, rounding once
     const float shifted = std::bit_cast<float>(magnitude) + 0.5f;
@@ -68,6 +74,7 @@ ZX_HD f16 float_to_f16(float x) {
   }
   const uint32_t rounded = magnitude + 0xfffu + ((magnitude >> 13) & 1u);
   return {static_cast<uint16_t>(sign | ((rounded - 0x38000000u) >> 13))};
+#endif
 }
 
 // Note [A master as bf16 parameter plus remainder]
