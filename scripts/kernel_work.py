@@ -138,8 +138,8 @@ def blocks_of(code: Sequence[Instruction]) -> list[Block]:
     for index, start in enumerate(ordered):
         part = code[start : ordered[index + 1] if index + 1 < len(ordered) else len(code)]
         last = part[-1]
-        behind = (index + 1,) if index + 1 < len(ordered) else ()
-        jump = (number[at[last.target]],) if last.target in at else ()
+        behind: tuple[int, ...] = (index + 1,) if index + 1 < len(ordered) else ()
+        jump: tuple[int, ...] = (number[at[last.target]],) if last.target in at else ()
         if last.opcode.startswith("BRA.DIV"):  # of warps whose lanes have parted
             after = behind
         elif last.opcode.startswith("BRA"):

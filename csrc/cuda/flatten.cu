@@ -20,6 +20,13 @@ struct FlattenArgs {
   int64_t num_flags;
 };
 
+// With all bits of a NaN, which ScalarLane::load() has no use for.
+template <class Between, class From>
+__device__ __forceinline__ Between widen(From x) {
+  if constexpr (std::is_same_v<From, f16>) return static_cast<Between>(f16_to_float(x));
+  return ScalarLane<Between>::load(&x).x;
+}
+
 // N elements of one piece, from element i of the flat buffer on.
 template <int N, class From, class To>
 __device__ __forceinline__ void cast(const void* source, int64_t i, To* to) {
@@ -31,7 +38,7 @@ __device__ __forceinline__ void cast(const void* source, int64_t i, To* to) {
     using Between = std::conditional_t<std::is_same_v<From, double> || std::is_same_v<To, double>, double, float>;
     Pack<To, N> pack;
     ZX_UNROLL
-    for (int j = 0; j < N; ++j) ScalarLane<Between>::load(&from.at[j]).store(&pack.at[j]);
+    for (int j = 0; j < N; ++j) ScalarLane<Between>{widen<Between>(from.at[j])}.store(&pack.at[j]);
     store(pack, to);
   }
 }

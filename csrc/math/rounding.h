@@ -42,11 +42,6 @@ ZX_HD bf16 float_to_bf16_stochastic(float x, uint32_t random) {
 }
 
 ZX_HD float f16_to_float(f16 x) {
-#if defined(__CUDA_ARCH__)
-  float converted;
-  asm("cvt.f32.f16 %0, %1;" : "=f"(converted) : "h"(x.bits));
-  if (converted == converted) return converted;  // of a NaN nothing would be left
-#endif
   const uint32_t sign = (x.bits & 0x8000u) << 16;
   const uint32_t magnitude = x.bits & 0x7fffu;
   // The exponents' biases differ by 112. The product of a subnormal number is exact, too.
@@ -54,6 +49,17 @@ ZX_HD float f16_to_float(f16 x) {
   if (magnitude >= 0x7c00u) widened = 0x7f800000u | magnitude << 13;  // infinity or NaN
   if (magnitude > 0x7c00u) widened |= 0x400000u;                      // made quiet
   return std::bit_cast<float>(sign | widened);
+}
+// The same as an operand: on a GPU arithmetic leaves nothing of a NaN but that it is one, and the device's own
+// conversion doesn't either.
+ZX_HD float f16_operand(f16 x) {
+#if defined(__CUDA_ARCH__)
+  float converted;
+  asm("cvt.f32.f16 %0, %1;" : "=f"(converted) : "h"(x.bits));
+  return converted;
+#else
+  return f16_to_float(x);
+#endif
 }
 
 // Nearest, ties to even; NaN stays NaN (made quiet), as the F16C conversions do.

@@ -19,7 +19,7 @@ struct ScalarLane {
   static ZX_HD ScalarLane load(const double* p) { return {static_cast<T>(*p)}; }
   static ZX_HD ScalarLane load(const float* p) { return {static_cast<T>(*p)}; }
   static ZX_HD ScalarLane load(const bf16* p) { return {static_cast<T>(bf16_to_float(*p))}; }
-  static ZX_HD ScalarLane load(const f16* p) { return {static_cast<T>(f16_to_float(*p))}; }
+  static ZX_HD ScalarLane load(const f16* p) { return {static_cast<T>(f16_operand(*p))}; }
   ZX_HD void store(double* p) const { *p = static_cast<double>(x); }
   ZX_HD void store(float* p) const { *p = static_cast<float>(x); }
   ZX_HD void store(bf16* p) const { *p = float_to_bf16(static_cast<float>(x)); }

@@ -121,7 +121,7 @@ def test_more_tiles_than_fit_on_a_device_at_a_time(
 
 
 def test_every_root_is_rounded_as_on_the_cpu(device: torch.device) -> None:
-    """All mantissas of two octaves, which are all there are; with one quotient the same for all, the other by the root."""
+    """All mantissas of two octaves, which are all there are. Then come a quotient by a constant and one by the root."""
     every = 1 if device.type in ("cpu", "cuda") else 5003
     seconds = torch.arange(0x40000000, 0x41000000, every, dtype=torch.int32).view(torch.float32)
     shard = Shard(seconds.numel(), step=1)
