@@ -4,9 +4,10 @@
 
 Rates count each byte that has to be read or written once. "of roof" is the share of what the memory gives at most, by a
 large copy (on the CPU an addition in place) in the same run; "of ceiling", for updates on the CPU, the share of what a
-loop reaches that moves as many bytes as an update, timed in turn with it. "theirs/ours" is the time of another way to
-do the same job over ours. The spread is the middle half of the samples. (host): the time is the host's, who could not
-keep up.
+loop reaches that moves as many bytes as an update, timed in turn with it. "floors" are the least times that our kernel
+could take: for its bytes at the roof's rate, and on a Hopper GPU for its instructions, all of them at once and each
+kind at its own rate. "theirs/ours" is the time of another way to do the same job over ours. The spread is the middle
+half of the samples. (host): the time is the host's, who could not keep up.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ import torch
 
 from bench.ceiling import CEILING
 from bench.facts import write_result
+from bench.floors import Gpu, gpu_of
 from bench.jobs import CALLS, CHECKS, OURS, SENT, TRAINED, Job, WrongResult, missing_peers
 from bench.kernel_plots import save_shares
 from bench.timing import Timing, num_sets_for, roof_gb_per_s, time_in_turn
@@ -68,7 +70,8 @@ def time_job(job: Job, device: torch.device, budget_s: float) -> dict[str, Timin
     return time_in_turn(CALLS[job.op](job, num_sets, device), num_sets, device, budget_s)
 
 
-def rows_of(job: Job, timings: dict[str, Timing], roof: float) -> list[Row]:
+def rows_of(job: Job, timings: dict[str, Timing], roof: float, gpu: Gpu | None) -> list[Row]:
+    floors_ms = (job.nbytes / roof / 1e6, gpu.instructions_ms(job) if gpu else None)
     rows = []
     for who, timing in timings.items():
         rate = job.nbytes / timing.p50_ms / 1e6
@@ -84,6 +87,8 @@ def rows_of(job: Job, timings: dict[str, Timing], roof: float) -> list[Row]:
                 "gb_per_s": rate,
                 "of_roof": rate / roof,
                 "of_ceiling": timings[CEILING].p50_ms / timing.p50_ms if CEILING in timings else None,
+                "bytes_floor_ms": floors_ms[0] if who == OURS else None,
+                "instructions_floor_ms": floors_ms[1] if who == OURS else None,
                 "theirs_over_ours": None if who == OURS else timing.p50_ms / timings[OURS].p50_ms,
                 "spread": timing.spread,
                 **asdict(timing),
@@ -92,7 +97,10 @@ def rows_of(job: Job, timings: dict[str, Timing], roof: float) -> list[Row]:
     return rows
 
 
-HEADER = ("op", "kind", "state", "size", "who", "p50 ms", "spread", "GB/s", "of roof", "of ceiling", "theirs/ours")
+HEADER = (
+    *("op", "kind", "state", "size", "who", "p50 ms", "spread", "GB/s", "of roof"),
+    *("of ceiling", "floors ms", "theirs/ours"),
+)
 
 
 def cells(row: Row) -> tuple[str, ...]:
@@ -100,11 +108,16 @@ def cells(row: Row) -> tuple[str, ...]:
     late = " (host)" if row["host_bound"] else ""
     numbers = (f"{row['p50_ms']:.4f}{late}", f"{row['spread']:.1%}", f"{row['gb_per_s']:.1f}", f"{row['of_roof']:.0%}")
     ceiling = "" if row["of_ceiling"] is None else f"{row['of_ceiling']:.0%}"
-    return (row["op"], row["kind"], row["state"], row["size"], row["who"], *numbers, ceiling, ratio)
+    return (row["op"], row["kind"], row["state"], row["size"], row["who"], *numbers, ceiling, floors(row), ratio)
+
+
+def floors(row: Row) -> str:
+    found = [row["bytes_floor_ms"], row["instructions_floor_ms"]]
+    return " ".join(f"{floor_ms:.4f}" for floor_ms in found if floor_ms is not None)
 
 
 def line(texts: tuple[str, ...]) -> str:
-    widths = (12, 17, 6, 13, 21, 14, 7, 8, 8, 11, 12)
+    widths = (12, 17, 6, 13, 21, 14, 7, 8, 8, 11, 16, 12)
     return " ".join(
         f"{text:<{w}}" if i < 5 else f"{text:>{w}}" for i, (text, w) in enumerate(zip(texts, widths, strict=True))
     )
@@ -133,14 +146,16 @@ def run(
     print(f"{name}, torch {torch.__version__}, {torch.get_num_threads()} threads; results are right")
     print(f"the roof is {roof:.1f} GB/s, read and written")
     print(line(HEADER), flush=True)
+    gpu = gpu_of(device)
     own = {"device": name, "zerox_isa": _C.isa(), "threads": torch.get_num_threads(), "roof_gb_per_s": roof}
+    own |= {"processors": gpu.processors, "clock_hz": gpu.clock_hz} if gpu else {}
     rows: list[Row] = []
     skipped = missing_peers(device) if "adam" in ops else []
     for each in skipped:
         print(f"skipped {each}", flush=True)
     for job in jobs:
         try:
-            fresh = rows_of(job, time_job(job, device, budget_s), roof)
+            fresh = rows_of(job, time_job(job, device, budget_s), roof, gpu)
             rows += fresh
             print("\n".join(line(cells(row)) for row in fresh), flush=True)
         except torch.OutOfMemoryError:

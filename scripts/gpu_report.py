@@ -145,11 +145,16 @@ def _row_of(name: str, part: Part) -> tuple[object, ...]:
     return name, part["outcome"], f"{part['seconds']:.0f}", ", ".join(filter(None, said))
 
 
-BENCH_HEADER = ("op", "kind", "state", "size", "who", "p50 ms", "spread", "GB/s", "of roof", "theirs/ours")
+BENCH_HEADER = (
+    *("op", "kind", "state", "size", "who", "p50 ms", "spread", "GB/s", "of roof"),
+    *("floor: bytes", "floor: instructions", "theirs/ours"),
+)
 
 
 def _bench_cells(row: Part) -> tuple[object, ...]:
     ratio = "" if row["theirs_over_ours"] is None else f"{row['theirs_over_ours']:.2f}"
     late = " (host)" if row["host_bound"] else ""
     numbers = (f"{row['p50_ms']:.4f}{late}", f"{row['spread']:.1%}", f"{row['gb_per_s']:.0f}", f"{row['of_roof']:.0%}")
-    return (row["op"], row["kind"], row["state"], row["size"], row["who"], *numbers, ratio)
+    floors = [row[f"{what}_floor_ms"] for what in ("bytes", "instructions")]
+    floor_cells = ("" if floor_ms is None else f"{floor_ms:.4f}" for floor_ms in floors)
+    return (row["op"], row["kind"], row["state"], row["size"], row["who"], *numbers, *floor_cells, ratio)

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from bench import __main__ as everything
-from bench import buckets, ceiling, jobs, kernels, memory, moments, overlap, peers, scale, step, systems, timing
+from bench import buckets, ceiling, floors, jobs, kernels, memory, moments, overlap, peers, scale, step, systems, timing
 from bench.ranks import on_ranks
 
 CPU = torch.device("cpu")
@@ -124,13 +124,31 @@ def test_every_op_is_checked_and_timed(
     for row in result["rows"]:
         assert row["gb_per_s"] == pytest.approx(row["bytes"] / row["p50_ms"] / 1e6)
         assert row["of_roof"] == pytest.approx(row["gb_per_s"] / 100)
-        assert (row["theirs_over_ours"] is None) == (row["who"] == "zerox")
+        assert (row["theirs_over_ours"] is None) == (row["who"] == "zerox") != (row["bytes_floor_ms"] is None)
+        assert row["instructions_floor_ms"] is None
+        if row["who"] == "zerox":
+            assert row["of_roof"] == pytest.approx(row["bytes_floor_ms"] / row["p50_ms"])
         if row["op"] == "adam":
             streamed = p50[row["kind"], row["state"], ceiling.CEILING]
             assert row["of_ceiling"] == pytest.approx(streamed / row["p50_ms"])
         else:
             assert row["of_ceiling"] is None
     assert len(capsys.readouterr().out.splitlines()) == 3 + len(result["rows"])
+
+
+def test_on_a_gpu_instructions_have_a_floor_of_their_own() -> None:
+    gpu = floors.Gpu(processors=100, clock_hz=1e9)
+    update = jobs.Job("adam", jobs.TRAINED[1], "", (10**6, 10**6))
+    clocks = floors.work()["adam, bf16 + remainder, fp32"]["clocks"]
+    assert clocks > 0
+    assert gpu.instructions_ms(update) == pytest.approx(2e6 * clocks / 1e11 * 1e3)
+    timing_ms = {"zerox": timing.Timing(1.0, 1.0, 1.0, 5), "torch": timing.Timing(2.0, 2.0, 2.0, 5)}
+    rows = kernels.rows_of(update, timing_ms, 1000.0, gpu)
+    assert [row["instructions_floor_ms"] for row in rows] == [gpu.instructions_ms(update), None]
+    assert kernels.cells(rows[0])[-2] == f"{2e6 * 26 / 1e12 * 1e3:.4f} {gpu.instructions_ms(update):.4f}"
+    for kind in jobs.SENT:
+        for op, num_slices in (("flatten", 1), ("norm", 1), ("reduce", 2), ("reduce", 8)):
+            assert gpu.instructions_ms(jobs.Job(op, kind, "", (1,), num_slices)) > 0
 
 
 @pytest.mark.parametrize("op", list(jobs.CHECKS))

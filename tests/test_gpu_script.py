@@ -215,6 +215,7 @@ def test_all_well(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         {"op": "adam", "kind": "fp32", "state": "bf16", "size": "4 Mi", "who": "zerox", "p50_ms": 0.05, "spread": 0.01}
     ]
     rows[0].update(gb_per_s=2345.6, of_roof=0.9, theirs_over_ours=None, host_bound=False)
+    rows[0].update(bytes_floor_ms=0.045, instructions_floor_ms=None)
     parts = {
         "build": {**GOOD, "note": "for 9.0"},
         "test": {**GOOD, "counts": {"passed": 900, "skipped": 1}, "skips": {"needs 66 GiB": 1}},
@@ -230,7 +231,7 @@ def test_all_well(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         "| build | passed | 0 | for 9.0 |",
         "| test | passed | 0 | 900 passed, 1 skipped |",
         "- test skipped 1: needs 66 GiB",
-        "| adam | fp32 | bf16 | 4 Mi | zerox | 0.0500 | 1.0% | 2346 | 90% |  |",
+        "| adam | fp32 | bf16 | 4 Mi | zerox | 0.0500 | 1.0% | 2346 | 90% | 0.0450 |  |  |",
     ):
         assert line in text.splitlines()
 
