@@ -45,6 +45,8 @@ RUNS: dict[str, tuple[list[str], list[str]]] = {
     ),
     "memory": (["bench.memory", "--ranks", "2", "4"], ["--layers", "1"]),
     "scale": (["bench.scale"], ["--layers", "1", "--rounds", "2", "--models", "gpt2-124m"]),
+    "optimizer-step": (["bench.optimizer_step"], ["--quick", "--seconds", "1"]),
+    "exposed": (["bench.exposed"], ["--layers", "8", "--rounds", "2"]),
     "kernels": (["bench.kernels"], ["--quick", "--seconds", "1"]),
 }
 

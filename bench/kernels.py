@@ -27,9 +27,9 @@ from bench.facts import write_result
 from bench.floors import Gpu, gpu_of
 from bench.jobs import CALLS, CHECKS, OURS, SENT, TRAINED, Job, WrongResult, missing_peers
 from bench.kernel_plots import save_shares
+from bench.options import add_device
 from bench.timing import Timing, num_sets_for, roof_gb_per_s, time_in_turn
 from zerox import _C
-from zerox._ext import cuda_refusal
 
 KI, MI = 2**10, 2**20
 CHECK_PARAMS = (MI + 77, 1, 3000)  # ends in a part of everything
@@ -169,13 +169,10 @@ def run(
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
-    usable = torch.cuda.is_available() and cuda_refusal() is None
     parser = argparse.ArgumentParser(
         prog="python -m bench.kernels", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument(
-        "--device", default="cuda" if usable else "cpu", choices=["cpu", "cuda"], help="default: %(default)s"
-    )
+    add_device(parser)
     parser.add_argument(
         "--only", action="append", choices=list(CALLS), metavar="OP", help=f"one of {', '.join(CALLS)}; repeatable"
     )
@@ -185,8 +182,6 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all numbers there")
     parser.add_argument("--png", type=Path, metavar="FILE", help="draw the shares of the roof there")
     args = parser.parse_args(argv)
-    if args.device == "cuda" and not usable:
-        parser.error(cuda_refusal() or "torch finds no CUDA GPU")
     if args.threads is not None and args.threads < 1:
         parser.error("--threads takes numbers from 1 on")
     return args

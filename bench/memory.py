@@ -90,7 +90,7 @@ def main(argv: list[str] | None = None) -> int:
     if args.json:
         write_result(args.json, "bench.memory", argv, rows)
     if args.png:
-        sizes = [(row["ranks"], row["system"], row["peak"] / MIB) for row in rows]
+        sizes = [(f"{row['ranks']} ranks", row["system"], row["peak"] / MIB) for row in rows]
         save_bars(sizes, "peak of a training step, MiB a rank", args.png)
     return 0
 

@@ -5,7 +5,10 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+import torch
+
 from bench.systems import ALONE, DTYPES, SYSTEMS, Training
+from zerox._ext import cuda_refusal
 
 
 def training_parser(module: str, description: str | None) -> argparse.ArgumentParser:
@@ -18,6 +21,19 @@ def training_parser(module: str, description: str | None) -> argparse.ArgumentPa
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all numbers there")
     parser.add_argument("--png", type=Path, metavar="FILE", help="draw them there")
     return parser
+
+
+def add_device(parser: argparse.ArgumentParser) -> None:
+    """--device, of what this machine can do."""
+    refusal = (cuda_refusal() or None) if torch.cuda.is_available() else "torch finds no CUDA GPU"
+
+    def usable(name: str) -> str:
+        if name == "cuda" and refusal:
+            raise argparse.ArgumentTypeError(refusal)
+        return name
+
+    default = "cpu" if refusal else "cuda"
+    parser.add_argument("--device", type=usable, choices=("cpu", "cuda"), default=default, help=f"default: {default}")
 
 
 def step_parser(module: str, description: str | None) -> argparse.ArgumentParser:

@@ -33,11 +33,11 @@ def save_figure(figure: Any, path: Path) -> None:
     figure.savefig(path, dpi=120)
 
 
-def save_bars(numbers: Sequence[tuple[int, str, float]], title: str, path: Path) -> None:
-    """``numbers``: (ranks, system, value). One panel a number of ranks, a bar a system with the value beside it."""
+def save_bars(numbers: Sequence[tuple[str, str, float]], title: str, path: Path) -> None:
+    """``numbers``: (panel, system, value). A bar a system with the value beside it."""
     groups: dict[str, dict[str, float]] = {}
-    for ranks, system, value in numbers:
-        groups.setdefault(f"{ranks} ranks", {})[system] = value
+    for panel, system, value in numbers:
+        groups.setdefault(panel, {})[system] = value
     most = max(len(values) for values in groups.values())
     figure = new_figure(7, len(groups) * (0.45 + 0.33 * most) + 0.3, path)
     if figure is None:
@@ -45,7 +45,7 @@ def save_bars(numbers: Sequence[tuple[int, str, float]], title: str, path: Path)
     panels = figure.subplots(len(groups), 1, squeeze=False)[:, 0]
     for panel, (name, values) in zip(panels, groups.items(), strict=True):
         bars = panel.barh(list(values), list(values.values()), color=[colour_of(system) for system in values])
-        panel.bar_label(bars, [f"{value:,.0f}" for value in values.values()], padding=3)
+        panel.bar_label(bars, [f"{value:,.{0 if value >= 10 else 2}f}" for value in values.values()], padding=3)
         panel.invert_yaxis()
         panel.margins(x=0.12)
         panel.set_title(name, loc="left", fontsize=10)

@@ -205,7 +205,7 @@ def main(argv: list[str] | None = None) -> int:
     if args.json:
         write_result(args.json, "bench.step", argv, rows)
     if args.png:
-        times = [(row["ranks"], row["system"], row["p50_ms"]) for row in rows]
+        times = [(f"{row['ranks']} ranks", row["system"], row["p50_ms"]) for row in rows]
         title = f"a training step, ms: {rows[0]['numel'] / 1e6:.1f} M parameters, {describe(training)}"
         save_bars(times, title, args.png)
     return 0

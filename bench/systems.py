@@ -31,7 +31,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 class Training:
     """What is trained, and how. ``max_norm``: of clipping, None: off. ``micro_batches`` are accumulated in a step.
 
-    ``tied``: the last layer's weight is the embedding's.
+    ``tied``: the last layer's weight is the embedding's. ``device``: "cpu" or "cuda".
     """
 
     layers: int = 8
@@ -43,17 +43,19 @@ class Training:
     max_norm: float | None = None
     micro_batches: int = 1
     tied: bool = True
+    device: str = "cpu"
 
     def model(self) -> WordGPT:
         torch.manual_seed(0)
         shape = Shape(self.layers, self.width, self.width // 64, self.context)
-        return WordGPT(shape, self.vocabulary, self.tied).to(DTYPES[self.dtype])
+        return WordGPT(shape, self.vocabulary, self.tied).to(self.device, DTYPES[self.dtype])
 
     def batches(self, step: int, rank: int) -> list[Tensor]:
         """int64 ``[batch, context + 1]`` for each micro-batch."""
         generator = torch.Generator().manual_seed(1 + 1_000_003 * step + rank)
         shape = (self.batch, self.context + 1)
-        return [torch.randint(self.vocabulary, shape, generator=generator) for _ in range(self.micro_batches)]
+        drawn = [torch.randint(self.vocabulary, shape, generator=generator) for _ in range(self.micro_batches)]
+        return [tokens.to(self.device) for tokens in drawn]
 
 
 class WordGPT(GPT):
@@ -152,7 +154,7 @@ class FSDP2(System):
     reshard = False
 
     def build(self, model: WordGPT) -> tuple[nn.Module, torch.optim.Optimizer]:
-        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        mesh = init_device_mesh(self.training.device, (dist.get_world_size(),))
         for block in model.blocks:
             fully_shard(block, mesh=mesh, reshard_after_forward=self.reshard)
         self.wrapped: FSDPModule = fully_shard(model, mesh=mesh, reshard_after_forward=self.reshard)

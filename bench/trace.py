@@ -14,6 +14,8 @@ from torch.autograd.profiler import record_function
 from torch.profiler import ProfilerActivity, profile
 
 PHASE = "phase::"
+# The kernels of csrc/cuda: as a demangler shows their names, and as the compiler writes them.
+KERNEL = re.compile(r"(?:\bzx::cuda::(?:[^:<]*::)?|2zx4cuda\w*?\d)([a-z][a-z_]*)_kernel")
 NAME = re.compile(rf"(?:zerox|{PHASE[:-2]})::(\w*[^\W_])(?: bucket (\d+))?")  # ops end in an underscore
 
 
@@ -28,10 +30,14 @@ class Range:
     thread: int
 
 
+def all_threads() -> Any:
+    """Makes a profiler see threads that torch did not make: without this option it sees none."""
+    return torch._C._profiler._ExperimentalConfig(profile_all_threads=True)
+
+
 def profile_all_threads() -> profile:
-    """A profiler of the CPU that also sees threads that torch did not make: without this option it sees none."""
-    config = torch._C._profiler._ExperimentalConfig(profile_all_threads=True)
-    return profile(activities=[ProfilerActivity.CPU], experimental_config=config)
+    """Of the CPU."""
+    return profile(activities=[ProfilerActivity.CPU], experimental_config=all_threads())
 
 
 def phase(name: str) -> record_function:

@@ -1,17 +1,22 @@
-"""Builds zerox for this machine's GPU, tests it there, and writes down what came of it: one JSON and one table.
+"""Builds zerox for this machine's GPU, tests and measures it there, and writes down what came of it.
 
-    python scripts/gpu.py [--only PART] [--out DIR] [--quick]
+    python scripts/gpu.py [proof|figures] [--only PART] [--out DIR] [--quick]
 
 Uses the Python that starts it, with whatever CUDA build of torch that has; needs no network and no virtual environment,
 only setuptools, packaging, ninja, pytest and hypothesis beside torch, and nvcc. Each part runs in processes of its own
-with a time limit, and what is known is written after each, so that a hang or a crash costs its own part only. All of it
-takes less than 10 minutes. Exits with 1 if anything failed.
+with a time limit, and what is known is written after each, so that a hang or a crash costs its own part only. Proof and
+figures take less than 10 minutes each, and write a JSON, a table and pictures each. Exits with 1 if anything failed.
 
     build      setup.py build_ext --inplace, with CUDA kernels for this GPU (TORCH_CUDA_ARCH_LIST names others)
+  proof:
     test       every test marked gpu, but for those of NCCL
-    bench      bench/kernels.py
     sanitizer  compute-sanitizer's memcheck, racecheck and initcheck on tests/gpu/test_sanitized.py, where it works
     nccl       tests/gpu/test_nccl.py; ZEROX_NCCL_LIBRARY names an NCCL of 2.30 or newer for two ranks on one GPU
+  figures:
+    kernels    bench.kernels, beside what memory and instructions allow
+    step       bench.optimizer_step, beside the peers that are installed
+    exposed    bench.exposed: how much of an exchange is not hidden under backward
+    streams    bench.streams: a timeline of one training step
 
 Complete logs lie in build/gpu.
 """
@@ -30,13 +35,15 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import gpu_report as report
+from gpu_figures import FIGURES, Figure
 from gpu_report import Part
-from gpu_run import LOGS, ROOT, Clock, environment, python, run, tail
+from gpu_run import ROOT, Clock, environment, python, run, tail
 
 NCCL_TESTS = "tests/gpu/test_nccl.py"
 SANITIZED_TESTS = "tests/gpu/test_sanitized.py"
@@ -46,8 +53,10 @@ FOUND = 86  # compute-sanitizer's exit status where it found something
 TEST_FILE_S = 120.0  # no file of tests may take longer: what hangs must leave time for the others
 
 # Seconds that each part has in any case. What one leaves over goes to the next; the build, being first, has the rest.
-RESERVED_S = {"build": 0.0, "test": 200.0, "bench": 50.0, "sanitizer": 110.0, "nccl": 70.0}
-TOTAL_S = 570.0
+PROOF_S = {"build": 0.0, "test": 230.0, "sanitizer": 110.0, "nccl": 70.0}
+RESERVED_S = {**PROOF_S, "kernels": 170.0, "step": 150.0, "exposed": 50.0, "streams": 50.0}
+TOTAL_S = 570.0  # of a run
+RUNS = {"proof": tuple(PROOF_S), "figures": ("build", *FIGURES)}
 
 
 def pytest(*arguments: str) -> list[str]:
@@ -59,8 +68,11 @@ def pytest(*arguments: str) -> list[str]:
 
 @dataclass(frozen=True)
 class Machine:
+    """``files``: what this run writes, but for what distinguishes it."""
+
     facts: dict[str, Any]
     quick: bool
+    files: Path = ROOT / "bench" / "results" / "gpu"
 
 
 def build(machine: Machine, limit_s: float) -> Part:
@@ -130,18 +142,6 @@ def nccl(machine: Machine, limit_s: float) -> Part:
     return run_tests([("nccl", [NCCL_TESTS])], limit_s, limit_s)
 
 
-def bench(machine: Machine, limit_s: float) -> Part:
-    file = LOGS / "bench.json"
-    file.unlink(missing_ok=True)
-    # More than half of the time goes into random data, checks and the first calls.
-    options = [*(["--quick"] if machine.quick else []), f"--seconds={0.4 * limit_s:.0f}", f"--json={file}"]
-    ended = run(python("-m", "bench.kernels", "--device=cuda", *options), "bench", limit_s)
-    part: Part = {"outcome": ended.outcome}
-    if ended.outcome != report.PASSED:
-        part["tail"] = tail(ended.text)
-    return {**(json.loads(file.read_text()) if file.exists() else {}), **part}
-
-
 def find_sanitizer() -> str | None:
     """On the PATH, or in the toolkit that nvcc belongs to."""
     found = shutil.which("compute-sanitizer")
@@ -185,12 +185,16 @@ def sanitize(program: str, known: str, tool: str, limit_s: float) -> Part:
     return part if outcome == report.PASSED else {**part, "tail": tail(ended.text)}
 
 
+def measure(figure: Figure, machine: Machine, limit_s: float) -> Part:
+    return figure.run(machine.quick, limit_s, machine.files.with_name(f"{machine.files.name}-{figure.name}.png"))
+
+
 PARTS: dict[str, Callable[[Machine, float], Part]] = {
     "build": build,
     "test": test,
-    "bench": bench,
     "sanitizer": sanitizer,
     "nccl": nccl,
+    **{name: partial(measure, figure) for name, figure in FIGURES.items()},
 }
 
 
@@ -214,10 +218,11 @@ def read_machine(quick: bool) -> Machine:
     return Machine({"commit": commit(), **json.loads(asked.stdout.splitlines()[-1])}, quick)
 
 
-def run_parts(selected: list[str], machine: Machine, folder: Path) -> bool:
+def run_parts(selected: list[str], machine: Machine, folder: Path, title: str) -> bool:
     """Runs the parts, writing after each; True if nothing failed."""
     now = datetime.datetime.now(datetime.timezone.utc)
-    stem = f"{now:%Y-%m-%d-%H%M}-{report.slug(machine.facts['device'])}"
+    stem = f"{now:%Y-%m-%d-%H%M}-{report.slug(machine.facts['device'])}-{title}"
+    machine = replace(machine, files=folder / stem)
     parts: dict[str, Part] = {name: {"outcome": report.NOT_RUN, "seconds": 0.0} for name in selected}
     result: Part = {"date": f"{now:%Y-%m-%d %H:%M} UTC", "facts": dict(machine.facts), "quick": machine.quick}
     result["parts"] = parts
@@ -270,6 +275,7 @@ def interrupt(*_: object) -> None:
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("runs", nargs="*", metavar="RUN", help=f"{' or '.join(RUNS)}; default: both")
     parser.add_argument(
         "--only", action="append", choices=list(PARTS), metavar="PART", help=f"{', '.join(PARTS)}; repeatable"
     )
@@ -280,10 +286,16 @@ def main(argv: list[str] | None = None) -> int:
         "--quick", action="store_true", help="no shards beyond 2^32, the smallest benchmark sizes, memcheck only"
     )
     args = parser.parse_args(argv)
+    if unknown := [name for name in args.runs if name not in RUNS]:
+        parser.error(f"there is no run {unknown[0]}: {', '.join(RUNS)}")
     machine = read_machine(args.quick)
     signal.signal(signal.SIGTERM, interrupt)
-    selected = [name for name in PARTS if not args.only or name in args.only]
-    return 0 if run_parts(selected, machine, args.out) else 1
+    well = True
+    for name in args.runs or RUNS:
+        selected = [part for part in RUNS[name] if not args.only or part in args.only]
+        if selected:
+            well = run_parts(selected, machine, args.out, name) and well
+    return 0 if well else 1
 
 
 if __name__ == "__main__":

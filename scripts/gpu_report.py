@@ -119,13 +119,11 @@ def as_markdown(result: Part) -> str:
         for tool, run in part.get("tools", {}).items():
             lines += [f"- {tool}: {run['outcome']}, {run['summary']}"]
             lines += ["", "```", *run["findings"], "```", ""] if run["findings"] else []
-    if rows := parts.get("bench", {}).get("rows"):
-        lines += [
-            "",
-            f"The roof is {parts['bench']['roof_gb_per_s']:.0f} GB/s, a large copy's bytes read and written.",
-            "",
-        ]
-        lines += table(BENCH_HEADER, [_bench_cells(row) for row in rows])
+    for name, part in parts.items():
+        if part.get("said"):
+            lines += ["", f"## {name}", "", "```", f"$ {part.get('command', '')}".rstrip(), *part["said"], "```"]
+        if part.get("picture"):
+            lines += ["", f"![{name}]({part['picture']})"]
     return "\n".join(lines).rstrip() + "\n"
 
 
@@ -143,18 +141,3 @@ def _row_of(name: str, part: Part) -> tuple[object, ...]:
     said += [", ".join(f"{count} {outcome}" for outcome, count in part.get("counts", {}).items())]
     said += [f"{tool} {run['outcome']}" for tool, run in part.get("tools", {}).items()]
     return name, part["outcome"], f"{part['seconds']:.0f}", ", ".join(filter(None, said))
-
-
-BENCH_HEADER = (
-    *("op", "kind", "state", "size", "who", "p50 ms", "spread", "GB/s", "of roof"),
-    *("floor: bytes", "floor: instructions", "theirs/ours"),
-)
-
-
-def _bench_cells(row: Part) -> tuple[object, ...]:
-    ratio = "" if row["theirs_over_ours"] is None else f"{row['theirs_over_ours']:.2f}"
-    late = " (host)" if row["host_bound"] else ""
-    numbers = (f"{row['p50_ms']:.4f}{late}", f"{row['spread']:.1%}", f"{row['gb_per_s']:.0f}", f"{row['of_roof']:.0%}")
-    floors = [row[f"{what}_floor_ms"] for what in ("bytes", "instructions")]
-    floor_cells = ("" if floor_ms is None else f"{floor_ms:.4f}" for floor_ms in floors)
-    return (row["op"], row["kind"], row["state"], row["size"], row["who"], *numbers, *floor_cells, ratio)

@@ -7,12 +7,14 @@ import os
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import gpu
+import gpu_figures
 import gpu_report as report
 import gpu_run
 
@@ -144,8 +146,14 @@ def test_what_a_part_leaves_over_goes_to_the_next(monkeypatch: pytest.MonkeyPatc
 
 
 def test_budgets_are_of_the_parts_and_leave_time_to_build() -> None:
-    assert list(gpu.RESERVED_S) == list(gpu.PARTS)
-    assert gpu.TOTAL_S - sum(gpu.RESERVED_S.values()) >= 120
+    assert (
+        list(gpu.RESERVED_S)
+        == list(gpu.PARTS)
+        == list(dict.fromkeys(part for run in gpu.RUNS.values() for part in run))
+    )
+    for parts in gpu.RUNS.values():
+        assert parts[0] == "build"
+        assert gpu.TOTAL_S - sum(gpu.RESERVED_S[part] for part in parts) >= 120
     assert gpu.TOTAL_S < 600
 
 
@@ -201,8 +209,9 @@ def run_with(monkeypatch: pytest.MonkeyPatch, folder: Path, **parts: Any) -> tup
 
     monkeypatch.setattr(gpu, "PARTS", {name: part_of(ending) for name, ending in parts.items()})
     monkeypatch.setattr(gpu, "RESERVED_S", dict.fromkeys(parts, 1.0))
-    well = gpu.run_parts(list(parts), MACHINE, folder)
-    [in_json], [in_markdown] = folder.glob("*-nvidia-h100-80gb-hbm3.json"), folder.glob("*-nvidia-h100-80gb-hbm3.md")
+    well = gpu.run_parts(list(parts), MACHINE, folder, "proof")
+    stem = "*-nvidia-h100-80gb-hbm3-proof"
+    [in_json], [in_markdown] = folder.glob(f"{stem}.json"), folder.glob(f"{stem}.md")
     return well, json.loads(in_json.read_text()), in_markdown.read_text()
 
 
@@ -211,15 +220,10 @@ def outcomes(result: dict[str, Any]) -> dict[str, str]:
 
 
 def test_all_well(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    rows = [
-        {"op": "adam", "kind": "fp32", "state": "bf16", "size": "4 Mi", "who": "zerox", "p50_ms": 0.05, "spread": 0.01}
-    ]
-    rows[0].update(gb_per_s=2345.6, of_roof=0.9, theirs_over_ours=None, host_bound=False)
-    rows[0].update(bytes_floor_ms=0.045, instructions_floor_ms=None)
     parts = {
         "build": {**GOOD, "note": "for 9.0"},
         "test": {**GOOD, "counts": {"passed": 900, "skipped": 1}, "skips": {"needs 66 GiB": 1}},
-        "bench": {**GOOD, "roof_gb_per_s": 2600.0, "rows": rows},
+        "kernels": {**GOOD, "command": "python -m x", "said": ["adam  0.0500", "norm"], "picture": "kernels.png"},
         "sanitizer": {"outcome": report.NOT_AVAILABLE, "note": "nowhere"},
     }
     well, result, text = run_with(monkeypatch, tmp_path, **parts)
@@ -231,9 +235,10 @@ def test_all_well(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         "| build | passed | 0 | for 9.0 |",
         "| test | passed | 0 | 900 passed, 1 skipped |",
         "- test skipped 1: needs 66 GiB",
-        "| adam | fp32 | bf16 | 4 Mi | zerox | 0.0500 | 1.0% | 2346 | 90% | 0.0450 |  |  |",
+        "![kernels](kernels.png)",
     ):
         assert line in text.splitlines()
+    assert "## kernels\n\n```\n$ python -m x\nadam  0.0500\nnorm\n```\n" in text
 
 
 def test_a_part_that_fails_or_breaks_does_not_take_the_others_along(
@@ -241,10 +246,10 @@ def test_a_part_that_fails_or_breaks_does_not_take_the_others_along(
 ) -> None:
     failures = {"tests/gpu/test_a.py::test_two": "assert 1 == 2"}
     bad = {"outcome": report.FAILED, "failures": failures, "tails": {"a": "the end of the log"}}
-    well, result, text = run_with(monkeypatch, tmp_path, build=GOOD, test=bad, bench=ZeroDivisionError(), nccl=GOOD)
+    well, result, text = run_with(monkeypatch, tmp_path, build=GOOD, test=bad, step=ZeroDivisionError(), nccl=GOOD)
     assert not well
-    assert outcomes(result) == {"build": "passed", "test": "FAILED", "bench": "FAILED", "nccl": "passed"}
-    assert "ZeroDivisionError" in result["parts"]["bench"]["tail"]
+    assert outcomes(result) == {"build": "passed", "test": "FAILED", "step": "FAILED", "nccl": "passed"}
+    assert "ZeroDivisionError" in result["parts"]["step"]["tail"]
     assert "- **test** tests/gpu/test_a.py::test_two: assert 1 == 2" in text
     assert "the end of the log" in capsys.readouterr().out
 
@@ -288,13 +293,52 @@ def test_tests_are_run_by_file_and_a_hang_costs_its_own_only(monkeypatch: pytest
 def test_only_named_parts_run_in_their_order(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[Any] = []
     monkeypatch.setattr(gpu, "read_machine", lambda quick: MACHINE)
-    monkeypatch.setattr(gpu, "run_parts", lambda names, *_: asked.append(names) or True)
-    assert gpu.main(["--only", "nccl", "--only", "build"]) == 0
+    monkeypatch.setattr(gpu, "run_parts", lambda names, *more: asked.append((more[-1], names)) or True)
+    assert gpu.main(["--only", "step", "--only", "nccl"]) == 0
+    assert asked == [("proof", ["nccl"]), ("figures", ["step"])]
+    asked.clear()
     assert gpu.main([]) == 0
-    assert asked == [["build", "nccl"], list(gpu.PARTS)]
-    with pytest.raises(SystemExit) as ended:
-        gpu.main(["--only", "everything"])
-    assert ended.value.code == 2
+    assert gpu.main(["figures"]) == 0
+    runs = [(name, list(parts)) for name, parts in gpu.RUNS.items()]
+    assert asked == [*runs, runs[1]]
+    for wrong in (["--only", "everything"], ["everything"]):
+        with pytest.raises(SystemExit) as ended:
+            gpu.main(wrong)
+        assert ended.value.code == 2
+
+
+def test_a_run_that_fails_does_not_keep_the_other_from_running(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+    monkeypatch.setattr(gpu, "read_machine", lambda quick: MACHINE)
+    monkeypatch.setattr(gpu, "run_parts", lambda *arguments: asked.append(arguments[-1]) or asked != ["proof"])
+    assert gpu.main([]) == 1
+    assert asked == ["proof", "figures"]
+
+
+# ---- what is measured
+
+
+@pytest.mark.parametrize("name", list(gpu_figures.FIGURES))
+def test_figures_are_what_the_benchmarks_say(monkeypatch: pytest.MonkeyPatch, logs: Path, name: str) -> None:
+    monkeypatch.setattr(gpu_figures, "DEVICE", "cpu")
+    monkeypatch.setattr(gpu_figures, "LOGS", logs / "logs")
+    figure = replace(gpu_figures.FIGURES[name], timed=gpu_figures.FIGURES[name].timed and 0.01)
+    part = gpu.measure(figure, gpu.Machine(MACHINE.facts, quick=True, files=logs / "now"), 120.0)
+    assert part["outcome"] == report.PASSED, part["tail"]
+    assert part["command"].startswith(f"python -m {gpu_figures.FIGURES[name].module} --device=cpu")
+    assert len(part["rows"]) > 0
+    assert len(part["said"]) > 2
+    picture = logs / part["picture"]
+    assert picture.name.startswith("now-")
+    assert picture.stat().st_size > 5_000
+
+
+def test_a_benchmark_that_fails_shows_how_it_ended(monkeypatch: pytest.MonkeyPatch, logs: Path) -> None:
+    monkeypatch.setattr(gpu_figures, "DEVICE", "abacus")
+    part = gpu_figures.FIGURES["exposed"].run(True, 60.0, logs / "x.png")
+    assert part["outcome"] == report.FAILED
+    assert "invalid choice: 'abacus'" in part["tail"]
+    assert "picture" not in part
 
 
 def test_without_a_gpu_it_ends_with_one_line_and_1(tmp_path: Path) -> None:
