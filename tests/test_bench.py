@@ -11,7 +11,23 @@ import pytest
 import torch
 
 from bench import __main__ as everything
-from bench import buckets, ceiling, floors, jobs, kernels, memory, moments, overlap, peers, scale, step, systems, timing
+from bench import (
+    buckets,
+    ceiling,
+    exposed,
+    floors,
+    jobs,
+    kernels,
+    memory,
+    moments,
+    optimizer_step,
+    overlap,
+    peers,
+    scale,
+    step,
+    systems,
+    timing,
+)
 from bench.ranks import on_ranks
 
 CPU = torch.device("cpu")
@@ -264,7 +280,9 @@ def test_memory_is_weighed_beside_the_estimate_and_drawn(tmp_path: Path, monkeyp
 
 @pytest.mark.parametrize("quick", [False, True])
 def test_what_make_bench_runs_are_commands_that_there_are(quick: bool) -> None:
-    modules = {each.__name__: each for each in (buckets, kernels, memory, overlap, scale, step)}
+    modules = {
+        each.__name__: each for each in (buckets, exposed, kernels, memory, optimizer_step, overlap, scale, step)
+    }
     for name in everything.RUNS:
         _, _, module, *arguments = everything.command(name, Path("somewhere"), quick)
         assert modules[module].parse(arguments).json == Path("somewhere") / f"{name}.json"
