@@ -37,7 +37,7 @@ build: ## build the extension and install zerox in place (pip install -e), only 
 rehearse: ## build with CUDA kernels against a CUDA torch, no GPU needed; ARGS=FOLDER is the environment to use
 	@scripts/rehearse_cuda.sh $(ARGS)
 
-gpu: ## on a machine with a CUDA GPU: build, test, sanitize, benchmark into bench/results, in 10 minutes; ARGS='--only test'
+gpu: ## on a machine with a CUDA GPU: build, test, sanitize, benchmark into bench/results, in 20 minutes; ARGS='proof'
 	@"$${PYTHON:-python3}" scripts/gpu.py $(ARGS)
 
 clean: ## remove what was built; keeps ./.venv

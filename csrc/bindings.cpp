@@ -38,6 +38,12 @@ TORCH_LIBRARY(zerox, m) {
       "adam_(Tensor(a!) param, Tensor(b!)? master, Tensor grad, Tensor(c!) exp_avg, Tensor(d!) exp_avg_sq, "
       "Tensor(e!)? max_exp_avg_sq, Tensor(f!)[] scales, Tensor segments, Tensor present, Tensor(g!) steps, "
       "Tensor options, Tensor? grad_scale) -> ()");
+  // The same on several shards of the same types, in few launches. `master` and `max_exp_avg_sq`: one a shard, or none;
+  // `scales`: shard by shard.
+  m.def(
+      "adam_together_(Tensor(a!)[] param, Tensor(b!)[] master, Tensor[] grad, Tensor(c!)[] exp_avg, "
+      "Tensor(d!)[] exp_avg_sq, Tensor(e!)[] max_exp_avg_sq, Tensor(f!)[] scales, Tensor[] segments, "
+      "Tensor[] present, Tensor(g!)[] steps, Tensor options, Tensor? grad_scale) -> ()");
 }
 
 namespace zx {

@@ -193,4 +193,34 @@ AdamStorage check_adam(const AdamTensors& t, const AdamTables& tables) {
   return storage;
 }
 
+void for_each_shard(const AdamLists& l, const AdamCall& call) {
+  constexpr const char* op = "adam_together_";
+  const size_t count = l.param.size();
+  const auto check_count = [&](at::TensorList list, const char* argument, bool may_be_none) {
+    ZX_CHECK(list.size() == count || (may_be_none && list.empty()), op, argument, "must be ", count, " tensors, got ",
+             list.size());
+  };
+  check_count(l.master, "master", true);
+  check_count(l.grad, "grad", false);
+  check_count(l.exp_avg, "exp_avg", false);
+  check_count(l.exp_avg_sq, "exp_avg_sq", false);
+  check_count(l.max_exp_avg_sq, "max_exp_avg_sq", true);
+  check_count(l.segments, "segments", false);
+  check_count(l.present, "present", false);
+  check_count(l.steps, "steps", false);
+  ZX_CHECK(count == 0 || l.scales.size() % count == 0, op, "scales", "must be as many for each of ", count,
+           " shards, got ", l.scales.size());
+  const size_t num_scales = count == 0 ? 0 : l.scales.size() / count;
+  const auto one_of = [](at::TensorList list, size_t i) {
+    return list.empty() ? std::optional<at::Tensor>() : std::optional<at::Tensor>(list[i]);
+  };
+  for (size_t i = 0; i < count; ++i) {
+    const auto master = one_of(l.master, i);
+    const auto maximum = one_of(l.max_exp_avg_sq, i);
+    call({l.param[i], master, l.grad[i], l.exp_avg[i], l.exp_avg_sq[i], maximum,
+          l.scales.slice(i * num_scales, num_scales)},
+         {l.segments[i], l.present[i], l.steps[i], l.options, l.grad_scale});
+  }
+}
+
 }  // namespace zx

@@ -4,6 +4,7 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <functional>
 #include <optional>
 
 #include "check.h"
@@ -65,5 +66,23 @@ struct AdamStorage {
   Moments moments;
 };
 AdamStorage check_adam(const AdamTensors& tensors, const AdamTables& tables);
+
+// The arguments of adam_together_: of every list one tensor a shard, or none at all where a shard may have none.
+struct AdamLists {
+  at::TensorList param;
+  at::TensorList master;
+  at::TensorList grad;
+  at::TensorList exp_avg;
+  at::TensorList exp_avg_sq;
+  at::TensorList max_exp_avg_sq;
+  at::TensorList scales;  // of all moments of the first shard, then of the next
+  at::TensorList segments;
+  at::TensorList present;
+  at::TensorList steps;
+  const at::Tensor& options;
+  const std::optional<at::Tensor>& grad_scale;
+};
+using AdamCall = std::function<void(const AdamTensors&, const AdamTables&)>;
+void for_each_shard(const AdamLists& lists, const AdamCall& call);
 
 }  // namespace zx

@@ -153,11 +153,16 @@ def blocks_of(code: Sequence[Instruction]) -> list[Block]:
 
 
 def once_round(code: Sequence[Instruction], wanted: Mapping[str, int]) -> list[Instruction] | None:
-    """The shortest closed way with exactly the ``wanted`` numbers of instructions, by patterns of opcodes."""
+    """The shortest closed way with exactly the ``wanted`` numbers of instructions, by patterns of opcodes.
+
+    Guarded ones are for what is not always done, and don't count.
+    """
     blocks = blocks_of(code)
     patterns = [re.compile(pattern) for pattern in wanted]
     goal = tuple(wanted.values())
-    counts = [tuple(sum(1 for i in block.code if p.match(i.opcode)) for p in patterns) for block in blocks]
+    counts = [
+        tuple(sum(1 for i in block.code if p.match(i.opcode) and not i.guard) for p in patterns) for block in blocks
+    ]
     best: list[int] | None = None
     best_length = sys.maxsize
     for start, count in enumerate(counts):

@@ -7,14 +7,12 @@ import os
 import subprocess
 import sys
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import gpu
-import gpu_figures
 import gpu_report as report
 import gpu_run
 
@@ -313,32 +311,6 @@ def test_a_run_that_fails_does_not_keep_the_other_from_running(monkeypatch: pyte
     monkeypatch.setattr(gpu, "run_parts", lambda *arguments: asked.append(arguments[-1]) or asked != ["proof"])
     assert gpu.main([]) == 1
     assert asked == ["proof", "figures"]
-
-
-# ---- what is measured
-
-
-@pytest.mark.parametrize("name", list(gpu_figures.FIGURES))
-def test_figures_are_what_the_benchmarks_say(monkeypatch: pytest.MonkeyPatch, logs: Path, name: str) -> None:
-    monkeypatch.setattr(gpu_figures, "DEVICE", "cpu")
-    monkeypatch.setattr(gpu_figures, "LOGS", logs / "logs")
-    figure = replace(gpu_figures.FIGURES[name], timed=gpu_figures.FIGURES[name].timed and 0.01)
-    part = gpu.measure(figure, gpu.Machine(MACHINE.facts, quick=True, files=logs / "now"), 120.0)
-    assert part["outcome"] == report.PASSED, part["tail"]
-    assert part["command"].startswith(f"python -m {gpu_figures.FIGURES[name].module} --device=cpu")
-    assert len(part["rows"]) > 0
-    assert len(part["said"]) > 2
-    picture = logs / part["picture"]
-    assert picture.name.startswith("now-")
-    assert picture.stat().st_size > 5_000
-
-
-def test_a_benchmark_that_fails_shows_how_it_ended(monkeypatch: pytest.MonkeyPatch, logs: Path) -> None:
-    monkeypatch.setattr(gpu_figures, "DEVICE", "abacus")
-    part = gpu_figures.FIGURES["exposed"].run(True, 60.0, logs / "x.png")
-    assert part["outcome"] == report.FAILED
-    assert "invalid choice: 'abacus'" in part["tail"]
-    assert "picture" not in part
 
 
 def test_without_a_gpu_it_ends_with_one_line_and_1(tmp_path: Path) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -20,13 +20,24 @@ def shard_words(shard: Tensor, segments: Tensor, p: float) -> Tensor:
     return words
 
 
-def total_norm(grads: Grads, words: Iterable[Tensor], p: float) -> tuple[Tensor, Tensor]:
+def words_of(grads: Grads, p: float) -> Iterator[Tensor]:
+    """Of each part of this rank's shards; what the reduction left is taken as it is."""
+    for index in range(grads.manager.num_buckets):
+        words = grads.words(index) if p == 2.0 else None
+        if words is not None:
+            yield words
+            continue
+        for part in grads.parts(index):
+            yield shard_words(part.grad, part.segments, p)
+
+
+def total_norm(grads: Grads, p: float) -> tuple[Tensor, Tensor]:
     """The norm over all shards of all ranks and whether every element is finite, as float64 scalars. Collective.
 
     The sums are exact, so neither bucket sizes nor the number of ranks show in the result.
     """
     total = torch.zeros(ops.EXACT_WORDS, dtype=torch.int64, device=grads.ranks.device)
-    for each in words:
+    for each in words_of(grads, p):
         total = torch.maximum(total, each) if math.isinf(p) else total + each
     grads.all_reduce(total, Combine.MAX if math.isinf(p) else Combine.SUM)
     value = ops.norm_value(total, p)

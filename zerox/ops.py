@@ -84,11 +84,33 @@ def adam_(
     torch.ops.zerox.adam_(param, master, grad, *moments, scales, segments, present, steps, options, grad_scale)
 
 
+def adam_together_(
+    shards: Sequence[tuple[Tensor, Tensor | None, Tensor, tuple[Tensor, Tensor, Tensor | None]]],
+    tables: Sequence[tuple[Tensor, Tensor, Tensor]],
+    options: Tensor,
+    grad_scale: Tensor | None,
+    scales: Sequence[Tensor] = (),
+) -> None:
+    """:func:`adam_` on several shards of the same dtypes: on a GPU in few launches, however small they are.
+
+    ``shards``: each one's ``(param, master, grad, moments)``; ``tables``: ``(segments, present, steps)``; ``scales``:
+    those of the first shard's moments, then the next one's. Masters and max_exp_avg_sq have all shards, or none.
+    """
+    params, masters, grads, moments = zip(*shards, strict=True)
+    exp_avgs, exp_avg_sqs, maxima = zip(*moments, strict=True)
+    segments, present, steps = zip(*tables, strict=True)
+    given_masters, given_maxima = ([each for each in found if each is not None] for found in (masters, maxima))
+    torch.ops.zerox.adam_together_(
+        *(params, given_masters, grads, exp_avgs, exp_avg_sqs, given_maxima, scales),
+        *(segments, present, steps, options, grad_scale),
+    )
+
+
 def _changes_arguments_only(*_args: object) -> None:
     """What a tracer needs to know of an op that returns nothing."""
 
 
-for _name in ("flatten_", "read_flags_", "reduce_", "norm_", "adam_"):
+for _name in ("flatten_", "read_flags_", "reduce_", "norm_", "adam_", "adam_together_"):
     torch.library.register_fake(f"zerox::{_name}", _changes_arguments_only)
 
 

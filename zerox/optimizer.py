@@ -11,10 +11,10 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from zerox._C import Place, Range
+from zerox._C import Place
 from zerox.bucket import Bucket, Member, members_of
 from zerox.capture import is_capturing
-from zerox.clip import check_finite, clip_coefficient, shard_words, total_norm
+from zerox.clip import check_finite, clip_coefficient, total_norm
 from zerox.estimate import MemoryBytes, measured_bytes
 from zerox.grad_scale import GradScale
 from zerox.grads import Grads
@@ -23,6 +23,7 @@ from zerox.overlap_gather import GatherOverlap
 from zerox.params import ParamGather
 from zerox.ranks import Ranks, call_ranks, find_ranks
 from zerox.rules import adam
+from zerox.rules.update import Shard, launches, ranges, update
 from zerox.state_dict import check_state, fill_state, groups_with_defaults, state_uncast
 from zerox.terms import terms
 
@@ -124,13 +125,11 @@ class FusedShardedAdam(torch.optim.Optimizer):
         self._start_amsgrad(capturing)
         options = self._table.refresh(self.param_groups, capturing)
         overlap = self._overlap is not None and not capturing
-        for index in self._grads.manager.gather_order:
-            if parts := self._grads.parts(index):
-                present = self._grad_scale.present(self._grads.present(index))
-                with Range("update", index):
-                    for part in parts:
-                        adam.update(self._buckets[index], part, present, options, self._grad_scale.value)
-            self._gather.start(index, background=overlap)
+        for run in launches(self._grads.manager.gather_order, self._buckets):
+            with ranges(run):
+                update(list(self._shards(run)), options, self._grad_scale.value)
+            for index in run:
+                self._gather.start(index, background=overlap)
         self._gather.end_step(hidden=overlap)
         self._grad_scale.reset()
         return loss
@@ -162,7 +161,7 @@ class FusedShardedAdam(torch.optim.Optimizer):
         if not p > 0.0:
             raise ValueError(f"norm_type must be positive or inf, got {norm_type}")
         self._settle(Place.CLIP)
-        norm, finite = total_norm(self._grads, self._norm_words(p), p)
+        norm, finite = total_norm(self._grads, p)
         if self._grad_scale.value is not None:
             norm = norm * self._grad_scale.value
         total = norm.to(self._norm_dtype)
@@ -180,7 +179,7 @@ class FusedShardedAdam(torch.optim.Optimizer):
         the parameters' device. Collective.
         """
         self._settle(Place.UNSCALE)
-        _, finite = total_norm(self._grads, self._norm_words(2.0), 2.0)
+        _, finite = total_norm(self._grads, 2.0)
         if inverse_scale is not None:
             self._grad_scale.multiply(inverse_scale.to(finite.device))
         self._grad_scale.skip_unless(finite)
@@ -328,14 +327,11 @@ class FusedShardedAdam(torch.optim.Optimizer):
         for bucket, slot in moved:
             bucket.buffer.take_in(slot)
 
-    def _norm_words(self, p: float) -> Iterator[Tensor]:
-        for index in range(len(self._buckets)):
-            words = self._grads.words(index) if p == 2.0 else None
-            if words is not None:
-                yield words
-                continue
-            for part in self._grads.parts(index):
-                yield shard_words(part.grad, part.segments, p)
+    def _shards(self, run: Sequence[int]) -> Iterator[Shard]:
+        for index in run:
+            if parts := self._grads.parts(index):
+                present = self._grad_scale.present(self._grads.present(index))
+                yield from (Shard.of(self._buckets[index], part, present) for part in parts)
 
     def _start_amsgrad(self, capturing: bool = False) -> None:
         """A group's amsgrad may be turned on later: torch makes its state at the next step too."""

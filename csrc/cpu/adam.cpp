@@ -33,31 +33,29 @@ void join_neighbours(std::vector<Stretch>& stretches, const std::vector<int64_t>
 }
 
 // A segment whose `present` is 0 is left alone, its step count too, as torch leaves a parameter without gradient.
-void adam_(at::Tensor& param, const std::optional<at::Tensor>& master, const at::Tensor& grad, at::Tensor& exp_avg,
-           at::Tensor& exp_avg_sq, const std::optional<at::Tensor>& max_exp_avg_sq, at::TensorList scales,
-           const at::Tensor& segments, const at::Tensor& present, at::Tensor& steps, const at::Tensor& options,
-           const std::optional<at::Tensor>& grad_scale) {
+void update(const AdamTensors& t, const AdamTables& tables) {
   constexpr const char* op = "adam_";
-  const auto [master_kind, moments] = check_adam({param, master, grad, exp_avg, exp_avg_sq, max_exp_avg_sq, scales},
-                                                 {segments, present, steps, options, grad_scale});
+  const auto [master_kind, moments] = check_adam(t, tables);
+  const at::Tensor& param = t.param;
+  const at::Tensor& options = tables.options;
   const DType param_dtype = dtype_of(param, op, "param");
-  const DType grad_dtype = dtype_of(grad, op, "grad");
-  const SegmentTable table(segments, param.numel(), op);
+  const DType grad_dtype = dtype_of(t.grad, op, "grad");
+  const SegmentTable table(tables.segments, param.numel(), op);
   const auto* rows = reinterpret_cast<const AdamOptions*>(options.const_data_ptr<double>());
   for (int64_t i = 0; i < table.size(); ++i) {
     const int64_t row = table[i].options_row;
     ZX_CHECK(row >= 0 && row < options.size(0), op, "segments", "row ", i, " names options ", row, " of ",
              options.size(0));
-    ZX_CHECK(rows[row].amsgrad == 0.0 || max_exp_avg_sq, op, "max_exp_avg_sq", "is needed by options row ", row);
+    ZX_CHECK(rows[row].amsgrad == 0.0 || t.max_exp_avg_sq, op, "max_exp_avg_sq", "is needed by options row ", row);
     ZX_CHECK(moments.kind != StateKind::blockwise ||
                  (table[i].start % kMomentBlock == 0 && table[i].param_start % kMomentBlock == 0),
              op, "segments", "row ", i, " starts at ", table[i].start, " of the shard and ", table[i].param_start,
              " of its parameter: 8-bit moments need multiples of ", kMomentBlock);
   }
 
-  const double scale = grad_scale ? *grad_scale->const_data_ptr<double>() : 1.0;
-  const auto* takes_part = present.const_data_ptr<uint8_t>();
-  auto* step_counts = steps.mutable_data_ptr<int64_t>();
+  const double scale = tables.grad_scale ? *tables.grad_scale->const_data_ptr<double>() : 1.0;
+  const auto* takes_part = tables.present.const_data_ptr<uint8_t>();
+  auto* step_counts = tables.steps.mutable_data_ptr<int64_t>();
   std::vector<AdamStep<double>> folded(static_cast<size_t>(table.size()));
   std::vector<int64_t> run(folded.size());  // the first segment of those that are treated as this one
   for (int64_t i = 0; i < table.size(); ++i) {
@@ -83,16 +81,36 @@ void adam_(at::Tensor& param, const std::optional<at::Tensor>& master, const at:
       const auto at_start = [start](const std::optional<at::Tensor>& tensor) {
         return tensor ? bytes_at(*tensor, start) : nullptr;
       };
-      kernels().adam({param_dtype, master_kind, grad_dtype, amsgrad, bytes_at(param, start), at_start(master),
-                      bytes_at(grad, start), moments_at(moments, exp_avg.element_size(), start), stop - start,
+      kernels().adam({param_dtype, master_kind, grad_dtype, amsgrad, bytes_at(param, start), at_start(t.master),
+                      bytes_at(t.grad, start), moments_at(moments, t.exp_avg.element_size(), start), stop - start,
                       of.param_start + (start - of.start), random_key(step_counts[segment], of.param)},
                      folded[segment]);
     }
   });
 }
 
+void adam_(at::Tensor& param, const std::optional<at::Tensor>& master, const at::Tensor& grad, at::Tensor& exp_avg,
+           at::Tensor& exp_avg_sq, const std::optional<at::Tensor>& max_exp_avg_sq, at::TensorList scales,
+           const at::Tensor& segments, const at::Tensor& present, at::Tensor& steps, const at::Tensor& options,
+           const std::optional<at::Tensor>& grad_scale) {
+  update({param, master, grad, exp_avg, exp_avg_sq, max_exp_avg_sq, scales},
+         {segments, present, steps, options, grad_scale});
+}
+
+void adam_together_(at::TensorList param, at::TensorList master, at::TensorList grad, at::TensorList exp_avg,
+                    at::TensorList exp_avg_sq, at::TensorList max_exp_avg_sq, at::TensorList scales,
+                    at::TensorList segments, at::TensorList present, at::TensorList steps, const at::Tensor& options,
+                    const std::optional<at::Tensor>& grad_scale) {
+  for_each_shard(
+      {param, master, grad, exp_avg, exp_avg_sq, max_exp_avg_sq, scales, segments, present, steps, options, grad_scale},
+      update);
+}
+
 }  // namespace
 
-TORCH_LIBRARY_IMPL(zerox, CPU, m) { m.impl("adam_", &adam_); }
+TORCH_LIBRARY_IMPL(zerox, CPU, m) {
+  m.impl("adam_", &adam_);
+  m.impl("adam_together_", &adam_together_);
+}
 
 }  // namespace zx

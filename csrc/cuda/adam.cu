@@ -7,10 +7,11 @@ namespace {
 template <class T>
 struct WideMoments {
   static constexpr int kBytes = sizeof(T);
-  T* exp_avg;
-  T* exp_avg_sq;
-  T* max_exp_avg_sq;
+  T* exp_avg = nullptr;
+  T* exp_avg_sq = nullptr;
+  T* max_exp_avg_sq = nullptr;
 
+  WideMoments() = default;
   explicit WideMoments(const Moments& m)
       : exp_avg(static_cast<T*>(m.exp_avg.values)),
         exp_avg_sq(static_cast<T*>(m.exp_avg_sq.values)),
@@ -35,40 +36,50 @@ struct WideMoments {
   };
   template <bool kAmsgrad, int N>
   __device__ __forceinline__ Held<N> load(int64_t i) const {
-    Held<N> held{cuda::load<N>(exp_avg + i), cuda::load<N>(exp_avg_sq + i), {}};
-    if constexpr (kAmsgrad) held.largest = cuda::load<N>(max_exp_avg_sq + i);
+    Held<N> held{cuda::load<N, kOnce>(exp_avg + i), cuda::load<N, kOnce>(exp_avg_sq + i), {}};
+    if constexpr (kAmsgrad) held.largest = cuda::load<N, kOnce>(max_exp_avg_sq + i);
     return held;
   }
   template <bool kAmsgrad, int N>
   __device__ __forceinline__ void store(const Held<N>& held, int64_t i) const {
-    cuda::store(held.exp_avg, exp_avg + i);
-    cuda::store(held.exp_avg_sq, exp_avg_sq + i);
-    if constexpr (kAmsgrad) cuda::store(held.largest, max_exp_avg_sq + i);
+    cuda::store<Stores::streaming>(held.exp_avg, exp_avg + i);
+    cuda::store<Stores::streaming>(held.exp_avg_sq, exp_avg_sq + i);
+    if constexpr (kAmsgrad) cuda::store<Stores::streaming>(held.largest, max_exp_avg_sq + i);
   }
 };
 
-int adam_wide(const AdamElements& e, const AdamSegments& s, Stream stream) {
-  const auto launch = [&](auto where, const auto* grad) {
-    return launch_adam<decltype(where), WideMoments<typename decltype(where)::Value>>(e, s, where, grad, stream);
+int adam_wide(const AdamShards& shards, Stream stream) {
+  const auto launch = [&](auto where, auto grad) {
+    using Where = typename decltype(where)::type;
+    return launch_adam<Where, WideMoments<typename Where::Value>, typename decltype(grad)::type>(shards, stream);
   };
-  if (e.param_dtype == DType::f64) return with_grad(e, PlainParam<double>{static_cast<double*>(e.param)}, launch);
-  return with_param(e, launch);
+  if (shards.elements().param_dtype == DType::f64) return with_grad<PlainParam<double>>(shards.elements(), launch);
+  return with_param(shards.elements(), launch);
+}
+
+int adam_together(const AdamShards& shards, Stream stream) {
+  const int error = fold(shards, stream);
+  if (error != cudaSuccess) return error;
+  switch (shards.elements().moments.kind) {
+    case StateKind::wide:
+      return adam_wide(shards, stream);
+    case StateKind::bf16:
+      return adam_bf16(shards, stream);
+    case StateKind::blockwise:
+      return adam_blockwise(shards, stream);
+  }
+  return cudaErrorInvalidValue;
 }
 
 }  // namespace
 
-int adam(const AdamElements& e, const AdamSegments& s, Stream stream) {
-  const int error = fold(e.param_dtype == DType::f64, s, stream);
-  if (error != cudaSuccess) return error;
-  switch (e.moments.kind) {
-    case StateKind::wide:
-      return adam_wide(e, s, stream);
-    case StateKind::bf16:
-      return adam_bf16(e, s, stream);
-    case StateKind::blockwise:
-      return adam_blockwise(e, s, stream);
+int adam(const AdamShards& shards, Stream stream) {
+  for (int64_t first = 0; first < shards.count; first += kMostTogether) {
+    const int64_t left = shards.count - first;
+    const int error = adam_together({shards.shards + first, left < kMostTogether ? left : kMostTogether}, stream);
+    if (error != cudaSuccess) return error;
   }
-  return cudaErrorInvalidValue;
+  return cudaSuccess;
 }
 
 }  // namespace zx::cuda

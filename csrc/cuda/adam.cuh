@@ -4,6 +4,7 @@
 
 #include "cuda/adam_param.cuh"
 #include "cuda/fold.cuh"
+#include "cuda/together.cuh"
 #include "cuda/unchecked.cuh"
 
 namespace zx::cuda {
@@ -28,7 +29,7 @@ struct AdamArgs {
 
 template <bool kAmsgrad, int N, class Args, class T = typename Args::Value>
 __device__ __forceinline__ void update(const Args& a, const Folded<T>& folded, int64_t i) {
-  const auto grad = load<N>(a.grad + i);
+  const auto grad = load<N, kOnce>(a.grad + i);
   auto param = a.where.template load<N>(i);
   auto moments = a.moments.template load<kAmsgrad, N>(i);
   AdamLanes<ScalarLane<T>> at[N];
@@ -57,13 +58,11 @@ __device__ __forceinline__ void update_at(const Args& a, const Stretch<T>& stret
   }
 }
 
-// The 1 keeps ptxas from spilling to have one more block on a processor.
 template <class Args>
-__global__ void __launch_bounds__(kThreads, 1) adam_kernel(Args a) {
+__device__ __forceinline__ void update_tiles(const Args& a, TileRange tiles) {
   constexpr int kVector = Args::kVector;
   constexpr int64_t kTile = int64_t{kThreads} * kVector;
   Stretch<typename Args::Value> stretch;
-  const TileRange tiles = tiles_of_block(tiles_for(a.numel, kTile));
   for (int64_t tile = tiles.first; tile < tiles.last; ++tile) {
     const int64_t first = tile * kTile + int64_t{threadIdx.x} * kVector;
     if (first >= a.numel) return;
@@ -80,6 +79,12 @@ __global__ void __launch_bounds__(kThreads, 1) adam_kernel(Args a) {
   }
 }
 
+// The 1 keeps ptxas from spilling to have one more block on a processor.
+template <class Args>
+__global__ void __launch_bounds__(kThreads, 1) adam_kernel(ZX_GRID_CONSTANT const Together<Args> together) {
+  for_each_shard(together, [](const Args& a, TileRange tiles) { update_tiles(a, tiles); });
+}
+
 inline bool all_aligned(const AdamElements& e) {
   const Moments& m = e.moments;
   return is_aligned(e.param) && is_aligned(e.master) && is_aligned(e.grad) && is_aligned(m.exp_avg.values) &&
@@ -87,17 +92,16 @@ inline bool all_aligned(const AdamElements& e) {
 }
 
 template <class Where, class Stored, class Grad>
-int launch_adam(const AdamElements& e, const AdamSegments& s, Where where, const Grad* grad, Stream stream) {
+int launch_adam(const AdamShards& shards, Stream stream) {
   using Args = AdamArgs<Where, Stored, Grad>;
-  const Args args{where,
-                  grad,
-                  Stored(e.moments),
-                  e.numel,
-                  s.segments,
-                  s.count,
-                  static_cast<const Folded<typename Args::Value>*>(s.folded),
-                  all_aligned(e)};
-  return launch(adam_kernel<Args>, tiles_for(e.numel, int64_t{kThreads} * Args::kVector), stream, args);
+  Together<Args> together;
+  static_assert(kFitsALaunch<Args>);
+  for (const auto& [e, s] : shards) {
+    together.add({Where(e), static_cast<const Grad*>(e.grad), Stored(e.moments), e.numel, s.segments, s.count,
+                  static_cast<const Folded<typename Args::Value>*>(s.folded), all_aligned(e)},
+                 tiles_for(e.numel, int64_t{kThreads} * Args::kVector));
+  }
+  return launch(adam_kernel<Args>, together.num_tiles(), stream, together);
 }
 
 }  // namespace zx::cuda

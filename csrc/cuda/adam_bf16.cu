@@ -6,10 +6,11 @@ namespace {
 
 struct Bf16Moments {
   static constexpr int kBytes = sizeof(bf16);
-  bf16* exp_avg;
-  bf16* exp_avg_sq;
-  bf16* max_exp_avg_sq;
+  bf16* exp_avg = nullptr;
+  bf16* exp_avg_sq = nullptr;
+  bf16* max_exp_avg_sq = nullptr;
 
+  Bf16Moments() = default;
   explicit Bf16Moments(const Moments& m)
       : exp_avg(static_cast<bf16*>(m.exp_avg.values)),
         exp_avg_sq(static_cast<bf16*>(m.exp_avg_sq.values)),
@@ -35,23 +36,23 @@ struct Bf16Moments {
   };
   template <bool kAmsgrad, int N>
   __device__ __forceinline__ Held<N> load(int64_t i) const {
-    Held<N> held{cuda::load<N>(exp_avg + i), cuda::load<N>(exp_avg_sq + i), {}};
-    if constexpr (kAmsgrad) held.largest = cuda::load<N>(max_exp_avg_sq + i);
+    Held<N> held{cuda::load<N, kOnce>(exp_avg + i), cuda::load<N, kOnce>(exp_avg_sq + i), {}};
+    if constexpr (kAmsgrad) held.largest = cuda::load<N, kOnce>(max_exp_avg_sq + i);
     return held;
   }
   template <bool kAmsgrad, int N>
   __device__ __forceinline__ void store(const Held<N>& held, int64_t i) const {
-    cuda::store(held.exp_avg, exp_avg + i);
-    cuda::store(held.exp_avg_sq, exp_avg_sq + i);
-    if constexpr (kAmsgrad) cuda::store(held.largest, max_exp_avg_sq + i);
+    cuda::store<Stores::streaming>(held.exp_avg, exp_avg + i);
+    cuda::store<Stores::streaming>(held.exp_avg_sq, exp_avg_sq + i);
+    if constexpr (kAmsgrad) cuda::store<Stores::streaming>(held.largest, max_exp_avg_sq + i);
   }
 };
 
 }  // namespace
 
-int adam_bf16(const AdamElements& e, const AdamSegments& s, Stream stream) {
-  return with_param(e, [&](auto where, const auto* grad) {
-    return launch_adam<decltype(where), Bf16Moments>(e, s, where, grad, stream);
+int adam_bf16(const AdamShards& shards, Stream stream) {
+  return with_param(shards.elements(), [&](auto where, auto grad) {
+    return launch_adam<typename decltype(where)::type, Bf16Moments, typename decltype(grad)::type>(shards, stream);
   });
 }
 

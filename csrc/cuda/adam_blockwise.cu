@@ -43,13 +43,13 @@ struct Part {
   int64_t first;
   int count;
 
-  template <class T>
+  template <bool kStreaming = false, class T>
   __device__ __forceinline__ Pack<T, kLane> load(const T* from) const {
-    return kWhole ? cuda::load<kLane>(from + first) : load_first<kLane>(from + first, count);
+    return kWhole ? cuda::load<kLane, kStreaming>(from + first) : load_first<kLane>(from + first, count);
   }
-  template <class T>
+  template <Stores kKind, class T>
   __device__ __forceinline__ void store(const Pack<T, kLane>& pack, T* to) const {
-    if constexpr (kWhole) return cuda::store(pack, to + first);
+    if constexpr (kWhole) return cuda::store<kKind>(pack, to + first);
     store_first(pack, to + first, count);
   }
 };
@@ -62,7 +62,7 @@ struct HeldMoment {
 
   template <class Part>
   __device__ __forceinline__ void load(const Moment& moment, const Part& part) {
-    codes = part.load(static_cast<const uint8_t*>(moment.values));
+    codes = part.template load<kOnce>(static_cast<const uint8_t*>(moment.values));
     scale = moment.scales[part.first / kMomentBlock];
   }
   __device__ __forceinline__ float get(const DynamicMap& map, int i) const {
@@ -86,7 +86,7 @@ struct HeldMoment {
     const float inverse = 1.0f / scale;
     ZX_UNROLL
     for (int i = 0; i < kLane; ++i) codes.at[i] = encode<kHasNegatives>(map.nearest, values[i], inverse);
-    part.store(codes, static_cast<uint8_t*>(moment.values));
+    part.template store<Stores::streaming>(codes, static_cast<uint8_t*>(moment.values));
     if (part.first % kMomentBlock == 0) moment.scales[part.first / kMomentBlock] = scale;
   }
 };
@@ -95,7 +95,7 @@ struct HeldMoment {
 template <bool kAmsgrad, bool kWhole, class Args>
 __device__ __forceinline__ void update_block(const Args& a, const Maps& maps, const Folded<float>& folded,
                                              const Part<kWhole>& part) {
-  const auto grad = part.load(a.grad);
+  const auto grad = part.template load<kOnce>(a.grad);
   auto param = a.where.template load<kLane>(part);
   HeldMoment<true> exp_avg;
   HeldMoment<false> exp_avg_sq;
@@ -145,14 +145,10 @@ __device__ __forceinline__ void update_at(const Args& a, const Maps& maps, const
 }
 
 template <class Args>
-__global__ void __launch_bounds__(kThreads) adam_block_kernel(Args a) {
-  ZX_SHARED(Maps, maps);
-  copy_maps(maps);
-  __syncthreads();
+__device__ __forceinline__ void update_tiles(const Args& a, const Maps& maps, TileRange tiles) {
   const int64_t in_tile = int64_t{threadIdx.x / kWarp} * kMomentBlock;
   const int64_t in_block = int64_t{threadIdx.x % kWarp} * kLane;
   Stretch<float> stretch;
-  const TileRange tiles = tiles_of_block(tiles_for(a.numel, kTile));
   for (int64_t tile = tiles.first; tile < tiles.last; ++tile) {
     const int64_t block = tile * kTile + in_tile;
     if (block >= a.numel) return;
@@ -168,15 +164,29 @@ __global__ void __launch_bounds__(kThreads) adam_block_kernel(Args a) {
   }
 }
 
+template <class Args>
+__global__ void __launch_bounds__(kThreads, 1) adam_block_kernel(ZX_GRID_CONSTANT const Together<Args> together) {
+  ZX_SHARED(Maps, maps);
+  copy_maps(maps);
+  __syncthreads();
+  for_each_shard(together, [&](const Args& a, TileRange tiles) { update_tiles(a, maps, tiles); });
+}
+
 }  // namespace
 
-int adam_blockwise(const AdamElements& e, const AdamSegments& s, Stream stream) {
-  return with_param(e, [&](auto where, const auto* grad) {
-    using Args = BlockArgs<decltype(where), std::remove_cv_t<std::remove_pointer_t<decltype(grad)>>>;
-    const Args args{
-        where,         grad, e.moments, e.numel, s.segments, s.count, static_cast<const Folded<float>*>(s.folded),
-        all_aligned(e)};
-    return launch(adam_block_kernel<Args>, tiles_for(e.numel, kTile), stream, args);
+int adam_blockwise(const AdamShards& shards, Stream stream) {
+  return with_param(shards.elements(), [&](auto where, auto grad_type) {
+    using Where = typename decltype(where)::type;
+    using Grad = typename decltype(grad_type)::type;
+    using Args = BlockArgs<Where, Grad>;
+    Together<Args> together;
+    static_assert(kFitsALaunch<Args>);
+    for (const auto& [e, s] : shards) {
+      together.add({Where(e), static_cast<const Grad*>(e.grad), e.moments, e.numel, s.segments, s.count,
+                    static_cast<const Folded<float>*>(s.folded), all_aligned(e)},
+                   tiles_for(e.numel, kTile));
+    }
+    return launch(adam_block_kernel<Args>, together.num_tiles(), stream, together);
   });
 }
 

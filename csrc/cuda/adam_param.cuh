@@ -14,7 +14,10 @@ template <class Param>
 struct PlainParam {
   using Value = std::conditional_t<std::is_same_v<Param, double>, double, float>;
   static constexpr int kNarrowestBytes = sizeof(Param);
-  Param* param;
+  Param* param = nullptr;
+
+  PlainParam() = default;
+  explicit PlainParam(const AdamElements& e) : param(static_cast<Param*>(e.param)) {}
 
   template <int N>
   struct Held {
@@ -32,19 +35,23 @@ struct PlainParam {
   }
   template <int N>
   __device__ __forceinline__ void store(const Held<N>& held, int64_t i) const {
-    cuda::store(held.param, param + i);
+    cuda::store<Stores::whole>(held.param, param + i);
   }
   template <int N, class Part>
   __device__ __forceinline__ void store(const Held<N>& held, const Part& part) const {
-    part.store(held.param, param);
+    part.template store<Stores::whole>(held.param, param);
   }
 };
 
 struct SplitParam {
   using Value = float;
   static constexpr int kNarrowestBytes = sizeof(bf16);
-  bf16* param;
-  int16_t* remainder;
+  bf16* param = nullptr;
+  int16_t* remainder = nullptr;
+
+  SplitParam() = default;
+  explicit SplitParam(const AdamElements& e)
+      : param(static_cast<bf16*>(e.param)), remainder(static_cast<int16_t*>(e.master)) {}
 
   template <int N>
   struct Held {
@@ -59,21 +66,21 @@ struct SplitParam {
   };
   template <int N>
   __device__ __forceinline__ Held<N> load(int64_t i) const {
-    return {cuda::load<N>(param + i), cuda::load<N>(remainder + i)};
+    return {cuda::load<N>(param + i), cuda::load<N, kOnce>(remainder + i)};
   }
   template <int N, class Part>
   __device__ __forceinline__ Held<N> load(const Part& part) const {
-    return {part.load(param), part.load(remainder)};
+    return {part.load(param), part.template load<kOnce>(remainder)};
   }
   template <int N>
   __device__ __forceinline__ void store(const Held<N>& held, int64_t i) const {
-    cuda::store(held.param, param + i);
-    cuda::store(held.remainder, remainder + i);
+    cuda::store<Stores::whole>(held.param, param + i);
+    cuda::store<Stores::streaming>(held.remainder, remainder + i);
   }
   template <int N, class Part>
   __device__ __forceinline__ void store(const Held<N>& held, const Part& part) const {
-    part.store(held.param, param);
-    part.store(held.remainder, remainder);
+    part.template store<Stores::whole>(held.param, param);
+    part.template store<Stores::streaming>(held.remainder, remainder);
   }
 };
 
@@ -81,8 +88,12 @@ template <class Half>
 struct MasteredParam {
   using Value = float;
   static constexpr int kNarrowestBytes = sizeof(Half);
-  Half* param;
-  float* master;
+  Half* param = nullptr;
+  float* master = nullptr;
+
+  MasteredParam() = default;
+  explicit MasteredParam(const AdamElements& e)
+      : param(static_cast<Half*>(e.param)), master(static_cast<float*>(e.master)) {}
 
   template <int N>
   struct Held {
@@ -98,56 +109,54 @@ struct MasteredParam {
   };
   template <int N>
   __device__ __forceinline__ Held<N> load(int64_t i) const {
-    return {cuda::load<N>(param + i), cuda::load<N>(master + i)};
+    return {cuda::load<N>(param + i), cuda::load<N, kOnce>(master + i)};
   }
   template <int N, class Part>
   __device__ __forceinline__ Held<N> load(const Part& part) const {
-    return {part.load(param), part.load(master)};
+    return {part.load(param), part.template load<kOnce>(master)};
   }
   template <int N>
   __device__ __forceinline__ void store(const Held<N>& held, int64_t i) const {
-    cuda::store(held.param, param + i);
-    cuda::store(held.master, master + i);
+    cuda::store<Stores::whole>(held.param, param + i);
+    cuda::store<Stores::streaming>(held.master, master + i);
   }
   template <int N, class Part>
   __device__ __forceinline__ void store(const Held<N>& held, const Part& part) const {
-    part.store(held.param, param);
-    part.store(held.master, master);
+    part.template store<Stores::whole>(held.param, param);
+    part.template store<Stores::streaming>(held.master, master);
   }
 };
 
-// ---- from what is known when the program runs to types: launch(where, grad)
+// ---- from what is known when the program runs to types: launch(type of Where, type of gradients)
+
+template <class T>
+struct Type {
+  using type = T;
+};
 
 template <class Where, class Launch>
-int with_grad(const AdamElements& e, Where where, const Launch& launch) {
+int with_grad(const AdamElements& e, const Launch& launch) {
   switch (e.grad_dtype) {
     case DType::f64:
-      if constexpr (std::is_same_v<typename Where::Value, double>) {
-        return launch(where, static_cast<const double*>(e.grad));
-      }
+      if constexpr (std::is_same_v<typename Where::Value, double>) return launch(Type<Where>{}, Type<double>{});
       break;  // refused at the door: 16- and 32-bit parameters have no fp64 gradients
     case DType::f32:
-      return launch(where, static_cast<const float*>(e.grad));
+      return launch(Type<Where>{}, Type<float>{});
     case DType::bf16:
-      return launch(where, static_cast<const bf16*>(e.grad));
+      return launch(Type<Where>{}, Type<bf16>{});
     case DType::f16:
-      return launch(where, static_cast<const f16*>(e.grad));
+      return launch(Type<Where>{}, Type<f16>{});
   }
   return cudaErrorInvalidValue;
 }
 
 template <class Half, class Launch>
 int with_half(const AdamElements& e, const Launch& launch) {
-  auto* param = static_cast<Half*>(e.param);
-  if (e.master_kind == Master::fp32) {
-    return with_grad(e, MasteredParam<Half>{param, static_cast<float*>(e.master)}, launch);
-  }
+  if (e.master_kind == Master::fp32) return with_grad<MasteredParam<Half>>(e, launch);
   if constexpr (std::is_same_v<Half, bf16>) {
-    if (e.master_kind == Master::remainder) {
-      return with_grad(e, SplitParam{param, static_cast<int16_t*>(e.master)}, launch);
-    }
+    if (e.master_kind == Master::remainder) return with_grad<SplitParam>(e, launch);
   }
-  return with_grad(e, PlainParam<Half>{param}, launch);
+  return with_grad<PlainParam<Half>>(e, launch);
 }
 
 // Parameters that are updated in fp32.
@@ -157,7 +166,7 @@ int with_param(const AdamElements& e, const Launch& launch) {
     case DType::f64:
       break;
     case DType::f32:
-      return with_grad(e, PlainParam<float>{static_cast<float*>(e.param)}, launch);
+      return with_grad<PlainParam<float>>(e, launch);
     case DType::bf16:
       return with_half<bf16>(e, launch);
     case DType::f16:

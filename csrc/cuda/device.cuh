@@ -23,6 +23,8 @@ constexpr unsigned kAllLanes = 0xffffffffu;
 
 // Aligned to an access: an array of floats is not by itself.
 #define ZX_SHARED(type, name) __shared__ __align__(16) type name
+// A parameter that is read where the launch put it, not copied by each thread.
+#define ZX_GRID_CONSTANT __grid_constant__
 #define ZX_UNROLL _Pragma("unroll")
 #define ZX_UNROLL_TWICE _Pragma("unroll 2")
 
@@ -33,6 +35,28 @@ using Word16 = uint4;
 using Word8 = uint2;
 using Word4 = unsigned;
 using Word2 = unsigned short;
+
+// What is read or written once in a step need not stay in the cache.
+template <class Word>
+__device__ __forceinline__ Word load_streaming(const Word* from) {
+  return __ldcs(from);
+}
+template <class Word>
+__device__ __forceinline__ void store_streaming(Word* to, Word word) {
+  __stcs(to, word);
+}
+// As any store, but surely one access: through a pointer from an array the compiler makes one for each element.
+__device__ __forceinline__ void store_whole(Word16* to, Word16 word) {
+  asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(word.x), "r"(word.y), "r"(word.z), "r"(word.w)
+               : "memory");
+}
+__device__ __forceinline__ void store_whole(Word8* to, Word8 word) {
+  asm volatile("st.global.v2.u32 [%0], {%1, %2};" ::"l"(to), "r"(word.x), "r"(word.y) : "memory");
+}
+template <class Word>
+__device__ __forceinline__ void store_whole(Word* to, Word word) {
+  *to = word;
+}
 
 // To within a unit of the last place; subnormal operands count as 0.
 __device__ __forceinline__ float approximate_reciprocal(float x) {

@@ -30,7 +30,7 @@ __device__ __forceinline__ Between widen(From x) {
 // N elements of one piece, from element i of the flat buffer on.
 template <int N, class From, class To>
 __device__ __forceinline__ void cast(const void* source, int64_t i, To* to) {
-  const auto from = load<N>(in_global(static_cast<const From*>(source) + i));
+  const auto from = load<N, kOnce>(in_global(static_cast<const From*>(source) + i));
   if constexpr (std::is_same_v<From, To>) {
     store(from, to);  // as it is: a NaN keeps its bits
   } else {

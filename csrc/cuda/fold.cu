@@ -1,6 +1,8 @@
 // Constants of a segment, folded where its step count lives.
 #include "cuda/fold.cuh"
 
+#include "cuda/together.cuh"
+
 namespace zx::cuda {
 namespace {
 
@@ -11,11 +13,12 @@ __device__ __forceinline__ bool is_ordinary(const AdamStep<T>& step) {
 }
 
 template <class T>
-__global__ void __launch_bounds__(kThreads) fold_kernel(AdamSegments s) {
+__device__ __forceinline__ void fold_tiles(const AdamSegments& s, TileRange tiles) {
   const double grad_scale = s.grad_scale != nullptr ? *s.grad_scale : 1.0;
   auto* folded = static_cast<Folded<T>*>(s.folded);
-  const int64_t stride = int64_t{gridDim.x} * kThreads;
-  for (int64_t i = int64_t{blockIdx.x} * kThreads + threadIdx.x; i < s.count; i += stride) {
+  for (int64_t tile = tiles.first; tile < tiles.last; ++tile) {
+    const int64_t i = tile * kThreads + threadIdx.x;
+    if (i >= s.count) return;
     Folded<T> fold{};
     fold.active = s.present[i] != 0;
     if (fold.active) {
@@ -33,12 +36,18 @@ __global__ void __launch_bounds__(kThreads) fold_kernel(AdamSegments s) {
   }
 }
 
+template <class T>
+__global__ void __launch_bounds__(kThreads, 1) fold_kernel(ZX_GRID_CONSTANT const Together<AdamSegments> together) {
+  for_each_shard(together, [](const AdamSegments& s, TileRange tiles) { fold_tiles<T>(s, tiles); });
+}
+
 }  // namespace
 
-int fold(bool as_double, const AdamSegments& s, Stream stream) {
-  const int64_t num_tiles = tiles_for(s.count, kThreads);
-  return as_double ? launch(fold_kernel<double>, num_tiles, stream, s)
-                   : launch(fold_kernel<float>, num_tiles, stream, s);
+int fold(const AdamShards& shards, Stream stream) {
+  Together<AdamSegments> together;
+  for (const AdamShard& shard : shards) together.add(shard.segments, tiles_for(shard.segments.count, kThreads));
+  const auto kernel = shards.elements().param_dtype == DType::f64 ? fold_kernel<double> : fold_kernel<float>;
+  return launch(kernel, together.num_tiles(), stream, together);
 }
 
 }  // namespace zx::cuda

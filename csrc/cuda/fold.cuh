@@ -20,8 +20,8 @@ struct Folded {
 };
 static_assert(sizeof(Folded<double>) <= kFoldedBytes && sizeof(Folded<float>) <= kFoldedBytes);
 
-// Writes a Folded<double> or Folded<float> for each segment to s.folded, and counts its step.
-int fold(bool as_double, const AdamSegments& s, Stream stream);
+// Writes a Folded<double> or Folded<float> for each segment of each shard, and counts its step.
+int fold(const AdamShards& shards, Stream stream);
 
 // The segment or the gap around an element, and what to do there.
 template <class T>

@@ -107,9 +107,27 @@ struct AdamSegments {
   void* folded;              // scratch of count * kFoldedBytes
 };
 constexpr int64_t kFoldedBytes = 112;
-int adam(const AdamElements& elements, const AdamSegments& segments, Stream stream);
-// Its parts, by how moments are stored; each in a file of its own.
-int adam_bf16(const AdamElements& elements, const AdamSegments& segments, Stream stream);
-int adam_blockwise(const AdamElements& elements, const AdamSegments& segments, Stream stream);
+struct AdamShard {
+  AdamElements elements;
+  AdamSegments segments;
+};
+// Shards of the same types, with as many moments: one launch, or one for each kMostTogether of them.
+struct AdamShards {
+  const AdamShard* shards;
+  int64_t count;
+
+  const AdamElements& elements() const { return shards[0].elements; }
+  const AdamShard* begin() const { return shards; }
+  const AdamShard* end() const { return shards + count; }
+};
+constexpr int kMostTogether = 24;
+int adam(const AdamShards& shards, Stream stream);
+inline int adam(const AdamElements& elements, const AdamSegments& segments, Stream stream) {
+  const AdamShard alone{elements, segments};
+  return adam({&alone, 1}, stream);
+}
+// Its parts, by how moments are stored; each in a file of its own. For kMostTogether shards at most.
+int adam_bf16(const AdamShards& shards, Stream stream);
+int adam_blockwise(const AdamShards& shards, Stream stream);
 
 }  // namespace zx::cuda

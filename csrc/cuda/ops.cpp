@@ -138,24 +138,74 @@ at::Tensor norm_value(const at::Tensor& words, double p) {
   return result;
 }
 
+// Collects shards of the same types, and updates them.
+class AdamLaunch {
+ public:
+  explicit AdamLaunch(const char* op) : op_(op) {}
+
+  void add(const AdamTensors& t, const AdamTables& tables) {
+    const auto [master_kind, moments] = check_adam(t, tables);
+    const cuda::AdamElements elements{dtype_of(t.param, op_, "param"),
+                                      master_kind,
+                                      dtype_of(t.grad, op_, "grad"),
+                                      t.param.mutable_data_ptr(),
+                                      data_or_null(t.master),
+                                      t.grad.const_data_ptr(),
+                                      moments,
+                                      t.param.numel()};
+    if (!shards_.empty()) check_like_first(elements);
+    const auto& scale = tables.grad_scale;
+    shards_.push_back({elements,
+                       {segment_rows(tables.segments), tables.segments.size(0),
+                        tables.present.const_data_ptr<uint8_t>(), tables.steps.mutable_data_ptr<int64_t>(),
+                        reinterpret_cast<const AdamOptions*>(tables.options.const_data_ptr<double>()),
+                        scale ? scale->const_data_ptr<double>() : nullptr, nullptr}});
+    num_segments_ += tables.segments.size(0);
+  }
+
+  void run(const at::Tensor& beside) {
+    const OnDevice on(beside);
+    const at::Tensor folded = at::empty({num_segments_ * cuda::kFoldedBytes}, beside.options().dtype(at::kByte));
+    auto* room = folded.mutable_data_ptr<uint8_t>();
+    for (auto& [elements, segments] : shards_) {
+      segments.folded = room;
+      room += segments.count * cuda::kFoldedBytes;
+    }
+    check_launch(cuda::adam({shards_.data(), static_cast<int64_t>(shards_.size())}, on.stream()), op_);
+  }
+
+ private:
+  void check_like_first(const cuda::AdamElements& e) const {
+    const cuda::AdamElements& first = shards_.front().elements;
+    ZX_CHECK(e.param_dtype == first.param_dtype && e.master_kind == first.master_kind &&
+                 e.grad_dtype == first.grad_dtype && e.moments.kind == first.moments.kind,
+             op_, "param", "and all that belongs to it must have the same dtypes in every shard");
+  }
+
+  const char* op_;
+  std::vector<cuda::AdamShard> shards_;
+  int64_t num_segments_ = 0;
+};
+
 void adam_(at::Tensor& param, const std::optional<at::Tensor>& master, const at::Tensor& grad, at::Tensor& exp_avg,
            at::Tensor& exp_avg_sq, const std::optional<at::Tensor>& max_exp_avg_sq, at::TensorList scales,
            const at::Tensor& segments, const at::Tensor& present, at::Tensor& steps, const at::Tensor& options,
            const std::optional<at::Tensor>& grad_scale) {
-  constexpr const char* op = "adam_";
-  const auto [master_kind, moments] = check_adam({param, master, grad, exp_avg, exp_avg_sq, max_exp_avg_sq, scales},
-                                                 {segments, present, steps, options, grad_scale});
-  const OnDevice on(param);
-  const at::Tensor folded = at::empty({segments.size(0) * cuda::kFoldedBytes}, present.options());
-  check_launch(
-      cuda::adam(
-          {dtype_of(param, op, "param"), master_kind, dtype_of(grad, op, "grad"), param.mutable_data_ptr(),
-           data_or_null(master), grad.const_data_ptr(), moments, param.numel()},
-          {segment_rows(segments), segments.size(0), present.const_data_ptr<uint8_t>(),
-           steps.mutable_data_ptr<int64_t>(), reinterpret_cast<const AdamOptions*>(options.const_data_ptr<double>()),
-           grad_scale ? grad_scale->const_data_ptr<double>() : nullptr, folded.mutable_data_ptr()},
-          on.stream()),
-      op);
+  AdamLaunch launch("adam_");
+  launch.add({param, master, grad, exp_avg, exp_avg_sq, max_exp_avg_sq, scales},
+             {segments, present, steps, options, grad_scale});
+  launch.run(param);
+}
+
+void adam_together_(at::TensorList param, at::TensorList master, at::TensorList grad, at::TensorList exp_avg,
+                    at::TensorList exp_avg_sq, at::TensorList max_exp_avg_sq, at::TensorList scales,
+                    at::TensorList segments, at::TensorList present, at::TensorList steps, const at::Tensor& options,
+                    const std::optional<at::Tensor>& grad_scale) {
+  AdamLaunch launch("adam_together_");
+  for_each_shard(
+      {param, master, grad, exp_avg, exp_avg_sq, max_exp_avg_sq, scales, segments, present, steps, options, grad_scale},
+      [&](const AdamTensors& tensors, const AdamTables& tables) { launch.add(tensors, tables); });
+  if (!param.empty()) launch.run(param.front());
 }
 
 }  // namespace
@@ -171,6 +221,7 @@ TORCH_LIBRARY_IMPL(zerox, ZX_OPS_KEY, m) {
   m.impl("norm_", &norm_);
   m.impl("norm_value", &norm_value);
   m.impl("adam_", &adam_);
+  m.impl("adam_together_", &adam_together_);
 }
 
 }  // namespace zx

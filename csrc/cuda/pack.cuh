@@ -44,27 +44,44 @@ struct Accesses {
   using Word = typename cuda::Word<kBytes>::Type;
 };
 
+// Of what nobody reads again in this step: gradients, masters, moments. Parameters are soon gathered.
+constexpr bool kOnce = true;
+
 // `from` must be a multiple of the access size.
-template <int N, class T>
+template <int N, bool kStreaming = false, class T>
 __device__ __forceinline__ Pack<T, N> load(const T* from) {
   using A = Accesses<T, N>;
   Pack<T, N> pack;
   ZX_UNROLL
   for (int i = 0; i < A::kCount; ++i) {
-    const typename A::Word word = reinterpret_cast<const typename A::Word*>(from)[i];
+    const auto* at = reinterpret_cast<const typename A::Word*>(from) + i;
+    const typename A::Word word = kStreaming ? load_streaming(at) : *at;
     memcpy(&pack.at[i * A::kElements], &word, sizeof(word));
   }
   return pack;
 }
 
-template <int N, class T>
+enum class Stores : uint8_t {
+  any,        // to any memory
+  whole,      // to the device's: one access, where the compiler might make several
+  streaming,  // the same, of what nobody reads again in this step
+};
+
+template <Stores kKind = Stores::any, int N, class T>
 __device__ __forceinline__ void store(const Pack<T, N>& pack, T* to) {
   using A = Accesses<T, N>;
   ZX_UNROLL
   for (int i = 0; i < A::kCount; ++i) {
     typename A::Word word;
     memcpy(&word, &pack.at[i * A::kElements], sizeof(word));
-    reinterpret_cast<typename A::Word*>(to)[i] = word;
+    auto* at = reinterpret_cast<typename A::Word*>(to) + i;
+    if constexpr (kKind == Stores::any) {
+      *at = word;
+    } else if constexpr (kKind == Stores::whole) {
+      store_whole(at, word);
+    } else {
+      store_streaming(at, word);
+    }
   }
 }
 

@@ -50,7 +50,7 @@ __device__ __forceinline__ void mean(const ReduceArgs<T, Wire>& a, bool accumula
   for (int64_t rank = 0; rank < a.num_slices; ++rank) {
     const Wire* slice = in_global(a.slices[rank] + i);
     ZX_UNROLL
-    for (int k = 0; k < kCount; ++k) loaded[k] = load<N>(slice + k * kStride);
+    for (int k = 0; k < kCount; ++k) loaded[k] = load<N, kOnce>(slice + k * kStride);
     ZX_UNROLL
     for (int k = 0; k < kCount; ++k) {
       ZX_UNROLL

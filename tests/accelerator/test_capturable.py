@@ -20,7 +20,7 @@ from zerox.capture import is_capturing
 from zerox.optimizer import FusedShardedAdam
 from zerox.options import Options
 from zerox.ranks import Ranks
-from zerox.rules import adam
+from zerox.rules import adam, update
 
 
 def build(ranks: Ranks, lr: Tensor, **options: Any) -> FusedShardedAdam:
@@ -48,11 +48,12 @@ def addresses(args: tuple[Any, ...]) -> list[int]:
 @pytest.mark.parametrize("state_dtype", [torch.float32, torch.bfloat16, "8bit"], ids=str)
 def test_replays_give_the_bits_of_eager_steps(any_device: pytest.MonkeyPatch, state_dtype: Any) -> None:
     seen: list[list[list[int]]] = []
-    plain = adam.ops.adam_
+    plain = update.ops.adam_together_
 
-    def remember(*args: Any) -> None:
-        seen[-1].append(addresses(args))
-        plain(*args)
+    def remember(shards: Any, tables: Any, *rest: Any) -> None:
+        lasting = [(segments, steps) for segments, _, steps in tables]  # who is present is computed inside the graph
+        seen[-1].append(addresses((shards, lasting, *rest)))
+        plain(shards, tables, *rest)
 
     def train(ranks: Ranks) -> list[Tensor]:
         any_device.setattr(optimizer_module, "find_ranks", lambda *_: ranks)
@@ -73,8 +74,9 @@ def test_replays_give_the_bits_of_eager_steps(any_device: pytest.MonkeyPatch, st
                     with any_device.context() as during_capture:
                         during_capture.setattr(optimizer_module, "is_capturing", lambda *_: True)
                         during_capture.setattr(optimizer, "_settle", lambda *_: pytest.fail("ranks meet on the host"))
-                        during_capture.setattr(adam.ops, "adam_", remember)
+                        during_capture.setattr(update.ops, "adam_together_", remember)
                         optimizer.step()
+                    seen[-1].append([optimizer._grads.present(index).data_ptr() for index in range(3)])
                 else:
                     optimizer.step()
         for ours, theirs in zip(captured.param_groups[0]["params"], eager.param_groups[0]["params"], strict=True):
@@ -84,7 +86,7 @@ def test_replays_give_the_bits_of_eager_steps(any_device: pytest.MonkeyPatch, st
 
     run_fake_ranks(train, 1, "alone")
     assert len(seen) == 4
-    assert len(seen[0]) == 3, "buckets"
+    assert len(seen[0]) == 2, "small buckets are updated together"
     assert all(each == seen[0] for each in seen), "a replay would read other memory"
     expect_no_races()
 

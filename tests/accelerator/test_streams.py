@@ -10,9 +10,10 @@ from torch import Tensor, nn
 
 from tests.accelerator.fake import expect_no_races, machine, on_stream, run_fake_ranks
 from tests.bucket_manager.rig import GradsOfModel
-from zerox.bucket import Bucket, GradPart
+from zerox.bucket import GradPart
 from zerox.ranks import Ranks
-from zerox.rules.adam import OptionsTable, update
+from zerox.rules.adam import OptionsTable
+from zerox.rules.update import Shard, update
 
 # Hooks keep the node that accumulates, and with it the stream on which a parameter was first used: as DDP's do.
 pytestmark = pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream does not match")
@@ -86,8 +87,10 @@ def test_a_host_that_waits_is_seen(detector: Any) -> None:
 # ---- zerox
 
 
-def shard_update(bucket: Bucket, grad: Tensor, present: Tensor, table: OptionsTable) -> None:
-    update(bucket, GradPart(grad, 0, 0, bucket.segments), present, table.refresh([GROUP]), None)
+def shard_of(ours: GradsOfModel, index: int) -> Shard:
+    grad, bucket = ours.grads.shard(index), ours.buckets[index]
+    assert grad is not None
+    return Shard.of(bucket, GradPart(grad, 0, 0, bucket.segments), ours.grads.present(index))
 
 
 def train(ranks: Ranks, stage: int, plan: str) -> list[Tensor]:
@@ -121,11 +124,11 @@ def train(ranks: Ranks, stage: int, plan: str) -> list[Tensor]:
                 ours.grads.zero(True)
                 continue
             ours.settle()
-            for index, bucket in enumerate(ours.buckets):
-                grad = ours.grads.shard(index)
-                assert grad is not None
-                shard_update(bucket, grad, ours.grads.present(index), table)
-                ours.manager.start_gather(index)
+            every = range(len(ours.buckets))
+            for run in [every] if step % 2 else [[index] for index in every]:
+                update([shard_of(ours, index) for index in run], table.refresh([GROUP]), None)
+                for index in run:
+                    ours.manager.start_gather(index)
             ours.manager.finish_gathers()
             ours.grads.zero(plan != "zeroed in place")
             waits = machine().take_waits(device.index)

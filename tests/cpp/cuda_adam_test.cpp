@@ -53,16 +53,22 @@ struct Shard {
     return what.param == DType::bf16 ? Lane::load_master(&as_bf16, &kept).x : Lane::load_master(&as_f16, &kept).x;
   }
 
-  void run_cuda() {
-    std::vector<char> scratch(segments.size() * zx::cuda::kFoldedBytes, static_cast<char>(0xcd));
+  void run_cuda() { run_together({this}); }
+
+  static void run_together(const std::vector<Shard*>& shards) {
     const double scale = 0.5;
-    const int error =
-        zx::cuda::adam({what.param, what.master, what.grad, param.at(0),
-                        what.master == Master::none ? nullptr : master.at(0), grad.at(0), moments.at(0), numel},
-                       {segments.data(), static_cast<int64_t>(segments.size()), present.data(), steps.data(),
-                        options_table().data(), &scale, scratch.data()},
-                       kHost);
-    CHECK_EQ(error, 0);
+    std::vector<std::vector<char>> scratch;
+    std::vector<zx::cuda::AdamShard> launched;
+    for (Shard* s : shards) {
+      const AdamCase& what = s->what;
+      scratch.emplace_back(s->segments.size() * zx::cuda::kFoldedBytes, static_cast<char>(0xcd));
+      launched.push_back(
+          {{what.param, what.master, what.grad, s->param.at(0), what.master == Master::none ? nullptr : s->master.at(0),
+            s->grad.at(0), s->moments.at(0), s->numel},
+           {s->segments.data(), static_cast<int64_t>(s->segments.size()), s->present.data(), s->steps.data(),
+            options_table().data(), &scale, scratch.back().data()}});
+    }
+    CHECK_EQ(zx::cuda::adam({launched.data(), static_cast<int64_t>(launched.size())}, kHost), 0);
   }
 
   void run_cpu() {
@@ -117,6 +123,29 @@ void check_every_edge(StateKind state) {
 TEST(adam_gives_the_cpu_bits_for_every_dtype_and_segment_edge) { check_every_edge(StateKind::wide); }
 TEST(adam_gives_the_cpu_bits_with_bf16_moments) { check_every_edge(StateKind::bf16); }
 TEST(adam_gives_the_cpu_bits_with_8_bit_moments) { check_every_edge(StateKind::blockwise); }
+
+// All layouts three times, aligned and not: more shards than one launch takes.
+void check_together(StateKind state) {
+  const auto& layouts = state == StateKind::blockwise ? block_layouts() : segment_layouts();
+  for (const AdamCase& c : adam_cases(state)) {
+    std::vector<Shard> expected;
+    for (const int64_t offset : {0, 1, 0}) {
+      for (const SegmentLayout& layout : layouts) expected.emplace_back(c, layout, offset);
+    }
+    CHECK(expected.size() > size_t{zx::cuda::kMostTogether});
+    std::vector<Shard> tested = expected;
+    std::vector<Shard*> together;
+    for (Shard& each : tested) together.push_back(&each);
+    Shard::run_together(together);
+    for (size_t i = 0; i < expected.size(); ++i) {
+      expected[i].run_cpu();
+      tested[i].check_same(expected[i], joined({name_of(c), layouts[i % layouts.size()].name, "together"}));
+    }
+  }
+}
+TEST(adam_on_many_shards_at_once_gives_the_bits_of_each_alone) { check_together(StateKind::wide); }
+TEST(adam_on_many_shards_with_bf16_moments_gives_the_bits_of_each_alone) { check_together(StateKind::bf16); }
+TEST(adam_on_many_shards_with_8_bit_moments_gives_the_bits_of_each_alone) { check_together(StateKind::blockwise); }
 
 TEST(adam_gives_the_same_bits_in_every_order_of_threads) {
   for (const AdamCase& c : {AdamCase{DType::bf16, Master::remainder, DType::bf16, true},

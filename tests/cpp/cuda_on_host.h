@@ -22,6 +22,8 @@
 #include <type_traits>
 #include <vector>
 
+#include "cuda_access_on_host.h"
+
 #if defined(__SANITIZE_ADDRESS__)
 #include <sanitizer/common_interface_defs.h>
 #endif
@@ -31,6 +33,7 @@
 #define __host__
 #define __forceinline__ inline
 #define __launch_bounds__(...)
+#define ZX_GRID_CONSTANT
 #define ZX_UNROLL _Pragma("GCC unroll 16")
 #define ZX_UNROLL_TWICE _Pragma("GCC unroll 2")
 #define ZX_SHARED(type, name)                                            \
@@ -304,16 +307,6 @@ inline unsigned long long atomicMax(unsigned long long* to, unsigned long long v
 }
 
 namespace zx::cuda {
-
-// Elements of any type are moved as these.
-struct alignas(16) [[gnu::may_alias]] Word16 {
-  unsigned words[4];
-};
-struct alignas(8) [[gnu::may_alias]] Word8 {
-  unsigned words[2];
-};
-using Word4 [[gnu::may_alias]] = unsigned;
-using Word2 [[gnu::may_alias]] = unsigned short;
 
 inline float approximately(double y) {
   const uint32_t bits = std::bit_cast<uint32_t>(static_cast<float>(y));

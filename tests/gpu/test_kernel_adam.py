@@ -120,6 +120,34 @@ def test_more_tiles_than_fit_on_a_device_at_a_time(
     assert_same_step(shard, options_table(), 0.5, 0, device)
 
 
+@pytest.mark.parametrize("state_dtype", [torch.float32, torch.bfloat16, torch.uint8], ids=str)
+@pytest.mark.parametrize(("dtype", "master"), KINDS[1:], ids=str)
+def test_shards_of_all_sizes_together_have_the_bits_of_each_alone(
+    device: torch.device, seed: int, dtype: torch.dtype, master: str | None, state_dtype: torch.dtype
+) -> None:
+    """More of them than one launch takes, with large ones among them, and an empty one."""
+    rng = random.Random(seed)
+    options, fences = mixed_options()[:2], Fences(device)
+    grad_scale = torch.tensor(0.37, dtype=torch.float64)
+    sizes = [*(rng.randrange(1, 40_000) for _ in range(27)), 0, 1_000_003, 300_000]
+    rng.shuffle(sizes)
+    shards = [
+        Shard(numel, dtype, master_kind=master, step=rng.randrange(1, 9), seed=seed + i, state_dtype=state_dtype)
+        for i, numel in enumerate(sizes)
+    ]
+    for shard in shards:
+        shard.segments[0, 2] = rng.randrange(len(options))
+        shard.present[0] = rng.random() < 0.9
+    twins = [twin_of(shard, fences, rng.choice([0, 0, 1])) for shard in shards]
+    for shard in shards:
+        shard.adam(options, 0.37)
+    Shard.adam_together(twins, options.to(device), grad_scale.to(device))
+    for shard, twin in zip(shards, twins, strict=True):
+        for ours, theirs in zip(twin.tensors(), shard.tensors(), strict=True):
+            assert same_bits(ours.cpu(), theirs)
+    fences.check()
+
+
 def test_every_root_is_rounded_as_on_the_cpu(device: torch.device) -> None:
     """All mantissas of two octaves, which are all there are. Then come a quotient by a constant and one by the root."""
     every = 1 if device.type in ("cpu", "cuda") else 5003

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -90,7 +91,7 @@ class Shard:
             if values is None:
                 continue
             if dtype is torch.uint8:
-                scales = values[:: stored.BLOCK].clone()
+                scales = values[:: stored.BLOCK].clone(memory_format=torch.contiguous_format)
                 self.scales.append(scales if name == stored.EXP_AVG else scales.abs())
                 setattr(self, name, codes * bool(self.step))
             else:
@@ -121,6 +122,16 @@ class Shard:
         moments = (self.exp_avg, self.exp_avg_sq, self.max_exp_avg_sq)
         tables = (self.segments, self.present, self.steps, options, scale)
         ops.adam_(self.param, self.master, self.grad, moments, *tables, self.scales)
+
+    @staticmethod
+    def adam_together(shards: Sequence[Shard], options: Tensor, grad_scale: Tensor | None) -> None:
+        ops.adam_together_(
+            [(s.param, s.master, s.grad, (s.exp_avg, s.exp_avg_sq, s.max_exp_avg_sq)) for s in shards],
+            [(s.segments, s.present, s.steps) for s in shards],
+            options,
+            grad_scale,
+            [scale for s in shards for scale in s.scales],
+        )
 
     def tensors(self) -> list[Tensor]:
         everything = [self.param, self.master, self.exp_avg, self.exp_avg_sq, self.max_exp_avg_sq, self.steps]

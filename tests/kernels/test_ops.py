@@ -22,9 +22,9 @@ def byte(count: int = 1) -> Tensor:
     return torch.ones(count, dtype=torch.uint8)
 
 
-def adam_arguments(**changes: Any) -> tuple[Any, ...]:
+def adam_by_name() -> dict[str, Any]:
     shard = Shard(64)
-    arguments = {
+    return {
         "param": shard.param,
         "master": None,
         "grad": shard.grad,
@@ -38,7 +38,10 @@ def adam_arguments(**changes: Any) -> tuple[Any, ...]:
         "options": options_table(),
         "grad_scale": None,
     }
-    return tuple((arguments | changes).values())
+
+
+def adam_arguments(**changes: Any) -> tuple[Any, ...]:
+    return tuple((adam_by_name() | changes).values())
 
 
 def coded(numel: int = 512, **changes: Any) -> tuple[Any, ...]:
@@ -46,6 +49,14 @@ def coded(numel: int = 512, **changes: Any) -> tuple[Any, ...]:
     shard = {"param": torch.zeros(numel), "grad": torch.zeros(numel), "segments": segments_of(numel)}
     codes = {"exp_avg": byte(numel), "exp_avg_sq": byte(numel)}
     return adam_arguments(**(shard | codes | {"scales": [torch.zeros(2), torch.zeros(2)]} | changes))
+
+
+def together(count: int = 2, **changes: Any) -> tuple[Any, ...]:
+    """The arguments of adam_together_ for so many shards without masters; ``changes``: of the lists."""
+    shards = [adam_by_name() for _ in range(count)]
+    lists = {name: [shard[name] for shard in shards] for name in adam_by_name()}
+    whole = {"master": [], "max_exp_avg_sq": [], "scales": [], "options": options_table(), "grad_scale": None}
+    return tuple((lists | whole | changes).values())
 
 
 PIECES = torch.tensor([[0, 0, 0, 8]])
@@ -57,6 +68,7 @@ CALLS: dict[str, Callable[[], tuple[Any, ...]]] = {
     "norm_value": lambda: (words(), 2.0),
     "adam_": adam_arguments,
     "adam_ in 8 bits": coded,
+    "adam_together_": together,
 }
 
 
@@ -249,6 +261,21 @@ REFUSED: dict[str, tuple[str, Callable[[], tuple[Any, ...]], str]] = {
         "adam_",
         lambda: adam_arguments(steps=torch.zeros(2, dtype=torch.int64)),
         "`steps` must have 1 elements, got 2",
+    ),
+    "a gradient too few": (
+        "adam_together_",
+        lambda: together(grad=[torch.zeros(64)]),
+        "`grad` must be 2 tensors, got 1",
+    ),
+    "one master for two": (
+        "adam_together_",
+        lambda: together(master=[torch.zeros(64)]),
+        "`master` must be 2 tensors, got 1",
+    ),
+    "three scales for two": (
+        "adam_together_",
+        lambda: together(scales=[torch.zeros(1)] * 3),
+        "`scales` must be as many for each of 2 shards, got 3",
     ),
     "a float32 scale": ("adam_", lambda: adam_arguments(grad_scale=torch.tensor(1.0)), "`grad_scale` must be Double"),
 }

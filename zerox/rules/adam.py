@@ -1,4 +1,4 @@
-"""Adam and AdamW: hyper-parameters of param groups to a kernel call per bucket."""
+"""Adam and AdamW: hyper-parameters of param groups as the kernels read them."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zerox import ops
-from zerox.bucket import Bucket, GradPart
+from zerox.bucket import Bucket
 
 
 def check_hyper_parameters(lr: Any, betas: Any, eps: Any, weight_decay: Any) -> None:
@@ -111,29 +110,3 @@ def start_amsgrad(buckets: Sequence[Bucket], groups: Sequence[dict[str, Any]], c
     for bucket in without:
         bucket.moments.start_maximum()
     return bool(without)
-
-
-def update(bucket: Bucket, part: GradPart, present: Tensor, options: Tensor, grad_scale: Tensor | None) -> None:
-    """One step on a part of this rank's shard: state, master and parameters in place, in one pass."""
-
-    elements = slice(part.start, part.start + part.grad.numel())
-    rows = slice(part.first_row, part.first_row + len(part.segments))
-    whole = part.grad.numel() == bucket.param_shard.numel()
-
-    def part_of(tensor: Tensor | None) -> Any:
-        return tensor if whole or tensor is None else tensor[elements]
-
-    exp_avg, exp_avg_sq, maximum = bucket.moments.arguments()
-    scales = bucket.moments.scales if whole else bucket.moments.scales_of(elements)
-    ops.adam_(
-        part_of(bucket.param_shard),
-        part_of(bucket.master),
-        part.grad,
-        (part_of(exp_avg), part_of(exp_avg_sq), part_of(maximum)),
-        part.segments,
-        present[rows],
-        bucket.steps[rows],
-        options,
-        grad_scale,
-        list(scales.values()),
-    )

@@ -1,0 +1,105 @@
+"""Several shards in one call: the bits of each alone; and which buckets go together."""
+
+from __future__ import annotations
+
+import copy
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from bench.trace import profile_all_threads, ranges_of
+from tests.kernels.shards import Shard, options_table, same_bits, segments_of
+from zerox import ops
+from zerox.rules import update as rule
+from zerox.rules.update import LEAST_IN_A_LAUNCH, launches, ranges, update
+
+KINDS = [
+    (torch.float64, None, torch.float32),
+    (torch.float32, None, torch.float32),
+    (torch.float32, None, torch.uint8),
+    (torch.bfloat16, "remainder", torch.float32),
+    (torch.bfloat16, "remainder", torch.bfloat16),
+    (torch.float16, "fp32", torch.float32),
+]
+
+
+def shards_of(dtype: torch.dtype, master: str | None, state_dtype: torch.dtype, amsgrad: bool) -> list[Shard]:
+    found = []
+    for seed, numels in enumerate([(256, 5000), (1,), (70_000,), ()]):
+        segments = segments_of(*numels) if len(numels) > 0 else torch.zeros(1, 5, dtype=torch.int64)
+        own: dict[str, Any] = {"segments": segments, "master_kind": master, "state_dtype": state_dtype}
+        found.append(Shard(sum(numels), dtype, step=seed + 1, seed=seed, amsgrad=amsgrad, **own))
+    return found
+
+
+@pytest.mark.parametrize("amsgrad", [False, True], ids=["", "amsgrad"])
+@pytest.mark.parametrize(("dtype", "master", "state_dtype"), KINDS, ids=str)
+def test_many_at_once_have_the_bits_of_each_alone(
+    dtype: torch.dtype, master: str | None, state_dtype: torch.dtype, amsgrad: bool
+) -> None:
+    together = shards_of(dtype, master, state_dtype, amsgrad)
+    alone = copy.deepcopy(together)
+    options = options_table(amsgrad=amsgrad)
+    for shard in alone:
+        shard.adam(options, 0.5)
+    Shard.adam_together(together, options, torch.tensor(0.5, dtype=torch.float64))
+    for ours, theirs in zip(together, alone, strict=True):
+        for a, b in zip(ours.tensors(), theirs.tensors(), strict=True):
+            assert same_bits(a, b)
+    assert not same_bits(together[0].param, shards_of(dtype, master, state_dtype, amsgrad)[0].param)
+
+
+def test_shards_of_one_kind_are_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[int] = []
+    one, many = ops.adam_, ops.adam_together_
+    monkeypatch.setattr(ops, "adam_", lambda *args: (calls.append(1), one(*args)))
+    monkeypatch.setattr(ops, "adam_together_", lambda shards, *args: (calls.append(len(shards)), many(shards, *args)))
+
+    def given(shard: Shard) -> rule.Shard:
+        moments = (shard.exp_avg, shard.exp_avg_sq, shard.max_exp_avg_sq)
+        tables = (shard.segments, shard.present, shard.steps)
+        return rule.Shard(shard.param, shard.master, shard.grad, moments, shard.scales, tables)
+
+    kinds = [(torch.float32, None), (torch.float32, None), (torch.bfloat16, "remainder"), (torch.float32, None)]
+    mixed = [Shard(300, dtype, master_kind=master, step=2, seed=i) for i, (dtype, master) in enumerate(kinds)]
+    mixed += [Shard(300, step=2, grad_dtype=torch.bfloat16), Shard(300, step=2, amsgrad=True)]
+    expected = copy.deepcopy(mixed)
+    for shard in expected:
+        shard.adam(options_table())
+    calls.clear()
+    update([given(each) for each in mixed], options_table(), None)
+    assert calls == [2, 1, 1, 1, 1]
+    for ours, theirs in zip(mixed, expected, strict=True):
+        assert same_bits(ours.param, theirs.param)
+
+
+def buckets_of(*numels: int, device: str = "meta") -> list[Any]:
+    return [SimpleNamespace(param_shard=torch.empty(numel, device=device)) for numel in numels]
+
+
+def test_small_buckets_go_together_in_the_order_of_their_gathers() -> None:
+    large, half = LEAST_IN_A_LAUNCH, LEAST_IN_A_LAUNCH // 2
+    buckets = buckets_of(half, 10, large, half, half - 1, 7, 3)
+    assert list(launches(range(7), buckets)) == [[0, 1, 2], [3, 4, 5], [6]]
+    assert list(launches([6, 5, 2, 0, 1, 3, 4], buckets)) == [[6, 5, 2], [0, 1, 3], [4]]
+    assert list(launches([], buckets)) == []
+
+
+def test_on_the_cpu_each_bucket_is_gathered_as_soon_as_it_is_updated() -> None:
+    assert list(launches([1, 0, 2], buckets_of(5, 5, 5, device="cpu"))) == [[1], [0], [2]]
+
+
+@pytest.mark.parametrize("run", [[3], [0, 2, 1]], ids=str)
+def test_a_profile_shows_each_bucket_of_a_run(run: list[int]) -> None:
+    with profile_all_threads() as seen, ranges(run):
+        pass
+    assert {(each.what, each.bucket) for each in ranges_of(seen)} == {("update", index) for index in run}
+
+
+def test_nothing_to_update_is_no_call() -> None:
+    update([], options_table(), None)
+    nothing: list[Tensor] = []
+    torch.ops.zerox.adam_together_(*[nothing] * 10, options_table(), None)
