@@ -26,7 +26,7 @@ PYTHON_ROOMS = [
     ["options", "rules", "grads", "params"],
     ["estimate", "capture", "clip", "grad_scale", "overlap_gather", "state_dict", "terms"],
     ["optimizer"],
-    ["scaler"],
+    ["scaler", "checkpoint"],
     ["__init__"],
     ["__main__"],
 ]

@@ -99,6 +99,13 @@ class Bucket:
         if self.master is not None and self.master_kind == FP32:
             self.master.copy_(self.param_shard)
 
+    def state_shards(self) -> dict[str, Tensor]:
+        """What is kept for each element of the own shard, by its key in the optimizer's state."""
+        found = dict(self.moments.values)
+        if self.master is not None:
+            found["remainder" if self.master_kind == REMAINDER else "master"] = self.master
+        return found
+
     def state_of_own(self) -> Iterator[tuple[Tensor, dict[str, Tensor]]]:
         """Each parameter that has elements here, with views of its state.
 
@@ -107,9 +114,7 @@ class Bucket:
         8-bit moments are uint8 codes, beside them "exp_avg_scale" and so on: float32, one for each block of 256
         elements in memory order. zerox/moments.py says what they stand for.
         """
-        tensors = dict(self.moments.values)
-        if self.master is not None:
-            tensors["remainder" if self.master_kind == REMAINDER else "master"] = self.master
+        tensors = self.state_shards()
         for row, segment in enumerate(self.own_segments):
             param = self.members[segment.slot].param
             state = {"step": self.steps[row], **self.moments.scales_of(slice(segment.span.start, segment.span.stop))}
