@@ -1,5 +1,8 @@
 """zerox: sharded fused Adam for PyTorch."""
 
+from typing import TYPE_CHECKING
+
+_broken = ""
 try:
     from zerox import _ext  # noqa: F401  the extension first: it says what is wrong with an installation
     from zerox.estimate import MemoryBytes, estimate
@@ -7,12 +10,18 @@ try:
     from zerox.scaler import GradScaler
 except ImportError as error:
     # `python -m zerox env` must still run, to report this; whoever wants a name from here gets the reason.
-    _reason = str(error)
+    _broken = str(error)
+if TYPE_CHECKING:
+    from zerox.checkpoint import CheckpointError, load, save
 
-    def __getattr__(name: str) -> object:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        raise ImportError(_reason)
+__all__ = ["CheckpointError", "FusedShardedAdam", "GradScaler", "MemoryBytes", "estimate", "load", "save"]
 
 
-__all__ = ["FusedShardedAdam", "GradScaler", "MemoryBytes", "estimate"]
+def __getattr__(name: str) -> object:
+    if _broken and not name.startswith("__"):
+        raise ImportError(_broken)
+    if name in ("CheckpointError", "load", "save"):  # torch.distributed.checkpoint takes a second to import
+        from zerox import checkpoint
+
+        return getattr(checkpoint, name)
+    raise AttributeError(f"module 'zerox' has no attribute '{name}'")
