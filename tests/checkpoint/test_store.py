@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import pickle
@@ -22,7 +23,7 @@ from tests.kernels.shards import same_bits
 from tests.optimizer.models import KINDS
 from tests.ranks import run_ranks
 from zerox import CheckpointError, FusedShardedAdam, load, save
-from zerox.checkpoint import manifest
+from zerox.checkpoint import manifest, reader
 
 EXTRA = {"step": 7, "sampler": torch.arange(5), "loss": [1.0, None, "x"]}
 
@@ -164,6 +165,27 @@ def test_nothing_that_a_checkpoint_asks_for_is_run(tmp_path: Path, file: str) ->
     with pytest.raises(CheckpointError, match="mkdir"):
         load(tmp_path / "x", model, optimizer)
     assert not Path("/tmp/zerox-was-here").exists()
+
+
+def member_of_memory_format(name: str) -> bytes:
+    """A pickle of getattr(_MEM_FORMAT_ENCODING, name): what Python 3.11.0 to 3.11.4 and 3.12 make of its members."""
+    return (
+        b"cbuiltins\ngetattr\n(ctorch.distributed.checkpoint.metadata\n_MEM_FORMAT_ENCODING\nV"
+        + name.encode()
+        + b"\ntR."
+    )
+
+
+def test_members_of_dcp_s_enumeration_are_read_and_nothing_else_of_it() -> None:
+    assert unpickled(member_of_memory_format("TORCH_CONTIGUOUS_FORMAT")).name == "TORCH_CONTIGUOUS_FORMAT"
+    with pytest.raises(KeyError):
+        unpickled(member_of_memory_format("__class__"))
+    with pytest.raises(pickle.UnpicklingError, match=r"getattr of .* does not belong"):
+        unpickled(member_of_memory_format("x").replace(b"_MEM_FORMAT_ENCODING", b"Metadata"))
+
+
+def unpickled(content: bytes) -> Any:
+    return reader._Unpickler(io.BytesIO(content)).load()
 
 
 def test_what_was_saved_of_another_model_is_listed(tmp_path: Path) -> None:

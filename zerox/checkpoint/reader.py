@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, Metadata, StorageMeta
 
 DCP = "torch.distributed.checkpoint"
 CLASSES = {
@@ -32,8 +32,17 @@ CLASSES = {
 }
 
 
+def _member(of: object, name: str) -> object:
+    """getattr() as far as it is needed: Python 3.11.2 pickles members of enumerations as calls of it."""
+    if of is not _MEM_FORMAT_ENCODING:
+        raise pickle.UnpicklingError(f"getattr of {of} does not belong in a checkpoint")
+    return _MEM_FORMAT_ENCODING[name]
+
+
 class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
+        if (module, name) == ("builtins", "getattr"):
+            return _member
         is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
         if is_dtype or name in CLASSES.get(module, ()):
             return super().find_class(module, name)
