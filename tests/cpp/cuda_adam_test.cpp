@@ -124,10 +124,13 @@ TEST(adam_gives_the_cpu_bits_for_every_dtype_and_segment_edge) { check_every_edg
 TEST(adam_gives_the_cpu_bits_with_bf16_moments) { check_every_edge(StateKind::bf16); }
 TEST(adam_gives_the_cpu_bits_with_8_bit_moments) { check_every_edge(StateKind::blockwise); }
 
-// All layouts three times, aligned and not: more shards than one launch takes.
+// All layouts three times, aligned and not: more shards than one launch takes. Every fourth case; the tests above have
+// all.
 void check_together(StateKind state) {
   const auto& layouts = state == StateKind::blockwise ? block_layouts() : segment_layouts();
-  for (const AdamCase& c : adam_cases(state)) {
+  const auto cases = adam_cases(state);
+  for (size_t which = 0; which < cases.size(); which += 4) {
+    const AdamCase& c = cases[which];
     std::vector<Shard> expected;
     for (const int64_t offset : {0, 1, 0}) {
       for (const SegmentLayout& layout : layouts) expected.emplace_back(c, layout, offset);
