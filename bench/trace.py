@@ -16,7 +16,7 @@ from torch.profiler import ProfilerActivity, profile
 PHASE = "phase::"
 # The kernels of csrc/cuda: as a demangler shows their names, and as the compiler writes them.
 KERNEL = re.compile(r"(?:\bzx::cuda::(?:[^:<]*::)?|2zx4cuda\w*?\d)([a-z][a-z_]*)_kernel")
-NAME = re.compile(rf"(?:zerox|{PHASE[:-2]})::(\w*[^\W_])(?: bucket (\d+))?")  # ops end in an underscore
+NAME = re.compile(rf"(?:zerox|{PHASE[:-2]})::(?!norm_value)(\w*[^\W_])(?: bucket (\d+))?")  # no ops: others end in _
 
 
 @dataclass(frozen=True)

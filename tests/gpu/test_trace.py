@@ -226,7 +226,7 @@ def counts_of(rank: int, _: int, work: Work) -> Counts:
     with profile_device() as on_device:
         training.train(work.steps)
         finish_device()
-    ranges = Counter((each.what, each.bucket) for each in ranges_of(on_host) if each.what not in KERNELS)
+    ranges = Counter((each.what, each.bucket) for each in ranges_of(on_host))
     return Counts(ranges, ops_of(on_host), kernels_of(on_device), lacks)
 
 

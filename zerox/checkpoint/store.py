@@ -45,17 +45,17 @@ def save(
     """
     path, ranks = Path(path), Everyone(process_group)
     optimizer.synchronize()
-    folder = manifest.saving(path)
-    with ranks.failing_together(f"{path} could not be saved"):
+    folder, failure = manifest.saving(path), f"{path} could not be saved"
+    with ranks.failing_together(failure):
         if ranks.rank == 0:
             shutil.rmtree(folder, ignore_errors=True)
             folder.mkdir(parents=True)
     tensors, others = split_model(model)
-    tensors |= {OPTIMIZER + name: tensor for name, tensor in entries(optimizer._buckets).items()}
-    with ranks.failing_together(f"{path} could not be saved"), ranks.dcp_options() as options:
+    tensors |= optimizer_tensors(optimizer)
+    with ranks.failing_together(failure), ranks.dcp_options() as options:
         dcp_save(tensors, storage_writer=FileSystemWriter(folder), **options)
     found: dict[str, tuple[int, int]] = {}
-    with ranks.failing_together(f"{path} could not be saved"):
+    with ranks.failing_together(failure):
         if ranks.rank == 0:
             host = {"groups": groups_by_name(optimizer), "extra": extra, "model": others}
             torch.save(host, folder / HOST)
@@ -64,7 +64,7 @@ def save(
         own = [*written, *([".metadata", HOST] if ranks.rank == 0 else [])]
         found = {name: manifest.checksum(folder / name) for name in own}
     files = {name: each for part in ranks.gather(found) for name, each in part.items()}
-    with ranks.failing_together(f"{path} could not be saved"):
+    with ranks.failing_together(failure):
         if ranks.rank == 0:
             manifest.write(folder, files, {"torch": str(torch.__version__), "saved_by_ranks": ranks.size})
             manifest.place(path)
@@ -87,21 +87,20 @@ def load(
     optimizer.synchronize()
     tensors: dict[str, Tensor] = {}
     host: dict[str, Any] = {}
-    folder = path
-    with ranks.failing_together(f"{path} could not be loaded"):
+    folder, failure = path, f"{path} could not be loaded"
+    with ranks.failing_together(failure):
         folder = manifest.find(path)
         files = manifest.read(folder)["files"]
         share = sorted(files)[ranks.rank :: ranks.size]
         manifest.check(folder, {name: files[name] for name in share})
-    with ranks.failing_together(f"{path} could not be loaded"):
+    with ranks.failing_together(failure):
         host = torch.load(folder / HOST, weights_only=True, map_location="cpu")
-        tensors = split_model(model)[0]
-        tensors |= {OPTIMIZER + name: tensor for name, tensor in entries(optimizer._buckets).items()}
+        tensors = split_model(model)[0] | optimizer_tensors(optimizer)
         saved = read_metadata(folder)
         complain(folder, differences(tensors, names_of(model, optimizer), saved, strict))
         tensors = {name: tensor for name, tensor in tensors.items() if name in saved}
         fill_groups(optimizer, host["groups"], strict)
-    with ranks.failing_together(f"{path} could not be loaded"), ranks.dcp_options() as options:
+    with ranks.failing_together(failure), ranks.dcp_options() as options:
         dcp_load(tensors, storage_reader=CheckpointReader(folder), **options)
     return host["extra"]
 
@@ -111,6 +110,10 @@ def split_model(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, Any]]:
     state = model.state_dict()
     tensors = {MODEL + name: value for name, value in state.items() if isinstance(value, Tensor)}
     return tensors, {name: value for name, value in state.items() if not isinstance(value, Tensor)}
+
+
+def optimizer_tensors(optimizer: FusedShardedAdam) -> dict[str, Tensor]:
+    return {OPTIMIZER + name: tensor for name, tensor in entries(optimizer._buckets).items()}
 
 
 def names_of(model: nn.Module, optimizer: FusedShardedAdam) -> set[str]:
