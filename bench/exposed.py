@@ -5,8 +5,9 @@
 Backward is emulated: each layer waits (on a GPU the device does, on the CPU the thread sleeps, which leaves the cores
 to the exchange) and hands out its gradient. All waits together are so many times the exchange as --compute says. Each
 round has in turn the backward alone, the exchange alone, under a backward that doesn't wait, and both together.
-Exposed is what both take beyond the backward alone, as a share of the exchange. The last bucket leaves when backward
-is over: its share of the exchange is the least there can be.
+Exposed is what of both comes after the end of backward, as a share of the exchange. The last bucket leaves when
+backward is over: its share of the exchange is the least there can be. What backward itself takes longer than alone is
+told beside it: packing gradients, which is its own thread's work.
 """
 
 from __future__ import annotations
@@ -59,6 +60,18 @@ class Wait:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
+    def now(self) -> Any:
+        """A mark for between(): where the current stream is then, or the thread."""
+        if self.device.type != "cuda":
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def between(self, start: Any, stop: Any) -> float:
+        """Seconds; the device is done with both."""
+        return stop - start if self.device.type != "cuda" else start.elapsed_time(stop) / 1e3
+
     def _seconds(self, function: Callable[[], object]) -> float:
         self.finish()
         start = time.perf_counter()
@@ -106,35 +119,39 @@ def measure(device_name: str, num_layers: int, numel: int, compute: float, round
     device = torch.device(device_name)
     wait = Wait(device)
     grads = [torch.full((numel,), float(index + dist.get_rank()), device=device) for index in range(num_layers)]
-    bare, ours = ([nn.Parameter(torch.zeros(numel, device=device)) for _ in range(num_layers)] for _ in range(2))
+    ours = [nn.Parameter(torch.zeros(numel, device=device)) for _ in range(num_layers)]
+    # Nobody takes their gradients: autograd would copy them, which it need not where zerox takes them first.
+    bare = [torch.zeros((), device=device) for _ in range(num_layers)]
     optimizer = FusedShardedAdam(ours)
     backward, exchanged = Backward(bare, grads, wait), Backward(ours, grads, wait)
 
     def alone(seconds: float) -> float:
-        took = wait.seconds(partial(backward, seconds))
-        for param in bare:
-            param.grad = None
-        return took
+        return wait.seconds(partial(backward, seconds))
 
-    def together(seconds: float) -> float:
+    def together(seconds: float) -> tuple[float, float]:
+        """The whole, and what of it came after backward."""
+        marks: list[Any] = []
+
         def run() -> None:
             exchanged(seconds)
+            marks.append(wait.now())
             optimizer.synchronize()
+            marks.append(wait.now())
 
         took = wait.seconds(run)
         optimizer.zero_grad()
-        return took
+        return took, wait.between(*marks)
 
     check(optimizer, ours, exchanged)
     for _ in range(3):
-        exchange_s = together(0.0) - alone(0.0)
+        exchange_s = together(0.0)[0] - alone(0.0)
     # As long on all ranks; what it is now may change, and is measured again in each round.
     [exchange_s] = largest([exchange_s])
     waits_s = compute * max(exchange_s, 1e-4)
-    samples = [[alone(waits_s), alone(0.0), together(0.0), together(waits_s)] for _ in range(rounds)]
-    slowest = [largest(list(column)) for column in zip(*samples, strict=True)]
-    exchange = [empty - nothing for _, nothing, empty, _ in zip(*slowest, strict=True)]
-    exposed = [both - waited for waited, _, _, both in zip(*slowest, strict=True)]
+    samples = [[alone(waits_s), alone(0.0), together(0.0)[0], *together(waits_s)] for _ in range(rounds)]
+    waited, nothing, empty, both, exposed = (largest(list(column)) for column in zip(*samples, strict=True))
+    exchange = [a - b for a, b in zip(empty, nothing, strict=True)]
+    longer = [a - b - c for a, b, c in zip(both, waited, exposed, strict=True)]
     median = statistics.median
     return {
         "ranks": dist.get_world_size(),
@@ -142,9 +159,10 @@ def measure(device_name: str, num_layers: int, numel: int, compute: float, round
         "layers": num_layers,
         "mib": num_layers * numel * 4 / MIB,
         "buckets": len(optimizer._buckets),
-        "backward_ms": median(slowest[0]) * 1e3,
+        "backward_ms": median(waited) * 1e3,
         "exchange_ms": median(exchange) * 1e3,
-        "together_ms": median(slowest[3]) * 1e3,
+        "together_ms": median(both) * 1e3,
+        "longer_ms": median(longer) * 1e3,
         "exposed_ms": median(exposed) * 1e3,
         "exposed": median(a / b for a, b in zip(exposed, exchange, strict=True)),
         "least": 1 / len(optimizer._buckets),
@@ -168,6 +186,7 @@ def said(row: Row) -> str:
     times = [f"{name} {row[key]:.1f} ms" for name, key in BARS.items()]
     return (
         f"{row['ranks']} ranks on {row['device']}, {what}; results are right\n{', '.join(times)}\n"
+        f"backward took {row['longer_ms']:.1f} ms longer with it\n"
         f"exposed {row['exposed_ms']:.1f} ms, {row['exposed']:.1%} of the exchange; "
         f"one bucket's share, the least there can be: {row['least']:.1%}"
     )

@@ -73,13 +73,13 @@ def test_a_step_is_drawn_with_all_that_happens_to_its_buckets(tmp_path: Path) ->
     assert "zerox::update bucket 0" in (tmp_path / "trace.json").read_text()
 
 
-def test_exposed_is_what_both_take_beyond_backward(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_exposed_is_what_comes_after_backward(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     files = [f"--{kind}={tmp_path / f'exposed.{kind}'}" for kind in ("json", "png")]
     small = ["--device=cpu", "--layers=6", "--layer-mib=16", "--rounds=1"]
     assert exposed.main([*small, *files]) == 0
     [row] = json.loads((tmp_path / "exposed.json").read_text())["rows"]
     assert (row["ranks"], row["layers"], row["mib"], row["buckets"], row["least"]) == (2, 6, 96.0, 6, 1 / 6)
-    assert row["exposed_ms"] == pytest.approx(row["together_ms"] - row["backward_ms"])
+    assert 0 < row["exposed_ms"] < row["together_ms"]
     assert row["exposed"] == pytest.approx(row["exposed_ms"] / row["exchange_ms"])
     assert (tmp_path / "exposed.png").stat().st_size > 5_000
     assert f"{row['exposed']:.1%} of the exchange" in capsys.readouterr().out

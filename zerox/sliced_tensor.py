@@ -1,0 +1,110 @@
+"""A whole tensor of which this rank has a slice: what state_dict() gives, and torch.distributed.checkpoint (DCP) takes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zerox.plan.rectangles import Rectangle, rectangles
+from zerox.plan.span import Span
+
+
+class SlicedTensor(Tensor):
+    """A tensor of ``shape`` with elements in memory as ``strides`` say; ``values`` has those of ``span``, 1-D.
+
+    DCP asks it for rectangles, which are views of ``values``: saving reads them, loading writes into them. Where
+    ranks have all elements between them, they save the whole tensor in parallel, and any other ranks load it with
+    whatever slices they have. It can be copied, pickled and moved to another device; other operators raise
+    RuntimeError, since what they would compute is of one rank's share only.
+    """
+
+    values: Tensor
+    start: int
+
+    @staticmethod
+    def __new__(cls, shape: Sequence[int], strides: Sequence[int], span: Span, values: Tensor) -> SlicedTensor:
+        if values.dim() != 1 or values.numel() != span.numel:
+            raise ValueError(f"a slice of {span.numel} elements needs as many values, got {tuple(values.shape)}")
+        made: SlicedTensor = torch.Tensor._make_wrapper_subclass(
+            cls, tuple(shape), tuple(strides), dtype=values.dtype, device=values.device
+        )
+        # What async saves of DCP stage: all tensors among the attributes.
+        made.values, made.start = values, span.start
+        return made
+
+    @property
+    def span(self) -> Span:
+        """Which elements, in memory order, this rank has."""
+        return Span(self.start, self.start + self.values.numel())
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        held = f"elements {self.start} to {self.span.stop}" if self.values.numel() else "no element"
+        return f"SlicedTensor({held} of {tuple(self.shape)}, {self.dtype}, {self.device})"
+
+    def _with(self, values: Tensor) -> SlicedTensor:
+        return SlicedTensor(self.shape, self.stride(), self.span, values)
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        self, aten = args[0], torch.ops.aten
+        kwargs = kwargs or {}
+        if func in (aten.detach.default, aten.clone.default, aten._to_copy.default):
+            kwargs = {key: value for key, value in kwargs.items() if key != "memory_format"}
+            return self._with(func(self.values, **kwargs))
+        if func is aten.new_empty.default and tuple(args[1]) == tuple(self.shape):  # how DCP starts to stage it
+            return self._with(self.values.new_empty(self.values.shape, **kwargs))
+        raise RuntimeError(
+            f"{func} on a tensor of which this rank has {self!r}: state_dict() is one rank's share. "
+            "full_state_dict() gives whole tensors"
+        )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> SlicedTensor:
+        return self._with(self.values.clone())
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return _rebuild, (tuple(self.shape), self.stride(), self.start, self.values)
+
+    # ---- DCP's protocol. Its modules take a second to import, and whoever calls has done so.
+
+    def _pieces(self) -> list[tuple[Rectangle, Any]]:
+        from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
+
+        found = rectangles(self.shape, self.stride(), self.span)
+        return [(each, ChunkStorageMetadata(torch.Size(each.offsets), torch.Size(each.sizes))) for each in found]
+
+    def __create_write_items__(self, fqn: str, whole: Tensor) -> list[Any]:
+        from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
+        from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+
+        return [
+            WriteItem(
+                index=MetadataIndex(fqn, chunk.offsets),
+                type=WriteItemType.SHARD,
+                tensor_data=TensorWriteData(
+                    chunk=chunk, properties=TensorProperties(dtype=self.dtype), size=self.size()
+                ),
+            )
+            for _, chunk in self._pieces()
+        ]
+
+    def __create_chunk_list__(self) -> list[Any]:
+        return [chunk for _, chunk in self._pieces()]
+
+    def __get_tensor_shard__(self, index: Any) -> Tensor:
+        """LookupError if this rank has no rectangle there."""
+        for rectangle, chunk in self._pieces():
+            if chunk.offsets == index.offset:
+                # Within a rectangle the elements lie as they do in the tensor: it is contiguous there.
+                start = self.values.storage_offset() + rectangle.span.start - self.start
+                return self.values.as_strided(rectangle.sizes, self.stride(), start)
+        raise LookupError(f"no slice of '{index.fqn}' starts at {index.offset} on this rank")
+
+
+def _rebuild(shape: tuple[int, ...], strides: tuple[int, ...], start: int, values: Tensor) -> SlicedTensor:
+    return SlicedTensor(shape, strides, Span(start, start + values.numel()), values)
+
+
+torch.serialization.add_safe_globals([_rebuild])  # torch.load(weights_only=True) of what torch.save wrote
