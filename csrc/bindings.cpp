@@ -2,6 +2,7 @@
 #include <torch/csrc/utils/pybind.h>
 #include <torch/library.h>
 #include <unistd.h>
+#include <array>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
 #include "bucket_manager/bucket_manager.h"
@@ -9,6 +10,7 @@
 #include "bucket_manager/ranges.h"
 #include "cpu/isa.h"
 #include "cpu/large_pages.h"
+#include "math/dynamic_map.h"
 #include "math/exact_sum.h"
 #include "math/segment.h"
 
@@ -87,6 +89,8 @@ class PyRange {
 void bind(py::module_& m) {
   m.attr("EXACT_WORDS") = kExactWords;
   m.attr("SEGMENT_COLUMNS") = kSegmentColumns;
+  m.attr("SIGNED_MAP") = py::tuple(py::cast(std::to_array(kSignedMap.values)));
+  m.attr("UNSIGNED_MAP") = py::tuple(py::cast(std::to_array(kUnsignedMap.values)));
   m.def("isa", [] { return std::string(kernels().name); });
   m.def("supported_isas", &supported_isas);
   m.def("select_isa", &select_isa);

@@ -9,6 +9,8 @@ from torch.distributed import ProcessGroup
 
 EXACT_WORDS: int
 SEGMENT_COLUMNS: int
+SIGNED_MAP: tuple[float, ...]
+UNSIGNED_MAP: tuple[float, ...]
 
 def isa() -> str: ...
 def supported_isas() -> list[str]: ...

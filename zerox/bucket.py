@@ -18,6 +18,7 @@ from zerox.plan.layout import Segment
 
 REMAINDER = "remainder"
 FP32 = "fp32"
+MASTER = "master"  # its key in the state where it is float32; of remainders it is REMAINDER
 MOST_NAMES = 8
 MASTER_DTYPES = {REMAINDER: torch.int16, FP32: torch.float32}
 MOMENT_DTYPES = {str(dtype): dtype for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.uint8)}
@@ -103,7 +104,7 @@ class Bucket:
         """What is kept for each element of the own shard, by its key in the optimizer's state."""
         found = dict(self.moments.values)
         if self.master is not None:
-            found["remainder" if self.master_kind == REMAINDER else "master"] = self.master
+            found[REMAINDER if self.master_kind == REMAINDER else MASTER] = self.master
         return found
 
     def state_of_own(self) -> Iterator[tuple[Tensor, dict[str, Tensor]]]:

@@ -16,6 +16,7 @@ from zerox.bucket import Bucket, Member, members_of
 from zerox.capture import is_capturing
 from zerox.clip import check_finite, clip_coefficient, total_norm
 from zerox.estimate import MemoryBytes, measured_bytes
+from zerox.full_state import full_state
 from zerox.grad_scale import GradScale
 from zerox.grads import Grads
 from zerox.options import Options, check_params
@@ -24,7 +25,7 @@ from zerox.params import ParamGather
 from zerox.ranks import Ranks, call_ranks, find_ranks
 from zerox.rules import adam
 from zerox.rules.update import Shard, launches, ranges, update
-from zerox.state_dict import check_state, fill_state, groups_with_defaults, state_uncast
+from zerox.state_dict import check_state, fill_state, groups_with_defaults, share, state_uncast
 from zerox.terms import terms
 
 
@@ -76,22 +77,11 @@ class FusedShardedAdam(torch.optim.Optimizer):
         capturable: bool = False,
     ) -> None:
         with call_ranks(process_group) as roll_call:
-            adam.check_hyper_parameters(lr, betas, eps, weight_decay)
+            defaults = adam.defaults(lr, betas, eps, weight_decay, amsgrad, maximize, decoupled_weight_decay)
             self._options = Options(stage, bucket_cap_mb, reduce_dtype, state_dtype, master_weights, capturable)
             self._buckets: list[Bucket] = []
             self._ranks: Ranks | None = None  # until the constructor has all groups
-            super().__init__(
-                params,
-                {
-                    "lr": lr,
-                    "betas": adam.kept_betas(betas),
-                    "eps": eps,
-                    "weight_decay": weight_decay,
-                    "amsgrad": amsgrad,
-                    "maximize": maximize,
-                    "decoupled_weight_decay": decoupled_weight_decay,
-                },
-            )
+            super().__init__(params, defaults)
             members = list(members_of(self.param_groups))
             check_params([m.name for m in members], [m.param for m in members])
             device = members[0].param.device if members else torch.device("cpu")
@@ -102,6 +92,7 @@ class FusedShardedAdam(torch.optim.Optimizer):
         self._overlap: GatherOverlap | None = None
         self._grad_scale = GradScale(self._grads.manager, device, keeps_place=capturable)
         self._table = adam.OptionsTable(device, keeps_place=capturable)
+        self.register_state_dict_post_hook(share, prepend=True)
         self._adopt(members)
 
     # ---- the training loop -------------------------------------------------------------------------------------------
@@ -256,13 +247,24 @@ class FusedShardedAdam(torch.optim.Optimizer):
     # ---- state -------------------------------------------------------------------------------------------------------
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Takes what this rank's ``state_dict()`` gave, in place and without rounding.
+        """Takes what this rank's ``state_dict()`` gave, or whole tensors: full_state_dict()'s or torch.optim.AdamW's.
 
-        As torch: state of a parameter that isn't given starts anew. Raises ValueError, with nothing changed, for groups
-        or sizes that don't fit; another rank's share of the same sizes is not noticed.
+        In place, and not collective; load the model first. As torch: state of a parameter that isn't given starts anew.
+        Warns of what this optimizer's ``state_dtype`` and ``master_weights`` hold less of. Raises ValueError, with
+        nothing changed, for groups or sizes that don't fit, and for another rank's share.
         """
         with state_uncast(self):
             super().load_state_dict(state_dict)
+
+    def full_state_dict(self) -> dict[str, Any]:
+        """On rank 0 what ``torch.optim.AdamW.load_state_dict()`` takes, on the CPU; elsewhere ``{}``. Collective.
+
+        Whole tensors in the parameters' shapes, float32 (float64 beside float64 parameters), and in addition "master",
+        float32, of parameters that have one. Above this, rank 0 needs memory for one bucket of one of these.
+        """
+        self.synchronize()
+        state = full_state(self._buckets, self._all_ranks)
+        return {"state": state, "param_groups": self.state_dict()["param_groups"]} if self._all_ranks.rank == 0 else {}
 
     def __setstate__(self, loaded: dict[str, Any]) -> None:
         """What torch's load_state_dict() calls between its own checks and the post-hooks."""
@@ -344,3 +346,5 @@ class FusedShardedAdam(torch.optim.Optimizer):
         for bucket in self._buckets:
             for param, state in bucket.state_of_own():
                 self.state[param] = state
+        if self._buckets and not self.state:  # DCP's getters would call step(), on this rank alone
+            self.state[self._buckets[0].members[0].param] = {}

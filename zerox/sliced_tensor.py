@@ -1,4 +1,4 @@
-"""A whole tensor of which this rank has a slice: what state_dict() gives, and torch.distributed.checkpoint (DCP) takes."""
+"""A whole tensor of which this rank has a slice: in state_dict(), and for torch.distributed.checkpoint (DCP)."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class SlicedTensor(Tensor):
     RuntimeError, since what they would compute is of one rank's share only.
     """
 
-    values: Tensor
+    held: Tensor
     start: int
 
     @staticmethod
@@ -32,16 +32,16 @@ class SlicedTensor(Tensor):
             cls, tuple(shape), tuple(strides), dtype=values.dtype, device=values.device
         )
         # What async saves of DCP stage: all tensors among the attributes.
-        made.values, made.start = values, span.start
+        made.held, made.start = values, span.start
         return made
 
     @property
     def span(self) -> Span:
         """Which elements, in memory order, this rank has."""
-        return Span(self.start, self.start + self.values.numel())
+        return Span(self.start, self.start + self.held.numel())
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        held = f"elements {self.start} to {self.span.stop}" if self.values.numel() else "no element"
+        held = f"elements {self.start} to {self.span.stop}" if self.held.numel() else "no element"
         return f"SlicedTensor({held} of {tuple(self.shape)}, {self.dtype}, {self.device})"
 
     def _with(self, values: Tensor) -> SlicedTensor:
@@ -53,19 +53,19 @@ class SlicedTensor(Tensor):
         kwargs = kwargs or {}
         if func in (aten.detach.default, aten.clone.default, aten._to_copy.default):
             kwargs = {key: value for key, value in kwargs.items() if key != "memory_format"}
-            return self._with(func(self.values, **kwargs))
+            return self._with(func(self.held, **kwargs))
         if func is aten.new_empty.default and tuple(args[1]) == tuple(self.shape):  # how DCP starts to stage it
-            return self._with(self.values.new_empty(self.values.shape, **kwargs))
+            return self._with(self.held.new_empty(self.held.shape, **kwargs))
         raise RuntimeError(
             f"{func} on a tensor of which this rank has {self!r}: state_dict() is one rank's share. "
             "full_state_dict() gives whole tensors"
         )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SlicedTensor:
-        return self._with(self.values.clone())
+        return self._with(self.held.clone())
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return _rebuild, (tuple(self.shape), self.stride(), self.start, self.values)
+        return _rebuild, (tuple(self.shape), self.stride(), self.start, self.held)
 
     # ---- DCP's protocol. Its modules take a second to import, and whoever calls has done so.
 
@@ -98,8 +98,8 @@ class SlicedTensor(Tensor):
         for rectangle, chunk in self._pieces():
             if chunk.offsets == index.offset:
                 # Within a rectangle the elements lie as they do in the tensor: it is contiguous there.
-                start = self.values.storage_offset() + rectangle.span.start - self.start
-                return self.values.as_strided(rectangle.sizes, self.stride(), start)
+                start = self.held.storage_offset() + rectangle.span.start - self.start
+                return self.held.as_strided(rectangle.sizes, self.stride(), start)
         raise LookupError(f"no slice of '{index.fqn}' starts at {index.offset} on this rank")
 
 

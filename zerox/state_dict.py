@@ -1,7 +1,8 @@
-"""A rank's own state, taken from a state_dict() without a cast, all of it or nothing."""
+"""A rank's own state into a state_dict() and out of it: its share, or whole tensors, all of it or nothing."""
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -10,8 +11,25 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zerox.bucket import Bucket, Member
-from zerox.moments import EXP_AVG, EXP_AVG_SQ, MAX_EXP_AVG_SQ, fits
+from zerox.bucket import MASTER, REMAINDER, Bucket, Member
+from zerox.buffers import dense_strides
+from zerox.moments import EXP_AVG, EXP_AVG_SQ, MAX_EXP_AVG_SQ, SCALE
+from zerox.plan.span import Span
+from zerox.sliced_state import STEP, blocks_of, num_blocks, sliced_state
+from zerox.sliced_tensor import SlicedTensor
+from zerox.state_parts import fill_row
+
+WHOLE_STEP = Span(0, 1)
+
+
+def share(optimizer: Any, packed: dict[str, Any]) -> dict[str, Any]:
+    """What torch's state_dict() packed, as slices of whole tensors where there are several ranks. Not collective."""
+    if optimizer._ranks is None or optimizer._ranks.size == 1:
+        return packed
+    numbers = {member.number for bucket in optimizer._buckets for member in bucket.members}
+    own = dict(sorted((member.number, state) for b in optimizer._buckets for member, state in sliced_state(b)))
+    others = {key: state for key, state in packed["state"].items() if key not in numbers}
+    return {**packed, "state": {**own, **others}}
 
 
 @dataclass(frozen=True)
@@ -37,48 +55,37 @@ def state_uncast(optimizer: torch.optim.Optimizer) -> Iterator[None]:
 
 
 def check_state(buckets: Sequence[Bucket], frozen: Sequence[Member], given: Mapping[Any, Uncast]) -> None:
-    """ValueError naming the first parameter whose state this rank can't hold."""
-    names = {id(member.param): member.name for bucket in buckets for member in bucket.members}
-    own = {id(param): state for bucket in buckets for param, state in bucket.state_of_own()}
+    """ValueError naming the first parameter whose state does not fit, or is not what this rank needs of it."""
     frozen_names = {id(member.param): member.name for member in frozen}
     for param, uncast in given.items():
-        if not isinstance(param, Tensor):
-            continue  # not a parameter's: torch takes such state too
-        if id(param) in frozen_names:
+        if isinstance(param, Tensor) and id(param) in frozen_names and uncast.state:
             raise ValueError(
                 f"state of parameter '{frozen_names[id(param)]}' was given, but it was frozen when the optimizer was "
                 "built: build the optimizer with the parameters trainable that were when the state was saved"
             )
-        here = own.get(id(param), {})
-        for key in (EXP_AVG, EXP_AVG_SQ, MAX_EXP_AVG_SQ):
-            if key in here and key in uncast.state and not fits(_dtype(uncast.state[key]), here[key].dtype):
-                raise ValueError(
-                    f"state of parameter '{names[id(param)]}' was saved with another state_dtype: its {key} is "
-                    f"{_dtype(uncast.state[key])}, and this optimizer keeps {here[key].dtype}"
-                )
-        sizes = [(key, _numel(uncast.state[key]), here[key].numel()) for key in here if key in uncast.state]
-        wrong = [f": {theirs} elements of {key} instead of {ours}" for key, theirs, ours in sizes if theirs != ours]
-        if not here or wrong:
-            raise ValueError(
-                f"state of parameter '{names[id(param)]}' is another rank's share or was saved at another world size"
-                + "".join(wrong[:1])
-            )
+    for bucket in buckets:
+        members = {id(member.param): member for member in bucket.members}
+        for param, uncast in given.items():
+            if isinstance(param, Tensor) and id(param) in members:
+                _check_whole(members[id(param)], uncast.state)
+        for segment in bucket.own_segments:
+            member = bucket.members[segment.slot]
+            if member.param in given:
+                span = Span(segment.param_start, segment.param_start + segment.span.numel)
+                _parts(member, given[member.param].state, span)
 
 
 def fill_state(buckets: Sequence[Bucket], given: Mapping[Any, Uncast]) -> None:
     """Copies values in place. What isn't given is as for a parameter that was never updated, as in torch."""
+    rounded: dict[str, None] = {}
     for bucket in buckets:
-        for segment, (param, own) in zip(bucket.own_segments, bucket.state_of_own(), strict=True):
-            state = given[param].state if param in given else {}
-            for key, tensor in own.items():
-                if key in state:
-                    tensor.copy_(torch.as_tensor(state[key]).reshape(tensor.shape))
-                elif key == "master":
-                    span = slice(segment.span.start, segment.span.stop)
-                    assert bucket.master is not None
-                    bucket.master[span].copy_(bucket.param_shard[span])
-                else:
-                    tensor.zero_()
+        for row, segment in enumerate(bucket.own_segments):
+            member = bucket.members[segment.slot]
+            span = Span(segment.param_start, segment.param_start + segment.span.numel)
+            state = given[member.param].state if member.param in given else {}
+            parts = _parts(member, state, span)
+            rounded |= dict.fromkeys(fill_row(bucket, row, parts, rest_anew=True))
+    say_rounded(rounded)
 
 
 def groups_with_defaults(groups: list[dict[str, Any]], defaults: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -89,9 +96,56 @@ def groups_with_defaults(groups: list[dict[str, Any]], defaults: Mapping[str, An
     return groups
 
 
-def _numel(value: Any) -> int:
-    return torch.as_tensor(value).numel()
+def say_rounded(what: Mapping[str, None]) -> None:
+    """Warns of what was loaded into a form that holds less."""
+    if what:
+        names = ", ".join(what)
+        warnings.warn(f"zerox: rounded, since it was saved in a form that holds more: {names}", stacklevel=4)
 
 
-def _dtype(value: Any) -> torch.dtype:
-    return torch.as_tensor(value).dtype
+def _known(member: Member) -> dict[str, int]:
+    """Elements of all that a parameter's state may have, by key."""
+    numel = member.param.numel()
+    moments = (EXP_AVG, EXP_AVG_SQ, MAX_EXP_AVG_SQ)
+    found = {STEP: 1, **dict.fromkeys((*moments, MASTER, REMAINDER), numel)}
+    return found | dict.fromkeys((name + SCALE for name in moments), num_blocks(numel))
+
+
+def _check_whole(member: Member, state: Mapping[str, Any]) -> None:
+    for key, numel in _known(member).items():
+        if key in state and (found := torch.as_tensor(state[key]).numel()) != numel:
+            raise ValueError(f"state of parameter '{member.name}' has {found} elements of {key} instead of {numel}")
+        if key + SCALE not in state and key in state and torch.as_tensor(state[key]).dtype is torch.uint8:
+            raise ValueError(f"state of parameter '{member.name}' has no {key + SCALE} beside its {key} of 8 bits")
+
+
+def _parts(member: Member, state: Mapping[str, Any], span: Span) -> dict[str, Tensor]:
+    """What ``state`` has of these elements of a parameter, 1-D. ValueError if it is the share of another rank."""
+    found = {}
+    for key in _known(member):
+        if key in state:
+            wanted = WHOLE_STEP if key == STEP else blocks_of(span) if key.endswith(SCALE) else span
+            found[key] = _part(member, key, torch.as_tensor(state[key]), wanted)
+    return found
+
+
+def _part(member: Member, key: str, value: Tensor, span: Span) -> Tensor:
+    shaped = key != STEP and not key.endswith(SCALE)
+    if isinstance(value, SlicedTensor):
+        if span.numel and not (value.start <= span.start and span.stop <= value.span.stop):
+            raise ValueError(
+                f"state of parameter '{member.name}' is another rank's share or was saved at another world size: of "
+                f"its {key} it has elements {value.start} to {value.span.stop}, and this rank needs {span.start} to "
+                f"{span.stop} (zerox.load() and full_state_dict() are for any number of ranks)"
+            )
+        if shaped and value.stride() != dense_strides(member.param):
+            raise ValueError(f"state of parameter '{member.name}' is of a parameter in another memory format")
+        return value.held[max(0, span.start - value.start) :][: span.numel]
+    value = value.detach()
+    if shaped:
+        strides = dense_strides(member.param)
+        value = value.reshape(member.param.shape)
+        if value.stride() != strides:
+            value = torch.empty_strided(value.shape, strides, dtype=value.dtype, device=value.device).copy_(value)
+        value = value.as_strided((value.numel(),), (1,))
+    return value.reshape(-1)[span.start : span.stop]

@@ -16,6 +16,7 @@ from tests.optimizer.models import KINDS, Mixed, backward, batch, make_model
 from tests.ranks import run_ranks
 from zerox import FusedShardedAdam
 from zerox.checkpoint.entries import entries
+from zerox.checkpoint.names import OPTIMIZER, parameter_names
 
 STEPS = 2
 # Rank 0 saves alone what all have.
@@ -37,7 +38,12 @@ def train(model: Mixed, optimizer: FusedShardedAdam, rank: int, steps: range) ->
 
 
 def checkpoint_of(model: Mixed, optimizer: FusedShardedAdam) -> dict[str, Tensor]:
-    return {**{MODEL + name: param.data for name, param in model.named_parameters()}, **entries(optimizer._buckets)}
+    return {**{MODEL + name: param.data for name, param in model.named_parameters()}, **state_of(model, optimizer)}
+
+
+def state_of(model: Mixed, optimizer: FusedShardedAdam) -> dict[str, Tensor]:
+    found = entries(optimizer, parameter_names(model, optimizer))
+    return {name.removeprefix(OPTIMIZER): tensor for name, tensor in found.items()}
 
 
 def save(rank: int, _: int, kind: str, path: str, options: dict[str, Any]) -> list[Tensor]:

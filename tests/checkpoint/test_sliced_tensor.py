@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+import dataclasses
+import io
+import pickle
 from itertools import pairwise
 from pathlib import Path
 
@@ -12,8 +16,8 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
 from tests.ranks import run_ranks
-from zerox.checkpoint.sliced_tensor import SlicedTensor
 from zerox.plan.span import Span
+from zerox.sliced_tensor import SlicedTensor
 
 SHAPES = {"vector": (1000,), "matrix": (13, 37), "conv": (3, 4, 5, 2), "scalar": (), "one": (1, 1)}
 DTYPES = {"vector": torch.float32, "matrix": torch.bfloat16, "conv": torch.uint8, "scalar": torch.int64}
@@ -82,19 +86,55 @@ def test_dcp_s_own_tools_see_whole_tensors(tmp_path: Path) -> None:
         assert found[name].dtype == whole(name).dtype
 
 
+def sample() -> SlicedTensor:
+    return SlicedTensor((4, 3), (3, 1), Span(2, 7), torch.arange(5.0))
+
+
 def test_it_is_no_tensor_to_compute_with() -> None:
-    slice_ = SlicedTensor((4, 3), (3, 1), Span(2, 7), torch.arange(5.0))
-    assert repr(slice_) == "SlicedTensor(5 elements of (4, 3), torch.float32, cpu)"
-    with pytest.raises(RuntimeError, match="this rank has a slice of it"):
+    slice_ = sample()
+    assert repr(slice_) == "SlicedTensor(elements 2 to 7 of (4, 3), torch.float32, cpu)"
+    with pytest.raises(RuntimeError, match=r"this rank has SlicedTensor\(elements 2 to 7.*full_state_dict"):
         slice_ + 1
     with pytest.raises(ValueError, match="a slice of 5 elements needs as many values"):
         SlicedTensor((4, 3), (3, 1), Span(2, 7), torch.arange(6.0))
 
 
+def through_torch_save(slice_: SlicedTensor) -> SlicedTensor:
+    file = io.BytesIO()
+    torch.save(slice_, file)
+    file.seek(0)
+    found: SlicedTensor = torch.load(file, weights_only=True)
+    return found
+
+
+WAYS = {
+    "deepcopy": copy.deepcopy,
+    "torch.save": through_torch_save,
+    "pickle": lambda slice_: pickle.loads(pickle.dumps(slice_)),
+    "clone": torch.clone,
+    "to": lambda slice_: slice_.to("cpu", copy=True),
+    "detach and clone": lambda slice_: slice_.detach().clone(),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_it_can_be_copied_pickled_and_moved(way: str) -> None:
+    slice_ = sample()
+    copied = WAYS[way](slice_)
+    slice_.held.zero_()
+    assert type(copied) is SlicedTensor
+    assert (tuple(copied.shape), copied.stride(), copied.span) == ((4, 3), (3, 1), Span(2, 7))
+    assert copied.held.tolist() == [0.0, 1.0, 2.0, 3.0, 4.0]
+
+
 def test_rectangles_are_views_of_the_values() -> None:
     values = torch.arange(8.0)
     slice_ = SlicedTensor((4, 3), (3, 1), Span(2, 10), values)
-    assert [shard.tolist() for shard in slice_._shards] == [[[0.0]], [[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]], [[7.0]]]
-    for shard in slice_._shards:
+    items = slice_.__create_write_items__("x", slice_)
+    shards = [slice_.__get_tensor_shard__(item.index) for item in items]
+    assert [shard.tolist() for shard in shards] == [[[0.0]], [[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]], [[7.0]]]
+    for shard in shards:
         shard.fill_(9.0)
     assert values.tolist() == [9.0] * 8
+    with pytest.raises(LookupError, match="no slice of 'x' starts at"):
+        slice_.__get_tensor_shard__(dataclasses.replace(items[0].index, offset=torch.Size([3, 1])))

@@ -22,7 +22,7 @@ from tests.checkpoint.test_entries import STEPS, build, train
 from tests.kernels.shards import same_bits
 from tests.optimizer.models import KINDS
 from tests.ranks import run_ranks
-from zerox import CheckpointError, FusedShardedAdam, load, save
+from zerox import CheckpointError, FusedShardedAdam, latest, load, save
 from zerox.checkpoint import manifest, reader
 
 EXTRA = {"step": 7, "sampler": torch.arange(5), "loss": [1.0, None, "x"]}
@@ -282,3 +282,25 @@ def test_killed_at_any_moment_it_leaves_a_checkpoint_that_loads(tmp_path: Path) 
                 process.send_signal(signal.SIGCONT)
             process.kill()
         assert load(path, model, optimizer) >= last
+
+
+# ---- the last one
+
+
+def test_latest_is_the_last_one_that_is_complete(tmp_path: Path) -> None:
+    assert latest(tmp_path / "nowhere") is None
+    assert latest(tmp_path) is None
+    model, optimizer = alone()
+    for name in ("b", "c", "a"):  # saved last is not last by name
+        save(tmp_path / name, model, optimizer)
+    assert latest(tmp_path) == tmp_path / "a"
+    (tmp_path / "a" / "host.pt").write_bytes(b"")
+    assert latest(tmp_path) == tmp_path / "c"
+    (tmp_path / "c" / manifest.NAME).unlink()
+    assert latest(tmp_path) == tmp_path / "b"
+    (tmp_path / "b").rename(tmp_path / ".b.replaced")  # as a save that is killed between two renames leaves it
+    assert latest(tmp_path) == tmp_path / "b"
+    load(tmp_path / "b", model, optimizer)
+    save(tmp_path / "b", model, optimizer)
+    (tmp_path / "b").rename(tmp_path / ".b.saving")
+    assert latest(tmp_path) is None, "it never took its place"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import warnings
 from typing import Any
 
 import pytest
@@ -168,12 +169,25 @@ def test_a_run_that_is_saved_and_loaded_goes_on_with_the_same_bits(kind: Any) ->
     assert all(same_bits(ours[what], theirs[what]) for what in ours)
 
 
-@pytest.mark.parametrize(("saved", "loaded"), [("8bit", torch.float32), (torch.float32, "8bit"), ("8bit", KINDS[0])])
-def test_state_of_another_state_dtype_is_refused(saved: Any, loaded: Any) -> None:
-    first = FusedShardedAdam([nn.Parameter(torch.ones(5000))], state_dtype=saved)
-    second = FusedShardedAdam([nn.Parameter(torch.ones(5000))], state_dtype=loaded)
-    with pytest.raises(ValueError, match="'param 0' was saved with another state_dtype: its exp_avg is torch"):
+@pytest.mark.parametrize(
+    ("saved", "loaded", "rounds"),
+    [("8bit", torch.float32, ""), (torch.float32, "8bit", "to 8 bits"), ("8bit", KINDS[0], "to torch")],
+    ids=str,
+)
+def test_state_of_another_state_dtype_is_converted_and_rounding_is_told(saved: Any, loaded: Any, rounds: str) -> None:
+    torch.manual_seed(0)
+    params = [nn.Parameter(torch.randn(5000)) for _ in range(2)]
+    first, second = (FusedShardedAdam([p], state_dtype=kind) for p, kind in zip(params, (saved, loaded), strict=True))
+    params[0].grad = torch.randn(5000)
+    first.step()
+    with warnings.catch_warnings(record=True) as said:
         second.load_state_dict(first.state_dict())
+    assert [f"exp_avg {rounds}" in str(each.message) for each in said] == ([True] if rounds else [])
+    [theirs], [ours] = (each.full_state_dict()["state"].values() for each in (first, second))
+    for key in ("exp_avg", "exp_avg_sq"):
+        torch.testing.assert_close(ours[key], theirs[key], rtol=0, atol=0.015 * float(theirs[key].abs().max()))
+        assert rounds or same_bits(ours[key], theirs[key])
+    assert ours["step"] == theirs["step"] == 1
 
 
 def train_late(rank: int, world_size: int, late: bool) -> list[Tensor]:

@@ -5,48 +5,29 @@ Nothing of it depends on the number of ranks, stage, buckets, padding or the ord
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping
 
-from torch import Tensor
-
-from zerox.bucket import Bucket
-from zerox.buffers import dense_strides
-from zerox.checkpoint.sliced_tensor import SlicedTensor
-from zerox.moments import BLOCK_NUMEL
-from zerox.plan.layout import Segment
-from zerox.plan.span import Span
-
-STEP = "step"
+from zerox.bucket import Member
+from zerox.checkpoint.names import OPTIMIZER
+from zerox.moments import MAX_EXP_AVG_SQ
+from zerox.optimizer import FusedShardedAdam
+from zerox.sliced_state import STEP, sliced_state
+from zerox.sliced_tensor import SlicedTensor
 
 
-def entries(buckets: Sequence[Bucket]) -> dict[str, Tensor]:
-    """By "name.what": this rank's slices, which are views of the state, and step counts, 0-d.
-
-    ``what`` is a key of the optimizer's state: exp_avg, exp_avg_sq and max_exp_avg_sq of the parameter's shape, in the
-    dtype that they are stored in; beside 8-bit codes exp_avg_scale and so on, float32, one for each 256 elements in
-    memory order; remainder or master of the parameter's shape; step, int64.
-    """
-    found: dict[str, Tensor] = {}
-    for bucket in buckets:
-        for row, segment in enumerate(bucket.own_segments):
-            name = bucket.members[segment.slot].name
-            found[f"{name}.{STEP}"] = bucket.steps[row]
-            for what, tensor in _of_segment(bucket, segment):
-                found[f"{name}.{what}"] = tensor
+def entries(optimizer: FusedShardedAdam, names: Mapping[int, str]) -> dict[str, SlicedTensor]:
+    """This rank's slices of the state, which are views of it, by what sliced_state() calls them."""
+    found = {}
+    for bucket in optimizer._buckets:
+        for member, state in sliced_state(bucket):
+            for what, tensor in state.items():
+                if tensor.held.numel() and _is_its_own(optimizer, member, what):
+                    found[f"{OPTIMIZER}{names[member.number]}.{what}"] = tensor
     return found
 
 
-def _of_segment(bucket: Bucket, segment: Segment) -> Iterator[tuple[str, SlicedTensor]]:
-    param = bucket.members[segment.slot].param
-    span = Span(segment.param_start, segment.param_start + segment.span.numel)
-    own = slice(segment.span.start, segment.span.stop)
-    if param.numel() == 0:
-        return
-    for what, shard in bucket.state_shards().items():
-        yield what, SlicedTensor(param.shape, dense_strides(param), span, shard[own])
-    # Blocks are counted from the parameter's start, and no shard cuts one.
-    num_blocks = math.ceil(param.numel() / BLOCK_NUMEL)
-    blocks = Span(span.start // BLOCK_NUMEL, math.ceil(span.stop / BLOCK_NUMEL))
-    for what, scales in bucket.moments.scales_of(own).items():
-        yield what, SlicedTensor((num_blocks,), (1,), blocks, scales)
+def _is_its_own(optimizer: FusedShardedAdam, member: Member, what: str) -> bool:
+    """Not what it has only because another parameter of its bucket needs it."""
+    if what == STEP:
+        return True
+    return not what.startswith(MAX_EXP_AVG_SQ) or bool(optimizer.param_groups[member.group]["amsgrad"])

@@ -2,35 +2,34 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
 
-from zerox.bucket import members_of
 from zerox.checkpoint.manifest import CheckpointError
+from zerox.checkpoint.names import members
 from zerox.optimizer import FusedShardedAdam
 
 NOT_OPTIONS = ("params", "param_names")
 
 
-def groups_by_name(optimizer: FusedShardedAdam) -> list[dict[str, Any]]:
+def groups_by_name(optimizer: FusedShardedAdam, names: Mapping[int, str]) -> list[dict[str, Any]]:
     """Each group's options, and under "names" its parameters'."""
-    groups = optimizer.param_groups
-    names: list[list[str]] = [[] for _ in groups]
-    for member in members_of(groups):
-        names[member.group].append(member.name)
-    return [{**options_of(group), "names": names[index]} for index, group in enumerate(groups)]
+    of_group: list[list[str]] = [[] for _ in optimizer.param_groups]
+    for member in sorted(members(optimizer), key=lambda each: each.number):
+        of_group[member.group].append(names[member.number])
+    return [
+        {**{key: value for key, value in group.items() if key not in NOT_OPTIONS}, "names": of_group[index]}
+        for index, group in enumerate(optimizer.param_groups)
+    ]
 
 
-def options_of(group: dict[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in group.items() if key not in NOT_OPTIONS}
-
-
-def fill_groups(optimizer: FusedShardedAdam, saved: list[dict[str, Any]], strict: bool) -> None:
+def fill_groups(optimizer: FusedShardedAdam, names: Mapping[int, str], saved: list[dict[str, Any]]) -> None:
     """Gives each group the options that its parameters had. CheckpointError if they had different ones."""
     of_name = {name: index for index, group in enumerate(saved) for name in group["names"]}
     found = []
-    for index, (group, own) in enumerate(zip(optimizer.param_groups, groups_by_name(optimizer), strict=True)):
+    for index, (group, own) in enumerate(zip(optimizer.param_groups, groups_by_name(optimizer, names), strict=True)):
         had = sorted({of_name[name] for name in own["names"] if name in of_name})
         if len(had) > 1:
             raise CheckpointError(f"parameters of param group {index} were saved in groups {had}: their options differ")

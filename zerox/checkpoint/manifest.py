@@ -34,6 +34,17 @@ def aside(path: Path) -> Path:
     return path.with_name(f".{path.name}.replaced")
 
 
+def places(folder: Path) -> set[Path]:
+    """Where checkpoints in ``folder`` may be: also where one is aside, but not where one is being written."""
+    found = set()
+    for each in folder.iterdir() if folder.is_dir() else ():
+        if each.name.startswith(".") and each.name.endswith(".replaced"):
+            found.add(each.with_name(each.name.removeprefix(".").removesuffix(".replaced")))
+        elif not (each.name.startswith(".") and each.name.endswith(".saving")):
+            found.add(each)
+    return found
+
+
 def checksum(file: Path) -> tuple[int, int]:
     """Bytes, and their CRC-32."""
     total, crc = 0, 0

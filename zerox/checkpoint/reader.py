@@ -50,13 +50,18 @@ class _Unpickler(pickle.Unpickler):
 
 
 class CheckpointReader(FileSystemReader):
-    """Raises pickle.UnpicklingError for metadata that names anything else than DCP's own classes."""
+    """Raises pickle.UnpicklingError for metadata that names anything else than DCP's own classes. Reads it once."""
+
+    _metadata: Metadata | None = None
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        if self._metadata is not None:
+            return self._metadata
         with self.fs.create_stream(self._get_metadata_path(kwargs.get("rank")), "rb") as file:
             metadata = _Unpickler(file).load()
         if not isinstance(metadata, Metadata):
             raise pickle.UnpicklingError(f"a {type(metadata).__name__} is no metadata of a checkpoint")
         metadata.storage_meta = metadata.storage_meta or StorageMeta()
         metadata.storage_meta.load_id = self.load_id
+        self._metadata = metadata
         return metadata

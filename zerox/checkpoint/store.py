@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pickle
 import shutil
+import time
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +23,15 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from zerox.checkpoint import manifest
 from zerox.checkpoint.entries import entries
+from zerox.checkpoint.everyone import Everyone
 from zerox.checkpoint.groups import fill_groups, groups_by_name
 from zerox.checkpoint.manifest import CheckpointError
+from zerox.checkpoint.names import MODEL, fill_others, members, parameter_names, split_model
 from zerox.checkpoint.reader import CheckpointReader
+from zerox.checkpoint.saved_state import SavedState, memory_order
 from zerox.optimizer import FusedShardedAdam
+from zerox.state_dict import say_rounded
 
-MODEL, OPTIMIZER = "model.", "optimizer."
 HOST = "host.pt"  # what is no tensor of model or optimizer
 
 
@@ -40,24 +45,40 @@ def save(
     """Saves model, optimizer and ``extra`` (tensors, numbers, strings, and lists and dicts of these) in a folder.
 
     Each rank writes its own slices of the optimizer's state and its part of the model. ``path`` has either what was
-    there before or all of the new checkpoint, also if a rank is killed. Collective over ``process_group`` (default:
-    all ranks), which sees one file system. Raises RuntimeError on all ranks if one of them could not write.
+    there before or all of the new checkpoint, also if a rank is killed. Parameters are called as in ``model``.
+    Collective over ``process_group`` (default: all ranks), which sees one file system. Raises CheckpointError on all
+    ranks if one of them could not write.
     """
     path, ranks = Path(path), Everyone(process_group)
     optimizer.synchronize()
+    tensors: dict[str, Tensor] = {}
+    host: dict[str, Any] = {}
+    with ranks.failing_together(f"{path} could not be saved"):
+        names = parameter_names(model, optimizer)
+        tensors, others = split_model(model)
+        tensors |= entries(optimizer, names)
+        orders = {names[m.number]: memory_order(m.param) for m in members(optimizer)}
+        host = {
+            "groups": groups_by_name(optimizer, names),
+            "memory_order": {name: order for name, order in orders.items() if order},
+            "model": others,
+            "extra": extra,
+        }
+    write(path, tensors, host, ranks)
+
+
+def write(path: Path, tensors: dict[str, Tensor], host: dict[str, Any], ranks: Everyone) -> None:
+    """A whole checkpoint, of ``tensors`` from all ranks and of ``host`` from rank 0. Raises CheckpointError."""
     folder, failure = manifest.saving(path), f"{path} could not be saved"
     with ranks.failing_together(failure):
         if ranks.rank == 0:
             shutil.rmtree(folder, ignore_errors=True)
             folder.mkdir(parents=True)
-    tensors, others = split_model(model)
-    tensors |= optimizer_tensors(optimizer)
     with ranks.failing_together(failure), ranks.dcp_options() as options:
         dcp_save(tensors, storage_writer=FileSystemWriter(folder), **options)
     found: dict[str, tuple[int, int]] = {}
     with ranks.failing_together(failure):
         if ranks.rank == 0:
-            host = {"groups": groups_by_name(optimizer), "extra": extra, "model": others}
             torch.save(host, folder / HOST)
             manifest.sync(folder / HOST)
         written = sorted(file.name for file in folder.glob(f"__{ranks.rank}_*"))
@@ -66,7 +87,8 @@ def save(
     files = {name: each for part in ranks.gather(found) for name, each in part.items()}
     with ranks.failing_together(failure):
         if ranks.rank == 0:
-            manifest.write(folder, files, {"torch": str(torch.__version__), "saved_by_ranks": ranks.size})
+            about = {"saved_at": time.time(), "saved_by_ranks": ranks.size, "torch": str(torch.__version__)}
+            manifest.write(folder, files, about)
             manifest.place(path)
 
 
@@ -79,77 +101,113 @@ def load(
 ) -> Any:
     """Loads what :func:`save` saved, on any number of ranks and in any stage and buckets; returns ``extra``.
 
-    Nothing is changed unless all files are as they were written. Raises CheckpointError on all ranks for files that
-    are not, and for tensors that are missing, unexpected, or of another shape or dtype, naming them; without ``strict``
-    missing and unexpected ones are left alone. Collective over ``process_group``.
+    State that was saved with another ``state_dtype`` or ``master_weights`` is converted, with a warning where it is
+    rounded. Nothing is changed unless all files are as they were written. Raises CheckpointError on all ranks for files
+    that are not, and for tensors that are missing, unexpected, or of another shape or dtype, naming them; without
+    ``strict`` missing and unexpected ones are left alone. Collective over ``process_group``.
     """
     path, ranks = Path(path), Everyone(process_group)
     optimizer.synchronize()
-    tensors: dict[str, Tensor] = {}
+    first: dict[str, Any] = {}
+    opened = open_checkpoint(path, ranks)
     host: dict[str, Any] = {}
-    folder, failure = path, f"{path} could not be loaded"
-    with ranks.failing_together(failure):
-        folder = manifest.find(path)
-        files = manifest.read(folder)["files"]
-        share = sorted(files)[ranks.rank :: ranks.size]
-        manifest.check(folder, {name: files[name] for name in share})
-    with ranks.failing_together(failure):
-        host = torch.load(folder / HOST, weights_only=True, map_location="cpu")
-        tensors = split_model(model)[0] | optimizer_tensors(optimizer)
-        saved = read_metadata(folder)
-        complain(folder, differences(tensors, names_of(model, optimizer), saved, strict))
-        tensors = {name: tensor for name, tensor in tensors.items() if name in saved}
-        fill_groups(optimizer, host["groups"], strict)
-    with ranks.failing_together(failure), ranks.dcp_options() as options:
-        dcp_load(tensors, storage_reader=CheckpointReader(folder), **options)
+    with ranks.failing_together(f"{path} could not be loaded"):
+        host, names = opened.host(), parameter_names(model, optimizer)
+        state = SavedState(optimizer, names, opened.tensors, host)
+        tensors, others = split_model(model)
+        first = {name: tensor for name, tensor in tensors.items() if name in opened.tensors}
+        lines = [*names_differ(tensors, opened.tensors), *state.names_differ()] if strict else []
+        complain(path, [*lines, *misfits(first, opened.tensors), *state.misfits()])
+        fill_groups(optimizer, names, host["groups"])
+        optimizer._start_amsgrad()
+    rounded: list[str] = []
+    with ranks.failing_together(f"{path} could not be read to its end, and model and optimizer have a part of it"):
+        rounded = state.load(opened.read, first)
+        fill_others(model, {name: value for name, value in host["model"].items() if name in others})
+    say_rounded(dict.fromkeys(rounded))
     return host["extra"]
 
 
-def split_model(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Tensors of the model's state_dict(), named for the checkpoint, and what else is in it."""
-    state = model.state_dict()
-    tensors = {MODEL + name: value for name, value in state.items() if isinstance(value, Tensor)}
-    return tensors, {name: value for name, value in state.items() if not isinstance(value, Tensor)}
+def latest(folder: str | os.PathLike[str]) -> Path | None:
+    """The checkpoint in ``folder`` that was saved last and is complete; None if there is none, or no such folder.
 
-
-def optimizer_tensors(optimizer: FusedShardedAdam) -> dict[str, Tensor]:
-    return {OPTIMIZER + name: tensor for name, tensor in entries(optimizer._buckets).items()}
-
-
-def names_of(model: nn.Module, optimizer: FusedShardedAdam) -> set[str]:
-    """Of all tensors that this training has, on whichever rank."""
-    found = set(split_model(model)[0])
-    for bucket in optimizer._buckets:
-        for member in bucket.members:
-            whats = ["step", *(bucket.state_shards() if member.param.numel() else []), *bucket.moments.scales]
-            found |= {f"{OPTIMIZER}{member.name}.{what}" for what in whats}
-    return found
-
-
-def read_metadata(folder: Path) -> dict[str, TensorStorageMetadata]:
-    """Of the tensors in a checkpoint. Raises CheckpointError."""
-    try:
-        found: dict[str, TensorStorageMetadata] = CheckpointReader(folder).read_metadata().state_dict_metadata  # type: ignore[assignment]
-    except (pickle.UnpicklingError, EOFError, AttributeError, OSError) as error:
-        raise CheckpointError(f"{folder / '.metadata'} is damaged: {error}") from None
-    return found
-
-
-def differences(
-    tensors: dict[str, Tensor], names: set[str], saved: dict[str, TensorStorageMetadata], strict: bool
-) -> list[str]:
-    """Why what was saved can't be loaded into ``tensors``, a line each."""
+    Nothing points at it that could be wrong: it is looked for. A file that is missing or of another size makes a
+    checkpoint one that isn't there; that bytes changed is found by :func:`load`. Not collective.
+    """
     found = []
-    if strict:
-        found += [f"missing: {name}" for name in sorted(names - set(saved))]
-        found += [f"unexpected: {name}" for name in sorted(set(saved) - names)]
-    for name, tensor in sorted(tensors.items()):
-        if name in saved:
-            then, now = saved[name], tensor
-            if then.size != now.shape:
-                found.append(f"{name} was saved as {list(then.size)}, and is {list(now.shape)}")
-            elif then.properties.dtype != now.dtype:
-                found.append(f"{name} was saved as {then.properties.dtype}, and is {now.dtype}")
+    for path in manifest.places(Path(folder)):
+        try:
+            about = manifest.read(place := manifest.find(path))
+            sizes_hold = all((place / name).stat().st_size == size for name, (size, _) in about["files"].items())
+        except (CheckpointError, OSError):
+            continue
+        if sizes_hold:
+            found.append((about["saved_at"], path))
+    return max(found)[1] if found else None
+
+
+@dataclass
+class Opened:
+    """A checkpoint whose files are as they were written. ``tensors``: their metadata, by name."""
+
+    folder: Path
+    reader: CheckpointReader
+    tensors: dict[str, TensorStorageMetadata]
+
+    def host(self) -> dict[str, Any]:
+        found: dict[str, Any] = torch.load(self.folder / HOST, weights_only=True, map_location="cpu")
+        return found
+
+    def read_metadata(self) -> None:
+        """Raises CheckpointError."""
+        try:
+            self.tensors |= self.reader.read_metadata().state_dict_metadata  # type: ignore[arg-type]
+        except (pickle.UnpicklingError, EOFError, AttributeError, OSError) as error:
+            raise CheckpointError(f"{self.folder / '.metadata'} is damaged: {error}") from None
+
+    def read(self, tensors: dict[str, Any]) -> None:
+        """Into ``tensors``, by name; each rank on its own."""
+        with warnings.catch_warnings():  # that other ranks don't take part
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
+            dcp_load(tensors, storage_reader=self.reader, no_dist=True)
+
+
+def open_checkpoint(path: Path, ranks: Everyone) -> Opened:
+    """Collective: ranks share the work of reading it. Raises CheckpointError for files that are not as written."""
+    failure = f"{path} could not be loaded"
+    folder, about = path, {}
+    with ranks.failing_together(failure):
+        folder = manifest.find(path)
+        about = manifest.read(folder)
+    everyones = {json.dumps(each, sort_keys=True) for each in ranks.gather(about)}
+    opened = Opened(folder, CheckpointReader(folder), {})
+    with ranks.failing_together(failure):
+        if len(everyones) > 1:
+            raise CheckpointError(f"{path} is not the same checkpoint on all ranks")
+        files = about["files"]
+        manifest.check(folder, {name: files[name] for name in sorted(files)[ranks.rank :: ranks.size]})
+    with ranks.failing_together(failure):
+        opened.read_metadata()
+    return opened
+
+
+def names_differ(tensors: Mapping[str, Tensor], saved: Mapping[str, Any]) -> list[str]:
+    """Lines for what is missing of the model, and what is not its own."""
+    found = {name for name in saved if name.startswith(MODEL)}
+    return [f"missing: {name}" for name in sorted(set(tensors) - found)] + [
+        f"unexpected: {name}" for name in sorted(found - set(tensors))
+    ]
+
+
+def misfits(tensors: Mapping[str, Tensor], saved: Mapping[str, TensorStorageMetadata]) -> list[str]:
+    """Lines for what was of another shape or dtype."""
+    found = []
+    for name, now in sorted(tensors.items()):
+        then = saved[name]
+        if then.size != now.shape:
+            found.append(f"{name} was saved as {list(then.size)}, and is {list(now.shape)}")
+        elif then.properties.dtype != now.dtype:
+            found.append(f"{name} was saved as {then.properties.dtype}, and is {now.dtype}")
     return found
 
 
@@ -161,45 +219,3 @@ def complain(folder: Path, found: list[str]) -> None:
         more = [f"and {len(found) - MOST_LINES} more"] if len(found) > MOST_LINES else []
         lines = "\n  ".join([*found[:MOST_LINES], *more])
         raise CheckpointError(f"{folder} was saved of something else:\n  {lines}")
-
-
-class Everyone:
-    """The ranks that save or load together."""
-
-    def __init__(self, group: dist.ProcessGroup | None) -> None:
-        self.group = group
-        self.alone = not (dist.is_available() and dist.is_initialized())
-        self.rank = 0 if self.alone else dist.get_rank(group)
-        self.size = 1 if self.alone else dist.get_world_size(group)
-
-    @contextmanager
-    def dcp_options(self) -> Iterator[dict[str, Any]]:
-        """Who takes part. That there is one process only is no reason for DCP to warn."""
-        with warnings.catch_warnings():
-            if self.alone:
-                warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
-            yield {"no_dist": True} if self.alone else {"process_group": self.group}
-
-    def gather(self, value: Any) -> list[Any]:
-        if self.alone:
-            return [value]
-        found: list[Any] = [None] * self.size
-        dist.all_gather_object(found, value, group=self.group)
-        return found
-
-    @contextmanager
-    def failing_together(self, what: str) -> Iterator[None]:
-        """An exception inside, on any rank, becomes one on all, at the end."""
-        error: Exception | None = None
-        try:
-            yield
-        except Exception as raised:
-            error = raised
-        told = self.gather(None if error is None else f"{type(error).__name__}: {error}")
-        failed = [rank for rank, text in enumerate(told) if text is not None]
-        if not failed:
-            return
-        if isinstance(error, CheckpointError):
-            raise error
-        where = "" if self.alone else f" on rank {failed[0]}"
-        raise CheckpointError(f"{what}{where}: {told[failed[0]]}") from error

@@ -40,6 +40,22 @@ def kept_betas(betas: Any) -> tuple[Any, ...]:
     return tuple(beta.reshape(()) if isinstance(beta, Tensor) else beta for beta in betas)
 
 
+def defaults(
+    lr: Any, betas: Any, eps: Any, weight_decay: Any, amsgrad: bool, maximize: bool, decoupled_weight_decay: bool
+) -> dict[str, Any]:
+    """What a param group has unless it says otherwise. Raises as check_hyper_parameters()."""
+    check_hyper_parameters(lr, betas, eps, weight_decay)
+    return {
+        "lr": lr,
+        "betas": kept_betas(betas),
+        "eps": eps,
+        "weight_decay": weight_decay,
+        "amsgrad": amsgrad,
+        "maximize": maximize,
+        "decoupled_weight_decay": decoupled_weight_decay,
+    }
+
+
 class OptionsTable:
     """Every param group's hyper-parameters as the kernels read them, a row of ``AdamOptions`` (csrc/math/adam.h) each.
 

@@ -1,0 +1,44 @@
+"""What things are called in a checkpoint: by the model's names, whatever order and names the optimizer was given."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from zerox.bucket import Member
+from zerox.checkpoint.manifest import CheckpointError
+from zerox.optimizer import FusedShardedAdam
+
+MODEL, OPTIMIZER = "model.", "optimizer."
+COMPILED = "_orig_mod."  # what torch.compile() puts into names
+EXTRA_STATE = "_extra_state"
+
+
+def parameter_names(model: nn.Module, optimizer: FusedShardedAdam) -> dict[int, str]:
+    """By number: the name in the model, else the one that the optimizer was given, else "param 3" by position."""
+    of_model = {id(param): name.replace(COMPILED, "") for name, param in model.named_parameters()}
+    found = {m.number: of_model.get(id(m.param), m.name) for m in members(optimizer)}
+    if len(set(found.values())) < len(found):
+        twice = sorted(name for name in set(found.values()) if list(found.values()).count(name) > 1)
+        raise CheckpointError(f"two parameters of the optimizer have one name, one of them not in the model: {twice}")
+    return found
+
+
+def members(optimizer: FusedShardedAdam) -> list[Member]:
+    """All parameters of an optimizer, frozen ones too."""
+    return [*(member for bucket in optimizer._buckets for member in bucket.members), *optimizer._frozen]
+
+
+def split_model(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Tensors of the model's state_dict() by their names in a checkpoint, and what else is in it by its own."""
+    state = model.state_dict()
+    others = {name for name, value in state.items() if name.endswith(EXTRA_STATE) or not isinstance(value, Tensor)}
+    tensors = {MODEL + name.replace(COMPILED, ""): value for name, value in state.items() if name not in others}
+    return tensors, {name.replace(COMPILED, ""): state[name] for name in others}
+
+
+def fill_others(model: nn.Module, saved: dict[str, Any]) -> None:
+    """Gives modules the extra state that they had."""
+    own = {name.replace(COMPILED, ""): name for name in model.state_dict()}
+    model.load_state_dict({own[name]: value for name, value in saved.items() if name in own}, strict=False)

@@ -1,0 +1,181 @@
+"""The optimizer's state out of a checkpoint: as it is where the optimizer stores it alike, else bucket by bucket."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+from zerox.bucket import FP32, MASTER, MASTER_DTYPES, REMAINDER, Bucket, Member
+from zerox.buffers import dense_strides
+from zerox.checkpoint.names import OPTIMIZER, members
+from zerox.moments import EXP_AVG, EXP_AVG_SQ, MAX_EXP_AVG_SQ, SCALE
+from zerox.optimizer import FusedShardedAdam
+from zerox.sliced_state import STEP, blocks_of, num_blocks, sliced_state
+from zerox.sliced_tensor import SlicedTensor
+from zerox.state_parts import fill_row
+
+Saved = Mapping[str, TensorStorageMetadata]
+Read = Callable[[dict[str, Any]], None]  # fills tensors by their names in the checkpoint
+FLOATS = (torch.float64, torch.float32, torch.bfloat16)
+MOMENTS = (EXP_AVG, EXP_AVG_SQ, MAX_EXP_AVG_SQ)
+MASTERS = {REMAINDER: MASTER_DTYPES[REMAINDER], MASTER: MASTER_DTYPES[FP32]}
+
+
+class SavedState:
+    """What a checkpoint has of an optimizer's parameters. ``host``: what save() left for the host to read."""
+
+    def __init__(
+        self, optimizer: FusedShardedAdam, names: Mapping[int, str], saved: Saved, host: Mapping[str, Any]
+    ) -> None:
+        self.buckets = optimizer._buckets
+        self.saved = saved
+        self.names = names
+        self.order: Mapping[str, list[int]] = host["memory_order"]
+        self.amsgrad = {name for group in host["groups"] if group["amsgrad"] for name in group["names"]}
+        trained = {id(member.param) for bucket in self.buckets for member in bucket.members}
+        self.trained = [member for member in members(optimizer) if id(member.param) in trained]
+
+    def _key(self, member: Member, what: str) -> str:
+        return f"{OPTIMIZER}{self.names[member.number]}.{what}"
+
+    def _expected(self, member: Member) -> Iterator[tuple[str, tuple[int, ...], tuple[torch.dtype, ...]]]:
+        """(what, its shape, its possible dtypes) for all that may be saved of a parameter."""
+        shape, numel = tuple(member.param.shape), member.param.numel()
+        yield STEP, (), (torch.int64,)
+        for name in MOMENTS if numel else ():
+            yield name, shape, (*FLOATS, torch.uint8)
+            yield name + SCALE, (num_blocks(numel),), (torch.float32,)
+        for name, dtype in MASTERS.items() if numel else ():
+            yield name, shape, (dtype,)
+
+    def _needed(self, member: Member) -> Iterator[str]:
+        name = self.names[member.number]
+        for what in (STEP, *(MOMENTS if member.param.numel() else ())):
+            if what != MAX_EXP_AVG_SQ or name in self.amsgrad:
+                yield what
+            then = self.saved.get(self._key(member, what))
+            if then is not None and then.properties.dtype is torch.uint8:
+                yield what + SCALE
+
+    def names_differ(self) -> list[str]:
+        """Lines for what is missing and what nobody here expects."""
+        known = {self._key(member, what) for member in self.trained for what, _, _ in self._expected(member)}
+        needed = {self._key(member, what) for member in self.trained for what in self._needed(member)}
+        found = {name for name in self.saved if name.startswith(OPTIMIZER)}
+        return [f"missing: {name}" for name in sorted(needed - found)] + [
+            f"unexpected: {name}" for name in sorted(found - known)
+        ]
+
+    def misfits(self) -> list[str]:
+        """Lines for what is of another shape, or not what it should be."""
+        found = []
+        for member in self.trained:
+            name = self.names[member.number]
+            for what, shape, dtypes in self._expected(member):
+                then = self.saved.get(key := self._key(member, what))
+                if then is None:
+                    continue
+                dtype = then.properties.dtype
+                if tuple(then.size) != shape:
+                    found.append(f"{key} was saved as {list(then.size)}, and is {list(shape)}")
+                elif dtype not in dtypes:
+                    found.append(f"{key} was saved as {dtype}, and can be {' or '.join(map(str, dtypes))}")
+                elif what == REMAINDER and member.param.dtype is not torch.bfloat16:
+                    found.append(f"{key} is for a torch.bfloat16 parameter, and the parameter is {member.param.dtype}")
+                elif dtype is torch.uint8 and self.order.get(name, []) != memory_order(member.param):
+                    found.append(f"{key} was saved in blocks of a parameter in another memory format")
+        return found
+
+    # ---- loading
+
+    def load(self, read: Read, first: dict[str, Any]) -> list[str]:
+        """Reads ``first``, among which are the parameters, and this rank's state. Returns what had to be rounded.
+
+        What needs no conversion is read into its place, the rest into memory for one bucket.
+        """
+        for bucket in self.buckets:
+            for member, state in own_state(bucket):
+                first |= {
+                    self._key(member, what): state[what] for what in state if self._is_alike(bucket, member, what)
+                }
+        read(first)
+        rounded: dict[str, None] = {}
+        for bucket in self.buckets:
+            rounded |= dict.fromkeys(self._convert(bucket, read))
+        return list(rounded)
+
+    def _is_alike(self, bucket: Bucket, member: Member, what: str) -> bool:
+        """Whether it was saved as it is stored here."""
+        if self._key(member, what) not in self.saved:
+            return False
+        name = what.removesuffix(SCALE)
+        return name not in MOMENTS or self.saved[self._key(member, name)].properties.dtype is bucket.moments.dtype
+
+    def _convert(self, bucket: Bucket, read: Read) -> list[str]:
+        """Everything that _is_alike() is not."""
+        rows: list[dict[str, Tensor]] = []
+        wanted: dict[str, Any] = {}
+        for member, state in own_state(bucket):
+            others = {what: self._to_read(member, what, state) for what in self._to_convert(bucket, member, state)}
+            wanted |= {self._key(member, what): tensor for what, tensor in others.items()}
+            rows.append({what: tensor.held for what, tensor in others.items()})
+        if wanted:
+            read(wanted)
+        rounded = []
+        for row, ((member, state), parts) in enumerate(zip(own_state(bucket), rows, strict=True)):
+            if not self._was_saved(member):
+                continue
+            if MAX_EXP_AVG_SQ in state and self._key(member, MAX_EXP_AVG_SQ) not in self.saved:
+                for what in (MAX_EXP_AVG_SQ, MAX_EXP_AVG_SQ + SCALE):
+                    if what in state:
+                        state[what].held.zero_()
+            masters = [what for what in MASTERS if self._key(member, what) in self.saved]
+            if bucket.master is not None and not masters:
+                own = bucket.own_segments[row].span
+                parts[MASTER] = bucket.param_shard[own.start : own.stop].float()
+            elif bucket.master is None and masters:
+                rounded.append("masters to the parameters' dtype")
+            rounded += fill_row(bucket, row, parts, rest_anew=False)
+        return rounded
+
+    def _was_saved(self, member: Member) -> bool:
+        return self._key(member, STEP) in self.saved
+
+    def _to_convert(self, bucket: Bucket, member: Member, state: Mapping[str, SlicedTensor]) -> Iterator[str]:
+        """What was saved otherwise than it is stored here."""
+        for name in bucket.moments.values:
+            if name in state and not self._is_alike(bucket, member, name) and self._key(member, name) in self.saved:
+                yield name
+                if self.saved[self._key(member, name)].properties.dtype is torch.uint8:
+                    yield name + SCALE
+        for name in MASTERS if bucket.master is not None else ():
+            if name not in state and self._key(member, name) in self.saved:
+                yield name
+
+    def _to_read(self, member: Member, what: str, state: Mapping[str, SlicedTensor]) -> SlicedTensor:
+        """Room for this rank's slice of it, as it was saved."""
+        like = state[EXP_AVG]
+        shape, strides, span = like.shape, like.stride(), like.span
+        if what.endswith(SCALE):
+            shape, strides, span = torch.Size([num_blocks(like.numel())]), (1,), blocks_of(span)
+        dtype = self.saved[self._key(member, what)].properties.dtype
+        return SlicedTensor(shape, strides, span, torch.empty(span.numel, dtype=dtype, device=like.device))
+
+
+def own_state(bucket: Bucket) -> Iterator[tuple[Member, dict[str, SlicedTensor]]]:
+    """Of parameters that have elements on this rank, as in ``bucket.own_segments``; without what has no elements."""
+    for member, state in sliced_state(bucket):
+        if state[STEP].held.numel():
+            yield member, {what: tensor for what, tensor in state.items() if tensor.held.numel()}
+
+
+def memory_order(param: Tensor) -> list[int]:
+    """Dimensions from slowest to fastest, where that is not their own order; else nothing."""
+    strides = dense_strides(param)
+    dims = [dim for dim in range(param.dim()) if param.shape[dim] > 1]
+    found = sorted(dims, key=lambda dim: -strides[dim])
+    return found if found != dims else []
