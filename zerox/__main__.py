@@ -1,9 +1,10 @@
-"""Command line: python -m zerox env"""
+"""Command line: python -m zerox env, python -m zerox convert"""
 
 from __future__ import annotations
 
 import argparse
 import os
+import pickle
 import platform
 import sys
 from pathlib import Path
@@ -109,6 +110,18 @@ def env(_: argparse.Namespace) -> int:
     return 1 if failure else 0
 
 
+def convert(args: argparse.Namespace) -> int:
+    """Returns 1 where it could not, having said why."""
+    from zerox.checkpoint.convert import convert_file
+
+    try:
+        print(convert_file(args.source, args.target, args.weights, args.fp32, (args.model_key, args.optimizer_key)))
+    except (RuntimeError, ValueError, OSError, ImportError, pickle.UnpicklingError) as error:
+        print(f"zerox convert: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
 def parser() -> argparse.ArgumentParser:
     """A subcommand is a function from the parsed arguments to the exit status, registered here."""
     top = argparse.ArgumentParser(prog="python -m zerox", description="Tools around the zerox optimizer.")
@@ -116,6 +129,22 @@ def parser() -> argparse.ArgumentParser:
 
     command = commands.add_parser("env", help="print versions, build and machine, for a bug report")
     command.set_defaults(run=env)
+
+    command = commands.add_parser(
+        "convert",
+        help="between a checkpoint's folder and a file of torch.save or safetensors",
+        description="Makes one file of a checkpoint that zerox.save() wrote, or such a checkpoint of a file. In memory "
+        "of the host, which needs room for everything that is converted.",
+    )
+    command.add_argument("source", type=Path, help="a checkpoint's folder, or a file with weights and AdamW's state")
+    command.add_argument(
+        "target", type=Path, help="*.safetensors: weights; another file: torch.save; a folder where source is a file"
+    )
+    command.add_argument("--weights", action="store_true", help="the model's state_dict() and nothing else")
+    command.add_argument("--fp32", action="store_true", help="weights as their fp32 masters have them")
+    command.add_argument("--model-key", default="model", metavar="KEY", help="in the file (default: %(default)s)")
+    command.add_argument("--optimizer-key", default="optimizer", metavar="KEY", help="(default: %(default)s)")
+    command.set_defaults(run=convert)
     return top
 
 

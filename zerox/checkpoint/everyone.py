@@ -15,9 +15,9 @@ from zerox.checkpoint.manifest import CheckpointError
 class Everyone:
     """The ranks that save or load together."""
 
-    def __init__(self, group: dist.ProcessGroup | None) -> None:
+    def __init__(self, group: dist.ProcessGroup | None, alone: bool = False) -> None:
         self.group = group
-        self.alone = not (dist.is_available() and dist.is_initialized())
+        self.alone = alone or not (dist.is_available() and dist.is_initialized())
         self.rank = 0 if self.alone else dist.get_rank(group)
         self.size = 1 if self.alone else dist.get_world_size(group)
 

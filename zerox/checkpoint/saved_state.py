@@ -35,6 +35,7 @@ class SavedState:
         self.saved = saved
         self.names = names
         self.order: Mapping[str, list[int]] = host["memory_order"]
+        self.known = {name for group in host["groups"] for name in group["names"]}
         self.amsgrad = {name for group in host["groups"] if group["amsgrad"] for name in group["names"]}
         trained = {id(member.param) for bucket in self.buckets for member in bucket.members}
         self.trained = [member for member in members(optimizer) if id(member.param) in trained]
@@ -54,6 +55,8 @@ class SavedState:
 
     def _needed(self, member: Member) -> Iterator[str]:
         name = self.names[member.number]
+        if not self._was_saved(member) and name in self.known:
+            return  # it was frozen, or had no gradient yet: its state starts now
         for what in (STEP, *(MOMENTS if member.param.numel() else ())):
             if what != MAX_EXP_AVG_SQ or name in self.amsgrad:
                 yield what
@@ -128,6 +131,8 @@ class SavedState:
         rounded = []
         for row, ((member, state), parts) in enumerate(zip(own_state(bucket), rows, strict=True)):
             if not self._was_saved(member):
+                if self.names[member.number] in self.known:
+                    fill_row(bucket, row, {}, rest_anew=True)
                 continue
             if MAX_EXP_AVG_SQ in state and self._key(member, MAX_EXP_AVG_SQ) not in self.saved:
                 for what in (MAX_EXP_AVG_SQ, MAX_EXP_AVG_SQ + SCALE):
