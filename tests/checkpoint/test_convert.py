@@ -160,7 +160,5 @@ def test_channels_last_in_eight_bits_is_decoded_in_its_own_order(tmp_path: Path)
     assert same_bits(found["exp_avg"], optimizer.full_state_dict()["state"][0]["exp_avg"].contiguous())
     plain = nn.Conv2d(16, 32, 3)
     its = FusedShardedAdam(plain.named_parameters(), state_dtype="8bit")
-    with pytest.raises(
-        RuntimeError, match="weight.exp_avg was saved in blocks of a parameter in another"
-    ):
+    with pytest.raises(RuntimeError, match="was saved in blocks of a parameter in another memory format"):
         load(tmp_path / "x", plain, its)

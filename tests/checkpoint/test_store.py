@@ -7,10 +7,6 @@ import json
 import os
 import pickle
 import random
-import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -249,39 +245,6 @@ def test_a_full_disk_leaves_the_previous_checkpoint(tmp_path: Path, monkeypatch:
     assert load(tmp_path / "x", model, optimizer) == 1
     save(tmp_path / "x", model, optimizer, extra=3)
     assert load(tmp_path / "x", model, optimizer) == 3
-
-
-# ---- killed
-
-SAVES = """
-import sys
-from tests.checkpoint.test_store import alone
-from zerox import save
-model, optimizer = alone()
-for count in range(1000):
-    save(sys.argv[1], model, optimizer, extra=count)
-    print(count, flush=True)
-"""
-
-
-def test_killed_at_any_moment_it_leaves_a_checkpoint_that_loads(tmp_path: Path) -> None:
-    """The one that was saved last, or the one that was about to be: as it is where the process stops, at 30 moments."""
-    rng = random.Random(1)
-    model, optimizer = alone()
-    path = tmp_path / "x"
-    command = [sys.executable, "-c", SAVES, str(path)]
-    for _ in range(3):
-        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[2]) as process:
-            assert process.stdout is not None
-            for _ in range(10):
-                last = int(process.stdout.readline())
-                time.sleep(rng.random() * 0.05)
-                process.send_signal(signal.SIGSTOP)
-                found = load(path, model, optimizer)
-                assert found >= last
-                process.send_signal(signal.SIGCONT)
-            process.kill()
-        assert load(path, model, optimizer) >= last
 
 
 # ---- the last one

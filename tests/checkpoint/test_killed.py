@@ -1,0 +1,114 @@
+"""Killed at any moment of a save: there is a checkpoint that loads, the last one or the one that was being saved."""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import random
+import signal
+import time
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.checkpoint.test_store import alone
+from zerox import latest, load, save
+
+NUM_KILLS = 30
+LONGEST_S = 60.0
+
+# Processes that are forked from one which has imported everything start in no time. That one has no threads.
+SERVER = multiprocessing.get_context("forkserver")
+SERVER.set_forkserver_preload(["tests.checkpoint.test_store"])
+
+
+def save_for_ever(rank: int, world_size: int, folder: str, first: int, said: Any) -> None:
+    torch.set_num_threads(1)
+    if world_size > 1:
+        dist.init_process_group(
+            "gloo",
+            init_method=f"file://{folder}/store",
+            rank=rank,
+            world_size=world_size,
+            timeout=timedelta(seconds=LONGEST_S),
+        )
+    model, optimizer = alone()
+    for count in range(first, first + 1000):
+        if rank == 0:
+            said.send(count)
+        save(f"{folder}/x", model, optimizer, extra=count)
+
+
+@contextlib.contextmanager
+def saving(world_size: int, folder: Path, first: int) -> Iterator[tuple[list[Any], Any]]:
+    """The processes, and where rank 0 tells what it begins to save. All are gone afterwards."""
+    heard, said = SERVER.Pipe(duplex=False)
+    processes = [
+        SERVER.Process(target=save_for_ever, args=(rank, world_size, str(folder), first, said), daemon=True)
+        for rank in range(world_size)
+    ]
+    for process in processes:
+        process.start()
+    try:
+        yield processes, heard
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
+        (folder / "store").unlink(missing_ok=True)
+
+
+def last_said(heard: Any) -> int:
+    """Once two saves have begun, and so one is over."""
+    count = -1
+    for _ in range(2):
+        assert heard.poll(LONGEST_S)
+        count = heard.recv()
+    return count
+
+
+def later(heard: Any, count: int) -> int:
+    while heard.poll():
+        count = heard.recv()
+    return count
+
+
+def test_thirty_kills_leave_thirty_checkpoints_that_load(tmp_path: Path) -> None:
+    rng = random.Random(1)
+    model, optimizer = alone()
+    kept = 0
+    for _ in range(NUM_KILLS):
+        with saving(1, tmp_path, kept) as ([process], heard):
+            count = last_said(heard)
+            time.sleep(rng.random() * 0.06)
+            os.kill(process.pid, signal.SIGKILL)
+            process.join()
+            with contextlib.suppress(EOFError):
+                count = later(heard, count)
+        assert latest(tmp_path) == tmp_path / "x"
+        kept = load(tmp_path / "x", model, optimizer)
+        assert kept in (count - 1, count), "what was saved before, or what was being saved"
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_one_of_two_ranks_is_killed(tmp_path: Path, victim: int) -> None:
+    rng = random.Random(victim)
+    model, optimizer = alone()
+    kept = 0
+    for _ in range(3):
+        with saving(2, tmp_path, kept) as (processes, heard):
+            count = last_said(heard)
+            time.sleep(rng.random() * 0.08)
+            os.kill(processes[victim].pid, signal.SIGKILL)
+            processes[1 - victim].join(LONGEST_S)
+            assert processes[1 - victim].exitcode == 1, "the other one raised"
+            with contextlib.suppress(EOFError):
+                count = later(heard, count)
+        kept = load(tmp_path / "x", model, optimizer)
+        assert kept in (count - 1, count)
