@@ -115,16 +115,23 @@ def _as_tensor(content: bytearray) -> torch.Tensor:
 
 
 class RandomWindows:
-    """Endless random batches of the text; one seed and rank always draw the same ones, other ranks draw others."""
+    """Endless random batches of the text, one stream of windows for each seed, of which ranks take turns.
 
-    def __init__(self, text: torch.Tensor, shape: tuple[int, int], seed: int, rank: int):
+    So any number of ranks sees the same windows in the same order, and goes on where others stopped with the state of
+    `generator`.
+    """
+
+    def __init__(self, text: torch.Tensor, shape: tuple[int, int], seed: int, rank: int, world_size: int):
         self.text = text
         self.batch, self.context = shape
-        self.generator = torch.Generator().manual_seed(seed * 65536 + rank)
+        self.rank, self.world_size = rank, world_size
+        self.generator = torch.Generator().manual_seed(seed * 65536)
 
     def draw(self) -> torch.Tensor:
         """(batch, context + 1) bytes as int64: the first `context` are the input, the last `context` the targets."""
-        starts = torch.randint(len(self.text) - self.context, (self.batch, 1), generator=self.generator)
+        num_windows = self.batch * self.world_size
+        starts = torch.randint(len(self.text) - self.context, (num_windows, 1), generator=self.generator)
+        starts = starts[self.rank :: self.world_size]
         return self.text[starts + torch.arange(self.context + 1)].long()
 
 

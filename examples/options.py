@@ -27,6 +27,10 @@ def parse_options(arguments: list[str] | None, description: str) -> argparse.Nam
     if not 0 <= options.seed < 2**32:
         raise BadInput(f"--seed {options.seed} is outside 0 to 2**32 - 1")
     options.device = _device(options.device)
+    if options.resume and not options.save_dir:
+        raise BadInput("--resume goes on from a checkpoint in --save-dir, which is not given")
+    if options.compare and options.save_dir:
+        raise BadInput("--compare trains a second model, which --save-dir would not save: choose one of them")
     if options.compare:
         _prepare_out(options.out)
     return options
@@ -65,7 +69,15 @@ def _parser(description: str) -> argparse.ArgumentParser:
     training.add_argument("--seed", type=int, default=0, help="(default: %(default)s)")
     training.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="(default: cuda if any)")
 
+    checkpoints = parser.add_argument_group("checkpoints")
+    checkpoints.add_argument("--save-dir", type=Path, metavar="FOLDER", help="save there (default: nothing is saved)")
+    checkpoints.add_argument(
+        "--save-every", type=_count, default=100, metavar="STEPS", help="and after the last (default: %(default)s)"
+    )
+    checkpoints.add_argument("--resume", action="store_true", help="go on from the last checkpoint there, if any")
+
     output = parser.add_argument_group("output")
+    output.add_argument("--losses", type=Path, metavar="FILE", help="write the loss of every step there, as JSON")
     output.add_argument("--compare", action="store_true", help="train DDP + torch.optim.AdamW beside it, and draw both")
     output.add_argument("--out", type=Path, default=Path("out"), help="folder for what --compare writes (default: out)")
     output.add_argument("--quiet", action="store_true", help="no progress bar")

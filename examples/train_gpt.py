@@ -3,13 +3,17 @@
     python examples/train_gpt.py
     torchrun --nproc-per-node 2 examples/train_gpt.py
     torchrun --nproc-per-node 2 examples/train_gpt.py --compare --out out
+    torchrun --nproc-per-node 2 --max-restarts 3 examples/train_gpt.py --save-dir checkpoints --resume
 
 All that zerox asks of a training script is in `with_zerox` and `train_step`. `--compare` trains a second model with
 DistributedDataParallel and torch.optim.AdamW, from the same start on the same text, and puts both in one picture.
+`--save-dir` leaves checkpoints, from which `--resume` goes on: with any number of ranks, and by itself where torchrun
+starts the ranks anew because one of them died.
 """
 
 import argparse
 import copy
+import json
 import math
 import os
 import platform
@@ -24,6 +28,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 import torch
 import torch.distributed as dist
+from checkpoints import Checkpoints
 from corpus import BadInput, Corpus, RandomWindows, load_corpus
 from gpt_model import GPT, sample_text
 from measure import bytes_of_torch, bytes_of_zerox, distances_from_unfused, held_out_loss, mean_over_ranks
@@ -52,6 +57,11 @@ class Trainer:
     lr_factor: Callable[[int], float]
     losses: list[torch.Tensor] = field(default_factory=list)
     step_ms: list[float] = field(default_factory=list)
+    past_losses: list[float] = field(default_factory=list)  # of the steps before this run, averaged over the ranks
+
+    def mean_losses(self) -> list[float]:
+        """Of all steps from the first one on, averaged over the ranks. Collective."""
+        return [*self.past_losses, *(mean_over_ranks(torch.stack(self.losses)).tolist() if self.losses else [])]
 
     def __post_init__(self) -> None:
         self.scheduler = LambdaLR(self.optimizer, self.lr_factor)
@@ -153,10 +163,12 @@ def wait_for(device: torch.device) -> None:
 class Progress:
     """The bar on rank 0. Looking at a loss is collective, so every rank calls `after`, at the same steps."""
 
-    def __init__(self, options: argparse.Namespace, rank: int, world_size: int):
+    def __init__(self, options: argparse.Namespace, rank: int, world_size: int, done: int):
         self.quiet, self.steps = options.quiet, options.steps
         self.step_tokens = options.batch * options.shape.context * options.accumulate * world_size
-        self.bar = tqdm(total=options.steps, disable=options.quiet or rank > 0, unit="step", mininterval=0.5)
+        self.bar = tqdm(
+            total=options.steps, initial=done, disable=options.quiet or rank > 0, unit="step", mininterval=0.5
+        )
 
     def after(self, step: int, trainers: list[Trainer], norm: torch.Tensor) -> None:
         """`norm` is that of the first trainer, whose speed is shown too."""
@@ -173,11 +185,15 @@ class Progress:
 
 def train(trainers: list[Trainer], corpus: Corpus, options: argparse.Namespace, rank: int, world_size: int) -> dict:
     """Step all trainers side by side on the same windows; returns the distances between the first and the others."""
-    draws = RandomWindows(corpus.train, (options.batch, options.shape.context), options.seed, rank)
-    progress = Progress(options, rank, world_size)
+    draws = RandomWindows(corpus.train, (options.batch, options.shape.context), options.seed, rank, world_size)
+    checkpoints = Checkpoints(options, corpus, rank)
+    if (found := checkpoints.resume(trainers[0], draws)) and rank == 0:
+        print(f"going on from {found}", flush=True)
+    done = len(trainers[0].past_losses)
+    progress = Progress(options, rank, world_size, done)
     distances: dict = {}
     with progress.bar:
-        for step in range(1, options.steps + 1):
+        for step in range(done + 1, options.steps + 1):
             micro_batches = [draws.draw().to(options.device) for _ in range(options.accumulate)]
             # Turn about, so that none always finds the caches as another one left them.
             in_turn = trainers if step % 2 else trainers[::-1]
@@ -186,6 +202,8 @@ def train(trainers: list[Trainer], corpus: Corpus, options: argparse.Namespace, 
                 distances = distances_from_unfused(*(trainer.module for trainer in trainers)) | {"step": step}
                 trainers.pop()  # the textbook one has done its work
             progress.after(step, trainers[:2], norms[trainers[0].name])
+            if checkpoints.is_due(step):
+                checkpoints.save(trainers[0], draws, trainers[0].mean_losses())
     return distances
 
 
@@ -239,7 +257,7 @@ def run(options: argparse.Namespace, corpus: Corpus, rank: int, world_size: int)
     results = [
         Result(
             name=trainer.name,
-            loss=mean_over_ranks(torch.stack(trainer.losses)).tolist(),
+            loss=trainer.mean_losses(),
             held_out_loss=held_out_loss(trainer.module, corpus.held_out, options.batch, rank, world_size),
             memory_bytes=columns[trainer.name],
             step_ms=trainer.step_ms,
@@ -248,11 +266,13 @@ def run(options: argparse.Namespace, corpus: Corpus, rank: int, world_size: int)
     ]
     say(f"\n{memory_table(columns)}\n")
     for result in results:
-        median_ms = result.steady_ms()[1]
-        say(f"{result.name}: held-out loss {result.held_out_loss:.4f} nats per byte, {median_ms:.1f} ms a step")
+        speed = f"{result.steady_ms()[1]:.1f} ms a step" if result.step_ms else "no step was left to do"
+        say(f"{result.name}: held-out loss {result.held_out_loss:.4f} nats per byte, {speed}")
     if distances:
         say(distance_line(distances))
     if rank == 0:
+        if options.losses:
+            options.losses.write_text(json.dumps(results[0].loss) + "\n")
         if options.compare:
             facts = facts_of_run(options) | {"ranks": world_size, "parameters": num_parameters, "text": str(corpus)}
             write_comparison(options.out, results, facts | {"distances": distances})

@@ -1,0 +1,125 @@
+"""examples/train_gpt.py goes on from its checkpoints: the loss curve joins, whoever died and however many go on."""
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.test_example_cli import EXAMPLE, SMALLEST, assert_refused, run
+
+ROOT = Path(__file__).parents[1]
+TINY = [each for each in SMALLEST if not each.startswith("--batch")]
+STEPS, EVERY = 24, 8
+
+
+def train(folder: Path, ranks: int, batch: int, *arguments: object) -> tuple[list[float], str]:
+    """The loss of every step, and what was printed."""
+    losses = folder / "losses.json"
+    common = [*TINY, "--quiet", f"--data={ROOT / 'README.md'}", f"--steps={STEPS}", f"--losses={losses}"]
+    ended = run(*common, f"--batch={batch}", *arguments, ranks=ranks)
+    assert ended.returncode == 0, ended.stderr
+    return json.loads(losses.read_text()), ended.stdout
+
+
+def saved(folder: Path, *arguments: object) -> list[object]:
+    return [f"--save-dir={folder}", f"--save-every={EVERY}", *arguments]
+
+
+def test_a_run_that_goes_on_is_the_run_that_never_stopped(tmp_path: Path) -> None:
+    straight, _ = train(tmp_path, 2, 4)
+    kept, _ = train(tmp_path, 2, 4, *saved(tmp_path / "x"))
+    assert kept == straight
+    assert sorted(each.name for each in (tmp_path / "x").iterdir()) == ["step-000016", "step-000024"]
+    shutil.rmtree(tmp_path / "x" / "step-000024")  # as if it had been stopped after step 16
+    went_on, said = train(tmp_path, 2, 4, *saved(tmp_path / "x", "--resume"))
+    assert f"going on from {tmp_path / 'x' / 'step-000016'}" in said
+    assert len(went_on) == STEPS
+    assert went_on == straight
+    again, said = train(tmp_path, 2, 4, *saved(tmp_path / "x", "--resume"))
+    assert "no step was left to do" in said
+    assert again == straight
+
+
+@pytest.mark.parametrize(("ranks", "batch"), [(1, 12), (3, 4), (4, 3)])
+def test_other_ranks_go_on_with_the_same_text(tmp_path: Path, ranks: int, batch: int) -> None:
+    """12 windows a step, whoever takes them: losses are the same but for the order of sums."""
+    straight, _ = train(tmp_path, 2, 6)
+    train(tmp_path, 2, 6, *saved(tmp_path / "x"))
+    shutil.rmtree(tmp_path / "x" / "step-000024")
+    went_on, _ = train(tmp_path, ranks, batch, *saved(tmp_path / "x", "--resume"))
+    assert went_on[:16] == straight[:16]
+    assert went_on[16:] == pytest.approx(straight[16:], rel=1e-4)
+    others = [abs(a - b) / b for a, b in zip(straight[16:], straight[15:], strict=False)]
+    assert max(others) > 1e-2, "other text has other losses"
+
+
+def test_torchrun_starts_anew_where_the_last_checkpoint_was(tmp_path: Path) -> None:
+    straight, _ = train(tmp_path, 2, 4)
+    losses, output = tmp_path / "again.json", tmp_path / "output"
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=2"]
+    options = [*TINY, "--quiet", "--batch=4", f"--data={ROOT / 'README.md'}", f"--steps={STEPS}", f"--losses={losses}"]
+    command = [sys.executable, *launcher, EXAMPLE, *options, *saved(tmp_path / "x", "--resume")]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    with output.open("w") as file:
+        running = subprocess.Popen(list(map(str, command)), stdout=file, stderr=file, env=environment)
+        try:
+            wait_for(lambda: (tmp_path / "x" / "step-000008").exists())
+            os.kill(workers(running.pid)[1], signal.SIGKILL)
+            assert running.wait(100) == 0, output.read_text()
+        finally:
+            running.kill()
+    found = re.findall(r"going on from .*step-0000(\d\d)", output.read_text())
+    assert found in (["08"], ["16"], ["24"]), output.read_text()
+    assert json.loads(losses.read_text()) == straight
+
+
+def wait_for(happened: object) -> None:
+    end = time.monotonic() + 60
+    while not happened():  # type: ignore[operator]
+        assert time.monotonic() < end
+        time.sleep(0.002)
+
+
+def workers(launcher: int) -> list[int]:
+    """torchrun's processes that train, by rank."""
+    found = {}
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            parent = int((process / "stat").read_text().rpartition(")")[2].split()[1])
+            environment = (process / "environ").read_bytes().split(b"\0")
+        except OSError:
+            continue  # it is gone
+        ranks = [int(each.partition(b"=")[2]) for each in environment if each.startswith(b"RANK=")]
+        if parent == launcher and ranks:
+            found[ranks[0]] = int(process.name)
+    return [found[rank] for rank in sorted(found)]
+
+
+def test_what_does_not_go_together_is_refused(tmp_path: Path) -> None:
+    assert_refused(run(*SMALLEST, "--resume"), "--resume goes on from a checkpoint in --save-dir")
+    assert_refused(run(*SMALLEST, "--compare", f"--save-dir={tmp_path}"), "--compare trains a second model")
+
+
+def test_another_training_is_not_gone_on_with(tmp_path: Path) -> None:
+    train(tmp_path, 1, 4, *saved(tmp_path / "x"))
+    common = [
+        *TINY,
+        "--batch=4",
+        f"--data={ROOT / 'README.md'}",
+        f"--steps={STEPS}",
+        *saved(tmp_path / "x", "--resume"),
+    ]
+    assert_refused(run(*common, "--seed=3"), "was trained with --seed 0, not 3")
+    assert_refused(run(*common, "--width=32"), "was saved as [16], and is [32]")
+    (tmp_path / "x" / "step-000024" / "host.pt").write_bytes(b"x" * 5)
+    # A file of another size: that one is as good as not there, and the one before it is gone on from.
+    ended = run(*common)
+    assert "going on from" in ended.stdout
+    assert "step-000016" in ended.stdout
