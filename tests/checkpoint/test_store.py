@@ -247,6 +247,19 @@ def test_a_full_disk_leaves_the_previous_checkpoint(tmp_path: Path, monkeypatch:
     assert load(tmp_path / "x", model, optimizer) == 3
 
 
+def test_a_disk_that_fails_after_the_check_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or what is there now would be taken for what was there before."""
+    model, optimizer = alone()
+    save(tmp_path / "x", model, optimizer)
+
+    def broken(*_: Any) -> None:
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(reader.CheckpointReader, "read_data", broken)
+    with pytest.raises(CheckpointError, match=r"model and optimizer have a part of it: .*Input/output error"):
+        load(tmp_path / "x", model, optimizer)
+
+
 # ---- the last one
 
 

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
 
 from zerox.checkpoint.manifest import CheckpointError
 
@@ -39,12 +40,12 @@ class Everyone:
     @contextmanager
     def failing_together(self, what: str) -> Iterator[None]:
         """An exception inside, on any rank, becomes one on all, at the end."""
-        error: Exception | None = None
+        error: BaseException | None = None
         try:
             yield
-        except Exception as raised:
+        except (Exception, CheckpointException) as raised:  # DCP's is no Exception
             error = raised
-        told = self.gather(None if error is None else f"{type(error).__name__}: {error}")
+        told = self.gather(None if error is None else said(error))
         failed = [rank for rank, text in enumerate(told) if text is not None]
         if not failed:
             return
@@ -52,3 +53,10 @@ class Everyone:
             raise error
         where = "" if self.alone else f" on rank {failed[0]}"
         raise CheckpointError(f"{what}{where}: {told[failed[0]]}") from error
+
+
+def said(error: BaseException) -> str:
+    """In one line; of DCP's, which has tracebacks of all ranks, what the first rank raised."""
+    if isinstance(error, CheckpointException) and error.failures:
+        error = next(iter(error.failures.values()))[0]
+    return f"{type(error).__name__}: {error}"

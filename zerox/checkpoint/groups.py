@@ -31,11 +31,12 @@ def fill_groups(optimizer: FusedShardedAdam, names: Mapping[int, str], saved: li
     found = []
     for index, (group, own) in enumerate(zip(optimizer.param_groups, groups_by_name(optimizer, names), strict=True)):
         had = sorted({of_name[name] for name in own["names"] if name in of_name})
-        if len(had) > 1:
+        options = [{key: value for key, value in saved[each].items() if key != "names"} for each in had]
+        if any(each != options[0] for each in options[1:]):
             raise CheckpointError(f"parameters of param group {index} were saved in groups {had}: their options differ")
         found += [(group, saved[had[0]])] if had else []
-    for group, options in found:
-        for key, value in options.items():
+    for group, known in found:
+        for key, value in known.items():
             now = group.get(key)
             if key == "names":
                 continue
