@@ -47,6 +47,7 @@ RUNS: dict[str, tuple[list[str], list[str]]] = {
     "scale": (["bench.scale"], ["--layers", "1", "--rounds", "2", "--models", "gpt2-124m"]),
     "optimizer-step": (["bench.optimizer_step"], ["--quick", "--seconds", "1"]),
     "exposed": (["bench.exposed"], ["--layers", "8", "--rounds", "2"]),
+    "checkpoint": (["bench.checkpoint"], ["--layers", "1", "--rounds", "1"]),
     "kernels": (["bench.kernels"], ["--quick", "--seconds", "1"]),
 }
 

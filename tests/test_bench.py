@@ -14,6 +14,7 @@ from bench import __main__ as everything
 from bench import (
     buckets,
     ceiling,
+    checkpoint,
     exposed,
     floors,
     jobs,
@@ -281,7 +282,8 @@ def test_memory_is_weighed_beside_the_estimate_and_drawn(tmp_path: Path, monkeyp
 @pytest.mark.parametrize("quick", [False, True])
 def test_what_make_bench_runs_are_commands_that_there_are(quick: bool) -> None:
     modules = {
-        each.__name__: each for each in (buckets, exposed, kernels, memory, optimizer_step, overlap, scale, step)
+        each.__name__: each
+        for each in (buckets, checkpoint, exposed, kernels, memory, optimizer_step, overlap, scale, step)
     }
     for name in everything.RUNS:
         _, _, module, *arguments = everything.command(name, Path("somewhere"), quick)
