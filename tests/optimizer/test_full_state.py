@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from tests.kernels.shards import same_bits
 from tests.optimizer.models import KINDS, Mixed, backward, batch, make_model
 from tests.ranks import run_ranks
-from zerox import FusedShardedAdam
+from zerox import FusedShardedAdam, state_parts
 
 Full = dict[str, Any]
 STEPS = 2
@@ -165,3 +165,23 @@ def shares_elsewhere(rank: int, world_size: int) -> str:
 
 def test_a_share_of_other_buckets_is_refused_with_what_to_do() -> None:
     assert all("zerox.load() and full_state_dict()" in message for message in run_ranks(shares_elsewhere, 2))
+
+
+@pytest.mark.parametrize(
+    ("master", "moments"), [("fp32", "8bit"), ("remainder", torch.bfloat16), ("fp32", torch.float32)]
+)
+def test_conversions_are_the_same_in_pieces(monkeypatch: pytest.MonkeyPatch, master: str, moments: Any) -> None:
+    """Of large parameters it is done a piece at a time; here of blocks that are not whole."""
+    torch.manual_seed(0)
+    first = nn.Parameter(torch.randn(5001).to(torch.bfloat16))
+    saved = FusedShardedAdam([first], state_dtype="8bit", master_weights="remainder")
+    first.grad = torch.randn(5001).to(torch.bfloat16)
+    saved.step()
+    found = []
+    for size in (state_parts.PIECE_NUMEL, 512):
+        monkeypatch.setattr(state_parts, "PIECE_NUMEL", size)
+        other = FusedShardedAdam([first.detach().clone().requires_grad_()], state_dtype=moments, master_weights=master)
+        other.load_state_dict(saved.state_dict())
+        found.append(other.full_state_dict()["state"][0])
+    for key, tensor in found[0].items():
+        assert same_bits(found[1][key], tensor), key

@@ -16,7 +16,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
@@ -29,6 +28,7 @@ from zerox.checkpoint.manifest import CheckpointError
 from zerox.checkpoint.names import MODEL, fill_others, members, parameter_names, split_model
 from zerox.checkpoint.reader import CheckpointReader
 from zerox.checkpoint.saved_state import SavedState, memory_order
+from zerox.checkpoint.writer import CheckpointWriter
 from zerox.optimizer import FusedShardedAdam
 from zerox.state_dict import say_rounded
 
@@ -75,7 +75,7 @@ def write(path: Path, tensors: dict[str, Tensor], host: dict[str, Any], ranks: E
             shutil.rmtree(folder, ignore_errors=True)
             folder.mkdir(parents=True)
     with ranks.failing_together(failure), ranks.dcp_options() as options:
-        dcp_save(tensors, storage_writer=FileSystemWriter(folder), **options)
+        dcp_save(tensors, storage_writer=CheckpointWriter(folder), **options)
     found: dict[str, tuple[int, int]] = {}
     with ranks.failing_together(failure):
         if ranks.rank == 0:
