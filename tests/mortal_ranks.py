@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 FORKSERVER = multiprocessing.get_context("forkserver")
 # torch.optim imports dynamo when the first optimizer is made: seconds, which would count against short timeouts.
-FORKSERVER.set_forkserver_preload(["torch._dynamo", "tests.bucket_manager.training"])
+FORKSERVER.set_forkserver_preload(["torch._dynamo", "tests.bucket_manager.training", "zerox.checkpoint"])
 
 
 def fail_now(how: signal.Signals) -> None:

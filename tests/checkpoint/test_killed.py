@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import multiprocessing
 import os
 import random
 import signal
@@ -18,14 +17,11 @@ import torch
 import torch.distributed as dist
 
 from tests.checkpoint.test_store import alone
+from tests.mortal_ranks import FORKSERVER
 from zerox import latest, load, save
 
 NUM_KILLS = 30
 LONGEST_S = 60.0
-
-# Processes that are forked from one which has imported everything start in no time. That one has no threads.
-SERVER = multiprocessing.get_context("forkserver")
-SERVER.set_forkserver_preload(["tests.checkpoint.test_store"])
 
 
 def save_for_ever(rank: int, world_size: int, folder: str, first: int, said: Any) -> None:
@@ -48,9 +44,9 @@ def save_for_ever(rank: int, world_size: int, folder: str, first: int, said: Any
 @contextlib.contextmanager
 def saving(world_size: int, folder: Path, first: int) -> Iterator[tuple[list[Any], Any]]:
     """The processes, and where rank 0 tells what it begins to save. All are gone afterwards."""
-    heard, said = SERVER.Pipe(duplex=False)
+    heard, said = FORKSERVER.Pipe(duplex=False)
     processes = [
-        SERVER.Process(target=save_for_ever, args=(rank, world_size, str(folder), first, said), daemon=True)
+        FORKSERVER.Process(target=save_for_ever, args=(rank, world_size, str(folder), first, said), daemon=True)
         for rank in range(world_size)
     ]
     for process in processes:
