@@ -17,7 +17,7 @@ def run(*arguments: object, ranks: int | None = None) -> subprocess.CompletedPro
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"] if ranks else []
     command = [sys.executable, *launcher, EXAMPLE, *arguments]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONIOENCODING": "utf-8"}
-    return subprocess.run(list(map(str, command)), capture_output=True, text=True, env=environment, timeout=60)
+    return subprocess.run(list(map(str, command)), capture_output=True, text=True, env=environment, timeout=240)
 
 
 @pytest.fixture
