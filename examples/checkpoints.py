@@ -6,23 +6,27 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from corpus import BadInput, Corpus, RandomWindows
 
 import zerox
 
 NUM_KEPT = 2  # the one before the last is for whoever finds the last one damaged
 # What a training can't change on its way and still be the same one.
-FIXED = ("seed", "steps", "lr", "weight_decay", "eps", "clip", "text")
+FIXED = ("seed", "steps", "lr", "weight_decay", "eps", "clip", "heads", "text")
 
 
 class Checkpoints:
     """In ``--save-dir``, a folder for each step that was saved; without it nothing is ever saved or found."""
 
-    def __init__(self, options: argparse.Namespace, corpus: Corpus, rank: int) -> None:
+    def __init__(self, options: argparse.Namespace, corpus: Corpus, rank: int, world_size: int) -> None:
         self.folder: Path | None = options.save_dir
         self.every, self.last_step = options.save_every, options.steps
         self.resumes = options.resume
-        self.fixed = {name: str(corpus) if name == "text" else getattr(options, name) for name in FIXED}
+        # No parameter has another shape with other heads, so zerox.load() would not see them.
+        found = vars(options) | {"text": str(corpus), "heads": options.shape.heads}
+        self.fixed = {name: found[name] for name in FIXED}
+        self.step_windows = options.batch * options.accumulate * world_size
         self.rank = rank
 
     def is_due(self, step: int) -> bool:
@@ -36,15 +40,19 @@ class Checkpoints:
             "draws": draws.generator.get_state(),
             "scheduler": trainer.scheduler.state_dict(),
             "fixed": self.fixed,
+            "step_windows": self.step_windows,
         }
         zerox.save(self.folder / f"step-{len(losses):06}", trainer.module, trainer.optimizer, extra=extra)
         if self.rank == 0:
-            for old in sorted(self.folder.glob("step-*"))[:-NUM_KEPT]:
-                shutil.rmtree(old, ignore_errors=True)
+            # Only earlier steps: later ones are of another run, beside which the one just saved would count as old.
+            names = [path.name.removeprefix("step-") for path in self.folder.glob("step-*")]
+            earlier = sorted((int(name), name) for name in names if name.isdecimal() and int(name) < len(losses))
+            for _, name in earlier[: 1 - NUM_KEPT]:
+                shutil.rmtree(self.folder / f"step-{name}", ignore_errors=True)
 
-    def resume(self, trainer: Any, draws: RandomWindows) -> Path | None:
-        """Puts everything where the last checkpoint had it, and returns that one, if there is one. Collective."""
-        path = zerox.latest(self.folder) if self.resumes and self.folder else None
+    def resume(self, trainer: Any, draws: RandomWindows) -> str | None:
+        """Puts everything where the last checkpoint had it, and says which that was, if there is one. Collective."""
+        path = self.find()
         if path is None:
             return None
         try:
@@ -58,4 +66,15 @@ class Checkpoints:
         trainer.scheduler.load_state_dict(extra["scheduler"])
         trainer.past_losses = extra["losses"]
         draws.generator.set_state(extra["draws"].to(torch.uint8))
-        return path
+        step_windows = extra["step_windows"]
+        change = f", {self.step_windows} windows a step instead of {step_windows}"
+        return f"{path} (step {len(trainer.past_losses)})" + change * (self.step_windows != step_windows)
+
+    def find(self) -> Path | None:
+        """What rank 0 sees: others may see a shared disk a moment later, and would start anew by themselves."""
+        if not (self.resumes and self.folder):
+            return None
+        found = [zerox.latest(self.folder)]
+        if dist.is_initialized():
+            dist.broadcast_object_list(found)
+        return found[0]

@@ -32,7 +32,12 @@ def parse_options(arguments: list[str] | None, description: str) -> argparse.Nam
     if options.compare and options.save_dir:
         raise BadInput("--compare trains a second model, which --save-dir would not save: choose one of them")
     if options.compare:
-        _prepare_out(options.out)
+        _find_matplotlib()
+        _prepare("--out", options.out)
+    if options.save_dir:
+        _prepare("--save-dir", options.save_dir)
+    if options.losses:
+        _prepare("--losses", options.losses.parent)
     return options
 
 
@@ -125,15 +130,18 @@ def _device(name: str) -> torch.device:
     return torch.device("cuda", local_rank)
 
 
-def _prepare_out(folder: Path) -> None:
-    """Found out before the training, not after it: can the picture be drawn, and written?"""
+def _find_matplotlib() -> None:
     try:
         import matplotlib  # noqa: F401
     except ImportError as error:
         raise BadInput("--compare draws with matplotlib, which is not installed (pip install matplotlib)") from error
+
+
+def _prepare(option: str, folder: Path) -> None:
+    """Found out before the training, not after it: can files be written there?"""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         if not os.access(folder, os.W_OK):
             raise PermissionError(None, "not writable")
     except OSError as error:
-        raise BadInput(f"--out {folder}: {error.strerror}") from error
+        raise BadInput(f"{option} {folder}: {error.strerror}") from error

@@ -21,8 +21,8 @@ import shlex
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 
@@ -33,6 +33,7 @@ from corpus import BadInput, Corpus, RandomWindows, load_corpus
 from gpt_model import GPT, sample_text
 from measure import bytes_of_torch, bytes_of_zerox, distances_from_unfused, held_out_loss, mean_over_ranks
 from options import DTYPES, STATE_DTYPES, parse_options
+from ranks import process_group
 from report import Result, memory_table, write_comparison
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import LambdaLR
@@ -186,7 +187,7 @@ class Progress:
 def train(trainers: list[Trainer], corpus: Corpus, options: argparse.Namespace, rank: int, world_size: int) -> dict:
     """Step all trainers side by side on the same windows; returns the distances between the first and the others."""
     draws = RandomWindows(corpus.train, (options.batch, options.shape.context), options.seed, rank, world_size)
-    checkpoints = Checkpoints(options, corpus, rank)
+    checkpoints = Checkpoints(options, corpus, rank, world_size)
     if (found := checkpoints.resume(trainers[0], draws)) and rank == 0:
         print(f"going on from {found}", flush=True)
     done = len(trainers[0].past_losses)
@@ -205,23 +206,6 @@ def train(trainers: list[Trainer], corpus: Corpus, options: argparse.Namespace, 
             if checkpoints.is_due(step):
                 checkpoints.save(trainers[0], draws, trainers[0].mean_losses())
     return distances
-
-
-@contextmanager
-def process_group(device: torch.device) -> Iterator[tuple[int, int]]:
-    """(rank, number of ranks); without torchrun there is one rank and no group."""
-    if "RANK" not in os.environ:
-        yield 0, 1
-        return
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-        dist.init_process_group("nccl", device_id=device)
-    else:
-        dist.init_process_group("gloo")
-    try:
-        yield dist.get_rank(), dist.get_world_size()
-    finally:
-        dist.destroy_process_group()
 
 
 def build_trainers(options: argparse.Namespace) -> list[Trainer]:

@@ -1,5 +1,6 @@
 """examples/train_gpt.py goes on from its checkpoints: the loss curve joins, whoever died and however many go on."""
 
+import importlib.util
 import json
 import os
 import re
@@ -11,6 +12,7 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.test_example_cli import EXAMPLE, SMALLEST, assert_refused, run
 
@@ -28,23 +30,59 @@ def train(folder: Path, ranks: int, batch: int, *arguments: object) -> tuple[lis
     return json.loads(losses.read_text()), ended.stdout
 
 
+def held_out(said: str) -> list[str]:
+    return re.findall(r"held-out loss [\d.]+", said)
+
+
 def saved(folder: Path, *arguments: object) -> list[object]:
     return [f"--save-dir={folder}", f"--save-every={EVERY}", *arguments]
 
 
 def test_a_run_that_goes_on_is_the_run_that_never_stopped(tmp_path: Path) -> None:
-    straight, _ = train(tmp_path, 2, 4)
+    straight, at_once = train(tmp_path, 2, 4)
     kept, _ = train(tmp_path, 2, 4, *saved(tmp_path / "x"))
     assert kept == straight
     assert sorted(each.name for each in (tmp_path / "x").iterdir()) == ["step-000016", "step-000024"]
     shutil.rmtree(tmp_path / "x" / "step-000024")  # as if it had been stopped after step 16
     went_on, said = train(tmp_path, 2, 4, *saved(tmp_path / "x", "--resume"))
-    assert f"going on from {tmp_path / 'x' / 'step-000016'}" in said
+    assert f"going on from {tmp_path / 'x' / 'step-000016'} (step 16)\n" in said
     assert len(went_on) == STEPS
     assert went_on == straight
+    assert held_out(said) == held_out(at_once) != []
     again, said = train(tmp_path, 2, 4, *saved(tmp_path / "x", "--resume"))
     assert "no step was left to do" in said
     assert again == straight
+    assert held_out(said) == held_out(at_once)
+
+
+def test_any_number_of_ranks_draws_the_same_windows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where one number goes on after another."""
+    spec = importlib.util.spec_from_file_location("corpus", EXAMPLE.with_name("corpus.py"))
+    assert spec is not None
+    assert spec.loader is not None
+    corpus = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, "corpus", corpus)  # where dataclasses look
+    spec.loader.exec_module(corpus)
+    text = torch.randint(256, (2000,), dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
+
+    def ranks(world_size: int) -> list:
+        return [corpus.RandomWindows(text, (12 // world_size, 7), 5, rank, world_size) for rank in range(world_size)]
+
+    def drawn(draws: list) -> list[list[int]]:
+        return sorted(window for each in draws for window in each.draw().tolist())
+
+    alone = ranks(1)
+    expected = [drawn(alone) for _ in range(6)]
+    # What one rank drew when each rank had a stream of its own.
+    starts = torch.randint(len(text) - 7, (12, 1), generator=torch.Generator().manual_seed(5 * 65536))
+    assert expected[0] == sorted(text[starts + torch.arange(8)].tolist())
+    state = None
+    for world_size in (2, 4, 3):
+        draws = ranks(world_size)
+        for each in draws if state is not None else []:
+            each.generator.set_state(state)
+        assert [drawn(draws), drawn(draws)] == expected[:2]
+        expected, state = expected[2:], draws[-1].generator.get_state()
 
 
 @pytest.mark.parametrize(("ranks", "batch"), [(1, 12), (3, 4), (4, 3)])
@@ -74,7 +112,10 @@ def test_torchrun_starts_anew_where_the_last_checkpoint_was(tmp_path: Path) -> N
             os.kill(workers(running.pid)[1], signal.SIGKILL)
             assert running.wait(240) == 0, output.read_text()
         finally:
-            running.kill()
+            left = [*workers(running.pid), running.pid] if running.poll() is None else []
+            for process in left:  # torchrun that is killed leaves its ranks behind
+                os.kill(process, signal.SIGKILL)
+            running.wait()
     found = re.findall(r"going on from .*step-0000(\d\d)", output.read_text())
     assert found in (["08"], ["16"], ["24"]), output.read_text()
     assert json.loads(losses.read_text()) == straight
@@ -105,6 +146,9 @@ def workers(launcher: int) -> list[int]:
 def test_what_does_not_go_together_is_refused(tmp_path: Path) -> None:
     assert_refused(run(*SMALLEST, "--resume"), "--resume goes on from a checkpoint in --save-dir")
     assert_refused(run(*SMALLEST, "--compare", f"--save-dir={tmp_path}"), "--compare trains a second model")
+    (tmp_path / "file").touch()
+    assert_refused(run(*SMALLEST, f"--save-dir={tmp_path / 'file'}"), "--save-dir")
+    assert_refused(run(*SMALLEST, f"--losses={tmp_path / 'file' / 'losses'}"), "--losses")
 
 
 def test_another_training_is_not_gone_on_with(tmp_path: Path) -> None:
@@ -118,8 +162,28 @@ def test_another_training_is_not_gone_on_with(tmp_path: Path) -> None:
     ]
     assert_refused(run(*common, "--seed=3"), "was trained with --seed 0, not 3")
     assert_refused(run(*common, "--width=32"), "was saved as [16], and is [32]")
+    assert_refused(run(*common, "--heads=4"), "was trained with --heads 2, not 4")
     (tmp_path / "x" / "step-000024" / "host.pt").write_bytes(b"x" * 5)
     # A file of another size: that one is as good as not there, and the one before it is gone on from.
     ended = run(*common)
     assert "going on from" in ended.stdout
     assert "step-000016" in ended.stdout
+
+
+def test_another_number_of_windows_is_told(tmp_path: Path) -> None:
+    train(tmp_path, 1, 4, *saved(tmp_path / "x"))
+    _, said = train(tmp_path, 1, 2, *saved(tmp_path / "x", "--resume"))
+    assert "(step 24), 2 windows a step instead of 4\n" in said
+
+
+def test_a_training_begun_anew_keeps_its_own_checkpoints(tmp_path: Path) -> None:
+    """Where another one left some of later steps."""
+    folder = tmp_path / "x"
+    train(tmp_path, 1, 4, *saved(folder))
+    (folder / "step-by-step").mkdir()
+    train(tmp_path, 1, 4, *saved(folder), "--steps=10")
+    expected = [f"step-0000{step}" for step in ("08", "10", "16", "24")]
+    assert sorted(each.name for each in folder.glob("step-0*")) == expected
+    _, said = train(tmp_path, 1, 4, *saved(folder), "--steps=10", "--resume")
+    assert "step-000010 (step 10)" in said
+    assert (folder / "step-by-step").is_dir()
