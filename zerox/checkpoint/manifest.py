@@ -10,7 +10,7 @@ import json
 import os
 import shutil
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,9 @@ CHUNK_BYTES = 2**22
 
 class CheckpointError(RuntimeError):
     """A folder is no checkpoint, or a damaged one, or of something else. Names the file or the tensor."""
+
+
+MOST_NAMES = 5
 
 
 def saving(path: Path) -> Path:
@@ -93,17 +96,26 @@ def read(folder: Path) -> dict[str, Any]:
     return dict(found)
 
 
-def check(folder: Path, files: Mapping[str, Iterable[int]]) -> None:
-    """Raises CheckpointError for the first file that is not as it was written."""
+def check(folder: Path, files: Mapping[str, Iterable[int]], damaged_tensors: Callable[[str], list[str]]) -> None:
+    """Raises CheckpointError for the first file that is not as it was written.
+
+    ``damaged_tensors``: which tensors a file of that name does not have as they were.
+    """
     for name, (nbytes, crc) in files.items():
         file = folder / name
         try:
             now = checksum(file)
         except OSError as error:
-            raise CheckpointError(f"{file} of the checkpoint can't be read: {error.strerror}") from None
+            what = f"can't be read: {error.strerror}{_with(damaged_tensors(name))}"
+            raise CheckpointError(f"{file} of the checkpoint {what}") from None
         if now != (nbytes, crc):
             what = f"has {now[0]} bytes instead of {nbytes}" if now[0] != nbytes else "was changed after it was written"
-            raise CheckpointError(f"{file} of the checkpoint {what}")
+            raise CheckpointError(f"{file} of the checkpoint {what}{_with(damaged_tensors(name))}")
+
+
+def _with(tensors: list[str]) -> str:
+    more = f" and {len(tensors) - MOST_NAMES} more" if len(tensors) > MOST_NAMES else ""
+    return f", and with it {', '.join(tensors[:MOST_NAMES])}{more}" if tensors else ""
 
 
 def place(path: Path) -> None:

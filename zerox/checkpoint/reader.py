@@ -1,16 +1,31 @@
-"""Reads what torch.distributed.checkpoint wrote, without running what a file asks for.
+"""Reads a checkpoint for torch.distributed.checkpoint (DCP), without running what a file asks for.
 
-DCP's own reader unpickles ``.metadata`` freely. Here only the classes that it is made of may be named in it.
+DCP's own reader unpickles ``.metadata`` freely. Here only the classes that it is made of may be named in it, and of
+tensors only the elements are read.
 """
 
 from __future__ import annotations
 
+import io
 import pickle
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, Metadata, StorageMeta
+from torch.distributed.checkpoint.metadata import (
+    _MEM_FORMAT_ENCODING,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
+from torch.futures import Future
+
+from zerox.checkpoint.manifest import CheckpointError
+from zerox.checkpoint.records import Record
 
 DCP = "torch.distributed.checkpoint"
 CLASSES = {
@@ -65,3 +80,53 @@ class CheckpointReader(FileSystemReader):
         metadata.storage_meta.load_id = self.load_id
         self._metadata = metadata
         return metadata
+
+    def damaged_tensors(self, name: str) -> list[str]:
+        """Names of those that the file ``name`` does not have as they were written, as far as it can be told."""
+        try:
+            metadata = self.read_metadata()
+        except Exception:  # may be damaged too, and is not what was asked for
+            return []
+        found: dict[str, None] = {}
+        for index, place in (metadata.storage_data or {}).items():
+            if place.relative_path == name and not self._is_whole(name, place.offset, place.length):
+                found[index.fqn] = None
+        return list(found)
+
+    def _is_whole(self, name: str, offset: int, length: int) -> bool:
+        try:
+            with Path(self.path, name).open("rb", buffering=0) as file:
+                return Record(file, offset, length).is_whole()
+        except OSError:
+            return False
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Raises OSError, and CheckpointError if a file has something else than the metadata says."""
+        files: dict[str, list[ReadItem]] = {}
+        for item in plan.items:
+            files.setdefault(self.storage_data[item.storage_index].relative_path, []).append(item)
+        for name, items in files.items():
+            with Path(self.path, name).open("rb", buffering=0) as file:
+                for item in items:
+                    self._read(file, item, planner)
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    def _read(self, file: io.FileIO, item: ReadItem, planner: LoadPlanner) -> None:
+        found = self.storage_data[item.storage_index]
+        target = planner.resolve_tensor(item).detach()
+        try:
+            shape = self._chunk(item.storage_index).sizes
+            Record(file, found.offset, found.length).read_region(target, shape, item.storage_offsets)
+        except ValueError as error:
+            raise CheckpointError(f"{file.name} does not have {item.storage_index.fqn}: {error}") from None
+        planner.commit_tensor(item, target)
+
+    def _chunk(self, index: MetadataIndex) -> ChunkStorageMetadata:
+        """Which part of the tensor the record has."""
+        whole = self.read_metadata().state_dict_metadata[index.fqn]
+        assert isinstance(whole, TensorStorageMetadata)
+        if index.index is not None and whole.chunks[index.index].offsets == index.offset:
+            return whole.chunks[index.index]
+        return next(chunk for chunk in whole.chunks if chunk.offsets == index.offset)

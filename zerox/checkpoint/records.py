@@ -1,0 +1,92 @@
+"""Elements of a tensor that torch.save() wrote into a file among others, read straight into their place.
+
+torch.load() makes the whole tensor first, and unpickles what the checkpoint's metadata has told already.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import io
+import os
+import struct
+import zipfile
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+ELEMENTS = "/data/0"  # in torch.save()'s archive of one tensor
+LOCAL_HEADER = struct.Struct("<26xHH")  # of a zip archive's member; then its name and extra field, of these lengths
+
+
+class Record(io.RawIOBase):
+    """``length`` bytes from ``start`` on of an open file: what one torch.save() wrote."""
+
+    def __init__(self, file: io.FileIO, start: int, length: int) -> None:
+        self.file = file
+        self.start = start
+        self.length = length
+        self.position = 0
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        self.position = max(0, offset + (0, self.position, self.length)[whence])
+        return self.position
+
+    def tell(self) -> int:
+        return self.position
+
+    def readinto(self, buffer: Any) -> int:
+        """As many bytes as there are, also where the system gives fewer at a time."""
+        room = memoryview(buffer)[: max(0, self.length - self.position)]
+        wanted = len(room)
+        while room and (count := os.preadv(self.file.fileno(), [room], self.start + self.position)):
+            self.position += count
+            room = room[count:]
+        return wanted - len(room)
+
+    def elements(self, nbytes: int) -> int:
+        """Where the tensor's elements start, ``nbytes`` of them. Raises ValueError if they aren't there."""
+        try:
+            with zipfile.ZipFile(self) as archive:  # type: ignore[arg-type]
+                found = [each for each in archive.infolist() if each.filename.endswith(ELEMENTS)]
+        except zipfile.BadZipFile:
+            found = []
+        if [(each.compress_type, each.file_size) for each in found] != [(zipfile.ZIP_STORED, nbytes)]:
+            raise ValueError(f"at byte {self.start} there is no tensor of {nbytes} bytes")
+        self.seek(found[0].header_offset)
+        header = self.read(LOCAL_HEADER.size)
+        return found[0].header_offset + LOCAL_HEADER.size + sum(LOCAL_HEADER.unpack(header or b""))
+
+    def is_whole(self) -> bool:
+        """Whether it has what torch.save() wrote, by the archive's own checksums."""
+        try:
+            with zipfile.ZipFile(self) as archive:  # type: ignore[arg-type]
+                return archive.testzip() is None
+        except Exception:  # damaged archives make zipfile raise whatever comes
+            return False
+
+    def read_region(self, target: Tensor, shape: Sequence[int], offsets: Sequence[int]) -> None:
+        """Fills ``target`` with what the row-major tensor of ``shape`` has from ``offsets`` on. Raises ValueError."""
+        if not target.numel():
+            return
+        strides = torch.empty(tuple(shape), device="meta").stride()
+        first = sum(offset * stride for offset, stride in zip(offsets, strides, strict=True))
+        count = 1 + sum((size - 1) * stride for size, stride in zip(target.shape, strides, strict=True))
+        start = self.elements(torch.Size(shape).numel() * target.itemsize) + first * target.itemsize
+        if count == target.numel() and target.is_contiguous() and target.device.type == "cpu":
+            self._read_tensor(target, start)
+        else:
+            found = torch.empty(count, dtype=target.dtype)
+            self._read_tensor(found, start)
+            target.copy_(found.as_strided(target.shape, strides))
+
+    def _read_tensor(self, target: Tensor, start: int) -> None:
+        """All bytes of a contiguous tensor of the host."""
+        self.seek(start)
+        view = memoryview((ctypes.c_char * target.nbytes).from_address(target.data_ptr())).cast("B")
+        if missing := len(view) - self.readinto(view):
+            raise ValueError(f"the file ends {missing} bytes early")
