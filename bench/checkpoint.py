@@ -7,7 +7,9 @@ system (the peak of its resident set above what it had). "bucket" is the largest
 Saving is compared with ranks that write as many bytes and wait for the disk as it does, loading with ranks that read
 the same files, in turn in each round; files have been read once, and are out of the system's cache before they are read
 again. FOLDER must be on the disk that is meant. Loaded state is compared bit by bit before anything is timed.
-"converted" loads into bfloat16 moments, and with --dtype bf16 into fp32 masters.
+"converted" loads into bfloat16 moments, and with --dtype bf16 into fp32 masters. Beside it what a training with torch's
+own optimizers does: rank 0 has torch.save() write everything, which ZeroRedundancyOptimizer sends it first, and each
+rank has torch.load() read it.
 """
 
 from __future__ import annotations
@@ -21,13 +23,17 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.multiprocessing.spawn import ProcessRaisedException
+from torch.optim import AdamW
 
 from bench.allocator import Allocator, build
 from bench.facts import write_result
@@ -37,6 +43,7 @@ from bench.plots import save_bars
 from bench.ranks import largest, on_ranks
 from bench.systems import Training
 from zerox import FusedShardedAdam, load, save
+from zerox.checkpoint.manifest import sync
 
 Row = dict[str, Any]
 MIB = 2**20
@@ -78,6 +85,36 @@ def built(training: Training, seed: int, **options: Any) -> tuple[nn.Module, Fus
     return model, optimizer
 
 
+class Torch:
+    """A training with one of torch's optimizers, whose rank 0 saves."""
+
+    def __init__(self, training: Training, sharded: bool) -> None:
+        self.model = training.model()
+        params = self.model.parameters()
+        self.optimizer: torch.optim.Optimizer = (
+            ZeroRedundancyOptimizer(params, AdamW, lr=1e-3, fused=True)
+            if sharded
+            else AdamW(params, lr=1e-3, fused=True)
+        )
+        for param in self.model.parameters():
+            param.grad = torch.randn_like(param)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def save(self, file: Path) -> None:
+        if isinstance(self.optimizer, ZeroRedundancyOptimizer):
+            self.optimizer.consolidate_state_dict(0)
+        if dist.get_rank() == 0:
+            torch.save({"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}, file)
+            sync(file)
+        dist.barrier()
+
+    def load(self, file: Path) -> None:
+        found = torch.load(file, weights_only=True, map_location="cpu")
+        self.model.load_state_dict(found["model"])
+        self.optimizer.load_state_dict(found["optimizer"])
+
+
 def check(ours: tuple[nn.Module, FusedShardedAdam], theirs: tuple[nn.Module, FusedShardedAdam]) -> None:
     """Raises WrongResult unless parameters and this rank's state are the same bits."""
     for p, q in zip(ours[0].parameters(), theirs[0].parameters(), strict=True):
@@ -88,9 +125,25 @@ def check(ours: tuple[nn.Module, FusedShardedAdam], theirs: tuple[nn.Module, Fus
                 raise WrongResult("what was loaded is not what was saved")
 
 
-def files_of(folder: Path) -> list[Path]:
-    """This rank's share of a checkpoint's files."""
-    return sorted(folder.iterdir())[dist.get_rank() :: dist.get_world_size()]
+@dataclass
+class Job:
+    """``path``: a checkpoint's folder, or a file."""
+
+    name: str
+    path: Path
+    run: Callable[[], None]
+    reads: bool
+
+    def files(self) -> list[Path]:
+        """This rank's share."""
+        everything = sorted(self.path.iterdir()) if self.path.is_dir() else [self.path]
+        return everything[dist.get_rank() :: dist.get_world_size()]
+
+    def nbytes(self) -> int:
+        """Of all ranks."""
+        total = torch.tensor(sum(file.stat().st_size for file in self.files()))
+        dist.all_reduce(total)
+        return int(total)
 
 
 def write_plainly(file: Path, nbytes: int) -> None:
@@ -115,13 +168,24 @@ def forget(files: list[Path]) -> None:
             os.posix_fadvise(stream.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
+def sample(job: Job, costs: Costs, plain: Path) -> tuple[float, ...]:
+    """Seconds, bytes of tensors, bytes of the process, seconds of the disk; largest rank's. ``plain``: to write to."""
+    if job.reads:  # a virtual disk may still be writing at its host what was just written, and is slow then
+        read_plainly(job.files())
+    forget(job.files())
+    took = costs.of(job.run)
+    forget(job.files())
+    share = job.nbytes() // dist.get_world_size()
+    disk = costs.of((lambda: read_plainly(job.files())) if job.reads else (lambda: write_plainly(plain, share)))
+    return *took, disk[0]
+
+
 def measure(training: Training, folder: Path, rounds: int, library: Path) -> list[Row]:
     """On each rank."""
     ours, theirs = built(training, 0), built(training, 1)
     other_form = {"state_dtype": torch.bfloat16} | ({"master_weights": "fp32"} if training.dtype == "bf16" else {})
     converted = built(training, 1, **other_form)
     costs, path = Costs(library), folder / "checkpoint"
-    plain = folder / f"plain-{dist.get_rank()}"
 
     def load_converted() -> None:
         with warnings.catch_warnings():
@@ -132,36 +196,33 @@ def measure(training: Training, folder: Path, rounds: int, library: Path) -> lis
     load(path, *theirs)
     load_converted()
     check(ours, theirs)
-    own = sum(file.stat().st_size for file in files_of(path))
-    samples: dict[str, list[tuple[float, ...]]] = {}
+    jobs = [
+        Job("zerox: save", path, lambda: save(path, *ours), reads=False),
+        Job("zerox: load", path, lambda: load(path, *theirs), reads=True),
+        Job("zerox: load, converted", path, load_converted, reads=True),
+    ]
+    for name, peer in {"AdamW": Torch(training, sharded=False), "ZeRO": Torch(training, sharded=True)}.items():
+        peer.save(file := folder / f"{name}.pt")
+        jobs.append(Job(f"{name}: save", file, partial(peer.save, file), reads=False))
+        jobs.append(Job(f"{name}: load", file, partial(peer.load, file), reads=True))
+    samples: list[list[tuple[float, ...]]] = [[] for _ in jobs]
     for _ in range(rounds):
-        for name, work, disk in (
-            ("save", lambda: save(path, *ours), lambda: write_plainly(plain, own)),
-            ("load", lambda: load(path, *theirs), lambda: read_plainly(files_of(path))),
-            ("load, converted", load_converted, lambda: read_plainly(files_of(path))),
-        ):
-            if name == "load":  # a virtual disk may still be writing at its host, and be slow at the first reading
-                read_plainly(files_of(path))
-            forget(files_of(path))
-            took = costs.of(work)
-            forget(files_of(path))
-            samples.setdefault(name, []).append((*took, costs.of(disk)[0]))
+        for job, found in zip(jobs, samples, strict=True):
+            found.append(sample(job, costs, folder / f"plain-{dist.get_rank()}"))
     bucket = max(
         bucket.buffer.flat.nbytes
         + dist.get_world_size() * sum(t.nbytes for t in (*bucket.moments, bucket.master) if t is not None)
         for bucket in ours[1]._buckets
     )
-    total = torch.tensor(own)
-    dist.all_reduce(total)
     rows = []
-    for name, found in samples.items():
+    for job, found in zip(jobs, samples, strict=True):
         seconds, tensors, process, disk = (statistics.median(each) for each in zip(*found, strict=True))
         rows.append(
             {
-                "what": name,
+                "what": job.name,
                 "ranks": dist.get_world_size(),
                 "dtype": training.dtype,
-                "bytes": int(total),
+                "bytes": job.nbytes(),
                 "seconds": seconds,
                 "disk_seconds": disk,
                 "ratio": seconds / disk,
@@ -173,7 +234,7 @@ def measure(training: Training, folder: Path, rounds: int, library: Path) -> lis
     return rows
 
 
-HEADER = f"{'ranks':>5}  {'what':<16}{'MiB':>8}{'ms':>9}{'disk ms':>9}{'ratio':>7}   above the optimizer, MiB: "
+HEADER = f"{'ranks':>5}  {'what':<24}{'MiB':>8}{'ms':>9}{'disk ms':>9}{'ratio':>7}   above the optimizer, MiB: "
 HEADER += f"{'tensors':>8}{'process':>9}{'bucket':>8}"
 
 
@@ -181,7 +242,7 @@ def line(row: Row) -> str:
     times = f"{row['seconds'] * 1e3:>9,.0f}{row['disk_seconds'] * 1e3:>9,.0f}{row['ratio']:>7.2f}"
     tensors, process, bucket = (row[f"{name}_bytes"] / MIB for name in ("tensor", "process", "bucket"))
     size = f"{row['bytes'] / MIB:>8,.0f}"
-    return f"{row['ranks']:>5}  {row['what']:<16}{size}{times}{'':>29}{tensors:>8,.1f}{process:>9,.1f}{bucket:>8,.1f}"
+    return f"{row['ranks']:>5}  {row['what']:<24}{size}{times}{'':>29}{tensors:>8,.1f}{process:>9,.1f}{bucket:>8,.1f}"
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
@@ -207,9 +268,11 @@ def main(argv: list[str] | None = None) -> int:
     if args.json:
         write_result(args.json, "bench.checkpoint", argv, rows)
     if args.png:
-        numbers = [("bucket", "the largest bucket with its state", rows[0]["bucket_bytes"] / MIB)]
-        numbers += [(row["what"], kind, row[f"{kind}_bytes"] / MIB) for row in rows for kind in ("tensor", "process")]
-        save_bars(numbers, f"memory above the optimizer, {args.ranks} ranks, MiB", args.png)
+        memory, time_taken = "memory above the optimizer, MiB: the larger of the two counts", "milliseconds"
+        numbers = [(memory, row["what"], max(row["tensor_bytes"], row["process_bytes"]) / MIB) for row in rows]
+        numbers.append((memory, "(largest bucket with its state)", rows[0]["bucket_bytes"] / MIB))
+        numbers += [(time_taken, row["what"], row["seconds"] * 1e3) for row in rows]
+        save_bars(numbers, f"saving and loading {rows[0]['bytes'] / MIB:,.0f} MiB on {args.ranks} ranks", args.png)
     return 0
 
 
