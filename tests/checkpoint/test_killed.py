@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import random
 import signal
 import time
 from collections.abc import Iterator
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,7 @@ import torch.distributed as dist
 
 from tests.checkpoint.test_store import alone
 from tests.mortal_ranks import FORKSERVER
-from zerox import latest, load, save
+from zerox import CheckpointError, latest, load, save
 
 NUM_KILLS = 30
 LONGEST_S = 60.0
@@ -90,6 +92,41 @@ def test_thirty_kills_leave_thirty_checkpoints_that_load(tmp_path: Path) -> None
         assert latest(tmp_path) == tmp_path / "x"
         kept = load(tmp_path / "x", model, optimizer)
         assert kept in (count - 1, count), "what was saved before, or what was being saved"
+
+
+class Killed(BaseException):
+    pass
+
+
+def test_at_every_step_on_the_disk_there_is_a_checkpoint_to_load(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where a kill at random moments hardly ever comes: between two renames."""
+    model, optimizer = alone()
+    save(tmp_path / "x", model, optimizer, extra="old")
+    for survived in itertools.count():
+        steps = iter(range(survived, -1, -1))
+
+        def doing(function: Any, steps: Iterator[int], *args: Any, **kwargs: Any) -> Any:
+            if next(steps, None) == 0:
+                raise Killed
+            return function(*args, **kwargs)
+
+        with monkeypatch.context() as killing:
+            for name in ("rename", "mkdir", "unlink", "rmdir", "fsync"):
+                killing.setattr(os, name, partial(doing, getattr(os, name), steps))
+            try:
+                save(tmp_path / "x", model, optimizer, extra="new")
+            except (Killed, CheckpointError):
+                is_over = False
+            else:
+                is_over = True
+        assert latest(tmp_path) == tmp_path / "x", f"killed after {survived} steps"
+        assert load(tmp_path / "x", model, optimizer) in (("new",) if is_over else ("old", "new"))
+        if is_over:
+            break
+    assert survived > 10
+    assert [each.name for each in tmp_path.iterdir()] == ["x"]
 
 
 @pytest.mark.parametrize("victim", [0, 1])

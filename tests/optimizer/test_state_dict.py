@@ -178,6 +178,36 @@ def test_another_ranks_share_is_refused_naming_the_parameter_and_nothing_changes
         assert untouched
 
 
+def another_memory_format(rank: int, _: int) -> str:
+    optimizers = []
+    for memory_format in (torch.channels_last, torch.contiguous_format):
+        model = nn.Conv2d(64, 64, 3, bias=False).to(memory_format=memory_format)  # type: ignore[call-overload]
+        optimizers.append(FusedShardedAdam(model.named_parameters()))
+        model(torch.randn(2, 64, 5, 5)).sum().backward()
+        optimizers[-1].step()
+    with pytest.raises(ValueError, match="another memory format") as error:
+        optimizers[1].load_state_dict(optimizers[0].state_dict())
+    return str(error.value)
+
+
+def test_a_share_of_a_parameter_in_another_memory_format_is_refused() -> None:
+    """It is a range of other elements."""
+    for message in run_ranks(another_memory_format, 2):
+        assert "'weight'" in message
+
+
+def test_eight_bits_without_their_scales_are_refused() -> None:
+    weights = [nn.Parameter(torch.ones(64, 64)), nn.Parameter(torch.ones(3))]
+    optimizer = FusedShardedAdam(weights, state_dtype="8bit")
+    for param in weights:
+        param.grad = torch.ones_like(param)
+    optimizer.step()
+    given = copy.deepcopy(optimizer.state_dict())
+    del given["state"][0]["exp_avg_sq_scale"]
+    with pytest.raises(ValueError, match="'param 0' has no exp_avg_sq_scale beside its exp_avg_sq of 8 bits"):
+        optimizer.load_state_dict(given)
+
+
 def test_what_does_not_fit_is_refused_before_anything_changes() -> None:
     model, optimizer = small()
     before = snapshot(model, optimizer)

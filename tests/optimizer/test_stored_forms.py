@@ -52,6 +52,17 @@ def test_what_is_not_finite_is_not_finite_in_eight_bits() -> None:
     assert scales.isnan().tolist() == [False, True, False]
 
 
+@pytest.mark.parametrize("name", ["exp_avg", "exp_avg_sq"])
+def test_a_block_of_subnormals_is_zero_as_by_the_kernels(name: str) -> None:
+    wide = torch.full((300,), 1e-39)
+    wide[256:] = 1e-37
+    codes, scales = torch.empty(300, dtype=torch.uint8), torch.empty(2)
+    store_moment(name, wide, None, codes, scales)
+    for ours, theirs in zip((codes, scales), stored.encode(wide, name == "exp_avg"), strict=True):
+        assert same_bits(ours, theirs)
+    assert (decoded(name, codes, scales) > 0).tolist() == [False] * 256 + [True] * 44
+
+
 FORMS = [torch.float64, torch.float32, torch.bfloat16, torch.uint8]
 
 
