@@ -149,6 +149,21 @@ def test_nothing_is_overwritten_and_a_damaged_checkpoint_is_told(
     assert not (tmp_path / "y.pt").exists()
 
 
+def test_a_file_whose_writing_stops_halfway_is_not_there(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(tmp_path / "x", *build("fp32", 0))
+
+    def full(_: Any, file: Path) -> None:
+        file.write_bytes(b"half")
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(torch, "save", full)
+    assert main(["convert", str(tmp_path / "x"), str(tmp_path / "x.pt")]) == 1
+    assert "No space left" in capsys.readouterr().err
+    assert [each.name for each in tmp_path.iterdir()] == ["x"]
+
+
 def test_channels_last_in_eight_bits_is_decoded_in_its_own_order(tmp_path: Path) -> None:
     model = nn.Conv2d(16, 32, 3).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     optimizer = FusedShardedAdam(model.named_parameters(), state_dtype="8bit")

@@ -54,6 +54,18 @@ def test_groups_of_other_options_don_t_become_one(tmp_path: Path) -> None:
         load(tmp_path / "x", other, FusedShardedAdam(other.parameters()))
 
 
+def test_a_tensor_that_is_the_lr_stays_the_one_that_others_hold(tmp_path: Path) -> None:
+    """A captured graph reads it. A number stays a number."""
+    for lr, other in ((torch.tensor(0.25), 0.5), (0.25, torch.tensor(0.5)), (torch.tensor(0.25), torch.tensor(0.5))):
+        model = model_of(0)
+        optimizers = [FusedShardedAdam(model.parameters(), lr=each) for each in (lr, other)]
+        save(tmp_path / "x", model, optimizers[0])
+        load(tmp_path / "x", model, optimizers[1])
+        [group] = optimizers[1].param_groups
+        assert float(group["lr"]) == 0.25
+        assert group["lr"] is other if isinstance(other, torch.Tensor) else isinstance(group["lr"], float)
+
+
 @pytest.mark.parametrize("saved", WAYS)
 @pytest.mark.parametrize("loaded", ["unnamed", "backwards"])
 def test_parameters_are_called_as_in_the_model(tmp_path: Path, saved: str, loaded: str) -> None:
@@ -121,6 +133,20 @@ def test_amsgrad_is_what_it_was_saved_with(tmp_path: Path) -> None:
     load(tmp_path / "plain", other, its)
     assert its.param_groups[0]["amsgrad"] is False
     assert not bool(its.state[other[0].weight]["max_exp_avg_sq"].any())
+
+
+def test_amsgrad_is_saved_only_of_groups_that_have_it(tmp_path: Path) -> None:
+    """Parameters of a bucket have it together; what is saved depends on no bucket."""
+    model = model_of(0)
+    groups = given(model, "in groups")
+    groups[1] |= {"amsgrad": True}
+    its_own = {f"{name}.max_exp_avg_sq" for name, _ in groups[1]["params"]}
+    optimizer = FusedShardedAdam(groups)
+    step(model, optimizer)
+    save(tmp_path / "x", model, optimizer)
+    known = CheckpointReader(tmp_path / "x").read_metadata().state_dict_metadata
+    found = {name.removeprefix("optimizer.") for name in known if name.endswith("max_exp_avg_sq")}
+    assert found == its_own
 
 
 def test_a_parameter_that_was_frozen_then_starts_anew(tmp_path: Path) -> None:
