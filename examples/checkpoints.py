@@ -42,7 +42,11 @@ class Checkpoints:
             "fixed": self.fixed,
             "step_windows": self.step_windows,
         }
-        zerox.save(self.folder / f"step-{len(losses):06}", trainer.module, trainer.optimizer, extra=extra)
+        path = self.folder / f"step-{len(losses):06}"
+        try:
+            zerox.save(path, trainer.module, trainer.optimizer, extra=extra)
+        except zerox.CheckpointError as error:  # a full disk; the checkpoint before is as it was
+            raise BadInput(" ".join(str(error).split())) from error
         if self.rank == 0:
             # Only earlier steps: later ones are of another run, beside which the one just saved would count as old.
             names = [path.name.removeprefix("step-") for path in self.folder.glob("step-*")]

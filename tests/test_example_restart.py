@@ -4,6 +4,7 @@ import importlib.util
 import json
 import os
 import re
+import resource
 import shutil
 import signal
 import subprocess
@@ -149,6 +150,23 @@ def test_what_does_not_go_together_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     assert_refused(run(*SMALLEST, f"--save-dir={tmp_path / 'file'}"), "--save-dir")
     assert_refused(run(*SMALLEST, f"--losses={tmp_path / 'file' / 'losses'}"), "--losses")
+
+
+def test_a_checkpoint_that_cannot_be_written_ends_the_training_in_one_line(tmp_path: Path) -> None:
+    """And the one before stays the one to go on from."""
+    train(tmp_path, 1, 4, *saved(tmp_path / "x"))
+    shutil.rmtree(tmp_path / "x" / "step-000024")
+    common = [*TINY, "--quiet", "--batch=4", f"--data={ROOT / 'README.md'}", f"--steps={STEPS}"]
+    again = [*common, *saved(tmp_path / "x", "--resume")]
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, before[1]))
+    try:
+        ended = run(*again)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert_refused(ended, "step-000024 could not be saved: OSError: [Errno 27] File too large")
+    assert [each.name for each in (tmp_path / "x").iterdir()] == ["step-000016"], "the disk has its room back"
+    assert "step-000016 (step 16)" in run(*again).stdout
 
 
 def test_another_training_is_not_gone_on_with(tmp_path: Path) -> None:

@@ -169,6 +169,7 @@ def test_a_full_disk_leaves_the_previous_checkpoint(tmp_path: Path, monkeypatch:
         broken.setattr(manifest, "sync", full)
         with pytest.raises(CheckpointError, match=r"could not be saved: OSError.*No space left"):
             save(tmp_path / "x", model, optimizer, extra=2)
+    assert [each.name for each in tmp_path.iterdir()] == ["x"], "and its room is there again"
     assert load(tmp_path / "x", model, optimizer) == 1
     save(tmp_path / "x", model, optimizer, extra=3)
     assert load(tmp_path / "x", model, optimizer) == 3

@@ -69,6 +69,15 @@ def save(
 
 def write(path: Path, tensors: dict[str, Tensor], host: dict[str, Any], ranks: Everyone) -> None:
     """A whole checkpoint, of ``tensors`` from all ranks and of ``host`` from rank 0. Raises CheckpointError."""
+    try:
+        _write(path, tensors, host, ranks)
+    except CheckpointError:
+        if ranks.rank == 0:
+            shutil.rmtree(manifest.saving(path), ignore_errors=True)  # what fills a full disk
+        raise
+
+
+def _write(path: Path, tensors: dict[str, Tensor], host: dict[str, Any], ranks: Everyone) -> None:
     folder, failure = manifest.saving(path), f"{path} could not be saved"
     with ranks.failing_together(failure):
         if ranks.rank == 0:
