@@ -33,7 +33,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.multiprocessing.spawn import ProcessRaisedException
-from torch.optim import AdamW
 
 from bench.allocator import Allocator, build
 from bench.facts import write_result
@@ -41,7 +40,7 @@ from bench.jobs import WrongResult
 from bench.options import parse_step, training_parser
 from bench.plots import save_bars
 from bench.ranks import largest, on_ranks
-from bench.systems import Training
+from bench.systems import DDP, Training, ZeroRedundancy
 from zerox import FusedShardedAdam, load, save
 from zerox.checkpoint.manifest import sync
 
@@ -85,21 +84,12 @@ def built(training: Training, seed: int, **options: Any) -> tuple[nn.Module, Fus
     return model, optimizer
 
 
-class Torch:
-    """A training with one of torch's optimizers, whose rank 0 saves."""
+class RankZeroSaves:
+    """A training of ``system``: rank 0 writes everything with torch.save(), each rank reads it with torch.load()."""
 
-    def __init__(self, training: Training, sharded: bool) -> None:
-        self.model = training.model()
-        params = self.model.parameters()
-        self.optimizer: torch.optim.Optimizer = (
-            ZeroRedundancyOptimizer(params, AdamW, lr=1e-3, fused=True)
-            if sharded
-            else AdamW(params, lr=1e-3, fused=True)
-        )
-        for param in self.model.parameters():
-            param.grad = torch.randn_like(param)
-        self.optimizer.step()
-        self.optimizer.zero_grad()
+    def __init__(self, system: DDP) -> None:
+        system.step(system.training.batches(0, dist.get_rank()))
+        self.model, self.optimizer = system.module, system.optimizer
 
     def save(self, file: Path) -> None:
         if isinstance(self.optimizer, ZeroRedundancyOptimizer):
@@ -201,7 +191,8 @@ def measure(training: Training, folder: Path, rounds: int, library: Path) -> lis
         Job("zerox: load", path, lambda: load(path, *theirs), reads=True),
         Job("zerox: load, converted", path, load_converted, reads=True),
     ]
-    for name, peer in {"AdamW": Torch(training, sharded=False), "ZeRO": Torch(training, sharded=True)}.items():
+    for name, system in {"AdamW": DDP, "ZeRO": ZeroRedundancy}.items():
+        peer = RankZeroSaves(system(training))
         peer.save(file := folder / f"{name}.pt")
         jobs.append(Job(f"{name}: save", file, partial(peer.save, file), reads=False))
         jobs.append(Job(f"{name}: load", file, partial(peer.load, file), reads=True))
