@@ -27,6 +27,7 @@ PYTHON_ROOMS = [
     ["state_parts"],
     ["options", "rules", "grads", "params"],
     ["estimate", "capture", "clip", "grad_scale", "full_state", "overlap_gather", "state_dict", "terms"],
+    ["optimizer_state"],
     ["optimizer"],
     ["scaler", "checkpoint"],
     ["__init__"],

@@ -2,7 +2,7 @@
 //
 //   hooks (hooks.cpp) -> LaunchOrder -> packing list (packing.cpp) -> Flights -> shards
 //
-// The optimizer talks to it through settle(), zero() and the buckets; bucket_manager.cpp has these.
+// The optimizer talks to it through settle() (settlement.cpp), zero() and the buckets.
 #pragma once
 
 #include <atomic>
@@ -124,7 +124,7 @@ class BucketManager : public std::enable_shared_from_this<BucketManager> {
   at::Tensor take_gradient(Slot& slot, bool& present, bool& replace);
   void note_producer(Bucket& bucket);
 
-  // bucket_manager.cpp
+  // settlement.cpp
   void launch_round(bool empty);
   void join(const Verdict& verdict, bool empty);
   void abandon(const Verdict& verdict);
