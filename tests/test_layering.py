@@ -19,7 +19,7 @@ PYTHON_ROOMS = [
     ["plan"],
     ["_C"],
     ["_ext"],
-    ["compiled_regions", "roll_call", "neighbours"],
+    ["compiled_regions", "roll_call", "neighbours", "process_group"],
     ["large_pages", "ops", "placeholder", "ranks"],
     ["buffers", "moments", "sliced_tensor"],
     ["bucket", "stored_forms"],

@@ -15,6 +15,7 @@ from zerox.options import Options, check_params, named_tensors
 from zerox.plan.buckets import BucketPlan
 from zerox.plan.peak import Flow, peak_alone, peak_of_sharded, peak_of_whole
 from zerox.plan.stage import SHARDED
+from zerox.process_group import ALONE, chosen_group
 
 
 @dataclass(frozen=True)
@@ -62,9 +63,12 @@ def estimate(
     "gloo" or "nccl", which the default bucket size and ``exchange`` depend on (with the backend's default of
     ZEROX_EXCHANGE).
     ``local_world_size``: how many ranks share a machine (None: all); over gloo these read each other's gradients, and
-    only those of the others need room. Options that don't change memory (lr and so on) are accepted. Raises ValueError
-    as the constructor does.
+    only those of the others need room. ``process_group="alone"``: each of them by itself. Options that don't change
+    memory (lr and so on) are accepted. Raises ValueError as the constructor does.
     """
+    chosen_group(options.get("process_group"))
+    if options.get("process_group") == ALONE:
+        world_size = local_world_size = 1
     if local_world_size is None:
         local_world_size = world_size
     if not 1 <= local_world_size <= world_size:

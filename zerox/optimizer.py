@@ -8,8 +8,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed import ProcessGroup
-from torch.distributed.device_mesh import DeviceMesh
 
 from zerox._C import Place
 from zerox.bucket import Bucket, Member, members_of
@@ -22,6 +20,7 @@ from zerox.optimizer_state import OptimizerState
 from zerox.options import Options, check_params
 from zerox.overlap_gather import GatherOverlap
 from zerox.params import ParamGather
+from zerox.process_group import GroupArgument
 from zerox.ranks import Ranks, call_ranks, find_ranks
 from zerox.rules import adam
 from zerox.rules.update import Shard, launches, ranges, update
@@ -40,7 +39,8 @@ class FusedShardedAdam(OptimizerState):
             become views of flat buffers; their values become those of the group's rank 0.
         lr, betas, eps, weight_decay, amsgrad, maximize: as in ``torch.optim.AdamW``.
         decoupled_weight_decay: True for AdamW, False for Adam with L2.
-        process_group: the data-parallel ProcessGroup or 1-D DeviceMesh; default: all ranks.
+        process_group: the data-parallel ProcessGroup or 1-D DeviceMesh; default: all ranks of the default group, which
+            must be there first. "alone": this rank by itself, for a teacher or models that differ by rank.
         stage: 1 shards the state, and leaves whole mean gradients in ``p.grad``; 2 shards gradients too.
         bucket_cap_mb: MiB of parameters a bucket; None: 16, or more where a rank's slice of one would be small.
         reduce_dtype: dtype of gradients on the wire and in the shard; None: the parameter's own.
@@ -53,6 +53,7 @@ class FusedShardedAdam(OptimizerState):
 
     Raises:
         ValueError: an option or parameter that doesn't fit, or ranks that disagree about either.
+        RuntimeError: later, from each collective call, if it was built without a group and there are several ranks now.
         TypeError: as torch.optim, for example for a bare tensor.
     """
 
@@ -67,7 +68,7 @@ class FusedShardedAdam(OptimizerState):
         amsgrad: bool = False,
         maximize: bool = False,
         decoupled_weight_decay: bool = True,
-        process_group: ProcessGroup | DeviceMesh | None = None,
+        process_group: GroupArgument = None,
         stage: int = 2,
         bucket_cap_mb: float | None = None,
         reduce_dtype: torch.dtype | None = None,
@@ -225,6 +226,7 @@ class FusedShardedAdam(OptimizerState):
 
     def broadcast_buffers(self, model: torch.nn.Module) -> None:
         """Gives every rank rank 0's values of the model's buffers. Collective."""
+        self._all_ranks.check_still_alone()
         for name, buffer in model.named_buffers():
             self._all_ranks.broadcast_values(buffer, f"buffer '{name}'")
 
@@ -276,6 +278,7 @@ class FusedShardedAdam(OptimizerState):
         self._publish_state()
 
     def _settle(self, place: Place) -> None:
+        self._all_ranks.check_still_alone()
         self._gather.wait()
         unfrozen = [m for m in self._frozen if m.param.requires_grad]
         moved = [(self._buckets[index], slot) for index, slot in self._grads.moved()]

@@ -14,10 +14,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 
 from zerox._C import ExchangeKind
 from zerox.neighbours import find_neighbours
+from zerox.process_group import GroupArgument, check_still_alone, chosen_group, why_alone
 from zerox.roll_call import RollCall, summary_of
 
 EXCHANGES = ("direct", "messages", "native")
@@ -30,7 +30,8 @@ class Ranks:
     """``data`` moves gradients and parameters, ``control`` small CPU tensors; both None for one rank alone.
 
     ``device``: of the parameters; ``backend``: "gloo" or "nccl", what moves tensors of that device. ``neighbours``: the
-    process of each rank whose memory can be read, else 0; empty where nobody is to be read.
+    process of each rank whose memory can be read, else 0; empty where nobody is to be read. ``why_alone``: of one rank
+    that was not asked to be alone.
     """
 
     rank: int
@@ -41,10 +42,16 @@ class Ranks:
     control: dist.ProcessGroup | None
     device: torch.device = CPU
     neighbours: tuple[int, ...] = ()
+    why_alone: str = ""
 
     @staticmethod
-    def alone(device: torch.device = CPU) -> Ranks:
-        return Ranks(0, 1, "none", "direct", None, None, device)
+    def alone(device: torch.device = CPU, why: str = "") -> Ranks:
+        return Ranks(0, 1, "none", "direct", None, None, device, why_alone=why)
+
+    def check_still_alone(self) -> None:
+        """RuntimeError where a default group came later, whose ranks would each train alone unasked."""
+        if self.why_alone:
+            check_still_alone(self.why_alone)
 
     @property
     def staged(self) -> bool:
@@ -152,9 +159,9 @@ class Ranks:
             raise
 
 
-def call_ranks(process_group: dist.ProcessGroup | DeviceMesh | None) -> RollCall:
+def call_ranks(process_group: GroupArgument) -> RollCall:
     """The roll call of one construction. Raises ValueError as :func:`find_ranks` does for the group itself."""
-    group = _resolved(process_group)
+    group = chosen_group(process_group)
     if group is None:
         return RollCall(None, 0, 1, dist.default_pg_timeout)
     _, store = dist.distributed_c10d._world.pg_map.get(group, ("", None))
@@ -163,22 +170,20 @@ def call_ranks(process_group: dist.ProcessGroup | DeviceMesh | None) -> RollCall
 
 
 def find_ranks(
-    process_group: dist.ProcessGroup | DeviceMesh | None,
+    process_group: GroupArgument,
     device: torch.device = CPU,
     roll_call: RollCall | None = None,
 ) -> Ranks:
-    """Makes the group of our own over the ranks of ``process_group`` (default: all; alone without torch.distributed).
+    """Makes the group of our own over the ranks of ``process_group``.
 
     Collective over these ranks. ``device``: of the parameters; a group that has a backend for each device type is asked
     for that one's. Raises ValueError for a mesh of more than one dimension, a group that this process is not in, or a
     backend that can't move tensors of ``device``, and where ``roll_call`` does; RuntimeError if a rank doesn't come.
     """
-    group = _resolved(process_group)
-    if group is None:
-        return Ranks.alone(device)
+    group = chosen_group(process_group)
+    if group is None or group.size() == 1:
+        return Ranks.alone(device, why_alone(process_group))
     rank, size = group.rank(), group.size()
-    if size == 1:
-        return Ranks.alone(device)
     backend = _backend(group, device)
     exchange = os.environ.get("ZEROX_EXCHANGE") or ("direct" if backend == "gloo" else "native")
     if exchange not in EXCHANGES:
@@ -202,23 +207,6 @@ def _with_neighbours(ranks: Ranks) -> Ranks:
         return replace(ranks, neighbours=find_neighbours(ranks.all_gather_text, ranks.rank))
     except RuntimeError as error:
         raise RuntimeError(f"zerox: a rank did not answer while ranks looked for neighbours: {error}") from error
-
-
-def _resolved(process_group: dist.ProcessGroup | DeviceMesh | None) -> dist.ProcessGroup | None:
-    """None for one rank alone."""
-    if isinstance(process_group, DeviceMesh):
-        if process_group.ndim != 1:
-            raise ValueError(f"process_group: a DeviceMesh must have 1 dimension, got {process_group.ndim}")
-        if process_group.get_coordinate() is None:
-            raise ValueError(f"process_group: this process is not in {process_group}")
-        process_group = process_group.get_group()
-    if process_group is None:
-        if not (dist.is_available() and dist.is_initialized()):
-            return None
-        process_group = dist.group.WORLD
-    if not isinstance(process_group, dist.ProcessGroup):
-        raise ValueError(f"process_group must be a ProcessGroup this process is in, got {process_group!r}")
-    return process_group
 
 
 def _backend(group: dist.ProcessGroup, device: torch.device) -> str:

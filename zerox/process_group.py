@@ -1,0 +1,55 @@
+"""What the argument ``process_group`` says: which ranks train together, and whether one was asked to train alone."""
+
+from __future__ import annotations
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+ALONE = "alone"
+GroupArgument = dist.ProcessGroup | DeviceMesh | str | None
+
+
+def chosen_group(process_group: GroupArgument) -> dist.ProcessGroup | None:
+    """The group that is meant (by default all ranks); None for one rank without torch.distributed, or ``ALONE``.
+
+    Raises ValueError for a mesh of more than one dimension, a group that this process is not in, and anything else.
+    """
+    if isinstance(process_group, DeviceMesh):
+        if process_group.ndim != 1:
+            raise ValueError(f"process_group: a DeviceMesh must have 1 dimension, got {process_group.ndim}")
+        if process_group.get_coordinate() is None:
+            raise ValueError(f"process_group: this process is not in {process_group}")
+        process_group = process_group.get_group()
+    if process_group == ALONE:
+        return None
+    if process_group is None:
+        if not _is_initialized():
+            return None
+        process_group = dist.group.WORLD
+    if not isinstance(process_group, dist.ProcessGroup):
+        raise ValueError(
+            f"process_group must be a ProcessGroup this process is in, got {process_group!r} (a 1-D DeviceMesh and "
+            f'"{ALONE}" will do too)'
+        )
+    return process_group
+
+
+def why_alone(process_group: GroupArgument) -> str:
+    """Why an optimizer that has no other ranks has none; empty if it was asked for."""
+    if process_group is not None:
+        return ""
+    return "while the default group had one rank" if _is_initialized() else "before init_process_group()"
+
+
+def check_still_alone(why: str) -> None:
+    """RuntimeError if there are other ranks now, which would train alone too."""
+    if _is_initialized() and (num_ranks := dist.get_world_size()) > 1:
+        raise RuntimeError(
+            f"zerox: this optimizer was built {why}, and the default group has {num_ranks} ranks now: each would train "
+            "alone. Call init_process_group() first and build the optimizer then, or pass "
+            f'process_group="{ALONE}" if its gradients are not to be averaged over the ranks'
+        )
+
+
+def _is_initialized() -> bool:
+    return dist.is_available() and dist.is_initialized()
