@@ -1,8 +1,8 @@
 """Builds zerox._C, the one C++ and CUDA extension. Metadata is in pyproject.toml, the loader in zerox/_ext.py, the step
 that runs nvcc in scripts/build_cuda.py.
 
-torch must be installed before this runs (pip install --no-build-isolation .): the extension links against the very
-torch that will load it, and an isolated build would fetch another one, of several gigabytes.
+torch must be installed before this runs: the extension links against the very torch that will load it. pip's isolated
+build hides it, scripts/find_torch.py finds it there.
 """
 
 import datetime
@@ -22,9 +22,10 @@ import setuptools
 ROOT = Path(__file__).parent.resolve()
 sys.path.insert(0, str(ROOT / "scripts"))  # pip runs this file with no folder of ours on the path
 import build_cuda  # noqa: E402
+import find_torch  # noqa: E402
 from build_cuda import CudaBuild  # noqa: E402
 
-# ---- Switches (zerox/_ext.py has the table of all environment variables) --------------------------------------------
+# ---- Switches (zerox/environment.py has the table of all environment variables) --------------------------------------
 # auto | 0 | 1. auto is with CUDA where there is an nvcc, 1 fails rather than build without.
 CUDA = os.environ.get("ZEROX_CUDA") or ("1" if os.environ.get("FORCE_CUDA") == "1" else "auto")
 CUDA_ARCHS = os.environ.get("TORCH_CUDA_ARCH_LIST", "")
@@ -78,10 +79,10 @@ def check_build_tools() -> None:
 
 
 def check_torch_is_there() -> None:
+    if not find_torch.make_torch_visible():
+        die(find_torch.NO_TORCH)
     try:
         import torch  # noqa: F401
-    except ModuleNotFoundError:
-        die("torch is not visible to this build: pip install torch, then pip install --no-build-isolation .")
     except (ImportError, OSError) as error:
         die(f"torch is installed but does not import: {error}")
 
@@ -96,7 +97,7 @@ def check_torch_version() -> None:
 
 
 def check_compiler() -> str:
-    """Returns the first line of --version. Sets CXX so that torch (compile) and setuptools (link) use the same one."""
+    """Returns the first line of --version. Sets CXX so that all that compiles uses the same one."""
     found = build_cuda.compilers()
     if not found:
         sought = os.environ.get("CXX") or ", ".join(build_cuda.COMPILERS)
@@ -117,6 +118,21 @@ def check_compiler() -> str:
                 die(missing)
     version = subprocess.run([*command, "--version"], capture_output=True, text=True).stdout
     return version.partition("\n")[0]
+
+
+def make_compiler_one_word() -> None:
+    """torch 2.13 takes CXX for the name of one program, whatever words it has ('ccache g++', 'g++ -m64'), and puts a
+    ccache of its own in front: it gets a program of that name."""
+    words = shlex.split(os.environ["CXX"])
+    if len(words) == 1:
+        return
+    name = Path([word for word in words if not word.startswith("-")][-1]).name
+    program = ROOT / "build" / f"cxx-{hashlib.sha256(repr(words).encode()).hexdigest()[:8]}" / name
+    program.parent.mkdir(parents=True, exist_ok=True)
+    program.write_text(f'#!/bin/sh\nexec {shlex.join(words)} "$@"\n')
+    program.chmod(0o755)
+    os.environ["CXX"] = str(program)
+    os.environ["TORCH_NO_COMPILER_WRAPPER"] = "1"  # the words may have a wrapper already
 
 
 def choose_cuda() -> tuple[CudaBuild | None, str]:
@@ -270,6 +286,7 @@ if building:
     check_torch_version()
     compiler = check_compiler()
     cuda, why_not = choose_cuda()
+    make_compiler_one_word()  # last: nvcc looks for the compiler among the words
     cmdclass["build_ext"] = build_ext_command(compiler, cuda, why_not)
 if "bdist_wheel" in sys.argv:
     for stale in ROOT.glob("build/lib.*"):  # or modules that the source has lost would still be packed

@@ -72,7 +72,7 @@ def fingerprint() -> str:
     switches += ["ZEROX_WERROR", "CXX", "CXXFLAGS", "CFLAGS"]
     state.update(repr([os.environ.get(name) for name in switches]).encode())
     state.update(nvcc().encode())
-    files = [ROOT / "setup.py", ROOT / "pyproject.toml", ROOT / "scripts/build_cuda.py"]
+    files = [ROOT / name for name in ("setup.py", "pyproject.toml", "scripts/build_cuda.py", "scripts/find_torch.py")]
     for path in [*files, *sorted(ROOT.glob("csrc/**/*"))]:
         if path.is_file():
             state.update(repr((path.relative_to(ROOT).as_posix(), path.read_bytes())).encode())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -62,3 +63,25 @@ def test_an_instruction_set_that_this_cpu_lacks_is_refused_at_import() -> None:
     assert found.stdout.startswith("ZEROX_ISA=avx1024: this CPU can run scalar"), found.stdout
     assert found.stdout.endswith("; unset ZEROX_ISA to use the fastest\n")
     assert found.stdout.count("\n") == 1
+
+
+def test_sources_that_hide_an_installed_package_say_so(tmp_path: Path) -> None:
+    source, site = tmp_path / "source", tmp_path / "site"
+    ignored = shutil.ignore_patterns("__pycache__", "_C*.so", "_build_info.py")
+    shutil.copytree(ROOT / "zerox", source / "zerox", ignore=ignored)
+    (source / "setup.py").touch()
+    installed = shutil.copytree(source / "zerox", site / "zerox")
+    script = "try:\n    from zerox import estimate\nexcept ImportError as error:\n    print(error)"
+
+    def said() -> str:
+        # Without site: this very project may be installed here.
+        command = [sys.executable, "-S", "-c", script]
+        environment = os.environ | {"PYTHONPATH": str(site)}
+        return subprocess.run(command, cwd=source, env=environment, capture_output=True, text=True, check=True).stdout
+
+    assert said() == "zerox's C++ extension is not built: run `pip install -e .` in the source folder\n"
+    (installed / "_build_info.py").write_text("BUILD_INFO = {}")
+    assert said() == (
+        f"zerox's sources in {source} hide the installed package, {installed}: start Python in another folder, or run "
+        "`pip install -e .` in the source folder to use the sources\n"
+    )

@@ -17,7 +17,7 @@ MOST_ATTRIBUTES = 12
 # Each room may import those to its left. Rooms that share a place don't see each other.
 PYTHON_ROOMS = [
     ["plan"],
-    ["_C"],
+    ["_C", "environment"],
     ["_ext"],
     ["compiled_regions", "roll_call", "neighbours", "process_group"],
     ["large_pages", "ops", "placeholder", "ranks"],

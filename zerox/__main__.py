@@ -9,6 +9,8 @@ import platform
 import sys
 from pathlib import Path
 
+from zerox.environment import VARIABLES
+
 Fact = tuple[str, object]  # a name with its value, or with a function that finds it
 
 
@@ -104,9 +106,7 @@ def env(_: argparse.Namespace) -> int:
             ("NVIDIA driver", nvidia_driver),
         ],
     )
-    names = ["ZEROX_CUDA", "FORCE_CUDA", "CUDA_HOME", "CUDA_PATH", "TORCH_CUDA_ARCH_LIST", "NVCC_PREPEND_FLAGS"]
-    names += ["NVCC_APPEND_FLAGS", "ZEROX_WERROR", "MAX_JOBS", "ZEROX_ISA", "OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES"]
-    print_facts("environment", [(name, os.environ.get(name, "(not set)")) for name in names])
+    print_facts("environment", [(each.name, f"{each.value:<12}  {each.when}: {each.meaning}") for each in VARIABLES])
     return 1 if failure else 0
 
 

@@ -5,28 +5,14 @@
 Everything that can be checked is checked before the library is opened: opened under another torch it would answer with
 an undefined symbol, or not at all.
 
-Environment variables
-
-    when   name                  values                 meaning
-    -----  --------------------  ---------------------  ----------------------------------------------------------
-    build  ZEROX_CUDA            auto (default), 0, 1   CUDA kernels; auto: where nvcc is found, also beside a CPU
-                                                        build of torch; 1 fails when they cannot be built
-    build  FORCE_CUDA            1                      the same as ZEROX_CUDA=1, where that is not set
-    build  CUDA_HOME, CUDA_PATH  a folder               nvcc is its bin/nvcc; default: on the PATH, /usr/local/cuda
-    build  TORCH_CUDA_ARCH_LIST  "9.0;10.0+PTX"         GPUs to build for, as torch has it, names such as Hopper
-                                                        too; default: 8.0 9.0 10.0+PTX
-    build  NVCC_PREPEND_FLAGS,   flags                  nvcc reads these itself; a change compiles again
-           NVCC_APPEND_FLAGS
-    build  ZEROX_WERROR          0 (default), 1         compiler warnings are errors, nvcc's too
-    build  MAX_JOBS              a number (all cores)   compile jobs at a time; about 2 GB of memory each
-    run    ZEROX_ISA             scalar, avx2, avx512   CPU kernels to use; default: the best this CPU has
-
-`python -m zerox env` prints what is set and what came of it.
+zerox/environment.py has the table of environment variables; `python -m zerox env` prints what is set, and what came of
+it.
 """
 
 from __future__ import annotations
 
 import importlib
+import importlib.machinery
 import importlib.util
 import os
 import sys
@@ -35,9 +21,27 @@ from typing import TYPE_CHECKING, Any
 
 __all__ = ["C", "build_info", "cuda_refusal"]
 
-_IN_CHECKOUT = (Path(__file__).parent.parent / "setup.py").exists()
+_FOLDER = Path(__file__).parent.parent
+_IN_CHECKOUT = (_FOLDER / "setup.py").exists()
 # In a checkout the folder itself is what Python imports there, so the library has to be built into it.
-_BUILD = f"pip install --no-build-isolation {'-e ' if _IN_CHECKOUT else ''}."
+_BUILD = f"pip install {'-e ' if _IN_CHECKOUT else ''}."
+
+
+def _installed_elsewhere() -> str | None:
+    """Where another zerox lies, a built one, which Python would import if it did not find this one first."""
+    others = [folder for folder in sys.path if Path(folder or ".").resolve() != _FOLDER.resolve()]
+    found = importlib.machinery.PathFinder.find_spec("zerox", others)
+    package = Path(found.origin).parent if found and found.origin else None
+    return str(package) if package and (package / "_build_info.py").exists() else None
+
+
+def _not_built() -> ImportError:
+    if _IN_CHECKOUT and (installed := _installed_elsewhere()):
+        return ImportError(
+            f"zerox's sources in {_FOLDER} hide the installed package, {installed}: start Python in another folder, or "
+            f"run `{_BUILD}` in the source folder to use the sources"
+        )
+    return ImportError(f"zerox's C++ extension is not built: run `{_BUILD}` in the source folder")
 
 
 def build_info() -> dict[str, Any]:
@@ -46,7 +50,7 @@ def build_info() -> dict[str, Any]:
     try:
         from zerox._build_info import BUILD_INFO
     except ImportError:
-        raise ImportError(f"zerox's C++ extension is not built: run `{_BUILD}` in the source folder") from None
+        raise _not_built() from None
     return dict(BUILD_INFO)
 
 
@@ -84,7 +88,7 @@ def _load() -> Any:
             f"zerox was built for torch {info['torch']}, this is torch {torch.__version__}: run `{_BUILD}` again"
         )
     if importlib.util.find_spec("zerox._C") is None:
-        raise ImportError(f"zerox's C++ extension is not built: run `{_BUILD}` in the source folder")
+        raise _not_built()
     try:
         module = importlib.import_module("zerox._C")
     except ImportError as error:

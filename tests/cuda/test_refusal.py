@@ -29,7 +29,7 @@ def build_with(monkeypatch: pytest.MonkeyPatch, nvcc: str | bool, of_torch: str 
         (
             False,
             "13.0",
-            "CPU kernels only: put nvcc on the PATH and run `ZEROX_CUDA=1 pip install --no-build-isolation",
+            "CPU kernels only: put nvcc on the PATH and run `ZEROX_CUDA=1 pip install ",
         ),
         (
             "12.8.93",

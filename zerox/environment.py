@@ -1,0 +1,67 @@
+"""Every environment variable of the project: the one table, printed by `python -m zerox env` and in README.md."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+__all__ = ["VARIABLES", "Variable", "readme_rows"]
+
+
+@dataclass(frozen=True)
+class Variable:
+    """``when`` is what reads it: ``build`` (pip, setup.py), ``make``, ``run`` (what imports zerox) or ``test``."""
+
+    name: str
+    when: str
+    meaning: str  # in Markdown
+
+    @property
+    def value(self) -> str:
+        return os.environ.get(self.name, "(not set)")
+
+
+VARIABLES = (
+    Variable(
+        "ZEROX_CUDA",
+        "build",
+        "CUDA kernels: `auto` (default) where nvcc is found, also beside a CPU build of torch; `0` never; `1` or fail",
+    ),
+    Variable("FORCE_CUDA", "build", "`1`: as `ZEROX_CUDA=1`, where that is not set"),
+    Variable("CUDA_HOME", "build", "the CUDA toolkit; default: `CUDA_PATH`, nvcc on the `PATH`, `/usr/local/cuda`"),
+    Variable("CUDA_PATH", "build", "the CUDA toolkit, where `CUDA_HOME` is not set"),
+    Variable(
+        "TORCH_CUDA_ARCH_LIST",
+        "build",
+        'GPUs to build for, as in torch (`"9.0;10.0+PTX"`, or names such as Hopper); default: `8.0 9.0 10.0+PTX`',
+    ),
+    Variable("NVCC_PREPEND_FLAGS", "build", "flags that nvcc reads itself; a change compiles again"),
+    Variable("NVCC_APPEND_FLAGS", "build", "flags that nvcc reads itself; a change compiles again"),
+    Variable("CXX", "build", "the C++ compiler, also of several words (`ccache g++`); default: c++, g++ or clang++"),
+    Variable("MAX_JOBS", "build", "compilers at a time, about 2 GB of memory each; default: all cores"),
+    Variable("ZEROX_WERROR", "build", "`1`: compiler warnings are errors, nvcc's too"),
+    Variable("ZEROX_TORCH_INDEX", "make", "package index to take torch from when `make` creates `./.venv`"),
+    Variable("WORKERS", "make", "test processes at a time; default: all cores, at most 8"),
+    Variable("ARGS", "make", "what `make test` and others pass on, such as `'-k layout -x'`"),
+    Variable("ZEROX_ISA", "run", "`scalar`, `avx2` or `avx512` instead of the fastest kernels that the CPU can run"),
+    Variable(
+        "ZEROX_EXCHANGE",
+        "run",
+        "`direct` (default on gloo: sums in rank order, the same bits everywhere; ranks of one machine read each "
+        "other's memory; over NCCL one all-to-all), `messages` (the same, but nobody is read) or `native` (default on "
+        "NCCL: the backend's collectives)",
+    ),
+    Variable("OMP_NUM_THREADS", "run", "threads of a rank, as for torch; torchrun sets 1 unless told otherwise"),
+    Variable("CUDA_VISIBLE_DEVICES", "run", "the GPUs that torch sees"),
+    Variable("GLOO_SOCKET_IFNAME", "run", "the network interface of gloo; default: the one of the host's name"),
+    Variable("ZEROX_FRESH_ROOT", "test", "folder of `scripts/fresh_machine.sh`; default: one in `/var/tmp`"),
+    Variable("ZEROX_TEST_DEVICE", "test", "`cpu`: run `tests/gpu` without a GPU"),
+    Variable("ZEROX_TEST_SEED", "test", "number of an earlier run of `tests/gpu`, whose random data it repeats"),
+    Variable("ZEROX_NCCL_LIBRARY", "test", "an NCCL 2.30 for `make gpu`, which puts two ranks on one GPU"),
+)
+
+
+def readme_rows() -> str:
+    """README's rows. Nobody trains with those of tests, which CONTRIBUTING.md has."""
+    rows = [f"| `{each.name}` | {each.when} | {each.meaning} |" for each in VARIABLES if each.when != "test"]
+    return "\n".join(["| variable | when | means |", "|---|---|---|", *rows])
