@@ -10,11 +10,11 @@ in_env = py="$$(scripts/setup_env.sh $(1))" && export PATH="$$(dirname "$$py"):$
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## /{printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
-	@echo "Environment variables: see the top of scripts/setup_env.sh and of zerox/_ext.py."
+	@echo "Environment variables: README.md, Install, or python -m zerox env."
 
 demo: ## train a small GPT on 2 CPU ranks, zerox beside plain DDP; draws a picture into demo/
 	@$(call in_env,demo) && OMP_NUM_THREADS="$${OMP_NUM_THREADS:-1}" \
-	  "$$py" -m torch.distributed.run --standalone --nproc-per-node=2 examples/train_gpt.py --compare --out demo
+	  "$$py" examples/train_gpt.py --ranks 2 --compare --out demo
 
 # By file, in order: a file's tests share rank processes and builds, and what is built comes early.
 test: ## the whole suite, C++ unit tests included, on WORKERS processes; ARGS='-k layout -x' goes to pytest

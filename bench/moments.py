@@ -43,7 +43,8 @@ class Quality:
 
 
 def command(state_dtype: str, seed: int, steps: int) -> list[str]:
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    launch += ["--local-addr=127.0.0.1", "--nproc-per-node=2"]
     options = ["--state-dtype", state_dtype, "--seed", str(seed), "--steps", str(steps), "--device", "cpu", "--quiet"]
     return [*launch, "examples/train_gpt.py", *options]
 

@@ -72,6 +72,7 @@ def _parser(description: str) -> argparse.ArgumentParser:
         "--state-dtype", choices=STATE_DTYPES, default="fp32", help="of zerox's moments (default: %(default)s)"
     )
     training.add_argument("--seed", type=int, default=0, help="(default: %(default)s)")
+    training.add_argument("--ranks", type=_count, help="start that many here, under torchrun (default: no torchrun)")
     training.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="(default: cuda if any)")
 
     checkpoints = parser.add_argument_group("checkpoints")

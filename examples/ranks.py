@@ -1,20 +1,44 @@
 """The ranks of a training, as torchrun starts them, and starts them again."""
 
 import os
+import socket
+import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
+from corpus import BadInput
+
+LOOPBACK = "127.0.0.1"
+MEETING_S = 20  # how long to try to reach rank 0
+
+
+def start(num_ranks: int) -> None:
+    """Becomes torchrun with this very command line, on the ranks of which ``am_rank`` holds.
+
+    Ranks of one machine meet at the loopback address: torchrun's own choice is the machine's name, and where that does
+    not resolve, as in many containers, it waits for five minutes and more.
+    """
+    launcher = ["-m", "torch.distributed.run", "--standalone", f"--local-addr={LOOPBACK}"]
+    os.execv(sys.executable, [sys.executable, *launcher, f"--nproc-per-node={num_ranks}", *sys.argv])
+
+
+def am_rank() -> bool:
+    return "RANK" in os.environ
 
 
 @contextmanager
 def process_group(device: torch.device) -> Iterator[tuple[int, int]]:
     """(rank, number of ranks); without torchrun there is one rank and no group."""
-    if "RANK" not in os.environ:
+    if not am_rank():
         yield 0, 1
         return
+    find_rank_0()
     where = {"store": store_of_restart(), "rank": int(os.environ["RANK"]), "world_size": int(os.environ["WORLD_SIZE"])}
+    if os.environ.get("GROUP_WORLD_SIZE") == "1":
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # or gloo too asks for the machine's name, in each group
     if device.type == "cuda":
         torch.cuda.set_device(device)
         dist.init_process_group("nccl", device_id=device, **where)
@@ -24,6 +48,30 @@ def process_group(device: torch.device) -> Iterator[tuple[int, int]]:
         yield dist.get_rank(), dist.get_world_size()
     finally:
         dist.destroy_process_group()
+
+
+def find_rank_0() -> None:
+    """BadInput where rank 0 can't be reached: torch would try for minutes, and then say so in 80 lines."""
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    # Somebody else than torchrun started the ranks: rank 0 is the one that listens, and has yet to begin.
+    is_host = os.environ["RANK"] == "0" and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    end = time.monotonic() + MEETING_S
+    while True:
+        try:
+            if is_host:
+                socket.getaddrinfo(host, port)
+            else:
+                socket.create_connection((host, port), timeout=5).close()
+            return
+        except OSError as error:
+            if time.monotonic() > end:
+                rank = os.environ["RANK"]
+                raise BadInput(
+                    f"rank {rank} found no way to rank 0 at {host}:{port} in {MEETING_S} s ({error}): "
+                    f"on one machine start ranks with --ranks N, or torchrun --local-addr {LOOPBACK}; "
+                    "on several, MASTER_ADDR has to be a name or an address of rank 0's that all of them know"
+                ) from error
+        time.sleep(0.2)
 
 
 def store_of_restart() -> dist.Store | None:

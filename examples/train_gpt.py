@@ -1,9 +1,9 @@
 """Train a small byte-level GPT with zerox, alone or under torchrun with any number of ranks.
 
     python examples/train_gpt.py
-    torchrun --nproc-per-node 2 examples/train_gpt.py
-    torchrun --nproc-per-node 2 examples/train_gpt.py --compare --out out
-    torchrun --nproc-per-node 2 --max-restarts 3 examples/train_gpt.py --save-dir checkpoints --resume
+    python examples/train_gpt.py --ranks 2
+    python examples/train_gpt.py --ranks 2 --compare --out out
+    torchrun --local-addr 127.0.0.1 --nproc-per-node 2 --max-restarts 3 examples/train_gpt.py --save-dir out --resume
 
 All that zerox asks of a training script is in `with_zerox` and `train_step`. `--compare` trains a second model with
 DistributedDataParallel and torch.optim.AdamW, from the same start on the same text, and puts both in one picture.
@@ -30,10 +30,11 @@ import torch
 import torch.distributed as dist
 from checkpoints import Checkpoints
 from corpus import BadInput, Corpus, RandomWindows, load_corpus
+from fits import check_fits
 from gpt_model import GPT, sample_text
 from measure import bytes_of_torch, bytes_of_zerox, distances_from_unfused, held_out_loss, mean_over_ranks
 from options import DTYPES, STATE_DTYPES, parse_options
-from ranks import process_group
+from ranks import am_rank, process_group, start
 from report import Result, memory_table, write_comparison
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import LambdaLR
@@ -310,6 +311,9 @@ def main() -> int:
     try:
         options = parse_options(None, description=__doc__)
         corpus = load_corpus(options.data, options.shape.context)
+        check_fits(options)
+        if options.ranks and not am_rank():
+            start(options.ranks)  # after all checks: a wrong option costs one line, not torchrun's 45
         with process_group(options.device) as (rank, world_size):
             run(options, corpus, rank, world_size)
     except BadInput as error:

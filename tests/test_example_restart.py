@@ -102,7 +102,8 @@ def test_other_ranks_go_on_with_the_same_text(tmp_path: Path, ranks: int, batch:
 def test_torchrun_starts_anew_where_the_last_checkpoint_was(tmp_path: Path) -> None:
     straight, _ = train(tmp_path, 2, 4)
     losses, output = tmp_path / "again.json", tmp_path / "output"
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=2"]
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1", "--nproc-per-node=2"]
+    launcher += ["--max-restarts=2"]
     options = [*TINY, "--quiet", "--batch=4", f"--data={ROOT / 'README.md'}", f"--steps={STEPS}", f"--losses={losses}"]
     command = [sys.executable, *launcher, EXAMPLE, *options, *saved(tmp_path / "x", "--resume")]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}

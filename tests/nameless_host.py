@@ -1,0 +1,34 @@
+"""A machine whose own name does not resolve, as in many containers: made of Linux namespaces, for one command."""
+
+from __future__ import annotations
+
+import subprocess
+import tempfile
+from pathlib import Path
+
+import pytest
+
+# Only this command sees the name and the hosts file.
+SCRIPT = """
+set -e
+hostname nowhere-zerox
+mount --bind "$0" /etc/hosts
+exec "$@"
+"""
+
+
+def prefix() -> list[str]:
+    """Words to put before a command. Skips the test, saying why, where this user may make no namespaces."""
+    hosts = Path(tempfile.gettempdir(), "zerox-nameless-hosts")
+    hosts.write_text("127.0.0.1 localhost\n")
+    words = ["unshare", "--map-root-user", "--uts", "--mount", "bash", "-c", SCRIPT, str(hosts)]
+    resolves = "import socket\ntry: print(socket.gethostbyname(socket.gethostname()))\nexcept OSError: print('no')"
+    try:
+        done = subprocess.run([*words, "python3", "-c", resolves], capture_output=True, text=True)
+    except FileNotFoundError:
+        pytest.skip("no unshare on this machine: that a name does not resolve can't be tried")
+    if done.returncode:
+        pytest.skip(f"no namespaces here, so that a name does not resolve can't be tried: {done.stderr.strip()}")
+    if done.stdout != "no\n":
+        pytest.skip(f"here any name resolves, the nameless host's to {done.stdout.strip()}")
+    return words

@@ -1,0 +1,53 @@
+"""Ranks of one machine find each other whatever it calls itself, and where they can't they say so soon."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+from tests import nameless_host
+from tests.test_example_cli import SMALLEST, run, text  # noqa: F401
+
+ROOT = Path(__file__).parents[1]
+
+
+def test_the_example_s_ranks_meet_where_the_host_s_name_does_not_resolve(text: Path) -> None:  # noqa: F811
+    ended = run("--data", text, "--steps=2", "--quiet", *SMALLEST, "--ranks=2", within=nameless_host.prefix())
+    assert ended.returncode == 0, ended.stderr
+    assert "2 ranks on cpu" in ended.stdout
+    assert "resolve" not in ended.stderr, "gloo too needs no name"
+
+
+@pytest.mark.parametrize(("rank", "host"), [("0", "nowhere-zerox.invalid"), ("1", "127.0.0.1")])
+def test_ranks_that_can_t_meet_say_so_in_one_line(rank: str, host: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(ROOT / "examples")
+    import ranks
+
+    assert ranks.MEETING_S <= 20, "with the start of Python this is said within 30 s"
+    monkeypatch.setattr(ranks, "MEETING_S", 0.5)
+    monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
+    for name, value in {"RANK": rank, "WORLD_SIZE": "2", "MASTER_ADDR": host, "MASTER_PORT": "9"}.items():
+        monkeypatch.setenv(name, value)
+    start = time.monotonic()
+    with pytest.raises(
+        ranks.BadInput, match=rf"^rank {rank} found no way to rank 0 at {host}:9 in 0.5 s \(.*\): .*--ranks"
+    ):
+        ranks.find_rank_0()
+    assert time.monotonic() - start < 15
+
+
+def test_whatever_starts_ranks_uses_the_loopback_address() -> None:
+    """torchrun by itself uses the host's name, and waits for five minutes where that does not resolve."""
+    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
+    starts = re.compile(r"torchrun (?:-\S+ [\w.]+ )*--nproc|torch\.distributed\.run\b[^\n]*\n?[^\n]*nproc", re.M)
+    found = {}
+    for name in listed:
+        if name.endswith((".py", ".md", ".sh", "Makefile")) and name != f"tests/{Path(__file__).name}":
+            for match in starts.finditer((ROOT / name).read_text()):
+                found[name] = "local-addr" in match[0]
+    assert {"README.md", "examples/ranks.py", "bench/moments.py"} <= set(found), "they were not recognised"
+    assert [name for name, is_local in found.items() if not is_local] == []
