@@ -8,25 +8,53 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from bench import report
+from zerox import environment
 
 README = Path(__file__).parents[1] / "README.md"
 
 
-def test_the_first_example_trains_over_two_ranks(tmp_path: Path) -> None:
-    code = re.search(r"```python\n(.*?)```", README.read_text(), re.S)
-    assert code
-    script = tmp_path / "train.py"
-    script.write_text(code.group(1))
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script)]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120)
+COMMANDS = {
+    1: "python train.py",
+    2: "torchrun --local-addr 127.0.0.1 --nproc-per-node 2 train.py",
+}
+
+
+@pytest.mark.parametrize("ranks", COMMANDS)
+def test_the_first_example_trains_as_printed_below_it(ranks: int, tmp_path: Path) -> None:
+    found = re.search(r"```python\n# train.py\n(.*?)```\n```\n(.*?)```", README.read_text(), re.S)
+    assert found
+    (tmp_path / "train.py").write_text(found[1])
+    assert COMMANDS[ranks] in [line.partition("#")[0].strip() for line in found[2].splitlines()]
+    command = COMMANDS[ranks].replace("python ", f"{sys.executable} ")
+    command = command.replace("torchrun ", f"{sys.executable} -m torch.distributed.run ")
+    environment = {name: value for name, value in os.environ.items() if name != "RANK"} | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command.split(), cwd=tmp_path, capture_output=True, text=True, env=environment, timeout=120)
     assert done.returncode == 0, done.stderr
     said = re.search(r"loss ([\d.]+), ([\d,]+) bytes of moments", done.stdout)
     assert said, done.stdout
     assert float(said.group(1)) < 60.0, "the loss starts at about 64, the variance of a sum of 64"
     numel = 64 * 256 + 256 + 256 + 1
-    assert numel * 8 / 2 <= int(said.group(2).replace(",", "")) <= numel * 8 / 2 * 1.1
+    assert numel * 8 / ranks <= int(said.group(2).replace(",", "")) <= numel * 8 / ranks * 1.1
+
+
+def test_its_table_of_environment_variables_is_the_one_of_zerox_env() -> None:
+    assert environment.readme_rows() in README.read_text(), "zerox.environment.readme_rows() gives what should be there"
+    printed = subprocess.run([sys.executable, "-m", "zerox", "env"], capture_output=True, text=True).stdout
+    for variable in environment.VARIABLES:
+        assert re.search(rf"^  {variable.name} .*{re.escape(variable.meaning)}$", printed, re.M)
+
+
+def test_every_variable_of_zerox_that_something_reads_is_in_the_table() -> None:
+    internal = {"ZEROX_FRESH_INSIDE", "ZEROX_TEST_EXTENSION", "ZEROX_COMMIT"}  # set and read by the same code
+    listed = subprocess.run(["git", "ls-files"], cwd=README.parent, capture_output=True, text=True, check=True).stdout
+    paths = [README.parent / name for name in listed.split() if name.endswith((".py", ".sh", ".cpp", ".h"))]
+    reads = re.compile(r"""(?:environ(?:\.get\(|\[)|getenv\()["'](ZEROX_\w+)|[$][{]?!?(ZEROX_[A-Z_]+)""")
+    read = {name for path in paths for found in reads.findall(path.read_text()) for name in found if name}
+    assert {"ZEROX_ISA", "ZEROX_CUDA", "ZEROX_EXCHANGE", "ZEROX_TORCH_INDEX"} <= read, "they were not recognised"
+    assert read - internal <= {variable.name for variable in environment.VARIABLES}
 
 
 def test_speed_and_memory_are_those_of_the_result_files() -> None:
