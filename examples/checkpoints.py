@@ -1,7 +1,7 @@
 """A training's checkpoints: saved now and then, found again, and gone on from with any number of ranks."""
 
 import argparse
-import shutil
+import contextlib
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +52,9 @@ class Checkpoints:
             names = [path.name.removeprefix("step-") for path in self.folder.glob("step-*")]
             earlier = sorted((int(name), name) for name in names if name.isdecimal() and int(name) < len(losses))
             for _, name in earlier[: 1 - NUM_KEPT]:
-                shutil.rmtree(self.folder / f"step-{name}", ignore_errors=True)
+                # What is no checkpoint, or has somebody's notes in it, stays.
+                with contextlib.suppress(zerox.CheckpointError, OSError):
+                    zerox.remove(self.folder / f"step-{name}")
 
     def resume(self, trainer: Any, draws: RandomWindows) -> str | None:
         """Puts everything where the last checkpoint had it, and says which that was, if there is one. Collective."""

@@ -200,9 +200,12 @@ def test_a_training_begun_anew_keeps_its_own_checkpoints(tmp_path: Path) -> None
     folder = tmp_path / "x"
     train(tmp_path, 1, 4, *saved(folder))
     (folder / "step-by-step").mkdir()
+    (folder / "step-000001").mkdir()
+    (folder / "step-000001" / "notes.txt").write_text("no checkpoint, and not this training's to remove")
     train(tmp_path, 1, 4, *saved(folder), "--steps=10")
-    expected = [f"step-0000{step}" for step in ("08", "10", "16", "24")]
+    expected = [f"step-0000{step}" for step in ("01", "08", "10", "16", "24")]
     assert sorted(each.name for each in folder.glob("step-0*")) == expected
     _, said = train(tmp_path, 1, 4, *saved(folder), "--steps=10", "--resume")
     assert "step-000010 (step 10)" in said
     assert (folder / "step-by-step").is_dir()
+    assert (folder / "step-000001" / "notes.txt").exists()

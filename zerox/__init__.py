@@ -12,15 +12,25 @@ except ImportError as error:
     # `python -m zerox env` must still run, to report this; whoever wants a name from here gets the reason.
     _broken = str(error)
 if TYPE_CHECKING:
-    from zerox.checkpoint import CheckpointError, latest, load, save
+    from zerox.checkpoint import CheckpointError, latest, load, remove, save
 
-__all__ = ["CheckpointError", "FusedShardedAdam", "GradScaler", "MemoryBytes", "estimate", "latest", "load", "save"]
+__all__ = [
+    "CheckpointError",
+    "FusedShardedAdam",
+    "GradScaler",
+    "MemoryBytes",
+    "estimate",
+    "latest",
+    "load",
+    "remove",
+    "save",
+]
 
 
 def __getattr__(name: str) -> object:
     if _broken and not name.startswith("__"):
         raise ImportError(_broken)
-    if name in ("CheckpointError", "latest", "load", "save"):  # torch.distributed.checkpoint takes a second to import
+    if name in __all__:  # those of checkpoint: torch.distributed.checkpoint takes a second to import
         from zerox import checkpoint
 
         return getattr(checkpoint, name)

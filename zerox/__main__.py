@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import argparse
 import os
-import pickle
 import platform
+import signal
 import sys
 from pathlib import Path
 
@@ -114,11 +114,13 @@ def convert(args: argparse.Namespace) -> int:
     """Returns 1 where it could not, having said why."""
     from zerox.checkpoint.convert import convert_file
 
+    keys = (args.model_key, args.optimizer_key)
     try:
-        print(convert_file(args.source, args.target, args.weights, args.fp32, (args.model_key, args.optimizer_key)))
-    except (RuntimeError, ValueError, OSError, ImportError, pickle.UnpicklingError) as error:
-        print(f"zerox convert: {error}", file=sys.stderr)
+        wrote = convert_file(args.source, args.target, args.weights, args.fp32, keys)
+    except (RuntimeError, ValueError, OSError, ImportError) as error:
+        print(f"zerox convert: {' '.join(str(error).split())}", file=sys.stderr)  # one line, whatever torch says
         return 1
+    print(wrote)
     return 0
 
 
@@ -150,7 +152,13 @@ def parser() -> argparse.ArgumentParser:
 
 def main(argv: list[str] | None = None) -> int:
     args = parser().parse_args(argv)
-    return int(args.run(args))
+    try:
+        status = int(args.run(args))
+        sys.stdout.flush()
+    except BrokenPipeError:  # whoever read it has enough, as `| head` has: Python would complain once more at its exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
+    return status
 
 
 if __name__ == "__main__":

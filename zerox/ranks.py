@@ -31,7 +31,7 @@ class Ranks:
 
     ``device``: of the parameters; ``backend``: "gloo" or "nccl", what moves tensors of that device. ``neighbours``: the
     process of each rank whose memory can be read, else 0; empty where nobody is to be read. ``why_alone``: of one rank
-    that was not asked to be alone.
+    that was not asked to be alone. ``given``: the user's group over the same ranks; None for one rank alone.
     """
 
     rank: int
@@ -43,6 +43,7 @@ class Ranks:
     device: torch.device = CPU
     neighbours: tuple[int, ...] = ()
     why_alone: str = ""
+    given: dist.ProcessGroup | None = None
 
     @staticmethod
     def alone(device: torch.device = CPU, why: str = "") -> Ranks:
@@ -190,13 +191,13 @@ def find_ranks(
         raise ValueError(f"ZEROX_EXCHANGE must be one of {EXCHANGES}, got '{exchange}'")
     if group not in dist.distributed_c10d._world.pg_map:
         # A group that somebody built by hand (ranks as threads of one process, in tests): it can't be doubled.
-        return _with_neighbours(Ranks(rank, size, backend, exchange, group, group, device))
+        return _with_neighbours(Ranks(rank, size, backend, exchange, group, group, device, given=group))
     if roll_call is not None:
         roll_call.answer(f"ZEROX_EXCHANGE={exchange} over {backend} for parameters on {device.type}")
     data = _same_ranks(group, backend)
     # Collectives on one gloo group pair up by order: those of native exchange come from other threads.
     control = data if backend == "gloo" and exchange != "native" else _same_ranks(group, "gloo")
-    return _with_neighbours(Ranks(rank, size, backend, exchange, data, control, device))
+    return _with_neighbours(Ranks(rank, size, backend, exchange, data, control, device, given=group))
 
 
 def _with_neighbours(ranks: Ranks) -> Ranks:

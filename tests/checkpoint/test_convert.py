@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import pytest
 import torch
@@ -154,8 +154,8 @@ def test_a_file_whose_writing_stops_halfway_is_not_there(
 ) -> None:
     save(tmp_path / "x", *build("fp32", 0))
 
-    def full(_: Any, file: Path) -> None:
-        file.write_bytes(b"half")
+    def full(_: Any, file: BinaryIO) -> None:
+        file.write(b"half")
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(torch, "save", full)

@@ -11,7 +11,7 @@ from torch import nn
 
 from tests.kernels.shards import same_bits
 from zerox import CheckpointError, FusedShardedAdam, load, save
-from zerox.checkpoint.manifest import find
+from zerox.checkpoint.place import find
 from zerox.checkpoint.reader import CheckpointReader
 
 

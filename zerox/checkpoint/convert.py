@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import os
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,17 +12,17 @@ from torch import Tensor
 
 from zerox.bucket import MASTER, REMAINDER
 from zerox.checkpoint.everyone import Everyone
-from zerox.checkpoint.groups import NOT_OPTIONS
-from zerox.checkpoint.manifest import CheckpointError
+from zerox.checkpoint.from_torch import EXTRA, read_torch_file
 from zerox.checkpoint.names import MODEL, OPTIMIZER
 from zerox.checkpoint.saved_state import MOMENTS
 from zerox.checkpoint.store import Opened, open_checkpoint, write
+from zerox.checkpoint.writer import save_object
 from zerox.moments import SCALE
 from zerox.sliced_state import STEP
 from zerox.stored_forms import decoded, master_of
 
 SAFETENSORS = ".safetensors"
-EXTRA = "extra"
+FILES = (SAFETENSORS, ".pt", ".pth", ".bin")  # endings that nobody gives to a folder
 WHATS = (STEP, MASTER, REMAINDER, *MOMENTS, *(name + SCALE for name in MOMENTS))
 
 
@@ -30,41 +31,69 @@ def convert_file(source: Path, target: Path, weights: bool, fp32: bool, keys: tu
 
     Raises CheckpointError for a source that is not what it should be, FileExistsError rather than overwrite.
     """
-    if target.exists():
-        raise FileExistsError(f"{target} exists")
+    if os.path.lexists(target):
+        raise FileExistsError(f"{target} exists, and nothing is overwritten: choose another name")
     if not source.is_dir():
         if weights or fp32:
             raise ValueError("--weights and --fp32 are for a checkpoint's folder")
-        return _to_folder(source, target, *keys)
-    opened = open_checkpoint(source, Everyone(None, alone=True))
+        if target.suffix in FILES:
+            raise ValueError(
+                f"{source} is a file, of which a checkpoint's folder is made, and {target} is the name of a file: give "
+                "a folder's, and convert that one to a file if you want its weights"
+            )
+        tensors, host = read_torch_file(source, *keys)
+        write(target, tensors, host, Everyone())
+        return f"wrote {target}, a checkpoint of {len(tensors)} tensors"
+    if not target.parent.is_dir():
+        raise FileNotFoundError(f"{target.parent}, where {target.name} is to be, is no folder")
+    opened = open_checkpoint(source, Everyone())
+    with Everyone().failing_together(f"{source} could not be converted"):
+        return _to_file(opened, target, weights, fp32, keys)
+
+
+def _to_file(opened: Opened, target: Path, weights: bool, fp32: bool, keys: tuple[str, str]) -> str:
     saved, host = _read(opened, MODEL), opened.host()
     tensors = {**saved, **(_in_fp32(opened, saved) if fp32 else {})}
     plain = {name.removeprefix(MODEL): tensor for name, tensor in tensors.items()}
     if target.suffix == SAFETENSORS:
         return _put(target, plain, _save_safetensors)
     if weights:
-        return _put(target, {**plain, **host["model"]}, torch.save)
+        return _put(target, {**plain, **host["model"]}, _save_torch)
     state = _adamw_state(opened, saved, host)
-    return _put(target, {keys[0]: {**plain, **host["model"]}, keys[1]: state, EXTRA: host["extra"]}, torch.save)
+    return _put(target, {keys[0]: {**plain, **host["model"]}, keys[1]: state, EXTRA: host["extra"]}, _save_torch)
 
 
-def _put(target: Path, content: Any, save: Any) -> str:
-    """Complete or not there."""
+def _put(target: Path, content: Any, save: Callable[[Any, Path], Any]) -> str:
+    """Complete or not there, and never over anything."""
     part = target.with_name(f".{target.name}.saving")
     try:
+        part.touch(exist_ok=False)
+    except FileExistsError:
+        raise FileExistsError(f"{part} exists: another conversion writes it, or was killed; if so remove it") from None
+    try:
         save(content, part)
+        if os.path.lexists(target):
+            raise FileExistsError(f"{target} exists, and was not there a moment ago")
         part.rename(target)
     finally:
         part.unlink(missing_ok=True)
     return f"wrote {target}, {target.stat().st_size / 1e6:,.1f} MB"
 
 
+def _save_torch(content: Any, file: Path) -> None:
+    save_object(content, file, mode="wb")
+
+
 def _save_safetensors(tensors: dict[str, Tensor], file: Path) -> None:
     try:
+        from safetensors import SafetensorError
         from safetensors.torch import save_file
     except ImportError as error:
         raise ImportError("a .safetensors file needs the package safetensors: pip install safetensors") from error
-    save_file(tensors, file, metadata={"format": "pt"})
+    try:
+        save_file(tensors, file, metadata={"format": "pt"})
+    except SafetensorError as error:
+        raise OSError(f"{file} could not be written: {error}") from None
 
 
 # ---- from a checkpoint
@@ -128,55 +157,4 @@ def _torchs(saved: Mapping[str, Tensor], weight: Tensor | None, order: list[int]
         found[MASTER] = saved[MASTER]
     elif REMAINDER in saved and weight is not None:
         found[MASTER] = master_of(weight, saved[REMAINDER])
-    return found
-
-
-# ---- to a checkpoint
-
-
-def _to_folder(source: Path, target: Path, model_key: str, optimizer_key: str) -> str:
-    content = torch.load(source, weights_only=True, map_location="cpu")
-    if not isinstance(content, dict) or model_key not in content or optimizer_key not in content:
-        has = sorted(map(str, content)) if isinstance(content, dict) else f"a {type(content).__name__}"
-        raise CheckpointError(
-            f"{source} should be a dict with '{model_key}' and '{optimizer_key}', and has {has}: "
-            "see --model-key and --optimizer-key"
-        )
-    weights, state = content[model_key], content[optimizer_key]
-    rest = {key: value for key, value in content.items() if key not in (model_key, optimizer_key)}
-    names = _names_of(source, weights, state)
-    tensors = {MODEL + name: value for name, value in weights.items() if isinstance(value, Tensor)}
-    for number, own in state["state"].items():
-        for what, value in own.items():
-            if what in (STEP, MASTER, *MOMENTS):
-                kept = torch.as_tensor(value)
-                dtype = torch.int64 if what == STEP else torch.float32 if kept.dtype is torch.float16 else kept.dtype
-                tensors[f"{OPTIMIZER}{names[number]}.{what}"] = kept.to(dtype)
-    groups = []
-    for group in state["param_groups"]:
-        options = {key: value for key, value in group.items() if key not in NOT_OPTIONS}
-        groups.append({"amsgrad": False, **options, "names": [names[number] for number in group["params"]]})
-    others = {name: value for name, value in weights.items() if not isinstance(value, Tensor)}
-    extra = rest[EXTRA] if set(rest) == {EXTRA} else rest or None
-    host = {"groups": groups, "memory_order": {}, "model": others, "extra": extra}
-    write(target, tensors, host, Everyone(None, alone=True))
-    return f"wrote {target}, a checkpoint of {len(tensors)} tensors"
-
-
-def _names_of(source: Path, weights: Mapping[str, Tensor], state: Mapping[str, Any]) -> dict[int, str]:
-    """Parameters' names by number: those that the optimizer was given, else the model's, whose order is the same."""
-    found: dict[int, str] = {}
-    numbers = [number for group in state["param_groups"] for number in group["params"]]
-    for group in state["param_groups"]:
-        found |= dict(zip(group["params"], group.get("param_names", ()), strict=False))
-    if len(found) < len(numbers):
-        shapes = {number: own["exp_avg"].shape for number, own in state["state"].items() if "exp_avg" in own}
-        likely = list(weights)
-        if len(likely) != len(numbers) or any(weights[likely[n]].shape != shape for n, shape in shapes.items()):
-            raise CheckpointError(
-                f"{source}: the model has {len(likely)} tensors and the optimizer {len(numbers)} parameters without "
-                "names, so it can't be told which is which: build the optimizer with model.named_parameters() and save "
-                "again"
-            )
-        found = dict(enumerate(likely))
     return found

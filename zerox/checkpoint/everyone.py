@@ -11,16 +11,32 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
 from zerox.checkpoint.manifest import CheckpointError
+from zerox.optimizer import FusedShardedAdam
+from zerox.process_group import GroupArgument, chosen_group
 
 
 class Everyone:
-    """The ranks that save or load together."""
+    """The ranks that save or load together: those of ``group``; None for one rank alone."""
 
-    def __init__(self, group: dist.ProcessGroup | None, alone: bool = False) -> None:
+    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
         self.group = group
-        self.alone = alone or not (dist.is_available() and dist.is_initialized())
-        self.rank = 0 if self.alone else dist.get_rank(group)
-        self.size = 1 if self.alone else dist.get_world_size(group)
+        self.alone = group is None
+        self.rank = 0 if group is None else dist.get_rank(group)
+        self.size = 1 if group is None else dist.get_world_size(group)
+
+    @staticmethod
+    def of(optimizer: FusedShardedAdam, process_group: GroupArgument) -> Everyone:
+        """Those that are asked for, else the optimizer's. ValueError if one that has a part of its state is not in."""
+        own = optimizer._all_ranks.given
+        if process_group is None:
+            if own is not None and own not in dist.distributed_c10d._world.pg_map:
+                raise ValueError("zerox.save() and zerox.load() need a process group that torch.distributed made")
+            return Everyone(own)
+        group = chosen_group(process_group)
+        asked = [] if group is None else dist.get_process_group_ranks(group)
+        if missing := sorted(set(dist.get_process_group_ranks(own) if own else []) - set(asked)):
+            raise ValueError(f"zerox: process_group: ranks {missing} have a part of the optimizer's state, and are not in it")
+        return Everyone(group)
 
     @contextmanager
     def dcp_options(self) -> Iterator[dict[str, Any]]:
@@ -30,11 +46,16 @@ class Everyone:
                 warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
             yield {"no_dist": True} if self.alone else {"process_group": self.group}
 
-    def gather(self, value: Any) -> list[Any]:
+    def gather(self, value: Any, what: str) -> list[Any]:
+        """Every rank's, by rank. CheckpointError, which begins with ``what``, if one does not answer."""
         if self.alone:
             return [value]
         found: list[Any] = [None] * self.size
-        dist.all_gather_object(found, value, group=self.group)
+        try:
+            dist.all_gather_object(found, value, group=self.group)
+        except RuntimeError as error:  # what gloo and NCCL say ends in a trace
+            said_first = str(error).partition("\n")[0]
+            raise CheckpointError(f"{what}: a rank did not answer; it died, or was late: {said_first}") from error
         return found
 
     @contextmanager
@@ -45,18 +66,25 @@ class Everyone:
             yield
         except (Exception, CheckpointException) as raised:  # DCP's is no Exception
             error = raised
-        told = self.gather(None if error is None else said(error))
+        told = self.gather(None if error is None else said(error), what)
         failed = [rank for rank, text in enumerate(told) if text is not None]
         if not failed:
             return
-        if isinstance(error, CheckpointError):
-            raise error
         where = "" if self.alone else f" on rank {failed[0]}"
         raise CheckpointError(f"{what}{where}: {told[failed[0]]}") from error
 
 
+@contextmanager
+def failing_as(what: str) -> Iterator[None]:
+    """Around a collective that tells all ranks by itself."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise CheckpointError(f"{what}: {error}") from error
+
+
 def said(error: BaseException) -> str:
-    """In one line; of DCP's, which has tracebacks of all ranks, what the first rank raised."""
+    """Without a traceback: DCP's exceptions have those of all ranks."""
     if isinstance(error, CheckpointException) and error.failures:
         error = next(iter(error.failures.values()))[0]
-    return f"{type(error).__name__}: {error}"
+    return str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"

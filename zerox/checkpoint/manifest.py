@@ -1,57 +1,59 @@
 """What makes a folder a checkpoint: a manifest with the size and checksum of each of its files, written last.
 
-A checkpoint is written beside its place, under a name of its own, and takes its place when it is complete: at any
-moment the place has the old checkpoint, the new one, or, while one takes the other's place, the old one is ``aside``.
+A manifest may come from anywhere. It is read as far as a manifest can go, and lists nothing but what zerox writes.
 """
 
 from __future__ import annotations
 
+import errno
+import io
 import json
+import math
 import os
-import shutil
+import re
+import stat
 import zlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 NAME = "zerox.json"
+METADATA = ".metadata"  # of torch.distributed.checkpoint: which file has which part of what tensor
+HOST = "host.pt"  # what is no tensor of model or optimizer
+DATA = r"__[0-9]+_[0-9]+\.distcp"
+LISTED = re.compile(rf"{DATA}|{re.escape(METADATA)}|{re.escape(HOST)}")
+WRITTEN = re.compile(rf"{LISTED.pattern}|{re.escape(METADATA)}\.tmp|{re.escape(NAME)}")  # also half a checkpoint's
+
 FORMAT = 1
 CRC = "crc32"  # of the manifest itself, as compact JSON with sorted keys
 CHUNK_BYTES = 2**22
+MOST_BYTES = 2**26  # of a manifest: those of 100,000 ranks are a tenth of it
+MOST_NAMES = 5
 
 
 class CheckpointError(RuntimeError):
     """A folder is no checkpoint, or a damaged one, or of something else. Names the file or the tensor."""
 
 
-MOST_NAMES = 5
+def some(names: Sequence[str]) -> str:
+    """The first of them, for a message."""
+    more = f" and {len(names) - MOST_NAMES} more" if len(names) > MOST_NAMES else ""
+    return f"{', '.join(names[:MOST_NAMES])}{more}"
 
 
-def saving(path: Path) -> Path:
-    """Where the checkpoint ``path`` is written."""
-    return path.with_name(f".{path.name}.saving")
-
-
-def aside(path: Path) -> Path:
-    """Where its predecessor waits until it has taken its place."""
-    return path.with_name(f".{path.name}.replaced")
-
-
-def places(folder: Path) -> set[Path]:
-    """Where checkpoints in ``folder`` may be: also where one is aside, but not where one is being written."""
-    found = set()
-    for each in folder.iterdir() if folder.is_dir() else ():
-        if each.name.startswith(".") and each.name.endswith(".replaced"):
-            found.add(each.with_name(each.name.removeprefix(".").removesuffix(".replaced")))
-        elif not (each.name.startswith(".") and each.name.endswith(".saving")):
-            found.add(each)
-    return found
+def opened(file: Path) -> io.FileIO:
+    """A regular file, to be read. OSError for anything else: a pipe has to be waited for, and a device has no end."""
+    stream = io.FileIO(file, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))
+    if not stat.S_ISREG(os.fstat(stream.fileno()).st_mode):
+        stream.close()
+        raise OSError(errno.EINVAL, "it is no regular file", str(file))
+    return stream
 
 
 def checksum(file: Path) -> tuple[int, int]:
     """Bytes, and their CRC-32."""
     total, crc = 0, 0
-    with file.open("rb") as stream:
+    with opened(file) as stream:
         while chunk := stream.read(CHUNK_BYTES):
             total += len(chunk)
             crc = zlib.crc32(chunk, crc)
@@ -84,51 +86,66 @@ def read(folder: Path) -> dict[str, Any]:
     """Raises CheckpointError."""
     file = folder / NAME
     try:
-        found = json.loads(file.read_text())
+        with io.BufferedReader(opened(file)) as stream:
+            text = stream.read(MOST_BYTES + 1)
+        if len(text) > MOST_BYTES:
+            raise ValueError
+        found = json.loads(text)
         if found.get("format", FORMAT) == FORMAT and found.pop(CRC) != _crc(found):
             raise ValueError
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         raise CheckpointError(f"{folder} is no checkpoint: it has no {NAME}") from None
-    except (ValueError, KeyError, TypeError, AttributeError):
+    except OSError as error:
+        raise CheckpointError(f"{file} can't be read: {error.strerror}") from None
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise CheckpointError(f"{file} is damaged") from None
     if found.get("format") != FORMAT:
         raise CheckpointError(f"{file} is of format {found.get('format')}: this zerox reads format {FORMAT}")
+    _check_sense(file, found)
     return dict(found)
 
 
-def check(folder: Path, files: Mapping[str, Iterable[int]], damaged_tensors: Callable[[str], list[str]]) -> None:
-    """Raises CheckpointError for the first file that is not as it was written.
+def _check_sense(file: Path, found: Mapping[str, Any]) -> None:
+    """A checksum can be made up: raises CheckpointError for what no save writes, names outside the folder among it."""
+    files, saved_at = found.get("files"), found.get("saved_at", 0.0)
+    if not isinstance(files, dict) or not isinstance(saved_at, (int, float)) or not math.isfinite(saved_at):
+        raise CheckpointError(f"{file} is damaged")
+    for name, about in files.items():
+        if not LISTED.fullmatch(name):
+            raise CheckpointError(f"{file} lists '{name}', which is no file of a checkpoint")
+        if not isinstance(about, list) or [type(each) for each in about] != [int, int]:
+            raise CheckpointError(f"{file} is damaged at '{name}'")
+    if missing := [name for name in (METADATA, HOST) if name not in files]:
+        raise CheckpointError(f"{file} does not list {some(missing)}")
+
+
+def check(
+    folder: Path,
+    files: Mapping[str, Sequence[int]],
+    damaged_tensors: Callable[[str], list[str]] = lambda _: [],
+    *,
+    contents: bool,
+) -> None:
+    """Raises CheckpointError for the first file that is not as it was written: its kind, size and, if asked, contents.
 
     ``damaged_tensors``: which tensors a file of that name does not have as they were.
     """
     for name, (nbytes, crc) in files.items():
         file = folder / name
-        try:
-            now = checksum(file)
-        except OSError as error:
-            what = f"can't be read: {error.strerror}{_with(damaged_tensors(name))}"
-            raise CheckpointError(f"{file} of the checkpoint {what}") from None
-        if now != (nbytes, crc):
-            what = f"has {now[0]} bytes instead of {nbytes}" if now[0] != nbytes else "was changed after it was written"
-            raise CheckpointError(f"{file} of the checkpoint {what}{_with(damaged_tensors(name))}")
+        if what := _misfit(file, nbytes, crc if contents else None):
+            tensors = damaged_tensors(name)
+            lost = f", and with it {some(tensors)}" if tensors else ""
+            raise CheckpointError(f"{file} of the checkpoint {what}{lost}")
 
 
-def _with(tensors: list[str]) -> str:
-    more = f" and {len(tensors) - MOST_NAMES} more" if len(tensors) > MOST_NAMES else ""
-    return f", and with it {', '.join(tensors[:MOST_NAMES])}{more}" if tensors else ""
-
-
-def place(path: Path) -> None:
-    """Puts the complete checkpoint in saving(path) where it belongs."""
-    old = aside(path)
-    if path.exists():
-        shutil.rmtree(old, ignore_errors=True)
-        path.rename(old)
-    saving(path).rename(path)
-    sync(path.parent)
-    shutil.rmtree(old, ignore_errors=True)
-
-
-def find(path: Path) -> Path:
-    """The folder of the checkpoint ``path``: its predecessor's where it was about to be replaced."""
-    return aside(path) if not path.exists() and (aside(path) / NAME).exists() else path
+def _misfit(file: Path, nbytes: int, crc: int | None) -> str:
+    try:
+        with opened(file) as stream:
+            now = os.fstat(stream.fileno()).st_size
+        if now != nbytes:
+            return f"has {now} bytes instead of {nbytes}"
+        if crc is not None and checksum(file) != (nbytes, crc):
+            return "was changed after it was written"
+    except OSError as error:
+        return f"can't be read: {error.strerror}"
+    return ""

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import io
 import pickle
+import re
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +26,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.futures import Future
 
-from zerox.checkpoint.manifest import CheckpointError
+from zerox.checkpoint.manifest import METADATA, CheckpointError, opened
 from zerox.checkpoint.records import Record
 
 DCP = "torch.distributed.checkpoint"
@@ -64,6 +66,27 @@ class _Unpickler(pickle.Unpickler):
         raise pickle.UnpicklingError(f"{module}.{name} does not belong in a checkpoint")
 
 
+def loaded(file: Path) -> Any:
+    """What torch.save() wrote in ``file``, on the CPU. Raises OSError, and CheckpointError for any other file.
+
+    Only tensors, numbers, strings, and lists and dicts of these are made of it: nothing that it asks for is run.
+    """
+    with opened(file) as stream, warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's guesses at what the file may be
+        try:
+            return torch.load(io.BufferedReader(stream), weights_only=True, map_location="cpu")
+        except OSError:
+            raise
+        except Exception as error:  # unpickling raises anything, and torch's text recommends to run what the file asks
+            asked = re.search(r"GLOBAL (\S+)", str(error))
+            if asked is None:
+                raise CheckpointError(f"{file} was not written by torch.save(), or is damaged") from None
+            raise CheckpointError(
+                f"{file} asks for {asked[1]}, and zerox neither makes nor runs anything that a file asks for: save "
+                "tensors, numbers, strings, and lists and dicts of these"
+            ) from None
+
+
 class CheckpointReader(FileSystemReader):
     """Raises pickle.UnpicklingError for metadata that names anything else than DCP's own classes. Reads it once."""
 
@@ -72,7 +95,7 @@ class CheckpointReader(FileSystemReader):
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         if self._metadata is not None:
             return self._metadata
-        with self.fs.create_stream(self._get_metadata_path(kwargs.get("rank")), "rb") as file:
+        with io.BufferedReader(opened(Path(self.path, METADATA))) as file:
             metadata = _Unpickler(file).load()
         if not isinstance(metadata, Metadata):
             raise pickle.UnpicklingError(f"a {type(metadata).__name__} is no metadata of a checkpoint")
@@ -95,7 +118,7 @@ class CheckpointReader(FileSystemReader):
 
     def _is_whole(self, name: str, offset: int, length: int) -> bool:
         try:
-            with Path(self.path, name).open("rb", buffering=0) as file:
+            with opened(Path(self.path, name)) as file:
                 return Record(file, offset, length).is_whole()
         except OSError:
             return False
@@ -106,7 +129,7 @@ class CheckpointReader(FileSystemReader):
         for item in plan.items:
             files.setdefault(self.storage_data[item.storage_index].relative_path, []).append(item)
         for name, items in files.items():
-            with Path(self.path, name).open("rb", buffering=0) as file:
+            with opened(Path(self.path, name)) as file:
                 for item in items:
                     self._read(file, item, planner)
         done: Future[None] = Future()

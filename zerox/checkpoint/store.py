@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
-import pickle
-import shutil
 import time
 import warnings
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
@@ -22,17 +20,17 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from zerox.checkpoint import manifest
 from zerox.checkpoint.entries import entries
-from zerox.checkpoint.everyone import Everyone
+from zerox.checkpoint.everyone import Everyone, failing_as
 from zerox.checkpoint.groups import fill_groups, groups_by_name
-from zerox.checkpoint.manifest import CheckpointError
+from zerox.checkpoint.manifest import HOST, METADATA, CheckpointError, some
 from zerox.checkpoint.names import MODEL, fill_others, members, parameter_names, split_model
-from zerox.checkpoint.reader import CheckpointReader
+from zerox.checkpoint.place import Target, candidates, find
+from zerox.checkpoint.reader import CheckpointReader, loaded
 from zerox.checkpoint.saved_state import SavedState, memory_order
-from zerox.checkpoint.writer import CheckpointWriter
+from zerox.checkpoint.writer import CheckpointWriter, save_object
 from zerox.optimizer import FusedShardedAdam
+from zerox.process_group import GroupArgument
 from zerox.state_dict import say_rounded
-
-HOST = "host.pt"  # what is no tensor of model or optimizer
 
 
 def save(
@@ -40,20 +38,25 @@ def save(
     model: nn.Module,
     optimizer: FusedShardedAdam,
     extra: Any = None,
-    process_group: dist.ProcessGroup | None = None,
+    process_group: GroupArgument = None,
 ) -> None:
     """Saves model, optimizer and ``extra`` (tensors, numbers, strings, and lists and dicts of these) in a folder.
 
     Each rank writes its own slices of the optimizer's state and its part of the model. ``path`` has either what was
     there before or all of the new checkpoint, also if a rank is killed. Parameters are called as in ``model``.
-    Collective over ``process_group`` (default: all ranks), which sees one file system. Raises CheckpointError on all
-    ranks if one of them could not write.
+    Collective over ``process_group`` (default: the optimizer's own), which sees one file system.
+
+    A new path, an empty folder, a checkpoint, or a link to one of these is replaced. Anything else, also a checkpoint
+    with other files in it, is refused before anything is written. Raises CheckpointError on all ranks for that, if one
+    of them could not write, and if one died; ValueError for a ``process_group`` without all of the optimizer's ranks.
     """
-    path, ranks = Path(path), Everyone(process_group)
-    optimizer.synchronize()
+    path, ranks = Path(path), Everyone.of(optimizer, process_group)
+    failure = not_saved(path)
+    with failing_as(failure):
+        optimizer.synchronize()
     tensors: dict[str, Tensor] = {}
     host: dict[str, Any] = {}
-    with ranks.failing_together(f"{path} could not be saved"):
+    with ranks.failing_together(failure):
         names = parameter_names(model, optimizer)
         tensors, others = split_model(model)
         tensors |= entries(optimizer, names)
@@ -69,34 +72,43 @@ def save(
 
 def write(path: Path, tensors: dict[str, Tensor], host: dict[str, Any], ranks: Everyone) -> None:
     """A whole checkpoint, of ``tensors`` from all ranks and of ``host`` from rank 0. Raises CheckpointError."""
+    target = Target(path)
     try:
-        _write(path, tensors, host, ranks)
+        _write(target, tensors, host, ranks)
     except CheckpointError:
-        if ranks.rank == 0:
-            shutil.rmtree(manifest.saving(path), ignore_errors=True)  # what fills a full disk
+        with contextlib.suppress(CheckpointError, OSError):  # the error that is raised is the first one
+            target.give_up()
         raise
+    finally:
+        target.close()
 
 
-def _write(path: Path, tensors: dict[str, Tensor], host: dict[str, Any], ranks: Everyone) -> None:
-    folder, failure = manifest.saving(path), f"{path} could not be saved"
+def _write(target: Target, tensors: dict[str, Tensor], host: dict[str, Any], ranks: Everyone) -> None:
+    folder, failure = target.folder, not_saved(target.path)
     with ranks.failing_together(failure):
         if ranks.rank == 0:
-            shutil.rmtree(folder, ignore_errors=True)
-            folder.mkdir(parents=True)
+            target.claim()
     writer = CheckpointWriter(folder)
     with ranks.failing_together(failure), ranks.dcp_options() as options:
         dcp_save(tensors, storage_writer=writer, **options)
     with ranks.failing_together(failure):
         if ranks.rank == 0:
-            torch.save(host, folder / HOST)
-            manifest.sync(folder / HOST)
-            writer.written |= {name: manifest.checksum(folder / name) for name in (".metadata", HOST)}
-    files = {name: each for part in ranks.gather(writer.written) for name, each in part.items()}
+            writer.written[HOST] = save_object(host, folder / HOST)
+            writer.written[METADATA] = manifest.checksum(folder / METADATA)
+    files = {name: each for part in ranks.gather(writer.written, failure) for name, each in part.items()}
     with ranks.failing_together(failure):
         if ranks.rank == 0:
             about = {"saved_at": time.time(), "saved_by_ranks": ranks.size, "torch": str(torch.__version__)}
             manifest.write(folder, files, about)
-            manifest.place(path)
+            target.put(files)
+
+
+def not_saved(path: Path) -> str:
+    return f"zerox: {path} could not be saved"
+
+
+def not_loaded(path: Path) -> str:
+    return f"zerox: {path} could not be loaded"
 
 
 def load(
@@ -104,21 +116,23 @@ def load(
     model: nn.Module,
     optimizer: FusedShardedAdam,
     strict: bool = True,
-    process_group: dist.ProcessGroup | None = None,
+    process_group: GroupArgument = None,
 ) -> Any:
     """Loads what :func:`save` saved, on any number of ranks and in any stage and buckets; returns ``extra``.
 
     State that was saved with another ``state_dtype`` or ``master_weights`` is converted, with a warning where it is
     rounded. Nothing is changed unless all files are as they were written. Raises CheckpointError on all ranks for files
     that are not, and for tensors that are missing, unexpected, or of another shape or dtype, naming them; without
-    ``strict`` missing and unexpected ones are left alone. Collective over ``process_group``.
+    ``strict`` missing and unexpected ones are left alone. Collective over ``process_group`` (default: the optimizer's
+    own). Only files that the checkpoint's manifest lists are read, and only in the checkpoint's folder.
     """
-    path, ranks = Path(path), Everyone(process_group)
-    optimizer.synchronize()
+    path, ranks = Path(path), Everyone.of(optimizer, process_group)
+    with failing_as(not_loaded(path)):
+        optimizer.synchronize()
     first: dict[str, Any] = {}
     opened = open_checkpoint(path, ranks)
     host: dict[str, Any] = {}
-    with ranks.failing_together(f"{path} could not be loaded"):
+    with ranks.failing_together(not_loaded(path)):
         host, names = opened.host(), parameter_names(model, optimizer)
         state = SavedState(optimizer, names, opened.tensors, host)
         tensors, others = split_model(model)
@@ -128,7 +142,9 @@ def load(
         fill_groups(optimizer, names, host["groups"])
         optimizer._start_amsgrad()
     rounded: list[str] = []
-    with ranks.failing_together(f"{path} could not be read to its end, and model and optimizer have a part of it"):
+    with ranks.failing_together(
+        f"zerox: {path} could not be read to its end, and model and optimizer have a part of it"
+    ):
         rounded = state.load(opened.read, first)
         fill_others(model, {name: value for name, value in host["model"].items() if name in others})
     say_rounded(dict.fromkeys(rounded))
@@ -142,14 +158,13 @@ def latest(folder: str | os.PathLike[str]) -> Path | None:
     checkpoint one that isn't there; that bytes changed is found by :func:`load`. Not collective.
     """
     found = []
-    for path in manifest.places(Path(folder)):
+    for path in candidates(Path(folder)):
         try:
-            about = manifest.read(place := manifest.find(path))
-            sizes_hold = all((place / name).stat().st_size == size for name, (size, _) in about["files"].items())
+            about = manifest.read(place := find(path))
+            manifest.check(place, about["files"], contents=False)
         except (CheckpointError, OSError):
             continue
-        if sizes_hold:
-            found.append((about["saved_at"], path))
+        found.append((about.get("saved_at", 0.0), path))
     return max(found)[1] if found else None
 
 
@@ -162,15 +177,21 @@ class Opened:
     tensors: dict[str, TensorStorageMetadata]
 
     def host(self) -> dict[str, Any]:
-        found: dict[str, Any] = torch.load(self.folder / HOST, weights_only=True, map_location="cpu")
+        """Raises CheckpointError."""
+        found: dict[str, Any] = loaded(self.folder / HOST)
         return found
 
-    def read_metadata(self) -> None:
-        """Raises CheckpointError."""
+    def read_metadata(self, listed: Collection[str]) -> None:
+        """Raises CheckpointError, also if a tensor would be read from a file that the manifest has not ``listed``."""
+        file = self.folder / METADATA
         try:
-            self.tensors |= self.reader.read_metadata().state_dict_metadata  # type: ignore[arg-type]
-        except (pickle.UnpicklingError, EOFError, AttributeError, OSError) as error:
-            raise CheckpointError(f"{self.folder / '.metadata'} is damaged: {error}") from None
+            metadata = self.reader.read_metadata()
+            self.tensors |= metadata.state_dict_metadata  # type: ignore[arg-type]
+            named = {str(place.relative_path) for place in (metadata.storage_data or {}).values()}
+        except Exception as error:  # unpickling raises anything
+            raise CheckpointError(f"{file} is damaged: {error}") from None
+        if unlisted := sorted(named - set(listed)):
+            raise CheckpointError(f"{file} names {some(unlisted)}, which {self.folder / manifest.NAME} does not list")
 
     def read(self, tensors: dict[str, Any]) -> None:
         """Into ``tensors``, by name; each rank on its own."""
@@ -181,12 +202,12 @@ class Opened:
 
 def open_checkpoint(path: Path, ranks: Everyone) -> Opened:
     """Collective: ranks share the work of reading it. Raises CheckpointError for files that are not as written."""
-    failure = f"{path} could not be loaded"
+    failure = not_loaded(path)
     folder, about = path, {}
     with ranks.failing_together(failure):
-        folder = manifest.find(path)
+        folder = find(path)
         about = manifest.read(folder)
-    everyones = {json.dumps(each, sort_keys=True) for each in ranks.gather(about)}
+    everyones = {json.dumps(each, sort_keys=True) for each in ranks.gather(about, failure)}
     opened = Opened(folder, CheckpointReader(folder), {})
     with ranks.failing_together(failure):
         if len(everyones) > 1:
@@ -195,9 +216,11 @@ def open_checkpoint(path: Path, ranks: Everyone) -> Opened:
         # Each rank what the rank of its number wrote: most of what it reads next is in its own machine's memory then.
         names = sorted(files, key=lambda name: (not name.startswith("__"), len(name), name))
         own = {name: files[name] for name in names[ranks.rank :: ranks.size]}
-        manifest.check(folder, own, opened.reader.damaged_tensors)
+        manifest.check(folder, own, opened.reader.damaged_tensors, contents=False)
+    with ranks.failing_together(failure):  # nobody reads gigabytes of one that is known to be damaged
+        manifest.check(folder, own, opened.reader.damaged_tensors, contents=True)
     with ranks.failing_together(failure):
-        opened.read_metadata()
+        opened.read_metadata(files)
     return opened
 
 

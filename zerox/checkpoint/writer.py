@@ -9,6 +9,9 @@ from __future__ import annotations
 import io
 import os
 import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,25 +20,72 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
+from zerox.checkpoint.manifest import CheckpointError
+
 
 class SummedFile(io.BufferedWriter):
-    """A new file, and what manifest.checksum() will find in it."""
+    """A new file, which is on the disk after a ``with`` block, and what manifest.checksum() will find in it.
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
-        super().__init__(io.FileIO(path, "wb"))
+    Raises OSError with the file's name. torch.save() tells of its own state only where the system refused to write.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], mode: str = "xb") -> None:
+        super().__init__(io.FileIO(path, mode))
+        self.path = path
         self.nbytes = 0
         self.crc = 0
+        self.failure: OSError | None = None
 
     def write(self, data: Any) -> int:
-        self.nbytes += super().write(data)
+        with self._noting_failure():
+            self.nbytes += super().write(data)
         self.crc = zlib.crc32(data, self.crc)
         return len(data)
+
+    def flush(self) -> None:
+        with self._noting_failure():
+            super().flush()
+
+    @contextmanager
+    def _noting_failure(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            self.failure = self.failure or OSError(error.errno, error.strerror, str(self.path))
+            raise self.failure from None
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        try:
+            if error is None:
+                self.flush()
+                os.fsync(self.fileno())
+        finally:
+            with suppress(OSError):  # it was noted
+                self.close()
+            if self.failure is not None and not isinstance(error, OSError):
+                raise self.failure from None
+
+
+def save_object(content: Any, path: str | os.PathLike[str], mode: str = "xb") -> tuple[int, int]:
+    """torch.save() into a file, a new one unless ``mode`` says so: its bytes and CRC-32."""
+    with SummedFile(path, mode) as file:
+        torch.save(content, file)
+    return file.nbytes, file.crc
 
 
 class CheckpointWriter(FileSystemWriter):
     """One file a rank, which is on the disk when write_data() returns. ``written``: its bytes and CRC-32, by name."""
 
     written: dict[str, tuple[int, int]]
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        """DCP's would make the folder where a rank has none, and what this rank writes would be nowhere."""
+        if not Path(self.path).is_dir():
+            raise CheckpointError(
+                f"{self.path}, which rank 0 made, is not there: all ranks must see one file system, and for a relative "
+                "path have one working folder"
+            )
+        return plan
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         name = f"{plan.storage_data.prefix}0.distcp"
@@ -51,8 +101,6 @@ class CheckpointWriter(FileSystemWriter):
                     torch.save(data.detach().to("cpu", copy=True, memory_format=torch.contiguous_format), file)
                 length = file.nbytes - start
                 results.append(WriteResult(item.index, length, _StorageInfo(name, start, length)))
-            file.flush()
-            os.fsync(file.fileno())
         self.written = {name: (file.nbytes, file.crc)}
         done: Future[list[WriteResult]] = Future()
         done.set_result(results)
