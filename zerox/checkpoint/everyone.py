@@ -30,12 +30,12 @@ class Everyone:
         own = optimizer._all_ranks.given
         if process_group is None:
             if own is not None and own not in dist.distributed_c10d._world.pg_map:
-                raise ValueError("zerox.save() and zerox.load() need a process group that torch.distributed made")
+                raise ValueError("process_group: zerox.save() and zerox.load() need one that torch.distributed made")
             return Everyone(own)
         group = chosen_group(process_group)
         asked = [] if group is None else dist.get_process_group_ranks(group)
         if missing := sorted(set(dist.get_process_group_ranks(own) if own else []) - set(asked)):
-            raise ValueError(f"zerox: process_group: ranks {missing} have a part of the optimizer's state, and are not in it")
+            raise ValueError(f"process_group: ranks {missing} have a part of the optimizer's state and are not in it")
         return Everyone(group)
 
     @contextmanager
