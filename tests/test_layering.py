@@ -19,7 +19,7 @@ PYTHON_ROOMS = [
     ["plan"],
     ["_C", "environment"],
     ["_ext"],
-    ["compiled_regions", "roll_call", "neighbours", "process_group"],
+    ["compiled_regions", "dcp_request", "roll_call", "neighbours", "process_group"],
     ["large_pages", "ops", "placeholder", "ranks"],
     ["buffers", "moments", "sliced_tensor"],
     ["bucket", "stored_forms"],

@@ -1,4 +1,4 @@
-"""The whole state on one rank, as torch.optim.AdamW has it."""
+"""The whole state on one rank or on all, as torch.optim.AdamW has it."""
 
 from __future__ import annotations
 
@@ -11,31 +11,38 @@ from zerox.bucket import MASTER, REMAINDER, Bucket
 from zerox.buffers import dense_strides
 from zerox.moments import SCALE
 from zerox.plan.layout import Segment
-from zerox.ranks import Ranks
+from zerox.ranks import CPU, Ranks
 from zerox.sliced_state import STEP
 from zerox.stored_forms import decoded, master_of
 
 
-def full_state(buckets: Sequence[Bucket], ranks: Ranks) -> dict[int, dict[str, Tensor]]:
-    """By parameters' numbers, on the CPU of rank 0. Collective; one bucket of one kind of state at a time."""
+def full_state(
+    buckets: Sequence[Bucket], ranks: Ranks, to: int | None = 0, device: torch.device = CPU
+) -> dict[int, dict[str, Tensor]]:
+    """By parameters' numbers, on ``device`` of rank ``to`` (None: of all ranks); elsewhere nothing.
+
+    A step is on the CPU, as in torch. Collective; one bucket of one kind of state is gathered at a time.
+    """
     found: dict[int, dict[str, Tensor]] = {}
     for bucket in buckets:
         segments = [bucket.plan.layout.segments(rank) for rank in range(ranks.size)]
         steps = torch.zeros(max(map(len, segments)), dtype=torch.int64, device=bucket.steps.device)
         steps[: bucket.steps.numel()] = bucket.steps
-        for rank, counted in enumerate(ranks.gather(steps)):
+        for rank, counted in enumerate(ranks.gather(steps, to)):
             for segment, step in zip(segments[rank], counted.tolist(), strict=False):
                 # float32 as torch has it, whose foreach and fused paths take no other.
-                found.setdefault(bucket.members[segment.slot].number, {})[STEP] = torch.tensor(float(step))
-        for name, values in _in_full(bucket):
-            shards = ranks.gather(values)
-            for slot, whole in _assembled(bucket, segments, shards) if shards else ():
+                found.setdefault(bucket.members[segment.slot].number, {})[STEP] = torch.tensor(
+                    float(step), dtype=torch.float32, device=CPU
+                )
+        for name, values in in_full(bucket):
+            shards = ranks.gather(values, to)
+            for slot, whole in _assembled(bucket, segments, shards, device) if shards else ():
                 found[bucket.members[slot].number][name] = whole
     return dict(sorted(found.items()))
 
 
-def _in_full(bucket: Bucket) -> Iterator[tuple[str, Tensor]]:
-    """What is kept for each element of the own shard, float32 or float64."""
+def in_full(bucket: Bucket) -> Iterator[tuple[str, Tensor]]:
+    """What is kept for each element of the own shard, float32 or float64, and nothing of how it is stored."""
     for name, shard in bucket.moments.values.items():
         scales = bucket.moments.scales.get(name + SCALE)
         wide = decoded(name, shard, scales)
@@ -45,13 +52,13 @@ def _in_full(bucket: Bucket) -> Iterator[tuple[str, Tensor]]:
 
 
 def _assembled(
-    bucket: Bucket, segments: Sequence[Sequence[Segment]], shards: Sequence[Tensor]
+    bucket: Bucket, segments: Sequence[Sequence[Segment]], shards: Sequence[Tensor], device: torch.device
 ) -> Iterator[tuple[int, Tensor]]:
     """Whole tensors by slot, in the parameters' shapes, from each rank's shard."""
     wholes = {}
     for slot, member in enumerate(bucket.members):
         strides = dense_strides(member.param)
-        wholes[slot] = torch.empty_strided(member.param.shape, strides, dtype=shards[0].dtype)
+        wholes[slot] = torch.empty_strided(member.param.shape, strides, dtype=shards[0].dtype, device=device)
     for own, shard in zip(segments, shards, strict=True):
         for segment in own:
             flat = wholes[segment.slot].as_strided((wholes[segment.slot].numel(),), (1,))

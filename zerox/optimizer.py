@@ -114,6 +114,7 @@ class FusedShardedAdam(OptimizerState):
             self._settle(Place.STEP)
             self._grad_scale.check()
         self._start_amsgrad(capturing)
+        self._consolidated = None  # of the state before
         options = self._table.refresh(self.param_groups, capturing)
         overlap = self._overlap is not None and not capturing
         for run in launches(self._grads.manager.gather_order, self._buckets):

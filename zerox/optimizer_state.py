@@ -2,15 +2,32 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from zerox.bucket import Bucket, Member
-from zerox.full_state import full_state
-from zerox.ranks import Ranks
+from zerox.dcp_request import Request, dcp_request
+from zerox.full_state import full_state, in_full
+from zerox.ranks import CPU, Ranks
 from zerox.rules import adam
-from zerox.state_dict import check_state, fill_state, groups_with_defaults, share, state_uncast
+from zerox.sliced_state import sliced_state
+from zerox.state_dict import check_state, fill_state, groups_with_defaults, packed_with, state_uncast
+
+
+@dataclass(frozen=True)
+class Consolidated:
+    """The whole state, as it was when this rank's ``steps`` were these."""
+
+    state: dict[int, dict[str, Tensor]]
+    steps: Sequence[Tensor]
+
+    def is_of(self, buckets: Sequence[Bucket]) -> bool:
+        """Also where a CUDA graph, which calls nothing of ours, made steps."""
+        return all(torch.equal(then, bucket.steps) for then, bucket in zip(self.steps, buckets, strict=True))
 
 
 class OptimizerState(torch.optim.Optimizer):
@@ -19,13 +36,35 @@ class OptimizerState(torch.optim.Optimizer):
     _buckets: list[Bucket]
     _frozen: list[Member]
     _ranks: Ranks | None
+    _consolidated: Consolidated | None = None
 
     def synchronize(self) -> None:
         raise NotImplementedError
 
     def _share_state(self) -> None:
         """From now on state_dict() tells which part of what this rank has."""
-        self.register_state_dict_post_hook(share, prepend=True)
+
+        def shared(optimizer: Any, packed: dict[str, Any]) -> dict[str, Any]:
+            return packed_with(optimizer._state_to_show(), optimizer._buckets, packed)
+
+        self.register_state_dict_post_hook(shared, prepend=True)
+
+    def _state_to_show(self) -> dict[int, Any] | None:
+        """By parameters' numbers; None for what is in ``state``. Collective where DCP is asked for whole tensors."""
+        ranks, request = self._all_ranks, dcp_request()
+        if request in (Request.WHOLE, Request.WHOLE_ON_RANK_0):
+            self.synchronize()
+            to, device = (None, ranks.device) if request is Request.WHOLE else (0, CPU)
+            return full_state(self._buckets, ranks, to, device)
+        if request is Request.FILLED_FROM_WHOLE:
+            return {m.number: state for b in self._buckets for m, state in sliced_state(b, dict(in_full(b)))}
+        if request is None and self._consolidated is not None:
+            consolidated, self._consolidated = self._consolidated, None
+            if consolidated.is_of(self._buckets):
+                return consolidated.state
+        if ranks.size == 1:
+            return None
+        return {member.number: state for bucket in self._buckets for member, state in sliced_state(bucket)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Takes what this rank's ``state_dict()`` gave, or whole tensors: full_state_dict()'s or torch.optim.AdamW's.
@@ -37,21 +76,33 @@ class OptimizerState(torch.optim.Optimizer):
         with state_uncast(self):
             super().load_state_dict(state_dict)
 
-    def full_state_dict(self) -> dict[str, Any]:
-        """On rank 0 what ``torch.optim.AdamW.load_state_dict()`` takes, on the CPU; elsewhere ``{}``. Collective.
+    def full_state_dict(self, to: int = 0) -> dict[str, Any]:
+        """On rank ``to`` what ``torch.optim.AdamW.load_state_dict()`` takes, on the CPU; elsewhere ``{}``. Collective.
 
         Whole tensors in the parameters' shapes, float32 (float64 beside float64 parameters), and in addition "master",
-        float32, of parameters that have one. Above this, rank 0 needs memory for one bucket of one of these.
+        float32, of parameters that have one. Above this, rank ``to`` needs memory for one bucket of one of these.
+        Raises ValueError for a rank that the optimizer's group does not have.
         """
-        self.synchronize()
-        state = full_state(self._buckets, self._all_ranks)
-        return {"state": state, "param_groups": self.state_dict()["param_groups"]} if self._all_ranks.rank == 0 else {}
+        state = self._full_state(to)
+        return {"state": state, "param_groups": self._packed_groups()} if self._all_ranks.rank == to else {}
+
+    def consolidate_state_dict(self, to: int = 0) -> None:
+        """Has the next ``state_dict()`` on rank ``to`` give what ``full_state_dict()`` gives, once. Collective.
+
+        As torch's ZeroRedundancyOptimizer has it, for code that saves the ``state_dict()`` of one rank. The other
+        ranks' ``state_dict()`` stays their share, and so does this one's if anything changed the state meanwhile.
+        """
+        self._consolidated = None
+        state = self._full_state(to)
+        if self._all_ranks.rank == to and self._all_ranks.size > 1:  # alone state_dict() is whole in any case
+            self._consolidated = Consolidated(state, [bucket.steps.clone() for bucket in self._buckets])
 
     def __setstate__(self, loaded: dict[str, Any]) -> None:
         """What torch's load_state_dict() calls between its own checks and the post-hooks."""
         check_state(self._buckets, self._frozen, loaded["state"])
         self.param_groups = groups_with_defaults(loaded["param_groups"], self.defaults)
         self._start_amsgrad()
+        self._consolidated = None
         fill_state(self._buckets, loaded["state"])
 
     def __getstate__(self) -> dict[str, Any]:
@@ -67,6 +118,20 @@ class OptimizerState(torch.optim.Optimizer):
         assert self._ranks is not None
         return self._ranks
 
+    def _full_state(self, to: int) -> dict[int, dict[str, Tensor]]:
+        size = self._all_ranks.size
+        if to not in range(size):
+            raise ValueError(f"to must be one of the optimizer's ranks, 0 to {size - 1}, got {to!r}")
+        self.synchronize()
+        return full_state(self._buckets, self._all_ranks, to)
+
+    def _packed_groups(self) -> Any:
+        """Param groups as state_dict() has them."""
+        kept, self._consolidated = self._consolidated, None
+        groups = self.state_dict()["param_groups"]
+        self._consolidated = kept
+        return groups
+
     def _start_amsgrad(self, capturing: bool = False) -> None:
         """A group's amsgrad may be turned on later: torch makes its state at the next step too."""
         if adam.start_amsgrad(self._buckets, self.param_groups, capturing):
@@ -74,6 +139,7 @@ class OptimizerState(torch.optim.Optimizer):
 
     def _publish_state(self) -> None:
         """Puts views of this rank's state where torch keeps it."""
+        self._consolidated = None
         self.state.clear()
         for bucket in self._buckets:
             for param, state in bucket.state_of_own():

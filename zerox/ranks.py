@@ -94,17 +94,23 @@ class Ranks:
         self.broadcast(values.reshape(-1).view(torch.uint8), what)
         tensor.detach().copy_(values)
 
-    def gather(self, values: Tensor) -> list[Tensor]:
-        """Every rank's values on rank 0, by rank; elsewhere nothing. 1-D, as many on all ranks, on any device."""
+    def gather(self, values: Tensor, to: int | None = 0) -> list[Tensor]:
+        """Every rank's values, by rank, on rank ``to`` (None: on all ranks); elsewhere nothing. Collective.
+
+        1-D, as many on all ranks, on any device.
+        """
         if self.data is None or self.control is None:
             return [values]
         sent = values.cpu() if self.staged else values
         sent = sent.contiguous().view(torch.uint8)  # as bytes, since backends don't know all dtypes
         group = self.control if sent.device.type == "cpu" else self.data
-        received = [torch.empty_like(sent) for _ in range(self.size)] if self.rank == 0 else []
-        options = dist.GatherOptions()
-        options.rootRank = 0
-        group.gather([received] if received else [], [sent], options).wait()
+        received = [torch.empty_like(sent) for _ in range(self.size)] if to in (None, self.rank) else []
+        if to is None:
+            group.allgather([received], [sent]).wait()
+        else:
+            options = dist.GatherOptions()
+            options.rootRank = to
+            group.gather([received] if received else [], [sent], options).wait()
         return [each.view(values.dtype) for each in received]
 
     def all_gather_text(self, text: str) -> list[str]:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+
+from torch import Tensor
 
 from zerox.bucket import Bucket, Member
 from zerox.buffers import dense_strides
@@ -24,13 +26,17 @@ def blocks_of(span: Span) -> Span:
     return Span(span.start // BLOCK_NUMEL, num_blocks(span.stop))
 
 
-def sliced_state(bucket: Bucket) -> Iterator[tuple[Member, dict[str, SlicedTensor]]]:
+def sliced_state(
+    bucket: Bucket, shards: Mapping[str, Tensor] | None = None
+) -> Iterator[tuple[Member, dict[str, SlicedTensor]]]:
     """Each parameter of the bucket with views of its state, by the keys of ``optimizer.state``.
 
     exp_avg, exp_avg_sq, max_exp_avg_sq, remainder and master have the parameter's shape, and the dtype that they are
     stored in; exp_avg_scale and so on, float32, have one element for each 256 of the parameter in memory order; step
-    is int64 without dimensions.
+    is int64 without dimensions. ``shards``: what is kept for each element of the own shard, in another form than it is
+    stored in, without scales.
     """
+    kept = bucket.state_shards() if shards is None else shards
     rows = {segment.slot: (row, segment) for row, segment in enumerate(bucket.own_segments)}
     elsewhere = -1, Segment(-1, Span(0, 0), 0)
     for slot, member in enumerate(bucket.members):
@@ -40,9 +46,9 @@ def sliced_state(bucket: Bucket) -> Iterator[tuple[Member, dict[str, SlicedTenso
         shape, strides = member.param.shape, dense_strides(member.param)
         span = Span(segment.param_start, segment.param_start + segment.span.numel)
         own = slice(segment.span.start, segment.span.stop)
-        for what, shard in bucket.state_shards().items():
+        for what, shard in kept.items():
             state[what] = SlicedTensor(shape, strides, span, shard[own])
         scale_shape = (num_blocks(member.param.numel()),)
-        for what, scales in bucket.moments.scales_of(own).items():
+        for what, scales in bucket.moments.scales_of(own).items() if shards is None else ():
             state[what] = SlicedTensor(scale_shape, (1,), blocks_of(span), scales)
         yield member, state

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+import warnings
 from collections.abc import Sequence
+from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
 import torch
@@ -65,6 +68,11 @@ class SlicedTensor(Tensor):
         return self._with(self.held.clone())
 
     def __reduce_ex__(self, protocol: Any) -> Any:
+        if self.held.numel() < self.numel():
+            _warn_of_pickling()
+        return self._reduced()
+
+    def _reduced(self) -> Any:
         return _rebuild, (tuple(self.shape), self.stride(), self.start, self.held)
 
     # ---- DCP's protocol. Its modules take a second to import, and whoever calls has done so.
@@ -107,4 +115,17 @@ def _rebuild(shape: tuple[int, ...], strides: tuple[int, ...], start: int, value
     return SlicedTensor(shape, strides, Span(start, start + values.numel()), values)
 
 
+@functools.cache
+def _warn_of_pickling() -> None:
+    """Once a process: what reads the file finds out when the other ranks' moments are gone."""
+    warnings.warn(
+        "zerox: optimizer.state_dict() is being pickled, and of several ranks it is this rank's share only: without "
+        "the files of all other ranks their moments are lost. Use zerox.save(), optimizer.full_state_dict(), "
+        "torch.distributed.checkpoint, or call optimizer.consolidate_state_dict() on all ranks before state_dict()",
+        stacklevel=4,
+    )
+
+
+# Between processes of one machine, as DCP sends what it saves in the background, nothing is lost.
+ForkingPickler.register(SlicedTensor, SlicedTensor._reduced)
 torch.serialization.add_safe_globals([_rebuild])  # torch.load(weights_only=True) of what torch.save wrote

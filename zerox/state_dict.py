@@ -15,21 +15,28 @@ from zerox.bucket import MASTER, REMAINDER, Bucket, Member
 from zerox.buffers import dense_strides
 from zerox.moments import EXP_AVG, EXP_AVG_SQ, MAX_EXP_AVG_SQ, SCALE
 from zerox.plan.span import Span
-from zerox.sliced_state import STEP, blocks_of, num_blocks, sliced_state
+from zerox.sliced_state import STEP, blocks_of, num_blocks
 from zerox.sliced_tensor import SlicedTensor
 from zerox.state_parts import fill_row
 
 WHOLE_STEP = Span(0, 1)
 
 
-def share(optimizer: Any, packed: dict[str, Any]) -> dict[str, Any]:
-    """What torch's state_dict() packed, as slices of whole tensors where there are several ranks. Not collective."""
-    if optimizer._ranks is None or optimizer._ranks.size == 1:
-        return packed
-    numbers = {member.number for bucket in optimizer._buckets for member in bucket.members}
-    own = dict(sorted((member.number, state) for b in optimizer._buckets for member, state in sliced_state(b)))
-    others = {key: state for key, state in packed["state"].items() if key not in numbers}
-    return {**packed, "state": {**own, **others}}
+def packed_with(state: Mapping[int, Any] | None, buckets: Sequence[Bucket], packed: dict[str, Any]) -> dict[str, Any]:
+    """What torch's state_dict() ``packed``, with this ``state`` by parameters' numbers instead of theirs, if any.
+
+    What else users keep there stays. Steps are float32 as torch.optim.AdamW has them, whose foreach and fused paths
+    take no other dtype: from 2**24 on they are rounded, here as there.
+    """
+    if state is not None:
+        numbers = {member.number for bucket in buckets for member in bucket.members}
+        others = {key: value for key, value in packed["state"].items() if key not in numbers}
+        packed = {**packed, "state": {**dict(sorted(state.items())), **others}}
+    return {**packed, "state": {key: _with_float_step(value) for key, value in packed["state"].items()}}
+
+
+def _with_float_step(state: Any) -> Any:
+    return {**state, STEP: state[STEP].float()} if isinstance(state, dict) and STEP in state else state
 
 
 @dataclass(frozen=True)

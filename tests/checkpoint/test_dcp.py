@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.state_dict import (
 from tests.checkpoint.test_entries import STEPS, build, train
 from tests.kernels.shards import same_bits
 from tests.ranks import run_ranks
+from zerox.sliced_tensor import SlicedTensor
 
 
 def values(model: torch.nn.Module) -> list[Tensor]:
@@ -136,3 +137,40 @@ def test_a_full_state_dict_is_broadcast_from_rank_0() -> None:
     for number, state in full["state"].items():
         for key, tensor in state.items():
             assert same_bits(loaded[number][key], tensor), (number, key)
+
+
+def whole_through_dcp(rank: int, _: int, kind: str, cpu_offload: bool, flat: bool) -> bool:
+    """Whether this rank got the state: it is what full_state_dict() gives, and training goes on from it."""
+    model, optimizer = build(kind, 0)
+    train(model, optimizer, rank, range(STEPS))
+    options = StateDictOptions(full_state_dict=True, cpu_offload=cpu_offload, flatten_optimizer_state_dict=flat)
+    found: Any = get_optimizer_state_dict(model, optimizer, options=options)
+    shared = [optimizer.full_state_dict()]
+    torch.distributed.broadcast_object_list(shared)
+    for number, (name, _param) in enumerate(model.named_parameters()):
+        for key, tensor in shared[0]["state"][number].items() if found else ():
+            theirs = found[f"state.{name}.{key}"] if flat else found["state"][name][key]
+            assert type(theirs) is Tensor
+            assert same_bits(theirs, tensor), (name, key)
+    assert not any(isinstance(each, SlicedTensor) for each in torch.utils._pytree.tree_leaves(found))
+    if flat:  # torch 2.13 itself sets no state that is full and flat, of AdamW neither
+        return bool(found)
+    other, fresh = build(kind, 1)
+    train(other, fresh, rank, range(1))  # what is loaded replaces all of what there was
+    other.load_state_dict(model.state_dict())
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=cpu_offload)
+    set_optimizer_state_dict(other, fresh, found, options=options)
+    for each in ((model, optimizer), (other, fresh)):
+        train(*each, rank, range(STEPS, 2 * STEPS))
+    for ours, theirs in zip(values(model), values(other), strict=True):
+        assert same_bits(ours, theirs)
+    return bool(found)
+
+
+@pytest.mark.parametrize("kind", ["fp32", "bf16 remainder, 8-bit moments"])
+@pytest.mark.parametrize("cpu_offload", [False, True])
+@pytest.mark.parametrize("flat", [False, True])
+def test_dcp_s_full_state_dict_is_whole(kind: str, cpu_offload: bool, flat: bool) -> None:
+    """As FSDP2's: on all ranks, or with cpu_offload on rank 0 alone, from where it is broadcast."""
+    assert run_ranks(whole_through_dcp, 2, kind, cpu_offload, flat) == [True, not cpu_offload]
+    assert run_ranks(whole_through_dcp, 1, kind, cpu_offload, flat) == [True]

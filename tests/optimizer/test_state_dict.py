@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 
 from tests.bucket_manager.rig import same_bits
 from tests.optimizer.models import KINDS, backward, batch, make_model
@@ -120,6 +121,50 @@ def test_in_one_process_state_loads_from_and_into_torch_s_adamw(source: Any, tar
         assert float(optimizer.state[p]["step"]) == float(loaded.state[q]["step"]) == 3.0
         for key in ("exp_avg", "exp_avg_sq", "max_exp_avg_sq"):
             torch.testing.assert_close(optimizer.state[p][key], loaded.state[q][key])
+
+
+@pytest.mark.parametrize("flags", [{}, {"foreach": True}, {"fused": True}], ids=str)
+@pytest.mark.parametrize("through_dcp", [False, True])
+def test_adamw_goes_on_from_it_on_each_of_its_paths(flags: dict[str, bool], through_dcp: bool) -> None:
+    model, optimizer = small(lr=0.1)
+    other = nn.Linear(3, 2)
+    other.load_state_dict(model.state_dict())
+    torchs = torch.optim.AdamW(other.parameters(), **flags)  # type: ignore[arg-type]
+    if through_dcp:
+        set_optimizer_state_dict(other, torchs, copy.deepcopy(get_optimizer_state_dict(model, optimizer)))
+    else:
+        torchs.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    torchs.param_groups[0].update(flags)  # as of any loaded group
+    for each, its in ((model, optimizer), (other, torchs)):
+        each(torch.tensor([[1.0, -2.0, 3.0]])).square().sum().backward()
+        its.step()
+    for p, q in zip(model.parameters(), other.parameters(), strict=True):
+        assert torchs.state[q]["step"].dtype is torch.float32
+        assert float(torchs.state[q]["step"]) == 3.0
+        torch.testing.assert_close(p, q)
+
+
+def float_steps(rank: int, world_size: int) -> None:
+    model = make_model()
+    optimizer = FusedShardedAdam(model.named_parameters())
+    for bucket in optimizer._buckets:
+        bucket.steps.fill_(2**24 + 1)
+    for found in (optimizer.state_dict(), get_optimizer_state_dict(model, optimizer)):
+        for state in found["state"].values():
+            assert state["step"].dtype is torch.float32
+    given = copy.deepcopy(optimizer.state_dict())
+    optimizer.load_state_dict(given)  # rounded to what float32 holds
+    assert all((bucket.steps == 2**24).all() for bucket in optimizer._buckets)
+    for state in given["state"].values():
+        held = state["step"].held if world_size > 1 else state["step"]
+        state["step"] = torch.tensor(2**24 + 1) if held.numel() else state["step"]  # int64, as zerox 0.1.0 had it
+    optimizer.load_state_dict(given)
+    assert all((bucket.steps == 2**24 + 1).all() for bucket in optimizer._buckets)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_steps_are_float32_and_taken_in_either_dtype(world_size: int) -> None:
+    run_ranks(float_steps, world_size)
 
 
 def test_options_that_an_older_state_dict_did_not_have_take_the_defaults() -> None:
