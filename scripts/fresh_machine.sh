@@ -53,7 +53,6 @@ fi
 mkdir -p "$root/dev/shm"
 mount -t proc proc "$root/proc"
 mount --rbind /dev "$root/dev"
-mount -t tmpfs tmpfs "$root/tmp"
 cp -L /etc/resolv.conf "$root/etc/resolv.conf"
 echo "127.0.0.1 localhost" >"$root/etc/hosts"
 hostname "fresh-$release"

@@ -21,7 +21,8 @@ if [[ "${1:-}" == --no-build ]]; then build=no; shift; fi
 state() { "$py" scripts/env_state.py "$@"; }
 pip() { "$py" -m pip --disable-pip-version-check "$@" >&2; }
 
-# ---- a compiler, asked for before anything is downloaded
+# ---- what pip can't bring, looked at before gigabytes are fetched
+command -v make >/dev/null || die "no make: install make"
 if [[ "$build" == yes ]]; then
     cxx="${CXX:-}"
     for name in c++ g++ clang++; do
@@ -33,6 +34,21 @@ if [[ "$build" == yes ]]; then
         $cxx -std=c++20 -fsyntax-only -x c++ - 2>/dev/null ||
         die "$cxx does not compile C++20: install g++ 11+ or clang++ 14+, or set CXX"
 fi
+
+need_python_h() {
+    local folder
+    folder="$("$py" -c 'import sysconfig; print(sysconfig.get_path("include"))')"
+    [[ -e "$folder/Python.h" ]] || die "Python.h is missing ($folder): install python3-dev (python3-devel)"
+}
+
+# need_disk FOLDER LEAST USUAL WHAT: GB without which it is sure to fail, and GB that it may take.
+need_disk() {
+    local free_kb
+    free_kb="$(df -Pk "$1" | awk 'NR == 2 {print $4}')"
+    local free="$1 has $((free_kb / 1024 / 1024)) GB of free disk, $4 may take $3"
+    ((free_kb >= $2 * 1024 * 1024)) || die "$free"
+    ((free_kb >= $3 * 1024 * 1024)) || say "$free"
+}
 
 # ---- an environment
 active="${VIRTUAL_ENV:-${CONDA_PREFIX:-}}"
@@ -59,6 +75,9 @@ else
         "$base" -m venv --clear .venv >&2 || die "could not make ./.venv, see above"
     fi
     if ! state has-torch; then
+        if [[ "$build" == yes ]]; then need_python_h; fi
+        need_disk "$PWD" 2 8 "torch (2 GB without CUDA)"
+        need_disk "${TMPDIR:-/tmp}" 1 3 "its download (TMPDIR names another folder)"
         index=()
         if [[ -n "${ZEROX_TORCH_INDEX:-}" ]]; then
             index=(--extra-index-url "$ZEROX_TORCH_INDEX")
