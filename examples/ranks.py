@@ -51,27 +51,34 @@ def process_group(device: torch.device) -> Iterator[tuple[int, int]]:
 
 
 def find_rank_0() -> None:
-    """BadInput where rank 0 can't be reached: torch would try for minutes, and then say so in 80 lines."""
-    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    # Somebody else than torchrun started the ranks: rank 0 is the one that listens, and has yet to begin.
-    is_host = os.environ["RANK"] == "0" and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    """Says soon why ranks can't meet: torch would try for minutes, and then say so in 80 lines.
+
+    BadInput where nothing can come of it: the host's name means nothing, or torchrun, which was there first, does not
+    answer. A rank 0 that others started may only be late.
+    """
+    rank, host, port = os.environ["RANK"], os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    under_torchrun = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     end = time.monotonic() + MEETING_S
     while True:
         try:
-            if is_host:
-                socket.getaddrinfo(host, port)
+            if rank == "0" and not under_torchrun:
+                socket.getaddrinfo(host, port)  # it is this rank that will listen
             else:
                 socket.create_connection((host, port), timeout=5).close()
             return
         except OSError as error:
-            if time.monotonic() > end:
-                rank = os.environ["RANK"]
-                raise BadInput(
-                    f"rank {rank} found no way to rank 0 at {host}:{port} in {MEETING_S} s ({error}): "
-                    f"on one machine start ranks with --ranks N, or torchrun --local-addr {LOOPBACK}; "
-                    "on several, MASTER_ADDR has to be a name or an address of rank 0's that all of them know"
-                ) from error
+            reason = error
+        if time.monotonic() > end:
+            break
         time.sleep(0.2)
+    line = (
+        f"rank {rank} found no way to rank 0 at {host}:{port} in {MEETING_S} s ({reason}): "
+        f"on one machine start ranks with --ranks N, or torchrun --local-addr {LOOPBACK}; "
+        "on several, MASTER_ADDR has to be a name or an address of rank 0's that all of them know"
+    )
+    if under_torchrun or isinstance(reason, socket.gaierror):
+        raise BadInput(line)
+    print(f"{line}; still trying", file=sys.stderr, flush=True)
 
 
 def store_of_restart() -> dist.Store | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import subprocess
-import tempfile
 from pathlib import Path
 
 import pytest
@@ -17,9 +16,12 @@ exec "$@"
 """
 
 
-def prefix() -> list[str]:
-    """Words to put before a command. Skips the test, saying why, where this user may make no namespaces."""
-    hosts = Path(tempfile.gettempdir(), "zerox-nameless-hosts")
+def prefix(folder: Path) -> list[str]:
+    """Words to put before a command; ``folder`` is for a file.
+
+    Skips the test, saying why, where this user may make no namespaces.
+    """
+    hosts = folder / "hosts"
     hosts.write_text("127.0.0.1 localhost\n")
     words = ["unshare", "--map-root-user", "--uts", "--mount", "bash", "-c", SCRIPT, str(hosts)]
     resolves = "import socket\ntry: print(socket.gethostbyname(socket.gethostname()))\nexcept OSError: print('no')"
