@@ -7,6 +7,8 @@ import json
 import os
 import pickle
 import random
+import re
+import resource
 from pathlib import Path
 from typing import Any
 
@@ -173,6 +175,26 @@ def test_a_full_disk_leaves_the_previous_checkpoint(tmp_path: Path, monkeypatch:
     assert load(tmp_path / "x", model, optimizer) == 1
     save(tmp_path / "x", model, optimizer, extra=3)
     assert load(tmp_path / "x", model, optimizer) == 3
+
+
+@pytest.mark.parametrize("room", [1, 500, 2_000, 20_000, 60_000, 100_000])
+def test_a_disk_that_is_full_says_so_whatever_was_being_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, room: int
+) -> None:
+    """In the system's words with the file's name: torch.save() would say "unexpected pos 704 vs 598"."""
+    model, optimizer = alone()
+    save(tmp_path / "x", model, optimizer)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (room, limits[1]))
+    try:
+        with pytest.raises(CheckpointError) as error:
+            save(tmp_path / "x", model, optimizer, extra=torch.zeros(10_000))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    said = str(error.value)
+    assert re.search(r"x could not be saved: OSError: \[Errno 27\] File too large: '.*/[.]x[.]saving/", said), said
+    assert [each.name for each in tmp_path.iterdir()] == ["x"]
+    assert load(tmp_path / "x", model, optimizer) is None
 
 
 def test_a_disk_that_fails_after_the_check_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -77,9 +77,6 @@ def _check_form(source: Path, model_key: str, weights: Any, optimizer_key: str, 
 
 def _check_adamw(source: Path, names: Mapping[int, str], state: Mapping[str, Any]) -> None:
     """CheckpointError for another optimizer's state: a training would go on from it without its moments."""
-    for index, group in enumerate(state["param_groups"]):
-        if missing := [name for name in OPTIONS if name not in group]:
-            raise CheckpointError(f"{source}: param group {index} has no {some(missing)}: {NOT_ADAMW}")
     for number, own in state["state"].items():
         if number not in names:
             raise CheckpointError(f"{source} has state of parameter {number}, which no param group has")
@@ -91,6 +88,9 @@ def _check_adamw(source: Path, names: Mapping[int, str], state: Mapping[str, Any
         for what, value in own.items():
             if not isinstance(value, (Tensor, int, float)) or (what != STEP and not isinstance(value, Tensor)):
                 raise CheckpointError(f"{source}: {what} of '{names[number]}' is a {type(value).__name__}")
+    for index, group in enumerate(state["param_groups"]):
+        if missing := [name for name in OPTIONS if name not in group]:
+            raise CheckpointError(f"{source}: param group {index} has no {some(missing)}: {NOT_ADAMW}")
 
 
 def _names_of(source: Path, weights: Mapping[str, Any], state: Mapping[str, Any]) -> dict[int, str]:
