@@ -26,7 +26,7 @@ def parse_options(arguments: list[str] | None, description: str) -> argparse.Nam
         options.lr = 0.4 / options.shape.width  # wider models want smaller steps
     if not 0 <= options.seed < 2**32:
         raise BadInput(f"--seed {options.seed} is outside 0 to 2**32 - 1")
-    options.device = _device(options.device)
+    options.device = _device(options.device, options.ranks or 1)
     if options.resume and not options.save_dir:
         raise BadInput("--resume goes on from a checkpoint in --save-dir, which is not given")
     if options.compare and options.save_dir:
@@ -118,14 +118,14 @@ def _not_negative(text: str) -> float:
     return value
 
 
-def _device(name: str) -> torch.device:
+def _device(name: str, num_ranks: int) -> torch.device:
     """This rank's device: the CPU, or the one GPU that is its own."""
     if name == "cpu" or (name == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
     if not torch.cuda.is_available():
         raise BadInput("--device cuda: this torch sees no CUDA device")
     local_rank, num_gpus = int(os.environ.get("LOCAL_RANK", 0)), torch.cuda.device_count()
-    num_local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    num_local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", num_ranks))
     if num_local_ranks > num_gpus:
         raise BadInput(f"{num_local_ranks} ranks here need a GPU each, but there are {num_gpus}; try --device cpu")
     return torch.device("cuda", local_rank)

@@ -10,19 +10,29 @@ from contextlib import contextmanager
 import torch
 import torch.distributed as dist
 from corpus import BadInput
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.run import main as torchrun
 
 LOOPBACK = "127.0.0.1"
+BAD_INPUT = 2  # the exit status of ranks whose options or files can't be used
 MEETING_S = 20  # how long to try to reach rank 0
 
 
-def start(num_ranks: int) -> None:
-    """Becomes torchrun with this very command line, on the ranks of which ``am_rank`` holds.
+def start(num_ranks: int) -> int:
+    """Runs this very command line under torchrun; returns the exit status of the first rank that failed, or 0.
 
     Ranks of one machine meet at the loopback address: torchrun's own choice is the machine's name, and where that does
     not resolve, as in many containers, it waits for five minutes and more.
     """
-    launcher = ["-m", "torch.distributed.run", "--standalone", f"--local-addr={LOOPBACK}"]
-    os.execv(sys.executable, [sys.executable, *launcher, f"--nproc-per-node={num_ranks}", *sys.argv])
+    launcher = ["--standalone", f"--local-addr={LOOPBACK}", f"--nproc-per-node={num_ranks}"]
+    try:
+        torchrun([*launcher, *sys.argv])
+    except ChildFailedError as error:
+        _, failure = error.get_first_failure()
+        if failure.exitcode != BAD_INPUT:
+            raise
+        return BAD_INPUT  # the rank has said why: no 40 lines of torchrun's below it
+    return 0
 
 
 def am_rank() -> bool:

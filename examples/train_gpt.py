@@ -34,7 +34,7 @@ from fits import check_fits
 from gpt_model import GPT, sample_text
 from measure import bytes_of_torch, bytes_of_zerox, distances_from_unfused, held_out_loss, mean_over_ranks
 from options import DTYPES, STATE_DTYPES, parse_options
-from ranks import am_rank, process_group, start
+from ranks import BAD_INPUT, am_rank, process_group, start
 from report import Result, memory_table, write_comparison
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import LambdaLR
@@ -313,7 +313,7 @@ def main() -> int:
         corpus = load_corpus(options.data, options.shape.context)
         check_fits(options)
         if options.ranks and not am_rank():
-            start(options.ranks)  # after all checks: a wrong option costs one line, not torchrun's 45
+            return start(options.ranks)  # after all checks: a wrong option costs one line, not torchrun's 45
         with process_group(options.device) as (rank, world_size):
             run(options, corpus, rank, world_size)
     except BadInput as error:
@@ -322,7 +322,7 @@ def main() -> int:
             time.sleep(5)
         else:
             print(f"train_gpt.py: error: {error}", file=sys.stderr, flush=True)
-        return 2
+        return BAD_INPUT
     except KeyboardInterrupt:
         return 130
     return 0

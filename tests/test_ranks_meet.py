@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from tests import nameless_host
 from tests.test_example_cli import SMALLEST, run, text  # noqa: F401
@@ -60,14 +61,30 @@ def test_ranks_that_can_t_meet_say_so_in_one_line(
     assert time.monotonic() - start < 15
 
 
+@pytest.mark.parametrize("exit_status", [2, 1, -9])
+def test_torchrun_s_own_words_follow_a_crash_and_no_refusal(exit_status: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(ROOT / "examples")
+    import ranks
+
+    def fails(_: list[str]) -> None:
+        raise ChildFailedError("train_gpt.py", {0: ProcessFailure(0, 1, exit_status, "no file")})
+
+    monkeypatch.setattr(ranks, "torchrun", fails)
+    if exit_status == ranks.BAD_INPUT:
+        assert ranks.start(2) == 2
+    else:
+        with pytest.raises(ChildFailedError, match=f"exitcode  : {exit_status} "):
+            ranks.start(2)
+
+
 def test_whatever_starts_ranks_uses_the_loopback_address() -> None:
     """torchrun by itself uses the host's name, and waits for five minutes where that does not resolve."""
     listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
-    starts = re.compile(r"torchrun (?:-\S+ [\w.]+ )*--nproc|torch\.distributed\.run\b[^\n]*\n?[^\n]*nproc", re.M)
-    found = {}
+    starts = re.compile(r"torchrun (?:-\S+ [\w.]+ )*--nproc|--standalone\b[^\n]*\n?[^\n]*nproc")
+    found: dict[str, bool] = {}
     for name in listed:
         if name.endswith((".py", ".md", ".sh", "Makefile")) and name != f"tests/{Path(__file__).name}":
             for match in starts.finditer((ROOT / name).read_text()):
-                found[name] = "local-addr" in match[0]
+                found[name] = found.get(name, True) and "local-addr" in match[0]
     assert {"README.md", "examples/ranks.py", "bench/moments.py"} <= set(found), "they were not recognised"
     assert [name for name, is_local in found.items() if not is_local] == []
