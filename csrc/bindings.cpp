@@ -1,12 +1,12 @@
 // The only file that knows Python: op schemas, and the bucket manager's class.
 #include <torch/csrc/utils/pybind.h>
 #include <torch/library.h>
-#include <unistd.h>
 #include <array>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
 #include "bucket_manager/bucket_manager.h"
 #include "bucket_manager/neighbours.h"
+#include "bucket_manager/process.h"
 #include "bucket_manager/ranges.h"
 #include "cpu/isa.h"
 #include "cpu/large_pages.h"
@@ -54,9 +54,9 @@ namespace {
 using Release = py::call_guard<py::gil_scoped_release>;
 
 // Lanes may need the GIL to free a tensor that Python has seen, so nobody may hold it while waiting for them. A forked
-// child (a data-loader worker) has the object without its threads, and locks in whatever state they were: it leaks it.
-void destroy(BucketManager* manager, pid_t owner) {
-  if (getpid() != owner) return;
+// child leaks it: see Note [Forks].
+void destroy(BucketManager* manager, const Process& owner) {
+  if (!owner.is_this()) return;
   if (PyGILState_Check() != 0) {
     const py::gil_scoped_release release;
     delete manager;
@@ -68,7 +68,7 @@ void destroy(BucketManager* manager, pid_t owner) {
 std::shared_ptr<BucketManager> make_manager(const std::optional<Group>& group, const std::optional<Group>& control,
                                             ExchangeKind exchange, ManagerOptions options) {
   return {new BucketManager(group ? make_exchange(exchange, *group) : nullptr, control.value_or(Group()), options),
-          [owner = getpid()](BucketManager* manager) { destroy(manager, owner); }};
+          [owner = Process()](BucketManager* manager) { destroy(manager, owner); }};
 }
 
 py::object tensor_or_none(const at::Tensor& tensor) { return tensor.defined() ? py::cast(tensor) : py::none(); }
@@ -128,6 +128,10 @@ void bind(py::module_& m) {
                                         }});
       },
       py::arg("names_are_new"));
+
+  py::class_<Process>(m, "Process").def(py::init<>()).def("check", &Process::check);
+  m.def("before_fork", &ReadGuard::before_fork, Release());
+  m.def("keep_forever", [](py::object kept) { kept.release(); }, py::arg("kept"));
 
   py::class_<PyRange>(m, "Range")
       .def(py::init<std::string, int64_t>(), py::arg("what"), py::arg("bucket"))

@@ -35,6 +35,14 @@ class Settled(enum.Enum):
 
 def set_names_are_new(names_are_new: Callable[[], bool]) -> None: ...
 
+class Process:
+    """The process that made this object."""
+
+    def check(self) -> None: ...
+
+def before_fork() -> None: ...
+def keep_forever(kept: object) -> None: ...
+
 class Range:
     """While a with statement lasts, profilers show "zerox::what bucket 3"."""
 

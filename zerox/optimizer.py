@@ -227,7 +227,7 @@ class FusedShardedAdam(OptimizerState):
 
     def broadcast_buffers(self, model: torch.nn.Module) -> None:
         """Gives every rank rank 0's values of the model's buffers. Collective."""
-        self._all_ranks.check_still_alone()
+        self._all_ranks.check_here()
         for name, buffer in model.named_buffers():
             self._all_ranks.broadcast_values(buffer, f"buffer '{name}'")
 
@@ -279,7 +279,7 @@ class FusedShardedAdam(OptimizerState):
         self._publish_state()
 
     def _settle(self, place: Place) -> None:
-        self._all_ranks.check_still_alone()
+        self._all_ranks.check_here()
         self._gather.wait()
         unfrozen = [m for m in self._frozen if m.param.requires_grad]
         moved = [(self._buckets[index], slot) for index, slot in self._grads.moved()]

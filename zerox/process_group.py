@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from zerox.forks import check_made_here
+
 ALONE = "alone"
 GroupArgument = dist.ProcessGroup | DeviceMesh | str | None
 
@@ -12,7 +14,8 @@ GroupArgument = dist.ProcessGroup | DeviceMesh | str | None
 def chosen_group(process_group: GroupArgument) -> dist.ProcessGroup | None:
     """The group that is meant (by default all ranks); None for one rank without torch.distributed, or ``ALONE``.
 
-    Raises ValueError for a mesh of more than one dimension, a group that this process is not in, and anything else.
+    Raises ValueError for a mesh of more than one dimension, a group that this process is not in, and anything else;
+    RuntimeError for a group of the process that this one was forked from.
     """
     if isinstance(process_group, DeviceMesh):
         if process_group.ndim != 1:
@@ -31,6 +34,7 @@ def chosen_group(process_group: GroupArgument) -> dist.ProcessGroup | None:
             f"process_group must be a ProcessGroup this process is in, got {process_group!r} (a 1-D DeviceMesh and "
             f'"{ALONE}" will do too)'
         )
+    check_made_here(process_group)
     return process_group
 
 

@@ -8,13 +8,14 @@ import hashlib
 import os
 import weakref
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from zerox import _C as C
 from zerox._C import ExchangeKind
 from zerox.neighbours import find_neighbours
 from zerox.process_group import GroupArgument, check_still_alone, chosen_group, why_alone
@@ -44,13 +45,15 @@ class Ranks:
     neighbours: tuple[int, ...] = ()
     why_alone: str = ""
     given: dist.ProcessGroup | None = None
+    process: C.Process = field(default_factory=C.Process)
 
     @staticmethod
     def alone(device: torch.device = CPU, why: str = "") -> Ranks:
         return Ranks(0, 1, "none", "direct", None, None, device, why_alone=why)
 
-    def check_still_alone(self) -> None:
-        """RuntimeError where a default group came later, whose ranks would each train alone unasked."""
+    def check_here(self) -> None:
+        """RuntimeError in a forked child, and where a default group came later, whose ranks would train alone."""
+        self.process.check()
         if self.why_alone:
             check_still_alone(self.why_alone)
 

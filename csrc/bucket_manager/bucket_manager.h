@@ -8,7 +8,6 @@
 #include <atomic>
 #include <functional>
 #include <memory>
-#include <mutex>
 #include <string>
 #include <vector>
 
@@ -18,6 +17,7 @@
 #include "bucket_manager/gathers.h"
 #include "bucket_manager/launch_order.h"
 #include "bucket_manager/pass.h"
+#include "bucket_manager/process.h"
 
 namespace zx {
 
@@ -48,6 +48,7 @@ struct ManagerOptions {
   c10::Device device;  // of all parameters
 };
 
+// In a forked child whatever changes or waits for something throws: see Note [Forks].
 class BucketManager : public std::enable_shared_from_this<BucketManager> {
  public:
   // `exchange` and `control` are null for one rank alone.
@@ -141,7 +142,7 @@ class BucketManager : public std::enable_shared_from_this<BucketManager> {
   std::vector<at::Tensor> pack_local(Bucket& bucket, int64_t num_straight);
   void agree_on_unsent();
 
-  std::mutex mutex_;  // of all below but flights_ and gathers_; hooks may come from several autograd threads
+  ProcessMutex mutex_;  // of all below but flights_ and gathers_; hooks may come from several autograd threads
   std::shared_ptr<Exchange> exchange_;
   Agreement agreement_;
   ManagerOptions options_;

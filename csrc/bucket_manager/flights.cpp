@@ -87,6 +87,7 @@ int64_t Flights::most_in_a_part(int64_t bytes) const {
 }
 
 void Flights::land() {
+  process_.check();
   const std::string error = lanes_.drain();
   if (streams_) streams_->join();
   TORCH_CHECK(error.empty(), error);

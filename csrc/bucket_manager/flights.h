@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "bucket_manager/flight.h"
+#include "bucket_manager/process.h"
 #include "bucket_manager/streams.h"
 #include "bucket_manager/two_lanes.h"
 
@@ -26,6 +27,7 @@ class Flights {
 
   // Waits until all have landed; on an accelerator the current stream does. Throws what went wrong first, now and on
   // every later call.
+  // Throws in a forked child, which has no lanes.
   void land();
 
   int64_t num_landed() const { return lanes_.num_landed(); }
@@ -47,6 +49,7 @@ class Flights {
   std::vector<at::Tensor> slices(const Flight& flight, const std::vector<Exchange::Messages>& messages, size_t message,
                                  int64_t start, int64_t numel);
 
+  Process process_;
   std::shared_ptr<Exchange> exchange_;
   // The land lane's: what it has read from each neighbour; and what was sent when something went wrong, as others may
   // go on reading it.

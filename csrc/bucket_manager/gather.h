@@ -44,14 +44,19 @@ class Gather {
   // After wait(): returns when nobody reads this rank's slice any more. Throws as wait().
   void wait_for_readers();
 
+  // In a forked child: throws, naming the parameters, unless `flat` was whole when the child was made.
+  void check_arrived() const;
+
   int64_t bucket() const { return bucket_->index; }
+  std::string describe() const { return bucket_->describe(); }
   bool holds(const at::Tensor& tensor) const {
     return tensor.device() == flat_.device() && tensor.storage().is_alias_of(flat_.storage());
   }
 
   int64_t first_wait() const { return first_wait_; }  // 0: nobody has waited; else later ones have larger numbers
   bool on_host() const { return flat_.device().is_cpu(); }
-  bool is_over() const { return on_host() && first_wait_ != 0 && given_; }
+  bool has_arrived() const { return on_host() && progress_ != Progress::on_its_way && error_.empty(); }
+  bool is_over() const { return on_host() && first_wait_ != 0 && progress_ == Progress::given; }
 
  private:
   void receive();
@@ -66,7 +71,8 @@ class Gather {
   std::string error_;
   std::once_flag given_once_;
   std::string given_error_;
-  std::atomic<bool> given_{false};
+  enum class Progress { on_its_way, taken_in, given };
+  std::atomic<Progress> progress_{Progress::on_its_way};
   std::atomic<int64_t> first_wait_{0};
   std::mutex mutex_;                 // on an accelerator: of `waited_`, and of `error_`
   std::vector<c10::Stream> waited_;  // streams that are behind the arrival

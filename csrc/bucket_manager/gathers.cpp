@@ -26,7 +26,7 @@ class Waits final : public ReadGuard::Watcher {
         std::find_if(gathers_.begin(), gathers_.end(), [&tensor](const auto& gather) { return gather->holds(tensor); });
     if (found == gathers_.end()) return;
     Gather& gather = **found;
-    if (gather.is_over()) return;
+    if (gather.is_over() || !may_wait_for(gather)) return;
     ReadGuard::without_gil([&] {
       if (wait_for(gather, /*is_use=*/true) && gather.on_host() && use.is_write()) gather.give();
     });
@@ -35,7 +35,7 @@ class Waits final : public ReadGuard::Watcher {
   // Not known to be uses: what is shown later says in which order gathers are needed.
   void before_hidden_reads() override {
     for (const auto& gather : gathers_) {
-      if (wait_for(*gather, /*is_use=*/false) && gather->on_host()) gather->give();
+      if (may_wait_for(*gather) && wait_for(*gather, /*is_use=*/false) && gather->on_host()) gather->give();
     }
   }
 
@@ -43,7 +43,29 @@ class Waits final : public ReadGuard::Watcher {
     return std::all_of(gathers_.begin(), gathers_.end(), [](const auto& gather) { return gather->is_over(); });
   }
 
+  void before_fork() override {
+    for (const auto& gather : gathers_) {
+      if (gather->on_host()) gather->take_in();
+    }
+  }
+
+  bool has_arrived() const override {
+    return std::all_of(gathers_.begin(), gathers_.end(),
+                       [](const auto& gather) { return !gather->on_host() || gather->has_arrived(); });
+  }
+
  private:
+  // In a forked child nobody may: an operator can't be stopped there either, so that a warning is all there is.
+  bool may_wait_for(const Gather& gather) const {
+    if (process_.is_this()) return true;
+    if (!gather.has_arrived()) {
+      TORCH_WARN_ONCE("zerox: an operator reads the updated parameters of ", gather.describe(),
+                      ", which were on their way when this process was forked: their values are partly old. Call "
+                      "optimizer.synchronize() before such a fork");
+    }
+    return false;
+  }
+
   static bool wait_for(Gather& gather, bool is_use) {
     try {
       gather.wait(is_use);
@@ -53,6 +75,7 @@ class Waits final : public ReadGuard::Watcher {
     return true;
   }
 
+  Process process_;
   std::vector<std::shared_ptr<Gather>> gathers_;
 };
 
@@ -75,6 +98,7 @@ void Gathers::in_background(void (Gather::*what)(), const std::shared_ptr<Gather
 }
 
 void Gathers::start(const std::shared_ptr<Bucket>& bucket, at::Tensor flat, Exchange& exchange, bool background) {
+  process_.check();
   const auto gather = std::make_shared<Gather>(names_, bucket, std::move(flat), exchange);
   {
     const std::lock_guard lock(mutex_);
@@ -86,7 +110,12 @@ void Gathers::start(const std::shared_ptr<Bucket>& bucket, at::Tensor flat, Exch
 
 void Gathers::wait(const std::vector<int64_t>& buckets) {
   for (const auto& gather : under_way()) {
-    if (std::find(buckets.begin(), buckets.end(), gather->bucket()) != buckets.end()) gather->wait();
+    if (std::find(buckets.begin(), buckets.end(), gather->bucket()) == buckets.end()) continue;
+    if (process_.is_this()) {
+      gather->wait();
+    } else {
+      gather->check_arrived();
+    }
   }
 }
 
@@ -97,6 +126,7 @@ void Gathers::guard_reads() {
 }
 
 void Gathers::finish() {
+  process_.check();
   std::exception_ptr first;
   const auto attempt = [&first](const auto& body) {
     try {

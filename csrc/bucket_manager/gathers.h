@@ -8,6 +8,7 @@
 
 #include "bucket_manager/gather.h"
 #include "bucket_manager/lane.h"
+#include "bucket_manager/process.h"
 #include "bucket_manager/read_guard.h"
 
 namespace zx {
@@ -18,7 +19,8 @@ struct GatherOrder {
   std::vector<int64_t> agreed;    // empty: that of the buckets
 };
 
-// start(), guard_reads() and finish() are one thread's; wait() may come from others meanwhile.
+// start(), guard_reads() and finish() are one thread's; wait() may come from others meanwhile. In a forked child only
+// wait() does not throw, for what had arrived before: see Note [Forks].
 class Gathers {
  public:
   explicit Gathers(GatherNames names) : names_(names) {}
@@ -57,6 +59,7 @@ class Gathers {
   All under_way() const;
   void in_background(void (Gather::*what)(), const std::shared_ptr<Gather>& gather);
 
+  Process process_;
   GatherNames names_;
   GatherOrder order_;
   bool hold_ = false;

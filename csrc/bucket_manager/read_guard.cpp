@@ -28,18 +28,25 @@ struct Guards {
   ReadGuard::Interpreter interpreter;
 };
 
+void in_child();
+
 // Never destroyed: threads run operators until the process is gone.
 Guards& guards() {
   static Guards* const all = [] {
-    // A forked child (a data-loader worker) would wait for threads that it lacks.
-    pthread_atfork([] { guards().mutex.lock(); }, [] { guards().mutex.unlock(); },
-                   [] {
-                     (new std::vector<std::shared_ptr<ReadGuard::Watcher>>())->swap(guards().watchers);  // leaked
-                     guards().mutex.unlock();
-                   });
+    pthread_atfork([] { guards().mutex.lock(); }, [] { guards().mutex.unlock(); }, &in_child);
     return new Guards;
   }();
   return *all;
+}
+
+// A forked child (a data-loader worker) has nothing to wait for. Its watchers are leaked: see Note [Forks].
+void in_child() {
+  auto* const watchers = new std::vector<std::shared_ptr<ReadGuard::Watcher>>();
+  watchers->swap(guards().watchers);
+  for (const auto& watcher : *watchers) {
+    if (!watcher->has_arrived()) guards().watchers.push_back(watcher);
+  }
+  guards().mutex.unlock();
 }
 
 // Of what torch.compile made, as long as it runs. Regions may be inside others.
@@ -98,18 +105,26 @@ void look_at(const c10::IValue& value, const ReadGuard::Use& use, ReadGuard::Wat
   }
 }
 
+// Operators cost what they did without a guard again.
+void stop_watching() {
+  at::CallbackHandle callback = 0;
+  {
+    const std::lock_guard lock(guards().mutex);
+    if (guards().watchers.empty()) callback = std::exchange(guards().callback, 0);
+  }
+  if (callback != 0) at::removeCallback(callback);
+}
+
 void remove(const std::shared_ptr<ReadGuard::Watcher>& watcher) {
   std::shared_ptr<ReadGuard::Watcher> removed;  // goes after the lock
-  at::CallbackHandle callback = 0;
   {
     const std::lock_guard lock(guards().mutex);
     const auto found = std::find(guards().watchers.begin(), guards().watchers.end(), watcher);
     if (found == guards().watchers.end()) return;
     removed = std::move(*found);
     guards().watchers.erase(found);
-    if (guards().watchers.empty()) callback = std::exchange(guards().callback, 0);
   }
-  if (callback != 0) at::removeCallback(callback);
+  stop_watching();
 }
 
 std::unique_ptr<at::ObserverContext> before_operator(const at::RecordFunction& function) {
@@ -120,6 +135,7 @@ std::unique_ptr<at::ObserverContext> before_operator(const at::RecordFunction& f
     const std::lock_guard lock(guards().mutex);
     watchers.append(guards().watchers.begin(), guards().watchers.end());
   }
+  if (watchers.empty()) stop_watching();  // a forked child's first operator
   std::unique_ptr<Region> region;
   const char* name = function.name();
   if (std::strncmp(name, kRegion, sizeof(kRegion) - 1) == 0) region = std::make_unique<Region>(name);
@@ -145,6 +161,15 @@ ReadGuard::ReadGuard(std::shared_ptr<Watcher> watcher) : watcher_(std::move(watc
 }
 
 ReadGuard::~ReadGuard() { remove(watcher_); }
+
+void ReadGuard::before_fork() {
+  std::vector<std::shared_ptr<ReadGuard::Watcher>> watchers;
+  {
+    const std::lock_guard lock(guards().mutex);
+    watchers = guards().watchers;
+  }
+  for (const auto& watcher : watchers) watcher->before_fork();
+}
 
 bool ReadGuard::Use::is_write() const {
   const auto schema = function_.operator_schema();

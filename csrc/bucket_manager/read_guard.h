@@ -43,12 +43,18 @@ class ReadGuard {
     virtual void before_read(const at::Tensor& tensor, const Use& use) = 0;
     virtual void before_hidden_reads() = 0;  // and writes, of whatever there is
     virtual bool has_seen_enough() const = 0;
+    // See Note [Forks].
+    virtual void before_fork() = 0;        // a child should find what is on its way
+    virtual bool has_arrived() const = 0;  // all of it; else the watcher stays, in the child too
   };
 
   explicit ReadGuard(std::shared_ptr<Watcher> watcher);
   ~ReadGuard();
   ReadGuard(const ReadGuard&) = delete;
   ReadGuard& operator=(const ReadGuard&) = delete;
+
+  // Returns when all that guards wait for has arrived; without the GIL.
+  static void before_fork();
 
   // What only the interpreter knows; set before there is a guard.
   struct Interpreter {

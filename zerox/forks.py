@@ -1,0 +1,37 @@
+"""Python's forks: parameters arrive before them, and the child leaves its parent's process groups alone.
+
+Note [Forks] in csrc/bucket_manager/process.h says why.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+import torch.distributed as dist
+
+from zerox import _C as C
+
+_inherited: list[dist.ProcessGroup] = []
+
+
+def check_made_here(group: dist.ProcessGroup) -> None:
+    """RuntimeError if this process was forked after ``group`` was made."""
+    if any(group is each for each in _inherited):
+        raise RuntimeError(
+            f"zerox: process {os.getpid()} was forked after its process group was made, and has neither that group's "
+            'threads nor its connections: pass process_group="alone" for an optimizer of this process only, or start '
+            "ranks with spawn"
+        )
+
+
+def _in_child() -> None:
+    """Also at its exit: torch's groups would wait for their threads, and stores stop the parent's."""
+    world = getattr(sys.modules.get("torch.distributed.distributed_c10d"), "_world", None)
+    if world is not None:
+        C.keep_forever(dict(world.pg_map))
+        _inherited.extend(world.pg_map)
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(before=C.before_fork, after_in_child=_in_child)
