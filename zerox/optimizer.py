@@ -177,6 +177,13 @@ class FusedShardedAdam(OptimizerState):
         self._grad_scale.skip_unless(finite)
         return (1.0 - finite).float()
 
+    def skip_step(self) -> None:
+        """What :class:`zerox.GradScaler` calls instead of step(): forgets what clip and unscale left for it.
+
+        Gradients stay, as after a step().
+        """
+        self._grad_scale.reset()
+
     def no_sync(self) -> AbstractContextManager[None]:
         """Inside, backward sends nothing: gradients stay local and add up, to leave with the next backward outside."""
         return self._grads.no_sync()

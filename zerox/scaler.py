@@ -14,7 +14,8 @@ class GradScaler(torch.amp.GradScaler):
     """``torch.amp.GradScaler`` that knows :class:`zerox.FusedShardedAdam`, in both stages; for others it is torch's.
 
     Takes torch's arguments. An inf or NaN in any rank's gradients skips the step on all of them, leaves state and step
-    counts as they were, and backs the scale off; the host waits for no device to know. ``unscale_(optimizer)`` is
+    counts as they were, and backs the scale off. As in torch ``step(optimizer)`` waits for the device to know, and does
+    not call ``optimizer.step()`` then: step hooks, schedulers and Accelerate see that it was skipped. ``unscale_`` is
     collective, and so is ``step(optimizer)``. After ``unscale_``, ``optimizer.clip_grad_norm_`` sees unscaled
     gradients, and in stage 1 so does everything that reads ``p.grad``, unless a parameter is float16: those gradients
     would underflow, so they stay scaled in ``p.grad`` and step() unscales them in float32.
@@ -38,4 +39,14 @@ class GradScaler(torch.amp.GradScaler):
     ) -> float | None:
         if not isinstance(optimizer, FusedShardedAdam):
             return super()._maybe_opt_step(optimizer, optimizer_state, *args, **kwargs)
-        return optimizer.step(*args, **kwargs)  # it knows what was found, on the device
+        found = optimizer_state["found_inf_per_device"].values()
+        # The same on all ranks, since unscale_grads_() asked all. While a CUDA graph is captured nobody can ask, and
+        # step() itself changes nothing.
+        if not any(_is_capturing(each) for each in found) and any(each.item() for each in found):
+            optimizer.skip_step()
+            return None
+        return optimizer.step(*args, **kwargs)
+
+
+def _is_capturing(tensor: Tensor) -> bool:
+    return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
