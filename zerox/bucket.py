@@ -82,7 +82,7 @@ class Bucket:
             [s.span.start, s.span.stop, members[s.slot].group, members[s.slot].number, s.param_start]
             for s in self.own_segments
         ]
-        self.segments = torch.tensor(rows, dtype=torch.int64).reshape(-1, SEGMENT_COLUMNS).to(device)
+        self.segments = torch.tensor(rows, dtype=torch.int64, device="cpu").reshape(-1, SEGMENT_COLUMNS).to(device)
         self.steps = torch.zeros(len(rows), dtype=torch.int64, device=device)
         self.moments = Moments(MOMENT_DTYPES[plan.state_dtype], shard_numel, device, amsgrad)
         self.master: Tensor | None = None

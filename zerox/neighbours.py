@@ -21,7 +21,7 @@ def find_neighbours(all_gather: Gather, rank: int) -> tuple[int, ...]:
     containers may share its names: the proof is a random number, read where its rank says that it is.
     """
     C.let_siblings_read()
-    secret = torch.tensor([secrets.randbits(62)])
+    secret = torch.tensor([secrets.randbits(62)], device="cpu")
     told = all_gather(f"{_machine()} {os.getpid()} {secret.data_ptr()} {int(secret)}")
     everyone = [line.split(" ") for line in told]
     here = everyone[rank][0]
@@ -37,7 +37,7 @@ def find_neighbours(all_gather: Gather, rank: int) -> tuple[int, ...]:
 
 
 def _reads(pid: str, address: int, number: int) -> bool:
-    found = torch.zeros(1, dtype=torch.int64)
+    found = torch.zeros(1, dtype=torch.int64, device="cpu")
     return C.read_memory(int(pid), address, found) and int(found) == number
 
 

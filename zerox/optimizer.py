@@ -50,10 +50,13 @@ class FusedShardedAdam(OptimizerState):
             None, or "auto": remainder for bfloat16, fp32 for float16.
         capturable: step() may be captured into a CUDA graph, with a tensor lr on the device if it is to change.
             Before each replay call ``synchronize()``; ``clip_grad_norm_()``, ``zero_grad()`` and backward stay outside.
+        foreach, fused: as in ``torch.optim.AdamW``, without effect: the update is fused in any case.
+        differentiable: must be False.
 
     Raises:
         ValueError: an option or parameter that doesn't fit, or ranks that disagree about either.
-        RuntimeError: later, from each collective call, if it was built without a group and there are several ranks now.
+        RuntimeError: under ``torch.inference_mode()``; later, from each collective call, if it was built without a
+            group and there are several ranks now.
         TypeError: as torch.optim, for example for a bare tensor.
     """
 
@@ -75,9 +78,13 @@ class FusedShardedAdam(OptimizerState):
         state_dtype: torch.dtype | str = torch.float32,
         master_weights: str | None = "auto",
         capturable: bool = False,
+        foreach: bool | None = None,
+        fused: bool | None = None,
+        differentiable: bool = False,
     ) -> None:
         with call_ranks(process_group) as roll_call:
-            defaults = adam.defaults(lr, betas, eps, weight_decay, amsgrad, maximize, decoupled_weight_decay)
+            flags = {"foreach": foreach, "fused": fused, "differentiable": differentiable}
+            defaults = adam.defaults(lr, betas, eps, weight_decay, amsgrad, maximize, decoupled_weight_decay, flags)
             self._options = Options(stage, bucket_cap_mb, reduce_dtype, state_dtype, master_weights, capturable)
             self._buckets: list[Bucket] = []
             self._ranks: Ranks | None = None  # until the constructor has all groups
@@ -216,14 +223,14 @@ class FusedShardedAdam(OptimizerState):
         """As torch. Collective once the optimizer is built. A group that is refused is not added."""
         if self._ranks is None:
             super().add_param_group(param_group)
-            adam.check_group(self.param_groups[-1])
+            self._check_group(self.param_groups[-1])
             return
         self._settle(Place.SYNCHRONIZE)  # what is on its way was launched with the buckets there are
         count = len(self.param_groups)
         try:
             with self._ranks.refusals_told():
                 super().add_param_group(param_group)
-                adam.check_group(self.param_groups[-1])
+                self._check_group(self.param_groups[-1])
                 members = [m for m in members_of(self.param_groups) if m.group == count]
                 known = [m for bucket in self._buckets for m in bucket.members] + self._frozen
                 check_params([m.name for m in known + members], [m.param for m in known + members])
@@ -259,6 +266,10 @@ class FusedShardedAdam(OptimizerState):
     def _norm_dtype(self) -> torch.dtype:
         double = any(bucket.buffer.flat.dtype is torch.float64 for bucket in self._buckets)
         return torch.float64 if double else torch.float32
+
+    def _check_group(self, group: dict[str, Any]) -> None:
+        adam.check_group(group)
+        self._options.check_group(group)
 
     def _adopt(self, members: Sequence[Member]) -> None:
         """Makes buckets for the trainable ones of ``members``; watches the others. Collective."""

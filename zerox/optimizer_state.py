@@ -15,7 +15,7 @@ from zerox.full_state import full_state, in_full
 from zerox.ranks import CPU, Ranks
 from zerox.rules import adam
 from zerox.sliced_state import sliced_state
-from zerox.state_dict import check_state, fill_state, groups_with_defaults, packed_with, state_uncast
+from zerox.state_dict import check_state, fill_state, groups_to_take, packed_with, state_uncast
 
 
 @dataclass(frozen=True)
@@ -99,8 +99,10 @@ class OptimizerState(torch.optim.Optimizer):
 
     def __setstate__(self, loaded: dict[str, Any]) -> None:
         """What torch's load_state_dict() calls between its own checks and the post-hooks."""
+        for group in loaded["param_groups"]:
+            adam.check_flags(group)
         check_state(self._buckets, self._frozen, loaded["state"])
-        self.param_groups = groups_with_defaults(loaded["param_groups"], self.defaults)
+        self.param_groups = groups_to_take(self.param_groups, loaded["param_groups"], self.defaults)
         self._start_amsgrad()
         self._consolidated = None
         fill_state(self._buckets, loaded["state"])

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -44,6 +44,15 @@ class Options:
             raise ValueError(f"master_weights must be one of {MASTER_WEIGHTS}, got {self.master_weights!r}")
         if self.capturable and self.placements.grads is not SHARDED:
             raise ValueError(f"capturable=True needs stage=2, got stage={self.stage}: p.grad has no lasting address")
+
+    def check_group(self, group: Mapping[str, Any]) -> None:
+        """ValueError for an option of the whole optimizer in a param group, unless it says what holds in any case."""
+        for name in OF_OPTIMIZER:
+            if name in group and (name == "process_group" or group[name] != getattr(self, name)):
+                raise ValueError(
+                    f"{name}={group[name]!r} in a param group would have no effect: it is an option of the whole "
+                    f"optimizer, pass {name} to its constructor"
+                )
 
     @property
     def placements(self) -> Stage:
@@ -87,13 +96,28 @@ class Options:
         return plan_buckets(specs, world_size, self.cap_bytes(backend, world_size))
 
 
+OF_OPTIMIZER = (*(field.name for field in fields(Options)), "process_group")
+
+
 def check_params(names: Sequence[str], params: Sequence[Tensor], allocated: bool = True) -> None:
-    """ValueError naming the first parameter that can't be sharded, and why. Not ``allocated``: it may be a meta one."""
+    """ValueError naming the first parameter that can't be sharded, and why. Not ``allocated``: it may be a meta one.
+
+    RuntimeError under torch.inference_mode().
+    """
+    if allocated and torch.is_inference_mode_enabled():
+        raise RuntimeError(
+            "zerox: an optimizer can't be built under torch.inference_mode(), its parameters could never be trained: "
+            "build it outside"
+        )
     for name, param in zip(names, params, strict=True):
         if param.is_meta and allocated:
             raise ValueError(f"parameter '{name}' is on the meta device: give it storage (to_empty()) first")
         if is_lazy(param):
             raise ValueError(f"parameter '{name}' is not initialized: run a forward of its lazy module first")
+        if param.is_inference() and allocated:
+            raise ValueError(
+                f"parameter '{name}' was made under torch.inference_mode() and can't be trained: make the model outside"
+            )
         if param.layout is not torch.strided or param.is_quantized or param.is_nested:
             layout = "quantized" if param.is_quantized else "nested" if param.is_nested else param.layout
             raise ValueError(f"parameter '{name}' must be dense (torch.strided), got {layout}")

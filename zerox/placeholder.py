@@ -44,11 +44,29 @@ class ShardedGrad(Tensor):
         if func is aten.detach.default:
             return args[0]
         names = [x._name for x in _tensors(args) if isinstance(x, ShardedGrad)]
-        raise RuntimeError(
-            f"the gradient of parameter '{names[0] if names else '?'}' was sent to the ranks that own it, p.grad is "
-            f"only its placeholder and {func} needs values. Use optimizer.clip_grad_norm_() to clip or to get the "
-            "norm, zerox.GradScaler to unscale, or build the optimizer with stage=1 to keep whole gradients in p.grad"
-        )
+        raise _no_values(names[0] if names else "?", func)
+
+    # ---- what reads values without an operator
+
+    def numpy(self, *, force: bool = False) -> Any:
+        raise _no_values(self._name, "numpy()")
+
+    def tolist(self) -> Any:
+        raise _no_values(self._name, "tolist()")
+
+    def __array__(self, *_: Any, **__: Any) -> Any:
+        raise _no_values(self._name, "an array")
+
+    def __dlpack__(self, *_: Any, **__: Any) -> Any:
+        raise _no_values(self._name, "DLPack")
+
+
+def _no_values(name: str, what: Any) -> RuntimeError:
+    return RuntimeError(
+        f"the gradient of parameter '{name}' was sent to the ranks that own it, p.grad is only its placeholder and "
+        f"{what} needs values. Use optimizer.clip_grad_norm_() to clip or to get the norm, zerox.GradScaler to "
+        "unscale, or build the optimizer with stage=1 to keep whole gradients in p.grad"
+    )
 
 
 def _tensors(args: Any) -> list[Any]:

@@ -121,9 +121,9 @@ class Ranks:
         if self.control is None:
             return [text]
         data = torch.frombuffer(bytearray(text.encode() or b" "), dtype=torch.uint8)
-        length = torch.tensor([data.numel()])
+        length = torch.tensor([data.numel()], device=CPU)
         self.all_reduce(length, dist.ReduceOp.MAX)
-        padded = torch.full((int(length),), ord(" "), dtype=torch.uint8)
+        padded = torch.full((int(length),), ord(" "), dtype=torch.uint8, device=CPU)
         padded[: data.numel()] = data
         received = [torch.empty_like(padded) for _ in range(self.size)]
         self.control.allgather([received], [padded]).wait()
@@ -152,7 +152,7 @@ class Ranks:
     def _unless_same(self, text: str) -> list[list[str]]:
         """Every rank's lines by rank, or nothing if all pass the same."""
         number = int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
-        extremes = torch.tensor([number, -number])
+        extremes = torch.tensor([number, -number], device=CPU)
         self.all_reduce(extremes, dist.ReduceOp.MAX)
         if extremes[0] == -extremes[1]:
             return []

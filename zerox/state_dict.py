@@ -14,7 +14,9 @@ from torch import Tensor
 from zerox.bucket import MASTER, REMAINDER, Bucket, Member
 from zerox.buffers import dense_strides
 from zerox.moments import EXP_AVG, EXP_AVG_SQ, MAX_EXP_AVG_SQ, SCALE
+from zerox.options import OF_OPTIMIZER
 from zerox.plan.span import Span
+from zerox.rules import adam
 from zerox.sliced_state import STEP, blocks_of, num_blocks
 from zerox.sliced_tensor import SlicedTensor
 from zerox.state_parts import fill_row
@@ -95,12 +97,34 @@ def fill_state(buckets: Sequence[Bucket], given: Mapping[Any, Uncast]) -> None:
     say_rounded(rounded)
 
 
-def groups_with_defaults(groups: list[dict[str, Any]], defaults: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Options that an older state_dict didn't know take the optimizer's defaults."""
-    for group in groups:
-        for key, value in defaults.items():
-            group.setdefault(key, value)
-    return groups
+def groups_to_take(
+    live: Sequence[dict[str, Any]], loaded: Sequence[dict[str, Any]], defaults: Mapping[str, Any]
+) -> list[dict[str, Any]]:
+    """Saved param groups with what is not theirs to say as it is in the ``live`` ones.
+
+    Options that an older state_dict didn't know take the optimizer's defaults.
+    """
+    say_kind_stays(list(zip(live, loaded, strict=True)))
+    return [{**defaults, **group, **fixed_options(own)} for own, group in zip(live, loaded, strict=True)]
+
+
+def fixed_options(group: Mapping[str, Any]) -> dict[str, Any]:
+    """What the constructor decided for a group: a state that is loaded doesn't change it."""
+    return {key: group[key] for key in (adam.KIND, *OF_OPTIMIZER) if key in group}
+
+
+def say_kind_stays(pairs: Sequence[tuple[Mapping[str, Any], Mapping[str, Any]]]) -> None:
+    """Warns where groups (live, saved) are AdamW's and Adam's, whose weight decay is another formula."""
+    others = [
+        index for index, (own, group) in enumerate(pairs) if group.get(adam.KIND, own[adam.KIND]) != own[adam.KIND]
+    ]
+    if others:
+        now = pairs[others[0]][0][adam.KIND]
+        warnings.warn(
+            f"zerox: the state was saved with {adam.KIND}={not now}, as torch.optim.{'Adam' if now else 'AdamW'} has "
+            f"it, and param groups {others} keep {adam.KIND}={now}. To go on as before, build the optimizer that way",
+            stacklevel=4,
+        )
 
 
 def say_rounded(what: Mapping[str, None]) -> None:
@@ -118,11 +142,16 @@ def _known(member: Member) -> dict[str, int]:
     return found | dict.fromkeys((name + SCALE for name in moments), num_blocks(numel))
 
 
+def _tensor(value: Any) -> Tensor:
+    """Old versions of torch saved numbers too."""
+    return value if isinstance(value, Tensor) else torch.tensor(value, device="cpu")
+
+
 def _check_whole(member: Member, state: Mapping[str, Any]) -> None:
     for key, numel in _known(member).items():
-        if key in state and (found := torch.as_tensor(state[key]).numel()) != numel:
+        if key in state and (found := _tensor(state[key]).numel()) != numel:
             raise ValueError(f"state of parameter '{member.name}' has {found} elements of {key} instead of {numel}")
-        if key + SCALE not in state and key in state and torch.as_tensor(state[key]).dtype is torch.uint8:
+        if key + SCALE not in state and key in state and _tensor(state[key]).dtype is torch.uint8:
             raise ValueError(f"state of parameter '{member.name}' has no {key + SCALE} beside its {key} of 8 bits")
 
 
@@ -132,7 +161,7 @@ def _parts(member: Member, state: Mapping[str, Any], span: Span) -> dict[str, Te
     for key in _known(member):
         if key in state:
             wanted = WHOLE_STEP if key == STEP else blocks_of(span) if key.endswith(SCALE) else span
-            found[key] = _part(member, key, torch.as_tensor(state[key]), wanted)
+            found[key] = _part(member, key, _tensor(state[key]), wanted)
     return found
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -45,6 +46,13 @@ READERS: dict[str, Callable[[list[Tensor]], object]] = {
     "_foreach_add": lambda grads: torch._foreach_add(grads, 1.0),
     "get_total_norm": torch.nn.utils.get_total_norm,
     "stack": torch.stack,
+    "numpy": lambda grads: grads[0].numpy(),
+    "numpy, forced": lambda grads: grads[0].numpy(force=True),
+    "tolist": lambda grads: grads[0].tolist(),
+    "asarray": lambda grads: np.asarray(grads[0]),
+    "array of a dtype": lambda grads: np.array(grads[0], dtype=np.float64),
+    "DLPack": lambda grads: torch.from_dlpack(grads[0]),
+    "numpy's DLPack": lambda grads: np.from_dlpack(grads[0]),
 }
 
 

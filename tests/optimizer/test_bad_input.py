@@ -61,6 +61,53 @@ def test_options_that_are_unknown_or_don_t_fit_list_what_is_allowed(options: dic
         estimate([weight()], 2, **options)
 
 
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("stage", 1),
+        ("reduce_dtype", torch.bfloat16),
+        ("state_dtype", "8bit"),
+        ("master_weights", None),
+        ("bucket_cap_mb", 1),
+        ("capturable", True),
+        ("process_group", None),
+    ],
+    ids=str,
+)
+def test_options_of_the_whole_optimizer_are_refused_in_a_group(name: str, value: Any) -> None:
+    message = f"{name}={value!r} in a param group would have no effect.*pass {name} to its constructor"
+    with pytest.raises(ValueError, match=message):
+        FusedShardedAdam([{"params": [weight()], name: value}])
+    optimizer = FusedShardedAdam([weight()])
+    with pytest.raises(ValueError, match=message):
+        optimizer.add_param_group({"params": [weight()], name: value})
+    assert len(optimizer.param_groups) == 1
+
+
+def test_groups_of_torch_s_adamw_are_taken() -> None:
+    """They have capturable=False, as every zerox optimizer on the CPU, and flags that mean nothing here."""
+    optimizer = FusedShardedAdam(torch.optim.AdamW([weight()], lr=0.5).param_groups)
+    assert optimizer.param_groups[0]["lr"] == 0.5
+
+
+def test_parameters_are_not_taken_in_under_inference_mode() -> None:
+    trainable, added = weight(), weight()
+    with torch.inference_mode():
+        with pytest.raises(RuntimeError, match=r"can't be built under torch.inference_mode\(\).*build it outside"):
+            FusedShardedAdam([trainable])
+        poisoned = weight()
+    with pytest.raises(ValueError, match=r"'gain' was made under torch.inference_mode\(\)"):
+        FusedShardedAdam([("gain", poisoned)])
+    optimizer = FusedShardedAdam([trainable])
+    with torch.inference_mode(), pytest.raises(RuntimeError, match="build it outside"):
+        optimizer.add_param_group({"params": [added]})
+    optimizer.add_param_group({"params": [added]})
+    (trainable * added).sum().backward()
+    optimizer.step()
+    assert not torch.equal(trainable, torch.ones(3))
+    assert not torch.equal(added, torch.ones(3))
+
+
 def test_capturable_is_for_cuda_parameters() -> None:
     with pytest.raises(ValueError, match="capturable=True needs CUDA parameters, got parameters on cpu"):
         FusedShardedAdam([weight()], capturable=True)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 from tests.bucket_manager.rig import same_bits
 from tests.optimizer.models import KINDS, backward, batch, make_model
@@ -121,27 +121,6 @@ def test_in_one_process_state_loads_from_and_into_torch_s_adamw(source: Any, tar
         assert float(optimizer.state[p]["step"]) == float(loaded.state[q]["step"]) == 3.0
         for key in ("exp_avg", "exp_avg_sq", "max_exp_avg_sq"):
             torch.testing.assert_close(optimizer.state[p][key], loaded.state[q][key])
-
-
-@pytest.mark.parametrize("flags", [{}, {"foreach": True}, {"fused": True}], ids=str)
-@pytest.mark.parametrize("through_dcp", [False, True])
-def test_adamw_goes_on_from_it_on_each_of_its_paths(flags: dict[str, bool], through_dcp: bool) -> None:
-    model, optimizer = small(lr=0.1)
-    other = nn.Linear(3, 2)
-    other.load_state_dict(model.state_dict())
-    torchs = torch.optim.AdamW(other.parameters(), **flags)  # type: ignore[arg-type]
-    if through_dcp:
-        set_optimizer_state_dict(other, torchs, copy.deepcopy(get_optimizer_state_dict(model, optimizer)))
-    else:
-        torchs.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    torchs.param_groups[0].update(flags)  # as of any loaded group
-    for each, its in ((model, optimizer), (other, torchs)):
-        each(torch.tensor([[1.0, -2.0, 3.0]])).square().sum().backward()
-        its.step()
-    for p, q in zip(model.parameters(), other.parameters(), strict=True):
-        assert torchs.state[q]["step"].dtype is torch.float32
-        assert float(torchs.state[q]["step"]) == 3.0
-        torch.testing.assert_close(p, q)
 
 
 def float_steps(rank: int, world_size: int) -> None:

@@ -102,7 +102,7 @@ def _save_safetensors(tensors: dict[str, Tensor], file: Path) -> None:
 def _read(opened: Opened, prefix: str, suffixes: tuple[str, ...] = ("",)) -> dict[str, Tensor]:
     """Whole tensors by their names in the checkpoint."""
     wanted = {
-        name: torch.empty(about.size, dtype=about.properties.dtype)
+        name: torch.empty(about.size, dtype=about.properties.dtype, device="cpu")
         for name, about in opened.tensors.items()
         if name.startswith(prefix) and name.endswith(suffixes)
     }

@@ -44,7 +44,7 @@ def read_torch_file(source: Path, model_key: str, optimizer_key: str) -> tuple[d
     tensors = {MODEL + name: value for name, value in weights.items() if isinstance(value, Tensor)}
     for number, own in state["state"].items():
         for what, value in own.items():
-            kept = torch.as_tensor(value)
+            kept = torch.as_tensor(value, device="cpu")
             dtype = torch.int64 if what == STEP else torch.float32 if kept.dtype is torch.float16 else kept.dtype
             tensors[f"{OPTIMIZER}{names[number]}.{what}"] = kept.to(dtype)
     groups = []

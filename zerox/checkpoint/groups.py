@@ -10,6 +10,7 @@ from torch import Tensor
 from zerox.checkpoint.manifest import CheckpointError
 from zerox.checkpoint.names import members
 from zerox.optimizer import FusedShardedAdam
+from zerox.state_dict import fixed_options, say_kind_stays
 
 NOT_OPTIONS = ("params", "param_names")
 
@@ -35,7 +36,9 @@ def fill_groups(optimizer: FusedShardedAdam, names: Mapping[int, str], saved: li
         if any(each != options[0] for each in options[1:]):
             raise CheckpointError(f"parameters of param group {index} were saved in groups {had}: their options differ")
         found += [(group, saved[had[0]])] if had else []
+    say_kind_stays(found)
     for group, known in found:
+        known = {**known, **fixed_options(group)}
         for key, value in known.items():
             now = group.get(key)
             if key == "names":

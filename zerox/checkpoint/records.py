@@ -80,7 +80,7 @@ class Record(io.RawIOBase):
         if count == target.numel() and target.is_contiguous() and target.device.type == "cpu":
             self._read_tensor(target, start)
         else:
-            found = torch.empty(count, dtype=target.dtype)
+            found = torch.empty(count, dtype=target.dtype, device="cpu")
             self._read_tensor(found, start)
             target.copy_(found.as_strided(target.shape, strides))
 

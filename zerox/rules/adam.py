@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from zerox.bucket import Bucket
+
+KIND = "decoupled_weight_decay"  # AdamW, or Adam with L2
 
 
 def check_hyper_parameters(lr: Any, betas: Any, eps: Any, weight_decay: Any) -> None:
@@ -29,7 +31,19 @@ def check_hyper_parameters(lr: Any, betas: Any, eps: Any, weight_decay: Any) -> 
         raise ValueError(f"Invalid weight_decay value: {weight_decay}")
 
 
+def check_flags(flags: Mapping[str, Any]) -> None:
+    """foreach and fused say how torch computes the same, and mean nothing here. Raises as torch, and for
+    differentiable=True ValueError."""
+    if flags.get("fused") and flags.get("differentiable"):
+        raise RuntimeError("`fused` does not support `differentiable`")
+    if flags.get("fused") and flags.get("foreach"):
+        raise RuntimeError("`fused` and `foreach` cannot be `True` together.")
+    if flags.get("differentiable"):
+        raise ValueError("differentiable=True: zerox updates parameters below autograd; use torch.optim.AdamW for that")
+
+
 def check_group(group: dict[str, Any]) -> None:
+    check_flags(group)
     check_hyper_parameters(group["lr"], group["betas"], group["eps"], group["weight_decay"])
 
 
@@ -41,10 +55,21 @@ def kept_betas(betas: Any) -> tuple[Any, ...]:
 
 
 def defaults(
-    lr: Any, betas: Any, eps: Any, weight_decay: Any, amsgrad: bool, maximize: bool, decoupled_weight_decay: bool
+    lr: Any,
+    betas: Any,
+    eps: Any,
+    weight_decay: Any,
+    amsgrad: bool,
+    maximize: bool,
+    decoupled_weight_decay: bool,
+    flags: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """What a param group has unless it says otherwise. Raises as check_hyper_parameters()."""
+    """What a param group has unless it says otherwise. Raises as check_hyper_parameters() and check_flags().
+
+    ``flags`` that are set are kept, for torch.optim.AdamW to find in a state_dict().
+    """
     check_hyper_parameters(lr, betas, eps, weight_decay)
+    check_flags(flags)
     return {
         "lr": lr,
         "betas": kept_betas(betas),
@@ -52,7 +77,8 @@ def defaults(
         "weight_decay": weight_decay,
         "amsgrad": amsgrad,
         "maximize": maximize,
-        "decoupled_weight_decay": decoupled_weight_decay,
+        KIND: decoupled_weight_decay,
+        **{name: value for name, value in flags.items() if value},
     }
 
 
@@ -91,7 +117,7 @@ class OptionsTable:
                     if number != self.rows[index][column]:
                         self.table[index, column].fill_(number)
         else:
-            host = torch.tensor(rows, dtype=torch.float64, pin_memory=self.device.type == "cuda")
+            host = torch.tensor(rows, dtype=torch.float64, device="cpu", pin_memory=self.device.type == "cuda")
             if self.keeps_place and len(rows) == len(self.rows):
                 self.table.copy_(host, non_blocking=True)
             else:
