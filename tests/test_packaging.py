@@ -32,7 +32,8 @@ def test_an_sdist_has_every_source_and_nothing_that_was_built(tmp_path: Path) ->
         packed = {name.partition("/")[2] for name in archive.getnames()}
     sources = {path.relative_to(ROOT).as_posix() for path in ROOT.glob("csrc/**/*") if path.is_file()}
     assert sources <= packed
-    assert {"setup.py", "pyproject.toml", "scripts/build_cuda.py", "LICENSE", "zerox/_C.pyi"} <= packed
+    scripts = {"scripts/build_cuda.py", "scripts/find_torch.py"}
+    assert {"setup.py", "pyproject.toml", *scripts, "LICENSE", "zerox/_C.pyi"} <= packed
     assert not {name for name in packed if name.endswith((".so", "_build_info.py"))}
 
 
