@@ -12,6 +12,7 @@ from torch import Tensor
 from zerox._C import SEGMENT_COLUMNS
 from zerox.buffers import FlatBuffer, dense_strides
 from zerox.large_pages import zeros
+from zerox.model_names import quoted
 from zerox.moments import MASTER_PLACE, Moments
 from zerox.plan.buckets import BucketPlan
 from zerox.plan.layout import Segment
@@ -35,6 +36,11 @@ class Member:
     param: Tensor
     group: int
     number: int
+
+    @property
+    def quoted(self) -> str:
+        """For errors: parameters without a name are looked for in the models that are alive."""
+        return quoted(self.name, self.param)
 
 
 def members_of(groups: Sequence[dict[str, Any]]) -> Iterator[Member]:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from zerox.large_pages import zeros
+from zerox.model_names import quoted
 from zerox.plan.layout import Layout
 
 
@@ -54,6 +55,6 @@ class FlatBuffer:
         if built == now:
             return ""
         return (
-            f"parameter '{name}' is {now}, but was {built} when the optimizer was built; build the optimizer after "
-            "such a change"
+            f"parameter {quoted(name, param)} is {now}, but was {built} when the optimizer was built; build the "
+            "optimizer after such a change"
         )

@@ -12,6 +12,7 @@ from torch.nn.parameter import is_lazy
 
 from zerox._ext import cuda_refusal
 from zerox.bucket import FP32, REMAINDER
+from zerox.model_names import quoted
 from zerox.moments import STATE_DTYPES, moment_dtype
 from zerox.plan.buckets import MIB, BucketPlan, ParamSpec, default_cap_bytes, plan_buckets
 from zerox.plan.stage import SHARDED, Stage, stage_of
@@ -110,31 +111,42 @@ def check_params(names: Sequence[str], params: Sequence[Tensor], allocated: bool
             "build it outside"
         )
     for name, param in zip(names, params, strict=True):
-        if param.is_meta and allocated:
-            raise ValueError(f"parameter '{name}' is on the meta device: give it storage (to_empty()) first")
-        if is_lazy(param):
-            raise ValueError(f"parameter '{name}' is not initialized: run a forward of its lazy module first")
-        if param.is_inference() and allocated:
+        why = _unfit(param, allocated)
+        if not why and param.device != params[0].device:
             raise ValueError(
-                f"parameter '{name}' was made under torch.inference_mode() and can't be trained: make the model outside"
+                f"all parameters must be on one device: {quoted(names[0], params[0])} is on {params[0].device}, "
+                f"{quoted(name, param)} on {param.device}"
             )
-        if param.layout is not torch.strided or param.is_quantized or param.is_nested:
-            layout = "quantized" if param.is_quantized else "nested" if param.is_nested else param.layout
-            raise ValueError(f"parameter '{name}' must be dense (torch.strided), got {layout}")
-        if param.dtype not in PARAM_DTYPES:
-            raise ValueError(f"parameter '{name}' must be one of {PARAM_DTYPES}, got {param.dtype}")
-        if param.device != params[0].device:
-            raise ValueError(
-                f"all parameters must be on one device: '{names[0]}' is on {params[0].device}, "
-                f"'{name}' on {param.device}"
-            )
-        if (refusal := device_refusal(param.device)) and not param.is_meta:
-            raise ValueError(f"parameter '{name}' is on {param.device}: {refusal}")
-        if type(param).__torch_dispatch__ is not Tensor.__torch_dispatch__:  # it has its values elsewhere
-            raise ValueError(
-                f"parameter '{name}' must be a plain tensor, got a {type(param).__name__}: zerox shards by itself, "
-                "build it without DTensor, FSDP and other wrappers of tensors"
-            )
+        if why := why or _foreign(param):
+            raise ValueError(f"parameter {quoted(name, param)} {why}")
+
+
+def _unfit(param: Tensor, allocated: bool) -> str:
+    """Why a parameter can't be sharded anywhere; empty if it can."""
+    if param.is_meta and allocated:
+        return "is on the meta device: give it storage (to_empty()) first"
+    if is_lazy(param):
+        return "is not initialized: run a forward of its lazy module first"
+    if param.is_inference() and allocated:
+        return "was made under torch.inference_mode() and can't be trained: make the model outside"
+    if param.layout is not torch.strided or param.is_quantized or param.is_nested:
+        layout = "quantized" if param.is_quantized else "nested" if param.is_nested else param.layout
+        return f"must be dense (torch.strided), got {layout}"
+    if param.dtype not in PARAM_DTYPES:
+        return f"must be one of {PARAM_DTYPES}, got {param.dtype}"
+    return ""
+
+
+def _foreign(param: Tensor) -> str:
+    """Why it can't be sharded by this build, or by zerox; empty if it can."""
+    if (refusal := device_refusal(param.device)) and not param.is_meta:
+        return f"is on {param.device}: {refusal}"
+    if type(param).__torch_dispatch__ is not Tensor.__torch_dispatch__:  # it has its values elsewhere
+        return (
+            f"must be a plain tensor, got a {type(param).__name__}: zerox shards by itself, build it without DTensor, "
+            "FSDP and other wrappers of tensors"
+        )
+    return ""
 
 
 def device_refusal(device: torch.device) -> str | None:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from zerox.model_names import quoted
 
 
 class ShardedGrad(Tensor):
@@ -17,6 +20,7 @@ class ShardedGrad(Tensor):
     """
 
     _name: str
+    _to_param: weakref.ref[Tensor]
     _on_zero: Callable[[], None]
 
     @staticmethod
@@ -25,6 +29,7 @@ class ShardedGrad(Tensor):
             cls, param.shape, param.stride(), dtype=param.dtype, device=param.device, layout=param.layout
         )
         self._name = name
+        self._to_param = weakref.ref(param)
         self._on_zero = on_zero
         return self
 
@@ -43,27 +48,27 @@ class ShardedGrad(Tensor):
             return None
         if func is aten.detach.default:
             return args[0]
-        names = [x._name for x in _tensors(args) if isinstance(x, ShardedGrad)]
-        raise _no_values(names[0] if names else "?", func)
+        raise _no_values(next((x for x in _tensors(args) if isinstance(x, ShardedGrad)), None), func)
 
     # ---- what reads values without an operator
 
     def numpy(self, *, force: bool = False) -> Any:
-        raise _no_values(self._name, "numpy()")
+        raise _no_values(self, "numpy()")
 
     def tolist(self) -> Any:
-        raise _no_values(self._name, "tolist()")
+        raise _no_values(self, "tolist()")
 
     def __array__(self, *_: Any, **__: Any) -> Any:
-        raise _no_values(self._name, "an array")
+        raise _no_values(self, "an array")
 
     def __dlpack__(self, *_: Any, **__: Any) -> Any:
-        raise _no_values(self._name, "DLPack")
+        raise _no_values(self, "DLPack")
 
 
-def _no_values(name: str, what: Any) -> RuntimeError:
+def _no_values(grad: ShardedGrad | None, what: Any) -> RuntimeError:
+    name = "'?'" if grad is None else quoted(grad._name, grad._to_param())
     return RuntimeError(
-        f"the gradient of parameter '{name}' was sent to the ranks that own it, p.grad is only its placeholder and "
+        f"the gradient of parameter {name} was sent to the ranks that own it, p.grad is only its placeholder and "
         f"{what} needs values. Use optimizer.clip_grad_norm_() to clip or to get the norm, zerox.GradScaler to "
         "unscale, or build the optimizer with stage=1 to keep whole gradients in p.grad"
     )

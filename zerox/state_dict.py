@@ -65,12 +65,12 @@ def state_uncast(optimizer: torch.optim.Optimizer) -> Iterator[None]:
 
 def check_state(buckets: Sequence[Bucket], frozen: Sequence[Member], given: Mapping[Any, Uncast]) -> None:
     """ValueError naming the first parameter whose state does not fit, or is not what this rank needs of it."""
-    frozen_names = {id(member.param): member.name for member in frozen}
+    frozen_members = {id(member.param): member for member in frozen}
     for param, uncast in given.items():
-        if isinstance(param, Tensor) and id(param) in frozen_names and uncast.state:
+        if isinstance(param, Tensor) and id(param) in frozen_members and uncast.state:
             raise ValueError(
-                f"state of parameter '{frozen_names[id(param)]}' was given, but it was frozen when the optimizer was "
-                "built: build the optimizer with the parameters trainable that were when the state was saved"
+                f"state of parameter {frozen_members[id(param)].quoted} was given, but it was frozen when the "
+                "optimizer was built: build it with the parameters trainable that were when the state was saved"
             )
     for bucket in buckets:
         members = {id(member.param): member for member in bucket.members}
@@ -150,9 +150,9 @@ def _tensor(value: Any) -> Tensor:
 def _check_whole(member: Member, state: Mapping[str, Any]) -> None:
     for key, numel in _known(member).items():
         if key in state and (found := _tensor(state[key]).numel()) != numel:
-            raise ValueError(f"state of parameter '{member.name}' has {found} elements of {key} instead of {numel}")
+            raise ValueError(f"state of parameter {member.quoted} has {found} elements of {key} instead of {numel}")
         if key + SCALE not in state and key in state and _tensor(state[key]).dtype is torch.uint8:
-            raise ValueError(f"state of parameter '{member.name}' has no {key + SCALE} beside its {key} of 8 bits")
+            raise ValueError(f"state of parameter {member.quoted} has no {key + SCALE} beside its {key} of 8 bits")
 
 
 def _parts(member: Member, state: Mapping[str, Any], span: Span) -> dict[str, Tensor]:
@@ -170,12 +170,12 @@ def _part(member: Member, key: str, value: Tensor, span: Span) -> Tensor:
     if isinstance(value, SlicedTensor):
         if span.numel and not (value.start <= span.start and span.stop <= value.span.stop):
             raise ValueError(
-                f"state of parameter '{member.name}' is another rank's share or was saved at another world size: of "
+                f"state of parameter {member.quoted} is another rank's share or was saved at another world size: of "
                 f"its {key} it has elements {value.start} to {value.span.stop}, and this rank needs {span.start} to "
                 f"{span.stop} (zerox.load() and full_state_dict() are for any number of ranks)"
             )
         if shaped and value.stride() != dense_strides(member.param):
-            raise ValueError(f"state of parameter '{member.name}' is of a parameter in another memory format")
+            raise ValueError(f"state of parameter {member.quoted} is of a parameter in another memory format")
         return value.held[max(0, span.start - value.start) :][: span.numel]
     value = value.detach()
     if shaped:
