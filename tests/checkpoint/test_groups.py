@@ -16,8 +16,6 @@ from tests.kernels.shards import same_bits
 from tests.ranks import run_ranks
 from zerox import latest, load, save
 
-TIMEOUT_S = 30.0  # what a rank would wait for those outside its group
-
 
 def save_in_halves(rank: int, world_size: int, folder: str, only_first: bool) -> list[torch.Tensor]:
     """Two halves train two models. Each saves, loads and goes on by itself."""
@@ -36,7 +34,7 @@ def save_in_halves(rank: int, world_size: int, folder: str, only_first: bool) ->
 
 @pytest.mark.parametrize("only_first", [False, True])
 def test_two_halves_of_the_ranks_save_at_once_or_only_one_does(tmp_path: Path, only_first: bool) -> None:
-    ended = run_ranks(save_in_halves, 4, str(tmp_path), only_first, timeout_s=TIMEOUT_S)
+    ended = run_ranks(save_in_halves, 4, str(tmp_path), only_first)
     assert [(tmp_path / str(half)).exists() for half in range(2)] == [True, not only_first]
     assert latest(tmp_path) in (tmp_path / "0", tmp_path / "1")
     for half in range(1 if only_first else 2):
@@ -55,7 +53,7 @@ def save_alone(rank: int, _: int, folder: str) -> int:
 
 
 def test_an_optimizer_alone_is_saved_alone(tmp_path: Path) -> None:
-    assert run_ranks(save_alone, 3, str(tmp_path), timeout_s=TIMEOUT_S) == [0, 1, 2]
+    assert run_ranks(save_alone, 3, str(tmp_path)) == [0, 1, 2]
     assert sorted(each.name for each in tmp_path.iterdir()) == ["0", "2"]
 
 
@@ -74,4 +72,4 @@ def save_over_others(rank: int, world_size: int, folder: str) -> str:
 def test_a_group_without_all_of_the_optimizer_s_ranks_is_refused(tmp_path: Path) -> None:
     """It would save a part of the state. A mesh will do, as it does for the optimizer."""
     said = "process_group: ranks [2] have a part of the optimizer's state and are not in it"
-    assert run_ranks(save_over_others, 3, str(tmp_path), timeout_s=TIMEOUT_S) == [said] * 3
+    assert run_ranks(save_over_others, 3, str(tmp_path)) == [said] * 3

@@ -159,6 +159,20 @@ def test_a_file_that_comes_while_the_checkpoint_is_written_is_kept(
     assert [each.name for each in tmp_path.iterdir()] == ["x"]
 
 
+def test_what_is_not_whole_takes_nothing_s_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    put(tmp_path / "x", extra=1)
+    written = manifest.write
+
+    def write(folder: Path, *args: Any) -> None:
+        written(folder, *args)
+        (folder / "__0_0.distcp").write_bytes(b"")
+
+    monkeypatch.setattr(manifest, "write", write)
+    with pytest.raises(CheckpointError, match=r"__0_0[.]distcp of the checkpoint has 0 bytes instead of"):
+        put(tmp_path / "x", extra=2)
+    assert load(tmp_path / "x", *small()) == 1
+
+
 # ---- two jobs
 
 

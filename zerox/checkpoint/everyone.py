@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,13 +14,18 @@ from torch.distributed.checkpoint.api import CheckpointException
 from zerox.checkpoint.manifest import CheckpointError
 from zerox.optimizer import FusedShardedAdam
 from zerox.process_group import GroupArgument, chosen_group
+from zerox.ranks import Ranks
 
 
 class Everyone:
-    """The ranks that save or load together: those of ``group``; None for one rank alone."""
+    """The ranks that save or load together: those of ``group``; None for one rank alone.
 
-    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
+    They talk over ``own``, which names a rank that is gone, or over ``group`` where that is not an optimizer's.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None = None, own: Ranks | None = None) -> None:
         self.group = group
+        self.own = own
         self.alone = group is None
         self.rank = 0 if group is None else dist.get_rank(group)
         self.size = 1 if group is None else dist.get_world_size(group)
@@ -27,14 +33,14 @@ class Everyone:
     @staticmethod
     def of(optimizer: FusedShardedAdam, process_group: GroupArgument) -> Everyone:
         """Those that are asked for, else the optimizer's. ValueError if one that has a part of its state is not in."""
-        own = optimizer._all_ranks.given
-        if process_group is None:
-            if own is not None and own not in dist.distributed_c10d._world.pg_map:
-                raise ValueError("process_group: zerox.save() and zerox.load() need one that torch.distributed made")
-            return Everyone(own)
-        group = chosen_group(process_group)
+        own = optimizer._all_ranks
+        group = own.given if process_group is None else chosen_group(process_group)
+        if group is not None and group not in dist.distributed_c10d._world.pg_map:
+            raise ValueError("process_group: zerox.save() and zerox.load() need one that torch.distributed made")
+        if group is own.given:
+            return Everyone(group, own)
         asked = [] if group is None else dist.get_process_group_ranks(group)
-        if missing := sorted(set(dist.get_process_group_ranks(own) if own else []) - set(asked)):
+        if missing := sorted(set(dist.get_process_group_ranks(own.given) if own.given else []) - set(asked)):
             raise ValueError(f"process_group: ranks {missing} have a part of the optimizer's state and are not in it")
         return Everyone(group)
 
@@ -47,11 +53,13 @@ class Everyone:
             yield {"no_dist": True} if self.alone else {"process_group": self.group}
 
     def gather(self, value: Any, what: str) -> list[Any]:
-        """Every rank's, by rank. CheckpointError, which begins with ``what``, if one does not answer."""
+        """Every rank's, by rank, as JSON has it. CheckpointError, beginning with ``what``, if one does not answer."""
         if self.alone:
             return [value]
         found: list[Any] = [None] * self.size
         try:
+            if self.own is not None:
+                return [json.loads(text) for text in self.own.all_gather_text(json.dumps(value))]
             dist.all_gather_object(found, value, group=self.group)
         except RuntimeError as error:  # what gloo and NCCL say ends in a trace
             said_first = str(error).partition("\n")[0]
