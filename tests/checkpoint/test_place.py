@@ -173,6 +173,27 @@ def test_what_is_not_whole_takes_nothing_s_place(tmp_path: Path, monkeypatch: py
     assert load(tmp_path / "x", *small()) == 1
 
 
+def test_the_disk_has_every_file_before_the_checkpoint_is_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced: set[int] = set()
+    fsync, rename = os.fsync, Path.rename
+
+    def noted_fsync(descriptor: int) -> None:
+        fsync(descriptor)
+        synced.add(os.fstat(descriptor).st_ino)
+
+    def looking_rename(path: Path, target: Path) -> Path:
+        if path.is_dir():  # DCP renames its .metadata too
+            assert synced >= {each.stat().st_ino for each in (path, *path.iterdir())}
+        return rename(path, target)
+
+    monkeypatch.setattr(os, "fsync", noted_fsync)
+    monkeypatch.setattr(Path, "rename", looking_rename)
+    put(tmp_path / "x")
+    assert tmp_path.stat().st_ino in synced
+
+
 # ---- two jobs
 
 
@@ -208,6 +229,22 @@ def test_where_a_file_system_has_no_locks_the_first_of_two_is_told(
     with pytest.raises(CheckpointError, match=r"another job saved to .*x at the same time"):
         put(tmp_path / "x", extra="first")
     assert load(tmp_path / "x", *small()) == "second"
+
+
+def test_without_locks_nobody_touches_what_another_job_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fcntl, "flock", lambda *_: None)
+    first, second = Target(tmp_path / "x"), Target(tmp_path / "x")
+    first.claim()
+    second.claim()
+    (second.folder / "host.pt").write_text("half")
+    with pytest.raises(CheckpointError, match="another job saved to"):
+        first.put({})
+    first.give_up()
+    assert (second.folder / "host.pt").exists()
+    second.give_up()
+    assert list(tmp_path.iterdir()) == []
+    first.close()
+    second.close()
 
 
 # ---- removal

@@ -87,10 +87,7 @@ def read(folder: Path) -> dict[str, Any]:
     file = folder / NAME
     try:
         with io.BufferedReader(opened(file)) as stream:
-            text = stream.read(MOST_BYTES + 1)
-        if len(text) > MOST_BYTES:
-            raise ValueError
-        found = json.loads(text)
+            found = json.loads(stream.read(MOST_BYTES))
         if found.get("format", FORMAT) == FORMAT and found.pop(CRC) != _crc(found):
             raise ValueError
     except (FileNotFoundError, NotADirectoryError):
