@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -16,17 +17,21 @@ exec "$@"
 """
 
 
+RESOLVES = "import socket\ntry: print(socket.gethostbyname(socket.gethostname()))\nexcept OSError: print('no')"
+
+
 def prefix(folder: Path) -> list[str]:
-    """Words to put before a command; ``folder`` is for a file.
+    """Words to put before a command, none where this very machine is such a one; ``folder`` is for a file.
 
     Skips the test, saying why, where this user may make no namespaces.
     """
+    if ask([]).stdout == "no\n":
+        return []
     hosts = folder / "hosts"
     hosts.write_text("127.0.0.1 localhost\n")
     words = ["unshare", "--map-root-user", "--uts", "--mount", "bash", "-c", SCRIPT, str(hosts)]
-    resolves = "import socket\ntry: print(socket.gethostbyname(socket.gethostname()))\nexcept OSError: print('no')"
     try:
-        done = subprocess.run([*words, "python3", "-c", resolves], capture_output=True, text=True)
+        done = ask(words)
     except FileNotFoundError:
         pytest.skip("no unshare on this machine: that a name does not resolve can't be tried")
     if done.returncode:
@@ -34,3 +39,7 @@ def prefix(folder: Path) -> list[str]:
     if done.stdout != "no\n":
         pytest.skip(f"here any name resolves, the nameless host's to {done.stdout.strip()}")
     return words
+
+
+def ask(words: list[str]) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([*words, sys.executable, "-c", RESOLVES], capture_output=True, text=True)

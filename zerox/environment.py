@@ -62,6 +62,6 @@ VARIABLES = (
 
 
 def readme_rows() -> str:
-    """README's rows. Nobody trains with those of tests, which CONTRIBUTING.md has."""
+    """README's rows: all but those of tests, which `zerox env` prints too."""
     rows = [f"| `{each.name}` | {each.when} | {each.meaning} |" for each in VARIABLES if each.when != "test"]
     return "\n".join(["| variable | when | means |", "|---|---|---|", *rows])
