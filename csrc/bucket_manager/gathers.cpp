@@ -44,6 +44,7 @@ class Waits final : public ReadGuard::Watcher {
   }
 
   void before_fork() override {
+    if (!process_.is_this()) return;  // a child that forks: nothing will arrive there
     for (const auto& gather : gathers_) {
       if (gather->on_host()) gather->take_in();
     }

@@ -156,7 +156,8 @@ def fork_unknown_to_python() -> int:
 
 
 def read_after_a_fork_of_c(model: nn.Module) -> tuple[list[str], list[str]]:
-    """Errors of what can raise, warnings of what can't."""
+    """Errors of what can raise, warnings of what can't; and a fork of its own waits for nothing."""
+    assert in_a_child(lambda: "here") == "here"
     errors = []
     for read in (lambda: model(batch(0, 7), 0), model.state_dict):
         try:
