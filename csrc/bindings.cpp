@@ -6,6 +6,7 @@
 
 #include "bucket_manager/bucket_manager.h"
 #include "bucket_manager/neighbours.h"
+#include "bucket_manager/own_storage.h"
 #include "bucket_manager/process.h"
 #include "bucket_manager/ranges.h"
 #include "cpu/isa.h"
@@ -96,6 +97,8 @@ void bind(py::module_& m) {
   m.def("select_isa", &select_isa);
 
   m.def("advise_large_pages", &advise_large_pages);
+  m.def("with_own_storage", &with_own_storage);
+  m.def("has_own_storage", &has_own_storage);
   m.def("let_siblings_read", &let_siblings_read);
   m.def("read_memory", [](pid_t pid, uint64_t address, at::Tensor into) {
     return read_memory(pid, address, into.mutable_data_ptr(), into.nbytes());
@@ -150,21 +153,22 @@ void bind(py::module_& m) {
       .def(
           "add_bucket",
           [](BucketManager& self, const std::vector<std::string>& names, const std::vector<at::Tensor>& params,
-             at::Tensor flat, const std::optional<std::vector<at::Tensor>>& placeholders,
-             const std::vector<int64_t>& offsets, at::ScalarType wire_dtype, int64_t shard_numel, int64_t trailer_numel,
-             at::Tensor segments, int64_t num_straight) {
+             const std::vector<at::Tensor>& homes, at::Tensor flat,
+             const std::optional<std::vector<at::Tensor>>& placeholders, const std::vector<int64_t>& offsets,
+             at::ScalarType wire_dtype, int64_t shard_numel, int64_t trailer_numel, at::Tensor segments,
+             int64_t num_straight) {
             BucketSpec spec{{},          std::move(flat), wire_dtype, shard_numel, trailer_numel, std::move(segments),
                             num_straight};
             for (size_t i = 0; i < params.size(); ++i) {
-              spec.slots.push_back(
-                  {names.at(i), params[i], placeholders ? placeholders->at(i) : at::Tensor(), offsets.at(i)});
+              spec.slots.push_back({names.at(i), params[i], homes.at(i),
+                                    placeholders ? placeholders->at(i) : at::Tensor(), offsets.at(i)});
             }
             const py::gil_scoped_release release;  // who holds the manager's lock may need it to free a gradient
             return self.add_bucket(std::move(spec));
           },
-          py::arg("names"), py::arg("params"), py::arg("flat"), py::arg("placeholders"), py::arg("offsets"),
-          py::arg("wire_dtype"), py::arg("shard_numel"), py::arg("trailer_numel"), py::arg("segments"),
-          py::arg("num_straight"))
+          py::arg("names"), py::arg("params"), py::arg("homes"), py::arg("flat"), py::arg("placeholders"),
+          py::arg("offsets"), py::arg("wire_dtype"), py::arg("shard_numel"), py::arg("trailer_numel"),
+          py::arg("segments"), py::arg("num_straight"))
       .def("settle", &BucketManager::settle, py::arg("place"), py::arg("adoptions") = 0, py::arg("refusal") = "",
            Release())
       .def(

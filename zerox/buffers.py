@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from zerox import _C as C
 from zerox.large_pages import zeros
 from zerox.model_names import quoted
 from zerox.plan.layout import Layout
@@ -18,10 +19,10 @@ def dense_strides(param: Tensor) -> tuple[int, ...]:
 
 
 class FlatBuffer:
-    """One storage ``[layout.numel]`` that a bucket's parameters become views of.
+    """Memory ``[layout.numel]`` that a bucket's parameters lie in, side by side, each in a storage of its own.
 
-    Only ``param.data`` changes: the parameters stay the objects that model and optimizer know. The old storages are
-    freed one by one, so moving a bucket in needs memory for that bucket once more and no more.
+    Only ``param.data`` changes: the parameters stay the objects that model and optimizer know. The buffer lives as long
+    as one of them. Moving a bucket in needs memory for that bucket once more and no more.
     """
 
     def __init__(self, params: Sequence[Tensor], layout: Layout) -> None:
@@ -31,24 +32,21 @@ class FlatBuffer:
         self.strides = [dense_strides(param) for param in params]
         # Padding is sent with everything else: it should not be what lay in memory before.
         self.flat = zeros(layout.numel, params[0].dtype, params[0].device)
-        for slot in range(len(self.params)):
-            self.take_in(slot)
+        take_in(self.places())
 
-    @torch.no_grad()
-    def take_in(self, slot: int) -> None:
-        """Copies the parameter's values to its place, and makes it a view of that."""
-        param = self.params[slot]
-        view = self.flat.as_strided(param.shape, self.strides[slot], self.layout.offsets[slot])
-        shares = param.untyped_storage().data_ptr() == self.flat.untyped_storage().data_ptr()
-        view.copy_(param.clone() if shares else param)  # it may be the same memory in another order
-        param.data = view
+    def places(self) -> list[Place]:
+        return [(self, slot) for slot in range(len(self.params))]
+
+    def home(self, slot: int) -> Tensor:
+        """The parameter's place, as a view of the buffer."""
+        return self.flat.as_strided(self.shapes[slot], self.strides[slot], self.layout.offsets[slot])
 
     def shard(self, rank: int) -> Tensor:
         span = self.layout.shard_span(rank)
         return self.flat[span.start : span.stop]
 
     def misfit(self, slot: int, name: str) -> str:
-        """Why a parameter that has another storage (after .to(), .data =) can't be taken in; empty if it can."""
+        """Why a parameter that lies elsewhere (after .to(), .data =) can't be taken in; empty if it can."""
         param = self.params[slot]
         built = f"{tuple(self.shapes[slot])} of {self.flat.dtype} on {self.flat.device}"
         now = f"{tuple(param.shape)} of {param.dtype} on {param.device}"
@@ -58,3 +56,35 @@ class FlatBuffer:
             f"parameter {quoted(name, param)} is {now}, but was {built} when the optimizer was built; build the "
             "optimizer after such a change"
         )
+
+
+Place = tuple[FlatBuffer, int]  # a slot of a buffer
+
+
+@torch.no_grad()
+def take_in(places: Sequence[Place]) -> None:
+    """Copies the values of these parameters home, and lets the parameters lie there.
+
+    But a parameter in shared memory stays there, where other processes read it: give_out() is for it.
+    """
+    params = [buffer.params[slot] for buffer, slot in places]
+    # Two parameters may have been exchanged, or one transposed in place: then values lie where others are copied to.
+    values = [param.clone() if C.has_own_storage(param) else param.detach() for param in params]
+    for (buffer, slot), param, value in zip(places, params, values, strict=True):
+        home = buffer.home(slot)
+        home.copy_(value)
+        if not in_shared_memory(param):
+            param.data = C.with_own_storage(home)
+
+
+@torch.no_grad()
+def give_out(places: Sequence[Place]) -> None:
+    """Copies new values from home to those of these parameters that are in shared memory."""
+    for buffer, slot in places:
+        if in_shared_memory(param := buffer.params[slot]):
+            param.copy_(buffer.home(slot))
+
+
+def in_shared_memory(param: Tensor) -> bool:
+    """Whether other processes may read it: after share_memory_(), or when it was sent to one."""
+    return param.device.type == "cpu" and param.is_shared()

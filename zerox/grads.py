@@ -57,6 +57,7 @@ class Grads:
         made = self.manager.add_bucket(
             names=[member.name for member in bucket.members],
             params=bucket.buffer.params,
+            homes=[bucket.buffer.home(slot) for slot in range(len(bucket.members))],
             flat=bucket.buffer.flat,
             placeholders=placeholders,
             offsets=list(layout.offsets),
@@ -119,7 +120,7 @@ class Grads:
         return self.manager.words(index) if self.sharded else None
 
     def moved(self) -> list[tuple[int, int]]:
-        """(bucket, slot) of each parameter that has another storage than ours: after .to() or param.data = ..."""
+        """(bucket, slot) of each parameter that lies elsewhere: after .to(), param.data = ... or share_memory_()."""
         return self.manager.moved()
 
     def all_reduce(self, values: Tensor, combine: C.Combine) -> None:

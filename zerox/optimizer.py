@@ -11,6 +11,8 @@ from torch import Tensor
 
 from zerox._C import Place
 from zerox.bucket import Bucket, Member, members_of
+from zerox.buffers import Place as PlaceInBuffer
+from zerox.buffers import give_out, take_in
 from zerox.capture import is_capturing
 from zerox.clip import check_finite, clip_coefficient, total_norm
 from zerox.estimate import MemoryBytes, measured_bytes
@@ -36,7 +38,7 @@ class FusedShardedAdam(OptimizerState):
 
     Args:
         params: tensors, ``(name, tensor)`` pairs or dict groups, as for any torch.optim optimizer. Their ``.data``
-            become views of flat buffers; their values become those of the group's rank 0.
+            lie in flat buffers then; their values become those of the group's rank 0.
         lr, betas, eps, weight_decay, amsgrad, maximize: as in ``torch.optim.AdamW``.
         decoupled_weight_decay: True for AdamW, False for Adam with L2.
         process_group: the data-parallel ProcessGroup or 1-D DeviceMesh; default: all ranks of the default group, which
@@ -97,6 +99,7 @@ class FusedShardedAdam(OptimizerState):
         self._grads = Grads(self._ranks, self._options.placements, reduce_dtype, keeps_shards=capturable)
         self._gather = ParamGather(self._grads.manager)
         self._overlap: GatherOverlap | None = None
+        self._elsewhere: list[PlaceInBuffer] = []  # what step() found moved
         self._grad_scale = GradScale(self._grads.manager, device, keeps_place=capturable)
         self._table = adam.OptionsTable(device, keeps_place=capturable)
         self._share_state()
@@ -130,6 +133,7 @@ class FusedShardedAdam(OptimizerState):
             for index in run:
                 self._gather.start(index, background=overlap)
         self._gather.end_step(hidden=overlap)
+        give_out(self._elsewhere)
         self._grad_scale.reset()
         return loss
 
@@ -252,9 +256,12 @@ class FusedShardedAdam(OptimizerState):
         """
         self._grads.manager.land()
         members = [m for bucket in self._buckets for m in bucket.members] + self._frozen
+        moved = [self._buckets[index].members[slot] for index, slot in self._grads.moved()]
         whole = [] if self._grads.sharded else [m.param.grad for m in members]
         return MemoryBytes(
-            parameters=measured_bytes([m.param for m in members]),
+            parameters=measured_bytes(
+                [*(bucket.buffer.flat for bucket in self._buckets), *(m.param for m in self._frozen + moved)]
+            ),
             gradients=measured_bytes(whole + self._grads.landed()),
             master=measured_bytes([bucket.master for bucket in self._buckets]),
             moments=measured_bytes([tensor for bucket in self._buckets for tensor in bucket.moments]),
@@ -289,6 +296,7 @@ class FusedShardedAdam(OptimizerState):
             amsgrad = any(self.param_groups[m.group]["amsgrad"] for m in inside)
             bucket = Bucket(plan, inside, ranks.rank, self._options.master_kind(inside[0].param.dtype), amsgrad)
             ranks.broadcast(bucket.buffer.flat, f"the parameters of {bucket.describe(len(self._buckets))}")
+            give_out(bucket.buffer.places())
             bucket.start_master()
             self._grads.add_bucket(bucket)
             self._buckets.append(bucket)
@@ -307,8 +315,8 @@ class FusedShardedAdam(OptimizerState):
             self._adopt(unfrozen)
             self._grads.settle(place)
         self._grad_scale.forget_if_discarded()
-        for bucket, slot in moved:
-            bucket.buffer.take_in(slot)
+        self._elsewhere = [(bucket.buffer, slot) for bucket, slot in moved]
+        take_in(self._elsewhere)
 
     def _shards(self, run: Sequence[int]) -> Iterator[Shard]:
         for index in run:

@@ -36,6 +36,10 @@ class ShardedGrad(Tensor):
     def __repr__(self) -> str:  # type: ignore[override]
         return f"ShardedGrad({self._name}, shape={tuple(self.shape)}, dtype={self.dtype})"
 
+    def share_memory_(self) -> ShardedGrad:
+        """Nothing: it has no memory. model.share_memory() calls it for every gradient."""
+        return self
+
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         aten = torch.ops.aten

@@ -50,7 +50,7 @@ struct Slot {
   at::Tensor param;
   at::Tensor placeholder;  // undefined where gradients stay whole (ZeRO stage 1)
   int64_t offset;          // of its first element in the bucket
-  at::Tensor home;         // the view of the bucket's storage that the parameter was made: its order is the state's
+  at::Tensor home;         // its place in the bucket's buffer, as a view: its order is the state's
 
   Hooks hooks;
 
@@ -87,7 +87,7 @@ struct Part {
 struct Bucket {
   int64_t index;
   std::vector<Slot> slots;  // by offset
-  at::Tensor flat;          // the parameters' storage
+  at::Tensor flat;          // that the parameters lie in
   at::ScalarType wire_dtype;
   int64_t shard_numel;    // of each rank, without flags
   int64_t trailer_numel;  // elements for flags behind each shard on the wire

@@ -53,7 +53,7 @@ int64_t BucketManager::add_bucket(BucketSpec spec) {
                              .param = slot.param,
                              .placeholder = slot.placeholder,
                              .offset = slot.offset,
-                             .home = slot.param.detach(),
+                             .home = slot.home,
                              .hooks = {}});
     bucket->slots.back().unsent = options_.whole_grads && slot.param.grad().defined();
   }
@@ -66,11 +66,10 @@ int64_t BucketManager::add_bucket(BucketSpec spec) {
   return bucket->index;
 }
 
-// What holds for nearly every parameter at every step, in as few looks as there are.
-static bool is_still(const at::Tensor& param, const at::Tensor& home) {
-  return param.unsafeGetTensorImpl()->unsafe_storage().is_alias_of(home.unsafeGetTensorImpl()->unsafe_storage()) &&
-         param.storage_offset() == home.storage_offset() && param.sizes() == home.sizes() &&
-         param.strides() == home.strides();
+// Asked of every parameter at every step. By address: see Note [Every parameter has a storage of its own].
+static bool is_at_home(const Slot& slot) {
+  return (slot.numel() == 0 || slot.param.const_data_ptr() == slot.home.const_data_ptr()) &&
+         slot.param.sizes() == slot.home.sizes() && slot.param.strides() == slot.home.strides();
 }
 
 void BucketManager::set_sync(bool sync) {
@@ -87,14 +86,7 @@ std::vector<std::pair<int64_t, int64_t>> BucketManager::moved() const {
   std::vector<std::pair<int64_t, int64_t>> found;
   for (const auto& bucket : buckets_) {
     for (size_t slot = 0; slot < bucket->slots.size(); ++slot) {
-      const at::Tensor& param = bucket->slots[slot].param;
-      const at::Tensor& home = bucket->slots[slot].home;
-      if (is_still(param, home)) continue;
-      const bool same = param.sizes() == home.sizes() && param.strides() == home.strides() &&
-                        (home.numel() == 0 || param.const_data_ptr() == home.const_data_ptr());
-      if (!same) {
-        found.emplace_back(bucket->index, static_cast<int64_t>(slot));
-      }
+      if (!is_at_home(bucket->slots[slot])) found.emplace_back(bucket->index, static_cast<int64_t>(slot));
     }
   }
   return found;

@@ -25,13 +25,14 @@ namespace zx {
 struct SlotSpec {
   std::string name;
   at::Tensor param;
+  at::Tensor home;         // its place in `flat`, as a view
   at::Tensor placeholder;  // undefined: p.grad stays whole
   int64_t offset;
 };
 
 struct BucketSpec {
   std::vector<SlotSpec> slots;
-  at::Tensor flat;  // the parameters' own storage [world * shard_numel]
+  at::Tensor flat;  // that the parameters lie in [world * shard_numel]
   at::ScalarType wire_dtype;
   int64_t shard_numel;
   int64_t trailer_numel;
@@ -82,7 +83,7 @@ class BucketManager : public std::enable_shared_from_this<BucketManager> {
   Gathers& gathers() { return gathers_; }
   std::vector<int64_t> gather_order() const;
 
-  // (bucket, slot) of each parameter whose storage is no longer the flat one.
+  // (bucket, slot) of each parameter that does not lie at home.
   std::vector<std::pair<int64_t, int64_t>> moved() const;
 
   // The placeholder of this slot was set to zero.

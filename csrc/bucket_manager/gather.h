@@ -49,9 +49,7 @@ class Gather {
 
   int64_t bucket() const { return bucket_->index; }
   std::string describe() const { return bucket_->describe(); }
-  bool holds(const at::Tensor& tensor) const {
-    return tensor.device() == flat_.device() && tensor.storage().is_alias_of(flat_.storage());
-  }
+  const at::Tensor& flat() const { return flat_; }
 
   int64_t first_wait() const { return first_wait_; }  // 0: nobody has waited; else later ones have larger numbers
   bool on_host() const { return flat_.device().is_cpu(); }

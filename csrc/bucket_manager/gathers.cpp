@@ -19,16 +19,18 @@ std::vector<int64_t> in_order_of_use(std::vector<std::shared_ptr<Gather>> gather
 // An operator can't be stopped from here: errors are left to wait() and finish().
 class Waits final : public ReadGuard::Watcher {
  public:
-  explicit Waits(std::vector<std::shared_ptr<Gather>> gathers) : gathers_(std::move(gathers)) {}
+  explicit Waits(std::vector<std::shared_ptr<Gather>> gathers) : gathers_(std::move(gathers)) {
+    for (const auto& gather : gathers_) {
+      by_address_.emplace_back(static_cast<const char*>(gather->flat().const_data_ptr()), gather.get());
+    }
+    std::sort(by_address_.begin(), by_address_.end());
+  }
 
   void before_read(const at::Tensor& tensor, const ReadGuard::Use& use) override {
-    const auto found =
-        std::find_if(gathers_.begin(), gathers_.end(), [&tensor](const auto& gather) { return gather->holds(tensor); });
-    if (found == gathers_.end()) return;
-    Gather& gather = **found;
-    if (gather.is_over() || !may_wait_for(gather)) return;
+    Gather* gather = that_fills(tensor);
+    if (gather == nullptr || gather->is_over() || !may_wait_for(*gather)) return;
     ReadGuard::without_gil([&] {
-      if (wait_for(gather, /*is_use=*/true) && gather.on_host() && use.is_write()) gather.give();
+      if (wait_for(*gather, /*is_use=*/true) && gather->on_host() && use.is_write()) gather->give();
     });
   }
 
@@ -67,6 +69,18 @@ class Waits final : public ReadGuard::Watcher {
     return false;
   }
 
+  // The gather that fills this memory, or null. Asked for each argument of each operator. By address: see Note [Every
+  // parameter has a storage of its own].
+  Gather* that_fills(const at::Tensor& tensor) const {
+    const auto* place = static_cast<const char*>(tensor.storage().data());
+    const auto after = std::upper_bound(by_address_.begin(), by_address_.end(), place,
+                                        [](const char* address, const auto& each) { return address < each.first; });
+    if (after == by_address_.begin()) return nullptr;
+    const auto& [start, gather] = *std::prev(after);
+    const at::Tensor& flat = gather->flat();
+    return place < start + flat.nbytes() && tensor.device() == flat.device() ? gather : nullptr;
+  }
+
   static bool wait_for(Gather& gather, bool is_use) {
     try {
       gather.wait(is_use);
@@ -77,7 +91,9 @@ class Waits final : public ReadGuard::Watcher {
   }
 
   Process process_;
+  // In the order in which they started: all ranks wait for each other in one order, or they would wait for good.
   std::vector<std::shared_ptr<Gather>> gathers_;
+  std::vector<std::pair<const char*, Gather*>> by_address_;
 };
 
 }  // namespace

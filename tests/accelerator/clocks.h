@@ -73,14 +73,23 @@ inline void check_ordered(const Block& block, const Clock& times, const char* wh
   }
 }
 
+// The live block that an address lies in: a parameter's storage begins anywhere in its bucket's.
+inline Block* block_around(const void* data) {
+  auto& blocks = machine().blocks;
+  auto after = blocks.upper_bound(const_cast<void*>(data));
+  if (after == blocks.begin()) return nullptr;
+  auto& [start, block] = *std::prev(after);
+  return data < static_cast<char*>(start) + block.bytes ? &block : nullptr;
+}
+
 // One access of the stream that is current on the tensor's device.
 inline void access(const at::Tensor& tensor, bool write) {
   if (tensor.device().type() != kFake || tensor.numel() == 0) return;
   Machine& m = machine();
   const std::lock_guard lock(m.mutex);
-  const auto found = m.blocks.find(tensor.storage().mutable_data());
-  if (found == m.blocks.end()) return;
-  Block& block = found->second;
+  Block* around = block_around(tensor.storage().data());
+  if (around == nullptr) return;
+  Block& block = *around;
   const int stream = index_of_current(std::max<int>(tensor.device().index(), 0));
   join(m.clocks[stream], host_clock);
   const uint64_t now = ++m.clocks[stream][stream];
@@ -204,9 +213,8 @@ struct FakeGuard final : c10::impl::DeviceGuardImplInterface {
   }
   c10::DeviceIndex deviceCount() const noexcept override { return kDevices; }
 
- private:
-  static c10::Stream stream(int device, int id) {
-    return c10::Stream(c10::Stream::UNSAFE, {kFake, static_cast<c10::DeviceIndex>(device)}, id);
+  static c10::Stream stream(c10::DeviceIndex device, c10::StreamId id) {
+    return c10::Stream(c10::Stream::UNSAFE, {kFake, device}, id);
   }
 };
 

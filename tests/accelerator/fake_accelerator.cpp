@@ -100,6 +100,12 @@ void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   inside_fallback = false;
 }
 
+// As CUDA's: the allocator ignores what it did not hand out itself.
+void record_stream(at::Tensor& self, c10::Stream stream) {
+  const c10::DataPtr& data = self.storage().data_ptr();
+  if (data.get_deleter() == &free_block) FakeGuard().recordDataPtrOnStream(data, stream);
+}
+
 TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("empty.memory_format", &empty_like_options);
   m.impl("empty_strided", &empty_strided);
@@ -107,6 +113,7 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("_copy_from_and_resize", &copy_from_and_resize);
   m.impl("as_strided", &at::native::as_strided_tensorimpl);
   m.impl("view", &at::native::view);
+  m.impl("record_stream", &record_stream);
 }
 TORCH_LIBRARY_IMPL(_, PrivateUse1, m) { m.fallback(torch::CppFunction::makeFromBoxedFunction<&fallback>()); }
 
@@ -162,6 +169,10 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   // Makes a stream current; returns the one that was.
   m.def("set_stream",
         [](int device, int64_t id) { return std::exchange(current_stream[device], static_cast<int>(id)); });
+  // As torch.Tensor.record_stream(), for streams that Python has no class for.
+  m.def("record_stream", [](at::Tensor tensor, int device, int64_t id) {
+    tensor.record_stream(FakeGuard().stream(static_cast<c10::DeviceIndex>(device), id));
+  });
   // The stream `id` waits for what the stream `other` was given so far.
   m.def("wait_stream", [](int device, int64_t id, int64_t other) {
     const std::lock_guard lock(machine().mutex);

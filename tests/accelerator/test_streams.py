@@ -184,6 +184,53 @@ def test_accumulation_has_no_race(world_size: int, kind: str, stage: int) -> Non
     expect_no_races()
 
 
+def read_beside_deletion(ranks: Ranks, told_of: int) -> list[str]:
+    """Another stream still reads parameters when all is deleted and the memory is used again; the races. ``told_of``:
+    how many of each bucket's two parameters are told about it."""
+    device = ranks.device
+    params = parameters(device)
+    ours = GradsOfModel(ranks, params, CAP)
+    torch.stack([(param * param).sum() for param in params]).sum().backward()
+    ours.settle()
+    side = machine().new_stream(device.index)
+    machine().wait_stream(device.index, side, 0)
+    with on_stream(side, device.index):
+        products = [param.detach() * 2 for param in params]
+    told = [param for bucket in ours.buckets for param in bucket.buffer.params[:told_of]]
+    for param in told:
+        machine().record_stream(param, device.index, side)
+    expect_no_races()
+    sizes = [bucket.buffer.flat.numel() for bucket in ours.buckets]
+    buffers = {bucket.buffer.flat.data_ptr() for bucket in ours.buckets}
+    param = None
+    del ours, params, told
+    again = [torch.zeros(numel, device=device) for numel in sizes]
+    assert buffers == {each.data_ptr() for each in again}, "the same memory"
+    machine().wait_stream(device.index, 0, side)  # what comes later is another test's
+    del products
+    return machine().take_races()
+
+
+@pytest.mark.parametrize("told_of", [0, 1, 2])
+def test_a_bucket_is_kept_until_streams_that_parameters_were_told_of_have_read_them(told_of: int) -> None:
+    """Tensor.record_stream() counts though torch's allocator does not know a parameter's storage."""
+    [races] = run_fake_ranks(read_beside_deletion, 1, "alone", told_of)
+    assert bool(races) == (told_of == 0), races[:3]
+
+
+def test_what_is_done_to_a_parameter_is_seen(detector: Any) -> None:
+    """Its storage lies inside its bucket's: the detector would be blind if it knew the bucket's start only."""
+
+    def write_elsewhere(ranks: Ranks) -> None:
+        params = parameters(ranks.device)
+        ours = GradsOfModel(ranks, params, CAP)
+        with on_stream(machine().new_stream(ranks.device.index), ranks.device.index), torch.no_grad():
+            ours.buckets[0].buffer.params[1].add_(1)
+
+    run_fake_ranks(write_elsewhere, 1, "alone")
+    assert detector.take_races()
+
+
 def places_of_gradients(ranks: Ranks) -> tuple[int, int]:
     """At how many addresses gradients lay in a backward of 32 parameters, and bytes that stay after landing."""
     params = parameters(ranks.device, count=32)

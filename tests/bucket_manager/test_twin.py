@@ -38,8 +38,9 @@ def lay_out_alike(ours: GradsOfModel, params: list[Tensor]) -> None:
     """Moves the twin's parameters into flat storage too: BLAS gives other bits for other alignment of a weight."""
     for bucket in ours.buckets:
         flat = bucket.buffer.flat.clone()
-        for index, param in zip(bucket.plan.params, bucket.buffer.params, strict=True):
-            params[index].data = flat.as_strided(param.shape, param.stride(), param.storage_offset())
+        places = zip(bucket.plan.params, bucket.buffer.params, bucket.plan.layout.offsets, strict=True)
+        for index, param, offset in places:
+            params[index].data = flat.as_strided(param.shape, param.stride(), offset)
 
 
 def differences(rank: int, ours: GradsOfModel, twin: Twin) -> list[str]:
