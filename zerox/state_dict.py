@@ -105,12 +105,13 @@ def groups_to_take(
     Options that an older state_dict didn't know take the optimizer's defaults.
     """
     say_kind_stays(list(zip(live, loaded, strict=True)))
-    return [{**defaults, **group, **fixed_options(own)} for own, group in zip(live, loaded, strict=True)]
+    return [{**defaults, **taken_options(own, group)} for own, group in zip(live, loaded, strict=True)]
 
 
-def fixed_options(group: Mapping[str, Any]) -> dict[str, Any]:
-    """What the constructor decided for a group: a state that is loaded doesn't change it."""
-    return {key: group[key] for key in (adam.KIND, *OF_OPTIMIZER) if key in group}
+def taken_options(live: Mapping[str, Any], loaded: Mapping[str, Any]) -> dict[str, Any]:
+    """What a group takes of a ``loaded`` one: all but what the constructor decided, of which torch has capturable."""
+    kept = {key: live[key] for key in (adam.KIND, *OF_OPTIMIZER) if key in live}
+    return {key: value for key, value in loaded.items() if key not in OF_OPTIMIZER} | kept
 
 
 def say_kind_stays(pairs: Sequence[tuple[Mapping[str, Any], Mapping[str, Any]]]) -> None:

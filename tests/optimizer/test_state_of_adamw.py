@@ -72,6 +72,10 @@ def test_flags_of_torch_s_adamw_are_taken_and_given_back(flags: dict[str, Any]) 
     model = nn.Linear(3, 2)
     grouped = FusedShardedAdam([{"params": list(model.parameters()), **flags}])
     grouped.load_state_dict(copy.deepcopy(theirs.state_dict()))
+    capturable = copy.deepcopy(theirs.state_dict())
+    capturable["param_groups"][0]["capturable"] = True
+    grouped.load_state_dict(capturable)
+    FusedShardedAdam(grouped.param_groups)  # what the constructor decides is not taken from there
     for optimizer in (built, grouped):
         for name, value in flags.items():
             assert optimizer.param_groups[0].get(name) or not value

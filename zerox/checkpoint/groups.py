@@ -10,7 +10,7 @@ from torch import Tensor
 from zerox.checkpoint.manifest import CheckpointError
 from zerox.checkpoint.names import members
 from zerox.optimizer import FusedShardedAdam
-from zerox.state_dict import fixed_options, say_kind_stays
+from zerox.state_dict import say_kind_stays, taken_options
 
 NOT_OPTIONS = ("params", "param_names")
 
@@ -38,8 +38,7 @@ def fill_groups(optimizer: FusedShardedAdam, names: Mapping[int, str], saved: li
         found += [(group, saved[had[0]])] if had else []
     say_kind_stays(found)
     for group, known in found:
-        known = {**known, **fixed_options(group)}
-        for key, value in known.items():
+        for key, value in taken_options(group, known).items():
             now = group.get(key)
             if key == "names":
                 continue
