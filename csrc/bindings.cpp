@@ -1,4 +1,5 @@
 // The only file that knows Python: op schemas, and the bucket manager's class.
+#include <pybind11/chrono.h>
 #include <torch/csrc/utils/pybind.h>
 #include <torch/library.h>
 #include <array>
@@ -9,6 +10,7 @@
 #include "bucket_manager/own_storage.h"
 #include "bucket_manager/process.h"
 #include "bucket_manager/ranges.h"
+#include "bucket_manager/whereabouts.h"
 #include "cpu/isa.h"
 #include "cpu/large_pages.h"
 #include "math/dynamic_map.h"
@@ -67,8 +69,14 @@ void destroy(BucketManager* manager, const Process& owner) {
 }
 
 std::shared_ptr<BucketManager> make_manager(const std::optional<Group>& group, const std::optional<Group>& control,
-                                            ExchangeKind exchange, ManagerOptions options) {
-  return {new BucketManager(group ? make_exchange(exchange, *group) : nullptr, control.value_or(Group()), options),
+                                            std::shared_ptr<Whereabouts> whereabouts, ExchangeKind exchange,
+                                            ManagerOptions options) {
+  if (group && !whereabouts) {
+    whereabouts = std::make_shared<Whereabouts>(std::vector<Group>{}, nullptr, (*group)->getRank(), (*group)->getSize(),
+                                                kProcessGroupDefaultTimeout);
+  }
+  return {new BucketManager(group ? make_exchange(exchange, {*group, whereabouts}) : nullptr,
+                            {control.value_or(Group()), whereabouts}, options),
           [owner = Process()](BucketManager* manager) { destroy(manager, owner); }};
 }
 
@@ -144,12 +152,20 @@ void bind(py::module_& m) {
   py::class_<ExchangeKind>(m, "ExchangeKind")
       .def(py::init<bool, bool, bool, std::vector<int64_t>>(), py::kw_only(), py::arg("direct"), py::arg("messages"),
            py::arg("staged"), py::arg("neighbours"));
+  py::class_<Whereabouts, std::shared_ptr<Whereabouts>>(m, "Whereabouts")
+      .def(py::init<std::vector<Group>, c10::intrusive_ptr<c10d::Store>, int, int, std::chrono::milliseconds>(),
+           py::kw_only(), py::arg("groups"), py::arg("store"), py::arg("rank"), py::arg("world"), py::arg("timeout"))
+      .def("set_processes", &Whereabouts::set_processes, py::arg("processes"), Release())
+      .def(
+          "await_", [](Whereabouts& self, Work work) { self.await({std::move(work)}); }, py::arg("work"), Release())
+      .def("leave", &Whereabouts::leave, py::arg("what"), Release());
   py::class_<ManagerOptions>(m, "ManagerOptions")
       .def(py::init<bool, bool, at::Device>(), py::kw_only(), py::arg("whole_grads"), py::arg("keeps_shards"),
            py::arg("device"));
 
   py::class_<BucketManager, std::shared_ptr<BucketManager>>(m, "BucketManager")
-      .def(py::init(&make_manager), py::arg("group"), py::arg("control"), py::arg("exchange"), py::arg("options"))
+      .def(py::init(&make_manager), py::arg("group"), py::arg("control"), py::arg("whereabouts"), py::arg("exchange"),
+           py::arg("options"))
       .def(
           "add_bucket",
           [](BucketManager& self, const std::vector<std::string>& names, const std::vector<at::Tensor>& params,

@@ -1,11 +1,12 @@
 """The extension's types, for mypy and editors. What things do stands in csrc/bucket_manager/*.h."""
 
+import datetime
 import enum
 from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
-from torch.distributed import ProcessGroup
+from torch.distributed import ProcessGroup, Store, Work
 
 EXACT_WORDS: int
 SEGMENT_COLUMNS: int
@@ -55,6 +56,20 @@ class Range:
 class ExchangeKind:
     def __init__(self, *, direct: bool, messages: bool, staged: bool, neighbours: Sequence[int]) -> None: ...
 
+class Whereabouts:
+    def __init__(
+        self,
+        *,
+        groups: Sequence[ProcessGroup],
+        store: Store | None,
+        rank: int,
+        world: int,
+        timeout: datetime.timedelta,
+    ) -> None: ...
+    def set_processes(self, processes: Sequence[int]) -> None: ...
+    def await_(self, work: Work) -> None: ...
+    def leave(self, what: str) -> None: ...
+
 class ManagerOptions:
     def __init__(self, *, whole_grads: bool, keeps_shards: bool, device: torch.device) -> None: ...
 
@@ -74,6 +89,7 @@ class BucketManager:
         self,
         group: ProcessGroup | None,
         control: ProcessGroup | None,
+        whereabouts: Whereabouts | None,
         exchange: ExchangeKind,
         options: ManagerOptions,
     ) -> None: ...

@@ -34,6 +34,7 @@ class Grads:
         self.manager = C.BucketManager(
             group=ranks.data,
             control=ranks.control,
+            whereabouts=ranks.whereabouts,
             exchange=ranks.exchange_kind(),
             options=C.ManagerOptions(
                 whole_grads=not self.sharded, keeps_shards=keeps_shards, device=torch.device(ranks.device)

@@ -96,13 +96,14 @@ class FusedShardedAdam(OptimizerState):
             device = members[0].param.device if members else torch.device("cpu")
             self._options.check_device(device)
             self._ranks = find_ranks(process_group, device, roll_call)
-        self._grads = Grads(self._ranks, self._options.placements, reduce_dtype, keeps_shards=capturable)
-        self._gather = ParamGather(self._grads.manager)
-        self._overlap: GatherOverlap | None = None
-        self._elsewhere: list[PlaceInBuffer] = []  # what step() found moved
-        self._grad_scale = GradScale(self._grads.manager, device, keeps_place=capturable)
-        self._table = adam.OptionsTable(device, keeps_place=capturable)
-        self._share_state()
+        with self._ranks.failure_told():
+            self._grads = Grads(self._ranks, self._options.placements, reduce_dtype, keeps_shards=capturable)
+            self._gather = ParamGather(self._grads.manager)
+            self._overlap: GatherOverlap | None = None
+            self._elsewhere: list[PlaceInBuffer] = []  # what step() found moved
+            self._grad_scale = GradScale(self._grads.manager, device, keeps_place=capturable)
+            self._table = adam.OptionsTable(device, keeps_place=capturable)
+            self._share_state()
         self._adopt(members)
 
     # ---- the training loop -------------------------------------------------------------------------------------------
@@ -281,9 +282,17 @@ class FusedShardedAdam(OptimizerState):
     def _adopt(self, members: Sequence[Member]) -> None:
         """Makes buckets for the trainable ones of ``members``; watches the others. Collective."""
         ranks = self._all_ranks
-        ranks.check_same(list(terms(self._options, self.param_groups, members)))
         trained = [m for m in members if m.param.requires_grad]
-        self._options.check_dtypes(m.param.dtype for m in [*trained, *(m for b in self._buckets for m in b.members)])
+        with ranks.refusals_told():
+            known = [m for bucket in self._buckets for m in bucket.members]
+            self._options.check_dtypes(m.param.dtype for m in [*trained, *known])
+        ranks.check_same(list(terms(self._options, self.param_groups, members)))
+        with ranks.failure_told():
+            self._take_over(members, trained)
+        ranks.meet("all have made their buckets")
+
+    def _take_over(self, members: Sequence[Member], trained: Sequence[Member]) -> None:
+        ranks = self._all_ranks
         adopted = {id(m.param) for m in trained}
         watched = [*getattr(self, "_frozen", []), *members]
         self._frozen = list({id(m.param): m for m in watched if id(m.param) not in adopted}.values())

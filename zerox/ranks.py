@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from zerox import _C as C
-from zerox._C import ExchangeKind
+from zerox._C import ExchangeKind, Whereabouts
 from zerox.neighbours import find_neighbours
 from zerox.process_group import GroupArgument, check_still_alone, chosen_group, why_alone
 from zerox.roll_call import RollCall, summary_of
@@ -33,6 +33,7 @@ class Ranks:
     ``device``: of the parameters; ``backend``: "gloo" or "nccl", what moves tensors of that device. ``neighbours``: the
     process of each rank whose memory can be read, else 0; empty where nobody is to be read. ``why_alone``: of one rank
     that was not asked to be alone. ``given``: the user's group over the same ranks; None for one rank alone.
+    ``whereabouts``: of the ranks of the groups, where one is missed.
     """
 
     rank: int
@@ -46,6 +47,7 @@ class Ranks:
     why_alone: str = ""
     given: dist.ProcessGroup | None = None
     process: C.Process = field(default_factory=C.Process)
+    whereabouts: Whereabouts | None = None
 
     @staticmethod
     def alone(device: torch.device = CPU, why: str = "") -> Ranks:
@@ -76,7 +78,7 @@ class Ranks:
         if group is not None:
             options = dist.AllreduceOptions()
             options.reduceOp = op  # type: ignore[assignment]
-            group.allreduce([values], options).wait()
+            self._await(group.allreduce([values], options))
 
     def broadcast(self, values: Tensor, what: str) -> None:
         """From rank 0, in place; of tensors on the CPU or on ``device``. ``what`` they are, to be named in errors."""
@@ -84,7 +86,7 @@ class Ranks:
         group = self.control if sent.device.type == "cpu" else self.data
         if group is not None:
             try:
-                group.broadcast(sent, 0).wait()
+                self._await(group.broadcast(sent, 0))
             except RuntimeError as error:
                 raise RuntimeError(f"zerox: {what} did not arrive from rank 0 at all ranks: {error}") from error
             values.copy_(sent)
@@ -108,12 +110,15 @@ class Ranks:
         sent = sent.contiguous().view(torch.uint8)  # as bytes, since backends don't know all dtypes
         group = self.control if sent.device.type == "cpu" else self.data
         received = [torch.empty_like(sent) for _ in range(self.size)] if to in (None, self.rank) else []
-        if to is None:
-            group.allgather([received], [sent]).wait()
-        else:
-            options = dist.GatherOptions()
-            options.rootRank = to
-            group.gather([received] if received else [], [sent], options).wait()
+        options = dist.GatherOptions()
+        options.rootRank = to or 0
+        try:
+            if to is None:
+                self._await(group.allgather([received], [sent]))
+            else:
+                self._await(group.gather([received] if received else [], [sent], options))
+        except RuntimeError as error:
+            raise RuntimeError(f"zerox: not all ranks sent their part of what is gathered: {error}") from error
         return [each.view(values.dtype) for each in received]
 
     def all_gather_text(self, text: str) -> list[str]:
@@ -126,7 +131,7 @@ class Ranks:
         padded = torch.full((int(length),), ord(" "), dtype=torch.uint8, device=CPU)
         padded[: data.numel()] = data
         received = [torch.empty_like(padded) for _ in range(self.size)]
-        self.control.allgather([received], [padded]).wait()
+        self._await(self.control.allgather([received], [padded]))
         return [bytes(each.tolist()).decode().rstrip(" ") for each in received]
 
     def check_same(self, lines: Sequence[str], refusal: str = "") -> None:
@@ -157,6 +162,30 @@ class Ranks:
         if extremes[0] == -extremes[1]:
             return []
         return [each.split("\n") for each in self.all_gather_text(text)]
+
+    def meet(self, where: str) -> None:
+        """RuntimeError on all ranks unless all come. Collective."""
+        try:
+            self.all_reduce(torch.zeros(1), dist.ReduceOp.MAX)
+        except RuntimeError as error:
+            raise RuntimeError(f"zerox: a rank did not come where {where}: {error}") from error
+
+    def _await(self, work: dist.Work) -> None:
+        """RuntimeError that names the rank that is gone."""
+        if self.whereabouts is None:
+            work.wait()
+        else:
+            self.whereabouts.await_(work)
+
+    @contextlib.contextmanager
+    def failure_told(self) -> Iterator[None]:
+        """Around what all ranks do together, and one may fail at alone: the others raise its reason, at once."""
+        try:
+            yield
+        except BaseException as error:
+            if self.whereabouts is not None:
+                self.whereabouts.leave(f"rank {self.rank} raised {summary_of(error)}")
+            raise
 
     @contextlib.contextmanager
     def refusals_told(self) -> Iterator[None]:
@@ -200,13 +229,27 @@ def find_ranks(
         raise ValueError(f"ZEROX_EXCHANGE must be one of {EXCHANGES}, got '{exchange}'")
     if group not in dist.distributed_c10d._world.pg_map:
         # A group that somebody built by hand (ranks as threads of one process, in tests): it can't be doubled.
-        return _with_neighbours(Ranks(rank, size, backend, exchange, group, group, device, given=group))
-    if roll_call is not None:
-        roll_call.answer(f"ZEROX_EXCHANGE={exchange} over {backend} for parameters on {device.type}")
-    data = _same_ranks(group, backend)
+        made = Ranks(rank, size, backend, exchange, group, group, device, given=group)
+        return _with_neighbours(replace(made, whereabouts=_whereabouts(group, None, [])))
+    if roll_call is None:
+        roll_call = RollCall(None, rank, size, dist.default_pg_timeout)
+    roll_call.answer(f"ZEROX_EXCHANGE={exchange} over {backend} for parameters on {device.type}")
+    data = _same_ranks(group, backend, roll_call)
     # Collectives on one gloo group pair up by order: those of native exchange come from other threads.
-    control = data if backend == "gloo" and exchange != "native" else _same_ranks(group, "gloo")
-    return _with_neighbours(Ranks(rank, size, backend, exchange, data, control, device, given=group))
+    control = data if backend == "gloo" and exchange != "native" else _same_ranks(group, "gloo", roll_call)
+    made = Ranks(rank, size, backend, exchange, data, control, device, given=group)
+    store = dist.distributed_c10d.PrefixStore(f"zerox/whereabouts/{_num_made[group]}", _store(group))
+    to_close = [data] if data is control else [control, *([data] if backend == "gloo" else [])]
+    return _with_neighbours(replace(made, whereabouts=_whereabouts(group, store, to_close)))
+
+
+def _store(group: dist.ProcessGroup) -> dist.Store:
+    return dist.distributed_c10d._world.pg_map[group][1]
+
+
+def _whereabouts(group: dist.ProcessGroup, store: dist.Store | None, to_close: list[dist.ProcessGroup]) -> Whereabouts:
+    timeout = _timeout(group, "gloo") or dist.default_pg_timeout
+    return Whereabouts(groups=to_close, store=store, rank=group.rank(), world=group.size(), timeout=timeout)
 
 
 def _with_neighbours(ranks: Ranks) -> Ranks:
@@ -214,9 +257,13 @@ def _with_neighbours(ranks: Ranks) -> Ranks:
     if ranks.backend != "gloo" or ranks.exchange != "direct" or ranks.staged:
         return ranks
     try:
-        return replace(ranks, neighbours=find_neighbours(ranks.all_gather_text, ranks.rank))
+        with ranks.failure_told():
+            neighbours = find_neighbours(ranks.all_gather_text, ranks.rank)
     except RuntimeError as error:
         raise RuntimeError(f"zerox: a rank did not answer while ranks looked for neighbours: {error}") from error
+    if ranks.whereabouts is not None:
+        ranks.whereabouts.set_processes(neighbours)
+    return replace(ranks, neighbours=neighbours)
 
 
 def _backend(group: dist.ProcessGroup, device: torch.device) -> str:
@@ -232,11 +279,15 @@ def _backend(group: dist.ProcessGroup, device: torch.device) -> str:
     raise ValueError(f"process_group: its backend is {name}, and tensors on {device} need nccl or gloo")
 
 
-def _same_ranks(group: dist.ProcessGroup, backend: str) -> dist.ProcessGroup:
+_num_made: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
+
+
+def _same_ranks(group: dist.ProcessGroup, backend: str, roll_call: RollCall) -> dist.ProcessGroup:
     ranks = dist.get_process_group_ranks(group)
     try:
         if backend == "gloo":
-            return _gloo(group)
+            number = _num_made[group] = _num_made.get(group, 0) + 1  # also if it fails: the attempt's keys stay there
+            return roll_call.unless_one_fails(lambda: _gloo(group, number))
         made = dist.new_group(
             ranks,
             timeout=_timeout(group, backend),
@@ -251,25 +302,20 @@ def _same_ranks(group: dist.ProcessGroup, backend: str) -> dist.ProcessGroup:
     return made
 
 
-_num_made: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
-
-
-def _gloo(group: dist.ProcessGroup) -> dist.ProcessGroup:
+def _gloo(group: dist.ProcessGroup, number: int) -> dist.ProcessGroup:
     """A gloo group over the ranks of ``group`` that torch keeps no list of: it ends with the last who uses it.
 
     What dist.new_group() makes keeps its threads and sockets until all groups are destroyed; destroying it earlier
     would change the names of those that follow, at other moments on other ranks.
     """
-    number = _num_made.get(group, 0)
     rank, size = group.rank(), group.size()
-    store = dist.distributed_c10d.PrefixStore(f"zerox/{number}", dist.distributed_c10d._world.pg_map[group][1])
+    store = dist.distributed_c10d.PrefixStore(f"zerox/{number}", _store(group))
     timeout = _timeout(group, "gloo")
     limited = {} if timeout is None else {"timeout": timeout}
     backend = dist.ProcessGroupGloo(store, rank, size, **limited)
     made = dist.ProcessGroup(store, rank, size)
     made._register_backend(CPU, dist.ProcessGroup.BackendType.GLOO, backend)
     made._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
-    _num_made[group] = number + 1
     return made
 
 

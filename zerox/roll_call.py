@@ -4,19 +4,28 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
 from types import TracebackType
+from typing import TypeVar
 
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
+T = TypeVar("T")
+
 ALL_CAME = "all came"
+FAILED = "failed"
 LATE = "zerox: "
+LISTEN_S = 0.05
 
 
 class RollCall:
     """One construction over the ranks of a group.
 
     As a context manager it tells the others what was raised inside, without waiting for anyone: whoever refuses does so
-    at once, and they hear of it when they come. Ranks know the same construction by counting their own.
+    at once, and they hear of it when they come, or in unless_one_fails(). Ranks know the same construction by counting
+    their own.
     """
 
     def __init__(self, store: Store | None, rank: int, size: int, timeout: datetime.timedelta) -> None:
@@ -34,9 +43,11 @@ class RollCall:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
-        if self.store is not None and isinstance(error, Exception):
+        if self.store is not None and error is not None:
             with contextlib.suppress(RuntimeError):  # a store that is gone must not hide the reason
-                self._decide(f"rank {self.rank} raised {summary_of(error)}")
+                reason = f"rank {self.rank} raised {summary_of(error)}"
+                self._decide(reason)
+                self.store.compare_set(FAILED, "", reason)
 
     def answer(self, terms: str) -> None:
         """Waits until all ranks have come. ``terms``: what has to be the same for their groups to match.
@@ -64,11 +75,34 @@ class RollCall:
         if decision != ALL_CAME:
             raise ValueError(decision)
 
+    def unless_one_fails(self, connect: Callable[[], T]) -> T:
+        """What ``connect()`` returns, which waits for all ranks. RuntimeError at once if one of them raised instead.
+
+        It runs on a thread of its own while this one listens: nothing ends gloo's wait for a rank that won't connect.
+        """
+        if self.store is None:
+            return connect()
+        store = self.store.clone()  # one connection answers one call at a time
+        made: Future[T] = Future()
+
+        def run() -> None:
+            try:
+                made.set_result(connect())
+            except BaseException as error:
+                made.set_exception(error)
+
+        threading.Thread(target=run, name="zerox connect", daemon=True).start()
+        while True:
+            with contextlib.suppress(TimeoutError):
+                return made.result(LISTEN_S)
+            if not made.done() and store.check([FAILED]):
+                raise RuntimeError(store.get(FAILED).decode())
+
     def _decide(self, text: str) -> None:
         """The first decision stands."""
         assert self.store is not None
         self.store.compare_set("decision", "", text)
 
 
-def summary_of(error: Exception) -> str:
+def summary_of(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}".partition("\n")[0]

@@ -40,15 +40,18 @@ Verdict Agreement::agree(const Statement& s) {
                                             s.adoptions,
                                             static_cast<int64_t>(s.scaled),
                                             static_cast<int64_t>(s.proposes)};
-  const int64_t world = control_ ? control_->getSize() : 1;
-  const int64_t rank = control_ ? control_->getRank() : 0;
+  const int64_t world = control_.group ? control_.group->getSize() : 1;
+  const int64_t rank = control_.group ? control_.group->getRank() : 0;
   // A maximum that remembers whose it was, and a minimum as the maximum of the negative.
   std::array<int64_t, 2 * kFields> packed{};
   for (size_t i = 0; i < kFields; ++i) {
     packed[2 * i] = fields[i] * world + rank;
     packed[2 * i + 1] = -fields[i] * world + rank;
   }
-  if (control_) with_tensor(packed, at::kLong, all_max());
+  if (control_.group) {
+    with_tensor(packed, at::kLong, all_max());
+    control_.whereabouts->met(name_of(static_cast<int64_t>(s.place)));
+  }
   const auto extreme = [&](size_t i) {
     const int64_t most_rank = packed[2 * i] % world;
     const int64_t least_rank = ((packed[2 * i + 1] % world) + world) % world;
@@ -58,13 +61,16 @@ Verdict Agreement::agree(const Statement& s) {
 }
 
 void Agreement::take_largest(std::vector<uint8_t>& bytes) {
-  if (!control_ || bytes.empty()) return;
+  if (!control_.group || bytes.empty()) return;
   with_tensor(bytes, at::kByte, all_max());
 }
 
 std::vector<int64_t> Agreement::from_rank_0(std::vector<int64_t> numbers) {
-  if (!control_ || numbers.empty()) return numbers;
-  with_tensor(numbers, at::kLong, [this](std::vector<at::Tensor>& tensors) { control_->broadcast(tensors)->wait(); });
+  if (!control_.group || numbers.empty()) return numbers;
+  with_tensor(numbers, at::kLong, [this](std::vector<at::Tensor>& tensors) {
+    const auto start = [&] { return control_.group->broadcast(tensors); };
+    control_.whereabouts->await({control_.whereabouts->needing(kUnknownRank, start)});
+  });
   return numbers;
 }
 

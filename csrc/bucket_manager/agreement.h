@@ -1,8 +1,6 @@
 // What ranks tell each other where they meet: at step(), and in stage 1 where backward ends.
 #pragma once
 
-#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
-
 #include <cstdint>
 #include <string>
 #include <vector>
@@ -49,10 +47,15 @@ constexpr int64_t kNoBackward = int64_t{1} << 32;
 
 class Agreement {
  public:
-  explicit Agreement(Group control) : control_(control), small_(std::move(control)) {}  // null for one rank alone
+  explicit Agreement(Line control) : control_(control), small_(std::move(control)) {}
 
   // Collective: every rank's statement in, the same verdict out. One all-reduce of 18 integers.
   Verdict agree(const Statement& statement);
+
+  // All ranks go on to update.
+  void step_begun() {
+    if (control_.group) control_.whereabouts->step_begun();
+  }
 
   // Collective: each byte's maximum over the ranks, in place.
   void take_largest(std::vector<uint8_t>& bytes);
@@ -68,7 +71,7 @@ class Agreement {
     return [this](std::vector<at::Tensor>& tensors) { small_.run(tensors[0], Combine::max); };
   }
 
-  Group control_;
+  Line control_;
   SmallAllReduce small_;
 };
 

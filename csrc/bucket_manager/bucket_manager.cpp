@@ -12,7 +12,7 @@
 
 namespace zx {
 
-BucketManager::BucketManager(std::shared_ptr<Exchange> exchange, Group control, ManagerOptions options)
+BucketManager::BucketManager(std::shared_ptr<Exchange> exchange, Line control, ManagerOptions options)
     : exchange_(std::move(exchange)),
       agreement_(std::move(control)),
       options_(options),

@@ -52,8 +52,8 @@ struct ManagerOptions {
 // In a forked child whatever changes or waits for something throws: see Note [Forks].
 class BucketManager : public std::enable_shared_from_this<BucketManager> {
  public:
-  // `exchange` and `control` are null for one rank alone.
-  BucketManager(std::shared_ptr<Exchange> exchange, Group control, ManagerOptions options);
+  // `exchange`, and the group of `control`, are null for one rank alone.
+  BucketManager(std::shared_ptr<Exchange> exchange, Line control, ManagerOptions options);
   ~BucketManager();  // takes the hooks and placeholders away, aborts what is under way
 
   int64_t add_bucket(BucketSpec spec);

@@ -16,14 +16,18 @@ using Messages = Exchange::Messages;
 struct Offer {
   int64_t count = 0;
   at::Tensor addresses{};  // int64 [count]
-  Work told{};             // gloo's works can be waited for once
+  Awaited told{};          // gloo's works can be waited for once
 };
 
 // Messages from and to some ranks, and memory that is read from and by others.
 class DirectPending : public Pending {
  public:
-  DirectPending(Group group, const Neighbours& neighbours, Tag done)
-      : Pending({}), group_(std::move(group)), neighbours_(neighbours), done_(done), offers_(group_->getSize()) {}
+  DirectPending(Line line, const Neighbours& neighbours, Tag done)
+      : Pending(std::move(line.whereabouts)),
+        group_(std::move(line.group)),
+        neighbours_(neighbours),
+        done_(done),
+        offers_(group_->getSize()) {}
 
   void send(at::Tensor message, int peer, Tag tag) { works_.push_back(start_send(std::move(message), peer, tag)); }
 
@@ -41,55 +45,59 @@ class DirectPending : public Pending {
 
   void expect_offer(int64_t count, int peer, Tag tag) {
     at::Tensor addresses = at::empty({count}, at::kLong);
-    Work told = start_receive(addresses, peer, tag);
+    Awaited told = start_receive(addresses, peer, tag);
     offers_[peer] = {count, std::move(addresses), std::move(told)};
   }
 
   void wait() override {
     for (const Offer& offer : offers_) {
-      if (offer.told) await(offer.told);
+      if (offer.told.work) whereabouts_->await(offer.told);
     }
     Pending::wait();
   }
 
   void read(int rank, size_t message, int64_t start, const at::Tensor& into) override {
     const auto address = static_cast<uint64_t>(offers_[rank].addresses.const_data_ptr<int64_t>()[message]);
-    neighbours_.read(rank, address + start * into.element_size(), into.mutable_data_ptr(), into.nbytes());
+    whereabouts_->needing(rank, [&] {
+      neighbours_.read(rank, address + start * into.element_size(), into.mutable_data_ptr(), into.nbytes());
+    });
   }
 
   void let_go() override {
     for (size_t rank = 0; rank < offers_.size(); ++rank) {
-      if (!offers_[rank].told) continue;
+      if (!offers_[rank].told.work) continue;
       try {
-        let_go_.push_back(start_send(at::zeros({1}, at::kByte), static_cast<int>(rank), done_));
+        const int peer = static_cast<int>(rank);
+        std::vector<at::Tensor> messages{at::zeros({1}, at::kByte)};
+        let_go_.push_back({group_->send(messages, peer, done_.number()), peer});
       } catch (const std::exception&) {  // it is gone, and waits for nobody
       }
     }
   }
 
   void wait_for_readers() override {
-    for (const Work& work : let_go_) await(work);
-    for (const Work& work : readers_) await(work);
+    for (const Awaited& each : let_go_) whereabouts_->await(each);
+    for (const Awaited& each : readers_) whereabouts_->await(each);
     offered_.clear();
   }
 
   void abort() override {
     for (const Offer& offer : offers_) {
-      if (offer.told) abort_one(offer.told);
+      if (offer.told.work) abort_one(offer.told.work);
     }
-    for (const Work& work : readers_) abort_one(work);
+    for (const Awaited& each : readers_) abort_one(each.work);
     Pending::abort();
   }
 
  private:
-  Work start_receive(at::Tensor into, int peer, Tag tag) {
+  Awaited start_receive(at::Tensor into, int peer, Tag tag) {
     std::vector<at::Tensor> messages{std::move(into)};
-    return group_->recv(messages, peer, tag.number());
+    return {whereabouts_->needing(peer, [&] { return group_->recv(messages, peer, tag.number()); }), peer};
   }
 
-  Work start_send(at::Tensor message, int peer, Tag tag) {
+  Awaited start_send(at::Tensor message, int peer, Tag tag) {
     std::vector<at::Tensor> messages{std::move(message)};
-    return group_->send(messages, peer, tag.number());
+    return {whereabouts_->needing(peer, [&] { return group_->send(messages, peer, tag.number()); }), peer};
   }
 
   Group group_;
@@ -97,8 +105,8 @@ class DirectPending : public Pending {
   Tag done_;
   std::vector<Offer> offers_;  // by rank
   Messages offered_;
-  std::vector<Work> readers_;  // of those that read what is offered: they are done
-  std::vector<Work> let_go_;
+  std::vector<Awaited> readers_;  // of those that read what is offered: they are done
+  std::vector<Awaited> let_go_;
 };
 
 // Slices that arrive in their places in a flat buffer.
@@ -127,7 +135,7 @@ class GatherPending final : public DirectPending {
 
 class DirectExchange final : public Exchange {
  public:
-  DirectExchange(Group group, Neighbours neighbours) : Exchange(std::move(group)), neighbours_(std::move(neighbours)) {}
+  DirectExchange(Line line, Neighbours neighbours) : Exchange(std::move(line)), neighbours_(std::move(neighbours)) {}
 
   bool sends_messages() const override { return true; }
 
@@ -142,7 +150,7 @@ class DirectExchange final : public Exchange {
   std::shared_ptr<Pending> send(const std::vector<Messages>& sent, const std::vector<Messages>& received,
                                 int64_t most) override {
     const auto count = static_cast<int64_t>(sent[rank()].size());  // as many as others send to this rank
-    auto pending = std::make_shared<DirectPending>(group_, neighbours_, scatter_done_tags_.next());
+    auto pending = std::make_shared<DirectPending>(Line{group_, whereabouts_}, neighbours_, scatter_done_tags_.next());
     start(*pending, sent, received, count, scatter_tags_.next(most));
     return pending;
   }
@@ -176,7 +184,7 @@ class DirectExchange final : public Exchange {
       received[peer] = {slice(flat, peer, world())};
       if (reads(peer)) places[peer] = received[peer][0];
     }
-    auto pending = std::make_shared<GatherPending>(group_, neighbours_, gather_done_tags_.next());
+    auto pending = std::make_shared<GatherPending>(Line{group_, whereabouts_}, neighbours_, gather_done_tags_.next());
     pending->set_places(std::move(places));
     start(*pending, sent, received, 1, gather_tags_.next());
     return pending;
@@ -218,8 +226,8 @@ class DirectExchange final : public Exchange {
 
 }  // namespace
 
-std::shared_ptr<Exchange> make_direct_exchange(Group group, Neighbours neighbours) {
-  return std::make_shared<DirectExchange>(std::move(group), std::move(neighbours));
+std::shared_ptr<Exchange> make_direct_exchange(Line line, Neighbours neighbours) {
+  return std::make_shared<DirectExchange>(std::move(line), std::move(neighbours));
 }
 
 }  // namespace zx

@@ -7,6 +7,6 @@
 
 namespace zx {
 
-std::shared_ptr<Exchange> make_direct_exchange(Group group, Neighbours neighbours);
+std::shared_ptr<Exchange> make_direct_exchange(Line line, Neighbours neighbours);
 
 }  // namespace zx

@@ -7,13 +7,8 @@
 
 namespace zx {
 
-void Pending::await(const Work& work) {
-  // gloo's wait() says false, instead of throwing, when it was aborted.
-  TORCH_CHECK(work->wait(), "the exchange was aborted");
-}
-
 void Pending::wait() {
-  for (const Work& work : works_) await(work);
+  for (const Awaited& awaited : works_) whereabouts_->await(awaited);
 }
 
 void Pending::abort_one(const Work& work) {
@@ -24,7 +19,7 @@ void Pending::abort_one(const Work& work) {
 }
 
 void Pending::abort() {
-  for (const Work& work : works_) abort_one(work);
+  for (const Awaited& awaited : works_) abort_one(awaited.work);
 }
 
 void Pending::read(int /*rank*/, size_t /*message*/, int64_t /*start*/, const at::Tensor& /*into*/) {
@@ -36,7 +31,11 @@ std::shared_ptr<Pending> Exchange::send(const std::vector<Messages>& /*sent*/,
   TORCH_INTERNAL_ASSERT(false, "this exchange sends no single messages");
 }
 
-Exchange::Exchange(Group group) : group_(std::move(group)), rank_(group_->getRank()), world_(group_->getSize()) {}
+Exchange::Exchange(Line line)
+    : group_(std::move(line.group)),
+      whereabouts_(std::move(line.whereabouts)),
+      rank_(group_->getRank()),
+      world_(group_->getSize()) {}
 
 at::Tensor Exchange::slice(const at::Tensor& flat, int64_t index, int64_t count) const {
   const int64_t numel = flat.numel() / count;
@@ -68,11 +67,16 @@ class CollectiveExchange : public Exchange {
     static const auto op = find_collective<Op>("c10d::_allgather_base_");
     at::Tensor output = flat;
     at::Tensor input = slice(flat, rank(), world());
-    auto result = op.call(output, input, group_, true, -1);
-    return std::make_shared<Pending>(std::vector{std::get<1>(result)});
+    return started([&] { return std::get<1>(op.call(output, input, group_, true, -1)); });
   }
 
  protected:
+  template <class Call>
+  std::shared_ptr<Pending> started(const Call& call) {
+    Awaited everyone{whereabouts_->needing(kUnknownRank, call)};
+    return std::make_shared<Pending>(whereabouts_, std::vector{std::move(everyone)});
+  }
+
   // A ring, like an all-to-all, moves as many slices through each rank as there are others.
   void count_collective(const at::Tensor& flat) {
     for (int step = 1; step < world(); ++step) count_sent(slice(flat, 0, world()));
@@ -93,8 +97,8 @@ class NativeExchange final : public CollectiveExchange {
     static const auto op = find_collective<Op>("c10d::_reduce_scatter_base_");
     at::Tensor output = received;
     at::Tensor input = flat;
-    auto result = op.call(output, input, group_, c10::make_intrusive<c10d::ReduceOp>(c10d::ReduceOp::SUM), true, -1);
-    return std::make_shared<Pending>(std::vector{std::get<1>(result)});
+    const auto sum = c10::make_intrusive<c10d::ReduceOp>(c10d::ReduceOp::SUM);
+    return started([&] { return std::get<1>(op.call(output, input, group_, sum, true, -1)); });
   }
 
   std::vector<at::Tensor> to_sum(const at::Tensor& /*flat*/, const at::Tensor& received) const override {
@@ -117,7 +121,7 @@ class AllToAllExchange final : public CollectiveExchange {
     static const auto op = find_collective<Op>("c10d::alltoall_base_");
     at::Tensor output = received;
     at::Tensor input = flat;
-    return std::make_shared<Pending>(std::vector{op.call(output, input, group_, {}, {}, true, -1)});
+    return started([&] { return op.call(output, input, group_, {}, {}, true, -1); });
   }
 
   std::vector<at::Tensor> to_sum(const at::Tensor& /*flat*/, const at::Tensor& received) const override {
@@ -129,14 +133,14 @@ class AllToAllExchange final : public CollectiveExchange {
 
 }  // namespace
 
-std::shared_ptr<Exchange> make_exchange(ExchangeKind kind, Group group) {
+std::shared_ptr<Exchange> make_exchange(ExchangeKind kind, Line line) {
   std::shared_ptr<Exchange> made;
   if (!kind.direct) {
-    made = std::make_shared<NativeExchange>(std::move(group));
+    made = std::make_shared<NativeExchange>(std::move(line));
   } else if (kind.messages) {
-    made = make_direct_exchange(std::move(group), Neighbours(std::move(kind.neighbours)));
+    made = make_direct_exchange(std::move(line), Neighbours(std::move(kind.neighbours)));
   } else {
-    made = std::make_shared<AllToAllExchange>(std::move(group));
+    made = std::make_shared<AllToAllExchange>(std::move(line));
   }
   return kind.staged ? make_staged_exchange(std::move(made)) : made;
 }

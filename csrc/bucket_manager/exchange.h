@@ -2,23 +2,23 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
-#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
 #include <atomic>
 #include <memory>
 #include <string>
 #include <vector>
 
+#include "bucket_manager/whereabouts.h"
+
 namespace zx {
 
-using Group = c10::intrusive_ptr<c10d::ProcessGroup>;
-using Work = c10::intrusive_ptr<c10d::Work>;
-
-// Messages on the wire. Keeps its tensors alive; wait() throws what the backend throws, or if it was aborted. Some may
+// Messages on the wire. Keeps its tensors alive; wait() throws as Whereabouts::await(). Some may
 // stay in the memory of the rank that sends them, to be read from there: see Note [Neighbours].
 class Pending {
  public:
-  explicit Pending(std::vector<Work> works) : works_(std::move(works)) {}
+  // `whereabouts`: of the ranks that are waited for; null where a subclass waits for others.
+  explicit Pending(std::shared_ptr<Whereabouts> whereabouts, std::vector<Awaited> works = {})
+      : whereabouts_(std::move(whereabouts)), works_(std::move(works)) {}
   virtual ~Pending() = default;
   virtual void wait();   // on the host, or where the backend works on streams, of the current stream
   virtual void abort();  // wakes a wait() on another thread, where the backend can; never throws
@@ -31,10 +31,10 @@ class Pending {
   virtual void wait_for_readers() {}
 
  protected:
-  static void await(const Work& work);
   static void abort_one(const Work& work);
 
-  std::vector<Work> works_;  // unchanged once others may abort them
+  std::shared_ptr<Whereabouts> whereabouts_;
+  std::vector<Awaited> works_;  // unchanged once others may abort them
 };
 
 // What this rank sent to others, for accounts in closed form.
@@ -46,7 +46,7 @@ struct Traffic {
 // A flat buffer holds `world` slices of equal length; slice r belongs to rank r.
 class Exchange {
  public:
-  explicit Exchange(Group group);
+  explicit Exchange(Line line);
   virtual ~Exchange() = default;
   Exchange& operator=(const Exchange&) = delete;
 
@@ -83,11 +83,12 @@ class Exchange {
   virtual std::shared_ptr<Pending> gather(const at::Tensor& flat) = 0;
 
  protected:
-  Exchange(const Exchange& other) : Exchange(other.group_) {}  // the same ranks
+  Exchange(const Exchange& other) : Exchange(Line{other.group_, other.whereabouts_}) {}  // the same ranks
   at::Tensor slice(const at::Tensor& flat, int64_t index, int64_t count) const;
   void count_sent(const at::Tensor& message);
 
   Group group_;
+  std::shared_ptr<Whereabouts> whereabouts_;
 
  private:
   int rank_;
@@ -107,6 +108,6 @@ struct ExchangeKind {
   bool staged;                      // the tensors are an accelerator's, the backend's the host's: see staged_exchange.h
   std::vector<int64_t> neighbours;  // the process of each rank, or 0: see Note [Neighbours]; empty: none
 };
-std::shared_ptr<Exchange> make_exchange(ExchangeKind kind, Group group);
+std::shared_ptr<Exchange> make_exchange(ExchangeKind kind, Line line);
 
 }  // namespace zx

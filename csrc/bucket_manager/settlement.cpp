@@ -111,6 +111,7 @@ Settled BucketManager::settle(Place place, int64_t adoptions, const std::string&
     ask(where, [&] { exchange_changes(); });
   }
   flights_.land();
+  if (place == Place::step) agreement_.step_begun();
   pass_.rounds = pass_.own_rounds = pass_.gathered = 0;
   return Settled::ready;
 }

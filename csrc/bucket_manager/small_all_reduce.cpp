@@ -6,18 +6,20 @@
 namespace zx {
 
 void SmallAllReduce::run(at::Tensor& values, Combine combine) {
-  if (!group_) return;
-  const int rank = group_->getRank();
-  const int world = group_->getSize();
+  if (!line_.group) return;
+  c10d::ProcessGroup& group = *line_.group;
+  Whereabouts& whereabouts = *line_.whereabouts;
+  const int rank = group.getRank();
+  const int world = group.getSize();
   const int tag = tags_.next().number();
   at::Tensor theirs = at::empty_like(values);
   const auto start_send = [&](int peer) {
     std::vector<at::Tensor> message{values};
-    return group_->send(message, peer, tag);
+    return Awaited{whereabouts.needing(peer, [&] { return group.send(message, peer, tag); }), peer};
   };
   const auto start_receive = [&](int peer, at::Tensor& into) {
     std::vector<at::Tensor> message{into};
-    return group_->recv(message, peer, tag);
+    return Awaited{whereabouts.needing(peer, [&] { return group.recv(message, peer, tag); }), peer};
   };
   const auto take_in = [&] {
     if (combine == Combine::sum) {
@@ -32,22 +34,22 @@ void SmallAllReduce::run(at::Tensor& values, Combine combine) {
   const int rest = world - doubling;
   // The others hand their numbers to a partner first, and get the result from it at the end.
   if (rank >= doubling) {
-    start_send(rank - doubling)->wait();
-    start_receive(rank - doubling, values)->wait();
+    whereabouts.await(start_send(rank - doubling));
+    whereabouts.await(start_receive(rank - doubling, values));
     return;
   }
   if (rank < rest) {
-    start_receive(rank + doubling, theirs)->wait();
+    whereabouts.await(start_receive(rank + doubling, theirs));
     take_in();
   }
   for (int distance = 1; distance < doubling; distance *= 2) {
-    const auto received = start_receive(rank ^ distance, theirs);
-    const auto sent = start_send(rank ^ distance);
-    received->wait();
-    sent->wait();  // before the numbers that it reads change
+    const Awaited received = start_receive(rank ^ distance, theirs);
+    const Awaited sent = start_send(rank ^ distance);
+    whereabouts.await(received);
+    whereabouts.await(sent);  // before the numbers that it reads change
     take_in();
   }
-  if (rank < rest) start_send(rank + doubling)->wait();
+  if (rank < rest) whereabouts.await(start_send(rank + doubling));
 }
 
 }  // namespace zx

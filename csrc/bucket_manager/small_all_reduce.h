@@ -6,9 +6,9 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
-#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
 #include "bucket_manager/tags.h"
+#include "bucket_manager/whereabouts.h"
 
 namespace zx {
 
@@ -16,14 +16,15 @@ enum class Combine { sum, max };
 
 class SmallAllReduce {
  public:
-  // `group` may be null: one rank alone. It must take CPU tensors.
-  explicit SmallAllReduce(c10::intrusive_ptr<c10d::ProcessGroup> group) : group_(std::move(group)) {}
+  // The line's group must take CPU tensors.
+  explicit SmallAllReduce(Line line) : line_(std::move(line)) {}
 
   // In place, for a contiguous CPU tensor of integers, of the same shape on all ranks. Collective; one thread only.
+  // Throws std::runtime_error that names the rank that is gone.
   void run(at::Tensor& values, Combine combine);
 
  private:
-  c10::intrusive_ptr<c10d::ProcessGroup> group_;
+  Line line_;
   Tags tags_{TagKind::small};
 };
 

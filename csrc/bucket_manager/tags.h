@@ -10,6 +10,7 @@ namespace zx {
 
 enum class TagKind : int { scatter = 0, gather = 1, small = 2, scatter_done = 3, gather_done = 4 };
 constexpr unsigned kTagKinds = 8;  // room for so many
+constexpr int kTagsEnd = 1 << 30;  // tags from here on are of no kind
 
 class Tag {
  public:

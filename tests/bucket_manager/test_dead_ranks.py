@@ -1,4 +1,4 @@
-"""A rank that dies or stalls, at any moment: an error on the others, in time, that names what they wait for."""
+"""A rank that dies or stalls, at any moment: an error on the others, in time, that names it and what they wait for."""
 
 from __future__ import annotations
 
@@ -7,21 +7,26 @@ import re
 import signal
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from signal import SIGKILL, SIGSTOP
 from typing import Any
 
 import pytest
+import torch
 
 import zerox.optimizer
+from bench.deaths import PLACES, kill_one
 from tests.bucket_manager.training import Training
 from tests.mortal_ranks import MortalRanks, fail_now, start_ranks
+from zerox import FusedShardedAdam
 from zerox.params import ParamGather
 from zerox.ranks import Ranks
 
 TIMEOUT_S = 5  # of the group: far above what a healthy wait takes, also on a busy machine
 FAILING_STEP = 1  # the one before it has gone well
+SOON_S = 10  # until all others have their error after a death, on a busy machine: bench.deaths has what it takes
 
 A_BUCKET = r"bucket \d+ \(layers\.\d\.bias, layers\.\d\.weight\)"
 GRADIENTS = rf"zerox: in (the end of backward|clip_grad_norm_)\(\) a rank did not answer: .*\n.*{A_BUCKET}"
@@ -197,5 +202,64 @@ def test_a_rank_that_is_stuck_in_its_own_code_is_an_error_on_the_others(tmp_path
             seconds, message = run.answer(rank, within_s=60)
             assert seconds < 3 * TIMEOUT_S
             assert re.match(rf"zerox: in step\(\) a rank did not answer: .*\n.*{A_BUCKET}", message), message
+            named = rf"rank 2 did not come within {TIMEOUT_S} s \(last seen in the optimizer's constructor"
+            assert re.search(named, message), message
+    finally:
+        run.close()
+
+
+def named_when_killed(args: tuple[str, int, str, Path]) -> None:
+    place, number, exchange, folder = args
+    victim = number % 3
+    for seconds, message in kill_one(3, 1 + number % 2, place, victim, exchange, folder, limit_s=60):
+        assert seconds < SOON_S, f"{place}: {message}"
+        if place != "save":  # waits over the user's group
+            assert re.search(rf"^zerox: .* rank {victim} is gone", message, re.S), f"{place}: {message}"
+            seen = "constructor" if place == "constructor" else r"\(\) of step \d+"
+            assert re.search(rf"last seen in .*{seen}", message), f"{place}: {message}"
+
+
+@pytest.mark.parametrize("exchange", ["direct", "messages", "native"])
+def test_all_others_soon_have_an_error_that_names_a_killed_rank_also_those_that_wait_for_a_survivor(
+    exchange: str, tmp_path: Path
+) -> None:
+    places = PLACES if exchange == "direct" else ("backward", "step", "between steps")
+    cases = [(place, number, exchange, tmp_path / str(number)) for number, place in enumerate(places)]
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(named_when_killed, cases))
+
+
+def breaks_off(rank: int, _: int, folder: str) -> tuple[float, str] | None:
+    """Rank 1 dies while its gradient and rank 0's are on their way: neither socket takes more, as rank 0 is stopped."""
+    os.environ["ZEROX_EXCHANGE"] = "messages"
+    param = torch.nn.Parameter(torch.zeros(16 << 20))
+    optimizer = FusedShardedAdam([param])
+    ready = Path(folder, "ready")
+    if rank == 1:
+        while not ready.exists():
+            time.sleep(0.01)
+        time.sleep(0.2)  # until its lanes have asked for what they receive
+        os.kill(int(ready.read_text()), SIGSTOP)
+        param.sum().backward()
+        time.sleep(0.5)
+        os.kill(int(ready.read_text()), signal.SIGCONT)
+        fail_now(SIGKILL)
+    param.sum().backward()
+    ready.with_suffix(".part").write_text(f"{os.getpid()}")
+    ready.with_suffix(".part").rename(ready)
+    start = time.monotonic()
+    try:
+        optimizer.memory_bytes()  # waits for gradients that are on their way
+    except RuntimeError as error:
+        return time.monotonic() - start, str(error)
+    return None
+
+
+def test_a_message_that_breaks_off_is_an_error_long_before_the_timeout(tmp_path: Path) -> None:
+    run = start_ranks(breaks_off, 2, str(tmp_path), timeout_s=50, folder=tmp_path / "run")
+    try:
+        seconds, message = run.answer(0, within_s=100)
+        assert re.match(r"zerox: the gradients of bucket 0 .* did not arrive from all ranks: rank 1 is gone", message)
+        assert seconds < SOON_S
     finally:
         run.close()
