@@ -33,6 +33,7 @@ if [[ -z "${ZEROX_FRESH_INSIDE:-}" ]]; then
     exec unshare --mount --uts --pid --fork --kill-child --propagation private "$0" "$release" "$@"
 fi
 unset ZEROX_FRESH_INSIDE
+trap 'exit 130' INT TERM # the first process of a namespace has no other end by a signal than this or SIGKILL
 
 inside() { chroot "$root" /usr/bin/env -i PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin LC_ALL=C.UTF-8 \
     HOME=/root DEBIAN_FRONTEND=noninteractive "${proxies[@]}" "$@"; }
