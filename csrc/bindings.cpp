@@ -222,6 +222,7 @@ void bind(py::module_& m) {
       .def_property_readonly("gather_order", &BucketManager::gather_order)
       .def("hold_gathers", [](BucketManager& self, bool hold) { self.gathers().set_hold(hold); })
       .def("moved", &BucketManager::moved)
+      .def("bump_versions", &BucketManager::bump_versions)
       .def("all_reduce", &BucketManager::all_reduce, Release())
       .def("shard", [](BucketManager& self, int64_t i) { return tensor_or_none(self.whole_shard(i)); })
       .def("pieces", [](BucketManager& self, int64_t i) { return self.bucket(i).landed.pieces; })

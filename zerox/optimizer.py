@@ -133,6 +133,8 @@ class FusedShardedAdam(OptimizerState):
                 update(list(self._shards(run)), options, self._grad_scale.value)
             for index in run:
                 self._gather.start(index, background=overlap)
+        if not capturing:
+            self._grads.manager.bump_versions()
         self._gather.end_step(hidden=overlap)
         give_out(self._elsewhere)
         self._grad_scale.reset()

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <array>
+#include <utility>
 
 namespace zx {
 namespace {
@@ -19,6 +20,17 @@ void with_tensor(Numbers& numbers, at::ScalarType type, const Collective& collec
   std::copy_n(data, numbers.size(), numbers.begin());
 }
 
+constexpr size_t kFields = 9;
+static_assert(sizeof(Verdict) == kFields * sizeof(Extreme) + sizeof(SlotSet));
+
+// Extremes in front, the set behind.
+void combine_statements(at::Tensor& values, const at::Tensor& theirs) {
+  auto* mine = values.mutable_data_ptr<int64_t>();
+  const auto* other = theirs.const_data_ptr<int64_t>();
+  for (size_t i = 0; i < 2 * kFields; ++i) mine[i] = std::max(mine[i], other[i]);
+  for (int64_t i = 2 * kFields; i < values.numel(); ++i) mine[i] |= other[i];
+}
+
 }  // namespace
 
 const char* name_of(int64_t place) {
@@ -28,8 +40,6 @@ const char* name_of(int64_t place) {
 }
 
 Verdict Agreement::agree(const Statement& s) {
-  constexpr size_t kFields = 9;
-  static_assert(sizeof(Verdict) == kFields * sizeof(Extreme));
   // Ranks without a backward of their own don't limit the others: they join in whatever those launched.
   const std::array<int64_t, kFields> fields{static_cast<int64_t>(s.place),
                                             s.rounds,
@@ -43,13 +53,16 @@ Verdict Agreement::agree(const Statement& s) {
   const int64_t world = control_.group ? control_.group->getSize() : 1;
   const int64_t rank = control_.group ? control_.group->getRank() : 0;
   // A maximum that remembers whose it was, and a minimum as the maximum of the negative.
-  std::array<int64_t, 2 * kFields> packed{};
+  std::vector<int64_t> packed(2 * kFields);
   for (size_t i = 0; i < kFields; ++i) {
     packed[2 * i] = fields[i] * world + rank;
     packed[2 * i + 1] = -fields[i] * world + rank;
   }
+  const std::vector<int64_t>& with_grad = s.with_grad.words();
+  packed.insert(packed.end(), with_grad.begin(), with_grad.end());
   if (control_.group) {
-    with_tensor(packed, at::kLong, all_max());
+    with_tensor(packed, at::kLong,
+                [this](std::vector<at::Tensor>& tensors) { small_.run(tensors[0], combine_statements); });
     control_.whereabouts->met(name_of(static_cast<int64_t>(s.place)));
   }
   const auto extreme = [&](size_t i) {
@@ -57,7 +70,8 @@ Verdict Agreement::agree(const Statement& s) {
     const int64_t least_rank = ((packed[2 * i + 1] % world) + world) % world;
     return Extreme{-(packed[2 * i + 1] - least_rank) / world, least_rank, packed[2 * i] / world, most_rank};
   };
-  return {extreme(0), extreme(1), extreme(2), extreme(3), extreme(4), extreme(5), extreme(6), extreme(7), extreme(8)};
+  return {extreme(0), extreme(1), extreme(2), extreme(3), extreme(4),
+          extreme(5), extreme(6), extreme(7), extreme(8), SlotSet({packed.begin() + 2 * kFields, packed.end()})};
 }
 
 void Agreement::take_largest(std::vector<uint8_t>& bytes) {

@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "bucket_manager/exchange.h"
+#include "bucket_manager/slot_set.h"
 #include "bucket_manager/small_all_reduce.h"
 
 namespace zx {
@@ -23,6 +24,7 @@ struct Statement {
   int64_t adoptions;   // parameters that became trainable
   bool scaled;         // it holds a gradient that mark_scaled() saw
   bool proposes;       // it knows in which order its forward needs buckets, and that is not agreed yet
+  SlotSet with_grad;   // of which it holds a gradient, or stands by one that has left
 };
 
 struct Extreme {
@@ -42,6 +44,7 @@ struct Verdict {
   Extreme adoptions;
   Extreme scaled;
   Extreme proposes;
+  SlotSet with_grad;  // on any rank
 };
 constexpr int64_t kNoBackward = int64_t{1} << 32;
 
@@ -49,7 +52,7 @@ class Agreement {
  public:
   explicit Agreement(Line control) : control_(control), small_(std::move(control)) {}
 
-  // Collective: every rank's statement in, the same verdict out. One all-reduce of 18 integers.
+  // Collective: every rank's statement in, the same verdict out. One all-reduce of 18 integers and a bit a parameter.
   Verdict agree(const Statement& statement);
 
   // All ranks go on to update.

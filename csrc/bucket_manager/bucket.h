@@ -24,18 +24,29 @@ struct Hooks {
 // Remembers which tensor p.grad was. Held weakly, which keeps its address from being another tensor's.
 class SeenGrad {
  public:
-  void note(const at::Tensor& grad) { tensor_ = grad.getIntrusivePtr(); }
+  void note(const at::Tensor& grad) {
+    tensor_ = grad.getIntrusivePtr();
+    version_ = version_of(grad);
+  }
   void forget() { tensor_.reset(); }
   bool is(const at::Tensor& grad) const {
     return grad.defined() && tensor_._unsafe_get_target() == grad.unsafeGetTensorImpl();
   }
+  // And no operator has written it since.
+  bool is_still(const at::Tensor& grad) const { return is(grad) && version_of(grad) == version_; }
 
  private:
+  static int64_t version_of(const at::Tensor& grad) {
+    return grad.defined() && !grad.is_inference() ? grad._version() : 0;  // those of inference mode have none
+  }
+
   c10::weak_intrusive_ptr<c10::TensorImpl> tensor_{c10::intrusive_ptr<c10::TensorImpl>()};
+  int64_t version_ = 0;
 };
 struct SeenGrads {
   SeenGrad local;   // autograd wrote it last: any other was put there by hand
   SeenGrad scaled;  // there when mark_scaled() was called, and what it stands for is not discarded
+  SeenGrad mean;    // whole gradients: the mean, as it was left in p.grad
 };
 
 // One parameter: its place in the bucket, and what this rank knows of its gradient.
@@ -59,9 +70,17 @@ struct Slot {
   bool replace = false;  // see the note
   bool zeroed = false;   // held, and zero_() was called on the placeholder
   bool unsent = false;   // whole gradients: autograd wrote p.grad inside no_sync(), and no flight took it yet
+  bool reached = false;  // whole gradients: by a synchronising backward, on some rank, since the last step
   SeenGrads seen{};
 
   int64_t numel() const { return home.numel(); }
+
+  // Whole gradients, over several ranks: whether p.grad is still this rank's own. What a synchronising backward reached
+  // is used as it stands, whatever was done to it since; else only the mean itself is the mean.
+  bool is_local() const {
+    const at::Tensor& grad = param.grad();
+    return grad.defined() && (unsent || (!reached && !seen.mean.is_still(grad)));
+  }
 };
 
 // This rank's share of a bucket's reduced gradient. Written where flights land, read after land().

@@ -92,6 +92,21 @@ std::vector<std::pair<int64_t, int64_t>> BucketManager::moved() const {
   return found;
 }
 
+int64_t BucketManager::num_slots() const {
+  int64_t count = 0;
+  for (const auto& bucket : buckets_) count += static_cast<int64_t>(bucket->slots.size());
+  return count;
+}
+
+void BucketManager::bump_versions() {
+  int64_t index = 0;
+  for (const auto& bucket : buckets_) {
+    for (const Slot& slot : bucket->slots) {
+      if (settled_with_.with_grad.has(index++)) slot.param.unsafeGetTensorImpl()->bump_version();
+    }
+  }
+}
+
 void BucketManager::mark_zeroed(int64_t bucket, int64_t slot) {
   const std::lock_guard lock(mutex_);
   buckets_.at(bucket)->slots.at(slot).zeroed = true;
@@ -131,6 +146,7 @@ void BucketManager::zero(bool set_to_none) {
       // Since the last step every rank may hold something of this parameter, whether this one contributed or not.
       slot.replace |= slot.held || pass_.rounds > 0;
       const bool is_placeholder = grad.defined() && slot.placeholder.defined() && grad.is_same(slot.placeholder);
+      slot.reached = false;
       if (set_to_none) {
         slot.held = slot.zeroed = false;
         slot.seen.local.forget();

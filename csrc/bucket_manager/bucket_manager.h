@@ -43,6 +43,12 @@ struct BucketSpec {
 // What settle() found that its caller must act on.
 enum class Settled { ready, adopt };
 
+// What the last settle() saw, on any rank.
+struct SettledWith {
+  bool scaled = false;  // a gradient that mark_scaled() saw
+  SlotSet with_grad;
+};
+
 struct ManagerOptions {
   bool whole_grads;    // the reduced gradient is gathered into p.grad where backward ends (ZeRO stage 1)
   bool keeps_shards;   // at one address from step to step, for CUDA graphs
@@ -92,12 +98,16 @@ class BucketManager : public std::enable_shared_from_this<BucketManager> {
   // The scale that clip_grad_norm_() or a GradScaler leaves for step() is for the gradients that there are now.
   void mark_scaled();
   // At the last settle(): whether any rank still held one of these.
-  bool holds_scaled() const { return holds_scaled_; }
+  bool holds_scaled() const { return settled_with_.scaled; }
+  // After an update: tells autograd of the parameters that the last settle() found a gradient of, so that a backward
+  // through their old values raises, as after torch's optimizers. The update itself is below version counters.
+  void bump_versions();
   // Grows when gradients are added to those that there are, by any rank's backward.
   int64_t num_added() const { return flights_.num_launched() + num_seen_; }
 
   // Whether settle() has come after every backward.
   bool settled() const { return !pass_.open && pass_.rounds == 0; }
+  int64_t num_slots() const;
   std::vector<int64_t> launch_order() const { return order_.order(); }
   const Bucket& bucket(int64_t index) const { return *buckets_.at(index); }
   const at::Tensor& whole_shard(int64_t index);
@@ -142,6 +152,7 @@ class BucketManager : public std::enable_shared_from_this<BucketManager> {
   void gather_whole_grads();
   std::vector<at::Tensor> pack_local(Bucket& bucket, int64_t num_straight);
   void agree_on_unsent();
+  void forget_reached();
 
   ProcessMutex mutex_;  // of all below but flights_ and gathers_; hooks may come from several autograd threads
   std::shared_ptr<Exchange> exchange_;
@@ -150,7 +161,7 @@ class BucketManager : public std::enable_shared_from_this<BucketManager> {
   std::vector<std::shared_ptr<Bucket>> buckets_;
   LaunchOrder order_;
   bool sync_ = true;
-  bool holds_scaled_ = false;
+  SettledWith settled_with_;
   std::atomic<int64_t> num_seen_{0};  // gradients that no flight takes: whole ones, alone
   Pass pass_;
   Flights flights_;

@@ -5,6 +5,8 @@
 #include <memory>
 #include <string>
 
+#include "bucket_manager/slot_set.h"
+
 namespace zx {
 
 // Note [How a backward ends]
@@ -43,6 +45,7 @@ struct GradsSeen {
   bool unsent = false;
   bool changed = false;
   bool scaled = false;
+  SlotSet with_grad;
 };
 
 }  // namespace zx

@@ -61,7 +61,7 @@ void BucketManager::all_reduce(const at::Tensor& values, Combine combine) {
 }
 
 Statement BucketManager::statement(Place place, int64_t adoptions) {
-  const GradsSeen seen = look_at_grads();  // may find a failure
+  GradsSeen seen = look_at_grads();  // may find a failure
   return {.place = place,
           .rounds = pass_.rounds,
           .own_rounds = pass_.own_rounds,
@@ -70,7 +70,8 @@ Statement BucketManager::statement(Place place, int64_t adoptions) {
           .changed = seen.changed,
           .adoptions = adoptions,
           .scaled = seen.scaled,
-          .proposes = !gathers_.order().proposed.empty()};
+          .proposes = !gathers_.order().proposed.empty(),
+          .with_grad = std::move(seen.with_grad)};
 }
 
 Settled BucketManager::settle(Place place, int64_t adoptions, const std::string& refusal) {
@@ -89,7 +90,7 @@ Settled BucketManager::settle(Place place, int64_t adoptions, const std::string&
       const Range range("agree");
       verdict = agreement_.agree(statement(place, adoptions));
     });
-    holds_scaled_ = verdict.scaled.most > 0;
+    settled_with_ = {.scaled = verdict.scaled.most > 0, .with_grad = verdict.with_grad};
     check(verdict);
     join(verdict, /*empty=*/false);
     if (options_.whole_grads) gather_whole_grads();
@@ -113,19 +114,23 @@ Settled BucketManager::settle(Place place, int64_t adoptions, const std::string&
   flights_.land();
   if (place == Place::step) agreement_.step_begun();
   pass_.rounds = pass_.own_rounds = pass_.gathered = 0;
+  if (place == Place::step && options_.whole_grads) forget_reached();
   return Settled::ready;
 }
 
 // One look at all parameters, whose number is what a step of small ones costs.
 GradsSeen BucketManager::look_at_grads() {
   GradsSeen seen;
+  seen.with_grad = SlotSet(num_slots());
+  int64_t index = 0;
   for (const auto& bucket : buckets_) {
     for (Slot& slot : bucket->slots) {
       const at::Tensor& grad = slot.param.grad();
+      if (grad.defined()) seen.with_grad.add(index);
+      ++index;
       if (grad.defined() && !(slot.placeholder.defined() && grad.is_same(slot.placeholder))) {
         if (pass_.failure.empty()) pass_.failure = refusal_of(slot, options_.device);
-        // Whole gradients are otherwise used as p.grad holds them: only what no_sync() kept back has to be averaged.
-        seen.unsent |= !options_.whole_grads || (slot.unsent && exchange_ != nullptr);
+        seen.unsent |= !options_.whole_grads || (exchange_ != nullptr && slot.is_local());
       }
       seen.scaled |= slot.seen.scaled.is(grad);
       if (options_.whole_grads) continue;

@@ -6,6 +6,13 @@
 namespace zx {
 
 void SmallAllReduce::run(at::Tensor& values, Combine combine) {
+  run(
+      values, combine == Combine::sum
+                  ? CombineInto([](at::Tensor& mine, const at::Tensor& theirs) { mine.add_(theirs); })
+                  : [](at::Tensor& mine, const at::Tensor& theirs) { at::maximum_out(mine, mine, theirs); });
+}
+
+void SmallAllReduce::run(at::Tensor& values, const CombineInto& combine) {
   if (!line_.group) return;
   c10d::ProcessGroup& group = *line_.group;
   Whereabouts& whereabouts = *line_.whereabouts;
@@ -21,13 +28,7 @@ void SmallAllReduce::run(at::Tensor& values, Combine combine) {
     std::vector<at::Tensor> message{into};
     return Awaited{whereabouts.needing(peer, [&] { return group.recv(message, peer, tag); }), peer};
   };
-  const auto take_in = [&] {
-    if (combine == Combine::sum) {
-      values.add_(theirs);
-    } else {
-      at::maximum_out(values, values, theirs);
-    }
-  };
+  const auto take_in = [&] { combine(values, theirs); };
 
   int doubling = 1;  // ranks that take part in the doubling: the largest power of two
   while (2 * doubling <= world) doubling *= 2;

@@ -7,6 +7,8 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <functional>
+
 #include "bucket_manager/tags.h"
 #include "bucket_manager/whereabouts.h"
 
@@ -22,6 +24,10 @@ class SmallAllReduce {
   // In place, for a contiguous CPU tensor of integers, of the same shape on all ranks. Collective; one thread only.
   // Throws std::runtime_error that names the rank that is gone.
   void run(at::Tensor& values, Combine combine);
+
+  // The same with what `combine` makes of this rank's values and another's: in any order the same.
+  using CombineInto = std::function<void(at::Tensor& values, const at::Tensor& theirs)>;
+  void run(at::Tensor& values, const CombineInto& combine);
 
  private:
   Line line_;

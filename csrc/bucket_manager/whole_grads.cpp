@@ -26,9 +26,14 @@ void BucketManager::gather_whole_grads() {
   flights_.land();
   const at::AutoDispatchBelowADInplaceOrView no_autograd;
 
-  std::vector<uint8_t> present;  // a rank that had no gradient of its own gets the others'
+  // A rank that had no gradient of its own gets the others'.
+  enum : uint8_t { kAbsent, kPresent, kReached };
+  std::vector<uint8_t> present;
   for (const auto& bucket : buckets_) {
-    for (const Slot& slot : bucket->slots) present.push_back(slot.held);
+    for (Slot& slot : bucket->slots) {
+      present.push_back(!slot.held ? kAbsent : slot.fired ? kReached : kPresent);
+      slot.fired = false;  // in the next round, which may be another rank's
+    }
   }
   ask(name_of(static_cast<int64_t>(Place::backward_end)), [&] { agreement_.take_largest(present); });
 
@@ -51,18 +56,22 @@ void BucketManager::gather_whole_grads() {
 
   size_t at = 0;
   for (const auto& bucket : buckets_) {
-    for (const Slot& slot : bucket->slots) {
-      if (present[at++] != 0) slot.param.mutable_grad() = shaped_like(whole[bucket->index], slot);
+    for (Slot& slot : bucket->slots) {
+      const uint8_t found = present[at++];
+      if (found == kAbsent) continue;
+      slot.param.mutable_grad() = shaped_like(whole[bucket->index], slot);
+      slot.seen.mean.note(slot.param.grad());
+      slot.reached |= found == kReached;
     }
   }
 }
 
-// step() sends what no_sync() kept back on some rank. What is the mean already on every rank is not sent again: it
-// would be rounded once more.
+// step() sends what no_sync() kept back on some rank, and what was put there by hand. What is the mean already on every
+// rank is not sent again: it would be rounded once more.
 void BucketManager::agree_on_unsent() {
   std::vector<uint8_t> unsent;
   for (const auto& bucket : buckets_) {
-    for (const Slot& slot : bucket->slots) unsent.push_back(slot.unsent);
+    for (const Slot& slot : bucket->slots) unsent.push_back(slot.is_local());
   }
   agreement_.take_largest(unsent);
   size_t at = 0;
@@ -70,6 +79,12 @@ void BucketManager::agree_on_unsent() {
     for (Slot& slot : bucket->slots) slot.unsent = unsent[at++] != 0;
   }
   pass_.only_unsent = true;
+}
+
+void BucketManager::forget_reached() {
+  for (const auto& bucket : buckets_) {
+    for (Slot& slot : bucket->slots) slot.reached = false;
+  }
 }
 
 // This rank's shard of p.grad: pieces of the first slots as they lie, undefined without a gradient, and the rest

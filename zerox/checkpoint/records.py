@@ -88,5 +88,6 @@ class Record(io.RawIOBase):
         """All bytes of a contiguous tensor of the host."""
         self.seek(start)
         view = memoryview((ctypes.c_char * target.nbytes).from_address(target.data_ptr())).cast("B")
+        torch.autograd.graph.increment_version(target)  # which no operator wrote
         if missing := len(view) - self.readinto(view):
             raise ValueError(f"the file ends {missing} bytes early")
