@@ -171,10 +171,10 @@ void bind(py::module_& m) {
           [](BucketManager& self, const std::vector<std::string>& names, const std::vector<at::Tensor>& params,
              const std::vector<at::Tensor>& homes, at::Tensor flat,
              const std::optional<std::vector<at::Tensor>>& placeholders, const std::vector<int64_t>& offsets,
-             at::ScalarType wire_dtype, int64_t shard_numel, int64_t trailer_numel, at::Tensor segments,
-             int64_t num_straight) {
-            BucketSpec spec{{},          std::move(flat), wire_dtype, shard_numel, trailer_numel, std::move(segments),
-                            num_straight};
+             at::ScalarType wire_dtype, at::ScalarType grad_dtype, int64_t shard_numel, int64_t trailer_numel,
+             at::Tensor segments, int64_t num_straight) {
+            BucketSpec spec{{},          std::move(flat), wire_dtype,          grad_dtype,
+                            shard_numel, trailer_numel,   std::move(segments), num_straight};
             for (size_t i = 0; i < params.size(); ++i) {
               spec.slots.push_back({names.at(i), params[i], homes.at(i),
                                     placeholders ? placeholders->at(i) : at::Tensor(), offsets.at(i)});
@@ -183,7 +183,8 @@ void bind(py::module_& m) {
             return self.add_bucket(std::move(spec));
           },
           py::arg("names"), py::arg("params"), py::arg("homes"), py::arg("flat"), py::arg("placeholders"),
-          py::arg("offsets"), py::arg("wire_dtype"), py::arg("shard_numel"), py::arg("trailer_numel"),
+          py::arg("offsets"), py::arg("wire_dtype"), py::arg("grad_dtype"), py::arg("shard_numel"),
+          py::arg("trailer_numel"),
           py::arg("segments"), py::arg("num_straight"))
       .def("settle", &BucketManager::settle, py::arg("place"), py::arg("adoptions") = 0, py::arg("refusal") = "",
            Release())

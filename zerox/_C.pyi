@@ -102,6 +102,7 @@ class BucketManager:
         placeholders: Sequence[Tensor] | None,
         offsets: list[int],
         wire_dtype: torch.dtype,
+        grad_dtype: torch.dtype,
         shard_numel: int,
         trailer_numel: int,
         segments: Tensor,

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from zerox._C import SEGMENT_COLUMNS
 from zerox.buffers import FlatBuffer, dense_strides
+from zerox.grad_dtype import grad_dtype_of
 from zerox.large_pages import zeros
 from zerox.model_names import quoted
 from zerox.moments import MASTER_PLACE, Moments
@@ -81,6 +82,7 @@ class Bucket:
         self.buffer = FlatBuffer([member.param for member in members], plan.layout)
         self.own_segments: list[Segment] = plan.layout.segments(rank)
         self.master_kind = master
+        self.grad_dtype = grad_dtype_of(self.members[0].param)
         self.param_shard = self.buffer.shard(rank)
 
         device, shard_numel = self.buffer.flat.device, plan.layout.shard_numel

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from zerox.bucket import MASTER_DTYPES, MOMENT_DTYPES
+from zerox.grad_dtype import grad_dtype_of
 from zerox.large_pages import storage_bytes
 from zerox.moments import MASTER_PLACE, PLACES, moment_bytes
 from zerox.options import Options, check_params, named_tensors
@@ -97,8 +98,9 @@ def estimate(
         state_dtype, kinds = MOMENT_DTYPES[plan.state_dtype], list(PLACES)[: 3 if has_third else 2]
         moments += sum(moment_bytes(name, state_dtype, layout.shard_numel, on_host) for name in kinds)
         wire = chosen.wire_dtype(dtype)
-        straight = plan.num_straight if stay and wire == dtype else 0
-        flows.append(_flow(plan, dtype, wire, backend, straight, num_far))
+        grads = grad_dtype_of(tensors[plan.params[0]], chosen.accumulate_dtype)
+        straight = plan.num_straight if stay and wire == grads else 0
+        flows.append(_flow(plan, grads, wire, backend, straight, num_far))
 
     local = [flow.local for flow in flows]
     buffers = [flow.flat + flow.received for flow in flows] if world_size > 1 else []
@@ -119,7 +121,7 @@ def estimate(
 
 
 def _flow(
-    plan: BucketPlan, dtype: torch.dtype, wire: torch.dtype, backend: str, num_straight: int, num_far: int
+    plan: BucketPlan, grads: torch.dtype, wire: torch.dtype, backend: str, num_straight: int, num_far: int
 ) -> Flow:
     """``num_far``: ranks whose gradients can't be read."""
     layout = plan.layout
@@ -127,16 +129,16 @@ def _flow(
     slice_bytes = (layout.shard_numel + layout.trailer_numel) * wire.itemsize
     shard = layout.shard_numel * wire.itemsize
     flat = layout.world_size * slice_bytes - layout.end_of(num_straight) * wire.itemsize
-    straight = sum(layout.numels[:num_straight]) * dtype.itemsize
+    straight = sum(layout.numels[:num_straight]) * grads.itemsize
     return Flow(
-        local=sum(layout.numels) * dtype.itemsize,
+        local=sum(layout.numels) * grads.itemsize,
         flat=flat,
         straight=straight,
         # Room for what comes: a slice from each rank that has to send one, where they come one by one; else the sum.
         received=0 if alone else (num_far if backend == "gloo" else 1) * slice_bytes,
         shard=flat + straight if alone else shard,  # alone, gradients are the mean
-        whole=(sum(layout.numels) if alone else layout.numel) * dtype.itemsize,
-        kept=shard if wire != dtype else 0,
+        whole=(sum(layout.numels) if alone else layout.numel) * grads.itemsize,
+        kept=shard if torch.promote_types(grads, wire) != grads else 0,
     )
 
 

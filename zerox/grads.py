@@ -63,10 +63,11 @@ class Grads:
             placeholders=placeholders,
             offsets=list(layout.offsets),
             wire_dtype=self.wire_dtype(bucket),
+            grad_dtype=bucket.grad_dtype,
             shard_numel=layout.shard_numel,
             trailer_numel=layout.trailer_numel,
             segments=bucket.segments,
-            num_straight=bucket.plan.num_straight if self.wire_dtype(bucket) == bucket.buffer.flat.dtype else 0,
+            num_straight=bucket.plan.num_straight if self.wire_dtype(bucket) == bucket.grad_dtype else 0,
         )
         assert made == index
         self.segments.append(bucket.segments)

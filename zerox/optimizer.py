@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -16,6 +17,7 @@ from zerox.buffers import give_out, take_in
 from zerox.capture import is_capturing
 from zerox.clip import check_finite, clip_coefficient, total_norm
 from zerox.estimate import MemoryBytes, measured_bytes
+from zerox.grad_dtype import Widened
 from zerox.grad_scale import GradScale
 from zerox.grads import Grads
 from zerox.optimizer_state import OptimizerState
@@ -52,6 +54,9 @@ class FusedShardedAdam(OptimizerState):
             None, or "auto": remainder for bfloat16, fp32 for float16.
         capturable: step() may be captured into a CUDA graph, with a tensor lr on the device if it is to change.
             Before each replay call ``synchronize()``; ``clip_grad_norm_()``, ``zero_grad()`` and backward stay outside.
+        accumulate_dtype: torch.float32: 16-bit parameters' gradients add up in float32 in ``p.grad``, over backwards
+            inside ``no_sync()`` and in stage 1 (``reduce_dtype`` is what they are sent in). None: as torch, in the
+            parameter's dtype, or the ``grad_dtype`` that was set on it.
         foreach, fused: as in ``torch.optim.AdamW``, without effect: the update is fused in any case.
         differentiable: must be False.
 
@@ -80,6 +85,7 @@ class FusedShardedAdam(OptimizerState):
         state_dtype: torch.dtype | str = torch.float32,
         master_weights: str | None = "auto",
         capturable: bool = False,
+        accumulate_dtype: torch.dtype | None = None,
         foreach: bool | None = None,
         fused: bool | None = None,
         differentiable: bool = False,
@@ -87,7 +93,9 @@ class FusedShardedAdam(OptimizerState):
         with call_ranks(process_group) as roll_call:
             flags = {"foreach": foreach, "fused": fused, "differentiable": differentiable}
             defaults = adam.defaults(lr, betas, eps, weight_decay, amsgrad, maximize, decoupled_weight_decay, flags)
-            self._options = Options(stage, bucket_cap_mb, reduce_dtype, state_dtype, master_weights, capturable)
+            self._options = Options(
+                stage, bucket_cap_mb, reduce_dtype, state_dtype, master_weights, capturable, accumulate_dtype
+            )
             self._buckets: list[Bucket] = []
             self._ranks: Ranks | None = None  # until the constructor has all groups
             super().__init__(params, defaults)
@@ -99,6 +107,8 @@ class FusedShardedAdam(OptimizerState):
         with self._ranks.failure_told():
             self._grads = Grads(self._ranks, self._options.placements, reduce_dtype, keeps_shards=capturable)
             self._gather = ParamGather(self._grads.manager)
+            self._widened = Widened(accumulate_dtype)
+            weakref.finalize(self, self._widened.give_back).atexit = False
             self._overlap: GatherOverlap | None = None
             self._elsewhere: list[PlaceInBuffer] = []  # what step() found moved
             self._grad_scale = GradScale(self._grads.manager, device, keeps_place=capturable)
@@ -301,6 +311,7 @@ class FusedShardedAdam(OptimizerState):
         for member in members:
             if not member.param.requires_grad:
                 ranks.broadcast_values(member.param, f"parameter '{member.name}'")
+        self._widened.take(m.param for m in trained)
         plans = self._options.plan([m.name for m in trained], [m.param for m in trained], ranks.backend, ranks.size)
         for plan in plans:
             inside = [trained[i] for i in plan.params]

@@ -12,12 +12,14 @@ from torch.nn.parameter import is_lazy
 
 from zerox._ext import cuda_refusal
 from zerox.bucket import FP32, REMAINDER
+from zerox.grad_dtype import can_be_set, grad_dtype_of
 from zerox.model_names import quoted
 from zerox.moments import STATE_DTYPES, moment_dtype
 from zerox.plan.buckets import MIB, BucketPlan, ParamSpec, default_cap_bytes, plan_buckets
 from zerox.plan.stage import SHARDED, Stage, stage_of
 
 PARAM_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+ACCUMULATE_DTYPES = (None, torch.float32)
 REDUCE_DTYPES = (None, torch.float32, torch.bfloat16, torch.float16)
 MASTER_WEIGHTS = ("auto", REMAINDER, FP32, None)
 
@@ -32,6 +34,7 @@ class Options:
     state_dtype: torch.dtype | str = torch.float32
     master_weights: str | None = "auto"
     capturable: bool = False
+    accumulate_dtype: torch.dtype | None = None
 
     def __post_init__(self) -> None:
         stage_of(self.stage)
@@ -39,6 +42,13 @@ class Options:
             raise ValueError(f"bucket_cap_mb must be positive or None, got {self.bucket_cap_mb}")
         if self.reduce_dtype not in REDUCE_DTYPES:
             raise ValueError(f"reduce_dtype must be one of {REDUCE_DTYPES}, got {self.reduce_dtype}")
+        if self.accumulate_dtype not in ACCUMULATE_DTYPES:
+            raise ValueError(f"accumulate_dtype must be one of {ACCUMULATE_DTYPES}, got {self.accumulate_dtype}")
+        if self.accumulate_dtype is not None and not can_be_set():
+            raise ValueError(
+                f"accumulate_dtype={self.accumulate_dtype} needs a torch that has Tensor.grad_dtype, and "
+                f"{torch.__version__} does not: leave it at None"
+            )
         if self.state_dtype not in STATE_DTYPES:
             raise ValueError(f"state_dtype must be one of {STATE_DTYPES}, got {self.state_dtype!r}")
         if self.master_weights not in MASTER_WEIGHTS:
@@ -93,7 +103,10 @@ class Options:
         specs = []
         for name, param in zip(names, params, strict=True):
             moments = moment_dtype(param.dtype, param.numel(), self.state_dtype)
-            specs.append(ParamSpec(name, param.numel(), str(param.dtype), param.element_size(), str(moments)))
+            grads = grad_dtype_of(param, self.accumulate_dtype)
+            specs.append(
+                ParamSpec(name, param.numel(), str(param.dtype), param.element_size(), str(moments), str(grads))
+            )
         return plan_buckets(specs, world_size, self.cap_bytes(backend, world_size))
 
 
@@ -134,6 +147,8 @@ def _unfit(param: Tensor, allocated: bool) -> str:
         return f"must be dense (torch.strided), got {layout}"
     if param.dtype not in PARAM_DTYPES:
         return f"must be one of {PARAM_DTYPES}, got {param.dtype}"
+    if (grads := grad_dtype_of(param)) not in PARAM_DTYPES or grads is torch.float64 is not param.dtype:
+        return f"of {param.dtype} has grad_dtype {grads}: set it to one of {PARAM_DTYPES[1:]}"
     return ""
 
 

@@ -9,11 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from zerox.grad_dtype import grad_dtype_of
 from zerox.model_names import quoted
 
 
 class ShardedGrad(Tensor):
-    """A gradient without storage: shape, dtype and device of the parameter, and no values to read.
+    """A gradient without storage: shape and device of the parameter, dtype of its gradients, and no values to read.
 
     It keeps the meaning of ``p.grad is None``, and both forms of ``zero_grad`` work on it. Everything that would read
     or write values raises RuntimeError, so that ``torch.nn.utils.clip_grad_norm_`` can't find a norm of 0 in it.
@@ -26,7 +27,7 @@ class ShardedGrad(Tensor):
     @staticmethod
     def __new__(cls, param: Tensor, name: str, on_zero: Callable[[], None]) -> ShardedGrad:
         self = Tensor._make_wrapper_subclass(
-            cls, param.shape, param.stride(), dtype=param.dtype, device=param.device, layout=param.layout
+            cls, param.shape, param.stride(), dtype=grad_dtype_of(param), device=param.device, layout=param.layout
         )
         self._name = name
         self._to_param = weakref.ref(param)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from zerox.bucket import Member
+from zerox.grad_dtype import grad_dtype_of
 from zerox.options import Options
 
 
@@ -22,7 +23,9 @@ def terms(options: Options, groups: Sequence[dict[str, Any]], members: Sequence[
     for member in members:
         param = member.param
         trained = "trainable" if param.requires_grad else "frozen"
+        grads = grad_dtype_of(param, options.accumulate_dtype)
         kind = f"{tuple(param.shape)} {param.dtype} on {param.device.type}"
+        kind += f" with gradients of {grads}" if grads != param.dtype else ""
         yield f"{trained} parameter '{member.name}' {kind} in group {member.group}"
 
 

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <c10/core/ScalarType.h>
 #include <c10/core/Stream.h>
 #include <torch/csrc/autograd/function_hook.h>
 #include <torch/csrc/autograd/variable.h>
@@ -46,7 +47,19 @@ class SeenGrad {
 struct SeenGrads {
   SeenGrad local;   // autograd wrote it last: any other was put there by hand
   SeenGrad scaled;  // there when mark_scaled() was called, and what it stands for is not discarded
-  SeenGrad mean;    // whole gradients: the mean, as it was left in p.grad
+};
+
+// Of a gradient that stays whole (ZeRO stage 1).
+struct WholeGrad {
+  bool unsent = false;   // autograd wrote p.grad inside no_sync(), and no flight took it yet
+  bool reached = false;  // by a synchronising backward, on some rank, since the last step
+  SeenGrad mean;         // as it was left in p.grad
+
+  // Whether p.grad is this rank's own, over several ranks. What a synchronising backward has reached is used as it
+  // stands, whatever was done to it since; else only the mean itself is the mean.
+  bool is_local(const at::Tensor& grad) const {
+    return grad.defined() && (unsent || (!reached && !mean.is_still(grad)));
+  }
 };
 
 // One parameter: its place in the bucket, and what this rank knows of its gradient.
@@ -69,18 +82,10 @@ struct Slot {
   bool held = false;     // see the note
   bool replace = false;  // see the note
   bool zeroed = false;   // held, and zero_() was called on the placeholder
-  bool unsent = false;   // whole gradients: autograd wrote p.grad inside no_sync(), and no flight took it yet
-  bool reached = false;  // whole gradients: by a synchronising backward, on some rank, since the last step
   SeenGrads seen{};
+  WholeGrad whole{};
 
   int64_t numel() const { return home.numel(); }
-
-  // Whole gradients, over several ranks: whether p.grad is still this rank's own. What a synchronising backward reached
-  // is used as it stands, whatever was done to it since; else only the mean itself is the mean.
-  bool is_local() const {
-    const at::Tensor& grad = param.grad();
-    return grad.defined() && (unsent || (!reached && !seen.mean.is_still(grad)));
-  }
 };
 
 // This rank's share of a bucket's reduced gradient. Written where flights land, read after land().
@@ -108,9 +113,10 @@ struct Bucket {
   std::vector<Slot> slots;  // by offset
   at::Tensor flat;          // that the parameters lie in
   at::ScalarType wire_dtype;
-  int64_t shard_numel;    // of each rank, without flags
-  int64_t trailer_numel;  // elements for flags behind each shard on the wire
-  at::Tensor segments;    // int64 [n, 5]: the slots that overlap this rank's shard, see math/segment.h
+  at::ScalarType grad_dtype;  // of whole gradients, and of local ones unless somebody put another there by hand
+  int64_t shard_numel;        // of each rank, without flags
+  int64_t trailer_numel;      // elements for flags behind each shard on the wire
+  at::Tensor segments;        // int64 [n, 5]: the slots that overlap this rank's shard, see math/segment.h
 
   Landed landed;
   std::vector<c10::Stream> producers;  // on an accelerator: where gradients came since the last flight
@@ -124,6 +130,8 @@ struct Bucket {
     const int64_t last = slot.numel() == 0 ? slot.offset : slot.offset + slot.numel() - 1;
     return slot.offset / shard_numel <= rank && rank <= last / shard_numel;
   }
+  // Whether whole gradients have all that the shard, which is of the wire's dtype, has.
+  bool whole_grads_hold_shard() const { return c10::promoteTypes(grad_dtype, wire_dtype) == grad_dtype; }
   int64_t slice_numel() const { return shard_numel + trailer_numel; }
   // Where straight slots end in the bucket.
   int64_t straight_end() const {

@@ -36,6 +36,7 @@ int64_t BucketManager::add_bucket(BucketSpec spec) {
   bucket->index = static_cast<int64_t>(buckets_.size());
   bucket->flat = std::move(spec.flat);
   bucket->wire_dtype = spec.wire_dtype;
+  bucket->grad_dtype = spec.grad_dtype;
   bucket->shard_numel = spec.shard_numel;
   bucket->trailer_numel = spec.trailer_numel;
   bucket->segments = std::move(spec.segments);
@@ -55,7 +56,7 @@ int64_t BucketManager::add_bucket(BucketSpec spec) {
                              .offset = slot.offset,
                              .home = slot.home,
                              .hooks = {}});
-    bucket->slots.back().unsent = options_.whole_grads && slot.param.grad().defined();
+    bucket->slots.back().whole.unsent = options_.whole_grads && slot.param.grad().defined();
   }
   bucket->parts =
       parts_of(*bucket, rank(), flights_.most_in_a_part(static_cast<int64_t>(c10::elementSize(spec.wire_dtype))));
@@ -146,7 +147,7 @@ void BucketManager::zero(bool set_to_none) {
       // Since the last step every rank may hold something of this parameter, whether this one contributed or not.
       slot.replace |= slot.held || pass_.rounds > 0;
       const bool is_placeholder = grad.defined() && slot.placeholder.defined() && grad.is_same(slot.placeholder);
-      slot.reached = false;
+      slot.whole.reached = false;
       if (set_to_none) {
         slot.held = slot.zeroed = false;
         slot.seen.local.forget();

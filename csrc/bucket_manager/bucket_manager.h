@@ -34,6 +34,7 @@ struct BucketSpec {
   std::vector<SlotSpec> slots;
   at::Tensor flat;  // that the parameters lie in [world * shard_numel]
   at::ScalarType wire_dtype;
+  at::ScalarType grad_dtype;  // of p.grad
   int64_t shard_numel;
   int64_t trailer_numel;
   at::Tensor segments;

@@ -91,7 +91,7 @@ void BucketManager::after_accumulate(Bucket& bucket, Slot& slot) {
   TORCH_CHECK(grad.layout() == at::kStrided, "zerox: ", refusal_of(slot, options_.device));
   slot.seen.local.note(grad);
   note_producer(bucket);
-  slot.unsent = !sync_;
+  slot.whole.unsent = !sync_;
   if (!sync_) return;
   open_pass();
   TORCH_CHECK(!slot.fired, "zerox: parameter '", slot.name,

@@ -60,9 +60,9 @@ at::Tensor BucketManager::take_gradient(Slot& slot, bool& present, bool& replace
   }
   if (options_.whole_grads) {
     // p.grad holds what the shard held, too.
-    present = replace = grad.defined() && (slot.unsent || !pass_.only_unsent);
+    present = replace = grad.defined() && (slot.whole.unsent || !pass_.only_unsent);
     slot.held = present;
-    slot.unsent = false;
+    slot.whole.unsent = false;
     return present ? in_order_of(grad, slot.home) : at::Tensor();
   }
   const bool is_placeholder = grad.defined() && grad.is_same(slot.placeholder);

@@ -130,7 +130,9 @@ GradsSeen BucketManager::look_at_grads() {
       ++index;
       if (grad.defined() && !(slot.placeholder.defined() && grad.is_same(slot.placeholder))) {
         if (pass_.failure.empty()) pass_.failure = refusal_of(slot, options_.device);
-        seen.unsent |= !options_.whole_grads || (exchange_ != nullptr && slot.is_local());
+        // Whole gradients of a round that is not over yet have left too.
+        const bool all_left = pass_.gathered != pass_.rounds;
+        seen.unsent |= !options_.whole_grads || (exchange_ != nullptr && !all_left && slot.whole.is_local(grad));
       }
       seen.scaled |= slot.seen.scaled.is(grad);
       if (options_.whole_grads) continue;

@@ -40,8 +40,7 @@ void BucketManager::gather_whole_grads() {
   std::vector<at::Tensor> whole;
   Gathers gathers({"the mean gradients", "gather_grads", "gather_grads_wait"});
   for (const auto& bucket : buckets_) {
-    const auto options = bucket->slots.front().param.options().requires_grad(false);
-    at::Tensor flat = at::empty({world() * bucket->shard_numel}, options);
+    at::Tensor flat = at::empty({world() * bucket->shard_numel}, bucket->flat.options().dtype(bucket->grad_dtype));
     at::Tensor own = flat.narrow(0, rank() * bucket->shard_numel, bucket->shard_numel);
     if (bucket->landed.shard.defined()) {
       own.copy_(bucket->landed.shard);
@@ -49,7 +48,7 @@ void BucketManager::gather_whole_grads() {
       own.zero_();  // zero_grad() came first
     }
     if (exchange_) gathers.start(bucket, flat, *exchange_, /*background=*/false);
-    if (bucket->wire_dtype == flat.scalar_type()) bucket->landed.shard.reset();
+    if (bucket->whole_grads_hold_shard()) bucket->landed.shard.reset();
     whole.push_back(std::move(flat));
   }
   gathers.finish();
@@ -60,8 +59,8 @@ void BucketManager::gather_whole_grads() {
       const uint8_t found = present[at++];
       if (found == kAbsent) continue;
       slot.param.mutable_grad() = shaped_like(whole[bucket->index], slot);
-      slot.seen.mean.note(slot.param.grad());
-      slot.reached |= found == kReached;
+      slot.whole.mean.note(slot.param.grad());
+      slot.whole.reached |= found == kReached;
     }
   }
 }
@@ -71,19 +70,19 @@ void BucketManager::gather_whole_grads() {
 void BucketManager::agree_on_unsent() {
   std::vector<uint8_t> unsent;
   for (const auto& bucket : buckets_) {
-    for (const Slot& slot : bucket->slots) unsent.push_back(slot.is_local());
+    for (const Slot& slot : bucket->slots) unsent.push_back(slot.whole.is_local(slot.param.grad()));
   }
   agreement_.take_largest(unsent);
   size_t at = 0;
   for (const auto& bucket : buckets_) {
-    for (Slot& slot : bucket->slots) slot.unsent = unsent[at++] != 0;
+    for (Slot& slot : bucket->slots) slot.whole.unsent = unsent[at++] != 0;
   }
   pass_.only_unsent = true;
 }
 
 void BucketManager::forget_reached() {
   for (const auto& bucket : buckets_) {
-    for (Slot& slot : bucket->slots) slot.reached = false;
+    for (Slot& slot : bucket->slots) slot.whole.reached = false;
   }
 }
 
@@ -110,7 +109,7 @@ std::vector<at::Tensor> BucketManager::pack_local(Bucket& bucket, int64_t num_st
       const auto here = [&] {
         return grad.as_strided({stop - start}, {1}, grad.storage_offset() + start - slot.offset);
       };
-      found.push_back(grad.defined() ? here() : grad);
+      found.push_back(grad.defined() ? here().to(bucket.grad_dtype) : grad);
       continue;
     }
     if (!grad.defined() || start >= stop) continue;
@@ -119,7 +118,7 @@ std::vector<at::Tensor> BucketManager::pack_local(Bucket& bucket, int64_t num_st
     sources.push_back(grad);
   }
   bucket.landed.present.copy_(present, /*non_blocking=*/true);
-  const auto options = bucket.slots.front().param.options().requires_grad(false);
+  const auto options = bucket.flat.options().dtype(bucket.grad_dtype);
   at::Tensor packed = at::empty({bucket.shard_numel - packed_start}, options);
   ops::flatten_(packed, sources, to_table(pieces, 4), to_table({}, 1));
   found.push_back(std::move(packed));
@@ -132,7 +131,7 @@ at::Tensor BucketManager::take_local_shard(int64_t index) {
   const at::AutoDispatchBelowADInplaceOrView no_autograd;
   Bucket& bucket = *buckets_.at(index);
   at::Tensor packed = std::move(pack_local(bucket, 0).front());
-  if (bucket.wire_dtype == packed.scalar_type()) return packed;
+  if (bucket.whole_grads_hold_shard()) return packed.to(bucket.wire_dtype);  // as the shard was, also on one rank
   if (bucket.landed.shard.defined()) {
     bucket.landed.shard = at::where(bucket.landed.shard.to(packed.scalar_type()) == packed, bucket.landed.shard,
                                     packed.to(bucket.wire_dtype));

@@ -21,7 +21,8 @@ STRAIGHT_SLICE_BYTES = 1 * MIB
 class ParamSpec:
     """What a plan knows of a parameter: ``dtype`` is any hashable name of one, ``itemsize`` its bytes an element.
 
-    ``state_dtype``: a name of what its moments are stored in.
+    ``state_dtype``: a name of what its moments are stored in; ``grad_dtype``: of its gradient's dtype, where that is
+    another one.
     """
 
     name: str
@@ -29,6 +30,7 @@ class ParamSpec:
     dtype: str
     itemsize: int
     state_dtype: str = ""
+    grad_dtype: str = ""
 
     @property
     def nbytes(self) -> int:
@@ -62,8 +64,9 @@ def default_cap_bytes(backend: str, world_size: int) -> int:
 def plan_buckets(params: Sequence[ParamSpec], world_size: int, cap_bytes: int) -> list[BucketPlan]:
     """Fills buckets with parameters in reverse registration order, which is about the order of their gradients.
 
-    A bucket holds one dtype, and moments stored in one dtype. It is closed by the first parameter that would take it
-    over ``cap_bytes``; a parameter larger than the cap has a bucket of its own. Inside, large parameters come first.
+    A bucket holds one dtype, gradients of one dtype, and moments stored in one dtype. It is closed by the first
+    parameter that would take it over ``cap_bytes``; a parameter larger than the cap has a bucket of its own. Inside,
+    large parameters come first.
     Raises ValueError for an impossible cap or world size.
     """
     if cap_bytes < 1:
@@ -71,11 +74,11 @@ def plan_buckets(params: Sequence[ParamSpec], world_size: int, cap_bytes: int) -
     if world_size < 1:
         raise ValueError(f"world_size must be at least 1, got {world_size}")
     closed: list[list[int]] = []
-    filling: dict[tuple[str, str], list[int]] = {}
-    filled_bytes: dict[tuple[str, str], int] = {}
+    filling: dict[tuple[str, ...], list[int]] = {}
+    filled_bytes: dict[tuple[str, ...], int] = {}
     for index in reversed(range(len(params))):
         param = params[index]
-        kind = param.dtype, param.state_dtype
+        kind = param.dtype, param.state_dtype, param.grad_dtype
         bucket = filling.get(kind)
         if bucket is None or filled_bytes[kind] + param.nbytes > cap_bytes:
             bucket = filling[kind] = []
