@@ -171,7 +171,7 @@ def line(cells: tuple[object, ...]) -> str:
     return "  ".join(f"{cell!s:>{len(name)}}" for cell, name in zip(cells, HEADER, strict=True))
 
 
-def main(argv: list[str] | None = None) -> int:
+def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m bench.deaths", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -181,7 +181,11 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--limit", type=float, default=2 * TIMEOUT_S, help="seconds a kill may take, start included")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--png", type=Path, help="ignored: there is nothing to draw")
-    args = parser.parse_args(argv)
+    return parser.parse_args(argv)
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = parse(argv)
     rows: list[Row] = []
     load = os.getloadavg()[0]
     print(line(HEADER))
