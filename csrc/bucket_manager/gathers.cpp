@@ -106,7 +106,14 @@ Gathers::~Gathers() {
 }
 
 Gathers::All Gathers::under_way() const {
-  const std::lock_guard lock(mutex_);
+  std::unique_lock lock(mutex_, std::defer_lock);
+  if (process_.is_this()) {
+    lock.lock();
+  } else {  // who holds it is not there: see Note [Forks]
+    TORCH_CHECK(lock.try_lock(),
+                "zerox: another thread was inside step() when this process was forked, and what is "
+                "whole can't be known. Fork between steps");
+  }
   return under_way_;
 }
 
@@ -160,8 +167,9 @@ void Gathers::finish() {
   }
   if (first) std::rethrow_exception(first);
   guard_.reset();
+  All over;  // destroyed without the lock
   const std::lock_guard lock(mutex_);
-  under_way_.clear();
+  over.swap(under_way_);
   used_ = std::move(used);
 }
 
