@@ -96,6 +96,7 @@ struct Landed {
   at::Tensor replaced;             // uint8 [n]: scratch of the last landing
   at::Tensor words;                // exact sum of squares over the shard; undefined when unknown
   bool holds = false;              // some slot has a gradient
+  bool keeps_shard = false;        // at one address from step to step, for CUDA graphs
 };
 
 // A part of this rank's shard that is reduced by a call of its own.
@@ -121,7 +122,6 @@ struct Bucket {
   Landed landed;
   std::vector<c10::Stream> producers;  // on an accelerator: where gradients came since the last flight
 
-  bool keeps_shard = false;  // at one address from step to step, for CUDA graphs
   int64_t num_straight = 0;  // slots: see Notes [Straight from the gradient] and [Alone, gradients stay where they are]
   std::vector<Part> parts;   // in order: of each straight slot with elements here, then of what was packed
 

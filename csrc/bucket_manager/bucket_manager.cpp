@@ -40,10 +40,10 @@ int64_t BucketManager::add_bucket(BucketSpec spec) {
   bucket->shard_numel = spec.shard_numel;
   bucket->trailer_numel = spec.trailer_numel;
   bucket->segments = std::move(spec.segments);
-  bucket->keeps_shard = options_.keeps_shards;
+  bucket->landed.keeps_shard = options_.keeps_shards;
   const bool straight = exchange_ ? exchange_->sends_messages() : stay_in_place(*bucket);
   if (straight) bucket->num_straight = spec.num_straight;
-  if (bucket->keeps_shard) {
+  if (bucket->landed.keeps_shard) {
     bucket->landed.shard = at::zeros({bucket->shard_numel}, bucket->flat.options().dtype(bucket->wire_dtype));
   }
   const auto bytes = bucket->segments.options().dtype(at::kByte);
@@ -165,7 +165,7 @@ void BucketManager::zero(bool set_to_none) {
       Landed& landed = bucket->landed;
       landed.holds = false;
       landed.pieces.clear();
-      if (!bucket->keeps_shard) landed.shard.reset();
+      if (!landed.keeps_shard) landed.shard.reset();
       landed.words.reset();
       landed.present.zero_();
     }

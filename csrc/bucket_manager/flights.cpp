@@ -200,14 +200,14 @@ void Flights::reduce(Bucket& bucket, Flight& flight) {
   const int64_t flags_start = last.message_start + last.numel;
   ops::read_flags_(landed.present, landed.replaced,
                    slices(flight, messages, last.message, flags_start, bucket.trailer_numel), 0);
-  if (!exchange_ && !flight.adds && !bucket.keeps_shard) {  // model.zero_grad() leaves it to us
+  if (!exchange_ && !flight.adds && !landed.keeps_shard) {  // model.zero_grad() leaves it to us
     landed.pieces.clear();
     landed.shard.reset();
   }
   if (landed.holds) join_pieces(bucket);
   const bool accumulate = landed.holds && landed.shard.defined();
   landed.holds = true;
-  if (!exchange_ && !accumulate && !bucket.keeps_shard) {
+  if (!exchange_ && !accumulate && !landed.keeps_shard) {
     // Alone, gradients are the mean. The norm is left to whoever asks for it.
     landed.words.reset();
     Exchange::Messages& own = messages.front();
@@ -219,7 +219,7 @@ void Flights::reduce(Bucket& bucket, Flight& flight) {
     }
     return;
   }
-  if (!accumulate && !bucket.keeps_shard) landed.shard = at::empty({bucket.shard_numel}, flight.flat.options());
+  if (!accumulate && !landed.keeps_shard) landed.shard = at::empty({bucket.shard_numel}, flight.flat.options());
   landed.words = at::zeros({kExactWords}, flight.flat.options().dtype(at::kLong));
   int64_t end = 0;
   for (const Part& part : bucket.parts) {

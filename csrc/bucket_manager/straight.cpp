@@ -74,7 +74,7 @@ at::Tensor rows_inside(const at::Tensor& segments, int64_t first, int64_t last, 
 
 }  // namespace
 
-bool stay_in_place(const Bucket& bucket) { return bucket.flat.is_cpu() && !bucket.keeps_shard; }
+bool stay_in_place(const Bucket& bucket) { return bucket.flat.is_cpu() && !bucket.landed.keeps_shard; }
 
 void join_pieces(Bucket& bucket) {
   Landed& landed = bucket.landed;
