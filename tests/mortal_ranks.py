@@ -34,7 +34,7 @@ def _serve(
     function: Callable[..., Any], rank: int, world_size: int, folder: str, timeout_s: float, args: tuple[Any, ...]
 ) -> None:
     torch.set_num_threads(1)
-    store = dist.FileStore(f"{folder}/store", world_size)
+    store = dist.FileStore(f"{folder}/store", world_size)  # type: ignore[attr-defined]
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=timeout_s))
     store.set(f"{rank} has connected", "")  # nobody fails before all have
     store.wait([f"{other} has connected" for other in range(world_size)])
@@ -73,7 +73,7 @@ def start_ranks(
     function: Callable[..., Any], world_size: int, *args: Any, folder: Path, timeout_s: float
 ) -> MortalRanks:
     folder.mkdir(parents=True)
-    processes = []
+    processes: list[BaseProcess] = []
     for rank in range(world_size):
         process = FORKSERVER.Process(
             target=_serve, args=(function, rank, world_size, str(folder), timeout_s, args), daemon=True

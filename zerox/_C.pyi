@@ -6,7 +6,8 @@ from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
-from torch.distributed import ProcessGroup, Store, Work
+from torch.distributed import ProcessGroup, Work
+from torch.distributed.distributed_c10d import Store
 
 EXACT_WORDS: int
 SEGMENT_COLUMNS: int

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.distributed_c10d import Store
 
 from zerox import _C as C
 from zerox._C import ExchangeKind, Whereabouts
@@ -243,11 +244,11 @@ def find_ranks(
     return _with_neighbours(replace(made, whereabouts=_whereabouts(group, store, to_close)))
 
 
-def _store(group: dist.ProcessGroup) -> dist.Store:
+def _store(group: dist.ProcessGroup) -> Store:
     return dist.distributed_c10d._world.pg_map[group][1]
 
 
-def _whereabouts(group: dist.ProcessGroup, store: dist.Store | None, to_close: list[dist.ProcessGroup]) -> Whereabouts:
+def _whereabouts(group: dist.ProcessGroup, store: Store | None, to_close: list[dist.ProcessGroup]) -> Whereabouts:
     timeout = _timeout(group, "gloo") or dist.default_pg_timeout
     return Whereabouts(groups=to_close, store=store, rank=group.rank(), world=group.size(), timeout=timeout)
 

@@ -82,7 +82,7 @@ class RollCall:
         """
         if self.store is None:
             return connect()
-        store = self.store.clone()  # one connection answers one call at a time
+        store = self.store.clone()  # type: ignore[attr-defined]  # one connection answers one call at a time
         made: Future[T] = Future()
 
         def run() -> None:
