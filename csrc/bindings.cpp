@@ -4,9 +4,11 @@
 #include <torch/library.h>
 #include <array>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+#include <torch/csrc/distributed/c10d/reducer.hpp>
 
 #include "bucket_manager/bucket_manager.h"
 #include "bucket_manager/neighbours.h"
+#include "bucket_manager/other_reducers.h"
 #include "bucket_manager/own_storage.h"
 #include "bucket_manager/process.h"
 #include "bucket_manager/ranges.h"
@@ -95,7 +97,27 @@ class PyRange {
   std::optional<Range> range_;
 };
 
+// What DistributedDataParallel's reducer keeps to itself: whether it waits for gradients.
+struct Expects : c10d::Reducer {
+  static bool gradients(const c10d::Reducer& reducer) { return reducer.*(&Expects::expect_autograd_hooks_); }
+};
+
+void bind_other_reducers(py::module_& m) {
+  m.def("expects_gradients", &Expects::gradients, py::arg("reducer"));
+  m.def(
+      "set_find_reduced",
+      [](py::function find) {
+        auto* function = new py::function(std::move(find));  // leaked: threads may ask until the process is gone
+        set_find_reduced([function](const HookedByOthers& hooked) {
+          const py::gil_scoped_acquire acquire;
+          return (*function)(hooked.params, hooked.counts).cast<int64_t>();
+        });
+      },
+      py::arg("find"));
+}
+
 void bind(py::module_& m) {
+  bind_other_reducers(m);
   m.attr("EXACT_WORDS") = kExactWords;
   m.attr("SEGMENT_COLUMNS") = kSegmentColumns;
   m.attr("SIGNED_MAP") = py::tuple(py::cast(std::to_array(kSignedMap.values)));
@@ -184,8 +206,7 @@ void bind(py::module_& m) {
           },
           py::arg("names"), py::arg("params"), py::arg("homes"), py::arg("flat"), py::arg("placeholders"),
           py::arg("offsets"), py::arg("wire_dtype"), py::arg("grad_dtype"), py::arg("shard_numel"),
-          py::arg("trailer_numel"),
-          py::arg("segments"), py::arg("num_straight"))
+          py::arg("trailer_numel"), py::arg("segments"), py::arg("num_straight"))
       .def("settle", &BucketManager::settle, py::arg("place"), py::arg("adoptions") = 0, py::arg("refusal") = "",
            Release())
       .def(

@@ -19,7 +19,7 @@ PYTHON_ROOMS = [
     ["plan"],
     ["_C", "environment"],
     ["_ext"],
-    ["compiled_regions", "dcp_request", "grad_dtype", "model_names", "forks", "roll_call", "neighbours"],
+    ["compiled_regions", "dcp_request", "grad_dtype", "model_names", "forks", "other_reducers", "roll_call", "neighbours"],
     ["process_group"],
     ["large_pages", "ops", "placeholder", "ranks"],
     ["buffers", "moments", "sliced_tensor"],

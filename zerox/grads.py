@@ -13,9 +13,13 @@ from torch import Tensor
 
 from zerox import _C as C
 from zerox.bucket import Bucket, GradPart
+from zerox.other_reducers import find_reduced
 from zerox.placeholder import ShardedGrad
 from zerox.plan.stage import SHARDED, Stage
 from zerox.ranks import Ranks
+
+
+C.set_find_reduced(find_reduced)
 
 
 class Grads:

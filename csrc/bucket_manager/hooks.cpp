@@ -5,6 +5,7 @@
 #include <torch/csrc/dynamo/compiled_autograd.h>
 
 #include "bucket_manager/bucket_manager.h"
+#include "bucket_manager/other_reducers.h"
 #include "bucket_manager/packing.h"
 
 namespace zx {
@@ -55,10 +56,12 @@ void BucketManager::install_hooks(Bucket& bucket, Slot& slot) {
         return outputs;
       },
       [](torch::dynamo::autograd::CompiledNodeArgs& /*args*/) { refuse_compiled_autograd(); }));
+  add_own_hook(slot.hooks.after);
 }
 
 void BucketManager::remove_hooks(Slot& slot) {
   if (slot.hooks.accumulator == nullptr) return;
+  remove_own_hook(slot.hooks.after);
   slot.hooks.accumulator->del_post_hook(slot.hooks.after);
   auto& pre_hooks = slot.hooks.accumulator->pre_hooks();
   std::erase_if(pre_hooks, [&slot](const auto& hook) { return hook.get() == slot.hooks.before; });
@@ -102,20 +105,34 @@ void BucketManager::after_accumulate(Bucket& bucket, Slot& slot) {
   for (const int64_t launch : order_.mark(bucket.index)) release(launch, /*empty=*/false);
 }
 
-// DistributedDataParallel and other optimizers of ours hook the same nodes; each would send what the other took.
+// See Note [Other reducers].
 void BucketManager::refuse_other_reducers() {
+  const auto refuse = [](const std::string& name) {
+    TORCH_CHECK(false, "zerox: the gradient of parameter '", name,
+                "' is reduced twice, here and in a DistributedDataParallel or another zerox optimizer; zerox averages "
+                "gradients itself: train the model without DistributedDataParallel, and give each parameter to one "
+                "optimizer");
+  };
+  HookedByOthers hooked;
+  std::vector<const Slot*> slots;
   for (const auto& bucket : buckets_) {
     for (const Slot& slot : bucket->slots) {
+      int64_t count = 0;
       for (const auto& hook : slot.hooks.accumulator->post_hooks()) {
-        TORCH_CHECK(reinterpret_cast<uintptr_t>(hook.get()) == slot.hooks.after ||
-                        dynamic_cast<torch::autograd::utils::LambdaPostHook*>(hook.get()) == nullptr,
-                    "zerox: the gradient of parameter '", slot.name,
-                    "' is reduced twice, here and in a DistributedDataParallel or another zerox optimizer; zerox "
-                    "averages gradients itself: train the model without DistributedDataParallel, and give each "
-                    "parameter to one optimizer");
+        const auto key = reinterpret_cast<uintptr_t>(hook.get());
+        if (key == slot.hooks.after) continue;
+        if (dynamic_cast<torch::autograd::utils::LambdaPostHook*>(hook.get()) == nullptr) continue;
+        if (is_own_hook(key)) refuse(slot.name);
+        ++count;
       }
+      if (count == 0) continue;
+      hooked.params.push_back(slot.param);
+      hooked.counts.push_back(count);
+      slots.push_back(&slot);
     }
   }
+  const int64_t reduced = find_reduced(hooked);
+  if (reduced >= 0) refuse(slots[reduced]->name);
 }
 
 void BucketManager::open_pass() {

@@ -38,6 +38,42 @@ def test_a_model_in_distributed_data_parallel_is_refused_at_the_first_backward(s
         assert not stuck, "without the wrapper it trains"
 
 
+def only_evaluated(rank: int, world_size: int, stage: int) -> tuple[list[str], bool]:
+    """Training the bare model beside a wrapper that evaluates, then beside one that trains, then without it."""
+    model = nn.Linear(3, 3)
+    wrapped = DistributedDataParallel(model)
+    optimizer = FusedShardedAdam(model.parameters(), stage=stage)
+    x = torch.full((2, 3), rank + 1.0)
+
+    def train(forward: nn.Module) -> str:
+        message = message_of(forward(x).sum().backward)
+        if message == "no error":
+            optimizer.step()
+        optimizer.zero_grad()
+        return message
+
+    found = [train(model)]
+    with torch.no_grad():
+        wrapped(x)
+    found.append(train(model))
+    with wrapped.no_sync():
+        found.append(train(wrapped))
+    before = model.weight.detach().clone()
+    found.append(train(model))
+    trained = not same_bits(before, model.weight)
+    second = DistributedDataParallel(model)
+    found += [train(model), train(second)]
+    return found, trained
+
+
+@both_stages
+def test_a_wrapper_that_only_evaluates_is_no_second_reducer(stage: int) -> None:
+    for messages, trained in run_ranks(only_evaluated, 2, stage):
+        assert messages[:5] == ["no error"] * 5
+        assert "is reduced twice" in messages[5]
+        assert trained
+
+
 def two_optimizers(rank: int, world_size: int) -> list[str]:
     model = nn.Linear(3, 3)
     first = FusedShardedAdam(model.parameters())
