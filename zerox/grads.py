@@ -18,7 +18,6 @@ from zerox.placeholder import ShardedGrad
 from zerox.plan.stage import SHARDED, Stage
 from zerox.ranks import Ranks
 
-
 C.set_find_reduced(find_reduced)
 
 

@@ -39,4 +39,3 @@ def _look_for_wrappers() -> None:
     for each in gc.get_objects():
         if issubclass(type(each), DistributedDataParallel) and "reducer" in each.__dict__:
             _known[each] = frozenset(id(param) for param in each.parameters())
-
