@@ -18,7 +18,7 @@ BUILD_TOOLS = ("setuptools", "wheel", "ninja", "packaging")
 MODULE = """
 #include <c10/core/ScalarType.h>
 #include <Python.h>
-static PyModuleDef module = {PyModuleDef_HEAD_INIT, "_C"};
+static PyModuleDef module = {PyModuleDef_HEAD_INIT, "_C", nullptr, -1, nullptr, nullptr, nullptr, nullptr, nullptr};
 PyMODINIT_FUNC PyInit__C() {
   PyObject* made = PyModule_Create(&module);
   PyModule_AddStringConstant(made, "a_dtype", c10::toString(c10::kFloat));

@@ -167,7 +167,7 @@ class Ranks:
     def meet(self, where: str) -> None:
         """RuntimeError on all ranks unless all come. Collective."""
         try:
-            self.all_reduce(torch.zeros(1), dist.ReduceOp.MAX)
+            self.all_reduce(torch.zeros(1, device="cpu"), dist.ReduceOp.MAX)
         except RuntimeError as error:
             raise RuntimeError(f"zerox: a rank did not come where {where}: {error}") from error
 

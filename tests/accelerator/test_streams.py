@@ -224,8 +224,10 @@ def test_what_is_done_to_a_parameter_is_seen(detector: Any) -> None:
     def write_elsewhere(ranks: Ranks) -> None:
         params = parameters(ranks.device)
         ours = GradsOfModel(ranks, params, CAP)
-        with on_stream(machine().new_stream(ranks.device.index), ranks.device.index), torch.no_grad():
+        side = machine().new_stream(ranks.device.index)
+        with on_stream(side, ranks.device.index), torch.no_grad():
             ours.buckets[0].buffer.params[1].add_(1)
+        machine().wait_stream(ranks.device.index, 0, side)  # what comes later is another test's
 
     run_fake_ranks(write_elsewhere, 1, "alone")
     assert detector.take_races()
