@@ -58,16 +58,16 @@ namespace {
 
 using Release = py::call_guard<py::gil_scoped_release>;
 
-// Lanes may need the GIL to free a tensor that Python has seen, so nobody may hold it while waiting for them. A forked
-// child leaks it: see Note [Forks].
-void destroy(BucketManager* manager, const Process& owner) {
-  if (!owner.is_this()) return;
-  if (PyGILState_Check() != 0) {
-    const py::gil_scoped_release release;
-    delete manager;
-  } else {
-    delete manager;
-  }
+// Lanes and gloo's threads may need the GIL to free a tensor that Python has seen, so nobody may hold it while waiting
+// for them, as destructors do. A forked child leaks what it has: see Note [Forks].
+template <class T>
+std::shared_ptr<T> destroyed_without_gil(T* made) {
+  return {made, [owner = Process()](T* object) {
+            if (!owner.is_this()) return;
+            std::optional<py::gil_scoped_release> release;
+            if (PyGILState_Check() != 0) release.emplace();
+            delete object;
+          }};
 }
 
 std::shared_ptr<BucketManager> make_manager(const std::optional<Group>& group, const std::optional<Group>& control,
@@ -77,9 +77,14 @@ std::shared_ptr<BucketManager> make_manager(const std::optional<Group>& group, c
     whereabouts = std::make_shared<Whereabouts>(std::vector<Group>{}, nullptr, (*group)->getRank(), (*group)->getSize(),
                                                 kProcessGroupDefaultTimeout);
   }
-  return {new BucketManager(group ? make_exchange(exchange, {*group, whereabouts}) : nullptr,
-                            {control.value_or(Group()), whereabouts}, options),
-          [owner = Process()](BucketManager* manager) { destroy(manager, owner); }};
+  return destroyed_without_gil(new BucketManager(group ? make_exchange(exchange, {*group, whereabouts}) : nullptr,
+                                                 {control.value_or(Group()), whereabouts}, options));
+}
+
+// It may be the last that has the groups.
+std::shared_ptr<Whereabouts> make_whereabouts(std::vector<Group> groups, c10::intrusive_ptr<c10d::Store> store,
+                                              int rank, int world, std::chrono::milliseconds timeout) {
+  return destroyed_without_gil(new Whereabouts(std::move(groups), std::move(store), rank, world, timeout));
 }
 
 py::object tensor_or_none(const at::Tensor& tensor) { return tensor.defined() ? py::cast(tensor) : py::none(); }
@@ -175,8 +180,8 @@ void bind(py::module_& m) {
       .def(py::init<bool, bool, bool, std::vector<int64_t>>(), py::kw_only(), py::arg("direct"), py::arg("messages"),
            py::arg("staged"), py::arg("neighbours"));
   py::class_<Whereabouts, std::shared_ptr<Whereabouts>>(m, "Whereabouts")
-      .def(py::init<std::vector<Group>, c10::intrusive_ptr<c10d::Store>, int, int, std::chrono::milliseconds>(),
-           py::kw_only(), py::arg("groups"), py::arg("store"), py::arg("rank"), py::arg("world"), py::arg("timeout"))
+      .def(py::init(&make_whereabouts), py::kw_only(), py::arg("groups"), py::arg("store"), py::arg("rank"),
+           py::arg("world"), py::arg("timeout"))
       .def("set_processes", &Whereabouts::set_processes, py::arg("processes"), Release())
       .def(
           "await_", [](Whereabouts& self, Work work) { self.await({std::move(work)}); }, py::arg("work"), Release())

@@ -84,9 +84,9 @@ def train_in_turn(model: TwoHeads, optimizer: torch.optim.Optimizer, batches: li
 STEPS = 7
 
 
-def halves_in_turn(group: dist.ProcessGroup | None, stage: int) -> list[Tensor]:
+def halves_in_turn(group: dist.ProcessGroup | None, start: TwoHeads, stage: int) -> list[Tensor]:
     rank = 0 if group is None else group.rank()
-    model = TwoHeads()
+    model = copy.deepcopy(start)  # not made anew: threads would share a generator
     optimizer = FusedShardedAdam(model.parameters(), lr=1e-2, process_group=group, stage=stage)
     train_in_turn(model, optimizer, [[batch(rank, step)] for step in range(STEPS)])
     return [param.detach().clone() for param in model.parameters()]
@@ -98,9 +98,10 @@ def test_losses_over_disjoint_parameters_train_as_under_adamw_with_a_step_in_bet
     world_size: int, stage: int
 ) -> None:
     model = TwoHeads()
+    start = copy.deepcopy(model)
     adamw = torch.optim.AdamW(model.parameters(), lr=1e-2)
     train_in_turn(model, adamw, [[batch(rank, step) for rank in range(world_size)] for step in range(STEPS)])
-    for params in run_threads(halves_in_turn, world_size, stage):
+    for params in run_threads(halves_in_turn, world_size, start, stage):
         for ours, theirs in zip(params, model.parameters(), strict=True):
             torch.testing.assert_close(ours, theirs.detach(), rtol=0, atol=2e-5)
 
