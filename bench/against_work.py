@@ -18,12 +18,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 import zerox
 from bench.allocator import Allocator
 from bench.instructions import instructions_of
 from bench.ranks import largest, on_ranks
+from bench.spread import Spread
 from bench.systems import LR, WEIGHT_DECAY, Training
 from zerox import FusedShardedAdam
 
@@ -43,20 +44,6 @@ class Work:
     steps: int = 10
     num_small: int = 1_000
     training: Training = field(default_factory=lambda: Training(layers=2, vocabulary=8_192))
-
-
-class Spread(torch.autograd.Function):
-    """A loss whose backward only hands out gradients that were made before: what is left are autograd and hooks."""
-
-    @staticmethod
-    def forward(ctx: Any, grads: list[Tensor], *params: Tensor) -> Tensor:
-        ctx.grads = grads
-        return params[0].new_zeros(())
-
-    @staticmethod
-    def backward(ctx: Any, *_: Tensor) -> Any:
-        grads, ctx.grads = ctx.grads, None
-        return (None, *grads)
 
 
 class Model:

@@ -16,12 +16,13 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch._C._distributed_c10d import FakeProcessGroup
 from torch.optim import AdamW
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from bench.jobs import WrongResult
+from bench.spread import Spread
 from bench.timing import Timing
 from zerox import FusedShardedAdam
 from zerox.plan.buckets import MIB
@@ -34,20 +35,6 @@ UNSENT = "zerox, in no_sync()"  # what the hooks do, without packing what they s
 PHASES = ("backward", "step", "zero_grad")
 WARM_UP = 3
 PARAMS_IN_BUCKETS = 1_000
-
-
-class Spread(torch.autograd.Function):
-    """A loss whose backward only hands out gradients that were made before: what is left are autograd and hooks."""
-
-    @staticmethod
-    def forward(ctx: Any, grads: list[Tensor], *params: Tensor) -> Tensor:
-        ctx.grads = grads
-        return params[0].new_zeros(())
-
-    @staticmethod
-    def backward(ctx: Any, *_: Tensor) -> Any:
-        grads, ctx.grads = ctx.grads, None
-        return (None, *grads)
 
 
 @dataclass

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from bench.host import Spread
+from bench.spread import Spread
 from bench.systems import NoCommunication, Training
 from zerox import FusedShardedAdam
 

@@ -18,8 +18,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from bench.host import Spread
 from bench.peers import HYPER, PEERS, Peer, make
+from bench.spread import Spread
 from zerox import FusedShardedAdam
 
 MAX_NORM = 1.0
