@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
-import select
 import shutil
 import signal
 import subprocess
 from collections.abc import Callable
+from multiprocessing.connection import wait
 
 INSTRUCTIONS = "instructions:u"
 PATIENCE_S = 10.0
@@ -56,7 +56,7 @@ class _Perf:
             os.write(self.words, f"{word}\n".encode())
         except BrokenPipeError:
             return False
-        heard = select.select([self.answers], [], [], PATIENCE_S)[0]
+        heard = wait([self.answers], PATIENCE_S)  # not select(): it takes no descriptor above 1,023
         return bool(heard) and os.read(self.answers, 64).startswith(b"ack")
 
     def stop(self) -> float | None:

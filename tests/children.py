@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 import pickle
-import select
 import signal
 import time
 import traceback
 from collections.abc import Callable
+from multiprocessing.connection import wait
 from typing import Any
 
 MOST_SECONDS = 30.0
@@ -32,7 +32,7 @@ def in_a_child(body: Callable[[], Any], fork: Callable[[], int] = os.fork) -> An
     os.close(writes)
     deadline, answer = time.monotonic() + MOST_SECONDS, b""
     with os.fdopen(reads, "rb", buffering=0) as pipe:
-        while select.select([pipe], [], [], max(0.0, deadline - time.monotonic()))[0]:
+        while wait([pipe], max(0.0, deadline - time.monotonic())):
             part = pipe.read(1 << 16)
             if not part:
                 os.waitpid(child, 0)
