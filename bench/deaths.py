@@ -4,7 +4,7 @@
 
 Ranks take turns in being killed (SIGKILL), by themselves, at their place. Ranks that have raised live on until the last
 has its error, as under a debugger, in a notebook, or where a script catches the error: no rank is helped by another's
-end. Only after a death in save() they exit: it waits over the user's own group, which zerox does not close.
+end.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class Training:
         elif self.place == "gather":
             self.die_at_call(ParamGather, "end_step", 1)
         elif self.place == "save":
-            self.die_at_call(zerox.checkpoint.store, "dcp_save", 1)
+            self.die_at_call(zerox.checkpoint.store, "write_parts", 1)
         elif self.place == "between steps":
             self.die()
 
@@ -111,7 +111,7 @@ def train(
     except Exception as error:
         seconds = time.monotonic() - float((where / DEATH).read_text())
         (where / f"{rank} has raised").touch()
-        while place != "save" and len(list(where.glob("* has raised"))) < world_size - 1:
+        while len(list(where.glob("* has raised"))) < world_size - 1:
             time.sleep(0.01)
         return seconds, str(error)
     return None

@@ -122,18 +122,23 @@ class Ranks:
             raise RuntimeError(f"zerox: not all ranks sent their part of what is gathered: {error}") from error
         return [each.view(values.dtype) for each in received]
 
+    def all_gather_bytes(self, data: bytes) -> list[bytes]:
+        """Every rank's, of any lengths, by rank."""
+        if self.control is None:
+            return [data]
+        lengths = torch.zeros(self.size, dtype=torch.int64, device=CPU)
+        lengths[self.rank] = len(data)
+        self.all_reduce(lengths, dist.ReduceOp.MAX)
+        padded = bytearray(max(1, int(lengths.max())))
+        padded[: len(data)] = data
+        sent = torch.frombuffer(padded, dtype=torch.uint8)
+        received = [bytearray(len(padded)) for _ in range(self.size)]
+        self._await(self.control.allgather([[torch.frombuffer(each, dtype=torch.uint8) for each in received]], [sent]))
+        return [bytes(each[:length]) for each, length in zip(received, lengths.tolist(), strict=True)]
+
     def all_gather_text(self, text: str) -> list[str]:
         """Every rank's text, by rank."""
-        if self.control is None:
-            return [text]
-        data = torch.frombuffer(bytearray(text.encode() or b" "), dtype=torch.uint8)
-        length = torch.tensor([data.numel()], device=CPU)
-        self.all_reduce(length, dist.ReduceOp.MAX)
-        padded = torch.full((int(length),), ord(" "), dtype=torch.uint8, device=CPU)
-        padded[: data.numel()] = data
-        received = [torch.empty_like(padded) for _ in range(self.size)]
-        self._await(self.control.allgather([received], [padded]))
-        return [bytes(each.tolist()).decode().rstrip(" ") for each in received]
+        return [each.decode() for each in self.all_gather_bytes(text.encode())]
 
     def check_same(self, lines: Sequence[str], refusal: str = "") -> None:
         """ValueError on every rank, naming the first line that differs, unless all ranks pass the same lines.

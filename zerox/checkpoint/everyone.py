@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import json
-import warnings
+import pickle
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -44,22 +43,14 @@ class Everyone:
             raise ValueError(f"process_group: ranks {missing} have a part of the optimizer's state and are not in it")
         return Everyone(group)
 
-    @contextmanager
-    def dcp_options(self) -> Iterator[dict[str, Any]]:
-        """Who takes part. That there is one process only is no reason for DCP to warn."""
-        with warnings.catch_warnings():
-            if self.alone:
-                warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
-            yield {"no_dist": True} if self.alone else {"process_group": self.group}
-
     def gather(self, value: Any, what: str) -> list[Any]:
-        """Every rank's, by rank, as JSON has it. CheckpointError, beginning with ``what``, if one does not answer."""
+        """Every rank's, by rank. CheckpointError, beginning with ``what``, if one does not answer."""
         if self.alone:
             return [value]
         found: list[Any] = [None] * self.size
         try:
             if self.own is not None:
-                return [json.loads(text) for text in self.own.all_gather_text(json.dumps(value))]
+                return [pickle.loads(each) for each in self.own.all_gather_bytes(pickle.dumps(value))]
             dist.all_gather_object(found, value, group=self.group)
         except RuntimeError as error:  # what gloo and NCCL say ends in a trace
             said_first = str(error).partition("\n")[0]

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
-from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from zerox.checkpoint import manifest
 from zerox.checkpoint.entries import entries
@@ -24,6 +23,7 @@ from zerox.checkpoint.everyone import Everyone, failing_as
 from zerox.checkpoint.groups import fill_groups, groups_by_name
 from zerox.checkpoint.manifest import HOST, METADATA, CheckpointError, some
 from zerox.checkpoint.names import MODEL, fill_others, members, parameter_names, split_model
+from zerox.checkpoint.parts import write_parts
 from zerox.checkpoint.place import Target, candidates, find
 from zerox.checkpoint.reader import CheckpointReader, loaded
 from zerox.checkpoint.saved_state import SavedState, memory_order
@@ -89,8 +89,7 @@ def _write(target: Target, tensors: dict[str, Tensor], host: dict[str, Any], ran
         if ranks.rank == 0:
             target.claim()
     writer = CheckpointWriter(folder)
-    with ranks.failing_together(failure), ranks.dcp_options() as options:
-        dcp_save(tensors, storage_writer=writer, **options)
+    write_parts(tensors, writer, ranks, failure)
     with ranks.failing_together(failure):
         if ranks.rank == 0:
             writer.written[HOST] = save_object(host, folder / HOST)
