@@ -27,9 +27,9 @@ class RankFailed(AssertionError):
 
 
 def _serve(pipe: Any) -> None:
-    torch.set_num_threads(1)
     while (task := pipe.recv()) is not None:
         function, rank, world_size, store, timeout_s, args = task
+        torch.set_num_threads(1)  # each time: frameworks set another number, and matrix products give other bits then
         try:
             dist.init_process_group(
                 "gloo",

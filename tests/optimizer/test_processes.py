@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from tests.programs import run_programs
+
 PROGRAM = """
 import sys
 from datetime import timedelta
@@ -75,24 +73,5 @@ print("leaves", flush=True)
 def test_forked_workers_and_an_exit_with_work_in_flight_end_cleanly(
     stage: int, destroy: list[str], tmp_path: Path
 ) -> None:
-    script = tmp_path / "rank.py"
-    script.write_text(PROGRAM)
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, str(script), str(rank), str(tmp_path / "store"), str(stage), *destroy],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env=environment,
-        )
-        for rank in range(2)
-    ]
-    try:
-        for rank in ranks:
-            output, errors = rank.communicate(timeout=120)
-            assert rank.returncode == 0, errors
-            assert output.split() == ["trained", "leaves"]
-    finally:
-        for rank in ranks:
-            rank.kill()
+    for printed in run_programs(PROGRAM, tmp_path, str(stage), *destroy):
+        assert printed.split() == ["trained", "leaves"]
