@@ -39,6 +39,7 @@ def _serve(pipe: Any) -> None:
                 timeout=timedelta(seconds=timeout_s),
             )
             try:
+                dist.barrier()  # a rank that has nothing to tell the others must not leave while they still connect
                 pipe.send((True, function(rank, world_size, *args)))
             finally:
                 dist.destroy_process_group()

@@ -16,6 +16,7 @@ from tests.bucket_manager.rig import input_of, message_of
 from tests.bucket_manager.training import Training
 from tests.ranks import run_ranks
 from zerox.placeholder import ShardedGrad
+from zerox.ranks import find_ranks
 
 
 def delete(rank: int, _: int, stage: int, moment: str) -> tuple[bool, ...]:
@@ -134,3 +135,22 @@ def destroy_group_first(rank: int, _: int) -> bool:
 
 def test_the_process_group_may_be_destroyed_first() -> None:
     assert run_ranks(destroy_group_first, 2) == [True, True]
+
+
+def let_go_of_groups(_: int, __: int) -> None:
+    for _ in range(20):
+        ranks = find_ranks(None)
+        whereabouts = ranks.whereabouts
+        assert whereabouts is not None
+        assert ranks.control is not None
+        for _ in range(4):
+            values = torch.ones(1000)
+            work = ranks.control.allreduce([values])
+            whereabouts.await_(work)
+            del work, values  # gloo's thread may be the last that has them, and wants the GIL to let go
+        del ranks
+        del whereabouts  # ends the group, and waits for that thread
+
+
+def test_who_ends_a_group_does_not_keep_its_threads_from_the_interpreter() -> None:
+    run_ranks(let_go_of_groups, 2, timeout_s=20)
