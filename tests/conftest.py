@@ -1,10 +1,17 @@
-"""Hypothesis, for all tests. No deadlines: they measure the machine, not the code.
+"""For all tests: one OpenMP thread a process, and Hypothesis without deadlines, which measure the machine.
 
-"ci", the default, draws the same examples in every run; "search" draws new ones, and many; "sanitized" is for
-tests/test_sanitizers.py.
+Several pytest workers share the cores, and threads that wait for each other in OpenMP do it by turning round: with two
+a process on two cores benchmarks' tests took three times as long. Tests of threads ask for theirs.
+
+Hypothesis: "ci", the default, draws the same examples in every run; "search" draws new ones, and many; "sanitized" is
+for tests/test_sanitizers.py.
 """
 
-from hypothesis import HealthCheck, settings
+import os
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported
+
+from hypothesis import HealthCheck, settings  # noqa: E402
 
 settings.register_profile(
     "ci", deadline=None, derandomize=True, print_blob=True, suppress_health_check=[HealthCheck.too_slow]
