@@ -1,22 +1,12 @@
 """examples/train_gpt.py from the outside: its exit codes, its one-line refusals, and what a comparison writes."""
 
 import json
-import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-EXAMPLE = Path(__file__).parents[1] / "examples" / "train_gpt.py"
-SMALLEST = ["--layers=1", "--width=16", "--heads=2", "--context=16", "--batch=2", "--device=cpu"]
-
-
-def run(*arguments: object, within: list[str] | None = None) -> subprocess.CompletedProcess:
-    """The example in a process of its own."""
-    command = [*(within or []), sys.executable, EXAMPLE, *arguments]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONIOENCODING": "utf-8"}
-    return subprocess.run(list(map(str, command)), capture_output=True, text=True, env=environment, timeout=240)
+from tests.example import SMALLEST, run
 
 
 @pytest.fixture

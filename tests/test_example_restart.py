@@ -4,7 +4,6 @@ import importlib.util
 import json
 import os
 import re
-import resource
 import shutil
 import signal
 import subprocess
@@ -15,7 +14,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.test_example_cli import EXAMPLE, SMALLEST, assert_refused, run
+from tests.example import EXAMPLE, SMALLEST, run
+from tests.test_example_cli import assert_refused
 
 ROOT = Path(__file__).parents[1]
 TINY = [each for each in SMALLEST if not each.startswith("--batch")]
@@ -40,8 +40,16 @@ def saved(folder: Path, *arguments: object) -> list[object]:
     return [f"--save-dir={folder}", f"--save-every={EVERY}", *arguments]
 
 
-def test_a_run_that_goes_on_is_the_run_that_never_stopped(tmp_path: Path) -> None:
-    straight, at_once = train(tmp_path, 2, 4)
+@pytest.fixture(scope="module")
+def never_stopped(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[float], str]:
+    """The losses of a training on two ranks of 4 windows, and what it printed."""
+    return train(tmp_path_factory.mktemp("straight"), 2, 4)
+
+
+def test_a_run_that_goes_on_is_the_run_that_never_stopped(
+    tmp_path: Path, never_stopped: tuple[list[float], str]
+) -> None:
+    straight, at_once = never_stopped
     kept, _ = train(tmp_path, 2, 4, *saved(tmp_path / "x"))
     assert kept == straight
     assert sorted(each.name for each in (tmp_path / "x").iterdir()) == ["step-000016", "step-000024"]
@@ -87,12 +95,22 @@ def test_any_number_of_ranks_draws_the_same_windows(monkeypatch: pytest.MonkeyPa
         expected, state = expected[2:], draws[-1].generator.get_state()
 
 
+@pytest.fixture(scope="module")
+def stopped(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[float], Path]:
+    """The losses of a training on two ranks of 6 windows, and its checkpoints as if it had stopped after step 16."""
+    folder = tmp_path_factory.mktemp("stopped")
+    straight, _ = train(folder, 2, 6, *saved(folder / "x"))
+    shutil.rmtree(folder / "x" / "step-000024")
+    return straight, folder / "x"
+
+
 @pytest.mark.parametrize(("ranks", "batch"), [(1, 12), (3, 4), (4, 3)])
-def test_other_ranks_go_on_with_the_same_text(tmp_path: Path, ranks: int, batch: int) -> None:
+def test_other_ranks_go_on_with_the_same_text(
+    tmp_path: Path, stopped: tuple[list[float], Path], ranks: int, batch: int
+) -> None:
     """12 windows a step, whoever takes them: losses are the same but for the order of sums."""
-    straight, _ = train(tmp_path, 2, 6)
-    train(tmp_path, 2, 6, *saved(tmp_path / "x"))
-    shutil.rmtree(tmp_path / "x" / "step-000024")
+    straight, checkpoints = stopped
+    shutil.copytree(checkpoints, tmp_path / "x")
     went_on, _ = train(tmp_path, ranks, batch, *saved(tmp_path / "x", "--resume"))
     assert went_on[:16] == straight[:16]
     assert went_on[16:] == pytest.approx(straight[16:], rel=1e-4)
@@ -100,8 +118,10 @@ def test_other_ranks_go_on_with_the_same_text(tmp_path: Path, ranks: int, batch:
     assert max(others) > 1e-2, "other text has other losses"
 
 
-def test_torchrun_starts_anew_where_the_last_checkpoint_was(tmp_path: Path) -> None:
-    straight, _ = train(tmp_path, 2, 4)
+def test_torchrun_starts_anew_where_the_last_checkpoint_was(
+    tmp_path: Path, never_stopped: tuple[list[float], str]
+) -> None:
+    straight, _ = never_stopped
     losses, output = tmp_path / "again.json", tmp_path / "output"
     launcher = ["-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1", "--nproc-per-node=2"]
     launcher += ["--max-restarts=2"]
@@ -160,12 +180,7 @@ def test_a_checkpoint_that_cannot_be_written_ends_the_training_in_one_line(tmp_p
     shutil.rmtree(tmp_path / "x" / "step-000024")
     common = [*TINY, "--quiet", "--batch=4", f"--data={ROOT / 'README.md'}", f"--steps={STEPS}"]
     again = [*common, *saved(tmp_path / "x", "--resume")]
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, before[1]))
-    try:
-        ended = run(*again)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    ended = run(*again, within=["prlimit", "--fsize=10000"])
     assert_refused(ended, "step-000024 could not be saved: OSError: [Errno 27] File too large")
     assert [each.name for each in (tmp_path / "x").iterdir()] == ["step-000016"], "the disk has its room back"
     assert "step-000016 (step 16)" in run(*again).stdout

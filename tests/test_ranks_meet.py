@@ -11,7 +11,8 @@ import pytest
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from tests import nameless_host
-from tests.test_example_cli import SMALLEST, run, text  # noqa: F401
+from tests.example import SMALLEST, run
+from tests.test_example_cli import text  # noqa: F401
 
 ROOT = Path(__file__).parents[1]
 
