@@ -230,7 +230,7 @@ def work_of(loop: Loop, code: Sequence[Instruction]) -> dict[str, Any]:
 
 
 def count(build: build_cuda.CudaBuild) -> dict[str, Any]:
-    code = sass.disassemble(build.compile(ROOT, 2))
+    code = sass.disassemble(build.compile(ROOT, 2), ARCH)
     kernels = {name: work_of(loop, code[loop.kernel, ARCH]) for name, loop in loops().items()}
     return {"nvcc": build.toolkit.release, "arch": ARCH, "written_by": UPDATE, "an_element": kernels}
 
