@@ -25,8 +25,7 @@ void Process::check() const {
   throw std::runtime_error(
       "zerox: process " + std::to_string(getpid()) +
       " was forked from the one that built this optimizer: it may read parameters and state_dict(), but has neither "
-      "the "
-      "threads nor the connections to train with. Train in the process that built it; a child can train "
+      "the threads nor the connections to train with. Train in the process that built it; a child can train "
       "copy.deepcopy(model) with an optimizer of its own (process_group=\"alone\")");
 }
 
