@@ -49,6 +49,18 @@ def test_what_is_not_a_checkpoint_s_own_is_refused_and_nothing_is_written(
     assert tree(tmp_path) == before
 
 
+def test_a_checkpoint_that_may_not_be_written_to_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = put(tmp_path / "x")
+    before = tree(tmp_path)
+    path.chmod(0o555)
+    if os.geteuid() == 0:  # who may write everywhere
+        monkeypatch.setattr(os, "access", lambda _, mode: not mode & os.W_OK)
+    with pytest.raises(CheckpointError, match="x is a checkpoint that may not be written to: save to another path"):
+        save(path, *small())
+    path.chmod(0o755)
+    assert tree(tmp_path) == before
+
+
 def save_into(rank: int, _: int, folder: str) -> str:
     with pytest.raises(CheckpointError) as refused:
         save(folder, *small())
@@ -255,6 +267,27 @@ def test_a_checkpoint_is_removed_and_nothing_else(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
     put(tmp_path / "x").rename(tmp_path / ".x.replaced")
     remove(tmp_path / "x")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("removed", [0, 1, 3])
+def test_a_removal_that_breaks_off_can_be_done_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, removed: int
+) -> None:
+    path = put(tmp_path / "x")
+    unlink, left = Path.unlink, [removed]
+
+    def breaks_off(file: Path, missing_ok: bool = False) -> None:
+        if left[0] == 0:
+            raise OSError("no more")
+        left[0] -= 1
+        unlink(file, missing_ok)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "unlink", breaks_off)
+        with pytest.raises(OSError, match="no more"):
+            remove(path)
+    remove(path)
     assert list(tmp_path.iterdir()) == []
 
 

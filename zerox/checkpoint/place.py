@@ -172,7 +172,7 @@ def _files_of(path: Path, place: Path) -> list[Path]:
 
 
 def _leftovers(folder: Path) -> list[Path] | None:
-    """What a killed save left in a folder that only zerox writes in, the manifest last; None if there is no folder.
+    """What a killed save left in a folder that only zerox writes in; None if there is no folder.
 
     CheckpointError if anything else is in it.
     """
@@ -184,7 +184,7 @@ def _leftovers(folder: Path) -> list[Path] | None:
     others = [e.name for e in found if e.is_dir(follow_symlinks=False) or not manifest.WRITTEN.fullmatch(e.name)]
     if others:
         raise CheckpointError(f"{folder} is zerox's own, and holds {some(sorted(others))}: move that elsewhere")
-    return [folder / each.name for each in sorted(found, key=lambda each: each.name == manifest.NAME)]
+    return [folder / each.name for each in found]
 
 
 def _clear(folder: Path) -> None:
