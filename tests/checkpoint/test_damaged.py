@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import io
 import json
 import os
@@ -9,6 +11,7 @@ import pickle
 import random
 import re
 import resource
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -208,3 +211,21 @@ def test_a_disk_that_fails_after_the_check_is_told(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(reader.CheckpointReader, "read_data", broken)
     with pytest.raises(CheckpointError, match=r"model and optimizer have a part of it: .*Input/output error"):
         load(tmp_path / "x", model, optimizer)
+
+
+def test_an_optimizer_whose_save_failed_goes_when_it_is_deleted(tmp_path: Path) -> None:
+    """Without the garbage collector: its state may be most of the memory."""
+    model, optimizer = alone()
+    watched = weakref.ref(optimizer)
+    (tmp_path / "file").touch()
+    gc.collect()
+    gc.disable()
+    try:
+        with contextlib.suppress(CheckpointError):
+            save(tmp_path / "file", model, optimizer)
+        with contextlib.suppress(CheckpointError):
+            load(tmp_path / "file", model, optimizer)
+        del optimizer
+        assert watched() is None
+    finally:
+        gc.enable()

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Iterator
-from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch.distributed as dist
@@ -57,29 +56,45 @@ class Everyone:
             raise CheckpointError(f"{what}: a rank did not answer; it died, or was late: {said_first}") from error
         return found
 
-    @contextmanager
-    def failing_together(self, what: str) -> Iterator[None]:
-        """An exception inside, on any rank, becomes one on all, at the end."""
-        error: BaseException | None = None
-        try:
-            yield
-        except (Exception, CheckpointException) as raised:  # DCP's is no Exception
-            error = raised
-        told = self.gather(None if error is None else said(error), what)
-        failed = [rank for rank, text in enumerate(told) if text is not None]
-        if not failed:
+    def failing_together(self, what: str) -> FailingTogether:
+        """An exception inside, on any rank, becomes CheckpointError on all, at the end; it begins with ``what``."""
+        return FailingTogether(self, what)
+
+
+# Classes, no generators: Python 3.13 leaves a generator that raises another exception in a cycle with it, and so the
+# optimizer, with all its state, until the garbage collector comes.
+
+
+@dataclass
+class FailingTogether:
+    ranks: Everyone
+    what: str
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if error is not None and not isinstance(error, (Exception, CheckpointException)):  # DCP's is no Exception
             return
-        where = "" if self.alone else f" on rank {failed[0]}"
-        raise CheckpointError(f"{what}{where}: {told[failed[0]]}") from error
+        told = self.ranks.gather(None if error is None else said(error), self.what)
+        failed = [rank for rank, text in enumerate(told) if text is not None]
+        if failed:
+            where = "" if self.ranks.alone else f" on rank {failed[0]}"
+            raise CheckpointError(f"{self.what}{where}: {told[failed[0]]}") from error
 
 
-@contextmanager
-def failing_as(what: str) -> Iterator[None]:
-    """Around a collective that tells all ranks by itself."""
-    try:
-        yield
-    except RuntimeError as error:
-        raise CheckpointError(f"{what}: {error}") from error
+@dataclass
+class FailingAs:
+    """Around a collective that tells all ranks by itself: its RuntimeError becomes CheckpointError."""
+
+    what: str
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, RuntimeError):
+            raise CheckpointError(f"{self.what}: {error}") from error
 
 
 def said(error: BaseException) -> str:

@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 
 from zerox.checkpoint import manifest
 from zerox.checkpoint.entries import entries
-from zerox.checkpoint.everyone import Everyone, failing_as
+from zerox.checkpoint.everyone import Everyone, FailingAs
 from zerox.checkpoint.groups import fill_groups, groups_by_name
 from zerox.checkpoint.manifest import HOST, METADATA, CheckpointError, some
 from zerox.checkpoint.names import MODEL, fill_others, members, parameter_names, split_model
@@ -52,7 +52,7 @@ def save(
     """
     path, ranks = Path(path), Everyone.of(optimizer, process_group)
     failure = not_saved(path)
-    with failing_as(failure):
+    with FailingAs(failure):
         optimizer.synchronize()
     tensors: dict[str, Tensor] = {}
     host: dict[str, Any] = {}
@@ -126,7 +126,7 @@ def load(
     own). Only files that the checkpoint's manifest lists are read, and only in the checkpoint's folder.
     """
     path, ranks = Path(path), Everyone.of(optimizer, process_group)
-    with failing_as(not_loaded(path)):
+    with FailingAs(not_loaded(path)):
         optimizer.synchronize()
     first: dict[str, Any] = {}
     opened = open_checkpoint(path, ranks)
