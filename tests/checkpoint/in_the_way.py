@@ -122,6 +122,11 @@ def somebody_s_folder_where_it_is_written(folder: Path) -> tuple[Path, str]:
     return folder / "x", r"[.]x[.]saving is zerox's own, and holds notes[.]txt: move that elsewhere"
 
 
+def a_folder_of_a_file_s_name_where_it_is_written(folder: Path) -> tuple[Path, str]:
+    (folder / ".x.saving" / manifest.NAME).mkdir(parents=True)
+    return folder / "x", r"[.]x[.]saving is zerox's own, and holds zerox[.]json: move that elsewhere"
+
+
 def a_link_where_it_is_written(folder: Path) -> tuple[Path, str]:
     (put(folder / "y") / manifest.NAME).unlink()
     (folder / ".x.saving").symlink_to("y")
@@ -152,6 +157,7 @@ IN_THE_WAY: list[Callable[[Path], tuple[Any, str]]] = [
     the_empty_working_folder,
     a_checkpoint_that_is_the_working_folder,
     somebody_s_folder_where_it_is_written,
+    a_folder_of_a_file_s_name_where_it_is_written,
     a_link_where_it_is_written,
     somebody_s_folder_where_the_old_one_goes,
 ]

@@ -61,6 +61,23 @@ def test_a_checkpoint_that_may_not_be_written_to_is_refused(tmp_path: Path, monk
     assert tree(tmp_path) == before
 
 
+def test_a_predecessor_that_can_t_be_removed_is_told_and_the_new_one_is_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put(tmp_path / "x", extra="old")
+    rmdir = Path.rmdir
+
+    def refuses(folder: Path) -> None:
+        if folder.name == ".x.replaced":
+            raise PermissionError("not this one")
+        rmdir(folder)
+
+    monkeypatch.setattr(Path, "rmdir", refuses)
+    with pytest.warns(UserWarning, match="x was saved, but its predecessor can't be removed: not this one"):
+        put(tmp_path / "x", extra="new")
+    assert load(tmp_path / "x", *small()) == "new"
+
+
 def save_into(rank: int, _: int, folder: str) -> str:
     with pytest.raises(CheckpointError) as refused:
         save(folder, *small())
