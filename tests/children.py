@@ -35,8 +35,8 @@ def in_a_child(body: Callable[[], Any], fork: Callable[[], int] = os.fork) -> An
         while wait([pipe], max(0.0, deadline - time.monotonic())):
             part = pipe.read(1 << 16)
             if not part:
-                os.waitpid(child, 0)
-                return pickle.loads(answer) if answer else "the child died"
+                ended = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+                return pickle.loads(answer) if answer else f"the child died: {ended}"
             answer += part
     os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)

@@ -7,12 +7,19 @@ from __future__ import annotations
 
 import os
 import sys
+import weakref
 
 import torch.distributed as dist
 
 from zerox import _C as C
 
 _inherited: list[dist.ProcessGroup] = []
+_ours: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()
+
+
+def leave_to_parent(group: dist.ProcessGroup) -> None:
+    """A forked child never destroys ``group``, not even where it is garbage that torch keeps no list of any more."""
+    _ours.add(group)
 
 
 def check_made_here(group: dist.ProcessGroup) -> None:
@@ -28,9 +35,10 @@ def check_made_here(group: dist.ProcessGroup) -> None:
 def _in_child() -> None:
     """Also at its exit: torch's groups would wait for their threads, and stores stop the parent's."""
     world = getattr(sys.modules.get("torch.distributed.distributed_c10d"), "_world", None)
-    if world is not None:
-        C.keep_forever(dict(world.pg_map))
-        _inherited.extend(world.pg_map)
+    known = dict(world.pg_map) if world is not None else {}  # with their stores
+    groups = {*known, *_ours}
+    C.keep_forever((known, groups))
+    _inherited.extend(groups)
 
 
 if hasattr(os, "register_at_fork"):

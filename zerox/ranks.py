@@ -18,6 +18,7 @@ from torch.distributed.distributed_c10d import Store
 
 from zerox import _C as C
 from zerox._C import ExchangeKind, Whereabouts
+from zerox.forks import leave_to_parent
 from zerox.neighbours import find_neighbours
 from zerox.process_group import GroupArgument, check_still_alone, chosen_group, why_alone
 from zerox.roll_call import RollCall, summary_of
@@ -228,6 +229,7 @@ def find_ranks(
     group = chosen_group(process_group)
     if group is None or group.size() == 1:
         return Ranks.alone(device, why_alone(process_group))
+    leave_to_parent(group)
     rank, size = group.rank(), group.size()
     backend = _backend(group, device)
     exchange = os.environ.get("ZEROX_EXCHANGE") or ("direct" if backend == "gloo" else "native")
@@ -322,6 +324,7 @@ def _gloo(group: dist.ProcessGroup, number: int) -> dist.ProcessGroup:
     made = dist.ProcessGroup(store, rank, size)
     made._register_backend(CPU, dist.ProcessGroup.BackendType.GLOO, backend)
     made._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
+    leave_to_parent(made)
     return made
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import ctypes
+import gc
 import os
 import subprocess
 import tempfile
@@ -19,6 +20,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 import zerox
@@ -241,6 +243,31 @@ def test_a_child_that_a_thread_forks_in_the_midst_of_a_step_never_hangs_in_zerox
         for text in said:
             assert text == "known" or "when this process was forked" in text, text
         assert trains
+
+
+def thrown_away(rank: int, _: int) -> tuple[Any, bool]:
+    """What a child says whose garbage has an optimizer and its group, which has ended."""
+    group = dist.new_group([0, 1])
+    gc.disable()
+    try:
+        model, optimizer = build(Backwards, overlap=True, process_group=group)
+        train_step(model, optimizer, rank, 0)
+        train_step(model, optimizer, rank, 1)
+        dist.destroy_process_group(group)
+        garbage = [model, optimizer, group]
+        garbage.append(garbage)
+        del model, optimizer, group, garbage
+        said = in_a_child(lambda: gc.collect() > 0)
+    finally:
+        gc.enable()
+        gc.collect()
+    dist.barrier()
+    model, optimizer = build(Backwards, overlap=True)
+    return said, train_on(model, optimizer, rank)
+
+
+def test_a_child_s_garbage_never_ends_what_is_its_parents() -> None:
+    assert run_ranks(thrown_away, 2) == [(True, True)] * 2
 
 
 PROGRAM = """
