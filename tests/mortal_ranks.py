@@ -35,9 +35,14 @@ def _serve(
 ) -> None:
     torch.set_num_threads(1)
     store = dist.FileStore(f"{folder}/store", world_size)  # type: ignore[attr-defined]
+
+    def meet(where: str) -> None:
+        store.set(f"{rank} {where}", "")
+        store.wait([f"{other} {where}" for other in range(world_size)])
+
+    meet("has started")  # many start at once: that takes longer than a short timeout
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=timeout_s))
-    store.set(f"{rank} has connected", "")  # nobody fails before all have
-    store.wait([f"{other} has connected" for other in range(world_size)])
+    meet("has connected")  # nobody fails before all have
     try:
         answer = function(rank, world_size, *args)
     except BaseException:
