@@ -201,8 +201,7 @@ def measure(training: Training, folder: Path, rounds: int, library: Path) -> lis
         for job, found in zip(jobs, samples, strict=True):
             found.append(sample(job, costs, folder / f"plain-{dist.get_rank()}"))
     bucket = max(
-        bucket.buffer.flat.nbytes
-        + dist.get_world_size() * sum(t.nbytes for t in (*bucket.moments, bucket.master) if t is not None)
+        bucket.buffer.flat.nbytes + dist.get_world_size() * sum(stored.nbytes for stored in bucket.state.values())
         for bucket in ours[1]._buckets
     )
     rows = []

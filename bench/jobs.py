@@ -14,8 +14,11 @@ from bench.peers import PEERS, Peer, Skipped, optimizer_of
 from bench.timing import Call
 from zerox import ops
 from zerox.large_pages import zeros
-from zerox.moments import BLOCK_NUMEL, EXP_AVG, EXP_AVG_SQ, MASTER_PLACE, Moments, moment_bytes
+from zerox.plan.form import BFLOAT16, BLOCK_NUMEL, EIGHT_BIT, FLOAT32
+from zerox.rules.adam import ADAM
 from zerox.rules.reference import AdamState, adam_step
+from zerox.rules.rule import MASTER, REMAINDER, StateSpec
+from zerox.stored import Stored, stored_bytes
 
 OURS = "zerox"
 
@@ -29,20 +32,25 @@ class Kind:
 
     name: str
     dtype: torch.dtype
-    master: torch.dtype | None = None
+    master: StateSpec | None = None
     state: str = "fp32"
 
+    @property
+    def specs(self) -> list[StateSpec]:
+        """What is kept for each element, without amsgrad."""
+        return [spec for spec in ADAM.states if not spec.when] + ([self.master] if self.master else [])
 
-STATES = {"fp32": torch.float32, "bf16": torch.bfloat16, "8bit": torch.uint8}
+
+STATES = {"fp32": FLOAT32, "bf16": BFLOAT16, "8bit": EIGHT_BIT}
 TRAINED = (
     Kind("fp32", torch.float32),
-    Kind("bf16 + remainder", torch.bfloat16, torch.int16),
-    Kind("bf16 + fp32", torch.bfloat16, torch.float32),
-    Kind("fp16 + fp32", torch.float16, torch.float32),
+    Kind("bf16 + remainder", torch.bfloat16, REMAINDER),
+    Kind("bf16 + fp32", torch.bfloat16, MASTER),
+    Kind("fp16 + fp32", torch.float16, MASTER),
     Kind("fp32", torch.float32, state="bf16"),
     Kind("fp32", torch.float32, state="8bit"),
-    Kind("bf16 + remainder", torch.bfloat16, torch.int16, state="bf16"),
-    Kind("bf16 + remainder", torch.bfloat16, torch.int16, state="8bit"),
+    Kind("bf16 + remainder", torch.bfloat16, REMAINDER, state="bf16"),
+    Kind("bf16 + remainder", torch.bfloat16, REMAINDER, state="8bit"),
 )
 # Before the update a master plays no part.
 SENT = (Kind("fp32", torch.float32), Kind("bf16", torch.bfloat16), Kind("fp16", torch.float16))
@@ -62,9 +70,8 @@ def bytes_an_element(op: str, kind: Kind, num_slices: int = 1) -> float:
     """
     grad = kind.dtype.itemsize
     if op == "adam":
-        master = 2 * kind.master.itemsize if kind.master else 0
-        moment = moment_bytes(EXP_AVG, STATES[kind.state], BLOCK_NUMEL, on_host=True) / BLOCK_NUMEL
-        return 2 * kind.dtype.itemsize + master + grad + 2 * 2 * moment
+        kept = [stored_bytes(ADAM, spec, STATES[kind.state], BLOCK_NUMEL, on_host=True) for spec in kind.specs]
+        return 2 * kind.dtype.itemsize + grad + 2 * sum(kept) / BLOCK_NUMEL
     return {"flatten": 2 * grad, "reduce": (num_slices + 1) * grad, "norm": grad}[op]
 
 
@@ -105,26 +112,32 @@ class Shard:
         self.exact = torch.randn(numel, device=device)
         # They lie as the optimizer has them lie.
         self.param = zeros(numel, kind.dtype, device).copy_(self.exact)
-        self.master: Tensor | None = None
-        if kind.master is not None:
-            self.master = zeros(numel, kind.master, device, MASTER_PLACE).copy_(self.exact)
-        if kind.master is torch.int16:
+        form = STATES[kind.state]
+        self.state = {spec.key: Stored.zeros(ADAM, spec, form, numel, device) for spec in kind.specs}
+        self.moments = [stored for stored in self.state.values() if stored.spec in ADAM.states]
+        self.master = self.state[kind.master.key].values if kind.master else None
+        if kind.master == MASTER:
+            self.state[MASTER.key].values.copy_(self.exact)
+        if kind.master == REMAINDER:
             param, remainder = split(self.exact)
             self.param.copy_(param)
-            self.master.copy_(remainder)  # type: ignore[union-attr]
+            self.state[REMAINDER.key].values.copy_(remainder)
         self.grad = torch.randn(numel, device=device).to(kind.dtype)
-        self.moments = Moments(STATES[kind.state], numel, device, amsgrad=False)
-        if kind.state != "8bit":
-            self.moments.values[EXP_AVG].normal_(std=0.1)
-            self.moments.values[EXP_AVG_SQ].uniform_(0, 0.1)
+        for stored in self.moments if not form.scaled else ():
+            if stored.spec.signed:
+                stored.values.normal_(std=0.1)
+            else:
+                stored.values.uniform_(0, 0.1)
         self.present = torch.ones(len(params), dtype=torch.uint8, device=device)
         self.steps = torch.full((len(params),), 10, dtype=torch.int64, device=device)
         row = [1e-3, 0.9, 0.999, 1e-8, 0.01, 0.0, 1.0, 0.0]
         self.options = torch.tensor([row], dtype=torch.float64, device=device)
 
     def adam(self) -> None:
-        tables = (self.segments, self.present, self.steps, self.options, None, list(self.moments.scales.values()))
-        ops.adam_(self.param, self.master, self.grad, self.moments.arguments(), *tables)
+        state = [stored.values for stored in self.moments]
+        scales = [stored.scales for stored in self.moments if stored.scales is not None]
+        tables = (self.segments, self.present, self.steps)
+        ops.update_(ADAM.name, [ops.Shard(self.param, self.master, self.grad, state, scales, *tables)], self.options)
 
 
 def split(exact: Tensor) -> tuple[Tensor, Tensor]:
@@ -280,12 +293,12 @@ def check_adam(job: Job, device: torch.device) -> None:
     shard = Shard(job.params, job.kind, device)
     before = shard.param if job.kind.master is None else shard.exact  # a master holds the exact value
     # In 8 bits both are 0 at first, and so are their codes.
-    exp_avg, exp_avg_sq = (shard.moments.values[name].double() for name in (EXP_AVG, EXP_AVG_SQ))
+    exp_avg, exp_avg_sq = (stored.values.double() for stored in shard.moments)
     state = AdamState(before.double(), exp_avg, exp_avg_sq, step=10)
     size = before.double().abs() + 1e-3
     shard.adam()
     adam_step(state, shard.grad.double(), lr=1e-3, weight_decay=0.01)
-    if job.kind.master is torch.int16:
+    if job.kind.master == REMAINDER:
         after = join(shard.param, shard.master)  # type: ignore[arg-type]
     else:
         after = shard.param if shard.master is None else shard.master

@@ -38,19 +38,14 @@ TORCH_LIBRARY(zerox, m) {
   m.def("norm_(Tensor(a!) words, Tensor shard, Tensor segments, float p) -> ()");
   // float64 [2]: the norm, and 1 if every element was finite.
   m.def("norm_value(Tensor words, float p) -> Tensor");
-  // torch.optim.Adam(W) on the segments that are present; `options` float64 [groups, 8] as AdamOptions in
-  // csrc/math/adam.h, `steps` int64 [s], `grad_scale` float64 scalar; `scales` float32 [ceil(n / 256)] for each uint8
-  // moment.
+  // One step of `rule` ("adam": torch.optim.Adam or AdamW) on shards of the same types, in few launches: on their
+  // segments that are present. Of each list one tensor a shard; no master where none is kept; of `state`, and of
+  // `scales` (float32 [ceil(n / 256)], for uint8 state), as many as the rule keeps, shard by shard. `steps` int64 [s];
+  // `options` float64 [groups, columns], as AdamOptions in csrc/math/adam.h; `grad_scale` float64 scalar.
   m.def(
-      "adam_(Tensor(a!) param, Tensor(b!)? master, Tensor grad, Tensor(c!) exp_avg, Tensor(d!) exp_avg_sq, "
-      "Tensor(e!)? max_exp_avg_sq, Tensor(f!)[] scales, Tensor segments, Tensor present, Tensor(g!) steps, "
-      "Tensor options, Tensor? grad_scale) -> ()");
-  // The same on several shards of the same types, in few launches. `master` and `max_exp_avg_sq`: one a shard, or none;
-  // `scales`: shard by shard.
-  m.def(
-      "adam_together_(Tensor(a!)[] param, Tensor(b!)[] master, Tensor[] grad, Tensor(c!)[] exp_avg, "
-      "Tensor(d!)[] exp_avg_sq, Tensor(e!)[] max_exp_avg_sq, Tensor(f!)[] scales, Tensor[] segments, "
-      "Tensor[] present, Tensor(g!)[] steps, Tensor options, Tensor? grad_scale) -> ()");
+      "update_(str rule, Tensor(a!)[] param, Tensor(b!)[] master, Tensor[] grad, Tensor(c!)[] state, "
+      "Tensor(d!)[] scales, Tensor[] segments, Tensor[] present, Tensor(e!)[] steps, Tensor options, "
+      "Tensor? grad_scale) -> ()");
 }
 
 namespace zx {

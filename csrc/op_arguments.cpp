@@ -18,9 +18,9 @@ void check_slices(at::TensorList slices, int64_t least_numel, const at::Tensor& 
   }
 }
 
-Master check_master(const at::Tensor& param, const std::optional<at::Tensor>& master) {
-  constexpr const char* op = "adam_";
-  if (!master) return Master::none;
+Master check_master(const at::Tensor& param, const at::Tensor* master) {
+  constexpr const char* op = "update_";
+  if (master == nullptr) return Master::none;
   ZX_CHECK_NUMEL(*master, param.numel(), op, "master");
   ZX_CHECK_CONTIGUOUS(*master, op, "master");
   check_device(*master, param, op, "master");
@@ -32,34 +32,34 @@ Master check_master(const at::Tensor& param, const std::optional<at::Tensor>& ma
   return Master::remainder;
 }
 
-Moments check_moments(const AdamTensors& t) {
-  constexpr const char* op = "adam_";
-  const auto dtype = t.exp_avg.scalar_type();
+Moments check_moments(const ShardTensors& t) {
+  constexpr const char* op = "update_";
+  const size_t num_moments = t.state.size();
+  ZX_CHECK(num_moments == kAdamMoments || num_moments == kAdamMoments + 1, op, "state", "must be ", kAdamMoments,
+           " tensors a shard, or one more with amsgrad, got ", num_moments);
+  const auto dtype = t.state[0].scalar_type();
   StateKind kind = StateKind::wide;
   if (t.param.scalar_type() == at::kDouble) {
-    ZX_CHECK(dtype == at::kDouble, op, "exp_avg", "must be Double beside a Double parameter, got ", dtype);
+    ZX_CHECK(dtype == at::kDouble, op, "state", "must be Double beside a Double parameter, got ", dtype);
   } else {
-    ZX_CHECK(dtype == at::kFloat || dtype == at::kBFloat16 || dtype == at::kByte, op, "exp_avg",
+    ZX_CHECK(dtype == at::kFloat || dtype == at::kBFloat16 || dtype == at::kByte, op, "state",
              "must be Float, BFloat16 or Byte, got ", dtype);
     if (dtype == at::kBFloat16) kind = StateKind::bf16;
     if (dtype == at::kByte) kind = StateKind::blockwise;
   }
   const int64_t numel = t.param.numel();
-  check_array(t.exp_avg, dtype, numel, t.param, op, "exp_avg");
-  check_array(t.exp_avg_sq, dtype, numel, t.param, op, "exp_avg_sq");
-  if (t.max_exp_avg_sq) check_array(*t.max_exp_avg_sq, dtype, numel, t.param, op, "max_exp_avg_sq");
+  for (const at::Tensor& values : t.state) check_array(values, dtype, numel, t.param, op, "state");
 
-  const int64_t num_moments = t.max_exp_avg_sq ? 3 : 2;
-  const int64_t num_scales = kind == StateKind::blockwise ? num_moments : 0;
-  ZX_CHECK(static_cast<int64_t>(t.scales.size()) == num_scales, op, "scales", "must be ", num_scales,
-           " tensors beside ", num_moments, " moments of ", dtype, ", got ", t.scales.size());
+  const size_t num_scales = kind == StateKind::blockwise ? num_moments : 0;
+  ZX_CHECK(t.scales.size() == num_scales, op, "scales", "must be ", num_scales, " tensors beside ", num_moments, " of ",
+           dtype, ", got ", t.scales.size());
   const int64_t num_blocks = (numel + kMomentBlock - 1) / kMomentBlock;
   for (const at::Tensor& scale : t.scales) check_array(scale, at::kFloat, num_blocks, t.param, op, "scales");
-  const auto moment = [&](const at::Tensor& values, size_t place) -> Moment {
-    return {values.data_ptr(), num_scales > 0 ? t.scales[place].mutable_data_ptr<float>() : nullptr};
+  const auto moment = [&](size_t place) -> Moment {
+    if (place >= num_moments) return {};
+    return {t.state[place].data_ptr(), num_scales > 0 ? t.scales[place].mutable_data_ptr<float>() : nullptr};
   };
-  return {kind, moment(t.exp_avg, 0), moment(t.exp_avg_sq, 1),
-          t.max_exp_avg_sq ? moment(*t.max_exp_avg_sq, 2) : Moment{}};
+  return {kind, moment(0), moment(1), moment(2)};
 }
 
 }  // namespace
@@ -169,8 +169,8 @@ void check_norm_value(const at::Tensor& words, double p) {
   ZX_CHECK(p > 0.0, "norm_value", "p", "must be positive, got ", p);
 }
 
-AdamStorage check_adam(const AdamTensors& t, const AdamTables& tables) {
-  constexpr const char* op = "adam_";
+ShardStorage check_update(const ShardTensors& t, const ShardTables& tables) {
+  constexpr const char* op = "update_";
   const at::Tensor& param = t.param;
   const DType param_dtype = dtype_of(param, op, "param");
   ZX_CHECK(dtype_of(t.grad, op, "grad") != DType::f64 || param_dtype == DType::f64, op, "grad",
@@ -179,7 +179,7 @@ AdamStorage check_adam(const AdamTensors& t, const AdamTables& tables) {
   ZX_CHECK_CONTIGUOUS(t.grad, op, "grad");
   ZX_CHECK_NUMEL(t.grad, param.numel(), op, "grad");
   check_device(t.grad, param, op, "grad");
-  const AdamStorage storage{check_master(param, t.master), check_moments(t)};
+  const ShardStorage storage{check_master(param, t.master), check_moments(t)};
   check_segments(tables.segments, param, op);
   const int64_t count = tables.segments.size(0);
   check_array(tables.present, at::kByte, count, param, op, "present");
@@ -193,31 +193,28 @@ AdamStorage check_adam(const AdamTensors& t, const AdamTables& tables) {
   return storage;
 }
 
-void for_each_shard(const AdamLists& l, const AdamCall& call) {
-  constexpr const char* op = "adam_together_";
+void for_each_shard(const ShardLists& l, const ShardCall& call) {
+  constexpr const char* op = "update_";
+  ZX_CHECK(l.rule == "adam", op, "rule", "must be adam, got ", l.rule);
   const size_t count = l.param.size();
-  const auto check_count = [&](at::TensorList list, const char* argument, bool may_be_none) {
+  const auto check_count = [&](at::TensorList list, const char* argument, bool may_be_none = false) {
     ZX_CHECK(list.size() == count || (may_be_none && list.empty()), op, argument, "must be ", count, " tensors, got ",
              list.size());
   };
-  check_count(l.master, "master", true);
-  check_count(l.grad, "grad", false);
-  check_count(l.exp_avg, "exp_avg", false);
-  check_count(l.exp_avg_sq, "exp_avg_sq", false);
-  check_count(l.max_exp_avg_sq, "max_exp_avg_sq", true);
-  check_count(l.segments, "segments", false);
-  check_count(l.present, "present", false);
-  check_count(l.steps, "steps", false);
-  ZX_CHECK(count == 0 || l.scales.size() % count == 0, op, "scales", "must be as many for each of ", count,
-           " shards, got ", l.scales.size());
-  const size_t num_scales = count == 0 ? 0 : l.scales.size() / count;
-  const auto one_of = [](at::TensorList list, size_t i) {
-    return list.empty() ? std::optional<at::Tensor>() : std::optional<at::Tensor>(list[i]);
+  const auto number_in_each = [&](at::TensorList list, const char* argument) {
+    ZX_CHECK(count == 0 || list.size() % count == 0, op, argument, "must be as many for each of ", count,
+             " shards, got ", list.size());
+    return count == 0 ? 0 : list.size() / count;
   };
+  check_count(l.master, "master", /*may_be_none=*/true);
+  check_count(l.grad, "grad");
+  check_count(l.segments, "segments");
+  check_count(l.present, "present");
+  check_count(l.steps, "steps");
+  const size_t num_state = number_in_each(l.state, "state");
+  const size_t num_scales = number_in_each(l.scales, "scales");
   for (size_t i = 0; i < count; ++i) {
-    const auto master = one_of(l.master, i);
-    const auto maximum = one_of(l.max_exp_avg_sq, i);
-    call({l.param[i], master, l.grad[i], l.exp_avg[i], l.exp_avg_sq[i], maximum,
+    call({l.param[i], l.master.empty() ? nullptr : &l.master[i], l.grad[i], l.state.slice(i * num_state, num_state),
           l.scales.slice(i * num_scales, num_scales)},
          {l.segments[i], l.present[i], l.steps[i], l.options, l.grad_scale});
   }

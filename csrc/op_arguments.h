@@ -44,45 +44,43 @@ void check_reduce(const at::Tensor& shard, const at::Tensor& words, at::TensorLi
 void check_norm(const at::Tensor& words, const at::Tensor& shard, const at::Tensor& segments, double p);
 void check_norm_value(const at::Tensor& words, double p);
 
-// The tensors of adam_, by name.
-struct AdamTensors {
+// One shard of update_.
+struct ShardTensors {
   const at::Tensor& param;
-  const std::optional<at::Tensor>& master;
+  const at::Tensor* master;  // null where none is kept
   const at::Tensor& grad;
-  const at::Tensor& exp_avg;
-  const at::Tensor& exp_avg_sq;
-  const std::optional<at::Tensor>& max_exp_avg_sq;
-  at::TensorList scales;  // of the moments there are, in this order; none but for 8-bit moments
+  at::TensorList state;
+  at::TensorList scales;  // one for each of `state`; none but for 8-bit state
 };
-struct AdamTables {
+struct ShardTables {
   const at::Tensor& segments;
   const at::Tensor& present;
   const at::Tensor& steps;
   const at::Tensor& options;
   const std::optional<at::Tensor>& grad_scale;
 };
-struct AdamStorage {
+struct ShardStorage {
   Master master_kind;
   Moments moments;
 };
-AdamStorage check_adam(const AdamTensors& tensors, const AdamTables& tables);
+ShardStorage check_update(const ShardTensors& tensors, const ShardTables& tables);
 
-// The arguments of adam_together_: of every list one tensor a shard, or none at all where a shard may have none.
-struct AdamLists {
+// The arguments of update_: of every list one tensor a shard, but no master where none is kept, and of `state` and
+// `scales` as many a shard as the rule keeps, shard by shard.
+struct ShardLists {
+  c10::string_view rule;
   at::TensorList param;
   at::TensorList master;
   at::TensorList grad;
-  at::TensorList exp_avg;
-  at::TensorList exp_avg_sq;
-  at::TensorList max_exp_avg_sq;
-  at::TensorList scales;  // of all moments of the first shard, then of the next
+  at::TensorList state;
+  at::TensorList scales;
   at::TensorList segments;
   at::TensorList present;
   at::TensorList steps;
   const at::Tensor& options;
   const std::optional<at::Tensor>& grad_scale;
 };
-using AdamCall = std::function<void(const AdamTensors&, const AdamTables&)>;
-void for_each_shard(const AdamLists& lists, const AdamCall& call);
+using ShardCall = std::function<void(const ShardTensors&, const ShardTables&)>;
+void for_each_shard(const ShardLists& lists, const ShardCall& call);
 
 }  // namespace zx

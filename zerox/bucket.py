@@ -12,18 +12,13 @@ from torch import Tensor
 from zerox._C import SEGMENT_COLUMNS
 from zerox.buffers import FlatBuffer, dense_strides
 from zerox.grad_dtype import grad_dtype_of
-from zerox.large_pages import zeros
 from zerox.model_names import quoted
-from zerox.moments import MASTER_PLACE, Moments
 from zerox.plan.buckets import BucketPlan
 from zerox.plan.layout import Segment
+from zerox.rules.rule import MASTER, MASTERS, Rule, StateSpec
+from zerox.stored import Stored
 
-REMAINDER = "remainder"
-FP32 = "fp32"
-MASTER = "master"  # its key in the state where it is float32; of remainders it is REMAINDER
 MOST_NAMES = 8
-MASTER_DTYPES = {REMAINDER: torch.int16, FP32: torch.float32}
-MOMENT_DTYPES = {str(dtype): dtype for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.uint8)}
 
 
 @dataclass(frozen=True)
@@ -72,30 +67,43 @@ class GradPart(NamedTuple):
 
 
 class Bucket:
-    """``members`` in the plan's order. ``master``: "remainder", "fp32" or None. State starts at zero, steps too."""
+    """``members`` in the plan's order. ``specs``: what is kept for each element. It starts at zero, steps too."""
 
     def __init__(
-        self, plan: BucketPlan, members: Sequence[Member], rank: int, master: str | None, amsgrad: bool
+        self, plan: BucketPlan, members: Sequence[Member], rank: int, rule: Rule, specs: Sequence[StateSpec]
     ) -> None:
         self.plan = plan
         self.members = list(members)
         self.buffer = FlatBuffer([member.param for member in members], plan.layout)
         self.own_segments: list[Segment] = plan.layout.segments(rank)
-        self.master_kind = master
+        self.rule = rule
         self.grad_dtype = grad_dtype_of(self.members[0].param)
         self.param_shard = self.buffer.shard(rank)
 
-        device, shard_numel = self.buffer.flat.device, plan.layout.shard_numel
         rows = [
             [s.span.start, s.span.stop, members[s.slot].group, members[s.slot].number, s.param_start]
             for s in self.own_segments
         ]
-        self.segments = torch.tensor(rows, dtype=torch.int64, device="cpu").reshape(-1, SEGMENT_COLUMNS).to(device)
-        self.steps = torch.zeros(len(rows), dtype=torch.int64, device=device)
-        self.moments = Moments(MOMENT_DTYPES[plan.state_dtype], shard_numel, device, amsgrad)
-        self.master: Tensor | None = None
-        if master is not None:
-            self.master = zeros(shard_numel, MASTER_DTYPES[master], device, MASTER_PLACE)
+        self.segments = torch.tensor(rows, dtype=torch.int64, device="cpu").reshape(-1, SEGMENT_COLUMNS).to(self.device)
+        self.steps = torch.zeros(len(rows), dtype=torch.int64, device=self.device)
+        self.state: dict[str, Stored] = {}
+        for spec in specs:
+            self.keep(spec)
+
+    @property
+    def device(self) -> torch.device:
+        return self.buffer.flat.device
+
+    def keep(self, spec: StateSpec) -> None:
+        """From now on this is kept too, in the order of the rule's specs: all ranks gather state in one order."""
+        made = Stored.zeros(self.rule, spec, self.plan.state_form, self.plan.layout.shard_numel, self.device)
+        kept = self.state | {spec.key: made}
+        order = [each.key for each in (*self.rule.states, *MASTERS)]
+        self.state = {key: kept[key] for key in order if key in kept}
+
+    @property
+    def master(self) -> Stored | None:
+        return next((self.state[spec.key] for spec in MASTERS if spec.key in self.state), None)
 
     def describe(self, index: int) -> str:
         """For errors: "bucket 3 (wte.weight, ...)", as csrc/bucket_manager has it."""
@@ -105,32 +113,43 @@ class Bucket:
 
     def start_master(self) -> None:
         """The master takes the parameters' values: once they are the same on all ranks."""
-        if self.master is not None and self.master_kind == FP32:
-            self.master.copy_(self.param_shard)
-
-    def state_shards(self) -> dict[str, Tensor]:
-        """What is kept for each element of the own shard, by its key in the optimizer's state."""
-        found = dict(self.moments.values)
-        if self.master is not None:
-            found[REMAINDER if self.master_kind == REMAINDER else MASTER] = self.master
-        return found
+        if MASTER.key in self.state:
+            self.state[MASTER.key].values.copy_(self.param_shard)
 
     def state_of_own(self) -> Iterator[tuple[Tensor, dict[str, Tensor]]]:
         """Each parameter that has elements here, with views of its state.
 
         A view has the parameter's shape where this rank owns all of it, else it is the 1-D range of its elements in
-        memory order that this rank owns. Keys as in torch.optim.AdamW, and "remainder" or "master" where one is kept.
-        8-bit moments are uint8 codes, beside them "exp_avg_scale" and so on: float32, one for each block of 256
-        elements in memory order. zerox/moments.py says what they stand for.
+        memory order that this rank owns. Keys as in the rule's torch.optim class, and "remainder" or "master" where one
+        is kept. 8-bit values are uint8 codes, beside them under "..._scale" the scales: float32, one for each block of
+        256 elements in memory order (zerox/plan/form.py).
         """
-        tensors = self.state_shards()
         for row, segment in enumerate(self.own_segments):
             param = self.members[segment.slot].param
-            state = {"step": self.steps[row], **self.moments.scales_of(slice(segment.span.start, segment.span.stop))}
-            for key, tensor in tensors.items():
-                if segment.span.numel == param.numel():
-                    start = tensor.storage_offset() + segment.span.start
-                    state[key] = tensor.as_strided(param.shape, dense_strides(param), start)
-                else:
-                    state[key] = tensor[segment.span.start : segment.span.stop]
+            state = {"step": self.steps[row]}
+            for key, stored in self.state.items():
+                own = stored.part(slice(segment.span.start, segment.span.stop))
+                state |= own.tensors()
+                if own.values.numel() == param.numel():
+                    start = own.values.storage_offset()
+                    state[key] = own.values.as_strided(param.shape, dense_strides(param), start)
             yield param, state
+
+
+def start_states(buckets: Sequence[Bucket], groups: Sequence[dict[str, Any]], capturing: bool = False) -> bool:
+    """Gives buckets what an option of their groups has begun to ask for; returns whether one lacked something."""
+    rules = {bucket.rule.name: bucket.rule for bucket in buckets}.values()
+    options = {spec.when for rule in rules for spec in rule.states}
+    if not any(group.get(option) for group in groups for option in options):
+        return False
+    missing = [
+        (bucket, spec)
+        for bucket in buckets
+        for spec in bucket.rule.states
+        if spec.key not in bucket.state and any(spec.is_wanted(groups[member.group]) for member in bucket.members)
+    ]
+    if missing and capturing:  # each replay would set it to zero
+        raise RuntimeError(f"{missing[0][1].when} was turned on: call step() once before capturing it")
+    for bucket, spec in missing:
+        bucket.keep(spec)
+    return bool(missing)

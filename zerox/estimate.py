@@ -8,15 +8,14 @@ from typing import Any
 
 import torch
 
-from zerox.bucket import MASTER_DTYPES, MOMENT_DTYPES
 from zerox.grad_dtype import grad_dtype_of
-from zerox.large_pages import storage_bytes
-from zerox.moments import MASTER_PLACE, PLACES, moment_bytes
 from zerox.options import Options, check_params, named_tensors
 from zerox.plan.buckets import BucketPlan
 from zerox.plan.peak import Flow, peak_alone, peak_of_sharded, peak_of_whole
 from zerox.plan.stage import SHARDED
 from zerox.process_group import ALONE, chosen_group
+from zerox.rules.adam import ADAM
+from zerox.stored import stored_bytes
 
 
 @dataclass(frozen=True)
@@ -55,7 +54,6 @@ def estimate(
     *,
     backend: str = "gloo",
     local_world_size: int | None = None,
-    amsgrad: bool = False,
     **options: Any,
 ) -> MemoryBytes:
     """Bytes per rank of training ``params`` with ``FusedShardedAdam(params, **options)`` over ``world_size`` ranks.
@@ -77,7 +75,8 @@ def estimate(
     known = {field.name for field in dataclasses.fields(Options)}
     chosen = Options(**{name: value for name, value in options.items() if name in known})
     everything = named_tensors(params)
-    trained = [(name, tensor, group) for name, tensor, group in everything if tensor.requires_grad]
+    asked = {spec.when: bool(options.get(spec.when)) for spec in ADAM.states}
+    trained = [(name, tensor, asked | group) for name, tensor, group in everything if tensor.requires_grad]
     tensors = [tensor for _, tensor, _ in trained]
     check_params([name for name, _, _ in trained], tensors, allocated=False)
     chosen.check_dtypes(tensor.dtype for tensor in tensors)
@@ -92,11 +91,10 @@ def estimate(
     for plan in chosen.plan([name for name, _, _ in trained], tensors, backend, world_size):
         layout, dtype = plan.layout, tensors[plan.params[0]].dtype
         parameters += layout.numel * dtype.itemsize
-        kind = chosen.master_kind(dtype)
-        master += storage_bytes(layout.shard_numel, MASTER_DTYPES[kind], on_host, MASTER_PLACE) if kind else 0
-        has_third = any(trained[index][2].get("amsgrad", amsgrad) for index in plan.params)
-        state_dtype, kinds = MOMENT_DTYPES[plan.state_dtype], list(PLACES)[: 3 if has_third else 2]
-        moments += sum(moment_bytes(name, state_dtype, layout.shard_numel, on_host) for name in kinds)
+        kept = ADAM.wanted([trained[index][2] for index in plan.params])
+        place = (plan.state_form, layout.shard_numel, on_host)
+        moments += sum(stored_bytes(ADAM, spec, *place) for spec in kept)
+        master += sum(stored_bytes(ADAM, spec, *place) for spec in chosen.masters(dtype))
         wire = chosen.wire_dtype(dtype)
         grads = grad_dtype_of(tensors[plan.params[0]], chosen.accumulate_dtype)
         straight = plan.num_straight if stay and wire == grads else 0

@@ -7,12 +7,13 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from zerox.bucket import MASTER, REMAINDER, Bucket
+from zerox.bucket import Bucket
 from zerox.buffers import dense_strides
-from zerox.moments import SCALE
 from zerox.plan.layout import Segment
 from zerox.ranks import CPU, Ranks
+from zerox.rules.rule import MASTER, REMAINDER
 from zerox.sliced_state import STEP
+from zerox.stored import Stored
 from zerox.stored_forms import decoded, master_of
 
 
@@ -34,21 +35,21 @@ def full_state(
                 found.setdefault(bucket.members[segment.slot].number, {})[STEP] = torch.tensor(
                     float(step), dtype=torch.float32, device=CPU
                 )
-        for name, values in in_full(bucket):
-            shards = ranks.gather(values, to)
+        for stored in in_full(bucket):
+            shards = ranks.gather(stored.values, to)
             for slot, whole in _assembled(bucket, segments, shards, device) if shards else ():
-                found[bucket.members[slot].number][name] = whole
+                found[bucket.members[slot].number][stored.spec.key] = whole
     return dict(sorted(found.items()))
 
 
-def in_full(bucket: Bucket) -> Iterator[tuple[str, Tensor]]:
+def in_full(bucket: Bucket) -> Iterator[Stored]:
     """What is kept for each element of the own shard, float32 or float64, and nothing of how it is stored."""
-    for name, shard in bucket.moments.values.items():
-        scales = bucket.moments.scales.get(name + SCALE)
-        wide = decoded(name, shard, scales)
-        yield name, wide.float() if wide.dtype is not torch.float64 else wide
-    if bucket.master is not None:
-        yield MASTER, master_of(bucket.param_shard, bucket.master) if bucket.master_kind == REMAINDER else bucket.master
+    for stored in bucket.state.values():
+        if stored.spec == REMAINDER:
+            yield Stored(MASTER, master_of(bucket.param_shard, stored.values))
+        else:
+            wide = decoded(stored)
+            yield Stored(stored.spec, wide.float() if wide.dtype is not torch.float64 else wide)
 
 
 def _assembled(

@@ -23,7 +23,7 @@ def zeros(numel: int, dtype: torch.dtype, device: torch.device, place: int = 0) 
 
     ``place``: its number, from 1 on, among the arrays that are walked together; 0: wherever the allocator likes.
     """
-    nbytes = storage_bytes(numel, dtype, device.type == "cpu", place)
+    nbytes = storage_bytes(numel, dtype.itemsize, device.type == "cpu", place)
     made = torch.empty(nbytes // dtype.itemsize, dtype=dtype, device=device)
     if device.type == "cpu" and nbytes >= PAGED_BYTES:
         C.advise_large_pages(made)
@@ -34,7 +34,7 @@ def zeros(numel: int, dtype: torch.dtype, device: torch.device, place: int = 0) 
     return made[start : start + numel]
 
 
-def storage_bytes(numel: int, dtype: torch.dtype, on_host: bool, place: int) -> int:
+def storage_bytes(numel: int, itemsize: int, on_host: bool, place: int) -> int:
     """What :func:`zeros` allocates."""
-    nbytes = numel * dtype.itemsize
+    nbytes = numel * itemsize
     return nbytes + (PERIOD_BYTES if on_host and place and nbytes >= SPACED_BYTES else 0)

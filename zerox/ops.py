@@ -8,6 +8,7 @@ Shapes, per bucket: a shard has ``n`` elements, of which ``s`` segments (one par
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,7 +16,6 @@ from torch import Tensor
 from zerox import _C as C
 
 EXACT_WORDS: int = C.EXACT_WORDS
-OPTIONS_COLUMNS = 8
 
 
 def flatten_(flat: Tensor, sources: list[Tensor], pieces: Tensor, flags: Tensor) -> None:
@@ -58,51 +58,46 @@ def norm_value(words: Tensor, p: float) -> Tensor:
     return torch.ops.zerox.norm_value(words, p)
 
 
-def adam_(
-    param: Tensor,
-    master: Tensor | None,
-    grad: Tensor,
-    moments: tuple[Tensor, Tensor, Tensor | None],
-    segments: Tensor,
-    present: Tensor,
-    steps: Tensor,
-    options: Tensor,
-    grad_scale: Tensor | None,
-    scales: Sequence[Tensor] = (),
-) -> None:
-    """One step of torch.optim.AdamW / Adam on a shard, in place, in one pass.
+class Shard(NamedTuple):
+    """What :func:`update_` takes of one shard ``[n]``.
 
-    ``param`` ``[n]``; ``master``: int16 remainders of bfloat16 parameters, float32 copies of 16-bit ones, or None;
-    ``grad`` ``[n]`` of any floating dtype (float64 only beside float64 parameters), multiplied by ``grad_scale`` (a
-    float64 scalar) first; ``moments``: exp_avg, exp_avg_sq, and max_exp_avg_sq where a row of ``options`` has amsgrad,
-    float64 for float64 parameters, else float32, bfloat16 (rounded stochastically: ``csrc/math/random.h``), or uint8
-    codes with ``scales``, float32 ``[ceil(n / 256)]`` for each moment (``csrc/math/dynamic_map.h``). Segments whose
-    ``present`` (uint8 ``[s]``) is 0 are left alone; the others count their ``steps`` (int64 ``[s]``) up. ``options``:
-    float64 ``[groups, 8]``, rows ``(lr, beta1, beta2, eps, weight_decay, maximize, decoupled, amsgrad)``. Raises
-    ValueError where these don't fit together.
+    ``master``: int16 remainders of bfloat16 parameters, float32 copies of 16-bit ones, or None. ``grad`` is of any
+    floating dtype (float64 only beside float64 parameters). ``state``: what the rule keeps, float64 for float64
+    parameters, else float32, bfloat16 (rounded stochastically: ``csrc/math/random.h``), or uint8 codes with ``scales``,
+    float32 ``[ceil(n / 256)]`` for each (``csrc/math/dynamic_map.h``). Segments whose ``present`` (uint8 ``[s]``) is 0
+    are left alone; the others count their ``steps`` (int64 ``[s]``) up.
     """
-    torch.ops.zerox.adam_(param, master, grad, *moments, scales, segments, present, steps, options, grad_scale)
+
+    param: Tensor
+    master: Tensor | None
+    grad: Tensor
+    state: Sequence[Tensor]
+    scales: Sequence[Tensor]
+    segments: Tensor
+    present: Tensor
+    steps: Tensor
 
 
-def adam_together_(
-    shards: Sequence[tuple[Tensor, Tensor | None, Tensor, tuple[Tensor, Tensor, Tensor | None]]],
-    tables: Sequence[tuple[Tensor, Tensor, Tensor]],
-    options: Tensor,
-    grad_scale: Tensor | None,
-    scales: Sequence[Tensor] = (),
-) -> None:
-    """:func:`adam_` on several shards of the same dtypes: on a GPU in few launches, however small they are.
+def update_(rule: str, shards: Sequence[Shard], options: Tensor, grad_scale: Tensor | None = None) -> None:
+    """One step of ``rule`` on shards of the same dtypes, in place: on a GPU in few launches, however small they are.
 
-    ``shards``: each one's ``(param, master, grad, moments)``; ``tables``: ``(segments, present, steps)``; ``scales``:
-    those of the first shard's moments, then the next one's. Masters and max_exp_avg_sq have all shards, or none.
+    "adam" is torch.optim.AdamW's or Adam's, and keeps exp_avg and exp_avg_sq, and max_exp_avg_sq where a row of
+    ``options`` has amsgrad. ``options``: float64 ``[groups, columns]``, rows as the rule's columns say
+    (``zerox/rules``). Gradients are multiplied by ``grad_scale`` (a float64 scalar) first. Either all shards have
+    masters, or none. Raises ValueError where these don't fit together.
     """
-    params, masters, grads, moments = zip(*shards, strict=True)
-    exp_avgs, exp_avg_sqs, maxima = zip(*moments, strict=True)
-    segments, present, steps = zip(*tables, strict=True)
-    given_masters, given_maxima = ([each for each in found if each is not None] for found in (masters, maxima))
-    torch.ops.zerox.adam_together_(
-        *(params, given_masters, grads, exp_avgs, exp_avg_sqs, given_maxima, scales),
-        *(segments, present, steps, options, grad_scale),
+    torch.ops.zerox.update_(
+        rule,
+        [s.param for s in shards],
+        [s.master for s in shards if s.master is not None],
+        [s.grad for s in shards],
+        [each for s in shards for each in s.state],
+        [each for s in shards for each in s.scales],
+        [s.segments for s in shards],
+        [s.present for s in shards],
+        [s.steps for s in shards],
+        options,
+        grad_scale,
     )
 
 
@@ -110,7 +105,7 @@ def _changes_arguments_only(*_args: object) -> None:
     """What a tracer needs to know of an op that returns nothing."""
 
 
-for _name in ("flatten_", "read_flags_", "reduce_", "norm_", "adam_", "adam_together_"):
+for _name in ("flatten_", "read_flags_", "reduce_", "norm_", "update_"):
     torch.library.register_fake(f"zerox::{_name}", _changes_arguments_only)
 
 

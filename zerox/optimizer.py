@@ -20,6 +20,7 @@ from zerox.estimate import MemoryBytes, measured_bytes
 from zerox.grad_dtype import Widened
 from zerox.grad_scale import GradScale
 from zerox.grads import Grads
+from zerox.ops import Shard
 from zerox.optimizer_state import OptimizerState
 from zerox.options import Options, check_params
 from zerox.overlap_gather import GatherOverlap
@@ -27,8 +28,10 @@ from zerox.params import ParamGather
 from zerox.process_group import GroupArgument
 from zerox.ranks import Ranks, call_ranks, find_ranks
 from zerox.rules import adam
-from zerox.rules.update import Shard, launches, ranges, update
+from zerox.rules.rule import MASTERS, StateSpec
+from zerox.rules.table import OptionsTable
 from zerox.terms import terms
+from zerox.update import launches, ranges, shard_of, update
 
 
 class FusedShardedAdam(OptimizerState):
@@ -112,7 +115,7 @@ class FusedShardedAdam(OptimizerState):
             self._overlap: GatherOverlap | None = None
             self._elsewhere: list[PlaceInBuffer] = []  # what step() found moved
             self._grad_scale = GradScale(self._grads.manager, device, keeps_place=capturable)
-            self._table = adam.OptionsTable(device, keeps_place=capturable)
+            self._table = OptionsTable(adam.ADAM, device, keeps_place=capturable)
             self._share_state()
         self._adopt(members)
 
@@ -134,13 +137,13 @@ class FusedShardedAdam(OptimizerState):
         if not capturing:
             self._settle(Place.STEP)
             self._grad_scale.check()
-        self._start_amsgrad(capturing)
+        self._start_states(capturing)
         self._consolidated = None  # of the state before
         options = self._table.refresh(self.param_groups, capturing)
         overlap = self._overlap is not None and not capturing
         for run in launches(self._grads.manager.gather_order, self._buckets):
             with ranges(run):
-                update(list(self._shards(run)), options, self._grad_scale.value)
+                update(adam.ADAM, list(self._shards(run)), options, self._grad_scale.value)
             for index in run:
                 self._gather.start(index, background=overlap)
         if not capturing:
@@ -276,8 +279,8 @@ class FusedShardedAdam(OptimizerState):
                 [*(bucket.buffer.flat for bucket in self._buckets), *(m.param for m in self._frozen + moved)]
             ),
             gradients=measured_bytes(whole + self._grads.landed()),
-            master=measured_bytes([bucket.master for bucket in self._buckets]),
-            moments=measured_bytes([tensor for bucket in self._buckets for tensor in bucket.moments]),
+            master=measured_bytes(self._state_tensors(MASTERS)),
+            moments=measured_bytes(self._state_tensors(adam.ADAM.states)),
         )
 
     # ---- inside ------------------------------------------------------------------------------------------------------
@@ -287,8 +290,12 @@ class FusedShardedAdam(OptimizerState):
         double = any(bucket.buffer.flat.dtype is torch.float64 for bucket in self._buckets)
         return torch.float64 if double else torch.float32
 
+    def _state_tensors(self, specs: Sequence[StateSpec]) -> list[Tensor | None]:
+        stored = [bucket.state[spec.key] for bucket in self._buckets for spec in specs if spec.key in bucket.state]
+        return [tensor for each in stored for tensor in each.tensors().values()]
+
     def _check_group(self, group: dict[str, Any]) -> None:
-        adam.check_group(group)
+        adam.ADAM.check(group)
         self._options.check_group(group)
 
     def _adopt(self, members: Sequence[Member]) -> None:
@@ -315,8 +322,9 @@ class FusedShardedAdam(OptimizerState):
         plans = self._options.plan([m.name for m in trained], [m.param for m in trained], ranks.backend, ranks.size)
         for plan in plans:
             inside = [trained[i] for i in plan.params]
-            amsgrad = any(self.param_groups[m.group]["amsgrad"] for m in inside)
-            bucket = Bucket(plan, inside, ranks.rank, self._options.master_kind(inside[0].param.dtype), amsgrad)
+            wanted = adam.ADAM.wanted([self.param_groups[m.group] for m in inside])
+            specs = [*wanted, *self._options.masters(inside[0].param.dtype)]
+            bucket = Bucket(plan, inside, ranks.rank, adam.ADAM, specs)
             ranks.broadcast(bucket.buffer.flat, f"the parameters of {bucket.describe(len(self._buckets))}")
             give_out(bucket.buffer.places())
             bucket.start_master()
@@ -344,4 +352,4 @@ class FusedShardedAdam(OptimizerState):
         for index in run:
             if parts := self._grads.parts(index):
                 present = self._grad_scale.present(self._grads.present(index))
-                yield from (Shard.of(self._buckets[index], part, present) for part in parts)
+                yield from (shard_of(self._buckets[index], part, present) for part in parts)

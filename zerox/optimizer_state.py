@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zerox.bucket import Bucket, Member
+from zerox.bucket import Bucket, Member, start_states
 from zerox.dcp_request import Request, dcp_request
 from zerox.full_state import full_state, in_full
 from zerox.ranks import CPU, Ranks
@@ -57,7 +57,7 @@ class OptimizerState(torch.optim.Optimizer):
             to, device = (None, ranks.device) if request is Request.WHOLE else (0, CPU)
             return full_state(self._buckets, ranks, to, device)
         if request is Request.FILLED_FROM_WHOLE:
-            return {m.number: state for b in self._buckets for m, state in sliced_state(b, dict(in_full(b)))}
+            return {m.number: state for b in self._buckets for m, state in sliced_state(b, in_full(b))}
         if request is None and self._consolidated is not None:
             consolidated, self._consolidated = self._consolidated, None
             if consolidated.is_of(self._buckets):
@@ -103,7 +103,7 @@ class OptimizerState(torch.optim.Optimizer):
             adam.check_flags(group)
         check_state(self._buckets, self._frozen, loaded["state"])
         self.param_groups = groups_to_take(self.param_groups, loaded["param_groups"], self.defaults)
-        self._start_amsgrad()
+        self._start_states()
         self._consolidated = None
         fill_state(self._buckets, loaded["state"])
 
@@ -134,9 +134,9 @@ class OptimizerState(torch.optim.Optimizer):
         self._consolidated = kept
         return groups
 
-    def _start_amsgrad(self, capturing: bool = False) -> None:
-        """A group's amsgrad may be turned on later: torch makes its state at the next step too."""
-        if adam.start_amsgrad(self._buckets, self.param_groups, capturing):
+    def _start_states(self, capturing: bool = False) -> None:
+        """A group's option that asks for state may be turned on later: torch makes it at the next step too."""
+        if start_states(self._buckets, self.param_groups, capturing):
             self._publish_state()
 
     def _publish_state(self) -> None:

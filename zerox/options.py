@@ -11,17 +11,20 @@ from torch import Tensor
 from torch.nn.parameter import is_lazy
 
 from zerox._ext import cuda_refusal
-from zerox.bucket import FP32, REMAINDER
 from zerox.grad_dtype import can_be_set, grad_dtype_of
 from zerox.model_names import quoted
-from zerox.moments import STATE_DTYPES, moment_dtype
 from zerox.plan.buckets import MIB, BucketPlan, ParamSpec, default_cap_bytes, plan_buckets
+from zerox.plan.form import BFLOAT16, EIGHT_BIT, FLOAT32, FLOAT64, Form
+from zerox.plan.layout import SMALL_NUMEL
 from zerox.plan.stage import SHARDED, Stage, stage_of
+from zerox.rules.rule import MASTER, REMAINDER, StateSpec
 
 PARAM_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 ACCUMULATE_DTYPES = (None, torch.float32)
 REDUCE_DTYPES = (None, torch.float32, torch.bfloat16, torch.float16)
-MASTER_WEIGHTS = ("auto", REMAINDER, FP32, None)
+STATE_FORMS: dict[torch.dtype | str, Form] = {torch.float32: FLOAT32, torch.bfloat16: BFLOAT16, "8bit": EIGHT_BIT}
+MASTER_SPECS = {"remainder": REMAINDER, "fp32": MASTER}
+MASTER_WEIGHTS = ("auto", *MASTER_SPECS, None)
 
 
 @dataclass(frozen=True)
@@ -49,8 +52,8 @@ class Options:
                 f"accumulate_dtype={self.accumulate_dtype} needs a torch that has Tensor.grad_dtype, and "
                 f"{torch.__version__} does not: leave it at None"
             )
-        if self.state_dtype not in STATE_DTYPES:
-            raise ValueError(f"state_dtype must be one of {STATE_DTYPES}, got {self.state_dtype!r}")
+        if self.state_dtype not in tuple(STATE_FORMS):
+            raise ValueError(f"state_dtype must be one of {tuple(STATE_FORMS)}, got {self.state_dtype!r}")
         if self.master_weights not in MASTER_WEIGHTS:
             raise ValueError(f"master_weights must be one of {MASTER_WEIGHTS}, got {self.master_weights!r}")
         if self.capturable and self.placements.grads is not SHARDED:
@@ -80,10 +83,11 @@ class Options:
     def check_dtypes(self, dtypes: Iterable[torch.dtype]) -> None:
         """``master_weights="remainder"`` must fit the parameters that are trained."""
         found = set(dtypes)
-        if self.master_weights == REMAINDER and (torch.bfloat16 not in found or torch.float16 in found):
+        if self.master_weights == "remainder" and (torch.bfloat16 not in found or torch.float16 in found):
+            others = [each for each in MASTER_WEIGHTS if each != self.master_weights]
             raise ValueError(
-                'master_weights="remainder" is for bfloat16 parameters (allowed with others: '
-                f"{[m for m in MASTER_WEIGHTS if m != REMAINDER]}), got parameters of {sorted(map(str, found))}"
+                f'master_weights="remainder" is for bfloat16 parameters (allowed with others: {others}), got '
+                f"parameters of {sorted(map(str, found))}"
             )
 
     def check_device(self, device: torch.device) -> None:
@@ -91,22 +95,30 @@ class Options:
         if self.capturable and device.type != "cuda":
             raise ValueError(f"capturable=True needs CUDA parameters, got parameters on {device}")
 
-    def master_kind(self, param_dtype: torch.dtype) -> str | None:
+    def masters(self, param_dtype: torch.dtype) -> list[StateSpec]:
         """How the exact value of a parameter is kept: 32- and 64-bit ones need nothing beside themselves."""
         if param_dtype not in (torch.bfloat16, torch.float16) or self.master_weights is None:
-            return None
+            return []
         if self.master_weights == "auto":
-            return REMAINDER if param_dtype is torch.bfloat16 else FP32
-        return self.master_weights
+            return [REMAINDER if param_dtype is torch.bfloat16 else MASTER]
+        return [MASTER_SPECS[self.master_weights]]
+
+    def state_form(self, param: Tensor) -> Form:
+        """How the state of a parameter is stored.
+
+        float64 parameters are updated in float64 throughout, and keep float64 state whatever ``state_dtype`` says. In 8
+        bits small parameters (under 4,096 elements) keep float32: norms and biases, of which all together are few.
+        """
+        if param.dtype is torch.float64:
+            return FLOAT64
+        form = STATE_FORMS[self.state_dtype]
+        return FLOAT32 if form.scaled and param.numel() < SMALL_NUMEL else form
 
     def plan(self, names: Sequence[str], params: Sequence[Tensor], backend: str, world_size: int) -> list[BucketPlan]:
         specs = []
         for name, param in zip(names, params, strict=True):
-            moments = moment_dtype(param.dtype, param.numel(), self.state_dtype)
-            grads = grad_dtype_of(param, self.accumulate_dtype)
-            specs.append(
-                ParamSpec(name, param.numel(), str(param.dtype), param.element_size(), str(moments), str(grads))
-            )
+            dtype, grads = str(param.dtype), str(grad_dtype_of(param, self.accumulate_dtype))
+            specs.append(ParamSpec(name, param.numel(), dtype, param.element_size(), self.state_form(param), grads))
         return plan_buckets(specs, world_size, self.cap_bytes(backend, world_size))
 
 

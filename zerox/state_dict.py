@@ -11,15 +11,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zerox.bucket import MASTER, REMAINDER, Bucket, Member
+from zerox.bucket import Bucket, Member
 from zerox.buffers import dense_strides
-from zerox.moments import EXP_AVG, EXP_AVG_SQ, MAX_EXP_AVG_SQ, SCALE
 from zerox.options import OF_OPTIMIZER
+from zerox.plan.form import num_blocks
 from zerox.plan.span import Span
 from zerox.rules import adam
-from zerox.sliced_state import STEP, blocks_of, num_blocks
+from zerox.rules.rule import MASTERS, Rule
+from zerox.sliced_state import STEP, blocks_of
 from zerox.sliced_tensor import SlicedTensor
 from zerox.state_parts import fill_row
+from zerox.stored import SCALE
 
 WHOLE_STEP = Span(0, 1)
 
@@ -76,12 +78,12 @@ def check_state(buckets: Sequence[Bucket], frozen: Sequence[Member], given: Mapp
         members = {id(member.param): member for member in bucket.members}
         for param, uncast in given.items():
             if isinstance(param, Tensor) and id(param) in members:
-                _check_whole(members[id(param)], uncast.state)
+                _check_whole(bucket.rule, members[id(param)], uncast.state)
         for segment in bucket.own_segments:
             member = bucket.members[segment.slot]
             if member.param in given:
                 span = Span(segment.param_start, segment.param_start + segment.span.numel)
-                _parts(member, given[member.param].state, span)
+                _parts(bucket.rule, member, given[member.param].state, span)
 
 
 def fill_state(buckets: Sequence[Bucket], given: Mapping[Any, Uncast]) -> None:
@@ -92,7 +94,7 @@ def fill_state(buckets: Sequence[Bucket], given: Mapping[Any, Uncast]) -> None:
             member = bucket.members[segment.slot]
             span = Span(segment.param_start, segment.param_start + segment.span.numel)
             state = given[member.param].state if member.param in given else {}
-            parts = _parts(member, state, span)
+            parts = _parts(bucket.rule, member, state, span)
             rounded |= dict.fromkeys(fill_row(bucket, row, parts, rest_anew=True))
     say_rounded(rounded)
 
@@ -135,12 +137,11 @@ def say_rounded(what: Mapping[str, None]) -> None:
         warnings.warn(f"zerox: rounded, since it was saved in a form that holds more: {names}", stacklevel=4)
 
 
-def _known(member: Member) -> dict[str, int]:
+def _known(rule: Rule, member: Member) -> dict[str, int]:
     """Elements of all that a parameter's state may have, by key."""
     numel = member.param.numel()
-    moments = (EXP_AVG, EXP_AVG_SQ, MAX_EXP_AVG_SQ)
-    found = {STEP: 1, **dict.fromkeys((*moments, MASTER, REMAINDER), numel)}
-    return found | dict.fromkeys((name + SCALE for name in moments), num_blocks(numel))
+    found = {STEP: 1} | {spec.key: numel for spec in (*rule.states, *MASTERS)}
+    return found | {spec.key + SCALE: num_blocks(numel) for spec in rule.states}
 
 
 def _tensor(value: Any) -> Tensor:
@@ -148,18 +149,18 @@ def _tensor(value: Any) -> Tensor:
     return value if isinstance(value, Tensor) else torch.tensor(value, device="cpu")
 
 
-def _check_whole(member: Member, state: Mapping[str, Any]) -> None:
-    for key, numel in _known(member).items():
+def _check_whole(rule: Rule, member: Member, state: Mapping[str, Any]) -> None:
+    for key, numel in _known(rule, member).items():
         if key in state and (found := _tensor(state[key]).numel()) != numel:
             raise ValueError(f"state of parameter {member.quoted} has {found} elements of {key} instead of {numel}")
         if key + SCALE not in state and key in state and _tensor(state[key]).dtype is torch.uint8:
             raise ValueError(f"state of parameter {member.quoted} has no {key + SCALE} beside its {key} of 8 bits")
 
 
-def _parts(member: Member, state: Mapping[str, Any], span: Span) -> dict[str, Tensor]:
+def _parts(rule: Rule, member: Member, state: Mapping[str, Any], span: Span) -> dict[str, Tensor]:
     """What ``state`` has of these elements of a parameter, 1-D. ValueError if it is the share of another rank."""
     found = {}
-    for key in _known(member):
+    for key in _known(rule, member):
         if key in state:
             wanted = WHOLE_STEP if key == STEP else blocks_of(span) if key.endswith(SCALE) else span
             found[key] = _part(member, key, _tensor(state[key]), wanted)

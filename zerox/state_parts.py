@@ -7,10 +7,12 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import Tensor
 
-from zerox.bucket import FP32, MASTER, REMAINDER, Bucket
-from zerox.moments import BLOCK_NUMEL, SCALE
+from zerox.bucket import Bucket
+from zerox.plan.form import BLOCK_NUMEL
+from zerox.rules.rule import MASTER, MASTERS, REMAINDER
 from zerox.sliced_state import STEP
-from zerox.stored_forms import master_of, remainder_of, rounding_to, store_moment
+from zerox.stored import Stored
+from zerox.stored_forms import convert_, master_of, remainder_of, rounding_to
 
 PIECE_NUMEL = 2**18
 assert PIECE_NUMEL % BLOCK_NUMEL == 0
@@ -30,44 +32,40 @@ def fill_row(bucket: Bucket, row: int, parts: Mapping[str, Tensor], rest_anew: b
         bucket.steps[row] = parts[STEP].reshape(()).to(torch.int64)
     elif rest_anew:
         bucket.steps[row] = 0
-    scales = bucket.moments.scales_of(own)
-    for name, shard in bucket.moments.values.items():
-        if name in parts:
-            own_scales = scales.get(name + SCALE)
-            for piece, blocks in pieces(param.numel()):
-                given_scales = parts[name + SCALE][blocks] if name + SCALE in parts else None
-                its = own_scales[blocks] if own_scales is not None else None
-                if store_moment(name, parts[name][piece], given_scales, shard[own][piece], its):
-                    rounded[f"{name} to {'8 bits' if its is not None else shard.dtype}"] = None
+    for stored in bucket.state.values():
+        kept, given = stored.part(own), Stored.among(stored.spec, parts)
+        if stored.spec in MASTERS:
+            continue
+        if given is not None:
+            for piece in pieces(param.numel()):
+                if convert_(kept.part(piece), given.part(piece)):
+                    form = "8 bits" if kept.scales is not None else kept.values.dtype
+                    rounded[f"{stored.spec.key} to {form}"] = None
         elif rest_anew:
-            shard[own].zero_()
-            for each in (scales[name + SCALE],) if name + SCALE in scales else ():
-                each.zero_()
-    has_master = MASTER in parts or REMAINDER in parts
-    if bucket.master is None and has_master:
+            kept.zero_()
+    masters = {spec.key: parts[spec.key] for spec in MASTERS if spec.key in parts}
+    if bucket.master is None and masters:
         rounded["masters to the parameters' dtype"] = None
-    elif bucket.master is not None and (has_master or rest_anew):
-        masters = {key: parts[key] for key in (MASTER, REMAINDER) if key in parts}
-        for piece, _ in pieces(param.numel()):
-            given = {key: part[piece] for key, part in masters.items()}
-            bucket.master[own][piece] = _master(bucket, param[piece], given)
+    elif bucket.master is not None and (masters or rest_anew):
+        for piece in pieces(param.numel()):
+            given_master = {key: part[piece] for key, part in masters.items()}
+            bucket.master.part(own).values[piece] = _master(bucket.master, param[piece], given_master)
     return list(rounded)
 
 
-def pieces(numel: int) -> Iterator[tuple[slice, slice]]:
-    """(elements, their blocks) in turn: what conversions compute on the way need not be as large as a parameter."""
+def pieces(numel: int) -> Iterator[slice]:
+    """Elements in turn: what conversions compute on the way need not be as large as a parameter."""
     for start in range(0, numel, PIECE_NUMEL):
-        stop = start + PIECE_NUMEL
-        yield slice(start, stop), slice(start // BLOCK_NUMEL, stop // BLOCK_NUMEL)
+        yield slice(start, min(start + PIECE_NUMEL, numel))
 
 
-def _master(bucket: Bucket, param: Tensor, parts: Mapping[str, Tensor]) -> Tensor:
-    """In the bucket's form; without one among ``parts`` it is the parameter's value."""
-    if bucket.master_kind == REMAINDER:
-        if REMAINDER in parts:
-            return parts[REMAINDER]
-        return remainder_of(param, parts[MASTER].float() if MASTER in parts else param.float())
-    assert bucket.master_kind == FP32
-    if REMAINDER in parts:
-        return rounding_to(param, master_of(param, parts[REMAINDER]))
-    return parts.get(MASTER, param)
+def _master(own: Stored, param: Tensor, parts: Mapping[str, Tensor]) -> Tensor:
+    """In the form of ``own``; without one among ``parts`` it is the parameter's value."""
+    given, remainder = parts.get(MASTER.key), parts.get(REMAINDER.key)
+    if own.spec == REMAINDER:
+        if remainder is not None:
+            return remainder
+        return remainder_of(param, given.float() if given is not None else param.float())
+    if remainder is not None:
+        return rounding_to(param, master_of(param, remainder))
+    return given if given is not None else param

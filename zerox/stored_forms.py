@@ -1,4 +1,4 @@
-"""Moments and masters from one way of storing them to another, without losing more than the new one can't hold.
+"""State from one form to another, losing only what the target form cannot represent.
 
 Every function takes a part of one parameter that starts with a block of 256 elements, 1-D in memory order.
 """
@@ -9,66 +9,66 @@ import torch
 from torch import Tensor
 
 from zerox._C import SIGNED_MAP, UNSIGNED_MAP
-from zerox.moments import BLOCK_NUMEL, EXP_AVG, fits
+from zerox.plan.form import BLOCK_NUMEL
+from zerox.stored import Stored
 
 LEAST_NORMAL = torch.finfo(torch.float32).tiny
 HALF = 2**15  # of the last place of a bfloat16, in those of float32
 
 
-# ---- moments
+# ---- what a rule keeps
 
 
-def decoded(name: str, values: Tensor, scales: Tensor | None) -> Tensor:
-    """What 8-bit codes stand for, float32 (csrc/math/dynamic_map.h); other moments as they are."""
-    if values.dtype is not torch.uint8:
-        return values
-    assert scales is not None
-    known = torch.tensor(_map_of(name), device=values.device)
-    return known[values.to(torch.int64)] * _spread(scales, values.numel())
+def decoded(stored: Stored) -> Tensor:
+    """What 8-bit codes stand for, float32 (csrc/math/dynamic_map.h); other values as they are."""
+    if stored.scales is None:
+        return stored.values
+    known = torch.tensor(_map_of(stored), device=stored.values.device)
+    return known[stored.values.to(torch.int64)] * _spread(stored.scales, stored.values.numel())
 
 
-def store_moment(name: str, given: Tensor, given_scales: Tensor | None, own: Tensor, own_scales: Tensor | None) -> bool:
-    """Copies a moment into ``own``, converted to its form; returns whether that could round."""
-    if given.dtype == own.dtype:
-        own.copy_(given)
-        if own_scales is not None and given_scales is not None:
-            own_scales.copy_(given_scales)
+def convert_(own: Stored, given: Stored) -> bool:
+    """Copies ``given`` into ``own``, converted to its form; returns whether that could round."""
+    if given.values.dtype == own.values.dtype:
+        own.values.copy_(given.values)
+        if own.scales is not None and given.scales is not None:
+            own.scales.copy_(given.scales)
         return False
-    wide = decoded(name, given, given_scales)
-    if own.dtype is torch.uint8:
-        assert own_scales is not None
-        _encode(name, wide.to(torch.float32), own, own_scales)
+    wide = decoded(given)
+    if own.scales is not None:
+        _encode(wide.to(torch.float32), own)
         return True
-    own.copy_(wide)
-    return not fits(wide.dtype, own.dtype)
+    own.values.copy_(wide)
+    return torch.promote_types(wide.dtype, own.values.dtype) != own.values.dtype
 
 
-def _map_of(name: str) -> tuple[float, ...]:
-    return SIGNED_MAP if name == EXP_AVG else UNSIGNED_MAP
+def _map_of(stored: Stored) -> tuple[float, ...]:
+    return SIGNED_MAP if stored.spec.signed else UNSIGNED_MAP
 
 
 def _spread(scales: Tensor, numel: int) -> Tensor:
     return scales.repeat_interleave(BLOCK_NUMEL)[:numel]
 
 
-def _encode(name: str, wide: Tensor, codes: Tensor, scales: Tensor) -> None:
+def _encode(wide: Tensor, own: Stored) -> None:
     """The nearest codes, as the kernels choose them."""
-    known = torch.tensor(_map_of(name), dtype=torch.float64, device=wide.device)
+    assert own.scales is not None
+    known = torch.tensor(_map_of(own), dtype=torch.float64, device=wide.device)
     magnitudes = known[: int(known.argmax()) + 1]
-    padded = torch.zeros(scales.numel() * BLOCK_NUMEL, device=wide.device)
+    padded = torch.zeros(own.scales.numel() * BLOCK_NUMEL, device=wide.device)
     padded[: wide.numel()] = wide
     blocks = padded.view(-1, BLOCK_NUMEL)
     largest = blocks.abs().amax(dim=1)
     scale = torch.where((blocks == largest[:, None]).any(dim=1), largest, -largest)
     scale = torch.where(largest < LEAST_NORMAL, 0.0, scale)
-    scales.copy_(torch.where(largest < torch.inf, scale, torch.nan))
-    relative = (wide * _spread(1 / scales, wide.numel())).clamp(-1, 1).nan_to_num(nan=0.0)
+    own.scales.copy_(torch.where(largest < torch.inf, scale, torch.nan))
+    relative = (wide * _spread(1 / own.scales, wide.numel())).clamp(-1, 1).nan_to_num(nan=0.0)
     middles = (magnitudes[:-1] + magnitudes[1:]) / 2
     found = torch.bucketize(relative.double().abs(), middles)
-    if name == EXP_AVG:
+    if own.spec.signed:
         most = known.numel() - magnitudes.numel()  # -1 has no code
         found = torch.where(relative < 0, (known.numel() - found.clamp(max=most)) % known.numel(), found)
-    codes.copy_(found)
+    own.values.copy_(found)
 
 
 # ---- masters

@@ -1,4 +1,4 @@
-// zerox::adam_ on the CPU: one pass from a gradient shard to state, master and parameter.
+// zerox::update_ on the CPU: one pass from a gradient shard to state, master and parameter.
 #include <torch/library.h>
 
 #include "cpu/spans.h"
@@ -33,9 +33,9 @@ void join_neighbours(std::vector<Stretch>& stretches, const std::vector<int64_t>
 }
 
 // A segment whose `present` is 0 is left alone, its step count too, as torch leaves a parameter without gradient.
-void update(const AdamTensors& t, const AdamTables& tables) {
-  constexpr const char* op = "adam_";
-  const auto [master_kind, moments] = check_adam(t, tables);
+void update_shard(const ShardTensors& t, const ShardTables& tables) {
+  constexpr const char* op = "update_";
+  const auto [master_kind, moments] = check_update(t, tables);
   const at::Tensor& param = t.param;
   const at::Tensor& options = tables.options;
   const DType param_dtype = dtype_of(param, op, "param");
@@ -46,7 +46,8 @@ void update(const AdamTensors& t, const AdamTables& tables) {
     const int64_t row = table[i].options_row;
     ZX_CHECK(row >= 0 && row < options.size(0), op, "segments", "row ", i, " names options ", row, " of ",
              options.size(0));
-    ZX_CHECK(rows[row].amsgrad == 0.0 || t.max_exp_avg_sq, op, "max_exp_avg_sq", "is needed by options row ", row);
+    ZX_CHECK(rows[row].amsgrad == 0.0 || t.state.size() > kAdamMoments, op, "state",
+             "lacks the third moment that options row ", row, " needs for amsgrad");
     ZX_CHECK(moments.kind != StateKind::blockwise ||
                  (table[i].start % kMomentBlock == 0 && table[i].param_start % kMomentBlock == 0),
              op, "segments", "row ", i, " starts at ", table[i].start, " of the shard and ", table[i].param_start,
@@ -78,39 +79,26 @@ void update(const AdamTensors& t, const AdamTables& tables) {
       if (takes_part[segment] == 0) continue;
       const Segment& of = table[segment];
       const bool amsgrad = rows[of.options_row].amsgrad != 0.0;
-      const auto at_start = [start](const std::optional<at::Tensor>& tensor) {
-        return tensor ? bytes_at(*tensor, start) : nullptr;
-      };
-      kernels().adam({param_dtype, master_kind, grad_dtype, amsgrad, bytes_at(param, start), at_start(t.master),
-                      bytes_at(t.grad, start), moments_at(moments, t.exp_avg.element_size(), start), stop - start,
+      char* master = t.master == nullptr ? nullptr : bytes_at(*t.master, start);
+      kernels().adam({param_dtype, master_kind, grad_dtype, amsgrad, bytes_at(param, start), master,
+                      bytes_at(t.grad, start), moments_at(moments, t.state[0].element_size(), start), stop - start,
                       of.param_start + (start - of.start), random_key(step_counts[segment], of.param)},
                      folded[segment]);
     }
   });
 }
 
-void adam_(at::Tensor& param, const std::optional<at::Tensor>& master, const at::Tensor& grad, at::Tensor& exp_avg,
-           at::Tensor& exp_avg_sq, const std::optional<at::Tensor>& max_exp_avg_sq, at::TensorList scales,
-           const at::Tensor& segments, const at::Tensor& present, at::Tensor& steps, const at::Tensor& options,
-           const std::optional<at::Tensor>& grad_scale) {
-  update({param, master, grad, exp_avg, exp_avg_sq, max_exp_avg_sq, scales},
-         {segments, present, steps, options, grad_scale});
-}
-
-void adam_together_(at::TensorList param, at::TensorList master, at::TensorList grad, at::TensorList exp_avg,
-                    at::TensorList exp_avg_sq, at::TensorList max_exp_avg_sq, at::TensorList scales,
-                    at::TensorList segments, at::TensorList present, at::TensorList steps, const at::Tensor& options,
-                    const std::optional<at::Tensor>& grad_scale) {
-  for_each_shard(
-      {param, master, grad, exp_avg, exp_avg_sq, max_exp_avg_sq, scales, segments, present, steps, options, grad_scale},
-      update);
+void update_(c10::string_view rule, at::TensorList param, at::TensorList master, at::TensorList grad,
+             at::TensorList state, at::TensorList scales, at::TensorList segments, at::TensorList present,
+             at::TensorList steps, const at::Tensor& options, const std::optional<at::Tensor>& grad_scale) {
+  for_each_shard({rule, param, master, grad, state, scales, segments, present, steps, options, grad_scale},
+                 update_shard);
 }
 
 }  // namespace
 
 TORCH_LIBRARY_IMPL(zerox, CPU, m) {
-  m.impl("adam_", &adam_);
-  m.impl("adam_together_", &adam_together_);
+  m.impl("update_", &update_);
 }
 
 }  // namespace zx

@@ -86,7 +86,7 @@ int norm(const NormShard& shard, Stream stream);
 int carry(int64_t* words, Stream stream);
 int norm_value(const int64_t* words, double order, double* value_and_finite, Stream stream);
 
-// ---- adam_
+// ---- update_
 struct AdamElements {
   DType param_dtype;
   Master master_kind;

@@ -60,8 +60,6 @@ const Segment* segment_rows(const at::Tensor& segments) {
   return reinterpret_cast<const Segment*>(segments.const_data_ptr<int64_t>());
 }
 
-void* data_or_null(const std::optional<at::Tensor>& tensor) { return tensor ? tensor->mutable_data_ptr() : nullptr; }
-
 Upload<const void*> upload_starts(at::TensorList slices, const at::Tensor& beside) {
   std::vector<const void*> starts;
   for (const at::Tensor& slice : slices) starts.push_back(slice.const_data_ptr());
@@ -141,15 +139,13 @@ at::Tensor norm_value(const at::Tensor& words, double p) {
 // Collects shards of the same types, and updates them.
 class AdamLaunch {
  public:
-  explicit AdamLaunch(const char* op) : op_(op) {}
-
-  void add(const AdamTensors& t, const AdamTables& tables) {
-    const auto [master_kind, moments] = check_adam(t, tables);
-    const cuda::AdamElements elements{dtype_of(t.param, op_, "param"),
+  void add(const ShardTensors& t, const ShardTables& tables) {
+    const auto [master_kind, moments] = check_update(t, tables);
+    const cuda::AdamElements elements{dtype_of(t.param, kOp, "param"),
                                       master_kind,
-                                      dtype_of(t.grad, op_, "grad"),
+                                      dtype_of(t.grad, kOp, "grad"),
                                       t.param.mutable_data_ptr(),
-                                      data_or_null(t.master),
+                                      t.master == nullptr ? nullptr : t.master->mutable_data_ptr(),
                                       t.grad.const_data_ptr(),
                                       moments,
                                       t.param.numel()};
@@ -171,7 +167,7 @@ class AdamLaunch {
       segments.folded = room;
       room += segments.count * cuda::kFoldedBytes;
     }
-    check_launch(cuda::adam({shards_.data(), static_cast<int64_t>(shards_.size())}, on.stream()), op_);
+    check_launch(cuda::adam({shards_.data(), static_cast<int64_t>(shards_.size())}, on.stream()), kOp);
   }
 
  private:
@@ -179,32 +175,20 @@ class AdamLaunch {
     const cuda::AdamElements& first = shards_.front().elements;
     ZX_CHECK(e.param_dtype == first.param_dtype && e.master_kind == first.master_kind &&
                  e.grad_dtype == first.grad_dtype && e.moments.kind == first.moments.kind,
-             op_, "param", "and all that belongs to it must have the same dtypes in every shard");
+             kOp, "param", "and all that belongs to it must have the same dtypes in every shard");
   }
 
-  const char* op_;
+  static constexpr const char* kOp = "update_";
   std::vector<cuda::AdamShard> shards_;
   int64_t num_segments_ = 0;
 };
 
-void adam_(at::Tensor& param, const std::optional<at::Tensor>& master, const at::Tensor& grad, at::Tensor& exp_avg,
-           at::Tensor& exp_avg_sq, const std::optional<at::Tensor>& max_exp_avg_sq, at::TensorList scales,
-           const at::Tensor& segments, const at::Tensor& present, at::Tensor& steps, const at::Tensor& options,
-           const std::optional<at::Tensor>& grad_scale) {
-  AdamLaunch launch("adam_");
-  launch.add({param, master, grad, exp_avg, exp_avg_sq, max_exp_avg_sq, scales},
-             {segments, present, steps, options, grad_scale});
-  launch.run(param);
-}
-
-void adam_together_(at::TensorList param, at::TensorList master, at::TensorList grad, at::TensorList exp_avg,
-                    at::TensorList exp_avg_sq, at::TensorList max_exp_avg_sq, at::TensorList scales,
-                    at::TensorList segments, at::TensorList present, at::TensorList steps, const at::Tensor& options,
-                    const std::optional<at::Tensor>& grad_scale) {
-  AdamLaunch launch("adam_together_");
-  for_each_shard(
-      {param, master, grad, exp_avg, exp_avg_sq, max_exp_avg_sq, scales, segments, present, steps, options, grad_scale},
-      [&](const AdamTensors& tensors, const AdamTables& tables) { launch.add(tensors, tables); });
+void update_(c10::string_view rule, at::TensorList param, at::TensorList master, at::TensorList grad,
+             at::TensorList state, at::TensorList scales, at::TensorList segments, at::TensorList present,
+             at::TensorList steps, const at::Tensor& options, const std::optional<at::Tensor>& grad_scale) {
+  AdamLaunch launch;
+  for_each_shard({rule, param, master, grad, state, scales, segments, present, steps, options, grad_scale},
+                 [&](const ShardTensors& tensors, const ShardTables& tables) { launch.add(tensors, tables); });
   if (!param.empty()) launch.run(param.front());
 }
 
@@ -220,8 +204,7 @@ TORCH_LIBRARY_IMPL(zerox, ZX_OPS_KEY, m) {
   m.impl("reduce_", &reduce_);
   m.impl("norm_", &norm_);
   m.impl("norm_value", &norm_value);
-  m.impl("adam_", &adam_);
-  m.impl("adam_together_", &adam_together_);
+  m.impl("update_", &update_);
 }
 
 }  // namespace zx

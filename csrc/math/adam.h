@@ -4,6 +4,7 @@
 #pragma once
 
 #include <cmath>
+#include <cstddef>
 #include <cstdint>
 
 #include "math/macros.h"
@@ -22,6 +23,7 @@ struct AdamOptions {
   double amsgrad;    // 0 or 1
 };
 constexpr int64_t kAdamOptionsColumns = 8;
+constexpr size_t kAdamMoments = 2;  // without the third of amsgrad
 
 // Constants folded per parameter and step; the element loop only reads them.
 template <class T>

@@ -132,7 +132,7 @@ void zerox_op(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
 }
 
 TORCH_LIBRARY_IMPL(zerox, PrivateUse1, m) {
-  for (const char* name : {"flatten_", "read_flags_", "reduce_", "norm_", "norm_value", "adam_", "adam_together_"}) {
+  for (const char* name : {"flatten_", "read_flags_", "reduce_", "norm_", "norm_value", "update_"}) {
     m.impl(name, torch::CppFunction::makeFromBoxedFunction<&zerox_op>());
   }
 }

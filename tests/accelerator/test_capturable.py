@@ -14,13 +14,14 @@ from torch import Tensor
 from tests.accelerator.fake import expect_no_races, machine, run_fake_ranks
 from tests.accelerator.test_streams import CAP, GROUP, parameters
 from tests.kernels.shards import same_bits
-from zerox import ops
+from zerox import ops, update
 from zerox import optimizer as optimizer_module
 from zerox.capture import is_capturing
 from zerox.optimizer import FusedShardedAdam
 from zerox.options import Options
 from zerox.ranks import Ranks
-from zerox.rules import adam, update
+from zerox.rules.adam import ADAM
+from zerox.rules.table import OptionsTable
 
 
 def build(ranks: Ranks, lr: Tensor, **options: Any) -> FusedShardedAdam:
@@ -48,12 +49,12 @@ def addresses(args: tuple[Any, ...]) -> list[int]:
 @pytest.mark.parametrize("state_dtype", [torch.float32, torch.bfloat16, "8bit"], ids=str)
 def test_replays_give_the_bits_of_eager_steps(any_device: pytest.MonkeyPatch, state_dtype: Any) -> None:
     seen: list[list[list[int]]] = []
-    plain = update.ops.adam_together_
+    plain = update.ops.update_
 
-    def remember(shards: Any, tables: Any, *rest: Any) -> None:
-        lasting = [(segments, steps) for segments, _, steps in tables]  # who is present is computed inside the graph
-        seen[-1].append(addresses((shards, lasting, *rest)))
-        plain(shards, tables, *rest)
+    def remember(rule: str, shards: Any, *rest: Any) -> None:
+        lasting = [shard._replace(present=None) for shard in shards]  # who is present is computed inside the graph
+        seen[-1].append(addresses((lasting, *rest)))
+        plain(rule, shards, *rest)
 
     def train(ranks: Ranks) -> list[Tensor]:
         any_device.setattr(optimizer_module, "find_ranks", lambda *_: ranks)
@@ -74,7 +75,7 @@ def test_replays_give_the_bits_of_eager_steps(any_device: pytest.MonkeyPatch, st
                     with any_device.context() as during_capture:
                         during_capture.setattr(optimizer_module, "is_capturing", lambda *_: True)
                         during_capture.setattr(optimizer, "_settle", lambda *_: pytest.fail("ranks meet on the host"))
-                        during_capture.setattr(update.ops, "adam_together_", remember)
+                        during_capture.setattr(update.ops, "update_", remember)
                         optimizer.step()
                     seen[-1].append([optimizer._grads.present(index).data_ptr() for index in range(3)])
                 else:
@@ -93,7 +94,7 @@ def test_replays_give_the_bits_of_eager_steps(any_device: pytest.MonkeyPatch, st
 
 def test_numbers_of_param_groups_are_refreshed_outside_the_graph() -> None:
     group = GROUP
-    options = adam.OptionsTable(torch.device("cpu"), keeps_place=True)
+    options = OptionsTable(ADAM, torch.device("cpu"), keeps_place=True)
     table = options.refresh([group])
     assert table[0, 0] == 0.1
     assert options.refresh([{**group, "lr": 0.2}]) is table

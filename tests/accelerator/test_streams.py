@@ -11,9 +11,11 @@ from torch import Tensor, nn
 from tests.accelerator.fake import expect_no_races, machine, on_stream, run_fake_ranks
 from tests.bucket_manager.rig import GradsOfModel
 from zerox.bucket import GradPart
+from zerox.ops import Shard
 from zerox.ranks import Ranks
-from zerox.rules.adam import OptionsTable
-from zerox.rules.update import Shard, update
+from zerox.rules.adam import ADAM
+from zerox.rules.table import OptionsTable
+from zerox.update import shard_of, update
 
 # Hooks keep the node that accumulates, and with it the stream on which a parameter was first used: as DDP's do.
 pytestmark = pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream does not match")
@@ -87,10 +89,10 @@ def test_a_host_that_waits_is_seen(detector: Any) -> None:
 # ---- zerox
 
 
-def shard_of(ours: GradsOfModel, index: int) -> Shard:
+def shard_at(ours: GradsOfModel, index: int) -> Shard:
     grad, bucket = ours.grads.shard(index), ours.buckets[index]
     assert grad is not None
-    return Shard.of(bucket, GradPart(grad, 0, 0, bucket.segments), ours.grads.present(index))
+    return shard_of(bucket, GradPart(grad, 0, 0, bucket.segments), ours.grads.present(index))
 
 
 def train(ranks: Ranks, stage: int, plan: str) -> list[Tensor]:
@@ -103,7 +105,7 @@ def train(ranks: Ranks, stage: int, plan: str) -> list[Tensor]:
     with on_stream(side if plan == "two producers" else 0, device.index):
         first_uses = [param.view_as(param) for param in params[1::2]]
     ours = GradsOfModel(ranks, params, CAP, stage)
-    table = OptionsTable(device)
+    table = OptionsTable(ADAM, device)
     main = machine().new_stream(device.index) if plan == "non-default stream" else 0
     machine().wait_stream(device.index, main, 0)
     for step in range(4):
@@ -126,7 +128,7 @@ def train(ranks: Ranks, stage: int, plan: str) -> list[Tensor]:
             ours.settle()
             every = range(len(ours.buckets))
             for run in [every] if step % 2 else [[index] for index in every]:
-                update([shard_of(ours, index) for index in run], table.refresh([GROUP]), None)
+                update(ADAM, [shard_at(ours, index) for index in run], table.refresh([GROUP]), None)
                 for index in run:
                     ours.manager.start_gather(index)
             ours.manager.finish_gathers()

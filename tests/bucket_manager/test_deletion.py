@@ -33,7 +33,7 @@ def delete(rank: int, _: int, stage: int, moment: str) -> tuple[bool, ...]:
         with pytest.raises(ArithmeticError):
             training.backward(1, fail_in=1)
     watched = [weakref.ref(optimizer), weakref.ref(manager), weakref.ref(optimizer._buckets[0])]
-    watched += [weakref.ref(t) for t in (optimizer._buckets[0].moments, optimizer._buckets[0].segments)]
+    watched += [weakref.ref(t) for t in (optimizer._buckets[0].state["exp_avg"], optimizer._buckets[0].segments)]
     dist.barrier()
     gc.collect()
     gc.disable()

@@ -75,7 +75,8 @@ def alone(kind: str = "fp32", seed: int = 0) -> tuple[nn.Module, FusedShardedAda
 
 
 def everything(model: nn.Module, optimizer: FusedShardedAdam) -> list[Tensor]:
-    state = [each for bucket in optimizer._buckets for each in (*bucket.moments, bucket.steps)]
+    kept = [stored for bucket in optimizer._buckets for stored in bucket.state.values()]
+    state = [*(bucket.steps for bucket in optimizer._buckets), *(t for each in kept for t in each.tensors().values())]
     return [*values(model), *(each.clone() for each in state)]
 
 

@@ -174,8 +174,9 @@ def update(of: Part, segments: Tensor) -> None:
     device, count = of.param.device, len(segments)
     present = torch.ones(count, dtype=torch.uint8, device=device)
     steps = torch.full((count,), 10, dtype=torch.int64, device=device)
-    tables = (segments.to(device), present, steps, options_table().to(device))
-    ops.adam_(of.param, of.master, of.grad, (of.exp_avg, of.exp_avg_sq, None), *tables, None)
+    tables = (segments.to(device), present, steps)
+    shard = ops.Shard(of.param, of.master, of.grad, [of.exp_avg, of.exp_avg_sq], [], *tables)
+    ops.update_("adam", [shard], options_table().to(device))
 
 
 def test_adam(device: torch.device, seed: int) -> None:

@@ -54,8 +54,6 @@ def calls(device: torch.device) -> dict[str, Callable[[], object]]:
     flags = [torch.zeros(2, dtype=torch.uint8, device=device) for _ in range(2)]
     flat = torch.empty(6000, dtype=torch.bfloat16, device=device)
     pieces, raised = torch.tensor([[0, 5, 3, 4000], [1, 0, 4100, 1000]]), torch.tensor([5999])
-    moments = (shard.exp_avg, shard.exp_avg_sq, None)
-    tables = (shard.segments, shard.present, shard.steps, options, scale)
     return {
         "flatten_": lambda: ops.flatten_(flat, slices, pieces, raised),
         "read_flags_": lambda: ops.read_flags_(*flags, slices, 5000),
@@ -63,7 +61,7 @@ def calls(device: torch.device) -> dict[str, Callable[[], object]]:
         "norm_": lambda: ops.norm_(sums, mean, segments, 2.0),
         "norm_ of order 3": lambda: ops.norm_(sums, mean, segments, 3.0),
         "norm_value": lambda: ops.norm_value(sums, 2.0),
-        "adam_": lambda: ops.adam_(shard.param, shard.master, shard.grad, moments, *tables),
+        "update_": lambda: ops.update_("adam", [shard.for_op()], options, scale),
     }
 
 

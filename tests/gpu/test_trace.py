@@ -41,8 +41,7 @@ KERNELS = {
     "reduce_": ("reduce", "carry"),
     "norm_": ("norm", "carry"),
     "norm_value": ("norm_value",),
-    "adam_": ("fold", "adam"),
-    "adam_together_": ("fold", "adam"),
+    "update_": ("fold", "adam"),
 }
 EIGHT_BIT = {"adam": "adam_block"}  # in place of the other
 
@@ -104,8 +103,7 @@ def expected_ops(work: Work, exchanges: bool) -> Counter[str]:
         reduce_         S * R * B
         norm_           S * C * B in stage 1; in stage 2 the reduction leaves the sum
         norm_value      S * C
-        adam_           S * B on the CPU
-        adam_together_  S elsewhere, where buckets as small as these are updated together
+        update_         S * B on the CPU, S elsewhere, where buckets as small as these are updated together
 
     One rank alone reduces what is added to something, S * (R - 1) * B, and takes norms where that is nothing. In stage
     1 it has no flights: then these, the flags and S * R * B of flatten_ fall away.
@@ -123,8 +121,7 @@ def expected_ops(work: Work, exchanges: bool) -> Counter[str]:
             "reduce_": reductions,
             "norm_": 0 if sums_are_there else of_all * work.clips,
             "norm_value": work.steps * work.clips,
-            "adam_": of_all if on_cpu else 0,
-            "adam_together_": 0 if on_cpu else work.steps,
+            "update_": of_all if on_cpu else work.steps,
         }
     )
 
@@ -327,14 +324,14 @@ def test_kernels_are_told_from_others_by_their_names(device: torch.device) -> No
 
 def test_a_range_is_no_kernel_and_no_op(device: torch.device) -> None:
     seen = profile_with(
-        ("zerox::adam_", DeviceType.CPU, False),
+        ("zerox::update_", DeviceType.CPU, False),
         ("aten::add", DeviceType.CPU, False),
         ("cudaLaunchKernel", DeviceType.CPU, False),
         ("zerox::settle", DeviceType.CPU, True),
         ("zerox::reduce bucket 0", DeviceType.CUDA, True),
         (OURS[0][1], DeviceType.CUDA, False),
     )
-    assert ops_of(seen) == {"adam_": 1}
+    assert ops_of(seen) == {"update_": 1}
     assert list(names_of(seen, DeviceType.CUDA)) == [OURS[0][1]]
 
 

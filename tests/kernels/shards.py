@@ -119,19 +119,16 @@ class Shard:
         scale = None
         if grad_scale is not None:
             scale = torch.tensor(grad_scale, dtype=torch.float64).to(self.param.device)
-        moments = (self.exp_avg, self.exp_avg_sq, self.max_exp_avg_sq)
-        tables = (self.segments, self.present, self.steps, options, scale)
-        ops.adam_(self.param, self.master, self.grad, moments, *tables, self.scales)
+        self.adam_together([self], options, scale)
 
     @staticmethod
     def adam_together(shards: Sequence[Shard], options: Tensor, grad_scale: Tensor | None) -> None:
-        ops.adam_together_(
-            [(s.param, s.master, s.grad, (s.exp_avg, s.exp_avg_sq, s.max_exp_avg_sq)) for s in shards],
-            [(s.segments, s.present, s.steps) for s in shards],
-            options,
-            grad_scale,
-            [scale for s in shards for scale in s.scales],
-        )
+        ops.update_("adam", [s.for_op() for s in shards], options, grad_scale)
+
+    def for_op(self) -> ops.Shard:
+        state = [t for t in (self.exp_avg, self.exp_avg_sq, self.max_exp_avg_sq) if t is not None]
+        tables = (self.segments, self.present, self.steps)
+        return ops.Shard(self.param, self.master, self.grad, state, self.scales, *tables)
 
     def tensors(self) -> list[Tensor]:
         everything = [self.param, self.master, self.exp_avg, self.exp_avg_sq, self.max_exp_avg_sq, self.steps]

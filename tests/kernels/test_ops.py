@@ -22,41 +22,43 @@ def byte(count: int = 1) -> Tensor:
     return torch.ones(count, dtype=torch.uint8)
 
 
-def adam_by_name() -> dict[str, Any]:
+def one_shard() -> dict[str, Any]:
+    """What update_ takes of a shard, by the names of its arguments; of state and scales several."""
     shard = Shard(64)
     return {
         "param": shard.param,
-        "master": None,
+        "master": [],
         "grad": shard.grad,
-        "exp_avg": shard.exp_avg,
-        "exp_avg_sq": shard.exp_avg_sq,
-        "max_exp_avg_sq": None,
+        "state": [shard.exp_avg, shard.exp_avg_sq],
         "scales": [],
         "segments": shard.segments,
         "present": shard.present,
         "steps": shard.steps,
-        "options": options_table(),
-        "grad_scale": None,
     }
 
 
-def adam_arguments(**changes: Any) -> tuple[Any, ...]:
-    return tuple((adam_by_name() | changes).values())
+def update_arguments(count: int = 1, **changes: Any) -> tuple[Any, ...]:
+    """Of so many shards. ``changes``: of each shard's tensors, of a whole list, or of options and grad_scale."""
+    shards = [one_shard() | {name: changes[name] for name in changes if name in one_shard()} for _ in range(count)]
+    lists = {}
+    for name in one_shard():
+        whole = [shard[name] for shard in shards]
+        lists[name] = [each for group in whole for each in group] if isinstance(whole[0], list) else whole
+    others = {"options": options_table(), "grad_scale": None}
+    return ("adam", *lists.values(), *(changes.get(name, other) for name, other in others.items()))
 
 
 def coded(numel: int = 512, **changes: Any) -> tuple[Any, ...]:
     """The arguments for 8-bit moments."""
     shard = {"param": torch.zeros(numel), "grad": torch.zeros(numel), "segments": segments_of(numel)}
-    codes = {"exp_avg": byte(numel), "exp_avg_sq": byte(numel)}
-    return adam_arguments(**(shard | codes | {"scales": [torch.zeros(2), torch.zeros(2)]} | changes))
+    codes = {"state": [byte(numel), byte(numel)], "scales": [torch.zeros(2), torch.zeros(2)]}
+    return update_arguments(**(shard | codes | changes))
 
 
-def together(count: int = 2, **changes: Any) -> tuple[Any, ...]:
-    """The arguments of adam_together_ for so many shards without masters; ``changes``: of the lists."""
-    shards = [adam_by_name() for _ in range(count)]
-    lists = {name: [shard[name] for shard in shards] for name in adam_by_name()}
-    whole = {"master": [], "max_exp_avg_sq": [], "scales": [], "options": options_table(), "grad_scale": None}
-    return tuple((lists | whole | changes).values())
+def listed(**lists: Any) -> tuple[Any, ...]:
+    """The arguments for two shards, with these whole lists instead."""
+    names = ("rule", *one_shard(), "options", "grad_scale")
+    return tuple((dict(zip(names, update_arguments(2), strict=True)) | lists).values())
 
 
 PIECES = torch.tensor([[0, 0, 0, 8]])
@@ -66,9 +68,9 @@ CALLS: dict[str, Callable[[], tuple[Any, ...]]] = {
     "reduce_": lambda: (torch.empty(8), words(), [torch.ones(10)], segments_of(8), byte(), 1, False),
     "norm_": lambda: (words(), torch.ones(8), segments_of(8), 2.0),
     "norm_value": lambda: (words(), 2.0),
-    "adam_": adam_arguments,
-    "adam_ in 8 bits": coded,
-    "adam_together_": together,
+    "update_": update_arguments,
+    "update_ in 8 bits": coded,
+    "update_ of two": lambda: update_arguments(2),
 }
 
 
@@ -190,94 +192,121 @@ REFUSED: dict[str, tuple[str, Callable[[], tuple[Any, ...]], str]] = {
     "norm of order 0": ("norm_", lambda: (words(), torch.ones(8), segments_of(8), 0.0), "`p` must be positive, got 0"),
     "few words": ("norm_value", lambda: (words()[:5], 2.0), "`words` must have"),
     "a float64 gradient": (
-        "adam_",
-        lambda: adam_arguments(grad=torch.zeros(64, dtype=torch.float64)),
+        "update_",
+        lambda: update_arguments(grad=torch.zeros(64, dtype=torch.float64)),
         "`grad` must not be",
     ),
-    "a short gradient": ("adam_", lambda: adam_arguments(grad=torch.zeros(63)), "`grad` must have 64 elements, got 63"),
-    "a half moment": ("adam_", lambda: adam_arguments(exp_avg=torch.zeros(64).half()), "`exp_avg` must be Float"),
-    "a master beside fp32": ("adam_", lambda: adam_arguments(master=torch.zeros(64)), "`master` must be"),
+    "a short gradient": (
+        "update_",
+        lambda: update_arguments(grad=torch.zeros(63)),
+        "`grad` must have 64 elements, got 63",
+    ),
+    "a half moment": ("update_", lambda: update_arguments(state=[torch.zeros(64).half()] * 2), "`state` must be Float"),
+    "a master beside fp32": ("update_", lambda: update_arguments(master=[torch.zeros(64)]), "`master` must be"),
     "moments of two dtypes": (
-        "adam_",
-        lambda: adam_arguments(exp_avg=torch.zeros(64).bfloat16()),
-        "`exp_avg_sq` must be BFloat16, got Float",
+        "update_",
+        lambda: update_arguments(state=[torch.zeros(64).bfloat16(), torch.zeros(64)]),
+        "`state` must be BFloat16, got Float",
     ),
     "bfloat16 moments of float64": (
-        "adam_",
-        lambda: adam_arguments(param=torch.zeros(64).double(), exp_avg=torch.zeros(64).bfloat16()),
-        "`exp_avg` must be Double beside a Double parameter, got BFloat16",
+        "update_",
+        lambda: update_arguments(param=torch.zeros(64).double(), state=[torch.zeros(64).bfloat16()] * 2),
+        "`state` must be Double beside a Double parameter, got BFloat16",
     ),
     "scales beside float32": (
-        "adam_",
-        lambda: adam_arguments(scales=[torch.zeros(1)]),
-        "`scales` must be 0 tensors beside 2 moments of Float, got 1",
+        "update_",
+        lambda: update_arguments(scales=[torch.zeros(1)]),
+        "`scales` must be 0 tensors beside 2 of Float, got 1",
     ),
-    "codes without scales": ("adam_", lambda: coded(scales=[]), "`scales` must be 2 tensors beside 2 moments of Byte"),
-    "a scale too few": ("adam_", lambda: coded(scales=[torch.zeros(2), torch.zeros(1)]), "`scales` must have 2 elem"),
-    "scales of halves": ("adam_", lambda: coded(scales=[torch.zeros(2).half()] * 2), "`scales` must be Float, got"),
+    "codes without scales": ("update_", lambda: coded(scales=[]), "`scales` must be 2 tensors beside 2 of Byte"),
+    "a scale too few": ("update_", lambda: coded(scales=[torch.zeros(2), torch.zeros(1)]), "`scales` must have 2 elem"),
+    "scales of halves": ("update_", lambda: coded(scales=[torch.zeros(2).half()] * 2), "`scales` must be Float, got"),
     "no scale for part of a block": (
-        "adam_",
+        "update_",
         lambda: coded(numel=300, scales=[torch.zeros(1)] * 2),
         "`scales` must have 2 elem",
     ),
     "codes that start inside a block": (
-        "adam_",
+        "update_",
         lambda: coded(segments=torch.tensor([[16, 300, 0, 0, 0]])),
         "`segments` row 0 starts at 16 of the shard and 0 of its parameter: 8-bit moments need multiples of 256",
     ),
     "codes of a parameter cut inside a block": (
-        "adam_",
+        "update_",
         lambda: coded(segments=torch.tensor([[256, 512, 0, 0, 100]])),
         "`segments` row 0 starts at 256 of the shard and 100 of its parameter",
     ),
     "options of another width": (
-        "adam_",
-        lambda: adam_arguments(options=torch.zeros(1, 7, dtype=torch.float64)),
+        "update_",
+        lambda: update_arguments(options=torch.zeros(1, 7, dtype=torch.float64)),
         "`options` must be",
     ),
     "a missing row of options": (
-        "adam_",
-        lambda: adam_arguments(segments=torch.tensor([[0, 64, 1, 0, 0]])),
+        "update_",
+        lambda: update_arguments(segments=torch.tensor([[0, 64, 1, 0, 0]])),
         "names options 1 of 1",
     ),
     "amsgrad without its state": (
-        "adam_",
-        lambda: adam_arguments(options=options_table(amsgrad=True)),
-        "`max_exp_avg_sq` is needed",
+        "update_",
+        lambda: update_arguments(options=options_table(amsgrad=True)),
+        "`state` lacks the third moment that options row 0 needs for amsgrad",
     ),
     "a scale of no elements": (
-        "adam_",
-        lambda: adam_arguments(grad_scale=torch.zeros(0, dtype=torch.float64)),
+        "update_",
+        lambda: update_arguments(grad_scale=torch.zeros(0, dtype=torch.float64)),
         "`grad_scale` must have 1 elements, got 0",
     ),
-    "a gradient with gaps": ("adam_", lambda: adam_arguments(grad=torch.zeros(128)[::2]), "`grad` must be contiguous"),
-    "a moment with gaps": (
-        "adam_",
-        lambda: adam_arguments(exp_avg_sq=torch.zeros(128)[::2]),
-        "`exp_avg_sq` must be contiguous",
+    "a gradient with gaps": (
+        "update_",
+        lambda: update_arguments(grad=torch.zeros(128)[::2]),
+        "`grad` must be contiguous",
     ),
-    "presence of floats": ("adam_", lambda: adam_arguments(present=torch.ones(1)), "`present` must be Byte, got Float"),
+    "a moment with gaps": (
+        "update_",
+        lambda: update_arguments(state=[torch.zeros(64), torch.zeros(128)[::2]]),
+        "`state` must be contiguous",
+    ),
+    "presence of floats": (
+        "update_",
+        lambda: update_arguments(present=torch.ones(1)),
+        "`present` must be Byte, got Float",
+    ),
     "more counts than segments": (
-        "adam_",
-        lambda: adam_arguments(steps=torch.zeros(2, dtype=torch.int64)),
+        "update_",
+        lambda: update_arguments(steps=torch.zeros(2, dtype=torch.int64)),
         "`steps` must have 1 elements, got 2",
     ),
     "a gradient too few": (
-        "adam_together_",
-        lambda: together(grad=[torch.zeros(64)]),
+        "update_",
+        lambda: listed(grad=[torch.zeros(64)]),
         "`grad` must be 2 tensors, got 1",
     ),
     "one master for two": (
-        "adam_together_",
-        lambda: together(master=[torch.zeros(64)]),
+        "update_",
+        lambda: listed(master=[torch.zeros(64)]),
         "`master` must be 2 tensors, got 1",
     ),
     "three scales for two": (
-        "adam_together_",
-        lambda: together(scales=[torch.zeros(1)] * 3),
+        "update_",
+        lambda: listed(scales=[torch.zeros(1)] * 3),
         "`scales` must be as many for each of 2 shards, got 3",
     ),
-    "a float32 scale": ("adam_", lambda: adam_arguments(grad_scale=torch.tensor(1.0)), "`grad_scale` must be Double"),
+    "three moments for two": (
+        "update_",
+        lambda: listed(state=[torch.zeros(64)] * 3),
+        "`state` must be as many for each of 2 shards, got 3",
+    ),
+    "one moment": (
+        "update_",
+        lambda: update_arguments(state=[torch.zeros(64)]),
+        "`state` must be 2 tensors a shard, or one more with amsgrad, got 1",
+    ),
+    "an unknown rule": ("update_", lambda: listed(rule="sgd"), "`rule` must be adam, got sgd"),
+    "a float32 scale": (
+        "update_",
+        lambda: update_arguments(grad_scale=torch.tensor(1.0)),
+        "`grad_scale` must be Double",
+    ),
 }
 
 
@@ -291,11 +320,11 @@ def test_a_wrong_argument_is_a_value_error_that_names_op_and_argument(case: str)
 
 def test_a_refused_update_counts_no_step() -> None:
     steps = torch.zeros(2, dtype=torch.int64)
-    arguments = adam_arguments(
+    arguments = update_arguments(
         segments=torch.tensor([[0, 32, 0, 0, 0], [32, 64, 7, 1, 0]]), present=byte(2), steps=steps
     )
     with pytest.raises(ValueError, match="names options 7 of 1"):
-        torch.ops.zerox.adam_(*arguments)
+        torch.ops.zerox.update_(*arguments)
     assert steps.tolist() == [0, 0]
 
 

@@ -23,8 +23,8 @@ calls = {
     "flatten_": lambda: ops.flatten_(target, [source], pieces, flags),
     "reduce_": lambda: ops.reduce_(target, words, [source], segments, one, 1, False),
     "norm_": lambda: ops.norm_(words, source, segments, 2.0),
-    "adam_": lambda: ops.adam_(
-        target, None, source, (exp_avg, exp_avg_sq, None), segments, one, steps, options, None
+    "update_": lambda: ops.update_(
+        "adam", [ops.Shard(target, None, source, [exp_avg, exp_avg_sq], [], segments, one, steps)], options
     ),
 }
 
@@ -38,7 +38,7 @@ print(threads_started(1), threads_started(3))
 """
 
 
-@pytest.mark.parametrize("op", ["flatten_", "reduce_", "norm_", "adam_"])
+@pytest.mark.parametrize("op", ["flatten_", "reduce_", "norm_", "update_"])
 def test_an_op_works_on_all_threads_that_torch_has(op: str) -> None:
     done = subprocess.run([sys.executable, "-c", SCRIPT, op], capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["0", "2"]

@@ -8,13 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from bench.trace import profile_all_threads, ranges_of
 from tests.kernels.shards import Shard, options_table, same_bits, segments_of
 from zerox import ops
-from zerox.rules import update as rule
-from zerox.rules.update import LEAST_IN_A_LAUNCH, launches, ranges, update
+from zerox.rules.adam import ADAM
+from zerox.update import LEAST_IN_A_LAUNCH, launches, ranges, update
 
 KINDS = [
     (torch.float64, None, torch.float32),
@@ -54,14 +53,10 @@ def test_many_at_once_have_the_bits_of_each_alone(
 
 def test_shards_of_one_kind_are_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[int] = []
-    one, many = ops.adam_, ops.adam_together_
-    monkeypatch.setattr(ops, "adam_", lambda *args: (calls.append(1), one(*args)))
-    monkeypatch.setattr(ops, "adam_together_", lambda shards, *args: (calls.append(len(shards)), many(shards, *args)))
-
-    def given(shard: Shard) -> rule.Shard:
-        moments = (shard.exp_avg, shard.exp_avg_sq, shard.max_exp_avg_sq)
-        tables = (shard.segments, shard.present, shard.steps)
-        return rule.Shard(shard.param, shard.master, shard.grad, moments, shard.scales, tables)
+    plain = ops.update_
+    monkeypatch.setattr(
+        ops, "update_", lambda rule, shards, *args: (calls.append(len(shards)), plain(rule, shards, *args))
+    )
 
     kinds = [(torch.float32, None), (torch.float32, None), (torch.bfloat16, "remainder"), (torch.float32, None)]
     mixed = [Shard(300, dtype, master_kind=master, step=2, seed=i) for i, (dtype, master) in enumerate(kinds)]
@@ -70,7 +65,7 @@ def test_shards_of_one_kind_are_one_call(monkeypatch: pytest.MonkeyPatch) -> Non
     for shard in expected:
         shard.adam(options_table())
     calls.clear()
-    update([given(each) for each in mixed], options_table(), None)
+    update(ADAM, [each.for_op() for each in mixed], options_table(), None)
     assert calls == [2, 1, 1, 1, 1]
     for ours, theirs in zip(mixed, expected, strict=True):
         assert same_bits(ours.param, theirs.param)
@@ -100,6 +95,5 @@ def test_a_profile_shows_each_bucket_of_a_run(run: list[int]) -> None:
 
 
 def test_nothing_to_update_is_no_call() -> None:
-    update([], options_table(), None)
-    nothing: list[Tensor] = []
-    torch.ops.zerox.adam_together_(*[nothing] * 10, options_table(), None)
+    update(ADAM, [], options_table(), None)
+    ops.update_("adam", [], options_table())

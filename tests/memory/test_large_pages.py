@@ -24,8 +24,8 @@ def test_large_arrays_that_are_walked_together_start_apart(dtype: torch.dtype) -
         assert array.numel() == numel
         assert array.is_contiguous()
         assert not array.any()
-        assert array.untyped_storage().nbytes() == storage_bytes(numel, dtype, True, place)
-        assert storage_bytes(numel, dtype, True, place) <= 1.02 * numel * dtype.itemsize
+        assert array.untyped_storage().nbytes() == storage_bytes(numel, dtype.itemsize, True, place)
+        assert storage_bytes(numel, dtype.itemsize, True, place) <= 1.02 * numel * dtype.itemsize
 
 
 def test_small_arrays_and_those_that_stand_alone_take_what_they_need() -> None:
@@ -62,8 +62,8 @@ def test_a_large_shard_s_state_is_where_state_dict_says_and_as_large_as_estimate
     optimizer.step()
     [state] = optimizer.state_dict()["state"].values()
     bucket = optimizer._buckets[0]
-    for name in bucket.moments.values:
-        assert torch.equal(state[name].reshape(-1), bucket.moments.values[name][: model.weight.numel()])
+    for key, stored in bucket.state.items():
+        assert torch.equal(state[key].reshape(-1), stored.values[: model.weight.numel()])
     grad = model_gradient(optimizer)
     assert torch.allclose(state["exp_avg"].float().reshape(-1), 0.1 * grad.float(), rtol=0.02)
     optimizer.zero_grad()

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from zerox import FusedShardedAdam
-from zerox.bucket import REMAINDER, Bucket
+from zerox.bucket import Bucket
+from zerox.rules.rule import REMAINDER
 
 
 def join(param: Tensor, remainder: Tensor) -> Tensor:
@@ -26,13 +27,13 @@ def exact_values(bucket: Bucket, span: slice) -> Tensor:
     values = bucket.param_shard[span]
     if bucket.master is None:
         return values.clone() if values.dtype is torch.float64 else values.float().clone()
-    master = bucket.master[span]
-    return join(values, master) if bucket.master_kind == REMAINDER else master.clone()
+    master = bucket.master.values[span]
+    return join(values, master) if bucket.master.spec == REMAINDER else master.clone()
 
 
 def rounded(bucket: Bucket, exact: Tensor) -> Tensor:
     """What the parameters must be where their exact values are these."""
-    return half_away(exact) if bucket.master_kind == REMAINDER else exact.to(bucket.param_shard.dtype)
+    return half_away(exact) if REMAINDER.key in bucket.state else exact.to(bucket.param_shard.dtype)
 
 
 def parts_of(optimizer: FusedShardedAdam) -> Iterator[tuple[Tensor, slice, Bucket, slice, dict[str, Tensor]]]:

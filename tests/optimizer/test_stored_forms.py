@@ -11,9 +11,16 @@ from torch import Tensor
 from tests.kernels import stored
 from tests.kernels.shards import same_bits
 from zerox._C import SIGNED_MAP, UNSIGNED_MAP
-from zerox.stored_forms import decoded, master_of, remainder_of, rounding_to, store_moment
+from zerox.rules.adam import ADAM
+from zerox.stored import Stored
+from zerox.stored_forms import convert_, decoded, master_of, remainder_of, rounding_to
 
 NUMEL = 700  # two blocks and a part of one
+SPECS = {spec.key: spec for spec in ADAM.states}
+
+
+def coded(name: str, numel: int = NUMEL) -> Stored:
+    return Stored(SPECS[name], torch.empty(numel, dtype=torch.uint8), torch.empty(-(-numel // 256)))
 
 
 def moments(name: str, numel: int = NUMEL) -> Tensor:
@@ -32,35 +39,35 @@ def test_the_maps_are_the_kernels_own() -> None:
 @pytest.mark.parametrize("name", ["exp_avg", "exp_avg_sq", "max_exp_avg_sq"])
 def test_eight_bits_are_coded_and_decoded_as_by_the_kernels(name: str) -> None:
     wide, signed = moments(name), name == "exp_avg"
-    codes, scales = torch.empty(NUMEL, dtype=torch.uint8), torch.empty(3)
-    assert store_moment(name, wide, None, codes, scales)
+    own = coded(name)
+    assert convert_(own, Stored(SPECS[name], wide))
     expected, expected_scales = stored.encode(wide, signed)
-    assert same_bits(codes, expected)
-    assert same_bits(scales, expected_scales)
-    assert same_bits(decoded(name, codes, scales), stored.decode(codes, scales, signed))
-    again, again_scales = torch.empty_like(codes), torch.empty_like(scales)
-    assert not store_moment(name, codes, scales, again, again_scales)
-    assert same_bits(again, codes)
-    assert same_bits(again_scales, scales)
+    assert same_bits(own.values, expected)
+    assert same_bits(own.scales, expected_scales)
+    assert same_bits(decoded(own), stored.decode(own.values, own.scales, signed))
+    again = coded(name)
+    assert not convert_(again, own)
+    assert same_bits(again.values, own.values)
+    assert same_bits(again.scales, own.scales)
 
 
 def test_what_is_not_finite_is_not_finite_in_eight_bits() -> None:
     wide = moments("exp_avg")
     wide[300] = torch.nan
-    codes, scales = torch.empty(NUMEL, dtype=torch.uint8), torch.empty(3)
-    store_moment("exp_avg", wide, None, codes, scales)
-    assert scales.isnan().tolist() == [False, True, False]
+    own = coded("exp_avg")
+    convert_(own, Stored(own.spec, wide))
+    assert own.scales.isnan().tolist() == [False, True, False]
 
 
 @pytest.mark.parametrize("name", ["exp_avg", "exp_avg_sq"])
 def test_a_block_of_subnormals_is_zero_as_by_the_kernels(name: str) -> None:
     wide = torch.full((300,), 1e-39)
     wide[256:] = 1e-37
-    codes, scales = torch.empty(300, dtype=torch.uint8), torch.empty(2)
-    store_moment(name, wide, None, codes, scales)
-    for ours, theirs in zip((codes, scales), stored.encode(wide, name == "exp_avg"), strict=True):
+    own = coded(name, 300)
+    convert_(own, Stored(own.spec, wide))
+    for ours, theirs in zip((own.values, own.scales), stored.encode(wide, name == "exp_avg"), strict=True):
         assert same_bits(ours, theirs)
-    assert (decoded(name, codes, scales) > 0).tolist() == [False] * 256 + [True] * 44
+    assert (decoded(own) > 0).tolist() == [False] * 256 + [True] * 44
 
 
 FORMS = [torch.float64, torch.float32, torch.bfloat16, torch.uint8]
@@ -68,16 +75,16 @@ FORMS = [torch.float64, torch.float32, torch.bfloat16, torch.uint8]
 
 @pytest.mark.parametrize(("given", "own"), list(itertools.product(FORMS, FORMS)), ids=str)
 def test_rounding_is_told_where_it_can_happen_and_nowhere_else(given: torch.dtype, own: torch.dtype) -> None:
-    wide = moments("exp_avg")
-    values, scales = wide.to(given) if given is not torch.uint8 else torch.empty(NUMEL, dtype=given), torch.empty(3)
-    if given is torch.uint8:
-        store_moment("exp_avg", wide, None, values, scales)
-    kept, kept_scales = torch.empty(NUMEL, dtype=own), torch.empty(3)
-    rounded = store_moment(
-        "exp_avg", values, scales if given is torch.uint8 else None, kept, kept_scales if own is torch.uint8 else None
-    )
-    exact = decoded("exp_avg", values, scales).double()
-    error = (decoded("exp_avg", kept, kept_scales).double() - exact).abs()
+    wide = Stored(SPECS["exp_avg"], moments("exp_avg"))
+
+    def in_form(dtype: torch.dtype) -> Stored:
+        return coded("exp_avg") if dtype is torch.uint8 else Stored(wide.spec, torch.empty(NUMEL, dtype=dtype))
+
+    then, now = in_form(given), in_form(own)
+    convert_(then, wide)
+    rounded = convert_(now, then)
+    exact = decoded(then).double()
+    error = (decoded(now).double() - exact).abs()
     if not rounded:
         assert not bool(error.any())
     else:

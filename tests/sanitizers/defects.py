@@ -28,7 +28,7 @@ def moments_too_short() -> None:
     param = nn.Parameter(torch.ones(NUMEL))
     optimizer = FusedShardedAdam([param])
     param.sum().backward()
-    shorten(optimizer._buckets[0].moments.values["exp_avg"], NUMEL - 1)
+    shorten(optimizer._buckets[0].state["exp_avg"].values, NUMEL - 1)
     optimizer.step()
 
 

@@ -51,7 +51,8 @@ def delete(group: dist.ProcessGroup, moment: str) -> None:
         training.backward(0)
         if moment == "zeroed":
             training.optimizer.zero_grad()
-    kept = [*training.optimizer._buckets[0].moments, *(param.grad for param in training.model.parameters())]
+    state = [stored.values for stored in training.optimizer._buckets[0].state.values()]
+    kept = [*state, *(param.grad for param in training.model.parameters())]
     model = training.model
     group.barrier().wait()
     del training

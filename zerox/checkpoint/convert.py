@@ -10,20 +10,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zerox.bucket import MASTER, REMAINDER
 from zerox.checkpoint.everyone import Everyone
 from zerox.checkpoint.from_torch import EXTRA, read_torch_file
 from zerox.checkpoint.names import MODEL, OPTIMIZER
-from zerox.checkpoint.saved_state import MOMENTS
 from zerox.checkpoint.store import Opened, open_checkpoint, write
 from zerox.checkpoint.writer import save_object
-from zerox.moments import SCALE
+from zerox.rules.adam import ADAM
+from zerox.rules.rule import MASTER, MASTERS, REMAINDER
 from zerox.sliced_state import STEP
+from zerox.stored import SCALE, Stored
 from zerox.stored_forms import decoded, master_of
 
 SAFETENSORS = ".safetensors"
 FILES = (SAFETENSORS, ".pt", ".pth", ".bin")  # endings that nobody gives to a folder
-WHATS = (STEP, MASTER, REMAINDER, *MOMENTS, *(name + SCALE for name in MOMENTS))
+WHATS = (STEP, *(spec.key for spec in (*MASTERS, *ADAM.states)), *(spec.key + SCALE for spec in ADAM.states))
 
 
 def convert_file(source: Path, target: Path, weights: bool, fp32: bool, keys: tuple[str, str]) -> str:
@@ -114,11 +114,11 @@ def _in_fp32(opened: Opened, weights: Mapping[str, Tensor]) -> dict[str, Tensor]
     """Weights of 16 bits by their names in the checkpoint, from their masters where they have one."""
     halves = (torch.bfloat16, torch.float16)
     found = {name: tensor.float() for name, tensor in weights.items() if tensor.dtype in halves}
-    masters = _read(opened, OPTIMIZER, (f".{MASTER}", f".{REMAINDER}"))
+    masters = _read(opened, OPTIMIZER, tuple(f".{spec.key}" for spec in MASTERS))
     for key, master in masters.items():
         name, _, what = key.removeprefix(OPTIMIZER).rpartition(".")
         if MODEL + name in found:
-            found[MODEL + name] = master if what == MASTER else master_of(weights[MODEL + name], master)
+            found[MODEL + name] = master if what == MASTER.key else master_of(weights[MODEL + name], master)
     return found
 
 
@@ -143,18 +143,18 @@ def _adamw_state(opened: Opened, weights: Mapping[str, Tensor], host: Mapping[st
 
 def _torchs(saved: Mapping[str, Tensor], weight: Tensor | None, order: list[int] | None) -> dict[str, Tensor]:
     found = {STEP: saved[STEP].float()}
-    for name in MOMENTS:
-        if name in saved:
-            values = saved[name]
-            if name + SCALE in saved:
+    for spec in ADAM.states:
+        if spec.key in saved:
+            values = saved[spec.key]
+            if spec.key + SCALE in saved:
                 dims = order or list(range(values.dim()))
                 dims = [*dims, *(dim for dim in range(values.dim()) if dim not in dims)]
-                flat = values.permute(dims).reshape(-1)
-                in_order = decoded(name, flat, saved[name + SCALE]).view([values.shape[dim] for dim in dims])
+                coded = Stored(spec, values.permute(dims).reshape(-1), saved[spec.key + SCALE])
+                in_order = decoded(coded).view([values.shape[dim] for dim in dims])
                 values = in_order.permute([dims.index(dim) for dim in range(len(dims))])
-            found[name] = values.contiguous() if values.dtype is torch.float64 else values.float().contiguous()
-    if MASTER in saved:
-        found[MASTER] = saved[MASTER]
-    elif REMAINDER in saved and weight is not None:
-        found[MASTER] = master_of(weight, saved[REMAINDER])
+            found[spec.key] = values.contiguous() if values.dtype is torch.float64 else values.float().contiguous()
+    if MASTER.key in saved:
+        found[MASTER.key] = saved[MASTER.key]
+    elif REMAINDER.key in saved and weight is not None:
+        found[MASTER.key] = master_of(weight, saved[REMAINDER.key])
     return found

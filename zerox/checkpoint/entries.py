@@ -1,4 +1,4 @@
-"""The optimizer's state as a checkpoint has it: "name.exp_avg" and so on, whole tensors that ranks have slices of.
+"""The optimizer's state as a checkpoint has it: "name.step" and so on, whole tensors that ranks have slices of.
 
 Nothing of it depends on the number of ranks, stage, buckets, padding or the order of parameters.
 """
@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from zerox.bucket import Member
+from zerox.bucket import Bucket, Member
 from zerox.checkpoint.names import OPTIMIZER
-from zerox.moments import MAX_EXP_AVG_SQ
 from zerox.optimizer import FusedShardedAdam
 from zerox.sliced_state import STEP, sliced_state
 from zerox.sliced_tensor import SlicedTensor
+from zerox.stored import SCALE
 
 
 def entries(optimizer: FusedShardedAdam, names: Mapping[int, str]) -> dict[str, SlicedTensor]:
@@ -21,13 +21,13 @@ def entries(optimizer: FusedShardedAdam, names: Mapping[int, str]) -> dict[str, 
     for bucket in optimizer._buckets:
         for member, state in sliced_state(bucket):
             for what, tensor in state.items():
-                if tensor.held.numel() and _is_its_own(optimizer, member, what):
+                if tensor.held.numel() and _is_its_own(optimizer, bucket, member, what):
                     found[f"{OPTIMIZER}{names[member.number]}.{what}"] = tensor
     return found
 
 
-def _is_its_own(optimizer: FusedShardedAdam, member: Member, what: str) -> bool:
+def _is_its_own(optimizer: FusedShardedAdam, bucket: Bucket, member: Member, what: str) -> bool:
     """Not what it has only because another parameter of its bucket needs it."""
     if what == STEP:
         return True
-    return not what.startswith(MAX_EXP_AVG_SQ) or bool(optimizer.param_groups[member.group]["amsgrad"])
+    return bucket.state[what.removesuffix(SCALE)].spec.is_wanted(optimizer.param_groups[member.group])

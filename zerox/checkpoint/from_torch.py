@@ -9,22 +9,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zerox.bucket import MASTER
 from zerox.checkpoint.groups import NOT_OPTIONS
 from zerox.checkpoint.manifest import CheckpointError, some
 from zerox.checkpoint.names import MODEL, OPTIMIZER
 from zerox.checkpoint.reader import loaded
-from zerox.moments import EXP_AVG, EXP_AVG_SQ, MAX_EXP_AVG_SQ
+from zerox.rules.adam import ADAM
+from zerox.rules.rule import MASTER
 from zerox.sliced_state import STEP
 
 EXTRA = "extra"
-NEEDED = (STEP, EXP_AVG, EXP_AVG_SQ)
-KNOWN = (*NEEDED, MAX_EXP_AVG_SQ, MASTER)
+NEEDED = (STEP, *(spec.key for spec in ADAM.states if not spec.when))
+KNOWN = (STEP, *(spec.key for spec in ADAM.states), MASTER.key)
 NOT_ADAMW = (
     "this is not the state of AdamW or Adam, and zerox has no use for another optimizer's: load the model's "
     "state_dict() alone, and start with new state"
 )
-OPTIONS = ("lr", "betas", "eps", "weight_decay")
+OFF = {spec.when: False for spec in ADAM.states if spec.when}  # what old files don't know
 
 
 def read_torch_file(source: Path, model_key: str, optimizer_key: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -50,7 +50,7 @@ def read_torch_file(source: Path, model_key: str, optimizer_key: str) -> tuple[d
     groups = []
     for group in state["param_groups"]:
         options = {key: value for key, value in group.items() if key not in NOT_OPTIONS}
-        groups.append({"amsgrad": False, **options, "names": [names[number] for number in group["params"]]})
+        groups.append({**OFF, **options, "names": [names[number] for number in group["params"]]})
     others = {name: value for name, value in weights.items() if not isinstance(value, Tensor)}
     extra = rest[EXTRA] if set(rest) == {EXTRA} else rest or None
     return tensors, {"groups": groups, "memory_order": {}, "model": others, "extra": extra}
@@ -89,7 +89,7 @@ def _check_adamw(source: Path, names: Mapping[int, str], state: Mapping[str, Any
             if not isinstance(value, (Tensor, int, float)) or (what != STEP and not isinstance(value, Tensor)):
                 raise CheckpointError(f"{source}: {what} of '{names[number]}' is a {type(value).__name__}")
     for index, group in enumerate(state["param_groups"]):
-        if missing := [name for name in OPTIONS if name not in group]:
+        if missing := [name for name in ADAM.needed_options if name not in group]:
             raise CheckpointError(f"{source}: param group {index} has no {some(missing)}: {NOT_ADAMW}")
 
 
@@ -100,7 +100,8 @@ def _names_of(source: Path, weights: Mapping[str, Any], state: Mapping[str, Any]
     for group in state["param_groups"]:
         found |= dict(zip(group["params"], group.get("param_names", ()), strict=False))
     if len(found) < len(numbers):
-        shapes = {number: own[EXP_AVG].shape for number, own in state["state"].items() if EXP_AVG in own}
+        shape_of = NEEDED[-1]
+        shapes = {number: own[shape_of].shape for number, own in state["state"].items() if shape_of in own}
         likely = list(weights)
         if len(likely) != len(numbers) or any(weights[likely[n]].shape != shape for n, shape in shapes.items()):
             raise CheckpointError(

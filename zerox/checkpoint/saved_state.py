@@ -9,20 +9,21 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from zerox.bucket import FP32, MASTER, MASTER_DTYPES, REMAINDER, Bucket, Member
+from zerox.bucket import Bucket, Member
 from zerox.buffers import dense_strides
 from zerox.checkpoint.names import OPTIMIZER, members
-from zerox.moments import EXP_AVG, EXP_AVG_SQ, MAX_EXP_AVG_SQ, SCALE
 from zerox.optimizer import FusedShardedAdam
-from zerox.sliced_state import STEP, blocks_of, num_blocks, sliced_state
+from zerox.plan.form import num_blocks
+from zerox.rules.adam import ADAM
+from zerox.rules.rule import MASTER, MASTERS, REMAINDER
+from zerox.sliced_state import STEP, blocks_of, sliced_state
 from zerox.sliced_tensor import SlicedTensor
 from zerox.state_parts import fill_row
+from zerox.stored import SCALE
 
 Saved = Mapping[str, TensorStorageMetadata]
 Read = Callable[[dict[str, Any]], None]  # fills tensors by their names in the checkpoint
-FLOATS = (torch.float64, torch.float32, torch.bfloat16)
-MOMENTS = (EXP_AVG, EXP_AVG_SQ, MAX_EXP_AVG_SQ)
-MASTERS = {REMAINDER: MASTER_DTYPES[REMAINDER], MASTER: MASTER_DTYPES[FP32]}
+STATE_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.uint8)
 
 
 class SavedState:
@@ -35,8 +36,7 @@ class SavedState:
         self.saved = saved
         self.names = names
         self.order: Mapping[str, list[int]] = host["memory_order"]
-        self.known = {name for group in host["groups"] for name in group["names"]}
-        self.amsgrad = {name for group in host["groups"] if group["amsgrad"] for name in group["names"]}
+        self.group_of = {name: group for group in host["groups"] for name in group["names"]}
         trained = {id(member.param) for bucket in self.buckets for member in bucket.members}
         self.trained = [member for member in members(optimizer) if id(member.param) in trained]
 
@@ -47,22 +47,21 @@ class SavedState:
         """(what, its shape, its possible dtypes) for all that may be saved of a parameter."""
         shape, numel = tuple(member.param.shape), member.param.numel()
         yield STEP, (), (torch.int64,)
-        for name in MOMENTS if numel else ():
-            yield name, shape, (*FLOATS, torch.uint8)
-            yield name + SCALE, (num_blocks(numel),), (torch.float32,)
-        for name, dtype in MASTERS.items() if numel else ():
-            yield name, shape, (dtype,)
+        for spec in (*ADAM.states, *MASTERS) if numel else ():
+            yield spec.key, shape, (getattr(torch, spec.form.dtype),) if spec.form else STATE_DTYPES
+        for spec in ADAM.states if numel else ():
+            yield spec.key + SCALE, (num_blocks(numel),), (torch.float32,)
 
     def _needed(self, member: Member) -> Iterator[str]:
-        name = self.names[member.number]
-        if not self._was_saved(member) and name in self.known:
+        group = self.group_of.get(self.names[member.number])
+        if not self._was_saved(member) and group is not None:
             return  # it was frozen, or had no gradient yet: its state starts now
-        for what in (STEP, *(MOMENTS if member.param.numel() else ())):
-            if what != MAX_EXP_AVG_SQ or name in self.amsgrad:
-                yield what
-            then = self.saved.get(self._key(member, what))
-            if then is not None and then.properties.dtype is torch.uint8:
-                yield what + SCALE
+        yield STEP
+        for spec in ADAM.states if member.param.numel() else ():
+            if not spec.when or (group is not None and spec.is_wanted(group)):
+                yield spec.key
+            if self._dtype(member, spec.key) is torch.uint8:
+                yield spec.key + SCALE
 
     def names_differ(self) -> list[str]:
         """Lines for what is missing and what nobody here expects."""
@@ -87,7 +86,7 @@ class SavedState:
                     found.append(f"{key} was saved as {list(then.size)}, and is {list(shape)}")
                 elif dtype not in dtypes:
                     found.append(f"{key} was saved as {dtype}, and can be {' or '.join(map(str, dtypes))}")
-                elif what == REMAINDER and member.param.dtype is not torch.bfloat16:
+                elif what == REMAINDER.key and member.param.dtype is not torch.bfloat16:
                     found.append(f"{key} is for a torch.bfloat16 parameter, and the parameter is {member.param.dtype}")
                 elif dtype is torch.uint8 and self.order.get(name, []) != memory_order(member.param):
                     found.append(f"{key} was saved in blocks of a parameter in another memory format")
@@ -102,21 +101,22 @@ class SavedState:
         """
         for bucket in self.buckets:
             for member, state in own_state(bucket):
-                first |= {
-                    self._key(member, what): state[what] for what in state if self._is_alike(bucket, member, what)
-                }
+                first |= {self._key(member, what): state[what] for what in state if self._is_alike(member, what, state)}
         read(first)
         rounded: dict[str, None] = {}
         for bucket in self.buckets:
             rounded |= dict.fromkeys(self._convert(bucket, read))
         return list(rounded)
 
-    def _is_alike(self, bucket: Bucket, member: Member, what: str) -> bool:
-        """Whether it was saved as it is stored here."""
-        if self._key(member, what) not in self.saved:
-            return False
-        name = what.removesuffix(SCALE)
-        return name not in MOMENTS or self.saved[self._key(member, name)].properties.dtype is bucket.moments.dtype
+    def _dtype(self, member: Member, what: str) -> torch.dtype | None:
+        """That it was saved in; None if it was not."""
+        then = self.saved.get(self._key(member, what))
+        return None if then is None else then.properties.dtype
+
+    def _is_alike(self, member: Member, what: str, state: Mapping[str, SlicedTensor]) -> bool:
+        """Whether it was saved as it is stored here: scales are if what they are of is."""
+        of = what.removesuffix(SCALE)
+        return self._dtype(member, what) is not None and self._dtype(member, of) is state[of].dtype
 
     def _convert(self, bucket: Bucket, read: Read) -> list[str]:
         """Everything that _is_alike() is not."""
@@ -131,17 +131,16 @@ class SavedState:
         rounded = []
         for row, ((member, state), parts) in enumerate(zip(own_state(bucket), rows, strict=True)):
             if not self._was_saved(member):
-                if self.names[member.number] in self.known:
+                if self.names[member.number] in self.group_of:
                     fill_row(bucket, row, {}, rest_anew=True)
                 continue
-            if MAX_EXP_AVG_SQ in state and self._key(member, MAX_EXP_AVG_SQ) not in self.saved:
-                for what in (MAX_EXP_AVG_SQ, MAX_EXP_AVG_SQ + SCALE):
-                    if what in state:
-                        state[what].held.zero_()
-            masters = [what for what in MASTERS if self._key(member, what) in self.saved]
+            own = bucket.own_segments[row].span
+            for spec in ADAM.states:
+                if spec.when and spec.key in state and self._dtype(member, spec.key) is None:
+                    bucket.state[spec.key].part(slice(own.start, own.stop)).zero_()
+            masters = [spec for spec in MASTERS if self._dtype(member, spec.key) is not None]
             if bucket.master is not None and not masters:
-                own = bucket.own_segments[row].span
-                parts[MASTER] = bucket.param_shard[own.start : own.stop].float()
+                parts[MASTER.key] = bucket.param_shard[own.start : own.stop].float()
             elif bucket.master is None and masters:
                 rounded.append("masters to the parameters' dtype")
             rounded += fill_row(bucket, row, parts, rest_anew=False)
@@ -152,18 +151,18 @@ class SavedState:
 
     def _to_convert(self, bucket: Bucket, member: Member, state: Mapping[str, SlicedTensor]) -> Iterator[str]:
         """What was saved otherwise than it is stored here."""
-        for name in bucket.moments.values:
-            if name in state and not self._is_alike(bucket, member, name) and self._key(member, name) in self.saved:
-                yield name
-                if self.saved[self._key(member, name)].properties.dtype is torch.uint8:
-                    yield name + SCALE
-        for name in MASTERS if bucket.master is not None else ():
-            if name not in state and self._key(member, name) in self.saved:
-                yield name
+        for key in bucket.state:
+            if key in state and not self._is_alike(member, key, state) and self._dtype(member, key) is not None:
+                yield key
+                if self._dtype(member, key) is torch.uint8:
+                    yield key + SCALE
+        for spec in MASTERS if bucket.master is not None else ():
+            if spec.key not in state and self._dtype(member, spec.key) is not None:
+                yield spec.key
 
     def _to_read(self, member: Member, what: str, state: Mapping[str, SlicedTensor]) -> SlicedTensor:
         """Room for this rank's slice of it, as it was saved."""
-        like = state[EXP_AVG]
+        like = next(state[key] for key in state if key != STEP and not key.endswith(SCALE))
         shape, strides, span = like.shape, like.stride(), like.span
         if what.endswith(SCALE):
             shape, strides, span = torch.Size([num_blocks(like.numel())]), (1,), blocks_of(span)

@@ -139,7 +139,7 @@ def load(
         lines = [*names_differ(tensors, opened.tensors), *state.names_differ()] if strict else []
         complain(path, [*lines, *misfits(first, opened.tensors), *state.misfits()])
         fill_groups(optimizer, names, host["groups"])
-        optimizer._start_amsgrad()
+        optimizer._start_states()
     rounded: list[str] = []
     with ranks.failing_together(
         f"zerox: {path} could not be read to its end, and model and optimizer have a part of it"

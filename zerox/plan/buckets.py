@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from zerox.plan.form import FLOAT32, Form
 from zerox.plan.layout import Layout
 
 MIB = 1 << 20
@@ -21,15 +22,14 @@ STRAIGHT_SLICE_BYTES = 1 * MIB
 class ParamSpec:
     """What a plan knows of a parameter: ``dtype`` is any hashable name of one, ``itemsize`` its bytes an element.
 
-    ``state_dtype``: a name of what its moments are stored in; ``grad_dtype``: of its gradient's dtype, where that is
-    another one.
+    ``state_form``: how its state is stored; ``grad_dtype``: a name of its gradient's dtype, where that is another one.
     """
 
     name: str
     numel: int
     dtype: str
     itemsize: int
-    state_dtype: str = ""
+    state_form: Form = FLOAT32
     grad_dtype: str = ""
 
     @property
@@ -48,7 +48,7 @@ class BucketPlan:
     params: tuple[int, ...]
     dtype: str
     layout: Layout
-    state_dtype: str = ""
+    state_form: Form = FLOAT32
     num_straight: int = 0
 
 
@@ -64,7 +64,7 @@ def default_cap_bytes(backend: str, world_size: int) -> int:
 def plan_buckets(params: Sequence[ParamSpec], world_size: int, cap_bytes: int) -> list[BucketPlan]:
     """Fills buckets with parameters in reverse registration order, which is about the order of their gradients.
 
-    A bucket holds one dtype, gradients of one dtype, and moments stored in one dtype. It is closed by the first
+    A bucket holds one dtype, gradients of one dtype, and state stored in one form. It is closed by the first
     parameter that would take it over ``cap_bytes``; a parameter larger than the cap has a bucket of its own. Inside,
     large parameters come first.
     Raises ValueError for an impossible cap or world size.
@@ -74,11 +74,11 @@ def plan_buckets(params: Sequence[ParamSpec], world_size: int, cap_bytes: int) -
     if world_size < 1:
         raise ValueError(f"world_size must be at least 1, got {world_size}")
     closed: list[list[int]] = []
-    filling: dict[tuple[str, ...], list[int]] = {}
-    filled_bytes: dict[tuple[str, ...], int] = {}
+    filling: dict[tuple[str, Form, str], list[int]] = {}
+    filled_bytes: dict[tuple[str, Form, str], int] = {}
     for index in reversed(range(len(params))):
         param = params[index]
-        kind = param.dtype, param.state_dtype, param.grad_dtype
+        kind = param.dtype, param.state_form, param.grad_dtype
         bucket = filling.get(kind)
         if bucket is None or filled_bytes[kind] + param.nbytes > cap_bytes:
             bucket = filling[kind] = []
@@ -95,5 +95,5 @@ def plan_buckets(params: Sequence[ParamSpec], world_size: int, cap_bytes: int) -
         num_straight = sum(params[i].nbytes >= STRAIGHT_BYTES for i in bucket)
         if layout.shard_numel * first.itemsize < STRAIGHT_SLICE_BYTES:
             num_straight = 0
-        plans.append(BucketPlan(tuple(bucket), first.dtype, layout, first.state_dtype, num_straight))
+        plans.append(BucketPlan(tuple(bucket), first.dtype, layout, first.state_form, num_straight))
     return plans
