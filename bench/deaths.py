@@ -29,8 +29,8 @@ import zerox.checkpoint.store
 import zerox.optimizer
 from bench.facts import write_result
 from tests.mortal_ranks import MortalRanks, start_ranks
-from zerox.params import ParamGather
-from zerox.ranks import EXCHANGES, Ranks
+from zerox.flow.params import ParamGather
+from zerox.ranks.group import EXCHANGES, Ranks
 
 PLACES = ("constructor", "forward", "backward", "clip", "step", "gather", "save", "between steps")
 STAGES = (1, 2)

@@ -26,7 +26,7 @@ from bench.spread import Spread
 from bench.timing import Timing
 from zerox import FusedShardedAdam
 from zerox.plan.buckets import MIB
-from zerox.ranks import Ranks
+from zerox.ranks.group import Ranks
 
 Row = dict[str, Any]
 NUMEL = 16

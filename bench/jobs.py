@@ -13,12 +13,12 @@ from bench.ceiling import CEILING, stream_call
 from bench.peers import PEERS, Peer, Skipped, optimizer_of
 from bench.timing import Call
 from zerox import ops
-from zerox.large_pages import zeros
+from zerox.memory.pages import zeros
+from zerox.memory.stored import Stored, stored_bytes
 from zerox.plan.form import BFLOAT16, BLOCK_NUMEL, EIGHT_BIT, FLOAT32
 from zerox.rules.adam import ADAM
 from zerox.rules.reference import AdamState, adam_step
 from zerox.rules.rule import MASTER, REMAINDER, StateSpec
-from zerox.stored import Stored, stored_bytes
 
 OURS = "zerox"
 

@@ -9,13 +9,13 @@ from typing import Any
 import torch
 
 from zerox.grad_dtype import grad_dtype_of
+from zerox.memory.stored import stored_bytes
 from zerox.options import Options, check_params, named_tensors
 from zerox.plan.buckets import BucketPlan
 from zerox.plan.peak import Flow, peak_alone, peak_of_sharded, peak_of_whole
 from zerox.plan.stage import SHARDED
-from zerox.process_group import ALONE, chosen_group
+from zerox.ranks.process_group import ALONE, chosen_group
 from zerox.rules.adam import ADAM
-from zerox.stored import stored_bytes
 
 
 @dataclass(frozen=True)

@@ -11,27 +11,27 @@ import torch
 from torch import Tensor
 
 from zerox._C import Place
-from zerox.bucket import Bucket, Member, members_of
-from zerox.buffers import Place as PlaceInBuffer
-from zerox.buffers import give_out, take_in
-from zerox.capture import is_capturing
-from zerox.clip import check_finite, clip_coefficient, total_norm
 from zerox.estimate import MemoryBytes, measured_bytes
+from zerox.flow.capture import is_capturing
+from zerox.flow.grad_scale import GradScale
+from zerox.flow.grads import Grads
+from zerox.flow.norm import check_finite, clip_coefficient, total_norm
+from zerox.flow.overlap_gather import GatherOverlap
+from zerox.flow.params import ParamGather
+from zerox.flow.update import launches, ranges, shard_of, update
 from zerox.grad_dtype import Widened
-from zerox.grad_scale import GradScale
-from zerox.grads import Grads
+from zerox.memory.bucket import Bucket, Member, members_of
+from zerox.memory.flat import Place as PlaceInBuffer
+from zerox.memory.flat import give_out, take_in
 from zerox.ops import Shard
-from zerox.optimizer_state import OptimizerState
 from zerox.options import Options, check_params
-from zerox.overlap_gather import GatherOverlap
-from zerox.params import ParamGather
-from zerox.process_group import GroupArgument
-from zerox.ranks import Ranks, call_ranks, find_ranks
+from zerox.ranks.group import Ranks, call_ranks, find_ranks
+from zerox.ranks.process_group import GroupArgument
 from zerox.rules import adam
 from zerox.rules.rule import MASTERS, StateSpec
 from zerox.rules.table import OptionsTable
+from zerox.state.optimizer_state import OptimizerState
 from zerox.terms import terms
-from zerox.update import launches, ranges, shard_of, update
 
 
 class FusedShardedAdam(OptimizerState):

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zerox.bucket import Member
 from zerox.grad_dtype import grad_dtype_of
+from zerox.memory.bucket import Member
 from zerox.options import Options
 
 

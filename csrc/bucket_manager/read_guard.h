@@ -19,7 +19,7 @@ namespace zx {
 // a backward, its forward is an autograd function, "CompiledFunction", and that one is announced with all that is read.
 // A region that was not seen to call one the last time, as in evaluation, waits for everything.
 //
-// What launches kernels without either is left to hooks on modules: see zerox/overlap_gather.py.
+// What launches kernels without either is left to hooks on modules: see zerox/flow/overlap_gather.py.
 
 // Tells a watcher what is about to be read, by all threads, from construction to destruction or until it has seen
 // enough.

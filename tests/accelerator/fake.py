@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.utils import cpp_extension
 
 from tests.ranks import run_threads
-from zerox.ranks import Ranks
+from zerox.ranks.group import Ranks
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]

@@ -14,12 +14,13 @@ from torch import Tensor
 from tests.accelerator.fake import expect_no_races, machine, run_fake_ranks
 from tests.accelerator.test_streams import CAP, GROUP, parameters
 from tests.kernels.shards import same_bits
-from zerox import ops, update
+from zerox import ops
 from zerox import optimizer as optimizer_module
-from zerox.capture import is_capturing
+from zerox.flow import update
+from zerox.flow.capture import is_capturing
 from zerox.optimizer import FusedShardedAdam
 from zerox.options import Options
-from zerox.ranks import Ranks
+from zerox.ranks.group import Ranks
 from zerox.rules.adam import ADAM
 from zerox.rules.table import OptionsTable
 

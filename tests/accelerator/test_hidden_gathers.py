@@ -14,7 +14,7 @@ from tests.kernels.shards import same_bits
 from zerox import optimizer as optimizer_module
 from zerox.optimizer import FusedShardedAdam
 from zerox.options import Options
-from zerox.ranks import Ranks
+from zerox.ranks.group import Ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream does not match")
 STEPS = 4

@@ -10,12 +10,12 @@ from torch import Tensor, nn
 
 from tests.accelerator.fake import expect_no_races, machine, on_stream, run_fake_ranks
 from tests.bucket_manager.rig import GradsOfModel
-from zerox.bucket import GradPart
+from zerox.flow.update import shard_of, update
+from zerox.memory.bucket import GradPart
 from zerox.ops import Shard
-from zerox.ranks import Ranks
+from zerox.ranks.group import Ranks
 from zerox.rules.adam import ADAM
 from zerox.rules.table import OptionsTable
-from zerox.update import shard_of, update
 
 # Hooks keep the node that accumulates, and with it the stream on which a parameter was first used: as DDP's do.
 pytestmark = pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream does not match")

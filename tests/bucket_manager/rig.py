@@ -9,11 +9,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from zerox import _C as C
-from zerox.bucket import Bucket, Member
-from zerox.grads import Grads
+from zerox.flow.grads import Grads
+from zerox.memory.bucket import Bucket, Member
 from zerox.plan.buckets import ParamSpec, plan_buckets
 from zerox.plan.stage import stage_of
-from zerox.ranks import Ranks
+from zerox.ranks.group import Ranks
 
 WHOLE = 1 << 40  # a bucket cap that everything fits in
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

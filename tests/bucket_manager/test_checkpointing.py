@@ -18,7 +18,7 @@ from tests.bucket_manager.rig import (
 )
 from tests.ranks import run_ranks
 from zerox import FusedShardedAdam
-from zerox.ranks import find_ranks
+from zerox.ranks.group import find_ranks
 
 
 class Segments(nn.Module):

@@ -21,8 +21,8 @@ from bench.deaths import PLACES, kill_one
 from tests.bucket_manager.training import Training
 from tests.mortal_ranks import MortalRanks, fail_now, start_ranks
 from zerox import FusedShardedAdam
-from zerox.params import ParamGather
-from zerox.ranks import Ranks
+from zerox.flow.params import ParamGather
+from zerox.ranks.group import Ranks
 
 TIMEOUT_S = 5  # of the group: far above what a healthy wait takes, also on a busy machine
 FAILING_STEP = 1  # the one before it has gone well

@@ -15,8 +15,8 @@ import torch.distributed as dist
 from tests.bucket_manager.rig import input_of, message_of
 from tests.bucket_manager.training import Training
 from tests.ranks import run_ranks
-from zerox.placeholder import ShardedGrad
-from zerox.ranks import find_ranks
+from zerox.flow.placeholder import ShardedGrad
+from zerox.ranks.group import find_ranks
 
 
 def delete(rank: int, _: int, stage: int, moment: str) -> tuple[bool, ...]:

@@ -16,8 +16,9 @@ from torch import Tensor, nn
 from tests.bucket_manager.rig import bits_of
 from tests.bucket_manager.test_twin import compare_scenarios
 from tests.ranks import run_ranks
-from zerox import FusedShardedAdam, neighbours
-from zerox.ranks import find_ranks
+from zerox import FusedShardedAdam
+from zerox.ranks import neighbours
+from zerox.ranks.group import find_ranks
 
 # Where ranks run, and what they may do.
 ONE_MACHINE, TWO_MACHINES, FORBIDDEN, MESSAGES = "one machine", "two machines", "forbidden on one rank", "messages"

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from tests.bucket_manager.rig import LAYER_CAP, Chain, GradsOfModel, input_of, same_bits
 from tests.ranks import run_ranks
-from zerox.ranks import find_ranks
+from zerox.ranks.group import find_ranks
 
 NUM_LAYERS = 6
 

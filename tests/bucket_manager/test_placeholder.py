@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from tests.bucket_manager.rig import Chain, input_of
 from zerox import FusedShardedAdam
-from zerox.placeholder import ShardedGrad
+from zerox.flow.placeholder import ShardedGrad
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ from tests.bucket_manager.test_twin import EVEN, EVERY, compare_scenarios, loss_
 from tests.ranks import run_ranks
 from zerox.plan import buckets
 from zerox.plan.layout import Layout
-from zerox.ranks import find_ranks
+from zerox.ranks.group import find_ranks
 
 
 @contextmanager

@@ -13,7 +13,7 @@ from torch import Tensor
 from tests.bucket_manager.rig import WHOLE, Awkward, GradsOfModel, same_bits
 from tests.bucket_manager.twin import Twin
 from tests.ranks import run_ranks
-from zerox.ranks import find_ranks
+from zerox.ranks.group import find_ranks
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 REDUCE_DTYPES = (None, torch.float32, torch.bfloat16)

@@ -22,7 +22,7 @@ from tests.gpu.processes import ProcessesFailed, run_processes
 from tests.gpu.twins import DEVICE
 from tests.ranks import run_ranks
 from zerox import optimizer
-from zerox.ranks import EXCHANGES, Ranks
+from zerox.ranks.group import EXCHANGES, Ranks
 
 BACKEND = "nccl" if DEVICE.type == "cuda" else "gloo"
 TIMEOUT_S = 60.0

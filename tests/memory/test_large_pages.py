@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import zerox
-from zerox.large_pages import LINE_BYTES, PERIOD_BYTES, SPACED_BYTES, STEP_BYTES, storage_bytes, zeros
+from zerox.memory.pages import LINE_BYTES, PERIOD_BYTES, SPACED_BYTES, STEP_BYTES, storage_bytes, zeros
 
 CPU = torch.device("cpu")
 LARGE = SPACED_BYTES // 4 + 1000  # elements of fp32

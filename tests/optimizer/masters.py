@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from zerox import FusedShardedAdam
-from zerox.bucket import Bucket
+from zerox.memory.bucket import Bucket
 from zerox.rules.rule import REMAINDER
 
 

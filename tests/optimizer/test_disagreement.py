@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import zerox.optimizer
-import zerox.ranks
+import zerox.ranks.group
 from tests.ranks import run_ranks
 from zerox import FusedShardedAdam
 
@@ -76,7 +76,7 @@ def disagree(rank: int, world_size: int) -> list[str]:
     both += [(ours, theirs) for ours, theirs, _, _ in OPTIONS]
     found = [args_of(*each, rank) for each in both]
     messages = [error_of(lambda: FusedShardedAdam(**found[0]))]
-    find_ranks, ranks = zerox.optimizer.find_ranks, zerox.ranks.find_ranks(None)
+    find_ranks, ranks = zerox.optimizer.find_ranks, zerox.ranks.group.find_ranks(None)
     zerox.optimizer.find_ranks = lambda *_: ranks  # new groups take longer than all the rest
     try:
         return messages + [error_of(lambda kwargs=each: FusedShardedAdam(**kwargs)) for each in found[1:]]  # type: ignore[misc]

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from tests.kernels.shards import same_bits
 from tests.optimizer.models import KINDS, Mixed, backward, batch, make_model
 from tests.ranks import run_ranks
-from zerox import FusedShardedAdam, state_parts
+from zerox import FusedShardedAdam
+from zerox.state import fill as state_parts
 
 Full = dict[str, Any]
 STEPS = 2

@@ -11,9 +11,9 @@ from torch import Tensor
 from tests.kernels import stored
 from tests.kernels.shards import same_bits
 from zerox._C import SIGNED_MAP, UNSIGNED_MAP
+from zerox.memory.forms import convert_, decoded, master_of, remainder_of, rounding_to
+from zerox.memory.stored import Stored
 from zerox.rules.adam import ADAM
-from zerox.stored import Stored
-from zerox.stored_forms import convert_, decoded, master_of, remainder_of, rounding_to
 
 NUMEL = 700  # two blocks and a part of one
 SPECS = {spec.key: spec for spec in ADAM.states}

@@ -15,11 +15,11 @@ from zerox.checkpoint.from_torch import EXTRA, read_torch_file
 from zerox.checkpoint.names import MODEL, OPTIMIZER
 from zerox.checkpoint.store import Opened, open_checkpoint, write
 from zerox.checkpoint.writer import save_object
+from zerox.memory.forms import decoded, master_of
+from zerox.memory.stored import SCALE, Stored
 from zerox.rules.adam import ADAM
 from zerox.rules.rule import MASTER, MASTERS, REMAINDER
-from zerox.sliced_state import STEP
-from zerox.stored import SCALE, Stored
-from zerox.stored_forms import decoded, master_of
+from zerox.state.sliced_state import STEP
 
 SAFETENSORS = ".safetensors"
 FILES = (SAFETENSORS, ".pt", ".pth", ".bin")  # endings that nobody gives to a folder

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from zerox.bucket import Bucket, Member
 from zerox.checkpoint.names import OPTIMIZER
+from zerox.memory.bucket import Bucket, Member
+from zerox.memory.stored import SCALE
 from zerox.optimizer import FusedShardedAdam
-from zerox.sliced_state import STEP, sliced_state
 from zerox.sliced_tensor import SlicedTensor
-from zerox.stored import SCALE
+from zerox.state.sliced_state import STEP, sliced_state
 
 
 def entries(optimizer: FusedShardedAdam, names: Mapping[int, str]) -> dict[str, SlicedTensor]:

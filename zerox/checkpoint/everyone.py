@@ -11,8 +11,8 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from zerox.checkpoint.manifest import CheckpointError
 from zerox.optimizer import FusedShardedAdam
-from zerox.process_group import GroupArgument, chosen_group
-from zerox.ranks import Ranks
+from zerox.ranks.group import Ranks
+from zerox.ranks.process_group import GroupArgument, chosen_group
 
 
 class Everyone:

@@ -15,7 +15,7 @@ from zerox.checkpoint.names import MODEL, OPTIMIZER
 from zerox.checkpoint.reader import loaded
 from zerox.rules.adam import ADAM
 from zerox.rules.rule import MASTER
-from zerox.sliced_state import STEP
+from zerox.state.sliced_state import STEP
 
 EXTRA = "extra"
 NEEDED = (STEP, *(spec.key for spec in ADAM.states if not spec.when))

@@ -10,7 +10,7 @@ from torch import Tensor
 from zerox.checkpoint.manifest import CheckpointError
 from zerox.checkpoint.names import members
 from zerox.optimizer import FusedShardedAdam
-from zerox.state_dict import say_kind_stays, taken_options
+from zerox.state.state_dict import say_kind_stays, taken_options
 
 NOT_OPTIONS = ("params", "param_names")
 

@@ -6,8 +6,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from zerox.bucket import Member
 from zerox.checkpoint.manifest import CheckpointError
+from zerox.memory.bucket import Member
 from zerox.optimizer import FusedShardedAdam
 
 MODEL, OPTIMIZER = "model.", "optimizer."

@@ -9,17 +9,17 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from zerox.bucket import Bucket, Member
-from zerox.buffers import dense_strides
 from zerox.checkpoint.names import OPTIMIZER, members
+from zerox.memory.bucket import Bucket, Member
+from zerox.memory.flat import dense_strides
+from zerox.memory.stored import SCALE
 from zerox.optimizer import FusedShardedAdam
 from zerox.plan.form import num_blocks
 from zerox.rules.adam import ADAM
 from zerox.rules.rule import MASTER, MASTERS, REMAINDER
-from zerox.sliced_state import STEP, blocks_of, sliced_state
 from zerox.sliced_tensor import SlicedTensor
-from zerox.state_parts import fill_row
-from zerox.stored import SCALE
+from zerox.state.fill import fill_row
+from zerox.state.sliced_state import STEP, blocks_of, sliced_state
 
 Saved = Mapping[str, TensorStorageMetadata]
 Read = Callable[[dict[str, Any]], None]  # fills tensors by their names in the checkpoint

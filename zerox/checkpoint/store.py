@@ -29,8 +29,8 @@ from zerox.checkpoint.reader import CheckpointReader, loaded
 from zerox.checkpoint.saved_state import SavedState, memory_order
 from zerox.checkpoint.writer import CheckpointWriter, save_object
 from zerox.optimizer import FusedShardedAdam
-from zerox.process_group import GroupArgument
-from zerox.state_dict import say_rounded
+from zerox.ranks.process_group import GroupArgument
+from zerox.state.state_dict import say_rounded
 
 
 def save(

@@ -7,14 +7,14 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from zerox.bucket import Bucket
-from zerox.buffers import dense_strides
+from zerox.memory.bucket import Bucket
+from zerox.memory.flat import dense_strides
+from zerox.memory.forms import decoded, master_of
+from zerox.memory.stored import Stored
 from zerox.plan.layout import Segment
-from zerox.ranks import CPU, Ranks
+from zerox.ranks.group import CPU, Ranks
 from zerox.rules.rule import MASTER, REMAINDER
-from zerox.sliced_state import STEP
-from zerox.stored import Stored
-from zerox.stored_forms import decoded, master_of
+from zerox.state.sliced_state import STEP
 
 
 def full_state(

@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 from zerox._C import SEGMENT_COLUMNS
-from zerox.buffers import FlatBuffer, dense_strides
 from zerox.grad_dtype import grad_dtype_of
+from zerox.memory.flat import FlatBuffer, dense_strides
+from zerox.memory.stored import Stored
 from zerox.model_names import quoted
 from zerox.plan.buckets import BucketPlan
 from zerox.plan.layout import Segment
 from zerox.rules.rule import MASTER, MASTERS, Rule, StateSpec
-from zerox.stored import Stored
 
 MOST_NAMES = 8
 

@@ -11,17 +11,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zerox.bucket import Bucket, Member
-from zerox.buffers import dense_strides
+from zerox.memory.bucket import Bucket, Member
+from zerox.memory.flat import dense_strides
+from zerox.memory.stored import SCALE
 from zerox.options import OF_OPTIMIZER
 from zerox.plan.form import num_blocks
 from zerox.plan.span import Span
 from zerox.rules import adam
 from zerox.rules.rule import MASTERS, Rule
-from zerox.sliced_state import STEP, blocks_of
 from zerox.sliced_tensor import SlicedTensor
-from zerox.state_parts import fill_row
-from zerox.stored import SCALE
+from zerox.state.fill import fill_row
+from zerox.state.sliced_state import STEP, blocks_of
 
 WHOLE_STEP = Span(0, 1)
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from zerox.bucket import Bucket, Member
-from zerox.buffers import dense_strides
+from zerox.memory.bucket import Bucket, Member
+from zerox.memory.flat import dense_strides
+from zerox.memory.stored import SCALE, Stored
 from zerox.plan.form import BLOCK_NUMEL, num_blocks
 from zerox.plan.layout import Segment
 from zerox.plan.span import Span
 from zerox.sliced_tensor import SlicedTensor
-from zerox.stored import SCALE, Stored
 
 STEP = "step"
 

@@ -9,13 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zerox.bucket import Bucket, Member, start_states
-from zerox.dcp_request import Request, dcp_request
-from zerox.full_state import full_state, in_full
-from zerox.ranks import CPU, Ranks
+from zerox.memory.bucket import Bucket, Member, start_states
+from zerox.ranks.group import CPU, Ranks
 from zerox.rules import adam
-from zerox.sliced_state import sliced_state
-from zerox.state_dict import check_state, fill_state, groups_to_take, packed_with, state_uncast
+from zerox.state.dcp_request import Request, dcp_request
+from zerox.state.full_state import full_state, in_full
+from zerox.state.sliced_state import sliced_state
+from zerox.state.state_dict import check_state, fill_state, groups_to_take, packed_with, state_uncast
 
 
 @dataclass(frozen=True)

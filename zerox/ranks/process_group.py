@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from zerox.forks import check_made_here
+from zerox.ranks.forks import check_made_here
 
 ALONE = "alone"
 GroupArgument = dist.ProcessGroup | DeviceMesh | str | None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from zerox import _C as C
-from zerox.ranks import Ranks
+from zerox.ranks.group import Ranks
 
 
 def is_capturing(ranks: Ranks, capturable: bool, manager: C.BucketManager) -> bool:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from zerox import _C as C
-from zerox.large_pages import zeros
+from zerox.memory.pages import zeros
 from zerox.model_names import quoted
 from zerox.plan.layout import Layout
 

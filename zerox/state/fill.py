@@ -7,12 +7,12 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import Tensor
 
-from zerox.bucket import Bucket
+from zerox.memory.bucket import Bucket
+from zerox.memory.forms import convert_, master_of, remainder_of, rounding_to
+from zerox.memory.stored import Stored
 from zerox.plan.form import BLOCK_NUMEL
 from zerox.rules.rule import MASTER, MASTERS, REMAINDER
-from zerox.sliced_state import STEP
-from zerox.stored import Stored
-from zerox.stored_forms import convert_, master_of, remainder_of, rounding_to
+from zerox.state.sliced_state import STEP
 
 PIECE_NUMEL = 2**18
 assert PIECE_NUMEL % BLOCK_NUMEL == 0

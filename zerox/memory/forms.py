@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from zerox._C import SIGNED_MAP, UNSIGNED_MAP
+from zerox.memory.stored import Stored
 from zerox.plan.form import BLOCK_NUMEL
-from zerox.stored import Stored
 
 LEAST_NORMAL = torch.finfo(torch.float32).tiny
 HALF = 2**15  # of the last place of a bfloat16, in those of float32

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from zerox import ops
 from zerox._C import Range
-from zerox.bucket import Bucket, GradPart
+from zerox.memory.bucket import Bucket, GradPart
 from zerox.ops import Shard
 from zerox.rules.rule import MASTERS, Rule
 

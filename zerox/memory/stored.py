@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from zerox.large_pages import storage_bytes, zeros
+from zerox.memory.pages import storage_bytes, zeros
 from zerox.plan.form import BLOCK_NUMEL, Form
 from zerox.rules.rule import MASTERS, Rule, StateSpec
 
@@ -64,5 +64,5 @@ def stored_bytes(rule: Rule, spec: StateSpec, form: Form, numel: int, on_host: b
 
 
 def _place(rule: Rule, spec: StateSpec) -> int:
-    """Among the arrays that the update walks together: see zerox/large_pages.py."""
+    """Among the arrays that the update walks together: see zerox/memory/pages.py."""
     return 1 if spec in MASTERS else 2 + rule.states.index(spec)

@@ -12,11 +12,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from zerox import _C as C
-from zerox.bucket import Bucket, GradPart
-from zerox.other_reducers import find_reduced
-from zerox.placeholder import ShardedGrad
+from zerox.flow.other_reducers import find_reduced
+from zerox.flow.placeholder import ShardedGrad
+from zerox.memory.bucket import Bucket, GradPart
 from zerox.plan.stage import SHARDED, Stage
-from zerox.ranks import Ranks
+from zerox.ranks.group import Ranks
 
 C.set_find_reduced(find_reduced)
 

@@ -15,9 +15,9 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from zerox.bucket import Bucket
-from zerox.compiled_regions import run_eagerly
-from zerox.params import ParamGather
+from zerox.flow.compiled_regions import run_eagerly
+from zerox.flow.params import ParamGather
+from zerox.memory.bucket import Bucket
 
 
 class GatherOverlap:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from zerox import ops
 from zerox._C import Combine
-from zerox.grads import Grads
+from zerox.flow.grads import Grads
 
 
 def shard_words(shard: Tensor, segments: Tensor, p: float) -> Tensor:

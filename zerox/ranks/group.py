@@ -18,10 +18,10 @@ from torch.distributed.distributed_c10d import Store
 
 from zerox import _C as C
 from zerox._C import ExchangeKind, Whereabouts
-from zerox.forks import leave_to_parent
-from zerox.neighbours import find_neighbours
-from zerox.process_group import GroupArgument, check_still_alone, chosen_group, why_alone
-from zerox.roll_call import RollCall, summary_of
+from zerox.ranks.forks import leave_to_parent
+from zerox.ranks.neighbours import find_neighbours
+from zerox.ranks.process_group import GroupArgument, check_still_alone, chosen_group, why_alone
+from zerox.ranks.roll_call import RollCall, summary_of
 
 EXCHANGES = ("direct", "messages", "native")
 CPU = torch.device("cpu")

@@ -1,0 +1,1 @@
+"""What moves in a step: gradients in, the update, parameters out."""

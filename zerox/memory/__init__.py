@@ -1,0 +1,1 @@
+"""Tensors that lie where they lie: flat parameters, and what is kept for each element."""
