@@ -112,14 +112,20 @@ def counts(work: Work, stage: int, allocator: Allocator) -> Numbers:
             model.step()
 
     run()
-    allocations, sent = allocator.num_allocations, model.optimizer._grads.manager.traffic
+    manager = manager_of(model.optimizer)
+    allocations, sent = allocator.num_allocations, manager.traffic
     [peak] = largest([float(allocator.peak_of(run) - base)])
     found = {"peak_bytes": peak, "allocations": (allocator.num_allocations - allocations) / WARM_UP}
-    for name, now, before in zip(("messages", "sent_bytes"), model.optimizer._grads.manager.traffic, sent, strict=True):
+    for name, now, before in zip(("messages", "sent_bytes"), manager.traffic, sent, strict=True):
         found[name] = (now - before) / WARM_UP
     found["copies"] = float(copies_of(model.step))
     instructions = instructions_of(run)
     return found if instructions is None else {**found, "instructions": instructions / WARM_UP}
+
+
+def manager_of(optimizer: Any) -> Any:
+    """Commits before there was ``inside`` have it under another name."""
+    return optimizer.inside.manager if hasattr(optimizer, "inside") else optimizer._grads.manager
 
 
 def copies_of(function: Any) -> int:

@@ -56,7 +56,7 @@ class Capped(Zerox):
 
     @property
     def num_buckets(self) -> int:
-        return len(self.ours._buckets)
+        return len(self.ours.inside.buckets)
 
 
 class FirstSmaller(Capped):

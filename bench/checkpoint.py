@@ -202,7 +202,7 @@ def measure(training: Training, folder: Path, rounds: int, library: Path) -> lis
             found.append(sample(job, costs, folder / f"plain-{dist.get_rank()}"))
     bucket = max(
         bucket.buffer.flat.nbytes + dist.get_world_size() * sum(stored.nbytes for stored in bucket.state.values())
-        for bucket in ours[1]._buckets
+        for bucket in ours[1].inside.buckets
     )
     rows = []
     for job, found in zip(jobs, samples, strict=True):

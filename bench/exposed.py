@@ -158,14 +158,14 @@ def measure(device_name: str, num_layers: int, numel: int, compute: float, round
         "device": device_name,
         "layers": num_layers,
         "mib": num_layers * numel * 4 / MIB,
-        "buckets": len(optimizer._buckets),
+        "buckets": len(optimizer.inside.buckets),
         "backward_ms": median(waited) * 1e3,
         "exchange_ms": median(exchange) * 1e3,
         "together_ms": median(both) * 1e3,
         "longer_ms": median(longer) * 1e3,
         "exposed_ms": median(exposed) * 1e3,
         "exposed": median(a / b for a, b in zip(exposed, exchange, strict=True)),
-        "least": 1 / len(optimizer._buckets),
+        "least": 1 / len(optimizer.inside.buckets),
     }
 
 

@@ -67,7 +67,7 @@ class Phased(Zerox):
 
     @property
     def bucket_mib(self) -> list[float]:
-        return [bucket.buffer.flat.nbytes / 2**20 for bucket in self.ours._buckets]
+        return [bucket.buffer.flat.nbytes / 2**20 for bucket in self.ours.inside.buckets]
 
 
 class PhasedStage1(Phased):

@@ -27,12 +27,12 @@ def _rows(training: Training) -> Iterator[Row]:
         for exchange in EXCHANGES:
             with exchange_chosen(exchange):
                 system = kind(training)
-            manager = system.ours._grads.manager
+            manager = system.ours.inside.manager
             before = manager.traffic
             system.step(training.batches(0, dist.get_rank()))
             system.ours.synchronize()
             counted = Sent(*(after - earlier for after, earlier in zip(manager.traffic, before, strict=True)))
-            buckets = system.ours._buckets
+            buckets = system.ours.inside.buckets
             itemsize = buckets[0].buffer.flat.itemsize
             plans = [bucket.plan for bucket in buckets]
             expected = sent_in_step(

@@ -207,9 +207,9 @@ def test_over_fake_ranks_each_bucket_sends_what_it_would_to_real_ones() -> None:
     ours = host.over_fake_ranks(64, "messages")
     ours.sample()
     assert isinstance(ours.optimizer, FusedShardedAdam)
-    [plan] = [bucket.plan for bucket in ours.optimizer._buckets]
+    [plan] = [bucket.plan for bucket in ours.optimizer.inside.buckets]
     expected = sent_in_step([plan], 0, stage_of(2), "messages", Itemsizes(4, 4))
-    assert ours.optimizer._grads.manager.traffic == (expected.messages, expected.nbytes) == (2 * 63, expected.nbytes)
+    assert ours.optimizer.inside.manager.traffic == (expected.messages, expected.nbytes) == (2 * 63, expected.nbytes)
 
 
 def test_a_gradient_is_seen_when_it_comes_and_a_probe_has_one_bucket() -> None:

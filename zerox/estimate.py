@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from zerox.flow.inside import Inside
 from zerox.grad_dtype import grad_dtype_of
 from zerox.memory.stored import stored_bytes
 from zerox.options import Options, check_params, named_tensors
@@ -16,6 +18,7 @@ from zerox.plan.peak import Flow, peak_alone, peak_of_sharded, peak_of_whole
 from zerox.plan.stage import SHARDED
 from zerox.ranks.process_group import ALONE, chosen_group
 from zerox.rules.adam import ADAM
+from zerox.rules.rule import MASTERS
 
 
 @dataclass(frozen=True)
@@ -146,7 +149,25 @@ def _peak(flows: list[Flow], world_size: int, sharded: bool, stalled: bool) -> i
     return peak_of_sharded(flows, stalled) if sharded else peak_of_whole(flows, stalled)
 
 
-def measured_bytes(tensors: list[torch.Tensor | None]) -> int:
-    """Bytes of the storages behind these tensors, each storage once."""
+def measured(inside: Inside) -> MemoryBytes:
+    """Bytes of the storages that this rank holds, once what is on its way has landed."""
+    inside.manager.land()
+    moved = [inside.buckets[index].members[slot] for index, slot in inside.grads.moved()]
+    whole = [] if inside.grads.sharded else [member.param.grad for member in inside.members]
+    state = [stored for bucket in inside.buckets for stored in bucket.state.values()]
+    masters = [stored for stored in state if stored.spec in MASTERS]
+    others = [stored for stored in state if stored.spec not in MASTERS]
+    return MemoryBytes(
+        parameters=_bytes_of(
+            [*(bucket.buffer.flat for bucket in inside.buckets), *(m.param for m in inside.frozen + moved)]
+        ),
+        gradients=_bytes_of(whole + inside.grads.landed()),
+        master=_bytes_of(tensor for stored in masters for tensor in stored.tensors().values()),
+        moments=_bytes_of(tensor for stored in others for tensor in stored.tensors().values()),
+    )
+
+
+def _bytes_of(tensors: Iterable[torch.Tensor | None]) -> int:
+    """Of the storages behind these tensors, each storage once."""
     storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors if t is not None}
     return sum(storages.values())

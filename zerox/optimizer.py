@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 
 from zerox._C import Place
-from zerox.estimate import MemoryBytes, measured_bytes
+from zerox.estimate import MemoryBytes, measured
 from zerox.flow.capture import is_capturing
 from zerox.flow.grad_scale import GradScale
 from zerox.flow.grads import Grads
+from zerox.flow.inside import Inside
 from zerox.flow.norm import check_finite, clip_coefficient, total_norm
 from zerox.flow.overlap_gather import GatherOverlap
 from zerox.flow.params import ParamGather
@@ -28,7 +29,6 @@ from zerox.options import Options, check_params
 from zerox.ranks.group import Ranks, call_ranks, find_ranks
 from zerox.ranks.process_group import GroupArgument
 from zerox.rules import adam
-from zerox.rules.rule import MASTERS, StateSpec
 from zerox.rules.table import OptionsTable
 from zerox.state.optimizer_state import OptimizerState
 from zerox.terms import terms
@@ -252,7 +252,7 @@ class FusedShardedAdam(OptimizerState):
                 super().add_param_group(param_group)
                 self._check_group(self.param_groups[-1])
                 members = [m for m in members_of(self.param_groups) if m.group == count]
-                known = [m for bucket in self._buckets for m in bucket.members] + self._frozen
+                known = self.inside.members
                 check_params([m.name for m in known + members], [m.param for m in known + members])
             self._adopt(members)
         except Exception:
@@ -270,29 +270,19 @@ class FusedShardedAdam(OptimizerState):
 
         To hold beside :func:`zerox.estimate`.
         """
-        self._grads.manager.land()
-        members = [m for bucket in self._buckets for m in bucket.members] + self._frozen
-        moved = [self._buckets[index].members[slot] for index, slot in self._grads.moved()]
-        whole = [] if self._grads.sharded else [m.param.grad for m in members]
-        return MemoryBytes(
-            parameters=measured_bytes(
-                [*(bucket.buffer.flat for bucket in self._buckets), *(m.param for m in self._frozen + moved)]
-            ),
-            gradients=measured_bytes(whole + self._grads.landed()),
-            master=measured_bytes(self._state_tensors(MASTERS)),
-            moments=measured_bytes(self._state_tensors(adam.ADAM.states)),
-        )
+        return measured(self.inside)
 
     # ---- inside ------------------------------------------------------------------------------------------------------
+
+    @property
+    def inside(self) -> Inside:
+        """For tests, tools and zerox.checkpoint. Not a promise: it may change with any version."""
+        return Inside(self._buckets, self._frozen, self._all_ranks, self._grads, self._gather)
 
     @property
     def _norm_dtype(self) -> torch.dtype:
         double = any(bucket.buffer.flat.dtype is torch.float64 for bucket in self._buckets)
         return torch.float64 if double else torch.float32
-
-    def _state_tensors(self, specs: Sequence[StateSpec]) -> list[Tensor | None]:
-        stored = [bucket.state[spec.key] for bucket in self._buckets for spec in specs if spec.key in bucket.state]
-        return [tensor for each in stored for tensor in each.tensors().values()]
 
     def _check_group(self, group: dict[str, Any]) -> None:
         adam.ADAM.check(group)

@@ -78,7 +78,7 @@ def test_replays_give_the_bits_of_eager_steps(any_device: pytest.MonkeyPatch, st
                         during_capture.setattr(optimizer, "_settle", lambda *_: pytest.fail("ranks meet on the host"))
                         during_capture.setattr(update.ops, "update_", remember)
                         optimizer.step()
-                    seen[-1].append([optimizer._grads.present(index).data_ptr() for index in range(3)])
+                    seen[-1].append([optimizer.inside.grads.present(index).data_ptr() for index in range(3)])
                 else:
                     optimizer.step()
         for ours, theirs in zip(captured.param_groups[0]["params"], eager.param_groups[0]["params"], strict=True):
@@ -118,7 +118,7 @@ def test_capture_without_capturable_and_over_gloo_is_refused(any_device: pytest.
         with pytest.raises(RuntimeError, match=message):
             optimizer.step()
     optimizer._ranks, optimizer._options = alone, Options(capturable=True)
-    assert is_capturing(alone, True, optimizer._grads.manager)
+    assert is_capturing(alone, True, optimizer.inside.manager)
     sum(param.sum() for param in optimizer.param_groups[0]["params"]).backward()
     with pytest.raises(RuntimeError, match="backward can't be captured"):
         optimizer.step()

@@ -32,8 +32,9 @@ def delete(rank: int, _: int, stage: int, moment: str) -> tuple[bool, ...]:
         optimizer.zero_grad()
         with pytest.raises(ArithmeticError):
             training.backward(1, fail_in=1)
-    watched = [weakref.ref(optimizer), weakref.ref(manager), weakref.ref(optimizer._buckets[0])]
-    watched += [weakref.ref(t) for t in (optimizer._buckets[0].state["exp_avg"], optimizer._buckets[0].segments)]
+    bucket = optimizer.inside.buckets[0]
+    watched = [weakref.ref(each) for each in (optimizer, manager, bucket, bucket.state["exp_avg"], bucket.segments)]
+    del bucket
     dist.barrier()
     gc.collect()
     gc.disable()

@@ -21,13 +21,13 @@ def trained(rank: int, _: int, exchange: str, stage: int, dtype: torch.dtype) ->
         optimizer = FusedShardedAdam(model.parameters(), lr=1e-2, stage=stage, bucket_cap_mb=LAYER_CAP / 2**20)
     finally:
         del os.environ["ZEROX_EXCHANGE"]
-    assert optimizer._ranks.exchange == exchange
+    assert optimizer.inside.ranks.exchange == exchange
     first: list[Tensor] = []
     for seed in range(3):
         for part in range(2):
             model(input_of(rank, 2 * seed + part).to(dtype)).square().mean().backward()
         optimizer.synchronize()
-        first = first or list(reduced(optimizer._grads, optimizer._buckets).values())
+        first = first or list(reduced(optimizer.inside.grads, optimizer.inside.buckets).values())
         optimizer.step()
         optimizer.zero_grad()
     return [p.detach().clone() for p in model.parameters()], first

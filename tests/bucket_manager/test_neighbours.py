@@ -113,11 +113,11 @@ def trained(rank: int, _: int, where: str, dtype: torch.dtype, stage: int, cap: 
             model(rank, 2 * step + part).backward()
         norms.append(optimizer.clip_grad_norm_(1.0))
         # Exact sums show what is lost in the rounding of a norm.
-        words = [optimizer._grads.words(index) for index in range(len(optimizer._buckets))]
+        words = [optimizer.inside.grads.words(index) for index in range(len(optimizer.inside.buckets))]
         norms += [each.clone() for each in words if each is not None]
         optimizer.step()
         optimizer.zero_grad()
-    return [*map(bits_of, [*model.parameters(), *norms])], optimizer._grads.manager.traffic
+    return [*map(bits_of, [*model.parameters(), *norms])], optimizer.inside.manager.traffic
 
 
 @pytest.mark.parametrize("cap", [0.5, 64])

@@ -20,7 +20,7 @@ def traffic_of_one_step(
     model = Chain(NUM_LAYERS, width)
     cap_mb = LAYER_CAP / 2**20
     optimizer = FusedShardedAdam(model.parameters(), stage=stage, bucket_cap_mb=cap_mb, reduce_dtype=reduce_dtype)
-    manager = optimizer._grads.manager
+    manager = optimizer.inside.manager
 
     def sent_by(function) -> Count:
         messages, nbytes = manager.traffic
@@ -31,7 +31,7 @@ def traffic_of_one_step(
     def backward() -> None:
         model(input_of(rank, width=width)).square().sum().backward()
 
-    shapes = [(b.plan.layout.shard_numel, b.plan.layout.trailer_numel) for b in optimizer._buckets]
+    shapes = [(b.plan.layout.shard_numel, b.plan.layout.trailer_numel) for b in optimizer.inside.buckets]
     return shapes, sent_by(backward), sent_by(backward), sent_by(optimizer.step)
 
 

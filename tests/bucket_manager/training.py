@@ -25,7 +25,7 @@ class Training:
             stage=stage,
             bucket_cap_mb=LAYER_CAP / 2**20,
         )
-        self.manager = self.optimizer._grads.manager
+        self.manager = self.optimizer.inside.manager
 
     def backward(self, seed: int, fail_in: int | None = None) -> None:
         x = input_of(self.rank, seed)

@@ -75,8 +75,11 @@ def alone(kind: str = "fp32", seed: int = 0) -> tuple[nn.Module, FusedShardedAda
 
 
 def everything(model: nn.Module, optimizer: FusedShardedAdam) -> list[Tensor]:
-    kept = [stored for bucket in optimizer._buckets for stored in bucket.state.values()]
-    state = [*(bucket.steps for bucket in optimizer._buckets), *(t for each in kept for t in each.tensors().values())]
+    kept = [stored for bucket in optimizer.inside.buckets for stored in bucket.state.values()]
+    state = [
+        *(bucket.steps for bucket in optimizer.inside.buckets),
+        *(t for each in kept for t in each.tensors().values()),
+    ]
     return [*values(model), *(each.clone() for each in state)]
 
 

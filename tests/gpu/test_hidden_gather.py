@@ -31,7 +31,7 @@ class Trained:
         self.x = batch_of(rank, 0, NUMEL).to(device)
         self.model = nn.Sequential(*(Scales(1, NUMEL, seed) for seed in range(LAYERS))).to(device)
         self.optimizer = FusedShardedAdam(self.model.parameters(), lr=1e-2, bucket_cap_mb=NUMEL * 4 / MIB)
-        assert len(self.optimizer._buckets) == LAYERS
+        assert len(self.optimizer.inside.buckets) == LAYERS
         if overlap:
             self.optimizer.overlap_gather(self.model)
         self.backward()
@@ -48,21 +48,21 @@ class Trained:
     @property
     def used(self) -> list[int]:
         """Buckets that somebody has waited for, as all do who read, since the last step."""
-        return list(self.optimizer._grads.manager.gathers_used)
+        return list(self.optimizer.inside.manager.gathers_used)
 
     def look_at(self, bucket: int) -> Tensor:
         """Parameters as they lie there now: on a stream of its own, unseen by what makes readers wait."""
         torch.autograd._enable_record_function(False)
         try:
             with self.lines.on(0):
-                return self.optimizer._buckets[bucket].buffer.flat.to("cpu", copy=True)
+                return self.optimizer.inside.buckets[bucket].buffer.flat.to("cpu", copy=True)
         finally:
             torch.autograd._enable_record_function(True)
 
 
 def hold_back_all_but_the_first(trained: Trained) -> None:
     """The next step's gathers start late: when all ranks have met, and then each after a sleep of its own."""
-    start = trained.optimizer._gather.start
+    start = trained.optimizer.inside.gather.start
 
     def start_late(index: int, background: bool = False) -> None:
         if index == ORDER[1]:
@@ -72,7 +72,7 @@ def hold_back_all_but_the_first(trained: Trained) -> None:
             time.sleep(0.02)
         start(index, background)
 
-    trained.optimizer._gather.start = start_late  # type: ignore[method-assign]
+    trained.optimizer.inside.gather.start = start_late  # type: ignore[method-assign]
 
 
 def first_layer_ahead_of_gathers(rank: int, _: int, device_type: str) -> dict[str, Any]:
@@ -82,7 +82,7 @@ def first_layer_ahead_of_gathers(rank: int, _: int, device_type: str) -> dict[st
     plain.optimizer.step()
     plain.lines.synchronize()
     before = [ours.look_at(bucket) for bucket in ORDER]
-    seen: dict[str, Any] = {"order": ours.optimizer._grads.manager.gather_order}
+    seen: dict[str, Any] = {"order": ours.optimizer.inside.manager.gather_order}
 
     def look(_: nn.Module, __: Any, output: Tensor) -> None:
         if device.type == "cuda":
@@ -135,7 +135,7 @@ def gathers_under_the_first_layer(rank: int, _: int, device_type: str, cycles: i
     plain.optimizer.step()
     plain.lines.synchronize()
     expected = [plain.look_at(bucket) for bucket in ORDER]
-    ours.optimizer._grads.manager.hold_gathers(held)
+    ours.optimizer.inside.manager.hold_gathers(held)
     on_time = [False]
     computed = torch.cuda.Event() if device.type == "cuda" else None
 

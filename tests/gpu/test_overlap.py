@@ -28,8 +28,8 @@ class SleepsAtTheEnd(nn.Module):
 def segments_of(optimizer: FusedShardedAdam) -> dict[Tensor, Tensor]:
     """The mean gradient of each parameter in this rank's shards, as 1-D."""
     found = {}
-    for index, bucket in enumerate(optimizer._buckets):
-        shard = optimizer._grads.manager.shard(index)
+    for index, bucket in enumerate(optimizer.inside.buckets):
+        shard = optimizer.inside.manager.shard(index)
         assert shard is not None
         for segment in bucket.own_segments:
             found[bucket.members[segment.slot].param] = shard[segment.span.start : segment.span.stop]
@@ -40,7 +40,7 @@ def assert_landed_beside_backward(device: torch.device) -> None:
     """All buckets but the last are there, with the right values, while backward's stream still sleeps."""
     model = SleepsAtTheEnd(8, LONG).to(device)
     optimizer = FusedShardedAdam(model.parameters(), lr=1e-2, bucket_cap_mb=(64 * 64 + 64) * 4 / MIB)
-    assert len(optimizer._buckets) == 8
+    assert len(optimizer.inside.buckets) == 8
     x = input_of(0, seed=3).to(device)
     params = list(model.rest.parameters())
     expected = [grad.cpu() for grad in torch.autograd.grad(model.rest(model.first(x)).square().sum(), params)]

@@ -184,7 +184,7 @@ class Training:
         self.model = Scales(work.buckets * work.params_in_bucket, numel).to(DEVICE)
         options: dict[str, Any] = {"stage": work.stage, "state_dtype": work.state_dtype}
         self.optimizer = FusedShardedAdam(self.model.parameters(), bucket_cap_mb=BUCKET_NUMEL * 4 / MIB, **options)
-        assert len(self.optimizer._buckets) == work.buckets
+        assert len(self.optimizer.inside.buckets) == work.buckets
         self.x = batch_of(rank, 0, numel).to(DEVICE)
         self.train(2)  # learns the order of buckets, loads modules
 

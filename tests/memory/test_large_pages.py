@@ -61,7 +61,7 @@ def test_a_large_shard_s_state_is_where_state_dict_says_and_as_large_as_estimate
     model.weight.grad = torch.randn_like(model.weight)
     optimizer.step()
     [state] = optimizer.state_dict()["state"].values()
-    bucket = optimizer._buckets[0]
+    bucket = optimizer.inside.buckets[0]
     for key, stored in bucket.state.items():
         assert torch.equal(state[key].reshape(-1), stored.values[: model.weight.numel()])
     grad = model_gradient(optimizer)
@@ -72,6 +72,6 @@ def test_a_large_shard_s_state_is_where_state_dict_says_and_as_large_as_estimate
 
 
 def model_gradient(optimizer: zerox.FusedShardedAdam) -> torch.Tensor:
-    shard = optimizer._grads.shard(0)
+    shard = optimizer.inside.grads.shard(0)
     assert shard is not None
     return shard[: optimizer.param_groups[0]["params"][0].numel()]

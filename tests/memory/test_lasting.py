@@ -103,7 +103,7 @@ def test_deletion_frees_everything_at_once() -> None:
         optimizer = FusedShardedAdam(model.parameters())
         model(torch.ones(1, 256)).sum().backward()
         optimizer.step()
-        alive = [weakref.ref(bucket) for bucket in optimizer._buckets] + [weakref.ref(optimizer._grads.manager)]
+        alive = [weakref.ref(bucket) for bucket in optimizer.inside.buckets] + [weakref.ref(optimizer.inside.manager)]
         del optimizer
         assert [ref() for ref in alive] == [None] * len(alive), "a reference cycle keeps the optimizer alive"
     finally:

@@ -107,7 +107,7 @@ def delete(rank: int, world_size: int, library: Path, stage: int, moment: str) -
         optimizer.zero_grad()
     elif moment == "after backward":
         optimizer.synchronize()
-    buffers = [bucket.buffer.flat.nbytes for bucket in optimizer._buckets]
+    buffers = [bucket.buffer.flat.nbytes for bucket in optimizer.inside.buckets]
     del optimizer
     model.zero_grad()  # stage 1 leaves gradients that are the user's
     beyond = [allocator.now - base - sum(buffers)]

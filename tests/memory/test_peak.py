@@ -77,7 +77,7 @@ def measure(
     model = Wide(dtype)
     with patch.dict(os.environ, {"ZEROX_EXCHANGE": exchange}):
         optimizer = FusedShardedAdam(model.parameters(), **options)
-    manager = optimizer._grads.manager
+    manager = optimizer.inside.manager
     stalled: list[int] = []
 
     def step() -> None:

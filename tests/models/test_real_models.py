@@ -38,12 +38,12 @@ def train(rank: int, world_size: int, name: str, stage: int) -> tuple[list[Tenso
     model = case.model(seed=rank)  # the constructor gives everybody rank 0's values
     connect(model, dist.group.WORLD if world_size > 1 else None)
     optimizer = FusedShardedAdam(case.groups(model), lr=LR, stage=stage, bucket_cap_mb=SMALL_CAP, **case.options)
-    assert len(optimizer._buckets) > 1
+    assert len(optimizer.inside.buckets) > 1
     LOOPS[case.loop](case, rank, case.compiled(model), optimizer)
     assert case.backend is None or torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0
     index_of = {id(param): index for index, param in enumerate(model.parameters())}
     parts = []
-    for bucket in optimizer._buckets:
+    for bucket in optimizer.inside.buckets:
         for segment, (param, state) in zip(bucket.own_segments, bucket.state_of_own(), strict=True):
             tensors = {key: memory_order(value).clone() for key, value in state.items()}
             stop = segment.param_start + segment.span.numel

@@ -39,7 +39,7 @@ def rounded(bucket: Bucket, exact: Tensor) -> Tensor:
 def parts_of(optimizer: FusedShardedAdam) -> Iterator[tuple[Tensor, slice, Bucket, slice, dict[str, Tensor]]]:
     """Each parameter of which this rank owns something: the range of its elements, where they lie in which bucket's
     shard, and the views of their state as 1-D."""
-    for bucket in optimizer._buckets:
+    for bucket in optimizer.inside.buckets:
         for segment, (param, state) in zip(bucket.own_segments, bucket.state_of_own(), strict=True):
             elements = slice(segment.param_start, segment.param_start + segment.span.numel)
             shard = slice(segment.span.start, segment.span.stop)

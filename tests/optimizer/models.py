@@ -95,7 +95,7 @@ def train(
     """
     model = make_model(dtype).to(device)
     optimizer = FusedShardedAdam(model.named_parameters(), lr=1e-2, **options)
-    optimizer._grads.manager.hold_flights(hold)
+    optimizer.inside.manager.hold_flights(hold)
     norms = []
     for step in range(steps):
         for micro in range(accumulate):
@@ -110,7 +110,7 @@ def train(
         (bucket.members[segment.slot].name, segment.param_start): {
             key: memory_order(each).to("cpu", copy=True) for key, each in own.items()
         }
-        for bucket in optimizer._buckets
+        for bucket in optimizer.inside.buckets
         for segment, (_, own) in zip(bucket.own_segments, bucket.state_of_own(), strict=True)
     }
     return [p.detach().to("cpu", copy=True) for p in model.parameters()], state, norms

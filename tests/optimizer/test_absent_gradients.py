@@ -143,15 +143,15 @@ def messages_of(rank: int, world_size: int, stage: int) -> tuple[int, dict[str, 
     }
     found = {}
     for seed, (case, taken) in enumerate(cases.items()):
-        messages = optimizer._grads.manager.traffic[0]
+        messages = optimizer.inside.manager.traffic[0]
         with profile(activities=[ProfilerActivity.CPU]) as prof:
             run_backward(params, taken, 100 * rank + seed)
             optimizer.step()
         names = [event.name for event in prof.events() if event.name.startswith("gloo:")]
         others = [name for name in names if name not in ("gloo:send", "gloo:recv")]
-        found[case] = optimizer._grads.manager.traffic[0] - messages, names.count("gloo:send"), len(others)
+        found[case] = optimizer.inside.manager.traffic[0] - messages, names.count("gloo:send"), len(others)
         optimizer.zero_grad()
-    return len(optimizer._buckets), found
+    return len(optimizer.inside.buckets), found
 
 
 @pytest.mark.parametrize("world_size", [2, 3])

@@ -81,7 +81,7 @@ def changed(rank: int, world_size: int) -> list[str]:
         elif change == "add":
             optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(3))]})
         elif change == "graph":  # the replay of one changes the state and calls nothing
-            optimizer._buckets[0].steps += 1
+            optimizer.inside.buckets[0].steps += 1
         if rank == 0 and is_whole(optimizer.state_dict()):
             given_out.append(change)
     return given_out

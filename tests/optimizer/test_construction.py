@@ -34,9 +34,9 @@ def construct(rank: int, world_size: int, dtype: torch.dtype) -> tuple[int, int]
         # Made inside: of what was allocated before, the profile doesn't see the end.
         params = [nn.Parameter(torch.ones(WIDTH, WIDTH, dtype=dtype)) for _ in range(NUM_LAYERS)]
         optimizer = FusedShardedAdam(params, bucket_cap_mb=WIDTH * WIDTH * dtype.itemsize / 2**20)
-    assert len(optimizer._buckets) == NUM_LAYERS
+    assert len(optimizer.inside.buckets) == NUM_LAYERS
     seen = bytes_over_time(prof)
-    return max(seen) - seen[-1], max(bucket.buffer.flat.nbytes for bucket in optimizer._buckets)
+    return max(seen) - seen[-1], max(bucket.buffer.flat.nbytes for bucket in optimizer.inside.buckets)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
@@ -150,7 +150,7 @@ def test_collectives_of_the_users_in_forward_and_backward_never_mis_pair(world_s
 def own_group(rank: int, world_size: int) -> list[bool]:
     """zerox's group has the user's ranks in the user's order, and the user's timeout, and is another one."""
     optimizer = FusedShardedAdam([nn.Parameter(torch.ones(3))])
-    ranks = optimizer._ranks
+    ranks = optimizer.inside.ranks
     assert ranks is not None
     world = dist.group.WORLD
     group = ranks.data

@@ -25,7 +25,7 @@ from zerox import FusedShardedAdam
 
 
 def names_in(optimizer: FusedShardedAdam, buckets: list[int]) -> list[str]:
-    return [member.name for index in buckets for member in optimizer._buckets[index].members]
+    return [member.name for index in buckets for member in optimizer.inside.buckets[index].members]
 
 
 def arrivals(rank: int, _: int, make: Callable[[], nn.Module]) -> tuple[list[str], dict[str, set[str]]]:
@@ -37,11 +37,11 @@ def arrivals(rank: int, _: int, make: Callable[[], nn.Module]) -> tuple[list[str
     for name, module in model.named_modules():
 
         def note(*_: Any, name: str = name) -> None:
-            missing.setdefault(name, set(names_in(optimizer, optimizer._grads.manager.missing_gathers)))
+            missing.setdefault(name, set(names_in(optimizer, optimizer.inside.manager.missing_gathers)))
 
         module.register_forward_pre_hook(note)
     model(batch(rank, 3), 0)
-    return names_in(optimizer, optimizer._grads.manager.gather_order), missing
+    return names_in(optimizer, optimizer.inside.manager.gather_order), missing
 
 
 def both_of(name: str) -> set[str]:
@@ -75,12 +75,12 @@ def missing_after_blocks(rank: int, _: int, make: Callable[[], nn.Module]) -> tu
     model, optimizer = build(make, overlap=True)
     for step in range(3):
         train_step(model, optimizer, rank, step)
-    missing = [weights_in(optimizer, optimizer._grads.manager.missing_gathers)]
+    missing = [weights_in(optimizer, optimizer.inside.manager.missing_gathers)]
     x = batch(rank, 3)
     for block in model.blocks:  # type: ignore[union-attr]
         x = block(x)
-        missing.append(weights_in(optimizer, optimizer._grads.manager.missing_gathers))
-    return weights_in(optimizer, optimizer._grads.manager.gather_order), list(map(set, missing))
+        missing.append(weights_in(optimizer, optimizer.inside.manager.missing_gathers))
+    return weights_in(optimizer, optimizer.inside.manager.gather_order), list(map(set, missing))
 
 
 def weights_in(optimizer: FusedShardedAdam, buckets: list[int]) -> list[str]:
@@ -99,7 +99,7 @@ def test_a_compiled_block_waits_for_what_it_reads(make: Callable[[], nn.Module])
 def left_by_compiled_functions(rank: int, _: int) -> list[int]:
     """Buckets that the forward's first compiled function left stale, when it is new, later, and in evaluation."""
     model, optimizer = build(Compiling, overlap=True)
-    memory = [bucket.buffer.flat.numpy() for bucket in optimizer._buckets]  # read without operators
+    memory = [bucket.buffer.flat.numpy() for bucket in optimizer.inside.buckets]  # read without operators
     left = []
     for step in range(4):
         train_step(model, optimizer, rank, 0)
@@ -124,7 +124,7 @@ def missing_after_unfreezing(rank: int, _: int) -> set[str]:
         train_step(model, optimizer, rank, step)
     missing: set[str] = set()
     model.layers[3].register_forward_pre_hook(  # type: ignore[index]
-        lambda *_: missing.update(names_in(optimizer, optimizer._grads.manager.missing_gathers))
+        lambda *_: missing.update(names_in(optimizer, optimizer.inside.manager.missing_gathers))
     )
     model(batch(rank, 2), 0)
     return missing
@@ -150,7 +150,7 @@ def orders_that_differ(rank: int, _: int) -> tuple[list[str], list[str]]:
     for step in range(3):
         train_step(model, optimizer, rank, step)
     own = [names[id(each.weight)] for each in reversed(model.layers)]  # type: ignore[call-overload]
-    agreed = names_in(optimizer, optimizer._grads.manager.gather_order)
+    agreed = names_in(optimizer, optimizer.inside.manager.gather_order)
     return [name for name in agreed if name.endswith("weight")], own
 
 
@@ -166,7 +166,7 @@ def on_one_rank_only(rank: int, _: int) -> tuple[int, list[int]]:
         train_step(model, optimizer, rank, step)
     left = under_way(optimizer)
     optimizer.synchronize()
-    return left, optimizer._grads.manager.gather_order
+    return left, optimizer.inside.manager.gather_order
 
 
 def test_ranks_need_not_all_overlap() -> None:

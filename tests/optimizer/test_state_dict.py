@@ -126,19 +126,19 @@ def test_in_one_process_state_loads_from_and_into_torch_s_adamw(source: Any, tar
 def float_steps(rank: int, world_size: int) -> None:
     model = make_model()
     optimizer = FusedShardedAdam(model.named_parameters())
-    for bucket in optimizer._buckets:
+    for bucket in optimizer.inside.buckets:
         bucket.steps.fill_(2**24 + 1)
     for found in (optimizer.state_dict(), get_optimizer_state_dict(model, optimizer)):
         for state in found["state"].values():
             assert state["step"].dtype is torch.float32
     given = copy.deepcopy(optimizer.state_dict())
     optimizer.load_state_dict(given)  # rounded to what float32 holds
-    assert all((bucket.steps == 2**24).all() for bucket in optimizer._buckets)
+    assert all((bucket.steps == 2**24).all() for bucket in optimizer.inside.buckets)
     for state in given["state"].values():
         held = state["step"].held if world_size > 1 else state["step"]
         state["step"] = torch.tensor(2**24 + 1) if held.numel() else state["step"]  # int64, as zerox 0.1.0 had it
     optimizer.load_state_dict(given)
-    assert all((bucket.steps == 2**24 + 1).all() for bucket in optimizer._buckets)
+    assert all((bucket.steps == 2**24 + 1).all() for bucket in optimizer.inside.buckets)
 
 
 @pytest.mark.parametrize("world_size", [1, 2])

@@ -23,7 +23,7 @@ BLOCK = 256
 def own_moments(optimizer: FusedShardedAdam) -> dict[tuple[str, str, int], Tensor]:
     """(name, key, place of its first element) -> this rank's part of a moment or of scales, in memory order."""
     found = {}
-    for bucket in optimizer._buckets:
+    for bucket in optimizer.inside.buckets:
         parts = dict(bucket.state_of_own())
         for segment in bucket.own_segments:
             member = bucket.members[segment.slot]

@@ -142,7 +142,7 @@ def watched_from_outside(rank: int, _: int, share_when: str, stage: int, overlap
     optimizer = FusedShardedAdam(model.parameters(), lr=1e-2, stage=stage, bucket_cap_mb=CAP_MB)
     if overlap:
         optimizer.overlap_gather(model)
-        optimizer._grads.manager.hold_gathers(True)
+        optimizer.inside.manager.hold_gathers(True)
     seen = []
     for step in range(4):
         if step == 1 and share_when == "between steps":  # hidden gathers are on their way
@@ -179,5 +179,5 @@ def test_after_share_memory_another_process_sees_every_later_step(stage: int, ov
 def test_memory_bytes_counts_shared_memory_too() -> None:
     model = make_model().share_memory()
     optimizer = FusedShardedAdam(model.parameters())
-    buffers = sum(bucket.buffer.flat.nbytes for bucket in optimizer._buckets)
+    buffers = sum(bucket.buffer.flat.nbytes for bucket in optimizer.inside.buckets)
     assert optimizer.memory_bytes().parameters == buffers + sum(p.nbytes for p in model.parameters())

@@ -86,7 +86,7 @@ def built(dtype: torch.dtype, master: str | None) -> tuple[nn.Module, FusedShard
 def exact_values(optimizer: FusedShardedAdam) -> list[Tensor]:
     """Masters of this rank's shards, and the parameters themselves where there are none."""
     found = []
-    for bucket in optimizer._buckets:
+    for bucket in optimizer.inside.buckets:
         shard = bucket.param_shard
         if bucket.master is None:
             found.append(shard.clone())
@@ -111,7 +111,7 @@ def written_then_stepped(
     twin = make_model(dtype)
     write_by_copy(twin, values)
     fresh = FusedShardedAdam(twin.parameters(), lr=1e-2, eps=1e-4, master_weights=master, bucket_cap_mb=0.03)
-    for ours, theirs in zip(optimizer._buckets, fresh._buckets, strict=True):
+    for ours, theirs in zip(optimizer.inside.buckets, fresh.inside.buckets, strict=True):
         theirs.steps.copy_(ours.steps)
         for key, stored in theirs.state.items():
             if stored.spec not in MASTERS:
@@ -126,7 +126,7 @@ def written_then_stepped(
         return
     # Which 16 bits belong to a value that somebody wrote can't be told from the pair: old ones stay, less than half a
     # unit in bf16's last place.
-    for bucket, a, b in zip(optimizer._buckets, exact_values(optimizer), exact_values(fresh), strict=True):
+    for bucket, a, b in zip(optimizer.inside.buckets, exact_values(optimizer), exact_values(fresh), strict=True):
         unit = torch.finfo(torch.bfloat16).eps * b.abs().clamp(min=1e-2)
         assert ((a - b).abs() <= unit).all(), bucket.plan
     for p, value in zip(model.parameters(), values, strict=True):
@@ -186,7 +186,7 @@ def masked(rank: int, _: int, dtype: torch.dtype, master: str | None) -> None:
     for p, q, mask in zip(models[0].parameters(), models[1].parameters(), keep, strict=True):
         assert torch.equal(p[mask], q[mask])
         assert not q[~mask].any()
-    for bucket, a, b in zip(optimizers[0]._buckets, *map(exact_values, optimizers), strict=True):
+    for bucket, a, b in zip(optimizers[0].inside.buckets, *map(exact_values, optimizers), strict=True):
         for segment in bucket.own_segments:
             span = slice(segment.span.start, segment.span.stop)
             kept = torch.arange(segment.param_start, segment.param_start + segment.span.numel) % 2 == 0

@@ -71,7 +71,7 @@ def _run_rank(group: dist.ProcessGroup | None, program: Program) -> RankSeen:
     rank = 0 if group is None else group.rank()
     params = make_params(program, rank)
     optimizer = FusedShardedAdam(make_groups(program, params), process_group=group, **program.options)
-    optimizer._grads.manager.hold_flights(program.hold)
+    optimizer.inside.manager.hold_flights(program.hold)
     seen = RankSeen(_values(params), optimizer.memory_bytes())
     for number, step in enumerate(program.steps):
         for index, param in enumerate(params):
@@ -106,7 +106,7 @@ def _values(params: list[nn.Parameter]) -> list[Tensor]:
 def _parts(optimizer: FusedShardedAdam, params: list[nn.Parameter]) -> list[Part]:
     index_of = {id(param): index for index, param in enumerate(params)}
     found = []
-    for bucket in optimizer._buckets:
+    for bucket in optimizer.inside.buckets:
         for segment, (param, views) in zip(bucket.own_segments, bucket.state_of_own(), strict=True):
             place = slice(segment.span.start, segment.span.stop)
             values = bucket.param_shard[place].clone()

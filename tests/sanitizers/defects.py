@@ -28,7 +28,7 @@ def moments_too_short() -> None:
     param = nn.Parameter(torch.ones(NUMEL))
     optimizer = FusedShardedAdam([param])
     param.sum().backward()
-    shorten(optimizer._buckets[0].state["exp_avg"].values, NUMEL - 1)
+    shorten(optimizer.inside.buckets[0].state["exp_avg"].values, NUMEL - 1)
     optimizer.step()
 
 
@@ -40,8 +40,8 @@ def shard_too_short() -> None:
         optimizer = FusedShardedAdam([param], process_group=group)
         param.sum().backward()
         optimizer.synchronize()
-        shard = optimizer._grads.shard(0)
-        if optimizer._buckets[0].own_segments:
+        shard = optimizer.inside.grads.shard(0)
+        if optimizer.inside.buckets[0].own_segments:
             assert shard is not None
             shorten(shard, NUMEL - 1)
         param.sum().backward()
@@ -54,7 +54,7 @@ def step_count_overflows() -> None:
     param = nn.Parameter(torch.ones(NUMEL))
     optimizer = FusedShardedAdam([param])
     param.sum().backward()
-    optimizer._buckets[0].steps.fill_(2**63 - 1)
+    optimizer.inside.buckets[0].steps.fill_(2**63 - 1)
     optimizer.step()
 
 

@@ -51,7 +51,7 @@ def delete(group: dist.ProcessGroup, moment: str) -> None:
         training.backward(0)
         if moment == "zeroed":
             training.optimizer.zero_grad()
-    state = [stored.values for stored in training.optimizer._buckets[0].state.values()]
+    state = [stored.values for stored in training.optimizer.inside.buckets[0].state.values()]
     kept = [*state, *(param.grad for param in training.model.parameters())]
     model = training.model
     group.barrier().wait()

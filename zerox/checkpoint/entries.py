@@ -18,7 +18,7 @@ from zerox.state.sliced_state import STEP, sliced_state
 def entries(optimizer: FusedShardedAdam, names: Mapping[int, str]) -> dict[str, SlicedTensor]:
     """This rank's slices of the state, which are views of it, by what sliced_state() calls them."""
     found = {}
-    for bucket in optimizer._buckets:
+    for bucket in optimizer.inside.buckets:
         for member, state in sliced_state(bucket):
             for what, tensor in state.items():
                 if tensor.held.numel() and _is_its_own(optimizer, bucket, member, what):

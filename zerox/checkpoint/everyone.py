@@ -31,7 +31,7 @@ class Everyone:
     @staticmethod
     def of(optimizer: FusedShardedAdam, process_group: GroupArgument) -> Everyone:
         """Those that are asked for, else the optimizer's. ValueError if one that has a part of its state is not in."""
-        own = optimizer._all_ranks
+        own = optimizer.inside.ranks
         group = own.given if process_group is None else chosen_group(process_group)
         if group is not None and group not in dist.distributed_c10d._world.pg_map:
             raise ValueError("process_group: zerox.save() and zerox.load() need one that torch.distributed made")

@@ -8,7 +8,6 @@ from typing import Any
 from torch import Tensor
 
 from zerox.checkpoint.manifest import CheckpointError
-from zerox.checkpoint.names import members
 from zerox.optimizer import FusedShardedAdam
 from zerox.state.state_dict import say_kind_stays, taken_options
 
@@ -18,7 +17,7 @@ NOT_OPTIONS = ("params", "param_names")
 def groups_by_name(optimizer: FusedShardedAdam, names: Mapping[int, str]) -> list[dict[str, Any]]:
     """Each group's options, and under "names" its parameters'."""
     of_group: list[list[str]] = [[] for _ in optimizer.param_groups]
-    for member in sorted(members(optimizer), key=lambda each: each.number):
+    for member in sorted(optimizer.inside.members, key=lambda each: each.number):
         of_group[member.group].append(names[member.number])
     return [
         {**{key: value for key, value in group.items() if key not in NOT_OPTIONS}, "names": of_group[index]}

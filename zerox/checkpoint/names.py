@@ -7,7 +7,6 @@ from typing import Any
 from torch import Tensor, nn
 
 from zerox.checkpoint.manifest import CheckpointError
-from zerox.memory.bucket import Member
 from zerox.optimizer import FusedShardedAdam
 
 MODEL, OPTIMIZER = "model.", "optimizer."
@@ -18,16 +17,11 @@ EXTRA_STATE = "_extra_state"
 def parameter_names(model: nn.Module, optimizer: FusedShardedAdam) -> dict[int, str]:
     """By number: the name in the model, else the one that the optimizer was given, else "param 3" by position."""
     of_model = {id(param): name.replace(COMPILED, "") for name, param in model.named_parameters()}
-    found = {m.number: of_model.get(id(m.param), m.name) for m in members(optimizer)}
+    found = {m.number: of_model.get(id(m.param), m.name) for m in optimizer.inside.members}
     if len(set(found.values())) < len(found):
         twice = sorted(name for name in set(found.values()) if list(found.values()).count(name) > 1)
         raise CheckpointError(f"two parameters of the optimizer have one name, one of them not in the model: {twice}")
     return found
-
-
-def members(optimizer: FusedShardedAdam) -> list[Member]:
-    """All parameters of an optimizer, frozen ones too."""
-    return [*(member for bucket in optimizer._buckets for member in bucket.members), *optimizer._frozen]
 
 
 def split_model(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, Any]]:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from zerox.checkpoint.names import OPTIMIZER, members
+from zerox.checkpoint.names import OPTIMIZER
 from zerox.memory.bucket import Bucket, Member
 from zerox.memory.flat import dense_strides
 from zerox.memory.stored import SCALE
@@ -32,13 +32,13 @@ class SavedState:
     def __init__(
         self, optimizer: FusedShardedAdam, names: Mapping[int, str], saved: Saved, host: Mapping[str, Any]
     ) -> None:
-        self.buckets = optimizer._buckets
+        self.buckets = optimizer.inside.buckets
         self.saved = saved
         self.names = names
         self.order: Mapping[str, list[int]] = host["memory_order"]
         self.group_of = {name: group for group in host["groups"] for name in group["names"]}
         trained = {id(member.param) for bucket in self.buckets for member in bucket.members}
-        self.trained = [member for member in members(optimizer) if id(member.param) in trained]
+        self.trained = [member for member in optimizer.inside.members if id(member.param) in trained]
 
     def _key(self, member: Member, what: str) -> str:
         return f"{OPTIMIZER}{self.names[member.number]}.{what}"

@@ -22,7 +22,7 @@ from zerox.checkpoint.entries import entries
 from zerox.checkpoint.everyone import Everyone, FailingAs
 from zerox.checkpoint.groups import fill_groups, groups_by_name
 from zerox.checkpoint.manifest import HOST, METADATA, CheckpointError, some
-from zerox.checkpoint.names import MODEL, fill_others, members, parameter_names, split_model
+from zerox.checkpoint.names import MODEL, fill_others, parameter_names, split_model
 from zerox.checkpoint.parts import write_parts
 from zerox.checkpoint.place import Target, candidates, find
 from zerox.checkpoint.reader import CheckpointReader, loaded
@@ -60,7 +60,7 @@ def save(
         names = parameter_names(model, optimizer)
         tensors, others = split_model(model)
         tensors |= entries(optimizer, names)
-        orders = {names[m.number]: memory_order(m.param) for m in members(optimizer)}
+        orders = {names[m.number]: memory_order(m.param) for m in optimizer.inside.members}
         host = {
             "groups": groups_by_name(optimizer, names),
             "memory_order": {name: order for name, order in orders.items() if order},
