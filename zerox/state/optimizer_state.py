@@ -98,7 +98,7 @@ class OptimizerState(torch.optim.Optimizer):
             self._consolidated = Consolidated(state, [bucket.steps.clone() for bucket in self._buckets])
 
     def __setstate__(self, loaded: dict[str, Any]) -> None:
-        """What torch's load_state_dict() calls between its own checks and the post-hooks."""
+        """What torch's load_state_dict() calls between its own checks and the post-hooks: see Note [Loading state]."""
         for group in loaded["param_groups"]:
             adam.check_flags(group)
         check_state(self._buckets, self._frozen, loaded["state"])

@@ -43,10 +43,16 @@ def _with_float_step(state: Any) -> Any:
     return {**state, STEP: state[STEP].float()} if isinstance(state, dict) and STEP in state else state
 
 
+# Note [Loading state]
+# torch's load_state_dict() does what a user expects of ours too: it runs the hooks, compares the groups, and finds each
+# number's parameter. But on its way it casts state to the parameters' dtype, of which 16 bits are too few for moments,
+# and it asks no method of ours: the cast is a static method that it calls by its class. What is neither a tensor nor
+# iterable it hands on as it is, so state travels through it as Uncast. The one method that it then calls, before the
+# post-hooks, is __setstate__(), and that one takes the state. The other way would be to run torch's private lists of
+# hooks ourselves.
 @dataclass(frozen=True)
 class Uncast:
-    """The state of one parameter. torch would cast its tensors to the parameter's dtype, and 16 bits are too few for
-    moments; what is neither a tensor nor iterable it hands on as it is."""
+    """The state of one parameter, which torch leaves as it is: see Note [Loading state]."""
 
     state: Mapping[str, Any]
 
