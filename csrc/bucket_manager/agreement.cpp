@@ -3,7 +3,7 @@
 #include <ATen/ops/empty.h>
 
 #include <algorithm>
-#include <array>
+#include <iterator>
 #include <utility>
 
 namespace zx {
@@ -20,15 +20,32 @@ void with_tensor(Numbers& numbers, at::ScalarType type, const Collective& collec
   std::copy_n(data, numbers.size(), numbers.begin());
 }
 
-constexpr size_t kFields = 9;
-static_assert(sizeof(Verdict) == kFields * sizeof(Extreme) + sizeof(SlotSet));
+// A number that each rank says, and where its extremes over the ranks go.
+struct Field {
+  int64_t (*said)(const Statement&);
+  Extreme Verdict::* extremes;
+};
+constexpr Field kFields[] = {
+    {[](const Statement& s) { return static_cast<int64_t>(s.place); }, &Verdict::place},
+    {[](const Statement& s) { return s.rounds; }, &Verdict::rounds},
+    // Ranks without a backward of their own don't limit the others: they join in whatever those launched.
+    {[](const Statement& s) { return s.own_rounds > 0 ? s.rounds : kNoBackward; }, &Verdict::own_rounds},
+    {[](const Statement& s) { return static_cast<int64_t>(s.failed); }, &Verdict::failed},
+    {[](const Statement& s) { return static_cast<int64_t>(s.unsent); }, &Verdict::unsent},
+    {[](const Statement& s) { return static_cast<int64_t>(s.changed); }, &Verdict::changed},
+    {[](const Statement& s) { return s.adoptions; }, &Verdict::adoptions},
+    {[](const Statement& s) { return static_cast<int64_t>(s.scaled); }, &Verdict::scaled},
+    {[](const Statement& s) { return static_cast<int64_t>(s.proposes); }, &Verdict::proposes},
+};
+constexpr size_t kNumFields = std::size(kFields);
+static_assert(sizeof(Verdict) == kNumFields * sizeof(Extreme) + sizeof(SlotSet));
 
 // Extremes in front, the set behind.
 void combine_statements(at::Tensor& values, const at::Tensor& theirs) {
   auto* mine = values.mutable_data_ptr<int64_t>();
   const auto* other = theirs.const_data_ptr<int64_t>();
-  for (size_t i = 0; i < 2 * kFields; ++i) mine[i] = std::max(mine[i], other[i]);
-  for (int64_t i = 2 * kFields; i < values.numel(); ++i) mine[i] |= other[i];
+  for (size_t i = 0; i < 2 * kNumFields; ++i) mine[i] = std::max(mine[i], other[i]);
+  for (int64_t i = 2 * kNumFields; i < values.numel(); ++i) mine[i] |= other[i];
 }
 
 }  // namespace
@@ -40,23 +57,13 @@ const char* name_of(int64_t place) {
 }
 
 Verdict Agreement::agree(const Statement& s) {
-  // Ranks without a backward of their own don't limit the others: they join in whatever those launched.
-  const std::array<int64_t, kFields> fields{static_cast<int64_t>(s.place),
-                                            s.rounds,
-                                            s.own_rounds > 0 ? s.rounds : kNoBackward,
-                                            static_cast<int64_t>(s.failed),
-                                            static_cast<int64_t>(s.unsent),
-                                            static_cast<int64_t>(s.changed),
-                                            s.adoptions,
-                                            static_cast<int64_t>(s.scaled),
-                                            static_cast<int64_t>(s.proposes)};
   const int64_t world = control_.group ? control_.group->getSize() : 1;
   const int64_t rank = control_.group ? control_.group->getRank() : 0;
   // A maximum that remembers whose it was, and a minimum as the maximum of the negative.
-  std::vector<int64_t> packed(2 * kFields);
-  for (size_t i = 0; i < kFields; ++i) {
-    packed[2 * i] = fields[i] * world + rank;
-    packed[2 * i + 1] = -fields[i] * world + rank;
+  std::vector<int64_t> packed;
+  for (const Field& field : kFields) {
+    packed.push_back(field.said(s) * world + rank);
+    packed.push_back(-field.said(s) * world + rank);
   }
   const std::vector<int64_t>& with_grad = s.with_grad.words();
   packed.insert(packed.end(), with_grad.begin(), with_grad.end());
@@ -65,13 +72,15 @@ Verdict Agreement::agree(const Statement& s) {
                 [this](std::vector<at::Tensor>& tensors) { small_.run(tensors[0], combine_statements); });
     control_.whereabouts->met(name_of(static_cast<int64_t>(s.place)));
   }
-  const auto extreme = [&](size_t i) {
+  Verdict verdict{};
+  for (size_t i = 0; i < kNumFields; ++i) {
     const int64_t most_rank = packed[2 * i] % world;
     const int64_t least_rank = ((packed[2 * i + 1] % world) + world) % world;
-    return Extreme{-(packed[2 * i + 1] - least_rank) / world, least_rank, packed[2 * i] / world, most_rank};
-  };
-  return {extreme(0), extreme(1), extreme(2), extreme(3), extreme(4),
-          extreme(5), extreme(6), extreme(7), extreme(8), SlotSet({packed.begin() + 2 * kFields, packed.end()})};
+    Extreme& found = verdict.*kFields[i].extremes;
+    found = {-(packed[2 * i + 1] - least_rank) / world, least_rank, packed[2 * i] / world, most_rank};
+  }
+  verdict.with_grad = SlotSet({packed.begin() + 2 * kNumFields, packed.end()});
+  return verdict;
 }
 
 void Agreement::take_largest(std::vector<uint8_t>& bytes) {

@@ -182,10 +182,12 @@ void BucketManager::exchange_changes() {
 // See Note [Buckets launch in one order].
 void BucketManager::learn_order() {
   const std::lock_guard lock(mutex_);
-  std::vector<int64_t> order = order_.learned();
-  if (pass_.own_rounds == 0 && !order.empty()) order[0] = -1;  // nothing to learn from
-  order = agreement_.from_rank_0(std::move(order));
-  if (!order.empty() && order[0] >= 0) order_.set_order(std::move(order));
+  std::vector<int64_t> told = order_.learned();
+  told.push_back(pass_.own_rounds > 0 ? 1 : 0);  // whether rank 0 had a backward to learn it from
+  told = agreement_.from_rank_0(std::move(told));
+  const bool is_learned = told.back() != 0;
+  told.pop_back();
+  if (is_learned) order_.set_order(std::move(told));
 }
 
 void BucketManager::learn_gather_order() {

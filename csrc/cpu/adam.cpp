@@ -97,8 +97,6 @@ void update_(c10::string_view rule, at::TensorList param, at::TensorList master,
 
 }  // namespace
 
-TORCH_LIBRARY_IMPL(zerox, CPU, m) {
-  m.impl("update_", &update_);
-}
+TORCH_LIBRARY_IMPL(zerox, CPU, m) { m.impl("update_", &update_); }
 
 }  // namespace zx
