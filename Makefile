@@ -10,7 +10,7 @@ in_env = py="$$(scripts/setup_env.sh $(1))" && export PATH="$$(dirname "$$py"):$
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## /{printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
-	@echo "Environment variables: README.md, Install, or python -m zerox env."
+	@echo "Environment variables: docs/install.md, or python -m zerox env."
 
 demo: ## train a small GPT on 2 CPU ranks, zerox beside plain DDP; draws a picture into demo/
 	@$(call in_env,demo) && OMP_NUM_THREADS="$${OMP_NUM_THREADS:-1}" \

@@ -1,4 +1,4 @@
-"""The README's tables of speed and memory, from the files that `make bench` wrote.
+"""The tables of speed and memory in README.md and docs/benchmarks.md, from the files that `make bench` wrote.
 
 python -m bench.report [FOLDER]
 """
@@ -59,13 +59,24 @@ def peaks(folder: Path) -> str:
     return table(columns)
 
 
+def summary(folder: Path) -> str:
+    """Steps and peaks of few systems on 2 ranks, beside DDP's."""
+    steps_of, peaks_of = rows_of(folder, "step", 2), rows_of(folder, "memory", 2)
+    lines = ["| 2 ranks | step | as fast as DDP | peak of a step | of DDP's |", "|---|---:|---:|---:|---:|"]
+    for name in (DDP.name, FSDP2.name, OURS[0].name, NoCommunication.name):
+        step, peak = steps_of[name], peaks_of[name]
+        cells = f"{step['p50_ms']:.0f} ms", f"{step['as_fast']:.2f}x", f"{peak['peak'] / MIB:.0f} MiB"
+        lines.append(f"| {name} | {' | '.join(cells)} | {peak['of_rival']:.0%} |")
+    return "\n".join(lines)
+
+
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         prog="python -m bench.report", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("folder", type=Path, nargs="?", default=RESULTS, help="default: bench/results/cpu")
     folder = parser.parse_args(argv).folder
-    print(f"{steps(folder)}\n\n{peaks(folder)}")
+    print(f"{summary(folder)}\n\n{steps(folder)}\n\n{peaks(folder)}")
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
-"""The README's example does what it says."""
+"""README and docs: the example does what it says, and tables are what something printed."""
 
 from __future__ import annotations
 
+import inspect
 import os
 import re
 import subprocess
@@ -9,11 +10,15 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
+import zerox
 from bench import report
 from zerox import environment
+from zerox.state.optimizer_state import OptimizerState
 
 README = Path(__file__).parents[1] / "README.md"
+DOCS = README.parent / "docs"
 
 
 COMMANDS = {
@@ -40,8 +45,9 @@ def test_the_first_example_trains_as_printed_below_it(ranks: int, tmp_path: Path
     assert numel * 8 / ranks <= int(said.group(2).replace(",", "")) <= numel * 8 / ranks * 1.1
 
 
-def test_its_table_of_environment_variables_is_the_one_of_zerox_env() -> None:
-    assert environment.readme_rows() in README.read_text(), "zerox.environment.readme_rows() gives what should be there"
+def test_the_table_of_environment_variables_is_the_one_of_zerox_env() -> None:
+    written = (DOCS / "install.md").read_text()
+    assert environment.rows() in written, "zerox.environment.rows() gives what should be there"
     printed = subprocess.run([sys.executable, "-m", "zerox", "env"], capture_output=True, text=True).stdout
     for variable in environment.VARIABLES:
         assert re.search(rf"^  {variable.name} .*{re.escape(variable.meaning)}$", printed, re.M)
@@ -58,8 +64,47 @@ def test_every_variable_of_zerox_that_something_reads_is_in_the_table() -> None:
 
 
 def test_speed_and_memory_are_those_of_the_result_files() -> None:
+    written = (DOCS / "benchmarks.md").read_text()
     for table in (report.steps(report.RESULTS), report.peaks(report.RESULTS)):
-        assert table in README.read_text(), "python -m bench.report prints what should be there"
+        assert table in written, "python -m bench.report prints what should be there"
+    assert report.summary(report.RESULTS) in README.read_text(), "python -m bench.report prints what should be there"
     commits = {report.load(report.RESULTS, name)["commit"] for name in ("step", "step-bf16-clip", "memory")}
     assert len(commits) == 1
-    assert f"commit {commits.pop()[:7]};" in README.read_text().replace("\n", " ")
+    assert f"commit {commits.pop()[:7]};" in written.replace("\n", " ")
+
+
+def test_every_public_name_is_in_the_reference() -> None:
+    written = (DOCS / "reference.md").read_text()
+    own = [name for name in vars(zerox.FusedShardedAdam) | vars(OptimizerState) if not name.startswith("_")]
+    missing = [name for name in (*zerox.__all__, *own) if not re.search(rf"`[^`]*\b{name}\b", written)]
+    assert not missing
+    signature = inspect.signature(zerox.FusedShardedAdam)
+    for parameter in list(signature.parameters.values())[1:]:
+        assert f"{parameter.name}={_as_written(parameter.default)}" in written
+
+
+def _as_written(default: object) -> str:
+    return (
+        str(default) if isinstance(default, torch.dtype) else repr(default).replace("'", '"').replace("1e-05", "1e-5")
+    )
+
+
+def test_errors_that_are_explained_are_errors_that_there_are() -> None:
+    sources = "".join(
+        path.read_text()
+        for room in ("zerox", "csrc")
+        for path in (README.parent / room).rglob("*.*")
+        if path.suffix in (".py", ".cpp", ".h")
+    )
+    said = re.sub(r"""["']\s*f?["']""", "", sources)
+    rows = re.findall(r"^\| `([^|]+)` [^|]*\|", (DOCS / "limits.md").read_text(), re.M)
+    assert len(rows) > 5, "the table was not found"
+    for row in rows:
+        for part in filter(None, map(str.strip, re.split(r"\.\.\.|'|\[|\]", row))):
+            assert part in said, f"nothing says {part!r}"
+
+
+def test_links_in_the_docs_lead_somewhere() -> None:
+    for page in (README, README.parent / "CONTRIBUTING.md", *DOCS.glob("*.md")):
+        for link in re.findall(r"\]\(([^)#\s]+)", page.read_text()):
+            assert link.startswith("http") or (page.parent / link).exists(), f"{page.name}: {link}"

@@ -1,11 +1,11 @@
-"""Every environment variable of the project: the one table, printed by `python -m zerox env` and in README.md."""
+"""Every environment variable of the project: the one table, printed by `python -m zerox env` and in docs/install.md."""
 
 from __future__ import annotations
 
 import os
 from dataclasses import dataclass
 
-__all__ = ["VARIABLES", "Variable", "readme_rows"]
+__all__ = ["VARIABLES", "Variable", "rows"]
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ VARIABLES = (
 )
 
 
-def readme_rows() -> str:
-    """README's rows: all but those of tests, which `zerox env` prints too."""
-    rows = [f"| `{each.name}` | {each.when} | {each.meaning} |" for each in VARIABLES if each.when != "test"]
-    return "\n".join(["| variable | when | means |", "|---|---|---|", *rows])
+def rows() -> str:
+    """In Markdown, all but those of tests, which `zerox env` prints too."""
+    found = [f"| `{each.name}` | {each.when} | {each.meaning} |" for each in VARIABLES if each.when != "test"]
+    return "\n".join(["| variable | when | means |", "|---|---|---|", *found])
