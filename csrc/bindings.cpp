@@ -256,7 +256,6 @@ void bind(py::module_& m) {
            })
       .def("present", [](BucketManager& self, int64_t i) { return self.bucket(i).landed.present; })
       .def("words", [](BucketManager& self, int64_t i) { return tensor_or_none(self.bucket(i).landed.words); })
-      .def("trouble", [](BucketManager& self) { return self.flights().trouble(); })
       .def("hold_flights", [](BucketManager& self, bool hold) { self.flights().set_hold(hold); })
       .def_property_readonly("num_launched", [](BucketManager& self) { return self.flights().num_launched(); })
       .def_property_readonly("num_added", &BucketManager::num_added)
