@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import inspect
 import os
 import re
@@ -78,15 +79,15 @@ def test_every_public_name_is_in_the_reference() -> None:
     own = [name for name in vars(zerox.FusedShardedAdam) | vars(OptimizerState) if not name.startswith("_")]
     missing = [name for name in (*zerox.__all__, *own) if not re.search(rf"`[^`]*\b{name}\b", written)]
     assert not missing
+
+
+def test_the_reference_has_the_constructor_s_options_and_defaults() -> None:
+    found = re.search(r"```python\n(zerox.FusedShardedAdam\(.*?)```", (DOCS / "reference.md").read_text(), re.S)
+    assert found
+    [call] = [node for node in ast.walk(ast.parse(found[1].replace("*,", ""))) if isinstance(node, ast.Call)]
+    written = {each.arg: eval(ast.unparse(each.value), {"torch": torch}) for each in call.keywords}
     signature = inspect.signature(zerox.FusedShardedAdam)
-    for parameter in list(signature.parameters.values())[1:]:
-        assert f"{parameter.name}={_as_written(parameter.default)}" in written
-
-
-def _as_written(default: object) -> str:
-    return (
-        str(default) if isinstance(default, torch.dtype) else repr(default).replace("'", '"').replace("1e-05", "1e-5")
-    )
+    assert written == {name: each.default for name, each in signature.parameters.items() if name != "params"}
 
 
 def test_errors_that_are_explained_are_errors_that_there_are() -> None:
