@@ -14,6 +14,7 @@ from zerox.memory.bucket import Bucket, Member
 from zerox.plan.buckets import ParamSpec, plan_buckets
 from zerox.plan.stage import stage_of
 from zerox.ranks.group import Ranks
+from zerox.rules.adam import ADAM
 
 WHOLE = 1 << 40  # a bucket cap that everything fits in
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -41,11 +42,11 @@ class GradsOfModel:
     ) -> None:
         self.grads = Grads(ranks, stage_of(stage), reduce_dtype)
         self.manager = self.grads.manager
-        specs = [ParamSpec("", p.numel(), str(p.dtype), p.element_size(), str(torch.float32)) for p in params]
+        specs = [ParamSpec("", p.numel(), str(p.dtype), p.element_size()) for p in params]
         self.buckets = []
         for plan in plan_buckets(specs, ranks.size, cap_bytes):
             members = [Member(f"param {index}", params[index], 0, index) for index in plan.params]
-            self.buckets.append(Bucket(plan, members, ranks.rank, master=None, amsgrad=False))
+            self.buckets.append(Bucket(plan, members, ranks.rank, ADAM, ADAM.wanted([{"amsgrad": False}])))
             self.grads.add_bucket(self.buckets[-1])
 
     def settle(self) -> None:
