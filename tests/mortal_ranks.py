@@ -21,6 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+CONNECT_S = 120
 FORKSERVER = multiprocessing.get_context("forkserver")
 # torch.optim imports dynamo when the first optimizer is made: seconds, which would count against short timeouts.
 FORKSERVER.set_forkserver_preload(["torch._dynamo", "tests.bucket_manager.training", "zerox.checkpoint"])
@@ -36,13 +37,11 @@ def _serve(
     torch.set_num_threads(1)
     store = dist.FileStore(f"{folder}/store", world_size)  # type: ignore[attr-defined]
 
-    def meet(where: str) -> None:
-        store.set(f"{rank} {where}", "")
-        store.wait([f"{other} {where}" for other in range(world_size)])
-
-    meet("has started")  # many start at once: that takes longer than a short timeout
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=timeout_s))
-    meet("has connected")  # nobody fails before all have
+    # torch has its own time to connect in: many start at once, and that takes longer than a short timeout.
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=CONNECT_S))
+    store.set(f"{rank} has connected", "")  # nobody fails before all have
+    store.wait([f"{other} has connected" for other in range(world_size)])
+    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=timeout_s), dist.group.WORLD)
     try:
         answer = function(rank, world_size, *args)
     except BaseException:

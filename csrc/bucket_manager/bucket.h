@@ -1,6 +1,7 @@
 // A bucket and the parameters in it: what the bucket manager remembers between two gradients.
 #pragma once
 
+#include <ATen/core/DimVector.h>
 #include <ATen/core/Tensor.h>
 #include <c10/core/ScalarType.h>
 #include <c10/core/Stream.h>
@@ -62,6 +63,24 @@ struct WholeGrad {
   }
 };
 
+// A parameter's place in the bucket's buffer. The order of `view` is the state's. The rest is what `view` says: a look
+// at it would miss the core's cache once more for each parameter of each step.
+struct Home {
+  explicit Home(at::Tensor place)
+      : view(std::move(place)), address(view.const_data_ptr()), sizes(view.sizes()), strides(view.strides()) {}
+
+  // By address: see Note [Every parameter has a storage of its own].
+  bool has(const at::Tensor& param) const {
+    return (param.numel() == 0 || param.const_data_ptr() == address) && param.sizes() == at::IntArrayRef(sizes) &&
+           param.strides() == at::IntArrayRef(strides);
+  }
+
+  at::Tensor view;
+  const void* address;
+  at::DimVector sizes;
+  at::DimVector strides;
+};
+
 // One parameter: its place in the bucket, and what this rank knows of its gradient.
 //
 // Note [Who holds a gradient]
@@ -74,7 +93,7 @@ struct Slot {
   at::Tensor param;
   at::Tensor placeholder;  // undefined where gradients stay whole (ZeRO stage 1)
   int64_t offset;          // of its first element in the bucket
-  at::Tensor home;         // its place in the bucket's buffer, as a view: its order is the state's
+  Home home;
 
   Hooks hooks;
 
@@ -85,7 +104,7 @@ struct Slot {
   SeenGrads seen{};
   WholeGrad whole{};
 
-  int64_t numel() const { return home.numel(); }
+  int64_t numel() const { return home.view.numel(); }
 };
 
 // This rank's share of a bucket's reduced gradient. Written where flights land, read after land().

@@ -54,7 +54,7 @@ int64_t BucketManager::add_bucket(BucketSpec spec) {
                              .param = slot.param,
                              .placeholder = slot.placeholder,
                              .offset = slot.offset,
-                             .home = slot.home,
+                             .home = Home(slot.home),
                              .hooks = {}});
     bucket->slots.back().whole.unsent = options_.whole_grads && slot.param.grad().defined();
   }
@@ -65,12 +65,6 @@ int64_t BucketManager::add_bucket(BucketSpec spec) {
   gathers_.order() = {};
   for (Slot& slot : bucket->slots) install_hooks(*bucket, slot);
   return bucket->index;
-}
-
-// Asked of every parameter at every step. By address: see Note [Every parameter has a storage of its own].
-static bool is_at_home(const Slot& slot) {
-  return (slot.numel() == 0 || slot.param.const_data_ptr() == slot.home.const_data_ptr()) &&
-         slot.param.sizes() == slot.home.sizes() && slot.param.strides() == slot.home.strides();
 }
 
 void BucketManager::set_sync(bool sync) {
@@ -87,7 +81,8 @@ std::vector<std::pair<int64_t, int64_t>> BucketManager::moved() const {
   std::vector<std::pair<int64_t, int64_t>> found;
   for (const auto& bucket : buckets_) {
     for (size_t slot = 0; slot < bucket->slots.size(); ++slot) {
-      if (!is_at_home(bucket->slots[slot])) found.emplace_back(bucket->index, static_cast<int64_t>(slot));
+      if (!bucket->slots[slot].home.has(bucket->slots[slot].param))
+        found.emplace_back(bucket->index, static_cast<int64_t>(slot));
     }
   }
   return found;

@@ -21,13 +21,13 @@ at::Tensor to_table(const std::vector<int64_t>& numbers, int64_t columns) {
 
 std::string refusal_of(const Slot& slot, c10::Device device) {
   const at::Tensor& grad = slot.param.grad();
-  if (grad.layout() == at::kStrided && grad.sizes() == slot.home.sizes() && grad.device() == device) return "";
+  if (grad.layout() == at::kStrided && grad.sizes() == slot.home.view.sizes() && grad.device() == device) return "";
   const std::string who = "parameter '" + slot.name + "' got a ";
   if (grad.layout() != at::kStrided) {
     return who + "sparse gradient; only dense ones can be sharded (nn.Embedding: use sparse=False)";
   }
-  return c10::str(who, "gradient of ", grad.sizes(), " on ", grad.device(), ", but was ", slot.home.sizes(), " on ",
-                  device, " when the optimizer was built; build the optimizer after such a change");
+  return c10::str(who, "gradient of ", grad.sizes(), " on ", grad.device(), ", but was ", slot.home.view.sizes(),
+                  " on ", device, " when the optimizer was built; build the optimizer after such a change");
 }
 
 at::Tensor in_order_of(const at::Tensor& grad, const at::Tensor& param) {
@@ -40,7 +40,7 @@ namespace {
 
 // One dimension, dense; zeros without a source.
 at::Tensor in_memory_order(const at::Tensor& source, const Slot& slot, at::ScalarType dtype) {
-  if (!source.defined()) return at::zeros({slot.numel()}, slot.home.options().dtype(dtype));
+  if (!source.defined()) return at::zeros({slot.numel()}, slot.home.view.options().dtype(dtype));
   return source.as_strided({slot.numel()}, {1}, source.storage_offset()).to(dtype);
 }
 
@@ -63,7 +63,7 @@ at::Tensor BucketManager::take_gradient(Slot& slot, bool& present, bool& replace
     present = replace = grad.defined() && (slot.whole.unsent || !pass_.only_unsent);
     slot.held = present;
     slot.whole.unsent = false;
-    return present ? in_order_of(grad, slot.home) : at::Tensor();
+    return present ? in_order_of(grad, slot.home.view) : at::Tensor();
   }
   const bool is_placeholder = grad.defined() && grad.is_same(slot.placeholder);
   const bool is_real = grad.defined() && !is_placeholder;
@@ -77,7 +77,7 @@ at::Tensor BucketManager::take_gradient(Slot& slot, bool& present, bool& replace
   slot.seen.local.forget();
   if (replace) slot.seen.scaled.forget();  // the placeholder is the same one again
   if (!is_real) return {};
-  at::Tensor taken = in_order_of(grad, slot.home);
+  at::Tensor taken = in_order_of(grad, slot.home.view);
   grad = slot.placeholder;
   return taken;
 }

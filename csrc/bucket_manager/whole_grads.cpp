@@ -15,7 +15,7 @@ namespace zx {
 namespace {
 
 at::Tensor shaped_like(const at::Tensor& flat, const Slot& slot) {
-  return flat.as_strided(slot.home.sizes(), slot.home.strides(), flat.storage_offset() + slot.offset);
+  return flat.as_strided(slot.home.view.sizes(), slot.home.view.strides(), flat.storage_offset() + slot.offset);
 }
 
 }  // namespace
@@ -103,7 +103,7 @@ std::vector<at::Tensor> BucketManager::pack_local(Bucket& bucket, int64_t num_st
     const int64_t start = std::max(slot.offset, first);
     const int64_t stop = std::min(slot.offset + slot.numel(), first + bucket.shard_numel);
     if (!bucket.owns_part_of(slot, rank())) continue;
-    const at::Tensor grad = slot.param.grad().defined() ? in_order_of(slot.param.grad(), slot.home) : at::Tensor();
+    const at::Tensor grad = slot.param.grad().defined() ? in_order_of(slot.param.grad(), slot.home.view) : at::Tensor();
     *next_present++ = grad.defined() ? 1 : 0;
     if (is_straight) {
       const auto here = [&] {
