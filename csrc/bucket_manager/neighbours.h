@@ -13,7 +13,8 @@ namespace zx {
 // Linux lets a process read another of the same user: process_vm_readv(2), which MPI libraries use too ("cross memory
 // attach"). A rank tells its neighbours where a message lies instead of sending it, and keeps it there until they have
 // said that they are done. Whether it works (same host and user, what Yama, seccomp and containers allow) is tried when
-// an optimizer is built, by reading a number that only the right process has at that address: zerox/ranks/neighbours.py.
+// an optimizer is built, by reading a number that only the right process has at that address:
+// zerox/ranks/neighbours.py.
 //
 // Reads only: a rank that goes on after an error, its buffers freed, must not be written to by those that don't know
 // yet. What they read of it then is garbage, which the next settle() never lets an update use.

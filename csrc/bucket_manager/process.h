@@ -12,9 +12,10 @@ namespace zx {
 // is gone for the parent too, which gloo then ends. So in a child nobody waits, sends, or destroys what the parent made
 // (it is leaked); whoever asks for that gets an error in one line.
 //
-// What is left is reading. Hidden gathers arrive before a fork of Python's (ReadGuard::before_fork, zerox/ranks/forks.py), so
-// that its child finds parameters whole. Forks that Python does not know of wait for nothing, as nearly all of them
-// start another program; if parameters were on their way there, the child is told when it reads them.
+// What is left is reading. Hidden gathers arrive before a fork of Python's (ReadGuard::before_fork,
+// zerox/ranks/forks.py), so that its child finds parameters whole. Forks that Python does not know of wait for nothing,
+// as nearly all of them start another program; if parameters were on their way there, the child is told when it reads
+// them.
 
 // The process that made this object.
 class Process {
