@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from zerox.memory.pages import storage_bytes, zeros
-from zerox.plan.form import BLOCK_NUMEL, Form
+from zerox.plan.form import BLOCK_NUMEL, Form, num_blocks
 from zerox.rules.rule import MASTERS, Rule, StateSpec
 
 SCALE = "_scale"  # behind a key: its blocks' scales
@@ -39,7 +39,7 @@ class Stored:
         """A view of these elements, which start with a block."""
         if self.scales is None:
             return Stored(self.spec, self.values[elements])
-        blocks = slice(elements.start // BLOCK_NUMEL, -(-elements.stop // BLOCK_NUMEL))
+        blocks = slice(elements.start // BLOCK_NUMEL, num_blocks(elements.stop))
         return Stored(self.spec, self.values[elements], self.scales[blocks])
 
     def tensors(self) -> dict[str, Tensor]:
