@@ -122,7 +122,9 @@ def check_compiler() -> str:
 
 def make_compiler_one_word() -> None:
     """torch 2.13 takes CXX for the name of one program, whatever words it has ('ccache g++', 'g++ -m64'), and puts a
-    ccache of its own in front: it gets a program of that name."""
+    ccache of its own in front: it gets a program of that name. Of CC it replaces the first word and leaves the rest,
+    which compiles nothing here."""
+    os.environ.pop("CC", None)
     words = shlex.split(os.environ["CXX"])
     if len(words) == 1:
         return

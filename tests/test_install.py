@@ -124,13 +124,13 @@ def test_without_torch_the_build_ends_with_one_line_that_says_what_to_do(
 
 
 def test_a_compiler_of_several_words_is_used(source: Path, tmp_path: Path) -> None:
-    """torch 2.13 takes all of CXX for the name of a program."""
+    """torch 2.13 takes all of CXX for the name of a program, and would leave the second word of CC to the compiler."""
     log = tmp_path / "log"
     wrapper = tmp_path / "a wrapper"
     wrapper.write_text(f'#!/bin/sh\necho "$@" >> {log}\nexec "$@"\n')
     wrapper.chmod(0o755)
     command = [sys.executable, "setup.py", "-q", "build_ext", "--build-lib", tmp_path / "built"]
-    environment = os.environ | {"CXX": f"'{wrapper}' g++ -DAS_TOLD", "ZEROX_CUDA": "0"}
+    environment = os.environ | {"CXX": f"'{wrapper}' g++ -DAS_TOLD", "CC": f"'{wrapper}' gcc", "ZEROX_CUDA": "0"}
     done = subprocess.run(list(map(str, command)), cwd=source, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     compiled = [line for line in log.read_text().splitlines() if "-c " in line and "bindings.cpp" in line]
