@@ -40,7 +40,7 @@ from bench.trace import Range, merge_chrome_traces, phase, profile_all_threads, 
 STEPS = 15  # that are profiled, and as many that are not
 WARM_UP = 2
 PHASES = ("forward", "backward", "clip", "step")
-# See csrc/bucket_manager/ranges.h. None of these lies in another of the same bucket.
+# See csrc/lanes/ranges.h. None of these lies in another of the same bucket.
 COMMUNICATION = ("launch", "pack", "land", "gather", "gather_wait", "gather_grads", "gather_grads_wait")
 # Of the thread that trains; all that it does of the above lies in one of these.
 WAITING = ("launch", "settle", "gather", "gather_wait")

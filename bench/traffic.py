@@ -1,6 +1,6 @@
 """What a rank sends in a training step, in closed form from the plan.
 
-The extension counts the same (`Traffic` in csrc/bucket_manager/exchange.h), whether a neighbour is sent a message or
+The extension counts the same (`Traffic` in csrc/exchange/exchange.h), whether a neighbour is sent a message or
 reads it. A native collective is counted as the ring that moves the fewest bytes: as many slices as there are other
 ranks. gloo's reduce-scatter moves twice as many, as it is an all-reduce. What ranks tell each other in step() (128
 bytes to each of log2 W others) is not in it.

@@ -53,7 +53,7 @@ class Buffers:
 
 
 class DirectRound:
-    """As csrc/bucket_manager/direct_exchange.cpp: all receives first, then sends, each rank to its right neighbour."""
+    """As csrc/exchange/direct_exchange.cpp: all receives first, then sends, each rank to its right neighbour."""
 
     def __init__(self, buffers: Buffers) -> None:
         self.buffers = buffers

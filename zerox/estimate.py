@@ -151,7 +151,7 @@ def _peak(flows: list[Flow], world_size: int, sharded: bool, stalled: bool) -> i
 
 def measured(inside: Inside) -> MemoryBytes:
     """Bytes of the storages that this rank holds, once what is on its way has landed."""
-    inside.manager.land()
+    inside.manager.flights.land()
     moved = [inside.buckets[index].members[slot] for index, slot in inside.grads.moved()]
     whole = [] if inside.grads.sharded else [member.param.grad for member in inside.members]
     state = [stored for bucket in inside.buckets for stored in bucket.state.values()]
@@ -161,7 +161,7 @@ def measured(inside: Inside) -> MemoryBytes:
         parameters=_bytes_of(
             [*(bucket.buffer.flat for bucket in inside.buckets), *(m.param for m in inside.frozen + moved)]
         ),
-        gradients=_bytes_of(whole + inside.grads.landed()),
+        gradients=_bytes_of([*whole, *inside.grads.landed()]),
         master=_bytes_of(tensor for stored in masters for tensor in stored.tensors().values()),
         moments=_bytes_of(tensor for stored in others for tensor in stored.tensors().values()),
     )

@@ -141,13 +141,13 @@ class FusedShardedAdam(OptimizerState):
         self._consolidated = None  # of the state before
         options = self._table.refresh(self.param_groups, capturing)
         overlap = self._overlap is not None and not capturing
-        for run in launches(self._grads.manager.gather_order, self._buckets):
+        for run in launches(self._grads.manager.params.order, self._buckets):
             with ranges(run):
                 update(adam.ADAM, list(self._shards(run)), options, self._grad_scale.value)
             for index in run:
                 self._gather.start(index, background=overlap)
         if not capturing:
-            self._grads.manager.bump_versions()
+            self._grads.manager.settlement.bump_versions()
         self._gather.end_step(hidden=overlap)
         give_out(self._elsewhere)
         self._grad_scale.reset()

@@ -5,7 +5,7 @@
 namespace zx::cuda {
 namespace {
 
-// ---- flags behind the shard in each slice: see read_flags_ in csrc/bindings.cpp
+// ---- flags behind the shard in each slice: see read_flags_ in csrc/bindings/module.cpp
 
 struct ReadFlagsArgs {
   Slices slices;

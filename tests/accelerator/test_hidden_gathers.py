@@ -64,7 +64,7 @@ def trained(ranks: Ranks, overlap: bool, other_stream: bool) -> tuple[list[Tenso
             machine().wait_stream(index, 0, side)
         model(x).square().mean().backward()
         optimizer.step()
-        left += len(optimizer.inside.manager.missing_gathers)
+        left += len(optimizer.inside.manager.params.missing)
     optimizer.synchronize()
     return [p.detach().cpu() for p in model.parameters()], left
 

@@ -130,8 +130,8 @@ def train(ranks: Ranks, stage: int, plan: str) -> list[Tensor]:
             for run in [every] if step % 2 else [[index] for index in every]:
                 update(ADAM, [shard_at(ours, index) for index in run], table.refresh([GROUP]), None)
                 for index in run:
-                    ours.manager.start_gather(index)
-            ours.manager.finish_gathers()
+                    ours.manager.params.start(index)
+            ours.manager.params.finish()
             ours.grads.zero(plan != "zeroed in place")
             waits = machine().take_waits(device.index)
             assert ranks.staged or not waits, f"the host waited for the device: {waits}"

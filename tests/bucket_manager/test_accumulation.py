@@ -57,7 +57,7 @@ def no_sync_then_sync(rank: int, world_size: int, stage: int) -> None:
     case = Case(rank, world_size, stage)
     case.backward(0, sync=False)
     case.backward(1, sync=False)
-    assert case.ours.manager.num_launched == 0
+    assert case.ours.manager.flights.num_launched == 0
     assert not any(isinstance(p.grad, ShardedGrad) for p in case.params)
     case.backward(2)
     case.expect(case.mean(0, 1, 2))
@@ -221,13 +221,13 @@ def test_a_backward_adds_to_gradients_assigned_by_hand() -> None:
 
 def zero_under_way(rank: int, world_size: int, stage: int) -> None:
     case = Case(rank, world_size, stage)
-    case.ours.manager.hold_flights(True)
+    case.ours.manager.flights.hold(True)
     case.backward(0)
     if stage == 2:
-        assert (case.ours.manager.num_launched, case.ours.manager.num_landed) == (3, 0)
+        assert (case.ours.manager.flights.num_launched, case.ours.manager.flights.num_landed) == (3, 0)
     case.grads.zero(set_to_none=True)
     assert all(p.grad is None for p in case.params)
-    case.ours.manager.hold_flights(False)
+    case.ours.manager.flights.hold(False)
     case.backward(1)
     case.expect(case.mean(1))
     case.backward(2)

@@ -142,9 +142,9 @@ def _reached(rank: int, world_size: int, how: str) -> list[set[float]]:
         case.optimizer.clip_grad_norm_(1e9)
     for param in case.params:
         param.grad = torch.full_like(param, SIGNS[rank])
-    launched = case.optimizer.inside.manager.num_launched
+    launched = case.optimizer.inside.manager.flights.num_launched
     case.optimizer.step()
-    assert case.optimizer.inside.manager.num_launched == launched, "nothing is sent again"
+    assert case.optimizer.inside.manager.flights.num_launched == launched, "nothing is sent again"
     return case.exp_avg()
 
 
@@ -158,10 +158,10 @@ def _again(rank: int, world_size: int) -> tuple[int, int]:
     case = Case(rank, stage=1)
     case.assign()
     case.optimizer.clip_grad_norm_(1e9)
-    first = case.optimizer.inside.manager.num_launched
+    first = case.optimizer.inside.manager.flights.num_launched
     case.optimizer.step()
     case.optimizer.step()
-    return first, case.optimizer.inside.manager.num_launched
+    return first, case.optimizer.inside.manager.flights.num_launched
 
 
 def test_the_mean_itself_is_not_averaged_again() -> None:

@@ -58,7 +58,7 @@ def checkpointed(
             ]
         )
         model(input_of(rank, seed), use_reentrant).square().sum().backward()
-        launched.append(ours.manager.num_launched)
+        launched.append(ours.manager.flights.num_launched)
         ours.settle()
         ours.expect(expected)
         if stage == 1:
@@ -67,7 +67,7 @@ def checkpointed(
                 if want is not None:
                     torch.testing.assert_close(param.grad, want)
         ours.grads.zero(set_to_none=True)
-    assert ours.manager.num_landed == 3 * len(ours.buckets)
+    assert ours.manager.flights.num_landed == 3 * len(ours.buckets)
     return launched[0], launched[1] - len(ours.buckets)
 
 

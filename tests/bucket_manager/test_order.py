@@ -14,12 +14,12 @@ NUM_LAYERS = 5
 def orders_of_three_backwards(rank: int, _: int, registered_backwards: bool) -> list[list[int]]:
     model = Chain(NUM_LAYERS, registered_backwards=registered_backwards)
     ours = GradsOfModel(find_ranks(None), list(model.parameters()), LAYER_CAP)
-    orders = [ours.manager.launch_order]
+    orders = [ours.manager.backward.launch_order]
     for index in range(3):
         model(input_of(rank, index)).square().sum().backward()
         ours.settle()
         ours.grads.zero(set_to_none=True)
-        orders.append(ours.manager.launch_order)
+        orders.append(ours.manager.backward.launch_order)
     return orders
 
 
@@ -60,7 +60,7 @@ def train_branches(
         model(input_of(rank, index), use[rank]).square().sum().backward()
         ours.settle()
         ours.expect(expected)
-        found.append(ours.manager.launch_order)
+        found.append(ours.manager.backward.launch_order)
         ours.grads.zero(set_to_none=True)
     return found
 
@@ -98,7 +98,7 @@ def order_with_an_idle_rank_0(rank: int, _: int) -> list[list[int]]:
             model(input_of(rank, index)).square().sum().backward()
         ours.settle()
         ours.grads.zero(set_to_none=True)
-        orders.append(ours.manager.launch_order)
+        orders.append(ours.manager.backward.launch_order)
     return orders
 
 
@@ -117,7 +117,7 @@ def launches_of_partial_backwards(rank: int, _: int) -> list[int]:
     launched = []
     for use in ([0], [1, 2, 3], [3, 0] if rank else [2]):
         model(input_of(rank), use).square().sum().backward()
-        launched.append(ours.manager.num_launched)
+        launched.append(ours.manager.flights.num_launched)
         ours.settle()
-        assert ours.manager.num_landed == launched[-1]
+        assert ours.manager.flights.num_landed == launched[-1]
     return launched

@@ -32,7 +32,7 @@ class SlowBackward:
         while True:
             matrix = matrix @ matrix
             passed_s = time.monotonic() - start
-            landed = self.manager.num_landed == self.manager.num_launched
+            landed = self.manager.flights.num_landed == self.manager.flights.num_launched
             if passed_s > self.most_s or (landed and passed_s > 0.005):
                 return grad
 
@@ -43,11 +43,11 @@ def landed_when_backward_ends(
     model = Chain(NUM_LAYERS).to(device)
     ours = GradsOfModel(find_ranks(None, torch.device(device)), list(model.parameters()), LAYER_CAP)
     SlowBackward(model, ours, most_s)
-    ours.manager.hold_flights(hold)
+    ours.manager.flights.hold(hold)
     loss = model(input_of(rank).to(device)).square().sum()
     dist.barrier()
     loss.backward()
-    landed, launched = ours.manager.num_landed, ours.manager.num_launched
+    landed, launched = ours.manager.flights.num_landed, ours.manager.flights.num_launched
     ours.settle()
     reduced = ours.reduced()
     return landed, launched, [reduced[key].cpu() for key in sorted(reduced)]
@@ -81,12 +81,12 @@ def backward_alone(rank: int, _: int) -> tuple[bool, int]:
     loss = model(input_of(rank)).square().sum()
     if rank == 0:
         loss.backward()
-    ended_with = ours.manager.num_landed
+    ended_with = ours.manager.flights.num_landed
     dist.barrier()
     if rank == 1:
         loss.backward()
     ours.settle()
-    return ended_with == 0, ours.manager.num_landed
+    return ended_with == 0, ours.manager.flights.num_landed
 
 
 def test_backward_never_waits_for_the_wire() -> None:

@@ -1,6 +1,12 @@
-"""Ranks may be threads of one process: nothing in the manager is global."""
+"""Threads beside the one that trains: other ranks in one process, lookers-on, and backwards of their own.
+
+See Note [Locks] in csrc/buckets/buckets.h."""
 
 from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -8,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tests.bucket_manager.rig import LAYER_CAP, Chain, input_of, same_bits
+from tests.bucket_manager.training import Training, both_stages
 from tests.ranks import run_ranks, run_threads
 from zerox import FusedShardedAdam
 
@@ -43,3 +50,88 @@ def test_four_threads_give_the_bits_of_four_processes(stage: int) -> None:
     for ours, theirs in zip(threads, processes, strict=True):
         assert all(same_bits(a, b) for a, b in zip(ours, theirs, strict=True))
         assert all(same_bits(a, b) for a, b in zip(ours, threads[0], strict=True))
+
+
+@contextmanager
+def looking_on(*looks: Callable[[], object]) -> Iterator[None]:
+    """Threads of which each takes its look over and over. What one raises is raised at the end."""
+    over = threading.Event()
+    errors: list[BaseException] = []
+
+    def look_again(look: Callable[[], object]) -> None:
+        try:
+            while not over.is_set():
+                look()
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=look_again, args=(look,), daemon=True) for look in looks]
+    for thread in threads:
+        thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        for thread in threads:
+            thread.join(60)
+    assert not any(thread.is_alive() for thread in threads), "a look never ended"
+    assert not errors, errors
+
+
+def train_watched(rank: int, _: int, stage: int, watched: bool) -> list[Tensor]:
+    training = Training(rank, stage)
+    manager = training.manager
+    looks = (
+        lambda: manager.backward.settled,
+        lambda: manager.backward.launch_order,
+        lambda: (manager.flights.num_launched, manager.flights.num_landed),
+        lambda: manager.settlement.holds_scaled,
+        lambda: (manager.params.missing, manager.params.order_of_use),
+    )
+    with looking_on(*looks if watched else ()):
+        for seed in range(12):
+            training.backward(seed)
+            # Python has seen these: whoever frees one needs the GIL, also under a lock that a look waits for.
+            seen = [p.grad for p in training.model.parameters()]
+            training.optimizer.clip_grad_norm_(0.05)
+            training.optimizer.step()
+            del seen
+            training.optimizer.zero_grad(set_to_none=seed % 2 == 0)
+    return training.snapshot()
+
+
+@both_stages
+def test_threads_that_look_on_neither_stop_nor_change_a_training(stage: int) -> None:
+    watched = run_ranks(train_watched, 2, stage, True)
+    for ours, alone in zip(watched, run_ranks(train_watched, 2, stage, False), strict=True):
+        assert all(same_bits(a, b) for a, b in zip(ours, alone, strict=True))
+
+
+def train_in_threads(rank: int, _: int, stage: int, num_threads: int) -> list[Tensor]:
+    """16 backwards through all layers inside no_sync(), by some threads at once. Gradients are whole numbers, whose sum
+    is the same in any order."""
+    training = Training(rank, stage)
+
+    def backwards(seeds: range) -> None:
+        for seed in seeds:
+            x = torch.randint(-8, 8, (4, training.model.width), generator=torch.Generator().manual_seed(seed)) + rank
+            sum(layer(x.float()).sum() for layer in training.model.layers).backward()
+
+    for step in range(6):
+        with training.optimizer.no_sync():
+            shares = [range(100 * step + first, 100 * step + 16, num_threads) for first in range(num_threads)]
+            threads = [threading.Thread(target=backwards, args=(share,)) for share in shares]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+        training.optimizer.step()
+        training.optimizer.zero_grad()
+    return training.snapshot()
+
+
+@both_stages
+def test_backwards_of_several_threads_at_once_add_up_inside_no_sync(stage: int) -> None:
+    at_once = run_ranks(train_in_threads, 2, stage, 4)
+    for ours, theirs in zip(at_once, run_ranks(train_in_threads, 2, stage, 1), strict=True):
+        assert all(same_bits(a, b) for a, b in zip(ours, theirs, strict=True))

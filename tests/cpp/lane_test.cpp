@@ -1,5 +1,5 @@
 // Lane and Slots. The thread sanitizer runs this file too.
-#include "bucket_manager/lane.h"
+#include "lanes/lane.h"
 
 #include <atomic>
 #include <chrono>

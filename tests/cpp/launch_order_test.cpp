@@ -1,5 +1,5 @@
 // LaunchOrder against Note [Buckets launch in one order].
-#include "bucket_manager/launch_order.h"
+#include "grads/launch_order.h"
 
 #include <algorithm>
 #include <numeric>

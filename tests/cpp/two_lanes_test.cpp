@@ -1,6 +1,6 @@
 // TwoLanes with a fake exchange, whose messages arrive from another thread after random delays. The thread sanitizer
 // runs this file too, once with a defect that it has to report: see CMakeLists.txt.
-#include "bucket_manager/two_lanes.h"
+#include "lanes/two_lanes.h"
 
 #include <algorithm>
 #include <chrono>

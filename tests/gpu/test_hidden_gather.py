@@ -48,7 +48,7 @@ class Trained:
     @property
     def used(self) -> list[int]:
         """Buckets that somebody has waited for, as all do who read, since the last step."""
-        return list(self.optimizer.inside.manager.gathers_used)
+        return list(self.optimizer.inside.manager.params.order_of_use)
 
     def look_at(self, bucket: int) -> Tensor:
         """Parameters as they lie there now: on a stream of its own, unseen by what makes readers wait."""
@@ -82,7 +82,7 @@ def first_layer_ahead_of_gathers(rank: int, _: int, device_type: str) -> dict[st
     plain.optimizer.step()
     plain.lines.synchronize()
     before = [ours.look_at(bucket) for bucket in ORDER]
-    seen: dict[str, Any] = {"order": ours.optimizer.inside.manager.gather_order}
+    seen: dict[str, Any] = {"order": ours.optimizer.inside.manager.params.order}
 
     def look(_: nn.Module, __: Any, output: Tensor) -> None:
         if device.type == "cuda":
@@ -135,7 +135,7 @@ def gathers_under_the_first_layer(rank: int, _: int, device_type: str, cycles: i
     plain.optimizer.step()
     plain.lines.synchronize()
     expected = [plain.look_at(bucket) for bucket in ORDER]
-    ours.optimizer.inside.manager.hold_gathers(held)
+    ours.optimizer.inside.manager.params.hold(held)
     on_time = [False]
     computed = torch.cuda.Event() if device.type == "cuda" else None
 

@@ -93,8 +93,8 @@ def exchange_once(exchange: str, reduce_dtype: torch.dtype | None) -> tuple[list
             landed.append((reduced[index, slot].cpu(), grad.reshape(-1).cpu()))
     before = cpu_copies(model.parameters())
     for index in range(len(ours.buckets)):
-        ours.manager.start_gather(index)
-    ours.manager.finish_gathers()
+        ours.manager.params.start(index)
+    ours.manager.params.finish()
     return landed, before, cpu_copies(model.parameters())
 
 

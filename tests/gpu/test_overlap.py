@@ -29,7 +29,7 @@ def segments_of(optimizer: FusedShardedAdam) -> dict[Tensor, Tensor]:
     """The mean gradient of each parameter in this rank's shards, as 1-D."""
     found = {}
     for index, bucket in enumerate(optimizer.inside.buckets):
-        shard = optimizer.inside.manager.shard(index)
+        shard = optimizer.inside.manager.grads.shard(index)
         assert shard is not None
         for segment in bucket.own_segments:
             found[bucket.members[segment.slot].param] = shard[segment.span.start : segment.span.stop]

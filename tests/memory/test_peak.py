@@ -93,7 +93,7 @@ def measure(
         optimizer.zero_grad()
 
     def wait_for_flights(_: Tensor) -> None:
-        while manager.num_landed < manager.num_launched:
+        while manager.flights.num_landed < manager.flights.num_launched:
             time.sleep(0.0005)
 
     if wire == "keeps up":

@@ -95,7 +95,7 @@ def train(
     """
     model = make_model(dtype).to(device)
     optimizer = FusedShardedAdam(model.named_parameters(), lr=1e-2, **options)
-    optimizer.inside.manager.hold_flights(hold)
+    optimizer.inside.manager.flights.hold(hold)
     norms = []
     for step in range(steps):
         for micro in range(accumulate):

@@ -228,7 +228,7 @@ def build(make: Callable[[], nn.Module], overlap: bool, **options: Any) -> tuple
     optimizer = FusedShardedAdam(model.named_parameters(), lr=1e-2, bucket_cap_mb=CAP_MB, **options)
     if overlap:
         optimizer.overlap_gather(model)
-        optimizer.inside.manager.hold_gathers(True)
+        optimizer.inside.manager.params.hold(True)
     return model, optimizer
 
 
@@ -239,4 +239,4 @@ def train_step(model: nn.Module, optimizer: FusedShardedAdam, rank: int, step: i
 
 
 def under_way(optimizer: FusedShardedAdam) -> int:
-    return len(optimizer.inside.manager.missing_gathers)
+    return len(optimizer.inside.manager.params.missing)

@@ -217,7 +217,7 @@ def forked_by_a_thread(rank: int, _: int) -> tuple[set[Any], bool]:
 
     def read() -> str:
         try:
-            optimizer.inside.manager.missing_gathers  # noqa: B018
+            optimizer.inside.manager.params.missing  # noqa: B018
             return "known"
         except RuntimeError as error:
             return str(error)

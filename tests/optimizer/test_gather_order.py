@@ -37,11 +37,11 @@ def arrivals(rank: int, _: int, make: Callable[[], nn.Module]) -> tuple[list[str
     for name, module in model.named_modules():
 
         def note(*_: Any, name: str = name) -> None:
-            missing.setdefault(name, set(names_in(optimizer, optimizer.inside.manager.missing_gathers)))
+            missing.setdefault(name, set(names_in(optimizer, optimizer.inside.manager.params.missing)))
 
         module.register_forward_pre_hook(note)
     model(batch(rank, 3), 0)
-    return names_in(optimizer, optimizer.inside.manager.gather_order), missing
+    return names_in(optimizer, optimizer.inside.manager.params.order), missing
 
 
 def both_of(name: str) -> set[str]:
@@ -75,12 +75,12 @@ def missing_after_blocks(rank: int, _: int, make: Callable[[], nn.Module]) -> tu
     model, optimizer = build(make, overlap=True)
     for step in range(3):
         train_step(model, optimizer, rank, step)
-    missing = [weights_in(optimizer, optimizer.inside.manager.missing_gathers)]
+    missing = [weights_in(optimizer, optimizer.inside.manager.params.missing)]
     x = batch(rank, 3)
     for block in model.blocks:  # type: ignore[union-attr]
         x = block(x)
-        missing.append(weights_in(optimizer, optimizer.inside.manager.missing_gathers))
-    return weights_in(optimizer, optimizer.inside.manager.gather_order), list(map(set, missing))
+        missing.append(weights_in(optimizer, optimizer.inside.manager.params.missing))
+    return weights_in(optimizer, optimizer.inside.manager.params.order), list(map(set, missing))
 
 
 def weights_in(optimizer: FusedShardedAdam, buckets: list[int]) -> list[str]:
@@ -124,7 +124,7 @@ def missing_after_unfreezing(rank: int, _: int) -> set[str]:
         train_step(model, optimizer, rank, step)
     missing: set[str] = set()
     model.layers[3].register_forward_pre_hook(  # type: ignore[index]
-        lambda *_: missing.update(names_in(optimizer, optimizer.inside.manager.missing_gathers))
+        lambda *_: missing.update(names_in(optimizer, optimizer.inside.manager.params.missing))
     )
     model(batch(rank, 2), 0)
     return missing
@@ -150,7 +150,7 @@ def orders_that_differ(rank: int, _: int) -> tuple[list[str], list[str]]:
     for step in range(3):
         train_step(model, optimizer, rank, step)
     own = [names[id(each.weight)] for each in reversed(model.layers)]  # type: ignore[call-overload]
-    agreed = names_in(optimizer, optimizer.inside.manager.gather_order)
+    agreed = names_in(optimizer, optimizer.inside.manager.params.order)
     return [name for name in agreed if name.endswith("weight")], own
 
 
@@ -166,7 +166,7 @@ def on_one_rank_only(rank: int, _: int) -> tuple[int, list[int]]:
         train_step(model, optimizer, rank, step)
     left = under_way(optimizer)
     optimizer.synchronize()
-    return left, optimizer.inside.manager.gather_order
+    return left, optimizer.inside.manager.params.order
 
 
 def test_ranks_need_not_all_overlap() -> None:

@@ -46,8 +46,8 @@ def test_inner_no_sync_does_not_end_the_outer_one() -> None:
         with optimizer.no_sync():
             backward(model, batch(0, 0))
         backward(model, batch(0, 1))
-        assert optimizer.inside.manager.num_launched == 0
+        assert optimizer.inside.manager.flights.num_launched == 0
         with pytest.raises(RuntimeError, match="no_sync"):
             optimizer.step()
     optimizer.step()
-    assert optimizer.inside.manager.num_launched > 0
+    assert optimizer.inside.manager.flights.num_launched > 0

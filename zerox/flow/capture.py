@@ -16,6 +16,6 @@ def is_capturing(ranks: Ranks, capturable: bool, manager: C.BucketManager) -> bo
         raise RuntimeError("step() can be captured into a CUDA graph with capturable=True only")
     if ranks.staged:
         raise RuntimeError("step() can't be captured over gloo, which works on the host: use nccl")
-    if not manager.settled or manager.missing_gathers:
+    if not manager.backward.settled or manager.params.missing:
         raise RuntimeError("backward can't be captured, and synchronize() must come between it and the capture")
     return True

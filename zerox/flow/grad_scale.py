@@ -45,12 +45,12 @@ class GradScale:
 
     def forget_if_discarded(self) -> None:
         """The gradients that this is for may all be gone (model.zero_grad()): others are not scaled."""
-        if self.num_added is not None and not self.manager.holds_scaled:
+        if self.num_added is not None and not self.manager.settlement.holds_scaled:
             self.reset()
 
     def check(self) -> None:
         """RuntimeError if gradients were added to those that this is for."""
-        if self.num_added not in (None, self.manager.num_added):
+        if self.num_added not in (None, self.manager.settlement.num_added):
             raise RuntimeError(
                 "gradients were added between clip_grad_norm_() or GradScaler.unscale_() and step(): the scale of the "
                 "first can't be told from that of the others any more. Call these after the last backward, or call "
@@ -68,5 +68,5 @@ class GradScale:
         self.num_added = None
 
     def _mark(self) -> None:
-        self.manager.mark_scaled()
-        self.num_added = self.manager.num_added
+        self.manager.grads.mark_scaled()
+        self.num_added = self.manager.settlement.num_added

@@ -1,4 +1,4 @@
-"""The face of csrc/bucket_manager: gradients on their way from backward to the shards that step() reads."""
+"""The face of csrc/grads: gradients on their way from backward to the shards that step() reads."""
 
 from __future__ import annotations
 
@@ -40,7 +40,9 @@ class Grads:
             whereabouts=ranks.whereabouts,
             exchange=ranks.exchange_kind(),
             options=C.ManagerOptions(
-                whole_grads=not self.sharded, keeps_shards=keeps_shards, device=torch.device(ranks.device)
+                route=[getattr(C.Move, move.name) for move in stage.grad_route],
+                keeps_shards=keeps_shards,
+                device=torch.device(ranks.device),
             ),
         )
 
@@ -84,21 +86,21 @@ class Grads:
         ``refusal`` (why it can't go on); on those that wait, naming buckets and parameters, if a rank died or stalls
         past the group's timeout.
         """
-        return self.manager.settle(place, adoptions, refusal) == C.Settled.ADOPT
+        return self.manager.settlement.settle(place, adoptions, refusal) == C.Settled.ADOPT
 
     def shard(self, index: int) -> Tensor | None:
         """The mean gradient's shard ``[shard_numel]`` after settle(), or None while nothing has one.
 
         Where gradients are whole it is packed from p.grad anew at each call.
         """
-        return self.manager.shard(index) if self.sharded else self.manager.take_local_shard(index)
+        return self.manager.grads.shard(index)
 
     def parts(self, index: int) -> list[GradPart]:
         """The shard as it lies; what has no gradient may be left out. Nothing may be written there.
 
         Large gradients are where autograd left them if there is one rank, or, whole ones, where the mean was gathered.
         """
-        pieces = self.manager.pieces(index) if self.sharded else self.manager.take_local_pieces(index)
+        pieces = self.manager.grads.pieces(index)
         if pieces:
             places = zip(pieces, self.pieces_of[index], strict=True)
             return [
@@ -109,48 +111,45 @@ class Grads:
         shard = self.shard(index)
         return [] if shard is None else [GradPart(shard, 0, 0, self.segments[index])]
 
-    def landed(self) -> list[Tensor | None]:
+    def landed(self) -> list[Tensor]:
         """What all buckets' shards lie in."""
-        found: list[Tensor | None] = []
-        for index in range(self.manager.num_buckets):
-            found += self.manager.pieces(index) or [self.manager.shard(index)]
-        return found
+        return [tensor for index in range(self.manager.num_buckets) for tensor in self.manager.grads.landed(index)]
 
     def present(self, index: int) -> Tensor:
         """uint8, one for each own segment: whether its parameter has a gradient on any rank."""
-        return self.manager.present(index)
+        return self.manager.grads.present(index)
 
     def words(self, index: int) -> Tensor | None:
         """The exact sum of squares over the shard, where the reduction left one that still holds."""
-        return self.manager.words(index) if self.sharded else None
+        return self.manager.grads.words(index)
 
     def moved(self) -> list[tuple[int, int]]:
         """(bucket, slot) of each parameter that lies elsewhere: after .to(), param.data = ... or share_memory_()."""
-        return self.manager.moved()
+        return self.manager.params.moved()
 
     def all_reduce(self, values: Tensor, combine: C.Combine) -> None:
         """A few integers, combined over the ranks in place. Collective. Waits for the device under gloo only."""
         if values.device.type == "cpu":
-            self.manager.all_reduce(values, combine)
+            self.manager.settlement.all_reduce(values, combine)
         elif self.ranks.staged:
             host = values.cpu()
-            self.manager.all_reduce(host, combine)
+            self.manager.settlement.all_reduce(host, combine)
             values.copy_(host)
         else:
             self.ranks.all_reduce(values, dist.ReduceOp.SUM if combine == C.Combine.SUM else dist.ReduceOp.MAX)
 
     def zero(self, set_to_none: bool) -> None:
-        self.manager.zero(set_to_none)
+        self.manager.settlement.zero(set_to_none)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         self.no_sync_depth += 1
-        self.manager.set_sync(False)
+        self.manager.backward.set_sync(False)
         try:
             yield
         finally:
             self.no_sync_depth -= 1
-            self.manager.set_sync(self.no_sync_depth == 0)
+            self.manager.backward.set_sync(self.no_sync_depth == 0)
 
 
 def _less_padding(part: tuple[int, int, Tensor]) -> tuple[int, int, int, Tensor]:
@@ -165,4 +164,4 @@ def _less_padding(part: tuple[int, int, Tensor]) -> tuple[int, int, int, Tensor]
 def _mark_zeroed(to_manager: weakref.ref[C.BucketManager], bucket: int, slot: int) -> None:
     manager = to_manager()
     if manager is not None:
-        manager.mark_zeroed(bucket, slot)
+        manager.grads.mark_zeroed(bucket, slot)

@@ -1,6 +1,6 @@
 """The gather of updated parameters hidden under the next forward: hooks that wait where operators can't.
 
-Operators, and what torch.compile made, wait for what they read (csrc/bucket_manager/read_guard.h). Kernels that are
+Operators, and what torch.compile made, wait for what they read (csrc/params/read_guard.h). Kernels that are
 launched without an operator don't (Triton's, other libraries'): so a module's forward waits for the module's own
 parameters, and raises where they don't arrive.
 """

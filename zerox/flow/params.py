@@ -21,25 +21,25 @@ class ParamGather:
     def start(self, index: int, background: bool = False) -> None:
         """``background``: nobody waits at once. RuntimeError where a rank is known to be gone."""
         self.hidden = self.hidden or background  # also if step() does not come to its end
-        self.manager.start_gather(index, background)
+        self.manager.params.start(index, background)
 
     def end_step(self, hidden: bool) -> None:
         """wait(), unless what is on its way is left to who reads it: Note [Reads wait for what they read]."""
         if hidden:
-            self.manager.guard_reads()
+            self.manager.params.guard_reads()
         else:
             self.wait()
 
     def wait_for(self, buckets: Sequence[int]) -> None:
         """Until these are whole. RuntimeError naming the parameters if a rank's shard doesn't arrive in time."""
         if self.hidden:
-            self.manager.wait_for_gathers(buckets)
+            self.manager.params.wait(buckets)
 
     def wait(self) -> None:
         """Until all are whole and no rank reads this one's. RuntimeError as wait_for(), each time."""
-        self.manager.finish_gathers()
+        self.manager.params.finish()
         was_hidden, self.hidden = self.hidden, False
-        used = self.manager.gathers_used
+        used = self.manager.params.order_of_use
         if was_hidden and used and self.num_ordered != self.manager.num_buckets:
             self.num_ordered = self.manager.num_buckets
-            self.manager.propose_gather_order(list(dict.fromkeys([*used, *range(self.num_ordered)])))
+            self.manager.params.propose_order(list(dict.fromkeys([*used, *range(self.num_ordered)])))

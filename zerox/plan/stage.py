@@ -15,6 +15,11 @@ REPLICATED = Placement.REPLICATED
 SHARDED = Placement.SHARDED
 
 
+class Move(enum.Enum):
+    REDUCE_SCATTER = "each rank gets its shard of the mean"
+    ALL_GATHER = "each rank gets all shards"
+
+
 @dataclass(frozen=True)
 class Stage:
     """Where parameters, gradients and optimizer state are between steps."""
@@ -23,6 +28,11 @@ class Stage:
     params: Placement
     grads: Placement
     state: Placement
+
+    @property
+    def grad_route(self) -> tuple[Move, ...]:
+        """How gradients get there from where backward leaves them: whole, on every rank its own."""
+        return (Move.REDUCE_SCATTER,) if self.grads is SHARDED else (Move.REDUCE_SCATTER, Move.ALL_GATHER)
 
 
 STAGES = {

@@ -1,6 +1,6 @@
 """Python's forks: parameters arrive before them, and the child leaves its parent's process groups alone.
 
-Note [Forks] in csrc/bucket_manager/process.h says why.
+Note [Forks] in csrc/lanes/process.h says why.
 """
 
 from __future__ import annotations

@@ -1,0 +1,23 @@
+#pragma once
+
+#include <memory>
+#include <optional>
+
+#include "bindings/rooms.h"
+#include "lanes/process.h"
+
+namespace zx {
+
+// Lanes and gloo's threads may need the GIL to free a tensor that Python has seen, so nobody may hold it while waiting
+// for them, as destructors do. A forked child leaks what it has: see Note [Forks].
+template <class T>
+std::shared_ptr<T> destroyed_without_gil(T* made) {
+  return {made, [owner = Process()](T* object) {
+            if (!owner.is_this()) return;
+            std::optional<py::gil_scoped_release> release;
+            if (PyGILState_Check() != 0) release.emplace();
+            delete object;
+          }};
+}
+
+}  // namespace zx

@@ -1,0 +1,40 @@
+#include <pybind11/chrono.h>
+
+#include <memory>
+#include <vector>
+
+#include "bindings/destroyed_without_gil.h"
+#include "bindings/rooms.h"
+#include "exchange/exchange.h"
+#include "exchange/neighbours.h"
+#include "exchange/whereabouts.h"
+
+namespace zx {
+namespace {
+
+// It may be the last that has the groups.
+std::shared_ptr<Whereabouts> make_whereabouts(std::vector<Group> groups, c10::intrusive_ptr<c10d::Store> store,
+                                              int rank, int world, std::chrono::milliseconds timeout) {
+  return destroyed_without_gil(new Whereabouts(std::move(groups), std::move(store), rank, world, timeout));
+}
+
+}  // namespace
+
+void bind_exchange(py::module_& m) {
+  m.def("let_siblings_read", &let_siblings_read);
+  m.def("read_memory", [](pid_t pid, uint64_t address, at::Tensor into) {
+    return read_memory(pid, address, into.mutable_data_ptr(), into.nbytes());
+  });
+  py::class_<ExchangeKind>(m, "ExchangeKind")
+      .def(py::init<bool, bool, bool, std::vector<int64_t>>(), py::kw_only(), py::arg("direct"), py::arg("messages"),
+           py::arg("staged"), py::arg("neighbours"));
+  py::class_<Whereabouts, std::shared_ptr<Whereabouts>>(m, "Whereabouts")
+      .def(py::init(&make_whereabouts), py::kw_only(), py::arg("groups"), py::arg("store"), py::arg("rank"),
+           py::arg("world"), py::arg("timeout"))
+      .def("set_processes", &Whereabouts::set_processes, py::arg("processes"), Release())
+      .def(
+          "await_", [](Whereabouts& self, Work work) { self.await({std::move(work)}); }, py::arg("work"), Release())
+      .def("leave", &Whereabouts::leave, py::arg("what"), Release());
+}
+
+}  // namespace zx

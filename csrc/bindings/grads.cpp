@@ -1,0 +1,162 @@
+#include <memory>
+#include <optional>
+#include <string>
+#include <tuple>
+#include <utility>
+#include <vector>
+
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+#include <torch/csrc/distributed/c10d/reducer.hpp>
+
+#include "bindings/destroyed_without_gil.h"
+#include "bindings/rooms.h"
+#include "grads/bucket_manager.h"
+#include "grads/other_reducers.h"
+
+namespace zx {
+namespace {
+
+// What DistributedDataParallel's reducer keeps to itself: whether it waits for gradients.
+struct Expects : c10d::Reducer {
+  static bool gradients(const c10d::Reducer& reducer) { return reducer.*(&Expects::expect_autograd_hooks_); }
+};
+
+void bind_other_reducers(py::module_& m) {
+  m.def("expects_gradients", &Expects::gradients, py::arg("reducer"));
+  m.def(
+      "set_find_reduced",
+      [](py::function find) {
+        auto* function = new py::function(std::move(find));  // leaked: threads may ask until the process is gone
+        set_find_reduced([function](const HookedByOthers& hooked) {
+          const py::gil_scoped_acquire acquire;
+          return (*function)(hooked.params, hooked.counts).cast<int64_t>();
+        });
+      },
+      py::arg("find"));
+}
+
+std::optional<at::Tensor> optional(at::Tensor tensor) {
+  return tensor.defined() ? std::optional(std::move(tensor)) : std::nullopt;
+}
+
+void bind_backward(py::module_& m) {
+  py::class_<Backward, std::shared_ptr<Backward>>(m, "Backward")
+      .def("set_sync", &Backward::set_sync, py::arg("sync"), Release())
+      .def_property_readonly("settled", py::cpp_function(&Backward::is_settled, Release()))
+      .def_property_readonly("launch_order", py::cpp_function(&Backward::order, Release()));
+}
+
+void bind_flights(py::module_& m) {
+  py::class_<Flights>(m, "Flights")
+      .def("land", py::overload_cast<>(&Flights::land), Release())
+      .def("hold", &Flights::set_hold, py::arg("hold"))
+      .def_property_readonly("num_launched", &Flights::num_launched)
+      .def_property_readonly("num_landed", &Flights::num_landed);
+}
+
+void bind_placement(py::module_& m) {
+  py::enum_<Move>(m, "Move").value("REDUCE_SCATTER", Move::reduce_scatter).value("ALL_GATHER", Move::all_gather);
+  py::class_<GradPlacement>(m, "GradPlacement")
+      .def("mark_zeroed", &GradPlacement::mark_zeroed, py::arg("bucket"), py::arg("slot"), Release())
+      .def("mark_scaled", &GradPlacement::mark_scaled, Release())
+      .def(
+          "shard", [](GradPlacement& self, int64_t i) { return optional(self.shard(i)); }, py::arg("bucket"), Release())
+      .def(
+          "pieces",
+          [](GradPlacement& self, int64_t i) {
+            std::vector<std::optional<at::Tensor>> pieces;
+            for (at::Tensor& piece : self.pieces(i)) pieces.push_back(optional(std::move(piece)));
+            return pieces;
+          },
+          py::arg("bucket"), Release())
+      .def("landed", &GradPlacement::landed, py::arg("bucket"))
+      .def("present", &GradPlacement::present, py::arg("bucket"))
+      .def("words", [](GradPlacement& self, int64_t i) { return optional(self.words(i)); }, py::arg("bucket"));
+}
+
+void bind_settlement(py::module_& m) {
+  py::enum_<Place>(m, "Place")
+      .value("STEP", Place::step)
+      .value("CLIP", Place::clip)
+      .value("SYNCHRONIZE", Place::synchronize)
+      .value("UNSCALE", Place::unscale);
+  py::enum_<Combine>(m, "Combine").value("SUM", Combine::sum).value("MAX", Combine::max);
+  py::enum_<Settled>(m, "Settled").value("READY", Settled::ready).value("ADOPT", Settled::adopt);
+  py::class_<Settlement>(m, "Settlement")
+      .def("settle", &Settlement::settle, py::arg("place"), py::arg("adoptions") = 0, py::arg("refusal") = "",
+           Release())
+      .def("zero", &Settlement::zero, py::arg("set_to_none"), Release())
+      .def("all_reduce", &Settlement::all_reduce, py::arg("values"), py::arg("combine"), Release())
+      .def("bump_versions", &Settlement::bump_versions, Release())
+      .def_property_readonly("num_added", &Settlement::num_added)
+      .def_property_readonly("holds_scaled", py::cpp_function(&Settlement::holds_scaled, Release()));
+}
+
+std::shared_ptr<BucketManager> make_manager(const std::optional<Group>& group, const std::optional<Group>& control,
+                                            std::shared_ptr<Whereabouts> whereabouts, ExchangeKind exchange,
+                                            const ManagerOptions& options) {
+  if (group && !whereabouts) {
+    whereabouts = std::make_shared<Whereabouts>(std::vector<Group>{}, nullptr, (*group)->getRank(), (*group)->getSize(),
+                                                kProcessGroupDefaultTimeout);
+  }
+  auto made = make_exchange(std::move(exchange), {group.value_or(Group()), whereabouts});
+  return destroyed_without_gil(new BucketManager(std::move(made), {control.value_or(Group()), whereabouts}, options));
+}
+
+int64_t add_bucket(BucketManager& self, const std::vector<std::string>& names, const std::vector<at::Tensor>& params,
+                   const std::vector<at::Tensor>& homes, at::Tensor flat,
+                   const std::optional<std::vector<at::Tensor>>& placeholders, const std::vector<int64_t>& offsets,
+                   at::ScalarType wire_dtype, at::ScalarType grad_dtype, int64_t shard_numel, int64_t trailer_numel,
+                   at::Tensor segments, int64_t num_straight) {
+  BucketSpec spec{{},          std::move(flat), wire_dtype,          grad_dtype,
+                  shard_numel, trailer_numel,   std::move(segments), num_straight};
+  for (size_t i = 0; i < params.size(); ++i) {
+    const at::Tensor placeholder = placeholders ? placeholders->at(i) : at::Tensor();
+    spec.slots.push_back({names.at(i), params[i], homes.at(i), placeholder, offsets.at(i)});
+  }
+  const py::gil_scoped_release release;  // see Note [Locks]
+  return self.add_bucket(std::move(spec));
+}
+
+void bind_manager(py::module_& m) {
+  py::class_<ManagerOptions>(m, "ManagerOptions")
+      .def(py::init<std::vector<Move>, bool, at::Device>(), py::kw_only(), py::arg("route"), py::arg("keeps_shards"),
+           py::arg("device"));
+  py::class_<BucketManager, std::shared_ptr<BucketManager>>(m, "BucketManager")
+      .def(py::init(&make_manager), py::arg("group"), py::arg("control"), py::arg("whereabouts"), py::arg("exchange"),
+           py::arg("options"))
+      .def("add_bucket", &add_bucket, py::arg("names"), py::arg("params"), py::arg("homes"), py::arg("flat"),
+           py::arg("placeholders"), py::arg("offsets"), py::arg("wire_dtype"), py::arg("grad_dtype"),
+           py::arg("shard_numel"), py::arg("trailer_numel"), py::arg("segments"), py::arg("num_straight"))
+      .def_property_readonly("backward", &BucketManager::backward)
+      .def_property_readonly("flights", &BucketManager::flights)
+      .def_property_readonly("grads", &BucketManager::grads)
+      .def_property_readonly("settlement", &BucketManager::settlement)
+      .def_property_readonly("params", &BucketManager::params)
+      .def_property_readonly("num_buckets", [](BucketManager& self) { return self.buckets().all.size(); })
+      .def(
+          "parts",
+          [](BucketManager& self, int64_t i) {
+            std::vector<std::tuple<int64_t, int64_t, at::Tensor>> parts;
+            for (const Part& part : self.parts(i)) parts.emplace_back(part.start, part.first_row, part.segments);
+            return parts;
+          },
+          py::arg("bucket"))
+      .def_property_readonly("traffic", [](BucketManager& self) {
+        const Traffic& traffic = self.exchange().traffic();
+        return std::pair<int64_t, int64_t>(traffic.messages, traffic.bytes);
+      });
+}
+
+}  // namespace
+
+void bind_grads(py::module_& m) {
+  bind_other_reducers(m);
+  bind_backward(m);
+  bind_flights(m);
+  bind_placement(m);
+  bind_settlement(m);
+  bind_manager(m);
+}
+
+}  // namespace zx

@@ -1,0 +1,15 @@
+// What Python sees, a file for each room. The only files that know Python.
+#pragma once
+
+#include <torch/csrc/utils/pybind.h>
+
+namespace zx {
+
+namespace py = pybind11;
+using Release = py::call_guard<py::gil_scoped_release>;
+
+void bind_exchange(py::module_& m);
+void bind_params(py::module_& m);
+void bind_grads(py::module_& m);  // after the others, whose types it takes
+
+}  // namespace zx

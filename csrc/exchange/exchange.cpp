@@ -1,0 +1,150 @@
+#include "exchange/exchange.h"
+
+#include <ATen/core/dispatch/Dispatcher.h>
+
+#include "exchange/alone_exchange.h"
+#include "exchange/direct_exchange.h"
+#include "exchange/staged_exchange.h"
+
+namespace zx {
+
+void Pending::wait() {
+  for (const Awaited& awaited : works_) whereabouts_->await(awaited);
+}
+
+void Pending::abort_one(const Work& work) {
+  try {
+    work->abort();
+  } catch (const c10::Error&) {  // gloo's collectives can't be aborted: they end with an answer, or the timeout
+  }
+}
+
+void Pending::abort() {
+  for (const Awaited& awaited : works_) abort_one(awaited.work);
+}
+
+void Pending::read(int /*rank*/, size_t /*message*/, int64_t /*start*/, const at::Tensor& /*into*/) {
+  TORCH_INTERNAL_ASSERT(false, "this exchange reads nobody's memory");
+}
+
+std::shared_ptr<Pending> Exchange::send(const std::vector<Messages>& /*sent*/,
+                                        const std::vector<Messages>& /*received*/, int64_t /*most*/) {
+  TORCH_INTERNAL_ASSERT(false, "this exchange sends no single messages");
+}
+
+Exchange::Exchange(Line line)
+    : group_(std::move(line.group)),
+      whereabouts_(std::move(line.whereabouts)),
+      rank_(group_->getRank()),
+      world_(group_->getSize()) {}
+
+at::Tensor Exchange::slice(const at::Tensor& flat, int64_t index, int64_t count) const {
+  const int64_t numel = flat.numel() / count;
+  return flat.narrow(0, index * numel, numel);
+}
+
+void Exchange::count_sent(const at::Tensor& message) {
+  ++traffic_.messages;
+  traffic_.bytes += static_cast<int64_t>(message.nbytes());
+}
+
+namespace {
+
+// The dispatcher's op names stay while the C++ methods are being renamed (_reduce_scatter_base became
+// reduce_scatter_single between torch 2.11 and 2.13), so the collectives are called by name.
+template <class Signature>
+auto find_collective(const char* name) {
+  return c10::Dispatcher::singleton().findSchemaOrThrow(name, "").typed<Signature>();
+}
+
+class CollectiveExchange : public Exchange {
+ public:
+  using Exchange::Exchange;
+
+  std::shared_ptr<Pending> gather(const at::Tensor& flat) override {
+    count_collective(flat);
+    using Op = std::tuple<at::Tensor, c10::intrusive_ptr<c10d::Work>>(
+        at::Tensor&, at::Tensor&, const c10::intrusive_ptr<c10d::ProcessGroup>&, bool, int64_t);
+    static const auto op = find_collective<Op>("c10d::_allgather_base_");
+    at::Tensor output = flat;
+    at::Tensor input = slice(flat, rank(), world());
+    return started([&] { return std::get<1>(op.call(output, input, group_, true, -1)); });
+  }
+
+ protected:
+  template <class Call>
+  std::shared_ptr<Pending> started(const Call& call) {
+    Awaited everyone{whereabouts_->needing(kUnknownRank, call)};
+    return std::make_shared<Pending>(whereabouts_, std::vector{std::move(everyone)});
+  }
+
+  // A ring, like an all-to-all, moves as many slices through each rank as there are others.
+  void count_collective(const at::Tensor& flat) {
+    for (int step = 1; step < world(); ++step) count_sent(slice(flat, 0, world()));
+  }
+};
+
+class NativeExchange final : public CollectiveExchange {
+ public:
+  using CollectiveExchange::CollectiveExchange;
+
+  int64_t num_received() const override { return 1; }
+
+  std::shared_ptr<Pending> scatter(const at::Tensor& flat, const at::Tensor& received) override {
+    count_collective(flat);
+    using Op = std::tuple<at::Tensor, c10::intrusive_ptr<c10d::Work>>(
+        at::Tensor&, at::Tensor&, const c10::intrusive_ptr<c10d::ProcessGroup>&,
+        const c10::intrusive_ptr<c10d::ReduceOp>&, bool, int64_t);
+    static const auto op = find_collective<Op>("c10d::_reduce_scatter_base_");
+    at::Tensor output = received;
+    at::Tensor input = flat;
+    const auto sum = c10::make_intrusive<c10d::ReduceOp>(c10d::ReduceOp::SUM);
+    return started([&] { return std::get<1>(op.call(output, input, group_, sum, true, -1)); });
+  }
+
+  std::vector<at::Tensor> to_sum(const at::Tensor& /*flat*/, const at::Tensor& received) const override {
+    return {received};
+  }
+};
+
+// NCCL pairs single messages up by order, and each costs a launch: one all-to-all brings every slice to its owner,
+// which sums as in the direct exchange. This rank's own slice is copied too.
+class AllToAllExchange final : public CollectiveExchange {
+ public:
+  using CollectiveExchange::CollectiveExchange;
+
+  int64_t num_received() const override { return world(); }
+
+  std::shared_ptr<Pending> scatter(const at::Tensor& flat, const at::Tensor& received) override {
+    count_collective(flat);
+    using Op = c10::intrusive_ptr<c10d::Work>(at::Tensor&, at::Tensor&, const c10::intrusive_ptr<c10d::ProcessGroup>&,
+                                              std::vector<int64_t>, std::vector<int64_t>, bool, int64_t);
+    static const auto op = find_collective<Op>("c10d::alltoall_base_");
+    at::Tensor output = received;
+    at::Tensor input = flat;
+    return started([&] { return op.call(output, input, group_, {}, {}, true, -1); });
+  }
+
+  std::vector<at::Tensor> to_sum(const at::Tensor& /*flat*/, const at::Tensor& received) const override {
+    std::vector<at::Tensor> slices;
+    for (int peer = 0; peer < world(); ++peer) slices.push_back(slice(received, peer, world()));
+    return slices;
+  }
+};
+
+}  // namespace
+
+std::shared_ptr<Exchange> make_exchange(ExchangeKind kind, Line line) {
+  if (!line.group) return make_alone_exchange();
+  std::shared_ptr<Exchange> made;
+  if (!kind.direct) {
+    made = std::make_shared<NativeExchange>(std::move(line));
+  } else if (kind.messages) {
+    made = make_direct_exchange(std::move(line), Neighbours(std::move(kind.neighbours)));
+  } else {
+    made = std::make_shared<AllToAllExchange>(std::move(line));
+  }
+  return kind.staged ? make_staged_exchange(std::move(made)) : made;
+}
+
+}  // namespace zx

@@ -1,0 +1,342 @@
+#include "exchange/whereabouts.h"
+
+#include <ATen/ops/zeros.h>
+
+#include <algorithm>
+#include <fstream>
+#include <future>
+#include <numeric>
+#include <optional>
+#include <set>
+#include <sstream>
+#include <thread>
+
+#include "exchange/tags.h"
+
+namespace zx {
+namespace {
+
+using std::chrono::milliseconds;
+
+constexpr milliseconds kStoreAnswers{1000};  // its host may be the one that is gone, or stopped
+// A rank leaves its word before it closes its connections; but where a wait runs out of time gloo closes them first.
+constexpr milliseconds kWordFollows{500};
+constexpr milliseconds kLateWordFollows{1500};  // of a rank whose own wait runs out of time a little later
+constexpr milliseconds kPoll{10};
+constexpr int kMostContexts = 16;  // of one gloo group: one for each network interface that the user names
+
+// What `body` returns, unless it takes longer or throws. It may go on alone, so it must own what it uses.
+template <class Body>
+auto within(milliseconds limit, Body body) -> std::optional<decltype(body())> {
+  try {
+    auto task = std::make_shared<std::packaged_task<decltype(body())()>>(std::move(body));
+    auto answer = task->get_future();
+    std::thread([task] { (*task)(); }).detach();
+    if (answer.wait_for(limit) == std::future_status::ready) return answer.get();
+  } catch (const std::exception&) {  // the store is gone, or there is no memory for a thread
+  }
+  return std::nullopt;
+}
+
+// As in /proc; 'Z' is dead, and its parent has not heard of it yet. 'X' if there is none.
+char state_of(int64_t process) {
+  std::ifstream file("/proc/" + std::to_string(process) + "/stat");
+  std::string text;
+  if (!std::getline(file, text)) return 'X';
+  const size_t end = text.rfind(") ");  // of its name
+  return end == std::string::npos || end + 2 >= text.size() ? 'X' : text[end + 2];
+}
+
+// What a rank left in the store when it gave up.
+struct Word {
+  int missed = kUnknownRank;
+  bool late = false;   // the one that it missed did not come in time; else its connection ended
+  std::string what{};  // what it raised itself, else empty
+
+  std::string text() const { return std::to_string(missed) + (late ? " late " : " gone ") + what; }
+  static Word parse(const std::string& text) {
+    Word word;
+    std::string how;
+    std::istringstream stream(text);
+    stream >> word.missed >> how;
+    word.late = how == "late";
+    std::getline(stream >> std::ws, word.what);
+    return word;
+  }
+};
+
+// Note [Waits that gloo forgets]
+// When a connection ends, gloo wakes those that wait for messages which have not begun. Who waits for one that was
+// being sent or received just then is forgotten, and would wait for the timeout. So one thread looks after waits that
+// take long: it asks whether their connection is still there, by starting a message that nobody receives, and ends
+// those whose connection is not.
+class LongWaits {
+ public:
+  // Of this process; leaked, as its thread never ends. A forked child has none, and must not wait.
+  static LongWaits& all() {
+    static auto* waits = new LongWaits;
+    return *waits;
+  }
+
+  // As awaited.work->wait(), for a message of `group`; throws too if its connection is gone.
+  bool wait_for(c10d::ProcessGroup& group, const Awaited& awaited) {
+    Wait wait{group, awaited};
+    const Listed listed(*this, wait);
+    if (awaited.work->wait()) return true;
+    const std::lock_guard lock(mutex_);
+    TORCH_CHECK(!wait.is_lost, "Connection closed by peer in the middle of a message");
+    return false;
+  }
+
+ private:
+  struct Wait {
+    c10d::ProcessGroup& group;
+    const Awaited& awaited;
+    std::chrono::steady_clock::time_point start = std::chrono::steady_clock::now();
+    bool is_lost = false;
+  };
+
+  class Listed {
+   public:
+    Listed(LongWaits& waits, Wait& wait) : waits_(waits), wait_(wait) {
+      const std::lock_guard lock(waits_.mutex_);
+      if (!waits_.has_thread_) std::thread([&waits] { waits.watch(); }).detach();
+      waits_.has_thread_ = true;
+      waits_.waits_.insert(&wait_);
+    }
+    ~Listed() {
+      const std::lock_guard lock(waits_.mutex_);
+      waits_.waits_.erase(&wait_);
+    }
+    Listed(const Listed&) = delete;
+
+   private:
+    LongWaits& waits_;
+    Wait& wait_;
+  };
+
+  void watch() {
+    while (true) {
+      std::this_thread::sleep_for(kLong);
+      const std::lock_guard lock(mutex_);
+      const auto now = std::chrono::steady_clock::now();
+      for (Wait* wait : waits_) {
+        if (now - wait->start < kLong || wait->is_lost || is_connected(*wait)) continue;
+        wait->is_lost = true;
+        wait->awaited.work->abort();
+      }
+    }
+  }
+
+  static bool is_connected(const Wait& wait) {
+    std::vector<at::Tensor> message{at::zeros({1}, at::kByte)};
+    try {
+      wait.group.send(message, wait.awaited.peer, kTagsEnd);
+    } catch (const std::exception&) {
+      return false;
+    }
+    return true;
+  }
+
+  static constexpr milliseconds kLong{1000};
+  std::mutex mutex_;  // of all below, and of each wait's is_lost
+  bool has_thread_ = false;
+  std::set<Wait*> waits_;
+};
+
+std::string key_of(int rank) { return "word of rank " + std::to_string(rank); }
+
+// Who is to blame, as the ranks' words tell.
+struct Blame {
+  std::vector<int> ranks{};
+  bool late = false;
+  std::string what{};
+};
+
+// Owns what it uses: see within().
+struct Search {
+  c10::intrusive_ptr<c10d::Store> store;
+  int rank;
+  int world;
+  std::vector<int64_t> processes;
+  std::chrono::steady_clock::time_point deadline;
+
+  bool is_dead(int other) const {
+    if (processes.empty() || processes[other] == 0) return false;
+    const char state = state_of(processes[other]);
+    return state == 'X' || state == 'Z';
+  }
+
+  std::optional<Word> word_of(int other) const {
+    if (!store->check({key_of(other)})) return std::nullopt;
+    const std::vector<uint8_t> bytes = store->get(key_of(other));
+    return Word::parse({bytes.begin(), bytes.end()});
+  }
+
+  bool goes_on() const {
+    if (std::chrono::steady_clock::now() >= deadline) return false;
+    std::this_thread::sleep_for(kPoll);
+    return true;
+  }
+
+  // From the rank that was missed to the one that it missed, and so on, to the one that said nothing.
+  Blame follow(int missed, bool late) const {
+    std::set<int> seen{rank};
+    while (seen.insert(missed).second) {
+      std::optional<Word> word;
+      do {
+        word = word_of(missed);
+      } while (!word && !is_dead(missed) && goes_on());
+      if (!word) word = word_of(missed);  // left before it died
+      if (!word) return {{missed}, late};
+      if (!word->what.empty()) return {{missed}, false, word->what};
+      if (word->missed == kUnknownRank || word->missed == rank) return {{missed}, late};
+      missed = word->missed;
+      late = word->late;
+    }
+    return {{missed}, late};
+  }
+
+  // Where the backend does not say whom it missed: those that said nothing, of which the dead ones are sure.
+  Blame look_around(bool late) const {
+    std::vector<int> silent;
+    do {
+      silent.clear();
+      for (int other = 0; other < world; ++other) {
+        if (other == rank) continue;
+        const std::optional<Word> word = word_of(other);
+        if (word && !word->what.empty()) return {{other}, false, word->what};
+        if (word && word->missed != kUnknownRank && word->missed != rank) return follow(word->missed, word->late);
+        if (!word && is_dead(other)) return {{other}};
+        if (!word) silent.push_back(other);
+      }
+    } while (goes_on());
+    return {silent, late};
+  }
+
+  Blame find(int missed, bool late) const { return missed == kUnknownRank ? look_around(late) : follow(missed, late); }
+};
+
+// Without the place in gloo's source and its advice.
+std::string shortened(std::string reason) {
+  const size_t place = reason.starts_with("[") ? reason.find("] ") : std::string::npos;
+  if (place != std::string::npos) reason.erase(0, place + 2);
+  return reason.substr(0, std::min(reason.find(". This is typically"), reason.find('\n')));
+}
+
+std::string named(const std::vector<int>& ranks) {
+  if (ranks.empty()) return "a rank";
+  if (ranks.size() == 1) return "rank " + std::to_string(ranks.front());
+  std::ostringstream text;
+  for (const int rank : ranks) text << (rank == ranks.front() ? "one of the ranks " : ", ") << rank;
+  return text.str();
+}
+
+std::string seconds(milliseconds time) {
+  std::ostringstream text;
+  text << std::chrono::duration<double>(time).count() << " s";
+  return text.str();
+}
+
+}  // namespace
+
+Whereabouts::Whereabouts(std::vector<Group> groups, c10::intrusive_ptr<c10d::Store> store, int rank, int world,
+                         std::chrono::milliseconds timeout)
+    : groups_(std::move(groups)), store_(std::move(store)), rank_(rank), world_(world), timeout_(timeout) {}
+
+void Whereabouts::set_processes(std::vector<int64_t> processes) {
+  const std::lock_guard lock(mutex_);
+  processes_ = std::move(processes);
+}
+
+void Whereabouts::met(const char* place) {
+  const std::lock_guard lock(mutex_);
+  place_ = place;
+  seen_in_step_ = step_;
+}
+
+void Whereabouts::step_begun() {
+  const std::lock_guard lock(mutex_);
+  ++step_;
+}
+
+void Whereabouts::await(const Awaited& awaited) {
+  // gloo's wait() says false, instead of throwing, when it was aborted.
+  const bool is_through = needing(awaited.peer, [&] {
+    if (awaited.peer == kUnknownRank || groups_.empty()) return awaited.work->wait();
+    return LongWaits::all().wait_for(*groups_.front(), awaited);
+  });
+  TORCH_CHECK(is_through, "the exchange was aborted");
+}
+
+std::string Whereabouts::miss(int peer, Clock::duration waited, const std::string& reason) {
+  const std::lock_guard lock(mutex_);
+  if (!verdict_.empty()) return verdict_;
+  // Another thread's wait may have run out of time, where gloo closes this one's connection too.
+  const bool late = waited >= timeout_ || reason.find("imed out") != std::string::npos ||
+                    reason.find("Application timeout") != std::string::npos;
+  give_up(peer, late, "");
+  Blame blame{peer == kUnknownRank ? std::vector<int>{} : std::vector<int>{peer}, late};
+  if (store_) {
+    const milliseconds patience = late ? kLateWordFollows : kWordFollows;
+    const Search search{store_, rank_, world_, processes_, Clock::now() + patience};
+    blame = within(patience + kStoreAnswers, [search, peer, late] { return search.find(peer, late); }).value_or(blame);
+  }
+  std::ostringstream text;
+  if (!blame.what.empty()) {
+    text << blame.what;
+  } else {
+    text << named(blame.ranks)
+         << (blame.late ? " did not come within " + seconds(timeout_)
+                        : " is gone: its connection ended without a word, as it does when a process ends or is killed");
+    text << " (";
+    if (place_ == nullptr) {
+      text << "last seen in the optimizer's constructor";
+    } else {
+      text << "last seen in " << place_ << " of step " << seen_in_step_;
+    }
+    text << "; the backend says: " << shortened(reason) << ")";
+    if (place_ != nullptr) {
+      text << ". See its log. Do all ranks run the same number of batches? A rank that has none left must still call "
+              "step(), without a backward";
+    }
+  }
+  verdict_ = text.str();
+  return verdict_;
+}
+
+void Whereabouts::leave(const std::string& what) {
+  const std::lock_guard lock(mutex_);
+  if (!verdict_.empty()) return;
+  verdict_ = what;
+  give_up(kUnknownRank, false, what);
+}
+
+// See Note [A rank that gives up says so].
+void Whereabouts::give_up(int missed, bool late, const std::string& what) {
+  if (!store_) return;
+  within(kStoreAnswers, [store = store_, key = key_of(rank_), text = Word{missed, late, what}.text()] {
+    return store->compareSet(key, std::string(), text);  // which waits for the store's answer
+  });
+  close_connections();
+}
+
+// A wait that runs out of time makes gloo close all connections of a context; there is no other way to ask for it.
+void Whereabouts::close_connections() {
+  for (const Group& group : groups_) {
+    for (int context = 1; context <= kMostContexts; ++context) {  // tags take turns over them
+      for (int peer = 0; peer < world_; ++peer) {
+        if (peer == rank_) continue;
+        std::vector<at::Tensor> message{at::zeros({1}, at::kByte)};
+        try {
+          // Throws where the connection is closed already.
+          const Work never = group->recv(message, peer, kTagsEnd + context);
+          never->wait(milliseconds(1));
+        } catch (const std::exception&) {
+        }
+      }
+    }
+  }
+}
+
+}  // namespace zx

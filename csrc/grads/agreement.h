@@ -1,0 +1,92 @@
+// What ranks tell each other where they meet: at step(), and in stage 1 where backward ends.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <string>
+#include <vector>
+
+#include "buckets/slot_set.h"
+#include "exchange/exchange.h"
+#include "exchange/small_all_reduce.h"
+
+namespace zx {
+
+// Where a rank stands.
+enum class Place : int64_t { backward_end = 0, step = 1, clip = 2, synchronize = 3, unscale = 4 };
+
+struct Statement {
+  Place place;
+  int64_t rounds;      // times that all buckets were launched since the last step
+  int64_t own_rounds;  // those that a backward of this rank's launched
+  bool failed;         // this rank's backward raised, and zero_grad() was not called since
+  bool unsent;         // it has gradients that no flight took
+  bool changed;        // it discarded reduced gradients and no flight told
+  int64_t adoptions;   // parameters that became trainable
+  bool scaled;         // it holds a gradient that mark_scaled() saw
+  bool proposes;       // it knows in which order its forward needs buckets, and that is not agreed yet
+  SlotSet with_grad;   // of which it holds a gradient, or stands by one that has left
+};
+
+struct Extreme {
+  int64_t least;
+  int64_t least_rank;
+  int64_t most;
+  int64_t most_rank;
+};
+
+struct Verdict {
+  Extreme place;
+  Extreme rounds;
+  Extreme own_rounds;  // over the ranks that ran a backward; least is kNoBackward if none did
+  Extreme failed;
+  Extreme unsent;
+  Extreme changed;
+  Extreme adoptions;
+  Extreme scaled;
+  Extreme proposes;
+  SlotSet with_grad;  // on any rank
+};
+constexpr int64_t kNoBackward = int64_t{1} << 32;
+
+// Where ranks don't answer, all of these throw: where that was, and what else is awaited of them.
+class Agreement {
+ public:
+  // `trouble`: what else is known to be wrong; empty if there is nothing.
+  Agreement(Line control, std::function<std::string()> trouble)
+      : control_(control), small_(std::move(control)), trouble_(std::move(trouble)) {}
+
+  // Collective: every rank's statement in, the same verdict out. One all-reduce of 18 integers and a bit a parameter.
+  // `where`: to be named in errors instead of the place.
+  Verdict agree(const Statement& statement, const char* where = nullptr);
+
+  // All ranks go on to update.
+  void step_begun() {
+    if (control_.group) control_.whereabouts->step_begun();
+  }
+
+  // Collective: each byte's maximum over the ranks, in place.
+  void take_largest(std::vector<uint8_t>& bytes);
+
+  // Collective: a few integers on the CPU, combined over the ranks in place.
+  void all_reduce(at::Tensor values, Combine combine);
+
+  // Collective: rank 0's numbers.
+  std::vector<int64_t> from_rank_0(std::vector<int64_t> numbers);
+
+ private:
+  template <class Question>
+  void ask(const Question& question);
+  auto all_max() {
+    return [this](std::vector<at::Tensor>& tensors) { small_.run(tensors[0], Combine::max); };
+  }
+
+  Line control_;
+  SmallAllReduce small_;
+  std::function<std::string()> trouble_;
+  const char* where_ = "";  // ranks agreed last, or are about to
+};
+
+const char* name_of(int64_t place);
+
+}  // namespace zx

@@ -1,0 +1,144 @@
+#include "grads/backward.h"
+
+#include <utility>
+
+#include "check.h"
+#include "lanes/ranges.h"
+
+namespace zx {
+
+Backward::Backward(std::shared_ptr<Buckets> buckets, std::shared_ptr<GradPlacement> placement,
+                   std::shared_ptr<Flights> flights, int world)
+    : buckets_(std::move(buckets)),
+      placement_(std::move(placement)),
+      flights_(std::move(flights)),
+      packing_(placement_, flights_, world) {}
+
+Backward::~Backward() {
+  buckets_->for_each_slot([](Slot& slot, int64_t /*place*/) {
+    remove_hooks(slot);
+    at::Tensor& grad = slot.param.mutable_grad();
+    if (grad.defined() && slot.placeholder.defined() && grad.is_same(slot.placeholder)) grad.reset();
+  });
+}
+
+void Backward::add(const std::shared_ptr<Bucket>& bucket) {
+  const Locked lock(buckets_->mutex);
+  TORCH_CHECK(!pass_.open, "zerox: parameters can't be added inside a backward");
+  buckets_->all.push_back(bucket);
+  order_.add_bucket();
+  for (Slot& slot : bucket->slots) install_hooks(*bucket, slot);
+}
+
+void Backward::set_sync(bool sync) {
+  const Locked lock(buckets_->mutex);
+  sync_ = sync;
+}
+
+bool Backward::is_syncing() const {
+  const Locked lock(buckets_->mutex);
+  return sync_;
+}
+
+void Backward::open_pass(const Locked& /*lock*/) {
+  TORCH_CHECK(!pass_.open || !*pass_.raised,
+              "zerox: the backward before this one raised an exception; call "
+              "optimizer.zero_grad() before the next backward");
+  if (pass_.open) return;
+  refuse_other_reducers();
+  pass_.open = true;
+  pass_.last_task = -1;
+  pass_.raised = std::make_shared<bool>(false);
+  std::vector<int64_t> pending;
+  for (const auto& bucket : buckets_->all) {
+    pending.push_back(0);
+    for (Slot& slot : bucket->slots) {
+      slot.fired = false;
+      pending.back() += slot.param.requires_grad() ? 1 : 0;
+    }
+  }
+  order_.begin(std::move(pending));
+}
+
+// The rest leaves. See Note [Buckets launch in one order].
+void Backward::finish_pass(bool own, bool empty, const Locked& lock) {
+  for (const int64_t bucket : order_.finish()) release(bucket, empty, lock);
+  pass_.open = false;
+  ++progress_.rounds;
+  progress_.own_rounds += own ? 1 : 0;
+}
+
+// The end of a pass could not be seen, or never came because backward raised.
+bool Backward::end_pass() {
+  const Locked lock(buckets_->mutex);
+  if (!pass_.open) return false;
+  const bool raised = *pass_.raised;
+  finish_pass(/*own=*/true, /*empty=*/raised, lock);
+  if (raised) note_failure("its backward raised an exception", lock);
+  return raised;
+}
+
+void Backward::launch_round(bool empty) {
+  const Locked lock(buckets_->mutex);
+  order_.begin(std::vector<int64_t>(buckets_->all.size(), 1));
+  finish_pass(/*own=*/false, empty, lock);
+}
+
+// `empty`: after an exception in backward a bucket leaves without gradients, to keep ranks in step.
+void Backward::release(int64_t bucket, bool empty, const Locked& lock) {
+  const Range range("launch", bucket);
+  std::string refusal;  // the round goes on without such a gradient, and the next settle() raises
+  flights_->launch(packing_.make_flight(buckets_->all[bucket], empty, refusal, lock));
+  if (!refusal.empty()) note_failure(refusal, lock);
+}
+
+Progress Backward::progress() const {
+  const Locked lock(buckets_->mutex);
+  return progress_;
+}
+
+void Backward::note_failure(const std::string& why, const Locked& /*lock*/) {
+  if (progress_.failure.empty()) progress_.failure = why;
+}
+
+void Backward::fail(const std::string& why) {
+  const Locked lock(buckets_->mutex);
+  note_failure(why, lock);
+}
+
+void Backward::forget_failure() {
+  const Locked lock(buckets_->mutex);
+  progress_.failure.clear();
+}
+
+void Backward::start_over() {
+  const Locked lock(buckets_->mutex);
+  progress_.rounds = progress_.own_rounds = 0;
+}
+
+bool Backward::is_settled() const {
+  const Locked lock(buckets_->mutex);
+  return !pass_.open && progress_.rounds == 0;
+}
+
+bool Backward::has_order() const {
+  const Locked lock(buckets_->mutex);
+  return order_.is_set();
+}
+
+std::vector<int64_t> Backward::order() const {
+  const Locked lock(buckets_->mutex);
+  return order_.order();
+}
+
+std::vector<int64_t> Backward::learned_order() const {
+  const Locked lock(buckets_->mutex);
+  return order_.learned();
+}
+
+void Backward::set_order(std::vector<int64_t> order) {
+  const Locked lock(buckets_->mutex);
+  order_.set_order(std::move(order));
+}
+
+}  // namespace zx

@@ -1,0 +1,95 @@
+// When: watches autograd for gradients, and sends each bucket on its way when its turn comes.
+//
+//   hooks (hooks.cpp) -> LaunchOrder -> Packing -> Flights
+#pragma once
+
+#include <functional>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "buckets/buckets.h"
+#include "grads/flights.h"
+#include "grads/grad_placement.h"
+#include "grads/launch_order.h"
+#include "grads/packing.h"
+#include "grads/pass.h"
+
+namespace zx {
+
+// Since the last step: see Statement.
+struct Progress {
+  int64_t rounds = 0;
+  int64_t own_rounds = 0;
+  std::string failure{};  // why zero_grad() must come before anything else; empty if nothing is wrong
+};
+
+// Any thread may call any of these.
+class Backward : public std::enable_shared_from_this<Backward> {
+ public:
+  Backward(std::shared_ptr<Buckets> buckets, std::shared_ptr<GradPlacement> placement, std::shared_ptr<Flights> flights,
+           int world);
+  ~Backward();  // takes the hooks and placeholders away
+  Backward(const Backward&) = delete;
+  Backward& operator=(const Backward&) = delete;
+
+  // Called without the lock where a backward ends after which all ranks meet. To be set before a bucket is added.
+  void set_on_end(std::function<void()> on_end) { on_end_ = std::move(on_end); }
+
+  // The new bucket joins the others, and its parameters' gradients are taken from now on.
+  void add(const std::shared_ptr<Bucket>& bucket);
+
+  // False: gradients stay local and accumulate (no_sync).
+  void set_sync(bool sync);
+  bool is_syncing() const;
+
+  // The optimizer is called, so that no backward is running: what is open ends. Returns whether it had raised.
+  bool end_pass();
+  // All buckets leave: with what p.grad holds now, or empty.
+  void launch_round(bool empty);
+
+  Progress progress() const;
+  // What failed first is what is told.
+  void fail(const std::string& why);
+  void forget_failure();
+  // Ranks are in step: rounds are counted anew.
+  void start_over();
+  // Whether nothing was launched since then, and nothing is about to be.
+  bool is_settled() const;
+
+  // See Note [Buckets launch in one order].
+  bool has_order() const;
+  std::vector<int64_t> order() const;
+  std::vector<int64_t> learned_order() const;
+  void set_order(std::vector<int64_t> order);
+
+ private:
+  // hooks.cpp: on autograd's thread.
+  void install_hooks(Bucket& bucket, Slot& slot);
+  static void remove_hooks(Slot& slot);
+  void refuse_other_reducers() const;
+  void before_accumulate(Slot& slot);
+  void after_accumulate(Bucket& bucket, Slot& slot);
+  void on_backward_end();
+
+  void await_end(const Locked& lock);
+
+  // Under the lock.
+  void open_pass(const Locked& lock);
+  void finish_pass(bool own, bool empty, const Locked& lock);
+  void release(int64_t bucket, bool empty, const Locked& lock);
+  void note_failure(const std::string& why, const Locked& lock);
+
+  const std::shared_ptr<Buckets> buckets_;
+  const std::shared_ptr<GradPlacement> placement_;
+  const std::shared_ptr<Flights> flights_;
+  const Packing packing_;
+  std::function<void()> on_end_;
+  // Under buckets_->mutex.
+  LaunchOrder order_;
+  Pass pass_;
+  Progress progress_;
+  bool sync_ = true;
+};
+
+}  // namespace zx

@@ -1,0 +1,65 @@
+#include "grads/bucket_manager.h"
+
+#include <ATen/ops/zeros.h>
+
+#include <limits>
+#include <utility>
+
+#include "grads/straight.h"
+
+namespace zx {
+
+// The one place that asks whether there are other ranks.
+BucketManager::BucketManager(std::shared_ptr<Exchange> exchange, const Line& control, const ManagerOptions& options)
+    : buckets_(std::make_shared<Buckets>()), keeps_shards_(options.keeps_shards), exchange_(std::move(exchange)) {
+  const bool alone = exchange_->world() == 1;
+  flights_ = std::make_shared<Flights>(exchange_, make_reduction(alone, exchange_), options.device);
+  params_ = std::make_shared<Params>(buckets_, exchange_);
+  placement_ = make_placement(options.route, alone, {buckets_, exchange_, flights_});
+  backward_ = std::make_shared<Backward>(buckets_, placement_, flights_, exchange_->world());
+  settlement_ = std::make_shared<Settlement>(control, buckets_, placement_, backward_, flights_, params_);
+  backward_->set_on_end([weak = std::weak_ptr(settlement_)] {
+    if (const auto settlement = weak.lock()) settlement->settle(Place::backward_end, 0);
+  });
+}
+
+int64_t BucketManager::add_bucket(BucketSpec spec) {
+  auto bucket = std::make_shared<Bucket>();
+  bucket->index = static_cast<int64_t>(buckets_->all.size());
+  bucket->flat = std::move(spec.flat);
+  bucket->wire_dtype = spec.wire_dtype;
+  bucket->grad_dtype = spec.grad_dtype;
+  bucket->shard_numel = spec.shard_numel;
+  bucket->trailer_numel = spec.trailer_numel;
+  bucket->segments = std::move(spec.segments);
+  Landed& landed = bucket->landed;
+  landed.keeps_shard = keeps_shards_;
+  if (landed.keeps_shard) {
+    landed.shard = at::zeros({bucket->shard_numel}, bucket->flat.options().dtype(bucket->wire_dtype));
+  }
+  const auto bytes = bucket->segments.options().dtype(at::kByte);
+  landed.present = at::zeros({bucket->segments.size(0)}, bytes);
+  landed.replaced = at::zeros({bucket->segments.size(0)}, bytes);
+  for (SlotSpec& slot : spec.slots) {
+    bucket->slots.push_back({.name = std::move(slot.name),
+                             .param = slot.param,
+                             .placeholder = slot.placeholder,
+                             .offset = slot.offset,
+                             .home = Home(slot.home),
+                             .hooks = {}});
+    bucket->slots.back().whole.unsent = slot.param.grad().defined();
+  }
+  const Reduction& reduction = flights_->reduction();
+  if (reduction.takes_straight(*bucket)) bucket->num_straight = spec.num_straight;
+  const auto element_bytes = static_cast<int64_t>(c10::elementSize(spec.wire_dtype));
+  bucket->parts = parts_of(*bucket, exchange_->rank(), reduction.most_in_a_part(element_bytes));
+  backward_->add(bucket);
+  params_->forget_order();
+  return bucket->index;
+}
+
+std::vector<Part> BucketManager::parts(int64_t index) const {
+  return parts_of(buckets_->at(index), exchange_->rank(), std::numeric_limits<int64_t>::max());
+}
+
+}  // namespace zx

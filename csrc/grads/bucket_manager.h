@@ -1,0 +1,81 @@
+// The rooms of one optimizer over their shared buckets:
+//
+//   Backward     when   a bucket leaves: hooks, passes, the order of launches
+//   Packing      what   leaves: from p.grad to a flight
+//   Settlement   together   where ranks meet: agreement, and what follows from it
+//   Params       the parameters' gathers
+//
+// and between them Flights, which moves what was packed, and GradPlacement, which knows where gradients are.
+#pragma once
+
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "buckets/buckets.h"
+#include "exchange/exchange.h"
+#include "grads/backward.h"
+#include "grads/flights.h"
+#include "grads/grad_placement.h"
+#include "grads/settlement.h"
+#include "params/params.h"
+
+namespace zx {
+
+// One parameter of a new bucket.
+struct SlotSpec {
+  std::string name;
+  at::Tensor param;
+  at::Tensor home;         // its place in `flat`, as a view
+  at::Tensor placeholder;  // undefined: p.grad stays whole
+  int64_t offset;
+};
+
+struct BucketSpec {
+  std::vector<SlotSpec> slots;
+  at::Tensor flat;  // that the parameters lie in [world * shard_numel]
+  at::ScalarType wire_dtype;
+  at::ScalarType grad_dtype;  // of p.grad
+  int64_t shard_numel;
+  int64_t trailer_numel;
+  at::Tensor segments;
+  int64_t num_straight;  // the first so many slots: see Note [Straight from the gradient]
+};
+
+struct ManagerOptions {
+  std::vector<Move> route;  // of gradients, from backward to step()
+  bool keeps_shards;        // at one address from step to step, for CUDA graphs
+  c10::Device device;       // of all parameters
+};
+
+class BucketManager {
+ public:
+  // `exchange`: among the ranks whose group `control` has too.
+  BucketManager(std::shared_ptr<Exchange> exchange, const Line& control, const ManagerOptions& options);
+
+  // Its parameters' gradients are taken from now on. Not inside a backward.
+  int64_t add_bucket(BucketSpec spec);
+
+  const Buckets& buckets() const { return *buckets_; }
+  const Exchange& exchange() const { return *exchange_; }
+  Flights& flights() { return *flights_; }
+  Params& params() { return *params_; }
+  GradPlacement& grads() { return *placement_; }
+  Backward& backward() { return *backward_; }
+  Settlement& settlement() { return *settlement_; }
+  // The own shard's parts, undivided.
+  std::vector<Part> parts(int64_t bucket) const;
+
+ private:
+  std::shared_ptr<Buckets> buckets_;
+  bool keeps_shards_;
+  // In this order: the first to be destroyed takes its hooks away, and gathers end before flights are aborted.
+  std::shared_ptr<Exchange> exchange_;
+  std::shared_ptr<Flights> flights_;
+  std::shared_ptr<Params> params_;
+  std::shared_ptr<GradPlacement> placement_;
+  std::shared_ptr<Settlement> settlement_;
+  std::shared_ptr<Backward> backward_;
+};
+
+}  // namespace zx

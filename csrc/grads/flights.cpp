@@ -1,0 +1,145 @@
+#include "grads/flights.h"
+
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/ops/empty.h>
+#include <c10/core/StreamGuard.h>
+#include <c10/util/ParallelGuard.h>
+
+#include <stdexcept>
+
+#include "check.h"
+#include "grads/ops.h"
+#include "lanes/ranges.h"
+
+namespace zx {
+namespace {
+
+// Flights whose gradients the producers have not waited for yet, and that have buffers: see Note [Streams].
+constexpr size_t kUnpacked = 2;
+constexpr size_t kWithBuffers = 2;
+
+// What one rank alone packs in less time than a thread takes to wake.
+constexpr int64_t kSmallBytes = 256 * 1024;
+
+// Lanes run beside a backward that uses all the threads it was given: they use their own only.
+struct LaneScope {
+  at::AutoDispatchBelowADInplaceOrView no_autograd;
+  c10::ParallelGuard single_thread{true};
+};
+
+// Errors as they are told to users.
+template <class Body>
+auto telling_reasons(const Body& body) {
+  return [&body] {
+    try {
+      body();
+    } catch (const c10::Error& error) {
+      throw std::runtime_error(reason_of(error));
+    }
+  };
+}
+
+}  // namespace
+
+Flights::Flights(std::shared_ptr<Exchange> exchange, std::unique_ptr<Reduction> reduction, c10::Device device)
+    : exchange_(std::move(exchange)),
+      reduction_(std::move(reduction)),
+      lanes_(
+          device.is_cpu() || exchange_->waits_on_host(), [this](Flight& flight) { pack(flight); },
+          [this](Flight& flight) { land(flight); }) {
+  if (!device.is_cpu()) streams_.emplace(device);
+}
+
+void Flights::launch(std::shared_ptr<Flight> flight) {
+  if (streams_) streams_->free_gradients(/*keep=*/kUnpacked);
+  const Bucket& bucket = *flight->bucket;
+  const int64_t numel = flight->adds ? bucket.slice_numel() : bucket.packed_start(1);
+  const int64_t bytes = numel * static_cast<int64_t>(c10::elementSize(bucket.wire_dtype));
+  lanes_.launch(std::move(flight), /*small=*/reduction_->is_local() && !streams_ && bytes <= kSmallBytes);
+}
+
+void Flights::after_landing(std::function<void()> task) {
+  if (streams_) {  // behind what landed, and behind what the caller's stream still does with it
+    auto here = std::make_shared<c10::Event>(streams_->record(streams_->current()));
+    task = [this, here, task = std::move(task)] {
+      const c10::StreamGuard on(streams_->land());
+      here->block(streams_->land());
+      task();
+    };
+  }
+  lanes_.after_landing(std::move(task));
+}
+
+void Flights::land() {
+  process_.check();
+  const std::string error = lanes_.drain();
+  if (streams_) streams_->join();
+  TORCH_CHECK(error.empty(), error);
+}
+
+// On the pack lane.
+void Flights::pack(Flight& flight) {
+  const LaneScope scope;
+  std::optional<c10::StreamGuard> on;
+  if (streams_) {
+    on.emplace(streams_->pack());
+    for (const c10::Event& ready : flight.ready) ready.block(streams_->pack());
+    streams_->free_buffers(/*keep=*/kWithBuffers - 1);
+  }
+  const auto work = [&] {
+    if (lanes_.failed()) return;
+    const Bucket& bucket = *flight.bucket;
+    const Range range("pack", bucket.index);
+    const auto options = bucket.slots.front().param.options().dtype(bucket.wire_dtype).requires_grad(false);
+    flight.flat = at::empty({bucket.packed_start(exchange_->world())}, options);
+    ops::flatten_(flight.flat, flight.sources, flight.pieces, flight.flags);
+    if (!streams_) flight.sources.clear();
+    if (auto pending = reduction_->send(flight)) lanes_.set_pending(flight, std::move(pending));
+  };
+  lanes_.attempt(flight, telling_reasons(work));
+  if (streams_) {
+    flight.packed.emplace(streams_->record(streams_->pack()));
+    streams_->hold_gradients(std::move(flight.sources), std::move(flight.producers),
+                             streams_->record(streams_->pack()));
+  }
+}
+
+// On the land lane.
+void Flights::land(Flight& flight) {
+  const LaneScope scope;
+  std::optional<c10::StreamGuard> on;
+  if (streams_) {
+    on.emplace(streams_->land());
+    flight.packed->block(streams_->land());
+  }
+  const int64_t index = flight.bucket->index;
+  const Range range("land", index);
+  const auto work = [&] {
+    if (flight.pending) {
+      const Range range("wait", index);
+      flight.pending->wait();
+    }
+    if (!lanes_.failed()) reduction_->land(flight);
+  };
+  lanes_.attempt(flight, telling_reasons(work));
+  const auto part = [&] {
+    if (!flight.pending) return;
+    const Range range("let_go", index);
+    flight.pending->let_go();  // whatever went wrong here: others should not wait for this rank
+    if (!lanes_.failed()) flight.pending->wait_for_readers();
+  };
+  lanes_.attempt(flight, telling_reasons(part));
+  if (streams_) {
+    streams_->hold_buffers({std::move(flight.flat), std::move(flight.received)}, streams_->record(streams_->land()));
+  }
+  if (lanes_.failed()) {
+    abandoned_.push_back(flight.flat);
+    abandoned_.insert(abandoned_.end(), flight.straight.begin(), flight.straight.end());
+  }
+  flight.sources.clear();
+  flight.straight.clear();
+  flight.flat.reset();
+  flight.received.reset();
+}
+
+}  // namespace zx

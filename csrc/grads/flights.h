@@ -1,0 +1,55 @@
+// All flights of one bucket manager: what packing, sending and landing them means. See Note [Two lanes] in two_lanes.h.
+#pragma once
+
+#include <functional>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "grads/flight.h"
+#include "grads/reduction.h"
+#include "lanes/process.h"
+#include "lanes/streams.h"
+#include "lanes/two_lanes.h"
+
+namespace zx {
+
+class Flights {
+ public:
+  // The destructor aborts what is under way.
+  Flights(std::shared_ptr<Exchange> exchange, std::unique_ptr<Reduction> reduction, c10::Device device);
+
+  void launch(std::shared_ptr<Flight> flight);
+
+  // Runs `task` after all flights launched so far have landed.
+  void after_landing(std::function<void()> task);
+
+  // Waits until all have landed; on an accelerator the current stream does. Throws what went wrong first, now and on
+  // every later call.
+  // Throws in a forked child, which has no lanes.
+  void land();
+
+  int64_t num_landed() const { return lanes_.num_landed(); }
+  int64_t num_launched() const { return lanes_.num_launched(); }
+  // What is known to be wrong: the first error, or the buckets that have not landed; empty if there is nothing.
+  std::string trouble() { return lanes_.trouble(); }
+  // For tests of overlap: holds every flight back until land() is called.
+  void set_hold(bool hold) { lanes_.set_hold(hold); }
+
+  const Reduction& reduction() const { return *reduction_; }
+  Streams* streams() { return streams_ ? &*streams_ : nullptr; }  // null on the CPU
+
+ private:
+  void pack(Flight& flight);
+  void land(Flight& flight);
+
+  Process process_;
+  std::shared_ptr<Exchange> exchange_;
+  std::unique_ptr<Reduction> reduction_;
+  std::vector<at::Tensor> abandoned_;  // the land lane's: was sent when something went wrong, and others may read it
+  std::optional<Streams> streams_;
+  TwoLanes<Flight> lanes_;  // destroyed first: its threads use the others
+};
+
+}  // namespace zx

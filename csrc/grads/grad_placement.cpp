@@ -1,0 +1,66 @@
+#include "grads/grad_placement.h"
+
+#include "grads/sharded_grads.h"
+#include "grads/whole_grads.h"
+
+namespace zx {
+
+void GradPlacement::zero(bool set_to_none, int64_t rounds) {
+  {
+    const Locked lock(buckets().mutex);
+    buckets().for_each_slot([&](Slot& slot, int64_t /*place*/) {
+      at::Tensor& grad = slot.param.mutable_grad();
+      // Since the last step every rank may hold something of this parameter, whether this one contributed or not.
+      slot.replace |= slot.held || rounds > 0;
+      const bool is_placeholder = grad.defined() && slot.placeholder.defined() && grad.is_same(slot.placeholder);
+      slot.whole.reached = false;
+      if (set_to_none) {
+        slot.held = slot.zeroed = false;
+        slot.seen.local.forget();
+        grad.reset();
+      } else if (is_placeholder) {
+        slot.zeroed = true;
+      } else if (grad.defined()) {
+        grad.detach_().zero_();
+      }
+    });
+  }
+  if (!set_to_none && !zeros_are_in_grad()) return;
+  flights().after_landing([all = buckets().all] {
+    for (const auto& bucket : all) {
+      Landed& landed = bucket->landed;
+      landed.holds = false;
+      landed.pieces.clear();
+      if (!landed.keeps_shard) landed.shard.reset();
+      landed.words.reset();
+      landed.present.zero_();
+    }
+  });
+}
+
+void GradPlacement::mark_scaled() {
+  const Locked lock(buckets().mutex);
+  buckets().for_each_slot([](Slot& slot, int64_t /*place*/) { slot.seen.scaled.note(slot.param.grad()); });
+}
+
+void GradPlacement::mark_zeroed(int64_t bucket, int64_t slot) {
+  const Locked lock(buckets().mutex);
+  buckets().at(bucket).slots.at(slot).zeroed = true;
+}
+
+std::vector<at::Tensor> GradPlacement::landed(int64_t index) const {
+  const Landed& landed = buckets().at(index).landed;
+  if (!landed.pieces.empty() || !landed.shard.defined()) return landed.pieces;
+  return {landed.shard};
+}
+
+std::shared_ptr<GradPlacement> make_placement(const std::vector<Move>& route, bool alone, GradContext context) {
+  const bool gathers = route == std::vector{Move::reduce_scatter, Move::all_gather};
+  TORCH_CHECK(gathers || route == std::vector{Move::reduce_scatter},
+              "zerox: route must be reduce_scatter, or reduce_scatter and all_gather");
+  if (!gathers) return std::make_shared<ShardedGrads>(std::move(context));
+  if (alone) return std::make_shared<LocalGrads>(std::move(context));
+  return std::make_shared<GatheredGrads>(std::move(context));
+}
+
+}  // namespace zx

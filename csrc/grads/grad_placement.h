@@ -1,0 +1,125 @@
+// Where gradients are between backward and step(): what a flight takes of p.grad, what stays there, and where step()
+// reads the mean.
+//
+//   ShardedGrads    each rank has its shard of the mean, and p.grad is a placeholder (ZeRO stage 2)
+//   GatheredGrads   the mean is gathered into p.grad where backward ends (ZeRO stage 1)
+//   LocalGrads      of one rank alone: p.grad, as autograd leaves it, is the mean (ZeRO stage 1)
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <atomic>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "buckets/buckets.h"
+#include "buckets/slot_set.h"
+#include "exchange/exchange.h"
+#include "grads/agreement.h"
+#include "grads/flights.h"
+
+namespace zx {
+
+// What happens to gradients, one move after the other.
+enum class Move : uint8_t { reduce_scatter, all_gather };
+
+// What a flight takes of one slot.
+struct Taken {
+  at::Tensor source{};  // in the order of the parameter's memory; undefined: there is nothing to copy
+  bool present = false;
+  bool replace = false;
+  std::string refusal{};  // why p.grad was not taken
+};
+
+// What a look at all gradients tells: see Statement.
+struct GradsSeen {
+  bool unsent = false;
+  bool changed = false;
+  bool scaled = false;
+  SlotSet with_grad;
+  std::string refusal;  // why one can't be sent
+};
+
+// What the placements work with.
+struct GradContext {
+  std::shared_ptr<Buckets> buckets;
+  std::shared_ptr<Exchange> exchange;
+  std::shared_ptr<Flights> flights;
+};
+
+class GradPlacement {
+ public:
+  explicit GradPlacement(GradContext context) : context_(std::move(context)) {}
+  virtual ~GradPlacement() = default;
+  GradPlacement(const GradPlacement&) = delete;
+  GradPlacement& operator=(const GradPlacement&) = delete;
+
+  // ---- on autograd's thread
+
+  // Whether backward sends gradients at all. If not, it only counts them.
+  virtual bool sends() const { return true; }
+  void count_gradient() { ++num_counted_; }
+  int64_t num_counted() const { return num_counted_; }
+  // Whether before_accumulate() is wanted.
+  virtual bool leaves_placeholder() const { return false; }
+  virtual void before_accumulate(Slot& /*slot*/, const Locked& /*lock*/) {}
+  // Autograd has written p.grad. `sync`: it leaves with this backward.
+  virtual void accumulated(Slot& /*slot*/, bool /*sync*/, const Locked& /*lock*/) {}
+  // Whether all ranks meet where backward ends.
+  virtual bool meets_after_backward() const { return false; }
+
+  // ---- for a flight
+
+  virtual Taken take(Slot& slot, const Locked& lock) = 0;
+
+  // ---- where ranks meet
+
+  // `rounds`: times that all buckets were launched since the last step.
+  virtual GradsSeen look(int64_t rounds, const Locked& lock) = 0;
+  // Collective: what was launched becomes what step() reads.
+  virtual void complete(int64_t /*rounds*/, Agreement& /*agreement*/) {}
+  // Collective: `launch` sends what no flight took, on some rank.
+  virtual void send_rest(Agreement& /*agreement*/, const std::function<void()>& launch) { launch(); }
+  // Collective: owners hear of what was discarded, on some rank, since the last flight. All flights have landed.
+  virtual void exchange_changes(Agreement& /*agreement*/) {}
+  // Rounds are counted anew.
+  virtual void start_over(bool /*is_step*/) {}
+
+  // As Optimizer.zero_grad(). `rounds` as above.
+  void zero(bool set_to_none, int64_t rounds);
+  // The scale that clip_grad_norm_() or a GradScaler leaves for step() is for the gradients that there are now.
+  void mark_scaled();
+  void mark_zeroed(int64_t bucket, int64_t slot);  // zero_() was called on this one's placeholder
+
+  // ---- for step(), after Settlement::settle()
+
+  // The mean's shard [shard_numel]; undefined while nothing has one.
+  virtual at::Tensor shard(int64_t bucket) = 0;
+  // The same as pieces of parts(), as they lie, undefined where there is no gradient; none if it is one tensor.
+  virtual std::vector<at::Tensor> pieces(int64_t bucket) = 0;
+  // What the shard that landed lies in.
+  std::vector<at::Tensor> landed(int64_t bucket) const;
+  // uint8 [segments]: which have a gradient, on any rank.
+  at::Tensor present(int64_t bucket) const { return buckets().at(bucket).landed.present; }
+  // The exact sum of squares over the shard; undefined when unknown.
+  virtual at::Tensor words(int64_t /*bucket*/) { return {}; }
+
+ protected:
+  // Whether zero_grad(set_to_none=False) leaves nothing of what has landed.
+  virtual bool zeros_are_in_grad() const = 0;
+  Buckets& buckets() const { return *context_.buckets; }
+  Exchange& exchange() const { return *context_.exchange; }
+  Flights& flights() const { return *context_.flights; }
+
+ private:
+  GradContext context_;
+  std::atomic<int64_t> num_counted_{0};
+};
+
+// `route`: the moves from p.grad to where step() reads.
+std::shared_ptr<GradPlacement> make_placement(const std::vector<Move>& route, bool alone, GradContext context);
+
+}  // namespace zx

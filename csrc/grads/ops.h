@@ -1,0 +1,34 @@
+// The kernels as the bucket manager calls them: through the dispatcher, so that one source serves every device.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <ATen/core/dispatch/Dispatcher.h>
+
+namespace zx::ops {
+
+template <class Signature>
+auto find(const char* name) {
+  return c10::Dispatcher::singleton().findSchemaOrThrow(name, "").typed<Signature>();
+}
+
+// See the schemas in csrc/bindings/module.cpp for what the arguments are.
+inline void flatten_(at::Tensor& flat, at::TensorList sources, const at::Tensor& pieces, const at::Tensor& flags) {
+  static const auto op =
+      find<void(at::Tensor&, at::TensorList, const at::Tensor&, const at::Tensor&)>("zerox::flatten_");
+  op.call(flat, sources, pieces, flags);
+}
+
+inline void read_flags_(at::Tensor& present, at::Tensor& replaced, at::TensorList slices, int64_t shard_numel) {
+  static const auto op = find<void(at::Tensor&, at::Tensor&, at::TensorList, int64_t)>("zerox::read_flags_");
+  op.call(present, replaced, slices, shard_numel);
+}
+
+inline void reduce_(at::Tensor& shard, at::Tensor& words, at::TensorList slices, const at::Tensor& segments,
+                    const at::Tensor& replaced, int64_t world, bool accumulate) {
+  static const auto op =
+      find<void(at::Tensor&, at::Tensor&, at::TensorList, const at::Tensor&, const at::Tensor&, int64_t, bool)>(
+          "zerox::reduce_");
+  op.call(shard, words, slices, segments, replaced, world, accumulate);
+}
+
+}  // namespace zx::ops

@@ -1,0 +1,109 @@
+#include "grads/packing.h"
+
+#include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
+#include <ATen/ops/zeros.h>
+
+#include <algorithm>
+
+#include "grads/grad_placement.h"
+
+namespace zx {
+
+at::Tensor to_table(const std::vector<int64_t>& numbers, int64_t columns) {
+  const auto count = static_cast<int64_t>(numbers.size());
+  at::Tensor table = at::empty({count}, at::kLong);
+  std::copy(numbers.begin(), numbers.end(), table.mutable_data_ptr<int64_t>());
+  return columns > 1 ? table.view({count / columns, columns}) : table;
+}
+
+std::string refusal_of(const Slot& slot) {
+  const c10::Device device = slot.home.view.device();
+  const at::Tensor& grad = slot.param.grad();
+  if (grad.layout() == at::kStrided && grad.sizes() == slot.home.view.sizes() && grad.device() == device) return "";
+  const std::string who = "parameter '" + slot.name + "' got a ";
+  if (grad.layout() != at::kStrided) {
+    return who + "sparse gradient; only dense ones can be sharded (nn.Embedding: use sparse=False)";
+  }
+  return c10::str(who, "gradient of ", grad.sizes(), " on ", grad.device(), ", but was ", slot.home.view.sizes(),
+                  " on ", device, " when the optimizer was built; build the optimizer after such a change");
+}
+
+at::Tensor in_order_of(const at::Tensor& grad, const at::Tensor& param) {
+  const at::Tensor plain = grad.requires_grad() ? grad.detach() : grad;
+  const bool same_order = plain.strides() == param.strides() || (plain.is_contiguous() && param.is_contiguous());
+  return same_order ? plain : at::empty_like(param, plain.options()).copy_(plain);
+}
+
+namespace {
+
+// One dimension, dense; zeros without a source.
+at::Tensor in_memory_order(const at::Tensor& source, const Slot& slot, at::ScalarType dtype) {
+  if (!source.defined()) return at::zeros({slot.numel()}, slot.home.view.options().dtype(dtype));
+  return source.as_strided({slot.numel()}, {1}, source.storage_offset()).to(dtype);
+}
+
+}  // namespace
+
+// See Note [Who holds a gradient].
+Taken Packing::take(Slot& slot, bool empty, std::string& refusal, const Locked& lock) const {
+  if (empty) return {.replace = true};
+  if (slot.param.grad().defined()) {
+    std::string why = refusal_of(slot);
+    if (!why.empty()) {
+      refusal = std::move(why);
+      return {};
+    }
+  }
+  return placement_->take(slot, lock);
+}
+
+void Packing::note_producer(Bucket& bucket, const Locked& /*lock*/) const {
+  const Streams* streams = flights_->streams();
+  if (streams == nullptr) return;
+  const c10::Stream current = streams->current();
+  auto& known = bucket.producers;
+  if (std::find(known.begin(), known.end(), current) == known.end()) known.push_back(current);
+}
+
+std::shared_ptr<Flight> Packing::make_flight(const std::shared_ptr<Bucket>& bucket, bool empty, std::string& refusal,
+                                             const Locked& lock) const {
+  auto flight = std::make_shared<Flight>();
+  flight->bucket = bucket;
+  const int64_t shard_numel = bucket->shard_numel;
+  std::vector<int64_t> pieces;
+  std::vector<int64_t> flags;
+  std::vector<int64_t> segments_before(world_, 0);  // flags go behind each shard in the order of its segments
+  for (Slot& slot : bucket->slots) {
+    const bool stood = slot.held;
+    Taken taken = take(slot, empty, refusal, lock);
+    flight->adds |= stood && !taken.replace;
+    const bool is_straight = static_cast<int64_t>(flight->straight.size()) < bucket->num_straight;
+    if (is_straight) flight->straight.push_back(in_memory_order(taken.source, slot, bucket->wire_dtype));
+    const int64_t first_rank = slot.offset / shard_numel;
+    const int64_t last_rank = slot.numel() == 0 ? first_rank : (slot.offset + slot.numel() - 1) / shard_numel;
+    for (int64_t rank = first_rank; rank <= last_rank; ++rank) {
+      // Where the slice would start in `flat`, if its straight part were there too.
+      const int64_t packed = bucket->packed_start(rank) - bucket->straight_numel(rank);
+      const int64_t flag = packed + shard_numel + 2 * segments_before[rank]++;
+      if (taken.present) flags.push_back(flag);
+      if (taken.replace) flags.push_back(flag + 1);
+      if (!taken.source.defined() || slot.numel() == 0 || is_straight) continue;
+      const int64_t start = std::max(slot.offset, rank * shard_numel);
+      const int64_t stop = std::min(slot.offset + slot.numel(), (rank + 1) * shard_numel);
+      pieces.insert(pieces.end(), {static_cast<int64_t>(flight->sources.size()), start - slot.offset,
+                                   packed + start - rank * shard_numel, stop - start});
+    }
+    if (taken.source.defined() && !is_straight) flight->sources.push_back(std::move(taken.source));
+  }
+  flight->pieces = to_table(pieces, 4);
+  flight->flags = to_table(flags, 1);
+  if (const Streams* streams = flights_->streams()) {
+    note_producer(*bucket, lock);  // gradients that were written by hand, or brought into order above
+    flight->producers.swap(bucket->producers);
+    flight->ready = streams->record(flight->producers);
+  }
+  return flight;
+}
+
+}  // namespace zx

@@ -1,0 +1,49 @@
+// What: from the gradients of a bucket to a flight with its packing list: what is copied where, and which flags are
+// raised.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "buckets/buckets.h"
+#include "grads/flight.h"
+#include "grads/flights.h"
+
+namespace zx {
+
+class GradPlacement;
+struct Taken;
+
+class Packing {
+ public:
+  Packing(std::shared_ptr<GradPlacement> placement, std::shared_ptr<Flights> flights, int world)
+      : placement_(std::move(placement)), flights_(std::move(flights)), world_(world) {}
+
+  // The current stream has written a gradient of this bucket's.
+  void note_producer(Bucket& bucket, const Locked& lock) const;
+
+  // Takes all slots' gradients, or none if `empty`. `refusal`: why one could not be taken.
+  std::shared_ptr<Flight> make_flight(const std::shared_ptr<Bucket>& bucket, bool empty, std::string& refusal,
+                                      const Locked& lock) const;
+
+ private:
+  Taken take(Slot& slot, bool empty, std::string& refusal, const Locked& lock) const;
+
+  std::shared_ptr<GradPlacement> placement_;
+  std::shared_ptr<Flights> flights_;
+  int world_;
+};
+
+// An int64 tensor [numbers / columns, columns], or [numbers] for one column.
+at::Tensor to_table(const std::vector<int64_t>& numbers, int64_t columns);
+
+// The gradient's elements in the order in which the parameter's lie in memory.
+at::Tensor in_order_of(const at::Tensor& grad, const at::Tensor& param);
+
+// Why a slot's gradient can't be packed; empty if it can.
+std::string refusal_of(const Slot& slot);
+
+}  // namespace zx

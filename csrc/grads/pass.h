@@ -1,0 +1,34 @@
+// One backward, as far as it can be seen from the hooks inside it.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+
+namespace zx {
+
+// Note [How a backward ends]
+// The first hook in a graph task queues a callback that autograd runs when the task is done. A reentrant checkpoint
+// runs a task inside another one: its end is not backward's, so while an outer node is being evaluated the rest stays
+// back until an outer task is seen to end, or the optimizer is called. When a backward raises, autograd destroys the
+// task with its callbacks instead of running them; the callback holds an EndToken, so that a token that dies unused
+// tells.
+struct EndToken {
+  explicit EndToken(std::shared_ptr<bool> raised) : raised_(std::move(raised)) {}
+  EndToken(const EndToken&) = delete;
+  EndToken& operator=(const EndToken&) = delete;
+  ~EndToken() {
+    if (!used) *raised_ = true;
+  }
+  bool used = false;
+
+ private:
+  std::shared_ptr<bool> raised_;
+};
+
+struct Pass {
+  bool open = false;
+  int64_t last_task = -1;  // graph task whose end is awaited
+  std::shared_ptr<bool> raised = std::make_shared<bool>(false);
+};
+
+}  // namespace zx

@@ -1,0 +1,171 @@
+#include "grads/reduction.h"
+
+#include <ATen/ops/empty.h>
+#include <ATen/ops/zeros.h>
+
+#include <algorithm>
+#include <limits>
+#include <utility>
+#include <vector>
+
+#include "grads/ops.h"
+#include "grads/straight.h"
+#include "lanes/ranges.h"
+#include "math/exact_sum.h"
+#include "math/norm.h"
+
+namespace zx {
+namespace {
+
+// What is read from all neighbours before it is added stays in a core's cache, with the gradient and the shard; but a
+// system call should not cost more than its bytes.
+constexpr int64_t kReadBytes = 256 * 1024;
+constexpr int64_t kLeastReadBytes = 32 * 1024;
+
+// What is received is added up in rank order.
+class Summing : public Reduction {
+ public:
+  explicit Summing(std::shared_ptr<Exchange> exchange) : exchange_(std::move(exchange)) {}
+
+  std::shared_ptr<Pending> send(Flight& flight) override {
+    flight.received = at::empty({exchange_->num_received() * flight.bucket->slice_numel()}, flight.flat.options());
+    if (exchange_->sends_messages()) return send_straight(*exchange_, flight);
+    return exchange_->scatter(flight.flat, flight.received);
+  }
+
+  void land(Flight& flight) override {
+    Bucket& bucket = *flight.bucket;
+    const Range range("reduce", bucket.index);
+    const auto messages = messages_of(flight);
+    read_flags(flight, messages);
+    Landed& landed = bucket.landed;
+    const bool accumulate = std::exchange(landed.holds, true) && landed.shard.defined();
+    sum(flight, messages, accumulate);
+  }
+
+  bool takes_straight(const Bucket& /*bucket*/) const override { return exchange_->sends_messages(); }
+  bool is_local() const override { return false; }
+
+  int64_t most_in_a_part(int64_t bytes) const override {
+    int64_t readable = 0;
+    for (int rank = 0; rank < exchange_->world(); ++rank) readable += exchange_->reads(rank);
+    if (readable == 0) return std::numeric_limits<int64_t>::max();
+    return std::max(kReadBytes / readable, kLeastReadBytes) / bytes / kNormBlock * kNormBlock;
+  }
+
+ protected:
+  using AllMessages = std::vector<Exchange::Messages>;  // from each rank
+
+  AllMessages messages_of(Flight& flight) const {
+    if (exchange_->sends_messages()) return contributions(*exchange_, flight);
+    AllMessages messages;
+    for (at::Tensor& slice : exchange_->to_sum(flight.flat, flight.received)) messages.push_back({std::move(slice)});
+    return messages;
+  }
+
+  void read_flags(const Flight& flight, const AllMessages& messages) {
+    Landed& landed = flight.bucket->landed;
+    const Part& last = flight.bucket->parts.back();
+    const int64_t flags_start = last.message_start + last.numel;
+    ops::read_flags_(landed.present, landed.replaced,
+                     slices(flight, messages, last.message, flags_start, flight.bucket->trailer_numel), 0);
+  }
+
+  void sum(const Flight& flight, const AllMessages& messages, bool accumulate) {
+    const Bucket& bucket = *flight.bucket;
+    Landed& landed = flight.bucket->landed;
+    if (!accumulate && !landed.keeps_shard) landed.shard = at::empty({bucket.shard_numel}, flight.flat.options());
+    landed.words = at::zeros({kExactWords}, flight.flat.options().dtype(at::kLong));
+    int64_t end = 0;
+    for (const Part& part : bucket.parts) {
+      // Padding travels too, where shards are gathered.
+      if (part.start > end) landed.shard.narrow(0, end, part.start - end).zero_();
+      end = part.start + part.numel;
+      at::Tensor shard = bucket.parts.size() == 1 ? landed.shard : landed.shard.narrow(0, part.start, part.numel);
+      ops::reduce_(shard, landed.words, slices(flight, messages, part.message, part.message_start, part.numel),
+                   part.segments, landed.replaced.narrow(0, part.first_row, part.segments.size(0)), exchange_->world(),
+                   accumulate);
+    }
+  }
+
+ private:
+  std::vector<at::Tensor> slices(const Flight& flight, const AllMessages& messages, size_t message, int64_t start,
+                                 int64_t numel);
+
+  std::shared_ptr<Exchange> exchange_;
+  std::vector<at::Tensor> scratch_;  // what was read from each neighbour
+};
+
+// Elements of a message from each rank that is summed, in rank order. Good until the next call.
+std::vector<at::Tensor> Summing::slices(const Flight& flight, const AllMessages& messages, size_t message,
+                                        int64_t start, int64_t numel) {
+  std::vector<at::Tensor> found;
+  size_t place = 0;
+  for (size_t rank = 0; rank < messages.size(); ++rank) {
+    if (!messages[rank].empty()) {
+      const at::Tensor& whole = messages[rank][message];
+      found.push_back(start == 0 && numel == whole.numel() ? whole : whole.narrow(0, start, numel));
+      continue;
+    }
+    if (place == scratch_.size()) scratch_.emplace_back();
+    at::Tensor& room = scratch_[place++];
+    const int64_t bytes = numel * flight.flat.element_size();
+    if (!room.defined() || room.numel() < bytes) room = at::empty({bytes}, at::kByte);
+    at::Tensor into = room.narrow(0, 0, bytes).view(flight.flat.scalar_type());
+    flight.pending->read(static_cast<int>(rank), message, start, into);
+    found.push_back(std::move(into));
+  }
+  return found;
+}
+
+// One rank's gradients are the mean already. See Note [Alone, gradients stay where they are].
+class Keeping final : public Summing {
+ public:
+  using Summing::Summing;
+
+  std::shared_ptr<Pending> send(Flight& /*flight*/) override { return nullptr; }
+
+  void land(Flight& flight) override {
+    Bucket& bucket = *flight.bucket;
+    const Range range("reduce", bucket.index);
+    auto messages = messages_of(flight);
+    read_flags(flight, messages);
+    Landed& landed = bucket.landed;
+    if (!flight.adds && !landed.keeps_shard) {  // model.zero_grad() leaves it to us
+      landed.pieces.clear();
+      landed.shard.reset();
+    }
+    if (landed.holds) join_pieces(bucket);
+    const bool accumulate = std::exchange(landed.holds, true) && landed.shard.defined();
+    if (accumulate || landed.keeps_shard) {
+      sum(flight, messages, accumulate);
+    } else {
+      keep(bucket, messages.front());
+    }
+  }
+
+  bool takes_straight(const Bucket& bucket) const override { return stay_in_place(bucket); }
+  bool is_local() const override { return true; }
+
+ private:
+  // The norm is left to whoever asks for it.
+  static void keep(Bucket& bucket, Exchange::Messages& own) {
+    Landed& landed = bucket.landed;
+    landed.words.reset();
+    own.back() = own.back().narrow(0, 0, bucket.parts.back().numel);  // less its flags
+    if (bucket.num_straight == 0) {
+      landed.shard = std::move(own.back());  // all was packed
+    } else {
+      landed.pieces = std::move(own);
+    }
+  }
+};
+
+}  // namespace
+
+std::unique_ptr<Reduction> make_reduction(bool alone, std::shared_ptr<Exchange> exchange) {
+  if (alone) return std::make_unique<Keeping>(std::move(exchange));
+  return std::make_unique<Summing>(std::move(exchange));
+}
+
+}  // namespace zx

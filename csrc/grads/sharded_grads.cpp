@@ -1,0 +1,108 @@
+#include "grads/sharded_grads.h"
+
+#include <algorithm>
+
+#include "grads/packing.h"
+#include "grads/straight.h"
+
+namespace zx {
+
+void ShardedGrads::before_accumulate(Slot& slot, const Locked& /*lock*/) {
+  at::Tensor& grad = slot.param.mutable_grad();
+  if (!grad.defined()) {
+    slot.replace |= slot.held;
+    slot.held = false;
+  } else if (grad.is_same(slot.placeholder)) {
+    slot.replace |= slot.zeroed;
+    slot.zeroed = false;
+    grad.reset();
+  } else {
+    slot.replace |= !slot.seen.local.is(grad);
+  }
+}
+
+// A placeholder stays behind.
+Taken ShardedGrads::take(Slot& slot, const Locked& /*lock*/) {
+  at::Tensor& grad = slot.param.mutable_grad();
+  const bool is_placeholder = grad.defined() && grad.is_same(slot.placeholder);
+  const bool is_real = grad.defined() && !is_placeholder;
+  const bool discarded = slot.held && !grad.defined();
+  const bool by_hand = is_real && !slot.seen.local.is(grad);
+  Taken taken{.present = is_real || slot.zeroed, .replace = slot.replace || discarded || by_hand || slot.zeroed};
+  slot.held = grad.defined();
+  slot.replace = false;
+  slot.zeroed = false;
+  slot.seen.local.forget();
+  if (taken.replace) slot.seen.scaled.forget();  // the placeholder is the same one again
+  if (!is_real) return taken;
+  taken.source = in_order_of(grad, slot.home.view);
+  grad = slot.placeholder;
+  return taken;
+}
+
+GradsSeen ShardedGrads::look(int64_t /*rounds*/, const Locked& /*lock*/) {
+  GradsSeen seen{.with_grad = SlotSet(buckets().num_slots())};
+  buckets().for_each_slot([&](Slot& slot, int64_t place) {
+    const at::Tensor& grad = slot.param.grad();
+    if (grad.defined()) {
+      seen.with_grad.add(place);
+      if (!grad.is_same(slot.placeholder)) {
+        seen.unsent = true;
+        if (seen.refusal.empty()) seen.refusal = refusal_of(slot);
+      }
+    } else if (slot.held) {
+      slot.held = false;
+      slot.replace = true;
+    }
+    seen.scaled |= slot.seen.scaled.is(grad);
+    seen.changed |= slot.replace || slot.zeroed;
+  });
+  return seen;
+}
+
+// Two bytes a slot: whether it was replaced, and by zeros.
+std::vector<uint8_t> ShardedGrads::take_changes() {
+  const Locked lock(buckets().mutex);
+  std::vector<uint8_t> changes;
+  buckets().for_each_slot([&](Slot& slot, int64_t /*place*/) {
+    changes.push_back(slot.replace || slot.zeroed);
+    changes.push_back(slot.zeroed);
+    slot.replace = false;
+    slot.zeroed = false;
+  });
+  return changes;
+}
+
+// Rarely: most changes are told by a flight.
+void ShardedGrads::exchange_changes(Agreement& agreement) {
+  std::vector<uint8_t> changes = take_changes();
+  agreement.take_largest(changes);
+  const int64_t rank = exchange().rank();
+  size_t at = 0;
+  for (const auto& bucket : buckets().all) {
+    const int64_t first = rank * bucket->shard_numel;
+    int64_t segment = 0;
+    for (const Slot& slot : bucket->slots) {
+      const bool replaced = changes[at++] != 0;
+      const bool zeroed = changes[at++] != 0;
+      const int64_t start = std::max(slot.offset, first);
+      const int64_t stop = std::min(slot.offset + slot.numel(), first + bucket->shard_numel);
+      if (!bucket->owns_part_of(slot, rank)) continue;
+      if (replaced && bucket->landed.holds) {
+        join_pieces(*bucket);
+        bucket->landed.shard.narrow(0, start - first, stop - start).zero_();
+        bucket->landed.present[segment] = zeroed ? 1 : 0;
+        bucket->landed.words.reset();
+      }
+      ++segment;
+    }
+  }
+}
+
+at::Tensor ShardedGrads::shard(int64_t index) {
+  Bucket& bucket = buckets().at(index);
+  join_pieces(bucket);
+  return bucket.landed.shard;
+}
+
+}  // namespace zx

@@ -1,0 +1,28 @@
+// Gradients of which each rank keeps its shard of the mean (ZeRO stage 2).
+#pragma once
+
+#include "grads/grad_placement.h"
+
+namespace zx {
+
+// See Note [Who holds a gradient].
+class ShardedGrads final : public GradPlacement {
+ public:
+  using GradPlacement::GradPlacement;
+
+  bool leaves_placeholder() const override { return true; }
+  void before_accumulate(Slot& slot, const Locked& lock) override;
+  Taken take(Slot& slot, const Locked& lock) override;
+  GradsSeen look(int64_t rounds, const Locked& lock) override;
+  void exchange_changes(Agreement& agreement) override;
+
+  at::Tensor shard(int64_t bucket) override;
+  std::vector<at::Tensor> pieces(int64_t bucket) override { return buckets().at(bucket).landed.pieces; }
+  at::Tensor words(int64_t bucket) override { return buckets().at(bucket).landed.words; }
+
+ private:
+  bool zeros_are_in_grad() const override { return false; }
+  std::vector<uint8_t> take_changes();
+};
+
+}  // namespace zx

@@ -1,0 +1,201 @@
+#include "grads/whole_grads.h"
+
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
+#include <ATen/ops/where.h>
+
+#include "check.h"
+#include "grads/ops.h"
+#include "grads/packing.h"
+#include "lanes/ranges.h"
+#include "params/gathers.h"
+
+namespace zx {
+namespace {
+
+at::Tensor shaped_like(const at::Tensor& flat, const Slot& slot) {
+  return flat.as_strided(slot.home.view.sizes(), slot.home.view.strides(), flat.storage_offset() + slot.offset);
+}
+
+}  // namespace
+
+Taken LocalGrads::take(Slot& /*slot*/, const Locked& /*lock*/) {
+  TORCH_INTERNAL_ASSERT(false, "one rank alone sends no gradients");
+}
+
+GradsSeen LocalGrads::look(int64_t rounds, const Locked& /*lock*/) {
+  GradsSeen seen{.with_grad = SlotSet(buckets().num_slots())};
+  buckets().for_each_slot([&](Slot& slot, int64_t place) {
+    const at::Tensor& grad = slot.param.grad();
+    if (grad.defined()) {
+      seen.with_grad.add(place);
+      if (seen.refusal.empty()) seen.refusal = refusal_of(slot);
+      seen.unsent |= is_unsent(slot, rounds);
+    }
+    seen.scaled |= slot.seen.scaled.is(grad);
+  });
+  return seen;
+}
+
+// This rank's shard of p.grad: pieces of the first slots as they lie, undefined without a gradient, and the rest
+// packed.
+std::vector<at::Tensor> LocalGrads::pack(Bucket& bucket, int64_t num_straight) {
+  const int64_t rank = exchange().rank();
+  const int64_t first = rank * bucket.shard_numel;
+  const int64_t packed_start = num_straight > 0 ? bucket.straight_numel(rank) : 0;  // in the shard
+  std::vector<at::Tensor> found;
+  std::vector<at::Tensor> sources;
+  std::vector<int64_t> pieces;
+  // Pinned where an accelerator takes it, so that nothing waits for the copy.
+  at::Tensor present = at::empty_like(
+      bucket.landed.present, bucket.landed.present.options().device(at::kCPU).pinned_memory(bucket.flat.is_cuda()));
+  auto* next_present = present.mutable_data_ptr<uint8_t>();
+  for (const Slot& slot : bucket.slots) {
+    const bool is_straight = num_straight-- > 0;
+    const int64_t start = std::max(slot.offset, first);
+    const int64_t stop = std::min(slot.offset + slot.numel(), first + bucket.shard_numel);
+    if (!bucket.owns_part_of(slot, rank)) continue;
+    const at::Tensor grad = slot.param.grad().defined() ? in_order_of(slot.param.grad(), slot.home.view) : at::Tensor();
+    *next_present++ = grad.defined() ? 1 : 0;
+    if (is_straight) {
+      const auto here = [&] {
+        return grad.as_strided({stop - start}, {1}, grad.storage_offset() + start - slot.offset);
+      };
+      found.push_back(grad.defined() ? here().to(bucket.grad_dtype) : grad);
+      continue;
+    }
+    if (!grad.defined() || start >= stop) continue;
+    pieces.insert(pieces.end(), {static_cast<int64_t>(sources.size()), start - slot.offset,
+                                 start - first - packed_start, stop - start});
+    sources.push_back(grad);
+  }
+  bucket.landed.present.copy_(present, /*non_blocking=*/true);
+  const auto options = bucket.flat.options().dtype(bucket.grad_dtype);
+  at::Tensor packed = at::empty({bucket.shard_numel - packed_start}, options);
+  ops::flatten_(packed, sources, to_table(pieces, 4), to_table({}, 1));
+  found.push_back(std::move(packed));
+  return found;
+}
+
+// Where the wire is wider than p.grad, an element of the shard is kept while it still rounds to what p.grad holds:
+// then both stages update from the same number.
+at::Tensor LocalGrads::shard(int64_t index) {
+  const at::AutoDispatchBelowADInplaceOrView no_autograd;
+  Bucket& bucket = buckets().at(index);
+  at::Tensor packed = std::move(pack(bucket, 0).front());
+  if (bucket.whole_grads_hold_shard()) return packed.to(bucket.wire_dtype);  // as the shard was, also on one rank
+  if (bucket.landed.shard.defined()) {
+    bucket.landed.shard = at::where(bucket.landed.shard.to(packed.scalar_type()) == packed, bucket.landed.shard,
+                                    packed.to(bucket.wire_dtype));
+  } else {
+    bucket.landed.shard = packed.to(bucket.wire_dtype);
+  }
+  return bucket.landed.shard;
+}
+
+std::vector<at::Tensor> LocalGrads::pieces(int64_t index) {
+  const at::AutoDispatchBelowADInplaceOrView no_autograd;
+  Bucket& bucket = buckets().at(index);
+  if (bucket.num_straight == 0 || !bucket.flat.is_cpu()) return {};
+  return pack(bucket, bucket.num_straight);
+}
+
+Taken GatheredGrads::take(Slot& slot, const Locked& /*lock*/) {
+  // p.grad holds what the shard held, too.
+  const at::Tensor& grad = slot.param.grad();
+  const bool sent = grad.defined() && (slot.whole.unsent || !only_unsent_);
+  slot.held = sent;
+  slot.whole.unsent = false;
+  return {.source = sent ? in_order_of(grad, slot.home.view) : at::Tensor(), .present = sent, .replace = sent};
+}
+
+// Gradients of a round that is not over yet have left too.
+bool GatheredGrads::is_unsent(const Slot& slot, int64_t rounds) const {
+  return gathered_ == rounds && slot.whole.is_local(slot.param.grad());
+}
+
+// A rank that had no gradient of its own gets the others'.
+enum : uint8_t { kAbsent, kPresent, kReached };
+std::vector<uint8_t> GatheredGrads::who_has_grads() {
+  const Locked lock(buckets().mutex);
+  std::vector<uint8_t> found;
+  buckets().for_each_slot([&](Slot& slot, int64_t /*place*/) {
+    found.push_back(!slot.held ? kAbsent : slot.fired ? kReached : kPresent);
+    slot.fired = false;  // in the next round, which may be another rank's
+  });
+  return found;
+}
+
+// Of each bucket, in a buffer of its own.
+std::vector<at::Tensor> GatheredGrads::gather_means() {
+  std::vector<at::Tensor> whole;
+  Gathers gathers({"the mean gradients", "gather_grads", "gather_grads_wait"});
+  const int64_t rank = exchange().rank();
+  for (const auto& bucket : buckets().all) {
+    const auto options = bucket->flat.options().dtype(bucket->grad_dtype);
+    at::Tensor flat = at::empty({exchange().world() * bucket->shard_numel}, options);
+    at::Tensor own = flat.narrow(0, rank * bucket->shard_numel, bucket->shard_numel);
+    if (bucket->landed.shard.defined()) {
+      own.copy_(bucket->landed.shard);
+    } else {
+      own.zero_();  // zero_grad() came first
+    }
+    gathers.start(bucket, flat, exchange(), /*background=*/false);
+    if (bucket->whole_grads_hold_shard()) bucket->landed.shard.reset();
+    whole.push_back(std::move(flat));
+  }
+  gathers.finish();
+  return whole;
+}
+
+void GatheredGrads::complete(int64_t rounds, Agreement& agreement) {
+  if (gathered_ == rounds) return;
+  gathered_ = rounds;
+  flights().land();
+  const at::AutoDispatchBelowADInplaceOrView no_autograd;
+  std::vector<uint8_t> present = who_has_grads();
+  agreement.take_largest(present);
+  const std::vector<at::Tensor> whole = gather_means();
+
+  const Locked lock(buckets().mutex);
+  size_t at = 0;
+  for (const auto& bucket : buckets().all) {
+    for (Slot& slot : bucket->slots) {
+      const uint8_t found = present[at++];
+      if (found == kAbsent) continue;
+      slot.param.mutable_grad() = shaped_like(whole[bucket->index], slot);
+      slot.whole.mean.note(slot.param.grad());
+      slot.whole.reached |= found == kReached;
+    }
+  }
+}
+
+// What no_sync() kept back on some rank, and what was put there by hand. What is the mean already on every rank is not
+// sent again: it would be rounded once more.
+void GatheredGrads::send_rest(Agreement& agreement, const std::function<void()>& launch) {
+  std::vector<uint8_t> unsent;
+  {
+    const Locked lock(buckets().mutex);
+    buckets().for_each_slot(
+        [&](Slot& slot, int64_t /*place*/) { unsent.push_back(slot.whole.is_local(slot.param.grad())); });
+  }
+  agreement.take_largest(unsent);
+  {
+    const Locked lock(buckets().mutex);
+    buckets().for_each_slot([&](Slot& slot, int64_t place) { slot.whole.unsent = unsent[place] != 0; });
+    only_unsent_ = true;
+  }
+  launch();
+  const Locked lock(buckets().mutex);
+  only_unsent_ = false;
+}
+
+void GatheredGrads::start_over(bool is_step) {
+  const Locked lock(buckets().mutex);
+  gathered_ = 0;
+  if (!is_step) return;
+  buckets().for_each_slot([](Slot& slot, int64_t /*place*/) { slot.whole.reached = false; });
+}
+
+}  // namespace zx

@@ -1,0 +1,53 @@
+// Gradients that are whole when step() comes (ZeRO stage 1): the update takes this rank's part of p.grad, so that
+// whatever the user changed there counts.
+#pragma once
+
+#include "grads/grad_placement.h"
+
+namespace zx {
+
+// p.grad is the mean, as it is.
+class LocalGrads : public GradPlacement {
+ public:
+  using GradPlacement::GradPlacement;
+
+  bool sends() const override { return false; }
+  Taken take(Slot& slot, const Locked& lock) override;
+  GradsSeen look(int64_t rounds, const Locked& lock) override;
+
+  // Packed from p.grad anew at each call.
+  at::Tensor shard(int64_t bucket) override;
+  std::vector<at::Tensor> pieces(int64_t bucket) override;
+
+ protected:
+  // Whether p.grad of this slot has to be sent before the update.
+  virtual bool is_unsent(const Slot& /*slot*/, int64_t /*rounds*/) const { return false; }
+
+ private:
+  bool zeros_are_in_grad() const override { return true; }
+  std::vector<at::Tensor> pack(Bucket& bucket, int64_t num_straight);
+};
+
+// p.grad is the mean from where backward ends: it is reduced to shards, and gathered from them.
+class GatheredGrads final : public LocalGrads {
+ public:
+  using LocalGrads::LocalGrads;
+
+  bool sends() const override { return true; }
+  bool meets_after_backward() const override { return true; }
+  void accumulated(Slot& slot, bool sync, const Locked& /*lock*/) override { slot.whole.unsent = !sync; }
+  Taken take(Slot& slot, const Locked& lock) override;
+  void complete(int64_t rounds, Agreement& agreement) override;
+  void send_rest(Agreement& agreement, const std::function<void()>& launch) override;
+  void start_over(bool is_step) override;
+
+ private:
+  bool is_unsent(const Slot& slot, int64_t rounds) const override;
+  std::vector<uint8_t> who_has_grads();
+  std::vector<at::Tensor> gather_means();
+
+  int64_t gathered_ = 0;      // rounds whose mean is in p.grad
+  bool only_unsent_ = false;  // the round that begins sends no mean again
+};
+
+}  // namespace zx

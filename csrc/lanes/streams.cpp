@@ -1,0 +1,76 @@
+#include "lanes/streams.h"
+
+#include <c10/core/impl/VirtualGuardImpl.h>
+
+namespace zx {
+namespace {
+
+c10::impl::VirtualGuardImpl guard(c10::Device device) { return c10::impl::VirtualGuardImpl(device.type()); }
+
+c10::Stream high_priority(c10::Device device) {
+  return guard(device).getStreamFromGlobalPool(device, /*isHighPriority=*/true);
+}
+
+}  // namespace
+
+Streams::Streams(c10::Device device) : device_(device), pack_(high_priority(device)), land_(high_priority(device)) {}
+
+Streams::~Streams() {
+  try {
+    join();
+    const c10::Event here = record(current());
+    here.block(pack_);
+    here.block(land_);
+  } catch (const c10::Error&) {  // the device's runtime may be gone when the process exits
+  }
+}
+
+c10::Stream Streams::current() const { return guard(device_).getStream(device_); }
+
+c10::Event Streams::record(c10::Stream stream) const {
+  c10::Event event(device_.type());
+  event.record(stream);
+  return event;
+}
+
+Events Streams::record(const std::vector<c10::Stream>& streams) const {
+  Events events;
+  for (const c10::Stream& stream : streams) events.push_back(record(stream));
+  return events;
+}
+
+void Streams::hold_gradients(std::vector<at::Tensor> gradients, std::vector<c10::Stream> producers, c10::Event packed) {
+  const std::lock_guard lock(mutex_);
+  gradients_.push_back({std::move(gradients), std::move(producers), std::move(packed)});
+}
+
+void Streams::hold_buffers(std::vector<at::Tensor> buffers, c10::Event landed) {
+  const std::lock_guard lock(mutex_);
+  buffers_.push_back({std::move(buffers), {pack_}, std::move(landed)});
+}
+
+// Tensors are freed outside the lock: one that Python has seen needs the GIL for it.
+void Streams::free(std::unique_lock<std::mutex> lock, std::deque<Held>& held, size_t keep) {
+  std::vector<Held> freed;
+  while (held.size() > keep) {
+    freed.push_back(std::move(held.front()));
+    held.pop_front();
+  }
+  for (const Held& each : freed) {
+    for (const c10::Stream& owner : each.owners) each.passed.block(owner);
+  }
+  lock.unlock();
+}
+
+void Streams::free_gradients(size_t keep) { free(std::unique_lock(mutex_), gradients_, keep); }
+void Streams::free_buffers(size_t keep) { free(std::unique_lock(mutex_), buffers_, keep); }
+
+void Streams::join() {
+  const c10::Stream here = current();
+  record(pack_).block(here);
+  record(land_).block(here);
+  free_gradients(0);
+  free_buffers(0);
+}
+
+}  // namespace zx

@@ -1,0 +1,206 @@
+// Packs and lands flights in the order in which they were launched, and knows which are in the air and what went wrong
+// first. Plain C++, unit-tested without torch and under the thread sanitizer: what a flight carries is Flights' matter.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <deque>
+#include <exception>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <utility>
+
+#include "lanes/lane.h"
+
+namespace zx {
+
+// Note [Two lanes]
+// Packing and landing run on two threads beside autograd's, each in launch order, so that launching a bucket costs
+// backward a queue entry and nothing in backward waits for the wire. At most two flights have buffers at a time: the
+// next one is packed when the first has landed, and its gradients stay where they are until then.
+//
+// On an accelerator whose backend works on streams (NCCL) the streams are the lanes: packing and landing are only put
+// in line there, at once, by the thread that launches. Where the backend works on the host (gloo) the threads stay, and
+// each has a stream.
+//
+// `Flight` has describe(), and `pending`: a pointer to the messages that it waits for, whose abort() wakes a waiting
+// thread.
+template <class Flight>
+class TwoLanes {
+ public:
+  using Task = std::function<void()>;
+  using FlightTask = std::function<void(Flight&)>;
+
+  // `pack` and `land` are called once for each flight, with no lock held, also when something has gone wrong. They must
+  // not throw: see attempt(). Without threads whoever launches runs them.
+  TwoLanes(bool has_threads, FlightTask pack, FlightTask land)
+      : has_threads_(has_threads), pack_(std::move(pack)), land_(std::move(land)) {}
+
+  // Aborts what is under way, and ends the threads.
+  ~TwoLanes() {
+    const std::lock_guard lock(sky_.mutex);
+    sky_.aborted = true;
+    for (const auto& flight : sky_.airborne) {
+      if (flight && flight->pending) flight->pending->abort();
+    }
+  }
+
+  // One thread at a time. `small`: waking the lanes would take longer than the flight itself, which waits for nobody.
+  // The caller then does what they do, unless others are in the air.
+  void launch(std::shared_ptr<Flight> flight, bool small = false) {
+    ++num_launched_;
+    bool alone = false;
+    {
+      const std::lock_guard lock(sky_.mutex);
+      alone = sky_.airborne.empty();
+      sky_.airborne.push_back(flight);
+    }
+    const bool here = small && alone;
+    auto task = [this, here, flight = std::move(flight)] { pack(flight, here); };
+    if (held_.on) {
+      held_.tasks.emplace_back(std::move(task));
+    } else if (here) {
+      task();
+    } else {
+      post(pack_lane_, std::move(task));
+    }
+  }
+
+  // Runs `task` after all flights launched so far have landed.
+  void after_landing(Task task) {
+    start_held();
+    {
+      std::unique_lock lock(sky_.mutex);
+      if (sky_.airborne.empty()) {  // at once, so that memory is free when zero_grad() returns
+        lock.unlock();
+        task();
+        return;
+      }
+      sky_.airborne.push_back(nullptr);  // the task has a place in line: a later one must not overtake it
+    }
+    post(pack_lane_, [this, task = std::move(task)] {
+      post(land_lane_, [this, task] {
+        task();
+        const std::lock_guard lock(sky_.mutex);
+        sky_.airborne.pop_front();
+      });
+    });
+  }
+
+  // Waits until all have landed. Returns what went wrong first, now and on every later call; empty if nothing did.
+  std::string drain() {
+    start_held();
+    pack_lane_.drain();
+    land_lane_.drain();
+    const std::lock_guard lock(sky_.mutex);
+    return sky_.error;
+  }
+
+  // What is known to be wrong: the first error, or what has not landed; empty if there is nothing.
+  std::string trouble() {
+    const std::lock_guard lock(sky_.mutex);
+    if (!sky_.error.empty()) return sky_.error;
+    std::string text;
+    for (const auto& flight : sky_.airborne) {
+      if (flight) text += (text.empty() ? "still awaited: " : ", ") + flight->describe();
+    }
+    return text;
+  }
+
+  int64_t num_landed() const { return num_landed_; }
+  int64_t num_launched() const { return num_launched_; }
+  // For tests of overlap: holds every flight back until drain() or after_landing().
+  void set_hold(bool hold) { held_.on = hold; }
+
+  // For `pack` and `land`: runs `body`, and remembers what it throws if nothing went wrong before.
+  template <class Body>
+  void attempt(const Flight& flight, const Body& body) {
+    try {
+      body();
+    } catch (const std::exception& error) {
+      fail(flight, error.what());
+    } catch (...) {
+      fail(flight, "unknown error");
+    }
+  }
+
+  bool failed() {
+    const std::lock_guard lock(sky_.mutex);
+    return !sky_.error.empty() || sky_.aborted;
+  }
+
+  // For `pack`: the flight's messages are on the wire.
+  template <class Pending>
+  void set_pending(Flight& flight, Pending pending) {
+    const std::lock_guard lock(sky_.mutex);
+    flight.pending = std::move(pending);
+    if (sky_.aborted) flight.pending->abort();
+  }
+
+ private:
+  struct Sky {
+    std::mutex mutex;                              // of the three below, and of each flight's `pending`
+    std::deque<std::shared_ptr<Flight>> airborne;  // launched and not landed, in order; null: a task
+    std::string error;                             // what went wrong first
+    bool aborted = false;
+  };
+  struct HeldBack {
+    bool on = false;
+    std::deque<Task> tasks;
+  };
+
+  void post(Lane& lane, Task task) {
+    if (has_threads_) {
+      lane.post(std::move(task));
+    } else {
+      task();
+    }
+  }
+
+  void start_held() {
+    for (auto& task : held_.tasks) post(pack_lane_, std::move(task));
+    held_.tasks.clear();
+  }
+
+  void pack(const std::shared_ptr<Flight>& flight, bool here) {
+    buffers_.acquire();
+    pack_(*flight);
+    if (here) {
+      land(flight);
+    } else {
+      post(land_lane_, [this, flight] { land(flight); });
+    }
+  }
+
+  void land(const std::shared_ptr<Flight>& flight) {
+    land_(*flight);
+    {
+      const std::lock_guard lock(sky_.mutex);
+      flight->pending = nullptr;
+      sky_.airborne.pop_front();
+    }
+    ++num_landed_;
+    buffers_.release();
+  }
+
+  void fail(const Flight& flight, const std::string& reason) {
+    const std::lock_guard lock(sky_.mutex);
+    if (!sky_.error.empty() || sky_.aborted) return;
+    sky_.error = "zerox: the gradients of " + flight.describe() + " did not arrive from all ranks: " + reason;
+  }
+
+  bool has_threads_;  // else whoever posts a task runs it
+  FlightTask pack_;
+  FlightTask land_;
+  std::atomic<int64_t> num_launched_{0};
+  std::atomic<int64_t> num_landed_{0};
+  Sky sky_;
+  HeldBack held_;
+  Slots buffers_{2};
+  Lane land_lane_{"zerox land"};  // destroyed after the lane that posts to it
+  Lane pack_lane_{"zerox pack"};
+};
+
+}  // namespace zx

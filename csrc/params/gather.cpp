@@ -1,0 +1,101 @@
+#include "params/gather.h"
+
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
+
+#include <algorithm>
+#include <exception>
+#include <utility>
+
+#include "check.h"
+#include "lanes/ranges.h"
+#include "params/read_guard.h"
+
+namespace zx {
+namespace {
+
+// Empty if nothing goes wrong.
+template <class Body>
+std::string error_of(const Body& body) {
+  try {
+    body();
+  } catch (const std::exception& error) {
+    return reason_of(error);
+  }
+  return "";
+}
+
+}  // namespace
+
+Gather::Gather(GatherNames names, std::shared_ptr<Bucket> bucket, at::Tensor flat, Exchange& exchange)
+    : names_(names), bucket_(std::move(bucket)), flat_(std::move(flat)) {
+  const Range range(names_.start, bucket_->index);
+  const std::string error = error_of([&] { pending_ = exchange.gather(flat_); });
+  if (!error.empty()) fail(error);
+}
+
+void Gather::fail(const std::string& reason) const {
+  TORCH_CHECK(false, "zerox: ", names_.what, " of ", bucket_->describe(), " did not arrive from all ranks: ", reason);
+}
+
+void Gather::wait(bool is_use) {
+  static std::atomic<int64_t> waits{0};
+  std::unique_lock lock(mutex_, std::defer_lock);
+  if (on_host()) {
+    take_in();
+  } else {
+    lock.lock();
+    wait_on_stream();
+  }
+  int64_t never = 0;
+  if (is_use && first_wait_ == 0) first_wait_.compare_exchange_strong(never, ++waits);
+  if (!error_.empty()) fail(error_);
+}
+
+void Gather::take_in() {
+  std::call_once(taken_in_, [this] { receive(); });
+}
+
+// Under the lock.
+void Gather::wait_on_stream() {
+  const c10::Stream here = c10::impl::VirtualGuardImpl(flat_.device().type()).getStream(flat_.device());
+  if (!error_.empty() || std::find(waited_.begin(), waited_.end(), here) != waited_.end()) return;
+  receive();
+  waited_.push_back(here);
+}
+
+// What goes wrong is kept, for everyone who waits.
+void Gather::receive() {
+  const Range range(names_.wait, bucket_->index);
+  const at::AutoDispatchBelowADInplaceOrView no_autograd;
+  const ReadGuard::Pause ours;
+  error_ = error_of([this] { pending_->wait(); });
+  if (progress_ == Progress::on_its_way) progress_ = Progress::taken_in;
+}
+
+void Gather::check_arrived() const {
+  if (progress_ == Progress::on_its_way) {
+    fail("they were on their way when this process was forked. Call optimizer.synchronize() before such a fork");
+  }
+  if (!error_.empty()) fail(error_);
+}
+
+// See Note [Neighbours read late].
+void Gather::give() {
+  take_in();  // others may wait for this rank to have read theirs
+  std::call_once(given_once_, [this] {
+    given_error_ = error_.empty() ? error_of([this] { pending_->wait_for_readers(); }) : error_;
+    progress_ = Progress::given;
+  });
+}
+
+void Gather::wait_for_readers() {
+  if (on_host()) {
+    give();
+  } else {
+    given_error_ = error_of([this] { pending_->wait_for_readers(); });
+  }
+  if (!given_error_.empty()) fail(given_error_);
+}
+
+}  // namespace zx

@@ -1,0 +1,82 @@
+// A bucket's slices on their way to all ranks.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <c10/core/Stream.h>
+
+#include <atomic>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "buckets/bucket.h"
+#include "exchange/exchange.h"
+
+namespace zx {
+
+// What arrives, for errors; and the ranges that profilers see.
+struct GatherNames {
+  const char* what;
+  const char* start;
+  const char* wait;
+};
+
+// Note [Neighbours read late]
+// On one machine a slice is not sent: the others read it from where it lies, when they get to it. Until they have,
+// whoever writes a parameter has to wait for them, as finish() does before the next step.
+
+// Any thread may call any of these.
+class Gather {
+ public:
+  // Starts sending this rank's slice of `flat` to all others. On an accelerator it is the current stream that waits.
+  Gather(GatherNames names, std::shared_ptr<Bucket> bucket, at::Tensor flat, Exchange& exchange);
+
+  // Returns when `flat` is whole; on an accelerator, for the current stream. Throws, naming the parameters, if it never
+  // will be. `is_use`: somebody is known to read it.
+  void wait(bool is_use = true);
+
+  // On the CPU: the same for who does not need it yet; and returns when nobody reads this rank's slice any more. Throws
+  // nothing.
+  void take_in();
+  void give();
+
+  // After wait(): returns when nobody reads this rank's slice any more. Throws as wait().
+  void wait_for_readers();
+
+  // In a forked child: throws, naming the parameters, unless `flat` was whole when the child was made.
+  void check_arrived() const;
+
+  // False: there was nothing to send.
+  bool is_under_way() const { return pending_ != nullptr; }
+
+  int64_t bucket() const { return bucket_->index; }
+  std::string describe() const { return bucket_->describe(); }
+  const at::Tensor& flat() const { return flat_; }
+
+  int64_t first_wait() const { return first_wait_; }  // 0: nobody has waited; else later ones have larger numbers
+  bool on_host() const { return flat_.device().is_cpu(); }
+  bool has_arrived() const { return on_host() && progress_ != Progress::on_its_way && error_.empty(); }
+  bool is_over() const { return on_host() && first_wait_ != 0 && progress_ == Progress::given; }
+
+ private:
+  void receive();
+  void wait_on_stream();
+  [[noreturn]] void fail(const std::string& reason) const;
+
+  GatherNames names_;
+  std::shared_ptr<Bucket> bucket_;
+  at::Tensor flat_;
+  std::shared_ptr<Pending> pending_;
+  std::once_flag taken_in_;  // by who comes first
+  std::string error_;
+  std::once_flag given_once_;
+  std::string given_error_;
+  enum class Progress { on_its_way, taken_in, given };
+  std::atomic<Progress> progress_{Progress::on_its_way};
+  std::atomic<int64_t> first_wait_{0};
+  std::mutex mutex_;                 // on an accelerator: of `waited_`, and of `error_`
+  std::vector<c10::Stream> waited_;  // streams that are behind the arrival
+};
+
+}  // namespace zx

@@ -1,0 +1,44 @@
+#include "params/own_storage.h"
+
+#include <ATen/ops/from_blob.h>
+#include <ATen/ops/record_stream_ops.h>
+#include <torch/library.h>
+
+namespace zx {
+namespace {
+
+void let_go(void* buffer) { delete static_cast<c10::Storage*>(buffer); }
+
+// The buffer's storage; null for all other tensors.
+const c10::Storage* buffer_of(const at::Tensor& tensor) {
+  if (!tensor.has_storage()) return nullptr;
+  const c10::DataPtr& data = tensor.storage().data_ptr();
+  return data.get_deleter() == &let_go ? static_cast<const c10::Storage*>(data.get_context()) : nullptr;
+}
+
+// As torch's, for memory that the device's allocator knows.
+void record_stream(c10::DispatchKeySet keys, at::Tensor& self, c10::Stream stream) {
+  at::Tensor known = self;
+  if (const c10::Storage* buffer = buffer_of(self)) {
+    known = at::detail::make_tensor<c10::TensorImpl>(c10::Storage(*buffer), self.key_set(), self.dtype());
+  }
+  at::_ops::record_stream::redispatch(keys & c10::after_ADInplaceOrView_keyset, known, stream);
+}
+
+TORCH_LIBRARY_IMPL(aten, ADInplaceOrView, m) { m.impl("record_stream", &record_stream); }
+
+}  // namespace
+
+at::Tensor with_own_storage(const at::Tensor& view) {
+  TORCH_INTERNAL_ASSERT(view.is_non_overlapping_and_dense());
+  return at::for_blob(view.mutable_data_ptr(), view.sizes())
+      .strides(view.strides())
+      .context(new c10::Storage(view.storage()), &let_go)
+      .target_device(view.device())
+      .options(view.options().requires_grad(false))
+      .make_tensor();
+}
+
+bool has_own_storage(const at::Tensor& tensor) { return buffer_of(tensor) != nullptr; }
+
+}  // namespace zx

@@ -1,0 +1,40 @@
+#include "params/params.h"
+
+#include <numeric>
+
+namespace zx {
+
+Params::Params(std::shared_ptr<Buckets> buckets, std::shared_ptr<Exchange> exchange)
+    : buckets_(std::move(buckets)),
+      exchange_(std::move(exchange)),
+      gathers_({"the updated parameters", "gather", "gather_wait"}) {}
+
+void Params::start_gather(int64_t bucket, bool background) {
+  const auto& started = buckets_->all.at(bucket);
+  gathers_.start(started, started->flat, *exchange_, background);
+}
+
+void Params::forget_order() {
+  proposed_.clear();
+  agreed_.clear();
+}
+
+std::vector<int64_t> Params::order() const {
+  if (!agreed_.empty()) return agreed_;
+  std::vector<int64_t> order(buckets_->all.size());
+  std::iota(order.begin(), order.end(), 0);
+  return order;
+}
+
+std::vector<std::pair<int64_t, int64_t>> Params::moved() const {
+  std::vector<std::pair<int64_t, int64_t>> found;
+  for (const auto& bucket : buckets_->all) {
+    for (size_t slot = 0; slot < bucket->slots.size(); ++slot) {
+      if (!bucket->slots[slot].home.has(bucket->slots[slot].param))
+        found.emplace_back(bucket->index, static_cast<int64_t>(slot));
+    }
+  }
+  return found;
+}
+
+}  // namespace zx
