@@ -21,6 +21,7 @@ struct Hooks {
   AccumulatorNode accumulator{};  // the parameter holds it weakly: without this the hooks would go
   torch::autograd::FunctionPreHook* before = nullptr;
   uintptr_t after = 0;
+  int between = 0;  // threads that are between the two: each accumulates into p.grad
 };
 
 // Remembers which tensor p.grad was. Held weakly, which keeps its address from being another tensor's.

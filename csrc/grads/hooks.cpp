@@ -68,7 +68,8 @@ void Backward::remove_hooks(Slot& slot) {
 
 void Backward::before_accumulate(Slot& slot) {
   const Locked lock(buckets_->mutex);
-  placement_->before_accumulate(slot, lock);
+  // Who comes while another thread accumulates finds what that one left.
+  if (slot.hooks.between++ == 0) placement_->before_accumulate(slot, lock);
 }
 
 void Backward::after_accumulate(Bucket& bucket, Slot& slot) {
@@ -77,6 +78,7 @@ void Backward::after_accumulate(Bucket& bucket, Slot& slot) {
     return;
   }
   const Locked lock(buckets_->mutex);
+  if (slot.hooks.between > 0) --slot.hooks.between;
   const at::Tensor& grad = slot.param.grad();
   if (!grad.defined()) return;  // a hook of the user's took it away
   TORCH_CHECK(grad.layout() == at::kStrided, "zerox: ", refusal_of(slot));

@@ -32,6 +32,7 @@ Taken ShardedGrads::take(Slot& slot, const Locked& /*lock*/) {
   slot.held = grad.defined();
   slot.replace = false;
   slot.zeroed = false;
+  slot.hooks.between = 0;  // an accumulation that raised has no end
   slot.seen.local.forget();
   if (taken.replace) slot.seen.scaled.forget();  // the placeholder is the same one again
   if (!is_real) return taken;

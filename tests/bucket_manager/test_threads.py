@@ -5,6 +5,7 @@ See Note [Locks] in csrc/buckets/buckets.h."""
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -108,18 +109,23 @@ def test_threads_that_look_on_neither_stop_nor_change_a_training(stage: int) -> 
 
 
 def train_in_threads(rank: int, _: int, stage: int, num_threads: int) -> list[Tensor]:
-    """16 backwards through all layers inside no_sync(), by some threads at once. Gradients are whole numbers, whose sum
-    is the same in any order."""
+    """A backward whose gradient leaves, and 16 through all layers inside no_sync(), by some threads at once. Gradients
+    are whole numbers, whose sum is the same in any order."""
     training = Training(rank, stage)
+    for param in training.model.parameters():  # the other threads come while one has written p.grad
+        param.register_post_accumulate_grad_hook(lambda _: time.sleep(0.002))
 
     def backwards(seeds: range) -> None:
         for seed in seeds:
             x = torch.randint(-8, 8, (4, training.model.width), generator=torch.Generator().manual_seed(seed)) + rank
             sum(layer(x.float()).sum() for layer in training.model.layers).backward()
 
-    for step in range(6):
+    for step in range(3):
+        first_seed = 100 * step
+        backwards(range(first_seed, first_seed + 1))
+        training.optimizer.synchronize()
         with training.optimizer.no_sync():
-            shares = [range(100 * step + first, 100 * step + 16, num_threads) for first in range(num_threads)]
+            shares = [range(first_seed + 1 + first, first_seed + 17, num_threads) for first in range(num_threads)]
             threads = [threading.Thread(target=backwards, args=(share,)) for share in shares]
             for thread in threads:
                 thread.start()
@@ -131,7 +137,7 @@ def train_in_threads(rank: int, _: int, stage: int, num_threads: int) -> list[Te
 
 
 @both_stages
-def test_backwards_of_several_threads_at_once_add_up_inside_no_sync(stage: int) -> None:
+def test_backwards_of_several_threads_at_once_add_to_what_has_left(stage: int) -> None:
     at_once = run_ranks(train_in_threads, 2, stage, 4)
     for ours, theirs in zip(at_once, run_ranks(train_in_threads, 2, stage, 1), strict=True):
         assert all(same_bits(a, b) for a, b in zip(ours, theirs, strict=True))
