@@ -110,7 +110,7 @@ def arguments(way: Way) -> dict[str, Any]:
     """The constructor's. KeyError or ValueError for a value that nobody has said how to make."""
     found = {name: _made(name, value) for name, value in way.items() if name not in ELSEWHERE}
     if way["lr"] == "a tensor":
-        found["lr"] = torch.tensor(RATE, device=way["device"] if way["device"] == "cuda" else "cpu")
+        found["lr"] = torch.tensor(RATE)
     return found
 
 
@@ -145,7 +145,7 @@ class Training:
     """One rank's. ``device`` stands for the way's where it is another."""
 
     def __init__(self, rank: int, way: Way, device: torch.device | None = None) -> None:
-        self.rank, self.way = rank, way
+        self.rank, self.way, self.steps_made = rank, way, 0
         self.dtype: torch.dtype = getattr(torch, way["parameters"])
         self.device = torch.device(way["device"]) if device is None else device
         self.model = Scales(NUMELS, seed=0).to(self.device, self.dtype)
@@ -165,18 +165,22 @@ class Training:
         generator = torch.Generator().manual_seed(1000 * self.rank + 10 * step + micro)
         return [torch.randn(numel, generator=generator).to(self.device, self.dtype) for numel in NUMELS]
 
-    def run(self) -> None:
-        for step in range(STEPS):
-            self.backwards(step)
-            self.optimizer.step()
+    def run(self, step: Callable[[Training], None] | None = None) -> None:
+        for number in range(STEPS):
+            self.backwards(number)
+            self.optimizer.step() if step is None else step(self)
             self.optimizer.zero_grad()
+            self.steps_made += 1
         self.optimizer.synchronize()
 
     def digests(self) -> tuple[str, str]:
         """Of all bits of the parameters, and on rank 0 of the whole state."""
         state = self.optimizer.full_state_dict(to=0).get("state", {})
         kept = [value for _, entry in sorted(state.items()) for _, value in sorted(entry.items())]
-        return digest(list(self.model.parameters())), digest(kept)
+        return self.digest_of_params(), digest(kept)
+
+    def digest_of_params(self) -> str:
+        return digest(list(self.model.parameters()))
 
 
 def digest(tensors: Sequence[Tensor]) -> str:

@@ -312,7 +312,7 @@ SHOWN: dict[frozenset[Setting], Callable[[Way], None]] = {
 }
 
 
-BUTS = [pair for pair in pairs_with(But) if not needs_accelerator(way_of(*pair) or {"device": "none"})]
+BUTS = [pair for pair in pairs_with(But) if not needs_accelerator(way_of(*pair) or {"device": "cuda"})]
 
 
 @pytest.mark.parametrize("pair", BUTS, ids=name_of)
