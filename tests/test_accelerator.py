@@ -33,4 +33,4 @@ def test_passes_on_the_fake_accelerator(file: str) -> None:
 
 
 def test_there_is_something_to_run() -> None:
-    assert len(FILES) == 7, FILES
+    assert len(FILES) == 8, FILES

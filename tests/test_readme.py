@@ -16,6 +16,7 @@ import torch
 import zerox
 from bench import report
 from zerox import environment
+from zerox.plan import combinations
 from zerox.state.optimizer_state import OptimizerState
 
 README = Path(__file__).parents[1] / "README.md"
@@ -52,6 +53,12 @@ def test_the_table_of_environment_variables_is_the_one_of_zerox_env() -> None:
     printed = subprocess.run([sys.executable, "-m", "zerox", "env"], capture_output=True, text=True).stdout
     for variable in environment.VARIABLES:
         assert re.search(rf"^  {variable.name} .*{re.escape(variable.meaning)}$", printed, re.M)
+
+
+def test_the_table_of_options_is_the_one_of_zerox_options() -> None:
+    printed = subprocess.run([sys.executable, "-m", "zerox", "options"], capture_output=True, text=True, check=True)
+    assert printed.stdout.strip() == combinations.rows()
+    assert combinations.rows() in (DOCS / "usage.md").read_text(), "python -m zerox options prints what should be there"
 
 
 def test_every_variable_of_zerox_that_something_reads_is_in_the_table() -> None:

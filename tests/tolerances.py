@@ -16,6 +16,10 @@ CUDA_MOMENT_ULPS = 2
 # Against the rule in float64: relative error of the update that fp32 arithmetic may make, in its own epsilons.
 FP64_REFERENCE_EPSILONS = 8
 
+# 8-bit moments beside torch's: half of the widest gap between two magnitudes of the map (0.9 in 64 parts, csrc/math/
+# dynamic_map.h), in units of their block's scale. With bf16 ones: the unit in the last place, as they round at random.
+HALF_GAP_8BIT = 0.9 / 64 / 2
+
 # Norms of orders other than 1, 2 and infinity go through the device's pow() in float64, whose last bits are its own.
 POW_NORM_RTOL = 1e-12
 
@@ -58,3 +62,14 @@ def assert_one_step_bound(
         assert off.max() <= moment_ulps, f"{name} is {off.max():.0f} ulp off"
     excess = (after.double() - expected.double()).abs() - one_step_allowance(before, expected, decay)
     assert not (excess > 0).any(), f"a parameter is {float(excess.max()):.3g} over the bound"
+
+
+def assert_stored_bound(name: str, stored: torch.dtype, ours: Tensor, theirs: Tensor, scales: Tensor | None) -> None:
+    """Moments as they are stored beside torch's: ``ours`` are decoded, ``scales`` those of 8-bit ones."""
+    rounding = torch.zeros(())
+    if stored is torch.bfloat16:
+        rounding = ulp(torch.maximum(ours.abs(), theirs.abs()).to(torch.bfloat16))
+    elif scales is not None:
+        rounding = HALF_GAP_8BIT * scales.double().abs().repeat_interleave(256)[: ours.numel()]
+    off = (ours.double() - theirs.double()).abs() - rounding.double()
+    assert (off <= MOMENT_ULPS * ulp(theirs)).all(), f"{name} is over the bound by {float(off.max()):.3g}"

@@ -1,4 +1,4 @@
-"""Command line: python -m zerox env, python -m zerox convert"""
+"""Command line: python -m zerox env, python -m zerox convert, python -m zerox options"""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 from zerox.environment import VARIABLES
+from zerox.plan import combinations
 
 Fact = tuple[str, object]  # a name with its value, or with a function that finds it
 
@@ -124,6 +125,12 @@ def convert(args: argparse.Namespace) -> int:
     return 0
 
 
+def options(_: argparse.Namespace) -> int:
+    """Prints which options go together."""
+    print(combinations.rows())
+    return 0
+
+
 def parser() -> argparse.ArgumentParser:
     """A subcommand is a function from the parsed arguments to the exit status, registered here."""
     top = argparse.ArgumentParser(prog="python -m zerox", description="Tools around the zerox optimizer.")
@@ -131,6 +138,9 @@ def parser() -> argparse.ArgumentParser:
 
     command = commands.add_parser("env", help="print versions, build and machine, for a bug report")
     command.set_defaults(run=env)
+
+    command = commands.add_parser("options", help="print which of the optimizer's options go together")
+    command.set_defaults(run=options)
 
     command = commands.add_parser(
         "convert",

@@ -12,7 +12,7 @@ import torch
 from zerox.flow.inside import Inside
 from zerox.grad_dtype import grad_dtype_of
 from zerox.memory.stored import stored_bytes
-from zerox.options import Options, check_params, named_tensors
+from zerox.options import Options, check_params, named_tensors, parameter_words
 from zerox.plan.buckets import BucketPlan
 from zerox.plan.peak import Flow, peak_alone, peak_of_sharded, peak_of_whole
 from zerox.plan.stage import SHARDED
@@ -82,7 +82,7 @@ def estimate(
     trained = [(name, tensor, asked | group) for name, tensor, group in everything if tensor.requires_grad]
     tensors = [tensor for _, tensor, _ in trained]
     check_params([name for name, _, _ in trained], tensors, allocated=False)
-    chosen.check_dtypes(tensor.dtype for tensor in tensors)
+    chosen.check_pairs(options, parameters=parameter_words(tensor.dtype for tensor in tensors), backend={backend})
 
     on_host = backend == "gloo" and all(tensor.device.type in ("cpu", "meta") for tensor in tensors)
     sharded = chosen.placements.grads is SHARDED

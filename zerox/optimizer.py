@@ -105,7 +105,7 @@ class FusedShardedAdam(OptimizerState):
             members = list(members_of(self.param_groups))
             check_params([m.name for m in members], [m.param for m in members])
             device = members[0].param.device if members else torch.device("cpu")
-            self._options.check_device(device)
+            self._options.check_pairs({}, device={device.type})
             self._ranks = find_ranks(process_group, device, roll_call)
         with self._ranks.failure_told():
             self._grads = Grads(self._ranks, self._options.placements, reduce_dtype, keeps_shards=capturable)
@@ -230,6 +230,7 @@ class FusedShardedAdam(OptimizerState):
         replay of a CUDA graph, what was compiled ahead of time), and this method again when modules were added.
         """
         self._gather.wait()
+        self._check_pairs([], overlaps=model is not None)
         self._overlap = None if model is None else GatherOverlap(self._gather, self._buckets, model)
 
     @property
@@ -288,13 +289,17 @@ class FusedShardedAdam(OptimizerState):
         adam.ADAM.check(group)
         self._options.check_group(group)
 
+    def _check_pairs(self, added: Sequence[Member], overlaps: bool) -> None:
+        trained = [*added, *(m for bucket in self._buckets for m in bucket.members)]
+        dtypes = {m.param.dtype for m in trained}
+        self._options.check_trained(self.param_groups, self._all_ranks, dtypes, overlaps)
+
     def _adopt(self, members: Sequence[Member]) -> None:
         """Makes buckets for the trainable ones of ``members``; watches the others. Collective."""
         ranks = self._all_ranks
         trained = [m for m in members if m.param.requires_grad]
         with ranks.refusals_told():
-            known = [m for bucket in self._buckets for m in bucket.members]
-            self._options.check_dtypes(m.param.dtype for m in [*trained, *known])
+            self._check_pairs(trained, self._overlap is not None)
         ranks.check_same(list(terms(self._options, self.param_groups, members)))
         with ranks.failure_told():
             self._take_over(members, trained)

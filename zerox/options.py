@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -11,12 +11,16 @@ from torch import Tensor
 from torch.nn.parameter import is_lazy
 
 from zerox._ext import cuda_refusal
-from zerox.grad_dtype import can_be_set, grad_dtype_of
+from zerox.grad_dtype import NARROW, can_be_set, grad_dtype_of
 from zerox.model_names import quoted
+from zerox.plan import combinations
 from zerox.plan.buckets import MIB, BucketPlan, ParamSpec, default_cap_bytes, plan_buckets
+from zerox.plan.combinations import CHOICES
 from zerox.plan.form import BFLOAT16, EIGHT_BIT, FLOAT32, FLOAT64, Form
 from zerox.plan.layout import SMALL_NUMEL
-from zerox.plan.stage import SHARDED, Stage, stage_of
+from zerox.plan.stage import Stage, stage_of
+from zerox.ranks.group import Ranks
+from zerox.ranks.process_group import ALONE
 from zerox.rules.rule import MASTER, REMAINDER, StateSpec
 
 PARAM_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -56,8 +60,7 @@ class Options:
             raise ValueError(f"state_dtype must be one of {tuple(STATE_FORMS)}, got {self.state_dtype!r}")
         if self.master_weights not in MASTER_WEIGHTS:
             raise ValueError(f"master_weights must be one of {MASTER_WEIGHTS}, got {self.master_weights!r}")
-        if self.capturable and self.placements.grads is not SHARDED:
-            raise ValueError(f"capturable=True needs stage=2, got stage={self.stage}: p.grad has no lasting address")
+        self.check_pairs({})
 
     def check_group(self, group: Mapping[str, Any]) -> None:
         """ValueError for an option of the whole optimizer in a param group, unless it says what holds in any case."""
@@ -67,6 +70,7 @@ class Options:
                     f"{name}={group[name]!r} in a param group would have no effect: it is an option of the whole "
                     f"optimizer, pass {name} to its constructor"
                 )
+        self.check_pairs(group)
 
     @property
     def placements(self) -> Stage:
@@ -80,24 +84,28 @@ class Options:
     def wire_dtype(self, param_dtype: torch.dtype) -> torch.dtype:
         return self.reduce_dtype or param_dtype
 
-    def check_dtypes(self, dtypes: Iterable[torch.dtype]) -> None:
-        """``master_weights="remainder"`` must fit the parameters that are trained."""
-        found = set(dtypes)
-        if self.master_weights == "remainder" and (torch.bfloat16 not in found or torch.float16 in found):
-            others = [each for each in MASTER_WEIGHTS if each != self.master_weights]
-            raise ValueError(
-                f'master_weights="remainder" is for bfloat16 parameters (allowed with others: {others}), got '
-                f"parameters of {sorted(map(str, found))}"
-            )
+    def check_pairs(self, others: Mapping[str, Any], **facts: Collection[str]) -> None:
+        """Raises for two that zerox.plan.combinations refuses: of these options, ``others``, and facts in its words."""
+        combinations.check({**_chosen(vars(self)), **_chosen(others), **facts})
 
-    def check_device(self, device: torch.device) -> None:
-        """``capturable`` is for parameters that CUDA graphs can hold."""
-        if self.capturable and device.type != "cuda":
-            raise ValueError(f"capturable=True needs CUDA parameters, got parameters on {device}")
+    def check_trained(
+        self, groups: Iterable[Mapping[str, Any]], ranks: Ranks, dtypes: Iterable[torch.dtype], overlaps: bool
+    ) -> None:
+        """The same of an optimizer that has its ranks. ``dtypes``: of what is trained."""
+        facts = {
+            "parameters": parameter_words(dtypes),
+            "device": {ranks.device.type},
+            "process_group": {_word("process_group", ALONE if ranks.size == 1 and not ranks.why_alone else None)},
+            "backend": {ranks.backend},
+            "ZEROX_EXCHANGE": {ranks.exchange},
+            "overlap_gather": {"called" if overlaps else "not called"},
+        }
+        for group in groups:
+            self.check_pairs(group, **facts)
 
     def masters(self, param_dtype: torch.dtype) -> list[StateSpec]:
         """How the exact value of a parameter is kept: 32- and 64-bit ones need nothing beside themselves."""
-        if param_dtype not in (torch.bfloat16, torch.float16) or self.master_weights is None:
+        if param_dtype not in NARROW or self.master_weights is None:
             return []
         if self.master_weights == "auto":
             return [REMAINDER if param_dtype is torch.bfloat16 else MASTER]
@@ -120,6 +128,27 @@ class Options:
             dtype, grads = str(param.dtype), str(grad_dtype_of(param, self.accumulate_dtype))
             specs.append(ParamSpec(name, param.numel(), dtype, param.element_size(), self.state_form(param), grads))
         return plan_buckets(specs, world_size, self.cap_bytes(backend, world_size))
+
+
+def _chosen(options: Mapping[str, Any]) -> dict[str, set[str]]:
+    return {name: {_word(name, value)} for name, value in options.items() if name in CHOICES}
+
+
+def _word(option: str, value: Any) -> str:
+    """What zerox.plan.combinations calls a value of one of its options."""
+    if option == "process_group":
+        return f'"{ALONE}"' if value == ALONE else "a group"
+    word = f'"{value}"' if isinstance(value, str) else str(value)
+    if word in CHOICES[option].values:
+        return word
+    return "a tensor" if isinstance(value, Tensor) else "a number"
+
+
+def parameter_words(dtypes: Iterable[torch.dtype]) -> set[str]:
+    """What zerox.plan.combinations calls a model's parameters: 16-bit ones decide, if there are any."""
+    found = set(dtypes) or {torch.float32}
+    narrow = {each for each in found if each in NARROW}
+    return {str(each).removeprefix("torch.") for each in narrow or found}
 
 
 OF_OPTIMIZER = (*(field.name for field in fields(Options)), "process_group")

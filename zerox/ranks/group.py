@@ -18,6 +18,7 @@ from torch.distributed.distributed_c10d import Store
 
 from zerox import _C as C
 from zerox._C import ExchangeKind, Whereabouts
+from zerox.plan import combinations
 from zerox.ranks.forks import leave_to_parent
 from zerox.ranks.neighbours import find_neighbours
 from zerox.ranks.process_group import GroupArgument, check_still_alone, chosen_group, why_alone
@@ -277,13 +278,12 @@ def _with_neighbours(ranks: Ranks) -> Ranks:
 def _backend(group: dist.ProcessGroup, device: torch.device) -> str:
     """The name of what moves tensors of ``device`` in this group: gloo takes an accelerator's through the host."""
     for type_ in dict.fromkeys([device.type, "cpu"]):
-        try:
+        with contextlib.suppress(RuntimeError):  # there is none for this device type
             name = group._get_backend(torch.device(type_)).name()
-        except RuntimeError:  # none for this device type
-            continue
-        if name in ("gloo", "nccl"):
-            return str(name)
+            if name in ("gloo", "nccl"):
+                return str(name)
     name, _ = dist.distributed_c10d._world.pg_map.get(group, (group.name(), None))
+    combinations.check({"backend": {name}, "device": {device.type}})
     raise ValueError(f"process_group: its backend is {name}, and tensors on {device} need nccl or gloo")
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
+from zerox.plan import combinations
 from zerox.rules.rule import Column, Rule, StateSpec
 
 KIND = "decoupled_weight_decay"  # AdamW, or Adam with L2
@@ -35,8 +36,7 @@ def check_flags(flags: Mapping[str, Any]) -> None:
     differentiable=True ValueError."""
     if flags.get("fused") and flags.get("differentiable"):
         raise RuntimeError("`fused` does not support `differentiable`")
-    if flags.get("fused") and flags.get("foreach"):
-        raise RuntimeError("`fused` and `foreach` cannot be `True` together.")
+    combinations.check({name: {str(bool(flags.get(name)))} for name in ("foreach", "fused")})
     if flags.get("differentiable"):
         raise ValueError("differentiable=True: zerox updates parameters below autograd; use torch.optim.AdamW for that")
 

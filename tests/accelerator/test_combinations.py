@@ -1,0 +1,147 @@
+"""Pairs of options with parameters on an accelerator, which tests/optimizer/test_combinations.py leaves out.
+
+A captured step() is one that is told it is being captured, as in test_capturable.py.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from tests.accelerator.fake import expect_no_races, machine, run_fake_ranks
+from tests.optimizer.combined import (
+    STEPS,
+    Pair,
+    Training,
+    Way,
+    needs_accelerator,
+    not_refused,
+    outcome,
+    pairs_with,
+    plain_twin,
+    trained,
+    way_of,
+    ways,
+)
+from tests.ranks import run_ranks
+from zerox import FusedShardedAdam
+from zerox import optimizer as optimizer_module
+from zerox.flow.capture import is_capturing
+from zerox.plan.combinations import But, Setting, some
+from zerox.ranks.group import Ranks
+
+pytestmark = pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream does not match")
+HERE = threading.local()  # of the rank that this thread is
+
+
+@pytest.fixture(autouse=True)
+def any_device(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
+    """FusedShardedAdam takes the fake accelerator's tensors, and its ranks."""
+    monkeypatch.setattr(optimizer_module, "find_ranks", lambda *_: HERE.ranks)
+    monkeypatch.setattr(optimizer_module, "check_params", lambda *_: None)
+    monkeypatch.setattr(optimizer_module, "is_capturing", lambda *_: HERE.captures)
+    monkeypatch.setattr(Ranks, "broadcast", lambda *_: None)  # which the backend has not: they are the same already
+    machine().take_races()
+    yield monkeypatch
+    expect_no_races()
+
+
+def step_of(training: Training) -> None:
+    """Captured where it may be, but for the first one."""
+    HERE.captures = training.way["capturable"] == "True" and training.steps_made > 0
+    if HERE.captures:
+        training.optimizer.synchronize()
+    training.optimizer.step()
+    HERE.captures = False
+
+
+def train_here(ranks: Ranks, way: Way) -> str:
+    HERE.ranks, HERE.captures = ranks, False
+    training = Training(ranks.rank, way, ranks.device)
+    training.run(step_of)
+    return training.digest_of_params()
+
+
+def kind_of(way: Way, world_size: int) -> str:
+    if world_size == 1 or way["process_group"] == '"alone"':
+        return "alone"
+    if way["backend"] == "gloo":
+        return "staged"
+    return "native" if way["ZEROX_EXCHANGE"] == "native" else "direct"
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_pairs_on_an_accelerator_train_with_the_bits_of_the_cpu(world_size: int) -> None:
+    many = [way for way in ways(accelerator=True) if world_size == 2 or way["backend"] == "nccl"]
+    twins = {tuple(twin.values()): twin for twin in map(plain_twin, many)}
+    digests = run_ranks(trained, world_size, list(twins.values()), timeout_s=300)[0]
+    expected = dict(zip(twins, digests, strict=True))
+    wrong = []
+    for way in many:
+        params, _ = expected[tuple(plain_twin(way).values())]
+        kind = kind_of(way, world_size)
+        found = outcome(lambda way=way, kind=kind: run_fake_ranks(train_here, 1 if kind == "alone" else 2, kind, way))
+        if found != [params] * len(found):
+            wrong.append(f"{way}: {found}")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_every_pair_that_needs_an_accelerator_is_drawn() -> None:
+    drawn = [set(way.items()) for way in ways(accelerator=True)]
+    for pair in not_refused():
+        way = way_of(*pair)
+        if way is not None and needs_accelerator(way):
+            assert any({(each.option, each.value) for each in pair} <= way for way in drawn)
+
+
+# ---- pairs with a But
+
+
+def raises_where_it_is_captured(way: Way, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    over_gloo = Ranks(0, 2, "gloo", "direct", None, None, torch.device("cuda"))
+    HERE.ranks = Ranks.alone()
+    manager = FusedShardedAdam([torch.nn.Parameter(torch.ones(3))]).inside.manager
+    with pytest.raises(RuntimeError, match=r"can't be captured over gloo.*use nccl"):
+        is_capturing(over_gloo, True, manager)
+
+
+def hides_nothing(way: Way, monkeypatch: pytest.MonkeyPatch) -> None:
+    def left_after(ranks: Ranks) -> list[int]:
+        HERE.ranks, HERE.captures = ranks, False
+        training = Training(ranks.rank, way, ranks.device)
+        left = []
+
+        def step(training: Training) -> None:
+            step_of(training)
+            left.append(len(training.optimizer.inside.manager.missing_gathers))
+
+        training.run(step)
+        return left
+
+    for left in run_fake_ranks(left_after, 2, "native"):
+        assert left[0] > 0, "a step that is not captured hides its gather"
+        assert left[1:] == [0] * (STEPS - 1)
+
+
+SHOWN: dict[frozenset[Setting], Callable[[Way, Any], None]] = {
+    frozenset(some("capturable", "True") + some("backend", "gloo")): raises_where_it_is_captured,
+    frozenset(some("capturable", "True") + some("overlap_gather", "called")): hides_nothing,
+}
+BUTS = [pair for pair in pairs_with(But) if needs_accelerator(way_of(*pair) or {"device": "cpu"})]
+
+
+@pytest.mark.parametrize("pair", BUTS, ids=lambda pair: " with ".join(map(str, pair)))
+def test_a_but_is_what_the_table_says(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert frozenset(pair) in SHOWN, "nothing shows it"
+    way = way_of(*pair)
+    assert way is not None
+    SHOWN[frozenset(pair)](way, monkeypatch)
+
+
+def test_what_is_shown_is_in_the_table() -> None:
+    assert set(SHOWN) == set(map(frozenset, BUTS))

@@ -1,0 +1,327 @@
+"""Every pair of options does what zerox/plan/combinations.py says of it. The pairs are drawn from that table.
+
+Those with parameters on an accelerator are drawn by tests/accelerator/test_combinations.py.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import itertools
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from tests.optimizer.combined import (
+    ELSEWHERE,
+    Pair,
+    Training,
+    Way,
+    arguments,
+    exchange_of,
+    needs_accelerator,
+    not_refused,
+    outcome,
+    pairs_with,
+    plain_twin,
+    train,
+    trained,
+    way_of,
+    ways,
+)
+from tests.ranks import run_ranks
+from zerox import FusedShardedAdam, estimate
+from zerox.options import ACCUMULATE_DTYPES, MASTER_WEIGHTS, PARAM_DTYPES, REDUCE_DTYPES, STATE_FORMS, _word
+from zerox.plan import combinations
+from zerox.plan.combinations import CHOICES, But, Choice, Refused, Row, Setting, pairs, some, verdict
+from zerox.plan.stage import STAGES
+from zerox.ranks.group import EXCHANGES
+
+OF_RANKS = ("process_group", "backend", "ZEROX_EXCHANGE")  # one rank alone asks none of these
+# What each rank does with its shard, once it has the gradient: for these one rank is enough.
+OF_SHARDS = (
+    "state_dtype", "master_weights", "capturable", "lr", "amsgrad", "maximize", "decoupled_weight_decay", "foreach",
+    "fused",
+)  # fmt: skip
+NO_CHOICES = {"params", "betas", "eps", "weight_decay", "differentiable"}  # numbers, and what can only be False
+
+
+def name_of(pair: Pair) -> str:
+    return " with ".join(map(str, pair))
+
+
+def said_of(way: Way) -> str:
+    return ", ".join(str(Setting(*item)) for item in way.items() if item[1] != first_of(item[0]))
+
+
+# ---- the table
+
+
+def test_every_option_of_the_constructor_has_a_choice_with_its_values() -> None:
+    asked = set(inspect.signature(FusedShardedAdam).parameters) - NO_CHOICES
+    assert asked == set(CHOICES) - set(ELSEWHERE)
+    taken = {
+        "stage": STAGES,
+        "reduce_dtype": REDUCE_DTYPES,
+        "accumulate_dtype": ACCUMULATE_DTYPES,
+        "state_dtype": STATE_FORMS,
+        "master_weights": MASTER_WEIGHTS,
+    }
+    for option, values in taken.items():
+        assert {_word(option, value) for value in values} == set(CHOICES[option].values), option
+    assert {str(each).removeprefix("torch.") for each in PARAM_DTYPES} == set(CHOICES["parameters"].values)
+    assert set(EXCHANGES) == set(CHOICES["ZEROX_EXCHANGE"].values)
+
+
+def test_defaults_are_the_first_values() -> None:
+    for name, parameter in inspect.signature(FusedShardedAdam).parameters.items():
+        if name in CHOICES:
+            assert _word(name, parameter.default) == CHOICES[name].values[0]
+
+
+def test_rows_are_of_options_and_values_that_there_are_and_of_no_pair_twice() -> None:
+    found = [frozenset(pair) for row in combinations.ROWS for pair in row.pairs()]
+    assert len(found) == len(set(found))
+    assert set(found) <= {frozenset(pair) for pair in pairs()}
+
+
+def test_the_reasons_are_sentences_with_a_way_out() -> None:
+    for row in combinations.ROWS:
+        said = row.verdict.text if isinstance(row.verdict, But) else row.verdict.way_out
+        assert said
+        assert not said.endswith(".")
+
+
+# ---- pairs that work
+
+
+def first_of(option: str) -> str:
+    return CHOICES[option].values[0]
+
+
+def of_shards(pair: Pair) -> bool:
+    return all(each.option in OF_SHARDS for each in pair)
+
+
+@functools.cache
+def digests(world_size: int) -> dict[tuple[str, ...], list[Any]]:
+    """By the values of a way: what each rank's training came to."""
+    if world_size == 1:
+        many = [way for way in ways(accelerator=False) if all(way[name] == first_of(name) for name in OF_RANKS)]
+        by_rank = [trained(0, 1, many)]
+    else:
+        many = ways(accelerator=False, asked=[pair for pair in not_refused() if not of_shards(pair)])
+        by_rank = run_ranks(trained, world_size, many, timeout_s=300)
+    return {tuple(way.values()): list(each) for way, *each in zip(many, *by_rank, strict=True)}
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_pairs_that_work_train_as_torch_does_with_the_bits_of_their_twins(world_size: int) -> None:
+    """A twin differs in options that must not show; it is compared with torch.optim at each step."""
+    found = digests(world_size)
+    wrong = []
+    for values, outcomes in found.items():
+        way = dict(zip(CHOICES, values, strict=True))
+        twin = found[tuple(plain_twin(way).values())]
+        if any(isinstance(each, str) for each in outcomes):
+            wrong.append(f"{said_of(way)}: {outcomes[0]}")
+        elif outcomes != twin:
+            wrong.append(f"{said_of(way)}: other bits than {said_of(plain_twin(way))}")
+        elif len({params for params, _ in outcomes}) > 1 and way["process_group"] == "a group":
+            wrong.append(f"{said_of(way)}: ranks differ")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_every_pair_that_works_was_trained() -> None:
+    """On one rank or on two, where ranks matter on two; or on an accelerator."""
+    here = {number: [set(zip(CHOICES, values, strict=True)) for values in digests(number)] for number in (1, 2)}
+    there = [set(way.items()) for way in ways(accelerator=True)]
+    for pair in not_refused():
+        settings = {(each.option, each.value) for each in pair}
+        trainings = [*there, *here[1 if of_shards(pair) else 2]]
+        assert any(settings <= way for way in trainings), name_of(pair)
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [("stage", "3"), ("bucket_cap_mb", "a wish"), ("parameters", "int8")],
+)
+def test_a_new_value_has_to_be_trained_with(monkeypatch: pytest.MonkeyPatch, option: str, value: str) -> None:
+    """Trainings are drawn with it, and fail while it can't be had."""
+    monkeypatch.setitem(CHOICES, option, replace(CHOICES[option], values=(*CHOICES[option].values, value)))
+    added = [way for way in ways(accelerator=False) if way[option] == value]
+    assert len(added) > 20
+    assert isinstance(outcome(lambda: train(0, 1, added[0])), str)
+
+
+def test_an_option_that_no_training_can_have_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(CHOICES, "join", Choice("join", ("False", "True")))
+    way = way_of(Setting("join", "True"))
+    assert way is not None
+    assert outcome(lambda: train(0, 1, way)).startswith("TypeError: ")
+
+
+# ---- pairs that are refused
+
+
+def not_a_group(backend: str) -> dist.ProcessGroup:
+    """A group of two that has no backend for the CPU."""
+    group = dist.ProcessGroup(0, 2)
+    dist.distributed_c10d._world.pg_map[group] = (backend, None)  # type: ignore[assignment]
+    return group
+
+
+@pytest.mark.parametrize("pair", pairs_with(Refused), ids=name_of)
+def test_a_refused_pair_raises_what_the_table_says(pair: Pair) -> None:
+    refused = verdict(*pair)
+    assert isinstance(refused, Refused)
+    message = re.escape(f"{refused.reason}. {refused.way_out}")
+    settings = {each.option: each.value for each in pair}
+    plain = {name: choice.values[0] for name, choice in CHOICES.items()} | settings
+    params = [nn.Parameter(torch.ones(3, dtype=getattr(torch, plain["parameters"])))]
+    options = arguments({**plain, "backend": "gloo"})
+    if settings.get("backend") == "nccl":
+        options["process_group"] = not_a_group("nccl")
+    before = params[0].data_ptr()
+    with pytest.raises(refused.error, match=message) as raised:
+        FusedShardedAdam(params, **options)
+    assert all(str(each) in str(raised.value) for each in pair)
+    assert params[0].data_ptr() == before, "nothing has changed"
+    if not set(settings) & {"device", "backend"}:  # which may be others than those of the estimate
+        with pytest.raises(refused.error, match=message):
+            estimate(params, 2, **options)
+    dist.distributed_c10d._world.pg_map.pop(options["process_group"], None)
+
+
+REFUSES = Refused("this test says so", "Leave it out")
+UNSAID = {*some("foreach", "None"), *some("fused", "None"), *some("overlap_gather", "not called")}
+
+
+def refusals(rank: int, world_size: int, asked: list[tuple[Pair, Way]]) -> list[str]:
+    """What building an optimizer raises where the table refuses nothing but one of the pairs."""
+    before = combinations.ROWS
+    found = []
+    try:
+        for (one, other), way in asked:
+            combinations.ROWS = (Row((one,), (other,), REFUSES),)
+            with exchange_of(way):
+                found.append(outcome(lambda way=way: Training(rank, way)))
+    finally:
+        combinations.ROWS = before
+    return [each if isinstance(each, str) else "taken" for each in found]
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_row_of_the_table_is_all_that_the_constructor_needs_to_refuse(world_size: int) -> None:
+    """So a later option is refused from its first row on. Of what only several ranks ask, with some values of each."""
+    asked = []
+    for pair in not_refused():
+        way = way_of(*pair)
+        in_turn = sum(each.option in OF_RANKS for each in pair) == world_size - 1
+        few = world_size == 1 or any(each.value == first_of(each.option) for each in pair)
+        if way and in_turn and few and not needs_accelerator(way) and not UNSAID & set(pair):
+            asked.append((pair, way))
+    assert len(asked) > 100
+    by_rank = [refusals(0, 1, asked)] if world_size == 1 else run_ranks(refusals, 2, asked, timeout_s=300)
+    for messages in by_rank:
+        for (pair, _), message in zip(asked, messages, strict=True):
+            assert message.endswith("this test says so. Leave it out"), f"{name_of(pair)}: {message}"
+
+
+# ---- pairs with a But
+
+
+def lost_updates(way: Way) -> None:
+    dtype = getattr(torch, way["parameters"])
+    lr = torch.finfo(dtype).eps / 8  # below 1 the last place is worth eps / 2
+    kept = {}
+    for master in ("auto", None):
+        param = nn.Parameter(torch.ones(8, dtype=dtype))
+        optimizer = FusedShardedAdam([param], lr=lr, weight_decay=0.0, master_weights=master)
+        for _ in range(16):
+            param.grad = torch.ones(8, dtype=dtype)
+            optimizer.step()
+        kept[master] = param.detach()
+    assert torch.equal(kept[None], torch.ones(8, dtype=dtype))
+    assert (kept["auto"] < 1).all()
+
+
+def float64_moments(way: Way) -> None:
+    training = Training(0, way)
+    for state in training.optimizer.state.values():
+        assert state["exp_avg"].dtype is state["exp_avg_sq"].dtype is torch.float64
+
+
+def mean(rank: int, world_size: int, way: Way, exchange: str, local: list[Tensor], changes: dict[str, Any]) -> Tensor:
+    """What stage 1 leaves in p.grad of gradients that are given."""
+    with exchange_of({"ZEROX_EXCHANGE": exchange}):
+        dtype = getattr(torch, way["parameters"])
+        params = [nn.Parameter(torch.zeros(part.numel(), dtype=dtype)) for part in local[rank].split(500)]
+        optimizer = FusedShardedAdam(params, **{**arguments(way), "stage": 1, **changes})
+        parts = [part.to(dtype) for part in local[rank].split(500)]
+        torch.stack([(p * g).float().sum() for p, g in zip(params, parts, strict=True)]).sum().backward()
+        optimizer.synchronize()
+        return torch.cat([param.grad for param in params if param.grad is not None])
+
+
+def gradients() -> list[Tensor]:
+    return [torch.randn(3000, generator=torch.Generator().manual_seed(rank)) for rank in range(3)]
+
+
+def sums_in_16_bits(way: Way) -> None:
+    wire = arguments(way)["reduce_dtype"] or getattr(torch, way["parameters"])
+    local = [each.to(wire).float() for each in gradients()]
+    if wire is torch.float16:
+        local = [each.abs() + 30000 for each in local]
+        local = [each.to(wire).float() for each in local]
+    dtype = getattr(torch, way["parameters"])
+    exact = ((local[0] + local[1] + local[2]) / 3).to(wire).to(dtype)
+    direct, native = (run_ranks(mean, 3, way, exchange, local, {})[0] for exchange in ("direct", "native"))
+    assert torch.equal(direct, exact)
+    assert not torch.equal(native, exact)
+    assert native.isinf().all() if wire is torch.float16 else not native.isinf().any()
+    if way["reduce_dtype"] == "None":
+        widened = run_ranks(mean, 3, way, "native", local, {"reduce_dtype": torch.float32})[0]
+        torch.testing.assert_close(widened, exact, rtol=torch.finfo(dtype).eps, atol=0)
+
+
+def order_of_the_backend(way: Way) -> None:
+    local = gradients()
+    for exchange, same in (("direct", True), ("native", False)):
+        caps = [run_ranks(mean, 3, way, exchange, local, {"bucket_cap_mb": cap})[0] for cap in (1e-6, 0.004, 16.0)]
+        assert all(torch.equal(each, caps[0]) for each in caps) is same, exchange
+
+
+def each(one: tuple[Setting, ...], other: tuple[Setting, ...], show: Callable[[Way], None]) -> dict[Any, Any]:
+    return {frozenset(pair): show for pair in itertools.product(one, other)}
+
+
+NATIVE = some("ZEROX_EXCHANGE", "native")
+SHOWN: dict[frozenset[Setting], Callable[[Way], None]] = {
+    **each(some("master_weights", "None"), some("parameters", "bfloat16", "float16"), lost_updates),
+    **each(some("state_dtype", "torch.bfloat16", '"8bit"'), some("parameters", "float64"), float64_moments),
+    **each(NATIVE, some("parameters", "bfloat16", "float16"), sums_in_16_bits),
+    **each(NATIVE, some("reduce_dtype", "torch.bfloat16", "torch.float16"), sums_in_16_bits),
+    **each(NATIVE, some("bucket_cap_mb", "a number"), order_of_the_backend),
+}
+
+
+BUTS = [pair for pair in pairs_with(But) if not needs_accelerator(way_of(*pair) or {"device": "cuda"})]
+
+
+@pytest.mark.parametrize("pair", BUTS, ids=name_of)
+def test_a_but_is_what_the_table_says(pair: Pair) -> None:
+    assert frozenset(pair) in SHOWN, "nothing shows it"
+    way = way_of(*pair)
+    assert way is not None
+    SHOWN[frozenset(pair)](way)
+
+
+def test_what_is_shown_is_in_the_table() -> None:
+    assert set(SHOWN) == set(map(frozenset, BUTS))

@@ -1,0 +1,214 @@
+"""Which options go together, as data: each pair of values works, is refused, or works with a **But**.
+
+The constructor refuses from this table, `python -m zerox options` and docs/usage.md print it, and
+tests/optimizer/test_combinations.py draws its pairs from it. A new option is a Choice in CHOICES and a Row in ROWS for
+what does not simply work. The constructor needs no more; the tests fail until they can make each new value, and until
+each new But is shown.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+
+Chosen = Mapping[str, Collection[str]]  # values by option; several where parameters differ
+
+
+@dataclass(frozen=True)
+class Choice:
+    """An option with its values, of which each makes zerox do something else; the first is the default.
+
+    Values are as Python writes them, or words that stand for many. ``form`` puts one into a sentence; empty:
+    ``option=value``.
+    """
+
+    option: str
+    values: tuple[str, ...]
+    form: str = ""
+
+
+@dataclass(frozen=True)
+class Setting:
+    option: str
+    value: str
+
+    @property
+    def is_code(self) -> bool:
+        return not CHOICES[self.option].form and " " not in self.value
+
+    def __str__(self) -> str:
+        if self.is_code:
+            return f"{self.option}={self.value}"
+        return (CHOICES[self.option].form or "{value} for {option}").format(option=self.option, value=self.value)
+
+
+@dataclass(frozen=True)
+class Refused:
+    """``way_out``: what to do instead, as a sentence of its own."""
+
+    reason: str
+    way_out: str
+    error: type[Exception] = ValueError
+
+    def raise_of(self, one: Setting, other: Setting) -> None:
+        raise self.error(f"{one} does not go with {other}: {self.reason}. {self.way_out}")
+
+    def __str__(self) -> str:
+        return f"refused: {self.reason}. {self.way_out}"
+
+
+@dataclass(frozen=True)
+class But:
+    """The pair works. ``text`` is what nobody would expect who knows each of both options."""
+
+    text: str
+
+    def __str__(self) -> str:
+        return f"**But** {self.text}"
+
+
+@dataclass(frozen=True)
+class Row:
+    """What holds for any of ``ones`` with any of ``others``: values of one option, and values of another."""
+
+    ones: tuple[Setting, ...]
+    others: tuple[Setting, ...]
+    verdict: Refused | But
+
+    def pairs(self) -> Iterator[tuple[Setting, Setting]]:
+        return itertools.product(self.ones, self.others)
+
+
+def some(option: str, *values: str) -> tuple[Setting, ...]:
+    return tuple(Setting(option, value) for value in values)
+
+
+CHOICES = {
+    choice.option: choice
+    for choice in (
+        Choice("stage", ("2", "1")),
+        Choice("parameters", ("float32", "bfloat16", "float16", "float64"), "{value} parameters"),
+        Choice("device", ("cpu", "cuda"), "parameters on {value}"),
+        Choice("process_group", ("a group", '"alone"')),
+        Choice("backend", ("gloo", "nccl"), "a group over {value}"),
+        Choice("ZEROX_EXCHANGE", ("direct", "messages", "native")),
+        Choice("bucket_cap_mb", ("None", "a number")),
+        Choice("reduce_dtype", ("None", "torch.float32", "torch.bfloat16", "torch.float16")),
+        Choice("accumulate_dtype", ("None", "torch.float32")),
+        Choice("state_dtype", ("torch.float32", "torch.bfloat16", '"8bit"')),
+        Choice("master_weights", ('"auto"', '"remainder"', '"fp32"', "None")),
+        Choice("capturable", ("False", "True")),
+        Choice("overlap_gather", ("not called", "called"), "{option}() {value}"),
+        Choice("lr", ("a number", "a tensor")),
+        Choice("amsgrad", ("False", "True")),
+        Choice("maximize", ("False", "True")),
+        Choice("decoupled_weight_decay", ("True", "False")),
+        Choice("foreach", ("None", "True")),
+        Choice("fused", ("None", "True")),
+    )
+}
+
+ROWS = (
+    Row(
+        some("capturable", "True"),
+        some("stage", "1"),
+        Refused("p.grad has no lasting address there, and a CUDA graph reads where it read before", "Use stage=2"),
+    ),
+    Row(
+        some("capturable", "True"),
+        some("device", "cpu"),
+        Refused("CUDA graphs hold the work of a GPU", "Move the model to the GPU before you build the optimizer"),
+    ),
+    Row(
+        some("capturable", "True"),
+        some("backend", "gloo"),
+        But("step() raises where it is captured, since gloo works on the host. Use NCCL, or one rank"),
+    ),
+    Row(
+        some("capturable", "True"),
+        some("overlap_gather", "called"),
+        But("a captured step() hides nothing: its graph ends with whole parameters"),
+    ),
+    Row(
+        some("backend", "nccl"),
+        some("device", "cpu"),
+        Refused("NCCL moves the tensors of GPUs only", 'Use the backend "gloo", or move the model to the GPU first'),
+    ),
+    Row(
+        some("master_weights", '"remainder"'),
+        some("parameters", "float16", "float32", "float64"),
+        Refused(
+            "the remainder is what a bfloat16 parameter lacks of its float32 value",
+            'Without bfloat16 parameters, or with float16 ones, master_weights may be "auto", "fp32" or None',
+        ),
+    ),
+    Row(
+        some("master_weights", "None"),
+        some("parameters", "bfloat16", "float16"),
+        But("updates below half a unit in a parameter's last place are lost"),
+    ),
+    Row(
+        some("state_dtype", "torch.bfloat16", '"8bit"'),
+        some("parameters", "float64"),
+        But("moments are stored in float64"),
+    ),
+    Row(
+        some("ZEROX_EXCHANGE", "native"),
+        some("parameters", "bfloat16", "float16"),
+        But("the backend sums gradients in 16 bits, unless reduce_dtype=torch.float32. In float16 sums may overflow"),
+    ),
+    Row(
+        some("ZEROX_EXCHANGE", "native"),
+        some("reduce_dtype", "torch.bfloat16", "torch.float16"),
+        But("the backend sums gradients in 16 bits. In float16 sums may overflow"),
+    ),
+    Row(
+        some("ZEROX_EXCHANGE", "native"),
+        some("bucket_cap_mb", "a number"),
+        But("the number may change the last bits of a mean over three or more ranks"),
+    ),
+    Row(
+        some("foreach", "True"),
+        some("fused", "True"),
+        Refused(
+            "`fused` and `foreach` cannot be `True` together",  # in torch's words
+            "Leave both out: the update is fused in any case",
+            RuntimeError,
+        ),
+    ),
+)
+
+
+def pairs() -> Iterator[tuple[Setting, Setting]]:
+    """Every value of an option with every value of every other one."""
+    for one, other in itertools.combinations(CHOICES.values(), 2):
+        yield from itertools.product(some(one.option, *one.values), some(other.option, *other.values))
+
+
+def verdict(one: Setting, other: Setting) -> Refused | But | None:
+    """None: the pair works."""
+    return next((row.verdict for row in ROWS if {one, other} in map(set, row.pairs())), None)
+
+
+def check(chosen: Chosen) -> None:
+    """Raises for the first pair of these that is refused. What has no Choice is ignored."""
+    for row in ROWS:
+        for pair in row.pairs():
+            if isinstance(row.verdict, Refused) and all(each.value in chosen.get(each.option, ()) for each in pair):
+                row.verdict.raise_of(*pair)
+
+
+def rows() -> str:
+    """In Markdown: the options, and what to know of pairs."""
+    values = [f"| `{choice.option}` | {', '.join(map(_value, choice.values))} |" for choice in CHOICES.values()]
+    known = [f"| {_listed(row.ones)} | {_listed(row.others)} | {row.verdict} |" for row in ROWS]
+    return "\n".join(["| option | values |", "|---|---|", *values, "", "| this | with | |", "|---|---|---|", *known])
+
+
+def _value(value: str) -> str:
+    return value if " " in value or value == "called" else f"`{value}`"
+
+
+def _listed(settings: tuple[Setting, ...]) -> str:
+    return " or ".join(f"`{each}`" if each.is_code else str(each) for each in settings)
