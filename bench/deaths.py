@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 import zerox
 import zerox.checkpoint.store
-import zerox.optimizer
+import zerox.engine
 from bench.facts import write_result
 from tests.mortal_ranks import MortalRanks, start_ranks
 from zerox.flow.params import ParamGather
@@ -75,9 +75,9 @@ class Training:
         elif self.place == "backward":
             self.model[1].register_forward_hook(self.die_in_its_backward)
         elif self.place == "clip":
-            self.die_at_call(zerox.optimizer, "total_norm", 1)
+            self.die_at_call(zerox.engine, "total_norm", 1)
         elif self.place == "step":
-            self.die_at_call(zerox.optimizer, "update", 2)
+            self.die_at_call(zerox.engine, "update", 2)
         elif self.place == "gather":
             self.die_at_call(ParamGather, "end_step", 1)
         elif self.place == "save":

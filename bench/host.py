@@ -157,7 +157,7 @@ def fake_ranks(world_size: int, exchange: str) -> Ranks:
 
 
 def over_fake_ranks(world_size: int, exchange: str) -> Contender:
-    with patch("zerox.optimizer.find_ranks", lambda *_: fake_ranks(world_size, exchange)):
+    with patch("zerox.engine.find_ranks", lambda *_: fake_ranks(world_size, exchange)):
         return build(1, 256 * world_size, FusedShardedAdam)
 
 

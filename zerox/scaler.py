@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zerox.optimizer import FusedShardedAdam
+from zerox.engine import Engine
 
 
 class GradScaler(torch.amp.GradScaler):
@@ -24,7 +24,7 @@ class GradScaler(torch.amp.GradScaler):
     def _unscale_grads_(
         self, optimizer: torch.optim.Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
     ) -> dict[torch.device, Tensor]:
-        if not isinstance(optimizer, FusedShardedAdam):
+        if not isinstance(optimizer, Engine):
             return super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
         in_step: Tensor | None = inv_scale
         if optimizer.unscales_in_place:
@@ -37,7 +37,7 @@ class GradScaler(torch.amp.GradScaler):
     def _maybe_opt_step(
         self, optimizer: torch.optim.Optimizer, optimizer_state: dict[str, Any], *args: Any, **kwargs: Any
     ) -> float | None:
-        if not isinstance(optimizer, FusedShardedAdam):
+        if not isinstance(optimizer, Engine):
             return super()._maybe_opt_step(optimizer, optimizer_state, *args, **kwargs)
         found = optimizer_state["found_inf_per_device"].values()
         # The same on all ranks, since unscale_grads_() asked all. While a CUDA graph is captured nobody can ask, and

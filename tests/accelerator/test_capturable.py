@@ -18,7 +18,7 @@ from zerox import ops
 from zerox import optimizer as optimizer_module
 from zerox.flow import update
 from zerox.flow.capture import is_capturing
-from zerox.optimizer import FusedShardedAdam
+from zerox.optimizers import FusedShardedAdam
 from zerox.options import Options
 from zerox.ranks.group import Ranks
 from zerox.rules.adam import ADAM

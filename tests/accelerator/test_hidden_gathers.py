@@ -12,7 +12,7 @@ from tests.accelerator.fake import expect_no_races, machine, on_stream, run_fake
 from tests.accelerator.test_streams import CAP, NUMEL
 from tests.kernels.shards import same_bits
 from zerox import optimizer as optimizer_module
-from zerox.optimizer import FusedShardedAdam
+from zerox.optimizers import FusedShardedAdam
 from zerox.ranks.group import Ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream does not match")

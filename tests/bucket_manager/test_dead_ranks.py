@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-import zerox.optimizer
+import zerox.engine
 from bench.deaths import PLACES, kill_one
 from tests.bucket_manager.training import Training
 from tests.mortal_ranks import MortalRanks, fail_now, start_ranks
@@ -85,9 +85,9 @@ def fail_in_step(training: Training, moment: str, how: signal.Signals) -> None:
     elif moment == "after backward":
         fail_at_call(training.optimizer, "clip_grad_norm_", 1, how)
     elif moment == "inside clip":
-        fail_at_call(zerox.optimizer, "total_norm", 1, how)
+        fail_at_call(zerox.engine, "total_norm", 1, how)
     elif moment == "inside step":
-        fail_at_call(zerox.optimizer, "update", 2, how)
+        fail_at_call(zerox.engine, "update", 2, how)
     elif moment.endswith("gather"):
         fail_at_call(ParamGather, "end_step", 1, how)
 

@@ -20,8 +20,8 @@ SOON_S = 20  # of a timeout of 60
 CONSTRUCTOR = {
     "while it connects": "zerox.ranks.group._gloo",
     "while it looks for neighbours": "zerox.ranks.neighbours._reads",
-    "before it compares": "zerox.optimizer.Grads",
-    "while it makes a bucket": "zerox.optimizer.Bucket",
+    "before it compares": "zerox.engine.Grads",
+    "while it makes a bucket": "zerox.engine.Bucket",
 }
 
 
@@ -82,4 +82,4 @@ def test_what_one_rank_raises_in_the_constructor_the_others_raise_at_once(moment
 def test_what_one_rank_raises_where_parameters_are_added_the_others_raise_at_once(
     adopt: Callable[..., tuple[float, str, bool]],
 ) -> None:
-    check(run_ranks(adopt, 3, "zerox.optimizer.Bucket"))
+    check(run_ranks(adopt, 3, "zerox.engine.Bucket"))

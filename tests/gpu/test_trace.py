@@ -21,7 +21,7 @@ import torch
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
-import zerox.optimizer
+import zerox.engine
 from bench.trace import KERNEL, profile_all_threads, ranges_of
 from tests.gpu.chain import MIB, Scales, batch_of
 from tests.gpu.processes import run_processes
@@ -231,7 +231,7 @@ def counts_with_itself(rank: int, world_size: int, works: list[Work]) -> list[tu
     """Of one rank that sends everything through its backend, with each exchange."""
     found = []
     for exchange, work in itertools.product(EXCHANGES, works):
-        with patch.object(zerox.optimizer, "find_ranks", lambda *_, exchange=exchange: ranks_of_one(exchange)):
+        with patch.object(zerox.engine, "find_ranks", lambda *_, exchange=exchange: ranks_of_one(exchange)):
             found.append((exchange, work, counts_of(rank, world_size, work)))
     return found
 

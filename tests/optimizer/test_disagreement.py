@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-import zerox.optimizer
+import zerox.engine
 import zerox.ranks.group
 from tests.ranks import run_ranks
 from zerox import FusedShardedAdam
@@ -76,12 +76,12 @@ def disagree(rank: int, world_size: int) -> list[str]:
     both += [(ours, theirs) for ours, theirs, _, _ in OPTIONS]
     found = [args_of(*each, rank) for each in both]
     messages = [error_of(lambda: FusedShardedAdam(**found[0]))]
-    find_ranks, ranks = zerox.optimizer.find_ranks, zerox.ranks.group.find_ranks(None)
-    zerox.optimizer.find_ranks = lambda *_: ranks  # new groups take longer than all the rest
+    find_ranks, ranks = zerox.engine.find_ranks, zerox.ranks.group.find_ranks(None)
+    zerox.engine.find_ranks = lambda *_: ranks  # new groups take longer than all the rest
     try:
         return messages + [error_of(lambda kwargs=each: FusedShardedAdam(**kwargs)) for each in found[1:]]  # type: ignore[misc]
     finally:
-        zerox.optimizer.find_ranks = find_ranks
+        zerox.engine.find_ranks = find_ranks
 
 
 def test_what_ranks_disagree_about_is_named_with_both_sides_on_all_ranks() -> None:

@@ -8,14 +8,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from zerox.checkpoint.names import OPTIMIZER
+from zerox.engine import Engine
 from zerox.memory.bucket import Bucket, Member
 from zerox.memory.stored import SCALE
-from zerox.optimizer import FusedShardedAdam
 from zerox.sliced_tensor import SlicedTensor
 from zerox.state.sliced_state import STEP, sliced_state
 
 
-def entries(optimizer: FusedShardedAdam, names: Mapping[int, str]) -> dict[str, SlicedTensor]:
+def entries(optimizer: Engine, names: Mapping[int, str]) -> dict[str, SlicedTensor]:
     """This rank's slices of the state, which are views of it, by what sliced_state() calls them."""
     found = {}
     for bucket in optimizer.inside.buckets:
@@ -26,7 +26,7 @@ def entries(optimizer: FusedShardedAdam, names: Mapping[int, str]) -> dict[str, 
     return found
 
 
-def _is_its_own(optimizer: FusedShardedAdam, bucket: Bucket, member: Member, what: str) -> bool:
+def _is_its_own(optimizer: Engine, bucket: Bucket, member: Member, what: str) -> bool:
     """Not what it has only because another parameter of its bucket needs it."""
     if what == STEP:
         return True

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
 from zerox.checkpoint.manifest import CheckpointError
-from zerox.optimizer import FusedShardedAdam
+from zerox.engine import Engine
 from zerox.ranks.group import Ranks
 from zerox.ranks.process_group import GroupArgument, chosen_group
 
@@ -29,7 +29,7 @@ class Everyone:
         self.size = 1 if group is None else dist.get_world_size(group)
 
     @staticmethod
-    def of(optimizer: FusedShardedAdam, process_group: GroupArgument) -> Everyone:
+    def of(optimizer: Engine, process_group: GroupArgument) -> Everyone:
         """Those that are asked for, else the optimizer's. ValueError if one that has a part of its state is not in."""
         own = optimizer.inside.ranks
         group = own.given if process_group is None else chosen_group(process_group)

@@ -8,13 +8,13 @@ from typing import Any
 from torch import Tensor
 
 from zerox.checkpoint.manifest import CheckpointError
-from zerox.optimizer import FusedShardedAdam
-from zerox.state.state_dict import say_kind_stays, taken_options
+from zerox.engine import Engine
+from zerox.state.state_dict import say_what_stays, taken_options
 
 NOT_OPTIONS = ("params", "param_names")
 
 
-def groups_by_name(optimizer: FusedShardedAdam, names: Mapping[int, str]) -> list[dict[str, Any]]:
+def groups_by_name(optimizer: Engine, names: Mapping[int, str]) -> list[dict[str, Any]]:
     """Each group's options, and under "names" its parameters'."""
     of_group: list[list[str]] = [[] for _ in optimizer.param_groups]
     for member in sorted(optimizer.inside.members, key=lambda each: each.number):
@@ -25,7 +25,7 @@ def groups_by_name(optimizer: FusedShardedAdam, names: Mapping[int, str]) -> lis
     ]
 
 
-def fill_groups(optimizer: FusedShardedAdam, names: Mapping[int, str], saved: list[dict[str, Any]]) -> None:
+def fill_groups(optimizer: Engine, names: Mapping[int, str], saved: list[dict[str, Any]]) -> None:
     """Gives each group the options that its parameters had. CheckpointError if they had different ones."""
     of_name = {name: index for index, group in enumerate(saved) for name in group["names"]}
     found = []
@@ -35,9 +35,9 @@ def fill_groups(optimizer: FusedShardedAdam, names: Mapping[int, str], saved: li
         if any(each != options[0] for each in options[1:]):
             raise CheckpointError(f"parameters of param group {index} were saved in groups {had}: their options differ")
         found += [(group, saved[had[0]])] if had else []
-    say_kind_stays(found)
+    say_what_stays(optimizer.inside.rule, found)
     for group, known in found:
-        for key, value in taken_options(group, known).items():
+        for key, value in taken_options(optimizer.inside.rule, group, known).items():
             now = group.get(key)
             if key == "names":
                 continue

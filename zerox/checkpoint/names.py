@@ -7,14 +7,14 @@ from typing import Any
 from torch import Tensor, nn
 
 from zerox.checkpoint.manifest import CheckpointError
-from zerox.optimizer import FusedShardedAdam
+from zerox.engine import Engine
 
 MODEL, OPTIMIZER = "model.", "optimizer."
 COMPILED = "_orig_mod."  # what torch.compile() puts into names
 EXTRA_STATE = "_extra_state"
 
 
-def parameter_names(model: nn.Module, optimizer: FusedShardedAdam) -> dict[int, str]:
+def parameter_names(model: nn.Module, optimizer: Engine) -> dict[int, str]:
     """By number: the name in the model, else the one that the optimizer was given, else "param 3" by position."""
     of_model = {id(param): name.replace(COMPILED, "") for name, param in model.named_parameters()}
     found = {m.number: of_model.get(id(m.param), m.name) for m in optimizer.inside.members}

@@ -10,12 +10,11 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from zerox.checkpoint.names import OPTIMIZER
+from zerox.engine import Engine
 from zerox.memory.bucket import Bucket, Member
 from zerox.memory.flat import dense_strides
 from zerox.memory.stored import SCALE
-from zerox.optimizer import FusedShardedAdam
 from zerox.plan.form import num_blocks
-from zerox.rules.adam import ADAM
 from zerox.rules.rule import MASTER, MASTERS, REMAINDER
 from zerox.sliced_tensor import SlicedTensor
 from zerox.state.fill import fill_row
@@ -29,9 +28,8 @@ STATE_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.uint8)
 class SavedState:
     """What a checkpoint has of an optimizer's parameters. ``host``: what save() left for the host to read."""
 
-    def __init__(
-        self, optimizer: FusedShardedAdam, names: Mapping[int, str], saved: Saved, host: Mapping[str, Any]
-    ) -> None:
+    def __init__(self, optimizer: Engine, names: Mapping[int, str], saved: Saved, host: Mapping[str, Any]) -> None:
+        self.rule = optimizer.inside.rule
         self.buckets = optimizer.inside.buckets
         self.saved = saved
         self.names = names
@@ -47,9 +45,9 @@ class SavedState:
         """(what, its shape, its possible dtypes) for all that may be saved of a parameter."""
         shape, numel = tuple(member.param.shape), member.param.numel()
         yield STEP, (), (torch.int64,)
-        for spec in (*ADAM.states, *MASTERS) if numel else ():
+        for spec in (*self.rule.states, *MASTERS) if numel else ():
             yield spec.key, shape, (getattr(torch, spec.form.dtype),) if spec.form else STATE_DTYPES
-        for spec in ADAM.states if numel else ():
+        for spec in self.rule.states if numel else ():
             yield spec.key + SCALE, (num_blocks(numel),), (torch.float32,)
 
     def _needed(self, member: Member) -> Iterator[str]:
@@ -57,7 +55,7 @@ class SavedState:
         if not self._was_saved(member) and group is not None:
             return  # it was frozen, or had no gradient yet: its state starts now
         yield STEP
-        for spec in ADAM.states if member.param.numel() else ():
+        for spec in self.rule.states if member.param.numel() else ():
             if not spec.when or (group is not None and spec.is_wanted(group)):
                 yield spec.key
             if self._dtype(member, spec.key) is torch.uint8:
@@ -135,7 +133,7 @@ class SavedState:
                     fill_row(bucket, row, {}, rest_anew=True)
                 continue
             own = bucket.own_segments[row].span
-            for spec in ADAM.states:
+            for spec in self.rule.states:
                 if spec.when and spec.key in state and self._dtype(member, spec.key) is None:
                     bucket.state[spec.key].part(slice(own.start, own.stop)).zero_()
             masters = [spec for spec in MASTERS if self._dtype(member, spec.key) is not None]

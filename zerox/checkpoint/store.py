@@ -28,7 +28,7 @@ from zerox.checkpoint.place import Target, candidates, find
 from zerox.checkpoint.reader import CheckpointReader, loaded
 from zerox.checkpoint.saved_state import SavedState, memory_order
 from zerox.checkpoint.writer import CheckpointWriter, save_object
-from zerox.optimizer import FusedShardedAdam
+from zerox.engine import Engine
 from zerox.ranks.process_group import GroupArgument
 from zerox.state.state_dict import say_rounded
 
@@ -36,7 +36,7 @@ from zerox.state.state_dict import say_rounded
 def save(
     path: str | os.PathLike[str],
     model: nn.Module,
-    optimizer: FusedShardedAdam,
+    optimizer: Engine,
     extra: Any = None,
     process_group: GroupArgument = None,
 ) -> None:
@@ -113,7 +113,7 @@ def not_loaded(path: Path) -> str:
 def load(
     path: str | os.PathLike[str],
     model: nn.Module,
-    optimizer: FusedShardedAdam,
+    optimizer: Engine,
     strict: bool = True,
     process_group: GroupArgument = None,
 ) -> Any:

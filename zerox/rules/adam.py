@@ -7,8 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from zerox.plan import combinations
-from zerox.rules.rule import Column, Rule, StateSpec
+from zerox.rules.rule import Column, Rule, StateSpec, check_flags
 
 KIND = "decoupled_weight_decay"  # AdamW, or Adam with L2
 
@@ -29,16 +28,6 @@ def check_hyper_parameters(lr: Any, betas: Any, eps: Any, weight_decay: Any) -> 
             raise ValueError(f"Invalid beta parameter at index {index}: {beta}")
     if not weight_decay >= 0.0:
         raise ValueError(f"Invalid weight_decay value: {weight_decay}")
-
-
-def check_flags(flags: Mapping[str, Any]) -> None:
-    """foreach and fused say how torch computes the same, and mean nothing here. Raises as torch, and for
-    differentiable=True ValueError."""
-    if flags.get("fused") and flags.get("differentiable"):
-        raise RuntimeError("`fused` does not support `differentiable`")
-    combinations.check({name: {str(bool(flags.get(name)))} for name in ("foreach", "fused")})
-    if flags.get("differentiable"):
-        raise ValueError("differentiable=True: zerox updates parameters below autograd; use torch.optim.AdamW for that")
 
 
 def check_group(group: Mapping[str, Any]) -> None:
@@ -65,6 +54,8 @@ ADAM = Rule(
         Column("amsgrad"),
     ),
     check=check_group,
+    lasting=(KIND,),
+    torch_class=lambda group: "AdamW" if group[KIND] else "Adam",
 )
 
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from zerox.plan import combinations
 from zerox.plan.form import FLOAT32, LOW_16_BITS, Form
 
 
@@ -48,6 +49,8 @@ class Rule:
     """``needed_options``: what a param group of its torch.optim class always has.
 
     ``columns``: a param group as the kernels read it. ``check(group)`` raises as torch would refuse a group.
+    ``lasting``: options that say which formula it is: a state that is loaded does not change them. ``torch_class``:
+    the name of the torch.optim class whose groups are like this one.
     """
 
     name: str
@@ -55,7 +58,19 @@ class Rule:
     needed_options: tuple[str, ...]
     columns: tuple[Column, ...]
     check: Callable[[Mapping[str, Any]], None]
+    lasting: tuple[str, ...]
+    torch_class: Callable[[Mapping[str, Any]], str]
 
     def wanted(self, groups: Sequence[Mapping[str, Any]]) -> list[StateSpec]:
         """What a bucket keeps whose parameters are in these groups."""
         return [spec for spec in self.states if any(map(spec.is_wanted, groups))]
+
+
+def check_flags(flags: Mapping[str, Any]) -> None:
+    """foreach and fused say how torch computes the same, and mean nothing here. Raises as torch, and for
+    differentiable=True ValueError."""
+    if flags.get("fused") and flags.get("differentiable"):
+        raise RuntimeError("`fused` does not support `differentiable`")
+    combinations.check({name: {str(bool(flags.get(name)))} for name in ("foreach", "fused")})
+    if flags.get("differentiable"):
+        raise ValueError("differentiable=True: zerox updates parameters below autograd; use torch.optim.AdamW for that")

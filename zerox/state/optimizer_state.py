@@ -11,7 +11,7 @@ from torch import Tensor
 
 from zerox.memory.bucket import Bucket, Member, start_states
 from zerox.ranks.group import CPU, Ranks
-from zerox.rules import adam
+from zerox.rules.rule import Rule, check_flags
 from zerox.state.dcp_request import Request, dcp_request
 from zerox.state.full_state import full_state, in_full
 from zerox.state.sliced_state import sliced_state
@@ -33,6 +33,7 @@ class Consolidated:
 class OptimizerState(torch.optim.Optimizer):
     """What of an optimizer is about its state. Each rank has that of its own shards, in buckets."""
 
+    _rule: Rule
     _buckets: list[Bucket]
     _frozen: list[Member]
     _ranks: Ranks | None
@@ -40,6 +41,10 @@ class OptimizerState(torch.optim.Optimizer):
 
     def synchronize(self) -> None:
         raise NotImplementedError
+
+    def _note_state_changes(self) -> None:
+        """What was consolidated is of the state before."""
+        self._consolidated = None
 
     def _share_state(self) -> None:
         """From now on state_dict() tells which part of what this rank has."""
@@ -100,9 +105,9 @@ class OptimizerState(torch.optim.Optimizer):
     def __setstate__(self, loaded: dict[str, Any]) -> None:
         """What torch's load_state_dict() calls between its own checks and the post-hooks: see Note [Loading state]."""
         for group in loaded["param_groups"]:
-            adam.check_flags(group)
+            check_flags(group)
         check_state(self._buckets, self._frozen, loaded["state"])
-        self.param_groups = groups_to_take(self.param_groups, loaded["param_groups"], self.defaults)
+        self.param_groups = groups_to_take(self._rule, self.param_groups, loaded["param_groups"], self.defaults)
         self._start_states()
         self._consolidated = None
         fill_state(self._buckets, loaded["state"])

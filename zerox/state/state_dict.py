@@ -17,7 +17,6 @@ from zerox.memory.stored import SCALE
 from zerox.options import OF_OPTIMIZER
 from zerox.plan.form import num_blocks
 from zerox.plan.span import Span
-from zerox.rules import adam
 from zerox.rules.rule import MASTERS, Rule
 from zerox.sliced_tensor import SlicedTensor
 from zerox.state.fill import fill_row
@@ -106,34 +105,34 @@ def fill_state(buckets: Sequence[Bucket], given: Mapping[Any, Uncast]) -> None:
 
 
 def groups_to_take(
-    live: Sequence[dict[str, Any]], loaded: Sequence[dict[str, Any]], defaults: Mapping[str, Any]
+    rule: Rule, live: Sequence[dict[str, Any]], loaded: Sequence[dict[str, Any]], defaults: Mapping[str, Any]
 ) -> list[dict[str, Any]]:
     """Saved param groups with what is not theirs to say as it is in the ``live`` ones.
 
     Options that an older state_dict didn't know take the optimizer's defaults.
     """
-    say_kind_stays(list(zip(live, loaded, strict=True)))
-    return [{**defaults, **taken_options(own, group)} for own, group in zip(live, loaded, strict=True)]
+    say_what_stays(rule, list(zip(live, loaded, strict=True)))
+    return [{**defaults, **taken_options(rule, own, group)} for own, group in zip(live, loaded, strict=True)]
 
 
-def taken_options(live: Mapping[str, Any], loaded: Mapping[str, Any]) -> dict[str, Any]:
+def taken_options(rule: Rule, live: Mapping[str, Any], loaded: Mapping[str, Any]) -> dict[str, Any]:
     """What a group takes of a ``loaded`` one: all but what the constructor decided, of which torch has capturable."""
-    kept = {key: live[key] for key in (adam.KIND, *OF_OPTIMIZER) if key in live}
+    kept = {key: live[key] for key in (*rule.lasting, *OF_OPTIMIZER) if key in live}
     return {key: value for key, value in loaded.items() if key not in OF_OPTIMIZER} | kept
 
 
-def say_kind_stays(pairs: Sequence[tuple[Mapping[str, Any], Mapping[str, Any]]]) -> None:
-    """Warns where groups (live, saved) are AdamW's and Adam's, whose weight decay is another formula."""
-    others = [
-        index for index, (own, group) in enumerate(pairs) if group.get(adam.KIND, own[adam.KIND]) != own[adam.KIND]
-    ]
-    if others:
-        now = pairs[others[0]][0][adam.KIND]
-        warnings.warn(
-            f"zerox: the state was saved with {adam.KIND}={not now}, as torch.optim.{'Adam' if now else 'AdamW'} has "
-            f"it, and param groups {others} keep {adam.KIND}={now}. To go on as before, build the optimizer that way",
-            stacklevel=4,
-        )
+def say_what_stays(rule: Rule, pairs: Sequence[tuple[Mapping[str, Any], Mapping[str, Any]]]) -> None:
+    """Warns where groups (live, saved) are of different formulas, as AdamW's and Adam's weight decay is."""
+    for option in rule.lasting:
+        others = [index for index, (own, group) in enumerate(pairs) if group.get(option, own[option]) != own[option]]
+        if others:
+            own, saved = pairs[others[0]]
+            warnings.warn(
+                f"zerox: the state was saved with {option}={saved[option]}, as torch.optim.{rule.torch_class(saved)} "
+                f"has it, and param groups {others} keep {option}={own[option]}. To go on as before, build the "
+                "optimizer that way",
+                stacklevel=4,
+            )
 
 
 def say_rounded(what: Mapping[str, None]) -> None:

@@ -1,4 +1,7 @@
-"""FusedShardedAdam: torch.optim.AdamW whose state, gradients and work are divided over the data-parallel ranks."""
+"""The torch optimizer that divides state, gradients and work over the data-parallel ranks, and owns step().
+
+It names no update rule and no ZeRO stage: those are data. optimizers.py has the classes that users call.
+"""
 
 from __future__ import annotations
 
@@ -28,77 +31,30 @@ from zerox.ops import Shard
 from zerox.options import Options, check_params
 from zerox.ranks.group import Ranks, call_ranks, find_ranks
 from zerox.ranks.process_group import GroupArgument
-from zerox.rules import adam
+from zerox.rules.rule import Rule
 from zerox.rules.table import OptionsTable
 from zerox.state.optimizer_state import OptimizerState
 from zerox.terms import terms
 
 
-class FusedShardedAdam(OptimizerState):
-    """AdamW (or Adam) for data-parallel training, sharded as ZeRO stage 1 or 2.
+class Engine(OptimizerState):
+    """``rule`` updates the parameters. What ``make_defaults`` or ``make_options`` refuses on one rank, all raise.
 
-    Use it in place of ``DistributedDataParallel`` plus ``torch.optim.AdamW``: gradients are averaged over the group
-    while ``loss.backward()`` runs, every rank updates the shard it owns, and the new parameters are gathered. Without
-    ``torch.distributed`` it is a fused AdamW for one process.
-
-    Args:
-        params: tensors, ``(name, tensor)`` pairs or dict groups, as for any torch.optim optimizer. Their ``.data``
-            lie in flat buffers then; their values become those of the group's rank 0.
-        lr, betas, eps, weight_decay, amsgrad, maximize: as in ``torch.optim.AdamW``.
-        decoupled_weight_decay: True for AdamW, False for Adam with L2.
-        process_group: the data-parallel ProcessGroup or 1-D DeviceMesh; default: all ranks of the default group, which
-            must be there first. "alone": this rank by itself, for a teacher or models that differ by rank.
-        stage: 1 shards the state, and leaves whole mean gradients in ``p.grad``; 2 shards gradients too.
-        bucket_cap_mb: MiB of parameters a bucket; None: 16, or more where a rank's slice of one would be small.
-        reduce_dtype: dtype of gradients on the wire and in the shard; None: the parameter's own.
-        state_dtype: of both moments: torch.float32, torch.bfloat16 (rounded stochastically) or "8bit" (blocks of 256;
-            parameters under 4,096 elements keep float32). float64 parameters keep float64 moments in any case.
-        master_weights: how 16-bit parameters keep their fp32 value: "remainder" (bf16 parameter plus 16 bits), "fp32",
-            None, or "auto": remainder for bfloat16, fp32 for float16.
-        capturable: step() may be captured into a CUDA graph, with a tensor lr on the device if it is to change.
-            Before each replay call ``synchronize()``; ``clip_grad_norm_()``, ``zero_grad()`` and backward stay outside.
-        accumulate_dtype: torch.float32: 16-bit parameters' gradients add up in float32 in ``p.grad``, over backwards
-            inside ``no_sync()`` and in stage 1 (``reduce_dtype`` is what they are sent in). None: as torch, in the
-            parameter's dtype, or the ``grad_dtype`` that was set on it.
-        foreach, fused: as in ``torch.optim.AdamW``, without effect: the update is fused in any case.
-        differentiable: must be False.
-
-    Raises:
-        ValueError: an option or parameter that doesn't fit, or ranks that disagree about either.
-        RuntimeError: under ``torch.inference_mode()``; later, from each collective call, if it was built without a
-            group and there are several ranks now.
-        TypeError: as torch.optim, for example for a bare tensor.
+    Raises as :class:`zerox.FusedShardedAdam`.
     """
 
     def __init__(
         self,
         params: Any,
-        lr: float | Tensor = 1e-3,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
-        weight_decay: float = 1e-2,
-        *,
-        amsgrad: bool = False,
-        maximize: bool = False,
-        decoupled_weight_decay: bool = True,
-        process_group: GroupArgument = None,
-        stage: int = 2,
-        bucket_cap_mb: float | None = None,
-        reduce_dtype: torch.dtype | None = None,
-        state_dtype: torch.dtype | str = torch.float32,
-        master_weights: str | None = "auto",
-        capturable: bool = False,
-        accumulate_dtype: torch.dtype | None = None,
-        foreach: bool | None = None,
-        fused: bool | None = None,
-        differentiable: bool = False,
+        rule: Rule,
+        make_defaults: Callable[[], dict[str, Any]],
+        make_options: Callable[[], Options],
+        process_group: GroupArgument,
     ) -> None:
         with call_ranks(process_group) as roll_call:
-            flags = {"foreach": foreach, "fused": fused, "differentiable": differentiable}
-            defaults = adam.defaults(lr, betas, eps, weight_decay, amsgrad, maximize, decoupled_weight_decay, flags)
-            self._options = Options(
-                stage, bucket_cap_mb, reduce_dtype, state_dtype, master_weights, capturable, accumulate_dtype
-            )
+            self._rule = rule
+            defaults = make_defaults()
+            self._options = make_options()
             self._buckets: list[Bucket] = []
             self._ranks: Ranks | None = None  # until the constructor has all groups
             super().__init__(params, defaults)
@@ -108,14 +64,16 @@ class FusedShardedAdam(OptimizerState):
             self._options.check_pairs({}, device={device.type})
             self._ranks = find_ranks(process_group, device, roll_call)
         with self._ranks.failure_told():
-            self._grads = Grads(self._ranks, self._options.placements, reduce_dtype, keeps_shards=capturable)
+            self._grads = Grads(
+                self._ranks, self._options.placements, self._options.reduce_dtype, self._options.capturable
+            )
             self._gather = ParamGather(self._grads.manager)
-            self._widened = Widened(accumulate_dtype)
+            self._widened = Widened(self._options.accumulate_dtype)
             weakref.finalize(self, self._widened.give_back).atexit = False
             self._overlap: GatherOverlap | None = None
             self._elsewhere: list[PlaceInBuffer] = []  # what step() found moved
-            self._grad_scale = GradScale(self._grads.manager, device, keeps_place=capturable)
-            self._table = OptionsTable(adam.ADAM, device, keeps_place=capturable)
+            self._grad_scale = GradScale(self._grads.manager, device, keeps_place=self._options.capturable)
+            self._table = OptionsTable(rule, device, keeps_place=self._options.capturable)
             self._share_state()
         self._adopt(members)
 
@@ -138,12 +96,12 @@ class FusedShardedAdam(OptimizerState):
             self._settle(Place.STEP)
             self._grad_scale.check()
         self._start_states(capturing)
-        self._consolidated = None  # of the state before
+        self._note_state_changes()
         options = self._table.refresh(self.param_groups, capturing)
         overlap = self._overlap is not None and not capturing
         for run in launches(self._grads.manager.params.order, self._buckets):
             with ranges(run):
-                update(adam.ADAM, list(self._shards(run)), options, self._grad_scale.value)
+                update(self._rule, list(self._shards(run)), options, self._grad_scale.value)
             for index in run:
                 self._gather.start(index, background=overlap)
         if not capturing:
@@ -278,7 +236,7 @@ class FusedShardedAdam(OptimizerState):
     @property
     def inside(self) -> Inside:
         """For tests, tools and zerox.checkpoint. Not a promise: it may change with any version."""
-        return Inside(self._buckets, self._frozen, self._all_ranks, self._grads, self._gather)
+        return Inside(self._rule, self._buckets, self._frozen, self._all_ranks, self._grads, self._gather)
 
     @property
     def _norm_dtype(self) -> torch.dtype:
@@ -286,7 +244,7 @@ class FusedShardedAdam(OptimizerState):
         return torch.float64 if double else torch.float32
 
     def _check_group(self, group: dict[str, Any]) -> None:
-        adam.ADAM.check(group)
+        self._rule.check(group)
         self._options.check_group(group)
 
     def _check_pairs(self, added: Sequence[Member], overlaps: bool) -> None:
@@ -317,9 +275,9 @@ class FusedShardedAdam(OptimizerState):
         plans = self._options.plan([m.name for m in trained], [m.param for m in trained], ranks.backend, ranks.size)
         for plan in plans:
             inside = [trained[i] for i in plan.params]
-            wanted = adam.ADAM.wanted([self.param_groups[m.group] for m in inside])
+            wanted = self._rule.wanted([self.param_groups[m.group] for m in inside])
             specs = [*wanted, *self._options.masters(inside[0].param.dtype)]
-            bucket = Bucket(plan, inside, ranks.rank, adam.ADAM, specs)
+            bucket = Bucket(plan, inside, ranks.rank, self._rule, specs)
             ranks.broadcast(bucket.buffer.flat, f"the parameters of {bucket.describe(len(self._buckets))}")
             give_out(bucket.buffer.places())
             bucket.start_master()

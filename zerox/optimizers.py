@@ -1,0 +1,92 @@
+"""The optimizers that users call: a signature each, and the rule that updates."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zerox.engine import Engine
+from zerox.options import Options
+from zerox.ranks.process_group import GroupArgument
+from zerox.rules import adam
+
+
+class FusedShardedAdam(Engine):
+    """AdamW (or Adam) for data-parallel training, sharded as ZeRO stage 1 or 2.
+
+    Use it in place of ``DistributedDataParallel`` plus ``torch.optim.AdamW``: gradients are averaged over the group
+    while ``loss.backward()`` runs, every rank updates the shard it owns, and the new parameters are gathered. Without
+    ``torch.distributed`` it is a fused AdamW for one process.
+
+    Args:
+        params: tensors, ``(name, tensor)`` pairs or dict groups, as for any torch.optim optimizer. Their ``.data``
+            lie in flat buffers then; their values become those of the group's rank 0.
+        lr, betas, eps, weight_decay, amsgrad, maximize: as in ``torch.optim.AdamW``.
+        decoupled_weight_decay: True for AdamW, False for Adam with L2.
+        process_group: the data-parallel ProcessGroup or 1-D DeviceMesh; default: all ranks of the default group, which
+            must be there first. "alone": this rank by itself, for a teacher or models that differ by rank.
+        stage: 1 shards the state, and leaves whole mean gradients in ``p.grad``; 2 shards gradients too.
+        bucket_cap_mb: MiB of parameters a bucket; None: 16, or more where a rank's slice of one would be small.
+        reduce_dtype: dtype of gradients on the wire and in the shard; None: the parameter's own.
+        state_dtype: of both moments: torch.float32, torch.bfloat16 (rounded stochastically) or "8bit" (blocks of 256;
+            parameters under 4,096 elements keep float32). float64 parameters keep float64 moments in any case.
+        master_weights: how 16-bit parameters keep their fp32 value: "remainder" (bf16 parameter plus 16 bits), "fp32",
+            None, or "auto": remainder for bfloat16, fp32 for float16.
+        capturable: step() may be captured into a CUDA graph, with a tensor lr on the device if it is to change.
+            Before each replay call ``synchronize()``; ``clip_grad_norm_()``, ``zero_grad()`` and backward stay outside.
+        accumulate_dtype: torch.float32: 16-bit parameters' gradients add up in float32 in ``p.grad``, over backwards
+            inside ``no_sync()`` and in stage 1 (``reduce_dtype`` is what they are sent in). None: as torch, in the
+            parameter's dtype, or the ``grad_dtype`` that was set on it.
+        foreach, fused: as in ``torch.optim.AdamW``, without effect: the update is fused in any case.
+        differentiable: must be False.
+
+    Raises:
+        ValueError: an option or parameter that doesn't fit, or ranks that disagree about either.
+        RuntimeError: under ``torch.inference_mode()``; later, from each collective call, if it was built without a
+            group and there are several ranks now.
+        TypeError: as torch.optim, for example for a bare tensor.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        *,
+        amsgrad: bool = False,
+        maximize: bool = False,
+        decoupled_weight_decay: bool = True,
+        process_group: GroupArgument = None,
+        stage: int = 2,
+        bucket_cap_mb: float | None = None,
+        reduce_dtype: torch.dtype | None = None,
+        state_dtype: torch.dtype | str = torch.float32,
+        master_weights: str | None = "auto",
+        capturable: bool = False,
+        accumulate_dtype: torch.dtype | None = None,
+        foreach: bool | None = None,
+        fused: bool | None = None,
+        differentiable: bool = False,
+    ) -> None:
+        flags = {"foreach": foreach, "fused": fused, "differentiable": differentiable}
+        super().__init__(
+            params,
+            adam.ADAM,
+            partial(adam.defaults, lr, betas, eps, weight_decay, amsgrad, maximize, decoupled_weight_decay, flags),
+            partial(
+                Options,
+                stage,
+                bucket_cap_mb,
+                reduce_dtype,
+                state_dtype,
+                master_weights,
+                capturable,
+                accumulate_dtype,
+            ),
+            process_group,
+        )
