@@ -48,7 +48,6 @@ RUNS: dict[str, tuple[list[str], list[str]]] = {
     "optimizer-step": (["bench.optimizer_step"], ["--quick", "--seconds", "1"]),
     "exposed": (["bench.exposed"], ["--layers", "8", "--rounds", "2"]),
     "checkpoint": (["bench.checkpoint"], ["--layers", "1", "--rounds", "1"]),
-    "deaths": (["bench.deaths"], ["--ranks", "3", "--kills", "16"]),
     "kernels": (["bench.kernels"], ["--quick", "--seconds", "1"]),
 }
 

@@ -15,7 +15,6 @@ from bench import (
     buckets,
     ceiling,
     checkpoint,
-    deaths,
     exposed,
     floors,
     jobs,
@@ -284,7 +283,7 @@ def test_memory_is_weighed_beside_the_estimate_and_drawn(tmp_path: Path, monkeyp
 def test_what_make_bench_runs_are_commands_that_there_are(quick: bool) -> None:
     modules = {
         each.__name__: each
-        for each in (buckets, checkpoint, deaths, exposed, kernels, memory, optimizer_step, overlap, scale, step)
+        for each in (buckets, checkpoint, exposed, kernels, memory, optimizer_step, overlap, scale, step)
     }
     for name in everything.RUNS:
         _, _, module, *arguments = everything.command(name, Path("somewhere"), quick)
