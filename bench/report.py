@@ -10,7 +10,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from bench.facts import ROOT
+from bench.common import ROOT
 from bench.systems import DDP, FSDP2, OURS, FSDP2Resharded, NoCommunication, ZeroRedundancy
 
 RESULTS = ROOT / "bench/results/cpu"

@@ -181,12 +181,20 @@ class _without_sync(AbstractContextManager[None]):
 
 
 class Zerox(System):
+    """``cap_mib``: of a bucket; None: what zerox chooses."""
+
     name = "zerox, stage 2"
     stage = 2
 
+    def __init__(self, training: Training, cap_mib: int | None = None) -> None:
+        self.cap_mib = cap_mib
+        if cap_mib is not None:
+            self.name = f"zerox, buckets of {cap_mib} MiB"
+        super().__init__(training)
+
     def build(self, model: WordGPT) -> tuple[nn.Module, torch.optim.Optimizer]:
-        named = model.named_parameters()
-        self.ours = FusedShardedAdam(named, lr=LR, weight_decay=WEIGHT_DECAY, stage=self.stage)
+        named, cap_mib = model.named_parameters(), self.cap_mib
+        self.ours = FusedShardedAdam(named, lr=LR, weight_decay=WEIGHT_DECAY, stage=self.stage, bucket_cap_mb=cap_mib)
         return model, self.ours
 
     def no_sync(self) -> AbstractContextManager[None]:

@@ -120,7 +120,7 @@ def test_a_sanitizer_s_run_is_judged_by_status_summary_and_tests(
     program.write_text(f"#!/bin/sh\n{text}\n{'sleep 60' if says == ['sleeps'] else ''}\nexit {status}\n")
     program.chmod(0o755)
     limit_s = 0.5 if outcome == report.TIMED_OUT else 30.0
-    assert gpu.sanitize(str(program), "", "memcheck", limit_s)["outcome"] == outcome
+    assert gpu.sanitize(str(program), "memcheck", limit_s)["outcome"] == outcome
 
 
 def test_without_a_sanitizer_the_part_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
