@@ -21,17 +21,15 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from bench import allocator
 from bench.against_work import Work, as_argument
-from bench.common import ROOT, new_parser, parse, print_rows, write_result
+from bench.common import ROOT, Row, new_parser, parse, print_rows, write_result
 
 FOLDER = ROOT / "build/against"
 ALLOWED = 1.02
 HERE, THERE, AGAIN = "here", "there", "here again"
 
-Row = dict[str, Any]
 Sample = dict[tuple[int, str, str], float]  # (ranks, stage, what) -> value
 
 

@@ -24,12 +24,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from bench.common import add_device, largest, new_parser, on_ranks, parse, write_result
+from bench.common import Row, add_device, largest, new_parser, on_ranks, parse, write_result
 from bench.jobs import WrongResult
 from bench.plots import save_bars
 from zerox import FusedShardedAdam
 
-Row = dict[str, Any]
 MIB = 2**20
 LAYER_NUMEL = 8 * MIB // 4
 COMPUTE = 1.5  # times the exchange

@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 
-from bench.common import add_device, new_parser, parse, print_rows, write_result
+from bench.common import Row, add_device, new_parser, parse, print_rows, write_result
 from bench.floors import Gpu, gpu_of
 from bench.jobs import CALLS, CHECKS, SENT, TRAINED, Job, missing_peers
 from bench.plots import CEILING, OURS, save_shares
@@ -39,8 +39,6 @@ CHECK_PARAMS = (MI + 77, 1, 3000)  # ends in a part of everything
 CUDA_SIZES = {"4 Mi": 4 * MI, "64 Mi": 64 * MI, "256 Mi": 256 * MI}
 CPU_SIZES = {"1 Mi": MI, "32 Mi": 32 * MI}
 NUM_SLICES = (2, 8)  # of reduce
-
-Row = dict[str, Any]
 
 
 def sizes_for(device: torch.device, quick: bool) -> dict[str, tuple[int, ...]]:

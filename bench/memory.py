@@ -18,9 +18,9 @@ from pathlib import Path
 import torch.distributed as dist
 
 from bench.allocator import Allocator, build
-from bench.common import largest, on_ranks, parse, print_rows, training_parser, write_result
+from bench.common import Row, largest, on_ranks, parse, print_rows, training_parser, write_result
 from bench.plots import save_bars
-from bench.step import RIVAL, Row, add_systems, names_for
+from bench.step import RIVAL, add_systems, names_for
 from bench.systems import SYSTEMS, Training, Zerox
 from zerox import estimate
 

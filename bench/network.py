@@ -19,16 +19,14 @@ import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any
 
 import torch
 
-from bench.common import new_parser, parse, print_rows, write_result
+from bench.common import Row, new_parser, parse, print_rows, write_result
 from bench.shapes import MODELS
 from bench.step_model import Flight, Place, predict
 from zerox.plan.buckets import MIB, BucketPlan, ParamSpec, default_cap_bytes, plan_buckets
 
-Row = dict[str, Any]
 KIB = 2**10
 GIB = 2**30
 ITEMSIZE = 2

@@ -18,12 +18,11 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, replace
-from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
 
-from bench.common import largest, on_ranks, parse, print_rows, training_parser, write_result
+from bench.common import Row, largest, on_ranks, parse, print_rows, training_parser, write_result
 from bench.jobs import WrongResult
 from bench.plots import save_bars
 from bench.systems import ALONE, DDP, SYSTEMS, NoCommunication, System, Training, Zerox
@@ -37,8 +36,6 @@ LEAST_ROUNDS = 5
 FARTHEST = {"fp32": 0.01, "bf16": 0.6}
 RIVAL = DDP.name
 FLOOR = NoCommunication.name
-
-Row = dict[str, Any]
 
 
 def time_on_ranks(training: Training, names: list[str], caps_mib: list[int], seconds: float) -> list[Row]:

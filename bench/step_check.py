@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from bench.common import Spread, largest, new_parser, on_ranks, parse, print_rows, write_result
+from bench.common import Row, Spread, largest, new_parser, on_ranks, parse, print_rows, write_result
 from bench.plots import save_bars
 from bench.step_model import Flight, Line, Outcome, Place, predict
 from bench.systems import NoCommunication, Training, Zerox
@@ -29,7 +29,6 @@ from bench.timing import Timing
 from zerox import FusedShardedAdam
 from zerox.options import Options
 
-Row = dict[str, Any]
 Seconds = dict[tuple[object, ...], float]  # of one round, by what took them
 KIB, MIB = 2**10, 2**20
 PROBED_BYTES = (64 * KIB, MIB, 4 * MIB, 16 * MIB)

@@ -26,7 +26,7 @@ from torch import Tensor
 from torch._C._autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
-from bench.common import add_device, largest, on_ranks, parse, print_rows, training_parser, write_result
+from bench.common import Row, add_device, largest, on_ranks, parse, print_rows, training_parser, write_result
 from bench.plots import new_figure, save_figure
 from bench.step import check, describe
 from bench.systems import DDP, Training, Zerox
@@ -59,7 +59,6 @@ COMMUNICATION = ("launch", "pack", "land", "gather", "gather_wait", "gather_grad
 # Of the thread that trains; all that it does of the above lies in one of these.
 WAITING = ("launch", "settle", "gather", "gather_wait")
 
-Row = dict[str, Any]
 Span = tuple[float, float]
 
 

@@ -6,8 +6,8 @@ Every system starts from the same parameters, takes the same batches, and averag
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -169,15 +169,11 @@ class FSDP2Resharded(FSDP2):
     reshard = True
 
 
-class _without_sync(AbstractContextManager[None]):
-    def __init__(self, module: FSDPModule) -> None:
-        self.module = module
-
-    def __enter__(self) -> None:
-        self.module.set_requires_gradient_sync(False)
-
-    def __exit__(self, *_: object) -> None:
-        self.module.set_requires_gradient_sync(True)
+@contextmanager
+def _without_sync(module: FSDPModule) -> Iterator[None]:
+    module.set_requires_gradient_sync(False)
+    yield
+    module.set_requires_gradient_sync(True)
 
 
 class Zerox(System):

@@ -43,7 +43,7 @@ from typing import Any
 import gpu_report as report
 import gpu_run
 from gpu_report import Part
-from gpu_run import ROOT, Clock, environment, python, run, tail
+from gpu_run import ROOT, environment, python, run, tail
 
 NCCL_TESTS = "tests/gpu/test_nccl.py"
 SANITIZED_TESTS = "tests/gpu/test_sanitized.py"
@@ -255,10 +255,10 @@ def run_parts(selected: list[str], machine: Machine, folder: Path, title: str) -
     result: Part = {"date": f"{now:%Y-%m-%d %H:%M} UTC", "facts": dict(machine.facts), "quick": machine.quick}
     result["parts"] = parts
     paths = report.write(folder, stem, result)
-    clock = Clock(selected, RESERVED_S, TOTAL_S)
+    end = time.monotonic() + TOTAL_S
     try:
         for name in selected:
-            limit_s = clock.limit_s(name)
+            limit_s = gpu_run.limit_s(name, selected, RESERVED_S, end)
             if parts.get("build", {}).get("outcome") in report.BAD and name != "build":
                 parts[name]["note"] = "the build failed"
                 continue
