@@ -27,7 +27,6 @@ RUNS = {
     "buckets": ("bench.step --ranks 2 4 --systems fused stage --caps 1 4 16 64 --batch 1 --seconds 240", SMALL),
     "memory": ("bench.memory --ranks 2 4", "--layers 1"),
     "streams": ("bench.streams --ranks 2 --batch 1", "--layers 1"),
-    "step-model": ("bench.step_check", "--layers 1 --rounds 2"),
     "optimizer-step": ("bench.kernels --only step --seconds 120", "--quick --seconds 1"),
     "exposed": ("bench.exposed", "--layers 8 --rounds 2"),
     "checkpoint": ("bench.checkpoint", "--layers 1 --rounds 1"),

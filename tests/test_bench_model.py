@@ -1,25 +1,19 @@
-"""The model of a step, of a network and of buckets gives what can be worked out, and is held beside real steps."""
+"""The models of a step, of a network and of buckets give what can be worked out."""
 
 from __future__ import annotations
 
-import itertools
 import json
-import os
 import tracemalloc
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
-from bench import network, step_check
+from bench import network
 from bench.network import Network, bound_bytes, direct_s, ring_s
 from bench.shapes import MODELS
 from bench.step_model import CORE, WIRE, Flight, Line, Place, Task, predict, simulate
-from bench.systems import Training
-from tests.ranks import run_ranks
 from zerox.options import Options
 from zerox.plan.buckets import ParamSpec, plan_buckets
 
@@ -30,11 +24,6 @@ NUMELS = {
     "llama-70b": 70_553_706_496,
     "llama-405b": 405_853_388_800,
 }
-TRAINED = Training(layers=2, vocabulary=8_192, context=8, batch=1)  # several buckets
-
-
-def on_rank(_: int, __: int, function: Callable[..., Any], *args: Any) -> Any:
-    return function(*args)
 
 
 @pytest.mark.parametrize("name", list(MODELS))
@@ -148,36 +137,6 @@ def test_the_model_finds_the_default_bucket_size_good_for_the_direct_exchange() 
     assert 1.0 <= default["over_best"] < 1.1
     smallest = min((row for row in rows if row["exchange"] == "direct"), key=lambda row: row["cap_mib"])
     assert smallest["over_best"] > 1.5
-
-
-def test_a_gradient_is_seen_when_it_comes_and_parts_are_measured() -> None:
-    training = Training(layers=1, width=64, vocabulary=64, context=8, batch=1)
-    rounds = run_ranks(on_rank, 2, step_check.measure, training, 3)[0]
-    assert len(rounds) == 3
-    num_params = len(list(training.model().parameters()))
-    for seconds in rounds:
-        arrivals = [seconds["arrival", index] for index in range(num_params)]
-        assert 0 < min(arrivals) <= max(arrivals) <= seconds[step_check.COMPUTE] < seconds[step_check.FLOOR]
-    row = step_check.row_of(rounds, training, 2)
-    assert row["error"] == pytest.approx(row["predicted_ms"] / row["steady_ms"] - 1)
-    assert row["predicted_ms"] > row["alone_ms"] >= row["compute_ms"]
-
-
-def made_up(flight_s: float) -> step_check.Seconds:
-    """One round of 2 ranks: 1.5 s of compute, all gradients there after 1 s of it, a bucket's costs at any size."""
-    seconds: step_check.Seconds = {("compute",): 1.5, ("floor",): 1.5, ("step",): 3.0}
-    seconds |= {("arrival", index): 1.0 for index, _ in enumerate(TRAINED.model().parameters())}
-    costs = {"flight": flight_s, "flight_cpu": 0.0, "settle": 0.125, "step": 0.25, "step_cpu": 0.0}
-    for place, nbytes in itertools.product((step_check.ALONE, step_check.TOGETHER), step_check.PROBED_BYTES):
-        seconds |= {(place, nbytes, part): taken for part, taken in costs.items()}
-    return seconds
-
-
-def test_each_bucket_costs_a_flight_and_an_update() -> None:
-    row = step_check.row_of([made_up(0.5)] * 3, TRAINED, world_size=len(os.sched_getaffinity(0)))
-    assert row["buckets"] > 1
-    assert row["predicted_ms"] == pytest.approx(1e3 * (1.5 + 0.125 + (0.5 + 0.25) * row["buckets"]), rel=0.01)
-    assert (row["floor_ms"], row["steady_ms"]) == (1500.0, 3000.0)
 
 
 def test_formulas_are_written_and_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
