@@ -186,6 +186,21 @@ def test_the_table_of_moments_reads_what_the_example_prints_and_knows_the_bound(
     assert "| 8bit | 1.5100 | 1.0200 | +0.67% | 100 |" in moments.table(found)
 
 
+def test_moments_are_trained_told_and_judged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(
+        moments, "train", lambda name, seed, steps: (1.0 + 0.1 * seed + 0.02 * (name == "bf16"), 8 * steps)
+    )
+    file = tmp_path / "moments.json"
+    assert moments.main(["--steps=3", "--seeds=2", f"--json={file}"]) == 1
+    said = capsys.readouterr()
+    assert "| bf16 | 1.0700 | 0.1000 | +1.90% | 24 |" in said.out
+    assert said.err == "further than 0.5% from fp32 moments: bf16\n"
+    rows = json.loads(file.read_text())["rows"]
+    assert rows[0] == {"state_dtype": "fp32", "losses": [1.0, 1.1], "moments_bytes": 24}
+
+
 def test_every_state_dtype_of_the_table_is_one_that_the_example_takes() -> None:
     command = moments.command("8bit", seed=2, steps=7)
     assert command[command.index("--state-dtype") + 1] == "8bit"
@@ -194,6 +209,12 @@ def test_every_state_dtype_of_the_table_is_one_that_the_example_takes() -> None:
 
 
 TINY_GPT = systems.Training(layers=1, width=64, vocabulary=64, context=8, batch=2)
+
+
+@dataclass(frozen=True)
+class SmallTraining(systems.Training):
+    width: int = 64
+    vocabulary: int = 4096
 
 
 @pytest.mark.parametrize(
@@ -236,6 +257,19 @@ def test_ratios_are_taken_round_by_round() -> None:
     assert step.rows_of({"x": [5.0, 6.0]}, {"x": 9.0}, facts)[0]["as_fast"] is None
 
 
+def test_steps_are_written_and_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(step, "Training", SmallTraining)
+    files = {name: tmp_path / f"new/step.{name}" for name in ("json", "png")}
+    arguments = [f"--{name}={path}" for name, path in files.items()]
+    step.main(["--layers=1", "--batch=1", "--clip", "--seconds=0", "--systems", "fused", "--caps", "1", *arguments])
+    rows = json.loads(files["json"].read_text())["rows"]
+    assert [row["system"] for row in rows] == ["DDP + AdamW(fused)", "zerox, buckets of 1 MiB"]
+    assert [row["as_fast"] is not None and row["of_floor"] is None for row in rows] == [True, True]
+    assert rows[0]["as_fast"] == 1.0
+    assert {(row["ranks"], row["batch"], row["max_norm"]) for row in rows} == {(2, 1, 1.0)}
+    assert files["png"].read_bytes().startswith(b"\x89PNG")
+
+
 def test_buckets_have_the_size_that_is_asked_for() -> None:
     training = replace(TINY_GPT, vocabulary=8192)  # 2 MiB of embedding
     counts = [len(systems.Zerox(training, cap).ours.inside.buckets) for cap in (1, 64)]
@@ -258,12 +292,6 @@ def test_a_wrong_option_ends_with_its_name(option: str, named: str, capsys: pyte
         step.main([option])
     assert end.value.code == 2
     assert named in capsys.readouterr().err.splitlines()[-1]
-
-
-@dataclass(frozen=True)
-class SmallTraining(systems.Training):
-    width: int = 64
-    vocabulary: int = 4096
 
 
 def test_memory_is_weighed_beside_the_estimate_and_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
