@@ -14,49 +14,30 @@ import sys
 import time
 from pathlib import Path
 
-from bench.facts import ROOT
+from bench.common import ROOT
 
-# name -> arguments, and those of a quick run.
-RUNS: dict[str, tuple[list[str], list[str]]] = {
-    "step": (
-        ["bench.step", "--ranks", "2", "4", "--batch", "1", "--seconds", "360"],
-        ["--layers", "1", "--seconds", "1"],
-    ),
-    "step-larger-batch": (
-        ["bench.step", "--ranks", "2", "--batch", "2", "--seconds", "180"],
-        ["--layers", "1", "--seconds", "1"],
-    ),
-    "step-bf16-clip": (
-        ["bench.step", "--ranks", "2", "--batch", "1", "--dtype", "bf16", "--clip", "--seconds", "180"],
-        ["--layers", "1", "--seconds", "1"],
-    ),
-    "step-accumulate": (
-        ["bench.step", "--ranks", "2", "--batch", "1", "--accumulate", "4", "--seconds", "180"],
-        ["--layers", "1", "--seconds", "1"],
-    ),
-    "step-alone": (
-        ["bench.step", "--ranks", "1", "--batch", "1", "--seconds", "60"],
-        ["--layers", "1", "--seconds", "1"],
-    ),
-    "overlap": (["bench.overlap"], ["--layers", "1", "--steps", "2"]),
-    "buckets": (
-        ["bench.buckets", "--ranks", "2", "4", "--seconds", "240"],
-        ["--layers", "1", "--caps", "1", "16", "--seconds", "1"],
-    ),
-    "memory": (["bench.memory", "--ranks", "2", "4"], ["--layers", "1"]),
-    "scale": (["bench.scale"], ["--layers", "1", "--rounds", "2", "--models", "gpt2-124m"]),
-    "optimizer-step": (["bench.optimizer_step"], ["--quick", "--seconds", "1"]),
-    "exposed": (["bench.exposed"], ["--layers", "8", "--rounds", "2"]),
-    "checkpoint": (["bench.checkpoint"], ["--layers", "1", "--rounds", "1"]),
-    "deaths": (["bench.deaths"], ["--ranks", "3", "--kills", "16"]),
-    "kernels": (["bench.kernels"], ["--quick", "--seconds", "1"]),
+SMALL = "--layers 1 --seconds 1"
+# name -> what is run, and what makes it quick.
+RUNS = {
+    "step": ("bench.step --ranks 2 4 --batch 1 --seconds 360", SMALL),
+    "step-larger-batch": ("bench.step --ranks 2 --batch 2 --seconds 180", SMALL),
+    "step-bf16-clip": ("bench.step --ranks 2 --batch 1 --dtype bf16 --clip --seconds 180", SMALL),
+    "step-accumulate": ("bench.step --ranks 2 --batch 1 --accumulate 4 --seconds 180", SMALL),
+    "step-alone": ("bench.step --ranks 1 --batch 1 --seconds 60", SMALL),
+    "buckets": ("bench.step --ranks 2 4 --systems fused stage --caps 1 4 16 64 --batch 1 --seconds 240", SMALL),
+    "memory": ("bench.memory --ranks 2 4", "--layers 1"),
+    "streams": ("bench.streams --ranks 2 --batch 1", "--layers 1"),
+    "optimizer-step": ("bench.kernels --only step --seconds 120", "--quick --seconds 1"),
+    "exposed": ("bench.exposed", "--layers 8 --rounds 2"),
+    "checkpoint": ("bench.checkpoint", "--layers 1 --rounds 1"),
+    "kernels": ("bench.kernels", "--quick --seconds 1"),
 }
 
 
 def command(name: str, out: Path, quick: bool) -> list[str]:
     full, hasty = RUNS[name]
     files = ["--json", str(out / f"{name}.json"), "--png", str(out / f"{name}.png")]
-    return [sys.executable, "-m", *full, *(hasty if quick else []), *files]
+    return [sys.executable, "-m", *full.split(), *(hasty.split() if quick else []), *files]
 
 
 def main(argv: list[str] | None = None) -> int:

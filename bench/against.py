@@ -6,33 +6,30 @@ COMMIT is built in a git worktree below build/against. Each sample has processes
 loaded once in a process; they take turns: here, COMMIT, here again. "ratio" is the median over the pairs of this
 checkout over COMMIT, "same" that of this checkout over itself, each with the middle half of its pairs. PASS: the
 ratio is at most 1.02, or what that middle half of "same" shows in either direction. The work is in files of this
-checkout on both sides. Counts (allocations, copies, messages, bytes, and instructions where perf can count them) don't
-depend on what else the machine does; times need it quiet.
+checkout on both sides. Counts (allocations, copies, messages, bytes) don't depend on what else the machine does; times
+need it quiet.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from bench import allocator
 from bench.against_work import Work, as_argument
-from bench.facts import ROOT, write_result
+from bench.common import ROOT, Row, new_parser, parse, print_rows, write_result
 
 FOLDER = ROOT / "build/against"
 ALLOWED = 1.02
 HERE, THERE, AGAIN = "here", "there", "here again"
 
-Row = dict[str, Any]
 Sample = dict[tuple[int, str, str], float]  # (ranks, stage, what) -> value
 
 
@@ -81,9 +78,7 @@ def built(commit: str) -> Checkout:
     return Checkout.of(tree / "zerox", name)
 
 
-def samples_in_turn(
-    sides: dict[str, Checkout], works: Sequence[Work], pairs: int, said: Callable[[str], None]
-) -> list[dict[str, Sample]]:
+def samples_in_turn(sides: dict[str, Checkout], works: Sequence[Work], pairs: int) -> list[dict[str, Sample]]:
     """For each pair: side -> what it measured."""
     order, found = list(sides), []
     for index in range(pairs):
@@ -95,7 +90,7 @@ def samples_in_turn(
                     pair[name] |= {(work.ranks, stage, what): value for what, value in numbers.items()}
         order.append(order.pop(0))  # nobody is always behind the same one
         found.append(pair)
-        said(f"pair {index + 1} of {pairs}: {time.monotonic() - start:.0f} s")
+        print(f"pair {index + 1} of {pairs}: {time.monotonic() - start:.0f} s", flush=True)
     return found
 
 
@@ -109,19 +104,13 @@ def row_of(key: tuple[int, str, str], found: Sequence[dict[str, Sample]]) -> Row
     ranks, stage, what = key
     here, there, again = ([pair[side][key] for pair in found] for side in (HERE, THERE, AGAIN))
     ratios, same = ratio(here, there), ratio(again, here)
-    low, middle, high = quartiles(same)
-    return {
-        "ranks": ranks,
-        "stage": stage,
-        "what": what,
-        "here": statistics.median(here),
-        "there": statistics.median(there),
-        "ratio": quartiles(ratios)[1],
-        "ratio_spread": quartiles(ratios)[::2],
-        "same": middle,
-        "same_spread": (low, high),
-        "passes": quartiles(ratios)[1] <= max(ALLOWED, high, 1 / low if low > 0 else ALLOWED),
-    }
+    low, middle, high = quartiles(ratios)
+    same_low, same_middle, same_high = quartiles(same)
+    passes = middle <= max(ALLOWED, same_high, 1 / same_low if same_low > 0 else ALLOWED)
+    row: Row = {"ranks": ranks, "stage": stage, "what": what, "passes": passes}
+    row |= {"here": statistics.median(here), "there": statistics.median(there)}
+    row |= {"ratio": middle, "low": low, "high": high}
+    return row | {"same": same_middle, "same_low": same_low, "same_high": same_high}
 
 
 def ratio(over: Sequence[float], under: Sequence[float]) -> list[float]:
@@ -136,51 +125,29 @@ def quartiles(values: Sequence[float]) -> tuple[float, float, float]:
     return low, middle, high
 
 
-HEADER = (
-    f"{'ranks':>5}  {'stage':<7}  {'what':<14}  {'here':>14}  {'COMMIT':>14}  "
-    f"{'ratio':>6}  {'middle half':>15}  {'same':>6}  {'middle half':>15}"
-)
+COLUMNS = {"ranks": "", "stage": "<7", "what": "<13", "here": ",.1f", "there": ",.1f", "ratio": ".3f", "low": ".3f"}
+COLUMNS |= {"high": ".3f", "same": ".3f", "same_low": ".3f", "same_high": ".3f", "passes": "<6"}
 
 
-def line(row: Row) -> str:
-    halves = [f"{row[key][0]:.3f} to {row[key][1]:.3f}" for key in ("ratio_spread", "same_spread")]
-    return (
-        f"{row['ranks']:>5}  {row['stage']:<7}  {row['what']:<14}  {row['here']:>14,.1f}  {row['there']:>14,.1f}  "
-        f"{row['ratio']:>6.3f}  {halves[0]:>15}  {row['same']:>6.3f}  {halves[1]:>15}  "
-        f"{'PASS' if row['passes'] else 'more than the same commit shows'}"
-    )
-
-
-def parse(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m bench.against", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+def main(argv: list[str] | None = None) -> int:
+    parser = new_parser("bench.against", __doc__, picture=False)
     parser.add_argument("commit", metavar="COMMIT", help="whatever git takes for one")
     parser.add_argument("--pairs", type=int, default=20, help="default: %(default)s")
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2], metavar="N", help="default: 1 2")
     parser.add_argument("--steps", type=int, default=Work.steps, help="timed in each process (default: %(default)s)")
     parser.add_argument("--layers", type=int, default=2, help="of width 512 (default: %(default)s)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write all numbers there")
-    args = parser.parse_args(argv)
-    if min(args.pairs, args.steps, args.layers, *args.ranks) < 1:
-        parser.error("--pairs, --ranks, --steps and --layers take numbers from 1 on")
-    return args
-
-
-def main(argv: list[str] | None = None) -> int:
-    args = parse(argv)
+    args = parse(parser, argv)
     there = built(args.commit)
     here = Checkout.of(ROOT / "zerox", "here")
     library = str(allocator.build())
-    works = [Work(ranks=ranks, zerox="", allocator=library, steps=args.steps) for ranks in args.ranks]
-    works = [replace(work, training=replace(work.training, layers=args.layers)) for work in works]
+    training = replace(Work(1, "", "").training, layers=args.layers)
+    works = [Work(ranks, "", library, steps=args.steps, training=training) for ranks in args.ranks]
     sides = {HERE: here, THERE: there, AGAIN: here}
-    found = samples_in_turn(sides, works, args.pairs, lambda text: print(text, flush=True))
-    rows = rows_of(found)
-    print("\n".join([HEADER, *map(line, rows)]), flush=True)
-    if args.json:
-        more = {"against": there.path.name.removeprefix("only-"), "pairs": args.pairs}
-        write_result(args.json, "bench.against", argv, rows, more)
+    rows = rows_of(samples_in_turn(sides, works, args.pairs))
+    shown = [{**row, "passes": "PASS" if row["passes"] else "more than the same commit shows"} for row in rows]
+    print_rows(shown, COLUMNS, header=True)
+    more = {"against": there.path.name.removeprefix("only-"), "pairs": args.pairs}
+    write_result(args.json, "bench.against", argv, rows, more)
     failed = [row for row in rows if not row["passes"]]
     more_than = f"{len(failed)} of {len(rows)} numbers are larger than at {args.commit}"
     print(more_than if failed else f"PASS: {len(rows)} numbers")

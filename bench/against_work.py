@@ -8,10 +8,12 @@ prints is the numbers, as JSON: counts are rank 0's, times and bytes the largest
 
 from __future__ import annotations
 
+import itertools
 import json
 import statistics
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,10 +24,9 @@ from torch import nn
 
 import zerox
 from bench.allocator import Allocator
-from bench.instructions import instructions_of
-from bench.ranks import largest, on_ranks
-from bench.spread import Spread
-from bench.systems import LR, WEIGHT_DECAY, Training
+from bench.common import Spread, largest, on_ranks
+from bench.systems import Training, Zerox, ZeroxStage1
+from bench.trace import profile_all_threads
 from zerox import FusedShardedAdam
 
 SMALL = 16  # elements of each of many parameters
@@ -43,36 +44,24 @@ class Work:
     stages: tuple[int, ...] = (1, 2)
     steps: int = 10
     num_small: int = 1_000
-    training: Training = field(default_factory=lambda: Training(layers=2, vocabulary=8_192))
+    training: Training = field(default_factory=lambda: Training(layers=2, vocabulary=8_192, max_norm=1.0))
 
 
-class Model:
-    """Of ``training``, and its optimizer."""
-
-    def __init__(self, training: Training, stage: int) -> None:
-        self.training = training
-        self.module = training.model()
-        named = self.module.named_parameters()
-        self.optimizer = FusedShardedAdam(named, lr=LR, weight_decay=WEIGHT_DECAY, stage=stage)
-        self.num_steps = 0
-
-    def step(self) -> None:
-        self.optimizer.zero_grad()
-        [tokens] = self.training.batches(self.num_steps, dist.get_rank())
-        self.module(tokens[:, :-1], tokens[:, 1:]).backward()
-        self.optimizer.clip_grad_norm_(1.0)
-        self.optimizer.step()
-        self.num_steps += 1
+def steps_of(work: Work, stage: int) -> tuple[Zerox, Callable[[], None]]:
+    """What is trained, and what makes its next step."""
+    system = {1: ZeroxStage1, 2: Zerox}[stage](work.training)
+    indices = itertools.count()
+    return system, lambda: system.step(work.training.batches(next(indices), dist.get_rank()))
 
 
 def times(work: Work, stage: int) -> Numbers:
     """Medians over the steps, of the slowest rank each."""
-    model = Model(work.training, stage)
+    _, step = steps_of(work, stage)
     step_ms = []
     for _ in range(WARM_UP + work.steps):
         dist.barrier()
         start = time.perf_counter()
-        model.step()
+        step()
         step_ms.append((time.perf_counter() - start) * 1e3)
     return {"step_ms": statistics.median(largest(step_ms)[WARM_UP:]), **small_times(work, stage)}
 
@@ -105,22 +94,20 @@ def small_times(work: Work, stage: int) -> Numbers:
 def counts(work: Work, stage: int, allocator: Allocator) -> Numbers:
     """Of a step: bytes at most (the largest rank's), and how many of what this rank did."""
     base = allocator.now
-    model = Model(work.training, stage)
+    system, step = steps_of(work, stage)
 
     def run() -> None:
         for _ in range(WARM_UP):
-            model.step()
+            step()
 
     run()
-    manager = manager_of(model.optimizer)
+    manager = manager_of(system.ours)
     allocations, sent = allocator.num_allocations, manager.traffic
     [peak] = largest([float(allocator.peak_of(run) - base)])
     found = {"peak_bytes": peak, "allocations": (allocator.num_allocations - allocations) / WARM_UP}
     for name, now, before in zip(("messages", "sent_bytes"), manager.traffic, sent, strict=True):
         found[name] = (now - before) / WARM_UP
-    found["copies"] = float(copies_of(model.step))
-    instructions = instructions_of(run)
-    return found if instructions is None else {**found, "instructions": instructions / WARM_UP}
+    return {**found, "copies": float(copies_of(step))}
 
 
 def manager_of(optimizer: Any) -> Any:
@@ -130,8 +117,7 @@ def manager_of(optimizer: Any) -> Any:
 
 def copies_of(function: Any) -> int:
     """Operators that copy, on all threads."""
-    every_thread = torch._C._profiler._ExperimentalConfig(profile_all_threads=True)
-    with torch.profiler.profile(experimental_config=every_thread) as profiled:
+    with profile_all_threads() as profiled:
         function()
     return sum(event.count for event in profiled.key_averages() if event.key in ("aten::copy_", "zerox::flatten_"))
 

@@ -6,7 +6,7 @@ import ctypes
 from collections.abc import Callable
 from pathlib import Path
 
-from bench.compiled import ROOT, library
+from bench.common import ROOT, library
 
 SOURCE = ROOT / "bench/counting_allocator.cpp"
 

@@ -11,10 +11,9 @@ import ctypes
 
 import torch
 
-from bench.compiled import ROOT, library
+from bench.common import ROOT, library
 from bench.timing import Call
 
-CEILING = "stream (ceiling)"
 BYTES_AN_ELEMENT = 4 * 4 + 3 * 4
 STAGGER = 8192 // 4  # elements between the starts of neighbours, modulo more than that
 PAGE = 4096

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from bench.facts import ROOT
+from bench.common import ROOT
 from bench.jobs import Job
 
 COUNTED_FOR = (9, 0)  # compute capability
@@ -39,7 +39,10 @@ class Gpu:
     processors: int
     clock_hz: float
 
-    def instructions_ms(self, job: Job) -> float:
+    def instructions_ms(self, job: Job) -> float | None:
+        """None for steps, which are of several kernels."""
+        if job.op == "step":
+            return None
         return job.numel * float(work()[name_of(job)]["clocks"]) / (self.processors * self.clock_hz) * 1e3
 
 

@@ -9,8 +9,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from bench.ceiling import CEILING, stream_call
+from bench.ceiling import stream_call
 from bench.peers import PEERS, Peer, Skipped, optimizer_of
+from bench.plots import CEILING, OURS
 from bench.timing import Call
 from zerox import ops
 from zerox.memory.pages import zeros
@@ -19,8 +20,6 @@ from zerox.plan.form import BFLOAT16, BLOCK_NUMEL, EIGHT_BIT, FLOAT32
 from zerox.rules.adam import ADAM
 from zerox.rules.reference import AdamState, adam_step
 from zerox.rules.rule import MASTER, REMAINDER, StateSpec
-
-OURS = "zerox"
 
 
 @dataclass(frozen=True)
@@ -67,7 +66,10 @@ def bytes_an_element(op: str, kind: Kind, num_slices: int = 1) -> float:
              bf16 + remainder  2+2 + 2+2 + 2 + 8+8 = 26
              16 bits + fp32    2+2 + 4+4 + 2 + 8+8 = 30
              with bf16 moments 8 less, with 8 bits and a scale a block 12 - 1/16 less
+    step     norm and adam
     """
+    if op == "step":
+        return bytes_an_element("norm", kind) + bytes_an_element("adam", kind)
     grad = kind.dtype.itemsize
     if op == "adam":
         kept = [stored_bytes(ADAM, spec, STATES[kind.state], BLOCK_NUMEL, on_host=True) for spec in kind.specs]

@@ -2,32 +2,35 @@
 
     python -m bench.kernels [--device cuda] [--quick] [--only adam] [--threads N] [--json FILE] [--png FILE]
 
-Rates count each byte that has to be read or written once. "of roof" is the share of what the memory gives at most, by a
-large copy (on the CPU an addition in place) in the same run; "of ceiling", for updates on the CPU, the share of what a
-loop reaches that moves as many bytes as an update, timed in turn with it. "floors" are the least times that our kernel
+Rates count each byte that has to be read or written once. "of_roof" is the share of what the memory gives at most, by a
+large copy (on the CPU an addition in place) in the same run; "of_ceiling", for updates on the CPU, the share of what a
+loop reaches that moves as many bytes as an update, timed in turn with it. Floors are the least times that our kernel
 could take: for its bytes at the roof's rate, and on a Hopper GPU for its instructions, all of them at once and each
-kind at its own rate. "theirs/ours" is the time of another way to do the same job over ours. The spread is the middle
-half of the samples. (host): the time is the host's, who could not keep up.
+kind at its own rate. "theirs_over_ours" is the time of another way to do the same job over ours. The spread is the
+middle half of the samples. "late": the time is the host's, who could not keep up.
+
+--only step times a clipped step of the optimizer from given gradients, beside peers at the same job: bench/steppers.py.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import itertools
 import platform
 import random
-import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from bench.ceiling import CEILING
-from bench.facts import write_result
+from bench.common import Row, add_device, new_parser, parse, print_rows, write_result
 from bench.floors import Gpu, gpu_of
-from bench.jobs import CALLS, CHECKS, OURS, SENT, TRAINED, Job, WrongResult, missing_peers
-from bench.kernel_plots import save_shares
-from bench.options import add_device
+from bench.jobs import CALLS, CHECKS, SENT, TRAINED, Job, missing_peers
+from bench.plots import CEILING, OURS, save_shares
+from bench.shapes import MODELS, gpt2
+from bench.steppers import STEPPED, able, group_of_one, time_steps
 from bench.timing import Timing, num_sets_for, roof_gb_per_s, time_in_turn
 from zerox import _C
 
@@ -37,35 +40,48 @@ CUDA_SIZES = {"4 Mi": 4 * MI, "64 Mi": 64 * MI, "256 Mi": 256 * MI}
 CPU_SIZES = {"1 Mi": MI, "32 Mi": 32 * MI}
 NUM_SLICES = (2, 8)  # of reduce
 
-Row = dict[str, Any]
-
 
 def sizes_for(device: torch.device, quick: bool) -> dict[str, tuple[int, ...]]:
     """Elements of each parameter, by the name of the size."""
     sizes = CUDA_SIZES if device.type == "cuda" else CPU_SIZES
     found: dict[str, tuple[int, ...]] = {name: (numel,) for name, numel in list(sizes.items())[: 1 if quick else None]}
-    if device.type == "cuda":
-        rng = random.Random(0)
-        found["1,000 params"] = tuple(rng.randrange(4 * KI, 64 * KI) for _ in range(1000))
-    return found
+    return found | (many_params(1000) if device.type == "cuda" else {})
 
 
-def jobs_for(ops: list[str], sizes: dict[str, tuple[int, ...]]) -> list[Job]:
+def step_sizes_for(device: torch.device, quick: bool) -> dict[str, tuple[int, ...]]:
+    """Of models."""
+    model = gpt2("gpt2-0.1m", 2, 64, 256, 64) if quick else gpt2("gpt2-21m", 4, 512, 16_384, 128)
+    model = MODELS["gpt2-124m"]() if device.type == "cuda" and not quick else model
+    return {model.name: model.numels} | many_params(20 if quick else 1000)
+
+
+def many_params(count: int) -> dict[str, tuple[int, ...]]:
+    rng = random.Random(0)
+    return {f"{count:,} params": tuple(rng.randrange(4 * KI, 64 * KI) for _ in range(count))}
+
+
+def jobs_for(ops: list[str], device: torch.device, quick: bool) -> list[Job]:
     found = []
     for op in ops:
-        for kind in TRAINED if op == "adam" else SENT:
-            for num_slices in NUM_SLICES if op == "reduce" else (1,):
-                found += [Job(op, kind, size, params, num_slices) for size, params in sizes.items()]
+        kinds = {"adam": TRAINED, "step": STEPPED}.get(op, SENT)
+        sizes = (step_sizes_for if op == "step" else sizes_for)(device, quick)
+        for kind, num_slices in itertools.product(kinds, NUM_SLICES if op == "reduce" else (1,)):
+            found += [Job(op, kind, size, params, num_slices) for size, params in sizes.items()]
     return found
 
 
 def check(jobs: list[Job], device: torch.device) -> None:
     """Each op on each kind once, at a size of its own. Raises WrongResult."""
     for op, kind, num_slices in dict.fromkeys((job.op, job.kind, job.num_slices) for job in jobs):
-        CHECKS[op](Job(op, kind, "check", CHECK_PARAMS, num_slices), device)
+        if op == "step":
+            able(kind, device)
+        else:
+            CHECKS[op](Job(op, kind, "check", CHECK_PARAMS, num_slices), device)
 
 
 def time_job(job: Job, device: torch.device, budget_s: float) -> dict[str, Timing]:
+    if job.op == "step":
+        return time_steps(job, device, budget_s)
     num_sets = num_sets_for(job.nbytes, device)
     return time_in_turn(CALLS[job.op](job, num_sets, device), num_sets, device, budget_s)
 
@@ -79,7 +95,7 @@ def rows_of(job: Job, timings: dict[str, Timing], roof: float, gpu: Gpu | None) 
             {
                 "op": job.title,
                 "kind": job.kind.name,
-                "state": job.kind.state if job.op == "adam" else "",
+                "state": job.kind.state if job.op in ("adam", "step") else "",
                 "size": job.size,
                 "numel": job.numel,
                 "who": who,
@@ -97,55 +113,26 @@ def rows_of(job: Job, timings: dict[str, Timing], roof: float, gpu: Gpu | None) 
     return rows
 
 
-HEADER = (
-    *("op", "kind", "state", "size", "who", "p50 ms", "spread", "GB/s", "of roof"),
-    *("of ceiling", "floors ms", "theirs/ours"),
-)
-
-
-def cells(row: Row) -> tuple[str, ...]:
-    ratio = "" if row["theirs_over_ours"] is None else f"{row['theirs_over_ours']:.2f}"
-    late = " (host)" if row["host_bound"] else ""
-    numbers = (f"{row['p50_ms']:.4f}{late}", f"{row['spread']:.1%}", f"{row['gb_per_s']:.1f}", f"{row['of_roof']:.0%}")
-    ceiling = "" if row["of_ceiling"] is None else f"{row['of_ceiling']:.0%}"
-    return (row["op"], row["kind"], row["state"], row["size"], row["who"], *numbers, ceiling, floors(row), ratio)
-
-
-def floors(row: Row) -> str:
-    found = [row["bytes_floor_ms"], row["instructions_floor_ms"]]
-    return " ".join(f"{floor_ms:.4f}" for floor_ms in found if floor_ms is not None)
-
-
-def line(texts: tuple[str, ...]) -> str:
-    widths = (12, 17, 6, 13, 21, 14, 7, 8, 8, 11, 16, 12)
-    return " ".join(
-        f"{text:<{w}}" if i < 5 else f"{text:>{w}}" for i, (text, w) in enumerate(zip(texts, widths, strict=True))
-    )
+COLUMNS = {"op": "<12", "kind": "<17", "state": "<6", "size": "<13", "who": "<21", "p50_ms": ".4f", "spread": ".1%"}
+COLUMNS |= {"gb_per_s": ".1f", "of_roof": ".0%", "of_ceiling": ".0%", "bytes_floor_ms": ".4f"}
+COLUMNS |= {"instructions_floor_ms": ".4f", "theirs_over_ours": ".2f", "host_us": ".0f", "late": "<4"}
 
 
 def device_name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else f"{platform.machine()} CPU, {_C.isa()}"
 
 
-def run(
-    device: torch.device,
-    ops: list[str],
-    quick: bool,
-    seconds: float,
-    file: Path | None = None,
-    argv: list[str] | None = None,
-) -> list[Row]:
+def run(device: torch.device, ops: list[str], quick: bool, seconds: float, file: Path | None, argv: Any) -> list[Row]:
     """Prints rows as they come, and keeps ``file`` up to date, so that nothing is lost where time runs out."""
     torch.manual_seed(0)
-    jobs = jobs_for(ops, sizes_for(device, quick))
+    jobs = jobs_for(ops, device, quick)
     check(jobs, device)
     budget_s = seconds / (len(jobs) + 1)
     large = (256 if device.type == "cuda" else 64) * MI // (4 if quick else 1)
     roof = roof_gb_per_s(device, large, budget_s)
     name = device_name(device)
     print(f"{name}, torch {torch.__version__}, {torch.get_num_threads()} threads; results are right")
-    print(f"the roof is {roof:.1f} GB/s, read and written")
-    print(line(HEADER), flush=True)
+    print(f"the roof is {roof:.1f} GB/s, read and written", flush=True)
     gpu = gpu_of(device)
     own = {"device": name, "zerox_isa": _C.isa(), "threads": torch.get_num_threads(), "roof_gb_per_s": roof}
     own |= {"processors": gpu.processors, "clock_hz": gpu.clock_hz} if gpu else {}
@@ -153,53 +140,41 @@ def run(
     skipped = missing_peers(device) if "adam" in ops else []
     for each in skipped:
         print(f"skipped {each}", flush=True)
+    print_rows([], COLUMNS, header=True)
     for job in jobs:
         try:
             fresh = rows_of(job, time_job(job, device, budget_s), roof, gpu)
             rows += fresh
-            print("\n".join(line(cells(row)) for row in fresh), flush=True)
+            print_rows(({**row, "late": "late" if row["host_bound"] else ""} for row in fresh), COLUMNS)
         except torch.OutOfMemoryError:
             skipped.append(f"{job.title}, {job.kind.name}, {job.kind.state} state, {job.size}: too little memory")
             print(f"skipped {skipped[-1]}", flush=True)
         if device.type == "cuda":
             torch.cuda.empty_cache()
-        if file:
-            write_result(file, "bench.kernels", argv, rows, {**own, "skipped": skipped})
+        write_result(file, "bench.kernels", argv, rows, {**own, "skipped": skipped})
     return rows
 
 
-def parse(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m bench.kernels", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+def make_parser() -> argparse.ArgumentParser:
+    parser = new_parser("bench.kernels", __doc__)
     add_device(parser)
-    parser.add_argument(
-        "--only", action="append", choices=list(CALLS), metavar="OP", help=f"one of {', '.join(CALLS)}; repeatable"
-    )
+    ops = [*CALLS, "step"]
+    parser.add_argument("--only", action="append", choices=ops, metavar="OP", help=f"{', '.join(ops)}; repeatable")
     parser.add_argument("--quick", action="store_true", help="the smallest size, and on a GPU 1,000 parameters")
     parser.add_argument("--seconds", type=float, default=60.0, help="for all timing, about (default: %(default)s)")
     parser.add_argument("--threads", type=int, metavar="N", help="of torch, on the CPU (default: torch's own)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write all numbers there")
-    parser.add_argument("--png", type=Path, metavar="FILE", help="draw the shares of the roof there")
-    args = parser.parse_args(argv)
-    if args.threads is not None and args.threads < 1:
-        parser.error("--threads takes numbers from 1 on")
-    return args
+    return parser
 
 
-def main(argv: list[str] | None = None) -> int:
-    args = parse(argv)
+def main(argv: list[str] | None = None) -> None:
+    args = parse(make_parser(), argv)
     if args.threads:
         torch.set_num_threads(args.threads)
-    try:
-        rows = run(torch.device(args.device), args.only or list(CALLS), args.quick, args.seconds, args.json, argv)
-    except WrongResult as error:
-        print(error, file=sys.stderr)
-        return 1
-    if args.png:
-        save_shares(rows, f"kernels, {device_name(torch.device(args.device))}, torch {torch.__version__}", args.png)
-    return 0
+    device, ops = torch.device(args.device), args.only or list(CALLS)
+    with group_of_one(device) if "step" in ops else contextlib.nullcontext():
+        rows = run(device, ops, args.quick, args.seconds, args.json, argv)
+    save_shares(rows, f"kernels, {device_name(device)}, torch {torch.__version__}", args.png)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

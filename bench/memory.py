@@ -12,17 +12,15 @@ which knows no activations: typical_peak, where buckets leave as fast as backwar
 from __future__ import annotations
 
 import argparse
-import sys
+from dataclasses import replace
 from pathlib import Path
 
 import torch.distributed as dist
 
 from bench.allocator import Allocator, build
-from bench.facts import write_result
-from bench.options import names_for, parse_step, step_parser
+from bench.common import Row, largest, on_ranks, parse, print_rows, training_parser, write_result
 from bench.plots import save_bars
-from bench.ranks import largest, on_ranks
-from bench.step import RIVAL, Row
+from bench.step import RIVAL, add_systems, names_for
 from bench.systems import SYSTEMS, Training, Zerox
 from zerox import estimate
 
@@ -53,47 +51,41 @@ def measure(training: Training, name: str, library: Path) -> Row:
     return row
 
 
-HEADER = f"{'ranks':>5}  {'system':<30}  {'peak MiB':>9}  {'kept MiB':>9}  {'of DDP':>7}  {'estimate MiB':>15}"
+COLUMNS = {"ranks": "", "system": "<30", "peak_mib": ",.1f", "kept_mib": ",.1f", "of_rival": ".1%"}
+COLUMNS |= {"estimate_mib": ">16"}
 
 
-def line(row: Row) -> str:
-    share = f"{row['of_rival']:.1%}" if row["of_rival"] is not None else ""
-    sizes = [f"{row[key] / MIB:,.1f}" for key in ("peak", "kept")]
-    formula = " to ".join(f"{each / MIB:,.1f}" for each in row["estimate"] or [])
-    return f"{row['ranks']:>5}  {row['system']:<30}  {sizes[0]:>9}  {sizes[1]:>9}  {share:>7}  {formula:>15}"
+def in_mib(row: Row) -> Row:
+    estimate = " to ".join(f"{each / MIB:,.1f}" for each in row["estimate"] or [])
+    return {**row, "peak_mib": row["peak"] / MIB, "kept_mib": row["kept"] / MIB, "estimate_mib": estimate}
 
 
 def run(world_sizes: list[int], training: Training, wanted: list[str] | None) -> list[Row]:
     library = build()
-    print(HEADER)
     rows: list[Row] = []
     for world_size in world_sizes:
         found = [on_ranks(measure, world_size, training, name, library) for name in names_for(wanted, world_size)]
         rival = next((row["peak"] for row in found if row["system"] == RIVAL), None)
-        for row in found:
-            row["of_rival"] = row["peak"] / rival if rival else None
-            print(line(row), flush=True)
+        found = [{**row, "of_rival": row["peak"] / rival if rival else None} for row in found]
+        print_rows(map(in_mib, found), COLUMNS, header=not rows)
         rows += found
     return rows
 
 
-def parse(argv: list[str] | None) -> argparse.Namespace:
-    return parse_step(step_parser("bench.memory", __doc__), argv)
+def make_parser() -> argparse.ArgumentParser:
+    parser = training_parser("bench.memory", __doc__)
+    add_systems(parser)
+    return parser
 
 
-def main(argv: list[str] | None = None) -> int:
-    args = parse(argv)
-    training = Training(
-        layers=args.layers, context=8, batch=1, tied=False, dtype=args.dtype, max_norm=1.0 if args.clip else None
-    )
-    rows = run(args.ranks, training, args.systems)
-    if args.json:
-        write_result(args.json, "bench.memory", argv, rows)
-    if args.png:
-        sizes = [(f"{row['ranks']} ranks", row["system"], row["peak"] / MIB) for row in rows]
-        save_bars(sizes, "peak of a training step, MiB a rank", args.png)
-    return 0
+def main(argv: list[str] | None = None) -> None:
+    args = parse(make_parser(), argv)
+    training = Training(dtype=args.dtype, layers=args.layers, context=8, batch=1, tied=False)
+    rows = run(args.ranks, replace(training, max_norm=1.0 if args.clip else None), args.systems)
+    write_result(args.json, "bench.memory", argv, rows)
+    sizes = [(f"{row['ranks']} ranks", row["system"], row["peak"] / MIB) for row in rows]
+    save_bars(sizes, "peak of a training step, MiB a rank", args.png)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -8,38 +8,18 @@ build of torch, not on how busy the machine is. Ends with 1 if a mean is more th
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
 import re
 import statistics
 import subprocess
 import sys
-from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
-from bench.facts import ROOT, facts
+from bench.common import ROOT, new_parser, parse, write_result
 
 STATE_DTYPES = ("fp32", "bf16", "8bit")
 BOUND = 0.005  # of the loss with fp32 moments
-
-
-@dataclass(frozen=True)
-class Quality:
-    """Held-out losses of one state_dtype, in nats a byte, by seed; the moments' bytes on rank 0."""
-
-    state_dtype: str
-    losses: list[float]
-    moments_bytes: int
-
-    @property
-    def mean(self) -> float:
-        return statistics.fmean(self.losses)
-
-    @property
-    def spread(self) -> float:
-        return max(self.losses) - min(self.losses)
+Row = dict[str, Any]  # of one state_dtype: its held-out losses in nats a byte, by seed; the moments' bytes on rank 0
 
 
 def command(state_dtype: str, seed: int, steps: int) -> list[str]:
@@ -47,6 +27,12 @@ def command(state_dtype: str, seed: int, steps: int) -> list[str]:
     launch += ["--local-addr=127.0.0.1", "--nproc-per-node=2"]
     options = ["--state-dtype", state_dtype, "--seed", str(seed), "--steps", str(steps), "--device", "cpu", "--quiet"]
     return [*launch, "examples/train_gpt.py", *options]
+
+
+def train(state_dtype: str, seed: int, steps: int) -> tuple[float, int]:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    run = command(state_dtype, seed, steps)
+    return read(subprocess.run(run, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True, check=True).stdout)
 
 
 def read(output: str) -> tuple[float, int]:
@@ -58,55 +44,39 @@ def read(output: str) -> tuple[float, int]:
     return float(loss[1]), int(moments[1].replace(",", ""))
 
 
-def train(state_dtype: str, seed: int, steps: int) -> tuple[float, int]:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        command(state_dtype, seed, steps), cwd=ROOT, env=environment, capture_output=True, text=True, check=False
-    )
-    if done.returncode:
-        raise RuntimeError(f"{state_dtype}, seed {seed}: exit code {done.returncode}\n{done.stderr[-2000:]}")
-    return read(done.stdout)
+def change(row: Row, first: Row) -> float:
+    """Of the mean loss, from the other's, as a share of it."""
+    return statistics.fmean(row["losses"]) / statistics.fmean(first["losses"]) - 1
 
 
-def table(found: list[Quality]) -> str:
+def table(found: list[Row]) -> str:
     """Markdown, a row for each state_dtype; the first is what the others are held against."""
-    seeds = len(found[0].losses)
-    lines = [
-        f"| state_dtype | held-out loss, mean of {seeds} seeds | largest - smallest | to fp32 | bytes of moments |"
-    ]
-    lines.append("|---|---:|---:|---:|---:|")
-    for each in found:
-        change = f"{each.mean / found[0].mean - 1:+.2%}"
-        lines.append(
-            f"| {each.state_dtype} | {each.mean:.4f} | {each.spread:.4f} | {change} | {each.moments_bytes:,} |"
-        )
+    columns = f"held-out loss, mean of {len(found[0]['losses'])} seeds | largest - smallest | to fp32"
+    lines = [f"| state_dtype | {columns} | bytes of moments |", "|---|---:|---:|---:|---:|"]
+    for row in found:
+        losses = row["losses"]
+        cells = f"{statistics.fmean(losses):.4f} | {max(losses) - min(losses):.4f} | {change(row, found[0]):+.2%}"
+        lines.append(f"| {row['state_dtype']} | {cells} | {row['moments_bytes']:,} |")
     return "\n".join(lines)
 
 
-def missed(found: list[Quality]) -> list[str]:
+def missed(found: list[Row]) -> list[str]:
     """What is further from fp32 than the bound."""
-    return [each.state_dtype for each in found if abs(each.mean / found[0].mean - 1) > BOUND]
+    return [row["state_dtype"] for row in found if abs(change(row, found[0])) > BOUND]
 
 
-def result(options: argparse.Namespace, found: list[Quality]) -> dict[str, Any]:
-    command = f"python -m bench.moments --steps {options.steps} --seeds {options.seeds}"
-    return {**facts(command), "ranks": 2, "state_dtypes": [asdict(each) for each in found]}
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def main(argv: list[str] | None = None) -> int:
+    parser = new_parser("bench.moments", __doc__, picture=False)
     parser.add_argument("--steps", type=int, default=1000)
     parser.add_argument("--seeds", type=int, default=3, help="0, 1, ... (default: 3)")
-    parser.add_argument("--json", type=Path, help="also write every number there")
-    options = parser.parse_args()
-    found = []
+    args = parse(parser, argv)
+    found: list[Row] = []
     for state_dtype in STATE_DTYPES:
-        runs = [train(state_dtype, seed, options.steps) for seed in range(options.seeds)]
-        found.append(Quality(state_dtype, [loss for loss, _ in runs], runs[0][1]))
-        print(f"{state_dtype}: {found[-1].losses}", flush=True)
+        runs = [train(state_dtype, seed, args.steps) for seed in range(args.seeds)]
+        found.append({"state_dtype": state_dtype, "losses": [loss for loss, _ in runs], "moments_bytes": runs[0][1]})
+        print(f"{state_dtype}: {found[-1]['losses']}", flush=True)
     print(f"\n{table(found)}")
-    if options.json:
-        options.json.write_text(json.dumps(result(options, found), indent=1) + "\n")
+    write_result(args.json, "bench.moments", argv, found, {"ranks": 2})
     if bad := missed(found):
         print(f"further than {BOUND:.1%} from fp32 moments: {', '.join(bad)}", file=sys.stderr)
     return 1 if bad else 0

@@ -1,5 +1,7 @@
 """Direct and native exchange on a network described by a few numbers: where each wins, and what buckets it wants.
 
+    python -m bench.network [--latency-us 25] [--bandwidth-gb-s 12.5] [--post-us 10] [--backend nccl] [--json FILE]
+
 A round is a bucket's reduce-scatter and all-gather, of ``s`` bytes for each of ``W`` ranks:
 
     direct     each way the host posts 2 (W - 1) messages while the wire moves (W - 1) s bytes: whichever takes longer,
@@ -13,18 +15,18 @@ Left out: congestion where W - 1 messages meet at one receiver, and faster links
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any
 
 import torch
 
+from bench.common import Row, new_parser, parse, print_rows, write_result
 from bench.shapes import MODELS
 from bench.step_model import Flight, Place, predict
 from zerox.plan.buckets import MIB, BucketPlan, ParamSpec, default_cap_bytes, plan_buckets
 
-Row = dict[str, Any]
 KIB = 2**10
 GIB = 2**30
 ITEMSIZE = 2
@@ -82,7 +84,7 @@ def _step_s(net: Network, slice_bytes: float) -> float:
     return net.latency_s + 2 * net.post_s + slice_bytes / net.bytes_per_s
 
 
-RIVALS: dict[str, Callable[[Network, int, float], float]] = {"ring": ring_s, "gloo": gloo_s, "log steps": log_steps_s}
+RIVALS: dict[str, Callable[[Network, int, float], float]] = {"ring": ring_s, "gloo": gloo_s, "log_steps": log_steps_s}
 
 
 def bound_bytes(net: Network, world_size: int, rival: str) -> int:
@@ -104,33 +106,16 @@ def bound_bytes(net: Network, world_size: int, rival: str) -> int:
 
 
 def bounds(net: Network, world_sizes: Sequence[int]) -> list[Row]:
-    print(
-        f"By the model, {net.latency_s * 1e6:g} us and {net.bytes_per_s / 1e9:g} GB/s, {net.post_s * 1e6:g} us to post "
-        "a message: us of a round of 4 KiB, 64 KiB and 1 MiB slices, and the slice below which native wins"
-    )
-    print(f"{'ranks':>6}  {'direct':>27}" + "".join(f"  {name:>36}" for name in RIVALS))
-    rows = []
-    for world_size in world_sizes:
-        shown = [4 * KIB, 64 * KIB, MIB]
-        row: Row = {"part": "bound", "ranks": world_size, "network": asdict(net), "slice_bytes": shown}
-        row["direct_us"] = [direct_s(net, world_size, nbytes) * 1e6 for nbytes in shown]
+    """Microseconds of a round of some slices, and the slice below which each rival wins, in KiB."""
+    rows: list[Row] = []
+    for world_size, nbytes in itertools.product(world_sizes, (4 * KIB, 64 * KIB, MIB)):
+        row: Row = {"part": "bound", "ranks": world_size, "slice_kib": nbytes / KIB}
+        row["direct_us"] = direct_s(net, world_size, nbytes) * 1e6
         for name, native in RIVALS.items():
-            row[f"{name}_us"] = [native(net, world_size, nbytes) * 1e6 for nbytes in shown]
-            row[f"{name}_bound_bytes"] = bound_bytes(net, world_size, name)
+            row[f"{name}_us"] = native(net, world_size, nbytes) * 1e6
+            row[f"{name}_wins_below"] = bound_bytes(net, world_size, name) / KIB
         rows.append(row)
-        print(_bound_line(row), flush=True)
     return rows
-
-
-def _bound_line(row: Row) -> str:
-    def times(name: str) -> str:
-        return " ".join(f"{each:>8,.0f}" for each in row[f"{name}_us"])
-
-    text = f"{row['ranks']:>6,}  {times('direct'):>27}"
-    for name in RIVALS:
-        bound = row[f"{name}_bound_bytes"]
-        text += f"  {times(name):>27}" + (f"{bound / KIB:>5,.0f} KiB" if bound else "    never")
-    return text
 
 
 def flights_of(net: Network, plans: Sequence[BucketPlan], numel: int, compute_s: float, exchange: str) -> list[Flight]:
@@ -180,38 +165,51 @@ def sweep(net: Network, model: str, world_size: int, backend: str, exchange: str
                 "model": model,
                 "ranks": world_size,
                 "exchange": exchange,
-                "cap_bytes": cap,
-                "is_default": cap == default_cap_bytes(backend, world_size),
+                "cap_mib": cap / MIB,
+                "default": "default" if cap == default_cap_bytes(backend, world_size) else "",
                 "buckets": len(plans),
+                "slice_kib": largest / world_size / KIB,
                 "step_s": outcome.step_s,
                 "compute_s": compute_s,
-                "buffer_bytes": 2 * largest * (2 if exchange == "direct" else 1),
+                "buffer_gib": 2 * largest * (2 if exchange == "direct" else 1) / GIB,
             }
         )
     return rows
 
 
 def sweeps(net: Network, models: Sequence[str], world_sizes: Sequence[int], backend: str) -> list[Row]:
-    print(
-        f"By the model, over the bucket size: the step's time as a multiple of the best, {TOKENS:,} tokens a rank; "
-        "(default) is marked, GiB are of buffers"
-    )
     rows = []
-    for model in models:
-        for exchange in ("direct", "ring"):
-            for world_size in world_sizes:
-                found = sweep(net, model, world_size, backend, exchange)
-                best_s = min(row["step_s"] for row in found)
-                for row in found:
-                    row["over_best"] = row["step_s"] / best_s
-                cells = [_cap_cell(row) for row in found]
-                print(
-                    f"{model:<10} {exchange:<6} {world_size:>6,}  best {best_s:.3f} s:  {'  '.join(cells)}", flush=True
-                )
-                rows += found
+    for model, exchange, world_size in itertools.product(models, ("direct", "ring"), world_sizes):
+        found = sweep(net, model, world_size, backend, exchange)
+        best_s = min(row["step_s"] for row in found)
+        rows += [{**row, "over_best": row["step_s"] / best_s} for row in found]
     return rows
 
 
-def _cap_cell(row: Row) -> str:
-    text = f"{row['cap_bytes'] / MIB:,.0f} MiB {row['over_best']:.2f}x {row['buffer_bytes'] / GIB:.1f} GiB"
-    return f"({text})" if row["is_default"] else text
+BOUND_COLUMNS = {"ranks": ",", "slice_kib": ",.0f", "direct_us": ",.0f"}
+BOUND_COLUMNS |= {f"{name}_{what}": ",.0f" for name in RIVALS for what in ("us", "wins_below")}
+SWEEP_COLUMNS = {"model": "<10", "ranks": ",", "exchange": "<8", "cap_mib": ",.0f", "default": "<7", "buckets": ","}
+SWEEP_COLUMNS |= {"slice_kib": ",.0f", "step_s": ".3f", "over_best": ".2f", "buffer_gib": ".2f"}
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = new_parser("bench.network", __doc__, picture=False)
+    parser.add_argument("--latency-us", type=float, default=25.0, help="of a message (default: %(default)s)")
+    parser.add_argument("--bandwidth-gb-s", type=float, default=12.5, help="of a rank's link (default: %(default)s)")
+    parser.add_argument("--post-us", type=float, default=10.0, help="of the host, to post a message (default: 10)")
+    parser.add_argument("--backend", choices=["gloo", "nccl"], default="gloo", help="of plans (default: %(default)s)")
+    parser.add_argument("--models", nargs="+", choices=list(MODELS), default=["gpt2-124m", "llama-8b"], metavar="MODEL")
+    parser.add_argument("--ranks", type=int, nargs="+", default=[64, 256, 1_024], metavar="N", help="64 256 1024")
+    args = parse(parser, argv)
+    net = Network(latency_s=args.latency_us / 1e6, bytes_per_s=args.bandwidth_gb_s * 1e9, post_s=args.post_us / 1e6)
+    print("A round by the formulas, and the slice in KiB below which others are faster than direct; 0: nowhere")
+    rows = bounds(net, args.ranks)
+    print_rows(rows, BOUND_COLUMNS, header=True)
+    print(f"The model's step over the bucket size; {TOKENS:,} tokens a rank, a device of {FLOPS / 1e12:.0f} TFLOP/s")
+    swept = sweeps(net, args.models, args.ranks, args.backend)
+    print_rows(swept, SWEEP_COLUMNS, header=True)
+    write_result(args.json, "bench.network", argv, [*rows, *swept], {"network": asdict(net)})
+
+
+if __name__ == "__main__":
+    main()

@@ -9,14 +9,19 @@ from typing import Any
 OURS, FLOOR = "zerox", "no communication"
 COLOURS = {OURS: "#c8442c", FLOOR: "#bbbbbb"}
 OTHERS = "#4d6f8f"
+CEILING = "stream (ceiling)"
+
+Row = dict[str, Any]
 
 
 def colour_of(system: str) -> str:
     return next((colour for word, colour in COLOURS.items() if word in system), OTHERS)
 
 
-def new_figure(width: float, height: float, path: Path) -> Any:
-    """Inches. None, and a line that says that there will be no ``path``, where matplotlib is missing."""
+def new_figure(width: float, height: float, path: Path | None) -> Any:
+    """Inches. None where there is no ``path``; and where matplotlib is missing, with a line that says so."""
+    if path is None:
+        return None
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
@@ -28,12 +33,14 @@ def new_figure(width: float, height: float, path: Path) -> Any:
     return figure
 
 
-def save_figure(figure: Any, path: Path) -> None:
+def save_figure(figure: Any, path: Path | None) -> None:
+    """``figure``: of new_figure() for the same ``path``."""
+    assert path is not None
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=120)
 
 
-def save_bars(numbers: Sequence[tuple[str, str, float]], title: str, path: Path) -> None:
+def save_bars(numbers: Sequence[tuple[str, str, float]], title: str, path: Path | None) -> None:
     """``numbers``: (panel, system, value). A bar a system with the value beside it."""
     groups: dict[str, dict[str, float]] = {}
     for panel, system, value in numbers:
@@ -52,3 +59,47 @@ def save_bars(numbers: Sequence[tuple[str, str, float]], title: str, path: Path)
         panel.spines[["top", "right"]].set_visible(False)
     figure.suptitle(title)
     save_figure(figure, path)
+
+
+def save_shares(rows: Sequence[Row], title: str, path: Path | None) -> None:
+    """A panel a size, a line a job: its share of the roof, of everybody who did it."""
+    sizes = list(dict.fromkeys(row["size"] for row in rows))
+    jobs = list(dict.fromkeys(job_of(row) for row in rows))
+    figure = new_figure(3 + 3.2 * len(sizes), 1.2 + 0.24 * len(jobs), path)
+    if figure is None:
+        return
+    panels = figure.subplots(1, len(sizes), squeeze=False, sharex=True, sharey=True)[0]
+    for panel, size in zip(panels, sizes, strict=True):
+        for row in (row for row in rows if row["size"] == size):
+            ours, ceiling = row["who"] == OURS, row["who"] == CEILING
+            panel.plot(
+                row["of_roof"],
+                jobs.index(job_of(row)),
+                marker="|" if ceiling else "o",
+                markersize=11 if ceiling else 6 if ours else 5,
+                markeredgewidth=2 if ceiling else 1,
+                linestyle="",
+                color="black" if ceiling else colour_of(OURS) if ours else OTHERS,
+                zorder=3 if ours else 2,
+                label="zerox" if ours else "a loop that moves as many bytes" if ceiling else "torch and others",
+            )
+        panel.axvline(1.0, color=colour_of(FLOOR), linewidth=1, linestyle="--", label="a large copy (CPU: addition)")
+        panel.set_xlim(left=0)
+        panel.set_xlabel("share of the roof")
+        panel.set_title(f"{size} elements" if size[0].isdigit() and size.endswith("i") else size, fontsize=10)
+        panel.grid(axis="x", linewidth=0.3)
+        panel.spines[["top", "right"]].set_visible(False)
+    panels[0].set_yticks(range(len(jobs)), jobs, fontsize=8)
+    panels[0].invert_yaxis()
+    entries: dict[str, Any] = {}
+    for panel in panels:
+        handles, labels = panel.get_legend_handles_labels()
+        entries.update(zip(labels, handles, strict=True))
+    figure.legend(entries.values(), entries.keys(), loc="outside lower center", ncols=4, frameon=False, fontsize=8)
+    figure.suptitle(title)
+    save_figure(figure, path)
+
+
+def job_of(row: Row) -> str:
+    state = f", {row['state']} state" if row["state"] else ""
+    return f"{row['op']}, {row['kind']}{state}"

@@ -10,7 +10,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from bench.facts import ROOT
+from bench.common import ROOT
 from bench.systems import DDP, FSDP2, OURS, FSDP2Resharded, NoCommunication, ZeroRedundancy
 
 RESULTS = ROOT / "bench/results/cpu"
@@ -23,7 +23,6 @@ STEPS = {
     "2 ranks, twice the tokens": ("step-larger-batch", 2),
     "2 ranks, bf16, clipped": ("step-bf16-clip", 2),
 }
-PEAKS = {"2 ranks": 2, "4 ranks": 4}
 
 
 def load(folder: Path, name: str) -> dict[str, Any]:
@@ -44,19 +43,21 @@ def table(columns: dict[str, dict[str, str]]) -> str:
 
 
 def steps(folder: Path) -> str:
-    columns = {}
-    for column, (name, ranks) in STEPS.items():
-        rows = rows_of(folder, name, ranks)
-        columns[column] = {key: f"{row['p50_ms']:.0f} ms, {row['as_fast']:.2f}x" for key, row in rows.items()}
-    return table(columns)
+    found = {column: rows_of(folder, *place) for column, place in STEPS.items()}
+    return table({column: {name: step_cell(row) for name, row in rows.items()} for column, rows in found.items()})
+
+
+def step_cell(row: dict[str, Any]) -> str:
+    return f"{row['p50_ms']:.0f} ms, {row['as_fast']:.2f}x"
 
 
 def peaks(folder: Path) -> str:
-    columns = {}
-    for column, ranks in PEAKS.items():
-        rows = rows_of(folder, "memory", ranks)
-        columns[column] = {key: f"{row['peak'] / MIB:.0f} MiB, {row['of_rival']:.0%}" for key, row in rows.items()}
-    return table(columns)
+    found = {f"{ranks} ranks": rows_of(folder, "memory", ranks) for ranks in (2, 4)}
+    return table({column: {name: peak_cell(row) for name, row in rows.items()} for column, rows in found.items()})
+
+
+def peak_cell(row: dict[str, Any]) -> str:
+    return f"{row['peak'] / MIB:.0f} MiB, {row['of_rival']:.0%}"
 
 
 def summary(folder: Path) -> str:
@@ -64,9 +65,8 @@ def summary(folder: Path) -> str:
     steps_of, peaks_of = rows_of(folder, "step", 2), rows_of(folder, "memory", 2)
     lines = ["| 2 ranks | step | as fast as DDP | peak of a step | of DDP's |", "|---|---:|---:|---:|---:|"]
     for name in (DDP.name, FSDP2.name, OURS[0].name, NoCommunication.name):
-        step, peak = steps_of[name], peaks_of[name]
-        cells = f"{step['p50_ms']:.0f} ms", f"{step['as_fast']:.2f}x", f"{peak['peak'] / MIB:.0f} MiB"
-        lines.append(f"| {name} | {' | '.join(cells)} | {peak['of_rival']:.0%} |")
+        cells = f"{step_cell(steps_of[name])}, {peak_cell(peaks_of[name])}".split(", ")
+        lines.append(f"| {' | '.join([name, *cells])} |")
     return "\n".join(lines)
 
 

@@ -20,8 +20,12 @@ class Model:
     shapes: tuple[NamedShape, ...]
 
     @property
+    def numels(self) -> tuple[int, ...]:
+        return tuple(math.prod(shape) for _, shape in self.shapes)
+
+    @property
     def numel(self) -> int:
-        return sum(math.prod(shape) for _, shape in self.shapes)
+        return sum(self.numels)
 
     def named_parameters(self, dtype: torch.dtype) -> list[tuple[str, Tensor]]:
         """Tensors of one element of memory each, seen over and over again: a plan asks for no more."""

@@ -1,7 +1,7 @@
 """Times the whole training step of zerox beside what people use today, after a check that they train alike.
 
-    python -m bench.step [--ranks 2 4] [--dtype bf16] [--clip] [--accumulate 4] [--systems zerox DDP] [--json FILE]
-        [--png FILE]
+    python -m bench.step [--ranks 2 4] [--dtype bf16] [--clip] [--accumulate 4] [--systems zerox DDP] [--caps 1 16]
+        [--json FILE] [--png FILE]
 
 Every system lives in the same processes, one a rank with one thread each, and the systems take turns, a few steps at
 a time, so that what else the machine does falls on all of them alike. A sample is the slowest rank's. "as fast" is
@@ -17,19 +17,15 @@ import statistics
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
-from typing import Any
+from dataclasses import asdict, replace
 
 import torch.distributed as dist
 from torch import Tensor
-from torch.multiprocessing.spawn import ProcessRaisedException
 
-from bench.facts import write_result
+from bench.common import Row, largest, on_ranks, parse, print_rows, training_parser, write_result
 from bench.jobs import WrongResult
-from bench.options import names_for, parse_step, step_parser
 from bench.plots import save_bars
-from bench.ranks import largest, on_ranks
-from bench.systems import DDP, SYSTEMS, NoCommunication, System, Training
+from bench.systems import ALONE, DDP, SYSTEMS, NoCommunication, System, Training, Zerox
 from bench.timing import Timing
 
 CHECKED_STEPS = 2
@@ -41,50 +37,30 @@ FARTHEST = {"fp32": 0.01, "bf16": 0.6}
 RIVAL = DDP.name
 FLOOR = NoCommunication.name
 
-Row = dict[str, Any]
 
-
-@dataclass(frozen=True)
-class Samples:
-    """Milliseconds a step, by system; the same index is the same round."""
-
-    training: Training
-    world_size: int
-    numel: int
-    first_ms: dict[str, float]
-    ms: dict[str, list[float]]
-
-    def rows(self) -> list[Row]:
-        return [self.row(name) for name in self.ms]
-
-    def row(self, name: str) -> Row:
-        timing = Timing.of(self.ms[name])
-        tokens = self.world_size * self.training.batch * self.training.context * self.training.micro_batches
-        return {
-            "system": name,
-            "ranks": self.world_size,
-            "numel": self.numel,
-            **asdict(self.training),
-            **asdict(timing),
-            "spread": timing.spread,
-            "first_ms": self.first_ms[name],
-            "tokens_per_s": tokens / timing.p50_ms * 1e3,
-            "as_fast": self.ratio(RIVAL, name),
-            "of_floor": self.ratio(FLOOR, name),
-        }
-
-    def ratio(self, over: str, under: str) -> float | None:
-        if over not in self.ms:
-            return None
-        return statistics.median(a / b for a, b in zip(self.ms[over], self.ms[under], strict=True))
-
-
-def time_on_ranks(training: Training, names: list[str], seconds: float) -> Samples:
+def time_on_ranks(training: Training, names: list[str], caps_mib: list[int], seconds: float) -> list[Row]:
     """On each rank. Raises WrongResult."""
-    systems = [SYSTEMS[name](training) for name in names]
+    systems = [*(SYSTEMS[name](training) for name in names), *(Zerox(training, cap_mib) for cap_mib in caps_mib)]
     first_ms = check(systems, training)
     numel = sum(p.numel() for p in training.model().parameters())
-    return Samples(training, dist.get_world_size(), numel, first_ms, take_turns(systems, training, seconds))
+    facts = {"ranks": dist.get_world_size(), "numel": numel, **asdict(training)}
+    return rows_of(take_turns(systems, training, seconds), first_ms, facts)
+
+
+def rows_of(ms: dict[str, list[float]], first_ms: dict[str, float], facts: Row) -> list[Row]:
+    """``ms``: of a step, by system; the same index is the same round."""
+
+    def ratio(over: str, under: str) -> float | None:
+        return statistics.median(a / b for a, b in zip(ms[over], ms[under], strict=True)) if over in ms else None
+
+    rows = []
+    for name, samples_ms in ms.items():
+        timing = Timing.of(samples_ms)
+        tokens = facts["ranks"] * facts["batch"] * facts["context"] * facts["micro_batches"]
+        row = {"system": name, **facts, **asdict(timing), "spread": timing.spread, "first_ms": first_ms[name]}
+        row |= {"tokens_per_s": tokens / timing.p50_ms * 1e3}
+        rows.append(row | {"as_fast": ratio(RIVAL, name), "of_floor": ratio(FLOOR, name)})
+    return rows
 
 
 def take_turns(systems: Sequence[System], training: Training, seconds: float) -> dict[str, list[float]]:
@@ -148,32 +124,8 @@ def distance(params: list[Tensor], reference: list[Tensor], start: list[Tensor])
     return apart / gone
 
 
-HEADER = ("ranks", "system", "p50 ms", "spread", "tokens/s", "as fast", "of floor", "first ms")
-WIDTHS = (5, 30, 9, 7, 9, 8, 8, 9)
-
-
-def line(texts: tuple[str, ...]) -> str:
-    cells = zip(texts, WIDTHS, strict=True)
-    return "  ".join(f"{text:<{w}}" if i == 1 else f"{text:>{w}}" for i, (text, w) in enumerate(cells))
-
-
-def cells(row: Row) -> tuple[str, ...]:
-    ratios = ["" if row[key] is None else f"{row[key]:.2f}x" for key in ("as_fast", "of_floor")]
-    numbers = (f"{row['p50_ms']:.1f}", f"{row['spread']:.1%}", f"{row['tokens_per_s']:,.0f}")
-    return (str(row["ranks"]), row["system"], *numbers, *ratios, f"{row['first_ms']:.1f}")
-
-
-def run(world_sizes: list[int], training: Training, wanted: list[str] | None, seconds: float) -> list[Row]:
-    rows: list[Row] = []
-    for world_size in world_sizes:
-        names = names_for(wanted, world_size)
-        samples = on_ranks(time_on_ranks, world_size, training, names, seconds / len(world_sizes))
-        if not rows:
-            print(f"{samples.numel / 1e6:.1f} M parameters, {describe(training)}; results agree")
-            print(line(HEADER))
-        rows += samples.rows()
-        print("\n".join(line(cells(row)) for row in samples.rows()), flush=True)
-    return rows
+COLUMNS = {"ranks": "", "system": "<30", "p50_ms": ".1f", "spread": ".1%", "tokens_per_s": ",.0f"}
+COLUMNS |= {"as_fast": ".2f", "of_floor": ".2f", "first_ms": ".1f"}
 
 
 def describe(training: Training) -> str:
@@ -182,34 +134,53 @@ def describe(training: Training) -> str:
     return f"{training.dtype}, {training.batch} x {training.context} tokens a rank{many}{clip}"
 
 
-def parse(argv: list[str] | None) -> argparse.Namespace:
-    parser = step_parser("bench.step", __doc__)
+def add_systems(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2], metavar="N", help="world sizes (default: 2)")
+    parser.add_argument("--systems", nargs="+", metavar="WORD", help=f"those with a word in: {'; '.join(SYSTEMS)}")
+
+
+def names_for(wanted: list[str] | None, world_size: int) -> list[str]:
+    """Systems whose name has one of the wanted words in it; alone those that need no group. SystemExit if none has."""
+    names = [kind.name for kind in ALONE] if world_size == 1 else list(SYSTEMS)
+    found = [name for name in names if not wanted or any(word.lower() in name.lower() for word in wanted)]
+    if not found:
+        sys.exit(f"no system has one of these words in its name: {' '.join(wanted or [])}")
+    return found
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = training_parser("bench.step", __doc__)
+    add_systems(parser)
+    parser.add_argument("--caps", type=int, nargs="+", default=[], metavar="MIB", help="zerox with such buckets, too")
     parser.add_argument("--accumulate", type=int, default=1, metavar="N", help="micro-batches a step (default: 1)")
     parser.add_argument("--batch", type=int, default=Training.batch, help="sequences of 128 tokens a rank (default: 2)")
     parser.add_argument("--seconds", type=float, default=120.0, help="for all timing, about (default: %(default)s)")
-    return parse_step(parser, argv)
+    return parser
 
 
-def main(argv: list[str] | None = None) -> int:
-    args = parse(argv)
-    training = replace(
-        Training(dtype=args.dtype, layers=args.layers, batch=args.batch),
-        max_norm=1.0 if args.clip else None,
-        micro_batches=args.accumulate,
-    )
-    try:
-        rows = run(args.ranks, training, args.systems, args.seconds)
-    except ProcessRaisedException as error:
-        print(error, file=sys.stderr)
-        return 1
-    if args.json:
-        write_result(args.json, "bench.step", argv, rows)
-    if args.png:
-        times = [(f"{row['ranks']} ranks", row["system"], row["p50_ms"]) for row in rows]
-        title = f"a training step, ms: {rows[0]['numel'] / 1e6:.1f} M parameters, {describe(training)}"
-        save_bars(times, title, args.png)
-    return 0
+def run(
+    world_sizes: list[int], training: Training, wanted: list[str] | None, caps: list[int], seconds: float
+) -> list[Row]:
+    rows: list[Row] = []
+    for world_size in world_sizes:
+        names = names_for(wanted, world_size)
+        found = on_ranks(time_on_ranks, world_size, training, names, caps, seconds / len(world_sizes))
+        if not rows:
+            print(f"{found[0]['numel'] / 1e6:.1f} M parameters, {describe(training)}; results agree")
+        print_rows(found, COLUMNS, header=not rows)
+        rows += found
+    return rows
+
+
+def main(argv: list[str] | None = None) -> None:
+    args = parse(make_parser(), argv)
+    training = Training(dtype=args.dtype, layers=args.layers, batch=args.batch, micro_batches=args.accumulate)
+    training = replace(training, max_norm=1.0 if args.clip else None)
+    rows = run(args.ranks, training, args.systems, args.caps, args.seconds)
+    write_result(args.json, "bench.step", argv, rows)
+    times = [(f"{row['ranks']} ranks", row["system"], row["p50_ms"]) for row in rows]
+    save_bars(times, f"a training step, ms: {rows[0]['numel'] / 1e6:.1f} M parameters, {describe(training)}", args.png)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

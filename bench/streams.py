@@ -1,32 +1,36 @@
-"""Draws one training step of a GPT in one process: what each stream of the device and each thread of the host was at.
+"""Draws one training step of a GPT: what each thread, each stream of the device and each bucket of each rank was at.
 
-    python -m bench.streams [--device cuda] [--dtype bf16] [--clip] [--json FILE] [--png FILE] [--trace FILE]
+    python -m bench.streams [--device cuda] [--ranks 2] [--dtype bf16] [--clip] [--stage 1] [--json FILE] [--png FILE]
+        [--trace FOLDER]
 
-The step is the middle one, by its time, of those that were profiled. Busy is the time in which a stream runs something;
-a stream's kernels are told apart by what they are: zerox' own by their names, copies, NCCL's, and the model's.
+The step is the middle one, by the slowest rank's time, of those that were profiled; profiling makes all of them longer.
+A stream's kernels are told apart by what they are: zerox' own by their names, copies, NCCL's, and the model's.
+Communication is what lanes do for a bucket (packing, waiting for messages, reducing), and gathering. It is exposed
+while the thread that trains does it or waits for it, else hidden. Hidden is not free where lanes and backward share
+cores: bench.step measures what is left of it. Traces are for https://ui.perfetto.dev.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
-import sys
+import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch import Tensor
 from torch._C._autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
-from bench.facts import write_result
-from bench.options import add_device, parse_step, training_parser
-from bench.overlap import Phased, PhasedStage1, length, union
+from bench.common import Row, add_device, largest, on_ranks, parse, print_rows, training_parser, write_result
 from bench.plots import new_figure, save_figure
-from bench.step import describe
-from bench.systems import Training
-from bench.trace import KERNEL, PHASE, all_threads, ranges_of
+from bench.step import check, describe
+from bench.systems import DDP, Training, Zerox
+from bench.trace import KERNEL, PHASE, Range, all_threads, events_of, phase, ranges_of
 
 WARM_UP = 3
 STEPS = 5
@@ -50,6 +54,36 @@ COLOURS = {
     for what in kinds
 }
 HIDDEN = ("wait", "let_go", "agree")  # parts of others
+# See csrc/bucket_manager/ranges.h. None of these lies in another of the same bucket.
+COMMUNICATION = ("launch", "pack", "land", "gather", "gather_wait", "gather_grads", "gather_grads_wait")
+# Of the thread that trains; all that it does of the above lies in one of these.
+WAITING = ("launch", "settle", "gather", "gather_wait")
+
+Span = tuple[float, float]
+
+
+class Phased(Zerox):
+    """Its steps say what they are at."""
+
+    def step(self, batches: Sequence[Tensor]) -> None:
+        [tokens] = batches
+        self.optimizer.zero_grad()
+        with phase("forward"):
+            loss = self.module(tokens[:, :-1], tokens[:, 1:])
+        with phase("backward"):
+            loss.backward()
+        if self.training.max_norm is not None:
+            with phase("clip"):
+                self.clip(self.training.max_norm)
+        with phase("step"):
+            self.optimizer.step()
+
+
+class PhasedStage1(Phased):
+    stage = 1
+
+
+# ---- what was seen of one step on one rank
 
 
 @dataclass(frozen=True)
@@ -76,18 +110,11 @@ def work_of(profiled: profile) -> list[Work]:
     ranges = ranges_of(profiled)
     trainer = next(each.thread for each in ranges if each.what == "step")
     names = {each.thread: f"thread that does {each.what}" for each in reversed(ranges) if each.what not in HIDDEN}
-    names |= {each.thread: "pack lane" for each in ranges if each.what == "pack"}
-    names |= {each.thread: "land lane" for each in ranges if each.what == "land"}
-    names |= {each.thread: "autograd" for each in ranges if each.what == "launch"}
+    for what, name in {"pack": "pack lane", "land": "land lane", "launch": "autograd"}.items():
+        names |= {each.thread: name for each in ranges if each.what == what}
     names[trainer] = "training"
     host = [Work(names[each.thread], each.what, each.start_ns, each.stop_ns) for each in ranges if each.what in COLOURS]
-    return host + device_work(kineto_events(profiled))
-
-
-def kineto_events(profiled: profile) -> list[Any]:
-    assert profiled.profiler is not None
-    assert profiled.profiler.kineto_results is not None
-    return profiled.profiler.kineto_results.events()
+    return host + device_work(events_of(profiled))
 
 
 def device_work(events: Iterable[Any]) -> list[Work]:
@@ -100,23 +127,6 @@ def device_work(events: Iterable[Any]) -> list[Work]:
     return sorted(found, key=lambda work: work.start_ns)
 
 
-def profile_step(training: Training, stage: int) -> list[profile]:
-    """By the time that a step took."""
-    system = (PhasedStage1 if stage == 1 else Phased)(training)
-    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if training.device == "cuda" else [])]
-    found = []
-    for index in range(WARM_UP + STEPS):
-        batches = training.batches(index, 0)
-        seen = profile(activities=activities, experimental_config=all_threads())
-        seen.start()
-        system.step(batches)
-        if training.device == "cuda":
-            torch.cuda.synchronize()
-        seen.stop()
-        found.append(seen)
-    return sorted(found[WARM_UP:], key=lambda seen: times_ms(work_of(seen))["step"])
-
-
 def times_ms(works: Sequence[Work]) -> dict[str, float]:
     """How long all of it took, and how long each lane was busy with each kind of work."""
     found = {"step": (max(work.stop_ns for work in works) - min(work.start_ns for work in works)) / 1e6}
@@ -126,63 +136,142 @@ def times_ms(works: Sequence[Work]) -> dict[str, float]:
     return found
 
 
-def save_streams(works: Sequence[Work], title: str, path: Path) -> None:
-    lanes = list(dict.fromkeys(work.lane for work in works))
-    figure = new_figure(12, 1.6 + 0.4 * len(lanes), path)
+def bucket_rows(ranges: Sequence[Range]) -> list[Row]:
+    """When it happened to each bucket, in ms from the start of forward, and how long communication took."""
+    forward = next(each for each in ranges if each.what == "forward")
+
+    def span(each: Range) -> Span:
+        return (each.start_ns - forward.start_ns) / 1e6, (each.stop_ns - forward.start_ns) / 1e6
+
+    waiting = union(span(each) for each in ranges if each.thread == forward.thread and each.what in WAITING)
+    rows = []
+    for index in sorted({each.bucket for each in ranges if each.bucket is not None}):
+        own = [each for each in ranges if each.bucket == index]
+        starts, stops = ({each.what: span(each)[end] for each in own} for end in (0, 1))
+        row: Row = {"bucket": index, "launched": starts.get("launch")}
+        row |= {"packed": stops.get("pack"), "arrived": stops.get("wait"), "landed": stops.get("land")}
+        row |= {"updated": stops.get("update"), "gathered": stops.get("gather_wait")}
+        work = [span(each) for each in own if each.what in COMMUNICATION]
+        exposed_ms = sum(max(0.0, min(a[1], b[1]) - max(a[0], b[0])) for a in work for b in waiting)
+        rows.append(row | {"hidden_ms": length(work) - exposed_ms, "exposed_ms": exposed_ms})
+    return rows
+
+
+def union(spans: Iterable[Span]) -> list[Span]:
+    """The same time without overlaps, in order."""
+    merged: list[Span] = []
+    for start, stop in sorted(spans):
+        if merged and start <= merged[-1][1]:
+            merged[-1] = merged[-1][0], max(merged[-1][1], stop)
+        else:
+            merged.append((start, stop))
+    return merged
+
+
+def length(spans: Iterable[Span]) -> float:
+    return sum(stop - start for start, stop in spans)
+
+
+# ---- all ranks
+
+
+def typical_step(training: Training, stage: int, trace: Path | None) -> list[tuple[list[Work], list[Row]]]:
+    """On each rank, or where there is one, without a group. By rank: who did what, and what happened to buckets."""
+    alone = not dist.is_initialized()
+    rank = 0 if alone else dist.get_rank()
+    system = (PhasedStage1 if stage == 1 else Phased)(training)
+    if not alone:
+        check([DDP(training), system], training)
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if training.device == "cuda" else [])]
+    profiles = []
+    for index in range(WARM_UP + STEPS):
+        batches = training.batches(index, rank)
+        seen = profile(activities=activities, experimental_config=all_threads())
+        if not alone:
+            dist.barrier()
+        seen.start()
+        system.step(batches)
+        if training.device == "cuda":
+            torch.cuda.synchronize()
+        seen.stop()
+        profiles.append(seen)
+    step_ms = [times_ms(work_of(seen))["step"] for seen in profiles[WARM_UP:]]
+    step_ms = step_ms if alone else largest(step_ms)
+    typical = profiles[WARM_UP + step_ms.index(statistics.median_low(step_ms))]
+    if trace is not None:
+        trace.mkdir(parents=True, exist_ok=True)
+        typical.export_chrome_trace(str(trace / f"rank-{rank}.json"))
+    own = work_of(typical), bucket_rows(ranges_of(typical))
+    found = [own] if alone else [own] * dist.get_world_size()
+    if not alone:
+        dist.all_gather_object(found, own)
+    return found
+
+
+def save_streams(by_rank: Sequence[Sequence[Work]], titles: Sequence[str], title: str, path: Path | None) -> None:
+    lanes = [list(dict.fromkeys(work.lane for work in works)) for works in by_rank]
+    figure = new_figure(12, 1.6 + sum(0.3 + 0.4 * len(each) for each in lanes), path)
     if figure is None:
         return
-    panel = figure.subplots()
-    start_ns = min(work.start_ns for work in works)
-    for what in dict.fromkeys([*COLOURS, *(work.what for work in works)]):
-        drawn = [work for work in works if work.what == what]
-        if drawn:
-            panel.barh(
-                [lanes.index(work.lane) for work in drawn],
-                [(work.stop_ns - work.start_ns) / 1e6 for work in drawn],
-                left=[(work.start_ns - start_ns) / 1e6 for work in drawn],
-                color=COLOURS.get(what, "black"),
-                label=what,
-            )
-    panel.set_yticks(range(len(lanes)), lanes)
-    panel.invert_yaxis()
-    panel.tick_params(axis="y", length=0)
-    panel.set_xlabel("ms")
-    panel.spines[["top", "right"]].set_visible(False)
-    figure.legend(loc="outside lower center", ncols=10, frameon=False, fontsize=8)
+    panels = figure.subplots(len(by_rank), 1, squeeze=False, sharex=True)[:, 0]
+    start_ns = min(work.start_ns for works in by_rank for work in works)
+    legend: dict[str, Any] = {}
+    for panel, works, names, text in zip(panels, by_rank, lanes, titles, strict=True):
+        for what in dict.fromkeys([*COLOURS, *(work.what for work in works)]):
+            drawn = [work for work in works if work.what == what]
+            if drawn:
+                legend[what] = panel.barh(
+                    [names.index(work.lane) for work in drawn],
+                    [(work.stop_ns - work.start_ns) / 1e6 for work in drawn],
+                    left=[(work.start_ns - start_ns) / 1e6 for work in drawn],
+                    color=COLOURS.get(what, "black"),
+                )
+        panel.set_yticks(range(len(names)), names)
+        panel.invert_yaxis()
+        panel.set_title(text, loc="left", fontsize=10)
+        panel.spines[["top", "right"]].set_visible(False)
+    panels[-1].set_xlabel("ms")
+    figure.legend(legend.values(), legend.keys(), loc="outside lower center", ncols=10, frameon=False, fontsize=8)
     figure.suptitle(title)
     save_figure(figure, path)
 
 
-def parse(argv: list[str] | None) -> argparse.Namespace:
+COLUMNS = {"bucket": "", "launched": ".1f", "packed": ".1f", "arrived": ".1f", "landed": ".1f", "updated": ".1f"}
+COLUMNS |= {"gathered": ".1f", "hidden_ms": ".1f", "exposed_ms": ".1f"}
+
+
+def make_parser() -> argparse.ArgumentParser:
     parser = training_parser("bench.streams", __doc__)
     add_device(parser)
+    parser.add_argument("--ranks", type=int, default=1, metavar="N", help="on one machine (default: %(default)s)")
     parser.add_argument("--batch", type=int, default=8, help="sequences of 128 tokens (default: %(default)s)")
     parser.add_argument("--stage", type=int, choices=(1, 2), default=2, help="of ZeRO (default: %(default)s)")
-    parser.add_argument("--trace", type=Path, metavar="FILE", help="write a chrome trace of the step there")
-    return parse_step(parser, argv)
+    parser.add_argument("--trace", type=Path, metavar="FOLDER", help="write a chrome trace of each rank there")
+    return parser
 
 
-def main(argv: list[str] | None = None) -> int:
-    args = parse(argv)
+def main(argv: list[str] | None = None) -> None:
+    args = parse(make_parser(), argv)
     training = Training(dtype=args.dtype, layers=args.layers, batch=args.batch, device=args.device)
     training = replace(training, max_norm=1.0 if args.clip else None)
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else it says when it starts and stops
-    profiles = profile_step(training, args.stage)
-    typical = profiles[len(profiles) // 2]
-    works = work_of(typical)
-    row = {**asdict(training), "stage": args.stage, "ms": times_ms(works)}
+    asked = training, args.stage, args.trace
+    found = on_ranks(typical_step, args.ranks, *asked) if args.ranks > 1 else typical_step(*asked)
     title = f"zerox, stage {args.stage}, on {args.device}: {describe(training)}"
     print(title)
-    print("\n".join(f"{ms:>10.3f} ms  {name}" for name, ms in row["ms"].items()))
-    if args.trace:
-        args.trace.parent.mkdir(parents=True, exist_ok=True)
-        typical.export_chrome_trace(str(args.trace))
-    if args.json:
-        write_result(args.json, "bench.streams", argv, [row])
-    if args.png:
-        save_streams(works, title, args.png)
-    return 0
+    rows: list[Row] = []
+    titles = []
+    for rank, (works, buckets) in enumerate(found):
+        hidden, exposed = (sum(bucket[f"{name}_ms"] for bucket in buckets) for name in ("hidden", "exposed"))
+        titles.append(f"rank {rank}: communication of {hidden + exposed:.1f} ms, {exposed:.1f} ms exposed")
+        rows.append({**asdict(training), "stage": args.stage, "ranks": args.ranks, "rank": rank})
+        rows[-1] |= {"ms": times_ms(works), "hidden_ms": hidden, "exposed_ms": exposed, "buckets": buckets}
+        print(f"\n{titles[-1]}")
+        print("\n".join(f"{ms:>10.3f} ms  {name}" for name, ms in rows[-1]["ms"].items()))
+        print_rows(buckets, COLUMNS, header=True)
+    write_result(args.json, "bench.streams", argv, rows)
+    save_streams([works for works, _ in found], titles, title, args.png)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

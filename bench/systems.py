@@ -6,8 +6,8 @@ Every system starts from the same parameters, takes the same batches, and averag
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -169,24 +169,28 @@ class FSDP2Resharded(FSDP2):
     reshard = True
 
 
-class _without_sync(AbstractContextManager[None]):
-    def __init__(self, module: FSDPModule) -> None:
-        self.module = module
-
-    def __enter__(self) -> None:
-        self.module.set_requires_gradient_sync(False)
-
-    def __exit__(self, *_: object) -> None:
-        self.module.set_requires_gradient_sync(True)
+@contextmanager
+def _without_sync(module: FSDPModule) -> Iterator[None]:
+    module.set_requires_gradient_sync(False)
+    yield
+    module.set_requires_gradient_sync(True)
 
 
 class Zerox(System):
+    """``cap_mib``: of a bucket; None: what zerox chooses."""
+
     name = "zerox, stage 2"
     stage = 2
 
+    def __init__(self, training: Training, cap_mib: int | None = None) -> None:
+        self.cap_mib = cap_mib
+        if cap_mib is not None:
+            self.name = f"zerox, buckets of {cap_mib} MiB"
+        super().__init__(training)
+
     def build(self, model: WordGPT) -> tuple[nn.Module, torch.optim.Optimizer]:
-        named = model.named_parameters()
-        self.ours = FusedShardedAdam(named, lr=LR, weight_decay=WEIGHT_DECAY, stage=self.stage)
+        named, cap_mib = model.named_parameters(), self.cap_mib
+        self.ours = FusedShardedAdam(named, lr=LR, weight_decay=WEIGHT_DECAY, stage=self.stage, bucket_cap_mb=cap_mib)
         return model, self.ours
 
     def no_sync(self) -> AbstractContextManager[None]:

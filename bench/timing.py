@@ -26,13 +26,17 @@ MOST_SLEEP = 400_000_000  # cycles, some 0.2 s: a host that needs more is what o
 
 @dataclass(frozen=True)
 class Timing:
-    """Of one call, in milliseconds. ``host_bound``: the host could not get ahead of the device."""
+    """Of one call, in milliseconds. ``host_bound``: the host could not get ahead of the device.
+
+    ``host_us``: of the host, where a device does the work and somebody asked.
+    """
 
     p50_ms: float
     p25_ms: float
     p75_ms: float
     samples: int
     host_bound: bool = False
+    host_us: float | None = None
 
     @property
     def spread(self) -> float:

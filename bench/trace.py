@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -44,36 +41,19 @@ def phase(name: str) -> record_function:
     return record_function(PHASE + name)
 
 
-def ranges_of(profiled: profile) -> list[Range]:
-    """By start."""
+def events_of(profiled: profile) -> list[Any]:
+    """Kineto's."""
     assert profiled.profiler is not None
     assert profiled.profiler.kineto_results is not None
+    return profiled.profiler.kineto_results.events()
+
+
+def ranges_of(profiled: profile) -> list[Range]:
+    """By start."""
     found = []
-    for event in profiled.profiler.kineto_results.events():
+    for event in events_of(profiled):
         name = NAME.fullmatch(event.name())
         if name:
             bucket = None if name[2] is None else int(name[2])
             found.append(Range(name[1], bucket, event.start_ns(), event.end_ns(), event.start_thread_id()))
     return sorted(found, key=lambda each: each.start_ns)
-
-
-def merge_chrome_traces(paths: Sequence[Path], into: Path) -> None:
-    """Chrome traces of processes of one machine as one file, on one clock. Arrows between events are left out.
-
-    Each process is called by its place in ``paths``: its rank.
-    """
-    traces = [json.loads(path.read_text()) for path in paths]
-    first_ns = min(int(trace["baseTimeNanoseconds"]) for trace in traces)
-    merged: list[dict[str, Any]] = []
-    for rank, trace in enumerate(traces):
-        later_us = (int(trace["baseTimeNanoseconds"]) - first_ns) / 1e3
-        for event in trace["traceEvents"]:
-            if event.get("ph") in ("s", "t", "f"):  # their numbers are a process' own
-                continue
-            if event.get("name") == "process_name":
-                event["args"]["name"] = f"rank {rank}"
-            if "ts" in event:
-                event["ts"] += later_us
-            merged.append(event)
-    into.parent.mkdir(parents=True, exist_ok=True)
-    into.write_text(json.dumps({**traces[0], "baseTimeNanoseconds": first_ns, "traceEvents": merged}))

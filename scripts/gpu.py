@@ -14,7 +14,7 @@ figures take less than 10 minutes each, and write a JSON, a table and pictures e
     nccl       tests/gpu/test_nccl.py; ZEROX_NCCL_LIBRARY names an NCCL of 2.30 or newer for two ranks on one GPU
   figures:
     kernels    bench.kernels, beside what memory and instructions allow
-    step       bench.optimizer_step, beside the peers that are installed
+    step       the same of whole clipped steps of the optimizer, beside the peers that are installed
     exposed    bench.exposed: how much of an exchange is not hidden under backward
     streams    bench.streams: a timeline of one training step
 
@@ -41,9 +41,9 @@ from pathlib import Path
 from typing import Any
 
 import gpu_report as report
-from gpu_figures import FIGURES, Figure
+import gpu_run
 from gpu_report import Part
-from gpu_run import ROOT, Clock, environment, python, run, tail
+from gpu_run import ROOT, environment, python, run, tail
 
 NCCL_TESTS = "tests/gpu/test_nccl.py"
 SANITIZED_TESTS = "tests/gpu/test_sanitized.py"
@@ -56,7 +56,7 @@ TEST_FILE_S = 120.0  # no file of tests may take longer: what hangs must leave t
 PROOF_S = {"build": 0.0, "test": 230.0, "sanitizer": 110.0, "nccl": 70.0}
 RESERVED_S = {**PROOF_S, "kernels": 170.0, "step": 150.0, "exposed": 50.0, "streams": 50.0}
 TOTAL_S = 570.0  # of a run
-RUNS = {"proof": tuple(PROOF_S), "figures": ("build", *FIGURES)}
+RUNS = {"proof": tuple(PROOF_S), "figures": ("build", "kernels", "step", "exposed", "streams")}
 
 
 def pytest(*arguments: str) -> list[str]:
@@ -73,6 +73,7 @@ class Machine:
     facts: dict[str, Any]
     quick: bool
     files: Path = ROOT / "bench" / "results" / "gpu"
+    device: str = "cuda"
 
 
 def build(machine: Machine, limit_s: float) -> Part:
@@ -156,21 +157,20 @@ def sanitizer(machine: Machine, limit_s: float) -> Part:
     if program is None:
         return {"outcome": report.NOT_AVAILABLE, "note": "compute-sanitizer is neither on the PATH nor beside nvcc"}
     end = time.monotonic() + limit_s
-    known = subprocess.run([program, "--help"], capture_output=True, text=True, check=False).stdout
     tools = TOOLS[:1] if machine.quick else TOOLS
     part: Part = {"outcome": report.PASSED, "tools": {}}
     for index, tool in enumerate(tools):
         tool_limit_s = (end - time.monotonic()) / (len(tools) - index)
-        part["tools"][tool] = sanitize(program, known, tool, max(1.0, tool_limit_s))
+        part["tools"][tool] = sanitize(program, tool, max(1.0, tool_limit_s))
     outcomes = [each["outcome"] for each in part["tools"].values()]
     for outcome in (report.NOT_SUPPORTED, *report.BAD[::-1]):
         part["outcome"] = outcome if outcome in outcomes else part["outcome"]
     return part
 
 
-def sanitize(program: str, known: str, tool: str, limit_s: float) -> Part:
+def sanitize(program: str, tool: str, limit_s: float) -> Part:
     options = ["--tool", tool, "--error-exitcode", str(FOUND), "--print-limit", "20"]
-    if tool == "memcheck" and "report-api-errors" in known:
+    if tool == "memcheck":
         options += ["--report-api-errors", "no"]  # torch asks the driver questions that it may answer with no
     env = environment(PYTORCH_NO_CUDA_MEMORY_CACHING="1")
     ended = run([program, *options, *pytest("-v", SANITIZED_TESTS)], f"sanitizer-{tool}", limit_s, env)
@@ -185,8 +185,36 @@ def sanitize(program: str, known: str, tool: str, limit_s: float) -> Part:
     return part if outcome == report.PASSED else {**part, "tail": tail(ended.text)}
 
 
-def measure(figure: Figure, machine: Machine, limit_s: float) -> Part:
-    return figure.run(machine.quick, limit_s, machine.files.with_name(f"{machine.files.name}-{figure.name}.png"))
+@dataclass(frozen=True)
+class Figure:
+    """A benchmark. ``timed``: the share of the limit that goes into timing; the rest is for data, checks and so on."""
+
+    command: str
+    quick: str = "--quick"
+    timed: float | None = None
+
+
+FIGURES = {
+    "kernels": Figure("bench.kernels", timed=0.4),
+    "step": Figure("bench.kernels --only=step", timed=0.4),
+    "exposed": Figure("bench.exposed", quick="--layers=8 --rounds=2"),
+    "streams": Figure("bench.streams --dtype=bf16 --clip", quick="--layers=1 --batch=1 --dtype=fp32"),
+}
+
+
+def measure(name: str, machine: Machine, limit_s: float) -> Part:
+    """Its numbers, its output, and its picture where matplotlib is installed."""
+    figure, file = FIGURES[name], gpu_run.LOGS / f"{name}.json"
+    picture = machine.files.with_name(f"{machine.files.name}-{name}.png")
+    file.unlink(missing_ok=True)
+    command = [*figure.command.split(), *(figure.quick.split() if machine.quick else [])]
+    command += [f"--device={machine.device}", f"--json={file}", f"--png={picture}"]
+    command += [f"--seconds={figure.timed * limit_s:.0f}"] if figure.timed is not None else []
+    ended = run(python("-m", *command), name, limit_s)
+    part: Part = {"outcome": ended.outcome, "said": ended.text.splitlines()}
+    part |= {"picture": picture.name} if picture.exists() else {}
+    part |= {"tail": tail(ended.text)} if ended.outcome != report.PASSED else {}
+    return {**(json.loads(file.read_text()) if file.exists() else {}), **part}
 
 
 PARTS: dict[str, Callable[[Machine, float], Part]] = {
@@ -194,7 +222,7 @@ PARTS: dict[str, Callable[[Machine, float], Part]] = {
     "test": test,
     "sanitizer": sanitizer,
     "nccl": nccl,
-    **{name: partial(measure, figure) for name, figure in FIGURES.items()},
+    **{name: partial(measure, name) for name in FIGURES},
 }
 
 
@@ -227,10 +255,10 @@ def run_parts(selected: list[str], machine: Machine, folder: Path, title: str) -
     result: Part = {"date": f"{now:%Y-%m-%d %H:%M} UTC", "facts": dict(machine.facts), "quick": machine.quick}
     result["parts"] = parts
     paths = report.write(folder, stem, result)
-    clock = Clock(selected, RESERVED_S, TOTAL_S)
+    end = time.monotonic() + TOTAL_S
     try:
         for name in selected:
-            limit_s = clock.limit_s(name)
+            limit_s = gpu_run.limit_s(name, selected, RESERVED_S, end)
             if parts.get("build", {}).get("outcome") in report.BAD and name != "build":
                 parts[name]["note"] = "the build failed"
                 continue

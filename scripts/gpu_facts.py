@@ -5,34 +5,19 @@ Runs as a process of its own, so that the one that waits for the tests holds no 
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
 import platform
 import shutil
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 
-def nccl_of(library: str) -> str:
-    version = ctypes.c_int()
-    try:
-        ctypes.CDLL(library).ncclGetVersion(ctypes.byref(version))
-    except (OSError, AttributeError) as error:
-        return f"unknown: {error}"
-    return f"{version.value // 10000}.{version.value // 100 % 100}.{version.value % 100}"
-
-
 def driver() -> str:
-    if shutil.which("nvidia-smi"):
-        query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-        lines = subprocess.run(query, capture_output=True, text=True, check=False).stdout.split()
-        if lines:
-            return lines[0]
-    version = Path("/proc/driver/nvidia/version")
-    return version.read_text().partition("\n")[0] if version.exists() else "unknown"
+    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    found = subprocess.run(query, capture_output=True, text=True, check=False).stdout if shutil.which(query[0]) else ""
+    return (found.split() or ["unknown"])[0]
 
 
 def refusal() -> str | None:
@@ -52,7 +37,6 @@ def facts() -> dict[str, Any]:
     import torch
 
     gpu = torch.cuda.get_device_properties(0)
-    library = os.environ.get("ZEROX_NCCL_LIBRARY")
     return {
         "device": gpu.name,
         "compute_capability": f"{gpu.major}.{gpu.minor}",
@@ -62,7 +46,7 @@ def facts() -> dict[str, Any]:
         "cuda": torch.version.cuda,
         "torch": str(torch.__version__),
         "nccl": ".".join(map(str, torch.cuda.nccl.version())) if torch.distributed.is_nccl_available() else "none",
-        "nccl_preloaded_for_two_ranks": nccl_of(library) if library else "none",
+        "nccl_preloaded_for_two_ranks": os.environ.get("ZEROX_NCCL_LIBRARY", "none"),
         "python": platform.python_version(),
         "cpu_cores": len(os.sched_getaffinity(0)),
         "platform": platform.platform(),

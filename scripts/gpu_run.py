@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,19 +18,10 @@ ROOT = Path(__file__).resolve().parents[1]
 LOGS = ROOT / "build" / "gpu"
 
 
-class Clock:
-    """Divides the time that is left over the parts that are still to come."""
-
-    def __init__(self, parts: Iterable[str], reserved_s: Mapping[str, float], total_s: float) -> None:
-        self.end = time.monotonic() + total_s
-        self.to_come = list(parts)
-        self.reserved_s = reserved_s
-
-    def limit_s(self, part: str) -> float:
-        """For this part, which starts now."""
-        self.to_come.remove(part)
-        reserved = sum(self.reserved_s[later] for later in self.to_come)
-        return max(0.0, self.end - time.monotonic() - reserved)
+def limit_s(part: str, parts: Sequence[str], reserved_s: Mapping[str, float], end: float) -> float:
+    """For this part of ``parts``, which starts now: what is left until ``end`` but for what those to come have."""
+    to_come = parts[parts.index(part) + 1 :]
+    return max(0.0, end - time.monotonic() - sum(reserved_s[later] for later in to_come))
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """What each CUDA kernel takes of a GPU: registers, shared memory, and stack and spills, which none should have.
 
-    python scripts/kernel_table.py            compares tests/cuda/kernel_resources.txt with what nvcc makes of csrc/cuda
-    python scripts/kernel_table.py --update   writes it
+    python scripts/kernel_table.py            prints what nvcc makes of csrc/cuda
+    python scripts/kernel_table.py --update   writes it to tests/cuda/kernel_resources.txt, which tests hold it against
 
 No GPU is needed. The numbers are those that ptxas reports for the default architectures; another release of nvcc gives
 others, so the table names its own.
@@ -10,7 +10,6 @@ others, so the table names its own.
 from __future__ import annotations
 
 import argparse
-import difflib
 import os
 import re
 import shutil
@@ -123,15 +122,10 @@ def main() -> int:
     except build_cuda.BuildError as error:
         print(f"zerox: {error}", file=sys.stderr)
         return 1
-    committed = TABLE.read_text() if TABLE.exists() else ""
+    print(text, end="")
     if update:
         TABLE.write_text(text)
-    elif release_of(committed) not in ("", build.toolkit.release):
-        print(f"{text}not compared: the table is of nvcc {release_of(committed)}")
-        return 0
-    changes = difflib.unified_diff(committed.splitlines(), text.splitlines(), "committed", "now", lineterm="")
-    print("\n".join(changes) or f"{text}as committed")
-    return 0 if update or committed == text else 1
+    return 0
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import zerox
-from bench.facts import facts
+from bench.common import facts
 from tests.optimizer.models import KINDS, Mixed, backward, batch, make_model
 from tests.ranks import run_ranks
 from zerox import FusedShardedAdam, GradScaler

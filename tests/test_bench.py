@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,25 +12,22 @@ import torch
 
 from bench import __main__ as everything
 from bench import (
-    buckets,
     ceiling,
     checkpoint,
-    deaths,
     exposed,
     floors,
     jobs,
     kernels,
     memory,
     moments,
-    optimizer_step,
-    overlap,
     peers,
-    scale,
+    plots,
     step,
+    streams,
     systems,
     timing,
 )
-from bench.ranks import on_ranks
+from bench.common import on_ranks
 
 CPU = torch.device("cpu")
 TINY = {"tiny": (1000, 3)}
@@ -93,7 +90,7 @@ def test_a_peer_that_cannot_take_part_is_named_with_the_reason(
     assert told.startswith("x: ")
     assert told.endswith(reason)
     calls = jobs.adam_calls(jobs.Job("adam", jobs.TRAINED[0], "", (1000,)), 1, CPU)
-    assert list(calls) == ["zerox", ceiling.CEILING, "torch AdamW(fused)"]
+    assert list(calls) == ["zerox", plots.CEILING, "torch AdamW(fused)"]
 
 
 def test_spread_and_median_are_of_the_samples() -> None:
@@ -127,7 +124,7 @@ def test_every_op_is_checked_and_timed(
     monkeypatch.setattr(kernels, "roof_gb_per_s", lambda *_: 100.0)
     monkeypatch.setattr(jobs, "PEERS", peers.PEERS[:1])  # others may be installed, and need long to build
     files = [f"--{name}={tmp_path / f'out.{name}'}" for name in ("json", "png")]
-    assert kernels.main(["--device=cpu", "--quick", "--seconds=0", *files]) == 0
+    kernels.main(["--device=cpu", "--quick", "--seconds=0", *files])
     assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")
     result = json.loads((tmp_path / "out.json").read_text())
     assert {row["op"] for row in result["rows"]} == {"flatten", "reduce of 2", "reduce of 8", "norm", "adam"}
@@ -147,7 +144,7 @@ def test_every_op_is_checked_and_timed(
         if row["who"] == "zerox":
             assert row["of_roof"] == pytest.approx(row["bytes_floor_ms"] / row["p50_ms"])
         if row["op"] == "adam":
-            streamed = p50[row["kind"], row["state"], ceiling.CEILING]
+            streamed = p50[row["kind"], row["state"], plots.CEILING]
             assert row["of_ceiling"] == pytest.approx(streamed / row["p50_ms"])
         else:
             assert row["of_ceiling"] is None
@@ -163,21 +160,19 @@ def test_on_a_gpu_instructions_have_a_floor_of_their_own() -> None:
     timing_ms = {"zerox": timing.Timing(1.0, 1.0, 1.0, 5), "torch": timing.Timing(2.0, 2.0, 2.0, 5)}
     rows = kernels.rows_of(update, timing_ms, 1000.0, gpu)
     assert [row["instructions_floor_ms"] for row in rows] == [gpu.instructions_ms(update), None]
-    assert kernels.cells(rows[0])[-2] == f"{2e6 * 26 / 1e12 * 1e3:.4f} {gpu.instructions_ms(update):.4f}"
+    assert rows[0]["bytes_floor_ms"] == pytest.approx(2e6 * 26 / 1e12 * 1e3)
     for kind in jobs.SENT:
         for op, num_slices in (("flatten", 1), ("norm", 1), ("reduce", 2), ("reduce", 8)):
             assert gpu.instructions_ms(jobs.Job(op, kind, "", (1,), num_slices)) > 0
 
 
 @pytest.mark.parametrize("op", list(jobs.CHECKS))
-def test_a_wrong_result_is_not_timed(
-    op: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_wrong_result_is_not_timed(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
     name = {"adam": "update_", "flatten": "flatten_", "reduce": "reduce_", "norm": "norm_"}[op]
     monkeypatch.setattr(jobs.ops, name, lambda *_: None)
     monkeypatch.setattr(kernels, "time_job", None)
-    assert kernels.main(["--device=cpu", "--only", op]) == 1
-    assert "the result is wrong" in capsys.readouterr().err
+    with pytest.raises(jobs.WrongResult, match="the result is wrong"):
+        kernels.main(["--device=cpu", "--only", op])
 
 
 def test_the_table_of_moments_reads_what_the_example_prints_and_knows_the_bound() -> None:
@@ -185,10 +180,25 @@ def test_the_table_of_moments_reads_what_the_example_prints_and_knows_the_bound(
     assert moments.read(printed) == (1.5077, 3450880)
     with pytest.raises(ValueError, match="no result"):
         moments.read("interrupted")
-    fp32, near = moments.Quality("fp32", [1.0, 2.0], 400), moments.Quality("bf16", [1.001, 2.01], 200)
-    far = moments.Quality("8bit", [1.0, 2.02], 100)
-    assert moments.missed([fp32, near, far]) == ["8bit"]
-    assert "| 8bit | 1.5100 | 1.0200 | +0.67% | 100 |" in moments.table([fp32, near, far])
+    runs = {"fp32": ([1.0, 2.0], 400), "bf16": ([1.001, 2.01], 200), "8bit": ([1.0, 2.02], 100)}
+    found = [{"state_dtype": name, "losses": losses, "moments_bytes": n} for name, (losses, n) in runs.items()]
+    assert moments.missed(found) == ["8bit"]
+    assert "| 8bit | 1.5100 | 1.0200 | +0.67% | 100 |" in moments.table(found)
+
+
+def test_moments_are_trained_told_and_judged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(
+        moments, "train", lambda name, seed, steps: (1.0 + 0.1 * seed + 0.02 * (name == "bf16"), 8 * steps)
+    )
+    file = tmp_path / "moments.json"
+    assert moments.main(["--steps=3", "--seeds=2", f"--json={file}"]) == 1
+    said = capsys.readouterr()
+    assert "| bf16 | 1.0700 | 0.1000 | +1.90% | 24 |" in said.out
+    assert said.err == "further than 0.5% from fp32 moments: bf16\n"
+    rows = json.loads(file.read_text())["rows"]
+    assert rows[0] == {"state_dtype": "fp32", "losses": [1.0, 1.1], "moments_bytes": 24}
 
 
 def test_every_state_dtype_of_the_table_is_one_that_the_example_takes() -> None:
@@ -201,14 +211,20 @@ def test_every_state_dtype_of_the_table_is_one_that_the_example_takes() -> None:
 TINY_GPT = systems.Training(layers=1, width=64, vocabulary=64, context=8, batch=2)
 
 
+@dataclass(frozen=True)
+class SmallTraining(systems.Training):
+    width: int = 64
+    vocabulary: int = 4096
+
+
 @pytest.mark.parametrize(
     "training",
     [TINY_GPT, replace(TINY_GPT, dtype="bf16", max_norm=0.5), replace(TINY_GPT, max_norm=0.5, micro_batches=2)],
     ids=step.describe,
 )
 def test_every_system_trains_alike_and_is_timed(training: systems.Training, capsys: pytest.CaptureFixture[str]) -> None:
-    rows = step.run([2], training, None, seconds=0.0)
-    assert [row["system"] for row in rows] == list(systems.SYSTEMS)
+    rows = step.run([2], training, None, [1], seconds=0.0)
+    assert [row["system"] for row in rows] == [*systems.SYSTEMS, "zerox, buckets of 1 MiB"]
     [ddp] = [row for row in rows if row["system"] == systems.DDP.name]
     assert ddp["as_fast"] == 1.0
     assert all(row["samples"] >= step.LEAST_ROUNDS and row["p50_ms"] > 0 for row in rows)
@@ -235,19 +251,41 @@ def test_a_system_that_trains_otherwise_is_not_timed() -> None:
 
 def test_ratios_are_taken_round_by_round() -> None:
     rounds = {systems.DDP.name: [10.0, 20.0, 30.0], systems.NoCommunication.name: [5.0, 4.0, 6.0], "x": [5.0, 5.0, 5.0]}
-    row = step.Samples(TINY_GPT, 2, 100, {"x": 9.0, "y": 9.0}, rounds).row("x")
+    facts = {"ranks": 2, **asdict(TINY_GPT)}
+    row = step.rows_of(rounds, dict.fromkeys(rounds, 9.0), facts)[-1]
     assert (row["as_fast"], row["of_floor"], row["p50_ms"]) == (4.0, 1.0, 5.0)
-    assert step.Samples(TINY_GPT, 2, 100, {"x": 9.0}, {"x": [5.0, 6.0]}).row("x")["as_fast"] is None
+    assert step.rows_of({"x": [5.0, 6.0]}, {"x": 9.0}, facts)[0]["as_fast"] is None
+
+
+def test_steps_are_written_and_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(step, "Training", SmallTraining)
+    files = {name: tmp_path / f"new/step.{name}" for name in ("json", "png")}
+    arguments = [f"--{name}={path}" for name, path in files.items()]
+    step.main(["--layers=1", "--batch=1", "--clip", "--seconds=0", "--systems", "fused", "--caps", "1", *arguments])
+    rows = json.loads(files["json"].read_text())["rows"]
+    assert [row["system"] for row in rows] == ["DDP + AdamW(fused)", "zerox, buckets of 1 MiB"]
+    assert [row["as_fast"] is not None and row["of_floor"] is None for row in rows] == [True, True]
+    assert rows[0]["as_fast"] == 1.0
+    assert {(row["ranks"], row["batch"], row["max_norm"]) for row in rows} == {(2, 1, 1.0)}
+    assert files["png"].read_bytes().startswith(b"\x89PNG")
+
+
+def test_buckets_have_the_size_that_is_asked_for() -> None:
+    training = replace(TINY_GPT, vocabulary=8192)  # 2 MiB of embedding
+    counts = [len(systems.Zerox(training, cap).ours.inside.buckets) for cap in (1, 64)]
+    assert counts[0] > counts[1] == 1
 
 
 def test_systems_are_chosen_by_words_and_alone_only_those_that_need_no_group() -> None:
     assert step.names_for(["stage", "fsdp2, not"], 2) == ["FSDP2, not resharded", "zerox, stage 2", "zerox, stage 1"]
     assert step.names_for(None, 1) == [kind.name for kind in systems.ALONE]
+    with pytest.raises(SystemExit, match="nobody"):
+        step.names_for(["nobody"], 2)
 
 
 @pytest.mark.parametrize(
     ("option", "named"),
-    [("--ranks=0", "--ranks"), ("--systems=nobody", "nobody"), ("--dtype=fp8", "--dtype"), ("--batch=0", "--batch")],
+    [("--ranks=0", "--ranks"), ("--dtype=fp8", "--dtype"), ("--batch=0", "--batch")],
 )
 def test_a_wrong_option_ends_with_its_name(option: str, named: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as end:
@@ -256,17 +294,11 @@ def test_a_wrong_option_ends_with_its_name(option: str, named: str, capsys: pyte
     assert named in capsys.readouterr().err.splitlines()[-1]
 
 
-@dataclass(frozen=True)
-class SmallTraining(systems.Training):
-    width: int = 64
-    vocabulary: int = 4096
-
-
 def test_memory_is_weighed_beside_the_estimate_and_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "Training", SmallTraining)
     files = {name: tmp_path / f"new/memory.{name}" for name in ("json", "png")}
     arguments = [f"--{name}={path}" for name, path in files.items()]
-    assert memory.main(["--ranks", "2", "--layers=1", "--systems", "DDP + AdamW", "zerox", *arguments]) == 0
+    memory.main(["--ranks", "2", "--layers=1", "--systems", "DDP + AdamW", "zerox", *arguments])
     rows = {row["system"]: row for row in json.loads(files["json"].read_text())["rows"]}
     assert list(rows) == ["DDP + AdamW(fused)", "zerox, stage 2", "zerox, gather hidden", "zerox, stage 1"]
     numel = 2 * 4096 * 64  # the rest is small beside both embeddings
@@ -282,10 +314,7 @@ def test_memory_is_weighed_beside_the_estimate_and_drawn(tmp_path: Path, monkeyp
 
 @pytest.mark.parametrize("quick", [False, True])
 def test_what_make_bench_runs_are_commands_that_there_are(quick: bool) -> None:
-    modules = {
-        each.__name__: each
-        for each in (buckets, checkpoint, deaths, exposed, kernels, memory, optimizer_step, overlap, scale, step)
-    }
+    modules = {each.__name__: each for each in (checkpoint, exposed, kernels, memory, step, streams)}
     for name in everything.RUNS:
         _, _, module, *arguments = everything.command(name, Path("somewhere"), quick)
-        assert modules[module].parse(arguments).json == Path("somewhere") / f"{name}.json"
+        assert modules[module].make_parser().parse_args(arguments).json == Path("somewhere") / f"{name}.json"

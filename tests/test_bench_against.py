@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
-import shutil
 import subprocess
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -16,7 +13,6 @@ import pytest
 from bench import against, against_work, allocator
 from bench.against import AGAIN, HERE, THERE
 from bench.against_work import Work
-from bench.instructions import count_in, instructions_of
 from bench.systems import Training
 
 TINY = Training(layers=1, width=64, vocabulary=64, context=8, batch=2)
@@ -29,7 +25,7 @@ def test_a_checkout_trains_with_its_own_zerox_and_tells_all_numbers() -> None:
     found = against.Checkout.of(against.ROOT / "zerox", "tested").run(work)
     assert set(found) == {"stage 1", "stage 2"}
     for numbers in found.values():
-        assert set(numbers) - {"instructions"} == COUNTS | TIMES
+        assert set(numbers) == COUNTS | TIMES
         assert all(value > 0 for value in numbers.values())
     # One bucket: one message to the other rank for its gradients and one for its parameters; stage 1 gathers those too.
     assert (found["stage 1"]["messages"], found["stage 2"]["messages"]) == (3, 2)
@@ -83,7 +79,7 @@ class Fake:
 def rows(here: Callable[[int], float], again: Callable[[int], float], pairs: int = 8) -> Sequence[against.Row]:
     log: list[str] = []
     sides = {HERE: Fake(HERE, here, log), THERE: Fake(THERE, lambda _: 100.0, log), AGAIN: Fake(AGAIN, again, log)}
-    found = against.samples_in_turn(sides, [Work(1, "", "")], pairs, lambda _: None)  # type: ignore[arg-type]
+    found = against.samples_in_turn(sides, [Work(1, "", "")], pairs)  # type: ignore[arg-type]
     assert log[:6] == [HERE, THERE, AGAIN, THERE, AGAIN, HERE]
     return against.rows_of(found)
 
@@ -104,7 +100,6 @@ def test_a_difference_passes_within_2_percent_or_what_the_same_commit_shows(
 ) -> None:
     step_ms, messages = rows(here, again)
     assert step_ms["passes"] is passes
-    assert ("PASS" in against.line(step_ms)) is passes
     assert step_ms["ratio"] == pytest.approx(here(0) / 100)
     assert (messages["ratio"], messages["passes"]) == (1.0, True), "none on both sides"
     assert messages["what"] == "messages", "what one side can't count is left out"
@@ -126,22 +121,3 @@ def test_all_numbers_are_written(
     result = json.loads((tmp_path / "x.json").read_text())
     assert (result["against"], result["pairs"], len(result["rows"])) == ("123", 2, 4)
     assert "2 of 4 numbers are larger than at v1" in capsys.readouterr().out
-
-
-def test_what_perf_says_is_read() -> None:
-    assert (
-        count_in("Events disabled\nEvents enabled\n125.5,msec,task-clock,125905961,100.00,0.1,CPUs utilized\n") == 125.5
-    )
-    assert count_in("<not supported>,,instructions:u,0,100.00,,\n") is None
-    assert count_in("perf: not permitted") is None
-
-
-@pytest.mark.skipif(shutil.which("perf") is None, reason="perf is not installed")
-def test_perf_counts_what_runs_meanwhile() -> None:
-    with contextlib.ExitStack() as stack:
-        for _ in range(1100):  # a long test run holds more descriptors than select() takes
-            stack.enter_context(open(os.devnull))
-        counted = [instructions_of(lambda n=n: sum(range(n)), event="task-clock") for n in (10**5, 10**7)]
-    if None in counted:
-        pytest.skip("perf may not look at processes here")
-    assert 5 * counted[0] < counted[1]  # type: ignore[operator]

@@ -16,15 +16,14 @@ from bench.systems import Training
 
 def test_it_weighs_and_times_saving_and_loading(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     files = [f"--{kind}={tmp_path / f'x.{kind}'}" for kind in ("json", "png")]
-    assert checkpoint.main(["--layers=1", "--rounds=1", "--dtype=bf16", f"--folder={tmp_path}", *files]) == 0
+    checkpoint.main(["--layers=1", "--rounds=1", "--dtype=bf16", f"--folder={tmp_path}", *files])
     rows = json.loads((tmp_path / "x.json").read_text())["rows"]
-    peers = ["AdamW: save", "AdamW: load", "ZeRO: save", "ZeRO: load"]
-    assert [row["what"] for row in rows] == ["zerox: save", "zerox: load", "zerox: load, converted", *peers]
+    assert [row["what"] for row in rows] == ["save", "load", "load, converted"]
     said = capsys.readouterr().out
     for row in rows:
         assert row["ratio"] == pytest.approx(row["seconds"] / row["disk_seconds"])
-        assert row["what"] in peers or row["tensor_bytes"] <= row["bucket_bytes"], "nothing needs more than a bucket"
-        assert row["bytes"] > 10e6
+        assert row["tensor_mib"] <= row["bucket_mib"], "nothing needs more than a bucket"
+        assert row["mib"] > 10
         assert row["what"] in said
     assert (tmp_path / "x.png").stat().st_size > 5_000
     assert sorted(each.name for each in tmp_path.iterdir()) == ["x.json", "x.png"], "nothing is left behind"

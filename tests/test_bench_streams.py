@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,9 +13,11 @@ import torch
 from torch._C._autograd import DeviceType
 from torch.multiprocessing.spawn import ProcessRaisedException
 
-from bench import exposed, streams
-from bench.ranks import on_ranks
+from bench import exposed, streams, systems
+from bench.common import on_ranks
 from bench.streams import Work
+from bench.trace import Range
+from tests.ranks import run_ranks
 
 ADAM = "void zx::cuda::(anonymous namespace)::adam_block_kernel<zx::cuda::BlockArgs<float> >(zx::cuda::BlockArgs)"
 
@@ -61,24 +64,111 @@ def test_what_overlaps_on_a_lane_is_counted_once() -> None:
     assert streams.times_ms(works) == {"step": 10.0, "a: copy": 5.0, "b: adam": 1.0}
 
 
+MS = 1_000_000
+TRAINER, PACK_LANE, LAND_LANE = 1, 2, 3
+
+
+def ranges(*rows: tuple[str, int | None, int, int, int]) -> list[Range]:
+    """Rows of what, bucket, first and last millisecond, thread."""
+    return [Range(what, bucket, start * MS, stop * MS, thread) for what, bucket, start, stop, thread in rows]
+
+
+def test_time_is_hidden_where_the_thread_that_trains_does_not_wait() -> None:
+    found = streams.bucket_rows(
+        ranges(
+            ("forward", None, 100, 110, TRAINER),
+            ("backward", None, 110, 140, TRAINER),
+            ("launch", 0, 120, 121, TRAINER),
+            ("pack", 0, 121, 124, PACK_LANE),
+            ("land", 0, 124, 130, LAND_LANE),
+            ("wait", 0, 124, 126, LAND_LANE),
+            ("reduce", 0, 126, 129, LAND_LANE),
+            ("launch", 1, 138, 139, TRAINER),
+            ("pack", 1, 139, 142, PACK_LANE),
+            ("land", 1, 142, 150, LAND_LANE),
+            ("wait", 1, 142, 145, LAND_LANE),
+            ("step", None, 140, 170, TRAINER),
+            ("settle", None, 141, 151, TRAINER),
+            ("agree", None, 141, 143, TRAINER),
+            ("update", 0, 151, 153, TRAINER),
+            ("gather", 0, 153, 154, TRAINER),
+            ("update", 1, 154, 157, TRAINER),
+            ("gather", 1, 157, 158, TRAINER),
+            ("gather_wait", 0, 158, 160, TRAINER),
+            ("gather_wait", 1, 160, 165, TRAINER),
+        )
+    )
+    first, second = found
+    assert first["hidden_ms"] == pytest.approx((124 - 121) + (130 - 124))
+    assert first["exposed_ms"] == pytest.approx(1 + 1 + 2)  # launch, gather, gather_wait
+    times = {"launched": 20, "packed": 24, "arrived": 26, "landed": 30, "updated": 53, "gathered": 60}
+    assert {key: first[key] for key in times} == times
+    assert second["hidden_ms"] == pytest.approx(141 - 139)  # packing, until step() waits
+    assert second["exposed_ms"] == pytest.approx(1 + (142 - 141) + (150 - 142) + 1 + 5)
+
+
 def test_a_step_is_drawn_with_all_that_happens_to_its_buckets(tmp_path: Path) -> None:
     files = [f"--{kind}={tmp_path / f'streams.{kind}'}" for kind in ("json", "png")]
     small = ["--device=cpu", "--layers=1", "--batch=1", "--clip"]
-    assert streams.main([*small, *files, f"--trace={tmp_path / 'trace.json'}"]) == 0
+    streams.main([*small, *files, f"--trace={tmp_path}"])
     [row] = json.loads((tmp_path / "streams.json").read_text())["rows"]
     phases = sum(row["ms"][f"training: {phase}"] for phase in ("forward", "backward", "clip", "step"))
     assert 0 < phases <= row["ms"]["step"]
     assert 0 < row["ms"]["training: update"] <= row["ms"]["training: step"]
     assert (tmp_path / "streams.png").stat().st_size > 5_000
-    assert "zerox::update bucket 0" in (tmp_path / "trace.json").read_text()
+    assert "zerox::update bucket 0" in (tmp_path / "rank-0.json").read_text()
+
+
+@dataclass(frozen=True)
+class SmallTraining(systems.Training):
+    width: int = 64
+    vocabulary: int = 256
+
+
+def test_of_several_ranks_each_bucket_is_told_and_all_are_traced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(streams, "Training", SmallTraining)
+    files = {name: tmp_path / f"new/streams.{name}" for name in ("json", "png", "trace")}
+    arguments = ["--ranks=2", "--device=cpu", "--layers=1", "--batch=1", "--clip"]
+    streams.main([*arguments, *(f"--{name}={path}" for name, path in files.items())])
+    rows = json.loads(files["json"].read_text())["rows"]
+    assert [row["rank"] for row in rows] == [0, 1]
+    for row in rows:
+        check_buckets(row["buckets"])
+        assert row["exposed_ms"] == pytest.approx(sum(bucket["exposed_ms"] for bucket in row["buckets"]))
+        assert row["ms"]["pack lane: pack"] > 0
+    assert files["png"].read_bytes().startswith(b"\x89PNG")
+    for rank in range(2):
+        events = json.loads((files["trace"] / f"rank-{rank}.json").read_text())["traceEvents"]
+        seen = {event.get("name") for event in events}
+        assert {"zerox::land bucket 0", "zerox::gather_wait bucket 0", "phase::backward"} <= seen
+    assert "rank 1: communication of" in capsys.readouterr().out
+
+
+def check_buckets(buckets: list[streams.Row]) -> None:
+    assert buckets
+    for bucket in buckets:
+        times = [bucket[key] for key in ("launched", "packed", "arrived", "landed", "updated", "gathered")]
+        assert times == sorted(times)
+        assert bucket["exposed_ms"] > 0  # gathering
+
+
+def step_of_stage_1(_: int, __: int) -> list[streams.Row]:
+    [first, _] = streams.typical_step(SmallTraining(layers=1, batch=1), stage=1, trace=None)
+    return first[1]
+
+
+def test_stage_1_is_told_too() -> None:
+    for buckets in run_ranks(step_of_stage_1, 2):
+        check_buckets(buckets)
 
 
 def test_exposed_is_what_comes_after_backward(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     files = [f"--{kind}={tmp_path / f'exposed.{kind}'}" for kind in ("json", "png")]
-    small = ["--device=cpu", "--layers=6", "--layer-mib=16", "--rounds=1"]
-    assert exposed.main([*small, *files]) == 0
+    exposed.main(["--device=cpu", "--layers=12", "--rounds=1", *files])
     [row] = json.loads((tmp_path / "exposed.json").read_text())["rows"]
-    assert (row["ranks"], row["layers"], row["mib"], row["buckets"], row["least"]) == (2, 6, 96.0, 6, 1 / 6)
+    assert (row["ranks"], row["layers"], row["mib"], row["buckets"], row["least"]) == (2, 12, 96.0, 6, 1 / 6)
     assert 0 < row["exposed_ms"] < row["together_ms"]
     assert row["exposed"] == pytest.approx(row["exposed_ms"] / row["exchange_ms"])
     assert (tmp_path / "exposed.png").stat().st_size > 5_000
@@ -86,31 +176,24 @@ def test_exposed_is_what_comes_after_backward(tmp_path: Path, capsys: pytest.Cap
 
 
 def test_a_backward_waits_as_long_as_it_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    wait = exposed.Wait(torch.device("cpu"))
+    clock = exposed.Clock(torch.device("cpu"))
     waited: list[float] = []
     monkeypatch.setattr(exposed.time, "sleep", waited.append)
     params = [torch.zeros(3, requires_grad=True) for _ in range(4)]
     grads = [torch.full((3,), float(index)) for index in range(4)]
-    exposed.Backward(params, grads, wait)(2.0)
+    exposed.Backward(params, grads, clock)(2.0)
     assert waited == [0.5] * 4
     assert [param.grad.tolist() for param in params if param.grad is not None] == [grad.tolist() for grad in grads]
 
 
 def broken(*_: Any) -> None:
     """On each rank: gradients are others than the check expects."""
-    wait = exposed.Wait(torch.device("cpu"))
+    clock = exposed.Clock(torch.device("cpu"))
     params = [torch.nn.Parameter(torch.zeros(3)) for _ in range(2)]
-    backward = exposed.Backward(params, [torch.full((3,), 4.0) for _ in range(2)], wait)
+    backward = exposed.Backward(params, [torch.full((3,), 4.0) for _ in range(2)], clock)
     exposed.check(exposed.FusedShardedAdam(params), params, backward)
 
 
 def test_a_wrong_exchange_is_not_timed() -> None:
     with pytest.raises(ProcessRaisedException, match="WrongResult: the norm of the mean gradient is"):
         on_ranks(broken, 2)
-
-
-def test_one_rank_has_nothing_to_hide(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
-        exposed.main(["--ranks=1"])
-    assert ended.value.code == 2
-    assert "nothing to hide" in capsys.readouterr().err

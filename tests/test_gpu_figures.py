@@ -8,25 +8,24 @@ from pathlib import Path
 import pytest
 
 import gpu
-import gpu_figures
 import gpu_report as report
 import gpu_run
 
 
 @pytest.fixture
 def logs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    for module in (gpu_figures, gpu_run):
-        monkeypatch.setattr(module, "LOGS", tmp_path / "logs")
+    monkeypatch.setattr(gpu_run, "LOGS", tmp_path / "logs")
     return tmp_path
 
 
-@pytest.mark.parametrize("name", list(gpu_figures.FIGURES))
+@pytest.mark.parametrize("name", list(gpu.FIGURES))
 def test_figures_are_what_the_benchmarks_say(monkeypatch: pytest.MonkeyPatch, logs: Path, name: str) -> None:
-    monkeypatch.setattr(gpu_figures, "DEVICE", "cpu")
-    figure = replace(gpu_figures.FIGURES[name], timed=gpu_figures.FIGURES[name].timed and 0.01)
-    part = gpu.measure(figure, gpu.Machine({}, quick=True, files=logs / "now"), 120.0)
+    figure = gpu.FIGURES[name]
+    monkeypatch.setitem(gpu.FIGURES, name, replace(figure, timed=figure.timed and 0.01))
+    part = gpu.measure(name, gpu.Machine({}, quick=True, files=logs / "now", device="cpu"), 120.0)
     assert part["outcome"] == report.PASSED, part["tail"]
-    assert part["command"].startswith(f"python -m {gpu_figures.FIGURES[name].module} --device=cpu")
+    assert part["command"].startswith(f"python -m {figure.command}")
+    assert "--device=cpu" in part["command"]
     assert len(part["rows"]) > 0
     assert len(part["said"]) > 2
     picture = logs / part["picture"]
@@ -34,9 +33,8 @@ def test_figures_are_what_the_benchmarks_say(monkeypatch: pytest.MonkeyPatch, lo
     assert picture.stat().st_size > 5_000
 
 
-def test_a_benchmark_that_fails_shows_how_it_ended(monkeypatch: pytest.MonkeyPatch, logs: Path) -> None:
-    monkeypatch.setattr(gpu_figures, "DEVICE", "abacus")
-    part = gpu_figures.FIGURES["exposed"].run(True, 60.0, logs / "x.png")
+def test_a_benchmark_that_fails_shows_how_it_ended(logs: Path) -> None:
+    part = gpu.measure("exposed", gpu.Machine({}, quick=True, files=logs / "x", device="abacus"), 60.0)
     assert part["outcome"] == report.FAILED
     assert "invalid choice: 'abacus'" in part["tail"]
     assert "picture" not in part

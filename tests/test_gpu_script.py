@@ -120,7 +120,7 @@ def test_a_sanitizer_s_run_is_judged_by_status_summary_and_tests(
     program.write_text(f"#!/bin/sh\n{text}\n{'sleep 60' if says == ['sleeps'] else ''}\nexit {status}\n")
     program.chmod(0o755)
     limit_s = 0.5 if outcome == report.TIMED_OUT else 30.0
-    assert gpu.sanitize(str(program), "", "memcheck", limit_s)["outcome"] == outcome
+    assert gpu.sanitize(str(program), "memcheck", limit_s)["outcome"] == outcome
 
 
 def test_without_a_sanitizer_the_part_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -135,12 +135,14 @@ def test_without_a_sanitizer_the_part_says_so(monkeypatch: pytest.MonkeyPatch, t
 def test_what_a_part_leaves_over_goes_to_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [1000.0]
     monkeypatch.setattr(gpu_run.time, "monotonic", lambda: now[0])
-    clock = gpu_run.Clock(["a", "b", "c"], {"a": 0.0, "b": 30.0, "c": 20.0}, 100.0)
-    assert clock.limit_s("a") == 50.0
+    parts, reserved_s = ["a", "b", "c"], {"a": 0.0, "b": 30.0, "c": 20.0}
+    assert gpu_run.limit_s("a", parts, reserved_s, 1100.0) == 50.0
     now[0] += 10.0
-    assert clock.limit_s("b") == 70.0
+    assert gpu_run.limit_s("b", parts, reserved_s, 1100.0) == 70.0
     now[0] += 75.0
-    assert clock.limit_s("c") == 15.0
+    assert gpu_run.limit_s("c", parts, reserved_s, 1100.0) == 15.0
+    now[0] += 75.0
+    assert gpu_run.limit_s("c", parts, reserved_s, 1100.0) == 0.0
 
 
 def test_budgets_are_of_the_parts_and_leave_time_to_build() -> None:

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 import zerox.engine
-from bench.deaths import PLACES, kill_one
+from tests.bucket_manager.killing import PLACES, kill_one
 from tests.bucket_manager.training import Training
 from tests.mortal_ranks import MortalRanks, fail_now, start_ranks
 from zerox import FusedShardedAdam
@@ -26,7 +26,7 @@ from zerox.ranks.group import Ranks
 
 TIMEOUT_S = 5  # of the group: far above what a healthy wait takes, also on a busy machine
 FAILING_STEP = 1  # the one before it has gone well
-SOON_S = 10  # until all others have their error after a death, on a busy machine: bench.deaths has what it takes
+SOON_S = 10  # until all others have their error after a death, on a busy machine
 
 A_BUCKET = r"bucket \d+ \(layers\.\d\.bias, layers\.\d\.weight\)"
 GRADIENTS = rf"zerox: in (the end of backward|clip_grad_norm_)\(\) a rank did not answer: .*\n.*{A_BUCKET}"
