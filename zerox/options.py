@@ -70,7 +70,6 @@ class Options:
                     f"{name}={group[name]!r} in a param group would have no effect: it is an option of the whole "
                     f"optimizer, pass {name} to its constructor"
                 )
-        self.check_pairs(group)
 
     @property
     def placements(self) -> Stage:

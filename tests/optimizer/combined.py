@@ -19,6 +19,7 @@ from tests.optimizer.models import mean_over_ranks, memory_order, watch_gradient
 from tests.optimizer.test_parity import MOMENTS, torch_step
 from tests.tolerances import assert_one_step_bound, assert_stored_bound
 from zerox import FusedShardedAdam
+from zerox.grad_dtype import NARROW
 from zerox.plan import combinations
 from zerox.plan.combinations import CHOICES, But, Refused, Setting, pairs, some, verdict
 
@@ -30,7 +31,7 @@ RATE = 2.0**-7  # the same number in float32
 NUMELS = (5000, 70, 4500)  # with 8-bit moments, and too small for them
 WORDS: dict[str, dict[str, Any]] = {  # values that are not written as Python has them
     "process_group": {"a group": None},
-    "bucket_cap_mb": {"a number": 0.03},
+    "bucket_cap_mb": {"a number": 0.004},
     "lr": {"a number": RATE, "a tensor": RATE},
 }
 ELSEWHERE = ("parameters", "device", "backend", "ZEROX_EXCHANGE", "overlap_gather")  # no argument says these
@@ -120,6 +121,14 @@ def _made(option: str, value: str) -> Any:
     return getattr(torch, value[6:]) if value.startswith("torch.") else ast.literal_eval(value)
 
 
+MASTERS = {  # by what is asked for and the parameters; others keep none
+    '"auto"': {"bfloat16": "remainder", "float16": "master"},
+    '"remainder"': {"bfloat16": "remainder"},
+    '"fp32"': {"bfloat16": "master", "float16": "master"},
+    "None": {},
+}
+
+
 class Scales(nn.Module):
     """Products of elements: their gradients have the same bits on every device."""
 
@@ -155,6 +164,23 @@ class Training:
         self.optimizer = FusedShardedAdam(self.model.named_parameters(), **options)
         if way["overlap_gather"] == "called":
             self.optimizer.overlap_gather(self.model)
+        self.check_in_effect()
+
+    def check_in_effect(self) -> None:
+        """What shows in no bits: a twin of an option that is ignored would be the same."""
+        way, inside = self.way, self.optimizer.inside
+        first = inside.buckets[0]
+        assert inside.grads.sharded is (way["stage"] == "2")
+        forms = {bucket.plan.state_form for bucket in inside.buckets}
+        assert (len(inside.buckets) > len(forms)) is (way["bucket_cap_mb"] == "a number")
+        moments = {"torch.float32": torch.float32, "torch.bfloat16": torch.bfloat16, '"8bit"': torch.uint8}
+        expected = torch.float64 if self.dtype is torch.float64 else moments[way["state_dtype"]]
+        assert first.state["exp_avg"].values.dtype is first.state["exp_avg_sq"].values.dtype is expected
+        assert ("max_exp_avg_sq" in first.state) is (way["amsgrad"] == "True")
+        master = None if first.master is None else first.master.spec.key
+        assert master == MASTERS[way["master_weights"]].get(way["parameters"])
+        widened = self.dtype in NARROW and way["accumulate_dtype"] == "torch.float32"
+        assert first.grad_dtype is (torch.float32 if widened else self.dtype)
 
     def backwards(self, step: int) -> None:
         with self.optimizer.no_sync():
