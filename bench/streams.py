@@ -54,7 +54,7 @@ COLOURS = {
     for what in kinds
 }
 HIDDEN = ("wait", "let_go", "agree")  # parts of others
-# See csrc/bucket_manager/ranges.h. None of these lies in another of the same bucket.
+# See csrc/lanes/ranges.h. None of these lies in another of the same bucket.
 COMMUNICATION = ("launch", "pack", "land", "gather", "gather_wait", "gather_grads", "gather_grads_wait")
 # Of the thread that trains; all that it does of the above lies in one of these.
 WAITING = ("launch", "settle", "gather", "gather_wait")

@@ -118,7 +118,7 @@ def hides_nothing(way: Way, monkeypatch: pytest.MonkeyPatch) -> None:
 
         def step(training: Training) -> None:
             step_of(training)
-            left.append(len(training.optimizer.inside.manager.missing_gathers))
+            left.append(len(training.optimizer.inside.manager.params.missing))
 
         training.run(step)
         return left
