@@ -50,6 +50,8 @@ class Exchange {
   virtual ~Exchange() = default;
   Exchange& operator=(const Exchange&) = delete;
 
+  // Whether ranks are there at all; a group may have a single one.
+  bool has_group() const { return group_ != nullptr; }
   int rank() const { return rank_; }
   int world() const { return world_; }
   virtual const Traffic& traffic() const { return traffic_; }

@@ -12,7 +12,7 @@ namespace zx {
 // The one place that asks whether there are other ranks.
 BucketManager::BucketManager(std::shared_ptr<Exchange> exchange, const Line& control, const ManagerOptions& options)
     : buckets_(std::make_shared<Buckets>()), keeps_shards_(options.keeps_shards), exchange_(std::move(exchange)) {
-  const bool alone = exchange_->world() == 1;
+  const bool alone = !exchange_->has_group();
   flights_ = std::make_shared<Flights>(exchange_, make_reduction(alone, exchange_), options.device);
   params_ = std::make_shared<Params>(buckets_, exchange_);
   placement_ = make_placement(options.route, alone, {buckets_, exchange_, flights_});

@@ -14,8 +14,8 @@ from torch import Tensor
 from tests.accelerator.fake import expect_no_races, machine, run_fake_ranks
 from tests.accelerator.test_streams import CAP, GROUP, parameters
 from tests.kernels.shards import same_bits
+from zerox import engine as engine_module
 from zerox import ops
-from zerox import optimizer as optimizer_module
 from zerox.flow import update
 from zerox.flow.capture import is_capturing
 from zerox.optimizers import FusedShardedAdam
@@ -32,7 +32,7 @@ def build(ranks: Ranks, lr: Tensor, **options: Any) -> FusedShardedAdam:
 @pytest.fixture
 def any_device(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     """FusedShardedAdam takes the fake accelerator's tensors."""
-    monkeypatch.setattr(optimizer_module, "check_params", lambda *_: None)
+    monkeypatch.setattr(engine_module, "check_params", lambda *_: None)
     return monkeypatch
 
 
@@ -57,7 +57,7 @@ def test_replays_give_the_bits_of_eager_steps(any_device: pytest.MonkeyPatch, st
         plain(rule, shards, *rest)
 
     def train(ranks: Ranks) -> list[Tensor]:
-        any_device.setattr(optimizer_module, "find_ranks", lambda *_: ranks)
+        any_device.setattr(engine_module, "find_ranks", lambda *_: ranks)
         lrs = [torch.tensor(0.1, device=ranks.device) for _ in range(2)]
         captured, eager = (build(ranks, lr, capturable=lr is lrs[0], state_dtype=state_dtype) for lr in lrs)
         for step in range(5):
@@ -73,7 +73,7 @@ def test_replays_give_the_bits_of_eager_steps(any_device: pytest.MonkeyPatch, st
                     optimizer.synchronize()
                     seen.append([])
                     with any_device.context() as during_capture:
-                        during_capture.setattr(optimizer_module, "is_capturing", lambda *_: True)
+                        during_capture.setattr(engine_module, "is_capturing", lambda *_: True)
                         during_capture.setattr(optimizer, "_settle", lambda *_: pytest.fail("ranks meet on the host"))
                         during_capture.setattr(update.ops, "update_", remember)
                         optimizer.step()

@@ -29,7 +29,7 @@ from tests.optimizer.combined import (
 )
 from tests.ranks import run_ranks
 from zerox import FusedShardedAdam
-from zerox import optimizer as optimizer_module
+from zerox import engine as engine_module
 from zerox.flow.capture import is_capturing
 from zerox.plan.combinations import But, Setting, some
 from zerox.ranks.group import Ranks
@@ -41,9 +41,9 @@ HERE = threading.local()  # of the rank that this thread is
 @pytest.fixture(autouse=True)
 def any_device(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
     """FusedShardedAdam takes the fake accelerator's tensors, and its ranks."""
-    monkeypatch.setattr(optimizer_module, "find_ranks", lambda *_: HERE.ranks)
-    monkeypatch.setattr(optimizer_module, "check_params", lambda *_: None)
-    monkeypatch.setattr(optimizer_module, "is_capturing", lambda *_: HERE.captures)
+    monkeypatch.setattr(engine_module, "find_ranks", lambda *_: HERE.ranks)
+    monkeypatch.setattr(engine_module, "check_params", lambda *_: None)
+    monkeypatch.setattr(engine_module, "is_capturing", lambda *_: HERE.captures)
     monkeypatch.setattr(Ranks, "broadcast", lambda *_: None)  # which the backend has not: they are the same already
     machine().take_races()
     yield monkeypatch

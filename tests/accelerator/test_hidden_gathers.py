@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from tests.accelerator.fake import expect_no_races, machine, on_stream, run_fake_ranks
 from tests.accelerator.test_streams import CAP, NUMEL
 from tests.kernels.shards import same_bits
-from zerox import optimizer as optimizer_module
+from zerox import engine as engine_module
 from zerox.optimizers import FusedShardedAdam
 from zerox.ranks.group import Ranks
 
@@ -74,8 +74,8 @@ def test_training_is_that_without_overlap_and_no_stream_reads_too_early(
     monkeypatch: pytest.MonkeyPatch, world_size: int, kind: str, other_stream: bool
 ) -> None:
     here = threading.local()
-    monkeypatch.setattr(optimizer_module, "find_ranks", lambda *_: here.ranks)
-    monkeypatch.setattr(optimizer_module, "check_params", lambda *_: None)
+    monkeypatch.setattr(engine_module, "find_ranks", lambda *_: here.ranks)
+    monkeypatch.setattr(engine_module, "check_params", lambda *_: None)
     monkeypatch.setattr(Ranks, "broadcast", lambda *_: None)  # which the backend has not: they are the same already
     machine().take_races()
 

@@ -260,7 +260,7 @@ def test_gradients_are_freed_while_backward_runs() -> None:
 
 
 def whole_optimizer(ranks: Ranks) -> list[Tensor]:
-    from zerox import optimizer as module
+    from zerox import engine as module
 
     params = parameters(ranks.device)
     found, checked = module.find_ranks, module.check_params

@@ -21,7 +21,7 @@ from tests.gpu.chain import cpu_copies, train_scales
 from tests.gpu.processes import ProcessesFailed, run_processes
 from tests.gpu.twins import DEVICE
 from tests.ranks import run_ranks
-from zerox import optimizer
+from zerox import engine
 from zerox.ranks.group import EXCHANGES, Ranks
 
 BACKEND = "nccl" if DEVICE.type == "cuda" else "gloo"
@@ -112,13 +112,13 @@ def test_one_rank_exchanges_with_itself(device: torch.device) -> None:
 def train_with_itself(rank: int, world_size: int, stage: int) -> list[Any]:
     """Training alone, for which zerox takes a group of one, and then with each exchange over its backend."""
     results = [train_scales(0, DEVICE.type, STEPS, stage=stage, accumulate=2)]
-    find_ranks = optimizer.find_ranks
+    find_ranks = engine.find_ranks
     try:
         for exchange in EXCHANGES:
-            optimizer.find_ranks = lambda *_, exchange=exchange: ranks_of_one(exchange)
+            engine.find_ranks = lambda *_, exchange=exchange: ranks_of_one(exchange)
             results.append(train_scales(0, DEVICE.type, STEPS, stage=stage, accumulate=2))
     finally:
-        optimizer.find_ranks = find_ranks
+        engine.find_ranks = find_ranks
     return results
 
 
