@@ -1,4 +1,4 @@
-"""A training's checkpoints: saved now and then, found again, and gone on from with any number of ranks."""
+"""A training's checkpoints: saves them now and then, finds them, and resumes from them with any number of ranks."""
 
 import argparse
 import contextlib
@@ -11,8 +11,8 @@ from corpus import BadInput, Corpus, RandomWindows
 
 import zerox
 
-NUM_KEPT = 2  # the one before the last is for whoever finds the last one damaged
-# What a training can't change on its way and still be the same one.
+NUM_KEPT = 2  # the one before the last, in case the last is damaged
+# Options that a training can't change on its way and still be the same one.
 FIXED = ("seed", "steps", "lr", "weight_decay", "eps", "clip", "heads", "text")
 
 
@@ -52,7 +52,7 @@ class Checkpoints:
             names = [path.name.removeprefix("step-") for path in self.folder.glob("step-*")]
             earlier = sorted((int(name), name) for name in names if name.isdecimal() and int(name) < len(losses))
             for _, name in earlier[: 1 - NUM_KEPT]:
-                # What is no checkpoint, or has somebody's notes in it, stays.
+                # A folder that is no checkpoint, or has somebody's notes in it, stays.
                 with contextlib.suppress(zerox.CheckpointError, OSError):
                     zerox.remove(self.folder / f"step-{name}")
 
@@ -77,7 +77,7 @@ class Checkpoints:
         return f"{path} (step {len(trainer.past_losses)})" + change * (self.step_windows != step_windows)
 
     def find(self) -> Path | None:
-        """What rank 0 sees: others may see a shared disk a moment later, and would start anew by themselves."""
+        """As rank 0 sees it: others may see a shared disk a moment later, and would start anew by themselves."""
         if not (self.resumes and self.folder):
             return None
         found = [zerox.latest(self.folder)]

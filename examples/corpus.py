@@ -1,6 +1,6 @@
 """Text as bytes: finds files, splits them into train and held out, and draws windows of them.
 
-Without a path the corpus is the Python standard library's own sources, which every Python brings along.
+Without a path the corpus is the sources of Python's standard library, which come with every Python.
 """
 
 import os
@@ -115,10 +115,10 @@ def _as_tensor(content: bytearray) -> torch.Tensor:
 
 
 class RandomWindows:
-    """Endless random batches of the text, one stream of windows for each seed, of which ranks take turns.
+    """Endless random batches of the text: one stream of windows for each seed, from which ranks take turns.
 
-    So any number of ranks sees the same windows in the same order, and goes on where others stopped with the state of
-    `generator`.
+    So any number of ranks sees the same windows in the same order, and with the state of `generator` goes on where
+    others stopped.
     """
 
     def __init__(self, text: torch.Tensor, shape: tuple[int, int], seed: int, rank: int, world_size: int):

@@ -1,4 +1,4 @@
-"""Whether a training has room in memory, by a bound that it can't stay under. Asked before anything is allocated."""
+"""Whether a training fits in memory, by a lower bound of its bytes. Asked before anything is allocated."""
 
 import argparse
 import os
@@ -15,7 +15,7 @@ CGROUP = Path("/sys/fs/cgroup")  # of a container, or absent
 
 
 def check_fits(options: argparse.Namespace) -> None:
-    """BadInput names --batch and both numbers of bytes. An unknown stage, of which zerox itself knows, is one too."""
+    """BadInput names --batch and both numbers of bytes. An unknown stage, which zerox itself detects, is one too."""
     num_ranks = int(os.environ.get("WORLD_SIZE", options.ranks or 1))
     num_local = int(os.environ.get("LOCAL_WORLD_SIZE", num_ranks))
     with torch.device("meta"):
@@ -38,8 +38,9 @@ def check_fits(options: argparse.Namespace) -> None:
 
 
 def backward_bytes_of_window(shape: Shape, itemsize: int) -> int:
-    """What a backward surely finds of a window, of each token: in widths of each block the inputs of its two norms (2),
-    four linear layers (1 + 1 + 1 + 4) and GELU (4), and its queries, keys and values (3); and the logits in fp32."""
+    """The least that a backward needs of a window. Each token has, in widths of each block, the inputs of its two norms
+    (2), four linear layers (1 + 1 + 1 + 4) and GELU (4), and its queries, keys and values (3); and the logits in
+    fp32."""
     values_of_token = shape.layers * 16 * shape.width * itemsize + NUM_BYTES * 4
     return shape.context * values_of_token
 
@@ -50,7 +51,7 @@ def free_bytes(device: torch.device) -> int:
     free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     for line in Path("/proc/meminfo").read_text().splitlines() if Path("/proc/meminfo").exists() else ():
         if line.startswith("MemAvailable:"):
-            free = int(line.split()[1]) * 1024  # also what the cache of files would give back
+            free = int(line.split()[1]) * 1024  # with memory that the file cache would give back
     try:
         limit, used = ((CGROUP / name).read_text().strip() for name in ("memory.max", "memory.current"))
         statistics = dict(line.split() for line in (CGROUP / "memory.stat").read_text().splitlines())

@@ -76,7 +76,7 @@ class GPT(nn.Module):
         for module in self.modules():
             if isinstance(module, (nn.Linear, nn.Embedding)):
                 nn.init.normal_(module.weight, std=std)
-        # Each block adds to the stream twice: what all add together should not outgrow what they start from.
+        # Each block adds to the stream twice: the sum of all should not outgrow the start.
         for block in self.blocks:
             for out in (block.attention_out, block.mlp_out):
                 nn.init.normal_(out.weight, std=std / (2 * self.shape.layers) ** 0.5)

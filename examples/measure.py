@@ -7,10 +7,10 @@ import torch.distributed as dist
 from corpus import even_windows
 from gpt_model import GPT
 
-# What a rank keeps, by the names of the attributes of zerox's memory_bytes() and estimate().
+# Categories of a rank's bytes: attributes of zerox's memory_bytes() and estimate().
 CATEGORIES = ("parameters", "gradients", "master", "moments")
 
-HELD_OUT_BYTES = 32768  # to judge by: enough for two decimals of the loss, in little time
+HELD_OUT_BYTES = 32768  # enough for two decimals of the loss, in little time
 
 
 def mean_over_ranks(values: torch.Tensor) -> torch.Tensor:
@@ -36,7 +36,7 @@ def held_out_loss(module: GPT, text: torch.Tensor, batch: int, rank: int, world_
 
 
 def bytes_of_zerox(memory: object) -> dict[str, int]:
-    """From what `optimizer.memory_bytes()` or `zerox.estimate()` returned."""
+    """From the result of `optimizer.memory_bytes()` or `zerox.estimate()`."""
     return {category: getattr(memory, category) for category in CATEGORIES}
 
 

@@ -1,4 +1,4 @@
-"""The command line of train_gpt.py: what can be asked for, and the checks that need nothing but the command line."""
+"""The command line of train_gpt.py: its options, and the checks that need nothing else."""
 
 import argparse
 import math
@@ -139,7 +139,7 @@ def _find_matplotlib() -> None:
 
 
 def _prepare(option: str, folder: Path) -> None:
-    """Found out before the training, not after it: can files be written there?"""
+    """Finds out before the training, not after it, whether files can be written there."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         if not os.access(folder, os.W_OK):

@@ -1,4 +1,4 @@
-"""The ranks of a training, as torchrun starts them, and starts them again."""
+"""The ranks of a training, which torchrun starts and restarts."""
 
 import os
 import socket
@@ -21,8 +21,8 @@ MEETING_S = 20  # how long to try to reach rank 0
 def start(num_ranks: int) -> int:
     """Runs this very command line under torchrun; returns the exit status of the first rank that failed, or 0.
 
-    Ranks of one machine meet at the loopback address: torchrun's own choice is the machine's name, and where that does
-    not resolve, as in many containers, it waits for five minutes and more.
+    Ranks of one machine meet at the loopback address: torchrun's own choice is the machine's name, and if that does not
+    resolve, as in many containers, it waits for five minutes and more.
     """
     launcher = ["--standalone", f"--local-addr={LOOPBACK}", f"--nproc-per-node={num_ranks}"]
     try:
@@ -48,7 +48,7 @@ def process_group(device: torch.device) -> Iterator[tuple[int, int]]:
     find_rank_0()
     where = {"store": store_of_restart(), "rank": int(os.environ["RANK"]), "world_size": int(os.environ["WORLD_SIZE"])}
     if os.environ.get("GROUP_WORLD_SIZE") == "1":
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # or gloo too asks for the machine's name, in each group
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # or gloo too looks up the machine's name, in each group
     if device.type == "cuda":
         torch.cuda.set_device(device)
         dist.init_process_group("nccl", device_id=device, **where)
@@ -61,10 +61,10 @@ def process_group(device: torch.device) -> Iterator[tuple[int, int]]:
 
 
 def find_rank_0() -> None:
-    """Says soon why ranks can't meet: torch would try for minutes, and then say so in 80 lines.
+    """Reports soon why ranks can't meet: torch would try for minutes, and then print 80 lines.
 
-    BadInput where nothing can come of it: the host's name means nothing, or torchrun, which was there first, does not
-    answer. A rank 0 that others started may only be late.
+    BadInput if waiting is useless: the host's name does not resolve, or torchrun, which started first, does not answer.
+    A rank 0 that was started otherwise may only be late.
     """
     rank, host, port = os.environ["RANK"], os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     under_torchrun = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
@@ -72,7 +72,7 @@ def find_rank_0() -> None:
     while True:
         try:
             if rank == "0" and not under_torchrun:
-                socket.getaddrinfo(host, port)  # it is this rank that will listen
+                socket.getaddrinfo(host, port)  # this rank will listen itself
             else:
                 socket.create_connection((host, port), timeout=5).close()
             return
@@ -92,11 +92,11 @@ def find_rank_0() -> None:
 
 
 def store_of_restart() -> dist.Store | None:
-    """After a restart by torchrun, a part of its store that the ranks before have not used; None: torch's own choice.
+    """After a restart by torchrun, a part of its store that earlier ranks have not used; None: torch's own choice.
 
-    torchrun keeps one store over all restarts, in which ranks find the addresses of those that died and wait for them
-    (https://github.com/pytorch/pytorch/issues/135712). Every node counts restarts for itself, so the count is a name
-    that all ranks agree on only on a single node; on several, set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for torchrun.
+    torchrun keeps one store over all restarts, in which ranks find the addresses of dead ranks and wait for them
+    (https://github.com/pytorch/pytorch/issues/135712). Each node counts restarts for itself, so all ranks agree on the
+    count on a single node only; on several, set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for torchrun.
     """
     restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
     is_shared = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"

@@ -1,4 +1,4 @@
-"""What a run leaves behind: a table of bytes per rank, and for a comparison one picture and one JSON file."""
+"""The results of a run: a table of bytes per rank, and for a comparison one picture and one JSON file."""
 
 import json
 import statistics

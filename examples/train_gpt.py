@@ -48,7 +48,7 @@ SHOW_EVERY = 10  # steps between two looks at the loss: each look waits for the 
 
 @dataclass
 class Trainer:
-    """A model and all that trains it. zerox and DDP differ in what is put in here, and in nothing else."""
+    """A model and all that trains it. zerox and DDP differ in these fields, and in nothing else."""
 
     name: str
     module: GPT
@@ -92,7 +92,7 @@ def with_zerox(module: GPT, options: argparse.Namespace) -> Trainer:
 
 
 def with_ddp(module: GPT, options: argparse.Namespace, fused: bool) -> Trainer:
-    """The same training with what torch brings; alone, without ranks, there is nothing for DDP to do."""
+    """The same training with torch's own means; alone, without ranks, there is nothing for DDP to do."""
     kind = "fused" if fused else "foreach=False"
     optimizer = torch.optim.AdamW(
         module.parameters(),
@@ -148,7 +148,7 @@ def warm_up_then_cosine(steps: int) -> Callable[[int], float]:
 
 def timed_step(trainer: Trainer, micro_batches: list[torch.Tensor], options: argparse.Namespace) -> torch.Tensor:
     if options.compare and dist.is_initialized():
-        dist.barrier()  # no system pays for ranks that another one left apart
+        dist.barrier()  # no system pays for delays that another one left between ranks
     wait_for(options.device)
     start = time.perf_counter()
     norm = train_step(trainer, micro_batches, options.clip or math.inf)
@@ -197,12 +197,12 @@ def train(trainers: list[Trainer], corpus: Corpus, options: argparse.Namespace, 
     with progress.bar:
         for step in range(done + 1, options.steps + 1):
             micro_batches = [draws.draw().to(options.device) for _ in range(options.accumulate)]
-            # Turn about, so that none always finds the caches as another one left them.
+            # In changing order, so that none always finds the caches as another one left them.
             in_turn = trainers if step % 2 else trainers[::-1]
             norms = {trainer.name: timed_step(trainer, micro_batches, options) for trainer in in_turn}
             if step == min(DISTANCE_STEP, options.steps) and len(trainers) == 3:
                 distances = distances_from_unfused(*(trainer.module for trainer in trainers)) | {"step": step}
-                trainers.pop()  # the textbook one has done its work
+                trainers.pop()  # the textbook one is not needed any more
             progress.after(step, trainers[:2], norms[trainers[0].name])
             if checkpoints.is_due(step):
                 checkpoints.save(trainers[0], draws, trainers[0].mean_losses())
@@ -233,7 +233,7 @@ def run(options: argparse.Namespace, corpus: Corpus, rank: int, world_size: int)
 
     distances = train(trainers, corpus, options, rank, world_size)
 
-    # zerox's own count of its storages, beside the formula that tells it before anything is allocated.
+    # zerox's own count of its storages, beside the formula that gives it before anything is allocated.
     backend = dist.get_backend() if dist.is_initialized() else "gloo"
     kinds = {"stage": options.stage, "state_dtype": STATE_DTYPES[options.state_dtype]}
     estimated = estimate(module.parameters(), world_size, backend=backend, **kinds)
@@ -274,7 +274,7 @@ def distance_line(distances: dict) -> str:
 
 
 def facts_of_run(options: argparse.Namespace) -> dict:
-    """What someone needs who wants the same numbers again."""
+    """All that one needs to get the same numbers again."""
     try:
         zerox_version = version("zerox")
     except PackageNotFoundError:
@@ -307,7 +307,7 @@ def main() -> int:
         raise KeyboardInterrupt
 
     signal.signal(signal.SIGINT, interrupt_once)
-    sys.stdout.reconfigure(errors="replace")  # the sample may hold letters that the terminal lacks
+    sys.stdout.reconfigure(errors="replace")  # for letters in the sample that the terminal lacks
     try:
         options = parse_options(None, description=__doc__)
         corpus = load_corpus(options.data, options.shape.context)
@@ -317,7 +317,7 @@ def main() -> int:
         with process_group(options.device) as (rank, world_size):
             run(options, corpus, rank, world_size)
     except BadInput as error:
-        # All ranks find the same fault, and torchrun ends all at the first exit: let that be of the one that speaks.
+        # All ranks find the same fault, and torchrun ends all at the first exit: let that be the rank that prints it.
         if int(os.environ.get("LOCAL_RANK", 0)) > 0:
             time.sleep(5)
         else:

@@ -3,8 +3,8 @@
     python -m tests.bits record FILE [--only TEXT]
     python -m tests.bits compare FILE [--only TEXT]
 
-For moving code about: each training's parameters, whole state, norms and losses are hashed on every rank, and its
-messages counted. zerox is used through its public names; :func:`messages_of` alone reaches further.
+For moving code about: parameters, whole state, norms and losses of each training are hashed on every rank, and its
+messages are counted. Only :func:`messages_of` uses more of zerox than its public names.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ Way = Callable[["Training"], None]
 
 
 class Training:
-    """One rank of one training, and what it has to tell."""
+    """One rank of one training, with its norms and losses."""
 
     def __init__(self, rank: int, stage: int, kind: str, folder: Path) -> None:
         self.rank, self.stage, self.kind, self.folder = rank, stage, kind, folder
@@ -117,7 +117,7 @@ def absent_on_some(training: Training) -> None:
 
 
 def kept_gradients(training: Training) -> None:
-    """zero_grad(set_to_none=False), and a gradient that is put there by hand."""
+    """zero_grad(set_to_none=False), and a gradient that the user assigns."""
     for step in range(STEPS):
         training.backward(step)
         if step == 2:
@@ -249,7 +249,7 @@ EVERY_WAY = ("fp32", "bf16 remainder", "amsgrad, 8-bit moments")
 
 
 def digest(values: Iterator[tuple[str, Any]]) -> str:
-    """Of names and values; of a tensor its dtype, shape and elements."""
+    """A hash of names and values; of a tensor its dtype, shape and elements."""
     found = hashlib.sha256()
     for name, value in values:
         found.update(name.encode())
@@ -262,7 +262,7 @@ def digest(values: Iterator[tuple[str, Any]]) -> str:
 
 
 def named_state(optimizer: FusedShardedAdam) -> Iterator[tuple[str, Any]]:
-    """Whole, on rank 0."""
+    """The whole state, on rank 0."""
     whole = optimizer.full_state_dict()
     for number, state in sorted(whole.get("state", {}).items()):
         for key, value in sorted(state.items()):
@@ -270,7 +270,7 @@ def named_state(optimizer: FusedShardedAdam) -> Iterator[tuple[str, Any]]:
 
 
 def messages_of(optimizer: FusedShardedAdam) -> tuple[int, int]:
-    """How many this rank has sent, and their bytes."""
+    """The number of messages that this rank has sent, and their bytes."""
     return optimizer.inside.manager.traffic if dist.is_initialized() and dist.get_world_size() > 1 else (0, 0)
 
 
@@ -288,7 +288,7 @@ def train(rank: int, world_size: int, stage: int, kind: str, way: str, folder: s
 
 
 def cases() -> Iterator[tuple[int, int, str, str]]:
-    """(ranks, stage, kind, way): every kind plainly, and every way with the kinds that differ most."""
+    """(ranks, stage, kind, way): every kind in some ways, and every way with the kinds that differ most."""
     for world_size, stage, kind, way in itertools.product(WORLDS, STAGES, KINDS, WAYS):
         if way in EVERY_KIND or kind in EVERY_WAY:
             yield world_size, stage, kind, way

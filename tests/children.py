@@ -1,4 +1,4 @@
-"""Forked children for tests: what one returned, or that it had to be killed."""
+"""Forked children for tests: the value that one returned, or word that it had to be killed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ KILLED = "the child had to be killed"
 
 
 def in_a_child(body: Callable[[], Any], fork: Callable[[], int] = os.fork) -> Any:
-    """What ``body()`` returned in a forked child, its traceback if it raised, or KILLED if it took too long."""
+    """The result of ``body()`` in a forked child, its traceback if it raised, or KILLED if it took too long."""
     reads, writes = os.pipe()
     child = fork()
     if child == 0:

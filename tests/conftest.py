@@ -1,7 +1,7 @@
 """For all tests: one OpenMP thread a process, and Hypothesis without deadlines, which measure the machine.
 
-Several pytest workers share the cores, and threads that wait for each other in OpenMP do it by turning round: with two
-a process on two cores benchmarks' tests took three times as long. Tests of threads ask for theirs.
+Several pytest workers share the cores, and OpenMP's threads spin while they wait for each other: with two a process on
+two cores, tests of benchmarks took three times as long. Tests of threads ask for theirs.
 
 Hypothesis: "ci", the default, draws the same examples in every run; "search" draws new ones, and many; "sanitized" is
 for tests/test_sanitizers.py.

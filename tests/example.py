@@ -20,10 +20,10 @@ MOST_SECONDS = 240
 
 
 def run(*arguments: object, within: list[str] | None = None) -> subprocess.CompletedProcess[str]:
-    """The example in a process of its own; ``within``: in one that this command starts, with a torch of its own.
+    """The example in a process of its own; ``within``: this command starts the process, which imports torch itself.
 
-    One of ours is forked from one that has imported torch, which takes longer than most of these trainings. Ranks of
-    ``--ranks`` are torchrun's in either case.
+    Else it is forked from one that has imported torch, which takes longer than most of these trainings. torchrun starts
+    the ranks of ``--ranks`` in either case.
     """
     options = list(map(str, arguments))
     if within:

@@ -1,7 +1,7 @@
 """Ranks that may die or be stopped: processes of their own, forked from one that has imported torch.
 
-A rank function takes ``(rank, world_size, *args)`` and is importable from its module; what it returns is picklable. The
-rank that fails calls :func:`fail_now` at its moment, so that nothing depends on a clock.
+A rank function takes ``(rank, world_size, *args)`` and is importable from its module; its result is picklable. The rank
+that fails calls :func:`fail_now` at its moment, so that nothing depends on a clock.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def _serve(
     torch.set_num_threads(1)
     store = dist.FileStore(f"{folder}/store", world_size)  # type: ignore[attr-defined]
 
-    # torch has its own time to connect in: many start at once, and that takes longer than a short timeout.
+    # torch has a timeout of its own to connect: many ranks start at once, which takes longer than a short one.
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=CONNECT_S))
     store.set(f"{rank} has connected", "")  # nobody fails before all have
     store.wait([f"{other} has connected" for other in range(world_size)])
@@ -59,7 +59,7 @@ class MortalRanks:
     folder: Path
 
     def answer(self, rank: int, within_s: float) -> Any:
-        """What the rank's function returned; None if the process died before, or has no answer in time."""
+        """The result of the rank's function; None if the process died before, or has no answer in time."""
         self.processes[rank].join(within_s)
         path = self.folder / str(rank)
         return pickle.loads(path.read_bytes()) if path.exists() else None

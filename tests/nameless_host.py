@@ -21,9 +21,9 @@ RESOLVES = "import socket\ntry: print(socket.gethostbyname(socket.gethostname())
 
 
 def prefix(folder: Path) -> list[str]:
-    """Words to put before a command, none where this very machine is such a one; ``folder`` is for a file.
+    """Words to put before a command, none if this machine's own name does not resolve; ``folder`` is for a file.
 
-    Skips the test, saying why, where this user may make no namespaces.
+    Skips the test, with the reason, if this user may make no namespaces.
     """
     if ask([]).stdout == "no\n":
         return []

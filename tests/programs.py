@@ -11,7 +11,7 @@ ROOT = Path(__file__).parents[1]
 
 
 def run_programs(source: str, folder: Path, *args: str, world_size: int = 2, within_s: float = 240) -> list[str]:
-    """Runs ``source`` with the arguments RANK, STORE (a path for file://) and ``args``; what each rank printed.
+    """Runs ``source`` with the arguments RANK, STORE (a path for file://) and ``args``; returns each rank's output.
 
     AssertionError, with what a rank said, unless all end with exit code 0.
     """

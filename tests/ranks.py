@@ -1,4 +1,4 @@
-"""Ranks for tests: a pool of processes that is started once, or threads of this process. Both talk over gloo.
+"""Ranks for tests: a pool of processes that is started once, or threads of this process. Both communicate over gloo.
 
 A rank function takes ``(rank, world_size, *args)``, is importable from its module, and returns something picklable.
 """
@@ -39,7 +39,7 @@ def _serve(pipe: Any) -> None:
                 timeout=timedelta(seconds=timeout_s),
             )
             try:
-                dist.barrier()  # a rank that has nothing to tell the others must not leave while they still connect
+                dist.barrier()  # a rank without messages must not leave while others still connect
                 pipe.send((True, function(rank, world_size, *args)))
             finally:
                 dist.destroy_process_group()
@@ -48,7 +48,7 @@ def _serve(pipe: Any) -> None:
 
 
 class Pool:
-    """Processes that serve as ranks. Importing torch takes seconds: they are reused by all tests."""
+    """Processes that serve as ranks. Importing torch takes seconds, so all tests use the same ones."""
 
     def __init__(self) -> None:
         self.workers: list[tuple[Any, Any]] = []
@@ -64,7 +64,7 @@ class Pool:
             self.workers.append((process, here))
 
     def run(self, function: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = TIMEOUT_S) -> list[Any]:
-        """Runs ``function`` on ranks ``0 .. world_size - 1``; returns what each returned."""
+        """Runs ``function`` on ranks ``0 .. world_size - 1``; returns their results."""
         self._grow(world_size)
         store = Path(self.folder.name) / str(next(self.stores))
         for rank in range(world_size):

@@ -1,4 +1,4 @@
-"""examples/train_gpt.py goes on from its checkpoints: the loss curve joins, whoever died and however many go on."""
+"""examples/train_gpt.py resumes from its checkpoints: the loss curve joins, whichever ranks died, or resume."""
 
 import importlib.util
 import json
@@ -66,12 +66,12 @@ def test_a_run_that_goes_on_is_the_run_that_never_stopped(
 
 
 def test_any_number_of_ranks_draws_the_same_windows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where one number goes on after another."""
+    """Also if one number of ranks goes on where another stopped."""
     spec = importlib.util.spec_from_file_location("corpus", EXAMPLE.with_name("corpus.py"))
     assert spec is not None
     assert spec.loader is not None
     corpus = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, "corpus", corpus)  # where dataclasses look
+    monkeypatch.setitem(sys.modules, "corpus", corpus)  # dataclasses look there
     spec.loader.exec_module(corpus)
     text = torch.randint(256, (2000,), dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
 
@@ -83,7 +83,7 @@ def test_any_number_of_ranks_draws_the_same_windows(monkeypatch: pytest.MonkeyPa
 
     alone = ranks(1)
     expected = [drawn(alone) for _ in range(6)]
-    # What one rank drew when each rank had a stream of its own.
+    # The windows that one rank drew when each rank had a stream of its own.
     starts = torch.randint(len(text) - 7, (12, 1), generator=torch.Generator().manual_seed(5 * 65536))
     assert expected[0] == sorted(text[starts + torch.arange(8)].tolist())
     state = None
@@ -108,7 +108,7 @@ def stopped(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[float], Path
 def test_other_ranks_go_on_with_the_same_text(
     tmp_path: Path, stopped: tuple[list[float], Path], ranks: int, batch: int
 ) -> None:
-    """12 windows a step, whoever takes them: losses are the same but for the order of sums."""
+    """12 windows a step, however ranks share them: losses are the same but for the order of sums."""
     straight, checkpoints = stopped
     shutil.copytree(checkpoints, tmp_path / "x")
     went_on, _ = train(tmp_path, ranks, batch, *saved(tmp_path / "x", "--resume"))
@@ -175,7 +175,7 @@ def test_what_does_not_go_together_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_checkpoint_that_cannot_be_written_ends_the_training_in_one_line(tmp_path: Path) -> None:
-    """And the one before stays the one to go on from."""
+    """And the next run resumes from the one before."""
     train(tmp_path, 1, 4, *saved(tmp_path / "x"))
     shutil.rmtree(tmp_path / "x" / "step-000024")
     common = [*TINY, "--quiet", "--batch=4", f"--data={ROOT / 'README.md'}", f"--steps={STEPS}"]
@@ -199,7 +199,7 @@ def test_another_training_is_not_gone_on_with(tmp_path: Path) -> None:
     assert_refused(run(*common, "--width=32"), "was saved as [16], and is [32]")
     assert_refused(run(*common, "--heads=4"), "was trained with --heads 2, not 4")
     (tmp_path / "x" / "step-000024" / "host.pt").write_bytes(b"x" * 5)
-    # A file of another size: that one is as good as not there, and the one before it is gone on from.
+    # A file of another size: the checkpoint counts as absent, and the run resumes from the one before it.
     ended = run(*common)
     assert "going on from" in ended.stdout
     assert "step-000016" in ended.stdout
@@ -212,7 +212,7 @@ def test_another_number_of_windows_is_told(tmp_path: Path) -> None:
 
 
 def test_a_training_begun_anew_keeps_its_own_checkpoints(tmp_path: Path) -> None:
-    """Where another one left some of later steps."""
+    """In a folder in which another training left checkpoints of later steps."""
     folder = tmp_path / "x"
     train(tmp_path, 1, 4, *saved(folder))
     (folder / "step-by-step").mkdir()

@@ -1,4 +1,4 @@
-"""What is wrong with an installation is said in one line, with the way out, when a name is imported from zerox."""
+"""Importing a name from a zerox that is installed wrongly raises one line that names the fault and the way out."""
 
 from __future__ import annotations
 

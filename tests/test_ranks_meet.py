@@ -1,4 +1,4 @@
-"""Ranks of one machine find each other whatever it calls itself, and where they can't they say so soon."""
+"""Ranks of one machine find each other whatever the machine's name is, and report it soon if they can't."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_torchrun_s_own_words_follow_a_crash_and_no_refusal(exit_status: int, mo
 
 
 def test_whatever_starts_ranks_uses_the_loopback_address() -> None:
-    """torchrun by itself uses the host's name, and waits for five minutes where that does not resolve."""
+    """torchrun by itself uses the host's name, and waits for five minutes if that does not resolve."""
     listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
     starts = re.compile(r"torchrun (?:-\S+ [\w.]+ )*--nproc|--standalone\b[^\n]*\n?[^\n]*nproc")
     found: dict[str, bool] = {}

@@ -1,4 +1,4 @@
-"""README and docs: the example does what it says, and tables are what something printed."""
+"""README and docs: the example does what it says, and tables are as commands print them."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ REPORTS = {
 
 @pytest.fixture(scope="module")
 def environment() -> dict[str, str]:
-    """What a process needs to run with the sanitized extension, which is built if it is not up to date."""
+    """Environment variables of a process with the sanitized extension, which is built if it is not up to date."""
     folder = build("address,undefined", "extension")
     cache = (folder / "CMakeCache.txt").read_text()
     compiler = re.search(r"^CMAKE_CXX_COMPILER:\w+=(.*)$", cache, re.MULTILINE)
@@ -39,15 +39,15 @@ def environment() -> dict[str, str]:
     return {
         "LD_PRELOAD": " ".join(runtimes),
         "ZEROX_TEST_EXTENSION": str(folder / "_C.so"),
-        # torch's and Python's own leaks are thousands, and stacks through torch, which keeps no frame pointers, can't
-        # be told apart. What zerox frees is held by tests/bucket_manager/test_deletion.py.
+        # torch and Python leak thousands of blocks themselves, and stacks through torch, which keeps no frame pointers,
+        # can't be told apart. tests/bucket_manager/test_deletion.py checks that zerox frees its own.
         "ASAN_OPTIONS": "detect_leaks=0",
         "UBSAN_OPTIONS": "print_stacktrace=1",
     }
 
 
 def in_sanitized_process(environment: dict[str, str], *arguments: str) -> tuple[int, str]:
-    """Exit status, and the command with what it wrote."""
+    """Exit status, and the command with its output."""
     command = [sys.executable, *arguments]
     done = subprocess.run(command, cwd=ROOT, env={**os.environ, **environment}, capture_output=True, text=True)
     settings = " ".join(f"{name}={shlex.quote(value)}" for name, value in environment.items())

@@ -1,4 +1,4 @@
-"""Every tolerance of the tests, and what it is measured in."""
+"""Every tolerance of the tests, and its unit."""
 
 from __future__ import annotations
 

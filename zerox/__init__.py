@@ -4,12 +4,12 @@ from typing import TYPE_CHECKING
 
 _broken = ""
 try:
-    from zerox import _ext  # noqa: F401  the extension first: it says what is wrong with an installation
+    from zerox import _ext  # noqa: F401  the extension first: its error says what is wrong with the installation
     from zerox.estimate import MemoryBytes, estimate
     from zerox.optimizers import FusedShardedAdam
     from zerox.scaler import GradScaler
 except ImportError as error:
-    # `python -m zerox env` must still run, to report this; whoever wants a name from here gets the reason.
+    # `python -m zerox env` must still run and report this; every name below raises the reason.
     _broken = str(error)
 if TYPE_CHECKING:
     from zerox.checkpoint import CheckpointError, latest, load, remove, save
@@ -30,7 +30,7 @@ __all__ = [
 def __getattr__(name: str) -> object:
     if _broken and not name.startswith("__"):
         raise ImportError(_broken)
-    if name in __all__:  # those of checkpoint: torch.distributed.checkpoint takes a second to import
+    if name in __all__:  # zerox.checkpoint's: torch.distributed.checkpoint takes a second to import
         from zerox import checkpoint
 
         return getattr(checkpoint, name)

@@ -2,11 +2,10 @@
 
     from zerox._ext import C, build_info, cuda_refusal
 
-Everything that can be checked is checked before the library is opened: opened under another torch it would answer with
-an undefined symbol, or not at all.
+All checks come before the library is opened: under another torch that would fail with an undefined symbol, or without a
+word.
 
-zerox/environment.py has the table of environment variables; `python -m zerox env` prints what is set, and what came of
-it.
+zerox/environment.py has the table of environment variables; `python -m zerox env` prints their values, and the effect.
 """
 
 from __future__ import annotations
@@ -23,12 +22,12 @@ __all__ = ["C", "build_info", "cuda_refusal"]
 
 _FOLDER = Path(__file__).parent.parent
 _IN_CHECKOUT = (_FOLDER / "setup.py").exists()
-# In a checkout the folder itself is what Python imports there, so the library has to be built into it.
+# In a checkout Python imports the folder itself, so the library has to be built into it.
 _BUILD = f"pip install {'-e ' if _IN_CHECKOUT else ''}."
 
 
 def _installed_elsewhere() -> str | None:
-    """Where another zerox lies, a built one, which Python would import if it did not find this one first."""
+    """The folder of another zerox, a built one, which Python would import if it did not find this one first."""
     others = [folder for folder in sys.path if Path(folder or ".").resolve() != _FOLDER.resolve()]
     found = importlib.machinery.PathFinder.find_spec("zerox", others)
     package = Path(found.origin).parent if found and found.origin else None
@@ -46,7 +45,7 @@ def _not_built() -> ImportError:
 
 def build_info() -> dict[str, Any]:
     """What the extension was built from: version, torch, torch_cxx11_abi, cuda (nvcc's release, or False), cuda_archs,
-    nvcc_flags, compiler, flags, git_commit, python, build_date. Raises ImportError where nothing was built."""
+    nvcc_flags, compiler, flags, git_commit, python, build_date. Raises ImportError if nothing was built."""
     try:
         from zerox._build_info import BUILD_INFO
     except ImportError:
@@ -55,7 +54,7 @@ def build_info() -> dict[str, Any]:
 
 
 def cuda_refusal() -> str | None:
-    """Why CUDA tensors can't be used with this build, and the way out; None where they can."""
+    """Why CUDA tensors can't be used with this build, and the way out; None if they can."""
     import torch
 
     nvcc, of_torch = build_info().get("cuda"), torch.version.cuda

@@ -10,7 +10,7 @@ __all__ = ["VARIABLES", "Variable", "rows"]
 
 @dataclass(frozen=True)
 class Variable:
-    """``when`` is what reads it: ``build`` (pip, setup.py), ``make``, ``run`` (what imports zerox) or ``test``."""
+    """``when`` it is read: in a ``build`` (pip, setup.py), by ``make``, in a ``run`` (by zerox), or in a ``test``."""
 
     name: str
     when: str
@@ -62,6 +62,6 @@ VARIABLES = (
 
 
 def rows() -> str:
-    """In Markdown, all but those of tests, which `zerox env` prints too."""
+    """The table in Markdown, without the variables of tests (`zerox env` prints those too)."""
     found = [f"| `{each.name}` | {each.when} | {each.meaning} |" for each in VARIABLES if each.when != "test"]
     return "\n".join(["| variable | when | means |", "|---|---|---|", *found])

@@ -26,13 +26,13 @@ class MemoryBytes:
     """Bytes on one rank.
 
     ``parameters``, ``gradients``, ``master`` and ``moments`` stay from step to step (gradients until zero_grad).
-    ``exchange`` is the most that buffers of buckets on their way take. ``local_gradients`` is the most that gradients
-    take which have not left yet: all of them if the wire stalls, inside ``no_sync()``, or in stage 1;
-    ``typical_local_gradients`` what they take where the wire keeps up with backward: in stage 2 those of one bucket.
+    ``exchange`` is the maximum of the buffers of buckets in flight. ``local_gradients`` is the maximum of gradients
+    that have not left yet: all of them if the wire stalls, inside ``no_sync()``, or in stage 1. If the wire keeps up
+    with backward, they take ``typical_local_gradients``: in stage 2 those of one bucket.
 
-    ``peak`` is the most at one time if the wire stalls, ``typical_peak`` if it keeps up, both from ``zero_grad()``
-    through one backward to the end of ``step()``, without the model's activations. They are less than the sum of the
-    maxima above, which don't fall together; over nccl, where streams decide when memory is free, ``peak`` is that sum.
+    ``peak`` is the maximum of all together if the wire stalls, ``typical_peak`` if it keeps up, from ``zero_grad()``
+    through one backward to the end of ``step()``, without the model's activations. Both are less than the sum of the
+    maxima above, which don't coincide; over nccl, where streams decide when memory is free, ``peak`` is that sum.
     """
 
     parameters: int
@@ -61,12 +61,11 @@ def estimate(
 ) -> MemoryBytes:
     """Bytes per rank of training ``params`` with ``FusedShardedAdam(params, **options)`` over ``world_size`` ranks.
 
-    ``params``: as for the optimizer, or on the meta device; nothing is allocated, and nothing changed. ``backend``:
-    "gloo" or "nccl", which the default bucket size and ``exchange`` depend on (with the backend's default of
-    ZEROX_EXCHANGE).
+    ``params``: as for the optimizer, or on the meta device; nothing is allocated or changed. ``backend``: "gloo" or
+    "nccl", on which the default bucket size and ``exchange`` depend (with the backend's default of ZEROX_EXCHANGE).
     ``local_world_size``: how many ranks share a machine (None: all); over gloo these read each other's gradients, and
-    only those of the others need room. ``process_group="alone"``: each of them by itself. Options that don't change
-    memory (lr and so on) are accepted. Raises ValueError as the constructor does.
+    need buffers only for the gradients of other ranks. ``process_group="alone"``: each rank trains by itself. Options
+    that don't change memory (lr and so on) are accepted. Raises ValueError as the constructor does.
     """
     chosen_group(options.get("process_group"))
     if options.get("process_group") == ALONE:
@@ -135,7 +134,7 @@ def _flow(
         local=sum(layout.numels) * grads.itemsize,
         flat=flat,
         straight=straight,
-        # Room for what comes: a slice from each rank that has to send one, where they come one by one; else the sum.
+        # Over gloo a slice from each rank that has to send one; else one slice, which has their sum.
         received=0 if alone else (num_far if backend == "gloo" else 1) * slice_bytes,
         shard=flat + straight if alone else shard,  # alone, gradients are the mean
         whole=(sum(layout.numels) if alone else layout.numel) * grads.itemsize,
@@ -150,7 +149,7 @@ def _peak(flows: list[Flow], world_size: int, sharded: bool, stalled: bool) -> i
 
 
 def measured(inside: Inside) -> MemoryBytes:
-    """Bytes of the storages that this rank holds, once what is on its way has landed."""
+    """Bytes of the storages that this rank holds, once everything in flight has landed."""
     inside.manager.flights.land()
     moved = [inside.buckets[index].members[slot] for index, slot in inside.grads.moved()]
     whole = [] if inside.grads.sharded else [member.param.grad for member in inside.members]
@@ -168,6 +167,6 @@ def measured(inside: Inside) -> MemoryBytes:
 
 
 def _bytes_of(tensors: Iterable[torch.Tensor | None]) -> int:
-    """Of the storages behind these tensors, each storage once."""
+    """Bytes of the storages behind these tensors, each counted once."""
     storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors if t is not None}
     return sum(storages.values())

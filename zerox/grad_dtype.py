@@ -1,4 +1,4 @@
-"""The dtype that autograd adds a parameter's gradients up in: torch's own ``Tensor.grad_dtype``."""
+"""The dtype in which autograd adds up a parameter's gradients: torch's own ``Tensor.grad_dtype``."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ def can_be_set() -> bool:
 
 
 def grad_dtype_of(param: Tensor, accumulate_dtype: torch.dtype | None = None) -> torch.dtype:
-    """What ``p.grad`` of a parameter is, or is to be with ``accumulate_dtype``: what the user set comes first."""
-    chosen: torch.dtype | None = param.grad_dtype if can_be_set() and param.is_leaf else None  # None: any will do
+    """The dtype of a parameter's ``p.grad``, now or with ``accumulate_dtype``; one that the user set comes first."""
+    chosen: torch.dtype | None = param.grad_dtype if can_be_set() and param.is_leaf else None  # None: any dtype
     if chosen in (None, param.dtype) and accumulate_dtype is not None and param.dtype in NARROW:
         return accumulate_dtype
     return chosen or param.dtype
 
 
 def set_grad_dtype(param: Tensor, dtype: torch.dtype | None) -> None:
-    """A gradient that is there already is cast to it."""
+    """Also casts a gradient that is there already."""
     grad, param.grad = param.grad, None
     param.grad_dtype = dtype
     if grad is not None:
@@ -47,7 +47,7 @@ class Widened:
                 set_grad_dtype(param, wanted)
 
     def give_back(self) -> None:
-        """As torch had it. What is only a placeholder goes."""
+        """Restores the dtypes from before; placeholders are dropped."""
         for to_param, dtype in self.before:
             param = to_param()
             if param is None:

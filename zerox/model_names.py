@@ -1,4 +1,4 @@
-"""Parameters in errors: by the model's name where the optimizer was given none, as most frameworks do."""
+"""Names of parameters in errors: the model's, if the optimizer was given none (most frameworks give it none)."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ POSITION = re.compile(r"param \d+")
 
 
 def quoted(name: str, param: Tensor | None) -> str:
-    """``'name'``; and what a living model calls it, where ``name`` is only the position among what was given.
+    """``'name'``, and the name in a living model if ``name`` is only a position.
 
-    For errors only: it looks through all objects, which takes some 50 ms.
+    For errors only: looking through all objects takes some 50 ms.
     """
     if param is None or not POSITION.fullmatch(name):
         return f"'{name}'"
@@ -25,7 +25,7 @@ def quoted(name: str, param: Tensor | None) -> str:
 
 
 def _name_in_model(param: Tensor) -> str:
-    """In the largest of the models that have it; empty if none has."""
+    """The name in the largest model that has the parameter; empty if none has."""
     modules = [each for each in gc.get_objects() if issubclass(type(each), nn.Module)]
     inside = {id(child) for module in modules for _, child in _of(module, "_modules")}
     models = [_names(module) for module in modules if id(module) not in inside]
@@ -47,6 +47,6 @@ def _names(root: nn.Module) -> dict[int, str]:
 
 
 def _of(module: nn.Module, kind: str) -> Iterator[tuple[str, Any]]:
-    """Of a module that may be half built or of a kind of its own: what an error says must not raise another."""
+    """The module may be half built, or of an odd class: composing an error must not raise another one."""
     with contextlib.suppress(Exception):
         yield from [(name, each) for name, each in getattr(module, kind).items() if each is not None]

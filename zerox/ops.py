@@ -1,8 +1,8 @@
 """The kernels as typed functions over ``torch.ops.zerox``, and their fake versions for tracing.
 
-Shapes, per bucket: a shard has ``n`` elements, of which ``s`` segments (one parameter's part each, a row
-``(start, stop, options_row, param, param_start)`` of an int64 ``[s, 5]`` table; ``param`` is the parameter's number,
-``param_start`` where in it the segment starts) are parameters and the rest padding.
+Shapes, per bucket: a shard has ``n`` elements, in ``s`` segments; the rest is padding. A segment is one parameter's
+part: a row ``(start, stop, options_row, param, param_start)`` of an int64 ``[s, 5]`` table. ``param`` is the
+parameter's number, and the segment starts at the parameter's element ``param_start``.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ def flatten_(flat: Tensor, sources: list[Tensor], pieces: Tensor, flags: Tensor)
 
 
 def read_flags_(present: Tensor, replaced: Tensor, slices: list[Tensor], shard_numel: int) -> None:
-    """Reads what each rank says of each segment from behind the shard in its slice. uint8 ``[s]`` in and out.
+    """Reads each rank's flags of each segment, which lie behind the shard in its slice. uint8 ``[s]`` in and out.
 
-    Two flags a segment: "present" and "replace what you hold". ``replaced`` becomes 1 where any rank says so;
-    ``present`` becomes 1 where any rank is present, stays where it is 1 and not replaced, else becomes 0.
+    Two flags a segment: "present" and "replace what you hold". ``replaced`` becomes 1 where any rank sets the second;
+    ``present`` becomes 1 where any rank sets the first, stays 1 where it was and is not replaced, else becomes 0.
     """
     torch.ops.zerox.read_flags_(present, replaced, slices, shard_numel)
 
@@ -59,7 +59,7 @@ def norm_value(words: Tensor, p: float) -> Tensor:
 
 
 class Shard(NamedTuple):
-    """What :func:`update_` takes of one shard ``[n]``.
+    """The arguments of :func:`update_` for one shard ``[n]``.
 
     ``master``: int16 remainders of bfloat16 parameters, float32 copies of 16-bit ones, or None. ``grad`` is of any
     floating dtype (float64 only beside float64 parameters). ``state``: what the rule keeps, float64 for float64
@@ -81,10 +81,10 @@ class Shard(NamedTuple):
 def update_(rule: str, shards: Sequence[Shard], options: Tensor, grad_scale: Tensor | None = None) -> None:
     """One step of ``rule`` on shards of the same dtypes, in place: on a GPU in few launches, however small they are.
 
-    "adam" is torch.optim.AdamW's or Adam's, and keeps exp_avg and exp_avg_sq, and max_exp_avg_sq where a row of
-    ``options`` has amsgrad. ``options``: float64 ``[groups, columns]``, rows as the rule's columns say
-    (``zerox/rules``). Gradients are multiplied by ``grad_scale`` (a float64 scalar) first. Either all shards have
-    masters, or none. Raises ValueError where these don't fit together.
+    "adam" is the rule of torch.optim.AdamW or Adam; it keeps exp_avg and exp_avg_sq, and max_exp_avg_sq where a row of
+    ``options`` has amsgrad. ``options``: float64 ``[groups, columns]``, with the rule's columns (``zerox/rules``).
+    Gradients are multiplied by ``grad_scale`` (a float64 scalar) first. Either all shards have masters, or none. Raises
+    ValueError for arguments that don't fit together.
     """
     torch.ops.zerox.update_(
         rule,

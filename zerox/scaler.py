@@ -14,11 +14,11 @@ class GradScaler(torch.amp.GradScaler):
     """``torch.amp.GradScaler`` that knows :class:`zerox.FusedShardedAdam`, in both stages; for others it is torch's.
 
     Takes torch's arguments. An inf or NaN in any rank's gradients skips the step on all of them, leaves state and step
-    counts as they were, and backs the scale off. As in torch ``step(optimizer)`` waits for the device to know, and does
-    not call ``optimizer.step()`` then: step hooks, schedulers and Accelerate see that it was skipped. ``unscale_`` is
-    collective, and so is ``step(optimizer)``. After ``unscale_``, ``optimizer.clip_grad_norm_`` sees unscaled
-    gradients, and in stage 1 so does everything that reads ``p.grad``, unless a parameter is float16: those gradients
-    would underflow, so they stay scaled in ``p.grad`` and step() unscales them in float32.
+    counts as they were, and backs the scale off. As in torch, ``step(optimizer)`` waits for the device to find this
+    out, and then does not call ``optimizer.step()``: step hooks, schedulers and Accelerate see the skip. ``unscale_``
+    and ``step(optimizer)`` are collective. After ``unscale_``, ``optimizer.clip_grad_norm_`` sees unscaled gradients,
+    and in stage 1 so does everything that reads ``p.grad``, unless a parameter is float16: float16 gradients would
+    underflow, so gradients stay scaled in ``p.grad`` and step() unscales them in float32.
     """
 
     def _unscale_grads_(
@@ -40,8 +40,8 @@ class GradScaler(torch.amp.GradScaler):
         if not isinstance(optimizer, Engine):
             return super()._maybe_opt_step(optimizer, optimizer_state, *args, **kwargs)
         found = optimizer_state["found_inf_per_device"].values()
-        # The same on all ranks, since unscale_grads_() asked all. While a CUDA graph is captured nobody can ask, and
-        # step() itself changes nothing.
+        # The same on all ranks, since unscale_grads_() asked all. While a CUDA graph is captured the host can't ask,
+        # and step() itself then changes nothing.
         if not any(_is_capturing(each) for each in found) and any(each.item() for each in found):
             optimizer.skip_step()
             return None

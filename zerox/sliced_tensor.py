@@ -16,12 +16,12 @@ from zerox.plan.span import Span
 
 
 class SlicedTensor(Tensor):
-    """A tensor of ``shape`` with elements in memory as ``strides`` say; ``values`` has those of ``span``, 1-D.
+    """A tensor of ``shape`` and ``strides``, of which this rank has the elements of ``span``: ``values``, 1-D.
 
-    DCP asks it for rectangles, which are views of ``values``: saving reads them, loading writes into them. Where
-    ranks have all elements between them, they save the whole tensor in parallel, and any other ranks load it with
-    whatever slices they have. It can be copied, pickled and moved to another device; other operators raise
-    RuntimeError, since what they would compute is of one rank's share only.
+    DCP asks it for rectangles, which are views of ``values``: saving reads them, loading writes into them. If ranks
+    have all elements between them, they save the whole tensor in parallel, and any other ranks load it, whatever slices
+    they have. It can be copied, pickled and moved to another device; other operators raise RuntimeError, since they
+    would compute on one rank's share only.
     """
 
     held: Tensor
@@ -34,13 +34,13 @@ class SlicedTensor(Tensor):
         made: SlicedTensor = torch.Tensor._make_wrapper_subclass(
             cls, tuple(shape), tuple(strides), dtype=values.dtype, device=values.device
         )
-        # What async saves of DCP stage: all tensors among the attributes.
+        # DCP's async saves stage all tensors among the attributes.
         made.held, made.start = values, span.start
         return made
 
     @property
     def span(self) -> Span:
-        """Which elements, in memory order, this rank has."""
+        """This rank's elements, in memory order."""
         return Span(self.start, self.start + self.held.numel())
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
@@ -75,7 +75,7 @@ class SlicedTensor(Tensor):
     def _reduced(self) -> Any:
         return _rebuild, (tuple(self.shape), self.stride(), self.start, self.held)
 
-    # ---- DCP's protocol. Its modules take a second to import, and whoever calls has done so.
+    # ---- DCP's protocol. Its modules take a second to import; the caller has imported them.
 
     def _pieces(self) -> list[tuple[Rectangle, Any]]:
         from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
@@ -117,7 +117,7 @@ def _rebuild(shape: tuple[int, ...], strides: tuple[int, ...], start: int, value
 
 @functools.cache
 def _warn_of_pickling() -> None:
-    """Once a process: what reads the file finds out when the other ranks' moments are gone."""
+    """Once a process: a reader of the file would notice only when the other ranks' moments are gone."""
     warnings.warn(
         "zerox: optimizer.state_dict() is being pickled, and of several ranks it is this rank's share only: without "
         "the files of all other ranks their moments are lost. Use zerox.save(), optimizer.full_state_dict(), "
@@ -126,6 +126,6 @@ def _warn_of_pickling() -> None:
     )
 
 
-# Between processes of one machine, as DCP sends what it saves in the background, nothing is lost.
+# Without the warning: between processes of one machine, as in DCP's background saves, nothing is lost.
 ForkingPickler.register(SlicedTensor, SlicedTensor._reduced)
 torch.serialization.add_safe_globals([_rebuild])  # torch.load(weights_only=True) of what torch.save wrote

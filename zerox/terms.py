@@ -1,4 +1,4 @@
-"""What ranks must agree on, a line each: the first that differs is named."""
+"""The terms that ranks must agree on, one a line: an error names the first that differs."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ def terms(options: Options, groups: Sequence[dict[str, Any]], members: Sequence[
 
 
 def _as_text(value: Any) -> str:
-    """The same on ranks that mean the same: all digits of a tensor, and nothing of devices' numbers or addresses."""
+    """Equal text for equal values: all digits of a tensor, and no device numbers or addresses."""
     if isinstance(value, Tensor):
         return f"tensor({value.tolist()!r}, {value.dtype}, {value.device.type})"
     if isinstance(value, list | tuple):
         return f"({', '.join(map(_as_text, value))})"
     if value is None or isinstance(value, bool | int | float | complex | str | torch.dtype):
         return repr(value)
-    return f"a {type(value).__name__}"  # the user's own: not known to have a value that can be told
+    return f"a {type(value).__name__}"  # a class of the user's, whose value may have no text

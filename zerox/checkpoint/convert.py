@@ -1,4 +1,4 @@
-"""A checkpoint's folder to one file as torch has it, and back."""
+"""Converts a checkpoint's folder to one file for torch or safetensors, and torch's file to a checkpoint."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ WHATS = (STEP, *(spec.key for spec in (*MASTERS, *ADAM.states)), *(spec.key + SC
 
 
 def convert_file(source: Path, target: Path, weights: bool, fp32: bool, keys: tuple[str, str]) -> str:
-    """Says what it wrote. ``keys``: of the model and of the optimizer in a file of torch.save.
+    """Returns a line about what it wrote. ``keys``: of the model and of the optimizer in a file of torch.save.
 
-    Raises CheckpointError for a source that is not what it should be, FileExistsError rather than overwrite.
+    Raises CheckpointError for a source that does not fit, FileExistsError rather than overwrite.
     """
     if os.path.lexists(target):
         raise FileExistsError(f"{target} exists, and nothing is overwritten: choose another name")
@@ -64,7 +64,7 @@ def _to_file(opened: Opened, target: Path, weights: bool, fp32: bool, keys: tupl
 
 
 def _put(target: Path, content: Any, save: Callable[[Any, Path], Any]) -> str:
-    """Complete or not there, and never over anything."""
+    """Writes all of a file or nothing, and overwrites nothing."""
     part = target.with_name(f".{target.name}.saving")
     try:
         part.touch(exist_ok=False)
@@ -111,7 +111,7 @@ def _read(opened: Opened, prefix: str, suffixes: tuple[str, ...] = ("",)) -> dic
 
 
 def _in_fp32(opened: Opened, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Weights of 16 bits by their names in the checkpoint, from their masters where they have one."""
+    """16-bit weights in float32, by their names in the checkpoint: their masters, if they have one."""
     halves = (torch.bfloat16, torch.float16)
     found = {name: tensor.float() for name, tensor in weights.items() if tensor.dtype in halves}
     masters = _read(opened, OPTIMIZER, tuple(f".{spec.key}" for spec in MASTERS))
@@ -123,7 +123,7 @@ def _in_fp32(opened: Opened, weights: Mapping[str, Tensor]) -> dict[str, Tensor]
 
 
 def _adamw_state(opened: Opened, weights: Mapping[str, Tensor], host: Mapping[str, Any]) -> dict[str, Any]:
-    """What torch.optim.AdamW.load_state_dict() takes, float32; masters beside it as full_state_dict() has them."""
+    """State for torch.optim.AdamW.load_state_dict(), float32, with masters beside it as in full_state_dict()."""
     everything = _read(opened, OPTIMIZER)
     state: dict[int, dict[str, Tensor]] = {}
     groups: list[dict[str, Any]] = []

@@ -1,6 +1,6 @@
-"""The optimizer's state as a checkpoint has it: "name.step" and so on, whole tensors that ranks have slices of.
+"""The optimizer's state in a checkpoint: "name.step" and so on, whole tensors of which ranks have slices.
 
-Nothing of it depends on the number of ranks, stage, buckets, padding or the order of parameters.
+It does not depend on the number of ranks, stage, buckets, padding or the order of parameters.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from zerox.state.sliced_state import STEP, sliced_state
 
 
 def entries(optimizer: Engine, names: Mapping[int, str]) -> dict[str, SlicedTensor]:
-    """This rank's slices of the state, which are views of it, by what sliced_state() calls them."""
+    """This rank's slices of the state, which are views of it, under the keys of sliced_state()."""
     found = {}
     for bucket in optimizer.inside.buckets:
         for member, state in sliced_state(bucket):
@@ -27,7 +27,7 @@ def entries(optimizer: Engine, names: Mapping[int, str]) -> dict[str, SlicedTens
 
 
 def _is_its_own(optimizer: Engine, bucket: Bucket, member: Member, what: str) -> bool:
-    """Not what it has only because another parameter of its bucket needs it."""
+    """False for state that it has only because another parameter of its bucket needs it."""
     if what == STEP:
         return True
     return bucket.state[what.removesuffix(SCALE)].spec.is_wanted(optimizer.param_groups[member.group])

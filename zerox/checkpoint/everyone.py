@@ -18,7 +18,7 @@ from zerox.ranks.process_group import GroupArgument, chosen_group
 class Everyone:
     """The ranks that save or load together: those of ``group``; None for one rank alone.
 
-    They talk over ``own``, which names a rank that is gone, or over ``group`` where that is not an optimizer's.
+    They communicate over ``own``, which names a rank that is gone, or over ``group`` if that is not an optimizer's.
     """
 
     def __init__(self, group: dist.ProcessGroup | None = None, own: Ranks | None = None) -> None:
@@ -30,7 +30,7 @@ class Everyone:
 
     @staticmethod
     def of(optimizer: Engine, process_group: GroupArgument) -> Everyone:
-        """Those that are asked for, else the optimizer's. ValueError if one that has a part of its state is not in."""
+        """The ranks of ``process_group``, else the optimizer's. ValueError if one with part of its state is missing."""
         own = optimizer.inside.ranks
         group = own.given if process_group is None else chosen_group(process_group)
         if group is not None and group not in dist.distributed_c10d._world.pg_map:
@@ -43,7 +43,7 @@ class Everyone:
         return Everyone(group)
 
     def gather(self, value: Any, what: str) -> list[Any]:
-        """Every rank's, by rank. CheckpointError, beginning with ``what``, if one does not answer."""
+        """Every rank's value, by rank. CheckpointError, beginning with ``what``, if one does not answer."""
         if self.alone:
             return [value]
         found: list[Any] = [None] * self.size
@@ -51,7 +51,7 @@ class Everyone:
             if self.own is not None:
                 return [pickle.loads(each) for each in self.own.all_gather_bytes(pickle.dumps(value))]
             dist.all_gather_object(found, value, group=self.group)
-        except RuntimeError as error:  # what gloo and NCCL say ends in a trace
+        except RuntimeError as error:  # texts of gloo and NCCL end in a trace
             said_first = str(error).partition("\n")[0]
             raise CheckpointError(f"{what}: a rank did not answer; it died, or was late: {said_first}") from error
         return found
@@ -61,8 +61,8 @@ class Everyone:
         return FailingTogether(self, what)
 
 
-# Classes, no generators: Python 3.13 leaves a generator that raises another exception in a cycle with it, and so the
-# optimizer, with all its state, until the garbage collector comes.
+# Classes, no generators: in Python 3.13 a generator that raises another exception stays in a cycle with it, which keeps
+# the optimizer and all its state until the garbage collector runs.
 
 
 @dataclass
@@ -98,7 +98,7 @@ class FailingAs:
 
 
 def said(error: BaseException) -> str:
-    """Without a traceback: DCP's exceptions have those of all ranks."""
+    """The error's text, without the tracebacks of all ranks that DCP's exceptions have."""
     if isinstance(error, CheckpointException) and error.failures:
         error = next(iter(error.failures.values()))[0]
     return str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"

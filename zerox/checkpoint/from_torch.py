@@ -1,4 +1,4 @@
-"""A file of torch.save() with a model's and AdamW's state_dict(), as what a checkpoint has."""
+"""Reads a file of torch.save() with a model's and AdamW's state_dict() as the contents of a checkpoint."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ NOT_ADAMW = (
     "this is not the state of AdamW or Adam, and zerox has no use for another optimizer's: load the model's "
     "state_dict() alone, and start with new state"
 )
-OFF = {spec.when: False for spec in ADAM.states if spec.when}  # what old files don't know
+OFF = {spec.when: False for spec in ADAM.states if spec.when}  # options that old files lack
 
 
 def read_torch_file(source: Path, model_key: str, optimizer_key: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -57,7 +57,7 @@ def read_torch_file(source: Path, model_key: str, optimizer_key: str) -> tuple[d
 
 
 def _check_form(source: Path, model_key: str, weights: Any, optimizer_key: str, state: Any) -> None:
-    """CheckpointError unless both are what state_dict() gives of a model and of an optimizer."""
+    """CheckpointError unless they are state_dict()s of a model and of an optimizer."""
     if not isinstance(weights, dict) or not all(isinstance(name, str) for name in weights):
         raise CheckpointError(
             f"{source}: '{model_key}' is not a model's state_dict(), which has tensors by their names: see --model-key"
@@ -76,7 +76,7 @@ def _check_form(source: Path, model_key: str, weights: Any, optimizer_key: str, 
 
 
 def _check_adamw(source: Path, names: Mapping[int, str], state: Mapping[str, Any]) -> None:
-    """CheckpointError for another optimizer's state: a training would go on from it without its moments."""
+    """CheckpointError for another optimizer's state: a training would go on without its moments."""
     for number, own in state["state"].items():
         if number not in names:
             raise CheckpointError(f"{source} has state of parameter {number}, which no param group has")
@@ -94,7 +94,7 @@ def _check_adamw(source: Path, names: Mapping[int, str], state: Mapping[str, Any
 
 
 def _names_of(source: Path, weights: Mapping[str, Any], state: Mapping[str, Any]) -> dict[int, str]:
-    """Parameters' names by number: those that the optimizer was given, else the model's, whose order is the same."""
+    """Parameters' names by number: those given to the optimizer, else the model's, which are in the same order."""
     found: dict[int, str] = {}
     numbers = [number for group in state["param_groups"] for number in group["params"]]
     for group in state["param_groups"]:

@@ -1,6 +1,6 @@
-"""What makes a folder a checkpoint: a manifest with the size and checksum of each of its files, written last.
+"""The manifest, which makes a folder a checkpoint: the size and checksum of each of its files, written last.
 
-A manifest may come from anywhere. It is read as far as a manifest can go, and lists nothing but what zerox writes.
+A manifest may come from anywhere: no more of it is read than one can have, and it may list only files of zerox's.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ from pathlib import Path
 from typing import Any
 
 NAME = "zerox.json"
-METADATA = ".metadata"  # of torch.distributed.checkpoint: which file has which part of what tensor
-HOST = "host.pt"  # what is no tensor of model or optimizer
+METADATA = ".metadata"  # of torch.distributed.checkpoint: which file has which part of which tensor
+HOST = "host.pt"  # everything but tensors of model and optimizer
 DATA = r"__[0-9]+_[0-9]+\.distcp"
 LISTED = re.compile(rf"{DATA}|{re.escape(METADATA)}|{re.escape(HOST)}")
-WRITTEN = re.compile(rf"{LISTED.pattern}|{re.escape(METADATA)}\.tmp|{re.escape(NAME)}")  # also half a checkpoint's
+WRITTEN = re.compile(rf"{LISTED.pattern}|{re.escape(METADATA)}\.tmp|{re.escape(NAME)}")  # also by half a save
 
 FORMAT = 1
 CRC = "crc32"  # of the manifest itself, as compact JSON with sorted keys
 CHUNK_BYTES = 2**22
-MOST_BYTES = 2**26  # of a manifest: those of 100,000 ranks are a tenth of it
+MOST_BYTES = 2**26  # that a manifest can have: 100,000 ranks take a tenth of it
 MOST_NAMES = 5
 
 
 class CheckpointError(RuntimeError):
-    """A folder is no checkpoint, or a damaged one, or of something else. Names the file or the tensor."""
+    """A folder is no checkpoint, or a damaged one, or of something else. The text names the file or the tensor."""
 
 
 def some(names: Sequence[str]) -> str:
@@ -42,7 +42,7 @@ def some(names: Sequence[str]) -> str:
 
 
 def opened(file: Path) -> io.FileIO:
-    """A regular file, to be read. OSError for anything else: a pipe has to be waited for, and a device has no end."""
+    """Opens a regular file to read it. OSError for anything else: a pipe may never answer, and a device has no end."""
     stream = io.FileIO(file, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))
     if not stat.S_ISREG(os.fstat(stream.fileno()).st_mode):
         stream.close()
@@ -51,7 +51,7 @@ def opened(file: Path) -> io.FileIO:
 
 
 def checksum(file: Path) -> tuple[int, int]:
-    """Bytes, and their CRC-32."""
+    """The number of bytes, and their CRC-32."""
     total, crc = 0, 0
     with opened(file) as stream:
         while chunk := stream.read(CHUNK_BYTES):
@@ -61,7 +61,7 @@ def checksum(file: Path) -> tuple[int, int]:
 
 
 def sync(path: Path) -> None:
-    """Until the disk has what was written to a file, or a folder's entries."""
+    """Waits until the disk has a file's contents, or a folder's entries."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -103,7 +103,7 @@ def read(folder: Path) -> dict[str, Any]:
 
 
 def _check_sense(file: Path, found: Mapping[str, Any]) -> None:
-    """A checksum can be made up: raises CheckpointError for what no save writes, names outside the folder among it."""
+    """A checksum can be made up: raises CheckpointError for what no save writes, such as names outside the folder."""
     files, saved_at = found.get("files"), found.get("saved_at", 0.0)
     if not isinstance(files, dict) or not isinstance(saved_at, (int, float)) or not math.isfinite(saved_at):
         raise CheckpointError(f"{file} is damaged")
@@ -125,7 +125,7 @@ def check(
 ) -> None:
     """Raises CheckpointError for the first file that is not as it was written: its kind, size and, if asked, contents.
 
-    ``damaged_tensors``: which tensors a file of that name does not have as they were.
+    ``damaged_tensors(name)``: the tensors that the file does not have as they were.
     """
     for name, (nbytes, crc) in files.items():
         file = folder / name

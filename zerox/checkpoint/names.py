@@ -1,4 +1,4 @@
-"""What things are called in a checkpoint: by the model's names, whatever order and names the optimizer was given."""
+"""Names in a checkpoint: the model's, whatever order and names the optimizer was given."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from zerox.checkpoint.manifest import CheckpointError
 from zerox.engine import Engine
 
 MODEL, OPTIMIZER = "model.", "optimizer."
-COMPILED = "_orig_mod."  # what torch.compile() puts into names
+COMPILED = "_orig_mod."  # torch.compile() puts it into names
 EXTRA_STATE = "_extra_state"
 
 

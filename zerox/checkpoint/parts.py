@@ -1,8 +1,8 @@
 """Each rank writes its part of a checkpoint, as torch.distributed.checkpoint (DCP) plans it.
 
 DCP's own save() agrees on the plan over the user's group, where a rank that dies may cost the others the group's whole
-timeout. Here its planner and its writer's interface are called in the same order, and what ranks tell each other goes
-through Everyone.
+timeout. Here its planner and its writer's interface are called in the same order, and ranks communicate through
+Everyone.
 """
 
 from __future__ import annotations

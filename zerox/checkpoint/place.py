@@ -1,10 +1,10 @@
-"""Where a checkpoint is written, how it takes its place, and what may be removed for it.
+"""Where a checkpoint is written, how it takes its place, and which files may be removed for it.
 
 A checkpoint is written beside its place, in a folder of its own, and takes its place when it is complete. At any moment
 the place has the old checkpoint or the new one; while one takes the other's place, the old one is ``aside``.
 
-Nothing is removed that zerox did not write: of a checkpoint only the files that its manifest lists, of the two folders
-beside it only files with names that zerox gives. Anything else that lies there stops the save before it begins.
+zerox removes only what it wrote: of a checkpoint the files that its manifest lists, of the two folders beside it files
+with names that zerox gives. Anything else that lies there stops the save before it begins.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def saving(place: Path) -> Path:
 
 
 def aside(place: Path) -> Path:
-    """Where its predecessor waits until it has taken its place."""
+    """Where the old checkpoint waits until the new one has taken its place."""
     return place.parent / f".{place.name}.replaced"
 
 
@@ -73,7 +73,7 @@ class Target:
         self._descriptor: int | None = None  # of the folder, while it is ours
 
     def claim(self) -> None:
-        """Makes ``folder``. CheckpointError, before anything is written, if the save would remove what is not zerox's.
+        """Makes ``folder``. CheckpointError, before anything is written, if the save would remove others' files.
 
         The folder is locked until :meth:`close`: of two jobs that save to one path at once, the second is refused.
         """
@@ -95,7 +95,7 @@ class Target:
         if self.place.exists() and any(self.place.iterdir()):
             _clear(old)
             self.place.rename(old)
-        self.folder.rename(self.place)  # of an empty folder, in its stead
+        self.folder.rename(self.place)  # also in place of an empty folder
         manifest.sync(self.place.parent)
         try:
             _clear(old)
@@ -103,7 +103,7 @@ class Target:
             warnings.warn(f"zerox: {self.path} was saved, but its predecessor can't be removed: {error}", stacklevel=2)
 
     def give_up(self) -> None:
-        """Removes what was written: it may be what fills the disk."""
+        """Removes the files written so far: they may fill the disk."""
         if self._is_ours():
             _clear(self.folder)
 
@@ -127,7 +127,7 @@ def _locked(folder: Path) -> int:
     except BlockingIOError:
         os.close(descriptor)
         raise CheckpointError(f"another process is saving to it: it has locked {folder}") from None
-    except OSError:  # network file systems may have no locks: put() finds out
+    except OSError:  # network file systems may have no locks: put() notices another job
         pass
     return descriptor
 
@@ -155,7 +155,7 @@ def _check_replaceable(path: Path, place: Path) -> None:
 
 
 def _files_of(path: Path, place: Path) -> list[Path]:
-    """Of the checkpoint at ``place``, the manifest last. CheckpointError if it is none or has other files in it."""
+    """The files of the checkpoint at ``place``, the manifest last. CheckpointError if it is none or has others."""
     has = {each.name: each.is_dir(follow_symlinks=False) for each in os.scandir(place)} if place.is_dir() else {}
     try:
         listed = {*manifest.read(place)["files"], manifest.NAME}
@@ -172,7 +172,7 @@ def _files_of(path: Path, place: Path) -> list[Path]:
 
 
 def _leftovers(folder: Path) -> list[Path] | None:
-    """What a killed save left in a folder that only zerox writes in; None if there is no folder.
+    """Files that a killed save left in a folder that only zerox writes in; None if there is no folder.
 
     CheckpointError if anything else is in it.
     """

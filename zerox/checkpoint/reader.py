@@ -1,7 +1,7 @@
 """Reads a checkpoint for torch.distributed.checkpoint (DCP), without running what a file asks for.
 
-DCP's own reader unpickles ``.metadata`` freely. Here only the classes that it is made of may be named in it, and of
-tensors only the elements are read.
+DCP's own reader unpickles ``.metadata`` freely. This one allows only the classes that it consists of, and reads only
+the elements of tensors.
 """
 
 from __future__ import annotations
@@ -67,9 +67,9 @@ class _Unpickler(pickle.Unpickler):
 
 
 def loaded(file: Path) -> Any:
-    """What torch.save() wrote in ``file``, on the CPU. Raises OSError, and CheckpointError for any other file.
+    """The contents of a file of torch.save(), on the CPU. Raises OSError, and CheckpointError for any other file.
 
-    Only tensors, numbers, strings, and lists and dicts of these are made of it: nothing that it asks for is run.
+    It makes only tensors, numbers, strings, and lists and dicts of these: nothing that the file asks for is run.
     """
     with opened(file) as stream, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch's guesses at what the file may be
@@ -77,7 +77,7 @@ def loaded(file: Path) -> Any:
             return torch.load(io.BufferedReader(stream), weights_only=True, map_location="cpu")
         except OSError:
             raise
-        except Exception as error:  # unpickling raises anything, and torch's text recommends to run what the file asks
+        except Exception as error:  # unpickling raises anything, and torch's text recommends running the file
             asked = re.search(r"GLOBAL (\S+)", str(error))
             if asked is None:
                 raise CheckpointError(f"{file} was not written by torch.save(), or is damaged") from None
@@ -105,10 +105,10 @@ class CheckpointReader(FileSystemReader):
         return metadata
 
     def damaged_tensors(self, name: str) -> list[str]:
-        """Names of those that the file ``name`` does not have as they were written, as far as it can be told."""
+        """Names of tensors that the file ``name`` does not have as they were written, as far as is known."""
         try:
             metadata = self.read_metadata()
-        except Exception:  # may be damaged too, and is not what was asked for
+        except Exception:  # the metadata may be damaged too
             return []
         found: dict[str, None] = {}
         for index, place in (metadata.storage_data or {}).items():
@@ -124,7 +124,7 @@ class CheckpointReader(FileSystemReader):
             return False
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Raises OSError, and CheckpointError if a file has something else than the metadata says."""
+        """Raises OSError, and CheckpointError if a file does not have what the metadata says."""
         files: dict[str, list[ReadItem]] = {}
         for item in plan.items:
             files.setdefault(self.storage_data[item.storage_index].relative_path, []).append(item)
@@ -147,7 +147,7 @@ class CheckpointReader(FileSystemReader):
         planner.commit_tensor(item, target)
 
     def _chunk(self, index: MetadataIndex) -> ChunkStorageMetadata:
-        """Which part of the tensor the record has."""
+        """The part of the tensor that the record has."""
         whole = self.read_metadata().state_dict_metadata[index.fqn]
         assert isinstance(whole, TensorStorageMetadata)
         if index.index is not None and whole.chunks[index.index].offsets == index.offset:

@@ -1,6 +1,6 @@
 """Elements of a tensor that torch.save() wrote into a file among others, read straight into their place.
 
-torch.load() makes the whole tensor first, and unpickles what the checkpoint's metadata has told already.
+torch.load() makes the whole tensor first, and unpickles facts that the checkpoint's metadata has too.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ LOCAL_HEADER = struct.Struct("<26xHH")  # of a zip archive's member; then its na
 
 
 class Record(io.RawIOBase):
-    """``length`` bytes from ``start`` on of an open file: what one torch.save() wrote."""
+    """The bytes that one torch.save() wrote into an open file: ``length`` of them, from ``start`` on."""
 
     def __init__(self, file: io.FileIO, start: int, length: int) -> None:
         self.file = file
@@ -40,7 +40,7 @@ class Record(io.RawIOBase):
         return self.position
 
     def readinto(self, buffer: Any) -> int:
-        """As many bytes as there are, also where the system gives fewer at a time."""
+        """Reads as many bytes as there are, also if the system gives fewer at a time."""
         room = memoryview(buffer)[: max(0, self.length - self.position)]
         wanted = len(room)
         while room and (count := os.preadv(self.file.fileno(), [room], self.start + self.position)):
@@ -62,15 +62,15 @@ class Record(io.RawIOBase):
         return found[0].header_offset + LOCAL_HEADER.size + sum(LOCAL_HEADER.unpack(header or b""))
 
     def is_whole(self) -> bool:
-        """Whether it has what torch.save() wrote, by the archive's own checksums."""
+        """Whether it is as torch.save() wrote it, by the archive's own checksums."""
         try:
             with zipfile.ZipFile(self) as archive:  # type: ignore[arg-type]
                 return archive.testzip() is None
-        except Exception:  # damaged archives make zipfile raise whatever comes
+        except Exception:  # zipfile raises anything for damaged archives
             return False
 
     def read_region(self, target: Tensor, shape: Sequence[int], offsets: Sequence[int]) -> None:
-        """Fills ``target`` with what the row-major tensor of ``shape`` has from ``offsets`` on. Raises ValueError."""
+        """Fills ``target`` from the row-major tensor of ``shape``, from ``offsets`` on. Raises ValueError."""
         if not target.numel():
             return
         strides = torch.empty(tuple(shape), device="meta").stride()
@@ -88,6 +88,6 @@ class Record(io.RawIOBase):
         """All bytes of a contiguous tensor of the host."""
         self.seek(start)
         view = memoryview((ctypes.c_char * target.nbytes).from_address(target.data_ptr())).cast("B")
-        torch.autograd.graph.increment_version(target)  # which no operator wrote
+        torch.autograd.graph.increment_version(target)  # since no operator writes it
         if missing := len(view) - self.readinto(view):
             raise ValueError(f"the file ends {missing} bytes early")

@@ -1,4 +1,4 @@
-"""The optimizer's state out of a checkpoint: as it is where the optimizer stores it alike, else bucket by bucket."""
+"""The optimizer's state from a checkpoint: read into place if stored alike, else converted bucket by bucket."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ STATE_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.uint8)
 
 
 class SavedState:
-    """What a checkpoint has of an optimizer's parameters. ``host``: what save() left for the host to read."""
+    """The state that a checkpoint has of an optimizer's parameters. ``host``: the contents of its host.pt."""
 
     def __init__(self, optimizer: Engine, names: Mapping[int, str], saved: Saved, host: Mapping[str, Any]) -> None:
         self.rule = optimizer.inside.rule
@@ -42,7 +42,7 @@ class SavedState:
         return f"{OPTIMIZER}{self.names[member.number]}.{what}"
 
     def _expected(self, member: Member) -> Iterator[tuple[str, tuple[int, ...], tuple[torch.dtype, ...]]]:
-        """(what, its shape, its possible dtypes) for all that may be saved of a parameter."""
+        """(key, shape, possible dtypes) of each tensor that may be saved of a parameter."""
         shape, numel = tuple(member.param.shape), member.param.numel()
         yield STEP, (), (torch.int64,)
         for spec in (*self.rule.states, *MASTERS) if numel else ():
@@ -62,7 +62,7 @@ class SavedState:
                 yield spec.key + SCALE
 
     def names_differ(self) -> list[str]:
-        """Lines for what is missing and what nobody here expects."""
+        """Lines for tensors that are missing or not expected."""
         known = {self._key(member, what) for member in self.trained for what, _, _ in self._expected(member)}
         needed = {self._key(member, what) for member in self.trained for what in self._needed(member)}
         found = {name for name in self.saved if name.startswith(OPTIMIZER)}
@@ -71,7 +71,7 @@ class SavedState:
         ]
 
     def misfits(self) -> list[str]:
-        """Lines for what is of another shape, or not what it should be."""
+        """Lines for tensors of another shape, or dtype, or memory format."""
         found = []
         for member in self.trained:
             name = self.names[member.number]
@@ -93,9 +93,9 @@ class SavedState:
     # ---- loading
 
     def load(self, read: Read, first: dict[str, Any]) -> list[str]:
-        """Reads ``first``, among which are the parameters, and this rank's state. Returns what had to be rounded.
+        """Reads ``first``, with the parameters, and this rank's state. Returns what had to be rounded.
 
-        What needs no conversion is read into its place, the rest into memory for one bucket.
+        State that needs no conversion is read into its place, the rest into memory for one bucket.
         """
         for bucket in self.buckets:
             for member, state in own_state(bucket):
@@ -107,17 +107,17 @@ class SavedState:
         return list(rounded)
 
     def _dtype(self, member: Member, what: str) -> torch.dtype | None:
-        """That it was saved in; None if it was not."""
+        """The dtype that it was saved in; None if it was not saved."""
         then = self.saved.get(self._key(member, what))
         return None if then is None else then.properties.dtype
 
     def _is_alike(self, member: Member, what: str, state: Mapping[str, SlicedTensor]) -> bool:
-        """Whether it was saved as it is stored here: scales are if what they are of is."""
+        """Whether it was saved as it is stored here; scales are if their codes are."""
         of = what.removesuffix(SCALE)
         return self._dtype(member, what) is not None and self._dtype(member, of) is state[of].dtype
 
     def _convert(self, bucket: Bucket, read: Read) -> list[str]:
-        """Everything that _is_alike() is not."""
+        """Reads and converts everything for which _is_alike() is false."""
         rows: list[dict[str, Tensor]] = []
         wanted: dict[str, Any] = {}
         for member, state in own_state(bucket):
@@ -148,7 +148,7 @@ class SavedState:
         return self._key(member, STEP) in self.saved
 
     def _to_convert(self, bucket: Bucket, member: Member, state: Mapping[str, SlicedTensor]) -> Iterator[str]:
-        """What was saved otherwise than it is stored here."""
+        """Keys of state that was saved otherwise than it is stored here."""
         for key in bucket.state:
             if key in state and not self._is_alike(member, key, state) and self._dtype(member, key) is not None:
                 yield key
@@ -159,7 +159,7 @@ class SavedState:
                 yield spec.key
 
     def _to_read(self, member: Member, what: str, state: Mapping[str, SlicedTensor]) -> SlicedTensor:
-        """Room for this rank's slice of it, as it was saved."""
+        """Memory for this rank's slice of it, in the form in which it was saved."""
         like = next(state[key] for key in state if key != STEP and not key.endswith(SCALE))
         shape, strides, span = like.shape, like.stride(), like.span
         if what.endswith(SCALE):
@@ -169,14 +169,14 @@ class SavedState:
 
 
 def own_state(bucket: Bucket) -> Iterator[tuple[Member, dict[str, SlicedTensor]]]:
-    """Of parameters that have elements on this rank, as in ``bucket.own_segments``; without what has no elements."""
+    """State of parameters that have elements on this rank, as in ``bucket.own_segments``; without empty tensors."""
     for member, state in sliced_state(bucket):
         if state[STEP].held.numel():
             yield member, {what: tensor for what, tensor in state.items() if tensor.held.numel()}
 
 
 def memory_order(param: Tensor) -> list[int]:
-    """Dimensions from slowest to fastest, where that is not their own order; else nothing."""
+    """Dimensions from slowest to fastest, if that is not their own order; else nothing."""
     strides = dense_strides(param)
     dims = [dim for dim in range(param.dim()) if param.shape[dim] > 1]
     found = sorted(dims, key=lambda dim: -strides[dim])

@@ -43,8 +43,8 @@ def save(
     """Saves model, optimizer and ``extra`` (tensors, numbers, strings, and lists and dicts of these) in a folder.
 
     Each rank writes its own slices of the optimizer's state and its part of the model. ``path`` has either what was
-    there before or all of the new checkpoint, also if a rank is killed. Parameters are called as in ``model``.
-    Collective over ``process_group`` (default: the optimizer's own), which sees one file system.
+    there before or all of the new checkpoint, also if a rank is killed. Parameters have the names of ``model``.
+    Collective over ``process_group`` (default: the optimizer's own), whose ranks see one file system.
 
     A new path, an empty folder, a checkpoint, or a link to one of these is replaced. Anything else, also a checkpoint
     with other files in it, is refused before anything is written. Raises CheckpointError on all ranks for that, if one
@@ -153,8 +153,8 @@ def load(
 def latest(folder: str | os.PathLike[str]) -> Path | None:
     """The checkpoint in ``folder`` that was saved last and is complete; None if there is none, or no such folder.
 
-    Nothing points at it that could be wrong: it is looked for. A file that is missing or of another size makes a
-    checkpoint one that isn't there; that bytes changed is found by :func:`load`. Not collective.
+    It is searched for: no pointer to it could be wrong. A checkpoint with a file that is missing or of another size is
+    passed over; changed bytes are found by :func:`load`. Not collective.
     """
     found = []
     for path in candidates(Path(folder)):
@@ -212,11 +212,12 @@ def open_checkpoint(path: Path, ranks: Everyone) -> Opened:
         if len(everyones) > 1:
             raise CheckpointError(f"{path} is not the same checkpoint on all ranks")
         files = about["files"]
-        # Each rank what the rank of its number wrote: most of what it reads next is in its own machine's memory then.
+        # Each rank checks what the rank of its number wrote: most of what it reads next is then in its machine's
+        # memory.
         names = sorted(files, key=lambda name: (not name.startswith("__"), len(name), name))
         own = {name: files[name] for name in names[ranks.rank :: ranks.size]}
         manifest.check(folder, own, opened.reader.damaged_tensors, contents=False)
-    with ranks.failing_together(failure):  # nobody reads gigabytes of one that is known to be damaged
+    with ranks.failing_together(failure):  # no rank reads gigabytes of one that is known to be damaged
         manifest.check(folder, own, opened.reader.damaged_tensors, contents=True)
     with ranks.failing_together(failure):
         opened.read_metadata(files)
@@ -224,7 +225,7 @@ def open_checkpoint(path: Path, ranks: Everyone) -> Opened:
 
 
 def names_differ(tensors: Mapping[str, Tensor], saved: Mapping[str, Any]) -> list[str]:
-    """Lines for what is missing of the model, and what is not its own."""
+    """Lines for the model's tensors that are missing, and for others."""
     found = {name for name in saved if name.startswith(MODEL)}
     return [f"missing: {name}" for name in sorted(set(tensors) - found)] + [
         f"unexpected: {name}" for name in sorted(found - set(tensors))
@@ -232,7 +233,7 @@ def names_differ(tensors: Mapping[str, Tensor], saved: Mapping[str, Any]) -> lis
 
 
 def misfits(tensors: Mapping[str, Tensor], saved: Mapping[str, TensorStorageMetadata]) -> list[str]:
-    """Lines for what was of another shape or dtype."""
+    """Lines for tensors that had another shape or dtype."""
     found = []
     for name, now in sorted(tensors.items()):
         then = saved[name]

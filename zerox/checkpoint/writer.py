@@ -1,7 +1,7 @@
-"""Writes a rank's part of a checkpoint as torch.distributed.checkpoint does, in memory for one tensor.
+"""Writes a rank's part of a checkpoint as torch.distributed.checkpoint does, with memory for one tensor.
 
-DCP's own writer copies every slice that is a view, and keeps all copies until its file is complete: the whole share of
-a rank once more.
+DCP's own writer copies every slice that is a view, and keeps all copies until its file is complete: a second copy of
+the rank's whole share.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from zerox.checkpoint.manifest import CheckpointError
 
 
 class SummedFile(io.BufferedWriter):
-    """A new file, which is on the disk after a ``with`` block, and what manifest.checksum() will find in it.
+    """A new file, which is on the disk after a ``with`` block, with what manifest.checksum() will find in it.
 
-    Raises OSError with the file's name. torch.save() tells of its own state only where the system refused to write.
+    Raises OSError with the file's name: when the system refuses to write, torch.save() reports only its own state.
     """
 
     def __init__(self, path: str | os.PathLike[str], mode: str = "xb") -> None:
@@ -79,7 +79,7 @@ class CheckpointWriter(FileSystemWriter):
     written: dict[str, tuple[int, int]]
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """DCP's would make the folder where a rank has none, and what this rank writes would be nowhere."""
+        """DCP's would make the folder if a rank does not see it, and this rank's file would be lost there."""
         if not Path(self.path).is_dir():
             raise CheckpointError(
                 f"{self.path}, which rank 0 made, is not there: all ranks must see one file system, and for a relative "

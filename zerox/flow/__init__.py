@@ -1,1 +1,1 @@
-"""What moves in a step: gradients in, the update, parameters out."""
+"""The flow of a step: gradients in, the update, parameters out."""

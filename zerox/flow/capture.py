@@ -9,7 +9,7 @@ from zerox.ranks.group import Ranks
 
 
 def is_capturing(ranks: Ranks, capturable: bool, manager: C.BucketManager) -> bool:
-    """What ranks tell each other on the host is not part of a graph. RuntimeError where step() can't be captured."""
+    """Ranks' messages on the host are not part of a graph. RuntimeError if step() can't be captured."""
     if ranks.device.type != "cuda" or not torch.cuda.is_current_stream_capturing():
         return False
     if not capturable:

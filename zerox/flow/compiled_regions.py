@@ -1,4 +1,4 @@
-"""What Dynamo can tell about the functions that it compiles."""
+"""Dynamo, and the functions that it compiles."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from zerox import _C as C
 
 
 def run_eagerly(function: Callable[..., Any]) -> None:
-    """Where Dynamo would compile a function by itself, as it does a compiled module's hook, it leaves it alone.
+    """Keeps Dynamo from compiling a function by itself, as it does a compiled module's hook.
 
-    As torch.compiler.disable, which takes a second to import, and makes what can't be pickled.
+    As torch.compiler.disable, which takes a second to import, and whose result can't be pickled.
     """
     dynamo = torch._C._dynamo.eval_frame
     skip = dynamo._FrameExecStrategy(dynamo._FrameAction.SKIP, dynamo._FrameAction.SKIP)
@@ -25,7 +25,7 @@ def _mark(_: Any) -> None:
 
 
 def _begun_anew() -> bool:
-    """Whether it was reset since the last call: regions' names are given again then."""
+    """Whether Dynamo was reset since the last call: it then gives the names of regions again."""
     from torch._dynamo.callback import callback_handler
 
     if _mark in callback_handler.start_callbacks:

@@ -1,4 +1,4 @@
-"""What stands between the gradients and the next step(): one factor for all of them, and whether to step at all."""
+"""Between the gradients and the next step(): one factor for all of them, and whether to step at all."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from zerox import _C as C
 
 
 class GradScale:
-    """What clip_grad_norm_() and GradScaler leave for the next step(), as scalars on ``device``.
+    """Scalars on ``device`` that clip_grad_norm_() and GradScaler leave for the next step().
 
-    ``value`` (float64) multiplies all gradients; ``finite`` (uint8) is 0 where the step must change nothing. Each is
-    None where it is 1, but not with ``keeps_place``: then it has one address, for CUDA graphs.
+    ``value`` (float64) multiplies all gradients; ``finite`` (uint8) is 0 if the step must change nothing. None stands
+    for 1, but not with ``keeps_place``: then each stays at one address, for CUDA graphs.
     """
 
     def __init__(self, manager: C.BucketManager, device: torch.device, keeps_place: bool) -> None:
@@ -20,7 +20,7 @@ class GradScale:
         self.keeps_place = keeps_place
         self.value = torch.ones((), dtype=torch.float64, device=device) if keeps_place else None
         self.finite = torch.ones((), dtype=torch.uint8, device=device) if keeps_place else None
-        self.num_added: int | None = None  # the manager's, when this was set; None: there is nothing to do
+        self.num_added: int | None = None  # the manager's, when a scalar was set; None: none was
 
     def multiply(self, coefficient: Tensor) -> None:
         if self.value is None:
@@ -40,16 +40,16 @@ class GradScale:
         self._mark()
 
     def present(self, present: Tensor) -> Tensor:
-        """The segments that take part in the step. The host never learns whether it is skipped."""
+        """The segments that take part in the step; the host need not know whether it is skipped."""
         return present if self.finite is None else present * self.finite
 
     def forget_if_discarded(self) -> None:
-        """The gradients that this is for may all be gone (model.zero_grad()): others are not scaled."""
+        """Resets if the scaled gradients are all gone (model.zero_grad()): others are not scaled."""
         if self.num_added is not None and not self.manager.settlement.holds_scaled:
             self.reset()
 
     def check(self) -> None:
-        """RuntimeError if gradients were added to those that this is for."""
+        """RuntimeError if gradients were added to the scaled ones."""
         if self.num_added not in (None, self.manager.settlement.num_added):
             raise RuntimeError(
                 "gradients were added between clip_grad_norm_() or GradScaler.unscale_() and step(): the scale of the "

@@ -27,7 +27,7 @@ class Grads:
     def __init__(
         self, ranks: Ranks, stage: Stage, reduce_dtype: torch.dtype | None, keeps_shards: bool = False
     ) -> None:
-        """``keeps_shards``: at one address from step to step, for CUDA graphs."""
+        """``keeps_shards``: shards stay at one address, for CUDA graphs."""
         self.no_sync_depth = 0
         self.segments: list[Tensor] = []  # of each bucket
         self.pieces_of: list[list[tuple[int, int, int, Tensor]]] = []
@@ -80,7 +80,7 @@ class Grads:
         return made
 
     def settle(self, place: C.Place, adoptions: int = 0, refusal: str = "") -> bool:
-        """Collective. Waits until everything launched has landed on all ranks; True if some rank has adoptions first.
+        """Collective. Waits until everything launched has landed on all ranks; True if a rank has to adopt first.
 
         RuntimeError on all ranks if they ran different numbers of backwards, one of them raised, or one passes a
         ``refusal`` (why it can't go on); on those that wait, naming buckets and parameters, if a rank died or stalls
@@ -89,16 +89,16 @@ class Grads:
         return self.manager.settlement.settle(place, adoptions, refusal) == C.Settled.ADOPT
 
     def shard(self, index: int) -> Tensor | None:
-        """The mean gradient's shard ``[shard_numel]`` after settle(), or None while nothing has one.
+        """The mean gradient's shard ``[shard_numel]`` after settle(), or None while no parameter has a gradient.
 
-        Where gradients are whole it is packed from p.grad anew at each call.
+        If gradients are whole, each call packs it from p.grad.
         """
         return self.manager.grads.shard(index)
 
     def parts(self, index: int) -> list[GradPart]:
-        """The shard as it lies; what has no gradient may be left out. Nothing may be written there.
+        """The shard as it lies, read-only; elements without a gradient may be left out.
 
-        Large gradients are where autograd left them if there is one rank, or, whole ones, where the mean was gathered.
+        Large gradients are where autograd left them (one rank), or where the mean was gathered (whole gradients).
         """
         pieces = self.manager.grads.pieces(index)
         if pieces:
@@ -112,7 +112,7 @@ class Grads:
         return [] if shard is None else [GradPart(shard, 0, 0, self.segments[index])]
 
     def landed(self) -> list[Tensor]:
-        """What all buckets' shards lie in."""
+        """The tensors that all buckets' shards lie in."""
         return [tensor for index in range(self.manager.num_buckets) for tensor in self.manager.grads.landed(index)]
 
     def present(self, index: int) -> Tensor:
@@ -120,7 +120,7 @@ class Grads:
         return self.manager.grads.present(index)
 
     def words(self, index: int) -> Tensor | None:
-        """The exact sum of squares over the shard, where the reduction left one that still holds."""
+        """The exact sum of squares over the shard, if the reduction left one that still holds."""
         return self.manager.grads.words(index)
 
     def moved(self) -> list[tuple[int, int]]:
@@ -153,7 +153,7 @@ class Grads:
 
 
 def _less_padding(part: tuple[int, int, Tensor]) -> tuple[int, int, int, Tensor]:
-    """So many elements less in front: where 8-bit moments are in blocks, a part starts with one."""
+    """Without the padding in front: with 8-bit moments a part must start with a block."""
     start, first_row, segments = part
     padding = int(segments[0, 0]) if len(segments) > 0 else 0
     shifted = segments.clone()

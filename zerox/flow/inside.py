@@ -1,4 +1,4 @@
-"""What tests, tools and zerox.checkpoint may look at in an optimizer, beside its public methods."""
+"""The parts of an optimizer that tests, tools and zerox.checkpoint may look at, beside its public methods."""
 
 from __future__ import annotations
 

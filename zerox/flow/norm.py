@@ -1,4 +1,4 @@
-"""The norm of the whole gradient from everybody's shards, and the scale that clips it."""
+"""The norm of the whole gradient from all ranks' shards, and the scale that clips it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def shard_words(shard: Tensor, segments: Tensor, p: float) -> Tensor:
 
 
 def words_of(grads: Grads, p: float) -> Iterator[Tensor]:
-    """Of each part of this rank's shards; what the reduction left is taken as it is."""
+    """The sum of each part of this rank's shards; sums that the reduction left are taken as they are."""
     for index in range(grads.manager.num_buckets):
         words = grads.words(index) if p == 2.0 else None
         if words is not None:
@@ -50,7 +50,7 @@ def clip_coefficient(norm: Tensor, max_norm: float) -> Tensor:
 
 
 def check_finite(total: Tensor, finite: Tensor, p: float) -> None:
-    """RuntimeError as torch.nn.utils.clip_grad_norm_ for a norm, or gradients (``finite``), that are not finite."""
+    """RuntimeError, as torch.nn.utils.clip_grad_norm_, if the norm or the gradients (``finite``) are not finite."""
     if not (bool(finite) and bool(total.isfinite())):
         raise RuntimeError(
             f"The total norm of order {p} for gradients is non-finite, so it cannot be clipped. To disable this "

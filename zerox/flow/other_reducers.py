@@ -11,15 +11,15 @@ from torch.nn.parallel import DistributedDataParallel
 
 from zerox import _C as C
 
-# Living wrappers, and their parameters' ids. Looked for among all objects, which takes some 50 ms, when a parameter has
-# another number of hooks than of wrappers that are known.
+# Living wrappers, and their parameters' ids. If a parameter has more or fewer hooks than known wrappers, all objects
+# are searched, which takes some 50 ms.
 _known: weakref.WeakKeyDictionary[DistributedDataParallel, frozenset[int]] = weakref.WeakKeyDictionary()
 
 
 def find_reduced(params: Sequence[Tensor], counts: Sequence[int]) -> int:
     """The first of ``params`` that a wrapper reduces in the backward that begins; -1 if none does.
 
-    ``counts``: how many hooks each has that are not zerox's. One whose wrapper can't be found counts as reduced.
+    ``counts``: each one's hooks that are not zerox's. A parameter with a hook of no known wrapper counts as reduced.
     """
     if any(len(_wrappers_of(param)) != count for param, count in zip(params, counts, strict=True)):
         _look_for_wrappers()

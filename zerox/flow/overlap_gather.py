@@ -1,8 +1,8 @@
 """The gather of updated parameters hidden under the next forward: hooks that wait where operators can't.
 
-Operators, and what torch.compile made, wait for what they read (csrc/params/read_guard.h). Kernels that are
-launched without an operator don't (Triton's, other libraries'): so a module's forward waits for the module's own
-parameters, and raises where they don't arrive.
+Operators and compiled code wait for what they read (csrc/params/read_guard.h). Kernels that are launched
+without an operator (Triton's, other libraries') don't, so a module's forward waits for the module's own parameters, and
+raises if they don't arrive.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class GatherOverlap:
         self.learn_buckets()
 
     def learn_buckets(self) -> None:
-        """There are new ones."""
+        """Call this when there are new ones."""
         self.bucket_of = {id(p): index for index, bucket in enumerate(self.buckets) for p in bucket.buffer.params}
 
     def wait_for(self, params: Iterable[nn.Parameter | None]) -> None:
@@ -46,11 +46,11 @@ class GatherOverlap:
         whole = BeforeStateDict(self)
         yield module.register_state_dict_pre_hook(whole)
         yield module.register_load_state_dict_pre_hook(whole)
-        yield module.register_forward_pre_hook(BeforeForward(self), prepend=True)  # ahead of others, which may read
+        yield module.register_forward_pre_hook(BeforeForward(self), prepend=True)  # ahead of hooks that read
 
 
 class ModuleHook:
-    """Of one module. A module that is copied or saved keeps it, and nothing of the optimizer."""
+    """A hook of one module. A module that is copied or saved keeps it, and nothing of the optimizer."""
 
     def __init__(self, overlap: GatherOverlap) -> None:
         self.to_overlap: Callable[[], GatherOverlap | None] = weakref.ref(overlap)
@@ -70,7 +70,7 @@ class BeforeStateDict(ModuleHook):
 
 class BeforeForward(ModuleHook):
     def __call__(self, module: nn.Module, _: Any) -> None:
-        if torch.compiler.is_compiling():  # what comes of it waits by itself
+        if torch.compiler.is_compiling():  # the compiled code waits by itself
             return
         overlap = self.to_overlap()
         if overlap is not None:

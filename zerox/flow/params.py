@@ -16,27 +16,27 @@ class ParamGather:
     def __init__(self, manager: C.BucketManager) -> None:
         self.manager = manager
         self.hidden = False
-        self.num_ordered = 0  # buckets there were when the order of their use was learned
+        self.num_ordered = 0  # buckets at the time when the order of their use was learned
 
     def start(self, index: int, background: bool = False) -> None:
-        """``background``: nobody waits at once. RuntimeError where a rank is known to be gone."""
+        """``background``: no caller waits right away. RuntimeError if a rank is known to be gone."""
         self.hidden = self.hidden or background  # also if step() does not come to its end
         self.manager.params.start(index, background)
 
     def end_step(self, hidden: bool) -> None:
-        """wait(), unless what is on its way is left to who reads it: Note [Reads wait for what they read]."""
+        """wait(), unless parameters in flight are left to their readers: Note [Reads wait for what they read]."""
         if hidden:
             self.manager.params.guard_reads()
         else:
             self.wait()
 
     def wait_for(self, buckets: Sequence[int]) -> None:
-        """Until these are whole. RuntimeError naming the parameters if a rank's shard doesn't arrive in time."""
+        """Waits until these are whole. RuntimeError naming the parameters if a rank's shard doesn't arrive in time."""
         if self.hidden:
             self.manager.params.wait(buckets)
 
     def wait(self) -> None:
-        """Until all are whole and no rank reads this one's. RuntimeError as wait_for(), each time."""
+        """Waits until all are whole and no rank reads this one's. RuntimeError as in wait_for(), at every call."""
         self.manager.params.finish()
         was_hidden, self.hidden = self.hidden, False
         used = self.manager.params.order_of_use

@@ -1,4 +1,4 @@
-"""What stands in p.grad for a gradient that has left for its owner."""
+"""The placeholder in p.grad for a gradient that has left for its owner."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class ShardedGrad(Tensor):
         return f"ShardedGrad({self._name}, shape={tuple(self.shape)}, dtype={self.dtype})"
 
     def share_memory_(self) -> ShardedGrad:
-        """Nothing: it has no memory. model.share_memory() calls it for every gradient."""
+        """Does nothing: it has no memory. model.share_memory() calls this for every gradient."""
         return self
 
     @classmethod
@@ -55,7 +55,7 @@ class ShardedGrad(Tensor):
             return args[0]
         raise _no_values(next((x for x in _tensors(args) if isinstance(x, ShardedGrad)), None), func)
 
-    # ---- what reads values without an operator
+    # ---- reads of values without an operator
 
     def numpy(self, *, force: bool = False) -> Any:
         raise _no_values(self, "numpy()")

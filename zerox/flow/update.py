@@ -1,4 +1,4 @@
-"""The update of buckets: parts of their shards to kernel calls, of several buckets in one where launches are small."""
+"""The update of buckets: kernel calls on parts of their shards, with several small buckets in one launch."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ LEAST_IN_A_LAUNCH = 4 * 2**20
 def launches(order: Sequence[int], buckets: Sequence[Bucket]) -> Iterator[list[int]]:
     """``order`` cut into runs of buckets that are updated together, before the gather of any of them begins.
 
-    On a GPU so many as have elements for a launch. The CPU has no launches.
+    On a GPU a run has enough elements for a launch. The CPU has no launches: a run is one bucket.
     """
     run: list[int] = []
     numel = 0
@@ -69,7 +69,7 @@ def launches(order: Sequence[int], buckets: Sequence[Bucket]) -> Iterator[list[i
 
 
 def ranges(run: Sequence[int]) -> AbstractContextManager[object]:
-    """For profilers: each bucket of the run is being updated."""
+    """For profilers: one range for each bucket of the run."""
     if len(run) == 1:
         return Range("update", run[0])
     together = ExitStack()

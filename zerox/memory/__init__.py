@@ -1,1 +1,1 @@
-"""Tensors that lie where they lie: flat parameters, and what is kept for each element."""
+"""Tensors in their places: flat parameters, and the state of each element."""

@@ -23,9 +23,9 @@ MOST_NAMES = 8
 
 @dataclass(frozen=True)
 class Member:
-    """One parameter: its name, the index of its param group, and its number: the position among all that were given.
+    """One parameter: its name, the index of its param group, and its number, the position among all that were given.
 
-    The number is the same on all ranks, and for good: groups that are added later come behind.
+    The number is the same on all ranks and never changes: groups that are added later come behind.
     """
 
     name: str
@@ -35,7 +35,7 @@ class Member:
 
     @property
     def quoted(self) -> str:
-        """For errors: parameters without a name are looked for in the models that are alive."""
+        """For errors: a parameter without a name is looked up in the living models."""
         return quoted(self.name, self.param)
 
 
@@ -58,7 +58,7 @@ def bytes_of(tensors: Sequence[Tensor | None]) -> int:
 
 
 class GradPart(NamedTuple):
-    """Elements of a shard's gradient that lie together, from ``start`` of the shard, ``first_row`` of its segments."""
+    """Elements of a shard's gradient that lie together, from its element ``start`` and its segment ``first_row`` on."""
 
     grad: Tensor
     start: int
@@ -67,7 +67,7 @@ class GradPart(NamedTuple):
 
 
 class Bucket:
-    """``members`` in the plan's order. ``specs``: what is kept for each element. It starts at zero, steps too."""
+    """``members`` in the plan's order. ``specs``: the state of each element. State and steps start at zero."""
 
     def __init__(
         self, plan: BucketPlan, members: Sequence[Member], rank: int, rule: Rule, specs: Sequence[StateSpec]
@@ -95,7 +95,7 @@ class Bucket:
         return self.buffer.flat.device
 
     def keep(self, spec: StateSpec) -> None:
-        """From now on this is kept too, in the order of the rule's specs: all ranks gather state in one order."""
+        """Begins to keep this too, in the order of the rule's specs: all ranks gather state in one order."""
         made = Stored.zeros(self.rule, spec, self.plan.state_form, self.plan.layout.shard_numel, self.device)
         kept = self.state | {spec.key: made}
         order = [each.key for each in (*self.rule.states, *MASTERS)]
@@ -112,17 +112,17 @@ class Bucket:
         return f"bucket {index} ({names}{f' and {more} more' if more > 0 else ''})"
 
     def start_master(self) -> None:
-        """The master takes the parameters' values: once they are the same on all ranks."""
+        """The master takes the parameters' values, once these are the same on all ranks."""
         if MASTER.key in self.state:
             self.state[MASTER.key].values.copy_(self.param_shard)
 
     def state_of_own(self) -> Iterator[tuple[Tensor, dict[str, Tensor]]]:
         """Each parameter that has elements here, with views of its state.
 
-        A view has the parameter's shape where this rank owns all of it, else it is the 1-D range of its elements in
-        memory order that this rank owns. Keys as in the rule's torch.optim class, and "remainder" or "master" where one
-        is kept. 8-bit values are uint8 codes, beside them under "..._scale" the scales: float32, one for each block of
-        256 elements in memory order (zerox/plan/form.py).
+        A view has the parameter's shape if this rank owns all of it, else it is the 1-D range of its elements in memory
+        order that this rank owns. Keys as in the rule's torch.optim class, and "remainder" or "master" if one is kept.
+        8-bit values are uint8 codes; their scales are beside them under "..._scale": float32, one for each block of 256
+        elements in memory order (zerox/plan/form.py).
         """
         for row, segment in enumerate(self.own_segments):
             param = self.members[segment.slot].param
@@ -137,7 +137,7 @@ class Bucket:
 
 
 def start_states(buckets: Sequence[Bucket], groups: Sequence[dict[str, Any]], capturing: bool = False) -> bool:
-    """Gives buckets what an option of their groups has begun to ask for; returns whether one lacked something."""
+    """Gives buckets the state that an option of their groups now asks for; returns whether any was missing."""
     rules = {bucket.rule.name: bucket.rule for bucket in buckets}.values()
     options = {spec.when for rule in rules for spec in rule.states}
     if not any(group.get(option) for group in groups for option in options):

@@ -22,7 +22,7 @@ class FlatBuffer:
     """Memory ``[layout.numel]`` that a bucket's parameters lie in, side by side, each in a storage of its own.
 
     Only ``param.data`` changes: the parameters stay the objects that model and optimizer know. The buffer lives as long
-    as one of them. Moving a bucket in needs memory for that bucket once more and no more.
+    as one of them. Moving in takes memory for the bucket once more.
     """
 
     def __init__(self, params: Sequence[Tensor], layout: Layout) -> None:
@@ -30,7 +30,7 @@ class FlatBuffer:
         self.layout = layout
         self.shapes = [param.shape for param in params]
         self.strides = [dense_strides(param) for param in params]
-        # Padding is sent with everything else: it should not be what lay in memory before.
+        # Padding is sent with everything else: it should not be old memory.
         self.flat = zeros(layout.numel, params[0].dtype, params[0].device)
         take_in(self.places())
 
@@ -65,10 +65,10 @@ Place = tuple[FlatBuffer, int]  # a slot of a buffer
 def take_in(places: Sequence[Place]) -> None:
     """Copies the values of these parameters home, and lets the parameters lie there.
 
-    But a parameter in shared memory stays there, where other processes read it: give_out() is for it.
+    But a parameter in shared memory stays there, where other processes read it: see give_out().
     """
     params = [buffer.params[slot] for buffer, slot in places]
-    # Two parameters may have been exchanged, or one transposed in place: then values lie where others are copied to.
+    # Two parameters may have been exchanged, or one transposed in place: then one's values lie in another's home.
     values = [param.clone() if C.has_own_storage(param) else param.detach() for param in params]
     for (buffer, slot), param, value in zip(places, params, values, strict=True):
         home = buffer.home(slot)

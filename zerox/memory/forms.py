@@ -13,14 +13,14 @@ from zerox.memory.stored import Stored
 from zerox.plan.form import BLOCK_NUMEL
 
 LEAST_NORMAL = torch.finfo(torch.float32).tiny
-HALF = 2**15  # of the last place of a bfloat16, in those of float32
+HALF = 2**15  # of a bfloat16's last place, in units of float32's last place
 
 
 # ---- what a rule keeps
 
 
 def decoded(stored: Stored) -> Tensor:
-    """What 8-bit codes stand for, float32 (csrc/math/dynamic_map.h); other values as they are."""
+    """The values of 8-bit codes, float32 (csrc/math/dynamic_map.h); other values as they are."""
     if stored.scales is None:
         return stored.values
     known = torch.tensor(_map_of(stored), device=stored.values.device)
@@ -80,22 +80,22 @@ def master_of(param: Tensor, remainder: Tensor) -> Tensor:
 
 
 def remainder_of(param: Tensor, master: Tensor) -> Tensor:
-    """int16: what a master has beyond the bfloat16 parameter that it rounds to; 0 where it rounds to another one.
+    """int16: a master's bits less those of the bfloat16 parameter that it rounds to; 0 if it rounds to another one.
 
-    Masters in the middle between two parameters are rounded up in magnitude here, and to the even one by float32
-    masters: those which lie just on the wrong side lose the last of their 24 bits.
+    Masters midway between two parameters are rounded up in magnitude here, but float32 masters are rounded to even:
+    those just on the wrong side lose the last of their 24 bits.
     """
     beyond = master.contiguous().view(torch.int32).to(torch.int64) - _bits(param)
     return torch.where(beyond.abs() <= HALF, beyond.clamp(-HALF, HALF - 1), 0).to(torch.int16)
 
 
 def rounding_to(param: Tensor, master: Tensor) -> Tensor:
-    """float32 masters of which each rounds to its 16-bit parameter: remainder_of() the other way round."""
+    """float32 masters that each round to their 16-bit parameter: the reverse of remainder_of()."""
     up = (master.view(torch.int32) + 1).view(torch.float32)
     known = torch.where(up.to(param.dtype) == param, up, param.float())
     return torch.where(master.to(param.dtype) == param, master, known)
 
 
 def _bits(param: Tensor) -> Tensor:
-    """Of bfloat16 as float32."""
+    """The bits of bfloat16 as float32."""
     return param.contiguous().view(torch.int16).to(torch.int32) << 16

@@ -1,6 +1,6 @@
-"""Memory for what the update reads and writes: in large pages, and where its streams don't get into each other's way.
+"""Memory for the arrays of the update: in large pages, and spaced so that they don't get in each other's way.
 
-The update walks four or more arrays at once. Where large ones start at neighbouring pages, modulo the sizes that caches
+The update walks four or more arrays at once. If large ones start at neighbouring pages, modulo the sizes that caches
 and predictors look at, it takes up to half as long again; and pages of 4 KiB end every 1,024 elements in all of them.
 """
 
@@ -11,15 +11,15 @@ from torch import Tensor
 
 from zerox import _C as C
 
-PAGED_BYTES = 4 << 20  # less is not worth a page of 2 MiB
-SPACED_BYTES = 16 << 20  # less is not worth what spacing takes
+PAGED_BYTES = 4 << 20  # a smaller array is not worth pages of 2 MiB
+SPACED_BYTES = 16 << 20  # a smaller array is not worth the spacing
 PERIOD_BYTES = 64 << 10
 STEP_BYTES = 8 << 10
 LINE_BYTES = 64
 
 
 def zeros(numel: int, dtype: torch.dtype, device: torch.device, place: int = 0) -> Tensor:
-    """``[numel]``, on Linux in large pages, for which nothing needs to be set up: see csrc/cpu/large_pages.h.
+    """``[numel]``, on Linux in large pages, which need no setup: see csrc/cpu/large_pages.h.
 
     ``place``: its number, from 1 on, among the arrays that are walked together; 0: wherever the allocator likes.
     """
@@ -35,6 +35,6 @@ def zeros(numel: int, dtype: torch.dtype, device: torch.device, place: int = 0) 
 
 
 def storage_bytes(numel: int, itemsize: int, on_host: bool, place: int) -> int:
-    """What :func:`zeros` allocates."""
+    """The bytes that :func:`zeros` allocates."""
     nbytes = numel * itemsize
     return nbytes + (PERIOD_BYTES if on_host and place and nbytes >= SPACED_BYTES else 0)

@@ -1,4 +1,4 @@
-"""What a shard keeps for each of its elements: one :class:`Stored` for each number, in whatever form."""
+"""The numbers that a shard keeps for each of its elements: one :class:`Stored` each, in whatever form."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from zerox.memory.pages import storage_bytes, zeros
 from zerox.plan.form import BLOCK_NUMEL, Form, num_blocks
 from zerox.rules.rule import MASTERS, Rule, StateSpec
 
-SCALE = "_scale"  # behind a key: its blocks' scales
+SCALE = "_scale"  # behind a key: the scales of its blocks
 
 
 @dataclass(frozen=True, eq=False)
@@ -25,14 +25,14 @@ class Stored:
 
     @staticmethod
     def zeros(rule: Rule, spec: StateSpec, form: Form, numel: int, device: torch.device) -> Stored:
-        """All zero: the code 0 is zero, whatever the scale. ``form``: where ``spec`` has none."""
+        """All zero: the code 0 is zero, whatever the scale. ``form``: used if ``spec`` has none."""
         form = spec.form or form
         values = zeros(numel, getattr(torch, form.dtype), device, _place(rule, spec))
         return Stored(spec, values, torch.zeros(form.num_scales(numel), device=device) if form.scaled else None)
 
     @staticmethod
     def among(spec: StateSpec, parts: Mapping[str, Tensor]) -> Stored | None:
-        """The one that ``parts`` have by its keys, 1-D."""
+        """That of ``spec`` among ``parts``, by its keys, 1-D; None if it is not there."""
         return Stored(spec, parts[spec.key], parts.get(spec.key + SCALE)) if spec.key in parts else None
 
     def part(self, elements: slice) -> Stored:
@@ -43,7 +43,7 @@ class Stored:
         return Stored(self.spec, self.values[elements], self.scales[blocks])
 
     def tensors(self) -> dict[str, Tensor]:
-        """By their keys in a state_dict."""
+        """Its tensors by their keys in a state_dict."""
         scales = {} if self.scales is None else {self.spec.key + SCALE: self.scales}
         return {self.spec.key: self.values, **scales}
 
@@ -57,12 +57,12 @@ class Stored:
 
 
 def stored_bytes(rule: Rule, spec: StateSpec, form: Form, numel: int, on_host: bool) -> int:
-    """What :meth:`Stored.zeros` allocates."""
+    """The bytes that :meth:`Stored.zeros` allocates."""
     form = spec.form or form
     values = storage_bytes(numel, form.itemsize, on_host, _place(rule, spec))
     return values + form.num_scales(numel) * torch.float32.itemsize
 
 
 def _place(rule: Rule, spec: StateSpec) -> int:
-    """Among the arrays that the update walks together: see zerox/memory/pages.py."""
+    """The number among the arrays that the update walks together: see zerox/memory/pages.py."""
     return 1 if spec in MASTERS else 2 + rule.states.index(spec)

@@ -9,20 +9,20 @@ from zerox.plan.form import FLOAT32, Form
 from zerox.plan.layout import Layout
 
 MIB = 1 << 20
-# Where torch's allocator starts a tensor too. Matrix kernels may choose another path, and other bits, for a tensor that
-# starts elsewhere: then the choice of buckets would show in the results.
+# torch's allocator aligns tensors like this too. For others, matrix kernels may choose another path, and other bits,
+# and the choice of buckets would show in the results.
 START_ALIGN_BYTES = 64
-# A gradient of so many bytes is worth a message of its own, where that saves the copy into the bucket (some 0.4 ns a
-# byte, against some 50 us); but not where a rank's slice is so small that the messages become the cost.
+# From this size on, a gradient's own message (some 50 us) costs less than its copy into the bucket (some 0.4 ns a
+# byte), unless a rank's slice is so small that messages dominate.
 STRAIGHT_BYTES = 256 * 1024
 STRAIGHT_SLICE_BYTES = 1 * MIB
 
 
 @dataclass(frozen=True)
 class ParamSpec:
-    """What a plan knows of a parameter: ``dtype`` is any hashable name of one, ``itemsize`` its bytes an element.
+    """What a plan knows of a parameter: ``dtype`` is any hashable name of its dtype, ``itemsize`` its bytes an element.
 
-    ``state_form``: how its state is stored; ``grad_dtype``: a name of its gradient's dtype, where that is another one.
+    ``state_form``: how its state is stored; ``grad_dtype``: a name of its gradient's dtype, if that is another one.
     """
 
     name: str
@@ -39,10 +39,10 @@ class ParamSpec:
 
 @dataclass(frozen=True)
 class BucketPlan:
-    """One bucket: which parameters (as indices into the list that was planned), and how they lie.
+    """One bucket: its parameters (as indices into the planned list), and their layout.
 
-    The first ``num_straight`` are large: where an exchange sends single messages, or there is none, their gradients
-    need not be packed.
+    The first ``num_straight`` are large: if the exchange sends single messages, or there is no exchange, their
+    gradients need not be packed.
     """
 
     params: tuple[int, ...]
@@ -53,9 +53,9 @@ class BucketPlan:
 
 
 def default_cap_bytes(backend: str, world_size: int) -> int:
-    """The bucket size used for ``bucket_cap_mb=None``: 16 MiB, or more where a rank's slice would get small.
+    """The bucket size for ``bucket_cap_mb=None``: 16 MiB, or more if a rank's slice would get small.
 
-    Slices under 256 KiB spend more on the message than on its bytes.
+    A slice under 256 KiB costs more for the message than for its bytes.
     """
     slice_bytes = {"gloo": 256 * 1024, "nccl": 512 * 1024}.get(backend, 256 * 1024)
     return max(16 * MIB, world_size * slice_bytes)

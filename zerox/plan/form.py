@@ -12,9 +12,9 @@ assert SHARD_ALIGN % BLOCK_NUMEL == 0
 
 @dataclass(frozen=True)
 class Form:
-    """``dtype`` is torch's name for what one element is stored in, ``itemsize`` its bytes.
+    """``dtype`` is torch's name of the dtype that an element is stored in, ``itemsize`` its bytes.
 
-    With ``scaled`` elements are codes, and each block of 256 has a float32 scale: element = map[code] * scale, by the
+    With ``scaled``, elements are codes, and each block of 256 has a float32 scale: element = map[code] * scale, by the
     maps of csrc/math/dynamic_map.h.
     """
 

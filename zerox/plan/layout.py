@@ -36,9 +36,8 @@ class Layout:
 
     Shards are multiples of 256 elements. A parameter of 4,096 elements or more starts at a multiple of 256 and may
     span shards; a smaller one is packed densely, at a multiple of ``start_align``, and never crosses the end of a
-    shard. Blocks of 256 elements counted from a
-    parameter's start therefore never cross one either, whatever the bucket sizes and the number of ranks: norms and
-    8-bit state are taken over such blocks.
+    shard. So blocks of 256 elements counted from a parameter's start never cross one either, whatever the bucket sizes
+    and the number of ranks: norms and 8-bit state are taken over such blocks.
     """
 
     numels: tuple[int, ...]
@@ -88,7 +87,7 @@ class Layout:
         return Span(rank * self.shard_numel, (rank + 1) * self.shard_numel)
 
     def segments(self, rank: int) -> list[Segment]:
-        """What ``rank`` owns, by position."""
+        """The segments that ``rank`` owns, by position."""
         shard = self.shard_span(rank)
         found = []
         for slot in range(len(self.numels)):
@@ -101,7 +100,7 @@ class Layout:
     @property
     def max_segments(self) -> int:
         """The most segments in any shard. Each has two flags behind the shard on the wire."""
-        first, last = [], []  # the shards of each slot; both never fall, as slots lie in order
+        first, last = [], []  # the shards of each slot; neither list ever falls, as slots lie in order
         for slot, numel in enumerate(self.numels):
             first.append(self.offsets[slot] // self.shard_numel)
             last.append((self.offsets[slot] + max(numel, 1) - 1) // self.shard_numel)

@@ -9,11 +9,11 @@ from itertools import accumulate
 
 @dataclass(frozen=True)
 class Flow:
-    """Bytes of what one bucket's gradients turn into on one rank.
+    """Bytes of one bucket's gradients on one rank, from form to form.
 
-    ``local`` ones are packed into ``flat`` and sent, but for ``straight`` bytes of them, which are sent as they are and
-    stay until the bucket has landed. What comes is ``received``, and their mean is the ``shard``. Where gradients stay
-    whole (stage 1), ``whole`` means are gathered from it, and ``kept`` bytes of it stay.
+    ``local`` gradients are packed into ``flat`` and sent, but for ``straight`` bytes of them, which are sent as they
+    are and stay until the bucket has landed. Slices that arrive are ``received``, and their mean is the ``shard``. If
+    gradients stay whole (stage 1), ``whole`` means are gathered from it, and ``kept`` bytes of it stay.
     """
 
     local: int
@@ -26,15 +26,15 @@ class Flow:
 
     @property
     def packed(self) -> int:
-        """While it is packed, and then while it is on the wire, of which the larger."""
+        """The larger of two moments: while it is packed, and while it is on the wire."""
         return self.flat + max(self.local, self.straight + self.received)
 
 
 def peak_of_sharded(flows: Sequence[Flow], stalled: bool) -> int:
-    """Stage 2: local gradients go as their bucket is packed.
+    """Stage 2: local gradients are freed when their bucket is packed.
 
-    ``flows`` in launch order. ``stalled``: all gradients are there before the first bucket lands, and a bucket may land
-    while the next one is packed; else each lands before the next one's gradients are there.
+    ``flows`` in launch order. ``stalled``: all gradients are made before the first bucket lands, and a bucket may land
+    while the next one is packed; else each lands before the next one's gradients are made.
     """
     waiting = [*accumulate((flow.local for flow in reversed(flows)), initial=0)][::-1]
     most = landed = 0
@@ -49,7 +49,7 @@ def peak_of_sharded(flows: Sequence[Flow], stalled: bool) -> int:
 
 
 def peak_of_whole(flows: Sequence[Flow], stalled: bool) -> int:
-    """Stage 1: the same, but local gradients stay until all the means are there."""
+    """Stage 1: the same, but local gradients stay until all means are there."""
     local = sum(flow.local for flow in flows)
     buffers = [flow.flat + flow.received for flow in flows]
     if stalled:
@@ -67,9 +67,9 @@ def peak_of_whole(flows: Sequence[Flow], stalled: bool) -> int:
 
 
 def peak_alone(flows: Sequence[Flow], sharded: bool) -> int:
-    """One rank: what is packed, or stays, is the mean; of whole gradients step() packs small ones, bucket by bucket."""
+    """One rank: packed and straight gradients are the mean; of whole ones step() packs the small, bucket by bucket."""
     local = sum(flow.local for flow in flows)
-    if not sharded:  # one bucket's is packed before the last one's is freed
+    if not sharded:  # a bucket is packed before the one before it is freed
         packed = [flow.flat for flow in flows]
         kept = sum(flow.kept for flow in flows)
         return (

@@ -1,4 +1,4 @@
-"""A flat range of an N-D tensor as rectangles of it: how a checkpoint knows what a rank has."""
+"""A flat range of an N-D tensor as rectangles of it: so a checkpoint describes a rank's part."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ class Rectangle:
 
 
 def rectangles(shape: Sequence[int], strides: Sequence[int], span: Span) -> list[Rectangle]:
-    """``span`` of a dense tensor's elements in memory order, in that order: ``2 * ndim - 1`` rectangles at most.
+    """Rectangles that make up ``span``, elements of a dense tensor in memory order: ``2 * ndim - 1`` at most, in order.
 
-    In memory each rectangle is contiguous: of its dimensions, slowest first, all but one before the first that is cut
-    have one index, and all behind it are whole.
+    In memory each is contiguous: of its dimensions, slowest first, some have one index, one has a range of them, and
+    all behind that one are whole.
     """
     if span.numel == 0:
         return []
@@ -37,7 +37,7 @@ def rectangles(shape: Sequence[int], strides: Sequence[int], span: Span) -> list
 
 
 def _of_rows(shape: Sequence[int], start: int, stop: int) -> list[tuple[list[int], list[int], int]]:
-    """(offsets, sizes, first element) of a row-major tensor's range: a part of a row, whole rows, a part of one."""
+    """(offsets, sizes, first element) of a row-major tensor's range: part of a row, whole rows, part of a row."""
     if not shape:
         return [([], [], start)]
     row_numel = math.prod(shape[1:])

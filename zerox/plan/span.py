@@ -23,7 +23,7 @@ class Span:
         return self.stop - self.start
 
     def overlap(self, other: Span) -> Span | None:
-        """What both have, or None. An empty span lies where its start does."""
+        """The elements that both have, or None. An empty span lies where it starts."""
         start, stop = max(self.start, other.start), min(self.stop, other.stop)
         if start < stop or (self.numel == 0 and other.start <= self.start < other.stop):
             return Span(start, max(start, stop))

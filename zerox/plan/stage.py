@@ -42,7 +42,7 @@ STAGES = {
 
 
 def stage_of(number: int) -> Stage:
-    """Raises ValueError naming the stages there are."""
+    """Raises ValueError that names the known stages."""
     if number not in STAGES:
         raise ValueError(f"stage must be one of {sorted(STAGES)}, got {number!r}")
     return STAGES[number]

@@ -1,1 +1,1 @@
-"""Who trains together, and how they talk."""
+"""The ranks that train together, and how they communicate."""

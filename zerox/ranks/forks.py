@@ -1,4 +1,4 @@
-"""Python's forks: parameters arrive before them, and the child leaves its parent's process groups alone.
+"""Python's forks: parameters arrive before the fork, and the child leaves its parent's process groups alone.
 
 Note [Forks] in csrc/lanes/process.h says why.
 """
@@ -18,7 +18,7 @@ _ours: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()
 
 
 def leave_to_parent(group: dist.ProcessGroup) -> None:
-    """A forked child never destroys ``group``, not even where it is garbage that torch keeps no list of any more."""
+    """A forked child never destroys ``group``, not even as garbage that torch no longer lists."""
     _ours.add(group)
 
 
@@ -33,7 +33,7 @@ def check_made_here(group: dist.ProcessGroup) -> None:
 
 
 def _in_child() -> None:
-    """Also at its exit: torch's groups would wait for their threads, and stores stop the parent's."""
+    """Keeps all groups, also at exit: torch's would wait for their threads, and stores would stop the parent's."""
     world = getattr(sys.modules.get("torch.distributed.distributed_c10d"), "_world", None)
     known = dict(world.pg_map) if world is not None else {}  # with their stores
     groups = {*known, *_ours}

@@ -1,4 +1,4 @@
-"""The data-parallel ranks, and the group of zerox's own over which they talk."""
+"""The data-parallel ranks, and zerox's own group, over which they communicate."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ REFUSED = "refused: "
 class Ranks:
     """``data`` moves gradients and parameters, ``control`` small CPU tensors; both None for one rank alone.
 
-    ``device``: of the parameters; ``backend``: "gloo" or "nccl", what moves tensors of that device. ``neighbours``: the
-    process of each rank whose memory can be read, else 0; empty where nobody is to be read. ``why_alone``: of one rank
-    that was not asked to be alone. ``given``: the user's group over the same ranks; None for one rank alone.
-    ``whereabouts``: of the ranks of the groups, where one is missed.
+    ``device``: of the parameters; ``backend``: "gloo" or "nccl", which moves tensors of that device. ``neighbours``:
+    the process of each rank whose memory can be read, else 0; empty if none is to be read. ``why_alone``: set for one
+    rank that was not asked to be alone. ``given``: the user's group over the same ranks; None for one rank alone.
+    ``whereabouts``: names the rank that is missing from the groups.
     """
 
     rank: int
@@ -57,14 +57,14 @@ class Ranks:
         return Ranks(0, 1, "none", "direct", None, None, device, why_alone=why)
 
     def check_here(self) -> None:
-        """RuntimeError in a forked child, and where a default group came later, whose ranks would train alone."""
+        """RuntimeError in a forked child, and if a default group was made later: its ranks would each train alone."""
         self.process.check()
         if self.why_alone:
             check_still_alone(self.why_alone)
 
     @property
     def staged(self) -> bool:
-        """Whether the tensors are an accelerator's, and the backend moves the host's."""
+        """Whether the tensors are an accelerator's and the backend moves only the host's."""
         return self.device.type != "cpu" and self.backend == "gloo"
 
     def exchange_kind(self) -> ExchangeKind:
@@ -76,7 +76,7 @@ class Ranks:
         )
 
     def all_reduce(self, values: Tensor, op: dist.ReduceOp.RedOpType) -> None:
-        """In place; of CPU tensors, or of the accelerator's where its backend works there."""
+        """In place, on CPU tensors, or on the accelerator's if its backend works there."""
         group = self.control if values.device.type == "cpu" else self.data
         if group is not None:
             options = dist.AllreduceOptions()
@@ -84,7 +84,7 @@ class Ranks:
             self._await(group.allreduce([values], options))
 
     def broadcast(self, values: Tensor, what: str) -> None:
-        """From rank 0, in place; of tensors on the CPU or on ``device``. ``what`` they are, to be named in errors."""
+        """From rank 0, in place, for tensors on the CPU or on ``device``. ``what`` names them in errors."""
         sent = values.cpu() if self.staged else values
         group = self.control if sent.device.type == "cpu" else self.data
         if group is not None:
@@ -105,7 +105,7 @@ class Ranks:
     def gather(self, values: Tensor, to: int | None = 0) -> list[Tensor]:
         """Every rank's values, by rank, on rank ``to`` (None: on all ranks); elsewhere nothing. Collective.
 
-        1-D, as many on all ranks, on any device.
+        ``values``: 1-D, of one length on all ranks, on any device.
         """
         if self.data is None or self.control is None:
             return [values]
@@ -125,7 +125,7 @@ class Ranks:
         return [each.view(values.dtype) for each in received]
 
     def all_gather_bytes(self, data: bytes) -> list[bytes]:
-        """Every rank's, of any lengths, by rank."""
+        """Every rank's bytes, of any lengths, by rank."""
         if self.control is None:
             return [data]
         lengths = torch.zeros(self.size, dtype=torch.int64, device=CPU)
@@ -145,7 +145,7 @@ class Ranks:
     def check_same(self, lines: Sequence[str], refusal: str = "") -> None:
         """ValueError on every rank, naming the first line that differs, unless all ranks pass the same lines.
 
-        ``refusal``: what this rank raises instead of passing any; the others raise ValueError with it. Collective.
+        ``refusal``: the error that this rank raises instead; the others raise ValueError with its text. Collective.
         Ranks compare a digest; the lines themselves travel only when it differs.
         """
         text = f"{REFUSED}{refusal}" if refusal else "\n".join(lines)
@@ -163,7 +163,7 @@ class Ranks:
                     raise ValueError(f"ranks must agree: rank 0 has {first}; rank {rank} has {other}")
 
     def _unless_same(self, text: str) -> list[list[str]]:
-        """Every rank's lines by rank, or nothing if all pass the same."""
+        """Every rank's lines by rank, or none if all ranks pass the same."""
         number = int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
         extremes = torch.tensor([number, -number], device=CPU)
         self.all_reduce(extremes, dist.ReduceOp.MAX)
@@ -172,14 +172,14 @@ class Ranks:
         return [each.split("\n") for each in self.all_gather_text(text)]
 
     def meet(self, where: str) -> None:
-        """RuntimeError on all ranks unless all come. Collective."""
+        """RuntimeError on all ranks unless every rank comes. Collective."""
         try:
             self.all_reduce(torch.zeros(1, device="cpu"), dist.ReduceOp.MAX)
         except RuntimeError as error:
             raise RuntimeError(f"zerox: a rank did not come where {where}: {error}") from error
 
     def _await(self, work: dist.Work) -> None:
-        """RuntimeError that names the rank that is gone."""
+        """RuntimeError that names a rank that is gone."""
         if self.whereabouts is None:
             work.wait()
         else:
@@ -187,7 +187,7 @@ class Ranks:
 
     @contextlib.contextmanager
     def failure_told(self) -> Iterator[None]:
-        """Around what all ranks do together, and one may fail at alone: the others raise its reason, at once."""
+        """Around work of all ranks together at which one may fail: the others raise its reason at once."""
         try:
             yield
         except BaseException as error:
@@ -197,11 +197,11 @@ class Ranks:
 
     @contextlib.contextmanager
     def refusals_told(self) -> Iterator[None]:
-        """Around what may raise on one rank alone while the others go on to check_same()."""
+        """Around code that may raise on one rank while the others go on to check_same()."""
         try:
             yield
         except Exception as error:
-            with contextlib.suppress(RuntimeError, ValueError):  # what went wrong here first is what this rank raises
+            with contextlib.suppress(RuntimeError, ValueError):  # this rank raises its own, first error
                 self.check_same([], summary_of(error))
             raise
 
@@ -223,9 +223,9 @@ def find_ranks(
 ) -> Ranks:
     """Makes the group of our own over the ranks of ``process_group``.
 
-    Collective over these ranks. ``device``: of the parameters; a group that has a backend for each device type is asked
-    for that one's. Raises ValueError for a mesh of more than one dimension, a group that this process is not in, or a
-    backend that can't move tensors of ``device``, and where ``roll_call`` does; RuntimeError if a rank doesn't come.
+    Collective over these ranks. ``device``: of the parameters; it chooses among a group's backends if there is one for
+    each device type. Raises ValueError for a mesh of more than one dimension, a group that this process is not in, or a
+    backend that can't move tensors of ``device``, and if ``roll_call`` does; RuntimeError if a rank doesn't come.
     """
     group = chosen_group(process_group)
     if group is None or group.size() == 1:
@@ -237,14 +237,14 @@ def find_ranks(
     if exchange not in EXCHANGES:
         raise ValueError(f"ZEROX_EXCHANGE must be one of {EXCHANGES}, got '{exchange}'")
     if group not in dist.distributed_c10d._world.pg_map:
-        # A group that somebody built by hand (ranks as threads of one process, in tests): it can't be doubled.
+        # A group that torch.distributed does not know (ranks as threads of one process, in tests) can't be doubled.
         made = Ranks(rank, size, backend, exchange, group, group, device, given=group)
         return _with_neighbours(replace(made, whereabouts=_whereabouts(group, None, [])))
     if roll_call is None:
         roll_call = RollCall(None, rank, size, dist.default_pg_timeout)
     roll_call.answer(f"ZEROX_EXCHANGE={exchange} over {backend} for parameters on {device.type}")
     data = _same_ranks(group, backend, roll_call)
-    # Collectives on one gloo group pair up by order: those of native exchange come from other threads.
+    # Collectives on one gloo group pair up by order, and those of native exchange come from other threads.
     control = data if backend == "gloo" and exchange != "native" else _same_ranks(group, "gloo", roll_call)
     made = Ranks(rank, size, backend, exchange, data, control, device, given=group)
     store = dist.distributed_c10d.PrefixStore(f"zerox/whereabouts/{_num_made[group]}", _store(group))
@@ -262,7 +262,7 @@ def _whereabouts(group: dist.ProcessGroup, store: Store | None, to_close: list[d
 
 
 def _with_neighbours(ranks: Ranks) -> Ranks:
-    """Collective. Pinned memory, of which an accelerator's tensors are sent, belongs to its driver: nobody reads it."""
+    """Collective. An accelerator's tensors are sent from pinned memory, which is its driver's: no rank reads it."""
     if ranks.backend != "gloo" or ranks.exchange != "direct" or ranks.staged:
         return ranks
     try:
@@ -276,7 +276,7 @@ def _with_neighbours(ranks: Ranks) -> Ranks:
 
 
 def _backend(group: dist.ProcessGroup, device: torch.device) -> str:
-    """The name of what moves tensors of ``device`` in this group: gloo takes an accelerator's through the host."""
+    """The backend that moves tensors of ``device`` in this group: gloo moves an accelerator's through the host."""
     for type_ in dict.fromkeys([device.type, "cpu"]):
         with contextlib.suppress(RuntimeError):  # there is none for this device type
             name = group._get_backend(torch.device(type_)).name()
@@ -294,7 +294,7 @@ def _same_ranks(group: dist.ProcessGroup, backend: str, roll_call: RollCall) -> 
     ranks = dist.get_process_group_ranks(group)
     try:
         if backend == "gloo":
-            number = _num_made[group] = _num_made.get(group, 0) + 1  # also if it fails: the attempt's keys stay there
+            number = _num_made[group] = _num_made.get(group, 0) + 1  # also if this fails: its keys stay in the store
             return roll_call.unless_one_fails(lambda: _gloo(group, number))
         made = dist.new_group(
             ranks,
@@ -311,10 +311,10 @@ def _same_ranks(group: dist.ProcessGroup, backend: str, roll_call: RollCall) -> 
 
 
 def _gloo(group: dist.ProcessGroup, number: int) -> dist.ProcessGroup:
-    """A gloo group over the ranks of ``group`` that torch keeps no list of: it ends with the last who uses it.
+    """A gloo group over the ranks of ``group`` that torch does not list: it ends with its last user.
 
-    What dist.new_group() makes keeps its threads and sockets until all groups are destroyed; destroying it earlier
-    would change the names of those that follow, at other moments on other ranks.
+    A group of dist.new_group() keeps its threads and sockets until all groups are destroyed; destroying it earlier
+    would change the names of the groups that follow, at other moments on other ranks.
     """
     rank, size = group.rank(), group.size()
     store = dist.distributed_c10d.PrefixStore(f"zerox/{number}", _store(group))
@@ -329,7 +329,7 @@ def _gloo(group: dist.ProcessGroup, number: int) -> dist.ProcessGroup:
 
 
 def _high_priority(group: dist.ProcessGroup) -> Any:
-    """NCCL's streams ahead of the computation's: a bucket that is on its way is what the next one waits for."""
+    """NCCL's streams go ahead of the computation's, since the next bucket waits for the one in flight."""
     options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
     timeout = _timeout(group, "nccl")
     if timeout is not None:
@@ -338,7 +338,7 @@ def _high_priority(group: dist.ProcessGroup) -> Any:
 
 
 def _timeout(group: dist.ProcessGroup, backend: str) -> datetime.timedelta | None:
-    """The group's own; None (the backend's default) where the backend doesn't tell."""
+    """The group's own timeout; None (the backend's default) if the backend doesn't report it."""
     for type_ in ["cpu", "cuda"] if backend == "gloo" else ["cuda", "cpu"]:
         try:
             options = getattr(group._get_backend(torch.device(type_)), "options", None)

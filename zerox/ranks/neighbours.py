@@ -15,10 +15,10 @@ Gather = Callable[[str], list[str]]
 
 
 def find_neighbours(all_gather: Gather, rank: int) -> tuple[int, ...]:
-    """The process of each rank that is on this one's machine, else 0; 0 everywhere if any two there can't be read.
+    """The process of each rank on this machine, else 0; 0 everywhere if any rank there can't read another.
 
-    Collective: ``all_gather`` returns every rank's text by rank. What ranks say of their machine is only a hint, as
-    containers may share its names: the proof is a random number, read where its rank says that it is.
+    Collective: ``all_gather`` returns every rank's text by rank. The machine's name is only a hint, since containers
+    may share it; the proof is a random number, read at the address that its rank gives.
     """
     C.let_siblings_read()
     secret = torch.tensor([secrets.randbits(62)], device="cpu")
@@ -42,7 +42,7 @@ def _reads(pid: str, address: int, number: int) -> bool:
 
 
 def _machine() -> str:
-    """A word for this boot of this machine and its process numbers; one of its own where there is no /proc."""
+    """A name for this boot of this machine and its process numbers; a random one if there is no /proc."""
     boot = Path("/proc/sys/kernel/random/boot_id")
     namespace = Path("/proc/self/ns/pid")
     try:

@@ -1,4 +1,4 @@
-"""What the argument ``process_group`` says: which ranks train together, and whether one was asked to train alone."""
+"""The argument ``process_group``: which ranks train together, and whether one was asked to train alone."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ GroupArgument = dist.ProcessGroup | DeviceMesh | str | None
 
 
 def chosen_group(process_group: GroupArgument) -> dist.ProcessGroup | None:
-    """The group that is meant (by default all ranks); None for one rank without torch.distributed, or ``ALONE``.
+    """The group that it stands for (by default all ranks); None for one rank without torch.distributed, or ``ALONE``.
 
     Raises ValueError for a mesh of more than one dimension, a group that this process is not in, and anything else;
     RuntimeError for a group of the process that this one was forked from.
@@ -39,7 +39,7 @@ def chosen_group(process_group: GroupArgument) -> dist.ProcessGroup | None:
 
 
 def why_alone(process_group: GroupArgument) -> str:
-    """Why an optimizer that has no other ranks has none; empty if it was asked for."""
+    """Why an optimizer that has no other ranks has none; empty if the user asked for that."""
     if process_group is not None:
         return ""
     return "while the default group had one rank" if _is_initialized() else "before init_process_group()"

@@ -1,4 +1,4 @@
-"""Who comes to the constructor and who refused there: told through the store, before there is a group of our own."""
+"""Ranks that come to the constructor, and refusals there: through the store, before there is a group of our own."""
 
 from __future__ import annotations
 
@@ -23,13 +23,12 @@ LISTEN_S = 0.05
 class RollCall:
     """One construction over the ranks of a group.
 
-    As a context manager it tells the others what was raised inside, without waiting for anyone: whoever refuses does so
-    at once, and they hear of it when they come, or in unless_one_fails(). Ranks know the same construction by counting
-    their own.
+    As a context manager it leaves word of an error that was raised inside, without waiting for other ranks: they read
+    it when they come, or in unless_one_fails(). Each rank counts its constructions, and so finds the same one's keys.
     """
 
     def __init__(self, store: Store | None, rank: int, size: int, timeout: datetime.timedelta) -> None:
-        """``store``: the group's; None for one rank alone, and where there is none: then nothing is told."""
+        """``store``: the group's; None for one rank alone, and if there is none: then ranks learn nothing."""
         self.rank = rank
         self.size = size
         self.timeout = timeout
@@ -50,10 +49,10 @@ class RollCall:
                 self.store.compare_set(FAILED, "", reason)
 
     def answer(self, terms: str) -> None:
-        """Waits until all ranks have come. ``terms``: what has to be the same for their groups to match.
+        """Waits until all ranks have come. ``terms`` must be the same for their groups to match.
 
-        ValueError if one raised inside its roll call or came with other terms, RuntimeError naming those that did not
-        come within the timeout.
+        ValueError if a rank raised inside its roll call or came with other terms, RuntimeError naming those that did
+        not come within the timeout.
         """
         if self.store is None:
             return
@@ -76,7 +75,7 @@ class RollCall:
             raise ValueError(decision)
 
     def unless_one_fails(self, connect: Callable[[], T]) -> T:
-        """What ``connect()`` returns, which waits for all ranks. RuntimeError at once if one of them raised instead.
+        """Returns ``connect()``, which waits for all ranks. RuntimeError at once if one of them raised instead.
 
         It runs on a thread of its own while this one listens: nothing ends gloo's wait for a rank that won't connect.
         """

@@ -1,4 +1,4 @@
-"""Adam and AdamW: what they keep, and what their param groups say."""
+"""Adam and AdamW: their state, and the options of their param groups."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ KIND = "decoupled_weight_decay"  # AdamW, or Adam with L2
 
 
 def check_hyper_parameters(lr: Any, betas: Any, eps: Any, weight_decay: Any) -> None:
-    """ValueError for what torch.optim.AdamW refuses, in its words; TypeError for what is no number."""
+    """ValueError, in torch's words, for values that torch.optim.AdamW refuses; TypeError for anything but numbers."""
     if isinstance(lr, Tensor) and lr.numel() != 1:
         raise ValueError("Tensor lr must be 1-element")
     if not lr >= 0.0:
@@ -76,9 +76,9 @@ def defaults(
     decoupled_weight_decay: bool,
     flags: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """What a param group has unless it says otherwise. Raises as check_hyper_parameters() and check_flags().
+    """The defaults of param groups. Raises as check_hyper_parameters() and check_flags().
 
-    ``flags`` that are set are kept, for torch.optim.AdamW to find in a state_dict().
+    ``flags`` that are set are kept: torch.optim.AdamW finds them in a state_dict().
     """
     check_hyper_parameters(lr, betas, eps, weight_decay)
     check_flags(flags)

@@ -1,4 +1,4 @@
-"""The rule in plain torch, in whatever precision it is given: what kernels are held against.
+"""The rule in plain torch, in the precision of its arguments: the reference for the kernels.
 
 Source: Loshchilov and Hutter, "Decoupled Weight Decay Regularization" (2019), algorithm 2, as written in torch.optim's
 single-tensor path (torch/optim/adam.py): eps is added outside the bias-corrected root, and decay multiplies the

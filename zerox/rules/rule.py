@@ -1,4 +1,4 @@
-"""An update rule as data: what it keeps for each element, and what a param group says to it."""
+"""An update rule as data: the numbers it keeps for each element, and the options it reads of a param group."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from zerox.plan.form import FLOAT32, LOW_16_BITS, Form
 class StateSpec:
     """A number that is kept for each element, under ``key`` in the optimizer's state.
 
-    ``signed``: it may be negative, which decides on its map in 8 bits. ``when``: the option of a param group that asks
-    for it; empty: always. ``form``: how it is stored in any case; None: as the constructor's ``state_dtype`` says.
+    ``signed``: it may be negative, which decides on its 8-bit map. ``when``: the option of a param group that asks for
+    it; empty: always. ``form``: how it is always stored; None: as the constructor's ``state_dtype`` says.
     """
 
     key: str
@@ -27,7 +27,7 @@ class StateSpec:
         return not self.when or bool(group[self.when])
 
 
-# The exact value of a 16-bit parameter, under any rule: in full, or what the parameter lacks of it.
+# The exact value of a 16-bit parameter, under any rule: in full, or only the bits that the parameter lacks.
 MASTER = StateSpec("master", form=FLOAT32)
 REMAINDER = StateSpec("remainder", form=LOW_16_BITS)
 MASTERS = (MASTER, REMAINDER)
@@ -35,7 +35,7 @@ MASTERS = (MASTER, REMAINDER)
 
 @dataclass(frozen=True)
 class Column:
-    """A number that kernels read of a param group: its ``option``, or one of several."""
+    """A number that kernels read of a param group: its ``option``, or the ``index``-th number of that."""
 
     option: str
     index: int | None = None
@@ -46,9 +46,9 @@ class Column:
 
 @dataclass(frozen=True)
 class Rule:
-    """``needed_options``: what a param group of its torch.optim class always has.
+    """``needed_options``: those that a param group of its torch.optim class always has.
 
-    ``columns``: a param group as the kernels read it. ``check(group)`` raises as torch would refuse a group.
+    ``columns``: a param group as the kernels read it. ``check(group)`` raises for groups that torch refuses.
     ``lasting``: options that say which formula it is: a state that is loaded does not change them. ``torch_class``:
     the name of the torch.optim class whose groups are like this one.
     """
@@ -62,12 +62,12 @@ class Rule:
     torch_class: Callable[[Mapping[str, Any]], str]
 
     def wanted(self, groups: Sequence[Mapping[str, Any]]) -> list[StateSpec]:
-        """What a bucket keeps whose parameters are in these groups."""
+        """The state of a bucket whose parameters are in these groups."""
         return [spec for spec in self.states if any(map(spec.is_wanted, groups))]
 
 
 def check_flags(flags: Mapping[str, Any]) -> None:
-    """foreach and fused say how torch computes the same, and mean nothing here. Raises as torch, and for
+    """foreach and fused choose between torch's implementations, and mean nothing here. Raises as torch, and for
     differentiable=True ValueError."""
     if flags.get("fused") and flags.get("differentiable"):
         raise RuntimeError("`fused` does not support `differentiable`")

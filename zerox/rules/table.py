@@ -16,7 +16,7 @@ LR = "lr"  # the one option that may be a tensor on an accelerator, and stays th
 class OptionsTable:
     """A row of the rule's numbers for each param group (csrc/math).
 
-    ``keeps_place``: at one address from step to step, for CUDA graphs.
+    ``keeps_place``: the table stays at one address, for CUDA graphs.
     """
 
     def __init__(self, rule: Rule, device: torch.device, keeps_place: bool = False) -> None:
@@ -27,7 +27,7 @@ class OptionsTable:
         self.table = torch.empty(0, len(rule.columns), dtype=torch.float64, device=device)
 
     def refresh(self, groups: Sequence[dict[str, Any]], capturing: bool = False) -> Tensor:
-        """float64 ``[groups, columns]`` on the device, from what the groups say now; never waits for the device.
+        """float64 ``[groups, columns]`` on the device, from the groups' current options; never waits for the device.
 
         While a CUDA graph is captured (``capturing``) numbers become part of the graph; a tensor lr on the device is
         read anew by every replay.
@@ -46,7 +46,7 @@ class OptionsTable:
         return [0.0 if name == LR and _is_on_accelerator(value) else float(value) for name, value in values]
 
     def _write(self, rows: list[list[float]], capturing: bool) -> None:
-        if capturing:  # from memory of the host a replay would read whatever lies there then
+        if capturing:  # a replay would read the host's memory again, whatever lies there then
             if len(rows) != len(self.rows):
                 raise RuntimeError("param groups were added: call step() or synchronize() once before capturing it")
             for index, row in enumerate(rows):

@@ -1,1 +1,1 @@
-"""The optimizer's state as state_dict() and load_state_dict() have it."""
+"""The optimizer's state, for state_dict() and load_state_dict()."""

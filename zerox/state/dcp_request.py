@@ -1,4 +1,4 @@
-"""What torch.distributed.checkpoint (DCP) wants of state_dict()."""
+"""The form in which torch.distributed.checkpoint (DCP) wants state_dict()."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ class Request(Enum):
 
 
 def dcp_request() -> Request | None:
-    """None where it is not DCP that calls state_dict().
+    """None if the caller of state_dict() is not DCP.
 
-    DCP says nothing of its StateDictOptions to an optimizer, and gathers by itself the tensors that it knows: DTensor
-    and ShardedTensor. A flat slice of a tensor is neither, and DCP would hand out those of one rank as the whole. Its
-    stack alone has what it wants. RuntimeError if another version of torch has it elsewhere.
+    DCP does not pass its StateDictOptions to an optimizer, and gathers by itself only the tensors that it knows:
+    DTensor and ShardedTensor. A flat slice of a tensor is neither, and DCP would return one rank's slices as the whole.
+    So the options are read from its stack. RuntimeError if another version of torch has them elsewhere.
     """
     getter = _caller(sys._getframe(1), GETTER)
     if getter is None:
         return None
-    if _caller(getter, LOADER) is not None:  # the one place from where it gets before it sets
+    if _caller(getter, LOADER) is not None:  # the one place that gets state in order to set it
         return Request.FILLED_FROM_WHOLE
     try:
         options = getter.f_locals["info"]

@@ -1,4 +1,4 @@
-"""One parameter's part of a bucket's state, filled from parts in whatever form they were saved."""
+"""Fills one parameter's part of a bucket's state from parts in any saved form."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ assert PIECE_NUMEL % BLOCK_NUMEL == 0
 def fill_row(bucket: Bucket, row: int, parts: Mapping[str, Tensor], rest_anew: bool) -> list[str]:
     """Copies ``parts`` (by their key in the optimizer's state, 1-D, on any device) into the segment ``row``.
 
-    With ``rest_anew`` what they lack becomes as for a parameter that was never updated, else stays as it is. Returns
-    what had to be rounded. The parameter's own value must be there already.
+    With ``rest_anew``, state that they lack becomes that of a parameter that was never updated, else it stays. Returns
+    the names of state that had to be rounded. The parameter's own value must be there already.
     """
     own = slice(bucket.own_segments[row].span.start, bucket.own_segments[row].span.stop)
     param = bucket.param_shard[own]
@@ -54,13 +54,13 @@ def fill_row(bucket: Bucket, row: int, parts: Mapping[str, Tensor], rest_anew: b
 
 
 def pieces(numel: int) -> Iterator[slice]:
-    """Elements in turn: what conversions compute on the way need not be as large as a parameter."""
+    """Ranges of elements in turn: a conversion's temporaries need not be as large as a parameter."""
     for start in range(0, numel, PIECE_NUMEL):
         yield slice(start, min(start + PIECE_NUMEL, numel))
 
 
 def _master(own: Stored, param: Tensor, parts: Mapping[str, Tensor]) -> Tensor:
-    """In the form of ``own``; without one among ``parts`` it is the parameter's value."""
+    """The master in the form of ``own``; if ``parts`` has none, it is the parameter's value."""
     given, remainder = parts.get(MASTER.key), parts.get(REMAINDER.key)
     if own.spec == REMAINDER:
         if remainder is not None:

@@ -1,4 +1,4 @@
-"""The whole state on one rank or on all, as torch.optim.AdamW has it."""
+"""The whole state on one rank or on all, in the form of torch.optim.AdamW."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def full_state(
 ) -> dict[int, dict[str, Tensor]]:
     """By parameters' numbers, on ``device`` of rank ``to`` (None: of all ranks); elsewhere nothing.
 
-    A step is on the CPU, as in torch. Collective; one bucket of one kind of state is gathered at a time.
+    Steps are on the CPU, as in torch. Collective; one bucket of one kind of state is gathered at a time.
     """
     found: dict[int, dict[str, Tensor]] = {}
     for bucket in buckets:
@@ -31,7 +31,7 @@ def full_state(
         steps[: bucket.steps.numel()] = bucket.steps
         for rank, counted in enumerate(ranks.gather(steps, to)):
             for segment, step in zip(segments[rank], counted.tolist(), strict=False):
-                # float32 as torch has it, whose foreach and fused paths take no other.
+                # float32 as in torch, whose foreach and fused paths take no other dtype.
                 found.setdefault(bucket.members[segment.slot].number, {})[STEP] = torch.tensor(
                     float(step), dtype=torch.float32, device=CPU
                 )
@@ -43,7 +43,7 @@ def full_state(
 
 
 def in_full(bucket: Bucket) -> Iterator[Stored]:
-    """What is kept for each element of the own shard, float32 or float64, and nothing of how it is stored."""
+    """The state of the own shard's elements in float32 or float64, in whatever form it is stored."""
     for stored in bucket.state.values():
         if stored.spec == REMAINDER:
             yield Stored(MASTER, master_of(bucket.param_shard, stored.values))

@@ -1,4 +1,4 @@
-"""The optimizer's state as torch keeps it: state_dict(), load_state_dict() and full_state_dict()."""
+"""The optimizer's state in torch's form: state_dict(), load_state_dict() and full_state_dict()."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ class Consolidated:
     steps: Sequence[Tensor]
 
     def is_of(self, buckets: Sequence[Bucket]) -> bool:
-        """Also where a CUDA graph, which calls nothing of ours, made steps."""
+        """False after a step, also if a CUDA graph, which calls nothing of ours, made it."""
         return all(torch.equal(then, bucket.steps) for then, bucket in zip(self.steps, buckets, strict=True))
 
 
 class OptimizerState(torch.optim.Optimizer):
-    """What of an optimizer is about its state. Each rank has that of its own shards, in buckets."""
+    """The part of an optimizer that is about its state. Each rank has the state of its own shards, in buckets."""
 
     _rule: Rule
     _buckets: list[Bucket]
@@ -47,7 +47,7 @@ class OptimizerState(torch.optim.Optimizer):
         self._consolidated = None
 
     def _share_state(self) -> None:
-        """From now on state_dict() tells which part of what this rank has."""
+        """From now on state_dict() says which part of which tensor this rank has."""
 
         def shared(optimizer: Any, packed: dict[str, Any]) -> dict[str, Any]:
             return packed_with(optimizer._state_to_show(), optimizer._buckets, packed)
@@ -55,7 +55,7 @@ class OptimizerState(torch.optim.Optimizer):
         self.register_state_dict_post_hook(shared, prepend=True)
 
     def _state_to_show(self) -> dict[int, Any] | None:
-        """By parameters' numbers; None for what is in ``state``. Collective where DCP is asked for whole tensors."""
+        """State by parameters' numbers; None: that in ``state``. Collective if DCP asks for whole tensors."""
         ranks, request = self._all_ranks, dcp_request()
         if request in (Request.WHOLE, Request.WHOLE_ON_RANK_0):
             self.synchronize()
@@ -72,30 +72,30 @@ class OptimizerState(torch.optim.Optimizer):
         return {member.number: state for bucket in self._buckets for member, state in sliced_state(bucket)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Takes what this rank's ``state_dict()`` gave, or whole tensors: full_state_dict()'s or torch.optim.AdamW's.
+        """Takes this rank's own ``state_dict()``, or whole tensors: full_state_dict()'s or torch.optim.AdamW's.
 
-        In place, and not collective; load the model first. As torch: state of a parameter that isn't given starts anew.
-        Warns of what this optimizer's ``state_dtype`` and ``master_weights`` hold less of. Raises ValueError, with
-        nothing changed, for groups or sizes that don't fit, and for another rank's share.
+        In place, and not collective; load the model first. As in torch, state that isn't given starts anew. Warns of
+        state that this optimizer's ``state_dtype`` and ``master_weights`` round. Raises ValueError, with nothing
+        changed, for groups or sizes that don't fit, and for another rank's share.
         """
         with state_uncast(self):
             super().load_state_dict(state_dict)
 
     def full_state_dict(self, to: int = 0) -> dict[str, Any]:
-        """On rank ``to`` what ``torch.optim.AdamW.load_state_dict()`` takes, on the CPU; elsewhere ``{}``. Collective.
+        """On rank ``to``, a dict on the CPU for ``torch.optim.AdamW.load_state_dict()``; elsewhere ``{}``. Collective.
 
-        Whole tensors in the parameters' shapes, float32 (float64 beside float64 parameters), and in addition "master",
-        float32, of parameters that have one. Above this, rank ``to`` needs memory for one bucket of one of these.
-        Raises ValueError for a rank that the optimizer's group does not have.
+        It has whole tensors in the parameters' shapes, float32 (float64 beside float64 parameters), and in addition
+        "master", float32, of parameters that have one. Above this, rank ``to`` needs memory for one bucket of one of
+        these. Raises ValueError for a rank that the optimizer's group does not have.
         """
         state = self._full_state(to)
         return {"state": state, "param_groups": self._packed_groups()} if self._all_ranks.rank == to else {}
 
     def consolidate_state_dict(self, to: int = 0) -> None:
-        """Has the next ``state_dict()`` on rank ``to`` give what ``full_state_dict()`` gives, once. Collective.
+        """Makes the next ``state_dict()`` on rank ``to`` return that of ``full_state_dict()``, once. Collective.
 
-        As torch's ZeroRedundancyOptimizer has it, for code that saves the ``state_dict()`` of one rank. The other
-        ranks' ``state_dict()`` stays their share, and so does this one's if anything changed the state meanwhile.
+        As in torch's ZeroRedundancyOptimizer, for code that saves the ``state_dict()`` of one rank. The other ranks'
+        ``state_dict()`` stays their share, and so does this one's if anything changes the state meanwhile.
         """
         self._consolidated = None
         state = self._full_state(to)
@@ -103,7 +103,7 @@ class OptimizerState(torch.optim.Optimizer):
             self._consolidated = Consolidated(state, [bucket.steps.clone() for bucket in self._buckets])
 
     def __setstate__(self, loaded: dict[str, Any]) -> None:
-        """What torch's load_state_dict() calls between its own checks and the post-hooks: see Note [Loading state]."""
+        """torch's load_state_dict() calls this between its own checks and the post-hooks: see Note [Loading state]."""
         for group in loaded["param_groups"]:
             check_flags(group)
         check_state(self._buckets, self._frozen, loaded["state"])
@@ -133,7 +133,7 @@ class OptimizerState(torch.optim.Optimizer):
         return full_state(self._buckets, self._all_ranks, to)
 
     def _packed_groups(self) -> Any:
-        """Param groups as state_dict() has them."""
+        """Param groups as in state_dict()."""
         kept, self._consolidated = self._consolidated, None
         groups = self.state_dict()["param_groups"]
         self._consolidated = kept

@@ -1,4 +1,4 @@
-"""A bucket's state as slices of whole tensors, for all its parameters: those of other ranks have no element here."""
+"""A bucket's state as slices of whole tensors, for all its parameters: slices of other ranks' parameters are empty."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ def sliced_state(
 ) -> Iterator[tuple[Member, dict[str, SlicedTensor]]]:
     """Each parameter of the bucket with views of its state, by the keys of ``optimizer.state``.
 
-    What is kept for each element, remainder and master too, has the parameter's shape, and the dtype that it is stored
-    in; scales have one element for each 256 of the parameter in memory order; step is int64 without dimensions.
-    ``kept``: what is kept for the own shard, where it is to be shown in another form.
+    The state of elements, remainder and master too, has the parameter's shape, and the dtype that it is stored in;
+    scales have one element for each 256 of the parameter in memory order; step is int64 without dimensions.
+    ``kept``: the own shard's state, if it is to be shown in another form.
     """
     shown = list(bucket.state.values() if kept is None else kept)
     rows = {segment.slot: (row, segment) for row, segment in enumerate(bucket.own_segments)}

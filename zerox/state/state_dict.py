@@ -26,10 +26,10 @@ WHOLE_STEP = Span(0, 1)
 
 
 def packed_with(state: Mapping[int, Any] | None, buckets: Sequence[Bucket], packed: dict[str, Any]) -> dict[str, Any]:
-    """What torch's state_dict() ``packed``, with this ``state`` by parameters' numbers instead of theirs, if any.
+    """torch's ``packed`` state_dict(), with this ``state``, if any, by parameters' numbers in place of theirs.
 
-    What else users keep there stays. Steps are float32 as torch.optim.AdamW has them, whose foreach and fused paths
-    take no other dtype: from 2**24 on they are rounded, here as there.
+    Other entries, which users keep there, stay. Steps are float32 as in torch.optim.AdamW, whose foreach and fused
+    paths take no other dtype: from 2**24 on they are rounded, as in torch.
     """
     if state is not None:
         numbers = {member.number for bucket in buckets for member in bucket.members}
@@ -43,15 +43,14 @@ def _with_float_step(state: Any) -> Any:
 
 
 # Note [Loading state]
-# torch's load_state_dict() does what a user expects of ours too: it runs the hooks, compares the groups, and finds each
-# number's parameter. But on its way it casts state to the parameters' dtype, of which 16 bits are too few for moments,
-# and it asks no method of ours: the cast is a static method that it calls by its class. What is neither a tensor nor
-# iterable it hands on as it is, so state travels through it as Uncast. The one method that it then calls, before the
-# post-hooks, is __setstate__(), and that one takes the state. The other way would be to run torch's private lists of
-# hooks ourselves.
+# torch's load_state_dict() does much that users expect of ours too: it runs the hooks, compares the groups, and finds
+# each number's parameter. But it also casts state to the parameters' dtype, in which 16 bits are too few for moments,
+# and no method of ours can prevent that: the cast is a static method of torch's class. It leaves alone objects that are
+# neither tensors nor iterable, so state travels through it as Uncast. Then, before the post-hooks, it calls
+# __setstate__(), which takes the state. The alternative is to run torch's private lists of hooks ourselves.
 @dataclass(frozen=True)
 class Uncast:
-    """The state of one parameter, which torch leaves as it is: see Note [Loading state]."""
+    """The state of one parameter, in a form that torch leaves alone: see Note [Loading state]."""
 
     state: Mapping[str, Any]
 
@@ -71,7 +70,7 @@ def state_uncast(optimizer: torch.optim.Optimizer) -> Iterator[None]:
 
 
 def check_state(buckets: Sequence[Bucket], frozen: Sequence[Member], given: Mapping[Any, Uncast]) -> None:
-    """ValueError naming the first parameter whose state does not fit, or is not what this rank needs of it."""
+    """ValueError naming the first parameter whose state does not fit, or lacks the part that this rank needs."""
     frozen_members = {id(member.param): member for member in frozen}
     for param, uncast in given.items():
         if isinstance(param, Tensor) and id(param) in frozen_members and uncast.state:
@@ -92,7 +91,7 @@ def check_state(buckets: Sequence[Bucket], frozen: Sequence[Member], given: Mapp
 
 
 def fill_state(buckets: Sequence[Bucket], given: Mapping[Any, Uncast]) -> None:
-    """Copies values in place. What isn't given is as for a parameter that was never updated, as in torch."""
+    """Copies values in place. State that isn't given starts anew, as in torch."""
     rounded: dict[str, None] = {}
     for bucket in buckets:
         for row, segment in enumerate(bucket.own_segments):
@@ -107,7 +106,7 @@ def fill_state(buckets: Sequence[Bucket], given: Mapping[Any, Uncast]) -> None:
 def groups_to_take(
     rule: Rule, live: Sequence[dict[str, Any]], loaded: Sequence[dict[str, Any]], defaults: Mapping[str, Any]
 ) -> list[dict[str, Any]]:
-    """Saved param groups with what is not theirs to say as it is in the ``live`` ones.
+    """Saved param groups, but with options that only a constructor decides as in the ``live`` ones.
 
     Options that an older state_dict didn't know take the optimizer's defaults.
     """
@@ -116,13 +115,13 @@ def groups_to_take(
 
 
 def taken_options(rule: Rule, live: Mapping[str, Any], loaded: Mapping[str, Any]) -> dict[str, Any]:
-    """What a group takes of a ``loaded`` one: all but what the constructor decided, of which torch has capturable."""
+    """The options that a group takes from a ``loaded`` one: all but those of the constructor (torch has capturable)."""
     kept = {key: live[key] for key in (*rule.lasting, *OF_OPTIMIZER) if key in live}
     return {key: value for key, value in loaded.items() if key not in OF_OPTIMIZER} | kept
 
 
 def say_what_stays(rule: Rule, pairs: Sequence[tuple[Mapping[str, Any], Mapping[str, Any]]]) -> None:
-    """Warns where groups (live, saved) are of different formulas, as AdamW's and Adam's weight decay is."""
+    """Warns of pairs (live, saved) of different formulas, as AdamW's and Adam's weight decay are."""
     for option in rule.lasting:
         others = [index for index, (own, group) in enumerate(pairs) if group.get(option, own[option]) != own[option]]
         if others:
@@ -136,14 +135,14 @@ def say_what_stays(rule: Rule, pairs: Sequence[tuple[Mapping[str, Any], Mapping[
 
 
 def say_rounded(what: Mapping[str, None]) -> None:
-    """Warns of what was loaded into a form that holds less."""
+    """Warns of state that was loaded into a form that holds less."""
     if what:
         names = ", ".join(what)
         warnings.warn(f"zerox: rounded, since it was saved in a form that holds more: {names}", stacklevel=4)
 
 
 def _known(rule: Rule, member: Member) -> dict[str, int]:
-    """Elements of all that a parameter's state may have, by key."""
+    """The number of elements of all that a parameter's state may have, by key."""
     numel = member.param.numel()
     found = {STEP: 1} | {spec.key: numel for spec in (*rule.states, *MASTERS)}
     return found | {spec.key + SCALE: num_blocks(numel) for spec in rule.states}
@@ -163,7 +162,7 @@ def _check_whole(rule: Rule, member: Member, state: Mapping[str, Any]) -> None:
 
 
 def _parts(rule: Rule, member: Member, state: Mapping[str, Any], span: Span) -> dict[str, Tensor]:
-    """What ``state`` has of these elements of a parameter, 1-D. ValueError if it is the share of another rank."""
+    """The parts of ``state`` for these elements of a parameter, 1-D. ValueError if it is the share of another rank."""
     found = {}
     for key in _known(rule, member):
         if key in state:
