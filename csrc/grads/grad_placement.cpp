@@ -6,26 +6,24 @@
 namespace zx {
 
 void GradPlacement::zero(bool set_to_none, int64_t rounds) {
-  {
-    const Locked lock(buckets().mutex);
-    buckets().for_each_slot([&](Slot& slot, int64_t /*place*/) {
-      at::Tensor& grad = slot.param.mutable_grad();
-      // Since the last step every rank may hold something of this parameter, whether this one contributed or not.
-      slot.replace |= slot.held || rounds > 0;
-      const bool is_placeholder = grad.defined() && slot.placeholder.defined() && grad.is_same(slot.placeholder);
-      slot.whole.reached = false;
-      slot.hooks.between = 0;
-      if (set_to_none) {
-        slot.held = slot.zeroed = false;
-        slot.seen.local.forget();
-        grad.reset();
-      } else if (is_placeholder) {
-        slot.zeroed = true;
-      } else if (grad.defined()) {
-        grad.detach_().zero_();
-      }
-    });
-  }
+  const Locked lock(buckets().mutex);
+  buckets().for_each_slot([&](Slot& slot, int64_t /*place*/) {
+    at::Tensor& grad = slot.param.mutable_grad();
+    // Since the last step every rank may hold something of this parameter, whether this one contributed or not.
+    slot.replace |= slot.held || rounds > 0;
+    const bool is_placeholder = grad.defined() && slot.placeholder.defined() && grad.is_same(slot.placeholder);
+    slot.whole.reached = false;
+    slot.hooks.between = 0;
+    if (set_to_none) {
+      slot.held = slot.zeroed = false;
+      slot.seen.local.forget();
+      grad.reset();
+    } else if (is_placeholder) {
+      slot.zeroed = true;
+    } else if (grad.defined()) {
+      grad.detach_().zero_();
+    }
+  });
   if (!set_to_none && !zeros_are_in_grad()) return;
   flights().after_landing([all = buckets().all] {
     for (const auto& bucket : all) {
