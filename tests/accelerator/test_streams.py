@@ -261,13 +261,14 @@ def test_gradients_are_freed_while_backward_runs() -> None:
 
 def whole_optimizer(ranks: Ranks) -> list[Tensor]:
     from zerox import engine as module
+    from zerox.optimizers import FusedShardedAdam
 
     params = parameters(ranks.device)
     found, checked = module.find_ranks, module.check_params
     module.find_ranks = lambda *_: ranks
     module.check_params = lambda *_: None  # knows no such device
     try:
-        optimizer = module.FusedShardedAdam(params, lr=0.1, bucket_cap_mb=CAP / 2**20)
+        optimizer = FusedShardedAdam(params, lr=0.1, bucket_cap_mb=CAP / 2**20)
     finally:
         module.find_ranks, module.check_params = found, checked
     machine().take_waits(ranks.device.index)
