@@ -48,7 +48,7 @@ COLOURS = {
         "#3f6a94": ("reduce", "read_flags", "carry"),
         "#7d6b9e": ("norm", "norm_value"),
         "#b5d1b4": ("fold",),
-        "#5b8c5a": ("update", "adam", "adam_block"),
+        "#5b8c5a": ("update", "update_block"),
         "#b28bc0": ("gather",),
     }.items()
     for what in kinds

@@ -1,6 +1,5 @@
 #include "op_arguments.h"
 
-#include "math/adam.h"
 #include "math/exact_sum.h"
 
 namespace zx {
@@ -32,12 +31,13 @@ Master check_master(const at::Tensor& param, const at::Tensor* master) {
   return Master::remainder;
 }
 
-Moments check_moments(const ShardTensors& t) {
+StoredStates check_state(const ShardTensors& t, const RuleFacts& rule) {
   constexpr const char* op = "update_";
-  const size_t num_moments = t.state.size();
-  ZX_CHECK(num_moments == kAdamMoments || num_moments == kAdamMoments + 1, op, "state", "must be ", kAdamMoments,
-           " tensors a shard, or one more with amsgrad, got ", num_moments);
-  const auto dtype = t.state[0].scalar_type();
+  const size_t num_states = t.state.size();
+  ZX_CHECK(num_states >= rule.least_states && num_states <= rule.most_states, op, "state", "must be ",
+           rule.least_states, " to ", rule.most_states, " tensors a shard for ", rule.name, ", got ", num_states);
+  const auto wide = t.param.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
+  const auto dtype = num_states > 0 ? t.state[0].scalar_type() : wide;
   StateKind kind = StateKind::wide;
   if (t.param.scalar_type() == at::kDouble) {
     ZX_CHECK(dtype == at::kDouble, op, "state", "must be Double beside a Double parameter, got ", dtype);
@@ -50,16 +50,25 @@ Moments check_moments(const ShardTensors& t) {
   const int64_t numel = t.param.numel();
   for (const at::Tensor& values : t.state) check_array(values, dtype, numel, t.param, op, "state");
 
-  const size_t num_scales = kind == StateKind::blockwise ? num_moments : 0;
-  ZX_CHECK(t.scales.size() == num_scales, op, "scales", "must be ", num_scales, " tensors beside ", num_moments, " of ",
+  const size_t num_scales = kind == StateKind::blockwise ? num_states : 0;
+  ZX_CHECK(t.scales.size() == num_scales, op, "scales", "must be ", num_scales, " tensors beside ", num_states, " of ",
            dtype, ", got ", t.scales.size());
-  const int64_t num_blocks = (numel + kMomentBlock - 1) / kMomentBlock;
+  const int64_t num_blocks = (numel + kStateBlock - 1) / kStateBlock;
   for (const at::Tensor& scale : t.scales) check_array(scale, at::kFloat, num_blocks, t.param, op, "scales");
-  const auto moment = [&](size_t place) -> Moment {
-    if (place >= num_moments) return {};
-    return {t.state[place].data_ptr(), num_scales > 0 ? t.scales[place].mutable_data_ptr<float>() : nullptr};
-  };
-  return {kind, moment(0), moment(1), moment(2)};
+  StoredStates states{kind, {}};
+  for (size_t i = 0; i < num_states; ++i) {
+    states.at[i] = {t.state[i].data_ptr(), num_scales > 0 ? t.scales[i].mutable_data_ptr<float>() : nullptr};
+  }
+  return states;
+}
+
+const RuleFacts& rule_named(c10::string_view name) {
+  std::string known;
+  for (const RuleFacts& rule : kRules) {
+    if (name == rule.name) return rule;
+    known += (known.empty() ? "" : ", ") + std::string(rule.name);
+  }
+  ZX_CHECK(false, "update_", "rule", "must be ", known, ", got ", name);
 }
 
 }  // namespace
@@ -179,15 +188,15 @@ ShardStorage check_update(const ShardTensors& t, const ShardTables& tables) {
   ZX_CHECK_CONTIGUOUS(t.grad, op, "grad");
   ZX_CHECK_NUMEL(t.grad, param.numel(), op, "grad");
   check_device(t.grad, param, op, "grad");
-  const ShardStorage storage{check_master(param, t.master), check_moments(t)};
+  const ShardStorage storage{check_master(param, t.master), check_state(t, tables.rule)};
   check_segments(tables.segments, param, op);
   const int64_t count = tables.segments.size(0);
   check_array(tables.present, at::kByte, count, param, op, "present");
   check_array(tables.steps, at::kLong, count, param, op, "steps");
   const at::Tensor& options = tables.options;
   ZX_CHECK_DTYPE(options, at::kDouble, op, "options");
-  ZX_CHECK(options.dim() == 2 && options.size(1) == kAdamOptionsColumns && options.is_contiguous(), op, "options",
-           "must be [groups, ", kAdamOptionsColumns, "], got ", options.sizes());
+  ZX_CHECK(options.dim() == 2 && options.size(1) == tables.rule.option_columns && options.is_contiguous(), op,
+           "options", "must be [groups, ", tables.rule.option_columns, "], got ", options.sizes());
   check_device(options, param, op, "options");
   if (tables.grad_scale) check_array(*tables.grad_scale, at::kDouble, 1, param, op, "grad_scale");
   return storage;
@@ -195,7 +204,7 @@ ShardStorage check_update(const ShardTensors& t, const ShardTables& tables) {
 
 void for_each_shard(const ShardLists& l, const ShardCall& call) {
   constexpr const char* op = "update_";
-  ZX_CHECK(l.rule == "adam", op, "rule", "must be adam, got ", l.rule);
+  const RuleFacts& rule = rule_named(l.rule);
   const size_t count = l.param.size();
   const auto check_count = [&](at::TensorList list, const char* argument, bool may_be_none = false) {
     ZX_CHECK(list.size() == count || (may_be_none && list.empty()), op, argument, "must be ", count, " tensors, got ",
@@ -216,7 +225,7 @@ void for_each_shard(const ShardLists& l, const ShardCall& call) {
   for (size_t i = 0; i < count; ++i) {
     call({l.param[i], l.master.empty() ? nullptr : &l.master[i], l.grad[i], l.state.slice(i * num_state, num_state),
           l.scales.slice(i * num_scales, num_scales)},
-         {l.segments[i], l.present[i], l.steps[i], l.options, l.grad_scale});
+         {rule, l.segments[i], l.present[i], l.steps[i], l.options, l.grad_scale});
   }
 }
 

@@ -9,8 +9,9 @@
 
 #include "check.h"
 #include "math/dtype.h"
-#include "math/moment.h"
+#include "math/rules.h"
 #include "math/segment.h"
+#include "math/state.h"
 
 namespace zx {
 
@@ -53,6 +54,7 @@ struct ShardTensors {
   at::TensorList scales;  // one for each of `state`; none but for 8-bit state
 };
 struct ShardTables {
+  const RuleFacts& rule;
   const at::Tensor& segments;
   const at::Tensor& present;
   const at::Tensor& steps;
@@ -61,7 +63,7 @@ struct ShardTables {
 };
 struct ShardStorage {
   Master master_kind;
-  Moments moments;
+  StoredStates states;
 };
 ShardStorage check_update(const ShardTensors& tensors, const ShardTables& tables);
 

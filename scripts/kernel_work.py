@@ -80,14 +80,14 @@ def adam_loop(where: str, grad: str, master_bytes: int, state: str) -> Loop:
     own = (param, master_bytes) if master_bytes else (param,)
     if state == "8bit":
         return Loop(
-            f"cuda::adam_block_kernel<cuda::BlockArgs<cuda::{where}, {grad}> >",
+            f"cuda::update_block_kernel<cuda::BlockArgs<Adam, cuda::{where}, {grad}> >",
             8,
             (*own, SIZES[grad], 1, 1),
             (*own, 1, 1),
         )
-    moments, size = {"fp32": ("WideMoments<float>", 4), "bf16": ("Bf16Moments", 2)}[state]
+    stored, size = {"fp32": ("float", 4), "bf16": ("bf16", 2)}[state]
     elements = 16 // min(*own, SIZES[grad], size)
-    name = f"cuda::adam_kernel<cuda::AdamArgs<cuda::{where}, cuda::{moments}, {grad}> >"
+    name = f"cuda::update_kernel<cuda::UpdateArgs<Adam, cuda::{where}, {stored}, {grad}> >"
     return Loop(name, elements, (*own, SIZES[grad], size, size), (*own, size, size))
 
 

@@ -19,7 +19,7 @@ from bench.streams import Work
 from bench.trace import Range
 from tests.ranks import run_ranks
 
-ADAM = "void zx::cuda::(anonymous namespace)::adam_block_kernel<zx::cuda::BlockArgs<float> >(zx::cuda::BlockArgs)"
+UPDATE = "void zx::cuda::(anonymous namespace)::update_block_kernel<zx::cuda::BlockArgs<float> >(zx::cuda::BlockArgs)"
 
 
 def event(name: str, stream: int, start: int, stop: int, where: DeviceType = DeviceType.CUDA) -> Any:
@@ -35,7 +35,7 @@ def event(name: str, stream: int, start: int, stop: int, where: DeviceType = Dev
 @pytest.mark.parametrize(
     ("name", "kind"),
     [
-        (ADAM, "adam_block"),
+        (UPDATE, "update_block"),
         ("_ZN2zx4cuda12_GLOBAL__N_114flatten_kernelIfEEvNS0_11FlattenArgsIT_EE", "flatten"),
         ("Memcpy DtoH (Device -> Pinned)", "copy"),
         ("Memset (Device)", "copy"),
@@ -52,10 +52,10 @@ def test_the_device_s_work_lies_on_its_streams() -> None:
         event("aten::mm", 0, 1, 2, DeviceType.CPU),
         event("zerox::update bucket 0", 7, 1, 9),  # ranges are shown on the device too
         event("phase::step", 7, 1, 9),
-        event(ADAM, 7, 5, 8),
+        event(UPDATE, 7, 5, 8),
         event("ampere_sgemm", 20, 3, 4),
     ]
-    assert streams.device_work(events) == [Work("stream 20", "model", 3, 4), Work("stream 7", "adam_block", 5, 8)]
+    assert streams.device_work(events) == [Work("stream 20", "model", 3, 4), Work("stream 7", "update_block", 5, 8)]
 
 
 def test_what_overlaps_on_a_lane_is_counted_once() -> None:

@@ -18,9 +18,9 @@ from tests.cpp.test_ctest import ROOT, build, run
 
 TESTS = ["tests/sanitizers", "tests/kernels/test_ops.py", "tests/properties"]
 REPORTS = {
-    "moments_too_short": ["AddressSanitizer: heap-buffer-overflow", "csrc/cpu/adam_kernel.h"],
+    "moments_too_short": ["AddressSanitizer: heap-buffer-overflow", "csrc/cpu/update_kernel.h"],
     "shard_too_short": ["AddressSanitizer: heap-buffer-overflow", "csrc/cpu/reduce_kernel.h", "zx::Flights::land"],
-    "step_count_overflows": ["csrc/cpu/adam.cpp", "runtime error: signed integer overflow"],
+    "step_count_overflows": ["csrc/cpu/update.cpp", "runtime error: signed integer overflow"],
 }
 
 

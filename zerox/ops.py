@@ -81,10 +81,10 @@ class Shard(NamedTuple):
 def update_(rule: str, shards: Sequence[Shard], options: Tensor, grad_scale: Tensor | None = None) -> None:
     """One step of ``rule`` on shards of the same dtypes, in place: on a GPU in few launches, however small they are.
 
-    "adam" is the rule of torch.optim.AdamW or Adam; it keeps exp_avg and exp_avg_sq, and max_exp_avg_sq where a row of
-    ``options`` has amsgrad. ``options``: float64 ``[groups, columns]``, with the rule's columns (``zerox/rules``).
-    Gradients are multiplied by ``grad_scale`` (a float64 scalar) first. Either all shards have masters, or none. Raises
-    ValueError for arguments that don't fit together.
+    ``rule``: the name of one in ``zerox/rules``, which says what it keeps, in which order, and under which options.
+    ``options``: float64 ``[groups, columns]``, with the rule's columns. Gradients are multiplied by ``grad_scale`` (a
+    float64 scalar) first. Either all shards have masters, or none. Raises ValueError for arguments that don't fit
+    together.
     """
     torch.ops.zerox.update_(
         rule,

@@ -31,7 +31,7 @@ TORCH_LIBRARY(zerox, m) {
   // One step of `rule` ("adam": torch.optim.Adam or AdamW) on shards of the same types, in few launches: on their
   // segments that are present. Of each list one tensor a shard; no master where none is kept; of `state`, and of
   // `scales` (float32 [ceil(n / 256)], for uint8 state), as many as the rule keeps, shard by shard. `steps` int64 [s];
-  // `options` float64 [groups, columns], as AdamOptions in csrc/math/adam.h; `grad_scale` float64 scalar.
+  // `options` float64 [groups, columns], rows as Options of the rule (csrc/math); `grad_scale` float64 scalar.
   m.def(
       "update_(str rule, Tensor(a!)[] param, Tensor(b!)[] master, Tensor[] grad, Tensor(c!)[] state, "
       "Tensor(d!)[] scales, Tensor[] segments, Tensor[] present, Tensor(e!)[] steps, Tensor options, "

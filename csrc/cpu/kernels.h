@@ -10,24 +10,25 @@
 
 #include <cstdint>
 
-#include "math/adam.h"
 #include "math/dtype.h"
-#include "math/moment.h"
 #include "math/norm.h"
 #include "math/random.h"
+#include "math/rules.h"
+#include "math/state.h"
 
 namespace zx {
 
 // Elements [0, numel) of one parameter's part of a shard, `param_start` behind the parameter's start.
-struct AdamSpan {
+struct UpdateSpan {
+  RuleKind rule;
   DType param_dtype;
   Master master_kind;
   DType grad_dtype;
-  bool amsgrad;
   void* param;
   void* master;
   const void* grad;
-  Moments moments;
+  int num_states;
+  StoredStates states;
   int64_t numel;
   int64_t param_start;
   RandomKey random_key;
@@ -47,7 +48,8 @@ struct ReduceSpan {
 struct KernelTable {
   const char* name;
   void (*cast)(DType from, const void* source, DType to, void* target, int64_t numel);
-  void (*adam)(const AdamSpan& span, const AdamStep<double>& step);
+  // `step`: the Step<double> of the span's rule.
+  void (*update)(const UpdateSpan& span, const void* step);
   // Both add to `words`, an exact sum: see Note [Norms are summed exactly].
   void (*reduce)(const ReduceSpan& span, int64_t* words);
   // For max_of_abs words[0] holds the bits of the largest |element| as a double.

@@ -24,9 +24,9 @@
 namespace zx {
 namespace {
 #include "cpu/simd.h"
-#include "cpu/simd_moments.h"
-#include "cpu/moments.h"
-#include "cpu/adam_kernel.h"
+#include "cpu/simd_state.h"
+#include "cpu/state.h"
+#include "cpu/update_kernel.h"
 #include "cpu/cast_kernel.h"
 #include "cpu/norm_kernel.h"
 #include "cpu/reduce_kernel.h"
@@ -34,7 +34,7 @@ namespace {
 }  // namespace
 
 const KernelTable& kernels_avx2() {
-  static constexpr KernelTable table{"avx2", cast, adam, reduce, norm};
+  static constexpr KernelTable table{"avx2", cast, update, reduce, norm};
   return table;
 }
 

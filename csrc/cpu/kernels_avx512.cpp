@@ -27,9 +27,9 @@
 namespace zx {
 namespace {
 #include "cpu/simd.h"
-#include "cpu/simd_moments.h"
-#include "cpu/moments.h"
-#include "cpu/adam_kernel.h"
+#include "cpu/simd_state.h"
+#include "cpu/state.h"
+#include "cpu/update_kernel.h"
 #include "cpu/cast_kernel.h"
 #include "cpu/norm_kernel.h"
 #include "cpu/reduce_kernel.h"
@@ -37,7 +37,7 @@ namespace {
 }  // namespace
 
 const KernelTable& kernels_avx512() {
-  static constexpr KernelTable table{"avx512", cast, adam, reduce, norm};
+  static constexpr KernelTable table{"avx512", cast, update, reduce, norm};
   return table;
 }
 

@@ -8,26 +8,23 @@
 
 namespace zx::cuda {
 
-template <class T>
+template <class Rule, class T>
 struct Folded {
-  AdamStep<T> step;
+  typename Rule::template Step<T> step;
   RandomKey random_key;
-  int64_t param_shift;  // added to an element of the shard it gives the parameter's
-  T inverse_bias_correction2_sqrt;
-  bool ordinary;  // see Note [Roots and quotients without a check each]
   bool active;
-  bool amsgrad;
+  KeptStates<Rule> kept;
+  int64_t param_shift;  // added to an element of the shard it gives the parameter's
 };
-static_assert(sizeof(Folded<double>) <= kFoldedBytes && sizeof(Folded<float>) <= kFoldedBytes);
 
-// Writes a Folded<double> or Folded<float> for each segment of each shard, and counts its step.
-int fold(const AdamShards& shards, Stream stream);
+// Writes a Folded<Rule, double> or Folded<Rule, float> for each segment of each shard, and counts its step.
+int fold(const UpdateShards& shards, Stream stream);
 
 // The segment or the gap around an element, and what to do there.
-template <class T>
+template <class Rule, class T>
 struct Stretch {
   Place place;
-  Folded<T> folded{};
+  Folded<Rule, T> folded{};
 
   template <class Args>
   __device__ __forceinline__ void find(const Args& a, int64_t i) {

@@ -7,11 +7,11 @@
 
 #include <cstdint>
 
-#include "math/adam.h"
 #include "math/dtype.h"
-#include "math/moment.h"
 #include "math/norm.h"
+#include "math/rules.h"
 #include "math/segment.h"
+#include "math/state.h"
 
 struct CUstream_st;
 
@@ -87,47 +87,48 @@ int carry(int64_t* words, Stream stream);
 int norm_value(const int64_t* words, double order, double* value_and_finite, Stream stream);
 
 // ---- update_
-struct AdamElements {
+struct UpdateElements {
+  RuleKind rule;
   DType param_dtype;
   Master master_kind;
   DType grad_dtype;
   void* param;
   void* master;
   const void* grad;
-  Moments moments;
+  StoredStates states;
   int64_t numel;
 };
-struct AdamSegments {
+struct UpdateSegments {
   const Segment* segments;
   int64_t count;
   const uint8_t* present;
   int64_t* steps;
-  const AdamOptions* options;
+  const double* options;     // a row of the rule's Options for each param group
   const double* grad_scale;  // null: 1
   void* folded;              // scratch of count * kFoldedBytes
 };
 constexpr int64_t kFoldedBytes = 112;
-struct AdamShard {
-  AdamElements elements;
-  AdamSegments segments;
+struct UpdateShard {
+  UpdateElements elements;
+  UpdateSegments segments;
 };
-// Shards of the same types, with as many moments: one launch, or one for each kMostTogether of them.
-struct AdamShards {
-  const AdamShard* shards;
+// Shards of the same rule and types: one launch, or one for each kMostTogether of them.
+struct UpdateShards {
+  const UpdateShard* shards;
   int64_t count;
 
-  const AdamElements& elements() const { return shards[0].elements; }
-  const AdamShard* begin() const { return shards; }
-  const AdamShard* end() const { return shards + count; }
+  const UpdateElements& elements() const { return shards[0].elements; }
+  const UpdateShard* begin() const { return shards; }
+  const UpdateShard* end() const { return shards + count; }
 };
 constexpr int kMostTogether = 24;
-int adam(const AdamShards& shards, Stream stream);
-inline int adam(const AdamElements& elements, const AdamSegments& segments, Stream stream) {
-  const AdamShard alone{elements, segments};
-  return adam({&alone, 1}, stream);
+int update(const UpdateShards& shards, Stream stream);
+inline int update(const UpdateElements& elements, const UpdateSegments& segments, Stream stream) {
+  const UpdateShard alone{elements, segments};
+  return update({&alone, 1}, stream);
 }
-// Its parts, by how moments are stored; each in a file of its own. For kMostTogether shards at most.
-int adam_bf16(const AdamShards& shards, Stream stream);
-int adam_blockwise(const AdamShards& shards, Stream stream);
+// Its parts, by how states are stored; each in a file of its own. For kMostTogether shards at most.
+int update_bf16(const UpdateShards& shards, Stream stream);
+int update_blockwise(const UpdateShards& shards, Stream stream);
 
 }  // namespace zx::cuda

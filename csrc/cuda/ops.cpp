@@ -137,25 +137,26 @@ at::Tensor norm_value(const at::Tensor& words, double p) {
 }
 
 // Collects shards of the same types, and updates them.
-class AdamLaunch {
+class UpdateLaunch {
  public:
   void add(const ShardTensors& t, const ShardTables& tables) {
-    const auto [master_kind, moments] = check_update(t, tables);
-    const cuda::AdamElements elements{dtype_of(t.param, kOp, "param"),
-                                      master_kind,
-                                      dtype_of(t.grad, kOp, "grad"),
-                                      t.param.mutable_data_ptr(),
-                                      t.master == nullptr ? nullptr : t.master->mutable_data_ptr(),
-                                      t.grad.const_data_ptr(),
-                                      moments,
-                                      t.param.numel()};
+    const auto [master_kind, states] = check_update(t, tables);
+    const cuda::UpdateElements elements{tables.rule.kind,
+                                        dtype_of(t.param, kOp, "param"),
+                                        master_kind,
+                                        dtype_of(t.grad, kOp, "grad"),
+                                        t.param.mutable_data_ptr(),
+                                        t.master == nullptr ? nullptr : t.master->mutable_data_ptr(),
+                                        t.grad.const_data_ptr(),
+                                        states,
+                                        t.param.numel()};
     if (!shards_.empty()) check_like_first(elements);
     const auto& scale = tables.grad_scale;
-    shards_.push_back({elements,
-                       {segment_rows(tables.segments), tables.segments.size(0),
-                        tables.present.const_data_ptr<uint8_t>(), tables.steps.mutable_data_ptr<int64_t>(),
-                        reinterpret_cast<const AdamOptions*>(tables.options.const_data_ptr<double>()),
-                        scale ? scale->const_data_ptr<double>() : nullptr, nullptr}});
+    shards_.push_back(
+        {elements,
+         {segment_rows(tables.segments), tables.segments.size(0), tables.present.const_data_ptr<uint8_t>(),
+          tables.steps.mutable_data_ptr<int64_t>(), tables.options.const_data_ptr<double>(),
+          scale ? scale->const_data_ptr<double>() : nullptr, nullptr}});
     num_segments_ += tables.segments.size(0);
   }
 
@@ -167,26 +168,26 @@ class AdamLaunch {
       segments.folded = room;
       room += segments.count * cuda::kFoldedBytes;
     }
-    check_launch(cuda::adam({shards_.data(), static_cast<int64_t>(shards_.size())}, on.stream()), kOp);
+    check_launch(cuda::update({shards_.data(), static_cast<int64_t>(shards_.size())}, on.stream()), kOp);
   }
 
  private:
-  void check_like_first(const cuda::AdamElements& e) const {
-    const cuda::AdamElements& first = shards_.front().elements;
+  void check_like_first(const cuda::UpdateElements& e) const {
+    const cuda::UpdateElements& first = shards_.front().elements;
     ZX_CHECK(e.param_dtype == first.param_dtype && e.master_kind == first.master_kind &&
-                 e.grad_dtype == first.grad_dtype && e.moments.kind == first.moments.kind,
+                 e.grad_dtype == first.grad_dtype && e.states.kind == first.states.kind,
              kOp, "param", "and all that belongs to it must have the same dtypes in every shard");
   }
 
   static constexpr const char* kOp = "update_";
-  std::vector<cuda::AdamShard> shards_;
+  std::vector<cuda::UpdateShard> shards_;
   int64_t num_segments_ = 0;
 };
 
 void update_(c10::string_view rule, at::TensorList param, at::TensorList master, at::TensorList grad,
              at::TensorList state, at::TensorList scales, at::TensorList segments, at::TensorList present,
              at::TensorList steps, const at::Tensor& options, const std::optional<at::Tensor>& grad_scale) {
-  AdamLaunch launch;
+  UpdateLaunch launch;
   for_each_shard({rule, param, master, grad, state, scales, segments, present, steps, options, grad_scale},
                  [&](const ShardTensors& tensors, const ShardTables& tables) { launch.add(tensors, tables); });
   if (!param.empty()) launch.run(param.front());

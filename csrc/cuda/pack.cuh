@@ -44,7 +44,7 @@ struct Accesses {
   using Word = typename cuda::Word<kBytes>::Type;
 };
 
-// Of what nobody reads again in this step: gradients, masters, moments. Parameters are soon gathered.
+// Of what nobody reads again in this step: gradients, masters, states. Parameters are soon gathered.
 constexpr bool kOnce = true;
 
 // `from` must be a multiple of the access size.

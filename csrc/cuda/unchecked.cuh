@@ -1,4 +1,4 @@
-// The update's root and quotients of floats, rounded as IEEE says, where their operands are known to be ordinary.
+// Roots and quotients of floats, rounded as IEEE says, where their operands are known to be ordinary.
 #pragma once
 
 #include <bit>
@@ -14,7 +14,7 @@ namespace zx::cuda {
 
 // Note [Roots and quotients without a check each]
 // nvcc makes of sqrt and / a chain of fused operations on the device's approximation of 1/sqrt(x) or 1/x, which rounds
-// correctly for ordinary operands, a check whether they are, and a call for all others. In the update that is three
+// correctly for ordinary operands, a check whether they are, and a call for all others. In Adam's update that is three
 // checks an element, each with a branch that instructions don't move across: 72 of them an element where 50 do. Here
 // are the same chains alone. Whether all of a thread's operands are ordinary is asked once, and where one is not, sqrt
 // and / compute all of them again. So bits are those of IEEE arithmetic either way.
@@ -35,13 +35,6 @@ __device__ __forceinline__ float unchecked_quotient(float a, float b) {
   return unchecked_quotient(a, b, std::fma(std::fma(-b, inverse, 1.0f), inverse, inverse));
 }
 
-// What is ordinary. With the bounds on constants (is_ordinary in fold.cu) the root lies in [2^-50, 2^20], the
-// denominator in [2^-50, 2^41], and the last quotient in [2^-125, 2^110].
-constexpr float kLeastSecond = 0x1p-100f;
-constexpr float kMostSecond = 0x1p+40f;
-constexpr float kLeastNumerator = 0x1p-84f;
-constexpr float kMostNumerator = 0x1p+60f;
-
 // In one subtraction and one comparison, for x of either sign where a bit is shifted out.
 template <int kShift>
 __device__ __forceinline__ bool lies_between(float least, float x, float most) {
@@ -50,35 +43,42 @@ __device__ __forceinline__ bool lies_between(float least, float x, float most) {
   return (std::bit_cast<uint32_t>(x) << kShift) - low <= high - low;
 }
 
-// adam_update() for N elements.
-template <bool kAmsgrad, int N, class T, class Grad>
-__device__ __forceinline__ void update_each(const Folded<T>& folded, const Pack<Grad, N>& grad,
-                                            AdamLanes<ScalarLane<T>> (&at)[N]) {
-  if constexpr (std::is_same_v<T, double>) {
-    ZX_UNROLL
-    for (int j = 0; j < N; ++j) adam_update<kAmsgrad>(folded.step, ScalarLane<T>::load(&grad.at[j]), at[j]);
-  } else {
-    const AdamStep<float>& s = folded.step;
-    bool ordinary = folded.ordinary;
+// What a rule's new_param_unchecked() computes with.
+struct Unchecked {
+  static __device__ __forceinline__ float sqrt(float x) { return unchecked_sqrt(x); }
+  static __device__ __forceinline__ float quotient(float a, float b) { return unchecked_quotient(a, b); }
+  static __device__ __forceinline__ float quotient(float a, float b, float inverse) {
+    return unchecked_quotient(a, b, inverse);
+  }
+};
+
+// The rule's update() for N elements.
+template <class Rule, int kStates, int N, class T, class Grad>
+__device__ __forceinline__ void update_each(const Folded<Rule, T>& folded, const Pack<Grad, N>& grad,
+                                            Lanes<ScalarLane<T>, kStates> (&lanes)[N]) {
+  const auto& s = folded.step;
+  if constexpr (Rule::kHasUncheckedStep && std::is_same_v<T, float>) {
+    bool ordinary = s.is.ordinary;
     float updated[N];
     ZX_UNROLL
     for (int j = 0; j < N; ++j) {
-      adam_moments<kAmsgrad>(s, ScalarLane<float>::load(&grad.at[j]), at[j]);
-      const float second = adam_second<kAmsgrad>(at[j]).x;
-      const float numerator = s.neg_step_size * at[j].exp_avg.x;
-      ordinary = ordinary && lies_between<0>(kLeastSecond, second, kMostSecond) &&
-                 lies_between<1>(kLeastNumerator, numerator, kMostNumerator);
-      const float root =
-          unchecked_quotient(unchecked_sqrt(second), s.bias_correction2_sqrt, folded.inverse_bias_correction2_sqrt);
-      updated[j] = at[j].param.x + unchecked_quotient(numerator, root + s.eps);
+      Rule::update_states(s, ScalarLane<float>::load(&grad.at[j]), lanes[j]);
+      const auto operands = Rule::operands(s, lanes[j]);
+      // Here, and not in a function of the rule: nvcc then makes a branch of it, not a number to count with.
+      ordinary = ordinary && lies_between<0>(Rule::kLeastRadicand, operands.radicand, Rule::kMostRadicand) &&
+                 lies_between<1>(Rule::kLeastNumerator, operands.numerator, Rule::kMostNumerator);
+      updated[j] = Rule::template new_param_unchecked<Unchecked>(s, lanes[j].param.x, operands);
     }
     if (ordinary) {
       ZX_UNROLL
-      for (int j = 0; j < N; ++j) at[j].param.x = updated[j];
+      for (int j = 0; j < N; ++j) lanes[j].param.x = updated[j];
     } else {
       ZX_UNROLL
-      for (int j = 0; j < N; ++j) at[j].param = adam_param<kAmsgrad>(s, at[j]);
+      for (int j = 0; j < N; ++j) lanes[j].param = Rule::new_param(s, lanes[j]);
     }
+  } else {
+    ZX_UNROLL
+    for (int j = 0; j < N; ++j) Rule::update(s, ScalarLane<T>::load(&grad.at[j]), lanes[j]);
   }
 }
 

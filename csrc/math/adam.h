@@ -4,42 +4,12 @@
 #pragma once
 
 #include <cmath>
-#include <cstddef>
 #include <cstdint>
 
 #include "math/macros.h"
+#include "math/rule.h"
 
 namespace zx {
-
-// One row of the options table: what a param group says. All in double, as Python holds them.
-struct AdamOptions {
-  double lr;
-  double beta1;
-  double beta2;
-  double eps;
-  double weight_decay;
-  double maximize;   // 0 or 1
-  double decoupled;  // 1: AdamW, decay multiplies the parameter; 0: Adam, decay is added to the gradient (L2)
-  double amsgrad;    // 0 or 1
-};
-constexpr int64_t kAdamOptionsColumns = 8;
-constexpr size_t kAdamMoments = 2;  // without the third of amsgrad
-
-// Constants folded per parameter and step; the element loop only reads them.
-template <class T>
-struct AdamStep {
-  T grad_scale;      // clip coefficient and inverse loss scale, negative to maximize
-  T decay;           // parameter *= decay
-  T l2;              // gradient += l2 * parameter
-  T lerp_weight;     // exp_avg = lerp_weight * (grad - exp_avg) + (lerp_from_grad ? grad : exp_avg)
-  T beta2;           // exp_avg_sq = beta2 * exp_avg_sq + grad_sq_weight * grad^2
-  T grad_sq_weight;  // 1 - beta2
-  T bias_correction2_sqrt;
-  T eps;
-  T neg_step_size;  // -lr / (1 - beta1^step)
-  bool lerp_from_grad;
-  bool has_l2;
-};
 
 // A double and what rounding it lost.
 struct Compensated {
@@ -65,86 +35,157 @@ ZX_HD double integer_power(double base, int64_t exponent) {
   return result.high;
 }
 
-ZX_HD AdamStep<double> fold_adam(const AdamOptions& options, int64_t step, double grad_scale) {
-  const double bias_correction1 = 1.0 - integer_power(options.beta1, step);
-  const double bias_correction2 = 1.0 - integer_power(options.beta2, step);
-  const double weight1 = 1.0 - options.beta1;
-  const bool near_grad = weight1 >= 0.5;  // torch's lerp starts from the nearer end
-  const bool decoupled = options.decoupled != 0.0;
-  AdamStep<double> folded;
-  folded.grad_scale = options.maximize != 0.0 ? -grad_scale : grad_scale;
-  folded.decay = decoupled ? 1.0 - options.lr * options.weight_decay : 1.0;
-  folded.l2 = decoupled ? 0.0 : options.weight_decay;
-  folded.lerp_weight = weight1;
-  folded.beta2 = options.beta2;
-  folded.grad_sq_weight = 1.0 - options.beta2;
-  folded.bias_correction2_sqrt = std::sqrt(bias_correction2);
-  folded.eps = options.eps;
-  folded.neg_step_size = -(options.lr / bias_correction1);
-  folded.lerp_from_grad = near_grad;
-  folded.has_l2 = folded.l2 != 0.0;
-  return folded;
-}
+struct Adam {
+  static constexpr const char* kName = "adam";
 
-template <class T>
-ZX_HD AdamStep<T> narrow(const AdamStep<double>& s) {
-  AdamStep<T> out;
-  out.grad_scale = static_cast<T>(s.grad_scale);
-  out.decay = static_cast<T>(s.decay);
-  out.l2 = static_cast<T>(s.l2);
-  // The weight is narrowed before 1 is taken from it, as torch's kernel does.
-  out.lerp_weight = s.lerp_from_grad ? static_cast<T>(s.lerp_weight) - T(1) : static_cast<T>(s.lerp_weight);
-  out.beta2 = static_cast<T>(s.beta2);
-  out.grad_sq_weight = static_cast<T>(s.grad_sq_weight);
-  out.bias_correction2_sqrt = static_cast<T>(s.bias_correction2_sqrt);
-  out.eps = static_cast<T>(s.eps);
-  out.neg_step_size = static_cast<T>(s.neg_step_size);
-  out.lerp_from_grad = s.lerp_from_grad;
-  out.has_l2 = s.has_l2;
-  return out;
-}
+  // What it keeps of each element. The last is kept where a param group asks for amsgrad; it is rounded with the bits
+  // of the one before it, as whose maximum it then stays the larger.
+  enum : int { kExpAvg, kExpAvgSq, kMaxExpAvgSq };
+  static constexpr StateTraits kStates[] = {
+      {.has_negatives = true, .takes_upper_bits = false},
+      {.has_negatives = false, .takes_upper_bits = true},
+      {.has_negatives = false, .takes_upper_bits = true},
+  };
+  static constexpr int kLeastStates = 2;
 
-// The state of V::kLanes elements. V is a vector or a scalar lane of float or double with the operators
-// + - * /, and the functions fma, sqrt, max and V::splat.
-template <class V>
-struct AdamLanes {
-  V param;
-  V exp_avg;
-  V exp_avg_sq;
-  V max_exp_avg_sq;
+  // One row of the options table: what a param group says. All in double, as Python holds them.
+  struct Options {
+    double lr;
+    double beta1;
+    double beta2;
+    double eps;
+    double weight_decay;
+    double maximize;   // 0 or 1
+    double decoupled;  // 1: AdamW, decay multiplies the parameter; 0: Adam, decay is added to the gradient (L2)
+    double amsgrad;    // 0 or 1
+  };
+  static ZX_HD int num_states(const Options& options) { return options.amsgrad != 0.0 ? 3 : 2; }
+
+  // Which way an update takes.
+  struct Cases {
+    bool lerp_from_grad;
+    bool has_l2;
+    bool ordinary;  // narrow() sets it: constants that new_param_unchecked() takes
+  };
+  // Constants folded per parameter and step; the element loop only reads them.
+  template <class T>
+  struct Step {
+    T grad_scale;      // clip coefficient and inverse loss scale, negative to maximize
+    T decay;           // parameter *= decay
+    T l2;              // gradient += l2 * parameter
+    T lerp_weight;     // exp_avg = lerp_weight * (grad - exp_avg) + (is.lerp_from_grad ? grad : exp_avg)
+    T beta2;           // exp_avg_sq = beta2 * exp_avg_sq + grad_sq_weight * grad^2
+    T grad_sq_weight;  // 1 - beta2
+    T bias_correction2_sqrt;
+    T eps;
+    T neg_step_size;                  // -lr / (1 - beta1^step)
+    T inverse_bias_correction2_sqrt;  // narrow() sets it, for new_param_unchecked()
+    Cases is;
+  };
+
+  static ZX_HD Step<double> fold(const Options& options, int64_t step, double grad_scale) {
+    const double bias_correction1 = 1.0 - integer_power(options.beta1, step);
+    const double bias_correction2 = 1.0 - integer_power(options.beta2, step);
+    const double weight1 = 1.0 - options.beta1;
+    const bool near_grad = weight1 >= 0.5;  // torch's lerp starts from the nearer end
+    const bool decoupled = options.decoupled != 0.0;
+    Step<double> folded{};
+    folded.grad_scale = options.maximize != 0.0 ? -grad_scale : grad_scale;
+    folded.decay = decoupled ? 1.0 - options.lr * options.weight_decay : 1.0;
+    folded.l2 = decoupled ? 0.0 : options.weight_decay;
+    folded.lerp_weight = weight1;
+    folded.beta2 = options.beta2;
+    folded.grad_sq_weight = 1.0 - options.beta2;
+    folded.bias_correction2_sqrt = std::sqrt(bias_correction2);
+    folded.eps = options.eps;
+    folded.neg_step_size = -(options.lr / bias_correction1);
+    folded.is.lerp_from_grad = near_grad;
+    folded.is.has_l2 = folded.l2 != 0.0;
+    return folded;
+  }
+
+  template <class T>
+  static ZX_HD Step<T> narrow(const Step<double>& s) {
+    Step<T> out;
+    out.grad_scale = static_cast<T>(s.grad_scale);
+    out.decay = static_cast<T>(s.decay);
+    out.l2 = static_cast<T>(s.l2);
+    // The weight is narrowed before 1 is taken from it, as torch's kernel does.
+    out.lerp_weight = s.is.lerp_from_grad ? static_cast<T>(s.lerp_weight) - T(1) : static_cast<T>(s.lerp_weight);
+    out.beta2 = static_cast<T>(s.beta2);
+    out.grad_sq_weight = static_cast<T>(s.grad_sq_weight);
+    out.bias_correction2_sqrt = static_cast<T>(s.bias_correction2_sqrt);
+    out.eps = static_cast<T>(s.eps);
+    out.neg_step_size = static_cast<T>(s.neg_step_size);
+    out.inverse_bias_correction2_sqrt = T(1) / out.bias_correction2_sqrt;
+    out.is.lerp_from_grad = s.is.lerp_from_grad;
+    out.is.has_l2 = s.is.has_l2;
+    out.is.ordinary =
+        out.bias_correction2_sqrt >= T(0x1p-20) && out.bias_correction2_sqrt <= T(1) && out.eps <= T(0x1p+20);
+    return out;
+  }
+
+  template <class V, int N>
+  static ZX_HD void update(const Step<typename V::Scalar>& s, V grad, Lanes<V, N>& at) {
+    update_states(s, grad, at);
+    at.param = new_param(s, at);
+  }
+
+  // All of the update but its last step: states are new, and the parameter has decayed.
+  template <class V, int N>
+  static ZX_HD void update_states(const Step<typename V::Scalar>& s, V grad, Lanes<V, N>& at) {
+    V& exp_avg = at.state[kExpAvg];
+    V& exp_avg_sq = at.state[kExpAvgSq];
+    grad = grad * V::splat(s.grad_scale);
+    if (s.is.has_l2) grad = fma(at.param, V::splat(s.l2), grad);
+    at.param = at.param * V::splat(s.decay);
+    // V(): a choice of values. Of variables GCC chooses the address, and keeps all vectors in memory for it.
+    const V from = s.is.lerp_from_grad ? V(grad) : V(exp_avg);
+    exp_avg = fma(V::splat(s.lerp_weight), grad - exp_avg, from);
+    exp_avg_sq = fma(V::splat(s.grad_sq_weight) * grad, grad, exp_avg_sq * V::splat(s.beta2));
+    if constexpr (N > kMaxExpAvgSq) at.state[kMaxExpAvgSq] = max(at.state[kMaxExpAvgSq], exp_avg_sq);
+  }
+
+  // The last step, after update_states().
+  template <class V, int N>
+  static ZX_HD V new_param(const Step<typename V::Scalar>& s, const Lanes<V, N>& at) {
+    const V denom = sqrt(divisor(at)) / V::splat(s.bias_correction2_sqrt) + V::splat(s.eps);
+    return at.param + (V::splat(s.neg_step_size) * at.state[kExpAvg]) / denom;
+  }
+
+  // The second moment that divides.
+  template <class V, int N>
+  static ZX_HD V divisor(const Lanes<V, N>& at) {
+    return at.state[N > kMaxExpAvgSq ? kMaxExpAvgSq : kExpAvgSq];
+  }
+
+  // ---- The last step by a root and quotients that are right for ordinary operands only
+  static constexpr bool kHasUncheckedStep = true;
+
+  struct Operands {
+    float radicand;
+    float numerator;
+  };
+  template <class V, int N>
+  static ZX_HD Operands operands(const Step<float>& s, const Lanes<V, N>& at) {
+    return {divisor(at).x, s.neg_step_size * at.state[kExpAvg].x};
+  }
+
+  // What is ordinary. With narrow()'s bounds on constants the root lies in [2^-50, 2^20], the denominator in
+  // [2^-50, 2^41], and the last quotient in [2^-125, 2^110].
+  static constexpr float kLeastRadicand = 0x1p-100f;
+  static constexpr float kMostRadicand = 0x1p+40f;
+  static constexpr float kLeastNumerator = 0x1p-84f;
+  static constexpr float kMostNumerator = 0x1p+60f;
+
+  // new_param() where s.is.ordinary and the operands are ordinary.
+  ZX_FOR_ANY_BODY
+  template <class Unchecked>
+  static ZX_HD float new_param_unchecked(const Step<float>& s, float param, const Operands& of) {
+    const float root =
+        Unchecked::quotient(Unchecked::sqrt(of.radicand), s.bias_correction2_sqrt, s.inverse_bias_correction2_sqrt);
+    return param + Unchecked::quotient(of.numerator, root + s.eps);
+  }
 };
-
-// All of the update but its last step: moments are new, and the parameter has decayed.
-template <bool kAmsgrad, class V>
-ZX_HD void adam_moments(const AdamStep<typename V::Scalar>& s, V grad, AdamLanes<V>& at) {
-  grad = grad * V::splat(s.grad_scale);
-  if (s.has_l2) grad = fma(at.param, V::splat(s.l2), grad);
-  at.param = at.param * V::splat(s.decay);
-  // V(): a choice of values. Of variables GCC chooses the address, and keeps all vectors in memory for it.
-  const V from = s.lerp_from_grad ? V(grad) : V(at.exp_avg);
-  at.exp_avg = fma(V::splat(s.lerp_weight), grad - at.exp_avg, from);
-  at.exp_avg_sq = fma(V::splat(s.grad_sq_weight) * grad, grad, at.exp_avg_sq * V::splat(s.beta2));
-  if constexpr (kAmsgrad) at.max_exp_avg_sq = max(at.max_exp_avg_sq, at.exp_avg_sq);
-}
-
-// The second moment that divides.
-template <bool kAmsgrad, class V>
-ZX_HD V adam_second(const AdamLanes<V>& at) {
-  if constexpr (kAmsgrad) return at.max_exp_avg_sq;
-  return at.exp_avg_sq;
-}
-
-// The last step, after adam_moments().
-template <bool kAmsgrad, class V>
-ZX_HD V adam_param(const AdamStep<typename V::Scalar>& s, const AdamLanes<V>& at) {
-  const V denom = sqrt(adam_second<kAmsgrad>(at)) / V::splat(s.bias_correction2_sqrt) + V::splat(s.eps);
-  return at.param + (V::splat(s.neg_step_size) * at.exp_avg) / denom;
-}
-
-template <bool kAmsgrad, class V>
-ZX_HD void adam_update(const AdamStep<typename V::Scalar>& s, V grad, AdamLanes<V>& at) {
-  adam_moments<kAmsgrad>(s, grad, at);
-  at.param = adam_param<kAmsgrad>(s, at);
-}
 
 }  // namespace zx

@@ -1,4 +1,4 @@
-// Note [8-bit moments]
+// Note [8-bit states]
 // Blocks of 256 elements, each with one float, its scale: the value of largest magnitude, sign included, so that this
 // one is always exact and a block that is coded twice stays as it is. (With the magnitude alone a negative one would
 // lose 0.7% at every step, since the map has 1 but not -1.) Every element is a code, the number of that value of a map

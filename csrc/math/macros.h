@@ -8,3 +8,10 @@
 // newer one could be the copy that the linker keeps for all.
 #define ZX_HD inline __attribute__((always_inline))
 #endif
+
+// Before a ZX_HD template that calls what it was given, which may be for the host alone or for the device alone.
+#if defined(__CUDACC__)
+#define ZX_FOR_ANY_BODY _Pragma("nv_exec_check_disable")
+#else
+#define ZX_FOR_ANY_BODY
+#endif

@@ -44,8 +44,9 @@ ZX_HD uint32_t second_word(RandomKey key, int64_t element) {
   return key.second ^ (static_cast<uint32_t>(element >> 32) * 0x9e3779b9u);
 }
 
-// 32 bits for one element, counted from the parameter's start: the lower 16 round exp_avg, the upper 16 exp_avg_sq and
-// its maximum, which rounded alike stays the larger one. 32-bit arithmetic only, for the sake of SIMD.
+// 32 bits for one element, counted from the parameter's start. A state is rounded by the lower 16 or the upper 16, as
+// its rule says (StateTraits): two states that share a half are rounded alike. 32-bit arithmetic only, for the sake of
+// SIMD.
 ZX_HD uint32_t random_bits(RandomKey key, int64_t element) {
   return mix32(mix32(static_cast<uint32_t>(element) ^ key.first) ^ second_word(key, element));
 }

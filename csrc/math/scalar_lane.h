@@ -1,4 +1,4 @@
-// One element as the update's V (see adam_update): what a CUDA lane, a SIMD tail and the plain CPU loop compute with.
+// One element as the update's V (see math/rule.h): what a CUDA lane, a SIMD tail and the plain CPU loop compute with.
 #pragma once
 
 #include <cmath>

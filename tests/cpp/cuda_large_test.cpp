@@ -42,7 +42,7 @@ std::vector<Segment> around_borders(int64_t numel) {
   return segments;
 }
 
-TEST(adam_reaches_elements_past_two_to_the_32) {
+TEST(update_reaches_elements_past_two_to_the_32) {
   const int64_t numel = (int64_t{1} << 32) + 5000;
   SparseArray<float> param(numel);
   SparseArray<float> grad(numel);
@@ -56,30 +56,31 @@ TEST(adam_reaches_elements_past_two_to_the_32) {
       grad[i] = static_cast<float>(i % 7 - 3);
     }
   }
-  const zx::AdamOptions options{1e-3, 0.9, 0.999, 1e-8, 1e-2, 0.0, 1.0, 0.0};
+  const zx::Adam::Options options{1e-3, 0.9, 0.999, 1e-8, 1e-2, 0.0, 1.0, 0.0};
   const std::vector<uint8_t> present(segments.size(), 1);
   std::vector<int64_t> steps(segments.size(), 0);
   std::vector<char> scratch(segments.size() * zx::cuda::kFoldedBytes);
-  CHECK_EQ(zx::cuda::adam({DType::f32,
-                           Master::none,
-                           DType::f32,
-                           param.data(),
-                           nullptr,
-                           grad.data(),
-                           {zx::StateKind::wide, {exp_avg.data(), nullptr}, {exp_avg_sq.data(), nullptr}, {}},
-                           numel},
-                          {segments.data(), static_cast<int64_t>(segments.size()), present.data(), steps.data(),
-                           &options, nullptr, scratch.data()},
-                          kHost),
+  CHECK_EQ(zx::cuda::update({zx::RuleKind::adam,
+                             DType::f32,
+                             Master::none,
+                             DType::f32,
+                             param.data(),
+                             nullptr,
+                             grad.data(),
+                             {zx::StateKind::wide, {{exp_avg.data(), nullptr}, {exp_avg_sq.data(), nullptr}, {}}},
+                             numel},
+                            {segments.data(), static_cast<int64_t>(segments.size()), present.data(), steps.data(),
+                             &options.lr, nullptr, scratch.data()},
+                            kHost),
            0);
   using Lane = zx::ScalarLane<float>;
-  const auto step = zx::narrow<float>(zx::fold_adam(options, 1, 1.0));
+  const auto step = zx::Adam::narrow<float>(zx::Adam::fold(options, 1, 1.0));
   for (const auto& [start, stop, row, number, from] : segments) {
     for (int64_t i = start; i < stop; ++i) {
-      zx::AdamLanes<Lane> at{{static_cast<float>(i % 1000)}, {0.0F}, {0.0F}, {0.0F}};
-      zx::adam_update<false>(step, Lane{static_cast<float>(i % 7 - 3)}, at);
+      zx::Lanes<Lane, 2> at{{static_cast<float>(i % 1000)}, {{0.0F}, {0.0F}}};
+      zx::Adam::update(step, Lane{static_cast<float>(i % 7 - 3)}, at);
       CHECK_EQ(param[i], at.param.x);
-      CHECK_EQ(exp_avg_sq[i], at.exp_avg_sq.x);
+      CHECK_EQ(exp_avg_sq[i], at.state[zx::Adam::kExpAvgSq].x);
     }
   }
 }

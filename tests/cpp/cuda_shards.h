@@ -4,7 +4,7 @@
 #include "cuda/device.cuh"
 #include "cuda/kernels.h"
 #include "elements.h"
-#include "math/moment.h"
+#include "math/state.h"
 
 namespace zx::testing {
 
@@ -57,7 +57,7 @@ inline std::vector<SegmentLayout> segment_layouts() {
 // The same for 8-bit moments: segments start at multiples of a block, and the shard is a multiple of it.
 inline SegmentLayout with_blocks(const SegmentLayout& layout) {
   SegmentLayout blocks{layout.name, layout.segments, 0};
-  const auto align = [](int64_t element) { return (element + kMomentBlock - 1) / kMomentBlock * kMomentBlock; };
+  const auto align = [](int64_t element) { return (element + kStateBlock - 1) / kStateBlock * kStateBlock; };
   int64_t shift = 0;
   for (Segment& segment : blocks.segments) {
     shift += align(segment.start + shift) - (segment.start + shift);

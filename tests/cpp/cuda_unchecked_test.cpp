@@ -8,6 +8,7 @@
 namespace {
 
 using namespace zx::cuda;
+using zx::Adam;
 
 float of_bits(uint32_t bits) { return std::bit_cast<float>(bits); }
 
@@ -38,19 +39,19 @@ TEST(every_root_is_rounded_correctly) {
 
 TEST(roots_are_right_between_the_bounds) {
   std::mt19937 random(0);
-  Floats seconds(kLeastSecond, kMostSecond, false);
+  Floats seconds(Adam::kLeastRadicand, Adam::kMostRadicand, false);
   int64_t num_wrong = 0;
   for (int i = 0; i < 3000000; ++i) {
     const float x = seconds(random);
     num_wrong += unchecked_sqrt(x) != std::sqrt(x);
   }
-  for (const float x : {kLeastSecond, kMostSecond}) num_wrong += unchecked_sqrt(x) != std::sqrt(x);
+  for (const float x : {Adam::kLeastRadicand, Adam::kMostRadicand}) num_wrong += unchecked_sqrt(x) != std::sqrt(x);
   CHECK_EQ(num_wrong, int64_t{0});
 }
 
 TEST(quotients_are_rounded_correctly) {
   std::mt19937 random(0);
-  Floats numerators(kLeastNumerator, kMostNumerator, true);
+  Floats numerators(Adam::kLeastNumerator, Adam::kMostNumerator, true);
   Floats denominators(0x1p-50f, 0x1p+41f, false);
   for (const int error : {-1, 0, 1}) {
     on_host::approximation_error = error;
@@ -83,16 +84,18 @@ TEST(quotients_by_a_constant_are_rounded_correctly) {
 TEST(what_is_ordinary_ends_at_the_bounds) {
   const float infinity = std::numeric_limits<float>::infinity();
   for (const float x : {0.0f, -0.0f, infinity, -infinity, std::numeric_limits<float>::quiet_NaN(), 0x1p-149f}) {
-    CHECK(!lies_between<0>(kLeastSecond, x, kMostSecond));
-    CHECK(!lies_between<1>(kLeastNumerator, x, kMostNumerator));
+    CHECK(!lies_between<0>(Adam::kLeastRadicand, x, Adam::kMostRadicand));
+    CHECK(!lies_between<1>(Adam::kLeastNumerator, x, Adam::kMostNumerator));
   }
   for (const float sign : {1.0f, -1.0f}) {
-    for (const float x : {kLeastNumerator, 1e-12f, 1.0f, kMostNumerator}) {
-      CHECK(lies_between<1>(kLeastNumerator, sign * x, kMostNumerator));
-      CHECK_EQ(lies_between<0>(kLeastNumerator, sign * x, kMostNumerator), sign > 0);
+    for (const float x : {Adam::kLeastNumerator, 1e-12f, 1.0f, Adam::kMostNumerator}) {
+      CHECK(lies_between<1>(Adam::kLeastNumerator, sign * x, Adam::kMostNumerator));
+      CHECK_EQ(lies_between<0>(Adam::kLeastNumerator, sign * x, Adam::kMostNumerator), sign > 0);
     }
-    CHECK(!lies_between<1>(kLeastNumerator, sign * std::nextafter(kLeastNumerator, 0.0f), kMostNumerator));
-    CHECK(!lies_between<1>(kLeastNumerator, sign * std::nextafter(kMostNumerator, infinity), kMostNumerator));
+    CHECK(!lies_between<1>(Adam::kLeastNumerator, sign * std::nextafter(Adam::kLeastNumerator, 0.0f),
+                           Adam::kMostNumerator));
+    CHECK(!lies_between<1>(Adam::kLeastNumerator, sign * std::nextafter(Adam::kMostNumerator, infinity),
+                           Adam::kMostNumerator));
   }
 }
 

@@ -28,7 +28,7 @@ def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeToolkit:
 @pytest.fixture
 def tree(tmp_path: Path) -> Path:
     root = tmp_path / "source tree"
-    for name in ("csrc/cuda/adam.cu", "csrc/cuda/norm.cu", "csrc/cuda/launch.cuh", "csrc/math/adam.h", "csrc/cpu/a.h"):
+    for name in ("csrc/cuda/fold.cu", "csrc/cuda/norm.cu", "csrc/cuda/launch.cuh", "csrc/math/adam.h", "csrc/cpu/a.h"):
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         (root / name).write_text(name)
     return root
@@ -124,7 +124,7 @@ def test_ptx_comes_beside_machine_code() -> None:
 
 # ---- what is compiled again
 
-BOTH = ["csrc/cuda/adam.cu", "csrc/cuda/norm.cu"]
+BOTH = ["csrc/cuda/fold.cu", "csrc/cuda/norm.cu"]
 
 
 def test_a_second_build_compiles_what_changed_only(fake: FakeToolkit, tree: Path) -> None:
@@ -172,14 +172,14 @@ def test_a_failure_names_the_file_shows_the_error_and_is_not_taken_for_done(
     fake: FakeToolkit, tree: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     objects = compile_all(tree)
-    (tree / "csrc/cuda/adam.cu").write_text("broken")
+    (tree / "csrc/cuda/fold.cu").write_text("broken")
     for _ in range(2):
-        with pytest.raises(BuildError, match=r"nvcc could not compile csrc/cuda/adam\.cu, see above"):
+        with pytest.raises(BuildError, match=r"nvcc could not compile csrc/cuda/fold\.cu, see above"):
             compile_all(tree)
         said = capsys.readouterr().out
-        assert "csrc/cuda/adam.cu(1): error: broken" in said
+        assert "csrc/cuda/fold.cu(1): error: broken" in said
         assert "-fmad=false" in said, "the command"
-    (tree / "csrc/cuda/adam.cu").write_text("mended")
+    (tree / "csrc/cuda/fold.cu").write_text("mended")
     assert compile_all(tree) == objects
     assert objects[0].read_text() == "mended"
 
@@ -187,7 +187,7 @@ def test_a_failure_names_the_file_shows_the_error_and_is_not_taken_for_done(
 def test_warnings_are_shown_and_the_talk_of_ptxas_is_not(
     fake: FakeToolkit, tree: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tree / "csrc/cuda/adam.cu").write_text("doubtful")
+    (tree / "csrc/cuda/fold.cu").write_text("doubtful")
     compile_all(tree)
     said = capsys.readouterr().out
     assert "warning: doubtful" in said

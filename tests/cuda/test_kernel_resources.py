@@ -21,24 +21,23 @@ from tests.cuda.tools import need
 LOAD = r"LDG\.E\S*\.(128|256)"
 STORE = r"STG\.E\S*\.(128|256)"
 STREAMS: dict[str, list[str]] = {
-    "cuda::adam_kernel<": [LOAD, STORE],
-    "cuda::adam_block_kernel<": [LOAD, STORE],
+    "cuda::update_kernel<": [LOAD, STORE],
+    "cuda::update_block_kernel<": [LOAD, STORE],
     "cuda::flatten_kernel<": [LOAD, STORE],
     "cuda::reduce_kernel<": [LOAD, STORE],
     "cuda::norm_kernel<": [LOAD],
 }
 # Of the updates that most people run: how many 16-byte loads and stores all streams of one thread's elements take, if
 # none of them is narrower. 4 elements of fp32: parameter, gradient, two moments. 8 where something has 16 bits.
-ADAM = "cuda::adam_kernel<cuda::AdamArgs<cuda::"
-WIDE = "cuda::WideMoments<float>"
-BLOCKS = "cuda::adam_block_kernel<cuda::BlockArgs<cuda::"
+ADAM = "cuda::update_kernel<cuda::UpdateArgs<Adam, cuda::"
+BLOCKS = "cuda::update_block_kernel<cuda::BlockArgs<Adam, cuda::"
 UPDATES = {
-    f"{ADAM}PlainParam<float>, {WIDE}, float> >": (1 + 1 + 1 + 1, 1 + 1 + 1),
-    f"{ADAM}SplitParam, {WIDE}, bf16> >": (1 + 1 + 1 + 2 + 2, 1 + 1 + 2 + 2),
-    f"{ADAM}MasteredParam<bf16>, {WIDE}, bf16> >": (1 + 2 + 1 + 2 + 2, 1 + 2 + 2 + 2),
-    f"{ADAM}MasteredParam<f16>, {WIDE}, f16> >": (1 + 2 + 1 + 2 + 2, 1 + 2 + 2 + 2),
-    f"{ADAM}PlainParam<float>, cuda::Bf16Moments, float> >": (2 + 2 + 1 + 1, 2 + 1 + 1),
-    f"{ADAM}SplitParam, cuda::Bf16Moments, bf16> >": (1 + 1 + 1 + 1 + 1, 1 + 1 + 1 + 1),
+    f"{ADAM}PlainParam<float>, float, float> >": (1 + 1 + 1 + 1, 1 + 1 + 1),
+    f"{ADAM}SplitParam, float, bf16> >": (1 + 1 + 1 + 2 + 2, 1 + 1 + 2 + 2),
+    f"{ADAM}MasteredParam<bf16>, float, bf16> >": (1 + 2 + 1 + 2 + 2, 1 + 2 + 2 + 2),
+    f"{ADAM}MasteredParam<f16>, float, f16> >": (1 + 2 + 1 + 2 + 2, 1 + 2 + 2 + 2),
+    f"{ADAM}PlainParam<float>, bf16, float> >": (2 + 2 + 1 + 1, 2 + 1 + 1),
+    f"{ADAM}SplitParam, bf16, bf16> >": (1 + 1 + 1 + 1 + 1, 1 + 1 + 1 + 1),
     # Without their codes: a lane has 8, which are 8 bytes.
     f"{BLOCKS}PlainParam<float>, float> >": (2 + 2, 2),
     f"{BLOCKS}SplitParam, bf16> >": (1 + 1 + 1, 1 + 1),

@@ -41,9 +41,9 @@ KERNELS = {
     "reduce_": ("reduce", "carry"),
     "norm_": ("norm", "carry"),
     "norm_value": ("norm_value",),
-    "update_": ("fold", "adam"),
+    "update_": ("fold", "update"),
 }
-EIGHT_BIT = {"adam": "adam_block"}  # in place of the other
+EIGHT_BIT = {"update": "update_block"}  # in place of the other
 
 
 @dataclass(frozen=True)
@@ -302,12 +302,12 @@ def profile_with(*events: tuple[str, DeviceType, bool]) -> Any:
 
 OURS = [  # some cut short
     ("read_flags", "_ZN2zx4cuda41_GLOBAL__N__a57df4db_9_reduce_cu_96c9550017read_flags_kernelIjEEvNS1_13ReadFlagsA"),
-    ("adam", "_ZN2zx4cuda11adam_kernelINS0_8AdamArgsINS0_10SplitParamENS0_39_GLOBAL__N__31e53292_7_adam_cu_1a6366ec11"),
+    ("update", "_ZN2zx4cuda13update_kernelINS0_10UpdateArgsINS_4AdamENS0_10SplitParamENS_4bf16ES4_EEEEvNS0_8Toge"),
     ("reduce", "void zx::cuda::(anonymous namespace)::reduce_kernel<float, zx::f16, true>(zx::cuda::ReduceArgs)"),
     ("norm", "void zx::cuda::(anonymous namespace)::norm_kernel<zx::f16, (zx::Norm)3>(zx::cuda::NormArgs<zx::f16>)"),
     ("norm_value", "zx::cuda::(anonymous namespace)::norm_value_kernel(zx::cuda::(anonymous namespace)::ValueArgs)"),
     ("carry", "zx::cuda::_GLOBAL__N__8a2a5fea_7_norm_cu_0bdabbca::carry_kernel(zx::cuda::CarryArgs)"),
-    ("adam", "void zx::cuda::adam_kernel<zx::cuda::AdamArgs<zx::cuda::PlainParam<float>, float> >(zx::cuda::AdamArgs)"),
+    ("update", "void zx::cuda::update_kernel<zx::cuda::UpdateArgs<zx::Adam, zx::cuda::PlainParam<float>, float, flo"),
 ]
 OTHERS = [
     "void at::native::reduce_kernel<512, 1, at::native::ReduceOp<float> >(at::native::ReduceOp<float>)",

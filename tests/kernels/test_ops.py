@@ -187,7 +187,7 @@ REFUSED: dict[str, tuple[str, Callable[[], tuple[Any, ...]], str]] = {
     "codes that start inside a block": (
         "update_",
         lambda: coded(segments=torch.tensor([[16, 300, 0, 0, 0]])),
-        "`segments` row 0 starts at 16 of the shard and 0 of its parameter: 8-bit moments need multiples of 256",
+        "`segments` row 0 starts at 16 of the shard and 0 of its parameter: 8-bit states need multiples of 256",
     ),
     "codes of a parameter cut inside a block": (
         "update_",
@@ -207,7 +207,7 @@ REFUSED: dict[str, tuple[str, Callable[[], tuple[Any, ...]], str]] = {
     "amsgrad without its state": (
         "update_",
         lambda: update_arguments(options=options_table(amsgrad=True)),
-        "`state` lacks the third moment that options row 0 needs for amsgrad",
+        "`state` must be 3 tensors a shard for options row 0, got 2",
     ),
     "a scale of no elements": (
         "update_",
@@ -257,7 +257,7 @@ REFUSED: dict[str, tuple[str, Callable[[], tuple[Any, ...]], str]] = {
     "one moment": (
         "update_",
         lambda: update_arguments(state=[torch.zeros(64)]),
-        "`state` must be 2 tensors a shard, or one more with amsgrad, got 1",
+        "`state` must be 2 to 3 tensors a shard for adam, got 1",
     ),
     "an unknown rule": ("update_", lambda: listed(rule="sgd"), "`rule` must be adam, got sgd"),
     "a float32 scale": (

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from zerox.plan.span import SHARD_ALIGN
 
-BLOCK_NUMEL = 256  # elements that share a scale, counted from the parameter's start: kMomentBlock in csrc/math/moment.h
+BLOCK_NUMEL = 256  # elements that share a scale, counted from the parameter's start: kStateBlock in csrc/math/state.h
 assert SHARD_ALIGN % BLOCK_NUMEL == 0
 
 

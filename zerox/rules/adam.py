@@ -43,7 +43,7 @@ ADAM = Rule(
         StateSpec("max_exp_avg_sq", when="amsgrad"),
     ),
     needed_options=("lr", "betas", "eps", "weight_decay"),
-    columns=(  # AdamOptions in csrc/math/adam.h
+    columns=(  # Adam::Options in csrc/math/adam.h
         Column("lr"),
         Column("betas", 0),
         Column("betas", 1),

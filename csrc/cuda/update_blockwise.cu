@@ -1,17 +1,22 @@
-// The update with moments in 8 bits, see Note [8-bit moments]. A warp has a block of 256 elements, each lane 8 of them.
-#include "cuda/adam.cuh"
+// The update with states in 8 bits, see Note [8-bit states]. A warp has a block of 256 elements, each lane 8 of them.
+#include "cuda/update.cuh"
 #include "math/dynamic_map.h"
 
 namespace zx::cuda {
 namespace {
 
-constexpr int kLane = kMomentBlock / kWarp;  // elements
-constexpr int64_t kTile = int64_t{kWarps} * kMomentBlock;
+constexpr int kLane = kStateBlock / kWarp;  // elements
+constexpr int64_t kTile = int64_t{kWarps} * kStateBlock;
 static_assert(kTile == int64_t{kThreads} * kLane);
 
 struct Maps {
   DynamicMap with_negatives;
   DynamicMap without;
+
+  template <bool kHasNegatives>
+  __device__ __forceinline__ const DynamicMap& of() const {
+    return kHasNegatives ? with_negatives : without;
+  }
 };
 __device__ const Maps kMaps{make_dynamic_map(true), make_dynamic_map(false)};
 
@@ -24,15 +29,17 @@ __device__ __forceinline__ void copy_maps(Maps& to) {
   }
 }
 
-template <class Where, class Grad>
+template <class OfRule, class Where, class Grad>
 struct BlockArgs {
+  using Rule = OfRule;
+
   Where where;
   const Grad* grad;
-  Moments moments;
+  StoredStates states;
   int64_t numel;
   const Segment* segments;
   int64_t num_segments;
-  const Folded<float>* folded;
+  const Folded<Rule, float>* folded;
   bool aligned;  // all of the pointers above, to 16 bytes
 };
 
@@ -54,23 +61,22 @@ struct Part {
   }
 };
 
-template <bool kHasNegatives>
-struct HeldMoment {
+struct HeldState {
   Pack<uint8_t, kLane> codes;
   float scale;
   float values[kLane];
 
   template <class Part>
-  __device__ __forceinline__ void load(const Moment& moment, const Part& part) {
-    codes = part.template load<kOnce>(static_cast<const uint8_t*>(moment.values));
-    scale = moment.scales[part.first / kMomentBlock];
+  __device__ __forceinline__ void load(const StoredState& state, const Part& part) {
+    codes = part.template load<kOnce>(static_cast<const uint8_t*>(state.values));
+    scale = state.scales[part.first / kStateBlock];
   }
   __device__ __forceinline__ float get(const DynamicMap& map, int i) const {
     return decode(map.values, codes.at[i], scale);
   }
   // Every lane of the warp takes part.
-  template <class Part>
-  __device__ __forceinline__ void store(const DynamicMap& map, const Moment& moment, const Part& part) {
+  template <bool kHasNegatives, class Part>
+  __device__ __forceinline__ void store(const DynamicMap& map, const StoredState& state, const Part& part) {
     uint32_t key = 0;
     ZX_UNROLL
     for (int i = 0; i < kLane; ++i) {
@@ -86,75 +92,69 @@ struct HeldMoment {
     const float inverse = 1.0f / scale;
     ZX_UNROLL
     for (int i = 0; i < kLane; ++i) codes.at[i] = encode<kHasNegatives>(map.nearest, values[i], inverse);
-    part.template store<Stores::streaming>(codes, static_cast<uint8_t*>(moment.values));
-    if (part.first % kMomentBlock == 0) moment.scales[part.first / kMomentBlock] = scale;
+    part.template store<Stores::streaming>(codes, static_cast<uint8_t*>(state.values));
+    if (part.first % kStateBlock == 0) state.scales[part.first / kStateBlock] = scale;
   }
 };
 
 // Every lane of the warp takes part.
-template <bool kAmsgrad, bool kWhole, class Args>
-__device__ __forceinline__ void update_block(const Args& a, const Maps& maps, const Folded<float>& folded,
+template <int kStates, bool kWhole, class Args, class Rule = typename Args::Rule>
+__device__ __forceinline__ void update_block(const Args& a, const Maps& maps, const Folded<Rule, float>& folded,
                                              const Part<kWhole>& part) {
   const auto grad = part.template load<kOnce>(a.grad);
   auto param = a.where.template load<kLane>(part);
-  HeldMoment<true> exp_avg;
-  HeldMoment<false> exp_avg_sq;
-  HeldMoment<false> largest;
-  exp_avg.load(a.moments.exp_avg, part);
-  exp_avg_sq.load(a.moments.exp_avg_sq, part);
-  if constexpr (kAmsgrad) largest.load(a.moments.max_exp_avg_sq, part);
+  HeldState held[kRoomFor<kStates>];
+  ZX_UNROLL
+  for (int s = 0; s < kStates; ++s) held[s].load(a.states.at[s], part);
   __syncwarp();  // all have read the scales
-  AdamLanes<ScalarLane<float>> at[kLane];
+  Lanes<ScalarLane<float>, kStates> lanes[kLane];
   ZX_UNROLL
   for (int i = 0; i < kLane; ++i) {
-    at[i].param.x = param.get(i);
-    at[i].exp_avg.x = exp_avg.get(maps.with_negatives, i);
-    at[i].exp_avg_sq.x = exp_avg_sq.get(maps.without, i);
-    if constexpr (kAmsgrad) at[i].max_exp_avg_sq.x = largest.get(maps.without, i);
+    lanes[i].param.x = param.get(i);
+    for_each_state<kStates>([&](auto s) {
+      const DynamicMap& map = maps.template of<Rule::kStates[decltype(s)::value].has_negatives>();
+      lanes[i].state[s.value].x = held[s.value].get(map, i);
+    });
   }
-  update_each<kAmsgrad>(folded, grad, at);
+  update_each(folded, grad, lanes);
   ZX_UNROLL
   for (int i = 0; i < kLane; ++i) {
-    param.set(i, at[i].param.x);
-    exp_avg.values[i] = at[i].exp_avg.x;
-    exp_avg_sq.values[i] = at[i].exp_avg_sq.x;
-    if constexpr (kAmsgrad) largest.values[i] = at[i].max_exp_avg_sq.x;
+    param.set(i, lanes[i].param.x);
+    ZX_UNROLL
+    for (int s = 0; s < kStates; ++s) held[s].values[i] = lanes[i].state[s].x;
   }
   if constexpr (!kWhole) {  // what is no element has no say in the scale
     ZX_UNROLL
     for (int i = 0; i < kLane; ++i) {
       if (i < part.count) continue;
-      exp_avg.values[i] = exp_avg_sq.values[i] = 0.0f;
-      if constexpr (kAmsgrad) largest.values[i] = 0.0f;
+      ZX_UNROLL
+      for (int s = 0; s < kStates; ++s) held[s].values[i] = 0.0f;
     }
   }
   a.where.store(param, part);
-  exp_avg.store(maps.with_negatives, a.moments.exp_avg, part);
-  exp_avg_sq.store(maps.without, a.moments.exp_avg_sq, part);
-  if constexpr (kAmsgrad) largest.store(maps.without, a.moments.max_exp_avg_sq, part);
+  for_each_state<kStates>([&](auto s) {
+    constexpr bool kHasNegatives = Rule::kStates[decltype(s)::value].has_negatives;
+    held[s.value].template store<kHasNegatives>(maps.template of<kHasNegatives>(), a.states.at[s.value], part);
+  });
 }
 
-template <class Args, class Part>
-__device__ __forceinline__ void update_at(const Args& a, const Maps& maps, const Folded<float>& folded,
+template <class Args, class Rule, class Part>
+__device__ __forceinline__ void update_at(const Args& a, const Maps& maps, const Folded<Rule, float>& folded,
                                           const Part& part) {
-  if (folded.amsgrad) {
-    update_block<true>(a, maps, folded, part);
-  } else {
-    update_block<false>(a, maps, folded, part);
-  }
+  with_num_states(folded.kept, [&](auto count) { update_block<decltype(count)::value>(a, maps, folded, part); });
 }
 
 template <class Args>
 __device__ __forceinline__ void update_tiles(const Args& a, const Maps& maps, TileRange tiles) {
-  const int64_t in_tile = int64_t{threadIdx.x / kWarp} * kMomentBlock;
+  const int64_t in_tile = int64_t{threadIdx.x / kWarp} * kStateBlock;
   const int64_t in_block = int64_t{threadIdx.x % kWarp} * kLane;
-  Stretch<float> stretch;
+  Stretch<typename Args::Rule, float> stretch;
   for (int64_t tile = tiles.first; tile < tiles.last; ++tile) {
     const int64_t block = tile * kTile + in_tile;
     if (block >= a.numel) return;
     stretch.find(a, block);  // segments start with a block: none starts inside this one
     if (!stretch.folded.active) continue;
-    if (a.aligned && block + kMomentBlock <= stretch.place.stop) {
+    if (a.aligned && block + kStateBlock <= stretch.place.stop) {
       update_at(a, maps, stretch.folded, Part<true>{block + in_block, kLane});
     } else {
       const int64_t left = stretch.place.stop - block - in_block;
@@ -165,7 +165,7 @@ __device__ __forceinline__ void update_tiles(const Args& a, const Maps& maps, Ti
 }
 
 template <class Args>
-__global__ void __launch_bounds__(kThreads, 1) adam_block_kernel(ZX_GRID_CONSTANT const Together<Args> together) {
+__global__ void __launch_bounds__(kThreads, 1) update_block_kernel(ZX_GRID_CONSTANT const Together<Args> together) {
   ZX_SHARED(Maps, maps);
   copy_maps(maps);
   __syncthreads();
@@ -174,19 +174,23 @@ __global__ void __launch_bounds__(kThreads, 1) adam_block_kernel(ZX_GRID_CONSTAN
 
 }  // namespace
 
-int adam_blockwise(const AdamShards& shards, Stream stream) {
-  return with_param(shards.elements(), [&](auto where, auto grad_type) {
+int update_blockwise(const UpdateShards& shards, Stream stream) {
+  const auto launch_all = [&](auto rule, auto where, auto grad) {
+    using Rule = typename decltype(rule)::type;
     using Where = typename decltype(where)::type;
-    using Grad = typename decltype(grad_type)::type;
-    using Args = BlockArgs<Where, Grad>;
+    using Grad = typename decltype(grad)::type;
+    using Args = BlockArgs<Rule, Where, Grad>;
     Together<Args> together;
     static_assert(kFitsALaunch<Args>);
     for (const auto& [e, s] : shards) {
-      together.add({Where(e), static_cast<const Grad*>(e.grad), e.moments, e.numel, s.segments, s.count,
-                    static_cast<const Folded<float>*>(s.folded), all_aligned(e)},
+      together.add({Where(e), static_cast<const Grad*>(e.grad), e.states, e.numel, s.segments, s.count,
+                    static_cast<const Folded<Rule, float>*>(s.folded), all_aligned(e)},
                    tiles_for(e.numel, kTile));
     }
-    return launch(adam_block_kernel<Args>, together.num_tiles(), stream, together);
+    return launch(update_block_kernel<Args>, together.num_tiles(), stream, together);
+  };
+  return with_rule(shards.elements().rule, [&](auto rule) {
+    return with_param(shards.elements(), [&](auto where, auto grad) { return launch_all(rule, where, grad); });
   });
 }
 

@@ -6,14 +6,14 @@
 namespace zx {
 namespace {
 
-// A shard's moments from an element on.
-Moments moments_at(const Moments& moments, int64_t element_bytes, int64_t element) {
-  const auto at = [&](const Moment& moment) -> Moment {
-    if (moment.values == nullptr) return moment;
-    return {static_cast<char*>(moment.values) + element * element_bytes,
-            moment.scales == nullptr ? nullptr : moment.scales + element / kMomentBlock};
-  };
-  return {moments.kind, at(moments.exp_avg), at(moments.exp_avg_sq), at(moments.max_exp_avg_sq)};
+// A shard's states from an element on.
+StoredStates states_at(const StoredStates& states, int64_t element_bytes, int64_t element) {
+  StoredStates from_there = states;
+  for (StoredState& state : from_there.at) {
+    if (state.values != nullptr) state.values = static_cast<char*>(state.values) + element * element_bytes;
+    if (state.scales != nullptr) state.scales += element / kStateBlock;
+  }
+  return from_there;
 }
 
 // Small parameters lie one behind the other, and a call for each would take longer than its elements.
@@ -33,31 +33,33 @@ void join_neighbours(std::vector<Stretch>& stretches, const std::vector<int64_t>
 }
 
 // A segment whose `present` is 0 is left alone, its step count too, as torch leaves a parameter without gradient.
+template <class Rule>
 void update_shard(const ShardTensors& t, const ShardTables& tables) {
   constexpr const char* op = "update_";
-  const auto [master_kind, moments] = check_update(t, tables);
+  const auto [master_kind, states] = check_update(t, tables);
   const at::Tensor& param = t.param;
   const at::Tensor& options = tables.options;
   const DType param_dtype = dtype_of(param, op, "param");
   const DType grad_dtype = dtype_of(t.grad, op, "grad");
   const SegmentTable table(tables.segments, param.numel(), op);
-  const auto* rows = reinterpret_cast<const AdamOptions*>(options.const_data_ptr<double>());
+  const auto* rows = reinterpret_cast<const typename Rule::Options*>(options.const_data_ptr<double>());
   for (int64_t i = 0; i < table.size(); ++i) {
     const int64_t row = table[i].options_row;
     ZX_CHECK(row >= 0 && row < options.size(0), op, "segments", "row ", i, " names options ", row, " of ",
              options.size(0));
-    ZX_CHECK(rows[row].amsgrad == 0.0 || t.state.size() > kAdamMoments, op, "state",
-             "lacks the third moment that options row ", row, " needs for amsgrad");
-    ZX_CHECK(moments.kind != StateKind::blockwise ||
-                 (table[i].start % kMomentBlock == 0 && table[i].param_start % kMomentBlock == 0),
+    const auto needed = static_cast<size_t>(Rule::num_states(rows[row]));
+    ZX_CHECK(t.state.size() >= needed, op, "state", "must be ", needed, " tensors a shard for options row ", row,
+             ", got ", t.state.size());
+    ZX_CHECK(states.kind != StateKind::blockwise ||
+                 (table[i].start % kStateBlock == 0 && table[i].param_start % kStateBlock == 0),
              op, "segments", "row ", i, " starts at ", table[i].start, " of the shard and ", table[i].param_start,
-             " of its parameter: 8-bit moments need multiples of ", kMomentBlock);
+             " of its parameter: 8-bit states need multiples of ", kStateBlock);
   }
 
   const double scale = tables.grad_scale ? *tables.grad_scale->const_data_ptr<double>() : 1.0;
   const auto* takes_part = tables.present.const_data_ptr<uint8_t>();
   auto* step_counts = tables.steps.mutable_data_ptr<int64_t>();
-  std::vector<AdamStep<double>> folded(static_cast<size_t>(table.size()));
+  std::vector<typename Rule::template Step<double>> folded(static_cast<size_t>(table.size()));
   std::vector<int64_t> run(folded.size());  // the first segment of those that are treated as this one
   for (int64_t i = 0; i < table.size(); ++i) {
     run[i] = i;
@@ -67,23 +69,24 @@ void update_shard(const ShardTensors& t, const ShardTables& tables) {
     // Neighbours mostly share options and count: the powers are folded once for a run of them.
     const bool same =
         i > 0 && takes_part[i - 1] != 0 && table[i - 1].options_row == row && step_counts[i - 1] == step_counts[i];
-    folded[i] = same ? folded[i - 1] : fold_adam(rows[row], step_counts[i], scale);
+    folded[i] = same ? folded[i - 1] : Rule::fold(rows[row], step_counts[i], scale);
     if (same) run[i] = run[i - 1];
   }
   std::vector<Stretch> stretches = split_into_stretches(table);
-  // Random bits and blocks of 8-bit moments are counted from each parameter's start.
-  if (moments.kind == StateKind::wide) join_neighbours(stretches, run);
+  // Random bits and blocks of 8-bit states are counted from each parameter's start.
+  if (states.kind == StateKind::wide) join_neighbours(stretches, run);
+  const int64_t state_bytes = t.state.empty() ? 0 : static_cast<int64_t>(t.state[0].element_size());
   parallel_stretches(stretches, [&](int64_t first, int64_t last) {
     for (int64_t i = first; i < last; ++i) {
       const auto [segment, start, stop] = stretches[i];
       if (takes_part[segment] == 0) continue;
       const Segment& of = table[segment];
-      const bool amsgrad = rows[of.options_row].amsgrad != 0.0;
       char* master = t.master == nullptr ? nullptr : bytes_at(*t.master, start);
-      kernels().adam({param_dtype, master_kind, grad_dtype, amsgrad, bytes_at(param, start), master,
-                      bytes_at(t.grad, start), moments_at(moments, t.state[0].element_size(), start), stop - start,
-                      of.param_start + (start - of.start), random_key(step_counts[segment], of.param)},
-                     folded[segment]);
+      kernels().update(
+          {tables.rule.kind, param_dtype, master_kind, grad_dtype, bytes_at(param, start), master,
+           bytes_at(t.grad, start), Rule::num_states(rows[of.options_row]), states_at(states, state_bytes, start),
+           stop - start, of.param_start + (start - of.start), random_key(step_counts[segment], of.param)},
+          &folded[segment]);
     }
   });
 }
@@ -92,7 +95,10 @@ void update_(c10::string_view rule, at::TensorList param, at::TensorList master,
              at::TensorList state, at::TensorList scales, at::TensorList segments, at::TensorList present,
              at::TensorList steps, const at::Tensor& options, const std::optional<at::Tensor>& grad_scale) {
   for_each_shard({rule, param, master, grad, state, scales, segments, present, steps, options, grad_scale},
-                 update_shard);
+                 [](const ShardTensors& tensors, const ShardTables& tables) {
+                   with_rule(tables.rule.kind,
+                             [&](auto rule) { update_shard<typename decltype(rule)::type>(tensors, tables); });
+                 });
 }
 
 }  // namespace

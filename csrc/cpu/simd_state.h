@@ -1,4 +1,4 @@
-// Vectors of moments as they are stored in 16 and 8 bits, for one instruction set: what math/random.h, rounding.h and
+// Vectors of states as they are stored in 16 and 8 bits, for one instruction set: what math/random.h, rounding.h and
 // dynamic_map.h do to one element, for V::kLanes of them. Included by kernels_<isa>.cpp only.
 
 // Random bits of so many neighbouring elements.

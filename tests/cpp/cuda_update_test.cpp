@@ -1,27 +1,27 @@
 // The CUDA update, run on the host: the bits of the CPU's over all dtypes, segments, alignments and orders of threads.
-#include "adam_cases.h"
 #include "cuda_shards.h"
 #include "math/scalar_lane.h"
+#include "update_cases.h"
 
 namespace {
 
 using namespace zx::testing;
-using zx::AdamOptions;
+using zx::Adam;
 using zx::DType;
 using zx::Master;
 using zx::Segment;
 using zx::StateKind;
 
-const std::vector<AdamOptions>& options_table() {
-  static const std::vector<AdamOptions> rows{{1e-3, 0.9, 0.999, 1e-8, 1e-2, 0.0, 1.0, 0.0},  // AdamW
-                                             {1e-2, 0.9, 0.95, 1e-6, 1e-1, 1.0, 0.0, 1.0},   // L2, maximize, amsgrad
-                                             {1e-3, 0.3, 0.999, 1e-8, 0.0, 0.0, 0.0, 0.0}};  // lerp from the gradient
+const std::vector<Adam::Options>& options_table() {
+  static const std::vector<Adam::Options> rows{{1e-3, 0.9, 0.999, 1e-8, 1e-2, 0.0, 1.0, 0.0},  // AdamW
+                                               {1e-2, 0.9, 0.95, 1e-6, 1e-1, 1.0, 0.0, 1.0},   // L2, maximize, amsgrad
+                                               {1e-3, 0.3, 0.999, 1e-8, 0.0, 0.0, 0.0, 0.0}};  // lerp from the gradient
   return rows;
 }
 
 // A shard with its tables. Every seventh segment is absent; options and step counts vary from segment to segment.
 struct Shard {
-  Shard(const AdamCase& c, const SegmentLayout& layout, int64_t offset, bool finite = false)
+  Shard(const UpdateCase& c, const SegmentLayout& layout, int64_t offset, bool finite = false)
       : what(c),
         segments(layout.segments),
         numel(layout.numel),
@@ -58,29 +58,31 @@ struct Shard {
   static void run_together(const std::vector<Shard*>& shards) {
     const double scale = 0.5;
     std::vector<std::vector<char>> scratch;
-    std::vector<zx::cuda::AdamShard> launched;
+    std::vector<zx::cuda::UpdateShard> launched;
     for (Shard* s : shards) {
-      const AdamCase& what = s->what;
+      const UpdateCase& what = s->what;
       scratch.emplace_back(s->segments.size() * zx::cuda::kFoldedBytes, static_cast<char>(0xcd));
       launched.push_back(
-          {{what.param, what.master, what.grad, s->param.at(0), what.master == Master::none ? nullptr : s->master.at(0),
-            s->grad.at(0), s->moments.at(0), s->numel},
+          {{zx::RuleKind::adam, what.param, what.master, what.grad, s->param.at(0),
+            what.master == Master::none ? nullptr : s->master.at(0), s->grad.at(0), s->moments.at(0), s->numel},
            {s->segments.data(), static_cast<int64_t>(s->segments.size()), s->present.data(), s->steps.data(),
-            options_table().data(), &scale, scratch.back().data()}});
+            &options_table().front().lr, &scale, scratch.back().data()}});
     }
-    CHECK_EQ(zx::cuda::adam({launched.data(), static_cast<int64_t>(launched.size())}, kHost), 0);
+    CHECK_EQ(zx::cuda::update({launched.data(), static_cast<int64_t>(launched.size())}, kHost), 0);
   }
 
   void run_cpu() {
     for (size_t i = 0; i < segments.size(); ++i) {
       if (present[i] == 0) continue;
       const auto [start, stop, row, number, param_start] = segments[i];
-      const AdamOptions& options = options_table()[static_cast<size_t>(row)];
+      const Adam::Options& options = options_table()[static_cast<size_t>(row)];
       ++steps[i];
-      zx::kernels_scalar().adam({what.param, what.master, what.grad, options.amsgrad != 0.0, param.at(start),
-                                 what.master == Master::none ? nullptr : master.at(start), grad.at(start),
-                                 moments.at(start), stop - start, param_start, zx::random_key(steps[i], number)},
-                                zx::fold_adam(options, steps[i], 0.5));
+      const Adam::Step<double> step = Adam::fold(options, steps[i], 0.5);
+      zx::kernels_scalar().update(
+          {zx::RuleKind::adam, what.param, what.master, what.grad, param.at(start),
+           what.master == Master::none ? nullptr : master.at(start), grad.at(start), Adam::num_states(options),
+           moments.at(start), stop - start, param_start, zx::random_key(steps[i], number)},
+          &step);
     }
   }
 
@@ -96,7 +98,7 @@ struct Shard {
     CHECK_FOR(joined({name, "steps"}), steps == expected.steps);
   }
 
-  AdamCase what;
+  UpdateCase what;
   std::vector<Segment> segments;
   int64_t numel;
   Elements param;
@@ -108,7 +110,7 @@ struct Shard {
 };
 
 void check_every_edge(StateKind state) {
-  for (const AdamCase& c : adam_cases(state)) {
+  for (const UpdateCase& c : update_cases(state)) {
     for (const SegmentLayout& layout : state == StateKind::blockwise ? block_layouts() : segment_layouts()) {
       for (const int64_t offset : {0, 1}) {  // to 16 bytes, and not
         Shard expected(c, layout, offset);
@@ -120,17 +122,17 @@ void check_every_edge(StateKind state) {
     }
   }
 }
-TEST(adam_gives_the_cpu_bits_for_every_dtype_and_segment_edge) { check_every_edge(StateKind::wide); }
-TEST(adam_gives_the_cpu_bits_with_bf16_moments) { check_every_edge(StateKind::bf16); }
-TEST(adam_gives_the_cpu_bits_with_8_bit_moments) { check_every_edge(StateKind::blockwise); }
+TEST(update_gives_the_cpu_bits_for_every_dtype_and_segment_edge) { check_every_edge(StateKind::wide); }
+TEST(update_gives_the_cpu_bits_with_bf16_moments) { check_every_edge(StateKind::bf16); }
+TEST(update_gives_the_cpu_bits_with_8_bit_moments) { check_every_edge(StateKind::blockwise); }
 
 // All layouts three times, aligned and not: more shards than one launch takes. Every fourth case; the tests above have
 // all.
 void check_together(StateKind state) {
   const auto& layouts = state == StateKind::blockwise ? block_layouts() : segment_layouts();
-  const auto cases = adam_cases(state);
+  const auto cases = update_cases(state);
   for (size_t which = 0; which < cases.size(); which += 4) {
-    const AdamCase& c = cases[which];
+    const UpdateCase& c = cases[which];
     std::vector<Shard> expected;
     for (const int64_t offset : {0, 1, 0}) {
       for (const SegmentLayout& layout : layouts) expected.emplace_back(c, layout, offset);
@@ -146,15 +148,15 @@ void check_together(StateKind state) {
     }
   }
 }
-TEST(adam_on_many_shards_at_once_gives_the_bits_of_each_alone) { check_together(StateKind::wide); }
-TEST(adam_on_many_shards_with_bf16_moments_gives_the_bits_of_each_alone) { check_together(StateKind::bf16); }
-TEST(adam_on_many_shards_with_8_bit_moments_gives_the_bits_of_each_alone) { check_together(StateKind::blockwise); }
+TEST(update_on_many_shards_at_once_gives_the_bits_of_each_alone) { check_together(StateKind::wide); }
+TEST(update_on_many_shards_with_bf16_moments_gives_the_bits_of_each_alone) { check_together(StateKind::bf16); }
+TEST(update_on_many_shards_with_8_bit_moments_gives_the_bits_of_each_alone) { check_together(StateKind::blockwise); }
 
-TEST(adam_gives_the_same_bits_in_every_order_of_threads) {
-  for (const AdamCase& c : {AdamCase{DType::bf16, Master::remainder, DType::bf16, true},
-                            AdamCase{DType::f32, Master::none, DType::f32, false},
-                            AdamCase{DType::bf16, Master::remainder, DType::bf16, true, StateKind::bf16},
-                            AdamCase{DType::bf16, Master::remainder, DType::bf16, true, StateKind::blockwise}}) {
+TEST(update_gives_the_same_bits_in_every_order_of_threads) {
+  for (const UpdateCase& c : {UpdateCase{DType::bf16, Master::remainder, DType::bf16, true},
+                              UpdateCase{DType::f32, Master::none, DType::f32, false},
+                              UpdateCase{DType::bf16, Master::remainder, DType::bf16, true, StateKind::bf16},
+                              UpdateCase{DType::bf16, Master::remainder, DType::bf16, true, StateKind::blockwise}}) {
     for (const SegmentLayout& layout : c.state == StateKind::blockwise ? block_layouts() : segment_layouts()) {
       Shard expected(c, layout, 0);
       const Shard before = expected;
@@ -169,9 +171,9 @@ TEST(adam_gives_the_same_bits_in_every_order_of_threads) {
 }
 
 // One pointer that is not aligned is enough to leave the wide path.
-TEST(adam_takes_any_one_misaligned_tensor) {
+TEST(update_takes_any_one_misaligned_tensor) {
   for (const StateKind state : kStateKinds) {
-    const AdamCase c{DType::bf16, Master::remainder, DType::bf16, true, state};
+    const UpdateCase c{DType::bf16, Master::remainder, DType::bf16, true, state};
     const SegmentLayout layout = with_blocks(layout_of("large", {5000}, 0, 0));
     for (int which = 0; which < 6; ++which) {
       Shard expected(c, layout, 0);
@@ -192,10 +194,10 @@ TEST(adam_takes_any_one_misaligned_tensor) {
 // The rule in double, on the same inputs. The bound is that of tests/kernels/test_adam.py: arithmetic in T may make an
 // error of kUpdateEpsilons of its epsilons, in units of what is added up on the way to the update; the parameter itself
 // is rounded with its decay, in the product and in the sum.
-TEST(adam_is_close_to_the_rule_in_double) {
+TEST(update_is_close_to_the_rule_in_double) {
   using Lane = zx::ScalarLane<double>;
   constexpr double kUpdateEpsilons = 8.0;
-  for (const AdamCase& c : adam_cases(StateKind::wide)) {
+  for (const UpdateCase& c : update_cases(StateKind::wide)) {
     if (c.param != DType::f64 && c.param != DType::f32 && c.master == Master::none) continue;  // rounds to 16 bits
     Shard before(c, layout_of("", {3000, 500, 37}, 0, 7), 0, /*finite=*/true);
     for (int64_t i = 0; i < before.numel; ++i) {
@@ -205,24 +207,26 @@ TEST(adam_is_close_to_the_rule_in_double) {
     Shard after = before;
     after.run_cuda();
     for (size_t s = 0; s < before.segments.size(); ++s) {
-      const AdamOptions& options = options_table()[static_cast<size_t>(before.segments[s].options_row)];
-      const auto step = zx::narrow<double>(zx::fold_adam(options, after.steps[s], 0.5));
+      const Adam::Options& options = options_table()[static_cast<size_t>(before.segments[s].options_row)];
+      const auto step = Adam::narrow<double>(Adam::fold(options, after.steps[s], 0.5));
       for (int64_t i = before.segments[s].start; i < before.segments[s].stop; ++i) {
         const double start = before.exact(i);
         const double exp_avg = before.moments.exp_avg.values.number(i);
         const Lane grad{before.grad.number(i)};
-        zx::AdamLanes<Lane> at{{start},
-                               {exp_avg},
-                               {before.moments.exp_avg_sq.values.number(i)},
-                               {before.moments.max_exp_avg_sq.values.number(i)}};
-        options.amsgrad != 0.0 ? zx::adam_update<true>(step, grad, at) : zx::adam_update<false>(step, grad, at);
-        const double second = options.amsgrad != 0.0 ? at.max_exp_avg_sq.x : at.exp_avg_sq.x;
+        const double exp_avg_sq = before.moments.exp_avg_sq.values.number(i);
+        const double max_exp_avg_sq = before.moments.max_exp_avg_sq.values.number(i);
+        zx::Lanes<Lane, 2> plain{{start}, {{exp_avg}, {exp_avg_sq}}};
+        zx::Lanes<Lane, 3> largest{{start}, {{exp_avg}, {exp_avg_sq}, {max_exp_avg_sq}}};
+        const bool amsgrad = Adam::num_states(options) == 3;
+        amsgrad ? Adam::update(step, grad, largest) : Adam::update(step, grad, plain);
+        const double expected = amsgrad ? largest.param.x : plain.param.x;
+        const double second = amsgrad ? Adam::divisor(largest).x : Adam::divisor(plain).x;
         const double denom = std::sqrt(second) / step.bias_correction2_sqrt + step.eps;
         const double added = std::fabs(step.neg_step_size) * (std::fabs(exp_avg) + std::fabs(grad.x)) / denom;
         const double epsilon = c.param == DType::f64 ? 0x1p-53 : 0x1p-24;
         const double allowed =
-            epsilon * (kUpdateEpsilons * added + 3 * std::max(std::fabs(start), std::fabs(at.param.x)));
-        CHECK_FOR(name_of(c), std::fabs(after.exact(i) - at.param.x) <= allowed);
+            epsilon * (kUpdateEpsilons * added + 3 * std::max(std::fabs(start), std::fabs(expected)));
+        CHECK_FOR(name_of(c), std::fabs(after.exact(i) - expected) <= allowed);
       }
     }
   }

@@ -1,6 +1,6 @@
 // The update: every instruction set gives the scalar bits, whatever the dtypes, kinds of moments, options and places
 // where spans are cut. What the scalar kernel computes is held against torch in tests/kernels.
-#include "adam_cases.h"
+#include "update_cases.h"
 
 namespace {
 
@@ -8,10 +8,11 @@ using namespace zx::testing;
 using zx::DType;
 using zx::Master;
 using zx::StateKind;
+using Step = zx::Adam::Step<double>;
 
 // Everything one call reads and writes.
-struct AdamBuffers {
-  AdamBuffers(const AdamCase& c, int64_t numel, int64_t offset)
+struct UpdateBuffers {
+  UpdateBuffers(const UpdateCase& c, int64_t numel, int64_t offset)
       : what(c),
         param(Elements::random(c.param, numel, offset)),
         master(Elements::random(master_dtype(c), numel, offset + 1)),
@@ -20,14 +21,14 @@ struct AdamBuffers {
     make_masters(c, numel, param, master);
   }
 
-  void run(const zx::KernelTable& table, const zx::AdamStep<double>& step, int64_t start, int64_t stop) {
-    table.adam({what.param, what.master, what.grad, what.amsgrad, param.at(start),
-                what.master == Master::none ? nullptr : master.at(start), grad.at(start), moments.at(start),
-                stop - start, kParamStart + start, kKey},
-               step);
+  void run(const zx::KernelTable& table, const Step& step, int64_t start, int64_t stop) {
+    table.update({zx::RuleKind::adam, what.param, what.master, what.grad, param.at(start),
+                  what.master == Master::none ? nullptr : master.at(start), grad.at(start), moments.num_states(),
+                  moments.at(start), stop - start, kParamStart + start, kKey},
+                 &step);
   }
 
-  void check_same(const AdamBuffers& expected, const std::string& name) const {
+  void check_same(const UpdateBuffers& expected, const std::string& name) const {
     const auto check = [&name](const Elements& a, const Elements& b, const char* part) {
       CHECK_FOR(joined({name, part}), a.differences(b) == 0);
       CHECK(a.canaries_live());
@@ -38,7 +39,7 @@ struct AdamBuffers {
     CHECK(grad.same_bytes(expected.grad));
   }
 
-  AdamCase what;
+  UpdateCase what;
   Elements param;
   Elements master;
   Elements grad;
@@ -49,27 +50,27 @@ struct AdamBuffers {
   static constexpr zx::RandomKey kKey{0x12345678, 0x9abcdef0};
 };
 
-std::vector<zx::AdamStep<double>> adam_steps() {
-  return {zx::fold_adam({1e-3, 0.9, 0.999, 1e-8, 1e-2, 0.0, 1.0, 0.0}, 3, 0.5),    // AdamW
-          zx::fold_adam({1e-2, 0.9, 0.95, 1e-6, 1e-1, 1.0, 0.0, 0.0}, 1000, 1.0),  // L2, maximize
-          zx::fold_adam({1e-3, 0.3, 0.999, 1e-8, 0.0, 0.0, 0.0, 0.0}, 1, 1.0)};    // lerp from the gradient
+std::vector<Step> steps_tried() {
+  return {zx::Adam::fold({1e-3, 0.9, 0.999, 1e-8, 1e-2, 0.0, 1.0, 0.0}, 3, 0.5),    // AdamW
+          zx::Adam::fold({1e-2, 0.9, 0.95, 1e-6, 1e-1, 1.0, 0.0, 0.0}, 1000, 1.0),  // L2, maximize
+          zx::Adam::fold({1e-3, 0.3, 0.999, 1e-8, 0.0, 0.0, 0.0, 0.0}, 1, 1.0)};    // lerp from the gradient
 }
 
-TEST(adam_gives_the_scalar_bits_for_every_dtype_and_option) {
+TEST(update_gives_the_scalar_bits_for_every_dtype_and_option) {
   const auto tables = vector_tables();
-  const auto steps = adam_steps();
+  const auto steps = steps_tried();
   size_t round = 0;
   for (const StateKind state : kStateKinds) {
-    for (const AdamCase& c : adam_cases(state)) {
+    for (const UpdateCase& c : update_cases(state)) {
       for (const int64_t numel : kSizes) {
         for (const auto& step : steps) {
-          const AdamBuffers before(c, numel, static_cast<int64_t>(round++ % 4));
-          AdamBuffers expected = before;
+          const UpdateBuffers before(c, numel, static_cast<int64_t>(round++ % 4));
+          UpdateBuffers expected = before;
           expected.run(zx::kernels_scalar(), step, 0, numel);
           expected.check_same(expected, "scalar");  // canaries
           CHECK(expected.grad.same_bytes(before.grad));
           for (const zx::KernelTable* table : tables) {
-            AdamBuffers tested = before;
+            UpdateBuffers tested = before;
             tested.run(*table, step, 0, numel);
             tested.check_same(expected, joined({table->name, name_of(c)}));
           }
@@ -79,21 +80,21 @@ TEST(adam_gives_the_scalar_bits_for_every_dtype_and_option) {
   }
 }
 
-TEST(adam_may_be_cut_anywhere) {
+TEST(update_may_be_cut_anywhere) {
   for (const std::string& isa : zx::supported_isas()) {
     zx::select_isa(isa);
     for (const StateKind state : kStateKinds) {
-      const int64_t unit = state == StateKind::blockwise ? zx::kMomentBlock : 1;
-      for (const AdamCase& c : adam_cases(state)) {
+      const int64_t unit = state == StateKind::blockwise ? zx::kStateBlock : 1;
+      for (const UpdateCase& c : update_cases(state)) {
         for (const int64_t cut : {0, 1, 13, 16, 50, 99, 100}) {
           const int64_t numel = 100 * unit - unit / 2;  // ends in half a block
           const int64_t place = std::min(cut * unit, numel);
-          const AdamBuffers before(c, numel, 1);
-          AdamBuffers whole = before;
-          whole.run(zx::kernels(), adam_steps()[0], 0, numel);
-          AdamBuffers parts = before;
-          parts.run(zx::kernels(), adam_steps()[0], place, numel);
-          parts.run(zx::kernels(), adam_steps()[0], 0, place);
+          const UpdateBuffers before(c, numel, 1);
+          UpdateBuffers whole = before;
+          whole.run(zx::kernels(), steps_tried()[0], 0, numel);
+          UpdateBuffers parts = before;
+          parts.run(zx::kernels(), steps_tried()[0], place, numel);
+          parts.run(zx::kernels(), steps_tried()[0], 0, place);
           parts.check_same(whole, joined({isa, name_of(c)}));
         }
       }
@@ -119,8 +120,8 @@ bool is_split_again(uint16_t pattern, int16_t remainder, uint16_t param_after, i
 // every master there is and on the pairs that none has.
 TEST(every_pair_of_parameter_and_remainder_is_joined_and_split_alike) {
   constexpr int64_t kPatterns = 0x10000;
-  const zx::AdamStep<double> nothing = zx::fold_adam({0.0, 0.9, 0.999, 1.0, 0.0, 0.0, 1.0, 0.0}, 1, 1.0);
-  AdamBuffers buffers({DType::bf16, Master::remainder, DType::bf16, false}, kPatterns, 0);
+  const Step nothing = zx::Adam::fold({0.0, 0.9, 0.999, 1.0, 0.0, 0.0, 1.0, 0.0}, 1, 1.0);
+  UpdateBuffers buffers({DType::bf16, Master::remainder, DType::bf16, false}, kPatterns, 0);
   std::vector<uint16_t> patterns(kPatterns);
   for (int64_t i = 0; i < kPatterns; ++i) {
     patterns[static_cast<size_t>(i)] = static_cast<uint16_t>(i);

@@ -6,6 +6,7 @@
 #include "cuda/device.cuh"
 #include "cuda/kernels.h"
 #include "cuda/pack.cuh"
+#include "math/rule.h"
 #include "math/scalar_lane.h"
 
 namespace zx::cuda {
@@ -17,7 +18,7 @@ struct PlainParam {
   Param* param = nullptr;
 
   PlainParam() = default;
-  explicit PlainParam(const AdamElements& e) : param(static_cast<Param*>(e.param)) {}
+  explicit PlainParam(const UpdateElements& e) : param(static_cast<Param*>(e.param)) {}
 
   template <int N>
   struct Held {
@@ -50,7 +51,7 @@ struct SplitParam {
   int16_t* remainder = nullptr;
 
   SplitParam() = default;
-  explicit SplitParam(const AdamElements& e)
+  explicit SplitParam(const UpdateElements& e)
       : param(static_cast<bf16*>(e.param)), remainder(static_cast<int16_t*>(e.master)) {}
 
   template <int N>
@@ -92,7 +93,7 @@ struct MasteredParam {
   float* master = nullptr;
 
   MasteredParam() = default;
-  explicit MasteredParam(const AdamElements& e)
+  explicit MasteredParam(const UpdateElements& e)
       : param(static_cast<Half*>(e.param)), master(static_cast<float*>(e.master)) {}
 
   template <int N>
@@ -129,13 +130,8 @@ struct MasteredParam {
 
 // ---- from what is known when the program runs to types: launch(type of Where, type of gradients)
 
-template <class T>
-struct Type {
-  using type = T;
-};
-
 template <class Where, class Launch>
-int with_grad(const AdamElements& e, const Launch& launch) {
+int with_grad(const UpdateElements& e, const Launch& launch) {
   switch (e.grad_dtype) {
     case DType::f64:
       if constexpr (std::is_same_v<typename Where::Value, double>) return launch(Type<Where>{}, Type<double>{});
@@ -151,7 +147,7 @@ int with_grad(const AdamElements& e, const Launch& launch) {
 }
 
 template <class Half, class Launch>
-int with_half(const AdamElements& e, const Launch& launch) {
+int with_half(const UpdateElements& e, const Launch& launch) {
   if (e.master_kind == Master::fp32) return with_grad<MasteredParam<Half>>(e, launch);
   if constexpr (std::is_same_v<Half, bf16>) {
     if (e.master_kind == Master::remainder) return with_grad<SplitParam>(e, launch);
@@ -161,7 +157,7 @@ int with_half(const AdamElements& e, const Launch& launch) {
 
 // Parameters that are updated in fp32.
 template <class Launch>
-int with_param(const AdamElements& e, const Launch& launch) {
+int with_param(const UpdateElements& e, const Launch& launch) {
   switch (e.param_dtype) {
     case DType::f64:
       break;

@@ -1,0 +1,143 @@
+// The update: one pass from gradient to states, master and parameter, by any rule (math/rule.h). Included by
+// kernels_<isa>.cpp only.
+
+// Where a parameter's exact value lies: load and store it as a vector of the type that is computed in.
+template <class Param>
+struct PlainParam {
+  Param* param;
+  template <class V>
+  ZX_HD V load(int64_t i) const {
+    return V::load(param + i);
+  }
+  template <class V>
+  ZX_HD void store(V value, int64_t i) const {
+    value.store(param + i);
+  }
+};
+struct SplitParam {
+  bf16* param;
+  int16_t* remainder;
+  template <class V>
+  ZX_HD V load(int64_t i) const {
+    return V::load_split(param + i, remainder + i);
+  }
+  template <class V>
+  ZX_HD void store(V value, int64_t i) const {
+    value.store_split(param + i, remainder + i);
+  }
+};
+template <class Half>
+struct MasteredParam {
+  Half* param;
+  float* master;
+  template <class V>
+  ZX_HD V load(int64_t i) const {
+    return V::load_master(param + i, master + i);
+  }
+  template <class V>
+  ZX_HD void store(V value, int64_t i) const {
+    value.store(master + i);
+    value.store(param + i);
+  }
+};
+
+// `state` counts from element `first` of the span.
+template <class Rule, class T, int N, class Where, class State, class Grad>
+ZX_HD void update_loop(const typename Rule::template Step<T>& step, Where where, State& state, const Grad* grad,
+                       int64_t first, int64_t numel) {
+  for_each_vector<T>(numel, [&](auto lane, int64_t i) ZX_LAMBDA {
+    using V = decltype(lane);
+    Lanes<V, N> lanes{where.template load<V>(first + i), {}};
+    state.load(lanes, i);
+    Rule::update(step, V::load(grad + first + i), lanes);
+    where.store(lanes.param, first + i);
+    state.store(lanes, i);
+  });
+}
+
+// N states.
+template <class Rule, class T, int N, class Where, class Grad>
+ZX_HD void update_state(const UpdateSpan& span, const typename Rule::template Step<T>& step, Where where,
+                        const Grad* grad) {
+  if constexpr (std::is_same_v<T, float>) {
+    if (span.states.kind == StateKind::bf16) {
+      Bf16State<Rule, N> state(span);
+      return update_loop<Rule, T, N>(step, where, state, grad, 0, span.numel);
+    }
+    if (span.states.kind == StateKind::blockwise) {
+      BlockState<Rule, N> state;
+      for (int64_t first = 0; first < span.numel; first += kStateBlock) {
+        const int64_t numel = span.numel - first < kStateBlock ? span.numel - first : kStateBlock;
+        state.open(span.states, first);
+        update_loop<Rule, T, N>(step, where, state, grad, first, numel);
+        state.close(numel);
+      }
+      return;
+    }
+  }
+  WideState<T, N> state(span);
+  update_loop<Rule, T, N>(step, where, state, grad, 0, span.numel);
+}
+
+template <class Rule>
+using DoubleStep = typename Rule::template Step<double>;
+
+template <class Rule, class T, class Where, class Grad>
+void update_num_states(const UpdateSpan& span, const DoubleStep<Rule>& step, Where where, const Grad* grad) {
+  const typename Rule::template Step<T> narrowed = Rule::template narrow<T>(step);
+  with_num_states(first_states<Rule>(span.num_states), [&](auto count) ZX_LAMBDA {
+    update_state<Rule, T, decltype(count)::value>(span, narrowed, where, grad);
+  });
+}
+
+template <class Rule, class T, class Where>
+void update_grad(const UpdateSpan& span, const DoubleStep<Rule>& step, Where where) {
+  switch (span.grad_dtype) {
+    case DType::f64:
+      if constexpr (std::is_same_v<T, double>) {
+        return update_num_states<Rule, T>(span, step, where, static_cast<const double*>(span.grad));
+      }
+      break;  // refused at the door: 16- and 32-bit parameters have no fp64 gradients
+    case DType::f32:
+      return update_num_states<Rule, T>(span, step, where, static_cast<const float*>(span.grad));
+    case DType::bf16:
+      return update_num_states<Rule, T>(span, step, where, static_cast<const bf16*>(span.grad));
+    case DType::f16:
+      return update_num_states<Rule, T>(span, step, where, static_cast<const f16*>(span.grad));
+  }
+}
+
+template <class Rule, class Half>
+void update_half(const UpdateSpan& span, const DoubleStep<Rule>& step) {
+  Half* param = static_cast<Half*>(span.param);
+  if (span.master_kind == Master::fp32) {
+    return update_grad<Rule, float>(span, step, MasteredParam<Half>{param, static_cast<float*>(span.master)});
+  }
+  if constexpr (std::is_same_v<Half, bf16>) {
+    if (span.master_kind == Master::remainder) {
+      return update_grad<Rule, float>(span, step, SplitParam{param, static_cast<int16_t*>(span.master)});
+    }
+  }
+  update_grad<Rule, float>(span, step, PlainParam<Half>{param});
+}
+
+template <class Rule>
+void update_param(const UpdateSpan& span, const DoubleStep<Rule>& step) {
+  switch (span.param_dtype) {
+    case DType::f64:
+      return update_grad<Rule, double>(span, step, PlainParam<double>{static_cast<double*>(span.param)});
+    case DType::f32:
+      return update_grad<Rule, float>(span, step, PlainParam<float>{static_cast<float*>(span.param)});
+    case DType::bf16:
+      return update_half<Rule, bf16>(span, step);
+    case DType::f16:
+      return update_half<Rule, f16>(span, step);
+  }
+}
+
+void update(const UpdateSpan& span, const void* step) {
+  with_rule(span.rule, [&](auto type) {
+    using Rule = typename decltype(type)::type;
+    update_param<Rule>(span, *static_cast<const DoubleStep<Rule>*>(step));
+  });
+}

@@ -1,0 +1,91 @@
+// What kernels and rules share. An update rule is a struct of constants and static functions (math/adam.h is one), and
+// every update kernel is a template over it. A rule has:
+//
+//   kName, kLeastStates, kStates       its name, and the states that it may keep for each element
+//   Options                            a row of the options table: doubles only, in the order of the rule's columns in
+//                                      zerox/rules
+//   num_states(options)                how many of kStates it keeps under these options: the first so many
+//   Step<T>, fold(), narrow()          what is computed once for a parameter and a step: in double, then in T
+//   update(step, grad, lanes)          the rule itself, for V::kLanes elements
+//   kHasUncheckedStep                  whether its last step takes a root and divides: then it has the parts of it that
+//                                      Note [Roots and quotients without a check each] tells of
+//
+// V is a vector, or a scalar lane, of floats or doubles: it has the operators + - * /, the functions fma, sqrt and max,
+// and V::splat().
+#pragma once
+
+#include <cstddef>
+
+#include "math/macros.h"
+
+namespace zx {
+
+// One of the states of a rule.
+struct StateTraits {
+  bool has_negatives;     // which decides on its map in 8 bits
+  bool takes_upper_bits;  // in bf16: which half of an element's random bits rounds it, see random_bits()
+};
+
+template <class Rule>
+constexpr int kMostStatesOf = static_cast<int>(sizeof(Rule::kStates) / sizeof(StateTraits));
+
+// How long an array for N states is: C++ has none of no elements.
+template <int N>
+constexpr int kRoomFor = N > 0 ? N : 1;
+
+// V::kLanes elements: their parameters, and the N states that are kept of each.
+template <class V, int N>
+struct Lanes {
+  V param;
+  V state[kRoomFor<N>];
+};
+
+// A number as a type, for lambdas that need it when they are compiled.
+template <int kNumber>
+struct Constant {
+  static constexpr int value = kNumber;
+};
+template <class T>
+struct Type {
+  using type = T;
+};
+
+// Calls body(Constant<0>{}), ... body(Constant<N - 1>{}).
+ZX_FOR_ANY_BODY
+template <int N, int kFirst = 0, class Body>
+ZX_HD void for_each_state(const Body& body) {
+  if constexpr (kFirst < N) {
+    body(Constant<kFirst>{});
+    for_each_state<N, kFirst + 1>(body);
+  }
+}
+
+// Which of its states a rule keeps: the first so many. As bools, and not as their number, which the CUDA kernels would
+// compare anew at every element.
+template <class Rule>
+struct KeptStates {
+  bool at[kMostStatesOf<Rule>];
+};
+template <class Rule>
+ZX_HD KeptStates<Rule> first_states(int num_states) {
+  KeptStates<Rule> kept;
+  for (int s = 0; s < kMostStatesOf<Rule>; ++s) kept.at[s] = s < num_states;
+  return kept;
+}
+
+// Calls body(Constant<N>{}) where N states are kept. There are kernels for every number that the rule knows.
+ZX_FOR_ANY_BODY
+template <class Rule, int N = kMostStatesOf<Rule>, class Body>
+ZX_HD void with_num_states(const KeptStates<Rule>& kept, const Body& body) {
+  if constexpr (N > Rule::kLeastStates) {
+    if (kept.at[N - 1]) {
+      body(Constant<N>{});
+    } else {
+      with_num_states<Rule, N - 1>(kept, body);
+    }
+  } else {
+    body(Constant<N>{});
+  }
+}
+
+}  // namespace zx
