@@ -39,8 +39,8 @@ struct GradsSeen {
   bool unsent = false;
   bool changed = false;
   bool scaled = false;
-  SlotSet with_grad;
-  std::string refusal;  // why one can't be sent
+  SlotSet with_grad{};
+  std::string refusal{};  // why one can't be sent
 };
 
 // What the placements work with.
