@@ -10,34 +10,36 @@
 
 namespace zx {
 
+// clang-format off
 // Note [Locks]
-// Threads that meet here: autograd's (hooks; several where a model lies on several devices, or where Python's threads
-// each run a backward), the lanes, a backend's, and the optimizer's caller: whoever calls step(), zero_grad() and the
-// like, one thread at a time.
+// Threads that meet here: autograd's (hooks run on several of them where a model lies on several devices, or where
+// several of Python's threads run backward), the lanes, a backend's, and the optimizer's caller, which is the thread
+// that calls step(), zero_grad() and the like: one at a time.
 //
-//   what                                   written by                       read by               guard
-//   Buckets::all; of a Bucket and Slot     optimizer's caller, outside of   all                   no backward is open
-//     what has no other line here          backward, in add_bucket()
-//   Slot's hooks, fired to whole; p.grad;  hooks, optimizer's caller        the same              Buckets::mutex
+//   data                                   written by                       read by             guard
+//   Buckets::all; what has no other line   optimizer's caller, in           all                 no backward is open
+//     here of a Bucket and a Slot          add_bucket()
+//   Slot's hooks, fired to whole; p.grad;  hooks, optimizer's caller        the same            Buckets::mutex
 //     Bucket::producers; all of Backward
-//   Bucket::landed                         land lane; optimizer's caller    optimizer's caller    Flights::land() and
-//                                          when flights have landed                               after_landing()
-//   a Flight                               who launches, then its lane      the same              TwoLanes hands it on
-//   what is in the air, the first error    who launches, both lanes         all                   TwoLanes, Sky::mutex
-//   memory that crosses streams            who launches, both lanes         the same              Streams::mutex_
-//   Settlement, Agreement, GradPlacement   optimizer's caller, or where     the same              Settlement::mutex_
-//                                          backward ends
-//   Params: the agreed order               optimizer's caller               the same              none
-//   Gathers: what is under way             optimizer's caller               all who read          Gathers::mutex_
-//   a Gather                               who comes first                  all who read          its once-flags,
-//   mutex_ Whereabouts                            all                              all Whereabouts::mutex_
+//   Bucket::landed                         land lane; optimizer's caller    optimizer's caller  Flights::land() and
+//                                          when flights have landed                             after_landing()
+//   a Flight                               its launcher, then its lane      the same            TwoLanes hands it on
+//   flights in the air, the first error    launchers, both lanes            all                 TwoLanes, Sky::mutex
+//   memory that crosses streams            launchers, both lanes            the same            Streams::mutex_
+//   Settlement, Agreement, GradPlacement   optimizer's caller, or the       the same            Settlement::mutex_
+//                                          thread on which backward ends
+//   Params: the agreed order               optimizer's caller               the same            none
+//   Gathers: gathers under way             optimizer's caller               all readers         Gathers::mutex_
+//   a Gather                               the first thread that waits      all readers         its once-flags and mutex_
+//   Whereabouts                            all                              all                 Whereabouts::mutex_
 //
-// Settlement::mutex_ is held while ranks wait for each other, and taken before Buckets::mutex; of the others a thread
-// holds one at a time, and waits for nobody meanwhile.
+// Settlement::mutex_ is held while ranks wait for each other, and taken before Buckets::mutex. Of the other locks a
+// thread holds one at a time, and waits for nothing while it holds it.
 //
-// The GIL: who holds a lock may have to wait for the GIL, to free a tensor that Python has seen. So nobody waits for a
-// lock, a lane or a rank while it holds the GIL: bindings release it first. Backend's threads may need it for the same
-// reason, so whoever may be the last to hold a process group destroys it without the GIL.
+// The GIL: a thread that holds a lock may have to wait for the GIL, to free a tensor that Python has seen. So no thread
+// waits for a lock, a lane or a rank while it holds the GIL: bindings release it first. A backend's threads may need it
+// for the same reason, so a process group is destroyed without the GIL.
+// clang-format on
 
 struct Buckets {
   ProcessMutex mutex;

@@ -21,7 +21,7 @@ struct Statement {
   int64_t own_rounds;  // those that a backward of this rank's launched
   bool failed;         // this rank's backward raised, and zero_grad() was not called since
   bool unsent;         // it has gradients that no flight took
-  bool changed;        // it discarded reduced gradients and no flight told
+  bool changed;        // it discarded reduced gradients, and no flight has told their owners yet
   int64_t adoptions;   // parameters that became trainable
   bool scaled;         // it holds a gradient that mark_scaled() saw
   bool proposes;       // it knows in which order its forward needs buckets, and that is not agreed yet

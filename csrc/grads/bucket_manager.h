@@ -39,7 +39,7 @@ struct BucketSpec {
   int64_t shard_numel;
   int64_t trailer_numel;
   at::Tensor segments;
-  int64_t num_straight;  // the first so many slots: see Note [Straight from the gradient]
+  int64_t num_straight;  // of slots, the first ones: see Note [Straight from the gradient]
 };
 
 struct ManagerOptions {

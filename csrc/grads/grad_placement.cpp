@@ -58,7 +58,7 @@ std::shared_ptr<GradPlacement> make_placement(const std::vector<Move>& route, bo
   TORCH_CHECK(gathers || route == std::vector{Move::reduce_scatter},
               "zerox: route must be reduce_scatter, or reduce_scatter and all_gather");
   if (!gathers) return std::make_shared<ShardedGrads>(std::move(context));
-  if (alone) return std::make_shared<LocalGrads>(std::move(context));
+  if (alone) return std::make_shared<WholeGrads>(std::move(context));
   return std::make_shared<GatheredGrads>(std::move(context));
 }
 

@@ -3,7 +3,7 @@
 //
 //   ShardedGrads    each rank has its shard of the mean, and p.grad is a placeholder (ZeRO stage 2)
 //   GatheredGrads   the mean is gathered into p.grad where backward ends (ZeRO stage 1)
-//   LocalGrads      of one rank alone: p.grad, as autograd leaves it, is the mean (ZeRO stage 1)
+//   WholeGrads      of one rank alone: p.grad, as autograd leaves it, is the mean (ZeRO stage 1)
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -98,7 +98,8 @@ class GradPlacement {
 
   // The mean's shard [shard_numel]; undefined while nothing has one.
   virtual at::Tensor shard(int64_t bucket) = 0;
-  // The same as pieces of parts(), as they lie, undefined where there is no gradient; none if it is one tensor.
+  // The same shard as a tensor for each of parts(), not copied; undefined where a part has no gradient. Empty if the
+  // shard is one tensor.
   virtual std::vector<at::Tensor> pieces(int64_t bucket) = 0;
   // What the shard that landed lies in.
   std::vector<at::Tensor> landed(int64_t bucket) const;
@@ -108,7 +109,7 @@ class GradPlacement {
   virtual at::Tensor words(int64_t /*bucket*/) { return {}; }
 
  protected:
-  // Whether zero_grad(set_to_none=False) leaves nothing of what has landed.
+  // Whether zero_grad(set_to_none=False) also drops what has landed.
   virtual bool zeros_are_in_grad() const = 0;
   Buckets& buckets() const { return *context_.buckets; }
   Exchange& exchange() const { return *context_.exchange; }

@@ -40,7 +40,7 @@ class Settlement {
   // After an update: tells autograd of the parameters that the last settle() found a gradient of, so that a backward
   // through their old values raises, as after torch's optimizers. The update itself is below version counters.
   void bump_versions() const;
-  // Grows when gradients are added to those that there are, by any rank's backward.
+  // A count that rises with every flight launched, on any rank, and with every gradient that none takes.
   int64_t num_added() const { return flights_->num_launched() + placement_->num_counted(); }
 
  private:

@@ -95,7 +95,7 @@ std::vector<Part> parts_of(const Bucket& bucket, int64_t rank, int64_t most) {
   int64_t first = 0;  // row that may have elements from here on
   const auto add = [&](size_t message, int64_t message_start, int64_t message_stop, int64_t last) {
     int64_t start = message_start;
-    do {  // a message without elements has a part too: flags lie behind it
+    do {  // even an empty message gets a part, since its flags follow
       int64_t stop = message_stop;
       if (stop - start > most) stop = whole_blocks(rows, first, start + most);
       int64_t end = first;

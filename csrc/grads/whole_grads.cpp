@@ -20,11 +20,11 @@ at::Tensor shaped_like(const at::Tensor& flat, const Slot& slot) {
 
 }  // namespace
 
-Taken LocalGrads::take(Slot& /*slot*/, const Locked& /*lock*/) {
+Taken WholeGrads::take(Slot& /*slot*/, const Locked& /*lock*/) {
   TORCH_INTERNAL_ASSERT(false, "one rank alone sends no gradients");
 }
 
-GradsSeen LocalGrads::look(int64_t rounds, const Locked& /*lock*/) {
+GradsSeen WholeGrads::look(int64_t rounds, const Locked& /*lock*/) {
   GradsSeen seen{.with_grad = SlotSet(buckets().num_slots())};
   buckets().for_each_slot([&](Slot& slot, int64_t place) {
     const at::Tensor& grad = slot.param.grad();
@@ -40,7 +40,7 @@ GradsSeen LocalGrads::look(int64_t rounds, const Locked& /*lock*/) {
 
 // This rank's shard of p.grad: pieces of the first slots as they lie, undefined without a gradient, and the rest
 // packed.
-std::vector<at::Tensor> LocalGrads::pack(Bucket& bucket, int64_t num_straight) {
+std::vector<at::Tensor> WholeGrads::pack(Bucket& bucket, int64_t num_straight) {
   const int64_t rank = exchange().rank();
   const int64_t first = rank * bucket.shard_numel;
   const int64_t packed_start = num_straight > 0 ? bucket.straight_numel(rank) : 0;  // in the shard
@@ -80,7 +80,7 @@ std::vector<at::Tensor> LocalGrads::pack(Bucket& bucket, int64_t num_straight) {
 
 // Where the wire is wider than p.grad, an element of the shard is kept while it still rounds to what p.grad holds:
 // then both stages update from the same number.
-at::Tensor LocalGrads::shard(int64_t index) {
+at::Tensor WholeGrads::shard(int64_t index) {
   const at::AutoDispatchBelowADInplaceOrView no_autograd;
   Bucket& bucket = buckets().at(index);
   at::Tensor packed = std::move(pack(bucket, 0).front());
@@ -94,7 +94,7 @@ at::Tensor LocalGrads::shard(int64_t index) {
   return bucket.landed.shard;
 }
 
-std::vector<at::Tensor> LocalGrads::pieces(int64_t index) {
+std::vector<at::Tensor> WholeGrads::pieces(int64_t index) {
   const at::AutoDispatchBelowADInplaceOrView no_autograd;
   Bucket& bucket = buckets().at(index);
   if (bucket.num_straight == 0 || !bucket.flat.is_cpu()) return {};
@@ -102,7 +102,7 @@ std::vector<at::Tensor> LocalGrads::pieces(int64_t index) {
 }
 
 Taken GatheredGrads::take(Slot& slot, const Locked& /*lock*/) {
-  // p.grad holds what the shard held, too.
+  // p.grad includes the mean that was gathered before, so this flight replaces the shard.
   const at::Tensor& grad = slot.param.grad();
   const bool sent = grad.defined() && (slot.whole.unsent || !only_unsent_);
   slot.held = sent;

@@ -7,7 +7,7 @@
 namespace zx {
 
 // p.grad is the mean, as it is.
-class LocalGrads : public GradPlacement {
+class WholeGrads : public GradPlacement {
  public:
   using GradPlacement::GradPlacement;
 
@@ -29,9 +29,9 @@ class LocalGrads : public GradPlacement {
 };
 
 // p.grad is the mean from where backward ends: it is reduced to shards, and gathered from them.
-class GatheredGrads final : public LocalGrads {
+class GatheredGrads final : public WholeGrads {
  public:
-  using LocalGrads::LocalGrads;
+  using WholeGrads::WholeGrads;
 
   bool sends() const override { return true; }
   bool meets_after_backward() const override { return true; }
@@ -47,7 +47,7 @@ class GatheredGrads final : public LocalGrads {
   std::vector<at::Tensor> gather_means();
 
   int64_t gathered_ = 0;      // rounds whose mean is in p.grad
-  bool only_unsent_ = false;  // the round that begins sends no mean again
+  bool only_unsent_ = false;  // this round sends only gradients that no flight took
 };
 
 }  // namespace zx

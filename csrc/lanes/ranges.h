@@ -11,7 +11,7 @@
 //   update        optimizer's caller  the shard's moments and parameters
 //   gather        optimizer's caller  messages are posted
 //   gather_wait   optimizer's caller  until the others' parameters are there; hidden ones: who reads, or a lane
-//   gather_grads  where backward ends, gather_grads_wait: the same for whole gradients
+//   gather_grads, gather_grads_wait   where backward ends: the same for whole gradients
 #pragma once
 
 #include <ATen/record_function.h>

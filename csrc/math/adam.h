@@ -39,7 +39,7 @@ struct Adam {
   static constexpr const char* kName = "adam";
 
   // What it keeps of each element. The last is kept where a param group asks for amsgrad; it is rounded with the bits
-  // of the one before it, as whose maximum it then stays the larger.
+  // of the one before it, so that it stays at least as large.
   enum : int { kExpAvg, kExpAvgSq, kMaxExpAvgSq };
   static constexpr StateTraits kStates[] = {
       {.has_negatives = true, .takes_upper_bits = false},

@@ -4,7 +4,7 @@
 //   kName, kLeastStates, kStates       its name, and the states that it may keep for each element
 //   Options                            a row of the options table: doubles only, in the order of the rule's columns in
 //                                      zerox/rules
-//   num_states(options)                how many of kStates it keeps under these options: the first so many
+//   num_states(options)                how many of kStates it keeps under these options: the first n of them
 //   Step<T>, fold(), narrow()          what is computed once for a parameter and a step: in double, then in T
 //   update(step, grad, lanes)          the rule itself, for V::kLanes elements
 //   kHasUncheckedStep                  whether its last step takes a root and divides: then it has the parts of it that

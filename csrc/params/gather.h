@@ -36,9 +36,9 @@ class Gather {
   // will be. `is_use`: somebody is known to read it.
   void wait(bool is_use = true);
 
-  // On the CPU: the same for who does not need it yet; and returns when nobody reads this rank's slice any more. Throws
-  // nothing.
+  // On the CPU: receives the slices without counting as a use. Throws nothing.
   void take_in();
+  // The same, and returns when no other rank reads this rank's slice any more. Throws nothing.
   void give();
 
   // After wait(): returns when nobody reads this rank's slice any more. Throws as wait().

@@ -106,7 +106,7 @@ class Bucket:
         return next((self.state[spec.key] for spec in MASTERS if spec.key in self.state), None)
 
     def describe(self, index: int) -> str:
-        """For errors: "bucket 3 (wte.weight, ...)", as csrc/bucket_manager has it."""
+        """For errors: "bucket 3 (wte.weight, ...)", as csrc/buckets/bucket.h has it."""
         names = ", ".join(member.name for member in self.members[:MOST_NAMES])
         more = len(self.members) - MOST_NAMES
         return f"bucket {index} ({names}{f' and {more} more' if more > 0 else ''})"

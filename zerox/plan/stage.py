@@ -31,7 +31,7 @@ class Stage:
 
     @property
     def grad_route(self) -> tuple[Move, ...]:
-        """How gradients get there from where backward leaves them: whole, on every rank its own."""
+        """The moves from each rank's own whole gradient to where it is between steps."""
         return (Move.REDUCE_SCATTER,) if self.grads is SHARDED else (Move.REDUCE_SCATTER, Move.ALL_GATHER)
 
 
