@@ -31,14 +31,14 @@ from zerox.ops import Shard
 from zerox.options import Options, check_params
 from zerox.ranks.group import Ranks, call_ranks, find_ranks
 from zerox.ranks.process_group import GroupArgument
-from zerox.rules.rule import Rule
-from zerox.rules.table import OptionsTable
+from zerox.rules.of_groups import Rules
+from zerox.rules.table import OptionsTables
 from zerox.state.optimizer_state import OptimizerState
 from zerox.terms import terms
 
 
 class Engine(OptimizerState):
-    """``rule`` updates the parameters. What ``make_defaults`` or ``make_options`` refuses on one rank, all raise.
+    """``rules`` update the parameters. What ``make_defaults`` or ``make_options`` refuses on one rank, all raise.
 
     Raises as :class:`zerox.FusedShardedAdam`.
     """
@@ -46,13 +46,13 @@ class Engine(OptimizerState):
     def __init__(
         self,
         params: Any,
-        rule: Rule,
+        rules: Rules,
         make_defaults: Callable[[], dict[str, Any]],
         make_options: Callable[[], Options],
         process_group: GroupArgument,
     ) -> None:
         with call_ranks(process_group) as roll_call:
-            self._rule = rule
+            self._rules = rules
             defaults = make_defaults()
             self._options = make_options()
             self._buckets: list[Bucket] = []
@@ -73,7 +73,7 @@ class Engine(OptimizerState):
             self._overlap: GatherOverlap | None = None
             self._elsewhere: list[PlaceInBuffer] = []  # what step() found moved
             self._grad_scale = GradScale(self._grads.manager, device, keeps_place=self._options.capturable)
-            self._table = OptionsTable(rule, device, keeps_place=self._options.capturable)
+            self._tables = OptionsTables(rules, device, keeps_place=self._options.capturable)
             self._share_state()
         self._adopt(members)
 
@@ -97,11 +97,12 @@ class Engine(OptimizerState):
             self._grad_scale.check()
         self._start_states(capturing)
         self._note_state_changes()
-        options = self._table.refresh(self.param_groups, capturing)
+        tables = self._tables.refresh(self.param_groups, capturing)
         overlap = self._overlap is not None and not capturing
         for run in launches(self._grads.manager.params.order, self._buckets):
+            rule = self._buckets[run[0]].rule
             with ranges(run):
-                update(self._rule, list(self._shards(run)), options, self._grad_scale.value)
+                update(rule, list(self._shards(run)), tables[rule.name], self._grad_scale.value)
             for index in run:
                 self._gather.start(index, background=overlap)
         if not capturing:
@@ -177,7 +178,7 @@ class Engine(OptimizerState):
         """Waits for everything on its way. Collective. Needed between two backwards that use reentrant checkpoints."""
         self._settle(Place.SYNCHRONIZE)
         if self._options.capturable:
-            self._table.refresh(self.param_groups)  # a replay of step() reads the numbers that hold now
+            self._tables.refresh(self.param_groups)  # a replay of step() reads the numbers that hold now
 
     def overlap_gather(self, model: torch.nn.Module | None) -> None:
         """Hides the gather of updated parameters under the next forward of ``model`` or of its parts. None: no more.
@@ -201,15 +202,13 @@ class Engine(OptimizerState):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As torch. Collective once the optimizer is built. A group that is refused is not added."""
         if self._ranks is None:
-            super().add_param_group(param_group)
-            self._check_group(self.param_groups[-1])
+            self._add_group(param_group)
             return
         self._settle(Place.SYNCHRONIZE)  # what is on its way was launched with the buckets there are
         count = len(self.param_groups)
         try:
             with self._ranks.refusals_told():
-                super().add_param_group(param_group)
-                self._check_group(self.param_groups[-1])
+                self._add_group(param_group)
                 members = [m for m in members_of(self.param_groups) if m.group == count]
                 known = self.inside.members
                 check_params([m.name for m in known + members], [m.param for m in known + members])
@@ -236,15 +235,21 @@ class Engine(OptimizerState):
     @property
     def inside(self) -> Inside:
         """For tests, tools and zerox.checkpoint. Not a promise: it may change with any version."""
-        return Inside(self._rule, self._buckets, self._frozen, self._all_ranks, self._grads, self._gather)
+        return Inside(self._rules, self._buckets, self._frozen, self._all_ranks, self._grads, self._gather)
 
     @property
     def _norm_dtype(self) -> torch.dtype:
         double = any(bucket.buffer.flat.dtype is torch.float64 for bucket in self._buckets)
         return torch.float64 if double else torch.float32
 
-    def _check_group(self, group: dict[str, Any]) -> None:
-        self._rule.check(group)
+    def _add_group(self, param_group: Any) -> None:
+        """On this rank alone."""
+        if isinstance(param_group, dict):  # anything else torch refuses
+            self._rules.complete(param_group, f"param group {len(self.param_groups)}", self.defaults)
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        self._rules.cleared(group)
+        self._rules.of(group).check(group)
         self._options.check_group(group)
 
     def _check_pairs(self, added: Sequence[Member], overlaps: bool) -> None:
@@ -272,12 +277,15 @@ class Engine(OptimizerState):
             if not member.param.requires_grad:
                 ranks.broadcast_values(member.param, f"parameter '{member.name}'")
         self._widened.take(m.param for m in trained)
-        plans = self._options.plan([m.name for m in trained], [m.param for m in trained], ranks.backend, ranks.size)
+        rules = [self._rules.of(self.param_groups[m.group]) for m in trained]
+        named = [(m.name, m.param, rule.name) for m, rule in zip(trained, rules, strict=True)]
+        plans = self._options.plan(named, ranks.backend, ranks.size)
         for plan in plans:
             inside = [trained[i] for i in plan.params]
-            wanted = self._rule.wanted([self.param_groups[m.group] for m in inside])
+            rule = rules[plan.params[0]]
+            wanted = rule.wanted([self.param_groups[m.group] for m in inside])
             specs = [*wanted, *self._options.masters(inside[0].param.dtype)]
-            bucket = Bucket(plan, inside, ranks.rank, self._rule, specs)
+            bucket = Bucket(plan, inside, ranks.rank, rule, specs)
             ranks.broadcast(bucket.buffer.flat, f"the parameters of {bucket.describe(len(self._buckets))}")
             give_out(bucket.buffer.places())
             bucket.start_master()

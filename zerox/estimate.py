@@ -17,7 +17,8 @@ from zerox.plan.buckets import BucketPlan
 from zerox.plan.peak import Flow, peak_alone, peak_of_sharded, peak_of_whole
 from zerox.plan.stage import SHARDED
 from zerox.ranks.process_group import ALONE, chosen_group
-from zerox.rules.adam import ADAM
+from zerox.rules.known import rules_of
+from zerox.rules.of_groups import Rules
 from zerox.rules.rule import MASTERS
 
 
@@ -57,15 +58,17 @@ def estimate(
     *,
     backend: str = "gloo",
     local_world_size: int | None = None,
+    rule: str = "adam",
     **options: Any,
 ) -> MemoryBytes:
     """Bytes per rank of training ``params`` with ``FusedShardedAdam(params, **options)`` over ``world_size`` ranks.
 
-    ``params``: as for the optimizer, or on the meta device; nothing is allocated or changed. ``backend``: "gloo" or
-    "nccl", on which the default bucket size and ``exchange`` depend (with the backend's default of ZEROX_EXCHANGE).
-    ``local_world_size``: how many ranks share a machine (None: all); over gloo these read each other's gradients, and
-    need buffers only for the gradients of other ranks. ``process_group="alone"``: each rank trains by itself. Options
-    that don't change memory (lr and so on) are accepted. Raises ValueError as the constructor does.
+    ``params``: as for the optimizer, or on the meta device; nothing is allocated or changed. ``rule``: "sgd" or "lion"
+    for FusedShardedSGD or FusedShardedLion. ``backend``: "gloo" or "nccl", on which the default bucket size and
+    ``exchange`` depend (with the backend's default of ZEROX_EXCHANGE). ``local_world_size``: how many ranks share a
+    machine (None: all); over gloo these read each other's gradients, and need buffers only for the gradients of other
+    ranks. ``process_group="alone"``: each rank trains by itself. Options that don't change memory (lr and so on) are
+    accepted. Raises ValueError as the constructor does.
     """
     chosen_group(options.get("process_group"))
     if options.get("process_group") == ALONE:
@@ -76,9 +79,11 @@ def estimate(
         raise ValueError(f"local_world_size must be in [1, {world_size}], got {local_world_size}")
     known = {field.name for field in dataclasses.fields(Options)}
     chosen = Options(**{name: value for name, value in options.items() if name in known})
+    rules = rules_of(rule)
     everything = named_tensors(params)
-    asked = {spec.when: bool(options.get(spec.when)) for spec in ADAM.states}
-    trained = [(name, tensor, asked | group) for name, tensor, group in everything if tensor.requires_grad]
+    trained = [
+        (name, tensor, _options_of(rules, group, options)) for name, tensor, group in everything if tensor.requires_grad
+    ]
     tensors = [tensor for _, tensor, _ in trained]
     check_params([name for name, _, _ in trained], tensors, allocated=False)
     chosen.check_pairs(options, parameters=parameter_words(tensor.dtype for tensor in tensors), backend={backend})
@@ -90,13 +95,16 @@ def estimate(
     parameters = sum(tensor.nbytes for _, tensor, _ in everything if not tensor.requires_grad)
     master, moments = 0, 0
     flows = []
-    for plan in chosen.plan([name for name, _, _ in trained], tensors, backend, world_size):
+    named = [(name, tensor, rules.of(group).name) for name, tensor, group in trained]
+    for plan in chosen.plan(named, backend, world_size):
         layout, dtype = plan.layout, tensors[plan.params[0]].dtype
         parameters += layout.numel * dtype.itemsize
-        kept = ADAM.wanted([trained[index][2] for index in plan.params])
+        groups = [trained[index][2] for index in plan.params]
+        of_bucket = rules.of(groups[0])
+        kept = of_bucket.wanted(groups)
         place = (plan.state_form, layout.shard_numel, on_host)
-        moments += sum(stored_bytes(ADAM, spec, *place) for spec in kept)
-        master += sum(stored_bytes(ADAM, spec, *place) for spec in chosen.masters(dtype))
+        moments += sum(stored_bytes(of_bucket, spec, *place) for spec in kept)
+        master += sum(stored_bytes(of_bucket, spec, *place) for spec in chosen.masters(dtype))
         wire = chosen.wire_dtype(dtype)
         grads = grad_dtype_of(tensors[plan.params[0]], chosen.accumulate_dtype)
         straight = plan.num_straight if stay and wire == grads else 0
@@ -118,6 +126,13 @@ def estimate(
     if backend == "nccl" and world_size > 1:
         peak = made.lasting + made.exchange + made.local_gradients
     return dataclasses.replace(made, peak=peak, typical_peak=typical)
+
+
+def _options_of(rules: Rules, group: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
+    """As the constructor with these ``options`` completes a param group."""
+    found = dict(group)
+    rules.complete(found, "a param group", options)
+    return {**rules.of(found).defaults, **(options if rules.of(found) is rules.default else {}), **found}
 
 
 def _flow(

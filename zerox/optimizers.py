@@ -12,6 +12,7 @@ from zerox.engine import Engine
 from zerox.options import Options
 from zerox.ranks.process_group import GroupArgument
 from zerox.rules import adam
+from zerox.rules.known import rules_of
 
 
 class FusedShardedAdam(Engine):
@@ -76,7 +77,7 @@ class FusedShardedAdam(Engine):
         flags = {"foreach": foreach, "fused": fused, "differentiable": differentiable}
         super().__init__(
             params,
-            adam.ADAM,
+            rules_of(adam.ADAM.name),
             partial(adam.defaults, lr, betas, eps, weight_decay, amsgrad, maximize, decoupled_weight_decay, flags),
             partial(
                 Options,

@@ -121,11 +121,13 @@ class Options:
         form = STATE_FORMS[self.state_dtype]
         return FLOAT32 if form.scaled and param.numel() < SMALL_NUMEL else form
 
-    def plan(self, names: Sequence[str], params: Sequence[Tensor], backend: str, world_size: int) -> list[BucketPlan]:
+    def plan(self, params: Iterable[tuple[str, Tensor, str]], backend: str, world_size: int) -> list[BucketPlan]:
+        """``params``: the name of each, and the name of its rule."""
         specs = []
-        for name, param in zip(names, params, strict=True):
+        for name, param, rule in params:
             dtype, grads = str(param.dtype), str(grad_dtype_of(param, self.accumulate_dtype))
-            specs.append(ParamSpec(name, param.numel(), dtype, param.element_size(), self.state_form(param), grads))
+            form = self.state_form(param)
+            specs.append(ParamSpec(name, param.numel(), dtype, param.element_size(), form, grads, rule))
         return plan_buckets(specs, world_size, self.cap_bytes(backend, world_size))
 
 

@@ -17,13 +17,14 @@ from zerox.checkpoint.store import Opened, open_checkpoint, write
 from zerox.checkpoint.writer import save_object
 from zerox.memory.forms import decoded, master_of
 from zerox.memory.stored import SCALE, Stored
-from zerox.rules.adam import ADAM
+from zerox.rules.known import KNOWN
 from zerox.rules.rule import MASTER, MASTERS, REMAINDER
 from zerox.state.sliced_state import STEP
 
 SAFETENSORS = ".safetensors"
 FILES = (SAFETENSORS, ".pt", ".pth", ".bin")  # endings that nobody gives to a folder
-WHATS = (STEP, *(spec.key for spec in (*MASTERS, *ADAM.states)), *(spec.key + SCALE for spec in ADAM.states))
+SPECS = {spec.key: spec for rule in KNOWN.values() for spec in rule.states}
+WHATS = (STEP, *(spec.key for spec in MASTERS), *SPECS, *(key + SCALE for key in SPECS))
 
 
 def convert_file(source: Path, target: Path, weights: bool, fp32: bool, keys: tuple[str, str]) -> str:
@@ -59,7 +60,7 @@ def _to_file(opened: Opened, target: Path, weights: bool, fp32: bool, keys: tupl
         return _put(target, plain, _save_safetensors)
     if weights:
         return _put(target, {**plain, **host["model"]}, _save_torch)
-    state = _adamw_state(opened, saved, host)
+    state = _torch_state(opened, saved, host)
     return _put(target, {keys[0]: {**plain, **host["model"]}, keys[1]: state, EXTRA: host["extra"]}, _save_torch)
 
 
@@ -122,8 +123,8 @@ def _in_fp32(opened: Opened, weights: Mapping[str, Tensor]) -> dict[str, Tensor]
     return found
 
 
-def _adamw_state(opened: Opened, weights: Mapping[str, Tensor], host: Mapping[str, Any]) -> dict[str, Any]:
-    """State for torch.optim.AdamW.load_state_dict(), float32, with masters beside it as in full_state_dict()."""
+def _torch_state(opened: Opened, weights: Mapping[str, Tensor], host: Mapping[str, Any]) -> dict[str, Any]:
+    """State for load_state_dict() of the torch.optim class, float32, with masters beside it as in full_state_dict()."""
     everything = _read(opened, OPTIMIZER)
     state: dict[int, dict[str, Tensor]] = {}
     groups: list[dict[str, Any]] = []
@@ -143,7 +144,7 @@ def _adamw_state(opened: Opened, weights: Mapping[str, Tensor], host: Mapping[st
 
 def _torchs(saved: Mapping[str, Tensor], weight: Tensor | None, order: list[int] | None) -> dict[str, Tensor]:
     found = {STEP: saved[STEP].float()}
-    for spec in ADAM.states:
+    for spec in SPECS.values():
         if spec.key in saved:
             values = saved[spec.key]
             if spec.key + SCALE in saved:

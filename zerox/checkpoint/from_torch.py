@@ -1,4 +1,7 @@
-"""Reads a file of torch.save() with a model's and AdamW's state_dict() as the contents of a checkpoint."""
+"""Reads a file of torch.save() with a model's and an optimizer's state_dict() as the contents of a checkpoint.
+
+The optimizer is one that zerox has the rule of: AdamW, Adam or SGD of torch.optim, or zerox's own in torch's form.
+"""
 
 from __future__ import annotations
 
@@ -13,18 +16,17 @@ from zerox.checkpoint.groups import NOT_OPTIONS
 from zerox.checkpoint.manifest import CheckpointError, some
 from zerox.checkpoint.names import MODEL, OPTIMIZER
 from zerox.checkpoint.reader import loaded
-from zerox.rules.adam import ADAM
-from zerox.rules.rule import MASTER
+from zerox.rules.known import KNOWN, rules_of
+from zerox.rules.of_groups import RULE
+from zerox.rules.rule import MASTER, Rule
 from zerox.state.sliced_state import STEP
 
 EXTRA = "extra"
-NEEDED = (STEP, *(spec.key for spec in ADAM.states if not spec.when))
-KNOWN = (STEP, *(spec.key for spec in ADAM.states), MASTER.key)
-NOT_ADAMW = (
-    "this is not the state of AdamW or Adam, and zerox has no use for another optimizer's: load the model's "
+RULES = rules_of("adam")
+NO_RULE = (
+    "this is not the state of AdamW, Adam or SGD, and zerox has no rule for another optimizer: load the model's "
     "state_dict() alone, and start with new state"
 )
-OFF = {spec.when: False for spec in ADAM.states if spec.when}  # options that old files lack
 
 
 def read_torch_file(source: Path, model_key: str, optimizer_key: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -40,17 +42,23 @@ def read_torch_file(source: Path, model_key: str, optimizer_key: str) -> tuple[d
     _check_form(source, model_key, weights, optimizer_key, state)
     rest = {key: value for key, value in content.items() if key not in (model_key, optimizer_key)}
     names = _names_of(source, weights, state)
-    _check_adamw(source, names, state)
+    rules = _rules_of(source, state["param_groups"])
+    _check_state(source, names, rules, state["state"])
     tensors = {MODEL + name: value for name, value in weights.items() if isinstance(value, Tensor)}
     for number, own in state["state"].items():
-        for what, value in own.items():
-            kept = torch.as_tensor(value, device="cpu")
-            dtype = torch.int64 if what == STEP else torch.float32 if kept.dtype is torch.float16 else kept.dtype
-            tensors[f"{OPTIMIZER}{names[number]}.{what}"] = kept.to(dtype)
+        kept = {what: torch.as_tensor(value, device="cpu") for what, value in own.items() if value is not None}
+        if STEP not in kept:  # its class keeps none
+            kept[STEP] = torch.tensor(len(kept) > 0, device="cpu")
+        for what, value in kept.items():
+            dtype = torch.int64 if what == STEP else torch.float32 if value.dtype is torch.float16 else value.dtype
+            tensors[f"{OPTIMIZER}{names[number]}.{what}"] = value.to(dtype)
     groups = []
     for group in state["param_groups"]:
+        rule = RULES.of_saved(group)
+        assert rule is not None
+        off = {spec.when: rule.defaults[spec.when] for spec in rule.states if spec.when}  # that old files lack
         options = {key: value for key, value in group.items() if key not in NOT_OPTIONS}
-        groups.append({**OFF, **options, "names": [names[number] for number in group["params"]]})
+        groups.append({RULE: rule.name, **off, **options, "names": [names[number] for number in group["params"]]})
     others = {name: value for name, value in weights.items() if not isinstance(value, Tensor)}
     extra = rest[EXTRA] if set(rest) == {EXTRA} else rest or None
     return tensors, {"groups": groups, "memory_order": {}, "model": others, "extra": extra}
@@ -75,22 +83,38 @@ def _check_form(source: Path, model_key: str, weights: Any, optimizer_key: str, 
         )
 
 
-def _check_adamw(source: Path, names: Mapping[int, str], state: Mapping[str, Any]) -> None:
-    """CheckpointError for another optimizer's state: a training would go on without its moments."""
-    for number, own in state["state"].items():
+def _rules_of(source: Path, groups: list[dict[str, Any]]) -> dict[int, Rule]:
+    """The rule of each parameter, by number. CheckpointError for groups of an optimizer that zerox has no rule for."""
+    found: dict[int, Rule] = {}
+    for index, group in enumerate(groups):
+        rule = RULES.of_saved(group)
+        if rule is None:
+            options = [str(key) for key in group if key not in NOT_OPTIONS]
+            raise CheckpointError(f"{source}: param group {index} has {some(options)}: {NO_RULE}")
+        found |= dict.fromkeys(group["params"], rule)
+    return found
+
+
+def _check_state(
+    source: Path, names: Mapping[int, str], rules: Mapping[int, Rule], state: Mapping[int, dict[str, Any]]
+) -> None:
+    """CheckpointError for another optimizer's state: a training would go on without it."""
+    for number, own in state.items():
         if number not in names:
             raise CheckpointError(f"{source} has state of parameter {number}, which no param group has")
-        missing = [what for what in NEEDED if what not in own]
-        unknown = [str(what) for what in own if what not in KNOWN]
+        rule = rules[number]
+        needed = [STEP] * rule.keeps_step + [spec.key for spec in rule.states if not spec.when]
+        known = [STEP, *(spec.key for spec in rule.states), MASTER.key]
+        missing = [what for what in needed if what not in own]
+        unknown = [str(what) for what in own if what not in known]
         if missing or unknown:
             wrong = [f"has no {some(missing)}"] * bool(missing) + [f"has {some(unknown)}"] * bool(unknown)
-            raise CheckpointError(f"{source}: the state of '{names[number]}' {' and '.join(wrong)}: {NOT_ADAMW}")
+            raise CheckpointError(f"{source}: the state of '{names[number]}' {' and '.join(wrong)}: {NO_RULE}")
         for what, value in own.items():
+            if value is None and not rule.keeps_step:
+                continue  # as torch.optim.SGD has its momentum before the first step
             if not isinstance(value, (Tensor, int, float)) or (what != STEP and not isinstance(value, Tensor)):
                 raise CheckpointError(f"{source}: {what} of '{names[number]}' is a {type(value).__name__}")
-    for index, group in enumerate(state["param_groups"]):
-        if missing := [name for name in ADAM.needed_options if name not in group]:
-            raise CheckpointError(f"{source}: param group {index} has no {some(missing)}: {NOT_ADAMW}")
 
 
 def _names_of(source: Path, weights: Mapping[str, Any], state: Mapping[str, Any]) -> dict[int, str]:
@@ -100,8 +124,13 @@ def _names_of(source: Path, weights: Mapping[str, Any], state: Mapping[str, Any]
     for group in state["param_groups"]:
         found |= dict(zip(group["params"], group.get("param_names", ()), strict=False))
     if len(found) < len(numbers):
-        shape_of = NEEDED[-1]
-        shapes = {number: own[shape_of].shape for number, own in state["state"].items() if shape_of in own}
+        keys = [spec.key for rule in KNOWN.values() for spec in rule.states]
+        shapes = {
+            number: own[key].shape
+            for number, own in state["state"].items()
+            for key in keys
+            if isinstance(own.get(key), Tensor)
+        }
         likely = list(weights)
         if len(likely) != len(numbers) or any(weights[likely[n]].shape != shape for n, shape in shapes.items()):
             raise CheckpointError(

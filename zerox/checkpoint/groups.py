@@ -9,18 +9,23 @@ from torch import Tensor
 
 from zerox.checkpoint.manifest import CheckpointError
 from zerox.engine import Engine
+from zerox.rules.of_groups import RULE
 from zerox.state.state_dict import say_what_stays, taken_options
 
 NOT_OPTIONS = ("params", "param_names")
 
 
 def groups_by_name(optimizer: Engine, names: Mapping[int, str]) -> list[dict[str, Any]]:
-    """Each group's options, and under "names" its parameters'."""
+    """Each group's options, its rule among them, and under "names" its parameters'."""
     of_group: list[list[str]] = [[] for _ in optimizer.param_groups]
     for member in sorted(optimizer.inside.members, key=lambda each: each.number):
         of_group[member.group].append(names[member.number])
     return [
-        {**{key: value for key, value in group.items() if key not in NOT_OPTIONS}, "names": of_group[index]}
+        {
+            RULE: optimizer.inside.rules.of(group).name,
+            **{key: value for key, value in group.items() if key not in NOT_OPTIONS},
+            "names": of_group[index],
+        }
         for index, group in enumerate(optimizer.param_groups)
     ]
 
@@ -28,16 +33,20 @@ def groups_by_name(optimizer: Engine, names: Mapping[int, str]) -> list[dict[str
 def fill_groups(optimizer: Engine, names: Mapping[int, str], saved: list[dict[str, Any]]) -> None:
     """Gives each group the options that its parameters had. CheckpointError if they had different ones."""
     of_name = {name: index for index, group in enumerate(saved) for name in group["names"]}
+    rules = optimizer.inside.rules
     found = []
     for index, (group, own) in enumerate(zip(optimizer.param_groups, groups_by_name(optimizer, names), strict=True)):
         had = sorted({of_name[name] for name in own["names"] if name in of_name})
         options = [{key: value for key, value in saved[each].items() if key != "names"} for each in had]
         if any(each != options[0] for each in options[1:]):
             raise CheckpointError(f"parameters of param group {index} were saved in groups {had}: their options differ")
-        found += [(group, saved[had[0]])] if had else []
-    say_what_stays(optimizer.inside.rule, found)
+        for known in [saved[each] for each in had[:1]]:
+            if why := rules.misfit(group, known):
+                raise CheckpointError(f"param group {index} {why}")
+            found.append((group, known))
+    say_what_stays(rules, found)
     for group, known in found:
-        for key, value in taken_options(optimizer.inside.rule, group, known).items():
+        for key, value in taken_options(rules, group, known).items():
             now = group.get(key)
             if key == "names":
                 continue

@@ -29,8 +29,8 @@ class SavedState:
     """The state that a checkpoint has of an optimizer's parameters. ``host``: the contents of its host.pt."""
 
     def __init__(self, optimizer: Engine, names: Mapping[int, str], saved: Saved, host: Mapping[str, Any]) -> None:
-        self.rule = optimizer.inside.rule
         self.buckets = optimizer.inside.buckets
+        self.specs = {m.number: bucket.rule.states for bucket in self.buckets for m in bucket.members}
         self.saved = saved
         self.names = names
         self.order: Mapping[str, list[int]] = host["memory_order"]
@@ -45,9 +45,10 @@ class SavedState:
         """(key, shape, possible dtypes) of each tensor that may be saved of a parameter."""
         shape, numel = tuple(member.param.shape), member.param.numel()
         yield STEP, (), (torch.int64,)
-        for spec in (*self.rule.states, *MASTERS) if numel else ():
+        specs = self.specs[member.number]
+        for spec in (*specs, *MASTERS) if numel else ():
             yield spec.key, shape, (getattr(torch, spec.form.dtype),) if spec.form else STATE_DTYPES
-        for spec in self.rule.states if numel else ():
+        for spec in specs if numel else ():
             yield spec.key + SCALE, (num_blocks(numel),), (torch.float32,)
 
     def _needed(self, member: Member) -> Iterator[str]:
@@ -55,7 +56,7 @@ class SavedState:
         if not self._was_saved(member) and group is not None:
             return  # it was frozen, or had no gradient yet: its state starts now
         yield STEP
-        for spec in self.rule.states if member.param.numel() else ():
+        for spec in self.specs[member.number] if member.param.numel() else ():
             if not spec.when or (group is not None and spec.is_wanted(group)):
                 yield spec.key
             if self._dtype(member, spec.key) is torch.uint8:
@@ -133,7 +134,7 @@ class SavedState:
                     fill_row(bucket, row, {}, rest_anew=True)
                 continue
             own = bucket.own_segments[row].span
-            for spec in self.rule.states:
+            for spec in bucket.rule.states:
                 if spec.when and spec.key in state and self._dtype(member, spec.key) is None:
                     bucket.state[spec.key].part(slice(own.start, own.stop)).zero_()
             masters = [spec for spec in MASTERS if self._dtype(member, spec.key) is not None]

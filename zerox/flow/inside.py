@@ -9,13 +9,13 @@ from zerox.flow.grads import Grads
 from zerox.flow.params import ParamGather
 from zerox.memory.bucket import Bucket, Member
 from zerox.ranks.group import Ranks
-from zerox.rules.rule import Rule
+from zerox.rules.of_groups import Rules
 
 
 class Inside(NamedTuple):
     """``frozen``: parameters that have no bucket. ``buckets``: the optimizer's own list, which grows."""
 
-    rule: Rule
+    rules: Rules
     buckets: list[Bucket]
     frozen: list[Member]
     ranks: Ranks

@@ -53,19 +53,20 @@ LEAST_IN_A_LAUNCH = 4 * 2**20
 def launches(order: Sequence[int], buckets: Sequence[Bucket]) -> Iterator[list[int]]:
     """``order`` cut into runs of buckets that are updated together, before the gather of any of them begins.
 
-    On a GPU a run has enough elements for a launch. The CPU has no launches: a run is one bucket.
+    A run has one rule. On a GPU it has enough elements for a launch. The CPU has no launches: a run is one bucket.
     """
-    run: list[int] = []
-    numel = 0
-    for index in order:
-        shard = buckets[index].param_shard
-        run.append(index)
-        numel += shard.numel()
-        if numel >= LEAST_IN_A_LAUNCH or shard.is_cpu:
+    for _, alike in groupby(order, key=lambda index: buckets[index].rule.name):
+        run: list[int] = []
+        numel = 0
+        for index in alike:
+            shard = buckets[index].param_shard
+            run.append(index)
+            numel += shard.numel()
+            if numel >= LEAST_IN_A_LAUNCH or shard.is_cpu:
+                yield run
+                run, numel = [], 0
+        if run:
             yield run
-            run, numel = [], 0
-    if run:
-        yield run
 
 
 def ranges(run: Sequence[int]) -> AbstractContextManager[object]:

@@ -22,7 +22,8 @@ STRAIGHT_SLICE_BYTES = 1 * MIB
 class ParamSpec:
     """What a plan knows of a parameter: ``dtype`` is any hashable name of its dtype, ``itemsize`` its bytes an element.
 
-    ``state_form``: how its state is stored; ``grad_dtype``: a name of its gradient's dtype, if that is another one.
+    ``state_form``: how its state is stored; ``grad_dtype``: a name of its gradient's dtype, if that is another one;
+    ``rule``: the name of its update rule.
     """
 
     name: str
@@ -31,6 +32,12 @@ class ParamSpec:
     itemsize: int
     state_form: Form = FLOAT32
     grad_dtype: str = ""
+    rule: str = ""
+
+    @property
+    def kind(self) -> tuple[str, Form, str, str]:
+        """What all parameters of a bucket have in common."""
+        return self.dtype, self.state_form, self.grad_dtype, self.rule
 
     @property
     def nbytes(self) -> int:
@@ -64,7 +71,7 @@ def default_cap_bytes(backend: str, world_size: int) -> int:
 def plan_buckets(params: Sequence[ParamSpec], world_size: int, cap_bytes: int) -> list[BucketPlan]:
     """Fills buckets with parameters in reverse registration order, which is about the order of their gradients.
 
-    A bucket holds one dtype, gradients of one dtype, and state stored in one form. It is closed by the first
+    A bucket holds one dtype, gradients of one dtype, one rule, and state stored in one form. It is closed by the first
     parameter that would take it over ``cap_bytes``; a parameter larger than the cap has a bucket of its own. Inside,
     large parameters come first.
     Raises ValueError for an impossible cap or world size.
@@ -74,11 +81,11 @@ def plan_buckets(params: Sequence[ParamSpec], world_size: int, cap_bytes: int) -
     if world_size < 1:
         raise ValueError(f"world_size must be at least 1, got {world_size}")
     closed: list[list[int]] = []
-    filling: dict[tuple[str, Form, str], list[int]] = {}
-    filled_bytes: dict[tuple[str, Form, str], int] = {}
+    filling: dict[object, list[int]] = {}
+    filled_bytes: dict[object, int] = {}
     for index in reversed(range(len(params))):
         param = params[index]
-        kind = param.dtype, param.state_form, param.grad_dtype
+        kind = param.kind
         bucket = filling.get(kind)
         if bucket is None or filled_bytes[kind] + param.nbytes > cap_bytes:
             bucket = filling[kind] = []

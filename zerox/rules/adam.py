@@ -42,6 +42,15 @@ ADAM = Rule(
         StateSpec("exp_avg_sq"),
         StateSpec("max_exp_avg_sq", when="amsgrad"),
     ),
+    defaults={
+        "lr": 1e-3,
+        "betas": (0.9, 0.999),
+        "eps": 1e-8,
+        "weight_decay": 1e-2,
+        "amsgrad": False,
+        "maximize": False,
+        KIND: True,
+    },
     needed_options=("lr", "betas", "eps", "weight_decay"),
     columns=(  # Adam::Options in csrc/math/adam.h
         Column("lr"),
@@ -54,8 +63,8 @@ ADAM = Rule(
         Column("amsgrad"),
     ),
     check=check_group,
-    lasting=(KIND,),
     torch_class=lambda group: "AdamW" if group[KIND] else "Adam",
+    lasting=(KIND,),
 )
 
 

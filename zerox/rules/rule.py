@@ -46,20 +46,24 @@ class Column:
 
 @dataclass(frozen=True)
 class Rule:
-    """``needed_options``: those that a param group of its torch.optim class always has.
+    """``defaults``: its options, with their values in param groups that say nothing else.
 
-    ``columns``: a param group as the kernels read it. ``check(group)`` raises for groups that torch refuses.
-    ``lasting``: options that say which formula it is: a state that is loaded does not change them. ``torch_class``:
-    the name of the torch.optim class whose groups are like this one.
+    ``needed_options``: those that a param group of its torch.optim class always has. ``columns``: a param group as the
+    kernels read it. ``check(group)`` raises for groups that torch refuses. ``torch_class``: the name of the torch.optim
+    class whose groups are like this one. ``lasting``: options that say which formula it is: a state that is loaded does
+    not change them. ``keeps_step``: whether that class keeps a step count for each parameter. If not, state that comes
+    from there counts as one update.
     """
 
     name: str
     states: tuple[StateSpec, ...]
+    defaults: Mapping[str, Any]
     needed_options: tuple[str, ...]
     columns: tuple[Column, ...]
     check: Callable[[Mapping[str, Any]], None]
-    lasting: tuple[str, ...]
     torch_class: Callable[[Mapping[str, Any]], str]
+    lasting: tuple[str, ...] = ()
+    keeps_step: bool = True
 
     def wanted(self, groups: Sequence[Mapping[str, Any]]) -> list[StateSpec]:
         """The state of a bucket whose parameters are in these groups."""

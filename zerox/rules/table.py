@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from zerox.rules.of_groups import RULE, Rules
 from zerox.rules.rule import Rule
 
 LR = "lr"  # the one option that may be a tensor on an accelerator, and stays there
 
 
 class OptionsTable:
-    """A row of the rule's numbers for each param group (csrc/math).
+    """A row of the rule's numbers for each param group (csrc/math); of zeros for a group of another rule.
 
     ``keeps_place``: the table stays at one address, for CUDA graphs.
     """
@@ -36,12 +37,17 @@ class OptionsTable:
         if rows != self.rows:
             self._write(rows, capturing)
         for index, group in enumerate(groups):
-            if _is_on_accelerator(group[LR]):
+            if self._is_of_rule(group) and _is_on_accelerator(group[LR]):
                 column = [each.option for each in self.rule.columns].index(LR)
                 self.table[index, column].copy_(group[LR].reshape(()), non_blocking=True)
         return self.table
 
-    def _row(self, group: dict[str, Any]) -> list[float]:
+    def _is_of_rule(self, group: Mapping[str, Any]) -> bool:
+        return bool(group.get(RULE, self.rule.name) == self.rule.name)
+
+    def _row(self, group: Mapping[str, Any]) -> list[float]:
+        if not self._is_of_rule(group):
+            return [0.0] * len(self.rule.columns)
         values = [(column.option, column.of(group)) for column in self.rule.columns]
         return [0.0 if name == LR and _is_on_accelerator(value) else float(value) for name, value in values]
 
@@ -60,6 +66,35 @@ class OptionsTable:
             else:
                 self.table = host.to(self.device, non_blocking=True)
         self.rows = rows
+
+
+class OptionsTables:
+    """A table for each rule that a param group has."""
+
+    def __init__(self, rules: Rules, device: torch.device, keeps_place: bool = False) -> None:
+        self.rules = rules
+        self.device = device
+        self.keeps_place = keeps_place
+        self.tables: dict[str, OptionsTable] = {}
+        self.names: list[str] = []  # the rule of each group
+
+    def refresh(self, groups: Sequence[dict[str, Any]], capturing: bool = False) -> dict[str, Tensor]:
+        """Each table by the name of its rule, as :meth:`OptionsTable.refresh` has it.
+
+        Raises RuntimeError if a group was given another rule: its state is of the one that it had.
+        """
+        names = [self.rules.of(group).name for group in groups]
+        for index, (had, has) in enumerate(zip(self.names, names, strict=False)):
+            if had != has:
+                raise RuntimeError(
+                    f"param group {index} was given the rule {has!r}, and its state is of the rule {had!r}: build "
+                    "another optimizer to change the rule"
+                )
+        self.names = names
+        for name in names:
+            if name not in self.tables:
+                self.tables[name] = OptionsTable(self.rules.known[name], self.device, self.keeps_place)
+        return {name: table.refresh(groups, capturing) for name, table in self.tables.items()}
 
 
 def _is_on_accelerator(value: Any) -> bool:

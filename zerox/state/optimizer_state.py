@@ -11,11 +11,11 @@ from torch import Tensor
 
 from zerox.memory.bucket import Bucket, Member, start_states
 from zerox.ranks.group import CPU, Ranks
-from zerox.rules.rule import Rule, check_flags
+from zerox.rules.of_groups import Rules
 from zerox.state.dcp_request import Request, dcp_request
 from zerox.state.full_state import full_state, in_full
 from zerox.state.sliced_state import sliced_state
-from zerox.state.state_dict import check_state, fill_state, groups_to_take, packed_with, state_uncast
+from zerox.state.state_dict import check_groups, check_state, fill_state, groups_to_take, packed_with, state_uncast
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Consolidated:
 class OptimizerState(torch.optim.Optimizer):
     """The part of an optimizer that is about its state. Each rank has the state of its own shards, in buckets."""
 
-    _rule: Rule
+    _rules: Rules
     _buckets: list[Bucket]
     _frozen: list[Member]
     _ranks: Ranks | None
@@ -104,18 +104,17 @@ class OptimizerState(torch.optim.Optimizer):
 
     def __setstate__(self, loaded: dict[str, Any]) -> None:
         """torch's load_state_dict() calls this between its own checks and the post-hooks: see Note [Loading state]."""
-        for group in loaded["param_groups"]:
-            check_flags(group)
+        check_groups(self._rules, self.param_groups, loaded["param_groups"])
         check_state(self._buckets, self._frozen, loaded["state"])
-        self.param_groups = groups_to_take(self._rule, self.param_groups, loaded["param_groups"], self.defaults)
+        self.param_groups = groups_to_take(self._rules, self.param_groups, loaded["param_groups"], self.defaults)
         self._start_states()
         self._consolidated = None
         fill_state(self._buckets, loaded["state"])
 
     def __getstate__(self) -> dict[str, Any]:
         raise TypeError(
-            "FusedShardedAdam can't be copied or pickled: its state is spread over ranks, and its hooks belong to the "
-            "parameters. Use state_dict()"
+            f"{type(self).__name__} can't be copied or pickled: its state is spread over ranks, and its hooks belong "
+            "to the parameters. Use state_dict()"
         )
 
     # ---- inside ------------------------------------------------------------------------------------------------------

@@ -17,7 +17,8 @@ from zerox.memory.stored import SCALE
 from zerox.options import OF_OPTIMIZER
 from zerox.plan.form import num_blocks
 from zerox.plan.span import Span
-from zerox.rules.rule import MASTERS, Rule
+from zerox.rules.of_groups import RULE, Rules
+from zerox.rules.rule import MASTERS, Rule, check_flags
 from zerox.sliced_tensor import SlicedTensor
 from zerox.state.fill import fill_row
 from zerox.state.sliced_state import STEP, blocks_of
@@ -69,6 +70,14 @@ def state_uncast(optimizer: torch.optim.Optimizer) -> Iterator[None]:
         handle.remove()
 
 
+def check_groups(rules: Rules, live: Sequence[Mapping[str, Any]], loaded: Sequence[Mapping[str, Any]]) -> None:
+    """ValueError naming the first param group that was saved with another rule; else as check_flags()."""
+    for index, (own, group) in enumerate(zip(live, loaded, strict=True)):
+        check_flags(group)
+        if why := rules.misfit(own, group):
+            raise ValueError(f"param group {index} {why}: build the optimizer with the rule that its state is of")
+
+
 def check_state(buckets: Sequence[Bucket], frozen: Sequence[Member], given: Mapping[Any, Uncast]) -> None:
     """ValueError naming the first parameter whose state does not fit, or lacks the part that this rank needs."""
     frozen_members = {id(member.param): member for member in frozen}
@@ -104,34 +113,38 @@ def fill_state(buckets: Sequence[Bucket], given: Mapping[Any, Uncast]) -> None:
 
 
 def groups_to_take(
-    rule: Rule, live: Sequence[dict[str, Any]], loaded: Sequence[dict[str, Any]], defaults: Mapping[str, Any]
+    rules: Rules, live: Sequence[dict[str, Any]], loaded: Sequence[dict[str, Any]], defaults: Mapping[str, Any]
 ) -> list[dict[str, Any]]:
     """Saved param groups, but with options that only a constructor decides as in the ``live`` ones.
 
-    Options that an older state_dict didn't know take the optimizer's defaults.
+    Options that an older state_dict didn't know take the optimizer's defaults, or those of the group's own rule.
     """
-    say_what_stays(rule, list(zip(live, loaded, strict=True)))
-    return [{**defaults, **taken_options(rule, own, group)} for own, group in zip(live, loaded, strict=True)]
+    pairs = list(zip(live, loaded, strict=True))
+    say_what_stays(rules, pairs)
+    return [{**rules.defaults_of(own, defaults), **taken_options(rules, own, group)} for own, group in pairs]
 
 
-def taken_options(rule: Rule, live: Mapping[str, Any], loaded: Mapping[str, Any]) -> dict[str, Any]:
-    """The options that a group takes from a ``loaded`` one: all but those of the constructor (torch has capturable)."""
-    kept = {key: live[key] for key in (*rule.lasting, *OF_OPTIMIZER) if key in live}
-    return {key: value for key, value in loaded.items() if key not in OF_OPTIMIZER} | kept
+def taken_options(rules: Rules, live: Mapping[str, Any], loaded: Mapping[str, Any]) -> dict[str, Any]:
+    """The options that a group takes from a ``loaded`` one: all but its rule, and those of the constructor."""
+    kept = {key: live[key] for key in (*rules.of(live).lasting, *OF_OPTIMIZER, RULE) if key in live}
+    return {key: value for key, value in loaded.items() if key not in (*OF_OPTIMIZER, RULE)} | kept
 
 
-def say_what_stays(rule: Rule, pairs: Sequence[tuple[Mapping[str, Any], Mapping[str, Any]]]) -> None:
+def say_what_stays(rules: Rules, pairs: Sequence[tuple[Mapping[str, Any], Mapping[str, Any]]]) -> None:
     """Warns of pairs (live, saved) of different formulas, as AdamW's and Adam's weight decay are."""
-    for option in rule.lasting:
-        others = [index for index, (own, group) in enumerate(pairs) if group.get(option, own[option]) != own[option]]
-        if others:
-            own, saved = pairs[others[0]]
-            warnings.warn(
-                f"zerox: the state was saved with {option}={saved[option]}, as torch.optim.{rule.torch_class(saved)} "
-                f"has it, and param groups {others} keep {option}={own[option]}. To go on as before, build the "
-                "optimizer that way",
-                stacklevel=4,
-            )
+    others: dict[str, list[int]] = {}
+    for index, (own, saved) in enumerate(pairs):
+        for option in rules.of(own).lasting:
+            if saved.get(option, own[option]) != own[option]:
+                others.setdefault(option, []).append(index)
+    for option, indices in others.items():
+        own, saved = pairs[indices[0]]
+        torch_class = rules.of(own).torch_class(saved)
+        warnings.warn(
+            f"zerox: the state was saved with {option}={saved[option]}, as torch.optim.{torch_class} has it, and param "
+            f"groups {indices} keep {option}={own[option]}. To go on as before, build the optimizer that way",
+            stacklevel=4,
+        )
 
 
 def say_rounded(what: Mapping[str, None]) -> None:
@@ -155,9 +168,11 @@ def _tensor(value: Any) -> Tensor:
 
 def _check_whole(rule: Rule, member: Member, state: Mapping[str, Any]) -> None:
     for key, numel in _known(rule, member).items():
-        if key in state and (found := _tensor(state[key]).numel()) != numel:
+        if state.get(key) is None:
+            continue
+        if (found := _tensor(state[key]).numel()) != numel:
             raise ValueError(f"state of parameter {member.quoted} has {found} elements of {key} instead of {numel}")
-        if key + SCALE not in state and key in state and _tensor(state[key]).dtype is torch.uint8:
+        if key + SCALE not in state and _tensor(state[key]).dtype is torch.uint8:
             raise ValueError(f"state of parameter {member.quoted} has no {key + SCALE} beside its {key} of 8 bits")
 
 
@@ -165,9 +180,11 @@ def _parts(rule: Rule, member: Member, state: Mapping[str, Any], span: Span) -> 
     """The parts of ``state`` for these elements of a parameter, 1-D. ValueError if it is the share of another rank."""
     found = {}
     for key in _known(rule, member):
-        if key in state:
+        if state.get(key) is not None:
             wanted = WHOLE_STEP if key == STEP else blocks_of(span) if key.endswith(SCALE) else span
             found[key] = _part(member, key, _tensor(state[key]), wanted)
+    if found and STEP not in found and not rule.keeps_step:
+        found[STEP] = torch.ones(1, dtype=torch.int64, device="cpu")
     return found
 
 
