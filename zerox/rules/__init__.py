@@ -1,1 +1,1 @@
-"""Update rules: hyper-parameters in, kernel calls out."""
+"""Update rules as data: the state and the options of each, and the numbers that kernels read of a param group."""
