@@ -1,4 +1,4 @@
-// Checks at the door of an op: each says which op, which argument, and both values.
+// Checks at the door of an op: each error names the op, the argument, and both values.
 #pragma once
 
 #include <c10/util/Exception.h>
@@ -8,7 +8,7 @@
 
 namespace zx {
 
-// What an error says, without the C++ stack that torch's own carry.
+// The message of an error, without the C++ stack that torch's errors carry.
 inline std::string reason_of(const std::exception& error) {
   const auto* from_torch = dynamic_cast<const c10::Error*>(&error);
   return from_torch != nullptr ? from_torch->what_without_backtrace() : error.what();

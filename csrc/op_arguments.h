@@ -1,5 +1,5 @@
-// Checks at the door of the ops, the same on every device. What lies in a table is checked only where reading it needs
-// no synchronisation: on the CPU.
+// Checks at the door of the ops, the same on every device. The contents of a table are checked only where reading them
+// needs no synchronisation: on the CPU.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -21,7 +21,8 @@ inline char* bytes_at(const at::Tensor& tensor, int64_t element) {
   return static_cast<char*>(tensor.data_ptr()) + element * static_cast<int64_t>(tensor.element_size());
 }
 
-// An array that an op reaches through a bare pointer: flags, counts, words. On the device of `beside`.
+// Checks an array that an op reaches through a bare pointer (flags, counts, words). It must be on the device of
+// `beside`.
 void check_array(const at::Tensor& tensor, at::ScalarType dtype, int64_t numel, const at::Tensor& beside,
                  const char* op, const char* argument);
 
@@ -48,10 +49,10 @@ void check_norm_value(const at::Tensor& words, double p);
 // One shard of update_.
 struct ShardTensors {
   const at::Tensor& param;
-  const at::Tensor* master;  // null where none is kept
+  const at::Tensor* master;  // null if none is kept
   const at::Tensor& grad;
   at::TensorList state;
-  at::TensorList scales;  // one for each of `state`; none but for 8-bit state
+  at::TensorList scales;  // for 8-bit state one for each of `state`, else none
 };
 struct ShardTables {
   const RuleFacts& rule;
@@ -67,8 +68,8 @@ struct ShardStorage {
 };
 ShardStorage check_update(const ShardTensors& tensors, const ShardTables& tables);
 
-// The arguments of update_: of every list one tensor a shard, but no master where none is kept, and of `state` and
-// `scales` as many a shard as the rule keeps, shard by shard.
+// The arguments of update_. Every list has one tensor per shard, with two exceptions: `master` is empty if no master is
+// kept; `state` and `scales` have, shard by shard, as many per shard as the rule keeps.
 struct ShardLists {
   c10::string_view rule;
   at::TensorList param;

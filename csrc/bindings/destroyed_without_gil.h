@@ -8,8 +8,8 @@
 
 namespace zx {
 
-// Lanes and gloo's threads may need the GIL to free a tensor that Python has seen, so nobody may hold it while waiting
-// for them, as destructors do. A forked child leaks what it has: see Note [Forks].
+// Lanes and gloo's threads may need the GIL to free a tensor that Python has seen. So no thread may hold it while it
+// waits for them, as destructors do. A forked child leaks the object: see Note [Forks].
 template <class T>
 std::shared_ptr<T> destroyed_without_gil(T* made) {
   return {made, [owner = Process()](T* object) {

@@ -12,7 +12,7 @@
 namespace zx {
 namespace {
 
-// It may be the last that has the groups.
+// The object may hold the last reference to the groups.
 std::shared_ptr<Whereabouts> make_whereabouts(std::vector<Group> groups, c10::intrusive_ptr<c10d::Store> store,
                                               int rank, int world, std::chrono::milliseconds timeout) {
   return destroyed_without_gil(new Whereabouts(std::move(groups), std::move(store), rank, world, timeout));

@@ -16,7 +16,7 @@
 namespace zx {
 namespace {
 
-// What DistributedDataParallel's reducer keeps to itself: whether it waits for gradients.
+// Reads what DistributedDataParallel's reducer keeps to itself: whether it waits for gradients.
 struct Expects : c10d::Reducer {
   static bool gradients(const c10d::Reducer& reducer) { return reducer.*(&Expects::expect_autograd_hooks_); }
 };

@@ -1,4 +1,4 @@
-// The extension: op schemas, and what belongs to no room.
+// The extension: op schemas, and the bindings that belong to no room.
 #include <torch/library.h>
 
 #include <array>
@@ -11,12 +11,14 @@
 #include "math/exact_sum.h"
 #include "math/segment.h"
 
-// Notation: W ranks; a shard has n elements of which s segments are parameters' parts.
+// Notation: there are W ranks. A shard has n elements, and s segments, which are parts of parameters.
 TORCH_LIBRARY(zerox, m) {
   // flat[piece.flat_start : + numel] = sources[piece.source][piece.source_start : + numel], cast to flat's dtype, for
-  // each row (source, source_start, flat_start, numel) of `pieces`, by flat_start; flat[flags] = 1; 0 elsewhere.
+  // each row (source, source_start, flat_start, numel) of `pieces`. Rows are in the order of flat_start. flat[flags] =
+  // 1, and all other elements are 0.
   m.def("flatten_(Tensor(a!) flat, Tensor[] sources, Tensor pieces, Tensor flags) -> ()");
-  // Flags behind the shard in each slice: present |= or replaced by any slice's, replaced = any slice's; uint8 [s].
+  // Reads the flags after the shard in each slice into uint8 [s]: replaced if any slice says so; present if any slice
+  // says so, or if it was before and is not replaced.
   m.def("read_flags_(Tensor(a!) present, Tensor(b!) replaced, Tensor[] slices, int shard_numel) -> ()");
   // shard = sum(slices) / world, in slice order, plus the old shard if `accumulate` and not replaced; adds the sum of
   // squares to `words`, an exact sum (csrc/math/exact_sum.h).
@@ -28,10 +30,11 @@ TORCH_LIBRARY(zerox, m) {
   m.def("norm_(Tensor(a!) words, Tensor shard, Tensor segments, float p) -> ()");
   // float64 [2]: the norm, and 1 if every element was finite.
   m.def("norm_value(Tensor words, float p) -> Tensor");
-  // One step of `rule` ("adam": torch.optim.Adam or AdamW) on shards of the same types, in few launches: on their
-  // segments that are present. Of each list one tensor a shard; no master where none is kept; of `state`, and of
-  // `scales` (float32 [ceil(n / 256)], for uint8 state), as many as the rule keeps, shard by shard. `steps` int64 [s];
-  // `options` float64 [groups, columns], rows as Options of the rule (csrc/math); `grad_scale` float64 scalar.
+  // Does one step of `rule` ("adam": torch.optim.Adam or AdamW) on shards of the same types, in few launches, for the
+  // segments that are present. Every list has one tensor per shard, with two exceptions: `master` is empty if no master
+  // is kept; `state`, and `scales` (float32 [ceil(n / 256)], for uint8 state), have as many per shard as the rule
+  // keeps, shard by shard. `steps` is int64 [s]; `options` is float64 [groups, columns], with rows as the rule's
+  // Options (csrc/math); `grad_scale` is a float64 scalar.
   m.def(
       "update_(str rule, Tensor(a!)[] param, Tensor(b!)[] master, Tensor[] grad, Tensor(c!)[] state, "
       "Tensor(d!)[] scales, Tensor[] segments, Tensor[] present, Tensor(e!)[] steps, Tensor options, "
@@ -41,7 +44,7 @@ TORCH_LIBRARY(zerox, m) {
 namespace zx {
 namespace {
 
-// A range for a with statement of Python's.
+// A range for Python's with statement.
 class PyRange {
  public:
   PyRange(std::string what, int64_t bucket) : what_(std::move(what)), bucket_(bucket) {}

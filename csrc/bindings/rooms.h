@@ -1,4 +1,4 @@
-// What Python sees, a file for each room. The only files that know Python.
+// The bindings that Python sees, in one file for each room. No other files know Python.
 #pragma once
 
 #include <torch/csrc/utils/pybind.h>

@@ -1,4 +1,4 @@
-// All buckets of an optimizer, which its rooms share, and the lock of what backward changes in them.
+// All buckets of an optimizer, which its rooms share, and the lock on what backward changes in them.
 #pragma once
 
 #include <memory>
@@ -12,13 +12,13 @@ namespace zx {
 
 // clang-format off
 // Note [Locks]
-// Threads that meet here: autograd's (hooks run on several of them where a model lies on several devices, or where
-// several of Python's threads run backward), the lanes, a backend's, and the optimizer's caller, which is the thread
-// that calls step(), zero_grad() and the like: one at a time.
+// The threads that meet here are autograd's (hooks run on several of them if a model lies on several devices, or if
+// several Python threads run backward), the lanes, a backend's, and the optimizer's caller: the thread that calls
+// step(), zero_grad() and the like. There is only one caller at a time.
 //
 //   data                                   written by                       read by             guard
-//   Buckets::all; what has no other line   optimizer's caller, in           all                 no backward is open
-//     here of a Bucket and a Slot          add_bucket()
+//   Buckets::all; fields of Bucket and     optimizer's caller, in           all                 no backward is open
+//     Slot that no other line names        add_bucket()
 //   Slot's hooks, fired to whole; p.grad;  hooks, optimizer's caller        the same            Buckets::mutex
 //     Bucket::producers; all of Backward
 //   Bucket::landed                         land lane; optimizer's caller    optimizer's caller  Flights::land() and
@@ -30,15 +30,15 @@ namespace zx {
 //                                          thread on which backward ends
 //   Params: the agreed order               optimizer's caller               the same            none
 //   Gathers: gathers under way             optimizer's caller               all readers         Gathers::mutex_
-//   a Gather                               the first thread that waits      all readers         its once-flags and mutex_
+//   a Gather                               the first thread that waits      all readers         its once-flags, mutex_
 //   Whereabouts                            all                              all                 Whereabouts::mutex_
 //
-// Settlement::mutex_ is held while ranks wait for each other, and taken before Buckets::mutex. Of the other locks a
-// thread holds one at a time, and waits for nothing while it holds it.
+// Settlement::mutex_ is held while ranks wait for each other, and is taken before Buckets::mutex. A thread holds at
+// most one of the other locks at a time, and waits for nothing while it holds it.
 //
 // The GIL: a thread that holds a lock may have to wait for the GIL, to free a tensor that Python has seen. So no thread
-// waits for a lock, a lane or a rank while it holds the GIL: bindings release it first. A backend's threads may need it
-// for the same reason, so a process group is destroyed without the GIL.
+// may wait for a lock, a lane or a rank while it holds the GIL: bindings release it first. A backend's threads may need
+// the GIL for the same reason, so a process group is destroyed without it.
 // clang-format on
 
 struct Buckets {
@@ -63,7 +63,7 @@ struct Buckets {
   }
 };
 
-// Functions that take it are called under Buckets::mutex.
+// A function that takes a Locked is called under Buckets::mutex.
 using Locked = std::lock_guard<ProcessMutex>;
 
 }  // namespace zx

@@ -1,4 +1,4 @@
-// A set of parameters, of all buckets in order: a bit each.
+// A set of slots: one bit for each slot of all buckets, in order.
 #pragma once
 
 #include <cstdint>
@@ -15,7 +15,7 @@ class SlotSet {
   void add(int64_t slot) { words_[slot / 64] |= bit(slot); }
   bool has(int64_t slot) const { return (words_[slot / 64] & bit(slot)) != 0; }
 
-  // As it travels: the union of two sets is their words' bitwise or.
+  // The set as it travels: the union of two sets is the bitwise or of their words.
   const std::vector<int64_t>& words() const { return words_; }
 
  private:

@@ -10,7 +10,7 @@ ZX_HD void cast_loop(const From* source, To* target, int64_t numel) {
 
 template <class From>
 void cast_from(const From* source, DType to, void* target, int64_t numel) {
-  // Through double only where an end is double; 16 to 16 bits goes through float, as torch's copy_ does.
+  // Goes through double only if one end is double; 16 to 16 bits goes through float, as in torch's copy_.
   using Between = std::conditional_t<std::is_same_v<From, double>, double, float>;
   switch (to) {
     case DType::f64:

@@ -1,4 +1,5 @@
-// zerox::flatten_ on the CPU: packs and casts a bucket's gradients, zeroes what nothing fills, raises its flags.
+// zerox::flatten_ on the CPU: packs and casts a bucket's gradients, zeroes the elements that nothing fills, and raises
+// its flags.
 #include <ATen/ops/empty.h>
 #include <torch/library.h>
 
@@ -32,7 +33,7 @@ void flatten_(at::Tensor& flat, at::TensorList sources, const at::Tensor& pieces
   const auto zero = [&](int64_t start, int64_t stop) {
     std::memset(bytes_at(flat, start), 0, static_cast<size_t>((stop - start) * element_size));
   };
-  // Of one large piece each thread copies a part. The gap behind a piece goes with the piece's last part.
+  // Threads share one large piece in parts. The gap after a piece is zeroed with the piece's last part.
   std::vector<PiecePart> parts;
   for (int64_t i = 0; i < count; ++i) {
     for (int64_t start = 0; start == 0 || start < rows[i].numel; start += kMostElements) {

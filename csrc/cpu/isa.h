@@ -8,7 +8,7 @@
 
 namespace zx {
 
-// Those this CPU has, slowest first.
+// The instruction sets that this CPU has, slowest first.
 std::vector<std::string> supported_isas();
 
 // "" picks the fastest. Throws std::invalid_argument for a name that is unknown or that this CPU lacks.

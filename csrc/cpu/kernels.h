@@ -18,7 +18,8 @@
 
 namespace zx {
 
-// Elements [0, numel) of one parameter's part of a shard, `param_start` behind the parameter's start.
+// Elements [0, numel) of one parameter's part of a shard. They start `param_start` elements after the parameter's
+// start.
 struct UpdateSpan {
   RuleKind rule;
   DType param_dtype;

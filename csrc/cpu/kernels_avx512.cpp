@@ -10,7 +10,7 @@
 #include <limits>
 #include <type_traits>
 
-// GCC 12 takes the don't-care operand inside its own intrinsics for a use of an uninitialized variable (PR 105593).
+// GCC 12 mistakes the don't-care operand inside its own intrinsics for a use of an uninitialized variable (PR 105593).
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
 #pragma GCC diagnostic ignored "-Wuninitialized"
 #pragma GCC push_options

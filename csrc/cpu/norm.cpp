@@ -11,7 +11,8 @@
 namespace zx {
 namespace {
 
-// Any other p: sums |x|^p with the library's pow, in one code path, so that it too is the same everywhere.
+// For any other p: sums |x|^p with the library's pow. There is one code path, so no choice of instruction set changes
+// it.
 void power_partials(double p, const at::Tensor& shard, int64_t start, int64_t stop, int64_t* words) {
   const DType dtype = dtype_of(shard, "norm_", "shard");
   for (int64_t block = start; block < stop; block += kNormBlock) {

@@ -1,13 +1,13 @@
 // Norm partials over blocks of 256 elements. Included by kernels_<isa>.cpp only.
 
-// In the order of kNormAccumulators, which no instruction set changes. `count_non_finite` gets 1 if any element is NaN
-// or infinite. Of floats the sum tells; of doubles it may overflow while every element is finite.
+// Sums in the order of kNormAccumulators, which no instruction set changes. Adds 1 to `count_non_finite` if any element
+// is NaN or infinite. A sum of floats tells that; a sum of doubles may overflow while every element is finite.
 template <bool kSquare, class T>
 ZX_HD double norm_partial(const T* values, int64_t numel, int64_t* count_non_finite) {
   constexpr int kVectors = kNormAccumulators / VecD::kLanes;
   const VecD zero = VecD::splat(0.0);
   VecD vector_sums[kVectors];
-  VecD vector_differences[kVectors];  // x - x is 0, or NaN where x is not finite
+  VecD vector_differences[kVectors];  // x - x is 0, or NaN if x is not finite
   for (int v = 0; v < kVectors; ++v) vector_sums[v] = vector_differences[v] = zero;
   int64_t i = 0;
   for (; i + kNormAccumulators <= numel; i += kNormAccumulators) {

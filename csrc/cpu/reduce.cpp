@@ -1,4 +1,4 @@
-// zerox::read_flags_ and zerox::reduce_ on the CPU: what the ranks sent becomes the mean gradient's shard.
+// zerox::read_flags_ and zerox::reduce_ on the CPU: they make what the ranks sent into the mean gradient's shard.
 #include <torch/library.h>
 
 #include <cstring>
@@ -10,8 +10,9 @@
 namespace zx {
 namespace {
 
-// Behind a slice's shard lie two elements for each segment: "present" and "replace what you hold".
-// present = present anywhere now, or before and replaced nowhere. replaced = replaced somewhere.
+// After its shard, a slice has two elements for each segment: "present" and "replace what you hold". A segment is
+// present if it is present anywhere now, or was present before and is replaced nowhere. It is replaced if it is
+// replaced anywhere.
 void read_flags_(at::Tensor& present, at::Tensor& replaced, at::TensorList slices, int64_t shard_numel) {
   check_read_flags(present, replaced, slices, shard_numel);
   const int64_t count = present.numel();
@@ -60,7 +61,7 @@ void reduce_(at::Tensor& shard, at::Tensor& words, at::TensorList slices, const 
     const std::lock_guard lock(total_mutex);
     for (int word = 0; word < kExactWords; ++word) total[word] += local[word];
   });
-  const auto zero = [&](int64_t start, int64_t stop) {  // padding travels too, where shards are gathered
+  const auto zero = [&](int64_t start, int64_t stop) {  // padding is sent too, where shards are gathered
     std::memset(bytes_at(shard, start), 0, static_cast<size_t>(stop - start) * shard.element_size());
   };
   int64_t end = 0;

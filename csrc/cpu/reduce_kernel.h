@@ -5,7 +5,7 @@ template <class T, class Wire>
 void reduce_span(const ReduceSpan& span, int64_t* words) {
   Wire* shard = static_cast<Wire*>(span.shard);
   const T world = static_cast<T>(span.world);
-  // A quotient by a power of two is a product in every bit, and costs less.
+  // For a power of two, multiplying by the inverse gives the same bits as dividing, and costs less.
   const bool is_power_of_two = (span.world & (span.world - 1)) == 0;
   alignas(64) T rounded[kNormBlock];
   for (int64_t start = 0; start < span.numel; start += kNormBlock) {

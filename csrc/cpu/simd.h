@@ -1,4 +1,4 @@
-// Vectors of float and double with the face of ScalarLane (math/scalar_lane.h), for one instruction set.
+// Vectors of float and double with the interface of ScalarLane (math/scalar_lane.h), for one instruction set.
 //
 // Included once by each kernels_<isa>.cpp, inside that file's target pragma and namespace: see Note [One kernel
 // source, three instruction sets] in kernels.h. Loads and stores convert from and to the storage formats; every
@@ -28,7 +28,7 @@ struct VecF {
   ZX_HD void store_split(bf16* param, int16_t* remainder) const {
     const __m512i bits = _mm512_castps_si512(x);
     const __mmask16 nan = _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q);
-    // No carry gets lost: the upper half of a number that is no NaN is at most 0xff80.
+    // No carry gets lost: the upper half of a number that is not NaN is at most 0xff80.
     const __m512i up = _mm512_add_epi32(bits, _mm512_set1_epi32(0x8000));
     const __m512i sign = _mm512_andnot_si512(_mm512_set1_epi32(0x7fffffff), bits);
     const __m512i quiet = _mm512_or_si512(sign, _mm512_set1_epi32(0x7fc00000));
@@ -132,11 +132,12 @@ struct VecF {
   ZX_HD void store_split(bf16* param, int16_t* remainder) const {
     const __m256i bits = _mm256_castps_si256(x);
     const __m256i nan = _mm256_castps_si256(_mm256_cmp_ps(x, x, _CMP_UNORD_Q));
-    // No carry gets lost: the upper half of a number that is no NaN is at most 0xff80.
+    // No carry gets lost: the upper half of a number that is not NaN is at most 0xff80.
     const __m256i up = _mm256_add_epi32(bits, _mm256_set1_epi32(0x8000));
     const __m256i sign = _mm256_andnot_si256(_mm256_set1_epi32(0x7fffffff), bits);
     const __m256i quiet = _mm256_or_si256(sign, _mm256_set1_epi32(0x7fc00000));
-    // The parameter's half of `up`, the remainder's of `bits`; then both halves of all eight together.
+    // Takes the parameter's half from `up` and the remainder's half from `bits`, then puts each half of all eight
+    // together.
     const __m256i both = _mm256_blendv_epi8(_mm256_blend_epi16(bits, up, 0xaa), quiet, nan);
     const __m256i halves = _mm256_setr_epi8(0, 1, 4, 5, 8, 9, 12, 13, 2, 3, 6, 7, 10, 11, 14, 15,  //
                                             0, 1, 4, 5, 8, 9, 12, 13, 2, 3, 6, 7, 10, 11, 14, 15);

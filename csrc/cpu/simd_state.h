@@ -1,7 +1,7 @@
-// Vectors of states as they are stored in 16 and 8 bits, for one instruction set: what math/random.h, rounding.h and
-// dynamic_map.h do to one element, for V::kLanes of them. Included by kernels_<isa>.cpp only.
+// Vectors of states that are stored in 16 and 8 bits, for one instruction set. They do for V::kLanes elements what
+// math/random.h, rounding.h and dynamic_map.h do for one. Included by kernels_<isa>.cpp only.
 
-// Random bits of so many neighbouring elements.
+// Random bits for V::kLanes neighbouring elements.
 template <class V>
 struct LaneBits;
 
@@ -64,7 +64,7 @@ template <bool kHasNegatives>
 ZX_HD void encode_lanes(const uint32_t* nearest, VecF value, VecF inverse, uint8_t* codes) {
   const __m512 relative = (value * inverse).x;
   const __m512i least = _mm512_set1_epi32(static_cast<int32_t>(kLeastBits));
-  // max gives its second operand where the first is NaN.
+  // max returns its second operand if the first is NaN.
   const __m512 magnitude = _mm512_max_ps(_mm512_abs_ps(relative), _mm512_castsi512_ps(least));
   const __m512i bits = _mm512_castps_si512(_mm512_min_ps(magnitude, _mm512_set1_ps(1.0f)));
   const __m512i entry = _mm512_i32gather_epi32(_mm512_srli_epi32(_mm512_sub_epi32(bits, least), 16), nearest, 4);
@@ -77,7 +77,7 @@ ZX_HD void encode_lanes(const uint32_t* nearest, VecF value, VecF inverse, uint8
   }
   _mm_storeu_si128(reinterpret_cast<__m128i*>(codes), _mm512_cvtepi32_epi8(code));
 }
-// The largest scale_key() of `count` values, a multiple of the lanes.
+// The largest scale_key() of `count` values; `count` is a multiple of the lanes.
 template <bool kHasNegatives>
 ZX_HD uint32_t largest_scale_key(const float* values, int64_t count) {
   __m512i most = _mm512_setzero_si512();
@@ -142,7 +142,7 @@ ZX_HD void encode_lanes(const uint32_t* nearest, VecF value, VecF inverse, uint8
   const __m256 relative = (value * inverse).x;
   const __m256i least = _mm256_set1_epi32(static_cast<int32_t>(kLeastBits));
   const __m256 absolute = _mm256_and_ps(relative, _mm256_castsi256_ps(_mm256_set1_epi32(0x7fffffff)));
-  // max gives its second operand where the first is NaN.
+  // max returns its second operand if the first is NaN.
   const __m256 magnitude = _mm256_max_ps(absolute, _mm256_castsi256_ps(least));
   const __m256i bits = _mm256_castps_si256(_mm256_min_ps(magnitude, _mm256_set1_ps(1.0f)));
   const __m256i index = _mm256_srli_epi32(_mm256_sub_epi32(bits, least), 16);
@@ -158,7 +158,7 @@ ZX_HD void encode_lanes(const uint32_t* nearest, VecF value, VecF inverse, uint8
   const __m128i words = VecF::narrow16(code);
   _mm_storel_epi64(reinterpret_cast<__m128i*>(codes), _mm_packus_epi16(words, words));
 }
-// The largest scale_key() of `count` values, a multiple of the lanes.
+// The largest scale_key() of `count` values; `count` is a multiple of the lanes.
 template <bool kHasNegatives>
 ZX_HD uint32_t largest_scale_key(const float* values, int64_t count) {
   __m256i most = _mm256_setzero_si256();

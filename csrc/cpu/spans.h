@@ -1,4 +1,4 @@
-// What every CPU op shares: the segment table, and its division into work for threads.
+// The code that all CPU ops share: the segment table, and its division into work for threads.
 #pragma once
 
 #include <ATen/Parallel.h>
@@ -13,7 +13,7 @@
 
 namespace zx {
 
-// The rows of a segment table, checked: in ascending order and inside the shard.
+// The rows of a segment table, checked to be in ascending order and inside the shard.
 class SegmentTable {
  public:
   SegmentTable(const at::Tensor& table, int64_t shard_numel, const char* op);
@@ -25,7 +25,7 @@ class SegmentTable {
   int64_t size_;
 };
 
-// A stretch of one segment that one thread handles; starts at a multiple of kNormBlock from the segment's start.
+// A stretch of one segment that one thread handles. It starts at a multiple of kNormBlock from the segment's start.
 struct Stretch {
   int64_t segment;
   int64_t start;
@@ -36,13 +36,14 @@ constexpr int64_t kMostInAStretch = 64 * kNormBlock;
 
 std::vector<Stretch> split_into_stretches(const SegmentTable& segments);
 
-// Without it at::parallel_for uses one thread, and says nothing of it.
+// Without it at::parallel_for uses one thread, and does not say so.
 #ifndef INTRA_OP_PARALLEL
 #error "torch's threads are OpenMP's: compile with -fopenmp, as setup.py does"
 #endif
 
-// Runs body(first, last) over ranges of `count` units, which have `numel` elements in all, with enough in each to be
-// worth a thread. Under a ParallelGuard, which OpenMP knows nothing of, the caller's thread does it all.
+// Runs body(first, last) over ranges of `count` units, which have `numel` elements in all. Each range has enough
+// elements to be worth a thread. Under a ParallelGuard, which OpenMP does not know of, the caller's thread does
+// everything.
 template <class Body>
 void parallel_units(int64_t count, int64_t numel, const Body& body) {
   constexpr int64_t kElementsWorthAThread = 32768;

@@ -1,5 +1,5 @@
-// States as they are stored: load() gives V::kLanes of each as they are computed with, store() takes them back.
-// Included by kernels_<isa>.cpp only.
+// States as they are stored: load() converts V::kLanes of each to the type of the arithmetic, and store() converts them
+// back. Included by kernels_<isa>.cpp only.
 
 template <class T, int N>
 struct WideState {
@@ -59,7 +59,7 @@ struct CodedBlock {
   ZX_HD V load(int64_t i) const {
     return decode_lanes(V{}, map_of<kHasNegatives>().values, codes + i) * V::splat(scale);
   }
-  // One function for all kinds of parameters and gradients: compiling takes long enough.
+  // This is one function for all kinds of parameters and gradients: compiling takes long enough.
   template <bool kHasNegatives>
   __attribute__((noinline)) void close(int64_t numel) {
     for (int64_t i = numel; i < kStateBlock; ++i) values[i] = 0.0f;

@@ -6,7 +6,7 @@
 namespace zx {
 namespace {
 
-// A shard's states from an element on.
+// A shard's states, from an element on.
 StoredStates states_at(const StoredStates& states, int64_t element_bytes, int64_t element) {
   StoredStates from_there = states;
   for (StoredState& state : from_there.at) {
@@ -16,8 +16,8 @@ StoredStates states_at(const StoredStates& states, int64_t element_bytes, int64_
   return from_there;
 }
 
-// Small parameters lie one behind the other, and a call for each would take longer than its elements.
-// `run`: segments with the same one are treated alike.
+// Joins neighbouring stretches: small parameters lie one after the other, and a call for each would take longer than
+// its elements. Segments with the same `run` are treated alike.
 void join_neighbours(std::vector<Stretch>& stretches, const std::vector<int64_t>& run) {
   size_t count = 0;
   for (const Stretch& next : stretches) {
@@ -32,7 +32,8 @@ void join_neighbours(std::vector<Stretch>& stretches, const std::vector<int64_t>
   stretches.resize(count);
 }
 
-// A segment whose `present` is 0 is left alone, its step count too, as torch leaves a parameter without gradient.
+// A segment whose `present` is 0 is left alone, and so is its step count, as torch leaves a parameter without a
+// gradient.
 template <class Rule>
 void update_shard(const ShardTensors& t, const ShardTables& tables) {
   constexpr const char* op = "update_";
@@ -60,20 +61,20 @@ void update_shard(const ShardTensors& t, const ShardTables& tables) {
   const auto* takes_part = tables.present.const_data_ptr<uint8_t>();
   auto* step_counts = tables.steps.mutable_data_ptr<int64_t>();
   std::vector<typename Rule::template Step<double>> folded(static_cast<size_t>(table.size()));
-  std::vector<int64_t> run(folded.size());  // the first segment of those that are treated as this one
+  std::vector<int64_t> run(folded.size());  // for each segment, the first one that is treated alike
   for (int64_t i = 0; i < table.size(); ++i) {
     run[i] = i;
     if (takes_part[i] == 0) continue;
     const int64_t row = table[i].options_row;
     ++step_counts[i];
-    // Neighbours mostly share options and count: the powers are folded once for a run of them.
+    // Neighbouring segments mostly share options and count, so the constants are folded once for a run of them.
     const bool same =
         i > 0 && takes_part[i - 1] != 0 && table[i - 1].options_row == row && step_counts[i - 1] == step_counts[i];
     folded[i] = same ? folded[i - 1] : Rule::fold(rows[row], step_counts[i], scale);
     if (same) run[i] = run[i - 1];
   }
   std::vector<Stretch> stretches = split_into_stretches(table);
-  // Random bits and blocks of 8-bit states are counted from each parameter's start.
+  // Random bits and blocks of 8-bit states are counted from each parameter's start, so only wide states are joined.
   if (states.kind == StateKind::wide) join_neighbours(stretches, run);
   const int64_t state_bytes = t.state.empty() ? 0 : static_cast<int64_t>(t.state[0].element_size());
   parallel_stretches(stretches, [&](int64_t first, int64_t last) {

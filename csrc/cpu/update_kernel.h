@@ -1,7 +1,7 @@
 // The update: one pass from gradient to states, master and parameter, by any rule (math/rule.h). Included by
 // kernels_<isa>.cpp only.
 
-// Where a parameter's exact value lies: load and store it as a vector of the type that is computed in.
+// These know where a parameter's exact value lies. They load and store it as a vector in the type of the arithmetic.
 template <class Param>
 struct PlainParam {
   Param* param;
@@ -55,7 +55,7 @@ ZX_HD void update_loop(const typename Rule::template Step<T>& step, Where where,
   });
 }
 
-// N states.
+// Updates with N states.
 template <class Rule, class T, int N, class Where, class Grad>
 ZX_HD void update_state(const UpdateSpan& span, const typename Rule::template Step<T>& step, Where where,
                         const Grad* grad) {

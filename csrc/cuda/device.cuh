@@ -1,9 +1,9 @@
-// What the kernels need of CUDA beside its language, and the one place where they are launched.
+// What the kernels need from CUDA beside its language, and the one place that launches them.
 //
 // Note [Kernels that run on the host]
-// Tests compile the same .cu files with a C++ compiler. cuda_on_host.h (tests/cpp) then stands in for what is below:
+// Tests compile the same .cu files with a C++ compiler. Then cuda_on_host.h (tests/cpp) stands in for the code below:
 // every thread of a block is a fiber, barriers really wait, and fibers run in any order between them. So kernels use
-// launch(), ZX_SHARED, __syncthreads, __syncwarp, shuffles, votes and atomics, and nothing else of CUDA.
+// launch(), ZX_SHARED, __syncthreads, __syncwarp, shuffles, votes and atomics, and nothing else from CUDA.
 #pragma once
 
 #include <cstdint>
@@ -21,22 +21,22 @@ constexpr unsigned kAllLanes = 0xffffffffu;
 
 #include <cuda_runtime.h>
 
-// Aligned to an access: an array of floats is not by itself.
+// Aligned for one full access: an array of floats by itself is not.
 #define ZX_SHARED(type, name) __shared__ __align__(16) type name
-// A parameter that is read where the launch put it, not copied by each thread.
+// A kernel's parameter that is read where the launch put it, and not copied by each thread.
 #define ZX_GRID_CONSTANT __grid_constant__
 #define ZX_UNROLL _Pragma("unroll")
 #define ZX_UNROLL_TWICE _Pragma("unroll 2")
 
 namespace zx::cuda {
 
-// What one instruction loads or stores, whatever the elements are.
+// The words that one instruction loads or stores, whatever the elements are.
 using Word16 = uint4;
 using Word8 = uint2;
 using Word4 = unsigned;
 using Word2 = unsigned short;
 
-// What is read or written once in a step need not stay in the cache.
+// For data that is read or written once in a step, and so need not stay in the cache.
 template <class Word>
 __device__ __forceinline__ Word load_streaming(const Word* from) {
   return __ldcs(from);
@@ -45,7 +45,8 @@ template <class Word>
 __device__ __forceinline__ void store_streaming(Word* to, Word word) {
   __stcs(to, word);
 }
-// As any store, but surely one access: through a pointer from an array the compiler makes one for each element.
+// Like any store, but surely one access: through a pointer from an array, the compiler makes one access for each
+// element.
 __device__ __forceinline__ void store_whole(Word16* to, Word16 word) {
   asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(word.x), "r"(word.y), "r"(word.z), "r"(word.w)
                : "memory");
@@ -58,7 +59,7 @@ __device__ __forceinline__ void store_whole(Word* to, Word word) {
   *to = word;
 }
 
-// To within a unit of the last place; subnormal operands count as 0.
+// The results are right to within a unit in the last place. Subnormal operands count as 0.
 __device__ __forceinline__ float approximate_reciprocal(float x) {
   float y;
   asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
@@ -70,14 +71,15 @@ __device__ __forceinline__ float approximate_rsqrt(float x) {
   return y;
 }
 
-// A pointer that was read from a table could lead anywhere, for all the compiler knows: it is to the device's memory.
+// For all the compiler knows, a pointer that was read from a table could lead anywhere. It leads to the device's
+// memory.
 template <class T>
 __device__ __forceinline__ const T* in_global(const T* pointer) {
   __builtin_assume(__isGlobal(pointer));
   return pointer;
 }
 
-// Runs `kernel` on as many blocks as the device holds at a time, or fewer where there are fewer tiles of work.
+// Runs `kernel` on as many blocks as the device holds at a time, or on fewer if there are fewer tiles of work.
 template <class Args>
 cudaError_t launch(void (*kernel)(Args), int64_t num_tiles, Stream stream, const Args& args) {
   if (num_tiles <= 0) return cudaSuccess;
@@ -102,7 +104,7 @@ cudaError_t launch(void (*kernel)(Args), int64_t num_tiles, Stream stream, const
 
 namespace zx::cuda {
 
-// This block's part of the tiles: neighbours, so that what was looked up for one serves the next.
+// This block's part of the tiles. They are adjacent, so that a look-up for one serves the next.
 struct TileRange {
   int64_t first;
   int64_t last;

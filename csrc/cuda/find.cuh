@@ -1,4 +1,4 @@
-// Which segment or piece an element lies in: tables of any length, searched in registers.
+// Finds the segment or piece that an element lies in. Tables may have any length, and are searched in registers.
 #pragma once
 
 #include <cstdint>
@@ -19,16 +19,16 @@ __device__ __forceinline__ int64_t first_ending_after(const Row* rows, int64_t l
   return low;
 }
 
-// The row that an element lies in, or the gap around it: what was found for one element serves its neighbours.
+// The row that an element lies in, or the gap around it. A place found for one element serves those beside it.
 struct Place {
-  int64_t row = 0;  // of a gap the row behind it, which may be the table's end
+  int64_t row = 0;  // for a gap, the row after it, which may be the table's end
   int64_t start = 0;
   int64_t stop = 0;
   bool is_gap = true;
 
   __device__ __forceinline__ bool has(int64_t i) const { return start <= i && i < stop; }
 
-  // `rows` ascend, and do not overlap; behind them all is gap up to `numel`.
+  // `rows` ascend, and do not overlap. After the last one there is a gap up to `numel`.
   template <class Row>
   __device__ __forceinline__ void find(const Row* rows, int64_t num_rows, int64_t numel, int64_t i) {
     row = first_ending_after(rows, int64_t{0}, num_rows, i);

@@ -20,21 +20,21 @@ struct FlattenArgs {
   int64_t num_flags;
 };
 
-// With all bits of a NaN, which ScalarLane::load() has no use for.
+// Keeps all bits of a NaN; ScalarLane::load() need not.
 template <class Between, class From>
 __device__ __forceinline__ Between widen(From x) {
   if constexpr (std::is_same_v<From, f16>) return static_cast<Between>(f16_to_float(x));
   return ScalarLane<Between>::load(&x).x;
 }
 
-// N elements of one piece, from element i of the flat buffer on.
+// Casts N elements of one piece, from element i of its source on.
 template <int N, class From, class To>
 __device__ __forceinline__ void cast(const void* source, int64_t i, To* to) {
   const auto from = load<N, kOnce>(in_global(static_cast<const From*>(source) + i));
   if constexpr (std::is_same_v<From, To>) {
     store(from, to);  // as it is: a NaN keeps its bits
   } else {
-    // Through double only where an end is double; 16 to 16 bits goes through float, as torch's copy_ does.
+    // Goes through double only if one end is double; 16 to 16 bits goes through float, as in torch's copy_.
     using Between = std::conditional_t<std::is_same_v<From, double> || std::is_same_v<To, double>, double, float>;
     Pack<To, N> pack;
     ZX_UNROLL
@@ -82,7 +82,7 @@ struct Stretch {
     dtype = place.is_gap ? DType::f32 : a.pieces[place.row].dtype;
   }
 
-  // Whether N elements of the source can be read from i on in accesses of full width.
+  // Whether N elements of the source, from element i of the flat buffer on, can be read in accesses of full width.
   template <int N>
   __device__ __forceinline__ bool reads_wide(int64_t i) const {
     const int64_t bytes = bytes_of(dtype);
@@ -107,7 +107,7 @@ struct Stretch {
   }
 
  private:
-  // The first flag at or behind element i.
+  // The first flag at or after element i.
   __device__ __forceinline__ static int64_t first_flag(const FlattenArgs<To>& a, int64_t i) {
     int64_t low = 0;
     for (int64_t high = a.num_flags; low < high;) {
@@ -135,7 +135,7 @@ __global__ void __launch_bounds__(kThreads) flatten_kernel(FlattenArgs<To> a) {
     stretch.find(a, first);
     if (aligned && first + kVector <= stretch.place.stop && stretch.template reads_wide<kVector>(first)) {
       stretch.template write<kVector>(a, first);
-    } else {  // an end of a piece lies inside, or the source starts anywhere
+    } else {  // an end of a piece lies inside, or the source is not aligned
       const int64_t stop = first + kVector < a.numel ? first + kVector : a.numel;
       for (int64_t i = first; i < stop; ++i) {
         stretch.find(a, i);

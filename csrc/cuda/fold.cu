@@ -1,4 +1,4 @@
-// Constants of a segment, folded where its step count lives.
+// Folds the constants of a segment where its step count lives: on the device.
 #include "cuda/fold.cuh"
 
 #include "cuda/together.cuh"

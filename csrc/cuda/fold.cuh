@@ -1,4 +1,4 @@
-// Constants of a segment, folded where its step count lives.
+// Folds the constants of a segment where its step count lives: on the device.
 #pragma once
 
 #include "cuda/device.cuh"
@@ -14,7 +14,7 @@ struct Folded {
   RandomKey random_key;
   bool active;
   KeptStates<Rule> kept;
-  int64_t param_shift;  // added to an element of the shard it gives the parameter's
+  int64_t param_shift;  // plus the shard's element, this is the parameter's element
 };
 
 // Writes a Folded<Rule, double> or Folded<Rule, float> for each segment of each shard, and counts its step.

@@ -1,5 +1,5 @@
 // The CUDA kernels as functions on raw device pointers, for the ops in this folder and for tests that run the same
-// sources on the host. Without headers of torch or CUDA, so that neither's version matters to the other.
+// sources on the host. This file includes no header of torch or CUDA, so that neither's version matters to the other.
 //
 // Each call launches on `stream`, never waits, and returns a cudaError_t (0: success). Tables lie on the device and
 // must stay there until the stream has passed the call.
@@ -17,8 +17,8 @@ struct CUstream_st;
 
 namespace zx::cuda {
 
-// A cudaStream_t and its device. This library has a CUDA runtime of its own, which does not hear what torch's was told
-// of the current device.
+// A cudaStream_t and its device. This library has a CUDA runtime of its own, which does not know what torch's runtime
+// was told of the current device.
 struct Stream {
   CUstream_st* handle;
   int device;
@@ -30,7 +30,7 @@ const char* error_text(int error);
 bool is_capturing(Stream stream);
 
 // ---- flatten_
-struct FlatPiece {  // elements [start, stop) of the flat buffer come from `source`, its first element for `start`
+struct FlatPiece {  // elements [start, stop) of the flat buffer; the one at `start` comes from `source`
   const void* source;
   int64_t start;
   int64_t stop;
@@ -50,7 +50,7 @@ int flatten(const FlatBuffer& buffer, Stream stream);
 // ---- read_flags_ and reduce_
 struct Slices {
   DType dtype;
-  const void* const* starts;  // one pointer a slice
+  const void* const* starts;  // one pointer per slice
   int64_t count;
 };
 struct SegmentFlags {
@@ -104,7 +104,7 @@ struct UpdateSegments {
   const uint8_t* present;
   int64_t* steps;
   const double* options;     // a row of the rule's Options for each param group
-  const double* grad_scale;  // null: 1
+  const double* grad_scale;  // null means 1
   void* folded;              // scratch of count * kFoldedBytes
 };
 constexpr int64_t kFoldedBytes = 112;
@@ -112,7 +112,7 @@ struct UpdateShard {
   UpdateElements elements;
   UpdateSegments segments;
 };
-// Shards of the same rule and types: one launch, or one for each kMostTogether of them.
+// Shards of the same rule and types. There is one launch, or one for each kMostTogether shards.
 struct UpdateShards {
   const UpdateShard* shards;
   int64_t count;
@@ -127,7 +127,7 @@ inline int update(const UpdateElements& elements, const UpdateSegments& segments
   const UpdateShard alone{elements, segments};
   return update({&alone, 1}, stream);
 }
-// Its parts, by how states are stored; each in a file of its own. For kMostTogether shards at most.
+// The parts of update(), by how states are stored, each in a file of its own. They take kMostTogether shards at most.
 int update_bf16(const UpdateShards& shards, Stream stream);
 int update_blockwise(const UpdateShards& shards, Stream stream);
 

@@ -22,7 +22,8 @@ __global__ void __launch_bounds__(kThreads, 1) norm_kernel(NormArgs<Stored> a) {
   PairTile<T>& tile = tiles[threadIdx.x / kWarp];
   const int lane = static_cast<int>(threadIdx.x) % kWarp;
   const auto* values = static_cast<const Stored*>(a.shard.values);
-  // As the bits of doubles, which order as the numbers do, with infinity and then NaN on top.
+  // The largest magnitude as the bits of a double. Such bits order as the numbers do, with infinity and then NaN on
+  // top.
   int64_t largest = 0;
   LaneSum lane_sum;
 

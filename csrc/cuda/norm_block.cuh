@@ -25,7 +25,7 @@ __device__ __forceinline__ void atomic_max(int64_t* word, int64_t value) {  // n
   atomicMax(reinterpret_cast<unsigned long long*>(word), static_cast<unsigned long long>(value));
 }
 
-// All threads of the block call this before the first sum and that after the last.
+// All threads of the block call clear_words() before the first sum, and give_words() after the last.
 __device__ __forceinline__ void clear_words(Words& words) {
   for (int i = threadIdx.x; i < kExactWords; i += kThreads) words[i] = 0;
   __syncthreads();
@@ -42,7 +42,7 @@ __device__ __forceinline__ void give_words(const Words& words, int64_t* total) {
   }
 }
 
-// What one lane adds up, until its place in the words changes: atomics on 64 bits of shared memory are loops.
+// One lane's sum, until its place in the words changes: atomics on 64 bits of shared memory are loops.
 class LaneSum {
  public:
   __device__ __forceinline__ void add(Words& words, double partial) {
@@ -62,12 +62,12 @@ class LaneSum {
 
  private:
   int first_ = 0;
-  uint64_t added_[3] = {0, 0, 0};  // of digits below 2^32: as many as 2^32 partials fit
+  uint64_t added_[3] = {0, 0, 0};  // sums of digits below 2^32: up to 2^32 partials fit
 };
 
-// ---- which blocks are a warp's
+// ---- the blocks of a warp
 
-// Two norm blocks at a time: each half of a warp's lanes sums one, and twice as much memory is on its way.
+// A warp takes two norm blocks at a time: each half of its lanes sums one, and twice as much memory is on its way.
 constexpr int kPair = 2;
 constexpr int64_t kPairNumel = kPair * kNormBlock;
 static_assert(kPair * kNormAccumulators == kWarp);
@@ -91,7 +91,7 @@ __device__ __forceinline__ void for_each_norm_pair(const Segment* segments, int6
         if (stop > last) stop = last;
         on_gap(at, stop);
       } else if (const int64_t inside = (at - place.start) % kNormBlock; inside != 0) {
-        const int64_t next = at + kNormBlock - inside;  // of a block that started before
+        const int64_t next = at + kNormBlock - inside;  // the end of a block that started before
         if (stop > next) stop = next;
       } else {
         const int64_t most = at + kNormBlock < last ? at + kPairNumel : at + kNormBlock;
@@ -104,9 +104,10 @@ __device__ __forceinline__ void for_each_norm_pair(const Segment* segments, int6
 }
 constexpr int64_t norm_tiles(int64_t numel) { return tiles_for(numel, int64_t{kWarps} * kPairNumel); }
 
-// ---- which elements of a pair are a lane's
+// ---- the elements of a pair that a lane takes
 
-// A whole pair that starts at a multiple of 16 bytes moves in full accesses, neighbours in neighbouring lanes.
+// A whole pair that starts at a multiple of 16 bytes moves in full accesses, and neighbouring lanes take neighbouring
+// ones.
 template <class Stored>
 struct LaneOrder {
   static constexpr int kEach = kAccessBytes / static_cast<int>(sizeof(Stored));
@@ -114,13 +115,13 @@ struct LaneOrder {
   __device__ __forceinline__ static int first(int access) {
     return (access * kWarp + static_cast<int>(threadIdx.x) % kWarp) * kEach;
   }
-  // Whether element `first` of an array that is aligned to 16 bytes is, too.
+  // Whether element `first` of an array that is aligned to 16 bytes is aligned, too.
   __device__ __forceinline__ static bool starts_at(int64_t first) { return first % kEach == 0; }
 };
 
 // ---- the partials
 
-// A warp's pair. The second block lies half of the banks behind the first, so that both can be read at once.
+// A warp's pair. The second block is shifted by half of the banks against the first, so that both can be read at once.
 template <class T>
 struct PairTile {
   static constexpr int kStride = static_cast<int>(kNormBlock) + kNormAccumulators;
@@ -136,9 +137,9 @@ __device__ __forceinline__ bool is_finite(T x) {
   return x - x == T(0);
 }
 
-// Sums both blocks of this warp's tile in the order of kNormAccumulators, `add` by `add`; missing elements are 0. Lane
-// 0 has the sum of the first, lane kNormAccumulators that of the second. Waits for what the lanes put into the tile,
-// and until all have read it.
+// Sums both blocks of this warp's tile in the order of kNormAccumulators, using `add`; missing elements are 0. Lane 0
+// has the sum of the first block, and lane kNormAccumulators has that of the second. Waits until the lanes have filled
+// the tile, and until all have read it.
 template <class T, class Add>
 __device__ __forceinline__ double sum_of_tile(const PairTile<T>& tile, const Add& add) {
   const int lane = static_cast<int>(threadIdx.x) % kWarp;
@@ -156,7 +157,7 @@ __device__ __forceinline__ double sum_of_tile(const PairTile<T>& tile, const Add
 }
 __device__ __forceinline__ bool has_sum() { return threadIdx.x % kNormAccumulators == 0; }
 
-// sum + x^2. The square of a float is exact in double, so that it may be fused.
+// sum + x^2. The square of a float is exact in double, so it may be fused.
 template <class T>
 struct AddSquare {
   __device__ __forceinline__ double operator()(double sum, double x) const {
@@ -165,15 +166,15 @@ struct AddSquare {
   }
 };
 
-// What is not finite among a pair's elements, where their sums don't tell: those of floats' squares do, but of doubles
-// or of powers they may overflow while every element is finite.
+// Notes which blocks of a pair have elements that are not finite, if their sums don't tell. Sums of floats or of their
+// squares do, but sums of doubles or of powers may overflow while every element is finite.
 class NonFinite {
  public:
   template <class T>
   __device__ __forceinline__ void see(int block, T value) {
     seen_ |= static_cast<unsigned>(!is_finite(value)) << block;
   }
-  // Every lane of the warp takes part; the answer is for the block that this lane has the sum of.
+  // Every lane of the warp takes part. The answer is for the block that this lane sums.
   __device__ __forceinline__ bool in_own_block() const {
     const bool first = __any_sync(kAllLanes, (seen_ & 1u) != 0) != 0;
     const bool second = __any_sync(kAllLanes, (seen_ & 2u) != 0) != 0;

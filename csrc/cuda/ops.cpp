@@ -1,7 +1,8 @@
-// The ops on CUDA tensors: checked tensors to launches on the current stream. Nothing here waits for the device.
+// The ops on CUDA tensors: they check the tensors, and launch kernels on the current stream. Nothing here waits for the
+// device.
 //
-// No header of CUDA, and streams through c10's device-generic face: the same file compiles and links under a torch
-// without CUDA.
+// This file includes no header of CUDA, and uses streams through c10's device-generic interface. So it compiles and
+// links under a torch without CUDA, too.
 #include <ATen/ops/empty.h>
 #include <c10/core/DeviceGuard.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
@@ -21,7 +22,7 @@ void check_launch(int error, const char* op) {
   TORCH_CHECK(error == 0, "zerox::", op, ": CUDA error ", error, ": ", cuda::error_text(error));
 }
 
-// The device of a tensor made current, and its current stream.
+// Makes the device of a tensor current, and has its current stream.
 class OnDevice {
  public:
   explicit OnDevice(const at::Tensor& tensor)
@@ -36,13 +37,13 @@ class OnDevice {
   c10::Stream stream_;
 };
 
-// A table written on the host for one launch. It travels from pinned memory, which its allocator keeps until the copy
+// A table written on the host for one launch. It is copied from pinned memory, which the allocator keeps until the copy
 // is done.
 template <class Row>
 class Upload {
  public:
   Upload(const std::vector<Row>& rows, const at::Tensor& beside) {
-    // A replay would copy whatever lies in that memory by then.
+    // A replay of the graph would copy whatever lies in that memory by then.
     TORCH_CHECK(!cuda::is_capturing(OnDevice(beside).stream()),
                 "zerox: only step() can be captured into a CUDA graph; backward and what lands gradients can't");
     const auto bytes = static_cast<int64_t>(rows.size() * sizeof(Row));

@@ -15,7 +15,7 @@ struct Pack {
   T at[N];
 };
 
-// One access of so many bytes.
+// The type for one access of kBytes bytes.
 template <int kBytes>
 struct Word;
 template <>
@@ -44,7 +44,7 @@ struct Accesses {
   using Word = typename cuda::Word<kBytes>::Type;
 };
 
-// Of what nobody reads again in this step: gradients, masters, states. Parameters are soon gathered.
+// For data that is not read again in this step: gradients, masters, states. Parameters are soon gathered.
 constexpr bool kOnce = true;
 
 // `from` must be a multiple of the access size.
@@ -63,8 +63,8 @@ __device__ __forceinline__ Pack<T, N> load(const T* from) {
 
 enum class Stores : uint8_t {
   any,        // to any memory
-  whole,      // to the device's: one access, where the compiler might make several
-  streaming,  // the same, of what nobody reads again in this step
+  whole,      // to the device's memory: one access, where the compiler might make several
+  streaming,  // the same, for data that is not read again in this step
 };
 
 template <Stores kKind = Stores::any, int N, class T>

@@ -1,11 +1,12 @@
-// What the ranks sent becomes the mean gradient's shard, with the norm's partials taken while a block is in registers.
+// Makes what the ranks sent into the mean gradient's shard, and takes the norm's partials while a block is in
+// registers.
 #include "cuda/kernels.h"
 #include "cuda/norm_block.cuh"
 
 namespace zx::cuda {
 namespace {
 
-// ---- flags behind the shard in each slice: see read_flags_ in csrc/bindings/module.cpp
+// ---- flags after the shard in each slice: see read_flags_ in csrc/bindings/module.cpp
 
 struct ReadFlagsArgs {
   Slices slices;
@@ -36,12 +37,13 @@ struct ReduceArgs {
   const Wire* const* slices;
   int64_t num_slices;
   T world;
-  T inverse;  // of a world that is a power of two: the same bits, for less than a quotient
+  T inverse;  // of a world that is a power of two: a product with it has the quotient's bits, for less
   ReducedShard out;
   bool aligned;  // the shard, to 16 bytes
 };
 
-// kCount times N elements, kStride apart, from i on: added in rank order, divided, and stored as they are given back.
+// The mean of kCount times N elements, kStride apart, from i on: they are added in rank order, divided and stored.
+// `sum` returns the stored values.
 template <bool kDivides, int N, int kCount, int kStride, class T, class Wire>
 __device__ __forceinline__ void mean(const ReduceArgs<T, Wire>& a, bool accumulate, int64_t i,
                                      Pack<T, N> (&sum)[kCount]) {
@@ -121,7 +123,7 @@ __global__ void __launch_bounds__(kThreads, 1) reduce_kernel(ReduceArgs<T, Wire>
     lane_sum.add(words, has_sum() ? sum : 0.0);
     if (has_sum() && !finite) atomic_add(words + kExactNonFinite, 1);
   };
-  const auto on_gap = [&](int64_t first, int64_t stop) {  // padding travels too, where shards are gathered
+  const auto on_gap = [&](int64_t first, int64_t stop) {  // padding is sent too, where shards are gathered
     for (int64_t i = first + lane; i < stop; i += kWarp) static_cast<Wire*>(out.shard)[i] = Wire{};
   };
   for_each_norm_pair(out.segments, out.num_segments, out.numel, on_pair, on_gap);

@@ -1,15 +1,15 @@
-// Several shards as the work of one launch: where they are small, many launches would take longer than their elements.
+// Several shards as the work of one launch: if they are small, a launch for each would take longer than its elements.
 #pragma once
 
 #include "cuda/device.cuh"
 
 namespace zx::cuda {
 
-// Arguments of a kernel for each shard, all in the launch's own parameters: nothing is uploaded.
+// A kernel's arguments for each shard. All are in the launch's own parameters, so nothing is uploaded.
 template <class Args>
 struct Together {
   int count = 0;
-  int64_t first_tile[kMostTogether + 1] = {};  // of each shard among all tiles; behind the last their number
+  int64_t first_tile[kMostTogether + 1] = {};  // of each shard among all tiles; after the last, the number of tiles
   Args shards[kMostTogether] = {};
 
   void add(const Args& shard, int64_t num_tiles) {
@@ -19,11 +19,11 @@ struct Together {
   }
   int64_t num_tiles() const { return first_tile[count]; }
 };
-// What a kernel may have for parameters on every architecture.
+// On every architecture a kernel may have this many bytes of parameters.
 template <class Args>
 constexpr bool kFitsALaunch = sizeof(Together<Args>) <= 4096;
 
-// Calls work(shard, tiles of it) for each shard that this block has tiles of.
+// Calls work(shard, tiles) for each shard that this block has tiles in.
 template <class Args, class Work>
 __device__ __forceinline__ void for_each_shard(const Together<Args>& all, const Work& work) {
   const TileRange tiles = tiles_of_block(all.first_tile[all.count]);

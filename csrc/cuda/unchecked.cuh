@@ -1,4 +1,4 @@
-// Roots and quotients of floats, rounded as IEEE says, where their operands are known to be ordinary.
+// Roots and quotients of floats, rounded as IEEE says, for operands that are known to be ordinary.
 #pragma once
 
 #include <bit>
@@ -13,19 +13,20 @@
 namespace zx::cuda {
 
 // Note [Roots and quotients without a check each]
-// nvcc makes of sqrt and / a chain of fused operations on the device's approximation of 1/sqrt(x) or 1/x, which rounds
-// correctly for ordinary operands, a check whether they are, and a call for all others. In Adam's update that is three
-// checks an element, each with a branch that instructions don't move across: 72 of them an element where 50 do. Here
-// are the same chains alone. Whether all of a thread's operands are ordinary is asked once, and where one is not, sqrt
-// and / compute all of them again. So bits are those of IEEE arithmetic either way.
+// nvcc compiles sqrt and / to a chain of fused operations on the device's approximation of 1/sqrt(x) or 1/x, which
+// rounds correctly for ordinary operands; a check whether the operands are ordinary; and a call for all others. In
+// Adam's update that is three checks per element, each with a branch that instructions don't move across: 72
+// instructions per element where 50 do. The functions here are the same chains alone. All operands of a thread are
+// checked together, once, and if one is not ordinary, sqrt and / compute all of them again. So bits are those of IEEE
+// arithmetic either way.
 
-// x in [2^-100, 2^127).
+// x must be in [2^-100, 2^127).
 __device__ __forceinline__ float unchecked_sqrt(float x) {
   const float inverse = approximate_rsqrt(x);
   const float root = x * inverse;
   return std::fma(std::fma(-root, root, x), inverse * 0.5f, root);
 }
-// Neither the quotient nor what rounding leaves of `a` may be subnormal. `inverse`: 1 / b, rounded correctly.
+// Neither the quotient nor what rounding leaves of `a` may be subnormal. `inverse` is 1 / b, rounded correctly.
 __device__ __forceinline__ float unchecked_quotient(float a, float b, float inverse) {
   const float quotient = a * inverse;
   return std::fma(std::fma(-b, quotient, a), inverse, quotient);
@@ -35,7 +36,7 @@ __device__ __forceinline__ float unchecked_quotient(float a, float b) {
   return unchecked_quotient(a, b, std::fma(std::fma(-b, inverse, 1.0f), inverse, inverse));
 }
 
-// In one subtraction and one comparison, for x of either sign where a bit is shifted out.
+// Takes one subtraction and one comparison. With kShift = 1 the sign is shifted out, so x may have either sign.
 template <int kShift>
 __device__ __forceinline__ bool lies_between(float least, float x, float most) {
   const uint32_t low = std::bit_cast<uint32_t>(least) << kShift;
@@ -43,7 +44,7 @@ __device__ __forceinline__ bool lies_between(float least, float x, float most) {
   return (std::bit_cast<uint32_t>(x) << kShift) - low <= high - low;
 }
 
-// What a rule's new_param_unchecked() computes with.
+// The functions that a rule's new_param_unchecked() computes with.
 struct Unchecked {
   static __device__ __forceinline__ float sqrt(float x) { return unchecked_sqrt(x); }
   static __device__ __forceinline__ float quotient(float a, float b) { return unchecked_quotient(a, b); }
@@ -64,7 +65,8 @@ __device__ __forceinline__ void update_each(const Folded<Rule, T>& folded, const
     for (int j = 0; j < N; ++j) {
       Rule::update_states(s, ScalarLane<float>::load(&grad.at[j]), lanes[j]);
       const auto operands = Rule::operands(s, lanes[j]);
-      // Here, and not in a function of the rule: nvcc then makes a branch of it, not a number to count with.
+      // This is here, and not in a function of the rule: so nvcc makes a branch of it, and not a number to compute
+      // with.
       ordinary = ordinary && lies_between<0>(Rule::kLeastRadicand, operands.radicand, Rule::kMostRadicand) &&
                  lies_between<1>(Rule::kLeastNumerator, operands.numerator, Rule::kMostNumerator);
       updated[j] = Rule::template new_param_unchecked<Unchecked>(s, lanes[j].param.x, operands);

@@ -1,4 +1,4 @@
-// The update with states as wide as they are computed, and the choice between the kinds of states.
+// The update with wide states, and the choice between the kinds of states.
 #include "cuda/update.cuh"
 
 namespace zx::cuda {

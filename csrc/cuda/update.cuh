@@ -1,5 +1,5 @@
-// The update: one pass from a shard's gradient to states, master and parameter, for any number of segments. With states
-// that are stored one by one; update_blockwise.cu has those that share a scale.
+// The update: one pass from a shard's gradient to states, master and parameter, for any number of segments. These
+// states are stored one by one; update_blockwise.cu has the states that share a scale.
 #pragma once
 
 #include "cuda/fold.cuh"
@@ -61,7 +61,7 @@ template <class OfRule, class Where, class Stored, class Grad>
 struct UpdateArgs {
   using Rule = OfRule;
   using Value = typename Where::Value;
-  // So many elements a thread that the narrowest stream, too, moves 16 bytes at a time.
+  // Each thread takes enough elements that even the narrowest array moves 16 bytes at a time.
   static constexpr int kStateBytes = sizeof(Stored);
   static constexpr int kNarrower = Where::kNarrowestBytes < sizeof(Grad) ? Where::kNarrowestBytes : sizeof(Grad);
   static constexpr int kNarrowest = kStateBytes < kNarrower ? kStateBytes : kNarrower;
@@ -126,7 +126,7 @@ __device__ __forceinline__ void update_tiles(const Args& a, TileRange tiles) {
   }
 }
 
-// The 1 keeps ptxas from spilling to have one more block on a processor.
+// The 1 keeps ptxas from spilling registers to fit one more block on a processor.
 template <class Args>
 __global__ void __launch_bounds__(kThreads, 1) update_kernel(ZX_GRID_CONSTANT const Together<Args> together) {
   for_each_shard(together, [](const Args& a, TileRange tiles) { update_tiles(a, tiles); });

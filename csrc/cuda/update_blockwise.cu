@@ -1,4 +1,5 @@
-// The update with states in 8 bits, see Note [8-bit states]. A warp has a block of 256 elements, each lane 8 of them.
+// The update with states in 8 bits, see Note [8-bit states]. A warp takes a block of 256 elements, and each lane takes
+// 8 of them.
 #include "cuda/update.cuh"
 #include "math/dynamic_map.h"
 
@@ -43,8 +44,8 @@ struct BlockArgs {
   bool aligned;  // all of the pointers above, to 16 bytes
 };
 
-// This lane's part of a block: elements [first, first + count) of the shard. A whole part, of a block that is whole, is
-// moved in full accesses; of others what is no element is zero.
+// This lane's part of a block: elements [first, first + count) of the shard. The parts of a whole block are moved in
+// full accesses; in other parts, the places without an element are zero.
 template <bool kWhole>
 struct Part {
   int64_t first;
@@ -123,7 +124,7 @@ __device__ __forceinline__ void update_block(const Args& a, const Maps& maps, co
     ZX_UNROLL
     for (int s = 0; s < kStates; ++s) held[s].values[i] = lanes[i].state[s].x;
   }
-  if constexpr (!kWhole) {  // what is no element has no say in the scale
+  if constexpr (!kWhole) {  // places without an element must not affect the scale
     ZX_UNROLL
     for (int i = 0; i < kLane; ++i) {
       if (i < part.count) continue;

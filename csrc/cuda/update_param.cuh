@@ -1,4 +1,4 @@
-// Where a parameter's exact value lies: N of them in registers, as the type that is computed in.
+// These know where a parameter's exact value lies. They hold N values in registers, in the type of the arithmetic.
 #pragma once
 
 #include <type_traits>
@@ -128,7 +128,7 @@ struct MasteredParam {
   }
 };
 
-// ---- from what is known when the program runs to types: launch(type of Where, type of gradients)
+// ---- from values that are known at run time to types: launch(type of Where, type of gradients)
 
 template <class Where, class Launch>
 int with_grad(const UpdateElements& e, const Launch& launch) {
@@ -155,7 +155,7 @@ int with_half(const UpdateElements& e, const Launch& launch) {
   return with_grad<PlainParam<Half>>(e, launch);
 }
 
-// Parameters that are updated in fp32.
+// For parameters that are updated in fp32.
 template <class Launch>
 int with_param(const UpdateElements& e, const Launch& launch) {
   switch (e.param_dtype) {

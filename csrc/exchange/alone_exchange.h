@@ -1,4 +1,4 @@
-// The exchange of one rank: what it sends has arrived.
+// The exchange of one rank alone: nothing has to be sent.
 #pragma once
 
 #include <memory>

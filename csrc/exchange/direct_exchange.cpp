@@ -12,14 +12,14 @@ namespace {
 
 using Messages = Exchange::Messages;
 
-// Where a neighbour's messages lie, once it has said so.
+// Where a neighbour's messages lie, once it has told this rank.
 struct Offer {
   int64_t count = 0;
   at::Tensor addresses{};  // int64 [count]
-  Awaited told{};          // gloo's works can be waited for once
+  Awaited told{};          // gloo's works can be waited for only once
 };
 
-// Messages from and to some ranks, and memory that is read from and by others.
+// Messages from and to some ranks, memory of others that this rank reads, and its own memory that others read.
 class DirectPending : public Pending {
  public:
   DirectPending(Line line, const Neighbours& neighbours, Tag done)
@@ -70,7 +70,7 @@ class DirectPending : public Pending {
         const int peer = static_cast<int>(rank);
         std::vector<at::Tensor> messages{at::zeros({1}, at::kByte)};
         let_go_.push_back({group_->send(messages, peer, done_.number()), peer});
-      } catch (const std::exception&) {  // it is gone, and waits for nobody
+      } catch (const std::exception&) {  // the rank is gone, and waits for nothing
       }
     }
   }
@@ -105,7 +105,7 @@ class DirectPending : public Pending {
   Tag done_;
   std::vector<Offer> offers_;  // by rank
   Messages offered_;
-  std::vector<Awaited> readers_;  // of those that read what is offered: they are done
+  std::vector<Awaited> readers_;  // from those that read what is offered, when they are done
   std::vector<Awaited> let_go_;
 };
 
@@ -191,8 +191,8 @@ class DirectExchange final : public Exchange {
   }
 
  private:
-  // Messages to a peer have tags from `first` on; a neighbour gets one, of where they lie. `count`: how many each of
-  // the others has for this rank.
+  // Messages to a peer have tags from `first` on. A neighbour gets a single message, which tells where they lie.
+  // `count`: how many messages each of the other ranks has for this rank.
   void start(DirectPending& pending, const std::vector<Messages>& sent, const std::vector<Messages>& received,
              int64_t count, Tag first) {
     for (int step = 1; step < world(); ++step) {

@@ -1,5 +1,5 @@
-// Every rank sends each slice straight to its owner, which sums in rank order: single messages over gloo, or where
-// ranks are neighbours (see neighbours.h) only word of where they lie.
+// Every rank sends each slice straight to its owner, which sums in rank order. Slices are single messages over gloo; if
+// ranks are neighbours (see neighbours.h), a message only tells where a slice lies.
 #pragma once
 
 #include "exchange/exchange.h"

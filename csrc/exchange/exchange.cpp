@@ -50,7 +50,7 @@ void Exchange::count_sent(const at::Tensor& message) {
 
 namespace {
 
-// The dispatcher's op names stay while the C++ methods are being renamed (_reduce_scatter_base became
+// The dispatcher keeps its op names while the C++ methods are being renamed (_reduce_scatter_base became
 // reduce_scatter_single between torch 2.11 and 2.13), so the collectives are called by name.
 template <class Signature>
 auto find_collective(const char* name) {
@@ -78,7 +78,7 @@ class CollectiveExchange : public Exchange {
     return std::make_shared<Pending>(whereabouts_, std::vector{std::move(everyone)});
   }
 
-  // A ring, like an all-to-all, moves as many slices through each rank as there are others.
+  // A ring, like an all-to-all, moves as many slices through each rank as there are other ranks.
   void count_collective(const at::Tensor& flat) {
     for (int step = 1; step < world(); ++step) count_sent(slice(flat, 0, world()));
   }
@@ -107,8 +107,8 @@ class NativeExchange final : public CollectiveExchange {
   }
 };
 
-// NCCL pairs single messages up by order, and each costs a launch: one all-to-all brings every slice to its owner,
-// which sums as in the direct exchange. This rank's own slice is copied too.
+// NCCL pairs single messages by their order, and each costs a launch. So one all-to-all brings every slice to its
+// owner, which sums as in the direct exchange. This rank's own slice is copied too.
 class AllToAllExchange final : public CollectiveExchange {
  public:
   using CollectiveExchange::CollectiveExchange;

@@ -12,22 +12,22 @@
 
 namespace zx {
 
-// Messages on the wire. Keeps its tensors alive; wait() throws as Whereabouts::await(). Some may
-// stay in the memory of the rank that sends them, to be read from there: see Note [Neighbours].
+// Messages on the wire. A Pending keeps their tensors alive, and wait() throws as Whereabouts::await() does. Some
+// messages may stay in the memory of the rank that sends them, to be read from there: see Note [Neighbours].
 class Pending {
  public:
-  // `whereabouts`: of the ranks that are waited for; null where a subclass waits for others.
+  // `whereabouts` is for the ranks that are waited for; null if a subclass does the waiting in another way.
   explicit Pending(std::shared_ptr<Whereabouts> whereabouts, std::vector<Awaited> works = {})
       : whereabouts_(std::move(whereabouts)), works_(std::move(works)) {}
   virtual ~Pending() = default;
-  virtual void wait();   // on the host, or where the backend works on streams, of the current stream
-  virtual void abort();  // wakes a wait() on another thread, where the backend can; never throws
+  virtual void wait();   // blocks the host or, if the backend works on streams, the current stream
+  virtual void abort();  // if the backend can, wakes a wait() on another thread; never throws
 
-  // After the wait: elements of a rank's message from `start` on, for one that exchange.reads(rank).
+  // After the wait: reads elements of a rank's message, from `start` on. Only for a rank that exchange.reads().
   virtual void read(int rank, size_t message, int64_t start, const at::Tensor& into);
-  // Nothing more will be read: their owners hear of it.
+  // Tells the owners of such messages that this rank will read nothing more.
   virtual void let_go() {}
-  // Waits until nobody will read what is here.
+  // Waits until no other rank will read this rank's memory.
   virtual void wait_for_readers() {}
 
  protected:
@@ -37,7 +37,7 @@ class Pending {
   std::vector<Awaited> works_;  // unchanged once others may abort them
 };
 
-// What this rank sent to others, for accounts in closed form.
+// How much this rank sent to others, to be compared with closed formulas.
 struct Traffic {
   std::atomic<int64_t> messages{0};
   std::atomic<int64_t> bytes{0};
@@ -50,7 +50,7 @@ class Exchange {
   virtual ~Exchange() = default;
   Exchange& operator=(const Exchange&) = delete;
 
-  // Whether ranks are there at all; a group may have a single one.
+  // Whether there is a group at all; a group may have a single rank.
   bool has_group() const { return group_ != nullptr; }
   int rank() const { return rank_; }
   int world() const { return world_; }
@@ -59,31 +59,31 @@ class Exchange {
   // Whether a call here, or a Pending's wait(), may block the host.
   virtual bool waits_on_host() const { return false; }
 
-  // Whether send() is there: single messages, straight from and into where they lie.
+  // Whether send() is supported: single messages, sent from and received into the places where they lie.
   virtual bool sends_messages() const { return false; }
 
-  // What is started returns what to wait for; null: nothing, as all has arrived.
+  // Functions that start something return what to wait for; null if everything has arrived already.
 
-  // Starts sending each message of `sent[r]` to rank r, and receiving `received[r]` from it. `most`: how many messages
-  // any two ranks exchange at most; the same on all ranks.
+  // Starts sending each message of `sent[r]` to rank r, and receiving `received[r]` from it. `most`, the same on all
+  // ranks: the largest number of messages from any rank to another.
   using Messages = std::vector<at::Tensor>;
   virtual std::shared_ptr<Pending> send(const std::vector<Messages>& sent, const std::vector<Messages>& received,
                                         int64_t most);
 
-  // Whether a rank's messages are read from its memory, as many elements at a time as the reader likes: then
+  // Whether a rank's messages are read from its memory, as many elements at a time as the reader likes. If so,
   // `received[r]` is ignored.
   virtual bool reads(int /*rank*/) const { return false; }
 
   // How many slices scatter() needs room for.
   virtual int64_t num_received() const = 0;
 
-  // Starts moving every rank's slice of `flat` to its owner; this rank's arrive in `received`.
+  // Starts moving every rank's slice of `flat` to its owner. This rank's slices arrive in `received`.
   virtual std::shared_ptr<Pending> scatter(const at::Tensor& flat, const at::Tensor& received) = 0;
 
-  // After the wait: the slices whose sum is the reduced one, in rank order.
+  // After the wait: the slices whose sum is the reduced slice, in rank order.
   virtual std::vector<at::Tensor> to_sum(const at::Tensor& flat, const at::Tensor& received) const = 0;
 
-  // Starts sending this rank's slice of `flat` to all, receiving theirs in place.
+  // Starts sending this rank's slice of `flat` to all others, and receiving theirs in place.
   virtual std::shared_ptr<Pending> gather(const at::Tensor& flat) = 0;
 
  protected:
@@ -102,18 +102,18 @@ class Exchange {
 };
 
 // Ways to move slices.
-//   direct  every rank sends each slice straight to its owner, which sums in rank order: the same bits whatever the
-//           backend does. Over gloo as messages of its own, into place, launched at once (see direct_exchange.h); over
-//           NCCL as one all-to-all.
+//   direct  every rank sends each slice straight to its owner, which sums in rank order, so that the bits are the same
+//           whatever the backend does. Over gloo the slices are single messages, into place, all launched at once (see
+//           direct_exchange.h); over NCCL they are one all-to-all.
 //   native  the backend's own reduce_scatter_tensor and all_gather_into_tensor, which sum in the order that the backend
 //           likes.
 struct ExchangeKind {
   bool direct;
-  bool messages;                    // the backend sends and receives one by one and into place (gloo); else all-to-all
-  bool staged;                      // the tensors are an accelerator's, the backend's the host's: see staged_exchange.h
-  std::vector<int64_t> neighbours;  // the process of each rank, or 0: see Note [Neighbours]; empty: none
+  bool messages;                    // whether the backend sends single messages into place (gloo); if not, all-to-all
+  bool staged;                      // accelerator tensors over a backend for host memory: see staged_exchange.h
+  std::vector<int64_t> neighbours;  // the process of each rank, or 0; empty if there are none: see Note [Neighbours]
 };
-// Of one rank alone where there is no group.
+// Without a group, makes the exchange of one rank alone.
 std::shared_ptr<Exchange> make_exchange(ExchangeKind kind, Line line);
 
 }  // namespace zx

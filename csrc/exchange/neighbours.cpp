@@ -39,8 +39,8 @@ void Neighbours::read(int rank, uint64_t address, void* into, size_t bytes) cons
 
 void let_siblings_read() {
 #ifdef __linux__
-  // Yama's exception holds for the process that is named and for what that has started; everything is process 1's.
-  // Fails where there is no Yama.
+  // Yama's exception holds for the named process and everything that it has started; process 1 has started everything.
+  // prctl() fails if there is no Yama.
   if (getppid() > 1) prctl(PR_SET_PTRACER, getppid(), 0, 0, 0);
 #endif
 }

@@ -1,4 +1,4 @@
-// Ranks on one machine read each other's memory, which takes one copy where sockets take two and a kernel's buffers.
+// Ranks on one machine read each other's memory. This takes one copy; sockets take two, and the kernel's buffers.
 #pragma once
 
 #include <sys/types.h>
@@ -10,19 +10,19 @@
 namespace zx {
 
 // Note [Neighbours]
-// Linux lets a process read another of the same user: process_vm_readv(2), which MPI libraries use too ("cross memory
-// attach"). A rank tells its neighbours where a message lies instead of sending it, and keeps it there until they have
-// said that they are done. Whether it works (same host and user, what Yama, seccomp and containers allow) is tried when
-// an optimizer is built, by reading a number that only the right process has at that address:
-// zerox/ranks/neighbours.py.
+// Linux lets a process read another process of the same user: process_vm_readv(2), which MPI libraries use too ("cross
+// memory attach"). A rank tells its neighbours where a message lies instead of sending it, and keeps it there until
+// they have said that they are done. Reading may not work (it takes the same host and user, and Yama, seccomp and
+// containers must allow it). So it is tried when an optimizer is built, by reading a number that only the right process
+// has at that address: zerox/ranks/neighbours.py.
 //
-// Reads only: a rank that goes on after an error, its buffers freed, must not be written to by those that don't know
-// yet. What they read of it then is garbage, which the next settle() never lets an update use.
+// Neighbours only read. After an error a rank may go on with its buffers freed, so ranks that don't know of the error
+// yet must not write to it. What they read then is garbage, and the next settle() never lets an update use it.
 
 class Neighbours {
  public:
   Neighbours() = default;
-  // The process of each rank; 0: only messages reach it.
+  // The process of each rank; 0 if only messages reach it.
   explicit Neighbours(std::vector<int64_t> pids) : pids_(std::move(pids)) {}
 
   bool has(int rank) const { return !pids_.empty() && pids_.at(rank) != 0; }
@@ -31,14 +31,14 @@ class Neighbours {
   void read(int rank, uint64_t address, void* into, size_t bytes) const;
 
  private:
-  std::vector<int64_t> pids_;  // by rank; empty: none
+  std::vector<int64_t> pids_;  // by rank; empty if there are none
 };
 
 // Whether all bytes could be read.
 bool read_memory(pid_t pid, uint64_t address, void* into, size_t bytes);
 
-// Where Yama asks for it (Ubuntu's default), lets the processes that this one's parent started read it, unless that is
-// process 1; elsewhere the kernel's own check, same user, is all there is.
+// With Yama (Ubuntu's default), lets the processes that this one's parent started read this one, unless the parent is
+// process 1. Without Yama, the kernel only checks that the user is the same.
 void let_siblings_read();
 
 }  // namespace zx

@@ -33,7 +33,7 @@ void SmallAllReduce::run(at::Tensor& values, const CombineInto& combine) {
   int doubling = 1;  // ranks that take part in the doubling: the largest power of two
   while (2 * doubling <= world) doubling *= 2;
   const int rest = world - doubling;
-  // The others hand their numbers to a partner first, and get the result from it at the end.
+  // The other ranks hand their numbers to a partner first, and get the result from it at the end.
   if (rank >= doubling) {
     whereabouts.await(start_send(rank - doubling));
     whereabouts.await(start_receive(rank - doubling, values));

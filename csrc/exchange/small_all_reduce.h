@@ -1,8 +1,8 @@
 // An all-reduce of a few numbers, for latency: recursive doubling over point-to-point messages.
 //
-// gloo's own takes three times as long between two ranks, and its ring takes 2 (W - 1) hops where this takes log2 W,
-// or two more if W is no power of two. (Thakur, Rabenseifner, Gropp: "Optimization of Collective Communication
-// Operations in MPICH", 2005, section 4.5.)
+// gloo's own all-reduce takes three times as long between two ranks. Its ring takes 2 (W - 1) hops where this takes
+// log2 W, or two more if W is not a power of two. (Thakur, Rabenseifner, Gropp: "Optimization of Collective
+// Communication Operations in MPICH", 2005, section 4.5.)
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -21,11 +21,12 @@ class SmallAllReduce {
   // The line's group must take CPU tensors.
   explicit SmallAllReduce(Line line) : line_(std::move(line)) {}
 
-  // In place, for a contiguous CPU tensor of integers, of the same shape on all ranks. Collective; one thread only.
-  // Throws std::runtime_error that names the rank that is gone.
+  // Reduces in place a contiguous CPU tensor of integers, which has the same shape on all ranks. Collective; to be
+  // called by one thread only. Throws std::runtime_error that names the rank that is gone.
   void run(at::Tensor& values, Combine combine);
 
-  // The same with what `combine` makes of this rank's values and another's: in any order the same.
+  // The same with `combine`, which merges another rank's values into this rank's. The result must not depend on the
+  // order.
   using CombineInto = std::function<void(at::Tensor& values, const at::Tensor& theirs)>;
   void run(at::Tensor& values, const CombineInto& combine);
 

@@ -8,7 +8,7 @@ namespace zx {
 namespace {
 
 at::Tensor host_like(const at::Tensor& tensor) {
-  // Only CUDA's copies need it to be asynchronous.
+  // Only CUDA's copies need pinned memory to be asynchronous.
   return at::empty(tensor.sizes(), tensor.options().device(at::kCPU).pinned_memory(tensor.is_cuda()));
 }
 
@@ -17,10 +17,10 @@ void wait_for_current_stream(c10::Device device) {
   guard.synchronizeStream(guard.getStream(device));
 }
 
-// Received slices go from `host` to `device` when they are there.
+// Copies received slices from the host to the device once they have arrived.
 class StagedPending final : public Pending {
  public:
-  using Copies = std::vector<std::pair<at::Tensor, at::Tensor>>;  // from the host, to the device
+  using Copies = std::vector<std::pair<at::Tensor, at::Tensor>>;  // each from the host to the device
   StagedPending(std::shared_ptr<Pending> on_host, at::Tensor sent, Copies copies)
       : Pending(nullptr),
         on_host_(std::move(on_host)),

@@ -5,8 +5,8 @@
 
 namespace zx {
 
-// Wraps an exchange of host tensors. scatter() and gather() wait on the host until the current stream has brought the
-// slices there; a Pending's wait() has the current stream take the received ones back.
+// Wraps an exchange of host tensors. scatter() and gather() block the host until the current stream has copied the
+// slices there. The wait() of a Pending makes the current stream copy the received slices back.
 std::shared_ptr<Exchange> make_staged_exchange(std::shared_ptr<Exchange> on_host);
 
 }  // namespace zx

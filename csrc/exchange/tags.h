@@ -1,6 +1,6 @@
 // Note [Tags]
 // Messages between two ranks are matched by tag. All ranks launch scatters in one order, gathers in one, and small
-// all-reduces in one, but these come from different threads: each kind counts for itself, in tags of its own.
+// all-reduces in one, but these come from different threads. So each kind counts for itself, in tags of its own.
 #pragma once
 
 #include <cstdint>
@@ -9,8 +9,8 @@
 namespace zx {
 
 enum class TagKind : int { scatter = 0, gather = 1, small = 2, scatter_done = 3, gather_done = 4 };
-constexpr unsigned kTagKinds = 8;  // room for so many
-constexpr int kTagsEnd = 1 << 30;  // tags from here on are of no kind
+constexpr unsigned kTagKinds = 8;  // room for this many
+constexpr int kTagsEnd = 1 << 30;  // tags from here on belong to no kind
 
 class Tag {
  public:
@@ -26,7 +26,7 @@ class Tag {
 class Tags {
  public:
   explicit Tags(TagKind kind) : kind_(kind) {}
-  // The first of `many` in a row.
+  // The first of `many` tags in a row.
   Tag next(int64_t many = 1) { return {kind_, std::exchange(count_, count_ + static_cast<unsigned>(many))}; }
 
  private:

@@ -18,14 +18,14 @@ namespace {
 
 using std::chrono::milliseconds;
 
-constexpr milliseconds kStoreAnswers{1000};  // its host may be the one that is gone, or stopped
-// A rank leaves its word before it closes its connections; but where a wait runs out of time gloo closes them first.
+constexpr milliseconds kStoreAnswers{1000};  // the store's host may be the one that is gone, or stopped
+// A rank leaves its word before it closes its connections. But if a wait runs out of time, gloo closes them first.
 constexpr milliseconds kWordFollows{500};
-constexpr milliseconds kLateWordFollows{1500};  // of a rank whose own wait runs out of time a little later
+constexpr milliseconds kLateWordFollows{1500};  // the word of a rank whose own wait runs out of time a little later
 constexpr milliseconds kPoll{10};
 constexpr int kMostContexts = 16;  // of one gloo group: one for each network interface that the user names
 
-// What `body` returns, unless it takes longer or throws. It may go on alone, so it must own what it uses.
+// Returns what `body` returns, unless it takes longer or throws. It may outlive this call, so it must own what it uses.
 template <class Body>
 auto within(milliseconds limit, Body body) -> std::optional<decltype(body())> {
   try {
@@ -38,20 +38,21 @@ auto within(milliseconds limit, Body body) -> std::optional<decltype(body())> {
   return std::nullopt;
 }
 
-// As in /proc; 'Z' is dead, and its parent has not heard of it yet. 'X' if there is none.
+// The state as in /proc: 'Z' if the process is dead and its parent does not know it yet. 'X' if there is no such
+// process.
 char state_of(int64_t process) {
   std::ifstream file("/proc/" + std::to_string(process) + "/stat");
   std::string text;
   if (!std::getline(file, text)) return 'X';
-  const size_t end = text.rfind(") ");  // of its name
+  const size_t end = text.rfind(") ");  // the end of its name
   return end == std::string::npos || end + 2 >= text.size() ? 'X' : text[end + 2];
 }
 
-// What a rank left in the store when it gave up.
+// The word that a rank left in the store when it gave up.
 struct Word {
   int missed = kUnknownRank;
-  bool late = false;   // the one that it missed did not come in time; else its connection ended
-  std::string what{};  // what it raised itself, else empty
+  bool late = false;   // the rank that it missed did not come in time; if not, its connection ended
+  std::string what{};  // the error that it raised itself, else empty
 
   std::string text() const { return std::to_string(missed) + (late ? " late " : " gone ") + what; }
   static Word parse(const std::string& text) {
@@ -66,19 +67,20 @@ struct Word {
 };
 
 // Note [Waits that gloo forgets]
-// When a connection ends, gloo wakes those that wait for messages which have not begun. Who waits for one that was
-// being sent or received just then is forgotten, and would wait for the timeout. So one thread looks after waits that
-// take long: it asks whether their connection is still there, by starting a message that nobody receives, and ends
-// those whose connection is not.
+// When a connection ends, gloo wakes the waits for messages that have not begun. It forgets a wait for a message that
+// was being sent or received just then, which would last until the timeout. So one thread looks after long waits: it
+// asks whether their connection is still there, by starting a message that nothing receives, and ends those whose
+// connection is gone.
 class LongWaits {
  public:
-  // Of this process; leaked, as its thread never ends. A forked child has none, and must not wait.
+  // The waits of this process. Leaked, as their thread never ends. A forked child has no such thread, and must not
+  // wait.
   static LongWaits& all() {
     static auto* waits = new LongWaits;
     return *waits;
   }
 
-  // As awaited.work->wait(), for a message of `group`; throws too if its connection is gone.
+  // Does what awaited.work->wait() does, for a message of `group`. Also throws if its connection is gone.
   bool wait_for(c10d::ProcessGroup& group, const Awaited& awaited) {
     Wait wait{group, awaited};
     const Listed listed(*this, wait);
@@ -146,7 +148,7 @@ class LongWaits {
 
 std::string key_of(int rank) { return "word of rank " + std::to_string(rank); }
 
-// Who is to blame, as the ranks' words tell.
+// The ranks to blame, as the ranks' words tell.
 struct Blame {
   std::vector<int> ranks{};
   bool late = false;
@@ -179,7 +181,7 @@ struct Search {
     return true;
   }
 
-  // From the rank that was missed to the one that it missed, and so on, to the one that said nothing.
+  // Goes from the rank that was missed to the one that it missed, and so on, up to the one that left no word.
   Blame follow(int missed, bool late) const {
     std::set<int> seen{rank};
     while (seen.insert(missed).second) {
@@ -187,7 +189,7 @@ struct Search {
       do {
         word = word_of(missed);
       } while (!word && !is_dead(missed) && goes_on());
-      if (!word) word = word_of(missed);  // left before it died
+      if (!word) word = word_of(missed);  // it may have left one before it died
       if (!word) return {{missed}, late};
       if (!word->what.empty()) return {{missed}, false, word->what};
       if (word->missed == kUnknownRank || word->missed == rank) return {{missed}, late};
@@ -197,7 +199,8 @@ struct Search {
     return {{missed}, late};
   }
 
-  // Where the backend does not say whom it missed: those that said nothing, of which the dead ones are sure.
+  // If the backend does not say which rank it missed: a dead rank without a word is to blame, else all ranks without
+  // one.
   Blame look_around(bool late) const {
     std::vector<int> silent;
     do {
@@ -217,7 +220,7 @@ struct Search {
   Blame find(int missed, bool late) const { return missed == kUnknownRank ? look_around(late) : follow(missed, late); }
 };
 
-// Without the place in gloo's source and its advice.
+// The reason without the place in gloo's source, and without gloo's advice.
 std::string shortened(std::string reason) {
   const size_t place = reason.starts_with("[") ? reason.find("] ") : std::string::npos;
   if (place != std::string::npos) reason.erase(0, place + 2);
@@ -261,7 +264,7 @@ void Whereabouts::step_begun() {
 }
 
 void Whereabouts::await(const Awaited& awaited) {
-  // gloo's wait() says false, instead of throwing, when it was aborted.
+  // gloo's wait() returns false, instead of throwing, if it was aborted.
   const bool is_through = needing(awaited.peer, [&] {
     if (awaited.peer == kUnknownRank || groups_.empty()) return awaited.work->wait();
     return LongWaits::all().wait_for(*groups_.front(), awaited);
@@ -272,7 +275,7 @@ void Whereabouts::await(const Awaited& awaited) {
 std::string Whereabouts::miss(int peer, Clock::duration waited, const std::string& reason) {
   const std::lock_guard lock(mutex_);
   if (!verdict_.empty()) return verdict_;
-  // Another thread's wait may have run out of time, where gloo closes this one's connection too.
+  // If another thread's wait has run out of time, gloo closes this one's connection too.
   const bool late = waited >= timeout_ || reason.find("imed out") != std::string::npos ||
                     reason.find("Application timeout") != std::string::npos;
   give_up(peer, late, "");
@@ -329,7 +332,7 @@ void Whereabouts::close_connections() {
         if (peer == rank_) continue;
         std::vector<at::Tensor> message{at::zeros({1}, at::kByte)};
         try {
-          // Throws where the connection is closed already.
+          // Throws if the connection is closed already.
           const Work never = group->recv(message, peer, kTagsEnd + context);
           never->wait(milliseconds(1));
         } catch (const std::exception&) {

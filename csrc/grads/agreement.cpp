@@ -11,8 +11,8 @@
 namespace zx {
 namespace {
 
-// Runs `collective` on a tensor of the numbers, and puts back what it left there. The tensor owns its memory: after an
-// error the backend may still hold it.
+// Runs `collective` on a tensor of the numbers, and copies the result back. The tensor owns its memory: after an error
+// the backend may still hold it.
 template <class Numbers, class Collective>
 void with_tensor(Numbers& numbers, at::ScalarType type, const Collective& collective) {
   std::vector<at::Tensor> tensors{at::empty({static_cast<int64_t>(numbers.size())}, type)};
@@ -22,7 +22,7 @@ void with_tensor(Numbers& numbers, at::ScalarType type, const Collective& collec
   std::copy_n(data, numbers.size(), numbers.begin());
 }
 
-// A number that each rank says, and where its extremes over the ranks go.
+// A number that each rank states, and the place of its extremes over the ranks.
 struct Field {
   int64_t (*said)(const Statement&);
   Extreme Verdict::* extremes;
@@ -30,7 +30,7 @@ struct Field {
 constexpr Field kFields[] = {
     {[](const Statement& s) { return static_cast<int64_t>(s.place); }, &Verdict::place},
     {[](const Statement& s) { return s.rounds; }, &Verdict::rounds},
-    // Ranks without a backward of their own don't limit the others: they join in whatever those launched.
+    // Ranks without a backward of their own don't limit the others: they join whatever the others launched.
     {[](const Statement& s) { return s.own_rounds > 0 ? s.rounds : kNoBackward; }, &Verdict::own_rounds},
     {[](const Statement& s) { return static_cast<int64_t>(s.failed); }, &Verdict::failed},
     {[](const Statement& s) { return static_cast<int64_t>(s.unsent); }, &Verdict::unsent},
@@ -42,7 +42,7 @@ constexpr Field kFields[] = {
 constexpr size_t kNumFields = std::size(kFields);
 static_assert(sizeof(Verdict) == kNumFields * sizeof(Extreme) + sizeof(SlotSet));
 
-// Extremes in front, the set behind.
+// The extremes come first, the set comes last.
 void combine_statements(at::Tensor& values, const at::Tensor& theirs) {
   auto* mine = values.mutable_data_ptr<int64_t>();
   const auto* other = theirs.const_data_ptr<int64_t>();
@@ -73,7 +73,7 @@ Verdict Agreement::agree(const Statement& s, const char* where) {
   where_ = where != nullptr ? where : name_of(static_cast<int64_t>(s.place));
   const int64_t world = control_.group ? control_.group->getSize() : 1;
   const int64_t rank = control_.group ? control_.group->getRank() : 0;
-  // A maximum that remembers whose it was, and a minimum as the maximum of the negative.
+  // A maximum also carries the rank that it came from, and a minimum is the maximum of the negatives.
   std::vector<int64_t> packed;
   for (const Field& field : kFields) {
     packed.push_back(field.said(s) * world + rank);

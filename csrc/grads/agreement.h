@@ -18,14 +18,14 @@ enum class Place : int64_t { backward_end = 0, step = 1, clip = 2, synchronize =
 struct Statement {
   Place place;
   int64_t rounds;      // times that all buckets were launched since the last step
-  int64_t own_rounds;  // those that a backward of this rank's launched
-  bool failed;         // this rank's backward raised, and zero_grad() was not called since
-  bool unsent;         // it has gradients that no flight took
+  int64_t own_rounds;  // those that this rank's own backwards launched
+  bool failed;         // its backward raised or something else failed, and zero_grad() has not been called since
+  bool unsent;         // it has gradients that no flight has taken
   bool changed;        // it discarded reduced gradients, and no flight has told their owners yet
   int64_t adoptions;   // parameters that became trainable
   bool scaled;         // it holds a gradient that mark_scaled() saw
-  bool proposes;       // it knows in which order its forward needs buckets, and that is not agreed yet
-  SlotSet with_grad;   // of which it holds a gradient, or stands by one that has left
+  bool proposes;       // it knows the order in which its forward needs buckets, and none is agreed yet
+  SlotSet with_grad;   // the slots whose gradient it holds, or stands by after it has left
 };
 
 struct Extreme {
@@ -49,18 +49,18 @@ struct Verdict {
 };
 constexpr int64_t kNoBackward = int64_t{1} << 32;
 
-// Where ranks don't answer, all of these throw: where that was, and what else is awaited of them.
+// If a rank does not answer, each of these throws an error that says where that was, and what else is awaited.
 class Agreement {
  public:
-  // `trouble`: what else is known to be wrong; empty if there is nothing.
+  // `trouble` tells what else is known to be wrong; its text is empty if nothing is.
   Agreement(Line control, std::function<std::string()> trouble)
       : control_(control), small_(std::move(control)), trouble_(std::move(trouble)) {}
 
-  // Collective: every rank's statement in, the same verdict out. One all-reduce of 18 integers and a bit a parameter.
-  // `where`: to be named in errors instead of the place.
+  // Collective: takes every rank's statement, and returns the same verdict to all. It is one all-reduce of 18 integers
+  // and one bit per slot. `where` is named in errors instead of the place.
   Verdict agree(const Statement& statement, const char* where = nullptr);
 
-  // All ranks go on to update.
+  // To be called when all ranks go on to update.
   void step_begun() {
     if (control_.group) control_.whereabouts->step_begun();
   }
@@ -71,7 +71,7 @@ class Agreement {
   // Collective: a few integers on the CPU, combined over the ranks in place.
   void all_reduce(at::Tensor values, Combine combine);
 
-  // Collective: rank 0's numbers.
+  // Collective: returns rank 0's numbers.
   std::vector<int64_t> from_rank_0(std::vector<int64_t> numbers);
 
  private:
@@ -84,7 +84,7 @@ class Agreement {
   Line control_;
   SmallAllReduce small_;
   std::function<std::string()> trouble_;
-  const char* where_ = "";  // ranks agreed last, or are about to
+  const char* where_ = "";  // the place where ranks agreed last, or are about to
 };
 
 const char* name_of(int64_t place);

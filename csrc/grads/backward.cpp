@@ -60,7 +60,7 @@ void Backward::open_pass(const Locked& /*lock*/) {
   order_.begin(std::move(pending));
 }
 
-// The rest leaves. See Note [Buckets launch in one order].
+// Launches the rest. See Note [Buckets launch in one order].
 void Backward::finish_pass(bool own, bool empty, const Locked& lock) {
   for (const int64_t bucket : order_.finish()) release(bucket, empty, lock);
   pass_.open = false;
@@ -68,7 +68,7 @@ void Backward::finish_pass(bool own, bool empty, const Locked& lock) {
   progress_.own_rounds += own ? 1 : 0;
 }
 
-// The end of a pass could not be seen, or never came because backward raised.
+// Ends a pass whose end could not be seen, or never came because backward raised.
 bool Backward::end_pass() {
   const Locked lock(buckets_->mutex);
   if (!pass_.open) return false;
@@ -84,7 +84,7 @@ void Backward::launch_round(bool empty) {
   finish_pass(/*own=*/false, empty, lock);
 }
 
-// `empty`: after an exception in backward a bucket leaves without gradients, to keep ranks in step.
+// `empty`: after an exception in backward the bucket leaves without gradients, to keep ranks in step.
 void Backward::release(int64_t bucket, bool empty, const Locked& lock) {
   const Range range("launch", bucket);
   std::string refusal;  // the round goes on without such a gradient, and the next settle() raises

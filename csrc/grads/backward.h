@@ -17,7 +17,7 @@
 
 namespace zx {
 
-// Since the last step: see Statement.
+// The counts are since the last step: see Statement.
 struct Progress {
   int64_t rounds = 0;
   int64_t own_rounds = 0;
@@ -29,32 +29,34 @@ class Backward : public std::enable_shared_from_this<Backward> {
  public:
   Backward(std::shared_ptr<Buckets> buckets, std::shared_ptr<GradPlacement> placement, std::shared_ptr<Flights> flights,
            int world);
-  ~Backward();  // takes the hooks and placeholders away
+  ~Backward();  // removes the hooks and placeholders
   Backward(const Backward&) = delete;
   Backward& operator=(const Backward&) = delete;
 
-  // Called without the lock where a backward ends after which all ranks meet. To be set before a bucket is added.
+  // `on_end` is called, without the lock, when a backward ends, if all ranks meet there. It must be set before a bucket
+  // is added.
   void set_on_end(std::function<void()> on_end) { on_end_ = std::move(on_end); }
 
-  // The new bucket joins the others, and its parameters' gradients are taken from now on.
+  // Adds a new bucket, and takes its parameters' gradients from now on.
   void add(const std::shared_ptr<Bucket>& bucket);
 
   // False: gradients stay local and accumulate (no_sync).
   void set_sync(bool sync);
   bool is_syncing() const;
 
-  // The optimizer is called, so that no backward is running: what is open ends. Returns whether it had raised.
+  // To be called when the optimizer is called, since no backward is running then: ends the pass that is open. Returns
+  // whether its backward raised.
   bool end_pass();
-  // All buckets leave: with what p.grad holds now, or empty.
+  // Launches all buckets, with what p.grad holds now, or without gradients if `empty`.
   void launch_round(bool empty);
 
   Progress progress() const;
-  // What failed first is what is told.
+  // Notes a failure. Only the first one is reported.
   void fail(const std::string& why);
   void forget_failure();
-  // Ranks are in step: rounds are counted anew.
+  // To be called when ranks are in step: rounds are counted anew.
   void start_over();
-  // Whether nothing was launched since then, and nothing is about to be.
+  // Whether nothing was launched since start_over(), and nothing is about to be.
   bool is_settled() const;
 
   // See Note [Buckets launch in one order].

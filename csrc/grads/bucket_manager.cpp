@@ -9,7 +9,7 @@
 
 namespace zx {
 
-// The one place that asks whether there are other ranks.
+// This is the one place that asks whether there are other ranks.
 BucketManager::BucketManager(std::shared_ptr<Exchange> exchange, const Line& control, const ManagerOptions& options)
     : buckets_(std::make_shared<Buckets>()), keeps_shards_(options.keeps_shards), exchange_(std::move(exchange)) {
   const bool alone = !exchange_->has_group();

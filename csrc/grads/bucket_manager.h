@@ -5,7 +5,7 @@
 //   Settlement   together   where ranks meet: agreement, and what follows from it
 //   Params       the parameters' gathers
 //
-// and between them Flights, which moves what was packed, and GradPlacement, which knows where gradients are.
+// Between them are Flights, which moves what was packed, and GradPlacement, which knows where gradients are.
 #pragma once
 
 #include <memory>
@@ -27,19 +27,19 @@ struct SlotSpec {
   std::string name;
   at::Tensor param;
   at::Tensor home;         // its place in `flat`, as a view
-  at::Tensor placeholder;  // undefined: p.grad stays whole
+  at::Tensor placeholder;  // undefined if p.grad stays whole
   int64_t offset;
 };
 
 struct BucketSpec {
   std::vector<SlotSpec> slots;
-  at::Tensor flat;  // that the parameters lie in [world * shard_numel]
+  at::Tensor flat;  // [world * shard_numel], the buffer that the parameters lie in
   at::ScalarType wire_dtype;
   at::ScalarType grad_dtype;  // of p.grad
   int64_t shard_numel;
   int64_t trailer_numel;
   at::Tensor segments;
-  int64_t num_straight;  // of slots, the first ones: see Note [Straight from the gradient]
+  int64_t num_straight;  // how many slots are straight, the first ones: see Note [Straight from the gradient]
 };
 
 struct ManagerOptions {
@@ -50,10 +50,10 @@ struct ManagerOptions {
 
 class BucketManager {
  public:
-  // `exchange`: among the ranks whose group `control` has too.
+  // `exchange` and `control` connect the same ranks.
   BucketManager(std::shared_ptr<Exchange> exchange, const Line& control, const ManagerOptions& options);
 
-  // Its parameters' gradients are taken from now on. Not inside a backward.
+  // Takes the gradients of the bucket's parameters from now on. Must not be called inside a backward.
   int64_t add_bucket(BucketSpec spec);
 
   const Buckets& buckets() const { return *buckets_; }
@@ -63,13 +63,13 @@ class BucketManager {
   GradPlacement& grads() { return *placement_; }
   Backward& backward() { return *backward_; }
   Settlement& settlement() { return *settlement_; }
-  // The own shard's parts, undivided.
+  // The parts of this rank's shard, not cut to fit a cache.
   std::vector<Part> parts(int64_t bucket) const;
 
  private:
   std::shared_ptr<Buckets> buckets_;
   bool keeps_shards_;
-  // In this order: the first to be destroyed takes its hooks away, and gathers end before flights are aborted.
+  // Their order matters: the last is destroyed first and removes its hooks, and gathers end before flights are aborted.
   std::shared_ptr<Exchange> exchange_;
   std::shared_ptr<Flights> flights_;
   std::shared_ptr<Params> params_;

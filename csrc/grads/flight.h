@@ -22,9 +22,9 @@ struct Flight {
   at::Tensor flags;
   // Until landed: the gradients of straight slots in memory order, zeros where there is none.
   std::vector<at::Tensor> straight{};
-  // Whether some gradient is added to one that landed before and was not discarded, as far as this rank knows.
+  // Whether, as far as this rank knows, some gradient is added to one that landed before and was not discarded.
   bool adds = false;
-  // On an accelerator: the streams that produced the gradients, and how far they were. See Note [Streams].
+  // On an accelerator: the streams that produced the gradients, and how far each had come. See Note [Streams].
   std::vector<c10::Stream> producers{};
   Events ready{};
   std::optional<c10::Event> packed{};

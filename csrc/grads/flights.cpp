@@ -14,20 +14,21 @@
 namespace zx {
 namespace {
 
-// Flights whose gradients the producers have not waited for yet, and that have buffers: see Note [Streams].
+// See Note [Streams]: how many flights may have gradients that their producers have not waited for yet, and how many
+// may have buffers.
 constexpr size_t kUnpacked = 2;
 constexpr size_t kWithBuffers = 2;
 
-// What one rank alone packs in less time than a thread takes to wake.
+// One rank alone packs this much in less time than a thread takes to wake.
 constexpr int64_t kSmallBytes = 256 * 1024;
 
-// Lanes run beside a backward that uses all the threads it was given: they use their own only.
+// Lanes run beside a backward that uses all the threads it was given, so each lane uses only its own thread.
 struct LaneScope {
   at::AutoDispatchBelowADInplaceOrView no_autograd;
   c10::ParallelGuard single_thread{true};
 };
 
-// Errors as they are told to users.
+// Runs `body`, and turns torch's errors into what users are told.
 template <class Body>
 auto telling_reasons(const Body& body) {
   return [&body] {
@@ -59,7 +60,7 @@ void Flights::launch(std::shared_ptr<Flight> flight) {
 }
 
 void Flights::after_landing(std::function<void()> task) {
-  if (streams_) {  // behind what landed, and behind what the caller's stream still does with it
+  if (streams_) {  // after what landed, and after what the caller's stream still does with it
     auto here = std::make_shared<c10::Event>(streams_->record(streams_->current()));
     task = [this, here, task = std::move(task)] {
       const c10::StreamGuard on(streams_->land());
@@ -77,7 +78,7 @@ void Flights::land() {
   TORCH_CHECK(error.empty(), error);
 }
 
-// On the pack lane.
+// Runs on the pack lane.
 void Flights::pack(Flight& flight) {
   const LaneScope scope;
   std::optional<c10::StreamGuard> on;
@@ -104,7 +105,7 @@ void Flights::pack(Flight& flight) {
   }
 }
 
-// On the land lane.
+// Runs on the land lane.
 void Flights::land(Flight& flight) {
   const LaneScope scope;
   std::optional<c10::StreamGuard> on;
@@ -125,7 +126,7 @@ void Flights::land(Flight& flight) {
   const auto part = [&] {
     if (!flight.pending) return;
     const Range range("let_go", index);
-    flight.pending->let_go();  // whatever went wrong here: others should not wait for this rank
+    flight.pending->let_go();  // even if something went wrong here: others should not wait for this rank
     if (!lanes_.failed()) flight.pending->wait_for_readers();
   };
   lanes_.attempt(flight, telling_reasons(part));

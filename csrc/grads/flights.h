@@ -1,4 +1,4 @@
-// All flights of one bucket manager: what packing, sending and landing them means. See Note [Two lanes] in two_lanes.h.
+// All flights of one bucket manager, and how they are packed, sent and landed. See Note [Two lanes] in two_lanes.h.
 #pragma once
 
 #include <functional>
@@ -25,14 +25,13 @@ class Flights {
   // Runs `task` after all flights launched so far have landed.
   void after_landing(std::function<void()> task);
 
-  // Waits until all have landed; on an accelerator the current stream does. Throws what went wrong first, now and on
-  // every later call.
-  // Throws in a forked child, which has no lanes.
+  // Waits until all have landed; on an accelerator the current stream does. Throws the first error, now and on every
+  // later call. Throws in a forked child, which has no lanes.
   void land();
 
   int64_t num_landed() const { return lanes_.num_landed(); }
   int64_t num_launched() const { return lanes_.num_launched(); }
-  // What is known to be wrong: the first error, or the buckets that have not landed; empty if there is nothing.
+  // Tells what is known to be wrong: the first error, or the buckets that have not landed; empty if nothing is.
   std::string trouble() { return lanes_.trouble(); }
   // For tests of overlap: holds every flight back until land() is called.
   void set_hold(bool hold) { lanes_.set_hold(hold); }
@@ -47,7 +46,7 @@ class Flights {
   Process process_;
   std::shared_ptr<Exchange> exchange_;
   std::unique_ptr<Reduction> reduction_;
-  std::vector<at::Tensor> abandoned_;  // the land lane's: was sent when something went wrong, and others may read it
+  std::vector<at::Tensor> abandoned_;  // the land lane's: what was sent before an error, since others may still read it
   std::optional<Streams> streams_;
   TwoLanes<Flight> lanes_;  // destroyed first: its threads use the others
 };

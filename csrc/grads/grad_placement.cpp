@@ -9,7 +9,7 @@ void GradPlacement::zero(bool set_to_none, int64_t rounds) {
   const Locked lock(buckets().mutex);
   buckets().for_each_slot([&](Slot& slot, int64_t /*place*/) {
     at::Tensor& grad = slot.param.mutable_grad();
-    // Since the last step every rank may hold something of this parameter, whether this one contributed or not.
+    // After a round every owner may hold a gradient of this parameter, whether or not this rank contributed to it.
     slot.replace |= slot.held || rounds > 0;
     const bool is_placeholder = grad.defined() && slot.placeholder.defined() && grad.is_same(slot.placeholder);
     slot.whole.reached = false;

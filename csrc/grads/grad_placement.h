@@ -3,7 +3,7 @@
 //
 //   ShardedGrads    each rank has its shard of the mean, and p.grad is a placeholder (ZeRO stage 2)
 //   GatheredGrads   the mean is gathered into p.grad where backward ends (ZeRO stage 1)
-//   WholeGrads      of one rank alone: p.grad, as autograd leaves it, is the mean (ZeRO stage 1)
+//   WholeGrads      with one rank alone: p.grad, as autograd leaves it, is the mean (ZeRO stage 1)
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -23,24 +23,24 @@
 
 namespace zx {
 
-// What happens to gradients, one move after the other.
+// One move of gradients on their way to step(). A route is a list of moves, in order.
 enum class Move : uint8_t { reduce_scatter, all_gather };
 
-// What a flight takes of one slot.
+// What a flight takes from one slot.
 struct Taken {
-  at::Tensor source{};  // in the order of the parameter's memory; undefined: there is nothing to copy
+  at::Tensor source{};  // in the order of the parameter's memory; undefined if there is nothing to copy
   bool present = false;
   bool replace = false;
   std::string refusal{};  // why p.grad was not taken
 };
 
-// What a look at all gradients tells: see Statement.
+// What a look at all gradients finds: see Statement.
 struct GradsSeen {
   bool unsent = false;
   bool changed = false;
   bool scaled = false;
   SlotSet with_grad{};
-  std::string refusal{};  // why one can't be sent
+  std::string refusal{};  // why a gradient can't be sent; empty if all can
 };
 
 // What the placements work with.
@@ -63,10 +63,10 @@ class GradPlacement {
   virtual bool sends() const { return true; }
   void count_gradient() { ++num_counted_; }
   int64_t num_counted() const { return num_counted_; }
-  // Whether before_accumulate() is wanted.
+  // Whether before_accumulate() is to be called.
   virtual bool leaves_placeholder() const { return false; }
   virtual void before_accumulate(Slot& /*slot*/, const Locked& /*lock*/) {}
-  // Autograd has written p.grad. `sync`: it leaves with this backward.
+  // Called when autograd has written p.grad. `sync`: the gradient leaves with this backward.
   virtual void accumulated(Slot& /*slot*/, bool /*sync*/, const Locked& /*lock*/) {}
   // Whether all ranks meet where backward ends.
   virtual bool meets_after_backward() const { return false; }
@@ -77,31 +77,31 @@ class GradPlacement {
 
   // ---- where ranks meet
 
-  // `rounds`: times that all buckets were launched since the last step.
+  // `rounds`: how often all buckets were launched since the last step.
   virtual GradsSeen look(int64_t rounds, const Locked& lock) = 0;
-  // Collective: what was launched becomes what step() reads.
+  // Collective: makes what was launched into what step() reads.
   virtual void complete(int64_t /*rounds*/, Agreement& /*agreement*/) {}
-  // Collective: `launch` sends what no flight took, on some rank.
+  // Collective: calls `launch` to send what, on some rank, no flight took.
   virtual void send_rest(Agreement& /*agreement*/, const std::function<void()>& launch) { launch(); }
-  // Collective: owners hear of what was discarded, on some rank, since the last flight. All flights have landed.
+  // Collective: tells owners what some rank discarded since the last flight. All flights have landed.
   virtual void exchange_changes(Agreement& /*agreement*/) {}
-  // Rounds are counted anew.
+  // Called when rounds are counted anew.
   virtual void start_over(bool /*is_step*/) {}
 
-  // As Optimizer.zero_grad(). `rounds` as above.
+  // Does what Optimizer.zero_grad() does. `rounds` as above.
   void zero(bool set_to_none, int64_t rounds);
-  // The scale that clip_grad_norm_() or a GradScaler leaves for step() is for the gradients that there are now.
+  // Notes that the scale that clip_grad_norm_() or a GradScaler leaves for step() is for the gradients that exist now.
   void mark_scaled();
-  void mark_zeroed(int64_t bucket, int64_t slot);  // zero_() was called on this one's placeholder
+  void mark_zeroed(int64_t bucket, int64_t slot);  // zero_() was called on this slot's placeholder
 
   // ---- for step(), after Settlement::settle()
 
-  // The mean's shard [shard_numel]; undefined while nothing has one.
+  // This rank's shard of the mean [shard_numel]; undefined while no slot has a gradient.
   virtual at::Tensor shard(int64_t bucket) = 0;
-  // The same shard as a tensor for each of parts(), not copied; undefined where a part has no gradient. Empty if the
+  // The same shard as one tensor for each of parts(), not copied; undefined if a part has no gradient. Empty if the
   // shard is one tensor.
   virtual std::vector<at::Tensor> pieces(int64_t bucket) = 0;
-  // What the shard that landed lies in.
+  // The tensors that the landed shard lies in.
   std::vector<at::Tensor> landed(int64_t bucket) const;
   // uint8 [segments]: which have a gradient, on any rank.
   at::Tensor present(int64_t bucket) const { return buckets().at(bucket).landed.present; }

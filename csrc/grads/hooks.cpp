@@ -1,4 +1,4 @@
-// What happens on autograd's thread: a gradient is about to be accumulated, is ready, or backward is over.
+// The hooks on autograd's threads: a gradient is about to be accumulated, a gradient is ready, or backward is over.
 #include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/graph_task.h>
 #include <torch/csrc/autograd/utils/lambda_post_hook.h>
@@ -17,7 +17,7 @@ void refuse_compiled_autograd() {
               "zerox does not work under compiled autograd: run backward() outside torch._dynamo.compiled_autograd");
 }
 
-// AccumulateGrad would add into whatever p.grad is: a placeholder has to be out of its way.
+// AccumulateGrad would add to p.grad whatever it is, so a placeholder has to be moved out of its way.
 class BeforeAccumulate final : public torch::autograd::FunctionPreHook {
  public:
   explicit BeforeAccumulate(std::function<void()> body) : body_(std::move(body)) {}
@@ -33,7 +33,7 @@ class BeforeAccumulate final : public torch::autograd::FunctionPreHook {
 
 }  // namespace
 
-// Hooks hold the object weakly: the graph may outlive the optimizer.
+// Hooks hold this object weakly: the graph may outlive the optimizer.
 void Backward::install_hooks(Bucket& bucket, Slot& slot) {
   slot.hooks.accumulator = torch::autograd::impl::grad_accumulator(slot.param);
   const std::weak_ptr<Backward> weak = weak_from_this();
@@ -68,7 +68,7 @@ void Backward::remove_hooks(Slot& slot) {
 
 void Backward::before_accumulate(Slot& slot) {
   const Locked lock(buckets_->mutex);
-  // Who comes while another thread accumulates finds what that one left.
+  // A thread that comes while another one accumulates finds what the other one left.
   if (slot.hooks.between++ == 0) placement_->before_accumulate(slot, lock);
 }
 
@@ -80,7 +80,7 @@ void Backward::after_accumulate(Bucket& bucket, Slot& slot) {
   const Locked lock(buckets_->mutex);
   if (slot.hooks.between > 0) --slot.hooks.between;
   const at::Tensor& grad = slot.param.grad();
-  if (!grad.defined()) return;  // a hook of the user's took it away
+  if (!grad.defined()) return;  // a hook of the user's removed it
   TORCH_CHECK(grad.layout() == at::kStrided, "zerox: ", refusal_of(slot));
   slot.seen.local.note(grad);
   packing_.note_producer(bucket, lock);

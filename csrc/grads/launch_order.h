@@ -1,8 +1,8 @@
 // Note [Buckets launch in one order]
-// Ranks pair the messages of a bucket by the order in which they launch them, so every rank launches every bucket
-// exactly once a backward, in one agreed order: a bucket that is complete waits for its turn, and what is incomplete
-// when backward ends leaves then. The first backward uses the layout's order; rank 0's order of completion, incomplete
-// buckets last, is broadcast and used from then on.
+// Ranks pair the messages of a bucket by the order in which they launch them. So every rank launches every bucket
+// exactly once per backward, in one agreed order: a complete bucket waits for its turn, and incomplete ones leave when
+// backward ends. The first backward uses the layout's order. Then rank 0's order of completion, with incomplete buckets
+// last, is broadcast and used from then on.
 #pragma once
 
 #include <cassert>
@@ -15,10 +15,10 @@ namespace zx {
 
 class LaunchOrder {
  public:
-  // Appends a bucket behind all others.
+  // Appends a bucket after all others.
   void add_bucket() { order_.push_back(static_cast<int64_t>(order_.size())); }
 
-  // Takes a new order, a permutation of the buckets. Between passes only.
+  // Takes a new order, a permutation of the buckets. To be called between passes only.
   void set_order(std::vector<int64_t> order) {
     assert(order.size() == order_.size());
     order_ = std::move(order);
@@ -37,7 +37,7 @@ class LaunchOrder {
     next_ = 0;
   }
 
-  // One gradient of `bucket` is ready: which buckets launch now, in order.
+  // Notes that one gradient of `bucket` is ready. Returns the buckets that launch now, in order.
   std::vector<int64_t> mark(int64_t bucket) {
     if (pending_[bucket] > 0 && --pending_[bucket] == 0) completed_.push_back(bucket);
     std::vector<int64_t> launch;
@@ -45,7 +45,7 @@ class LaunchOrder {
     return launch;
   }
 
-  // Backward is over: what launches now, in order. Afterwards the pass is complete.
+  // To be called when backward is over. Returns the buckets that launch now, in order. Afterwards the pass is complete.
   std::vector<int64_t> finish() {
     std::vector<int64_t> launch(order_.begin() + static_cast<std::ptrdiff_t>(next_), order_.end());
     next_ = order_.size();
@@ -69,7 +69,7 @@ class LaunchOrder {
   std::vector<int64_t> order_;
   bool set_ = false;
   std::vector<int64_t> pending_;    // gradients a bucket still waits for
-  std::vector<int64_t> completed_;  // in the order in which it happened
+  std::vector<int64_t> completed_;  // in the order of completion
   size_t next_ = 0;                 // position in order_ of the next bucket to launch
 };
 

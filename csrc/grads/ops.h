@@ -11,7 +11,7 @@ auto find(const char* name) {
   return c10::Dispatcher::singleton().findSchemaOrThrow(name, "").typed<Signature>();
 }
 
-// See the schemas in csrc/bindings/module.cpp for what the arguments are.
+// The schemas in csrc/bindings/module.cpp say what the arguments are.
 inline void flatten_(at::Tensor& flat, at::TensorList sources, const at::Tensor& pieces, const at::Tensor& flags) {
   static const auto op =
       find<void(at::Tensor&, at::TensorList, const at::Tensor&, const at::Tensor&)>("zerox::flatten_");

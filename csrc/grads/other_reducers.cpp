@@ -7,7 +7,7 @@
 namespace zx {
 namespace {
 
-// Leaked: managers may go after whatever is static.
+// These are leaked: bucket managers may be destroyed after static objects.
 std::mutex& mutex() {
   static auto* const made = new std::mutex;
   return *made;

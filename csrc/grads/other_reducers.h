@@ -1,4 +1,4 @@
-// Who else hooks the parameters' AccumulateGrad nodes, and would average their gradients too.
+// Finds others that hook the parameters' AccumulateGrad nodes, and would average their gradients too.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -10,22 +10,23 @@
 namespace zx {
 
 // Note [Other reducers]
-// DistributedDataParallel and other optimizers of ours hook the same nodes; each would send what the other took. An
-// optimizer always does. DDP does only in a backward of its own forward: a wrapper that evaluates, or whose forward ran
-// in its no_sync(), leaves gradients alone. Its reducer knows; Python finds the wrapper that a hook belongs to.
+// DistributedDataParallel and other zerox optimizers hook the same nodes, and each would send what another took. An
+// optimizer always does. DDP does so only in a backward of its own forward: a wrapper that evaluates, or that ran its
+// forward in its no_sync(), leaves gradients alone. Its reducer knows which; Python finds the wrapper that a hook
+// belongs to.
 
-// Hooks of ours, of all living bucket managers.
+// The hooks of all living bucket managers.
 void add_own_hook(uintptr_t hook);
 void remove_own_hook(uintptr_t hook);
 bool is_own_hook(uintptr_t hook);
 
-// A parameter with hooks of others, and how many.
+// Parameters with hooks of others, and the number of such hooks on each.
 struct HookedByOthers {
   std::vector<at::Tensor> params;
   std::vector<int64_t> counts;
 };
 
-// The first of these whose gradient somebody reduces in the backward that begins; -1 if nobody does.
+// Returns the first of these whose gradient another reducer takes in the backward that begins; -1 if there is none.
 using FindReduced = std::function<int64_t(const HookedByOthers&)>;
 void set_find_reduced(FindReduced find);
 int64_t find_reduced(const HookedByOthers& hooked);

@@ -37,7 +37,7 @@ at::Tensor in_order_of(const at::Tensor& grad, const at::Tensor& param) {
 
 namespace {
 
-// One dimension, dense; zeros without a source.
+// The source in one dense dimension; zeros if there is no source.
 at::Tensor in_memory_order(const at::Tensor& source, const Slot& slot, at::ScalarType dtype) {
   if (!source.defined()) return at::zeros({slot.numel()}, slot.home.view.options().dtype(dtype));
   return source.as_strided({slot.numel()}, {1}, source.storage_offset()).to(dtype);
@@ -73,7 +73,7 @@ std::shared_ptr<Flight> Packing::make_flight(const std::shared_ptr<Bucket>& buck
   const int64_t shard_numel = bucket->shard_numel;
   std::vector<int64_t> pieces;
   std::vector<int64_t> flags;
-  std::vector<int64_t> segments_before(world_, 0);  // flags go behind each shard in the order of its segments
+  std::vector<int64_t> segments_before(world_, 0);  // flags go after each shard, in the order of its segments
   for (Slot& slot : bucket->slots) {
     const bool stood = slot.held;
     Taken taken = take(slot, empty, refusal, lock);
@@ -99,7 +99,7 @@ std::shared_ptr<Flight> Packing::make_flight(const std::shared_ptr<Bucket>& buck
   flight->pieces = to_table(pieces, 4);
   flight->flags = to_table(flags, 1);
   if (const Streams* streams = flights_->streams()) {
-    note_producer(*bucket, lock);  // gradients that were written by hand, or brought into order above
+    note_producer(*bucket, lock);  // for gradients that were written by hand, or brought into order above
     flight->producers.swap(bucket->producers);
     flight->ready = streams->record(flight->producers);
   }

@@ -1,5 +1,5 @@
-// What: from the gradients of a bucket to a flight with its packing list: what is copied where, and which flags are
-// raised.
+// What: makes the gradients of a bucket into a flight with a packing list, which says what is copied where, and which
+// flags are raised.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -22,10 +22,10 @@ class Packing {
   Packing(std::shared_ptr<GradPlacement> placement, std::shared_ptr<Flights> flights, int world)
       : placement_(std::move(placement)), flights_(std::move(flights)), world_(world) {}
 
-  // The current stream has written a gradient of this bucket's.
+  // Notes that the current stream has written a gradient of this bucket.
   void note_producer(Bucket& bucket, const Locked& lock) const;
 
-  // Takes all slots' gradients, or none if `empty`. `refusal`: why one could not be taken.
+  // Takes all slots' gradients, or none if `empty`. `refusal` tells why one could not be taken.
   std::shared_ptr<Flight> make_flight(const std::shared_ptr<Bucket>& bucket, bool empty, std::string& refusal,
                                       const Locked& lock) const;
 

@@ -8,10 +8,10 @@ namespace zx {
 
 // Note [How a backward ends]
 // The first hook in a graph task queues a callback that autograd runs when the task is done. A reentrant checkpoint
-// runs a task inside another one: its end is not backward's, so while an outer node is being evaluated the rest stays
-// back until an outer task is seen to end, or the optimizer is called. When a backward raises, autograd destroys the
-// task with its callbacks instead of running them; the callback holds an EndToken, so that a token that dies unused
-// tells.
+// runs a task inside another one, and the inner task's end is not the end of backward. So while an outer node is being
+// evaluated, the remaining buckets stay back until an outer task is seen to end, or the optimizer is called. When a
+// backward raises, autograd destroys the task and its callbacks instead of running them. The callback holds an
+// EndToken: a token that dies unused shows that backward raised.
 struct EndToken {
   explicit EndToken(std::shared_ptr<bool> raised) : raised_(std::move(raised)) {}
   EndToken(const EndToken&) = delete;

@@ -17,12 +17,12 @@
 namespace zx {
 namespace {
 
-// What is read from all neighbours before it is added stays in a core's cache, with the gradient and the shard; but a
-// system call should not cost more than its bytes.
+// Data is read from all neighbours before it is added. It should be little enough to stay in a core's cache, with the
+// gradient and the shard, but enough that a system call does not cost more than its bytes.
 constexpr int64_t kReadBytes = 256 * 1024;
 constexpr int64_t kLeastReadBytes = 32 * 1024;
 
-// What is received is added up in rank order.
+// Adds up what is received, in rank order.
 class Summing : public Reduction {
  public:
   explicit Summing(std::shared_ptr<Exchange> exchange) : exchange_(std::move(exchange)) {}
@@ -78,7 +78,7 @@ class Summing : public Reduction {
     landed.words = at::zeros({kExactWords}, flight.flat.options().dtype(at::kLong));
     int64_t end = 0;
     for (const Part& part : bucket.parts) {
-      // Padding travels too, where shards are gathered.
+      // Padding is zeroed: it is sent too, where shards are gathered.
       if (part.start > end) landed.shard.narrow(0, end, part.start - end).zero_();
       end = part.start + part.numel;
       at::Tensor shard = bucket.parts.size() == 1 ? landed.shard : landed.shard.narrow(0, part.start, part.numel);
@@ -96,7 +96,7 @@ class Summing : public Reduction {
   std::vector<at::Tensor> scratch_;  // what was read from each neighbour
 };
 
-// Elements of a message from each rank that is summed, in rank order. Good until the next call.
+// The same elements of a message from each rank that is summed, in rank order. They are valid until the next call.
 std::vector<at::Tensor> Summing::slices(const Flight& flight, const AllMessages& messages, size_t message,
                                         int64_t start, int64_t numel) {
   std::vector<at::Tensor> found;
@@ -131,7 +131,7 @@ class Keeping final : public Summing {
     auto messages = messages_of(flight);
     read_flags(flight, messages);
     Landed& landed = bucket.landed;
-    if (!flight.adds && !landed.keeps_shard) {  // model.zero_grad() leaves it to us
+    if (!flight.adds && !landed.keeps_shard) {  // model.zero_grad() leaves this to us
       landed.pieces.clear();
       landed.shard.reset();
     }
@@ -148,13 +148,13 @@ class Keeping final : public Summing {
   bool is_local() const override { return true; }
 
  private:
-  // The norm is left to whoever asks for it.
+  // Leaves the norm to a later call that asks for it.
   static void keep(Bucket& bucket, Exchange::Messages& own) {
     Landed& landed = bucket.landed;
     landed.words.reset();
-    own.back() = own.back().narrow(0, 0, bucket.parts.back().numel);  // less its flags
+    own.back() = own.back().narrow(0, 0, bucket.parts.back().numel);  // without its flags
     if (bucket.num_straight == 0) {
-      landed.shard = std::move(own.back());  // all was packed
+      landed.shard = std::move(own.back());  // everything was packed
     } else {
       landed.pieces = std::move(own);
     }

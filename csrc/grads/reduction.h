@@ -1,4 +1,4 @@
-// From a flight that is packed to this rank's shard of the mean.
+// Turns a packed flight into this rank's shard of the mean.
 #pragma once
 
 #include <cstdint>
@@ -9,21 +9,22 @@
 
 namespace zx {
 
-// send() is the pack lane's, land() the land lane's.
+// The pack lane calls send(), and the land lane calls land().
 class Reduction {
  public:
   virtual ~Reduction() = default;
 
-  // Starts sending what was packed. Returns what is to be waited for; null: nothing.
+  // Starts sending what was packed. Returns what to wait for; null if nothing.
   virtual std::shared_ptr<Pending> send(Flight& flight) = 0;
-  // All has arrived: the bucket's shard becomes the mean, or the mean is added to it.
+  // To be called when everything has arrived: the bucket's shard becomes the mean, or the mean is added to it.
   virtual void land(Flight& flight) = 0;
 
   // Whether large gradients of the bucket are not packed: see straight.h.
   virtual bool takes_straight(const Bucket& bucket) const = 0;
-  // Whether a flight waits for nobody.
+  // Whether a flight waits for no other rank.
   virtual bool is_local() const = 0;
-  // Elements of `bytes` each that a part of a shard may have: all, or where neighbours are read, what a cache holds.
+  // How many elements of `bytes` each a part of a shard may have: any number, or if neighbours are read, what a cache
+  // holds.
   virtual int64_t most_in_a_part(int64_t bytes) const = 0;
 };
 

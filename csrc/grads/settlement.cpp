@@ -17,12 +17,13 @@ Settlement::Settlement(Line control, std::shared_ptr<Buckets> buckets, std::shar
       params_(std::move(params)),
       agreement_(std::move(control), [flights = flights_] { return flights->trouble(); }) {}
 
-// Whoever stayed behind the others launches as often as they did, so that no message stays without its partner.
+// A rank that is behind the others launches as often as they did, so that every message finds its partner.
 void Settlement::join(const Verdict& verdict, bool empty) {
   while (backward_->progress().rounds < verdict.rounds.most) backward_->launch_round(empty);
 }
 
-// Something went wrong that all ranks know of. They are in step again afterwards; zero_grad() drops what landed.
+// Called when something went wrong that all ranks know of. Afterwards ranks are in step again, and zero_grad() drops
+// what landed.
 void Settlement::abandon(const Verdict& verdict) {
   join(verdict, /*empty=*/true);
   backward_->start_over();
@@ -106,7 +107,7 @@ Settled Settlement::settle(Place place, int64_t adoptions, const std::string& re
   return Settled::ready;
 }
 
-// What no flight of a backward's took.
+// Sends what no flight of a backward took; if there is nothing, owners still hear of what was discarded.
 void Settlement::send_rest(const Verdict& verdict) {
   if (verdict.unsent.most > 0) {
     placement_->send_rest(agreement_, [this] { backward_->launch_round(/*empty=*/false); });
@@ -119,7 +120,7 @@ void Settlement::send_rest(const Verdict& verdict) {
 
 void Settlement::zero(bool set_to_none) {
   const bool raised = backward_->end_pass();
-  // Where gradients are whole the others are at the end of the backward that raised here: they must hear of it.
+  // Where gradients are whole, the others wait at the end of the backward that raised here: they must be told.
   if (raised && placement_->meets_after_backward()) {
     const std::lock_guard lock(mutex_);
     abandon(agreement_.agree(statement(Place::backward_end, 0), "zero_grad()"));

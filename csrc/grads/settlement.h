@@ -14,33 +14,35 @@
 
 namespace zx {
 
-// What settle() found that its caller must act on.
+// What settle() tells its caller: to go on, or to adopt parameters first.
 enum class Settled { ready, adopt };
 
-// In a forked child whatever changes or waits for something throws: see Note [Forks].
+// In a forked child every function that changes or waits for something throws: see Note [Forks].
 class Settlement {
  public:
   Settlement(Line control, std::shared_ptr<Buckets> buckets, std::shared_ptr<GradPlacement> placement,
              std::shared_ptr<Backward> backward, std::shared_ptr<Flights> flights, std::shared_ptr<Params> params);
 
-  // Collective. Everything that ranks launched has landed afterwards, on all ranks the same. Throws on all ranks if
-  // they disagree about it, or one passes a `refusal`: why it can't go on. Settled::adopt: some rank passed
-  // adoptions > 0; make them and call again.
+  // Collective. Afterwards everything that ranks launched has landed, the same on all ranks. Throws on all ranks if
+  // they disagree about it, or if one passes a `refusal`, which tells why it can't go on. Settled::adopt means that
+  // some rank passed adoptions > 0: make them and call again.
   Settled settle(Place place, int64_t adoptions, const std::string& refusal = "");
 
-  // As Optimizer.zero_grad(); local, and never blocks but for whole gradients after a backward that raised: there it
-  // tells the others, who wait at the end of theirs.
+  // Does what Optimizer.zero_grad() does. It is local and never blocks, with one exception: if gradients are whole and
+  // backward raised here, it tells the other ranks, which wait at the end of their backward.
   void zero(bool set_to_none);
 
   // Collective: a few integers on the CPU, combined over the ranks in place, for clip_grad_norm_().
   void all_reduce(const at::Tensor& values, Combine combine);
 
-  // At the last settle(): whether any rank still held a gradient that mark_scaled() saw.
+  // Whether, at the last settle(), any rank still held a gradient that mark_scaled() saw.
   bool holds_scaled() const;
-  // After an update: tells autograd of the parameters that the last settle() found a gradient of, so that a backward
-  // through their old values raises, as after torch's optimizers. The update itself is below version counters.
+  // To be called after an update. Bumps the version of each parameter for which the last settle() found a gradient, so
+  // that a backward through its old value raises, as after torch's optimizers. The update itself is below version
+  // counters.
   void bump_versions() const;
-  // A count that rises with every flight launched, on any rank, and with every gradient that none takes.
+  // A count that rises with every flight launched (settle() also launches for other ranks' rounds), and with every
+  // gradient that is only counted.
   int64_t num_added() const { return flights_->num_launched() + placement_->num_counted(); }
 
  private:

@@ -21,7 +21,7 @@ void ShardedGrads::before_accumulate(Slot& slot, const Locked& /*lock*/) {
   }
 }
 
-// A placeholder stays behind.
+// Leaves a placeholder behind.
 Taken ShardedGrads::take(Slot& slot, const Locked& /*lock*/) {
   at::Tensor& grad = slot.param.mutable_grad();
   const bool is_placeholder = grad.defined() && grad.is_same(slot.placeholder);
@@ -32,9 +32,9 @@ Taken ShardedGrads::take(Slot& slot, const Locked& /*lock*/) {
   slot.held = grad.defined();
   slot.replace = false;
   slot.zeroed = false;
-  slot.hooks.between = 0;  // an accumulation that raised has no end
+  slot.hooks.between = 0;  // an accumulation that raised never ends
   slot.seen.local.forget();
-  if (taken.replace) slot.seen.scaled.forget();  // the placeholder is the same one again
+  if (taken.replace) slot.seen.scaled.forget();  // the new placeholder is the same tensor as before
   if (!is_real) return taken;
   taken.source = in_order_of(grad, slot.home.view);
   grad = slot.placeholder;
@@ -74,7 +74,7 @@ std::vector<uint8_t> ShardedGrads::take_changes() {
   return changes;
 }
 
-// Rarely: most changes are told by a flight.
+// This is rare: a flight tells most changes.
 void ShardedGrads::exchange_changes(Agreement& agreement) {
   std::vector<uint8_t> changes = take_changes();
   agreement.take_largest(changes);

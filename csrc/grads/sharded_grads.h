@@ -1,4 +1,4 @@
-// Gradients of which each rank keeps its shard of the mean (ZeRO stage 2).
+// Gradients whose mean is sharded: each rank keeps its shard (ZeRO stage 2).
 #pragma once
 
 #include "grads/grad_placement.h"

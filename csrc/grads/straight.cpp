@@ -28,7 +28,7 @@ std::vector<StraightRange> straight_ranges(const Bucket& bucket, int64_t rank) {
   return found;
 }
 
-// A rank's slice as the messages that it is sent in: from the gradients, and from `packed`.
+// A rank's slice as the messages that it is sent in: some from the gradients, the last from the packed buffer.
 Exchange::Messages messages_to(const Flight& flight, int64_t rank) {
   const Bucket& bucket = *flight.bucket;
   Exchange::Messages messages;
@@ -40,7 +40,7 @@ Exchange::Messages messages_to(const Flight& flight, int64_t rank) {
   return messages;
 }
 
-// The same messages, where they arrive in a whole slice.
+// The same messages as they arrive in a whole slice.
 Exchange::Messages messages_into(const Bucket& bucket, const at::Tensor& slice, int64_t rank) {
   Exchange::Messages messages;
   for (const StraightRange& range : straight_ranges(bucket, rank)) {
@@ -51,7 +51,7 @@ Exchange::Messages messages_into(const Bucket& bucket, const at::Tensor& slice, 
   return messages;
 }
 
-// Where a part has to end so as not to cut a block that norms are taken over.
+// The end of a part that would end at `end`, moved back so as not to cut a block that norms are taken over.
 int64_t whole_blocks(const at::TensorAccessor<int64_t, 2>& rows, int64_t first_row, int64_t end) {
   for (int64_t row = first_row; row < rows.size(0) && rows[row][0] < end; ++row) {
     if (end < rows[row][1]) return end - (end - rows[row][0]) % kNormBlock;
@@ -90,7 +90,7 @@ void join_pieces(Bucket& bucket) {
 
 std::vector<Part> parts_of(const Bucket& bucket, int64_t rank, int64_t most) {
   std::vector<Part> parts;
-  const at::Tensor table = bucket.segments.cpu();  // kernels have it where the shard is
+  const at::Tensor table = bucket.segments.cpu();  // the kernels' table lies where the shard is
   const auto rows = table.accessor<int64_t, 2>();
   int64_t first = 0;  // row that may have elements from here on
   const auto add = [&](size_t message, int64_t message_start, int64_t message_stop, int64_t last) {

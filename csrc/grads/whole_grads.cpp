@@ -38,8 +38,8 @@ GradsSeen WholeGrads::look(int64_t rounds, const Locked& /*lock*/) {
   return seen;
 }
 
-// This rank's shard of p.grad: pieces of the first slots as they lie, undefined without a gradient, and the rest
-// packed.
+// This rank's shard of p.grad. The first slots are pieces where they lie, undefined if there is no gradient; the rest
+// is packed.
 std::vector<at::Tensor> WholeGrads::pack(Bucket& bucket, int64_t num_straight) {
   const int64_t rank = exchange().rank();
   const int64_t first = rank * bucket.shard_numel;
@@ -47,7 +47,7 @@ std::vector<at::Tensor> WholeGrads::pack(Bucket& bucket, int64_t num_straight) {
   std::vector<at::Tensor> found;
   std::vector<at::Tensor> sources;
   std::vector<int64_t> pieces;
-  // Pinned where an accelerator takes it, so that nothing waits for the copy.
+  // Pinned for a CUDA device, so that nothing waits for the copy.
   at::Tensor present = at::empty_like(
       bucket.landed.present, bucket.landed.present.options().device(at::kCPU).pinned_memory(bucket.flat.is_cuda()));
   auto* next_present = present.mutable_data_ptr<uint8_t>();
@@ -78,13 +78,13 @@ std::vector<at::Tensor> WholeGrads::pack(Bucket& bucket, int64_t num_straight) {
   return found;
 }
 
-// Where the wire is wider than p.grad, an element of the shard is kept while it still rounds to what p.grad holds:
-// then both stages update from the same number.
+// If the wire is wider than p.grad, an element of the shard is kept while it still rounds to what p.grad holds. Then
+// both stages update from the same number.
 at::Tensor WholeGrads::shard(int64_t index) {
   const at::AutoDispatchBelowADInplaceOrView no_autograd;
   Bucket& bucket = buckets().at(index);
   at::Tensor packed = std::move(pack(bucket, 0).front());
-  if (bucket.whole_grads_hold_shard()) return packed.to(bucket.wire_dtype);  // as the shard was, also on one rank
+  if (bucket.whole_grads_hold_shard()) return packed.to(bucket.wire_dtype);  // as the shard was, with one rank too
   if (bucket.landed.shard.defined()) {
     bucket.landed.shard = at::where(bucket.landed.shard.to(packed.scalar_type()) == packed, bucket.landed.shard,
                                     packed.to(bucket.wire_dtype));
@@ -110,24 +110,24 @@ Taken GatheredGrads::take(Slot& slot, const Locked& /*lock*/) {
   return {.source = sent ? in_order_of(grad, slot.home.view) : at::Tensor(), .present = sent, .replace = sent};
 }
 
-// Gradients of a round that is not over yet have left too.
+// Gradients of a round that is not over yet have left, too.
 bool GatheredGrads::is_unsent(const Slot& slot, int64_t rounds) const {
   return gathered_ == rounds && slot.whole.is_local(slot.param.grad());
 }
 
-// A rank that had no gradient of its own gets the others'.
+// A rank that had no gradient of its own gets that of the others.
 enum : uint8_t { kAbsent, kPresent, kReached };
 std::vector<uint8_t> GatheredGrads::who_has_grads() {
   const Locked lock(buckets().mutex);
   std::vector<uint8_t> found;
   buckets().for_each_slot([&](Slot& slot, int64_t /*place*/) {
     found.push_back(!slot.held ? kAbsent : slot.fired ? kReached : kPresent);
-    slot.fired = false;  // in the next round, which may be another rank's
+    slot.fired = false;  // for the next round, which may be another rank's
   });
   return found;
 }
 
-// Of each bucket, in a buffer of its own.
+// Gathers the mean of each bucket into a buffer of its own.
 std::vector<at::Tensor> GatheredGrads::gather_means() {
   std::vector<at::Tensor> whole;
   Gathers gathers({"the mean gradients", "gather_grads", "gather_grads_wait"});
@@ -171,8 +171,8 @@ void GatheredGrads::complete(int64_t rounds, Agreement& agreement) {
   }
 }
 
-// What no_sync() kept back on some rank, and what was put there by hand. What is the mean already on every rank is not
-// sent again: it would be rounded once more.
+// Sends what no_sync() kept back on some rank, and what was put there by hand. A gradient that is the mean already on
+// every rank is not sent again: it would be rounded once more.
 void GatheredGrads::send_rest(Agreement& agreement, const std::function<void()>& launch) {
   std::vector<uint8_t> unsent;
   {

@@ -1,5 +1,5 @@
-// Gradients that are whole when step() comes (ZeRO stage 1): the update takes this rank's part of p.grad, so that
-// whatever the user changed there counts.
+// Gradients that are whole when step() comes (ZeRO stage 1). The update takes this rank's part of p.grad, so that the
+// user's changes to it count.
 #pragma once
 
 #include "grads/grad_placement.h"
@@ -28,7 +28,7 @@ class WholeGrads : public GradPlacement {
   std::vector<at::Tensor> pack(Bucket& bucket, int64_t num_straight);
 };
 
-// p.grad is the mean from where backward ends: it is reduced to shards, and gathered from them.
+// p.grad is the mean once backward has ended: it is reduced to shards, and gathered from them.
 class GatheredGrads final : public WholeGrads {
  public:
   using WholeGrads::WholeGrads;

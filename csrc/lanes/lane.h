@@ -12,8 +12,8 @@
 
 namespace zx {
 
-// Tasks must not throw. The thread starts with the first task, so that a process which only constructs an optimizer
-// has none. Must not be destroyed in a forked child, which lacks the thread.
+// Tasks must not throw. The thread starts with the first task, so that a process that only constructs an optimizer has
+// none. A Lane must not be destroyed in a forked child, which lacks the thread.
 class Lane {
  public:
   // `name`, of at most 15 characters, is what debuggers, profilers and `top -H` show.
@@ -59,7 +59,7 @@ class Lane {
       busy_ = true;
       lock.unlock();
       task();
-      task = nullptr;  // what the task holds is freed before anyone hears that it is done
+      task = nullptr;  // frees what the task holds before anything hears that it is done
       lock.lock();
       busy_ = false;
       changed_.notify_all();

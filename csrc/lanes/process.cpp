@@ -10,7 +10,7 @@
 namespace zx {
 namespace {
 
-// Counted, since getpid() is a call of the system's, which hooks could not afford for each gradient.
+// Forks are counted, since getpid() is a system call, and hooks could not afford one for each gradient.
 std::atomic<int64_t> num_forks{0};
 [[maybe_unused]] const int counted = pthread_atfork(nullptr, nullptr, [] { ++num_forks; });
 

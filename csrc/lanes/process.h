@@ -1,4 +1,4 @@
-// Which process made something: a forked child has it too, and can do little with it.
+// Tells which process made an object: a forked child has the object too, and can do little with it.
 #pragma once
 
 #include <cstdint>
@@ -7,15 +7,15 @@
 namespace zx {
 
 // Note [Forks]
-// A forked child has its parent's memory as it was, and none of its threads: a lock may be held, and a queue emptied,
-// by one that is not there. Sockets and epoll instances it shares with the parent: what it closes or unregisters there
-// is gone for the parent too, which gloo then ends. So in a child nobody waits, sends, or destroys what the parent made
-// (it is leaked); whoever asks for that gets an error in one line.
+// A forked child has its parent's memory as it was, and none of its threads: a lock may be held, and a queue may have
+// to be emptied, by a thread that is not there. The child shares sockets and epoll instances with the parent: if the
+// child closes or unregisters one, it is gone for the parent too, and gloo then ends the parent. So a child never
+// waits, sends, or destroys what the parent made (which is leaked instead); a call that would do so raises an error in
+// one line.
 //
-// What is left is reading. Hidden gathers arrive before a fork of Python's (ReadGuard::before_fork,
-// zerox/ranks/forks.py), so that its child finds parameters whole. Forks that Python does not know of wait for nothing,
-// as nearly all of them start another program; if parameters were on their way there, the child is told when it reads
-// them.
+// A child can still read. Hidden gathers arrive before a fork by Python (ReadGuard::before_fork, zerox/ranks/forks.py),
+// so that the child finds parameters whole. Forks that Python does not know of wait for nothing, as nearly all of them
+// start another program. If parameters were on their way then, the child is told so when it reads them.
 
 // The process that made this object.
 class Process {
@@ -31,7 +31,7 @@ class Process {
   int64_t num_forks_;  // between the first process and this one
 };
 
-// Can't be locked in a forked child, where nobody may be there to unlock it: throws.
+// Throws when it is locked in a forked child: the thread that would unlock it may not be there.
 class ProcessMutex {
  public:
   void lock() {

@@ -1,16 +1,16 @@
-// What profilers show of a bucket's way: a range for each thing that happens to it, in the order in which it does.
+// The ranges that profilers show of a bucket: one for each thing that happens to it, in the order of these things.
 //
 //   launch        autograd's thread   its last gradient is ready and its turn has come: gradients are taken
 //   pack          pack lane           what is not straight is copied, messages are posted
-//   land          land lane           of these:
+//   land          land lane           contains:
 //     wait                              until the messages are there
 //     reduce                            neighbours are read, slices summed
-//     let_go                            until nobody reads what is here
-//   settle        optimizer's caller  (no bucket) until all that was launched has landed; of it
+//     let_go                            until no other rank reads this rank's memory
+//   settle        optimizer's caller  (no bucket) until all that was launched has landed; contains:
 //     agree                             until all ranks are there
-//   update        optimizer's caller  the shard's moments and parameters
+//   update        optimizer's caller  the shard's states and parameters
 //   gather        optimizer's caller  messages are posted
-//   gather_wait   optimizer's caller  until the others' parameters are there; hidden ones: who reads, or a lane
+//   gather_wait   optimizer's caller  until the others' parameters are there; if hidden, on a reader's thread or a lane
 //   gather_grads, gather_grads_wait   where backward ends: the same for whole gradients
 #pragma once
 
@@ -21,8 +21,8 @@
 
 namespace zx {
 
-// Lasts as long as the object, under the name "zerox::what" or "zerox::what bucket 3". Without a profiler it costs a
-// look at a thread-local: names are made for a profiler only.
+// A range that lasts as long as the object, named "zerox::what" or "zerox::what bucket 3". Without a profiler it only
+// costs a look at a thread-local: names are made for a profiler only.
 class Range {
  public:
   explicit Range(const char* what) : function_(at::RecordScope::USER_SCOPE) {

@@ -49,7 +49,7 @@ void Streams::hold_buffers(std::vector<at::Tensor> buffers, c10::Event landed) {
   buffers_.push_back({std::move(buffers), {pack_}, std::move(landed)});
 }
 
-// Tensors are freed outside the lock: one that Python has seen needs the GIL for it.
+// Tensors are freed outside the lock: freeing one that Python has seen needs the GIL.
 void Streams::free(std::unique_lock<std::mutex> lock, std::deque<Held>& held, size_t keep) {
   std::vector<Held> freed;
   while (held.size() > keep) {

@@ -14,22 +14,21 @@ namespace zx {
 // Note [Streams]
 // On an accelerator a flight is work on three streams:
 //
-//   a stream of autograd's (the producer) --event--> pack stream --the exchange's own--> land stream --> land()'s
-//   caller
+//   a stream of autograd (producer) --event--> pack stream --the exchange's own--> land stream --> land()'s caller
 //
 // Packing waits for every stream that produced one of the gradients. Landing has a stream of its own, since a pack
 // stream that waits for the wire would leave the wire idle. Both have high priority: they are short, and the next
 // bucket waits behind them. Nothing waits on the host, unless the backend itself works there (gloo).
 //
-// Memory that crosses streams is given back only when the stream that allocated it is behind its last use:
+// Memory that crosses streams is given back only after the stream that allocated it has waited for its last use:
 // - A flight's buffers belong to the pack stream. Before a third flight gets buffers, the pack stream waits for the
-//   landing of the first, and its buffers are free: so there are never more than two flights' buffers.
-// - Gradients belong to their producers. When a flight is launched, the producers of all but the latest two wait for
-//   their packing, and those gradients are free. Autograd's streams thus wait for the wire only where two more buckets
-//   wait to be packed, and then the wire is what the step waits for anyway; without this wait a host that runs ahead of
-//   the device would hold all gradients at once.
-// - A shard belongs to the land stream, and is read by the update and freed by zero_grad(). It is written again only
-//   after gradients were produced behind that update.
+//   landing of the first, and the first one's buffers are free: so never more than two flights have buffers.
+// - Gradients belong to their producers. When a flight is launched, the producers of all but the latest two flights
+//   wait for their packing, and those gradients are free. So autograd's streams wait for the wire only if two more
+//   buckets wait to be packed, and then the step waits for the wire anyway. Without this wait, a host that runs ahead
+//   of the device would hold all gradients at once.
+// - A shard belongs to the land stream. The update reads it, and zero_grad() frees it. It is written again only for
+//   gradients that were produced after that update.
 
 using Events = std::vector<c10::Event>;
 
@@ -43,7 +42,7 @@ struct Held {
 class Streams {
  public:
   explicit Streams(c10::Device device);
-  ~Streams();  // what was allocated for flights is free for the current stream afterwards, and its memory for ours
+  ~Streams();  // afterwards the current stream can reuse the flights' memory, and our streams can reuse its memory
   Streams(const Streams&) = delete;
   Streams& operator=(const Streams&) = delete;
 
@@ -59,11 +58,11 @@ class Streams {
   // After `landed`, the buffers go back to the pack stream.
   void hold_buffers(std::vector<at::Tensor> buffers, c10::Event landed);
 
-  // Makes owners wait, and frees, all but the latest `keep`.
+  // Makes the owners of all but the latest `keep` wait, and frees those.
   void free_gradients(size_t keep);
   void free_buffers(size_t keep);
 
-  // The current stream waits for all that was packed and landed so far; everything held is free.
+  // Makes the current stream wait for everything that was packed and landed so far, and frees everything held.
   void join();
 
  private:

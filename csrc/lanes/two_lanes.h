@@ -1,5 +1,6 @@
-// Packs and lands flights in the order in which they were launched, and knows which are in the air and what went wrong
-// first. Plain C++, unit-tested without torch and under the thread sanitizer: what a flight carries is Flights' matter.
+// Packs and lands flights in the order in which they were launched, and knows which ones are in the air, and the first
+// error. This is plain C++, unit-tested without torch and under the thread sanitizer: Flights knows what a flight
+// carries.
 #pragma once
 
 #include <atomic>
@@ -17,15 +18,14 @@
 namespace zx {
 
 // Note [Two lanes]
-// Packing and landing run on two threads beside autograd's, each in launch order, so that launching a bucket costs
-// backward a queue entry and nothing in backward waits for the wire. At most two flights have buffers at a time: the
-// next one is packed when the first has landed, and its gradients stay where they are until then.
+// Packing and landing run on two threads beside autograd's, each in launch order. So launching a bucket costs backward
+// a queue entry, and nothing in backward waits for the wire. At most two flights have buffers at a time: the next one
+// is packed when the first has landed, and its gradients stay where they are until then.
 //
-// On an accelerator whose backend works on streams (NCCL) the streams are the lanes: packing and landing are only put
-// in line there, at once, by the thread that launches. Where the backend works on the host (gloo) the threads stay, and
-// each has a stream.
+// On an accelerator whose backend works on streams (NCCL), the streams are the lanes: the thread that launches enqueues
+// packing and landing there at once. If the backend works on the host (gloo), the threads stay, and each has a stream.
 //
-// `Flight` has describe(), and `pending`: a pointer to the messages that it waits for, whose abort() wakes a waiting
+// A `Flight` has describe(), and `pending`: a pointer to the messages that it waits for. Their abort() wakes a waiting
 // thread.
 template <class Flight>
 class TwoLanes {
@@ -33,8 +33,8 @@ class TwoLanes {
   using Task = std::function<void()>;
   using FlightTask = std::function<void(Flight&)>;
 
-  // `pack` and `land` are called once for each flight, with no lock held, also when something has gone wrong. They must
-  // not throw: see attempt(). Without threads whoever launches runs them.
+  // `pack` and `land` are called once for each flight, with no lock held, even after an error. They must not throw: see
+  // attempt(). Without threads, the thread that launches runs them.
   TwoLanes(bool has_threads, FlightTask pack, FlightTask land)
       : has_threads_(has_threads), pack_(std::move(pack)), land_(std::move(land)) {}
 
@@ -47,8 +47,8 @@ class TwoLanes {
     }
   }
 
-  // One thread at a time. `small`: waking the lanes would take longer than the flight itself, which waits for nobody.
-  // The caller then does what they do, unless others are in the air.
+  // Called by one thread at a time. `small`: the flight waits for no other rank, and waking the lanes would take longer
+  // than the flight itself. The caller then does the work of the lanes, unless other flights are in the air.
   void launch(std::shared_ptr<Flight> flight, bool small = false) {
     ++num_launched_;
     bool alone = false;
@@ -89,7 +89,7 @@ class TwoLanes {
     });
   }
 
-  // Waits until all have landed. Returns what went wrong first, now and on every later call; empty if nothing did.
+  // Waits until all have landed. Returns the first error, now and on every later call; empty if there was none.
   std::string drain() {
     start_held();
     pack_lane_.drain();
@@ -98,7 +98,7 @@ class TwoLanes {
     return sky_.error;
   }
 
-  // What is known to be wrong: the first error, or what has not landed; empty if there is nothing.
+  // Tells what is known to be wrong: the first error, or what has not landed; empty if nothing is.
   std::string trouble() {
     const std::lock_guard lock(sky_.mutex);
     if (!sky_.error.empty()) return sky_.error;
@@ -114,7 +114,7 @@ class TwoLanes {
   // For tests of overlap: holds every flight back until drain() or after_landing().
   void set_hold(bool hold) { held_.on = hold; }
 
-  // For `pack` and `land`: runs `body`, and remembers what it throws if nothing went wrong before.
+  // For `pack` and `land`: runs `body`, and remembers what it throws if that is the first error.
   template <class Body>
   void attempt(const Flight& flight, const Body& body) {
     try {
@@ -131,7 +131,7 @@ class TwoLanes {
     return !sky_.error.empty() || sky_.aborted;
   }
 
-  // For `pack`: the flight's messages are on the wire.
+  // For `pack`: notes that the flight's messages are on the wire.
   template <class Pending>
   void set_pending(Flight& flight, Pending pending) {
     const std::lock_guard lock(sky_.mutex);
@@ -142,8 +142,8 @@ class TwoLanes {
  private:
   struct Sky {
     std::mutex mutex;                              // of the three below, and of each flight's `pending`
-    std::deque<std::shared_ptr<Flight>> airborne;  // launched and not landed, in order; null: a task
-    std::string error;                             // what went wrong first
+    std::deque<std::shared_ptr<Flight>> airborne;  // launched and not landed, in order; null for a task
+    std::string error;                             // the first one
     bool aborted = false;
   };
   struct HeldBack {
@@ -191,7 +191,7 @@ class TwoLanes {
     sky_.error = "zerox: the gradients of " + flight.describe() + " did not arrive from all ranks: " + reason;
   }
 
-  bool has_threads_;  // else whoever posts a task runs it
+  bool has_threads_;  // if not, the thread that posts a task runs it
   FlightTask pack_;
   FlightTask land_;
   std::atomic<int64_t> num_launched_{0};

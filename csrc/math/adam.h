@@ -11,7 +11,7 @@
 
 namespace zx {
 
-// A double and what rounding it lost.
+// A double, and what its rounding lost.
 struct Compensated {
   double high;
   double low;
@@ -24,8 +24,9 @@ ZX_HD Compensated multiply(Compensated a, Compensated b) {
   return {high, lost - (high - product)};
 }
 
-// base^exponent by squaring: device and host `pow` differ in their last bits, products and fma don't. Plain products
-// would gather up to `exponent` ulp, and 1 - base^exponent magnifies them: fp64 parameters would show it.
+// Computes base^exponent by squaring: device and host `pow` differ in their last bits, but products and fma do not.
+// Plain products would accumulate an error of up to `exponent` ulp, and 1 - base^exponent magnifies it: fp64 parameters
+// would show it.
 ZX_HD double integer_power(double base, int64_t exponent) {
   Compensated result{1.0, 0.0};
   for (Compensated square{base, 0.0}; exponent > 0; exponent >>= 1) {
@@ -38,8 +39,8 @@ ZX_HD double integer_power(double base, int64_t exponent) {
 struct Adam {
   static constexpr const char* kName = "adam";
 
-  // What it keeps of each element. The last is kept where a param group asks for amsgrad; it is rounded with the bits
-  // of the one before it, so that it stays at least as large.
+  // The states of each element. The last one is kept only if a param group asks for amsgrad. It is rounded with the
+  // bits of the one before it, so that it stays at least as large.
   enum : int { kExpAvg, kExpAvgSq, kMaxExpAvgSq };
   static constexpr StateTraits kStates[] = {
       {.has_negatives = true, .takes_upper_bits = false},
@@ -48,7 +49,7 @@ struct Adam {
   };
   static constexpr int kLeastStates = 2;
 
-  // One row of the options table: what a param group says. All in double, as Python holds them.
+  // One row of the options table: the options of one param group, all in double, as Python holds them.
   struct Options {
     double lr;
     double beta1;
@@ -61,11 +62,11 @@ struct Adam {
   };
   static ZX_HD int num_states(const Options& options) { return options.amsgrad != 0.0 ? 3 : 2; }
 
-  // Which way an update takes.
+  // The branches that an update takes.
   struct Cases {
     bool lerp_from_grad;
     bool has_l2;
-    bool ordinary;  // narrow() sets it: constants that new_param_unchecked() takes
+    bool ordinary;  // narrow() sets it: new_param_unchecked() can take these constants
   };
   // Constants folded per parameter and step; the element loop only reads them.
   template <class T>
@@ -131,7 +132,7 @@ struct Adam {
     at.param = new_param(s, at);
   }
 
-  // All of the update but its last step: states are new, and the parameter has decayed.
+  // Does all of the update except its last step: afterwards the states are new, and the parameter has decayed.
   template <class V, int N>
   static ZX_HD void update_states(const Step<typename V::Scalar>& s, V grad, Lanes<V, N>& at) {
     V& exp_avg = at.state[kExpAvg];
@@ -139,7 +140,8 @@ struct Adam {
     grad = grad * V::splat(s.grad_scale);
     if (s.is.has_l2) grad = fma(at.param, V::splat(s.l2), grad);
     at.param = at.param * V::splat(s.decay);
-    // V(): a choice of values. Of variables GCC chooses the address, and keeps all vectors in memory for it.
+    // V() makes this a choice between values. Given variables, GCC chooses between their addresses, and keeps all
+    // vectors in memory for that.
     const V from = s.is.lerp_from_grad ? V(grad) : V(exp_avg);
     exp_avg = fma(V::splat(s.lerp_weight), grad - exp_avg, from);
     exp_avg_sq = fma(V::splat(s.grad_sq_weight) * grad, grad, exp_avg_sq * V::splat(s.beta2));
@@ -153,13 +155,13 @@ struct Adam {
     return at.param + (V::splat(s.neg_step_size) * at.state[kExpAvg]) / denom;
   }
 
-  // The second moment that divides.
+  // The second moment in the divisor.
   template <class V, int N>
   static ZX_HD V divisor(const Lanes<V, N>& at) {
     return at.state[N > kMaxExpAvgSq ? kMaxExpAvgSq : kExpAvgSq];
   }
 
-  // ---- The last step by a root and quotients that are right for ordinary operands only
+  // ---- The last step, with a root and quotients that are right for ordinary operands only
   static constexpr bool kHasUncheckedStep = true;
 
   struct Operands {
@@ -171,14 +173,14 @@ struct Adam {
     return {divisor(at).x, s.neg_step_size * at.state[kExpAvg].x};
   }
 
-  // What is ordinary. With narrow()'s bounds on constants the root lies in [2^-50, 2^20], the denominator in
-  // [2^-50, 2^41], and the last quotient in [2^-125, 2^110].
+  // The bounds of ordinary operands. With narrow()'s bounds on constants they keep the root in [2^-50, 2^20], the
+  // denominator in [2^-50, 2^41], and the last quotient in [2^-125, 2^110].
   static constexpr float kLeastRadicand = 0x1p-100f;
   static constexpr float kMostRadicand = 0x1p+40f;
   static constexpr float kLeastNumerator = 0x1p-84f;
   static constexpr float kMostNumerator = 0x1p+60f;
 
-  // new_param() where s.is.ordinary and the operands are ordinary.
+  // Computes new_param() if s.is.ordinary and the operands are ordinary.
   ZX_FOR_ANY_BODY
   template <class Unchecked>
   static ZX_HD float new_param_unchecked(const Step<float>& s, float param, const Operands& of) {

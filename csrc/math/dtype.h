@@ -1,4 +1,4 @@
-// What elements are stored as.
+// The dtypes that elements are stored in.
 #pragma once
 
 #include <cstdint>

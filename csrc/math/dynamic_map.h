@@ -1,18 +1,19 @@
 // Note [8-bit states]
-// Blocks of 256 elements, each with one float, its scale: the value of largest magnitude, sign included, so that this
-// one is always exact and a block that is coded twice stays as it is. (With the magnitude alone a negative one would
-// lose 0.7% at every step, since the map has 1 but not -1.) Every element is a code, the number of that value of a map
-// which is nearest to element * (1 / scale). A block of which no value is as large as the least normal float is zero.
+// A state is stored in blocks of 256 elements. Each block has one float, its scale: the value of largest magnitude,
+// sign included. So this value is always exact, and a block that is coded twice stays as it is. (If the scale were the
+// magnitude alone, a negative value would lose 0.7% at every step, since the map has 1 but not -1.) Every element is a
+// code: the number of the map's value that is nearest to element * (1 / scale). If no magnitude in a block reaches the
+// least normal float, the block is zero.
 //
 // The map is the dynamic one of Dettmers et al., "8-bit Optimizers via Block-wise Quantization" (2022), section 1.3, as
-// bitsandbytes and torchao use it: seven decades below 1, the highest with the most values. Decade d in [0, 7) has n =
-// 2^d values (2^(d+1) if there are no negative ones): the middles of n equal parts of [0.1, 1], times 10^(d-6). Then 0,
-// 1, and in the signed map the negatives of all but 1. Codes count the magnitudes up from 0, which is 0; a negative
-// value's code is that of its magnitude subtracted from 256.
+// bitsandbytes and torchao use it. It has seven decades below 1, and the highest has the most values. Decade d in [0,
+// 7) has n = 2^d values (2^(d+1) if the map has no negatives): the middles of n equal parts of [0.1, 1], times
+// 10^(d-6). The map also has 0, 1, and if signed the negatives of all values but 1. Codes count the magnitudes up from
+// 0, whose code is 0; the code of a negative value is 256 less the code of its magnitude.
 //
-// To find the nearest value takes one look-up: a float in [0, 1] is known by its upper 16 bits to lie between two
-// neighbouring values at most, and by its lower 16 bits on which side of the middle between them. (A middle belongs to
-// the smaller value.)
+// Finding the nearest value takes one look-up. The upper 16 bits of a float in [0, 1] leave at most two neighbouring
+// values to choose from, and its lower 16 bits tell on which side of the middle between them it lies. (A middle belongs
+// to the smaller value.)
 #pragma once
 
 #include <array>
@@ -26,7 +27,7 @@ namespace zx {
 
 constexpr uint32_t kMagnitudeBits = 0x7fffffff;
 constexpr uint32_t kOneBits = 0x3f800000;
-constexpr uint32_t kLeastBits = 0x34000000;  // 2^-23: all below is nearest to 0, in both maps
+constexpr uint32_t kLeastBits = 0x34000000;  // 2^-23: in both maps everything below is nearest to 0
 constexpr uint32_t kLeastNormalBits = 0x00800000;
 constexpr uint32_t kInfinityBits = 0x7f800000;
 constexpr uint32_t kNanBits = 0x7fc00000;
@@ -34,8 +35,9 @@ constexpr uint32_t kOneSignedCode = 128;
 
 struct DynamicMap {
   float values[256];  // by code
-  // By the upper 16 bits of a magnitude, less those of kLeastBits: what, added to the lower 16, gives the code in the
-  // upper half. So its lower half is 0xffff less those of the last magnitude with the smaller code.
+  // Indexed by the upper 16 bits of a magnitude, less those of kLeastBits. An entry plus the magnitude's lower 16 bits
+  // has the code in its upper half. So the entry's lower half is 0xffff less the lower 16 bits of the last magnitude
+  // that has the smaller code.
   uint32_t nearest[((kOneBits - kLeastBits) >> 16) + 1];
 };
 
@@ -46,7 +48,7 @@ consteval uint32_t middle_bits(float low, float high) {
   return std::bit_cast<uint32_t>(rounded) - (static_cast<double>(rounded) > middle ? 1 : 0);
 }
 
-// Not a constant expression where two middles share an entry of `nearest`.
+// If two middles shared an entry of `nearest`, this would not be a constant expression, and would not compile.
 consteval DynamicMap make_dynamic_map(bool has_negatives) {
   std::array<float, 256> magnitudes{};
   int count = 1;  // the first is 0
@@ -79,15 +81,16 @@ consteval DynamicMap make_dynamic_map(bool has_negatives) {
 inline constexpr DynamicMap kSignedMap = make_dynamic_map(true);
 inline constexpr DynamicMap kUnsignedMap = make_dynamic_map(false);
 
-// Of two such keys that of the larger magnitude is larger, and of equal ones that of the positive value; NaN's is the
-// largest of all. What is never negative, and never -0, needs no more than its bits.
+// The key of the larger magnitude is larger. Of two equal magnitudes, the positive one has the larger key, and NaN has
+// the largest key of all. If values are never negative, and never -0, their bits are the keys.
 template <bool kHasNegatives>
 ZX_HD uint32_t scale_key(float value) {
   const uint32_t bits = std::bit_cast<uint32_t>(value);
   return kHasNegatives ? (bits << 1 | bits >> 31) ^ 1 : bits;
 }
 
-// From the largest key in a block. NaN where an element is NaN or infinite: then all of the block becomes NaN.
+// The scale that belongs to the largest key in a block. It is NaN if an element is NaN or infinite, and then the whole
+// block becomes NaN.
 template <bool kHasNegatives>
 ZX_HD float scale_of_key(uint32_t key) {
   uint32_t bits = kHasNegatives ? (key ^ 1) >> 1 | (key ^ 1) << 31 : key;
@@ -96,9 +99,9 @@ ZX_HD float scale_of_key(uint32_t key) {
   return std::bit_cast<float>(bits);
 }
 
-// `nearest` is the map's, `inverse` 1 / scale. Without negatives in the map, their product must not be negative. A
-// product that is NaN, of a scale that is 0 or NaN, has code 0; the inverse of a very large scale is subnormal, and may
-// be off by so much that the product is above 1.
+// `nearest` is the map's, and `inverse` is 1 / scale. If the map has no negatives, value * inverse must not be
+// negative. If the scale is 0 or NaN the product is NaN, and its code is 0. The inverse of a very large scale is
+// subnormal, and may be so inexact that the product is above 1.
 template <bool kHasNegatives>
 ZX_HD uint8_t encode(const uint32_t* nearest, float value, float inverse) {
   const float relative = value * inverse;

@@ -1,9 +1,9 @@
 // Note [Norms are summed exactly]
-// A gradient norm must not depend on bucket sizes, shard borders, threads or the order in which shards land.
-// Floating-point addition does. So each block of 256 elements gives one double, summed in a fixed order, and these
-// partials are added without rounding: a double is a 53-bit integer times a power of two, and the sum is kept as
-// digits of 32 bits in 64-bit words that cover the whole range of double. Integer addition is associative, so ranks
-// can all-reduce the words, and the sum is rounded once, when it is read.
+// A gradient norm must not depend on bucket sizes, shard borders, threads or the order in which shards land, but a
+// floating-point sum depends on the order of its terms. So each block of 256 elements gives one double, summed in a
+// fixed order, and these partials are added without rounding: a double is a 53-bit integer times a power of two, and
+// the sum is kept as digits of 32 bits in 64-bit words that cover the whole range of double. Integer addition is
+// associative, so ranks can all-reduce the words, and the sum is rounded once, when it is read.
 #pragma once
 
 #include <bit>
@@ -22,7 +22,7 @@ constexpr int kExactNan = kExactDigits + 1;    // partials that are NaN
 constexpr int kExactInf = kExactDigits + 2;    // partials that are infinite
 constexpr int kExactWords = kExactDigits + 3;
 
-// What adding one partial changes: words[first] and the two behind it.
+// The words that adding one partial changes: words[first] and the two after it.
 struct ExactTerm {
   int first;
   uint64_t added[3];
@@ -45,12 +45,12 @@ ZX_HD ExactTerm exact_term(double partial) {
 // Up to 2^31 additions fit before a carry is needed.
 ZX_HD void exact_add(int64_t* words, double partial) {
   const ExactTerm term = exact_term(partial);
-  for (int i = 0; i < 3; ++i) {  // behind a count of what is not finite may lie no word
+  for (int i = 0; i < 3; ++i) {  // a count of non-finite partials may be the last word
     if (term.added[i] != 0) words[term.first + i] += static_cast<int64_t>(term.added[i]);
   }
 }
 
-// Brings every digit under 2^32, so that as many as 2^31 such sums can be added word by word.
+// Brings every digit under 2^32, so that up to 2^31 such sums can be added word by word.
 ZX_HD void exact_carry(int64_t* words) {
   int64_t carry = 0;
   for (int i = 0; i < kExactDigits; ++i) {
@@ -67,8 +67,8 @@ ZX_HD double exact_value(int64_t* words) {
   exact_carry(words);
   int top = kExactDigits - 1;
   while (top > 2 && words[top] == 0) --top;
-  // The top digit is below 2^32 and not 0: three digits hold at least 65 significant bits, more than double's 53.
-  // Whatever lies below them can only matter as a sticky bit.
+  // The top digit is below 2^32 and not 0: three digits hold at least 65 significant bits, more than double's 53. The
+  // digits below them only matter as a sticky bit.
   uint64_t high = (static_cast<uint64_t>(words[top]) << 32) | static_cast<uint64_t>(words[top - 1]);
   uint64_t low = static_cast<uint64_t>(words[top - 2]) << 32;
   bool sticky = false;

@@ -9,7 +9,8 @@
 #define ZX_HD inline __attribute__((always_inline))
 #endif
 
-// Before a ZX_HD template that calls what it was given, which may be for the host alone or for the device alone.
+// To be written before a ZX_HD template that calls a body it is given: the body may be for the host or the device
+// alone.
 #if defined(__CUDACC__)
 #define ZX_FOR_ANY_BODY _Pragma("nv_exec_check_disable")
 #else

@@ -1,4 +1,5 @@
-// What a norm's partials are taken over, and of what. They are then added as Note [Norms are summed exactly] says.
+// The blocks that a norm's partials are taken over, and the kinds of norms. See Note [Norms are summed exactly] for how
+// partials are added.
 #pragma once
 
 #include <cmath>
@@ -16,7 +17,7 @@ constexpr int kNormAccumulators = 16;
 
 enum class Norm : uint8_t { sum_of_abs, sum_of_squares, max_of_abs, sum_of_powers };
 
-// The kind that a norm of order p > 0 asks for.
+// The kind of a norm of order p > 0.
 ZX_HD Norm norm_of_order(double p) {
   if (p == 1.0) return Norm::sum_of_abs;
   if (p == 2.0) return Norm::sum_of_squares;

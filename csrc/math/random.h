@@ -1,5 +1,5 @@
-// Random bits without a state: a hash of what they are for. A parameter's element gets the same bits in the same step
-// whatever the bucket, the shard, the world size, the thread or the device that asks.
+// Random bits without a generator's state: a hash of the step, the parameter and the element. An element gets the same
+// bits in the same step whatever its bucket and shard, the world size, the thread or the device.
 #pragma once
 
 #include <cstdint>
@@ -11,7 +11,7 @@ namespace zx {
 // Runs with the same gradients give the same results: the seed is a constant, and torch's generators play no part.
 constexpr uint64_t kRandomSeed = 0x7a65726f78;  // "zerox"
 
-// What all elements of a parameter share in one step.
+// The part of the hash that all elements of a parameter share in one step.
 struct RandomKey {
   uint32_t first;
   uint32_t second;
@@ -30,7 +30,7 @@ ZX_HD RandomKey random_key(int64_t step, int64_t param) {
   return {static_cast<uint32_t>(key), static_cast<uint32_t>(key >> 32)};
 }
 
-// Wellons' 32-bit mixer with the least bias of those he found by search (hash-prospector): a bijection.
+// Wellons' 32-bit mixer, a bijection: the least biased of those that he found by search (hash-prospector).
 constexpr uint32_t kMix32First = 0x21f0aaad;
 constexpr uint32_t kMix32Second = 0x735a2d97;
 ZX_HD uint32_t mix32(uint32_t x) {
@@ -39,14 +39,14 @@ ZX_HD uint32_t mix32(uint32_t x) {
   return x ^ (x >> 15);
 }
 
-// What the upper half of an element's index adds to the key: parameters may have more than 2^32 elements.
+// The key's second word with the upper half of the element's index mixed in: parameters may have more than 2^32
+// elements.
 ZX_HD uint32_t second_word(RandomKey key, int64_t element) {
   return key.second ^ (static_cast<uint32_t>(element >> 32) * 0x9e3779b9u);
 }
 
 // 32 bits for one element, counted from the parameter's start. A state is rounded by the lower 16 or the upper 16, as
-// its rule says (StateTraits): two states that share a half are rounded alike. 32-bit arithmetic only, for the sake of
-// SIMD.
+// its rule says (StateTraits): two states that share a half are rounded alike. All arithmetic is 32-bit, for SIMD.
 ZX_HD uint32_t random_bits(RandomKey key, int64_t element) {
   return mix32(mix32(static_cast<uint32_t>(element) ^ key.first) ^ second_word(key, element));
 }

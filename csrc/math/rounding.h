@@ -22,16 +22,17 @@ ZX_HD bool is_nan_bits(uint32_t bits) {
 
 ZX_HD float bf16_to_float(bf16 x) { return std::bit_cast<float>(static_cast<uint32_t>(x.bits) << 16); }
 
-// Nearest, ties to even; NaN stays NaN (made quiet).
+// Rounds to the nearest, ties to even. NaN stays NaN (made quiet).
 ZX_HD bf16 float_to_bf16(float x) {
   const uint32_t bits = std::bit_cast<uint32_t>(x);
   if (is_nan_bits(bits)) return {static_cast<uint16_t>((bits >> 16) | 0x40u)};
   return {static_cast<uint16_t>((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16)};
 }
 
-// Up or down at random: up as often as the value is near to the upper neighbour, so that the mean over all 2^16 values
-// of `random` is x itself. What bf16 holds is left as it is, NaN stays NaN (made quiet), and a finite value finite:
-// above the largest one there is nothing to round up to, and it is rounded down.
+// Rounds to the neighbour below or above at random. The nearer neighbour is chosen more often, in proportion, so that
+// the mean over all 2^16 values of the lower half of `random` is x itself. Values that bf16 can hold stay as they are,
+// NaN stays NaN (made quiet), and finite values stay finite: above the largest bf16 there is nothing to round up to, so
+// such a value is rounded down.
 ZX_HD bf16 float_to_bf16_stochastic(float x, uint32_t random) {
   const uint32_t bits = std::bit_cast<uint32_t>(x);
   const uint32_t magnitude = bits & 0x7fffffffu;
@@ -44,14 +45,14 @@ ZX_HD bf16 float_to_bf16_stochastic(float x, uint32_t random) {
 ZX_HD float f16_to_float(f16 x) {
   const uint32_t sign = (x.bits & 0x8000u) << 16;
   const uint32_t magnitude = x.bits & 0x7fffu;
-  // The exponents' biases differ by 112. The product of a subnormal number is exact, too.
+  // The exponents' biases differ by 112. The product of a subnormal number is also exact.
   uint32_t widened = std::bit_cast<uint32_t>(std::bit_cast<float>(magnitude << 13) * 0x1p112f);
   if (magnitude >= 0x7c00u) widened = 0x7f800000u | magnitude << 13;  // infinity or NaN
   if (magnitude > 0x7c00u) widened |= 0x400000u;                      // made quiet
   return std::bit_cast<float>(sign | widened);
 }
-// The same as an operand: on a GPU arithmetic leaves nothing of a NaN but that it is one, and the device's own
-// conversion doesn't either.
+// The same conversion for an operand of arithmetic. On a GPU, arithmetic keeps nothing of a NaN but the fact that it is
+// one, so the device's own conversion, which keeps no more, is good enough.
 ZX_HD float f16_operand(f16 x) {
 #if defined(__CUDA_ARCH__)
   float converted;
@@ -62,7 +63,7 @@ ZX_HD float f16_operand(f16 x) {
 #endif
 }
 
-// Nearest, ties to even; NaN stays NaN (made quiet), as the F16C conversions do.
+// Rounds to the nearest, ties to even. NaN stays NaN (made quiet), as in the F16C conversions.
 ZX_HD f16 float_to_f16(float x) {
   const uint32_t bits = std::bit_cast<uint32_t>(x);
   const uint32_t sign = (bits >> 16) & 0x8000u;
@@ -85,11 +86,11 @@ ZX_HD f16 float_to_f16(float x) {
 
 // Note [A master as bf16 parameter plus remainder]
 // The fp32 master is kept as the bf16 parameter (its upper half, rounded half away from zero) and the 16 bits that
-// rounding lost, as a signed number: a negative one says that the parameter was rounded up. Nearest-even can't be
-// used: two masters would share one pair. NaN must be caught: 0x7FFFFFFF would round to -0.0. Somebody may write a
-// parameter and leave the remainder. The two still join to a master that rounds to what was written, except where they
-// are a pair that no master has (zero beside a negative remainder, infinity beside a positive one): those bits would
-// be NaN, and the parameter alone is taken.
+// rounding lost, as a signed number. A negative remainder means that the parameter was rounded up. Rounding ties to
+// even can't be used: two masters would share one pair. NaN must be caught: 0x7FFFFFFF would round to -0.0. A user may
+// write the parameter and leave the remainder. The two still join to a master that rounds to the written value, except
+// for pairs that no master has: zero with a negative remainder, and infinity with a positive one. Their joined bits
+// would be NaN, so the parameter alone is taken.
 struct SplitMaster {
   bf16 param;
   int16_t remainder;

@@ -1,14 +1,14 @@
-// What kernels and rules share. An update rule is a struct of constants and static functions (math/adam.h is one), and
-// every update kernel is a template over it. A rule has:
+// The interface between rules and kernels. An update rule is a struct of constants and static functions (math/adam.h is
+// one), and every update kernel is a template over it. A rule has:
 //
 //   kName, kLeastStates, kStates       its name, and the states that it may keep for each element
 //   Options                            a row of the options table: doubles only, in the order of the rule's columns in
 //                                      zerox/rules
-//   num_states(options)                how many of kStates it keeps under these options: the first n of them
-//   Step<T>, fold(), narrow()          what is computed once for a parameter and a step: in double, then in T
+//   num_states(options)                how many of kStates it keeps under these options: always the first ones
+//   Step<T>, fold(), narrow()          the constants of one parameter and step: computed in double, then narrowed to T
 //   update(step, grad, lanes)          the rule itself, for V::kLanes elements
-//   kHasUncheckedStep                  whether its last step takes a root and divides: then it has the parts of it that
-//                                      Note [Roots and quotients without a check each] tells of
+//   kHasUncheckedStep                  whether its last step takes a root and divides. If so, it also has the functions
+//                                      that Note [Roots and quotients without a check each] needs
 //
 // V is a vector, or a scalar lane, of floats or doubles: it has the operators + - * /, the functions fma, sqrt and max,
 // and V::splat().
@@ -22,25 +22,25 @@ namespace zx {
 
 // One of the states of a rule.
 struct StateTraits {
-  bool has_negatives;     // which decides on its map in 8 bits
-  bool takes_upper_bits;  // in bf16: which half of an element's random bits rounds it, see random_bits()
+  bool has_negatives;     // decides which map it has in 8 bits
+  bool takes_upper_bits;  // in bf16: the upper half of its random bits rounds it, not the lower; see random_bits()
 };
 
 template <class Rule>
 constexpr int kMostStatesOf = static_cast<int>(sizeof(Rule::kStates) / sizeof(StateTraits));
 
-// How long an array for N states is: C++ has none of no elements.
+// The length of an array for N states: C++ has no arrays of length 0.
 template <int N>
 constexpr int kRoomFor = N > 0 ? N : 1;
 
-// V::kLanes elements: their parameters, and the N states that are kept of each.
+// V::kLanes elements: their parameters, and the N states that are kept for each.
 template <class V, int N>
 struct Lanes {
   V param;
   V state[kRoomFor<N>];
 };
 
-// A number as a type, for lambdas that need it when they are compiled.
+// A number as a type, for lambdas that need it at compile time.
 template <int kNumber>
 struct Constant {
   static constexpr int value = kNumber;
@@ -60,8 +60,8 @@ ZX_HD void for_each_state(const Body& body) {
   }
 }
 
-// Which of its states a rule keeps: the first so many. As bools, and not as their number, which the CUDA kernels would
-// compare anew at every element.
+// The states that a rule keeps, always the first ones of kStates. They are kept as bools, since the CUDA kernels would
+// compare a number anew at every element.
 template <class Rule>
 struct KeptStates {
   bool at[kMostStatesOf<Rule>];
@@ -73,7 +73,7 @@ ZX_HD KeptStates<Rule> first_states(int num_states) {
   return kept;
 }
 
-// Calls body(Constant<N>{}) where N states are kept. There are kernels for every number that the rule knows.
+// Calls body(Constant<N>{}), where N states are kept. There are kernels for every N that the rule allows.
 ZX_FOR_ANY_BODY
 template <class Rule, int N = kMostStatesOf<Rule>, class Body>
 ZX_HD void with_num_states(const KeptStates<Rule>& kept, const Body& body) {

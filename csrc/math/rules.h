@@ -1,5 +1,5 @@
-// Every rule that there are kernels for, for code that learns when it runs which one is meant. A new rule is its
-// header, and a line in each of three places below.
+// All rules that there are kernels for, for code that learns at run time which one is meant. A new rule needs a header,
+// and a line in each of three places below.
 #pragma once
 
 #include <cstddef>
@@ -24,7 +24,7 @@ ZX_HD auto with_rule(RuleKind rule, const Body& body) {
   __builtin_unreachable();
 }
 
-// A rule as the checks at the door of the ops know it.
+// What the checks at the door of the ops know of a rule.
 struct RuleFacts {
   RuleKind kind;
   const char* name;

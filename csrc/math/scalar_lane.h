@@ -1,4 +1,4 @@
-// One element as the update's V (see math/rule.h): what a CUDA lane, a SIMD tail and the plain CPU loop compute with.
+// One element as the update's V (see math/rule.h). A CUDA lane, a SIMD tail and the plain CPU loop compute with it.
 #pragma once
 
 #include <cmath>
@@ -33,7 +33,8 @@ struct ScalarLane {
     *param = split.param;
     *remainder = split.remainder;
   }
-  // The master while it still rounds to the parameter, else the parameter: somebody wrote a new value into it.
+  // Loads the master if it still rounds to the parameter; if not, a new value was written into the parameter, and is
+  // loaded.
   template <class H>
   static ZX_HD ScalarLane load_master(const H* param, const float* master) {
     H rounded;

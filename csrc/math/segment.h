@@ -1,12 +1,12 @@
-// Which elements of a shard are whose.
+// Which elements of a shard belong to which parameter.
 #pragma once
 
 #include <cstdint>
 
 namespace zx {
 
-// A segment is one parameter's part of a shard: a row of an int64 table, in ascending order; elements are counted from
-// the shard's start. What lies between segments is padding.
+// A segment is one parameter's part of a shard. Segments are rows of an int64 table, in ascending order, with elements
+// counted from the shard's start. The elements between segments are padding.
 struct Segment {
   int64_t start;
   int64_t stop;

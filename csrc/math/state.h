@@ -1,4 +1,4 @@
-// How the states of a rule are stored: what it keeps for each element.
+// How the states of a rule are stored. A state is a number that the rule keeps for each element.
 #pragma once
 
 #include <cstdint>
@@ -6,24 +6,24 @@
 namespace zx {
 
 enum class StateKind : uint8_t {
-  wide,       // as they are computed: double beside f64 parameters, else float
-  bf16,       // rounded stochastically, see float_to_bf16_stochastic
-  blockwise,  // 8 bits an element, see Note [8-bit states]
+  wide,       // in the dtype of the arithmetic: double beside f64 parameters, else float
+  bf16,       // rounded stochastically, see float_to_bf16_stochastic()
+  blockwise,  // 8 bits per element, see Note [8-bit states]
 };
 
-// Elements that share a scale, counted from the parameter's start. In a shard with such states every segment starts at
-// a multiple of this, so that blocks are whole or end with their parameter.
+// How many elements share a scale. Blocks are counted from the parameter's start. In a shard with such states every
+// segment starts at a multiple of this, so that blocks are whole or end with their parameter.
 constexpr int64_t kStateBlock = 256;
 
 struct StoredState {
   void* values;
-  float* scales;  // one a block, StateKind::blockwise only
+  float* scales;  // one per block, StateKind::blockwise only
 };
 
 constexpr int kMostStates = 3;  // of any rule
 struct StoredStates {
   StateKind kind;
-  StoredState at[kMostStates];  // null behind those that are kept
+  StoredState at[kMostStates];  // null after those that are kept
 };
 
 }  // namespace zx

@@ -14,7 +14,7 @@
 namespace zx {
 namespace {
 
-// Empty if nothing goes wrong.
+// Runs `body`. Returns the reason if it throws, else an empty string.
 template <class Body>
 std::string error_of(const Body& body) {
   try {
@@ -56,7 +56,7 @@ void Gather::take_in() {
   std::call_once(taken_in_, [this] { receive(); });
 }
 
-// Under the lock.
+// Called under the lock.
 void Gather::wait_on_stream() {
   const c10::Stream here = c10::impl::VirtualGuardImpl(flat_.device().type()).getStream(flat_.device());
   if (!error_.empty() || std::find(waited_.begin(), waited_.end(), here) != waited_.end()) return;
@@ -64,7 +64,7 @@ void Gather::wait_on_stream() {
   waited_.push_back(here);
 }
 
-// What goes wrong is kept, for everyone who waits.
+// Keeps an error, for all that wait.
 void Gather::receive() {
   const Range range(names_.wait, bucket_->index);
   const at::AutoDispatchBelowADInplaceOrView no_autograd;
@@ -82,7 +82,7 @@ void Gather::check_arrived() const {
 
 // See Note [Neighbours read late].
 void Gather::give() {
-  take_in();  // others may wait for this rank to have read theirs
+  take_in();  // other ranks may be waiting for this rank to read theirs
   std::call_once(given_once_, [this] {
     given_error_ = error_.empty() ? error_of([this] { pending_->wait_for_readers(); }) : error_;
     progress_ = Progress::given;

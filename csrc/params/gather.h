@@ -15,7 +15,7 @@
 
 namespace zx {
 
-// What arrives, for errors; and the ranges that profilers see.
+// The name of what arrives, for errors, and the names of the ranges that profilers see.
 struct GatherNames {
   const char* what;
   const char* start;
@@ -23,38 +23,38 @@ struct GatherNames {
 };
 
 // Note [Neighbours read late]
-// On one machine a slice is not sent: the others read it from where it lies, when they get to it. Until they have,
-// whoever writes a parameter has to wait for them, as finish() does before the next step.
+// On one machine a slice is not sent: neighbours read it from where it lies, when they get to it. Before a parameter is
+// written, its writer has to wait until they have read it, as finish() does before the next step.
 
 // Any thread may call any of these.
 class Gather {
  public:
-  // Starts sending this rank's slice of `flat` to all others. On an accelerator it is the current stream that waits.
+  // Starts sending this rank's slice of `flat` to all others. On an accelerator the current stream does the waiting.
   Gather(GatherNames names, std::shared_ptr<Bucket> bucket, at::Tensor flat, Exchange& exchange);
 
-  // Returns when `flat` is whole; on an accelerator, for the current stream. Throws, naming the parameters, if it never
-  // will be. `is_use`: somebody is known to read it.
+  // Returns when `flat` is whole; on an accelerator, when it is whole for the current stream. Throws, naming the
+  // parameters, if it never will be. `is_use`: `flat` is known to be read next.
   void wait(bool is_use = true);
 
-  // On the CPU: receives the slices without counting as a use. Throws nothing.
+  // On the CPU: receives the slices without counting as a use. Never throws.
   void take_in();
-  // The same, and returns when no other rank reads this rank's slice any more. Throws nothing.
+  // Does the same, and returns when no other rank reads this rank's slice any more. Never throws.
   void give();
 
-  // After wait(): returns when nobody reads this rank's slice any more. Throws as wait().
+  // To be called after wait(). Returns when no other rank reads this rank's slice any more. Throws as wait() does.
   void wait_for_readers();
 
   // In a forked child: throws, naming the parameters, unless `flat` was whole when the child was made.
   void check_arrived() const;
 
-  // False: there was nothing to send.
+  // False if there was nothing to send.
   bool is_under_way() const { return pending_ != nullptr; }
 
   int64_t bucket() const { return bucket_->index; }
   std::string describe() const { return bucket_->describe(); }
   const at::Tensor& flat() const { return flat_; }
 
-  int64_t first_wait() const { return first_wait_; }  // 0: nobody has waited; else later ones have larger numbers
+  int64_t first_wait() const { return first_wait_; }  // 0 before the first wait; a later wait has a larger number
   bool on_host() const { return flat_.device().is_cpu(); }
   bool has_arrived() const { return on_host() && progress_ != Progress::on_its_way && error_.empty(); }
   bool is_over() const { return on_host() && first_wait_ != 0 && progress_ == Progress::given; }
@@ -68,7 +68,7 @@ class Gather {
   std::shared_ptr<Bucket> bucket_;
   at::Tensor flat_;
   std::shared_ptr<Pending> pending_;
-  std::once_flag taken_in_;  // by who comes first
+  std::once_flag taken_in_;  // by the first thread that comes
   std::string error_;
   std::once_flag given_once_;
   std::string given_error_;
@@ -76,7 +76,7 @@ class Gather {
   std::atomic<Progress> progress_{Progress::on_its_way};
   std::atomic<int64_t> first_wait_{0};
   std::mutex mutex_;                 // on an accelerator: of `waited_`, and of `error_`
-  std::vector<c10::Stream> waited_;  // streams that are behind the arrival
+  std::vector<c10::Stream> waited_;  // streams that have waited for the arrival
 };
 
 }  // namespace zx

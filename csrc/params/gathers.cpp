@@ -34,7 +34,7 @@ class Waits final : public ReadGuard::Watcher {
     });
   }
 
-  // Not known to be uses: what is shown later says in which order gathers are needed.
+  // These waits are not known to be uses: reads that are shown later tell in which order gathers are needed.
   void before_hidden_reads() override {
     for (const auto& gather : gathers_) {
       if (may_wait_for(*gather) && wait_for(*gather, /*is_use=*/false) && gather->on_host()) gather->give();
@@ -58,7 +58,8 @@ class Waits final : public ReadGuard::Watcher {
   }
 
  private:
-  // In a forked child nobody may: an operator can't be stopped there either, so that a warning is all there is.
+  // Nothing may wait in a forked child. An operator can't be stopped there either, so a warning is all that is
+  // possible.
   bool may_wait_for(const Gather& gather) const {
     if (process_.is_this()) return true;
     if (!gather.has_arrived()) {
@@ -69,8 +70,8 @@ class Waits final : public ReadGuard::Watcher {
     return false;
   }
 
-  // The gather that fills this memory, or null. Asked for each argument of each operator. By address: see Note [Every
-  // parameter has a storage of its own].
+  // The gather that fills this tensor's memory, or null. This is asked for each argument of each operator. Addresses
+  // tell: see Note [Every parameter has a storage of its own].
   Gather* that_fills(const at::Tensor& tensor) const {
     const auto* place = static_cast<const char*>(tensor.storage().data());
     const auto after = std::upper_bound(by_address_.begin(), by_address_.end(), place,
@@ -91,7 +92,7 @@ class Waits final : public ReadGuard::Watcher {
   }
 
   Process process_;
-  // In the order in which they started: all ranks wait for each other in one order, or they would wait for good.
+  // In the order in which they started: if ranks waited in different orders, they could wait for each other forever.
   std::vector<std::shared_ptr<Gather>> gathers_;
   std::vector<std::pair<const char*, Gather*>> by_address_;
 };
@@ -101,7 +102,7 @@ class Waits final : public ReadGuard::Watcher {
 Gathers::~Gathers() {
   try {
     finish();
-  } catch (const std::exception&) {  // nobody is left to be told
+  } catch (const std::exception&) {  // no caller is left to be told
   }
 }
 
@@ -109,7 +110,7 @@ Gathers::All Gathers::under_way() const {
   std::unique_lock lock(mutex_, std::defer_lock);
   if (process_.is_this()) {
     lock.lock();
-  } else {  // who holds it is not there: see Note [Forks]
+  } else {  // the thread that holds it is not here: see Note [Forks]
     TORCH_CHECK(lock.try_lock(),
                 "zerox: another thread was inside step() when this process was forked, and what is "
                 "whole can't be known. Fork between steps");

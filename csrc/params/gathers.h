@@ -13,36 +13,38 @@
 
 namespace zx {
 
-// start(), guard_reads() and finish() are one thread's; wait() may come from others meanwhile. In a forked child only
-// wait() does not throw, for what had arrived before: see Note [Forks].
+// One thread calls start(), guard_reads() and finish(); other threads may call wait() meanwhile. In a forked child
+// start() and finish() throw, and so does wait() for what had not arrived before the fork: see Note [Forks].
 class Gathers {
  public:
   explicit Gathers(GatherNames names) : names_(names) {}
 
-  // Waits for all there are: buffers are whole then, unless a rank is gone.
+  // Waits for all gathers: buffers are whole afterwards, unless a rank is gone.
   ~Gathers();
 
-  // Starts sending this rank's slice of `flat` to all others. `background`: a thread takes the others' in as they come,
-  // else whoever waits does.
+  // Starts sending this rank's slice of `flat` to all others. `background`: a thread receives the others' slices as
+  // they come; without it the first thread that waits does.
   void start(const std::shared_ptr<Bucket>& bucket, at::Tensor flat, Exchange& exchange, bool background);
 
-  // Returns when these buckets are whole; those that are not on their way are. Throws, naming the first that is not.
+  // Returns when these buckets are whole. A bucket that is not on its way is whole. Throws, naming the first that is
+  // not.
   void wait(const std::vector<int64_t>& buckets);
 
-  // Until all are whole, operators wait for what they read: see Note [Reads wait for what they read]. What does not
-  // arrive is told by wait() and finish().
+  // Until all are whole, operators wait for what they read: see Note [Reads wait for what they read]. wait() and
+  // finish() report what does not arrive.
   void guard_reads();
 
-  // Waits for all, and until nobody reads this rank's slices any more. Throws the first error, each time it is called.
+  // Waits for all gathers, and until no other rank reads this rank's slices any more. Throws the first error, each time
+  // it is called.
   void finish();
 
-  // Buckets that nobody has waited for yet, in the order of their start.
+  // Buckets that have not been waited for yet, in the order of their start.
   std::vector<int64_t> missing() const;
 
   // Buckets in the order in which they were waited for since the first start() after the last finish().
   std::vector<int64_t> order_of_use() const;
 
-  // For tests of overlap: nothing arrives but for who waits.
+  // For tests of overlap: nothing arrives until something waits for it.
   void set_hold(bool hold) { hold_ = hold; }
 
  private:

@@ -9,14 +9,14 @@ namespace {
 
 void let_go(void* buffer) { delete static_cast<c10::Storage*>(buffer); }
 
-// The buffer's storage; null for all other tensors.
+// The buffer's storage, if with_own_storage() made the tensor's; null for all other tensors.
 const c10::Storage* buffer_of(const at::Tensor& tensor) {
   if (!tensor.has_storage()) return nullptr;
   const c10::DataPtr& data = tensor.storage().data_ptr();
   return data.get_deleter() == &let_go ? static_cast<const c10::Storage*>(data.get_context()) : nullptr;
 }
 
-// As torch's, for memory that the device's allocator knows.
+// Does what torch's record_stream() does, on memory that the device's allocator knows.
 void record_stream(c10::DispatchKeySet keys, at::Tensor& self, c10::Stream stream) {
   at::Tensor known = self;
   if (const c10::Storage* buffer = buffer_of(self)) {

@@ -6,15 +6,15 @@
 namespace zx {
 
 // Note [Every parameter has a storage of its own]
-// Views of one buffer would share its storage. Whatever tells tied weights by their storage (safetensors, Accelerate,
-// huggingface_hub) would take all parameters of a bucket for one and keep only the first; torch.save() of one bias
-// would write the whole bucket. So a parameter's storage begins and ends with its own elements, and keeps the buffer's
-// storage alive. Three things follow:
-// - Where a parameter lies is told by its address, never by its storage: two storages lie in one buffer, and
-//   share_memory_() gives a storage other memory.
-// - An allocator knows the buffer only. It ignores record_stream() of such a storage, so that other work could get the
-//   memory while a stream still reads it: we pass the call on to the buffer.
-// - For the same reason torch can't hand such a storage of a CUDA device to another process.
+// Views of one buffer would share its storage. Libraries that recognise tied weights by their storage (safetensors,
+// Accelerate, huggingface_hub) would take all parameters of a bucket for one tensor and keep only the first;
+// torch.save() of one bias would write the whole bucket. So a parameter's storage begins and ends with its own
+// elements, and keeps the buffer's storage alive. Three things follow:
+// - A parameter is found by its address, never by its storage: two storages lie in one buffer, and share_memory_()
+//   gives a storage other memory.
+// - An allocator knows the buffer only. It ignores record_stream() of such a storage, and could give the memory to
+//   other work while a stream still reads it. So we pass the call on to the buffer.
+// - For the same reason torch can't share such a storage of a CUDA device with another process.
 
 // The elements of `view`, which lie densely, in a storage of their own that keeps the view's storage alive.
 at::Tensor with_own_storage(const at::Tensor& view);

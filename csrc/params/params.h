@@ -17,7 +17,8 @@ class Params {
  public:
   Params(std::shared_ptr<Buckets> buckets, std::shared_ptr<Exchange> exchange);
 
-  // Starts sending this rank's updated parameters of a bucket to all others; in the same order on all ranks.
+  // Starts sending this rank's updated parameters of a bucket to all others. All ranks must start buckets in the same
+  // order.
   void start_gather(int64_t bucket, bool background);
   Gathers& gathers() { return gathers_; }
 
@@ -26,9 +27,9 @@ class Params {
   bool proposes_order() const { return !proposed_.empty(); }
   std::vector<int64_t> take_proposal() { return std::exchange(proposed_, {}); }
   void set_order(std::vector<int64_t> agreed) { agreed_ = std::move(agreed); }
-  // Buckets were added: there is none any more.
+  // Buckets were added: no order is agreed any more.
   void forget_order();
-  std::vector<int64_t> order() const;  // the buckets' own where none is agreed
+  std::vector<int64_t> order() const;  // the agreed one, else the buckets' own
 
   // (bucket, slot) of each parameter that does not lie at home.
   std::vector<std::pair<int64_t, int64_t>> moved() const;

@@ -19,12 +19,12 @@ namespace {
 constexpr char kRegion[] = "Torch-Compiled Region";
 constexpr char kShowsInputs[] = "CompiledFunction";
 
-// A watcher is never destroyed under the lock: its tensors may need the GIL to go.
+// A watcher is never destroyed under the lock: freeing its tensors may need the GIL.
 struct Guards {
   std::mutex mutex;
   std::vector<std::shared_ptr<ReadGuard::Watcher>> watchers;
   at::CallbackHandle callback = 0;
-  std::set<std::string> regions;  // that have shown what they read: they always do
+  std::set<std::string> regions;  // the regions that have shown what they read: they always do
   ReadGuard::Interpreter interpreter;
 };
 
@@ -49,7 +49,7 @@ void in_child() {
   guards().mutex.unlock();
 }
 
-// Of what torch.compile made, as long as it runs. Regions may be inside others.
+// A region of code that torch.compile made, for as long as it runs. Regions may be inside others.
 class Region final : public at::ObserverContext {
  public:
   explicit Region(const char* name) : name_(name), outer_(std::exchange(innermost, this)) {
@@ -91,7 +91,8 @@ thread_local Region* Region::innermost = nullptr;
 
 thread_local bool paused = false;
 
-// Tensors that stand for others (fake ones, wrappers) have no memory of their own: operators on what is inside follow.
+// Tensors that stand for others (fake ones, wrappers) have no memory of their own: operators on the inner tensors
+// follow.
 bool has_memory(const at::Tensor& tensor) {
   return tensor.defined() && tensor.has_storage() && !tensor.key_set().has(c10::DispatchKey::Python) &&
          tensor.storage().data() != nullptr;
@@ -105,7 +106,7 @@ void look_at(const c10::IValue& value, const ReadGuard::Use& use, ReadGuard::Wat
   }
 }
 
-// Operators cost what they did without a guard again.
+// Removes the callback if no watcher is left: operators then cost what they did without a guard.
 void stop_watching() {
   at::CallbackHandle callback = 0;
   {
@@ -116,7 +117,7 @@ void stop_watching() {
 }
 
 void remove(const std::shared_ptr<ReadGuard::Watcher>& watcher) {
-  std::shared_ptr<ReadGuard::Watcher> removed;  // goes after the lock
+  std::shared_ptr<ReadGuard::Watcher> removed;  // destroyed after the lock is released
   {
     const std::lock_guard lock(guards().mutex);
     const auto found = std::find(guards().watchers.begin(), guards().watchers.end(), watcher);
@@ -141,7 +142,7 @@ std::unique_ptr<at::ObserverContext> before_operator(const at::RecordFunction& f
   if (std::strncmp(name, kRegion, sizeof(kRegion) - 1) == 0) region = std::make_unique<Region>(name);
   if (std::strcmp(name, kShowsInputs) == 0) Region::note_inputs();
   for (const auto& watcher : watchers) {
-    // With the GIL: what Dynamo has looked up for the region should stay as it is.
+    // Called without releasing the GIL: what Dynamo has looked up for the region should stay as it is.
     if (region && region->hides_reads()) watcher->before_hidden_reads();
     const auto inputs = function.inputs();
     for (size_t i = 0; i < inputs.size(); ++i) look_at(inputs[i], {function, i}, *watcher);

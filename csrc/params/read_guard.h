@@ -1,4 +1,4 @@
-// Looks at what operators read before they read it.
+// Tells what operators are about to read.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -10,18 +10,18 @@
 namespace zx {
 
 // Note [Reads wait for what they read]
-// While gathers of updated parameters are hidden under the next forward, whoever reads a parameter has to wait for its
-// bucket first. Modules read each other's parameters (tied weights, functional calls), so hooks on modules can't know.
-// Operators do: a callback like a profiler's sees the inputs of each one before it runs, views included, whoever calls
-// it on whatever thread of Python's, and costs nothing once everything has been read.
+// While gathers of updated parameters are hidden under the next forward, a read of a parameter has to wait for its
+// bucket. Modules read each other's parameters (tied weights, functional calls), so hooks on modules can't see every
+// read. Operators can: a callback like a profiler's sees the inputs of each operator before it runs, views included, on
+// every Python thread and whatever the caller. It costs nothing once everything has been read.
 //
-// What torch.compile made calls few operators. Dynamo announces it as a region, without inputs; but where a region has
-// a backward, its forward is an autograd function, "CompiledFunction", and that one is announced with all that is read.
-// A region that was not seen to call one the last time, as in evaluation, waits for everything.
+// Code that torch.compile made calls few operators. Dynamo announces it as a region, without inputs. But if a region
+// has a backward, its forward is an autograd function, "CompiledFunction", and that one is announced with everything
+// that is read. A region that was never seen to call one, as in evaluation, waits for everything.
 //
-// What launches kernels without either is left to hooks on modules: see zerox/flow/overlap_gather.py.
+// Code that launches kernels without either is left to hooks on modules: see zerox/flow/overlap_gather.py.
 
-// Tells a watcher what is about to be read, by all threads, from construction to destruction or until it has seen
+// Tells a watcher what any thread is about to read, from construction until destruction or until the watcher has seen
 // enough.
 class ReadGuard {
  public:
@@ -36,16 +36,16 @@ class ReadGuard {
     size_t argument_;
   };
 
-  // Called by several threads at once; must not throw. Operators that it runs itself are not looked at.
+  // Its functions are called by several threads at once, and must not throw. Operators that they run are not looked at.
   class Watcher {
    public:
     virtual ~Watcher() = default;
     virtual void before_read(const at::Tensor& tensor, const Use& use) = 0;
-    virtual void before_hidden_reads() = 0;  // and writes, of whatever there is
+    virtual void before_hidden_reads() = 0;  // and hidden writes, of any memory
     virtual bool has_seen_enough() const = 0;
     // See Note [Forks].
-    virtual void before_fork() = 0;        // a child should find what is on its way
-    virtual bool has_arrived() const = 0;  // all of it; else the watcher stays, in the child too
+    virtual void before_fork() = 0;        // by the parent, so that a child finds what is on its way
+    virtual bool has_arrived() const = 0;  // whether all of it has; if not, the watcher stays, in the child too
   };
 
   explicit ReadGuard(std::shared_ptr<Watcher> watcher);
@@ -53,21 +53,22 @@ class ReadGuard {
   ReadGuard(const ReadGuard&) = delete;
   ReadGuard& operator=(const ReadGuard&) = delete;
 
-  // Returns when all that guards wait for has arrived; without the GIL.
+  // Returns when everything that guards wait for has arrived. To be called without the GIL.
   static void before_fork();
 
-  // What only the interpreter knows; set before there is a guard.
+  // What only the interpreter knows. To be set before the first guard is made.
   struct Interpreter {
-    std::function<bool()> knows_this_thread;  // a backend's, which write what arrives, it does not know
-    std::function<bool()> names_are_new;      // whether regions' names mean others than when it was asked last
-    std::function<void(const std::function<void()>&)> without_gil;  // runs it so
+    std::function<bool()> knows_this_thread;  // false for a backend's threads, which write what arrives
+    std::function<bool()> names_are_new;      // whether a region's name may mean another one than at the last call
+    std::function<void(const std::function<void()>&)> without_gil;  // runs a function without the GIL
   };
   static void set_interpreter(Interpreter interpreter);
 
-  // For a watcher that waits before a read: other threads of Python's should run on.
+  // For a watcher that waits before a read: other Python threads should go on meanwhile.
   static void without_gil(const std::function<void()>& body);
 
-  // While it lives, what this thread runs is not looked at: taking in what arrives writes what others must not read.
+  // While it lives, the operators of this thread are not looked at: receiving a slice writes what others must not read
+  // yet.
   class Pause {
    public:
     Pause();
