@@ -25,8 +25,7 @@ from zerox.flow.params import ParamGather
 from zerox.flow.update import launches, ranges, shard_of, update
 from zerox.grad_dtype import Widened
 from zerox.memory.bucket import Bucket, Member, members_of
-from zerox.memory.flat import Place as PlaceInBuffer
-from zerox.memory.flat import give_out, take_in
+from zerox.memory.flat import BufferSlot, give_out, take_in
 from zerox.ops import Shard
 from zerox.options import Options, check_params
 from zerox.ranks.group import Ranks, call_ranks, find_ranks
@@ -71,7 +70,7 @@ class Engine(OptimizerState):
             self._widened = Widened(self._options.accumulate_dtype)
             weakref.finalize(self, self._widened.give_back).atexit = False
             self._overlap: GatherOverlap | None = None
-            self._elsewhere: list[PlaceInBuffer] = []  # what step() found moved
+            self._elsewhere: list[BufferSlot] = []  # what step() found moved
             self._grad_scale = GradScale(self._grads.manager, device, keeps_place=self._options.capturable)
             self._tables = OptionsTables(rules, device, keeps_place=self._options.capturable)
             self._share_state()
@@ -287,7 +286,7 @@ class Engine(OptimizerState):
             specs = [*wanted, *self._options.masters(inside[0].param.dtype)]
             bucket = Bucket(plan, inside, ranks.rank, rule, specs)
             ranks.broadcast(bucket.buffer.flat, f"the parameters of {bucket.describe(len(self._buckets))}")
-            give_out(bucket.buffer.places())
+            give_out(bucket.buffer.slots())
             bucket.start_master()
             self._grads.add_bucket(bucket)
             self._buckets.append(bucket)

@@ -26,8 +26,8 @@ void bind_exchange(py::module_& m) {
     return read_memory(pid, address, into.mutable_data_ptr(), into.nbytes());
   });
   py::class_<ExchangeKind>(m, "ExchangeKind")
-      .def(py::init<bool, bool, bool, std::vector<int64_t>>(), py::kw_only(), py::arg("direct"), py::arg("messages"),
-           py::arg("staged"), py::arg("neighbours"));
+      .def(py::init<bool, bool, bool, std::vector<int64_t>>(), py::kw_only(), py::arg("direct"),
+           py::arg("single_messages"), py::arg("staged"), py::arg("neighbours"));
   py::class_<Whereabouts, std::shared_ptr<Whereabouts>>(m, "Whereabouts")
       .def(py::init(&make_whereabouts), py::kw_only(), py::arg("groups"), py::arg("store"), py::arg("rank"),
            py::arg("world"), py::arg("timeout"))

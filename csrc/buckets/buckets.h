@@ -38,7 +38,8 @@ namespace zx {
 //
 // The GIL: a thread that holds a lock may have to wait for the GIL, to free a tensor that Python has seen. So no thread
 // may wait for a lock, a lane or a rank while it holds the GIL: bindings release it first. A backend's threads may need
-// the GIL for the same reason, so a process group is destroyed without it.
+// the GIL for the same reason, so a process group is destroyed without it. There is one exception: before a region that
+// Dynamo compiled, which hides its reads, a thread waits for hidden gathers with the GIL (read_guard.cpp says why).
 // clang-format on
 
 struct Buckets {

@@ -139,7 +139,7 @@ std::shared_ptr<Exchange> make_exchange(ExchangeKind kind, Line line) {
   std::shared_ptr<Exchange> made;
   if (!kind.direct) {
     made = std::make_shared<NativeExchange>(std::move(line));
-  } else if (kind.messages) {
+  } else if (kind.single_messages) {
     made = make_direct_exchange(std::move(line), Neighbours(std::move(kind.neighbours)));
   } else {
     made = std::make_shared<AllToAllExchange>(std::move(line));

@@ -1,4 +1,4 @@
-// Reduce-scatter and all-gather over a ProcessGroup, in two ways.
+// Reduce-scatter and all-gather over a ProcessGroup: the face that every way of doing it has.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -109,7 +109,7 @@ class Exchange {
 //           likes.
 struct ExchangeKind {
   bool direct;
-  bool messages;                    // whether the backend sends single messages into place (gloo); if not, all-to-all
+  bool single_messages;             // whether the backend sends single messages into place (gloo); if not, all-to-all
   bool staged;                      // accelerator tensors over a backend for host memory: see staged_exchange.h
   std::vector<int64_t> neighbours;  // the process of each rank, or 0; empty if there are none: see Note [Neighbours]
 };

@@ -1,4 +1,5 @@
-// What ranks tell each other where they meet: at step(), and in stage 1 where backward ends.
+// What ranks tell each other where they meet: in every collective call on the optimizer, and in stage 1 where backward
+// ends.
 #pragma once
 
 #include <cstdint>

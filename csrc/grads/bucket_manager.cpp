@@ -9,7 +9,7 @@
 
 namespace zx {
 
-// This is the one place that asks whether there are other ranks.
+// The rooms do not ask whether there are other ranks: each is made here for one case or the other.
 BucketManager::BucketManager(std::shared_ptr<Exchange> exchange, const Line& control, const ManagerOptions& options)
     : buckets_(std::make_shared<Buckets>()), keeps_shards_(options.keeps_shards), exchange_(std::move(exchange)) {
   const bool alone = !exchange_->has_group();

@@ -79,6 +79,7 @@ Settled Settlement::settle(Place place, int64_t adoptions, const std::string& re
               " was called inside no_sync(), where gradients are not exchanged");
   backward_->end_pass();
   if (!refusal.empty()) backward_->fail(refusal);
+  // 1. Ranks tell each other where they are, and launch until all have launched the same rounds.
   Verdict verdict{};
   while (true) {
     {
@@ -95,11 +96,14 @@ Settled Settlement::settle(Place place, int64_t adoptions, const std::string& re
     if (!others_behind) break;
   }
   if (place == Place::backward_end) return Settled::ready;
+  // 2. What has to be the same on all ranks before they go on: orders, and parameters to adopt.
   if (verdict.rounds.most > 0 && !backward_->has_order()) learn_order();
   if (verdict.adoptions.most > 0) return Settled::adopt;
   if (verdict.proposes.least > 0) params_->set_order(agreement_.from_rank_0(params_->take_proposal()));
+  // 3. What no flight took leaves, and the caller waits for all that is on its way.
   send_rest(verdict);
   flights_->land();
+  // 4. The next backward begins anew.
   const bool is_step = place == Place::step;
   if (is_step) agreement_.step_begun();
   backward_->start_over();

@@ -5,7 +5,7 @@
 //   land          land lane           contains:
 //     wait                              until the messages are there
 //     reduce                            neighbours are read, slices summed
-//     let_go                            until no other rank reads this rank's memory
+//     let_go                            tells others that it reads no more, waits until they read no more
 //   settle        optimizer's caller  (no bucket) until all that was launched has landed; contains:
 //     agree                             until all ranks are there
 //   update        optimizer's caller  the shard's states and parameters

@@ -32,9 +32,9 @@ class FlatBuffer:
         self.strides = [dense_strides(param) for param in params]
         # Padding is sent with everything else: it should not be old memory.
         self.flat = zeros(layout.numel, params[0].dtype, params[0].device)
-        take_in(self.places())
+        take_in(self.slots())
 
-    def places(self) -> list[Place]:
+    def slots(self) -> list[BufferSlot]:
         return [(self, slot) for slot in range(len(self.params))]
 
     def home(self, slot: int) -> Tensor:
@@ -58,19 +58,19 @@ class FlatBuffer:
         )
 
 
-Place = tuple[FlatBuffer, int]  # a slot of a buffer
+BufferSlot = tuple[FlatBuffer, int]
 
 
 @torch.no_grad()
-def take_in(places: Sequence[Place]) -> None:
+def take_in(slots: Sequence[BufferSlot]) -> None:
     """Copies the values of these parameters home, and lets the parameters lie there.
 
     But a parameter in shared memory stays there, where other processes read it: see give_out().
     """
-    params = [buffer.params[slot] for buffer, slot in places]
+    params = [buffer.params[slot] for buffer, slot in slots]
     # Two parameters may have been exchanged, or one transposed in place: then one's values lie in another's home.
     values = [param.clone() if C.has_own_storage(param) else param.detach() for param in params]
-    for (buffer, slot), param, value in zip(places, params, values, strict=True):
+    for (buffer, slot), param, value in zip(slots, params, values, strict=True):
         home = buffer.home(slot)
         home.copy_(value)
         if not in_shared_memory(param):
@@ -78,9 +78,9 @@ def take_in(places: Sequence[Place]) -> None:
 
 
 @torch.no_grad()
-def give_out(places: Sequence[Place]) -> None:
+def give_out(slots: Sequence[BufferSlot]) -> None:
     """Copies new values from home to those of these parameters that are in shared memory."""
-    for buffer, slot in places:
+    for buffer, slot in slots:
         if in_shared_memory(param := buffer.params[slot]):
             param.copy_(buffer.home(slot))
 

@@ -70,7 +70,7 @@ class Ranks:
     def exchange_kind(self) -> ExchangeKind:
         return ExchangeKind(
             direct=self.exchange != "native",
-            messages=self.backend == "gloo",
+            single_messages=self.backend == "gloo",
             staged=self.staged,
             neighbours=self.neighbours,
         )
