@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 import zerox
 from bench.common import facts
-from tests.optimizer.models import KINDS, Mixed, backward, batch, make_model
+from tests.optimizer.models import KINDS, Mixed, backward, batch, make_model, make_optimizer
 from tests.ranks import run_ranks
 from zerox import FusedShardedAdam, GradScaler
 
@@ -53,7 +53,7 @@ class Training:
         model = make_model(self.dtype, seed=self.rank)  # the constructor gives everybody rank 0's
         named = more.pop("params", None) or model.named_parameters()
         options = {"lr": LR, "weight_decay": 0.1, "stage": self.stage, "bucket_cap_mb": SMALL_CAP, **self.options}
-        return model, FusedShardedAdam(named, **(options | more))
+        return model, make_optimizer(named, **(options | more))
 
     def rebuild(self, **more: Any) -> None:
         del self.model, self.optimizer

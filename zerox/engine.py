@@ -244,6 +244,7 @@ class Engine(OptimizerState):
     def _add_group(self, param_group: Any) -> None:
         """On this rank alone."""
         if isinstance(param_group, dict):  # anything else torch refuses
+            self._options.check_pairs(param_group)
             self._rules.complete(param_group, f"param group {len(self.param_groups)}", self.defaults)
         super().add_param_group(param_group)
         group = self.param_groups[-1]

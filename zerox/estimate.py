@@ -86,7 +86,8 @@ def estimate(
     ]
     tensors = [tensor for _, tensor, _ in trained]
     check_params([name for name, _, _ in trained], tensors, allocated=False)
-    chosen.check_pairs(options, parameters=parameter_words(tensor.dtype for tensor in tensors), backend={backend})
+    dtypes = parameter_words(tensor.dtype for tensor in tensors)
+    chosen.check_pairs({"rule": rule, **options}, parameters=dtypes, backend={backend})
 
     on_host = backend == "gloo" and all(tensor.device.type in ("cpu", "meta") for tensor in tensors)
     sharded = chosen.placements.grads is SHARDED

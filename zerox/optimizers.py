@@ -11,7 +11,7 @@ from torch import Tensor
 from zerox.engine import Engine
 from zerox.options import Options
 from zerox.ranks.process_group import GroupArgument
-from zerox.rules import adam
+from zerox.rules import adam, lion, sgd
 from zerox.rules.known import rules_of
 
 
@@ -24,7 +24,9 @@ class FusedShardedAdam(Engine):
 
     Args:
         params: tensors, ``(name, tensor)`` pairs or dict groups, as for any torch.optim optimizer. Their ``.data``
-            lie in flat buffers then; their values become those of the group's rank 0.
+            lie in flat buffers then; their values become those of the group's rank 0. A group may name another rule:
+            ``{"params": ..., "rule": "sgd", "momentum": 0.9}``, or "lion". It takes ``lr`` and ``maximize`` from here
+            if it has none, and that rule's defaults for its other options.
         lr, betas, eps, weight_decay, amsgrad, maximize: as in ``torch.optim.AdamW``.
         decoupled_weight_decay: True for AdamW, False for Adam with L2.
         process_group: the data-parallel ProcessGroup or 1-D DeviceMesh; default: all ranks of the default group, which
@@ -79,6 +81,111 @@ class FusedShardedAdam(Engine):
             params,
             rules_of(adam.ADAM.name),
             partial(adam.defaults, lr, betas, eps, weight_decay, amsgrad, maximize, decoupled_weight_decay, flags),
+            partial(
+                Options,
+                stage,
+                bucket_cap_mb,
+                reduce_dtype,
+                state_dtype,
+                master_weights,
+                capturable,
+                accumulate_dtype,
+            ),
+            process_group,
+        )
+
+
+class FusedShardedSGD(Engine):
+    """SGD for data-parallel training: ``torch.optim.SGD``'s update, all else as :class:`FusedShardedAdam`.
+
+    Args:
+        lr, momentum, dampening, weight_decay, nesterov, maximize: as in ``torch.optim.SGD``. Without momentum no state
+            is kept. A parameter's ``step`` in the state counts the updates of its momentum.
+
+    The other arguments, and what is raised, are :class:`FusedShardedAdam`'s; ``state_dtype`` is the momentum's.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor = 1e-3,
+        momentum: float = 0.0,
+        dampening: float = 0.0,
+        weight_decay: float = 0.0,
+        nesterov: bool = False,
+        *,
+        maximize: bool = False,
+        process_group: GroupArgument = None,
+        stage: int = 2,
+        bucket_cap_mb: float | None = None,
+        reduce_dtype: torch.dtype | None = None,
+        state_dtype: torch.dtype | str = torch.float32,
+        master_weights: str | None = "auto",
+        capturable: bool = False,
+        accumulate_dtype: torch.dtype | None = None,
+        foreach: bool | None = None,
+        fused: bool | None = None,
+        differentiable: bool = False,
+    ) -> None:
+        flags = {"foreach": foreach, "fused": fused, "differentiable": differentiable}
+        super().__init__(
+            params,
+            rules_of(sgd.SGD.name),
+            partial(sgd.defaults, lr, momentum, dampening, weight_decay, nesterov, maximize, flags),
+            partial(
+                Options,
+                stage,
+                bucket_cap_mb,
+                reduce_dtype,
+                state_dtype,
+                master_weights,
+                capturable,
+                accumulate_dtype,
+            ),
+            process_group,
+        )
+
+
+class FusedShardedLion(Engine):
+    """Lion for data-parallel training: the sign of an average of gradients; all else as :class:`FusedShardedAdam`.
+
+    Source: Chen et al., "Symbolic Discovery of Optimization Algorithms" (2023), algorithm 2. Where the average is zero,
+    a parameter only decays; a NaN in it comes through.
+
+    Args:
+        lr: the size of every update; a third to a tenth of AdamW's, says the paper.
+        betas: of the update's average, and of the average that is kept.
+        weight_decay: multiplies the parameter, as in AdamW; three to ten times AdamW's for the smaller ``lr``.
+        maximize: follows the gradient upwards.
+
+    The other arguments, and what is raised, are :class:`FusedShardedAdam`'s; ``state_dtype`` is the average's.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor = 1e-4,
+        betas: tuple[float, float] = (0.9, 0.99),
+        weight_decay: float = 0.0,
+        *,
+        maximize: bool = False,
+        process_group: GroupArgument = None,
+        stage: int = 2,
+        bucket_cap_mb: float | None = None,
+        reduce_dtype: torch.dtype | None = None,
+        state_dtype: torch.dtype | str = torch.float32,
+        master_weights: str | None = "auto",
+        capturable: bool = False,
+        accumulate_dtype: torch.dtype | None = None,
+        foreach: bool | None = None,
+        fused: bool | None = None,
+        differentiable: bool = False,
+    ) -> None:
+        flags = {"foreach": foreach, "fused": fused, "differentiable": differentiable}
+        super().__init__(
+            params,
+            rules_of(lion.LION.name),
+            partial(lion.defaults, lr, betas, weight_decay, maximize, flags),
             partial(
                 Options,
                 stage,

@@ -21,7 +21,6 @@ struct Hooks {
   AccumulatorNode accumulator{};  // the parameter holds it only weakly: without this reference the hooks would vanish
   torch::autograd::FunctionPreHook* before = nullptr;
   uintptr_t after = 0;
-  int between = 0;  // threads that are between the two hooks: each accumulates into p.grad
 };
 
 // Remembers which tensor p.grad was. It holds the tensor weakly, so that no other tensor can get the same address.
@@ -69,16 +68,29 @@ struct WholeGrad {
 // says: reading them there would cost one more cache miss for each parameter in each step.
 struct Home {
   explicit Home(at::Tensor place)
-      : view(std::move(place)), address(view.const_data_ptr()), sizes(view.sizes()), strides(view.strides()) {}
+      : view(std::move(place)),
+        address(view.const_data_ptr()),
+        numel(view.numel()),
+        device(view.device()),
+        is_contiguous(view.is_contiguous()),
+        sizes(view.sizes()),
+        strides(view.strides()) {}
 
   // Compares addresses: see Note [Every parameter has a storage of its own].
   bool has(const at::Tensor& param) const {
     return (param.numel() == 0 || param.const_data_ptr() == address) && param.sizes() == at::IntArrayRef(sizes) &&
            param.strides() == at::IntArrayRef(strides);
   }
+  // Whether the elements of a tensor of these sizes lie in the same order.
+  bool has_order_of(const at::Tensor& tensor) const {
+    return tensor.strides() == at::IntArrayRef(strides) || (is_contiguous && tensor.is_contiguous());
+  }
 
   at::Tensor view;
   const void* address;
+  int64_t numel;
+  c10::Device device;
+  bool is_contiguous;
   at::DimVector sizes;
   at::DimVector strides;
 };
@@ -90,23 +102,27 @@ struct Home {
 // this rank still stands by its contribution. If the placeholder is gone (p.grad = None, model.zero_grad()) or replaced
 // by another tensor, the reduced gradient was discarded, and this rank must tell the owner: `replace` is sent with the
 // parameter's next flight, or exchanged by step() if there is none.
+//
+// Every step walks all slots several times, and takes about as long as the cache lines that it misses. So what such a
+// walk reads comes first, and the rest after it.
 struct Slot {
-  std::string name;
   at::Tensor param;
   at::Tensor placeholder;  // undefined where gradients stay whole (ZeRO stage 1)
   int64_t offset;          // of its first element in the bucket
-  Home home;
-
-  Hooks hooks;
 
   bool fired = false;    // in this backward
   bool held = false;     // see the note
   bool replace = false;  // see the note
   bool zeroed = false;   // held, and zero_() was called on the placeholder
+  int between = 0;       // threads that are between the two hooks: each accumulates into p.grad
   SeenGrads seen{};
   WholeGrad whole{};
 
-  int64_t numel() const { return home.view.numel(); }
+  Home home;
+  Hooks hooks{};
+  std::string name;
+
+  int64_t numel() const { return home.numel; }
 };
 
 // This rank's shard of a bucket's reduced gradient. It is written where flights land, and read after land().

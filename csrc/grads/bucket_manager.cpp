@@ -41,12 +41,11 @@ int64_t BucketManager::add_bucket(BucketSpec spec) {
   landed.present = at::zeros({bucket->segments.size(0)}, bytes);
   landed.replaced = at::zeros({bucket->segments.size(0)}, bytes);
   for (SlotSpec& slot : spec.slots) {
-    bucket->slots.push_back({.name = std::move(slot.name),
-                             .param = slot.param,
+    bucket->slots.push_back({.param = slot.param,
                              .placeholder = slot.placeholder,
                              .offset = slot.offset,
                              .home = Home(slot.home),
-                             .hooks = {}});
+                             .name = std::move(slot.name)});
     bucket->slots.back().whole.unsent = slot.param.grad().defined();
   }
   const Reduction& reduction = flights_->reduction();

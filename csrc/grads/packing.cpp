@@ -18,21 +18,21 @@ at::Tensor to_table(const std::vector<int64_t>& numbers, int64_t columns) {
 }
 
 std::string refusal_of(const Slot& slot) {
-  const c10::Device device = slot.home.view.device();
+  const Home& home = slot.home;
+  const at::IntArrayRef sizes = home.sizes;
   const at::Tensor& grad = slot.param.grad();
-  if (grad.layout() == at::kStrided && grad.sizes() == slot.home.view.sizes() && grad.device() == device) return "";
+  if (grad.layout() == at::kStrided && grad.sizes() == sizes && grad.device() == home.device) return "";
   const std::string who = "parameter '" + slot.name + "' got a ";
   if (grad.layout() != at::kStrided) {
     return who + "sparse gradient; only dense ones can be sharded (nn.Embedding: use sparse=False)";
   }
-  return c10::str(who, "gradient of ", grad.sizes(), " on ", grad.device(), ", but was ", slot.home.view.sizes(),
-                  " on ", device, " when the optimizer was built; build the optimizer after such a change");
+  return c10::str(who, "gradient of ", grad.sizes(), " on ", grad.device(), ", but was ", sizes, " on ", home.device,
+                  " when the optimizer was built; build the optimizer after such a change");
 }
 
-at::Tensor in_order_of(const at::Tensor& grad, const at::Tensor& param) {
+at::Tensor in_order_of(const at::Tensor& grad, const Home& home) {
   const at::Tensor plain = grad.requires_grad() ? grad.detach() : grad;
-  const bool same_order = plain.strides() == param.strides() || (plain.is_contiguous() && param.is_contiguous());
-  return same_order ? plain : at::empty_like(param, plain.options()).copy_(plain);
+  return home.has_order_of(plain) ? plain : at::empty_like(home.view, plain.options()).copy_(plain);
 }
 
 namespace {

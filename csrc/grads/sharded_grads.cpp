@@ -32,11 +32,11 @@ Taken ShardedGrads::take(Slot& slot, const Locked& /*lock*/) {
   slot.held = grad.defined();
   slot.replace = false;
   slot.zeroed = false;
-  slot.hooks.between = 0;  // an accumulation that raised never ends
+  slot.between = 0;  // an accumulation that raised never ends
   slot.seen.local.forget();
   if (taken.replace) slot.seen.scaled.forget();  // the new placeholder is the same tensor as before
   if (!is_real) return taken;
-  taken.source = in_order_of(grad, slot.home.view);
+  taken.source = in_order_of(grad, slot.home);
   grad = slot.placeholder;
   return taken;
 }

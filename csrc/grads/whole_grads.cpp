@@ -56,7 +56,7 @@ std::vector<at::Tensor> WholeGrads::pack(Bucket& bucket, int64_t num_straight) {
     const int64_t start = std::max(slot.offset, first);
     const int64_t stop = std::min(slot.offset + slot.numel(), first + bucket.shard_numel);
     if (!bucket.owns_part_of(slot, rank)) continue;
-    const at::Tensor grad = slot.param.grad().defined() ? in_order_of(slot.param.grad(), slot.home.view) : at::Tensor();
+    const at::Tensor grad = slot.param.grad().defined() ? in_order_of(slot.param.grad(), slot.home) : at::Tensor();
     *next_present++ = grad.defined() ? 1 : 0;
     if (is_straight) {
       const auto here = [&] {
@@ -107,7 +107,7 @@ Taken GatheredGrads::take(Slot& slot, const Locked& /*lock*/) {
   const bool sent = grad.defined() && (slot.whole.unsent || !only_unsent_);
   slot.held = sent;
   slot.whole.unsent = false;
-  return {.source = sent ? in_order_of(grad, slot.home.view) : at::Tensor(), .present = sent, .replace = sent};
+  return {.source = sent ? in_order_of(grad, slot.home) : at::Tensor(), .present = sent, .replace = sent};
 }
 
 // Gradients of a round that is not over yet have left, too.

@@ -51,8 +51,8 @@ def check_same(found: dict[str, Any], expected: dict[str, Any]) -> None:
     for number, state in expected["optimizer"]["state"].items():
         for what, tensor in state.items():
             assert same_bits(found["optimizer"]["state"][number][what], tensor), (number, what)
-    [ours], [theirs] = found["optimizer"]["param_groups"], expected["optimizer"]["param_groups"]
-    assert {key: ours[key] for key in theirs} == theirs
+    for ours, theirs in zip(found["optimizer"]["param_groups"], expected["optimizer"]["param_groups"], strict=True):
+        assert {key: ours[key] for key in theirs} == theirs
 
 
 def load_some(_: int, __: int, kind: str, path: str) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from tests.kernels.shards import same_bits
-from tests.optimizer.models import KINDS, Mixed, backward, batch, make_model
+from tests.optimizer.models import KINDS, Mixed, backward, batch, make_model, make_optimizer
 from tests.ranks import run_ranks
 from zerox import FusedShardedAdam
 from zerox.checkpoint.entries import entries
@@ -26,7 +26,7 @@ MODEL = "model."
 def build(kind: str, seed: int, **options: Any) -> tuple[Mixed, FusedShardedAdam]:
     dtype, own = KINDS[kind]
     model = make_model(dtype, seed)
-    return model, FusedShardedAdam(model.named_parameters(), lr=1e-2, **{"bucket_cap_mb": 0.05, **own, **options})
+    return model, make_optimizer(model.named_parameters(), lr=1e-2, **{"bucket_cap_mb": 0.05, **own, **options})
 
 
 def train(model: Mixed, optimizer: FusedShardedAdam, rank: int, steps: range) -> None:

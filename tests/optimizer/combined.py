@@ -22,6 +22,8 @@ from zerox import FusedShardedAdam
 from zerox.grad_dtype import NARROW
 from zerox.plan import combinations
 from zerox.plan.combinations import CHOICES, But, Refused, Setting, pairs, some, verdict
+from zerox.rules.adam import ADAM
+from zerox.rules.known import KNOWN
 
 Way = Mapping[str, str]  # a value of every option
 Pair = tuple[Setting, Setting]
@@ -34,7 +36,9 @@ WORDS: dict[str, dict[str, Any]] = {  # values that are not written as Python ha
     "bucket_cap_mb": {"a number": 0.004},
     "lr": {"a number": RATE, "a tensor": RATE},
 }
-ELSEWHERE = ("parameters", "device", "backend", "ZEROX_EXCHANGE", "overlap_gather")  # no argument says these
+# No argument of the constructor says these.
+ELSEWHERE = ("parameters", "device", "backend", "ZEROX_EXCHANGE", "overlap_gather", "rule")
+MOMENTUM = {"momentum": 0.75}  # of SGD, which keeps no state without
 # What must not change a bit. (An optimizer alone has gradients of its own rank: that is another training.)
 NEUTRAL = (
     "stage", "device", "backend", "ZEROX_EXCHANGE", "bucket_cap_mb", "capturable", "overlap_gather", "lr", "foreach",
@@ -121,6 +125,20 @@ def _made(option: str, value: str) -> Any:
     return getattr(torch, value[6:]) if value.startswith("torch.") else ast.literal_eval(value)
 
 
+def build(params: Any, way: Way, **options: Any) -> FusedShardedAdam:
+    """``options``: the constructor's. With a rule of its own, the group has those that belong into one."""
+    rule = ast.literal_eval(way["rule"])
+    group: dict[str, Any] = {"params": params}
+    if rule != ADAM.name:
+        own = {name: value for name, value in options.items() if name in ADAM.defaults}
+        mute = ADAM.defaults.keys() - KNOWN[rule].defaults.keys()
+        unsaid = {name for name in mute & own.keys() if own[name] == ADAM.defaults[name]}
+        group |= {name: value for name, value in own.items() if name not in unsaid} | {"rule": rule}
+        group |= MOMENTUM if rule == "sgd" else {}
+        options = {name: value for name, value in options.items() if name not in own}
+    return FusedShardedAdam([group], **options)
+
+
 MASTERS = {  # by what is asked for and the parameters; others keep none
     '"auto"': {"bfloat16": "remainder", "float16": "master"},
     '"remainder"': {"bfloat16": "remainder"},
@@ -161,7 +179,7 @@ class Training:
         options = {"weight_decay": 0.125, **arguments(way)}
         if isinstance(options["lr"], Tensor):
             options["lr"] = options["lr"].to(self.device)
-        self.optimizer = FusedShardedAdam(self.model.named_parameters(), **options)
+        self.optimizer = build(self.model.named_parameters(), way, **options)
         if way["overlap_gather"] == "called":
             self.optimizer.overlap_gather(self.model)
         self.check_in_effect()
@@ -175,8 +193,11 @@ class Training:
         assert (len(inside.buckets) > len(forms)) is (way["bucket_cap_mb"] == "a number")
         moments = {"torch.float32": torch.float32, "torch.bfloat16": torch.bfloat16, '"8bit"': torch.uint8}
         expected = torch.float64 if self.dtype is torch.float64 else moments[way["state_dtype"]]
-        assert first.state["exp_avg"].values.dtype is first.state["exp_avg_sq"].values.dtype is expected
-        assert ("max_exp_avg_sq" in first.state) is (way["amsgrad"] == "True")
+        rule = KNOWN[ast.literal_eval(way["rule"])]
+        kept = {key: stored.values.dtype for key, stored in first.state.items() if key not in ("master", "remainder")}
+        assert set(kept) == {spec.key for spec in rule.states if spec.when != "amsgrad" or way["amsgrad"] == "True"}
+        assert set(kept.values()) == {expected}
+        assert {bucket.rule for bucket in inside.buckets} == {rule}
         master = None if first.master is None else first.master.spec.key
         assert master == MASTERS[way["master_weights"]].get(way["parameters"])
         widened = self.dtype in NARROW and way["accumulate_dtype"] == "torch.float32"
@@ -258,8 +279,11 @@ def compare_with_torch(rank: int, world_size: int, training: Training) -> None:
     """Runs it beside torch.optim, step by step from the same state and the mean gradient."""
     way = training.way
     asked = arguments(way)
-    config = {name: asked[name] for name in ("lr", "amsgrad", "maximize", "decoupled_weight_decay")}
-    config["weight_decay"] = 0.125
+    rule = ast.literal_eval(way["rule"])
+    names = ("lr", "maximize") if rule != ADAM.name else ("lr", "amsgrad", "maximize", "decoupled_weight_decay")
+    config = {"weight_decay": 0.125, **{name: asked[name] for name in names}}
+    if rule != ADAM.name:
+        config |= {"rule": rule, "lr": float(asked["lr"]), **(MOMENTUM if rule == "sgd" else {})}
     num_ranks = 1 if way["process_group"] == '"alone"' else world_size
     wire = asked["reduce_dtype"] or training.dtype
     grads = watch_gradients(training.model)
@@ -296,7 +320,7 @@ def wide(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     found = {}
     for key, value in state.items():
         if value.dtype is torch.uint8:
-            found[key] = decode(value, state[f"{key}_scale"], signed=key == "exp_avg")
+            found[key] = decode(value, state[f"{key}_scale"], signed=key in ("exp_avg", "momentum_buffer"))
         elif not key.endswith("_scale"):
             found[key] = value.float() if value.dtype is torch.bfloat16 else value
     return found

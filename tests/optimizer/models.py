@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from zerox import FusedShardedAdam
 
-# Every kind of state and master there is: the parameters' dtype, and options.
+THREE_RULES: tuple[dict[str, Any], ...] = ({}, {"rule": "sgd", "momentum": 0.8}, {"rule": "lion", "weight_decay": 0.1})
+# Every kind of state and master there is: the parameters' dtype, and options of make_optimizer().
 KINDS: dict[str, tuple[torch.dtype, dict[str, Any]]] = {
     "fp32": (torch.float32, {}),
     "amsgrad": (torch.float32, {"amsgrad": True}),
@@ -25,7 +26,15 @@ KINDS: dict[str, tuple[torch.dtype, dict[str, Any]]] = {
     "fp32, bf16 moments": (torch.float32, {"state_dtype": torch.bfloat16}),
     "bf16 remainder, 8-bit moments": (torch.bfloat16, {"state_dtype": "8bit"}),
     "amsgrad, 8-bit moments": (torch.float32, {"state_dtype": "8bit", "amsgrad": True}),
+    "three rules, 8-bit state": (torch.bfloat16, {"state_dtype": "8bit", "groups": THREE_RULES}),
 }
+
+
+def make_optimizer(params: Iterable[Any], groups: Sequence[dict[str, Any]] = ({},), **options: Any) -> FusedShardedAdam:
+    """``groups``: the options of each param group; the parameters, with or without names, go to them in turn."""
+    given = list(params)
+    count = len(groups)
+    return FusedShardedAdam([{"params": given[i::count], **each} for i, each in enumerate(groups)], **options)
 
 
 class Mixed(nn.Module):
@@ -94,7 +103,7 @@ def train(
     State is by parameter and its first element that this rank owns, 1-D in memory order.
     """
     model = make_model(dtype).to(device)
-    optimizer = FusedShardedAdam(model.named_parameters(), lr=1e-2, **options)
+    optimizer = make_optimizer(model.named_parameters(), lr=1e-2, **options)
     optimizer.inside.manager.flights.hold(hold)
     norms = []
     for step in range(steps):

@@ -10,9 +10,9 @@ from torch import nn
 
 from tests.bucket_manager.rig import same_bits
 from tests.bucket_manager.test_straight import from_bytes
-from tests.optimizer.models import KINDS, train
+from tests.optimizer.models import KINDS, make_optimizer, train
 from tests.ranks import run_ranks
-from zerox import _C, FusedShardedAdam
+from zerox import _C
 
 TINY, SMALL, WHOLE = 1e-6, 0.03, 64.0  # MiB: every parameter a bucket of its own, some buckets, one
 
@@ -114,7 +114,7 @@ def step_with_threads(rank: int, world_size: int, kind: str, num_threads: int) -
     before = torch.get_num_threads()
     torch.set_num_threads(num_threads)
     try:
-        optimizer = FusedShardedAdam(params, lr=1e-2, **options)
+        optimizer = make_optimizer(params, lr=1e-2, **options)
         norms = []
         for step in range(2):
             generator = torch.Generator().manual_seed(10 * rank + step)

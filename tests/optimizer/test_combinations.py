@@ -5,6 +5,7 @@ Those with parameters on an accelerator are drawn by tests/accelerator/test_comb
 
 from __future__ import annotations
 
+import ast
 import functools
 import inspect
 import itertools
@@ -24,6 +25,7 @@ from tests.optimizer.combined import (
     Training,
     Way,
     arguments,
+    build,
     exchange_of,
     needs_accelerator,
     not_refused,
@@ -46,8 +48,8 @@ from zerox.ranks.group import EXCHANGES
 OF_RANKS = ("process_group", "backend", "ZEROX_EXCHANGE")  # one rank alone asks none of these
 # What each rank does with its shard, once it has the gradient: for these one rank is enough.
 OF_SHARDS = (
-    "state_dtype", "master_weights", "capturable", "lr", "amsgrad", "maximize", "decoupled_weight_decay", "foreach",
-    "fused",
+    "state_dtype", "master_weights", "capturable", "lr", "rule", "amsgrad", "maximize", "decoupled_weight_decay",
+    "foreach", "fused",
 )  # fmt: skip
 NO_CHOICES = {"params", "betas", "eps", "weight_decay", "differentiable"}  # numbers, and what can only be False
 
@@ -190,12 +192,12 @@ def test_a_refused_pair_raises_what_the_table_says(pair: Pair) -> None:
         options["process_group"] = not_a_group("nccl")
     before = params[0].data_ptr()
     with pytest.raises(refused.error, match=message) as raised:
-        FusedShardedAdam(params, **options)
+        build(params, plain, **options)
     assert all(str(each) in str(raised.value) for each in pair)
     assert params[0].data_ptr() == before, "nothing has changed"
     if not set(settings) & {"device", "backend"}:  # which may be others than those of the estimate
         with pytest.raises(refused.error, match=message):
-            estimate(params, 2, **options)
+            estimate(params, 2, rule=ast.literal_eval(plain["rule"]), **options)
     dist.distributed_c10d._world.pg_map.pop(options["process_group"], None)
 
 

@@ -1,4 +1,4 @@
-"""Step by step against torch.optim, from identical state and the group's mean gradient."""
+"""Step by step against torch.optim, or Lion's formula, from identical state and the group's mean gradient."""
 
 from __future__ import annotations
 
@@ -22,9 +22,17 @@ from tests.optimizer.models import (
 )
 from tests.ranks import run_ranks
 from tests.tolerances import CUDA_MOMENT_ULPS, MOMENT_ULPS, assert_one_step_bound
-from zerox import FusedShardedAdam
+from zerox import FusedShardedAdam, FusedShardedLion, FusedShardedSGD
+from zerox.engine import Engine
+from zerox.rules import reference
+from zerox.rules.reference import LionState
 
-CONFIGS: dict[str, dict[str, Any]] = {
+CLASSES: dict[str, Callable[..., Engine]] = {
+    "adam": FusedShardedAdam,
+    "sgd": FusedShardedSGD,
+    "lion": FusedShardedLion,
+}
+CONFIGS: dict[str, dict[str, Any]] = {  # "rule": of which class
     "adamw": {},
     "amsgrad": {"amsgrad": True},
     "maximize": {"maximize": True, "weight_decay": 0.1},
@@ -37,23 +45,50 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "amsgrad": True,
     },
     "tensor lr and betas": {"lr": torch.tensor(1e-2), "betas": (torch.tensor(0.85), torch.tensor(0.97))},
+    "sgd": {"rule": "sgd"},
+    "sgd, momentum, dampening, l2": {"rule": "sgd", "momentum": 0.9, "dampening": 0.25, "weight_decay": 0.1},
+    "sgd, nesterov, maximize": {"rule": "sgd", "momentum": 0.8, "nesterov": True, "maximize": True},
+    "lion": {"rule": "lion"},
+    "lion, decay, maximize": {"rule": "lion", "betas": (0.8, 0.95), "weight_decay": 0.3, "maximize": True},
 }
-MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
+MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer")
 
 
 def torch_step(values: torch.Tensor, grad: torch.Tensor, state: dict[str, torch.Tensor], config: dict[str, Any]) -> Any:
     """One step of torch.optim with foreach=False on copies; returns the parameter and its state."""
+    if "rule" in config:
+        own = {key: value for key, value in config.items() if key != "rule"}
+        return OTHER_STEPS[config["rule"]](values, grad, state, {"lr": 1e-2, **own})
     kind = torch.optim.AdamW if config.get("decoupled_weight_decay", True) else torch.optim.Adam
     options = {key: value for key, value in config.items() if key != "decoupled_weight_decay"}
     options["lr"] = float(options.get("lr", 1e-2))  # a tensor counts as the number it is, whatever its precision
     options["betas"] = tuple(float(beta) for beta in options.get("betas", (0.9, 0.999)))
     leaf = torch.nn.Parameter(values.clone())
     leaf.grad = grad.clone()
-    reference = kind([leaf], foreach=False, **options)
+    torchs = kind([leaf], foreach=False, **options)
     moments = {key: value.clone() for key, value in state.items() if key in MOMENTS}
-    reference.state[leaf] = {"step": state["step"].float().cpu(), **moments}
-    reference.step()
-    return leaf.detach(), reference.state[leaf]
+    torchs.state[leaf] = {"step": state["step"].float().cpu(), **moments}
+    torchs.step()
+    return leaf.detach(), torchs.state[leaf]
+
+
+def sgd_step(values: torch.Tensor, grad: torch.Tensor, state: dict[str, torch.Tensor], config: dict[str, Any]) -> Any:
+    leaf = torch.nn.Parameter(values.clone())
+    leaf.grad = grad.clone()
+    torchs = torch.optim.SGD([leaf], foreach=False, **config)
+    if int(state["step"]) > 0:
+        torchs.state[leaf] = {"momentum_buffer": state["momentum_buffer"].clone()}
+    torchs.step()
+    return leaf.detach(), torchs.state[leaf]
+
+
+def lion_step(values: torch.Tensor, grad: torch.Tensor, state: dict[str, torch.Tensor], config: dict[str, Any]) -> Any:
+    after = LionState(values.clone(), state["exp_avg"].clone())
+    reference.lion_step(after, grad, **config)
+    return after.param, {"exp_avg": after.exp_avg}
+
+
+OTHER_STEPS = {"sgd": sgd_step, "lion": lion_step}
 
 
 def make_awkward(dtype: torch.dtype) -> tuple[nn.Module, Callable[[int, int], None]]:
@@ -95,9 +130,10 @@ def compare_steps(
     device: str = "cpu",
 ) -> None:
     """``config``: options that torch.optim has too; ``options``: the others."""
-    optimizer = FusedShardedAdam(
-        model.named_parameters(), stage=stage, bucket_cap_mb=0.05, **{"lr": 1e-2, **config}, **options
-    )
+    own = {"lr": 1e-2, **{key: value for key, value in config.items() if key != "rule"}}
+    make = CLASSES[config.get("rule", "adam")]
+    optimizer = make(model.named_parameters(), stage=stage, bucket_cap_mb=0.05, **own, **options)
+    counts = config.get("rule") != "sgd" or "momentum" in config
     grads = watch_gradients(model)
     moment_ulps = MOMENT_ULPS if device == "cpu" else CUDA_MOMENT_ULPS
     compared = set()
@@ -121,7 +157,7 @@ def compare_steps(
                 continue
             grad = memory_order(torch.empty_like(param).copy_(mean))[elements].to(values.dtype)
             expected, moments = torch_step(values, grad, old, config)
-            assert int(new["step"]) == int(old["step"]) + 1
+            assert int(new["step"]) == int(old["step"]) + counts
             pairs = {k: (new[k], moments[k]) for k in new if k in MOMENTS}
             if bucket.master is None:  # the result of the arithmetic, rounded to what the parameter can hold
                 values, after, expected = (t.to(param.dtype) for t in (values, after, expected))
@@ -159,7 +195,7 @@ def test_each_step_of_awkward_parameters_of_every_kind_is_within_the_bound(world
 def long_run(rank: int, world_size: int, stage: int) -> float:
     model, twin = make_model(), make_model()
     optimizer = FusedShardedAdam(model.parameters(), lr=1e-3, eps=1e-6, stage=stage)
-    reference = torch.optim.AdamW(twin.parameters(), lr=1e-3, eps=1e-6, foreach=False)
+    torchs = torch.optim.AdamW(twin.parameters(), lr=1e-3, eps=1e-6, foreach=False)
     for step in range(20):
         backward(model, batch(rank, step))
         backward(twin, batch(rank, step))
@@ -167,7 +203,7 @@ def long_run(rank: int, world_size: int, stage: int) -> float:
             param.grad = mean_over_ranks(param.grad, param, world_size)
         optimizer.clip_grad_norm_(1.0)
         torch.nn.utils.clip_grad_norm_(twin.parameters(), 1.0)
-        for each in (optimizer, reference):
+        for each in (optimizer, torchs):
             each.step()
             each.zero_grad()
     pairs = zip(model.parameters(), twin.parameters(), strict=True)

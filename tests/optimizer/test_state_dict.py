@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 from tests.bucket_manager.rig import same_bits
-from tests.optimizer.models import KINDS, backward, batch, make_model
+from tests.optimizer.models import KINDS, backward, batch, make_model, make_optimizer
 from tests.ranks import run_ranks
 from zerox import FusedShardedAdam
 
@@ -52,7 +52,7 @@ def restart(
     def build(seed: int, named: bool, lr: float) -> tuple[nn.Module, FusedShardedAdam]:
         model = make_model(dtype, seed)
         params = model.named_parameters() if named else model.parameters()
-        return model, FusedShardedAdam(params, lr=lr, stage=stage, bucket_cap_mb=0.03, **options)
+        return model, make_optimizer(params, lr=lr, stage=stage, bucket_cap_mb=0.03, **options)
 
     def train(model: nn.Module, optimizer: FusedShardedAdam, steps: range) -> None:
         for step in steps:
@@ -166,7 +166,7 @@ def test_state_that_is_not_given_starts_anew_as_in_torch(kind: str) -> None:
     """As for the dict of an optimizer that was saved before its first step; the rest of the dict is loaded."""
     dtype, options = KINDS[kind]
     model = make_model(dtype)
-    optimizer = FusedShardedAdam(model.parameters(), lr=1e-2, **options)
+    optimizer = make_optimizer(model.parameters(), lr=1e-2, **options)
     for step in range(2):
         backward(model, batch(0, step, dtype=dtype))
         optimizer.step()

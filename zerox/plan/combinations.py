@@ -101,6 +101,7 @@ CHOICES = {
         Choice("capturable", ("False", "True")),
         Choice("overlap_gather", ("not called", "called"), "{option}() {value}"),
         Choice("lr", ("a number", "a tensor")),
+        Choice("rule", ('"adam"', '"sgd"', '"lion"')),
         Choice("amsgrad", ("False", "True")),
         Choice("maximize", ("False", "True")),
         Choice("decoupled_weight_decay", ("True", "False")),
@@ -167,6 +168,19 @@ ROWS = (
         some("ZEROX_EXCHANGE", "native"),
         some("bucket_cap_mb", "a number"),
         But("the number may change the last bits of a mean over three or more ranks"),
+    ),
+    Row(
+        some("rule", '"sgd"', '"lion"'),
+        some("amsgrad", "True"),
+        Refused("only Adam keeps a largest second moment", 'Leave amsgrad out, or take rule="adam"'),
+    ),
+    Row(
+        some("rule", '"sgd"', '"lion"'),
+        some("decoupled_weight_decay", "False"),
+        Refused(
+            "SGD always adds the decay to the gradient, and Lion always multiplies the parameter",
+            'Leave decoupled_weight_decay out, or take rule="adam"',
+        ),
     ),
     Row(
         some("foreach", "True"),

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from zerox.rules.adam import ADAM
+from zerox.rules.lion import LION
 from zerox.rules.of_groups import Rules
 from zerox.rules.rule import Rule
+from zerox.rules.sgd import SGD
 
-KNOWN: dict[str, Rule] = {rule.name: rule for rule in (ADAM,)}
+KNOWN: dict[str, Rule] = {rule.name: rule for rule in (ADAM, SGD, LION)}
 
 
 def rules_of(name: str) -> Rules:
