@@ -28,7 +28,6 @@ RUNS = {
     "memory": ("bench.memory --ranks 2 4", "--layers 1"),
     "streams": ("bench.streams --ranks 2 --batch 1", "--layers 1"),
     "optimizer-step": ("bench.kernels --only step --seconds 120", "--quick --seconds 1"),
-    "exposed": ("bench.exposed", "--layers 8 --rounds 2"),
     "checkpoint": ("bench.checkpoint", "--layers 1 --rounds 1"),
     "kernels": ("bench.kernels", "--quick --seconds 1"),
 }

@@ -176,35 +176,30 @@ def length(spans: Iterable[Span]) -> float:
 
 
 def typical_step(training: Training, stage: int, trace: Path | None) -> list[tuple[list[Work], list[Row]]]:
-    """On each rank, or where there is one, without a group. By rank: who did what, and what happened to buckets."""
-    alone = not dist.is_initialized()
-    rank = 0 if alone else dist.get_rank()
+    """On each rank. By rank: who did what, and what happened to buckets."""
+    rank = dist.get_rank()
     system = (PhasedStage1 if stage == 1 else Phased)(training)
-    if not alone:
-        check([DDP(training), system], training)
+    check([DDP(training), system], training)
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if training.device == "cuda" else [])]
     profiles = []
     for index in range(WARM_UP + STEPS):
         batches = training.batches(index, rank)
         seen = profile(activities=activities, experimental_config=all_threads())
-        if not alone:
-            dist.barrier()
+        dist.barrier()
         seen.start()
         system.step(batches)
         if training.device == "cuda":
             torch.cuda.synchronize()
         seen.stop()
         profiles.append(seen)
-    step_ms = [times_ms(work_of(seen))["step"] for seen in profiles[WARM_UP:]]
-    step_ms = step_ms if alone else largest(step_ms)
+    step_ms = largest([times_ms(work_of(seen))["step"] for seen in profiles[WARM_UP:]])
     typical = profiles[WARM_UP + step_ms.index(statistics.median_low(step_ms))]
     if trace is not None:
         trace.mkdir(parents=True, exist_ok=True)
         typical.export_chrome_trace(str(trace / f"rank-{rank}.json"))
     own = work_of(typical), bucket_rows(ranges_of(typical))
-    found = [own] if alone else [own] * dist.get_world_size()
-    if not alone:
-        dist.all_gather_object(found, own)
+    found = [own] * dist.get_world_size()
+    dist.all_gather_object(found, own)
     return found
 
 
@@ -255,8 +250,7 @@ def main(argv: list[str] | None = None) -> None:
     training = Training(dtype=args.dtype, layers=args.layers, batch=args.batch, device=args.device)
     training = replace(training, max_norm=1.0 if args.clip else None)
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else it says when it starts and stops
-    asked = training, args.stage, args.trace
-    found = on_ranks(typical_step, args.ranks, *asked) if args.ranks > 1 else typical_step(*asked)
+    found = on_ranks(typical_step, args.ranks, training, args.stage, args.trace)
     title = f"zerox, stage {args.stage}, on {args.device}: {describe(training)}"
     print(title)
     rows: list[Row] = []

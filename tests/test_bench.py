@@ -14,7 +14,6 @@ from bench import __main__ as everything
 from bench import (
     ceiling,
     checkpoint,
-    exposed,
     floors,
     jobs,
     kernels,
@@ -314,7 +313,7 @@ def test_memory_is_weighed_beside_the_estimate_and_drawn(tmp_path: Path, monkeyp
 
 @pytest.mark.parametrize("quick", [False, True])
 def test_what_make_bench_runs_are_commands_that_there_are(quick: bool) -> None:
-    modules = {each.__name__: each for each in (checkpoint, exposed, kernels, memory, step, streams)}
+    modules = {each.__name__: each for each in (checkpoint, kernels, memory, step, streams)}
     for name in everything.RUNS:
         _, _, module, *arguments = everything.command(name, Path("somewhere"), quick)
         assert modules[module].make_parser().parse_args(arguments).json == Path("somewhere") / f"{name}.json"
