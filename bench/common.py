@@ -1,4 +1,4 @@
-"""What benchmarks share: result files, options and tables, ranks, given gradients, and C++ of their own."""
+"""What benchmarks share: result files, options and tables, ranks, and C++ of their own."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.multiprocessing.spawn import spawn
 from torch.utils import cpp_extension
 
 from bench.systems import DTYPES, Training
+from zerox._ext import cuda_refusal
 
 ROOT = Path(__file__).parents[1]
 Row = dict[str, Any]
@@ -94,8 +94,6 @@ def training_parser(module: str, description: str | None) -> argparse.ArgumentPa
 
 def add_device(parser: argparse.ArgumentParser) -> None:
     """--device, of what this machine can do."""
-    from zerox._ext import cuda_refusal  # here, since bench.against uses this file with any zerox
-
     refusal = (cuda_refusal() or None) if torch.cuda.is_available() else "torch finds no CUDA GPU"
 
     def usable(name: str) -> str:
@@ -158,23 +156,6 @@ def largest(values: list[float]) -> list[float]:
     tensor = torch.tensor(values, dtype=torch.float64)
     dist.all_reduce(tensor, dist.ReduceOp.MAX)
     return tensor.tolist()
-
-
-# ---- gradients that are there already
-
-
-class Spread(torch.autograd.Function):
-    """A loss whose backward only hands out gradients that were made before: what is left are autograd and hooks."""
-
-    @staticmethod
-    def forward(ctx: Any, grads: list[Tensor], *params: Tensor) -> Tensor:
-        ctx.grads = grads
-        return params[0].new_zeros(())
-
-    @staticmethod
-    def backward(ctx: Any, *_: Tensor) -> Any:
-        grads, ctx.grads = ctx.grads, None
-        return (None, *grads)
 
 
 # ---- C++ that benchmarks bring along

@@ -24,7 +24,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from bench.common import Spread
 from bench.jobs import TRAINED, Job, Kind, WrongResult
 from bench.peers import HYPER, PEERS, Peer, Skipped, make
 from bench.plots import OURS
@@ -56,6 +55,20 @@ class Given:
             return torch.empty(numel, device=device).normal_(std=std, generator=generator).to(dtype)
 
         return Given([normal(each, 0.02).float() for each in numels], [normal(each, 1.0) for each in numels], dtype)
+
+
+class Spread(torch.autograd.Function):
+    """A loss whose backward only hands out gradients that were made before: what is left are autograd and hooks."""
+
+    @staticmethod
+    def forward(ctx: Any, grads: list[Tensor], *params: Tensor) -> Tensor:
+        ctx.grads = grads
+        return params[0].new_zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor) -> Any:
+        grads, ctx.grads = ctx.grads, None
+        return (None, *grads)
 
 
 class Stepper:
