@@ -22,7 +22,6 @@ RUNS = {
     "step": ("bench.step --ranks 2 4 --batch 1 --seconds 360", SMALL),
     "step-larger-batch": ("bench.step --ranks 2 --batch 2 --seconds 180", SMALL),
     "step-bf16-clip": ("bench.step --ranks 2 --batch 1 --dtype bf16 --clip --seconds 180", SMALL),
-    "step-accumulate": ("bench.step --ranks 2 --batch 1 --accumulate 4 --seconds 180", SMALL),
     "step-alone": ("bench.step --ranks 1 --batch 1 --seconds 60", SMALL),
     "buckets": ("bench.step --ranks 2 4 --systems fused stage --caps 1 4 16 64 --batch 1 --seconds 240", SMALL),
     "memory": ("bench.memory --ranks 2 4", "--layers 1"),
@@ -31,11 +30,13 @@ RUNS = {
     "checkpoint": ("bench.checkpoint", "--layers 1 --rounds 1"),
     "kernels": ("bench.kernels", "--quick --seconds 1"),
 }
+DRAWN = ("streams", "optimizer-step", "kernels")
 
 
 def command(name: str, out: Path, quick: bool) -> list[str]:
     full, hasty = RUNS[name]
-    files = ["--json", str(out / f"{name}.json"), "--png", str(out / f"{name}.png")]
+    files = ["--json", str(out / f"{name}.json")]
+    files += ["--png", str(out / f"{name}.png")] if name in DRAWN else []
     return [sys.executable, "-m", *full.split(), *(hasty.split() if quick else []), *files]
 
 

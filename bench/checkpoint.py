@@ -1,6 +1,6 @@
 """What zerox.save() and zerox.load() need: memory above the running optimizer, and time beside the disk's own.
 
-    python -m bench.checkpoint [--ranks 2] [--dtype bf16] [--folder FOLDER] [--json FILE] [--png FILE]
+    python -m bench.checkpoint [--ranks 2] [--dtype bf16] [--folder FOLDER] [--json FILE]
 
 Memory is counted twice, on the rank where it is most: tensors that torch allocates, and what the process takes from the
 system (the peak of its resident set above what it had). "bucket" is the largest one with all its state, of all ranks.
@@ -29,7 +29,6 @@ from torch import nn
 from bench.allocator import Allocator, build
 from bench.common import Row, largest, on_ranks, parse, print_rows, training_parser, write_result
 from bench.jobs import WrongResult
-from bench.plots import save_bars
 from bench.systems import Training
 from zerox import FusedShardedAdam, load, save
 
@@ -171,8 +170,6 @@ def main(argv: list[str] | None = None) -> None:
         rows = on_ranks(measure, args.ranks, training, Path(folder), args.rounds, build())
     print_rows(rows, COLUMNS, header=True)
     write_result(args.json, "bench.checkpoint", argv, rows)
-    numbers = [(key, row["what"], row[key]) for key in ("seconds", "tensor_mib", "process_mib") for row in rows]
-    save_bars(numbers, f"saving and loading {rows[0]['mib']:,.0f} MiB on {args.ranks} ranks", args.png)
 
 
 if __name__ == "__main__":

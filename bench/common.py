@@ -73,7 +73,7 @@ def facts(command: str) -> dict[str, Any]:
 # ---- options, and tables of rows
 
 
-def new_parser(module: str, description: str | None, picture: bool = True) -> argparse.ArgumentParser:
+def new_parser(module: str, description: str | None, picture: bool = False) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog=f"python -m {module}", description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -83,11 +83,11 @@ def new_parser(module: str, description: str | None, picture: bool = True) -> ar
     return parser
 
 
-def training_parser(module: str, description: str | None) -> argparse.ArgumentParser:
+def training_parser(module: str, description: str | None, picture: bool = False) -> argparse.ArgumentParser:
     """What is trained."""
-    parser = new_parser(module, description)
+    parser = new_parser(module, description, picture)
     parser.add_argument("--dtype", choices=list(DTYPES), default="fp32", help="default: %(default)s")
-    parser.add_argument("--clip", action="store_true", help="clip the norm to 1")
+    parser.add_argument("--clip", action="store_const", const=1.0, dest="max_norm", help="clip the norm to 1")
     parser.add_argument("--layers", type=int, default=Training.layers, help="of width 512 (default: %(default)s)")
     return parser
 

@@ -156,7 +156,7 @@ def run(device: torch.device, ops: list[str], quick: bool, seconds: float, file:
 
 
 def make_parser() -> argparse.ArgumentParser:
-    parser = new_parser("bench.kernels", __doc__)
+    parser = new_parser("bench.kernels", __doc__, picture=True)
     add_device(parser)
     ops = [*CALLS, "step"]
     parser.add_argument("--only", action="append", choices=ops, metavar="OP", help=f"{', '.join(ops)}; repeatable")

@@ -193,7 +193,7 @@ SWEEP_COLUMNS |= {"slice_kib": ",.0f", "step_s": ".3f", "over_best": ".2f", "buf
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = new_parser("bench.network", __doc__, picture=False)
+    parser = new_parser("bench.network", __doc__)
     parser.add_argument("--latency-us", type=float, default=25.0, help="of a message (default: %(default)s)")
     parser.add_argument("--bandwidth-gb-s", type=float, default=12.5, help="of a rank's link (default: %(default)s)")
     parser.add_argument("--post-us", type=float, default=10.0, help="of the host, to post a message (default: 10)")

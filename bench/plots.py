@@ -40,27 +40,6 @@ def save_figure(figure: Any, path: Path | None) -> None:
     figure.savefig(path, dpi=120)
 
 
-def save_bars(numbers: Sequence[tuple[str, str, float]], title: str, path: Path | None) -> None:
-    """``numbers``: (panel, system, value). A bar a system with the value beside it."""
-    groups: dict[str, dict[str, float]] = {}
-    for panel, system, value in numbers:
-        groups.setdefault(panel, {})[system] = value
-    most = max(len(values) for values in groups.values())
-    figure = new_figure(7, len(groups) * (0.45 + 0.33 * most) + 0.3, path)
-    if figure is None:
-        return
-    panels = figure.subplots(len(groups), 1, squeeze=False)[:, 0]
-    for panel, (name, values) in zip(panels, groups.items(), strict=True):
-        bars = panel.barh(list(values), list(values.values()), color=[colour_of(system) for system in values])
-        panel.bar_label(bars, [f"{value:,.{0 if value >= 10 else 2}f}" for value in values.values()], padding=3)
-        panel.invert_yaxis()
-        panel.margins(x=0.12)
-        panel.set_title(name, loc="left", fontsize=10)
-        panel.spines[["top", "right"]].set_visible(False)
-    figure.suptitle(title)
-    save_figure(figure, path)
-
-
 def save_shares(rows: Sequence[Row], title: str, path: Path | None) -> None:
     """A panel a size, a line a job: its share of the roof, of everybody who did it."""
     sizes = list(dict.fromkeys(row["size"] for row in rows))

@@ -16,7 +16,7 @@ import argparse
 import os
 import statistics
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -65,8 +65,7 @@ Span = tuple[float, float]
 class Phased(Zerox):
     """Its steps say what they are at."""
 
-    def step(self, batches: Sequence[Tensor]) -> None:
-        [tokens] = batches
+    def step(self, tokens: Tensor) -> None:
         self.optimizer.zero_grad()
         with phase("forward"):
             loss = self.module(tokens[:, :-1], tokens[:, 1:])
@@ -183,11 +182,11 @@ def typical_step(training: Training, stage: int, trace: Path | None) -> list[tup
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if training.device == "cuda" else [])]
     profiles = []
     for index in range(WARM_UP + STEPS):
-        batches = training.batches(index, rank)
+        tokens = training.tokens(index, rank)
         seen = profile(activities=activities, experimental_config=all_threads())
         dist.barrier()
         seen.start()
-        system.step(batches)
+        system.step(tokens)
         if training.device == "cuda":
             torch.cuda.synchronize()
         seen.stop()
@@ -236,7 +235,7 @@ COLUMNS |= {"gathered": ".1f", "hidden_ms": ".1f", "exposed_ms": ".1f"}
 
 
 def make_parser() -> argparse.ArgumentParser:
-    parser = training_parser("bench.streams", __doc__)
+    parser = training_parser("bench.streams", __doc__, picture=True)
     add_device(parser)
     parser.add_argument("--ranks", type=int, default=1, metavar="N", help="on one machine (default: %(default)s)")
     parser.add_argument("--batch", type=int, default=8, help="sequences of 128 tokens (default: %(default)s)")
@@ -247,8 +246,9 @@ def make_parser() -> argparse.ArgumentParser:
 
 def main(argv: list[str] | None = None) -> None:
     args = parse(make_parser(), argv)
-    training = Training(dtype=args.dtype, layers=args.layers, batch=args.batch, device=args.device)
-    training = replace(training, max_norm=1.0 if args.clip else None)
+    training = Training(
+        dtype=args.dtype, layers=args.layers, batch=args.batch, max_norm=args.max_norm, device=args.device
+    )
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else it says when it starts and stops
     found = on_ranks(typical_step, args.ranks, training, args.stage, args.trace)
     title = f"zerox, stage {args.stage}, on {args.device}: {describe(training)}"

@@ -6,15 +6,14 @@ Every system starts from the same parameters, takes the same batches, and averag
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
@@ -29,7 +28,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 @dataclass(frozen=True)
 class Training:
-    """What is trained, and how. ``max_norm``: of clipping, None: off. ``micro_batches`` are accumulated in a step.
+    """What is trained, and how. ``max_norm``: of clipping, None: off.
 
     ``tied``: the last layer's weight is the embedding's. ``device``: "cpu" or "cuda".
     """
@@ -41,7 +40,6 @@ class Training:
     batch: int = 2
     dtype: str = "fp32"
     max_norm: float | None = None
-    micro_batches: int = 1
     tied: bool = True
     device: str = "cpu"
 
@@ -50,12 +48,10 @@ class Training:
         shape = Shape(self.layers, self.width, self.width // 64, self.context)
         return WordGPT(shape, self.vocabulary, self.tied).to(self.device, DTYPES[self.dtype])
 
-    def batches(self, step: int, rank: int) -> list[Tensor]:
-        """int64 ``[batch, context + 1]`` for each micro-batch."""
+    def tokens(self, step: int, rank: int) -> Tensor:
+        """A batch: int64 ``[batch, context + 1]``."""
         generator = torch.Generator().manual_seed(1 + 1_000_003 * step + rank)
-        shape = (self.batch, self.context + 1)
-        drawn = [torch.randint(self.vocabulary, shape, generator=generator) for _ in range(self.micro_batches)]
-        return [tokens.to(self.device) for tokens in drawn]
+        return torch.randint(self.vocabulary, (self.batch, self.context + 1), generator=generator).to(self.device)
 
 
 class WordGPT(GPT):
@@ -84,18 +80,12 @@ class System(ABC):
     @abstractmethod
     def build(self, model: WordGPT) -> tuple[nn.Module, torch.optim.Optimizer]: ...
 
-    def no_sync(self) -> AbstractContextManager[None]:
-        return nullcontext()
-
     def clip(self, max_norm: float) -> None:
         torch.nn.utils.clip_grad_norm_(self.module.parameters(), max_norm)
 
-    def step(self, batches: Sequence[Tensor]) -> None:
+    def step(self, tokens: Tensor) -> None:
         self.optimizer.zero_grad()
-        for index, tokens in enumerate(batches):
-            last = index == len(batches) - 1
-            with nullcontext() if last else self.no_sync():
-                (self.module(tokens[:, :-1], tokens[:, 1:]) / len(batches)).backward()
+        self.module(tokens[:, :-1], tokens[:, 1:]).backward()
         if self.training.max_norm is not None:
             self.clip(self.training.max_norm)
         self.optimizer.step()
@@ -121,23 +111,19 @@ class NoCommunication(System):
                 share.append(param)
         return model, AdamW(share, lr=LR, weight_decay=WEIGHT_DECAY, fused=True)
 
-    def step(self, batches: Sequence[Tensor]) -> None:
+    def step(self, tokens: Tensor) -> None:
         self.module.zero_grad()
-        super().step(batches)
+        super().step(tokens)
 
 
 class DDP(System):
     name = "DDP + AdamW(fused)"
 
     def build(self, model: WordGPT) -> tuple[nn.Module, torch.optim.Optimizer]:
-        self.wrapped = DistributedDataParallel(model, gradient_as_bucket_view=True)
-        return self.wrapped, self.build_optimizer(model)
+        return DistributedDataParallel(model, gradient_as_bucket_view=True), self.build_optimizer(model)
 
     def build_optimizer(self, model: WordGPT) -> torch.optim.Optimizer:
         return AdamW(model.parameters(), lr=LR, weight_decay=WEIGHT_DECAY, fused=True)
-
-    def no_sync(self) -> AbstractContextManager[None]:
-        return self.wrapped.no_sync()
 
 
 class ZeroRedundancy(DDP):
@@ -157,23 +143,13 @@ class FSDP2(System):
         mesh = init_device_mesh(self.training.device, (dist.get_world_size(),))
         for block in model.blocks:
             fully_shard(block, mesh=mesh, reshard_after_forward=self.reshard)
-        self.wrapped: FSDPModule = fully_shard(model, mesh=mesh, reshard_after_forward=self.reshard)
+        fully_shard(model, mesh=mesh, reshard_after_forward=self.reshard)
         return model, AdamW(model.parameters(), lr=LR, weight_decay=WEIGHT_DECAY, fused=True)
-
-    def no_sync(self) -> AbstractContextManager[None]:
-        return _without_sync(self.wrapped)
 
 
 class FSDP2Resharded(FSDP2):
     name = "FSDP2, resharded"
     reshard = True
-
-
-@contextmanager
-def _without_sync(module: FSDPModule) -> Iterator[None]:
-    module.set_requires_gradient_sync(False)
-    yield
-    module.set_requires_gradient_sync(True)
 
 
 class Zerox(System):
@@ -192,9 +168,6 @@ class Zerox(System):
         named, cap_mib = model.named_parameters(), self.cap_mib
         self.ours = FusedShardedAdam(named, lr=LR, weight_decay=WEIGHT_DECAY, stage=self.stage, bucket_cap_mb=cap_mib)
         return model, self.ours
-
-    def no_sync(self) -> AbstractContextManager[None]:
-        return self.ours.no_sync()
 
     def clip(self, max_norm: float) -> None:
         self.ours.clip_grad_norm_(max_norm)
