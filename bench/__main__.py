@@ -26,11 +26,10 @@ RUNS = {
     "buckets": ("bench.step --ranks 2 4 --systems fused stage --caps 1 4 16 64 --batch 1 --seconds 240", SMALL),
     "memory": ("bench.memory --ranks 2 4", "--layers 1"),
     "streams": ("bench.streams --ranks 2 --batch 1", "--layers 1"),
-    "optimizer-step": ("bench.kernels --only step --seconds 120", "--quick --seconds 1"),
     "checkpoint": ("bench.checkpoint", "--layers 1 --rounds 1"),
     "kernels": ("bench.kernels", "--quick --seconds 1"),
 }
-DRAWN = ("streams", "optimizer-step", "kernels")
+DRAWN = ("streams", "kernels")
 
 
 def command(name: str, out: Path, quick: bool) -> list[str]:

@@ -124,7 +124,7 @@ def print_rows(rows: Iterable[Row], columns: Mapping[str, str], header: bool = F
         print("  ".join(f"{text:{width}}" for text, width in zip(line, widths, strict=True)).rstrip(), flush=True)
 
 
-# ---- ranks that are processes of one machine, each with one thread, over gloo
+# ---- ranks that are processes of one machine, each with one thread
 
 
 TIMEOUT = timedelta(minutes=5)
@@ -139,8 +139,10 @@ def on_ranks(function: Callable[..., Any], world_size: int, *args: Any) -> Any:
 
 def _serve(rank: int, world_size: int, folder: str, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
     torch.set_num_threads(1)
+    # NCCL takes one rank a GPU; gloo takes several, for copies through the host.
+    backend = "cpu:gloo,cuda:nccl" if world_size == 1 and torch.cuda.is_available() else "gloo"
     dist.init_process_group(
-        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world_size, timeout=TIMEOUT
+        backend, init_method=f"file://{folder}/store", rank=rank, world_size=world_size, timeout=TIMEOUT
     )
     try:
         result = function(*args)

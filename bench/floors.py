@@ -39,10 +39,7 @@ class Gpu:
     processors: int
     clock_hz: float
 
-    def instructions_ms(self, job: Job) -> float | None:
-        """None for steps, which are of several kernels."""
-        if job.op == "step":
-            return None
+    def instructions_ms(self, job: Job) -> float:
         return job.numel * float(work()[name_of(job)]["clocks"]) / (self.processors * self.clock_hz) * 1e3
 
 

@@ -62,7 +62,7 @@ def run(world_sizes: list[int], training: Training, wanted: list[str] | None) ->
     library = build()
     rows: list[Row] = []
     for world_size in world_sizes:
-        found = [on_ranks(measure, world_size, training, name, library) for name in names_for(wanted, world_size)]
+        found = [on_ranks(measure, world_size, training, name, library) for name in names_for(wanted)]
         rival = next((row["peak"] for row in found if row["system"] == RIVAL), None)
         found = [{**row, "of_rival": row["peak"] / rival if rival else None} for row in found]
         print_rows(map(in_mib, found), COLUMNS, header=not rows)

@@ -1,17 +1,19 @@
 """Times the whole training step of zerox beside what people use today, after a check that they train alike.
 
-    python -m bench.step [--ranks 2 4] [--dtype bf16] [--clip] [--systems zerox DDP] [--caps 1 16]
+    python -m bench.step [--device cuda] [--ranks 2 4] [--dtype bf16] [--clip] [--systems zerox DDP] [--caps 1 16]
         [--json FILE]
 
 Every system lives in the same processes, one a rank with one thread each, and the systems take turns, a few steps at
 a time, so that what else the machine does falls on all of them alike. A sample is the slowest rank's. "as fast" is
 the median over the rounds of DDP's time over the system's, "of floor" of the time without any communication, where
-each rank updates no more than its share. The spread is the middle half of the samples.
+each rank updates no more than its share. The spread is the middle half of the samples. "update" is what of the step
+comes after backward: what of the exchange is still under way, clipping, and the optimizer's step().
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import statistics
 import sys
 import time
@@ -21,10 +23,10 @@ from dataclasses import asdict
 import torch.distributed as dist
 from torch import Tensor
 
-from bench.common import Row, largest, on_ranks, parse, print_rows, training_parser, write_result
+from bench.common import Row, add_device, largest, on_ranks, parse, print_rows, training_parser, write_result
 from bench.jobs import WrongResult
-from bench.systems import ALONE, DDP, SYSTEMS, NoCommunication, System, Training, Zerox
-from bench.timing import Timing
+from bench.systems import DDP, SYSTEMS, NoCommunication, System, Training, Zerox
+from bench.timing import Timing, elapsed_ms, mark
 
 CHECKED_STEPS = 2
 STEPS = 2  # in a sample
@@ -34,6 +36,7 @@ LEAST_ROUNDS = 5
 FARTHEST = {"fp32": 0.01, "bf16": 0.6}
 RIVAL = DDP.name
 FLOOR = NoCommunication.name
+Sample = tuple[float, float]  # milliseconds of a step, and of what of it comes after backward
 
 
 def time_on_ranks(training: Training, names: list[str], caps_mib: list[int], seconds: float) -> list[Row]:
@@ -45,37 +48,43 @@ def time_on_ranks(training: Training, names: list[str], caps_mib: list[int], sec
     return rows_of(take_turns(systems, training, seconds), facts)
 
 
-def rows_of(ms: dict[str, list[float]], facts: Row) -> list[Row]:
-    """``ms``: of a step, by system; the same index is the same round."""
+def rows_of(samples: dict[str, list[Sample]], facts: Row) -> list[Row]:
+    """``samples``: by system; the same index is the same round."""
+    ms = {name: [step_ms for step_ms, _ in each] for name, each in samples.items()}
 
     def ratio(over: str, under: str) -> float | None:
         return statistics.median(a / b for a, b in zip(ms[over], ms[under], strict=True)) if over in ms else None
 
     rows = []
-    for name, samples_ms in ms.items():
-        timing = Timing.of(samples_ms)
+    for name, found in samples.items():
+        timing = Timing.of(ms[name])
         tokens = facts["ranks"] * facts["batch"] * facts["context"]
         row = {"system": name, **facts, **asdict(timing), "spread": timing.spread}
-        row |= {"tokens_per_s": tokens / timing.p50_ms * 1e3}
+        row |= {"tokens_per_s": tokens / timing.p50_ms * 1e3, "update_ms": statistics.median(each for _, each in found)}
         rows.append(row | {"as_fast": ratio(RIVAL, name), "of_floor": ratio(FLOOR, name)})
     return rows
 
 
-def take_turns(systems: Sequence[System], training: Training, seconds: float) -> dict[str, list[float]]:
-    """Milliseconds a step of the slowest rank, by system, a sample a round, after check()."""
-    ms: dict[str, list[float]] = {system.name: [] for system in systems}
+def take_turns(systems: Sequence[System], training: Training, seconds: float) -> dict[str, list[Sample]]:
+    """The slowest rank's, by system, a sample a round, after check()."""
+    samples: dict[str, list[Sample]] = {system.name: [] for system in systems}
     turn, step = list(systems), CHECKED_STEPS
     end = time.monotonic() + seconds
     for index in range(1000):
         if index > LEAST_ROUNDS and largest([time.monotonic()])[0] > end:
             break
         for system in turn:
-            elapsed_ms = timed_ms(system, [training.tokens(step + i, dist.get_rank()) for i in range(STEPS)])
+            found = timed_ms(system, [training.tokens(step + i, dist.get_rank()) for i in range(STEPS)])
             if index > 0:  # the first round warms up
-                ms[system.name].append(elapsed_ms / STEPS)
+                samples[system.name].append(found)
         step += STEPS
         turn.append(turn.pop(0))
-    return {name: largest(samples) for name, samples in ms.items()}
+    return {name: slowest(each) for name, each in samples.items()}
+
+
+def slowest(samples: list[Sample]) -> list[Sample]:
+    step_ms, update_ms = (largest(list(each)) for each in zip(*samples, strict=True))
+    return list(zip(step_ms, update_ms, strict=True))
 
 
 def check(systems: Sequence[System], training: Training) -> None:
@@ -93,13 +102,17 @@ def check(systems: Sequence[System], training: Training) -> None:
             raise WrongResult(f"{name} does not train as {RIVAL}: {distance(params, reference, start):.2%} apart")
 
 
-def timed_ms(system: System, batches: list[Tensor]) -> float:
-    """A step for each batch, on this rank, all of it."""
+def timed_ms(system: System, batches: list[Tensor]) -> Sample:
+    """A step for each batch, on this rank; their mean."""
     dist.barrier()
-    start = time.perf_counter()
+    marks = [mark(system.training.device)]
     for tokens in batches:
-        system.step(tokens)
-    return (time.perf_counter() - start) * 1e3
+        system.backward(tokens)
+        marks.append(mark(system.training.device))
+        system.update()
+        marks.append(mark(system.training.device))
+    between_ms = [elapsed_ms(start, stop) for start, stop in itertools.pairwise(marks)]
+    return sum(between_ms) / len(batches), sum(between_ms[1::2]) / len(batches)
 
 
 def distance(params: list[Tensor], reference: list[Tensor], start: list[Tensor]) -> float:
@@ -109,7 +122,7 @@ def distance(params: list[Tensor], reference: list[Tensor], start: list[Tensor])
 
 
 COLUMNS = {"ranks": "", "system": "<30", "p50_ms": ".1f", "spread": ".1%", "tokens_per_s": ",.0f"}
-COLUMNS |= {"as_fast": ".2f", "of_floor": ".2f"}
+COLUMNS |= {"as_fast": ".2f", "of_floor": ".2f", "update_ms": ".1f"}
 
 
 def describe(training: Training) -> str:
@@ -122,10 +135,9 @@ def add_systems(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--systems", nargs="+", metavar="WORD", help=f"those with a word in: {'; '.join(SYSTEMS)}")
 
 
-def names_for(wanted: list[str] | None, world_size: int) -> list[str]:
-    """Systems whose name has one of the wanted words in it; alone those that need no group. SystemExit if none has."""
-    names = [kind.name for kind in ALONE] if world_size == 1 else list(SYSTEMS)
-    found = [name for name in names if not wanted or any(word.lower() in name.lower() for word in wanted)]
+def names_for(wanted: list[str] | None) -> list[str]:
+    """Systems whose name has one of the wanted words in it. SystemExit if none has."""
+    found = [name for name in SYSTEMS if not wanted or any(word.lower() in name.lower() for word in wanted)]
     if not found:
         sys.exit(f"no system has one of these words in its name: {' '.join(wanted or [])}")
     return found
@@ -133,6 +145,7 @@ def names_for(wanted: list[str] | None, world_size: int) -> list[str]:
 
 def make_parser() -> argparse.ArgumentParser:
     parser = training_parser("bench.step", __doc__)
+    add_device(parser)
     add_systems(parser)
     parser.add_argument("--caps", type=int, nargs="+", default=[], metavar="MIB", help="zerox with such buckets, too")
     parser.add_argument("--batch", type=int, default=Training.batch, help="sequences of 128 tokens a rank (default: 2)")
@@ -144,8 +157,8 @@ def run(
     world_sizes: list[int], training: Training, wanted: list[str] | None, caps: list[int], seconds: float
 ) -> list[Row]:
     rows: list[Row] = []
+    names = names_for(wanted)
     for world_size in world_sizes:
-        names = names_for(wanted, world_size)
         found = on_ranks(time_on_ranks, world_size, training, names, caps, seconds / len(world_sizes))
         if not rows:
             print(f"{found[0]['numel'] / 1e6:.1f} M parameters, {describe(training)}; results agree")
@@ -156,7 +169,9 @@ def run(
 
 def main(argv: list[str] | None = None) -> None:
     args = parse(make_parser(), argv)
-    training = Training(dtype=args.dtype, layers=args.layers, batch=args.batch, max_norm=args.max_norm)
+    training = Training(
+        dtype=args.dtype, layers=args.layers, batch=args.batch, max_norm=args.max_norm, device=args.device
+    )
     rows = run(args.ranks, training, args.systems, args.caps, args.seconds)
     write_result(args.json, "bench.step", argv, rows)
 

@@ -84,8 +84,14 @@ class System(ABC):
         torch.nn.utils.clip_grad_norm_(self.module.parameters(), max_norm)
 
     def step(self, tokens: Tensor) -> None:
+        self.backward(tokens)
+        self.update()
+
+    def backward(self, tokens: Tensor) -> None:
         self.optimizer.zero_grad()
         self.module(tokens[:, :-1], tokens[:, 1:]).backward()
+
+    def update(self) -> None:
         if self.training.max_norm is not None:
             self.clip(self.training.max_norm)
         self.optimizer.step()
@@ -111,9 +117,9 @@ class NoCommunication(System):
                 share.append(param)
         return model, AdamW(share, lr=LR, weight_decay=WEIGHT_DECAY, fused=True)
 
-    def step(self, tokens: Tensor) -> None:
+    def backward(self, tokens: Tensor) -> None:
         self.module.zero_grad()
-        super().step(tokens)
+        super().backward(tokens)
 
 
 class DDP(System):
@@ -190,7 +196,6 @@ class ZeroxOverlapped(Zerox):
 
 
 OURS = (Zerox, ZeroxOverlapped, ZeroxStage1)
-ALONE = (NoCommunication, *OURS)
 SYSTEMS: dict[str, Callable[[Training], System]] = {
     kind.name: kind for kind in (NoCommunication, DDP, ZeroRedundancy, FSDP2, FSDP2Resharded, *OURS)
 }

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -26,17 +27,13 @@ MOST_SLEEP = 400_000_000  # cycles, some 0.2 s: a host that needs more is what o
 
 @dataclass(frozen=True)
 class Timing:
-    """Of one call, in milliseconds. ``host_bound``: the host could not get ahead of the device.
-
-    ``host_us``: of the host, where a device does the work and somebody asked.
-    """
+    """Of one call, in milliseconds. ``host_bound``: the host could not get ahead of the device."""
 
     p50_ms: float
     p25_ms: float
     p75_ms: float
     samples: int
     host_bound: bool = False
-    host_us: float | None = None
 
     @property
     def spread(self) -> float:
@@ -98,6 +95,22 @@ def _sample_on_device(contender: Contender, num_sets: int) -> float:
         if not contender.host_bound or contender.sleep_cycles >= MOST_SLEEP:
             return start.elapsed_time(stop) / contender.calls
         contender.sleep_cycles *= 2
+
+
+def mark(device: str) -> Any:
+    """Now: on a GPU where its current stream is then."""
+    if device == "cpu":
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def elapsed_ms(start: Any, stop: Any) -> float:
+    if isinstance(start, float):
+        return (stop - start) * 1e3
+    stop.synchronize()
+    return float(start.elapsed_time(stop))
 
 
 def cache_bytes(device: torch.device) -> int:

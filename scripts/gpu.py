@@ -14,7 +14,7 @@ figures take less than 10 minutes each, and write a JSON, a table and pictures e
     nccl       tests/gpu/test_nccl.py; ZEROX_NCCL_LIBRARY names an NCCL of 2.30 or newer for two ranks on one GPU
   figures:
     kernels    bench.kernels, beside what memory and instructions allow
-    step       the same of whole clipped steps of the optimizer, beside the peers that are installed
+    step       bench.step: whole clipped steps of one rank, and what of them comes after backward, beside DDP and FSDP2
     streams    bench.streams: a timeline of one training step
     exposed    the same of two ranks over gloo: how much of their communication backward does not hide
 
@@ -190,13 +190,19 @@ class Figure:
     """A benchmark. ``timed``: the share of the limit that goes into timing; the rest is for data, checks and so on."""
 
     command: str
-    quick: str = "--quick"
+    quick: str
     timed: float | None = None
+    drawn: bool = True
 
 
 FIGURES = {
-    "kernels": Figure("bench.kernels", timed=0.4),
-    "step": Figure("bench.kernels --only=step", timed=0.4),
+    "kernels": Figure("bench.kernels", quick="--quick", timed=0.4),
+    "step": Figure(
+        "bench.step --ranks=1 --dtype=bf16 --clip --layers=48 --batch=8",
+        quick="--layers=1 --batch=1 --dtype=fp32 --systems fused stage",
+        timed=0.4,
+        drawn=False,
+    ),
     "streams": Figure("bench.streams --dtype=bf16 --clip", quick="--layers=1 --batch=1 --dtype=fp32"),
     "exposed": Figure("bench.streams --ranks=2", quick="--layers=1 --batch=1"),
 }
@@ -208,7 +214,7 @@ def measure(name: str, machine: Machine, limit_s: float) -> Part:
     picture = machine.files.with_name(f"{machine.files.name}-{name}.png")
     file.unlink(missing_ok=True)
     command = [*figure.command.split(), *(figure.quick.split() if machine.quick else [])]
-    command += [f"--device={machine.device}", f"--json={file}", f"--png={picture}"]
+    command += [f"--device={machine.device}", f"--json={file}", *([f"--png={picture}"] if figure.drawn else [])]
     command += [f"--seconds={figure.timed * limit_s:.0f}"] if figure.timed is not None else []
     ended = run(python("-m", *command), name, limit_s)
     part: Part = {"outcome": ended.outcome, "said": ended.text.splitlines()}

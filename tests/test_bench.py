@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -226,7 +227,7 @@ def test_every_system_trains_alike_and_is_timed(training: systems.Training, caps
     assert [row["system"] for row in rows] == [*systems.SYSTEMS, "zerox, buckets of 1 MiB"]
     [ddp] = [row for row in rows if row["system"] == systems.DDP.name]
     assert ddp["as_fast"] == 1.0
-    assert all(row["samples"] >= step.LEAST_ROUNDS and row["p50_ms"] > 0 for row in rows)
+    assert all(row["samples"] >= step.LEAST_ROUNDS and row["p50_ms"] > row["update_ms"] > 0 for row in rows)
     assert ddp["tokens_per_s"] == pytest.approx(2 * 2 * 8 / ddp["p50_ms"] * 1e3)
     assert len(capsys.readouterr().out.splitlines()) == 2 + len(rows)
 
@@ -249,10 +250,23 @@ def test_a_system_that_trains_otherwise_is_not_timed() -> None:
 
 def test_ratios_are_taken_round_by_round() -> None:
     rounds = {systems.DDP.name: [10.0, 20.0, 30.0], systems.NoCommunication.name: [5.0, 4.0, 6.0], "x": [5.0, 5.0, 5.0]}
+    samples = {name: [(ms, ms / 2) for ms in each] for name, each in rounds.items()}
     facts = {"ranks": 2, **asdict(TINY_GPT)}
-    row = step.rows_of(rounds, facts)[-1]
-    assert (row["as_fast"], row["of_floor"], row["p50_ms"]) == (4.0, 1.0, 5.0)
-    assert step.rows_of({"x": [5.0, 6.0]}, facts)[0]["as_fast"] is None
+    row = step.rows_of(samples, facts)[-1]
+    assert (row["as_fast"], row["of_floor"], row["p50_ms"], row["update_ms"]) == (4.0, 1.0, 5.0, 2.5)
+    assert step.rows_of({"x": [(5.0, 1.0), (6.0, 1.0)]}, facts)[0]["as_fast"] is None
+
+
+def test_the_update_is_what_comes_after_backward(monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s = [0.0]
+
+    def takes(seconds: float) -> None:
+        now_s[0] += seconds
+
+    system = SimpleNamespace(training=TINY_GPT, backward=lambda _: takes(0.25), update=lambda: takes(0.125))
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: now_s[0])
+    monkeypatch.setattr(step.dist, "barrier", lambda: None)
+    assert step.timed_ms(system, [torch.empty(0)] * 3) == (375.0, 125.0)  # type: ignore[arg-type]
 
 
 def test_steps_are_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -273,11 +287,10 @@ def test_buckets_have_the_size_that_is_asked_for() -> None:
     assert counts[0] > counts[1] == 1
 
 
-def test_systems_are_chosen_by_words_and_alone_only_those_that_need_no_group() -> None:
-    assert step.names_for(["stage", "fsdp2, not"], 2) == ["FSDP2, not resharded", "zerox, stage 2", "zerox, stage 1"]
-    assert step.names_for(None, 1) == [kind.name for kind in systems.ALONE]
+def test_systems_are_chosen_by_words() -> None:
+    assert step.names_for(["stage", "fsdp2, not"]) == ["FSDP2, not resharded", "zerox, stage 2", "zerox, stage 1"]
     with pytest.raises(SystemExit, match="nobody"):
-        step.names_for(["nobody"], 2)
+        step.names_for(["nobody"])
 
 
 @pytest.mark.parametrize(
