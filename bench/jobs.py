@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from bench.ceiling import stream_call
+from bench.limits import stream_call
 from bench.peers import PEERS, Peer, Skipped, optimizer_of
 from bench.plots import CEILING, OURS
 from bench.timing import Call
@@ -95,6 +95,11 @@ class Job:
     @property
     def title(self) -> str:
         return f"{self.op} of {self.num_slices}" if self.op == "reduce" else self.op
+
+    @property
+    def name(self) -> str:
+        """Its key in kernel_work.json."""
+        return ", ".join([self.title, self.kind.name, *([self.kind.state] if self.op == "adam" else [])])
 
 
 # ---- buffers

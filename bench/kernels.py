@@ -23,10 +23,10 @@ from typing import Any
 import torch
 
 from bench.common import Row, add_device, new_parser, parse, print_rows, write_result
-from bench.floors import Gpu, gpu_of
 from bench.jobs import CALLS, CHECKS, SENT, TRAINED, Job, missing_peers
+from bench.limits import Gpu, gpu_of, roof_gb_per_s
 from bench.plots import CEILING, OURS, save_shares
-from bench.timing import Timing, num_sets_for, roof_gb_per_s, time_in_turn
+from bench.timing import Timing, num_sets_for, time_in_turn
 from zerox import _C
 
 KI, MI = 2**10, 2**20
@@ -66,7 +66,7 @@ def time_job(job: Job, device: torch.device, budget_s: float) -> dict[str, Timin
 
 
 def rows_of(job: Job, timings: dict[str, Timing], roof: float, gpu: Gpu | None) -> list[Row]:
-    floors_ms = (job.nbytes / roof / 1e6, gpu.instructions_ms(job) if gpu else None)
+    floors_ms = (job.nbytes / roof / 1e6, gpu.instructions_ms(job.name, job.numel) if gpu else None)
     rows = []
     for who, timing in timings.items():
         rate = job.nbytes / timing.p50_ms / 1e6

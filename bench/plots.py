@@ -6,16 +6,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-OURS, FLOOR = "zerox", "no communication"
-COLOURS = {OURS: "#c8442c", FLOOR: "#bbbbbb"}
-OTHERS = "#4d6f8f"
-CEILING = "stream (ceiling)"
+OURS, CEILING = "zerox", "stream (ceiling)"
 
 Row = dict[str, Any]
-
-
-def colour_of(system: str) -> str:
-    return next((colour for word, colour in COLOURS.items() if word in system), OTHERS)
 
 
 def new_figure(width: float, height: float, path: Path | None) -> Any:
@@ -58,11 +51,11 @@ def save_shares(rows: Sequence[Row], title: str, path: Path | None) -> None:
                 markersize=11 if ceiling else 6 if ours else 5,
                 markeredgewidth=2 if ceiling else 1,
                 linestyle="",
-                color="black" if ceiling else colour_of(OURS) if ours else OTHERS,
+                color="black" if ceiling else "#c8442c" if ours else "#4d6f8f",
                 zorder=3 if ours else 2,
                 label="zerox" if ours else "a loop that moves as many bytes" if ceiling else "torch and others",
             )
-        panel.axvline(1.0, color=colour_of(FLOOR), linewidth=1, linestyle="--", label="a large copy (CPU: addition)")
+        panel.axvline(1.0, color="#bbbbbb", linewidth=1, linestyle="--", label="a large copy (CPU: addition)")
         panel.set_xlim(left=0)
         panel.set_xlabel("share of the roof")
         panel.set_title(f"{size} elements" if size[0].isdigit() and size.endswith("i") else size, fontsize=10)

@@ -124,17 +124,3 @@ def cache_bytes(device: torch.device) -> int:
 def num_sets_for(set_bytes: int, device: torch.device) -> int:
     """So many sets of buffers that a call finds nothing of its own in the cache when its turn comes again."""
     return min(16, max(1, -(-4 * cache_bytes(device) // set_bytes)))
-
-
-def roof_gb_per_s(device: torch.device, numel: int, budget_s: float) -> float:
-    """What memory gives at most, read and written, for large fp32 tensors: a copy's rate on a GPU.
-
-    On the CPU a copy reads its target too, unseen. There an addition in place is what an update looks like.
-    """
-    source, target = (torch.randn(numel, device=device) for _ in range(2))
-    if device.type == "cuda":
-        call, accesses = lambda _: target.copy_(source), 2
-    else:
-        call, accesses = lambda _: target.add_(source), 3
-    timing = time_in_turn({"roof": call}, 1, device, budget_s)["roof"]
-    return accesses * source.nbytes / timing.p50_ms / 1e6

@@ -13,11 +13,10 @@ import torch
 
 from bench import __main__ as everything
 from bench import (
-    ceiling,
     checkpoint,
-    floors,
     jobs,
     kernels,
+    limits,
     memory,
     moments,
     peers,
@@ -54,10 +53,10 @@ def test_bytes_are_those_that_must_move(op: str, kind: str, state: str, slices: 
 
 
 def test_the_ceiling_moves_the_bytes_that_it_says_and_its_streams_start_on_pages_of_their_own() -> None:
-    stream = ceiling.Stream(nbytes=28 * 100_001 + 27)
+    stream = limits.Stream(nbytes=28 * 100_001 + 27)
     assert stream.numel == 100_001
     starts = [argument.value for argument in stream.arguments[:4]]
-    assert len({start // ceiling.PAGE for start in starts}) == len({start % (4 * 8192) for start in starts}) == 4
+    assert len({start // limits.PAGE for start in starts}) == len({start % (4 * 8192) for start in starts}) == 4
     parts = [
         room[(start - room.data_ptr()) // 4 :][: stream.numel] for room, start in zip(stream.rooms, starts, strict=True)
     ]
@@ -152,18 +151,18 @@ def test_every_op_is_checked_and_timed(
 
 
 def test_on_a_gpu_instructions_have_a_floor_of_their_own() -> None:
-    gpu = floors.Gpu(processors=100, clock_hz=1e9)
+    gpu = limits.Gpu(processors=100, clock_hz=1e9)
     update = jobs.Job("adam", jobs.TRAINED[1], "", (10**6, 10**6))
-    clocks = floors.work()["adam, bf16 + remainder, fp32"]["clocks"]
+    clocks = limits.work()["adam, bf16 + remainder, fp32"]["clocks"]
     assert clocks > 0
-    assert gpu.instructions_ms(update) == pytest.approx(2e6 * clocks / 1e11 * 1e3)
+    assert gpu.instructions_ms(update.name, update.numel) == pytest.approx(2e6 * clocks / 1e11 * 1e3)
     timing_ms = {"zerox": timing.Timing(1.0, 1.0, 1.0, 5), "torch": timing.Timing(2.0, 2.0, 2.0, 5)}
     rows = kernels.rows_of(update, timing_ms, 1000.0, gpu)
-    assert [row["instructions_floor_ms"] for row in rows] == [gpu.instructions_ms(update), None]
+    assert [row["instructions_floor_ms"] for row in rows] == [gpu.instructions_ms(update.name, update.numel), None]
     assert rows[0]["bytes_floor_ms"] == pytest.approx(2e6 * 26 / 1e12 * 1e3)
     for kind in jobs.SENT:
         for op, num_slices in (("flatten", 1), ("norm", 1), ("reduce", 2), ("reduce", 8)):
-            assert gpu.instructions_ms(jobs.Job(op, kind, "", (1,), num_slices)) > 0
+            assert gpu.instructions_ms(jobs.Job(op, kind, "", (1,), num_slices).name, 1) > 0
 
 
 @pytest.mark.parametrize("op", list(jobs.CHECKS))
