@@ -4,9 +4,9 @@
 
 Each system has processes of its own, one a rank; every tensor that any of their threads allocates on the CPU counts:
 parameters, gradients, moments, masters, buffers, and the few activations of 8 tokens. No weight is tied: autograd holds
-both gradients of one that is, before it adds them. "peak" is the most at one time
-in some steps, of the rank where it is largest, "kept" what is left after zero_grad(). The estimate is zerox.estimate's,
-which knows no activations: typical_peak, where buckets leave as fast as backward fills them, and peak, where none does.
+both gradients of one that is, before it adds them. "peak" is the most at one time in some steps, of the rank where it
+is largest, "kept" what is left after zero_grad(). The estimate is zerox.estimate's, which knows no activations:
+typical_peak, where buckets leave as fast as backward fills them, and peak, where none does.
 """
 
 from __future__ import annotations

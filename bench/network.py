@@ -51,12 +51,8 @@ class Network:
 
 
 def direct_s(net: Network, world_size: int, slice_bytes: float) -> float:
-    return 2 * direct_way_s(net, world_size, slice_bytes) + _sum_s(net, world_size, slice_bytes)
-
-
-def direct_way_s(net: Network, world_size: int, slice_bytes: float) -> float:
-    others = world_size - 1
-    return others * max(2 * net.post_s, slice_bytes / net.bytes_per_s) + net.latency_s
+    way_s = (world_size - 1) * max(2 * net.post_s, slice_bytes / net.bytes_per_s) + net.latency_s
+    return 2 * way_s + _sum_s(net, world_size, slice_bytes)
 
 
 def ring_s(net: Network, world_size: int, slice_bytes: float) -> float:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-HYPER: dict[str, Any] = {"lr": 1e-3, "weight_decay": 0.01}
+from bench.systems import HYPER
 
 
 @dataclass(frozen=True)

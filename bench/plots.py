@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-OURS, CEILING = "zerox", "stream (ceiling)"
+from bench.common import Row
 
-Row = dict[str, Any]
+OURS, CEILING = "zerox", "stream (ceiling)"
 
 
 def new_figure(width: float, height: float, path: Path | None) -> Any:

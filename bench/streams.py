@@ -24,13 +24,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._C._autograd import DeviceType
-from torch.profiler import ProfilerActivity, profile
+from torch.profiler import profile
 
 from bench.common import Row, add_device, largest, on_ranks, parse, print_rows, training_parser, write_result
 from bench.plots import new_figure, save_figure
 from bench.step import check, describe
 from bench.systems import DDP, Training, Zerox
-from bench.trace import KERNEL, PHASE, Range, all_threads, events_of, phase, ranges_of
+from bench.trace import KERNEL, PHASE, Range, events_of, phase, profile_all_threads, ranges_of
 
 WARM_UP = 3
 STEPS = 5
@@ -65,12 +65,14 @@ Span = tuple[float, float]
 class Phased(Zerox):
     """Its steps say what they are at."""
 
-    def step(self, tokens: Tensor) -> None:
+    def backward(self, tokens: Tensor) -> None:
         self.optimizer.zero_grad()
         with phase("forward"):
             loss = self.module(tokens[:, :-1], tokens[:, 1:])
         with phase("backward"):
             loss.backward()
+
+    def update(self) -> None:
         if self.training.max_norm is not None:
             with phase("clip"):
                 self.clip(self.training.max_norm)
@@ -179,11 +181,10 @@ def typical_step(training: Training, stage: int, trace: Path | None) -> list[tup
     rank = dist.get_rank()
     system = (PhasedStage1 if stage == 1 else Phased)(training)
     check([DDP(training), system], training)
-    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if training.device == "cuda" else [])]
     profiles = []
     for index in range(WARM_UP + STEPS):
         tokens = training.tokens(index, rank)
-        seen = profile(activities=activities, experimental_config=all_threads())
+        seen = profile_all_threads(cuda=training.device == "cuda")
         dist.barrier()
         seen.start()
         system.step(tokens)

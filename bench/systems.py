@@ -8,6 +8,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,7 +23,7 @@ from torch.optim import AdamW
 from examples.gpt_model import GPT, Shape
 from zerox import FusedShardedAdam
 
-LR, WEIGHT_DECAY = 1e-3, 0.01
+HYPER: dict[str, Any] = {"lr": 1e-3, "weight_decay": 0.01}  # of all
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
@@ -115,7 +116,7 @@ class NoCommunication(System):
         for param in model.parameters():
             if sum(p.numel() for p in share) * world_size < total:
                 share.append(param)
-        return model, AdamW(share, lr=LR, weight_decay=WEIGHT_DECAY, fused=True)
+        return model, AdamW(share, fused=True, **HYPER)
 
     def backward(self, tokens: Tensor) -> None:
         self.module.zero_grad()
@@ -129,16 +130,14 @@ class DDP(System):
         return DistributedDataParallel(model, gradient_as_bucket_view=True), self.build_optimizer(model)
 
     def build_optimizer(self, model: WordGPT) -> torch.optim.Optimizer:
-        return AdamW(model.parameters(), lr=LR, weight_decay=WEIGHT_DECAY, fused=True)
+        return AdamW(model.parameters(), fused=True, **HYPER)
 
 
 class ZeroRedundancy(DDP):
     name = "DDP + ZeroRedundancyOptimizer"
 
     def build_optimizer(self, model: WordGPT) -> torch.optim.Optimizer:
-        return ZeroRedundancyOptimizer(
-            model.parameters(), optimizer_class=AdamW, lr=LR, weight_decay=WEIGHT_DECAY, fused=True
-        )
+        return ZeroRedundancyOptimizer(model.parameters(), optimizer_class=AdamW, fused=True, **HYPER)
 
 
 class FSDP2(System):
@@ -150,7 +149,7 @@ class FSDP2(System):
         for block in model.blocks:
             fully_shard(block, mesh=mesh, reshard_after_forward=self.reshard)
         fully_shard(model, mesh=mesh, reshard_after_forward=self.reshard)
-        return model, AdamW(model.parameters(), lr=LR, weight_decay=WEIGHT_DECAY, fused=True)
+        return model, AdamW(model.parameters(), fused=True, **HYPER)
 
 
 class FSDP2Resharded(FSDP2):
@@ -172,7 +171,7 @@ class Zerox(System):
 
     def build(self, model: WordGPT) -> tuple[nn.Module, torch.optim.Optimizer]:
         named, cap_mib = model.named_parameters(), self.cap_mib
-        self.ours = FusedShardedAdam(named, lr=LR, weight_decay=WEIGHT_DECAY, stage=self.stage, bucket_cap_mb=cap_mib)
+        self.ours = FusedShardedAdam(named, stage=self.stage, bucket_cap_mb=cap_mib, **HYPER)
         return model, self.ours
 
     def clip(self, max_norm: float) -> None:

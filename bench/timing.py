@@ -57,11 +57,10 @@ class Contender:
 
 def time_in_turn(calls: Mapping[str, Call], num_sets: int, device: torch.device, budget_s: float) -> dict[str, Timing]:
     """Samples each call in turn for ``budget_s`` in all; a sample goes through the sets of buffers at least once."""
-    sample = _sample_on_device if device.type == "cuda" else _sample_on_host
     contenders = {name: Contender(call, num_sets) for name, call in calls.items()}
     for contender in contenders.values():
         for _ in range(WARM_UP):
-            ms = sample(contender, num_sets)
+            ms = sample_ms(contender, num_sets, device)
         if ms < SHORT_MS:
             contender.calls = max(CALLS, num_sets)
     end = time.monotonic() + budget_s
@@ -70,30 +69,25 @@ def time_in_turn(calls: Mapping[str, Call], num_sets: int, device: torch.device,
         if turn >= LEAST_SAMPLES and time.monotonic() > end:
             break
         for contender in order:
-            contender.samples_ms.append(sample(contender, num_sets))
+            contender.samples_ms.append(sample_ms(contender, num_sets, device))
         order.append(order.pop(0))  # nobody is always behind the same rival
     return {name: Timing.of(each.samples_ms, each.host_bound) for name, each in contenders.items()}
 
 
-def _sample_on_host(contender: Contender, num_sets: int) -> float:
-    start = time.perf_counter()
-    for index in range(contender.calls):
-        contender.call(index % num_sets)
-    return (time.perf_counter() - start) * 1e3 / contender.calls
-
-
-def _sample_on_device(contender: Contender, num_sets: int) -> float:
-    start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+def sample_ms(contender: Contender, num_sets: int, device: torch.device) -> float:
+    """Of one call, in the mean."""
     while True:
-        torch.cuda._sleep(contender.sleep_cycles)
-        start.record()
+        if device.type == "cuda":
+            torch.cuda._sleep(contender.sleep_cycles)
+        start = mark(device.type)
         for index in range(contender.calls):
             contender.call(index % num_sets)
-        stop.record()
-        contender.host_bound = start.query()  # the device woke up before all of it was in the queue
-        stop.synchronize()
+        stop = mark(device.type)
+        # The device woke up before all of it was in the queue.
+        contender.host_bound = device.type == "cuda" and start.query()
+        took_ms = elapsed_ms(start, stop)
         if not contender.host_bound or contender.sleep_cycles >= MOST_SLEEP:
-            return start.elapsed_time(stop) / contender.calls
+            return took_ms / contender.calls
         contender.sleep_cycles *= 2
 
 
