@@ -79,11 +79,7 @@ class Machine:
 def build(machine: Machine, limit_s: float) -> Part:
     archs = os.environ.get("TORCH_CUDA_ARCH_LIST") or machine.facts["compute_capability"]
     env = environment(ZEROX_CUDA="1", TORCH_CUDA_ARCH_LIST=archs)
-    ended = run(python("setup.py", "build_ext", "--inplace"), "build", limit_s, env)
-    part: Part = {"outcome": ended.outcome, "note": f"for {archs}"}
-    if ended.outcome != report.PASSED:
-        return {**part, "tail": tail(ended.text)}
-    return part
+    return {**run(python("setup.py", "build_ext", "--inplace"), "build", limit_s, env).part, "note": f"for {archs}"}
 
 
 def build_info() -> dict[str, Any]:
@@ -217,10 +213,9 @@ def measure(name: str, machine: Machine, limit_s: float) -> Part:
     command += [f"--device={machine.device}", f"--json={file}", *([f"--png={picture}"] if figure.drawn else [])]
     command += [f"--seconds={figure.timed * limit_s:.0f}"] if figure.timed is not None else []
     ended = run(python("-m", *command), name, limit_s)
-    part: Part = {"outcome": ended.outcome, "said": ended.text.splitlines()}
+    part = json.loads(file.read_text()) if file.exists() else {}
     part |= {"picture": picture.name} if picture.exists() else {}
-    part |= {"tail": tail(ended.text)} if ended.outcome != report.PASSED else {}
-    return {**(json.loads(file.read_text()) if file.exists() else {}), **part}
+    return {**part, **ended.part, "said": ended.text.splitlines()}
 
 
 PARTS: dict[str, Callable[[Machine, float], Part]] = {
@@ -292,19 +287,12 @@ def run_parts(selected: list[str], machine: Machine, folder: Path, title: str) -
 
 def tell(name: str, part: Part) -> None:
     """What somebody who only sees the output needs: the outcome, and the end of what went wrong."""
-    for where, text in {name: part.get("tail"), **part.get("tails", {})}.items():
+    tails = {name: part.get("tail"), **part.get("tails", {})}
+    tails |= {f"{tool}: {found['summary']}": found.get("tail") for tool, found in part.get("tools", {}).items()}
+    for where, text in tails.items():
         if text:
             print(f"---- {where}\n{text}")
-    for tool, found in part.get("tools", {}).items():
-        print(f"gpu.py: {tool}: {found['outcome']}, {found['summary']}")
-        if found.get("tail"):
-            print(found["tail"])
-    counts = ", ".join(f"{count} {outcome}" for outcome, count in part.get("counts", {}).items())
-    print(f"gpu.py: {name} {part['outcome']} in {part['seconds']:.0f} s {counts}".rstrip(), flush=True)
-
-
-def interrupt(*_: object) -> None:
-    raise KeyboardInterrupt
+    print(f"gpu.py: {name} {part['outcome']} in {part['seconds']:.0f} s {report.says(part)}".rstrip(), flush=True)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -323,7 +311,7 @@ def main(argv: list[str] | None = None) -> int:
     if unknown := [name for name in args.runs if name not in RUNS]:
         parser.error(f"there is no run {unknown[0]}: {', '.join(RUNS)}")
     machine = read_machine(args.quick)
-    signal.signal(signal.SIGTERM, interrupt)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # raises KeyboardInterrupt
     well = True
     for name in args.runs or RUNS:
         selected = [part for part in RUNS[name] if not args.only or part in args.only]

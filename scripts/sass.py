@@ -57,18 +57,15 @@ def missing_tool() -> str | None:
 
 def disassemble(objects: Iterable[Path], arch: str | None = None) -> dict[Kernel, list[Instruction]]:
     """``arch``: of this architecture alone ("sm_90"), which is as much faster as there are others."""
-    path = search_path()
-    program = shutil.which(TOOLS[0], path=path)
-    if not program:
-        raise build_cuda.BuildError(missing_tool())
-    options = ["-sass", *(["-arch", arch] if arch else [])]
+    if reason := missing_tool():
+        raise build_cuda.BuildError(reason)
+    environment = os.environ | {"PATH": search_path()}
+    command = [TOOLS[0], "-sass", *(["-arch", arch] if arch else [])]
     found: dict[tuple[str, str], list[Instruction]] = {}
     for each in objects:
-        done = subprocess.run(
-            [program, *options, str(each)], capture_output=True, text=True, env=os.environ | {"PATH": path}, check=False
-        )
+        done = subprocess.run([*command, str(each)], capture_output=True, text=True, env=environment, check=False)
         if done.returncode != 0:
-            raise build_cuda.BuildError(f"{program}: {done.stderr}")
+            raise build_cuda.BuildError(f"{TOOLS[0]}: {done.stderr}")
         found |= parse(done.stdout)
     names = dict(zip(found, readable([name for name, _ in found]), strict=True))
     return {(names[name, arch], arch): code for (name, arch), code in found.items()}
