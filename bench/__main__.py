@@ -22,21 +22,20 @@ RUNS = {
     "step": ("bench.step --ranks 2 4 --batch 1 --seconds 360", SMALL),
     "step-larger-batch": ("bench.step --ranks 2 --batch 2 --seconds 180", SMALL),
     "step-bf16-clip": ("bench.step --ranks 2 --batch 1 --dtype bf16 --clip --seconds 180", SMALL),
-    "step-accumulate": ("bench.step --ranks 2 --batch 1 --accumulate 4 --seconds 180", SMALL),
     "step-alone": ("bench.step --ranks 1 --batch 1 --seconds 60", SMALL),
     "buckets": ("bench.step --ranks 2 4 --systems fused stage --caps 1 4 16 64 --batch 1 --seconds 240", SMALL),
     "memory": ("bench.memory --ranks 2 4", "--layers 1"),
     "streams": ("bench.streams --ranks 2 --batch 1", "--layers 1"),
-    "optimizer-step": ("bench.kernels --only step --seconds 120", "--quick --seconds 1"),
-    "exposed": ("bench.exposed", "--layers 8 --rounds 2"),
     "checkpoint": ("bench.checkpoint", "--layers 1 --rounds 1"),
     "kernels": ("bench.kernels", "--quick --seconds 1"),
 }
+DRAWN = ("streams", "kernels")
 
 
 def command(name: str, out: Path, quick: bool) -> list[str]:
     full, hasty = RUNS[name]
-    files = ["--json", str(out / f"{name}.json"), "--png", str(out / f"{name}.png")]
+    files = ["--json", str(out / f"{name}.json")]
+    files += ["--png", str(out / f"{name}.png")] if name in DRAWN else []
     return [sys.executable, "-m", *full.split(), *(hasty.split() if quick else []), *files]
 
 

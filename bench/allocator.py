@@ -21,18 +21,13 @@ class Allocator:
 
     def __init__(self, library: Path) -> None:
         self.library = ctypes.CDLL(str(library))
-        for name in ("bytes_now", "bytes_peak", "allocations"):
+        for name in ("bytes_now", "bytes_peak"):
             getattr(self.library, name).restype = ctypes.c_int64
         self.library.start_counting()
 
     @property
     def now(self) -> int:
         return int(self.library.bytes_now())
-
-    @property
-    def num_allocations(self) -> int:
-        """So far, of all threads."""
-        return int(self.library.allocations())
 
     def peak_of(self, function: Callable[[], object]) -> int:
         """The most bytes that were allocated at a time while ``function`` ran."""

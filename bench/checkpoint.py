@@ -1,9 +1,9 @@
 """What zerox.save() and zerox.load() need: memory above the running optimizer, and time beside the disk's own.
 
-    python -m bench.checkpoint [--ranks 2] [--dtype bf16] [--folder FOLDER] [--json FILE] [--png FILE]
+    python -m bench.checkpoint [--ranks 2] [--dtype bf16] [--folder FOLDER] [--json FILE]
 
-Memory is counted twice, on the rank where it is most: tensors that torch allocates, and what the process takes from the
-system (the peak of its resident set above what it had). "bucket" is the largest one with all its state, of all ranks.
+Memory is that of tensors that torch allocates, on the rank where it is most. "bucket" is the largest one with all its
+state, of all ranks.
 Saving is compared with ranks that write as many bytes and wait for the disk as it does, loading with ranks that read
 the same files, in turn in each round; files have been read once, and are out of the system's cache before they are read
 again. FOLDER must be on the disk that is meant. Loaded state is compared bit by bit before anything is timed.
@@ -29,7 +29,6 @@ from torch import nn
 from bench.allocator import Allocator, build
 from bench.common import Row, largest, on_ranks, parse, print_rows, training_parser, write_result
 from bench.jobs import WrongResult
-from bench.plots import save_bars
 from bench.systems import Training
 from zerox import FusedShardedAdam, load, save
 
@@ -59,12 +58,6 @@ def check(ours: Trained, theirs: Trained) -> None:
             raise WrongResult("what was loaded is not what was saved")
 
 
-def load_converted(path: Path, converted: Trained) -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that bfloat16 holds less
-        load(path, *converted)
-
-
 def write_plainly(file: Path, nbytes: int) -> None:
     with file.open("wb") as stream:
         for start in range(0, nbytes, len(CHUNK)):
@@ -88,18 +81,12 @@ def forget(files: list[Path]) -> None:
 
 
 def costs(function: Callable[[], object], allocator: Allocator) -> list[float]:
-    """Seconds, MiB of tensors and MiB of the process, each the largest rank's."""
-    before, resident = allocator.now, resident_mib("VmRSS")
-    Path("/proc/self/clear_refs").write_text("5")  # the peak is counted from here
+    """Seconds, and MiB of tensors above what there was, each the largest rank's."""
+    before = allocator.now
     dist.barrier()
     start = time.perf_counter()
-    tensors_mib = (allocator.peak_of(function) - before) / MIB
-    return largest([time.perf_counter() - start, tensors_mib, resident_mib("VmHWM") - resident])
-
-
-def resident_mib(name: str) -> float:
-    [line] = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(f"{name}:")]
-    return int(line.split()[1]) / 1024
+    tensor_mib = (allocator.peak_of(function) - before) / MIB
+    return largest([time.perf_counter() - start, tensor_mib])
 
 
 def sample(name: str, job: Callable[[], object], path: Path, plain: Path, allocator: Allocator) -> list[float]:
@@ -125,11 +112,12 @@ def measure(training: Training, folder: Path, rounds: int, library: Path) -> lis
     ours, theirs = built(training, 0), built(training, 1)
     masters: dict[str, torch.dtype | str] = {"master_weights": "fp32"} if training.dtype == "bf16" else {}
     converted = built(training, 1, {"state_dtype": torch.bfloat16, **masters})
+    warnings.filterwarnings("ignore", "zerox: rounded")  # bfloat16 holds less
     path, allocator = folder / "checkpoint", Allocator(library)
     jobs = {
         "save": partial(save, path, *ours),
         "load": partial(load, path, *theirs),
-        "load, converted": partial(load_converted, path, converted),
+        "load, converted": partial(load, path, *converted),
     }
     for job in jobs.values():
         job()
@@ -145,15 +133,15 @@ def measure(training: Training, folder: Path, rounds: int, library: Path) -> lis
     ]
     rows = []
     for name, found in samples.items():
-        seconds, tensors, process, disk = (statistics.median(each) for each in zip(*found, strict=True))
+        seconds, tensor_mib, disk = (statistics.median(each) for each in zip(*found, strict=True))
         row = {"what": name, "ranks": world_size, "dtype": training.dtype, "mib": nbytes / MIB, "seconds": seconds}
-        row |= {"disk_seconds": disk, "ratio": seconds / disk, "tensor_mib": tensors, "process_mib": process}
-        rows.append({**row, "bucket_mib": max(buckets) / MIB})
+        row |= {"disk_seconds": disk, "ratio": seconds / disk}
+        rows.append({**row, "tensor_mib": tensor_mib, "bucket_mib": max(buckets) / MIB})
     return rows
 
 
 COLUMNS = {"ranks": "", "what": "<15", "mib": ",.0f", "seconds": ".3f", "disk_seconds": ".3f", "ratio": ".2f"}
-COLUMNS |= {"tensor_mib": ",.1f", "process_mib": ",.1f", "bucket_mib": ",.1f"}
+COLUMNS |= {"tensor_mib": ",.1f", "bucket_mib": ",.1f"}
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -171,8 +159,6 @@ def main(argv: list[str] | None = None) -> None:
         rows = on_ranks(measure, args.ranks, training, Path(folder), args.rounds, build())
     print_rows(rows, COLUMNS, header=True)
     write_result(args.json, "bench.checkpoint", argv, rows)
-    numbers = [(key, row["what"], row[key]) for key in ("seconds", "tensor_mib", "process_mib") for row in rows]
-    save_bars(numbers, f"saving and loading {rows[0]['mib']:,.0f} MiB on {args.ranks} ranks", args.png)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What benchmarks share: result files, options and tables, ranks, given gradients, and C++ of their own."""
+"""What benchmarks share: result files, options and tables, ranks, and C++ of their own."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.multiprocessing.spawn import spawn
 from torch.utils import cpp_extension
 
 from bench.systems import DTYPES, Training
+from zerox._ext import cuda_refusal
 
 ROOT = Path(__file__).parents[1]
 Row = dict[str, Any]
@@ -73,7 +73,7 @@ def facts(command: str) -> dict[str, Any]:
 # ---- options, and tables of rows
 
 
-def new_parser(module: str, description: str | None, picture: bool = True) -> argparse.ArgumentParser:
+def new_parser(module: str, description: str | None, picture: bool = False) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog=f"python -m {module}", description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -83,19 +83,17 @@ def new_parser(module: str, description: str | None, picture: bool = True) -> ar
     return parser
 
 
-def training_parser(module: str, description: str | None) -> argparse.ArgumentParser:
+def training_parser(module: str, description: str | None, picture: bool = False) -> argparse.ArgumentParser:
     """What is trained."""
-    parser = new_parser(module, description)
+    parser = new_parser(module, description, picture)
     parser.add_argument("--dtype", choices=list(DTYPES), default="fp32", help="default: %(default)s")
-    parser.add_argument("--clip", action="store_true", help="clip the norm to 1")
+    parser.add_argument("--clip", action="store_const", const=1.0, dest="max_norm", help="clip the norm to 1")
     parser.add_argument("--layers", type=int, default=Training.layers, help="of width 512 (default: %(default)s)")
     return parser
 
 
 def add_device(parser: argparse.ArgumentParser) -> None:
     """--device, of what this machine can do."""
-    from zerox._ext import cuda_refusal  # here, since bench.against uses this file with any zerox
-
     refusal = (cuda_refusal() or None) if torch.cuda.is_available() else "torch finds no CUDA GPU"
 
     def usable(name: str) -> str:
@@ -126,7 +124,7 @@ def print_rows(rows: Iterable[Row], columns: Mapping[str, str], header: bool = F
         print("  ".join(f"{text:{width}}" for text, width in zip(line, widths, strict=True)).rstrip(), flush=True)
 
 
-# ---- ranks that are processes of one machine, each with one thread, over gloo
+# ---- ranks that are processes of one machine, each with one thread
 
 
 TIMEOUT = timedelta(minutes=5)
@@ -141,8 +139,10 @@ def on_ranks(function: Callable[..., Any], world_size: int, *args: Any) -> Any:
 
 def _serve(rank: int, world_size: int, folder: str, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
     torch.set_num_threads(1)
+    # NCCL takes one rank a GPU; gloo takes several, for copies through the host.
+    backend = "cpu:gloo,cuda:nccl" if world_size == 1 and torch.cuda.is_available() else "gloo"
     dist.init_process_group(
-        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world_size, timeout=TIMEOUT
+        backend, init_method=f"file://{folder}/store", rank=rank, world_size=world_size, timeout=TIMEOUT
     )
     try:
         result = function(*args)
@@ -158,23 +158,6 @@ def largest(values: list[float]) -> list[float]:
     tensor = torch.tensor(values, dtype=torch.float64)
     dist.all_reduce(tensor, dist.ReduceOp.MAX)
     return tensor.tolist()
-
-
-# ---- gradients that are there already
-
-
-class Spread(torch.autograd.Function):
-    """A loss whose backward only hands out gradients that were made before: what is left are autograd and hooks."""
-
-    @staticmethod
-    def forward(ctx: Any, grads: list[Tensor], *params: Tensor) -> Tensor:
-        ctx.grads = grads
-        return params[0].new_zeros(())
-
-    @staticmethod
-    def backward(ctx: Any, *_: Tensor) -> Any:
-        grads, ctx.grads = ctx.grads, None
-        return (None, *grads)
 
 
 # ---- C++ that benchmarks bring along

@@ -14,7 +14,6 @@ struct Counts {
   std::unordered_map<void*, int64_t> bytes_of;
   int64_t now = 0;
   int64_t peak = 0;
-  int64_t made = 0;  // allocations so far
 };
 
 Counts& counts() {
@@ -35,7 +34,6 @@ class CountingAllocator final : public c10::Allocator {
     all.bytes_of[data] = static_cast<int64_t>(bytes);
     all.now += static_cast<int64_t>(bytes);
     all.peak = std::max(all.peak, all.now);
-    ++all.made;
     return {data, data, &free_counted, made.device()};
   }
 
@@ -81,11 +79,6 @@ int64_t bytes_now() {
 int64_t bytes_peak() {
   const std::lock_guard lock(counts().mutex);
   return counts().peak;
-}
-
-int64_t allocations() {
-  const std::lock_guard lock(counts().mutex);
-  return counts().made;
 }
 
 void reset_peak() {

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from bench.ceiling import stream_call
+from bench.limits import stream_call
 from bench.peers import PEERS, Peer, Skipped, optimizer_of
 from bench.plots import CEILING, OURS
 from bench.timing import Call
@@ -66,10 +66,7 @@ def bytes_an_element(op: str, kind: Kind, num_slices: int = 1) -> float:
              bf16 + remainder  2+2 + 2+2 + 2 + 8+8 = 26
              16 bits + fp32    2+2 + 4+4 + 2 + 8+8 = 30
              with bf16 moments 8 less, with 8 bits and a scale a block 12 - 1/16 less
-    step     norm and adam
     """
-    if op == "step":
-        return bytes_an_element("norm", kind) + bytes_an_element("adam", kind)
     grad = kind.dtype.itemsize
     if op == "adam":
         kept = [stored_bytes(ADAM, spec, STATES[kind.state], BLOCK_NUMEL, on_host=True) for spec in kind.specs]
@@ -98,6 +95,11 @@ class Job:
     @property
     def title(self) -> str:
         return f"{self.op} of {self.num_slices}" if self.op == "reduce" else self.op
+
+    @property
+    def name(self) -> str:
+        """Its key in kernel_work.json."""
+        return ", ".join([self.title, self.kind.name, *([self.kind.state] if self.op == "adam" else [])])
 
 
 # ---- buffers

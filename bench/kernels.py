@@ -8,14 +8,11 @@ loop reaches that moves as many bytes as an update, timed in turn with it. Floor
 could take: for its bytes at the roof's rate, and on a Hopper GPU for its instructions, all of them at once and each
 kind at its own rate. "theirs_over_ours" is the time of another way to do the same job over ours. The spread is the
 middle half of the samples. "late": the time is the host's, who could not keep up.
-
---only step times a clipped step of the optimizer from given gradients, beside peers at the same job: bench/steppers.py.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import itertools
 import platform
 import random
@@ -26,12 +23,10 @@ from typing import Any
 import torch
 
 from bench.common import Row, add_device, new_parser, parse, print_rows, write_result
-from bench.floors import Gpu, gpu_of
 from bench.jobs import CALLS, CHECKS, SENT, TRAINED, Job, missing_peers
+from bench.limits import Gpu, gpu_of, roof_gb_per_s
 from bench.plots import CEILING, OURS, save_shares
-from bench.shapes import MODELS, gpt2
-from bench.steppers import STEPPED, able, group_of_one, time_steps
-from bench.timing import Timing, num_sets_for, roof_gb_per_s, time_in_turn
+from bench.timing import Timing, num_sets_for, time_in_turn
 from zerox import _C
 
 KI, MI = 2**10, 2**20
@@ -45,49 +40,33 @@ def sizes_for(device: torch.device, quick: bool) -> dict[str, tuple[int, ...]]:
     """Elements of each parameter, by the name of the size."""
     sizes = CUDA_SIZES if device.type == "cuda" else CPU_SIZES
     found: dict[str, tuple[int, ...]] = {name: (numel,) for name, numel in list(sizes.items())[: 1 if quick else None]}
-    return found | (many_params(1000) if device.type == "cuda" else {})
-
-
-def step_sizes_for(device: torch.device, quick: bool) -> dict[str, tuple[int, ...]]:
-    """Of models."""
-    model = gpt2("gpt2-0.1m", 2, 64, 256, 64) if quick else gpt2("gpt2-21m", 4, 512, 16_384, 128)
-    model = MODELS["gpt2-124m"]() if device.type == "cuda" and not quick else model
-    return {model.name: model.numels} | many_params(20 if quick else 1000)
-
-
-def many_params(count: int) -> dict[str, tuple[int, ...]]:
     rng = random.Random(0)
-    return {f"{count:,} params": tuple(rng.randrange(4 * KI, 64 * KI) for _ in range(count))}
+    many = {"1,000 params": tuple(rng.randrange(4 * KI, 64 * KI) for _ in range(1000))}
+    return found | (many if device.type == "cuda" else {})
 
 
 def jobs_for(ops: list[str], device: torch.device, quick: bool) -> list[Job]:
     found = []
     for op in ops:
-        kinds = {"adam": TRAINED, "step": STEPPED}.get(op, SENT)
-        sizes = (step_sizes_for if op == "step" else sizes_for)(device, quick)
+        kinds = TRAINED if op == "adam" else SENT
         for kind, num_slices in itertools.product(kinds, NUM_SLICES if op == "reduce" else (1,)):
-            found += [Job(op, kind, size, params, num_slices) for size, params in sizes.items()]
+            found += [Job(op, kind, size, params, num_slices) for size, params in sizes_for(device, quick).items()]
     return found
 
 
 def check(jobs: list[Job], device: torch.device) -> None:
     """Each op on each kind once, at a size of its own. Raises WrongResult."""
     for op, kind, num_slices in dict.fromkeys((job.op, job.kind, job.num_slices) for job in jobs):
-        if op == "step":
-            able(kind, device)
-        else:
-            CHECKS[op](Job(op, kind, "check", CHECK_PARAMS, num_slices), device)
+        CHECKS[op](Job(op, kind, "check", CHECK_PARAMS, num_slices), device)
 
 
 def time_job(job: Job, device: torch.device, budget_s: float) -> dict[str, Timing]:
-    if job.op == "step":
-        return time_steps(job, device, budget_s)
     num_sets = num_sets_for(job.nbytes, device)
     return time_in_turn(CALLS[job.op](job, num_sets, device), num_sets, device, budget_s)
 
 
 def rows_of(job: Job, timings: dict[str, Timing], roof: float, gpu: Gpu | None) -> list[Row]:
-    floors_ms = (job.nbytes / roof / 1e6, gpu.instructions_ms(job) if gpu else None)
+    floors_ms = (job.nbytes / roof / 1e6, gpu.instructions_ms(job.name, job.numel) if gpu else None)
     rows = []
     for who, timing in timings.items():
         rate = job.nbytes / timing.p50_ms / 1e6
@@ -95,7 +74,7 @@ def rows_of(job: Job, timings: dict[str, Timing], roof: float, gpu: Gpu | None) 
             {
                 "op": job.title,
                 "kind": job.kind.name,
-                "state": job.kind.state if job.op in ("adam", "step") else "",
+                "state": job.kind.state if job.op == "adam" else "",
                 "size": job.size,
                 "numel": job.numel,
                 "who": who,
@@ -115,7 +94,7 @@ def rows_of(job: Job, timings: dict[str, Timing], roof: float, gpu: Gpu | None) 
 
 COLUMNS = {"op": "<12", "kind": "<17", "state": "<6", "size": "<13", "who": "<21", "p50_ms": ".4f", "spread": ".1%"}
 COLUMNS |= {"gb_per_s": ".1f", "of_roof": ".0%", "of_ceiling": ".0%", "bytes_floor_ms": ".4f"}
-COLUMNS |= {"instructions_floor_ms": ".4f", "theirs_over_ours": ".2f", "host_us": ".0f", "late": "<4"}
+COLUMNS |= {"instructions_floor_ms": ".4f", "theirs_over_ours": ".2f", "late": "<4"}
 
 
 def device_name(device: torch.device) -> str:
@@ -156,10 +135,9 @@ def run(device: torch.device, ops: list[str], quick: bool, seconds: float, file:
 
 
 def make_parser() -> argparse.ArgumentParser:
-    parser = new_parser("bench.kernels", __doc__)
+    parser = new_parser("bench.kernels", __doc__, picture=True)
     add_device(parser)
-    ops = [*CALLS, "step"]
-    parser.add_argument("--only", action="append", choices=ops, metavar="OP", help=f"{', '.join(ops)}; repeatable")
+    parser.add_argument("--only", action="append", choices=CALLS, metavar="OP", help=f"{', '.join(CALLS)}; repeatable")
     parser.add_argument("--quick", action="store_true", help="the smallest size, and on a GPU 1,000 parameters")
     parser.add_argument("--seconds", type=float, default=60.0, help="for all timing, about (default: %(default)s)")
     parser.add_argument("--threads", type=int, metavar="N", help="of torch, on the CPU (default: torch's own)")
@@ -171,8 +149,7 @@ def main(argv: list[str] | None = None) -> None:
     if args.threads:
         torch.set_num_threads(args.threads)
     device, ops = torch.device(args.device), args.only or list(CALLS)
-    with group_of_one(device) if "step" in ops else contextlib.nullcontext():
-        rows = run(device, ops, args.quick, args.seconds, args.json, argv)
+    rows = run(device, ops, args.quick, args.seconds, args.json, argv)
     save_shares(rows, f"kernels, {device_name(device)}, torch {torch.__version__}", args.png)
 
 

@@ -1,25 +1,23 @@
 """The most bytes that a training step takes on a rank, of zerox and of what people use today, from the allocator.
 
-    python -m bench.memory [--ranks 2 4] [--dtype bf16] [--clip] [--systems zerox DDP] [--json FILE] [--png FILE]
+    python -m bench.memory [--ranks 2 4] [--dtype bf16] [--clip] [--systems zerox DDP] [--json FILE]
 
 Each system has processes of its own, one a rank; every tensor that any of their threads allocates on the CPU counts:
 parameters, gradients, moments, masters, buffers, and the few activations of 8 tokens. No weight is tied: autograd holds
-both gradients of one that is, before it adds them. "peak" is the most at one time
-in some steps, of the rank where it is largest, "kept" what is left after zero_grad(). The estimate is zerox.estimate's,
-which knows no activations: typical_peak, where buckets leave as fast as backward fills them, and peak, where none does.
+both gradients of one that is, before it adds them. "peak" is the most at one time in some steps, of the rank where it
+is largest, "kept" what is left after zero_grad(). The estimate is zerox.estimate's, which knows no activations:
+typical_peak, where buckets leave as fast as backward fills them, and peak, where none does.
 """
 
 from __future__ import annotations
 
 import argparse
-from dataclasses import replace
 from pathlib import Path
 
 import torch.distributed as dist
 
 from bench.allocator import Allocator, build
 from bench.common import Row, largest, on_ranks, parse, print_rows, training_parser, write_result
-from bench.plots import save_bars
 from bench.step import RIVAL, add_systems, names_for
 from bench.systems import SYSTEMS, Training, Zerox
 from zerox import estimate
@@ -36,7 +34,7 @@ def measure(training: Training, name: str, library: Path) -> Row:
 
     def run(first: int) -> None:
         for step in range(first, first + STEPS):
-            system.step(training.batches(step, dist.get_rank()))
+            system.step(training.tokens(step, dist.get_rank()))
 
     run(0)
     peak = allocator.peak_of(lambda: run(STEPS)) - base
@@ -64,7 +62,7 @@ def run(world_sizes: list[int], training: Training, wanted: list[str] | None) ->
     library = build()
     rows: list[Row] = []
     for world_size in world_sizes:
-        found = [on_ranks(measure, world_size, training, name, library) for name in names_for(wanted, world_size)]
+        found = [on_ranks(measure, world_size, training, name, library) for name in names_for(wanted)]
         rival = next((row["peak"] for row in found if row["system"] == RIVAL), None)
         found = [{**row, "of_rival": row["peak"] / rival if rival else None} for row in found]
         print_rows(map(in_mib, found), COLUMNS, header=not rows)
@@ -80,11 +78,8 @@ def make_parser() -> argparse.ArgumentParser:
 
 def main(argv: list[str] | None = None) -> None:
     args = parse(make_parser(), argv)
-    training = Training(dtype=args.dtype, layers=args.layers, context=8, batch=1, tied=False)
-    rows = run(args.ranks, replace(training, max_norm=1.0 if args.clip else None), args.systems)
-    write_result(args.json, "bench.memory", argv, rows)
-    sizes = [(f"{row['ranks']} ranks", row["system"], row["peak"] / MIB) for row in rows]
-    save_bars(sizes, "peak of a training step, MiB a rank", args.png)
+    training = Training(dtype=args.dtype, layers=args.layers, context=8, batch=1, max_norm=args.max_norm, tied=False)
+    write_result(args.json, "bench.memory", argv, run(args.ranks, training, args.systems))
 
 
 if __name__ == "__main__":

@@ -66,7 +66,7 @@ def missed(found: list[Row]) -> list[str]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = new_parser("bench.moments", __doc__, picture=False)
+    parser = new_parser("bench.moments", __doc__)
     parser.add_argument("--steps", type=int, default=1000)
     parser.add_argument("--seeds", type=int, default=3, help="0, 1, ... (default: 3)")
     args = parse(parser, argv)

@@ -51,12 +51,8 @@ class Network:
 
 
 def direct_s(net: Network, world_size: int, slice_bytes: float) -> float:
-    return 2 * direct_way_s(net, world_size, slice_bytes) + _sum_s(net, world_size, slice_bytes)
-
-
-def direct_way_s(net: Network, world_size: int, slice_bytes: float) -> float:
-    others = world_size - 1
-    return others * max(2 * net.post_s, slice_bytes / net.bytes_per_s) + net.latency_s
+    way_s = (world_size - 1) * max(2 * net.post_s, slice_bytes / net.bytes_per_s) + net.latency_s
+    return 2 * way_s + _sum_s(net, world_size, slice_bytes)
 
 
 def ring_s(net: Network, world_size: int, slice_bytes: float) -> float:
@@ -193,7 +189,7 @@ SWEEP_COLUMNS |= {"slice_kib": ",.0f", "step_s": ".3f", "over_best": ".2f", "buf
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = new_parser("bench.network", __doc__, picture=False)
+    parser = new_parser("bench.network", __doc__)
     parser.add_argument("--latency-us", type=float, default=25.0, help="of a message (default: %(default)s)")
     parser.add_argument("--bandwidth-gb-s", type=float, default=12.5, help="of a rank's link (default: %(default)s)")
     parser.add_argument("--post-us", type=float, default=10.0, help="of the host, to post a message (default: 10)")

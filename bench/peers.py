@@ -5,14 +5,14 @@ from __future__ import annotations
 import contextlib
 import importlib
 import io
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-HYPER: dict[str, Any] = {"lr": 1e-3, "weight_decay": 0.01}
+from bench.systems import HYPER
 
 
 @dataclass(frozen=True)
@@ -51,36 +51,23 @@ class Skipped(Exception):
     """Why a peer can't take part."""
 
 
-def make(peer: Peer, leaves: list[Tensor]) -> torch.optim.Optimizer:
-    """Raises Skipped."""
-    if leaves[0].device.type not in peer.devices:
-        raise Skipped(f"not for {leaves[0].device.type}")
-    with _skipping(), contextlib.redirect_stdout(io.StringIO()):  # what they print of their builds belongs in no table
-        return peer.make(importlib.import_module(peer.module), leaves)
-
-
-@contextlib.contextmanager
-def _skipping() -> Iterator[None]:
-    """Turns what peers raise into Skipped: builds at first use, devices that are not supported, each have errors of
-    their own."""
+def optimizer_of(peer: Peer, values: Tensor, grad: Tensor, params: Sequence[int]) -> torch.optim.Optimizer:
+    """On copies of ``values`` and ``grad``, a leaf for each of ``params``. Has made a step. Raises Skipped."""
+    if values.device.type not in peer.devices:
+        raise Skipped(f"not for {values.device.type}")
+    leaves: list[Tensor] = [torch.nn.Parameter(each) for each in values.clone().split(list(params))]
+    for leaf, part in zip(leaves, grad.clone().split(list(params)), strict=True):
+        leaf.grad = part
     try:
-        yield
+        with contextlib.redirect_stdout(io.StringIO()):  # what they print of their builds belongs in no table
+            optimizer = peer.make(importlib.import_module(peer.module), leaves)
+            optimizer.step()
     except ModuleNotFoundError as error:
         raise Skipped(f"{error.name} is not installed") from None
     except torch.OutOfMemoryError:
         raise
-    except Exception as error:
+    except Exception as error:  # of builds at first use, of devices: each has its own
         raise Skipped(f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0][:200]}") from None
-
-
-def optimizer_of(peer: Peer, values: Tensor, grad: Tensor, params: Sequence[int]) -> torch.optim.Optimizer:
-    """On copies of ``values`` and ``grad``, a leaf for each of ``params``. Has made a step. Raises Skipped."""
-    leaves: list[Tensor] = [torch.nn.Parameter(each) for each in values.clone().split(list(params))]
-    for leaf, part in zip(leaves, grad.clone().split(list(params)), strict=True):
-        leaf.grad = part
-    optimizer = make(peer, leaves)
-    with _skipping(), contextlib.redirect_stdout(io.StringIO()):
-        optimizer.step()
     if all(torch.equal(leaf, part) for leaf, part in zip(leaves, values.split(list(params)), strict=True)):
         raise Skipped("its step changes nothing")
     return optimizer

@@ -6,16 +6,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-OURS, FLOOR = "zerox", "no communication"
-COLOURS = {OURS: "#c8442c", FLOOR: "#bbbbbb"}
-OTHERS = "#4d6f8f"
-CEILING = "stream (ceiling)"
+from bench.common import Row
 
-Row = dict[str, Any]
-
-
-def colour_of(system: str) -> str:
-    return next((colour for word, colour in COLOURS.items() if word in system), OTHERS)
+OURS, CEILING = "zerox", "stream (ceiling)"
 
 
 def new_figure(width: float, height: float, path: Path | None) -> Any:
@@ -40,27 +33,6 @@ def save_figure(figure: Any, path: Path | None) -> None:
     figure.savefig(path, dpi=120)
 
 
-def save_bars(numbers: Sequence[tuple[str, str, float]], title: str, path: Path | None) -> None:
-    """``numbers``: (panel, system, value). A bar a system with the value beside it."""
-    groups: dict[str, dict[str, float]] = {}
-    for panel, system, value in numbers:
-        groups.setdefault(panel, {})[system] = value
-    most = max(len(values) for values in groups.values())
-    figure = new_figure(7, len(groups) * (0.45 + 0.33 * most) + 0.3, path)
-    if figure is None:
-        return
-    panels = figure.subplots(len(groups), 1, squeeze=False)[:, 0]
-    for panel, (name, values) in zip(panels, groups.items(), strict=True):
-        bars = panel.barh(list(values), list(values.values()), color=[colour_of(system) for system in values])
-        panel.bar_label(bars, [f"{value:,.{0 if value >= 10 else 2}f}" for value in values.values()], padding=3)
-        panel.invert_yaxis()
-        panel.margins(x=0.12)
-        panel.set_title(name, loc="left", fontsize=10)
-        panel.spines[["top", "right"]].set_visible(False)
-    figure.suptitle(title)
-    save_figure(figure, path)
-
-
 def save_shares(rows: Sequence[Row], title: str, path: Path | None) -> None:
     """A panel a size, a line a job: its share of the roof, of everybody who did it."""
     sizes = list(dict.fromkeys(row["size"] for row in rows))
@@ -79,11 +51,11 @@ def save_shares(rows: Sequence[Row], title: str, path: Path | None) -> None:
                 markersize=11 if ceiling else 6 if ours else 5,
                 markeredgewidth=2 if ceiling else 1,
                 linestyle="",
-                color="black" if ceiling else colour_of(OURS) if ours else OTHERS,
+                color="black" if ceiling else "#c8442c" if ours else "#4d6f8f",
                 zorder=3 if ours else 2,
                 label="zerox" if ours else "a loop that moves as many bytes" if ceiling else "torch and others",
             )
-        panel.axvline(1.0, color=colour_of(FLOOR), linewidth=1, linestyle="--", label="a large copy (CPU: addition)")
+        panel.axvline(1.0, color="#bbbbbb", linewidth=1, linestyle="--", label="a large copy (CPU: addition)")
         panel.set_xlim(left=0)
         panel.set_xlabel("share of the roof")
         panel.set_title(f"{size} elements" if size[0].isdigit() and size.endswith("i") else size, fontsize=10)

@@ -1,32 +1,32 @@
 """Times the whole training step of zerox beside what people use today, after a check that they train alike.
 
-    python -m bench.step [--ranks 2 4] [--dtype bf16] [--clip] [--accumulate 4] [--systems zerox DDP] [--caps 1 16]
-        [--json FILE] [--png FILE]
+    python -m bench.step [--device cuda] [--ranks 2 4] [--dtype bf16] [--clip] [--systems zerox DDP] [--caps 1 16]
+        [--json FILE]
 
 Every system lives in the same processes, one a rank with one thread each, and the systems take turns, a few steps at
 a time, so that what else the machine does falls on all of them alike. A sample is the slowest rank's. "as fast" is
 the median over the rounds of DDP's time over the system's, "of floor" of the time without any communication, where
-each rank updates no more than its share. The spread is the middle half of the samples. "first" is the first step of
-all after construction, in a process that has trained without any optimizer before.
+each rank updates no more than its share. The spread is the middle half of the samples. "update" is what of the step
+comes after backward: what of the exchange is still under way, clipping, and the optimizer's step().
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import statistics
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 
 import torch.distributed as dist
 from torch import Tensor
 
-from bench.common import Row, largest, on_ranks, parse, print_rows, training_parser, write_result
+from bench.common import Row, add_device, largest, on_ranks, parse, print_rows, training_parser, write_result
 from bench.jobs import WrongResult
-from bench.plots import save_bars
-from bench.systems import ALONE, DDP, SYSTEMS, NoCommunication, System, Training, Zerox
-from bench.timing import Timing
+from bench.systems import DDP, SYSTEMS, NoCommunication, System, Training, Zerox
+from bench.timing import Timing, elapsed_ms, mark
 
 CHECKED_STEPS = 2
 STEPS = 2  # in a sample
@@ -36,86 +36,83 @@ LEAST_ROUNDS = 5
 FARTHEST = {"fp32": 0.01, "bf16": 0.6}
 RIVAL = DDP.name
 FLOOR = NoCommunication.name
+Sample = tuple[float, float]  # milliseconds of a step, and of what of it comes after backward
 
 
 def time_on_ranks(training: Training, names: list[str], caps_mib: list[int], seconds: float) -> list[Row]:
     """On each rank. Raises WrongResult."""
     systems = [*(SYSTEMS[name](training) for name in names), *(Zerox(training, cap_mib) for cap_mib in caps_mib)]
-    first_ms = check(systems, training)
+    check(systems, training)
     numel = sum(p.numel() for p in training.model().parameters())
     facts = {"ranks": dist.get_world_size(), "numel": numel, **asdict(training)}
-    return rows_of(take_turns(systems, training, seconds), first_ms, facts)
+    return rows_of(take_turns(systems, training, seconds), facts)
 
 
-def rows_of(ms: dict[str, list[float]], first_ms: dict[str, float], facts: Row) -> list[Row]:
-    """``ms``: of a step, by system; the same index is the same round."""
+def rows_of(samples: dict[str, list[Sample]], facts: Row) -> list[Row]:
+    """``samples``: by system; the same index is the same round."""
+    ms = {name: [step_ms for step_ms, _ in each] for name, each in samples.items()}
 
     def ratio(over: str, under: str) -> float | None:
         return statistics.median(a / b for a, b in zip(ms[over], ms[under], strict=True)) if over in ms else None
 
     rows = []
-    for name, samples_ms in ms.items():
-        timing = Timing.of(samples_ms)
-        tokens = facts["ranks"] * facts["batch"] * facts["context"] * facts["micro_batches"]
-        row = {"system": name, **facts, **asdict(timing), "spread": timing.spread, "first_ms": first_ms[name]}
-        row |= {"tokens_per_s": tokens / timing.p50_ms * 1e3}
+    for name, found in samples.items():
+        timing = Timing.of(ms[name])
+        tokens = facts["ranks"] * facts["batch"] * facts["context"]
+        row = {"system": name, **facts, **asdict(timing), "spread": timing.spread}
+        row |= {"tokens_per_s": tokens / timing.p50_ms * 1e3, "update_ms": statistics.median(each for _, each in found)}
         rows.append(row | {"as_fast": ratio(RIVAL, name), "of_floor": ratio(FLOOR, name)})
     return rows
 
 
-def take_turns(systems: Sequence[System], training: Training, seconds: float) -> dict[str, list[float]]:
-    """Milliseconds a step of the slowest rank, by system, a sample a round, after check()."""
-    ms: dict[str, list[float]] = {system.name: [] for system in systems}
+def take_turns(systems: Sequence[System], training: Training, seconds: float) -> dict[str, list[Sample]]:
+    """The slowest rank's, by system, a sample a round, after check()."""
+    samples: dict[str, list[Sample]] = {system.name: [] for system in systems}
     turn, step = list(systems), CHECKED_STEPS
     end = time.monotonic() + seconds
     for index in range(1000):
         if index > LEAST_ROUNDS and largest([time.monotonic()])[0] > end:
             break
         for system in turn:
-            elapsed_ms = timed_ms(system, *(training.batches(step + i, dist.get_rank()) for i in range(STEPS)))
+            found = timed_ms(system, [training.tokens(step + i, dist.get_rank()) for i in range(STEPS)])
             if index > 0:  # the first round warms up
-                ms[system.name].append(elapsed_ms / STEPS)
+                samples[system.name].append(found)
         step += STEPS
         turn.append(turn.pop(0))
-    return {name: largest(samples) for name, samples in ms.items()}
+    return {name: slowest(each) for name, each in samples.items()}
 
 
-def check(systems: Sequence[System], training: Training) -> dict[str, float]:
-    """Runs the first steps, and holds the parameters of those that communicate against DDP's.
+def slowest(samples: list[Sample]) -> list[Sample]:
+    step_ms, update_ms = (largest(list(each)) for each in zip(*samples, strict=True))
+    return list(zip(step_ms, update_ms, strict=True))
 
-    Returns milliseconds of each system's first step, the slowest rank's.
-    """
+
+def check(systems: Sequence[System], training: Training) -> None:
+    """Runs the first steps, and holds the parameters of those that communicate against DDP's. Raises WrongResult."""
     start = [p.detach() for p in training.model().parameters()]
     found: dict[str, list[Tensor]] = {}
-    first_ms: dict[str, float] = {}
-    warm_up(training)
     for system in systems:
-        first_ms[system.name] = largest([timed_ms(system, training.batches(0, dist.get_rank()))])[0]
-        for step in range(1, CHECKED_STEPS):
-            system.step(training.batches(step, dist.get_rank()))
+        for step in range(CHECKED_STEPS):
+            system.step(training.tokens(step, dist.get_rank()))
         if system.communicates:
             found[system.name] = [p.float() for p in system.parameters()]
     reference = found.get(RIVAL)
     for name, params in found.items():
         if reference is not None and distance(params, reference, start) > FARTHEST[training.dtype]:
             raise WrongResult(f"{name} does not train as {RIVAL}: {distance(params, reference, start):.2%} apart")
-    return first_ms
 
 
-def warm_up(training: Training) -> None:
-    """What whoever comes first in a process pays for all: torch's own first calls."""
-    model = training.model()
-    for tokens in training.batches(0, dist.get_rank()):
-        model(tokens[:, :-1], tokens[:, 1:]).backward()
-
-
-def timed_ms(system: System, *steps: list[Tensor]) -> float:
-    """On this rank, all of it."""
+def timed_ms(system: System, batches: list[Tensor]) -> Sample:
+    """A step for each batch, on this rank; their mean."""
     dist.barrier()
-    start = time.perf_counter()
-    for batches in steps:
-        system.step(batches)
-    return (time.perf_counter() - start) * 1e3
+    marks = [mark(system.training.device)]
+    for tokens in batches:
+        system.backward(tokens)
+        marks.append(mark(system.training.device))
+        system.update()
+        marks.append(mark(system.training.device))
+    between_ms = [elapsed_ms(start, stop) for start, stop in itertools.pairwise(marks)]
+    return sum(between_ms) / len(batches), sum(between_ms[1::2]) / len(batches)
 
 
 def distance(params: list[Tensor], reference: list[Tensor], start: list[Tensor]) -> float:
@@ -125,13 +122,12 @@ def distance(params: list[Tensor], reference: list[Tensor], start: list[Tensor])
 
 
 COLUMNS = {"ranks": "", "system": "<30", "p50_ms": ".1f", "spread": ".1%", "tokens_per_s": ",.0f"}
-COLUMNS |= {"as_fast": ".2f", "of_floor": ".2f", "first_ms": ".1f"}
+COLUMNS |= {"as_fast": ".2f", "of_floor": ".2f", "update_ms": ".1f"}
 
 
 def describe(training: Training) -> str:
     clip = "" if training.max_norm is None else f", clipped to {training.max_norm:g}"
-    many = "" if training.micro_batches == 1 else f", {training.micro_batches} micro-batches a step"
-    return f"{training.dtype}, {training.batch} x {training.context} tokens a rank{many}{clip}"
+    return f"{training.dtype}, {training.batch} x {training.context} tokens a rank{clip}"
 
 
 def add_systems(parser: argparse.ArgumentParser) -> None:
@@ -139,10 +135,9 @@ def add_systems(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--systems", nargs="+", metavar="WORD", help=f"those with a word in: {'; '.join(SYSTEMS)}")
 
 
-def names_for(wanted: list[str] | None, world_size: int) -> list[str]:
-    """Systems whose name has one of the wanted words in it; alone those that need no group. SystemExit if none has."""
-    names = [kind.name for kind in ALONE] if world_size == 1 else list(SYSTEMS)
-    found = [name for name in names if not wanted or any(word.lower() in name.lower() for word in wanted)]
+def names_for(wanted: list[str] | None) -> list[str]:
+    """Systems whose name has one of the wanted words in it. SystemExit if none has."""
+    found = [name for name in SYSTEMS if not wanted or any(word.lower() in name.lower() for word in wanted)]
     if not found:
         sys.exit(f"no system has one of these words in its name: {' '.join(wanted or [])}")
     return found
@@ -150,9 +145,9 @@ def names_for(wanted: list[str] | None, world_size: int) -> list[str]:
 
 def make_parser() -> argparse.ArgumentParser:
     parser = training_parser("bench.step", __doc__)
+    add_device(parser)
     add_systems(parser)
     parser.add_argument("--caps", type=int, nargs="+", default=[], metavar="MIB", help="zerox with such buckets, too")
-    parser.add_argument("--accumulate", type=int, default=1, metavar="N", help="micro-batches a step (default: 1)")
     parser.add_argument("--batch", type=int, default=Training.batch, help="sequences of 128 tokens a rank (default: 2)")
     parser.add_argument("--seconds", type=float, default=120.0, help="for all timing, about (default: %(default)s)")
     return parser
@@ -162,8 +157,8 @@ def run(
     world_sizes: list[int], training: Training, wanted: list[str] | None, caps: list[int], seconds: float
 ) -> list[Row]:
     rows: list[Row] = []
+    names = names_for(wanted)
     for world_size in world_sizes:
-        names = names_for(wanted, world_size)
         found = on_ranks(time_on_ranks, world_size, training, names, caps, seconds / len(world_sizes))
         if not rows:
             print(f"{found[0]['numel'] / 1e6:.1f} M parameters, {describe(training)}; results agree")
@@ -174,12 +169,11 @@ def run(
 
 def main(argv: list[str] | None = None) -> None:
     args = parse(make_parser(), argv)
-    training = Training(dtype=args.dtype, layers=args.layers, batch=args.batch, micro_batches=args.accumulate)
-    training = replace(training, max_norm=1.0 if args.clip else None)
+    training = Training(
+        dtype=args.dtype, layers=args.layers, batch=args.batch, max_norm=args.max_norm, device=args.device
+    )
     rows = run(args.ranks, training, args.systems, args.caps, args.seconds)
     write_result(args.json, "bench.step", argv, rows)
-    times = [(f"{row['ranks']} ranks", row["system"], row["p50_ms"]) for row in rows]
-    save_bars(times, f"a training step, ms: {rows[0]['numel'] / 1e6:.1f} M parameters, {describe(training)}", args.png)
 
 
 if __name__ == "__main__":

@@ -1,5 +1,5 @@
 // What memory gives an update at most: four fp32 arrays are read and three of them written, in place, with arithmetic
-// that costs nothing. Compiled for the machine that it runs on, on torch's threads. Loaded by bench/ceiling.py.
+// that costs nothing. Compiled for the machine that it runs on, on torch's threads. Loaded by bench/limits.py.
 #include <ATen/Parallel.h>
 
 #include <cstdint>

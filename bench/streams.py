@@ -16,7 +16,7 @@ import argparse
 import os
 import statistics
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,13 +24,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._C._autograd import DeviceType
-from torch.profiler import ProfilerActivity, profile
+from torch.profiler import profile
 
 from bench.common import Row, add_device, largest, on_ranks, parse, print_rows, training_parser, write_result
 from bench.plots import new_figure, save_figure
 from bench.step import check, describe
 from bench.systems import DDP, Training, Zerox
-from bench.trace import KERNEL, PHASE, Range, all_threads, events_of, phase, ranges_of
+from bench.trace import KERNEL, PHASE, Range, events_of, phase, profile_all_threads, ranges_of
 
 WARM_UP = 3
 STEPS = 5
@@ -65,13 +65,14 @@ Span = tuple[float, float]
 class Phased(Zerox):
     """Its steps say what they are at."""
 
-    def step(self, batches: Sequence[Tensor]) -> None:
-        [tokens] = batches
+    def backward(self, tokens: Tensor) -> None:
         self.optimizer.zero_grad()
         with phase("forward"):
             loss = self.module(tokens[:, :-1], tokens[:, 1:])
         with phase("backward"):
             loss.backward()
+
+    def update(self) -> None:
         if self.training.max_norm is not None:
             with phase("clip"):
                 self.clip(self.training.max_norm)
@@ -176,35 +177,29 @@ def length(spans: Iterable[Span]) -> float:
 
 
 def typical_step(training: Training, stage: int, trace: Path | None) -> list[tuple[list[Work], list[Row]]]:
-    """On each rank, or where there is one, without a group. By rank: who did what, and what happened to buckets."""
-    alone = not dist.is_initialized()
-    rank = 0 if alone else dist.get_rank()
+    """On each rank. By rank: who did what, and what happened to buckets."""
+    rank = dist.get_rank()
     system = (PhasedStage1 if stage == 1 else Phased)(training)
-    if not alone:
-        check([DDP(training), system], training)
-    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if training.device == "cuda" else [])]
+    check([DDP(training), system], training)
     profiles = []
     for index in range(WARM_UP + STEPS):
-        batches = training.batches(index, rank)
-        seen = profile(activities=activities, experimental_config=all_threads())
-        if not alone:
-            dist.barrier()
+        tokens = training.tokens(index, rank)
+        seen = profile_all_threads(cuda=training.device == "cuda")
+        dist.barrier()
         seen.start()
-        system.step(batches)
+        system.step(tokens)
         if training.device == "cuda":
             torch.cuda.synchronize()
         seen.stop()
         profiles.append(seen)
-    step_ms = [times_ms(work_of(seen))["step"] for seen in profiles[WARM_UP:]]
-    step_ms = step_ms if alone else largest(step_ms)
+    step_ms = largest([times_ms(work_of(seen))["step"] for seen in profiles[WARM_UP:]])
     typical = profiles[WARM_UP + step_ms.index(statistics.median_low(step_ms))]
     if trace is not None:
         trace.mkdir(parents=True, exist_ok=True)
         typical.export_chrome_trace(str(trace / f"rank-{rank}.json"))
     own = work_of(typical), bucket_rows(ranges_of(typical))
-    found = [own] if alone else [own] * dist.get_world_size()
-    if not alone:
-        dist.all_gather_object(found, own)
+    found = [own] * dist.get_world_size()
+    dist.all_gather_object(found, own)
     return found
 
 
@@ -241,7 +236,7 @@ COLUMNS |= {"gathered": ".1f", "hidden_ms": ".1f", "exposed_ms": ".1f"}
 
 
 def make_parser() -> argparse.ArgumentParser:
-    parser = training_parser("bench.streams", __doc__)
+    parser = training_parser("bench.streams", __doc__, picture=True)
     add_device(parser)
     parser.add_argument("--ranks", type=int, default=1, metavar="N", help="on one machine (default: %(default)s)")
     parser.add_argument("--batch", type=int, default=8, help="sequences of 128 tokens (default: %(default)s)")
@@ -252,11 +247,11 @@ def make_parser() -> argparse.ArgumentParser:
 
 def main(argv: list[str] | None = None) -> None:
     args = parse(make_parser(), argv)
-    training = Training(dtype=args.dtype, layers=args.layers, batch=args.batch, device=args.device)
-    training = replace(training, max_norm=1.0 if args.clip else None)
+    training = Training(
+        dtype=args.dtype, layers=args.layers, batch=args.batch, max_norm=args.max_norm, device=args.device
+    )
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else it says when it starts and stops
-    asked = training, args.stage, args.trace
-    found = on_ranks(typical_step, args.ranks, *asked) if args.ranks > 1 else typical_step(*asked)
+    found = on_ranks(typical_step, args.ranks, training, args.stage, args.trace)
     title = f"zerox, stage {args.stage}, on {args.device}: {describe(training)}"
     print(title)
     rows: list[Row] = []

@@ -6,15 +6,15 @@ Every system starts from the same parameters, takes the same batches, and averag
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
@@ -23,13 +23,13 @@ from torch.optim import AdamW
 from examples.gpt_model import GPT, Shape
 from zerox import FusedShardedAdam
 
-LR, WEIGHT_DECAY = 1e-3, 0.01
+HYPER: dict[str, Any] = {"lr": 1e-3, "weight_decay": 0.01}  # of all
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 @dataclass(frozen=True)
 class Training:
-    """What is trained, and how. ``max_norm``: of clipping, None: off. ``micro_batches`` are accumulated in a step.
+    """What is trained, and how. ``max_norm``: of clipping, None: off.
 
     ``tied``: the last layer's weight is the embedding's. ``device``: "cpu" or "cuda".
     """
@@ -41,7 +41,6 @@ class Training:
     batch: int = 2
     dtype: str = "fp32"
     max_norm: float | None = None
-    micro_batches: int = 1
     tied: bool = True
     device: str = "cpu"
 
@@ -50,12 +49,10 @@ class Training:
         shape = Shape(self.layers, self.width, self.width // 64, self.context)
         return WordGPT(shape, self.vocabulary, self.tied).to(self.device, DTYPES[self.dtype])
 
-    def batches(self, step: int, rank: int) -> list[Tensor]:
-        """int64 ``[batch, context + 1]`` for each micro-batch."""
+    def tokens(self, step: int, rank: int) -> Tensor:
+        """A batch: int64 ``[batch, context + 1]``."""
         generator = torch.Generator().manual_seed(1 + 1_000_003 * step + rank)
-        shape = (self.batch, self.context + 1)
-        drawn = [torch.randint(self.vocabulary, shape, generator=generator) for _ in range(self.micro_batches)]
-        return [tokens.to(self.device) for tokens in drawn]
+        return torch.randint(self.vocabulary, (self.batch, self.context + 1), generator=generator).to(self.device)
 
 
 class WordGPT(GPT):
@@ -84,18 +81,18 @@ class System(ABC):
     @abstractmethod
     def build(self, model: WordGPT) -> tuple[nn.Module, torch.optim.Optimizer]: ...
 
-    def no_sync(self) -> AbstractContextManager[None]:
-        return nullcontext()
-
     def clip(self, max_norm: float) -> None:
         torch.nn.utils.clip_grad_norm_(self.module.parameters(), max_norm)
 
-    def step(self, batches: Sequence[Tensor]) -> None:
+    def step(self, tokens: Tensor) -> None:
+        self.backward(tokens)
+        self.update()
+
+    def backward(self, tokens: Tensor) -> None:
         self.optimizer.zero_grad()
-        for index, tokens in enumerate(batches):
-            last = index == len(batches) - 1
-            with nullcontext() if last else self.no_sync():
-                (self.module(tokens[:, :-1], tokens[:, 1:]) / len(batches)).backward()
+        self.module(tokens[:, :-1], tokens[:, 1:]).backward()
+
+    def update(self) -> None:
         if self.training.max_norm is not None:
             self.clip(self.training.max_norm)
         self.optimizer.step()
@@ -119,34 +116,28 @@ class NoCommunication(System):
         for param in model.parameters():
             if sum(p.numel() for p in share) * world_size < total:
                 share.append(param)
-        return model, AdamW(share, lr=LR, weight_decay=WEIGHT_DECAY, fused=True)
+        return model, AdamW(share, fused=True, **HYPER)
 
-    def step(self, batches: Sequence[Tensor]) -> None:
+    def backward(self, tokens: Tensor) -> None:
         self.module.zero_grad()
-        super().step(batches)
+        super().backward(tokens)
 
 
 class DDP(System):
     name = "DDP + AdamW(fused)"
 
     def build(self, model: WordGPT) -> tuple[nn.Module, torch.optim.Optimizer]:
-        self.wrapped = DistributedDataParallel(model, gradient_as_bucket_view=True)
-        return self.wrapped, self.build_optimizer(model)
+        return DistributedDataParallel(model, gradient_as_bucket_view=True), self.build_optimizer(model)
 
     def build_optimizer(self, model: WordGPT) -> torch.optim.Optimizer:
-        return AdamW(model.parameters(), lr=LR, weight_decay=WEIGHT_DECAY, fused=True)
-
-    def no_sync(self) -> AbstractContextManager[None]:
-        return self.wrapped.no_sync()
+        return AdamW(model.parameters(), fused=True, **HYPER)
 
 
 class ZeroRedundancy(DDP):
     name = "DDP + ZeroRedundancyOptimizer"
 
     def build_optimizer(self, model: WordGPT) -> torch.optim.Optimizer:
-        return ZeroRedundancyOptimizer(
-            model.parameters(), optimizer_class=AdamW, lr=LR, weight_decay=WEIGHT_DECAY, fused=True
-        )
+        return ZeroRedundancyOptimizer(model.parameters(), optimizer_class=AdamW, fused=True, **HYPER)
 
 
 class FSDP2(System):
@@ -157,23 +148,13 @@ class FSDP2(System):
         mesh = init_device_mesh(self.training.device, (dist.get_world_size(),))
         for block in model.blocks:
             fully_shard(block, mesh=mesh, reshard_after_forward=self.reshard)
-        self.wrapped: FSDPModule = fully_shard(model, mesh=mesh, reshard_after_forward=self.reshard)
-        return model, AdamW(model.parameters(), lr=LR, weight_decay=WEIGHT_DECAY, fused=True)
-
-    def no_sync(self) -> AbstractContextManager[None]:
-        return _without_sync(self.wrapped)
+        fully_shard(model, mesh=mesh, reshard_after_forward=self.reshard)
+        return model, AdamW(model.parameters(), fused=True, **HYPER)
 
 
 class FSDP2Resharded(FSDP2):
     name = "FSDP2, resharded"
     reshard = True
-
-
-@contextmanager
-def _without_sync(module: FSDPModule) -> Iterator[None]:
-    module.set_requires_gradient_sync(False)
-    yield
-    module.set_requires_gradient_sync(True)
 
 
 class Zerox(System):
@@ -190,11 +171,8 @@ class Zerox(System):
 
     def build(self, model: WordGPT) -> tuple[nn.Module, torch.optim.Optimizer]:
         named, cap_mib = model.named_parameters(), self.cap_mib
-        self.ours = FusedShardedAdam(named, lr=LR, weight_decay=WEIGHT_DECAY, stage=self.stage, bucket_cap_mb=cap_mib)
+        self.ours = FusedShardedAdam(named, stage=self.stage, bucket_cap_mb=cap_mib, **HYPER)
         return model, self.ours
-
-    def no_sync(self) -> AbstractContextManager[None]:
-        return self.ours.no_sync()
 
     def clip(self, max_norm: float) -> None:
         self.ours.clip_grad_norm_(max_norm)
@@ -217,7 +195,6 @@ class ZeroxOverlapped(Zerox):
 
 
 OURS = (Zerox, ZeroxOverlapped, ZeroxStage1)
-ALONE = (NoCommunication, *OURS)
 SYSTEMS: dict[str, Callable[[Training], System]] = {
     kind.name: kind for kind in (NoCommunication, DDP, ZeroRedundancy, FSDP2, FSDP2Resharded, *OURS)
 }

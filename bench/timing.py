@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -26,17 +27,13 @@ MOST_SLEEP = 400_000_000  # cycles, some 0.2 s: a host that needs more is what o
 
 @dataclass(frozen=True)
 class Timing:
-    """Of one call, in milliseconds. ``host_bound``: the host could not get ahead of the device.
-
-    ``host_us``: of the host, where a device does the work and somebody asked.
-    """
+    """Of one call, in milliseconds. ``host_bound``: the host could not get ahead of the device."""
 
     p50_ms: float
     p25_ms: float
     p75_ms: float
     samples: int
     host_bound: bool = False
-    host_us: float | None = None
 
     @property
     def spread(self) -> float:
@@ -60,11 +57,10 @@ class Contender:
 
 def time_in_turn(calls: Mapping[str, Call], num_sets: int, device: torch.device, budget_s: float) -> dict[str, Timing]:
     """Samples each call in turn for ``budget_s`` in all; a sample goes through the sets of buffers at least once."""
-    sample = _sample_on_device if device.type == "cuda" else _sample_on_host
     contenders = {name: Contender(call, num_sets) for name, call in calls.items()}
     for contender in contenders.values():
         for _ in range(WARM_UP):
-            ms = sample(contender, num_sets)
+            ms = sample_ms(contender, num_sets, device)
         if ms < SHORT_MS:
             contender.calls = max(CALLS, num_sets)
     end = time.monotonic() + budget_s
@@ -73,31 +69,42 @@ def time_in_turn(calls: Mapping[str, Call], num_sets: int, device: torch.device,
         if turn >= LEAST_SAMPLES and time.monotonic() > end:
             break
         for contender in order:
-            contender.samples_ms.append(sample(contender, num_sets))
+            contender.samples_ms.append(sample_ms(contender, num_sets, device))
         order.append(order.pop(0))  # nobody is always behind the same rival
     return {name: Timing.of(each.samples_ms, each.host_bound) for name, each in contenders.items()}
 
 
-def _sample_on_host(contender: Contender, num_sets: int) -> float:
-    start = time.perf_counter()
-    for index in range(contender.calls):
-        contender.call(index % num_sets)
-    return (time.perf_counter() - start) * 1e3 / contender.calls
-
-
-def _sample_on_device(contender: Contender, num_sets: int) -> float:
-    start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+def sample_ms(contender: Contender, num_sets: int, device: torch.device) -> float:
+    """Of one call, in the mean."""
     while True:
-        torch.cuda._sleep(contender.sleep_cycles)
-        start.record()
+        if device.type == "cuda":
+            torch.cuda._sleep(contender.sleep_cycles)
+        start = mark(device.type)
         for index in range(contender.calls):
             contender.call(index % num_sets)
-        stop.record()
-        contender.host_bound = start.query()  # the device woke up before all of it was in the queue
-        stop.synchronize()
+        stop = mark(device.type)
+        # The device woke up before all of it was in the queue.
+        contender.host_bound = device.type == "cuda" and start.query()
+        took_ms = elapsed_ms(start, stop)
         if not contender.host_bound or contender.sleep_cycles >= MOST_SLEEP:
-            return start.elapsed_time(stop) / contender.calls
+            return took_ms / contender.calls
         contender.sleep_cycles *= 2
+
+
+def mark(device: str) -> Any:
+    """Now: on a GPU where its current stream is then."""
+    if device == "cpu":
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def elapsed_ms(start: Any, stop: Any) -> float:
+    if isinstance(start, float):
+        return (stop - start) * 1e3
+    stop.synchronize()
+    return float(start.elapsed_time(stop))
 
 
 def cache_bytes(device: torch.device) -> int:
@@ -111,17 +118,3 @@ def cache_bytes(device: torch.device) -> int:
 def num_sets_for(set_bytes: int, device: torch.device) -> int:
     """So many sets of buffers that a call finds nothing of its own in the cache when its turn comes again."""
     return min(16, max(1, -(-4 * cache_bytes(device) // set_bytes)))
-
-
-def roof_gb_per_s(device: torch.device, numel: int, budget_s: float) -> float:
-    """What memory gives at most, read and written, for large fp32 tensors: a copy's rate on a GPU.
-
-    On the CPU a copy reads its target too, unseen. There an addition in place is what an update looks like.
-    """
-    source, target = (torch.randn(numel, device=device) for _ in range(2))
-    if device.type == "cuda":
-        call, accesses = lambda _: target.copy_(source), 2
-    else:
-        call, accesses = lambda _: target.add_(source), 3
-    timing = time_in_turn({"roof": call}, 1, device, budget_s)["roof"]
-    return accesses * source.nbytes / timing.p50_ms / 1e6

@@ -27,14 +27,11 @@ class Range:
     thread: int
 
 
-def all_threads() -> Any:
-    """Makes a profiler see threads that torch did not make: without this option it sees none."""
-    return torch._C._profiler._ExperimentalConfig(profile_all_threads=True)
-
-
-def profile_all_threads() -> profile:
-    """Of the CPU."""
-    return profile(activities=[ProfilerActivity.CPU], experimental_config=all_threads())
+def profile_all_threads(cuda: bool = False) -> profile:
+    """Sees threads that torch did not make, too, and with ``cuda`` the device's streams."""
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else [])]
+    option = torch._C._profiler._ExperimentalConfig(profile_all_threads=True)
+    return profile(activities=activities, experimental_config=option)
 
 
 def phase(name: str) -> record_function:

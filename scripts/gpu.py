@@ -14,9 +14,9 @@ figures take less than 10 minutes each, and write a JSON, a table and pictures e
     nccl       tests/gpu/test_nccl.py; ZEROX_NCCL_LIBRARY names an NCCL of 2.30 or newer for two ranks on one GPU
   figures:
     kernels    bench.kernels, beside what memory and instructions allow
-    step       the same of whole clipped steps of the optimizer, beside the peers that are installed
-    exposed    bench.exposed: how much of an exchange is not hidden under backward
+    step       bench.step: whole clipped steps of one rank, and what of them comes after backward, beside DDP and FSDP2
     streams    bench.streams: a timeline of one training step
+    exposed    the same of two ranks over gloo: how much of their communication backward does not hide
 
 Complete logs lie in build/gpu.
 """
@@ -54,9 +54,9 @@ TEST_FILE_S = 120.0  # no file of tests may take longer: what hangs must leave t
 
 # Seconds that each part has in any case. What one leaves over goes to the next; the build, being first, has the rest.
 PROOF_S = {"build": 0.0, "test": 230.0, "sanitizer": 110.0, "nccl": 70.0}
-RESERVED_S = {**PROOF_S, "kernels": 170.0, "step": 150.0, "exposed": 50.0, "streams": 50.0}
+RESERVED_S = {**PROOF_S, "kernels": 170.0, "step": 150.0, "streams": 50.0, "exposed": 50.0}
 TOTAL_S = 570.0  # of a run
-RUNS = {"proof": tuple(PROOF_S), "figures": ("build", "kernels", "step", "exposed", "streams")}
+RUNS = {"proof": tuple(PROOF_S), "figures": ("build", "kernels", "step", "streams", "exposed")}
 
 
 def pytest(*arguments: str) -> list[str]:
@@ -79,11 +79,7 @@ class Machine:
 def build(machine: Machine, limit_s: float) -> Part:
     archs = os.environ.get("TORCH_CUDA_ARCH_LIST") or machine.facts["compute_capability"]
     env = environment(ZEROX_CUDA="1", TORCH_CUDA_ARCH_LIST=archs)
-    ended = run(python("setup.py", "build_ext", "--inplace"), "build", limit_s, env)
-    part: Part = {"outcome": ended.outcome, "note": f"for {archs}"}
-    if ended.outcome != report.PASSED:
-        return {**part, "tail": tail(ended.text)}
-    return part
+    return {**run(python("setup.py", "build_ext", "--inplace"), "build", limit_s, env).part, "note": f"for {archs}"}
 
 
 def build_info() -> dict[str, Any]:
@@ -190,15 +186,21 @@ class Figure:
     """A benchmark. ``timed``: the share of the limit that goes into timing; the rest is for data, checks and so on."""
 
     command: str
-    quick: str = "--quick"
+    quick: str
     timed: float | None = None
+    drawn: bool = True
 
 
 FIGURES = {
-    "kernels": Figure("bench.kernels", timed=0.4),
-    "step": Figure("bench.kernels --only=step", timed=0.4),
-    "exposed": Figure("bench.exposed", quick="--layers=8 --rounds=2"),
+    "kernels": Figure("bench.kernels", quick="--quick", timed=0.4),
+    "step": Figure(
+        "bench.step --ranks=1 --dtype=bf16 --clip --layers=48 --batch=8",
+        quick="--layers=1 --batch=1 --dtype=fp32 --systems fused stage",
+        timed=0.4,
+        drawn=False,
+    ),
     "streams": Figure("bench.streams --dtype=bf16 --clip", quick="--layers=1 --batch=1 --dtype=fp32"),
+    "exposed": Figure("bench.streams --ranks=2", quick="--layers=1 --batch=1"),
 }
 
 
@@ -208,13 +210,12 @@ def measure(name: str, machine: Machine, limit_s: float) -> Part:
     picture = machine.files.with_name(f"{machine.files.name}-{name}.png")
     file.unlink(missing_ok=True)
     command = [*figure.command.split(), *(figure.quick.split() if machine.quick else [])]
-    command += [f"--device={machine.device}", f"--json={file}", f"--png={picture}"]
+    command += [f"--device={machine.device}", f"--json={file}", *([f"--png={picture}"] if figure.drawn else [])]
     command += [f"--seconds={figure.timed * limit_s:.0f}"] if figure.timed is not None else []
     ended = run(python("-m", *command), name, limit_s)
-    part: Part = {"outcome": ended.outcome, "said": ended.text.splitlines()}
+    part = json.loads(file.read_text()) if file.exists() else {}
     part |= {"picture": picture.name} if picture.exists() else {}
-    part |= {"tail": tail(ended.text)} if ended.outcome != report.PASSED else {}
-    return {**(json.loads(file.read_text()) if file.exists() else {}), **part}
+    return {**part, **ended.part, "said": ended.text.splitlines()}
 
 
 PARTS: dict[str, Callable[[Machine, float], Part]] = {
@@ -286,19 +287,12 @@ def run_parts(selected: list[str], machine: Machine, folder: Path, title: str) -
 
 def tell(name: str, part: Part) -> None:
     """What somebody who only sees the output needs: the outcome, and the end of what went wrong."""
-    for where, text in {name: part.get("tail"), **part.get("tails", {})}.items():
+    tails = {name: part.get("tail"), **part.get("tails", {})}
+    tails |= {f"{tool}: {found['summary']}": found.get("tail") for tool, found in part.get("tools", {}).items()}
+    for where, text in tails.items():
         if text:
             print(f"---- {where}\n{text}")
-    for tool, found in part.get("tools", {}).items():
-        print(f"gpu.py: {tool}: {found['outcome']}, {found['summary']}")
-        if found.get("tail"):
-            print(found["tail"])
-    counts = ", ".join(f"{count} {outcome}" for outcome, count in part.get("counts", {}).items())
-    print(f"gpu.py: {name} {part['outcome']} in {part['seconds']:.0f} s {counts}".rstrip(), flush=True)
-
-
-def interrupt(*_: object) -> None:
-    raise KeyboardInterrupt
+    print(f"gpu.py: {name} {part['outcome']} in {part['seconds']:.0f} s {report.says(part)}".rstrip(), flush=True)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -317,7 +311,7 @@ def main(argv: list[str] | None = None) -> int:
     if unknown := [name for name in args.runs if name not in RUNS]:
         parser.error(f"there is no run {unknown[0]}: {', '.join(RUNS)}")
     machine = read_machine(args.quick)
-    signal.signal(signal.SIGTERM, interrupt)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # raises KeyboardInterrupt
     well = True
     for name in args.runs or RUNS:
         selected = [part for part in RUNS[name] if not args.only or part in args.only]

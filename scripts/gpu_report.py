@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -111,7 +112,8 @@ def as_markdown(result: Part) -> str:
     parts: dict[str, Part] = result["parts"]
     lines = [f"# {result['facts'].get('device', 'GPU')}, {result['date']}", ""]
     lines += table(("", ""), [(name.replace("_", " "), value) for name, value in result["facts"].items()])
-    lines += table(("part", "outcome", "s", "what it says"), [_row_of(name, part) for name, part in parts.items()])
+    rows = [(name, part["outcome"], f"{part['seconds']:.0f}", says(part)) for name, part in parts.items()]
+    lines += table(("part", "outcome", "s", "what it says"), rows)
     for name, part in parts.items():
         lines += [f"- **{name}** {test}: {why}" for test, why in part.get("failures", {}).items()]
         lines += [f"- **{name}** ended in {test}" for test in part.get("unfinished_tests", [])]
@@ -127,7 +129,7 @@ def as_markdown(result: Part) -> str:
     return "\n".join(lines).rstrip() + "\n"
 
 
-def table(header: tuple[str, ...], rows: list[tuple[object, ...]]) -> list[str]:
+def table(header: tuple[str, ...], rows: Sequence[tuple[object, ...]]) -> list[str]:
     lines = [_line(header), "|" + "---|" * len(header), *(_line(row) for row in rows)]
     return [*lines, ""]
 
@@ -136,8 +138,9 @@ def _line(cells: tuple[object, ...]) -> str:
     return "| " + " | ".join(str(cell).replace("|", "\\|").replace("\n", " ") for cell in cells) + " |"
 
 
-def _row_of(name: str, part: Part) -> tuple[object, ...]:
+def says(part: Part) -> str:
+    """In a line: its note, counts of its tests, outcomes of its tools."""
     said = [part["note"]] if part.get("note") else []
     said += [", ".join(f"{count} {outcome}" for outcome, count in part.get("counts", {}).items())]
     said += [f"{tool} {run['outcome']}" for tool, run in part.get("tools", {}).items()]
-    return name, part["outcome"], f"{part['seconds']:.0f}", ", ".join(filter(None, said))
+    return ", ".join(filter(None, said))

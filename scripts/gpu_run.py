@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from gpu_report import FAILED, PASSED, TIMED_OUT
+from gpu_report import FAILED, PASSED, TIMED_OUT, Part
 
 ROOT = Path(__file__).resolve().parents[1]
 LOGS = ROOT / "build" / "gpu"
@@ -33,6 +33,11 @@ class Ended:
     @property
     def outcome(self) -> str:
         return TIMED_OUT if self.timed_out else FAILED if self.status else PASSED
+
+    @property
+    def part(self) -> Part:
+        """Of what did not pass, also how it ended."""
+        return {"outcome": self.outcome, **({} if self.outcome == PASSED else {"tail": tail(self.text)})}
 
 
 def environment(**more: str) -> dict[str, str]:

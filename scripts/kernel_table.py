@@ -1,27 +1,32 @@
-"""What each CUDA kernel takes of a GPU: registers, shared memory, and stack and spills, which none should have.
+"""What nvcc makes of the CUDA kernels: what each takes of a GPU, and the work of its loop for an element.
 
-    python scripts/kernel_table.py            prints what nvcc makes of csrc/cuda
-    python scripts/kernel_table.py --update   writes it to tests/cuda/kernel_resources.txt, which tests hold it against
+    python scripts/kernel_table.py            prints both
+    python scripts/kernel_table.py --update   writes them to tests/cuda/kernel_resources.txt and bench/kernel_work.json,
+                                              which tests hold them against
 
-No GPU is needed. The numbers are those that ptxas reports for the default architectures; another release of nvcc gives
-others, so the table names its own.
+No GPU is needed. Registers, shared memory, and stack and spills, which no kernel should have, are those that ptxas
+reports for the default architectures; kernel_work.py counts the work. Another release of nvcc gives other numbers, so
+both files name their own.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import re
-import shutil
-import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import build_cuda
+import kernel_work
+import sass
 
 ROOT = Path(__file__).resolve().parent.parent
 TABLE = ROOT / "tests/cuda/kernel_resources.txt"
+WORK = ROOT / "bench/kernel_work.json"
 UPDATE = "python scripts/kernel_table.py --update"
 HEADER = f"""\
 # What ptxas of nvcc {{}} makes of csrc/cuda: registers a thread / bytes of static shared memory a block.
@@ -49,10 +54,13 @@ def plan() -> build_cuda.CudaBuild:
     return build_cuda.plan_build(ROOT, wanted_archs="", werror=os.environ.get("ZEROX_WERROR", "0") == "1")
 
 
+def jobs() -> int:
+    return int(os.environ.get("MAX_JOBS") or os.cpu_count() or 1)
+
+
 def kernel_table(build: build_cuda.CudaBuild) -> Table:
-    objects = build.compile(ROOT, int(os.environ.get("MAX_JOBS") or os.cpu_count() or 1))
     table: Table = {}
-    for path in objects:
+    for path in build.compile(ROOT, jobs()):
         for name, by_arch in parse(path.with_suffix(".ptxas").read_text()).items():
             assert name not in table, f"two kernels are called {name}"
             table[name] = by_arch
@@ -72,28 +80,9 @@ def parse(report: str) -> Table:
         elif used := re.search(r"Used (\d+) registers", line):
             shared = re.search(r"(\d+) bytes smem", line)
             now.registers, now.shared_bytes = int(used[1]), int(shared[1]) if shared else 0
-    names = readable(list(found))
+    names = sass.readable(list(found))
     assert len(set(names)) == len(names), f"kernels that differ in their arguments only: {sorted(names)}"
     return dict(zip(names, found.values(), strict=True))
-
-
-def readable(mangled: list[str]) -> list[str]:
-    """`adam<float, 2>` for zx::(anonymous namespace)::adam<float, 2>(Arguments)."""
-    program = shutil.which("c++filt")
-    if not program:
-        raise build_cuda.BuildError("c++filt is missing: install binutils")
-    lines = subprocess.run([program], input="\n".join(mangled), capture_output=True, text=True, check=True).stdout
-    names = []
-    for line in lines.splitlines():
-        name = line.replace("(anonymous namespace)::", "").replace("zx::", "").removeprefix("void ")
-        depth = 0
-        for at, char in enumerate(name):
-            depth += {"<": 1, ">": -1}.get(char, 0)
-            if char == "(" and depth == 0:  # within < > it is the type of an enumerator
-                name = name[:at]
-                break
-        names.append(name)
-    return names
 
 
 def render(table: Table, release: str) -> str:
@@ -107,24 +96,34 @@ def render(table: Table, release: str) -> str:
     return HEADER.format(release) + "\n".join(lines) + "\n"
 
 
+def work_of(build: build_cuda.CudaBuild) -> dict[str, Any]:
+    """What WORK has."""
+    code = sass.disassemble(build.compile(ROOT, jobs()), kernel_work.ARCH)
+    head = {"nvcc": build.toolkit.release, "arch": kernel_work.ARCH, "written_by": UPDATE}
+    return {**head, "an_element": kernel_work.count(code)}
+
+
 def release_of(text: str) -> str:
     named = re.match(r"# What ptxas of nvcc (\S+) makes", text)
     return named[1] if named else ""
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="Registers, shared memory, stack and spills of the CUDA kernels.")
-    parser.add_argument("--update", action="store_true", help=f"write {TABLE.relative_to(ROOT)}")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--update", action="store_true", help="write both files")
     update = parser.parse_args().update
     try:
         build = plan()
-        text = render(kernel_table(build), build.toolkit.release)
+        table = render(kernel_table(build), build.toolkit.release)
+        work = work_of(build)
     except build_cuda.BuildError as error:
         print(f"zerox: {error}", file=sys.stderr)
         return 1
-    print(text, end="")
+    print(table)
+    print("\n".join(kernel_work.line(name, each) for name, each in work["an_element"].items()))
     if update:
-        TABLE.write_text(text)
+        TABLE.write_text(table)
+        WORK.write_text(json.dumps(work, indent=1) + "\n")
     return 0
 
 

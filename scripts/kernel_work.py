@@ -1,36 +1,24 @@
 """What the CUDA kernels' main loops do an element, counted in their machine code: bytes moved and instructions issued.
 
-    python scripts/kernel_work.py            prints what nvcc makes of csrc/cuda
-    python scripts/kernel_work.py --update   writes it to bench/kernel_work.json, which tests hold it against
-
-No GPU is needed. A kernel's loop is walked once round, by the shortest way that moves as many bytes as its design says,
-in accesses as wide as it says: that leaves out what is not run for ordinary elements, and finds none where a load was
-split or a stream is read twice. What each multiprocessor can issue in a clock then gives the least time that the
-instructions take, as the bytes give that of the memory. Counted for Hopper (sm_90).
+A kernel's loop is walked once round, by the shortest way that moves as many bytes as its design says, in accesses as
+wide as it says: that leaves out what is not run for ordinary elements, and finds none where a load was split or a
+stream is read twice. What each multiprocessor can issue in a clock then gives the least time that the instructions
+take, as the bytes give that of the memory. Counted for Hopper (sm_90).
 """
 
 from __future__ import annotations
 
-import argparse
 import heapq
-import json
 import re
-import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import build_cuda
-import kernel_table
-import sass
-from sass import Instruction
+from sass import Instruction, Kernel
 
-ROOT = Path(__file__).resolve().parent.parent
-FILE = ROOT / "bench/kernel_work.json"
 ARCH = "sm_90"
-UPDATE = "python scripts/kernel_work.py --update"
 
 # Results a clock of one multiprocessor of compute capability 9.0: CUDA C++ Programming Guide, "Throughput of Native
 # Arithmetic Instructions". The first that matches. All together no more than ISSUED a clock: four warps of 32.
@@ -213,33 +201,11 @@ def work_of(loop: Loop, code: Sequence[Instruction]) -> dict[str, Any]:
     }
 
 
-def count(build: build_cuda.CudaBuild) -> dict[str, Any]:
-    code = sass.disassemble(build.compile(ROOT, 2), ARCH)
-    kernels = {name: work_of(loop, code[loop.kernel, ARCH]) for name, loop in loops().items()}
-    return {"nvcc": build.toolkit.release, "arch": ARCH, "written_by": UPDATE, "an_element": kernels}
+def count(code: Mapping[Kernel, Sequence[Instruction]]) -> dict[str, Any]:
+    """Of each loop. ``code``: for ARCH."""
+    return {name: work_of(loop, code[loop.kernel, ARCH]) for name, loop in loops().items()}
 
 
 def line(name: str, work: Mapping[str, Any]) -> str:
     pipes = ", ".join(f"{each} {number:g}" for each, number in work["pipes"].items())
     return f"{name:34} {work['bytes']:3} bytes {work['instructions']:6.1f} instructions  {work['bound']:8} ({pipes})"
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description="Bytes and instructions an element of the CUDA kernels' loops.")
-    parser.add_argument("--update", action="store_true", help=f"write {FILE.relative_to(ROOT)}")
-    update = parser.parse_args().update
-    try:
-        if reason := sass.missing_tool():
-            raise build_cuda.BuildError(reason)
-        now = count(kernel_table.plan())
-    except build_cuda.BuildError as error:
-        print(f"zerox: {error}", file=sys.stderr)
-        return 1
-    print("\n".join(line(name, work) for name, work in now["an_element"].items()))
-    if update:
-        FILE.write_text(json.dumps(now, indent=1) + "\n")
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-import kernel_table
+import build_cuda
 
 TOOLS = ("cuobjdump", "nvdisasm")  # the first calls the second
 Kernel = tuple[str, str]  # readable name, architecture
@@ -57,21 +57,37 @@ def missing_tool() -> str | None:
 
 def disassemble(objects: Iterable[Path], arch: str | None = None) -> dict[Kernel, list[Instruction]]:
     """``arch``: of this architecture alone ("sm_90"), which is as much faster as there are others."""
-    path = search_path()
-    program = shutil.which(TOOLS[0], path=path)
-    if not program:
-        raise RuntimeError(missing_tool())
-    options = ["-sass", *(["-arch", arch] if arch else [])]
+    if reason := missing_tool():
+        raise build_cuda.BuildError(reason)
+    environment = os.environ | {"PATH": search_path()}
+    command = [TOOLS[0], "-sass", *(["-arch", arch] if arch else [])]
     found: dict[tuple[str, str], list[Instruction]] = {}
     for each in objects:
-        done = subprocess.run(
-            [program, *options, str(each)], capture_output=True, text=True, env=os.environ | {"PATH": path}, check=False
-        )
+        done = subprocess.run([*command, str(each)], capture_output=True, text=True, env=environment, check=False)
         if done.returncode != 0:
-            raise RuntimeError(f"{program}: {done.stderr}")
+            raise build_cuda.BuildError(f"{TOOLS[0]}: {done.stderr}")
         found |= parse(done.stdout)
-    names = dict(zip(found, kernel_table.readable([name for name, _ in found]), strict=True))
+    names = dict(zip(found, readable([name for name, _ in found]), strict=True))
     return {(names[name, arch], arch): code for (name, arch), code in found.items()}
+
+
+def readable(mangled: list[str]) -> list[str]:
+    """`adam<float, 2>` for zx::(anonymous namespace)::adam<float, 2>(Arguments)."""
+    program = shutil.which("c++filt")
+    if not program:
+        raise build_cuda.BuildError("c++filt is missing: install binutils")
+    lines = subprocess.run([program], input="\n".join(mangled), capture_output=True, text=True, check=True).stdout
+    names = []
+    for line in lines.splitlines():
+        name = line.replace("(anonymous namespace)::", "").replace("zx::", "").removeprefix("void ")
+        depth = 0
+        for at, char in enumerate(name):
+            depth += {"<": 1, ">": -1}.get(char, 0)
+            if char == "(" and depth == 0:  # within < > it is the type of an enumerator
+                name = name[:at]
+                break
+        names.append(name)
+    return names
 
 
 LINE = re.compile(r"\s*/\*([0-9a-f]+)\*/\s+(@!?U?P\w+\s+)?([A-Z][\w.]*)\s*(.*?)\s*;")

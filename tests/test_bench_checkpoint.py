@@ -15,9 +15,9 @@ from bench.systems import Training
 
 
 def test_it_weighs_and_times_saving_and_loading(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    files = [f"--{kind}={tmp_path / f'x.{kind}'}" for kind in ("json", "png")]
-    checkpoint.main(["--layers=1", "--rounds=1", "--dtype=bf16", f"--folder={tmp_path}", *files])
-    rows = json.loads((tmp_path / "x.json").read_text())["rows"]
+    file = tmp_path / "x.json"
+    checkpoint.main(["--layers=1", "--rounds=1", "--dtype=bf16", f"--folder={tmp_path}", f"--json={file}"])
+    rows = json.loads(file.read_text())["rows"]
     assert [row["what"] for row in rows] == ["save", "load", "load, converted"]
     said = capsys.readouterr().out
     for row in rows:
@@ -25,8 +25,7 @@ def test_it_weighs_and_times_saving_and_loading(tmp_path: Path, capsys: pytest.C
         assert row["tensor_mib"] <= row["bucket_mib"], "nothing needs more than a bucket"
         assert row["mib"] > 10
         assert row["what"] in said
-    assert (tmp_path / "x.png").stat().st_size > 5_000
-    assert sorted(each.name for each in tmp_path.iterdir()) == ["x.json", "x.png"], "nothing is left behind"
+    assert [each.name for each in tmp_path.iterdir()] == ["x.json"], "nothing is left behind"
 
 
 @pytest.mark.parametrize("what", ["a parameter", "a moment"])

@@ -1,4 +1,4 @@
-"""bench.streams and bench.exposed: who did what in a step, and what of an exchange was not hidden."""
+"""bench.streams: who did what in a step, and what of its communication was not hidden."""
 
 from __future__ import annotations
 
@@ -9,12 +9,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 from torch._C._autograd import DeviceType
-from torch.multiprocessing.spawn import ProcessRaisedException
 
-from bench import exposed, streams, systems
-from bench.common import on_ranks
+from bench import streams, systems
 from bench.streams import Work
 from bench.trace import Range
 from tests.ranks import run_ranks
@@ -162,38 +159,3 @@ def step_of_stage_1(_: int, __: int) -> list[streams.Row]:
 def test_stage_1_is_told_too() -> None:
     for buckets in run_ranks(step_of_stage_1, 2):
         check_buckets(buckets)
-
-
-def test_exposed_is_what_comes_after_backward(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    files = [f"--{kind}={tmp_path / f'exposed.{kind}'}" for kind in ("json", "png")]
-    exposed.main(["--device=cpu", "--layers=12", "--rounds=1", *files])
-    [row] = json.loads((tmp_path / "exposed.json").read_text())["rows"]
-    assert (row["ranks"], row["layers"], row["mib"], row["buckets"], row["least"]) == (2, 12, 96.0, 6, 1 / 6)
-    assert 0 < row["exposed_ms"] < row["together_ms"]
-    assert row["exposed"] == pytest.approx(row["exposed_ms"] / row["exchange_ms"])
-    assert (tmp_path / "exposed.png").stat().st_size > 5_000
-    assert f"{row['exposed']:.1%} of the exchange" in capsys.readouterr().out
-
-
-def test_a_backward_waits_as_long_as_it_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = exposed.Clock(torch.device("cpu"))
-    waited: list[float] = []
-    monkeypatch.setattr(exposed.time, "sleep", waited.append)
-    params = [torch.zeros(3, requires_grad=True) for _ in range(4)]
-    grads = [torch.full((3,), float(index)) for index in range(4)]
-    exposed.Backward(params, grads, clock)(2.0)
-    assert waited == [0.5] * 4
-    assert [param.grad.tolist() for param in params if param.grad is not None] == [grad.tolist() for grad in grads]
-
-
-def broken(*_: Any) -> None:
-    """On each rank: gradients are others than the check expects."""
-    clock = exposed.Clock(torch.device("cpu"))
-    params = [torch.nn.Parameter(torch.zeros(3)) for _ in range(2)]
-    backward = exposed.Backward(params, [torch.full((3,), 4.0) for _ in range(2)], clock)
-    exposed.check(exposed.FusedShardedAdam(params), params, backward)
-
-
-def test_a_wrong_exchange_is_not_timed() -> None:
-    with pytest.raises(ProcessRaisedException, match="WrongResult: the norm of the mean gradient is"):
-        on_ranks(broken, 2)

@@ -8,9 +8,9 @@ import pytest
 
 import build_cuda
 import kernel_table
-import kernel_work
 from bench import jobs
-from kernel_work import FILE, UPDATE, Loop, loops, once_round
+from kernel_table import UPDATE, WORK
+from kernel_work import Loop, loops, once_round
 from sass import Instruction, missing_tool
 from tests.cuda.tools import need
 
@@ -29,10 +29,10 @@ def build() -> build_cuda.CudaBuild:
 
 
 def test_loops_do_what_the_table_says(build: build_cuda.CudaBuild) -> None:
-    committed = json.loads(FILE.read_text())
+    committed = json.loads(WORK.read_text())
     if committed["nvcc"] != build.toolkit.release:
-        pytest.skip(f"{FILE.name} is of nvcc {committed['nvcc']}, this is {build.toolkit.release}")
-    assert kernel_work.count(build) == committed, f"if this is meant: {UPDATE}"
+        pytest.skip(f"{WORK.name} is of nvcc {committed['nvcc']}, this is {build.toolkit.release}")
+    assert kernel_table.work_of(build) == committed, f"if this is meant: {UPDATE}"
 
 
 def job_of(name: str) -> jobs.Job:
@@ -58,7 +58,7 @@ def test_every_kind_that_is_timed_has_its_loop_counted() -> None:
 
 def test_no_loop_takes_longer_for_instructions_than_for_bytes() -> None:
     """On the GPU with the fastest memory, where the instructions could least hide behind it."""
-    work = json.loads(FILE.read_text())["an_element"]
+    work = json.loads(WORK.read_text())["an_element"]
     for name, each in work.items():
         instructions_s = each["clocks"] / (PROCESSORS * CLOCK_HZ)
         assert instructions_s < each["bytes"] / COPY_BYTES_PER_S, name
