@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -89,12 +90,15 @@ def test_every_public_name_is_in_the_reference() -> None:
 
 
 def test_the_reference_has_the_constructor_s_options_and_defaults() -> None:
-    found = re.search(r"```python\n(zerox.FusedShardedAdam\(.*?)```", (DOCS / "reference.md").read_text(), re.S)
-    assert found
-    [call] = [node for node in ast.walk(ast.parse(found[1].replace("*,", ""))) if isinstance(node, ast.Call)]
-    written = {each.arg: eval(ast.unparse(each.value), {"torch": torch}) for each in call.keywords}
-    signature = inspect.signature(zerox.FusedShardedAdam)
-    assert written == {name: each.default for name, each in signature.parameters.items() if name != "params"}
+    shared: dict[str, Any] = {}
+    for kind in (zerox.FusedShardedAdam, zerox.FusedShardedSGD, zerox.FusedShardedLion):
+        found = re.search(rf"^(zerox.{kind.__name__}\(.*?^\))", (DOCS / "reference.md").read_text(), re.S | re.M)
+        assert found
+        [call] = [node for node in ast.walk(ast.parse(found[1].replace("*,", ""))) if isinstance(node, ast.Call)]
+        written = {each.arg: eval(ast.unparse(each.value), {"torch": torch}) for each in call.keywords}
+        defaults = {name: each.default for name, each in inspect.signature(kind).parameters.items() if name != "params"}
+        shared = shared or {name: defaults[name] for name in list(defaults)[list(defaults).index("process_group") :]}
+        assert {**shared, **written} == defaults
 
 
 def test_errors_that_are_explained_are_errors_that_there_are() -> None:

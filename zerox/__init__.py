@@ -1,4 +1,4 @@
-"""zerox: sharded fused Adam for PyTorch."""
+"""zerox: sharded fused optimizers for PyTorch."""
 
 from typing import TYPE_CHECKING
 
@@ -6,7 +6,7 @@ _broken = ""
 try:
     from zerox import _ext  # noqa: F401  the extension first: its error says what is wrong with the installation
     from zerox.estimate import MemoryBytes, estimate
-    from zerox.optimizers import FusedShardedAdam
+    from zerox.optimizers import FusedShardedAdam, FusedShardedLion, FusedShardedSGD
     from zerox.scaler import GradScaler
 except ImportError as error:
     # `python -m zerox env` must still run and report this; every name below raises the reason.
@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 __all__ = [
     "CheckpointError",
     "FusedShardedAdam",
+    "FusedShardedLion",
+    "FusedShardedSGD",
     "GradScaler",
     "MemoryBytes",
     "estimate",
