@@ -48,6 +48,7 @@ class SeenGrad {
 struct SeenGrads {
   SeenGrad local;   // the one that autograd wrote last: any other was put there by hand
   SeenGrad scaled;  // the one at mark_scaled(), until the gradient that it stands for is discarded
+  int writers = 0;  // threads that are between the two hooks: each accumulates into p.grad
 };
 
 // The facts about a gradient that stays whole (ZeRO stage 1).
@@ -114,7 +115,6 @@ struct Slot {
   bool held = false;     // see the note
   bool replace = false;  // see the note
   bool zeroed = false;   // held, and zero_() was called on the placeholder
-  int between = 0;       // threads that are between the two hooks: each accumulates into p.grad
   SeenGrads seen{};
   WholeGrad whole{};
 

@@ -13,7 +13,7 @@ void GradPlacement::zero(bool set_to_none, int64_t rounds) {
     slot.replace |= slot.held || rounds > 0;
     const bool is_placeholder = grad.defined() && slot.placeholder.defined() && grad.is_same(slot.placeholder);
     slot.whole.reached = false;
-    slot.between = 0;
+    slot.seen.writers = 0;
     if (set_to_none) {
       slot.held = slot.zeroed = false;
       slot.seen.local.forget();

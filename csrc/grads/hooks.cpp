@@ -69,7 +69,7 @@ void Backward::remove_hooks(Slot& slot) {
 void Backward::before_accumulate(Slot& slot) {
   const Locked lock(buckets_->mutex);
   // A thread that comes while another one accumulates finds what the other one left.
-  if (slot.between++ == 0) placement_->before_accumulate(slot, lock);
+  if (slot.seen.writers++ == 0) placement_->before_accumulate(slot, lock);
 }
 
 void Backward::after_accumulate(Bucket& bucket, Slot& slot) {
@@ -78,7 +78,7 @@ void Backward::after_accumulate(Bucket& bucket, Slot& slot) {
     return;
   }
   const Locked lock(buckets_->mutex);
-  if (slot.between > 0) --slot.between;
+  if (slot.seen.writers > 0) --slot.seen.writers;
   const at::Tensor& grad = slot.param.grad();
   if (!grad.defined()) return;  // a hook of the user's removed it
   TORCH_CHECK(grad.layout() == at::kStrided, "zerox: ", refusal_of(slot));

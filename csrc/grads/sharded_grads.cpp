@@ -32,7 +32,7 @@ Taken ShardedGrads::take(Slot& slot, const Locked& /*lock*/) {
   slot.held = grad.defined();
   slot.replace = false;
   slot.zeroed = false;
-  slot.between = 0;  // an accumulation that raised never ends
+  slot.seen.writers = 0;  // an accumulation that raised never ends
   slot.seen.local.forget();
   if (taken.replace) slot.seen.scaled.forget();  // the new placeholder is the same tensor as before
   if (!is_real) return taken;
