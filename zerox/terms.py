@@ -12,13 +12,15 @@ from torch import Tensor
 from zerox.grad_dtype import grad_dtype_of
 from zerox.memory.bucket import Member
 from zerox.options import Options
+from zerox.rules.of_groups import RULE
 
 
 def terms(options: Options, groups: Sequence[dict[str, Any]], members: Sequence[Member]) -> Iterator[str]:
     for field in fields(options):
         yield f"{field.name}={getattr(options, field.name)!r}"
     for index, group in enumerate(groups):
-        for key in sorted(group.keys() - {"params", "param_names"}, key=str):
+        # The rule comes first: it decides on the others.
+        for key in sorted(group.keys() - {"params", "param_names"}, key=lambda key: (key != RULE, str(key))):
             yield f"param group {index} with {key}={_as_text(group[key])}"
     for member in members:
         param = member.param

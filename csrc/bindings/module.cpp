@@ -30,7 +30,7 @@ TORCH_LIBRARY(zerox, m) {
   m.def("norm_(Tensor(a!) words, Tensor shard, Tensor segments, float p) -> ()");
   // float64 [2]: the norm, and 1 if every element was finite.
   m.def("norm_value(Tensor words, float p) -> Tensor");
-  // Does one step of `rule` ("adam": torch.optim.Adam or AdamW) on shards of the same types, in few launches, for the
+  // Does one step of `rule` (the kName of one in csrc/math) on shards of the same types, in few launches, for the
   // segments that are present. Every list has one tensor per shard, with two exceptions: `master` is empty if no master
   // is kept; `state`, and `scales` (float32 [ceil(n / 256)], for uint8 state), have as many per shard as the rule
   // keeps, shard by shard. `steps` is int64 [s]; `options` is float64 [groups, columns], with rows as the rule's

@@ -73,6 +73,12 @@ ZX_HD VecF operator/(VecF a, VecF b) { return {_mm512_div_ps(a.x, b.x)}; }
 ZX_HD VecF fma(VecF a, VecF b, VecF c) { return {_mm512_fmadd_ps(a.x, b.x, c.x)}; }
 ZX_HD VecF sqrt(VecF a) { return {_mm512_sqrt_ps(a.x)}; }
 ZX_HD VecF max(VecF a, VecF b) { return {_mm512_max_ps(a.x, b.x)}; }
+ZX_HD VecF sign(VecF a) {
+  const __m512 zero = _mm512_setzero_ps();
+  const __m512 one = _mm512_or_ps(_mm512_and_ps(a.x, _mm512_set1_ps(-0.0f)), _mm512_set1_ps(1.0f));
+  const __mmask16 unequal = _mm512_cmp_ps_mask(a.x, zero, _CMP_NEQ_OQ);
+  return {_mm512_mask_blend_ps(unequal, _mm512_add_ps(a.x, zero), one)};
+}
 
 struct VecD {
   using Scalar = double;
@@ -107,6 +113,12 @@ ZX_HD VecD operator/(VecD a, VecD b) { return {_mm512_div_pd(a.x, b.x)}; }
 ZX_HD VecD fma(VecD a, VecD b, VecD c) { return {_mm512_fmadd_pd(a.x, b.x, c.x)}; }
 ZX_HD VecD sqrt(VecD a) { return {_mm512_sqrt_pd(a.x)}; }
 ZX_HD VecD max(VecD a, VecD b) { return {_mm512_max_pd(a.x, b.x)}; }
+ZX_HD VecD sign(VecD a) {
+  const __m512d zero = _mm512_setzero_pd();
+  const __m512d one = _mm512_or_pd(_mm512_and_pd(a.x, _mm512_set1_pd(-0.0)), _mm512_set1_pd(1.0));
+  const __mmask8 unequal = _mm512_cmp_pd_mask(a.x, zero, _CMP_NEQ_OQ);
+  return {_mm512_mask_blend_pd(unequal, _mm512_add_pd(a.x, zero), one)};
+}
 
 #elif defined(ZX_SIMD_AVX2)
 
@@ -187,6 +199,12 @@ ZX_HD VecF operator/(VecF a, VecF b) { return {_mm256_div_ps(a.x, b.x)}; }
 ZX_HD VecF fma(VecF a, VecF b, VecF c) { return {_mm256_fmadd_ps(a.x, b.x, c.x)}; }
 ZX_HD VecF sqrt(VecF a) { return {_mm256_sqrt_ps(a.x)}; }
 ZX_HD VecF max(VecF a, VecF b) { return {_mm256_max_ps(a.x, b.x)}; }
+ZX_HD VecF sign(VecF a) {
+  const __m256 zero = _mm256_setzero_ps();
+  const __m256 one = _mm256_or_ps(_mm256_and_ps(a.x, _mm256_set1_ps(-0.0f)), _mm256_set1_ps(1.0f));
+  const __m256 unequal = _mm256_cmp_ps(a.x, zero, _CMP_NEQ_OQ);
+  return {_mm256_blendv_ps(_mm256_add_ps(a.x, zero), one, unequal)};
+}
 
 struct VecD {
   using Scalar = double;
@@ -223,6 +241,12 @@ ZX_HD VecD operator/(VecD a, VecD b) { return {_mm256_div_pd(a.x, b.x)}; }
 ZX_HD VecD fma(VecD a, VecD b, VecD c) { return {_mm256_fmadd_pd(a.x, b.x, c.x)}; }
 ZX_HD VecD sqrt(VecD a) { return {_mm256_sqrt_pd(a.x)}; }
 ZX_HD VecD max(VecD a, VecD b) { return {_mm256_max_pd(a.x, b.x)}; }
+ZX_HD VecD sign(VecD a) {
+  const __m256d zero = _mm256_setzero_pd();
+  const __m256d one = _mm256_or_pd(_mm256_and_pd(a.x, _mm256_set1_pd(-0.0)), _mm256_set1_pd(1.0));
+  const __m256d unequal = _mm256_cmp_pd(a.x, zero, _CMP_NEQ_OQ);
+  return {_mm256_blendv_pd(_mm256_add_pd(a.x, zero), one, unequal)};
+}
 
 #else
 

@@ -66,7 +66,7 @@ void update_shard(const ShardTensors& t, const ShardTables& tables) {
     run[i] = i;
     if (takes_part[i] == 0) continue;
     const int64_t row = table[i].options_row;
-    ++step_counts[i];
+    if (Rule::counts_step(rows[row])) ++step_counts[i];
     // Neighbouring segments mostly share options and count, so the constants are folded once for a run of them.
     const bool same =
         i > 0 && takes_part[i - 1] != 0 && table[i - 1].options_row == row && step_counts[i - 1] == step_counts[i];

@@ -55,11 +55,11 @@ ZX_HD void update_loop(const typename Rule::template Step<T>& step, Where where,
   });
 }
 
-// Updates with N states.
+// Updates with N states. Without any, it makes no difference how they would be stored.
 template <class Rule, class T, int N, class Where, class Grad>
 ZX_HD void update_state(const UpdateSpan& span, const typename Rule::template Step<T>& step, Where where,
                         const Grad* grad) {
-  if constexpr (std::is_same_v<T, float>) {
+  if constexpr (N > 0 && std::is_same_v<T, float>) {
     if (span.states.kind == StateKind::bf16) {
       Bf16State<Rule, N> state(span);
       return update_loop<Rule, T, N>(step, where, state, grad, 0, span.numel);

@@ -20,7 +20,7 @@ __device__ __forceinline__ void fold_tiles(const UpdateSegments& s, TileRange ti
     if (fold.active) {
       const Segment& segment = s.segments[i];
       const auto& options = rows[segment.options_row];
-      const int64_t step = ++s.steps[i];
+      const int64_t step = Rule::counts_step(options) ? ++s.steps[i] : s.steps[i];
       fold.step = Rule::template narrow<T>(Rule::fold(options, step, grad_scale));
       fold.random_key = random_key(step, segment.param);
       fold.param_shift = segment.param_start - segment.start;

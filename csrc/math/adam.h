@@ -61,6 +61,7 @@ struct Adam {
     double amsgrad;    // 0 or 1
   };
   static ZX_HD int num_states(const Options& options) { return options.amsgrad != 0.0 ? 3 : 2; }
+  static ZX_HD bool counts_step(const Options& /*options*/) { return true; }
 
   // The branches that an update takes.
   struct Cases {

@@ -5,13 +5,14 @@
 //   Options                            a row of the options table: doubles only, in the order of the rule's columns in
 //                                      zerox/rules
 //   num_states(options)                how many of kStates it keeps under these options: always the first ones
+//   counts_step(options)               whether an update under these options is one of the steps that are counted
 //   Step<T>, fold(), narrow()          the constants of one parameter and step: computed in double, then narrowed to T
 //   update(step, grad, lanes)          the rule itself, for V::kLanes elements
 //   kHasUncheckedStep                  whether its last step takes a root and divides. If so, it also has the functions
 //                                      that Note [Roots and quotients without a check each] needs
 //
-// V is a vector, or a scalar lane, of floats or doubles: it has the operators + - * /, the functions fma, sqrt and max,
-// and V::splat().
+// V is a vector, or a scalar lane, of floats or doubles: it has the operators + - * /, the functions fma, sqrt, max and
+// sign, and V::splat().
 #pragma once
 
 #include <cstddef>

@@ -6,12 +6,14 @@
 #include <cstdint>
 
 #include "math/adam.h"
+#include "math/lion.h"
 #include "math/rule.h"
+#include "math/sgd.h"
 #include "math/state.h"
 
 namespace zx {
 
-enum class RuleKind : uint8_t { adam };
+enum class RuleKind : uint8_t { adam, sgd, lion };
 
 // Calls body(Type<Rule>{}) and returns what that returns.
 ZX_FOR_ANY_BODY
@@ -20,6 +22,10 @@ ZX_HD auto with_rule(RuleKind rule, const Body& body) {
   switch (rule) {
     case RuleKind::adam:
       return body(Type<Adam>{});
+    case RuleKind::sgd:
+      return body(Type<Sgd>{});
+    case RuleKind::lion:
+      return body(Type<Lion>{});
   }
   __builtin_unreachable();
 }
@@ -42,6 +48,8 @@ constexpr RuleFacts facts_of(RuleKind kind) {
 
 inline constexpr RuleFacts kRules[] = {
     facts_of<Adam>(RuleKind::adam),
+    facts_of<Sgd>(RuleKind::sgd),
+    facts_of<Lion>(RuleKind::lion),
 };
 
 }  // namespace zx

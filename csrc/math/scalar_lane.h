@@ -70,5 +70,10 @@ template <class T>
 ZX_HD ScalarLane<T> max(ScalarLane<T> a, ScalarLane<T> b) {
   return {a.x > b.x ? a.x : b.x};
 }
+// 1 or -1, 0 for either zero, and NaN for NaN (of which torch.sign makes 0).
+template <class T>
+ZX_HD ScalarLane<T> sign(ScalarLane<T> a) {
+  return {std::fabs(a.x) > T(0) ? std::copysign(T(1), a.x) : a.x + T(0)};
+}
 
 }  // namespace zx

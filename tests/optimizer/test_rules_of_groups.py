@@ -49,7 +49,8 @@ def three_rules(rank: int, world_size: int, own: str, stage: int, state_dtype: A
         model = make_model()
         optimizers = make(list(model.parameters()))
         for step in range(4):
-            backward(model, batch(rank, step), branch=step == 1 and rank == 0)
+            # In stage 1 the backward of every rank must reach several optimizers in the same order.
+            backward(model, batch(rank, step), branch=step == 1 and (rank == 0 or stage == 1))
             for optimizer in optimizers:
                 optimizer.step()
                 optimizer.zero_grad()

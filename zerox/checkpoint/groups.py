@@ -30,6 +30,15 @@ def groups_by_name(optimizer: Engine, names: Mapping[int, str]) -> list[dict[str
     ]
 
 
+def check_rules(optimizer: Engine, names: Mapping[int, str], saved: list[dict[str, Any]]) -> None:
+    """CheckpointError naming the first param group that has parameters which were saved with another rule."""
+    of_name = {name: group for group in saved for name in group["names"]}
+    for index, own in enumerate(groups_by_name(optimizer, names)):
+        for known in (of_name[name] for name in own["names"] if name in of_name):
+            if why := optimizer.inside.rules.misfit(own, known):
+                raise CheckpointError(f"param group {index} {why}")
+
+
 def fill_groups(optimizer: Engine, names: Mapping[int, str], saved: list[dict[str, Any]]) -> None:
     """Gives each group the options that its parameters had. CheckpointError if they had different ones."""
     of_name = {name: index for index, group in enumerate(saved) for name in group["names"]}
@@ -40,10 +49,7 @@ def fill_groups(optimizer: Engine, names: Mapping[int, str], saved: list[dict[st
         options = [{key: value for key, value in saved[each].items() if key != "names"} for each in had]
         if any(each != options[0] for each in options[1:]):
             raise CheckpointError(f"parameters of param group {index} were saved in groups {had}: their options differ")
-        for known in [saved[each] for each in had[:1]]:
-            if why := rules.misfit(group, known):
-                raise CheckpointError(f"param group {index} {why}")
-            found.append((group, known))
+        found += [(group, saved[had[0]])] if had else []
     say_what_stays(rules, found)
     for group, known in found:
         for key, value in taken_options(rules, group, known).items():

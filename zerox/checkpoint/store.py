@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from zerox.checkpoint import manifest
 from zerox.checkpoint.entries import entries
 from zerox.checkpoint.everyone import Everyone, FailingAs
-from zerox.checkpoint.groups import fill_groups, groups_by_name
+from zerox.checkpoint.groups import check_rules, fill_groups, groups_by_name
 from zerox.checkpoint.manifest import HOST, METADATA, CheckpointError, some
 from zerox.checkpoint.names import MODEL, fill_others, parameter_names, split_model
 from zerox.checkpoint.parts import write_parts
@@ -133,6 +133,7 @@ def load(
     host: dict[str, Any] = {}
     with ranks.failing_together(not_loaded(path)):
         host, names = opened.host(), parameter_names(model, optimizer)
+        check_rules(optimizer, names, host["groups"])
         state = SavedState(optimizer, names, opened.tensors, host)
         tensors, others = split_model(model)
         first = {name: tensor for name, tensor in tensors.items() if name in opened.tensors}

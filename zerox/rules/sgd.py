@@ -26,9 +26,7 @@ def check_hyper_parameters(lr: Any, momentum: Any, dampening: Any, weight_decay:
 
 def check_group(group: Mapping[str, Any]) -> None:
     check_flags(group)
-    check_hyper_parameters(
-        group["lr"], group["momentum"], group["dampening"], group["weight_decay"], group["nesterov"]
-    )
+    check_hyper_parameters(group["lr"], group["momentum"], group["dampening"], group["weight_decay"], group["nesterov"])
 
 
 SGD = Rule(

@@ -17,11 +17,12 @@ LR = "lr"  # the one option that may be a tensor on an accelerator, and stays th
 class OptionsTable:
     """A row of the rule's numbers for each param group (csrc/math); of zeros for a group of another rule.
 
-    ``keeps_place``: the table stays at one address, for CUDA graphs.
+    ``default``: the name of the rule of groups that name none; None: this one. ``keeps_place``: the table stays at one address, for CUDA graphs.
     """
 
-    def __init__(self, rule: Rule, device: torch.device, keeps_place: bool = False) -> None:
+    def __init__(self, rule: Rule, device: torch.device, keeps_place: bool = False, default: str | None = None) -> None:
         self.rule = rule
+        self.default = rule.name if default is None else default
         self.device = device
         self.keeps_place = keeps_place
         self.rows: list[list[float]] = []
@@ -43,7 +44,7 @@ class OptionsTable:
         return self.table
 
     def _is_of_rule(self, group: Mapping[str, Any]) -> bool:
-        return bool(group.get(RULE, self.rule.name) == self.rule.name)
+        return bool(group.get(RULE, self.default) == self.rule.name)
 
     def _row(self, group: Mapping[str, Any]) -> list[float]:
         if not self._is_of_rule(group):
@@ -93,7 +94,8 @@ class OptionsTables:
         self.names = names
         for name in names:
             if name not in self.tables:
-                self.tables[name] = OptionsTable(self.rules.known[name], self.device, self.keeps_place)
+                default = self.rules.default.name
+                self.tables[name] = OptionsTable(self.rules.known[name], self.device, self.keeps_place, default)
         return {name: table.refresh(groups, capturing) for name, table in self.tables.items()}
 
 
