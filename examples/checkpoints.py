@@ -13,7 +13,7 @@ import zerox
 
 NUM_KEPT = 2  # the one before the last, in case the last is damaged
 # Options that a training can't change on its way and still be the same one.
-FIXED = ("seed", "steps", "lr", "weight_decay", "eps", "clip", "heads", "text")
+FIXED = ("optimizer", "seed", "steps", "lr", "weight_decay", "eps", "clip", "heads", "text")
 
 
 class Checkpoints:
@@ -66,7 +66,9 @@ class Checkpoints:
         except zerox.CheckpointError as error:
             raise BadInput(" ".join(str(error).splitlines()[:2])) from error
         for name, now in self.fixed.items():
-            if (then := extra["fixed"][name]) != now:
+            if (
+                then := extra["fixed"].get(name, "adamw")
+            ) != now:  # which was the only optimizer before there were others
                 option = "--data" if name == "text" else f"--{name.replace('_', '-')}"
                 raise BadInput(f"{path} was trained with {option} {then}, not {now}: go on with the same, or anew")
         trainer.scheduler.load_state_dict(extra["scheduler"])

@@ -41,7 +41,7 @@ def bytes_of_zerox(memory: object) -> dict[str, int]:
 
 
 def bytes_of_torch(module: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, int]:
-    """The same for DDP + AdamW, each storage counted once: gradients are views of DDP's buckets."""
+    """The same for DDP + torch.optim, each storage counted once: gradients are views of DDP's buckets."""
 
     def storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
         storages = [tensor.untyped_storage() for tensor in tensors]
@@ -52,12 +52,14 @@ def bytes_of_torch(module: torch.nn.Module, optimizer: torch.optim.Optimizer) ->
         "parameters": storage_bytes(module.parameters()),
         "gradients": storage_bytes(p.grad for p in module.parameters()),
         "master": 0,
-        "moments": storage_bytes(state[name] for state in states for name in ("exp_avg", "exp_avg_sq")),
+        "moments": storage_bytes(
+            value for state in states for value in state.values() if isinstance(value, torch.Tensor) and value.dim() > 0
+        ),
     }
 
 
 def distances_from_unfused(ours: GPT, fused: GPT, unfused: GPT) -> dict[str, float]:
-    """Largest differences of parameters from those of torch's unfused AdamW, the textbook one."""
+    """Largest differences of parameters from those of torch's unfused optimizer, the textbook one."""
 
     def farthest(module: GPT) -> float:
         pairs = zip(module.parameters(), unfused.parameters(), strict=True)

@@ -10,9 +10,9 @@ from typing import NoReturn
 import torch
 from corpus import BadInput
 from gpt_model import SHAPES
+from optimizers import FUSED, STATE_DTYPES, checked, default_lr
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-STATE_DTYPES = {**DTYPES, "8bit": "8bit"}
 
 
 def parse_options(arguments: list[str] | None, description: str) -> argparse.Namespace:
@@ -22,8 +22,13 @@ def parse_options(arguments: list[str] | None, description: str) -> argparse.Nam
     options.shape = replace(SHAPES[options.preset], **{name: value for name, value in asked.items() if value})
     if options.shape.width % options.shape.heads:
         raise BadInput(f"--heads {options.shape.heads} does not divide --width {options.shape.width}")
+    checked(options.optimizer)
     if options.lr is None:
-        options.lr = 0.4 / options.shape.width  # wider models want smaller steps
+        options.lr = default_lr(options.optimizer, options.shape.width)
+    if options.compare and options.optimizer == "lion":
+        raise BadInput("--compare trains torch's own optimizer beside zerox's, and torch.optim has no Lion")
+    if options.state_dtype != "fp32" and options.optimizer not in FUSED:
+        raise BadInput(f"--state-dtype is for {', '.join(FUSED)}: {options.optimizer} keeps its state as it likes")
     if not 0 <= options.seed < 2**32:
         raise BadInput(f"--seed {options.seed} is outside 0 to 2**32 - 1")
     options.device = _device(options.device, options.ranks or 1)
@@ -64,12 +69,20 @@ def _parser(description: str) -> argparse.ArgumentParser:
     training.add_argument("--batch", type=_count, default=8, help="windows a rank and backward (default: %(default)s)")
     training.add_argument("--accumulate", type=_count, default=1, help="backwards a step (default: %(default)s)")
     training.add_argument("--clip", type=_not_negative, default=1.0, help="largest gradient norm, 0: off (default: 1)")
-    training.add_argument("--lr", type=_positive, help="peak learning rate (default: 0.4 / width)")
+    training.add_argument(
+        "--optimizer",
+        default="adamw",
+        metavar="NAME",
+        help=f"{', '.join(FUSED)}, or a class of torch.optim that zerox then shards (default: %(default)s)",
+    )
+    training.add_argument(
+        "--lr", type=_positive, help="peak learning rate (default: 0.4 / width, times 50 for sgd, 0.2 for lion)"
+    )
     training.add_argument("--weight-decay", type=_not_negative, default=0.1, help="(default: %(default)s)")
-    training.add_argument("--eps", type=_positive, default=1e-6, help="of Adam (default: %(default)s)")
+    training.add_argument("--eps", type=_positive, default=1e-6, help="of AdamW (default: %(default)s)")
     training.add_argument("--stage", type=int, default=2, help="ZeRO stage of zerox (default: %(default)s)")
     training.add_argument(
-        "--state-dtype", choices=STATE_DTYPES, default="fp32", help="of zerox's moments (default: %(default)s)"
+        "--state-dtype", choices=STATE_DTYPES, default="fp32", help="of zerox's state (default: %(default)s)"
     )
     training.add_argument("--seed", type=int, default=0, help="(default: %(default)s)")
     training.add_argument("--ranks", type=_count, help="start that many here, under torchrun (default: no torchrun)")
@@ -84,7 +97,7 @@ def _parser(description: str) -> argparse.ArgumentParser:
 
     output = parser.add_argument_group("output")
     output.add_argument("--losses", type=Path, metavar="FILE", help="write the loss of every step there, as JSON")
-    output.add_argument("--compare", action="store_true", help="train DDP + torch.optim.AdamW beside it, and draw both")
+    output.add_argument("--compare", action="store_true", help="train DDP + torch's optimizer beside it, and draw both")
     output.add_argument("--out", type=Path, default=Path("out"), help="folder for what --compare writes (default: out)")
     output.add_argument("--quiet", action="store_true", help="no progress bar")
     return parser

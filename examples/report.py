@@ -44,7 +44,7 @@ def write_comparison(folder: Path, results: list[Result], facts: dict) -> None:
     ranks = f"{facts['ranks']} rank{'s' * (facts['ranks'] > 1)} on {facts['device'].upper()}"
     model = f"byte-level GPT, {facts['parameters'] / 1e6:.2g} M parameters in {options['dtype']}"
     title = f"{model}, {ranks}, ZeRO stage {options['stage']}, {options['steps']} steps"
-    note = "" if options["dtype"] == "fp32" else "\nzerox with fp32 masters and moments, AdamW in bf16 throughout"
+    note = "" if options["dtype"] == "fp32" else "\nzerox with fp32 masters and state, torch in bf16 throughout"
     draw(folder / "compare.png", results, title, note)
 
 

@@ -5,8 +5,9 @@
     python examples/train_gpt.py --ranks 2 --compare --out out
     torchrun --local-addr 127.0.0.1 --nproc-per-node 2 --max-restarts 3 examples/train_gpt.py --save-dir out --resume
 
-All that zerox asks of a training script is in `with_zerox` and `train_step`. `--compare` trains a second model with
-DistributedDataParallel and torch.optim.AdamW, from the same start on the same text, and puts both in one picture.
+All that zerox asks of a training script is in `with_zerox` and `train_step`. `--optimizer` takes adamw, sgd, lion, or a
+class of torch.optim. `--compare` trains a second model with DistributedDataParallel and torch's optimizer, from the
+same start on the same text, and puts both in one picture.
 `--save-dir` leaves checkpoints, from which `--resume` goes on: with any number of ranks, and by itself where torchrun
 starts the ranks anew because one of them died.
 """
@@ -33,14 +34,15 @@ from corpus import BadInput, Corpus, RandomWindows, load_corpus
 from fits import check_fits
 from gpt_model import GPT, sample_text
 from measure import bytes_of_torch, bytes_of_zerox, distances_from_unfused, held_out_loss, mean_over_ranks
-from options import DTYPES, STATE_DTYPES, parse_options
+from optimizers import FUSED, estimate_options, sharded, torchs
+from options import DTYPES, parse_options
 from ranks import BAD_INPUT, am_rank, process_group, start
 from report import Result, memory_table, write_comparison
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import LambdaLR
 from tqdm import tqdm
 
-from zerox import FusedShardedAdam, estimate
+from zerox import estimate
 
 DISTANCE_STEP = 20  # where --compare measures how far the parameters of two systems are apart
 SHOW_EVERY = 10  # steps between two looks at the loss: each look waits for the device
@@ -71,15 +73,7 @@ class Trainer:
 
 def with_zerox(module: GPT, options: argparse.Namespace) -> Trainer:
     """No wrapper around the model: the optimizer shards its state, and averages gradients while backward runs."""
-    optimizer = FusedShardedAdam(
-        module.named_parameters(),
-        lr=options.lr,
-        betas=(0.9, 0.95),
-        eps=options.eps,
-        weight_decay=options.weight_decay,
-        stage=options.stage,
-        state_dtype=STATE_DTYPES[options.state_dtype],
-    )
+    optimizer = sharded(module, options)
     return Trainer(
         name="zerox",
         module=module,
@@ -93,19 +87,10 @@ def with_zerox(module: GPT, options: argparse.Namespace) -> Trainer:
 
 def with_ddp(module: GPT, options: argparse.Namespace, fused: bool) -> Trainer:
     """The same training with torch's own means; alone, without ranks, there is nothing for DDP to do."""
-    kind = "fused" if fused else "foreach=False"
-    optimizer = torch.optim.AdamW(
-        module.parameters(),
-        lr=options.lr,
-        betas=(0.9, 0.95),
-        eps=options.eps,
-        weight_decay=options.weight_decay,
-        fused=fused,
-        foreach=False,
-    )
+    name, optimizer = torchs(module, options, fused)
     forward = DistributedDataParallel(module, gradient_as_bucket_view=True) if dist.is_initialized() else module
     return Trainer(
-        name=("DDP + " if dist.is_initialized() else "") + f"AdamW({kind})",
+        name=("DDP + " if dist.is_initialized() else "") + name,
         module=module,
         forward=forward,
         optimizer=optimizer,
@@ -210,10 +195,11 @@ def train(trainers: list[Trainer], corpus: Corpus, options: argparse.Namespace, 
 
 
 def build_trainers(options: argparse.Namespace) -> list[Trainer]:
-    """zerox first; to compare, torch's fastest AdamW and, in fp32, its textbook one: all from the same parameters."""
+    """zerox first; to compare, torch's fastest and, in fp32, its textbook way: all from the same parameters."""
     torch.manual_seed(options.seed)
     module = GPT(options.shape).to(options.device, DTYPES[options.dtype])
-    num_others = 0 if not options.compare else 2 if options.dtype == "fp32" else 1
+    has_ways = options.dtype == "fp32" and options.optimizer in ("adamw", "sgd")
+    num_others = 0 if not options.compare else 2 if has_ways else 1
     others = [copy.deepcopy(module) for _ in range(num_others)]
     try:
         trainers = [with_zerox(module, options)]
@@ -235,9 +221,10 @@ def run(options: argparse.Namespace, corpus: Corpus, rank: int, world_size: int)
 
     # zerox's own count of its storages, beside the formula that gives it before anything is allocated.
     backend = dist.get_backend() if dist.is_initialized() else "gloo"
-    kinds = {"stage": options.stage, "state_dtype": STATE_DTYPES[options.state_dtype]}
-    estimated = estimate(module.parameters(), world_size, backend=backend, **kinds)
-    columns = {"zerox": bytes_of_zerox(optimizer.memory_bytes()), "formula": bytes_of_zerox(estimated)}
+    columns = {"zerox": bytes_of_zerox(optimizer.memory_bytes())}
+    if options.optimizer in FUSED:
+        estimated = estimate(module.parameters(), world_size, backend=backend, **estimate_options(options))
+        columns["formula"] = bytes_of_zerox(estimated)
     columns |= {trainer.name: bytes_of_torch(trainer.module, trainer.optimizer) for trainer in trainers[1:]}
     results = [
         Result(
@@ -267,8 +254,8 @@ def run(options: argparse.Namespace, corpus: Corpus, rank: int, world_size: int)
 
 def distance_line(distances: dict) -> str:
     return (
-        f"at step {distances['step']}, largest difference of a parameter from AdamW(foreach=False): "
-        f"zerox {distances['zerox_from_unfused']:.2e}, AdamW(fused=True) {distances['torch_fused_from_unfused']:.2e} "
+        f"at step {distances['step']}, largest difference of a parameter from torch's foreach=False: "
+        f"zerox {distances['zerox_from_unfused']:.2e}, torch's fused=True {distances['torch_fused_from_unfused']:.2e} "
         f"(largest parameter {distances['largest_parameter']:.2g})"
     )
 
@@ -280,6 +267,7 @@ def facts_of_run(options: argparse.Namespace) -> dict:
     except PackageNotFoundError:
         zerox_version = "not installed"  # run from its sources
     names = (
+        "optimizer",
         "dtype",
         "state_dtype",
         "stage",

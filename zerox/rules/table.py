@@ -17,7 +17,8 @@ LR = "lr"  # the one option that may be a tensor on an accelerator, and stays th
 class OptionsTable:
     """A row of the rule's numbers for each param group (csrc/math); of zeros for a group of another rule.
 
-    ``default``: the name of the rule of groups that name none; None: this one. ``keeps_place``: the table stays at one address, for CUDA graphs.
+    ``default``: the name of the rule of groups that name none; None: this one. ``keeps_place``: the table stays at one
+    address, for CUDA graphs.
     """
 
     def __init__(self, rule: Rule, device: torch.device, keeps_place: bool = False, default: str | None = None) -> None:
