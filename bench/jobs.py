@@ -12,35 +12,14 @@ from torch import Tensor
 from bench.limits import stream_call
 from bench.peers import PEERS, Peer, Skipped, optimizer_of
 from bench.plots import CEILING, OURS
+from bench.shard import STATES, UPDATES, Kind, Shard, join, segments_of
 from bench.timing import Call
 from zerox import ops
-from zerox.memory.pages import zeros
-from zerox.memory.stored import Stored, stored_bytes
-from zerox.plan.form import BFLOAT16, BLOCK_NUMEL, EIGHT_BIT, FLOAT32
-from zerox.rules.adam import ADAM
-from zerox.rules.reference import AdamState, adam_step
-from zerox.rules.rule import MASTER, REMAINDER, StateSpec
+from zerox.memory.stored import stored_bytes
+from zerox.plan.form import BLOCK_NUMEL
+from zerox.rules.reference import AdamState, LionState, SgdState, adam_step, lion_step, sgd_step
+from zerox.rules.rule import MASTER, REMAINDER
 
-
-@dataclass(frozen=True)
-class Kind:
-    """What is trained: parameters, and the gradients that come with them, of ``dtype``, with or without a master.
-
-    ``state``: what moments are stored in, a key of STATES.
-    """
-
-    name: str
-    dtype: torch.dtype
-    master: StateSpec | None = None
-    state: str = "fp32"
-
-    @property
-    def specs(self) -> list[StateSpec]:
-        """What is kept for each element, without amsgrad."""
-        return [spec for spec in ADAM.states if not spec.when] + ([self.master] if self.master else [])
-
-
-STATES = {"fp32": FLOAT32, "bf16": BFLOAT16, "8bit": EIGHT_BIT}
 TRAINED = (
     Kind("fp32", torch.float32),
     Kind("bf16 + remainder", torch.bfloat16, REMAINDER),
@@ -55,6 +34,14 @@ TRAINED = (
 SENT = (Kind("fp32", torch.float32), Kind("bf16", torch.bfloat16), Kind("fp16", torch.float16))
 
 
+def kinds_of(op: str) -> tuple[Kind, ...]:
+    """What an op is run on. A rule without states has none to store in another way."""
+    if op not in UPDATES:
+        return SENT
+    has_states = UPDATES[op].rule.wanted([UPDATES[op].group])
+    return tuple(kind for kind in TRAINED if has_states or kind.state == "fp32")
+
+
 def bytes_an_element(op: str, kind: Kind, num_slices: int = 1) -> float:
     """The one place where bytes are counted. Read once, written once:
 
@@ -66,10 +53,12 @@ def bytes_an_element(op: str, kind: Kind, num_slices: int = 1) -> float:
              bf16 + remainder  2+2 + 2+2 + 2 + 8+8 = 26
              16 bits + fp32    2+2 + 4+4 + 2 + 8+8 = 30
              with bf16 moments 8 less, with 8 bits and a scale a block 12 - 1/16 less
+    sgd      the same without moments; sgd momentum and lion with one
     """
     grad = kind.dtype.itemsize
-    if op == "adam":
-        kept = [stored_bytes(ADAM, spec, STATES[kind.state], BLOCK_NUMEL, on_host=True) for spec in kind.specs]
+    if op in UPDATES:
+        rule, specs = UPDATES[op].rule, UPDATES[op].specs(kind)
+        kept = [stored_bytes(rule, spec, STATES[kind.state], BLOCK_NUMEL, on_host=True) for spec in specs]
         return 2 * kind.dtype.itemsize + grad + 2 * sum(kept) / BLOCK_NUMEL
     return {"flatten": 2 * grad, "reduce": (num_slices + 1) * grad, "norm": grad}[op]
 
@@ -99,69 +88,10 @@ class Job:
     @property
     def name(self) -> str:
         """Its key in kernel_work.json."""
-        return ", ".join([self.title, self.kind.name, *([self.kind.state] if self.op == "adam" else [])])
+        return ", ".join([self.title, self.kind.name, *([self.kind.state] if self.op in UPDATES else [])])
 
 
 # ---- buffers
-
-
-class Shard:
-    """Random parameters, gradients and state, as an optimizer in full swing has them. Moments in 8 bits begin at 0."""
-
-    def __init__(self, params: Sequence[int], kind: Kind, device: torch.device) -> None:
-        self.segments = segments_of(params, device, BLOCK_NUMEL if kind.state == "8bit" else 1)
-        numel = int(self.segments[-1, 1])
-        if kind.state == "8bit":
-            numel = -(-numel // BLOCK_NUMEL) * BLOCK_NUMEL
-        self.exact = torch.randn(numel, device=device)
-        # They lie as the optimizer has them lie.
-        self.param = zeros(numel, kind.dtype, device).copy_(self.exact)
-        form = STATES[kind.state]
-        self.state = {spec.key: Stored.zeros(ADAM, spec, form, numel, device) for spec in kind.specs}
-        self.moments = [stored for stored in self.state.values() if stored.spec in ADAM.states]
-        self.master = self.state[kind.master.key].values if kind.master else None
-        if kind.master == MASTER:
-            self.state[MASTER.key].values.copy_(self.exact)
-        if kind.master == REMAINDER:
-            param, remainder = split(self.exact)
-            self.param.copy_(param)
-            self.state[REMAINDER.key].values.copy_(remainder)
-        self.grad = torch.randn(numel, device=device).to(kind.dtype)
-        for stored in self.moments if not form.scaled else ():
-            if stored.spec.signed:
-                stored.values.normal_(std=0.1)
-            else:
-                stored.values.uniform_(0, 0.1)
-        self.present = torch.ones(len(params), dtype=torch.uint8, device=device)
-        self.steps = torch.full((len(params),), 10, dtype=torch.int64, device=device)
-        row = [1e-3, 0.9, 0.999, 1e-8, 0.01, 0.0, 1.0, 0.0]
-        self.options = torch.tensor([row], dtype=torch.float64, device=device)
-
-    def adam(self) -> None:
-        state = [stored.values for stored in self.moments]
-        scales = [stored.scales for stored in self.moments if stored.scales is not None]
-        tables = (self.segments, self.present, self.steps)
-        ops.update_(ADAM.name, [ops.Shard(self.param, self.master, self.grad, state, scales, *tables)], self.options)
-
-
-def split(exact: Tensor) -> tuple[Tensor, Tensor]:
-    """bf16, rounded half away from zero, and the 16 bits that it lost."""
-    bits = exact.view(torch.int32)
-    return ((bits + 0x8000) >> 16).to(torch.int16).view(torch.bfloat16), (bits & 0xFFFF).to(torch.int16)
-
-
-def join(param: Tensor, remainder: Tensor) -> Tensor:
-    high = param.view(torch.int16).to(torch.int32) - (remainder < 0).to(torch.int32)
-    return ((high << 16) | (remainder.to(torch.int32) & 0xFFFF)).view(torch.float32)
-
-
-def segments_of(params: Sequence[int], device: torch.device, align: int = 1) -> Tensor:
-    """One parameter behind the other, each at a multiple of ``align``."""
-    numels = torch.tensor(params)
-    room = -(-numels // align) * align
-    starts = room.cumsum(0) - room
-    zeros = torch.zeros_like(starts)
-    return torch.stack([starts, starts + numels, zeros, torch.arange(len(params)), zeros], dim=1).to(device)
 
 
 def sources_of(params: Sequence[int], dtype: torch.dtype, device: torch.device) -> list[Tensor]:
@@ -210,15 +140,15 @@ def norm_calls(job: Job, num_sets: int, device: torch.device) -> dict[str, Call]
     }
 
 
-def adam_calls(job: Job, num_sets: int, device: torch.device) -> dict[str, Call]:
-    shards = [Shard(job.params, job.kind, device) for _ in range(num_sets)]
-    calls: dict[str, Call] = {OURS: lambda i: shards[i].adam()}
+def update_calls(job: Job, num_sets: int, device: torch.device) -> dict[str, Call]:
+    shards = [Shard(job.params, job.kind, device, job.op) for _ in range(num_sets)]
+    calls: dict[str, Call] = {OURS: lambda i: shards[i].update()}
     if device.type == "cpu":
-        calls[CEILING] = stream_call(job.nbytes, num_sets)
+        calls[CEILING] = stream_call(job.nbytes, num_sets, in_place=1 + len(shards[0].moments))
     if job.kind.dtype is torch.float32:  # peers keep no masters: at 16 bits they do another job
         for peer in PEERS:
             with contextlib.suppress(Skipped):  # missing_peers() says why
-                if peer.state == job.kind.state:
+                if (peer.op, peer.state) == (job.op, job.kind.state):
                     calls[peer.name] = peer_call(peer, shards, job.params)
     return calls
 
@@ -245,7 +175,7 @@ CALLS: dict[str, Callable[[Job, int, torch.device], dict[str, Call]]] = {
     "flatten": flatten_calls,
     "reduce": reduce_calls,
     "norm": norm_calls,
-    "adam": adam_calls,
+    **dict.fromkeys(UPDATES, update_calls),
 }
 
 
@@ -292,28 +222,44 @@ def check_words(words: Tensor, shard: Tensor, job: Job) -> None:
     expect(finite == 1.0 and abs(value - expected) <= 1e-12 * expected, job)
 
 
-def check_adam(job: Job, device: torch.device) -> None:
+def stepped(op: str, param: Tensor, states: Sequence[Tensor], grad: Tensor) -> Tensor:
+    """``param`` after one step of the rule in plain torch."""
+    options = {key: value for key, value in UPDATES[op].group.items() if key != "amsgrad"}
+    if op == "adam":
+        exp_avg, exp_avg_sq = states
+        adam_step(AdamState(param, exp_avg, exp_avg_sq, step=10), grad, **options)
+    elif op == "lion":
+        lion_step(LionState(param, *states), grad, **options)
+    else:
+        sgd_step(SgdState(param, *states), grad, **options)
+    return param
+
+
+def check_update(job: Job, device: torch.device) -> None:
     """Against the rule in float64, within 8 roundings of fp32 arithmetic."""
-    shard = Shard(job.params, job.kind, device)
+    shard = Shard(job.params, job.kind, device, job.op)
     before = shard.param if job.kind.master is None else shard.exact  # a master holds the exact value
-    # In 8 bits both are 0 at first, and so are their codes.
-    exp_avg, exp_avg_sq = (stored.values.double() for stored in shard.moments)
-    state = AdamState(before.double(), exp_avg, exp_avg_sq, step=10)
+    # In 8 bits they are 0 at first, and so are their codes.
+    states = [stored.values.double() for stored in shard.moments]
+    grad = shard.grad.double()
+    # Lion's sign is anybody's where its average is nearly 0.
+    steep = (0.9 * states[0] + 0.1 * grad).abs() > 1e-6 if job.op == "lion" else torch.ones_like(grad)
     size = before.double().abs() + 1e-3
-    shard.adam()
-    adam_step(state, shard.grad.double(), lr=1e-3, weight_decay=0.01)
+    expected = stepped(job.op, before.double(), states, grad)
+    shard.update()
     if job.kind.master == REMAINDER:
         after = join(shard.param, shard.master)  # type: ignore[arg-type]
     else:
         after = shard.param if shard.master is None else shard.master
-    error = (after.double() - state.param).abs() / (size + (state.param - before.double()).abs())
+    error = (after.double() - expected).abs() / (size + (expected - before.double()).abs()) * steep
     error = torch.cat([error[start:stop] for start, stop in shard.segments[:, :2].tolist()])
-    expect((error.max() <= 8 * torch.finfo(torch.float32).eps) & (shard.steps == 11).all(), job)
+    count = 10 if job.op == "sgd" else 11  # which has no step to count
+    expect((error.max() <= 8 * torch.finfo(torch.float32).eps) & (shard.steps == count).all(), job)
 
 
 CHECKS: dict[str, Callable[[Job, torch.device], None]] = {
     "flatten": check_flatten,
     "reduce": check_reduce,
     "norm": check_norm,
-    "adam": check_adam,
+    **dict.fromkeys(UPDATES, check_update),
 }

@@ -23,9 +23,10 @@ from typing import Any
 import torch
 
 from bench.common import Row, add_device, new_parser, parse, print_rows, write_result
-from bench.jobs import CALLS, CHECKS, SENT, TRAINED, Job, missing_peers
+from bench.jobs import CALLS, CHECKS, Job, kinds_of, missing_peers
 from bench.limits import Gpu, gpu_of, roof_gb_per_s
 from bench.plots import CEILING, OURS, save_shares
+from bench.shard import UPDATES
 from bench.timing import Timing, num_sets_for, time_in_turn
 from zerox import _C
 
@@ -48,8 +49,7 @@ def sizes_for(device: torch.device, quick: bool) -> dict[str, tuple[int, ...]]:
 def jobs_for(ops: list[str], device: torch.device, quick: bool) -> list[Job]:
     found = []
     for op in ops:
-        kinds = TRAINED if op == "adam" else SENT
-        for kind, num_slices in itertools.product(kinds, NUM_SLICES if op == "reduce" else (1,)):
+        for kind, num_slices in itertools.product(kinds_of(op), NUM_SLICES if op == "reduce" else (1,)):
             found += [Job(op, kind, size, params, num_slices) for size, params in sizes_for(device, quick).items()]
     return found
 
@@ -74,7 +74,7 @@ def rows_of(job: Job, timings: dict[str, Timing], roof: float, gpu: Gpu | None) 
             {
                 "op": job.title,
                 "kind": job.kind.name,
-                "state": job.kind.state if job.op == "adam" else "",
+                "state": job.kind.state if job.op in UPDATES else "",
                 "size": job.size,
                 "numel": job.numel,
                 "who": who,
@@ -92,7 +92,7 @@ def rows_of(job: Job, timings: dict[str, Timing], roof: float, gpu: Gpu | None) 
     return rows
 
 
-COLUMNS = {"op": "<12", "kind": "<17", "state": "<6", "size": "<13", "who": "<21", "p50_ms": ".4f", "spread": ".1%"}
+COLUMNS = {"op": "<13", "kind": "<17", "state": "<6", "size": "<13", "who": "<21", "p50_ms": ".4f", "spread": ".1%"}
 COLUMNS |= {"gb_per_s": ".1f", "of_roof": ".0%", "of_ceiling": ".0%", "bytes_floor_ms": ".4f"}
 COLUMNS |= {"instructions_floor_ms": ".4f", "theirs_over_ours": ".2f", "late": "<4"}
 
@@ -116,7 +116,7 @@ def run(device: torch.device, ops: list[str], quick: bool, seconds: float, file:
     own = {"device": name, "zerox_isa": _C.isa(), "threads": torch.get_num_threads(), "roof_gb_per_s": roof}
     own |= {"processors": gpu.processors, "clock_hz": gpu.clock_hz} if gpu else {}
     rows: list[Row] = []
-    skipped = missing_peers(device) if "adam" in ops else []
+    skipped = missing_peers(device) if UPDATES.keys() & set(ops) else []
     for each in skipped:
         print(f"skipped {each}", flush=True)
     print_rows([], COLUMNS, header=True)

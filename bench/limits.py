@@ -38,33 +38,34 @@ def roof_gb_per_s(device: torch.device, numel: int, budget_s: float) -> float:
 
 # ---- the loop in an update's shape, on the CPU
 
-BYTES_AN_ELEMENT = 4 * 4 + 3 * 4
 STAGGER = 8192 // 4  # elements between the starts of neighbours, modulo more than that
 PAGE = 4096
 PERIOD = 16 * PAGE
 
 
 class Stream:
-    """Moves ``nbytes`` with each call. Raises OSError or CalledProcessError where it can't be compiled.
+    """Moves ``nbytes`` with each call: of ``in_place`` fp32 arrays, which are read and written, and one that is read.
+    Raises OSError or CalledProcessError where it can't be compiled.
 
-    Its fp32 arrays start on different pages: where streams cross into new pages together, they wait together.
+    They start on different pages: where streams cross into new pages together, they wait together.
     """
 
-    def __init__(self, nbytes: int) -> None:
+    def __init__(self, nbytes: int, in_place: int = 3) -> None:
         flags = ("-O3", "-march=native", "-fopenmp")
         self.function = ctypes.CDLL(str(library(ROOT / "bench/stream_ceiling.cpp", flags, ("-lc10", "-ltorch_cpu"))))
-        self.numel = nbytes // BYTES_AN_ELEMENT
+        self.numel = nbytes // (4 * (2 * in_place + 1))
         room = self.numel + 4 * STAGGER + PERIOD // 4
-        self.rooms = [torch.zeros(room) for _ in range(4)]
+        self.rooms = [torch.zeros(room) for _ in range(in_place + 1)]
         starts = [-(-each.data_ptr() // PERIOD) * PERIOD + place * STAGGER * 4 for place, each in enumerate(self.rooms)]
-        self.arguments = [*(ctypes.c_void_p(start) for start in starts), ctypes.c_int64(self.numel)]
+        unused = [None] * (3 - in_place)
+        self.arguments = [*(ctypes.c_void_p(start) for start in (*starts, *unused)), ctypes.c_int64(self.numel)]
 
     def __call__(self) -> None:
-        self.function.adam_shaped_stream(*self.arguments)
+        self.function.update_shaped_stream(*self.arguments)
 
 
-def stream_call(nbytes: int, num_sets: int) -> Call:
-    streams = [Stream(nbytes) for _ in range(num_sets)]
+def stream_call(nbytes: int, num_sets: int, in_place: int) -> Call:
+    streams = [Stream(nbytes, in_place) for _ in range(num_sets)]
     return lambda i: streams[i]()
 
 

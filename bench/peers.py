@@ -17,13 +17,15 @@ from bench.systems import HYPER
 
 @dataclass(frozen=True)
 class Peer:
-    """``make(leaves)`` gives an optimizer, from ``module``; ``state``: how it stores moments of fp32 parameters."""
+    """``make(leaves)`` gives an optimizer, from ``module``, for jobs of ``op``; ``state``: how it stores states of fp32
+    parameters."""
 
     name: str
     module: str
     state: str
     make: Callable[[Any, list[Tensor]], torch.optim.Optimizer]
     devices: tuple[str, ...] = ("cpu", "cuda")
+    op: str = "adam"
 
 
 PEERS = (
@@ -44,6 +46,20 @@ PEERS = (
     ),
     Peer("torchao AdamW8bit", "torchao.optim", "8bit", lambda optim, leaves: optim.AdamW8bit(leaves, **HYPER)),
     Peer("bitsandbytes 8-bit", "bitsandbytes.optim", "8bit", lambda optim, leaves: optim.AdamW8bit(leaves, **HYPER)),
+    Peer(
+        "torch SGD(fused)",
+        "torch.optim",
+        "fp32",
+        lambda optim, leaves: optim.SGD(leaves, fused=True, **HYPER),
+        op="sgd",
+    ),
+    Peer(
+        "torch SGD(fused)",
+        "torch.optim",
+        "fp32",
+        lambda optim, leaves: optim.SGD(leaves, fused=True, momentum=0.9, **HYPER),
+        op="sgd momentum",
+    ),
 )
 
 

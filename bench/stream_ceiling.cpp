@@ -1,4 +1,4 @@
-// What memory gives an update at most: four fp32 arrays are read and three of them written, in place, with arithmetic
+// What memory gives an update at most: fp32 arrays are read, and all but the gradient written in place, with arithmetic
 // that costs nothing. Compiled for the machine that it runs on, on torch's threads. Loaded by bench/limits.py.
 #include <ATen/Parallel.h>
 
@@ -8,6 +8,15 @@ namespace {
 
 constexpr int64_t kBlock = 16384;
 
+void stream(float* __restrict param, const float* __restrict grad, int64_t numel) {
+  for (int64_t i = 0; i < numel; ++i) param[i] += grad[i];
+}
+void stream(float* __restrict param, const float* __restrict grad, float* __restrict first, int64_t numel) {
+  for (int64_t i = 0; i < numel; ++i) {
+    param[i] += grad[i];
+    first[i] += grad[i];
+  }
+}
 void stream(float* __restrict param, const float* __restrict grad, float* __restrict first, float* __restrict second,
             int64_t numel) {
   for (int64_t i = 0; i < numel; ++i) {
@@ -19,10 +28,13 @@ void stream(float* __restrict param, const float* __restrict grad, float* __rest
 
 }  // namespace
 
-extern "C" void adam_shaped_stream(float* param, const float* grad, float* first, float* second, int64_t numel) {
+// `second`, or both states, may be null: then there are so many fewer.
+extern "C" void update_shaped_stream(float* param, const float* grad, float* first, float* second, int64_t numel) {
   at::parallel_for(0, (numel + kBlock - 1) / kBlock, 2, [=](int64_t begin, int64_t end) {
     const int64_t start = begin * kBlock;
     const int64_t stop = end * kBlock < numel ? end * kBlock : numel;
+    if (first == nullptr) return stream(param + start, grad + start, stop - start);
+    if (second == nullptr) return stream(param + start, grad + start, first + start, stop - start);
     stream(param + start, grad + start, first + start, second + start, stop - start);
   });
 }

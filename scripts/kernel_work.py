@@ -63,20 +63,22 @@ SIZES = {"float": 4, "bf16": 2, "f16": 2}
 ORDINARY_NORM = "(Norm)1"  # the sum of squares
 
 
-def adam_loop(where: str, grad: str, master_bytes: int, state: str) -> Loop:
+# The rule and its number of states, by the names that bench.kernels has for updates.
+UPDATES = {"adam": ("Adam", 2), "sgd": ("Sgd", 0), "sgd momentum": ("Sgd", 1), "lion": ("Lion", 1)}
+
+
+def update_loop(rule: str, num_states: int, where: str, grad: str, master_bytes: int, state: str) -> Loop:
     param = SIZES[where.partition("<")[2].removesuffix(">") or "bf16"]
     own = (param, master_bytes) if master_bytes else (param,)
     if state == "8bit":
-        return Loop(
-            f"cuda::update_block_kernel<cuda::BlockArgs<Adam, cuda::{where}, {grad}> >",
-            8,
-            (*own, SIZES[grad], 1, 1),
-            (*own, 1, 1),
-        )
+        codes = (1,) * num_states
+        name = f"cuda::update_block_kernel<cuda::BlockArgs<{rule}, cuda::{where}, {grad}> >"
+        return Loop(name, 8, (*own, SIZES[grad], *codes), (*own, *codes))
     stored, size = {"fp32": ("float", 4), "bf16": ("bf16", 2)}[state]
     elements = 16 // min(*own, SIZES[grad], size)
-    name = f"cuda::update_kernel<cuda::UpdateArgs<Adam, cuda::{where}, {stored}, {grad}> >"
-    return Loop(name, elements, (*own, SIZES[grad], size, size), (*own, size, size))
+    states = (size,) * num_states
+    name = f"cuda::update_kernel<cuda::UpdateArgs<{rule}, cuda::{where}, {stored}, {grad}> >"
+    return Loop(name, elements, (*own, SIZES[grad], *states), (*own, *states))
 
 
 def loops() -> dict[str, Loop]:
@@ -88,8 +90,10 @@ def loops() -> dict[str, Loop]:
         ("bf16 + fp32", "MasteredParam<bf16>", "bf16", 4),
         ("fp16 + fp32", "MasteredParam<f16>", "f16", 4),
     ):
-        for state in ("fp32",) if "+ fp32" in kind else ("fp32", "bf16", "8bit"):
-            found[f"adam, {kind}, {state}"] = adam_loop(where, grad, master, state)
+        for update, (rule, num_states) in UPDATES.items():
+            # Without states there is nothing to store in another way.
+            for state in ("fp32",) if "+ fp32" in kind or num_states == 0 else ("fp32", "bf16", "8bit"):
+                found[f"{update}, {kind}, {state}"] = update_loop(rule, num_states, where, grad, master, state)
     for kind, wire in (("fp32", "float"), ("bf16", "bf16"), ("fp16", "f16")):
         size = SIZES[wire]
         found[f"flatten, {kind}"] = Loop(f"cuda::flatten_kernel<{wire}>", 16 // size, (size,), (size,))

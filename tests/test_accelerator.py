@@ -1,6 +1,6 @@
 """Tests on the fake accelerator: the order of streams, and the kernels' GPU tests, csrc/cuda compiled for the host.
 
-To run them directly: ZEROX_TEST_DEVICE=fake python -m pytest tests/accelerator tests/gpu/test_kernel_adam.py
+To run them directly: ZEROX_TEST_DEVICE=fake python -m pytest tests/accelerator tests/gpu/test_kernel_update.py
 """
 
 from __future__ import annotations

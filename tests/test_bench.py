@@ -27,6 +27,7 @@ from bench import (
     timing,
 )
 from bench.common import on_ranks
+from bench.shard import UPDATES
 
 CPU = torch.device("cpu")
 TINY = {"tiny": (1000, 3)}
@@ -42,6 +43,13 @@ TINY = {"tiny": (1000, 3)}
         ("adam", "fp32", "bf16", 1, 20),
         ("adam", "fp32", "8bit", 1, 16 + 1 / 16),
         ("adam", "bf16 + remainder", "8bit", 1, 14 + 1 / 16),
+        ("sgd", "fp32", "fp32", 1, 12),
+        ("sgd", "bf16 + remainder", "fp32", 1, 10),
+        ("sgd momentum", "fp32", "fp32", 1, 20),
+        ("sgd momentum", "bf16 + fp32", "fp32", 1, 22),
+        ("lion", "fp32", "fp32", 1, 20),
+        ("lion", "fp32", "bf16", 1, 16),
+        ("lion", "fp32", "8bit", 1, 14 + 1 / 32),
         ("flatten", "fp32", "fp32", 1, 8),
         ("reduce", "bf16", "fp32", 8, 18),
         ("norm", "fp16", "fp32", 1, 2),
@@ -52,11 +60,15 @@ def test_bytes_are_those_that_must_move(op: str, kind: str, state: str, slices: 
     assert jobs.Job(op, found, "", (500, 12), slices).nbytes == 512 * expected
 
 
-def test_the_ceiling_moves_the_bytes_that_it_says_and_its_streams_start_on_pages_of_their_own() -> None:
-    stream = limits.Stream(nbytes=28 * 100_001 + 27)
+@pytest.mark.parametrize(("in_place", "bytes_an_element"), [(3, 28), (2, 20), (1, 12)])
+def test_the_ceiling_moves_the_bytes_that_it_says_and_its_streams_start_on_pages_of_their_own(
+    in_place: int, bytes_an_element: int
+) -> None:
+    stream = limits.Stream(bytes_an_element * 100_001 + bytes_an_element - 1, in_place)
     assert stream.numel == 100_001
-    starts = [argument.value for argument in stream.arguments[:4]]
-    assert len({start // limits.PAGE for start in starts}) == len({start % (4 * 8192) for start in starts}) == 4
+    starts = [argument.value for argument in stream.arguments[: in_place + 1]]
+    assert len({start // limits.PAGE for start in starts}) == in_place + 1
+    assert len({start % (4 * 8192) for start in starts}) == in_place + 1
     parts = [
         room[(start - room.data_ptr()) // 4 :][: stream.numel] for room, start in zip(stream.rooms, starts, strict=True)
     ]
@@ -65,7 +77,7 @@ def test_the_ceiling_moves_the_bytes_that_it_says_and_its_streams_start_on_pages
     stream()
     for value, part in enumerate(parts):
         assert torch.equal(part, torch.full_like(part, 2.0**value + (0 if value == 1 else 2.0)))
-    assert [int(room.count_nonzero()) for room in stream.rooms] == [stream.numel] * 4, "nothing beyond"
+    assert [int(room.count_nonzero()) for room in stream.rooms] == [stream.numel] * (in_place + 1), "nothing beyond"
 
 
 def broken(_: Any, __: Any) -> torch.optim.Optimizer:
@@ -88,8 +100,16 @@ def test_a_peer_that_cannot_take_part_is_named_with_the_reason(
     [told] = jobs.missing_peers(CPU)
     assert told.startswith("x: ")
     assert told.endswith(reason)
-    calls = jobs.adam_calls(jobs.Job("adam", jobs.TRAINED[0], "", (1000,)), 1, CPU)
+    calls = jobs.update_calls(jobs.Job("adam", jobs.TRAINED[0], "", (1000,)), 1, CPU)
     assert list(calls) == ["zerox", plots.CEILING, "torch AdamW(fused)"]
+
+
+@pytest.mark.parametrize(
+    ("op", "theirs"), [("sgd", ["torch SGD(fused)"]), ("sgd momentum", ["torch SGD(fused)"]), ("lion", [])]
+)
+def test_a_rule_is_timed_beside_those_who_do_the_same(op: str, theirs: list[str]) -> None:
+    calls = jobs.update_calls(jobs.Job(op, jobs.TRAINED[0], "", (1000,)), 1, CPU)
+    assert list(calls) == ["zerox", plots.CEILING, *theirs]
 
 
 def test_spread_and_median_are_of_the_samples() -> None:
@@ -126,15 +146,16 @@ def test_every_op_is_checked_and_timed(
     kernels.main(["--device=cpu", "--quick", "--seconds=0", *files])
     assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")
     result = json.loads((tmp_path / "out.json").read_text())
-    assert {row["op"] for row in result["rows"]} == {"flatten", "reduce of 2", "reduce of 8", "norm", "adam"}
+    assert {row["op"] for row in result["rows"]} == {"flatten", "reduce of 2", "reduce of 8", "norm", *UPDATES}
     ours = [row for row in result["rows"] if row["who"] == "zerox"]
-    assert len(ours) == 3 + 2 * 3 + 3 + 8
-    assert {(row["kind"], row["state"]) for row in ours if row["op"] == "adam"} == {
-        (kind.name, kind.state) for kind in jobs.TRAINED
-    }
+    assert len(ours) == 3 + 2 * 3 + 3 + 8 + 4 + 8 + 8
+    for op, update in UPDATES.items():
+        timed = [(row["kind"], row["state"]) for row in ours if row["op"] == op]
+        wanted = [kind for kind in jobs.TRAINED if update.rule.wanted([update.group]) or kind.state == "fp32"]
+        assert timed == [(kind.name, kind.state) for kind in wanted]
     assert result["command"].startswith("python -m bench.kernels --device=cpu --quick")
     assert {"commit", "cpu", "threads", "skipped"} <= set(result)
-    p50 = {(row["kind"], row["state"], row["who"]): row["p50_ms"] for row in result["rows"] if row["op"] == "adam"}
+    p50 = {tuple(row[key] for key in ("op", "kind", "state", "who")): row["p50_ms"] for row in result["rows"]}
     for row in result["rows"]:
         assert row["gb_per_s"] == pytest.approx(row["bytes"] / row["p50_ms"] / 1e6)
         assert row["of_roof"] == pytest.approx(row["gb_per_s"] / 100)
@@ -142,8 +163,8 @@ def test_every_op_is_checked_and_timed(
         assert row["instructions_floor_ms"] is None
         if row["who"] == "zerox":
             assert row["of_roof"] == pytest.approx(row["bytes_floor_ms"] / row["p50_ms"])
-        if row["op"] == "adam":
-            streamed = p50[row["kind"], row["state"], plots.CEILING]
+        if row["op"] in UPDATES:
+            streamed = p50[row["op"], row["kind"], row["state"], plots.CEILING]
             assert row["of_ceiling"] == pytest.approx(streamed / row["p50_ms"])
         else:
             assert row["of_ceiling"] is None
@@ -167,7 +188,7 @@ def test_on_a_gpu_instructions_have_a_floor_of_their_own() -> None:
 
 @pytest.mark.parametrize("op", list(jobs.CHECKS))
 def test_a_wrong_result_is_not_timed(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    name = {"adam": "update_", "flatten": "flatten_", "reduce": "reduce_", "norm": "norm_"}[op]
+    name = {"flatten": "flatten_", "reduce": "reduce_", "norm": "norm_"}.get(op, "update_")
     monkeypatch.setattr(jobs.ops, name, lambda *_: None)
     monkeypatch.setattr(kernels, "time_job", None)
     with pytest.raises(jobs.WrongResult, match="the result is wrong"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -10,11 +11,15 @@ from torch import Tensor, nn
 
 from tests.accelerator.fake import expect_no_races, machine, on_stream, run_fake_ranks
 from tests.bucket_manager.rig import GradsOfModel
+from tests.kernels.rule import VARIANT_IDS, VARIANTS
+from tests.kernels.shards import group_of
 from zerox.flow.update import shard_of, update
 from zerox.memory.bucket import GradPart
 from zerox.ops import Shard
 from zerox.ranks.group import Ranks
 from zerox.rules.adam import ADAM
+from zerox.rules.reference import AdamState, LionState, SgdState, adam_step, lion_step, sgd_step
+from zerox.rules.rule import Rule
 from zerox.rules.table import OptionsTable
 
 # Hooks keep the node that accumulates, and with it the stream on which a parameter was first used: as DDP's do.
@@ -23,14 +28,14 @@ pytestmark = pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream
 NUMEL = 5000
 CAP = 8 * NUMEL  # two parameters a bucket
 WORLDS = [(1, "alone"), (2, "native"), (3, "native"), (2, "direct"), (3, "direct"), (2, "staged"), (3, "staged")]
-GROUP = {
-    "lr": 0.1,
-    "betas": (0.9, 0.999),
-    "eps": 1e-8,
-    "weight_decay": 0.0,
-    "maximize": False,
-    "decoupled_weight_decay": True,
-    "amsgrad": False,
+GROUP = group_of(ADAM, lr=0.1, weight_decay=0.0)
+
+
+STEP = {"adam": adam_step, "sgd": sgd_step, "lion": lion_step}
+ZEROS = {
+    "adam": lambda param: AdamState(param, torch.zeros_like(param), torch.zeros_like(param)),
+    "sgd": SgdState,
+    "lion": lambda param: LionState(param, torch.zeros_like(param)),
 }
 
 
@@ -95,7 +100,7 @@ def shard_at(ours: GradsOfModel, index: int) -> Shard:
     return shard_of(bucket, GradPart(grad, 0, 0, bucket.segments), ours.grads.present(index))
 
 
-def train(ranks: Ranks, stage: int, plan: str) -> list[Tensor]:
+def train(ranks: Ranks, stage: int, plan: str, rule: Rule = ADAM, group: Mapping[str, Any] = GROUP) -> list[Tensor]:
     """Some steps; returns the parameters. ``plan`` says which streams do what."""
     device = ranks.device
     params = parameters(device)
@@ -104,8 +109,8 @@ def train(ranks: Ranks, stage: int, plan: str) -> list[Tensor]:
     machine().wait_stream(device.index, side, 0)
     with on_stream(side if plan == "two producers" else 0, device.index):
         first_uses = [param.view_as(param) for param in params[1::2]]
-    ours = GradsOfModel(ranks, params, CAP, stage)
-    table = OptionsTable(ADAM, device)
+    ours = GradsOfModel(ranks, params, CAP, stage, rule=rule, group=group)
+    table = OptionsTable(rule, device)
     main = machine().new_stream(device.index) if plan == "non-default stream" else 0
     machine().wait_stream(device.index, main, 0)
     for step in range(4):
@@ -128,7 +133,7 @@ def train(ranks: Ranks, stage: int, plan: str) -> list[Tensor]:
             ours.settle()
             every = range(len(ours.buckets))
             for run in [every] if step % 2 else [[index] for index in every]:
-                update(ADAM, [shard_at(ours, index) for index in run], table.refresh([GROUP]), None)
+                update(rule, [shard_at(ours, index) for index in run], table.refresh([dict(group)]), None)
                 for index in run:
                     ours.manager.params.start(index)
             ours.manager.params.finish()
@@ -140,16 +145,16 @@ def train(ranks: Ranks, stage: int, plan: str) -> list[Tensor]:
     return [param.detach().cpu() for param in params]
 
 
-def train_on_cpu(world_size: int, plan: str) -> list[Tensor]:
-    params = parameters(torch.device("cpu"))
-    optimizer = torch.optim.AdamW(params, lr=0.1, weight_decay=0.0, foreach=False)
+def train_on_cpu(world_size: int, plan: str, rule: Rule = ADAM, group: Mapping[str, Any] = GROUP) -> list[Tensor]:
+    """The same steps by the rule in plain torch."""
+    states = [ZEROS[rule.name](param.detach()) for param in parameters(torch.device("cpu"))]
     for step in range(4):
         factor = sum(step + 1 + rank for rank in range(world_size)) / world_size
-        torch.stack([(param * param * factor).sum() for param in params]).sum().backward()
         if not (plan == "zero_grad() at once" and step == 1):
-            optimizer.step()
-        optimizer.zero_grad()
-    return [param.detach() for param in params]
+            for state in states:
+                options = {key: value for key, value in group.items() if key != "amsgrad"}
+                STEP[rule.name](state, 2 * factor * state.param, **options)
+    return [state.param for state in states]
 
 
 @pytest.mark.parametrize("plan", ["one stream", "two producers", "non-default stream", "zero_grad() at once"])
@@ -158,6 +163,17 @@ def train_on_cpu(world_size: int, plan: str) -> list[Tensor]:
 def test_training_has_no_race(world_size: int, kind: str, stage: int, plan: str) -> None:
     for params in run_fake_ranks(train, world_size, kind, stage, plan):
         for ours, expected in zip(params, train_on_cpu(world_size, plan), strict=True):
+            torch.testing.assert_close(ours, expected, rtol=1e-5, atol=1e-6)
+    expect_no_races()
+
+
+@pytest.mark.parametrize(("rule", "config"), VARIANTS[2:], ids=VARIANT_IDS[2:])
+@pytest.mark.parametrize(("world_size", "kind"), [world for world in WORLDS if world[0] != 3])
+def test_training_by_other_rules_has_no_race(world_size: int, kind: str, rule: Rule, config: Any) -> None:
+    """They keep fewer states, and SGD counts no step without momentum."""
+    group = group_of(rule, lr=0.01, **config)
+    for params in run_fake_ranks(train, world_size, kind, 2, "one stream", rule, group):
+        for ours, expected in zip(params, train_on_cpu(world_size, "one stream", rule, group), strict=True):
             torch.testing.assert_close(ours, expected, rtol=1e-5, atol=1e-6)
     expect_no_races()
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -15,6 +16,7 @@ from zerox.plan.buckets import ParamSpec, plan_buckets
 from zerox.plan.stage import stage_of
 from zerox.ranks.group import Ranks
 from zerox.rules.adam import ADAM
+from zerox.rules.rule import Rule
 
 WHOLE = 1 << 40  # a bucket cap that everything fits in
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -39,6 +41,8 @@ class GradsOfModel:
         cap_bytes: int,
         stage: int = 2,
         reduce_dtype: torch.dtype | None = None,
+        rule: Rule = ADAM,
+        group: Mapping[str, Any] = ADAM.defaults,
     ) -> None:
         self.grads = Grads(ranks, stage_of(stage), reduce_dtype)
         self.manager = self.grads.manager
@@ -46,7 +50,7 @@ class GradsOfModel:
         self.buckets = []
         for plan in plan_buckets(specs, ranks.size, cap_bytes):
             members = [Member(f"param {index}", params[index], 0, index) for index in plan.params]
-            self.buckets.append(Bucket(plan, members, ranks.rank, ADAM, ADAM.wanted([{"amsgrad": False}])))
+            self.buckets.append(Bucket(plan, members, ranks.rank, rule, rule.wanted([group])))
             self.grads.add_bucket(self.buckets[-1])
 
     def settle(self) -> None:

@@ -1,52 +1,21 @@
 // The Adam rule's constants and its one update, in lanes that record what was asked of them.
 #include "math/adam.h"
 
-#include <array>
 #include <bit>
 #include <random>
 
 #include "check.h"
+#include "counted.h"
 
 namespace {
 
+using namespace zx::testing;
 using zx::Adam;
 
 constexpr Adam::Options kAdamW{1e-3, 0.9, 0.999, 1e-8, 1e-2, 0.0, 1.0, 0.0};
 
 int64_t ulps_apart(double a, double b) {  // both positive
   return std::abs(std::bit_cast<int64_t>(a) - std::bit_cast<int64_t>(b));
-}
-
-int num_fma = 0;
-int num_products = 0;
-int num_sums = 0;
-
-// A float whose operations are counted.
-struct Counted {
-  using Scalar = float;
-  float x;
-  static Counted splat(float value) { return {value}; }
-};
-Counted operator+(Counted a, Counted b) { return ++num_sums, Counted{a.x + b.x}; }
-Counted operator-(Counted a, Counted b) { return ++num_sums, Counted{a.x - b.x}; }
-Counted operator*(Counted a, Counted b) { return ++num_products, Counted{a.x * b.x}; }
-Counted operator/(Counted a, Counted b) { return {a.x / b.x}; }
-Counted fma(Counted a, Counted b, Counted c) { return ++num_fma, Counted{std::fma(a.x, b.x, c.x)}; }
-Counted sqrt(Counted a) { return {std::sqrt(a.x)}; }
-Counted max(Counted a, Counted b) { return {a.x > b.x ? a.x : b.x}; }
-
-void forget_counts() { num_fma = num_products = num_sums = 0; }
-
-template <int N>
-zx::Lanes<Counted, N> updated(const Adam::Step<float>& step, float grad, float param, std::array<float, N> state) {
-  zx::Lanes<Counted, N> at{{param}, {}};
-  for (size_t i = 0; i < N; ++i) at.state[i] = {state[i]};
-  Adam::update(step, Counted{grad}, at);
-  return at;
-}
-
-Adam::Step<float> folded(Adam::Options options, int64_t step, double grad_scale = 1.0) {
-  return Adam::narrow<float>(Adam::fold(options, step, grad_scale));
 }
 
 }  // namespace
@@ -99,7 +68,7 @@ TEST(lerp_starts_from_the_nearer_end) {
   Adam::Options options = kAdamW;
   for (const double beta1 : {0.0, 0.1, 0.4, 0.5, 0.6, 0.9, 0.99}) {
     options.beta1 = beta1;
-    const Adam::Step<float> step = folded(options, 1);
+    const Adam::Step<float> step = folded<Adam>(options, 1);
     CHECK_EQ(step.is.lerp_from_grad, 1.0 - beta1 >= 0.5);
     const auto weight = static_cast<float>(1.0 - beta1);
     CHECK_EQ(step.lerp_weight, step.is.lerp_from_grad ? weight - 1.0F : weight);
@@ -110,13 +79,13 @@ TEST(lerp_starts_from_the_nearer_end) {
 TEST(every_fma_is_spelled_and_no_product_meets_a_sum) {
   Adam::Options options = kAdamW;
   forget_counts();
-  updated<2>(folded(options, 3), 0.5F, 1.0F, {0.1F, 0.2F});
+  updated<Adam, 2>(folded<Adam>(options, 3), 0.5F, 1.0F, {0.1F, 0.2F});
   CHECK_EQ(num_fma, 2);
   CHECK_EQ(num_products, 5);  // scale, decay, weight * grad, beta2 * exp_avg_sq, step size * exp_avg
   CHECK_EQ(num_sums, 3);      // grad - exp_avg, + eps, the parameter
   options.decoupled = 0.0;
   forget_counts();
-  updated<3>(folded(options, 3), 0.5F, 1.0F, {0.1F, 0.2F, 0.3F});
+  updated<Adam, 3>(folded<Adam>(options, 3), 0.5F, 1.0F, {0.1F, 0.2F, 0.3F});
   CHECK_EQ(num_fma, 3);
   CHECK_EQ(num_products, 5);
   CHECK_EQ(num_sums, 3);
@@ -133,7 +102,7 @@ TEST(an_update_is_torchs_recipe_bit_for_bit) {
     options.beta2 = 0.9;  // a small one lets the last bits of grad^2 matter
     options.beta1 = i % 2 ? 0.9 : 0.3;
     options.decoupled = i % 4 < 2 ? 1.0 : 0.0;
-    const Adam::Step<float> s = folded(options, 1 + i % 50, 0.75);
+    const Adam::Step<float> s = folded<Adam>(options, 1 + i % 50, 0.75);
     const float p = normal(random);
     const float m = normal(random);
     const float v = std::fabs(normal(random));
@@ -152,17 +121,18 @@ TEST(an_update_is_torchs_recipe_bit_for_bit) {
       const float second = amsgrad ? std::fmax(vmax, v1) : v1;
       const float denom = std::sqrt(second) / s.bias_correction2_sqrt + 1e-8F;
       const float p1 = decayed + (s.neg_step_size * m1) / denom;
-      const auto check = [&](const auto& after) {
-        CHECK_EQ(after.state[Adam::kExpAvg].x, m1);
-        CHECK_EQ(after.state[Adam::kExpAvgSq].x, v1);
-        CHECK_EQ(after.param.x, p1);
+      const auto check = [&](float param, float exp_avg, float exp_avg_sq) {
+        CHECK_EQ(exp_avg, m1);
+        CHECK_EQ(exp_avg_sq, v1);
+        CHECK_EQ(param, p1);
       };
       if (amsgrad) {
-        const auto after = updated<3>(s, raw, p, {m, v, vmax});
-        check(after);
+        const auto after = updated<Adam, 3>(s, raw, p, {m, v, vmax});
+        check(after.param.x, after.state[Adam::kExpAvg].x, after.state[Adam::kExpAvgSq].x);
         CHECK_EQ(after.state[Adam::kMaxExpAvgSq].x, second);
       } else {
-        check(updated<2>(s, raw, p, {m, v}));
+        const auto after = updated<Adam, 2>(s, raw, p, {m, v});
+        check(after.param.x, after.state[Adam::kExpAvg].x, after.state[Adam::kExpAvgSq].x);
       }
     }
   }

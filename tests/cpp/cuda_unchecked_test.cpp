@@ -28,7 +28,8 @@ class Floats {
 };
 
 // Powers of four leave the digits of a root as they are: all of two octaves are all there are. Of an approximation that
-// is off by a unit everywhere up to 3 of these would be wrong; the device's is not, see tests/gpu/test_kernel_adam.py.
+// is off by a unit everywhere up to 3 of these would be wrong; the device's is not, see
+// tests/gpu/test_kernel_update.py.
 TEST(every_root_is_rounded_correctly) {
   int64_t num_wrong = 0;
   for (uint32_t bits = 0x3f800000; bits < 0x40800000; ++bits) {

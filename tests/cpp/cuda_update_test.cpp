@@ -1,4 +1,5 @@
-// The CUDA update, run on the host: the bits of the CPU's over all dtypes, segments, alignments and orders of threads.
+// The CUDA update, run on the host: the bits of the CPU's over all rules, dtypes, segments, alignments and orders of
+// threads.
 #include "cuda_shards.h"
 #include "math/scalar_lane.h"
 #include "update_cases.h"
@@ -12,11 +13,23 @@ using zx::Master;
 using zx::Segment;
 using zx::StateKind;
 
-const std::vector<Adam::Options>& options_table() {
-  static const std::vector<Adam::Options> rows{{1e-3, 0.9, 0.999, 1e-8, 1e-2, 0.0, 1.0, 0.0},  // AdamW
-                                               {1e-2, 0.9, 0.95, 1e-6, 1e-1, 1.0, 0.0, 1.0},   // L2, maximize, amsgrad
-                                               {1e-3, 0.3, 0.999, 1e-8, 0.0, 0.0, 0.0, 0.0}};  // lerp from the gradient
+// The options table of a shard of this case: rows with as many states as the shard has, and with fewer.
+template <class Rule>
+std::vector<typename Rule::Options> options_table(const UpdateCase& c) {
+  std::vector<typename Rule::Options> rows;
+  for (int count = Rule::kLeastStates; count <= c.of.num_states; ++count) {
+    for (const auto& row : options_tried<Rule>(count)) rows.push_back(row);
+  }
   return rows;
+}
+
+// Calls body(Type<Rule>{}, the table).
+template <class Body>
+auto with_options(const UpdateCase& c, const Body& body) {
+  return zx::with_rule(c.of.rule, [&](auto type) {
+    const auto rows = options_table<typename decltype(type)::type>(c);
+    return body(type, rows);
+  });
 }
 
 // A shard with its tables. Every seventh segment is absent; options and step counts vary from segment to segment.
@@ -28,10 +41,11 @@ struct Shard {
         param(elements(finite, c.param, offset)),
         master(elements(finite, master_dtype(c), offset)),
         grad(elements(finite, c.grad, offset)),
-        moments(c, layout.numel, offset, finite) {
+        states(c, layout.numel, offset, finite) {
     make_masters(c, numel, param, master);
+    const size_t num_rows = with_options(c, [](auto, const auto& rows) { return rows.size(); });
     for (size_t i = 0; i < segments.size(); ++i) {
-      segments[i].options_row = c.amsgrad ? static_cast<int64_t>(i % 3) : static_cast<int64_t>(i % 2) * 2;
+      segments[i].options_row = static_cast<int64_t>(i % num_rows);
       present.push_back(i % 7 != 3 ? 1 : 0);
       steps.push_back(static_cast<int64_t>(i * i));
     }
@@ -59,31 +73,36 @@ struct Shard {
     const double scale = 0.5;
     std::vector<std::vector<char>> scratch;
     std::vector<zx::cuda::UpdateShard> launched;
-    for (Shard* s : shards) {
-      const UpdateCase& what = s->what;
-      scratch.emplace_back(s->segments.size() * zx::cuda::kFoldedBytes, static_cast<char>(0xcd));
-      launched.push_back(
-          {{zx::RuleKind::adam, what.param, what.master, what.grad, s->param.at(0),
-            what.master == Master::none ? nullptr : s->master.at(0), s->grad.at(0), s->moments.at(0), s->numel},
-           {s->segments.data(), static_cast<int64_t>(s->segments.size()), s->present.data(), s->steps.data(),
-            &options_table().front().lr, &scale, scratch.back().data()}});
-    }
-    CHECK_EQ(zx::cuda::update({launched.data(), static_cast<int64_t>(launched.size())}, kHost), 0);
+    with_options(shards.front()->what, [&](auto, const auto& rows) {
+      for (Shard* s : shards) {
+        const UpdateCase& what = s->what;
+        scratch.emplace_back(s->segments.size() * zx::cuda::kFoldedBytes, static_cast<char>(0xcd));
+        launched.push_back(
+            {{what.of.rule, what.param, what.master, what.grad, s->param.at(0),
+              what.master == Master::none ? nullptr : s->master.at(0), s->grad.at(0), s->states.at(0), s->numel},
+             {s->segments.data(), static_cast<int64_t>(s->segments.size()), s->present.data(), s->steps.data(),
+              &rows.front().lr, &scale, scratch.back().data()}});
+      }
+      CHECK_EQ(zx::cuda::update({launched.data(), static_cast<int64_t>(launched.size())}, kHost), 0);
+    });
   }
 
   void run_cpu() {
-    for (size_t i = 0; i < segments.size(); ++i) {
-      if (present[i] == 0) continue;
-      const auto [start, stop, row, number, param_start] = segments[i];
-      const Adam::Options& options = options_table()[static_cast<size_t>(row)];
-      ++steps[i];
-      const Adam::Step<double> step = Adam::fold(options, steps[i], 0.5);
-      zx::kernels_scalar().update(
-          {zx::RuleKind::adam, what.param, what.master, what.grad, param.at(start),
-           what.master == Master::none ? nullptr : master.at(start), grad.at(start), Adam::num_states(options),
-           moments.at(start), stop - start, param_start, zx::random_key(steps[i], number)},
-          &step);
-    }
+    with_options(what, [&](auto type, const auto& rows) {
+      using Rule = typename decltype(type)::type;
+      for (size_t i = 0; i < segments.size(); ++i) {
+        if (present[i] == 0) continue;
+        const auto [start, stop, row, number, param_start] = segments[i];
+        const auto& options = rows[static_cast<size_t>(row)];
+        if (Rule::counts_step(options)) ++steps[i];
+        const auto step = Rule::fold(options, steps[i], 0.5);
+        zx::kernels_scalar().update(
+            {what.of.rule, what.param, what.master, what.grad, param.at(start),
+             what.master == Master::none ? nullptr : master.at(start), grad.at(start), Rule::num_states(options),
+             states.at(start), stop - start, param_start, zx::random_key(steps[i], number)},
+            &step);
+      }
+    });
   }
 
   void check_same(const Shard& expected, const std::string& name) const {
@@ -93,7 +112,7 @@ struct Shard {
     };
     check(param, expected.param, "param");
     check(master, expected.master, "master");
-    moments.check_same(expected.moments, name);
+    states.check_same(expected.states, name);
     CHECK_FOR(joined({name, "grad"}), grad.same_bytes(expected.grad));
     CHECK_FOR(joined({name, "steps"}), steps == expected.steps);
   }
@@ -104,7 +123,7 @@ struct Shard {
   Elements param;
   Elements master;
   Elements grad;
-  StoredMoments moments;
+  AllStates states;
   std::vector<uint8_t> present{};
   std::vector<int64_t> steps{};
 };
@@ -122,9 +141,9 @@ void check_every_edge(StateKind state) {
     }
   }
 }
-TEST(update_gives_the_cpu_bits_for_every_dtype_and_segment_edge) { check_every_edge(StateKind::wide); }
-TEST(update_gives_the_cpu_bits_with_bf16_moments) { check_every_edge(StateKind::bf16); }
-TEST(update_gives_the_cpu_bits_with_8_bit_moments) { check_every_edge(StateKind::blockwise); }
+TEST(update_gives_the_cpu_bits_for_every_rule_dtype_and_segment_edge) { check_every_edge(StateKind::wide); }
+TEST(update_gives_the_cpu_bits_with_bf16_states) { check_every_edge(StateKind::bf16); }
+TEST(update_gives_the_cpu_bits_with_8_bit_states) { check_every_edge(StateKind::blockwise); }
 
 // All layouts three times, aligned and not: more shards than one launch takes. Every fourth case; the tests above have
 // all.
@@ -149,14 +168,18 @@ void check_together(StateKind state) {
   }
 }
 TEST(update_on_many_shards_at_once_gives_the_bits_of_each_alone) { check_together(StateKind::wide); }
-TEST(update_on_many_shards_with_bf16_moments_gives_the_bits_of_each_alone) { check_together(StateKind::bf16); }
-TEST(update_on_many_shards_with_8_bit_moments_gives_the_bits_of_each_alone) { check_together(StateKind::blockwise); }
+TEST(update_on_many_shards_with_bf16_states_gives_the_bits_of_each_alone) { check_together(StateKind::bf16); }
+TEST(update_on_many_shards_with_8_bit_states_gives_the_bits_of_each_alone) { check_together(StateKind::blockwise); }
 
 TEST(update_gives_the_same_bits_in_every_order_of_threads) {
-  for (const UpdateCase& c : {UpdateCase{DType::bf16, Master::remainder, DType::bf16, true},
-                              UpdateCase{DType::f32, Master::none, DType::f32, false},
-                              UpdateCase{DType::bf16, Master::remainder, DType::bf16, true, StateKind::bf16},
-                              UpdateCase{DType::bf16, Master::remainder, DType::bf16, true, StateKind::blockwise}}) {
+  std::vector<UpdateCase> cases{{DType::f32, Master::none, DType::f32, {zx::RuleKind::adam, 2}}};
+  for (const zx::RuleFacts& rule : zx::kRules) {
+    const Variant of{rule.kind, static_cast<int>(rule.most_states)};
+    for (const StateKind state : kStateKinds) {
+      cases.push_back({DType::bf16, Master::remainder, DType::bf16, of, state});
+    }
+  }
+  for (const UpdateCase& c : cases) {
     for (const SegmentLayout& layout : c.state == StateKind::blockwise ? block_layouts() : segment_layouts()) {
       Shard expected(c, layout, 0);
       const Shard before = expected;
@@ -172,49 +195,52 @@ TEST(update_gives_the_same_bits_in_every_order_of_threads) {
 
 // One pointer that is not aligned is enough to leave the wide path.
 TEST(update_takes_any_one_misaligned_tensor) {
-  for (const StateKind state : kStateKinds) {
-    const UpdateCase c{DType::bf16, Master::remainder, DType::bf16, true, state};
-    const SegmentLayout layout = with_blocks(layout_of("large", {5000}, 0, 0));
-    for (int which = 0; which < 6; ++which) {
-      Shard expected(c, layout, 0);
-      const auto shifted = [&](Elements& elements) { elements = Elements::random(elements.dtype(), layout.numel, 3); };
-      StoredMoments& moments = expected.moments;
-      Elements* const all[] = {&expected.param,         &expected.master,           &expected.grad,
-                               &moments.exp_avg.values, &moments.exp_avg_sq.values, &moments.max_exp_avg_sq.values};
-      shifted(*all[which]);
-      for (Segment& segment : expected.segments) segment.options_row = 1;
-      Shard tested = expected;
-      expected.run_cpu();
-      tested.run_cuda();
-      tested.check_same(expected, joined({name_of(c), "misaligned " + std::to_string(which)}));
+  for (const zx::RuleFacts& rule : zx::kRules) {
+    for (const StateKind state : kStateKinds) {
+      const Variant of{rule.kind, static_cast<int>(rule.most_states)};
+      const UpdateCase c{DType::bf16, Master::remainder, DType::bf16, of, state};
+      const SegmentLayout layout = with_blocks(layout_of("large", {5000}, 0, 0));
+      for (size_t which = 0; which < 3 + rule.most_states; ++which) {
+        Shard expected(c, layout, 0);
+        std::vector<Elements*> all{&expected.param, &expected.master, &expected.grad};
+        for (StateElements& each : expected.states.each) all.push_back(&each.values);
+        *all[which] = Elements::random(all[which]->dtype(), layout.numel, 3);
+        const size_t num_rows = with_options(c, [](auto, const auto& rows) { return rows.size(); });
+        for (Segment& segment : expected.segments) segment.options_row = static_cast<int64_t>(num_rows) - 1;
+        Shard tested = expected;
+        expected.run_cpu();
+        tested.run_cuda();
+        tested.check_same(expected, joined({name_of(c), "misaligned " + std::to_string(which)}));
+      }
     }
   }
 }
 
-// The rule in double, on the same inputs. The bound is that of tests/kernels/test_adam.py: arithmetic in T may make an
+// Adam in double, on the same inputs. The bound is that of tests/kernels/rule.py: arithmetic in T may make an
 // error of kUpdateEpsilons of its epsilons, in units of what is added up on the way to the update; the parameter itself
 // is rounded with its decay, in the product and in the sum.
-TEST(update_is_close_to_the_rule_in_double) {
+TEST(update_is_close_to_adam_in_double) {
   using Lane = zx::ScalarLane<double>;
   constexpr double kUpdateEpsilons = 8.0;
   for (const UpdateCase& c : update_cases(StateKind::wide)) {
+    if (c.of.rule != zx::RuleKind::adam) continue;
     if (c.param != DType::f64 && c.param != DType::f32 && c.master == Master::none) continue;  // rounds to 16 bits
     Shard before(c, layout_of("", {3000, 500, 37}, 0, 7), 0, /*finite=*/true);
     for (int64_t i = 0; i < before.numel; ++i) {
-      StoredMoments& moments = before.moments;
-      for (Elements* squares : {&moments.exp_avg_sq.values, &moments.max_exp_avg_sq.values}) squares->make_positive(i);
+      for (size_t s = 1; s < before.states.each.size(); ++s) before.states.each[s].values.make_positive(i);
     }
     Shard after = before;
     after.run_cuda();
     for (size_t s = 0; s < before.segments.size(); ++s) {
-      const Adam::Options& options = options_table()[static_cast<size_t>(before.segments[s].options_row)];
+      const Adam::Options options = options_table<Adam>(c)[static_cast<size_t>(before.segments[s].options_row)];
       const auto step = Adam::narrow<double>(Adam::fold(options, after.steps[s], 0.5));
       for (int64_t i = before.segments[s].start; i < before.segments[s].stop; ++i) {
         const double start = before.exact(i);
-        const double exp_avg = before.moments.exp_avg.values.number(i);
+        const auto state = [&](int which) { return before.states.each[static_cast<size_t>(which)].values.number(i); };
+        const double exp_avg = state(Adam::kExpAvg);
         const Lane grad{before.grad.number(i)};
-        const double exp_avg_sq = before.moments.exp_avg_sq.values.number(i);
-        const double max_exp_avg_sq = before.moments.max_exp_avg_sq.values.number(i);
+        const double exp_avg_sq = state(Adam::kExpAvgSq);
+        const double max_exp_avg_sq = state(Adam::kMaxExpAvgSq);
         zx::Lanes<Lane, 2> plain{{start}, {{exp_avg}, {exp_avg_sq}}};
         zx::Lanes<Lane, 3> largest{{start}, {{exp_avg}, {exp_avg_sq}, {max_exp_avg_sq}}};
         const bool amsgrad = Adam::num_states(options) == 3;

@@ -1,7 +1,8 @@
-// Every combination of dtypes and master that the update knows, and some options.
+// Every combination of rule, dtypes and master that the update knows.
 #pragma once
 
 #include "elements.h"
+#include "rule_cases.h"
 
 namespace zx::testing {
 
@@ -9,22 +10,24 @@ struct UpdateCase {
   DType param;
   Master master;
   DType grad;
-  bool amsgrad;
+  Variant of;
   StateKind state = StateKind::wide;
 };
 
+// Where there are no states, there are none that are stored in another way.
 inline std::vector<UpdateCase> update_cases(StateKind state) {
   std::vector<UpdateCase> cases;
-  for (const bool amsgrad : {false, true}) {
+  for (const Variant of : variants()) {
+    if (of.num_states == 0 && state != StateKind::wide) continue;
     for (const DType grad : kDTypes) {
-      if (state == StateKind::wide) cases.push_back({DType::f64, Master::none, grad, amsgrad, state});
+      if (state == StateKind::wide) cases.push_back({DType::f64, Master::none, grad, of, state});
       if (grad == DType::f64) continue;
-      cases.push_back({DType::f32, Master::none, grad, amsgrad, state});
+      cases.push_back({DType::f32, Master::none, grad, of, state});
       for (const DType half : {DType::bf16, DType::f16}) {
-        cases.push_back({half, Master::none, grad, amsgrad, state});
-        cases.push_back({half, Master::fp32, grad, amsgrad, state});
+        cases.push_back({half, Master::none, grad, of, state});
+        cases.push_back({half, Master::fp32, grad, of, state});
       }
-      cases.push_back({DType::bf16, Master::remainder, grad, amsgrad, state});
+      cases.push_back({DType::bf16, Master::remainder, grad, of, state});
     }
   }
   return cases;
@@ -32,9 +35,9 @@ inline std::vector<UpdateCase> update_cases(StateKind state) {
 
 inline std::string name_of(const UpdateCase& c) {
   constexpr std::array masters{"none", "remainder", "fp32"};
-  constexpr std::array states{"", "bf16 moments", "8-bit moments"};
-  return joined({name_of(c.param), masters[static_cast<size_t>(c.master)], name_of(c.grad), c.amsgrad ? "amsgrad" : "",
-                 states[static_cast<size_t>(c.state)]});
+  constexpr std::array states{"", "in bf16", "in 8 bits"};
+  return joined({name_of(c.of.rule), name_of(c.param), masters[static_cast<size_t>(c.master)], name_of(c.grad),
+                 std::to_string(c.of.num_states) + " states", states[static_cast<size_t>(c.state)]});
 }
 
 inline DType state_dtype(const UpdateCase& c) {
@@ -53,9 +56,9 @@ inline void make_masters(const UpdateCase& c, int64_t numel, Elements& param, co
   }
 }
 
-// One moment of `numel` elements: random numbers or codes, and scales for these.
-struct StoredMoment {
-  StoredMoment(const UpdateCase& c, int64_t numel, int64_t offset, bool finite = false)
+// One state of `numel` elements: random numbers or codes, and scales for these.
+struct StateElements {
+  StateElements(const UpdateCase& c, int64_t numel, int64_t offset, bool finite)
       : values(made(state_dtype(c), numel, offset, finite)),
         scales(made(DType::f32, c.state == StateKind::blockwise ? numel / kStateBlock + 1 : 0, offset, finite)) {}
 
@@ -66,7 +69,7 @@ struct StoredMoment {
     const bool coded = values.dtype() == kU8;
     return {values.at(element), coded ? reinterpret_cast<float*>(scales.at(element / kStateBlock)) : nullptr};
   }
-  void check_same(const StoredMoment& expected, const std::string& name) const {
+  void check_same(const StateElements& expected, const std::string& name) const {
     CHECK_FOR(name, values.differences(expected.values) == 0);
     CHECK_FOR(name, values.canaries_live());
     CHECK_FOR(name, scales.same_bytes(expected.scales));
@@ -76,30 +79,28 @@ struct StoredMoment {
   Elements scales;
 };
 
-// All moments of a shard or span, from an element on.
-struct StoredMoments {
-  StoredMoments(const UpdateCase& c, int64_t numel, int64_t offset, bool finite = false)
-      : kind(c.state),
-        amsgrad(c.amsgrad),
-        exp_avg(c, numel, offset + 1, finite),
-        exp_avg_sq(c, numel, offset, finite),
-        max_exp_avg_sq(c, numel, offset + 3, finite) {}
-
-  int num_states() const { return amsgrad ? 3 : 2; }
-  StoredStates at(int64_t element) {
-    return {kind, {exp_avg.at(element), exp_avg_sq.at(element), amsgrad ? max_exp_avg_sq.at(element) : StoredState{}}};
+// All states of a shard or span. There is one more than the rule keeps, which no kernel is told of.
+struct AllStates {
+  AllStates(const UpdateCase& c, int64_t numel, int64_t offset, bool finite = false)
+      : kind(c.state), num_states(c.of.num_states) {
+    for (int s = 0; s <= num_states; ++s) each.emplace_back(c, numel, offset + s % 3, finite);
   }
-  void check_same(const StoredMoments& expected, const std::string& name) const {
-    exp_avg.check_same(expected.exp_avg, joined({name, "exp_avg"}));
-    exp_avg_sq.check_same(expected.exp_avg_sq, joined({name, "exp_avg_sq"}));
-    max_exp_avg_sq.check_same(expected.max_exp_avg_sq, joined({name, "max_exp_avg_sq"}));
+
+  // From an element on.
+  StoredStates at(int64_t element) {
+    StoredStates found{kind, {}};
+    for (int s = 0; s < num_states; ++s) found.at[s] = each[static_cast<size_t>(s)].at(element);
+    return found;
+  }
+  void check_same(const AllStates& expected, const std::string& name) const {
+    for (size_t s = 0; s < each.size(); ++s) {
+      each[s].check_same(expected.each[s], joined({name, "state", std::to_string(s)}));
+    }
   }
 
   StateKind kind;
-  bool amsgrad;
-  StoredMoment exp_avg;
-  StoredMoment exp_avg_sq;
-  StoredMoment max_exp_avg_sq;
+  int num_states;
+  std::vector<StateElements> each{};
 };
 
 inline constexpr std::array kStateKinds{StateKind::wide, StateKind::bf16, StateKind::blockwise};

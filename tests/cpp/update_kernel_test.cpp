@@ -1,5 +1,5 @@
-// The update: every instruction set gives the scalar bits, whatever the dtypes, kinds of moments, options and places
-// where spans are cut. What the scalar kernel computes is held against torch in tests/kernels.
+// The update: every instruction set gives the scalar bits, whatever the rule, dtypes, kinds of states, options and
+// places where spans are cut. What the scalar kernel computes is held against torch in tests/kernels.
 #include "update_cases.h"
 
 namespace {
@@ -8,7 +8,6 @@ using namespace zx::testing;
 using zx::DType;
 using zx::Master;
 using zx::StateKind;
-using Step = zx::Adam::Step<double>;
 
 // Everything one call reads and writes.
 struct UpdateBuffers {
@@ -17,15 +16,16 @@ struct UpdateBuffers {
         param(Elements::random(c.param, numel, offset)),
         master(Elements::random(master_dtype(c), numel, offset + 1)),
         grad(Elements::random(c.grad, numel, offset + 2)),
-        moments(c, numel, offset) {
+        states(c, numel, offset) {
     make_masters(c, numel, param, master);
   }
 
-  void run(const zx::KernelTable& table, const Step& step, int64_t start, int64_t stop) {
-    table.update({zx::RuleKind::adam, what.param, what.master, what.grad, param.at(start),
-                  what.master == Master::none ? nullptr : master.at(start), grad.at(start), moments.num_states(),
-                  moments.at(start), stop - start, kParamStart + start, kKey},
-                 &step);
+  // `step`: the Step<double> of the case's rule.
+  void run(const zx::KernelTable& table, const void* step, int64_t start, int64_t stop) {
+    table.update({what.of.rule, what.param, what.master, what.grad, param.at(start),
+                  what.master == Master::none ? nullptr : master.at(start), grad.at(start), what.of.num_states,
+                  states.at(start), stop - start, kParamStart + start, kKey},
+                 step);
   }
 
   void check_same(const UpdateBuffers& expected, const std::string& name) const {
@@ -35,7 +35,7 @@ struct UpdateBuffers {
     };
     check(param, expected.param, "param");
     check(master, expected.master, "master");
-    moments.check_same(expected.moments, name);
+    states.check_same(expected.states, name);
     CHECK(grad.same_bytes(expected.grad));
   }
 
@@ -43,27 +43,44 @@ struct UpdateBuffers {
   Elements param;
   Elements master;
   Elements grad;
-  StoredMoments moments;
+  AllStates states;
 
   // The lower half of an element's index overflows within the span.
   static constexpr int64_t kParamStart = (int64_t{1} << 32) - 50;
   static constexpr zx::RandomKey kKey{0x12345678, 0x9abcdef0};
 };
 
-std::vector<Step> steps_tried() {
-  return {zx::Adam::fold({1e-3, 0.9, 0.999, 1e-8, 1e-2, 0.0, 1.0, 0.0}, 3, 0.5),    // AdamW
-          zx::Adam::fold({1e-2, 0.9, 0.95, 1e-6, 1e-1, 1.0, 0.0, 0.0}, 1000, 1.0),  // L2, maximize
-          zx::Adam::fold({1e-3, 0.3, 0.999, 1e-8, 0.0, 0.0, 0.0, 0.0}, 1, 1.0)};    // lerp from the gradient
+// Calls body with the folded constants of a later step, under the first row of the case's options.
+template <class Body>
+void with_step(const UpdateCase& c, const Body& body) {
+  zx::with_rule(c.of.rule, [&](auto type) {
+    using Rule = typename decltype(type)::type;
+    const auto step = Rule::fold(options_tried<Rule>(c.of.num_states).front(), 3, 0.5);
+    body(&step);
+  });
+}
+// Also at the first step, and under every row.
+template <class Body>
+void for_each_step(const UpdateCase& c, const Body& body) {
+  zx::with_rule(c.of.rule, [&](auto type) {
+    using Rule = typename decltype(type)::type;
+    int64_t count = 1;
+    for (const auto& options : options_tried<Rule>(c.of.num_states)) {
+      const auto step = Rule::fold(options, count, 1.0);
+      body(&step);
+      count += 500;
+    }
+  });
+  with_step(c, body);
 }
 
-TEST(update_gives_the_scalar_bits_for_every_dtype_and_option) {
+TEST(update_gives_the_scalar_bits_for_every_rule_dtype_and_option) {
   const auto tables = vector_tables();
-  const auto steps = steps_tried();
   size_t round = 0;
   for (const StateKind state : kStateKinds) {
     for (const UpdateCase& c : update_cases(state)) {
       for (const int64_t numel : kSizes) {
-        for (const auto& step : steps) {
+        for_each_step(c, [&](const void* step) {
           const UpdateBuffers before(c, numel, static_cast<int64_t>(round++ % 4));
           UpdateBuffers expected = before;
           expected.run(zx::kernels_scalar(), step, 0, numel);
@@ -74,7 +91,7 @@ TEST(update_gives_the_scalar_bits_for_every_dtype_and_option) {
             tested.run(*table, step, 0, numel);
             tested.check_same(expected, joined({table->name, name_of(c)}));
           }
-        }
+        });
       }
     }
   }
@@ -90,12 +107,14 @@ TEST(update_may_be_cut_anywhere) {
           const int64_t numel = 100 * unit - unit / 2;  // ends in half a block
           const int64_t place = std::min(cut * unit, numel);
           const UpdateBuffers before(c, numel, 1);
-          UpdateBuffers whole = before;
-          whole.run(zx::kernels(), steps_tried()[0], 0, numel);
-          UpdateBuffers parts = before;
-          parts.run(zx::kernels(), steps_tried()[0], place, numel);
-          parts.run(zx::kernels(), steps_tried()[0], 0, place);
-          parts.check_same(whole, joined({isa, name_of(c)}));
+          with_step(c, [&](const void* step) {
+            UpdateBuffers whole = before;
+            whole.run(zx::kernels(), step, 0, numel);
+            UpdateBuffers parts = before;
+            parts.run(zx::kernels(), step, place, numel);
+            parts.run(zx::kernels(), step, 0, place);
+            parts.check_same(whole, joined({isa, name_of(c)}));
+          });
         }
       }
     }
@@ -120,12 +139,12 @@ bool is_split_again(uint16_t pattern, int16_t remainder, uint16_t param_after, i
 // every master there is and on the pairs that none has.
 TEST(every_pair_of_parameter_and_remainder_is_joined_and_split_alike) {
   constexpr int64_t kPatterns = 0x10000;
-  const Step nothing = zx::Adam::fold({0.0, 0.9, 0.999, 1.0, 0.0, 0.0, 1.0, 0.0}, 1, 1.0);
-  UpdateBuffers buffers({DType::bf16, Master::remainder, DType::bf16, false}, kPatterns, 0);
+  const auto nothing = zx::Adam::fold({0.0, 0.9, 0.999, 1.0, 0.0, 0.0, 1.0, 0.0}, 1, 1.0);
+  UpdateBuffers buffers({DType::bf16, Master::remainder, DType::bf16, {zx::RuleKind::adam, 2}}, kPatterns, 0);
   std::vector<uint16_t> patterns(kPatterns);
   for (int64_t i = 0; i < kPatterns; ++i) {
     patterns[static_cast<size_t>(i)] = static_cast<uint16_t>(i);
-    for (Elements* zero : {&buffers.grad, &buffers.moments.exp_avg.values, &buffers.moments.exp_avg_sq.values}) {
+    for (Elements* zero : {&buffers.grad, &buffers.states.each[0].values, &buffers.states.each[1].values}) {
       zero->set(i, 0);
     }
   }
@@ -147,7 +166,7 @@ TEST(every_pair_of_parameter_and_remainder_is_joined_and_split_alike) {
       std::fill(remainders.begin(), remainders.end(), before);
       std::memcpy(buffers.param.at(0), patterns.data(), kPatterns * sizeof(uint16_t));
       std::memcpy(buffers.master.at(0), remainders.data(), kPatterns * sizeof(int16_t));
-      buffers.run(zx::kernels(), nothing, 0, kPatterns);
+      buffers.run(zx::kernels(), &nothing, 0, kPatterns);
       // Finite parameters other than zero are some master's, whatever the remainder.
       num_wrong += !unchanged(0x0001, 0x7f80) + !unchanged(0x8001, 0xff80);
       for (const auto& [first, last] : {std::pair{0x0000, 0x0001}, {0x7f80, 0x8001}, {0xff80, 0x10000}}) {

@@ -27,20 +27,28 @@ STREAMS: dict[str, list[str]] = {
     "cuda::reduce_kernel<": [LOAD, STORE],
     "cuda::norm_kernel<": [LOAD],
 }
-# Of the updates that most people run: how many 16-byte loads and stores all streams of one thread's elements take, if
-# none of them is narrower. 4 elements of fp32: parameter, gradient, two moments. 8 where something has 16 bits.
-ADAM = "cuda::update_kernel<cuda::UpdateArgs<Adam, cuda::"
-BLOCKS = "cuda::update_block_kernel<cuda::BlockArgs<Adam, cuda::"
+# Of the updates that most people run: how many 16-byte loads and stores one thread's elements take without states, and
+# how many more of each with every state, if no stream is narrower. 4 elements of fp32; 8 where something has 16 bits.
+TYPES = {
+    "PlainParam<float>, float, float": (1 + 1, 1, 1),  # parameter, gradient; parameter
+    "SplitParam, float, bf16": (1 + 1 + 1, 1 + 1, 2),
+    "MasteredParam<bf16>, float, bf16": (1 + 2 + 1, 1 + 2, 2),
+    "MasteredParam<f16>, float, f16": (1 + 2 + 1, 1 + 2, 2),
+    "PlainParam<float>, bf16, float": (2 + 2, 2, 1),
+    "SplitParam, bf16, bf16": (1 + 1 + 1, 1 + 1, 1),
+}
+BLOCK_TYPES = {  # without their codes: a lane has 8, which are 8 bytes
+    "PlainParam<float>, float": (2 + 2, 2, 0),
+    "SplitParam, bf16": (1 + 1 + 1, 1 + 1, 0),
+}
 UPDATES = {
-    f"{ADAM}PlainParam<float>, float, float> >": (1 + 1 + 1 + 1, 1 + 1 + 1),
-    f"{ADAM}SplitParam, float, bf16> >": (1 + 1 + 1 + 2 + 2, 1 + 1 + 2 + 2),
-    f"{ADAM}MasteredParam<bf16>, float, bf16> >": (1 + 2 + 1 + 2 + 2, 1 + 2 + 2 + 2),
-    f"{ADAM}MasteredParam<f16>, float, f16> >": (1 + 2 + 1 + 2 + 2, 1 + 2 + 2 + 2),
-    f"{ADAM}PlainParam<float>, bf16, float> >": (2 + 2 + 1 + 1, 2 + 1 + 1),
-    f"{ADAM}SplitParam, bf16, bf16> >": (1 + 1 + 1 + 1 + 1, 1 + 1 + 1 + 1),
-    # Without their codes: a lane has 8, which are 8 bytes.
-    f"{BLOCKS}PlainParam<float>, float> >": (2 + 2, 2),
-    f"{BLOCKS}SplitParam, bf16> >": (1 + 1 + 1, 1 + 1),
+    f"cuda::{kernel}<{rule}, cuda::{types}> >": (loads + num_states * each, stores + num_states * each)
+    for rule, num_states in (("Adam", 2), ("Sgd", 1), ("Lion", 1))
+    for kernel, table in (
+        ("update_kernel<cuda::UpdateArgs", TYPES),
+        ("update_block_kernel<cuda::BlockArgs", BLOCK_TYPES),
+    )
+    for types, (loads, stores, each) in table.items()
 }
 
 if not build_cuda.kernel_sources(ROOT):
@@ -120,7 +128,7 @@ def test_every_stream_of_the_update_is_wide(name: str, code: Code) -> None:
     found = [instructions for key, instructions in code.items() if key[0] == name]
     assert found, f"there is no {name}"
     for instructions in found:
-        # At least, since amsgrad has a stream more.
+        # At least, since a kernel is for every number of states that its rule may keep.
         bits = {
             kind: sum(int(m[1]) for i in instructions if (m := re.match(pattern, i)))
             for kind, pattern in (("loads", LOAD), ("stores", STORE))

@@ -10,7 +10,7 @@ import build_cuda
 import kernel_table
 from bench import jobs
 from kernel_table import UPDATE, WORK
-from kernel_work import Loop, loops, once_round
+from kernel_work import UPDATES, Loop, loops, once_round
 from sass import Instruction, missing_tool
 from tests.cuda.tools import need
 
@@ -35,23 +35,39 @@ def test_loops_do_what_the_table_says(build: build_cuda.CudaBuild) -> None:
     assert kernel_table.work_of(build) == committed, f"if this is meant: {UPDATE}"
 
 
+def each_update(op: str) -> dict[str, float]:
+    """Instructions an element of an update, by what is updated and how its states are stored."""
+    work = json.loads(WORK.read_text())["an_element"]
+    return {name.partition(", ")[2]: each["instructions"] for name, each in work.items() if name.split(", ")[0] == op}
+
+
+@pytest.mark.parametrize("op", [op for op in UPDATES if op != "adam"])
+def test_rules_that_do_less_than_adam_take_fewer_instructions(op: str) -> None:
+    adam, ours = each_update("adam"), each_update(op)
+    assert ours.keys() == {name for name in adam if op != "sgd" or name.endswith("fp32")}
+    assert all(ours[name] < adam[name] for name in ours), (ours, adam)
+
+
 def job_of(name: str) -> jobs.Job:
     op, kind, *state = name.split(", ")
     op, _, num_slices = op.partition(" of ")
-    every = jobs.TRAINED if op == "adam" else jobs.SENT
-    found = next(each for each in every if each.name == kind and each.state == (state[0] if state else "fp32"))
+    found = next(
+        each for each in jobs.kinds_of(op) if each.name == kind and each.state == (state[0] if state else "fp32")
+    )
     return jobs.Job(op, found, "", (1,), int(num_slices or 1))
 
 
 @pytest.mark.parametrize("name", loops())
 def test_a_loop_moves_the_bytes_that_have_to_be_moved(name: str) -> None:
     job = job_of(name)
-    scales = 4 * 4 / 256 if job.kind.state == "8bit" else 0.0  # of two moments, read and written, a block
+    # Of each state a block has a scale, which is read and written.
+    num_states = UPDATES[job.op][1] if job.kind.state == "8bit" else 0
+    scales = 2 * 4 / 256 * num_states
     assert loops()[name].bytes_an_element + scales == jobs.bytes_an_element(job.op, job.kind, job.num_slices)
 
 
 def test_every_kind_that_is_timed_has_its_loop_counted() -> None:
-    timed = {f"adam, {kind.name}, {kind.state}" for kind in jobs.TRAINED}
+    timed = {f"{op}, {kind.name}, {kind.state}" for op in UPDATES for kind in jobs.kinds_of(op)}
     timed |= {f"{op}, {kind.name}" for op in ("flatten", "norm", "reduce of 2", "reduce of 8") for kind in jobs.SENT}
     assert set(loops()) == timed
 

@@ -12,11 +12,12 @@ import random
 import pytest
 import torch
 
-from tests.gpu.test_kernel_adam import COMBINATIONS, assert_same_step, ragged_shard
 from tests.gpu.test_kernel_flatten import assert_same_packing, cut_and_placed
 from tests.gpu.test_kernel_norm import random_shard, words_of
 from tests.gpu.test_kernel_reduce import Reduction, assert_same_reduction
+from tests.gpu.test_kernel_update import COMBINATIONS, assert_same_step, ragged_shard
 from tests.gpu.twins import Fences, mixed_options, random_bits
+from tests.kernels.rule import VARIANTS
 from tests.kernels.shards import DTYPES, same_bits, segments_of
 from zerox import ops
 
@@ -69,7 +70,7 @@ def test_norm(device: torch.device, seed: int, offset: int) -> None:
 
 
 @pytest.mark.parametrize("offset", OFFSETS)
-def test_adam(device: torch.device, seed: int, offset: int) -> None:
-    for (dtype, master, grad_dtype), amsgrad in itertools.product(COMBINATIONS, [False, True]):
-        shard = ragged_shard(seed, dtype, master, grad_dtype, amsgrad)
-        assert_same_step(shard, mixed_options(), 0.37, offset, device)
+def test_update(device: torch.device, seed: int, offset: int) -> None:
+    for (dtype, master, grad_dtype), variant in itertools.product(COMBINATIONS, VARIANTS):
+        shard = ragged_shard(seed, dtype, master, grad_dtype, variant)
+        assert_same_step(shard, mixed_options(variant[0]), 0.37, offset, device)

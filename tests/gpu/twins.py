@@ -5,11 +5,15 @@ from __future__ import annotations
 import copy
 import os
 import random
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from tests.kernels.shards import Shard, options_table, same_bits
+from zerox.rules.adam import ADAM
+from zerox.rules.rule import Rule
 
 CPU = torch.device("cpu")
 if os.environ.get("ZEROX_TEST_DEVICE") == "fake":  # see conftest.py
@@ -87,11 +91,32 @@ def ragged_segments(rng: random.Random, groups: int = 1) -> tuple[Tensor, int]:
     return torch.tensor(rows, dtype=torch.int64), end + rng.choice([0, 13])
 
 
-def mixed_options() -> Tensor:
-    """Four param groups that differ in everything. The last two ask for amsgrad."""
-    plain = [options_table(), options_table(lr=0.3, betas=(0.3, 0.2), maximize=True, weight_decay=0.0)]
-    amsgrad = [options_table(amsgrad=True, decoupled=False), options_table(amsgrad=True, eps=0.1)]
-    return torch.cat(plain + amsgrad)
+# Param groups that differ in everything, those first that keep fewest states.
+MIXED: dict[str, list[dict[str, Any]]] = {
+    "adam": [
+        {},
+        {"lr": 0.3, "betas": (0.3, 0.2), "maximize": True, "weight_decay": 0.0},
+        {"amsgrad": True, "decoupled_weight_decay": False},
+        {"amsgrad": True, "eps": 0.1},
+    ],
+    "sgd": [
+        {"momentum": 0.0},
+        {"momentum": 0.0, "lr": 0.3, "maximize": True, "weight_decay": 0.0},
+        {"nesterov": True},
+        {"dampening": 0.3, "lr": 0.3, "maximize": True, "weight_decay": 0.0},
+    ],
+    "lion": [{}, {"lr": 0.3, "betas": (0.3, 0.2), "maximize": True, "weight_decay": 0.0}],
+}
+
+
+def mixed_options(rule: Rule = ADAM) -> Tensor:
+    return torch.cat([options_table(rule, **config) for config in MIXED[rule.name]])
+
+
+def num_fitting(rule: Rule, config: Mapping[str, Any]) -> int:
+    """How many of ``MIXED`` keep no more states than a group of this ``config``."""
+    most = len(Shard(0, rule=rule, config=config).kept)
+    return sum(len(Shard(0, rule=rule, config=each).kept) <= most for each in MIXED[rule.name])
 
 
 def strew(tensor: Tensor, generator: torch.Generator) -> None:

@@ -2,30 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from tests.kernels import stored
 from zerox import ops
+from zerox.rules.adam import ADAM
+from zerox.rules.known import KNOWN
+from zerox.rules.rule import Rule, StateSpec
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
-OPTIONS = {"lr": 1e-2, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.1}
+RULES = tuple(KNOWN.values())
+# The options that tests update with unless they say otherwise: every term has a weight.
+USUAL: dict[str, dict[str, Any]] = {
+    "adam": {"lr": 1e-2, "weight_decay": 0.1},
+    "sgd": {"lr": 1e-2, "momentum": 0.9, "weight_decay": 0.1},
+    "lion": {"lr": 1e-2, "weight_decay": 0.1},
+}
 
 
-def options_table(
-    lr: float = 1e-2,
-    betas: tuple[float, float] = (0.9, 0.999),
-    eps: float = 1e-8,
-    weight_decay: float = 0.1,
-    maximize: bool = False,
-    decoupled: bool = True,
-    amsgrad: bool = False,
-) -> Tensor:
-    row = [lr, *betas, eps, weight_decay, float(maximize), float(decoupled), float(amsgrad)]
-    return torch.tensor([row], dtype=torch.float64)
+def group_of(rule: Rule = ADAM, **config: Any) -> dict[str, Any]:
+    return {**rule.defaults, **USUAL[rule.name], **config}
+
+
+def options_table(rule: Rule = ADAM, **config: Any) -> Tensor:
+    """One row."""
+    group = group_of(rule, **config)
+    rule.check(group)
+    return torch.tensor([[float(column.of(group)) for column in rule.columns]], dtype=torch.float64)
 
 
 def moment_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -43,18 +51,23 @@ def segments_of(*numels: int, gap: int = 0) -> Tensor:
 
 @dataclass
 class Shard:
-    """One shard with random contents. ``step`` updates were made before."""
+    """One shard with random contents. ``step`` updates were made before.
+
+    ``config``: what its param groups say beside what is usual, which decides on the states that are kept. They are
+    attributes by their keys.
+    """
 
     numel: int
     dtype: torch.dtype = torch.float32
     grad_dtype: torch.dtype | None = None
     master_kind: str | None = None
-    amsgrad: bool = False
+    config: Mapping[str, Any] = field(default_factory=dict)
     step: int = 0
     seed: int = 0
     grad_size: float = 1.0
     segments: Tensor = field(default_factory=lambda: torch.empty(0, 5))
     state_dtype: torch.dtype = torch.float32  # torch.uint8: 8-bit codes; of fp64 parameters always float64
+    rule: Rule = ADAM
 
     def __post_init__(self) -> None:
         generator = torch.Generator().manual_seed(self.seed)
@@ -66,10 +79,14 @@ class Shard:
         exact = random().to(wide)
         self.param = exact.to(self.dtype)
         self.grad = random(self.grad_size).to(self.grad_dtype or self.dtype)
-        started = self.step > 0
-        self.exp_avg = (random(0.1 * self.grad_size) * started).to(wide)
-        self.exp_avg_sq = (random(self.grad_size).square() * 0.1 * started).to(wide)
-        self.max_exp_avg_sq = (self.exp_avg_sq * 1.5).to(wide) if self.amsgrad else None
+        for spec in self.kept:
+            if spec.signed:
+                values = random(0.1 * self.grad_size)
+            elif spec.when:  # the largest of the state before it
+                values = getattr(self, self.kept[-2].key).double() * 1.5
+            else:
+                values = random(self.grad_size).square() * 0.1
+            setattr(self, spec.key, (values * (self.step > 0)).to(wide))
         self.master: Tensor | None = None
         if self.master_kind == "fp32":
             self.master = exact
@@ -82,30 +99,36 @@ class Shard:
         self.scales: list[Tensor] = []
         self.store_as(wide if wide is torch.float64 else self.state_dtype)
 
+    @property
+    def kept(self) -> list[StateSpec]:
+        return self.rule.wanted([group_of(self.rule, **self.config)])
+
+    @property
+    def states(self) -> dict[str, Tensor]:
+        return {spec.key: getattr(self, spec.key) for spec in self.kept}
+
     def store_as(self, dtype: torch.dtype) -> None:
-        """Rounds the moments to what they are stored in. In 8 bits they become any codes, with scales of their size."""
+        """Rounds the states to what they are stored in. In 8 bits they become any codes, with scales of their size."""
         generator = torch.Generator().manual_seed(self.seed)
         codes = torch.randint(0, 256, (self.numel,), generator=generator, dtype=torch.uint8)
-        for name in stored.EXP_AVG, stored.EXP_AVG_SQ, stored.MAX_EXP_AVG_SQ:
-            values = getattr(self, name)
-            if values is None:
-                continue
+        for spec in self.kept:
+            values = getattr(self, spec.key)
             if dtype is torch.uint8:
                 scales = values[:: stored.BLOCK].clone(memory_format=torch.contiguous_format)
-                self.scales.append(scales if name == stored.EXP_AVG else scales.abs())
-                setattr(self, name, codes * bool(self.step))
+                self.scales.append(scales if spec.signed else scales.abs())
+                setattr(self, spec.key, codes * bool(self.step))
             else:
-                setattr(self, name, values.to(dtype))
+                setattr(self, spec.key, values.to(dtype))
 
-    def wide_moments(self) -> dict[str, Tensor]:
-        """The moments as they are computed with."""
+    def wide_states(self) -> dict[str, Tensor]:
+        """The states as they are computed with."""
         found = {}
-        for place, name in enumerate((stored.EXP_AVG, stored.EXP_AVG_SQ, stored.MAX_EXP_AVG_SQ)):
-            values = getattr(self, name)
-            if values is not None and values.dtype is torch.uint8:
-                found[name] = stored.decode(values, self.scales[place], signed=name == stored.EXP_AVG)
-            elif values is not None:
-                found[name] = values.to(moment_dtype(self.dtype))
+        for place, spec in enumerate(self.kept):
+            values = getattr(self, spec.key)
+            if values.dtype is torch.uint8:
+                found[spec.key] = stored.decode(values, self.scales[place], spec.signed)
+            else:
+                found[spec.key] = values.to(moment_dtype(self.dtype))
         return found
 
     def exact(self) -> Tensor:
@@ -115,24 +138,24 @@ class Shard:
             return join(self.param, self.master)
         return self.param.to(moment_dtype(self.dtype)) if self.master is None else self.master
 
-    def adam(self, options: Tensor, grad_scale: float | None = None) -> None:
-        scale = None
-        if grad_scale is not None:
-            scale = torch.tensor(grad_scale, dtype=torch.float64).to(self.param.device)
-        self.adam_together([self], options, scale)
+    def update(self, options: Tensor | None = None, grad_scale: float | None = None) -> None:
+        """One step. Without ``options``, with those of its own ``config``."""
+        device = self.param.device
+        scale = None if grad_scale is None else torch.tensor(grad_scale, dtype=torch.float64).to(device)
+        own = options_table(self.rule, **self.config).to(device) if options is None else options
+        self.update_together([self], own, scale)
 
     @staticmethod
-    def adam_together(shards: Sequence[Shard], options: Tensor, grad_scale: Tensor | None) -> None:
-        ops.update_("adam", [s.for_op() for s in shards], options, grad_scale)
+    def update_together(shards: Sequence[Shard], options: Tensor, grad_scale: Tensor | None) -> None:
+        ops.update_(shards[0].rule.name, [s.for_op() for s in shards], options, grad_scale)
 
     def for_op(self) -> ops.Shard:
-        state = [t for t in (self.exp_avg, self.exp_avg_sq, self.max_exp_avg_sq) if t is not None]
         tables = (self.segments, self.present, self.steps)
-        return ops.Shard(self.param, self.master, self.grad, state, self.scales, *tables)
+        return ops.Shard(self.param, self.master, self.grad, list(self.states.values()), self.scales, *tables)
 
     def tensors(self) -> list[Tensor]:
-        everything = [self.param, self.master, self.exp_avg, self.exp_avg_sq, self.max_exp_avg_sq, self.steps]
-        return [t for t in everything if t is not None] + self.scales
+        master = [] if self.master is None else [self.master]
+        return [self.param, *master, *self.states.values(), self.steps, *self.scales]
 
 
 def split(master: Tensor) -> tuple[Tensor, Tensor]:

@@ -10,9 +10,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.kernels.rule import VARIANTS
 from tests.kernels.shards import Shard, options_table, same_bits, segments_of
-from tests.kernels.update_arguments import byte, coded, listed, update_arguments
+from tests.kernels.update_arguments import REFUSED_UPDATES, byte, coded, update_arguments
 from zerox import _C, ops
+from zerox.rules.lion import LION
+from zerox.rules.sgd import SGD
 
 
 def words() -> Tensor:
@@ -29,6 +32,11 @@ CALLS: dict[str, Callable[[], tuple[Any, ...]]] = {
     "update_": update_arguments,
     "update_ in 8 bits": coded,
     "update_ of two": lambda: update_arguments(2),
+    "update_ by sgd": lambda: update_arguments(rule=SGD),
+    "update_ by sgd without a state": lambda: update_arguments(
+        rule=SGD, state=[], options=options_table(SGD, momentum=0.0)
+    ),
+    "update_ by lion": lambda: update_arguments(rule=LION),
 }
 
 
@@ -149,122 +157,7 @@ REFUSED: dict[str, tuple[str, Callable[[], tuple[Any, ...]], str]] = {
     "the value of order 0": ("norm_value", lambda: (words(), 0.0), "`p` must be positive, got 0"),
     "norm of order 0": ("norm_", lambda: (words(), torch.ones(8), segments_of(8), 0.0), "`p` must be positive, got 0"),
     "few words": ("norm_value", lambda: (words()[:5], 2.0), "`words` must have"),
-    "a float64 gradient": (
-        "update_",
-        lambda: update_arguments(grad=torch.zeros(64, dtype=torch.float64)),
-        "`grad` must not be",
-    ),
-    "a short gradient": (
-        "update_",
-        lambda: update_arguments(grad=torch.zeros(63)),
-        "`grad` must have 64 elements, got 63",
-    ),
-    "a half moment": ("update_", lambda: update_arguments(state=[torch.zeros(64).half()] * 2), "`state` must be Float"),
-    "a master beside fp32": ("update_", lambda: update_arguments(master=[torch.zeros(64)]), "`master` must be"),
-    "moments of two dtypes": (
-        "update_",
-        lambda: update_arguments(state=[torch.zeros(64).bfloat16(), torch.zeros(64)]),
-        "`state` must be BFloat16, got Float",
-    ),
-    "bfloat16 moments of float64": (
-        "update_",
-        lambda: update_arguments(param=torch.zeros(64).double(), state=[torch.zeros(64).bfloat16()] * 2),
-        "`state` must be Double beside a Double parameter, got BFloat16",
-    ),
-    "scales beside float32": (
-        "update_",
-        lambda: update_arguments(scales=[torch.zeros(1)]),
-        "`scales` must be 0 tensors beside 2 of Float, got 1",
-    ),
-    "codes without scales": ("update_", lambda: coded(scales=[]), "`scales` must be 2 tensors beside 2 of Byte"),
-    "a scale too few": ("update_", lambda: coded(scales=[torch.zeros(2), torch.zeros(1)]), "`scales` must have 2 elem"),
-    "scales of halves": ("update_", lambda: coded(scales=[torch.zeros(2).half()] * 2), "`scales` must be Float, got"),
-    "no scale for part of a block": (
-        "update_",
-        lambda: coded(numel=300, scales=[torch.zeros(1)] * 2),
-        "`scales` must have 2 elem",
-    ),
-    "codes that start inside a block": (
-        "update_",
-        lambda: coded(segments=torch.tensor([[16, 300, 0, 0, 0]])),
-        "`segments` row 0 starts at 16 of the shard and 0 of its parameter: 8-bit states need multiples of 256",
-    ),
-    "codes of a parameter cut inside a block": (
-        "update_",
-        lambda: coded(segments=torch.tensor([[256, 512, 0, 0, 100]])),
-        "`segments` row 0 starts at 256 of the shard and 100 of its parameter",
-    ),
-    "options of another width": (
-        "update_",
-        lambda: update_arguments(options=torch.zeros(1, 7, dtype=torch.float64)),
-        "`options` must be",
-    ),
-    "a missing row of options": (
-        "update_",
-        lambda: update_arguments(segments=torch.tensor([[0, 64, 1, 0, 0]])),
-        "names options 1 of 1",
-    ),
-    "amsgrad without its state": (
-        "update_",
-        lambda: update_arguments(options=options_table(amsgrad=True)),
-        "`state` must be 3 tensors a shard for options row 0, got 2",
-    ),
-    "a scale of no elements": (
-        "update_",
-        lambda: update_arguments(grad_scale=torch.zeros(0, dtype=torch.float64)),
-        "`grad_scale` must have 1 elements, got 0",
-    ),
-    "a gradient with gaps": (
-        "update_",
-        lambda: update_arguments(grad=torch.zeros(128)[::2]),
-        "`grad` must be contiguous",
-    ),
-    "a moment with gaps": (
-        "update_",
-        lambda: update_arguments(state=[torch.zeros(64), torch.zeros(128)[::2]]),
-        "`state` must be contiguous",
-    ),
-    "presence of floats": (
-        "update_",
-        lambda: update_arguments(present=torch.ones(1)),
-        "`present` must be Byte, got Float",
-    ),
-    "more counts than segments": (
-        "update_",
-        lambda: update_arguments(steps=torch.zeros(2, dtype=torch.int64)),
-        "`steps` must have 1 elements, got 2",
-    ),
-    "a gradient too few": (
-        "update_",
-        lambda: listed(grad=[torch.zeros(64)]),
-        "`grad` must be 2 tensors, got 1",
-    ),
-    "one master for two": (
-        "update_",
-        lambda: listed(master=[torch.zeros(64)]),
-        "`master` must be 2 tensors, got 1",
-    ),
-    "three scales for two": (
-        "update_",
-        lambda: listed(scales=[torch.zeros(1)] * 3),
-        "`scales` must be as many for each of 2 shards, got 3",
-    ),
-    "three moments for two": (
-        "update_",
-        lambda: listed(state=[torch.zeros(64)] * 3),
-        "`state` must be as many for each of 2 shards, got 3",
-    ),
-    "one moment": (
-        "update_",
-        lambda: update_arguments(state=[torch.zeros(64)]),
-        "`state` must be 2 to 3 tensors a shard for adam, got 1",
-    ),
-    "an unknown rule": ("update_", lambda: listed(rule="sgd"), "`rule` must be adam, got sgd"),
-    "a float32 scale": (
-        "update_",
-        lambda: update_arguments(grad_scale=torch.tensor(1.0)),
-        "`grad_scale` must be Double",
-    ),
+    **REFUSED_UPDATES,
 }
 
 
@@ -297,14 +190,16 @@ def everything(dtype: torch.dtype) -> list[Tensor]:
     """The results of all kernels on shards large enough for several threads."""
     segments = segments_of(100_000, 17, 70_001, gap=5)
     numel = int(segments[-1, 1])
-    shard = Shard(numel, dtype, segments=segments)
+    shards = [Shard(numel, dtype, segments=segments, rule=rule, config=config) for rule, config in VARIANTS]
+    shard = shards[0]
     flat = torch.empty(numel + 100, dtype=torch.bfloat16)
     ops.flatten_(flat, [shard.grad], torch.tensor([[0, 0, 50, numel]]), torch.tensor([3]))
     reduced, sums, norm = torch.empty_like(shard.grad), words(), words()
     ops.reduce_(reduced, sums, [shard.grad, shard.grad * 2], segments, byte(3) * 0, 2, False)
     ops.norm_(norm, shard.grad, segments, 1.0)
-    shard.adam(options_table(), grad_scale=0.5)
-    return [flat, reduced, sums, norm, *shard.tensors()]
+    for each in shards:
+        each.update(grad_scale=0.5)
+    return [flat, reduced, sums, norm, *(tensor for each in shards for tensor in each.tensors())]
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)

@@ -10,10 +10,12 @@ import pytest
 import torch
 
 from bench.trace import profile_all_threads, ranges_of
+from tests.kernels.rule import VARIANT_IDS, VARIANTS
 from tests.kernels.shards import Shard, options_table, same_bits, segments_of
 from zerox import ops
 from zerox.flow.update import LEAST_IN_A_LAUNCH, launches, ranges, update
 from zerox.rules.adam import ADAM
+from zerox.rules.rule import Rule
 
 KINDS = [
     (torch.float64, None, torch.float32),
@@ -25,30 +27,32 @@ KINDS = [
 ]
 
 
-def shards_of(dtype: torch.dtype, master: str | None, state_dtype: torch.dtype, amsgrad: bool) -> list[Shard]:
+def shards_of(
+    dtype: torch.dtype, master: str | None, state_dtype: torch.dtype, rule: Rule, config: dict[str, Any]
+) -> list[Shard]:
     found = []
     for seed, numels in enumerate([(256, 5000), (1,), (70_000,), ()]):
         segments = segments_of(*numels) if len(numels) > 0 else torch.zeros(1, 5, dtype=torch.int64)
         own: dict[str, Any] = {"segments": segments, "master_kind": master, "state_dtype": state_dtype}
-        found.append(Shard(sum(numels), dtype, step=seed + 1, seed=seed, amsgrad=amsgrad, **own))
+        found.append(Shard(sum(numels), dtype, step=seed, seed=seed, rule=rule, config=config, **own))
     return found
 
 
-@pytest.mark.parametrize("amsgrad", [False, True], ids=["", "amsgrad"])
+@pytest.mark.parametrize(("rule", "config"), VARIANTS, ids=VARIANT_IDS)
 @pytest.mark.parametrize(("dtype", "master", "state_dtype"), KINDS, ids=str)
 def test_many_at_once_have_the_bits_of_each_alone(
-    dtype: torch.dtype, master: str | None, state_dtype: torch.dtype, amsgrad: bool
+    dtype: torch.dtype, master: str | None, state_dtype: torch.dtype, rule: Rule, config: dict[str, Any]
 ) -> None:
-    together = shards_of(dtype, master, state_dtype, amsgrad)
+    together = shards_of(dtype, master, state_dtype, rule, config)
     alone = copy.deepcopy(together)
-    options = options_table(amsgrad=amsgrad)
+    options = options_table(rule, **config)
     for shard in alone:
-        shard.adam(options, 0.5)
-    Shard.adam_together(together, options, torch.tensor(0.5, dtype=torch.float64))
+        shard.update(options, 0.5)
+    Shard.update_together(together, options, torch.tensor(0.5, dtype=torch.float64))
     for ours, theirs in zip(together, alone, strict=True):
         for a, b in zip(ours.tensors(), theirs.tensors(), strict=True):
             assert same_bits(a, b)
-    assert not same_bits(together[0].param, shards_of(dtype, master, state_dtype, amsgrad)[0].param)
+    assert not same_bits(together[0].param, shards_of(dtype, master, state_dtype, rule, config)[0].param)
 
 
 def test_shards_of_one_kind_are_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -60,10 +64,10 @@ def test_shards_of_one_kind_are_one_call(monkeypatch: pytest.MonkeyPatch) -> Non
 
     kinds = [(torch.float32, None), (torch.float32, None), (torch.bfloat16, "remainder"), (torch.float32, None)]
     mixed = [Shard(300, dtype, master_kind=master, step=2, seed=i) for i, (dtype, master) in enumerate(kinds)]
-    mixed += [Shard(300, step=2, grad_dtype=torch.bfloat16), Shard(300, step=2, amsgrad=True)]
+    mixed += [Shard(300, step=2, grad_dtype=torch.bfloat16), Shard(300, step=2, config={"amsgrad": True})]
     expected = copy.deepcopy(mixed)
     for shard in expected:
-        shard.adam(options_table())
+        shard.update(options_table())
     calls.clear()
     update(ADAM, [each.for_op() for each in mixed], options_table(), None)
     assert calls == [2, 1, 1, 1, 1]
@@ -72,7 +76,7 @@ def test_shards_of_one_kind_are_one_call(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def buckets_of(*numels: int, device: str = "meta") -> list[Any]:
-    return [SimpleNamespace(param_shard=torch.empty(numel, device=device)) for numel in numels]
+    return [SimpleNamespace(param_shard=torch.empty(numel, device=device), rule=ADAM) for numel in numels]
 
 
 def test_small_buckets_go_together_in_the_order_of_their_gathers() -> None:

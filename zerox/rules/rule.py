@@ -77,4 +77,4 @@ def check_flags(flags: Mapping[str, Any]) -> None:
         raise RuntimeError("`fused` does not support `differentiable`")
     combinations.check({name: {str(bool(flags.get(name)))} for name in ("foreach", "fused")})
     if flags.get("differentiable"):
-        raise ValueError("differentiable=True: zerox updates parameters below autograd; use torch.optim.AdamW for that")
+        raise ValueError("differentiable=True: zerox updates below autograd; use an optimizer of torch.optim for that")

@@ -14,13 +14,22 @@ from tests.gpu.twins import (
     Fences,
     in_blocks,
     mixed_options,
+    num_fitting,
     ragged_segments,
     same_bits_but_nan,
     strew,
     twin_of,
 )
-from tests.kernels.rule import CONFIGS, MASTERS, assert_one_step_is_the_rule
-from tests.kernels.shards import DTYPES, Shard, options_table, same_bits, segments_of
+from tests.kernels.rule import (
+    CONFIG_IDS,
+    EVERY_CONFIG,
+    MASTERS,
+    VARIANT_IDS,
+    VARIANTS,
+    assert_one_step_is_the_rule,
+)
+from tests.kernels.shards import DTYPES, RULES, Shard, options_table, same_bits, segments_of
+from zerox.rules.rule import Rule
 
 KINDS = [(torch.float64, None), (torch.float32, None), *MASTERS]
 # Every gradient beside every parameter, but for fp64 ones beside narrower parameters, which are refused.
@@ -32,6 +41,7 @@ COMBINATIONS = [
 ]
 
 NARROW = [each for each in COMBINATIONS if each[0] is not torch.float64]
+each_rule = pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.name)
 
 
 def ragged_shard(
@@ -39,15 +49,17 @@ def ragged_shard(
     dtype: torch.dtype,
     master: str | None,
     grad_dtype: torch.dtype,
-    amsgrad: bool,
+    variant: tuple[Rule, dict[str, Any]],
     state_dtype: torch.dtype = torch.float32,
 ) -> Shard:
     """Segments of all lengths, some absent, each with options and a step count of its own."""
     rng, generator = random.Random(seed), torch.Generator().manual_seed(seed)
-    segments, numel = ragged_segments(rng, groups=4 if amsgrad else 2)
+    rule, config = variant
+    segments, numel = ragged_segments(rng, groups=num_fitting(rule, config))
     if state_dtype is torch.uint8:
         segments, numel = in_blocks(segments)
-    shard = Shard(numel, dtype, grad_dtype, master, amsgrad, 1, seed, segments=segments, state_dtype=state_dtype)
+    own: dict[str, Any] = {"segments": segments, "state_dtype": state_dtype, "rule": rule}
+    shard = Shard(numel, dtype, grad_dtype, master, config, 1, seed, **own)
     strew(shard.grad, generator)
     if master is None:
         strew(shard.param, generator)
@@ -60,15 +72,15 @@ def assert_same_step(shard: Shard, options: torch.Tensor, grad_scale: float | No
     fences = Fences(device)
     twin = twin_of(shard, fences, offset)
     before = [tensor.clone() for tensor in shard.tensors()]
-    shard.adam(options, grad_scale)
-    twin.adam(options.to(device), grad_scale)
+    shard.update(options, grad_scale)
+    twin.update(options.to(device), grad_scale)
     for ours, theirs in zip(twin.tensors(), shard.tensors(), strict=True):
         assert same_bits(ours.cpu(), theirs)
     fences.check()
     assert not all(same_bits(old, new) for old, new in zip(before, shard.tensors(), strict=True))
 
 
-@pytest.mark.parametrize("amsgrad", [False, True], ids=["", "amsgrad"])
+@pytest.mark.parametrize(("rule", "config"), VARIANTS, ids=VARIANT_IDS)
 @pytest.mark.parametrize("offset", [0, 1, 3], ids=["aligned", "off by 1", "off by 3"])
 @pytest.mark.parametrize(("dtype", "master", "grad_dtype"), COMBINATIONS, ids=str)
 def test_a_step_has_the_cpu_kernel_s_bits(
@@ -78,14 +90,15 @@ def test_a_step_has_the_cpu_kernel_s_bits(
     master: str | None,
     grad_dtype: torch.dtype,
     offset: int,
-    amsgrad: bool,
+    rule: Rule,
+    config: dict[str, Any],
 ) -> None:
-    shard = ragged_shard(seed, dtype, master, grad_dtype, amsgrad)
+    shard = ragged_shard(seed, dtype, master, grad_dtype, (rule, config))
     grad_scale = random.Random(seed).choice([None, 1.0, 0.37, 1 / 1024])
-    assert_same_step(shard, mixed_options(), grad_scale, offset, device)
+    assert_same_step(shard, mixed_options(rule), grad_scale, offset, device)
 
 
-@pytest.mark.parametrize("amsgrad", [False, True], ids=["", "amsgrad"])
+@pytest.mark.parametrize(("rule", "config"), VARIANTS, ids=VARIANT_IDS)
 @pytest.mark.parametrize("offset", [0, 1], ids=["aligned", "off by 1"])
 @pytest.mark.parametrize("state_dtype", [torch.bfloat16, torch.uint8], ids=str)
 @pytest.mark.parametrize(("dtype", "master", "grad_dtype"), NARROW, ids=str)
@@ -97,10 +110,11 @@ def test_with_smaller_moments_too(
     grad_dtype: torch.dtype,
     state_dtype: torch.dtype,
     offset: int,
-    amsgrad: bool,
+    rule: Rule,
+    config: dict[str, Any],
 ) -> None:
-    shard = ragged_shard(seed, dtype, master, grad_dtype, amsgrad, state_dtype)
-    assert_same_step(shard, mixed_options(), 0.37, offset, device)
+    shard = ragged_shard(seed, dtype, master, grad_dtype, (rule, config), state_dtype)
+    assert_same_step(shard, mixed_options(rule), 0.37, offset, device)
 
 
 @pytest.mark.parametrize("numel", [1, 2, 7, 8, 9, 2047, 2048, 2049, 100_003])
@@ -122,17 +136,19 @@ def test_more_tiles_than_fit_on_a_device_at_a_time(
 
 @pytest.mark.parametrize("state_dtype", [torch.float32, torch.bfloat16, torch.uint8], ids=str)
 @pytest.mark.parametrize(("dtype", "master"), KINDS[1:], ids=str)
+@each_rule
 def test_shards_of_all_sizes_together_have_the_bits_of_each_alone(
-    device: torch.device, seed: int, dtype: torch.dtype, master: str | None, state_dtype: torch.dtype
+    device: torch.device, seed: int, dtype: torch.dtype, master: str | None, state_dtype: torch.dtype, rule: Rule
 ) -> None:
     """More of them than one launch takes, with large ones among them, and an empty one."""
     rng = random.Random(seed)
-    options, fences = mixed_options()[:2], Fences(device)
+    fences = Fences(device)
+    options = mixed_options(rule)[: num_fitting(rule, {})]
     grad_scale = torch.tensor(0.37, dtype=torch.float64)
     sizes = [*(rng.randrange(1, 40_000) for _ in range(27)), 0, 1_000_003, 300_000]
     rng.shuffle(sizes)
     shards = [
-        Shard(numel, dtype, master_kind=master, step=rng.randrange(1, 9), seed=seed + i, state_dtype=state_dtype)
+        Shard(numel, dtype, None, master, {}, rng.randrange(9), seed + i, state_dtype=state_dtype, rule=rule)
         for i, numel in enumerate(sizes)
     ]
     for shard in shards:
@@ -140,8 +156,8 @@ def test_shards_of_all_sizes_together_have_the_bits_of_each_alone(
         shard.present[0] = rng.random() < 0.9
     twins = [twin_of(shard, fences, rng.choice([0, 0, 1])) for shard in shards]
     for shard in shards:
-        shard.adam(options, 0.37)
-    Shard.adam_together(twins, options.to(device), grad_scale.to(device))
+        shard.update(options, 0.37)
+    Shard.update_together(twins, options.to(device), grad_scale.to(device))
     for shard, twin in zip(shards, twins, strict=True):
         for ours, theirs in zip(twin.tensors(), shard.tensors(), strict=True):
             assert same_bits(ours.cpu(), theirs)
@@ -169,7 +185,7 @@ def test_without_elements_segments_or_gradients_nothing_changes(device: torch.de
     for shard in (Shard(0), no_segments, absent):
         fences = Fences(device)
         twin = twin_of(shard, fences)
-        twin.adam(options_table().to(device))
+        twin.update(options_table().to(device))
         for name in ("param", "exp_avg", "exp_avg_sq"):
             assert same_bits(getattr(twin, name).cpu(), getattr(shard, name))
         counted = [1] if shard.numel == 0 else [0] * len(shard.steps)  # an empty parameter may have a gradient
@@ -186,43 +202,47 @@ def test_many_segments_as_a_model_of_many_layers_has(device: torch.device, seed:
     assert_same_step(shard, options_table(), None, 0, device)
 
 
+@each_rule
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
 @pytest.mark.parametrize(("dtype", "master"), KINDS, ids=str)
 def test_nan_and_infinity_end_where_they_do_on_the_cpu(
-    device: torch.device, seed: int, dtype: torch.dtype, master: str | None, value: float
+    device: torch.device, seed: int, dtype: torch.dtype, master: str | None, value: float, rule: Rule
 ) -> None:
-    shard = Shard(5000, dtype, master_kind=master, step=2, seed=seed)
+    shard = Shard(5000, dtype, master_kind=master, step=2, seed=seed, rule=rule)
     shard.grad[::17] = value
-    shard.exp_avg_sq[::31] = torch.inf
+    *_, last = shard.states.values()
+    last[::31] = torch.inf
+    last[::13] = -0.0
     twin = twin_of(shard, Fences(device))
-    shard.adam(options_table())
-    twin.adam(options_table().to(device))
-    assert torch.isnan(shard.exact()[0])
+    shard.update()
+    twin.update()
+    assert not torch.isfinite(shard.states[shard.kept[0].key][0])
     assert same_bits_but_nan(twin.exact(), shard.exact())
-    for name in ("param", "exp_avg", "exp_avg_sq"):
+    for name in ("param", *shard.states):
         assert same_bits_but_nan(getattr(twin, name), getattr(shard, name))
 
 
 @pytest.mark.parametrize("grad_dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+@pytest.mark.parametrize(("rule", "config"), EVERY_CONFIG, ids=CONFIG_IDS)
 @pytest.mark.parametrize(("dtype", "master"), KINDS[1:], ids=str)
 def test_one_step_is_the_rule_in_float64_up_to_fp32_arithmetic(
     device: torch.device,
     seed: int,
     dtype: torch.dtype,
     master: str | None,
+    rule: Rule,
     config: dict[str, Any],
     grad_dtype: torch.dtype,
 ) -> None:
-    shard = Shard(5_003, dtype, grad_dtype, master, config.get("amsgrad", False), step=7, seed=seed)
-    assert_one_step_is_the_rule(twin_of(shard, Fences(device)), config)
+    shard = Shard(5_003, dtype, grad_dtype, master, config, step=7, seed=seed, rule=rule)
+    assert_one_step_is_the_rule(twin_of(shard, Fences(device)))
 
 
 def test_the_comparison_can_fail(device: torch.device, seed: int) -> None:
     shard = Shard(1000, seed=seed)
     twin = twin_of(shard, Fences(device))
-    twin.adam(options_table(lr=1e-2 * (1 + 1e-6)).to(device))
-    shard.adam(options_table(lr=1e-2))
+    twin.update(options_table(lr=1e-2 * (1 + 1e-6)).to(device))
+    shard.update(options_table(lr=1e-2))
     assert not same_bits(twin.param.cpu(), shard.param)
 
 
