@@ -77,7 +77,7 @@ class FusedShardedAdam(Engine):
         flags = {"foreach": foreach, "fused": fused, "differentiable": differentiable}
         super().__init__(
             params,
-            rules_of(adam.ADAM.name),
+            partial(rules_of, adam.ADAM.name),
             partial(adam.defaults, lr, betas, eps, weight_decay, amsgrad, maximize, decoupled_weight_decay, flags),
             partial(
                 Options,

@@ -62,10 +62,13 @@ class Options:
             raise ValueError(f"master_weights must be one of {MASTER_WEIGHTS}, got {self.master_weights!r}")
         self.check_pairs({})
 
-    def check_group(self, group: Mapping[str, Any]) -> None:
-        """ValueError for an option of the whole optimizer in a param group, unless it says what holds in any case."""
+    def check_group(self, group: Mapping[str, Any], of_rule: Collection[str]) -> None:
+        """ValueError for an option of the whole optimizer in a param group, unless it says what holds in any case.
+
+        ``of_rule``: options of the group's rule, which may have one of these names.
+        """
         for name in OF_OPTIMIZER:
-            if name in group and (name == "process_group" or group[name] != getattr(self, name)):
+            if name in group and name not in of_rule and (name == "process_group" or group[name] != getattr(self, name)):
                 raise ValueError(
                     f"{name}={group[name]!r} in a param group would have no effect: it is an option of the whole "
                     f"optimizer, pass {name} to its constructor"

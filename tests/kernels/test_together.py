@@ -72,7 +72,7 @@ def test_shards_of_one_kind_are_one_call(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def buckets_of(*numels: int, device: str = "meta") -> list[Any]:
-    return [SimpleNamespace(param_shard=torch.empty(numel, device=device)) for numel in numels]
+    return [SimpleNamespace(param_shard=torch.empty(numel, device=device), rule=ADAM) for numel in numels]
 
 
 def test_small_buckets_go_together_in_the_order_of_their_gathers() -> None:
