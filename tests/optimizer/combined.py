@@ -18,7 +18,7 @@ from tests.optimizer.masters import exact_values, parts_of, rounded
 from tests.optimizer.models import mean_over_ranks, memory_order, watch_gradients
 from tests.optimizer.test_parity import MOMENTS, torch_step
 from tests.tolerances import assert_one_step_bound, assert_stored_bound
-from zerox import FusedShardedAdam
+from zerox import FusedShardedAdam, ShardedOptimizer
 from zerox.grad_dtype import NARROW
 from zerox.plan import combinations
 from zerox.plan.combinations import CHOICES, But, Refused, Setting, pairs, some, verdict
@@ -34,12 +34,21 @@ WORDS: dict[str, dict[str, Any]] = {  # values that are not written as Python ha
     "bucket_cap_mb": {"a number": 0.004},
     "lr": {"a number": RATE, "a tensor": RATE},
 }
-ELSEWHERE = ("parameters", "device", "backend", "ZEROX_EXCHANGE", "overlap_gather")  # no argument says these
+ELSEWHERE = (
+    "optimizer",
+    "parameters",
+    "device",
+    "backend",
+    "ZEROX_EXCHANGE",
+    "overlap_gather",
+)  # no argument says these
 # What must not change a bit. (An optimizer alone has gradients of its own rank: that is another training.)
 NEUTRAL = (
     "stage", "device", "backend", "ZEROX_EXCHANGE", "bucket_cap_mb", "capturable", "overlap_gather", "lr", "foreach",
     "fused",
 )  # fmt: skip
+# But torch's own classes have a path, and other last bits, for each of these.
+OF_CLASS = ("lr", "foreach", "fused")
 # What has an effect on 16-bit parameters only is tried with these.
 FOR_16_BITS = {
     *some("accumulate_dtype", "torch.float32"),
@@ -83,6 +92,11 @@ def needs_accelerator(way: Way) -> bool:
     return way["device"] != "cpu"
 
 
+def is_inner(way: Way) -> bool:
+    """Whether torch's own class updates. The fake accelerator does not know its operators: tests/gpu has such ways."""
+    return way["optimizer"] == combinations.SHARDED
+
+
 def ways(accelerator: bool, asked: Sequence[Pair] | None = None) -> list[Way]:
     """A training for each of these pairs, or for each that is not refused, none twice, with its plain twin.
 
@@ -93,15 +107,16 @@ def ways(accelerator: bool, asked: Sequence[Pair] | None = None) -> list[Way]:
         way = way_of(*pair)
         assert way is not None, f"{pair[0]} and {pair[1]} are not refused, and go with no values of the others"
         for each in (way, plain_twin(way)):
-            if needs_accelerator(each) is accelerator:
+            if needs_accelerator(each) is accelerator and not (accelerator and is_inner(each)):
                 found[tuple(each.values())] = each
     return list(found.values())
 
 
 def plain_twin(way: Way) -> Way:
     """The training whose bits it has to have."""
-    kept = [Setting(*item) for item in way.items() if item[0] not in NEUTRAL]
-    defaults = [Setting(name, CHOICES[name].values[0]) for name in NEUTRAL]
+    neutral = [name for name in NEUTRAL if not (is_inner(way) and name in OF_CLASS)]
+    kept = [Setting(*item) for item in way.items() if item[0] not in neutral]
+    defaults = [Setting(name, CHOICES[name].values[0]) for name in neutral]
     twin = way_of(*kept, *defaults)
     assert twin is not None
     return twin
@@ -119,6 +134,22 @@ def _made(option: str, value: str) -> Any:
     if value in WORDS.get(option, {}):
         return WORDS[option][value]
     return getattr(torch, value[6:]) if value.startswith("torch.") else ast.literal_eval(value)
+
+
+def build(params: Any, way: Way, **options: Any) -> FusedShardedAdam | ShardedOptimizer:
+    made: FusedShardedAdam | ShardedOptimizer
+    made = (ShardedOptimizer if is_inner(way) else FusedShardedAdam)(params, **of_optimizer(way, options))
+    return made
+
+
+def of_optimizer(way: Way, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Torch's class has no options that only the fused optimizers have: where they are at their defaults."""
+    if not is_inner(way):
+        return dict(options)
+    of_fused = ("state_dtype", "accumulate_dtype", "capturable")
+    left_out = [name for name in of_fused if name in options and way[name] == CHOICES[name].values[0]]
+    others = {name: value for name, value in options.items() if name not in left_out}
+    return {"optimizer_class": torch.optim.Adam, **others}
 
 
 MASTERS = {  # by what is asked for and the parameters; others keep none
@@ -161,7 +192,7 @@ class Training:
         options = {"weight_decay": 0.125, **arguments(way)}
         if isinstance(options["lr"], Tensor):
             options["lr"] = options["lr"].to(self.device)
-        self.optimizer = FusedShardedAdam(self.model.named_parameters(), **options)
+        self.optimizer = build(self.model.named_parameters(), way, **options)
         if way["overlap_gather"] == "called":
             self.optimizer.overlap_gather(self.model)
         self.check_in_effect()
@@ -175,10 +206,13 @@ class Training:
         assert (len(inside.buckets) > len(forms)) is (way["bucket_cap_mb"] == "a number")
         moments = {"torch.float32": torch.float32, "torch.bfloat16": torch.bfloat16, '"8bit"': torch.uint8}
         expected = torch.float64 if self.dtype is torch.float64 else moments[way["state_dtype"]]
+        if is_inner(way) and way["master_weights"] == "None":
+            expected = self.dtype
         assert first.state["exp_avg"].values.dtype is first.state["exp_avg_sq"].values.dtype is expected
         assert ("max_exp_avg_sq" in first.state) is (way["amsgrad"] == "True")
         master = None if first.master is None else first.master.spec.key
-        assert master == MASTERS[way["master_weights"]].get(way["parameters"])
+        expected_master = MASTERS[way["master_weights"]].get(way["parameters"])
+        assert master == ("master" if expected_master and is_inner(way) else expected_master)
         widened = self.dtype in NARROW and way["accumulate_dtype"] == "torch.float32"
         assert first.grad_dtype is (torch.float32 if widened else self.dtype)
 
@@ -224,7 +258,8 @@ def trained(rank: int, world_size: int, many: Sequence[Way]) -> list[Any]:
 def train(rank: int, world_size: int, way: Way) -> tuple[str, str]:
     with exchange_of(way):
         training = Training(rank, way)
-        if way == plain_twin(way):
+        in_16_bits = is_inner(way) and way["master_weights"] == "None" and training.dtype in NARROW
+        if way == plain_twin(way) and not in_16_bits:  # the bound is for the rule in float32
             compare_with_torch(rank, world_size, training)
         else:
             training.run()

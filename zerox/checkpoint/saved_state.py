@@ -38,6 +38,9 @@ class SavedState:
         self.group_of = {name: group for group in host["groups"] for name in group["names"]}
         trained = {id(member.param) for bucket in self.buckets for member in bucket.members}
         self.trained = [member for member in optimizer.inside.members if id(member.param) in trained]
+        for member in self.trained:
+            if (group := self.group_of.get(names[member.number])) is not None:
+                self.rules[member.number].late(group)  # which may learn what a class keeps under the saved options
 
     def _key(self, member: Member, what: str) -> str:
         return f"{OPTIMIZER}{self.names[member.number]}.{what}"
@@ -72,9 +75,8 @@ class SavedState:
 
     def names_differ(self) -> list[str]:
         """Lines for tensors that are missing or not expected."""
-        needed = {self._key(member, what) for member in self.trained for what in self._needed(member)}
-        # Afterwards: rules may have learned from the saved groups what a class keeps under their options.
         known = {self._key(member, what) for member in self.trained for what, _, _ in self._expected(member)}
+        needed = {self._key(member, what) for member in self.trained for what in self._needed(member)}
         found = {name for name in self.saved if name.startswith(OPTIMIZER)}
         return [f"missing: {name}" for name in sorted(needed - found)] + [
             f"unexpected: {name}" for name in sorted(found - known)
