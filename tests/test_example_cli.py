@@ -26,12 +26,16 @@ BAD_OPTIONS = {
     "--data=no/such/file": "cannot read no/such/file: No such file or directory",
     "--nonsense": "--nonsense",
     "--batch=100000000": "--batch 100000000 and this model take ",
+    "--optimizer=Sophia": "--optimizer Sophia is none of adamw, sgd, lion, nor a class of torch.optim",
+    "--optimizer=lr_scheduler": "--optimizer lr_scheduler is none of adamw, sgd, lion, nor a class of torch.optim",
+    "--optimizer=RMSprop --state-dtype=8bit": "--state-dtype is for adamw, sgd, lion: RMSprop keeps its state as it",
+    "--optimizer=lion --compare": "torch.optim has no Lion",
 }
 
 
 @pytest.mark.parametrize("option", BAD_OPTIONS)
 def test_a_bad_option_ends_with_one_line_that_names_it(option: str) -> None:
-    ended = run(option, "--device=cpu", "--ranks=2")  # not torchrun's 45 lines for the two of them
+    ended = run(*option.split(), "--device=cpu", "--ranks=2")  # not torchrun's 45 lines for the two of them
     assert_refused(ended, BAD_OPTIONS[option])
 
 
@@ -58,6 +62,22 @@ def test_alone_it_trains_and_reports(text: Path) -> None:
     assert ended.returncode == 0, ended.stderr
     for expected in ("1 rank on cpu", "bytes per rank", "moments", "zerox: held-out loss", "\ndef "):
         assert expected in ended.stdout
+
+
+def test_a_class_that_can_t_be_sharded_is_refused_with_the_reason(text: Path) -> None:
+    assert_refused(run("--data", text, "--optimizer=Adafactor", *SMALLEST), "torch.optim.Adafactor can't be sharded")
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "lion", "RMSprop"])
+def test_it_trains_with_any_optimizer(text: Path, optimizer: str) -> None:
+    """Beside torch's own, where there is one."""
+    compare = [] if optimizer == "lion" else ["--compare", "--out", text.parent]
+    ended = run("--data", text, "--steps=3", "--optimizer", optimizer, *compare, *SMALLEST)
+    assert ended.returncode == 0, ended.stderr
+    if compare:
+        zerox, torch = json.loads((text.parent / "compare.json").read_text())["systems"]
+        assert zerox["loss"] == pytest.approx(torch["loss"], abs=1e-4)
+        assert zerox["memory_bytes"]["moments"] == pytest.approx(torch["memory_bytes"]["moments"], rel=0.1)
 
 
 def test_compared_on_two_ranks_the_curves_agree(text: Path, tmp_path: Path) -> None:

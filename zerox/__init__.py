@@ -6,7 +6,7 @@ _broken = ""
 try:
     from zerox import _ext  # noqa: F401  the extension first: its error says what is wrong with the installation
     from zerox.estimate import MemoryBytes, estimate
-    from zerox.optimizers import FusedShardedAdam, FusedShardedLion, FusedShardedSGD
+    from zerox.optimizers import FusedShardedAdam, FusedShardedLion, FusedShardedSGD, ShardedOptimizer
     from zerox.scaler import GradScaler
 except ImportError as error:
     # `python -m zerox env` must still run and report this; every name below raises the reason.
@@ -21,6 +21,7 @@ __all__ = [
     "FusedShardedSGD",
     "GradScaler",
     "MemoryBytes",
+    "ShardedOptimizer",
     "estimate",
     "latest",
     "load",

@@ -6,7 +6,7 @@ It names no update rule and no ZeRO stage: those are data. optimizers.py has the
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -22,36 +22,33 @@ from zerox.flow.inside import Inside
 from zerox.flow.norm import check_finite, clip_coefficient, total_norm
 from zerox.flow.overlap_gather import GatherOverlap
 from zerox.flow.params import ParamGather
-from zerox.flow.update import launches, ranges, shard_of, update
+from zerox.flow.update import FusedUpdate, Update
 from zerox.grad_dtype import Widened
 from zerox.memory.bucket import Bucket, Member, members_of
 from zerox.memory.flat import BufferSlot, give_out, take_in
-from zerox.ops import Shard
 from zerox.options import Options, check_params
 from zerox.ranks.group import Ranks, call_ranks, find_ranks
 from zerox.ranks.process_group import GroupArgument
 from zerox.rules.of_groups import Rules
-from zerox.rules.table import OptionsTables
 from zerox.state.optimizer_state import OptimizerState
 from zerox.terms import terms
 
 
 class Engine(OptimizerState):
-    """``rules`` update the parameters. What ``make_defaults`` or ``make_options`` refuses on one rank, all raise.
-
-    Raises as :class:`zerox.FusedShardedAdam`.
+    """``make_rules()`` update the parameters. What it, ``make_defaults`` or ``make_options`` refuses on one rank, all
+    raise. Raises as :class:`zerox.FusedShardedAdam`.
     """
 
     def __init__(
         self,
         params: Any,
-        rules: Rules,
+        make_rules: Callable[[], Rules],
         make_defaults: Callable[[], dict[str, Any]],
         make_options: Callable[[], Options],
         process_group: GroupArgument,
     ) -> None:
         with call_ranks(process_group) as roll_call:
-            self._rules = rules
+            self._rules = make_rules()
             defaults = make_defaults()
             self._options = make_options()
             self._buckets: list[Bucket] = []
@@ -72,7 +69,7 @@ class Engine(OptimizerState):
             self._overlap: GatherOverlap | None = None
             self._elsewhere: list[BufferSlot] = []  # what step() found moved
             self._grad_scale = GradScale(self._grads.manager, device, keeps_place=self._options.capturable)
-            self._tables = OptionsTables(rules, device, keeps_place=self._options.capturable)
+            self._update = self._made_update()
             self._share_state()
         self._adopt(members)
 
@@ -96,12 +93,8 @@ class Engine(OptimizerState):
             self._grad_scale.check()
         self._start_states(capturing)
         self._note_state_changes()
-        tables = self._tables.refresh(self.param_groups, capturing)
         overlap = self._overlap is not None and not capturing
-        for run in launches(self._grads.manager.params.order, self._buckets):
-            rule = self._buckets[run[0]].rule
-            with ranges(run):
-                update(rule, list(self._shards(run)), tables[rule.name], self._grad_scale.value)
+        for run in self._update.runs(self.param_groups, capturing):
             for index in run:
                 self._gather.start(index, background=overlap)
         if not capturing:
@@ -177,7 +170,7 @@ class Engine(OptimizerState):
         """Waits for everything on its way. Collective. Needed between two backwards that use reentrant checkpoints."""
         self._settle(Place.SYNCHRONIZE)
         if self._options.capturable:
-            self._tables.refresh(self.param_groups)  # a replay of step() reads the numbers that hold now
+            self._update.refresh(self.param_groups)  # a replay of step() reads the numbers that hold now
 
     def overlap_gather(self, model: torch.nn.Module | None) -> None:
         """Hides the gather of updated parameters under the next forward of ``model`` or of its parts. None: no more.
@@ -236,6 +229,13 @@ class Engine(OptimizerState):
         """For tests, tools and zerox.checkpoint. Not a promise: it may change with any version."""
         return Inside(self._rules, self._buckets, self._frozen, self._all_ranks, self._grads, self._gather)
 
+    def _made_update(self) -> Update:
+        return FusedUpdate(self._rules, self._buckets, self._grads, self._grad_scale, self._options.capturable)
+
+    def _note_loaded(self) -> None:
+        super()._note_loaded()
+        self._update.note_loaded()
+
     @property
     def _norm_dtype(self) -> torch.dtype:
         double = any(bucket.buffer.flat.dtype is torch.float64 for bucket in self._buckets)
@@ -250,7 +250,7 @@ class Engine(OptimizerState):
         group = self.param_groups[-1]
         self._rules.cleared(group)
         self._rules.of(group).check(group)
-        self._options.check_group(group)
+        self._options.check_group(group, self._rules.of(group).defaults)
 
     def _check_pairs(self, added: Sequence[Member], overlaps: bool) -> None:
         trained = [*added, *(m for bucket in self._buckets for m in bucket.members)]
@@ -291,6 +291,7 @@ class Engine(OptimizerState):
             bucket.start_master()
             self._grads.add_bucket(bucket)
             self._buckets.append(bucket)
+            self._update.add_bucket(bucket, self.param_groups)
         if plans and self._overlap is not None:
             self._overlap.learn_buckets()
         self._publish_state()
@@ -308,9 +309,3 @@ class Engine(OptimizerState):
         self._grad_scale.forget_if_discarded()
         self._elsewhere = [(bucket.buffer, slot) for bucket, slot in moved]
         take_in(self._elsewhere)
-
-    def _shards(self, run: Sequence[int]) -> Iterator[Shard]:
-        for index in run:
-            if parts := self._grads.parts(index):
-                present = self._grad_scale.present(self._grads.present(index))
-                yield from (shard_of(self._buckets[index], part, present) for part in parts)

@@ -12,11 +12,20 @@ import torch
 from zerox.flow.inside import Inside
 from zerox.grad_dtype import grad_dtype_of
 from zerox.memory.stored import stored_bytes
-from zerox.options import Options, check_params, named_tensors, parameter_words
+from zerox.options import (
+    OF_INNER,
+    InnerOptions,
+    Options,
+    check_foreign,
+    check_params,
+    named_tensors,
+    parameter_words,
+)
 from zerox.plan.buckets import BucketPlan
 from zerox.plan.peak import Flow, peak_alone, peak_of_sharded, peak_of_whole
 from zerox.plan.stage import SHARDED
 from zerox.ranks.process_group import ALONE, chosen_group
+from zerox.rules.inner import InnerClass, full_name
 from zerox.rules.known import rules_of
 from zerox.rules.of_groups import Rules
 from zerox.rules.rule import MASTERS
@@ -68,7 +77,8 @@ def estimate(
     ``exchange`` depend (with the backend's default of ZEROX_EXCHANGE). ``local_world_size``: how many ranks share a
     machine (None: all); over gloo these read each other's gradients, and need buffers only for the gradients of other
     ranks. ``process_group="alone"``: each rank trains by itself. Options that don't change memory (lr and so on) are
-    accepted. Raises ValueError as the constructor does.
+    accepted. With ``optimizer_class=`` it is for ShardedOptimizer, and ``peak`` lacks what the class's own step()
+    allocates for a bucket at a time. Raises ValueError as the constructor does.
     """
     chosen_group(options.get("process_group"))
     if options.get("process_group") == ALONE:
@@ -77,13 +87,15 @@ def estimate(
         local_world_size = world_size
     if not 1 <= local_world_size <= world_size:
         raise ValueError(f"local_world_size must be in [1, {world_size}], got {local_world_size}")
-    known = {field.name for field in dataclasses.fields(Options)}
-    chosen = Options(**{name: value for name, value in options.items() if name in known})
-    rules = rules_of(rule)
+    chosen, rules, of_groups = _chosen(rule, options)
     everything = named_tensors(params)
     trained = [
-        (name, tensor, _options_of(rules, group, options)) for name, tensor, group in everything if tensor.requires_grad
+        (name, tensor, _options_of(rules, group, of_groups))
+        for name, tensor, group in everything
+        if tensor.requires_grad
     ]
+    for _, tensor, group in trained if rules.default.on_host else ():
+        rules.default.check({**group, "params": [tensor]})  # learns what the class keeps for it
     tensors = [tensor for _, tensor, _ in trained]
     check_params([name for name, _, _ in trained], tensors, allocated=False)
     dtypes = parameter_words(tensor.dtype for tensor in tensors)
@@ -127,6 +139,23 @@ def estimate(
     if backend == "nccl" and world_size > 1:
         peak = made.lasting + made.exchange + made.local_gradients
     return dataclasses.replace(made, peak=peak, typical_peak=typical)
+
+
+def _chosen(rule: str, options: dict[str, Any]) -> tuple[Options, Rules, dict[str, Any]]:
+    """As the constructor with these ``options``: ShardedOptimizer's, if a class is among them.
+
+    The last are what param groups take from the constructor, beside the defaults of their rule.
+    """
+    cls = options.get("optimizer_class")
+    if cls is None:
+        known = {field.name for field in dataclasses.fields(Options)}
+        return Options(**{name: value for name, value in options.items() if name in known}), rules_of(rule), options
+    own = {name: value for name, value in options.items() if name in OF_INNER}
+    others = (*OF_INNER, "optimizer_class", "process_group")
+    of_class = {name: value for name, value in options.items() if name not in others}
+    check_foreign(cls, of_class)
+    inner = InnerClass(cls, of_class, own.get("elementwise") is True, own.get("master_weights", "auto") is not None)
+    return InnerOptions(**own, optimizer_class=full_name(cls)), inner.rules(), {}
 
 
 def _options_of(rules: Rules, group: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:

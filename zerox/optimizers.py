@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -9,10 +10,13 @@ import torch
 from torch import Tensor
 
 from zerox.engine import Engine
-from zerox.options import Options
+from zerox.flow.inner_update import InnerUpdate
+from zerox.options import InnerOptions, Options, check_foreign
 from zerox.ranks.process_group import GroupArgument
 from zerox.rules import adam, lion, sgd
+from zerox.rules.inner import InnerClass, full_name
 from zerox.rules.known import rules_of
+from zerox.rules.of_groups import Rules
 
 
 class FusedShardedAdam(Engine):
@@ -79,7 +83,7 @@ class FusedShardedAdam(Engine):
         flags = {"foreach": foreach, "fused": fused, "differentiable": differentiable}
         super().__init__(
             params,
-            rules_of(adam.ADAM.name),
+            partial(rules_of, adam.ADAM.name),
             partial(adam.defaults, lr, betas, eps, weight_decay, amsgrad, maximize, decoupled_weight_decay, flags),
             partial(
                 Options,
@@ -130,7 +134,7 @@ class FusedShardedSGD(Engine):
         flags = {"foreach": foreach, "fused": fused, "differentiable": differentiable}
         super().__init__(
             params,
-            rules_of(sgd.SGD.name),
+            partial(rules_of, sgd.SGD.name),
             partial(sgd.defaults, lr, momentum, dampening, weight_decay, nesterov, maximize, flags),
             partial(
                 Options,
@@ -184,7 +188,7 @@ class FusedShardedLion(Engine):
         flags = {"foreach": foreach, "fused": fused, "differentiable": differentiable}
         super().__init__(
             params,
-            rules_of(lion.LION.name),
+            partial(rules_of, lion.LION.name),
             partial(lion.defaults, lr, betas, weight_decay, maximize, flags),
             partial(
                 Options,
@@ -198,3 +202,77 @@ class FusedShardedLion(Engine):
             ),
             process_group,
         )
+
+
+class ShardedOptimizer(Engine):
+    """Any elementwise optimizer of torch's kind, sharded as ZeRO stage 1 or 2: SGD, NAdam, Adagrad, or your own.
+
+    ``optimizer_class`` runs unmodified on each rank's own part of the parameters, with the gradients' mean over the
+    ranks; everything else is as in :class:`zerox.FusedShardedAdam`. Parameters and state have the bits that the class
+    gives unsharded, with the same gradients.
+
+    Args:
+        params: as for :class:`zerox.FusedShardedAdam`.
+        optimizer_class: for example ``torch.optim.SGD``. It is tried first, on small tensors, for some milliseconds: a
+            class in which one element depends on another is refused.
+        process_group, stage, bucket_cap_mb, reduce_dtype: as in :class:`zerox.FusedShardedAdam`.
+        master_weights: "auto" and "fp32": 16-bit parameters have a float32 value, on which the class works; None: it
+            works on 16 bits.
+        elementwise: True: take the class although the trial finds bits that differ (random rounding, say).
+        defaults: the class's own options, for example ``lr=0.1, momentum=0.9``. Param groups may have others.
+
+    Raises:
+        TypeError: ``optimizer_class`` is no optimizer class.
+        ValueError: it can't be sharded; and as :class:`zerox.FusedShardedAdam`. What the class raises for its options
+            comes through.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        optimizer_class: type[torch.optim.Optimizer],
+        *,
+        process_group: GroupArgument = None,
+        stage: int = 2,
+        bucket_cap_mb: float | None = None,
+        reduce_dtype: torch.dtype | None = None,
+        master_weights: str | None = "auto",
+        elementwise: bool | None = None,
+        **defaults: Any,
+    ) -> None:
+        inner = InnerClass(optimizer_class, defaults, elementwise is True, master_weights is not None)
+
+        def make_rules() -> Rules:
+            check_foreign(optimizer_class, defaults)
+            return inner.rules()
+
+        super().__init__(
+            params,
+            make_rules,
+            lambda: dict(inner.defaults),
+            lambda: InnerOptions(
+                stage,
+                bucket_cap_mb,
+                reduce_dtype,
+                master_weights=master_weights,
+                optimizer_class=full_name(optimizer_class),
+                elementwise=elementwise,
+            ),
+            process_group,
+        )
+
+    def step(self, closure: Callable[[], Any] | None = None, **step_options: Any) -> Any:  # type: ignore[override]
+        """As :meth:`zerox.FusedShardedAdam.step`, with ``step_options`` for the class's own step().
+
+        What the class raises on one rank, all ranks raise as RuntimeError, and their parameters are as before. State is
+        then not of one step any more: step() raises until state is loaded. One rank alone raises as the class does.
+        """
+        assert isinstance(self._update, InnerUpdate)
+        self._update.step_options = step_options
+        try:
+            return super().step(closure)
+        finally:
+            self._update.step_options = {}
+
+    def _made_update(self) -> InnerUpdate:
+        return InnerUpdate(self._rules, self._buckets, self._grads, self._grad_scale)

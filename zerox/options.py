@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
@@ -16,7 +17,7 @@ from zerox.model_names import quoted
 from zerox.plan import combinations
 from zerox.plan.buckets import MIB, BucketPlan, ParamSpec, default_cap_bytes, plan_buckets
 from zerox.plan.combinations import CHOICES
-from zerox.plan.form import BFLOAT16, EIGHT_BIT, FLOAT32, FLOAT64, Form
+from zerox.plan.form import BFLOAT16, EIGHT_BIT, FLOAT16, FLOAT32, FLOAT64, Form
 from zerox.plan.layout import SMALL_NUMEL
 from zerox.plan.stage import Stage, stage_of
 from zerox.ranks.group import Ranks
@@ -27,6 +28,7 @@ PARAM_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 ACCUMULATE_DTYPES = (None, torch.float32)
 REDUCE_DTYPES = (None, torch.float32, torch.bfloat16, torch.float16)
 STATE_FORMS: dict[torch.dtype | str, Form] = {torch.float32: FLOAT32, torch.bfloat16: BFLOAT16, "8bit": EIGHT_BIT}
+IN_FULL = {torch.float64: FLOAT64, torch.float32: FLOAT32, torch.bfloat16: BFLOAT16, torch.float16: FLOAT16}
 MASTER_SPECS = {"remainder": REMAINDER, "fp32": MASTER}
 MASTER_WEIGHTS = ("auto", *MASTER_SPECS, None)
 
@@ -62,10 +64,17 @@ class Options:
             raise ValueError(f"master_weights must be one of {MASTER_WEIGHTS}, got {self.master_weights!r}")
         self.check_pairs({})
 
-    def check_group(self, group: Mapping[str, Any]) -> None:
-        """ValueError for an option of the whole optimizer in a param group, unless it says what holds in any case."""
+    def check_group(self, group: Mapping[str, Any], of_rule: Collection[str]) -> None:
+        """ValueError for an option of the whole optimizer in a param group, unless it says what holds in any case.
+
+        ``of_rule``: options of the group's rule, which may have one of these names.
+        """
         for name in OF_OPTIMIZER:
-            if name in group and (name == "process_group" or group[name] != getattr(self, name)):
+            if (
+                name in group
+                and name not in of_rule
+                and (name == "process_group" or group[name] != getattr(self, name))
+            ):
                 raise ValueError(
                     f"{name}={group[name]!r} in a param group would have no effect: it is an option of the whole "
                     f"optimizer, pass {name} to its constructor"
@@ -85,7 +94,8 @@ class Options:
 
     def check_pairs(self, others: Mapping[str, Any], **facts: Collection[str]) -> None:
         """Raises for two that zerox.plan.combinations refuses: of these options, ``others``, and facts in its words."""
-        combinations.check({**_chosen(vars(self)), **_chosen(others), **facts})
+        of = {"optimizer": {combinations.FUSED}}
+        combinations.check({**of, **_chosen(vars(self)), **_chosen(others), **facts})
 
     def check_trained(
         self, groups: Iterable[Mapping[str, Any]], ranks: Ranks, dtypes: Iterable[torch.dtype], overlaps: bool
@@ -131,6 +141,41 @@ class Options:
         return plan_buckets(specs, world_size, self.cap_bytes(backend, world_size))
 
 
+@dataclass(frozen=True)
+class InnerOptions(Options):
+    """Those of an optimizer with a class of torch's kind inside: ``optimizer_class`` is its full name."""
+
+    optimizer_class: str = ""
+    elementwise: bool | None = None
+
+    def __post_init__(self) -> None:
+        if self.elementwise not in (None, True):
+            raise ValueError(f"elementwise must be None (the class is tried) or True, got {self.elementwise!r}")
+        super().__post_init__()
+
+    def check_pairs(self, others: Mapping[str, Any], **facts: Collection[str]) -> None:
+        super().check_pairs(others, optimizer={combinations.SHARDED}, **facts)
+
+    def masters(self, param_dtype: torch.dtype) -> list[StateSpec]:
+        return [MASTER] if param_dtype in NARROW and self.master_weights is not None else []
+
+    def state_form(self, param: Tensor) -> Form:
+        """In the dtype in which the class works, unless it says otherwise."""
+        if param.dtype is torch.float64 or not self.masters(param.dtype):
+            return IN_FULL[param.dtype]
+        return FLOAT32
+
+
+def check_foreign(cls: Any, options: Mapping[str, Any]) -> None:
+    """Raises as check_pairs() for options of zerox's own optimizers that a class of torch's kind does not have."""
+    try:
+        own = inspect.signature(cls).parameters
+    except (TypeError, ValueError):  # it has none that Python can tell
+        return
+    foreign = {name: value for name, value in options.items() if name not in own}
+    combinations.check({"optimizer": {combinations.SHARDED}, **_chosen(foreign)})
+
+
 def _chosen(options: Mapping[str, Any]) -> dict[str, set[str]]:
     return {name: {_word(name, value)} for name, value in options.items() if name in CHOICES}
 
@@ -152,6 +197,7 @@ def parameter_words(dtypes: Iterable[torch.dtype]) -> set[str]:
     return {str(each).removeprefix("torch.") for each in narrow or found}
 
 
+OF_INNER = ("stage", "bucket_cap_mb", "reduce_dtype", "master_weights", "elementwise")
 OF_OPTIMIZER = (*(field.name for field in fields(Options)), "process_group")
 
 

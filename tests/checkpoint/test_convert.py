@@ -16,7 +16,7 @@ from tests.checkpoint.test_entries import STEPS, build, train
 from tests.kernels.shards import same_bits
 from tests.optimizer.models import KINDS, backward, batch, make_model
 from tests.ranks import run_ranks
-from zerox import FusedShardedAdam, load, save
+from zerox import FusedShardedAdam, FusedShardedSGD, load, save
 from zerox.__main__ import main
 
 
@@ -80,19 +80,28 @@ def test_weights_are_a_plain_state_dict_or_safetensors(tmp_path: Path) -> None:
     assert finer > 1000
 
 
-def test_adamw_s_own_file_becomes_a_checkpoint(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("make", "make_ours", "key", "options"),
+    [
+        (torch.optim.AdamW, FusedShardedAdam, "exp_avg", {}),
+        (torch.optim.SGD, FusedShardedSGD, "momentum_buffer", {"momentum": 0.9}),
+    ],
+)
+def test_a_file_of_torch_s_own_optimizer_becomes_a_checkpoint(
+    tmp_path: Path, make: Any, make_ours: Any, key: str, options: dict[str, Any]
+) -> None:
     """Of an optimizer that knew no names, with a parameter that never had a gradient."""
     model = make_model()
     del model.head  # it is tied, and without names it could not be told which is which
     model.head = nn.Identity()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
+    optimizer = make(model.parameters(), lr=0.02, **options)
     backward(model, batch(0, 0))
     optimizer.step()
     torch.save({"net": model.state_dict(), "opt": optimizer.state_dict(), "epoch": 4}, tmp_path / "adamw.pt")
     converted(tmp_path / "adamw.pt", tmp_path / "x", "--model-key", "net", "--optimizer-key", "opt")
     other = make_model(seed=1)
     other.head = nn.Identity()
-    ours = FusedShardedAdam(other.named_parameters())
+    ours = make_ours(other.named_parameters(), **options)
     backward(other, batch(0, 5))  # state that must go
     ours.step()
     ours.zero_grad()
@@ -100,9 +109,10 @@ def test_adamw_s_own_file_becomes_a_checkpoint(tmp_path: Path) -> None:
     assert ours.param_groups[0]["lr"] == 0.02
     for (name, p), q in zip(model.named_parameters(), other.parameters(), strict=True):
         assert same_bits(q.detach(), p.detach())
-        state = optimizer.state.get(p, {"step": 0, "exp_avg": torch.zeros_like(p)})
-        assert int(ours.state[q]["step"]) == int(state["step"]) == (0 if name.startswith(("unused", "branch")) else 1)
-        assert same_bits(ours.state[q]["exp_avg"], state["exp_avg"])
+        state = optimizer.state.get(p, {"step": 0, key: torch.zeros_like(p)})
+        steps = 0 if name.startswith(("unused", "branch")) else 1
+        assert int(ours.state[q]["step"]) == int(state.get("step", 1)) == steps
+        assert same_bits(ours.state[q][key], state[key])
 
 
 @pytest.mark.parametrize(

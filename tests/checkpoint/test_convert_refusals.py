@@ -48,7 +48,7 @@ NO_MODEL = "'model' is not a model's state_dict(), which has tensors by their na
 NO_OPTIMIZER = (
     "'optimizer' is not an optimizer's state_dict(), which has 'state' and 'param_groups': see --optimizer-key"
 )
-NO_ADAMW = "this is not the state of AdamW or Adam"
+NO_RULE = "this is not the state of AdamW, Adam or SGD"
 # What torch.save() is to write (made when it is wanted: optimizers take seconds to import), and what is said of it.
 FILES: dict[str, tuple[Any, list[str]]] = {
     "text": (b"hello", [NO_FILE]),
@@ -71,19 +71,16 @@ FILES: dict[str, tuple[Any, list[str]]] = {
     "state of nobody": (lambda: adamw(state={7: {}}), ["has state of parameter 7, which no param group has"]),
     "half a state": (
         lambda: adamw(state={1: {"step": 1}}),
-        ["the state of 'bias' has no exp_avg, exp_avg_sq", NO_ADAMW],
+        ["the state of 'bias' has no exp_avg, exp_avg_sq", NO_RULE],
     ),
     "no tensor": (
         lambda: adamw(state={1: {"step": 1, "exp_avg": "much", "exp_avg_sq": 0}}),
         ["exp_avg of 'bias' is a str"],
     ),
-    "SGD": (lambda: trained("SGD"), ["param group 0 has no betas, eps", NO_ADAMW]),
-    "SGD with momentum": (
-        lambda: trained("SGD", momentum=0.9),
-        ["the state of 'weight' has no step, exp_avg, exp_avg_sq and has momentum_buffer", NO_ADAMW],
-    ),
-    "NAdam": (lambda: trained("NAdam"), ["the state of 'weight' has mu_product", NO_ADAMW]),
-    "Adamax": (lambda: trained("Adamax"), ["the state of 'weight' has no exp_avg_sq and has exp_inf", NO_ADAMW]),
+    "RMSprop": (lambda: trained("RMSprop"), ["param group 0 has", "centered", NO_RULE]),
+    "Adagrad": (lambda: trained("Adagrad"), ["param group 0 has", "initial_accumulator_value", NO_RULE]),
+    "NAdam": (lambda: trained("NAdam"), ["the state of 'weight' has mu_product", NO_RULE]),
+    "Adamax": (lambda: trained("Adamax"), ["the state of 'weight' has no exp_avg_sq and has exp_inf", NO_RULE]),
 }
 
 

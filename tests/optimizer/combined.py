@@ -1,10 +1,9 @@
-"""Trainings with a pair of options, drawn from the table of which go together, on any device."""
+"""Trainings with a pair of options, on any device, beside torch."""
 
 from __future__ import annotations
 
 import ast
 import hashlib
-import itertools
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -17,16 +16,13 @@ from tests.kernels.stored import decode
 from tests.optimizer.masters import exact_values, parts_of, rounded
 from tests.optimizer.models import mean_over_ranks, memory_order, watch_gradients
 from tests.optimizer.test_parity import MOMENTS, torch_step
+from tests.optimizer.ways import Way, is_inner, plain_twin
 from tests.tolerances import assert_one_step_bound, assert_stored_bound
-from zerox import FusedShardedAdam
+from zerox import FusedShardedAdam, ShardedOptimizer
 from zerox.grad_dtype import NARROW
-from zerox.plan import combinations
-from zerox.plan.combinations import CHOICES, But, Refused, Setting, pairs, some, verdict
+from zerox.plan.combinations import CHOICES
 from zerox.rules.adam import ADAM
 from zerox.rules.known import KNOWN
-
-Way = Mapping[str, str]  # a value of every option
-Pair = tuple[Setting, Setting]
 
 STEPS = 2
 RATE = 2.0**-7  # the same number in float32
@@ -37,78 +33,8 @@ WORDS: dict[str, dict[str, Any]] = {  # values that are not written as Python ha
     "lr": {"a number": RATE, "a tensor": RATE},
 }
 # No argument of the constructor says these.
-ELSEWHERE = ("parameters", "device", "backend", "ZEROX_EXCHANGE", "overlap_gather", "rule")
+ELSEWHERE = ("optimizer", "parameters", "device", "backend", "ZEROX_EXCHANGE", "overlap_gather", "rule")
 MOMENTUM = {"momentum": 0.75}  # of SGD, which keeps no state without
-# What must not change a bit. (An optimizer alone has gradients of its own rank: that is another training.)
-NEUTRAL = (
-    "stage", "device", "backend", "ZEROX_EXCHANGE", "bucket_cap_mb", "capturable", "overlap_gather", "lr", "foreach",
-    "fused",
-)  # fmt: skip
-# What has an effect on 16-bit parameters only is tried with these.
-FOR_16_BITS = {
-    *some("accumulate_dtype", "torch.float32"),
-    *some("reduce_dtype", "torch.float32"),
-    *some("master_weights", '"auto"', '"fp32"', "None"),
-}
-
-
-def way_of(*chosen: Setting) -> Way | None:
-    """A value of every option with these among them: defaults where they go with the others. None: nothing goes."""
-    way = {each.option: each.value for each in chosen}
-    if "parameters" not in way and FOR_16_BITS & set(chosen):
-        way["parameters"] = "bfloat16"
-    verdicts = {frozenset(pair): row.verdict for row in combinations.ROWS for pair in row.pairs()}
-    for choice in CHOICES.values():
-        if choice.option not in way:
-            known = [Setting(*item) for item in way.items()]
-            costs = [_cost(verdicts, value, known) for value in some(choice.option, *choice.values)]
-            way[choice.option] = choice.values[costs.index(min(costs))]
-    settings = [Setting(*item) for item in way.items()]
-    if any(isinstance(verdicts.get(frozenset(pair)), Refused) for pair in itertools.combinations(settings, 2)):
-        return None
-    return {name: way[name] for name in CHOICES}
-
-
-def _cost(verdicts: Mapping[frozenset[Setting], object], value: Setting, known: Sequence[Setting]) -> int:
-    found = [verdicts.get(frozenset((value, other))) for other in known]
-    return sum(1000 * isinstance(each, Refused) + isinstance(each, But) for each in found)
-
-
-def pairs_with(kind: type | None) -> list[Pair]:
-    """Those that are Refused, that have a But, or that (None) simply work."""
-    return [pair for pair in pairs() if isinstance(verdict(*pair), kind or type(None))]
-
-
-def not_refused() -> list[Pair]:
-    return [*pairs_with(None), *pairs_with(But)]
-
-
-def needs_accelerator(way: Way) -> bool:
-    return way["device"] != "cpu"
-
-
-def ways(accelerator: bool, asked: Sequence[Pair] | None = None) -> list[Way]:
-    """A training for each of these pairs, or for each that is not refused, none twice, with its plain twin.
-
-    Those on the CPU, or the others.
-    """
-    found: dict[tuple[str, ...], Way] = {}
-    for pair in asked or not_refused():
-        way = way_of(*pair)
-        assert way is not None, f"{pair[0]} and {pair[1]} are not refused, and go with no values of the others"
-        for each in (way, plain_twin(way)):
-            if needs_accelerator(each) is accelerator:
-                found[tuple(each.values())] = each
-    return list(found.values())
-
-
-def plain_twin(way: Way) -> Way:
-    """The training whose bits it has to have."""
-    kept = [Setting(*item) for item in way.items() if item[0] not in NEUTRAL]
-    defaults = [Setting(name, CHOICES[name].values[0]) for name in NEUTRAL]
-    twin = way_of(*kept, *defaults)
-    assert twin is not None
-    return twin
 
 
 def arguments(way: Way) -> dict[str, Any]:
@@ -125,7 +51,7 @@ def _made(option: str, value: str) -> Any:
     return getattr(torch, value[6:]) if value.startswith("torch.") else ast.literal_eval(value)
 
 
-def build(params: Any, way: Way, **options: Any) -> FusedShardedAdam:
+def build(params: Any, way: Way, **options: Any) -> FusedShardedAdam | ShardedOptimizer:
     """``options``: the constructor's. With a rule of its own, the group has those that belong into one."""
     rule = ast.literal_eval(way["rule"])
     group: dict[str, Any] = {"params": params}
@@ -136,7 +62,19 @@ def build(params: Any, way: Way, **options: Any) -> FusedShardedAdam:
         group |= {name: value for name, value in own.items() if name not in unsaid} | {"rule": rule}
         group |= MOMENTUM if rule == "sgd" else {}
         options = {name: value for name, value in options.items() if name not in own}
-    return FusedShardedAdam([group], **options)
+    made: FusedShardedAdam | ShardedOptimizer
+    made = (ShardedOptimizer if is_inner(way) else FusedShardedAdam)([group], **of_optimizer(way, options))
+    return made
+
+
+def of_optimizer(way: Way, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Torch's class has no options that only the fused optimizers have: where they are at their defaults."""
+    if not is_inner(way):
+        return dict(options)
+    of_fused = ("state_dtype", "accumulate_dtype", "capturable")
+    left_out = [name for name in of_fused if name in options and way[name] == CHOICES[name].values[0]]
+    others = {name: value for name, value in options.items() if name not in left_out}
+    return {"optimizer_class": torch.optim.Adam, **others}
 
 
 MASTERS = {  # by what is asked for and the parameters; others keep none
@@ -193,13 +131,17 @@ class Training:
         assert (len(inside.buckets) > len(forms)) is (way["bucket_cap_mb"] == "a number")
         moments = {"torch.float32": torch.float32, "torch.bfloat16": torch.bfloat16, '"8bit"': torch.uint8}
         expected = torch.float64 if self.dtype is torch.float64 else moments[way["state_dtype"]]
+        if is_inner(way) and way["master_weights"] == "None":
+            expected = self.dtype
         rule = KNOWN[ast.literal_eval(way["rule"])]
         kept = {key: stored.values.dtype for key, stored in first.state.items() if key not in ("master", "remainder")}
         assert set(kept) == {spec.key for spec in rule.states if spec.when != "amsgrad" or way["amsgrad"] == "True"}
         assert set(kept.values()) == {expected}
-        assert {bucket.rule for bucket in inside.buckets} == {rule}
+        if not is_inner(way):
+            assert {bucket.rule.name for bucket in inside.buckets} == {rule.name}
         master = None if first.master is None else first.master.spec.key
-        assert master == MASTERS[way["master_weights"]].get(way["parameters"])
+        expected_master = MASTERS[way["master_weights"]].get(way["parameters"])
+        assert master == ("master" if expected_master and is_inner(way) else expected_master)
         widened = self.dtype in NARROW and way["accumulate_dtype"] == "torch.float32"
         assert first.grad_dtype is (torch.float32 if widened else self.dtype)
 
@@ -245,7 +187,8 @@ def trained(rank: int, world_size: int, many: Sequence[Way]) -> list[Any]:
 def train(rank: int, world_size: int, way: Way) -> tuple[str, str]:
     with exchange_of(way):
         training = Training(rank, way)
-        if way == plain_twin(way):
+        in_16_bits = is_inner(way) and way["master_weights"] == "None" and training.dtype in NARROW
+        if way == plain_twin(way) and not in_16_bits:  # the bound is for the rule in float32
             compare_with_torch(rank, world_size, training)
         else:
             training.run()

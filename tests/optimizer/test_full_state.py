@@ -45,17 +45,17 @@ def test_it_is_whole_on_rank_0_and_empty_elsewhere(kind: str) -> None:
     results = run_ranks(whole, 3, kind)
     assert [bool(full) for full, _ in results] == [True, False, False]
     full, weights = results[0]
-    model, _ = build(kind)
-    names = [name for name, _ in model.named_parameters()]
-    rule_of = {m.number: bucket.rule for bucket in build(kind)[1].inside.buckets for m in bucket.members}
+    model, optimizer = build(kind)
+    names = {param: name for name, param in model.named_parameters()}
+    members = [(member, bucket.rule) for bucket in optimizer.inside.buckets for member in bucket.members]
     amsgrad = {"max_exp_avg_sq"} if "amsgrad" in kind else set()
     assert list(full["state"]) == list(range(len(names)))
     wide = torch.float64 if kind == "fp64" else torch.float32
-    for number, (name, param) in enumerate(model.named_parameters()):
-        state = full["state"][number]
+    for member, rule in members:
+        name, param, state = names[member.param], member.param, full["state"][member.number]
         assert state["step"].dtype is torch.float32
         assert float(state["step"]) == (0 if "unused" in name else 1 if "branch" in name else STEPS)
-        keys = {"step", *(spec.key for spec in rule_of[number].states)} - ({"max_exp_avg_sq"} - amsgrad)
+        keys = {"step", *(spec.key for spec in rule.states)} - ({"max_exp_avg_sq"} - amsgrad)
         has_master = param.dtype in (torch.bfloat16, torch.float16) and "no master" not in kind
         assert set(state) == keys | ({"master"} if has_master else set())
         for key in set(state) - {"step"}:

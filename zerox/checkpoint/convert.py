@@ -17,7 +17,9 @@ from zerox.checkpoint.store import Opened, open_checkpoint, write
 from zerox.checkpoint.writer import save_object
 from zerox.memory.forms import decoded, master_of
 from zerox.memory.stored import SCALE, Stored
+from zerox.rules.adam import ADAM
 from zerox.rules.known import KNOWN
+from zerox.rules.of_groups import RULE
 from zerox.rules.rule import MASTER, MASTERS, REMAINDER
 from zerox.state.sliced_state import STEP
 
@@ -135,15 +137,23 @@ def _torch_state(opened: Opened, weights: Mapping[str, Tensor], host: Mapping[st
         groups[-1]["param_names"] = list(group["names"])
         for name in group["names"]:
             prefix = f"{OPTIMIZER}{name}."
-            own = {what: everything[prefix + what] for what in WHATS if prefix + what in everything}
-            if own:
+            whats = WHATS if group.get(RULE, ADAM.name) in KNOWN else _whats(prefix, everything)
+            own = {what: everything[prefix + what] for what in whats if prefix + what in everything}
+            if own and (whats is WHATS or own[STEP] > 0):  # a class of the user's need not begin with zeros
                 state[number] = _torchs(own, weights.get(MODEL + name), host["memory_order"].get(name))
             number += 1
     return {"state": state, "param_groups": groups}
 
 
+def _whats(prefix: str, everything: Mapping[str, Tensor]) -> list[str]:
+    """What there is of a parameter whose class only its optimizer knows. Keys have no dots (zerox/rules/probe.py)."""
+    found = [name.removeprefix(prefix) for name in everything if name.startswith(prefix)]
+    return [what for what in found if "." not in what]
+
+
 def _torchs(saved: Mapping[str, Tensor], weight: Tensor | None, order: list[int] | None) -> dict[str, Tensor]:
     found = {STEP: saved[STEP].float()}
+    found |= {what: value for what, value in saved.items() if what not in WHATS}
     for spec in SPECS.values():
         if spec.key in saved:
             values = saved[spec.key]

@@ -11,6 +11,7 @@ from zerox.checkpoint.names import OPTIMIZER
 from zerox.engine import Engine
 from zerox.memory.bucket import Bucket, Member
 from zerox.memory.stored import SCALE
+from zerox.rules.rule import MASTERS
 from zerox.sliced_tensor import SlicedTensor
 from zerox.state.sliced_state import STEP, sliced_state
 
@@ -30,4 +31,6 @@ def _is_its_own(optimizer: Engine, bucket: Bucket, member: Member, what: str) ->
     """False for state that it has only because another parameter of its bucket needs it."""
     if what == STEP:
         return True
-    return bucket.state[what.removesuffix(SCALE)].spec.is_wanted(optimizer.param_groups[member.group])
+    numbers = {spec.key: spec for spec in bucket.rule.numbers}
+    spec = numbers[what] if what in numbers else bucket.state[what.removesuffix(SCALE)].spec
+    return spec in MASTERS or bucket.rule.is_wanted(spec, optimizer.param_groups[member.group])

@@ -15,9 +15,10 @@ from zerox.memory.bucket import Bucket, Member
 from zerox.memory.flat import dense_strides
 from zerox.memory.stored import SCALE
 from zerox.plan.form import num_blocks
+from zerox.plan.span import Span
 from zerox.rules.rule import MASTER, MASTERS, REMAINDER
 from zerox.sliced_tensor import SlicedTensor
-from zerox.state.fill import fill_row
+from zerox.state.fill import fill_row, start_anew
 from zerox.state.sliced_state import STEP, blocks_of, sliced_state
 
 Saved = Mapping[str, TensorStorageMetadata]
@@ -30,13 +31,16 @@ class SavedState:
 
     def __init__(self, optimizer: Engine, names: Mapping[int, str], saved: Saved, host: Mapping[str, Any]) -> None:
         self.buckets = optimizer.inside.buckets
-        self.specs = {m.number: bucket.rule.states for bucket in self.buckets for m in bucket.members}
+        self.rules = {m.number: bucket.rule for bucket in self.buckets for m in bucket.members}
         self.saved = saved
         self.names = names
         self.order: Mapping[str, list[int]] = host["memory_order"]
         self.group_of = {name: group for group in host["groups"] for name in group["names"]}
         trained = {id(member.param) for bucket in self.buckets for member in bucket.members}
         self.trained = [member for member in optimizer.inside.members if id(member.param) in trained]
+        for member in self.trained:
+            if (group := self.group_of.get(names[member.number])) is not None:
+                self.rules[member.number].late(group)  # which may learn what a class keeps under the saved options
 
     def _key(self, member: Member, what: str) -> str:
         return f"{OPTIMIZER}{self.names[member.number]}.{what}"
@@ -45,7 +49,9 @@ class SavedState:
         """(key, shape, possible dtypes) of each tensor that may be saved of a parameter."""
         shape, numel = tuple(member.param.shape), member.param.numel()
         yield STEP, (), (torch.int64,)
-        specs = self.specs[member.number]
+        for number in self.rules[member.number].numbers:
+            yield number.key, (), (getattr(torch, number.dtype),)
+        specs = self.rules[member.number].states
         for spec in (*specs, *MASTERS) if numel else ():
             yield spec.key, shape, (getattr(torch, spec.form.dtype),) if spec.form else STATE_DTYPES
         for spec in specs if numel else ():
@@ -56,8 +62,13 @@ class SavedState:
         if not self._was_saved(member) and group is not None:
             return  # it was frozen, or had no gradient yet: its state starts now
         yield STEP
-        for spec in self.specs[member.number] if member.param.numel() else ():
-            if not spec.when or (group is not None and spec.is_wanted(group)):
+        rule = self.rules[member.number]
+        for number in rule.numbers:
+            if group is not None and rule.is_wanted(number, group):
+                yield number.key
+        for spec in rule.states if member.param.numel() else ():
+            always = not spec.when and not rule.on_host
+            if (always or (group is not None and rule.is_wanted(spec, group))) and not rule.starts_itself(spec.key):
                 yield spec.key
             if self._dtype(member, spec.key) is torch.uint8:
                 yield spec.key + SCALE
@@ -99,6 +110,7 @@ class SavedState:
         State that needs no conversion is read into its place, the rest into memory for one bucket.
         """
         for bucket in self.buckets:
+            bucket.absent.clear()  # state_dict() has everything now, and what is loaded says anew what is absent
             for member, state in own_state(bucket):
                 first |= {self._key(member, what): state[what] for what in state if self._is_alike(member, what, state)}
         read(first)
@@ -134,9 +146,13 @@ class SavedState:
                     fill_row(bucket, row, {}, rest_anew=True)
                 continue
             own = bucket.own_segments[row].span
+            for key, numbers in bucket.numbers.items():
+                if self._dtype(member, key) is None:
+                    numbers[row] = 0
             for spec in bucket.rule.states:
-                if spec.when and spec.key in state and self._dtype(member, spec.key) is None:
-                    bucket.state[spec.key].part(slice(own.start, own.stop)).zero_()
+                may_lack = spec.when or bucket.rule.on_host
+                if may_lack and spec.key in state and self._dtype(member, spec.key) is None:
+                    start_anew(bucket, row, spec.key)
             masters = [spec for spec in MASTERS if self._dtype(member, spec.key) is not None]
             if bucket.master is not None and not masters:
                 parts[MASTER.key] = bucket.param_shard[own.start : own.stop].float()
@@ -150,7 +166,7 @@ class SavedState:
 
     def _to_convert(self, bucket: Bucket, member: Member, state: Mapping[str, SlicedTensor]) -> Iterator[str]:
         """Keys of state that was saved otherwise than it is stored here."""
-        for key in bucket.state:
+        for key in (*bucket.numbers, *bucket.state):
             if key in state and not self._is_alike(member, key, state) and self._dtype(member, key) is not None:
                 yield key
                 if self._dtype(member, key) is torch.uint8:
@@ -161,7 +177,11 @@ class SavedState:
 
     def _to_read(self, member: Member, what: str, state: Mapping[str, SlicedTensor]) -> SlicedTensor:
         """Memory for this rank's slice of it, in the form in which it was saved."""
-        like = next(state[key] for key in state if key != STEP and not key.endswith(SCALE))
+        numbers = [STEP, *(spec.key for spec in self.rules[member.number].numbers)]
+        if what in numbers:
+            dtype = self.saved[self._key(member, what)].properties.dtype
+            return SlicedTensor((), (), Span(0, 1), torch.empty(1, dtype=dtype, device="cpu"))
+        like = next(state[key] for key in state if key not in numbers and not key.endswith(SCALE))
         shape, strides, span = like.shape, like.stride(), like.span
         if what.endswith(SCALE):
             shape, strides, span = torch.Size([num_blocks(like.numel())]), (1,), blocks_of(span)

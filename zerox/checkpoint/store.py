@@ -146,6 +146,7 @@ def load(
         f"zerox: {path} could not be read to its end, and model and optimizer have a part of it"
     ):
         rounded = state.load(opened.read, first)
+        optimizer._note_loaded()
         fill_others(model, {name: value for name, value in host["model"].items() if name in others})
     say_rounded(dict.fromkeys(rounded))
     return host["extra"]

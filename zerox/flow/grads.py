@@ -104,9 +104,9 @@ class Grads:
         if pieces:
             places = zip(pieces, self.pieces_of[index], strict=True)
             return [
-                GradPart(grad[padding:], start, first_row, segments)
+                GradPart(grad[padding:] if padding else grad, start, first_row, segments)
                 for grad, (padding, start, first_row, segments) in places
-                if grad is not None and len(segments) > 0
+                if grad is not None and segments.shape[0] > 0
             ]
         shard = self.shard(index)
         return [] if shard is None else [GradPart(shard, 0, 0, self.segments[index])]

@@ -1,18 +1,80 @@
-"""The update of buckets: kernel calls on parts of their shards, with several small buckets in one launch."""
+"""The update of buckets: kernel calls on parts of their shards, with several small buckets in one launch.
+
+inner_update.py has the other way to update, by an optimizer of torch's kind.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from itertools import groupby
+from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
 from zerox import ops
 from zerox._C import Range
+from zerox.flow.grad_scale import GradScale
+from zerox.flow.grads import Grads
 from zerox.memory.bucket import Bucket, GradPart
 from zerox.ops import Shard
+from zerox.rules.of_groups import Rules
 from zerox.rules.rule import MASTERS, Rule
+from zerox.rules.table import OptionsTables
+
+Groups = Sequence[dict[str, Any]]
+
+
+class Update(Protocol):
+    """How an engine updates its buckets."""
+
+    def add_bucket(self, bucket: Bucket, groups: Groups) -> None:
+        """Each new bucket, once it has its values."""
+
+    def refresh(self, groups: Groups) -> None:
+        """Takes the groups' options for a step that a CUDA graph will replay."""
+
+    def runs(self, groups: Groups, capturing: bool) -> Iterator[Sequence[int]]:
+        """Updates all buckets; yields those whose parameters are new, in runs, to be gathered."""
+
+    def note_loaded(self) -> None:
+        """The buckets' state was loaded."""
+
+
+class FusedUpdate:
+    """By kernels. ``buckets``: the engine's own list, which grows."""
+
+    def __init__(
+        self, rules: Rules, buckets: Sequence[Bucket], grads: Grads, grad_scale: GradScale, keeps_place: bool
+    ) -> None:
+        self.buckets = buckets
+        self.grads = grads
+        self.grad_scale = grad_scale
+        self.tables = OptionsTables(rules, torch.device(grads.ranks.device), keeps_place)
+
+    def add_bucket(self, bucket: Bucket, groups: Groups) -> None:
+        pass
+
+    def note_loaded(self) -> None:
+        pass
+
+    def refresh(self, groups: Groups) -> None:
+        self.tables.refresh(groups)
+
+    def runs(self, groups: Groups, capturing: bool) -> Iterator[Sequence[int]]:
+        tables = self.tables.refresh(groups, capturing)
+        for run in launches(self.grads.manager.params.order, self.buckets):
+            rule = self.buckets[run[0]].rule
+            with ranges(run):
+                update(rule, list(self._shards(run)), tables[rule.name], self.grad_scale.value)
+            yield run
+
+    def _shards(self, run: Sequence[int]) -> Iterator[Shard]:
+        for index in run:
+            if parts := self.grads.parts(index):
+                present = self.grad_scale.present(self.grads.present(index))
+                yield from (shard_of(self.buckets[index], part, present) for part in parts)
 
 
 def shard_of(bucket: Bucket, part: GradPart, present: Tensor) -> Shard:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -16,8 +17,9 @@ from zerox.memory.stored import Stored
 from zerox.model_names import quoted
 from zerox.plan.buckets import BucketPlan
 from zerox.plan.layout import Segment
-from zerox.rules.rule import MASTER, MASTERS, Rule, StateSpec
+from zerox.rules.rule import MASTER, MASTERS, STEP, Rule, StateSpec
 
+CPU = torch.device("cpu")
 MOST_NAMES = 8
 
 
@@ -85,10 +87,18 @@ class Bucket:
             for s in self.own_segments
         ]
         self.segments = torch.tensor(rows, dtype=torch.int64, device="cpu").reshape(-1, SEGMENT_COLUMNS).to(self.device)
-        self.steps = torch.zeros(len(rows), dtype=torch.int64, device=self.device)
+        self.steps = torch.zeros(len(rows), dtype=torch.int64, device=CPU if rule.on_host else self.device)
+        self.numbers = {STEP.key: self.steps}  # by key, one for each row
+        self.absent: set[tuple[int, str]] = set()  # (row, key) of state that begins with the next update only
         self.state: dict[str, Stored] = {}
         for spec in specs:
             self.keep(spec)
+        self.keep_numbers()
+
+    @cached_property
+    def groups(self) -> list[int]:
+        """The indices of its members' param groups."""
+        return sorted({member.group for member in self.members})
 
     @property
     def device(self) -> torch.device:
@@ -100,6 +110,18 @@ class Bucket:
         kept = self.state | {spec.key: made}
         order = [each.key for each in (*self.rule.states, *MASTERS)]
         self.state = {key: kept[key] for key in order if key in kept}
+
+    def absent_state(self) -> set[tuple[int, str]]:
+        """(parameter's number, key) of what is ``absent``."""
+        return {(self.members[self.own_segments[row].slot].number, key) for row, key in self.absent}
+
+    def keep_numbers(self) -> None:
+        """Begins to keep numbers that the rule has got since."""
+        for spec in self.rule.numbers:
+            if spec.key not in self.numbers:
+                device = self.device if spec.on_device else CPU
+                made = torch.zeros(self.steps.numel(), dtype=getattr(torch, spec.dtype), device=device)
+                self.numbers[spec.key] = made
 
     @property
     def master(self) -> Stored | None:
@@ -126,7 +148,7 @@ class Bucket:
         """
         for row, segment in enumerate(self.own_segments):
             param = self.members[segment.slot].param
-            state = {"step": self.steps[row]}
+            state = {key: numbers[row] for key, numbers in self.numbers.items()}
             for key, stored in self.state.items():
                 own = stored.part(slice(segment.span.start, segment.span.stop))
                 state |= own.tensors()
@@ -139,17 +161,21 @@ class Bucket:
 def start_states(buckets: Sequence[Bucket], groups: Sequence[dict[str, Any]], capturing: bool = False) -> bool:
     """Gives buckets the state that an option of their groups now asks for; returns whether any was missing."""
     rules = {bucket.rule.name: bucket.rule for bucket in buckets}.values()
-    options = {spec.when for rule in rules for spec in rule.states}
-    if not any(group.get(option) for group in groups for option in options):
+    late = {rule.name: [rule.late(group) for group in groups] for rule in rules}
+    if not any(specs for of_groups in late.values() for specs in of_groups):
         return False
-    missing = [
-        (bucket, spec)
-        for bucket in buckets
-        for spec in bucket.rule.states
-        if spec.key not in bucket.state and any(spec.is_wanted(groups[member.group]) for member in bucket.members)
-    ]
+    missing = {
+        (index, spec.key): (bucket, spec)
+        for index, bucket in enumerate(buckets)
+        for group in bucket.groups
+        for spec in late[bucket.rule.name][group]
+        if spec.key not in bucket.state
+    }
     if missing and capturing:  # each replay would set it to zero
-        raise RuntimeError(f"{missing[0][1].when} was turned on: call step() once before capturing it")
-    for bucket, spec in missing:
+        _, spec = next(iter(missing.values()))
+        raise RuntimeError(f"{spec.when} was turned on: call step() once before capturing it")
+    for bucket, spec in missing.values():
         bucket.keep(spec)
+    for bucket in buckets:
+        bucket.keep_numbers()
     return bool(missing)

@@ -84,9 +84,11 @@ def some(option: str, *values: str) -> tuple[Setting, ...]:
     return tuple(Setting(option, value) for value in values)
 
 
+FUSED, SHARDED = "FusedShardedAdam", "ShardedOptimizer"
 CHOICES = {
     choice.option: choice
     for choice in (
+        Choice("optimizer", (FUSED, SHARDED), "{value}"),
         Choice("stage", ("2", "1")),
         Choice("parameters", ("float32", "bfloat16", "float16", "float64"), "{value} parameters"),
         Choice("device", ("cpu", "cuda"), "parameters on {value}"),
@@ -111,6 +113,37 @@ CHOICES = {
 }
 
 ROWS = (
+    Row(
+        some("optimizer", SHARDED),
+        some("capturable", "True"),
+        Refused(
+            "it asks on the host which gradients there are, and a CUDA graph asks nothing",
+            "Leave it at False, or use FusedShardedAdam",
+        ),
+    ),
+    Row(
+        some("optimizer", SHARDED),
+        some("rule", '"sgd"', '"lion"'),
+        Refused("its class is the rule of all its param groups", "FusedShardedAdam takes groups of several rules"),
+    ),
+    Row(
+        some("optimizer", SHARDED),
+        some("state_dtype", "torch.bfloat16", '"8bit"'),
+        Refused("the class decides how its state is stored", "FusedShardedAdam stores smaller moments"),
+    ),
+    Row(
+        some("optimizer", SHARDED),
+        some("master_weights", '"remainder"'),
+        Refused(
+            "torch's classes need their parameters' float32 values as tensors",
+            'There master_weights may be "auto", "fp32" or None',
+        ),
+    ),
+    Row(
+        some("optimizer", SHARDED),
+        some("accumulate_dtype", "torch.float32"),
+        Refused("it has no such option", "Set grad_dtype of the parameters, which is the same"),
+    ),
     Row(
         some("capturable", "True"),
         some("stage", "1"),

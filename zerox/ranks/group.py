@@ -83,15 +83,15 @@ class Ranks:
             options.reduceOp = op  # type: ignore[assignment]
             self._await(group.allreduce([values], options))
 
-    def broadcast(self, values: Tensor, what: str) -> None:
-        """From rank 0, in place, for tensors on the CPU or on ``device``. ``what`` names them in errors."""
+    def broadcast(self, values: Tensor, what: str, root: int = 0) -> None:
+        """From rank ``root``, in place, for tensors on the CPU or on ``device``. ``what`` names them in errors."""
         sent = values.cpu() if self.staged else values
         group = self.control if sent.device.type == "cpu" else self.data
         if group is not None:
             try:
-                self._await(group.broadcast(sent, 0))
+                self._await(group.broadcast(sent, root))
             except RuntimeError as error:
-                raise RuntimeError(f"zerox: {what} did not arrive from rank 0 at all ranks: {error}") from error
+                raise RuntimeError(f"zerox: {what} did not arrive from rank {root} at all ranks: {error}") from error
             values.copy_(sent)
 
     def broadcast_values(self, tensor: Tensor, what: str) -> None:

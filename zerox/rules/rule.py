@@ -6,6 +6,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from zerox.plan import combinations
 from zerox.plan.form import FLOAT32, LOW_16_BITS, Form
 
@@ -34,6 +37,31 @@ MASTERS = (MASTER, REMAINDER)
 
 
 @dataclass(frozen=True)
+class NumberSpec:
+    """A number that is kept for each parameter, under ``key`` in the optimizer's state.
+
+    ``dtype``: torch's name of the dtype that it is stored in. ``python``: the type of a Python number, as which torch's
+    class keeps it; None: a tensor of ``shape``, whose one element is the number, ``on_device`` of the parameter or else
+    on the CPU.
+    """
+
+    key: str
+    dtype: str
+    python: type | None = None
+    shape: tuple[int, ...] = ()
+    on_device: bool = False
+
+    def shown(self, number: Tensor) -> Any:
+        """As torch's class keeps it: a copy, unless ``number`` is such a tensor."""
+        if self.python is not None:
+            return self.python(number.item())
+        return number.reshape(self.shape).to(getattr(torch, self.dtype))
+
+
+STEP = NumberSpec("step", "float32")  # as in torch, whose foreach and fused paths take no other dtype
+
+
+@dataclass(frozen=True)
 class Column:
     """A number that kernels read of a param group: its ``option``, or the ``index``-th number of that."""
 
@@ -52,11 +80,12 @@ class Rule:
     kernels read it. ``check(group)`` raises for groups that torch refuses. ``torch_class``: the name of the torch.optim
     class whose groups are like this one. ``lasting``: options that say which formula it is: a state that is loaded does
     not change them. ``keeps_step``: whether that class keeps a step count for each parameter. If not, state that comes
-    from there counts as one update.
+    from there counts as one update. ``numbers``: what is kept for each parameter, beside the count of its updates;
+    ``on_host``: these and the count are read on the host in every step, and lie there.
     """
 
     name: str
-    states: tuple[StateSpec, ...]
+    states: Sequence[StateSpec]
     defaults: Mapping[str, Any]
     needed_options: tuple[str, ...]
     columns: tuple[Column, ...]
@@ -64,10 +93,33 @@ class Rule:
     torch_class: Callable[[Mapping[str, Any]], str]
     lasting: tuple[str, ...] = ()
     keeps_step: bool = True
+    numbers: Sequence[NumberSpec] = ()
+    on_host: bool = False
+
+    @property
+    def step(self) -> NumberSpec:
+        """How the torch.optim class keeps the count of a parameter's updates."""
+        return STEP
+
+    def is_wanted(self, spec: StateSpec | NumberSpec, group: Mapping[str, Any]) -> bool:
+        """Whether a param group has it."""
+        return isinstance(spec, NumberSpec) or spec.is_wanted(group)
 
     def wanted(self, groups: Sequence[Mapping[str, Any]]) -> list[StateSpec]:
         """The state of a bucket whose parameters are in these groups."""
-        return [spec for spec in self.states if any(map(spec.is_wanted, groups))]
+        return [spec for spec in self.states if any(self.is_wanted(spec, group) for group in groups)]
+
+    def late(self, group: Mapping[str, Any]) -> list[StateSpec]:
+        """State that buckets made before may lack, since an option of the group may have been changed."""
+        return [spec for spec in self.states if spec.when and group.get(spec.when)]
+
+    def starts_itself(self, key: str) -> bool:
+        """Whether state that has not begun is absent, and not zero."""
+        return False
+
+    def check_loaded(self, group: Mapping[str, Any]) -> None:
+        """Raises for a saved param group whose flags can't hold here."""
+        check_flags(group)
 
 
 def check_flags(flags: Mapping[str, Any]) -> None:

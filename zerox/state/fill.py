@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-import torch
 from torch import Tensor
 
 from zerox.memory.bucket import Bucket
@@ -12,7 +11,6 @@ from zerox.memory.forms import convert_, master_of, remainder_of, rounding_to
 from zerox.memory.stored import Stored
 from zerox.plan.form import BLOCK_NUMEL
 from zerox.rules.rule import MASTER, MASTERS, REMAINDER
-from zerox.state.sliced_state import STEP
 
 PIECE_NUMEL = 2**18
 assert PIECE_NUMEL % BLOCK_NUMEL == 0
@@ -28,21 +26,23 @@ def fill_row(bucket: Bucket, row: int, parts: Mapping[str, Tensor], rest_anew: b
     param = bucket.param_shard[own]
     parts = {key: part.to(param.device) for key, part in parts.items()}
     rounded: dict[str, None] = {}
-    if STEP in parts:
-        bucket.steps[row] = parts[STEP].reshape(()).to(torch.int64)
-    elif rest_anew:
-        bucket.steps[row] = 0
+    for key, numbers in bucket.numbers.items():
+        if key in parts:
+            numbers[row] = parts[key].reshape(()).to(numbers)
+        elif rest_anew:
+            numbers[row] = 0
     for stored in bucket.state.values():
         kept, given = stored.part(own), Stored.among(stored.spec, parts)
         if stored.spec in MASTERS:
             continue
         if given is not None:
+            bucket.absent.discard((row, stored.spec.key))
             for piece in pieces(param.numel()):
                 if convert_(kept.part(piece), given.part(piece)):
                     form = "8 bits" if kept.scales is not None else kept.values.dtype
                     rounded[f"{stored.spec.key} to {form}"] = None
         elif rest_anew:
-            kept.zero_()
+            start_anew(bucket, row, stored.spec.key)
     masters = {spec.key: parts[spec.key] for spec in MASTERS if spec.key in parts}
     if bucket.master is None and masters:
         rounded["masters to the parameters' dtype"] = None
@@ -51,6 +51,16 @@ def fill_row(bucket: Bucket, row: int, parts: Mapping[str, Tensor], rest_anew: b
             given_master = {key: part[piece] for key, part in masters.items()}
             bucket.master.part(own).values[piece] = _master(bucket.master, param[piece], given_master)
     return list(rounded)
+
+
+def start_anew(bucket: Bucket, row: int, key: str) -> None:
+    """Takes away what a row has of this state, once its count of updates is known."""
+    own = bucket.own_segments[row].span
+    bucket.state[key].part(slice(own.start, own.stop)).zero_()
+    if bucket.rule.starts_itself(key) and bucket.steps[row] > 0:
+        bucket.absent.add((row, key))
+    else:
+        bucket.absent.discard((row, key))
 
 
 def pieces(numel: int) -> Iterator[slice]:

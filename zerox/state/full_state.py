@@ -1,8 +1,9 @@
-"""The whole state on one rank or on all, in the form of torch.optim.AdamW."""
+"""The whole state on one rank or on all, in the form of the rule's torch.optim class."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,32 +15,51 @@ from zerox.memory.stored import Stored
 from zerox.plan.layout import Segment
 from zerox.ranks.group import CPU, Ranks
 from zerox.rules.rule import MASTER, REMAINDER
-from zerox.state.sliced_state import STEP
 
 
 def full_state(
     buckets: Sequence[Bucket], ranks: Ranks, to: int | None = 0, device: torch.device = CPU
-) -> dict[int, dict[str, Tensor]]:
+) -> dict[int, dict[str, Any]]:
     """By parameters' numbers, on ``device`` of rank ``to`` (None: of all ranks); elsewhere nothing.
 
-    Steps are on the CPU, as in torch. Collective; one bucket of one kind of state is gathered at a time.
+    Numbers are on the CPU, as in torch. Collective; one bucket of one kind of state is gathered at a time.
     """
-    found: dict[int, dict[str, Tensor]] = {}
+    found: dict[int, dict[str, Any]] = {}
     for bucket in buckets:
         segments = [bucket.plan.layout.segments(rank) for rank in range(ranks.size)]
-        steps = torch.zeros(max(map(len, segments)), dtype=torch.int64, device=bucket.steps.device)
-        steps[: bucket.steps.numel()] = bucket.steps
-        for rank, counted in enumerate(ranks.gather(steps, to)):
-            for segment, step in zip(segments[rank], counted.tolist(), strict=False):
-                # float32 as in torch, whose foreach and fused paths take no other dtype.
-                found.setdefault(bucket.members[segment.slot].number, {})[STEP] = torch.tensor(
-                    float(step), dtype=torch.float32, device=CPU
-                )
+        for spec in (bucket.rule.step, *bucket.rule.numbers):
+            everyones = _gathered(bucket.numbers[spec.key], segments, ranks, to)
+            for rank, numbers in enumerate(everyones):
+                for segment, number in zip(segments[rank], numbers.cpu(), strict=False):
+                    shown = spec.shown(number.clone())
+                    found.setdefault(bucket.members[segment.slot].number, {})[spec.key] = shown
+        absent = _absent(bucket, segments, ranks, to)
         for stored in in_full(bucket):
             shards = ranks.gather(stored.values, to)
             for slot, whole in _assembled(bucket, segments, shards, device) if shards else ():
-                found[bucket.members[slot].number][stored.spec.key] = whole
+                if (slot, stored.spec.key) not in absent:
+                    found[bucket.members[slot].number][stored.spec.key] = whole
     return dict(sorted(found.items()))
+
+
+def _gathered(numbers: Tensor, segments: Sequence[Sequence[Segment]], ranks: Ranks, to: int | None) -> Sequence[Tensor]:
+    """One number for each row, of every rank: ranks have different counts of rows."""
+    padded = numbers.new_zeros(max(map(len, segments)))
+    padded[: numbers.numel()] = numbers
+    return ranks.gather(padded, to)
+
+
+def _absent(
+    bucket: Bucket, segments: Sequence[Sequence[Segment]], ranks: Ranks, to: int | None
+) -> set[tuple[int, str]]:
+    """(slot, key) of state that has not begun. All ranks gather it, or none."""
+    found = set()
+    for key in [key for key in bucket.state if bucket.rule.starts_itself(key)]:
+        rows = [(row, key) in bucket.absent for row in range(len(bucket.own_segments))]
+        flags = torch.tensor(rows, dtype=torch.uint8, device=CPU)
+        for own, theirs in zip(segments, _gathered(flags, segments, ranks, to), strict=False):
+            found |= {(segment.slot, key) for segment, flag in zip(own, theirs, strict=False) if flag}
+    return found
 
 
 def in_full(bucket: Bucket) -> Iterator[Stored]:

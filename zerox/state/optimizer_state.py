@@ -14,7 +14,7 @@ from zerox.ranks.group import CPU, Ranks
 from zerox.rules.of_groups import Rules
 from zerox.state.dcp_request import Request, dcp_request
 from zerox.state.full_state import full_state, in_full
-from zerox.state.sliced_state import sliced_state
+from zerox.state.sliced_state import STEP, sliced_state
 from zerox.state.state_dict import check_groups, check_state, fill_state, groups_to_take, packed_with, state_uncast
 
 
@@ -22,7 +22,7 @@ from zerox.state.state_dict import check_groups, check_state, fill_state, groups
 class Consolidated:
     """The whole state, as it was when this rank's ``steps`` were these."""
 
-    state: dict[int, dict[str, Tensor]]
+    state: dict[int, dict[str, Any]]
     steps: Sequence[Tensor]
 
     def is_of(self, buckets: Sequence[Bucket]) -> bool:
@@ -45,6 +45,10 @@ class OptimizerState(torch.optim.Optimizer):
     def _note_state_changes(self) -> None:
         """What was consolidated is of the state before."""
         self._consolidated = None
+
+    def _note_loaded(self) -> None:
+        """What is in the buckets was loaded."""
+        self._note_state_changes()
 
     def _share_state(self) -> None:
         """From now on state_dict() says which part of which tensor this rank has."""
@@ -72,7 +76,7 @@ class OptimizerState(torch.optim.Optimizer):
         return {member.number: state for bucket in self._buckets for member, state in sliced_state(bucket)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Takes this rank's own ``state_dict()``, or whole tensors: full_state_dict()'s or torch.optim.AdamW's.
+        """Takes this rank's own ``state_dict()``, or whole tensors: full_state_dict()'s, or torch.optim's.
 
         In place, and not collective; load the model first. As in torch, state that isn't given starts anew. Warns of
         state that this optimizer's ``state_dtype`` and ``master_weights`` round. Raises ValueError, with nothing
@@ -82,7 +86,7 @@ class OptimizerState(torch.optim.Optimizer):
             super().load_state_dict(state_dict)
 
     def full_state_dict(self, to: int = 0) -> dict[str, Any]:
-        """On rank ``to``, a dict on the CPU for ``torch.optim.AdamW.load_state_dict()``; elsewhere ``{}``. Collective.
+        """On rank ``to``, a dict on the CPU for the class in torch.optim to load; elsewhere ``{}``. Collective.
 
         It has whole tensors in the parameters' shapes, float32 (float64 beside float64 parameters), and in addition
         "master", float32, of parameters that have one. Above this, rank ``to`` needs memory for one bucket of one of
@@ -108,8 +112,8 @@ class OptimizerState(torch.optim.Optimizer):
         check_state(self._buckets, self._frozen, loaded["state"])
         self.param_groups = groups_to_take(self._rules, self.param_groups, loaded["param_groups"], self.defaults)
         self._start_states()
-        self._consolidated = None
         fill_state(self._buckets, loaded["state"])
+        self._note_loaded()
 
     def __getstate__(self) -> dict[str, Any]:
         raise TypeError(
@@ -124,12 +128,18 @@ class OptimizerState(torch.optim.Optimizer):
         assert self._ranks is not None
         return self._ranks
 
-    def _full_state(self, to: int) -> dict[int, dict[str, Tensor]]:
+    def _full_state(self, to: int) -> dict[int, dict[str, Any]]:
         size = self._all_ranks.size
         if to not in range(size):
             raise ValueError(f"to must be one of the optimizer's ranks, 0 to {size - 1}, got {to!r}")
         self.synchronize()
-        return full_state(self._buckets, self._all_ranks, to)
+        found = full_state(self._buckets, self._all_ranks, to)
+        for bucket in self._buckets:
+            for member in bucket.members if bucket.rule.on_host else ():
+                # Zeros are not how every class begins, and torch has no state before a first update.
+                if member.number in found and not found[member.number][STEP]:
+                    del found[member.number]
+        return found
 
     def _packed_groups(self) -> Any:
         """Param groups as in state_dict()."""

@@ -10,9 +10,10 @@ from zerox.memory.stored import SCALE, Stored
 from zerox.plan.form import BLOCK_NUMEL, num_blocks
 from zerox.plan.layout import Segment
 from zerox.plan.span import Span
+from zerox.rules import rule
 from zerox.sliced_tensor import SlicedTensor
 
-STEP = "step"
+STEP = rule.STEP.key
 
 
 def blocks_of(span: Span) -> Span:
@@ -25,7 +26,7 @@ def sliced_state(
     """Each parameter of the bucket with views of its state, by the keys of ``optimizer.state``.
 
     The state of elements, remainder and master too, has the parameter's shape, and the dtype that it is stored in;
-    scales have one element for each 256 of the parameter in memory order; step is int64 without dimensions.
+    scales have one element for each 256 of the parameter in memory order; numbers (step is int64) have no dimensions.
     ``kept``: the own shard's state, if it is to be shown in another form.
     """
     shown = list(bucket.state.values() if kept is None else kept)
@@ -33,13 +34,17 @@ def sliced_state(
     elsewhere = -1, Segment(-1, Span(0, 0), 0)
     for slot, member in enumerate(bucket.members):
         row, segment = rows.get(slot, elsewhere)
-        steps = bucket.steps[row : row + 1] if slot in rows else bucket.steps[:0]
-        state = {STEP: SlicedTensor((), (), Span(0, steps.numel()), steps)}
+        state = {}
+        for key, numbers in bucket.numbers.items():
+            number = numbers[row : row + 1] if slot in rows else numbers[:0]
+            state[key] = SlicedTensor((), (), Span(0, number.numel()), number)
         shape, strides = member.param.shape, dense_strides(member.param)
         span = Span(segment.param_start, segment.param_start + segment.span.numel)
         own = slice(segment.span.start, segment.span.stop)
         for stored in shown:
             part, key = stored.part(own), stored.spec.key
+            if (row, key) in bucket.absent:
+                continue
             state[key] = SlicedTensor(shape, strides, span, part.values)
             if part.scales is not None:
                 scale_shape = (num_blocks(member.param.numel()),)

@@ -18,29 +18,42 @@ from zerox.options import OF_OPTIMIZER
 from zerox.plan.form import num_blocks
 from zerox.plan.span import Span
 from zerox.rules.of_groups import RULE, Rules
-from zerox.rules.rule import MASTERS, Rule, check_flags
+from zerox.rules.rule import MASTERS, NumberSpec, Rule
 from zerox.sliced_tensor import SlicedTensor
 from zerox.state.fill import fill_row
 from zerox.state.sliced_state import STEP, blocks_of
 
-WHOLE_STEP = Span(0, 1)
+WHOLE_NUMBER = Span(0, 1)
 
 
 def packed_with(state: Mapping[int, Any] | None, buckets: Sequence[Bucket], packed: dict[str, Any]) -> dict[str, Any]:
     """torch's ``packed`` state_dict(), with this ``state``, if any, by parameters' numbers in place of theirs.
 
-    Other entries, which users keep there, stay. Steps are float32 as in torch.optim.AdamW, whose foreach and fused
-    paths take no other dtype: from 2**24 on they are rounded, as in torch.
+    Other entries, which users keep there, stay. Numbers are as the rule's torch.optim class keeps them: steps are
+    float32, since foreach and fused paths take no other dtype, and from 2**24 on they are rounded, as in torch.
     """
+    rules = {member.number: bucket.rule for bucket in buckets for member in bucket.members}
     if state is not None:
-        numbers = {member.number for bucket in buckets for member in bucket.members}
-        others = {key: value for key, value in packed["state"].items() if key not in numbers}
+        others = {key: value for key, value in packed["state"].items() if key not in rules}
         packed = {**packed, "state": {**dict(sorted(state.items())), **others}}
-    return {**packed, "state": {key: _with_float_step(value) for key, value in packed["state"].items()}}
+    shown = {key: _as_in_torch(rules.get(key), value) for key, value in packed["state"].items()}
+    for number, key in set().union(*(bucket.absent_state() for bucket in buckets)):
+        shown[number].pop(key, None)
+    return {**packed, "state": shown}
 
 
-def _with_float_step(state: Any) -> Any:
-    return {**state, STEP: state[STEP].float()} if isinstance(state, dict) and STEP in state else state
+def _as_in_torch(rule: Rule | None, state: Any) -> Any:
+    if rule is None or not isinstance(state, dict):
+        return state
+    found = {spec.key: spec for spec in (rule.step, *rule.numbers) if spec.key in state}
+    return state | {key: _shown(spec, state[key]) for key, spec in found.items()}
+
+
+def _shown(spec: NumberSpec, number: Any) -> Any:
+    """A rank's slice of a number stays one: it says whether the rank has it."""
+    if isinstance(number, SlicedTensor):
+        return number.to(getattr(torch, spec.dtype))
+    return spec.shown(number) if isinstance(number, Tensor) else number
 
 
 # Note [Loading state]
@@ -71,9 +84,9 @@ def state_uncast(optimizer: torch.optim.Optimizer) -> Iterator[None]:
 
 
 def check_groups(rules: Rules, live: Sequence[Mapping[str, Any]], loaded: Sequence[Mapping[str, Any]]) -> None:
-    """ValueError naming the first param group that was saved with another rule; else as check_flags()."""
+    """ValueError naming the first param group that was saved with another rule; else as its rule's check_loaded()."""
     for index, (own, group) in enumerate(zip(live, loaded, strict=True)):
-        check_flags(group)
+        rules.of(own).check_loaded(group)
         if why := rules.misfit(own, group):
             raise ValueError(f"param group {index} {why}: build the optimizer with the rule that its state is of")
 
@@ -126,8 +139,10 @@ def groups_to_take(
 
 def taken_options(rules: Rules, live: Mapping[str, Any], loaded: Mapping[str, Any]) -> dict[str, Any]:
     """The options that a group takes from a ``loaded`` one: all but its rule, and those of the constructor."""
-    kept = {key: live[key] for key in (*rules.of(live).lasting, *OF_OPTIMIZER, RULE) if key in live}
-    return {key: value for key, value in loaded.items() if key not in (*OF_OPTIMIZER, RULE)} | kept
+    rule = rules.of(live)
+    stay = [*(name for name in OF_OPTIMIZER if name not in rule.defaults), RULE]
+    kept = {key: live[key] for key in (*rule.lasting, *stay) if key in live}
+    return {key: value for key, value in loaded.items() if key not in stay} | kept
 
 
 def say_what_stays(rules: Rules, pairs: Sequence[tuple[Mapping[str, Any], Mapping[str, Any]]]) -> None:
@@ -157,17 +172,26 @@ def say_rounded(what: Mapping[str, None]) -> None:
 def _known(rule: Rule, member: Member) -> dict[str, int]:
     """The number of elements of all that a parameter's state may have, by key."""
     numel = member.param.numel()
-    found = {STEP: 1} | {spec.key: numel for spec in (*rule.states, *MASTERS)}
+    found = {STEP: 1} | {spec.key: 1 for spec in rule.numbers}
+    found |= {spec.key: numel for spec in (*rule.states, *MASTERS)}
     return found | {spec.key + SCALE: num_blocks(numel) for spec in rule.states}
 
 
 def _tensor(value: Any) -> Tensor:
-    """Old versions of torch saved numbers too."""
-    return value if isinstance(value, Tensor) else torch.tensor(value, device="cpu")
+    """Some classes keep Python's numbers, as old versions of torch did."""
+    if isinstance(value, Tensor):
+        return value
+    return torch.tensor(value, dtype=torch.float64 if isinstance(value, float) else None, device="cpu")
 
 
 def _check_whole(rule: Rule, member: Member, state: Mapping[str, Any]) -> None:
-    for key, numel in _known(rule, member).items():
+    known = _known(rule, member)
+    if rule.on_host and (foreign := [key for key, value in state.items() if value is not None and key not in known]):
+        raise ValueError(
+            f"state of parameter {member.quoted} has {foreign[0]!r}, which {rule.name} does not keep under the options "
+            f"that were loaded with it: it keeps {', '.join(known)}"
+        )
+    for key, numel in known.items():
         if state.get(key) is None:
             continue
         if (found := _tensor(state[key]).numel()) != numel:
@@ -179,17 +203,19 @@ def _check_whole(rule: Rule, member: Member, state: Mapping[str, Any]) -> None:
 def _parts(rule: Rule, member: Member, state: Mapping[str, Any], span: Span) -> dict[str, Tensor]:
     """The parts of ``state`` for these elements of a parameter, 1-D. ValueError if it is the share of another rank."""
     found = {}
+    numbers = {STEP, *(spec.key for spec in rule.numbers)}
     for key in _known(rule, member):
         if state.get(key) is not None:
-            wanted = WHOLE_STEP if key == STEP else blocks_of(span) if key.endswith(SCALE) else span
-            found[key] = _part(member, key, _tensor(state[key]), wanted)
+            scales = key.endswith(SCALE)
+            wanted = WHOLE_NUMBER if key in numbers else blocks_of(span) if scales else span
+            found[key] = _part(member, key, _tensor(state[key]), wanted, shaped=not scales and key not in numbers)
     if found and STEP not in found and not rule.keeps_step:
         found[STEP] = torch.ones(1, dtype=torch.int64, device="cpu")
     return found
 
 
-def _part(member: Member, key: str, value: Tensor, span: Span) -> Tensor:
-    shaped = key != STEP and not key.endswith(SCALE)
+def _part(member: Member, key: str, value: Tensor, span: Span, shaped: bool) -> Tensor:
+    """``shaped``: it has the parameter's shape."""
     if isinstance(value, SlicedTensor):
         if span.numel and not (value.start <= span.start and span.stop <= value.span.stop):
             raise ValueError(

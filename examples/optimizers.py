@@ -1,0 +1,73 @@
+"""The optimizer that --optimizer names: sharded by zerox, and torch's own to compare with."""
+
+import argparse
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from corpus import BadInput
+
+from zerox import FusedShardedAdam, FusedShardedLion, FusedShardedSGD, ShardedOptimizer
+
+STATE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "8bit": "8bit"}
+BETAS = (0.9, 0.95)
+MOMENTUM = 0.9
+# By the name of --optimizer: zerox's class, the rule by which zerox.estimate() knows it, and how many times as large as
+# AdamW's its learning rate should be: SGD divides by no second moment, and each of Lion's updates is as large as lr.
+FUSED: dict[str, tuple[Callable[..., torch.optim.Optimizer], str, float]] = {
+    "adamw": (FusedShardedAdam, "adam", 1.0),
+    "sgd": (FusedShardedSGD, "sgd", 50.0),
+    "lion": (FusedShardedLion, "lion", 0.2),
+}
+
+
+def checked(name: str) -> str:
+    """BadInput unless it is a rule with kernels of its own, or a class of torch.optim."""
+    kind = getattr(torch.optim, name, None)
+    is_class = isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer) and kind is not torch.optim.Optimizer
+    if name not in FUSED and not is_class:
+        raise BadInput(f"--optimizer {name} is none of {', '.join(FUSED)}, nor a class of torch.optim")
+    return name
+
+
+def default_lr(name: str, width: int) -> float:
+    """Wider models want smaller steps. A class of torch.optim may want another one: it is given with --lr."""
+    return 0.4 / width * (FUSED[name][2] if name in FUSED else 1.0)
+
+
+def _own_options(options: argparse.Namespace) -> dict[str, Any]:
+    """What zerox's class and torch's both take. Any other class of torch.optim keeps its defaults."""
+    if options.optimizer == "adamw":
+        return {"lr": options.lr, "betas": BETAS, "eps": options.eps, "weight_decay": options.weight_decay}
+    if options.optimizer == "sgd":
+        return {"lr": options.lr, "momentum": MOMENTUM}
+    if options.optimizer == "lion":
+        return {"lr": options.lr, "betas": BETAS, "weight_decay": options.weight_decay}
+    return {"lr": options.lr}
+
+
+def sharded(module: torch.nn.Module, options: argparse.Namespace) -> torch.optim.Optimizer:
+    """Raises ValueError for a class that can't be sharded."""
+    params, own = module.named_parameters(), _own_options(options)
+    if options.optimizer not in FUSED:
+        return ShardedOptimizer(params, getattr(torch.optim, options.optimizer), stage=options.stage, **own)
+    kind = FUSED[options.optimizer][0]
+    return kind(params, stage=options.stage, state_dtype=STATE_DTYPES[options.state_dtype], **own)
+
+
+def torchs(module: torch.nn.Module, options: argparse.Namespace, fused: bool) -> tuple[str, torch.optim.Optimizer]:
+    """Its name with the way it is computed, and itself. ``fused``: if there is such a way, else as torch chooses."""
+    names = {"adamw": "AdamW", "sgd": "SGD"}
+    name = names.get(options.optimizer, options.optimizer)
+    ways = {} if options.optimizer not in names else {"fused": fused, "foreach": False}
+    way = "" if not ways else "(fused)" if fused else "(foreach=False)"
+    return name + way, getattr(torch.optim, name)(module.parameters(), **_own_options(options), **ways)
+
+
+def estimate_options(options: argparse.Namespace) -> dict[str, Any]:
+    """For zerox.estimate(). It knows no class of torch.optim: the state of one may come on top of this."""
+    if options.optimizer not in FUSED:
+        return {"stage": options.stage, "rule": "sgd"}
+    rule = FUSED[options.optimizer][1]
+    momentum = {"momentum": MOMENTUM} if rule == "sgd" else {}
+    return {"stage": options.stage, "state_dtype": STATE_DTYPES[options.state_dtype], "rule": rule, **momentum}

@@ -1,0 +1,236 @@
+"""One bucket's optimizer of torch's kind: its parameters are this rank's segments, its state lies in the bucket."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from zerox.flow.update import Groups
+from zerox.memory.bucket import Bucket, GradPart
+from zerox.rules.inner import InnerRule, options_of
+from zerox.rules.probe import Kinds, step_without_global_hooks
+from zerox.rules.rule import STEP
+
+State = dict[str, Any]
+
+
+class Row(NamedTuple):
+    """A view of a segment, or of its master: elements ``[start, stop)`` of the shard, in the engine's ``group``."""
+
+    param: nn.Parameter
+    group: int
+    start: int
+    stop: int
+
+
+class InnerBucket:
+    """The optimizer has a param group for each of the engine's that has a row here, in their order.
+
+    If the class counts something in its groups, all groups are there, each with a parameter of one element in addition:
+    so the counts go on alike on all ranks, also where a rank has no segment or no gradient of a group.
+    """
+
+    def __init__(self, rule: InnerRule, bucket: Bucket, groups: Groups) -> None:
+        self.rule = rule
+        self.bucket = bucket
+        self.values = bucket.param_shard if bucket.master is None else bucket.master.values
+        self.rows = [
+            Row(
+                nn.Parameter(self.values[s.span.start : s.span.stop]),
+                bucket.members[s.slot].group,
+                s.span.start,
+                s.span.stop,
+            )
+            for s in bucket.own_segments
+        ]
+        self.counting: dict[int, nn.Parameter] = {}  # by group
+        if any(rule.inner.kinds(group).counters for group in groups):
+            self.counting = {index: nn.Parameter(self.values.new_zeros(1)) for index in range(len(groups))}
+        self.groups = sorted({*(row.group for row in self.rows), *self.counting})
+        self.kinds = [rule.inner.kinds(groups[index]) for index in self.groups]
+        self.optimizer = self._made([options_of(groups[index]) for index in self.groups])
+        self.is_stale = False  # the bucket's state was loaded
+        self.bound: list[State] = [{} for _ in self.rows]  # what of each state lies in the bucket, or is known there
+        self.seen: dict[str, int] = {}  # versions of the bucket's numbers that the optimizer has copies of
+        self._take_state()
+        self._note_numbers()
+
+    def prepare(self, options: Sequence[Mapping[str, Any]], kinds: Sequence[Kinds]) -> None:
+        """Before a step: masters that still stand for their parameters, options (of all groups) and state as they are.
+
+        ``kinds``: what the class keeps under each group's options.
+        """
+        master, shard = self.bucket.master, self.bucket.param_shard
+        if master is not None:
+            rounded = master.values.to(shard.dtype)
+            kept = rounded.view(torch.int16) == shard.view(torch.int16)
+            if shard.device.type != "cpu" or not bool(kept.all()):
+                master.values.copy_(torch.where(kept, master.values, shard.float()))
+        if self.optimizer is None:
+            return
+        for group, index in zip(self.optimizer.param_groups, self.groups, strict=True):
+            group.update(options[index])
+        before, self.kinds = self.kinds, [kinds[index] for index in self.groups]
+        # What loads into the tensors of checkpoint entries says nothing: that numbers were written shows it.
+        if self.is_stale or any(self.bucket.numbers[key]._version != then for key, then in self.seen.items()):
+            self.restore()
+        elif any(now is not then for now, then in zip(self.kinds, before, strict=True)):
+            self._complete()
+
+    def take_gradients(
+        self, parts: Sequence[GradPart], present: Sequence[int], counted: Sequence[bool], scale: Tensor | None
+    ) -> list[bool]:
+        """Gives the optimizer the gradients that are ``present``; returns which rows have got one."""
+        given = [False] * len(self.rows)
+        writes = any(kinds.writes_grads for kinds in self.kinds)
+        for part in parts:
+            grad = part.grad
+            if grad.dtype != self.values.dtype:
+                grad = grad.to(self.values.dtype)
+            if scale is not None:
+                grad = grad * scale
+            elif writes and grad is part.grad:
+                grad = grad.clone()  # gradients are the user's until zero_grad()
+            for index in range(part.first_row, part.first_row + part.segments.shape[0]):
+                if present[index]:
+                    param, _, start, stop = self.rows[index]
+                    whole = stop - start == grad.numel()
+                    param.grad = grad if whole else grad[start - part.start : stop - part.start]
+                    given[index] = True
+        for index, param in self.counting.items():
+            param.grad = torch.zeros_like(param) if counted[index] else None
+        return given
+
+    def drop_gradients(self) -> None:
+        for row in self.rows:
+            row.param.grad = None
+        for param in self.counting.values():
+            param.grad = None
+
+    def step(self, options: Sequence[Mapping[str, Any]], step_options: Mapping[str, Any]) -> dict[int, State]:
+        """Returns, by the engine's group, the ``options`` that the class has changed."""
+        if self.optimizer is None:
+            return {}
+        step_without_global_hooks(self.optimizer, **step_options)
+        self._take_state()
+        changed = {}
+        for index, group in zip(self.groups, self.optimizer.param_groups, strict=True):
+            then = options[index]
+            found = {key: value for key, value in group.items() if value is not then.get(key, then) and key != "params"}
+            if found and not self.counting:
+                raise RuntimeError(
+                    f"{self.rule.name} changed {', '.join(found)} of its param groups, and did not when it was tried"
+                )
+            if found:
+                changed[index] = found
+        return changed
+
+    def finish(self, updated: Sequence[bool]) -> None:
+        """After all ranks' steps: new parameters from their masters, and counts of the rows that were ``updated``."""
+        if self.bucket.master is not None:
+            self.bucket.param_shard.copy_(self.bucket.master.values)
+        self.bucket.steps.add_(1 if all(updated) else torch.tensor(updated, dtype=torch.int64, device="cpu"))
+        self._note_numbers()
+
+    def restore(self) -> None:
+        """Gives the optimizer the bucket's state. A parameter that was never updated begins as the class has it."""
+        assert self.optimizer is not None
+        self.is_stale = False
+        options = [options_of(group) for group in self.optimizer.param_groups]
+        fresh = self._made(options) if any(kinds.full_at_start for kinds in self.kinds) else None
+        self.optimizer.state.clear()
+        for index, row in enumerate(self.rows):
+            self.bound[index] = {}
+            if self.bucket.steps[index] > 0:
+                self.optimizer.state[row.param] = self._state_of(index)
+            elif fresh is not None and row.param in fresh.state:
+                self.optimizer.state[row.param] = fresh.state[row.param]
+        self._take_state()
+        self._note_numbers()
+
+    # ---- inside ------------------------------------------------------------------------------------------------------
+
+    def _made(self, options: Sequence[Mapping[str, Any]]) -> torch.optim.Optimizer | None:
+        """``options`` of each of ``self.groups``; None without any: this rank has no part of the bucket."""
+        made = []
+        for index, own in zip(self.groups, options, strict=True):
+            params = [row.param for row in self.rows if row.group == index]
+            more = [self.counting[index]] if index in self.counting else []
+            made.append({**own, "params": params + more})
+        return self.rule.inner.make(made) if made else None
+
+    def _take_state(self) -> None:
+        """Moves new state into the bucket, and lets the optimizer use it there."""
+        states = {} if self.optimizer is None else self.optimizer.state
+        for index, (row, bound) in enumerate(zip(self.rows, self.bound, strict=True)):
+            if not states:
+                break
+            state: State = states.get(row.param) or {}
+            for key, value in state.items():
+                if value is not bound.get(key):
+                    bound[key] = state[key] = self._taken(index, key, value)
+
+    def _note_numbers(self) -> None:
+        copied = [STEP.key, *(spec.key for spec in self.rule.numbers if spec.python is not None)]
+        self.seen = {key: self.bucket.numbers[key]._version for key in copied}
+
+    def _taken(self, row: int, key: str, value: Any) -> Any:
+        """What stands for the value in the optimizer's state from now on."""
+        if value is None or key == STEP.key:  # the bucket counts by itself
+            return value
+        if key in self.bucket.state:
+            place = self._place(row, key)
+            if value.shape != place.shape or value.dtype != place.dtype:
+                raise RuntimeError(
+                    f"{self.rule.name} made {key!r} of {tuple(value.shape)} and {value.dtype} for a parameter of "
+                    f"{tuple(place.shape)}, and had {place.dtype} of the parameter's shape when it was tried"
+                )
+            place.copy_(value)
+            self.bucket.absent.discard((row, key))
+            return place
+        if key in self.bucket.numbers:
+            self.bucket.numbers[key][row] = value
+            return self._number(row, key) if isinstance(value, Tensor) else value
+        raise RuntimeError(f"{self.rule.name} began to keep {key!r}, which it did not when it was tried")
+
+    def _complete(self) -> None:
+        """After options were changed: state that the class expects beside other state, or that it begins itself."""
+        assert self.optimizer is not None
+        for index, row in enumerate(self.rows):
+            state: State = self.optimizer.state.get(row.param) or {}
+            kinds = self._kinds_of(index)
+            for spec in kinds.states if self.bucket.steps[index] > 0 else ():
+                if spec.key not in state and state and spec.key in kinds.expected:
+                    self.bound[index][spec.key] = state[spec.key] = self._place(index, spec.key)
+                elif spec.key not in state:
+                    self.bucket.absent.add((index, spec.key))
+
+    def _state_of(self, row: int) -> State:
+        """From the bucket, each thing as the class keeps it."""
+        kinds = self._kinds_of(row)
+        found: State = {}
+        for state in kinds.states:
+            if (row, state.key) not in self.bucket.absent:
+                found[state.key] = self._place(row, state.key)
+        for number in kinds.numbers:
+            value = self._number(row, number.key)
+            found[number.key] = value if number.python is None else number.shown(value)
+        self.bound[row] = dict(found)
+        if kinds.step is not None:
+            step = kinds.step.shown(self.bucket.steps[row].clone())
+            found[STEP.key] = step.to(self.values.device) if kinds.step.on_device and isinstance(step, Tensor) else step
+        return found
+
+    def _kinds_of(self, row: int) -> Kinds:
+        return self.kinds[self.groups.index(self.rows[row].group)]
+
+    def _place(self, row: int, key: str) -> Tensor:
+        return self.bucket.state[key].values[self.rows[row].start : self.rows[row].stop]
+
+    def _number(self, row: int, key: str) -> Tensor:
+        """A view."""
+        shape = next(spec.shape for spec in self.rule.numbers if spec.key == key)
+        return self.bucket.numbers[key][row : row + 1].reshape(shape)

@@ -1,0 +1,149 @@
+"""The update by an optimizer of torch's kind: on this rank's segments of each bucket, as if these were its parameters.
+
+All ranks update all buckets, and then tell each other that they could, before any parameter is sent: an optimizer that
+raises on one rank leaves all ranks with the parameters that they had.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from zerox._C import Combine, Range
+from zerox.flow.grad_scale import GradScale
+from zerox.flow.grads import Grads
+from zerox.flow.inner_bucket import InnerBucket
+from zerox.flow.update import Groups
+from zerox.memory.bucket import Bucket, GradPart
+from zerox.ranks.roll_call import summary_of
+from zerox.rules.inner import InnerRule, options_of
+from zerox.rules.of_groups import Rules
+from zerox.rules.probe import Kinds
+
+
+class InnerUpdate:
+    """``buckets``: the engine's own list, which grows. ``step_options``: of the next step, for the class's step()."""
+
+    def __init__(self, rules: Rules, buckets: Sequence[Bucket], grads: Grads, grad_scale: GradScale) -> None:
+        assert isinstance(rules.default, InnerRule)
+        self.rule = rules.default
+        self.buckets = buckets
+        self.grads = grads
+        self.grad_scale = grad_scale
+        self.inner: list[InnerBucket] = []
+        self.step_options: Mapping[str, Any] = {}
+        self.failure = ""  # why ranks' states are not of one step
+
+    def add_bucket(self, bucket: Bucket, groups: Groups) -> None:
+        self.inner.append(InnerBucket(self.rule, bucket, groups))
+
+    def refresh(self, groups: Groups) -> None:
+        raise AssertionError("it can't be captured")
+
+    def note_loaded(self) -> None:
+        self.failure = ""
+        for inner in self.inner:
+            inner.is_stale = True
+
+    def runs(self, groups: Groups, capturing: bool) -> Iterator[Sequence[int]]:
+        """One run, of all buckets.
+
+        If the class raises on one rank, RuntimeError on all, and then until state is loaded. Alone, what it raised.
+        """
+        if self.failure:
+            raise RuntimeError(f"{self.failure}. Load the last state that was saved, on all ranks")
+        kinds = [self.rule.inner.kinds(group) for group in groups]
+        counted = self._groups_with_gradients(kinds)
+        error: Exception | None = None
+        updated: list[list[bool]] = []
+        counters: list[dict[str, Any]] = []
+        try:
+            counters = self._step(groups, kinds, counted, updated)
+        except Exception as raised:
+            if self.grads.ranks.size == 1:
+                raise
+            error = raised
+        self._agree(error)
+        for inner, rows in zip(self.inner, updated, strict=True):
+            inner.finish(rows)
+        for group, changed in zip(groups, counters, strict=True):
+            group.update(changed)
+        yield list(self.grads.manager.params.order)
+
+    def _gradients(self, index: int) -> tuple[list[GradPart], list[int]]:
+        """The shard of a bucket, and for each row whether it has a gradient. The host waits for the device."""
+        parts = self.grads.parts(index)  # first: whole gradients are looked at here
+        return parts, self.grad_scale.present(self.grads.present(index)).tolist()
+
+    def _groups_with_gradients(self, kinds: Sequence[Kinds]) -> list[bool]:
+        """By group: whether any rank has a gradient there. Asked only if the class counts something in its groups."""
+        if not any(each.counters for each in kinds):
+            return [False] * len(kinds)
+        found = torch.zeros(len(kinds), dtype=torch.int64, device="cpu")
+        for index, inner in enumerate(self.inner):
+            for row, has in zip(inner.rows, self._gradients(index)[1], strict=True):
+                found[row.group] |= int(has)
+        self.grads.all_reduce(found, Combine.MAX)
+        return [bool(each) for each in found.tolist()]
+
+    def _step(
+        self, groups: Groups, kinds: Sequence[Kinds], counted: Sequence[bool], updated: list[list[bool]]
+    ) -> list[dict[str, Any]]:
+        """Returns the options of each group that the class has changed, and fills ``updated`` with rows of each bucket.
+
+        ``counted``: groups that have a gradient on any rank.
+        """
+        options = [options_of(group) for group in groups]
+        changed: list[dict[str, Any]] = [{} for _ in groups]
+        scale = self.grad_scale.value
+        if scale is not None and scale.device.type == "cpu" and float(scale) == 1.0:
+            scale = None
+        for index, inner in enumerate(self.inner):
+            with Range("update", index):
+                inner.prepare(options, kinds)
+                parts, present = self._gradients(index)
+                updated.append(inner.take_gradients(parts, present, counted, scale))
+                del parts  # which may be copies, for this bucket alone
+                try:
+                    found = inner.step(options, self.step_options)
+                finally:
+                    inner.drop_gradients()
+            for group, values in found.items():
+                known = changed[group] or values
+                if str(known) != str(values):
+                    raise RuntimeError(
+                        f"{self.rule.name} changed options of param group {group} to {known} for one bucket and to "
+                        f"{values} for another: they depend on gradients, and can't be shared"
+                    )
+                changed[group] = values
+        return changed
+
+    def _agree(self, error: Exception | None) -> None:
+        """Collective. Raises RuntimeError on all ranks, with the parameters as before the step, if one has an error."""
+        ranks = self.grads.ranks
+        if ranks.size == 1:
+            return
+        failed = torch.tensor([error is not None], dtype=torch.int64, device="cpu")
+        self.grads.all_reduce(failed, Combine.MAX)
+        if not failed:
+            return
+        said = ranks.all_gather_text("" if error is None else summary_of(error))
+        rank, reason = next((rank, text) for rank, text in enumerate(said) if text)
+        for index, bucket in enumerate(self.buckets):
+            self._put_back(bucket, index)
+        self.failure = (
+            f"{self.rule.name} raised in step() on rank {rank}, when other ranks had stepped, and its state is not of "
+            f"one step any more: {reason}"
+        )
+        told = f"rank {rank} raised {reason} in {self.rule.name}'s step(): all parameters are as before"
+        raise RuntimeError(told) from error
+
+    def _put_back(self, bucket: Bucket, index: int) -> None:
+        """This rank's own values are new, unless a master is; those that others have of its shard are not."""
+        if bucket.master is None:
+            flat, first = bucket.buffer.flat, bucket.plan.layout.shard_numel
+            what = f"the old parameters of {bucket.describe(index)}"
+            self.grads.ranks.broadcast(flat[:first], what, root=1)
+            self.grads.ranks.broadcast(flat[first:], what, root=0)

@@ -1,0 +1,241 @@
+"""An optimizer class of torch's kind as a rule: what it keeps is learned by running it on small tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from zerox.plan import combinations
+from zerox.plan.form import Form
+from zerox.rules.of_groups import RULE, Rules
+from zerox.rules.probe import Kinds, NotElementwise, probe
+from zerox.rules.rule import STEP, NumberSpec, Rule, StateSpec
+
+LEAST_LR = 1e-2  # with which the class is tried: under a schedule's first lr, often 0, nothing would differ
+NOT_OPTIONS = ("params", "param_names", RULE)
+WAY_OUT = "Use it under DistributedDataParallel"
+REFUSED = {
+    torch.optim.LBFGS: "it searches along one direction for all parameters, and evaluates the loss inside step()",
+    torch.optim.SparseAdam: "it is for sparse gradients, and zerox shards dense ones",
+}
+LR = ("lr", "initial_lr")
+USUAL = (torch.float32, torch.device("cpu"))
+Pattern = tuple[Any, ...]
+
+
+def options_of(group: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in group.items() if key not in NOT_OPTIONS}
+
+
+def full_name(cls: type) -> str:
+    return f"{cls.__module__}.{cls.__qualname__}"
+
+
+class InnerClass:
+    """``cls(params, **options)``, as a rule. With ``trusted`` the user says that it is elementwise.
+
+    What it keeps may depend on which options are on (momentum, amsgrad), so each set of these is tried once, when a
+    param group first has it, in each dtype of ``tried``.
+    """
+
+    def __init__(self, cls: Any, options: Mapping[str, Any], trusted: bool, has_masters: bool) -> None:
+        self.cls = cls
+        self.options = dict(options)
+        self.trusted = trusted
+        self.has_masters = has_masters
+        self.defaults: dict[str, Any] = {}
+        self.states: list[StateSpec] = []
+        self.numbers: list[NumberSpec] = []
+        self.tried: dict[tuple[torch.dtype, torch.device], None] = {}
+        self.known: dict[Pattern, Kinds] = {}
+
+    @property
+    def name(self) -> str:
+        return full_name(self.cls)
+
+    def rules(self) -> Rules:
+        """Raises TypeError for what is no optimizer class, ValueError for one that can't be sharded, and what the class
+        raises for its options."""
+        self._check_class()
+        made = self.make([{"params": [nn.Parameter(torch.zeros(2, 3, device="cpu"))]}])
+        of_group = {key: value for key, value in made.param_groups[0].items() if key != "params"}
+        self.defaults = {**made.defaults, **of_group}
+        if RULE in self.defaults:
+            raise ValueError(f"{self.name} has an option {RULE!r}, which in zerox's param groups names a rule")
+        rule = InnerRule(
+            name=self.name,
+            states=self.states,
+            defaults=self.defaults,
+            # torch adds flags from version to version, and fills them in where an old state lacks them.
+            needed_options=tuple(k for k, v in self.defaults.items() if not (v is None or isinstance(v, bool))),
+            columns=(),
+            check=self.learn,
+            torch_class=lambda group: self.name,
+            keeps_step=False,  # or under some options only
+            numbers=self.numbers,
+            on_host=True,
+            inner=self,
+        )
+        return Rules(rule, {rule.name: rule})
+
+    def make(self, groups: Sequence[Mapping[str, Any]]) -> torch.optim.Optimizer:
+        made: torch.optim.Optimizer = self.cls([dict(group) for group in groups], **self.options)
+        return made
+
+    def learn(self, group: Mapping[str, Any]) -> None:
+        """Tries the options of a param group, in the dtypes and on the devices of its parameters.
+
+        Raises ValueError for a class that can't be sharded under these.
+        """
+        refuse_flags(group)
+        places = {(self.dtype_of(param), _on_host_if_meta(param.device)): None for param in group["params"]}
+        if not places.keys() <= self.tried.keys():
+            self.tried |= places
+            self.known = {}  # what is known was tried elsewhere only; the specs that it gave stay
+        self.kinds(group)
+
+    def dtype_of(self, param: Tensor) -> torch.dtype:
+        """In which the class works on a parameter: 16-bit ones have masters, if any have."""
+        return torch.float32 if self.has_masters and param.itemsize == 2 else param.dtype
+
+    def kinds(self, group: Mapping[str, Any]) -> Kinds:
+        """What the class keeps under the options of a group, which may lack some. Raises as learn()."""
+        pattern = self._pattern(group)
+        found = self.known.get(pattern)
+        if found is None:
+            options = {**self.defaults, **options_of(group)}
+            found = self._merged([self._tried(options, *place) for place in self.tried or (USUAL,)])
+            self._grow(found)
+            self.known[pattern] = found
+        return found
+
+    def _pattern(self, group: Mapping[str, Any]) -> Pattern:
+        """Which options are on. Their numbers don't matter, nor does lr: it is tried as if it were on."""
+        own = tuple(_kind(group.get(key, value)) for key, value in self.defaults.items() if key not in LR)
+        more = (key for key in group if key not in self.defaults and key not in NOT_OPTIONS and key not in LR)
+        return own, tuple((key, _kind(group[key])) for key in more)
+
+    @property
+    def step(self) -> NumberSpec | None:
+        return next((kinds.step for kinds in self.known.values() if kinds.step is not None), None)
+
+    def _check_class(self) -> None:
+        cls = self.cls
+        if not (isinstance(cls, type) and issubclass(cls, torch.optim.Optimizer)):
+            raise TypeError(
+                f"optimizer_class must be a class of torch.optim.Optimizer's kind, got {cls!r}: give the class, and "
+                "its options as keywords"
+            )
+        if any(base.__module__.partition(".")[0] == "zerox" for base in cls.__mro__):
+            raise ValueError(f"optimizer_class must not be {cls.__name__}, which shards by itself: use it as it is")
+        for refused, why in REFUSED.items():
+            if issubclass(cls, refused):
+                raise ValueError(f"{self.name} can't be sharded: {why}. {WAY_OUT}")
+
+    def _tried(self, options: Mapping[str, Any], dtype: torch.dtype, device: torch.device) -> Kinds:
+        chosen = {key: _for_trial(key, value) for key, value in options.items()}
+        try:
+            return probe(lambda params: self.make([{**chosen, "params": params}]), dtype, device, not self.trusted)
+        except NotElementwise as error:
+            raise ValueError(f"{self.name} can't be sharded: it {error}. {self._way_out(error)}") from None
+        except Exception as error:
+            raise ValueError(
+                f"{self.name} can't be sharded: it raised {type(error).__name__} for small tensors of 1 and 2 "
+                f"dimensions: {error}. {WAY_OUT}"
+            ) from error
+
+    def _way_out(self, error: NotElementwise) -> str:
+        if "is not elementwise" not in str(error):
+            return WAY_OUT
+        return f"{WAY_OUT}, or pass elementwise=True if the difference is one that you accept"
+
+    def _merged(self, found: Sequence[Kinds]) -> Kinds:
+        """Of several dtypes of parameters: state in the parameter's dtype in each, or in one dtype in all."""
+        first, places = found[0], list(self.tried or (USUAL,))
+        states = []
+        for spec in first.states:
+            specs = [other for kinds in found for other in kinds.states if other.key == spec.key]
+            if len(specs) == len(found) and all(other.form is None for other in specs):
+                states.append(spec)
+                continue
+            forms = {other.form or _form_of(dtype) for other, (dtype, _) in zip(specs, places, strict=False)}
+            if len(specs) < len(found) or len(forms) > 1:
+                raise ValueError(
+                    f"{self.name} keeps {spec.key!r} otherwise for some of the dtypes "
+                    f"{sorted({str(dtype) for dtype, _ in places})}. Give it parameters of one dtype"
+                )
+            states.append(replace(spec, form=forms.pop()))
+        return replace(first, states=tuple(states))
+
+    def _grow(self, kinds: Kinds) -> None:
+        """All ranks learn the same in the same order, so all have the same lists."""
+        known: list[StateSpec | NumberSpec] = [*self.states, *self.numbers]
+        found: list[StateSpec | NumberSpec] = [*kinds.states, *kinds.numbers]
+        forms = {spec.key: spec for spec in known}
+        for spec in found:
+            if forms.setdefault(spec.key, spec) != spec:
+                raise ValueError(f"{self.name} keeps {spec.key!r} in another form for other parameters or options")
+        self.states += [spec for spec in kinds.states if spec not in self.states]
+        self.numbers += [spec for spec in kinds.numbers if spec not in self.numbers]
+
+
+@dataclass(frozen=True, kw_only=True)
+class InnerRule(Rule):
+    """The rule of an :class:`InnerClass`. Its ``states`` and ``numbers`` grow as the class is tried."""
+
+    inner: InnerClass
+
+    @property
+    def step(self) -> NumberSpec:
+        return self.inner.step or STEP
+
+    def is_wanted(self, spec: StateSpec | NumberSpec, group: Mapping[str, Any]) -> bool:
+        return spec.key in self.inner.kinds(group).keys
+
+    def late(self, group: Mapping[str, Any]) -> list[StateSpec]:
+        wanted = self.inner.kinds(group).keys
+        return [spec for spec in self.states if spec.key in wanted]
+
+    def starts_itself(self, key: str) -> bool:
+        having = [kinds for kinds in self.inner.known.values() if key in kinds.keys]
+        return bool(having) and all(key not in kinds.expected for kinds in having)
+
+    def check_loaded(self, group: Mapping[str, Any]) -> None:
+        refuse_flags(group)
+        self.inner.kinds(group)
+
+
+def _kind(value: Any) -> Any:
+    if value is None or isinstance(value, (bool, int, float)):
+        return bool(value)
+    if isinstance(value, (list, tuple)):
+        return tuple(map(_kind, value))
+    return value if isinstance(value, str) else type(value).__name__
+
+
+def _form_of(dtype: torch.dtype) -> Form:
+    return Form(str(dtype).removeprefix("torch."), dtype.itemsize)
+
+
+def _for_trial(key: str, value: Any) -> Any:
+    if isinstance(value, Tensor):
+        value = value.detach().clone()
+        return value.clamp_(min=LEAST_LR) if key == "lr" else value
+    if key == "lr" and isinstance(value, (int, float)):
+        return max(float(value), LEAST_LR)
+    return list(value) if isinstance(value, list) else value
+
+
+def _on_host_if_meta(device: torch.device) -> torch.device:
+    return torch.device("cpu") if device.type == "meta" else device
+
+
+def refuse_flags(group: Mapping[str, Any]) -> None:
+    """ValueError for flags of torch's classes that can't hold where zerox updates."""
+    combinations.check({"capturable": {str(bool(group.get("capturable")))}, "optimizer": {combinations.SHARDED}})
+    if group.get("differentiable"):
+        raise ValueError("differentiable=True: zerox updates parameters below autograd; use the class itself for that")
