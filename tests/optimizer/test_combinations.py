@@ -217,14 +217,13 @@ UNSAID = {
 }
 
 
-# Options that a group of another rule does not have, at their defaults.
+# At their defaults, which a group of another rule does not name.
 OF_ADAM = {*some("amsgrad", "False"), *some("decoupled_weight_decay", "True")}
 
 
 def is_said(pair: Pair) -> bool:
     """Whether the constructor is told of both."""
-    other_rule = any(each in some("rule", '"sgd"', '"lion"') for each in pair)
-    return not UNSAID & set(pair) and not (other_rule and OF_ADAM & set(pair))
+    return not UNSAID & set(pair) and not (OF_ADAM & set(pair) and set(some("rule", '"sgd"', '"lion"')) & set(pair))
 
 
 def refusals(rank: int, world_size: int, asked: list[tuple[Pair, Way]]) -> list[str]:
