@@ -1,6 +1,8 @@
 """The manifest, which makes a folder a checkpoint: the size and checksum of each of its files, written last.
 
 A manifest may come from anywhere: no more of it is read than one can have, and it may list only files of zerox's.
+
+docs/reference.md has the format of everything in that folder.
 """
 
 from __future__ import annotations
