@@ -224,7 +224,7 @@ def test_moments_are_trained_told_and_judged(
 def test_every_state_dtype_of_the_table_is_one_that_the_example_takes() -> None:
     command = moments.command("8bit", seed=2, steps=7)
     assert command[command.index("--state-dtype") + 1] == "8bit"
-    example = Path(moments.ROOT / "examples/options.py").read_text()
+    example = Path(moments.ROOT / "examples/optimizers.py").read_text()
     assert all(f'"{name}": ' in example for name in moments.STATE_DTYPES)
 
 

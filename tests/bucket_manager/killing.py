@@ -20,6 +20,7 @@ from torch import Tensor, nn
 import zerox
 import zerox.checkpoint.store
 import zerox.engine
+import zerox.flow.update
 from tests.mortal_ranks import MortalRanks, start_ranks
 from zerox.flow.params import ParamGather
 from zerox.ranks.group import Ranks
@@ -67,7 +68,7 @@ class Training:
         elif self.place == "clip":
             self.die_at_call(zerox.engine, "total_norm", 1)
         elif self.place == "step":
-            self.die_at_call(zerox.engine, "update", 2)
+            self.die_at_call(zerox.flow.update, "update", 2)
         elif self.place == "gather":
             self.die_at_call(ParamGather, "end_step", 1)
         elif self.place == "save":

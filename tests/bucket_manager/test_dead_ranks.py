@@ -17,6 +17,7 @@ import pytest
 import torch
 
 import zerox.engine
+import zerox.flow.update
 from tests.bucket_manager.killing import PLACES, kill_one
 from tests.bucket_manager.training import Training
 from tests.mortal_ranks import MortalRanks, fail_now, start_ranks
@@ -87,7 +88,7 @@ def fail_in_step(training: Training, moment: str, how: signal.Signals) -> None:
     elif moment == "inside clip":
         fail_at_call(zerox.engine, "total_norm", 1, how)
     elif moment == "inside step":
-        fail_at_call(zerox.engine, "update", 2, how)
+        fail_at_call(zerox.flow.update, "update", 2, how)
     elif moment.endswith("gather"):
         fail_at_call(ParamGather, "end_step", 1, how)
 
