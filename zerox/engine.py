@@ -234,7 +234,7 @@ class Engine(OptimizerState):
 
     def _note_loaded(self) -> None:
         super()._note_loaded()
-        self._update.note_loaded()
+        self._update.note_loaded(self.param_groups)
 
     @property
     def _norm_dtype(self) -> torch.dtype:

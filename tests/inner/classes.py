@@ -138,6 +138,16 @@ class DecayOfMatrices(Simple):
         param.sub_(param.grad, alpha=group["lr"])  # type: ignore[arg-type]
 
 
+class SumInGroup(Simple):
+    """Adds up gradients in its group, and uses the sum only later."""
+
+    def __init__(self, params: Any, lr: float = 1e-2) -> None:
+        super().__init__(params, lr, total=0.0)
+
+    def update(self, param: Tensor, state: Options, group: Options) -> None:
+        group["total"] += float(param.grad.sum())  # type: ignore[union-attr]
+
+
 # ---- whose state has no place on a rank
 
 

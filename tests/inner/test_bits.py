@@ -58,10 +58,14 @@ class Pair:
             backward(self.model, batch(self.rank, number, dtype=next(self.model.parameters()).dtype), branch=branch)
             return
         for index, (name, param) in enumerate(self.model.named_parameters()):
-            if name != "unused" and (branch or name != "branch"):
+            used = name != "unused" or number == 3
+            if used and param.requires_grad and (branch or name != "branch") and self.owns(param):
                 generator = torch.Generator().manual_seed(1000 * self.rank + 10 * number + index)
                 grad = torch.randn(param.shape, generator=generator).to(param)
                 param.grad, self.grads[param] = grad, grad.clone()
+
+    def owns(self, param: Tensor) -> bool:
+        return any(param is each for group in self.ours.param_groups for each in group["params"])
 
     def step(self, number: int, branch: bool, clip: float | None = None) -> None:
         self.grads.clear()
@@ -190,15 +194,35 @@ def in_all_ways(rank: int, world_size: int, name: str, stage: int) -> None:
         pair.step(number, branch=False, clip=None)
         for schedule in schedules:
             schedule.step()
-    rates = [[group["lr"] for group in each.param_groups] for each in (pair.ours, pair.theirs)]
-    assert rates[0] == rates[1]
-    assert rates[0][1] == 0.05 * 0.5**4
+    seen = [[(group["lr"], group.get("k")) for group in each.param_groups] for each in (pair.ours, pair.theirs)]
+    assert seen[0] == seen[1], "on every rank, also where it has nothing of a group"
+    assert seen[0][1][0] == 0.05 * 0.5**4
 
 
 @pytest.mark.parametrize("stage", [1, 2])
 @pytest.mark.parametrize("name", ["SGD, momentum", "NAdam", "counting"])
 def test_groups_schedules_and_written_values_reach_the_class(name: str, stage: int) -> None:
     run_ranks(in_all_ways, 3, name, stage)
+
+
+def growing(rank: int, world_size: int, name: str, stage: int) -> None:
+    """One parameter is frozen for a step, one is frozen for two, and a group is added before the second step."""
+    pair = Pair(rank, world_size, name, torch.float32, stage=stage, groups=lambda named: named[:3])
+    late = [(key, param) for key, param in pair.model.named_parameters() if key in ("gain", "branch", "unused")]
+    pair.model.unused.requires_grad_(False)
+    for number in range(4):
+        if number == 1:
+            pair.ours.add_param_group({"params": late, "lr": 0.003})
+            pair.theirs.add_param_group({"params": [(key, pair.twins[param]) for key, param in late], "lr": 0.003})
+        pair.model.matrix.requires_grad_(number != 2)
+        pair.model.unused.requires_grad_(number > 1)
+        pair.step(number, branch=True)
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+@pytest.mark.parametrize("name", ["SGD, momentum", "NAdam", "counting"])
+def test_frozen_unfrozen_and_added_parameters_train_as_with_the_class(name: str, stage: int) -> None:
+    run_ranks(growing, 2, name, stage)
 
 
 def clipped(rank: int, world_size: int, stage: int) -> None:
@@ -212,22 +236,30 @@ def test_clipping_scales_what_the_class_gets(stage: int) -> None:
     run_ranks(clipped, 2, stage)
 
 
-def gradients_stay(rank: int, world_size: int, clip: bool) -> bool:
-    """Stage 1's means, which the user reads after step() too."""
-    model = make_model()
-    ours = ShardedOptimizer(model.named_parameters(), OWN["writes gradients"][0], stage=1)
-    backward(model, batch(rank, 0))
-    if clip:
-        ours.clip_grad_norm_(1e-3)
-    before = [param.grad.clone() for param in model.parameters() if param.grad is not None]
-    ours.step()
-    after = [param.grad for param in model.parameters() if param.grad is not None]
-    return all(map(same_bits, before, after))
+def gradients_stay(rank: int, world_size: int, stage: int, clip: bool) -> None:
+    """Two steps with the same gradients. The large one is updated from where autograd or the exchange left it."""
+    params = [nn.Parameter(torch.linspace(-1, 1, numel)) for numel in (2**20, 300)]
+    twins = [nn.Parameter(param.detach().clone()) for param in params]
+    cls, _ = OWN["writes gradients"]
+    ours, theirs = ShardedOptimizer(params, cls, stage=stage), cls(twins)
+    torch.stack([(param * param).sum() for param in params]).sum().backward()
+    grads = [2 * param.detach() for param in params]
+    for _ in range(2):
+        norm = ours.clip_grad_norm_(1e-3) if clip else None
+        ours.step()
+        for twin, grad in zip(twins, grads, strict=True):
+            twin.grad = grad.clone()
+        if norm is not None:
+            nn.utils.clip_grads_with_norm_(twins, 1e-3, norm)
+        theirs.step()
+    assert all(same_bits(param.detach(), twin.detach()) for param, twin in zip(params, twins, strict=True))
+    if stage == 1:
+        assert all(same_bits(param.grad, grad) for param, grad in zip(params, grads, strict=True))
 
 
-@pytest.mark.parametrize(("world_size", "clip"), [(1, False), (2, False), (1, True)])
-def test_step_does_not_consume_gradients_even_if_the_class_writes_them(world_size: int, clip: bool) -> None:
-    assert all(run_ranks(gradients_stay, world_size, clip))
+@pytest.mark.parametrize(("world_size", "stage", "clip"), [(1, 1, False), (1, 2, False), (2, 1, False), (2, 2, True)])
+def test_step_does_not_consume_gradients_even_if_the_class_writes_them(world_size: int, stage: int, clip: bool) -> None:
+    run_ranks(gradients_stay, world_size, stage, clip)
 
 
 def accumulated(rank: int, world_size: int, hidden: bool) -> list[Tensor]:

@@ -94,6 +94,33 @@ def test_amsgrad_may_be_turned_on_later() -> None:
     assert same_bits(later.state[param]["max_exp_avg_sq"], later.state[param]["exp_avg_sq"])
 
 
+def test_state_that_the_constructor_makes_is_there_from_the_start() -> None:
+    """Adagrad's sums, in torch's state_dict() too before any step; and again once a start is loaded."""
+    param, twin = (nn.Parameter(torch.linspace(-1, 1, 300)) for _ in range(2))
+    ours = ShardedOptimizer([param], torch.optim.Adagrad, initial_accumulator_value=0.5)
+    theirs = torch.optim.Adagrad([twin], initial_accumulator_value=0.5)
+    start = copy.deepcopy(ours.state_dict())
+    assert same_bits(start["state"][0]["sum"], theirs.state_dict()["state"][0]["sum"])
+    param.grad = torch.ones(300)
+    ours.step()
+    for given in (start, {**start, "state": {}}):
+        ours.load_state_dict(given)
+        assert same_bits(ours.state[param]["sum"], torch.full((300,), 0.5))
+        assert int(ours.state[param]["step"]) == 0
+
+
+def test_whole_state_has_what_each_group_asks_for() -> None:
+    """Two groups in one bucket, of which one has a momentum."""
+    params = [nn.Parameter(torch.ones(300)) for _ in range(2)]
+    ours = ShardedOptimizer([{"params": params[:1]}, {"params": params[1:], "momentum": 0.9}], torch.optim.SGD)
+    for param in params:
+        param.grad = torch.ones(300)
+    ours.step()
+    state = ours.full_state_dict()["state"]
+    assert len(ours.inside.buckets) == 1
+    assert ["momentum_buffer" in state[number] for number in (0, 1)] == [False, True]
+
+
 # ---- what does not fit
 
 

@@ -7,7 +7,6 @@ The list is that of torch's own tests of it, less what it has and zerox does not
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,7 +14,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from tests.inner.classes import NewKey, WithStepOptions
 from tests.kernels.shards import same_bits
 from tests.ranks import run_ranks
 from zerox import FusedShardedAdam, GradScaler, ShardedOptimizer
@@ -296,55 +294,3 @@ def scaled(rank: int, world_size: int, kind: str) -> tuple[list[float], bool]:
 @each_kind
 def test_a_grad_scaler_skips_on_all_ranks(kind: str) -> None:
     assert run_ranks(scaled, 2, kind) == [([8.0, 4.0, 4.0], True)] * 2
-
-
-# ---- the class's own ways
-
-
-def new_key(rank: int, world_size: int) -> list[Any]:
-    """One parameter, of which rank 0 has all: what the class puts into its groups is in ours on every rank."""
-    param = nn.Parameter(torch.ones(5))
-    optimizer = ShardedOptimizer([param], NewKey, lr=0.1)
-    param.grad = torch.ones(5)
-    optimizer.step()
-    return [optimizer.param_groups[0]["new_key"], float(param[0])]
-
-
-def test_what_the_class_puts_into_its_groups_is_in_ours() -> None:
-    assert run_ranks(new_key, 2) == [[0.1, pytest.approx(0.9)]] * 2
-
-
-def step_options(rank: int, world_size: int) -> list[int]:
-    heard: list[int] = []
-    model = small()
-    optimizer = ShardedOptimizer(model.parameters(), WithStepOptions, lr=0.1)
-    loss_of(model).backward()
-    optimizer.step(None, heard=heard)
-    optimizer.step()
-    return heard
-
-
-def test_options_of_step_reach_the_class() -> None:
-    assert run_ranks(step_options, 1) == [[1]]
-
-
-def test_copies_are_refused_and_deletion_leaves_no_cycle() -> None:
-    import gc
-    import weakref
-
-    model = small()
-    optimizer = ShardedOptimizer(model.parameters(), torch.optim.Adagrad)
-    loss_of(model).backward()
-    optimizer.step()
-    with pytest.raises(TypeError, match="ShardedOptimizer can't be copied or pickled"):
-        copy.deepcopy(optimizer)
-    inner: Callable[[], Any] = weakref.ref(optimizer._update.inner[0].optimizer)  # type: ignore[attr-defined]
-    outer = weakref.ref(optimizer)
-    gc.collect()
-    gc.disable()
-    try:
-        del optimizer
-        assert outer() is None
-        assert inner() is None
-    finally:
-        gc.enable()

@@ -33,6 +33,7 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
     "one draw a step": (classes.OneDrawAStep, {}, DIFFERS),
     "decay of matrices": (classes.DecayOfMatrices, {}, DIFFERS),
     "clips on request": (classes.ClippingOnRequest, {"clip": 1.0}, DIFFERS),
+    "a sum in the group": (classes.SumInGroup, {}, DIFFERS),
     "sums of rows": (classes.RowSums, {}, r"keeps 'rows' of shape .*can be sharded"),
     "a list": (classes.History, {}, "keeps 'history', a list: only tensors and numbers"),
     "global state": (classes.GlobalState, {}, "keeps state under 'everything', which is no parameter"),
@@ -119,7 +120,7 @@ def a_tensor(value: float) -> Tensor:
 def test_a_rate_of_zero_blinds_nobody(lr: Any) -> None:
     """Many schedules begin with it."""
     with pytest.raises(ValueError, match=DIFFERS):
-        ShardedOptimizer(params_of(), classes.Lars, lr=lr)
+        ShardedOptimizer(params_of(), classes.Lamb, lr=lr)  # whose state alone is elementwise
     ours = ShardedOptimizer(params_of(), torch.optim.SGD, lr=lr, momentum=0.9)
     assert float(ours.param_groups[0]["lr"]) == float(lr)
 

@@ -52,7 +52,6 @@ class InnerBucket:
         self.groups = sorted({*(row.group for row in self.rows), *self.counting})
         self.kinds = [rule.inner.kinds(groups[index]) for index in self.groups]
         self.optimizer = self._made([options_of(groups[index]) for index in self.groups])
-        self.is_stale = False  # the bucket's state was loaded
         self.bound: list[State] = [{} for _ in self.rows]  # what of each state lies in the bucket, or is known there
         self.seen: dict[str, int] = {}  # versions of the bucket's numbers that the optimizer has copies of
         self._take_state()
@@ -74,8 +73,8 @@ class InnerBucket:
         for group, index in zip(self.optimizer.param_groups, self.groups, strict=True):
             group.update(options[index])
         before, self.kinds = self.kinds, [kinds[index] for index in self.groups]
-        # What loads into the tensors of checkpoint entries says nothing: that numbers were written shows it.
-        if self.is_stale or any(self.bucket.numbers[key]._version != then for key, then in self.seen.items()):
+        # Whatever loads state writes the numbers, also if it says nothing, as DCP into a checkpoint's entries.
+        if any(self.bucket.numbers[key]._version != then for key, then in self.seen.items()):
             self.restore()
         elif any(now is not then for now, then in zip(self.kinds, before, strict=True)):
             self._complete()
@@ -138,7 +137,6 @@ class InnerBucket:
     def restore(self) -> None:
         """Gives the optimizer the bucket's state. A parameter that was never updated begins as the class has it."""
         assert self.optimizer is not None
-        self.is_stale = False
         options = [options_of(group) for group in self.optimizer.param_groups]
         fresh = self._made(options) if any(kinds.full_at_start for kinds in self.kinds) else None
         self.optimizer.state.clear()

@@ -42,10 +42,11 @@ class InnerUpdate:
     def refresh(self, groups: Groups) -> None:
         raise AssertionError("it can't be captured")
 
-    def note_loaded(self) -> None:
+    def note_loaded(self, groups: Groups) -> None:
         self.failure = ""
+        options, kinds = [options_of(group) for group in groups], [self.rule.inner.kinds(group) for group in groups]
         for inner in self.inner:
-            inner.is_stale = True
+            inner.prepare(options, kinds)
 
     def runs(self, groups: Groups, capturing: bool) -> Iterator[Sequence[int]]:
         """One run, of all buckets.

@@ -38,8 +38,8 @@ class Update(Protocol):
     def runs(self, groups: Groups, capturing: bool) -> Iterator[Sequence[int]]:
         """Updates all buckets; yields those whose parameters are new, in runs, to be gathered."""
 
-    def note_loaded(self) -> None:
-        """The buckets' state was loaded."""
+    def note_loaded(self, groups: Groups) -> None:
+        """The buckets' state was loaded, and the options of their groups."""
 
 
 class FusedUpdate:
@@ -56,7 +56,7 @@ class FusedUpdate:
     def add_bucket(self, bucket: Bucket, groups: Groups) -> None:
         pass
 
-    def note_loaded(self) -> None:
+    def note_loaded(self, groups: Groups) -> None:
         pass
 
     def refresh(self, groups: Groups) -> None:

@@ -99,7 +99,7 @@ class InnerClass:
         self.kinds(group)
 
     def dtype_of(self, param: Tensor) -> torch.dtype:
-        """In which the class works on a parameter: 16-bit ones have masters, if any have."""
+        """The dtype in which the class works on a parameter: 16-bit ones have masters, or none has."""
         return torch.float32 if self.has_masters and param.itemsize == 2 else param.dtype
 
     def kinds(self, group: Mapping[str, Any]) -> Kinds:

@@ -135,10 +135,16 @@ class OptimizerState(torch.optim.Optimizer):
         self.synchronize()
         found = full_state(self._buckets, self._all_ranks, to)
         for bucket in self._buckets:
-            for member in bucket.members if bucket.rule.on_host else ():
-                # Zeros are not how every class begins, and torch has no state before a first update.
-                if member.number in found and not found[member.number][STEP]:
+            rule = bucket.rule
+            for member in bucket.members if rule.on_host and found else ():
+                # Zeros are not how every class begins, and torch has no state before a first update, nor in groups
+                # whose options don't ask for it.
+                if not found[member.number][STEP]:
                     del found[member.number]
+                    continue
+                group = self.param_groups[member.group]
+                for key in [spec.key for spec in (*rule.states, *rule.numbers) if not rule.is_wanted(spec, group)]:
+                    found[member.number].pop(key, None)
         return found
 
     def _packed_groups(self) -> Any:
