@@ -34,6 +34,8 @@ def make_optimizer(params: Iterable[Any], groups: Sequence[dict[str, Any]] = ({}
     """``groups``: the options of each param group; the parameters, with or without names, go to them in turn."""
     given = list(params)
     count = len(groups)
+    if count == 1:
+        return FusedShardedAdam(given, **groups[0], **options)
     return FusedShardedAdam([{"params": given[i::count], **each} for i, each in enumerate(groups)], **options)
 
 
