@@ -12,6 +12,7 @@ from torch import Tensor
 from zerox.memory.bucket import Bucket, Member, start_states
 from zerox.ranks.group import CPU, Ranks
 from zerox.rules.of_groups import Rules
+from zerox.rules.rule import NumberSpec, StateSpec
 from zerox.state.dcp_request import Request, dcp_request
 from zerox.state.full_state import full_state, in_full
 from zerox.state.sliced_state import STEP, sliced_state
@@ -143,7 +144,8 @@ class OptimizerState(torch.optim.Optimizer):
                     del found[member.number]
                     continue
                 group = self.param_groups[member.group]
-                for key in [spec.key for spec in (*rule.states, *rule.numbers) if not rule.is_wanted(spec, group)]:
+                specs: list[StateSpec | NumberSpec] = [*rule.states, *rule.numbers]
+                for key in [spec.key for spec in specs if not rule.is_wanted(spec, group)]:
                     found[member.number].pop(key, None)
         return found
 
