@@ -153,3 +153,41 @@ def test_a_checkpoint_of_another_class_is_refused(tmp_path: Path) -> None:
     other = ShardedOptimizer(model.parameters(), torch.optim.RMSprop)
     with pytest.raises(zerox.CheckpointError, match=r"has the rule 'torch.optim.rmsprop.RMSprop', and was saved with"):
         zerox.load(tmp_path / "x", model, other, strict=False)
+
+
+def told_then_asked_for_all(rank: int, _: int) -> tuple[list[str], dict[int, dict[str, Any]]]:
+    """Two groups are given options that make new state, and the whole state is asked for before the next step.
+
+    Gradients are the same on all ranks, so their mean is too.
+    """
+    generator = torch.Generator().manual_seed(0)
+    params = [nn.Parameter(torch.randn(5000, generator=generator)) for _ in range(2)]
+    optimizer = ShardedOptimizer([{"params": [param]} for param in params], torch.optim.RMSprop, lr=0.1)
+
+    def step() -> None:
+        for param in params:
+            param.grad = torch.arange(5000.0) / 1000
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step()
+    optimizer.param_groups[0]["centered"] = True
+    optimizer.param_groups[1]["momentum"] = 0.9
+    optimizer.full_state_dict()
+    step()
+    full = optimizer.full_state_dict()
+    return list(optimizer.inside.buckets[0].state), full.get("state", {})
+
+
+def test_ranks_keep_new_state_in_one_order_also_if_all_of_it_is_asked_for_first() -> None:
+    """They gather it in that order: with another one they would take each other's averages for momenta."""
+    [(_, alone)] = run_ranks(told_then_asked_for_all, 1)
+    (keys, full), (others_keys, _) = run_ranks(told_then_asked_for_all, 2)
+    wrong = [
+        (number, key)
+        for number, state in alone.items()
+        for key, value in state.items()
+        if not same_bits(full[number][key], value)
+    ]
+    assert not wrong
+    assert keys == others_keys

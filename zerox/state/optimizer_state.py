@@ -134,6 +134,8 @@ class OptimizerState(torch.optim.Optimizer):
         if to not in range(size):
             raise ValueError(f"to must be one of the optimizer's ranks, 0 to {size - 1}, got {to!r}")
         self.synchronize()
+        for group in self.param_groups:  # on all ranks in this order: a class's new kinds of state are learned here
+            self._rules.of(group).late(group)
         found = full_state(self._buckets, self._all_ranks, to)
         for bucket in self._buckets:
             rule = bucket.rule
