@@ -41,6 +41,35 @@ struct MasteredParam {
   }
 };
 
+template <class V, class Grad>
+ZX_HD V load_grad(const Grad* grad, int64_t i) {
+  return V::load(grad + i);
+}
+#if defined(ZX_ONE_UPDATE_FOR_ALL_GRADS)
+// Gradients of a dtype that is looked up at every load: slow, but there is a third of the kernels to compile.
+struct AnyGrad {
+  const void* grad;
+  DType dtype;
+};
+template <class V>
+ZX_HD V load_grad(const AnyGrad* any, int64_t i) {
+  switch (any->dtype) {
+    case DType::f64:
+      if constexpr (std::is_same_v<typename V::Scalar, double>) {
+        return V::load(static_cast<const double*>(any->grad) + i);
+      }
+      break;
+    case DType::f32:
+      return V::load(static_cast<const float*>(any->grad) + i);
+    case DType::bf16:
+      return V::load(static_cast<const bf16*>(any->grad) + i);
+    case DType::f16:
+      return V::load(static_cast<const f16*>(any->grad) + i);
+  }
+  __builtin_unreachable();
+}
+#endif
+
 // `state` counts from element `first` of the span.
 template <class Rule, class T, int N, class Where, class State, class Grad>
 ZX_HD void update_loop(const typename Rule::template Step<T>& step, Where where, State& state, const Grad* grad,
@@ -49,7 +78,7 @@ ZX_HD void update_loop(const typename Rule::template Step<T>& step, Where where,
     using V = decltype(lane);
     Lanes<V, N> lanes{where.template load<V>(first + i), {}};
     state.load(lanes, i);
-    Rule::update(step, V::load(grad + first + i), lanes);
+    Rule::update(step, load_grad<V>(grad, first + i), lanes);
     where.store(lanes.param, first + i);
     state.store(lanes, i);
   });
@@ -92,6 +121,10 @@ void update_num_states(const UpdateSpan& span, const DoubleStep<Rule>& step, Whe
 
 template <class Rule, class T, class Where>
 void update_grad(const UpdateSpan& span, const DoubleStep<Rule>& step, Where where) {
+#if defined(ZX_ONE_UPDATE_FOR_ALL_GRADS)
+  const AnyGrad any{span.grad, span.grad_dtype};
+  update_num_states<Rule, T>(span, step, where, &any);
+#else
   switch (span.grad_dtype) {
     case DType::f64:
       if constexpr (std::is_same_v<T, double>) {
@@ -105,6 +138,7 @@ void update_grad(const UpdateSpan& span, const DoubleStep<Rule>& step, Where whe
     case DType::f16:
       return update_num_states<Rule, T>(span, step, where, static_cast<const f16*>(span.grad));
   }
+#endif
 }
 
 template <class Rule, class Half>
