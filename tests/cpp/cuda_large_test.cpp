@@ -45,7 +45,7 @@ std::vector<Segment> around_borders(int64_t numel) {
 TEST(update_reaches_elements_past_two_to_the_32) {
   const int64_t numel = (int64_t{1} << 32) + 5000;
   SparseArray<float> param(numel);
-  SparseArray<float> grad(numel);
+  SparseArray<zx::bf16> grad(numel);  // a thread then takes 8 elements, and half as many threads will do
   SparseArray<float> exp_avg(numel);
   SparseArray<float> exp_avg_sq(numel);
   const std::vector<Segment> segments = around_borders(numel);
@@ -53,7 +53,7 @@ TEST(update_reaches_elements_past_two_to_the_32) {
   for (const auto& [start, stop, row, number, from] : segments) {
     for (int64_t i = start; i < stop; ++i) {
       param[i] = static_cast<float>(i % 1000);
-      grad[i] = static_cast<float>(i % 7 - 3);
+      grad[i] = zx::float_to_bf16(static_cast<float>(i % 7 - 3));
     }
   }
   const zx::Adam::Options options{1e-3, 0.9, 0.999, 1e-8, 1e-2, 0.0, 1.0, 0.0};
@@ -63,7 +63,7 @@ TEST(update_reaches_elements_past_two_to_the_32) {
   CHECK_EQ(zx::cuda::update({zx::RuleKind::adam,
                              DType::f32,
                              Master::none,
-                             DType::f32,
+                             DType::bf16,
                              param.data(),
                              nullptr,
                              grad.data(),
