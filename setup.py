@@ -224,6 +224,30 @@ def extension(torch_too: bool, cuda: CudaBuild | None) -> setuptools.Extension:
     )
 
 
+def by_room(sources: list[str], folder: Path) -> list[str]:
+    """Files in `folder` that each include all files of a room, since torch's headers take most of the time to compile.
+
+    The kernels stay as they are: each has target pragmas of its own, and no torch.
+    """
+    rooms: dict[str, list[str]] = {}
+    apart = []
+    for source in sources:
+        path = Path(source)
+        if path.name == "isa.cpp" or path.name.startswith("kernels_"):
+            apart.append(source)
+        else:
+            room = {"csrc": "cpu", "lanes": "params"}.get(path.parent.name, path.parent.name)
+            rooms.setdefault(room, []).append(path.relative_to("csrc").as_posix())
+    folder.mkdir(parents=True, exist_ok=True)
+    for room, files in rooms.items():
+        text = "".join(f'#include "{file}"\n' for file in files)
+        together = folder / f"{room}.cpp"
+        if not together.exists() or together.read_text() != text:
+            together.write_text(text)
+        apart.append(together.as_posix())
+    return apart
+
+
 def build_ext_command(compiler: str, cuda: CudaBuild | None, why_not: str) -> type:
     import torch
     from torch.utils.cpp_extension import BuildExtension
@@ -253,6 +277,8 @@ def build_ext_command(compiler: str, cuda: CudaBuild | None, why_not: str) -> ty
                 self.add_kernels(cuda)
             else:
                 print(f"  CUDA      no: {why_not}", flush=True)
+            for each in self.extensions:
+                each.sources = by_room(each.sources, Path(self.build_temp, "rooms"))
             super().run()
             # Beside the library it describes, and only once that exists.
             folders = [Path(self.build_lib, "zerox")]
