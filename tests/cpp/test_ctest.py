@@ -34,6 +34,19 @@ def run(command: list[str]) -> str:
     return output
 
 
+def built_kernels() -> list[Path]:
+    """The objects of the CPU kernels in the extension, if they are newer than all that they are made of."""
+    made_of = [path for folder in ("cpu", "math") for path in (ROOT / "csrc" / folder).iterdir()]
+    stems = [path.stem for path in made_of if path.stem == "isa" or path.stem.startswith("kernels_")]
+    for folder in (ROOT / "build").glob("obj-*/csrc/cpu"):
+        objects = [folder / f"{stem}.o" for stem in sorted({*stems})]
+        if all(path.exists() for path in objects):
+            oldest = min(path.stat().st_mtime for path in objects)
+            if all(path.stat().st_mtime < oldest for path in made_of):
+                return objects
+    return []
+
+
 def build(sanitizer: str, target: str = "all") -> Path:
     """Returns the folder."""
     folder = ROOT / "build" / f"cpp-{sanitizer.replace(',', '-') or 'plain'}"
@@ -42,6 +55,7 @@ def build(sanitizer: str, target: str = "all") -> Path:
         tool("cmake"),
         *("-S", str(ROOT), "-B", str(folder), "-G", "Ninja", f"-DCMAKE_MAKE_PROGRAM={tool('ninja')}"),
         f"-DZEROX_SANITIZE={sanitizer}",
+        f"-DZEROX_KERNEL_OBJECTS={'' if sanitizer else ';'.join(map(str, built_kernels()))}",
         f"-DZEROX_TORCH={Path(torch.__file__).parent}",
         f"-DZEROX_PYTHON_INCLUDE={sysconfig.get_path('include')}",
     ]
