@@ -16,7 +16,7 @@ demo: ## train a small GPT on 2 CPU ranks, zerox beside plain DDP; draws a pictu
 	@$(call in_env,demo) && OMP_NUM_THREADS="$${OMP_NUM_THREADS:-1}" \
 	  "$$py" examples/train_gpt.py --ranks 2 --compare --out demo
 
-# By file, in order: a file's tests share rank processes and builds, and what is built comes early.
+# By file, in order: a file's tests share rank processes and builds, and tests/conftest.py has the longest first.
 test: ## the whole suite, C++ unit tests included, on WORKERS processes; ARGS='-k layout -x' goes to pytest
 	@$(call in_env,test demo) && "$$py" -m pytest -n "$(WORKERS)" --dist loadfile --no-loadscope-reorder $(ARGS)
 

@@ -11,6 +11,7 @@ import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported
 
+import pytest
 from hypothesis import HealthCheck, settings
 
 settings.register_profile(
@@ -19,3 +20,12 @@ settings.register_profile(
 settings.register_profile("search", settings.get_profile("ci"), derandomize=False, max_examples=800)
 settings.register_profile("sanitized", settings.get_profile("ci"), max_examples=12)
 settings.load_profile("ci")
+
+# Each of these compiles for a minute or more.
+LONGEST = ("tests/cpp/test_ctest.py", "tests/test_accelerator.py", "tests/test_sanitizers.py")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The longest files first: a process with one of them at the end would work alone."""
+    files = [f"{name}::" for name in LONGEST]
+    items.sort(key=lambda item: next((i for i, file in enumerate(files) if item.nodeid.startswith(file)), len(files)))
