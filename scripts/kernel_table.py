@@ -16,6 +16,7 @@ import json
 import os
 import re
 import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -96,9 +97,8 @@ def render(table: Table, release: str) -> str:
     return HEADER.format(release) + "\n".join(lines) + "\n"
 
 
-def work_of(build: build_cuda.CudaBuild) -> dict[str, Any]:
-    """What WORK has."""
-    code = sass.disassemble(build.compile(ROOT, jobs()), kernel_work.ARCH)
+def work_of(build: build_cuda.CudaBuild, code: Mapping[sass.Kernel, Sequence[sass.Instruction]]) -> dict[str, Any]:
+    """What WORK has. ``code``: of kernel_work.ARCH at least."""
     head = {"nvcc": build.toolkit.release, "arch": kernel_work.ARCH, "written_by": UPDATE}
     return {**head, "an_element": kernel_work.count(code)}
 
@@ -115,7 +115,7 @@ def main() -> int:
     try:
         build = plan()
         table = render(kernel_table(build), build.toolkit.release)
-        work = work_of(build)
+        work = work_of(build, sass.disassemble(build.objects(ROOT), kernel_work.ARCH))
     except build_cuda.BuildError as error:
         print(f"zerox: {error}", file=sys.stderr)
         return 1

@@ -6,6 +6,7 @@ whole shards move 16 bytes or more at a time, or half of the bandwidth stays unu
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator
 
@@ -13,8 +14,8 @@ import pytest
 
 import build_cuda
 import kernel_table
-from kernel_table import ROOT, TABLE, UPDATE, Resources, Table
-from sass import Instruction, disassemble, missing_tool, parse
+from kernel_table import ROOT, TABLE, UPDATE, WORK, Resources, Table
+from sass import Instruction, Kernel, disassemble, missing_tool, parse
 from tests.cuda.tools import need
 
 # Kernels that stream, by the beginning of their names, and the instructions that they must have on every architecture.
@@ -55,7 +56,8 @@ if not build_cuda.kernel_sources(ROOT):
     pytest.skip("csrc/cuda has no kernels", allow_module_level=True)
 
 
-Code = dict[tuple[str, str], list[str]]  # opcodes by name of the kernel and architecture
+Listing = dict[Kernel, list[Instruction]]
+Code = dict[Kernel, list[str]]  # opcodes
 
 
 @pytest.fixture(scope="module")
@@ -73,9 +75,14 @@ def table(build: build_cuda.CudaBuild) -> Table:
 
 
 @pytest.fixture(scope="module")
-def code(build: build_cuda.CudaBuild, table: Table) -> Code:
+def listing(build: build_cuda.CudaBuild, table: Table) -> Listing:
     need(missing_tool())
-    return {kernel: [i.opcode for i in code] for kernel, code in disassemble(build.objects(ROOT)).items()}
+    return disassemble(build.objects(ROOT))
+
+
+@pytest.fixture(scope="module")
+def code(listing: Listing) -> Code:
+    return {kernel: [i.opcode for i in instructions] for kernel, instructions in listing.items()}
 
 
 def each(table: Table) -> Iterator[tuple[str, str, Resources]]:
@@ -135,6 +142,13 @@ def test_every_stream_of_the_update_is_wide(name: str, code: Code) -> None:
         }
         assert bits["loads"] >= loads * 128
         assert bits["stores"] >= stores * 128
+
+
+def test_loops_do_what_the_table_says(build: build_cuda.CudaBuild, listing: Listing) -> None:
+    committed = json.loads(WORK.read_text())
+    if committed["nvcc"] != build.toolkit.release:
+        pytest.skip(f"{WORK.name} is of nvcc {committed['nvcc']}, this is {build.toolkit.release}")
+    assert kernel_table.work_of(build, listing) == committed, f"if this is meant: {UPDATE}"
 
 
 def test_a_spill_is_noticed() -> None:
