@@ -13,6 +13,7 @@
 #include "cpu/kernels.h"
 #include "math/dynamic_map.h"
 #include "math/exact_sum.h"
+#include "math/map_arithmetic.h"
 #include "math/random.h"
 #include "math/scalar_lane.h"
 
@@ -20,7 +21,9 @@
 namespace zx {
 namespace {
 #include "cpu/simd.h"
+#include "cpu/simd_int.h"
 #include "cpu/simd_state.h"
+#include "cpu/simd_map.h"
 #include "cpu/state.h"
 #include "cpu/update_kernel.h"
 #include "cpu/cast_kernel.h"

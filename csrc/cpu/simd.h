@@ -4,6 +4,10 @@
 // source, three instruction sets] in kernels.h. Loads and stores convert from and to the storage formats; every
 // arithmetic operation is one correctly rounded IEEE operation, so all instruction sets give the same bits.
 
+#if defined(ZX_SIMD_AVX512) || defined(ZX_SIMD_AVX2)
+#define ZX_HAS_VECTORS
+#endif
+
 #if defined(ZX_SIMD_AVX512)
 
 struct VecF {
@@ -73,6 +77,7 @@ ZX_HD VecF operator/(VecF a, VecF b) { return {_mm512_div_ps(a.x, b.x)}; }
 ZX_HD VecF fma(VecF a, VecF b, VecF c) { return {_mm512_fmadd_ps(a.x, b.x, c.x)}; }
 ZX_HD VecF sqrt(VecF a) { return {_mm512_sqrt_ps(a.x)}; }
 ZX_HD VecF max(VecF a, VecF b) { return {_mm512_max_ps(a.x, b.x)}; }
+ZX_HD VecF min(VecF a, VecF b) { return {_mm512_min_ps(a.x, b.x)}; }
 ZX_HD VecF sign(VecF a) {
   const __m512 zero = _mm512_setzero_ps();
   const __m512 one = _mm512_or_ps(_mm512_and_ps(a.x, _mm512_set1_ps(-0.0f)), _mm512_set1_ps(1.0f));
@@ -199,6 +204,7 @@ ZX_HD VecF operator/(VecF a, VecF b) { return {_mm256_div_ps(a.x, b.x)}; }
 ZX_HD VecF fma(VecF a, VecF b, VecF c) { return {_mm256_fmadd_ps(a.x, b.x, c.x)}; }
 ZX_HD VecF sqrt(VecF a) { return {_mm256_sqrt_ps(a.x)}; }
 ZX_HD VecF max(VecF a, VecF b) { return {_mm256_max_ps(a.x, b.x)}; }
+ZX_HD VecF min(VecF a, VecF b) { return {_mm256_min_ps(a.x, b.x)}; }
 ZX_HD VecF sign(VecF a) {
   const __m256 zero = _mm256_setzero_ps();
   const __m256 one = _mm256_or_ps(_mm256_and_ps(a.x, _mm256_set1_ps(-0.0f)), _mm256_set1_ps(1.0f));

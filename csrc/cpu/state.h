@@ -1,5 +1,17 @@
-// States as they are stored: load() converts V::kLanes of each to the type of the arithmetic, and store() converts them
-// back. Included by kernels_<isa>.cpp only.
+// States as they are stored. Wide ones are updated where they lie. Others are updated a chunk at a time: their new
+// values stay in a buffer until they are rounded or encoded, in loops of their own. In one loop for all, each vector
+// would have so many instructions that the core's window held few vectors, and their roots and quotients would not
+// overlap. Included by kernels_<isa>.cpp only.
+
+// Elements that are updated together before they are rounded or encoded: whole blocks, and few enough that all of this
+// stays in the innermost cache.
+constexpr int64_t kChunk = 4 * kStateBlock;
+
+// Calls body(first, count) for each part of [0, numel) that is `most` elements long, or the rest.
+template <class Body>
+ZX_HD void for_each_part(int64_t numel, int64_t most, const Body& body) {
+  for (int64_t first = 0; first < numel; first += most) body(first, numel - first < most ? numel - first : most);
+}
 
 template <class T, int N>
 struct WideState {
@@ -18,88 +30,216 @@ struct WideState {
   }
 };
 
-template <class Rule, int N>
-struct Bf16State {
-  WideState<bf16, N> stored;
-  RandomKey key;
-  int64_t param_start;
+// The arrays that the next chunk will read. They are fetched while this chunk is decoded, rounded or encoded. Otherwise
+// the core would wait for memory during the update, and memory would be idle during the rest.
+class Ahead {
+  static constexpr int kMostArrays = 3 + kMostStates;  // parameter, master and gradient
+  static constexpr int kLineBytes = 64;
+  static constexpr int kPieceBytes = 4 * kLineBytes;
+  struct Array {
+    const char* next;
+    int num_pieces;
+  };
+  Array arrays_[kMostArrays + 1];  // the last one is empty
+  int count_ = 0;
+  int current_ = 0;
+  int num_pieces_ = 0;
+  int share_;
 
-  explicit Bf16State(const UpdateSpan& span) : stored(span), key(span.random_key), param_start(span.param_start) {}
-  template <class V>
-  ZX_HD void load(Lanes<V, N>& lanes, int64_t i) const {
-    stored.load(lanes, i);
-  }
-  template <class V>
-  ZX_HD void store(const Lanes<V, N>& lanes, int64_t i) const {
-    const auto random = LaneBits<V>::random(key, param_start + i);
-    for_each_state<N>([&](auto s) ZX_LAMBDA {
-      constexpr int kState = decltype(s)::value;
-      if constexpr (Rule::kStates[kState].takes_upper_bits) {
-        store_stochastic(lanes.state[kState], random.upper_half(), stored.values[kState] + i);
-      } else {
-        store_stochastic(lanes.state[kState], random, stored.values[kState] + i);
-      }
-    });
-  }
-};
-
-// One block of a state in 8 bits: its old codes, and its new values until their scale is known.
-struct CodedBlock {
-  uint8_t* codes;
-  float* scale_at;
-  float scale;
-  alignas(64) float values[kStateBlock];
-
-  ZX_HD void open(const StoredState& state, int64_t first) {
-    codes = static_cast<uint8_t*>(state.values) + first;
-    scale_at = state.scales + first / kStateBlock;
-    scale = *scale_at;
-  }
-  template <bool kHasNegatives, class V>
-  ZX_HD V load(int64_t i) const {
-    return decode_lanes(V{}, map_of<kHasNegatives>().values, codes + i) * V::splat(scale);
-  }
-  // This is one function for all kinds of parameters and gradients: compiling takes long enough.
-  template <bool kHasNegatives>
-  __attribute__((noinline)) void close(int64_t numel) {
-    for (int64_t i = numel; i < kStateBlock; ++i) values[i] = 0.0f;
-    *scale_at = scale = scale_of_key<kHasNegatives>(largest_scale_key<kHasNegatives>(values, kStateBlock));
-    const VecF inverse = VecF::splat(1.0f / scale);
-    uint8_t coded[kStateBlock];
-    uint8_t* const to = numel == kStateBlock ? codes : coded;
-    for (int64_t i = 0; i < kStateBlock; i += VecF::kLanes) {
-      encode_lanes<kHasNegatives>(map_of<kHasNegatives>().nearest, VecF::load(values + i), inverse, to + i);
+ public:
+  // Of the chunk that begins with element `next` of the span, if there is one. It takes `num_shares` calls of fetch()
+  // to fetch everything. Not inlined, since all kinds of parameters and gradients can share it.
+  __attribute__((noinline)) Ahead(const UpdateSpan& span, int64_t next, int num_shares) {
+    const int param_bytes = span.param_dtype == DType::f32 ? 4 : 2;
+    const int master_bytes = span.master_kind == Master::fp32 ? 4 : 2;
+    const int grad_bytes = span.grad_dtype == DType::f32 ? 4 : 2;
+    const int state_bytes = span.states.kind == StateKind::bf16 ? 2 : 1;
+    if (next < span.numel) {
+      for (int s = 0; s < span.num_states; ++s) add(span.states.at[s].values, state_bytes, next);
+      add(span.param, param_bytes, next);
+      if (span.master_kind != Master::none) add(span.master, master_bytes, next);
+      add(span.grad, grad_bytes, next);
     }
-    if (to == coded) memcpy(codes, coded, static_cast<size_t>(numel));
+    arrays_[count_] = {nullptr, 0};
+    share_ = (num_pieces_ + num_shares - 1) / num_shares;
+  }
+  // Fetches as many pieces at every call, whichever array they belong to: the processor can predict such a loop.
+  ZX_HD void fetch() {
+    Array array = arrays_[current_];
+    for (int i = 0; i < share_ && array.num_pieces > 0; ++i) {
+      for (int line = 0; line < kPieceBytes; line += kLineBytes) __builtin_prefetch(array.next + line);
+      array.next += kPieceBytes;
+      if (--array.num_pieces == 0) array = arrays_[++current_];
+    }
+    arrays_[current_] = array;
   }
 
-  template <bool kHasNegatives>
-  static ZX_HD const DynamicMap& map_of() {
-    return kHasNegatives ? kSignedMap : kUnsignedMap;
+ private:
+  void add(const void* array, int element_bytes, int64_t next) {
+    const int num_pieces = static_cast<int>(kChunk) * element_bytes / kPieceBytes;
+    arrays_[count_++] = {static_cast<const char*>(array) + next * element_bytes, num_pieces};
+    num_pieces_ += num_pieces;
   }
 };
-template <class Rule, int N>
-struct BlockState {
-  CodedBlock blocks[kRoomFor<N>];
 
-  ZX_HD void open(const StoredStates& states, int64_t first) {
-    for_each_state<N>([&](auto s) ZX_LAMBDA { blocks[s.value].open(states.at[s.value], first); });
+// ---- bf16
+
+// The random_bits() of the elements from `element` on.
+__attribute__((noinline)) void fill_random(RandomKey key, int64_t element, int64_t numel, uint32_t* words,
+                                           Ahead& ahead) {
+  for (int64_t done = 0; done < numel;) {
+    // Neighbours whose indices have the upper half in common.
+    const auto lower = static_cast<uint32_t>(element + done);
+    const int64_t alike = (int64_t{1} << 32) - lower;
+    const int64_t most = alike < kStateBlock ? alike : kStateBlock;
+    const int64_t count = most < numel - done ? most : numel - done;
+    fill_random(key.first, second_word(key, element + done), lower, count, words + done);
+    ahead.fetch();
+    done += count;
+  }
+}
+
+template <bool kUpper>
+__attribute__((noinline)) void round_stochastic(const float* values, const uint32_t* words, int64_t numel, bf16* to,
+                                                Ahead& ahead) {
+  for_each_part(numel, kStateBlock, [&](int64_t first, int64_t count) ZX_LAMBDA {
+    ahead.fetch();
+    for_each_vector<float>(count, [&](auto lane, int64_t i) ZX_LAMBDA {
+      using V = decltype(lane);
+      store_stochastic<kUpper>(V::load(values + first + i), words + first + i, to + first + i);
+    });
+  });
+}
+
+template <class Rule, int N>
+struct Bf16Chunk {
+  bf16* stored[N];
+  alignas(64) float values[N][kChunk];
+
+  ZX_HD Bf16Chunk(const UpdateSpan& span, int64_t first) {
+    for_each_state<N>([&](auto s)
+                          ZX_LAMBDA { stored[s.value] = static_cast<bf16*>(span.states.at[s.value].values) + first; });
   }
   template <class V>
   ZX_HD void load(Lanes<V, N>& lanes, int64_t i) const {
-    for_each_state<N>([&](auto s) ZX_LAMBDA {
-      constexpr int kState = decltype(s)::value;
-      lanes.state[kState] = blocks[kState].template load<Rule::kStates[kState].has_negatives, V>(i);
-    });
+    for_each_state<N>([&](auto s) ZX_LAMBDA { lanes.state[s.value] = V::load(stored[s.value] + i); });
   }
   template <class V>
   ZX_HD void store(const Lanes<V, N>& lanes, int64_t i) {
-    for_each_state<N>([&](auto s) ZX_LAMBDA { lanes.state[s.value].store(blocks[s.value].values + i); });
+    for_each_state<N>([&](auto s) ZX_LAMBDA { lanes.state[s.value].store(values[s.value] + i); });
   }
-  ZX_HD void close(int64_t numel) {
+  // `element`: the index of the chunk's first one.
+  ZX_HD void round(RandomKey key, int64_t element, int64_t numel, Ahead& ahead) {
+    uint32_t words[kChunk];
+    fill_random(key, element, numel, words, ahead);
+    for_each_state<N>([&](auto s) ZX_LAMBDA {
+      constexpr bool kUpper = Rule::kStates[decltype(s)::value].takes_upper_bits;
+      round_stochastic<kUpper>(values[s.value], words, numel, stored[s.value], ahead);
+    });
+  }
+};
+
+// ---- 8 bits
+
+// One state's part of a chunk. `values` are the old ones, and the new ones after the update.
+struct CodedChunk {
+  uint8_t* codes;
+  float* scales;
+  uint32_t keys[kChunk / kStateBlock];  // of the new scales
+  alignas(64) float values[kChunk];
+
+  // Not inlined, nor is encode(): all kinds of parameters and gradients share them, since compiling takes long enough.
+  template <bool kHasNegatives>
+  __attribute__((noinline)) void decode(const StoredState& state, int64_t first, int64_t numel, Ahead& ahead) {
+    codes = static_cast<uint8_t*>(state.values) + first;
+    scales = state.scales + first / kStateBlock;
+    for_each_part(numel, kStateBlock, [&](int64_t i, int64_t count) ZX_LAMBDA {
+      ahead.fetch();
+      const uint8_t* from = codes + i;
+      uint8_t last[kStateBlock];
+      if (count < kStateBlock) {
+        memset(last, 0, kStateBlock);
+        memcpy(last, from, static_cast<size_t>(count));
+        from = last;
+      }
+      decode_block<kHasNegatives>(from, scales[i / kStateBlock], values + i);
+    });
+  }
+
+  template <bool kHasNegatives>
+  __attribute__((noinline)) void encode(int64_t numel, Ahead& ahead) {
+    for_each_part(numel, kStateBlock, [&](int64_t i, int64_t count) ZX_LAMBDA {
+      ahead.fetch();
+      const int64_t block = i / kStateBlock;
+      scales[block] = scale_of_key<kHasNegatives>(keys[block]);
+      const float inverse = 1.0f / scales[block];
+      if (!kHasNegatives && keys[block] >> 31 != 0) {  // negative after all: somebody has written a negative scale
+        return encode_by_table<kHasNegatives>(values + i, inverse, static_cast<int>(count), codes + i);
+      }
+      uint8_t* to = codes + i;
+      uint8_t last[kStateBlock];
+      if (count < kStateBlock) {
+        memset(values + i + count, 0, static_cast<size_t>(kStateBlock - count) * sizeof(float));
+        to = last;
+      }
+      encode_block<kHasNegatives>(values + i, inverse, to);
+      if (to == last) memcpy(codes + i, last, static_cast<size_t>(count));
+    });
+  }
+};
+
+template <class Rule, int N>
+struct CodedChunks {
+  template <int kState>
+  static constexpr bool kHasNegatives = Rule::kStates[kState].has_negatives;
+
+  CodedChunk of[N];
+
+  ZX_HD CodedChunks(const UpdateSpan& span, int64_t first, int64_t numel, Ahead& ahead) {
     for_each_state<N>([&](auto s) ZX_LAMBDA {
       constexpr int kState = decltype(s)::value;
-      blocks[kState].template close<Rule::kStates[kState].has_negatives>(numel);
+      of[kState].template decode<kHasNegatives<kState>>(span.states.at[kState], first, numel, ahead);
+    });
+  }
+  ZX_HD void encode(int64_t numel, Ahead& ahead) {
+    for_each_state<N>([&](auto s) ZX_LAMBDA {
+      constexpr int kState = decltype(s)::value;
+      of[kState].template encode<kHasNegatives<kState>>(numel, ahead);
+    });
+  }
+};
+
+// One block of a chunk while it is updated: what it finds out of its values stays in registers.
+template <class Rule, int N>
+struct CodedBlock {
+  template <int kState>
+  static constexpr bool kHasNegatives = Rule::kStates[kState].has_negatives;
+
+  float* values[N];
+  LargestKey keys[N];
+
+  ZX_HD CodedBlock(CodedChunks<Rule, N>& chunks, int64_t first) {
+    for_each_state<N>([&](auto s) ZX_LAMBDA {
+      values[s.value] = chunks.of[s.value].values + first;
+      keys[s.value] = LargestKey::of_none();
+    });
+  }
+  template <class V>
+  ZX_HD void load(Lanes<V, N>& lanes, int64_t i) const {
+    for_each_state<N>([&](auto s) ZX_LAMBDA { lanes.state[s.value] = V::load(values[s.value] + i); });
+  }
+  template <class V>
+  ZX_HD void store(const Lanes<V, N>& lanes, int64_t i) {
+    for_each_state<N>([&](auto s) ZX_LAMBDA {
+      constexpr int kState = decltype(s)::value;
+      lanes.state[kState].store(values[kState] + i);
+      keys[kState].template add<kHasNegatives<kState>>(lanes.state[kState]);
+    });
+  }
+  ZX_HD void put_keys(CodedChunks<Rule, N>& chunks, int64_t block) const {
+    for_each_state<N>([&](auto s) ZX_LAMBDA {
+      constexpr int kState = decltype(s)::value;
+      chunks.of[kState].keys[block] = keys[kState].template get<kHasNegatives<kState>>();
     });
   }
 };

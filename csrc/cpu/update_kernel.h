@@ -84,23 +84,33 @@ ZX_HD void update_loop(const typename Rule::template Step<T>& step, Where where,
   });
 }
 
-// Updates with N states. Without any, it makes no difference how they would be stored.
+// Updates with N states. Without any, it makes no difference how they would be stored. `step` is a copy, which no store
+// into an array can change: its constants stay in registers.
 template <class Rule, class T, int N, class Where, class Grad>
-ZX_HD void update_state(const UpdateSpan& span, const typename Rule::template Step<T>& step, Where where,
+ZX_HD void update_state(const UpdateSpan& span, const typename Rule::template Step<T> step, Where where,
                         const Grad* grad) {
   if constexpr (N > 0 && std::is_same_v<T, float>) {
+    constexpr int kBlocks = kChunk / kStateBlock;
     if (span.states.kind == StateKind::bf16) {
-      Bf16State<Rule, N> state(span);
-      return update_loop<Rule, T, N>(step, where, state, grad, 0, span.numel);
+      for_each_part(span.numel, kChunk, [&](int64_t first, int64_t numel) ZX_LAMBDA {
+        Ahead ahead(span, first + numel, kBlocks * (1 + N));
+        Bf16Chunk<Rule, N> chunk(span, first);
+        update_loop<Rule, T, N>(step, where, chunk, grad, first, numel);
+        chunk.round(span.random_key, span.param_start + first, numel, ahead);
+      });
+      return;
     }
     if (span.states.kind == StateKind::blockwise) {
-      BlockState<Rule, N> state;
-      for (int64_t first = 0; first < span.numel; first += kStateBlock) {
-        const int64_t numel = span.numel - first < kStateBlock ? span.numel - first : kStateBlock;
-        state.open(span.states, first);
-        update_loop<Rule, T, N>(step, where, state, grad, first, numel);
-        state.close(numel);
-      }
+      for_each_part(span.numel, kChunk, [&](int64_t first, int64_t numel) ZX_LAMBDA {
+        Ahead ahead(span, first + numel, kBlocks * 2 * N);
+        CodedChunks<Rule, N> chunks(span, first, numel, ahead);
+        for_each_part(numel, kStateBlock, [&](int64_t start, int64_t count) ZX_LAMBDA {
+          CodedBlock<Rule, N> block(chunks, start);
+          update_loop<Rule, T, N>(step, where, block, grad, first + start, count);
+          block.put_keys(chunks, start / kStateBlock);
+        });
+        chunks.encode(numel, ahead);
+      });
       return;
     }
   }

@@ -14,6 +14,22 @@
 // Finding the nearest value takes one look-up. The upper 16 bits of a float in [0, 1] leave at most two neighbouring
 // values to choose from, and its lower 16 bits tell on which side of the middle between them it lies. (A middle belongs
 // to the smaller value.)
+//
+// Note [The map without tables]
+// Look-ups are slow in SIMD, so vectors on the CPU compute values and codes, with the constants of map_arithmetic.h. In
+// place of codes they count with numbers: the n values of a decade have the numbers n to 2n - 1, so that a number's
+// exponent tells its decade. In the signed map a magnitude's number is its code, in the other one its code + 1. 0 has
+// the number before all others, and 1 the one behind them.
+//
+// To decode: number i of decade d is (18i - 16n + 9) / (20n * 10^(6-d)). Both are exact in float, so one division gives
+// the value of the table. 0 is divided by infinity, and for 1 the number is 1/2 less, in the last decade.
+//
+// To encode a magnitude x: the exponent of x tells its decade d, or the one below, and a comparison with the largest x
+// of the lower one decides. Then 4 * (8/9 + 10/9 * x * 10^(6-d)) rises from 4 to 8 while the number rises from n to 2n.
+// All floats from 4 to 8 have the exponent bits 129, and shifted to the right by 23 - log2(n) such a float reads 129n +
+// (i - n). That is the number i and the 128n that a mask removes. The bits that are shifted out tell how far it is to
+// the next number. So near to it that rounding may have led to the wrong side, the vector is in doubt, and its codes
+// are looked up.
 #pragma once
 
 #include <array>

@@ -31,9 +31,11 @@ ZX_HD RandomKey random_key(int64_t step, int64_t param) {
 }
 
 // Wellons' 32-bit mixer, a bijection: the least biased of those that he found by search (hash-prospector).
+// Word: uint32_t, or a vector of them.
 constexpr uint32_t kMix32First = 0x21f0aaad;
 constexpr uint32_t kMix32Second = 0x735a2d97;
-ZX_HD uint32_t mix32(uint32_t x) {
+template <class Word>
+ZX_HD Word mix32(Word x) {
   x = (x ^ (x >> 16)) * kMix32First;
   x = (x ^ (x >> 15)) * kMix32Second;
   return x ^ (x >> 15);

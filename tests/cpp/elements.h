@@ -25,8 +25,8 @@ using Words = std::array<int64_t, kExactWords>;
 inline constexpr std::array kDTypes{DType::f64, DType::f32, DType::bf16, DType::f16};
 inline constexpr DType kU8{4};  // in tests only: codes of 8-bit moments
 inline constexpr std::array<int64_t, 5> kBytes{8, 4, 2, 2, 1};
-inline constexpr std::array<int64_t, 20> kSizes{0,  1,  2,  3,  4,  5,  7,   8,   9,   15,
-                                                16, 17, 31, 33, 63, 65, 255, 256, 257, 1000};
+inline constexpr std::array<int64_t, 21> kSizes{0,  1,  2,  3,  4,  5,   7,   8,   9,    15,  16,
+                                                17, 31, 33, 63, 65, 255, 256, 257, 1000, 2500};
 
 inline int64_t bytes_of(DType dtype) { return kBytes[static_cast<size_t>(dtype)]; }
 inline const char* name_of(DType dtype) {
