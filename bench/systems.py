@@ -162,6 +162,7 @@ class Zerox(System):
 
     name = "zerox, stage 2"
     stage = 2
+    resident_mb: float | None = None
 
     def __init__(self, training: Training, cap_mib: int | None = None) -> None:
         self.cap_mib = cap_mib
@@ -171,7 +172,8 @@ class Zerox(System):
 
     def build(self, model: WordGPT) -> tuple[nn.Module, torch.optim.Optimizer]:
         named, cap_mib = model.named_parameters(), self.cap_mib
-        self.ours = FusedShardedAdam(named, stage=self.stage, bucket_cap_mb=cap_mib, **HYPER)
+        own: dict[str, Any] = {"stage": self.stage, "resident_mb": self.resident_mb}
+        self.ours = FusedShardedAdam(named, bucket_cap_mb=cap_mib, **own, **HYPER)
         return model, self.ours
 
     def clip(self, max_norm: float) -> None:
@@ -181,6 +183,12 @@ class Zerox(System):
 class ZeroxStage1(Zerox):
     name = "zerox, stage 1"
     stage = 1
+
+
+class ZeroxStage3(Zerox):
+    name = "zerox, stage 3"
+    stage = 3
+    resident_mb = 64.0
 
 
 class ZeroxOverlapped(Zerox):
@@ -194,7 +202,7 @@ class ZeroxOverlapped(Zerox):
         return built
 
 
-OURS = (Zerox, ZeroxOverlapped, ZeroxStage1)
+OURS = (Zerox, ZeroxOverlapped, ZeroxStage1, ZeroxStage3)
 SYSTEMS: dict[str, Callable[[Training], System]] = {
     kind.name: kind for kind in (NoCommunication, DDP, ZeroRedundancy, FSDP2, FSDP2Resharded, *OURS)
 }

@@ -46,13 +46,17 @@ def _own_options(options: argparse.Namespace) -> dict[str, Any]:
     return {"lr": options.lr}
 
 
+def _of_stage(options: argparse.Namespace) -> dict[str, Any]:
+    return {"stage": options.stage, "resident_mb": options.resident_mb}
+
+
 def sharded(module: torch.nn.Module, options: argparse.Namespace) -> torch.optim.Optimizer:
     """Raises ValueError for a class that can't be sharded."""
     params, own = module.named_parameters(), _own_options(options)
     if options.optimizer not in FUSED:
-        return ShardedOptimizer(params, getattr(torch.optim, options.optimizer), stage=options.stage, **own)
+        return ShardedOptimizer(params, getattr(torch.optim, options.optimizer), **_of_stage(options), **own)
     kind = FUSED[options.optimizer][0]
-    return kind(params, stage=options.stage, state_dtype=STATE_DTYPES[options.state_dtype], **own)
+    return kind(params, **_of_stage(options), state_dtype=STATE_DTYPES[options.state_dtype], **own)
 
 
 def torchs(module: torch.nn.Module, options: argparse.Namespace, fused: bool) -> tuple[str, torch.optim.Optimizer]:
@@ -67,7 +71,7 @@ def torchs(module: torch.nn.Module, options: argparse.Namespace, fused: bool) ->
 def estimate_options(options: argparse.Namespace) -> dict[str, Any]:
     """For zerox.estimate(). It knows no class of torch.optim: the state of one may come on top of this."""
     if options.optimizer not in FUSED:
-        return {"stage": options.stage, "rule": "sgd"}
+        return {**_of_stage(options), "rule": "sgd"}
     rule = FUSED[options.optimizer][1]
     momentum = {"momentum": MOMENTUM} if rule == "sgd" else {}
-    return {"stage": options.stage, "state_dtype": STATE_DTYPES[options.state_dtype], "rule": rule, **momentum}
+    return {**_of_stage(options), "state_dtype": STATE_DTYPES[options.state_dtype], "rule": rule, **momentum}

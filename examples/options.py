@@ -82,6 +82,9 @@ def _parser(description: str) -> argparse.ArgumentParser:
     training.add_argument("--eps", type=_positive, default=1e-6, help="of AdamW (default: %(default)s)")
     training.add_argument("--stage", type=int, default=2, help="ZeRO stage of zerox (default: %(default)s)")
     training.add_argument(
+        "--resident-mb", type=_positive, help="with --stage 3: MiB of parameters whole at a time (default: zerox's)"
+    )
+    training.add_argument(
         "--state-dtype", choices=STATE_DTYPES, default="fp32", help="of zerox's state (default: %(default)s)"
     )
     training.add_argument("--seed", type=int, default=0, help="(default: %(default)s)")

@@ -5,6 +5,7 @@ It names no update rule and no ZeRO stage: those are data. optimizers.py has the
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -20,13 +21,15 @@ from zerox.flow.grad_scale import GradScale
 from zerox.flow.grads import Grads
 from zerox.flow.inside import Inside
 from zerox.flow.norm import check_finite, clip_coefficient, total_norm
-from zerox.flow.overlap_gather import GatherOverlap
+from zerox.flow.overlap_gather import NOTHING_TO_HIDE, GatherOverlap
 from zerox.flow.params import ParamGather
+from zerox.flow.residency import Residency
 from zerox.flow.update import FusedUpdate, Update
 from zerox.grad_dtype import Widened
 from zerox.memory.bucket import Bucket, Member, members_of
-from zerox.memory.flat import BufferSlot, give_out, take_in
+from zerox.memory.flat import BufferSlot, give_out
 from zerox.options import Options, check_params
+from zerox.plan.stage import SHARDED
 from zerox.ranks.group import Ranks, call_ranks, find_ranks
 from zerox.ranks.process_group import GroupArgument
 from zerox.rules.of_groups import Rules
@@ -63,7 +66,7 @@ class Engine(OptimizerState):
             self._grads = Grads(
                 self._ranks, self._options.placements, self._options.reduce_dtype, self._options.capturable
             )
-            self._gather = ParamGather(self._grads.manager)
+            self._gather = self._made_gather()
             self._widened = Widened(self._options.accumulate_dtype)
             weakref.finalize(self, self._widened.give_back).atexit = False
             self._overlap: GatherOverlap | None = None
@@ -88,18 +91,19 @@ class Engine(OptimizerState):
             with torch.enable_grad():
                 loss = closure()
         capturing = is_capturing(self._all_ranks, self._options.capturable, self._gather.manager)
-        if not capturing:
-            self._settle(Place.STEP)
-            self._grad_scale.check()
-        self._start_states(capturing)
-        self._note_state_changes()
-        overlap = self._overlap is not None and not capturing
-        for run in self._update.runs(self.param_groups, capturing):
-            for index in run:
-                self._gather.start(index, background=overlap)
-        if not capturing:
-            self._grads.manager.settlement.bump_versions()
-        self._gather.end_step(hidden=overlap)
+        with self._gather.updating():
+            if not capturing:
+                self._settle(Place.STEP)
+                self._grad_scale.check()
+            self._start_states(capturing)
+            self._note_state_changes()
+            overlap = self._overlap is not None and not capturing
+            for run in self._update.runs(self.param_groups, capturing):
+                for index in run:
+                    self._gather.start(index, background=overlap)
+            if not capturing:
+                self._grads.manager.settlement.bump_versions()
+            self._gather.end_step(hidden=overlap)
         give_out(self._elsewhere)
         self._grad_scale.reset()
         return loss
@@ -181,8 +185,21 @@ class Engine(OptimizerState):
         replay of a CUDA graph, what was compiled ahead of time), and this method again when modules were added.
         """
         self._gather.wait()
+        if not isinstance(self._gather, ParamGather):
+            if model is not None:
+                warnings.warn(NOTHING_TO_HIDE, stacklevel=2)
+            return
         self._check_pairs([], overlaps=model is not None)
         self._overlap = None if model is None else GatherOverlap(self._gather, self._buckets, model)
+
+    def whole(self) -> AbstractContextManager[None]:
+        """``with optimizer.whole():`` every parameter is whole and in place, with ``stage=3`` too, whatever reads it.
+
+        A rank may enter alone to read; calls nest. If parameters are written inside, all ranks must write the same, and
+        the end is collective: ValueError that names a parameter if they differ. If the block raises, what was written
+        is taken back. In other stages this waits for what overlap_gather() hides.
+        """
+        return self._gather.whole()
 
     @property
     def unscales_in_place(self) -> bool:
@@ -229,6 +246,12 @@ class Engine(OptimizerState):
         """For tests, tools and zerox.checkpoint. Not a promise: it may change with any version."""
         return Inside(self._rules, self._buckets, self._frozen, self._all_ranks, self._grads, self._gather)
 
+    def _made_gather(self) -> ParamGather | Residency:
+        ranks = self._all_ranks
+        if self._options.placements.params is SHARDED and ranks.size > 1:
+            return Residency(self._grads.manager, ranks, self._options.resident_mb)
+        return ParamGather(self._grads.manager, ranks)
+
     def _made_update(self) -> Update:
         return FusedUpdate(self._rules, self._buckets, self._grads, self._grad_scale, self._options.capturable)
 
@@ -273,25 +296,26 @@ class Engine(OptimizerState):
         adopted = {id(m.param) for m in trained}
         watched = [*getattr(self, "_frozen", []), *members]
         self._frozen = list({id(m.param): m for m in watched if id(m.param) not in adopted}.values())
-        for member in members:
-            if not member.param.requires_grad:
-                ranks.broadcast_values(member.param, f"parameter '{member.name}'")
+        still = [member for member in members if not member.param.requires_grad]
+        frozen = self._gather.take_frozen(still, self._options.plan)
         self._widened.take(m.param for m in trained)
         rules = [self._rules.of(self.param_groups[m.group]) for m in trained]
         named = [(m.name, m.param, rule.name) for m, rule in zip(trained, rules, strict=True)]
         plans = self._options.plan(named, ranks.backend, ranks.size)
+        made = []
         for plan in plans:
             inside = [trained[i] for i in plan.params]
             rule = rules[plan.params[0]]
             wanted = rule.wanted([self.param_groups[m.group] for m in inside])
             specs = [*wanted, *self._options.masters(inside[0].param.dtype)]
-            bucket = Bucket(plan, inside, ranks.rank, rule, specs)
+            bucket = Bucket(plan, inside, ranks.rank, rule, specs, self._gather.make_buffer)
             ranks.broadcast(bucket.buffer.flat, f"the parameters of {bucket.describe(len(self._buckets))}")
             give_out(bucket.buffer.slots())
-            bucket.start_master()
-            self._grads.add_bucket(bucket)
+            bucket.start()
+            made.append((self._grads.add_bucket(bucket), bucket))
             self._buckets.append(bucket)
             self._update.add_bucket(bucket, self.param_groups)
+        self._gather.add_buckets(made, frozen)
         if plans and self._overlap is not None:
             self._overlap.learn_buckets()
         self._publish_state()
@@ -302,10 +326,10 @@ class Engine(OptimizerState):
         unfrozen = [m for m in self._frozen if m.param.requires_grad]
         moved = [(self._buckets[index], slot) for index, slot in self._grads.moved()]
         misfits = (bucket.buffer.misfit(slot, bucket.members[slot].name) for bucket, slot in moved)
-        refusal = next(filter(None, misfits), "")
+        refusal = self._gather.failure() or next(filter(None, misfits), "")
         if self._grads.settle(place, len(unfrozen), refusal):
             self._adopt(unfrozen)
             self._grads.settle(place)
         self._grad_scale.forget_if_discarded()
         self._elsewhere = [(bucket.buffer, slot) for bucket, slot in moved]
-        take_in(self._elsewhere)
+        self._gather.take_in(self._elsewhere)

@@ -10,7 +10,10 @@ from typing import Any
 import torch
 
 from zerox.flow.inside import Inside
+from zerox.flow.residency import Residency
 from zerox.grad_dtype import grad_dtype_of
+from zerox.memory.bucket import Member
+from zerox.memory.pages import storage_bytes
 from zerox.memory.stored import stored_bytes
 from zerox.options import (
     OF_INNER,
@@ -23,6 +26,7 @@ from zerox.options import (
 )
 from zerox.plan.buckets import BucketPlan
 from zerox.plan.peak import Flow, peak_alone, peak_of_sharded, peak_of_whole
+from zerox.plan.resident import resident_limit
 from zerox.plan.stage import SHARDED
 from zerox.ranks.process_group import ALONE, chosen_group
 from zerox.rules.inner import InnerClass, full_name
@@ -105,13 +109,24 @@ def estimate(
     sharded = chosen.placements.grads is SHARDED
     stay = on_host if world_size == 1 else backend == "gloo"  # large gradients, where autograd left them
     num_far = world_size - (local_world_size if on_host else 1)
-    parameters = sum(tensor.nbytes for _, tensor, _ in everything if not tensor.requires_grad)
+    apart = chosen.placements.params is SHARDED and world_size > 1
+    frozen = [(name, tensor, "") for name, tensor, _ in everything if not tensor.requires_grad]
+    parameters = 0 if apart else sum(tensor.nbytes for _, tensor, _ in frozen)
+    whole: list[tuple[str, int]] = []  # buckets whose shard is apart
+    for plan in chosen.plan(frozen, backend, world_size) if apart else ():
+        dtype = frozen[plan.params[0]][1].dtype
+        parameters += storage_bytes(plan.layout.shard_numel, dtype.itemsize, on_host, 1)
+        whole.append(("a frozen bucket", plan.layout.numel * dtype.itemsize))
     master, moments = 0, 0
     flows = []
     named = [(name, tensor, rules.of(group).name) for name, tensor, group in trained]
     for plan in chosen.plan(named, backend, world_size):
         layout, dtype = plan.layout, tensors[plan.params[0]].dtype
-        parameters += layout.numel * dtype.itemsize
+        if apart:
+            parameters += storage_bytes(layout.shard_numel, dtype.itemsize, on_host, 1)
+            whole.append((f"the bucket of {trained[plan.params[0]][0]}", layout.numel * dtype.itemsize))
+        else:
+            parameters += layout.numel * dtype.itemsize
         groups = [trained[index][2] for index in plan.params]
         of_bucket = rules.of(groups[0])
         kept = of_bucket.wanted(groups)
@@ -123,6 +138,7 @@ def estimate(
         straight = plan.num_straight if stay and wire == grads else 0
         flows.append(_flow(plan, grads, wire, backend, straight, num_far))
 
+    parameters += int(min(resident_limit(whole, chosen.resident_mb), sum(nbytes for _, nbytes in whole)))
     local = [flow.local for flow in flows]
     buffers = [flow.flat + flow.received for flow in flows] if world_size > 1 else []
     made = MemoryBytes(
@@ -202,13 +218,18 @@ def measured(inside: Inside) -> MemoryBytes:
     masters = [stored for stored in state if stored.spec in MASTERS]
     others = [stored for stored in state if stored.spec not in MASTERS]
     return MemoryBytes(
-        parameters=_bytes_of(
-            [*(bucket.buffer.flat for bucket in inside.buckets), *(m.param for m in inside.frozen + moved)]
-        ),
+        parameters=_parameters(inside, moved),
         gradients=_bytes_of([*whole, *inside.grads.landed()]),
         master=_bytes_of(tensor for stored in masters for tensor in stored.tensors().values()),
         moments=_bytes_of(tensor for stored in others for tensor in stored.tensors().values()),
     )
+
+
+def _parameters(inside: Inside, moved: list[Member]) -> int:
+    if isinstance(inside.gather, Residency):
+        shards = [buffer.own for buffer in inside.gather.buffers]
+        return _bytes_of([*shards, *(m.param for m in moved)]) + inside.gather.residents.room_bytes
+    return _bytes_of([*(bucket.buffer.flat for bucket in inside.buckets), *(m.param for m in inside.frozen + moved)])
 
 
 def _bytes_of(tensors: Iterable[torch.Tensor | None]) -> int:

@@ -20,7 +20,7 @@ from zerox.rules.of_groups import Rules
 
 
 class FusedShardedAdam(Engine):
-    """AdamW (or Adam) for data-parallel training, sharded as ZeRO stage 1 or 2.
+    """AdamW (or Adam) for data-parallel training, sharded as ZeRO stage 1, 2 or 3.
 
     Use it in place of ``DistributedDataParallel`` plus ``torch.optim.AdamW``: gradients are averaged over the group
     while ``loss.backward()`` runs, every rank updates the shard it owns, and the new parameters are gathered. Without
@@ -35,7 +35,8 @@ class FusedShardedAdam(Engine):
         decoupled_weight_decay: True for AdamW, False for Adam with L2.
         process_group: the data-parallel ProcessGroup or 1-D DeviceMesh; default: all ranks of the default group, which
             must be there first. "alone": this rank by itself, for a teacher or models that differ by rank.
-        stage: 1 shards the state, and leaves whole mean gradients in ``p.grad``; 2 shards gradients too.
+        stage: 1 shards the state, and leaves whole mean gradients in ``p.grad``; 2 shards gradients too; 3 also shards
+            parameters: they are whole only while something reads them (see :meth:`whole`).
         bucket_cap_mb: MiB of parameters a bucket; None: 16, or more where a rank's slice of one would be small.
         reduce_dtype: dtype of gradients on the wire and in the shard; None: the parameter's own.
         state_dtype: of both moments: torch.float32, torch.bfloat16 (rounded stochastically) or "8bit" (blocks of 256;
@@ -47,6 +48,8 @@ class FusedShardedAdam(Engine):
         accumulate_dtype: torch.float32: 16-bit parameters' gradients add up in float32 in ``p.grad``, over backwards
             inside ``no_sync()`` and in stage 1 (``reduce_dtype`` is what they are sent in). None: as torch, in the
             parameter's dtype, or the ``grad_dtype`` that was set on it.
+        resident_mb: with ``stage=3``, MiB of parameters that may be whole on a rank at a time. None: the three largest
+            buckets, or an eighth of the parameters if that is more; inf: each is fetched once a step.
         foreach, fused: as in ``torch.optim.AdamW``, without effect: the update is fused in any case.
         differentiable: must be False.
 
@@ -76,6 +79,7 @@ class FusedShardedAdam(Engine):
         master_weights: str | None = "auto",
         capturable: bool = False,
         accumulate_dtype: torch.dtype | None = None,
+        resident_mb: float | None = None,
         foreach: bool | None = None,
         fused: bool | None = None,
         differentiable: bool = False,
@@ -94,6 +98,7 @@ class FusedShardedAdam(Engine):
                 master_weights,
                 capturable,
                 accumulate_dtype,
+                resident_mb,
             ),
             process_group,
         )
@@ -127,6 +132,7 @@ class FusedShardedSGD(Engine):
         master_weights: str | None = "auto",
         capturable: bool = False,
         accumulate_dtype: torch.dtype | None = None,
+        resident_mb: float | None = None,
         foreach: bool | None = None,
         fused: bool | None = None,
         differentiable: bool = False,
@@ -145,6 +151,7 @@ class FusedShardedSGD(Engine):
                 master_weights,
                 capturable,
                 accumulate_dtype,
+                resident_mb,
             ),
             process_group,
         )
@@ -181,6 +188,7 @@ class FusedShardedLion(Engine):
         master_weights: str | None = "auto",
         capturable: bool = False,
         accumulate_dtype: torch.dtype | None = None,
+        resident_mb: float | None = None,
         foreach: bool | None = None,
         fused: bool | None = None,
         differentiable: bool = False,
@@ -199,13 +207,14 @@ class FusedShardedLion(Engine):
                 master_weights,
                 capturable,
                 accumulate_dtype,
+                resident_mb,
             ),
             process_group,
         )
 
 
 class ShardedOptimizer(Engine):
-    """Any elementwise optimizer of torch's kind, sharded as ZeRO stage 1 or 2: SGD, NAdam, Adagrad, or your own.
+    """Any elementwise optimizer of torch's kind, sharded as ZeRO stage 1, 2 or 3: SGD, NAdam, Adagrad, or your own.
 
     ``optimizer_class`` runs unmodified on each rank's own part of the parameters, with the gradients' mean over the
     ranks; everything else is as in :class:`zerox.FusedShardedAdam`. Parameters and state have the bits that the class
@@ -215,7 +224,7 @@ class ShardedOptimizer(Engine):
         params: as for :class:`zerox.FusedShardedAdam`.
         optimizer_class: for example ``torch.optim.SGD``. It is tried first, on small tensors, for some milliseconds: a
             class in which one element depends on another is refused.
-        process_group, stage, bucket_cap_mb, reduce_dtype: as in :class:`zerox.FusedShardedAdam`.
+        process_group, stage, bucket_cap_mb, reduce_dtype, resident_mb: as in :class:`zerox.FusedShardedAdam`.
         master_weights: "auto" and "fp32": 16-bit parameters have a float32 value, on which the class works; None: it
             works on 16 bits.
         elementwise: True: take the class although the trial finds bits that differ (random rounding, say).
@@ -237,6 +246,7 @@ class ShardedOptimizer(Engine):
         bucket_cap_mb: float | None = None,
         reduce_dtype: torch.dtype | None = None,
         master_weights: str | None = "auto",
+        resident_mb: float | None = None,
         elementwise: bool | None = None,
         **defaults: Any,
     ) -> None:
@@ -257,6 +267,7 @@ class ShardedOptimizer(Engine):
                 master_weights=master_weights,
                 optimizer_class=full_name(optimizer_class),
                 elementwise=elementwise,
+                resident_mb=resident_mb,
             ),
             process_group,
         )

@@ -44,11 +44,14 @@ class Options:
     master_weights: str | None = "auto"
     capturable: bool = False
     accumulate_dtype: torch.dtype | None = None
+    resident_mb: float | None = None
 
     def __post_init__(self) -> None:
         stage_of(self.stage)
         if self.bucket_cap_mb is not None and not self.bucket_cap_mb > 0:
             raise ValueError(f"bucket_cap_mb must be positive or None, got {self.bucket_cap_mb}")
+        if self.resident_mb is not None and not self.resident_mb > 0:
+            raise ValueError(f"resident_mb must be positive, inf or None, got {self.resident_mb}")
         if self.reduce_dtype not in REDUCE_DTYPES:
             raise ValueError(f"reduce_dtype must be one of {REDUCE_DTYPES}, got {self.reduce_dtype}")
         if self.accumulate_dtype not in ACCUMULATE_DTYPES:
@@ -197,7 +200,7 @@ def parameter_words(dtypes: Iterable[torch.dtype]) -> set[str]:
     return {str(each).removeprefix("torch.") for each in narrow or found}
 
 
-OF_INNER = ("stage", "bucket_cap_mb", "reduce_dtype", "master_weights", "elementwise")
+OF_INNER = ("stage", "bucket_cap_mb", "reduce_dtype", "master_weights", "resident_mb", "elementwise")
 OF_OPTIMIZER = (*(field.name for field in fields(Options)), "process_group")
 
 

@@ -84,5 +84,6 @@ PYBIND11_MODULE(_C, m) {
   zx::bind_process(m);
   zx::bind_exchange(m);
   zx::bind_params(m);
+  zx::bind_residency(m);
   zx::bind_grads(m);
 }

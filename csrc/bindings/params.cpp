@@ -10,6 +10,25 @@
 namespace zx {
 namespace {
 
+// Python raises it in this thread as soon as it runs Python code again. It takes a class, which must have its message.
+void raise_soon(const std::string& message) {
+  const auto* state = PyGILState_GetThisThreadState();
+  if (state == nullptr) return;  // not a thread of Python's
+  const py::gil_scoped_acquire acquire;
+  const auto thread = py::module_::import("threading").attr("get_ident")().cast<unsigned long>();
+  py::dict members;
+  members["__module__"] = "builtins";
+  members["__init__"] = py::cpp_function(
+      [message](const py::object& self) {
+        py::module_::import("builtins").attr("RuntimeError").attr("__init__")(self, message);
+      },
+      py::is_method(py::none()));
+  const py::object made =
+      py::module_::import("builtins")
+          .attr("type")("RuntimeError", py::make_tuple(py::module_::import("builtins").attr("RuntimeError")), members);
+  PyThreadState_SetAsyncExc(thread, made.ptr());
+}
+
 void bind_read_guard(py::module_& m) {
   m.def(
       "set_names_are_new",
@@ -27,7 +46,8 @@ void bind_read_guard(py::module_& m) {
                                           std::optional<py::gil_scoped_release> release;
                                           if (PyGILState_Check() != 0) release.emplace();
                                           body();
-                                        }});
+                                        },
+                                    .raise_soon = &raise_soon});
       },
       py::arg("names_are_new"));
   m.def("before_fork", &ReadGuard::before_fork, Release());

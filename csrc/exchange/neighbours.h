@@ -25,6 +25,7 @@ class Neighbours {
   // The process of each rank; 0 if only messages reach it.
   explicit Neighbours(std::vector<int64_t> pids) : pids_(std::move(pids)) {}
 
+  int world() const { return static_cast<int>(pids_.size()); }  // 0 if there are none
   bool has(int rank) const { return !pids_.empty() && pids_.at(rank) != 0; }
 
   // Copies from a rank's memory. Throws std::runtime_error if that can't be read (the process is gone).

@@ -5,8 +5,10 @@
 #include <pthread.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cstring>
 #include <functional>
+#include <memory>
 #include <mutex>
 #include <set>
 #include <string>
@@ -23,6 +25,7 @@ constexpr char kShowsInputs[] = "CompiledFunction";
 struct Guards {
   std::mutex mutex;
   std::vector<std::shared_ptr<ReadGuard::Watcher>> watchers;
+  std::atomic<int64_t> num_on_all_threads = 0;  // watchers of all threads
   at::CallbackHandle callback = 0;
   std::set<std::string> regions;  // the regions that have shown what they read: they always do
   ReadGuard::Interpreter interpreter;
@@ -43,14 +46,17 @@ Guards& guards() {
 void in_child() {
   auto* const watchers = new std::vector<std::shared_ptr<ReadGuard::Watcher>>();
   watchers->swap(guards().watchers);
+  guards().num_on_all_threads = 0;
   for (const auto& watcher : *watchers) {
-    if (!watcher->has_arrived()) guards().watchers.push_back(watcher);
+    if (watcher->has_arrived()) continue;
+    guards().num_on_all_threads += watcher->watches_all_threads() ? 1 : 0;
+    guards().watchers.push_back(watcher);
   }
   guards().mutex.unlock();
 }
 
 // A region of code that torch.compile made, for as long as it runs. Regions may be inside others.
-class Region final : public at::ObserverContext {
+class Region {
  public:
   explicit Region(const char* name) : name_(name), outer_(std::exchange(innermost, this)) {
     const bool new_names = names_are_new();
@@ -59,7 +65,7 @@ class Region final : public at::ObserverContext {
     shown_before_ = guards().regions.count(name_) != 0;
   }
 
-  ~Region() override {
+  ~Region() {
     innermost = outer_;
     if (!shows_) return;
     const std::lock_guard lock(guards().mutex);
@@ -103,8 +109,51 @@ void look_at(const c10::IValue& value, const ReadGuard::Use& use, ReadGuard::Wat
     if (has_memory(value.toTensor())) watcher.before_read(value.toTensor(), use);
   } else if (value.isList()) {
     for (const c10::IValue& each : value.toListRef()) look_at(each, use, watcher);
+  } else if (value.isTuple()) {
+    for (const c10::IValue& each : value.toTupleRef().elements()) look_at(each, use, watcher);
   }
 }
+
+// Whether an operator writes an argument. Slow: copies the operator's schema.
+bool writes(const at::RecordFunction& function, size_t argument, bool if_unknown) {
+  const auto schema = function.operator_schema();
+  if (!schema || argument >= schema->arguments().size()) return if_unknown;
+  const c10::AliasInfo* alias = schema->arguments()[argument].alias_info();
+  return alias != nullptr && alias->isWrite();
+}
+
+// What is kept for an operator, for as long as it runs.
+class Running final : public at::ObserverContext {
+ public:
+  // Also called if the operator throws.
+  ~Running() override {
+    if (kept_.empty()) return;
+    const ReadGuard::Pause pause;
+    for (const auto& [watcher, keeps] : kept_) watcher->after_operator(keeps);
+  }
+
+  // A version tells that somebody wrote; it may have been another thread. Inside a function in Python, it was an
+  // operator that has told so itself.
+  void note_writes(const at::RecordFunction& function) {
+    for (auto& [watcher, keeps] : kept_) {
+      for (ReadGuard::Kept& kept : keeps) {
+        kept.was_written = kept.version.enabled() && kept.version.current_version() != kept.version_before &&
+                           writes(function, kept.argument, /*if_unknown=*/false);
+      }
+    }
+  }
+
+  void open_region(const char* name) { region_ = std::make_unique<Region>(name); }
+  const Region* region() const { return region_.get(); }
+  void keep(std::shared_ptr<ReadGuard::Watcher> watcher, ReadGuard::Keeps keeps) {
+    kept_.emplace_back(std::move(watcher), std::move(keeps));
+  }
+  bool is_needed() const { return region_ != nullptr || !kept_.empty(); }
+
+ private:
+  std::unique_ptr<Region> region_;
+  c10::SmallVector<std::pair<std::shared_ptr<ReadGuard::Watcher>, ReadGuard::Keeps>, 1> kept_;
+};
 
 // Removes the callback if no watcher is left: operators then cost what they did without a guard.
 void stop_watching() {
@@ -123,32 +172,76 @@ void remove(const std::shared_ptr<ReadGuard::Watcher>& watcher) {
     const auto found = std::find(guards().watchers.begin(), guards().watchers.end(), watcher);
     if (found == guards().watchers.end()) return;
     removed = std::move(*found);
+    guards().num_on_all_threads -= removed->watches_all_threads() ? 1 : 0;
     guards().watchers.erase(found);
   }
   stop_watching();
 }
 
-std::unique_ptr<at::ObserverContext> before_operator(const at::RecordFunction& function) {
-  if (paused || !guards().interpreter.knows_this_thread()) return nullptr;
-  const ReadGuard::Pause pause;
-  c10::SmallVector<std::shared_ptr<ReadGuard::Watcher>, 2> watchers;
-  {
-    const std::lock_guard lock(guards().mutex);
-    watchers.append(guards().watchers.begin(), guards().watchers.end());
+using Watchers = c10::SmallVector<std::shared_ptr<ReadGuard::Watcher>, 2>;
+
+Watchers watchers_now() {
+  Watchers watchers;
+  const std::lock_guard lock(guards().mutex);
+  watchers.append(guards().watchers.begin(), guards().watchers.end());
+  return watchers;
+}
+
+// Operators are called "namespace::name", functions in Python as their class is.
+bool is_python_function(const char* name) { return std::strchr(name, ':') == nullptr; }
+
+std::unique_ptr<at::ObserverContext> before_backward(const at::RecordFunction& function, const Watchers& watchers) {
+  std::unique_ptr<Running> running;
+  for (const auto& watcher : watchers) {
+    ReadGuard::Keeps keeps;
+    watcher->before_backward_of({function.name(), function.forwardThreadId(), function.seqNr()}, keeps);
+    if (keeps.empty()) continue;
+    if (!running) running = std::make_unique<Running>();
+    running->keep(watcher, std::move(keeps));
   }
+  return running;
+}
+
+std::unique_ptr<at::ObserverContext> before_operator(const at::RecordFunction& function) {
+  if (paused) return nullptr;
+  const bool in_python = guards().interpreter.knows_this_thread();
+  if (!in_python && guards().num_on_all_threads == 0) return nullptr;
+  const ReadGuard::Pause pause;
+  const Watchers watchers = watchers_now();
   if (watchers.empty()) stop_watching();  // a forked child's first operator
-  std::unique_ptr<Region> region;
+  if (function.scope() == at::RecordScope::BACKWARD_FUNCTION) return before_backward(function, watchers);
+  auto running = std::unique_ptr<Running>();
+  const auto make_running = [&running] {
+    if (!running) running = std::make_unique<Running>();
+  };
   const char* name = function.name();
-  if (std::strncmp(name, kRegion, sizeof(kRegion) - 1) == 0) region = std::make_unique<Region>(name);
+  if (std::strncmp(name, kRegion, sizeof(kRegion) - 1) == 0) {
+    make_running();
+    running->open_region(name);
+  }
   if (std::strcmp(name, kShowsInputs) == 0) Region::note_inputs();
   for (const auto& watcher : watchers) {
+    if (!in_python && !watcher->watches_all_threads()) continue;
+    ReadGuard::Keeps keeps;
     // Called without releasing the GIL: what Dynamo has looked up for the region should stay as it is.
-    if (region && region->hides_reads()) watcher->before_hidden_reads();
+    if (running && running->region() != nullptr && running->region()->hides_reads()) {
+      watcher->before_hidden_reads(keeps);
+    }
     const auto inputs = function.inputs();
-    for (size_t i = 0; i < inputs.size(); ++i) look_at(inputs[i], {function, i}, *watcher);
+    for (size_t i = 0; i < inputs.size(); ++i) look_at(inputs[i], {function, i, keeps}, *watcher);
     if (watcher->has_seen_enough()) remove(watcher);
+    if (keeps.empty()) continue;
+    if (is_python_function(name)) {
+      watcher->before_function({name, at::RecordFunction::currentThreadId(), function.seqNr()}, keeps);
+    }
+    make_running();
+    running->keep(watcher, std::move(keeps));
   }
-  return region;
+  return running;
+}
+
+void after_operator(const at::RecordFunction& function, at::ObserverContext* context) {
+  if (context != nullptr) static_cast<Running*>(context)->note_writes(function);
 }
 
 }  // namespace
@@ -156,9 +249,12 @@ std::unique_ptr<at::ObserverContext> before_operator(const at::RecordFunction& f
 ReadGuard::ReadGuard(std::shared_ptr<Watcher> watcher) : watcher_(std::move(watcher)) {
   const std::lock_guard lock(guards().mutex);
   guards().watchers.push_back(watcher_);
+  guards().num_on_all_threads += watcher_->watches_all_threads() ? 1 : 0;
   if (guards().callback != 0) return;
-  guards().callback = at::addGlobalCallback(
-      at::RecordFunctionCallback(&before_operator).needsInputs(true).scopes({at::RecordScope::FUNCTION}));
+  guards().callback =
+      at::addGlobalCallback(at::RecordFunctionCallback(&before_operator, &after_operator)
+                                .needsInputs(true)
+                                .scopes({at::RecordScope::FUNCTION, at::RecordScope::BACKWARD_FUNCTION}));
 }
 
 ReadGuard::~ReadGuard() { remove(watcher_); }
@@ -172,16 +268,26 @@ void ReadGuard::before_fork() {
   for (const auto& watcher : watchers) watcher->before_fork();
 }
 
-bool ReadGuard::Use::is_write() const {
-  const auto schema = function_.operator_schema();
-  if (!schema || argument_ >= schema->arguments().size()) return true;  // for all we know
-  const c10::AliasInfo* alias = schema->arguments()[argument_].alias_info();
-  return alias != nullptr && alias->isWrite();
+bool ReadGuard::Use::keep(int64_t what, const at::Tensor& tensor) const {
+  const c10::TensorImpl* impl = tensor.unsafeGetTensorImpl();
+  const bool has_version = !tensor.is_inference() && impl->version_counter().enabled();
+  Kept kept{.what = what, .argument = argument_, .may_write = is_write()};
+  const bool may_write = kept.may_write;
+  if (has_version) {
+    kept.version = impl->version_counter();
+    kept.version_before = kept.version.current_version();
+  }
+  keeps_.push_back(std::move(kept));
+  return may_write;
 }
+
+bool ReadGuard::Use::is_write() const { return writes(function_, argument_, /*if_unknown=*/true); }
 
 void ReadGuard::set_interpreter(Interpreter interpreter) { guards().interpreter = std::move(interpreter); }
 
 void ReadGuard::without_gil(const std::function<void()>& body) { guards().interpreter.without_gil(body); }
+
+void ReadGuard::raise_soon(const std::string& message) { guards().interpreter.raise_soon(message); }
 
 ReadGuard::Pause::Pause() : before_(std::exchange(paused, true)) {}
 ReadGuard::Pause::~Pause() { paused = before_; }

@@ -4,8 +4,11 @@
 #include <ATen/core/Tensor.h>
 #include <ATen/record_function.h>
 
+#include <c10/util/SmallVector.h>
+
 #include <functional>
 #include <memory>
+#include <string>
 
 namespace zx {
 
@@ -20,20 +23,48 @@ namespace zx {
 // that is read. A region that was never seen to call one, as in evaluation, waits for everything.
 //
 // Code that launches kernels without either is left to hooks on modules: see zerox/flow/overlap_gather.py.
+//
+// Where parameters are sharded (ZeRO stage 3), a watcher also has to know when the operator is over, to keep until then
+// what it reads; and the backward of an autograd function in Python may read what its forward read, without an
+// operator. Both are announced with the same thread and sequence number.
 
 // Tells a watcher what any thread is about to read, from construction until destruction or until the watcher has seen
 // enough.
 class ReadGuard {
  public:
+  // What an operator uses of a watcher's, from before it runs until it is over.
+  struct Kept {
+    int64_t what;                                                  // as the watcher likes
+    c10::VariableVersion version{c10::VariableVersion::DISABLED};  // of the tensor through which it is used
+    uint32_t version_before = 0;
+    size_t argument = 0;       // of the operator
+    bool may_write = false;    // as the operator says
+    bool was_written = false;  // told when the operator is over
+  };
+  using Keeps = c10::SmallVector<Kept, 2>;
+
   // One argument of an operator that is about to run.
   class Use {
    public:
-    Use(const at::RecordFunction& function, size_t argument) : function_(function), argument_(argument) {}
+    Use(const at::RecordFunction& function, size_t argument, Keeps& keeps)
+        : function_(function), argument_(argument), keeps_(keeps) {}
+    const char* name() const { return function_.name(); }
     bool is_write() const;  // slow: copies the operator's schema
+    // The watcher's after_operator() will be called with this.
+    // Returns whether the operator may write it.
+    bool keep(int64_t what, const at::Tensor& tensor) const;
 
    private:
     const at::RecordFunction& function_;
     size_t argument_;
+    Keeps& keeps_;
+  };
+
+  // A call of an autograd function that is written in Python: its backward has the same number, of the same thread.
+  struct PythonFunction {
+    std::string name;
+    uint64_t thread;
+    int64_t number;
   };
 
   // Its functions are called by several threads at once, and must not throw. Operators that they run are not looked at.
@@ -41,8 +72,14 @@ class ReadGuard {
    public:
     virtual ~Watcher() = default;
     virtual void before_read(const at::Tensor& tensor, const Use& use) = 0;
-    virtual void before_hidden_reads() = 0;  // and hidden writes, of any memory
+    virtual void before_hidden_reads(Keeps& keeps) = 0;  // and hidden writes, of any memory
     virtual bool has_seen_enough() const = 0;
+    // For a watcher that keeps what is used: called by the same thread, also if the operator throws.
+    virtual void after_operator(const Keeps& /*keeps*/) {}
+    virtual void before_function(const PythonFunction& /*function*/, const Keeps& /*reads*/) {}
+    virtual void before_backward_of(const PythonFunction& /*function*/, Keeps& /*keeps*/) {}
+    // Whether it wants to know of other threads' operators than Python's.
+    virtual bool watches_all_threads() const { return false; }
     // See Note [Forks].
     virtual void before_fork() = 0;        // by the parent, so that a child finds what is on its way
     virtual bool has_arrived() const = 0;  // whether all of it has; if not, the watcher stays, in the child too
@@ -61,11 +98,15 @@ class ReadGuard {
     std::function<bool()> knows_this_thread;  // false for a backend's threads, which write what arrives
     std::function<bool()> names_are_new;      // whether a region's name may mean another one than at the last call
     std::function<void(const std::function<void()>&)> without_gil;  // runs a function without the GIL
+    std::function<void(const std::string&)>
+        raise_soon;  // has this thread raise RuntimeError when it is in Python again
   };
   static void set_interpreter(Interpreter interpreter);
 
   // For a watcher that waits before a read: other Python threads should go on meanwhile.
   static void without_gil(const std::function<void()>& body);
+  // An operator can't be stopped from a watcher: its caller raises when the operator is over.
+  static void raise_soon(const std::string& message);
 
   // While it lives, the operators of this thread are not looked at: receiving a slice writes what others must not read
   // yet.

@@ -19,7 +19,7 @@ from tests.ranks import run_ranks
 from zerox import FusedShardedAdam, load, save
 
 Form = tuple[int, int, Any, Any]  # ranks, stage, master_weights, state_dtype
-RANKS, STAGES = (1, 2, 3, 4), (1, 2)
+RANKS, STAGES = (1, 2, 3, 4), (1, 2, 3)
 MASTERS, MOMENTS = ("remainder", "fp32", None), (torch.float32, torch.bfloat16, "8bit")
 
 
@@ -61,7 +61,7 @@ PAIRS = pairwise_cover()
 DIAGONAL = [
     (ranks, stage, master, moments)
     for ranks, (stage, master, moments) in zip(
-        itertools.cycle(RANKS), itertools.product(STAGES, MASTERS, MOMENTS), strict=False
+        itertools.cycle(RANKS), itertools.product((2, 3), MASTERS, MOMENTS), strict=False
     )
 ]
 

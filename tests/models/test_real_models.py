@@ -39,6 +39,8 @@ def train(rank: int, world_size: int, name: str, stage: int) -> tuple[list[Tenso
     connect(model, dist.group.WORLD if world_size > 1 else None)
     optimizer = FusedShardedAdam(case.groups(model), lr=LR, stage=stage, bucket_cap_mb=SMALL_CAP, **case.options)
     assert len(optimizer.inside.buckets) > 1
+    if stage == 3 and world_size == 2:  # each bucket is released as soon as no operator reads it
+        optimizer.inside.gather.residents.set_hostile(True)
     LOOPS[case.loop](case, rank, case.compiled(model), optimizer)
     assert case.backend is None or torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0
     index_of = {id(param): index for index, param in enumerate(model.parameters())}
@@ -122,15 +124,13 @@ def assert_as_in_one_process(name: str, world_size: int, stage: int) -> None:
     assert covered == [param.numel() for param in expected.params]
 
 
-@pytest.mark.parametrize("stage", [1, 2])
-@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize(("world_size", "stage"), [(1, 1), (1, 2), (2, 1), (2, 2), (2, 3), (3, 1), (3, 2), (3, 3)])
 @pytest.mark.parametrize("name", CASES)
 def test_training_equals_one_process(name: str, world_size: int, stage: int) -> None:
     assert_as_in_one_process(name, world_size, stage)
 
 
-@pytest.mark.parametrize("stage", [1, 2])
-@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize(("world_size", "stage"), [(1, 1), (1, 2), (2, 1), (2, 2), (2, 3), (3, 1), (3, 2)])
 @pytest.mark.parametrize("name", COMPILED)
 def test_a_compiled_forward_trains_as_in_one_process(name: str, world_size: int, stage: int) -> None:
     assert_as_in_one_process(name, world_size, stage)

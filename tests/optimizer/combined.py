@@ -19,6 +19,7 @@ from tests.optimizer.test_parity import MOMENTS, torch_step
 from tests.optimizer.ways import Way, is_inner, plain_twin
 from tests.tolerances import assert_one_step_bound, assert_stored_bound
 from zerox import FusedShardedAdam, ShardedOptimizer
+from zerox.flow.residency import Residency
 from zerox.grad_dtype import NARROW
 from zerox.plan.combinations import CHOICES
 from zerox.rules.adam import ADAM
@@ -30,6 +31,7 @@ NUMELS = (5000, 70, 4500)  # with 8-bit moments, and too small for them
 WORDS: dict[str, dict[str, Any]] = {  # values that are not written as Python has them
     "process_group": {"a group": None},
     "bucket_cap_mb": {"a number": 0.004},
+    "resident_mb": {"a number": 1.0},
     "lr": {"a number": RATE, "a tensor": RATE},
 }
 # No argument of the constructor says these.
@@ -126,7 +128,9 @@ class Training:
         """What shows in no bits: a twin of an option that is ignored would be the same."""
         way, inside = self.way, self.optimizer.inside
         first = inside.buckets[0]
-        assert inside.grads.sharded is (way["stage"] == "2")
+        assert inside.grads.sharded is (way["stage"] != "1")
+        residency = isinstance(inside.gather, Residency)
+        assert residency is (way["stage"] == "3" and inside.ranks.size > 1)
         forms = {bucket.plan.state_form for bucket in inside.buckets}
         assert (len(inside.buckets) > len(forms)) is (way["bucket_cap_mb"] == "a number")
         moments = {"torch.float32": torch.float32, "torch.bfloat16": torch.bfloat16, '"8bit"': torch.uint8}

@@ -13,8 +13,8 @@ Pair = tuple[Setting, Setting]
 
 # What must not change a bit. (An optimizer alone has gradients of its own rank: that is another training.)
 NEUTRAL = (
-    "stage", "device", "backend", "ZEROX_EXCHANGE", "bucket_cap_mb", "capturable", "overlap_gather", "lr", "foreach",
-    "fused",
+    "stage", "device", "backend", "ZEROX_EXCHANGE", "bucket_cap_mb", "resident_mb", "capturable", "overlap_gather",
+    "lr", "foreach", "fused",
 )  # fmt: skip
 # But torch's own classes have a path, and other last bits, for each of these.
 OF_CLASS = ("lr", "foreach", "fused")
@@ -46,6 +46,10 @@ def way_of(*chosen: Setting) -> Way | None:
 def _cost(verdicts: Mapping[frozenset[Setting], object], value: Setting, known: Sequence[Setting]) -> int:
     found = [verdicts.get(frozenset((value, other))) for other in known]
     return sum(1000 * isinstance(each, Refused) + isinstance(each, But) for each in found)
+
+
+def name_of(pair: Pair) -> str:
+    return " with ".join(map(str, pair))
 
 
 def pairs_with(kind: type | None) -> list[Pair]:

@@ -24,7 +24,7 @@ class Ledger:
         self.world_size = program.world_size
         self.dtype = DTYPES[program.params[index].dtype]
         self.wire = program.options["reduce_dtype"] or self.dtype
-        self.sharded = program.options["stage"] == 2
+        self.sharded = program.options["stage"] >= 2
         self.local: list[Tensor | None] = [None] * self.world_size  # p.grad as autograd leaves it
         self.reduced: Tensor | None = None
         self.unsent = False

@@ -185,7 +185,7 @@ def programs(draw: st.DrawFn, one_exchange: bool = False) -> Program:
         steps=tuple(draw(st.lists(step, min_size=num_steps, max_size=num_steps))),
         world_size=world_size,
         options={
-            "stage": draw(st.sampled_from([2, 1])),
+            "stage": draw(st.sampled_from([2, 3, 1])),
             "bucket_cap_mb": draw(CAPS),
             "reduce_dtype": draw(st.sampled_from([None, torch.float32, torch.bfloat16, torch.float16])),
             "master_weights": draw(st.sampled_from(masters)),

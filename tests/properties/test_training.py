@@ -29,7 +29,9 @@ def test_each_step_of_any_training_is_torch_s_with_the_mean_gradient(program: Pr
         memory = rank.memory
         assert memory is not None
         for each in ("parameters", "master", "moments"):
-            assert getattr(memory, each) == getattr(formula, each), f"{each}: {memory}, by formula {formula}"
+            now, most = getattr(memory, each), getattr(formula, each)
+            as_whole_as_may_be = each == "parameters" and program.options["stage"] == 3
+            assert now <= most if as_whole_as_may_be else now == most, f"{each}: {memory}, by formula {formula}"
     before = start
     for number, grads in enumerate(means):
         where = f"step {number}"
@@ -46,11 +48,12 @@ def test_each_step_of_any_training_is_torch_s_with_the_mean_gradient(program: Pr
 
 
 @settings(max_examples=EXAMPLES)
-@given(programs(one_exchange=True), CAPS, st.booleans())
+@given(programs(one_exchange=True), CAPS, st.booleans(), st.integers(1, 2))
 def test_bucket_sizes_stages_and_overlap_don_t_show_in_any_training(
-    program: Program, cap: float | None, hold: bool
+    program: Program, cap: float | None, hold: bool, other_stage: int
 ) -> None:
-    other = program.with_options(hold, bucket_cap_mb=cap, stage=3 - program.options["stage"])
+    stage = (program.options["stage"] - 1 + other_stage) % 3 + 1
+    other = program.with_options(hold, bucket_cap_mb=cap, stage=stage)
     ours, theirs = run(program), run(other)
     for number in range(len(program.steps)):
         one, two = ours[0].steps[number], theirs[0].steps[number]

@@ -58,7 +58,7 @@ def save(
     host: dict[str, Any] = {}
     with ranks.failing_together(failure):
         names = parameter_names(model, optimizer)
-        tensors, others = split_model(model)
+        tensors, others = split_model(model, optimizer)
         tensors |= entries(optimizer, names)
         orders = {names[m.number]: memory_order(m.param) for m in optimizer.inside.members}
         host = {
@@ -131,23 +131,26 @@ def load(
     first: dict[str, Any] = {}
     opened = open_checkpoint(path, ranks)
     host: dict[str, Any] = {}
-    with ranks.failing_together(not_loaded(path)):
-        host, names = opened.host(), parameter_names(model, optimizer)
-        check_rules(optimizer, names, host["groups"])
-        state = SavedState(optimizer, names, opened.tensors, host)
-        tensors, others = split_model(model)
-        first = {name: tensor for name, tensor in tensors.items() if name in opened.tensors}
-        lines = [*names_differ(tensors, opened.tensors), *state.names_differ()] if strict else []
-        complain(path, [*lines, *misfits(first, opened.tensors), *state.misfits()])
-        fill_groups(optimizer, names, host["groups"])
-        optimizer._start_states()
     rounded: list[str] = []
-    with ranks.failing_together(
-        f"zerox: {path} could not be read to its end, and model and optimizer have a part of it"
-    ):
-        rounded = state.load(opened.read, first)
-        optimizer._note_loaded()
-        fill_others(model, {name: value for name, value in host["model"].items() if name in others})
+    params = optimizer.inside.gather
+    with params.updating():
+        with ranks.failing_together(not_loaded(path)):
+            host, names = opened.host(), parameter_names(model, optimizer)
+            check_rules(optimizer, names, host["groups"])
+            state = SavedState(optimizer, names, opened.tensors, host)
+            tensors, others = split_model(model, optimizer)
+            first = {name: tensor for name, tensor in tensors.items() if name in opened.tensors}
+            lines = [*names_differ(tensors, opened.tensors), *state.names_differ()] if strict else []
+            complain(path, [*lines, *misfits(first, opened.tensors), *state.misfits()])
+            fill_groups(optimizer, names, host["groups"])
+            optimizer._start_states()
+        params.mark_written()  # each rank its shards, now that none reads any more
+        with ranks.failing_together(
+            f"zerox: {path} could not be read to its end, and model and optimizer have a part of it"
+        ):
+            rounded = state.load(opened.read, first)
+            optimizer._note_loaded()
+            fill_others(model, {name: value for name, value in host["model"].items() if name in others})
     say_rounded(dict.fromkeys(rounded))
     return host["extra"]
 

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from zerox._C import Combine, Range
 from zerox.flow.grad_scale import GradScale
@@ -35,6 +36,7 @@ class InnerUpdate:
         self.inner: list[InnerBucket] = []
         self.step_options: Mapping[str, Any] = {}
         self.failure = ""  # why ranks' states are not of one step
+        self.before: dict[int, Tensor] = {}  # shards that nobody has a copy of, as they were before the step
 
     def add_bucket(self, bucket: Bucket, groups: Groups) -> None:
         self.inner.append(InnerBucket(self.rule, bucket, groups))
@@ -58,6 +60,7 @@ class InnerUpdate:
         kinds = [self.rule.inner.kinds(group) for group in groups]
         counted = self._groups_with_gradients(kinds)
         error: Exception | None = None
+        self.before.clear()
         updated: list[list[bool]] = []
         counters: list[dict[str, Any]] = []
         try:
@@ -67,6 +70,7 @@ class InnerUpdate:
                 raise
             error = raised
         self._agree(error)
+        self.before.clear()
         for inner, rows in zip(self.inner, updated, strict=True):
             inner.finish(rows)
         for group, changed in zip(groups, counters, strict=True):
@@ -105,6 +109,9 @@ class InnerUpdate:
             with Range("update", index):
                 inner.prepare(options, kinds)
                 parts, present = self._gradients(index)
+                bucket = self.buckets[index]
+                if bucket.master is None and bucket.shard_is_apart:
+                    self.before[index] = bucket.param_shard.clone()
                 updated.append(inner.take_gradients(parts, present, counted, scale))
                 del parts  # which may be copies, for this bucket alone
                 try:
@@ -143,7 +150,9 @@ class InnerUpdate:
 
     def _put_back(self, bucket: Bucket, index: int) -> None:
         """This rank's own values are new, unless a master is; those that others have of its shard are not."""
-        if bucket.master is None:
+        if index in self.before:
+            bucket.param_shard.copy_(self.before[index])
+        elif bucket.master is None:
             flat, first = bucket.buffer.flat, bucket.plan.layout.shard_numel
             what = f"the old parameters of {bucket.describe(index)}"
             self.grads.ranks.broadcast(flat[:first], what, root=1)

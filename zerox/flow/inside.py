@@ -7,6 +7,7 @@ from typing import NamedTuple
 from zerox._C import BucketManager
 from zerox.flow.grads import Grads
 from zerox.flow.params import ParamGather
+from zerox.flow.residency import Residency
 from zerox.memory.bucket import Bucket, Member
 from zerox.ranks.group import Ranks
 from zerox.rules.of_groups import Rules
@@ -20,7 +21,7 @@ class Inside(NamedTuple):
     frozen: list[Member]
     ranks: Ranks
     grads: Grads
-    gather: ParamGather
+    gather: ParamGather | Residency
 
     @property
     def manager(self) -> BucketManager:

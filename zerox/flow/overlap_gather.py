@@ -19,6 +19,11 @@ from zerox.flow.compiled_regions import run_eagerly
 from zerox.flow.params import ParamGather
 from zerox.memory.bucket import Bucket
 
+NOTHING_TO_HIDE = (
+    "zerox: with stage=3 no gather follows step(), and overlap_gather() has nothing to hide: parameters are fetched "
+    "when they are read"
+)
+
 
 class GatherOverlap:
     """Hooks on every module of ``model``, from construction until this object goes."""

@@ -2,21 +2,71 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+
+from torch import Tensor
 
 from zerox import _C as C
+from zerox.memory.bucket import Bucket, FrozenBucket, Member
+from zerox.memory.flat import BufferSlot, FlatBuffer, take_in
+from zerox.plan.buckets import BucketPlan
+from zerox.plan.layout import Layout
+from zerox.ranks.group import Ranks
+from zerox.sliced_tensor import SlicedTensor
+
+Plan = Callable[[Iterable[tuple[str, Tensor, str]], str, int], list[BucketPlan]]  # Options.plan
 
 
 class ParamGather:
     """Gathers run from start() to wait(); the flat buffers' views see the new values in place.
 
-    ``hidden``: the last step left its gathers to the next forward.
+    ``hidden``: the last step left its gathers to the next forward. residency.py has the other way: sharded parameters.
     """
 
-    def __init__(self, manager: C.BucketManager) -> None:
+    shards_frozen = False
+
+    def __init__(self, manager: C.BucketManager, ranks: Ranks) -> None:
         self.manager = manager
+        self.ranks = ranks
         self.hidden = False
         self.num_ordered = 0  # buckets at the time when the order of their use was learned
+
+    def make_buffer(self, params: Sequence[Tensor], layout: Layout) -> FlatBuffer:
+        return FlatBuffer(params, layout)
+
+    def take_frozen(self, members: Sequence[Member], plan: Plan) -> list[FrozenBucket]:
+        """Parameters that are not trained get rank 0's values, and buckets where they are sharded. Collective."""
+        for member in members:
+            self.ranks.broadcast_values(member.param, f"parameter '{member.name}'")
+        return []
+
+    def add_buckets(self, trained: Sequence[tuple[int, Bucket]], frozen: Sequence[FrozenBucket]) -> None:
+        """New ones, which have their values. Collective."""
+
+    def failure(self) -> str:
+        """Why step() must not go on; empty if it may."""
+        return ""
+
+    def slice_of(self, param: Tensor) -> SlicedTensor | None:
+        """What lasts of a parameter on this rank, where that is not all of it. None: it is whole."""
+        return None
+
+    def mark_written(self) -> None:
+        """Inside updating(): shards are written now."""
+
+    def updating(self) -> AbstractContextManager[None]:
+        """Around the part of step() in which ranks meet and write their shards."""
+        return nullcontext()
+
+    def whole(self) -> AbstractContextManager[None]:
+        """Inside, all parameters are whole."""
+        self.wait_for(range(self.manager.num_buckets))
+        return nullcontext()
+
+    def take_in(self, slots: Sequence[BufferSlot]) -> None:
+        """Parameters that were found elsewhere come home."""
+        take_in(slots)
 
     def start(self, index: int, background: bool = False) -> None:
         """``background``: no caller waits right away. RuntimeError if a rank is known to be gone."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -12,11 +12,11 @@ from torch import Tensor
 
 from zerox._C import SEGMENT_COLUMNS
 from zerox.grad_dtype import grad_dtype_of
-from zerox.memory.flat import FlatBuffer, dense_strides
+from zerox.memory.flat import FlatBuffer, ShardedBuffer, dense_strides
 from zerox.memory.stored import Stored
 from zerox.model_names import quoted
 from zerox.plan.buckets import BucketPlan
-from zerox.plan.layout import Segment
+from zerox.plan.layout import Layout, Segment
 from zerox.rules.rule import MASTER, MASTERS, STEP, Rule, StateSpec
 
 CPU = torch.device("cpu")
@@ -68,15 +68,48 @@ class GradPart(NamedTuple):
     segments: Tensor  # those inside, counted from ``start``
 
 
+MakeBuffer = Callable[[Sequence[Tensor], Layout], FlatBuffer]
+
+
+class FrozenBucket:
+    """Parameters that are not trained, where they are sharded: ``members`` in the plan's order."""
+
+    def __init__(self, plan: BucketPlan, members: Sequence[Member], make_buffer: MakeBuffer) -> None:
+        self.plan = plan
+        self.members = list(members)
+        self.buffer = make_buffer([member.param for member in members], plan.layout)
+
+    def start(self) -> None:
+        """The shard takes the parameters' values, once these are the same on all ranks."""
+        assert isinstance(self.buffer, ShardedBuffer)
+        self.buffer.start()
+
+    def describe(self, index: int) -> str:
+        return f"frozen {describe(index, self.members)}"
+
+
+def describe(index: int, members: Sequence[Member]) -> str:
+    """For errors: "bucket 3 (wte.weight, ...)", as csrc/buckets/bucket.h has it."""
+    names = ", ".join(member.name for member in members[:MOST_NAMES])
+    more = len(members) - MOST_NAMES
+    return f"bucket {index} ({names}{f' and {more} more' if more > 0 else ''})"
+
+
 class Bucket:
     """``members`` in the plan's order. ``specs``: the state of each element. State and steps start at zero."""
 
     def __init__(
-        self, plan: BucketPlan, members: Sequence[Member], rank: int, rule: Rule, specs: Sequence[StateSpec]
+        self,
+        plan: BucketPlan,
+        members: Sequence[Member],
+        rank: int,
+        rule: Rule,
+        specs: Sequence[StateSpec],
+        make_buffer: MakeBuffer = FlatBuffer,
     ) -> None:
         self.plan = plan
         self.members = list(members)
-        self.buffer = FlatBuffer([member.param for member in members], plan.layout)
+        self.buffer = make_buffer([member.param for member in members], plan.layout)
         self.own_segments: list[Segment] = plan.layout.segments(rank)
         self.rule = rule
         self.grad_dtype = grad_dtype_of(self.members[0].param)
@@ -99,6 +132,11 @@ class Bucket:
     def groups(self) -> list[int]:
         """The indices of its members' param groups."""
         return sorted({member.group for member in self.members})
+
+    @property
+    def shard_is_apart(self) -> bool:
+        """Whether no whole copy of the parameters lasts beside the shards (ZeRO stage 3)."""
+        return isinstance(self.buffer, ShardedBuffer)
 
     @property
     def device(self) -> torch.device:
@@ -128,13 +166,12 @@ class Bucket:
         return next((self.state[spec.key] for spec in MASTERS if spec.key in self.state), None)
 
     def describe(self, index: int) -> str:
-        """For errors: "bucket 3 (wte.weight, ...)", as csrc/buckets/bucket.h has it."""
-        names = ", ".join(member.name for member in self.members[:MOST_NAMES])
-        more = len(self.members) - MOST_NAMES
-        return f"bucket {index} ({names}{f' and {more} more' if more > 0 else ''})"
+        return describe(index, self.members)
 
-    def start_master(self) -> None:
-        """The master takes the parameters' values, once these are the same on all ranks."""
+    def start(self) -> None:
+        """The shard and the master take the parameters' values, once these are the same on all ranks."""
+        if isinstance(self.buffer, ShardedBuffer):
+            self.buffer.start()
         if MASTER.key in self.state:
             self.state[MASTER.key].values.copy_(self.param_shard)
 

@@ -11,6 +11,7 @@ from zerox import _C as C
 from zerox.memory.pages import zeros
 from zerox.model_names import quoted
 from zerox.plan.layout import Layout
+from zerox.plan.span import Span
 
 
 def dense_strides(param: Tensor) -> tuple[int, ...]:
@@ -22,16 +23,16 @@ class FlatBuffer:
     """Memory ``[layout.numel]`` that a bucket's parameters lie in, side by side, each in a storage of its own.
 
     Only ``param.data`` changes: the parameters stay the objects that model and optimizer know. The buffer lives as long
-    as one of them. Moving in takes memory for the bucket once more.
+    as one of them. Moving in takes memory for the bucket once more. ``flat``: memory that is there already, all zero.
     """
 
-    def __init__(self, params: Sequence[Tensor], layout: Layout) -> None:
+    def __init__(self, params: Sequence[Tensor], layout: Layout, flat: Tensor | None = None) -> None:
         self.params = list(params)
         self.layout = layout
         self.shapes = [param.shape for param in params]
         self.strides = [dense_strides(param) for param in params]
         # Padding is sent with everything else: it should not be old memory.
-        self.flat = zeros(layout.numel, params[0].dtype, params[0].device)
+        self.flat = zeros(layout.numel, params[0].dtype, params[0].device) if flat is None else flat
         take_in(self.slots())
 
     def slots(self) -> list[BufferSlot]:
@@ -58,6 +59,47 @@ class FlatBuffer:
         )
 
 
+class ShardedBuffer(FlatBuffer):
+    """A buffer whose memory comes and goes (csrc/params/residents.h), and beside it this rank's shard, which stays.
+
+    ``range``: its addresses, which have memory until it is given to the residents.
+    """
+
+    def __init__(self, params: Sequence[Tensor], layout: Layout, rank: int, range: C.AddressRange) -> None:
+        self.is_shared_out = False  # whether the residents have it
+        self.range = range
+        self.rank = rank
+        self.own = zeros(layout.shard_numel, params[0].dtype, params[0].device, place=1)
+        super().__init__(params, layout, range.tensor(params[0].dtype))
+
+    def shard(self, rank: int) -> Tensor:
+        assert rank == self.rank, "only this rank's shard is here"
+        return self.own
+
+    def start(self) -> None:
+        """The shard takes its values, once these are the same on all ranks."""
+        self.own.copy_(super().shard(self.rank))
+
+    def own_span(self, slot: int) -> Span:
+        """Which elements of the parameter, in memory order, this rank owns."""
+        shard, first = self.layout.shard_span(self.rank), self.layout.offsets[slot]
+        begin = max(shard.start, first)
+        end = max(begin, min(shard.stop, first + self.layout.numels[slot]))
+        return Span(begin - first, end - first) if begin < end else Span(0, 0)
+
+    def own_values(self, slot: int) -> Tensor:
+        """These, in the shard."""
+        span, start = self.own_span(slot), self.layout.offsets[slot] - self.layout.shard_span(self.rank).start
+        return self.own[start + span.start : start + span.stop] if span.numel else self.own[:0]
+
+    def store(self, slot: int, value: Tensor) -> None:
+        """The shard takes its part of a new value of a parameter."""
+        in_order = torch.empty_strided(value.shape, self.strides[slot], dtype=value.dtype, device=value.device)
+        in_order.copy_(value)
+        span = self.own_span(slot)
+        self.own_values(slot).copy_(in_order.as_strided((value.numel(),), (1,))[span.start : span.stop])
+
+
 BufferSlot = tuple[FlatBuffer, int]
 
 
@@ -72,7 +114,10 @@ def take_in(slots: Sequence[BufferSlot]) -> None:
     values = [param.clone() if C.has_own_storage(param) else param.detach() for param in params]
     for (buffer, slot), param, value in zip(slots, params, values, strict=True):
         home = buffer.home(slot)
-        home.copy_(value)
+        if isinstance(buffer, ShardedBuffer) and buffer.is_shared_out:
+            buffer.store(slot, value)
+        else:
+            home.copy_(value)
         if not in_shared_memory(param):
             param.data = C.with_own_storage(home)
 

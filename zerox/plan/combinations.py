@@ -70,7 +70,7 @@ class But:
 
 @dataclass(frozen=True)
 class Row:
-    """What holds for any of ``ones`` with any of ``others``: values of one option, and values of another."""
+    """What holds for any of ``ones`` with any of ``others``."""
 
     ones: tuple[Setting, ...]
     others: tuple[Setting, ...]
@@ -89,13 +89,14 @@ CHOICES = {
     choice.option: choice
     for choice in (
         Choice("optimizer", (FUSED, SHARDED), "{value}"),
-        Choice("stage", ("2", "1")),
+        Choice("stage", ("2", "1", "3")),
         Choice("parameters", ("float32", "bfloat16", "float16", "float64"), "{value} parameters"),
         Choice("device", ("cpu", "cuda"), "parameters on {value}"),
         Choice("process_group", ("a group", '"alone"')),
         Choice("backend", ("gloo", "nccl"), "a group over {value}"),
         Choice("ZEROX_EXCHANGE", ("direct", "messages", "native")),
         Choice("bucket_cap_mb", ("None", "a number")),
+        Choice("resident_mb", ("None", "a number")),
         Choice("reduce_dtype", ("None", "torch.float32", "torch.bfloat16", "torch.float16")),
         Choice("accumulate_dtype", ("None", "torch.float32")),
         Choice("state_dtype", ("torch.float32", "torch.bfloat16", '"8bit"')),
@@ -112,6 +113,7 @@ CHOICES = {
     )
 }
 
+OF_STAGE_3 = (*some("stage", "3"), *some("resident_mb", "a number"))
 ROWS = (
     Row(
         some("optimizer", SHARDED),
@@ -148,6 +150,39 @@ ROWS = (
         some("capturable", "True"),
         some("stage", "1"),
         Refused("p.grad has no lasting address there, and a CUDA graph reads where it read before", "Use stage=2"),
+    ),
+    Row(
+        some("capturable", "True"),
+        OF_STAGE_3,
+        Refused("parameters are fetched when they are read, and a CUDA graph asks nobody", "Use stage=2"),
+    ),
+    Row(
+        OF_STAGE_3,
+        some("device", "cuda"),
+        Refused("ranks read sharded parameters from the memory of each other's processes", "On a GPU use stage=2"),
+    ),
+    Row(
+        OF_STAGE_3,
+        some("backend", "nccl"),
+        Refused("ranks read sharded parameters from the memory of each other's processes", "On a GPU use stage=2"),
+    ),
+    Row(
+        OF_STAGE_3,
+        some("ZEROX_EXCHANGE", "messages", "native"),
+        Refused(
+            "ranks read sharded parameters from the memory of each other's processes",
+            "Leave ZEROX_EXCHANGE out, or use stage=2",
+        ),
+    ),
+    Row(
+        some("stage", "3"),
+        some("overlap_gather", "called"),
+        But("it warns that there is nothing to hide: parameters are fetched when they are read"),
+    ),
+    Row(
+        some("stage", "1", "2"),
+        some("resident_mb", "a number"),
+        Refused("all parameters stay whole there", "Use stage=3, or leave resident_mb out"),
     ),
     Row(
         some("capturable", "True"),

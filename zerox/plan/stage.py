@@ -38,6 +38,7 @@ class Stage:
 STAGES = {
     1: Stage(1, params=REPLICATED, grads=REPLICATED, state=SHARDED),
     2: Stage(2, params=REPLICATED, grads=SHARDED, state=SHARDED),
+    3: Stage(3, params=SHARDED, grads=SHARDED, state=SHARDED),
 }
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import datetime
 import hashlib
 import os
 import weakref
@@ -21,7 +20,14 @@ from zerox._C import ExchangeKind, Whereabouts
 from zerox.plan import combinations
 from zerox.ranks.forks import leave_to_parent
 from zerox.ranks.neighbours import find_neighbours
-from zerox.ranks.process_group import GroupArgument, check_still_alone, chosen_group, why_alone
+from zerox.ranks.process_group import (
+    GroupArgument,
+    check_still_alone,
+    chosen_group,
+    time_of,
+    timeout_of,
+    why_alone,
+)
 from zerox.ranks.roll_call import RollCall, summary_of
 
 EXCHANGES = ("direct", "messages", "native")
@@ -212,7 +218,7 @@ def call_ranks(process_group: GroupArgument) -> RollCall:
     if group is None:
         return RollCall(None, 0, 1, dist.default_pg_timeout)
     _, store = dist.distributed_c10d._world.pg_map.get(group, ("", None))
-    timeout = _timeout(group, "gloo") or dist.default_pg_timeout
+    timeout = time_of(group)
     return RollCall(store, group.rank(), group.size(), timeout)
 
 
@@ -257,8 +263,7 @@ def _store(group: dist.ProcessGroup) -> Store:
 
 
 def _whereabouts(group: dist.ProcessGroup, store: Store | None, to_close: list[dist.ProcessGroup]) -> Whereabouts:
-    timeout = _timeout(group, "gloo") or dist.default_pg_timeout
-    return Whereabouts(groups=to_close, store=store, rank=group.rank(), world=group.size(), timeout=timeout)
+    return Whereabouts(groups=to_close, store=store, rank=group.rank(), world=group.size(), timeout=time_of(group))
 
 
 def _with_neighbours(ranks: Ranks) -> Ranks:
@@ -298,7 +303,7 @@ def _same_ranks(group: dist.ProcessGroup, backend: str, roll_call: RollCall) -> 
             return roll_call.unless_one_fails(lambda: _gloo(group, number))
         made = dist.new_group(
             ranks,
-            timeout=_timeout(group, backend),
+            timeout=timeout_of(group, backend),
             backend=backend,
             pg_options=_high_priority(group),
             use_local_synchronization=True,
@@ -318,7 +323,7 @@ def _gloo(group: dist.ProcessGroup, number: int) -> dist.ProcessGroup:
     """
     rank, size = group.rank(), group.size()
     store = dist.distributed_c10d.PrefixStore(f"zerox/{number}", _store(group))
-    timeout = _timeout(group, "gloo")
+    timeout = timeout_of(group, "gloo")
     limited = {} if timeout is None else {"timeout": timeout}
     backend = dist.ProcessGroupGloo(store, rank, size, **limited)
     made = dist.ProcessGroup(store, rank, size)
@@ -331,20 +336,7 @@ def _gloo(group: dist.ProcessGroup, number: int) -> dist.ProcessGroup:
 def _high_priority(group: dist.ProcessGroup) -> Any:
     """NCCL's streams go ahead of the computation's, since the next bucket waits for the one in flight."""
     options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
-    timeout = _timeout(group, "nccl")
+    timeout = timeout_of(group, "nccl")
     if timeout is not None:
         options._timeout = timeout
     return options
-
-
-def _timeout(group: dist.ProcessGroup, backend: str) -> datetime.timedelta | None:
-    """The group's own timeout; None (the backend's default) if the backend doesn't report it."""
-    for type_ in ["cpu", "cuda"] if backend == "gloo" else ["cuda", "cpu"]:
-        try:
-            options = getattr(group._get_backend(torch.device(type_)), "options", None)
-        except RuntimeError:
-            continue
-        timeout = getattr(options, "_timeout", None)
-        if isinstance(timeout, datetime.timedelta):
-            return timeout
-    return None

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import datetime
+
+import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -57,3 +60,21 @@ def check_still_alone(why: str) -> None:
 
 def _is_initialized() -> bool:
     return dist.is_available() and dist.is_initialized()
+
+
+def time_of(group: dist.ProcessGroup) -> datetime.timedelta:
+    """How long the ranks of ``group`` wait for each other."""
+    return timeout_of(group, "gloo") or dist.default_pg_timeout
+
+
+def timeout_of(group: dist.ProcessGroup, backend: str) -> datetime.timedelta | None:
+    """The group's own timeout; None (the backend's default) if the backend doesn't report it."""
+    for type_ in ["cpu", "cuda"] if backend == "gloo" else ["cuda", "cpu"]:
+        try:
+            options = getattr(group._get_backend(torch.device(type_)), "options", None)
+        except RuntimeError:
+            continue
+        timeout = getattr(options, "_timeout", None)
+        if isinstance(timeout, datetime.timedelta):
+            return timeout
+    return None

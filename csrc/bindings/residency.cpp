@@ -1,0 +1,130 @@
+#include <pybind11/chrono.h>
+
+#include <memory>
+#include <optional>
+#include <utility>
+#include <vector>
+
+#include "bindings/destroyed_without_gil.h"
+#include "bindings/rooms.h"
+#include "params/address_range.h"
+#include "params/digest.h"
+#include "params/residents.h"
+
+namespace zx {
+namespace {
+
+// The residents of one optimizer, and the guard that tells them of reads.
+class Residency {
+ public:
+  explicit Residency(std::shared_ptr<Residents> residents)
+      : residents_(std::move(residents)), guard_(std::in_place, residents_) {}
+  ~Residency() {
+    if (Py_IsInitialized() == 0) return;  // where the interpreter ends, nobody reads parameters any more
+    residents_->make_whole_for_good();
+    guard_.reset();
+    Residents::keep_for_others(residents_);
+  }
+  Residency(const Residency&) = delete;
+  Residency& operator=(const Residency&) = delete;
+  Residents& operator*() const { return *residents_; }
+  Residents* operator->() const { return residents_.get(); }
+
+ private:
+  std::shared_ptr<Residents> residents_;
+  std::optional<ReadGuard> guard_;
+};
+
+std::shared_ptr<Residency> make_residency(std::shared_ptr<Whereabouts> whereabouts, std::vector<int64_t> processes,
+                                          int rank, std::chrono::milliseconds timeout) {
+  Residents::keep_for_others(nullptr);
+  auto peers = std::make_shared<PeerShards>(std::move(whereabouts), std::move(processes), rank, timeout);
+  return destroyed_without_gil(new Residency(std::make_shared<Residents>(std::move(peers))));
+}
+
+}  // namespace
+
+void bind_residency(py::module_& m) {
+  m.def("digest", [](const at::Tensor& flat) { return digest(flat.const_data_ptr(), flat.nbytes()); });
+  m.def("has_address_ranges", &has_address_ranges);
+  m.def("room_bytes", &AddressRange::bytes_in_use);
+  m.def("most_room_bytes", &AddressRange::most_in_use);
+  py::class_<AddressRange, std::shared_ptr<AddressRange>>(m, "AddressRange")
+      .def("tensor", &AddressRange::tensor, py::arg("dtype"))
+      .def(
+          "has",
+          [](const AddressRange& self, uint64_t address) { return self.has(reinterpret_cast<const void*>(address)); },
+          py::arg("address"))
+      .def_property_readonly("nbytes", &AddressRange::bytes);
+  py::class_<ShardPlace>(m, "ShardPlace")
+      .def(py::init<uint64_t, uint64_t>(), py::arg("shard"), py::arg("words"))
+      .def_readonly("shard", &ShardPlace::shard)
+      .def_readonly("words", &ShardPlace::words);
+  py::class_<ResidentCounts>(m, "ResidentCounts")
+      .def_readonly("fetches", &ResidentCounts::fetches)
+      .def_readonly("fetched_bytes", &ResidentCounts::fetched_bytes)
+      .def_readonly("faults", &ResidentCounts::faults)
+      .def_readonly("releases", &ResidentCounts::releases);
+  py::class_<Residency, std::shared_ptr<Residency>>(m, "Residency")
+      .def(py::init(&make_residency), py::kw_only(), py::arg("whereabouts"), py::arg("processes"), py::arg("rank"),
+           py::arg("timeout"))
+      .def(
+          "set_limit",
+          [](Residency& self, double bytes) { self->set_limit(bytes < 9e18 ? static_cast<size_t>(bytes) : SIZE_MAX); },
+          py::arg("nbytes"), Release())
+      .def(
+          "make_range",
+          [](Residency& self, size_t bytes) { return std::make_shared<AddressRange>(bytes, self->spare()); },
+          py::arg("nbytes"))
+      .def(
+          "add",
+          [](Residency& self, std::string name, std::shared_ptr<AddressRange> range, at::Tensor shard) {
+            return self->add(std::move(name), std::move(range), std::move(shard));
+          },
+          py::arg("name"), py::arg("range"), py::arg("shard"), Release())
+      .def(
+          "place", [](Residency& self, int64_t bucket) { return self->place(bucket); }, py::arg("bucket"), Release())
+      .def(
+          "set_places",
+          [](Residency& self, int64_t bucket, std::vector<ShardPlace> by_rank) {
+            self->set_places(bucket, std::move(by_rank));
+          },
+          py::arg("bucket"), py::arg("by_rank"), Release())
+      .def(
+          "begin_update", [](Residency& self) { self->begin_update(); }, Release())
+      .def(
+          "publish", [](Residency& self, int64_t bucket) { self->publish(bucket); }, py::arg("bucket"), Release())
+      .def(
+          "end_update", [](Residency& self, bool is_update) { self->end_update(is_update); }, py::arg("is_update"),
+          Release())
+      .def(
+          "enter_whole", [](Residency& self) { self->enter_whole(); }, Release())
+      .def(
+          "leave_whole", [](Residency& self) { self->leave_whole(); }, Release())
+      .def(
+          "refresh_whole", [](Residency& self) { self->refresh_whole(); }, Release())
+      .def(
+          "written_inside", [](Residency& self) { return self->written_inside(); }, Release())
+      .def(
+          "keep_written", [](Residency& self, const std::vector<int64_t>& buckets) { self->keep_written(buckets); },
+          py::arg("buckets"), Release())
+      .def(
+          "drop_written", [](Residency& self, const std::vector<int64_t>& buckets) { self->drop_written(buckets); },
+          py::arg("buckets"), Release())
+      .def(
+          "take_failure", [](Residency& self) { return self->take_failure(); }, Release())
+      .def(
+          "set_hostile", [](Residency& self, bool hostile) { self->set_hostile(hostile); }, py::arg("hostile"))
+      .def(
+          "release_all", [](Residency& self) { self->release_all(); }, Release())
+      .def_property_readonly("counts", py::cpp_function([](Residency& self) { return self->counts(); }, Release()))
+      .def_property_readonly("resident_bytes",
+                             py::cpp_function([](Residency& self) { return self->resident_bytes(); }, Release()))
+      .def_property_readonly("room_bytes",
+                             py::cpp_function([](Residency& self) { return self->room_bytes(); }, Release()))
+      .def_property_readonly("resident", py::cpp_function([](Residency& self) { return self->resident(); }, Release()))
+      .def_property_readonly("num_calls",
+                             py::cpp_function([](Residency& self) { return self->num_calls(); }, Release()));
+}
+
+}  // namespace zx

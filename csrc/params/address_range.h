@@ -1,0 +1,92 @@
+// Memory that comes and goes, at addresses that never change.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <vector>
+
+namespace zx {
+
+// Note [Addresses that never change]
+// While a bucket's parameters are released, their memory is used for other buckets. Their addresses are not: a range of
+// addresses belongs to a bucket for life. So parameters, views, tensors that autograd saved, compiled code and numpy
+// arrays stay valid, and nothing has to be set anew when the bucket comes back.
+//
+// On Linux mremap(2) moves pages from one address to another without copying them. Pages that a bucket gives up are
+// kept as spare ones, since the system takes three times as long to make new ones (they are zeroed) as a bucket takes
+// to be filled. They are moved in chunks of the size of a large page; what is left of a range is made anew each time.
+//
+// A released range can be neither read nor written: a read that nothing announces never finds another bucket's values.
+
+// Chunks of memory that no range uses. Any thread may call any of these.
+class SparePages {
+ public:
+  static constexpr size_t kChunkBytes = size_t{2} << 20;
+
+  SparePages() = default;
+  ~SparePages();
+  SparePages(const SparePages&) = delete;
+  SparePages& operator=(const SparePages&) = delete;
+
+  // Moves the chunk at `from` here. False if the system can't.
+  bool take(char* from);
+  // Moves a chunk to `into`, where nothing may be read yet. False if there is none.
+  bool give(char* into);
+  // Frees chunks until at most `most` bytes are left.
+  void trim(size_t most);
+  size_t bytes() const;
+
+ private:
+  mutable std::mutex mutex_;     // of all below
+  std::vector<char*> full_;      // addresses of chunks that have pages
+  std::vector<char*> empty_;     // and of others, for chunks to come
+  std::vector<char*> reserved_;  // starts of the regions that these addresses are in
+};
+
+// Any thread may call any of these; the caller sees to it that nobody reads meanwhile.
+class AddressRange {
+ public:
+  // Has memory at first, all zero.
+  AddressRange(size_t bytes, std::shared_ptr<SparePages> spare);
+  ~AddressRange();
+  AddressRange(const AddressRange&) = delete;
+  AddressRange& operator=(const AddressRange&) = delete;
+
+  char* data() const { return data_; }
+  size_t bytes() const { return bytes_; }
+  bool has(const void* address) const { return address >= data_ && address < data_ + bytes_; }
+
+  // Takes its memory away.
+  void release();
+  // Gives it memory, with whatever is in it.
+  void restore();
+  // Whether it may be written; it may after restore(). A write where it may not is a fault.
+  void let_write(bool may);
+  // The same in a forked child, where other threads' locks may be held for ever.
+  void restore_in_child();
+
+  // [bytes / element] of the range; keeps it alive.
+  static at::Tensor tensor(const std::shared_ptr<AddressRange>& range, at::ScalarType dtype);
+
+  // Bytes that all ranges and spare chunks of this process have now, and the most since the last call.
+  static int64_t bytes_in_use();
+  static int64_t most_in_use();
+
+ private:
+  size_t bytes_;
+  size_t reserved_bytes_;  // of whole pages
+  char* reserved_;
+  char* data_;  // at a multiple of a chunk's size
+  bool has_memory_ = true;
+  std::shared_ptr<SparePages> spare_;
+};
+
+// Whether this system has what ranges need.
+bool has_address_ranges();
+
+}  // namespace zx

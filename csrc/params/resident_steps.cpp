@@ -1,0 +1,92 @@
+// What step() does to sharded parameters, and the ends: of the optimizer, and in a forked child.
+#include <c10/util/Exception.h>
+
+#include <cstring>
+
+#include "params/residents.h"
+
+namespace zx {
+
+void Residents::begin_update() {
+  process_.check();
+  std::unique_lock lock(mutex_);
+  now_.updating = true;
+  now_.updater = std::this_thread::get_id();
+  changed_.wait(lock, [this] { return now_.num_fetching == 0; });
+}
+
+void Residents::publish(int64_t bucket) {
+  const std::lock_guard lock(mutex_);
+  held_.at(bucket)->words.of[static_cast<size_t>(Word::version)].store(now_.version + 1, std::memory_order_release);
+}
+
+void Residents::end_update(bool is_update) {
+  const std::lock_guard lock(mutex_);
+  if (!now_.updating) return;
+  if (is_update) {
+    ++now_.version;
+    functions_.forget_calls();
+    for (const auto& held : held_) {
+      held->words.of[static_cast<size_t>(Word::version)].store(now_.version, std::memory_order_release);
+      if (may_be_released(*held)) {
+        release(*held);
+      } else {  // inside whole(), or an operator of another thread reads it
+        held->is_old = held->state == State::resident;
+      }
+    }
+  }
+  now_.updating = false;
+  changed_.notify_all();
+}
+
+// ---- the end
+
+void Residents::make_whole_for_good() {
+  if (!process_.is_this()) return;
+  enter_whole();
+  const std::lock_guard lock(mutex_);
+  now_.forgotten = true;
+  for (const auto& held : held_) held->words.of[static_cast<size_t>(Word::left)] = 1;
+  if (!now_.failure.empty()) TORCH_WARN(now_.failure, ". The optimizer was deleted without them");
+}
+
+void Residents::keep_for_others(const std::shared_ptr<Residents>& gone) {
+  static auto* const kept = new std::vector<std::shared_ptr<Residents>>();  // leaked, with its lock
+  static auto* const mutex = new std::mutex;
+  if (gone != nullptr) {
+    const std::lock_guard lock(gone->mutex_);
+    for (const auto& held : gone->held_) {
+      if (gone->process_.is_this()) held->range.reset();  // the parameters keep it
+    }
+  }
+  const std::lock_guard lock(*mutex);
+  if (gone != nullptr) kept->push_back(gone);
+  std::erase_if(*kept, [](const auto& each) { return !each->is_read_by_others(); });
+}
+
+bool Residents::is_read_by_others() const {
+  if (!process_.is_this()) return true;  // nothing is destroyed there
+  const std::lock_guard lock(mutex_);
+  for (const auto& held : held_) {
+    for (int rank = 0; rank < static_cast<int>(held->places.size()); ++rank) {
+      if (rank != peers_->rank() && !peers_->has_left(rank, held->places[rank])) return true;
+    }
+  }
+  return false;
+}
+
+// See Note [Forks]. An operator can't be stopped.
+void Residents::in_child(Held& held) {
+  State released = State::released;
+  if (!held.state.compare_exchange_strong(released, State::resident)) {
+    held.range->let_write(true);  // the child's own copy
+    return;
+  }
+  held.range->restore_in_child();
+  std::memset(held.range->data(), 0xff, held.range->bytes());
+  ReadGuard::raise_soon("zerox: the parameters of " + held.name +
+                        " were released when this process was forked, and a child can't fetch them. Fork inside "
+                        "optimizer.whole(), or give the child a copy of the model that was made there");
+}
+
+}  // namespace zx

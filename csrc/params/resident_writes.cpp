@@ -1,0 +1,119 @@
+// What is written to parameters outside step(), and inside optimizer.whole(): see Note [Shards are pulled].
+#include <algorithm>
+#include <cstring>
+#include <exception>
+
+#include "check.h"
+#include "params/digest.h"
+#include "params/residents.h"
+
+namespace zx {
+
+// The buckets are pinned.
+void Residents::take_over(const std::vector<int64_t>& written) {
+  std::vector<Held*> now;
+  {
+    const std::lock_guard lock(mutex_);
+    if (now_.forgotten) return;
+    for (const int64_t bucket : written) {
+      Held& held = *held_[bucket];
+      if (held.places.empty()) continue;  // the constructor is not through
+      if (now_.whole > 0) continue;
+      held.words.of[static_cast<size_t>(Word::written)] = ++held.written;
+      now.push_back(&held);
+    }
+  }
+  if (now.empty()) return;
+  ReadGuard::without_gil([&] {
+    for (Held* held : now) {
+      try {
+        for (int step = 1; step < peers_->world(); ++step) {
+          const int peer = (peers_->rank() + step) % peers_->world();
+          peers_->await(peer, held->places.at(peer), Word::written, held->written);
+        }
+      } catch (const std::exception& error) {
+        fail("zerox: parameters of " + held->name +
+             " were written here and not on all ranks: write on all, or inside optimizer.whole(). " + reason_of(error));
+        return;
+      }
+      store_own(*held);
+      const std::lock_guard lock(mutex_);
+      held->words.of[static_cast<size_t>(Word::stored)] = held->written;
+      held->is_stale = true;
+    }
+  });
+}
+
+void Residents::store_own(Held& held) {
+  std::memcpy(held.shard.mutable_data_ptr(), own_part(held), held.shard.nbytes());
+}
+
+// ---- whole()
+
+void Residents::enter_whole() {
+  process_.check();
+  size_t count = 0;
+  bool is_first = false;
+  {
+    const std::lock_guard lock(mutex_);
+    is_first = now_.whole++ == 0;
+    count = held_.size();
+  }
+  for (size_t bucket = 0; bucket < count; ++bucket) pin(static_cast<int64_t>(bucket), nullptr);
+  const std::lock_guard lock(mutex_);
+  if (!is_first) return;
+  for (const auto& held : held_) held->range->let_write(true);
+  note_digests();
+}
+
+// Called under the lock.
+void Residents::note_digests() {
+  for (const auto& held : held_) held->digest = digest(held->range->data(), held->range->bytes());
+}
+
+void Residents::refresh_whole() {
+  enter_whole();
+  leave_whole();
+  const std::lock_guard lock(mutex_);
+  note_digests();
+}
+
+void Residents::leave_whole() {
+  const std::lock_guard lock(mutex_);
+  --now_.whole;
+  for (const auto& held : held_) {
+    --held->pins;
+    if (now_.whole == 0 && held->writers == 0) held->range->let_write(false);
+    if ((held->is_stale || held->is_old) && may_be_released(*held)) release(*held);
+  }
+  make_room(0, nullptr);
+}
+
+std::vector<int64_t> Residents::written_inside() const {
+  const std::lock_guard lock(mutex_);
+  std::vector<int64_t> found;
+  for (const auto& held : held_) {
+    if (digest(held->range->data(), held->range->bytes()) != held->digest) found.push_back(held->index);
+  }
+  return found;
+}
+
+void Residents::keep_written(const std::vector<int64_t>& buckets) {
+  const std::lock_guard lock(mutex_);
+  for (const int64_t bucket : buckets) {
+    Held& held = *held_.at(bucket);
+    store_own(held);
+    held.digest = digest(held.range->data(), held.range->bytes());
+  }
+}
+
+void Residents::drop_written(const std::vector<int64_t>& buckets) {
+  const std::lock_guard lock(mutex_);
+  for (const int64_t bucket : buckets) {
+    Held& held = *held_.at(bucket);
+    std::memcpy(own_part(held), held.shard.const_data_ptr(), held.shard.nbytes());
+    held.is_stale = true;
+  }
+}
+
+}  // namespace zx

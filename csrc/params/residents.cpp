@@ -1,0 +1,350 @@
+#include "params/residents.h"
+
+#include <c10/util/Exception.h>
+
+#include <algorithm>
+#include <cstring>
+#include <exception>
+#include <utility>
+
+#include "check.h"
+#include "lanes/ranges.h"
+
+namespace zx {
+namespace {
+
+thread_local int64_t pins_of_this_thread = 0;  // by operators that it is in
+
+}  // namespace
+
+Residents::Residents(std::shared_ptr<const PeerShards> peers) : peers_(std::move(peers)) {
+  snapshots_.push_back(std::make_unique<const std::vector<ByAddress>>());
+  by_address_ = snapshots_.back().get();
+  add_fault_reader(this);
+}
+
+Residents::~Residents() { remove_fault_reader(this); }
+
+int64_t Residents::add(std::string name, std::shared_ptr<AddressRange> range, at::Tensor shard) {
+  const std::lock_guard lock(mutex_);
+  auto held = std::make_unique<Held>();
+  held->index = static_cast<int64_t>(held_.size());
+  held->name = std::move(name);
+  held->range = std::move(range);
+  held->shard = std::move(shard);
+  held->version = now_.version;
+  held->words.of[static_cast<size_t>(Word::version)] = now_.version;
+  held->touched = ++now_.clock;
+  held->pins = now_.whole;
+  now_.resident_bytes += held->range->bytes();
+  const int64_t bucket = held->index;
+  held_.push_back(std::move(held));
+  // Readers look without a lock. They may still look at an old snapshot, so all are kept.
+  auto next = std::make_unique<std::vector<ByAddress>>(*by_address_.load());
+  const AddressRange& added = *held_.back()->range;
+  next->push_back({added.data(), added.data() + added.bytes(), bucket});
+  std::sort(next->begin(), next->end(), [](const auto& a, const auto& b) { return a.start < b.start; });
+  snapshots_.push_back(std::move(next));
+  by_address_ = snapshots_.back().get();
+  return bucket;
+}
+
+ShardPlace Residents::place(int64_t bucket) const {
+  const std::lock_guard lock(mutex_);
+  const Held& held = *held_.at(bucket);
+  return {reinterpret_cast<uint64_t>(held.shard.const_data_ptr()), reinterpret_cast<uint64_t>(&held.words)};
+}
+
+void Residents::set_places(int64_t bucket, std::vector<ShardPlace> by_rank) {
+  const std::lock_guard lock(mutex_);
+  held_.at(bucket)->places = std::move(by_rank);
+  if (now_.whole == 0) held_.at(bucket)->range->let_write(false);
+  make_room(0, nullptr);
+}
+
+void Residents::set_limit(size_t bytes) {
+  const std::lock_guard lock(mutex_);
+  now_.limit = bytes;
+}
+
+// The bucket that the address is in, or -1. This is asked for each argument of each operator.
+int64_t Residents::bucket_at(const void* address) const {
+  const auto* place = static_cast<const char*>(address);
+  const auto& all = *by_address_.load(std::memory_order_acquire);
+  const auto after = std::upper_bound(all.begin(), all.end(), place,
+                                      [](const char* address, const auto& each) { return address < each.start; });
+  if (after == all.begin()) return -1;
+  const ByAddress& found = *std::prev(after);
+  return place < found.stop ? found.bucket : -1;
+}
+
+char* Residents::own_part(const Held& held) const { return held.range->data() + peers_->rank() * held.shard.nbytes(); }
+
+// ---- reads
+
+void Residents::before_read(const at::Tensor& tensor, const ReadGuard::Use& use) {
+  const int64_t bucket = bucket_at(tensor.storage().data());
+  if (bucket < 0) return;
+  pin(bucket, use.name());
+  ++pins_of_this_thread;
+  if (use.keep(bucket, tensor)) let_write(bucket);
+}
+
+// See Note [Reads that nothing announces]. The bucket stays until others need its room: if the reader is not through
+// then, it comes here again.
+bool Residents::access_at(const void* address, bool is_write) {
+  const int64_t bucket = bucket_at(address);
+  if (bucket < 0) return false;
+  const ReadGuard::Pause pause;
+  if (!process_.is_this()) {
+    in_child(*held_[bucket]);
+    return true;
+  }
+  std::unique_lock lock(mutex_);
+  Held& held = *held_[bucket];
+  ++held.pins;
+  held.touched = ++now_.clock;
+  ++now_.counts.faults;
+  fetch_now(held, lock, "code without an operator");
+  --held.pins;
+  if (!is_write) return true;
+  held.range->let_write(true);
+  lock.unlock();
+  if (held.places.empty() || now_.forgotten) return true;
+  ReadGuard::raise_soon("zerox: parameters of " + held.name +
+                        " were written without an operator (through numpy, or from a file), and such a write is lost "
+                        "when they are released: write inside optimizer.whole()");
+  return true;
+}
+
+void Residents::before_hidden_reads(ReadGuard::Keeps& keeps) {
+  const size_t count = by_address_.load()->size();
+  for (size_t bucket = 0; bucket < count; ++bucket) {
+    pin(static_cast<int64_t>(bucket), "a compiled region");
+    ++pins_of_this_thread;
+    keeps.push_back({.what = static_cast<int64_t>(bucket), .may_write = true});
+    let_write(static_cast<int64_t>(bucket));
+  }
+}
+
+void Residents::before_function(const ReadGuard::PythonFunction& function, const ReadGuard::Keeps& reads) {
+  std::vector<int64_t> buckets;
+  for (const auto& kept : reads) buckets.push_back(kept.what);
+  std::sort(buckets.begin(), buckets.end());
+  buckets.erase(std::unique(buckets.begin(), buckets.end()), buckets.end());
+  const std::lock_guard lock(mutex_);
+  functions_.note(function.name, {function.thread, function.number}, std::move(buckets));
+}
+
+void Residents::before_backward_of(const ReadGuard::PythonFunction& function, ReadGuard::Keeps& keeps) {
+  std::vector<int64_t> buckets;
+  if (process_.is_this()) {
+    const std::lock_guard lock(mutex_);
+    buckets = functions_.read_by(function.name, {function.thread, function.number});
+  }
+  for (const int64_t bucket : buckets) {
+    pin(bucket, function.name.c_str());
+    ++pins_of_this_thread;
+    keeps.push_back({.what = bucket, .may_write = true});
+    let_write(bucket);
+  }
+}
+
+void Residents::pin(int64_t bucket, const char* reader) {
+  if (!process_.is_this()) {
+    in_child(*held_[bucket]);
+    return;
+  }
+  std::unique_lock lock(mutex_);
+  Held& held = *held_[bucket];
+  ++held.pins;
+  held.touched = ++now_.clock;
+  if (held.state == State::resident && !held.is_stale && !held.is_old) return;
+  lock.unlock();
+  ReadGuard::without_gil([&] {
+    lock.lock();
+    fetch_now(held, lock, reader);
+    lock.unlock();
+  });
+}
+
+void Residents::let_write(int64_t bucket) {
+  if (!process_.is_this()) return;
+  const std::lock_guard lock(mutex_);
+  Held& held = *held_[bucket];
+  if (held.writers++ == 0 && now_.whole == 0) held.range->let_write(true);
+}
+
+// Called under the lock, by a thread that has pinned the bucket. Returns when it is resident.
+void Residents::fetch_now(Held& held, std::unique_lock<std::mutex>& lock, const char* reader) {
+  const auto is_up_to_date = [&held] { return held.state == State::resident && !held.is_stale && !held.is_old; };
+  ++held.waiting;
+  // What step() is about to write is fetched when it is written, unless step() itself reads it before. And a copy that
+  // is out of date is not made new while another thread reads it; but a thread that is inside a reader itself can't
+  // wait for its end, and reads what the outer one does.
+  changed_.wait(lock, [&] {
+    if (held.state == State::arriving) return false;
+    const bool may_read = !now_.updating || now_.updater == std::this_thread::get_id();
+    const bool may_write = held.state == State::released || !is_read_now(held) || pins_of_this_thread > 0;
+    return is_up_to_date() || (may_read && may_write);
+  });
+  --held.waiting;
+  const bool has_memory = held.state == State::resident;
+  if (is_up_to_date() || (has_memory && held.pins - held.waiting > now_.whole + 1)) return;
+  const bool has_own = has_memory && !held.is_old;
+  if (!has_memory) {
+    make_room(held.range->bytes(), reader);
+    now_.resident_bytes += held.range->bytes();
+  }
+  held.state = State::arriving;
+  held.is_stale = held.is_old = false;
+  held.version = now_.version;
+  ++now_.num_fetching;
+  ++now_.counts.fetches;
+  now_.counts.fetched_bytes += static_cast<int64_t>(held.range->bytes() - held.shard.nbytes());
+  lock.unlock();
+  fetch(held, /*memory_too=*/!has_memory, /*own_too=*/!has_own);
+  lock.lock();
+  --now_.num_fetching;
+  held.state = State::resident;
+  if (held.writers == 0 && now_.whole == 0) held.range->let_write(false);
+  changed_.notify_all();
+}
+
+// Without the lock. An error leaves NaN behind, so that nobody takes what is there for parameters.
+void Residents::fetch(Held& held, bool memory_too, bool own_too) {
+  const Range range("fetch", held.index);
+  const size_t part = held.shard.nbytes();
+  const int world = peers_->world();
+  int done = 0;
+  try {
+    if (memory_too) {
+      held.range->restore();
+    } else {
+      held.range->let_write(true);
+    }
+    if (own_too) std::memcpy(own_part(held), held.shard.const_data_ptr(), part);
+    for (done = 1; done < world; ++done) {
+      const int peer = (peers_->rank() + done) % world;  // no rank is everybody's first
+      const ShardPlace& place = held.places.at(peer);
+      peers_->await(peer, place, Word::version, held.version);
+      if (held.written > 0) peers_->await(peer, place, Word::stored, held.written);
+      peers_->read(peer, place, held.range->data() + peer * part, part);
+    }
+  } catch (const std::exception& error) {
+    for (; done < world; ++done) {
+      std::memset(held.range->data() + (peers_->rank() + done) % world * part, 0xff, part);  // NaN in every dtype
+    }
+    fail("zerox: the parameters of " + held.name + " did not arrive from all ranks: " + reason_of(error));
+  }
+}
+
+// Called under the lock. Keeps the first failure, for step(), and has the reader raise.
+void Residents::fail(const std::string& what) {
+  {
+    const std::lock_guard lock(mutex_);
+    if (now_.failure.empty()) now_.failure = what;
+  }
+  ReadGuard::raise_soon(what);
+}
+
+std::string Residents::take_failure() {
+  const std::lock_guard lock(mutex_);
+  return std::exchange(now_.failure, {});
+}
+
+// ---- the cache, under the lock
+
+// Releases what was not touched for longest, until `bytes` more are within the limit.
+void Residents::make_room(size_t bytes, const char* reader) {
+  while (now_.resident_bytes + bytes > now_.limit) {
+    Held* victim = nullptr;
+    for (const auto& held : held_) {
+      if (may_be_released(*held) && (victim == nullptr || held->touched < victim->touched)) victim = held.get();
+    }
+    if (victim == nullptr) break;
+    release(*victim);
+  }
+  if (now_.resident_bytes + bytes > now_.limit && reader != nullptr && now_.whole == 0) {
+    TORCH_WARN_ONCE("zerox: ", reader, " reads parameters of ", (now_.resident_bytes + bytes) >> 20,
+                    " MiB at once, more than resident_mb=", now_.limit >> 20,
+                    " allows. They are all whole while it runs. Nothing is wrong but the memory that it takes");
+  }
+  const size_t rest = now_.limit - std::min(now_.limit, now_.resident_bytes + bytes);
+  if (spare_->bytes() > rest + bytes) spare_->trim(rest + bytes);
+}
+
+void Residents::release(Held& held) {
+  held.state = State::released;
+  held.is_stale = held.is_old = false;
+  held.range->release();
+  now_.resident_bytes -= held.range->bytes();
+  ++now_.counts.releases;
+}
+
+void Residents::release_all() {
+  const std::lock_guard lock(mutex_);
+  for (const auto& held : held_) {
+    if (may_be_released(*held)) release(*held);
+  }
+}
+
+bool Residents::is_read_now(const Held& held) const { return held.pins - held.waiting > now_.whole; }
+
+bool Residents::may_be_released(const Held& held) const {
+  return held.pins == 0 && held.state == State::resident && !held.places.empty() && !now_.forgotten;
+}
+
+void Residents::after_operator(const ReadGuard::Keeps& keeps) {
+  if (!process_.is_this()) return;
+  std::vector<int64_t> written;
+  for (const auto& kept : keeps) {
+    if (kept.was_written) written.push_back(kept.what);
+  }
+  std::sort(written.begin(), written.end());
+  written.erase(std::unique(written.begin(), written.end()), written.end());
+  if (!written.empty()) take_over(written);
+  pins_of_this_thread -= static_cast<int64_t>(keeps.size());
+  const std::lock_guard lock(mutex_);
+  for (const auto& kept : keeps) {
+    Held& held = *held_[kept.what];
+    --held.pins;
+    if (kept.may_write && --held.writers == 0 && now_.whole == 0 && !now_.forgotten && held.state == State::resident) {
+      held.range->let_write(false);
+    }
+    if (held.is_stale || held.is_old) changed_.notify_all();
+    if (hostile_ && may_be_released(held)) release(held);
+  }
+  if (now_.resident_bytes > now_.limit) make_room(0, nullptr);
+}
+
+// ---- what it says of itself
+
+ResidentCounts Residents::counts() const {
+  const std::lock_guard lock(mutex_);
+  return now_.counts;
+}
+
+size_t Residents::resident_bytes() const {
+  const std::lock_guard lock(mutex_);
+  return now_.resident_bytes;
+}
+
+size_t Residents::room_bytes() const {
+  const std::lock_guard lock(mutex_);
+  return now_.resident_bytes + spare_->bytes();
+}
+
+std::vector<bool> Residents::resident() const {
+  const std::lock_guard lock(mutex_);
+  std::vector<bool> found;
+  for (const auto& held : held_) found.push_back(held->state == State::resident);
+  return found;
+}
+
+size_t Residents::num_calls() const {
+  const std::lock_guard lock(mutex_);
+  return functions_.num_calls();
+}
+
+}  // namespace zx

@@ -1,0 +1,188 @@
+// Which buckets of sharded parameters are whole on this rank at a time (ZeRO stage 3).
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <atomic>
+#include <condition_variable>
+#include <cstdint>
+#include <limits>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "lanes/process.h"
+#include "params/address_range.h"
+#include "params/faults.h"
+#include "params/peer_shards.h"
+#include "params/python_functions.h"
+#include "params/read_guard.h"
+
+namespace zx {
+
+// Note [Parameters are fetched when they are read]
+// A bucket is resident (all its parameters have their memory and values) or released (they have neither; each rank has
+// its shard in a tensor of its own). The guard tells what an operator is about to read: those buckets are fetched, and
+// pinned until the operator is over. Nothing else has a state: not modules, nor forward and backward. So it does not
+// matter in which order modules run, whether they share parameters, run twice, or raise.
+//
+// Resident buckets are a cache. When a bucket comes and the limit would be passed, those go that were not touched for
+// longest. Pinned ones stay: if an operator reads more than the limit at once, the limit is passed for as long as it
+// runs, and a warning says so once.
+//
+// step() writes shards, not buckets. So all buckets are released there, and fetched anew as the next forward reads
+// them.
+
+struct ResidentCounts {
+  int64_t fetches = 0;        // buckets that were fetched
+  int64_t fetched_bytes = 0;  // of other ranks' shards
+  int64_t releases = 0;
+  int64_t faults = 0;  // fetches that no operator announced
+};
+
+// Any thread may call any of these. In a forked child released parameters can't be fetched: see Note [Forks].
+class Residents final : public ReadGuard::Watcher, public FaultReader {
+ public:
+  explicit Residents(std::shared_ptr<const PeerShards> peers);
+  ~Residents() override;
+  Residents(const Residents&) = delete;
+  Residents& operator=(const Residents&) = delete;
+
+  // ---- by the optimizer's caller
+
+  // Adds a bucket, resident: `range` has its values, `shard` this rank's part of them. Returns its index.
+  int64_t add(std::string name, std::shared_ptr<AddressRange> range, at::Tensor shard);
+  // Where this rank has its shard, for the others; and where all have theirs, once they have told.
+  ShardPlace place(int64_t bucket) const;
+  void set_places(int64_t bucket, std::vector<ShardPlace> by_rank);
+
+  // How much may be resident; no limit at first.
+  void set_limit(size_t bytes);
+
+  std::shared_ptr<SparePages> spare() const { return spare_; }
+
+  // Before all ranks meet in step(): afterwards no thread of this rank reads another's shard until end_update().
+  void begin_update();
+  // The shard has the values of this step.
+  void publish(int64_t bucket);
+  // Publishes the rest too, and releases all buckets. `is_update`: false if step() raised before anything was written.
+  void end_update(bool is_update);
+
+  // Fetches all, and keeps them until leave_whole(). Calls may be inside others.
+  void enter_whole();
+  void leave_whole();
+  void refresh_whole();  // after a step() inside
+  // What was written since the first enter_whole().
+  std::vector<int64_t> written_inside() const;
+  // Takes it over, or takes it back. All ranks must do the same, before any of them leaves.
+  void keep_written(const std::vector<int64_t>& buckets);
+  void drop_written(const std::vector<int64_t>& buckets);
+
+  // What could not be fetched, since the last call; empty if nothing.
+  std::string take_failure();
+
+  // For tests: everything is released as soon as no operator uses it.
+  void set_hostile(bool hostile) { hostile_ = hostile; }
+  void release_all();
+
+  ResidentCounts counts() const;
+  size_t resident_bytes() const;
+  size_t room_bytes() const;  // of what is resident, and spare
+  std::vector<bool> resident() const;
+  size_t num_calls() const;
+  // The optimizer is about to go: makes everything whole, for good.
+  void make_whole_for_good();
+  // It is gone. Others may still read this rank's shards, which are kept until all have come here. Null: lets go of
+  // those whose time has come.
+  static void keep_for_others(const std::shared_ptr<Residents>& gone);
+
+  // ---- ReadGuard::Watcher
+
+  void before_read(const at::Tensor& tensor, const ReadGuard::Use& use) override;
+  void before_hidden_reads(ReadGuard::Keeps& keeps) override;
+  void before_function(const ReadGuard::PythonFunction& function, const ReadGuard::Keeps& reads) override;
+  void before_backward_of(const ReadGuard::PythonFunction& function, ReadGuard::Keeps& keeps) override;
+  void after_operator(const ReadGuard::Keeps& keeps) override;
+  bool has_seen_enough() const override { return false; }
+  bool watches_all_threads() const override { return true; }
+  void before_fork() override {}
+  bool has_arrived() const override { return false; }  // a child finds some released
+
+  // ---- FaultReader
+
+  bool access_at(const void* address, bool is_write) override;
+
+ private:
+  enum class State : uint8_t { released, arriving, resident };
+  // This rank's whole copy of a bucket.
+  struct Copy {
+    std::atomic<State> state = State::resident;
+    int64_t pins = 0;
+    int64_t waiting = 0;  // among the pins: those of threads that do not read yet
+    int64_t writers = 0;  // among the pins: those of operators that may write
+    uint64_t touched = 0;
+    int64_t version = 0;    // of the step whose values others' shards must have
+    int64_t written = 0;    // how often the copy was written outside step()
+    bool is_stale = false;  // others' parts of it are older than that
+    bool is_old = false;    // all of it is
+    uint64_t digest = 0;    // at the beginning of whole()
+  };
+  struct Held : Copy {
+    int64_t index = 0;
+    std::string name;
+    std::shared_ptr<AddressRange> range;
+    at::Tensor shard;
+    SharedWords& words = *new SharedWords;  // never freed: others may read them when this rank's optimizer is gone
+    std::vector<ShardPlace> places{};       // by rank; empty until all ranks have theirs
+  };
+  struct ByAddress {
+    const char* start;
+    const char* stop;
+    int64_t bucket;
+  };
+
+  int64_t bucket_at(const void* address) const;
+  void pin(int64_t bucket, const char* reader);
+  void let_write(int64_t bucket);
+  void fetch(Held& held, bool memory_too, bool own_too);
+  void fetch_now(Held& held, std::unique_lock<std::mutex>& lock, const char* reader);
+  void make_room(size_t bytes, const char* reader);
+  void release(Held& held);
+  bool may_be_released(const Held& held) const;
+  bool is_read_now(const Held& held) const;
+  bool is_read_by_others() const;
+  void take_over(const std::vector<int64_t>& written);
+  void store_own(Held& held);
+  void note_digests();
+  void fail(const std::string& what);
+  void in_child(Held& held);
+  char* own_part(const Held& held) const;
+
+  const std::shared_ptr<const PeerShards> peers_;
+  const std::shared_ptr<SparePages> spare_ = std::make_shared<SparePages>();
+  Process process_;
+  std::atomic<bool> hostile_ = false;
+  std::atomic<const std::vector<ByAddress>*> by_address_;
+  mutable std::mutex mutex_;  // of all below, and of each Held
+  std::condition_variable changed_;
+  std::vector<std::unique_ptr<Held>> held_;
+  std::vector<std::unique_ptr<const std::vector<ByAddress>>> snapshots_;
+  PythonFunctions functions_;
+  struct {
+    size_t limit = std::numeric_limits<size_t>::max();
+    size_t resident_bytes = 0;
+    uint64_t clock = 0;
+    int64_t version = 0;
+    int64_t num_fetching = 0;
+    int64_t whole = 0;  // how many whole() are open
+    bool updating = false;
+    std::thread::id updater{};
+    bool forgotten = false;
+    std::string failure{};
+    ResidentCounts counts{};
+  } now_;
+};
+
+}  // namespace zx

@@ -1,0 +1,58 @@
+"""Trainings with sharded parameters, to be held beside stage 2."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tests.residency.models import WORDS
+from zerox import FusedShardedAdam
+from zerox._C import Residency
+
+CAP = 0.005  # MiB: every model has several buckets
+LR = 1e-2
+
+
+def residents(optimizer: Any) -> Residency:
+    found: Residency = optimizer.inside.gather.residents
+    return found
+
+
+def build(model: nn.Module, stage: int = 3, hostile: bool = False, **options: Any) -> FusedShardedAdam:
+    """``hostile``: each bucket is released as soon as no operator uses it."""
+    optimizer = FusedShardedAdam(model.named_parameters(), lr=LR, stage=stage, **{"bucket_cap_mb": CAP, **options})
+    if hostile:
+        residents(optimizer).set_hostile(True)
+        residents(optimizer).release_all()
+    return optimizer
+
+
+def batch(step: int, rank: int) -> Tensor:
+    return torch.randint(WORDS, (2, 8), generator=torch.Generator().manual_seed(100 * step + rank))
+
+
+def values(model: nn.Module) -> list[Tensor]:
+    return [param.detach().clone() for param in model.parameters()]
+
+
+def train(
+    model: nn.Module,
+    optimizer: FusedShardedAdam,
+    rank: int,
+    loss: Callable[[Any, Tensor], Tensor],
+    called: Any = None,
+    steps: int = 3,
+) -> list[Tensor]:
+    """The losses, and the parameters after the last step."""
+    losses = []
+    for step in range(steps):
+        torch.manual_seed(step)
+        found = loss(model if called is None else called, batch(step, rank))
+        found.backward()
+        losses.append(found.detach().clone())
+        optimizer.step()
+        optimizer.zero_grad()
+    return [*losses, *values(model)]

@@ -1,0 +1,37 @@
+"""Stage 3 has stage 2's bits however a model reads its parameters, also where each bucket is released at once."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.bucket_manager.rig import same_bits
+from tests.ranks import run_ranks
+from tests.residency.models import CASES, COMPILED
+from tests.residency.rig import build, residents, train
+
+
+def both_stages(rank: int, world_size: int, name: str, hostile: bool) -> tuple[int, int]:
+    case = {**CASES, **COMPILED}[name]
+    found = []
+    for stage in (2, 3):
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        model = case.model()
+        smallest = {"resident_mb": 0.017} if stage == 3 and not hostile else {}
+        optimizer = build(model, stage, hostile=hostile and stage == 3, **smallest)
+        found.append(train(model, optimizer, rank, case.loss, case.wrap(model)))
+    assert len(found[0]) == len(found[1])
+    for ours, theirs in zip(*found, strict=True):
+        assert same_bits(ours, theirs)
+    counts = residents(optimizer).counts
+    assert counts.faults == 0 or name == "raw reads in a forward"
+    assert counts.faults > 0 or name != "raw reads in a forward" or not hostile
+    return counts.fetches, len(residents(optimizer).resident)
+
+
+@pytest.mark.parametrize("hostile", [True, False], ids=["released at once", "two buckets"])
+@pytest.mark.parametrize("name", [*CASES, *COMPILED])
+def test_a_training_has_the_bits_of_stage_2(name: str, hostile: bool) -> None:
+    for fetches, num_buckets in run_ranks(both_stages, 2, name, hostile):
+        assert fetches >= 3 * num_buckets

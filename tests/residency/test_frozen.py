@@ -1,0 +1,154 @@
+"""Frozen parameters are sharded too, and may be unfrozen, frozen, moved, and added while they are released."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.bucket_manager.rig import same_bits
+from tests.ranks import run_ranks
+from tests.residency.models import Gpt, entropy
+from tests.residency.rig import batch, build, residents, train, values
+from zerox import FusedShardedAdam
+
+FROZEN = "blocks"
+
+
+def frozen_model() -> nn.Module:
+    torch.manual_seed(0)
+    model = Gpt()
+    model.get_submodule(FROZEN).requires_grad_(False)
+    return model
+
+
+def unfreeze(model: nn.Module, optimizer: FusedShardedAdam) -> None:
+    model.get_submodule("blocks.1").requires_grad_(True)
+
+
+def freeze(model: nn.Module, optimizer: FusedShardedAdam) -> None:
+    model.get_parameter("norm.weight").requires_grad_(False)
+
+
+def add(model: nn.Module, optimizer: FusedShardedAdam) -> None:
+    torch.manual_seed(3)
+    model.added = nn.Linear(8, 8)
+    model.register_forward_hook(lambda module, _, out: out + module.added.weight.sum() * 1e-3)
+    optimizer.add_param_group({"params": list(model.added.named_parameters()), "lr": 0.5})
+
+
+def move(model: nn.Module, optimizer: FusedShardedAdam) -> None:
+    for param in model.parameters():
+        param.data = param.detach().clone()
+
+
+def transpose(model: nn.Module, optimizer: FusedShardedAdam) -> None:
+    one, other = model.get_parameter("blocks.0.up.weight"), model.get_parameter("blocks.1.up.weight")
+    one.data, other.data = other.data, one.data
+
+
+def share(model: nn.Module, optimizer: FusedShardedAdam) -> None:
+    model.get_submodule("norm").share_memory()
+
+
+def cast_and_back(model: nn.Module, optimizer: FusedShardedAdam) -> None:
+    model.double().float()
+
+
+CHANGES: dict[str, Callable[[nn.Module, FusedShardedAdam], None]] = {
+    each.__name__: each for each in (unfreeze, freeze, add, move, transpose, share, cast_and_back)
+}
+
+
+def change(rank: int, world_size: int, name: str) -> None:
+    found = []
+    for stage in (2, 3):
+        model = frozen_model()
+        optimizer = build(model, stage, hostile=stage == 3)
+        seen = train(model, optimizer, rank, entropy, steps=2)
+        CHANGES[name](model, optimizer)
+        seen += values(model)
+        seen += train(model, optimizer, rank, entropy, steps=2)
+        found.append(seen)
+    for ours, theirs in zip(*found, strict=True):
+        assert same_bits(ours, theirs)
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("name", CHANGES)
+def test_what_changes_between_steps_is_as_in_stage_2(name: str, world_size: int) -> None:
+    run_ranks(change, world_size, name)
+
+
+def frozen_bytes(rank: int, world_size: int) -> tuple[int, int, int]:
+    model = nn.Sequential(*(nn.Linear(256, 256, bias=False) for _ in range(16)), nn.Linear(256, 8))
+    for layer in model[:-1]:
+        layer.requires_grad_(False)
+    optimizer = FusedShardedAdam(model.named_parameters(), stage=3, bucket_cap_mb=0.25, resident_mb=0.5)
+    residents(optimizer).release_all()
+    whole = sum(param.nbytes for param in model.parameters())
+    return optimizer.memory_bytes().parameters, whole, len(optimizer.inside.buckets)
+
+
+def test_frozen_parameters_take_a_share_of_their_bytes() -> None:
+    for lasting, whole, num_trained in run_ranks(frozen_bytes, 4):
+        assert num_trained == 1
+        assert lasting < whole / 4 + 32 * 1024
+
+
+def several(rank: int, world_size: int) -> list[Tensor]:
+    found = []
+    for stage in (2, 3):
+        torch.manual_seed(0)
+        model = Gpt()
+        blocks = model.get_submodule("blocks")
+        others = [(n, p) for n, p in model.named_parameters() if not n.startswith("blocks")]
+        one = build(blocks, stage, hostile=stage == 3)
+        other = FusedShardedAdam(others, lr=1e-3, stage=stage)
+        for step in range(3):
+            entropy(model, batch(step, rank)).backward()
+            one.step()
+            other.step()
+            one.zero_grad()
+            other.zero_grad()
+        del one, other
+        with torch.no_grad():
+            found.append([entropy(model, batch(9, rank)), *values(model)])
+    for ours, theirs in zip(*found, strict=True):
+        assert same_bits(ours, theirs)
+    return found[0]
+
+
+def test_several_optimizers_and_what_a_deleted_one_leaves() -> None:
+    run_ranks(several, 2)
+
+
+def deleted_at_other_times(rank: int, world_size: int) -> list[Tensor]:
+    import time
+
+    import torch.distributed as dist
+
+    torch.manual_seed(0)
+    model = Gpt()
+    optimizer = build(model, hostile=True)
+    train(model, optimizer, rank, entropy)
+    expected = values(model)
+    dist.barrier()
+    if rank == 1:
+        time.sleep(0.5)
+        for ours, theirs in zip(values(model), expected, strict=True):
+            assert same_bits(ours, theirs)
+    del optimizer
+    with torch.no_grad():
+        for param in model.parameters():
+            param.mul_(2)  # on nobody else's account
+    dist.barrier()
+    return values(model)
+
+
+def test_ranks_delete_their_optimizers_at_other_times() -> None:
+    first, second = run_ranks(deleted_at_other_times, 2)
+    for ours, theirs in zip(first, second, strict=True):
+        assert same_bits(ours, theirs)

@@ -1,0 +1,188 @@
+"""Reads of released parameters that no operator shows: they find the values, or raise."""
+
+from __future__ import annotations
+
+import copy
+import io
+import os
+import pickle
+import signal
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.ranks import run_ranks
+from tests.residency.models import Gpt, array, entropy
+from tests.residency.rig import build, residents, train, values
+
+NAME = "blocks.1.up.weight"
+
+
+def saved(param: nn.Parameter) -> Tensor:
+    file = io.BytesIO()
+    torch.save(param, file)
+    return torch.load(io.BytesIO(file.getvalue()))
+
+
+READS: dict[str, Callable[[nn.Parameter], Any]] = {
+    "numpy": lambda param: param.detach().numpy(),
+    "numpy of a kept view": lambda param: param.kept.numpy(),  # type: ignore[attr-defined]
+    "tolist": lambda param: param.tolist(),
+    "dlpack": lambda param: np.from_dlpack(param.detach()),
+    "pickle": lambda param: pickle.loads(pickle.dumps(param)).detach(),
+    "torch.save": lambda param: saved(param).detach(),
+    "deepcopy": lambda param: copy.deepcopy(param).detach(),
+    "data_ptr": array,
+    "storage": lambda param: list(param.untyped_storage()),
+}
+
+
+def read(rank: int, world_size: int, name: str) -> None:
+    torch.manual_seed(0)
+    model = Gpt()
+    optimizer = build(model)
+    train(model, optimizer, rank, entropy, steps=1)
+    param = model.get_parameter(NAME)
+    param.kept = param.detach()  # type: ignore[attr-defined]
+    expected = param.detach().clone()
+    residents(optimizer).set_hostile(True)
+    residents(optimizer).release_all()
+    found = READS[name](param)
+    if name == "storage":
+        assert bytes(found) == expected.numpy().tobytes()
+    else:
+        assert torch.equal(torch.as_tensor(np.asarray(found)), expected)
+    residents(optimizer).release_all()
+    assert param.shape == expected.shape
+    assert repr(expected)[7:60] in repr(param.data)
+
+
+@pytest.mark.parametrize("name", READS)
+def test_python_reads_a_released_parameter(name: str) -> None:
+    run_ranks(read, 2, name)
+
+
+def keep_an_array(rank: int, world_size: int) -> None:
+    torch.manual_seed(0)
+    model = Gpt()
+    optimizer = build(model)
+    kept = model.get_parameter(NAME).detach().numpy()
+    for _ in range(2):
+        train(model, optimizer, rank, entropy, steps=1)
+        residents(optimizer).release_all()
+        assert np.array_equal(kept, values(model)[list(dict(model.named_parameters())).index(NAME)].numpy())
+
+
+def test_an_array_that_was_made_before_a_release_shows_the_new_values() -> None:
+    run_ranks(keep_an_array, 2)
+
+
+def write_to_a_pipe(rank: int, world_size: int) -> None:
+    """The system's own read raises no signal."""
+    model = Gpt()
+    optimizer = build(model)
+    memory = memoryview(array(model.get_parameter(NAME))).cast("B")
+    residents(optimizer).release_all()
+    ours, theirs = os.pipe()
+    with pytest.raises(OSError, match="Bad address"):
+        os.write(theirs, memory)
+    os.close(ours)
+    os.close(theirs)
+
+
+def test_a_read_by_the_system_raises() -> None:
+    run_ranks(write_to_a_pipe, 2)
+
+
+def fork(rank: int, world_size: int, way: str) -> None:
+    torch.manual_seed(0)
+    model = Gpt()
+    optimizer = build(model)
+    expected = model.get_parameter(NAME).detach().clone()
+    residents(optimizer).release_all()
+    read_end, write_end = os.pipe()
+
+    def child() -> str:
+        try:
+            param = model.get_parameter(NAME)
+            found = param + 0 if way == "operator" else torch.from_numpy(array(param).copy())
+            return "right" if torch.equal(found, expected) else "wrong"
+        except RuntimeError as error:
+            return str(error)
+
+    if way == "whole":
+        with optimizer.whole():
+            pid = os.fork()
+            if pid == 0:
+                os.write(write_end, child().encode())
+                os._exit(0)
+    else:
+        pid = os.fork()
+        if pid == 0:
+            os.write(write_end, child().encode())
+            os._exit(0)
+    _, status = os.waitpid(pid, 0)
+    assert os.WIFEXITED(status), f"signal {signal.Signals(os.WTERMSIG(status)).name}"
+    said = os.read(read_end, 1 << 16).decode()
+    os.close(read_end)
+    os.close(write_end)
+    if way == "whole":
+        assert said == "right"
+    else:
+        assert NAME in said
+        assert "were released when this process was forked" in said
+    train(model, optimizer, rank, entropy, steps=1)
+
+
+@pytest.mark.parametrize("way", ["operator", "no operator", "whole"])
+def test_a_forked_child_reads_whole_parameters_and_raises_for_released_ones(way: str) -> None:
+    run_ranks(fork, 2, way)
+
+
+def segfault(rank: int, world_size: int) -> int:
+    optimizer = build(Gpt())
+    pid = os.fork()
+    if pid == 0:
+        import ctypes
+
+        ctypes.string_at(0)
+        os._exit(0)
+    del optimizer
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def test_other_faults_end_the_process_as_ever() -> None:
+    assert run_ranks(segfault, 2) == [-signal.SIGSEGV] * 2
+
+
+def write_by_numpy(rank: int, world_size: int, released: bool) -> None:
+    torch.manual_seed(0)
+    model = Gpt()
+    optimizer = build(model)
+    param = model.get_parameter(NAME)
+    before = param.detach().clone()
+    memory = array(param)
+    if released:
+        residents(optimizer).release_all()
+
+    def write() -> None:
+        memory[...] = 7
+        [None for _ in range(100)]  # Python raises between two of its own instructions
+
+    with pytest.raises(RuntimeError, match=rf"{NAME}.* were written without an operator .*whole\(\)"):
+        write()
+    residents(optimizer).release_all()
+    assert torch.equal(param, before)
+    with optimizer.whole():
+        memory[...] = 7
+    assert (param == 7).all()
+    train(model, optimizer, rank, entropy, steps=1)
+
+
+@pytest.mark.parametrize("released", [False, True])
+def test_a_write_that_no_operator_shows_raises(released: bool) -> None:
+    run_ranks(write_by_numpy, 2, released)

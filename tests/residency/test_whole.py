@@ -1,0 +1,147 @@
+"""optimizer.whole(): every parameter whole and in place; what is written inside, and what is not."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from tests.bucket_manager.rig import same_bits
+from tests.ranks import run_ranks
+from tests.residency.models import Gpt, array, entropy
+from tests.residency.rig import batch, build, residents, train, values
+from zerox import FusedShardedAdam
+
+
+def trained(rank: int, **options: Any) -> tuple[nn.Module, FusedShardedAdam]:
+    torch.manual_seed(0)
+    model = Gpt()
+    optimizer = build(model, **options)
+    train(model, optimizer, rank, entropy, steps=1)
+    residents(optimizer).release_all()
+    return model, optimizer
+
+
+def read_by_one_rank(rank: int, world_size: int) -> None:
+    model, optimizer = trained(rank)
+    expected = values(model)
+    residents(optimizer).release_all()
+    if rank == 0:
+        with optimizer.whole():
+            with optimizer.whole():
+                assert all(residents(optimizer).resident)
+            assert all(residents(optimizer).resident)
+            before = residents(optimizer).counts.faults
+            found = [torch.from_numpy(array(param).copy()) for param in model.parameters()]
+            assert residents(optimizer).counts.faults == before
+        for ours, theirs in zip(found, expected, strict=True):
+            assert same_bits(ours, theirs)
+        assert not all(residents(optimizer).resident)
+    dist.barrier()
+    train(model, optimizer, rank, entropy, steps=1)
+
+
+def test_one_rank_reads_alone_and_calls_nest() -> None:
+    run_ranks(read_by_one_rank, 2)
+
+
+def written(rank: int, world_size: int, by_numpy: bool) -> None:
+    model, optimizer = trained(rank)
+    with optimizer.whole():
+        for param in model.parameters():
+            if by_numpy:
+                array(param)[...] *= 2
+            else:
+                param.data.mul_(2)
+        inside = values(model)
+    residents(optimizer).release_all()
+    for ours, theirs in zip(values(model), inside, strict=True):
+        assert same_bits(ours, theirs)
+    train(model, optimizer, rank, entropy, steps=1)
+
+
+@pytest.mark.parametrize("by_numpy", [False, True])
+def test_what_all_ranks_write_inside_is_kept(by_numpy: bool) -> None:
+    run_ranks(written, 2, by_numpy)
+
+
+def written_differently(rank: int, world_size: int) -> None:
+    model, optimizer = trained(rank)
+    before = values(model)
+    named = r"rank 0 has parameter 'blocks.1.up.weight' .*; rank 1 has parameter 'blocks.1.up.weight'"
+    with pytest.raises(ValueError, match=named), optimizer.whole(), torch.no_grad():
+        model.get_parameter("blocks.1.up.weight").fill_(float(rank))
+    for ours, theirs in zip(values(model), before, strict=True):
+        assert same_bits(ours, theirs)
+    train(model, optimizer, rank, entropy, steps=1)
+
+
+def test_ranks_that_write_other_values_raise_with_the_parameters_name_and_nothing_is_written() -> None:
+    run_ranks(written_differently, 2)
+
+
+class Oops(Exception):
+    pass
+
+
+def raised(rank: int, world_size: int, only_on: int | None) -> None:
+    model, optimizer = trained(rank)
+    before = values(model)
+    raises = only_on is None or only_on == rank
+    expected = Oops if raises else ValueError
+    told = "" if raises else "rank 1 raised Oops.*inside optimizer.whole"
+
+    def write() -> None:
+        with optimizer.whole(), torch.no_grad():
+            model.get_parameter("norm.bias").fill_(7.0)
+            if raises:
+                raise Oops
+
+    with pytest.raises(expected, match=told):
+        write()
+    for ours, theirs in zip(values(model), before, strict=True):
+        assert same_bits(ours, theirs)
+    train(model, optimizer, rank, entropy, steps=1)
+
+
+@pytest.mark.parametrize("only_on", [None, 1])
+def test_an_exception_inside_takes_back_what_was_written_on_all_ranks(only_on: int | None) -> None:
+    run_ranks(raised, 2, only_on)
+
+
+def stepped_inside(rank: int, world_size: int) -> None:
+    found = []
+    for stage in (2, 3):
+        torch.manual_seed(0)
+        model = Gpt()
+        optimizer = build(model, stage)
+        with optimizer.whole():
+            with torch.no_grad():
+                model.get_parameter("norm.weight").mul_(2)
+            entropy(model, batch(0, rank)).backward()
+            optimizer.step()
+            seen = [torch.from_numpy(array(param).copy()) for param in model.parameters()]
+            seen += train(model, optimizer, rank, entropy)
+        found.append([*seen, *train(model, optimizer, rank, entropy)])
+    for ours, theirs in zip(*found, strict=True):
+        assert same_bits(ours, theirs)
+
+
+def test_a_training_inside_has_the_same_bits() -> None:
+    run_ranks(stepped_inside, 2)
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_in_other_stages_parameters_are_whole_anyway(stage: int) -> None:
+    model = Gpt()
+    optimizer = FusedShardedAdam(model.named_parameters(), stage=stage)
+    before = copy.deepcopy(model)
+    with optimizer.whole(), torch.no_grad():
+        for param in model.parameters():
+            param.mul_(2)
+    for ours, theirs in zip(model.parameters(), before.parameters(), strict=True):
+        assert torch.equal(ours, theirs * 2)

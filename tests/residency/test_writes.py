@@ -1,0 +1,132 @@
+"""Parameters written outside step(), with sharded parameters: nothing is lost, and nothing is read half old."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from tests.bucket_manager.rig import same_bits
+from tests.ranks import run_ranks
+from tests.residency.models import Gpt, entropy
+from tests.residency.rig import build, train, values
+
+
+def fill(model: nn.Module, rank: int) -> None:
+    with torch.no_grad():
+        for param in model.parameters():
+            param.mul_(2).add_(1)
+
+
+def load(model: nn.Module, rank: int) -> None:
+    torch.manual_seed(5)
+    model.load_state_dict({name: torch.randn_like(value) for name, value in model.state_dict().items()})
+
+
+def average(model: nn.Module, rank: int) -> None:
+    """As an exponential moving average does, of all parameters in one operator."""
+    torch.manual_seed(6)
+    others = [torch.randn(param.shape) for param in model.parameters()]
+    torch._foreach_lerp_([param.data for param in model.parameters()], others, 0.25)
+
+
+def normalise(model: nn.Module, rank: int) -> None:
+    """Each write needs other ranks' elements from before it."""
+    with torch.no_grad():
+        for param in model.parameters():
+            param.div_(param.norm())
+            param.sub_(param.flip(0))
+
+
+def swap(model: nn.Module, rank: int) -> None:
+    first, second = model.get_submodule("blocks.0.up"), model.get_submodule("blocks.1.up")
+    assert isinstance(first.weight, Tensor)
+    assert isinstance(second.weight, Tensor)
+    with torch.no_grad():
+        kept = first.weight.clone()
+        first.weight.copy_(second.weight)
+        second.weight.copy_(kept)
+
+
+def one_rank_is_late(model: nn.Module, rank: int) -> None:
+    with torch.no_grad():
+        for index, param in enumerate(model.parameters()):
+            if index % 2 == rank:
+                time.sleep(0.02)
+            param.div_(param.norm())
+
+
+def new_data(model: nn.Module, rank: int) -> None:
+    for param in model.parameters():
+        param.data = param.detach() * 3
+
+
+WRITES: dict[str, Callable[[nn.Module, int], None]] = {
+    each.__name__: each for each in (fill, load, average, normalise, swap, one_rank_is_late, new_data)
+}
+
+
+def write_between_steps(rank: int, world_size: int, name: str, hostile: bool) -> None:
+    found = []
+    for stage in (2, 3):
+        torch.manual_seed(0)
+        model = Gpt()
+        optimizer = build(model, stage, hostile=hostile and stage == 3)
+        seen = train(model, optimizer, rank, entropy, steps=2)
+        WRITES[name](model, rank)
+        seen += values(model)
+        seen += train(model, optimizer, rank, entropy, steps=2)
+        found.append(seen)
+    for ours, theirs in zip(*found, strict=True):
+        assert same_bits(ours, theirs)
+
+
+@pytest.mark.parametrize("hostile", [True, False])
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("name", WRITES)
+def test_what_all_ranks_write_is_as_in_stage_2(name: str, world_size: int, hostile: bool) -> None:
+    run_ranks(write_between_steps, world_size, name, hostile)
+
+
+def write_on_one_rank(rank: int, world_size: int) -> None:
+    torch.manual_seed(0)
+    model = Gpt()
+    optimizer = build(model, process_group=dist.new_group(timeout=timedelta(seconds=1)))
+    told = r"blocks.0.up.weight.* written here and not on all ranks: .*whole\(\).*rank 1 did not come within 1 s"
+    if rank == 0:
+        with pytest.raises(RuntimeError, match=told), torch.no_grad():
+            model.get_parameter("blocks.0.up.weight").zero_()
+    dist.barrier()
+    with pytest.raises(RuntimeError, match=r"rank 1 did not come|is gone|written here"):
+        optimizer.step()
+    dist.barrier()
+
+
+def test_a_write_on_one_rank_raises_after_the_timeout() -> None:
+    run_ranks(write_on_one_rank, 2)
+
+
+def different_writes(rank: int, world_size: int) -> list[Tensor]:
+    """Each rank writes other values: the owner's count, from the next read on."""
+    torch.manual_seed(0)
+    model = Gpt()
+    optimizer = build(model, hostile=True)
+    with torch.no_grad():
+        for param in model.parameters():
+            param.fill_(float(rank))
+    found = values(model)
+    del optimizer
+    return found
+
+
+def test_where_ranks_write_other_values_each_has_the_owners() -> None:
+    first, second = run_ranks(different_writes, 2)
+    for ours, theirs in zip(first, second, strict=True):
+        assert same_bits(ours, theirs)
+        assert set(ours.unique().tolist()) <= {0.0, 1.0}
+    assert len({float(value) for param in first for value in param.unique()}) == 2

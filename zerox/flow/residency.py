@@ -1,0 +1,188 @@
+"""Sharded parameters (ZeRO stage 3): each rank has its shard, and buckets are whole only while something reads them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+
+import torch.distributed as dist
+from torch import Tensor
+
+from zerox import _C as C
+from zerox.flow.params import Plan
+from zerox.memory.bucket import Bucket, FrozenBucket, Member
+from zerox.memory.flat import BufferSlot, ShardedBuffer, give_out, take_in
+from zerox.plan.layout import Layout
+from zerox.plan.resident import resident_limit
+from zerox.ranks.group import Ranks
+from zerox.ranks.process_group import time_of
+from zerox.ranks.roll_call import summary_of
+from zerox.sliced_tensor import SlicedTensor
+
+
+class Residency:
+    """The face of csrc/params/residents.h, in the place of ParamGather."""
+
+    hidden = False  # step() leaves nothing on its way
+    shards_frozen = True
+
+    def __init__(self, manager: C.BucketManager, ranks: Ranks, resident_mb: float | None) -> None:
+        """ValueError if the ranks can't read each other's memory."""
+        if not (C.has_address_ranges() and ranks.neighbours and all(ranks.neighbours)):
+            raise ValueError(
+                "stage=3 needs ranks on one machine that may read each other's memory (process_vm_readv, "
+                "ZEROX_EXCHANGE=direct, parameters on the CPU): use stage=2"
+            )
+        self.manager = manager
+        self.ranks = ranks
+        self.resident_mb = resident_mb
+        timeout = dist.default_pg_timeout if ranks.given is None else time_of(ranks.given)
+        self.residents = C.Residency(
+            whereabouts=ranks.whereabouts, processes=ranks.neighbours, rank=ranks.rank, timeout=timeout
+        )
+        self.index_of: dict[int, int] = {}  # among the residents, by index of a trained bucket
+        self.named: list[tuple[str, int]] = []  # name and bytes of each resident
+        self.buffers: list[ShardedBuffer] = []  # of each
+        self.names: list[list[str]] = []  # of its parameters
+        self.depth = 0  # how many whole() are open
+        self.is_updating = False
+        self.is_writing = False  # step() has come to write shards
+
+    # ---- building
+
+    def make_buffer(self, params: Sequence[Tensor], layout: Layout) -> ShardedBuffer:
+        made = self.residents.make_range(layout.numel * params[0].dtype.itemsize)
+        return ShardedBuffer(params, layout, self.ranks.rank, made)
+
+    def take_frozen(self, members: Sequence[Member], plan: Plan) -> list[FrozenBucket]:
+        made: list[FrozenBucket] = []
+        for each in plan([(m.name, m.param, "") for m in members], self.ranks.backend, self.ranks.size):
+            bucket = FrozenBucket(each, [members[i] for i in each.params], self.make_buffer)
+            self.ranks.broadcast(bucket.buffer.flat, f"the parameters of {bucket.describe(len(made))}")
+            give_out(bucket.buffer.slots())
+            bucket.start()
+            made.append(bucket)
+        return made
+
+    def add_buckets(self, trained: Sequence[tuple[int, Bucket]], frozen: Sequence[FrozenBucket]) -> None:
+        """New ones, which have their values. Collective. ValueError if ``resident_mb`` is below the largest."""
+        num_frozen = len(self.named) - len(self.index_of)
+        new: list[tuple[str, Bucket | FrozenBucket]] = [(bucket.describe(index), bucket) for index, bucket in trained]
+        new += [(bucket.describe(num_frozen + count), bucket) for count, bucket in enumerate(frozen)]
+        first = len(self.named)
+        named = self.named + [(name, bucket.buffer.flat.nbytes) for name, bucket in new]
+        limit = resident_limit(named, self.resident_mb)
+        for name, bucket in new:
+            assert isinstance(bucket.buffer, ShardedBuffer)
+            self.residents.add(name, bucket.buffer.range, bucket.buffer.own)
+            bucket.buffer.is_shared_out = True
+            self.buffers.append(bucket.buffer)
+            self.names.append([member.name for member in bucket.members])
+        for count, (index, _) in enumerate(trained):
+            self.index_of[index] = first + count
+        self.named = named
+        places = [self.residents.place(index) for index in range(first, len(named))]
+        text = " ".join(f"{place.shard} {place.words}" for place in places)
+        everyone = [[int(number) for number in each.split()] for each in self.ranks.all_gather_text(text)]
+        self.residents.set_limit(limit)
+        for count in range(len(places)):
+            self.residents.set_places(
+                first + count, [C.ShardPlace(each[2 * count], each[2 * count + 1]) for each in everyone]
+            )
+
+    # ---- step()
+
+    @contextmanager
+    def updating(self) -> Iterator[None]:
+        """Around the part of step() in which ranks meet and write their shards."""
+        if self.depth:
+            self._keep_written()
+        self.residents.begin_update()
+        self.is_updating, self.is_writing = True, False
+        try:
+            yield
+        finally:
+            self.is_updating = False
+            self.residents.end_update(self.is_writing)
+        if self.depth:
+            self.residents.refresh_whole()
+
+    def start(self, index: int, background: bool = False) -> None:
+        """The shard of a bucket has been written."""
+        self.is_writing = True
+        self.residents.publish(self.index_of[index])
+
+    def mark_written(self) -> None:
+        self.is_writing = True
+
+    def slice_of(self, param: Tensor) -> SlicedTensor | None:
+        """Of a parameter that lies in its bucket, this rank's elements: a view of the shard."""
+        for buffer in self.buffers:
+            for slot, each in enumerate(buffer.params):
+                if each is param and buffer.range.has(param.data_ptr()):
+                    shape, strides = buffer.shapes[slot], buffer.strides[slot]
+                    return SlicedTensor(shape, strides, buffer.own_span(slot), buffer.own_values(slot))
+        return None
+
+    def end_step(self, hidden: bool) -> None:
+        pass
+
+    @contextmanager
+    def whole(self) -> Iterator[None]:
+        """Inside, all parameters are whole and in place. Collective at its end, if some were written on any rank."""
+        self.residents.enter_whole()
+        self.depth += 1
+        try:
+            if failure := self.failure():
+                raise RuntimeError(failure)
+            try:
+                yield
+            except BaseException as error:
+                self._take_back(error)
+                raise
+            if self.depth == 1:
+                self._keep_written()
+        finally:
+            self.depth -= 1
+            self.residents.leave_whole()
+
+    def _keep_written(self) -> None:
+        written = self.residents.written_inside()
+        if not written:
+            return
+        try:
+            self.ranks.check_same([line for index in written for line in self._described(index)])
+        except BaseException:
+            self.residents.drop_written(written)
+            raise
+        self.residents.keep_written(written)
+        self.ranks.meet("all have taken over what was written inside optimizer.whole()")
+
+    def _take_back(self, error: BaseException) -> None:
+        """What was written is taken back, on all ranks that wrote: they wait for this one's answer."""
+        if written := self.residents.written_inside():
+            self.residents.drop_written(written)
+            with suppress(RuntimeError, ValueError):  # this rank raises its own, first error
+                self.ranks.check_same([], f"{summary_of(error)} inside optimizer.whole()")
+
+    def _described(self, index: int) -> Iterator[str]:
+        """Each parameter of a bucket, with a digest of its values."""
+        buffer = self.buffers[index]
+        for slot, name in enumerate(self.names[index]):
+            start = buffer.layout.offsets[slot]
+            values = buffer.flat[start : start + buffer.layout.numels[slot]]
+            yield f"parameter '{name}' with values of digest {C.digest(values):016x} at the end of whole()"
+
+    def take_in(self, slots: Sequence[BufferSlot]) -> None:
+        """Parameters that were found elsewhere come home, in step() only: till then others read the shard."""
+        if self.is_updating:
+            take_in(slots)
+
+    def failure(self) -> str:
+        return self.residents.take_failure()
+
+    def wait_for(self, buckets: Sequence[int]) -> None:
+        pass
+
+    def wait(self) -> None:
+        pass
