@@ -83,6 +83,8 @@ void bind_residency(py::module_& m) {
           },
           py::arg("name"), py::arg("range"), py::arg("shard"), Release())
       .def(
+          "watch_added", [](Residency& self) { self->watch_added(); }, Release())
+      .def(
           "place", [](Residency& self, int64_t bucket) { return self->place(bucket); }, py::arg("bucket"), Release())
       .def(
           "set_places",

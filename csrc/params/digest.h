@@ -16,7 +16,10 @@ inline uint64_t digest(const void* start, size_t bytes) {
   for (; bytes >= sizeof(lanes); bytes -= sizeof(lanes), next += sizeof(lanes)) {
     uint64_t words[kLanes];
     std::memcpy(words, next, sizeof(words));
-    for (size_t i = 0; i < kLanes; ++i) lanes[i] = (lanes[i] ^ words[i]) * kOdd;
+    for (size_t i = 0; i < kLanes; ++i) {
+      lanes[i] = (lanes[i] ^ words[i]) * kOdd;
+      lanes[i] ^= lanes[i] >> 32;  // or two changes of highest bits, which are signs, would cancel
+    }
   }
   uint64_t all = bytes;
   for (const uint64_t lane : lanes) all = (all ^ (lane >> 29) ^ lane) * kOdd;

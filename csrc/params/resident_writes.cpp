@@ -24,6 +24,7 @@ void Residents::take_over(const std::vector<int64_t>& written) {
     }
   }
   if (now.empty()) return;
+  std::string failure;
   ReadGuard::without_gil([&] {
     for (Held* held : now) {
       try {
@@ -32,8 +33,11 @@ void Residents::take_over(const std::vector<int64_t>& written) {
           peers_->await(peer, held->places.at(peer), Word::written, held->written);
         }
       } catch (const std::exception& error) {
-        fail("zerox: parameters of " + held->name +
+        failure =
+            ("zerox: parameters of " + held->name +
              " were written here and not on all ranks: write on all, or inside optimizer.whole(). " + reason_of(error));
+        const std::lock_guard lock(mutex_);
+        if (now_.failure.empty()) now_.failure = failure;
         return;
       }
       store_own(*held);
@@ -42,6 +46,7 @@ void Residents::take_over(const std::vector<int64_t>& written) {
       held->is_stale = true;
     }
   });
+  if (!failure.empty()) ReadGuard::raise_soon(failure);
 }
 
 void Residents::store_own(Held& held) {

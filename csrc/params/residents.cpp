@@ -37,16 +37,20 @@ int64_t Residents::add(std::string name, std::shared_ptr<AddressRange> range, at
   held->touched = ++now_.clock;
   held->pins = now_.whole;
   now_.resident_bytes += held->range->bytes();
-  const int64_t bucket = held->index;
   held_.push_back(std::move(held));
-  // Readers look without a lock. They may still look at an old snapshot, so all are kept.
-  auto next = std::make_unique<std::vector<ByAddress>>(*by_address_.load());
-  const AddressRange& added = *held_.back()->range;
-  next->push_back({added.data(), added.data() + added.bytes(), bucket});
+  return held_.back()->index;
+}
+
+// Readers look without a lock. They may still look at an old snapshot, so all are kept.
+void Residents::watch_added() {
+  const std::lock_guard lock(mutex_);
+  auto next = std::make_unique<std::vector<ByAddress>>();
+  for (const auto& held : held_) {
+    next->push_back({held->range->data(), held->range->data() + held->range->bytes(), held->index});
+  }
   std::sort(next->begin(), next->end(), [](const auto& a, const auto& b) { return a.start < b.start; });
   snapshots_.push_back(std::move(next));
   by_address_ = snapshots_.back().get();
-  return bucket;
 }
 
 ShardPlace Residents::place(int64_t bucket) const {
@@ -105,22 +109,24 @@ bool Residents::access_at(const void* address, bool is_write) {
   ++held.pins;
   held.touched = ++now_.clock;
   ++now_.counts.faults;
-  fetch_now(held, lock, "code without an operator");
+  const std::string failure = fetch_now(held, lock, "code without an operator");
   --held.pins;
-  if (!is_write) return true;
-  held.range->let_write(true);
+  const bool is_lost = is_write && !held.places.empty() && !now_.forgotten;
+  if (is_write) held.range->let_write(true);
   lock.unlock();
-  if (held.places.empty() || now_.forgotten) return true;
+  if (!failure.empty()) ReadGuard::raise_soon(failure);
+  if (!is_lost) return true;
   ReadGuard::raise_soon("zerox: parameters of " + held.name +
                         " were written without an operator (through numpy, or from a file), and such a write is lost "
                         "when they are released: write inside optimizer.whole()");
   return true;
 }
 
+// The GIL is kept: see before_operator().
 void Residents::before_hidden_reads(ReadGuard::Keeps& keeps) {
   const size_t count = by_address_.load()->size();
   for (size_t bucket = 0; bucket < count; ++bucket) {
-    pin(static_cast<int64_t>(bucket), "a compiled region");
+    pin(static_cast<int64_t>(bucket), "a compiled region", /*keeps_gil=*/true);
     ++pins_of_this_thread;
     keeps.push_back({.what = static_cast<int64_t>(bucket), .may_write = true});
     let_write(static_cast<int64_t>(bucket));
@@ -150,7 +156,7 @@ void Residents::before_backward_of(const ReadGuard::PythonFunction& function, Re
   }
 }
 
-void Residents::pin(int64_t bucket, const char* reader) {
+void Residents::pin(int64_t bucket, const char* reader, bool keeps_gil) {
   if (!process_.is_this()) {
     in_child(*held_[bucket]);
     return;
@@ -161,11 +167,18 @@ void Residents::pin(int64_t bucket, const char* reader) {
   held.touched = ++now_.clock;
   if (held.state == State::resident && !held.is_stale && !held.is_old) return;
   lock.unlock();
-  ReadGuard::without_gil([&] {
+  std::string failure;
+  const auto fetch_it = [&] {
     lock.lock();
-    fetch_now(held, lock, reader);
+    failure = fetch_now(held, lock, reader);
     lock.unlock();
-  });
+  };
+  if (keeps_gil) {
+    fetch_it();
+  } else {
+    ReadGuard::without_gil(fetch_it);
+  }
+  if (!failure.empty()) ReadGuard::raise_soon(failure);
 }
 
 void Residents::let_write(int64_t bucket) {
@@ -175,8 +188,9 @@ void Residents::let_write(int64_t bucket) {
   if (held.writers++ == 0 && now_.whole == 0) held.range->let_write(true);
 }
 
-// Called under the lock, by a thread that has pinned the bucket. Returns when it is resident.
-void Residents::fetch_now(Held& held, std::unique_lock<std::mutex>& lock, const char* reader) {
+// Called under the lock, by a thread that has pinned the bucket. Returns when it is resident: the error, if it has not
+// arrived. (Raising it needs the GIL, for which no lock may be held, and nobody may be waiting for this thread.)
+std::string Residents::fetch_now(Held& held, std::unique_lock<std::mutex>& lock, const char* reader) {
   const auto is_up_to_date = [&held] { return held.state == State::resident && !held.is_stale && !held.is_old; };
   ++held.waiting;
   // What step() is about to write is fetched when it is written, unless step() itself reads it before. And a copy that
@@ -190,7 +204,7 @@ void Residents::fetch_now(Held& held, std::unique_lock<std::mutex>& lock, const 
   });
   --held.waiting;
   const bool has_memory = held.state == State::resident;
-  if (is_up_to_date() || (has_memory && held.pins - held.waiting > now_.whole + 1)) return;
+  if (is_up_to_date() || (has_memory && held.pins - held.waiting > now_.whole + 1)) return "";
   const bool has_own = has_memory && !held.is_old;
   if (!has_memory) {
     make_room(held.range->bytes(), reader);
@@ -203,16 +217,18 @@ void Residents::fetch_now(Held& held, std::unique_lock<std::mutex>& lock, const 
   ++now_.counts.fetches;
   now_.counts.fetched_bytes += static_cast<int64_t>(held.range->bytes() - held.shard.nbytes());
   lock.unlock();
-  fetch(held, /*memory_too=*/!has_memory, /*own_too=*/!has_own);
+  const std::string failure = fetch(held, /*memory_too=*/!has_memory, /*own_too=*/!has_own);
   lock.lock();
+  if (now_.failure.empty()) now_.failure = failure;
   --now_.num_fetching;
   held.state = State::resident;
   if (held.writers == 0 && now_.whole == 0) held.range->let_write(false);
   changed_.notify_all();
+  return failure;
 }
 
 // Without the lock. An error leaves NaN behind, so that nobody takes what is there for parameters.
-void Residents::fetch(Held& held, bool memory_too, bool own_too) {
+std::string Residents::fetch(Held& held, bool memory_too, bool own_too) {
   const Range range("fetch", held.index);
   const size_t part = held.shard.nbytes();
   const int world = peers_->world();
@@ -235,17 +251,9 @@ void Residents::fetch(Held& held, bool memory_too, bool own_too) {
     for (; done < world; ++done) {
       std::memset(held.range->data() + (peers_->rank() + done) % world * part, 0xff, part);  // NaN in every dtype
     }
-    fail("zerox: the parameters of " + held.name + " did not arrive from all ranks: " + reason_of(error));
+    return "zerox: the parameters of " + held.name + " did not arrive from all ranks: " + reason_of(error);
   }
-}
-
-// Called under the lock. Keeps the first failure, for step(), and has the reader raise.
-void Residents::fail(const std::string& what) {
-  {
-    const std::lock_guard lock(mutex_);
-    if (now_.failure.empty()) now_.failure = what;
-  }
-  ReadGuard::raise_soon(what);
+  return "";
 }
 
 std::string Residents::take_failure() {

@@ -54,6 +54,8 @@ class Residents final : public ReadGuard::Watcher, public FaultReader {
 
   // Adds a bucket, resident: `range` has its values, `shard` this rank's part of them. Returns its index.
   int64_t add(std::string name, std::shared_ptr<AddressRange> range, at::Tensor shard);
+  // To be called after add(): reads of all of them are seen from now on.
+  void watch_added();
   // Where this rank has its shard, for the others; and where all have theirs, once they have told.
   ShardPlace place(int64_t bucket) const;
   void set_places(int64_t bucket, std::vector<ShardPlace> by_rank);
@@ -144,10 +146,10 @@ class Residents final : public ReadGuard::Watcher, public FaultReader {
   };
 
   int64_t bucket_at(const void* address) const;
-  void pin(int64_t bucket, const char* reader);
+  void pin(int64_t bucket, const char* reader, bool keeps_gil = false);
   void let_write(int64_t bucket);
-  void fetch(Held& held, bool memory_too, bool own_too);
-  void fetch_now(Held& held, std::unique_lock<std::mutex>& lock, const char* reader);
+  std::string fetch(Held& held, bool memory_too, bool own_too);
+  std::string fetch_now(Held& held, std::unique_lock<std::mutex>& lock, const char* reader);
   void make_room(size_t bytes, const char* reader);
   void release(Held& held);
   bool may_be_released(const Held& held) const;
@@ -156,7 +158,6 @@ class Residents final : public ReadGuard::Watcher, public FaultReader {
   void take_over(const std::vector<int64_t>& written);
   void store_own(Held& held);
   void note_digests();
-  void fail(const std::string& what);
   void in_child(Held& held);
   char* own_part(const Held& held) const;
 

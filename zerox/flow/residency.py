@@ -84,6 +84,7 @@ class Residency:
         places = [self.residents.place(index) for index in range(first, len(named))]
         text = " ".join(f"{place.shard} {place.words}" for place in places)
         everyone = [[int(number) for number in each.split()] for each in self.ranks.all_gather_text(text)]
+        self.residents.watch_added()
         self.residents.set_limit(limit)
         for count in range(len(places)):
             self.residents.set_places(
