@@ -100,6 +100,7 @@ class Residency:
     resident_bytes: int
     room_bytes: int
     num_calls: int
+    failure: str
     def __init__(
         self, *, whereabouts: Whereabouts | None, processes: Sequence[int], rank: int, timeout: datetime.timedelta
     ) -> None: ...

@@ -26,7 +26,7 @@ from zerox.flow.params import ParamGather
 from zerox.flow.residency import Residency
 from zerox.flow.update import FusedUpdate, Update
 from zerox.grad_dtype import Widened
-from zerox.memory.bucket import Bucket, Member, members_of
+from zerox.memory.bucket import Bucket, Member, members_of, rooms
 from zerox.memory.flat import BufferSlot, give_out
 from zerox.options import Options, check_params
 from zerox.plan.stage import SHARDED
@@ -297,11 +297,13 @@ class Engine(OptimizerState):
         watched = [*getattr(self, "_frozen", []), *members]
         self._frozen = list({id(m.param): m for m in watched if id(m.param) not in adopted}.values())
         still = [member for member in members if not member.param.requires_grad]
-        frozen = self._gather.take_frozen(still, self._options.plan)
-        self._widened.take(m.param for m in trained)
         rules = [self._rules.of(self.param_groups[m.group]) for m in trained]
         named = [(m.name, m.param, rule.name) for m, rule in zip(trained, rules, strict=True)]
         plans = self._options.plan(named, ranks.backend, ranks.size)
+        plans_of_still = self._options.plan([(m.name, m.param, "") for m in still], ranks.backend, ranks.size)
+        self._gather.check_room([*rooms(plans, trained), *rooms(plans_of_still, still)])
+        frozen = self._gather.take_frozen(still, plans_of_still)
+        self._widened.take(m.param for m in trained)
         made = []
         for plan in plans:
             inside = [trained[i] for i in plan.params]
@@ -326,10 +328,12 @@ class Engine(OptimizerState):
         unfrozen = [m for m in self._frozen if m.param.requires_grad]
         moved = [(self._buckets[index], slot) for index, slot in self._grads.moved()]
         misfits = (bucket.buffer.misfit(slot, bucket.members[slot].name) for bucket, slot in moved)
-        refusal = self._gather.failure() or next(filter(None, misfits), "")
+        refusal = self._gather.failure(forget=place is Place.STEP) or next(filter(None, misfits), "")
+        elsewhere: list[BufferSlot] = [(bucket.buffer, slot) for bucket, slot in moved]
+        values = [] if refusal else self._gather.found_elsewhere(elsewhere)
         if self._grads.settle(place, len(unfrozen), refusal):
             self._adopt(unfrozen)
             self._grads.settle(place)
         self._grad_scale.forget_if_discarded()
-        self._elsewhere = [(bucket.buffer, slot) for bucket, slot in moved]
-        self._gather.take_in(self._elsewhere)
+        self._elsewhere = elsewhere
+        self._gather.take_in(elsewhere, values)

@@ -11,9 +11,9 @@ namespace zx {
 namespace {
 
 // Python raises it in this thread as soon as it runs Python code again. It takes a class, which must have its message.
-void raise_soon(const std::string& message) {
+bool raise_soon(const std::string& message) {
   const auto* state = PyGILState_GetThisThreadState();
-  if (state == nullptr) return;  // not a thread of Python's
+  if (state == nullptr) return false;
   const py::gil_scoped_acquire acquire;
   const auto thread = py::module_::import("threading").attr("get_ident")().cast<unsigned long>();
   py::dict members;
@@ -27,6 +27,7 @@ void raise_soon(const std::string& message) {
       py::module_::import("builtins")
           .attr("type")("RuntimeError", py::make_tuple(py::module_::import("builtins").attr("RuntimeError")), members);
   PyThreadState_SetAsyncExc(thread, made.ptr());
+  return true;
 }
 
 void bind_read_guard(py::module_& m) {

@@ -20,7 +20,10 @@ class Residency {
   explicit Residency(std::shared_ptr<Residents> residents)
       : residents_(std::move(residents)), guard_(std::in_place, residents_) {}
   ~Residency() {
-    if (Py_IsInitialized() == 0) return;  // where the interpreter ends, nobody reads parameters any more
+    if (Py_IsInitialized() == 0) {  // where the interpreter ends, nobody here reads parameters any more. Others may.
+      new std::shared_ptr(residents_);
+      return;
+    }
     residents_->make_whole_for_good();
     guard_.reset();
     Residents::keep_for_others(residents_);
@@ -125,6 +128,7 @@ void bind_residency(py::module_& m) {
       .def_property_readonly("room_bytes",
                              py::cpp_function([](Residency& self) { return self->room_bytes(); }, Release()))
       .def_property_readonly("resident", py::cpp_function([](Residency& self) { return self->resident(); }, Release()))
+      .def_property_readonly("failure", py::cpp_function([](Residency& self) { return self->failure(); }, Release()))
       .def_property_readonly("num_calls",
                              py::cpp_function([](Residency& self) { return self->num_calls(); }, Release()));
 }

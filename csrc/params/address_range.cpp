@@ -17,13 +17,13 @@
 namespace zx {
 namespace {
 
-constexpr size_t kChunk = SparePages::kChunkBytes;
-constexpr size_t kChunksAtOnce = 32;  // are reserved
+[[maybe_unused]] constexpr size_t kChunk = SparePages::kChunkBytes;
+[[maybe_unused]] constexpr size_t kChunksAtOnce = 32;  // are reserved
 
 std::atomic<int64_t> in_use{0};
 std::atomic<int64_t> most{0};
 
-void count(int64_t bytes) {
+[[maybe_unused]] void count(int64_t bytes) {
   const int64_t now = in_use.fetch_add(bytes) + bytes;
   int64_t before = most;
   while (before < now && !most.compare_exchange_weak(before, now)) {

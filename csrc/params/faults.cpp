@@ -1,5 +1,7 @@
 #include "params/faults.h"
 
+#include <c10/util/Exception.h>
+
 #include <atomic>
 #include <cerrno>
 #include <csignal>
@@ -50,10 +52,11 @@ void handle(int signal, siginfo_t* info, void* context) {
   const int saved = errno;
   bool done = false;
   if (info->si_code == SEGV_ACCERR) {
+    const bool writes = is_write(context, info->si_addr);
     ++num_inside;
     for (int i = 0; i < num_readers && !done; ++i) {
       FaultReader* reader = readers[i];
-      done = reader != nullptr && reader->access_at(info->si_addr, is_write(context, info->si_addr));
+      done = reader != nullptr && reader->access_at(info->si_addr, writes);
     }
     --num_inside;
   }
@@ -82,6 +85,7 @@ void add_fault_reader(FaultReader* reader) {
     }
     return;
   }
+  TORCH_CHECK(false, "zerox: ", kMostReaders, " optimizers with sharded parameters are alive: delete some");
 }
 
 void remove_fault_reader(FaultReader* reader) {

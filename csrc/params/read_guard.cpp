@@ -225,7 +225,7 @@ std::unique_ptr<at::ObserverContext> before_operator(const at::RecordFunction& f
     ReadGuard::Keeps keeps;
     // Called without releasing the GIL: what Dynamo has looked up for the region should stay as it is.
     if (running && running->region() != nullptr && running->region()->hides_reads()) {
-      watcher->before_hidden_reads(keeps);
+      watcher->before_hidden_reads();
     }
     const auto inputs = function.inputs();
     for (size_t i = 0; i < inputs.size(); ++i) look_at(inputs[i], {function, i, keeps}, *watcher);
@@ -287,7 +287,7 @@ void ReadGuard::set_interpreter(Interpreter interpreter) { guards().interpreter 
 
 void ReadGuard::without_gil(const std::function<void()>& body) { guards().interpreter.without_gil(body); }
 
-void ReadGuard::raise_soon(const std::string& message) { guards().interpreter.raise_soon(message); }
+bool ReadGuard::raise_soon(const std::string& message) { return guards().interpreter.raise_soon(message); }
 
 ReadGuard::Pause::Pause() : before_(std::exchange(paused, true)) {}
 ReadGuard::Pause::~Pause() { paused = before_; }

@@ -72,7 +72,7 @@ class ReadGuard {
    public:
     virtual ~Watcher() = default;
     virtual void before_read(const at::Tensor& tensor, const Use& use) = 0;
-    virtual void before_hidden_reads(Keeps& keeps) = 0;  // and hidden writes, of any memory
+    virtual void before_hidden_reads() = 0;  // and hidden writes, of any memory
     virtual bool has_seen_enough() const = 0;
     // For a watcher that keeps what is used: called by the same thread, also if the operator throws.
     virtual void after_operator(const Keeps& /*keeps*/) {}
@@ -98,15 +98,15 @@ class ReadGuard {
     std::function<bool()> knows_this_thread;  // false for a backend's threads, which write what arrives
     std::function<bool()> names_are_new;      // whether a region's name may mean another one than at the last call
     std::function<void(const std::function<void()>&)> without_gil;  // runs a function without the GIL
-    std::function<void(const std::string&)>
-        raise_soon;  // has this thread raise RuntimeError when it is in Python again
+    // Has this thread raise RuntimeError when it is in Python again; false if it is no thread of Python's.
+    std::function<bool(const std::string&)> raise_soon;
   };
   static void set_interpreter(Interpreter interpreter);
 
   // For a watcher that waits before a read: other Python threads should go on meanwhile.
   static void without_gil(const std::function<void()>& body);
   // An operator can't be stopped from a watcher: its caller raises when the operator is over.
-  static void raise_soon(const std::string& message);
+  static bool raise_soon(const std::string& message);
 
   // While it lives, the operators of this thread are not looked at: receiving a slice writes what others must not read
   // yet.

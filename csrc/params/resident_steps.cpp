@@ -2,6 +2,7 @@
 #include <c10/util/Exception.h>
 
 #include <cstring>
+#include <utility>
 
 #include "params/residents.h"
 
@@ -28,6 +29,10 @@ void Residents::end_update(bool is_update) {
     functions_.forget_calls();
     for (const auto& held : held_) {
       held->words.of[static_cast<size_t>(Word::version)].store(now_.version, std::memory_order_release);
+      if (std::exchange(held->is_lent, false)) {
+        --held->pins;
+        --held->writers;
+      }
       if (may_be_released(*held)) {
         release(*held);
       } else {  // inside whole(), or an operator of another thread reads it
@@ -53,15 +58,19 @@ void Residents::make_whole_for_good() {
 void Residents::keep_for_others(const std::shared_ptr<Residents>& gone) {
   static auto* const kept = new std::vector<std::shared_ptr<Residents>>();  // leaked, with its lock
   static auto* const mutex = new std::mutex;
-  if (gone != nullptr) {
+  if (gone != nullptr && gone->process_.is_this()) {
     const std::lock_guard lock(gone->mutex_);
-    for (const auto& held : gone->held_) {
-      if (gone->process_.is_this()) held->range.reset();  // the parameters keep it
-    }
+    gone->snapshots_.push_back(std::make_unique<const std::vector<ByAddress>>());
+    gone->by_address_ = gone->snapshots_.back().get();         // its addresses may be others' from now on
+    for (const auto& held : gone->held_) held->range.reset();  // the parameters keep it
   }
+  std::vector<std::shared_ptr<Residents>> over;  // destroyed without the lock
   const std::lock_guard lock(*mutex);
   if (gone != nullptr) kept->push_back(gone);
-  std::erase_if(*kept, [](const auto& each) { return !each->is_read_by_others(); });
+  for (auto& each : *kept) {
+    if (!each->is_read_by_others()) over.push_back(std::exchange(each, nullptr));
+  }
+  std::erase(*kept, nullptr);
 }
 
 bool Residents::is_read_by_others() const {
@@ -77,11 +86,12 @@ bool Residents::is_read_by_others() const {
 
 // See Note [Forks]. An operator can't be stopped.
 void Residents::in_child(Held& held) {
-  State released = State::released;
-  if (!held.state.compare_exchange_strong(released, State::resident)) {
+  if (held.state == State::resident && !held.is_stale && !held.is_old) {
     held.range->let_write(true);  // the child's own copy
     return;
   }
+  held.state = State::resident;
+  held.is_stale = held.is_old = false;
   held.range->restore_in_child();
   std::memset(held.range->data(), 0xff, held.range->bytes());
   ReadGuard::raise_soon("zerox: the parameters of " + held.name +

@@ -88,7 +88,8 @@ void Residents::leave_whole() {
   --now_.whole;
   for (const auto& held : held_) {
     --held->pins;
-    if (now_.whole == 0 && held->writers == 0) held->range->let_write(false);
+    const bool is_resident = held->state == State::resident;
+    if (now_.whole == 0 && held->writers == 0 && is_resident) held->range->let_write(false);
     if ((held->is_stale || held->is_old) && may_be_released(*held)) release(*held);
   }
   make_room(0, nullptr);

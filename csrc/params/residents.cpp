@@ -9,11 +9,24 @@
 
 #include "check.h"
 #include "lanes/ranges.h"
+#include "params/digest.h"
 
 namespace zx {
 namespace {
 
-thread_local int64_t pins_of_this_thread = 0;  // by operators that it is in
+// What the operators have pinned that this thread is in.
+thread_local std::vector<std::pair<const Residents*, int64_t>> pinned_here;
+
+void unpin_here(const Residents* residents, int64_t bucket) {
+  const auto found = std::find(pinned_here.rbegin(), pinned_here.rend(), std::pair(residents, bucket));
+  if (found != pinned_here.rend()) pinned_here.erase(std::next(found).base());
+}
+
+bool is_pinned_here(const Residents* residents, int64_t bucket) {
+  return std::find(pinned_here.begin(), pinned_here.end(), std::pair(residents, bucket)) != pinned_here.end();
+}
+
+constexpr char kCollective[] = "c10d::";
 
 }  // namespace
 
@@ -62,7 +75,9 @@ ShardPlace Residents::place(int64_t bucket) const {
 void Residents::set_places(int64_t bucket, std::vector<ShardPlace> by_rank) {
   const std::lock_guard lock(mutex_);
   held_.at(bucket)->places = std::move(by_rank);
-  if (now_.whole == 0) held_.at(bucket)->range->let_write(false);
+  Held& held = *held_.at(bucket);
+  if (now_.whole == 0) held.range->let_write(false);
+  held.digest = digest(held.range->data(), now_.whole == 0 ? 0 : held.range->bytes());
   make_room(0, nullptr);
 }
 
@@ -90,50 +105,13 @@ void Residents::before_read(const at::Tensor& tensor, const ReadGuard::Use& use)
   const int64_t bucket = bucket_at(tensor.storage().data());
   if (bucket < 0) return;
   pin(bucket, use.name());
-  ++pins_of_this_thread;
+  pinned_here.emplace_back(this, bucket);
   if (use.keep(bucket, tensor)) let_write(bucket);
-}
-
-// See Note [Reads that nothing announces]. The bucket stays until others need its room: if the reader is not through
-// then, it comes here again.
-bool Residents::access_at(const void* address, bool is_write) {
-  const int64_t bucket = bucket_at(address);
-  if (bucket < 0) return false;
-  const ReadGuard::Pause pause;
-  if (!process_.is_this()) {
-    in_child(*held_[bucket]);
-    return true;
-  }
-  std::unique_lock lock(mutex_);
-  Held& held = *held_[bucket];
-  ++held.pins;
-  held.touched = ++now_.clock;
-  ++now_.counts.faults;
-  const std::string failure = fetch_now(held, lock, "code without an operator");
-  --held.pins;
-  const bool is_lost = is_write && !held.places.empty() && !now_.forgotten;
-  if (is_write) held.range->let_write(true);
-  lock.unlock();
-  if (!failure.empty()) ReadGuard::raise_soon(failure);
-  if (!is_lost) return true;
-  ReadGuard::raise_soon("zerox: parameters of " + held.name +
-                        " were written without an operator (through numpy, or from a file), and such a write is lost "
-                        "when they are released: write inside optimizer.whole()");
-  return true;
-}
-
-// The GIL is kept: see before_operator().
-void Residents::before_hidden_reads(ReadGuard::Keeps& keeps) {
-  const size_t count = by_address_.load()->size();
-  for (size_t bucket = 0; bucket < count; ++bucket) {
-    pin(static_cast<int64_t>(bucket), "a compiled region", /*keeps_gil=*/true);
-    ++pins_of_this_thread;
-    keeps.push_back({.what = static_cast<int64_t>(bucket), .may_write = true});
-    let_write(static_cast<int64_t>(bucket));
-  }
+  if (std::strncmp(use.name(), kCollective, sizeof(kCollective) - 1) == 0) refuse_collective(*held_[bucket]);
 }
 
 void Residents::before_function(const ReadGuard::PythonFunction& function, const ReadGuard::Keeps& reads) {
+  if (!process_.is_this()) return;
   std::vector<int64_t> buckets;
   for (const auto& kept : reads) buckets.push_back(kept.what);
   std::sort(buckets.begin(), buckets.end());
@@ -150,13 +128,12 @@ void Residents::before_backward_of(const ReadGuard::PythonFunction& function, Re
   }
   for (const int64_t bucket : buckets) {
     pin(bucket, function.name.c_str());
-    ++pins_of_this_thread;
-    keeps.push_back({.what = bucket, .may_write = true});
-    let_write(bucket);
+    pinned_here.emplace_back(this, bucket);
+    keeps.push_back({.what = bucket});
   }
 }
 
-void Residents::pin(int64_t bucket, const char* reader, bool keeps_gil) {
+void Residents::pin(int64_t bucket, const char* reader) {
   if (!process_.is_this()) {
     in_child(*held_[bucket]);
     return;
@@ -168,17 +145,12 @@ void Residents::pin(int64_t bucket, const char* reader, bool keeps_gil) {
   if (held.state == State::resident && !held.is_stale && !held.is_old) return;
   lock.unlock();
   std::string failure;
-  const auto fetch_it = [&] {
+  ReadGuard::without_gil([&] {
     lock.lock();
     failure = fetch_now(held, lock, reader);
     lock.unlock();
-  };
-  if (keeps_gil) {
-    fetch_it();
-  } else {
-    ReadGuard::without_gil(fetch_it);
-  }
-  if (!failure.empty()) ReadGuard::raise_soon(failure);
+  });
+  if (!failure.empty() && reader != nullptr) ReadGuard::raise_soon(failure);
 }
 
 void Residents::let_write(int64_t bucket) {
@@ -192,6 +164,7 @@ void Residents::let_write(int64_t bucket) {
 // arrived. (Raising it needs the GIL, for which no lock may be held, and nobody may be waiting for this thread.)
 std::string Residents::fetch_now(Held& held, std::unique_lock<std::mutex>& lock, const char* reader) {
   const auto is_up_to_date = [&held] { return held.state == State::resident && !held.is_stale && !held.is_old; };
+  const bool is_inside = is_pinned_here(this, held.index);
   ++held.waiting;
   // What step() is about to write is fetched when it is written, unless step() itself reads it before. And a copy that
   // is out of date is not made new while another thread reads it; but a thread that is inside a reader itself can't
@@ -199,7 +172,7 @@ std::string Residents::fetch_now(Held& held, std::unique_lock<std::mutex>& lock,
   changed_.wait(lock, [&] {
     if (held.state == State::arriving) return false;
     const bool may_read = !now_.updating || now_.updater == std::this_thread::get_id();
-    const bool may_write = held.state == State::released || !is_read_now(held) || pins_of_this_thread > 0;
+    const bool may_write = held.state == State::released || !is_read_now(held) || is_inside;
     return is_up_to_date() || (may_read && may_write);
   });
   --held.waiting;
@@ -222,6 +195,7 @@ std::string Residents::fetch_now(Held& held, std::unique_lock<std::mutex>& lock,
   if (now_.failure.empty()) now_.failure = failure;
   --now_.num_fetching;
   held.state = State::resident;
+  held.is_old = !failure.empty();
   if (held.writers == 0 && now_.whole == 0) held.range->let_write(false);
   changed_.notify_all();
   return failure;
@@ -254,6 +228,11 @@ std::string Residents::fetch(Held& held, bool memory_too, bool own_too) {
     return "zerox: the parameters of " + held.name + " did not arrive from all ranks: " + reason_of(error);
   }
   return "";
+}
+
+std::string Residents::failure() const {
+  const std::lock_guard lock(mutex_);
+  return now_.failure;
 }
 
 std::string Residents::take_failure() {
@@ -312,7 +291,7 @@ void Residents::after_operator(const ReadGuard::Keeps& keeps) {
   std::sort(written.begin(), written.end());
   written.erase(std::unique(written.begin(), written.end()), written.end());
   if (!written.empty()) take_over(written);
-  pins_of_this_thread -= static_cast<int64_t>(keeps.size());
+  for (const auto& kept : keeps) unpin_here(this, kept.what);
   const std::lock_guard lock(mutex_);
   for (const auto& kept : keeps) {
     Held& held = *held_[kept.what];

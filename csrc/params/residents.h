@@ -82,7 +82,8 @@ class Residents final : public ReadGuard::Watcher, public FaultReader {
   void keep_written(const std::vector<int64_t>& buckets);
   void drop_written(const std::vector<int64_t>& buckets);
 
-  // What could not be fetched, since the last call; empty if nothing.
+  // What could not be fetched, or was written and is lost, since the last take; empty if nothing.
+  std::string failure() const;
   std::string take_failure();
 
   // For tests: everything is released as soon as no operator uses it.
@@ -103,7 +104,7 @@ class Residents final : public ReadGuard::Watcher, public FaultReader {
   // ---- ReadGuard::Watcher
 
   void before_read(const at::Tensor& tensor, const ReadGuard::Use& use) override;
-  void before_hidden_reads(ReadGuard::Keeps& keeps) override;
+  void before_hidden_reads() override {}  // they fault, see Note [Reads that nothing announces]: so do hidden writes
   void before_function(const ReadGuard::PythonFunction& function, const ReadGuard::Keeps& reads) override;
   void before_backward_of(const ReadGuard::PythonFunction& function, ReadGuard::Keeps& keeps) override;
   void after_operator(const ReadGuard::Keeps& keeps) override;
@@ -128,6 +129,7 @@ class Residents final : public ReadGuard::Watcher, public FaultReader {
     int64_t version = 0;    // of the step whose values others' shards must have
     int64_t written = 0;    // how often the copy was written outside step()
     bool is_stale = false;  // others' parts of it are older than that
+    bool is_lent = false;   // to a collective: pinned and writable until the next step()
     bool is_old = false;    // all of it is
     uint64_t digest = 0;    // at the beginning of whole()
   };
@@ -146,7 +148,8 @@ class Residents final : public ReadGuard::Watcher, public FaultReader {
   };
 
   int64_t bucket_at(const void* address) const;
-  void pin(int64_t bucket, const char* reader, bool keeps_gil = false);
+  void pin(int64_t bucket, const char* reader);
+  void refuse_collective(Held& held);
   void let_write(int64_t bucket);
   std::string fetch(Held& held, bool memory_too, bool own_too);
   std::string fetch_now(Held& held, std::unique_lock<std::mutex>& lock, const char* reader);

@@ -49,6 +49,12 @@ def transpose(model: nn.Module, optimizer: FusedShardedAdam) -> None:
     one.data, other.data = other.data, one.data
 
 
+def exchange(model: nn.Module, optimizer: FusedShardedAdam) -> None:
+    """Two that are trained: each lies in the other's home."""
+    one, other = model.get_parameter("norm.weight"), model.get_parameter("norm.bias")
+    one.data, other.data = other.data, one.data
+
+
 def share(model: nn.Module, optimizer: FusedShardedAdam) -> None:
     model.get_submodule("norm").share_memory()
 
@@ -58,7 +64,7 @@ def cast_and_back(model: nn.Module, optimizer: FusedShardedAdam) -> None:
 
 
 CHANGES: dict[str, Callable[[nn.Module, FusedShardedAdam], None]] = {
-    each.__name__: each for each in (unfreeze, freeze, add, move, transpose, share, cast_and_back)
+    each.__name__: each for each in (unfreeze, freeze, add, move, transpose, exchange, share, cast_and_back)
 }
 
 

@@ -7,12 +7,14 @@ import io
 import os
 import pickle
 import signal
+import threading
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from tests.ranks import run_ranks
@@ -186,3 +188,68 @@ def write_by_numpy(rank: int, world_size: int, released: bool) -> None:
 @pytest.mark.parametrize("released", [False, True])
 def test_a_write_that_no_operator_shows_raises(released: bool) -> None:
     run_ranks(write_by_numpy, 2, released)
+
+
+def collective(rank: int, world_size: int) -> None:
+    torch.manual_seed(0)
+    model = Gpt()
+    optimizer = build(model)
+    weight = model.get_parameter(NAME)
+    with pytest.raises(RuntimeError, match=rf"collective of torch.distributed .*{NAME}.*whole"):
+        dist.all_reduce(weight.data)
+    with optimizer.whole():
+        dist.all_reduce(weight.data)
+        dist.broadcast(weight.data, 0)
+    train(model, optimizer, rank, entropy, steps=1)
+
+
+def test_a_collective_on_a_sharded_parameter_raises() -> None:
+    run_ranks(collective, 2)
+
+
+def compiled_write(rank: int, world_size: int) -> None:
+    model = Gpt()
+    optimizer = build(model)
+    weight = model.get_parameter(NAME)
+
+    @torch.compile
+    def halve(values: Tensor) -> None:
+        values.mul_(0.5)
+
+    def write() -> None:
+        with torch.no_grad():
+            halve(weight)
+            [None for _ in range(100)]
+
+    with pytest.raises(RuntimeError, match="were written without an operator"):
+        write()
+    del optimizer
+
+
+def test_a_compiled_write_raises() -> None:
+    run_ranks(compiled_write, 2)
+
+
+def read_on_a_thread_that_keeps_the_gil(rank: int, world_size: int) -> None:
+    """numpy's tolist() reads with the GIL, while step() runs on another thread and needs it."""
+    torch.manual_seed(0)
+    model = Gpt()
+    optimizer = build(model, hostile=True)
+    memory, stop = array(model.get_parameter(NAME)), threading.Event()
+
+    def look() -> None:
+        while not stop.is_set():
+            memory.tolist()
+
+    thread = threading.Thread(target=look)
+    thread.start()
+    try:
+        train(model, optimizer, rank, entropy, steps=20)
+    finally:
+        stop.set()
+        thread.join()
+    assert residents(optimizer).counts.faults > 0
+
+
+def test_a_thread_that_keeps_the_gil_does_not_stop_a_step() -> None:
+    run_ranks(read_on_a_thread_that_keeps_the_gil, 2)

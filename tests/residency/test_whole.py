@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from tests.bucket_manager.rig import same_bits
 from tests.ranks import run_ranks
 from tests.residency.models import Gpt, array, entropy
 from tests.residency.rig import batch, build, residents, train, values
-from zerox import FusedShardedAdam
+from zerox import FusedShardedAdam, load, save
 
 
 def trained(rank: int, **options: Any) -> tuple[nn.Module, FusedShardedAdam]:
@@ -111,6 +112,53 @@ def raised(rank: int, world_size: int, only_on: int | None) -> None:
 @pytest.mark.parametrize("only_on", [None, 1])
 def test_an_exception_inside_takes_back_what_was_written_on_all_ranks(only_on: int | None) -> None:
     run_ranks(raised, 2, only_on)
+
+
+def raised_in_an_inner_one(rank: int, world_size: int) -> None:
+    model, optimizer = trained(rank)
+    weight = model.get_parameter("blocks.0.up.weight")
+    before = weight.detach().clone()
+
+    def write() -> None:
+        with optimizer.whole(), torch.no_grad():
+            weight.fill_(9)
+            raise Oops
+
+    with optimizer.whole():
+        with pytest.raises(Oops):
+            write()
+        assert same_bits(torch.from_numpy(array(weight).copy()), before)
+    train(model, optimizer, rank, entropy, steps=1)
+
+
+def test_an_exception_in_an_inner_one_takes_back_at_once() -> None:
+    run_ranks(raised_in_an_inner_one, 2)
+
+
+def saved_inside(rank: int, world_size: int, path: str) -> None:
+    model, optimizer = trained(rank)
+    with optimizer.whole():
+        with torch.no_grad():
+            for param in model.parameters():
+                param.fill_(5)
+        save(path, model, optimizer)
+        with torch.no_grad():
+            for param in model.parameters():
+                param.fill_(6)
+    load(path, model, optimizer)
+    assert all((param == 5).all() for param in model.parameters())
+    one, other = model.get_parameter("norm.weight"), model.get_parameter("norm.bias")
+    with optimizer.whole(), torch.no_grad():
+        one.fill_(1)
+    one.data, other.data = other.data, one.data
+    save(path, model, optimizer)
+    load(path, model, optimizer)
+    assert (one == 5).all()
+    assert (other == 1).all()
+
+
+def test_what_was_written_or_moved_is_saved(tmp_path: Path) -> None:
+    run_ranks(saved_inside, 2, str(tmp_path / "saved"))
 
 
 def stepped_inside(rank: int, world_size: int) -> None:

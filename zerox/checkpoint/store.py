@@ -58,6 +58,7 @@ def save(
     host: dict[str, Any] = {}
     with ranks.failing_together(failure):
         names = parameter_names(model, optimizer)
+        optimizer.inside.gather.prepare_checkpoint()
         tensors, others = split_model(model, optimizer)
         tensors |= entries(optimizer, names)
         orders = {names[m.number]: memory_order(m.param) for m in optimizer.inside.members}
@@ -133,6 +134,7 @@ def load(
     host: dict[str, Any] = {}
     rounded: list[str] = []
     params = optimizer.inside.gather
+    params.prepare_checkpoint()
     with params.updating():
         with ranks.failing_together(not_loaded(path)):
             host, names = opened.host(), parameter_names(model, optimizer)

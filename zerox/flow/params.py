@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 from torch import Tensor
 
 from zerox import _C as C
 from zerox.memory.bucket import Bucket, FrozenBucket, Member
-from zerox.memory.flat import BufferSlot, FlatBuffer, take_in
+from zerox.memory.flat import BufferSlot, FlatBuffer, take_in, values_of
 from zerox.plan.buckets import BucketPlan
 from zerox.plan.layout import Layout
 from zerox.ranks.group import Ranks
 from zerox.sliced_tensor import SlicedTensor
-
-Plan = Callable[[Iterable[tuple[str, Tensor, str]], str, int], list[BucketPlan]]  # Options.plan
 
 
 class ParamGather:
@@ -35,7 +33,7 @@ class ParamGather:
     def make_buffer(self, params: Sequence[Tensor], layout: Layout) -> FlatBuffer:
         return FlatBuffer(params, layout)
 
-    def take_frozen(self, members: Sequence[Member], plan: Plan) -> list[FrozenBucket]:
+    def take_frozen(self, members: Sequence[Member], plans: Sequence[BucketPlan]) -> list[FrozenBucket]:
         """Parameters that are not trained get rank 0's values, and buckets where they are sharded. Collective."""
         for member in members:
             self.ranks.broadcast_values(member.param, f"parameter '{member.name}'")
@@ -44,7 +42,7 @@ class ParamGather:
     def add_buckets(self, trained: Sequence[tuple[int, Bucket]], frozen: Sequence[FrozenBucket]) -> None:
         """New ones, which have their values. Collective."""
 
-    def failure(self) -> str:
+    def failure(self, forget: bool = True) -> str:
         """Why step() must not go on; empty if it may."""
         return ""
 
@@ -64,9 +62,19 @@ class ParamGather:
         self.wait_for(range(self.manager.num_buckets))
         return nullcontext()
 
-    def take_in(self, slots: Sequence[BufferSlot]) -> None:
-        """Parameters that were found elsewhere come home."""
-        take_in(slots)
+    def found_elsewhere(self, slots: Sequence[BufferSlot]) -> list[Tensor]:
+        """Before ranks meet: the values of parameters that were found elsewhere."""
+        return values_of(slots)
+
+    def take_in(self, slots: Sequence[BufferSlot], values: Sequence[Tensor]) -> None:
+        """Afterwards: they come home."""
+        take_in(slots, values)
+
+    def prepare_checkpoint(self) -> None:
+        """Before slice_of(): what was written and moved so far counts. Collective inside whole()."""
+
+    def check_room(self, named: Sequence[tuple[str, int]]) -> None:
+        """ValueError if a bucket of these names and bytes can't be whole."""
 
     def start(self, index: int, background: bool = False) -> None:
         """``background``: no caller waits right away. RuntimeError if a rank is known to be gone."""

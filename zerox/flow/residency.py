@@ -9,9 +9,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from zerox import _C as C
-from zerox.flow.params import Plan
 from zerox.memory.bucket import Bucket, FrozenBucket, Member
-from zerox.memory.flat import BufferSlot, ShardedBuffer, give_out, take_in
+from zerox.memory.flat import BufferSlot, ShardedBuffer, give_out, take_in, values_of
+from zerox.plan.buckets import BucketPlan
 from zerox.plan.layout import Layout
 from zerox.plan.resident import resident_limit
 from zerox.ranks.group import Ranks
@@ -54,9 +54,9 @@ class Residency:
         made = self.residents.make_range(layout.numel * params[0].dtype.itemsize)
         return ShardedBuffer(params, layout, self.ranks.rank, made)
 
-    def take_frozen(self, members: Sequence[Member], plan: Plan) -> list[FrozenBucket]:
+    def take_frozen(self, members: Sequence[Member], plans: Sequence[BucketPlan]) -> list[FrozenBucket]:
         made: list[FrozenBucket] = []
-        for each in plan([(m.name, m.param, "") for m in members], self.ranks.backend, self.ranks.size):
+        for each in plans:
             bucket = FrozenBucket(each, [members[i] for i in each.params], self.make_buffer)
             self.ranks.broadcast(bucket.buffer.flat, f"the parameters of {bucket.describe(len(made))}")
             give_out(bucket.buffer.slots())
@@ -96,8 +96,7 @@ class Residency:
     @contextmanager
     def updating(self) -> Iterator[None]:
         """Around the part of step() in which ranks meet and write their shards."""
-        if self.depth:
-            self._keep_written()
+        self._keep_written_so_far()
         self.residents.begin_update()
         self.is_updating, self.is_writing = True, False
         try:
@@ -120,7 +119,7 @@ class Residency:
         """Of a parameter that lies in its bucket, this rank's elements: a view of the shard."""
         for buffer in self.buffers:
             for slot, each in enumerate(buffer.params):
-                if each is param and buffer.range.has(param.data_ptr()):
+                if each is param and buffer.is_at_home(slot):
                     shape, strides = buffer.shapes[slot], buffer.strides[slot]
                     return SlicedTensor(shape, strides, buffer.own_span(slot), buffer.own_values(slot))
         return None
@@ -147,6 +146,20 @@ class Residency:
             self.depth -= 1
             self.residents.leave_whole()
 
+    def prepare_checkpoint(self) -> None:
+        self._keep_written_so_far()
+        for buffer in self.buffers:
+            for slot, param in enumerate(buffer.params):
+                if not buffer.is_at_home(slot) and any(each.range.has(param.data_ptr()) for each in self.buffers):
+                    param.data = param.detach().clone()  # it lies in another one's home, where nothing may be written
+
+    def _keep_written_so_far(self) -> None:
+        if self.depth:
+            self._keep_written()
+
+    def check_room(self, named: Sequence[tuple[str, int]]) -> None:
+        resident_limit([*self.named, *named], self.resident_mb)
+
     def _keep_written(self) -> None:
         written = self.residents.written_inside()
         if not written:
@@ -163,6 +176,8 @@ class Residency:
         """What was written is taken back, on all ranks that wrote: they wait for this one's answer."""
         if written := self.residents.written_inside():
             self.residents.drop_written(written)
+            if self.depth > 1:
+                self.residents.refresh_whole()
             with suppress(RuntimeError, ValueError):  # this rank raises its own, first error
                 self.ranks.check_same([], f"{summary_of(error)} inside optimizer.whole()")
 
@@ -174,13 +189,17 @@ class Residency:
             values = buffer.flat[start : start + buffer.layout.numels[slot]]
             yield f"parameter '{name}' with values of digest {C.digest(values):016x} at the end of whole()"
 
-    def take_in(self, slots: Sequence[BufferSlot]) -> None:
-        """Parameters that were found elsewhere come home, in step() only: till then others read the shard."""
-        if self.is_updating:
-            take_in(slots)
+    def found_elsewhere(self, slots: Sequence[BufferSlot]) -> list[Tensor]:
+        """In step() only: until then others read the shards. And before ranks meet: one's values may lie in another's
+        home, of which another rank then writes its shard."""
+        return values_of(slots) if self.is_updating else []
 
-    def failure(self) -> str:
-        return self.residents.take_failure()
+    def take_in(self, slots: Sequence[BufferSlot], values: Sequence[Tensor]) -> None:
+        if self.is_updating:
+            take_in(slots, values)
+
+    def failure(self, forget: bool = True) -> str:
+        return self.residents.take_failure() if forget else self.residents.failure
 
     def wait_for(self, buckets: Sequence[int]) -> None:
         pass

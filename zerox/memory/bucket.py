@@ -95,6 +95,13 @@ def describe(index: int, members: Sequence[Member]) -> str:
     return f"bucket {index} ({names}{f' and {more} more' if more > 0 else ''})"
 
 
+def rooms(plans: Sequence[BucketPlan], members: Sequence[Member]) -> Iterator[tuple[str, int]]:
+    """Name and bytes of the buckets of these plans."""
+    for index, plan in enumerate(plans):
+        inside = [members[i] for i in plan.params]
+        yield describe(index, inside), plan.layout.numel * inside[0].param.element_size()
+
+
 class Bucket:
     """``members`` in the plan's order. ``specs``: the state of each element. State and steps start at zero."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 from collections.abc import Sequence
 
 import torch
@@ -33,7 +34,7 @@ class FlatBuffer:
         self.strides = [dense_strides(param) for param in params]
         # Padding is sent with everything else: it should not be old memory.
         self.flat = zeros(layout.numel, params[0].dtype, params[0].device) if flat is None else flat
-        take_in(self.slots())
+        take_in(self.slots(), values_of(self.slots()))
 
     def slots(self) -> list[BufferSlot]:
         return [(self, slot) for slot in range(len(self.params))]
@@ -71,6 +72,16 @@ class ShardedBuffer(FlatBuffer):
         self.rank = rank
         self.own = zeros(layout.shard_numel, params[0].dtype, params[0].device, place=1)
         super().__init__(params, layout, range.tensor(params[0].dtype))
+        # Made once: an operator on the buffer would fetch the bucket.
+        self.homes = [super(ShardedBuffer, self).home(slot) for slot in builtins.range(len(params))]
+
+    def home(self, slot: int) -> Tensor:
+        return self.homes[slot] if self.is_shared_out else super().home(slot)
+
+    def is_at_home(self, slot: int) -> bool:
+        param = self.params[slot]
+        start = self.flat.data_ptr() + self.layout.offsets[slot] * self.flat.itemsize
+        return param.data_ptr() == start and param.stride() == self.strides[slot]
 
     def shard(self, rank: int) -> Tensor:
         assert rank == self.rank, "only this rank's shard is here"
@@ -104,15 +115,23 @@ BufferSlot = tuple[FlatBuffer, int]
 
 
 @torch.no_grad()
-def take_in(slots: Sequence[BufferSlot]) -> None:
-    """Copies the values of these parameters home, and lets the parameters lie there.
+def values_of(slots: Sequence[BufferSlot]) -> list[Tensor]:
+    """The values of these parameters, which take_in() may overwrite where they lie.
+
+    Two parameters may have been exchanged, or one transposed in place: then one's values lie in another's home.
+    """
+    params = [buffer.params[slot] for buffer, slot in slots]
+    return [param.clone() if C.has_own_storage(param) else param.detach() for param in params]
+
+
+@torch.no_grad()
+def take_in(slots: Sequence[BufferSlot], values: Sequence[Tensor]) -> None:
+    """Copies these values home, and lets the parameters lie there.
 
     But a parameter in shared memory stays there, where other processes read it: see give_out().
     """
-    params = [buffer.params[slot] for buffer, slot in slots]
-    # Two parameters may have been exchanged, or one transposed in place: then one's values lie in another's home.
-    values = [param.clone() if C.has_own_storage(param) else param.detach() for param in params]
-    for (buffer, slot), param, value in zip(slots, params, values, strict=True):
+    for (buffer, slot), value in zip(slots, values, strict=True):
+        param = buffer.params[slot]
         home = buffer.home(slot)
         if isinstance(buffer, ShardedBuffer) and buffer.is_shared_out:
             buffer.store(slot, value)

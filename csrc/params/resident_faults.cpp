@@ -1,0 +1,67 @@
+// Reads and writes of sharded parameters that are no operator's, or go on after it.
+#include "params/residents.h"
+
+namespace zx {
+
+// Its messages go on when the operator is over: if memory went away under them, gloo would end the process. So the
+// bucket stays as it is until the next step(), and the caller raises.
+void Residents::refuse_collective(Held& held) {
+  {
+    const std::lock_guard lock(mutex_);
+    if (now_.whole > 0 || held.places.empty() || now_.forgotten) return;
+    if (!held.is_lent) {
+      held.is_lent = true;
+      ++held.pins;
+      if (held.writers++ == 0) held.range->let_write(true);
+    }
+  }
+  ReadGuard::raise_soon("zerox: a collective of torch.distributed was called on parameters of " + held.name +
+                        ", which are sharded: call it inside optimizer.whole()");
+}
+
+// See Note [Reads that nothing announces]. The bucket stays until others need its room: if the reader is not through
+// then, it comes here again.
+bool Residents::access_at(const void* address, bool is_write) {
+  const int64_t bucket = bucket_at(address);
+  if (bucket < 0) return false;
+  const ReadGuard::Pause pause;
+  if (!process_.is_this()) {
+    in_child(*held_[bucket]);
+    return true;
+  }
+  std::unique_lock lock(mutex_);
+  Held& held = *held_[bucket];
+  ++held.pins;
+  held.touched = ++now_.clock;
+  ++now_.counts.faults;
+  std::string failure;
+  const auto fetch_it = [&] { failure = fetch_now(held, lock, "code without an operator"); };
+  const bool waits = held.state == State::arriving || now_.updating || held.is_stale || held.is_old;
+  if (waits) {  // for another thread, which may need the GIL
+    lock.unlock();
+    ReadGuard::without_gil([&] {
+      lock.lock();
+      fetch_it();
+      lock.unlock();
+    });
+    lock.lock();
+  } else {
+    fetch_it();
+  }
+  --held.pins;
+  if (is_write) {
+    held.range->let_write(true);
+    if (!held.places.empty() && !now_.forgotten && failure.empty()) {
+      failure = "zerox: parameters of " + held.name +
+                " were written without an operator (through numpy, or from a file), and such a write is lost when they "
+                "are released: write inside optimizer.whole()";
+    }
+  }
+  lock.unlock();
+  if (failure.empty() || ReadGuard::raise_soon(failure)) return true;
+  lock.lock();  // no thread of Python's: step() raises
+  if (now_.failure.empty()) now_.failure = failure;
+  return true;
+}
+
+}  // namespace zx
