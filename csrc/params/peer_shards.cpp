@@ -16,13 +16,13 @@ constexpr microseconds kLongestPause{1000};
 
 }  // namespace
 
-int64_t PeerShards::read_word(int rank, const ShardPlace& place, Word word) const {
+int64_t PeerShards::read_word(int rank, const ShardPlace& place, ShardWord word) const {
   int64_t value = 0;
   neighbours_.read(rank, place.words + static_cast<size_t>(word) * sizeof(value), &value, sizeof(value));
   return value;
 }
 
-void PeerShards::await(int rank, const ShardPlace& place, Word word, int64_t value) const {
+void PeerShards::await(int rank, const ShardPlace& place, ShardWord word, int64_t value) const {
   whereabouts_->needing(rank, [&] {
     const auto deadline = std::chrono::steady_clock::now() + timeout_;
     microseconds pause = kFirstPause;
@@ -45,7 +45,7 @@ void PeerShards::await(int rank, const ShardPlace& place, Word word, int64_t val
 
 bool PeerShards::has_left(int rank, const ShardPlace& place) const {
   try {
-    return read_word(rank, place, Word::left) != 0;
+    return read_word(rank, place, ShardWord::left) != 0;
   } catch (const std::exception&) {
     return true;
   }

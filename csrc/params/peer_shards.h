@@ -36,7 +36,7 @@ namespace zx {
 //   is stored.
 // A rank that does not come is named after the timeout.
 
-enum class Word : uint8_t { version, written, stored, left };
+enum class ShardWord : uint8_t { version, written, stored, left };
 struct SharedWords {
   std::atomic<int64_t> of[4] = {0, 0, 0, 0};
 };
@@ -58,14 +58,14 @@ class PeerShards {
   int world() const { return neighbours_.world(); }
 
   // Returns when a word of `rank` is at least `value`. Throws std::runtime_error that names the rank that is missing.
-  void await(int rank, const ShardPlace& place, Word word, int64_t value) const;
+  void await(int rank, const ShardPlace& place, ShardWord word, int64_t value) const;
   // Copies the first `bytes` of a rank's shard. Throws as await().
   void read(int rank, const ShardPlace& place, void* into, size_t bytes) const;
   // Whether the rank is gone, or has deleted its optimizer. Never throws.
   bool has_left(int rank, const ShardPlace& place) const;
 
  private:
-  int64_t read_word(int rank, const ShardPlace& place, Word word) const;
+  int64_t read_word(int rank, const ShardPlace& place, ShardWord word) const;
 
   std::shared_ptr<Whereabouts> whereabouts_;
   Neighbours neighbours_;

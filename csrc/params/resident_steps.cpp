@@ -18,7 +18,8 @@ void Residents::begin_update() {
 
 void Residents::publish(int64_t bucket) {
   const std::lock_guard lock(mutex_);
-  held_.at(bucket)->words.of[static_cast<size_t>(Word::version)].store(now_.version + 1, std::memory_order_release);
+  held_.at(bucket)->words.of[static_cast<size_t>(ShardWord::version)].store(now_.version + 1,
+                                                                            std::memory_order_release);
 }
 
 void Residents::end_update(bool is_update) {
@@ -28,7 +29,7 @@ void Residents::end_update(bool is_update) {
     ++now_.version;
     functions_.forget_calls();
     for (const auto& held : held_) {
-      held->words.of[static_cast<size_t>(Word::version)].store(now_.version, std::memory_order_release);
+      held->words.of[static_cast<size_t>(ShardWord::version)].store(now_.version, std::memory_order_release);
       if (std::exchange(held->is_lent, false)) {
         --held->pins;
         --held->writers;
@@ -51,7 +52,7 @@ void Residents::make_whole_for_good() {
   enter_whole();
   const std::lock_guard lock(mutex_);
   now_.forgotten = true;
-  for (const auto& held : held_) held->words.of[static_cast<size_t>(Word::left)] = 1;
+  for (const auto& held : held_) held->words.of[static_cast<size_t>(ShardWord::left)] = 1;
   if (!now_.failure.empty()) TORCH_WARN(now_.failure, ". The optimizer was deleted without them");
 }
 

@@ -19,7 +19,7 @@ void Residents::take_over(const std::vector<int64_t>& written) {
       Held& held = *held_[bucket];
       if (held.places.empty()) continue;  // the constructor is not through
       if (now_.whole > 0) continue;
-      held.words.of[static_cast<size_t>(Word::written)] = ++held.written;
+      held.words.of[static_cast<size_t>(ShardWord::written)] = ++held.written;
       now.push_back(&held);
     }
   }
@@ -30,7 +30,7 @@ void Residents::take_over(const std::vector<int64_t>& written) {
       try {
         for (int step = 1; step < peers_->world(); ++step) {
           const int peer = (peers_->rank() + step) % peers_->world();
-          peers_->await(peer, held->places.at(peer), Word::written, held->written);
+          peers_->await(peer, held->places.at(peer), ShardWord::written, held->written);
         }
       } catch (const std::exception& error) {
         failure =
@@ -42,7 +42,7 @@ void Residents::take_over(const std::vector<int64_t>& written) {
       }
       store_own(*held);
       const std::lock_guard lock(mutex_);
-      held->words.of[static_cast<size_t>(Word::stored)] = held->written;
+      held->words.of[static_cast<size_t>(ShardWord::stored)] = held->written;
       held->is_stale = true;
     }
   });

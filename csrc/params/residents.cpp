@@ -46,7 +46,7 @@ int64_t Residents::add(std::string name, std::shared_ptr<AddressRange> range, at
   held->range = std::move(range);
   held->shard = std::move(shard);
   held->version = now_.version;
-  held->words.of[static_cast<size_t>(Word::version)] = now_.version;
+  held->words.of[static_cast<size_t>(ShardWord::version)] = now_.version;
   held->touched = ++now_.clock;
   held->pins = now_.whole;
   now_.resident_bytes += held->range->bytes();
@@ -217,8 +217,8 @@ std::string Residents::fetch(Held& held, bool memory_too, bool own_too) {
     for (done = 1; done < world; ++done) {
       const int peer = (peers_->rank() + done) % world;  // no rank is everybody's first
       const ShardPlace& place = held.places.at(peer);
-      peers_->await(peer, place, Word::version, held.version);
-      if (held.written > 0) peers_->await(peer, place, Word::stored, held.written);
+      peers_->await(peer, place, ShardWord::version, held.version);
+      if (held.written > 0) peers_->await(peer, place, ShardWord::stored, held.written);
       peers_->read(peer, place, held.range->data() + peer * part, part);
     }
   } catch (const std::exception& error) {

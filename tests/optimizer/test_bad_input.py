@@ -33,7 +33,7 @@ def test_a_parameter_given_twice_warns_and_is_trained_once() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"stage": 3}, r"stage must be one of \[1, 2\], got 3"),
+        ({"stage": 4}, r"stage must be one of \[1, 2, 3\], got 4"),
         ({"reduce_dtype": torch.int8}, r"reduce_dtype must be one of .*torch.bfloat16.*, got torch.int8"),
         ({"reduce_dtype": torch.float64}, r"reduce_dtype must be one of .*torch.float32.*, got torch.float64"),
         ({"reduce_dtype": "bf16"}, r"reduce_dtype must be one of .*torch.bfloat16.*, got bf16"),

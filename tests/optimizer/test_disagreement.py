@@ -140,7 +140,7 @@ def rank_1_alone_is_wrong() -> list[tuple[dict[str, Any], str]]:
         ({"params": [shared * 2]}, "ValueError: can't optimize a non-leaf Tensor"),
         (named(a=weight(dtype=torch.complex64)), "ValueError: parameter 'a' must be one of "),
         (named(a=weight(device="meta")), "ValueError: parameter 'a' is on the meta device"),
-        ({"stage": 3}, "ValueError: stage must be one of [1, 2], got 3"),
+        ({"stage": 4}, "ValueError: stage must be one of [1, 2, 3], got 4"),
         ({"reduce_dtype": torch.int8}, "ValueError: reduce_dtype must be one of "),
         ({"state_dtype": torch.int8}, "ValueError: state_dtype must be "),
         ({"master_weights": "fp64"}, "ValueError: master_weights must be one of "),
