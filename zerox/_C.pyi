@@ -91,7 +91,6 @@ class ShardPlace:
 class ResidentCounts:
     fetches: int
     fetched_bytes: int
-    releases: int
     faults: int
 
 class Residency:

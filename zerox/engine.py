@@ -300,7 +300,8 @@ class Engine(OptimizerState):
         rules = [self._rules.of(self.param_groups[m.group]) for m in trained]
         named = [(m.name, m.param, rule.name) for m, rule in zip(trained, rules, strict=True)]
         plans = self._options.plan(named, ranks.backend, ranks.size)
-        plans_of_still = self._options.plan([(m.name, m.param, "") for m in still], ranks.backend, ranks.size)
+        shared_out = [(m.name, m.param, "") for m in still if self._gather.shards_frozen]
+        plans_of_still = self._options.plan(shared_out, ranks.backend, ranks.size)
         self._gather.check_room([*rooms(plans, trained), *rooms(plans_of_still, still)])
         frozen = self._gather.take_frozen(still, plans_of_still)
         self._widened.take(m.param for m in trained)

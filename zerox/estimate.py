@@ -113,20 +113,23 @@ def estimate(
     frozen = [(name, tensor, "") for name, tensor, _ in everything if not tensor.requires_grad]
     parameters = 0 if apart else sum(tensor.nbytes for _, tensor, _ in frozen)
     whole: list[tuple[str, int]] = []  # buckets whose shard is apart
+
+    def parameters_of(plan: BucketPlan, first: str, dtype: torch.dtype) -> int:
+        nbytes = plan.layout.numel * dtype.itemsize
+        if not apart:
+            return nbytes
+        whole.append((f"the bucket of {first}", nbytes))
+        return storage_bytes(plan.layout.shard_numel, dtype.itemsize, on_host, 1)
+
     for plan in chosen.plan(frozen, backend, world_size) if apart else ():
-        dtype = frozen[plan.params[0]][1].dtype
-        parameters += storage_bytes(plan.layout.shard_numel, dtype.itemsize, on_host, 1)
-        whole.append(("a frozen bucket", plan.layout.numel * dtype.itemsize))
+        first, tensor, _ = frozen[plan.params[0]]
+        parameters += parameters_of(plan, first, tensor.dtype)
     master, moments = 0, 0
     flows = []
     named = [(name, tensor, rules.of(group).name) for name, tensor, group in trained]
     for plan in chosen.plan(named, backend, world_size):
         layout, dtype = plan.layout, tensors[plan.params[0]].dtype
-        if apart:
-            parameters += storage_bytes(layout.shard_numel, dtype.itemsize, on_host, 1)
-            whole.append((f"the bucket of {trained[plan.params[0]][0]}", layout.numel * dtype.itemsize))
-        else:
-            parameters += layout.numel * dtype.itemsize
+        parameters += parameters_of(plan, trained[plan.params[0]][0], dtype)
         groups = [trained[index][2] for index in plan.params]
         of_bucket = rules.of(groups[0])
         kept = of_bucket.wanted(groups)
@@ -227,7 +230,7 @@ def measured(inside: Inside) -> MemoryBytes:
 
 def _parameters(inside: Inside, moved: list[Member]) -> int:
     if isinstance(inside.gather, Residency):
-        shards = [buffer.own for buffer in inside.gather.buffers]
+        shards = [each.buffer.own for each in inside.gather.all]
         return _bytes_of([*shards, *(m.param for m in moved)]) + inside.gather.residents.room_bytes
     return _bytes_of([*(bucket.buffer.flat for bucket in inside.buckets), *(m.param for m in inside.frozen + moved)])
 

@@ -66,8 +66,7 @@ void bind_residency(py::module_& m) {
   py::class_<ResidentCounts>(m, "ResidentCounts")
       .def_readonly("fetches", &ResidentCounts::fetches)
       .def_readonly("fetched_bytes", &ResidentCounts::fetched_bytes)
-      .def_readonly("faults", &ResidentCounts::faults)
-      .def_readonly("releases", &ResidentCounts::releases);
+      .def_readonly("faults", &ResidentCounts::faults);
   py::class_<Residency, std::shared_ptr<Residency>>(m, "Residency")
       .def(py::init(&make_residency), py::kw_only(), py::arg("whereabouts"), py::arg("processes"), py::arg("rank"),
            py::arg("timeout"))

@@ -33,9 +33,9 @@ void Residents::take_over(const std::vector<int64_t>& written) {
           peers_->await(peer, held->places.at(peer), ShardWord::written, held->written);
         }
       } catch (const std::exception& error) {
-        failure =
-            ("zerox: parameters of " + held->name +
-             " were written here and not on all ranks: write on all, or inside optimizer.whole(). " + reason_of(error));
+        failure = "zerox: parameters of " + held->name +
+                  " were written here and not on all ranks: write on all, or inside optimizer.whole(). " +
+                  reason_of(error);
         const std::lock_guard lock(mutex_);
         if (now_.failure.empty()) now_.failure = failure;
         return;

@@ -266,7 +266,6 @@ void Residents::release(Held& held) {
   held.is_stale = held.is_old = false;
   held.range->release();
   now_.resident_bytes -= held.range->bytes();
-  ++now_.counts.releases;
 }
 
 void Residents::release_all() {

@@ -38,8 +38,7 @@ namespace zx {
 struct ResidentCounts {
   int64_t fetches = 0;        // buckets that were fetched
   int64_t fetched_bytes = 0;  // of other ranks' shards
-  int64_t releases = 0;
-  int64_t faults = 0;  // fetches that no operator announced
+  int64_t faults = 0;         // fetches that no operator announced
 };
 
 // Any thread may call any of these. In a forked child released parameters can't be fetched: see Note [Forks].

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from tests.residency.models import WORDS
+from tests.bucket_manager.rig import same_bits
+from tests.residency.models import WORDS, Gpt
 from zerox import FusedShardedAdam
 from zerox._C import Residency
 
@@ -22,12 +23,29 @@ def residents(optimizer: Any) -> Residency:
 
 
 def build(model: nn.Module, stage: int = 3, hostile: bool = False, **options: Any) -> FusedShardedAdam:
-    """``hostile``: each bucket is released as soon as no operator uses it."""
+    """``hostile``: in stage 3 each bucket is released as soon as no operator uses it."""
     optimizer = FusedShardedAdam(model.named_parameters(), lr=LR, stage=stage, **{"bucket_cap_mb": CAP, **options})
-    if hostile:
+    if hostile and stage == 3:
         residents(optimizer).set_hostile(True)
         residents(optimizer).release_all()
     return optimizer
+
+
+def made(stage: int = 3, hostile: bool = False, **options: Any) -> tuple[Gpt, FusedShardedAdam]:
+    """A model, of the same values each time."""
+    torch.manual_seed(0)
+    model = Gpt()
+    return model, build(model, stage, hostile, **options)
+
+
+def assert_same(ours: Iterable[Tensor], theirs: Iterable[Tensor]) -> None:
+    for one, other in zip(ours, theirs, strict=True):
+        assert same_bits(one, other)
+
+
+def assert_as_in_stage_2(run: Callable[[int], list[Tensor]]) -> None:
+    """``run``: of a stage."""
+    assert_same(run(2), run(3))
 
 
 def batch(step: int, rank: int) -> Tensor:

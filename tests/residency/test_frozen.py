@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
-from tests.bucket_manager.rig import same_bits
 from tests.ranks import run_ranks
 from tests.residency.models import Gpt, entropy
-from tests.residency.rig import batch, build, residents, train, values
+from tests.residency.rig import assert_as_in_stage_2, assert_same, batch, build, made, residents, train, values
 from zerox import FusedShardedAdam
 
 FROZEN = "blocks"
@@ -69,17 +70,15 @@ CHANGES: dict[str, Callable[[nn.Module, FusedShardedAdam], None]] = {
 
 
 def change(rank: int, world_size: int, name: str) -> None:
-    found = []
-    for stage in (2, 3):
+    def run(stage: int) -> list[Tensor]:
         model = frozen_model()
-        optimizer = build(model, stage, hostile=stage == 3)
+        optimizer = build(model, stage, hostile=True)
         seen = train(model, optimizer, rank, entropy, steps=2)
         CHANGES[name](model, optimizer)
         seen += values(model)
-        seen += train(model, optimizer, rank, entropy, steps=2)
-        found.append(seen)
-    for ours, theirs in zip(*found, strict=True):
-        assert same_bits(ours, theirs)
+        return [*seen, *train(model, optimizer, rank, entropy, steps=2)]
+
+    assert_as_in_stage_2(run)
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
@@ -104,14 +103,13 @@ def test_frozen_parameters_take_a_share_of_their_bytes() -> None:
         assert lasting < whole / 4 + 32 * 1024
 
 
-def several(rank: int, world_size: int) -> list[Tensor]:
-    found = []
-    for stage in (2, 3):
+def several(rank: int, world_size: int) -> None:
+    def run(stage: int) -> list[Tensor]:
         torch.manual_seed(0)
         model = Gpt()
         blocks = model.get_submodule("blocks")
         others = [(n, p) for n, p in model.named_parameters() if not n.startswith("blocks")]
-        one = build(blocks, stage, hostile=stage == 3)
+        one = build(blocks, stage, hostile=True)
         other = FusedShardedAdam(others, lr=1e-3, stage=stage)
         for step in range(3):
             entropy(model, batch(step, rank)).backward()
@@ -121,10 +119,9 @@ def several(rank: int, world_size: int) -> list[Tensor]:
             other.zero_grad()
         del one, other
         with torch.no_grad():
-            found.append([entropy(model, batch(9, rank)), *values(model)])
-    for ours, theirs in zip(*found, strict=True):
-        assert same_bits(ours, theirs)
-    return found[0]
+            return [entropy(model, batch(9, rank)), *values(model)]
+
+    assert_as_in_stage_2(run)
 
 
 def test_several_optimizers_and_what_a_deleted_one_leaves() -> None:
@@ -132,20 +129,13 @@ def test_several_optimizers_and_what_a_deleted_one_leaves() -> None:
 
 
 def deleted_at_other_times(rank: int, world_size: int) -> list[Tensor]:
-    import time
-
-    import torch.distributed as dist
-
-    torch.manual_seed(0)
-    model = Gpt()
-    optimizer = build(model, hostile=True)
+    model, optimizer = made(hostile=True)
     train(model, optimizer, rank, entropy)
     expected = values(model)
     dist.barrier()
     if rank == 1:
         time.sleep(0.5)
-        for ours, theirs in zip(values(model), expected, strict=True):
-            assert same_bits(ours, theirs)
+        assert_same(values(model), expected)
     del optimizer
     with torch.no_grad():
         for param in model.parameters():
@@ -156,5 +146,4 @@ def deleted_at_other_times(rank: int, world_size: int) -> list[Tensor]:
 
 def test_ranks_delete_their_optimizers_at_other_times() -> None:
     first, second = run_ranks(deleted_at_other_times, 2)
-    for ours, theirs in zip(first, second, strict=True):
-        assert same_bits(ours, theirs)
+    assert_same(first, second)

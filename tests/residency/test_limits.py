@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from tests.ranks import run_ranks
 from tests.residency.models import Gpt, entropy
-from tests.residency.rig import batch, build, residents, train
+from tests.residency.rig import batch, build, made, residents, train
 from zerox import FusedShardedAdam, estimate
 from zerox._C import room_bytes
 
@@ -120,9 +120,7 @@ def test_a_limit_that_is_none_is_refused(resident_mb: float) -> None:
 
 def steady(rank: int, world_size: int) -> tuple[int, int, int]:
     """Mappings, open files and bytes after many evaluations and steps, beside those after a few."""
-    torch.manual_seed(0)
-    model = Gpt()
-    optimizer = build(model, resident_mb=0.02)
+    model, optimizer = made(resident_mb=0.02)
 
     def look() -> tuple[int, int, int]:
         import os

@@ -17,16 +17,14 @@ from torch import Tensor
 from tests.bucket_manager.rig import same_bits
 from tests.mortal_ranks import fail_now, start_ranks
 from tests.ranks import run_ranks
-from tests.residency.models import Gpt, entropy
-from tests.residency.rig import batch, build, residents, train, values
+from tests.residency.models import entropy
+from tests.residency.rig import assert_as_in_stage_2, batch, build, made, residents, train, values
 from zerox.flow.residency import Residency
 
 
 def evaluate_alone(rank: int, world_size: int, other: str) -> float:
     """How long rank 0 needs for an evaluation while rank 1 does something else for a second."""
-    torch.manual_seed(0)
-    model = Gpt()
-    optimizer = build(model, hostile=True)
+    model, optimizer = made(hostile=True)
     dist.barrier()
     start = time.perf_counter()
     if rank == 0:
@@ -50,13 +48,12 @@ def test_a_rank_is_read_whatever_it_does(other: str) -> None:
     assert 0 < took < 0.5
 
 
-def branches(rank: int, world_size: int) -> list[Tensor]:
+def branches(rank: int, world_size: int) -> None:
     """Ranks read other blocks, in other orders, and other numbers of times."""
-    found = []
-    for stage in (2, 3):
-        torch.manual_seed(0)
-        model = Gpt()
-        optimizer = build(model, stage, hostile=stage == 3)
+
+    def run(stage: int) -> list[Tensor]:
+        model, optimizer = made(stage, hostile=True)
+        found = []
         for step in range(3):
             x = model.embedding(batch(step, rank))
             for index in ([0, 1, 2, 1], [2, 0])[rank]:
@@ -67,11 +64,9 @@ def branches(rank: int, world_size: int) -> list[Tensor]:
             if rank == step % 2:
                 with torch.no_grad():
                     found.append(entropy(model, batch(step, 7)))
-        found += values(model)
-    half = len(found) // 2
-    for ours, theirs in zip(found[:half], found[half:], strict=True):
-        assert same_bits(ours, theirs)
-    return found
+        return [*found, *values(model)]
+
+    assert_as_in_stage_2(run)
 
 
 def test_branches_that_differ_over_ranks() -> None:
@@ -80,7 +75,6 @@ def test_branches_that_differ_over_ranks() -> None:
 
 def slow_update(rank: int, world_size: int) -> None:
     """A rank that is late with one bucket after the other: nobody reads the last step's."""
-    found = []
     publish = Residency.start
 
     def late(self: Residency, index: int, background: bool = False) -> None:
@@ -88,12 +82,7 @@ def slow_update(rank: int, world_size: int) -> None:
         publish(self, index, background)
 
     with patch.object(Residency, "start", late):
-        for stage in (2, 3):
-            torch.manual_seed(0)
-            model = Gpt()
-            found.append(train(model, build(model, stage), rank, entropy))
-    for ours, theirs in zip(*found, strict=True):
-        assert same_bits(ours, theirs)
+        assert_as_in_stage_2(lambda stage: train(*made(stage), rank, entropy))
 
 
 def test_a_rank_that_updates_late_is_waited_for() -> None:
@@ -132,9 +121,7 @@ def test_no_thread_reads_a_shard_while_its_owner_writes_it() -> None:
 
 
 def gone(rank: int, world_size: int, place: str, how: signal.Signals) -> tuple[str, str]:
-    torch.manual_seed(0)
-    model = Gpt()
-    optimizer = build(model, hostile=True)
+    model, optimizer = made(hostile=True)
     train(model, optimizer, rank, entropy, steps=1)
     if rank == 1 and place == "forward":
         model.norm.register_forward_pre_hook(lambda *_: fail_now(how))

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from tests.ranks import run_ranks
 from tests.residency.models import Gpt, array, entropy
-from tests.residency.rig import build, residents, train, values
+from tests.residency.rig import build, made, residents, train, values
 
 NAME = "blocks.1.up.weight"
 
@@ -44,9 +44,7 @@ READS: dict[str, Callable[[nn.Parameter], Any]] = {
 
 
 def read(rank: int, world_size: int, name: str) -> None:
-    torch.manual_seed(0)
-    model = Gpt()
-    optimizer = build(model)
+    model, optimizer = made()
     train(model, optimizer, rank, entropy, steps=1)
     param = model.get_parameter(NAME)
     param.kept = param.detach()  # type: ignore[attr-defined]
@@ -69,9 +67,7 @@ def test_python_reads_a_released_parameter(name: str) -> None:
 
 
 def keep_an_array(rank: int, world_size: int) -> None:
-    torch.manual_seed(0)
-    model = Gpt()
-    optimizer = build(model)
+    model, optimizer = made()
     kept = model.get_parameter(NAME).detach().numpy()
     for _ in range(2):
         train(model, optimizer, rank, entropy, steps=1)
@@ -101,9 +97,7 @@ def test_a_read_by_the_system_raises() -> None:
 
 
 def fork(rank: int, world_size: int, way: str) -> None:
-    torch.manual_seed(0)
-    model = Gpt()
-    optimizer = build(model)
+    model, optimizer = made()
     expected = model.get_parameter(NAME).detach().clone()
     residents(optimizer).release_all()
     read_end, write_end = os.pipe()
@@ -162,9 +156,7 @@ def test_other_faults_end_the_process_as_ever() -> None:
 
 
 def write_by_numpy(rank: int, world_size: int, released: bool) -> None:
-    torch.manual_seed(0)
-    model = Gpt()
-    optimizer = build(model)
+    model, optimizer = made()
     param = model.get_parameter(NAME)
     before = param.detach().clone()
     memory = array(param)
@@ -191,9 +183,7 @@ def test_a_write_that_no_operator_shows_raises(released: bool) -> None:
 
 
 def collective(rank: int, world_size: int) -> None:
-    torch.manual_seed(0)
-    model = Gpt()
-    optimizer = build(model)
+    model, optimizer = made()
     weight = model.get_parameter(NAME)
     with pytest.raises(RuntimeError, match=rf"collective of torch.distributed .*{NAME}.*whole"):
         dist.all_reduce(weight.data)
@@ -232,9 +222,7 @@ def test_a_compiled_write_raises() -> None:
 
 def read_on_a_thread_that_keeps_the_gil(rank: int, world_size: int) -> None:
     """numpy's tolist() reads with the GIL, while step() runs on another thread and needs it."""
-    torch.manual_seed(0)
-    model = Gpt()
-    optimizer = build(model, hostile=True)
+    model, optimizer = made(hostile=True)
     memory, stop = array(model.get_parameter(NAME)), threading.Event()
 
     def look() -> None:

@@ -9,19 +9,17 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from tests.bucket_manager.rig import same_bits
 from tests.ranks import run_ranks
 from tests.residency.models import Gpt, array, entropy
-from tests.residency.rig import batch, build, residents, train, values
+from tests.residency.rig import assert_as_in_stage_2, assert_same, batch, made, residents, train, values
 from zerox import FusedShardedAdam, load, save
 
 
 def trained(rank: int, **options: Any) -> tuple[nn.Module, FusedShardedAdam]:
-    torch.manual_seed(0)
-    model = Gpt()
-    optimizer = build(model, **options)
+    model, optimizer = made(**options)
     train(model, optimizer, rank, entropy, steps=1)
     residents(optimizer).release_all()
     return model, optimizer
@@ -39,8 +37,7 @@ def read_by_one_rank(rank: int, world_size: int) -> None:
             before = residents(optimizer).counts.faults
             found = [torch.from_numpy(array(param).copy()) for param in model.parameters()]
             assert residents(optimizer).counts.faults == before
-        for ours, theirs in zip(found, expected, strict=True):
-            assert same_bits(ours, theirs)
+        assert_same(found, expected)
         assert not all(residents(optimizer).resident)
     dist.barrier()
     train(model, optimizer, rank, entropy, steps=1)
@@ -60,8 +57,7 @@ def written(rank: int, world_size: int, by_numpy: bool) -> None:
                 param.data.mul_(2)
         inside = values(model)
     residents(optimizer).release_all()
-    for ours, theirs in zip(values(model), inside, strict=True):
-        assert same_bits(ours, theirs)
+    assert_same(values(model), inside)
     train(model, optimizer, rank, entropy, steps=1)
 
 
@@ -76,8 +72,7 @@ def written_differently(rank: int, world_size: int) -> None:
     named = r"rank 0 has parameter 'blocks.1.up.weight' .*; rank 1 has parameter 'blocks.1.up.weight'"
     with pytest.raises(ValueError, match=named), optimizer.whole(), torch.no_grad():
         model.get_parameter("blocks.1.up.weight").fill_(float(rank))
-    for ours, theirs in zip(values(model), before, strict=True):
-        assert same_bits(ours, theirs)
+    assert_same(values(model), before)
     train(model, optimizer, rank, entropy, steps=1)
 
 
@@ -104,8 +99,7 @@ def raised(rank: int, world_size: int, only_on: int | None) -> None:
 
     with pytest.raises(expected, match=told):
         write()
-    for ours, theirs in zip(values(model), before, strict=True):
-        assert same_bits(ours, theirs)
+    assert_same(values(model), before)
     train(model, optimizer, rank, entropy, steps=1)
 
 
@@ -162,11 +156,8 @@ def test_what_was_written_or_moved_is_saved(tmp_path: Path) -> None:
 
 
 def stepped_inside(rank: int, world_size: int) -> None:
-    found = []
-    for stage in (2, 3):
-        torch.manual_seed(0)
-        model = Gpt()
-        optimizer = build(model, stage)
+    def run(stage: int) -> list[Tensor]:
+        model, optimizer = made(stage)
         with optimizer.whole():
             with torch.no_grad():
                 model.get_parameter("norm.weight").mul_(2)
@@ -174,9 +165,9 @@ def stepped_inside(rank: int, world_size: int) -> None:
             optimizer.step()
             seen = [torch.from_numpy(array(param).copy()) for param in model.parameters()]
             seen += train(model, optimizer, rank, entropy)
-        found.append([*seen, *train(model, optimizer, rank, entropy)])
-    for ours, theirs in zip(*found, strict=True):
-        assert same_bits(ours, theirs)
+        return [*seen, *train(model, optimizer, rank, entropy)]
+
+    assert_as_in_stage_2(run)
 
 
 def test_a_training_inside_has_the_same_bits() -> None:

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from tests.bucket_manager.rig import same_bits
 from tests.ranks import run_ranks
-from tests.residency.models import Gpt, entropy
-from tests.residency.rig import build, train, values
+from tests.residency.models import entropy
+from tests.residency.rig import assert_as_in_stage_2, made, train, values
 
 
 def fill(model: nn.Module, rank: int) -> None:
@@ -72,18 +72,14 @@ WRITES: dict[str, Callable[[nn.Module, int], None]] = {
 
 
 def write_between_steps(rank: int, world_size: int, name: str, hostile: bool) -> None:
-    found = []
-    for stage in (2, 3):
-        torch.manual_seed(0)
-        model = Gpt()
-        optimizer = build(model, stage, hostile=hostile and stage == 3)
+    def run(stage: int) -> list[Tensor]:
+        model, optimizer = made(stage, hostile)
         seen = train(model, optimizer, rank, entropy, steps=2)
         WRITES[name](model, rank)
         seen += values(model)
-        seen += train(model, optimizer, rank, entropy, steps=2)
-        found.append(seen)
-    for ours, theirs in zip(*found, strict=True):
-        assert same_bits(ours, theirs)
+        return [*seen, *train(model, optimizer, rank, entropy, steps=2)]
+
+    assert_as_in_stage_2(run)
 
 
 @pytest.mark.parametrize("hostile", [True, False])
@@ -94,9 +90,7 @@ def test_what_all_ranks_write_is_as_in_stage_2(name: str, world_size: int, hosti
 
 
 def write_on_one_rank(rank: int, world_size: int) -> None:
-    torch.manual_seed(0)
-    model = Gpt()
-    optimizer = build(model, process_group=dist.new_group(timeout=timedelta(seconds=1)))
+    model, optimizer = made(process_group=dist.new_group(timeout=timedelta(seconds=1)))
     told = r"blocks.0.up.weight.* written here and not on all ranks: .*whole\(\).*rank 1 did not come within 1 s"
     if rank == 0:
         with pytest.raises(RuntimeError, match=told), torch.no_grad():
@@ -113,9 +107,7 @@ def test_a_write_on_one_rank_raises_after_the_timeout() -> None:
 
 def different_writes(rank: int, world_size: int) -> list[Tensor]:
     """Each rank writes other values: the owner's count, from the next read on."""
-    torch.manual_seed(0)
-    model = Gpt()
-    optimizer = build(model, hostile=True)
+    model, optimizer = made(hostile=True)
     with torch.no_grad():
         for param in model.parameters():
             param.fill_(float(rank))

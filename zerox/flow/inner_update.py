@@ -110,7 +110,7 @@ class InnerUpdate:
                 inner.prepare(options, kinds)
                 parts, present = self._gradients(index)
                 bucket = self.buckets[index]
-                if bucket.master is None and bucket.shard_is_apart:
+                if bucket.master is None and bucket.buffer.shard_is_apart:
                     self.before[index] = bucket.param_shard.clone()
                 updated.append(inner.take_gradients(parts, present, counted, scale))
                 del parts  # which may be copies, for this bucket alone

@@ -73,8 +73,9 @@ class ParamGather:
     def prepare_checkpoint(self) -> None:
         """Before slice_of(): what was written and moved so far counts. Collective inside whole()."""
 
-    def check_room(self, named: Sequence[tuple[str, int]]) -> None:
-        """ValueError if a bucket of these names and bytes can't be whole."""
+    def check_room(self, added: Sequence[tuple[str, int]]) -> float:
+        """How many bytes may be whole with new buckets of these names and bytes. ValueError if the largest may not."""
+        return float("inf")
 
     def start(self, index: int, background: bool = False) -> None:
         """``background``: no caller waits right away. RuntimeError if a rank is known to be gone."""

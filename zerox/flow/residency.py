@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from typing import NamedTuple
 
-import torch.distributed as dist
 from torch import Tensor
 
 from zerox import _C as C
@@ -18,6 +18,18 @@ from zerox.ranks.group import Ranks
 from zerox.ranks.process_group import time_of
 from zerox.ranks.roll_call import summary_of
 from zerox.sliced_tensor import SlicedTensor
+
+
+class Resident(NamedTuple):
+    """A bucket, trained or frozen, with its name for errors."""
+
+    name: str
+    bucket: Bucket | FrozenBucket
+    buffer: ShardedBuffer
+
+    @property
+    def nbytes(self) -> int:
+        return self.buffer.flat.nbytes
 
 
 class Residency:
@@ -36,14 +48,15 @@ class Residency:
         self.manager = manager
         self.ranks = ranks
         self.resident_mb = resident_mb
-        timeout = dist.default_pg_timeout if ranks.given is None else time_of(ranks.given)
+        assert ranks.given is not None
         self.residents = C.Residency(
-            whereabouts=ranks.whereabouts, processes=ranks.neighbours, rank=ranks.rank, timeout=timeout
+            whereabouts=ranks.whereabouts,
+            processes=ranks.neighbours,
+            rank=ranks.rank,
+            timeout=time_of(ranks.given),
         )
-        self.index_of: dict[int, int] = {}  # among the residents, by index of a trained bucket
-        self.named: list[tuple[str, int]] = []  # name and bytes of each resident
-        self.buffers: list[ShardedBuffer] = []  # of each
-        self.names: list[list[str]] = []  # of its parameters
+        self.all: list[Resident] = []  # in the residents' order
+        self.index_of: dict[int, int] = {}  # in it, by index of a trained bucket
         self.depth = 0  # how many whole() are open
         self.is_updating = False
         self.is_writing = False  # step() has come to write shards
@@ -60,32 +73,26 @@ class Residency:
             bucket = FrozenBucket(each, [members[i] for i in each.params], self.make_buffer)
             self.ranks.broadcast(bucket.buffer.flat, f"the parameters of {bucket.describe(len(made))}")
             give_out(bucket.buffer.slots())
-            bucket.start()
+            bucket.buffer.start()
             made.append(bucket)
         return made
 
     def add_buckets(self, trained: Sequence[tuple[int, Bucket]], frozen: Sequence[FrozenBucket]) -> None:
-        """New ones, which have their values. Collective. ValueError if ``resident_mb`` is below the largest."""
-        num_frozen = len(self.named) - len(self.index_of)
-        new: list[tuple[str, Bucket | FrozenBucket]] = [(bucket.describe(index), bucket) for index, bucket in trained]
-        new += [(bucket.describe(num_frozen + count), bucket) for count, bucket in enumerate(frozen)]
-        first = len(self.named)
-        named = self.named + [(name, bucket.buffer.flat.nbytes) for name, bucket in new]
-        limit = resident_limit(named, self.resident_mb)
-        for name, bucket in new:
-            assert isinstance(bucket.buffer, ShardedBuffer)
-            self.residents.add(name, bucket.buffer.range, bucket.buffer.own)
-            bucket.buffer.is_shared_out = True
-            self.buffers.append(bucket.buffer)
-            self.names.append([member.name for member in bucket.members])
-        for count, (index, _) in enumerate(trained):
-            self.index_of[index] = first + count
-        self.named = named
-        places = [self.residents.place(index) for index in range(first, len(named))]
+        """New ones, which have their values and fit: see check_room(). Collective."""
+        first, num_frozen = len(self.all), len(self.all) - len(self.index_of)
+        self.index_of |= {index: first + count for count, (index, _) in enumerate(trained)}
+        added: list[tuple[int, Bucket | FrozenBucket]] = [*trained, *enumerate(frozen, num_frozen)]
+        for index, bucket in added:
+            buffer, name = bucket.buffer, bucket.describe(index)
+            assert isinstance(buffer, ShardedBuffer)
+            self.residents.add(name, buffer.range, buffer.own)
+            buffer.is_shared_out = True
+            self.all.append(Resident(name, bucket, buffer))
+        places = [self.residents.place(index) for index in range(first, len(self.all))]
         text = " ".join(f"{place.shard} {place.words}" for place in places)
         everyone = [[int(number) for number in each.split()] for each in self.ranks.all_gather_text(text)]
         self.residents.watch_added()
-        self.residents.set_limit(limit)
+        self.residents.set_limit(self.check_room([]))
         for count in range(len(places)):
             self.residents.set_places(
                 first + count, [C.ShardPlace(each[2 * count], each[2 * count + 1]) for each in everyone]
@@ -117,7 +124,7 @@ class Residency:
 
     def slice_of(self, param: Tensor) -> SlicedTensor | None:
         """Of a parameter that lies in its bucket, this rank's elements: a view of the shard."""
-        for buffer in self.buffers:
+        for _, _, buffer in self.all:
             for slot, each in enumerate(buffer.params):
                 if each is param and buffer.is_at_home(slot):
                     shape, strides = buffer.shapes[slot], buffer.strides[slot]
@@ -148,17 +155,17 @@ class Residency:
 
     def prepare_checkpoint(self) -> None:
         self._keep_written_so_far()
-        for buffer in self.buffers:
+        for _, _, buffer in self.all:
             for slot, param in enumerate(buffer.params):
-                if not buffer.is_at_home(slot) and any(each.range.has(param.data_ptr()) for each in self.buffers):
+                if not buffer.is_at_home(slot) and any(each.buffer.range.has(param.data_ptr()) for each in self.all):
                     param.data = param.detach().clone()  # it lies in another one's home, where nothing may be written
 
     def _keep_written_so_far(self) -> None:
         if self.depth:
             self._keep_written()
 
-    def check_room(self, named: Sequence[tuple[str, int]]) -> None:
-        resident_limit([*self.named, *named], self.resident_mb)
+    def check_room(self, added: Sequence[tuple[str, int]]) -> float:
+        return resident_limit([*((each.name, each.nbytes) for each in self.all), *added], self.resident_mb)
 
     def _keep_written(self) -> None:
         written = self.residents.written_inside()
@@ -183,11 +190,11 @@ class Residency:
 
     def _described(self, index: int) -> Iterator[str]:
         """Each parameter of a bucket, with a digest of its values."""
-        buffer = self.buffers[index]
-        for slot, name in enumerate(self.names[index]):
+        _, bucket, buffer = self.all[index]
+        for slot, member in enumerate(bucket.members):
             start = buffer.layout.offsets[slot]
             values = buffer.flat[start : start + buffer.layout.numels[slot]]
-            yield f"parameter '{name}' with values of digest {C.digest(values):016x} at the end of whole()"
+            yield f"parameter '{member.name}' with values of digest {C.digest(values):016x} at the end of whole()"
 
     def found_elsewhere(self, slots: Sequence[BufferSlot]) -> list[Tensor]:
         """In step() only: until then others read the shards. And before ranks meet: one's values may lie in another's

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from zerox._C import SEGMENT_COLUMNS
 from zerox.grad_dtype import grad_dtype_of
-from zerox.memory.flat import FlatBuffer, ShardedBuffer, dense_strides
+from zerox.memory.flat import FlatBuffer, dense_strides
 from zerox.memory.stored import Stored
 from zerox.model_names import quoted
 from zerox.plan.buckets import BucketPlan
@@ -79,11 +79,6 @@ class FrozenBucket:
         self.members = list(members)
         self.buffer = make_buffer([member.param for member in members], plan.layout)
 
-    def start(self) -> None:
-        """The shard takes the parameters' values, once these are the same on all ranks."""
-        assert isinstance(self.buffer, ShardedBuffer)
-        self.buffer.start()
-
     def describe(self, index: int) -> str:
         return f"frozen {describe(index, self.members)}"
 
@@ -141,11 +136,6 @@ class Bucket:
         return sorted({member.group for member in self.members})
 
     @property
-    def shard_is_apart(self) -> bool:
-        """Whether no whole copy of the parameters lasts beside the shards (ZeRO stage 3)."""
-        return isinstance(self.buffer, ShardedBuffer)
-
-    @property
     def device(self) -> torch.device:
         return self.buffer.flat.device
 
@@ -177,8 +167,7 @@ class Bucket:
 
     def start(self) -> None:
         """The shard and the master take the parameters' values, once these are the same on all ranks."""
-        if isinstance(self.buffer, ShardedBuffer):
-            self.buffer.start()
+        self.buffer.start()
         if MASTER.key in self.state:
             self.state[MASTER.key].values.copy_(self.param_shard)
 

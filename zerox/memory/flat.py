@@ -27,6 +27,8 @@ class FlatBuffer:
     as one of them. Moving in takes memory for the bucket once more. ``flat``: memory that is there already, all zero.
     """
 
+    shard_is_apart = False  # no whole copy of the parameters lasts beside the shards (ZeRO stage 3)
+
     def __init__(self, params: Sequence[Tensor], layout: Layout, flat: Tensor | None = None) -> None:
         self.params = list(params)
         self.layout = layout
@@ -47,6 +49,13 @@ class FlatBuffer:
         span = self.layout.shard_span(rank)
         return self.flat[span.start : span.stop]
 
+    def start(self) -> None:
+        """The parameters have the values that are the same on all ranks."""
+
+    def put(self, slot: int, value: Tensor) -> None:
+        """Copies a parameter's value home."""
+        self.home(slot).copy_(value)
+
     def misfit(self, slot: int, name: str) -> str:
         """Why a parameter that lies elsewhere (after .to(), .data =) can't be taken in; empty if it can."""
         param = self.params[slot]
@@ -66,7 +75,10 @@ class ShardedBuffer(FlatBuffer):
     ``range``: its addresses, which have memory until it is given to the residents.
     """
 
+    shard_is_apart = True
+
     def __init__(self, params: Sequence[Tensor], layout: Layout, rank: int, range: C.AddressRange) -> None:
+        self.own_segments = {segment.slot: segment for segment in layout.segments(rank)}
         self.is_shared_out = False  # whether the residents have it
         self.range = range
         self.rank = rank
@@ -88,23 +100,24 @@ class ShardedBuffer(FlatBuffer):
         return self.own
 
     def start(self) -> None:
-        """The shard takes its values, once these are the same on all ranks."""
+        """The shard takes its part of them."""
         self.own.copy_(super().shard(self.rank))
 
     def own_span(self, slot: int) -> Span:
         """Which elements of the parameter, in memory order, this rank owns."""
-        shard, first = self.layout.shard_span(self.rank), self.layout.offsets[slot]
-        begin = max(shard.start, first)
-        end = max(begin, min(shard.stop, first + self.layout.numels[slot]))
-        return Span(begin - first, end - first) if begin < end else Span(0, 0)
+        own = self.own_segments.get(slot)
+        return Span(own.param_start, own.param_start + own.span.numel) if own else Span(0, 0)
 
     def own_values(self, slot: int) -> Tensor:
         """These, in the shard."""
-        span, start = self.own_span(slot), self.layout.offsets[slot] - self.layout.shard_span(self.rank).start
-        return self.own[start + span.start : start + span.stop] if span.numel else self.own[:0]
+        own = self.own_segments.get(slot)
+        return self.own[own.span.start : own.span.stop] if own else self.own[:0]
 
-    def store(self, slot: int, value: Tensor) -> None:
-        """The shard takes its part of a new value of a parameter."""
+    def put(self, slot: int, value: Tensor) -> None:
+        """Copies this rank's part into the shard: once the residents have the buffer, it may have no memory."""
+        if not self.is_shared_out:
+            super().put(slot, value)
+            return
         in_order = torch.empty_strided(value.shape, self.strides[slot], dtype=value.dtype, device=value.device)
         in_order.copy_(value)
         span = self.own_span(slot)
@@ -132,13 +145,9 @@ def take_in(slots: Sequence[BufferSlot], values: Sequence[Tensor]) -> None:
     """
     for (buffer, slot), value in zip(slots, values, strict=True):
         param = buffer.params[slot]
-        home = buffer.home(slot)
-        if isinstance(buffer, ShardedBuffer) and buffer.is_shared_out:
-            buffer.store(slot, value)
-        else:
-            home.copy_(value)
+        buffer.put(slot, value)
         if not in_shared_memory(param):
-            param.data = C.with_own_storage(home)
+            param.data = C.with_own_storage(buffer.home(slot))
 
 
 @torch.no_grad()

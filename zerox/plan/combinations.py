@@ -158,12 +158,7 @@ ROWS = (
     ),
     Row(
         OF_STAGE_3,
-        some("device", "cuda"),
-        Refused("ranks read sharded parameters from the memory of each other's processes", "On a GPU use stage=2"),
-    ),
-    Row(
-        OF_STAGE_3,
-        some("backend", "nccl"),
+        (*some("device", "cuda"), *some("backend", "nccl")),
         Refused("ranks read sharded parameters from the memory of each other's processes", "On a GPU use stage=2"),
     ),
     Row(
