@@ -11,7 +11,6 @@ import gc
 import os
 import subprocess
 import tempfile
-import threading
 import time
 import warnings
 from collections.abc import Callable
@@ -202,46 +201,6 @@ def test_a_child_of_a_fork_that_python_does_not_know_of_is_told_what_had_not_arr
             assert "optimizer.synchronize() before such a fork" in text
         assert [text for text in warned if "their values are partly old" in text]
         assert still_held
-        assert trains
-
-
-def forked_by_a_thread(rank: int, _: int) -> tuple[set[Any], bool]:
-    """What children said that another thread forked wherever the training was, and whether that went on.
-
-    They ask nothing of torch: a lock of its own that the training's thread held stays held in them.
-    """
-    model, optimizer = build(Backwards, overlap=True)
-    train_step(model, optimizer, rank, 0)
-    said: set[Any] = set()
-    over = threading.Event()
-
-    def read() -> str:
-        try:
-            optimizer.inside.manager.params.missing  # noqa: B018
-            return "known"
-        except RuntimeError as error:
-            return str(error)
-
-    def fork() -> None:
-        while not over.is_set():
-            said.add(in_a_child(read))
-
-    thread = threading.Thread(target=fork)
-    thread.start()
-    try:
-        for step in range(1, 60):
-            train_step(model, optimizer, rank, step)
-    finally:
-        over.set()
-        thread.join()
-    return said, train_on(model, optimizer, rank)
-
-
-def test_a_child_that_a_thread_forks_in_the_midst_of_a_step_never_hangs_in_zerox() -> None:
-    for said, trains in run_ranks(forked_by_a_thread, 2):
-        assert said
-        for text in said:
-            assert text == "known" or "when this process was forked" in text, text
         assert trains
 
 

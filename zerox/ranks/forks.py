@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
 import weakref
 
 import torch.distributed as dist
@@ -15,6 +16,7 @@ from zerox import _C as C
 
 _inherited: list[dist.ProcessGroup] = []
 _ours: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()
+_forking = threading.local()  # several threads may fork at once
 
 
 def leave_to_parent(group: dist.ProcessGroup) -> None:
@@ -32,14 +34,27 @@ def check_made_here(group: dist.ProcessGroup) -> None:
         )
 
 
+def _before() -> None:
+    """Keeps all groups while the fork goes on.
+
+    The child clears the states of threads it doesn't have before it calls ``_in_child``, and such a state may hold a
+    group's last reference: DTensor's cache of operators does.
+    """
+    world = getattr(sys.modules.get("torch.distributed.distributed_c10d"), "_world", None)
+    _forking.groups = dict(world.pg_map) if world is not None else {}, set(_ours)  # the first with their stores
+    C.before_fork()
+
+
+def _in_parent() -> None:
+    del _forking.groups
+
+
 def _in_child() -> None:
     """Keeps all groups, also at exit: torch's would wait for their threads, and stores would stop the parent's."""
-    world = getattr(sys.modules.get("torch.distributed.distributed_c10d"), "_world", None)
-    known = dict(world.pg_map) if world is not None else {}  # with their stores
-    groups = {*known, *_ours}
-    C.keep_forever((known, groups))
-    _inherited.extend(groups)
+    C.keep_forever(_forking.groups)
+    known, ours = _forking.groups
+    _inherited.extend({*known, *ours})
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(before=C.before_fork, after_in_child=_in_child)
+    os.register_at_fork(before=_before, after_in_parent=_in_parent, after_in_child=_in_child)
