@@ -92,6 +92,22 @@ class ResidentCounts:
     fetches: int
     fetched_bytes: int
     faults: int
+    waits: int
+    prefetches: int
+
+class ResidencyEvent:
+    class Kind(enum.Enum):
+        FETCH = 0
+        ARRIVE = 1
+        RELEASE = 2
+        WAIT = 3
+        GO_ON = 4
+        STEP = 5
+
+    kind: Kind
+    bucket: int
+    time_ns: int
+    resident_bytes: int
 
 class Residency:
     counts: ResidentCounts
@@ -101,7 +117,14 @@ class Residency:
     num_calls: int
     failure: str
     def __init__(
-        self, *, whereabouts: Whereabouts | None, processes: Sequence[int], rank: int, timeout: datetime.timedelta
+        self,
+        *,
+        group: ProcessGroup | None,
+        whereabouts: Whereabouts | None,
+        processes: Sequence[int],
+        rank: int,
+        world: int,
+        timeout: datetime.timedelta,
     ) -> None: ...
     def set_limit(self, nbytes: float) -> None: ...
     def make_range(self, nbytes: int) -> AddressRange: ...
@@ -121,6 +144,8 @@ class Residency:
     def take_failure(self) -> str: ...
     def set_hostile(self, hostile: bool) -> None: ...
     def release_all(self) -> None: ...
+    def record(self, on: bool) -> None: ...
+    def take_events(self) -> list[ResidencyEvent]: ...
 
 class Move(enum.Enum):
     REDUCE_SCATTER = 0

@@ -38,10 +38,13 @@ class Residency {
   std::optional<ReadGuard> guard_;
 };
 
-std::shared_ptr<Residency> make_residency(std::shared_ptr<Whereabouts> whereabouts, std::vector<int64_t> processes,
-                                          int rank, std::chrono::milliseconds timeout) {
+// `group`: null if all ranks read each other's memory.
+std::shared_ptr<Residency> make_residency(std::optional<Group> group, std::shared_ptr<Whereabouts> whereabouts,
+                                          std::vector<int64_t> processes, int rank, int world,
+                                          std::chrono::milliseconds timeout) {
   Residents::keep_for_others(nullptr);
-  auto peers = std::make_shared<PeerShards>(std::move(whereabouts), std::move(processes), rank, timeout);
+  auto peers = std::make_shared<PeerShards>(Line{group.value_or(Group()), std::move(whereabouts)}, std::move(processes),
+                                            rank, world, timeout);
   return destroyed_without_gil(new Residency(std::make_shared<Residents>(std::move(peers))));
 }
 
@@ -66,10 +69,24 @@ void bind_residency(py::module_& m) {
   py::class_<ResidentCounts>(m, "ResidentCounts")
       .def_readonly("fetches", &ResidentCounts::fetches)
       .def_readonly("fetched_bytes", &ResidentCounts::fetched_bytes)
-      .def_readonly("faults", &ResidentCounts::faults);
+      .def_readonly("faults", &ResidentCounts::faults)
+      .def_readonly("waits", &ResidentCounts::waits)
+      .def_readonly("prefetches", &ResidentCounts::prefetches);
+  py::class_<ResidencyEvent> event(m, "ResidencyEvent");
+  py::enum_<ResidencyEvent::Kind>(event, "Kind")
+      .value("FETCH", ResidencyEvent::Kind::fetch)
+      .value("ARRIVE", ResidencyEvent::Kind::arrive)
+      .value("RELEASE", ResidencyEvent::Kind::release)
+      .value("WAIT", ResidencyEvent::Kind::wait)
+      .value("GO_ON", ResidencyEvent::Kind::go_on)
+      .value("STEP", ResidencyEvent::Kind::step);
+  event.def_readonly("kind", &ResidencyEvent::kind)
+      .def_readonly("bucket", &ResidencyEvent::bucket)
+      .def_readonly("time_ns", &ResidencyEvent::time_ns)
+      .def_readonly("resident_bytes", &ResidencyEvent::resident_bytes);
   py::class_<Residency, std::shared_ptr<Residency>>(m, "Residency")
-      .def(py::init(&make_residency), py::kw_only(), py::arg("whereabouts"), py::arg("processes"), py::arg("rank"),
-           py::arg("timeout"))
+      .def(py::init(&make_residency), py::kw_only(), py::arg("group"), py::arg("whereabouts"), py::arg("processes"),
+           py::arg("rank"), py::arg("world"), py::arg("timeout"))
       .def(
           "set_limit",
           [](Residency& self, double bytes) { self->set_limit(bytes < 9e18 ? static_cast<size_t>(bytes) : SIZE_MAX); },
@@ -121,6 +138,10 @@ void bind_residency(py::module_& m) {
           "set_hostile", [](Residency& self, bool hostile) { self->set_hostile(hostile); }, py::arg("hostile"))
       .def(
           "release_all", [](Residency& self) { self->release_all(); }, Release())
+      .def(
+          "record", [](Residency& self, bool on) { self->record(on); }, py::arg("on"), Release())
+      .def(
+          "take_events", [](Residency& self) { return self->take_events(); }, Release())
       .def_property_readonly("counts", py::cpp_function([](Residency& self) { return self->counts(); }, Release()))
       .def_property_readonly("resident_bytes",
                              py::cpp_function([](Residency& self) { return self->resident_bytes(); }, Release()))

@@ -8,7 +8,15 @@
 
 namespace zx {
 
-enum class TagKind : int { scatter = 0, gather = 1, small = 2, scatter_done = 3, gather_done = 4 };
+enum class TagKind : int {
+  scatter = 0,
+  gather = 1,
+  small = 2,
+  scatter_done = 3,
+  gather_done = 4,
+  question = 5,
+  answer = 6
+};
 constexpr unsigned kTagKinds = 8;  // room for this many
 constexpr int kTagsEnd = 1 << 30;  // tags from here on belong to no kind
 

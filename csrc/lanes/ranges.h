@@ -11,6 +11,7 @@
 //   update        optimizer's caller  the shard's states and parameters
 //   gather        optimizer's caller  messages are posted
 //   gather_wait   optimizer's caller  until the others' parameters are there; if hidden, on a reader's thread or a lane
+//   fetch, fetch_wait, release  a reader's thread (stage 3): sharded parameters come, are waited for, and go
 //   gather_grads, gather_grads_wait   where backward ends: the same for whole gradients
 #pragma once
 

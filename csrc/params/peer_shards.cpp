@@ -1,5 +1,8 @@
 #include "params/peer_shards.h"
 
+#include <ATen/ops/empty.h>
+#include <ATen/ops/from_blob.h>
+
 #include <algorithm>
 #include <stdexcept>
 #include <thread>
@@ -15,6 +18,63 @@ constexpr microseconds kFirstPause{20};
 constexpr microseconds kLongestPause{1000};
 
 }  // namespace
+
+PeerShards::PeerShards(Line line, std::vector<int64_t> processes, int rank, int world,
+                       std::chrono::milliseconds timeout)
+    : whereabouts_(line.whereabouts), neighbours_(std::move(processes)), rank_(rank), world_(world), timeout_(timeout) {
+  if (line.group == nullptr) return;
+  server_ = std::make_unique<ShardServer>(line.group);
+  questions_ = std::make_unique<ShardQuestions>(std::move(line));
+}
+
+// From the next one on, so that no rank is everybody's first.
+std::vector<int> PeerShards::others(bool neighbours) const {
+  std::vector<int> found;
+  for (int step = 1; step < world_; ++step) {
+    const int peer = (rank_ + step) % world_;
+    if (neighbours_.has(peer) == neighbours) found.push_back(peer);
+  }
+  return found;
+}
+
+void PeerShards::add(const at::Tensor& shard, const SharedWords& words) const {
+  if (server_) server_->add(shard, words);
+}
+
+void PeerShards::words_changed() const {
+  if (server_) server_->words_changed();
+}
+
+void PeerShards::fetch(int64_t bucket, const std::vector<ShardPlace>& places, int64_t version, int64_t stored,
+                       char* flat, size_t shard_bytes) const {
+  const auto asked =
+      ask_others({.bucket = bucket, .version = version, .stored = stored, .wants_shard = true}, flat, shard_bytes);
+  for (const int peer : others(true)) {
+    const ShardPlace& place = places.at(peer);
+    await(peer, place, ShardWord::version, version);
+    if (stored > 0) await(peer, place, ShardWord::stored, stored);
+    whereabouts_->needing(peer, [&] { neighbours_.read(peer, place.shard, flat + peer * shard_bytes, shard_bytes); });
+  }
+  for (const auto& each : asked) questions_->await(each);
+}
+
+void PeerShards::await_written(int64_t bucket, const std::vector<ShardPlace>& places, int64_t written) const {
+  const auto asked = ask_others({.bucket = bucket, .written = written}, nullptr, 0);
+  for (const int peer : others(true)) await(peer, places.at(peer), ShardWord::written, written);
+  for (const auto& each : asked) questions_->await(each);
+}
+
+std::vector<ShardQuestions::Asked> PeerShards::ask_others(const Question& question, char* flat,
+                                                          size_t shard_bytes) const {
+  std::vector<ShardQuestions::Asked> asked;
+  for (const int peer : others(false)) {
+    const auto size = static_cast<int64_t>(shard_bytes);
+    const at::Tensor answer =
+        flat == nullptr ? at::empty({1}, at::kByte) : at::from_blob(flat + peer * shard_bytes, {size}, at::kByte);
+    asked.push_back(questions_->ask(peer, question, answer));
+  }
+  return asked;
+}
 
 int64_t PeerShards::read_word(int rank, const ShardPlace& place, ShardWord word) const {
   int64_t value = 0;
@@ -43,16 +103,17 @@ void PeerShards::await(int rank, const ShardPlace& place, ShardWord word, int64_
   std::atomic_thread_fence(std::memory_order_seq_cst);  // what the word stands for is read after it
 }
 
+void PeerShards::say_left() const {
+  for (const int peer : others(false)) questions_->say_farewell(peer);
+}
+
 bool PeerShards::has_left(int rank, const ShardPlace& place) const {
+  if (!neighbours_.has(rank)) return server_->has_left(rank);
   try {
     return read_word(rank, place, ShardWord::left) != 0;
   } catch (const std::exception&) {
     return true;
   }
-}
-
-void PeerShards::read(int rank, const ShardPlace& place, void* into, size_t bytes) const {
-  whereabouts_->needing(rank, [&] { neighbours_.read(rank, place.shard, into, bytes); });
 }
 
 }  // namespace zx

@@ -3,7 +3,6 @@
 
 #include <ATen/core/Tensor.h>
 
-#include <atomic>
 #include <chrono>
 #include <cstdint>
 #include <memory>
@@ -12,6 +11,9 @@
 
 #include "exchange/neighbours.h"
 #include "exchange/whereabouts.h"
+#include "params/shard_questions.h"
+#include "params/shard_server.h"
+#include "params/shard_words.h"
 
 namespace zx {
 
@@ -21,8 +23,8 @@ namespace zx {
 // that differ, text that ends earlier on one rank, evaluation by one rank alone.
 //
 // But shards stay as they are from one step to the next. So a rank reads the others' shards from their memory (see Note
-// [Neighbours]), in any order, as often as it likes, whatever they do meanwhile. Beside its shard each rank has a few
-// numbers, which say of which step the shard is:
+// [Neighbours]), or asks for them (see Note [Shards by message]), in any order, as often as it likes, whatever they do
+// meanwhile. Beside its shard each rank has a few numbers, which say of which step the shard is:
 //
 //   version  rises when step() has written the shard. Whoever has come to version n waits until the others' have.
 //   written  rises when an operator outside step() has written this rank's copy of the bucket (load_state_dict, p.mul_)
@@ -36,11 +38,6 @@ namespace zx {
 //   is stored.
 // A rank that does not come is named after the timeout.
 
-enum class ShardWord : uint8_t { version, written, stored, left };
-struct SharedWords {
-  std::atomic<int64_t> of[4] = {0, 0, 0, 0};
-};
-
 // Where a rank has a shard and its words.
 struct ShardPlace {
   uint64_t shard;
@@ -50,27 +47,41 @@ struct ShardPlace {
 // Any thread may call any of these.
 class PeerShards {
  public:
-  PeerShards(std::shared_ptr<Whereabouts> whereabouts, std::vector<int64_t> processes, int rank,
-             std::chrono::milliseconds timeout)
-      : whereabouts_(std::move(whereabouts)), neighbours_(std::move(processes)), rank_(rank), timeout_(timeout) {}
+  // `processes` as in Neighbours. `line`: to ranks that are none; without a group if all are.
+  PeerShards(Line line, std::vector<int64_t> processes, int rank, int world, std::chrono::milliseconds timeout);
 
   int rank() const { return rank_; }
-  int world() const { return neighbours_.world(); }
+  int world() const { return world_; }
+  bool asks_others() const { return questions_ != nullptr; }  // else it reads all of them in memory
 
-  // Returns when a word of `rank` is at least `value`. Throws std::runtime_error that names the rank that is missing.
-  void await(int rank, const ShardPlace& place, ShardWord word, int64_t value) const;
-  // Copies the first `bytes` of a rank's shard. Throws as await().
-  void read(int rank, const ShardPlace& place, void* into, size_t bytes) const;
-  // Whether the rank is gone, or has deleted its optimizer. Never throws.
+  // This rank's shard of the next bucket, and that it has changed a word.
+  void add(const at::Tensor& shard, const SharedWords& words) const;
+  void words_changed() const;
+
+  // The others' shards of a bucket, each into its place in `flat`. `version` and `stored`: how far they must have come.
+  // `places`: by rank. Throws std::runtime_error that names the rank that is missing.
+  void fetch(int64_t bucket, const std::vector<ShardPlace>& places, int64_t version, int64_t stored, char* flat,
+             size_t shard_bytes) const;
+  // Returns when all have written a bucket so often. Throws as fetch().
+  void await_written(int64_t bucket, const std::vector<ShardPlace>& places, int64_t written) const;
+
+  // This rank will fetch nothing more. Whether another has said so, or is gone: neither throws.
+  void say_left() const;
   bool has_left(int rank, const ShardPlace& place) const;
 
  private:
+  void await(int rank, const ShardPlace& place, ShardWord word, int64_t value) const;
   int64_t read_word(int rank, const ShardPlace& place, ShardWord word) const;
+  std::vector<ShardQuestions::Asked> ask_others(const Question& question, char* flat, size_t shard_bytes) const;
+  std::vector<int> others(bool neighbours) const;
 
   std::shared_ptr<Whereabouts> whereabouts_;
   Neighbours neighbours_;
   int rank_;
+  int world_;
   std::chrono::milliseconds timeout_;
+  std::unique_ptr<ShardQuestions> questions_;  // null if all are neighbours, as is the server
+  std::unique_ptr<ShardServer> server_;
 };
 
 }  // namespace zx

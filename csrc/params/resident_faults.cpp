@@ -34,6 +34,8 @@ bool Residents::access_at(const void* address, bool is_write) {
   ++held.pins;
   held.touched = ++now_.clock;
   ++now_.counts.faults;
+  past_.script.note(bucket);
+  now_.counts.waits += is_up_to_date(held) ? 0 : 1;
   std::string failure;
   const auto fetch_it = [&] { failure = fetch_now(held, lock, "code without an operator"); };
   const bool waits = held.state == State::arriving || now_.updating || held.is_stale || held.is_old;

@@ -18,8 +18,8 @@ void Residents::begin_update() {
 
 void Residents::publish(int64_t bucket) {
   const std::lock_guard lock(mutex_);
-  held_.at(bucket)->words.of[static_cast<size_t>(ShardWord::version)].store(now_.version + 1,
-                                                                            std::memory_order_release);
+  held_.at(bucket)->words.at(ShardWord::version).store(now_.version + 1, std::memory_order_release);
+  peers_->words_changed();
 }
 
 void Residents::end_update(bool is_update) {
@@ -27,9 +27,10 @@ void Residents::end_update(bool is_update) {
   if (!now_.updating) return;
   if (is_update) {
     ++now_.version;
-    functions_.forget_calls();
+    past_.functions.forget_calls();
+    past_.log.note(ResidencyEvent::Kind::step, -1, now_.resident_bytes);
     for (const auto& held : held_) {
-      held->words.of[static_cast<size_t>(ShardWord::version)].store(now_.version, std::memory_order_release);
+      held->words.at(ShardWord::version).store(now_.version, std::memory_order_release);
       if (std::exchange(held->is_lent, false)) {
         --held->pins;
         --held->writers;
@@ -40,6 +41,7 @@ void Residents::end_update(bool is_update) {
         held->is_old = held->state == State::resident;
       }
     }
+    peers_->words_changed();
   }
   now_.updating = false;
   changed_.notify_all();
@@ -52,7 +54,8 @@ void Residents::make_whole_for_good() {
   enter_whole();
   const std::lock_guard lock(mutex_);
   now_.forgotten = true;
-  for (const auto& held : held_) held->words.of[static_cast<size_t>(ShardWord::left)] = 1;
+  for (const auto& held : held_) held->words.at(ShardWord::left) = 1;
+  peers_->say_left();
   if (!now_.failure.empty()) TORCH_WARN(now_.failure, ". The optimizer was deleted without them");
 }
 
@@ -87,7 +90,7 @@ bool Residents::is_read_by_others() const {
 
 // See Note [Forks]. An operator can't be stopped.
 void Residents::in_child(Held& held) {
-  if (held.state == State::resident && !held.is_stale && !held.is_old) {
+  if (is_up_to_date(held)) {
     held.range->let_write(true);  // the child's own copy
     return;
   }

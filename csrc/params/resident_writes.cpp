@@ -19,19 +19,17 @@ void Residents::take_over(const std::vector<int64_t>& written) {
       Held& held = *held_[bucket];
       if (held.places.empty()) continue;  // the constructor is not through
       if (now_.whole > 0) continue;
-      held.words.of[static_cast<size_t>(ShardWord::written)] = ++held.written;
+      held.words.at(ShardWord::written) = ++held.written;
       now.push_back(&held);
     }
+    peers_->words_changed();
   }
   if (now.empty()) return;
   std::string failure;
   ReadGuard::without_gil([&] {
     for (Held* held : now) {
       try {
-        for (int step = 1; step < peers_->world(); ++step) {
-          const int peer = (peers_->rank() + step) % peers_->world();
-          peers_->await(peer, held->places.at(peer), ShardWord::written, held->written);
-        }
+        peers_->await_written(held->index, held->places, held->written);
       } catch (const std::exception& error) {
         failure = "zerox: parameters of " + held->name +
                   " were written here and not on all ranks: write on all, or inside optimizer.whole(). " +
@@ -42,7 +40,8 @@ void Residents::take_over(const std::vector<int64_t>& written) {
       }
       store_own(*held);
       const std::lock_guard lock(mutex_);
-      held->words.of[static_cast<size_t>(ShardWord::stored)] = held->written;
+      held->words.at(ShardWord::stored) = held->written;
+      peers_->words_changed();
       held->is_stale = true;
     }
   });

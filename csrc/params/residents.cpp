@@ -46,10 +46,11 @@ int64_t Residents::add(std::string name, std::shared_ptr<AddressRange> range, at
   held->range = std::move(range);
   held->shard = std::move(shard);
   held->version = now_.version;
-  held->words.of[static_cast<size_t>(ShardWord::version)] = now_.version;
+  held->words.at(ShardWord::version) = now_.version;
   held->touched = ++now_.clock;
   held->pins = now_.whole;
   now_.resident_bytes += held->range->bytes();
+  peers_->add(held->shard, held->words);
   held_.push_back(std::move(held));
   return held_.back()->index;
 }
@@ -117,14 +118,14 @@ void Residents::before_function(const ReadGuard::PythonFunction& function, const
   std::sort(buckets.begin(), buckets.end());
   buckets.erase(std::unique(buckets.begin(), buckets.end()), buckets.end());
   const std::lock_guard lock(mutex_);
-  functions_.note(function.name, {function.thread, function.number}, std::move(buckets));
+  past_.functions.note(function.name, {function.thread, function.number}, std::move(buckets));
 }
 
 void Residents::before_backward_of(const ReadGuard::PythonFunction& function, ReadGuard::Keeps& keeps) {
   std::vector<int64_t> buckets;
   if (process_.is_this()) {
     const std::lock_guard lock(mutex_);
-    buckets = functions_.read_by(function.name, {function.thread, function.number});
+    buckets = past_.functions.read_by(function.name, {function.thread, function.number});
   }
   for (const int64_t bucket : buckets) {
     pin(bucket, function.name.c_str());
@@ -142,12 +143,16 @@ void Residents::pin(int64_t bucket, const char* reader) {
   Held& held = *held_[bucket];
   ++held.pins;
   held.touched = ++now_.clock;
-  if (held.state == State::resident && !held.is_stale && !held.is_old) return;
+  if (reader != nullptr && past_.script.note(bucket)) look_ahead();
+  if (is_up_to_date(held)) return;
+  past_.log.note(ResidencyEvent::Kind::wait, bucket, now_.resident_bytes);
+  ++now_.counts.waits;
   lock.unlock();
   std::string failure;
   ReadGuard::without_gil([&] {
     lock.lock();
     failure = fetch_now(held, lock, reader);
+    past_.log.note(ResidencyEvent::Kind::go_on, bucket, now_.resident_bytes);
     lock.unlock();
   });
   if (!failure.empty() && reader != nullptr) ReadGuard::raise_soon(failure);
@@ -163,21 +168,23 @@ void Residents::let_write(int64_t bucket) {
 // Called under the lock, by a thread that has pinned the bucket. Returns when it is resident: the error, if it has not
 // arrived. (Raising it needs the GIL, for which no lock may be held, and nobody may be waiting for this thread.)
 std::string Residents::fetch_now(Held& held, std::unique_lock<std::mutex>& lock, const char* reader) {
-  const auto is_up_to_date = [&held] { return held.state == State::resident && !held.is_stale && !held.is_old; };
   const bool is_inside = is_pinned_here(this, held.index);
   ++held.waiting;
   // What step() is about to write is fetched when it is written, unless step() itself reads it before. And a copy that
   // is out of date is not made new while another thread reads it; but a thread that is inside a reader itself can't
   // wait for its end, and reads what the outer one does.
-  changed_.wait(lock, [&] {
-    if (held.state == State::arriving) return false;
-    const bool may_read = !now_.updating || now_.updater == std::this_thread::get_id();
-    const bool may_write = held.state == State::released || !is_read_now(held) || is_inside;
-    return is_up_to_date() || (may_read && may_write);
-  });
+  {
+    const Range range("fetch_wait", held.index);
+    changed_.wait(lock, [&] {
+      if (held.state == State::arriving) return false;
+      const bool may_read = !now_.updating || now_.updater == std::this_thread::get_id();
+      const bool may_write = held.state == State::released || !is_read_now(held) || is_inside;
+      return is_up_to_date(held) || (may_read && may_write);
+    });
+  }
   --held.waiting;
   const bool has_memory = held.state == State::resident;
-  if (is_up_to_date() || (has_memory && held.pins - held.waiting > now_.whole + 1)) return "";
+  if (is_up_to_date(held) || (has_memory && held.pins - held.waiting > now_.whole + 1)) return "";
   const bool has_own = has_memory && !held.is_old;
   if (!has_memory) {
     make_room(held.range->bytes(), reader);
@@ -189,11 +196,13 @@ std::string Residents::fetch_now(Held& held, std::unique_lock<std::mutex>& lock,
   ++now_.num_fetching;
   ++now_.counts.fetches;
   now_.counts.fetched_bytes += static_cast<int64_t>(held.range->bytes() - held.shard.nbytes());
+  past_.log.note(ResidencyEvent::Kind::fetch, held.index, now_.resident_bytes);
   lock.unlock();
   const std::string failure = fetch(held, /*memory_too=*/!has_memory, /*own_too=*/!has_own);
   lock.lock();
   if (now_.failure.empty()) now_.failure = failure;
   --now_.num_fetching;
+  past_.log.note(ResidencyEvent::Kind::arrive, held.index, now_.resident_bytes);
   held.state = State::resident;
   held.is_old = !failure.empty();
   if (held.writers == 0 && now_.whole == 0) held.range->let_write(false);
@@ -205,8 +214,6 @@ std::string Residents::fetch_now(Held& held, std::unique_lock<std::mutex>& lock,
 std::string Residents::fetch(Held& held, bool memory_too, bool own_too) {
   const Range range("fetch", held.index);
   const size_t part = held.shard.nbytes();
-  const int world = peers_->world();
-  int done = 0;
   try {
     if (memory_too) {
       held.range->restore();
@@ -214,16 +221,10 @@ std::string Residents::fetch(Held& held, bool memory_too, bool own_too) {
       held.range->let_write(true);
     }
     if (own_too) std::memcpy(own_part(held), held.shard.const_data_ptr(), part);
-    for (done = 1; done < world; ++done) {
-      const int peer = (peers_->rank() + done) % world;  // no rank is everybody's first
-      const ShardPlace& place = held.places.at(peer);
-      peers_->await(peer, place, ShardWord::version, held.version);
-      if (held.written > 0) peers_->await(peer, place, ShardWord::stored, held.written);
-      peers_->read(peer, place, held.range->data() + peer * part, part);
-    }
+    peers_->fetch(held.index, held.places, held.version, held.written, held.range->data(), part);
   } catch (const std::exception& error) {
-    for (; done < world; ++done) {
-      std::memset(held.range->data() + (peers_->rank() + done) % world * part, 0xff, part);  // NaN in every dtype
+    for (int rank = 0; rank < peers_->world(); ++rank) {  // NaN in every dtype
+      if (rank != peers_->rank()) std::memset(held.range->data() + rank * part, 0xff, part);
     }
     return "zerox: the parameters of " + held.name + " did not arrive from all ranks: " + reason_of(error);
   }
@@ -240,46 +241,7 @@ std::string Residents::take_failure() {
   return std::exchange(now_.failure, {});
 }
 
-// ---- the cache, under the lock
-
-// Releases what was not touched for longest, until `bytes` more are within the limit.
-void Residents::make_room(size_t bytes, const char* reader) {
-  while (now_.resident_bytes + bytes > now_.limit) {
-    Held* victim = nullptr;
-    for (const auto& held : held_) {
-      if (may_be_released(*held) && (victim == nullptr || held->touched < victim->touched)) victim = held.get();
-    }
-    if (victim == nullptr) break;
-    release(*victim);
-  }
-  if (now_.resident_bytes + bytes > now_.limit && reader != nullptr && now_.whole == 0) {
-    TORCH_WARN_ONCE("zerox: ", reader, " reads parameters of ", (now_.resident_bytes + bytes) >> 20,
-                    " MiB at once, more than resident_mb=", now_.limit >> 20,
-                    " allows. They are all whole while it runs. Nothing is wrong but the memory that it takes");
-  }
-  const size_t rest = now_.limit - std::min(now_.limit, now_.resident_bytes + bytes);
-  if (spare_->bytes() > rest + bytes) spare_->trim(rest + bytes);
-}
-
-void Residents::release(Held& held) {
-  held.state = State::released;
-  held.is_stale = held.is_old = false;
-  held.range->release();
-  now_.resident_bytes -= held.range->bytes();
-}
-
-void Residents::release_all() {
-  const std::lock_guard lock(mutex_);
-  for (const auto& held : held_) {
-    if (may_be_released(*held)) release(*held);
-  }
-}
-
-bool Residents::is_read_now(const Held& held) const { return held.pins - held.waiting > now_.whole; }
-
-bool Residents::may_be_released(const Held& held) const {
-  return held.pins == 0 && held.state == State::resident && !held.places.empty() && !now_.forgotten;
-}
+// ---- the end of an operator
 
 void Residents::after_operator(const ReadGuard::Keeps& keeps) {
   if (!process_.is_this()) return;
@@ -311,6 +273,16 @@ ResidentCounts Residents::counts() const {
   return now_.counts;
 }
 
+void Residents::record(bool on) {
+  const std::lock_guard lock(mutex_);
+  past_.log.set_recording(on);
+}
+
+std::vector<ResidencyEvent> Residents::take_events() {
+  const std::lock_guard lock(mutex_);
+  return past_.log.take();
+}
+
 size_t Residents::resident_bytes() const {
   const std::lock_guard lock(mutex_);
   return now_.resident_bytes;
@@ -330,7 +302,7 @@ std::vector<bool> Residents::resident() const {
 
 size_t Residents::num_calls() const {
   const std::lock_guard lock(mutex_);
-  return functions_.num_calls();
+  return past_.functions.num_calls();
 }
 
 }  // namespace zx

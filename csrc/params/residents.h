@@ -13,12 +13,15 @@
 #include <thread>
 #include <vector>
 
+#include "lanes/lane.h"
 #include "lanes/process.h"
 #include "params/address_range.h"
 #include "params/faults.h"
 #include "params/peer_shards.h"
 #include "params/python_functions.h"
 #include "params/read_guard.h"
+#include "params/read_script.h"
+#include "params/residency_log.h"
 
 namespace zx {
 
@@ -28,9 +31,10 @@ namespace zx {
 // pinned until the operator is over. Nothing else has a state: not modules, nor forward and backward. So it does not
 // matter in which order modules run, whether they share parameters, run twice, or raise.
 //
-// Resident buckets are a cache. When a bucket comes and the limit would be passed, those go that were not touched for
-// longest. Pinned ones stay: if an operator reads more than the limit at once, the limit is passed for as long as it
-// runs, and a warning says so once.
+// Resident buckets are a cache. When a bucket comes and the limit would be passed, those go that are needed latest (see
+// Note [What is needed next]). Pinned ones stay: if an operator reads more than the limit at once, the limit is passed
+// for as long as it runs, and a warning says so once. Buckets that come over a wire are fetched ahead, into the room
+// that is left.
 //
 // step() writes shards, not buckets. So all buckets are released there, and fetched anew as the next forward reads
 // them.
@@ -38,7 +42,9 @@ namespace zx {
 struct ResidentCounts {
   int64_t fetches = 0;        // buckets that were fetched
   int64_t fetched_bytes = 0;  // of other ranks' shards
-  int64_t faults = 0;         // fetches that no operator announced
+  int64_t faults = 0;         // reads and writes that no operator announced
+  int64_t waits = 0;          // reads that had to wait for a bucket
+  int64_t prefetches = 0;     // among the fetches: those ahead of the read
 };
 
 // Any thread may call any of these. In a forked child released parameters can't be fetched: see Note [Forks].
@@ -90,6 +96,8 @@ class Residents final : public ReadGuard::Watcher, public FaultReader {
   void release_all();
 
   ResidentCounts counts() const;
+  void record(bool on);
+  std::vector<ResidencyEvent> take_events();
   size_t resident_bytes() const;
   size_t room_bytes() const;  // of what is resident, and spare
   std::vector<bool> resident() const;
@@ -152,7 +160,10 @@ class Residents final : public ReadGuard::Watcher, public FaultReader {
   void let_write(int64_t bucket);
   std::string fetch(Held& held, bool memory_too, bool own_too);
   std::string fetch_now(Held& held, std::unique_lock<std::mutex>& lock, const char* reader);
+  bool is_up_to_date(const Held& held) const;
   void make_room(size_t bytes, const char* reader);
+  void look_ahead();
+  Held* next_to_prefetch();
   void release(Held& held);
   bool may_be_released(const Held& held) const;
   bool is_read_now(const Held& held) const;
@@ -172,7 +183,11 @@ class Residents final : public ReadGuard::Watcher, public FaultReader {
   std::condition_variable changed_;
   std::vector<std::unique_ptr<Held>> held_;
   std::vector<std::unique_ptr<const std::vector<ByAddress>>> snapshots_;
-  PythonFunctions functions_;
+  struct {
+    PythonFunctions functions{};
+    ReadScript script{};
+    ResidencyLog log{};
+  } past_;
   struct {
     size_t limit = std::numeric_limits<size_t>::max();
     size_t resident_bytes = 0;
@@ -186,6 +201,10 @@ class Residents final : public ReadGuard::Watcher, public FaultReader {
     std::string failure{};
     ResidentCounts counts{};
   } now_;
+  struct {
+    bool is_under_way = false;
+    Lane lane{"zerox ahead"};
+  } ahead_;  // last: the lane uses the others
 };
 
 }  // namespace zx

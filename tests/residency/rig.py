@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import os
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +15,9 @@ from tests.bucket_manager.rig import same_bits
 from tests.residency.models import WORDS, Gpt
 from zerox import FusedShardedAdam
 from zerox._C import Residency
+from zerox.ranks import neighbours
 
+WAYS = ("memory", "messages", "two machines")  # by which a rank gets at others' shards
 CAP = 0.005  # MiB: every model has several buckets
 LR = 1e-2
 
@@ -29,6 +34,20 @@ def build(model: nn.Module, stage: int = 3, hostile: bool = False, **options: An
         residents(optimizer).set_hostile(True)
         residents(optimizer).release_all()
     return optimizer
+
+
+@contextmanager
+def by_way(way: str, rank: int) -> Iterator[None]:
+    """``two machines``: of two ranks each, which read the memory of their neighbours only."""
+    messages = {"ZEROX_EXCHANGE": "messages"} if way == "messages" else {}
+    machine = f"machine{rank // 2}" if way == "two machines" else neighbours._machine()
+    with patch.dict(os.environ, messages), patch.object(neighbours, "_machine", lambda: machine):
+        yield
+
+
+def run_by_way(rank: int, world_size: int, way: str, function: Callable[..., Any], *args: Any) -> Any:
+    with by_way(way, rank):
+        return function(rank, world_size, *args)
 
 
 def made(stage: int = 3, hostile: bool = False, **options: Any) -> tuple[Gpt, FusedShardedAdam]:

@@ -12,7 +12,17 @@ from torch import Tensor, nn
 
 from tests.ranks import run_ranks
 from tests.residency.models import Gpt, entropy
-from tests.residency.rig import assert_as_in_stage_2, assert_same, batch, build, made, residents, train, values
+from tests.residency.rig import (
+    assert_as_in_stage_2,
+    assert_same,
+    batch,
+    build,
+    made,
+    residents,
+    run_by_way,
+    train,
+    values,
+)
 from zerox import FusedShardedAdam
 
 FROZEN = "blocks"
@@ -124,8 +134,9 @@ def several(rank: int, world_size: int) -> None:
     assert_as_in_stage_2(run)
 
 
-def test_several_optimizers_and_what_a_deleted_one_leaves() -> None:
-    run_ranks(several, 2)
+@pytest.mark.parametrize("way", ["memory", "messages"])
+def test_several_optimizers_and_what_a_deleted_one_leaves(way: str) -> None:
+    run_ranks(run_by_way, 2, way, several)
 
 
 def deleted_at_other_times(rank: int, world_size: int) -> list[Tensor]:
@@ -144,6 +155,7 @@ def deleted_at_other_times(rank: int, world_size: int) -> list[Tensor]:
     return values(model)
 
 
-def test_ranks_delete_their_optimizers_at_other_times() -> None:
-    first, second = run_ranks(deleted_at_other_times, 2)
+@pytest.mark.parametrize("way", ["memory", "messages"])
+def test_ranks_delete_their_optimizers_at_other_times(way: str) -> None:
+    first, second = run_ranks(run_by_way, 2, way, deleted_at_other_times)
     assert_same(first, second)

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import itertools
+import time
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from tests.ranks import run_ranks
 from tests.residency.models import Gpt, entropy
-from tests.residency.rig import batch, build, made, residents, train
+from tests.residency.rig import batch, build, made, residents, run_by_way, train
 from zerox import FusedShardedAdam, estimate
 from zerox._C import room_bytes
 
@@ -53,6 +55,44 @@ def test_what_is_resident_at_the_turn_is_not_fetched_twice(room: float) -> None:
     """Forward fetches all of six buckets, backward all but those that are still there."""
     for found in run_ranks(fetches_a_step, 2, room * BUCKET / MIB, 3):
         assert found[1:] == [12 - min(room, 6)] * 2
+
+
+def fetches_of_evaluations(
+    rank: int, world_size: int, room: int, passes: int, layer_s: float = 0.0
+) -> tuple[int, int, int]:
+    """Fetches, those ahead of reads, and reads that waited, once their order is known. ``layer_s``: of computing."""
+    model = Chain()
+    for layer in model.layers:
+        layer.register_forward_hook(lambda *_: time.sleep(layer_s))
+    optimizer = build(model, bucket_cap_mb=BUCKET / MIB, resident_mb=room * BUCKET / MIB)
+
+    def run(count: int) -> None:
+        with torch.no_grad():
+            for _ in range(count):
+                model(torch.ones(2, 64))
+
+    run(2)
+    before = residents(optimizer).counts
+    run(passes)
+    after = residents(optimizer).counts
+    dist.barrier()
+    return tuple(getattr(after, name) - getattr(before, name) for name in ("fetches", "prefetches", "waits"))  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize("room", [2, 3, 5])
+def test_what_is_needed_latest_goes_first(room: int) -> None:
+    """Of six buckets that are read round and round, no order of releases leaves more than one less than fit in place
+    for five reads. What was not read for longest would always be what is needed next: all would be fetched."""
+    for fetches, prefetches, waits in run_ranks(fetches_of_evaluations, 2, room, 50):
+        assert prefetches == 0
+        assert fetches == waits
+        assert abs(fetches - 300 * (1 - (room - 1) / 5)) <= 3
+
+
+def test_what_comes_by_message_is_fetched_ahead() -> None:
+    for _, prefetches, waits in run_ranks(run_by_way, 2, "messages", fetches_of_evaluations, 3, 20, 0.005):
+        assert prefetches > 100
+        assert waits < 20
 
 
 def resident_bytes(rank: int, world_size: int, room: int) -> tuple[int, int, int]:

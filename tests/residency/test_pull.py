@@ -18,7 +18,7 @@ from tests.bucket_manager.rig import same_bits
 from tests.mortal_ranks import fail_now, start_ranks
 from tests.ranks import run_ranks
 from tests.residency.models import entropy
-from tests.residency.rig import assert_as_in_stage_2, batch, build, made, residents, train, values
+from tests.residency.rig import WAYS, assert_as_in_stage_2, batch, build, made, residents, run_by_way, train, values
 from zerox.flow.residency import Residency
 
 
@@ -42,9 +42,10 @@ def evaluate_alone(rank: int, world_size: int, other: str) -> float:
     return took if rank == 0 and fetches > 50 else 0.0
 
 
+@pytest.mark.parametrize("way", ["memory", "messages"])
 @pytest.mark.parametrize("other", ["sleeps", "holds the GIL"])
-def test_a_rank_is_read_whatever_it_does(other: str) -> None:
-    took, _ = run_ranks(evaluate_alone, 2, other)
+def test_a_rank_is_read_whatever_it_does(other: str, way: str) -> None:
+    took, _ = run_ranks(run_by_way, 2, way, evaluate_alone, other)
     assert 0 < took < 0.5
 
 
@@ -69,8 +70,9 @@ def branches(rank: int, world_size: int) -> None:
     assert_as_in_stage_2(run)
 
 
-def test_branches_that_differ_over_ranks() -> None:
-    run_ranks(branches, 2)
+@pytest.mark.parametrize("way", ["memory", "messages"])
+def test_branches_that_differ_over_ranks(way: str) -> None:
+    run_ranks(run_by_way, 2, way, branches)
 
 
 def slow_update(rank: int, world_size: int) -> None:
@@ -85,8 +87,9 @@ def slow_update(rank: int, world_size: int) -> None:
         assert_as_in_stage_2(lambda stage: train(*made(stage), rank, entropy))
 
 
-def test_a_rank_that_updates_late_is_waited_for() -> None:
-    run_ranks(slow_update, 2)
+@pytest.mark.parametrize("way", ["memory", "messages"])
+def test_a_rank_that_updates_late_is_waited_for(way: str) -> None:
+    run_ranks(run_by_way, 2, way, slow_update)
 
 
 def read_on_a_thread(rank: int, world_size: int) -> None:
@@ -116,13 +119,15 @@ def read_on_a_thread(rank: int, world_size: int) -> None:
     assert not torn
 
 
-def test_no_thread_reads_a_shard_while_its_owner_writes_it() -> None:
-    run_ranks(read_on_a_thread, 2)
+@pytest.mark.parametrize("way", ["memory", "messages"])
+def test_no_thread_reads_a_shard_while_its_owner_writes_it(way: str) -> None:
+    run_ranks(run_by_way, 2, way, read_on_a_thread)
 
 
 def gone(rank: int, world_size: int, place: str, how: signal.Signals) -> tuple[str, str]:
     model, optimizer = made(hostile=True)
     train(model, optimizer, rank, entropy, steps=1)
+    dist.barrier()  # all have read what it left
     if rank == 1 and place == "forward":
         model.norm.register_forward_pre_hook(lambda *_: fail_now(how))
     if rank == 1 and place == "update":
@@ -147,6 +152,7 @@ def gone(rank: int, world_size: int, place: str, how: signal.Signals) -> tuple[s
     return fetch, step_
 
 
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize(
     ("place", "how", "reason"),
     [
@@ -156,9 +162,9 @@ def gone(rank: int, world_size: int, place: str, how: signal.Signals) -> tuple[s
     ],
 )
 def test_a_rank_that_dies_or_stops_is_named_by_those_that_fetch(
-    place: str, how: signal.Signals, reason: str, tmp_path: Path
+    place: str, how: signal.Signals, reason: str, way: str, tmp_path: Path
 ) -> None:
-    ranks = start_ranks(gone, 3, place, how, folder=tmp_path / "ranks", timeout_s=3)
+    ranks = start_ranks(run_by_way, 3, way, gone, place, how, folder=tmp_path / "ranks", timeout_s=3)
     try:
         for rank in (0, 2):
             fetch, step = ranks.answer(rank, within_s=60)

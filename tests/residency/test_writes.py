@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from tests.bucket_manager.rig import same_bits
 from tests.ranks import run_ranks
 from tests.residency.models import entropy
-from tests.residency.rig import assert_as_in_stage_2, made, train, values
+from tests.residency.rig import assert_as_in_stage_2, made, run_by_way, train, values
 
 
 def fill(model: nn.Module, rank: int) -> None:
@@ -82,11 +82,13 @@ def write_between_steps(rank: int, world_size: int, name: str, hostile: bool) ->
     assert_as_in_stage_2(run)
 
 
-@pytest.mark.parametrize("hostile", [True, False])
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize(
+    ("world_size", "way", "hostile"),
+    [(2, "memory", True), (3, "memory", False), (2, "messages", True), (3, "two machines", True)],
+)
 @pytest.mark.parametrize("name", WRITES)
-def test_what_all_ranks_write_is_as_in_stage_2(name: str, world_size: int, hostile: bool) -> None:
-    run_ranks(write_between_steps, world_size, name, hostile)
+def test_what_all_ranks_write_is_as_in_stage_2(name: str, world_size: int, way: str, hostile: bool) -> None:
+    run_ranks(run_by_way, world_size, way, write_between_steps, name, hostile)
 
 
 def write_on_one_rank(rank: int, world_size: int) -> None:
@@ -101,8 +103,9 @@ def write_on_one_rank(rank: int, world_size: int) -> None:
     dist.barrier()
 
 
-def test_a_write_on_one_rank_raises_after_the_timeout() -> None:
-    run_ranks(write_on_one_rank, 2)
+@pytest.mark.parametrize("way", ["memory", "messages"])
+def test_a_write_on_one_rank_raises_after_the_timeout(way: str) -> None:
+    run_ranks(run_by_way, 2, way, write_on_one_rank)
 
 
 def different_writes(rank: int, world_size: int) -> list[Tensor]:

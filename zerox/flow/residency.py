@@ -39,20 +39,20 @@ class Residency:
     shards_frozen = True
 
     def __init__(self, manager: C.BucketManager, ranks: Ranks, resident_mb: float | None) -> None:
-        """ValueError if the ranks can't read each other's memory."""
-        if not (C.has_address_ranges() and ranks.neighbours and all(ranks.neighbours)):
-            raise ValueError(
-                "stage=3 needs ranks on one machine that may read each other's memory (process_vm_readv, "
-                "ZEROX_EXCHANGE=direct, parameters on the CPU): use stage=2"
-            )
+        """ValueError if the parameters' memory can't come and go, or no rank could answer for them."""
+        if not (C.has_address_ranges() and ranks.backend == "gloo" and not ranks.staged):
+            raise ValueError("stage=3 needs parameters on the CPU, a gloo group, and Linux: use stage=2")
         self.manager = manager
         self.ranks = ranks
         self.resident_mb = resident_mb
         assert ranks.given is not None
+        all_neighbours = bool(ranks.neighbours) and all(ranks.neighbours)
         self.residents = C.Residency(
+            group=None if all_neighbours else ranks.data,
             whereabouts=ranks.whereabouts,
             processes=ranks.neighbours,
             rank=ranks.rank,
+            world=ranks.size,
             timeout=time_of(ranks.given),
         )
         self.all: list[Resident] = []  # in the residents' order

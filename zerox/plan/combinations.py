@@ -159,15 +159,7 @@ ROWS = (
     Row(
         OF_STAGE_3,
         (*some("device", "cuda"), *some("backend", "nccl")),
-        Refused("ranks read sharded parameters from the memory of each other's processes", "On a GPU use stage=2"),
-    ),
-    Row(
-        OF_STAGE_3,
-        some("ZEROX_EXCHANGE", "messages", "native"),
-        Refused(
-            "ranks read sharded parameters from the memory of each other's processes",
-            "Leave ZEROX_EXCHANGE out, or use stage=2",
-        ),
+        Refused("sharded parameters are fetched into the host's memory", "On a GPU use stage=2"),
     ),
     Row(
         some("stage", "3"),
