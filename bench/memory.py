@@ -12,6 +12,7 @@ typical_peak, where buckets leave as fast as backward fills them, and peak, wher
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
 from pathlib import Path
 
 import torch.distributed as dist
@@ -19,7 +20,7 @@ import torch.distributed as dist
 from bench.allocator import Allocator, build
 from bench.common import Row, largest, on_ranks, parse, print_rows, training_parser, write_result
 from bench.step import RIVAL, add_systems, names_for
-from bench.systems import SYSTEMS, Training, Zerox
+from bench.systems import SYSTEMS, System, Training, Zerox
 from zerox import estimate
 from zerox._C import most_room_bytes, room_bytes
 
@@ -27,11 +28,11 @@ STEPS = 3  # counted, after as many that are not: state is made in the first
 MIB = 2**20
 
 
-def measure(training: Training, name: str, library: Path) -> Row:
+def measure(training: Training, make: Callable[[Training], System], library: Path) -> Row:
     """On each rank."""
     allocator = Allocator(library)
     base = allocator.now
-    system = SYSTEMS[name](training)
+    system = make(training)
 
     def run(first: int) -> None:
         for step in range(first, first + STEPS):
@@ -45,7 +46,7 @@ def measure(training: Training, name: str, library: Path) -> Row:
     system.optimizer.zero_grad()
     kept = allocator.now - base + room_bytes()
     peak, kept = (int(each) for each in largest([float(peak), float(kept)]))
-    row = {"system": name, "ranks": dist.get_world_size(), "peak": peak, "kept": kept, "estimate": None}
+    row = {"system": system.name, "ranks": dist.get_world_size(), "peak": peak, "kept": kept, "estimate": None}
     if isinstance(system, Zerox):
         params, world_size = training.model().parameters(), dist.get_world_size()
         formula = estimate(params, world_size, stage=system.stage, resident_mb=system.resident_mb)
@@ -66,7 +67,7 @@ def run(world_sizes: list[int], training: Training, wanted: list[str] | None) ->
     library = build()
     rows: list[Row] = []
     for world_size in world_sizes:
-        found = [on_ranks(measure, world_size, training, name, library) for name in names_for(wanted)]
+        found = [on_ranks(measure, world_size, training, SYSTEMS[name], library) for name in names_for(wanted)]
         rival = next((row["peak"] for row in found if row["system"] == RIVAL), None)
         found = [{**row, "of_rival": row["peak"] / rival if rival else None} for row in found]
         print_rows(map(in_mib, found), COLUMNS, header=not rows)

@@ -164,10 +164,10 @@ class Zerox(System):
     stage = 2
     resident_mb: float | None = None
 
-    def __init__(self, training: Training, cap_mib: int | None = None) -> None:
+    def __init__(self, training: Training, cap_mib: float | None = None) -> None:
         self.cap_mib = cap_mib
         if cap_mib is not None:
-            self.name = f"zerox, buckets of {cap_mib} MiB"
+            self.name = f"zerox, buckets of {cap_mib:g} MiB"
         super().__init__(training)
 
     def build(self, model: WordGPT) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -186,9 +186,14 @@ class ZeroxStage1(Zerox):
 
 
 class ZeroxStage3(Zerox):
+    """``resident_mb`` as zerox takes it."""
+
     name = "zerox, stage 3"
     stage = 3
-    resident_mb = 64.0
+
+    def __init__(self, training: Training, resident_mb: float | None = 64.0, cap_mib: float | None = None) -> None:
+        self.resident_mb = resident_mb
+        super().__init__(training, cap_mib)
 
 
 class ZeroxOverlapped(Zerox):

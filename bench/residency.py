@@ -1,0 +1,178 @@
+"""What each limit of resident parameters costs (ZeRO stage 3): memory, time, bytes fetched, reads that waited.
+
+    python -m bench.residency [--ranks 2 4] [--dtype bf16] [--seconds 120] [--json FILE] [--png FILE]
+
+The limits are the least possible, 64 MiB, a quarter of the parameters, the default, and none. Time is that of
+bench.step, of systems that take turns in the same processes; "of_stage_2" and "of_fsdp2" are the medians over the
+rounds of their time over the system's. Memory is that of bench.memory, on another model (no weight tied, 8 tokens),
+each in processes of its own. Fetches are a step's, on rank 0. The picture shows a step: how much is resident, and when
+a read waited.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+import torch.distributed as dist
+
+from bench import memory
+from bench.allocator import build
+from bench.common import Row, on_ranks, parse, print_rows, training_parser, write_result
+from bench.plots import new_figure, save_figure
+from bench.step import check, take_turns
+from bench.systems import FSDP2Resharded, System, Training, Zerox, ZeroxStage3
+from bench.timing import Timing
+from zerox._C import ResidencyEvent
+from zerox.flow.residency import Residency
+
+MIB = 2**20
+CAP_MIB = 16.0  # of a bucket: zerox's default
+STEPS = 4  # in which fetches are counted
+Kind = ResidencyEvent.Kind
+
+
+class Limited(ZeroxStage3):
+    def __init__(self, training: Training, limit: str) -> None:
+        super().__init__(training, limits_mb(training)[limit], CAP_MIB)
+        self.name = f"stage 3, {limit}"
+
+    @property
+    def residency(self) -> Residency:
+        gather = self.ours.inside.gather
+        assert isinstance(gather, Residency)
+        return gather
+
+
+def limits_mb(training: Training) -> dict[str, float | None]:
+    """By name. The least is the largest bucket: of one parameter, or of several up to the cap."""
+    sizes = [param.nbytes / MIB for param in training.model().parameters()]
+    least = max(max(sizes), min(CAP_MIB, sum(sizes)))
+    return {"least": least, "64 MiB": 64.0, "P/4": max(sum(sizes) / 4, least), "default": None, "inf": float("inf")}
+
+
+@dataclass(frozen=True)
+class Seen:
+    """A step of a limit: what happened to buckets, and the limit in bytes."""
+
+    name: str
+    limit: float
+    events: list[tuple[Kind, int, int, int]]  # kind, bucket, ns, resident bytes
+
+
+def time_on_ranks(training: Training, seconds: float) -> tuple[list[Row], list[Seen]]:
+    """On each rank."""
+    limited = [Limited(training, limit) for limit in limits_mb(training)]
+    systems: list[System] = [Zerox(training), FSDP2Resharded(training), *limited]
+    check(systems, training)
+    samples = {name: [step_ms for step_ms, _ in each] for name, each in take_turns(systems, training, seconds).items()}
+    rows = []
+    for system in systems:
+        own = samples[system.name]
+        row: Row = {"system": system.name, "ranks": dist.get_world_size(), "step_ms": Timing.of(own).p50_ms}
+        for key, other in (("of_stage_2", Zerox.name), ("of_fsdp2", FSDP2Resharded.name)):
+            row[key] = statistics.median(a / b for a, b in zip(samples[other], own, strict=True))
+        rows.append(row | {"fetched_mib": None, "fetches": None, "waits": None})
+    seen = [look(system, training, row) for system, row in zip(limited, rows[2:], strict=True)]
+    return rows, seen
+
+
+def look(system: Limited, training: Training, row: Row) -> Seen:
+    """Counts what is fetched in some steps, and records the last one."""
+    before = system.residency.residents.counts
+    for step in range(STEPS):
+        system.residency.residents.record(step == STEPS - 1)
+        system.step(training.tokens(step, dist.get_rank()))
+    after = system.residency.residents.counts
+    row["fetched_mib"] = (after.fetched_bytes - before.fetched_bytes) / MIB / STEPS
+    row["fetches"] = (after.fetches - before.fetches) / STEPS
+    row["waits"] = (after.waits - before.waits) / STEPS
+    events = [
+        (each.kind, each.bucket, each.time_ns, each.resident_bytes) for each in system.residency.residents.take_events()
+    ]
+    return Seen(system.name, system.residency.check_room([]), events)
+
+
+def weigh(training: Training, world_size: int, rows: list[Row]) -> None:
+    """Adds peaks to rows, and the estimates of stage 3's."""
+    untied = replace(training, context=8, batch=1, tied=False)
+    library = build()
+    makers = [Zerox, FSDP2Resharded, *(partial(Limited, limit=limit) for limit in limits_mb(training))]
+    for row, make in zip(rows, makers, strict=True):
+        found = memory.in_mib(on_ranks(memory.measure, world_size, untied, make, library))
+        row |= {key: found[key] for key in ("peak_mib", "estimate_mib")}
+
+
+# ---- the picture
+
+
+def draw(seen: Sequence[Seen], title: str, path: Path | None) -> None:
+    """A panel a limit: resident MiB over the time of a step, the limit, and the reads that waited."""
+    figure = new_figure(10, 1.2 + 1.7 * len(seen), path)
+    if figure is None:
+        return
+    panels = figure.subplots(len(seen), 1, squeeze=False, sharex=True, sharey=True)[:, 0]
+    for panel, each in zip(panels, seen, strict=True):
+        start = each.events[0][2]
+        times = [(ns - start) / 1e6 for _, _, ns, _ in each.events]
+        panel.step(
+            times, [nbytes / MIB for _, _, _, nbytes in each.events], where="post", color="#4d6f8f", label="resident"
+        )
+        if each.limit < float("inf"):
+            panel.axhline(each.limit / MIB, color="#bbbbbb", linestyle="--", linewidth=1, label="limit")
+        for index, (begin, end) in enumerate(waits_ms(each, start)):
+            panel.axvspan(begin, end, color="#c8442c", alpha=0.35, linewidth=0, label="" if index else "a read waits")
+        panel.set_ylabel("MiB")
+        panel.set_title(each.name, fontsize=10, loc="left")
+        panel.spines[["top", "right"]].set_visible(False)
+    panels[-1].set_ylim(0, 1.08 * max(nbytes for each in seen for _, _, _, nbytes in each.events) / MIB)
+    panels[-1].set_xlabel("ms")
+    handles, labels = panels[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=3, frameon=False, fontsize=8)
+    figure.suptitle(title)
+    save_figure(figure, path)
+
+
+def waits_ms(seen: Seen, start_ns: int) -> list[tuple[float, float]]:
+    """Of each bucket in turn: from where a read began to wait until it went on."""
+    begun: dict[int, int] = {}
+    found = []
+    for kind, bucket, ns, _ in seen.events:
+        if kind == Kind.WAIT:
+            begun[bucket] = ns
+        elif kind == Kind.GO_ON and bucket in begun:
+            found.append(((begun.pop(bucket) - start_ns) / 1e6, (ns - start_ns) / 1e6))
+    return found
+
+
+COLUMNS = {"ranks": "", "system": "<18", "peak_mib": ",.1f", "estimate_mib": ">16", "step_ms": ".1f"}
+COLUMNS |= {"of_stage_2": ".2f", "of_fsdp2": ".2f", "fetched_mib": ".0f", "fetches": ".1f", "waits": ".1f"}
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = training_parser("bench.residency", __doc__, picture=True)
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2], metavar="N", help="world sizes (default: 2)")
+    parser.add_argument("--seconds", type=float, default=120.0, help="for all timing, about (default: %(default)s)")
+    return parser
+
+
+def main(argv: list[str] | None = None) -> None:
+    args = parse(make_parser(), argv)
+    training = Training(dtype=args.dtype, layers=args.layers, batch=1, max_norm=args.max_norm)
+    found: list[Row] = []
+    for world_size in args.ranks:
+        rows, seen = on_ranks(time_on_ranks, world_size, training, args.seconds / len(args.ranks))
+        weigh(training, world_size, rows)
+        print_rows(rows, COLUMNS, header=not found)
+        found += rows
+        if world_size == args.ranks[0]:
+            draw(seen, f"parameters resident in a step, {world_size} ranks", args.png)
+    write_result(args.json, "bench.residency", argv, found)
+
+
+if __name__ == "__main__":
+    main()
