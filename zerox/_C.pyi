@@ -157,6 +157,7 @@ class ManagerOptions:
 class Backward:
     settled: bool
     launch_order: list[int]
+    def set_paced(self, paced: bool) -> None: ...
     def set_sync(self, sync: bool) -> None: ...
 
 class Flights:

@@ -25,7 +25,7 @@ from zerox.options import (
     parameter_words,
 )
 from zerox.plan.buckets import BucketPlan
-from zerox.plan.peak import Flow, peak_alone, peak_of_sharded, peak_of_whole
+from zerox.plan.peak import AHEAD_IF_PACED, Flow, peak_alone, peak_of_sharded, peak_of_whole
 from zerox.plan.resident import resident_limit
 from zerox.plan.stage import SHARDED
 from zerox.ranks.process_group import ALONE, chosen_group
@@ -45,8 +45,10 @@ class MemoryBytes:
     with backward, they take ``typical_local_gradients``: in stage 2 those of one bucket.
 
     ``peak`` is the maximum of all together if the wire stalls, ``typical_peak`` if it keeps up, from ``zero_grad()``
-    through one backward to the end of ``step()``, without the model's activations. Both are less than the sum of the
-    maxima above, which don't coincide; over nccl, where streams decide when memory is free, ``peak`` is that sum.
+    through one backward to the end of ``step()``, without the model's activations. In stage 3 backward waits for the
+    wire, so ``peak`` is little more: it holds for ranks that come within two seconds of each other. Both are less than
+    the sum of the maxima above, which don't coincide; over nccl, where streams decide when memory is free, ``peak`` is
+    that sum.
     """
 
     parameters: int
@@ -153,7 +155,8 @@ def estimate(
         local_gradients=sum(local),
         typical_local_gradients=max(local, default=0) if sharded else sum(local),
     )
-    peaks = [_peak(flows, world_size, sharded, stalled) for stalled in (True, False)]
+    slow = AHEAD_IF_PACED if apart else None
+    peaks = [_peak(flows, world_size, sharded, ahead) for ahead in (slow, 0)]
     peak, typical = (parameters + master + moments + each for each in peaks)
     if backend == "nccl" and world_size > 1:
         peak = made.lasting + made.exchange + made.local_gradients
@@ -206,10 +209,10 @@ def _flow(
     )
 
 
-def _peak(flows: list[Flow], world_size: int, sharded: bool, stalled: bool) -> int:
+def _peak(flows: list[Flow], world_size: int, sharded: bool, ahead: int | None) -> int:
     if world_size == 1:
         return peak_alone(flows, sharded)
-    return peak_of_sharded(flows, stalled) if sharded else peak_of_whole(flows, stalled)
+    return peak_of_sharded(flows, ahead) if sharded else peak_of_whole(flows, stalled=ahead != 0)
 
 
 def measured(inside: Inside) -> MemoryBytes:

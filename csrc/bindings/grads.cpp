@@ -41,6 +41,7 @@ std::optional<at::Tensor> optional(at::Tensor tensor) {
 
 void bind_backward(py::module_& m) {
   py::class_<Backward, std::shared_ptr<Backward>>(m, "Backward")
+      .def("set_paced", &Backward::set_paced, py::arg("paced"))
       .def("set_sync", &Backward::set_sync, py::arg("sync"), Release())
       .def_property_readonly("settled", py::cpp_function(&Backward::is_settled, Release()))
       .def_property_readonly("launch_order", py::cpp_function(&Backward::order, Release()));

@@ -48,6 +48,7 @@ void Backward::open_pass(const Locked& /*lock*/) {
   refuse_other_reducers();
   pass_.open = true;
   pass_.last_task = -1;
+  pass_.paced = paced_;
   pass_.raised = std::make_shared<bool>(false);
   std::vector<int64_t> pending;
   for (const auto& bucket : buckets_->all) {

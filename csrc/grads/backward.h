@@ -24,6 +24,14 @@ struct Progress {
   std::string failure{};  // why zero_grad() must come before anything else; empty if nothing is wrong
 };
 
+// Note [Backward at the pace of the exchange]
+// Gradients that have not left take memory, up to all of them if backward is faster than the exchange. Where memory is
+// what counts (ZeRO stage 3), a backward that has launched a bucket waits until the one before it has landed. The wire
+// stays busy meanwhile: one bucket lands while the next one's gradients are made.
+//
+// Ranks may run backwards of several optimizers in other orders, and would then wait for each other. So if nothing
+// lands for a while, the rest of the pass goes on without waiting.
+
 // Any thread may call any of these.
 class Backward : public std::enable_shared_from_this<Backward> {
  public:
@@ -40,6 +48,8 @@ class Backward : public std::enable_shared_from_this<Backward> {
   // Adds a new bucket, and takes its parameters' gradients from now on.
   void add(const std::shared_ptr<Bucket>& bucket);
 
+  // To be called before the first backward.
+  void set_paced(bool paced) { paced_ = paced; }
   // False: gradients stay local and accumulate (no_sync).
   void set_sync(bool sync);
   bool is_syncing() const;
@@ -72,9 +82,11 @@ class Backward : public std::enable_shared_from_this<Backward> {
   void refuse_other_reducers() const;
   void before_accumulate(Slot& slot);
   void after_accumulate(Bucket& bucket, Slot& slot);
+  bool note_gradient(Bucket& bucket, Slot& slot);
   void on_backward_end();
 
   void await_end(const Locked& lock);
+  void keep_pace();
 
   // Under the lock.
   void open_pass(const Locked& lock);
@@ -87,6 +99,7 @@ class Backward : public std::enable_shared_from_this<Backward> {
   const std::shared_ptr<Flights> flights_;
   const Packing packing_;
   std::function<void()> on_end_;
+  bool paced_ = false;
   // Under buckets_->mutex.
   LaunchOrder order_;
   Pass pass_;

@@ -1,6 +1,7 @@
 // All flights of one bucket manager, and how they are packed, sent and landed. See Note [Two lanes] in two_lanes.h.
 #pragma once
 
+#include <chrono>
 #include <functional>
 #include <memory>
 #include <optional>
@@ -28,6 +29,12 @@ class Flights {
   // Waits until all have landed; on an accelerator the current stream does. Throws the first error, now and on every
   // later call. Throws in a forked child, which has no lanes.
   void land();
+
+  // Waits until at most `most` have not landed, where this may block the host. Returns false if none lands for
+  // `patience`.
+  bool await_landings(int64_t most, std::chrono::milliseconds patience) {
+    return streams_ ? true : lanes_.await_landings(most, patience);
+  }
 
   int64_t num_landed() const { return lanes_.num_landed(); }
   int64_t num_launched() const { return lanes_.num_launched(); }

@@ -4,6 +4,9 @@
 #include <torch/csrc/autograd/utils/lambda_post_hook.h>
 #include <torch/csrc/dynamo/compiled_autograd.h>
 
+#include <chrono>
+#include <vector>
+
 #include "grads/backward.h"
 #include "grads/other_reducers.h"
 
@@ -11,6 +14,10 @@ namespace zx {
 namespace {
 
 using torch::autograd::variable_list;
+
+// See Note [Backward at the pace of the exchange].
+constexpr int64_t kMostUnlanded = 1;
+constexpr std::chrono::milliseconds kPatience{2000};
 
 void refuse_compiled_autograd() {
   TORCH_CHECK(false,
@@ -77,15 +84,20 @@ void Backward::after_accumulate(Bucket& bucket, Slot& slot) {
     placement_->count_gradient();
     return;
   }
+  if (note_gradient(bucket, slot)) keep_pace();
+}
+
+// Returns whether to wait for what is under way: see Note [Backward at the pace of the exchange].
+bool Backward::note_gradient(Bucket& bucket, Slot& slot) {
   const Locked lock(buckets_->mutex);
   if (slot.seen.writers > 0) --slot.seen.writers;
   const at::Tensor& grad = slot.param.grad();
-  if (!grad.defined()) return;  // a hook of the user's removed it
+  if (!grad.defined()) return false;  // a hook of the user's removed it
   TORCH_CHECK(grad.layout() == at::kStrided, "zerox: ", refusal_of(slot));
   slot.seen.local.note(grad);
   packing_.note_producer(bucket, lock);
   placement_->accumulated(slot, sync_, lock);
-  if (!sync_) return;
+  if (!sync_) return false;
   open_pass(lock);
   await_end(lock);
   TORCH_CHECK(!slot.fired, "zerox: parameter '", slot.name,
@@ -93,7 +105,15 @@ void Backward::after_accumulate(Bucket& bucket, Slot& slot) {
               "pass use_reentrant=False to torch.utils.checkpoint. After a backward inside which some parameter got "
               "none, call optimizer.synchronize() before the next one");
   slot.fired = true;
-  for (const int64_t launch : order_.mark(bucket.index)) release(launch, /*empty=*/false, lock);
+  const std::vector<int64_t> launched = order_.mark(bucket.index);
+  for (const int64_t launch : launched) release(launch, /*empty=*/false, lock);
+  return pass_.paced && !launched.empty();
+}
+
+void Backward::keep_pace() {
+  if (flights_->await_landings(kMostUnlanded, kPatience)) return;
+  const Locked lock(buckets_->mutex);
+  pass_.paced = false;
 }
 
 // See Note [Other reducers].

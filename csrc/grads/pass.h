@@ -28,6 +28,7 @@ struct EndToken {
 struct Pass {
   bool open = false;
   int64_t last_task = -1;  // graph task whose end is awaited
+  bool paced = false;      // see Note [Backward at the pace of the exchange]
   std::shared_ptr<bool> raised = std::make_shared<bool>(false);
 };
 

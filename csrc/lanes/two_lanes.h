@@ -4,6 +4,8 @@
 #pragma once
 
 #include <atomic>
+#include <chrono>
+#include <condition_variable>
 #include <cstdint>
 #include <deque>
 #include <exception>
@@ -89,6 +91,18 @@ class TwoLanes {
     });
   }
 
+  // Waits until at most `most` have not landed, or nothing will land any more. Returns false if none lands for
+  // `patience`.
+  bool await_landings(int64_t most, std::chrono::milliseconds patience) {
+    if (held_.on) return true;
+    std::unique_lock lock(sky_.mutex);
+    while (num_launched_ - num_landed_ > most && sky_.error.empty() && !sky_.aborted) {
+      const int64_t before = num_landed_;
+      if (!sky_.landed.wait_for(lock, patience, [this, before] { return num_landed_ > before; })) return false;
+    }
+    return true;
+  }
+
   // Waits until all have landed. Returns the first error, now and on every later call; empty if there was none.
   std::string drain() {
     start_held();
@@ -141,7 +155,8 @@ class TwoLanes {
 
  private:
   struct Sky {
-    std::mutex mutex;                              // of the three below, and of each flight's `pending`
+    std::mutex mutex;  // of the three below, and of each flight's `pending`
+    std::condition_variable landed;
     std::deque<std::shared_ptr<Flight>> airborne;  // launched and not landed, in order; null for a task
     std::string error;                             // the first one
     bool aborted = false;
@@ -180,8 +195,9 @@ class TwoLanes {
       const std::lock_guard lock(sky_.mutex);
       flight->pending = nullptr;
       sky_.airborne.pop_front();
+      ++num_landed_;
     }
-    ++num_landed_;
+    sky_.landed.notify_all();
     buffers_.release();
   }
 

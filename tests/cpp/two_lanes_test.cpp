@@ -191,6 +191,32 @@ TEST(flights_land_in_launch_order_with_what_was_sent) {
   }
 }
 
+TEST(a_launcher_waits_until_few_have_not_landed) {
+  for (unsigned seed = 0; seed < 20; ++seed) {
+    Rig rig(true, seed);
+    for (int64_t i = 0; i < 12; ++i) {
+      rig.launch(i);
+      CHECK(rig.lanes.await_landings(1, 10s));
+      CHECK(rig.lanes.num_launched() - rig.lanes.num_landed() <= 1);
+    }
+    CHECK_EQ(rig.lanes.drain(), std::string());
+  }
+}
+
+TEST(a_launcher_does_not_wait_for_what_never_lands) {
+  Rig stalled;
+  stalled.exchange.stalls_from = 1;
+  for (int64_t i = 0; i < 3; ++i) stalled.launch(i);
+  const auto start = std::chrono::steady_clock::now();
+  CHECK(!stalled.lanes.await_landings(1, 50ms));
+  CHECK(std::chrono::steady_clock::now() - start < 5s);
+
+  Rig failing;
+  failing.exchange.fails_from = 0;
+  for (int64_t i = 0; i < 3; ++i) failing.launch(i);
+  CHECK(failing.lanes.await_landings(0, 10s));
+}
+
 // Hooks come from several autograd threads, under the manager's lock.
 TEST(flights_may_be_launched_by_several_threads) {
   constexpr int64_t kThreads = 4;

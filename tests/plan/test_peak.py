@@ -37,12 +37,13 @@ def next_states(state: State, count: int) -> Iterator[State]:
         yield packing, landing + 1
 
 
-def bytes_in(state: State, flows: Sequence[Flow], frees_local: bool, stalled: bool) -> int:
+def bytes_in(state: State, flows: Sequence[Flow], frees_local: bool, stalled: bool, ahead: int | None = None) -> int:
+    """``ahead``: buckets whose gradients are there before the one before them has landed; None: all."""
     total = 0
     for index, flow in enumerate(flows):
         packed = state[0] - index * len(PACKING)
         landed = state[1] - index * len(LANDING)
-        there = stalled or landed >= 0
+        there = (stalled and (ahead is None or state[1] >= (index - ahead) * len(LANDING))) or landed >= 0
         total += (flow.local - flow.straight) * (there and not (frees_local and packed >= 2))
         total += flow.straight * (there and not (frees_local and landed >= 2))
         total += flow.flat * (packed >= 1 and landed < 2)
@@ -51,15 +52,15 @@ def bytes_in(state: State, flows: Sequence[Flow], frees_local: bool, stalled: bo
     return total
 
 
-def worst_moment(flows: Sequence[Flow], frees_local: bool) -> int:
-    """Of all states that the two lanes can reach when all gradients are there."""
+def worst_moment(flows: Sequence[Flow], frees_local: bool, ahead: int | None = None) -> int:
+    """Of all states that the two lanes can reach when all gradients are there that may be."""
     reached, open_ = set(), [(0, 0)]
     while open_:
         state = open_.pop()
         if state not in reached:
             reached.add(state)
             open_ += next_states(state, len(flows))
-    return max(bytes_in(state, flows, frees_local, stalled=True) for state in reached)
+    return max(bytes_in(state, flows, frees_local, True, ahead) for state in reached)
 
 
 def worst_moment_one_by_one(flows: Sequence[Flow]) -> int:
@@ -75,8 +76,13 @@ def worst_moment_one_by_one(flows: Sequence[Flow]) -> int:
 
 @given(flow_lists)
 def test_sharded_gradients_take_what_the_worst_order_of_events_takes(flows: list[Flow]) -> None:
-    assert peak_of_sharded(flows, stalled=True) == worst_moment(flows, frees_local=True)
-    assert peak_of_sharded(flows, stalled=False) == worst_moment_one_by_one(flows)
+    assert peak_of_sharded(flows, None) == worst_moment(flows, frees_local=True)
+    assert peak_of_sharded(flows, 0) == worst_moment_one_by_one(flows)
+
+
+@given(flow_lists, st.integers(1, 3))
+def test_a_paced_backward_has_few_gradients_that_wait(flows: list[Flow], ahead: int) -> None:
+    assert peak_of_sharded(flows, ahead) == worst_moment(flows, frees_local=True, ahead=ahead)
 
 
 @given(flow_lists)
@@ -101,4 +107,4 @@ def test_one_rank_packs_gradients_into_their_mean_or_leaves_them_there(flows: li
 
 
 def test_no_parameters_take_nothing() -> None:
-    assert peak_of_sharded([], True) == peak_of_whole([], True) == peak_alone([], True) == peak_alone([], False) == 0
+    assert peak_of_sharded([], None) == peak_of_whole([], True) == peak_alone([], True) == peak_alone([], False) == 0

@@ -124,6 +124,24 @@ def test_no_thread_reads_a_shard_while_its_owner_writes_it(way: str) -> None:
     run_ranks(run_by_way, 2, way, read_on_a_thread)
 
 
+def opposite_orders(rank: int, world_size: int) -> None:
+    """Two optimizers, whose backwards each rank runs in another order: neither rank waits for the other's first."""
+
+    def run(stage: int) -> list[Tensor]:
+        (first, one), (second, other) = made(stage), made(stage)
+        losses = [entropy(model, batch(0, rank)) for model in ((first, second) if rank else (second, first))]
+        (losses[0] + losses[1]).backward()
+        one.step()
+        other.step()
+        return [*values(first), *values(second)]
+
+    assert_as_in_stage_2(run)
+
+
+def test_backwards_in_other_orders_on_other_ranks_end() -> None:
+    run_ranks(opposite_orders, 2)
+
+
 def gone(rank: int, world_size: int, place: str, how: signal.Signals) -> tuple[str, str]:
     model, optimizer = made(hostile=True)
     train(model, optimizer, rank, entropy, steps=1)

@@ -43,6 +43,7 @@ class Residency:
         if not (C.has_address_ranges() and ranks.backend == "gloo" and not ranks.staged):
             raise ValueError("stage=3 needs parameters on the CPU, a gloo group, and Linux: use stage=2")
         self.manager = manager
+        manager.backward.set_paced(True)
         self.ranks = ranks
         self.resident_mb = resident_mb
         assert ranks.given is not None

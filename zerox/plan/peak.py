@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
+AHEAD_IF_PACED = 1  # buckets: see Note [Backward at the pace of the exchange] in csrc/grads/backward.h
+
 
 @dataclass(frozen=True)
 class Flow:
@@ -30,19 +32,21 @@ class Flow:
         return self.flat + max(self.local, self.straight + self.received)
 
 
-def peak_of_sharded(flows: Sequence[Flow], stalled: bool) -> int:
-    """Stage 2: local gradients are freed when their bucket is packed.
+def peak_of_sharded(flows: Sequence[Flow], ahead: int | None) -> int:
+    """Stages 2 and 3: local gradients are freed when their bucket is packed.
 
-    ``flows`` in launch order. ``stalled``: all gradients are made before the first bucket lands, and a bucket may land
-    while the next one is packed; else each lands before the next one's gradients are made.
+    ``flows`` in launch order. ``ahead``: of how many buckets gradients may be made while one before them is on its way;
+    None: of all. With 0 each lands before the next one's gradients are made; else it may land while the next is packed.
     """
-    waiting = [*accumulate((flow.local for flow in reversed(flows)), initial=0)][::-1]
+    ahead = len(flows) if ahead is None else ahead
+    made = [0, *accumulate(flow.local for flow in flows)]
     most = landed = 0
     for index, flow in enumerate(flows):
-        later = waiting[index + 1] if stalled else 0
+        last = min(index + 1 + ahead, len(flows))
+        later = made[last] - made[index + 1]
         most = max(most, landed + flow.flat + flow.local + later)
-        if stalled and index + 1 < len(flows):
-            later = flows[index + 1].packed + waiting[index + 2]
+        if last > index + 1:
+            later = flows[index + 1].packed + made[last] - made[index + 2]
         most = max(most, landed + flow.flat + flow.straight + flow.received + flow.shard + later)
         landed += flow.shard
     return most

@@ -1,0 +1,109 @@
+"""The most bytes of a step with sharded parameters, from the allocator and the rooms of whole buckets."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from bench.allocator import Allocator, build
+from tests.memory.test_peak import WITHIN
+from tests.ranks import run_ranks
+from zerox import FusedShardedAdam, estimate
+from zerox._C import most_room_bytes
+
+MIB = 2**20
+WIDTH, LAYERS = 512, 60
+CAP_MB = 1  # the matrix of a layer, in float32: whether the wire keeps up is less than 2% then
+
+
+class Deep(nn.Module):
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=False, dtype=dtype) for _ in range(LAYERS))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x + layer(x)
+        return x
+
+
+class Tied(nn.Module):
+    """The embedding, which is the head as well, has a third of the parameters."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(LAYERS // 2 * WIDTH, WIDTH, dtype=dtype)
+        self.body = Deep(dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        words = torch.arange(len(x))
+        return F.linear(self.body(self.embedding(words)), self.embedding.weight)
+
+
+def frozen(dtype: torch.dtype) -> nn.Module:
+    model = Deep(dtype)
+    for layer in model.layers[:-1]:
+        layer.requires_grad_(False)
+    return model
+
+
+MODELS: dict[str, Callable[[torch.dtype], nn.Module]] = {"deep": Deep, "tied": Tied, "99% frozen": frozen}
+
+
+def free_what_is_left() -> None:
+    """Shards of a deleted optimizer are freed when the next one is built, once all ranks have deleted theirs."""
+    gc.collect()
+    dist.barrier()
+    FusedShardedAdam([nn.Parameter(torch.ones(1))], stage=3)
+    dist.barrier()
+
+
+def peaks(rank: int, world_size: int, library: Path, name: str, dtype: torch.dtype) -> list[tuple[str, int, int, int]]:
+    """For each limit the peak of a step, and the estimate's bounds."""
+    allocator = Allocator(library)
+    found = []
+    sizes = [param.nbytes / MIB for param in MODELS[name](dtype).parameters()]
+    least = max(*sizes, CAP_MB)
+    for limit in (least, max(least, sum(sizes) / 4), sum(sizes) / 2, float("inf")):
+        free_what_is_left()
+        base = allocator.now
+        torch.manual_seed(0)
+        model = MODELS[name](dtype)
+        options: dict[str, Any] = {"stage": 3, "resident_mb": limit, "bucket_cap_mb": CAP_MB}
+        optimizer = FusedShardedAdam(model.named_parameters(), **options)
+
+        def step(model: nn.Module = model, optimizer: FusedShardedAdam = optimizer) -> None:
+            model(torch.ones(1, WIDTH, dtype=dtype)).float().square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        step()
+        most_room_bytes()
+        peak = allocator.peak_of(step) - base + most_room_bytes()
+        formula = estimate(model.parameters(), world_size, **options)
+        found.append((f"{limit:.1f} MiB", peak, formula.typical_peak, formula.peak))
+        del model, optimizer, step
+    return found
+
+
+KINDS = [("deep", torch.float32), ("deep", torch.bfloat16), ("tied", torch.float32), ("99% frozen", torch.float32)]
+
+
+@pytest.mark.parametrize(("name", "dtype"), KINDS)
+def test_the_peak_of_a_step_is_the_estimate_at_every_limit(name: str, dtype: torch.dtype) -> None:
+    """Of a tied weight autograd holds both gradients and their sum, of which the estimate knows one. By the time that
+    the shard is there, the others are gone."""
+    tied = MODELS[name](dtype).embedding.weight.nbytes if name == "tied" else 0  # type: ignore[union-attr]
+    for limit, peak, typical, most in run_ranks(peaks, 2, build(), name, dtype)[0]:
+        low, high = typical + 2 * tied - tied // 2, most + 2 * tied
+        told = f"{limit}: {peak / MIB:.1f} MiB, and not {low / MIB:.1f} to {high / MIB:.1f}"
+        assert (1 - WITHIN) * low <= peak <= (1 + WITHIN) * high, told
+        assert most <= (1 + WITHIN) * typical or tied
