@@ -20,16 +20,31 @@ FILES = [
 ]
 
 
-@pytest.mark.parametrize("file", FILES)
-def test_passes_on_the_fake_accelerator(file: str) -> None:
-    command = [sys.executable, "-m", "pytest", "-q", "--no-header", file]
+@pytest.fixture(scope="module")
+def ended() -> subprocess.CompletedProcess[str]:
+    """One process for all files: it takes seconds to start."""
+    command = [sys.executable, "-m", "pytest", "-v", "--color=no", "--no-header", *FILES]
     environment = {**os.environ, "ZEROX_TEST_DEVICE": "fake"}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
-    assert re.search(r"^[1-9]\d* passed(, \d+ warnings?)? in", done.stdout, re.MULTILINE), (
-        "none ran, or some were skipped"
-    )
-    print(done.stdout.strip().rpartition("\n")[2])
+    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_passes_on_the_fake_accelerator(file: str, ended: subprocess.CompletedProcess[str]) -> None:
+    outcomes = re.findall(rf"^{re.escape(file)}::.* ([A-Z]+) +\[ *\d+%\]$", ended.stdout, re.MULTILINE)
+    assert outcomes, f"none ran: {shortened(ended)}"
+    assert set(outcomes) == {"PASSED"}, f"some failed or were skipped: {shortened(ended)}"
+
+
+def test_nothing_else_went_wrong(ended: subprocess.CompletedProcess[str]) -> None:
+    """As an error between two tests, or a crash at exit."""
+    last = ended.stdout.strip().rpartition("\n")[2]
+    assert ended.returncode == 0, shortened(ended)
+    assert re.search(r"^=+ [1-9]\d* passed(, \d+ warnings?)? in", last), last
+    print(last)
+
+
+def shortened(ended: subprocess.CompletedProcess[str]) -> str:
+    return ended.stdout[-8000:] + ended.stderr[-2000:]
 
 
 def test_there_is_something_to_run() -> None:
