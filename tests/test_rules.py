@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.kernels.shards import RULES, group_of
-from zerox.rules import lion, sgd
+from zerox.rules import adam, lion, sgd
 from zerox.rules.lion import LION
 from zerox.rules.rule import Rule
 from zerox.rules.sgd import SGD
@@ -22,6 +22,8 @@ SGD_REFUSES: list[dict[str, Any]] = [
     {"nesterov": True, "momentum": 0.9, "dampening": 0.1},
     {"nesterov": True, "dampening": 0.1},
 ]
+
+ROOMS: dict[str, Any] = {"adam": adam, "lion": lion, "sgd": sgd}
 
 
 def make(**options: Any) -> torch.optim.SGD:
@@ -73,7 +75,21 @@ def test_the_buffer_is_kept_with_momentum_only() -> None:
 
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.name)
+def test_what_a_constructor_is_given_is_what_groups_have(rule: Rule) -> None:
+    """Values that are no defaults, or one that is not handed on would not show."""
+    given: dict[str, Any] = {name: not value for name, value in rule.defaults.items() if isinstance(value, bool)}
+    given |= {name: 0.5 for name, value in rule.defaults.items() if isinstance(value, float)}
+    given |= {"betas": (0.25, 0.75)} if "betas" in rule.defaults else {}
+    given |= {"dampening": 0.0} if rule is SGD else {}  # beside Nesterov's momentum it must be 0
+    assert given.keys() == rule.defaults.keys()
+    assert ROOMS[rule.name].defaults(**given, flags={}) == given
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.name)
 def test_every_option_is_a_column_and_has_a_default(rule: Rule) -> None:
+    indices = {name: range(2) if name == "betas" else [None] for name in rule.defaults}
+    expected = {(name, index) for name, each in indices.items() for index in each}
+    assert {(column.option, column.index) for column in rule.columns} >= expected
     assert {column.option for column in rule.columns} == set(rule.defaults)
     assert set(rule.needed_options) <= set(rule.defaults)
     rule.check(rule.defaults)
@@ -83,5 +99,7 @@ def test_every_option_is_a_column_and_has_a_default(rule: Rule) -> None:
 def test_flags_that_choose_torch_s_implementation_are_checked(rule: Rule) -> None:
     with pytest.raises(ValueError, match="differentiable=True"):
         rule.check({**rule.defaults, "differentiable": True})
+    with pytest.raises(ValueError, match="differentiable=True"):
+        ROOMS[rule.name].defaults(**rule.defaults, flags={"differentiable": True})
     with pytest.raises(RuntimeError, match="`fused` and `foreach` cannot be `True` together"):
         rule.check({**rule.defaults, "fused": True, "foreach": True})

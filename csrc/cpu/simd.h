@@ -134,7 +134,12 @@ struct VecF {
 
   static ZX_HD VecF splat(float value) { return {_mm256_set1_ps(value)}; }
   static ZX_HD VecF load(const float* p) { return {_mm256_loadu_ps(p)}; }
-  static ZX_HD VecF load(const bf16* p) { return {widen(bits16(p))}; }
+  static ZX_HD VecF load(const bf16* p) {  // one shuffle, where widen() takes two and a shift
+    const __m256i twice = _mm256_broadcastsi128_si256(bits16(p));
+    const __m256i into_upper_halves = _mm256_setr_epi8(-1, -1, 0, 1, -1, -1, 2, 3, -1, -1, 4, 5, -1, -1, 6, 7,  //
+                                                       -1, -1, 8, 9, -1, -1, 10, 11, -1, -1, 12, 13, -1, -1, 14, 15);
+    return {_mm256_castsi256_ps(_mm256_shuffle_epi8(twice, into_upper_halves))};
+  }
   static ZX_HD VecF load(const f16* p) { return {_mm256_cvtph_ps(bits16(p))}; }
   ZX_HD void store(float* p) const { _mm256_storeu_ps(p, x); }
   ZX_HD void store(bf16* p) const { put16(p, round_bf16(x)); }

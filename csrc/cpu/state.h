@@ -1,10 +1,9 @@
-// States as they are stored. Wide ones are updated where they lie. Others are updated a chunk at a time: their new
-// values stay in a buffer until they are rounded or encoded, in loops of their own. In one loop for all, each vector
-// would have so many instructions that the core's window held few vectors, and their roots and quotients would not
-// overlap. Included by kernels_<isa>.cpp only.
+// States as they are stored. Wide ones and those in bf16 are updated where they lie. Those in 8 bits are updated a
+// chunk at a time: their new values stay in a buffer until they are encoded, since that needs the scale of a whole
+// block. Included by kernels_<isa>.cpp only.
 
-// Elements that are updated together before they are rounded or encoded: whole blocks, and few enough that all of this
-// stays in the innermost cache.
+// Elements that are updated together before they are encoded: whole blocks, and few enough that all of this stays in
+// the innermost cache.
 constexpr int64_t kChunk = 4 * kStateBlock;
 
 // Calls body(first, count) for each part of [0, numel) that is `most` elements long, or the rest.
@@ -84,57 +83,32 @@ class Ahead {
 
 // ---- bf16
 
-// The random_bits() of the elements from `element` on.
-__attribute__((noinline)) void fill_random(RandomKey key, int64_t element, int64_t numel, uint32_t* words,
-                                           Ahead& ahead) {
-  for (int64_t done = 0; done < numel;) {
-    // Neighbours whose indices have the upper half in common.
-    const auto lower = static_cast<uint32_t>(element + done);
-    const int64_t alike = (int64_t{1} << 32) - lower;
-    const int64_t most = alike < kStateBlock ? alike : kStateBlock;
-    const int64_t count = most < numel - done ? most : numel - done;
-    fill_random(key.first, second_word(key, element + done), lower, count, words + done);
-    ahead.fetch();
-    done += count;
-  }
-}
-
-template <bool kUpper>
-__attribute__((noinline)) void round_stochastic(const float* values, const uint32_t* words, int64_t numel, bf16* to,
-                                                Ahead& ahead) {
-  for_each_part(numel, kStateBlock, [&](int64_t first, int64_t count) ZX_LAMBDA {
-    ahead.fetch();
-    for_each_vector<float>(count, [&](auto lane, int64_t i) ZX_LAMBDA {
-      using V = decltype(lane);
-      store_stochastic<kUpper>(V::load(values + first + i), words + first + i, to + first + i);
-    });
-  });
-}
-
+// States of elements whose indices have the upper half in common.
 template <class Rule, int N>
-struct Bf16Chunk {
-  bf16* stored[N];
-  alignas(64) float values[N][kChunk];
+struct Bf16State {
+  bf16* values[N];
+  uint32_t first;
+  uint32_t second;
+  uint32_t element;  // the lower half of element 0's index
 
-  ZX_HD Bf16Chunk(const UpdateSpan& span, int64_t first) {
+  // Of the span's elements from `start` on.
+  ZX_HD Bf16State(const UpdateSpan& span, int64_t start)
+      : first(span.random_key.first),
+        second(second_word(span.random_key, span.param_start + start)),
+        element(static_cast<uint32_t>(span.param_start + start)) {
     for_each_state<N>([&](auto s)
-                          ZX_LAMBDA { stored[s.value] = static_cast<bf16*>(span.states.at[s.value].values) + first; });
+                          ZX_LAMBDA { values[s.value] = static_cast<bf16*>(span.states.at[s.value].values) + start; });
   }
   template <class V>
   ZX_HD void load(Lanes<V, N>& lanes, int64_t i) const {
-    for_each_state<N>([&](auto s) ZX_LAMBDA { lanes.state[s.value] = V::load(stored[s.value] + i); });
+    for_each_state<N>([&](auto s) ZX_LAMBDA { lanes.state[s.value] = V::load(values[s.value] + i); });
   }
-  template <class V>
-  ZX_HD void store(const Lanes<V, N>& lanes, int64_t i) {
-    for_each_state<N>([&](auto s) ZX_LAMBDA { lanes.state[s.value].store(values[s.value] + i); });
-  }
-  // `element`: the index of the chunk's first one.
-  ZX_HD void round(RandomKey key, int64_t element, int64_t numel, Ahead& ahead) {
-    uint32_t words[kChunk];
-    fill_random(key, element, numel, words, ahead);
+  // `random`: the random_bits() of these lanes.
+  template <class V, class Random>
+  ZX_HD void store(const Lanes<V, N>& lanes, Random random, int64_t i) const {
     for_each_state<N>([&](auto s) ZX_LAMBDA {
       constexpr bool kUpper = Rule::kStates[decltype(s)::value].takes_upper_bits;
-      round_stochastic<kUpper>(values[s.value], words, numel, stored[s.value], ahead);
+      store_stochastic<kUpper>(lanes.state[s.value], random, values[s.value] + i);
     });
   }
 };

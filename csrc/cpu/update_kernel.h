@@ -84,25 +84,89 @@ ZX_HD void update_loop(const typename Rule::template Step<T>& step, Where where,
   });
 }
 
+// The states of an update, and then the parameter: between the two, states can be stored while roots and quotients are
+// computed.
+template <class Rule, class V, int N, class Step>
+ZX_HD void update_states(const Step& step, V grad, Lanes<V, N>& lanes) {
+  if constexpr (Rule::kHasUncheckedStep) {
+    Rule::update_states(step, grad, lanes);
+  } else {
+    Rule::update(step, grad, lanes);
+  }
+}
+template <class Rule, class V, int N, class Step>
+ZX_HD V new_param(const Step& step, const Lanes<V, N>& lanes) {
+  if constexpr (Rule::kHasUncheckedStep) {
+    return Rule::new_param(step, lanes);
+  } else {
+    return lanes.param;
+  }
+}
+
+#if defined(ZX_HAS_VECTORS)
+// kCount vectors whose states are stored in bf16. Rounding takes as long as the rest of an update, but not the unit
+// that divides: in one loop with the update, and in groups whose vectors don't wait for each other, they overlap.
+template <class Rule, int N, int kCount, class Where, class Grad>
+ZX_HD void update_group(const typename Rule::template Step<float>& step, Where where, const Bf16State<Rule, N>& state,
+                        const Grad* grad, int64_t first, int64_t i) {
+  VecI random[kCount];
+  fill_random(state.first, state.second, state.element + static_cast<uint32_t>(i), random);
+  Lanes<VecF, N> lanes[kCount];
+  for (int v = 0; v < kCount; ++v) {
+    const int64_t at = i + v * VecF::kLanes;
+    lanes[v].param = where.template load<VecF>(first + at);
+    state.load(lanes[v], at);
+    update_states<Rule>(step, load_grad<VecF>(grad, first + at), lanes[v]);
+    state.store(lanes[v], random[v], at);
+  }
+  for (int v = 0; v < kCount; ++v) {
+    where.store(new_param<Rule>(step, lanes[v]), first + i + v * VecF::kLanes);
+  }
+}
+#endif
+
+// `state` counts from element `first` of the span.
+template <class Rule, int N, class Where, class Grad>
+ZX_HD void update_bf16(const typename Rule::template Step<float>& step, Where where, const Bf16State<Rule, N>& state,
+                       const Grad* grad, int64_t first, int64_t numel) {
+  int64_t i = 0;
+#if defined(ZX_HAS_VECTORS)
+  constexpr int kMany = 4;
+  for (; i + kMany * VecF::kLanes <= numel; i += kMany * VecF::kLanes) {
+    update_group<Rule, N, kMany>(step, where, state, grad, first, i);
+  }
+  for (; i + VecF::kLanes <= numel; i += VecF::kLanes) update_group<Rule, N, 1>(step, where, state, grad, first, i);
+#endif
+  for (; i < numel; ++i) {
+    using Lane = ScalarLane<float>;
+    Lanes<Lane, N> lane{where.template load<Lane>(first + i), {}};
+    state.load(lane, i);
+    Rule::update(step, load_grad<Lane>(grad, first + i), lane);
+    where.store(lane.param, first + i);
+    const uint32_t element = state.element + static_cast<uint32_t>(i);
+    state.store(lane, mix32(mix32(element ^ state.first) ^ state.second), i);
+  }
+}
+
 // Updates with N states. Without any, it makes no difference how they would be stored. `step` is a copy, which no store
 // into an array can change: its constants stay in registers.
 template <class Rule, class T, int N, class Where, class Grad>
 ZX_HD void update_state(const UpdateSpan& span, const typename Rule::template Step<T> step, Where where,
                         const Grad* grad) {
   if constexpr (N > 0 && std::is_same_v<T, float>) {
-    constexpr int kBlocks = kChunk / kStateBlock;
     if (span.states.kind == StateKind::bf16) {
-      for_each_part(span.numel, kChunk, [&](int64_t first, int64_t numel) ZX_LAMBDA {
-        Ahead ahead(span, first + numel, kBlocks * (1 + N));
-        Bf16Chunk<Rule, N> chunk(span, first);
-        update_loop<Rule, T, N>(step, where, chunk, grad, first, numel);
-        chunk.round(span.random_key, span.param_start + first, numel, ahead);
-      });
+      for (int64_t first = 0; first < span.numel;) {
+        const int64_t alike = (int64_t{1} << 32) - static_cast<uint32_t>(span.param_start + first);
+        const int64_t numel = alike < span.numel - first ? alike : span.numel - first;
+        Bf16State<Rule, N> state(span, first);
+        update_bf16<Rule, N>(step, where, state, grad, first, numel);
+        first += numel;
+      }
       return;
     }
     if (span.states.kind == StateKind::blockwise) {
       for_each_part(span.numel, kChunk, [&](int64_t first, int64_t numel) ZX_LAMBDA {
-        Ahead ahead(span, first + numel, kBlocks * 2 * N);
+        Ahead ahead(span, first + numel, kChunk / kStateBlock * 2 * N);
         CodedChunks<Rule, N> chunks(span, first, numel, ahead);
         for_each_part(numel, kStateBlock, [&](int64_t start, int64_t count) ZX_LAMBDA {
           CodedBlock<Rule, N> block(chunks, start);

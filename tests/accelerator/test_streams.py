@@ -97,7 +97,8 @@ def test_a_host_that_waits_is_seen(detector: Any) -> None:
 def shard_at(ours: GradsOfModel, index: int) -> Shard:
     grad, bucket = ours.grads.shard(index), ours.buckets[index]
     assert grad is not None
-    return shard_of(bucket, GradPart(grad, 0, 0, bucket.segments), ours.grads.present(index))
+    of = GradPart(grad, 0, 0, bucket.segments)
+    return shard_of(bucket.part(of), of, ours.grads.present(index))
 
 
 def train(ranks: Ranks, stage: int, plan: str, rule: Rule = ADAM, group: Mapping[str, Any] = GROUP) -> list[Tensor]:

@@ -17,10 +17,11 @@ from zerox import ops
 from zerox._C import Range
 from zerox.flow.grad_scale import GradScale
 from zerox.flow.grads import Grads
-from zerox.memory.bucket import Bucket, GradPart
+from zerox.memory.bucket import Bucket, GradPart, Part
+from zerox.memory.stored import Stored
 from zerox.ops import Shard
 from zerox.rules.of_groups import Rules
-from zerox.rules.rule import MASTERS, Rule
+from zerox.rules.rule import Rule
 from zerox.rules.table import OptionsTables
 
 Groups = Sequence[dict[str, Any]]
@@ -52,6 +53,9 @@ class FusedUpdate:
         self.grads = grads
         self.grad_scale = grad_scale
         self.tables = OptionsTables(rules, torch.device(grads.ranks.device), keeps_place)
+        # By bucket, start, number of elements and first row, beside the state that they are views of. To make the views
+        # of every part at every step would take longer than the update of a small one.
+        self.made: dict[tuple[int, int, int, int], tuple[dict[str, Stored], Part]] = {}
 
     def add_bucket(self, bucket: Bucket, groups: Groups) -> None:
         pass
@@ -74,26 +78,22 @@ class FusedUpdate:
         for index in run:
             if parts := self.grads.parts(index):
                 present = self.grad_scale.present(self.grads.present(index))
-                yield from (shard_of(self.buckets[index], part, present) for part in parts)
+                yield from (shard_of(self._part(index, of), of, present) for of in parts)
+
+    def _part(self, index: int, of: GradPart) -> Part:
+        place = (index, of.start, of.grad.numel(), of.first_row)
+        bucket = self.buckets[index]
+        state, part = self.made.get(place, (None, None))
+        if part is None or state is not bucket.state:
+            part = bucket.part(of)
+            self.made[place] = (bucket.state, part)
+        return part
 
 
-def shard_of(bucket: Bucket, part: GradPart, present: Tensor) -> Shard:
-    """A part of a bucket's shard as the kernels take it."""
-    elements = slice(part.start, part.start + part.grad.numel())
-    rows = slice(part.first_row, part.first_row + len(part.segments))
-    whole = part.grad.numel() == bucket.param_shard.numel()
-    kept = {key: stored if whole else stored.part(elements) for key, stored in bucket.state.items()}
-    master = next((kept.pop(spec.key).values for spec in MASTERS if spec.key in kept), None)
-    return Shard(
-        param=bucket.param_shard if whole else bucket.param_shard[elements],
-        master=master,
-        grad=part.grad,
-        state=[stored.values for stored in kept.values()],
-        scales=[stored.scales for stored in kept.values() if stored.scales is not None],
-        segments=part.segments,
-        present=present[rows],
-        steps=bucket.steps[rows],
-    )
+def shard_of(part: Part, of: GradPart, present: Tensor) -> Shard:
+    """A part of a bucket's shard as the kernels take it. ``present``: of all the bucket's rows."""
+    param, master, state, scales, rows, steps = part
+    return Shard(param, master, of.grad, state, scales, of.segments, present[rows], steps)
 
 
 def update(rule: Rule, shards: Sequence[Shard], options: Tensor, grad_scale: Tensor | None) -> None:

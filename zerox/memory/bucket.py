@@ -68,6 +68,17 @@ class GradPart(NamedTuple):
     segments: Tensor  # those inside, counted from ``start``
 
 
+class Part(NamedTuple):
+    """What a bucket keeps for the elements of a :class:`GradPart`, as views: ``steps`` of its ``rows``."""
+
+    param: Tensor
+    master: Tensor | None
+    state: list[Tensor]
+    scales: list[Tensor]
+    rows: slice
+    steps: Tensor
+
+
 MakeBuffer = Callable[[Sequence[Tensor], Layout], FlatBuffer]
 
 
@@ -145,6 +156,16 @@ class Bucket:
         kept = self.state | {spec.key: made}
         order = [each.key for each in (*self.rule.states, *MASTERS)]
         self.state = {key: kept[key] for key in order if key in kept}
+
+    def part(self, of: GradPart) -> Part:
+        """Views, which hold until keep() is called."""
+        elements = slice(of.start, of.start + of.grad.numel())
+        rows = slice(of.first_row, of.first_row + len(of.segments))
+        kept = {key: stored.part(elements) for key, stored in self.state.items()}
+        master = next((kept.pop(spec.key).values for spec in MASTERS if spec.key in kept), None)
+        state = [stored.values for stored in kept.values()]
+        scales = [stored.scales for stored in kept.values() if stored.scales is not None]
+        return Part(self.param_shard[elements], master, state, scales, rows, self.steps[rows])
 
     def absent_state(self) -> set[tuple[int, str]]:
         """(parameter's number, key) of what is ``absent``."""
