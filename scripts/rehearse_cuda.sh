@@ -26,7 +26,8 @@ if ! "$py" -W ignore -c 'import torch' 2>/dev/null; then
     say "installing torch $torch into $env"
     [[ -x "$py" ]] || python3 -m venv "$env" || die "could not make $env (python3-venv missing?)"
     # setuptools with it: what venv brings may be too old, and setup_env.sh replaces nothing in an active environment.
-    "$py" -m pip --disable-pip-version-check install -q "torch==$torch" 'setuptools>=77' ||
+    # torch 2.11 refuses 82 and later.
+    "$py" -m pip --disable-pip-version-check install -q "torch==$torch" 'setuptools>=77,<82' ||
         die "pip could not install torch, see above"
 fi
 found="$("$py" -W ignore -c 'import torch; print(torch.__version__.partition("+")[0], torch.version.cuda)')"
