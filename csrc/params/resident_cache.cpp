@@ -8,6 +8,11 @@
 #include "params/residents.h"
 
 namespace zx {
+namespace {
+
+double mib(size_t bytes) { return static_cast<double>(bytes) / (1 << 20); }
+
+}  // namespace
 
 // ---- what goes, under the lock
 
@@ -29,12 +34,19 @@ void Residents::make_room(size_t bytes, const char* reader) {
     release(*victim);
   }
   if (now_.resident_bytes + bytes > now_.limit && reader != nullptr && now_.whole == 0) {
-    TORCH_WARN_ONCE("zerox: ", reader, " reads parameters of ", (now_.resident_bytes + bytes) >> 20,
-                    " MiB at once, more than resident_mb=", now_.limit >> 20,
+    TORCH_WARN_ONCE("zerox: ", reader, " reads parameters of ", mib(now_.resident_bytes + bytes),
+                    " MiB at once, more than resident_mb=", mib(now_.limit),
                     " allows. They are all whole while it runs. Nothing is wrong but the memory that it takes");
   }
   const size_t rest = now_.limit - std::min(now_.limit, now_.resident_bytes + bytes);
   if (spare_->bytes() > rest + bytes) spare_->trim(rest + bytes);
+}
+
+bool Residents::fits_beside_pinned(size_t bytes) const {
+  for (const auto& held : held_) {
+    if (held->state != State::released && !may_be_released(*held)) bytes += held->range->bytes();
+  }
+  return bytes <= now_.limit;
 }
 
 void Residents::release(Held& held) {
@@ -75,7 +87,7 @@ void Residents::look_ahead() {
     while (Held* next = next_to_prefetch()) {
       ++next->pins;
       ++now_.counts.prefetches;
-      const bool arrived = fetch_now(*next, lock, nullptr).empty();
+      const bool arrived = fetch_now(*next, lock, nullptr, /*ahead=*/true).empty();
       --next->pins;
       changed_.notify_all();
       if (!arrived) break;
@@ -84,13 +96,16 @@ void Residents::look_ahead() {
   });
 }
 
-// The released bucket that is needed first, if there is room for it, or would be without what is needed later.
+// The released bucket that is needed first, if there is room for it, or would be without what is needed later. None
+// while a reader waits for another one.
 Residents::Held* Residents::next_to_prefetch() {
   if (now_.updating || now_.whole > 0 || now_.forgotten || !now_.failure.empty()) return nullptr;
   const std::vector<int64_t> uses = past_.script.next_uses(held_.size());
   Held* next = nullptr;
   for (const auto& held : held_) {
-    if (held->state != State::released || uses[held->index] == ReadScript::kNever) continue;
+    if (held->state != State::released) continue;
+    if (held->pins > 0) return nullptr;
+    if (uses[held->index] == ReadScript::kNever) continue;
     if (next == nullptr || uses[held->index] < uses[next->index]) next = held.get();
   }
   if (next == nullptr) return nullptr;

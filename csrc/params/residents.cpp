@@ -167,7 +167,7 @@ void Residents::let_write(int64_t bucket) {
 
 // Called under the lock, by a thread that has pinned the bucket. Returns when it is resident: the error, if it has not
 // arrived. (Raising it needs the GIL, for which no lock may be held, and nobody may be waiting for this thread.)
-std::string Residents::fetch_now(Held& held, std::unique_lock<std::mutex>& lock, const char* reader) {
+std::string Residents::fetch_now(Held& held, std::unique_lock<std::mutex>& lock, const char* reader, bool ahead) {
   const bool is_inside = is_pinned_here(this, held.index);
   ++held.waiting;
   // What step() is about to write is fetched when it is written, unless step() itself reads it before. And a copy that
@@ -177,6 +177,8 @@ std::string Residents::fetch_now(Held& held, std::unique_lock<std::mutex>& lock,
     const Range range("fetch_wait", held.index);
     changed_.wait(lock, [&] {
       if (held.state == State::arriving) return false;
+      // What comes ahead is pinned until it is there, and makes room then.
+      if (ahead_.is_arriving && held.state == State::released && !fits_beside_pinned(held.range->bytes())) return false;
       const bool may_read = !now_.updating || now_.updater == std::this_thread::get_id();
       const bool may_write = held.state == State::released || !is_read_now(held) || is_inside;
       return is_up_to_date(held) || (may_read && may_write);
@@ -191,6 +193,7 @@ std::string Residents::fetch_now(Held& held, std::unique_lock<std::mutex>& lock,
     now_.resident_bytes += held.range->bytes();
   }
   held.state = State::arriving;
+  ahead_.is_arriving = ahead_.is_arriving || ahead;
   held.is_stale = held.is_old = false;
   held.version = now_.version;
   ++now_.num_fetching;
@@ -202,6 +205,7 @@ std::string Residents::fetch_now(Held& held, std::unique_lock<std::mutex>& lock,
   lock.lock();
   if (now_.failure.empty()) now_.failure = failure;
   --now_.num_fetching;
+  if (ahead) ahead_.is_arriving = false;
   past_.log.note(ResidencyEvent::Kind::arrive, held.index, now_.resident_bytes);
   held.state = State::resident;
   held.is_old = !failure.empty();

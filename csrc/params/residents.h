@@ -159,9 +159,10 @@ class Residents final : public ReadGuard::Watcher, public FaultReader {
   void refuse_collective(Held& held);
   void let_write(int64_t bucket);
   std::string fetch(Held& held, bool memory_too, bool own_too);
-  std::string fetch_now(Held& held, std::unique_lock<std::mutex>& lock, const char* reader);
+  std::string fetch_now(Held& held, std::unique_lock<std::mutex>& lock, const char* reader, bool ahead = false);
   bool is_up_to_date(const Held& held) const;
   void make_room(size_t bytes, const char* reader);
+  bool fits_beside_pinned(size_t bytes) const;
   void look_ahead();
   Held* next_to_prefetch();
   void release(Held& held);
@@ -202,7 +203,8 @@ class Residents final : public ReadGuard::Watcher, public FaultReader {
     ResidentCounts counts{};
   } now_;
   struct {
-    bool is_under_way = false;
+    bool is_under_way = false;  // a task of the lane
+    bool is_arriving = false;   // a bucket that it fetches
     Lane lane{"zerox ahead"};
   } ahead_;  // last: the lane uses the others
 };

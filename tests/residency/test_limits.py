@@ -95,6 +95,26 @@ def test_what_comes_by_message_is_fetched_ahead() -> None:
         assert waits < 20
 
 
+def most_resident(rank: int, world_size: int) -> tuple[int, int, int]:
+    """While buckets come ahead: in bytes, the limit, and how many came so."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(8)))
+    optimizer = build(model, bucket_cap_mb=0.02, resident_mb=0.05)
+    residents(optimizer).record(True)
+    for step in range(30):
+        model(torch.ones(4, 64) * step).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    most = max(each.resident_bytes for each in residents(optimizer).take_events())
+    return most, int(0.05 * MIB), residents(optimizer).counts.prefetches
+
+
+def test_what_comes_ahead_stays_within_the_limit() -> None:
+    for most, limit, prefetches in run_ranks(run_by_way, 2, "messages", most_resident):
+        assert most <= limit
+        assert prefetches > 0
+
+
 def resident_bytes(rank: int, world_size: int, room: int) -> tuple[int, int, int]:
     model = Chain()
     optimizer = build(model, bucket_cap_mb=BUCKET / MIB, resident_mb=room * BUCKET / MIB)
