@@ -5,10 +5,12 @@ from __future__ import annotations
 
 import gc
 import sys
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from tests.bucket_manager.rig import Awkward, message_of
 from tests.bucket_manager.training import Training, both_stages
@@ -89,3 +91,27 @@ def awkward(group: dist.ProcessGroup | None, dtype: torch.dtype, stage: int) -> 
 @pytest.mark.parametrize("world_size", [1, 3])
 def test_awkward_parameters(world_size: int, dtype: torch.dtype, stage: int) -> None:
     run_threads(awkward, world_size, dtype, stage)
+
+
+def come_and_go(group: dist.ProcessGroup) -> None:
+    """Sharded parameters, with room for two buckets: fetched, ahead too, written, whole for a while, and left whole."""
+    model = nn.Sequential(*(nn.Linear(32, 32) for _ in range(6)))
+    options: dict[str, Any] = {"stage": 3, "bucket_cap_mb": 0.005, "resident_mb": 0.015}
+    optimizer = FusedShardedAdam(model.named_parameters(), process_group=group, **options)
+    for _ in range(4):
+        model(torch.ones(2, 32)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    with torch.no_grad():
+        model[0].weight.mul_(2)
+    with optimizer.whole():
+        model.load_state_dict({name: value.clone() for name, value in model.state_dict().items()})
+    del optimizer
+    gc.collect()
+    assert all(bool(param.isfinite().all()) for param in model.parameters())
+
+
+@pytest.mark.parametrize("exchange", ["direct", "messages"])
+def test_sharded_parameters_come_and_go(exchange: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ZEROX_EXCHANGE", exchange)
+    run_threads(come_and_go, 2)
