@@ -8,6 +8,7 @@ from __future__ import annotations
 import atexit
 import itertools
 import multiprocessing
+import sys
 import tempfile
 import threading
 import traceback
@@ -26,6 +27,14 @@ class RankFailed(AssertionError):
     """Some rank raised: the message has every rank's traceback."""
 
 
+def forget_operators() -> None:
+    """DTensor's cache of operators, a thread's own, keeps meshes and their groups. In a child that another thread forks
+    torch destroys them, and hangs: zerox prevents it for the groups that it knows, but not for those of tests before.
+    """
+    if "torch.distributed.tensor" in sys.modules:
+        getattr(torch._C, "_clear_DTensor_sharding_propagator_cache", lambda: None)()
+
+
 def _serve(pipe: Any) -> None:
     while (task := pipe.recv()) is not None:
         function, rank, world_size, store, timeout_s, args = task
@@ -42,6 +51,7 @@ def _serve(pipe: Any) -> None:
                 dist.barrier()  # a rank without messages must not leave while others still connect
                 pipe.send((True, function(rank, world_size, *args)))
             finally:
+                forget_operators()
                 dist.destroy_process_group()
         except BaseException:
             pipe.send((False, traceback.format_exc()))
