@@ -12,7 +12,6 @@ a read waited.
 from __future__ import annotations
 
 import argparse
-import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -24,7 +23,7 @@ from bench import memory
 from bench.allocator import build
 from bench.common import Row, on_ranks, parse, print_rows, training_parser, write_result
 from bench.plots import new_figure, save_figure
-from bench.step import check, take_turns
+from bench.step import check, ratio, take_turns
 from bench.systems import FSDP2Resharded, System, Training, Zerox, ZeroxStage3
 from bench.timing import Timing
 from zerox._C import ResidencyEvent
@@ -72,10 +71,10 @@ def time_on_ranks(training: Training, seconds: float) -> tuple[list[Row], list[S
     samples = {name: [step_ms for step_ms, _ in each] for name, each in take_turns(systems, training, seconds).items()}
     rows = []
     for system in systems:
-        own = samples[system.name]
-        row: Row = {"system": system.name, "ranks": dist.get_world_size(), "step_ms": Timing.of(own).p50_ms}
-        for key, other in (("of_stage_2", Zerox.name), ("of_fsdp2", FSDP2Resharded.name)):
-            row[key] = statistics.median(a / b for a, b in zip(samples[other], own, strict=True))
+        step_ms = Timing.of(samples[system.name]).p50_ms
+        row: Row = {"system": system.name, "ranks": dist.get_world_size(), "step_ms": step_ms}
+        row |= {"of_stage_2": ratio(samples, Zerox.name, system.name)}
+        row |= {"of_fsdp2": ratio(samples, FSDP2Resharded.name, system.name)}
         rows.append(row | {"fetched_mib": None, "fetches": None, "waits": None})
     seen = [look(system, training, row) for system, row in zip(limited, rows[2:], strict=True)]
     return rows, seen

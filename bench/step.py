@@ -17,7 +17,7 @@ import itertools
 import statistics
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 
 import torch.distributed as dist
@@ -52,17 +52,19 @@ def rows_of(samples: dict[str, list[Sample]], facts: Row) -> list[Row]:
     """``samples``: by system; the same index is the same round."""
     ms = {name: [step_ms for step_ms, _ in each] for name, each in samples.items()}
 
-    def ratio(over: str, under: str) -> float | None:
-        return statistics.median(a / b for a, b in zip(ms[over], ms[under], strict=True)) if over in ms else None
-
     rows = []
     for name, found in samples.items():
         timing = Timing.of(ms[name])
         tokens = facts["ranks"] * facts["batch"] * facts["context"]
         row = {"system": name, **facts, **asdict(timing), "spread": timing.spread}
         row |= {"tokens_per_s": tokens / timing.p50_ms * 1e3, "update_ms": statistics.median(each for _, each in found)}
-        rows.append(row | {"as_fast": ratio(RIVAL, name), "of_floor": ratio(FLOOR, name)})
+        rows.append(row | {"as_fast": ratio(ms, RIVAL, name), "of_floor": ratio(ms, FLOOR, name)})
     return rows
+
+
+def ratio(ms: Mapping[str, Sequence[float]], over: str, under: str) -> float | None:
+    """The median over the rounds of one system's time over another's; None if the first took no part."""
+    return statistics.median(a / b for a, b in zip(ms[over], ms[under], strict=True)) if over in ms else None
 
 
 def take_turns(systems: Sequence[System], training: Training, seconds: float) -> dict[str, list[Sample]]:
