@@ -41,7 +41,6 @@ std::optional<at::Tensor> optional(at::Tensor tensor) {
 
 void bind_backward(py::module_& m) {
   py::class_<Backward, std::shared_ptr<Backward>>(m, "Backward")
-      .def("set_paced", &Backward::set_paced, py::arg("paced"))
       .def("set_sync", &Backward::set_sync, py::arg("sync"), Release())
       .def_property_readonly("settled", py::cpp_function(&Backward::is_settled, Release()))
       .def_property_readonly("launch_order", py::cpp_function(&Backward::order, Release()));
@@ -121,8 +120,8 @@ int64_t add_bucket(BucketManager& self, const std::vector<std::string>& names, c
 
 void bind_manager(py::module_& m) {
   py::class_<ManagerOptions>(m, "ManagerOptions")
-      .def(py::init<std::vector<Move>, bool, at::Device>(), py::kw_only(), py::arg("route"), py::arg("keeps_shards"),
-           py::arg("device"));
+      .def(py::init<std::vector<Move>, bool, at::Device, bool>(), py::kw_only(), py::arg("route"),
+           py::arg("keeps_shards"), py::arg("device"), py::arg("sharded_params"));
   py::class_<BucketManager, std::shared_ptr<BucketManager>>(m, "BucketManager")
       .def(py::init(&make_manager), py::arg("group"), py::arg("control"), py::arg("whereabouts"), py::arg("exchange"),
            py::arg("options"))

@@ -55,13 +55,13 @@ void bind_residency(py::module_& m) {
   m.def("has_address_ranges", &has_address_ranges);
   m.def("room_bytes", &AddressRange::bytes_in_use);
   m.def("most_room_bytes", &AddressRange::most_in_use);
-  py::class_<AddressRange, std::shared_ptr<AddressRange>>(m, "AddressRange")
-      .def("tensor", &AddressRange::tensor, py::arg("dtype"))
+  py::class_<Room, std::shared_ptr<Room>>(m, "Room")
+      .def("tensor", &Room::tensor, py::arg("dtype"))
+      .def("with_own_storage", &Room::with_own_storage, py::arg("view"))
       .def(
-          "has",
-          [](const AddressRange& self, uint64_t address) { return self.has(reinterpret_cast<const void*>(address)); },
+          "has", [](const Room& self, uint64_t address) { return self.has(reinterpret_cast<const void*>(address)); },
           py::arg("address"))
-      .def_property_readonly("nbytes", &AddressRange::bytes);
+      .def_property_readonly("nbytes", &Room::bytes);
   py::class_<ShardPlace>(m, "ShardPlace")
       .def(py::init<uint64_t, uint64_t>(), py::arg("shard"), py::arg("words"))
       .def_readonly("shard", &ShardPlace::shard)
@@ -92,15 +92,14 @@ void bind_residency(py::module_& m) {
           [](Residency& self, double bytes) { self->set_limit(bytes < 9e18 ? static_cast<size_t>(bytes) : SIZE_MAX); },
           py::arg("nbytes"), Release())
       .def(
-          "make_range",
-          [](Residency& self, size_t bytes) { return std::make_shared<AddressRange>(bytes, self->spare()); },
-          py::arg("nbytes"))
+          "make_room", [](Residency& self, size_t bytes, at::Device device) { return self->make_room(bytes, device); },
+          py::arg("nbytes"), py::arg("device"), Release())
       .def(
           "add",
-          [](Residency& self, std::string name, std::shared_ptr<AddressRange> range, at::Tensor shard) {
-            return self->add(std::move(name), std::move(range), std::move(shard));
+          [](Residency& self, std::string name, std::shared_ptr<Room> room, at::Tensor shard) {
+            return self->add(std::move(name), std::move(room), std::move(shard));
           },
-          py::arg("name"), py::arg("range"), py::arg("shard"), Release())
+          py::arg("name"), py::arg("room"), py::arg("shard"), Release())
       .def(
           "watch_added", [](Residency& self) { self->watch_added(); }, Release())
       .def(
@@ -116,8 +115,9 @@ void bind_residency(py::module_& m) {
       .def(
           "publish", [](Residency& self, int64_t bucket) { self->publish(bucket); }, py::arg("bucket"), Release())
       .def(
-          "end_update", [](Residency& self, bool is_update) { self->end_update(is_update); }, py::arg("is_update"),
-          Release())
+          "end_update",
+          [](Residency& self, bool is_update, bool any_written) { self->end_update(is_update, any_written); },
+          py::arg("is_update"), py::arg("any_written"), Release())
       .def(
           "enter_whole", [](Residency& self) { self->enter_whole(); }, Release())
       .def(

@@ -68,9 +68,10 @@ struct WholeGrad {
 // A parameter's place in the bucket's buffer. States have the order of `view`. The other fields repeat what `view`
 // says: reading them there would cost one more cache miss for each parameter in each step.
 struct Home {
-  explicit Home(at::Tensor place)
+  // `moves`: its memory may lie elsewhere later, and the parameter's with it.
+  Home(at::Tensor place, bool moves)
       : view(std::move(place)),
-        address(view.const_data_ptr()),
+        address(moves ? nullptr : view.const_data_ptr()),
         numel(view.numel()),
         device(view.device()),
         is_contiguous(view.is_contiguous()),
@@ -79,7 +80,8 @@ struct Home {
 
   // Compares addresses: see Note [Every parameter has a storage of its own].
   bool has(const at::Tensor& param) const {
-    return (param.numel() == 0 || param.const_data_ptr() == address) && param.sizes() == at::IntArrayRef(sizes) &&
+    const void* here = address != nullptr ? address : view.const_data_ptr();
+    return (param.numel() == 0 || param.const_data_ptr() == here) && param.sizes() == at::IntArrayRef(sizes) &&
            param.strides() == at::IntArrayRef(strides);
   }
   // Whether the elements of a tensor of these sizes lie in the same order.
@@ -88,7 +90,7 @@ struct Home {
   }
 
   at::Tensor view;
-  const void* address;
+  const void* address;  // null if it moves
   int64_t numel;
   c10::Device device;
   bool is_contiguous;

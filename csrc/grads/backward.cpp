@@ -8,11 +8,12 @@
 namespace zx {
 
 Backward::Backward(std::shared_ptr<Buckets> buckets, std::shared_ptr<GradPlacement> placement,
-                   std::shared_ptr<Flights> flights, int world)
+                   std::shared_ptr<Flights> flights, int world, bool paced)
     : buckets_(std::move(buckets)),
       placement_(std::move(placement)),
       flights_(std::move(flights)),
-      packing_(placement_, flights_, world) {}
+      packing_(placement_, flights_, world),
+      paced_(paced) {}
 
 Backward::~Backward() {
   buckets_->for_each_slot([](Slot& slot, int64_t /*place*/) {

@@ -36,7 +36,7 @@ struct Progress {
 class Backward : public std::enable_shared_from_this<Backward> {
  public:
   Backward(std::shared_ptr<Buckets> buckets, std::shared_ptr<GradPlacement> placement, std::shared_ptr<Flights> flights,
-           int world);
+           int world, bool paced);
   ~Backward();  // removes the hooks and placeholders
   Backward(const Backward&) = delete;
   Backward& operator=(const Backward&) = delete;
@@ -48,8 +48,6 @@ class Backward : public std::enable_shared_from_this<Backward> {
   // Adds a new bucket, and takes its parameters' gradients from now on.
   void add(const std::shared_ptr<Bucket>& bucket);
 
-  // To be called before the first backward.
-  void set_paced(bool paced) { paced_ = paced; }
   // False: gradients stay local and accumulate (no_sync).
   void set_sync(bool sync);
   bool is_syncing() const;
@@ -99,7 +97,7 @@ class Backward : public std::enable_shared_from_this<Backward> {
   const std::shared_ptr<Flights> flights_;
   const Packing packing_;
   std::function<void()> on_end_;
-  bool paced_ = false;
+  const bool paced_;
   // Under buckets_->mutex.
   LaunchOrder order_;
   Pass pass_;

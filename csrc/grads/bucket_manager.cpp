@@ -11,12 +11,16 @@ namespace zx {
 
 // The rooms do not ask whether there are other ranks: each is made here for one case or the other.
 BucketManager::BucketManager(std::shared_ptr<Exchange> exchange, const Line& control, const ManagerOptions& options)
-    : buckets_(std::make_shared<Buckets>()), keeps_shards_(options.keeps_shards), exchange_(std::move(exchange)) {
+    : buckets_(std::make_shared<Buckets>()),
+      keeps_shards_(options.keeps_shards),
+      homes_move_(options.sharded_params && !options.device.is_cpu()),
+      exchange_(std::move(exchange)) {
   const bool alone = !exchange_->has_group();
   flights_ = std::make_shared<Flights>(exchange_, make_reduction(alone, exchange_), options.device);
   params_ = std::make_shared<Params>(buckets_, exchange_);
   placement_ = make_placement(options.route, alone, {buckets_, exchange_, flights_});
-  backward_ = std::make_shared<Backward>(buckets_, placement_, flights_, exchange_->world());
+  const bool paced = options.sharded_params && options.device.is_cpu();  // an accelerator has an order of its own
+  backward_ = std::make_shared<Backward>(buckets_, placement_, flights_, exchange_->world(), paced);
   settlement_ = std::make_shared<Settlement>(control, buckets_, placement_, backward_, flights_, params_);
   backward_->set_on_end([weak = std::weak_ptr(settlement_)] {
     if (const auto settlement = weak.lock()) settlement->settle(Place::backward_end, 0);
@@ -44,7 +48,7 @@ int64_t BucketManager::add_bucket(BucketSpec spec) {
     bucket->slots.push_back({.param = slot.param,
                              .placeholder = slot.placeholder,
                              .offset = slot.offset,
-                             .home = Home(slot.home),
+                             .home = Home(slot.home, homes_move_),
                              .name = std::move(slot.name)});
     bucket->slots.back().whole.unsent = slot.param.grad().defined();
   }

@@ -46,6 +46,7 @@ struct ManagerOptions {
   std::vector<Move> route;  // of gradients, from backward to step()
   bool keeps_shards;        // at one address from step to step, for CUDA graphs
   c10::Device device;       // of all parameters
+  bool sharded_params;      // whose memory comes and goes (ZeRO stage 3)
 };
 
 class BucketManager {
@@ -69,6 +70,7 @@ class BucketManager {
  private:
   std::shared_ptr<Buckets> buckets_;
   bool keeps_shards_;
+  bool homes_move_;  // see Note [Rooms on an accelerator]
   // Their order matters: the last is destroyed first and removes its hooks, and gathers end before flights are aborted.
   std::shared_ptr<Exchange> exchange_;
   std::shared_ptr<Flights> flights_;

@@ -6,6 +6,9 @@
 #include <cerrno>
 #include <cstring>
 
+#include "params/digest.h"
+#include "params/own_storage.h"
+
 #ifdef __linux__
 #include <sys/mman.h>
 #include <unistd.h>
@@ -41,6 +44,11 @@ char* reserve(size_t bytes) {
   void* made = mmap(nullptr, bytes + kChunk, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   TORCH_CHECK(made != MAP_FAILED, "zerox: no addresses for ", bytes, " bytes of parameters: ", std::strerror(errno));
   return static_cast<char*>(made);
+}
+
+size_t of_whole_pages(size_t bytes) {
+  const auto page = static_cast<size_t>(sysconf(_SC_PAGESIZE));
+  return std::max<size_t>(1, (bytes + page - 1) / page) * page;
 }
 
 // Moves a chunk's pages. The addresses that they leave stay reserved.
@@ -103,42 +111,45 @@ size_t SparePages::bytes() const {
   return full_.size() * kChunk;
 }
 
-AddressRange::AddressRange(size_t bytes, std::shared_ptr<SparePages> spare) : bytes_(bytes), spare_(std::move(spare)) {
-  const auto page = static_cast<size_t>(sysconf(_SC_PAGESIZE));
-  reserved_bytes_ = std::max<size_t>(1, (bytes + page - 1) / page) * page;
-  reserved_ = reserve(reserved_bytes_);
-  data_ = aligned(reserved_);
-  (void)madvise(data_, reserved_bytes_ / kChunk * kChunk, MADV_HUGEPAGE);
-  protect(data_, reserved_bytes_, PROT_READ | PROT_WRITE);
+ReservedAddresses::ReservedAddresses(size_t bytes) : bytes_(bytes), start_(reserve(bytes)), data_(aligned(start_)) {}
+
+ReservedAddresses::~ReservedAddresses() { munmap(start_, bytes_ + kChunk); }
+
+AddressRange::AddressRange(size_t bytes, std::shared_ptr<SparePages> spare)
+    : bytes_(bytes), reserved_bytes_(of_whole_pages(bytes)), reserved_(reserved_bytes_), spare_(std::move(spare)) {
+  (void)madvise(data(), reserved_bytes_ / kChunk * kChunk, MADV_HUGEPAGE);
+  protect(data(), reserved_bytes_, PROT_READ | PROT_WRITE);
   count(static_cast<int64_t>(reserved_bytes_));
 }
 
 AddressRange::~AddressRange() {
   if (has_memory_) count(-static_cast<int64_t>(reserved_bytes_));
-  munmap(reserved_, reserved_bytes_ + kChunk);
 }
 
 void AddressRange::release() {
   has_memory_ = false;
   // First, so that a reader that nothing announced finds either the values or a fault.
-  protect(data_, reserved_bytes_, PROT_NONE);
+  protect(data(), reserved_bytes_, PROT_NONE);
   size_t done = 0;
-  while (done + kChunk <= reserved_bytes_ && spare_->take(data_ + done)) done += kChunk;
-  drop(data_ + done, reserved_bytes_ - done);
+  while (done + kChunk <= reserved_bytes_ && spare_->take(data() + done)) done += kChunk;
+  drop(data() + done, reserved_bytes_ - done);
   count(-static_cast<int64_t>(reserved_bytes_ - done));
 }
 
 void AddressRange::restore() {
   has_memory_ = true;
   size_t done = 0;
-  while (done + kChunk <= reserved_bytes_ && spare_->give(data_ + done)) done += kChunk;
-  protect(data_, reserved_bytes_, PROT_READ | PROT_WRITE);
+  while (done + kChunk <= reserved_bytes_ && spare_->give(data() + done)) done += kChunk;
+  protect(data(), reserved_bytes_, PROT_READ | PROT_WRITE);
   count(static_cast<int64_t>(reserved_bytes_ - done));
 }
 
-void AddressRange::let_write(bool may) { protect(data_, reserved_bytes_, may ? PROT_READ | PROT_WRITE : PROT_READ); }
+void AddressRange::let_write(bool may) { protect(data(), reserved_bytes_, may ? PROT_READ | PROT_WRITE : PROT_READ); }
 
-void AddressRange::restore_in_child() { protect(data_, reserved_bytes_, PROT_READ | PROT_WRITE); }
+void AddressRange::restore_in_child() {
+  protect(data(), reserved_bytes_, PROT_READ | PROT_WRITE);
+  std::memset(data(), 0xff, bytes_);
+}
 
 #else  // nothing calls these: see has_address_ranges()
 
@@ -150,9 +161,12 @@ bool SparePages::give(char* /*into*/) { return false; }
 void SparePages::trim(size_t /*most*/) {}
 size_t SparePages::bytes() const { return 0; }
 
-AddressRange::AddressRange(size_t bytes, std::shared_ptr<SparePages> spare) : bytes_(bytes), spare_(std::move(spare)) {
+ReservedAddresses::ReservedAddresses(size_t bytes) : bytes_(bytes), start_(nullptr), data_(nullptr) {
   TORCH_CHECK(false, "zerox: this system can't move pages between addresses");
 }
+ReservedAddresses::~ReservedAddresses() = default;
+AddressRange::AddressRange(size_t bytes, std::shared_ptr<SparePages> spare)
+    : bytes_(bytes), reserved_bytes_(bytes), reserved_(bytes), spare_(std::move(spare)) {}
 AddressRange::~AddressRange() = default;
 void AddressRange::release() {}
 void AddressRange::restore() {}
@@ -161,12 +175,27 @@ void AddressRange::restore_in_child() {}
 
 #endif
 
-at::Tensor AddressRange::tensor(const std::shared_ptr<AddressRange>& range, at::ScalarType dtype) {
-  const auto numel = static_cast<int64_t>(range->bytes_ / c10::elementSize(dtype));
-  auto* kept = new std::shared_ptr<AddressRange>(range);
-  return at::from_blob(
-      range->data_, {numel}, [kept](void* /*data*/) { delete kept; }, at::TensorOptions().dtype(dtype));
+std::shared_ptr<AddressRange> AddressRange::make(size_t bytes, std::shared_ptr<SparePages> spare) {
+  return std::shared_ptr<AddressRange>(new AddressRange(bytes, std::move(spare)));
 }
+
+at::Tensor AddressRange::tensor(at::ScalarType dtype) {
+  const auto numel = static_cast<int64_t>(bytes_ / c10::elementSize(dtype));
+  auto* kept = new std::shared_ptr<AddressRange>(shared_from_this());
+  return at::from_blob(data(), {numel}, [kept](void* /*data*/) { delete kept; }, at::TensorOptions().dtype(dtype));
+}
+
+at::Tensor AddressRange::with_own_storage(const at::Tensor& view) { return zx::with_own_storage(view); }
+
+void AddressRange::take_shard(const at::Tensor& shard, size_t own) {
+  std::memcpy(data() + own, shard.const_data_ptr(), shard.nbytes());
+}
+
+void AddressRange::store_shard(const at::Tensor& shard, size_t own) {
+  std::memcpy(shard.mutable_data_ptr(), data() + own, shard.nbytes());
+}
+
+uint64_t AddressRange::digest() { return zx::digest(data(), bytes_); }
 
 int64_t AddressRange::bytes_in_use() { return in_use; }
 

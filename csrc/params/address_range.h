@@ -10,6 +10,8 @@
 #include <mutex>
 #include <vector>
 
+#include "params/room.h"
+
 namespace zx {
 
 // Note [Addresses that never change]
@@ -48,40 +50,61 @@ class SparePages {
   std::vector<char*> reserved_;  // starts of the regions that these addresses are in
 };
 
+// Addresses without memory.
+class ReservedAddresses {
+ public:
+  explicit ReservedAddresses(size_t bytes);
+  ~ReservedAddresses();
+  ReservedAddresses(const ReservedAddresses&) = delete;
+  ReservedAddresses& operator=(const ReservedAddresses&) = delete;
+
+  char* data() const { return data_; }  // at a multiple of a chunk's size
+
+ private:
+  size_t bytes_;
+  char* start_;
+  char* data_;
+};
+
 // Any thread may call any of these; the caller sees to it that nobody reads meanwhile.
-class AddressRange {
+class AddressRange final : public Room, public std::enable_shared_from_this<AddressRange> {
  public:
   // Has memory at first, all zero.
-  AddressRange(size_t bytes, std::shared_ptr<SparePages> spare);
-  ~AddressRange();
+  static std::shared_ptr<AddressRange> make(size_t bytes, std::shared_ptr<SparePages> spare);
+  ~AddressRange() override;
   AddressRange(const AddressRange&) = delete;
   AddressRange& operator=(const AddressRange&) = delete;
 
-  char* data() const { return data_; }
-  size_t bytes() const { return bytes_; }
-  bool has(const void* address) const { return address >= data_ && address < data_ + bytes_; }
+  char* data() const { return reserved_.data(); }
 
-  // Takes its memory away.
-  void release();
-  // Gives it memory, with whatever is in it.
-  void restore();
-  // Whether it may be written; it may after restore(). A write where it may not is a fault.
-  void let_write(bool may);
-  // The same in a forked child, where other threads' locks may be held for ever.
-  void restore_in_child();
-
-  // [bytes / element] of the range; keeps it alive.
-  static at::Tensor tensor(const std::shared_ptr<AddressRange>& range, at::ScalarType dtype);
+  size_t bytes() const override { return bytes_; }
+  bool has(const void* address) const override { return address >= data() && address < data() + bytes_; }
+  at::Tensor tensor(at::ScalarType dtype) override;
+  at::Tensor with_own_storage(const at::Tensor& view) override;
+  void release() override;
+  void restore() override;
+  void let_write(bool may) override;
+  void restore_in_child() override;
+  Landing landing() override { return {.data = data()}; }
+  void land(const Landing& /*landing*/, size_t /*own*/, size_t /*own_bytes*/) override {}
+  void take_shard(const at::Tensor& shard, size_t own) override;
+  void store_shard(const at::Tensor& shard, size_t own) override;
+  at::Tensor served(const at::Tensor& shard) const override { return shard; }
+  void serve(const at::Tensor& /*shard*/, const at::Tensor& /*served*/) override {}
+  void begin_use() override {}
+  void end_use() override {}
+  uint64_t digest() override;
 
   // Bytes that all ranges and spare chunks of this process have now, and the most since the last call.
   static int64_t bytes_in_use();
   static int64_t most_in_use();
 
  private:
+  AddressRange(size_t bytes, std::shared_ptr<SparePages> spare);
+
   size_t bytes_;
   size_t reserved_bytes_;  // of whole pages
-  char* reserved_;
-  char* data_;  // at a multiple of a chunk's size
+  ReservedAddresses reserved_;
   bool has_memory_ = true;
   std::shared_ptr<SparePages> spare_;
 };

@@ -35,7 +35,7 @@ class Waits final : public ReadGuard::Watcher {
   }
 
   // These waits are not known to be uses: reads that are shown later tell in which order gathers are needed.
-  void before_hidden_reads() override {
+  void before_hidden_reads(const char* /*reader*/, ReadGuard::Keeps& /*keeps*/) override {
     for (const auto& gather : gathers_) {
       if (may_wait_for(*gather) && wait_for(*gather, /*is_use=*/false) && gather->on_host()) gather->give();
     }

@@ -4,6 +4,8 @@
 #include <ATen/ops/record_stream_ops.h>
 #include <torch/library.h>
 
+#include "params/device_room.h"
+
 namespace zx {
 namespace {
 
@@ -18,6 +20,11 @@ const c10::Storage* buffer_of(const at::Tensor& tensor) {
 
 // Does what torch's record_stream() does, on memory that the device's allocator knows.
 void record_stream(c10::DispatchKeySet keys, at::Tensor& self, c10::Stream stream) {
+  const auto room = self.has_storage() ? DeviceRoom::of(self) : nullptr;
+  if (room != nullptr) {
+    room->record_stream(stream);
+    return;
+  }
   at::Tensor known = self;
   if (const c10::Storage* buffer = buffer_of(self)) {
     known = at::detail::make_tensor<c10::TensorImpl>(c10::Storage(*buffer), self.key_set(), self.dtype());
@@ -39,6 +46,8 @@ at::Tensor with_own_storage(const at::Tensor& view) {
       .make_tensor();
 }
 
-bool has_own_storage(const at::Tensor& tensor) { return buffer_of(tensor) != nullptr; }
+bool has_own_storage(const at::Tensor& tensor) {
+  return tensor.has_storage() && (buffer_of(tensor) != nullptr || DeviceRoom::of(tensor) != nullptr);
+}
 
 }  // namespace zx

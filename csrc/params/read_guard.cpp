@@ -225,7 +225,7 @@ std::unique_ptr<at::ObserverContext> before_operator(const at::RecordFunction& f
     ReadGuard::Keeps keeps;
     // Called without releasing the GIL: what Dynamo has looked up for the region should stay as it is.
     if (running && running->region() != nullptr && running->region()->hides_reads()) {
-      watcher->before_hidden_reads();
+      watcher->before_hidden_reads(name, keeps);
     }
     const auto inputs = function.inputs();
     for (size_t i = 0; i < inputs.size(); ++i) look_at(inputs[i], {function, i, keeps}, *watcher);

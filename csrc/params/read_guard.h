@@ -72,7 +72,7 @@ class ReadGuard {
    public:
     virtual ~Watcher() = default;
     virtual void before_read(const at::Tensor& tensor, const Use& use) = 0;
-    virtual void before_hidden_reads() = 0;  // and hidden writes, of any memory
+    virtual void before_hidden_reads(const char* reader, Keeps& keeps) = 0;  // and hidden writes, of any memory
     virtual bool has_seen_enough() const = 0;
     // For a watcher that keeps what is used: called by the same thread, also if the operator throws.
     virtual void after_operator(const Keeps& /*keeps*/) {}

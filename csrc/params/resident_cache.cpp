@@ -17,7 +17,7 @@ double mib(size_t bytes) { return static_cast<double>(bytes) / (1 << 20); }
 // ---- what goes, under the lock
 
 // Releases what is needed latest, until `bytes` more are within the limit.
-void Residents::make_room(size_t bytes, const char* reader) {
+void Residents::evict_for(size_t bytes, const char* reader) {
   const bool is_short = now_.resident_bytes + bytes > now_.limit;
   const auto uses = is_short ? past_.script.next_uses(held_.size()) : std::vector<int64_t>();
   const auto goes_first = [&uses](const Held& one, const Held& other) {
@@ -39,12 +39,12 @@ void Residents::make_room(size_t bytes, const char* reader) {
                     " allows. They are all whole while it runs. Nothing is wrong but the memory that it takes");
   }
   const size_t rest = now_.limit - std::min(now_.limit, now_.resident_bytes + bytes);
-  if (spare_->bytes() > rest + bytes) spare_->trim(rest + bytes);
+  if (rooms_.spare().bytes() > rest + bytes) rooms_.spare().trim(rest + bytes);
 }
 
 bool Residents::fits_beside_pinned(size_t bytes) const {
   for (const auto& held : held_) {
-    if (held->state != State::released && !may_be_released(*held)) bytes += held->range->bytes();
+    if (held->state != State::released && !may_be_released(*held)) bytes += held->room->bytes();
   }
   return bytes <= now_.limit;
 }
@@ -53,8 +53,8 @@ void Residents::release(Held& held) {
   const Range range("release", held.index);
   held.state = State::released;
   held.is_stale = held.is_old = false;
-  held.range->release();
-  now_.resident_bytes -= held.range->bytes();
+  held.room->release();
+  now_.resident_bytes -= held.room->bytes();
   past_.log.note(ResidencyEvent::Kind::release, held.index, now_.resident_bytes);
 }
 
@@ -79,7 +79,7 @@ bool Residents::may_be_released(const Held& held) const {
 
 // Called under the lock, when another bucket is read than before.
 void Residents::look_ahead() {
-  if (!peers_->asks_others() || ahead_.is_under_way || now_.forgotten) return;
+  if (!(peers_->asks_others() || rooms_.on_accelerator()) || ahead_.is_under_way || now_.forgotten) return;
   ahead_.is_under_way = true;
   ahead_.lane.post([this] {
     const ReadGuard::Pause pause;
@@ -109,10 +109,10 @@ Residents::Held* Residents::next_to_prefetch() {
     if (next == nullptr || uses[held->index] < uses[next->index]) next = held.get();
   }
   if (next == nullptr) return nullptr;
-  size_t kept = next->range->bytes();
+  size_t kept = next->room->bytes();
   for (const auto& held : held_) {
     const bool stays = !may_be_released(*held) || uses[held->index] < uses[next->index];
-    if (held->state != State::released && stays) kept += held->range->bytes();
+    if (held->state != State::released && stays) kept += held->room->bytes();
   }
   return kept <= now_.limit ? next : nullptr;
 }

@@ -12,7 +12,7 @@ void Residents::refuse_collective(Held& held) {
     if (!held.is_lent) {
       held.is_lent = true;
       ++held.pins;
-      if (held.writers++ == 0) held.range->let_write(true);
+      if (held.writers++ == 0) held.room->let_write(true);
     }
   }
   ReadGuard::raise_soon("zerox: a collective of torch.distributed was called on parameters of " + held.name +
@@ -52,7 +52,7 @@ bool Residents::access_at(const void* address, bool is_write) {
   }
   --held.pins;
   if (is_write) {
-    held.range->let_write(true);
+    held.room->let_write(true);
     if (!held.places.empty() && !now_.forgotten && failure.empty()) {
       failure = "zerox: parameters of " + held.name +
                 " were written without an operator (through numpy, or from a file), and such a write is lost when they "

@@ -1,7 +1,6 @@
 // What step() does to sharded parameters, and the ends: of the optimizer, and in a forked child.
 #include <c10/util/Exception.h>
 
-#include <cstring>
 #include <utility>
 
 #include "params/residents.h"
@@ -14,15 +13,21 @@ void Residents::begin_update() {
   now_.updating = true;
   now_.updater = std::this_thread::get_id();
   changed_.wait(lock, [this] { return now_.num_fetching == 0; });
+  for (const auto& held : held_) {
+    if (now_.whole > 0) held->room->end_use();  // by who reads without operators
+    held->room->begin_use();                    // the shard will be written, which was copied from
+  }
 }
 
 void Residents::publish(int64_t bucket) {
   const std::lock_guard lock(mutex_);
-  held_.at(bucket)->words.at(ShardWord::version).store(now_.version + 1, std::memory_order_release);
+  Held& held = *held_.at(bucket);
+  held.room->serve(held.shard, held.served);
+  held.words.at(ShardWord::version).store(now_.version + 1, std::memory_order_release);
   peers_->words_changed();
 }
 
-void Residents::end_update(bool is_update) {
+void Residents::end_update(bool is_update, bool any_written) {
   const std::lock_guard lock(mutex_);
   if (!now_.updating) return;
   if (is_update) {
@@ -30,6 +35,8 @@ void Residents::end_update(bool is_update) {
     past_.functions.forget_calls();
     past_.log.note(ResidencyEvent::Kind::step, -1, now_.resident_bytes);
     for (const auto& held : held_) {
+      const bool is_published = held->words.get(ShardWord::version) == now_.version;
+      if (any_written && !is_published) held->room->serve(held->shard, held->served);
       held->words.at(ShardWord::version).store(now_.version, std::memory_order_release);
       if (std::exchange(held->is_lent, false)) {
         --held->pins;
@@ -65,8 +72,8 @@ void Residents::keep_for_others(const std::shared_ptr<Residents>& gone) {
   if (gone != nullptr && gone->process_.is_this()) {
     const std::lock_guard lock(gone->mutex_);
     gone->snapshots_.push_back(std::make_unique<const std::vector<ByAddress>>());
-    gone->by_address_ = gone->snapshots_.back().get();         // its addresses may be others' from now on
-    for (const auto& held : gone->held_) held->range.reset();  // the parameters keep it
+    gone->by_address_ = gone->snapshots_.back().get();        // its addresses may be others' from now on
+    for (const auto& held : gone->held_) held->room.reset();  // the parameters keep it
   }
   std::vector<std::shared_ptr<Residents>> over;  // destroyed without the lock
   const std::lock_guard lock(*mutex);
@@ -91,13 +98,12 @@ bool Residents::is_read_by_others() const {
 // See Note [Forks]. An operator can't be stopped.
 void Residents::in_child(Held& held) {
   if (is_up_to_date(held)) {
-    held.range->let_write(true);  // the child's own copy
+    held.room->let_write(true);  // the child's own copy
     return;
   }
   held.state = State::resident;
   held.is_stale = held.is_old = false;
-  held.range->restore_in_child();
-  std::memset(held.range->data(), 0xff, held.range->bytes());
+  held.room->restore_in_child();
   ReadGuard::raise_soon("zerox: the parameters of " + held.name +
                         " were released when this process was forked, and a child can't fetch them. Fork inside "
                         "optimizer.whole(), or give the child a copy of the model that was made there");

@@ -1,10 +1,8 @@
 // What is written to parameters outside step(), and inside optimizer.whole(): see Note [Shards are pulled].
 #include <algorithm>
-#include <cstring>
 #include <exception>
 
 #include "check.h"
-#include "params/digest.h"
 #include "params/residents.h"
 
 namespace zx {
@@ -49,7 +47,8 @@ void Residents::take_over(const std::vector<int64_t>& written) {
 }
 
 void Residents::store_own(Held& held) {
-  std::memcpy(held.shard.mutable_data_ptr(), own_part(held), held.shard.nbytes());
+  held.room->store_shard(held.shard, own_part(held));
+  held.room->serve(held.shard, held.served);
 }
 
 // ---- whole()
@@ -65,14 +64,15 @@ void Residents::enter_whole() {
   }
   for (size_t bucket = 0; bucket < count; ++bucket) pin(static_cast<int64_t>(bucket), nullptr);
   const std::lock_guard lock(mutex_);
+  for (const auto& held : held_) held->room->begin_use();
   if (!is_first) return;
-  for (const auto& held : held_) held->range->let_write(true);
+  for (const auto& held : held_) held->room->let_write(true);
   note_digests();
 }
 
 // Called under the lock.
 void Residents::note_digests() {
-  for (const auto& held : held_) held->digest = digest(held->range->data(), held->range->bytes());
+  for (const auto& held : held_) held->digest = held->room->digest();
 }
 
 void Residents::refresh_whole() {
@@ -86,19 +86,20 @@ void Residents::leave_whole() {
   const std::lock_guard lock(mutex_);
   --now_.whole;
   for (const auto& held : held_) {
+    held->room->end_use();
     --held->pins;
     const bool is_resident = held->state == State::resident;
-    if (now_.whole == 0 && held->writers == 0 && is_resident) held->range->let_write(false);
+    if (now_.whole == 0 && held->writers == 0 && is_resident) held->room->let_write(false);
     if ((held->is_stale || held->is_old) && may_be_released(*held)) release(*held);
   }
-  make_room(0, nullptr);
+  evict_for(0, nullptr);
 }
 
 std::vector<int64_t> Residents::written_inside() const {
   const std::lock_guard lock(mutex_);
   std::vector<int64_t> found;
   for (const auto& held : held_) {
-    if (digest(held->range->data(), held->range->bytes()) != held->digest) found.push_back(held->index);
+    if (held->room->digest() != held->digest) found.push_back(held->index);
   }
   return found;
 }
@@ -108,7 +109,7 @@ void Residents::keep_written(const std::vector<int64_t>& buckets) {
   for (const int64_t bucket : buckets) {
     Held& held = *held_.at(bucket);
     store_own(held);
-    held.digest = digest(held.range->data(), held.range->bytes());
+    held.digest = held.room->digest();
   }
 }
 
@@ -116,7 +117,7 @@ void Residents::drop_written(const std::vector<int64_t>& buckets) {
   const std::lock_guard lock(mutex_);
   for (const int64_t bucket : buckets) {
     Held& held = *held_.at(bucket);
-    std::memcpy(own_part(held), held.shard.const_data_ptr(), held.shard.nbytes());
+    held.room->take_shard(held.shard, own_part(held));
     held.is_stale = true;
   }
 }

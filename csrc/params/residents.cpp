@@ -9,7 +9,7 @@
 
 #include "check.h"
 #include "lanes/ranges.h"
-#include "params/digest.h"
+#include "params/device_room.h"
 
 namespace zx {
 namespace {
@@ -27,6 +27,8 @@ bool is_pinned_here(const Residents* residents, int64_t bucket) {
 }
 
 constexpr char kCollective[] = "c10d::";
+// All that `p.data = ...` announces. step() does that while others write their shards.
+constexpr char kReadsNoValue[] = "aten::_has_compatible_shallow_copy_type";
 
 }  // namespace
 
@@ -38,19 +40,28 @@ Residents::Residents(std::shared_ptr<const PeerShards> peers) : peers_(std::move
 
 Residents::~Residents() { remove_fault_reader(this); }
 
-int64_t Residents::add(std::string name, std::shared_ptr<AddressRange> range, at::Tensor shard) {
+std::shared_ptr<Room> Residents::make_room(size_t bytes, c10::Device device) {
+  const std::lock_guard lock(mutex_);
+  return rooms_.make(bytes, device);
+}
+
+int64_t Residents::add(std::string name, std::shared_ptr<Room> room, at::Tensor shard) {
   const std::lock_guard lock(mutex_);
   auto held = std::make_unique<Held>();
   held->index = static_cast<int64_t>(held_.size());
   held->name = std::move(name);
-  held->range = std::move(range);
+  held->room = std::move(room);
+  held->room->set_index(held->index);
+  held->room->end_use();  // it was filled
   held->shard = std::move(shard);
+  held->served = held->room->served(held->shard);
+  held->room->serve(held->shard, held->served);
   held->version = now_.version;
   held->words.at(ShardWord::version) = now_.version;
   held->touched = ++now_.clock;
   held->pins = now_.whole;
-  now_.resident_bytes += held->range->bytes();
-  peers_->add(held->shard, held->words);
+  now_.resident_bytes += held->room->bytes();
+  peers_->add(held->served, held->words);
   held_.push_back(std::move(held));
   return held_.back()->index;
 }
@@ -60,7 +71,8 @@ void Residents::watch_added() {
   const std::lock_guard lock(mutex_);
   auto next = std::make_unique<std::vector<ByAddress>>();
   for (const auto& held : held_) {
-    next->push_back({held->range->data(), held->range->data() + held->range->bytes(), held->index});
+    const auto* range = dynamic_cast<const AddressRange*>(held->room.get());
+    if (range != nullptr) next->push_back({range->data(), range->data() + range->bytes(), held->index});
   }
   std::sort(next->begin(), next->end(), [](const auto& a, const auto& b) { return a.start < b.start; });
   snapshots_.push_back(std::move(next));
@@ -70,16 +82,16 @@ void Residents::watch_added() {
 ShardPlace Residents::place(int64_t bucket) const {
   const std::lock_guard lock(mutex_);
   const Held& held = *held_.at(bucket);
-  return {reinterpret_cast<uint64_t>(held.shard.const_data_ptr()), reinterpret_cast<uint64_t>(&held.words)};
+  return {reinterpret_cast<uint64_t>(held.served.const_data_ptr()), reinterpret_cast<uint64_t>(&held.words)};
 }
 
 void Residents::set_places(int64_t bucket, std::vector<ShardPlace> by_rank) {
   const std::lock_guard lock(mutex_);
   held_.at(bucket)->places = std::move(by_rank);
   Held& held = *held_.at(bucket);
-  if (now_.whole == 0) held.range->let_write(false);
-  held.digest = digest(held.range->data(), now_.whole == 0 ? 0 : held.range->bytes());
-  make_room(0, nullptr);
+  if (now_.whole == 0) held.room->let_write(false);
+  held.digest = now_.whole == 0 ? 0 : held.room->digest();
+  evict_for(0, nullptr);
 }
 
 void Residents::set_limit(size_t bytes) {
@@ -98,17 +110,47 @@ int64_t Residents::bucket_at(const void* address) const {
   return place < found.stop ? found.bucket : -1;
 }
 
-char* Residents::own_part(const Held& held) const { return held.range->data() + peers_->rank() * held.shard.nbytes(); }
+// The bucket that a tensor lies in, or -1.
+int64_t Residents::bucket_of(const at::Tensor& tensor) const {
+  if (tensor.is_cpu()) return bucket_at(tensor.storage().data());
+  const auto room = DeviceRoom::of(tensor);
+  if (room == nullptr) return -1;
+  const std::lock_guard lock(mutex_);
+  const int64_t index = room->index();
+  const bool is_ours = index >= 0 && index < static_cast<int64_t>(held_.size()) && held_[index]->room == room;
+  return is_ours ? index : -1;
+}
+
+// Where this rank's part of a bucket begins.
+size_t Residents::own_part(const Held& held) const { return peers_->rank() * held.shard.nbytes(); }
 
 // ---- reads
 
 void Residents::before_read(const at::Tensor& tensor, const ReadGuard::Use& use) {
-  const int64_t bucket = bucket_at(tensor.storage().data());
-  if (bucket < 0) return;
+  const int64_t bucket = bucket_of(tensor);
+  if (bucket < 0 || std::strcmp(use.name(), kReadsNoValue) == 0) return;
   pin(bucket, use.name());
   pinned_here.emplace_back(this, bucket);
+  begin_use(bucket);
   if (use.keep(bucket, tensor)) let_write(bucket);
   if (std::strncmp(use.name(), kCollective, sizeof(kCollective) - 1) == 0) refuse_collective(*held_[bucket]);
+}
+
+void Residents::before_hidden_reads(const char* reader, ReadGuard::Keeps& keeps) {
+  if (!rooms_.on_accelerator()) return;
+  size_t count = 0;
+  {
+    const std::lock_guard lock(mutex_);
+    if (!now_.forgotten) count = held_.size();
+  }
+  for (size_t bucket = 0; bucket < count; ++bucket) pin_for(static_cast<int64_t>(bucket), reader, keeps);
+}
+
+// Of a bucket that is pinned. Without a room, the optimizer was deleted meanwhile.
+void Residents::begin_use(int64_t bucket) {
+  if (!rooms_.on_accelerator()) return;
+  const std::lock_guard lock(mutex_);
+  if (held_[bucket]->room != nullptr) held_[bucket]->room->begin_use();
 }
 
 void Residents::before_function(const ReadGuard::PythonFunction& function, const ReadGuard::Keeps& reads) {
@@ -127,11 +169,15 @@ void Residents::before_backward_of(const ReadGuard::PythonFunction& function, Re
     const std::lock_guard lock(mutex_);
     buckets = past_.functions.read_by(function.name, {function.thread, function.number});
   }
-  for (const int64_t bucket : buckets) {
-    pin(bucket, function.name.c_str());
-    pinned_here.emplace_back(this, bucket);
-    keeps.push_back({.what = bucket});
-  }
+  for (const int64_t bucket : buckets) pin_for(bucket, function.name.c_str(), keeps);
+}
+
+// For a reader that does not say whether it writes.
+void Residents::pin_for(int64_t bucket, const char* reader, ReadGuard::Keeps& keeps) {
+  pin(bucket, reader);
+  pinned_here.emplace_back(this, bucket);
+  begin_use(bucket);
+  keeps.push_back({.what = bucket});
 }
 
 void Residents::pin(int64_t bucket, const char* reader) {
@@ -162,7 +208,7 @@ void Residents::let_write(int64_t bucket) {
   if (!process_.is_this()) return;
   const std::lock_guard lock(mutex_);
   Held& held = *held_[bucket];
-  if (held.writers++ == 0 && now_.whole == 0) held.range->let_write(true);
+  if (held.writers++ == 0 && now_.whole == 0) held.room->let_write(true);
 }
 
 // Called under the lock, by a thread that has pinned the bucket. Returns when it is resident: the error, if it has not
@@ -178,7 +224,7 @@ std::string Residents::fetch_now(Held& held, std::unique_lock<std::mutex>& lock,
     changed_.wait(lock, [&] {
       if (held.state == State::arriving) return false;
       // What comes ahead is pinned until it is there, and makes room then.
-      if (ahead_.is_arriving && held.state == State::released && !fits_beside_pinned(held.range->bytes())) return false;
+      if (ahead_.is_arriving && held.state == State::released && !fits_beside_pinned(held.room->bytes())) return false;
       const bool may_read = !now_.updating || now_.updater == std::this_thread::get_id();
       const bool may_write = held.state == State::released || !is_read_now(held) || is_inside;
       return is_up_to_date(held) || (may_read && may_write);
@@ -189,8 +235,8 @@ std::string Residents::fetch_now(Held& held, std::unique_lock<std::mutex>& lock,
   if (is_up_to_date(held) || (has_memory && held.pins - held.waiting > now_.whole + 1)) return "";
   const bool has_own = has_memory && !held.is_old;
   if (!has_memory) {
-    make_room(held.range->bytes(), reader);
-    now_.resident_bytes += held.range->bytes();
+    evict_for(held.room->bytes(), reader);
+    now_.resident_bytes += held.room->bytes();
   }
   held.state = State::arriving;
   ahead_.is_arriving = ahead_.is_arriving || ahead;
@@ -198,7 +244,7 @@ std::string Residents::fetch_now(Held& held, std::unique_lock<std::mutex>& lock,
   held.version = now_.version;
   ++now_.num_fetching;
   ++now_.counts.fetches;
-  now_.counts.fetched_bytes += static_cast<int64_t>(held.range->bytes() - held.shard.nbytes());
+  now_.counts.fetched_bytes += static_cast<int64_t>(held.room->bytes() - held.shard.nbytes());
   past_.log.note(ResidencyEvent::Kind::fetch, held.index, now_.resident_bytes);
   lock.unlock();
   const std::string failure = fetch(held, /*memory_too=*/!has_memory, /*own_too=*/!has_own);
@@ -209,7 +255,7 @@ std::string Residents::fetch_now(Held& held, std::unique_lock<std::mutex>& lock,
   past_.log.note(ResidencyEvent::Kind::arrive, held.index, now_.resident_bytes);
   held.state = State::resident;
   held.is_old = !failure.empty();
-  if (held.writers == 0 && now_.whole == 0) held.range->let_write(false);
+  if (held.writers == 0 && now_.whole == 0) held.room->let_write(false);
   changed_.notify_all();
   return failure;
 }
@@ -218,18 +264,19 @@ std::string Residents::fetch_now(Held& held, std::unique_lock<std::mutex>& lock,
 std::string Residents::fetch(Held& held, bool memory_too, bool own_too) {
   const Range range("fetch", held.index);
   const size_t part = held.shard.nbytes();
+  Room::Landing landing;
   try {
-    if (memory_too) {
-      held.range->restore();
-    } else {
-      held.range->let_write(true);
-    }
-    if (own_too) std::memcpy(own_part(held), held.shard.const_data_ptr(), part);
-    peers_->fetch(held.index, held.places, held.version, held.written, held.range->data(), part);
+    if (!memory_too) held.room->let_write(true);
+    if (memory_too) held.room->restore();
+    if (own_too) held.room->take_shard(held.shard, own_part(held));
+    landing = held.room->landing();
+    peers_->fetch(held.index, held.places, held.version, held.written, landing.data, part);
+    held.room->land(landing, own_part(held), part);
   } catch (const std::exception& error) {
-    for (int rank = 0; rank < peers_->world(); ++rank) {  // NaN in every dtype
-      if (rank != peers_->rank()) std::memset(held.range->data() + rank * part, 0xff, part);
+    for (int rank = 0; rank < peers_->world() && landing.data != nullptr; ++rank) {  // NaN in every dtype
+      if (rank != peers_->rank()) std::memset(landing.data + rank * part, 0xff, part);
     }
+    if (landing.data != nullptr) held.room->land(landing, own_part(held), part);
     return "zerox: the parameters of " + held.name + " did not arrive from all ranks: " + reason_of(error);
   }
   return "";
@@ -260,53 +307,15 @@ void Residents::after_operator(const ReadGuard::Keeps& keeps) {
   const std::lock_guard lock(mutex_);
   for (const auto& kept : keeps) {
     Held& held = *held_[kept.what];
+    if (held.room != nullptr) held.room->end_use();
     --held.pins;
     if (kept.may_write && --held.writers == 0 && now_.whole == 0 && !now_.forgotten && held.state == State::resident) {
-      held.range->let_write(false);
+      held.room->let_write(false);
     }
     if (held.is_stale || held.is_old) changed_.notify_all();
     if (hostile_ && may_be_released(held)) release(held);
   }
-  if (now_.resident_bytes > now_.limit) make_room(0, nullptr);
-}
-
-// ---- what it says of itself
-
-ResidentCounts Residents::counts() const {
-  const std::lock_guard lock(mutex_);
-  return now_.counts;
-}
-
-void Residents::record(bool on) {
-  const std::lock_guard lock(mutex_);
-  past_.log.set_recording(on);
-}
-
-std::vector<ResidencyEvent> Residents::take_events() {
-  const std::lock_guard lock(mutex_);
-  return past_.log.take();
-}
-
-size_t Residents::resident_bytes() const {
-  const std::lock_guard lock(mutex_);
-  return now_.resident_bytes;
-}
-
-size_t Residents::room_bytes() const {
-  const std::lock_guard lock(mutex_);
-  return now_.resident_bytes + spare_->bytes();
-}
-
-std::vector<bool> Residents::resident() const {
-  const std::lock_guard lock(mutex_);
-  std::vector<bool> found;
-  for (const auto& held : held_) found.push_back(held->state == State::resident);
-  return found;
-}
-
-size_t Residents::num_calls() const {
-  const std::lock_guard lock(mutex_);
-  return past_.functions.num_calls();
+  if (now_.resident_bytes > now_.limit) evict_for(0, nullptr);
 }
 
 }  // namespace zx

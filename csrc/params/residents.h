@@ -15,13 +15,13 @@
 
 #include "lanes/lane.h"
 #include "lanes/process.h"
-#include "params/address_range.h"
 #include "params/faults.h"
 #include "params/peer_shards.h"
 #include "params/python_functions.h"
 #include "params/read_guard.h"
 #include "params/read_script.h"
 #include "params/residency_log.h"
+#include "params/rooms.h"
 
 namespace zx {
 
@@ -57,8 +57,10 @@ class Residents final : public ReadGuard::Watcher, public FaultReader {
 
   // ---- by the optimizer's caller
 
-  // Adds a bucket, resident: `range` has its values, `shard` this rank's part of them. Returns its index.
-  int64_t add(std::string name, std::shared_ptr<AddressRange> range, at::Tensor shard);
+  // Memory for a bucket's parameters.
+  std::shared_ptr<Room> make_room(size_t bytes, c10::Device device);
+  // Adds a bucket, resident: `room` has its values, `shard` this rank's part of them. Returns its index.
+  int64_t add(std::string name, std::shared_ptr<Room> room, at::Tensor shard);
   // To be called after add(): reads of all of them are seen from now on.
   void watch_added();
   // Where this rank has its shard, for the others; and where all have theirs, once they have told.
@@ -68,14 +70,13 @@ class Residents final : public ReadGuard::Watcher, public FaultReader {
   // How much may be resident; no limit at first.
   void set_limit(size_t bytes);
 
-  std::shared_ptr<SparePages> spare() const { return spare_; }
-
   // Before all ranks meet in step(): afterwards no thread of this rank reads another's shard until end_update().
   void begin_update();
   // The shard has the values of this step.
   void publish(int64_t bucket);
   // Publishes the rest too, and releases all buckets. `is_update`: false if step() raised before anything was written.
-  void end_update(bool is_update);
+  // `any_written`: whether shards may have been written that were not published.
+  void end_update(bool is_update, bool any_written);
 
   // Fetches all, and keeps them until leave_whole(). Calls may be inside others.
   void enter_whole();
@@ -111,7 +112,8 @@ class Residents final : public ReadGuard::Watcher, public FaultReader {
   // ---- ReadGuard::Watcher
 
   void before_read(const at::Tensor& tensor, const ReadGuard::Use& use) override;
-  void before_hidden_reads() override {}  // they fault, see Note [Reads that nothing announces]: so do hidden writes
+  // On a host they fault, see Note [Reads that nothing announces], and so do hidden writes. Elsewhere all are fetched.
+  void before_hidden_reads(const char* reader, ReadGuard::Keeps& keeps) override;
   void before_function(const ReadGuard::PythonFunction& function, const ReadGuard::Keeps& reads) override;
   void before_backward_of(const ReadGuard::PythonFunction& function, ReadGuard::Keeps& keeps) override;
   void after_operator(const ReadGuard::Keeps& keeps) override;
@@ -143,8 +145,9 @@ class Residents final : public ReadGuard::Watcher, public FaultReader {
   struct Held : Copy {
     int64_t index = 0;
     std::string name;
-    std::shared_ptr<AddressRange> range;
+    std::shared_ptr<Room> room;
     at::Tensor shard;
+    at::Tensor served{};                    // the shard as others read it
     SharedWords& words = *new SharedWords;  // never freed: others may read them when this rank's optimizer is gone
     std::vector<ShardPlace> places{};       // by rank; empty until all ranks have theirs
   };
@@ -155,13 +158,16 @@ class Residents final : public ReadGuard::Watcher, public FaultReader {
   };
 
   int64_t bucket_at(const void* address) const;
+  int64_t bucket_of(const at::Tensor& tensor) const;
   void pin(int64_t bucket, const char* reader);
+  void pin_for(int64_t bucket, const char* reader, ReadGuard::Keeps& keeps);
   void refuse_collective(Held& held);
+  void begin_use(int64_t bucket);
   void let_write(int64_t bucket);
   std::string fetch(Held& held, bool memory_too, bool own_too);
   std::string fetch_now(Held& held, std::unique_lock<std::mutex>& lock, const char* reader, bool ahead = false);
   bool is_up_to_date(const Held& held) const;
-  void make_room(size_t bytes, const char* reader);
+  void evict_for(size_t bytes, const char* reader);
   bool fits_beside_pinned(size_t bytes) const;
   void look_ahead();
   Held* next_to_prefetch();
@@ -171,16 +177,16 @@ class Residents final : public ReadGuard::Watcher, public FaultReader {
   bool is_read_by_others() const;
   void take_over(const std::vector<int64_t>& written);
   void store_own(Held& held);
+  size_t own_part(const Held& held) const;
   void note_digests();
   void in_child(Held& held);
-  char* own_part(const Held& held) const;
 
   const std::shared_ptr<const PeerShards> peers_;
-  const std::shared_ptr<SparePages> spare_ = std::make_shared<SparePages>();
+  Rooms rooms_;
   Process process_;
   std::atomic<bool> hostile_ = false;
-  std::atomic<const std::vector<ByAddress>*> by_address_;
-  mutable std::mutex mutex_;  // of all below, and of each Held
+  std::atomic<const std::vector<ByAddress>*> by_address_;  // those whose reads fault
+  mutable std::mutex mutex_;                               // of all below, and of each Held
   std::condition_variable changed_;
   std::vector<std::unique_ptr<Held>> held_;
   std::vector<std::unique_ptr<const std::vector<ByAddress>>> snapshots_;

@@ -6,6 +6,7 @@ import functools
 import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,8 @@ import torch
 import torch.distributed as dist
 from torch.utils import cpp_extension
 
-from tests.ranks import run_threads
+from tests.ranks import TIMEOUT_S, run_threads
+from zerox._C import Whereabouts
 from zerox.ranks.group import Ranks
 
 HERE = Path(__file__).parent
@@ -82,12 +84,15 @@ def run_fake_ranks(function: Callable[..., Any], world_size: int, kind: str, *ar
         device = torch.device("fake", rank)
         if group is None:
             return function(Ranks.alone(device), *args)
+        timeout = timedelta(seconds=TIMEOUT_S)
+        whereabouts = Whereabouts(groups=[], store=None, rank=rank, world=world_size, timeout=timeout)
+        known: dict[str, Any] = {"given": group, "whereabouts": whereabouts}
         if kind == "staged":
-            return function(Ranks(rank, world_size, "gloo", "direct", group, group, device), *args)
+            return function(Ranks(rank, world_size, "gloo", "direct", group, group, device, **known), *args)
         data = dist.ProcessGroup(dist.HashStore(), rank, world_size)
         backend = machine().StreamBackend(rank, world_size, meeting)
         data._register_backend(torch.device("fake"), dist.ProcessGroup.BackendType.CUSTOM, backend)
         data._set_default_backend(dist.ProcessGroup.BackendType.CUSTOM)
-        return function(Ranks(rank, world_size, "nccl", kind, data, group, device), *args)
+        return function(Ranks(rank, world_size, "nccl", kind, data, group, device, **known), *args)
 
     return run_threads(serve, world_size)

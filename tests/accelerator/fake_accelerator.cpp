@@ -17,6 +17,7 @@
 #include <ATen/ops/as_strided_native.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/view_native.h>
+#include <ATen/record_function.h>
 #include <torch/csrc/utils/pybind.h>
 #include <torch/library.h>
 
@@ -137,6 +138,10 @@ TORCH_LIBRARY_IMPL(zerox, PrivateUse1, m) {
   }
 }
 
+struct CompiledRegion {
+  at::RecordFunction function{at::RecordScope::FUNCTION};
+};
+
 }  // namespace
 }  // namespace fake
 
@@ -158,6 +163,20 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
     return std::exchange(machine().waits[static_cast<size_t>(device)], {});
   });
   m.def("set_capturing", [](bool now) { capturing = now; });
+  // A kernel that no operator shows: copies to the host's memory, read on the current stream.
+  m.def("read_by_address", [](const std::vector<at::Tensor>& tensors) {
+    std::vector<at::Tensor> read;
+    for (const at::Tensor& tensor : tensors) {
+      access(tensor, /*write=*/false);
+      read.push_back(on_host(tensor).clone());
+    }
+    return read;
+  });
+  // While it lives, the thread is in code that torch.compile made, as Dynamo announces it.
+  pybind11::class_<CompiledRegion>(m, "CompiledRegion")
+      .def(pybind11::init<>())
+      .def("__enter__", [](CompiledRegion& self) { self.function.before("Torch-Compiled Region: 0/0"); })
+      .def("__exit__", [](CompiledRegion& self, const pybind11::args&) { self.function.end(); });
   m.def("live_bytes", [] {
     const std::lock_guard lock(machine().mutex);
     size_t bytes = 0;

@@ -29,7 +29,7 @@ from tests.ranks import run_ranks
 from zerox import FusedShardedAdam
 from zerox import engine as engine_module
 from zerox.flow.capture import is_capturing
-from zerox.plan.combinations import But, Setting, some
+from zerox.plan.combinations import OF_STAGE_3, But, Setting, some
 from zerox.ranks.group import Ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream does not match")
@@ -126,7 +126,28 @@ def hides_nothing(way: Way, monkeypatch: pytest.MonkeyPatch) -> None:
         assert left[1:] == [0] * (STEPS - 1)
 
 
+def goes_through_the_host(way: Way, monkeypatch: pytest.MonkeyPatch) -> None:
+    def waits_of_step(ranks: Ranks) -> list[str]:
+        HERE.ranks, HERE.captures = ranks, False
+        training = Training(ranks.rank, way, ranks.device)
+        training.backwards(0)
+        machine().take_waits(ranks.device.index)
+        training.optimizer.step()
+        waits: list[str] = machine().take_waits(ranks.device.index)
+        training.backwards(1)
+        assert training.optimizer.inside.gather.residents.counts.fetched_bytes > 0
+        return waits
+
+    for waits in run_fake_ranks(waits_of_step, 2, kind_of(way, 2)):
+        assert "copy between host and device" in waits, "others read the shard there"
+
+
 SHOWN: dict[frozenset[Setting], Callable[[Way, Any], None]] = {
+    **{
+        frozenset((one, other)): goes_through_the_host
+        for one in OF_STAGE_3
+        for other in (*some("device", "cuda"), *some("backend", "nccl"))
+    },
     frozenset(some("capturable", "True") + some("backend", "gloo")): raises_where_it_is_captured,
     frozenset(some("capturable", "True") + some("overlap_gather", "called")): hides_nothing,
 }

@@ -43,6 +43,7 @@ class Grads:
                 route=[getattr(C.Move, move.name) for move in stage.grad_route],
                 keeps_shards=keeps_shards,
                 device=torch.device(ranks.device),
+                sharded_params=stage.params is SHARDED and ranks.size > 1,
             ),
         )
 

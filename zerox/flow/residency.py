@@ -15,6 +15,7 @@ from zerox.plan.buckets import BucketPlan
 from zerox.plan.layout import Layout
 from zerox.plan.resident import resident_limit
 from zerox.ranks.group import Ranks
+from zerox.ranks.neighbours import find_neighbours
 from zerox.ranks.process_group import time_of
 from zerox.ranks.roll_call import summary_of
 from zerox.sliced_tensor import SlicedTensor
@@ -40,18 +41,19 @@ class Residency:
 
     def __init__(self, manager: C.BucketManager, ranks: Ranks, resident_mb: float | None) -> None:
         """ValueError if the parameters' memory can't come and go, or no rank could answer for them."""
-        if not (C.has_address_ranges() and ranks.backend == "gloo" and not ranks.staged):
-            raise ValueError("stage=3 needs parameters on the CPU, a gloo group, and Linux: use stage=2")
+        if not C.has_address_ranges():
+            raise ValueError("stage=3 needs Linux: use stage=2")
         self.manager = manager
-        manager.backward.set_paced(True)
         self.ranks = ranks
         self.resident_mb = resident_mb
         assert ranks.given is not None
-        all_neighbours = bool(ranks.neighbours) and all(ranks.neighbours)
+        neighbours = self._neighbours()
+        all_neighbours = bool(neighbours) and all(neighbours)
+        messages = ranks.data if ranks.backend == "gloo" else ranks.control
         self.residents = C.Residency(
-            group=None if all_neighbours else ranks.data,
+            group=None if all_neighbours else messages,
             whereabouts=ranks.whereabouts,
-            processes=ranks.neighbours,
+            processes=neighbours,
             rank=ranks.rank,
             world=ranks.size,
             timeout=time_of(ranks.given),
@@ -61,11 +63,20 @@ class Residency:
         self.depth = 0  # how many whole() are open
         self.is_updating = False
         self.is_writing = False  # step() has come to write shards
+        self.is_unclear = False  # which ones
+
+    def _neighbours(self) -> tuple[int, ...]:
+        """Also with parameters on an accelerator: what others read of a shard is a copy in the host's memory."""
+        ranks = self.ranks
+        if ranks.device.type == "cpu" or ranks.exchange == "messages":
+            return ranks.neighbours
+        with ranks.failure_told():
+            return find_neighbours(ranks.all_gather_text, ranks.rank)
 
     # ---- building
 
     def make_buffer(self, params: Sequence[Tensor], layout: Layout) -> ShardedBuffer:
-        made = self.residents.make_range(layout.numel * params[0].dtype.itemsize)
+        made = self.residents.make_room(layout.numel * params[0].dtype.itemsize, params[0].device)
         return ShardedBuffer(params, layout, self.ranks.rank, made)
 
     def take_frozen(self, members: Sequence[Member], plans: Sequence[BucketPlan]) -> list[FrozenBucket]:
@@ -86,7 +97,7 @@ class Residency:
         for index, bucket in added:
             buffer, name = bucket.buffer, bucket.describe(index)
             assert isinstance(buffer, ShardedBuffer)
-            self.residents.add(name, buffer.range, buffer.own)
+            self.residents.add(name, buffer.room, buffer.own)
             buffer.is_shared_out = True
             self.all.append(Resident(name, bucket, buffer))
         places = [self.residents.place(index) for index in range(first, len(self.all))]
@@ -106,12 +117,15 @@ class Residency:
         """Around the part of step() in which ranks meet and write their shards."""
         self._keep_written_so_far()
         self.residents.begin_update()
-        self.is_updating, self.is_writing = True, False
+        self.is_updating, self.is_writing, self.is_unclear = True, False, False
         try:
             yield
+        except BaseException:
+            self.is_unclear = True
+            raise
         finally:
             self.is_updating = False
-            self.residents.end_update(self.is_writing)
+            self.residents.end_update(self.is_writing, self.is_unclear)
         if self.depth:
             self.residents.refresh_whole()
 
@@ -121,7 +135,7 @@ class Residency:
         self.residents.publish(self.index_of[index])
 
     def mark_written(self) -> None:
-        self.is_writing = True
+        self.is_writing = self.is_unclear = True
 
     def slice_of(self, param: Tensor) -> SlicedTensor | None:
         """Of a parameter that lies in its bucket, this rank's elements: a view of the shard."""
@@ -158,7 +172,7 @@ class Residency:
         self._keep_written_so_far()
         for _, _, buffer in self.all:
             for slot, param in enumerate(buffer.params):
-                if not buffer.is_at_home(slot) and any(each.buffer.range.has(param.data_ptr()) for each in self.all):
+                if not buffer.is_at_home(slot) and any(each.buffer.room.has(param.data_ptr()) for each in self.all):
                     param.data = param.detach().clone()  # it lies in another one's home, where nothing may be written
 
     def _keep_written_so_far(self) -> None:

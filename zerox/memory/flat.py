@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import builtins
 from collections.abc import Sequence
 
 import torch
@@ -45,6 +44,10 @@ class FlatBuffer:
         """The parameter's place, as a view of the buffer."""
         return self.flat.as_strided(self.shapes[slot], self.strides[slot], self.layout.offsets[slot])
 
+    def own_home(self, slot: int) -> Tensor:
+        """The same, in a storage of its own."""
+        return C.with_own_storage(self.home(slot))
+
     def shard(self, rank: int) -> Tensor:
         span = self.layout.shard_span(rank)
         return self.flat[span.start : span.stop]
@@ -72,23 +75,26 @@ class FlatBuffer:
 class ShardedBuffer(FlatBuffer):
     """A buffer whose memory comes and goes (csrc/params/residents.h), and beside it this rank's shard, which stays.
 
-    ``range``: its addresses, which have memory until it is given to the residents.
+    ``room``: its memory, which stays until it is given to the residents.
     """
 
     shard_is_apart = True
 
-    def __init__(self, params: Sequence[Tensor], layout: Layout, rank: int, range: C.AddressRange) -> None:
+    def __init__(self, params: Sequence[Tensor], layout: Layout, rank: int, room: C.Room) -> None:
         self.own_segments = {segment.slot: segment for segment in layout.segments(rank)}
         self.is_shared_out = False  # whether the residents have it
-        self.range = range
+        self.room = room
         self.rank = rank
         self.own = zeros(layout.shard_numel, params[0].dtype, params[0].device, place=1)
-        super().__init__(params, layout, range.tensor(params[0].dtype))
+        super().__init__(params, layout, room.tensor(params[0].dtype))
         # Made once: an operator on the buffer would fetch the bucket.
-        self.homes = [super(ShardedBuffer, self).home(slot) for slot in builtins.range(len(params))]
+        self.homes = [super(ShardedBuffer, self).home(slot) for slot in range(len(params))]
 
     def home(self, slot: int) -> Tensor:
         return self.homes[slot] if self.is_shared_out else super().home(slot)
+
+    def own_home(self, slot: int) -> Tensor:
+        return self.room.with_own_storage(self.home(slot))
 
     def is_at_home(self, slot: int) -> bool:
         param = self.params[slot]
@@ -147,7 +153,7 @@ def take_in(slots: Sequence[BufferSlot], values: Sequence[Tensor]) -> None:
         param = buffer.params[slot]
         buffer.put(slot, value)
         if not in_shared_memory(param):
-            param.data = C.with_own_storage(buffer.home(slot))
+            param.data = buffer.own_home(slot)
 
 
 @torch.no_grad()

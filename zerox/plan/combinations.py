@@ -159,7 +159,7 @@ ROWS = (
     Row(
         OF_STAGE_3,
         (*some("device", "cuda"), *some("backend", "nccl")),
-        Refused("sharded parameters are fetched into the host's memory", "On a GPU use stage=2"),
+        But("buckets are fetched through the host's memory, at the speed of its bus, whatever the group's backend is"),
     ),
     Row(
         some("stage", "3"),

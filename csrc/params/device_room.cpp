@@ -1,0 +1,252 @@
+#include "params/device_room.h"
+
+#include <ATen/ops/empty.h>
+#include <ATen/ops/from_blob.h>
+#include <c10/core/InferenceMode.h>
+#include <c10/core/StreamGuard.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
+
+#include <algorithm>
+
+#include "params/digest.h"
+#include "params/read_guard.h"
+
+namespace zx {
+namespace {
+
+// Of all storages' addresses.
+std::mutex& addresses() {
+  static auto* const one = new std::mutex;
+  return *one;
+}
+
+void leave(void* room) { delete static_cast<std::shared_ptr<DeviceRoom>*>(room); }
+
+// Rooms are filled in the midst of anybody's operators: below autograd, modes and transforms, and unseen by guards.
+struct Unseen {
+  ReadGuard::Pause pause;
+  c10::InferenceMode normal{false};
+  c10::impl::ForceDispatchKeyGuard plain{
+      c10::DispatchKeySet(c10::DispatchKey::BackendSelect),
+      c10::autograd_dispatch_keyset_with_ADInplaceOrView | c10::default_excluded_set};
+};
+
+// The same, on a stream.
+struct UnseenOn : Unseen {
+  explicit UnseenOn(c10::Stream stream) : guard(stream) {}
+  c10::StreamGuard guard;
+};
+
+}  // namespace
+
+std::shared_ptr<DeviceRoom> DeviceRoom::make(size_t bytes, c10::Stream fetches) {
+  std::shared_ptr<DeviceRoom> made(new DeviceRoom(bytes, fetches));
+  made->restore();
+  {
+    const UnseenOn on_fetches(fetches);
+    made->memory_.zero_();
+  }
+  made->note_arrival();
+  made->begin_use();
+  return made;
+}
+
+DeviceRoom::DeviceRoom(size_t bytes, c10::Stream fetches)
+    : bytes_(bytes), fetches_(fetches), nowhere_(bytes), address_(nowhere_.data()), arrival_(fetches.device_type()) {}
+
+DeviceRoom::~DeviceRoom() {
+  try {
+    end_use();
+    await_readers();
+  } catch (const c10::Error&) {  // the device's runtime may be gone when the process exits
+  }
+}
+
+// ---- streams
+
+c10::Stream DeviceRoom::current() const {
+  return c10::impl::VirtualGuardImpl(fetches_.device_type()).getStream(fetches_.device());
+}
+
+c10::Event DeviceRoom::record(c10::Stream stream) const {
+  c10::Event event(fetches_.device_type());
+  event.record(stream);
+  return event;
+}
+
+DeviceRoom::Reader& DeviceRoom::reader(c10::Stream stream) {
+  const auto found =
+      std::find_if(readers_.begin(), readers_.end(), [&](const Reader& each) { return each.stream == stream; });
+  if (found != readers_.end()) return *found;
+  return readers_.emplace_back(Reader{stream, c10::Event(stream.device_type())});
+}
+
+void DeviceRoom::begin_use() {
+  const std::lock_guard lock(mutex_);
+  const c10::Stream stream = current();
+  if (std::find(arrived_for_.begin(), arrived_for_.end(), stream) != arrived_for_.end()) return;
+  arrival_.block(stream);
+  arrived_for_.push_back(stream);
+}
+
+void DeviceRoom::end_use() {
+  const std::lock_guard lock(mutex_);
+  const c10::Stream stream = current();
+  reader(stream).last.record(stream);
+}
+
+void DeviceRoom::record_stream(c10::Stream stream) {
+  const std::lock_guard lock(mutex_);
+  reader(stream).is_lasting = true;
+}
+
+// Under the lock: what the fetch stream does next comes after all reads.
+void DeviceRoom::await_readers() {
+  for (Reader& each : readers_) {
+    if (each.is_lasting) each.last.record(each.stream);
+    each.last.block(fetches_);
+  }
+  std::erase_if(readers_, [](const Reader& each) { return !each.is_lasting; });
+}
+
+// Under the lock, if others know the room.
+void DeviceRoom::note_arrival() {
+  arrival_.record(fetches_);
+  arrived_for_.clear();
+}
+
+// ---- memory
+
+void DeviceRoom::release() {
+  const std::lock_guard lock(mutex_);
+  await_readers();
+  readers_.clear();
+  move_to(nowhere_.data());
+  const UnseenOn on_fetches(fetches_);
+  memory_.reset();
+}
+
+void DeviceRoom::restore() {
+  const std::lock_guard lock(mutex_);
+  const UnseenOn on_fetches(fetches_);
+  memory_ = at::empty({static_cast<int64_t>(bytes_)}, at::TensorOptions(fetches_.device()).dtype(at::kByte));
+  move_to(static_cast<char*>(memory_.mutable_data_ptr()));
+}
+
+void DeviceRoom::move_to(char* address) {
+  const std::lock_guard lock(addresses());
+  address_ = address;
+  for (const Lodger& each : lodgers_) {
+    const auto storage = each.storage.lock();
+    if (storage == nullptr) continue;
+    c10::DataPtr& data = storage->_mutable_data_ptr_no_checks();
+    storage->set_data_ptr_noswap(
+        c10::DataPtr(address + each.offset, data.release_context(), &leave, fetches_.device()));
+  }
+  std::erase_if(lodgers_, [](const Lodger& each) { return each.storage.expired(); });
+}
+
+at::Tensor DeviceRoom::part(size_t start, size_t bytes) const {
+  return memory_.narrow(0, static_cast<int64_t>(start), static_cast<int64_t>(bytes));
+}
+
+// ---- tensors
+
+std::shared_ptr<DeviceRoom> DeviceRoom::of(const at::Tensor& tensor) {
+  // A storage that is being moved has the same deleter before, then and after, but no context for a moment.
+  const c10::DataPtr& data = tensor.storage().data_ptr();
+  if (data.get_deleter() != &leave) return nullptr;
+  const std::lock_guard lock(addresses());
+  return *static_cast<const std::shared_ptr<DeviceRoom>*>(data.get_context());
+}
+
+bool DeviceRoom::has(const void* address) const {
+  const std::lock_guard lock(mutex_);
+  const auto* place = static_cast<const char*>(address);
+  return place >= address_ && place < address_ + bytes_;
+}
+
+at::Tensor DeviceRoom::lodge(void* address, at::IntArrayRef sizes, at::IntArrayRef strides, at::ScalarType dtype) {
+  at::Tensor made = at::for_blob(address, sizes)
+                        .strides(strides)
+                        .context(new std::shared_ptr<DeviceRoom>(shared_from_this()), &leave)
+                        .target_device(fetches_.device())
+                        .options(at::TensorOptions(fetches_.device()).dtype(dtype))
+                        .make_tensor();
+  const auto offset = static_cast<size_t>(static_cast<char*>(address) - address_);
+  lodgers_.push_back({made.storage().getWeakStorageImpl(), offset});
+  return made;
+}
+
+at::Tensor DeviceRoom::tensor(at::ScalarType dtype) {
+  const std::lock_guard lock(mutex_);
+  return lodge(address_, {static_cast<int64_t>(bytes_ / c10::elementSize(dtype))}, {1}, dtype);
+}
+
+at::Tensor DeviceRoom::with_own_storage(const at::Tensor& view) {
+  TORCH_INTERNAL_ASSERT(view.is_non_overlapping_and_dense());
+  const std::lock_guard lock(mutex_);
+  return lodge(view.mutable_data_ptr(), view.sizes(), view.strides(), view.scalar_type());
+}
+
+// ---- values
+
+Room::Landing DeviceRoom::landing() {
+  const Unseen unseen;
+  // Pinned memory is the allocator's again when the copies from it are over.
+  at::Tensor kept = at::empty({static_cast<int64_t>(bytes_)},
+                              at::TensorOptions().dtype(at::kByte).pinned_memory(fetches_.device().is_cuda()));
+  return {static_cast<char*>(kept.mutable_data_ptr()), kept};
+}
+
+void DeviceRoom::land(const Landing& landing, size_t own, size_t own_bytes) {
+  const std::lock_guard lock(mutex_);
+  const UnseenOn on_fetches(fetches_);
+  await_readers();
+  for (const auto& [start, stop] : {std::pair(size_t{0}, own), std::pair(own + own_bytes, bytes_)}) {
+    if (start == stop) continue;
+    part(start, stop - start)
+        .copy_(landing.kept.narrow(0, static_cast<int64_t>(start), static_cast<int64_t>(stop - start)),
+               /*non_blocking=*/true);
+  }
+  note_arrival();
+}
+
+void DeviceRoom::take_shard(const at::Tensor& shard, size_t own) {
+  const std::lock_guard lock(mutex_);
+  const UnseenOn on_fetches(fetches_);
+  await_readers();
+  part(own, shard.nbytes()).copy_(shard.view(at::kByte), /*non_blocking=*/true);
+  note_arrival();
+}
+
+// On the current stream, which has written the room.
+void DeviceRoom::store_shard(const at::Tensor& shard, size_t own) {
+  const std::lock_guard lock(mutex_);
+  const Unseen unseen;
+  shard.view(at::kByte).copy_(part(own, shard.nbytes()), /*non_blocking=*/true);
+}
+
+at::Tensor DeviceRoom::served(const at::Tensor& shard) const {
+  const Unseen unseen;
+  return at::empty(shard.sizes(), shard.options().device(at::kCPU));
+}
+
+// The host waits here, once a step and bucket: others read the copy as soon as it is announced.
+void DeviceRoom::serve(const at::Tensor& shard, const at::Tensor& served) {
+  const std::lock_guard lock(mutex_);
+  const Unseen unseen;
+  at::Tensor(served).copy_(shard);
+  record(current()).block(fetches_);
+}
+
+uint64_t DeviceRoom::digest() {
+  const std::lock_guard lock(mutex_);
+  const Unseen unseen;
+  const at::Tensor now = memory_.to(at::kCPU);
+  reader(current()).last.record(current());
+  return zx::digest(now.const_data_ptr(), bytes_);
+}
+
+}  // namespace zx

@@ -1,0 +1,43 @@
+// What the residents say of themselves.
+#include "params/residents.h"
+
+namespace zx {
+
+ResidentCounts Residents::counts() const {
+  const std::lock_guard lock(mutex_);
+  return now_.counts;
+}
+
+void Residents::record(bool on) {
+  const std::lock_guard lock(mutex_);
+  past_.log.set_recording(on);
+}
+
+std::vector<ResidencyEvent> Residents::take_events() {
+  const std::lock_guard lock(mutex_);
+  return past_.log.take();
+}
+
+size_t Residents::resident_bytes() const {
+  const std::lock_guard lock(mutex_);
+  return now_.resident_bytes;
+}
+
+size_t Residents::room_bytes() const {
+  const std::lock_guard lock(mutex_);
+  return now_.resident_bytes + rooms_.spare().bytes();
+}
+
+std::vector<bool> Residents::resident() const {
+  const std::lock_guard lock(mutex_);
+  std::vector<bool> found;
+  for (const auto& held : held_) found.push_back(held->state == State::resident);
+  return found;
+}
+
+size_t Residents::num_calls() const {
+  const std::lock_guard lock(mutex_);
+  return past_.functions.num_calls();
+}
+
+}  // namespace zx

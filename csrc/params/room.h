@@ -1,0 +1,71 @@
+// The memory that a bucket's parameters have while they are whole (ZeRO stage 3).
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+
+namespace zx {
+
+// Note [Rooms]
+// Parameters keep their storages for life, released or not: views, and what autograd saved, refer to them. On a host
+// memory comes and goes at addresses that never change (Note [Addresses that never change]). An accelerator has its
+// order of streams to keep, and there the storages are moved to other memory (Note [Rooms on an accelerator]).
+//
+// Residents says when, and that nobody reads meanwhile.
+
+class Room {
+ public:
+  virtual ~Room() = default;
+
+  virtual size_t bytes() const = 0;
+  virtual bool has(const void* address) const = 0;
+  // [bytes / element] of it; keeps it alive. To be called once.
+  virtual at::Tensor tensor(at::ScalarType dtype) = 0;
+  // The elements of a view of that tensor, in a storage of their own that keeps the room alive: see
+  // Note [Every parameter has a storage of its own].
+  virtual at::Tensor with_own_storage(const at::Tensor& view) = 0;
+
+  // Takes its memory away.
+  virtual void release() = 0;
+  // Gives it memory, with whatever is in it.
+  virtual void restore() = 0;
+  // Whether it may be written; it may after restore(). A write where it may not is a fault, if the system can tell.
+  virtual void let_write(bool may) = 0;
+  // Gives it memory full of NaN in a forked child, where other threads' locks may be held for ever.
+  virtual void restore_in_child() = 0;
+
+  // Where others' parts are to be put, at their places among `bytes` of the host, and `kept`, what keeps that memory;
+  // then that they are there. This rank's own part is at `own`, of `own_bytes`.
+  struct Landing {
+    char* data = nullptr;
+    at::Tensor kept{};
+  };
+  virtual Landing landing() = 0;
+  virtual void land(const Landing& landing, size_t own, size_t own_bytes) = 0;
+
+  // Copies this rank's shard into its place, or back.
+  virtual void take_shard(const at::Tensor& shard, size_t own) = 0;
+  virtual void store_shard(const at::Tensor& shard, size_t own) = 0;
+
+  // The shard as others read it, in the host's memory: the same tensor, or a copy that serve() makes anew.
+  virtual at::Tensor served(const at::Tensor& shard) const = 0;
+  virtual void serve(const at::Tensor& shard, const at::Tensor& served) = 0;
+
+  // Around what reads or writes it, or its shard in step(), on the current stream.
+  virtual void begin_use() = 0;
+  virtual void end_use() = 0;
+
+  virtual uint64_t digest() = 0;
+
+  // What Residents knows it by.
+  int64_t index() const { return index_; }
+  void set_index(int64_t index) { index_ = index; }
+
+ private:
+  int64_t index_ = -1;
+};
+
+}  // namespace zx

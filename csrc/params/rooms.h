@@ -1,0 +1,30 @@
+// Makes the rooms of one optimizer.
+#pragma once
+
+#include <c10/core/Device.h>
+#include <c10/core/Stream.h>
+
+#include <memory>
+#include <optional>
+
+#include "params/address_range.h"
+#include "params/room.h"
+
+namespace zx {
+
+class Rooms {
+ public:
+  // Has memory at first, all zero.
+  std::shared_ptr<Room> make(size_t bytes, c10::Device device);
+
+  // Of the host, for rooms to come.
+  SparePages& spare() { return *spare_; }
+  const SparePages& spare() const { return *spare_; }
+  bool on_accelerator() const { return fetches_.has_value(); }
+
+ private:
+  std::shared_ptr<SparePages> spare_ = std::make_shared<SparePages>();
+  std::optional<c10::Stream> fetches_;  // one for all, so that they use each other's memory
+};
+
+}  // namespace zx

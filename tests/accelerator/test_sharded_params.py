@@ -1,0 +1,256 @@
+"""Sharded parameters (ZeRO stage 3) on an accelerator: rooms come and go in the order of its streams."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.accelerator.fake import expect_no_races, machine, on_stream, run_fake_ranks
+from tests.kernels.shards import same_bits
+from zerox import FusedShardedAdam
+from zerox import engine as engine_module
+from zerox.ranks.group import Ranks
+
+pytestmark = pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream does not match")
+HERE = threading.local()  # of the rank that this thread is
+ONE_AT_A_TIME = threading.Lock()
+WIDTH, LAYERS = 32, 6
+LAYER_BYTES = WIDTH * (WIDTH + 1) * 4
+CAP_MB = LAYER_BYTES / 2**20  # a layer is a bucket
+KINDS = ["native", "direct", "staged"]
+LIMITS = {"released at once": None, "two buckets": 2 * 12 * 1024 / 2**20, "inf": float("inf")}
+
+
+@pytest.fixture(autouse=True)
+def any_device(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """FusedShardedAdam takes the fake accelerator's tensors, and its ranks."""
+    monkeypatch.setattr(engine_module, "find_ranks", lambda *_: HERE.ranks)
+    monkeypatch.setattr(engine_module, "check_params", lambda *_: None)
+    monkeypatch.setattr(Ranks, "broadcast", lambda *_: None)  # which the backend has not: they are the same already
+    machine().take_races()
+    yield
+    expect_no_races()
+
+
+class Chain(nn.Module):
+    """Each layer twice, the second time in the other order, and on its own stream if one is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS))
+        generator = torch.Generator().manual_seed(0)  # ranks are threads, and torch's own generator is the process's
+        for param in self.parameters():
+            nn.init.uniform_(param, -0.2, 0.2, generator)
+
+    def forward(self, x: Tensor, side: int = 0) -> Tensor:
+        index = x.device.index
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        machine().wait_stream(index, side, 0)
+        with on_stream(side, index):
+            for layer in reversed(self.layers):
+                x = torch.tanh(layer(x))
+        machine().wait_stream(index, 0, side)
+        return x
+
+
+class Training:
+    def __init__(self, ranks: Ranks, stage: int, limit: str = "inf", frozen: bool = False) -> None:
+        HERE.ranks, self.ranks = ranks, ranks
+        self.model = Chain().to(ranks.device)
+        if frozen:
+            for layer in self.model.layers[::2]:
+                layer.requires_grad_(False)
+        options = {"resident_mb": LIMITS[limit]} if stage == 3 else {}
+        self.optimizer = FusedShardedAdam(
+            self.model.named_parameters(), lr=0.01, stage=stage, bucket_cap_mb=CAP_MB, **options
+        )
+        if stage == 3:
+            self.residents = self.optimizer.inside.gather.residents
+            self.residents.set_hostile(limit == "released at once")
+            if limit == "released at once":
+                self.residents.release_all()
+
+    def batch(self, step: int) -> Tensor:
+        generator = torch.Generator().manual_seed(100 * step + self.ranks.rank)
+        return torch.randn(4, WIDTH, generator=generator).to(self.ranks.device)
+
+    def step(self, step: int, side: int = 0) -> list[str]:
+        """What made the host wait for the device in forward and backward."""
+        x = self.batch(step)
+        machine().take_waits(self.ranks.device.index)
+        self.model(x, side).square().sum().backward()
+        waits = machine().take_waits(self.ranks.device.index)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return waits
+
+    def values(self) -> list[Tensor]:
+        return [param.detach().cpu() for param in self.model.parameters()]
+
+
+def trained(ranks: Ranks, stage: int, limit: str, two_streams: bool, frozen: bool) -> list[Tensor]:
+    training = Training(ranks, stage, limit, frozen)
+    side = machine().new_stream(ranks.device.index) if two_streams else 0
+    for step in range(3):
+        waits = training.step(step, side)
+        assert ranks.staged or not waits, f"the host waited for the device: {waits}"
+    if stage == 3 and limit != "inf":
+        assert training.residents.counts.fetches > 3 * len(training.residents.resident), "buckets came and went"
+    return training.values()
+
+
+def assert_as_in_stage_2(world_size: int, kind: str, train: Callable[..., list[Tensor]], *args: Any) -> None:
+    theirs = run_fake_ranks(train, world_size, kind, 2, *args)
+    for rank, ours in enumerate(run_fake_ranks(train, world_size, kind, 3, *args)):
+        same = [same_bits(one, other) for one, other in zip(ours, theirs[rank], strict=True)]
+        assert all(same), (rank, same)
+
+
+@pytest.mark.parametrize("two_streams", [False, True], ids=["one stream", "two streams"])
+@pytest.mark.parametrize("limit", LIMITS)
+@pytest.mark.parametrize(("world_size", "kind"), [(2, kind) for kind in KINDS] + [(3, "direct")])
+def test_a_training_has_the_bits_of_stage_2(world_size: int, kind: str, limit: str, two_streams: bool) -> None:
+    """And no race. The host waits for the device in step() only."""
+    assert_as_in_stage_2(world_size, kind, trained, limit, two_streams, False)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_frozen_parameters_come_and_go_too(kind: str) -> None:
+    assert_as_in_stage_2(2, kind, trained, "two buckets", False, True)
+
+
+def written(ranks: Ranks, stage: int, limit: str) -> list[Tensor]:
+    """Parameters are written between steps: by operators, by moving them, and inside whole()."""
+    training = Training(ranks, stage, limit)
+    layers = training.model.layers
+    training.step(0)
+    with torch.no_grad():
+        layers[1].weight.mul_(2)
+        layers[2].bias.copy_(torch.arange(WIDTH))
+    training.step(1)
+    layers[3].weight.data = layers[3].weight.detach() / 2
+    layers[4].weight.data, layers[5].weight.data = layers[5].weight.data, layers[4].weight.data
+    training.step(2)
+    with training.optimizer.whole():
+        with torch.no_grad():
+            layers[0].weight.add_(1)
+        training.step(3)
+        with torch.no_grad():
+            layers[0].weight.add_(1)
+    with suppress(ZeroDivisionError), training.optimizer.whole(), torch.no_grad():
+        layers[0].weight.add_(0 if stage == 2 else 7)  # taken back
+        raise ZeroDivisionError
+    training.model.load_state_dict({name: value / 2 for name, value in training.model.state_dict().items()})
+    training.step(4)
+    return training.values()
+
+
+@pytest.mark.parametrize("limit", ["released at once", "inf"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_written_between_steps_counts_as_in_stage_2(kind: str, limit: str) -> None:
+    assert_as_in_stage_2(2, kind, written, limit)
+
+
+def shards_written(ranks: Ranks, stage: int) -> list[Tensor]:
+    """As zerox.load() does it, which the threads that are ranks here can't call: into all shards, frozen ones too."""
+    training = Training(ranks, stage, "two buckets", frozen=True)
+    training.step(0)
+    gather = training.optimizer.inside.gather
+    with torch.no_grad(), gather.updating():
+        gather.mark_written()
+        if stage == 3:
+            ranks.meet("nobody reads")
+        for values in [each.buffer.own for each in gather.all] if stage == 3 else training.model.parameters():
+            values.mul_(2)
+    read = training.values()
+    training.step(1)
+    return [*read, *training.values()]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_written_into_shards_is_read_by_all(kind: str) -> None:
+    assert_as_in_stage_2(2, kind, shards_written)
+
+
+def without_inputs(ranks: Ranks, stage: int) -> list[Tensor]:
+    """A region of compiled code, as in evaluation, that reads parameters by their addresses and shows none."""
+    training = Training(ranks, stage, "released at once")
+    training.step(0)
+    with ONE_AT_A_TIME:  # ranks are threads, and a region concerns all optimizers of a process
+        with machine().CompiledRegion():
+            assert stage == 2 or all(training.residents.resident)
+            read = machine().read_by_address(list(training.model.parameters()))
+        assert stage == 2 or not any(training.residents.resident)
+    return read
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_region_that_shows_no_inputs_has_all_parameters(kind: str) -> None:
+    assert_as_in_stage_2(2, kind, without_inputs)
+
+
+def read_beside(ranks: Ranks, is_told: bool) -> None:
+    """A kernel on another stream, which no operator shows, reads while buckets come and go."""
+    training = Training(ranks, 3, "two buckets")
+    training.step(0)
+    index, param = ranks.device.index, training.model.layers[0].weight
+    side = machine().new_stream(index)
+    with training.optimizer.whole():
+        machine().wait_stream(index, side, 0)
+        with on_stream(side, index):
+            machine().read_by_address([param])
+        if is_told:
+            machine().record_stream(param, index, side)
+    training.step(1)
+    machine().wait_stream(index, 0, side)
+
+
+@pytest.mark.parametrize("is_told", [False, True])
+def test_a_stream_that_a_parameter_was_told_of_counts_as_a_reader(is_told: bool) -> None:
+    run_fake_ranks(read_beside, 2, "direct", is_told)
+    assert bool(machine().take_races()) is not is_told
+
+
+def outlived(ranks: Ranks, stage: int) -> list[Tensor]:
+    training = Training(ranks, stage, "released at once")
+    training.step(0)
+    del training.optimizer
+    if stage == 3:
+        del training.residents
+    again = Training(ranks, stage, "two buckets")
+    again.model = training.model  # whole, and plain
+    y = training.model(training.batch(1))
+    y.square().sum().backward()
+    return [*training.values(), y.detach().cpu(), *[param.grad.cpu() for param in training.model.parameters()]]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_deleted_optimizer_leaves_whole_parameters(kind: str) -> None:
+    assert_as_in_stage_2(2, kind, outlived)
+
+
+def bytes_of_rooms(ranks: Ranks, all_here: threading.Barrier) -> tuple[int, int]:
+    """What is resident after a forward, as the residents say and as releasing it frees."""
+    training = Training(ranks, 3, "two buckets")
+    with torch.no_grad():
+        training.model(training.batch(0))
+    said = training.residents.resident_bytes
+    all_here.wait()  # live bytes are the whole machine's: the other rank waits
+    before = machine().live_bytes()
+    if ranks.rank == 0:
+        training.residents.release_all()
+    freed = before - machine().live_bytes()
+    all_here.wait()
+    return said, freed
+
+
+def test_released_rooms_give_their_memory_back() -> None:
+    said, freed = run_fake_ranks(bytes_of_rooms, 2, "direct", threading.Barrier(2))[0]
+    assert 0 < said == freed <= LIMITS["two buckets"] * 2**20
