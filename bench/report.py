@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.common import ROOT
-from bench.systems import DDP, FSDP2, OURS, FSDP2Resharded, NoCommunication, ZeroRedundancy
+from bench.systems import DDP, FSDP2, OURS, FSDP2Resharded, NoCommunication, ZeroRedundancy, Zerox, ZeroxStage3
 
 RESULTS = ROOT / "bench/results/cpu"
 SYSTEMS = [each.name for each in (*OURS, DDP, ZeroRedundancy, FSDP2, FSDP2Resharded, NoCommunication)]
@@ -23,6 +23,7 @@ STEPS = {
     "2 ranks, twice the tokens": ("step-larger-batch", 2),
     "2 ranks, bf16, clipped": ("step-bf16-clip", 2),
 }
+STAGES = ("step-stages", "memory-stages")
 
 
 def load(folder: Path, name: str) -> dict[str, Any]:
@@ -70,13 +71,28 @@ def summary(folder: Path) -> str:
     return "\n".join(lines)
 
 
+def stages(folder: Path) -> str:
+    """Speed and peak of the systems that shard ever more, beside DDP's. No times: the machine was not quiet."""
+    lines = [
+        "| " + "".join(f"| {n} ranks: as fast as DDP | peak of a step | of DDP's " for n in (2, 4)) + "|",
+        f"|---|{'---:|' * 6}",
+    ]
+    for name in (DDP.name, Zerox.name, ZeroxStage3.name, FSDP2Resharded.name):
+        cells = []
+        for ranks in (2, 4):
+            step, peak = (rows_of(folder, file, ranks)[name] for file in STAGES)
+            cells += [f"{step['as_fast']:.2f}x", *peak_cell(peak).split(", ")]
+        lines.append(f"| {' | '.join([name, *cells])} |")
+    return "\n".join(lines)
+
+
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         prog="python -m bench.report", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("folder", type=Path, nargs="?", default=RESULTS, help="default: bench/results/cpu")
     folder = parser.parse_args(argv).folder
-    print(f"{summary(folder)}\n\n{steps(folder)}\n\n{peaks(folder)}")
+    print("\n\n".join(each(folder) for each in (summary, steps, peaks, stages)))
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ A :class:`Program` is plain data, so that Hypothesis can print, shrink and repla
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from zerox.plan.layout import SMALL_NUMEL
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
 NEVER = 1000
+LIMITS = ("default", "two buckets", "released at once")
 
 
 @dataclass(frozen=True)
@@ -57,11 +58,10 @@ class Program:
     options: dict[str, Any]  # of the constructor: stage, bucket_cap_mb, reduce_dtype, master_weights
     seed: int = 0
     hold: bool = False  # no overlap
+    residency: str = LIMITS[0]  # of sharded parameters: what may be whole at a time
 
     def with_options(self, hold: bool, **options: Any) -> Program:
-        return Program(
-            self.params, self.groups, self.steps, self.world_size, {**self.options, **options}, self.seed, hold
-        )
+        return replace(self, options={**self.options, **options}, hold=hold)
 
     @property
     def anchor(self) -> int:
@@ -174,7 +174,7 @@ def programs(draw: st.DrawFn, one_exchange: bool = False) -> Program:
     )
     params = draw(st.lists(param, min_size=1, max_size=6).filter(lambda each: any(p.trained_from == 0 for p in each)))
     anchor = next(index for index, each in enumerate(params) if each.trained_from == 0)
-    world_size = draw(st.integers(1, 3))
+    world_size = draw(st.sampled_from([1, 2, 3, 4, 2]))
     step = _steps(world_size, len(params), anchor, one_exchange)
     masters = ["auto", "fp32", None]
     if any(p.dtype == "bf16" and p.trained_from == 0 for p in params) and all(p.dtype != "fp16" for p in params):
@@ -192,4 +192,5 @@ def programs(draw: st.DrawFn, one_exchange: bool = False) -> Program:
         },
         seed=draw(st.integers(0, 999)),
         hold=draw(st.booleans()),
+        residency=draw(st.sampled_from(LIMITS)),
     )

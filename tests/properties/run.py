@@ -12,9 +12,10 @@ from torch import Tensor, nn
 
 from tests.optimizer.masters import join
 from tests.optimizer.models import memory_order
-from tests.properties.programs import Program, shaped
+from tests.properties.programs import LIMITS, Program, shaped
 from tests.ranks import run_threads
 from zerox import FusedShardedAdam, MemoryBytes
+from zerox.flow.residency import Residency
 
 
 @dataclass(frozen=True)
@@ -74,6 +75,7 @@ def _run_rank(group: dist.ProcessGroup | None, program: Program) -> RankSeen:
     optimizer.inside.manager.flights.hold(program.hold)
     seen = RankSeen(_values(params), optimizer.memory_bytes())
     for number, step in enumerate(program.steps):
+        _limit(optimizer, program.residency)  # again: a parameter that was unfrozen brought its bucket
         for index, param in enumerate(params):
             param.requires_grad_(program.is_trained(index, number))
         for micro, syncs in enumerate(step.micros):
@@ -86,6 +88,18 @@ def _run_rank(group: dist.ProcessGroup | None, program: Program) -> RankSeen:
         if step.zero is not None:
             optimizer.zero_grad(set_to_none=step.zero)
     return seen
+
+
+def _limit(optimizer: FusedShardedAdam, residency: str) -> None:
+    """In stages 1 and 2, and alone, everything is whole whatever the program says."""
+    gather = optimizer.inside.gather
+    if residency == LIMITS[0] or not isinstance(gather, Residency):
+        return
+    if residency == "two buckets":
+        gather.residents.set_limit(sum(sorted(each.nbytes for each in gather.all)[-2:]))
+    else:
+        gather.residents.set_hostile(True)
+    gather.residents.release_all()
 
 
 def _backward(program: Program, params: list[nn.Parameter], rank: int, step: int, micro: int) -> None:

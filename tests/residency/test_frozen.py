@@ -110,7 +110,7 @@ def frozen_bytes(rank: int, world_size: int) -> tuple[int, int, int]:
 def test_frozen_parameters_take_a_share_of_their_bytes() -> None:
     for lasting, whole, num_trained in run_ranks(frozen_bytes, 4):
         assert num_trained == 1
-        assert lasting < whole / 4 + 32 * 1024
+        assert whole / 4 <= lasting < whole / 4 + 32 * 1024  # less: those that are frozen would be nowhere
 
 
 def several(rank: int, world_size: int) -> None:

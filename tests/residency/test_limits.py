@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
+import warnings
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from tests.ranks import run_ranks
-from tests.residency.models import Gpt, entropy
+from tests.residency.models import Gpt, array, entropy
 from tests.residency.rig import batch, build, made, residents, run_by_way, train
 from zerox import FusedShardedAdam, estimate
 from zerox._C import room_bytes
@@ -152,6 +153,82 @@ def all_at_once(rank: int, world_size: int) -> list[str]:
 
 def test_an_operator_that_reads_more_than_the_limit_passes_it_for_as_long_as_it_runs() -> None:
     assert run_ranks(all_at_once, 2) == [[2, 2]] * 2
+
+
+def warned(rank: int, world_size: int) -> tuple[int, int]:
+    """How many warnings an operator's reads give, said each time and said once."""
+    model = Chain()
+    optimizer = build(model, bucket_cap_mb=BUCKET / MIB, resident_mb=2 * BUCKET / MIB)
+    found = []
+    for always in (True, False):
+        torch.set_warn_always(always)
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            for _ in range(3):
+                torch._foreach_norm(list(model.parameters()))
+        expected = "aten::_foreach_norm reads parameters of 0.046875 MiB at once, more than resident_mb=0.03125"
+        found.append(sum(expected in str(each.message) for each in told))
+    assert residents(optimizer).resident_bytes == 2 * BUCKET
+    return found[0], found[1]
+
+
+def test_an_operator_that_passes_the_limit_is_named_once() -> None:
+    for each_time, once in run_ranks(warned, 2):
+        assert each_time >= 3
+        assert once <= 1  # it may have been said in a test before
+
+
+class OfThree(torch.autograd.Function):
+    """Reads three parameters at once, in backward by their addresses."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, *weights: Tensor) -> Tensor:
+        ctx.save_for_backward(*weights)
+        return x * sum(float(array(weight).sum()) for weight in weights)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        total = sum(float(array(weight).sum()) for weight in ctx.saved_tensors)
+        return grads[0] * total, *(grads[0].sum() * torch.ones_like(weight) for weight in ctx.saved_tensors)
+
+
+def three_at_once(rank: int, world_size: int) -> list[int]:
+    model = Chain(3)
+    optimizer = build(model, bucket_cap_mb=BUCKET / MIB, resident_mb=BUCKET / MIB)
+    found = []
+    for _ in range(3):
+        before = residents(optimizer).counts
+        OfThree.apply(torch.ones(1, requires_grad=True), *model.parameters()).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        after = residents(optimizer).counts
+        assert after.faults == before.faults
+        found.append(after.fetches - before.fetches)
+    return found
+
+
+def test_a_node_that_reads_three_buckets_fetches_each_once_where_one_may_be_whole() -> None:
+    """Three in forward and three in backward, less what is there at first."""
+    assert run_ranks(three_at_once, 2) == [[4, 6, 6]] * 2
+
+
+def reused(rank: int, world_size: int) -> tuple[int, int, int]:
+    """Spare bytes while all is released, and once a bucket is back; and the bytes of a bucket."""
+    model = Chain(2, 1024)
+    optimizer = build(model, bucket_cap_mb=4)
+    one = residents(optimizer)
+    one.release_all()
+    before = one.room_bytes
+    model.layers[0].weight.sum()
+    assert one.resident_bytes == 4 * MIB
+    assert one.room_bytes == before  # nothing is made anew
+    after = one.room_bytes - one.resident_bytes
+    return before, after, 4 * MIB
+
+
+def test_memory_that_a_bucket_leaves_is_used_for_the_next() -> None:
+    """New memory takes three times as long to fill."""
+    assert run_ranks(reused, 2) == [(8 * MIB, 4 * MIB, 4 * MIB)] * 2
 
 
 def too_small(rank: int, world_size: int) -> None:

@@ -16,9 +16,20 @@ from torch import Tensor
 
 from tests.bucket_manager.rig import same_bits
 from tests.mortal_ranks import fail_now, start_ranks
-from tests.ranks import run_ranks
-from tests.residency.models import entropy
-from tests.residency.rig import WAYS, assert_as_in_stage_2, batch, build, made, residents, run_by_way, train, values
+from tests.ranks import run_ranks, run_threads
+from tests.residency.models import RawKernels, entropy
+from tests.residency.rig import (
+    WAYS,
+    assert_as_in_stage_2,
+    assert_same,
+    batch,
+    build,
+    made,
+    residents,
+    run_by_way,
+    train,
+    values,
+)
 from zerox.flow.residency import Residency
 
 
@@ -90,6 +101,27 @@ def slow_update(rank: int, world_size: int) -> None:
 @pytest.mark.parametrize("way", ["memory", "messages"])
 def test_a_rank_that_updates_late_is_waited_for(way: str) -> None:
     run_ranks(run_by_way, 2, way, slow_update)
+
+
+def call_a_function(group: dist.ProcessGroup) -> list[Tensor]:
+    """A function in Python, which is called with the GIL, reads what another rank has still to publish."""
+    torch.manual_seed(0)
+    model = RawKernels()
+    optimizer = build(model, process_group=group, bucket_cap_mb=0.002)  # the function's parameter has one of its own
+    return train(model, optimizer, group.rank(), entropy, steps=5)
+
+
+def test_a_rank_that_waits_for_another_one_does_so_without_the_gil() -> None:
+    """Ranks are threads of this process: the one that is late needs the GIL to go on."""
+    publish = Residency.start
+
+    def late(self: Residency, index: int, background: bool = False) -> None:
+        time.sleep(0.02 * self.ranks.rank)
+        publish(self, index, background)
+
+    with patch.object(Residency, "start", late):
+        first, second = run_threads(call_a_function, 2, timeout_s=10)
+    assert_same(first[-2:], second[-2:])
 
 
 def read_on_a_thread(rank: int, world_size: int) -> None:

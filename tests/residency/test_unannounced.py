@@ -79,6 +79,24 @@ def test_an_array_that_was_made_before_a_release_shows_the_new_values() -> None:
     run_ranks(keep_an_array, 2)
 
 
+def places(rank: int, world_size: int) -> None:
+    """What autograd has saved is right as long as its storage is filled again, and no other takes its place."""
+    model, optimizer = made(hostile=True)
+
+    def look() -> list[tuple[int, int, int]]:
+        return [(id(p), p.untyped_storage()._cdata, p.data_ptr()) for p in model.parameters()]
+
+    before = look()
+    train(model, optimizer, rank, entropy, steps=2)
+    with optimizer.whole():
+        assert look() == before
+    assert look() == before
+
+
+def test_objects_storages_and_addresses_stay() -> None:
+    run_ranks(places, 2)
+
+
 def write_to_a_pipe(rank: int, world_size: int) -> None:
     """The system's own read raises no signal."""
     model = Gpt()
