@@ -129,14 +129,15 @@ def print_rows(rows: Iterable[Row], columns: Mapping[str, str], header: bool = F
 
 
 TIMEOUT = timedelta(minutes=5)
-# Ranks are forked from a process that has imported torch and what an optimizer imports when it is made: each rank would
-# take 4 s for it.
-multiprocessing.set_forkserver_preload(["torch._dynamo", "bench.systems"])
+# Ranks are forked from a process that has imported these, the first of which an optimizer imports when it is made: each
+# rank would take 4 s for it.
+PRELOADED = ["torch._dynamo", "bench.systems"]
 
 
 def on_ranks(function: Callable[..., Any], world_size: int, *args: Any) -> Any:
     """What ``function(*args)`` returns on rank 0. Raises what a rank raised; then all ranks are gone."""
     with tempfile.TemporaryDirectory() as folder:
+        multiprocessing.set_forkserver_preload(PRELOADED)
         start_processes(_serve, (world_size, folder, function, args), world_size, start_method="forkserver")
         return pickle.loads(Path(folder, "result").read_bytes())
 
