@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import runpy
+import socket
 import subprocess
 import sys
 import tempfile
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import torch
@@ -19,11 +21,14 @@ ENVIRONMENT = {"OMP_NUM_THREADS": "1", "PYTHONIOENCODING": "utf-8"}
 MOST_SECONDS = 240
 
 
-def run(*arguments: object, within: list[str] | None = None) -> subprocess.CompletedProcess[str]:
+def run(
+    *arguments: object, within: list[str] | None = None, ranks: int | None = None
+) -> subprocess.CompletedProcess[str]:
     """The example in a process of its own; ``within``: this command starts the process, which imports torch itself.
 
     Else it is forked from one that has imported torch, which takes longer than most of these trainings. torchrun starts
-    the ranks of ``--ranks`` in either case.
+    the ranks of ``--ranks`` in either case. ``ranks``: so many are forked, with what torchrun would tell each; the
+    output is rank 0's, or that of a rank that failed.
     """
     options = list(map(str, arguments))
     if within:
@@ -31,22 +36,46 @@ def run(*arguments: object, within: list[str] | None = None) -> subprocess.Compl
         environment = os.environ | ENVIRONMENT
         return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=MOST_SECONDS)
     with tempfile.TemporaryDirectory() as folder:
-        out, err = Path(folder, "out"), Path(folder, "err")
-        process = FORKSERVER.Process(target=_main, args=(options, str(out), str(err)))
-        process.start()
-        process.join(MOST_SECONDS)
-        if process.exitcode is None:
-            process.kill()
-            process.join()
-        said = out.read_text(encoding="utf-8"), err.read_text(encoding="utf-8")
-    return subprocess.CompletedProcess(options, process.exitcode or 0, *said)
+        started = [_start(options, Path(folder, str(rank)), facts) for rank, facts in enumerate(_facts(ranks))]
+        ended = [_end(process, output) for process, output in started]
+    return next((each for each in ended if each.returncode), ended[0])
 
 
-def _main(options: list[str], out: str, err: str) -> None:
-    for path, stream in ((out, sys.stdout), (err, sys.stderr)):
-        with open(path, "wb") as file:
+def _facts(ranks: int | None) -> list[dict[str, str]]:
+    """What each rank finds in its environment."""
+    if ranks is None:
+        return [{}]
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    common = {"WORLD_SIZE": ranks, "GROUP_WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    return [
+        {name: str(value) for name, value in {**common, "RANK": rank, "LOCAL_RANK": rank}.items()}
+        for rank in range(ranks)
+    ]
+
+
+def _start(options: list[str], output: Path, facts: dict[str, str]) -> tuple[BaseProcess, Path]:
+    output.mkdir()
+    process = FORKSERVER.Process(target=_main, args=(options, str(output), facts))
+    process.start()
+    return process, output
+
+
+def _end(process: BaseProcess, output: Path) -> subprocess.CompletedProcess[str]:
+    process.join(MOST_SECONDS)
+    if process.exitcode is None:
+        process.kill()
+        process.join()
+    said = [Path(output, name).read_text(encoding="utf-8") for name in ("out", "err")]
+    return subprocess.CompletedProcess([], process.exitcode or 0, *said)
+
+
+def _main(options: list[str], output: str, facts: dict[str, str]) -> None:
+    for name, stream in (("out", sys.stdout), ("err", sys.stderr)):
+        with open(Path(output, name), "wb") as file:
             os.dup2(file.fileno(), stream.fileno())
-    os.environ.update(ENVIRONMENT)
+    os.environ.update(ENVIRONMENT | facts)
     torch.set_num_threads(1)
     sys.argv = [str(EXAMPLE), *options]
     sys.path.insert(0, str(EXAMPLE.parent))  # as of a script

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import atexit
 import itertools
-import multiprocessing
 import sys
 import tempfile
 import threading
@@ -19,6 +18,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+
+from tests.mortal_ranks import FORKSERVER
 
 TIMEOUT_S = 60
 
@@ -58,7 +59,8 @@ def _serve(pipe: Any) -> None:
 
 
 class Pool:
-    """Processes that serve as ranks. Importing torch takes seconds, so all tests use the same ones."""
+    """Processes that serve as ranks. Importing torch takes seconds, so all tests use the same ones, and they are forked
+    from one that has."""
 
     def __init__(self) -> None:
         self.workers: list[tuple[Any, Any]] = []
@@ -66,10 +68,9 @@ class Pool:
         self.stores = itertools.count()
 
     def _grow(self, count: int) -> None:
-        context = multiprocessing.get_context("spawn")
         while len(self.workers) < count:
-            here, there = context.Pipe()
-            process = context.Process(target=_serve, args=(there,), daemon=True)
+            here, there = FORKSERVER.Pipe()
+            process = FORKSERVER.Process(target=_serve, args=(there,), daemon=True)
             process.start()
             self.workers.append((process, here))
 

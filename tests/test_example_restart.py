@@ -26,8 +26,7 @@ def train(folder: Path, ranks: int, batch: int, *arguments: object) -> tuple[lis
     """The loss of every step, and what was printed."""
     losses = folder / "losses.json"
     common = [*TINY, "--quiet", f"--data={ROOT / 'README.md'}", f"--steps={STEPS}", f"--losses={losses}"]
-    several = [f"--ranks={ranks}"] if ranks > 1 else []
-    ended = run(*common, *several, f"--batch={batch}", *arguments)
+    ended = run(*common, f"--batch={batch}", *arguments, ranks=ranks if ranks > 1 else None)
     assert ended.returncode == 0, ended.stderr
     return json.loads(losses.read_text()), ended.stdout
 

@@ -12,10 +12,12 @@ std::vector<const KernelTable*> supported_tables() {
   __builtin_cpu_init();
   const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
   if (avx2) tables.push_back(&kernels_avx2());
+#if !defined(ZX_WITHOUT_AVX512)  // by a sanitizer's build, on a CPU that has none
   if (avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
       __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq")) {
     tables.push_back(&kernels_avx512());
   }
+#endif
 #endif
   return tables;
 }

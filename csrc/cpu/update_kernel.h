@@ -45,14 +45,19 @@ template <class V, class Grad>
 ZX_HD V load_grad(const Grad* grad, int64_t i) {
   return V::load(grad + i);
 }
-#if defined(ZX_ONE_UPDATE_FOR_ALL_GRADS)
-// Gradients of a dtype that is looked up at every load: slow, but there is a third of the kernels to compile.
+// Whether `Rule` has kernels that look up dtypes at every load and store: slow, but there is a tenth of the code to
+// compile. For sanitizers' builds, see CMakeLists.txt.
+#if !defined(ZX_LOOKS_UP_DTYPES)
+#define ZX_LOOKS_UP_DTYPES false
+#endif
+
+// Loads and stores that look up the dtype are not inlined, so that all kernels share them.
 struct AnyGrad {
   const void* grad;
   DType dtype;
 };
 template <class V>
-ZX_HD V load_grad(const AnyGrad* any, int64_t i) {
+__attribute__((noinline)) V load_grad(const AnyGrad* any, int64_t i) {
   switch (any->dtype) {
     case DType::f64:
       if constexpr (std::is_same_v<typename V::Scalar, double>) {
@@ -68,7 +73,29 @@ ZX_HD V load_grad(const AnyGrad* any, int64_t i) {
   }
   __builtin_unreachable();
 }
-#endif
+
+// Any parameter that is updated in float.
+struct AnyParam {
+  void* param;
+  void* master;
+  DType dtype;
+  Master kind;
+
+  template <class V>
+  __attribute__((noinline)) V load(int64_t i) const {
+    V value;
+    as_what_it_is([&](auto where) ZX_LAMBDA { value = where.template load<V>(i); });
+    return value;
+  }
+  template <class V>
+  __attribute__((noinline)) void store(V value, int64_t i) const {
+    as_what_it_is([&](auto where) ZX_LAMBDA { where.store(value, i); });
+  }
+
+ private:
+  template <class Body>
+  ZX_HD void as_what_it_is(const Body& body) const;
+};
 
 // `state` counts from element `first` of the span.
 template <class Rule, class T, int N, class Where, class State, class Grad>
@@ -195,51 +222,66 @@ void update_num_states(const UpdateSpan& span, const DoubleStep<Rule>& step, Whe
 
 template <class Rule, class T, class Where>
 void update_grad(const UpdateSpan& span, const DoubleStep<Rule>& step, Where where) {
-#if defined(ZX_ONE_UPDATE_FOR_ALL_GRADS)
-  const AnyGrad any{span.grad, span.grad_dtype};
-  update_num_states<Rule, T>(span, step, where, &any);
-#else
-  switch (span.grad_dtype) {
-    case DType::f64:
-      if constexpr (std::is_same_v<T, double>) {
-        return update_num_states<Rule, T>(span, step, where, static_cast<const double*>(span.grad));
-      }
-      break;  // refused at the door: 16- and 32-bit parameters have no fp64 gradients
-    case DType::f32:
-      return update_num_states<Rule, T>(span, step, where, static_cast<const float*>(span.grad));
-    case DType::bf16:
-      return update_num_states<Rule, T>(span, step, where, static_cast<const bf16*>(span.grad));
-    case DType::f16:
-      return update_num_states<Rule, T>(span, step, where, static_cast<const f16*>(span.grad));
-  }
-#endif
-}
-
-template <class Rule, class Half>
-void update_half(const UpdateSpan& span, const DoubleStep<Rule>& step) {
-  Half* param = static_cast<Half*>(span.param);
-  if (span.master_kind == Master::fp32) {
-    return update_grad<Rule, float>(span, step, MasteredParam<Half>{param, static_cast<float*>(span.master)});
-  }
-  if constexpr (std::is_same_v<Half, bf16>) {
-    if (span.master_kind == Master::remainder) {
-      return update_grad<Rule, float>(span, step, SplitParam{param, static_cast<int16_t*>(span.master)});
+  if constexpr (ZX_LOOKS_UP_DTYPES) {
+    const AnyGrad any{span.grad, span.grad_dtype};
+    return update_num_states<Rule, T>(span, step, where, &any);
+  } else {
+    switch (span.grad_dtype) {
+      case DType::f64:
+        if constexpr (std::is_same_v<T, double>) {
+          return update_num_states<Rule, T>(span, step, where, static_cast<const double*>(span.grad));
+        }
+        break;  // refused at the door: 16- and 32-bit parameters have no fp64 gradients
+      case DType::f32:
+        return update_num_states<Rule, T>(span, step, where, static_cast<const float*>(span.grad));
+      case DType::bf16:
+        return update_num_states<Rule, T>(span, step, where, static_cast<const bf16*>(span.grad));
+      case DType::f16:
+        return update_num_states<Rule, T>(span, step, where, static_cast<const f16*>(span.grad));
     }
   }
-  update_grad<Rule, float>(span, step, PlainParam<Half>{param});
+}
+
+// Calls body with where the exact value of a parameter lies that is updated in float.
+template <class Half, class Body>
+ZX_HD void with_half(void* param, Master kind, void* master, const Body& body) {
+  Half* half = static_cast<Half*>(param);
+  if (kind == Master::fp32) return body(MasteredParam<Half>{half, static_cast<float*>(master)});
+  if constexpr (std::is_same_v<Half, bf16>) {
+    if (kind == Master::remainder) return body(SplitParam{half, static_cast<int16_t*>(master)});
+  }
+  body(PlainParam<Half>{half});
+}
+template <class Body>
+ZX_HD void with_param(DType dtype, void* param, Master kind, void* master, const Body& body) {
+  switch (dtype) {
+    case DType::f64:
+      break;
+    case DType::f32:
+      return body(PlainParam<float>{static_cast<float*>(param)});
+    case DType::bf16:
+      return with_half<bf16>(param, kind, master, body);
+    case DType::f16:
+      return with_half<f16>(param, kind, master, body);
+  }
+  __builtin_unreachable();
+}
+
+template <class Body>
+ZX_HD void AnyParam::as_what_it_is(const Body& body) const {
+  with_param(dtype, param, kind, master, body);
 }
 
 template <class Rule>
 void update_param(const UpdateSpan& span, const DoubleStep<Rule>& step) {
-  switch (span.param_dtype) {
-    case DType::f64:
-      return update_grad<Rule, double>(span, step, PlainParam<double>{static_cast<double*>(span.param)});
-    case DType::f32:
-      return update_grad<Rule, float>(span, step, PlainParam<float>{static_cast<float*>(span.param)});
-    case DType::bf16:
-      return update_half<Rule, bf16>(span, step);
-    case DType::f16:
-      return update_half<Rule, f16>(span, step);
+  if (span.param_dtype == DType::f64) {
+    return update_grad<Rule, double>(span, step, PlainParam<double>{static_cast<double*>(span.param)});
+  }
+  if constexpr (ZX_LOOKS_UP_DTYPES) {
+    update_grad<Rule, float>(span, step, AnyParam{span.param, span.master, span.param_dtype, span.master_kind});
+  } else {
+    with_param(span.param_dtype, span.param, span.master_kind, span.master,
+               [&](auto where) ZX_LAMBDA { update_grad<Rule, float>(span, step, where); });
   }
 }
 

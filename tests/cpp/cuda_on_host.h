@@ -7,7 +7,6 @@
 #pragma once
 
 #include <sys/mman.h>
-#include <ucontext.h>
 
 #include <algorithm>
 #include <array>
@@ -23,6 +22,7 @@
 #include <vector>
 
 #include "cuda_access_on_host.h"
+#include "fiber_switch.h"
 
 #if defined(__SANITIZE_ADDRESS__)
 #include <sanitizer/common_interface_defs.h>
@@ -111,7 +111,7 @@ class Block {
 
  private:
   struct Fiber {
-    ucontext_t context;
+    Context context;
     void* stack = nullptr;
     void* shadow = nullptr;
     Wait wait = Wait::done;
@@ -134,11 +134,7 @@ class Block {
       fiber.stack = mmap(nullptr, kStackBytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
       if (fiber.stack == MAP_FAILED) die("no memory for a fiber");
     }
-    getcontext(&fiber.context);
-    fiber.context.uc_stack.ss_sp = fiber.stack;
-    fiber.context.uc_stack.ss_size = kStackBytes;
-    fiber.context.uc_link = nullptr;
-    makecontext(&fiber.context, &start, 0);
+    fiber.context.prepare(fiber.stack, kStackBytes, &start);
     fiber.wait = Wait::nothing;
     fiber.num_exchanges = 0;
   }
@@ -204,7 +200,7 @@ class Block {
     void* shadow = nullptr;
     __sanitizer_start_switch_fiber(&shadow, fibers_[i].stack, kStackBytes);
 #endif
-    swapcontext(&scheduler_, &fibers_[i].context);
+    Context::swap(scheduler_, fibers_[i].context);
 #if defined(__SANITIZE_ADDRESS__)
     __sanitizer_finish_switch_fiber(shadow, nullptr, nullptr);
 #endif
@@ -216,7 +212,7 @@ class Block {
     __sanitizer_start_switch_fiber(for_good ? nullptr : &fiber.shadow, scheduler_bottom_, scheduler_size_);
 #endif
     static_cast<void>(for_good);
-    swapcontext(&fiber.context, &scheduler_);
+    Context::swap(fiber.context, scheduler_);
 #if defined(__SANITIZE_ADDRESS__)
     __sanitizer_finish_switch_fiber(fiber.shadow, &scheduler_bottom_, &scheduler_size_);
 #endif
@@ -229,7 +225,7 @@ class Block {
 
   std::array<Fiber, kThreads> fibers_;
   std::array<std::array<std::array<uint64_t, kWarp>, kWarps>, 2> exchanged_{};
-  ucontext_t scheduler_{};
+  Context scheduler_;
   const void* scheduler_bottom_ = nullptr;
   size_t scheduler_size_ = 0;
   void (*body_)(const void*) = nullptr;

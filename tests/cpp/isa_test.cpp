@@ -28,4 +28,17 @@ TEST(the_fastest_is_the_default_and_unknown_names_are_refused) {
   CHECK_EQ(std::string(zx::kernels().name), isas.back());
 }
 
+#if defined(__x86_64__)
+TEST(every_instruction_set_of_this_cpu_is_there) {
+  __builtin_cpu_init();
+  size_t expected = 1;
+  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c")) {
+    const bool avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                        __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
+    expected += avx512 ? 2 : 1;
+  }
+  CHECK_EQ(zx::supported_isas().size(), expected);
+}
+#endif
+
 }  // namespace
