@@ -11,7 +11,7 @@ from zerox.engine import Engine
 
 
 class GradScaler(torch.amp.GradScaler):
-    """``torch.amp.GradScaler`` that knows :class:`zerox.FusedShardedAdam`, in both stages; for others it is torch's.
+    """``torch.amp.GradScaler`` that knows :class:`zerox.FusedShardedAdam`, in every stage; for others it is torch's.
 
     Takes torch's arguments. An inf or NaN in any rank's gradients skips the step on all of them, leaves state and step
     counts as they were, and backs the scale off. As in torch, ``step(optimizer)`` waits for the device to find this

@@ -9,7 +9,7 @@
 
 namespace zx {
 
-// The rooms do not ask whether there are other ranks: each is made here for one case or the other.
+// What moves gradients does not ask whether there are other ranks: each is made here for one case or the other.
 BucketManager::BucketManager(std::shared_ptr<Exchange> exchange, const Line& control, const ManagerOptions& options)
     : buckets_(std::make_shared<Buckets>()),
       keeps_shards_(options.keeps_shards),

@@ -1,7 +1,7 @@
 // Where gradients are between backward and step(): what a flight takes of p.grad, what stays there, and where step()
 // reads the mean.
 //
-//   ShardedGrads    each rank has its shard of the mean, and p.grad is a placeholder (ZeRO stage 2)
+//   ShardedGrads    each rank has its shard of the mean, and p.grad is a placeholder (ZeRO stages 2 and 3)
 //   GatheredGrads   the mean is gathered into p.grad where backward ends (ZeRO stage 1)
 //   WholeGrads      with one rank alone: p.grad, as autograd leaves it, is the mean (ZeRO stage 1)
 #pragma once

@@ -1,4 +1,4 @@
-// Gradients whose mean is sharded: each rank keeps its shard (ZeRO stage 2).
+// Gradients whose mean is sharded: each rank keeps its shard (ZeRO stages 2 and 3).
 #pragma once
 
 #include "grads/grad_placement.h"

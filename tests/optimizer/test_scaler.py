@@ -1,4 +1,4 @@
-"""zerox.GradScaler beside torch's: same steps, skipped on all ranks where one has an inf or NaN, in both stages."""
+"""zerox.GradScaler beside torch's: same steps, skipped on all ranks where one has an inf or NaN, in every stage."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def beside_torch(rank: int, world_size: int, stage: int, explicit: bool) -> None
 
 
 @pytest.mark.parametrize("explicit", [False, True])
-@pytest.mark.parametrize("stage", [1, 2])
+@pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_steps_are_torch_s_and_an_overflow_on_one_rank_skips_all(world_size: int, stage: int, explicit: bool) -> None:
     run_ranks(beside_torch, world_size, stage, explicit)
@@ -93,9 +93,9 @@ def half(rank: int, world_size: int, stage: int, explicit: bool) -> list[Tensor]
 
 @pytest.mark.parametrize("explicit", [False, True])
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_float16_parameters_train_alike_in_both_stages(world_size: int, explicit: bool) -> None:
-    one, two = (run_ranks(half, world_size, stage, explicit) for stage in (1, 2))
-    for params in (*one, *two):
+def test_float16_parameters_train_alike_in_every_stage(world_size: int, explicit: bool) -> None:
+    one, *others = (run_ranks(half, world_size, stage, explicit) for stage in (1, 2, 3))
+    for params in (*one, *(params for other in others for params in other)):
         assert same(params, one[0])
     untrained = [p.detach() for p in make_model(torch.float16).parameters()]
     assert not same(one[0], untrained)
@@ -115,7 +115,7 @@ def overflowing_sum(rank: int, world_size: int, stage: int) -> None:
     torch.testing.assert_close(param.detach(), torch.full((5000,), -0.5))
 
 
-@pytest.mark.parametrize("stage", [1, 2])
+@pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_a_sum_of_squares_that_overflows_is_no_overflow(world_size: int, stage: int) -> None:
     run_ranks(overflowing_sum, world_size, stage)
@@ -204,7 +204,7 @@ def discards(rank: int, world_size: int, stage: int, set_to_none: str) -> list[T
 
 
 @pytest.mark.parametrize("how", ["model", "optimizer"])
-@pytest.mark.parametrize("stage", [1, 2])
+@pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_the_scale_goes_with_the_gradients_it_was_for(world_size: int, stage: int, how: str) -> None:
     wanted, found = (run_ranks(discards, world_size, stage, each) for each in ("", how))
