@@ -129,9 +129,7 @@ size_t Residents::own_part(const Held& held) const { return peers_->rank() * hel
 void Residents::before_read(const at::Tensor& tensor, const ReadGuard::Use& use) {
   const int64_t bucket = bucket_of(tensor);
   if (bucket < 0 || std::strcmp(use.name(), kReadsNoValue) == 0) return;
-  pin(bucket, use.name());
-  pinned_here.emplace_back(this, bucket);
-  begin_use(bucket);
+  pin_here(bucket, use.name());
   if (use.keep(bucket, tensor)) let_write(bucket);
   if (std::strncmp(use.name(), kCollective, sizeof(kCollective) - 1) == 0) refuse_collective(*held_[bucket]);
 }
@@ -146,8 +144,10 @@ void Residents::before_hidden_reads(const char* reader, ReadGuard::Keeps& keeps)
   for (size_t bucket = 0; bucket < count; ++bucket) pin_for(static_cast<int64_t>(bucket), reader, keeps);
 }
 
-// Of a bucket that is pinned. Without a room, the optimizer was deleted meanwhile.
-void Residents::begin_use(int64_t bucket) {
+// For an operator that this thread is in, on its current stream. A bucket without a room: the optimizer was deleted.
+void Residents::pin_here(int64_t bucket, const char* reader) {
+  pin(bucket, reader);
+  pinned_here.emplace_back(this, bucket);
   if (!rooms_.on_accelerator()) return;
   const std::lock_guard lock(mutex_);
   if (held_[bucket]->room != nullptr) held_[bucket]->room->begin_use();
@@ -174,9 +174,7 @@ void Residents::before_backward_of(const ReadGuard::PythonFunction& function, Re
 
 // For a reader that does not say whether it writes.
 void Residents::pin_for(int64_t bucket, const char* reader, ReadGuard::Keeps& keeps) {
-  pin(bucket, reader);
-  pinned_here.emplace_back(this, bucket);
-  begin_use(bucket);
+  pin_here(bucket, reader);
   keeps.push_back({.what = bucket});
 }
 
@@ -266,8 +264,11 @@ std::string Residents::fetch(Held& held, bool memory_too, bool own_too) {
   const size_t part = held.shard.nbytes();
   Room::Landing landing;
   try {
-    if (!memory_too) held.room->let_write(true);
-    if (memory_too) held.room->restore();
+    if (memory_too) {
+      held.room->restore();
+    } else {
+      held.room->let_write(true);
+    }
     if (own_too) held.room->take_shard(held.shard, own_part(held));
     landing = held.room->landing();
     peers_->fetch(held.index, held.places, held.version, held.written, landing.data, part);

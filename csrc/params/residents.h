@@ -160,9 +160,9 @@ class Residents final : public ReadGuard::Watcher, public FaultReader {
   int64_t bucket_at(const void* address) const;
   int64_t bucket_of(const at::Tensor& tensor) const;
   void pin(int64_t bucket, const char* reader);
+  void pin_here(int64_t bucket, const char* reader);
   void pin_for(int64_t bucket, const char* reader, ReadGuard::Keeps& keeps);
   void refuse_collective(Held& held);
-  void begin_use(int64_t bucket);
   void let_write(int64_t bucket);
   std::string fetch(Held& held, bool memory_too, bool own_too);
   std::string fetch_now(Held& held, std::unique_lock<std::mutex>& lock, const char* reader, bool ahead = false);
