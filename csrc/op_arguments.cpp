@@ -151,7 +151,7 @@ void check_read_flags(const at::Tensor& present, const at::Tensor& replaced, at:
 }
 
 void check_reduce(const at::Tensor& shard, const at::Tensor& words, at::TensorList slices, const at::Tensor& segments,
-                  const at::Tensor& replaced, int64_t world) {
+                  const at::Tensor& replaced, double divisor) {
   constexpr const char* op = "reduce_";
   dtype_of(shard, op, "shard");
   ZX_CHECK_CONTIGUOUS(shard, op, "shard");
@@ -159,7 +159,7 @@ void check_reduce(const at::Tensor& shard, const at::Tensor& words, at::TensorLi
   ZX_CHECK(!slices.empty(), op, "slices", "must not be empty");
   for (const at::Tensor& slice : slices) ZX_CHECK_DTYPE(slice, shard.scalar_type(), op, "slices");
   check_slices(slices, shard.numel(), shard, op);
-  ZX_CHECK(world > 0, op, "world", "must be positive, got ", world);
+  ZX_CHECK(divisor > 0.0, op, "divisor", "must be positive, got ", divisor);
   check_segments(segments, shard, op);
   check_array(replaced, at::kByte, segments.size(0), shard, op, "replaced");
 }

@@ -42,7 +42,7 @@ void check_flatten(const at::Tensor& flat, at::TensorList sources, const at::Ten
 void check_read_flags(const at::Tensor& present, const at::Tensor& replaced, at::TensorList slices,
                       int64_t shard_numel);
 void check_reduce(const at::Tensor& shard, const at::Tensor& words, at::TensorList slices, const at::Tensor& segments,
-                  const at::Tensor& replaced, int64_t world);
+                  const at::Tensor& replaced, double divisor);
 void check_norm(const at::Tensor& words, const at::Tensor& shard, const at::Tensor& segments, double p);
 void check_norm_value(const at::Tensor& words, double p);
 

@@ -25,19 +25,37 @@ def set_find_reduced(find: Callable[[Sequence[Tensor], Sequence[int]], int]) -> 
 def let_siblings_read() -> None: ...
 def read_memory(pid: int, address: int, into: Tensor) -> bool: ...
 
+NUM_ARGUMENTS: int
+
 class Place(enum.Enum):
+    FOLLOW = -1
     STEP = 1
     CLIP = 2
     SYNCHRONIZE = 3
     UNSCALE = 4
+    MEAN_OVER = 5
+    SCALE_GRADS = 6
+    CLIP_TOGETHER = 7
+    SKIP_STEP = 8
+    CLIP_VALUE = 9
+    ADD_PARAM_GROUP = 10
+    SAVE = 11
+    FULL_STATE = 12
+    BROADCAST_BUFFERS = 13
+    FULL_GRAD = 14
 
 class Combine(enum.Enum):
     SUM = 0
     MAX = 1
 
-class Settled(enum.Enum):
-    READY = 0
-    ADOPT = 1
+class Meeting:
+    adopts: bool
+    place: Place
+    arguments: list[float]
+    has_same_options: bool
+    followed: bool
+    num_active: int
+    speaker: int
 
 def set_names_are_new(names_are_new: Callable[[], bool]) -> None: ...
 
@@ -154,7 +172,7 @@ class Move(enum.Enum):
 
 class ManagerOptions:
     def __init__(
-        self, *, route: Sequence[Move], keeps_shards: bool, device: torch.device, sharded_params: bool
+        self, *, route: Sequence[Move], keeps_shards: bool, device: torch.device, sharded_params: bool, divides: bool
     ) -> None: ...
 
 class Backward:
@@ -171,6 +189,8 @@ class Flights:
 class GradPlacement:
     def mark_zeroed(self, bucket: int, slot: int) -> None: ...
     def mark_scaled(self) -> None: ...
+    def scale(self, bucket: int, factor: Tensor, slots: Sequence[int] | None) -> None: ...
+    def forget_words(self, bucket: int) -> None: ...
     def shard(self, bucket: int) -> Tensor | None: ...
     def pieces(self, bucket: int) -> list[Tensor | None]: ...
     def landed(self, bucket: int) -> list[Tensor]: ...
@@ -180,7 +200,15 @@ class GradPlacement:
 class Settlement:
     num_added: int
     holds_scaled: bool
-    def settle(self, place: Place, adoptions: int = 0, refusal: str = "") -> Settled: ...
+    def settle(
+        self,
+        place: Place,
+        arguments: Sequence[float] = ...,
+        options: float = 0.0,
+        adoptions: int = 0,
+        refusal: str = "",
+    ) -> Meeting: ...
+    def set_before_backward_end(self, call: Callable[[], None] | None) -> None: ...
     def zero(self, set_to_none: bool) -> None: ...
     def all_reduce(self, values: Tensor, combine: Combine) -> None: ...
     def bump_versions(self) -> None: ...
@@ -227,5 +255,6 @@ class BucketManager:
         trailer_numel: int,
         segments: Tensor,
         num_straight: int,
+        divisor: float,
     ) -> int: ...
     def parts(self, bucket: int) -> list[tuple[int, int, Tensor]]: ...

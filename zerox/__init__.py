@@ -6,6 +6,7 @@ _broken = ""
 try:
     from zerox import _ext  # noqa: F401  the extension first: its error says what is wrong with the installation
     from zerox.estimate import MemoryBytes, estimate
+    from zerox.flow.clip_together import clip_grad_norm_
     from zerox.optimizers import FusedShardedAdam, FusedShardedLion, FusedShardedSGD, ShardedOptimizer
     from zerox.scaler import GradScaler
 except ImportError as error:
@@ -22,6 +23,7 @@ __all__ = [
     "GradScaler",
     "MemoryBytes",
     "ShardedOptimizer",
+    "clip_grad_norm_",
     "estimate",
     "latest",
     "load",

@@ -12,15 +12,16 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from zerox._C import Place
+from zerox._C import Meeting, Place
 from zerox.estimate import MemoryBytes, measured
 from zerox.flow.capture import is_capturing
+from zerox.flow.grad_calls import GradCalls
 from zerox.flow.grad_scale import GradScale
 from zerox.flow.grads import Grads
 from zerox.flow.inside import Inside
-from zerox.flow.norm import check_finite, clip_coefficient, total_norm
+from zerox.flow.join import digest_of, take_options
+from zerox.flow.mean_gradient import MeanGradient
 from zerox.flow.overlap_gather import NOTHING_TO_HIDE, GatherOverlap
 from zerox.flow.params import ParamGather
 from zerox.flow.residency import Residency
@@ -37,7 +38,7 @@ from zerox.state.optimizer_state import OptimizerState
 from zerox.terms import terms
 
 
-class Engine(OptimizerState):
+class Engine(MeanGradient, OptimizerState):
     """``make_rules()`` update the parameters. What it, ``make_defaults`` or ``make_options`` refuses on one rank, all
     raise. Raises as :class:`zerox.FusedShardedAdam`.
     """
@@ -64,14 +65,19 @@ class Engine(OptimizerState):
             self._ranks = find_ranks(process_group, device, roll_call)
         with self._ranks.failure_told():
             self._grads = Grads(
-                self._ranks, self._options.placements, self._options.reduce_dtype, self._options.capturable
+                self._ranks,
+                self._options.placements,
+                self._options.reduce_dtype,
+                self._options.capturable,
+                divides=any(self._options.divisor_of(group) is not None for group in self.param_groups),
             )
             self._gather = self._made_gather()
             self._widened = Widened(self._options.accumulate_dtype)
             weakref.finalize(self, self._widened.give_back).atexit = False
             self._overlap: GatherOverlap | None = None
             self._elsewhere: list[BufferSlot] = []  # what step() found moved
-            self._grad_scale = GradScale(self._grads.manager, device, keeps_place=self._options.capturable)
+            scale = GradScale(self._grads.manager, device, keeps_place=self._options.capturable)
+            self._calls = GradCalls(self._grads, scale, self._buckets)
             self._update = self._made_update()
             self._share_state()
         self._adopt(members)
@@ -93,19 +99,9 @@ class Engine(OptimizerState):
         capturing = is_capturing(self._all_ranks, self._options.capturable, self._gather.manager)
         with self._gather.updating():
             if not capturing:
-                self._settle(Place.STEP)
-                self._grad_scale.check()
-            self._start_states(capturing)
-            self._note_state_changes()
-            overlap = self._overlap is not None and not capturing
-            for run in self._update.runs(self.param_groups, capturing):
-                for index in run:
-                    self._gather.start(index, background=overlap)
-            if not capturing:
-                self._grads.manager.settlement.bump_versions()
-            self._gather.end_step(hidden=overlap)
-        give_out(self._elsewhere)
-        self._grad_scale.reset()
+                self._check_options(self._settle(Place.STEP, [float(self._has_step_options)]), follows=False)
+            self._update_all(capturing)
+        self._end_step()
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -115,7 +111,7 @@ class Engine(OptimizerState):
         """
         with torch.autograd.profiler.record_function(self._zero_grad_profile_name):
             self._grads.zero(set_to_none)
-        self._grad_scale.reset()
+        self._calls.scale.reset()
         for member in self._frozen:
             if member.param.grad is not None:
                 if set_to_none:
@@ -123,52 +119,12 @@ class Engine(OptimizerState):
                 else:
                     member.param.grad.detach_().zero_()
 
-    @torch.no_grad()
-    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> Tensor:
-        """Returns the norm of the whole mean gradient, and has the next step() scale it to ``max_norm`` at most.
-
-        The norm is a scalar tensor, float64 if a parameter is, else float32; ``norm_type`` is any positive number or
-        ``inf``. Collective. Raises RuntimeError for a norm that is not finite if asked to, ValueError for another
-        ``norm_type``. Call it after the last backward of a step: if more gradients follow, step() raises RuntimeError.
-        """
-        p = float(norm_type)
-        if not p > 0.0:
-            raise ValueError(f"norm_type must be positive or inf, got {norm_type}")
-        self._settle(Place.CLIP)
-        norm, finite = total_norm(self._grads, p)
-        if self._grad_scale.value is not None:
-            norm = norm * self._grad_scale.value
-        total = norm.to(self._norm_dtype)
-        if error_if_nonfinite:
-            check_finite(total, finite, p)
-        if max_norm != float("inf"):
-            self._grad_scale.multiply(clip_coefficient(total, float(max_norm)))
-        return total
-
-    @torch.no_grad()
-    def unscale_grads_(self, inverse_scale: Tensor | None) -> Tensor:
-        """What :class:`zerox.GradScaler` needs: has the next step() multiply gradients by ``inverse_scale`` (None: 1).
-
-        If one is inf or NaN on any rank, that step() changes nothing. Returns whether so: float32 0 or 1, a scalar on
-        the parameters' device. Collective.
-        """
-        self._settle(Place.UNSCALE)
-        _, finite = total_norm(self._grads, 2.0)
-        if inverse_scale is not None:
-            self._grad_scale.multiply(inverse_scale.to(finite.device))
-        self._grad_scale.skip_unless(finite)
-        return (1.0 - finite).float()
-
-    def skip_step(self) -> None:
-        """What :class:`zerox.GradScaler` calls instead of step(): forgets what clip and unscale left for it.
-
-        Gradients stay, as after a step().
-        """
-        self._grad_scale.reset()
-
     def no_sync(self) -> AbstractContextManager[None]:
         """Inside, backward sends nothing: gradients stay local and add up, to leave with the next backward outside."""
         return self._grads.no_sync()
+
+    def _meet(self, place: Place) -> None:
+        self._settle(place)
 
     def synchronize(self) -> None:
         """Waits for everything on its way. Collective. Needed between two backwards that use reentrant checkpoints."""
@@ -201,11 +157,6 @@ class Engine(OptimizerState):
         """
         return self._gather.whole()
 
-    @property
-    def unscales_in_place(self) -> bool:
-        """Whether ``p.grad`` holds whole gradients of dtypes that don't underflow when a loss scale is taken out."""
-        return not self._grads.sharded and all(b.buffer.flat.dtype is not torch.float16 for b in self._buckets)
-
     # ---- parameters --------------------------------------------------------------------------------------------------
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -213,7 +164,7 @@ class Engine(OptimizerState):
         if self._ranks is None:
             self._add_group(param_group)
             return
-        self._settle(Place.SYNCHRONIZE)  # what is on its way was launched with the buckets there are
+        self._settle(Place.ADD_PARAM_GROUP)  # what is on its way was launched with the buckets there are
         count = len(self.param_groups)
         try:
             with self._ranks.refusals_told():
@@ -229,6 +180,8 @@ class Engine(OptimizerState):
     def broadcast_buffers(self, model: torch.nn.Module) -> None:
         """Gives every rank rank 0's values of the model's buffers. Collective."""
         self._all_ranks.check_here()
+        if self._joining:
+            self._settle(Place.BROADCAST_BUFFERS)
         for name, buffer in model.named_buffers():
             self._all_ranks.broadcast_values(buffer, f"buffer '{name}'")
 
@@ -246,6 +199,11 @@ class Engine(OptimizerState):
         """For tests, tools and zerox.checkpoint. Not a promise: it may change with any version."""
         return Inside(self._rules, self._buckets, self._frozen, self._all_ranks, self._grads, self._gather)
 
+    @property
+    def _has_step_options(self) -> bool:
+        """Whether the step() under way was given options for a class of torch's kind."""
+        return False
+
     def _made_gather(self) -> ParamGather | Residency:
         ranks = self._all_ranks
         if self._options.placements.params is SHARDED and ranks.size > 1:
@@ -253,16 +211,11 @@ class Engine(OptimizerState):
         return ParamGather(self._grads.manager, ranks)
 
     def _made_update(self) -> Update:
-        return FusedUpdate(self._rules, self._buckets, self._grads, self._grad_scale, self._options.capturable)
+        return FusedUpdate(self._rules, self._buckets, self._grads, self._calls.scale, self._options.capturable)
 
     def _note_loaded(self) -> None:
         super()._note_loaded()
         self._update.note_loaded(self.param_groups)
-
-    @property
-    def _norm_dtype(self) -> torch.dtype:
-        double = any(bucket.buffer.flat.dtype is torch.float64 for bucket in self._buckets)
-        return torch.float64 if double else torch.float32
 
     def _add_group(self, param_group: Any) -> None:
         """On this rank alone."""
@@ -298,9 +251,10 @@ class Engine(OptimizerState):
         self._frozen = list({id(m.param): m for m in watched if id(m.param) not in adopted}.values())
         still = [member for member in members if not member.param.requires_grad]
         rules = [self._rules.of(self.param_groups[m.group]) for m in trained]
-        named = [(m.name, m.param, rule.name) for m, rule in zip(trained, rules, strict=True)]
+        divisors = [self._options.divisor_of(self.param_groups[m.group]) for m in trained]
+        named = [(m.name, m.param, rule.name, by) for m, rule, by in zip(trained, rules, divisors, strict=True)]
         plans = self._options.plan(named, ranks.backend, ranks.size)
-        shared_out = [(m.name, m.param, "") for m in still if self._gather.shards_frozen]
+        shared_out = [(m.name, m.param, "", None) for m in still if self._gather.shards_frozen]
         plans_of_still = self._options.plan(shared_out, ranks.backend, ranks.size)
         self._gather.check_room([*rooms(plans, trained), *rooms(plans_of_still, still)])
         frozen = self._gather.take_frozen(still, plans_of_still)
@@ -315,26 +269,82 @@ class Engine(OptimizerState):
             ranks.broadcast(bucket.buffer.flat, f"the parameters of {bucket.describe(len(self._buckets))}")
             give_out(bucket.buffer.slots())
             bucket.start()
-            made.append((self._grads.add_bucket(bucket), bucket))
+            divisor = self._options.divisor_of(self.param_groups[inside[0].group])
+            made.append((self._grads.add_bucket(bucket, divisor), bucket))
+            self._calls.scale.add_bucket(divisor)
             self._buckets.append(bucket)
             self._update.add_bucket(bucket, self.param_groups)
+        self._calls.scale.of_groups = [self._options.divisor_of(group) for group in self.param_groups]
         self._gather.add_buckets(made, frozen)
         if plans and self._overlap is not None:
             self._overlap.learn_buckets()
         self._publish_state()
 
-    def _settle(self, place: Place) -> None:
+    def _settle(self, place: Place, arguments: Sequence[float] = (), refusal: str = "") -> Meeting:
         self._all_ranks.check_here()
+        follows = place == Place.FOLLOW
+        if not follows:
+            self._notify()
         self._gather.wait()
         unfrozen = [m for m in self._frozen if m.param.requires_grad]
         moved = [(self._buckets[index], slot) for index, slot in self._grads.moved()]
         misfits = (bucket.buffer.misfit(slot, bucket.members[slot].name) for bucket, slot in moved)
-        refusal = self._gather.failure(forget=place is Place.STEP) or next(filter(None, misfits), "")
+        refusal = refusal or self._gather.failure(forget=place is Place.STEP) or next(filter(None, misfits), "")
         elsewhere: list[BufferSlot] = [(bucket.buffer, slot) for bucket, slot in moved]
         values = [] if refusal else self._gather.found_elsewhere(elsewhere)
-        if self._grads.settle(place, len(unfrozen), refusal):
+        options = digest_of(self.param_groups, self._joining) if self._joining else 0.0
+        meeting = self._grads.settle(place, arguments, options, len(unfrozen), refusal)
+        if meeting.adopts:
             self._adopt(unfrozen)
-            self._grads.settle(place)
-        self._grad_scale.forget_if_discarded()
-        self._elsewhere = elsewhere
-        self._gather.take_in(elsewhere, values)
+            meeting = self._grads.settle(place, arguments, options)
+        self._calls.scale.forget_if_discarded()
+        if not follows or meeting.place == Place.STEP:
+            self._elsewhere = elsewhere
+            self._gather.take_in(elsewhere, values)
+        self._divide_by_active(meeting)
+        return meeting
+
+    def _follow(self) -> Place:
+        with torch.no_grad(), self._gather.updating():
+            meeting = self._settle(Place.FOLLOW)
+            if meeting.place == Place.STEP:
+                self._check_options(meeting, follows=True)
+                self._update_all(capturing=False)
+        if meeting.place == Place.STEP:
+            self._end_step()
+        else:
+            with torch.no_grad():
+                self._take_part(meeting)
+        return meeting.place
+
+    def _check_options(self, meeting: Meeting, follows: bool) -> None:
+        """Of param groups, inside join(). Collective if ranks' differ."""
+        if meeting.followed and meeting.arguments[0]:
+            raise RuntimeError(
+                "zerox: a rank that has run out of batches inside join() can't follow step() with options of its own"
+            )
+        if not meeting.has_same_options:
+            take_options(self, meeting, follows)
+        if [self._options.divisor_of(group) for group in self.param_groups] != self._calls.scale.of_groups:
+            raise RuntimeError(
+                "the gradient_divisor of a param group was changed, and gradients are divided while backward runs: "
+                "build another optimizer, or call scale_grads_()"
+            )
+        self._calls.scale.check()
+
+    def _update_all(self, capturing: bool) -> None:
+        """What is left of step() once ranks have met."""
+        self._start_states(capturing)
+        self._note_state_changes()
+        overlap = self._overlap is not None and not capturing
+        for run in self._update.runs(self.param_groups, capturing):
+            for index in run:
+                self._gather.start(index, background=overlap)
+        if not capturing:
+            self._grads.manager.settlement.bump_versions()
+        self._gather.end_step(hidden=overlap)
+
+    def _end_step(self) -> None:
+        give_out(self._elsewhere)
+        self._calls.scale.reset()
+        self._end_notice()

@@ -112,8 +112,8 @@ def estimate(
     stay = on_host if world_size == 1 else backend == "gloo"  # large gradients, where autograd left them
     num_far = world_size - (local_world_size if on_host else 1)
     apart = chosen.placements.params is SHARDED and world_size > 1
-    frozen = [(name, tensor, "") for name, tensor, _ in everything if not tensor.requires_grad]
-    parameters = 0 if apart else sum(tensor.nbytes for _, tensor, _ in frozen)
+    frozen = [(name, tensor, "", None) for name, tensor, _ in everything if not tensor.requires_grad]
+    parameters = 0 if apart else sum(tensor.nbytes for _, tensor, *_ in frozen)
     whole: list[tuple[str, int]] = []  # buckets whose shard is apart
 
     def parameters_of(plan: BucketPlan, first: str, dtype: torch.dtype) -> int:
@@ -124,11 +124,11 @@ def estimate(
         return storage_bytes(plan.layout.shard_numel, dtype.itemsize, on_host, 1)
 
     for plan in chosen.plan(frozen, backend, world_size) if apart else ():
-        first, tensor, _ = frozen[plan.params[0]]
+        first, tensor, _, _ = frozen[plan.params[0]]
         parameters += parameters_of(plan, first, tensor.dtype)
     master, moments = 0, 0
     flows = []
-    named = [(name, tensor, rules.of(group).name) for name, tensor, group in trained]
+    named = [(name, tensor, rules.of(group).name, chosen.divisor_of(group)) for name, tensor, group in trained]
     for plan in chosen.plan(named, backend, world_size):
         layout, dtype = plan.layout, tensors[plan.params[0]].dtype
         parameters += parameters_of(plan, trained[plan.params[0]][0], dtype)
@@ -140,7 +140,8 @@ def estimate(
         master += sum(stored_bytes(of_bucket, spec, *place) for spec in chosen.masters(dtype))
         wire = chosen.wire_dtype(dtype)
         grads = grad_dtype_of(tensors[plan.params[0]], chosen.accumulate_dtype)
-        straight = plan.num_straight if stay and wire == grads else 0
+        divided_alone = world_size == 1 and chosen.divisor_of(groups[0]) not in (None, 1.0)
+        straight = plan.num_straight if stay and wire == grads and not divided_alone else 0
         flows.append(_flow(plan, grads, wire, backend, straight, num_far))
 
     parameters += int(min(resident_limit(whole, chosen.resident_mb), sum(nbytes for _, nbytes in whole)))

@@ -38,14 +38,20 @@ def read_flags_(present: Tensor, replaced: Tensor, slices: list[Tensor], shard_n
 
 
 def reduce_(
-    shard: Tensor, words: Tensor, slices: list[Tensor], segments: Tensor, replaced: Tensor, world: int, accumulate: bool
+    shard: Tensor,
+    words: Tensor,
+    slices: list[Tensor],
+    segments: Tensor,
+    replaced: Tensor,
+    divisor: float,
+    accumulate: bool,
 ) -> None:
-    """``shard = sum(slices) / world``, added in the given order in fp32 (fp64 for fp64), divided once, rounded once.
+    """``shard = sum(slices) / divisor``, added in the given order in fp32 (fp64 for fp64), divided once, rounded once.
 
     With ``accumulate`` the old shard is added before rounding, except in segments that are ``replaced``. Adds the sum
     of squares of what was stored to ``words`` (int64 ``[EXACT_WORDS]``, see ``csrc/math/exact_sum.h``).
     """
-    torch.ops.zerox.reduce_(shard, words, slices, segments, replaced, world, accumulate)
+    torch.ops.zerox.reduce_(shard, words, slices, segments, replaced, divisor, accumulate)
 
 
 def norm_(words: Tensor, shard: Tensor, segments: Tensor, p: float) -> None:

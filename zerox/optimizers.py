@@ -50,6 +50,8 @@ class FusedShardedAdam(Engine):
             parameter's dtype, or the ``grad_dtype`` that was set on it.
         resident_mb: with ``stage=3``, MiB of parameters that may be whole on a rank at a time. None: the three largest
             buckets, or an eighth of the parameters if that is more; inf: each is fetched once a step.
+        gradient_divisor: what the ranks' sum of gradients is divided by: a positive number, 1 for the sum itself; None:
+            the number of ranks, for their mean. A param group may have another one. See also :meth:`mean_over`.
         foreach, fused: as in ``torch.optim.AdamW``, without effect: the update is fused in any case.
         differentiable: must be False.
 
@@ -80,6 +82,7 @@ class FusedShardedAdam(Engine):
         capturable: bool = False,
         accumulate_dtype: torch.dtype | None = None,
         resident_mb: float | None = None,
+        gradient_divisor: float | None = None,
         foreach: bool | None = None,
         fused: bool | None = None,
         differentiable: bool = False,
@@ -99,6 +102,7 @@ class FusedShardedAdam(Engine):
                 capturable,
                 accumulate_dtype,
                 resident_mb,
+                gradient_divisor,
             ),
             process_group,
         )
@@ -133,6 +137,7 @@ class FusedShardedSGD(Engine):
         capturable: bool = False,
         accumulate_dtype: torch.dtype | None = None,
         resident_mb: float | None = None,
+        gradient_divisor: float | None = None,
         foreach: bool | None = None,
         fused: bool | None = None,
         differentiable: bool = False,
@@ -152,6 +157,7 @@ class FusedShardedSGD(Engine):
                 capturable,
                 accumulate_dtype,
                 resident_mb,
+                gradient_divisor,
             ),
             process_group,
         )
@@ -189,6 +195,7 @@ class FusedShardedLion(Engine):
         capturable: bool = False,
         accumulate_dtype: torch.dtype | None = None,
         resident_mb: float | None = None,
+        gradient_divisor: float | None = None,
         foreach: bool | None = None,
         fused: bool | None = None,
         differentiable: bool = False,
@@ -208,6 +215,7 @@ class FusedShardedLion(Engine):
                 capturable,
                 accumulate_dtype,
                 resident_mb,
+                gradient_divisor,
             ),
             process_group,
         )
@@ -224,7 +232,8 @@ class ShardedOptimizer(Engine):
         params: as for :class:`zerox.FusedShardedAdam`.
         optimizer_class: for example ``torch.optim.SGD``. It is tried first, on small tensors, for some milliseconds: a
             class in which one element depends on another is refused.
-        process_group, stage, bucket_cap_mb, reduce_dtype, resident_mb: as in :class:`zerox.FusedShardedAdam`.
+        process_group, stage, bucket_cap_mb, reduce_dtype, resident_mb, gradient_divisor: as in
+            :class:`zerox.FusedShardedAdam`.
         master_weights: "auto" and "fp32": 16-bit parameters have a float32 value, on which the class works; None: it
             works on 16 bits.
         elementwise: True: take the class although the trial finds bits that differ (random rounding, say).
@@ -247,6 +256,7 @@ class ShardedOptimizer(Engine):
         reduce_dtype: torch.dtype | None = None,
         master_weights: str | None = "auto",
         resident_mb: float | None = None,
+        gradient_divisor: float | None = None,
         elementwise: bool | None = None,
         **defaults: Any,
     ) -> None:
@@ -268,6 +278,7 @@ class ShardedOptimizer(Engine):
                 optimizer_class=full_name(optimizer_class),
                 elementwise=elementwise,
                 resident_mb=resident_mb,
+                gradient_divisor=gradient_divisor,
             ),
             process_group,
         )
@@ -285,5 +296,10 @@ class ShardedOptimizer(Engine):
         finally:
             self._update.step_options = {}
 
+    @property
+    def _has_step_options(self) -> bool:
+        assert isinstance(self._update, InnerUpdate)
+        return bool(self._update.step_options)
+
     def _made_update(self) -> InnerUpdate:
-        return InnerUpdate(self._rules, self._buckets, self._grads, self._grad_scale)
+        return InnerUpdate(self._rules, self._buckets, self._grads, self._calls.scale)

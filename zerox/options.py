@@ -45,6 +45,7 @@ class Options:
     capturable: bool = False
     accumulate_dtype: torch.dtype | None = None
     resident_mb: float | None = None
+    gradient_divisor: float | None = None
 
     def __post_init__(self) -> None:
         stage_of(self.stage)
@@ -52,6 +53,7 @@ class Options:
             raise ValueError(f"bucket_cap_mb must be positive or None, got {self.bucket_cap_mb}")
         if self.resident_mb is not None and not self.resident_mb > 0:
             raise ValueError(f"resident_mb must be positive, inf or None, got {self.resident_mb}")
+        check_divisor(self.gradient_divisor)
         if self.reduce_dtype not in REDUCE_DTYPES:
             raise ValueError(f"reduce_dtype must be one of {REDUCE_DTYPES}, got {self.reduce_dtype}")
         if self.accumulate_dtype not in ACCUMULATE_DTYPES:
@@ -72,6 +74,7 @@ class Options:
 
         ``of_rule``: options of the group's rule, which may have one of these names.
         """
+        check_divisor(group.get(DIVISOR))
         for name in OF_OPTIMIZER:
             if (
                 name in group
@@ -82,6 +85,11 @@ class Options:
                     f"{name}={group[name]!r} in a param group would have no effect: it is an option of the whole "
                     f"optimizer, pass {name} to its constructor"
                 )
+
+    def divisor_of(self, group: Mapping[str, Any]) -> float | None:
+        """What the sum of its gradients over the ranks is divided by; None: their number."""
+        found: float | None = group.get(DIVISOR, self.gradient_divisor)
+        return None if found is None else float(found)
 
     @property
     def placements(self) -> Stage:
@@ -134,13 +142,15 @@ class Options:
         form = STATE_FORMS[self.state_dtype]
         return FLOAT32 if form.scaled and param.numel() < SMALL_NUMEL else form
 
-    def plan(self, params: Iterable[tuple[str, Tensor, str]], backend: str, world_size: int) -> list[BucketPlan]:
-        """``params``: the name of each, and the name of its rule."""
+    def plan(
+        self, params: Iterable[tuple[str, Tensor, str, float | None]], backend: str, world_size: int
+    ) -> list[BucketPlan]:
+        """``params``: the name of each, the name of its rule, and its gradient's divisor."""
         specs = []
-        for name, param, rule in params:
+        for name, param, rule, divisor in params:
             dtype, grads = str(param.dtype), str(grad_dtype_of(param, self.accumulate_dtype))
             form = self.state_form(param)
-            specs.append(ParamSpec(name, param.numel(), dtype, param.element_size(), form, grads, rule))
+            specs.append(ParamSpec(name, param.numel(), dtype, param.element_size(), form, grads, rule, divisor))
         return plan_buckets(specs, world_size, self.cap_bytes(backend, world_size))
 
 
@@ -200,8 +210,16 @@ def parameter_words(dtypes: Iterable[torch.dtype]) -> set[str]:
     return {str(each).removeprefix("torch.") for each in narrow or found}
 
 
-OF_INNER = ("stage", "bucket_cap_mb", "reduce_dtype", "master_weights", "resident_mb", "elementwise")
-OF_OPTIMIZER = (*(field.name for field in fields(Options)), "process_group")
+DIVISOR = "gradient_divisor"  # the one of these options that a param group may have
+OF_INNER = ("stage", "bucket_cap_mb", "reduce_dtype", "master_weights", "resident_mb", DIVISOR, "elementwise")
+OF_OPTIMIZER = (*(field.name for field in fields(Options) if field.name != DIVISOR), "process_group")
+
+
+def check_divisor(divisor: float | None) -> None:
+    if divisor is not None and not (isinstance(divisor, int | float) and 1e-30 <= divisor <= 1e30):
+        raise ValueError(
+            f"{DIVISOR} must be a number from 1e-30 to 1e30, or None for the number of ranks, got {divisor}"
+        )
 
 
 def check_params(names: Sequence[str], params: Sequence[Tensor], allocated: bool = True) -> None:

@@ -26,12 +26,7 @@ class GradScaler(torch.amp.GradScaler):
     ) -> dict[torch.device, Tensor]:
         if not isinstance(optimizer, Engine):
             return super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
-        in_step: Tensor | None = inv_scale
-        if optimizer.unscales_in_place:
-            optimizer.synchronize()  # whole means are in p.grad now
-            super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
-            in_step = None
-        found = optimizer.unscale_grads_(in_step)
+        found = optimizer.unscale_grads_(inv_scale)
         return {found.device: found}
 
     def _maybe_opt_step(

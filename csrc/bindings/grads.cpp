@@ -5,6 +5,7 @@
 #include <utility>
 #include <vector>
 
+#include <pybind11/functional.h>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <torch/csrc/distributed/c10d/reducer.hpp>
 
@@ -59,6 +60,8 @@ void bind_placement(py::module_& m) {
   py::class_<GradPlacement>(m, "GradPlacement")
       .def("mark_zeroed", &GradPlacement::mark_zeroed, py::arg("bucket"), py::arg("slot"), Release())
       .def("mark_scaled", &GradPlacement::mark_scaled, Release())
+      .def("scale", &GradPlacement::scale, py::arg("bucket"), py::arg("factor"), py::arg("slots"), Release())
+      .def("forget_words", &GradPlacement::forget_words, py::arg("bucket"))
       .def(
           "shard", [](GradPlacement& self, int64_t i) { return optional(self.shard(i)); }, py::arg("bucket"), Release())
       .def(
@@ -76,15 +79,39 @@ void bind_placement(py::module_& m) {
 
 void bind_settlement(py::module_& m) {
   py::enum_<Place>(m, "Place")
+      .value("FOLLOW", Place::follow)
       .value("STEP", Place::step)
       .value("CLIP", Place::clip)
       .value("SYNCHRONIZE", Place::synchronize)
-      .value("UNSCALE", Place::unscale);
+      .value("UNSCALE", Place::unscale)
+      .value("MEAN_OVER", Place::mean_over)
+      .value("SCALE_GRADS", Place::scale_grads)
+      .value("CLIP_TOGETHER", Place::clip_together)
+      .value("SKIP_STEP", Place::skip_step)
+      .value("CLIP_VALUE", Place::clip_value)
+      .value("ADD_PARAM_GROUP", Place::add_param_group)
+      .value("SAVE", Place::save)
+      .value("FULL_STATE", Place::full_state)
+      .value("BROADCAST_BUFFERS", Place::broadcast_buffers)
+      .value("FULL_GRAD", Place::full_grad);
+  m.attr("NUM_ARGUMENTS") = std::tuple_size_v<Arguments>;
+  py::class_<Meeting>(m, "Meeting")
+      .def_readonly("adopts", &Meeting::adopts)
+      .def_readonly("place", &Meeting::place)
+      .def_readonly("arguments", &Meeting::arguments)
+      .def_readonly("has_same_options", &Meeting::has_same_options)
+      .def_readonly("followed", &Meeting::followed)
+      .def_readonly("num_active", &Meeting::num_active)
+      .def_readonly("speaker", &Meeting::speaker);
   py::enum_<Combine>(m, "Combine").value("SUM", Combine::sum).value("MAX", Combine::max);
-  py::enum_<Settled>(m, "Settled").value("READY", Settled::ready).value("ADOPT", Settled::adopt);
   py::class_<Settlement>(m, "Settlement")
-      .def("settle", &Settlement::settle, py::arg("place"), py::arg("adoptions") = 0, py::arg("refusal") = "",
-           Release())
+      .def(
+          "settle",
+          [](Settlement& self, Place place, const Arguments& arguments, double options, int64_t adoptions,
+             std::string refusal) { return self.settle({place, arguments, options, adoptions, std::move(refusal)}); },
+          py::arg("place"), py::arg("arguments") = Arguments{}, py::arg("options") = 0.0, py::arg("adoptions") = 0,
+          py::arg("refusal") = "", Release())
+      .def("set_before_backward_end", &Settlement::set_before_backward_end, py::arg("call"))
       .def("zero", &Settlement::zero, py::arg("set_to_none"), Release())
       .def("all_reduce", &Settlement::all_reduce, py::arg("values"), py::arg("combine"), Release())
       .def("bump_versions", &Settlement::bump_versions, Release())
@@ -107,8 +134,8 @@ int64_t add_bucket(BucketManager& self, const std::vector<std::string>& names, c
                    const std::vector<at::Tensor>& homes, at::Tensor flat,
                    const std::optional<std::vector<at::Tensor>>& placeholders, const std::vector<int64_t>& offsets,
                    at::ScalarType wire_dtype, at::ScalarType grad_dtype, int64_t shard_numel, int64_t trailer_numel,
-                   at::Tensor segments, int64_t num_straight) {
-  BucketSpec spec{{},          std::move(flat), wire_dtype,          grad_dtype,
+                   at::Tensor segments, int64_t num_straight, double divisor) {
+  BucketSpec spec{{},          std::move(flat), wire_dtype,          grad_dtype,  divisor,
                   shard_numel, trailer_numel,   std::move(segments), num_straight};
   for (size_t i = 0; i < params.size(); ++i) {
     const at::Tensor placeholder = placeholders ? placeholders->at(i) : at::Tensor();
@@ -120,14 +147,15 @@ int64_t add_bucket(BucketManager& self, const std::vector<std::string>& names, c
 
 void bind_manager(py::module_& m) {
   py::class_<ManagerOptions>(m, "ManagerOptions")
-      .def(py::init<std::vector<Move>, bool, at::Device, bool>(), py::kw_only(), py::arg("route"),
-           py::arg("keeps_shards"), py::arg("device"), py::arg("sharded_params"));
+      .def(py::init<std::vector<Move>, bool, at::Device, bool, bool>(), py::kw_only(), py::arg("route"),
+           py::arg("keeps_shards"), py::arg("device"), py::arg("sharded_params"), py::arg("divides"));
   py::class_<BucketManager, std::shared_ptr<BucketManager>>(m, "BucketManager")
       .def(py::init(&make_manager), py::arg("group"), py::arg("control"), py::arg("whereabouts"), py::arg("exchange"),
            py::arg("options"))
       .def("add_bucket", &add_bucket, py::arg("names"), py::arg("params"), py::arg("homes"), py::arg("flat"),
            py::arg("placeholders"), py::arg("offsets"), py::arg("wire_dtype"), py::arg("grad_dtype"),
-           py::arg("shard_numel"), py::arg("trailer_numel"), py::arg("segments"), py::arg("num_straight"))
+           py::arg("shard_numel"), py::arg("trailer_numel"), py::arg("segments"), py::arg("num_straight"),
+           py::arg("divisor"))
       .def_property_readonly("backward", &BucketManager::backward)
       .def_property_readonly("flights", &BucketManager::flights)
       .def_property_readonly("grads", &BucketManager::grads)

@@ -20,12 +20,11 @@ TORCH_LIBRARY(zerox, m) {
   // Reads the flags after the shard in each slice into uint8 [s]: replaced if any slice says so; present if any slice
   // says so, or if it was before and is not replaced.
   m.def("read_flags_(Tensor(a!) present, Tensor(b!) replaced, Tensor[] slices, int shard_numel) -> ()");
-  // shard = sum(slices) / world, in slice order, plus the old shard if `accumulate` and not replaced; adds the sum of
+  // shard = sum(slices) / divisor, in slice order, plus the old shard if `accumulate` and not replaced; adds the sum of
   // squares to `words`, an exact sum (csrc/math/exact_sum.h).
   m.def(
-      "reduce_(Tensor(a!) shard, Tensor(b!) words, Tensor[] slices, Tensor segments, Tensor replaced, int "
-      "world, "
-      "bool accumulate) -> ()");
+      "reduce_(Tensor(a!) shard, Tensor(b!) words, Tensor[] slices, Tensor segments, Tensor replaced, "
+      "float divisor, bool accumulate) -> ()");
   // Adds sum |x|^p over the segments to `words`; for p = inf keeps the largest |x|.
   m.def("norm_(Tensor(a!) words, Tensor shard, Tensor segments, float p) -> ()");
   // float64 [2]: the norm, and 1 if every element was finite.

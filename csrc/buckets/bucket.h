@@ -53,9 +53,10 @@ struct SeenGrads {
 
 // The facts about a gradient that stays whole (ZeRO stage 1).
 struct WholeGrad {
-  bool unsent = false;   // p.grad was written inside no_sync(), or before the bucket was added; no flight took it yet
-  bool reached = false;  // by a synchronising backward, on some rank, since the last step
-  SeenGrad mean;         // the mean as it was left in p.grad
+  bool unsent = false;     // p.grad was written inside no_sync(), or before the bucket was added; no flight took it yet
+  bool reached = false;    // by a synchronising backward, on some rank, since the last step
+  SeenGrad mean;           // the mean as it was left in p.grad
+  bool is_undone = false;  // p.grad was the mean: see Note [A mean that is sent again]
 
   // With several ranks: whether p.grad is this rank's own, and not the mean. If a synchronising backward has reached
   // it, it is used as it stands, whatever was done to it since. If not, it is the mean only while it still is the
@@ -127,13 +128,14 @@ struct Slot {
   int64_t numel() const { return home.numel; }
 };
 
-// This rank's shard of a bucket's reduced gradient. It is written where flights land, and read after land().
+// This rank's shard of a bucket's reduced gradient, which is the ranks' sum by `divisor`. It is written where flights land, and read after land().
 struct Landed {
   at::Tensor shard;  // [shard_numel] of the wire's dtype; undefined while it holds nothing, unless keeps_shard
   std::vector<at::Tensor> pieces;  // or these, one per part: see Note [Alone, gradients stay where they are]
   at::Tensor present;              // uint8 [n]: which segments have a gradient, on any rank
   at::Tensor replaced;             // uint8 [n]: scratch of the last landing
   at::Tensor words;                // exact sum of squares over the shard; undefined when unknown
+  double divisor = 1.0;            // the number of ranks, for their mean
   bool holds = false;              // some slot has a gradient
   bool keeps_shard = false;        // the shard stays at one address from step to step, for CUDA graphs
 };

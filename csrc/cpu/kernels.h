@@ -35,12 +35,13 @@ struct UpdateSpan {
   RandomKey random_key;
 };
 
-// shard = round((slices[0] + slices[1] + ... in this order) / world [+ shard]) over [0, numel).
+// shard = round((slices[0] + slices[1] + ... in this order) / divisor [+ shard]) over [0, numel).
 struct ReduceSpan {
   DType dtype;
   const void* const* slices;
   int64_t num_slices;
-  int64_t world;
+  double divisor;
+  bool by_inverse;  // divides by a product with the inverse: see math/divisor.h
   bool accumulate;
   void* shard;
   int64_t numel;

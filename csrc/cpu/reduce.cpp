@@ -5,6 +5,7 @@
 #include <mutex>
 
 #include "cpu/spans.h"
+#include "math/divisor.h"
 #include "math/exact_sum.h"
 
 namespace zx {
@@ -37,12 +38,13 @@ void read_flags_(at::Tensor& present, at::Tensor& replaced, at::TensorList slice
 }
 
 void reduce_(at::Tensor& shard, at::Tensor& words, at::TensorList slices, const at::Tensor& segments,
-             const at::Tensor& replaced, int64_t world, bool accumulate) {
+             const at::Tensor& replaced, double divisor, bool accumulate) {
   constexpr const char* op = "reduce_";
-  check_reduce(shard, words, slices, segments, replaced, world);
+  check_reduce(shard, words, slices, segments, replaced, divisor);
   const DType dtype = dtype_of(shard, op, "shard");
   const SegmentTable table(segments, shard.numel(), op);
   const auto* replace = replaced.const_data_ptr<uint8_t>();
+  const bool by_inverse = has_exact_inverse(divisor);
 
   const std::vector<Stretch> stretches = split_into_stretches(table);
   auto* total = words.mutable_data_ptr<int64_t>();
@@ -54,7 +56,7 @@ void reduce_(at::Tensor& shard, at::Tensor& words, at::TensorList slices, const 
       const Stretch& stretch = stretches[i];
       for (size_t rank = 0; rank < slices.size(); ++rank) starts[rank] = bytes_at(slices[rank], stretch.start);
       const bool keep = accumulate && replace[stretch.segment] == 0;
-      kernels().reduce({dtype, starts.data(), static_cast<int64_t>(starts.size()), world, keep,
+      kernels().reduce({dtype, starts.data(), static_cast<int64_t>(starts.size()), divisor, by_inverse, keep,
                         bytes_at(shard, stretch.start), stretch.stop - stretch.start},
                        local);
     }

@@ -4,9 +4,7 @@
 template <class T, class Wire>
 void reduce_span(const ReduceSpan& span, int64_t* words) {
   Wire* shard = static_cast<Wire*>(span.shard);
-  const T world = static_cast<T>(span.world);
-  // For a power of two, multiplying by the inverse gives the same bits as dividing, and costs less.
-  const bool is_power_of_two = (span.world & (span.world - 1)) == 0;
+  const T divisor = static_cast<T>(span.divisor);
   alignas(64) T rounded[kNormBlock];
   for (int64_t start = 0; start < span.numel; start += kNormBlock) {
     const int64_t count = span.numel - start < kNormBlock ? span.numel - start : kNormBlock;
@@ -16,7 +14,7 @@ void reduce_span(const ReduceSpan& span, int64_t* words) {
       for (int64_t rank = 1; rank < span.num_slices; ++rank) {
         sum = sum + V::load(static_cast<const Wire*>(span.slices[rank]) + start + i);
       }
-      V mean = is_power_of_two ? sum * V::splat(T(1) / world) : sum / V::splat(world);
+      V mean = span.by_inverse ? sum * V::splat(T(1) / divisor) : sum / V::splat(divisor);
       if (span.accumulate) mean = mean + V::load(shard + start + i);
       mean.store(shard + start + i);
       if constexpr (!std::is_same_v<T, Wire>) V::load(shard + start + i).store(rounded + i);

@@ -69,7 +69,7 @@ struct ReducedShard {
   bool accumulate;
   int64_t* words;
 };
-int reduce(const Slices& slices, int64_t world, const ReducedShard& shard, Stream stream);
+int reduce(const Slices& slices, double divisor, const ReducedShard& shard, Stream stream);
 
 // ---- norm_ and norm_value
 struct NormShard {

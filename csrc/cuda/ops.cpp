@@ -105,13 +105,13 @@ void read_flags_(at::Tensor& present, at::Tensor& replaced, at::TensorList slice
 }
 
 void reduce_(at::Tensor& shard, at::Tensor& words, at::TensorList slices, const at::Tensor& segments,
-             const at::Tensor& replaced, int64_t world, bool accumulate) {
+             const at::Tensor& replaced, double divisor, bool accumulate) {
   constexpr const char* op = "reduce_";
-  check_reduce(shard, words, slices, segments, replaced, world);
+  check_reduce(shard, words, slices, segments, replaced, divisor);
   const OnDevice on(shard);
   const auto starts = upload_starts(slices, shard);
   const DType dtype = dtype_of(shard, op, "shard");
-  check_launch(cuda::reduce({dtype, starts.rows(), static_cast<int64_t>(slices.size())}, world,
+  check_launch(cuda::reduce({dtype, starts.rows(), static_cast<int64_t>(slices.size())}, divisor,
                             {shard.mutable_data_ptr(), shard.numel(), segment_rows(segments), segments.size(0),
                              replaced.const_data_ptr<uint8_t>(), accumulate, words.mutable_data_ptr<int64_t>()},
                             on.stream()),

@@ -3,7 +3,10 @@
 #include <ATen/ops/empty.h>
 
 #include <algorithm>
+#include <bit>
+#include <cstddef>
 #include <iterator>
+#include <limits>
 #include <utility>
 
 #include "check.h"
@@ -29,34 +32,59 @@ struct Field {
 };
 constexpr Field kFields[] = {
     {[](const Statement& s) { return static_cast<int64_t>(s.place); }, &Verdict::place},
+    {[](const Statement& s) { return s.place == Place::follow ? kNowhere : static_cast<int64_t>(s.place); },
+     &Verdict::active},
     {[](const Statement& s) { return s.rounds; }, &Verdict::rounds},
     // Ranks without a backward of their own don't limit the others: they join whatever the others launched.
-    {[](const Statement& s) { return s.own_rounds > 0 ? s.rounds : kNoBackward; }, &Verdict::own_rounds},
+    {[](const Statement& s) { return s.own_rounds > 0 && s.place != Place::follow ? s.rounds : kNoBackward; },
+     &Verdict::own_rounds},
     {[](const Statement& s) { return static_cast<int64_t>(s.failed); }, &Verdict::failed},
     {[](const Statement& s) { return static_cast<int64_t>(s.unsent); }, &Verdict::unsent},
     {[](const Statement& s) { return static_cast<int64_t>(s.changed); }, &Verdict::changed},
     {[](const Statement& s) { return s.adoptions; }, &Verdict::adoptions},
     {[](const Statement& s) { return static_cast<int64_t>(s.scaled); }, &Verdict::scaled},
+    {[](const Statement& s) { return static_cast<int64_t>(s.zeroed); }, &Verdict::zeroed},
     {[](const Statement& s) { return static_cast<int64_t>(s.proposes); }, &Verdict::proposes},
 };
 constexpr size_t kNumFields = std::size(kFields);
-static_assert(sizeof(Verdict) == kNumFields * sizeof(Extreme) + sizeof(SlotSet));
+constexpr size_t kNumArguments = std::tuple_size_v<Arguments>;
+static_assert(offsetof(Verdict, least_arguments) == kNumFields * sizeof(Extreme));
 
-// The extremes come first, the set comes last.
+// A message: two maxima of each field, of each argument and of the options, a sum, and the set.
+constexpr size_t kArgumentsStart = 2 * kNumFields;
+constexpr size_t kOptionsStart = kArgumentsStart + 2 * kNumArguments;
+constexpr size_t kSum = kOptionsStart + 2;
+constexpr size_t kSetStart = kSum + 1;
+
 void combine_statements(at::Tensor& values, const at::Tensor& theirs) {
   auto* mine = values.mutable_data_ptr<int64_t>();
   const auto* other = theirs.const_data_ptr<int64_t>();
-  for (size_t i = 0; i < 2 * kNumFields; ++i) mine[i] = std::max(mine[i], other[i]);
-  for (int64_t i = 2 * kNumFields; i < values.numel(); ++i) mine[i] |= other[i];
+  for (size_t i = 0; i < kSum; ++i) mine[i] = std::max(mine[i], other[i]);
+  mine[kSum] += other[kSum];
+  for (auto i = static_cast<int64_t>(kSetStart); i < values.numel(); ++i) mine[i] |= other[i];
+}
+
+// Doubles are compared by their bits, whatever order that is. The least is the complement of the largest complement.
+void pack_arguments(const Statement& s, std::vector<int64_t>& packed) {
+  const auto pack = [&](double number, bool is_said) {
+    const auto bits = std::bit_cast<int64_t>(number + 0.0);  // -0 is 0
+    packed.push_back(is_said ? bits : std::numeric_limits<int64_t>::min());
+    packed.push_back(is_said ? ~bits : std::numeric_limits<int64_t>::min());
+  };
+  const bool is_in_call = s.place != Place::backward_end;
+  for (const double argument : s.arguments) pack(argument, is_in_call && s.place != Place::follow);
+  pack(s.options, is_in_call);
+}
+
+void unpack_arguments(const std::vector<int64_t>& packed, Verdict& verdict) {
+  for (size_t i = 0; i < kNumArguments; ++i) {
+    verdict.most_arguments[i] = std::bit_cast<double>(packed[kArgumentsStart + 2 * i]);
+    verdict.least_arguments[i] = std::bit_cast<double>(~packed[kArgumentsStart + 2 * i + 1]);
+  }
+  verdict.has_same_options = packed[kOptionsStart] == ~packed[kOptionsStart + 1];
 }
 
 }  // namespace
-
-const char* name_of(int64_t place) {
-  constexpr const char* kNames[] = {"the end of backward()", "step()", "clip_grad_norm_()", "synchronize()",
-                                    "GradScaler.unscale_()"};
-  return kNames[place];
-}
 
 template <class Question>
 void Agreement::ask(const Question& question) {
@@ -79,6 +107,8 @@ Verdict Agreement::agree(const Statement& s, const char* where) {
     packed.push_back(field.said(s) * world + rank);
     packed.push_back(-field.said(s) * world + rank);
   }
+  pack_arguments(s, packed);
+  packed.push_back(s.active ? 1 : 0);
   const std::vector<int64_t>& with_grad = s.with_grad.words();
   packed.insert(packed.end(), with_grad.begin(), with_grad.end());
   if (control_.group) {
@@ -90,12 +120,15 @@ Verdict Agreement::agree(const Statement& s, const char* where) {
   }
   Verdict verdict{};
   for (size_t i = 0; i < kNumFields; ++i) {
-    const int64_t most_rank = packed[2 * i] % world;
-    const int64_t least_rank = ((packed[2 * i + 1] % world) + world) % world;
+    const auto rank_in = [world](int64_t number) { return ((number % world) + world) % world; };  // of negatives too
+    const int64_t most_rank = rank_in(packed[2 * i]);
+    const int64_t least_rank = rank_in(packed[2 * i + 1]);
     Extreme& found = verdict.*kFields[i].extremes;
-    found = {-(packed[2 * i + 1] - least_rank) / world, least_rank, packed[2 * i] / world, most_rank};
+    found = {-(packed[2 * i + 1] - least_rank) / world, least_rank, (packed[2 * i] - most_rank) / world, most_rank};
   }
-  verdict.with_grad = SlotSet({packed.begin() + 2 * kNumFields, packed.end()});
+  unpack_arguments(packed, verdict);
+  verdict.num_active = packed[kSum];
+  verdict.with_grad = SlotSet({packed.begin() + kSetStart, packed.end()});
   return verdict;
 }
 
@@ -108,15 +141,30 @@ void Agreement::all_reduce(at::Tensor values, Combine combine) {
   ask([&] { small_.run(values, combine); });
 }
 
+void Agreement::broadcast(std::vector<at::Tensor>& tensors, int64_t root) {
+  c10d::BroadcastOptions options;
+  options.rootRank = root;
+  const auto start = [&] { return control_.group->broadcast(tensors, options); };
+  control_.whereabouts->await({control_.whereabouts->needing(kUnknownRank, start)});
+}
+
 std::vector<int64_t> Agreement::from_rank_0(std::vector<int64_t> numbers) {
   if (!control_.group || numbers.empty()) return numbers;
-  ask([&] {
-    with_tensor(numbers, at::kLong, [this](std::vector<at::Tensor>& tensors) {
-      const auto start = [&] { return control_.group->broadcast(tensors); };
-      control_.whereabouts->await({control_.whereabouts->needing(kUnknownRank, start)});
-    });
-  });
+  ask([&] { with_tensor(numbers, at::kLong, [this](std::vector<at::Tensor>& tensors) { broadcast(tensors, 0); }); });
   return numbers;
+}
+
+std::string Agreement::text_from(int64_t rank, const std::string& text) {
+  if (!control_.group) return text;
+  std::vector<int64_t> size{static_cast<int64_t>(text.size())};
+  std::vector<uint8_t> bytes;
+  ask([&] {
+    with_tensor(size, at::kLong, [&](std::vector<at::Tensor>& tensors) { broadcast(tensors, rank); });
+    bytes.assign(text.begin(), text.end());
+    bytes.resize(size.front());
+    with_tensor(bytes, at::kByte, [&](std::vector<at::Tensor>& tensors) { broadcast(tensors, rank); });
+  });
+  return {bytes.begin(), bytes.end()};
 }
 
 }  // namespace zx

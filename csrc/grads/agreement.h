@@ -1,5 +1,4 @@
-// What ranks tell each other where they meet: in every collective call on the optimizer, and in stage 1 where backward
-// ends.
+// What ranks tell each other where they meet (places.h), in one small message.
 #pragma once
 
 #include <cstdint>
@@ -10,14 +9,14 @@
 #include "buckets/slot_set.h"
 #include "exchange/exchange.h"
 #include "exchange/small_all_reduce.h"
+#include "grads/places.h"
 
 namespace zx {
 
-// Where a rank stands.
-enum class Place : int64_t { backward_end = 0, step = 1, clip = 2, synchronize = 3, unscale = 4 };
-
 struct Statement {
   Place place;
+  Arguments arguments;  // of the call
+  double options;
   int64_t rounds;      // times that all buckets were launched since the last step
   int64_t own_rounds;  // those that this rank's own backwards launched
   bool failed;         // its backward raised or something else failed, and zero_grad() has not been called since
@@ -25,6 +24,8 @@ struct Statement {
   bool changed;        // it discarded reduced gradients, and no flight has told their owners yet
   int64_t adoptions;   // parameters that became trainable
   bool scaled;         // it holds a gradient that mark_scaled() saw
+  bool zeroed;         // zero_grad() was called since ranks met last
+  bool active;         // see Meeting::num_active
   bool proposes;       // it knows the order in which its forward needs buckets, and none is agreed yet
   SlotSet with_grad;   // the slots whose gradient it holds, or stands by after it has left
 };
@@ -37,7 +38,8 @@ struct Extreme {
 };
 
 struct Verdict {
-  Extreme place;
+  Extreme place;   // `least` is Place::follow if some rank follows, `most` if all do
+  Extreme active;  // place of those that don't follow; least is kNowhere if all do
   Extreme rounds;
   Extreme own_rounds;  // over the ranks that ran a backward; least is kNoBackward if none did
   Extreme failed;
@@ -45,10 +47,16 @@ struct Verdict {
   Extreme changed;
   Extreme adoptions;
   Extreme scaled;
+  Extreme zeroed;
   Extreme proposes;
+  Arguments least_arguments;  // in some order, of those that don't follow
+  Arguments most_arguments;
+  bool has_same_options;
+  int64_t num_active;
   SlotSet with_grad;  // on any rank
 };
 constexpr int64_t kNoBackward = int64_t{1} << 32;
+constexpr int64_t kNowhere = int64_t{1} << 32;
 
 // If a rank does not answer, each of these throws an error that says where that was, and what else is awaited.
 class Agreement {
@@ -57,7 +65,7 @@ class Agreement {
   Agreement(Line control, std::function<std::string()> trouble)
       : control_(control), small_(std::move(control)), trouble_(std::move(trouble)) {}
 
-  // Collective: takes every rank's statement, and returns the same verdict to all. It is one all-reduce of 18 integers
+  // Collective: takes every rank's statement, and returns the same verdict to all. It is one all-reduce of 31 integers
   // and one bit per slot. `where` is named in errors instead of the place.
   Verdict agree(const Statement& statement, const char* where = nullptr);
 
@@ -72,10 +80,13 @@ class Agreement {
   // Collective: a few integers on the CPU, combined over the ranks in place.
   void all_reduce(at::Tensor values, Combine combine);
 
+  // Collective: returns one rank's text.
+  std::string text_from(int64_t rank, const std::string& text);
   // Collective: returns rank 0's numbers.
   std::vector<int64_t> from_rank_0(std::vector<int64_t> numbers);
 
  private:
+  void broadcast(std::vector<at::Tensor>& tensors, int64_t root);
   template <class Question>
   void ask(const Question& question);
   auto all_max() {
@@ -87,7 +98,5 @@ class Agreement {
   std::function<std::string()> trouble_;
   const char* where_ = "";  // the place where ranks agreed last, or are about to
 };
-
-const char* name_of(int64_t place);
 
 }  // namespace zx

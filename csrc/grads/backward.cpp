@@ -36,6 +36,11 @@ void Backward::set_sync(bool sync) {
   sync_ = sync;
 }
 
+void Backward::set_followed(bool followed) {
+  const Locked lock(buckets_->mutex);
+  followed_ = followed;
+}
+
 bool Backward::is_syncing() const {
   const Locked lock(buckets_->mutex);
   return sync_;
@@ -49,7 +54,7 @@ void Backward::open_pass(const Locked& /*lock*/) {
   refuse_other_reducers();
   pass_.open = true;
   pass_.last_task = -1;
-  pass_.paced = paced_;
+  pass_.paced = paced_ && !followed_;
   pass_.raised = std::make_shared<bool>(false);
   std::vector<int64_t> pending;
   for (const auto& bucket : buckets_->all) {

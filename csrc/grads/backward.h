@@ -30,7 +30,8 @@ struct Progress {
 // stays busy meanwhile: one bucket lands while the next one's gradients are made.
 //
 // Ranks may run backwards of several optimizers in other orders, and would then wait for each other. So if nothing
-// lands for a while, the rest of the pass goes on without waiting.
+// lands for a while, the rest of the pass goes on without waiting. A rank that follows the others launches nothing
+// before they meet: there is no waiting at all then.
 
 // Any thread may call any of these.
 class Backward : public std::enable_shared_from_this<Backward> {
@@ -48,6 +49,8 @@ class Backward : public std::enable_shared_from_this<Backward> {
   // Adds a new bucket, and takes its parameters' gradients from now on.
   void add(const std::shared_ptr<Bucket>& bucket);
 
+  // Whether some rank takes part only where ranks meet, so that nothing lands before.
+  void set_followed(bool followed);
   // False: gradients stay local and accumulate (no_sync).
   void set_sync(bool sync);
   bool is_syncing() const;
@@ -78,7 +81,7 @@ class Backward : public std::enable_shared_from_this<Backward> {
   void install_hooks(Bucket& bucket, Slot& slot);
   static void remove_hooks(Slot& slot);
   void refuse_other_reducers() const;
-  void before_accumulate(Slot& slot);
+  void before_accumulate(const Bucket& bucket, Slot& slot);
   void after_accumulate(Bucket& bucket, Slot& slot);
   bool note_gradient(Bucket& bucket, Slot& slot);
   void on_backward_end();
@@ -103,6 +106,7 @@ class Backward : public std::enable_shared_from_this<Backward> {
   Pass pass_;
   Progress progress_;
   bool sync_ = true;
+  bool followed_ = false;
 };
 
 }  // namespace zx

@@ -18,12 +18,12 @@ BucketManager::BucketManager(std::shared_ptr<Exchange> exchange, const Line& con
   const bool alone = !exchange_->has_group();
   flights_ = std::make_shared<Flights>(exchange_, make_reduction(alone, exchange_), options.device);
   params_ = std::make_shared<Params>(buckets_, exchange_);
-  placement_ = make_placement(options.route, alone, {buckets_, exchange_, flights_});
+  placement_ = make_placement(options.route, alone && !options.divides, {buckets_, exchange_, flights_});
   const bool paced = options.sharded_params && options.device.is_cpu();  // an accelerator has an order of its own
   backward_ = std::make_shared<Backward>(buckets_, placement_, flights_, exchange_->world(), paced);
   settlement_ = std::make_shared<Settlement>(control, buckets_, placement_, backward_, flights_, params_);
   backward_->set_on_end([weak = std::weak_ptr(settlement_)] {
-    if (const auto settlement = weak.lock()) settlement->settle(Place::backward_end, 0);
+    if (const auto settlement = weak.lock()) settlement->settle({.place = Place::backward_end});
   });
 }
 
@@ -37,6 +37,7 @@ int64_t BucketManager::add_bucket(BucketSpec spec) {
   bucket->trailer_numel = spec.trailer_numel;
   bucket->segments = std::move(spec.segments);
   Landed& landed = bucket->landed;
+  landed.divisor = spec.divisor;
   landed.keeps_shard = keeps_shards_;
   if (landed.keeps_shard) {
     landed.shard = at::zeros({bucket->shard_numel}, bucket->flat.options().dtype(bucket->wire_dtype));

@@ -36,6 +36,7 @@ struct BucketSpec {
   at::Tensor flat;  // [world * shard_numel], the buffer that the parameters lie in
   at::ScalarType wire_dtype;
   at::ScalarType grad_dtype;  // of p.grad
+  double divisor;
   int64_t shard_numel;
   int64_t trailer_numel;
   at::Tensor segments;
@@ -47,6 +48,7 @@ struct ManagerOptions {
   bool keeps_shards;        // at one address from step to step, for CUDA graphs
   c10::Device device;       // of all parameters
   bool sharded_params;      // whose memory comes and goes (ZeRO stage 3)
+  bool divides;             // sums are divided by other numbers than that of the ranks
 };
 
 class BucketManager {

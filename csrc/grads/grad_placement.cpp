@@ -12,7 +12,7 @@ void GradPlacement::zero(bool set_to_none, int64_t rounds) {
     // After a round every owner may hold a gradient of this parameter, whether or not this rank contributed to it.
     slot.replace |= slot.held || rounds > 0;
     const bool is_placeholder = grad.defined() && slot.placeholder.defined() && grad.is_same(slot.placeholder);
-    slot.whole.reached = false;
+    slot.whole.reached = slot.whole.is_undone = false;
     slot.seen.writers = 0;
     if (set_to_none) {
       slot.held = slot.zeroed = false;

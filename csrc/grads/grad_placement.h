@@ -12,6 +12,7 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -63,9 +64,9 @@ class GradPlacement {
   virtual bool sends() const { return true; }
   void count_gradient() { ++num_counted_; }
   int64_t num_counted() const { return num_counted_; }
-  // Whether before_accumulate() is to be called.
-  virtual bool leaves_placeholder() const { return false; }
-  virtual void before_accumulate(Slot& /*slot*/, const Locked& /*lock*/) {}
+  // Whether before_accumulate() is to be called for this bucket.
+  virtual bool precedes_accumulation(const Bucket& /*bucket*/) const { return false; }
+  virtual void before_accumulate(const Bucket& /*bucket*/, Slot& /*slot*/, const Locked& /*lock*/) {}
   // Called when autograd has written p.grad. `sync`: the gradient leaves with this backward.
   virtual void accumulated(Slot& /*slot*/, bool /*sync*/, const Locked& /*lock*/) {}
   // Whether all ranks meet where backward ends.
@@ -73,7 +74,7 @@ class GradPlacement {
 
   // ---- for a flight
 
-  virtual Taken take(Slot& slot, const Locked& lock) = 0;
+  virtual Taken take(const Bucket& bucket, Slot& slot, const Locked& lock) = 0;
 
   // ---- where ranks meet
 
@@ -92,6 +93,11 @@ class GradPlacement {
   void zero(bool set_to_none, int64_t rounds);
   // Notes that the scale that clip_grad_norm_() or a GradScaler leaves for step() is for the gradients that exist now.
   void mark_scaled();
+  // Multiplies p.grad by a scalar, where it holds the mean: of these slots, or of all.
+  using Slots = std::optional<std::vector<int64_t>>;
+  virtual void scale(int64_t /*bucket*/, const at::Tensor& /*factor*/, const Slots& /*slots*/) {}
+  // To be called when the landed shard was written.
+  void forget_words(int64_t bucket) { buckets().at(bucket).landed.words.reset(); }
   void mark_zeroed(int64_t bucket, int64_t slot);  // zero_() was called on this slot's placeholder
 
   // ---- for step(), after Settlement::settle()

@@ -46,9 +46,12 @@ void Backward::install_hooks(Bucket& bucket, Slot& slot) {
   const std::weak_ptr<Backward> weak = weak_from_this();
   const int64_t bucket_index = bucket.index;
   const int64_t slot_index = &slot - bucket.slots.data();
-  if (placement_->leaves_placeholder()) {
+  if (placement_->precedes_accumulation(bucket)) {
     auto hook = std::make_unique<BeforeAccumulate>([weak, bucket_index, slot_index] {
-      if (const auto self = weak.lock()) self->before_accumulate(self->buckets_->at(bucket_index).slots[slot_index]);
+      if (const auto self = weak.lock()) {
+        Bucket& bucket = self->buckets_->at(bucket_index);
+        self->before_accumulate(bucket, bucket.slots[slot_index]);
+      }
     });
     slot.hooks.before = hook.get();
     slot.hooks.accumulator->add_pre_hook(std::move(hook));
@@ -73,10 +76,10 @@ void Backward::remove_hooks(Slot& slot) {
   std::erase_if(pre_hooks, [&slot](const auto& hook) { return hook.get() == slot.hooks.before; });
 }
 
-void Backward::before_accumulate(Slot& slot) {
+void Backward::before_accumulate(const Bucket& bucket, Slot& slot) {
   const Locked lock(buckets_->mutex);
   // A thread that comes while another one accumulates finds what the other one left.
-  if (slot.seen.writers++ == 0) placement_->before_accumulate(slot, lock);
+  if (slot.seen.writers++ == 0) placement_->before_accumulate(bucket, slot, lock);
 }
 
 void Backward::after_accumulate(Bucket& bucket, Slot& slot) {

@@ -24,11 +24,11 @@ inline void read_flags_(at::Tensor& present, at::Tensor& replaced, at::TensorLis
 }
 
 inline void reduce_(at::Tensor& shard, at::Tensor& words, at::TensorList slices, const at::Tensor& segments,
-                    const at::Tensor& replaced, int64_t world, bool accumulate) {
+                    const at::Tensor& replaced, double divisor, bool accumulate) {
   static const auto op =
-      find<void(at::Tensor&, at::Tensor&, at::TensorList, const at::Tensor&, const at::Tensor&, int64_t, bool)>(
+      find<void(at::Tensor&, at::Tensor&, at::TensorList, const at::Tensor&, const at::Tensor&, double, bool)>(
           "zerox::reduce_");
-  op.call(shard, words, slices, segments, replaced, world, accumulate);
+  op.call(shard, words, slices, segments, replaced, divisor, accumulate);
 }
 
 }  // namespace zx::ops

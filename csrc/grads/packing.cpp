@@ -46,7 +46,7 @@ at::Tensor in_memory_order(const at::Tensor& source, const Slot& slot, at::Scala
 }  // namespace
 
 // See Note [Who holds a gradient].
-Taken Packing::take(Slot& slot, bool empty, std::string& refusal, const Locked& lock) const {
+Taken Packing::take(const Bucket& bucket, Slot& slot, bool empty, std::string& refusal, const Locked& lock) const {
   if (empty) return {.replace = true};
   if (slot.param.grad().defined()) {
     std::string why = refusal_of(slot);
@@ -55,7 +55,7 @@ Taken Packing::take(Slot& slot, bool empty, std::string& refusal, const Locked& 
       return {};
     }
   }
-  return placement_->take(slot, lock);
+  return placement_->take(bucket, slot, lock);
 }
 
 void Packing::note_producer(Bucket& bucket, const Locked& /*lock*/) const {
@@ -76,7 +76,7 @@ std::shared_ptr<Flight> Packing::make_flight(const std::shared_ptr<Bucket>& buck
   std::vector<int64_t> segments_before(world_, 0);  // flags go after each shard, in the order of its segments
   for (Slot& slot : bucket->slots) {
     const bool stood = slot.held;
-    Taken taken = take(slot, empty, refusal, lock);
+    Taken taken = take(*bucket, slot, empty, refusal, lock);
     flight->adds |= stood && !taken.replace;
     const bool is_straight = static_cast<int64_t>(flight->straight.size()) < bucket->num_straight;
     if (is_straight) flight->straight.push_back(in_memory_order(taken.source, slot, bucket->wire_dtype));

@@ -30,7 +30,7 @@ class Packing {
                                       const Locked& lock) const;
 
  private:
-  Taken take(Slot& slot, bool empty, std::string& refusal, const Locked& lock) const;
+  Taken take(const Bucket& bucket, Slot& slot, bool empty, std::string& refusal, const Locked& lock) const;
 
   std::shared_ptr<GradPlacement> placement_;
   std::shared_ptr<Flights> flights_;

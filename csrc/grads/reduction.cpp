@@ -83,7 +83,7 @@ class Summing : public Reduction {
       end = part.start + part.numel;
       at::Tensor shard = bucket.parts.size() == 1 ? landed.shard : landed.shard.narrow(0, part.start, part.numel);
       ops::reduce_(shard, landed.words, slices(flight, messages, part.message, part.message_start, part.numel),
-                   part.segments, landed.replaced.narrow(0, part.first_row, part.segments.size(0)), exchange_->world(),
+                   part.segments, landed.replaced.narrow(0, part.first_row, part.segments.size(0)), bucket.landed.divisor,
                    accumulate);
     }
   }
@@ -137,7 +137,7 @@ class Keeping final : public Summing {
     }
     if (landed.holds) join_pieces(bucket);
     const bool accumulate = std::exchange(landed.holds, true) && landed.shard.defined();
-    if (accumulate || landed.keeps_shard) {
+    if (accumulate || landed.keeps_shard || bucket.landed.divisor != 1.0) {
       sum(flight, messages, accumulate);
     } else {
       keep(bucket, messages.front());

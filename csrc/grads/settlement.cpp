@@ -1,11 +1,27 @@
 #include "grads/settlement.h"
 
+#include <algorithm>
 #include <utility>
 
 #include "check.h"
 #include "lanes/ranges.h"
 
 namespace zx {
+namespace {
+
+constexpr const char* kUneven = ". If ranks have unequal numbers of batches, put their loops inside optimizer.join()";
+
+// Ranks at the same place must have passed the same.
+void check_arguments(const Verdict& verdict) {
+  const Arguments& least = verdict.least_arguments;
+  const Arguments& most = verdict.most_arguments;
+  const auto differ = std::mismatch(least.begin(), least.end(), most.begin());
+  if (differ.first == least.end()) return;
+  TORCH_CHECK(false, "zerox: ranks passed different arguments to ", name_of(verdict.place.most), ": ", *differ.first,
+              " and ", *differ.second, "; every rank must pass the same");
+}
+
+}  // namespace
 
 Settlement::Settlement(Line control, std::shared_ptr<Buckets> buckets, std::shared_ptr<GradPlacement> placement,
                        std::shared_ptr<Backward> backward, std::shared_ptr<Flights> flights,
@@ -30,28 +46,38 @@ void Settlement::abandon(const Verdict& verdict) {
   placement_->start_over(/*is_step=*/false);
 }
 
+// The same where a rank failed; returns why, as that rank tells it.
+std::string Settlement::abandon_with_reason(const Verdict& verdict) {
+  abandon(verdict);
+  return agreement_.text_from(verdict.failed.most_rank, backward_->progress().failure);
+}
+
 void Settlement::check(const Verdict& verdict) {
   const char* way_out = ". Call optimizer.zero_grad() on all ranks; state is as it was before";
   if (verdict.failed.most > 0) {
-    abandon(verdict);
-    backward_->fail("it saw an error or an exception in backward");
-    TORCH_CHECK(false, "zerox: rank ", verdict.failed.most_rank, " can't go on: ", backward_->progress().failure,
-                way_out);
+    const std::string why = abandon_with_reason(verdict);
+    backward_->fail("another rank can't: " + why);
+    TORCH_CHECK(false, "zerox: rank ", verdict.failed.most_rank, " can't go on: ", why, way_out);
   }
   const Extreme& place = verdict.place;
-  TORCH_CHECK(place.least == place.most || place.least == static_cast<int64_t>(Place::backward_end), "zerox: rank ",
-              place.least_rank, " is in ", name_of(place.least), " while rank ", place.most_rank, " is in ",
-              name_of(place.most), "; every rank must make the same calls");
+  const bool followed = place.least == static_cast<int64_t>(Place::follow);
+  TORCH_CHECK(!followed || place.most <= kLastFollowed, "zerox: rank ", place.least_rank,
+              " has run out of batches inside optimizer.join(), and can't follow rank ", place.most_rank, " into ",
+              name_of(place.most), ": make this call outside join(), on all ranks");
+  const Extreme& active = verdict.active;
+  TORCH_CHECK(active.least >= place.most || active.least == static_cast<int64_t>(Place::backward_end), "zerox: rank ",
+              active.least_rank, " is in ", name_of(active.least), " while rank ", place.most_rank, " is in ",
+              name_of(place.most), "; every rank must make the same calls", kUneven);
   if (verdict.own_rounds.least < verdict.rounds.most) {
     abandon(verdict);
     backward_->fail("ranks ran different numbers of backwards");
     TORCH_CHECK(false, "zerox: rank ", verdict.own_rounds.least_rank, " ran ", verdict.own_rounds.least,
                 " synchronising backwards since the last step, rank ", verdict.rounds.most_rank, " ran ",
-                verdict.rounds.most, way_out);
+                verdict.rounds.most, way_out, kUneven);
   }
 }
 
-Statement Settlement::statement(Place place, int64_t adoptions) {
+Statement Settlement::statement(const Call& call) {
   GradsSeen seen;
   {
     const int64_t rounds = backward_->progress().rounds;
@@ -60,46 +86,78 @@ Statement Settlement::statement(Place place, int64_t adoptions) {
   }
   if (!seen.refusal.empty()) backward_->fail(seen.refusal);
   const Progress progress = backward_->progress();
-  return {.place = place,
+  had_gradient_ |= progress.own_rounds > 0 || seen.unsent;
+  return {.place = call.place,
+          .arguments = call.arguments,
+          .options = call.options,
           .rounds = progress.rounds,
           .own_rounds = progress.own_rounds,
           .failed = !progress.failure.empty(),
           .unsent = seen.unsent,
           .changed = seen.changed,
-          .adoptions = adoptions,
+          .adoptions = call.adoptions,
           .scaled = seen.scaled,
+          .zeroed = zeroed_.exchange(false),
+          .active = call.place != Place::follow || had_gradient_,
           .proposes = params_->proposes_order(),
           .with_grad = std::move(seen.with_grad)};
 }
 
-Settled Settlement::settle(Place place, int64_t adoptions, const std::string& refusal) {
+// One exchange of statements. Afterwards ranks have launched the same rounds.
+Verdict Settlement::meet(const Call& call) {
+  const bool was_zeroed = zeroed_;
+  Verdict verdict{};
+  {
+    const Range range("agree");
+    verdict = agreement_.agree(statement(call));
+  }
+  settled_scaled_ = verdict.scaled.most > 0;
+  settled_with_grad_ = verdict.with_grad;
+  check(verdict);
+  const bool followed = verdict.place.least == static_cast<int64_t>(Place::follow);
+  backward_->set_followed(followed);
+  // What a follower still holds is of an older step, which the others have zeroed.
+  if (call.place == Place::follow && verdict.zeroed.most > 0 && !was_zeroed) {
+    placement_->zero(/*set_to_none=*/true, backward_->progress().rounds);
+  }
+  join(verdict, /*empty=*/false);
+  placement_->complete(verdict.rounds.most, agreement_);
+  return verdict;
+}
+
+Meeting Settlement::settle(const Call& call) {
   const Range range("settle");
+  if (call.place == Place::backward_end && before_backward_end_) before_backward_end_();
   const std::lock_guard lock(mutex_);
-  TORCH_CHECK(backward_->is_syncing() || place == Place::backward_end, "zerox: ", name_of(static_cast<int64_t>(place)),
+  TORCH_CHECK(backward_->is_syncing() || call.place == Place::backward_end,
+              "zerox: ", name_of(static_cast<int64_t>(call.place)),
               " was called inside no_sync(), where gradients are not exchanged");
   backward_->end_pass();
-  if (!refusal.empty()) backward_->fail(refusal);
-  // 1. Ranks tell each other where they are, and launch until all have launched the same rounds.
-  Verdict verdict{};
-  while (true) {
-    {
-      const Range range("agree");
-      verdict = agreement_.agree(statement(place, adoptions));
-    }
-    settled_scaled_ = verdict.scaled.most > 0;
-    settled_with_grad_ = verdict.with_grad;
-    check(verdict);
-    join(verdict, /*empty=*/false);
-    placement_->complete(verdict.rounds.most, agreement_);
-    // A rank without a backward of its own meets the others at the end of theirs, and then again at their step.
-    const bool others_behind = verdict.place.least < static_cast<int64_t>(place);
-    if (!others_behind) break;
-  }
-  if (place == Place::backward_end) return Settled::ready;
+  if (!call.refusal.empty()) backward_->fail(call.refusal);
+  // 1. Ranks tell each other where they are, and launch until all have launched the same rounds. A rank without a
+  // backward of its own meets the others at the end of theirs, and then again at their next call.
+  constexpr auto kBackwardEnd = static_cast<int64_t>(Place::backward_end);
+  Verdict verdict = meet(call);
+  while (verdict.active.least == kBackwardEnd && call.place != Place::backward_end) verdict = meet(call);
+  const auto place = static_cast<Place>(verdict.place.most);  // a follower is where the others are
+  Meeting meeting{.adopts = verdict.adoptions.most > 0,
+                  .place = place,
+                  .arguments = verdict.most_arguments,
+                  .has_same_options = verdict.has_same_options,
+                  .followed = verdict.place.least == static_cast<int64_t>(Place::follow),
+                  .num_active = verdict.num_active,
+                  .speaker = verdict.active.least_rank};
+  if (call.place == Place::backward_end || place == Place::follow) return meeting;
+  check_arguments(verdict);
   // 2. What has to be the same on all ranks before they go on: orders, and parameters to adopt.
   if (verdict.rounds.most > 0 && !backward_->has_order()) learn_order();
-  if (verdict.adoptions.most > 0) return Settled::adopt;
+  if (meeting.adopts) return meeting;
   if (verdict.proposes.least > 0) params_->set_order(agreement_.from_rank_0(params_->take_proposal()));
+  finish(verdict, place);
+  return meeting;
+}
+
+void Settlement::finish(const Verdict& verdict, Place place) {
   // 3. What no flight took leaves, and the caller waits for all that is on its way.
   send_rest(verdict);
   flights_->land();
@@ -108,7 +166,7 @@ Settled Settlement::settle(Place place, int64_t adoptions, const std::string& re
   if (is_step) agreement_.step_begun();
   backward_->start_over();
   placement_->start_over(is_step);
-  return Settled::ready;
+  if (is_step || place == Place::skip_step) had_gradient_ = false;
 }
 
 // Sends what no flight of a backward took; if there is nothing, owners still hear of what was discarded.
@@ -127,9 +185,10 @@ void Settlement::zero(bool set_to_none) {
   // Where gradients are whole, the others wait at the end of the backward that raised here: they must be told.
   if (raised && placement_->meets_after_backward()) {
     const std::lock_guard lock(mutex_);
-    abandon(agreement_.agree(statement(Place::backward_end, 0), "zero_grad()"));
+    abandon_with_reason(agreement_.agree(statement({.place = Place::backward_end}), "zero_grad()"));
   }
   backward_->forget_failure();
+  zeroed_ = true;
   placement_->zero(set_to_none, backward_->progress().rounds);
 }
 

@@ -1,7 +1,9 @@
 // Together: where ranks meet, what they tell each other there, and what follows from it.
 #pragma once
 
+#include <atomic>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <string>
 
@@ -14,19 +16,18 @@
 
 namespace zx {
 
-// What settle() tells its caller: to go on, or to adopt parameters first.
-enum class Settled { ready, adopt };
-
 // In a forked child every function that changes or waits for something throws: see Note [Forks].
 class Settlement {
  public:
   Settlement(Line control, std::shared_ptr<Buckets> buckets, std::shared_ptr<GradPlacement> placement,
              std::shared_ptr<Backward> backward, std::shared_ptr<Flights> flights, std::shared_ptr<Params> params);
 
-  // Collective. Afterwards everything that ranks launched has landed, the same on all ranks. Throws on all ranks if
-  // they disagree about it, or if one passes a `refusal`, which tells why it can't go on. Settled::adopt means that
-  // some rank passed adoptions > 0: make them and call again.
-  Settled settle(Place place, int64_t adoptions, const std::string& refusal = "");
+  // Collective. Afterwards everything that ranks launched has landed, the same on all ranks, unless the Meeting says
+  // that parameters are to be adopted first. Throws on all ranks if they disagree, or if one has a `refusal`.
+  Meeting settle(const Call& call);
+
+  // `call` is called before ranks meet at the end of a backward. For torch's Join, which has a meeting of its own.
+  void set_before_backward_end(std::function<void()> call) { before_backward_end_ = std::move(call); }
 
   // Does what Optimizer.zero_grad() does. It is local and never blocks, with one exception: if gradients are whole and
   // backward raised here, it tells the other ranks, which wait at the end of their backward.
@@ -46,10 +47,13 @@ class Settlement {
   int64_t num_added() const { return flights_->num_launched() + placement_->num_counted(); }
 
  private:
-  Statement statement(Place place, int64_t adoptions);
+  Statement statement(const Call& call);
+  Verdict meet(const Call& call);
   void check(const Verdict& verdict);
+  void finish(const Verdict& verdict, Place place);
   void join(const Verdict& verdict, bool empty);
   void abandon(const Verdict& verdict);
+  std::string abandon_with_reason(const Verdict& verdict);
   void send_rest(const Verdict& verdict);
   void learn_order();
 
@@ -60,6 +64,9 @@ class Settlement {
   std::shared_ptr<Flights> flights_;
   std::shared_ptr<Params> params_;
   Agreement agreement_;
+  std::function<void()> before_backward_end_;
+  std::atomic<bool> zeroed_ = false;  // this rank called zero(), and has not told
+  bool had_gradient_ = false;         // this rank, in this step
   // What the last settle() saw, on any rank.
   bool settled_scaled_ = false;
   SlotSet settled_with_grad_;

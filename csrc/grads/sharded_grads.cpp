@@ -7,7 +7,7 @@
 
 namespace zx {
 
-void ShardedGrads::before_accumulate(Slot& slot, const Locked& /*lock*/) {
+void ShardedGrads::before_accumulate(const Bucket& /*bucket*/, Slot& slot, const Locked& /*lock*/) {
   at::Tensor& grad = slot.param.mutable_grad();
   if (!grad.defined()) {
     slot.replace |= slot.held;
@@ -22,7 +22,7 @@ void ShardedGrads::before_accumulate(Slot& slot, const Locked& /*lock*/) {
 }
 
 // Leaves a placeholder behind.
-Taken ShardedGrads::take(Slot& slot, const Locked& /*lock*/) {
+Taken ShardedGrads::take(const Bucket& /*bucket*/, Slot& slot, const Locked& /*lock*/) {
   at::Tensor& grad = slot.param.mutable_grad();
   const bool is_placeholder = grad.defined() && grad.is_same(slot.placeholder);
   const bool is_real = grad.defined() && !is_placeholder;

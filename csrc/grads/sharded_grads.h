@@ -10,9 +10,9 @@ class ShardedGrads final : public GradPlacement {
  public:
   using GradPlacement::GradPlacement;
 
-  bool leaves_placeholder() const override { return true; }
-  void before_accumulate(Slot& slot, const Locked& lock) override;
-  Taken take(Slot& slot, const Locked& lock) override;
+  bool precedes_accumulation(const Bucket& /*bucket*/) const override { return true; }
+  void before_accumulate(const Bucket& bucket, Slot& slot, const Locked& lock) override;
+  Taken take(const Bucket& bucket, Slot& slot, const Locked& lock) override;
   GradsSeen look(int64_t rounds, const Locked& lock) override;
   void exchange_changes(Agreement& agreement) override;
 

@@ -5,9 +5,12 @@
 #include <ATen/ops/empty_like.h>
 #include <ATen/ops/where.h>
 
+#include <algorithm>
+
 #include "check.h"
 #include "grads/ops.h"
 #include "grads/packing.h"
+#include "grads/straight.h"
 #include "lanes/ranges.h"
 #include "params/gathers.h"
 
@@ -20,8 +23,27 @@ at::Tensor shaped_like(const at::Tensor& flat, const Slot& slot) {
 
 }  // namespace
 
-Taken WholeGrads::take(Slot& /*slot*/, const Locked& /*lock*/) {
+Taken WholeGrads::take(const Bucket& /*bucket*/, Slot& /*slot*/, const Locked& /*lock*/) {
   TORCH_INTERNAL_ASSERT(false, "one rank alone sends no gradients");
+}
+
+void WholeGrads::scale(int64_t index, const at::Tensor& factor, const Slots& slots) {
+  const at::AutoDispatchBelowADInplaceOrView no_autograd;
+  const Locked lock(buckets().mutex);
+  Bucket& bucket = buckets().at(index);
+  for (int64_t i = 0; i < static_cast<int64_t>(bucket.slots.size()); ++i) {
+    Slot& slot = bucket.slots[i];
+    at::Tensor& grad = slot.param.mutable_grad();
+    if (!grad.defined() || (slots && std::find(slots->begin(), slots->end(), i) == slots->end())) continue;
+    const bool is_mean = slot.whole.mean.is_still(grad);
+    grad.mul_(factor);
+    if (is_mean) slot.whole.mean.note(grad);
+  }
+  if (bucket.landed.shard.defined() && !slots) {
+    bucket.landed.shard.mul_(factor);
+  } else {
+    bucket.landed.shard.reset();  // see shard(): p.grad has the values
+  }
 }
 
 GradsSeen WholeGrads::look(int64_t rounds, const Locked& /*lock*/) {
@@ -101,13 +123,27 @@ std::vector<at::Tensor> WholeGrads::pieces(int64_t index) {
   return pack(bucket, bucket.num_straight);
 }
 
-Taken GatheredGrads::take(Slot& slot, const Locked& /*lock*/) {
+void GatheredGrads::before_accumulate(const Bucket& bucket, Slot& slot, const Locked& /*lock*/) {
+  at::Tensor& grad = slot.param.mutable_grad();
+  WholeGrad& whole = slot.whole;
+  if (!grad.defined() || whole.is_undone || whole.is_local(grad)) return;
+  const at::AutoDispatchBelowADInplaceOrView no_autograd;
+  grad.mul_(undoing(bucket));
+  whole.is_undone = true;
+}
+
+Taken GatheredGrads::take(const Bucket& bucket, Slot& slot, const Locked& /*lock*/) {
   // p.grad includes the mean that was gathered before, so this flight replaces the shard.
   const at::Tensor& grad = slot.param.grad();
-  const bool sent = grad.defined() && (slot.whole.unsent || !only_unsent_);
+  WholeGrad& whole = slot.whole;
+  const bool sent = grad.defined() && (whole.unsent || !only_unsent_);
+  const bool is_mean = sent && !whole.is_undone && !whole.is_local(grad);
   slot.held = sent;
-  slot.whole.unsent = false;
-  return {.source = sent ? in_order_of(grad, slot.home) : at::Tensor(), .present = sent, .replace = sent};
+  whole.unsent = false;
+  if (!sent) return {};
+  at::Tensor source = in_order_of(grad, slot.home);
+  if (is_mean && undoing(bucket) != 1.0) source = source.mul(undoing(bucket));
+  return {.source = std::move(source), .present = true, .replace = true};
 }
 
 // Gradients of a round that is not over yet have left, too.
@@ -136,6 +172,7 @@ std::vector<at::Tensor> GatheredGrads::gather_means() {
     const auto options = bucket->flat.options().dtype(bucket->grad_dtype);
     at::Tensor flat = at::empty({exchange().world() * bucket->shard_numel}, options);
     at::Tensor own = flat.narrow(0, rank * bucket->shard_numel, bucket->shard_numel);
+    join_pieces(*bucket);
     if (bucket->landed.shard.defined()) {
       own.copy_(bucket->landed.shard);
     } else {
@@ -164,9 +201,12 @@ void GatheredGrads::complete(int64_t rounds, Agreement& agreement) {
     for (Slot& slot : bucket->slots) {
       const uint8_t found = present[at++];
       if (found == kAbsent) continue;
+      const bool was_scaled = slot.seen.scaled.is(slot.param.grad());
       slot.param.mutable_grad() = shaped_like(whole[bucket->index], slot);
+      if (was_scaled) slot.seen.scaled.note(slot.param.grad());  // it is a part of the new mean
       slot.whole.mean.note(slot.param.grad());
       slot.whole.reached |= found == kReached;
+      slot.whole.is_undone = false;
     }
   }
 }

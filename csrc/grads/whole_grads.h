@@ -12,7 +12,8 @@ class WholeGrads : public GradPlacement {
   using GradPlacement::GradPlacement;
 
   bool sends() const override { return false; }
-  Taken take(Slot& slot, const Locked& lock) override;
+  Taken take(const Bucket& bucket, Slot& slot, const Locked& lock) override;
+  void scale(int64_t bucket, const at::Tensor& factor, const Slots& slots) override;
   GradsSeen look(int64_t rounds, const Locked& lock) override;
 
   // Packed from p.grad anew at each call.
@@ -28,6 +29,12 @@ class WholeGrads : public GradPlacement {
   std::vector<at::Tensor> pack(Bucket& bucket, int64_t num_straight);
 };
 
+// Note [A mean that is sent again]
+// If p.grad is not zeroed after a backward, it holds the mean, and the next backward adds to it. What is sent then is
+// both. The ranks' equal means add up to W times as much, and divided by W they are what they were. Where sums are
+// divided by another number (gradient_divisor), they are not: so p.grad is first multiplied by divisor / W. That is
+// done in place where backward adds to it (`is_undone`), else to a copy that is sent.
+
 // p.grad is the mean once backward has ended: it is reduced to shards, and gathered from them.
 class GatheredGrads final : public WholeGrads {
  public:
@@ -35,14 +42,18 @@ class GatheredGrads final : public WholeGrads {
 
   bool sends() const override { return true; }
   bool meets_after_backward() const override { return true; }
+  bool precedes_accumulation(const Bucket& bucket) const override { return undoing(bucket) != 1.0; }
+  void before_accumulate(const Bucket& bucket, Slot& slot, const Locked& lock) override;
   void accumulated(Slot& slot, bool sync, const Locked& /*lock*/) override { slot.whole.unsent = !sync; }
-  Taken take(Slot& slot, const Locked& lock) override;
+  Taken take(const Bucket& bucket, Slot& slot, const Locked& lock) override;
   void complete(int64_t rounds, Agreement& agreement) override;
   void send_rest(Agreement& agreement, const std::function<void()>& launch) override;
   void start_over(bool is_step) override;
 
  private:
   bool is_unsent(const Slot& slot, int64_t rounds) const override;
+  // See Note [A mean that is sent again].
+  double undoing(const Bucket& bucket) const { return bucket.landed.divisor / exchange().world(); }
   std::vector<uint8_t> who_has_grads();
   std::vector<at::Tensor> gather_means();
 

@@ -22,7 +22,9 @@ struct ReduceBuffers {
     std::vector<const void*> starts;
     for (const Elements& slice : slices) starts.push_back(slice.at(start));
     const auto ranks = static_cast<int64_t>(slices.size());
-    table.reduce({shard.dtype(), starts.data(), ranks, ranks, accumulate, shard.at(start), stop - start}, words.data());
+    table.reduce({shard.dtype(), starts.data(), ranks, static_cast<double>(ranks), (ranks & (ranks - 1)) == 0,
+                  accumulate, shard.at(start), stop - start},
+                 words.data());
   }
 
   Elements shard;

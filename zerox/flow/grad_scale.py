@@ -1,35 +1,80 @@
-"""Between the gradients and the next step(): one factor for all of them, and whether to step at all."""
+"""Between the gradients and the next step(): what all of them are multiplied by, and whether to step at all."""
 
 from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from zerox import _C as C
+from zerox.memory.bucket import GradPart
+
+Divisor = float | None  # a group's gradient_divisor; None: the number of ranks
+
+
+@dataclass
+class Said:
+    """What was asked of this step's gradients so far. It is the same on all ranks."""
+
+    mean_over: bool = False
+    clip: str = ""  # the call
+    limit: float | None = None  # clip_grad_value_()'s
+    num_active: int | None = None  # ranks by whose number means were divided again: see Engine.join()
+
+    def __bool__(self) -> bool:
+        return self.mean_over or bool(self.clip) or self.limit is not None or self.num_active is not None
 
 
 class GradScale:
-    """Scalars on ``device`` that clip_grad_norm_() and GradScaler leave for the next step().
+    """Scalars on ``device`` that calls after backward leave for the next step().
 
-    ``value`` (float64) multiplies all gradients; ``finite`` (uint8) is 0 if the step must change nothing. None stands
-    for 1, but not with ``keeps_place``: then each stays at one address, for CUDA graphs.
+    ``values`` (float64) multiply the gradients of buckets, by their divisors; ``finite`` (uint8) is 0 if the step must
+    change nothing. None stands for 1, but not with ``keeps_place``: then each stays at one address, for CUDA graphs.
     """
 
     def __init__(self, manager: C.BucketManager, device: torch.device, keeps_place: bool) -> None:
         self.manager = manager
+        self.device = device
         self.keeps_place = keeps_place
-        self.value = torch.ones((), dtype=torch.float64, device=device) if keeps_place else None
+        self.of_groups: list[Divisor] = []
+        self.divisors: list[Divisor] = []  # of each bucket
+        self.values: dict[Divisor, Tensor | None] = {}
         self.finite = torch.ones((), dtype=torch.uint8, device=device) if keeps_place else None
         self.num_added: int | None = None  # the manager's, when a scalar was set; None: none was
+        self.said = Said()
+
+    def add_bucket(self, divisor: Divisor) -> None:
+        self.divisors.append(divisor)
+        if divisor not in self.values:
+            place = torch.ones((), dtype=torch.float64, device=self.device) if self.keeps_place else None
+            self.values[divisor] = place
+
+    def of(self, bucket: int) -> Tensor | None:
+        return self.values[self.divisors[bucket]]
 
     def multiply(self, coefficient: Tensor) -> None:
-        if self.value is None:
-            self.value = coefficient.double()
-        elif self.keeps_place:
-            self.value.mul_(coefficient)
-        else:
-            self.value = coefficient.double() * self.value
-        self._mark()
+        self.multiply_each(dict.fromkeys(self.values, coefficient))
+
+    def multiply_each(self, coefficients: Mapping[Divisor, Tensor]) -> None:
+        """By divisor."""
+        for divisor, coefficient in coefficients.items():
+            value = self.values[divisor]
+            if value is None:
+                self.values[divisor] = coefficient.double()
+            elif self.keeps_place:
+                value.mul_(coefficient)
+            else:
+                self.values[divisor] = coefficient.double() * value
+        self.mark()
+
+    def multiply_in_grads(self, coefficients: Mapping[Divisor, Tensor]) -> None:
+        """Where ``p.grad`` is the whole mean: at once."""
+        for bucket, divisor in enumerate(self.divisors):
+            if divisor in coefficients:
+                self.manager.grads.scale(bucket, coefficients[divisor], None)
+        self.mark()
 
     def skip_unless(self, finite: Tensor) -> None:
         """``finite``: 1 or 0, of any dtype."""
@@ -37,11 +82,24 @@ class GradScale:
             self.finite.mul_(finite.to(torch.uint8))
         else:
             self.finite = finite.to(torch.uint8)
-        self._mark()
+        self.mark()
 
     def present(self, present: Tensor) -> Tensor:
         """The segments that take part in the step; the host need not know whether it is skipped."""
         return present if self.finite is None else present * self.finite
+
+    def limited(self, part: GradPart, bucket: int) -> GradPart:
+        """After clip_grad_value_(): a scaled copy, in float32 or wider, with no element above the limit."""
+        if self.said.limit is None:
+            return part
+        wide = part.grad if part.grad.dtype is torch.float64 else part.grad.float()
+        value = self.of(bucket)
+        scaled = wide if value is None else wide * value
+        return part._replace(grad=scaled.clamp(-self.said.limit, self.said.limit))
+
+    def left_of(self, bucket: int) -> Tensor | None:
+        """What limited() has not multiplied by yet."""
+        return self.of(bucket) if self.said.limit is None else None
 
     def forget_if_discarded(self) -> None:
         """Resets if the scaled gradients are all gone (model.zero_grad()): others are not scaled."""
@@ -52,21 +110,27 @@ class GradScale:
         """RuntimeError if gradients were added to the scaled ones."""
         if self.num_added not in (None, self.manager.settlement.num_added):
             raise RuntimeError(
-                "gradients were added between clip_grad_norm_() or GradScaler.unscale_() and step(): the scale of the "
-                "first can't be told from that of the others any more. Call these after the last backward, or call "
-                "zero_grad()"
+                "gradients were added between clip_grad_norm_(), mean_over() or GradScaler.unscale_() and step(): the "
+                "scale of the first can't be told from that of the others any more. Call these after the last "
+                "backward, or call zero_grad()"
             )
 
     def reset(self) -> None:
         if self.keeps_place:
-            assert self.value is not None
             assert self.finite is not None
-            self.value.fill_(1.0)
             self.finite.fill_(1)
         else:
-            self.value = self.finite = None
+            self.finite = None
+        for divisor, value in self.values.items():
+            if self.keeps_place and value is not None:
+                value.fill_(1.0)
+            else:
+                self.values[divisor] = None
         self.num_added = None
+        if self.said:
+            self.said = Said()
 
-    def _mark(self) -> None:
+    def mark(self) -> None:
+        """To be called when gradients were scaled: those that come later would not be."""
         self.manager.grads.mark_scaled()
         self.num_added = self.manager.settlement.num_added

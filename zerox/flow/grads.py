@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 
@@ -25,9 +25,14 @@ class Grads:
     """Installs the hooks of each bucket that is added, and hands out this rank's shard of the mean gradient."""
 
     def __init__(
-        self, ranks: Ranks, stage: Stage, reduce_dtype: torch.dtype | None, keeps_shards: bool = False
+        self,
+        ranks: Ranks,
+        stage: Stage,
+        reduce_dtype: torch.dtype | None,
+        keeps_shards: bool = False,
+        divides: bool = False,
     ) -> None:
-        """``keeps_shards``: shards stay at one address, for CUDA graphs."""
+        """``keeps_shards``: shards stay at one address, for CUDA graphs. ``divides``: see ManagerOptions."""
         self.no_sync_depth = 0
         self.segments: list[Tensor] = []  # of each bucket
         self.pieces_of: list[list[tuple[int, int, int, Tensor]]] = []
@@ -44,14 +49,16 @@ class Grads:
                 keeps_shards=keeps_shards,
                 device=torch.device(ranks.device),
                 sharded_params=stage.params is SHARDED and ranks.size > 1,
+                divides=divides,
             ),
         )
 
     def wire_dtype(self, bucket: Bucket) -> torch.dtype:
         return self.reduce_dtype or bucket.buffer.flat.dtype
 
-    def add_bucket(self, bucket: Bucket) -> int:
-        """Returns the bucket's index. Gradients of its parameters are taken from now on."""
+    def add_bucket(self, bucket: Bucket, divisor: float | None = None) -> int:
+        """Returns the bucket's index. Gradients of its parameters are taken from now on, and the ranks' sum is divided
+        by ``divisor`` (None: their number)."""
         layout = bucket.plan.layout
         index = self.manager.num_buckets
         placeholders = None
@@ -73,6 +80,7 @@ class Grads:
             shard_numel=layout.shard_numel,
             trailer_numel=layout.trailer_numel,
             segments=bucket.segments,
+            divisor=self.ranks.size if divisor is None else divisor,
             num_straight=bucket.plan.num_straight if self.wire_dtype(bucket) == bucket.grad_dtype else 0,
         )
         assert made == index
@@ -80,14 +88,22 @@ class Grads:
         self.pieces_of.append(list(map(_less_padding, self.manager.parts(index))))
         return made
 
-    def settle(self, place: C.Place, adoptions: int = 0, refusal: str = "") -> bool:
-        """Collective. Waits until everything launched has landed on all ranks; True if a rank has to adopt first.
+    def settle(
+        self,
+        place: C.Place,
+        arguments: Sequence[float] = (),
+        options: float = 0.0,
+        adoptions: int = 0,
+        refusal: str = "",
+    ) -> C.Meeting:
+        """Collective. Waits until everything launched has landed on all ranks, unless a rank has to adopt first.
 
         RuntimeError on all ranks if they ran different numbers of backwards, one of them raised, or one passes a
         ``refusal`` (why it can't go on); on those that wait, naming buckets and parameters, if a rank died or stalls
         past the group's timeout.
         """
-        return self.manager.settlement.settle(place, adoptions, refusal) == C.Settled.ADOPT
+        padded = [*arguments, *[0.0] * (C.NUM_ARGUMENTS - len(arguments))]
+        return self.manager.settlement.settle(place, padded, options, adoptions, refusal)
 
     def shard(self, index: int) -> Tensor | None:
         """The mean gradient's shard ``[shard_numel]`` after settle(), or None while no parameter has a gradient.

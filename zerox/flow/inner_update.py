@@ -102,17 +102,15 @@ class InnerUpdate:
         """
         options = [options_of(group) for group in groups]
         changed: list[dict[str, Any]] = [{} for _ in groups]
-        scale = self.grad_scale.value
-        if scale is not None and scale.device.type == "cpu" and float(scale) == 1.0:
-            scale = None
         for index, inner in enumerate(self.inner):
             with Range("update", index):
                 inner.prepare(options, kinds)
                 parts, present = self._gradients(index)
+                parts = [self.grad_scale.limited(part, index) for part in parts]
                 bucket = self.buckets[index]
                 if bucket.master is None and bucket.buffer.shard_is_apart:
                     self.before[index] = bucket.param_shard.clone()
-                updated.append(inner.take_gradients(parts, present, counted, scale))
+                updated.append(inner.take_gradients(parts, present, counted, self._scale_of(index)))
                 del parts  # which may be copies, for this bucket alone
                 try:
                     found = inner.step(options, self.step_options)
@@ -127,6 +125,10 @@ class InnerUpdate:
                     )
                 changed[group] = values
         return changed
+
+    def _scale_of(self, index: int) -> Tensor | None:
+        scale = self.grad_scale.left_of(index)
+        return None if scale is not None and scale.device.type == "cpu" and float(scale) == 1.0 else scale
 
     def _agree(self, error: Exception | None) -> None:
         """Collective. Raises RuntimeError on all ranks, with the parameters as before the step, if one has an error."""

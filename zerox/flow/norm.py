@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
 
 from zerox import ops
 from zerox._C import Combine
+from zerox.flow.asked import Asked
 from zerox.flow.grads import Grads
 
 
@@ -20,28 +21,57 @@ def shard_words(shard: Tensor, segments: Tensor, p: float) -> Tensor:
     return words
 
 
-def words_of(grads: Grads, p: float) -> Iterator[Tensor]:
-    """The sum of each part of this rank's shards; sums that the reduction left are taken as they are."""
+def words_of(grads: Grads, p: float, asked: Asked) -> Iterator[tuple[int, Tensor]]:
+    """The sum of each part of this rank's shards, with its bucket; sums that the reduction left are taken as they are.
+
+    ``asked``: see :class:`zerox.flow.asked.Asked`.
+    """
     for index in range(grads.manager.num_buckets):
-        words = grads.words(index) if p == 2.0 else None
+        words = grads.words(index) if p == 2.0 and asked.has_all else None
         if words is not None:
-            yield words
+            yield index, words
             continue
         for part in grads.parts(index):
-            yield shard_words(part.grad, part.segments, p)
+            segments = asked.segments(index, part)
+            if segments.shape[0] > 0:
+                yield index, shard_words(part.grad, segments, p)
 
 
-def total_norm(grads: Grads, p: float) -> tuple[Tensor, Tensor]:
-    """The norm over all shards of all ranks and whether every element is finite, as float64 scalars. Collective.
+def total_words(grads: Grads, p: float, asked: Asked, divisors: Sequence[object]) -> Tensor:
+    """The exact sums over all shards of all ranks: int64 ``[number of divisors, EXACT_WORDS]``. Collective.
 
-    The sums are exact, so neither bucket sizes nor the number of ranks show in the result.
+    ``divisors``: each bucket's; those of one divisor are summed together, in the order in which divisors first come. No
+    bucket size, and no number of ranks, shows in exact sums.
     """
-    total = torch.zeros(ops.EXACT_WORDS, dtype=torch.int64, device=grads.ranks.device)
-    for each in words_of(grads, p):
-        total = torch.maximum(total, each) if math.isinf(p) else total + each
+    rows = {divisor: row for row, divisor in enumerate(dict.fromkeys(divisors))}
+    total = torch.zeros(max(1, len(rows)), ops.EXACT_WORDS, dtype=torch.int64, device=grads.ranks.device)
+    for index, each in words_of(grads, p, asked):
+        add_words(total[rows[divisors[index]]], each, p)
     grads.all_reduce(total, Combine.MAX if math.isinf(p) else Combine.SUM)
-    value = ops.norm_value(total, p)
-    return value[0], value[1]
+    return total
+
+
+def add_words(total: Tensor, words: Tensor, p: float) -> None:
+    total.copy_(torch.maximum(total, words) if math.isinf(p) else total + words)
+
+
+def norm_of(rows: Sequence[tuple[Tensor, Tensor | None]], p: float) -> tuple[Tensor, Tensor]:
+    """The norm over exact sums, each with what its elements will be multiplied by (None: 1), and whether all elements
+    are finite, as float64 scalars."""
+    plain = torch.zeros_like(rows[0][0])
+    found = []
+    for words, factor in rows:
+        if factor is None:
+            add_words(plain, words, p)
+        else:
+            found.append((ops.norm_value(words, p), factor))
+    value = ops.norm_value(plain, p)
+    if not found:
+        return value[0], value[1]
+    finite = torch.stack([value[1], *(each[1] for each, _ in found)]).amin()
+    if len(found) == 1 and len(rows) == 1:
+        return found[0][0][0] * found[0][1], finite
+    return torch.linalg.vector_norm(torch.stack([value[0], *(each[0] * factor for each, factor in found)]), p), finite
 
 
 def clip_coefficient(norm: Tensor, max_norm: float) -> Tensor:

@@ -68,17 +68,18 @@ class FusedUpdate:
 
     def runs(self, groups: Groups, capturing: bool) -> Iterator[Sequence[int]]:
         tables = self.tables.refresh(groups, capturing)
-        for run in launches(self.grads.manager.params.order, self.buckets):
+        for run in launches(self.grads.manager.params.order, self.buckets, self.grad_scale.divisors):
             rule = self.buckets[run[0]].rule
             with ranges(run):
-                update(rule, list(self._shards(run)), tables[rule.name], self.grad_scale.value)
+                update(rule, list(self._shards(run)), tables[rule.name], self.grad_scale.left_of(run[0]))
             yield run
 
     def _shards(self, run: Sequence[int]) -> Iterator[Shard]:
         for index in run:
             if parts := self.grads.parts(index):
                 present = self.grad_scale.present(self.grads.present(index))
-                yield from (shard_of(self._part(index, of), of, present) for of in parts)
+                limited = (self.grad_scale.limited(of, index) for of in parts)
+                yield from (shard_of(self._part(index, of), of, present) for of in limited)
 
     def _part(self, index: int, of: GradPart) -> Part:
         place = (index, of.start, of.grad.numel(), of.first_row)
@@ -112,12 +113,13 @@ def _kind(shard: Shard) -> tuple[object, ...]:
 LEAST_IN_A_LAUNCH = 4 * 2**20
 
 
-def launches(order: Sequence[int], buckets: Sequence[Bucket]) -> Iterator[list[int]]:
+def launches(order: Sequence[int], buckets: Sequence[Bucket], divisors: Sequence[object]) -> Iterator[list[int]]:
     """``order`` cut into runs of buckets that are updated together, before the gather of any of them begins.
 
-    A run has one rule. On a GPU it has enough elements for a launch. The CPU has no launches: a run is one bucket.
+    A run has one rule and one divisor. On a GPU it has enough elements for a launch. The CPU has no launches: there a
+    run is one bucket.
     """
-    for _, alike in groupby(order, key=lambda index: buckets[index].rule.name):
+    for _, alike in groupby(order, key=lambda index: (buckets[index].rule.name, divisors[index])):
         run: list[int] = []
         numel = 0
         for index in alike:

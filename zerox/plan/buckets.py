@@ -23,7 +23,7 @@ class ParamSpec:
     """What a plan knows of a parameter: ``dtype`` is any hashable name of its dtype, ``itemsize`` its bytes an element.
 
     ``state_form``: how its state is stored; ``grad_dtype``: a name of its gradient's dtype, if that is another one;
-    ``rule``: the name of its update rule.
+    ``rule``: the name of its update rule; ``divisor``: of the ranks' sum of its gradients, None for their number.
     """
 
     name: str
@@ -33,11 +33,12 @@ class ParamSpec:
     state_form: Form = FLOAT32
     grad_dtype: str = ""
     rule: str = ""
+    divisor: float | None = None
 
     @property
-    def kind(self) -> tuple[str, Form, str, str]:
+    def kind(self) -> tuple[str, Form, str, str, float | None]:
         """What all parameters of a bucket have in common."""
-        return self.dtype, self.state_form, self.grad_dtype, self.rule
+        return self.dtype, self.state_form, self.grad_dtype, self.rule, self.divisor
 
     @property
     def nbytes(self) -> int:
@@ -71,9 +72,9 @@ def default_cap_bytes(backend: str, world_size: int) -> int:
 def plan_buckets(params: Sequence[ParamSpec], world_size: int, cap_bytes: int) -> list[BucketPlan]:
     """Fills buckets with parameters in reverse registration order, which is about the order of their gradients.
 
-    A bucket holds one dtype, gradients of one dtype, one rule, and state stored in one form. It is closed by the first
-    parameter that would take it over ``cap_bytes``; a parameter larger than the cap has a bucket of its own. Inside,
-    large parameters come first.
+    A bucket holds one dtype, gradients of one dtype and divisor, one rule, and state stored in one form. It is closed
+    by the first parameter that would take it over ``cap_bytes``; a parameter larger than the cap has a bucket of its
+    own. Inside, large parameters come first.
     Raises ValueError for an impossible cap or world size.
     """
     if cap_bytes < 1:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from zerox._C import Place
 from zerox.memory.bucket import Bucket, Member, start_states
 from zerox.ranks.group import CPU, Ranks
 from zerox.rules.of_groups import Rules
@@ -40,7 +41,8 @@ class OptimizerState(torch.optim.Optimizer):
     _ranks: Ranks | None
     _consolidated: Consolidated | None = None
 
-    def synchronize(self) -> None:
+    def _meet(self, place: Place) -> None:
+        """Collective: waits for everything on its way. ``place`` is named to ranks that can't follow there."""
         raise NotImplementedError
 
     def _note_state_changes(self) -> None:
@@ -63,7 +65,7 @@ class OptimizerState(torch.optim.Optimizer):
         """State by parameters' numbers; None: that in ``state``. Collective if DCP asks for whole tensors."""
         ranks, request = self._all_ranks, dcp_request()
         if request in (Request.WHOLE, Request.WHOLE_ON_RANK_0):
-            self.synchronize()
+            self._meet(Place.FULL_STATE)
             to, device = (None, ranks.device) if request is Request.WHOLE else (0, CPU)
             return full_state(self._buckets, ranks, to, device)
         if request is Request.FILLED_FROM_WHOLE:
@@ -133,7 +135,7 @@ class OptimizerState(torch.optim.Optimizer):
         size = self._all_ranks.size
         if to not in range(size):
             raise ValueError(f"to must be one of the optimizer's ranks, 0 to {size - 1}, got {to!r}")
-        self.synchronize()
+        self._meet(Place.FULL_STATE)
         for group in self.param_groups:  # on all ranks in this order: a class's new kinds of state are learned here
             self._rules.of(group).late(group)
         found = full_state(self._buckets, self._all_ranks, to)

@@ -14,7 +14,7 @@ from torch import Tensor
 from zerox.memory.bucket import Bucket, Member
 from zerox.memory.flat import dense_strides
 from zerox.memory.stored import SCALE
-from zerox.options import OF_OPTIMIZER
+from zerox.options import DIVISOR, OF_OPTIMIZER
 from zerox.plan.form import num_blocks
 from zerox.plan.span import Span
 from zerox.rules.of_groups import RULE, Rules
@@ -140,7 +140,7 @@ def groups_to_take(
 def taken_options(rules: Rules, live: Mapping[str, Any], loaded: Mapping[str, Any]) -> dict[str, Any]:
     """The options that a group takes from a ``loaded`` one: all but its rule, and those of the constructor."""
     rule = rules.of(live)
-    stay = [*(name for name in OF_OPTIMIZER if name not in rule.defaults), RULE]
+    stay = [*(name for name in OF_OPTIMIZER if name not in rule.defaults), DIVISOR, RULE]
     kept = {key: live[key] for key in (*rule.lasting, *stay) if key in live}
     return {key: value for key, value in loaded.items() if key not in stay} | kept
 

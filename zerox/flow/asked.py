@@ -1,0 +1,89 @@
+"""The parameters whose gradients a call is about: all of them, or some."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from zerox.memory.bucket import Bucket, GradPart
+
+
+class Asked:
+    """``slots``: by bucket, those that are meant; None: all of all buckets."""
+
+    def __init__(self, buckets: Sequence[Bucket], slots: Mapping[int, frozenset[int]] | None = None) -> None:
+        self.buckets = buckets
+        self.slots = slots
+        self._rows: dict[tuple[int, int, int], Tensor] = {}  # which rows of a part's segments, on the part's device
+
+    @property
+    def has_all(self) -> bool:
+        return self.slots is None
+
+    @property
+    def number(self) -> int:
+        """The same on all ranks that mean the same parameters, else another one; 0 for all."""
+        if self.slots is None:
+            return 0
+        text = repr(sorted((bucket, sorted(slots)) for bucket, slots in self.slots.items()))
+        return 1 + int.from_bytes(hashlib.sha256(text.encode()).digest()[:6], "big")
+
+    @property
+    def numbers(self) -> list[int]:
+        """The members'."""
+        assert self.slots is not None
+        return [self.buckets[bucket].members[slot].number for bucket, slots in self.slots.items() for slot in slots]
+
+    def slots_of(self, bucket: int) -> list[int]:
+        if self.slots is None:
+            return list(range(len(self.buckets[bucket].members)))
+        return sorted(self.slots.get(bucket, ()))
+
+    def segments(self, bucket: int, part: GradPart) -> Tensor:
+        """Those of a part of this rank's shard."""
+        if self.slots is None:
+            return part.segments
+        count = part.segments.shape[0]
+        place = (bucket, part.first_row, count)
+        if place not in self._rows:
+            own = self.buckets[bucket].own_segments[part.first_row : part.first_row + count]
+            meant = self.slots.get(bucket, frozenset())
+            rows = [row for row, segment in enumerate(own) if segment.slot in meant]
+            self._rows[place] = torch.tensor(rows, dtype=torch.int64, device="cpu").to(part.segments.device)
+        return part.segments[self._rows[place]]
+
+    def values(self, bucket: int, part: GradPart) -> list[Tensor]:
+        """Views of the part's elements that are meant."""
+        own = self.buckets[bucket].own_segments[part.first_row : part.first_row + part.segments.shape[0]]
+        meant = None if self.slots is None else self.slots.get(bucket, frozenset())
+        spans = [segment.span for segment in own if meant is None or segment.slot in meant]
+        return [part.grad[span.start - part.start : span.stop - part.start] for span in spans]
+
+
+def asked_for(buckets: Sequence[Bucket], params: Tensor | Iterable[Tensor] | None) -> Asked:
+    """Raises ValueError for a tensor that is in no bucket."""
+    if params is None:
+        return Asked(buckets)
+    places = {
+        id(member.param): (bucket, slot)
+        for bucket, each in enumerate(buckets)
+        for slot, member in enumerate(each.members)
+    }
+    slots: dict[int, set[int]] = {}
+    for param in [params] if isinstance(params, Tensor) else params:
+        if id(param) not in places:
+            raise ValueError(
+                f"parameters: a tensor of shape {tuple(param.shape)} is none that this optimizer trains; pass "
+                "parameters of its param groups that require gradients"
+            )
+        bucket, slot = places[id(param)]
+        slots.setdefault(bucket, set()).add(slot)
+    return Asked(buckets, {bucket: frozenset(found) for bucket, found in slots.items()})
+
+
+def asked_by_number(buckets: Sequence[Bucket], numbers: Iterable[int]) -> Asked:
+    by_number = {member.number: member.param for bucket in buckets for member in bucket.members}
+    return asked_for(buckets, [by_number[number] for number in numbers])

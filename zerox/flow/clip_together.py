@@ -1,0 +1,65 @@
+"""One norm over the gradients of several optimizers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from zerox._C import Place
+from zerox.flow.asked import Asked
+from zerox.flow.grad_calls import order_of
+from zerox.flow.mean_gradient import MeanGradient
+from zerox.flow.norm import check_finite, clip_coefficient, norm_of
+
+
+@torch.no_grad()
+def clip_grad_norm_(
+    optimizers: MeanGradient | Iterable[MeanGradient],
+    max_norm: float,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+    *,
+    group: Any = None,
+) -> Tensor:
+    """One norm over the gradients of several optimizers, and one scale for all of them, as if they were one.
+
+    As :meth:`zerox.FusedShardedAdam.clip_grad_norm_`, with the optimizers in the same order on all ranks. ``group``: a
+    further process group, whose ranks hold other parts of the model, as those of tensor parallelism do: their norm is
+    included. What several of them hold is counted several times.
+    """
+    given = [optimizers] if isinstance(optimizers, MeanGradient) else list(optimizers)
+    p = order_of(norm_type)
+    if not given:
+        raise ValueError("zerox.clip_grad_norm_() needs at least one optimizer")
+    rows: list[tuple[Tensor, Tensor | None]] = []
+    meetings = []
+    for optimizer in given:
+        calls = optimizer._calls
+        refusal = calls.refusal("zerox.clip_grad_norm_()")
+        meetings.append(optimizer._settle(Place.CLIP_TOGETHER, [p, float(max_norm)], refusal))
+        rows += calls.rows(p, Asked(optimizer._buckets))
+    device = rows[0][0].device
+    rows = [(words.to(device), None if factor is None else factor.to(device)) for words, factor in rows]
+    if group is not None:
+        rows = [(_over(group, words, p), factor) for words, factor in rows]
+    norm, finite = norm_of(rows, p)
+    double = any(optimizer._calls.norm_dtype is torch.float64 for optimizer in given)
+    total = norm.to(torch.float64 if double else torch.float32)
+    coefficient = clip_coefficient(total, float(max_norm))
+    if max_norm != math.inf:
+        for optimizer, meeting in zip(given, meetings, strict=True):
+            optimizer._calls.clip_together(meeting, coefficient.to(optimizer._grads.ranks.device))
+    if error_if_nonfinite:
+        check_finite(total, finite, p)
+    return total
+
+
+def _over(group: Any, words: Tensor, p: float) -> Tensor:
+    """Summed over the ranks of another group too."""
+    dist.all_reduce(words, dist.ReduceOp.MAX if math.isinf(p) else dist.ReduceOp.SUM, group=group)
+    return words

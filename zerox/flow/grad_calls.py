@@ -1,0 +1,188 @@
+"""What the training loop may ask of the mean gradient between backward and step().
+
+Each method here is a call's part after ranks have met (csrc/grads/places.h), so that a rank that follows the others can
+take the same part: see join.py. What the follower can't know comes with the meeting, or from its ``speaker``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from zerox._C import Combine, Meeting
+from zerox.flow.asked import Asked, asked_by_number
+from zerox.flow.grad_scale import Divisor, GradScale
+from zerox.flow.grads import Grads
+from zerox.flow.norm import check_finite, clip_coefficient, norm_of, total_words
+from zerox.memory.bucket import Bucket
+
+ERROR_IF_NONFINITE = 1  # in the last argument of a clip; the rest of it is twice Asked.number
+
+
+class GradCalls:
+    """``buckets``: the engine's own list, which grows. Where ``p.grad`` is whole, factors go into it at once."""
+
+    def __init__(self, grads: Grads, grad_scale: GradScale, buckets: Sequence[Bucket]) -> None:
+        self.grads = grads
+        self.scale = grad_scale
+        self.buckets = buckets
+
+    # ---- before ranks meet
+
+    def refusal(self, call: str) -> str:
+        """Why ``call`` can't be made at this point of the step; empty if it can."""
+        said = self.scale.said
+        if said.limit is not None:
+            return f"{call} was called after clip_grad_value_(), which comes last: it cuts gradients that are scaled"
+        if call == "mean_over()" and said.mean_over:
+            return "mean_over() was called twice in one step: pass it this rank's whole count, once"
+        if call == "mean_over()" and said.clip:
+            return f"mean_over() was called after {said.clip}: the norm was of another mean"
+        return ""
+
+    @staticmethod
+    def clip_arguments(max_norm: float, norm_type: float, error_if_nonfinite: bool, asked: Asked) -> list[float]:
+        flags = (ERROR_IF_NONFINITE if error_if_nonfinite else 0) + 2 * asked.number
+        return [float(max_norm), order_of(norm_type), float(flags)]
+
+    # ---- after it
+
+    def clip(self, meeting: Meeting, asked: Asked | None = None) -> Tensor:
+        """``asked``: None on a rank that follows."""
+        max_norm, p, flags = meeting.arguments
+        if asked is None or (int(flags) > 1 and meeting.followed):
+            asked = self._asked_of_speaker(meeting, asked, is_some=int(flags) > 1)
+        norm, finite = self.norm(p, asked)
+        total = norm.to(self.norm_dtype)
+        if int(flags) & ERROR_IF_NONFINITE:
+            check_finite(total, finite, p)
+        if max_norm != math.inf:
+            self.shrink(clip_coefficient(total, max_norm), asked)
+            self.scale.said.clip = "clip_grad_norm_()"
+        return total
+
+    def norm(self, p: float, asked: Asked) -> tuple[Tensor, Tensor]:
+        """The norm as step() will see it, and whether all elements are finite, as float64 scalars. Collective."""
+        return norm_of(self.rows(p, asked), p)
+
+    def rows(self, p: float, asked: Asked) -> list[tuple[Tensor, Tensor | None]]:
+        """What the norm is of: see norm_of(). Collective."""
+        words = total_words(self.grads, p, asked, self.scale.divisors)
+        values = [self.scale.values[divisor] for divisor in dict.fromkeys(self.scale.divisors)] or [None]
+        return list(zip(words, values, strict=True))
+
+    def clip_together(self, meeting: Meeting, coefficient: Tensor | None = None) -> None:
+        """The rest of zerox.clip_grad_norm_(), once the norm is known; on a rank that follows, all of it."""
+        if coefficient is None:
+            self.rows(meeting.arguments[0], Asked(self.buckets))
+            if meeting.arguments[1] == math.inf:
+                return
+            coefficient = torch.empty((), dtype=torch.float64, device=self.grads.ranks.device)
+        if meeting.followed:
+            coefficient = coefficient.double().reshape(1)
+            self.grads.ranks.broadcast(coefficient, "the scale of the gradients", root=meeting.speaker)
+            coefficient = coefficient.reshape(())
+        self.shrink(coefficient, Asked(self.buckets))
+        self.scale.said.clip = "zerox.clip_grad_norm_()"
+
+    def shrink(self, coefficient: Tensor, asked: Asked) -> None:
+        """Has step() multiply by it, or for some parameters only, multiplies at once, as torch would."""
+        if asked.has_all:
+            self.scale.multiply(coefficient)
+            return
+        for index in range(len(self.buckets)):
+            if not self.grads.sharded:
+                self.grads.manager.grads.scale(index, coefficient, asked.slots_of(index))
+            elif asked.slots_of(index):
+                for values in [each for part in self.grads.parts(index) for each in asked.values(index, part)]:
+                    values.mul_(coefficient)
+                self.grads.manager.grads.forget_words(index)
+        self.scale.mark()
+
+    def mean_over(self, meeting: Meeting, count: float | Tensor = 0) -> None:
+        ranks = self.grads.ranks
+        if isinstance(count, Tensor):
+            total = count.detach().reshape(()).to(ranks.device, torch.float64, copy=True)
+        else:
+            total = torch.full((), float(count), dtype=torch.float64, device=ranks.device)
+        self.grads.all_reduce(total, Combine.SUM)
+        self._multiply({divisor: self._over(total, divisor) for divisor in self.scale.values})
+        self.scale.said.mean_over = True
+
+    def _over(self, total: Tensor, divisor: Divisor) -> Tensor:
+        """What a sum that was divided by ``divisor`` is multiplied by, to be divided by ``total`` instead."""
+        divided_by = self.grads.ranks.size if divisor is None else divisor
+        if divisor is None and self.scale.said.num_active is not None:
+            divided_by = self.scale.said.num_active
+        return torch.where(total == 0, 0.0, divided_by / torch.where(total < 0, math.nan, total))
+
+    def multiply(self, meeting: Meeting, factor: Tensor | None = None) -> None:
+        """By ``factor``; None: by the number that ranks told each other, or the speaker's."""
+        self._multiply(dict.fromkeys(self.scale.values, self._factor(meeting, factor)))
+
+    def _factor(self, meeting: Meeting, factor: Tensor | None) -> Tensor:
+        device, number = self.grads.ranks.device, meeting.arguments[0]
+        if device.type == "cpu" or not math.isnan(number):
+            return torch.full((), number, dtype=torch.float64, device=device)
+        if meeting.followed:
+            told = torch.zeros(1, dtype=torch.float64, device=device) if factor is None else factor.double().reshape(1)
+            self.grads.ranks.broadcast(told, "the factor of the gradients", root=meeting.speaker)
+            return told.reshape(())
+        assert factor is not None
+        return factor
+
+    def divide_by_active(self, meeting: Meeting) -> None:
+        """Has a mean over all ranks become one over those that had batches; once a step."""
+        size = self.grads.ranks.size
+        if self.scale.said.num_active is None and not self.scale.said.mean_over and meeting.num_active < size:
+            factor = torch.full((), size / meeting.num_active, dtype=torch.float64, device=self.grads.ranks.device)
+            if None in self.scale.values:
+                self._multiply({None: factor})
+            self.scale.said.num_active = meeting.num_active
+
+    def unscale(self, meeting: Meeting, inverse: Tensor | None = None) -> Tensor:
+        """Returns whether a gradient is inf or NaN: float32 0 or 1."""
+        if meeting.arguments[0] != 1.0:
+            factors = dict.fromkeys(self.scale.values, self._factor(meeting, inverse))
+            narrow = any(bucket.buffer.flat.dtype is torch.float16 for bucket in self.buckets)
+            if self.grads.sharded or narrow:
+                self.scale.multiply_each(factors)
+            else:
+                self.scale.multiply_in_grads(factors)
+        _, finite = norm_of([(words, None) for words, _ in self.rows(2.0, Asked(self.buckets))], 2.0)
+        self.scale.skip_unless(finite)
+        return (1.0 - finite).float()
+
+    def limit(self, meeting: Meeting) -> None:
+        self.scale.said.limit = meeting.arguments[0]
+        self.scale.mark()
+
+    # ---- inside
+
+    @property
+    def norm_dtype(self) -> torch.dtype:
+        double = any(bucket.buffer.flat.dtype is torch.float64 for bucket in self.buckets)
+        return torch.float64 if double else torch.float32
+
+    def _multiply(self, factors: dict[Divisor, Tensor]) -> None:
+        if self.grads.sharded:
+            self.scale.multiply_each(factors)
+        else:
+            self.scale.multiply_in_grads(factors)
+
+    def _asked_of_speaker(self, meeting: Meeting, asked: Asked | None, is_some: bool) -> Asked:
+        if not is_some:
+            return Asked(self.buckets)
+        said = self.grads.ranks.all_gather_text("" if asked is None else " ".join(map(str, asked.numbers)))
+        return asked_by_number(self.buckets, map(int, said[meeting.speaker].split()))
+
+
+def order_of(norm_type: float) -> float:
+    """ValueError for an order that no norm has."""
+    p = float(norm_type)
+    if not p > 0.0:
+        raise ValueError(f"norm_type must be positive or inf, got {norm_type}")
+    return p

@@ -1,0 +1,166 @@
+"""Ranks with unequal numbers of batches: one that has run out follows the others, see Note [Followers] in places.h."""
+
+from __future__ import annotations
+
+import pickle
+import weakref
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.algorithms import join as torch_join
+
+from zerox._C import Meeting, Place
+from zerox.flow.grads import Grads
+from zerox.ranks.roll_call import summary_of
+
+ALL, ACTIVE = "all", "active"
+STEP_ENDS = (Place.STEP, Place.SKIP_STEP)
+
+
+class Joinable(torch.optim.Optimizer):
+    """What join() needs of an optimizer; for torch's Join, a ``torch.distributed.algorithms.Joinable`` too."""
+
+    _grads: Grads
+    _joining: str | None = None  # inside join(): its ``divide``
+    _notified = False  # torch's Join knows of this step
+    _join_config = torch_join._JoinConfig.construct_disabled_join_config()
+
+    def _follow(self) -> Place:
+        """Meets the others in their next call, and takes part in it; Place.FOLLOW if all ranks follow."""
+        raise NotImplementedError
+
+    # ---- torch's protocol
+
+    def join_hook(self, **kwargs: Any) -> torch_join.JoinHook:
+        """``divide_by_initial_world_size=False`` among Join's arguments is ``divide="active"`` of join()."""
+        _begin(self, ALL if kwargs.get("divide_by_initial_world_size", True) else ACTIVE)
+        to_self = weakref.ref(self)
+
+        def before_backward_end() -> None:
+            optimizer = to_self()
+            if optimizer is not None:
+                optimizer._notify()
+
+        self._grads.manager.settlement.set_before_backward_end(before_backward_end)
+        return FollowHook(self)
+
+    @property
+    def join_device(self) -> torch.device:
+        return self._grads.ranks.device
+
+    @property
+    def join_process_group(self) -> Any:
+        return self._grads.ranks.given or dist.group.WORLD
+
+    def _notify(self) -> None:
+        """Once a step, before ranks meet: ranks in torch's Join wait for this before they follow."""
+        if self._join_config.enable and not self._notified:
+            self._notified = True
+            torch_join.Join.notify_join_context(self)  # type: ignore[arg-type]
+
+    def _end_notice(self) -> None:
+        """A step is over."""
+        self._notified = False
+
+
+torch_join.Joinable.register(Joinable)
+
+
+def _begin(optimizer: Joinable, divide: str) -> None:
+    if divide not in (ALL, ACTIVE):
+        raise ValueError(f"divide must be {ALL!r} or {ACTIVE!r}, got {divide!r}")
+    if optimizer._joining:
+        raise RuntimeError("this optimizer is inside join() already")
+    for group in optimizer.param_groups:
+        for key, value in group.items():
+            if isinstance(value, torch.Tensor) and value.device.type != "cpu":
+                raise RuntimeError(
+                    f"join() can't tell whether ranks have the same {key} while it is a tensor on {value.device}: "
+                    "make it a number"
+                )
+    optimizer._joining = divide
+
+
+class FollowHook(torch_join.JoinHook):
+    def __init__(self, optimizer: Joinable) -> None:
+        self.optimizer = optimizer
+
+    def main_hook(self) -> None:
+        """One step of the others."""
+        while self.optimizer._follow() not in (Place.FOLLOW, *STEP_ENDS):
+            pass
+
+    def post_hook(self, is_last_joiner: bool) -> None:
+        self.optimizer._joining = None
+        self.optimizer._notified = False
+        self.optimizer._join_config = torch_join._JoinConfig.construct_disabled_join_config()
+        self.optimizer._grads.manager.settlement.set_before_backward_end(None)
+
+
+class Join(AbstractContextManager[None]):
+    """See ``optimizer.join()``."""
+
+    def __init__(self, optimizer: Joinable, divide: str) -> None:
+        self.optimizer = optimizer
+        self.divide = divide
+
+    def __enter__(self) -> None:
+        _begin(self.optimizer, self.divide)
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        ranks = self.optimizer._grads.ranks
+        try:
+            if error is None:
+                with ranks.failure_told():
+                    follow(self.optimizer)
+            elif ranks.whereabouts is not None:
+                ranks.whereabouts.leave(f"rank {ranks.rank} raised {summary_of(error)} inside optimizer.join()")
+        finally:
+            self.optimizer._joining = None
+
+
+def follow(optimizer: Joinable) -> None:
+    """Until all ranks do."""
+    while optimizer._follow() != Place.FOLLOW:
+        pass
+
+
+def options_of(groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The numbers in the param groups, which step() reads."""
+    return [{key: value for key, value in group.items() if _is_number(value)} for group in groups]
+
+
+def digest_of(groups: Sequence[dict[str, Any]], divide: str) -> float:
+    """Of these numbers and join()'s ``divide``: the same in every process, and not 0."""
+    found = hash((divide == ACTIVE, *(tuple(group.values()) for group in options_of(groups))))
+    return float(1 + found % (2**52))
+
+
+def take_options(optimizer: Joinable, meeting: Meeting, follows: bool) -> None:
+    """Where ranks' options differ, a follower takes those of the others. Collective. RuntimeError if these differ."""
+    ranks = optimizer._grads.ranks
+    own = (optimizer._joining, None if follows else options_of(optimizer.param_groups))
+    said = [pickle.loads(each) for each in ranks.all_gather_bytes(pickle.dumps(own))]
+    for rank, (joining, options) in enumerate(said):
+        if joining != said[meeting.speaker][0]:
+            raise RuntimeError(
+                f"zerox: rank {rank} is inside join(divide={joining!r}) and rank {meeting.speaker} inside "
+                f"join(divide={said[meeting.speaker][0]!r}): all ranks must be inside the same (None: outside)"
+            )
+        if options not in (None, said[meeting.speaker][1]):
+            raise RuntimeError(
+                "zerox: in step() ranks have param groups with different options, such as lr; set them alike: rank "
+                f"{rank} has {options}, rank {meeting.speaker} has {said[meeting.speaker][1]}"
+            )
+    if follows:
+        for group, options in zip(optimizer.param_groups, said[meeting.speaker][1], strict=True):
+            group.update(options)
+
+
+def _is_number(value: Any) -> bool:
+    if isinstance(value, tuple):
+        return all(_is_number(each) for each in value)
+    return isinstance(value, bool | int | float)

@@ -1,0 +1,173 @@
+"""The part of an optimizer that is about the mean gradient: its weight, scale, norm and limit, and who takes part."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+from zerox._C import Meeting, Place
+from zerox.flow.asked import asked_for
+from zerox.flow.grad_calls import GradCalls
+from zerox.flow.grads import Grads
+from zerox.flow.join import ACTIVE, Join, Joinable
+from zerox.memory.bucket import Bucket
+
+
+class MeanGradient(Joinable):
+    """Between the last backward of a step and step()."""
+
+    _buckets: list[Bucket]
+    _grads: Grads
+    _calls: GradCalls
+
+    def _settle(self, place: Place, arguments: Sequence[float] = (), refusal: str = "") -> Meeting:
+        raise NotImplementedError
+
+    @torch.no_grad()
+    def clip_grad_norm_(
+        self,
+        max_norm: float,
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = False,
+        *,
+        parameters: Tensor | Iterable[Tensor] | None = None,
+    ) -> Tensor:
+        """Returns the norm of the whole mean gradient, and has the next step() scale it to ``max_norm`` at most.
+
+        ``parameters``: the norm of these only, and the scale for these only. The norm is a scalar tensor, float64 if a
+        parameter is, else float32; ``norm_type`` is any positive number or ``inf``. Collective: every rank passes the
+        same. Raises RuntimeError for a norm that is not finite if asked to; ValueError for another ``norm_type``, or a
+        tensor that this optimizer does not train. Call it after the last backward of a step: if more gradients follow,
+        step() raises RuntimeError.
+        """
+        asked = asked_for(self._buckets, parameters)
+        arguments = self._calls.clip_arguments(max_norm, norm_type, error_if_nonfinite, asked)
+        meeting = self._settle(Place.CLIP, arguments, self._calls.refusal("clip_grad_norm_()"))
+        return self._calls.clip(meeting, asked)
+
+    @torch.no_grad()
+    def clip_grad_value_(self, clip_value: float) -> None:
+        """Has the next step() cut each element of the mean gradient to ``[-clip_value, clip_value]``. Collective.
+
+        It comes last: after every scale and norm of this step, on which it does not show. Raises ValueError for a
+        negative number, RuntimeError with ``capturable=True``.
+        """
+        limit = float(clip_value)
+        if not limit >= 0.0:
+            raise ValueError(f"clip_value must not be negative, got {clip_value}")
+        if self._calls.scale.keeps_place:
+            raise RuntimeError("clip_grad_value_() does not go with capturable=True: clip by the norm")
+        self._calls.limit(self._settle(Place.CLIP_VALUE, [limit], self._calls.refusal("clip_grad_value_()")))
+
+    @torch.no_grad()
+    def mean_over(self, count: float | Tensor) -> None:
+        """Makes the gradient of summed losses the mean over all that was counted, such as tokens.
+
+        ``count``: of this rank, over all its micro-batches of this step: a number or a tensor of one element, on the
+        host or on the parameters' device (which the host then does not wait for). The sum of all ranks' losses is
+        divided by the sum of their counts, and by no ``gradient_divisor``. If nothing was counted anywhere, the
+        gradient is 0. In stage 1 ``p.grad`` is scaled at once, else it happens in step().
+
+        Collective, once a step, after the last backward and before ``clip_grad_norm_()``. Raises RuntimeError on all
+        ranks for a second call, one after a clip, one on some ranks only, or a count that is negative or not finite.
+        """
+        refusal = self._calls.refusal("mean_over()")
+        if isinstance(count, Tensor):
+            if count.numel() != 1:
+                refusal = refusal or f"mean_over() takes one number, got a tensor of shape {tuple(count.shape)}"
+            if count.device.type == "cpu" and count.numel() == 1:
+                count = float(count)
+        if not isinstance(count, Tensor) and not 0 <= count < math.inf:
+            refusal = refusal or f"mean_over() was given the count {count}"
+        meeting = self._settle(Place.MEAN_OVER, refusal=refusal)
+        self._calls.mean_over(meeting, count)
+
+    @torch.no_grad()
+    def scale_grads_(self, factor: float | Tensor) -> None:
+        """Multiplies the mean gradient by a number or a tensor of one element. Collective: every rank passes the same.
+
+        In stage 1 ``p.grad`` is scaled at once, else it happens in step(), and norms see it. Ranks compare numbers and
+        tensors of the host: RuntimeError on all if they differ. A tensor on an accelerator is taken as it is.
+        """
+        number, tensor = _as_argument(factor)
+        meeting = self._settle(Place.SCALE_GRADS, [number], self._calls.refusal("scale_grads_()"))
+        self._calls.multiply(meeting, tensor)
+
+    @torch.no_grad()
+    def unscale_grads_(self, inverse_scale: Tensor | None) -> Tensor:
+        """What :class:`zerox.GradScaler` needs: multiplies gradients by ``inverse_scale`` (None: 1).
+
+        If one is inf or NaN on any rank, the next step() changes nothing. Returns whether so: float32 0 or 1, a scalar
+        on the parameters' device. In stage 1 ``p.grad`` is unscaled at once, unless a parameter is float16, whose
+        gradients would underflow. Collective.
+        """
+        number, tensor = _as_argument(1.0 if inverse_scale is None else inverse_scale)
+        meeting = self._settle(Place.UNSCALE, [number], self._calls.refusal("GradScaler.unscale_()"))
+        return self._calls.unscale(meeting, tensor)
+
+    def skip_step(self) -> None:
+        """What :class:`zerox.GradScaler` calls instead of step(): forgets what clip and unscale left for it.
+
+        Gradients stay, as after a step(). Collective inside join(), since ranks may follow.
+        """
+        if self._joining:
+            self._settle(Place.SKIP_STEP)
+        self._calls.scale.reset()
+
+    def join(self, divide: str = "all") -> Join:
+        """``with optimizer.join():`` around a training loop: ranks may have unequal numbers of batches.
+
+        A rank that comes to the end of the block follows the others' calls, without gradients of its own, until all
+        have come: the ends of backward, ``step()``, ``synchronize()``, ``clip_grad_norm_()``, ``clip_grad_value_()``,
+        ``mean_over()`` (it counts 0), ``scale_grads_()``, a scaler's calls, :func:`zerox.clip_grad_norm_`.
+
+        ``divide``: what the gradient is a mean over: "all" ranks, as with DDP's Join, or the "active" ones, which had
+        a batch in this step. A ``gradient_divisor`` of yours, and ``mean_over()``, are not touched by it.
+
+        All ranks must come inside. If the block raises on one rank, the others raise RuntimeError with its reason, and
+        the optimizer can't be used any more. What can't be followed (``zerox.save()``, ``full_state_dict()``,
+        ``add_param_group()``, ``broadcast_buffers()``) raises on all ranks if one has run out of batches. torch's own
+        ``Join([optimizer])`` does the same, with a message of its own in each step.
+        """
+        if self._calls.scale.keeps_place:
+            raise RuntimeError("join() does not go with capturable=True: a CUDA graph can't be followed")
+        return Join(self, divide)
+
+    # ---- for ranks that follow: see zerox/flow/join.py
+
+    def _divide_by_active(self, meeting: Meeting) -> None:
+        """Means over all ranks that were not called for otherwise."""
+        asks_nothing = (Place.FOLLOW, Place.SYNCHRONIZE, Place.MEAN_OVER, Place.SKIP_STEP)
+        if self._joining == ACTIVE and meeting.place not in asks_nothing:
+            self._calls.divide_by_active(meeting)
+
+    def _take_part(self, meeting: Meeting) -> None:
+        """In a call of the others, other than step()."""
+        place = meeting.place
+        if place == Place.CLIP:
+            self._calls.clip(meeting)
+        elif place == Place.CLIP_TOGETHER:
+            self._calls.clip_together(meeting)
+        elif place == Place.CLIP_VALUE:
+            self._calls.limit(meeting)
+        elif place == Place.MEAN_OVER:
+            self._calls.mean_over(meeting)
+        elif place == Place.SCALE_GRADS:
+            self._calls.multiply(meeting)
+        elif place == Place.UNSCALE:
+            self._calls.unscale(meeting)
+        elif place == Place.SKIP_STEP:
+            self._calls.scale.reset()
+
+
+def _as_argument(factor: float | Tensor) -> tuple[float, Tensor | None]:
+    """The number that ranks compare, and a tensor whose value the host does not know, beside NaN for the number."""
+    if isinstance(factor, Tensor):
+        if factor.numel() != 1:
+            raise ValueError(f"a factor of the gradients is one number, got a tensor of shape {tuple(factor.shape)}")
+        if factor.device.type != "cpu":
+            return math.nan, factor.detach().reshape(())
+    return float(factor), None
