@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -20,7 +20,7 @@ from zerox.flow.grad_calls import GradCalls
 from zerox.flow.grad_scale import GradScale
 from zerox.flow.grads import Grads
 from zerox.flow.inside import Inside
-from zerox.flow.join import digest_of, take_options
+from zerox.flow.join import digest_of
 from zerox.flow.mean_gradient import MeanGradient
 from zerox.flow.overlap_gather import NOTHING_TO_HIDE, GatherOverlap
 from zerox.flow.params import ParamGather
@@ -69,7 +69,7 @@ class Engine(MeanGradient, OptimizerState):
                 self._options.placements,
                 self._options.reduce_dtype,
                 self._options.capturable,
-                divides=any(self._options.divisor_of(group) is not None for group in self.param_groups),
+                divides=any(self._divisor_of(group) is not None for group in self.param_groups),
             )
             self._gather = self._made_gather()
             self._widened = Widened(self._options.accumulate_dtype)
@@ -199,11 +199,6 @@ class Engine(MeanGradient, OptimizerState):
         """For tests, tools and zerox.checkpoint. Not a promise: it may change with any version."""
         return Inside(self._rules, self._buckets, self._frozen, self._all_ranks, self._grads, self._gather)
 
-    @property
-    def _has_step_options(self) -> bool:
-        """Whether the step() under way was given options for a class of torch's kind."""
-        return False
-
     def _made_gather(self) -> ParamGather | Residency:
         ranks = self._all_ranks
         if self._options.placements.params is SHARDED and ranks.size > 1:
@@ -228,10 +223,16 @@ class Engine(MeanGradient, OptimizerState):
         self._rules.of(group).check(group)
         self._options.check_group(group, self._rules.of(group).defaults)
 
-    def _check_pairs(self, added: Sequence[Member], overlaps: bool) -> None:
+    def _divisor_of(self, group: Mapping[str, Any]) -> float | None:
+        return self._options.divisor_of(group)
+
+    def _check_join(self) -> None:
+        self._check_pairs([], self._overlap is not None, joins=True)
+
+    def _check_pairs(self, added: Sequence[Member], overlaps: bool, joins: bool = False) -> None:
         trained = [*added, *(m for bucket in self._buckets for m in bucket.members)]
         dtypes = {m.param.dtype for m in trained}
-        self._options.check_trained(self.param_groups, self._all_ranks, dtypes, overlaps)
+        self._options.check_trained(self.param_groups, self._all_ranks, dtypes, overlaps, joins)
 
     def _adopt(self, members: Sequence[Member]) -> None:
         """Makes buckets for the trainable ones of ``members``; watches the others. Collective."""
@@ -251,7 +252,7 @@ class Engine(MeanGradient, OptimizerState):
         self._frozen = list({id(m.param): m for m in watched if id(m.param) not in adopted}.values())
         still = [member for member in members if not member.param.requires_grad]
         rules = [self._rules.of(self.param_groups[m.group]) for m in trained]
-        divisors = [self._options.divisor_of(self.param_groups[m.group]) for m in trained]
+        divisors = [self._divisor_of(self.param_groups[m.group]) for m in trained]
         named = [(m.name, m.param, rule.name, by) for m, rule, by in zip(trained, rules, divisors, strict=True)]
         plans = self._options.plan(named, ranks.backend, ranks.size)
         shared_out = [(m.name, m.param, "", None) for m in still if self._gather.shards_frozen]
@@ -269,12 +270,12 @@ class Engine(MeanGradient, OptimizerState):
             ranks.broadcast(bucket.buffer.flat, f"the parameters of {bucket.describe(len(self._buckets))}")
             give_out(bucket.buffer.slots())
             bucket.start()
-            divisor = self._options.divisor_of(self.param_groups[inside[0].group])
+            divisor = self._divisor_of(self.param_groups[inside[0].group])
             made.append((self._grads.add_bucket(bucket, divisor), bucket))
             self._calls.scale.add_bucket(divisor)
             self._buckets.append(bucket)
             self._update.add_bucket(bucket, self.param_groups)
-        self._calls.scale.of_groups = [self._options.divisor_of(group) for group in self.param_groups]
+        self._calls.scale.of_groups = [self._divisor_of(group) for group in self.param_groups]
         self._gather.add_buckets(made, frozen)
         if plans and self._overlap is not None:
             self._overlap.learn_buckets()
@@ -304,36 +305,10 @@ class Engine(MeanGradient, OptimizerState):
         self._divide_by_active(meeting)
         return meeting
 
-    def _follow(self) -> Place:
-        with torch.no_grad(), self._gather.updating():
-            meeting = self._settle(Place.FOLLOW)
-            if meeting.place == Place.STEP:
-                self._check_options(meeting, follows=True)
-                self._update_all(capturing=False)
-        if meeting.place == Place.STEP:
-            self._end_step()
-        else:
-            with torch.no_grad():
-                self._take_part(meeting)
-        return meeting.place
-
-    def _check_options(self, meeting: Meeting, follows: bool) -> None:
-        """Of param groups, inside join(). Collective if ranks' differ."""
-        if meeting.followed and meeting.arguments[0]:
-            raise RuntimeError(
-                "zerox: a rank that has run out of batches inside join() can't follow step() with options of its own"
-            )
-        if not meeting.has_same_options:
-            take_options(self, meeting, follows)
-        if [self._options.divisor_of(group) for group in self.param_groups] != self._calls.scale.of_groups:
-            raise RuntimeError(
-                "the gradient_divisor of a param group was changed, and gradients are divided while backward runs: "
-                "build another optimizer, or call scale_grads_()"
-            )
-        self._calls.scale.check()
+    def _updating(self) -> AbstractContextManager[None]:
+        return self._gather.updating()
 
     def _update_all(self, capturing: bool) -> None:
-        """What is left of step() once ranks have met."""
         self._start_states(capturing)
         self._note_state_changes()
         overlap = self._overlap is not None and not capturing

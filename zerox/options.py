@@ -109,7 +109,12 @@ class Options:
         combinations.check({**of, **_chosen(vars(self)), **_chosen(others), **facts})
 
     def check_trained(
-        self, groups: Iterable[Mapping[str, Any]], ranks: Ranks, dtypes: Iterable[torch.dtype], overlaps: bool
+        self,
+        groups: Iterable[Mapping[str, Any]],
+        ranks: Ranks,
+        dtypes: Iterable[torch.dtype],
+        overlaps: bool,
+        joins: bool,
     ) -> None:
         """The same of an optimizer that has its ranks. ``dtypes``: of what is trained."""
         facts = {
@@ -119,6 +124,7 @@ class Options:
             "backend": {ranks.backend},
             "ZEROX_EXCHANGE": {ranks.exchange},
             "overlap_gather": {"called" if overlaps else "not called"},
+            "join": {"inside" if joins else "outside"},
         }
         for group in groups:
             self.check_pairs(group, **facts)

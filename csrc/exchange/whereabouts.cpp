@@ -300,8 +300,8 @@ std::string Whereabouts::miss(int peer, Clock::duration waited, const std::strin
     }
     text << "; the backend says: " << shortened(reason) << ")";
     if (place_ != nullptr) {
-      text << ". See its log. Do all ranks run the same number of batches? A rank that has none left must still call "
-              "step(), without a backward";
+      text << ". See its log. Do all ranks run the same number of batches? If not, put their loops inside "
+              "optimizer.join()";
     }
   }
   verdict_ = text.str();

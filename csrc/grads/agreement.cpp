@@ -4,8 +4,6 @@
 
 #include <algorithm>
 #include <bit>
-#include <cstddef>
-#include <iterator>
 #include <limits>
 #include <utility>
 
@@ -25,30 +23,23 @@ void with_tensor(Numbers& numbers, at::ScalarType type, const Collective& collec
   std::copy_n(data, numbers.size(), numbers.begin());
 }
 
-// A number that each rank states, and the place of its extremes over the ranks.
-struct Field {
-  int64_t (*said)(const Statement&);
-  Extreme Verdict::* extremes;
-};
-constexpr Field kFields[] = {
-    {[](const Statement& s) { return static_cast<int64_t>(s.place); }, &Verdict::place},
-    {[](const Statement& s) { return s.place == Place::follow ? kNowhere : static_cast<int64_t>(s.place); },
-     &Verdict::active},
-    {[](const Statement& s) { return s.rounds; }, &Verdict::rounds},
+using Number = int64_t (*)(const Statement&);
+constexpr std::array<Number, static_cast<size_t>(Said::kCount)> kFields = {
+    [](const Statement& s) { return static_cast<int64_t>(s.call.place); },
+    [](const Statement& s) { return s.call.place == Place::follow ? kNowhere : static_cast<int64_t>(s.call.place); },
+    [](const Statement& s) { return s.rounds; },
     // Ranks without a backward of their own don't limit the others: they join whatever the others launched.
-    {[](const Statement& s) { return s.own_rounds > 0 && s.place != Place::follow ? s.rounds : kNoBackward; },
-     &Verdict::own_rounds},
-    {[](const Statement& s) { return static_cast<int64_t>(s.failed); }, &Verdict::failed},
-    {[](const Statement& s) { return static_cast<int64_t>(s.unsent); }, &Verdict::unsent},
-    {[](const Statement& s) { return static_cast<int64_t>(s.changed); }, &Verdict::changed},
-    {[](const Statement& s) { return s.adoptions; }, &Verdict::adoptions},
-    {[](const Statement& s) { return static_cast<int64_t>(s.scaled); }, &Verdict::scaled},
-    {[](const Statement& s) { return static_cast<int64_t>(s.zeroed); }, &Verdict::zeroed},
-    {[](const Statement& s) { return static_cast<int64_t>(s.proposes); }, &Verdict::proposes},
+    [](const Statement& s) { return s.own_rounds > 0 && s.call.place != Place::follow ? s.rounds : kNoBackward; },
+    [](const Statement& s) { return static_cast<int64_t>(s.failed); },
+    [](const Statement& s) { return static_cast<int64_t>(s.unsent); },
+    [](const Statement& s) { return static_cast<int64_t>(s.changed); },
+    [](const Statement& s) { return s.call.adoptions; },
+    [](const Statement& s) { return static_cast<int64_t>(s.scaled); },
+    [](const Statement& s) { return static_cast<int64_t>(s.zeroed); },
+    [](const Statement& s) { return static_cast<int64_t>(s.proposes); },
 };
-constexpr size_t kNumFields = std::size(kFields);
+constexpr size_t kNumFields = kFields.size();
 constexpr size_t kNumArguments = std::tuple_size_v<Arguments>;
-static_assert(offsetof(Verdict, least_arguments) == kNumFields * sizeof(Extreme));
 
 // A message: two maxima of each field, of each argument and of the options, a sum, and the set.
 constexpr size_t kArgumentsStart = 2 * kNumFields;
@@ -71,9 +62,9 @@ void pack_arguments(const Statement& s, std::vector<int64_t>& packed) {
     packed.push_back(is_said ? bits : std::numeric_limits<int64_t>::min());
     packed.push_back(is_said ? ~bits : std::numeric_limits<int64_t>::min());
   };
-  const bool is_in_call = s.place != Place::backward_end;
-  for (const double argument : s.arguments) pack(argument, is_in_call && s.place != Place::follow);
-  pack(s.options, is_in_call);
+  const bool is_in_call = s.call.place != Place::backward_end;
+  for (const double argument : s.call.arguments) pack(argument, is_in_call && s.call.place != Place::follow);
+  pack(s.call.options, is_in_call);
 }
 
 void unpack_arguments(const std::vector<int64_t>& packed, Verdict& verdict) {
@@ -98,14 +89,14 @@ void Agreement::ask(const Question& question) {
 }
 
 Verdict Agreement::agree(const Statement& s, const char* where) {
-  where_ = where != nullptr ? where : name_of(static_cast<int64_t>(s.place));
+  where_ = where != nullptr ? where : name_of(static_cast<int64_t>(s.call.place));
   const int64_t world = control_.group ? control_.group->getSize() : 1;
   const int64_t rank = control_.group ? control_.group->getRank() : 0;
   // A maximum also carries the rank that it came from, and a minimum is the maximum of the negatives.
   std::vector<int64_t> packed;
-  for (const Field& field : kFields) {
-    packed.push_back(field.said(s) * world + rank);
-    packed.push_back(-field.said(s) * world + rank);
+  for (const Number said : kFields) {
+    packed.push_back(said(s) * world + rank);
+    packed.push_back(-said(s) * world + rank);
   }
   pack_arguments(s, packed);
   packed.push_back(s.active ? 1 : 0);
@@ -116,15 +107,15 @@ Verdict Agreement::agree(const Statement& s, const char* where) {
       with_tensor(packed, at::kLong,
                   [this](std::vector<at::Tensor>& tensors) { small_.run(tensors[0], combine_statements); });
     });
-    control_.whereabouts->met(name_of(static_cast<int64_t>(s.place)));
+    control_.whereabouts->met(name_of(static_cast<int64_t>(s.call.place)));
   }
   Verdict verdict{};
   for (size_t i = 0; i < kNumFields; ++i) {
     const auto rank_in = [world](int64_t number) { return ((number % world) + world) % world; };  // of negatives too
     const int64_t most_rank = rank_in(packed[2 * i]);
     const int64_t least_rank = rank_in(packed[2 * i + 1]);
-    Extreme& found = verdict.*kFields[i].extremes;
-    found = {-(packed[2 * i + 1] - least_rank) / world, least_rank, (packed[2 * i] - most_rank) / world, most_rank};
+    verdict.extremes[i] = {-(packed[2 * i + 1] - least_rank) / world, least_rank, (packed[2 * i] - most_rank) / world,
+                           most_rank};
   }
   unpack_arguments(packed, verdict);
   verdict.num_active = packed[kSum];

@@ -1,6 +1,7 @@
 // What ranks tell each other where they meet (places.h), in one small message.
 #pragma once
 
+#include <array>
 #include <cstdint>
 #include <functional>
 #include <string>
@@ -14,15 +15,12 @@
 namespace zx {
 
 struct Statement {
-  Place place;
-  Arguments arguments;  // of the call
-  double options;
+  Call call;
   int64_t rounds;      // times that all buckets were launched since the last step
   int64_t own_rounds;  // those that this rank's own backwards launched
   bool failed;         // its backward raised or something else failed, and zero_grad() has not been called since
   bool unsent;         // it has gradients that no flight has taken
   bool changed;        // it discarded reduced gradients, and no flight has told their owners yet
-  int64_t adoptions;   // parameters that became trainable
   bool scaled;         // it holds a gradient that mark_scaled() saw
   bool zeroed;         // zero_grad() was called since ranks met last
   bool active;         // see Meeting::num_active
@@ -37,23 +35,32 @@ struct Extreme {
   int64_t most_rank;
 };
 
+// The numbers of a statement whose extremes all ranks learn.
+enum class Said : uint8_t {
+  place,   // least is Place::follow if some rank follows, most if all do
+  active,  // the place of those that don't follow; least is kNowhere if all do
+  rounds,
+  own_rounds,  // of ranks that ran a backward; least is kNoBackward if none did
+  failed,
+  unsent,
+  changed,
+  adoptions,
+  scaled,
+  zeroed,
+  proposes,
+  kCount,
+};
+
+// Of all ranks' statements.
 struct Verdict {
-  Extreme place;   // `least` is Place::follow if some rank follows, `most` if all do
-  Extreme active;  // place of those that don't follow; least is kNowhere if all do
-  Extreme rounds;
-  Extreme own_rounds;  // over the ranks that ran a backward; least is kNoBackward if none did
-  Extreme failed;
-  Extreme unsent;
-  Extreme changed;
-  Extreme adoptions;
-  Extreme scaled;
-  Extreme zeroed;
-  Extreme proposes;
+  std::array<Extreme, static_cast<size_t>(Said::kCount)> extremes;
   Arguments least_arguments;  // in some order, of those that don't follow
   Arguments most_arguments;
   bool has_same_options;
   int64_t num_active;
   SlotSet with_grad;  // on any rank
+
+  const Extreme& operator[](Said field) const { return extremes.at(static_cast<size_t>(field)); }
 };
 constexpr int64_t kNoBackward = int64_t{1} << 32;
 constexpr int64_t kNowhere = int64_t{1} << 32;

@@ -83,8 +83,8 @@ class Summing : public Reduction {
       end = part.start + part.numel;
       at::Tensor shard = bucket.parts.size() == 1 ? landed.shard : landed.shard.narrow(0, part.start, part.numel);
       ops::reduce_(shard, landed.words, slices(flight, messages, part.message, part.message_start, part.numel),
-                   part.segments, landed.replaced.narrow(0, part.first_row, part.segments.size(0)), bucket.landed.divisor,
-                   accumulate);
+                   part.segments, landed.replaced.narrow(0, part.first_row, part.segments.size(0)),
+                   bucket.landed.divisor, accumulate);
     }
   }
 

@@ -17,8 +17,8 @@ void check_arguments(const Verdict& verdict) {
   const Arguments& most = verdict.most_arguments;
   const auto differ = std::mismatch(least.begin(), least.end(), most.begin());
   if (differ.first == least.end()) return;
-  TORCH_CHECK(false, "zerox: ranks passed different arguments to ", name_of(verdict.place.most), ": ", *differ.first,
-              " and ", *differ.second, "; every rank must pass the same");
+  TORCH_CHECK(false, "zerox: ranks passed different arguments to ", name_of(verdict[Said::place].most), ": ",
+              *differ.first, " and ", *differ.second, "; every rank must pass the same");
 }
 
 }  // namespace
@@ -35,7 +35,7 @@ Settlement::Settlement(Line control, std::shared_ptr<Buckets> buckets, std::shar
 
 // A rank that is behind the others launches as often as they did, so that every message finds its partner.
 void Settlement::join(const Verdict& verdict, bool empty) {
-  while (backward_->progress().rounds < verdict.rounds.most) backward_->launch_round(empty);
+  while (backward_->progress().rounds < verdict[Said::rounds].most) backward_->launch_round(empty);
 }
 
 // Called when something went wrong that all ranks know of. Afterwards ranks are in step again, and zero_grad() drops
@@ -49,31 +49,31 @@ void Settlement::abandon(const Verdict& verdict) {
 // The same where a rank failed; returns why, as that rank tells it.
 std::string Settlement::abandon_with_reason(const Verdict& verdict) {
   abandon(verdict);
-  return agreement_.text_from(verdict.failed.most_rank, backward_->progress().failure);
+  return agreement_.text_from(verdict[Said::failed].most_rank, backward_->progress().failure);
 }
 
 void Settlement::check(const Verdict& verdict) {
   const char* way_out = ". Call optimizer.zero_grad() on all ranks; state is as it was before";
-  if (verdict.failed.most > 0) {
+  if (verdict[Said::failed].most > 0) {
     const std::string why = abandon_with_reason(verdict);
     backward_->fail("another rank can't: " + why);
-    TORCH_CHECK(false, "zerox: rank ", verdict.failed.most_rank, " can't go on: ", why, way_out);
+    TORCH_CHECK(false, "zerox: rank ", verdict[Said::failed].most_rank, " can't go on: ", why, way_out);
   }
-  const Extreme& place = verdict.place;
+  const Extreme& place = verdict[Said::place];
   const bool followed = place.least == static_cast<int64_t>(Place::follow);
   TORCH_CHECK(!followed || place.most <= kLastFollowed, "zerox: rank ", place.least_rank,
               " has run out of batches inside optimizer.join(), and can't follow rank ", place.most_rank, " into ",
               name_of(place.most), ": make this call outside join(), on all ranks");
-  const Extreme& active = verdict.active;
+  const Extreme& active = verdict[Said::active];
   TORCH_CHECK(active.least >= place.most || active.least == static_cast<int64_t>(Place::backward_end), "zerox: rank ",
               active.least_rank, " is in ", name_of(active.least), " while rank ", place.most_rank, " is in ",
               name_of(place.most), "; every rank must make the same calls", kUneven);
-  if (verdict.own_rounds.least < verdict.rounds.most) {
+  if (verdict[Said::own_rounds].least < verdict[Said::rounds].most) {
     abandon(verdict);
     backward_->fail("ranks ran different numbers of backwards");
-    TORCH_CHECK(false, "zerox: rank ", verdict.own_rounds.least_rank, " ran ", verdict.own_rounds.least,
-                " synchronising backwards since the last step, rank ", verdict.rounds.most_rank, " ran ",
-                verdict.rounds.most, way_out, kUneven);
+    TORCH_CHECK(false, "zerox: rank ", verdict[Said::own_rounds].least_rank, " ran ", verdict[Said::own_rounds].least,
+                " synchronising backwards since the last step, rank ", verdict[Said::rounds].most_rank, " ran ",
+                verdict[Said::rounds].most, way_out, kUneven);
   }
 }
 
@@ -87,15 +87,12 @@ Statement Settlement::statement(const Call& call) {
   if (!seen.refusal.empty()) backward_->fail(seen.refusal);
   const Progress progress = backward_->progress();
   had_gradient_ |= progress.own_rounds > 0 || seen.unsent;
-  return {.place = call.place,
-          .arguments = call.arguments,
-          .options = call.options,
+  return {.call = call,
           .rounds = progress.rounds,
           .own_rounds = progress.own_rounds,
           .failed = !progress.failure.empty(),
           .unsent = seen.unsent,
           .changed = seen.changed,
-          .adoptions = call.adoptions,
           .scaled = seen.scaled,
           .zeroed = zeroed_.exchange(false),
           .active = call.place != Place::follow || had_gradient_,
@@ -111,17 +108,17 @@ Verdict Settlement::meet(const Call& call) {
     const Range range("agree");
     verdict = agreement_.agree(statement(call));
   }
-  settled_scaled_ = verdict.scaled.most > 0;
+  settled_scaled_ = verdict[Said::scaled].most > 0;
   settled_with_grad_ = verdict.with_grad;
   check(verdict);
-  const bool followed = verdict.place.least == static_cast<int64_t>(Place::follow);
+  const bool followed = verdict[Said::place].least == static_cast<int64_t>(Place::follow);
   backward_->set_followed(followed);
   // What a follower still holds is of an older step, which the others have zeroed.
-  if (call.place == Place::follow && verdict.zeroed.most > 0 && !was_zeroed) {
+  if (call.place == Place::follow && verdict[Said::zeroed].most > 0 && !was_zeroed) {
     placement_->zero(/*set_to_none=*/true, backward_->progress().rounds);
   }
   join(verdict, /*empty=*/false);
-  placement_->complete(verdict.rounds.most, agreement_);
+  placement_->complete(verdict[Said::rounds].most, agreement_);
   return verdict;
 }
 
@@ -138,21 +135,21 @@ Meeting Settlement::settle(const Call& call) {
   // backward of its own meets the others at the end of theirs, and then again at their next call.
   constexpr auto kBackwardEnd = static_cast<int64_t>(Place::backward_end);
   Verdict verdict = meet(call);
-  while (verdict.active.least == kBackwardEnd && call.place != Place::backward_end) verdict = meet(call);
-  const auto place = static_cast<Place>(verdict.place.most);  // a follower is where the others are
-  Meeting meeting{.adopts = verdict.adoptions.most > 0,
+  while (verdict[Said::active].least == kBackwardEnd && call.place != Place::backward_end) verdict = meet(call);
+  const auto place = static_cast<Place>(verdict[Said::place].most);  // a follower is where the others are
+  Meeting meeting{.adopts = verdict[Said::adoptions].most > 0,
                   .place = place,
                   .arguments = verdict.most_arguments,
                   .has_same_options = verdict.has_same_options,
-                  .followed = verdict.place.least == static_cast<int64_t>(Place::follow),
+                  .followed = verdict[Said::place].least == static_cast<int64_t>(Place::follow),
                   .num_active = verdict.num_active,
-                  .speaker = verdict.active.least_rank};
+                  .speaker = verdict[Said::active].least_rank};
   if (call.place == Place::backward_end || place == Place::follow) return meeting;
   check_arguments(verdict);
   // 2. What has to be the same on all ranks before they go on: orders, and parameters to adopt.
-  if (verdict.rounds.most > 0 && !backward_->has_order()) learn_order();
+  if (verdict[Said::rounds].most > 0 && !backward_->has_order()) learn_order();
   if (meeting.adopts) return meeting;
-  if (verdict.proposes.least > 0) params_->set_order(agreement_.from_rank_0(params_->take_proposal()));
+  if (verdict[Said::proposes].least > 0) params_->set_order(agreement_.from_rank_0(params_->take_proposal()));
   finish(verdict, place);
   return meeting;
 }
@@ -171,10 +168,10 @@ void Settlement::finish(const Verdict& verdict, Place place) {
 
 // Sends what no flight of a backward took; if there is nothing, owners still hear of what was discarded.
 void Settlement::send_rest(const Verdict& verdict) {
-  if (verdict.unsent.most > 0) {
+  if (verdict[Said::unsent].most > 0) {
     placement_->send_rest(agreement_, [this] { backward_->launch_round(/*empty=*/false); });
     placement_->complete(backward_->progress().rounds, agreement_);
-  } else if (verdict.changed.most > 0) {
+  } else if (verdict[Said::changed].most > 0) {
     flights_->land();
     placement_->exchange_changes(agreement_);
   }

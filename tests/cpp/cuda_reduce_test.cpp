@@ -1,5 +1,6 @@
 // CUDA reduction, norms and flags, run on the host: the CPU's bits and the same exact sums.
 #include "cuda_shards.h"
+#include "math/divisor.h"
 
 namespace {
 
@@ -20,17 +21,17 @@ struct Shard {
     for (size_t i = 0; i < segments.size(); ++i) replaced.push_back(i % 3 == 1 ? 1 : 0);
   }
 
-  void run_cuda(bool accumulate, int64_t world) {
+  void run_cuda(bool accumulate, double divisor) {
     std::vector<const void*> starts;
     for (const Elements& slice : slices) starts.push_back(slice.at(0));
-    CHECK_EQ(zx::cuda::reduce({shard.dtype(), starts.data(), static_cast<int64_t>(starts.size())}, world,
+    CHECK_EQ(zx::cuda::reduce({shard.dtype(), starts.data(), static_cast<int64_t>(starts.size())}, divisor,
                               {shard.at(0), shard.numel(), segments.data(), static_cast<int64_t>(segments.size()),
                                replaced.data(), accumulate, words.data()},
                               kHost),
              0);
   }
 
-  void run_cpu(bool accumulate, int64_t world) {
+  void run_cpu(bool accumulate, double divisor) {
     int64_t end = 0;
     const auto zero = [&](int64_t start, int64_t stop) {
       for (int64_t i = start; i < stop; ++i) shard.set(i, 0);
@@ -39,9 +40,10 @@ struct Shard {
       const auto [start, stop, row, number, from] = segments[i];
       std::vector<const void*> starts;
       for (const Elements& slice : slices) starts.push_back(slice.at(start));
-      zx::kernels_scalar().reduce({shard.dtype(), starts.data(), static_cast<int64_t>(starts.size()), world,
-                                   accumulate && replaced[i] == 0, shard.at(start), stop - start},
-                                  words.data());
+      zx::kernels_scalar().reduce(
+          {shard.dtype(), starts.data(), static_cast<int64_t>(starts.size()), divisor, zx::has_exact_inverse(divisor),
+           accumulate && replaced[i] == 0, shard.at(start), stop - start},
+          words.data());
       zero(end, start);
       end = stop;
     }
@@ -101,12 +103,14 @@ TEST(reduce_gives_the_same_bits_in_every_order_of_threads) {
 }
 
 // A collective of the backend's own gives one slice, the sum over all ranks.
-TEST(reduce_divides_by_the_world_and_not_by_the_slices) {
-  Shard expected(/*finite=*/true, DType::f32, 1, layout_of("", {700}, 0, 68), 0);
-  Shard tested = expected;
-  expected.run_cpu(false, 7);
-  tested.run_cuda(false, 7);
-  tested.check_same(expected, "one slice of seven ranks");
+TEST(reduce_divides_by_any_number) {
+  for (const double divisor : {7.0, 0.3, 1.0, 0.25, 1e6}) {
+    Shard expected(/*finite=*/true, DType::f32, 1, layout_of("", {700}, 0, 68), 0);
+    Shard tested = expected;
+    expected.run_cpu(false, divisor);
+    tested.run_cuda(false, divisor);
+    tested.check_same(expected, "divided by " + std::to_string(divisor));
+  }
 }
 
 TEST(one_misaligned_slice_is_read_all_the_same) {

@@ -1,5 +1,6 @@
 // Reduction and norm: every instruction set gives the scalar bits and the same exact sums.
 #include "elements.h"
+#include "math/divisor.h"
 
 namespace {
 
@@ -22,8 +23,8 @@ struct ReduceBuffers {
     std::vector<const void*> starts;
     for (const Elements& slice : slices) starts.push_back(slice.at(start));
     const auto ranks = static_cast<int64_t>(slices.size());
-    table.reduce({shard.dtype(), starts.data(), ranks, static_cast<double>(ranks), (ranks & (ranks - 1)) == 0,
-                  accumulate, shard.at(start), stop - start},
+    table.reduce({shard.dtype(), starts.data(), ranks, static_cast<double>(ranks),
+                  zx::has_exact_inverse(static_cast<double>(ranks)), accumulate, shard.at(start), stop - start},
                  words.data());
   }
 

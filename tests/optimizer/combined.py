@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import hashlib
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -33,9 +34,21 @@ WORDS: dict[str, dict[str, Any]] = {  # values that are not written as Python ha
     "bucket_cap_mb": {"a number": 0.004},
     "resident_mb": {"a number": 1.0},
     "lr": {"a number": RATE, "a tensor": RATE},
+    "gradient_divisor": {"a number": 4.0},
 }
+COUNT = 2  # of each rank, for mean_over()
 # No argument of the constructor says these.
-ELSEWHERE = ("optimizer", "parameters", "device", "backend", "ZEROX_EXCHANGE", "overlap_gather", "rule")
+ELSEWHERE = (
+    "optimizer",
+    "parameters",
+    "device",
+    "backend",
+    "ZEROX_EXCHANGE",
+    "overlap_gather",
+    "mean_over",
+    "join",
+    "rule",
+)
 MOMENTUM = {"momentum": 0.75}  # of SGD, which keeps no state without
 
 
@@ -122,6 +135,7 @@ class Training:
         self.optimizer = build(self.model.named_parameters(), way, **options)
         if way["overlap_gather"] == "called":
             self.optimizer.overlap_gather(self.model)
+        self.block = self.optimizer.join() if way["join"] == "inside" else contextlib.nullcontext()
         self.check_in_effect()
 
     def check_in_effect(self) -> None:
@@ -153,17 +167,20 @@ class Training:
         with self.optimizer.no_sync():
             self.model(self.batch(step, 0)).backward()
         self.model(self.batch(step, 1)).backward()
+        if self.way["mean_over"] == "called":
+            self.optimizer.mean_over(COUNT)
 
     def batch(self, step: int, micro: int) -> list[Tensor]:
         generator = torch.Generator().manual_seed(1000 * self.rank + 10 * step + micro)
         return [torch.randn(numel, generator=generator).to(self.device, self.dtype) for numel in NUMELS]
 
     def run(self, step: Callable[[Training], None] | None = None) -> None:
-        for number in range(STEPS):
-            self.backwards(number)
-            self.optimizer.step() if step is None else step(self)
-            self.optimizer.zero_grad()
-            self.steps_made += 1
+        with self.block:
+            for number in range(STEPS):
+                self.backwards(number)
+                self.optimizer.step() if step is None else step(self)
+                self.optimizer.zero_grad()
+                self.steps_made += 1
         self.optimizer.synchronize()
 
     def digests(self) -> tuple[str, str]:
@@ -232,6 +249,8 @@ def compare_with_torch(rank: int, world_size: int, training: Training) -> None:
     if rule != ADAM.name:
         config |= {"rule": rule, "lr": float(asked["lr"]), **(MOMENTUM if rule == "sgd" else {})}
     num_ranks = 1 if way["process_group"] == '"alone"' else world_size
+    divisor = asked["gradient_divisor"] or num_ranks
+    by_count = divisor / (num_ranks * COUNT) if way["mean_over"] == "called" else 1.0
     wire = asked["reduce_dtype"] or training.dtype
     grads = watch_gradients(training.model)
     for step in range(STEPS):
@@ -246,7 +265,9 @@ def compare_with_torch(rank: int, world_size: int, training: Training) -> None:
             assert torch.equal(memory_order(param)[elements], rounded(bucket, after)), "parameters are masters, rounded"
             mean = means[param]
             assert mean is not None
-            expected, moments = torch_step(values, memory_order(mean)[elements].to(values.dtype), old, config)
+            mean = mean * (num_ranks / divisor)  # powers of two: exact
+            grad = memory_order(mean)[elements].to(values.dtype) * by_count
+            expected, moments = torch_step(values, grad, old, config)
             for name in [name for name in MOMENTS if name in new]:
                 scales = new.get(f"{name}_scale")
                 assert_stored_bound(name, new[name].dtype, wide(new)[name], moments[name], scales)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from tests.optimizer.combined import Training, arguments, exchange_of
 from tests.optimizer.ways import Pair, Way, name_of, needs_accelerator, pairs_with, way_of
 from tests.ranks import run_ranks
-from zerox import FusedShardedAdam
+from zerox import FusedShardedAdam, FusedShardedSGD, ShardedOptimizer
 from zerox.plan.combinations import But, Setting, some
 
 
@@ -94,7 +94,70 @@ def nothing_to_hide(way: Way) -> None:
     assert [len(each) for each in run_ranks(warning_of_overlap, 2, way)] == [1, 1]
 
 
+class Factored(torch.optim.SGD):
+    def step(self, closure: Any = None, *, factor: float = 1.0) -> Any:  # type: ignore[override]
+        return super().step(closure)
+
+
+def step_with_options(rank: int, world_size: int, way: Way) -> str:
+    optimizer = ShardedOptimizer([nn.Parameter(torch.ones(8))], Factored, lr=0.1)
+
+    def train() -> None:
+        with optimizer.join():
+            for _ in range(2 - rank):
+                optimizer.param_groups[0]["params"][0].sum().backward()
+                optimizer.step(factor=2.0)
+
+    with pytest.raises(RuntimeError) as raised:
+        train()
+    return str(raised.value)
+
+
+def step_options_are_not_followed(way: Way) -> None:
+    assert all("can't follow step() with options of its own" in said for said in run_ranks(step_with_options, 2, way))
+
+
+def unlanded(rank: int, world_size: int, way: Way) -> int:
+    """Buckets that have not landed when a backward is over, in a step that the other rank follows."""
+    params = [nn.Parameter(torch.ones(2000)) for _ in range(6)]
+    optimizer = FusedShardedAdam(params, stage=3, bucket_cap_mb=0.001)
+    flights, found = optimizer.inside.manager.flights, 0
+    with optimizer.join():
+        for _ in range(3 if rank == 0 else 1):
+            torch.stack([param.sum() for param in params]).sum().backward()
+            found = flights.num_launched - flights.num_landed
+            optimizer.step()
+            optimizer.zero_grad()
+    return found
+
+
+def all_gradients_wait(way: Way) -> None:
+    assert run_ranks(unlanded, 2, way)[0] == 6
+
+
+def scaled(rank: int, world_size: int, way: Way, stage: int) -> tuple[Tensor, Tensor | None]:
+    param = nn.Parameter(torch.zeros(500, dtype=torch.bfloat16))
+    optimizer = FusedShardedSGD([param], lr=1.0, stage=stage)
+    local = gradients()[rank][:500].to(torch.bfloat16)
+    (param * local).float().sum().backward()
+    optimizer.mean_over(1.5)
+    grad = None if param.grad is None or stage != 1 else param.grad.clone()
+    optimizer.step()
+    state = optimizer.full_state_dict(to=0).get("state", {})
+    return state[0]["master"] if state else torch.empty(0), grad
+
+
+def one_more_rounding(way: Way) -> None:
+    (first, grad), (second, _) = (run_ranks(scaled, 2, way, stage)[0] for stage in (1, 2))
+    mean = (sum(each[:500].to(torch.bfloat16).float() for each in gradients()[:2]) / 2).to(torch.bfloat16)
+    assert grad is not None
+    assert torch.equal(grad, mean * torch.tensor(2 / 3.0))
+    torch.testing.assert_close(first, second, rtol=2**-8, atol=0)
+    assert not torch.equal(first, second)
+
+
 NATIVE = some("ZEROX_EXCHANGE", "native")
+JOINS = some("join", "inside")
 SHOWN: dict[frozenset[Setting], Callable[[Way], None]] = {
     **each(some("master_weights", "None"), some("parameters", "bfloat16", "float16"), lost_updates),
     **each(some("state_dtype", "torch.bfloat16", '"8bit"'), some("parameters", "float64"), float64_moments),
@@ -102,6 +165,9 @@ SHOWN: dict[frozenset[Setting], Callable[[Way], None]] = {
     **each(NATIVE, some("reduce_dtype", "torch.bfloat16", "torch.float16"), sums_in_16_bits),
     **each(NATIVE, some("bucket_cap_mb", "a number"), order_of_the_backend),
     **each(some("stage", "3"), some("overlap_gather", "called"), nothing_to_hide),
+    **each(JOINS, some("optimizer", "ShardedOptimizer"), step_options_are_not_followed),
+    **each(JOINS, some("stage", "3"), all_gradients_wait),
+    **each(some("mean_over", "called"), some("stage", "1"), one_more_rounding),
 }
 
 

@@ -165,8 +165,8 @@ def test_a_new_value_has_to_be_trained_with(monkeypatch: pytest.MonkeyPatch, opt
 
 
 def test_an_option_that_no_training_can_have_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(CHOICES, "join", Choice("join", ("False", "True")))
-    way = way_of(Setting("join", "True"))
+    monkeypatch.setitem(CHOICES, "offload", Choice("offload", ("False", "True")))
+    way = way_of(Setting("offload", "True"))
     assert way is not None
     assert outcome(lambda: train(0, 1, way)).startswith("TypeError: ")
 
@@ -188,7 +188,7 @@ def test_a_refused_pair_raises_what_the_table_says(pair: Pair) -> None:
     message = re.escape(f"{refused.reason}. {refused.way_out}")
     settings = {each.option: each.value for each in pair}
     plain = {name: choice.values[0] for name, choice in CHOICES.items()} | settings
-    of_ranks = "cuda" in settings.values() or "ZEROX_EXCHANGE" in settings
+    of_ranks = "cuda" in settings.values() or "ZEROX_EXCHANGE" in settings or {"join", "capturable"} <= set(settings)
     if of_ranks or (settings.get("backend") == "nccl" and "device" not in settings):
         # As the constructor asks, where there is such a device, and where there are ranks.
         with pytest.raises(refused.error, match=message):
@@ -198,6 +198,11 @@ def test_a_refused_pair_raises_what_the_table_says(pair: Pair) -> None:
     options = arguments({**plain, "backend": "gloo"})
     if settings.get("backend") == "nccl":
         options["process_group"] = not_a_group("nccl")
+    if "join" in settings:  # which is asked for later
+        optimizer = build(params, plain, **options)
+        with pytest.raises(refused.error, match=message):
+            optimizer.join()
+        return
     before = params[0].data_ptr()
     with pytest.raises(refused.error, match=message) as raised:
         build(params, plain, **options)
@@ -215,6 +220,8 @@ UNSAID = {
     *some("foreach", "None"),
     *some("fused", "None"),
     *some("overlap_gather", "not called"),
+    *some("mean_over", "not called", "called"),
+    *some("join", "outside"),
 }
 
 

@@ -14,7 +14,7 @@ Pair = tuple[Setting, Setting]
 # What must not change a bit. (An optimizer alone has gradients of its own rank: that is another training.)
 NEUTRAL = (
     "stage", "device", "backend", "ZEROX_EXCHANGE", "bucket_cap_mb", "resident_mb", "capturable", "overlap_gather",
-    "lr", "foreach", "fused",
+    "join", "lr", "foreach", "fused",
 )  # fmt: skip
 # But torch's own classes have a path, and other last bits, for each of these.
 OF_CLASS = ("lr", "foreach", "fused")

@@ -32,10 +32,14 @@ class Joinable(torch.optim.Optimizer):
         """Meets the others in their next call, and takes part in it; Place.FOLLOW if all ranks follow."""
         raise NotImplementedError
 
+    def join(self, divide: str = ALL) -> Join:
+        raise NotImplementedError
+
     # ---- torch's protocol
 
     def join_hook(self, **kwargs: Any) -> torch_join.JoinHook:
         """``divide_by_initial_world_size=False`` among Join's arguments is ``divide="active"`` of join()."""
+        self.join()  # raises if it can't be
         _begin(self, ALL if kwargs.get("divide_by_initial_world_size", True) else ACTIVE)
         to_self = weakref.ref(self)
 
@@ -74,13 +78,6 @@ def _begin(optimizer: Joinable, divide: str) -> None:
         raise ValueError(f"divide must be {ALL!r} or {ACTIVE!r}, got {divide!r}")
     if optimizer._joining:
         raise RuntimeError("this optimizer is inside join() already")
-    for group in optimizer.param_groups:
-        for key, value in group.items():
-            if isinstance(value, torch.Tensor) and value.device.type != "cpu":
-                raise RuntimeError(
-                    f"join() can't tell whether ranks have the same {key} while it is a tensor on {value.device}: "
-                    "make it a number"
-                )
     optimizer._joining = divide
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,7 +14,7 @@ from zerox._C import Meeting, Place
 from zerox.flow.asked import asked_for
 from zerox.flow.grad_calls import GradCalls
 from zerox.flow.grads import Grads
-from zerox.flow.join import ACTIVE, Join, Joinable
+from zerox.flow.join import ACTIVE, Join, Joinable, take_options
 from zerox.memory.bucket import Bucket
 
 
@@ -25,6 +27,29 @@ class MeanGradient(Joinable):
 
     def _settle(self, place: Place, arguments: Sequence[float] = (), refusal: str = "") -> Meeting:
         raise NotImplementedError
+
+    def _updating(self) -> AbstractContextManager[None]:
+        """Around the part of step() in which ranks meet and update."""
+        raise NotImplementedError
+
+    def _update_all(self, capturing: bool) -> None:
+        """What is left of step() once ranks have met."""
+        raise NotImplementedError
+
+    def _end_step(self) -> None:
+        raise NotImplementedError
+
+    def _check_join(self) -> None:
+        """Raises for an option that does not go with join()."""
+        raise NotImplementedError
+
+    def _divisor_of(self, group: Mapping[str, Any]) -> float | None:
+        raise NotImplementedError
+
+    @property
+    def _has_step_options(self) -> bool:
+        """Whether the step() under way was given options for a class of torch's kind."""
+        return False
 
     @torch.no_grad()
     def clip_grad_norm_(
@@ -132,11 +157,38 @@ class MeanGradient(Joinable):
         ``add_param_group()``, ``broadcast_buffers()``) raises on all ranks if one has run out of batches. torch's own
         ``Join([optimizer])`` does the same, with a message of its own in each step.
         """
-        if self._calls.scale.keeps_place:
-            raise RuntimeError("join() does not go with capturable=True: a CUDA graph can't be followed")
+        self._check_join()
         return Join(self, divide)
 
     # ---- for ranks that follow: see zerox/flow/join.py
+
+    def _follow(self) -> Place:
+        with torch.no_grad(), self._updating():
+            meeting = self._settle(Place.FOLLOW)
+            if meeting.place == Place.STEP:
+                self._check_options(meeting, follows=True)
+                self._update_all(capturing=False)
+        if meeting.place == Place.STEP:
+            self._end_step()
+        else:
+            with torch.no_grad():
+                self._take_part(meeting)
+        return meeting.place
+
+    def _check_options(self, meeting: Meeting, follows: bool) -> None:
+        """Of param groups, inside join(). Collective if ranks' differ."""
+        if meeting.followed and meeting.arguments[0]:
+            raise RuntimeError(
+                "zerox: a rank that has run out of batches inside join() can't follow step() with options of its own"
+            )
+        if not meeting.has_same_options:
+            take_options(self, meeting, follows)
+        if [self._divisor_of(group) for group in self.param_groups] != self._calls.scale.of_groups:
+            raise RuntimeError(
+                "the gradient_divisor of a param group was changed, and gradients are divided while backward runs: "
+                "build another optimizer, or call scale_grads_()"
+            )
+        self._calls.scale.check()
 
     def _divide_by_active(self, meeting: Meeting) -> None:
         """Means over all ranks that were not called for otherwise."""
