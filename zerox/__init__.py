@@ -7,6 +7,7 @@ try:
     from zerox import _ext  # noqa: F401  the extension first: its error says what is wrong with the installation
     from zerox.estimate import MemoryBytes, estimate
     from zerox.flow.clip_together import clip_grad_norm_
+    from zerox.flow.join import join
     from zerox.optimizers import FusedShardedAdam, FusedShardedLion, FusedShardedSGD, ShardedOptimizer
     from zerox.scaler import GradScaler
 except ImportError as error:
@@ -25,6 +26,7 @@ __all__ = [
     "ShardedOptimizer",
     "clip_grad_norm_",
     "estimate",
+    "join",
     "latest",
     "load",
     "remove",

@@ -135,8 +135,10 @@ def test_wrong_uses_are_refused() -> None:
     optimizer = FusedShardedAdam([nn.Parameter(torch.ones(2))])
     with pytest.raises(ValueError, match="divide must be"), optimizer.join("some"):
         pass
-    with optimizer.join(), pytest.raises(RuntimeError, match="inside join"), optimizer.join():
-        pass
+    other = FusedShardedAdam([nn.Parameter(torch.ones(2))])
+    for inner in (optimizer, other):
+        with optimizer.join(), pytest.raises(RuntimeError, match="inside another join"), inner.join():
+            pass
     with optimizer.join():  # it ended well
         optimizer.param_groups[0]["params"][0].sum().backward()
         optimizer.step()

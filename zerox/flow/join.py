@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import pickle
+import threading
 import weakref
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -40,7 +41,8 @@ class Joinable(torch.optim.Optimizer):
     def join_hook(self, **kwargs: Any) -> torch_join.JoinHook:
         """``divide_by_initial_world_size=False`` among Join's arguments is ``divide="active"`` of join()."""
         self.join()  # raises if it can't be
-        _begin(self, ALL if kwargs.get("divide_by_initial_world_size", True) else ACTIVE)
+        _end([self])  # torch's Join does not say so if its block raised
+        _begin([self], ALL if kwargs.get("divide_by_initial_world_size", True) else ACTIVE)
         to_self = weakref.ref(self)
 
         def before_backward_end() -> None:
@@ -73,12 +75,33 @@ class Joinable(torch.optim.Optimizer):
 torch_join.Joinable.register(Joinable)
 
 
-def _begin(optimizer: Joinable, divide: str) -> None:
+def _begin(optimizers: Sequence[Joinable], divide: str) -> None:
     if divide not in (ALL, ACTIVE):
         raise ValueError(f"divide must be {ALL!r} or {ACTIVE!r}, got {divide!r}")
-    if optimizer._joining:
-        raise RuntimeError("this optimizer is inside join() already")
-    optimizer._joining = divide
+    if _inside.optimizers:
+        raise RuntimeError(
+            "this is inside another join() already, and a rank can't follow two loops, one inside the other: "
+            "zerox.join([one, another]) follows several optimizers"
+        )
+    for optimizer in optimizers:
+        optimizer._joining = divide
+        _inside.optimizers.add(optimizer)
+
+
+def _end(optimizers: Sequence[Joinable]) -> None:
+    for optimizer in optimizers:
+        optimizer._joining = None
+        _inside.optimizers.discard(optimizer)
+
+
+class _Inside(threading.local):
+    """The optimizers that this thread is inside a join() with."""
+
+    def __init__(self) -> None:
+        self.optimizers: weakref.WeakSet[Joinable] = weakref.WeakSet()
+
+
+_inside = _Inside()
 
 
 class FollowHook(torch_join.JoinHook):
@@ -91,38 +114,71 @@ class FollowHook(torch_join.JoinHook):
             pass
 
     def post_hook(self, is_last_joiner: bool) -> None:
-        self.optimizer._joining = None
-        self.optimizer._notified = False
+        _end([self.optimizer])
+        self.optimizer._end_notice()
         self.optimizer._join_config = torch_join._JoinConfig.construct_disabled_join_config()
         self.optimizer._grads.manager.settlement.set_before_backward_end(None)
 
 
 class Join(AbstractContextManager[None]):
-    """See ``optimizer.join()``."""
+    """See ``optimizer.join()``, and :func:`join` for several optimizers."""
 
-    def __init__(self, optimizer: Joinable, divide: str) -> None:
-        self.optimizer = optimizer
+    def __init__(self, optimizers: Sequence[Joinable], divide: str) -> None:
+        self.optimizers = optimizers
         self.divide = divide
 
     def __enter__(self) -> None:
-        _begin(self.optimizer, self.divide)
+        _begin(self.optimizers, self.divide)
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        ranks = self.optimizer._grads.ranks
         try:
             if error is None:
-                with ranks.failure_told():
-                    follow(self.optimizer)
-            elif ranks.whereabouts is not None:
-                ranks.whereabouts.leave(f"rank {ranks.rank} raised {summary_of(error)} inside optimizer.join()")
+                follow(self.optimizers)
+            else:
+                for optimizer in self.optimizers:
+                    _leave(optimizer, error)
         finally:
-            self.optimizer._joining = None
+            _end(self.optimizers)
 
 
-def follow(optimizer: Joinable) -> None:
-    """Until all ranks do."""
-    while optimizer._follow() != Place.FOLLOW:
-        pass
+def join(optimizers: Joinable | Iterable[Joinable], divide: str = ALL) -> Join:
+    """``with zerox.join([one, another]):`` as ``optimizer.join()``, for several optimizers in one loop."""
+    given = [optimizers] if isinstance(optimizers, Joinable) else list(optimizers)
+    for optimizer in given:
+        optimizer.join(divide)  # raises if it can't be
+    return Join(given, divide)
+
+
+def follow(optimizers: Sequence[Joinable]) -> None:
+    """Until all ranks do. Several are followed by a thread each, since the others call them in any order."""
+    errors: list[BaseException] = []
+
+    def run(optimizer: Joinable) -> None:
+        device = optimizer._grads.ranks.device
+        with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+            try:
+                while optimizer._follow() != Place.FOLLOW:
+                    pass
+            except BaseException as error:
+                errors.append(error)
+                for each in optimizers:
+                    _leave(each, error)
+
+    threads = [threading.Thread(target=run, args=(each,), name="zerox follows") for each in optimizers[1:]]
+    for thread in threads:
+        thread.start()
+    run(optimizers[0])
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
+
+
+def _leave(optimizer: Joinable, error: BaseException) -> None:
+    """The others raise this rank's error."""
+    ranks = optimizer._grads.ranks
+    if ranks.whereabouts is not None:
+        ranks.whereabouts.leave(f"rank {ranks.rank} raised {summary_of(error)} inside optimizer.join()")
 
 
 def options_of(groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -140,6 +140,7 @@ class MeanGradient(Joinable):
         """
         if self._joining:
             self._settle(Place.SKIP_STEP)
+            self._end_notice()
         self._calls.scale.reset()
 
     def join(self, divide: str = "all") -> Join:
@@ -158,7 +159,7 @@ class MeanGradient(Joinable):
         ``Join([optimizer])`` does the same, with a message of its own in each step.
         """
         self._check_join()
-        return Join(self, divide)
+        return Join([self], divide)
 
     # ---- for ranks that follow: see zerox/flow/join.py
 
