@@ -39,6 +39,11 @@ def parse_options(arguments: list[str] | None, description: str) -> argparse.Nam
     if options.compare:
         _find_matplotlib()
         _prepare("--out", options.out)
+    if options.uneven and (options.compare or options.save_dir):
+        raise BadInput(
+            f"--uneven does not go with {'--compare' if options.compare else '--save-dir'}: a rank that has run out of "
+            "batches can't take part in it"
+        )
     if options.save_dir:
         _prepare("--save-dir", options.save_dir)
     if options.losses:
@@ -68,6 +73,9 @@ def _parser(description: str) -> argparse.ArgumentParser:
     training.add_argument("--steps", type=_count, default=1000, help="optimizer steps (default: %(default)s)")
     training.add_argument("--batch", type=_count, default=8, help="windows a rank and backward (default: %(default)s)")
     training.add_argument("--accumulate", type=_count, default=1, help="backwards a step (default: %(default)s)")
+    training.add_argument(
+        "--uneven", action="store_true", help="unequal numbers of batches on ranks, of unequal sizes; mean over tokens"
+    )
     training.add_argument("--clip", type=_not_negative, default=1.0, help="largest gradient norm, 0: off (default: 1)")
     training.add_argument(
         "--optimizer",

@@ -6,8 +6,9 @@
     torchrun --local-addr 127.0.0.1 --nproc-per-node 2 --max-restarts 3 examples/train_gpt.py --save-dir out --resume
 
 All that zerox asks of a training script is in `with_zerox` and `train_step`. `--optimizer` takes adamw, sgd, lion, or a
-class of torch.optim. `--compare` trains a second model with DistributedDataParallel and torch's optimizer, from the
-same start on the same text, and puts both in one picture.
+class of torch.optim. `--uneven` gives ranks unequal numbers of batches, of unequal sizes. `--compare` trains a second
+model with DistributedDataParallel and torch's optimizer, from the same start on the same text, and puts both in one
+picture.
 `--save-dir` leaves checkpoints, from which `--resume` goes on: with any number of ranks, and by itself where torchrun
 starts the ranks anew because one of them died.
 """
@@ -41,6 +42,7 @@ from report import Result, memory_table, write_comparison
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import LambdaLR
 from tqdm import tqdm
+from uneven import mean_losses, num_tokens, some_of, steps_of
 
 from zerox import estimate
 
@@ -62,9 +64,13 @@ class Trainer:
     losses: list[torch.Tensor] = field(default_factory=list)
     step_ms: list[float] = field(default_factory=list)
     past_losses: list[float] = field(default_factory=list)  # of the steps before this run, averaged over the ranks
+    weighs_tokens: bool = False  # whether the mean is over tokens; `losses` are sums then
+    tokens: list[int] = field(default_factory=list)
 
-    def mean_losses(self) -> list[float]:
+    def mean_losses(self, steps: int) -> list[float]:
         """Of all steps from the first one on, averaged over the ranks. Collective."""
+        if self.weighs_tokens:
+            return mean_losses(self.losses, self.tokens, steps)
         return [*self.past_losses, *(mean_over_ranks(torch.stack(self.losses)).tolist() if self.losses else [])]
 
     def __post_init__(self) -> None:
@@ -82,6 +88,7 @@ def with_zerox(module: GPT, options: argparse.Namespace) -> Trainer:
         clip_grad_norm=optimizer.clip_grad_norm_,
         no_sync=optimizer.no_sync,
         lr_factor=warm_up_then_cosine(options.steps),
+        weighs_tokens=options.uneven,
     )
 
 
@@ -101,16 +108,23 @@ def with_ddp(module: GPT, options: argparse.Namespace, fused: bool) -> Trainer:
 
 
 def train_step(trainer: Trainer, micro_batches: list[torch.Tensor], max_norm: float) -> torch.Tensor:
-    """One step on the mean over all micro-batches and ranks; returns the norm of the whole gradient."""
+    """One step on the mean over all micro-batches and ranks; returns the norm of the whole gradient.
+
+    Where micro-batches are of unequal size, losses are summed, and the mean is over the tokens of all ranks.
+    """
     optimizer = trainer.optimizer
     optimizer.zero_grad()
     loss_sum = 0.0
     for place, windows in enumerate(micro_batches, start=1):
         # Gradients add up on each rank; only the last backward sends them.
         with nullcontext() if place == len(micro_batches) else trainer.no_sync():
-            loss = trainer.forward(windows[:, :-1], windows[:, 1:]) / len(micro_batches)
+            mean = trainer.forward(windows[:, :-1], windows[:, 1:])
+            loss = mean * num_tokens(windows) if trainer.weighs_tokens else mean / len(micro_batches)
             loss.backward()
         loss_sum += loss.detach()
+    if trainer.weighs_tokens:
+        trainer.tokens.append(sum(map(num_tokens, micro_batches)))
+        optimizer.mean_over(trainer.tokens[-1])
     norm = trainer.clip_grad_norm(max_norm)
     optimizer.step()
     trainer.scheduler.step()
@@ -161,7 +175,11 @@ class Progress:
         """`norm` is that of the first trainer, whose speed is shown too."""
         if self.quiet or (step % SHOW_EVERY and step != self.steps):
             return
-        losses = mean_over_ranks(torch.stack([trainer.losses[-1] for trainer in trainers]))
+        losses = torch.stack([trainer.losses[-1] for trainer in trainers])
+        if trainers[0].weighs_tokens:  # this rank's: others may have run out of batches, and don't come here
+            losses = losses / trainers[0].tokens[-1]
+        else:
+            losses = mean_over_ranks(losses)
         recent_ms = trainers[0].step_ms[-SHOW_EVERY:]
         tokens_per_s = self.step_tokens * len(recent_ms) * 1e3 / sum(recent_ms)
         numbers = {name: f"{loss:.3f}" for name, loss in zip(("loss", "torch's loss"), losses.tolist(), strict=False)}
@@ -179,9 +197,14 @@ def train(trainers: list[Trainer], corpus: Corpus, options: argparse.Namespace, 
     done = len(trainers[0].past_losses)
     progress = Progress(options, rank, world_size, done)
     distances: dict = {}
-    with progress.bar:
-        for step in range(done + 1, options.steps + 1):
+    # A rank that comes to the end of join() goes along with the others' steps until all have come.
+    joined = trainers[0].optimizer.join() if options.uneven else nullcontext()
+    own_steps = steps_of(rank, world_size, options.steps) if options.uneven else options.steps
+    with progress.bar, joined:
+        for step in range(done + 1, own_steps + 1):
             micro_batches = [draws.draw().to(options.device) for _ in range(options.accumulate)]
+            if options.uneven:
+                micro_batches = [some_of(windows, step, rank) for windows in micro_batches]
             # In changing order, so that none always finds the caches as another one left them.
             in_turn = trainers if step % 2 else trainers[::-1]
             norms = {trainer.name: timed_step(trainer, micro_batches, options) for trainer in in_turn}
@@ -190,7 +213,7 @@ def train(trainers: list[Trainer], corpus: Corpus, options: argparse.Namespace, 
                 trainers.pop()  # the textbook one is not needed any more
             progress.after(step, trainers[:2], norms[trainers[0].name])
             if checkpoints.is_due(step):
-                checkpoints.save(trainers[0], draws, trainers[0].mean_losses())
+                checkpoints.save(trainers[0], draws, trainers[0].mean_losses(step))
     return distances
 
 
@@ -229,7 +252,7 @@ def run(options: argparse.Namespace, corpus: Corpus, rank: int, world_size: int)
     results = [
         Result(
             name=trainer.name,
-            loss=trainer.mean_losses(),
+            loss=trainer.mean_losses(options.steps),
             held_out_loss=held_out_loss(trainer.module, corpus.held_out, options.batch, rank, world_size),
             memory_bytes=columns[trainer.name],
             step_ms=trainer.step_ms,

@@ -30,6 +30,8 @@ BAD_OPTIONS = {
     "--optimizer=lr_scheduler": "--optimizer lr_scheduler is none of adamw, sgd, lion, nor a class of torch.optim",
     "--optimizer=RMSprop --state-dtype=8bit": "--state-dtype is for adamw, sgd, lion: RMSprop keeps its state as it",
     "--optimizer=lion --compare": "torch.optim has no Lion",
+    "--uneven --compare": "--uneven does not go with --compare",
+    "--uneven --save-dir=here": "--uneven does not go with --save-dir",
 }
 
 
@@ -93,3 +95,13 @@ def test_compared_on_two_ranks_the_curves_agree(text: Path, tmp_path: Path) -> N
     assert comparison["distances"]["zerox_from_unfused"] < 1e-5
     # Half the moments on each of two ranks, but for padding.
     assert zerox["memory_bytes"]["moments"] < 0.6 * torch["memory_bytes"]["moments"]
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_ranks_with_unequal_shares_train_on_all_tokens(text: Path, tmp_path: Path, stage: int) -> None:
+    options = ["--data", text, "--steps=6", "--accumulate=2", "--quiet", f"--stage={stage}", *SMALLEST]
+    ended = run(*options, "--uneven", "--batch=4", "--ranks=2", "--losses", tmp_path / "losses.json")
+    assert ended.returncode == 0, ended.stderr
+    losses = json.loads((tmp_path / "losses.json").read_text())
+    assert len(losses) == 6, "of the steps that one rank follows too"
+    assert losses[-1] < losses[0] < 6
