@@ -139,9 +139,9 @@ def test_other_norms_are_refused(norm_type: float) -> None:
         FusedShardedAdam([nn.Parameter(torch.ones(1))]).clip_grad_norm_(1.0, norm_type)
 
 
-def clip_then_backward(rank: int, world_size: int, max_norm: float) -> str:
+def clip_then_backward(rank: int, world_size: int, max_norm: float, stage: int) -> str:
     model = make_model()
-    optimizer = FusedShardedAdam(model.parameters())
+    optimizer = FusedShardedAdam(model.parameters(), stage=stage)
     backward(model, batch(rank, 0))
     optimizer.clip_grad_norm_(max_norm)
     backward(model, batch(rank, 1))
@@ -155,8 +155,9 @@ def clip_then_backward(rank: int, world_size: int, max_norm: float) -> str:
     return "stepped"
 
 
+@pytest.mark.parametrize("stage", [1, 2])
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_a_backward_after_clipping_is_refused_but_not_after_asking_for_the_norm(world_size: int) -> None:
-    for message in run_ranks(clip_then_backward, world_size, 0.1):
+def test_a_backward_after_clipping_is_refused_but_not_after_asking_for_the_norm(world_size: int, stage: int) -> None:
+    for message in run_ranks(clip_then_backward, world_size, 0.1, stage):
         assert "gradients were added between clip_grad_norm_()" in message
-    assert run_ranks(clip_then_backward, world_size, math.inf) == ["stepped"] * world_size
+    assert run_ranks(clip_then_backward, world_size, math.inf, stage) == ["stepped"] * world_size
