@@ -170,6 +170,30 @@ def test_sums_are_divided_by_the_group_s_divisor(world_size: int, stage: int, ma
     run_ranks(divide, world_size, stage, 6.0, make, accumulates)
 
 
+def accumulate_some(rank: int, world_size: int, divisor: float) -> None:
+    """Three backwards, of which the second reaches one parameter only."""
+    params = [nn.Parameter(torch.zeros(6)) for _ in range(2)]
+    ours = FusedShardedSGD(params, lr=1.0, stage=1, gradient_divisor=divisor)
+    expected = [torch.zeros(6), torch.zeros(6)]
+    generator = torch.Generator().manual_seed(0)
+    for reached in [(0, 1), (0,), (0, 1)]:
+        factors = torch.randn(world_size, 2, 6, generator=generator)
+        for index in reached:
+            expected[index] += factors[:, index].sum(0) / divisor
+        torch.stack([(params[index] * factors[rank, index]).sum() for index in reached]).sum().backward()
+        for param, grad in zip(params, expected, strict=True):
+            torch.testing.assert_close(param.grad, grad, rtol=1e-6, atol=1e-6)
+    ours.step()
+    for param, grad in zip(params, expected, strict=True):
+        torch.testing.assert_close(param.detach(), -grad, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("divisor", [1.0, 6.0])
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_in_stage_1_a_mean_that_stands_is_counted_once(world_size: int, divisor: float) -> None:
+    run_ranks(accumulate_some, world_size, divisor)
+
+
 def sum_exactly(rank: int, world_size: int, stage: int) -> None:
     """Three ranks' sum, which a mean times three would not have."""
     param = nn.Parameter(torch.zeros(5))
