@@ -39,7 +39,7 @@ def machine() -> Any:
         if not source.exists() or source.read_text() != text:
             source.write_text(text)
         sources.append(source)
-    flags = ["-O1", "-std=c++20", "-ffp-contract=off", "-fno-math-errno", "-fno-ipa-icf", "-fvisibility=hidden"]
+    flags = ["-Og", "-std=c++20", "-ffp-contract=off", "-fno-math-errno", "-fno-ipa-icf", "-fvisibility=hidden"]
     flags += ["-Wall", "-Wextra", "-Wno-unused-parameter", "-DZX_OPS_KEY=PrivateUse2"]
     made = cpp_extension.load(
         "fake_accelerator",

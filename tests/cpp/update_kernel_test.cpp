@@ -101,21 +101,25 @@ TEST(update_may_be_cut_anywhere) {
   for (const std::string& isa : zx::supported_isas()) {
     zx::select_isa(isa);
     for (const StateKind state : kStateKinds) {
-      const int64_t unit = state == StateKind::blockwise ? zx::kStateBlock : 1;
+      // Up to a vector's elements, or up to the blocks that are converted together; the last block is half a block.
+      const bool in_blocks = state == StateKind::blockwise;
+      const int64_t unit = in_blocks ? zx::kStateBlock : 1;
+      const int64_t numel = in_blocks ? 10 * unit - unit / 2 : 100;
+      const std::vector<int64_t> cuts =
+          in_blocks ? std::vector<int64_t>{0, 1, 3, 4, 6, 9, 10} : std::vector<int64_t>{0, 1, 13, 16, 50, 99, 100};
       for (const UpdateCase& c : update_cases(state)) {
-        for (const int64_t cut : {0, 1, 13, 16, 50, 99, 100}) {
-          const int64_t numel = 100 * unit - unit / 2;  // ends in half a block
-          const int64_t place = std::min(cut * unit, numel);
-          const UpdateBuffers before(c, numel, 1);
-          with_step(c, [&](const void* step) {
-            UpdateBuffers whole = before;
-            whole.run(zx::kernels(), step, 0, numel);
+        const UpdateBuffers before(c, numel, 1);
+        with_step(c, [&](const void* step) {
+          UpdateBuffers whole = before;
+          whole.run(zx::kernels(), step, 0, numel);
+          for (const int64_t cut : cuts) {
+            const int64_t place = std::min(cut * unit, numel);
             UpdateBuffers parts = before;
             parts.run(zx::kernels(), step, place, numel);
             parts.run(zx::kernels(), step, 0, place);
             parts.check_same(whole, joined({isa, name_of(c)}));
-          });
-        }
+          }
+        });
       }
     }
   }
