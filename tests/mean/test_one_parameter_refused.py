@@ -170,6 +170,18 @@ def in_other_kinds(rank: int, world_size: int) -> None:
     torch.testing.assert_close(
         optimizer.full_state(params["small"])["momentum_buffer"], expected, rtol=2**-7, atol=2**-8
     )
+    params, optimizer = build("inner bf16", 2)
+    optimizer.param_groups[0]["momentum"] = 0.0
+    for step in range(2):  # the buffer begins with the second one
+        backward(rank, world_size, step, params)
+        optimizer.step()
+        for number, p in enumerate(params.values()):
+            theirs = optimizer.full_state_dict(world_size - 1)
+            state = optimizer.full_state(p)
+            assert ("momentum_buffer" in state) == (step == 1 and p is not params["unused"])
+            if rank == world_size - 1:
+                assert_same(state, theirs["state"].get(number, {}), f"state {number}")
+        optimizer.param_groups[0]["momentum"] = 0.9
     params, optimizer = build("fp32", 2)
     optimizer.param_groups[0]["amsgrad"] = True  # begins with what is set, as it would with the next step
     optimizer.set_full_state_(params["small"], max_exp_avg_sq=torch.full((7,), 0.25))
@@ -287,6 +299,27 @@ def elsewhere(rank: int, world_size: int, where: str) -> None:
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_a_master_is_set_wherever_the_parameter_lies(world_size: int, where: str) -> None:
     run_ranks(elsewhere, world_size, where)
+
+
+def set_by_hand(rank: int, world_size: int) -> None:
+    """Gradients that no backward made: in stage 1 they are sent where they changed since. What is set is not."""
+    for stage in STAGES:
+        param = nn.Parameter(torch.zeros(5000))
+        optimizer = FusedShardedSGD([param], lr=1.0, stage=stage)
+        param.grad = torch.full((5000,), float(rank))
+        mean = optimizer.full_grad(param)
+        torch.testing.assert_close(mean, torch.full((5000,), (world_size - 1) / 2), rtol=2**-23, atol=0)
+        value = torch.rand(5000, generator=torch.Generator().manual_seed(3))
+        optimizer.set_full_grad_(param, value)
+        assert torch.equal(optimizer.full_grad(param), value)
+        optimizer.step()
+        with optimizer.whole():
+            assert torch.equal(param, -value)
+
+
+@pytest.mark.parametrize("world_size", WORLDS)
+def test_what_is_set_is_not_averaged_again(world_size: int) -> None:
+    run_ranks(set_by_hand, world_size)
 
 
 def unfreeze(rank: int, world_size: int) -> None:
