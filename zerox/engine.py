@@ -21,7 +21,7 @@ from zerox.flow.grad_scale import GradScale
 from zerox.flow.grads import Grads
 from zerox.flow.inside import Inside
 from zerox.flow.join import digest_of
-from zerox.flow.mean_gradient import MeanGradient
+from zerox.flow.one_gradient import OneGradient
 from zerox.flow.overlap_gather import NOTHING_TO_HIDE, GatherOverlap
 from zerox.flow.params import ParamGather
 from zerox.flow.residency import Residency
@@ -34,11 +34,11 @@ from zerox.plan.stage import SHARDED
 from zerox.ranks.group import Ranks, call_ranks, find_ranks
 from zerox.ranks.process_group import GroupArgument
 from zerox.rules.of_groups import Rules
-from zerox.state.optimizer_state import OptimizerState
+from zerox.state.one_state import OneState
 from zerox.terms import terms
 
 
-class Engine(MeanGradient, OptimizerState):
+class Engine(OneGradient, OneState):
     """``make_rules()`` update the parameters. What it, ``make_defaults`` or ``make_options`` refuses on one rank, all
     raise. Raises as :class:`zerox.FusedShardedAdam`.
     """

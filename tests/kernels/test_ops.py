@@ -132,10 +132,10 @@ REFUSED: dict[str, tuple[str, Callable[[], tuple[Any, ...]], str]] = {
         lambda: (torch.empty(8), words(), [torch.ones(8).half()], segments_of(8), byte(), 1, False),
         "`slices` must be Float, got Half",
     ),
-    "no world": (
+    "no divisor": (
         "reduce_",
         lambda: (torch.empty(8), words(), [torch.ones(8)], segments_of(8), byte(), 0, False),
-        "`world` must be positive, got 0",
+        "`divisor` must be positive, got 0",
     ),
     "segments past the shard": ("norm_", lambda: (words(), torch.ones(8), segments_of(9), 2.0), "`segments` row 0"),
     "segments that overlap": (

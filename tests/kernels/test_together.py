@@ -82,13 +82,15 @@ def buckets_of(*numels: int, device: str = "meta") -> list[Any]:
 def test_small_buckets_go_together_in_the_order_of_their_gathers() -> None:
     large, half = LEAST_IN_A_LAUNCH, LEAST_IN_A_LAUNCH // 2
     buckets = buckets_of(half, 10, large, half, half - 1, 7, 3)
-    assert list(launches(range(7), buckets)) == [[0, 1, 2], [3, 4, 5], [6]]
-    assert list(launches([6, 5, 2, 0, 1, 3, 4], buckets)) == [[6, 5, 2], [0, 1, 3], [4]]
-    assert list(launches([], buckets)) == []
+    assert list(launches(range(7), buckets, [None] * 7)) == [[0, 1, 2], [3, 4, 5], [6]]
+    assert list(launches([6, 5, 2, 0, 1, 3, 4], buckets, [None] * 7)) == [[6, 5, 2], [0, 1, 3], [4]]
+    divisors = [None, 1.0, 1.0, None, None, None, None]
+    assert list(launches(range(7), buckets, divisors)) == [[0], [1, 2], [3, 4, 5], [6]], "one scale a launch"
+    assert list(launches([], buckets, [])) == []
 
 
 def test_on_the_cpu_each_bucket_is_gathered_as_soon_as_it_is_updated() -> None:
-    assert list(launches([1, 0, 2], buckets_of(5, 5, 5, device="cpu"))) == [[1], [0], [2]]
+    assert list(launches([1, 0, 2], buckets_of(5, 5, 5, device="cpu"), [None] * 3)) == [[1], [0], [2]]
 
 
 @pytest.mark.parametrize("run", [[3], [0, 2, 1]], ids=str)

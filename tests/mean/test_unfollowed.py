@@ -74,6 +74,8 @@ UNFOLLOWED: dict[str, Callable[[FusedShardedAdam, nn.Module, str], Any]] = {
     "zerox.save()": save_to,
     "zerox.load()": load_from,
     "full_state_dict()": lambda ours, *_: ours.full_state_dict(),
+    "full_grad()": lambda ours, *_: ours.full_grad(ours.param_groups[0]["params"][0]),
+    "full_state()": lambda ours, *_: ours.full_state(ours.param_groups[0]["params"][0]),
     "add_param_group()": lambda ours, *_: ours.add_param_group({"params": [nn.Parameter(torch.ones(3))]}),
     "broadcast_buffers()": lambda ours, model, _: ours.broadcast_buffers(model),
 }

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from zerox import _C as C
 from zerox.memory.bucket import Bucket, FrozenBucket, Member
-from zerox.memory.flat import BufferSlot, FlatBuffer, take_in, values_of
+from zerox.memory.flat import BufferSlot, FlatBuffer, give_out, take_in, values_of
 from zerox.plan.buckets import BucketPlan
 from zerox.plan.layout import Layout
 from zerox.ranks.group import Ranks
@@ -72,6 +72,11 @@ class ParamGather:
 
     def prepare_checkpoint(self) -> None:
         """Before slice_of(): what was written and moved so far counts. Collective inside whole()."""
+
+    def write(self, index: int, bucket: Bucket, slot: int, value: Tensor) -> None:
+        """All ranks write the same value into a parameter, outside step(), where all have met. Collective."""
+        bucket.buffer.put(slot, value)
+        give_out([(bucket.buffer, slot)])
 
     def check_room(self, added: Sequence[tuple[str, int]]) -> float:
         """How many bytes may be whole with new buckets of these names and bytes. ValueError if the largest may not."""

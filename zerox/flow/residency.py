@@ -10,7 +10,7 @@ from torch import Tensor
 
 from zerox import _C as C
 from zerox.memory.bucket import Bucket, FrozenBucket, Member
-from zerox.memory.flat import BufferSlot, ShardedBuffer, give_out, take_in, values_of
+from zerox.memory.flat import BufferSlot, ShardedBuffer, give_out, in_shared_memory, take_in, values_of
 from zerox.plan.buckets import BucketPlan
 from zerox.plan.layout import Layout
 from zerox.plan.resident import resident_limit
@@ -174,6 +174,18 @@ class Residency:
             for slot, param in enumerate(buffer.params):
                 if not buffer.is_at_home(slot) and any(each.buffer.room.has(param.data_ptr()) for each in self.all):
                     param.data = param.detach().clone()  # it lies in another one's home, where nothing may be written
+
+    def write(self, index: int, bucket: Bucket, slot: int, value: Tensor) -> None:
+        """As step(): each rank its part of the shard, once no rank reads."""
+        buffer = self.all[self.index_of[index]].buffer
+        with self.updating():
+            self.ranks.meet("a parameter is set on all ranks, whose shards none may read meanwhile")
+            buffer.put(slot, value)
+            self.start(index)
+        param = buffer.params[slot]
+        if not buffer.is_at_home(slot) and not in_shared_memory(param):  # the value elsewhere is older
+            param.data = buffer.own_home(slot)
+        give_out([(buffer, slot)])
 
     def _keep_written_so_far(self) -> None:
         if self.depth:

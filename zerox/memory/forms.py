@@ -89,6 +89,13 @@ def remainder_of(param: Tensor, master: Tensor) -> Tensor:
     return torch.where(beyond.abs() <= HALF, beyond.clamp(-HALF, HALF - 1), 0).to(torch.int16)
 
 
+def split_param(master: Tensor) -> Tensor:
+    """bfloat16: the parameters that, with their remainders, are these masters. Rounded half away from zero, as the
+    kernels round: see Note [A master as bf16 parameter plus remainder] in csrc/math/rounding.h."""
+    halves = (master.contiguous().view(torch.int32).to(torch.int64) + HALF) >> 16
+    return torch.where(master.isnan(), master.to(torch.bfloat16), halves.to(torch.int16).view(torch.bfloat16))
+
+
 def rounding_to(param: Tensor, master: Tensor) -> Tensor:
     """float32 masters that each round to their 16-bit parameter: the reverse of remainder_of()."""
     up = (master.view(torch.int32) + 1).view(torch.float32)

@@ -148,10 +148,11 @@ class Ranks:
         """Every rank's text, by rank."""
         return [each.decode() for each in self.all_gather_bytes(text.encode())]
 
-    def check_same(self, lines: Sequence[str], refusal: str = "") -> None:
+    def check_same(self, lines: Sequence[str], refusal: str = "", way_out: str = "") -> None:
         """ValueError on every rank, naming the first line that differs, unless all ranks pass the same lines.
 
         ``refusal``: the error that this rank raises instead; the others raise ValueError with its text. Collective.
+        ``way_out``: what the error advises.
         Ranks compare a digest; the lines themselves travel only when it differs.
         """
         text = f"{REFUSED}{refusal}" if refusal else "\n".join(lines)
@@ -166,7 +167,8 @@ class Ranks:
             for index in range(max(len(everyone[0]), len(theirs))):
                 first, other = (each[index] if index < len(each) else "nothing" for each in (everyone[0], theirs))
                 if first != other:
-                    raise ValueError(f"ranks must agree: rank 0 has {first}; rank {rank} has {other}")
+                    advice = f": {way_out}" if way_out else ""
+                    raise ValueError(f"ranks must agree: rank 0 has {first}; rank {rank} has {other}{advice}")
 
     def _unless_same(self, text: str) -> list[list[str]]:
         """Every rank's lines by rank, or none if all ranks pass the same."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,10 +11,11 @@ from torch import Tensor
 from zerox.memory.bucket import Bucket
 from zerox.memory.flat import dense_strides
 from zerox.memory.forms import decoded, master_of
+from zerox.memory.one_param import OneParam
 from zerox.memory.stored import Stored
 from zerox.plan.layout import Segment
 from zerox.ranks.group import CPU, Ranks
-from zerox.rules.rule import MASTER, REMAINDER
+from zerox.rules.rule import MASTER, REMAINDER, STEP, NumberSpec, Rule, StateSpec
 
 
 def full_state(
@@ -42,6 +43,38 @@ def full_state(
     return dict(sorted(found.items()))
 
 
+def full_state_of(one: OneParam) -> dict[str, Any]:
+    """The same of one parameter, on its device on all ranks. Collective; only its own elements are sent."""
+    bucket, row = one.bucket, one.own_row
+    found: dict[str, Any] = {}
+    for spec in (bucket.rule.step, *bucket.rule.numbers):
+        numbers = bucket.numbers[spec.key]
+        number = numbers.new_zeros(1) if row is None else numbers[row : row + 1]
+        found[spec.key] = spec.shown(one.from_owner(number, spec.key).cpu()[0])
+    own_absent = "\n".join(key for absent_row, key in bucket.absent if absent_row == row)
+    absent = {key for said in one.ranks.all_gather_text(own_absent) for key in said.splitlines()}
+    for stored in in_full(bucket, one.own_elements):
+        if stored.spec.key not in absent:
+            own = None if row is None else stored.values
+            found[stored.spec.key] = one.gathered(own, stored.values.dtype, stored.spec.key)
+    return found
+
+
+def shown_in_group(rule: Rule, group: Mapping[str, Any], state: dict[str, Any]) -> dict[str, Any]:
+    """What of a parameter's whole state the rule's torch class would show in this param group.
+
+    Zeros are not how every class begins, and torch has no state before a first update, nor in groups whose options
+    don't ask for it.
+    """
+    if not rule.on_host:
+        return state
+    if not state[STEP.key]:
+        return {}
+    specs: list[StateSpec | NumberSpec] = [*rule.states, *rule.numbers]
+    unwanted = {spec.key for spec in specs if not rule.is_wanted(spec, group)}
+    return {key: value for key, value in state.items() if key not in unwanted}
+
+
 def _gathered(numbers: Tensor, segments: Sequence[Sequence[Segment]], ranks: Ranks, to: int | None) -> Sequence[Tensor]:
     """One number for each row, of every rank: ranks have different counts of rows."""
     padded = numbers.new_zeros(max(map(len, segments)))
@@ -62,13 +95,18 @@ def _absent(
     return found
 
 
-def in_full(bucket: Bucket) -> Iterator[Stored]:
-    """The state of the own shard's elements in float32 or float64, in whatever form it is stored."""
+def in_full(bucket: Bucket, elements: slice | None = None) -> Iterator[Stored]:
+    """The state of the own shard's elements in float32 or float64, in whatever form it is stored.
+
+    ``elements``: some of them, which start with a block; None: all.
+    """
+    elements = slice(0, bucket.param_shard.numel()) if elements is None else elements
     for stored in bucket.state.values():
+        part = stored.part(elements)
         if stored.spec == REMAINDER:
-            yield Stored(MASTER, master_of(bucket.param_shard, stored.values))
+            yield Stored(MASTER, master_of(bucket.param_shard[elements], part.values))
         else:
-            wide = decoded(stored)
+            wide = decoded(part)
             yield Stored(stored.spec, wide.float() if wide.dtype is not torch.float64 else wide)
 
 

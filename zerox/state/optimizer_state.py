@@ -13,10 +13,9 @@ from zerox._C import Place
 from zerox.memory.bucket import Bucket, Member, start_states
 from zerox.ranks.group import CPU, Ranks
 from zerox.rules.of_groups import Rules
-from zerox.rules.rule import NumberSpec, StateSpec
 from zerox.state.dcp_request import Request, dcp_request
-from zerox.state.full_state import full_state, in_full
-from zerox.state.sliced_state import STEP, sliced_state
+from zerox.state.full_state import full_state, in_full, shown_in_group
+from zerox.state.sliced_state import sliced_state
 from zerox.state.state_dict import check_groups, check_state, fill_state, groups_to_take, packed_with, state_uncast
 
 
@@ -136,22 +135,19 @@ class OptimizerState(torch.optim.Optimizer):
         if to not in range(size):
             raise ValueError(f"to must be one of the optimizer's ranks, 0 to {size - 1}, got {to!r}")
         self._meet(Place.FULL_STATE)
-        for group in self.param_groups:  # on all ranks in this order: a class's new kinds of state are learned here
-            self._rules.of(group).late(group)
+        self._learn_kinds()
         found = full_state(self._buckets, self._all_ranks, to)
         for bucket in self._buckets:
-            rule = bucket.rule
-            for member in bucket.members if rule.on_host and found else ():
-                # Zeros are not how every class begins, and torch has no state before a first update, nor in groups
-                # whose options don't ask for it.
-                if not found[member.number][STEP]:
-                    del found[member.number]
-                    continue
-                group = self.param_groups[member.group]
-                specs: list[StateSpec | NumberSpec] = [*rule.states, *rule.numbers]
-                for key in [spec.key for spec in specs if not rule.is_wanted(spec, group)]:
-                    found[member.number].pop(key, None)
-        return found
+            for member in bucket.members if found else ():
+                shown = shown_in_group(bucket.rule, self.param_groups[member.group], found.pop(member.number))
+                if shown:
+                    found[member.number] = shown
+        return dict(sorted(found.items()))
+
+    def _learn_kinds(self) -> None:
+        """On all ranks in this order: a class's new kinds of state are learned here."""
+        for group in self.param_groups:
+            self._rules.of(group).late(group)
 
     def _packed_groups(self) -> Any:
         """Param groups as in state_dict()."""

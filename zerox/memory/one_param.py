@@ -1,0 +1,153 @@
+"""One parameter of an optimizer in full, for calls that all ranks make together for it: where it lies on each rank."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from zerox import _C as C
+from zerox.memory.bucket import Bucket, Member
+from zerox.plan.layout import Segment
+from zerox.ranks.group import Ranks
+
+WAY_OUT = "make the same call on all ranks, for the same parameter and with equal values"
+
+
+@dataclass(frozen=True)
+class OneParam:
+    """The parameter in ``slot`` of the bucket of this ``index``."""
+
+    index: int
+    slot: int
+    bucket: Bucket
+    ranks: Ranks
+
+    @property
+    def member(self) -> Member:
+        return self.bucket.members[self.slot]
+
+    @property
+    def wide(self) -> torch.dtype:
+        """Of what users see of it."""
+        return torch.float64 if self.bucket.buffer.flat.dtype is torch.float64 else torch.float32
+
+    @property
+    def own_row(self) -> int | None:
+        """That of its segment on this rank."""
+        return next((row for row, own in enumerate(self.bucket.own_segments) if own.slot == self.slot), None)
+
+    @property
+    def own(self) -> Segment | None:
+        return None if self.own_row is None else self.bucket.own_segments[self.own_row]
+
+    @property
+    def own_elements(self) -> slice:
+        """Of the shard."""
+        return slice(0, 0) if self.own is None else slice(self.own.span.start, self.own.span.stop)
+
+    def own_part(self, whole: Tensor) -> Tensor:
+        """This rank's elements of a tensor that has the parameter's shape and order in memory: a view."""
+        start = 0 if self.own is None else self.own.param_start
+        numel = self.own_elements.stop - self.own_elements.start
+        return in_memory_order(whole)[start : start + numel]
+
+    def owners(self) -> list[tuple[int, Segment]]:
+        """The ranks that have a part of it, each with that part: at least one, also where it has no elements."""
+        segments = ((rank, self.bucket.plan.layout.segments(rank)) for rank in range(self.ranks.size))
+        return [(rank, each) for rank, own in segments for each in own if each.slot == self.slot]
+
+    def empty(self, dtype: torch.dtype) -> Tensor:
+        """For the whole tensor. The parameter itself is not asked for its strides: it may be anywhere by now."""
+        shape, strides = self.bucket.buffer.shapes[self.slot], self.bucket.buffer.strides[self.slot]
+        return torch.empty_strided(shape, strides, dtype=dtype, device=self.bucket.device)
+
+    def gathered(self, own: Tensor | None, dtype: torch.dtype, what: str) -> Tensor:
+        """The whole tensor on all ranks from each rank's part, 1-D (None on a rank without one). Collective.
+
+        Only what each owner has is sent: a parameter that lies on one rank is not sent as often as there are ranks.
+        """
+        whole = self.empty(dtype)
+        flat = in_memory_order(whole)
+        for rank, segment in self.owners():
+            part = flat[segment.param_start : segment.param_start + segment.span.numel]
+            if rank == self.ranks.rank:
+                assert own is not None
+                part.copy_(own)
+            if part.numel() > 0:
+                self.ranks.broadcast(part, f"{what} of parameter {self.member.quoted}", root=rank)
+        return whole
+
+    def from_owner(self, number: Tensor, what: str) -> Tensor:
+        """A number ``[1]`` as the first owner has it: all owners have the same. Collective."""
+        rank, _ = self.owners()[0]
+        told = number.clone()
+        self.ranks.broadcast(told.view(torch.uint8), f"{what} of parameter {self.member.quoted}", root=rank)
+        return told
+
+    def taken(self, what: str, value: object) -> Tensor:
+        """A user's value in the parameter's order in memory, float32 or float64. ValueError if it does not fit."""
+        shape = self.bucket.buffer.shapes[self.slot]
+        if not isinstance(value, Tensor) or value.shape != shape:
+            found = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
+            raise ValueError(
+                f"{what} of parameter {self.member.quoted} must be a whole tensor of its shape {tuple(shape)}, got "
+                f"{found}"
+            )
+        if value.dtype.is_complex or value.layout is not torch.strided:
+            raise ValueError(
+                f"{what} of parameter {self.member.quoted} must be a dense tensor of real numbers, got {value.dtype} "
+                f"in the layout {value.layout}"
+            )
+        return self.empty(torch.promote_types(value.dtype, self.wide)).copy_(value.detach())
+
+    def called(self, call: str, given: Mapping[str, object] | None = None) -> str:
+        """What ranks compare of a call: equal only if they make it for one parameter with equal values."""
+        line = f"{call} of parameter '{self.member.name}', which is number {self.member.number},"
+        said = [f"{key} {_said(value)}" for key, value in (given or {}).items()]
+        return f"{line} with {', '.join(said)}" if said else line.removesuffix(",")
+
+    def agree(self, line: str) -> None:
+        """ValueError on all ranks unless all say this ``line``. Collective."""
+        self.ranks.check_same([line], way_out=WAY_OUT)
+
+
+def one_param(buckets: Sequence[Bucket], ranks: Ranks, param: object, call: str) -> OneParam:
+    """ValueError for what is in no bucket."""
+    for index, bucket in enumerate(buckets):
+        for slot, member in enumerate(bucket.members):
+            if member.param is param:
+                return OneParam(index, slot, bucket, ranks)
+    what = f"a tensor of shape {tuple(param.shape)}" if isinstance(param, Tensor) else repr(param)
+    raise ValueError(
+        f"{call}: {what} is no parameter that this optimizer trains; pass one of its param groups that requires "
+        "gradients"
+    )
+
+
+def asked_of_one(buckets: Sequence[Bucket], ranks: Ranks, param: object, call: str) -> OneParam:
+    """ValueError on all ranks unless all ask ``call`` of the same one. Collective."""
+    with ranks.refusals_told():
+        one = one_param(buckets, ranks, param, call)
+    one.agree(one.called(call))
+    return one
+
+
+def in_memory_order(whole: Tensor) -> Tensor:
+    """A view of a tensor without gaps."""
+    return whole.as_strided((whole.numel(),), (1,))
+
+
+def same_values(first: Tensor, second: Tensor) -> Tensor:
+    """Where two tensors have the same value, NaN too."""
+    return (first == second) | (first.isnan() & second.isnan())
+
+
+def _said(value: object) -> str:
+    if not isinstance(value, Tensor):
+        return repr(value)
+    if value.numel() < 2:
+        return str(value.flatten().tolist()).strip("[]")
+    return f"of digest {C.digest(in_memory_order(value).cpu()):016x}"
