@@ -58,6 +58,10 @@ void Residents::end_update(bool is_update, bool any_written) {
 
 void Residents::make_whole_for_good() {
   if (!process_.is_this()) return;
+  {
+    const std::lock_guard lock(mutex_);
+    now_.ending = true;
+  }
   enter_whole();
   const std::lock_guard lock(mutex_);
   now_.forgotten = true;

@@ -271,6 +271,8 @@ std::string Residents::fetch(Held& held, bool memory_too, bool own_too) {
     }
     if (own_too) held.room->take_shard(held.shard, own_part(held));
     landing = held.room->landing();
+    const std::string known = given_up();
+    TORCH_CHECK(known.empty(), known);
     peers_->fetch(held.index, held.places, held.version, held.written, landing.data, part);
     held.room->land(landing, own_part(held), part);
   } catch (const std::exception& error) {
@@ -281,6 +283,13 @@ std::string Residents::fetch(Held& held, bool memory_too, bool own_too) {
     return "zerox: the parameters of " + held.name + " did not arrive from all ranks: " + reason_of(error);
   }
   return "";
+}
+
+// Why nobody is asked any more; empty if others are. Where a rank is gone, the end of the optimizer would else wait for
+// it once a bucket.
+std::string Residents::given_up() const {
+  const std::lock_guard lock(mutex_);
+  return now_.ending ? now_.failure : "";
 }
 
 std::string Residents::failure() const {

@@ -165,6 +165,7 @@ class Residents final : public ReadGuard::Watcher, public FaultReader {
   void refuse_collective(Held& held);
   void let_write(int64_t bucket);
   std::string fetch(Held& held, bool memory_too, bool own_too);
+  std::string given_up() const;
   std::string fetch_now(Held& held, std::unique_lock<std::mutex>& lock, const char* reader, bool ahead = false);
   bool is_up_to_date(const Held& held) const;
   void evict_for(size_t bytes, const char* reader);
@@ -204,6 +205,7 @@ class Residents final : public ReadGuard::Watcher, public FaultReader {
     int64_t whole = 0;  // how many whole() are open
     bool updating = false;
     std::thread::id updater{};
+    bool ending = false;  // the optimizer is being deleted
     bool forgotten = false;
     std::string failure{};
     ResidentCounts counts{};

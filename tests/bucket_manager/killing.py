@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 import zerox
 import zerox.checkpoint.store
-import zerox.engine
+import zerox.flow.grad_calls
 import zerox.flow.update
 from tests.mortal_ranks import MortalRanks, start_ranks
 from zerox.flow.params import ParamGather
@@ -66,7 +66,7 @@ class Training:
         elif self.place == "backward":
             self.model[1].register_forward_hook(self.die_in_its_backward)
         elif self.place == "clip":
-            self.die_at_call(zerox.engine, "total_norm", 1)
+            self.die_at_call(zerox.flow.grad_calls, "total_words", 1)
         elif self.place == "step":
             self.die_at_call(zerox.flow.update, "update", 2)
         elif self.place == "gather":
