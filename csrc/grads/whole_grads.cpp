@@ -35,9 +35,7 @@ void WholeGrads::scale(int64_t index, const at::Tensor& factor, const Slots& slo
     Slot& slot = bucket.slots[i];
     at::Tensor& grad = slot.param.mutable_grad();
     if (!grad.defined() || (slots && std::find(slots->begin(), slots->end(), i) == slots->end())) continue;
-    const bool is_mean = slot.whole.mean.is_still(grad);
-    grad.mul_(factor);
-    if (is_mean) slot.whole.mean.note(grad);
+    grad.mul_(factor);  // below version counters: it still is the mean
   }
   if (bucket.landed.shard.defined() && !slots) {
     bucket.landed.shard.mul_(factor);

@@ -30,6 +30,7 @@ OURS: dict[str, Callable[[FusedShardedAdam, nn.Module], Any]] = {
     "clip_grad_value_": lambda ours, _: ours.clip_grad_value_(0.01),
     "scale_grads_": lambda ours, _: ours.scale_grads_(0.3),
     "zerox.clip_grad_norm_": lambda ours, _: zerox.clip_grad_norm_([ours], 0.1),
+    "zerox.clip_grad_norm_, no clip": lambda ours, _: zerox.clip_grad_norm_([ours], float("inf")),
     "synchronize": lambda ours, _: ours.synchronize(),
 }
 THEIRS: dict[str, Callable[[nn.Module], Any]] = {
@@ -38,6 +39,7 @@ THEIRS: dict[str, Callable[[nn.Module], Any]] = {
     "clip_grad_value_": lambda twin: nn.utils.clip_grad_value_(twin.parameters(), 0.01),
     "scale_grads_": lambda twin: torch._foreach_mul_([p.grad for p in twin.parameters()], 0.3),
     "zerox.clip_grad_norm_": lambda twin: nn.utils.clip_grad_norm_(twin.parameters(), 0.1),
+    "zerox.clip_grad_norm_, no clip": lambda _: None,
     "synchronize": lambda _: None,
 }
 
@@ -67,7 +69,7 @@ def test_each_call_is_followed(stage: int, call: str) -> None:
     run_ranks(follow_a_call, 2, stage, call)
 
 
-def weigh_tokens(rank: int, world_size: int, stage: int, divide: str) -> None:
+def weigh_tokens(rank: int, world_size: int, stage: int, divide: str, scales: bool) -> None:
     """Micro-batches of random weight; rank 1 runs out in the middle of a step."""
     model, twin = make_model(), make_model()
     micros = (7, 3)  # of ranks 0 and 1, two a step
@@ -76,8 +78,9 @@ def weigh_tokens(rank: int, world_size: int, stage: int, divide: str) -> None:
     for step in range(4):
         everything = [(r, step, m) for r in range(2) for m in range(2) if 2 * step + m < micros[r]]
         total = sum(count_of(*each) for each in everything)
-        set_grads(twin, [each / total for each in true_sums(twin, [tokens(*each) for each in everything])])
-        nn.utils.clip_grad_norm_(twin.parameters(), 0.1)
+        by = (2 if scales else 1) / total
+        set_grads(twin, [each * by for each in true_sums(twin, [tokens(*each) for each in everything])])
+        nn.utils.clip_grad_norm_(twin.parameters(), 100.0)  # a smaller one would hide a wrong mean
         theirs.step()
     with ours.join(divide):
         counted = 0
@@ -90,8 +93,10 @@ def weigh_tokens(rank: int, world_size: int, stage: int, divide: str) -> None:
                     loss.backward()
                 continue
             loss.backward()
+            if scales:
+                ours.scale_grads_(2.0)  # here the mean over active ranks is made, which the next call replaces
             ours.mean_over(counted)
-            ours.clip_grad_norm_(0.1)
+            ours.clip_grad_norm_(100.0)
             ours.step()
             ours.zero_grad()
             counted = 0
@@ -99,10 +104,10 @@ def weigh_tokens(rank: int, world_size: int, stage: int, divide: str) -> None:
         assert_near(model, twin)
 
 
-@pytest.mark.parametrize("divide", ["all", "active"])
+@pytest.mark.parametrize(("divide", "scales"), [("all", False), ("active", False), ("active", True)])
 @pytest.mark.parametrize("stage", STAGES)
-def test_a_mean_over_tokens_counts_none_of_a_rank_that_follows(stage: int, divide: str) -> None:
-    run_ranks(weigh_tokens, 2, stage, divide)
+def test_a_mean_over_tokens_counts_none_of_a_rank_that_follows(stage: int, divide: str, scales: bool) -> None:
+    run_ranks(weigh_tokens, 2, stage, divide, scales)
 
 
 def accumulate(rank: int, world_size: int, stage: int, syncs: bool, divide: str) -> None:

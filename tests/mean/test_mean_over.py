@@ -194,6 +194,24 @@ def test_in_stage_1_a_mean_that_stands_is_counted_once(world_size: int, divisor:
     run_ranks(accumulate_some, world_size, divisor)
 
 
+def scale_by_hand(rank: int, world_size: int, stage: int) -> None:
+    """Gradients that no backward made are sent once, whatever is done to their mean."""
+    param = nn.Parameter(torch.zeros(6))
+    ours = FusedShardedSGD([param], lr=1.0, stage=stage, gradient_divisor=1.0)
+    param.grad = torch.arange(6.0) * (rank + 1)
+    ours.scale_grads_(0.5)
+    ours.clip_grad_norm_(1e9)
+    ours.step()
+    with ours.whole():
+        assert torch.equal(param, -torch.arange(6.0) * sum(range(1, world_size + 1)) / 2)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_gradients_that_were_written_by_hand_are_scaled_too(world_size: int, stage: int) -> None:
+    run_ranks(scale_by_hand, world_size, stage)
+
+
 def sum_exactly(rank: int, world_size: int, stage: int) -> None:
     """Three ranks' sum, which a mean times three would not have."""
     param = nn.Parameter(torch.zeros(5))
