@@ -228,6 +228,29 @@ def test_scales_clips_and_limits_show(world_size: int, dtype: torch.dtype, inner
     run_ranks(see_limits_and_scales, world_size, dtype, inner)
 
 
+def set_on_a_wide_wire(rank: int, world_size: int) -> None:
+    """Shards hold more than p.grad, in stage 1 too, where both are kept."""
+    for stage in STAGES:
+        params = {name: nn.Parameter(torch.zeros_like(p)) for name, p in these.make_params(torch.bfloat16).items()}
+        options: dict[str, Any] = {"reduce_dtype": torch.float32, "bucket_cap_mb": these.CAP_MB}
+        optimizer = FusedShardedSGD(list(params.items()), lr=1.0, stage=stage, **options)
+        backward(rank, world_size, 0, params)
+        for name in ("spans", "small"):
+            value = new_values(params[name]) / 3
+            optimizer.set_full_grad_(params[name], value)
+            assert torch.equal(optimizer.full_grad(params[name]), value)
+            if stage == 1:
+                assert torch.equal(params[name].grad, value.bfloat16())
+        optimizer.step()
+        for name in ("spans", "small"):
+            assert torch.equal(optimizer.full_state(params[name])["master"], new_values(params[name]) / -3)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_wide_wire_keeps_what_is_set(world_size: int) -> None:
+    run_ranks(set_on_a_wide_wire, world_size)
+
+
 def go_on_from_a_set_gradient(rank: int, world_size: int) -> None:
     """Another backward adds to it, as to p.grad; a captured address and p.grad itself stay."""
     for stage in STAGES:

@@ -172,15 +172,18 @@ def in_other_kinds(rank: int, world_size: int) -> None:
     )
     params, optimizer = build("inner bf16", 2)
     optimizer.param_groups[0]["momentum"] = 0.0
-    for step in range(2):  # the buffer begins with the second one
-        backward(rank, world_size, step, params)
+    for step in range(2):  # the buffer begins with the second one, but for "small"
+        backward(rank, world_size, step, {name: p for name, p in params.items() if step == 0 or name != "small"})
         optimizer.step()
         for number, p in enumerate(params.values()):
             theirs = optimizer.full_state_dict(world_size - 1)
             state = optimizer.full_state(p)
-            assert ("momentum_buffer" in state) == (step == 1 and p is not params["unused"])
+            assert ("momentum_buffer" in state) == (
+                step == 1 and p is not params["unused"] and p is not params["small"]
+            )
             if rank == world_size - 1:
                 assert_same(state, theirs["state"].get(number, {}), f"state {number}")
+        optimizer.zero_grad()
         optimizer.param_groups[0]["momentum"] = 0.9
     params, optimizer = build("fp32", 2)
     optimizer.param_groups[0]["amsgrad"] = True  # begins with what is set, as it would with the next step
