@@ -1,6 +1,7 @@
 #include "grads/settlement.h"
 
 #include <algorithm>
+#include <bit>
 #include <utility>
 
 #include "check.h"
@@ -11,11 +12,12 @@ namespace {
 
 constexpr const char* kUneven = ". If ranks have unequal numbers of batches, put their loops inside optimizer.join()";
 
-// Ranks at the same place must have passed the same.
+// Ranks at the same place must have passed the same: the same bits, since NaN stands for what the host does not know.
 void check_arguments(const Verdict& verdict) {
   const Arguments& least = verdict.least_arguments;
   const Arguments& most = verdict.most_arguments;
-  const auto differ = std::mismatch(least.begin(), least.end(), most.begin());
+  const auto same_bits = [](double a, double b) { return std::bit_cast<int64_t>(a) == std::bit_cast<int64_t>(b); };
+  const auto differ = std::mismatch(least.begin(), least.end(), most.begin(), same_bits);
   if (differ.first == least.end()) return;
   TORCH_CHECK(false, "zerox: ranks passed different arguments to ", name_of(verdict[Said::place].most), ": ",
               *differ.first, " and ", *differ.second, "; every rank must pass the same");

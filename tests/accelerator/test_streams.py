@@ -276,7 +276,8 @@ def test_gradients_are_freed_while_backward_runs() -> None:
     assert left < NUMEL * 4, "exchange buffers and gradients are free after land()"
 
 
-def whole_optimizer(ranks: Ranks) -> list[Tensor]:
+def whole_optimizer(ranks: Ranks, weighs: bool) -> list[Tensor]:
+    """``weighs``: with a count and factors that lie on the device, and a norm of some parameters."""
     from zerox import engine as module
     from zerox.optimizers import FusedShardedAdam
 
@@ -288,9 +289,16 @@ def whole_optimizer(ranks: Ranks) -> list[Tensor]:
         optimizer = FusedShardedAdam(params, lr=0.1, bucket_cap_mb=CAP / 2**20)
     finally:
         module.find_ranks, module.check_params = found, checked
+    count = torch.full((1,), 4, dtype=torch.int64, device=ranks.device)
+    factor = torch.full((), 0.5, device=ranks.device)
     machine().take_waits(ranks.device.index)
     for _ in range(3):
         torch.stack([(param * param).sum() for param in params]).sum().backward()
+        if weighs:
+            optimizer.mean_over(count)
+            optimizer.scale_grads_(factor)
+            optimizer.unscale_grads_(factor)  # as GradScaler does
+            optimizer.clip_grad_norm_(1.0, parameters=params[1:4])
         optimizer.clip_grad_norm_(1.0)
         optimizer.step()
         optimizer.zero_grad()
@@ -299,12 +307,16 @@ def whole_optimizer(ranks: Ranks) -> list[Tensor]:
     return [param.detach().cpu() for param in params]
 
 
-def test_the_optimizer_with_clip_has_no_race_and_never_waits_for_the_device() -> None:
-    ours = run_fake_ranks(whole_optimizer, 1, "alone")[0]
+@pytest.mark.parametrize("weighs", [False, True])
+def test_the_optimizer_with_clip_has_no_race_and_never_waits_for_the_device(weighs: bool) -> None:
+    ours = run_fake_ranks(whole_optimizer, 1, "alone", weighs)[0]
     params = parameters(torch.device("cpu"))
     optimizer = torch.optim.AdamW(params, lr=0.1, foreach=False)
     for _ in range(3):
         torch.stack([(param * param).sum() for param in params]).sum().backward()
+        if weighs:
+            torch._foreach_mul_([param.grad for param in params], 0.0625)
+            torch.nn.utils.clip_grad_norm_(params[1:4], 1.0)
         torch.nn.utils.clip_grad_norm_(params, 1.0)
         optimizer.step()
         optimizer.zero_grad()

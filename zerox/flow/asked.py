@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import groupby
 
 import torch
 from torch import Tensor
@@ -17,7 +18,6 @@ class Asked:
     def __init__(self, buckets: Sequence[Bucket], slots: Mapping[int, frozenset[int]] | None = None) -> None:
         self.buckets = buckets
         self.slots = slots
-        self._rows: dict[tuple[int, int, int], Tensor] = {}  # which rows of a part's segments, on the part's device
 
     @property
     def has_all(self) -> bool:
@@ -43,17 +43,18 @@ class Asked:
         return sorted(self.slots.get(bucket, ()))
 
     def segments(self, bucket: int, part: GradPart) -> Tensor:
-        """Those of a part of this rank's shard."""
+        """Those of a part of this rank's shard, without a copy from the host."""
         if self.slots is None:
             return part.segments
-        count = part.segments.shape[0]
-        place = (bucket, part.first_row, count)
-        if place not in self._rows:
-            own = self.buckets[bucket].own_segments[part.first_row : part.first_row + count]
-            meant = self.slots.get(bucket, frozenset())
-            rows = [row for row, segment in enumerate(own) if segment.slot in meant]
-            self._rows[place] = torch.tensor(rows, dtype=torch.int64, device="cpu").to(part.segments.device)
-        return part.segments[self._rows[place]]
+        meant = self.slots.get(bucket, frozenset())
+        own = self.buckets[bucket].own_segments[part.first_row : part.first_row + part.segments.shape[0]]
+        runs = [
+            [row for row, _ in rows]
+            for is_meant, rows in groupby(enumerate(own), key=lambda each: each[1].slot in meant)
+            if is_meant
+        ]
+        found = [part.segments[rows[0] : rows[-1] + 1] for rows in runs]
+        return torch.cat(found) if len(found) > 1 else found[0] if found else part.segments[:0]
 
     def values(self, bucket: int, part: GradPart) -> list[Tensor]:
         """Views of the part's elements that are meant."""

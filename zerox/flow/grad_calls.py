@@ -117,7 +117,8 @@ class GradCalls:
         divided_by = self.grads.ranks.size if divisor is None else divisor
         if divisor is None and self.scale.said.num_active is not None:
             divided_by = self.scale.said.num_active
-        return torch.where(total == 0, 0.0, divided_by / torch.where(total < 0, math.nan, total))
+        factor = divided_by / (total + (total == 0)) * (total != 0)
+        return factor + 0.0 * total.sqrt()  # NaN for a negative total, which the host has not seen
 
     def multiply(self, meeting: Meeting, factor: Tensor | None = None) -> None:
         """By ``factor``; None: by the number that ranks told each other, or the speaker's."""
