@@ -270,7 +270,9 @@ def places_of_gradients(ranks: Ranks) -> tuple[int, int]:
 
 
 def test_gradients_are_freed_while_backward_runs() -> None:
-    addresses, left = run_fake_ranks(places_of_gradients, 1, "alone")[0]
+    # Live bytes are the whole machine's, and what tests before have left may come to life in the first of these.
+    for _ in range(2):
+        addresses, left = run_fake_ranks(places_of_gradients, 1, "alone")[0]
     # Two parameters a bucket; those of two buckets that are packed, of one on its way there, of one being filled.
     assert addresses <= 2 * 5
     assert left < NUMEL * 4, "exchange buffers and gradients are free after land()"
