@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -199,21 +199,17 @@ class MeanGradient(Joinable):
 
     def _take_part(self, meeting: Meeting) -> None:
         """In a call of the others, other than step()."""
-        place = meeting.place
-        if place == Place.CLIP:
-            self._calls.clip(meeting)
-        elif place == Place.CLIP_TOGETHER:
-            self._calls.clip_together(meeting)
-        elif place == Place.CLIP_VALUE:
-            self._calls.limit(meeting)
-        elif place == Place.MEAN_OVER:
-            self._calls.mean_over(meeting)
-        elif place == Place.SCALE_GRADS:
-            self._calls.multiply(meeting)
-        elif place == Place.UNSCALE:
-            self._calls.unscale(meeting)
-        elif place == Place.SKIP_STEP:
-            self._calls.scale.reset()
+        parts: dict[Place, Callable[[Meeting], object]] = {
+            Place.CLIP: self._calls.clip,
+            Place.CLIP_TOGETHER: self._calls.clip_together,
+            Place.CLIP_VALUE: self._calls.limit,
+            Place.MEAN_OVER: self._calls.mean_over,
+            Place.SCALE_GRADS: self._calls.multiply,
+            Place.UNSCALE: self._calls.unscale,
+            Place.SKIP_STEP: lambda _: self._calls.scale.reset(),
+        }
+        if meeting.place in parts:  # else there is nothing to do but to meet
+            parts[meeting.place](meeting)
 
 
 def _as_argument(factor: float | Tensor) -> tuple[float, Tensor | None]:

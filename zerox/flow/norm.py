@@ -58,6 +58,10 @@ def add_words(total: Tensor, words: Tensor, p: float) -> None:
 def norm_of(rows: Sequence[tuple[Tensor, Tensor | None]], p: float) -> tuple[Tensor, Tensor]:
     """The norm over exact sums, each with what its elements will be multiplied by (None: 1), and whether all elements
     are finite, as float64 scalars."""
+    if len(rows) == 1:
+        words, factor = rows[0]
+        value = ops.norm_value(words, p)
+        return (value[0] if factor is None else value[0] * factor), value[1]
     plain = torch.zeros_like(rows[0][0])
     found = []
     for words, factor in rows:
@@ -69,8 +73,6 @@ def norm_of(rows: Sequence[tuple[Tensor, Tensor | None]], p: float) -> tuple[Ten
     if not found:
         return value[0], value[1]
     finite = torch.stack([value[1], *(each[1] for each, _ in found)]).amin()
-    if len(found) == 1 and len(rows) == 1:
-        return found[0][0][0] * found[0][1], finite
     return torch.linalg.vector_norm(torch.stack([value[0], *(each[0] * factor for each, factor in found)]), p), finite
 
 
