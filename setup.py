@@ -35,8 +35,8 @@ MAX_JOBS = os.environ.get("MAX_JOBS") or str(os.cpu_count() or 1)
 # ---- What is built ---------------------------------------------------------------------------------------------------
 MIN_TORCH = (2, 11)
 SOURCES = ["csrc/op_arguments.cpp"]
-for room in ("bindings", "cpu", "exchange", "grads", "lanes", "params"):
-    SOURCES += sorted(path.relative_to(ROOT).as_posix() for path in ROOT.glob(f"csrc/{room}/*.cpp"))
+for name in ("bindings", "cpu", "exchange", "grads", "lanes", "params"):
+    SOURCES += sorted(path.relative_to(ROOT).as_posix() for path in ROOT.glob(f"csrc/{name}/*.cpp"))
 # These know torch but no CUDA: .cu files know CUDA but no torch, and are built apart.
 CUDA_SOURCES = sorted(path.relative_to(ROOT).as_posix() for path in ROOT.glob("csrc/cuda/*.cpp"))
 
@@ -224,24 +224,24 @@ def extension(torch_too: bool, cuda: CudaBuild | None) -> setuptools.Extension:
     )
 
 
-def by_room(sources: list[str], folder: Path) -> list[str]:
-    """Files in `folder` that each include all files of a room, since torch's headers take most of the time to compile.
+def by_folder(sources: list[str], folder: Path) -> list[str]:
+    """Files in `folder` that each include all files of a folder of csrc: torch's headers take most of the time.
 
     The kernels stay as they are: each has target pragmas of its own, and no torch.
     """
-    rooms: dict[str, list[str]] = {}
+    by_name: dict[str, list[str]] = {}
     apart = []
     for source in sources:
         path = Path(source)
         if path.name == "isa.cpp" or path.name.startswith("kernels_"):
             apart.append(source)
         else:
-            room = {"csrc": "cpu", "lanes": "params"}.get(path.parent.name, path.parent.name)
-            rooms.setdefault(room, []).append(path.relative_to("csrc").as_posix())
+            name = {"csrc": "cpu", "lanes": "params"}.get(path.parent.name, path.parent.name)
+            by_name.setdefault(name, []).append(path.relative_to("csrc").as_posix())
     folder.mkdir(parents=True, exist_ok=True)
-    for room, files in rooms.items():
+    for name, files in by_name.items():
         text = "".join(f'#include "{file}"\n' for file in files)
-        together = folder / f"{room}.cpp"
+        together = folder / f"{name}.cpp"
         if not together.exists() or together.read_text() != text:
             together.write_text(text)
         apart.append(together.as_posix())
@@ -278,7 +278,7 @@ def build_ext_command(compiler: str, cuda: CudaBuild | None, why_not: str) -> ty
             else:
                 print(f"  CUDA      no: {why_not}", flush=True)
             for each in self.extensions:
-                each.sources = by_room(each.sources, Path(self.build_temp, "rooms"))
+                each.sources = by_folder(each.sources, Path(self.build_temp, "folders"))
             super().run()
             # Beside the library it describes, and only once that exists.
             folders = [Path(self.build_lib, "zerox")]

@@ -133,6 +133,6 @@ def test_a_compiler_of_several_words_is_used(source: Path, tmp_path: Path) -> No
     environment = os.environ | {"CXX": f"'{wrapper}' g++ -DAS_TOLD", "CC": f"'{wrapper}' gcc", "ZEROX_CUDA": "0"}
     done = subprocess.run(list(map(str, command)), cwd=source, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
-    compiled = [line for line in log.read_text().splitlines() if "-c " in line and "rooms/bindings.cpp" in line]
+    compiled = [line for line in log.read_text().splitlines() if "-c " in line and "folders/bindings.cpp" in line]
     assert compiled
     assert all(line.startswith("g++ -DAS_TOLD ") for line in compiled)

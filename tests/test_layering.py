@@ -15,8 +15,8 @@ ROOT = Path(__file__).parents[1]
 MOST_LINES = 350
 MOST_ATTRIBUTES = 12
 
-# Each room may import those to its left. Rooms that share a place don't see each other.
-PYTHON_ROOMS = [
+# Each module or package may import those above it. Those that share a line don't see each other.
+PYTHON_LAYERS = [
     ["plan"],
     ["_C", "environment"],
     ["_ext"],
@@ -32,7 +32,7 @@ PYTHON_ROOMS = [
     ["__init__"],
     ["__main__"],
 ]
-CPP_ROOMS = {
+CPP_LAYERS = {
     "math": {"math"},
     "cuda": {"math", "cuda", "check.h", "op_arguments.h", "cuda_on_host.h"},
     "op_arguments.h": {"math", "check.h"},
@@ -50,13 +50,13 @@ def modules() -> list[Path]:
     return sorted(path for path in (ROOT / "zerox").rglob("*.py") if path.name != "_build_info.py")
 
 
-def room(module: str) -> str:
+def top_of(module: str) -> str:
     parts = module.split(".")
     return parts[1] if len(parts) > 1 else "__init__"
 
 
 def place(name: str) -> int:
-    return next(index for index, rooms in enumerate(PYTHON_ROOMS) if name in rooms)
+    return next(index for index, names in enumerate(PYTHON_LAYERS) if name in names)
 
 
 def imports_of(path: Path) -> set[str]:
@@ -71,10 +71,10 @@ def imports_of(path: Path) -> set[str]:
 
 
 def upward_imports(name: str, imported: set[str]) -> list[str]:
-    own = room(name)
+    own = top_of(name)
     bad = []
     for module in imported:
-        other = room(module)
+        other = top_of(module)
         if not module.startswith("zerox") or other in (own, "_build_info"):
             continue
         if place(other) >= place(own):
@@ -95,7 +95,7 @@ def test_an_upward_import_is_noticed() -> None:
 
 
 def test_no_two_modules_import_each_other() -> None:
-    """Also inside a room, and over any number of others."""
+    """Also inside a package, and over any number of others."""
     known = {".".join(path.relative_to(ROOT).with_suffix("").parts): path for path in modules()}
     graph = {name: {each for each in imports_of(path) if each in known} for name, path in known.items()}
     list(TopologicalSorter(graph).static_order())  # raises CycleError, which has them
@@ -116,9 +116,9 @@ def sources() -> list[Path]:
 def test_cpp_includes_point_down(path: Path) -> None:
     own = path.relative_to(ROOT / "csrc").parts[0]
     includes = re.findall(r'#include "([^"]+)"', path.read_text())
-    rooms = {include.split("/")[0] for include in includes}
-    if own in CPP_ROOMS:
-        assert rooms <= CPP_ROOMS[own], f"{path.name} includes {rooms - CPP_ROOMS[own]}"
+    folders = {include.split("/")[0] for include in includes}
+    if own in CPP_LAYERS:
+        assert folders <= CPP_LAYERS[own], f"{path.name} includes {folders - CPP_LAYERS[own]}"
     if own == "math":
         assert not re.search(r"#include <(torch|ATen|c10)/", path.read_text())
     if own != "bindings":

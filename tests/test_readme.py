@@ -104,8 +104,8 @@ def test_the_reference_has_the_constructor_s_options_and_defaults() -> None:
 def test_errors_that_are_explained_are_errors_that_there_are() -> None:
     sources = "".join(
         path.read_text()
-        for room in ("zerox", "csrc")
-        for path in (README.parent / room).rglob("*.*")
+        for folder in ("zerox", "csrc")
+        for path in (README.parent / folder).rglob("*.*")
         if path.suffix in (".py", ".cpp", ".h")
     )
     said = re.sub(r"""["']\s*f?["']""", "", sources)

@@ -23,7 +23,7 @@ SGD_REFUSES: list[dict[str, Any]] = [
     {"nesterov": True, "dampening": 0.1},
 ]
 
-ROOMS: dict[str, Any] = {"adam": adam, "lion": lion, "sgd": sgd}
+MODULES: dict[str, Any] = {"adam": adam, "lion": lion, "sgd": sgd}
 
 
 def make(**options: Any) -> torch.optim.SGD:
@@ -82,7 +82,7 @@ def test_what_a_constructor_is_given_is_what_groups_have(rule: Rule) -> None:
     given |= {"betas": (0.25, 0.75)} if "betas" in rule.defaults else {}
     given |= {"dampening": 0.0} if rule is SGD else {}  # beside Nesterov's momentum it must be 0
     assert given.keys() == rule.defaults.keys()
-    assert ROOMS[rule.name].defaults(**given, flags={}) == given
+    assert MODULES[rule.name].defaults(**given, flags={}) == given
 
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.name)
@@ -100,6 +100,6 @@ def test_flags_that_choose_torch_s_implementation_are_checked(rule: Rule) -> Non
     with pytest.raises(ValueError, match="differentiable=True"):
         rule.check({**rule.defaults, "differentiable": True})
     with pytest.raises(ValueError, match="differentiable=True"):
-        ROOMS[rule.name].defaults(**rule.defaults, flags={"differentiable": True})
+        MODULES[rule.name].defaults(**rule.defaults, flags={"differentiable": True})
     with pytest.raises(RuntimeError, match="`fused` and `foreach` cannot be `True` together"):
         rule.check({**rule.defaults, "fused": True, "foreach": True})

@@ -29,7 +29,7 @@ from zerox.flow.update import FusedUpdate, Update
 from zerox.grad_dtype import Widened
 from zerox.memory.bucket import Bucket, Member, members_of, rooms
 from zerox.memory.flat import BufferSlot, give_out
-from zerox.options import Options, check_params
+from zerox.options import OptimizerOptions, check_params
 from zerox.plan.stage import SHARDED
 from zerox.ranks.group import Ranks, call_ranks, find_ranks
 from zerox.ranks.process_group import GroupArgument
@@ -48,7 +48,7 @@ class Engine(OneGradient, OneState):
         params: Any,
         make_rules: Callable[[], Rules],
         make_defaults: Callable[[], dict[str, Any]],
-        make_options: Callable[[], Options],
+        make_options: Callable[[], OptimizerOptions],
         process_group: GroupArgument,
     ) -> None:
         with call_ranks(process_group) as roll_call:
@@ -283,7 +283,7 @@ class Engine(OneGradient, OneState):
 
     def _settle(self, place: Place, arguments: Sequence[float] = (), refusal: str = "") -> Meeting:
         self._all_ranks.check_here()
-        follows = place == Place.FOLLOW
+        follows = place is Place.FOLLOW
         if not follows:
             self._notify()
         self._gather.wait()

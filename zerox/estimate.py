@@ -18,7 +18,7 @@ from zerox.memory.stored import stored_bytes
 from zerox.options import (
     OF_INNER,
     InnerOptions,
-    Options,
+    OptimizerOptions,
     check_foreign,
     check_params,
     named_tensors,
@@ -164,15 +164,16 @@ def estimate(
     return dataclasses.replace(made, peak=peak, typical_peak=typical)
 
 
-def _chosen(rule: str, options: dict[str, Any]) -> tuple[Options, Rules, dict[str, Any]]:
+def _chosen(rule: str, options: dict[str, Any]) -> tuple[OptimizerOptions, Rules, dict[str, Any]]:
     """As the constructor with these ``options``: ShardedOptimizer's, if a class is among them.
 
     The last are what param groups take from the constructor, beside the defaults of their rule.
     """
     cls = options.get("optimizer_class")
     if cls is None:
-        known = {field.name for field in dataclasses.fields(Options)}
-        return Options(**{name: value for name, value in options.items() if name in known}), rules_of(rule), options
+        known = {field.name for field in dataclasses.fields(OptimizerOptions)}
+        chosen = OptimizerOptions(**{name: value for name, value in options.items() if name in known})
+        return chosen, rules_of(rule), options
     own = {name: value for name, value in options.items() if name in OF_INNER}
     others = (*OF_INNER, "optimizer_class", "process_group")
     of_class = {name: value for name, value in options.items() if name not in others}

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from zerox.engine import Engine
 from zerox.flow.inner_update import InnerUpdate
-from zerox.options import InnerOptions, Options, check_foreign
+from zerox.options import InnerOptions, OptimizerOptions, check_foreign
 from zerox.ranks.process_group import GroupArgument
 from zerox.rules import adam, lion, sgd
 from zerox.rules.inner import InnerClass, full_name
@@ -93,7 +93,7 @@ class FusedShardedAdam(Engine):
             partial(rules_of, adam.ADAM.name),
             partial(adam.defaults, lr, betas, eps, weight_decay, amsgrad, maximize, decoupled_weight_decay, flags),
             partial(
-                Options,
+                OptimizerOptions,
                 stage,
                 bucket_cap_mb,
                 reduce_dtype,
@@ -148,7 +148,7 @@ class FusedShardedSGD(Engine):
             partial(rules_of, sgd.SGD.name),
             partial(sgd.defaults, lr, momentum, dampening, weight_decay, nesterov, maximize, flags),
             partial(
-                Options,
+                OptimizerOptions,
                 stage,
                 bucket_cap_mb,
                 reduce_dtype,
@@ -206,7 +206,7 @@ class FusedShardedLion(Engine):
             partial(rules_of, lion.LION.name),
             partial(lion.defaults, lr, betas, weight_decay, maximize, flags),
             partial(
-                Options,
+                OptimizerOptions,
                 stage,
                 bucket_cap_mb,
                 reduce_dtype,

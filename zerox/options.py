@@ -34,7 +34,7 @@ MASTER_WEIGHTS = ("auto", *MASTER_SPECS, None)
 
 
 @dataclass(frozen=True)
-class Options:
+class OptimizerOptions:
     """What is not a hyper-parameter of the update. Raises ValueError listing what is allowed."""
 
     stage: int = 2
@@ -161,7 +161,7 @@ class Options:
 
 
 @dataclass(frozen=True)
-class InnerOptions(Options):
+class InnerOptions(OptimizerOptions):
     """Those of an optimizer with a class of torch's kind inside: ``optimizer_class`` is its full name."""
 
     optimizer_class: str = ""
@@ -218,7 +218,7 @@ def parameter_words(dtypes: Iterable[torch.dtype]) -> set[str]:
 
 DIVISOR = "gradient_divisor"  # the one of these options that a param group may have
 OF_INNER = ("stage", "bucket_cap_mb", "reduce_dtype", "master_weights", "resident_mb", DIVISOR, "elementwise")
-OF_OPTIMIZER = (*(field.name for field in fields(Options) if field.name != DIVISOR), "process_group")
+OF_OPTIMIZER = (*(field.name for field in fields(OptimizerOptions) if field.name != DIVISOR), "process_group")
 
 
 def check_divisor(divisor: float | None) -> None:

@@ -11,11 +11,11 @@ from torch import Tensor
 
 from zerox.grad_dtype import grad_dtype_of
 from zerox.memory.bucket import Member
-from zerox.options import Options
+from zerox.options import OptimizerOptions
 from zerox.rules.of_groups import RULE
 
 
-def terms(options: Options, groups: Sequence[dict[str, Any]], members: Sequence[Member]) -> Iterator[str]:
+def terms(options: OptimizerOptions, groups: Sequence[dict[str, Any]], members: Sequence[Member]) -> Iterator[str]:
     for field in fields(options):
         yield f"{field.name}={getattr(options, field.name)!r}"
     for index, group in enumerate(groups):

@@ -3,7 +3,7 @@
 #include <memory>
 #include <optional>
 
-#include "bindings/rooms.h"
+#include "bindings/bindings.h"
 #include "lanes/process.h"
 
 namespace zx {

@@ -4,7 +4,7 @@
 #include <vector>
 
 #include "bindings/destroyed_without_gil.h"
-#include "bindings/rooms.h"
+#include "bindings/bindings.h"
 #include "exchange/exchange.h"
 #include "exchange/neighbours.h"
 #include "exchange/whereabouts.h"

@@ -10,7 +10,7 @@
 #include <torch/csrc/distributed/c10d/reducer.hpp>
 
 #include "bindings/destroyed_without_gil.h"
-#include "bindings/rooms.h"
+#include "bindings/bindings.h"
 #include "grads/bucket_manager.h"
 #include "grads/other_reducers.h"
 

@@ -1,9 +1,9 @@
-// The extension: op schemas, and the bindings that belong to no room.
+// The extension: op schemas, and the bindings that belong to no other file.
 #include <torch/library.h>
 
 #include <array>
 
-#include "bindings/rooms.h"
+#include "bindings/bindings.h"
 #include "cpu/isa.h"
 #include "lanes/process.h"
 #include "lanes/ranges.h"

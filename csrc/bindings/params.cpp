@@ -1,7 +1,7 @@
 #include <optional>
 #include <vector>
 
-#include "bindings/rooms.h"
+#include "bindings/bindings.h"
 #include "cpu/large_pages.h"
 #include "params/own_storage.h"
 #include "params/params.h"

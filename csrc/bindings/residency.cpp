@@ -6,7 +6,7 @@
 #include <vector>
 
 #include "bindings/destroyed_without_gil.h"
-#include "bindings/rooms.h"
+#include "bindings/bindings.h"
 #include "params/address_range.h"
 #include "params/digest.h"
 #include "params/residents.h"

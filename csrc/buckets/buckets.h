@@ -1,4 +1,4 @@
-// All buckets of an optimizer, which its rooms share, and the lock on what backward changes in them.
+// All buckets of an optimizer, which its parts share, and the lock on what backward changes in them.
 #pragma once
 
 #include <memory>

@@ -124,8 +124,8 @@ struct UpdateShards {
 constexpr int kMostTogether = 24;
 int update(const UpdateShards& shards, Stream stream);
 inline int update(const UpdateElements& elements, const UpdateSegments& segments, Stream stream) {
-  const UpdateShard alone{elements, segments};
-  return update({&alone, 1}, stream);
+  const UpdateShard shard{elements, segments};
+  return update({&shard, 1}, stream);
 }
 // The parts of update(), by how states are stored, each in a file of its own. They take kMostTogether shards at most.
 int update_bf16(const UpdateShards& shards, Stream stream);

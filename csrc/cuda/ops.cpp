@@ -164,10 +164,10 @@ class UpdateLaunch {
   void run(const at::Tensor& beside) {
     const OnDevice on(beside);
     const at::Tensor folded = at::empty({num_segments_ * cuda::kFoldedBytes}, beside.options().dtype(at::kByte));
-    auto* room = folded.mutable_data_ptr<uint8_t>();
+    auto* free = folded.mutable_data_ptr<uint8_t>();
     for (auto& [elements, segments] : shards_) {
-      segments.folded = room;
-      room += segments.count * cuda::kFoldedBytes;
+      segments.folded = free;
+      free += segments.count * cuda::kFoldedBytes;
     }
     check_launch(cuda::update({shards_.data(), static_cast<int64_t>(shards_.size())}, on.stream()), kOp);
   }

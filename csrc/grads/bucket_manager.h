@@ -1,4 +1,4 @@
-// The rooms of one optimizer over their shared buckets:
+// The parts of one optimizer over their shared buckets:
 //
 //   Backward     when   a bucket leaves: hooks, passes, the order of launches
 //   Packing      what   leaves: from p.grad to a flight

@@ -108,10 +108,10 @@ std::vector<at::Tensor> Summing::slices(const Flight& flight, const AllMessages&
       continue;
     }
     if (place == scratch_.size()) scratch_.emplace_back();
-    at::Tensor& room = scratch_[place++];
+    at::Tensor& kept = scratch_[place++];
     const int64_t bytes = numel * flight.flat.element_size();
-    if (!room.defined() || room.numel() < bytes) room = at::empty({bytes}, at::kByte);
-    at::Tensor into = room.narrow(0, 0, bytes).view(flight.flat.scalar_type());
+    if (!kept.defined() || kept.numel() < bytes) kept = at::empty({bytes}, at::kByte);
+    at::Tensor into = kept.narrow(0, 0, bytes).view(flight.flat.scalar_type());
     flight.pending->read(static_cast<int>(rank), message, start, into);
     found.push_back(std::move(into));
   }

@@ -53,13 +53,13 @@ class TwoLanes {
   // than the flight itself. The caller then does the work of the lanes, unless other flights are in the air.
   void launch(std::shared_ptr<Flight> flight, bool small = false) {
     ++num_launched_;
-    bool alone = false;
+    bool is_first = false;
     {
       const std::lock_guard lock(sky_.mutex);
-      alone = sky_.airborne.empty();
+      is_first = sky_.airborne.empty();
       sky_.airborne.push_back(flight);
     }
-    const bool here = small && alone;
+    const bool here = small && is_first;
     auto task = [this, here, flight = std::move(flight)] { pack(flight, here); };
     if (held_.on) {
       held_.tasks.emplace_back(std::move(task));

@@ -12,6 +12,7 @@
 #include <mutex>
 #include <set>
 #include <string>
+#include <unordered_map>
 #include <utility>
 #include <vector>
 
@@ -27,6 +28,7 @@ struct Guards {
   std::vector<std::shared_ptr<ReadGuard::Watcher>> watchers;
   std::atomic<int64_t> num_on_all_threads = 0;  // watchers of all threads
   at::CallbackHandle callback = 0;
+  std::unordered_map<const void*, std::vector<bool>> written;  // by operators' names: see writes()
   std::set<std::string> regions;  // the regions that have shown what they read: they always do
   ReadGuard::Interpreter interpreter;
 };
@@ -114,12 +116,37 @@ void look_at(const c10::IValue& value, const ReadGuard::Use& use, ReadGuard::Wat
   }
 }
 
-// Whether an operator writes an argument. Slow: copies the operator's schema.
+// Which arguments an operator writes; empty if it does not say. Slow: copies the operator's schema.
+std::vector<bool> written_by_schema(const at::RecordFunction& function) {
+  std::vector<bool> written;
+  if (const auto schema = function.operator_schema()) {
+    for (const c10::Argument& argument : schema->arguments()) {
+      written.push_back(argument.alias_info() != nullptr && argument.alias_info()->isWrite());
+    }
+  }
+  return written;
+}
+
+// torch's own schemas last as long as the process, so each is asked once, and known by the address of its name
+// (overloads have one each). Others may be replaced by new ones in the same place.
 bool writes(const at::RecordFunction& function, size_t argument, bool if_unknown) {
-  const auto schema = function.operator_schema();
-  if (!schema || argument >= schema->arguments().size()) return if_unknown;
-  const c10::AliasInfo* alias = schema->arguments()[argument].alias_info();
-  return alias != nullptr && alias->isWrite();
+  constexpr char kOwn[] = "aten::";
+  const auto answer = [&](const std::vector<bool>& written) {
+    return argument < written.size() ? written[argument] : if_unknown;
+  };
+  const char* name = function.name();
+  {
+    const std::lock_guard lock(guards().mutex);
+    const auto found = guards().written.find(name);
+    if (found != guards().written.end()) return answer(found->second);
+  }
+  std::vector<bool> written = written_by_schema(function);
+  const bool result = answer(written);
+  if (!written.empty() && std::strncmp(name, kOwn, sizeof(kOwn) - 1) == 0) {
+    const std::lock_guard lock(guards().mutex);
+    guards().written.emplace(name, std::move(written));
+  }
+  return result;
 }
 
 // What is kept for an operator, for as long as it runs.

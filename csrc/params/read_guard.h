@@ -49,7 +49,7 @@ class ReadGuard {
     Use(const at::RecordFunction& function, size_t argument, Keeps& keeps)
         : function_(function), argument_(argument), keeps_(keeps) {}
     const char* name() const { return function_.name(); }
-    bool is_write() const;  // slow: copies the operator's schema
+    bool is_write() const;  // slow, unless the operator is one of torch's own
     // The watcher's after_operator() will be called with this.
     // Returns whether the operator may write it.
     bool keep(int64_t what, const at::Tensor& tensor) const;

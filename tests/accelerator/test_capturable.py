@@ -19,7 +19,7 @@ from zerox import ops
 from zerox.flow import update
 from zerox.flow.capture import is_capturing
 from zerox.optimizers import FusedShardedAdam
-from zerox.options import Options
+from zerox.options import OptimizerOptions
 from zerox.ranks.group import Ranks
 from zerox.rules.adam import ADAM
 from zerox.rules.table import OptionsTable
@@ -113,10 +113,10 @@ def test_capture_without_capturable_and_over_gloo_is_refused(any_device: pytest.
         (alone, False, "with capturable=True only"),
         (gloo, True, "can't be captured over gloo"),
     ]:
-        optimizer._ranks, optimizer._options = ranks, Options(capturable=capturable)
+        optimizer._ranks, optimizer._options = ranks, OptimizerOptions(capturable=capturable)
         with pytest.raises(RuntimeError, match=message):
             optimizer.step()
-    optimizer._ranks, optimizer._options = alone, Options(capturable=True)
+    optimizer._ranks, optimizer._options = alone, OptimizerOptions(capturable=True)
     assert is_capturing(alone, True, optimizer.inside.manager)
     sum(param.sum() for param in optimizer.param_groups[0]["params"]).backward()
     with pytest.raises(RuntimeError, match="backward can't be captured"):

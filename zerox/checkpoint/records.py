@@ -41,12 +41,12 @@ class Record(io.RawIOBase):
 
     def readinto(self, buffer: Any) -> int:
         """Reads as many bytes as there are, also if the system gives fewer at a time."""
-        room = memoryview(buffer)[: max(0, self.length - self.position)]
-        wanted = len(room)
-        while room and (count := os.preadv(self.file.fileno(), [room], self.start + self.position)):
+        left = memoryview(buffer)[: max(0, self.length - self.position)]
+        wanted = len(left)
+        while left and (count := os.preadv(self.file.fileno(), [left], self.start + self.position)):
             self.position += count
-            room = room[count:]
-        return wanted - len(room)
+            left = left[count:]
+        return wanted - len(left)
 
     def elements(self, nbytes: int) -> int:
         """Where the tensor's elements start, ``nbytes`` of them. Raises ValueError if they aren't there."""

@@ -17,6 +17,8 @@ from zerox.flow.grads import Grads
 from zerox.flow.join import ACTIVE, Join, Joinable, take_options
 from zerox.memory.bucket import Bucket
 
+ASK_NOTHING = (Place.FOLLOW, Place.SYNCHRONIZE, Place.MEAN_OVER, Place.SKIP_STEP)  # of the mean
+
 
 class MeanGradient(Joinable):
     """Between the last backward of a step and step()."""
@@ -193,8 +195,7 @@ class MeanGradient(Joinable):
 
     def _divide_by_active(self, meeting: Meeting) -> None:
         """Means over all ranks that were not called for otherwise."""
-        asks_nothing = (Place.FOLLOW, Place.SYNCHRONIZE, Place.MEAN_OVER, Place.SKIP_STEP)
-        if self._joining == ACTIVE and meeting.place not in asks_nothing:
+        if self._joining == ACTIVE and meeting.place not in ASK_NOTHING:
             self._calls.divide_by_active(meeting)
 
     def _take_part(self, meeting: Meeting) -> None:

@@ -37,22 +37,30 @@ def words_of(grads: Grads, p: float, asked: Asked) -> Iterator[tuple[int, Tensor
                 yield index, shard_words(part.grad, segments, p)
 
 
-def total_words(grads: Grads, p: float, asked: Asked, divisors: Sequence[object]) -> Tensor:
-    """The exact sums over all shards of all ranks: int64 ``[number of divisors, EXACT_WORDS]``. Collective.
+def total_words(grads: Grads, p: float, asked: Asked, divisors: Sequence[object]) -> list[Tensor]:
+    """The exact sums (int64 ``[EXACT_WORDS]``) over all shards of all ranks: one for each divisor. Collective.
 
     ``divisors``: each bucket's; those of one divisor are summed together, in the order in which divisors first come. No
     bucket size, and no number of ranks, shows in exact sums.
     """
-    rows = {divisor: row for row, divisor in enumerate(dict.fromkeys(divisors))}
-    total = torch.zeros(max(1, len(rows)), ops.EXACT_WORDS, dtype=torch.int64, device=grads.ranks.device)
-    for index, each in words_of(grads, p, asked):
-        add_words(total[rows[divisors[index]]], each, p)
+    found: dict[object, list[Tensor]] = {divisor: [] for divisor in divisors or [None]}
+    for index, words in words_of(grads, p, asked):
+        found[divisors[index]].append(words)
+    device = grads.ranks.device
+    sums = [
+        combined(each or [torch.zeros(ops.EXACT_WORDS, dtype=torch.int64, device=device)], p) for each in found.values()
+    ]
+    total = sums[0].clone() if len(sums) == 1 else torch.stack(sums)  # the reduction's own stay as they are
     grads.all_reduce(total, Combine.MAX if math.isinf(p) else Combine.SUM)
-    return total
+    return [total] if len(sums) == 1 else list(total)
 
 
-def add_words(total: Tensor, words: Tensor, p: float) -> None:
-    total.copy_(torch.maximum(total, words) if math.isinf(p) else total + words)
+def combined(words: Sequence[Tensor], p: float) -> Tensor:
+    """One exact sum of several."""
+    if len(words) == 1:
+        return words[0]
+    together = torch.stack(list(words))
+    return together.amax(0) if math.isinf(p) else together.sum(0)
 
 
 def norm_of(rows: Sequence[tuple[Tensor, Tensor | None]], p: float) -> tuple[Tensor, Tensor]:
@@ -60,16 +68,11 @@ def norm_of(rows: Sequence[tuple[Tensor, Tensor | None]], p: float) -> tuple[Ten
     are finite, as float64 scalars."""
     if len(rows) == 1:
         words, factor = rows[0]
-        value = ops.norm_value(words, p)
-        return (value[0] if factor is None else value[0] * factor), value[1]
-    plain = torch.zeros_like(rows[0][0])
-    found = []
-    for words, factor in rows:
-        if factor is None:
-            add_words(plain, words, p)
-        else:
-            found.append((ops.norm_value(words, p), factor))
-    value = ops.norm_value(plain, p)
+        norm, finite = torch.unbind(ops.norm_value(words, p))
+        return (norm if factor is None else norm * factor), finite
+    plain = [words for words, factor in rows if factor is None]
+    value = ops.norm_value(combined(plain or [torch.zeros_like(rows[0][0])], p), p)
+    found = [(ops.norm_value(words, p), factor) for words, factor in rows if factor is not None]
     if not found:
         return value[0], value[1]
     finite = torch.stack([value[1], *(each[1] for each, _ in found)]).amin()
@@ -78,7 +81,7 @@ def norm_of(rows: Sequence[tuple[Tensor, Tensor | None]], p: float) -> tuple[Ten
 
 def clip_coefficient(norm: Tensor, max_norm: float) -> Tensor:
     """``min(1, max_norm / (norm + 1e-6))`` in the norm's dtype, as torch.nn.utils.clip_grads_with_norm_ computes it."""
-    return torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+    return (max_norm / (norm + 1e-6)).clamp_(max=1.0)
 
 
 def check_finite(total: Tensor, finite: Tensor, p: float) -> None:

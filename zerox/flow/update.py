@@ -78,8 +78,9 @@ class FusedUpdate:
         for index in run:
             if parts := self.grads.parts(index):
                 present = self.grad_scale.present(self.grads.present(index))
-                limited = (self.grad_scale.limited(of, index) for of in parts)
-                yield from (shard_of(self._part(index, of), of, present) for of in limited)
+                if self.grad_scale.said.limit is not None:
+                    parts = [self.grad_scale.limited(of, index) for of in parts]
+                yield from (shard_of(self._part(index, of), of, present) for of in parts)
 
     def _part(self, index: int, of: GradPart) -> Part:
         place = (index, of.start, of.grad.numel(), of.first_row)

@@ -133,17 +133,15 @@ class ShardedBuffer(FlatBuffer):
 BufferSlot = tuple[FlatBuffer, int]
 
 
-@torch.no_grad()
 def values_of(slots: Sequence[BufferSlot]) -> list[Tensor]:
     """The values of these parameters, which take_in() may overwrite where they lie.
 
     Two parameters may have been exchanged, or one transposed in place: then one's values lie in another's home.
     """
     params = [buffer.params[slot] for buffer, slot in slots]
-    return [param.clone() if C.has_own_storage(param) else param.detach() for param in params]
+    return [param.detach().clone() if C.has_own_storage(param) else param.detach() for param in params]
 
 
-@torch.no_grad()
 def take_in(slots: Sequence[BufferSlot], values: Sequence[Tensor]) -> None:
     """Copies these values home, and lets the parameters lie there.
 
@@ -156,12 +154,11 @@ def take_in(slots: Sequence[BufferSlot], values: Sequence[Tensor]) -> None:
             param.data = buffer.own_home(slot)
 
 
-@torch.no_grad()
 def give_out(slots: Sequence[BufferSlot]) -> None:
     """Copies new values from home to those of these parameters that are in shared memory."""
     for buffer, slot in slots:
         if in_shared_memory(param := buffer.params[slot]):
-            param.copy_(buffer.home(slot))
+            param.detach().copy_(buffer.home(slot))
 
 
 def in_shared_memory(param: Tensor) -> bool:

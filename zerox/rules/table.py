@@ -39,7 +39,7 @@ class OptionsTable:
         if rows != self.rows:
             self._write(rows, capturing)
         for index, group in enumerate(groups):
-            if self._is_of_rule(group) and _is_on_accelerator(group[LR]):
+            if _is_on_accelerator(group.get(LR)) and self._is_of_rule(group):
                 column = [each.option for each in self.rule.columns].index(LR)
                 self.table[index, column].copy_(group[LR].reshape(()), non_blocking=True)
         return self.table
@@ -50,8 +50,10 @@ class OptionsTable:
     def _row(self, group: Mapping[str, Any]) -> list[float]:
         if not self._is_of_rule(group):
             return [0.0] * len(self.rule.columns)
-        values = [(column.option, column.of(group)) for column in self.rule.columns]
-        return [0.0 if name == LR and _is_on_accelerator(value) else float(value) for name, value in values]
+        return [
+            0.0 if column.option == LR and _is_on_accelerator(group[LR]) else float(column.of(group))
+            for column in self.rule.columns
+        ]
 
     def _write(self, rows: list[list[float]], capturing: bool) -> None:
         if capturing:  # a replay would read the host's memory again, whatever lies there then
