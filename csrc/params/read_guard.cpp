@@ -127,10 +127,14 @@ std::vector<bool> written_by_schema(const at::RecordFunction& function) {
   return written;
 }
 
+bool is_torchs_own(const char* name) {
+  constexpr char kOwn[] = "aten::";
+  return std::strncmp(name, kOwn, sizeof(kOwn) - 1) == 0;
+}
+
 // torch's own schemas last as long as the process, so each is asked once, and known by the address of its name
 // (overloads have one each). Others may be replaced by new ones in the same place.
 bool writes(const at::RecordFunction& function, size_t argument, bool if_unknown) {
-  constexpr char kOwn[] = "aten::";
   const auto answer = [&](const std::vector<bool>& written) {
     return argument < written.size() ? written[argument] : if_unknown;
   };
@@ -142,7 +146,7 @@ bool writes(const at::RecordFunction& function, size_t argument, bool if_unknown
   }
   std::vector<bool> written = written_by_schema(function);
   const bool result = answer(written);
-  if (!written.empty() && std::strncmp(name, kOwn, sizeof(kOwn) - 1) == 0) {
+  if (!written.empty() && is_torchs_own(name)) {
     const std::lock_guard lock(guards().mutex);
     guards().written.emplace(name, std::move(written));
   }
@@ -159,13 +163,13 @@ class Running final : public at::ObserverContext {
     for (const auto& [watcher, keeps] : kept_) watcher->after_operator(keeps);
   }
 
-  // A version tells that somebody wrote; it may have been another thread. Inside a function in Python, it was an
-  // operator that has told so itself.
+  // Where torch's own operators write, a version tells. Other people's kernels often write without.
   void note_writes(const at::RecordFunction& function) {
+    const bool tells = is_torchs_own(function.name());
     for (auto& [watcher, keeps] : kept_) {
       for (ReadGuard::Kept& kept : keeps) {
-        kept.was_written = kept.version.enabled() && kept.version.current_version() != kept.version_before &&
-                           writes(function, kept.argument, /*if_unknown=*/false);
+        const bool is_new = kept.version.enabled() && kept.version.current_version() != kept.version_before;
+        kept.was_written = kept.may_write && (is_new || !tells);
       }
     }
   }
@@ -295,17 +299,17 @@ void ReadGuard::before_fork() {
   for (const auto& watcher : watchers) watcher->before_fork();
 }
 
-bool ReadGuard::Use::keep(int64_t what, const at::Tensor& tensor) const {
+bool ReadGuard::Use::keep(int64_t what, const at::Tensor& tensor, bool to_read) const {
   const c10::TensorImpl* impl = tensor.unsafeGetTensorImpl();
   const bool has_version = !tensor.is_inference() && impl->version_counter().enabled();
-  Kept kept{.what = what, .argument = argument_, .may_write = is_write()};
-  const bool may_write = kept.may_write;
+  const bool is_writer = !to_read && writes(function_, argument_, /*if_unknown=*/false);
+  Kept kept{.what = what, .may_write = is_writer};
   if (has_version) {
     kept.version = impl->version_counter();
     kept.version_before = kept.version.current_version();
   }
   keeps_.push_back(std::move(kept));
-  return may_write;
+  return is_writer;
 }
 
 bool ReadGuard::Use::is_write() const { return writes(function_, argument_, /*if_unknown=*/true); }

@@ -37,8 +37,7 @@ class ReadGuard {
     int64_t what;                                                  // as the watcher likes
     c10::VariableVersion version{c10::VariableVersion::DISABLED};  // of the tensor through which it is used
     uint32_t version_before = 0;
-    size_t argument = 0;       // of the operator
-    bool may_write = false;    // as the operator says
+    bool may_write = false;    // as the operator says; a function in Python says nothing, and its operators do
     bool was_written = false;  // told when the operator is over
   };
   using Keeps = c10::SmallVector<Kept, 2>;
@@ -50,9 +49,9 @@ class ReadGuard {
         : function_(function), argument_(argument), keeps_(keeps) {}
     const char* name() const { return function_.name(); }
     bool is_write() const;  // slow, unless the operator is one of torch's own
-    // The watcher's after_operator() will be called with this.
-    // Returns whether the operator may write it.
-    bool keep(int64_t what, const at::Tensor& tensor) const;
+    // The watcher's after_operator() will be called with this. Returns whether the operator may write it; not
+    // `to_read`.
+    bool keep(int64_t what, const at::Tensor& tensor, bool to_read) const;
 
    private:
     const at::RecordFunction& function_;

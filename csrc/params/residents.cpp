@@ -130,8 +130,9 @@ void Residents::before_read(const at::Tensor& tensor, const ReadGuard::Use& use)
   const int64_t bucket = bucket_of(tensor);
   if (bucket < 0 || std::strcmp(use.name(), kReadsNoValue) == 0) return;
   pin_here(bucket, use.name());
-  if (use.keep(bucket, tensor)) let_write(bucket);
-  if (std::strncmp(use.name(), kCollective, sizeof(kCollective) - 1) == 0) refuse_collective(*held_[bucket]);
+  const bool is_collective = std::strncmp(use.name(), kCollective, sizeof(kCollective) - 1) == 0;
+  if (use.keep(bucket, tensor, /*to_read=*/is_collective)) let_write(bucket);
+  if (is_collective) refuse_collective(*held_[bucket]);
 }
 
 void Residents::before_hidden_reads(const char* reader, ReadGuard::Keeps& keeps) {

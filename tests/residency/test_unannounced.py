@@ -173,7 +173,16 @@ def test_other_faults_end_the_process_as_ever() -> None:
     assert run_ranks(segfault, 2) == [-signal.SIGSEGV] * 2
 
 
-def write_by_numpy(rank: int, world_size: int, released: bool) -> None:
+class WritesByNumpy(torch.autograd.Function):
+    """As a kernel without an operator, in a function that is given the parameter."""
+
+    @staticmethod
+    def forward(ctx: Any, param: Tensor) -> Tensor:
+        array(param)[...] = 7
+        return torch.zeros(())
+
+
+def write_by_numpy(rank: int, world_size: int, released: bool, in_function: bool) -> None:
     model, optimizer = made()
     param = model.get_parameter(NAME)
     before = param.detach().clone()
@@ -182,7 +191,11 @@ def write_by_numpy(rank: int, world_size: int, released: bool) -> None:
         residents(optimizer).release_all()
 
     def write() -> None:
-        memory[...] = 7
+        if in_function:
+            with torch.no_grad():
+                WritesByNumpy.apply(param)
+        else:
+            memory[...] = 7
         [None for _ in range(100)]  # Python raises between two of its own instructions
 
     with pytest.raises(RuntimeError, match=rf"{NAME}.* were written without an operator .*whole\(\)"):
@@ -195,9 +208,10 @@ def write_by_numpy(rank: int, world_size: int, released: bool) -> None:
     train(model, optimizer, rank, entropy, steps=1)
 
 
+@pytest.mark.parametrize("in_function", [False, True])
 @pytest.mark.parametrize("released", [False, True])
-def test_a_write_that_no_operator_shows_raises(released: bool) -> None:
-    run_ranks(write_by_numpy, 2, released)
+def test_a_write_that_no_operator_shows_raises(released: bool, in_function: bool) -> None:
+    run_ranks(write_by_numpy, 2, released, in_function)
 
 
 def collective(rank: int, world_size: int) -> None:

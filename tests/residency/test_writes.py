@@ -66,8 +66,27 @@ def new_data(model: nn.Module, rank: int) -> None:
         param.data = param.detach() * 3
 
 
+def raw_kernel(model: nn.Module, rank: int) -> None:
+    """An operator of somebody else's, whose kernel writes without a version; before, one of that name only read."""
+    for schema in ("(Tensor x) -> ()", "(Tensor(a!) x) -> ()"):
+        library = torch.library.Library("zerox_tests", "DEF")
+        library.define("raw" + schema)
+        writes = "!" in schema
+
+        def kernel(x: Tensor, writes: bool = writes) -> None:
+            array = x.detach().numpy()
+            if writes:
+                array *= 2
+
+        library.impl("raw", kernel, "CPU")
+        with torch.no_grad():
+            for param in model.parameters():
+                torch.ops.zerox_tests.raw(param)
+        library._destroy()
+
+
 WRITES: dict[str, Callable[[nn.Module, int], None]] = {
-    each.__name__: each for each in (fill, load, average, normalise, swap, one_rank_is_late, new_data)
+    each.__name__: each for each in (fill, load, average, normalise, swap, one_rank_is_late, new_data, raw_kernel)
 }
 
 
