@@ -53,7 +53,7 @@ def differences(rank: int, ours: GradsOfModel, twin: Twin) -> list[str]:
             mine = reduced.get((index, segment.slot))
             if (mine is not None) != other.present[segment.slot]:
                 found.append(f"rank {rank}: {bucket.members[segment.slot].name} present: {mine is not None}")
-            elif mine is not None and not same_bits(mine, other.shard[segment.span.start : segment.span.stop]):
+            elif mine is not None and not same_bits(mine, other.shard(rank)[segment.span.start : segment.span.stop]):
                 found.append(f"rank {rank}: {bucket.members[segment.slot].name} differs")
     return found
 

@@ -1,7 +1,7 @@
 """What the bucket manager and its exchange compute, in torch and torch.distributed alone.
 
-No overlap, no placeholders, no flights: gradients are taken by torch's own hook, every bucket is gathered whole from
-every rank, and this rank's shard of the mean is summed in rank order. The bucket manager gives the same bits.
+No overlap, no placeholders, no flights, no shards: where backward ends, all gradients of all ranks are gathered in one
+message, and the mean is summed in rank order. The bucket manager gives the same bits.
 """
 
 from __future__ import annotations
@@ -27,8 +27,13 @@ class TwinBucket:
         self.layout = plan.layout
         self.params = list(params)
         self.wire_dtype = wire_dtype
-        self.shard: Tensor | None = None
+        self.mean: Tensor | None = None  # [world * shard_numel]
         self.present = [False] * len(params)  # of every parameter: the twin knows them on all ranks
+
+    def shard(self, rank: int) -> Tensor:
+        assert self.mean is not None
+        span = self.layout.shard_span(rank)
+        return self.mean[span.start : span.stop]
 
     def pack(self, take: bool) -> Tensor:
         """Every gradient there is: ``[world * shard_numel | a flag for each parameter]``, in the wire's dtype."""
@@ -63,23 +68,23 @@ class Twin:
         for plan in plan_buckets(specs, self.world_size, cap_bytes):
             members = [params[index] for index in plan.params]
             self.buckets.append(TwinBucket(plan, members, reduce_dtype or members[0].dtype))
-        self.waits_for: list[set[Tensor]] = []
-        self.next_bucket = 0
-        for index, bucket in enumerate(self.buckets):
-            for param in bucket.params:
-                param.register_post_accumulate_grad_hook(lambda p, index=index: self._gradient_ready(p, index))
-        self._begin()
 
     def backward(self, loss: Tensor) -> None:
         loss.backward()
         if not self.sync:
             return
-        while self.next_bucket < len(self.buckets):  # incomplete: some parameter got no gradient on this rank
-            self._exchange_next()
-        for bucket in self.buckets:
+        packed = [bucket.pack(take=self.puts_back or not self.whole_grads) for bucket in self.buckets]
+        together = torch.cat([each.view(torch.uint8) for each in packed])
+        of_ranks = [torch.empty_like(together) for _ in range(self.world_size)]
+        if self.world_size > 1:
+            dist.all_gather(of_ranks, together)
+        else:
+            of_ranks = [together]
+        sizes = [each.nbytes for each in packed]
+        for bucket, *from_all in zip(self.buckets, *(each.split(sizes) for each in of_ranks), strict=True):
+            self._reduce(bucket, [each.view(bucket.wire_dtype) for each in from_all])
             if self.puts_back:
-                self._gather_whole(bucket)
-        self._begin()
+                self._put_back(bucket)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -91,55 +96,30 @@ class Twin:
 
     def zero_grad(self) -> None:
         for bucket in self.buckets:
-            bucket.shard = None
+            bucket.mean = None
             bucket.present = [False] * len(bucket.params)
             for param in bucket.params:
                 param.grad = None
 
-    def _begin(self) -> None:
-        self.waits_for = [set(bucket.params) for bucket in self.buckets]
-        self.next_bucket = 0
-
-    def _gradient_ready(self, param: Tensor, index: int) -> None:
-        """Buckets leave in the order in which they were planned, each once its last gradient is there."""
-        if self.sync:
-            self.waits_for[index].discard(param)
-            while self.next_bucket < len(self.buckets) and not self.waits_for[self.next_bucket]:
-                self._exchange_next()
-
-    def _exchange_next(self) -> None:
-        bucket = self.buckets[self.next_bucket]
-        self.next_bucket += 1
-        packed = bucket.pack(take=self.puts_back or not self.whole_grads)
-        from_all = [torch.empty_like(packed) for _ in range(self.world_size)]
-        if self.world_size > 1:
-            dist.all_gather(from_all, packed)
-        else:
-            from_all = [packed]
-        own = bucket.layout.shard_span(self.rank)
-        self._reduce(bucket, [each[own.start : own.stop] for each in from_all])
-        flags = torch.stack([each[bucket.layout.numel :] for each in from_all]).amax(dim=0)
+    def _reduce(self, bucket: TwinBucket, from_all: Sequence[Tensor]) -> None:
+        """The sum in rank order, divided once, the old mean added, rounded once to the wire's dtype."""
+        numel = bucket.layout.numel
+        flags = torch.stack([each[numel:] for each in from_all]).amax(dim=0)
         bucket.present = [old or bool(new) for old, new in zip(bucket.present, flags, strict=True)]
-
-    def _reduce(self, bucket: TwinBucket, slices: Sequence[Tensor]) -> None:
-        """The sum in rank order, divided once, the old shard added, rounded once to the wire's dtype."""
         wide = torch.float64 if bucket.wire_dtype is torch.float64 else torch.float32
-        total = slices[0].to(wide)
-        for each in slices[1:]:
-            total = total + each.to(wide)
+        total = from_all[0][:numel].to(wide)
+        for each in from_all[1:]:
+            total = total + each[:numel].to(wide)
         mean = total / torch.full_like(total, self.world_size)
-        if bucket.shard is not None and not self.whole_grads:  # a whole gradient in p.grad holds the old sum already
-            mean = mean + bucket.shard.to(wide)
-        bucket.shard = mean.to(bucket.wire_dtype)
+        if bucket.mean is not None and not self.whole_grads:  # a whole gradient in p.grad holds the old sum already
+            mean = mean + bucket.mean.to(wide)
+        bucket.mean = mean.to(bucket.wire_dtype)
 
-    def _gather_whole(self, bucket: TwinBucket) -> None:
-        assert bucket.shard is not None
-        shards = [torch.empty_like(bucket.shard) for _ in range(self.world_size)]
-        dist.all_gather(shards, bucket.shard)
-        whole = torch.cat(shards)
+    def _put_back(self, bucket: TwinBucket) -> None:
+        assert bucket.mean is not None
         for slot, param in enumerate(bucket.params):
             if bucket.present[slot]:
                 span = bucket.layout.span(slot)
-                in_order = whole[span.start : span.stop].to(param.dtype)
+                in_order = bucket.mean[span.start : span.stop].to(param.dtype)
                 arranged = torch.empty_like(param, requires_grad=False)
                 param.grad = arranged.copy_(in_order.as_strided(arranged.shape, arranged.stride()))
