@@ -26,6 +26,7 @@ RUNS = {
     "buckets": ("bench.step --ranks 2 4 --systems fused stage --caps 1 4 16 64 --batch 1 --seconds 240", SMALL),
     "memory": ("bench.memory --ranks 2 4", "--layers 1"),
     "residency": ("bench.residency --ranks 2 4 --seconds 240", SMALL),
+    "host": ("bench.host --ranks 1 2", "--rounds 10"),
     "streams": ("bench.streams --ranks 2 --batch 1", "--layers 1"),
     "checkpoint": ("bench.checkpoint", "--layers 1 --rounds 1"),
     "kernels": ("bench.kernels", "--quick --seconds 1"),

@@ -1,0 +1,103 @@
+"""Times what the host does where tensors are too small to matter: a step of many small parameters, and one operator.
+
+    python -m bench.host [--ranks 1 2] [--rounds 1500] [--json FILE]
+
+"step" is clip, step and zero_grad of 40 parameters of 16 elements, beside torch's AdamW without a mean over ranks.
+"operator" is one that reads no parameter, and one that reads one: the guard of sharded parameters (stage 3) sees both.
+Microseconds of a call on rank 0. The least tenth is what the host needs; medians show what else the machine did.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from bench.common import Row, new_parser, on_ranks, parse, print_rows, write_result
+from zerox import FusedShardedAdam
+
+COLUMNS = {"ranks": "d", "what": "<30", "of": "<16", "tenth_us": ".2f", "median_us": ".2f"}
+OPERATORS = 20  # in a sample: one takes about as long as the clock
+
+
+def sampled(call: Callable[[], object], rounds: int, before: Callable[[], object] = lambda: None) -> Row:
+    """``before`` each sample, not timed."""
+    samples_us = []
+    for _ in range(rounds):
+        before()
+        start = time.perf_counter_ns()
+        call()
+        samples_us.append((time.perf_counter_ns() - start) / 1e3)
+    return {"tenth_us": statistics.quantiles(samples_us, n=10)[0], "median_us": statistics.median(samples_us)}
+
+
+def small_steps(rounds: int) -> Iterator[Row]:
+    def measured(name: str, params: list[Tensor], optimizer: torch.optim.Optimizer, clip: Callable[[], object]) -> Row:
+        def step() -> None:
+            clip()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        def backward() -> None:
+            torch.stack([(param * 2.0).sum() for param in params]).sum().backward()
+
+        for _ in range(20):
+            backward()
+            step()
+        return {"what": "clip, step, zero_grad", "of": name, **sampled(step, rounds, backward)}
+
+    def params() -> list[Tensor]:
+        return [nn.Parameter(torch.randn(16)) for _ in range(40)]
+
+    ours = FusedShardedAdam(trained := params())
+    yield measured("zerox", trained, ours, lambda: ours.clip_grad_norm_(1.0))
+    theirs = torch.optim.AdamW(others := params(), fused=True)
+    yield measured("AdamW, fused", others, theirs, lambda: nn.utils.clip_grad_norm_(others, 1.0))
+
+
+def operators(rounds: int) -> Iterator[Row]:
+    vector = torch.randn(8)
+
+    def many(of: Tensor) -> None:
+        for _ in range(OPERATORS):
+            of.mv(vector)
+
+    for stage in (2, 3):
+        weight = nn.Parameter(torch.randn(8, 8))
+        optimizer = FusedShardedAdam([weight], stage=stage)
+        for what, matrix in (("operator on no parameter", torch.randn(8, 8)), ("operator on a parameter", weight)):
+            with torch.no_grad():
+                times = sampled(partial(many, matrix), rounds)
+            yield {"what": what, "of": f"stage {stage}", **{key: value / OPERATORS for key, value in times.items()}}
+        del optimizer
+
+
+def time_on_ranks(rounds: int) -> list[Row]:
+    world_size = torch.distributed.get_world_size()
+    return [{"ranks": world_size, **row} for part in (small_steps, operators) for row in part(rounds)]
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = new_parser("bench.host", __doc__)
+    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2], help="default: 1 2")
+    parser.add_argument("--rounds", type=int, default=1500, help="samples of each (default: %(default)s)")
+    return parser
+
+
+def main(argv: list[str] | None = None) -> None:
+    args = parse(make_parser(), argv)
+    rows: list[Row] = []
+    for world_size in args.ranks:
+        found = on_ranks(time_on_ranks, world_size, args.rounds)
+        print_rows(found, COLUMNS, header=not rows)
+        rows += found
+    write_result(args.json, "bench.host", argv, rows)
+
+
+if __name__ == "__main__":
+    main()
