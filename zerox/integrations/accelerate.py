@@ -251,15 +251,22 @@ class ZeroxAccelerator(Accelerator):
 
     def save_state(self, output_dir: str | None = None, safe_serialization: bool = True, **kwargs: Any) -> Any:
         """As Accelerator's; an optimizer's file is whole, and torch.optim's class and any number of ranks load it."""
-        saving = [0]
-        if self.project_configuration.save_on_each_node and self.num_processes > 1:
-            everyones: list[Any] = [None] * self.num_processes
-            dist.all_gather_object(everyones, self.is_local_main_process)
-            saving = [rank for rank, saves in enumerate(everyones) if saves]
+        on_each_node = self.project_configuration.save_on_each_node
+        saves = self.is_local_main_process if on_each_node else self.is_main_process
+        saving = ranks_that_save(saves, on_each_node, self.num_processes)
         with ExitStack() as stack:
             for each in self._prepared():
                 stack.enter_context(each.whole(saving))
             return super().save_state(output_dir, safe_serialization, **kwargs)
+
+
+def ranks_that_save(saves: bool, on_each_node: bool, num_processes: int) -> list[int]:
+    """``saves``: whether this rank does. Collective if it happens on each node; else it is rank 0."""
+    if not on_each_node or num_processes == 1:
+        return [0]
+    everyones: list[Any] = [None] * num_processes
+    dist.all_gather_object(everyones, saves)
+    return [rank for rank, each in enumerate(everyones) if each]
 
 
 def adopt(accelerator: Accelerator) -> Accelerator:
