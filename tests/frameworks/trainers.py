@@ -1,4 +1,4 @@
-"""Small models, data and trainings for Hugging Face's Trainer: with zerox, and with DistributedDataParallel and AdamW."""
+"""Small models, data and trainings for Hugging Face's Trainer, of zerox's kind and as it is (with DDP and AdamW)."""
 
 from __future__ import annotations
 
