@@ -30,7 +30,7 @@ check_version("accelerate", OLDEST)  # before its names are looked for
 from accelerate import Accelerator
 from accelerate.data_loader import DataLoaderDispatcher
 from accelerate.optimizer import AcceleratedOptimizer
-from accelerate.utils import DistributedType
+from accelerate.utils import DDPCommunicationHookType, DistributedType
 
 TYPES = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
 METHODS = ["prepare_model", "prepare_optimizer", "no_sync", "backward", "unscale_gradients", "clip_grad_norm_"]
@@ -101,10 +101,11 @@ class ZeroxAccelerator(Accelerator):
         """As Accelerator's, without DistributedDataParallel: zerox averages the gradients."""
         if isinstance(model, DistributedDataParallel):
             raise ValueError("zerox: the model is in DistributedDataParallel already: prepare the model itself")
-        if self.ddp_handler is not None and self.ddp_handler.comm_hook.value != "no":
+        hook = getattr(self.ddp_handler, "comm_hook", None)
+        if hook is not None and getattr(hook, "value", hook) != DDPCommunicationHookType.NO.value:
             raise ValueError(
-                f"zerox: the communication hook {self.ddp_handler.comm_hook.value} of DistributedDataParallelKwargs is "
-                "not taken over: build the optimizer with reduce_dtype="
+                f"zerox: the communication hook {getattr(hook, 'value', hook)} of DistributedDataParallelKwargs is not "
+                "taken over: build the optimizer with reduce_dtype="
             )
         prepared: nn.Module = super().prepare_model(model, device_placement, evaluation_mode=True)
         self._share_buffers()
