@@ -18,10 +18,11 @@ from torch import Tensor, nn
 from torch.amp.grad_scaler import OptState
 from torch.nn.parallel import DistributedDataParallel
 
-from zerox import GradScaler, join
 from zerox.engine import Engine
+from zerox.flow.join import join
 from zerox.integrations import engines as of_engines
 from zerox.integrations.requirements import check_names, check_version
+from zerox.scaler import GradScaler
 from zerox.state.dcp_request import dcp_request
 
 OLDEST = TRIED = "1.15.0"
