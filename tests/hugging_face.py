@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import gc
 import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
@@ -15,8 +17,16 @@ from tests.ranks import run_ranks
 ALONE = 0  # a "world size": one plain process, without torchrun and process group
 
 
+@functools.cache
+def leave_imports_alone() -> None:
+    """Once a process. Trainer collects garbage at each start: 0.3 s for what the imports of frameworks have made."""
+    gc.collect()
+    gc.freeze()
+
+
 def accelerators_environment(rank: int, world_size: int) -> AbstractContextManager[Any]:
     """What torchrun would set; Accelerate remembers its first answers for the life of a process."""
+    leave_imports_alone()
     told: dict[str, Any] = {}
     if world_size != ALONE:
         told = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size}
