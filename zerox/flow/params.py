@@ -28,6 +28,7 @@ class ParamGather:
         self.manager = manager
         self.ranks = ranks
         self.hidden = False
+        self.elsewhere: Sequence[BufferSlot] = ()  # what the last step() found moved
         self.num_ordered = 0  # buckets at the time when the order of their use was learned
 
     def make_buffer(self, params: Sequence[Tensor], layout: Layout) -> FlatBuffer:

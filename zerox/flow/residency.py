@@ -60,6 +60,7 @@ class Residency:
         )
         self.all: list[Resident] = []  # in the residents' order
         self.index_of: dict[int, int] = {}  # in it, by index of a trained bucket
+        self.elsewhere: Sequence[BufferSlot] = ()  # what the last step() found moved
         self.depth = 0  # how many whole() are open
         self.is_updating = False
         self.is_writing = False  # step() has come to write shards
