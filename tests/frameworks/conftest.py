@@ -15,4 +15,5 @@ if wanted:
     # Nothing is fetched or reported while tests run, and no framework looks for an accelerator.
     os.environ |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "ACCELERATE_USE_CPU": "true"}
     # Ranks are forked from a process that has imported them, which takes seconds.
-    FORKSERVER.set_forkserver_preload(["torch._dynamo", "zerox.checkpoint", "accelerate", "transformers.trainer"])
+    preload = ["torch._dynamo", "zerox.checkpoint", "accelerate", "transformers.trainer", "lightning.pytorch"]
+    FORKSERVER.set_forkserver_preload(preload)

@@ -63,6 +63,10 @@ class ParamGather:
         self.wait_for(range(self.manager.num_buckets))
         return nullcontext()
 
+    def stay_whole(self) -> None:
+        """From now on, as at the end of a training: no rank needs another one to read parameters. Collective."""
+        self.wait()
+
     def found_elsewhere(self, slots: Sequence[BufferSlot]) -> list[Tensor]:
         """Before ranks meet: the values of parameters that were found elsewhere."""
         return values_of(slots)

@@ -169,6 +169,14 @@ class Residency:
             self.depth -= 1
             self.residents.leave_whole()
 
+    def stay_whole(self) -> None:
+        """From now on, as at the end of a training: no rank needs another one to read parameters. Collective."""
+        self.residents.enter_whole()
+        self.depth += 1
+        if failure := self.failure():
+            raise RuntimeError(failure)
+        self.ranks.meet("all have whole parameters, and may go")
+
     def prepare_checkpoint(self) -> None:
         self._keep_written_so_far()
         for _, _, buffer in self.all:
