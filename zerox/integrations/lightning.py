@@ -17,38 +17,29 @@ from torch import Tensor, nn
 
 from zerox.engine import Engine
 from zerox.integrations.buffers import BufferSync, broadcast
-from zerox.integrations.needed import check_names, why_not
+from zerox.integrations.requirements import check_names, check_version
 from zerox.integrations.sharding import Sharding, scale_over_ranks, unwrapped
 
-TRIED = "2.6.6"
-try:
-    from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
-    from lightning.fabric.strategies import STRATEGY_REGISTRY
-    from lightning.fabric.strategies import DDPStrategy as FabricDDPStrategy
-    from lightning.fabric.strategies.strategy import _BackwardSyncControl
-    from lightning.pytorch.core.optimizer import LightningOptimizer
-    from lightning.pytorch.plugins import Precision
-    from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
-    from lightning.pytorch.trainer.states import TrainerStatus
-except ImportError as error:
-    raise why_not("lightning", TRIED, error) from error
-check_names(
-    "lightning",
-    TRIED,
-    [
-        (DDPStrategy, "configure_ddp"),
-        (DDPStrategy, "block_backward_sync"),
-        (DDPStrategy, "setup_optimizers"),
-        (DDPStrategy, "setup_precision_plugin"),
-        (Precision, "clip_grad_by_norm"),
-        (Precision, "clip_grad_by_value"),
-        (LightningOptimizer, "_to_lightning_optimizer"),
-        (FabricDDPStrategy, "setup_module"),
-        (FabricDDPStrategy, "setup_optimizer"),
-        (FabricDDPStrategy, "clip_gradients_norm"),
-        (FabricDDPStrategy, "clip_gradients_value"),
-    ],
-)
+OLDEST, TRIED = "2.6", "2.6.6"
+
+check_version("lightning", OLDEST)  # before its names are looked for
+from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
+from lightning.fabric.strategies import STRATEGY_REGISTRY
+from lightning.fabric.strategies import DDPStrategy as FabricDDPStrategy
+from lightning.fabric.strategies import strategy as fabric_strategy
+from lightning.pytorch.core import optimizer as wrappers
+from lightning.pytorch.plugins import Precision
+from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
+from lightning.pytorch.trainer.states import TrainerStatus
+
+for owner, names in (
+    (DDPStrategy, ["configure_ddp", "block_backward_sync", "setup_optimizers", "setup_precision_plugin"]),
+    (Precision, ["clip_grad_by_norm", "clip_grad_by_value"]),
+    (wrappers, ["LightningOptimizer", "_MockOptimizer"]),
+    (FabricDDPStrategy, ["setup_module", "setup_optimizer", "clip_gradients_norm", "clip_gradients_value"]),
+    (fabric_strategy, ["_BackwardSyncControl"]),
+):
+    check_names("lightning", TRIED, owner, names)
 
 # By LightningModule: the strategy of its last fit, whose optimizers live on for save_checkpoint().
 _strategy_of: WeakKeyDictionary[Any, ZeroxStrategy] = WeakKeyDictionary()
@@ -246,7 +237,7 @@ class ZeroxFabricStrategy(FabricDDPStrategy):
         optimizer.clip_grad_value_(clip_val)
 
 
-class _NoSync(_BackwardSyncControl):
+class _NoSync(fabric_strategy._BackwardSyncControl):
     def __init__(self, sharding: Sharding) -> None:
         self.sharding = sharding
 

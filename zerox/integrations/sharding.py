@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import inspect
 import weakref
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import nn
 
 from zerox.engine import Engine
+from zerox.integrations.engines import engines_of, no_sync
 from zerox.integrations.from_torch import become_sharded
 from zerox.optimizers import FusedShardedAdam
 from zerox.scaler import GradScaler
@@ -69,24 +70,14 @@ class Sharding:
         self._taken.append(weakref.ref(optimizer))
         return optimizer
 
-    @contextmanager
-    def no_sync(self, module: nn.Module | None = None) -> Iterator[None]:
+    def no_sync(self, module: nn.Module | None = None) -> AbstractContextManager[None]:
         """Of all optimizers, or of those that train parameters of ``module``."""
-        with ExitStack() as stack:
-            for optimizer in self.optimizers:
-                if module is None or _trains(optimizer, module):
-                    stack.enter_context(optimizer.no_sync())
-            yield
+        return no_sync(self.optimizers if module is None else engines_of(self.optimizers, module.parameters()))
 
     def syncs(self, module: nn.Module) -> bool:
         """Whether a backward through ``module`` would send its gradients now."""
         held = [optimizer for optimizer in self.optimizers if optimizer.inside.grads.no_sync_depth]
-        return not any(_trains(optimizer, module) for optimizer in held)
-
-
-def _trains(optimizer: Engine, module: nn.Module) -> bool:
-    params = set(map(id, module.parameters()))
-    return any(id(member.param) in params for member in optimizer.inside.members)
+        return not (held and engines_of(held, module.parameters()))
 
 
 def _options() -> list[str]:
