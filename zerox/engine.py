@@ -200,7 +200,7 @@ class Engine(OneGradient, OneState):
     @property
     def inside(self) -> Inside:
         """For tests, tools and zerox.checkpoint. Not a promise: it may change with any version."""
-        return Inside(self._rules, self._buckets, self._frozen, self._all_ranks, self._grads, self._gather)
+        return Inside(self._rules, self._buckets, self._frozen, self._all_ranks, self._grads, self._gather, self._calls)
 
     def _made_gather(self) -> ParamGather | Residency:
         ranks = self._all_ranks
@@ -324,5 +324,5 @@ class Engine(OneGradient, OneState):
 
     def _end_step(self) -> None:
         give_out(self._gather.elsewhere)
-        self._calls.scale.reset()
+        self._calls.end_step()
         self._end_notice()
