@@ -61,7 +61,8 @@ def added(model: nn.Sequential, wrapper: Any, rank: int) -> None:
 
 
 def loaded(model: nn.Sequential, wrapper: Any, rank: int) -> None:
-    state = copy.deepcopy(wrapper.state_dict())
+    # Fabric's own state_dict() is whole on rank 0 and empty elsewhere.
+    state = copy.deepcopy(getattr(wrapper, "optimizer", wrapper).state_dict())
     for group in state["param_groups"]:
         group["lr"] = 0.25
     wrapper.load_state_dict(state)
