@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -88,6 +89,9 @@ def accumulated(fabric: Fabric, rank: int) -> list[Tensor]:
         if step % 3 == 2:
             optimizer.step()
             optimizer.zero_grad()
+    if isinstance(optimizer, FusedShardedAdam) and fabric.world_size > 1:
+        inside = optimizer.inside
+        assert inside.manager.flights.num_launched == STEPS * 2 // 3 * len(inside.buckets), "others were sent too"
     return state_of(model)
 
 
@@ -97,11 +101,13 @@ def scheduled(fabric: Fabric, rank: int) -> list[Tensor]:
     raw = adamw(model)
     scheduler = torch.optim.lr_scheduler.ExponentialLR(raw, 0.7)
     model, optimizer = fabric.setup(model, raw)
-    for step in range(STEPS):
-        fabric.backward(loss_of(model, rank, step))
-        optimizer.step()
-        scheduler.step()
-        optimizer.zero_grad()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # torch warns if step() has not been called before, or is another one
+        for step in range(STEPS):
+            fabric.backward(loss_of(model, rank, step))
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
     assert optimizer.param_groups[0]["lr"] == pytest.approx(0.01 * 0.7**STEPS)
     return state_of(model)
 

@@ -119,6 +119,9 @@ def fit(rank: int, world_size: int, case: str, strategy: str) -> tuple[list[Tens
     module = make()
     fitted = trainer(rank, world_size, strategy, **options)
     fitted.fit(module, data(**of_data))
+    if "zerox" in strategy and case.startswith("accumulate") and world_size == 2:
+        inside = fitted.strategy.sharding.optimizers[0].inside
+        assert inside.manager.flights.num_launched == 2 * len(inside.buckets), "more than a step's last batch was sent"
     found = [tensor.detach().clone().float() for tensor in (*module.parameters(), *module.buffers())]
     return found, module.losses, as_on_rank_0(values(module))
 

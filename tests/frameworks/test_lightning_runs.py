@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -126,43 +127,43 @@ def test_fit_may_be_repeated_and_weights_are_whole_afterwards(world_size: int) -
             assert loss == pytest.approx(loss_of_ddp, abs=1e-5)
 
 
-def left_alone(rank: int, world_size: int, folder: Path) -> list[Tensor]:
-    """Rank 1 stops; rank 0 then reads the model, and lets go of all of it."""
+def fit_and_part(pipe: Any, rank: int, folder: Path) -> None:
+    """Rank 1 ends after the fit. Rank 0 then reads the model, and lets go of all of it."""
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
     module = Module()
-    fitted = trainer(rank, world_size, "zerox_stage_3")
+    fitted = trainer(rank, 2, "zerox_stage_3")
     fitted.fit(module, data())
     fitted.save_checkpoint(folder / "after.ckpt")
     if rank == 1:
-        dist.destroy_process_group()
-        os.kill(os.getpid(), signal.SIGSTOP)
-    found = [torch.from_numpy(param.detach().numpy().copy()) for param in module.parameters()]
-    del fitted, module
-    gc.collect()
-    assert len(torch.load(folder / "after.ckpt", weights_only=True)["optimizer_states"][0]["state"]) == 6
-    return found
+        os.kill(os.getpid(), signal.SIGKILL)
+    pipe.recv()
+    params = [torch.from_numpy(param.detach().numpy().copy()) for param in module.parameters()]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        del fitted, module
+        gc.collect()
+    pipe.send(all(bool(each.isfinite().all()) for each in params))
 
 
 def test_after_a_fit_no_rank_needs_another_one(tmp_path: Path) -> None:
-    context = FORKSERVER
-    pipes = []
+    pipes, processes = [], []
     for rank in range(2):
-        here, there = context.Pipe()
-        process = context.Process(target=serve, args=(there, rank, tmp_path), daemon=True)
+        here, there = FORKSERVER.Pipe()
+        process = FORKSERVER.Process(target=fit_and_part, args=(there, rank, tmp_path), daemon=True)
         process.start()
-        pipes.append((here, process))
+        pipes.append(here)
+        processes.append(process)
     try:
-        assert pipes[0][0].poll(60), "rank 0 waits for rank 1"
-        assert pipes[0][0].recv() is True
+        processes[1].join(60)
+        assert not processes[1].is_alive()
+        pipes[0].send("rank 1 is gone")
+        assert pipes[0].poll(60), "rank 0 waits for rank 1"
+        assert pipes[0].recv() is True
+        assert len(torch.load(tmp_path / "after.ckpt", weights_only=True)["optimizer_states"][0]["state"]) == 6
     finally:
-        for _, process in pipes:
+        for process in processes:
             process.kill()
             process.join()
-
-
-def serve(pipe: Any, rank: int, folder: Path) -> None:
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
-    found = left_alone(rank, 2, folder)
-    pipe.send(all(bool(each.isfinite().all()) for each in found))
 
 
 # ---- set up wrongly
