@@ -100,6 +100,8 @@ def test_averaged_weights_are_validated_and_saved(world_size: int, tmp_path: Pat
             assert seen == pytest.approx(seen_by_ddp, abs=1e-5)
         saved = [torch.load(tmp_path / f"{each}.ckpt", weights_only=True) for each in ("ddp", f"zerox_stage_{stage}")]
         one, other = (list(each["state_dict"].values()) for each in saved)
+        state = saved[1]["optimizer_states"][0]["state"]
+        assert [state[index]["exp_avg"].shape for index in sorted(state)] == [each.shape for each in ddp[0][0]]
         assert difference([t.float() for t in one], [t.float() for t in other]) <= TOLERANCE
 
 
@@ -131,16 +133,16 @@ def fit_and_part(pipe: Any, rank: int, folder: Path) -> None:
     """Rank 1 ends after the fit. Rank 0 then reads the model, and lets go of all of it."""
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
     module = Module()
-    fitted = trainer(rank, 2, "zerox_stage_3")
+    strategy = ZeroxStrategy(stage=3, bucket_cap_mb=1e-6, resident_mb=2e-3)  # some parameters are always released
+    fitted = trainer(rank, 2, strategy)
     fitted.fit(module, data())
-    fitted.save_checkpoint(folder / "after.ckpt")
     if rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     pipe.recv()
     params = [torch.from_numpy(param.detach().numpy().copy()) for param in module.parameters()]
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        del fitted, module
+        del fitted, strategy, module
         gc.collect()
     pipe.send(all(bool(each.isfinite().all()) for each in params))
 
@@ -159,7 +161,6 @@ def test_after_a_fit_no_rank_needs_another_one(tmp_path: Path) -> None:
         pipes[0].send("rank 1 is gone")
         assert pipes[0].poll(60), "rank 0 waits for rank 1"
         assert pipes[0].recv() is True
-        assert len(torch.load(tmp_path / "after.ckpt", weights_only=True)["optimizer_states"][0]["state"]) == 6
     finally:
         for process in processes:
             process.kill()
