@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import warnings
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -127,6 +128,20 @@ def test_fit_may_be_repeated_and_weights_are_whole_afterwards(world_size: int) -
         ):
             assert difference(params, others) <= TOLERANCE
             assert loss == pytest.approx(loss_of_ddp, abs=1e-5)
+
+
+def forgotten(rank: int, world_size: int) -> bool:
+    module = Module()
+    fitted = trainer(rank, world_size, "zerox_stage_2")
+    fitted.fit(module, data())
+    gone = [weakref.ref(module), weakref.ref(fitted.optimizers[0])]
+    del module, fitted
+    gc.collect()
+    return all(each() is None for each in gone)
+
+
+def test_nothing_keeps_a_module_and_its_optimizer_alive() -> None:
+    assert all(run(forgotten, 2))
 
 
 def fit_and_part(pipe: Any, rank: int, folder: Path) -> None:

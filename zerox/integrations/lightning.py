@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any, Literal
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import Tensor, nn
@@ -42,7 +42,7 @@ for owner, names in (
     check_names("lightning", TRIED, owner, names)
 
 # By LightningModule: the strategy of its last fit, whose optimizers live on for save_checkpoint().
-_strategy_of: WeakKeyDictionary[Any, ZeroxStrategy] = WeakKeyDictionary()
+_strategy_of: WeakKeyDictionary[Any, ref[ZeroxStrategy]] = WeakKeyDictionary()
 StartMethod = Literal["popen", "spawn", "fork", "forkserver"]
 
 
@@ -93,9 +93,10 @@ class ZeroxStrategy(DDPStrategy):
 
     def setup(self, trainer: Any) -> None:
         # Two optimizers can't have the same parameters.
-        if (before := _strategy_of.get(self.lightning_module)) is not None:
+        last = _strategy_of.get(self.lightning_module)
+        if last is not None and (before := last()) is not None:
             before.forget_optimizers()
-        _strategy_of[self.lightning_module] = self
+        _strategy_of[self.lightning_module] = ref(self)
         super().setup(trainer)
 
     def forget_optimizers(self) -> None:
