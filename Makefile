@@ -1,6 +1,6 @@
 # Every target but `gpu`, which takes $PYTHON or python3 as it is, first readies an environment (scripts/setup_env.sh says
 # which and how), so a fresh clone needs no other step.
-.PHONY: help demo test bench lint build rehearse gpu clean
+.PHONY: help demo test test-frameworks bench lint build rehearse gpu clean
 .DEFAULT_GOAL := help
 SHELL := bash
 WORKERS ?= $(shell cores="$$(nproc)"; echo $$((cores < 8 ? cores : 8)))
@@ -9,7 +9,7 @@ WORKERS ?= $(shell cores="$$(nproc)"; echo $$((cores < 8 ? cores : 8)))
 in_env = py="$$(scripts/setup_env.sh $(1))" && export PATH="$$(dirname "$$py"):$$PATH"
 
 help: ## this list
-	@awk -F ':.*## ' '/^[a-z]+:.*## /{printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-15s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 	@echo "Environment variables: docs/install.md, or python -m zerox env."
 
 demo: ## train a small GPT on 2 CPU ranks, zerox beside plain DDP; draws a picture into demo/
@@ -19,6 +19,11 @@ demo: ## train a small GPT on 2 CPU ranks, zerox beside plain DDP; draws a pictu
 # By file, in order: a file's tests share rank processes and builds, and tests/conftest.py has the longest first.
 test: ## the whole suite, C++ unit tests included, on WORKERS processes; ARGS='-k layout -x' goes to pytest
 	@$(call in_env,test demo) && "$$py" -m pytest -n "$(WORKERS)" --dist loadfile --no-loadscope-reorder $(ARGS)
+
+# On two processes: each imports the frameworks and keeps ranks that did, and files share both.
+test-frameworks: ## tests with Accelerate, Trainer, Lightning and others, installed into ./.venv-frameworks (0.4 GB)
+	@py="$$(scripts/frameworks_env.sh)" && export PATH="$$(dirname "$$py"):$$PATH" && \
+	  "$$py" -m pytest -n "$(if $(filter 0 1,$(WORKERS)),$(WORKERS),2)" --dist loadfile tests/frameworks $(ARGS)
 
 bench: ## time and weigh zerox on this CPU beside what people use today; results into bench/results; ARGS='--quick'
 	@$(call in_env,demo) && "$$py" -m bench $(ARGS)
@@ -40,6 +45,6 @@ rehearse: ## build with CUDA kernels against a CUDA torch, no GPU needed; ARGS=F
 gpu: ## on a machine with a CUDA GPU: build, test, sanitize, benchmark into bench/results, in 20 minutes; ARGS='proof'
 	@"$${PYTHON:-python3}" scripts/gpu.py $(ARGS)
 
-clean: ## remove what was built; keeps ./.venv
+clean: ## remove what was built; keeps ./.venv and ./.venv-frameworks
 	rm -rf build dist *.egg-info zerox/_C*.so zerox/_build_info.py .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find zerox tests examples bench scripts -name __pycache__ -prune -exec rm -rf {} + 2>/dev/null || true

@@ -48,6 +48,9 @@ def parse_options(arguments: list[str] | None, description: str) -> argparse.Nam
         _prepare("--save-dir", options.save_dir)
     if options.losses:
         _prepare("--losses", options.losses.parent)
+    if options.log_dir:
+        _find_tensorboard()
+        _prepare("--log-dir", options.log_dir)
     return options
 
 
@@ -108,6 +111,9 @@ def _parser(description: str) -> argparse.ArgumentParser:
 
     output = parser.add_argument_group("output")
     output.add_argument("--losses", type=Path, metavar="FILE", help="write the loss of every step there, as JSON")
+    output.add_argument(
+        "--log-dir", type=Path, metavar="FOLDER", help="write figures of each step there, for TensorBoard"
+    )
     output.add_argument("--compare", action="store_true", help="train DDP + torch's optimizer beside it, and draw both")
     output.add_argument("--out", type=Path, default=Path("out"), help="folder for what --compare writes (default: out)")
     output.add_argument("--quiet", action="store_true", help="no progress bar")
@@ -160,6 +166,13 @@ def _find_matplotlib() -> None:
         import matplotlib  # noqa: F401
     except ImportError as error:
         raise BadInput("--compare draws with matplotlib, which is not installed (pip install matplotlib)") from error
+
+
+def _find_tensorboard() -> None:
+    try:
+        import torch.utils.tensorboard  # noqa: F401
+    except ImportError as error:
+        raise BadInput("--log-dir writes for TensorBoard, which is not installed (pip install tensorboard)") from error
 
 
 def _prepare(option: str, folder: Path) -> None:

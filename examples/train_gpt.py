@@ -34,6 +34,7 @@ from checkpoints import Checkpoints
 from corpus import BadInput, Corpus, RandomWindows, load_corpus
 from fits import check_fits
 from gpt_model import GPT, sample_text
+from log import Log
 from measure import bytes_of_torch, bytes_of_zerox, distances_from_unfused, held_out_loss, mean_over_ranks
 from optimizers import FUSED, estimate_options, sharded, torchs
 from options import DTYPES, parse_options
@@ -196,6 +197,7 @@ def train(trainers: list[Trainer], corpus: Corpus, options: argparse.Namespace, 
         print(f"going on from {found}", flush=True)
     done = len(trainers[0].past_losses)
     progress = Progress(options, rank, world_size, done)
+    log = Log(options, trainers[0].optimizer, rank, done)
     distances: dict = {}
     # A rank that comes to the end of join() goes along with the others' steps until all have come.
     joined = trainers[0].optimizer.join() if options.uneven else nullcontext()
@@ -212,8 +214,10 @@ def train(trainers: list[Trainer], corpus: Corpus, options: argparse.Namespace, 
                 distances = distances_from_unfused(*(trainer.module for trainer in trainers)) | {"step": step}
                 trainers.pop()  # the textbook one is not needed any more
             progress.after(step, trainers[:2], norms[trainers[0].name])
+            log.after(step, trainers[0], shows_loss=step % SHOW_EVERY == 0)
             if checkpoints.is_due(step):
                 checkpoints.save(trainers[0], draws, trainers[0].mean_losses(step))
+    log.close()
     return distances
 
 

@@ -14,6 +14,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 MOST_LINES = 350
 MOST_ATTRIBUTES = 12
+MOST_NAMES = 20
 
 # Each module or package may import those above it. Those that share a line don't see each other.
 PYTHON_LAYERS = [
@@ -30,7 +31,7 @@ PYTHON_LAYERS = [
     ["optimizers", "checkpoint"],
     ["scaler"],
     ["__init__"],
-    ["__main__"],
+    ["__main__", "integrations"],
 ]
 CPP_LAYERS = {
     "math": {"math"},
@@ -92,6 +93,11 @@ def test_an_upward_import_is_noticed() -> None:
     assert upward_imports("zerox.memory.bucket", {"zerox.engine"})
     assert upward_imports("zerox.flow.grads", {"zerox.state.fill"})
     assert not upward_imports("zerox.engine", {"zerox.plan.layout", "torch"})
+
+
+def test_zerox_has_few_names_at_its_top() -> None:
+    names = {name for path in modules() if (name := top_of(".".join(path.relative_to(ROOT).with_suffix("").parts)))}
+    assert len(names - {"__init__", "__main__"}) <= MOST_NAMES, sorted(names)
 
 
 def test_no_two_modules_import_each_other() -> None:

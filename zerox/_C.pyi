@@ -110,6 +110,7 @@ class ShardPlace:
 class ResidentCounts:
     fetches: int
     fetched_bytes: int
+    waited_ns: int
     faults: int
     waits: int
     prefetches: int
@@ -146,6 +147,7 @@ class Residency:
         timeout: datetime.timedelta,
     ) -> None: ...
     def set_limit(self, nbytes: float) -> None: ...
+    def take_most_bytes(self) -> int: ...
     def make_room(self, nbytes: int, device: torch.device) -> Room: ...
     def add(self, name: str, room: Room, shard: Tensor) -> int: ...
     def watch_added(self) -> None: ...
@@ -183,6 +185,7 @@ class Backward:
 class Flights:
     num_launched: int
     num_landed: int
+    waited_ns: int
     def land(self) -> None: ...
     def hold(self, hold: bool) -> None: ...
 
@@ -199,6 +202,7 @@ class GradPlacement:
 
 class Settlement:
     num_added: int
+    waited_ns: int
     holds_scaled: bool
     def settle(
         self,
@@ -217,6 +221,7 @@ class Params:
     missing: list[int]
     order: list[int]
     order_of_use: list[int]
+    waited_ns: int
     def start(self, bucket: int, background: bool = False) -> None: ...
     def wait(self, buckets: Sequence[int]) -> None: ...
     def finish(self) -> None: ...

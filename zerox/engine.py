@@ -29,6 +29,7 @@ from zerox.flow.update import FusedUpdate, Update
 from zerox.grad_dtype import Widened
 from zerox.memory.bucket import Bucket, Member, members_of, rooms
 from zerox.memory.flat import BufferSlot, give_out
+from zerox.memory.shared import Shared
 from zerox.options import OptimizerOptions, check_params
 from zerox.plan.stage import SHARDED
 from zerox.ranks.group import Ranks, call_ranks, find_ranks
@@ -43,6 +44,9 @@ class Engine(OneGradient, OneState):
     raise. Raises as :class:`zerox.FusedShardedAdam`.
     """
 
+    _frozen = Shared[list[Member]]([])
+    _overlap = Shared[GatherOverlap | None](None)
+
     def __init__(
         self,
         params: Any,
@@ -51,6 +55,7 @@ class Engine(OneGradient, OneState):
         make_options: Callable[[], OptimizerOptions],
         process_group: GroupArgument,
     ) -> None:
+        self._shared: dict[str, Any] = {}
         with call_ranks(process_group) as roll_call:
             self._rules = make_rules()
             defaults = make_defaults()
@@ -74,8 +79,6 @@ class Engine(OneGradient, OneState):
             self._gather = self._made_gather()
             self._widened = Widened(self._options.accumulate_dtype)
             weakref.finalize(self, self._widened.give_back).atexit = False
-            self._overlap: GatherOverlap | None = None
-            self._elsewhere: list[BufferSlot] = []  # what step() found moved
             scale = GradScale(self._grads.manager, device, keeps_place=self._options.capturable)
             self._calls = GradCalls(self._grads, scale, self._buckets)
             self._update = self._made_update()
@@ -197,7 +200,7 @@ class Engine(OneGradient, OneState):
     @property
     def inside(self) -> Inside:
         """For tests, tools and zerox.checkpoint. Not a promise: it may change with any version."""
-        return Inside(self._rules, self._buckets, self._frozen, self._all_ranks, self._grads, self._gather)
+        return Inside(self._rules, self._buckets, self._frozen, self._all_ranks, self._grads, self._gather, self._calls)
 
     def _made_gather(self) -> ParamGather | Residency:
         ranks = self._all_ranks
@@ -248,7 +251,7 @@ class Engine(OneGradient, OneState):
     def _take_over(self, members: Sequence[Member], trained: Sequence[Member]) -> None:
         ranks = self._all_ranks
         adopted = {id(m.param) for m in trained}
-        watched = [*getattr(self, "_frozen", []), *members]
+        watched = [*self._frozen, *members]
         self._frozen = list({id(m.param): m for m in watched if id(m.param) not in adopted}.values())
         still = [member for member in members if not member.param.requires_grad]
         rules = [self._rules.of(self.param_groups[m.group]) for m in trained]
@@ -300,7 +303,7 @@ class Engine(OneGradient, OneState):
             meeting = self._grads.settle(place, arguments, options)
         self._calls.scale.forget_if_discarded()
         if not follows or meeting.place == Place.STEP:
-            self._elsewhere = elsewhere
+            self._gather.elsewhere = elsewhere
             self._gather.take_in(elsewhere, values)
         self._divide_by_active(meeting)
         return meeting
@@ -320,6 +323,6 @@ class Engine(OneGradient, OneState):
         self._gather.end_step(hidden=overlap)
 
     def _end_step(self) -> None:
-        give_out(self._elsewhere)
-        self._calls.scale.reset()
+        give_out(self._gather.elsewhere)
+        self._calls.end_step()
         self._end_notice()

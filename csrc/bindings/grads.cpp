@@ -52,7 +52,8 @@ void bind_flights(py::module_& m) {
       .def("land", py::overload_cast<>(&Flights::land), Release())
       .def("hold", &Flights::set_hold, py::arg("hold"))
       .def_property_readonly("num_launched", &Flights::num_launched)
-      .def_property_readonly("num_landed", &Flights::num_landed);
+      .def_property_readonly("num_landed", &Flights::num_landed)
+      .def_property_readonly("waited_ns", &Flights::waited_ns);
 }
 
 void bind_placement(py::module_& m) {
@@ -116,6 +117,7 @@ void bind_settlement(py::module_& m) {
       .def("all_reduce", &Settlement::all_reduce, py::arg("values"), py::arg("combine"), Release())
       .def("bump_versions", &Settlement::bump_versions, Release())
       .def_property_readonly("num_added", &Settlement::num_added)
+      .def_property_readonly("waited_ns", &Settlement::waited_ns)
       .def_property_readonly("holds_scaled", py::cpp_function(&Settlement::holds_scaled, Release()));
 }
 

@@ -70,6 +70,7 @@ void bind_params(py::module_& m) {
       .def(
           "finish", [](Params& self) { self.gathers().finish(); }, Release())
       .def("guard_reads", [](Params& self) { self.gathers().guard_reads(); })
+      .def_property_readonly("waited_ns", [](Params& self) { return self.gathers().waited_ns(); })
       .def_property_readonly("missing", [](Params& self) { return self.gathers().missing(); })
       .def_property_readonly("order_of_use", [](Params& self) { return self.gathers().order_of_use(); })
       .def("propose_order", &Params::propose_order, py::arg("buckets"))

@@ -71,7 +71,8 @@ void bind_residency(py::module_& m) {
       .def_readonly("fetched_bytes", &ResidentCounts::fetched_bytes)
       .def_readonly("faults", &ResidentCounts::faults)
       .def_readonly("waits", &ResidentCounts::waits)
-      .def_readonly("prefetches", &ResidentCounts::prefetches);
+      .def_readonly("prefetches", &ResidentCounts::prefetches)
+      .def_readonly("waited_ns", &ResidentCounts::waited_ns);
   py::class_<ResidencyEvent> event(m, "ResidencyEvent");
   py::enum_<ResidencyEvent::Kind>(event, "Kind")
       .value("FETCH", ResidencyEvent::Kind::fetch)
@@ -142,6 +143,8 @@ void bind_residency(py::module_& m) {
           "record", [](Residency& self, bool on) { self->record(on); }, py::arg("on"), Release())
       .def(
           "take_events", [](Residency& self) { return self->take_events(); }, Release())
+      .def(
+          "take_most_bytes", [](Residency& self) { return self->take_most_bytes(); }, Release())
       .def_property_readonly("counts", py::cpp_function([](Residency& self) { return self->counts(); }, Release()))
       .def_property_readonly("resident_bytes",
                              py::cpp_function([](Residency& self) { return self->resident_bytes(); }, Release()))

@@ -11,6 +11,7 @@
 #include "grads/flight.h"
 #include "grads/reduction.h"
 #include "lanes/process.h"
+#include "lanes/stopwatch.h"
 #include "lanes/streams.h"
 #include "lanes/two_lanes.h"
 
@@ -33,8 +34,11 @@ class Flights {
   // Waits until at most `most` have not landed, where this may block the host. Returns false if none lands for
   // `patience`.
   bool await_landings(int64_t most, std::chrono::milliseconds patience) {
+    const Stopwatch::Lap lap(waited_);
     return streams_ ? true : lanes_.await_landings(most, patience);
   }
+  // How long threads have been in there.
+  int64_t waited_ns() const { return waited_.total_ns(); }
 
   int64_t num_landed() const { return lanes_.num_landed(); }
   int64_t num_launched() const { return lanes_.num_launched(); }
@@ -55,6 +59,7 @@ class Flights {
   std::unique_ptr<Reduction> reduction_;
   std::vector<at::Tensor> abandoned_;  // the land lane's: what was sent before an error, since others may still read it
   std::optional<Streams> streams_;
+  Stopwatch waited_;
   TwoLanes<Flight> lanes_;  // destroyed first: its threads use the others
 };
 

@@ -110,8 +110,8 @@ Verdict Settlement::meet(const Call& call) {
     const Range range("agree");
     verdict = agreement_.agree(statement(call));
   }
-  settled_scaled_ = verdict[Said::scaled].most > 0;
-  settled_with_grad_ = verdict.with_grad;
+  settled_.scaled = verdict[Said::scaled].most > 0;
+  settled_.with_grad = verdict.with_grad;
   check(verdict);
   const bool followed = verdict[Said::place].least == static_cast<int64_t>(Place::follow);
   backward_->set_followed(followed);
@@ -126,6 +126,7 @@ Verdict Settlement::meet(const Call& call) {
 
 Meeting Settlement::settle(const Call& call) {
   const Range range("settle");
+  const Stopwatch::Lap lap(waited_);
   if (call.place == Place::backward_end && before_backward_end_) before_backward_end_();
   const std::lock_guard lock(mutex_);
   TORCH_CHECK(backward_->is_syncing() || call.place == Place::backward_end,
@@ -192,6 +193,7 @@ void Settlement::zero(bool set_to_none) {
 }
 
 void Settlement::all_reduce(const at::Tensor& values, Combine combine) {
+  const Stopwatch::Lap lap(waited_);
   const std::lock_guard lock(mutex_);
   agreement_.all_reduce(values, combine);
 }
@@ -208,13 +210,13 @@ void Settlement::learn_order() {
 
 bool Settlement::holds_scaled() const {
   const std::lock_guard lock(mutex_);
-  return settled_scaled_;
+  return settled_.scaled;
 }
 
 void Settlement::bump_versions() const {
   const std::lock_guard lock(mutex_);
   buckets_->for_each_slot([this](const Slot& slot, int64_t place) {
-    if (settled_with_grad_.has(place)) slot.param.unsafeGetTensorImpl()->bump_version();
+    if (settled_.with_grad.has(place)) slot.param.unsafeGetTensorImpl()->bump_version();
   });
 }
 

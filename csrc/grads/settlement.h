@@ -12,6 +12,7 @@
 #include "grads/backward.h"
 #include "grads/flights.h"
 #include "grads/grad_placement.h"
+#include "lanes/stopwatch.h"
 #include "params/params.h"
 
 namespace zx {
@@ -45,6 +46,8 @@ class Settlement {
   // A count that rises with every flight launched (settle() also launches for other ranks' rounds), and with every
   // gradient that is only counted.
   int64_t num_added() const { return flights_->num_launched() + placement_->num_counted(); }
+  // How long threads have been in settle() and all_reduce(), where they wait for what is under way.
+  int64_t waited_ns() const { return waited_.total_ns(); }
 
  private:
   Statement statement(const Call& call);
@@ -67,9 +70,11 @@ class Settlement {
   std::function<void()> before_backward_end_;
   std::atomic<bool> zeroed_ = false;  // this rank called zero(), and has not told
   bool had_gradient_ = false;         // this rank, in this step
-  // What the last settle() saw, on any rank.
-  bool settled_scaled_ = false;
-  SlotSet settled_with_grad_;
+  struct {
+    bool scaled = false;
+    SlotSet with_grad{};
+  } settled_;  // what the last settle() saw, on any rank
+  Stopwatch waited_;
 };
 
 }  // namespace zx

@@ -19,7 +19,8 @@ std::vector<int64_t> in_order_of_use(std::vector<std::shared_ptr<Gather>> gather
 // An operator can't be stopped from here: errors are left to wait() and finish().
 class Waits final : public ReadGuard::Watcher {
  public:
-  explicit Waits(std::vector<std::shared_ptr<Gather>> gathers) : gathers_(std::move(gathers)) {
+  Waits(std::vector<std::shared_ptr<Gather>> gathers, std::shared_ptr<Stopwatch> waited)
+      : gathers_(std::move(gathers)), waited_(std::move(waited)) {
     for (const auto& gather : gathers_) {
       by_address_.emplace_back(static_cast<const char*>(gather->flat().const_data_ptr()), gather.get());
     }
@@ -82,7 +83,8 @@ class Waits final : public ReadGuard::Watcher {
     return place < start + flat.nbytes() && tensor.device() == flat.device() ? gather : nullptr;
   }
 
-  static bool wait_for(Gather& gather, bool is_use) {
+  bool wait_for(Gather& gather, bool is_use) const {
+    const Stopwatch::Lap lap(*waited_);
     try {
       gather.wait(is_use);
     } catch (const std::exception&) {
@@ -94,6 +96,7 @@ class Waits final : public ReadGuard::Watcher {
   Process process_;
   // In the order in which they started: if ranks waited in different orders, they could wait for each other forever.
   std::vector<std::shared_ptr<Gather>> gathers_;
+  std::shared_ptr<Stopwatch> waited_;
   std::vector<std::pair<const char*, Gather*>> by_address_;
 };
 
@@ -124,6 +127,7 @@ void Gathers::in_background(void (Gather::*what)(), const std::shared_ptr<Gather
 
 void Gathers::start(const std::shared_ptr<Bucket>& bucket, at::Tensor flat, Exchange& exchange, bool background) {
   process_.check();
+  const Stopwatch::Lap lap(*waited_);
   const auto gather = std::make_shared<Gather>(names_, bucket, std::move(flat), exchange);
   if (!gather->is_under_way()) return;
   {
@@ -135,6 +139,7 @@ void Gathers::start(const std::shared_ptr<Bucket>& bucket, at::Tensor flat, Exch
 }
 
 void Gathers::wait(const std::vector<int64_t>& buckets) {
+  const Stopwatch::Lap lap(*waited_);
   for (const auto& gather : under_way()) {
     if (std::find(buckets.begin(), buckets.end(), gather->bucket()) == buckets.end()) continue;
     if (process_.is_this()) {
@@ -147,12 +152,13 @@ void Gathers::wait(const std::vector<int64_t>& buckets) {
 
 void Gathers::guard_reads() {
   const All all = under_way();
-  guard_.emplace(std::make_shared<Waits>(all));
+  guard_.emplace(std::make_shared<Waits>(all, waited_));
   for (const auto& gather : all) in_background(&Gather::give, gather);
 }
 
 void Gathers::finish() {
   process_.check();
+  const Stopwatch::Lap lap(*waited_);
   std::exception_ptr first;
   const auto attempt = [&first](const auto& body) {
     try {

@@ -8,6 +8,7 @@
 
 #include "lanes/lane.h"
 #include "lanes/process.h"
+#include "lanes/stopwatch.h"
 #include "params/gather.h"
 #include "params/read_guard.h"
 
@@ -44,6 +45,9 @@ class Gathers {
   // Buckets in the order in which they were waited for since the first start() after the last finish().
   std::vector<int64_t> order_of_use() const;
 
+  // How long callers of the above, and readers that guard_reads() holds up, have been at it.
+  int64_t waited_ns() const { return waited_->total_ns(); }
+
   // For tests of overlap: nothing arrives until something waits for it.
   void set_hold(bool hold) { hold_ = hold; }
 
@@ -55,8 +59,9 @@ class Gathers {
   Process process_;
   GatherNames names_;
   bool hold_ = false;
-  mutable std::mutex mutex_;  // of the next two
-  All under_way_;             // in the order of their start
+  const std::shared_ptr<Stopwatch> waited_ = std::make_shared<Stopwatch>();  // the guard may live longer
+  mutable std::mutex mutex_;                                                 // of the next two
+  All under_way_;                                                            // in the order of their start
   std::vector<int64_t> used_;
   std::optional<ReadGuard> guard_;
   Lane lane_{"zerox gather"};

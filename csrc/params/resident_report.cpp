@@ -1,4 +1,6 @@
 // What the residents say of themselves.
+#include <utility>
+
 #include "params/residents.h"
 
 namespace zx {
@@ -21,6 +23,11 @@ std::vector<ResidencyEvent> Residents::take_events() {
 size_t Residents::resident_bytes() const {
   const std::lock_guard lock(mutex_);
   return now_.resident_bytes;
+}
+
+size_t Residents::take_most_bytes() {
+  const std::lock_guard lock(mutex_);
+  return std::exchange(now_.most_bytes, now_.resident_bytes);
 }
 
 size_t Residents::room_bytes() const {

@@ -3,6 +3,7 @@
 #include <c10/util/Exception.h>
 
 #include <algorithm>
+#include <chrono>
 #include <cstring>
 #include <exception>
 #include <utility>
@@ -61,6 +62,7 @@ int64_t Residents::add(std::string name, std::shared_ptr<Room> room, at::Tensor 
   held->touched = ++now_.clock;
   held->pins = now_.whole;
   now_.resident_bytes += held->room->bytes();
+  now_.most_bytes = std::max(now_.most_bytes, now_.resident_bytes);
   peers_->add(held->served, held->words);
   held_.push_back(std::move(held));
   return held_.back()->index;
@@ -194,10 +196,12 @@ void Residents::pin(int64_t bucket, const char* reader) {
   ++now_.counts.waits;
   lock.unlock();
   std::string failure;
+  const auto start = std::chrono::steady_clock::now();
   ReadGuard::without_gil([&] {
     lock.lock();
     failure = fetch_now(held, lock, reader);
     past_.log.note(ResidencyEvent::Kind::go_on, bucket, now_.resident_bytes);
+    now_.counts.waited_ns += (std::chrono::steady_clock::now() - start) / std::chrono::nanoseconds(1);
     lock.unlock();
   });
   if (!failure.empty() && reader != nullptr) ReadGuard::raise_soon(failure);
@@ -236,6 +240,7 @@ std::string Residents::fetch_now(Held& held, std::unique_lock<std::mutex>& lock,
   if (!has_memory) {
     evict_for(held.room->bytes(), reader);
     now_.resident_bytes += held.room->bytes();
+    now_.most_bytes = std::max(now_.most_bytes, now_.resident_bytes);
   }
   held.state = State::arriving;
   ahead_.is_arriving = ahead_.is_arriving || ahead;

@@ -45,6 +45,7 @@ struct ResidentCounts {
   int64_t faults = 0;         // reads and writes that no operator announced
   int64_t waits = 0;          // reads that had to wait for a bucket
   int64_t prefetches = 0;     // among the fetches: those ahead of the read
+  int64_t waited_ns = 0;      // by those reads, added up over threads
 };
 
 // Any thread may call any of these. In a forked child released parameters can't be fetched: see Note [Forks].
@@ -100,6 +101,8 @@ class Residents final : public ReadGuard::Watcher, public FaultReader {
   void record(bool on);
   std::vector<ResidencyEvent> take_events();
   size_t resident_bytes() const;
+  // The most that were resident at a time since the last call.
+  size_t take_most_bytes();
   size_t room_bytes() const;  // of what is resident, and spare
   std::vector<bool> resident() const;
   size_t num_calls() const;
@@ -199,6 +202,7 @@ class Residents final : public ReadGuard::Watcher, public FaultReader {
   struct {
     size_t limit = std::numeric_limits<size_t>::max();
     size_t resident_bytes = 0;
+    size_t most_bytes = 0;  // that were resident at a time, since take_most_bytes()
     uint64_t clock = 0;
     int64_t version = 0;
     int64_t num_fetching = 0;

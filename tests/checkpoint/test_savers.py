@@ -5,23 +5,20 @@ Nothing is downloaded. What is saved beside the model (optimizer state of severa
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
-from accelerate.state import AcceleratorState, GradientState
 from huggingface_hub import load_torch_model, save_torch_model
 from safetensors.torch import load_file, load_model, save_model
 from torch import nn
 
 from tests.bucket_manager.rig import same_bits
+from tests.hugging_face import accelerators_environment
 from tests.optimizer.models import backward, batch, make_model
 from tests.ranks import run_ranks
 from zerox import FusedShardedAdam
@@ -87,16 +84,6 @@ class Awkward(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.norm(self.mixed(x)) + self.convolution.weight.square().sum() + self.convolution.bias.sum()
-
-
-def accelerators_environment(rank: int, world_size: int) -> AbstractContextManager[Any]:
-    """What torchrun would set; Accelerate remembers its first answers for the life of a process."""
-    told = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 1}
-    stack = ExitStack()
-    stack.enter_context(mock.patch.dict(os.environ, {name: str(value) for name, value in told.items()}))
-    stack.callback(GradientState._reset_state)
-    stack.callback(AcceleratorState._reset_state, True)
-    return stack
 
 
 def there_and_back(rank: int, world_size: int, folder: Path) -> None:

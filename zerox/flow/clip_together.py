@@ -51,6 +51,8 @@ def clip_grad_norm_(
     double = any(optimizer._calls.norm_dtype is torch.float64 for optimizer in given)
     total = norm.to(torch.float64 if double else torch.float32)
     coefficient = clip_coefficient(total, float(max_norm))
+    for optimizer in given:
+        optimizer._calls.note_norm(total, p)
     if max_norm != math.inf:
         for optimizer, meeting in zip(given, meetings, strict=True):
             optimizer._calls.clip_together(meeting, coefficient.to(optimizer._grads.ranks.device))

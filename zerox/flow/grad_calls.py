@@ -8,18 +8,28 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from zerox._C import Combine, Meeting
 from zerox.flow.asked import Asked, asked_by_number
-from zerox.flow.grad_scale import Divisor, GradScale
+from zerox.flow.grad_scale import Divisor, GradScale, Norm
 from zerox.flow.grads import Grads
 from zerox.flow.norm import check_finite, clip_coefficient, norm_of, total_words
 from zerox.memory.bucket import Bucket
 
 ERROR_IF_NONFINITE = 1  # in the last argument of a clip; the rest of it is twice Asked.number
+
+
+@dataclass
+class Record:
+    """What was seen of the steps so far. ``norm``: of the last step's whole gradient; None if nobody asked for it."""
+
+    num_steps: int = 0
+    num_skipped: int = 0  # by a scaler
+    norm: Tensor | None = None
 
 
 class GradCalls:
@@ -29,6 +39,7 @@ class GradCalls:
         self.grads = grads
         self.scale = grad_scale
         self.buckets = buckets
+        self.record = Record()
 
     # ---- before ranks meet
 
@@ -57,6 +68,8 @@ class GradCalls:
             asked = self._asked_of_speaker(meeting, asked, is_some=int(flags) > 1)
         norm, finite = self.norm(p, asked)
         total = norm.to(self.norm_dtype)
+        if asked.has_all:
+            self.note_norm(total, p)
         if int(flags) & ERROR_IF_NONFINITE:
             check_finite(total, finite, p)
         if max_norm != math.inf:
@@ -134,6 +147,21 @@ class GradCalls:
             return told.reshape(())
         assert factor is not None
         return factor
+
+    def skip(self, meeting: Meeting | None = None) -> None:
+        self.scale.reset()
+        self.record.num_skipped += 1
+
+    def end_step(self) -> None:
+        norm = self.scale.said.norm
+        still_holds = norm is not None and norm.num_added == self.grads.manager.settlement.num_added
+        self.record.norm = norm.value if norm is not None and still_holds else None
+        self.record.num_steps += 1
+        self.scale.reset()
+
+    def note_norm(self, total: Tensor, p: float) -> None:
+        if p == 2.0:
+            self.scale.said.norm = Norm(total, self.grads.manager.settlement.num_added)
 
     def divide_by_active(self, meeting: Meeting) -> None:
         """Has a mean over all ranks become one over those that had batches; once a step."""

@@ -14,6 +14,14 @@ from zerox.memory.bucket import GradPart
 Divisor = float | None  # a group's gradient_divisor; None: the number of ranks
 
 
+@dataclass(frozen=True, eq=False)
+class Norm:
+    """A 2-norm of the whole gradient, and the manager's ``num_added`` when it was taken."""
+
+    value: Tensor
+    num_added: int
+
+
 @dataclass
 class Said:
     """What was asked of this step's gradients so far. It is the same on all ranks."""
@@ -22,9 +30,7 @@ class Said:
     clip: str = ""  # the call
     limit: float | None = None  # clip_grad_value_()'s
     num_active: int | None = None  # ranks by whose number means were divided again: see Engine.join()
-
-    def __bool__(self) -> bool:
-        return self.mean_over or bool(self.clip) or self.limit is not None or self.num_active is not None
+    norm: Norm | None = None  # the last one over all elements
 
 
 class GradScale:
@@ -127,8 +133,7 @@ class GradScale:
             else:
                 self.values[divisor] = None
         self.num_added = None
-        if self.said:
-            self.said = Said()
+        self.said = Said()
 
     def mark(self) -> None:
         """To be called when gradients were scaled: those that come later would not be."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from zerox._C import BucketManager
+from zerox.flow.grad_calls import GradCalls
 from zerox.flow.grads import Grads
 from zerox.flow.params import ParamGather
 from zerox.flow.residency import Residency
@@ -22,10 +23,25 @@ class Inside(NamedTuple):
     ranks: Ranks
     grads: Grads
     gather: ParamGather | Residency
+    calls: GradCalls
 
     @property
     def manager(self) -> BucketManager:
         return self.grads.manager
+
+    @property
+    def waited_ns(self) -> int:
+        """How long threads of this rank have waited for ranks to exchange gradients and parameters, so far."""
+        fetched = self.gather.residents.counts.waited_ns if isinstance(self.gather, Residency) else 0
+        return fetched + sum(
+            part.waited_ns for part in (self.manager.settlement, self.manager.flights, self.manager.params)
+        )
+
+    def take_most_resident_bytes(self) -> int:
+        """The most bytes of parameters that were whole here at a time since the last call."""
+        if isinstance(self.gather, Residency):
+            return self.gather.residents.take_most_bytes()
+        return sum(bucket.buffer.flat.nbytes for bucket in self.buckets) + sum(m.param.nbytes for m in self.frozen)
 
     @property
     def members(self) -> list[Member]:

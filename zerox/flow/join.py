@@ -15,6 +15,7 @@ from torch.distributed.algorithms import join as torch_join
 
 from zerox._C import Meeting, Place
 from zerox.flow.grads import Grads
+from zerox.memory.shared import Shared
 from zerox.ranks.roll_call import summary_of
 
 ALL, ACTIVE = "all", "active"
@@ -25,9 +26,9 @@ class Joinable(torch.optim.Optimizer):
     """What join() needs of an optimizer; for torch's Join, a ``torch.distributed.algorithms.Joinable`` too."""
 
     _grads: Grads
-    _joining: str | None = None  # inside join(): its ``divide``
-    _notified = False  # torch's Join knows of this step
-    _join_config = torch_join._JoinConfig.construct_disabled_join_config()
+    _joining = Shared[str | None](None)  # inside join(): its ``divide``
+    _notified = Shared[bool](False)  # torch's Join knows of this step
+    _join_config = Shared[torch_join._JoinConfig](torch_join._JoinConfig.construct_disabled_join_config())
 
     def _follow(self) -> Place:
         """Meets the others in their next call, and takes part in it; Place.FOLLOW if all ranks follow."""

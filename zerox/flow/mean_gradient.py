@@ -143,7 +143,7 @@ class MeanGradient(Joinable):
         if self._joining:
             self._settle(Place.SKIP_STEP)
             self._end_notice()
-        self._calls.scale.reset()
+        self._calls.skip()
 
     def join(self, divide: str = "all") -> Join:
         """``with optimizer.join():`` around a training loop: ranks may have unequal numbers of batches.
@@ -207,7 +207,7 @@ class MeanGradient(Joinable):
             Place.MEAN_OVER: self._calls.mean_over,
             Place.SCALE_GRADS: self._calls.multiply,
             Place.UNSCALE: self._calls.unscale,
-            Place.SKIP_STEP: lambda _: self._calls.scale.reset(),
+            Place.SKIP_STEP: self._calls.skip,
         }
         if meeting.place in parts:  # else there is nothing to do but to meet
             parts[meeting.place](meeting)

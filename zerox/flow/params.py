@@ -28,6 +28,7 @@ class ParamGather:
         self.manager = manager
         self.ranks = ranks
         self.hidden = False
+        self.elsewhere: Sequence[BufferSlot] = ()  # what the last step() found moved
         self.num_ordered = 0  # buckets at the time when the order of their use was learned
 
     def make_buffer(self, params: Sequence[Tensor], layout: Layout) -> FlatBuffer:
@@ -61,6 +62,10 @@ class ParamGather:
         """Inside, all parameters are whole."""
         self.wait_for(range(self.manager.num_buckets))
         return nullcontext()
+
+    def stay_whole(self) -> None:
+        """From now on, as at the end of a training: no rank needs another one to read parameters. Collective."""
+        self.wait()
 
     def found_elsewhere(self, slots: Sequence[BufferSlot]) -> list[Tensor]:
         """Before ranks meet: the values of parameters that were found elsewhere."""

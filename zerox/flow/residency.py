@@ -60,6 +60,7 @@ class Residency:
         )
         self.all: list[Resident] = []  # in the residents' order
         self.index_of: dict[int, int] = {}  # in it, by index of a trained bucket
+        self.elsewhere: Sequence[BufferSlot] = ()  # what the last step() found moved
         self.depth = 0  # how many whole() are open
         self.is_updating = False
         self.is_writing = False  # step() has come to write shards
@@ -167,6 +168,14 @@ class Residency:
         finally:
             self.depth -= 1
             self.residents.leave_whole()
+
+    def stay_whole(self) -> None:
+        """From now on, as at the end of a training: no rank needs another one to read parameters. Collective."""
+        self.residents.enter_whole()
+        self.depth += 1
+        if failure := self.failure():
+            raise RuntimeError(failure)
+        self.ranks.meet("all have whole parameters, and may go")
 
     def prepare_checkpoint(self) -> None:
         self._keep_written_so_far()

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from zerox._C import Place
 from zerox.memory.bucket import Bucket, Member, start_states
+from zerox.memory.shared import Shared
 from zerox.ranks.group import CPU, Ranks
 from zerox.rules.of_groups import Rules
 from zerox.state.dcp_request import Request, dcp_request
@@ -36,9 +37,9 @@ class OptimizerState(torch.optim.Optimizer):
 
     _rules: Rules
     _buckets: list[Bucket]
-    _frozen: list[Member]
+    _frozen: Shared[list[Member]]
     _ranks: Ranks | None
-    _consolidated: Consolidated | None = None
+    _consolidated = Shared[Consolidated | None](None)
 
     def _meet(self, place: Place) -> None:
         """Collective: waits for everything on its way. ``place`` is named to ranks that can't follow there."""
@@ -112,7 +113,8 @@ class OptimizerState(torch.optim.Optimizer):
         """torch's load_state_dict() calls this between its own checks and the post-hooks: see Note [Loading state]."""
         check_groups(self._rules, self.param_groups, loaded["param_groups"])
         check_state(self._buckets, self._frozen, loaded["state"])
-        self.param_groups = groups_to_take(self._rules, self.param_groups, loaded["param_groups"], self.defaults)
+        # In place: wrappers of frameworks have this list too.
+        self.param_groups[:] = groups_to_take(self._rules, self.param_groups, loaded["param_groups"], self.defaults)
         self._start_states()
         fill_state(self._buckets, loaded["state"])
         self._note_loaded()

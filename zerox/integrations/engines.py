@@ -1,0 +1,121 @@
+"""What frameworks ask of parameters or models, asked of the zerox optimizers that train them."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from zerox.engine import Engine
+from zerox.flow.clip_together import clip_grad_norm_ as clip_together
+from zerox.model_names import quoted
+
+
+def params_of(engine: Engine) -> dict[int, Tensor]:
+    """The parameters that it trains, by their ids; frozen ones that were unfrozen since too."""
+    inside = engine.inside
+    trained = [member.param for bucket in inside.buckets for member in bucket.members]
+    return {id(param): param for param in (*trained, *(m.param for m in inside.frozen if m.param.requires_grad))}
+
+
+def engines_of(engines: Sequence[Engine], params: Iterable[Tensor]) -> list[Engine]:
+    """Those of ``engines`` that train one of ``params``."""
+    wanted = {id(param) for param in params}
+    return [engine for engine in engines if not wanted.isdisjoint(params_of(engine))]
+
+
+@contextmanager
+def no_sync(engines: Iterable[Engine]) -> Iterator[None]:
+    with ExitStack() as stack:
+        for engine in engines:
+            stack.enter_context(engine.no_sync())
+        yield
+
+
+def clip_grad_norm_(engines: Sequence[Engine], params: Sequence[Tensor], max_norm: float, norm_type: float) -> Tensor:
+    """Clips the gradients of ``params`` by their common norm, and returns it. Collective.
+
+    ``engines``: all that train one of ``params``. ValueError for a parameter with a gradient that none of them trains,
+    and for a part of the parameters of several optimizers.
+    """
+    _check_all_trained(engines, params)
+    wanted = {id(param) for param in params}
+    partly = [engine for engine in engines if not params_of(engine).keys() <= wanted]
+    if len(engines) > 1 and partly:
+        raise ValueError(
+            "zerox: one norm over a part of the parameters of several optimizers is not offered: clip the parameters "
+            "of each optimizer by a call of its own, or all of them by one"
+        )
+    if len(engines) > 1:
+        return clip_together(engines, max_norm, norm_type)
+    [engine] = engines
+    own = params_of(engine)
+    some = [param for param in params if id(param) in own] if partly else None
+    return engine.clip_grad_norm_(max_norm, norm_type, parameters=some)
+
+
+def clip_grad_value_(engines: Sequence[Engine], params: Sequence[Tensor], clip_value: float) -> None:
+    """Cuts each element of the gradients of ``params``. Collective. ValueError for a part of an optimizer's."""
+    _check_all_trained(engines, params)
+    wanted = {id(param) for param in params}
+    for engine in engines:
+        for place, (number, param) in enumerate(params_of(engine).items()):
+            if number not in wanted:
+                raise ValueError(
+                    "zerox: clip_grad_value_() is about all parameters of an optimizer, and "
+                    f"{quoted(f'param {place}', param)} was not passed: pass all, or use an optimizer for each part"
+                )
+        engine.clip_grad_value_(clip_value)
+
+
+def _check_all_trained(engines: Sequence[Engine], params: Iterable[Tensor]) -> None:
+    """With DistributedDataParallel other gradients would count, though nothing updates them; here nobody sends them."""
+    own = {number for engine in engines for number in params_of(engine)}
+    for place, param in enumerate(params):
+        if id(param) not in own and param.grad is not None:
+            raise ValueError(
+                f"zerox: parameter {quoted(f'param {place}', param)} has a gradient to clip, and no optimizer of zerox "
+                "trains it: freeze it (requires_grad_(False)), leave it out, or give it to the optimizer"
+            )
+
+
+def check_size(engine: Engine, num_processes: int, framework: str) -> None:
+    """ValueError if the optimizer averages over other ranks than those that ``framework`` shares batches out to."""
+    size = engine.inside.ranks.size
+    if size != num_processes:
+        raise ValueError(
+            f"zerox: {framework} has {num_processes} processes, and the optimizer averages over {size}: build it after "
+            f"{framework} has started, without process_group="
+        )
+
+
+def warn_of_untrained(engines: Sequence[Engine], model: nn.Module, framework: str) -> None:
+    """Warns if ``model`` is to be trained and none of ``engines`` does: then nobody averages its gradients."""
+    params = [param for param in model.parameters() if param.requires_grad]
+    if model.training and params and not engines_of(engines, params):
+        warnings.warn(
+            f"zerox: {framework} has {type(model).__name__} to train and no optimizer of zerox with its parameters: "
+            "unless one that it does not know of has them, gradients are not averaged over the ranks",
+            stacklevel=3,
+        )
+
+
+@torch.no_grad()
+def share_buffers(engine: Engine, model: nn.Module) -> None:
+    """Gives all ranks rank 0's buffers, as DistributedDataParallel does in forward; one message a dtype. Collective."""
+    ranks = engine.inside.ranks
+    ignored = getattr(model, "_ddp_params_and_buffers_to_ignore", ())
+    by_kind: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+    for name, buffer in model.named_buffers():
+        if buffer.numel() and name not in ignored:
+            by_kind.setdefault((buffer.dtype, buffer.device), []).append(buffer)
+    if ranks.size == 1:
+        return
+    for (dtype, _), buffers in by_kind.items():
+        flat = torch.cat([buffer.reshape(-1) for buffer in buffers])
+        ranks.broadcast_values(flat, f"the buffers of {type(model).__name__}, {dtype}")
+        for buffer, part in zip(buffers, flat.split([each.numel() for each in buffers]), strict=True):
+            buffer.copy_(part.view(buffer.shape))
