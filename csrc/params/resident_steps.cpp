@@ -16,7 +16,15 @@ void Residents::begin_update() {
   for (const auto& held : held_) {
     if (now_.whole > 0) held->room->end_use();  // by who reads without operators
     held->room->begin_use();                    // the shard will be written, which was copied from
+    const bool is_in_place = held->shard.const_data_ptr() == held->address;
+    if (!is_in_place && now_.failure.empty()) {
+      now_.failure = "zerox: this rank's shard of " + held->name +
+                     " lies in other memory than when the optimizer was built, and other ranks would read the old one: "
+                     "build the optimizer anew";
+    }
   }
+  lock.unlock();
+  await_pulls();  // and so will the others'
 }
 
 void Residents::publish(int64_t bucket) {
@@ -63,9 +71,13 @@ void Residents::make_whole_for_good() {
     now_.ending = true;
   }
   enter_whole();
+  await_pulls();
   const std::lock_guard lock(mutex_);
   now_.forgotten = true;
-  for (const auto& held : held_) held->words.at(ShardWord::left) = 1;
+  for (const auto& held : held_) {
+    for (ShardPlace& place : held->places) place.mapped.reset();  // or its owner could not free it
+    held->words.at(ShardWord::left) = 1;
+  }
   peers_->say_left();
   if (!now_.failure.empty()) TORCH_WARN(now_.failure, ". The optimizer was deleted without them");
 }
