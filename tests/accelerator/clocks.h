@@ -49,7 +49,7 @@ struct Machine {
   std::recursive_mutex mutex;
   std::array<Clock, kStreams> clocks{};
   Clock heard{};                                               // what any host has waited for
-  std::chrono::microseconds busy{0};                           // how long a host waits for an event
+  std::array<std::chrono::microseconds, kDevices> busy{};      // how long a host waits for an event of each
   std::array<Copied, kDevices> copied{};                       // bytes
   int64_t num_shared = 0;                                      // blocks given to other ranks that still have them
   std::map<void*, Block> blocks{};                             // live storages
@@ -235,7 +235,7 @@ struct FakeGuard final : c10::impl::DeviceGuardImplInterface {
     if (event == nullptr) return;
     const Recorded waited = *static_cast<Recorded*>(event);
     host_waits(waited.device, "synchronizeEvent");
-    std::this_thread::sleep_for(machine().busy);
+    std::this_thread::sleep_for(machine().busy[static_cast<size_t>(std::max<int>(waited.device.index(), 0))]);
     hear(waited.clock);
   }
   bool queryStream(const c10::Stream& /*stream*/) const override { return true; }

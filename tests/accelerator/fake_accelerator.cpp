@@ -223,7 +223,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
     --machine().num_shared;
   });
   m.def("num_shared", [] { return machine().num_shared; });
-  m.def("set_busy_us", [](int64_t us) { machine().busy = std::chrono::microseconds(us); });
+  m.def("set_busy_us",
+        [](int device, int64_t us) { machine().busy[static_cast<size_t>(device)] = std::chrono::microseconds(us); });
   // Bytes to the host and from it.
   m.def("take_copied", [](int device) {
     const std::lock_guard lock(machine().mutex);

@@ -33,7 +33,8 @@ def ranks_of_threads(monkeypatch: pytest.MonkeyPatch, way: str = "devices") -> I
     monkeypatch.setitem(os.environ, "ZEROX_DEVICE_READS", WAYS[way])
     machine().take_races()
     yield
-    machine().set_busy_us(0)
+    for device in range(4):
+        machine().set_busy_us(device, 0)
     expect_no_races()
 
 
@@ -70,6 +71,7 @@ class Training:
         self.optimizer = FusedShardedAdam(
             self.model.named_parameters(), lr=0.01, stage=stage, bucket_cap_mb=CAP_MB, **options
         )
+        self.inputs = self.batch(0)
         if stage == 3:
             self.residents = self.optimizer.inside.gather.residents
             self.residents.set_hostile(limit == "released at once")
