@@ -24,7 +24,12 @@ void Residents::begin_update() {
     }
   }
   lock.unlock();
-  await_pulls();  // and so will the others'
+  try {
+    await_pulls();  // the others' will be written too
+  } catch (...) {
+    end_update(/*is_update=*/false, /*any_written=*/false);
+    throw;
+  }
 }
 
 void Residents::publish(int64_t bucket) {
@@ -72,12 +77,16 @@ void Residents::make_whole_for_good() {
   }
   enter_whole();
   await_pulls();
-  const std::lock_guard lock(mutex_);
-  now_.forgotten = true;
-  for (const auto& held : held_) {
-    for (ShardPlace& place : held->places) place.mapped.reset();  // or its owner could not free it
-    held->words.at(ShardWord::left) = 1;
+  {
+    std::vector<at::Tensor> mapped;  // destroyed without the lock: tensors that Python knows need the GIL for it
+    const std::lock_guard lock(mutex_);
+    now_.forgotten = true;
+    for (const auto& held : held_) {
+      for (ShardPlace& place : held->places) mapped.push_back(std::exchange(place.mapped, {}));
+    }
   }
+  const std::lock_guard lock(mutex_);
+  for (const auto& held : held_) held->words.at(ShardWord::left) = 1;
   peers_->say_left();
   if (!now_.failure.empty()) TORCH_WARN(now_.failure, ". The optimizer was deleted without them");
 }
