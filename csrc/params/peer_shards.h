@@ -47,8 +47,8 @@ namespace zx {
 //
 // - Before a word says that a shard was written: until the device has written it (Room::serve).
 // - Before another rank may overwrite a shard that this one reads: until the device has read it (Room::await_pulls).
-//   That is before ranks meet in step(), before this rank says that it has written its copy, and before it says that it
-//   has left.
+//   That is before ranks meet in step() and at the end of whole(), before this rank says that it has written its copy,
+//   and before it says that it has left.
 //
 // If any rank can't map a neighbour's shards, no rank does: each keeps a copy of its shards in the host's memory, which
 // others read as on hosts. Ranks on other machines ask for that copy.

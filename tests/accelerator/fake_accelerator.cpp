@@ -158,8 +158,8 @@ TORCH_LIBRARY_IMPL(zerox, PrivateUse1, m) {
   }
 }
 
-// Another rank's memory as a tensor of a device of this one. As where processes have run out of luck, it does not keep
-// that memory: what reads it later than its owner frees it is noted.
+// Another rank's memory as a tensor of a device of this one. It does not keep that memory: a read after its owner has
+// freed it is noted.
 at::Tensor open_shared(uint64_t address, int64_t bytes, int device) {
   const c10::Device here(kFake, static_cast<c10::DeviceIndex>(device));
   return at::for_blob(reinterpret_cast<void*>(address), {bytes})

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+import warnings
 from pathlib import Path
 from unittest.mock import patch
 
@@ -60,10 +61,12 @@ def trainings(rank: int, _: int, name: str) -> None:
     expected, *_ = trained(rank, device, 2)
     for switch in ("auto", "0", "auto"):
         for limit in LIMITS:
-            with patch.dict(os.environ, {"ZEROX_DEVICE_READS": switch}):
+            with patch.dict(os.environ, {"ZEROX_DEVICE_READS": switch}), warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
                 params, shards, copies = trained(rank, device, 3, limit)
+            said = [str(each.message) for each in caught]  # why not, if it can't
             assert all(same_bits(one, other) for one, other in zip(params, expected, strict=True)), (switch, limit)
-            assert copies == (shards if switch == "0" and name == "cuda" else 0), (switch, limit)
+            assert copies == (shards if switch == "0" and name == "cuda" else 0), (switch, limit, said)
 
 
 def test_shards_in_the_gpu_s_memory_give_the_bits_of_stage_2(device: torch.device) -> None:
