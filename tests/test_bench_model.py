@@ -14,7 +14,7 @@ from bench import network
 from bench.network import Network, bound_bytes, direct_s, ring_s
 from bench.shapes import MODELS
 from bench.step_model import CORE, WIRE, Flight, Line, Place, Task, predict, simulate
-from zerox.options import Options
+from zerox.options import OptimizerOptions
 from zerox.plan.buckets import ParamSpec, plan_buckets
 
 # As published by the models' authors, by name and exactly.
@@ -40,7 +40,7 @@ def test_nothing_is_allocated_for_a_plan() -> None:
 def test_a_plan_of_405_b_parameters_over_16384_ranks_takes_no_memory_to_speak_of() -> None:
     named = MODELS["llama-405b"]().named_parameters(torch.bfloat16)
     tracemalloc.start()
-    plans = Options().plan([(name, param, "adam", None) for name, param in named], "gloo", 16_384)
+    plans = OptimizerOptions().plan([(name, param, "adam", None) for name, param in named], "gloo", 16_384)
     assert all(plan.layout.segments(16_383) is not None for plan in plans)
     assert tracemalloc.get_traced_memory()[1] < 50e6
     tracemalloc.stop()

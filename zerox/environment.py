@@ -51,6 +51,12 @@ VARIABLES = (
         "other's memory; over NCCL one all-to-all), `messages` (the same, but nobody is read) or `native` (default on "
         "NCCL: the backend's collectives)",
     ),
+    Variable(
+        "ZEROX_DEVICE_READS",
+        "run",
+        "with `stage=3` on GPUs, `auto` (default): ranks of one machine read each other's shards in the GPUs' memory, "
+        "if all can; `0`: in the host's memory",
+    ),
     Variable("OMP_NUM_THREADS", "run", "threads of a rank, as for torch; torchrun sets 1 unless told otherwise"),
     Variable("CUDA_VISIBLE_DEVICES", "run", "the GPUs that torch sees"),
     Variable("GLOO_SOCKET_IFNAME", "run", "the network interface of gloo; default: the one of the host's name"),

@@ -3,8 +3,8 @@
 #include <memory>
 #include <vector>
 
-#include "bindings/destroyed_without_gil.h"
 #include "bindings/bindings.h"
+#include "bindings/destroyed_without_gil.h"
 #include "exchange/exchange.h"
 #include "exchange/neighbours.h"
 #include "exchange/whereabouts.h"

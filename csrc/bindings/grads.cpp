@@ -9,8 +9,8 @@
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <torch/csrc/distributed/c10d/reducer.hpp>
 
-#include "bindings/destroyed_without_gil.h"
 #include "bindings/bindings.h"
+#include "bindings/destroyed_without_gil.h"
 #include "grads/bucket_manager.h"
 #include "grads/other_reducers.h"
 

@@ -5,8 +5,8 @@
 #include <utility>
 #include <vector>
 
-#include "bindings/destroyed_without_gil.h"
 #include "bindings/bindings.h"
+#include "bindings/destroyed_without_gil.h"
 #include "params/address_range.h"
 #include "params/digest.h"
 #include "params/residents.h"
@@ -63,7 +63,10 @@ void bind_residency(py::module_& m) {
           py::arg("address"))
       .def_property_readonly("nbytes", &Room::bytes);
   py::class_<ShardPlace>(m, "ShardPlace")
-      .def(py::init<uint64_t, uint64_t>(), py::arg("shard"), py::arg("words"))
+      .def(py::init([](uint64_t shard, uint64_t words, std::optional<at::Tensor> mapped) {
+             return ShardPlace{shard, words, mapped.value_or(at::Tensor())};
+           }),
+           py::arg("shard"), py::arg("words"), py::arg("mapped"))
       .def_readonly("shard", &ShardPlace::shard)
       .def_readonly("words", &ShardPlace::words);
   py::class_<ResidentCounts>(m, "ResidentCounts")
@@ -97,10 +100,10 @@ void bind_residency(py::module_& m) {
           py::arg("nbytes"), py::arg("device"), Release())
       .def(
           "add",
-          [](Residency& self, std::string name, std::shared_ptr<Room> room, at::Tensor shard) {
-            return self->add(std::move(name), std::move(room), std::move(shard));
+          [](Residency& self, std::string name, std::shared_ptr<Room> room, at::Tensor shard, bool is_served) {
+            return self->add(std::move(name), std::move(room), std::move(shard), is_served);
           },
-          py::arg("name"), py::arg("room"), py::arg("shard"), Release())
+          py::arg("name"), py::arg("room"), py::arg("shard"), py::arg("is_served"), Release())
       .def(
           "watch_added", [](Residency& self) { self->watch_added(); }, Release())
       .def(
@@ -150,6 +153,8 @@ void bind_residency(py::module_& m) {
                              py::cpp_function([](Residency& self) { return self->resident_bytes(); }, Release()))
       .def_property_readonly("room_bytes",
                              py::cpp_function([](Residency& self) { return self->room_bytes(); }, Release()))
+      .def_property_readonly("served_bytes",
+                             py::cpp_function([](Residency& self) { return self->served_bytes(); }, Release()))
       .def_property_readonly("resident", py::cpp_function([](Residency& self) { return self->resident(); }, Release()))
       .def_property_readonly("failure", py::cpp_function([](Residency& self) { return self->failure(); }, Release()))
       .def_property_readonly("num_calls",

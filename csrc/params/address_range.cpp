@@ -195,6 +195,16 @@ void AddressRange::store_shard(const at::Tensor& shard, size_t own) {
   std::memcpy(shard.mutable_data_ptr(), data() + own, shard.nbytes());
 }
 
+void AddressRange::pull(const at::Tensor& /*mapped*/, size_t /*start*/) {
+  TORCH_INTERNAL_ASSERT(false, "a host's shards are read by their addresses");
+}
+
+void AddressRange::spoil(Bytes own) {
+  if (!has_memory_) return;
+  std::memset(data(), 0xff, own.start);
+  std::memset(data() + own.stop, 0xff, bytes_ - own.stop);
+}
+
 uint64_t AddressRange::digest() { return zx::digest(data(), bytes_); }
 
 int64_t AddressRange::bytes_in_use() { return in_use; }

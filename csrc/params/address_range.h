@@ -86,7 +86,10 @@ class AddressRange final : public Room, public std::enable_shared_from_this<Addr
   void let_write(bool may) override;
   void restore_in_child() override;
   Landing landing() override { return {.data = data()}; }
-  void land(const Landing& /*landing*/, size_t /*own*/, size_t /*own_bytes*/) override {}
+  void land(const Landing& /*landing*/, const std::vector<Bytes>& /*parts*/) override {}
+  void pull(const at::Tensor& mapped, size_t start) override;
+  void await_pulls() override {}
+  void spoil(Bytes own) override;
   void take_shard(const at::Tensor& shard, size_t own) override;
   void store_shard(const at::Tensor& shard, size_t own) override;
   at::Tensor served(const at::Tensor& shard) const override { return shard; }

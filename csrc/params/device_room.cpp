@@ -21,6 +21,10 @@ std::mutex& addresses() {
   return *one;
 }
 
+at::Tensor part(const at::Tensor& bytes, Room::Bytes which) {
+  return bytes.narrow(0, static_cast<int64_t>(which.start), static_cast<int64_t>(which.stop - which.start));
+}
+
 void leave(void* room) { delete static_cast<std::shared_ptr<DeviceRoom>*>(room); }
 
 // Rooms are filled in the midst of anybody's operators: below autograd, modes and transforms, and unseen by guards.
@@ -53,7 +57,11 @@ std::shared_ptr<DeviceRoom> DeviceRoom::make(size_t bytes, c10::Stream fetches) 
 }
 
 DeviceRoom::DeviceRoom(size_t bytes, c10::Stream fetches)
-    : bytes_(bytes), fetches_(fetches), nowhere_(bytes), address_(nowhere_.data()), arrival_(fetches.device_type()) {}
+    : bytes_(bytes),
+      fetches_(fetches),
+      nowhere_(bytes),
+      address_(nowhere_.data()),
+      arrival_{c10::Event(fetches.device_type())} {}
 
 DeviceRoom::~DeviceRoom() {
   try {
@@ -85,9 +93,9 @@ DeviceRoom::Reader& DeviceRoom::reader(c10::Stream stream) {
 void DeviceRoom::begin_use() {
   const std::lock_guard lock(mutex_);
   const c10::Stream stream = current();
-  if (std::find(arrived_for_.begin(), arrived_for_.end(), stream) != arrived_for_.end()) return;
-  arrival_.block(stream);
-  arrived_for_.push_back(stream);
+  if (std::find(arrival_.waited.begin(), arrival_.waited.end(), stream) != arrival_.waited.end()) return;
+  arrival_.event.block(stream);
+  arrival_.waited.push_back(stream);
 }
 
 void DeviceRoom::end_use() {
@@ -112,8 +120,8 @@ void DeviceRoom::await_readers() {
 
 // Under the lock, if others know the room.
 void DeviceRoom::note_arrival() {
-  arrival_.record(fetches_);
-  arrived_for_.clear();
+  arrival_.event.record(fetches_);
+  arrival_.waited.clear();
 }
 
 // ---- memory
@@ -145,10 +153,6 @@ void DeviceRoom::move_to(char* address) {
         c10::DataPtr(address + each.offset, data.release_context(), &leave, fetches_.device()));
   }
   std::erase_if(lodgers_, [](const Lodger& each) { return each.storage.expired(); });
-}
-
-at::Tensor DeviceRoom::part(size_t start, size_t bytes) const {
-  return memory_.narrow(0, static_cast<int64_t>(start), static_cast<int64_t>(bytes));
 }
 
 // ---- tensors
@@ -200,16 +204,36 @@ Room::Landing DeviceRoom::landing() {
   return {static_cast<char*>(kept.mutable_data_ptr()), kept};
 }
 
-void DeviceRoom::land(const Landing& landing, size_t own, size_t own_bytes) {
+void DeviceRoom::land(const Landing& landing, const std::vector<Bytes>& parts) {
   const std::lock_guard lock(mutex_);
   const UnseenOn on_fetches(fetches_);
   await_readers();
-  for (const auto& [start, stop] : {std::pair(size_t{0}, own), std::pair(own + own_bytes, bytes_)}) {
-    if (start == stop) continue;
-    part(start, stop - start)
-        .copy_(landing.kept.narrow(0, static_cast<int64_t>(start), static_cast<int64_t>(stop - start)),
-               /*non_blocking=*/true);
-  }
+  for (const Bytes& each : parts) part(memory_, each).copy_(part(landing.kept, each), /*non_blocking=*/true);
+  note_arrival();
+}
+
+void DeviceRoom::pull(const at::Tensor& mapped, size_t start) {
+  const std::lock_guard lock(mutex_);
+  const UnseenOn on_fetches(fetches_);
+  await_readers();
+  arrival_.follows_pulls = true;  // also if what follows throws
+  part(memory_, {start, start + mapped.nbytes()}).copy_(mapped, /*non_blocking=*/true);
+  note_arrival();
+}
+
+void DeviceRoom::await_pulls() {
+  const std::lock_guard lock(mutex_);
+  if (!arrival_.follows_pulls) return;
+  arrival_.event.synchronize();
+  arrival_.follows_pulls = false;
+}
+
+void DeviceRoom::spoil(Bytes own) {
+  const std::lock_guard lock(mutex_);
+  if (!memory_.defined()) return;
+  const UnseenOn on_fetches(fetches_);
+  await_readers();
+  for (const Bytes& each : {Bytes{0, own.start}, Bytes{own.stop, bytes_}}) part(memory_, each).fill_(0xff);
   note_arrival();
 }
 
@@ -217,7 +241,7 @@ void DeviceRoom::take_shard(const at::Tensor& shard, size_t own) {
   const std::lock_guard lock(mutex_);
   const UnseenOn on_fetches(fetches_);
   await_readers();
-  part(own, shard.nbytes()).copy_(shard.view(at::kByte), /*non_blocking=*/true);
+  part(memory_, {own, own + shard.nbytes()}).copy_(shard.view(at::kByte), /*non_blocking=*/true);
   note_arrival();
 }
 
@@ -225,7 +249,7 @@ void DeviceRoom::take_shard(const at::Tensor& shard, size_t own) {
 void DeviceRoom::store_shard(const at::Tensor& shard, size_t own) {
   const std::lock_guard lock(mutex_);
   const Unseen unseen;
-  shard.view(at::kByte).copy_(part(own, shard.nbytes()), /*non_blocking=*/true);
+  shard.view(at::kByte).copy_(part(memory_, {own, own + shard.nbytes()}), /*non_blocking=*/true);
 }
 
 at::Tensor DeviceRoom::served(const at::Tensor& shard) const {
@@ -233,12 +257,14 @@ at::Tensor DeviceRoom::served(const at::Tensor& shard) const {
   return at::empty(shard.sizes(), shard.options().device(at::kCPU));
 }
 
-// The host waits here, once a step and bucket: others read the copy as soon as it is announced.
+// The host waits here, once a step and bucket: others read the shard or its copy as soon as it is announced.
 void DeviceRoom::serve(const at::Tensor& shard, const at::Tensor& served) {
   const std::lock_guard lock(mutex_);
   const Unseen unseen;
-  at::Tensor(served).copy_(shard);
-  record(current()).block(fetches_);
+  if (served.defined()) at::Tensor(served).copy_(shard);
+  const c10::Event written = record(current());
+  written.block(fetches_);
+  written.synchronize();
 }
 
 uint64_t DeviceRoom::digest() {

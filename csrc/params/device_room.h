@@ -30,8 +30,9 @@ namespace zx {
 // so a tensor's address tells where in the bucket it lies, released or not, and a kernel that reads one unannounced
 // fails instead of finding another bucket's values.
 //
-// What others read of this rank's shard is a copy in the host's memory, as of the last step: any rank pulls it from
-// there, as on hosts (Note [Shards are pulled]), and copies it up.
+// Others' shards are copied from their devices' memory on the fetch stream too, if that is mapped here: see
+// Note [Shards in a device's memory]. Else they come through the host's memory, where each rank keeps a copy of its
+// shard as of the last step: any rank pulls it from there, as on hosts (Note [Shards are pulled]), and copies it up.
 
 // Any thread may call any of these.
 class DeviceRoom final : public Room, public std::enable_shared_from_this<DeviceRoom> {
@@ -53,7 +54,10 @@ class DeviceRoom final : public Room, public std::enable_shared_from_this<Device
   void let_write(bool /*may*/) override {}
   void restore_in_child() override {}  // no child may use the device
   Landing landing() override;
-  void land(const Landing& landing, size_t own, size_t own_bytes) override;
+  void land(const Landing& landing, const std::vector<Bytes>& parts) override;
+  void pull(const at::Tensor& mapped, size_t start) override;
+  void await_pulls() override;
+  void spoil(Bytes own) override;
   void take_shard(const at::Tensor& shard, size_t own) override;
   void store_shard(const at::Tensor& shard, size_t own) override;
   at::Tensor served(const at::Tensor& shard) const override;
@@ -81,7 +85,6 @@ class DeviceRoom final : public Room, public std::enable_shared_from_this<Device
   void await_readers();
   Reader& reader(c10::Stream stream);
   void note_arrival();
-  at::Tensor part(size_t start, size_t bytes) const;
 
   const size_t bytes_;
   const c10::Stream fetches_;
@@ -89,8 +92,11 @@ class DeviceRoom final : public Room, public std::enable_shared_from_this<Device
   mutable std::mutex mutex_;         // of all below
   char* address_ = nullptr;          // of the memory, or nowhere
   at::Tensor memory_;                // [bytes], undefined while released
-  c10::Event arrival_;
-  std::vector<c10::Stream> arrived_for_;  // streams that have waited for it
+  struct {
+    c10::Event event;
+    std::vector<c10::Stream> waited{};  // streams that have waited for it
+    bool follows_pulls = false;         // which the host has not waited for
+  } arrival_;
   std::vector<Reader> readers_;
   std::vector<Lodger> lodgers_;
 };

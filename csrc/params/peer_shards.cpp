@@ -45,15 +45,19 @@ void PeerShards::words_changed() const {
   if (server_) server_->words_changed();
 }
 
-void PeerShards::fetch(int64_t bucket, const std::vector<ShardPlace>& places, int64_t version, int64_t stored,
-                       char* flat, size_t shard_bytes) const {
-  const auto asked =
-      ask_others({.bucket = bucket, .version = version, .stored = stored, .wants_shard = true}, flat, shard_bytes);
+void PeerShards::fetch(const Question& wanted, const std::vector<ShardPlace>& places, const Target& target) const {
+  const auto asked = ask_others(wanted, target.flat, target.shard_bytes);
   for (const int peer : others(true)) {
     const ShardPlace& place = places.at(peer);
-    await(peer, place, ShardWord::version, version);
-    if (stored > 0) await(peer, place, ShardWord::stored, stored);
-    whereabouts_->needing(peer, [&] { neighbours_.read(peer, place.shard, flat + peer * shard_bytes, shard_bytes); });
+    await(peer, place, ShardWord::version, wanted.version);
+    if (wanted.stored > 0) await(peer, place, ShardWord::stored, wanted.stored);
+    whereabouts_->needing(peer, [&] {
+      if (place.mapped.defined()) {
+        target.pull(peer, place.mapped);
+      } else {
+        neighbours_.read(peer, place.shard, target.flat + peer * target.shard_bytes, target.shard_bytes);
+      }
+    });
   }
   for (const auto& each : asked) questions_->await(each);
 }

@@ -5,6 +5,7 @@
 
 #include <chrono>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <string>
 #include <vector>
@@ -38,10 +39,30 @@ namespace zx {
 //   is stored.
 // A rank that does not come is named after the timeout.
 
-// Where a rank has a shard and its words.
+// Note [Shards in a device's memory]
+// On an accelerator a shard lies in the device's memory. Where devices can read each other's, ranks of one machine map
+// the others' shards when buckets are added (zerox/flow/mapped_shards.py), and a fetch is copies between devices. They
+// need no kernel, and no partner either. But the host only queues them, and runs ahead. So that the words above keep
+// their meaning, it waits for the device in these places, and nowhere else:
+//
+// - Before a word says that a shard was written: until the device has written it (Room::serve).
+// - Before another rank may overwrite a shard that this one reads: until the device has read it (Room::await_pulls).
+//   That is before ranks meet in step() and at the end of whole(), before this rank says that it has written its copy,
+//   and before it says that it has left.
+//
+// If any rank can't map a neighbour's shards, no rank does: each keeps a copy of its shards in the host's memory, which
+// others read as on hosts. Ranks on other machines ask for that copy.
+//
+// A rank that is dead is found by its words, before anything is copied. Copies that were queued before it died read
+// memory that the driver keeps for as long as it is mapped anywhere. If they were garbage all the same, no update could
+// use them: the next settle() raises.
+
+// Where a rank has a shard and its words, in the host's memory. `mapped`: the shard's bytes in its device's memory, as
+// a tensor of this rank's device; undefined if they are read in the host's.
 struct ShardPlace {
   uint64_t shard;
   uint64_t words;
+  at::Tensor mapped{};
 };
 
 // Any thread may call any of these.
@@ -58,10 +79,16 @@ class PeerShards {
   void add(const at::Tensor& shard, const SharedWords& words) const;
   void words_changed() const;
 
-  // The others' shards of a bucket, each into its place in `flat`. `version` and `stored`: how far they must have come.
-  // `places`: by rank. Throws std::runtime_error that names the rank that is missing.
-  void fetch(int64_t bucket, const std::vector<ShardPlace>& places, int64_t version, int64_t stored, char* flat,
-             size_t shard_bytes) const;
+  // Where a fetch puts the others' shards: through the host's memory each into its place in `flat`, which may be null
+  // if all are mapped; those that are mapped by `pull`.
+  struct Target {
+    char* flat;
+    size_t shard_bytes;
+    std::function<void(int rank, const at::Tensor& mapped)> pull;
+  };
+  // The others' shards of a bucket. `wanted` says how far they must have come. `places`: by rank. Throws
+  // std::runtime_error that names the rank that is missing.
+  void fetch(const Question& wanted, const std::vector<ShardPlace>& places, const Target& target) const;
   // Returns when all have written a bucket so often. Throws as fetch().
   void await_written(int64_t bucket, const std::vector<ShardPlace>& places, int64_t written) const;
 

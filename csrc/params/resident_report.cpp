@@ -35,6 +35,15 @@ size_t Residents::room_bytes() const {
   return now_.resident_bytes + rooms_.spare().bytes();
 }
 
+size_t Residents::served_bytes() const {
+  const std::lock_guard lock(mutex_);
+  size_t bytes = 0;
+  for (const auto& held : held_) {
+    if (held->served.defined() && !held->served.is_same(held->shard)) bytes += held->served.nbytes();
+  }
+  return bytes;
+}
+
 std::vector<bool> Residents::resident() const {
   const std::lock_guard lock(mutex_);
   std::vector<bool> found;

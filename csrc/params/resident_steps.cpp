@@ -16,6 +16,19 @@ void Residents::begin_update() {
   for (const auto& held : held_) {
     if (now_.whole > 0) held->room->end_use();  // by who reads without operators
     held->room->begin_use();                    // the shard will be written, which was copied from
+    const bool is_in_place = held->shard.const_data_ptr() == held->address;
+    if (!is_in_place && now_.failure.empty()) {
+      now_.failure = "zerox: this rank's shard of " + held->name +
+                     " lies in other memory than when the optimizer was built, and other ranks would read the old one: "
+                     "build the optimizer anew";
+    }
+  }
+  lock.unlock();
+  try {
+    await_pulls();  // the others' will be written too
+  } catch (...) {
+    end_update(/*is_update=*/false, /*any_written=*/false);
+    throw;
   }
 }
 
@@ -63,8 +76,16 @@ void Residents::make_whole_for_good() {
     now_.ending = true;
   }
   enter_whole();
+  await_pulls();
+  {
+    std::vector<at::Tensor> mapped;  // destroyed without the lock: tensors that Python knows need the GIL for it
+    const std::lock_guard lock(mutex_);
+    now_.forgotten = true;
+    for (const auto& held : held_) {
+      for (ShardPlace& place : held->places) mapped.push_back(std::exchange(place.mapped, {}));
+    }
+  }
   const std::lock_guard lock(mutex_);
-  now_.forgotten = true;
   for (const auto& held : held_) held->words.at(ShardWord::left) = 1;
   peers_->say_left();
   if (!now_.failure.empty()) TORCH_WARN(now_.failure, ". The optimizer was deleted without them");

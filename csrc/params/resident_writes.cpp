@@ -17,14 +17,18 @@ void Residents::take_over(const std::vector<int64_t>& written) {
       Held& held = *held_[bucket];
       if (held.places.empty()) continue;  // the constructor is not through
       if (now_.whole > 0) continue;
-      held.words.at(ShardWord::written) = ++held.written;
       now.push_back(&held);
     }
-    peers_->words_changed();
   }
   if (now.empty()) return;
   std::string failure;
   ReadGuard::without_gil([&] {
+    for (Held* held : now) held->room->await_pulls();  // others overwrite what it read from as soon as all have written
+    {
+      const std::lock_guard lock(mutex_);
+      for (Held* held : now) held->words.at(ShardWord::written) = ++held->written;
+      peers_->words_changed();
+    }
     for (Held* held : now) {
       try {
         peers_->await_written(held->index, held->places, held->written);
@@ -47,7 +51,7 @@ void Residents::take_over(const std::vector<int64_t>& written) {
 }
 
 void Residents::store_own(Held& held) {
-  held.room->store_shard(held.shard, own_part(held));
+  held.room->store_shard(held.shard, own_part(held).start);
   held.room->serve(held.shard, held.served);
 }
 
@@ -95,7 +99,9 @@ void Residents::leave_whole() {
   evict_for(0, nullptr);
 }
 
+// Ranks meet next, and may then overwrite their shards.
 std::vector<int64_t> Residents::written_inside() const {
+  await_pulls();
   const std::lock_guard lock(mutex_);
   std::vector<int64_t> found;
   for (const auto& held : held_) {
@@ -117,7 +123,7 @@ void Residents::drop_written(const std::vector<int64_t>& buckets) {
   const std::lock_guard lock(mutex_);
   for (const int64_t bucket : buckets) {
     Held& held = *held_.at(bucket);
-    held.room->take_shard(held.shard, own_part(held));
+    held.room->take_shard(held.shard, own_part(held).start);
     held.is_stale = true;
   }
 }

@@ -5,10 +5,8 @@
 #include <algorithm>
 #include <chrono>
 #include <cstring>
-#include <exception>
 #include <utility>
 
-#include "check.h"
 #include "lanes/ranges.h"
 #include "params/device_room.h"
 
@@ -46,7 +44,7 @@ std::shared_ptr<Room> Residents::make_room(size_t bytes, c10::Device device) {
   return rooms_.make(bytes, device);
 }
 
-int64_t Residents::add(std::string name, std::shared_ptr<Room> room, at::Tensor shard) {
+int64_t Residents::add(std::string name, std::shared_ptr<Room> room, at::Tensor shard, bool is_served) {
   const std::lock_guard lock(mutex_);
   auto held = std::make_unique<Held>();
   held->index = static_cast<int64_t>(held_.size());
@@ -55,7 +53,7 @@ int64_t Residents::add(std::string name, std::shared_ptr<Room> room, at::Tensor 
   held->room->set_index(held->index);
   held->room->end_use();  // it was filled
   held->shard = std::move(shard);
-  held->served = held->room->served(held->shard);
+  if (is_served) held->served = held->room->served(held->shard);
   held->room->serve(held->shard, held->served);
   held->version = now_.version;
   held->words.at(ShardWord::version) = now_.version;
@@ -63,6 +61,7 @@ int64_t Residents::add(std::string name, std::shared_ptr<Room> room, at::Tensor 
   held->pins = now_.whole;
   now_.resident_bytes += held->room->bytes();
   now_.most_bytes = std::max(now_.most_bytes, now_.resident_bytes);
+  held->address = held->shard.const_data_ptr();
   peers_->add(held->served, held->words);
   held_.push_back(std::move(held));
   return held_.back()->index;
@@ -84,7 +83,8 @@ void Residents::watch_added() {
 ShardPlace Residents::place(int64_t bucket) const {
   const std::lock_guard lock(mutex_);
   const Held& held = *held_.at(bucket);
-  return {reinterpret_cast<uint64_t>(held.served.const_data_ptr()), reinterpret_cast<uint64_t>(&held.words)};
+  const void* shard = held.served.defined() ? held.served.const_data_ptr() : nullptr;
+  return {reinterpret_cast<uint64_t>(shard), reinterpret_cast<uint64_t>(&held.words)};
 }
 
 void Residents::set_places(int64_t bucket, std::vector<ShardPlace> by_rank) {
@@ -122,9 +122,6 @@ int64_t Residents::bucket_of(const at::Tensor& tensor) const {
   const bool is_ours = index >= 0 && index < static_cast<int64_t>(held_.size()) && held_[index]->room == room;
   return is_ours ? index : -1;
 }
-
-// Where this rank's part of a bucket begins.
-size_t Residents::own_part(const Held& held) const { return peers_->rank() * held.shard.nbytes(); }
 
 // ---- reads
 
@@ -250,8 +247,10 @@ std::string Residents::fetch_now(Held& held, std::unique_lock<std::mutex>& lock,
   ++now_.counts.fetches;
   now_.counts.fetched_bytes += static_cast<int64_t>(held.room->bytes() - held.shard.nbytes());
   past_.log.note(ResidencyEvent::Kind::fetch, held.index, now_.resident_bytes);
+  const bool updating = now_.updating;
   lock.unlock();
   const std::string failure = fetch(held, /*memory_too=*/!has_memory, /*own_too=*/!has_own);
+  if (updating) held.room->await_pulls();  // step() reads this itself, and goes on to where ranks meet
   lock.lock();
   if (now_.failure.empty()) now_.failure = failure;
   --now_.num_fetching;
@@ -262,40 +261,6 @@ std::string Residents::fetch_now(Held& held, std::unique_lock<std::mutex>& lock,
   if (held.writers == 0 && now_.whole == 0) held.room->let_write(false);
   changed_.notify_all();
   return failure;
-}
-
-// Without the lock. An error leaves NaN behind, so that nobody takes what is there for parameters.
-std::string Residents::fetch(Held& held, bool memory_too, bool own_too) {
-  const Range range("fetch", held.index);
-  const size_t part = held.shard.nbytes();
-  Room::Landing landing;
-  try {
-    if (memory_too) {
-      held.room->restore();
-    } else {
-      held.room->let_write(true);
-    }
-    if (own_too) held.room->take_shard(held.shard, own_part(held));
-    landing = held.room->landing();
-    const std::string known = given_up();
-    TORCH_CHECK(known.empty(), known);
-    peers_->fetch(held.index, held.places, held.version, held.written, landing.data, part);
-    held.room->land(landing, own_part(held), part);
-  } catch (const std::exception& error) {
-    for (int rank = 0; rank < peers_->world() && landing.data != nullptr; ++rank) {  // NaN in every dtype
-      if (rank != peers_->rank()) std::memset(landing.data + rank * part, 0xff, part);
-    }
-    if (landing.data != nullptr) held.room->land(landing, own_part(held), part);
-    return "zerox: the parameters of " + held.name + " did not arrive from all ranks: " + reason_of(error);
-  }
-  return "";
-}
-
-// Why nobody is asked any more; empty if others are. Where a rank is gone, the end of the optimizer would else wait for
-// it once a bucket.
-std::string Residents::given_up() const {
-  const std::lock_guard lock(mutex_);
-  return now_.ending ? now_.failure : "";
 }
 
 std::string Residents::failure() const {

@@ -60,8 +60,9 @@ class Residents final : public ReadGuard::Watcher, public FaultReader {
 
   // Memory for a bucket's parameters.
   std::shared_ptr<Room> make_room(size_t bytes, c10::Device device);
-  // Adds a bucket, resident: `room` has its values, `shard` this rank's part of them. Returns its index.
-  int64_t add(std::string name, std::shared_ptr<Room> room, at::Tensor shard);
+  // Adds a bucket, resident: `room` has its values, `shard` this rank's part of them, which must stay where it is.
+  // `is_served`: whether a rank reads it in the host's memory. Returns its index.
+  int64_t add(std::string name, std::shared_ptr<Room> room, at::Tensor shard, bool is_served);
   // To be called after add(): reads of all of them are seen from now on.
   void watch_added();
   // Where this rank has its shard, for the others; and where all have theirs, once they have told.
@@ -103,7 +104,8 @@ class Residents final : public ReadGuard::Watcher, public FaultReader {
   size_t resident_bytes() const;
   // The most that were resident at a time since the last call.
   size_t take_most_bytes();
-  size_t room_bytes() const;  // of what is resident, and spare
+  size_t room_bytes() const;    // of what is resident, and spare
+  size_t served_bytes() const;  // of copies of shards that others read in the host's memory
   std::vector<bool> resident() const;
   size_t num_calls() const;
   // The optimizer is about to go: makes everything whole, for good.
@@ -150,7 +152,8 @@ class Residents final : public ReadGuard::Watcher, public FaultReader {
     std::string name;
     std::shared_ptr<Room> room;
     at::Tensor shard;
-    at::Tensor served{};                    // the shard as others read it
+    const void* address = nullptr;          // of the shard, as others know it
+    at::Tensor served{};                    // the shard as others read it in the host's memory; undefined if none do
     SharedWords& words = *new SharedWords;  // never freed: others may read them when this rank's optimizer is gone
     std::vector<ShardPlace> places{};       // by rank; empty until all ranks have theirs
   };
@@ -181,7 +184,10 @@ class Residents final : public ReadGuard::Watcher, public FaultReader {
   bool is_read_by_others() const;
   void take_over(const std::vector<int64_t>& written);
   void store_own(Held& held);
-  size_t own_part(const Held& held) const;
+  Room::Bytes part_of(const Held& held, int rank) const;
+  Room::Bytes own_part(const Held& held) const { return part_of(held, peers_->rank()); }
+  std::vector<Room::Bytes> parts_through_host(const Held& held) const;
+  void await_pulls() const;
   void note_digests();
   void in_child(Held& held);
 

@@ -6,6 +6,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <vector>
 
 namespace zx {
 
@@ -37,21 +38,36 @@ class Room {
   // Gives it memory full of NaN in a forked child, where other threads' locks may be held for ever.
   virtual void restore_in_child() = 0;
 
+  // A part of it.
+  struct Bytes {
+    size_t start;
+    size_t stop;
+  };
+
   // Where others' parts are to be put, at their places among `bytes` of the host, and `kept`, what keeps that memory;
-  // then that they are there. This rank's own part is at `own`, of `own_bytes`.
+  // then which are there.
   struct Landing {
     char* data = nullptr;
     at::Tensor kept{};
   };
   virtual Landing landing() = 0;
-  virtual void land(const Landing& landing, size_t own, size_t own_bytes) = 0;
+  virtual void land(const Landing& landing, const std::vector<Bytes>& parts) = 0;
+
+  // Copies another rank's shard, which lies in its device's memory, to `start`; and the host waits until no memory of
+  // others is read any more. See Note [Shards in a device's memory].
+  virtual void pull(const at::Tensor& mapped, size_t start) = 0;
+  virtual void await_pulls() = 0;
+
+  // NaN in every dtype, in all but this rank's own part. Nothing if it has no memory.
+  virtual void spoil(Bytes own) = 0;
 
   // Copies this rank's shard into its place, or back.
   virtual void take_shard(const at::Tensor& shard, size_t own) = 0;
   virtual void store_shard(const at::Tensor& shard, size_t own) = 0;
 
-  // The shard as others read it, in the host's memory: the same tensor, or a copy that serve() makes anew.
+  // The shard as others read it in the host's memory: the same tensor, or a copy that serve() makes anew.
   virtual at::Tensor served(const at::Tensor& shard) const = 0;
+  // The shard was written on the current stream, and others read it from now on. `served` may be undefined.
   virtual void serve(const at::Tensor& shard, const at::Tensor& served) = 0;
 
   // Around what reads or writes it, or its shard in step(), on the current stream.

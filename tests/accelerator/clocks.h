@@ -6,11 +6,13 @@
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 
 #include <array>
+#include <chrono>
 #include <cstring>
 #include <functional>
 #include <map>
 #include <mutex>
 #include <string>
+#include <thread>
 #include <utility>
 #include <vector>
 
@@ -34,12 +36,22 @@ struct Block {
   int owner = 0;
   std::vector<int> users{};  // streams that the allocator was told of: memory is not reused before they are done
   Clock reusable{};          // when that was
+  size_t asked_bytes = 0;    // of `bytes`, by the tensor that has it now
+};
+
+struct Copied {
+  size_t to_host = 0;
+  size_t to_device = 0;
 };
 
 // All of the machine's state, under one lock.
 struct Machine {
   std::recursive_mutex mutex;
   std::array<Clock, kStreams> clocks{};
+  Clock heard{};                                               // what any host has waited for
+  std::array<std::chrono::microseconds, kDevices> busy{};      // how long a host waits for an event of each
+  std::array<Copied, kDevices> copied{};                       // bytes
+  int64_t num_shared = 0;                                      // blocks given to other ranks that still have them
   std::map<void*, Block> blocks{};                             // live storages
   std::map<int, std::vector<std::pair<void*, Block>>> free{};  // by owner, latest last
   std::vector<std::string> races{};
@@ -67,10 +79,24 @@ inline void note(const Block& block, const char* what, int stream, int other) {
                             std::to_string(other) + ", storage of " + std::to_string(block.bytes) + " bytes");
 }
 
+// Another device's streams have no events here. What they did is over if a host has waited for it, and that host may
+// have told this one: nobody here sees how ranks talk to each other.
 inline void check_ordered(const Block& block, const Clock& times, const char* what, int stream) {
+  const Machine& m = machine();
   for (int other = 0; other < kStreams; ++other) {
-    if (times[other] > machine().clocks[stream][other]) note(block, what, stream, other);
+    const bool same_device = stream / kStreamsEach == other / kStreamsEach;
+    const uint64_t known = std::max(m.clocks[stream][other], same_device ? 0 : m.heard[other]);
+    if (times[other] > known) note(block, what, stream, other);
   }
+}
+
+inline const Block* freed_block_around(const void* data) {
+  for (const auto& [owner, freed] : machine().free) {
+    for (const auto& [start, block] : freed) {
+      if (data >= start && data < static_cast<char*>(start) + block.bytes) return &block;
+    }
+  }
+  return nullptr;
 }
 
 // The live block that an address lies in: a parameter's storage begins anywhere in its bucket's.
@@ -88,9 +114,13 @@ inline void access(const at::Tensor& tensor, bool write) {
   Machine& m = machine();
   const std::lock_guard lock(m.mutex);
   Block* around = block_around(tensor.storage().data());
-  if (around == nullptr) return;
-  Block& block = *around;
   const int stream = index_of_current(std::max<int>(tensor.device().index(), 0));
+  if (around == nullptr) {
+    const Block* freed = freed_block_around(tensor.storage().data());
+    if (freed != nullptr) note(*freed, write ? "write after free" : "read after free", stream, freed->owner);
+    return;
+  }
+  Block& block = *around;
   join(m.clocks[stream], host_clock);
   const uint64_t now = ++m.clocks[stream][stream];
   check_ordered(block, block.wrote, write ? "write after write" : "read after write", stream);
@@ -127,13 +157,14 @@ struct FakeAllocator final : c10::Allocator {
     for (auto it = freed.rbegin(); it != freed.rend(); ++it) {
       if (it->second.bytes < bytes || it->second.bytes > 2 * bytes) continue;
       auto [data, block] = *it;  // its accesses stay in the account
+      block.asked_bytes = bytes;
       freed.erase(std::next(it).base());
       join(m.clocks[owner], block.reusable);
       m.blocks.emplace(data, block);
       return {data, data, &free_block, device};
     }
     void* data = std::aligned_alloc(64, (bytes + 63) / 64 * 64);
-    m.blocks.emplace(data, Block{{}, {}, bytes, owner, {}, {}});
+    m.blocks.emplace(data, Block{{}, {}, bytes, owner, {}, {}, bytes});
     return {data, data, &free_block, device};
   }
   c10::DeleterFnPtr raw_deleter() const override { return &free_block; }
@@ -142,6 +173,11 @@ struct FakeAllocator final : c10::Allocator {
 inline FakeAllocator allocator;
 
 // ---- streams and events
+
+struct Recorded {
+  c10::Device device;
+  Clock clock{};
+};
 
 struct FakeGuard final : c10::impl::DeviceGuardImplInterface {
   c10::DeviceType type() const override { return kFake; }
@@ -179,32 +215,35 @@ struct FakeGuard final : c10::impl::DeviceGuardImplInterface {
   }
   void* getStreamNativeHandle(const c10::Stream /*stream*/) const override { return nullptr; }
   void destroyEvent(void* event, c10::DeviceIndex /*device*/) const noexcept override {
-    delete static_cast<Clock*>(event);
+    delete static_cast<Recorded*>(event);
   }
   void record(void** event, const c10::Stream& stream, c10::DeviceIndex /*device*/,
               c10::EventFlag /*flag*/) const override {
     const std::lock_guard lock(machine().mutex);
-    if (*event == nullptr) *event = new Clock;
+    if (*event == nullptr) *event = new Recorded{stream.device()};
     Clock& clock = machine().clocks[index_of(stream)];
     join(clock, host_clock);
-    *static_cast<Clock*>(*event) = clock;
+    static_cast<Recorded*>(*event)->clock = clock;
   }
   void block(void* event, const c10::Stream& stream) const override {
     if (event == nullptr) return;
     const std::lock_guard lock(machine().mutex);
-    join(machine().clocks[index_of(stream)], *static_cast<Clock*>(event));
+    join(machine().clocks[index_of(stream)], static_cast<Recorded*>(event)->clock);
   }
   bool queryEvent(void* /*event*/) const override { return true; }
   void synchronizeEvent(void* event) const override {
-    host_waits(getDevice(), "synchronizeEvent");
-    if (event != nullptr) join(host_clock, *static_cast<Clock*>(event));
+    if (event == nullptr) return;
+    const Recorded waited = *static_cast<Recorded*>(event);
+    host_waits(waited.device, "synchronizeEvent");
+    std::this_thread::sleep_for(machine().busy[static_cast<size_t>(std::max<int>(waited.device.index(), 0))]);
+    hear(waited.clock);
   }
   bool queryStream(const c10::Stream& /*stream*/) const override { return true; }
   void synchronizeStream(const c10::Stream& stream) const override {
     host_waits(stream.device(), "synchronizeStream");
     const std::lock_guard lock(machine().mutex);
     for (const auto& arrive : std::exchange(machine().arriving[index_of(stream)], {})) arrive();
-    join(host_clock, machine().clocks[index_of(stream)]);
+    hear(machine().clocks[index_of(stream)]);
   }
   void recordDataPtrOnStream(const c10::DataPtr& data, const c10::Stream& stream) const override {
     const std::lock_guard lock(machine().mutex);
@@ -215,6 +254,13 @@ struct FakeGuard final : c10::impl::DeviceGuardImplInterface {
 
   static c10::Stream stream(c10::DeviceIndex device, c10::StreamId id) {
     return c10::Stream(c10::Stream::UNSAFE, {kFake, device}, id);
+  }
+
+ private:
+  static void hear(const Clock& clock) {
+    const std::lock_guard lock(machine().mutex);
+    join(host_clock, clock);
+    join(machine().heard, clock);
   }
 };
 

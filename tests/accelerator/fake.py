@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -12,10 +13,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.utils import cpp_extension
 
 from tests.ranks import TIMEOUT_S, run_threads
 from zerox._C import Whereabouts
+from zerox.memory.device_memory import BY_TYPE
 from zerox.ranks.group import Ranks
 
 HERE = Path(__file__).parent
@@ -53,7 +56,22 @@ def machine() -> Any:
     for name, value in {"is_available": True, "device_count": 4, "current_device": 0, "_is_in_bad_fork": False}.items():
         setattr(module, name, lambda value=value: value)
     torch._register_device_module("fake", module)
+    BY_TYPE["fake"] = FakeMemory()
     return made
+
+
+class FakeMemory:
+    """zerox.memory.device_memory.DeviceMemory between ranks that are threads."""
+
+    def share(self, tensor: Tensor) -> str:
+        return json.dumps(machine().share(tensor))
+
+    def open(self, token: str, device: torch.device) -> Tensor:
+        opened: Tensor = machine().open(*json.loads(token), device.index)
+        return opened
+
+    def decline(self, token: str) -> None:
+        machine().decline()
 
 
 @contextmanager

@@ -61,10 +61,26 @@ at::Tensor empty_strided(at::IntArrayRef size, at::IntArrayRef stride, std::opti
 
 thread_local bool inside_fallback = false;
 
+// The host has waited for a result.
+void hear_current(c10::Device device) {
+  if (device.type() != kFake) return;
+  const std::lock_guard lock(machine().mutex);
+  join(machine().heard, machine().clocks[index_of_current(std::max<int>(device.index(), 0))]);
+}
+
+void count_copied(const at::Tensor& from, const at::Tensor& to) {
+  const std::lock_guard lock(machine().mutex);
+  const at::Device device = from.is_cpu() ? to.device() : from.device();
+  if (device.type() != kFake) return;
+  Copied& of_device = machine().copied[static_cast<size_t>(std::max<int>(device.index(), 0))];
+  (to.is_cpu() ? of_device.to_host : of_device.to_device) += to.nbytes();
+}
+
 at::Tensor copy_from(const at::Tensor& self, const at::Tensor& to, bool non_blocking) {
   const bool leaves_or_enters = self.is_cpu() || to.is_cpu();
   if (leaves_or_enters && !non_blocking && !inside_fallback)
     host_waits(self.is_cpu() ? to.device() : self.device(), "copy between host and device");
+  if (leaves_or_enters && !inside_fallback) count_copied(self, to);
   access(self, /*write=*/false);
   access(to, /*write=*/true);
   if (to.is_cpu() && non_blocking && !inside_fallback) {  // until the host has waited, something else lies there
@@ -77,6 +93,7 @@ at::Tensor copy_from(const at::Tensor& self, const at::Tensor& to, bool non_bloc
   }
   const at::Tensor target = on_host(to);
   target.copy_(on_host(self));
+  if (to.is_cpu() && !inside_fallback) hear_current(self.device());
   return to;
 }
 
@@ -93,12 +110,15 @@ void for_each_tensor(const c10::IValue& value, const std::function<void(const at
 // that a number or a shape comes back does.
 void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   const std::string& name = op.schema().name();
+  std::vector<c10::Device> awaited;
   if (name == "aten::_local_scalar_dense" || name == "aten::equal" || name == "aten::nonzero") {
-    for_each_tensor(stack->front(), [&](const at::Tensor& tensor) { host_waits(tensor.device(), name); });
+    for_each_tensor(stack->front(), [&](const at::Tensor& tensor) { awaited.push_back(tensor.device()); });
   }
+  for (const c10::Device device : awaited) host_waits(device, name);
   inside_fallback = true;
   at::native::cpu_fallback(op, stack);
   inside_fallback = false;
+  for (const c10::Device device : awaited) hear_current(device);
 }
 
 // As CUDA's: the allocator ignores what it did not hand out itself.
@@ -136,6 +156,20 @@ TORCH_LIBRARY_IMPL(zerox, PrivateUse1, m) {
   for (const char* name : {"flatten_", "read_flags_", "reduce_", "norm_", "norm_value", "update_"}) {
     m.impl(name, torch::CppFunction::makeFromBoxedFunction<&zerox_op>());
   }
+}
+
+// Another rank's memory as a tensor of a device of this one. It does not keep that memory: a read after its owner has
+// freed it is noted.
+at::Tensor open_shared(uint64_t address, int64_t bytes, int device) {
+  const c10::Device here(kFake, static_cast<c10::DeviceIndex>(device));
+  return at::for_blob(reinterpret_cast<void*>(address), {bytes})
+      .deleter([](void* /*data*/) {
+        const std::lock_guard lock(machine().mutex);
+        --machine().num_shared;
+      })
+      .target_device(here)
+      .options(at::TensorOptions(here).dtype(at::kByte))
+      .make_tensor();
 }
 
 struct CompiledRegion {
@@ -177,10 +211,30 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def(pybind11::init<>())
       .def("__enter__", [](CompiledRegion& self) { self.function.before("Torch-Compiled Region: 0/0"); })
       .def("__exit__", [](CompiledRegion& self, const pybind11::args&) { self.function.end(); });
+  // Memory for other ranks, which are threads: (address, bytes) for open() or decline().
+  m.def("share", [](const at::Tensor& tensor) {
+    const std::lock_guard lock(machine().mutex);
+    ++machine().num_shared;
+    return std::pair(reinterpret_cast<uint64_t>(tensor.const_data_ptr()), static_cast<int64_t>(tensor.nbytes()));
+  });
+  m.def("open", &open_shared);
+  m.def("decline", [] {
+    const std::lock_guard lock(machine().mutex);
+    --machine().num_shared;
+  });
+  m.def("num_shared", [] { return machine().num_shared; });
+  m.def("set_busy_us",
+        [](int device, int64_t us) { machine().busy[static_cast<size_t>(device)] = std::chrono::microseconds(us); });
+  // Bytes to the host and from it.
+  m.def("take_copied", [](int device) {
+    const std::lock_guard lock(machine().mutex);
+    const Copied copied = std::exchange(machine().copied[static_cast<size_t>(device)], {});
+    return std::pair(copied.to_host, copied.to_device);
+  });
   m.def("live_bytes", [] {
     const std::lock_guard lock(machine().mutex);
     size_t bytes = 0;
-    for (const auto& [data, block] : machine().blocks) bytes += block.bytes;
+    for (const auto& [data, block] : machine().blocks) bytes += block.asked_bytes;
     return bytes;
   });
   m.def("new_stream",

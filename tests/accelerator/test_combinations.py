@@ -29,6 +29,7 @@ from tests.ranks import run_ranks
 from zerox import FusedShardedAdam
 from zerox import engine as engine_module
 from zerox.flow.capture import is_capturing
+from zerox.memory.device_memory import BY_TYPE
 from zerox.plan.combinations import OF_STAGE_3, But, Setting, some
 from zerox.ranks.group import Ranks
 
@@ -145,6 +146,7 @@ def goes_through_the_host(way: Way, monkeypatch: pytest.MonkeyPatch) -> None:
         assert training.optimizer.inside.gather.residents.counts.fetched_bytes > 0
         return waits
 
+    monkeypatch.delitem(BY_TYPE, "fake")
     for waits in run_fake_ranks(waits_of_step, 2, kind_of(way, 2)):
         assert "copy between host and device" in waits, "others read the shard there"
 

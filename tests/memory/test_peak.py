@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from bench.allocator import Allocator, build
 from tests.ranks import run_ranks
 from zerox import FusedShardedAdam, MemoryBytes, estimate
-from zerox.options import Options
+from zerox.options import OptimizerOptions
 
 WIDTH = 1024
 WITHIN = 0.02
@@ -166,7 +166,7 @@ def construct(_: int, world_size: int, library: Path, dtype: torch.dtype) -> tup
     model = Wide(dtype)
     peak = allocator.peak_of(lambda: FusedShardedAdam(model.parameters())) - base
     params = list(model.parameters())
-    plans = Options().plan([("", param, "adam", None) for param in params], "gloo", world_size)
+    plans = OptimizerOptions().plan([("", param, "adam", None) for param in params], "gloo", world_size)
     return peak, estimate(params, world_size), max(plan.layout.numel * dtype.itemsize for plan in plans)
 
 

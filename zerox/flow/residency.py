@@ -9,6 +9,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from zerox import _C as C
+from zerox.flow.mapped_shards import map_shards
 from zerox.memory.bucket import Bucket, FrozenBucket, Member
 from zerox.memory.flat import BufferSlot, ShardedBuffer, give_out, in_shared_memory, take_in, values_of
 from zerox.plan.buckets import BucketPlan
@@ -47,13 +48,13 @@ class Residency:
         self.ranks = ranks
         self.resident_mb = resident_mb
         assert ranks.given is not None
-        neighbours = self._neighbours()
-        all_neighbours = bool(neighbours) and all(neighbours)
+        self.neighbours = self._neighbours()
+        all_neighbours = bool(self.neighbours) and all(self.neighbours)
         messages = ranks.data if ranks.backend == "gloo" else ranks.control
         self.residents = C.Residency(
             group=None if all_neighbours else messages,
             whereabouts=ranks.whereabouts,
-            processes=neighbours,
+            processes=self.neighbours,
             rank=ranks.rank,
             world=ranks.size,
             timeout=time_of(ranks.given),
@@ -67,7 +68,7 @@ class Residency:
         self.is_unclear = False  # which ones
 
     def _neighbours(self) -> tuple[int, ...]:
-        """Also with parameters on an accelerator: what others read of a shard is a copy in the host's memory."""
+        """Also with parameters on an accelerator: others read in the host's memory how far a shard has come."""
         ranks = self.ranks
         if ranks.device.type == "cpu" or ranks.exchange == "messages":
             return ranks.neighbours
@@ -95,10 +96,12 @@ class Residency:
         first, num_frozen = len(self.all), len(self.all) - len(self.index_of)
         self.index_of |= {index: first + count for count, (index, _) in enumerate(trained)}
         added: list[tuple[int, Bucket | FrozenBucket]] = [*trained, *enumerate(frozen, num_frozen)]
-        for index, bucket in added:
+        mapped = map_shards(self.ranks, self.neighbours, [bucket.buffer.shard(self.ranks.rank) for _, bucket in added])
+        for (index, bucket), of_others in zip(added, mapped, strict=True):
             buffer, name = bucket.buffer, bucket.describe(index)
             assert isinstance(buffer, ShardedBuffer)
-            self.residents.add(name, buffer.room, buffer.own)
+            is_served = len(of_others) < self.ranks.size - 1
+            self.residents.add(name, buffer.room, buffer.own, is_served)
             buffer.is_shared_out = True
             self.all.append(Resident(name, bucket, buffer))
         places = [self.residents.place(index) for index in range(first, len(self.all))]
@@ -106,10 +109,12 @@ class Residency:
         everyone = [[int(number) for number in each.split()] for each in self.ranks.all_gather_text(text)]
         self.residents.watch_added()
         self.residents.set_limit(self.check_room([]))
-        for count in range(len(places)):
-            self.residents.set_places(
-                first + count, [C.ShardPlace(each[2 * count], each[2 * count + 1]) for each in everyone]
-            )
+        for count, of_others in enumerate(mapped):
+            by_rank = [
+                C.ShardPlace(each[2 * count], each[2 * count + 1], of_others.get(rank))
+                for rank, each in enumerate(everyone)
+            ]
+            self.residents.set_places(first + count, by_rank)
 
     # ---- step()
 

@@ -162,7 +162,7 @@ ROWS = (
     Row(
         OF_STAGE_3,
         (*some("device", "cuda"), *some("backend", "nccl")),
-        But("buckets are fetched through the host's memory, at the speed of its bus, whatever the group's backend is"),
+        But("where a rank can't read its neighbours' GPU memory, buckets come through the host's, as fast as its bus"),
     ),
     Row(
         some("stage", "3"),

@@ -1,0 +1,75 @@
+// How a bucket's values come from all ranks' shards: see Note [Shards are pulled].
+#include <c10/util/Exception.h>
+
+#include <exception>
+
+#include "check.h"
+#include "lanes/ranges.h"
+#include "params/residents.h"
+
+namespace zx {
+
+Room::Bytes Residents::part_of(const Held& held, int rank) const {
+  const size_t bytes = held.shard.nbytes();
+  return {rank * bytes, (rank + 1) * bytes};
+}
+
+// Where the shards come that are not mapped; those of ranks in a row are one part.
+std::vector<Room::Bytes> Residents::parts_through_host(const Held& held) const {
+  std::vector<Room::Bytes> parts;
+  for (int rank = 0; rank < peers_->world(); ++rank) {
+    if (rank == peers_->rank() || held.places.at(rank).mapped.defined()) continue;
+    const Room::Bytes part = part_of(held, rank);
+    if (!parts.empty() && parts.back().stop == part.start) {
+      parts.back().stop = part.stop;
+    } else {
+      parts.push_back(part);
+    }
+  }
+  return parts;
+}
+
+// Without the lock. An error leaves NaN behind, so that nobody takes what is there for parameters.
+std::string Residents::fetch(Held& held, bool memory_too, bool own_too) {
+  const Range range("fetch", held.index);
+  Room& room = *held.room;
+  try {
+    if (memory_too) {
+      room.restore();
+    } else {
+      room.let_write(true);
+    }
+    if (own_too) room.take_shard(held.shard, own_part(held).start);
+    const std::string known = given_up();
+    TORCH_CHECK(known.empty(), known);
+    const auto through_host = parts_through_host(held);
+    const Room::Landing landing = through_host.empty() ? Room::Landing() : room.landing();
+    const auto pull = [&](int rank, const at::Tensor& mapped) { room.pull(mapped, part_of(held, rank).start); };
+    peers_->fetch({.bucket = held.index, .version = held.version, .stored = held.written, .wants_shard = true},
+                  held.places, {landing.data, held.shard.nbytes(), pull});
+    if (!through_host.empty()) room.land(landing, through_host);
+  } catch (const std::exception& error) {
+    room.spoil(own_part(held));
+    return "zerox: the parameters of " + held.name + " did not arrive from all ranks: " + reason_of(error);
+  }
+  return "";
+}
+
+// Why nobody is asked any more; empty if others are. Where a rank is gone, the end of the optimizer would else wait for
+// it once a bucket.
+std::string Residents::given_up() const {
+  const std::lock_guard lock(mutex_);
+  return now_.ending ? now_.failure : "";
+}
+
+// The host waits until the device reads no other rank's memory any more. Without the lock.
+void Residents::await_pulls() const {
+  std::vector<std::shared_ptr<Room>> rooms;
+  {
+    const std::lock_guard lock(mutex_);
+    for (const auto& held : held_) rooms.push_back(held->room);
+  }
+  for (const auto& room : rooms) room->await_pulls();
+}
+
+}  // namespace zx
