@@ -27,7 +27,7 @@ void bind_exchange(py::module_& m) {
   });
   py::class_<ExchangeKind>(m, "ExchangeKind")
       .def(py::init<bool, bool, bool, std::vector<int64_t>>(), py::kw_only(), py::arg("direct"),
-           py::arg("single_messages"), py::arg("staged"), py::arg("neighbours"));
+           py::arg("single_messages"), py::arg("via_host"), py::arg("neighbours"));
   py::class_<Whereabouts, std::shared_ptr<Whereabouts>>(m, "Whereabouts")
       .def(py::init(&make_whereabouts), py::kw_only(), py::arg("groups"), py::arg("store"), py::arg("rank"),
            py::arg("world"), py::arg("timeout"))

@@ -4,7 +4,7 @@
 
 #include "exchange/alone_exchange.h"
 #include "exchange/direct_exchange.h"
-#include "exchange/staged_exchange.h"
+#include "exchange/host_exchange.h"
 
 namespace zx {
 
@@ -144,7 +144,7 @@ std::shared_ptr<Exchange> make_exchange(ExchangeKind kind, Line line) {
   } else {
     made = std::make_shared<AllToAllExchange>(std::move(line));
   }
-  return kind.staged ? make_staged_exchange(std::move(made)) : made;
+  return kind.via_host ? make_host_exchange(std::move(made)) : made;
 }
 
 }  // namespace zx

@@ -110,7 +110,7 @@ class Exchange {
 struct ExchangeKind {
   bool direct;
   bool single_messages;             // whether the backend sends single messages into place (gloo); if not, all-to-all
-  bool staged;                      // accelerator tensors over a backend for host memory: see staged_exchange.h
+  bool via_host;                    // accelerator tensors over a backend for host memory: see host_exchange.h
   std::vector<int64_t> neighbours;  // the process of each rank, or 0; empty if there are none: see Note [Neighbours]
 };
 // Without a group, makes the exchange of one rank alone.

@@ -85,8 +85,8 @@ class AddressRange final : public Room, public std::enable_shared_from_this<Addr
   void restore() override;
   void let_write(bool may) override;
   void restore_in_child() override;
-  Landing landing() override { return {.data = data()}; }
-  void land(const Landing& /*landing*/, const std::vector<Bytes>& /*parts*/) override {}
+  Inbox inbox() override { return {.data = data()}; }
+  void take_in(const Inbox& /*inbox*/, const std::vector<Bytes>& /*parts*/) override {}
   void pull(const at::Tensor& mapped, size_t start) override;
   void await_pulls() override {}
   void spoil(Bytes own) override;

@@ -196,7 +196,7 @@ at::Tensor DeviceRoom::with_own_storage(const at::Tensor& view) {
 
 // ---- values
 
-Room::Landing DeviceRoom::landing() {
+Room::Inbox DeviceRoom::inbox() {
   const Unseen unseen;
   // Pinned memory is the allocator's again when the copies from it are over.
   at::Tensor kept = at::empty({static_cast<int64_t>(bytes_)},
@@ -204,11 +204,11 @@ Room::Landing DeviceRoom::landing() {
   return {static_cast<char*>(kept.mutable_data_ptr()), kept};
 }
 
-void DeviceRoom::land(const Landing& landing, const std::vector<Bytes>& parts) {
+void DeviceRoom::take_in(const Inbox& inbox, const std::vector<Bytes>& parts) {
   const std::lock_guard lock(mutex_);
   const UnseenOn on_fetches(fetches_);
   await_readers();
-  for (const Bytes& each : parts) part(memory_, each).copy_(part(landing.kept, each), /*non_blocking=*/true);
+  for (const Bytes& each : parts) part(memory_, each).copy_(part(inbox.kept, each), /*non_blocking=*/true);
   note_arrival();
 }
 

@@ -53,8 +53,8 @@ class DeviceRoom final : public Room, public std::enable_shared_from_this<Device
   void restore() override;
   void let_write(bool /*may*/) override {}
   void restore_in_child() override {}  // no child may use the device
-  Landing landing() override;
-  void land(const Landing& landing, const std::vector<Bytes>& parts) override;
+  Inbox inbox() override;
+  void take_in(const Inbox& inbox, const std::vector<Bytes>& parts) override;
   void pull(const at::Tensor& mapped, size_t start) override;
   void await_pulls() override;
   void spoil(Bytes own) override;

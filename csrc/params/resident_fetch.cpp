@@ -43,11 +43,11 @@ std::string Residents::fetch(Held& held, bool memory_too, bool own_too) {
     const std::string known = given_up();
     TORCH_CHECK(known.empty(), known);
     const auto through_host = parts_through_host(held);
-    const Room::Landing landing = through_host.empty() ? Room::Landing() : room.landing();
+    const Room::Inbox inbox = through_host.empty() ? Room::Inbox() : room.inbox();
     const auto pull = [&](int rank, const at::Tensor& mapped) { room.pull(mapped, part_of(held, rank).start); };
     peers_->fetch({.bucket = held.index, .version = held.version, .stored = held.written, .wants_shard = true},
-                  held.places, {landing.data, held.shard.nbytes(), pull});
-    if (!through_host.empty()) room.land(landing, through_host);
+                  held.places, {inbox.data, held.shard.nbytes(), pull});
+    if (!through_host.empty()) room.take_in(inbox, through_host);
   } catch (const std::exception& error) {
     room.spoil(own_part(held));
     return "zerox: the parameters of " + held.name + " did not arrive from all ranks: " + reason_of(error);

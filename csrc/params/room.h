@@ -46,12 +46,12 @@ class Room {
 
   // Where others' parts are to be put, at their places among `bytes` of the host, and `kept`, what keeps that memory;
   // then which are there.
-  struct Landing {
+  struct Inbox {
     char* data = nullptr;
     at::Tensor kept{};
   };
-  virtual Landing landing() = 0;
-  virtual void land(const Landing& landing, const std::vector<Bytes>& parts) = 0;
+  virtual Inbox inbox() = 0;
+  virtual void take_in(const Inbox& inbox, const std::vector<Bytes>& parts) = 0;
 
   // Copies another rank's shard, which lies in its device's memory, to `start`; and the host waits until no memory of
   // others is read any more. See Note [Shards in a device's memory].

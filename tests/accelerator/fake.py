@@ -92,7 +92,7 @@ def expect_no_races() -> None:
 def run_fake_ranks(function: Callable[..., Any], world_size: int, kind: str, *args: Any) -> list[Any]:
     """``function(ranks, *args)`` on threads, rank r on ``fake:r``.
 
-    ``kind``: "native" or "direct" over a backend with a stream of its own, as NCCL's; "staged" over gloo, through the
+    ``kind``: "native" or "direct" over a backend with a stream of its own, as NCCL's; "via host" over gloo, through the
     host; "alone" for a world size of 1.
     """
     meeting = machine().Meeting(world_size)
@@ -105,7 +105,7 @@ def run_fake_ranks(function: Callable[..., Any], world_size: int, kind: str, *ar
         timeout = timedelta(seconds=TIMEOUT_S)
         whereabouts = Whereabouts(groups=[], store=None, rank=rank, world=world_size, timeout=timeout)
         known: dict[str, Any] = {"given": group, "whereabouts": whereabouts}
-        if kind == "staged":
+        if kind == "via host":
             return function(Ranks(rank, world_size, "gloo", "direct", group, group, device, **known), *args)
         data = dist.ProcessGroup(dist.HashStore(), rank, world_size)
         backend = machine().StreamBackend(rank, world_size, meeting)

@@ -20,7 +20,7 @@ HERE = threading.local()  # of the rank that this thread is
 WIDTH, LAYERS = 32, 6
 LAYER_BYTES = WIDTH * (WIDTH + 1) * 4
 CAP_MB = LAYER_BYTES / 2**20  # a layer is a bucket
-KINDS = ["native", "direct", "staged"]
+KINDS = ["native", "direct", "via host"]
 LIMITS = {"released at once": None, "two buckets": 2 * 12 * 1024 / 2**20, "inf": float("inf")}
 WAYS = {"devices": "auto", "host": "0"}  # by which a rank gets at its neighbours' shards: ZEROX_DEVICE_READS
 

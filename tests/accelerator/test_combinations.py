@@ -76,7 +76,7 @@ def kind_of(way: Way, world_size: int) -> str:
     if world_size == 1 or way["process_group"] == '"alone"':
         return "alone"
     if way["backend"] == "gloo":
-        return "staged"
+        return "via host"
     return "native" if way["ZEROX_EXCHANGE"] == "native" else "direct"
 
 

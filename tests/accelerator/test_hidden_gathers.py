@@ -69,7 +69,7 @@ def trained(ranks: Ranks, overlap: bool, other_stream: bool) -> tuple[list[Tenso
 
 
 @pytest.mark.parametrize("other_stream", [False, True], ids=["one stream", "two streams"])
-@pytest.mark.parametrize(("world_size", "kind"), [(2, "native"), (3, "direct"), (2, "staged")])
+@pytest.mark.parametrize(("world_size", "kind"), [(2, "native"), (3, "direct"), (2, "via host")])
 def test_training_is_that_without_overlap_and_no_stream_reads_too_early(
     monkeypatch: pytest.MonkeyPatch, world_size: int, kind: str, other_stream: bool
 ) -> None:

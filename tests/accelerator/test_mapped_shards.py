@@ -203,7 +203,7 @@ def grown(ranks: Ranks, stage: int) -> list[Tensor]:
     return read
 
 
-@pytest.mark.parametrize("kind", ["direct", "staged"])
+@pytest.mark.parametrize("kind", ["direct", "via host"])
 def test_what_is_added_is_read_where_it_lies(kind: str) -> None:
     assert_as_in_stage_2(2, kind, grown)
 

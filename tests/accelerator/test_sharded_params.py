@@ -29,7 +29,7 @@ def trained(ranks: Ranks, stage: int, limit: str, two_streams: bool, frozen: boo
     side = machine().new_stream(ranks.device.index) if two_streams else 0
     for step in range(3):
         waits = training.step(step, side)
-        assert ranks.staged or not waits, f"the host waited for the device: {waits}"
+        assert ranks.via_host or not waits, f"the host waited for the device: {waits}"
     if stage == 3 and limit != "inf":
         assert training.residents.counts.fetches > 3 * len(training.residents.resident), "buckets came and went"
     return training.values()

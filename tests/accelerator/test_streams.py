@@ -27,7 +27,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream
 
 NUMEL = 5000
 CAP = 8 * NUMEL  # two parameters a bucket
-WORLDS = [(1, "alone"), (2, "native"), (3, "native"), (2, "direct"), (3, "direct"), (2, "staged"), (3, "staged")]
+WORLDS = [(1, "alone"), (2, "native"), (3, "native"), (2, "direct"), (3, "direct"), (2, "via host"), (3, "via host")]
 GROUP = group_of(ADAM, lr=0.1, weight_decay=0.0)
 
 
@@ -140,7 +140,7 @@ def train(ranks: Ranks, stage: int, plan: str, rule: Rule = ADAM, group: Mapping
             ours.manager.params.finish()
             ours.grads.zero(plan != "zeroed in place")
             waits = machine().take_waits(device.index)
-            assert ranks.staged or not waits, f"the host waited for the device: {waits}"
+            assert ranks.via_host or not waits, f"the host waited for the device: {waits}"
     del first_uses
     machine().wait_stream(device.index, 0, main)
     return [param.detach().cpu() for param in params]

@@ -14,7 +14,7 @@ def is_capturing(ranks: Ranks, capturable: bool, manager: C.BucketManager) -> bo
         return False
     if not capturable:
         raise RuntimeError("step() can be captured into a CUDA graph with capturable=True only")
-    if ranks.staged:
+    if ranks.via_host:
         raise RuntimeError("step() can't be captured over gloo, which works on the host: use nccl")
     if not manager.backward.settled or manager.params.missing:
         raise RuntimeError("backward can't be captured, and synchronize() must come between it and the capture")

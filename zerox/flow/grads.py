@@ -148,7 +148,7 @@ class Grads:
         """A few integers, combined over the ranks in place. Collective. Waits for the device under gloo only."""
         if values.device.type == "cpu":
             self.manager.settlement.all_reduce(values, combine)
-        elif self.ranks.staged:
+        elif self.ranks.via_host:
             host = values.cpu()
             self.manager.settlement.all_reduce(host, combine)
             values.copy_(host)

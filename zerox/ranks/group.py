@@ -69,7 +69,7 @@ class Ranks:
             check_still_alone(self.why_alone)
 
     @property
-    def staged(self) -> bool:
+    def via_host(self) -> bool:
         """Whether the tensors are an accelerator's and the backend moves only the host's."""
         return self.device.type != "cpu" and self.backend == "gloo"
 
@@ -77,7 +77,7 @@ class Ranks:
         return ExchangeKind(
             direct=self.exchange != "native",
             single_messages=self.backend == "gloo",
-            staged=self.staged,
+            via_host=self.via_host,
             neighbours=self.neighbours,
         )
 
@@ -91,7 +91,7 @@ class Ranks:
 
     def broadcast(self, values: Tensor, what: str, root: int = 0) -> None:
         """From rank ``root``, in place, for tensors on the CPU or on ``device``. ``what`` names them in errors."""
-        sent = values.cpu() if self.staged else values
+        sent = values.cpu() if self.via_host else values
         group = self.control if sent.device.type == "cpu" else self.data
         if group is not None:
             try:
@@ -115,7 +115,7 @@ class Ranks:
         """
         if self.data is None or self.control is None:
             return [values]
-        sent = values.cpu() if self.staged else values
+        sent = values.cpu() if self.via_host else values
         sent = sent.contiguous().view(torch.uint8)  # as bytes, since backends don't know all dtypes
         group = self.control if sent.device.type == "cpu" else self.data
         received = [torch.empty_like(sent) for _ in range(self.size)] if to in (None, self.rank) else []
@@ -270,7 +270,7 @@ def _whereabouts(group: dist.ProcessGroup, store: Store | None, to_close: list[d
 
 def _with_neighbours(ranks: Ranks) -> Ranks:
     """Collective. An accelerator's tensors are sent from pinned memory, which is its driver's: no rank reads it."""
-    if ranks.backend != "gloo" or ranks.exchange != "direct" or ranks.staged:
+    if ranks.backend != "gloo" or ranks.exchange != "direct" or ranks.via_host:
         return ranks
     try:
         with ranks.failure_told():

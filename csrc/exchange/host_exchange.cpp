@@ -1,4 +1,4 @@
-#include "exchange/staged_exchange.h"
+#include "exchange/host_exchange.h"
 
 #include <ATen/ops/empty.h>
 #include <c10/core/Event.h>
@@ -52,9 +52,9 @@ class StagedPending final : public Pending {
   std::optional<c10::Event> copied_{};  // for other streams
 };
 
-class StagedExchange final : public Exchange {
+class HostExchange final : public Exchange {
  public:
-  explicit StagedExchange(std::shared_ptr<Exchange> on_host) : Exchange(*on_host), on_host_(std::move(on_host)) {}
+  explicit HostExchange(std::shared_ptr<Exchange> on_host) : Exchange(*on_host), on_host_(std::move(on_host)) {}
 
   const Traffic& traffic() const override { return on_host_->traffic(); }
   bool waits_on_host() const override { return true; }
@@ -92,8 +92,8 @@ class StagedExchange final : public Exchange {
 
 }  // namespace
 
-std::shared_ptr<Exchange> make_staged_exchange(std::shared_ptr<Exchange> on_host) {
-  return std::make_shared<StagedExchange>(std::move(on_host));
+std::shared_ptr<Exchange> make_host_exchange(std::shared_ptr<Exchange> on_host) {
+  return std::make_shared<HostExchange>(std::move(on_host));
 }
 
 }  // namespace zx

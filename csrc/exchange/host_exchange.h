@@ -7,6 +7,6 @@ namespace zx {
 
 // Wraps an exchange of host tensors. scatter() and gather() block the host until the current stream has copied the
 // slices there. The wait() of a Pending makes the current stream copy the received slices back.
-std::shared_ptr<Exchange> make_staged_exchange(std::shared_ptr<Exchange> on_host);
+std::shared_ptr<Exchange> make_host_exchange(std::shared_ptr<Exchange> on_host);
 
 }  // namespace zx
