@@ -25,7 +25,7 @@ from zerox.integrations.requirements import check_names, check_version
 from zerox.scaler import GradScaler
 from zerox.state.dcp_request import dcp_request
 
-OLDEST = TRIED = "1.15.0"
+OLDEST, TRIED = "1.12.0", "1.15.0"
 
 check_version("accelerate", OLDEST)  # before its names are looked for
 from accelerate import Accelerator
