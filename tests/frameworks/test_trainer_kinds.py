@@ -71,6 +71,11 @@ def lora(folder: Path, zerox: bool) -> Trainer:
     )
 
 
+def sharded_lora(folder: Path, zerox: bool) -> Trainer:
+    trainer = lora(folder, zerox)
+    return adopt(trainer, stage=3) if zerox else trainer
+
+
 def compiled(folder: Path, zerox: bool) -> Trainer:
     args = arguments(folder, torch_compile=True, torch_compile_backend="aot_eager", **SAVES)
     return (ZeroxTrainer if zerox else Trainer)(model=make_model(), args=args, train_dataset=make_data(24))
@@ -118,6 +123,7 @@ MAKERS: dict[str, Callable[[Path, bool], Trainer]] = {
     "Seq2SeqTrainer": seq2seq,
     "SFTTrainer": sft,
     "LoRA": lora,
+    "LoRA, stage 3": sharded_lora,
     "torch_compile": compiled,
     "optimizer_cls_and_kwargs": given_class,
     "optimizers": given_optimizer,
@@ -133,7 +139,7 @@ def train(rank: int, world_size: int, make: str, folder: Path, zerox: bool, resu
         trainer.train(resume_from_checkpoint=resume)
         if make == "torch_compile":
             assert isinstance(trainer.model_wrapped, torch._dynamo.OptimizedModule) or not zerox
-        if make == "LoRA" and zerox:
+        if "LoRA" in make and zerox:
             total = sum(param.numel() for param in trainer.model.parameters())
             trained = sum(param.numel() for param in trainer.model.parameters() if param.requires_grad)
             assert 0 < trained < total / 10
