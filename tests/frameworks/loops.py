@@ -97,9 +97,12 @@ def train(rank: int, world_size: int, kind: str, case: Case) -> Seen:
         accelerator = make_accelerator(case, kind)
         torch.manual_seed(0)
         plain = Normed() if case.buffers else make_model(seed=rank)  # ranks begin with rank 0's values in any case
+        if isinstance(plain, Normed):
+            plain.seen += rank
         optimizer = make_optimizer(case, kind, plain)
         schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
         model, optimizer = prepared(case, accelerator, plain, optimizer)
+        assert not isinstance(plain, Normed) or not plain.seen.any(), "ranks begin with rank 0's buffers"
         loader, schedule = accelerator.prepare(make_loader(world_size, case.batches), schedule)
         seen = Seen([], [], [], {})
         for step, (x,) in enumerate(loader):

@@ -19,6 +19,7 @@ CASES = {
     "accumulate, each is sent": Case(accumulate=3, sync_each_batch=True),
     "bf16": Case(precision="bf16", clip=0.05),
     "scaler": Case(overflow=2, clip=0.05),
+    "scaler, both clips": Case(overflow=2, clip=0.05, clip_value=1e-4),
     "scaler, stage 1": Case(overflow=2, stage=1),
     "scaler, accumulate": Case(overflow=2, accumulate=3, clip_value=1e-3),
     "optimizer first": Case(order="optimizer first", accumulate=3),

@@ -1,191 +1,186 @@
-"""Callbacks that log figures, and torchmetrics, TensorBoard and torch.profiler beside zerox, with the real packages."""
+"""Used beside an optimizer: torchmetrics, TensorBoard, torch.profiler, and containers as torchtitan has them."""
 
 from __future__ import annotations
 
-import subprocess
-import sys
+import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 import torchmetrics
-from lightning.fabric import Fabric
-from lightning.pytorch.loggers import TensorBoardLogger
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from torch import Tensor
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.checkpoint.stateful import Stateful
+from torch.profiler import ProfilerActivity, profile, tensorboard_trace_handler
 from torch.utils.tensorboard import SummaryWriter
 
-from tests.frameworks.lightning_rig import Module, Ranks, data, difference, run, trainer, values
-from zerox.integrations.lightning_watch import WatchCallback
+from tests.hugging_face import ALONE, run_anywhere
+from tests.optimizer.models import batch, make_model
+from zerox import FusedShardedAdam
 
-NAMES = {"grad_norm", "skipped_steps", "step_ms", "exposed_ms", "resident_bytes", "peak_bytes"}
-STAGES = (1, 2, 3)
-BATCHES = 12
-
-
-def curves(folder: Path) -> dict[str, list[tuple[int, float]]]:
-    found = EventAccumulator(str(folder))
-    found.Reload()
-    return {name: [(each.step, each.value) for each in found.Scalars(name)] for name in found.Tags()["scalars"]}
+STEPS = 3
 
 
-class Measured(Module):
-    """torchmetrics adds up over batches and over ranks."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.error = torchmetrics.MeanSquaredError()
-        self.mean = torchmetrics.MeanMetric()
-
-    def training_step(self, batch: Any, index: int) -> Tensor:
-        loss = super().training_step(batch, index)
-        self.error(self(batch[0]).detach(), batch[1])
-        self.mean(loss.detach(), weight=1 + self.global_rank)
-        self.log("error", self.error, on_epoch=True, on_step=False)
-        self.log("mean", self.mean, on_epoch=True, on_step=True)
-        return loss
-
-
-def logged(rank: int, world_size: int, strategy: str, folder: Path, clip: float | None) -> tuple[list[Tensor], Any]:
-    module = Measured()
-    ours = "zerox" in strategy
-    options: dict[str, Any] = {"logger": TensorBoardLogger(folder / strategy, name="", version="run")}
-    options |= {"callbacks": [WatchCallback()] if ours else [], "log_every_n_steps": 3, "gradient_clip_val": clip}
-    fitted = trainer(rank, world_size, strategy, **options)
-    fitted.fit(module, data())
-    return values(module), {name: float(value) for name, value in fitted.callback_metrics.items()}
-
-
-@pytest.mark.parametrize("clip", [None, 0.05])
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_metrics_are_ddp_s_and_tensorboard_has_the_figures_of_each_step(
-    world_size: int, clip: float | None, tmp_path: Path
-) -> None:
-    ddp = run(logged, world_size, "ddp", tmp_path, clip)
-    norms: dict[int, list[float]] = {}
-    for stage in STAGES:
-        name = f"zerox_stage_{stage}"
-        ours = run(logged, world_size, name, tmp_path, clip)
-        for (params, metrics), (others, others_metrics) in zip(ours, ddp, strict=True):
-            assert difference(params, others) <= 2e-7
-            assert metrics == pytest.approx(others_metrics, rel=1e-5)
-        found = curves(tmp_path / name / "run")
-        steps = list(range(3, BATCHES // world_size + 1, 3))
-        for figure in NAMES:
-            assert [step for step, _ in found[f"zerox/{figure}"]] == steps, figure
-        norms[stage] = [value for _, value in found["zerox/grad_norm"]]
-        assert all(value > 0 for value in norms[stage])
-        assert norms[stage] == norms[1]
-
-
-def fabric_logged(rank: int, world_size: int, folder: Path) -> None:
-    from lightning.fabric.loggers import TensorBoardLogger as FabricLogger
-
-    logger = FabricLogger(folder, name="", version="run")
-    plugins = [Ranks(rank, world_size)]
-    callbacks = [WatchCallback(every=2)]
-    fabric = Fabric(
-        accelerator="cpu", devices=world_size, strategy="zerox", plugins=plugins, loggers=logger, callbacks=callbacks
-    )
-    fabric.launch()
-    torch.manual_seed(0)
-    model = torch.nn.Linear(4, 1)
-    model, optimizer = fabric.setup(model, torch.optim.AdamW(model.parameters()))
-    for _ in range(6):
-        fabric.backward(model(torch.randn(2, 4)).square().mean())
-        fabric.clip_gradients(model, optimizer, max_norm=1.0)
+def steps(model: nn.Module, optimizer: FusedShardedAdam, rank: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Of each step the model's outputs and the gradient's norm, before step()."""
+    for number in range(STEPS):
+        outputs = model(batch(rank, number))
+        outputs.square().mean().backward()
+        yield outputs.detach(), optimizer.clip_grad_norm_(1.0)
         optimizer.step()
         optimizer.zero_grad()
-    logger.finalize("success")
+
+
+def with_metrics(rank: int, world_size: int) -> tuple[float, list[float], list[torch.Tensor]]:
+    """The metric is computed in the middle of steps too, where its collectives meet gradients on their way."""
+    model = make_model()
+    optimizer = FusedShardedAdam(model.parameters(), lr=1e-3)
+    metric, squares, within = torchmetrics.MeanSquaredError(), [], []
+    for outputs, _ in steps(model, optimizer, rank):
+        metric.update(outputs, torch.zeros_like(outputs))
+        squares.append(float(outputs.square().mean()))
+        within.append(float(metric.compute()))
+    params = [param.detach().clone() for param in model.parameters()]
+    return float(metric.compute()), squares, params
+
+
+@pytest.mark.parametrize("world_size", [ALONE, 2])
+def test_torchmetrics_are_computed_beside_gradients_on_their_way(world_size: int) -> None:
+    found = run_anywhere(with_metrics, world_size)
+    wanted = [square for _, squares, _ in found for square in squares]
+    for value, _, params in found:
+        assert value == pytest.approx(sum(wanted) / len(wanted), rel=1e-5)
+        assert all(map(torch.equal, params, found[0][2]))
+
+
+def with_tensorboard(rank: int, world_size: int, folder: Path) -> list[float]:
+    model = make_model()
+    optimizer = FusedShardedAdam(model.named_parameters(), lr=1e-3, stage=1)
+    norms = []
+    with SummaryWriter(str(folder / str(rank))) as writer:
+        for number, (_, norm) in enumerate(steps(model, optimizer, rank)):
+            norms.append(float(norm))
+            writer.add_scalar("norm", norm, number)
+            for name, param in model.named_parameters():
+                writer.add_histogram(name, param, number)
+                if param.grad is not None:  # whole in stage 1
+                    writer.add_histogram(f"gradient of {name}", param.grad, number)
+        other = FusedShardedAdam(sharded := [nn.Parameter(torch.ones(8))], stage=2)
+        (sharded[0].sum() * 2).backward()
+        if world_size > 1:
+            with pytest.raises(RuntimeError, match=r"its placeholder .* needs values.*stage=1"):
+                writer.add_histogram("gradient", sharded[0].grad, 0)
+        other.step()
+    return norms
+
+
+@pytest.mark.parametrize("world_size", [ALONE, 2])
+def test_tensorboard_shows_norms_parameters_and_gradients(world_size: int, tmp_path: Path) -> None:
+    for rank, norms in enumerate(run_anywhere(with_tensorboard, world_size, tmp_path)):
+        events = EventAccumulator(str(tmp_path / str(rank)))
+        events.Reload()
+        assert [event.value for event in events.Scalars("norm")] == pytest.approx(norms)
+        histograms = events.Tags()["histograms"]
+        assert {"gain", "gradient of gain"} <= set(histograms)
+        [first, *_] = events.Histograms("gradient of inner.weight")
+        assert first.histogram_value.num == 72 * 130
+
+
+def with_profiler(rank: int, world_size: int, folder: Path) -> None:
+    model = make_model()
+    optimizer = FusedShardedAdam(model.parameters(), lr=1e-3)
+    handler = tensorboard_trace_handler(str(folder), worker_name=f"rank{rank}")
+    with profile(activities=[ProfilerActivity.CPU], on_trace_ready=handler) as profiler:
+        for _ in steps(model, optimizer, rank):
+            profiler.step()
+
+
+@pytest.mark.parametrize("world_size", [ALONE, 2])
+def test_a_trace_shows_what_zerox_does(world_size: int, tmp_path: Path) -> None:
+    run_anywhere(with_profiler, world_size, tmp_path)
+    for rank in range(max(1, world_size)):
+        [file] = tmp_path.glob(f"rank{rank}.*.json")
+        names = {event.get("name", "") for event in json.loads(file.read_text())["traceEvents"]}
+        assert "Optimizer.step#FusedShardedAdam.step" in names
+        assert any(name.startswith("zerox::update") for name in names), sorted(n for n in names if "zerox" in n)
+
+
+# ---- a loop as torchtitan's: containers that torch.distributed.checkpoint saves
+
+
+class Models(Stateful):
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+
+    def state_dict(self) -> dict[str, Any]:
+        return get_model_state_dict(self.model)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        set_model_state_dict(self.model, state_dict, options=StateDictOptions(strict=False))
+
+
+class Optimizers(torch.optim.Optimizer, Stateful):
+    """A container of optimizers that is one for schedulers."""
+
+    FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
+
+    def __init__(self, models: list[nn.Module], **options: Any) -> None:
+        self.models = models
+        self.optimizers = [FusedShardedAdam(model.parameters(), **options) for model in models]
+        every = [param for model in models for param in model.parameters()]
+        torch.optim.Optimizer.__init__(self, every, options)
+
+    def step(self, closure: Any = None) -> None:
+        for optimizer in self.optimizers:
+            optimizer.step()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        for optimizer in self.optimizers:
+            optimizer.zero_grad(set_to_none)
+
+    def state_dict(self) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        for model, optimizer in zip(self.models, self.optimizers, strict=True):
+            found |= get_optimizer_state_dict(model, optimizer, options=self.FLAT)
+        return found
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        for model, optimizer in zip(self.models, self.optimizers, strict=True):
+            set_optimizer_state_dict(model, optimizer, optim_state_dict=state_dict, options=self.FLAT)
+
+
+def titan(rank: int, world_size: int, folder: Path, resume: bool) -> dict[str, torch.Tensor]:
+    model = make_model(seed=int(resume))
+    optimizers = Optimizers([model], lr=1e-3)
+    optimizers.register_step_post_hook(lambda *_: None)
+    states = {"model": Models(model), "optimizer": optimizers}
+    if resume:
+        dcp.load(states, checkpoint_id=str(folder))
+    for number in range(2 if resume else 0, 4):
+        if number == 2 and not resume:
+            dcp.save(states, checkpoint_id=str(folder))
+        model(batch(rank, number)).square().mean().backward()
+        optimizers.step()
+        optimizers.zero_grad()
+    if dist.is_initialized():
+        dist.barrier()
+    return {name: value.detach().clone() for name, value in model.state_dict().items()}
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_fabric_s_loggers_get_the_figures(world_size: int, tmp_path: Path) -> None:
-    run(fabric_logged, world_size, tmp_path)
-    found = curves(tmp_path / "run")
-    assert {name.removeprefix("zerox/") for name in found} == NAMES
-    assert [step for step, _ in found["zerox/exposed_ms"]] == [2, 4, 6]
-
-
-def under_transformers(rank: int, world_size: int, folder: Path) -> list[dict[str, Any]]:
-    from transformers import Trainer, TrainingArguments
-
-    from zerox import FusedShardedAdam
-    from zerox.integrations.transformers_watch import WatchCallback
-
-    torch.manual_seed(0)
-
-    class Model(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.line = torch.nn.Linear(4, 1)
-
-        def forward(self, x: Tensor) -> dict[str, Tensor]:
-            return {"loss": self.line(x).square().mean()}
-
-    writer = SummaryWriter(folder)
-    args = TrainingArguments(
-        str(folder / "out"), max_steps=6, logging_steps=2, report_to=[], use_cpu=True, save_strategy="no",
-        disable_tqdm=True, per_device_train_batch_size=2, remove_unused_columns=False,
-    )  # fmt: skip
-    trained = Trainer(
-        Model(),
-        args,
-        train_dataset=[{"x": torch.ones(4) * index} for index in range(24)],
-        optimizer_cls_and_kwargs=(FusedShardedAdam, {"lr": 1e-2, "stage": 1}),
-        callbacks=[WatchCallback(writer.add_scalar)],
-    )
-    trained.train()
-    writer.close()
-    return trained.state.log_history
-
-
-def test_trainer_s_log_and_a_writer_have_the_figures(tmp_path: Path) -> None:
-    [history] = run(under_transformers, 1, tmp_path)
-    logs = [each for each in history if "loss" in each]
-    assert len(logs) == 3
-    for log in logs:
-        figures = {name.removeprefix("zerox/") for name in log if name.startswith("zerox/")}
-        assert figures == NAMES - {"grad_norm"}, "Trainer has clipped with torch's own function"
-    assert [step for step, _ in curves(tmp_path)["zerox/step_ms"]] == list(range(1, 7))
-
-
-def profiled(rank: int, world_size: int, folder: Path) -> list[str]:
-    module = Module()
-    with torch.profiler.profile(
-        activities=[torch.profiler.ProfilerActivity.CPU],
-        on_trace_ready=torch.profiler.tensorboard_trace_handler(str(folder), worker_name=f"rank{rank}"),
-    ) as seen:
-        trainer(rank, world_size, "zerox", limit_train_batches=3, logger=False).fit(module, data())
-    return [event.key for event in seen.key_averages()]
-
-
-def test_the_profiler_sees_a_step_under_lightning(tmp_path: Path) -> None:
-    for names in run(profiled, 2, tmp_path):
-        assert {"zerox::settle", "zerox::update bucket 0", "zerox::launch bucket 0"} <= set(names)
-        assert "Optimizer.step#FusedShardedAdam.step" in names
-    assert len(list(tmp_path.glob("*.pt.trace.json"))) == 2
-
-
-def test_the_example_writes_curves(tmp_path: Path) -> None:
-    text = tmp_path / "text.txt"
-    text.write_text("the quick brown fox jumps over the lazy dog\n" * 50)
-    example = Path(__file__).parents[2] / "examples" / "train_gpt.py"
-    small = ["--layers=1", "--width=16", "--heads=2", "--context=16", "--batch=2", "--device=cpu", "--steps=20"]
-    command = [
-        sys.executable,
-        str(example),
-        "--data",
-        str(text),
-        *small,
-        "--quiet",
-        "--log-dir",
-        str(tmp_path / "logs"),
-    ]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    found = curves(tmp_path / "logs")
-    assert {name.removeprefix("zerox/") for name in found} == NAMES | {"loss"}
-    assert [step for step, _ in found["zerox/grad_norm"]] == list(range(1, 21))
-    assert [step for step, _ in found["loss"]] == [10, 20]
+def test_torchtitan_s_containers_go_on_bit_for_bit(world_size: int, tmp_path: Path) -> None:
+    first = run_anywhere(titan, world_size, tmp_path, False)
+    second = run_anywhere(titan, world_size, tmp_path, True)
+    for one, other in zip(first, second, strict=True):
+        assert all(torch.equal(value, other[name]) for name, value in one.items())

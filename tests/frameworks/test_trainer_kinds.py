@@ -71,6 +71,11 @@ def lora(folder: Path, zerox: bool) -> Trainer:
     )
 
 
+def sharded_lora(folder: Path, zerox: bool) -> Trainer:
+    trainer = lora(folder, zerox)
+    return adopt(trainer, stage=3) if zerox else trainer
+
+
 def compiled(folder: Path, zerox: bool) -> Trainer:
     args = arguments(folder, torch_compile=True, torch_compile_backend="aot_eager", **SAVES)
     return (ZeroxTrainer if zerox else Trainer)(model=make_model(), args=args, train_dataset=make_data(24))
@@ -118,6 +123,7 @@ MAKERS: dict[str, Callable[[Path, bool], Trainer]] = {
     "Seq2SeqTrainer": seq2seq,
     "SFTTrainer": sft,
     "LoRA": lora,
+    "LoRA, stage 3": sharded_lora,
     "torch_compile": compiled,
     "optimizer_cls_and_kwargs": given_class,
     "optimizers": given_optimizer,
@@ -133,7 +139,7 @@ def train(rank: int, world_size: int, make: str, folder: Path, zerox: bool, resu
         trainer.train(resume_from_checkpoint=resume)
         if make == "torch_compile":
             assert isinstance(trainer.model_wrapped, torch._dynamo.OptimizedModule) or not zerox
-        if make == "LoRA" and zerox:
+        if "LoRA" in make and zerox:
             total = sum(param.numel() for param in trainer.model.parameters())
             trained = sum(param.numel() for param in trainer.model.parameters() if param.requires_grad)
             assert 0 < trained < total / 10
@@ -158,3 +164,30 @@ def test_it_trains_as_with_ddp_and_adamw_and_goes_on_bit_for_bit(world_size: int
     again = run_anywhere(train, world_size, make, tmp_path / "again", True, str(tmp_path / "zerox/checkpoint-2"))
     for own, other in zip(ours, again, strict=True):
         assert all(torch.equal(value, other[name]) for name, value in own.items())
+
+
+def notebook(rank: int, world_size: int, folder: Path, zerox: bool) -> dict[str, Tensor]:
+    """Cells that are run again: an evaluation first, train() twice, and another trainer of the same model and name."""
+    logging.getLogger("transformers").setLevel(logging.ERROR)
+    with accelerators_environment(rank, world_size):
+        model = make_model()
+        for options in ({}, {"learning_rate": 5e-4, "auto_find_batch_size": True}):
+            args = arguments(folder, max_steps=3, **options)
+            trainer = Trainer(model=model, args=args, train_dataset=make_data(24), eval_dataset=make_data(8))
+            if zerox:
+                adopt(trainer, stage=3)
+            trainer.evaluate()
+            if not zerox:  # else Trainer leaves DistributedDataParallel away now, and each rank trains alone
+                vars(model).pop("_is_accelerate_prepared", None)
+            trainer.train()
+            trainer.train()
+            trainer.predict(make_data(4))
+        return {name: value.detach().clone() for name, value in model.state_dict().items()}
+
+
+@pytest.mark.parametrize("world_size", [ALONE, 2])
+def test_cells_of_a_notebook_are_run_again(world_size: int, tmp_path: Path) -> None:
+    ours, theirs = (run_anywhere(notebook, world_size, tmp_path, zerox) for zerox in (True, False))
+    for own, other in zip(ours, theirs, strict=True):
+        far = {name: float((value - other[name]).abs().max()) for name, value in own.items()}
+        assert max(far.values()) <= MOST, far

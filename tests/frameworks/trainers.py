@@ -13,6 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback
 
 from tests.hugging_face import ALONE, accelerators_environment
 from zerox.engine import Engine
+from zerox.flow.residency import Residency
 from zerox.integrations.transformers import ZeroxTrainerMixin
 
 WORDS, LENGTH, BATCH = 64, 12, 2
@@ -118,6 +119,10 @@ def train(
         if "scaler" in how:  # Accelerate makes none on CPUs
             trainer.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=how["scaler"])
         trainer.train(resume_from_checkpoint=how.get("resume"))
+        if isinstance(trainer, ZeroxTrainerMixin):
+            inside = trainer.optimizer.optimizer.inside
+            assert inside.grads.sharded == (trainer.zerox_options["stage"] > 1)
+            assert isinstance(inside.gather, Residency) == (trainer.zerox_options["stage"] == 3 and world_size > 1)
         weights = {name: value.detach().clone() for name, value in trainer.model.state_dict().items()}
         return Noted(notes.of("grad_norm"), notes.of("learning_rate"), notes.of("loss"), weights, notes.state)
 

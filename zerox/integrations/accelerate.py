@@ -25,7 +25,7 @@ from zerox.integrations.requirements import check_names, check_version
 from zerox.scaler import GradScaler
 from zerox.state.dcp_request import dcp_request
 
-OLDEST = TRIED = "1.15.0"
+OLDEST, TRIED = "1.12.0", "1.15.0"
 
 check_version("accelerate", OLDEST)  # before its names are looked for
 from accelerate import Accelerator
@@ -35,7 +35,7 @@ from accelerate.utils import DDPCommunicationHookType, DistributedType
 
 TYPES = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
 METHODS = ["prepare_model", "prepare_optimizer", "no_sync", "backward", "unscale_gradients", "clip_grad_norm_"]
-METHODS += ["clip_grad_value_", "save_state", "join_uneven_inputs"]
+METHODS += ["clip_grad_value_", "save_state", "load_state", "join_uneven_inputs"]
 KEPT = ["_models", "_optimizers", "_dataloaders", "scaler", "ddp_handler", "fp8_enabled", "project_configuration"]
 
 
@@ -260,6 +260,10 @@ class ZeroxAccelerator(Accelerator):
             for each in self._prepared():
                 stack.enter_context(each.whole(saving))
             return super().save_state(output_dir, safe_serialization, **kwargs)
+
+    def load_state(self, input_dir: str | None = None, load_kwargs: Any = None, **kwargs: Any) -> None:
+        """As Accelerator's, by way of the host's memory: a device may have no room for the whole state."""
+        super().load_state(input_dir, load_kwargs, **{"map_location": "cpu", **kwargs})
 
 
 def ranks_that_save(saves: bool, on_each_node: bool, num_processes: int) -> list[int]:
