@@ -219,7 +219,7 @@ def _peak(flows: list[Flow], world_size: int, sharded: bool, ahead: int | None) 
 
 def measured(inside: Inside) -> MemoryBytes:
     """Bytes of the storages that this rank holds, once everything in flight has landed."""
-    inside.manager.flights.land()
+    inside.manager.flights.await_landed()
     moved = [inside.buckets[index].members[slot] for index, slot in inside.grads.moved()]
     whole = [] if inside.grads.sharded else [member.param.grad for member in inside.members]
     state = [stored for bucket in inside.buckets for stored in bucket.state.values()]

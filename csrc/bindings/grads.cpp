@@ -49,7 +49,7 @@ void bind_backward(py::module_& m) {
 
 void bind_flights(py::module_& m) {
   py::class_<Flights>(m, "Flights")
-      .def("land", py::overload_cast<>(&Flights::land), Release())
+      .def("await_landed", &Flights::await_landed, Release())
       .def("hold", &Flights::set_hold, py::arg("hold"))
       .def_property_readonly("num_launched", &Flights::num_launched)
       .def_property_readonly("num_landed", &Flights::num_landed)

@@ -129,7 +129,7 @@ struct Slot {
 };
 
 // This rank's shard of a bucket's reduced gradient, which is the ranks' sum by `divisor`. It is written where flights
-// land, and read after land().
+// land, and read after Flights::await_landed().
 struct Landed {
   at::Tensor shard;  // [shard_numel] of the wire's dtype; undefined while it holds nothing, unless keeps_shard
   std::vector<at::Tensor> pieces;  // or these, one per part: see Note [Alone, gradients stay where they are]

@@ -21,7 +21,7 @@ namespace zx {
 //     Slot that no other line names        add_bucket()
 //   Slot's hooks, fired to whole; p.grad;  hooks, optimizer's caller        the same            Buckets::mutex
 //     Bucket::producers; all of Backward
-//   Bucket::landed                         land lane; optimizer's caller    optimizer's caller  Flights::land() and
+//   Bucket::landed                         land lane; optimizer's caller    optimizer's caller  await_landed() and
 //                                          when flights have landed                             after_landing()
 //   a Flight                               its launcher, then its lane      the same            TwoLanes hands it on
 //   flights in the air, the first error    launchers, both lanes            all                 TwoLanes, Sky::mutex

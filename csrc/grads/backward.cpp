@@ -69,7 +69,7 @@ void Backward::open_pass(const Locked& /*lock*/) {
 
 // Launches the rest. See Note [Buckets launch in one order].
 void Backward::finish_pass(bool own, bool empty, const Locked& lock) {
-  for (const int64_t bucket : order_.finish()) release(bucket, empty, lock);
+  for (const int64_t bucket : order_.finish()) launch(bucket, empty, lock);
   pass_.open = false;
   ++progress_.rounds;
   progress_.own_rounds += own ? 1 : 0;
@@ -92,7 +92,7 @@ void Backward::launch_round(bool empty) {
 }
 
 // `empty`: after an exception in backward the bucket leaves without gradients, to keep ranks in step.
-void Backward::release(int64_t bucket, bool empty, const Locked& lock) {
+void Backward::launch(int64_t bucket, bool empty, const Locked& lock) {
   const Range range("launch", bucket);
   std::string refusal;  // the round goes on without such a gradient, and the next settle() raises
   flights_->launch(packing_.make_flight(buckets_->all[bucket], empty, refusal, lock));

@@ -92,7 +92,7 @@ class Backward : public std::enable_shared_from_this<Backward> {
   // Under the lock.
   void open_pass(const Locked& lock);
   void finish_pass(bool own, bool empty, const Locked& lock);
-  void release(int64_t bucket, bool empty, const Locked& lock);
+  void launch(int64_t bucket, bool empty, const Locked& lock);
   void note_failure(const std::string& why, const Locked& lock);
 
   const std::shared_ptr<Buckets> buckets_;

@@ -71,7 +71,7 @@ void Flights::after_landing(std::function<void()> task) {
   lanes_.after_landing(std::move(task));
 }
 
-void Flights::land() {
+void Flights::await_landed() {
   process_.check();
   const std::string error = lanes_.drain();
   if (streams_) streams_->join();

@@ -29,7 +29,7 @@ class Flights {
 
   // Waits until all have landed; on an accelerator the current stream does. Throws the first error, now and on every
   // later call. Throws in a forked child, which has no lanes.
-  void land();
+  void await_landed();
 
   // Waits until at most `most` have not landed, where this may block the host. Returns false if none lands for
   // `patience`.
@@ -44,7 +44,7 @@ class Flights {
   int64_t num_launched() const { return lanes_.num_launched(); }
   // Tells what is known to be wrong: the first error, or the buckets that have not landed; empty if nothing is.
   std::string trouble() { return lanes_.trouble(); }
-  // For tests of overlap: holds every flight back until land() is called.
+  // For tests of overlap: holds every flight back until await_landed() is called.
   void set_hold(bool hold) { lanes_.set_hold(hold); }
 
   const Reduction& reduction() const { return *reduction_; }

@@ -109,7 +109,7 @@ bool Backward::note_gradient(Bucket& bucket, Slot& slot) {
               "none, call optimizer.synchronize() before the next one");
   slot.fired = true;
   const std::vector<int64_t> launched = order_.mark(bucket.index);
-  for (const int64_t launch : launched) release(launch, /*empty=*/false, lock);
+  for (const int64_t index : launched) launch(index, /*empty=*/false, lock);
   return pass_.paced && !launched.empty();
 }
 

@@ -160,7 +160,7 @@ Meeting Settlement::settle(const Call& call) {
 void Settlement::finish(const Verdict& verdict, Place place) {
   // 3. What no flight took leaves, and the caller waits for all that is on its way.
   send_rest(verdict);
-  flights_->land();
+  flights_->await_landed();
   // 4. The next backward begins anew.
   const bool is_step = place == Place::step;
   if (is_step) agreement_.step_begun();
@@ -175,7 +175,7 @@ void Settlement::send_rest(const Verdict& verdict) {
     placement_->send_rest(agreement_, [this] { backward_->launch_round(/*empty=*/false); });
     placement_->complete(backward_->progress().rounds, agreement_);
   } else if (verdict[Said::changed].most > 0) {
-    flights_->land();
+    flights_->await_landed();
     placement_->exchange_changes(agreement_);
   }
 }

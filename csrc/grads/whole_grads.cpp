@@ -187,7 +187,7 @@ std::vector<at::Tensor> GatheredGrads::gather_means() {
 void GatheredGrads::complete(int64_t rounds, Agreement& agreement) {
   if (gathered_ == rounds) return;
   gathered_ = rounds;
-  flights().land();
+  flights().await_landed();
   const at::AutoDispatchBelowADInplaceOrView no_autograd;
   std::vector<uint8_t> present = who_has_grads();
   agreement.take_largest(present);

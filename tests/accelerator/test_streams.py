@@ -275,7 +275,7 @@ def test_gradients_are_freed_while_backward_runs() -> None:
         addresses, left = run_fake_ranks(places_of_gradients, 1, "alone")[0]
     # Two parameters a bucket; those of two buckets that are packed, of one on its way there, of one being filled.
     assert addresses <= 2 * 5
-    assert left < NUMEL * 4, "exchange buffers and gradients are free after land()"
+    assert left < NUMEL * 4, "exchange buffers and gradients are free once all has landed"
 
 
 def whole_optimizer(ranks: Ranks, weighs: bool) -> list[Tensor]:

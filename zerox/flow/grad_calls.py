@@ -45,13 +45,13 @@ class GradCalls:
 
     def refusal(self, call: str) -> str:
         """Why ``call`` can't be made at this point of the step; empty if it can."""
-        said = self.scale.said
-        if said.limit is not None:
+        requested = self.scale.requested
+        if requested.limit is not None:
             return f"{call} was called after clip_grad_value_(), which comes last: it cuts gradients that are scaled"
-        if call == "mean_over()" and said.mean_over:
+        if call == "mean_over()" and requested.mean_over:
             return "mean_over() was called twice in one step: pass it this rank's whole count, once"
-        if call == "mean_over()" and said.clip:
-            return f"mean_over() was called after {said.clip}: the norm was of another mean"
+        if call == "mean_over()" and requested.clip:
+            return f"mean_over() was called after {requested.clip}: the norm was of another mean"
         return ""
 
     @staticmethod
@@ -74,7 +74,7 @@ class GradCalls:
             check_finite(total, finite, p)
         if max_norm != math.inf:
             self.shrink(clip_coefficient(total, max_norm), asked)
-            self.scale.said.clip = "clip_grad_norm_()"
+            self.scale.requested.clip = "clip_grad_norm_()"
         return total
 
     def norm(self, p: float, asked: Asked) -> tuple[Tensor, Tensor]:
@@ -99,7 +99,7 @@ class GradCalls:
             self.grads.ranks.broadcast(coefficient, "the scale of the gradients", root=meeting.speaker)
             coefficient = coefficient.reshape(())
         self.shrink(coefficient, Asked(self.buckets))
-        self.scale.said.clip = "zerox.clip_grad_norm_()"
+        self.scale.requested.clip = "zerox.clip_grad_norm_()"
 
     def shrink(self, coefficient: Tensor, asked: Asked) -> None:
         """Has step() multiply by it, or for some parameters only, multiplies at once, as torch would."""
@@ -123,13 +123,13 @@ class GradCalls:
             total = torch.full((), float(count), dtype=torch.float64, device=ranks.device)
         self.grads.all_reduce(total, Combine.SUM)
         self._multiply({divisor: self._over(total, divisor) for divisor in self.scale.values})
-        self.scale.said.mean_over = True
+        self.scale.requested.mean_over = True
 
     def _over(self, total: Tensor, divisor: Divisor) -> Tensor:
         """What a sum that was divided by ``divisor`` is multiplied by, to be divided by ``total`` instead."""
         divided_by = self.grads.ranks.size if divisor is None else divisor
-        if divisor is None and self.scale.said.num_active is not None:
-            divided_by = self.scale.said.num_active
+        if divisor is None and self.scale.requested.num_active is not None:
+            divided_by = self.scale.requested.num_active
         factor = divided_by / (total + (total == 0)) * (total != 0)
         return factor + 0.0 * total.sqrt()  # NaN for a negative total, which the host has not seen
 
@@ -153,7 +153,7 @@ class GradCalls:
         self.record.num_skipped += 1
 
     def end_step(self) -> None:
-        norm = self.scale.said.norm
+        norm = self.scale.requested.norm
         still_holds = norm is not None and norm.num_added == self.grads.manager.settlement.num_added
         self.record.norm = norm.value if norm is not None and still_holds else None
         self.record.num_steps += 1
@@ -161,16 +161,16 @@ class GradCalls:
 
     def note_norm(self, total: Tensor, p: float) -> None:
         if p == 2.0:
-            self.scale.said.norm = Norm(total, self.grads.manager.settlement.num_added)
+            self.scale.requested.norm = Norm(total, self.grads.manager.settlement.num_added)
 
     def divide_by_active(self, meeting: Meeting) -> None:
         """Has a mean over all ranks become one over those that had batches; once a step."""
         size = self.grads.ranks.size
-        if self.scale.said.num_active is None and not self.scale.said.mean_over and meeting.num_active < size:
+        if self.scale.requested.num_active is None and not self.scale.requested.mean_over and meeting.num_active < size:
             factor = torch.full((), size / meeting.num_active, dtype=torch.float64, device=self.grads.ranks.device)
             if None in self.scale.values:
                 self._multiply({None: factor})
-            self.scale.said.num_active = meeting.num_active
+            self.scale.requested.num_active = meeting.num_active
 
     def unscale(self, meeting: Meeting, inverse: Tensor | None = None) -> Tensor:
         """Returns whether a gradient is inf or NaN: float32 0 or 1."""
@@ -186,7 +186,7 @@ class GradCalls:
         return (1.0 - finite).float()
 
     def limit(self, meeting: Meeting) -> None:
-        self.scale.said.limit = meeting.arguments[0]
+        self.scale.requested.limit = meeting.arguments[0]
         self.scale.mark()
 
     # ---- inside

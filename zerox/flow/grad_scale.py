@@ -23,7 +23,7 @@ class Norm:
 
 
 @dataclass
-class Said:
+class Requested:
     """What was asked of this step's gradients so far. It is the same on all ranks."""
 
     mean_over: bool = False
@@ -49,7 +49,7 @@ class GradScale:
         self.values: dict[Divisor, Tensor | None] = {}
         self.finite = torch.ones((), dtype=torch.uint8, device=device) if keeps_place else None
         self.num_added: int | None = None  # the manager's, when a scalar was set; None: none was
-        self.said = Said()
+        self.requested = Requested()
 
     def add_bucket(self, divisor: Divisor) -> None:
         self.divisors.append(divisor)
@@ -96,16 +96,16 @@ class GradScale:
 
     def limited(self, part: GradPart, bucket: int) -> GradPart:
         """After clip_grad_value_(): a scaled copy, in float32 or wider, with no element above the limit."""
-        if self.said.limit is None:
+        if self.requested.limit is None:
             return part
         wide = part.grad if part.grad.dtype is torch.float64 else part.grad.float()
         value = self.of(bucket)
         scaled = wide if value is None else wide * value
-        return part._replace(grad=scaled.clamp(-self.said.limit, self.said.limit))
+        return part._replace(grad=scaled.clamp(-self.requested.limit, self.requested.limit))
 
     def left_of(self, bucket: int) -> Tensor | None:
         """What limited() has not multiplied by yet."""
-        return self.of(bucket) if self.said.limit is None else None
+        return self.of(bucket) if self.requested.limit is None else None
 
     def forget_if_discarded(self) -> None:
         """Resets if the scaled gradients are all gone (model.zero_grad()): others are not scaled."""
@@ -133,7 +133,7 @@ class GradScale:
             else:
                 self.values[divisor] = None
         self.num_added = None
-        self.said = Said()
+        self.requested = Requested()
 
     def mark(self) -> None:
         """To be called when gradients were scaled: those that come later would not be."""

@@ -78,7 +78,7 @@ class FusedUpdate:
         for index in run:
             if parts := self.grads.parts(index):
                 present = self.grad_scale.present(self.grads.present(index))
-                if self.grad_scale.said.limit is not None:
+                if self.grad_scale.requested.limit is not None:
                     parts = [self.grad_scale.limited(of, index) for of in parts]
                 yield from (shard_of(self._part(index, of), of, present) for of in parts)
 
