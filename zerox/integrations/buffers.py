@@ -13,14 +13,24 @@ from torch import Tensor, nn
 MOST_BYTES = 25 << 20  # of a message
 
 
-@torch.no_grad()
+def buffers_of(module: nn.Module) -> list[Tensor]:
+    """Those that DistributedDataParallel would give out."""
+    ignored = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
+    return [buffer for name, buffer in module.named_buffers() if name not in ignored]
+
+
 def broadcast(tensors: Sequence[Tensor]) -> None:
     """Gives all ranks of the default group rank 0's values, in few messages. Collective; alone it does nothing."""
-    if not dist.is_initialized() or dist.get_world_size() == 1:
-        return
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        give_out(tensors, lambda values: dist.broadcast(values, 0))
+
+
+@torch.no_grad()
+def give_out(tensors: Sequence[Tensor], send: Callable[[Tensor], object]) -> None:
+    """``send``: gives all ranks rank 0's values of a 1-D tensor, in place."""
     for run in _runs(tensors):
         flat = torch.cat([tensor.reshape(-1) for tensor in run])
-        dist.broadcast(flat, 0)
+        send(flat)
         for tensor, values in zip(run, flat.split([tensor.numel() for tensor in run]), strict=True):
             tensor.copy_(values.view(tensor.shape))
 
@@ -68,8 +78,7 @@ class BufferSync:
 
     def _before(self, *_: Any) -> None:
         if self._module is not None and self._is_due:
-            ignored = set(getattr(self._module, "_ddp_params_and_buffers_to_ignore", ()))
-            broadcast([buffer for name, buffer in self._module.named_buffers() if name not in ignored])
+            broadcast(buffers_of(self._module))
 
     def _after(self, *_: Any) -> None:
         self._is_due = self._module is not None and torch.is_grad_enabled() and self._syncs(self._module)

@@ -6,11 +6,11 @@ import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 
-import torch
 from torch import Tensor, nn
 
 from zerox.engine import Engine
 from zerox.flow.clip_together import clip_grad_norm_ as clip_together
+from zerox.integrations.buffers import buffers_of, give_out
 from zerox.model_names import quoted
 
 
@@ -103,19 +103,8 @@ def warn_of_untrained(engines: Sequence[Engine], model: nn.Module, framework: st
         )
 
 
-@torch.no_grad()
 def share_buffers(engine: Engine, model: nn.Module) -> None:
-    """Gives all ranks rank 0's buffers, as DistributedDataParallel does in forward; one message a dtype. Collective."""
+    """Gives all ranks of the optimizer rank 0's buffers, as DistributedDataParallel does in forward. Collective."""
     ranks = engine.inside.ranks
-    ignored = getattr(model, "_ddp_params_and_buffers_to_ignore", ())
-    by_kind: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
-    for name, buffer in model.named_buffers():
-        if buffer.numel() and name not in ignored:
-            by_kind.setdefault((buffer.dtype, buffer.device), []).append(buffer)
-    if ranks.size == 1:
-        return
-    for (dtype, _), buffers in by_kind.items():
-        flat = torch.cat([buffer.reshape(-1) for buffer in buffers])
-        ranks.broadcast_values(flat, f"the buffers of {type(model).__name__}, {dtype}")
-        for buffer, part in zip(buffers, flat.split([each.numel() for each in buffers]), strict=True):
-            buffer.copy_(part.view(buffer.shape))
+    if ranks.size > 1:
+        give_out(buffers_of(model), lambda values: ranks.broadcast_values(values, f"buffers of {type(model).__name__}"))
