@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import suppress
 
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from tests.accelerator.fake import machine, on_stream, run_fake_ranks
 from tests.accelerator.sharded import KINDS, LIMITS, WAYS, WIDTH, Training, assert_as_in_stage_2, ranks_of_threads
+from zerox import _C as C
 from zerox.ranks.group import Ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream does not match")
@@ -167,11 +169,26 @@ def no_garbage() -> Iterator[None]:
     gc.enable()
 
 
+def await_what_comes_ahead(residents: C.Residency, quiet_s: float = 0.2) -> None:
+    """Until for so long no bucket was on its way, whose memory comes before the bucket, and goes after the last one."""
+    began = arrived = 0
+    start = since = time.monotonic()
+    while began != arrived or time.monotonic() - since < quiet_s:
+        if events := residents.take_events():
+            began += sum(event.kind == C.ResidencyEvent.Kind.FETCH for event in events)
+            arrived += sum(event.kind == C.ResidencyEvent.Kind.ARRIVE for event in events)
+            since = time.monotonic()
+        assert time.monotonic() < start + 30, f"{began} buckets set out and {arrived} arrived"
+        time.sleep(0.01)
+
+
 def bytes_of_rooms(ranks: Ranks, all_here: threading.Barrier) -> tuple[int, int]:
     """What is resident after a forward, as the residents say and as releasing it frees."""
     training = Training(ranks, 3, "two buckets")
+    training.residents.record(True)
     with torch.no_grad():
         training.model(training.batch(0))
+    await_what_comes_ahead(training.residents)
     said = training.residents.resident_bytes
     all_here.wait()  # live bytes are the whole machine's: the other rank waits
     before = machine().live_bytes()
