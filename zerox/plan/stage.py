@@ -35,6 +35,8 @@ class Stage:
         return (Move.REDUCE_SCATTER,) if self.grads is SHARDED else (Move.REDUCE_SCATTER, Move.ALL_GATHER)
 
 
+# Who reads it: Grads (flow/grads.py) and make_placement (csrc/grads/grad_placement.cpp) for gradients;
+# Engine._made_gather and the constructor of BucketManager (csrc/grads) for parameters; estimate.py for memory.
 STAGES = {
     1: Stage(1, params=REPLICATED, grads=REPLICATED, state=SHARDED),
     2: Stage(2, params=REPLICATED, grads=SHARDED, state=SHARDED),
