@@ -22,7 +22,7 @@ from zerox.engine import Engine
 from zerox.flow.join import join
 from zerox.integrations import engines as of_engines
 from zerox.integrations.requirements import check_names, check_version
-from zerox.scaler import GradScaler
+from zerox.integrations.scalers import takes_all_ranks
 from zerox.state.dcp_request import dcp_request
 
 OLDEST, TRIED = "1.12.0", "1.15.0"
@@ -133,12 +133,8 @@ class ZeroxAccelerator(Accelerator):
         return prepared
 
     def _take_scaler(self) -> None:
-        if self.scaler is None or isinstance(self.scaler, GradScaler):
-            return
-        plain = (torch.amp.GradScaler, torch.cuda.amp.GradScaler, torch.cpu.amp.grad_scaler.GradScaler)
-        if type(self.scaler) not in plain:
+        if not takes_all_ranks(self.scaler):
             raise ValueError(f"zerox: accelerator.scaler is a {type(self.scaler).__name__}: use zerox.GradScaler")
-        self.scaler.__class__ = GradScaler
 
     def _share_buffers(self) -> None:
         """Once a model and an optimizer of its parameters are both here. Collective."""

@@ -14,8 +14,8 @@ from torch import nn
 from zerox.engine import Engine
 from zerox.integrations.engines import engines_of, no_sync
 from zerox.integrations.from_torch import become_sharded
+from zerox.integrations.scalers import takes_all_ranks
 from zerox.optimizers import FusedShardedAdam
-from zerox.scaler import GradScaler
 
 # What DistributedDataParallel has and zerox needs not, or does in another way.
 NOT_TAKEN = {
@@ -98,10 +98,7 @@ def unwrapped(optimizer: Any) -> Any:
 def scale_over_ranks(precision: Any) -> None:
     """Makes the scaler of a precision plugin a zerox.GradScaler, which finds inf and NaN on all ranks."""
     scaler = getattr(precision, "scaler", None)
-    if scaler is None or isinstance(scaler, GradScaler):
-        return
-    if type(scaler) not in (torch.amp.GradScaler, torch.cuda.amp.GradScaler):
+    if not takes_all_ranks(scaler):
         raise TypeError(
             f"{type(scaler).__name__} does not know of gradients that other ranks have: use zerox.GradScaler"
         )
-    scaler.__class__ = GradScaler  # it has methods only

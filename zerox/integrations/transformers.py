@@ -14,8 +14,9 @@ from typing import Any
 import torch
 
 from zerox.engine import Engine
+from zerox.integrations.from_torch import OURS
 from zerox.integrations.requirements import check_names, check_version
-from zerox.optimizers import FusedShardedAdam, FusedShardedSGD, ShardedOptimizer
+from zerox.optimizers import ShardedOptimizer
 
 OLDEST, TRIED = "5.20.0", "5.23.0"
 
@@ -71,10 +72,8 @@ def sharded(kind: Any, options: dict[str, Any], further: Mapping[str, Any]) -> t
     both = {**options, **further}
     if isinstance(kind, type) and issubclass(kind, Engine):
         return kind, both
-    if kind is torch.optim.AdamW:
-        return FusedShardedAdam, both
-    if kind is torch.optim.SGD:
-        return FusedShardedSGD, both
+    if kind in OURS and kind is not torch.optim.Adam:  # whose defaults, which are not in the arguments, are its own
+        return OURS[kind], both
     foreign = {"params", "model", "optimizer_dict"} & options.keys()
     if foreign or not (isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)):
         name = getattr(kind, "__name__", str(kind))
