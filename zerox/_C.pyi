@@ -27,7 +27,7 @@ def read_memory(pid: int, address: int, into: Tensor) -> bool: ...
 
 NUM_ARGUMENTS: int
 
-class Place(enum.Enum):
+class Meeting(enum.Enum):
     FOLLOW = -1
     STEP = 1
     CLIP = 2
@@ -48,9 +48,9 @@ class Combine(enum.Enum):
     SUM = 0
     MAX = 1
 
-class Meeting:
+class Outcome:
     adopts: bool
-    place: Place
+    meeting: Meeting
     arguments: list[float]
     has_same_options: bool
     followed: bool
@@ -207,12 +207,12 @@ class Settlement:
     holds_scaled: bool
     def settle(
         self,
-        place: Place,
+        meeting: Meeting,
         arguments: Sequence[float] = ...,
         options: float = 0.0,
         adoptions: int = 0,
         refusal: str = "",
-    ) -> Meeting: ...
+    ) -> Outcome: ...
     def set_before_backward_end(self, call: Callable[[], None] | None) -> None: ...
     def zero(self, set_to_none: bool) -> None: ...
     def all_reduce(self, values: Tensor, combine: Combine) -> None: ...

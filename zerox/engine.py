@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from zerox._C import Meeting, Place
+from zerox._C import Meeting, Outcome
 from zerox.estimate import MemoryBytes, measured
 from zerox.flow.capture import is_capturing
 from zerox.flow.grad_calls import GradCalls
@@ -102,7 +102,7 @@ class Engine(OneGradient, OneState):
         capturing = is_capturing(self._all_ranks, self._options.capturable, self._gather.manager)
         with self._gather.updating():
             if not capturing:
-                self._check_options(self._settle(Place.STEP, [float(self._has_step_options)]), follows=False)
+                self._check_options(self._settle(Meeting.STEP, [float(self._has_step_options)]), follows=False)
             self._update_all(capturing)
         self._end_step()
         return loss
@@ -126,12 +126,12 @@ class Engine(OneGradient, OneState):
         """Inside, backward sends nothing: gradients stay local and add up, to leave with the next backward outside."""
         return self._grads.no_sync()
 
-    def _meet(self, place: Place) -> None:
-        self._settle(place)
+    def _meet(self, meeting: Meeting) -> None:
+        self._settle(meeting)
 
     def synchronize(self) -> None:
         """Waits for everything on its way. Collective. Needed between two backwards that use reentrant checkpoints."""
-        self._settle(Place.SYNCHRONIZE)
+        self._settle(Meeting.SYNCHRONIZE)
         if self._options.capturable:
             self._update.refresh(self.param_groups)  # a replay of step() reads the numbers that hold now
 
@@ -167,7 +167,7 @@ class Engine(OneGradient, OneState):
         if self._ranks is None:
             self._add_group(param_group)
             return
-        self._settle(Place.ADD_PARAM_GROUP)  # what is on its way was launched with the buckets there are
+        self._settle(Meeting.ADD_PARAM_GROUP)  # what is on its way was launched with the buckets there are
         count = len(self.param_groups)
         try:
             with self._ranks.refusals_told():
@@ -184,7 +184,7 @@ class Engine(OneGradient, OneState):
         """Gives every rank rank 0's values of the model's buffers. Collective."""
         self._all_ranks.check_here()
         if self._joining:
-            self._settle(Place.BROADCAST_BUFFERS)
+            self._settle(Meeting.BROADCAST_BUFFERS)
         for name, buffer in model.named_buffers():
             self._all_ranks.broadcast_values(buffer, f"buffer '{name}'")
 
@@ -284,29 +284,29 @@ class Engine(OneGradient, OneState):
             self._overlap.learn_buckets()
         self._publish_state()
 
-    def _settle(self, place: Place, arguments: Sequence[float] = (), refusal: str = "") -> Meeting:
+    def _settle(self, meeting: Meeting, arguments: Sequence[float] = (), refusal: str = "") -> Outcome:
         self._all_ranks.check_here()
-        follows = place is Place.FOLLOW
+        follows = meeting is Meeting.FOLLOW
         if not follows:
             self._notify()
         self._gather.wait()
         unfrozen = [m for m in self._frozen if m.param.requires_grad]
         moved = [(self._buckets[index], slot) for index, slot in self._grads.moved()]
         misfits = (bucket.buffer.misfit(slot, bucket.members[slot].name) for bucket, slot in moved)
-        refusal = refusal or self._gather.failure(forget=place is Place.STEP) or next(filter(None, misfits), "")
+        refusal = refusal or self._gather.failure(forget=meeting is Meeting.STEP) or next(filter(None, misfits), "")
         elsewhere: list[BufferSlot] = [(bucket.buffer, slot) for bucket, slot in moved]
         values = [] if refusal else self._gather.found_elsewhere(elsewhere)
         options = digest_of(self.param_groups, self._joining) if self._joining else 0.0
-        meeting = self._grads.settle(place, arguments, options, len(unfrozen), refusal)
-        if meeting.adopts:
+        outcome = self._grads.settle(meeting, arguments, options, len(unfrozen), refusal)
+        if outcome.adopts:
             self._adopt(unfrozen)
-            meeting = self._grads.settle(place, arguments, options)
+            outcome = self._grads.settle(meeting, arguments, options)
         self._calls.scale.forget_if_discarded()
-        if not follows or meeting.place == Place.STEP:
+        if not follows or outcome.meeting == Meeting.STEP:
             self._gather.elsewhere = elsewhere
             self._gather.take_in(elsewhere, values)
-        self._divide_by_active(meeting)
-        return meeting
+        self._divide_by_active(outcome)
+        return outcome
 
     def _updating(self) -> AbstractContextManager[None]:
         return self._gather.updating()

@@ -79,38 +79,38 @@ void bind_placement(py::module_& m) {
 }
 
 void bind_settlement(py::module_& m) {
-  py::enum_<Place>(m, "Place")
-      .value("FOLLOW", Place::follow)
-      .value("STEP", Place::step)
-      .value("CLIP", Place::clip)
-      .value("SYNCHRONIZE", Place::synchronize)
-      .value("UNSCALE", Place::unscale)
-      .value("MEAN_OVER", Place::mean_over)
-      .value("SCALE_GRADS", Place::scale_grads)
-      .value("CLIP_TOGETHER", Place::clip_together)
-      .value("SKIP_STEP", Place::skip_step)
-      .value("CLIP_VALUE", Place::clip_value)
-      .value("ADD_PARAM_GROUP", Place::add_param_group)
-      .value("SAVE", Place::save)
-      .value("FULL_STATE", Place::full_state)
-      .value("BROADCAST_BUFFERS", Place::broadcast_buffers)
-      .value("FULL_GRAD", Place::full_grad);
+  py::enum_<Meeting>(m, "Meeting")
+      .value("FOLLOW", Meeting::follow)
+      .value("STEP", Meeting::step)
+      .value("CLIP", Meeting::clip)
+      .value("SYNCHRONIZE", Meeting::synchronize)
+      .value("UNSCALE", Meeting::unscale)
+      .value("MEAN_OVER", Meeting::mean_over)
+      .value("SCALE_GRADS", Meeting::scale_grads)
+      .value("CLIP_TOGETHER", Meeting::clip_together)
+      .value("SKIP_STEP", Meeting::skip_step)
+      .value("CLIP_VALUE", Meeting::clip_value)
+      .value("ADD_PARAM_GROUP", Meeting::add_param_group)
+      .value("SAVE", Meeting::save)
+      .value("FULL_STATE", Meeting::full_state)
+      .value("BROADCAST_BUFFERS", Meeting::broadcast_buffers)
+      .value("FULL_GRAD", Meeting::full_grad);
   m.attr("NUM_ARGUMENTS") = std::tuple_size_v<Arguments>;
-  py::class_<Meeting>(m, "Meeting")
-      .def_readonly("adopts", &Meeting::adopts)
-      .def_readonly("place", &Meeting::place)
-      .def_readonly("arguments", &Meeting::arguments)
-      .def_readonly("has_same_options", &Meeting::has_same_options)
-      .def_readonly("followed", &Meeting::followed)
-      .def_readonly("num_active", &Meeting::num_active)
-      .def_readonly("speaker", &Meeting::speaker);
+  py::class_<Outcome>(m, "Outcome")
+      .def_readonly("adopts", &Outcome::adopts)
+      .def_readonly("meeting", &Outcome::meeting)
+      .def_readonly("arguments", &Outcome::arguments)
+      .def_readonly("has_same_options", &Outcome::has_same_options)
+      .def_readonly("followed", &Outcome::followed)
+      .def_readonly("num_active", &Outcome::num_active)
+      .def_readonly("speaker", &Outcome::speaker);
   py::enum_<Combine>(m, "Combine").value("SUM", Combine::sum).value("MAX", Combine::max);
   py::class_<Settlement>(m, "Settlement")
       .def(
           "settle",
-          [](Settlement& self, Place place, const Arguments& arguments, double options, int64_t adoptions,
-             std::string refusal) { return self.settle({place, arguments, options, adoptions, std::move(refusal)}); },
-          py::arg("place"), py::arg("arguments") = Arguments{}, py::arg("options") = 0.0, py::arg("adoptions") = 0,
+          [](Settlement& self, Meeting meeting, const Arguments& arguments, double options, int64_t adoptions,
+             std::string refusal) { return self.settle({meeting, arguments, options, adoptions, std::move(refusal)}); },
+          py::arg("meeting"), py::arg("arguments") = Arguments{}, py::arg("options") = 0.0, py::arg("adoptions") = 0,
           py::arg("refusal") = "", Release())
       .def("set_before_backward_end", &Settlement::set_before_backward_end, py::arg("call"))
       .def("zero", &Settlement::zero, py::arg("set_to_none"), Release())

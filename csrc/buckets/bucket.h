@@ -99,7 +99,7 @@ struct Home {
   at::DimVector strides;
 };
 
-// One parameter: its place in the bucket, and what this rank knows of its gradient.
+// One parameter: its position in the bucket, and what this rank knows of its gradient.
 //
 // Note [Who holds a gradient]
 // Once a gradient has left, the reduced one lives on its owner alone, and p.grad is a placeholder. `held` says that

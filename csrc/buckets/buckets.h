@@ -54,12 +54,12 @@ struct Buckets {
     return count;
   }
 
-  // Calls each(slot, its place among the slots of all buckets).
+  // Calls each(slot, its position among the slots of all buckets).
   template <class Each>
   void for_each_slot(const Each& each) const {
-    int64_t place = 0;
+    int64_t position = 0;
     for (const auto& bucket : all) {
-      for (Slot& slot : bucket->slots) each(slot, place++);
+      for (Slot& slot : bucket->slots) each(slot, position++);
     }
   }
 };

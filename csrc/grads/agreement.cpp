@@ -25,11 +25,13 @@ void with_tensor(Numbers& numbers, at::ScalarType type, const Collective& collec
 
 using Number = int64_t (*)(const Statement&);
 constexpr std::array<Number, static_cast<size_t>(Said::kCount)> kFields = {
-    [](const Statement& s) { return static_cast<int64_t>(s.call.place); },
-    [](const Statement& s) { return s.call.place == Place::follow ? kNowhere : static_cast<int64_t>(s.call.place); },
+    [](const Statement& s) { return static_cast<int64_t>(s.call.meeting); },
+    [](const Statement& s) {
+      return s.call.meeting == Meeting::follow ? kNowhere : static_cast<int64_t>(s.call.meeting);
+    },
     [](const Statement& s) { return s.rounds; },
     // Ranks without a backward of their own don't limit the others: they join whatever the others launched.
-    [](const Statement& s) { return s.own_rounds > 0 && s.call.place != Place::follow ? s.rounds : kNoBackward; },
+    [](const Statement& s) { return s.own_rounds > 0 && s.call.meeting != Meeting::follow ? s.rounds : kNoBackward; },
     [](const Statement& s) { return static_cast<int64_t>(s.failed); },
     [](const Statement& s) { return static_cast<int64_t>(s.unsent); },
     [](const Statement& s) { return static_cast<int64_t>(s.changed); },
@@ -62,8 +64,8 @@ void pack_arguments(const Statement& s, std::vector<int64_t>& packed) {
     packed.push_back(is_said ? bits : std::numeric_limits<int64_t>::min());
     packed.push_back(is_said ? ~bits : std::numeric_limits<int64_t>::min());
   };
-  const bool is_in_call = s.call.place != Place::backward_end;
-  for (const double argument : s.call.arguments) pack(argument, is_in_call && s.call.place != Place::follow);
+  const bool is_in_call = s.call.meeting != Meeting::backward_end;
+  for (const double argument : s.call.arguments) pack(argument, is_in_call && s.call.meeting != Meeting::follow);
   pack(s.call.options, is_in_call);
 }
 
@@ -89,7 +91,7 @@ void Agreement::ask(const Question& question) {
 }
 
 Verdict Agreement::agree(const Statement& s, const char* where) {
-  where_ = where != nullptr ? where : name_of(static_cast<int64_t>(s.call.place));
+  where_ = where != nullptr ? where : name_of(static_cast<int64_t>(s.call.meeting));
   const int64_t world = control_.group ? control_.group->getSize() : 1;
   const int64_t rank = control_.group ? control_.group->getRank() : 0;
   // A maximum also carries the rank that it came from, and a minimum is the maximum of the negatives.
@@ -107,7 +109,7 @@ Verdict Agreement::agree(const Statement& s, const char* where) {
       with_tensor(packed, at::kLong,
                   [this](std::vector<at::Tensor>& tensors) { small_.run(tensors[0], combine_statements); });
     });
-    control_.whereabouts->met(name_of(static_cast<int64_t>(s.call.place)));
+    control_.whereabouts->met(name_of(static_cast<int64_t>(s.call.meeting)));
   }
   Verdict verdict{};
   for (size_t i = 0; i < kNumFields; ++i) {

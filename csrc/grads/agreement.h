@@ -1,4 +1,4 @@
-// What ranks tell each other where they meet (places.h), in one small message.
+// What ranks tell each other where they meet (meetings.h), in one small message.
 #pragma once
 
 #include <array>
@@ -10,7 +10,7 @@
 #include "buckets/slot_set.h"
 #include "exchange/exchange.h"
 #include "exchange/small_all_reduce.h"
-#include "grads/places.h"
+#include "grads/meetings.h"
 
 namespace zx {
 
@@ -23,7 +23,7 @@ struct Statement {
   bool changed;        // it discarded reduced gradients, and no flight has told their owners yet
   bool scaled;         // it holds a gradient that mark_scaled() saw
   bool zeroed;         // zero_grad() was called since ranks met last
-  bool active;         // see Meeting::num_active
+  bool active;         // see Outcome::num_active
   bool proposes;       // it knows the order in which its forward needs buckets, and none is agreed yet
   SlotSet with_grad;   // the slots whose gradient it holds, or stands by after it has left
 };
@@ -37,8 +37,8 @@ struct Extreme {
 
 // The numbers of a statement whose extremes all ranks learn.
 enum class Said : uint8_t {
-  place,   // least is Place::follow if some rank follows, most if all do
-  active,  // the place of those that don't follow; least is kNowhere if all do
+  meeting,  // least is Meeting::follow if some rank follows, most if all do
+  active,   // the meeting of those that don't follow; least is kNowhere if all do
   rounds,
   own_rounds,  // of ranks that ran a backward; least is kNoBackward if none did
   failed,
@@ -73,7 +73,7 @@ class Agreement {
       : control_(control), small_(std::move(control)), trouble_(std::move(trouble)) {}
 
   // Collective: takes every rank's statement, and returns the same verdict to all. It is one all-reduce of 31 integers
-  // and one bit per slot. `where` is named in errors instead of the place.
+  // and one bit per slot. `where` is named in errors instead of the meeting.
   Verdict agree(const Statement& statement, const char* where = nullptr);
 
   // To be called when all ranks go on to update.
@@ -103,7 +103,7 @@ class Agreement {
   Line control_;
   SmallAllReduce small_;
   std::function<std::string()> trouble_;
-  const char* where_ = "";  // the place where ranks agreed last, or are about to
+  const char* where_ = "";  // the meeting where ranks agreed last, or are about to
 };
 
 }  // namespace zx

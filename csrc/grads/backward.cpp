@@ -16,7 +16,7 @@ Backward::Backward(std::shared_ptr<Buckets> buckets, std::shared_ptr<GradPlaceme
       paced_(paced) {}
 
 Backward::~Backward() {
-  buckets_->for_each_slot([](Slot& slot, int64_t /*place*/) {
+  buckets_->for_each_slot([](Slot& slot, int64_t /*position*/) {
     remove_hooks(slot);
     at::Tensor& grad = slot.param.mutable_grad();
     if (grad.defined() && slot.placeholder.defined() && grad.is_same(slot.placeholder)) grad.reset();

@@ -23,7 +23,7 @@ BucketManager::BucketManager(std::shared_ptr<Exchange> exchange, const Line& con
   backward_ = std::make_shared<Backward>(buckets_, placement_, flights_, exchange_->world(), paced);
   settlement_ = std::make_shared<Settlement>(control, buckets_, placement_, backward_, flights_, params_);
   backward_->set_on_end([weak = std::weak_ptr(settlement_)] {
-    if (const auto settlement = weak.lock()) settlement->settle({.place = Place::backward_end});
+    if (const auto settlement = weak.lock()) settlement->settle({.meeting = Meeting::backward_end});
   });
 }
 

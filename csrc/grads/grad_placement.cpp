@@ -7,7 +7,7 @@ namespace zx {
 
 void GradPlacement::zero(bool set_to_none, int64_t rounds) {
   const Locked lock(buckets().mutex);
-  buckets().for_each_slot([&](Slot& slot, int64_t /*place*/) {
+  buckets().for_each_slot([&](Slot& slot, int64_t /*position*/) {
     at::Tensor& grad = slot.param.mutable_grad();
     // After a round every owner may hold a gradient of this parameter, whether or not this rank contributed to it.
     slot.replace |= slot.held || rounds > 0;
@@ -39,7 +39,7 @@ void GradPlacement::zero(bool set_to_none, int64_t rounds) {
 
 void GradPlacement::mark_scaled() {
   const Locked lock(buckets().mutex);
-  buckets().for_each_slot([](Slot& slot, int64_t /*place*/) { slot.seen.scaled.note(slot.param.grad()); });
+  buckets().for_each_slot([](Slot& slot, int64_t /*position*/) { slot.seen.scaled.note(slot.param.grad()); });
 }
 
 void GradPlacement::mark_zeroed(int64_t bucket, int64_t slot) {

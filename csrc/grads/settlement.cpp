@@ -12,14 +12,14 @@ namespace {
 
 constexpr const char* kUneven = ". If ranks have unequal numbers of batches, put their loops inside optimizer.join()";
 
-// Ranks at the same place must have passed the same: the same bits, since NaN stands for what the host does not know.
+// Ranks at the same meeting must have passed the same: the same bits, since NaN stands for what the host does not know.
 void check_arguments(const Verdict& verdict) {
   const Arguments& least = verdict.least_arguments;
   const Arguments& most = verdict.most_arguments;
   const auto same_bits = [](double a, double b) { return std::bit_cast<int64_t>(a) == std::bit_cast<int64_t>(b); };
   const auto differ = std::mismatch(least.begin(), least.end(), most.begin(), same_bits);
   if (differ.first == least.end()) return;
-  TORCH_CHECK(false, "zerox: ranks passed different arguments to ", name_of(verdict[Said::place].most), ": ",
+  TORCH_CHECK(false, "zerox: ranks passed different arguments to ", name_of(verdict[Said::meeting].most), ": ",
               *differ.first, " and ", *differ.second, "; every rank must pass the same");
 }
 
@@ -61,15 +61,15 @@ void Settlement::check(const Verdict& verdict) {
     backward_->fail("another rank can't: " + why);
     TORCH_CHECK(false, "zerox: rank ", verdict[Said::failed].most_rank, " can't go on: ", why, way_out);
   }
-  const Extreme& place = verdict[Said::place];
-  const bool followed = place.least == static_cast<int64_t>(Place::follow);
-  TORCH_CHECK(!followed || place.most <= kLastFollowed, "zerox: rank ", place.least_rank,
-              " has run out of batches inside optimizer.join(), and can't follow rank ", place.most_rank, " into ",
-              name_of(place.most), ": make this call outside join(), on all ranks");
+  const Extreme& meeting = verdict[Said::meeting];
+  const bool followed = meeting.least == static_cast<int64_t>(Meeting::follow);
+  TORCH_CHECK(!followed || meeting.most <= kLastFollowed, "zerox: rank ", meeting.least_rank,
+              " has run out of batches inside optimizer.join(), and can't follow rank ", meeting.most_rank, " into ",
+              name_of(meeting.most), ": make this call outside join(), on all ranks");
   const Extreme& active = verdict[Said::active];
-  TORCH_CHECK(active.least >= place.most || active.least == static_cast<int64_t>(Place::backward_end), "zerox: rank ",
-              active.least_rank, " is in ", name_of(active.least), " while rank ", place.most_rank, " is in ",
-              name_of(place.most), "; every rank must make the same calls", kUneven);
+  TORCH_CHECK(active.least >= meeting.most || active.least == static_cast<int64_t>(Meeting::backward_end),
+              "zerox: rank ", active.least_rank, " is in ", name_of(active.least), " while rank ", meeting.most_rank,
+              " is in ", name_of(meeting.most), "; every rank must make the same calls", kUneven);
   if (verdict[Said::own_rounds].least < verdict[Said::rounds].most) {
     abandon(verdict);
     backward_->fail("ranks ran different numbers of backwards");
@@ -97,7 +97,7 @@ Statement Settlement::statement(const Call& call) {
           .changed = seen.changed,
           .scaled = seen.scaled,
           .zeroed = zeroed_.exchange(false),
-          .active = call.place != Place::follow || had_gradient_,
+          .active = call.meeting != Meeting::follow || had_gradient_,
           .proposes = params_->proposes_order(),
           .with_grad = std::move(seen.with_grad)};
 }
@@ -113,10 +113,10 @@ Verdict Settlement::meet(const Call& call) {
   settled_.scaled = verdict[Said::scaled].most > 0;
   settled_.with_grad = verdict.with_grad;
   check(verdict);
-  const bool followed = verdict[Said::place].least == static_cast<int64_t>(Place::follow);
+  const bool followed = verdict[Said::meeting].least == static_cast<int64_t>(Meeting::follow);
   backward_->set_followed(followed);
   // What a follower still holds is of an older step, which the others have zeroed.
-  if (call.place == Place::follow && verdict[Said::zeroed].most > 0 && !was_zeroed) {
+  if (call.meeting == Meeting::follow && verdict[Said::zeroed].most > 0 && !was_zeroed) {
     placement_->zero(/*set_to_none=*/true, backward_->progress().rounds);
   }
   join(verdict, /*empty=*/false);
@@ -124,49 +124,49 @@ Verdict Settlement::meet(const Call& call) {
   return verdict;
 }
 
-Meeting Settlement::settle(const Call& call) {
+Outcome Settlement::settle(const Call& call) {
   const Range range("settle");
   const Stopwatch::Lap lap(waited_);
-  if (call.place == Place::backward_end && before_backward_end_) before_backward_end_();
+  if (call.meeting == Meeting::backward_end && before_backward_end_) before_backward_end_();
   const std::lock_guard lock(mutex_);
-  TORCH_CHECK(backward_->is_syncing() || call.place == Place::backward_end,
-              "zerox: ", name_of(static_cast<int64_t>(call.place)),
+  TORCH_CHECK(backward_->is_syncing() || call.meeting == Meeting::backward_end,
+              "zerox: ", name_of(static_cast<int64_t>(call.meeting)),
               " was called inside no_sync(), where gradients are not exchanged");
   backward_->end_pass();
   if (!call.refusal.empty()) backward_->fail(call.refusal);
   // 1. Ranks tell each other where they are, and launch until all have launched the same rounds. A rank without a
   // backward of its own meets the others at the end of theirs, and then again at their next call.
-  constexpr auto kBackwardEnd = static_cast<int64_t>(Place::backward_end);
+  constexpr auto kBackwardEnd = static_cast<int64_t>(Meeting::backward_end);
   Verdict verdict = meet(call);
-  while (verdict[Said::active].least == kBackwardEnd && call.place != Place::backward_end) verdict = meet(call);
-  const auto place = static_cast<Place>(verdict[Said::place].most);  // a follower is where the others are
-  Meeting meeting{.adopts = verdict[Said::adoptions].most > 0,
-                  .place = place,
+  while (verdict[Said::active].least == kBackwardEnd && call.meeting != Meeting::backward_end) verdict = meet(call);
+  const auto meeting = static_cast<Meeting>(verdict[Said::meeting].most);  // a follower is where the others are
+  Outcome outcome{.adopts = verdict[Said::adoptions].most > 0,
+                  .meeting = meeting,
                   .arguments = verdict.most_arguments,
                   .has_same_options = verdict.has_same_options,
-                  .followed = verdict[Said::place].least == static_cast<int64_t>(Place::follow),
+                  .followed = verdict[Said::meeting].least == static_cast<int64_t>(Meeting::follow),
                   .num_active = verdict.num_active,
                   .speaker = verdict[Said::active].least_rank};
-  if (call.place == Place::backward_end || place == Place::follow) return meeting;
+  if (call.meeting == Meeting::backward_end || meeting == Meeting::follow) return outcome;
   check_arguments(verdict);
   // 2. What has to be the same on all ranks before they go on: orders, and parameters to adopt.
   if (verdict[Said::rounds].most > 0 && !backward_->has_order()) learn_order();
-  if (meeting.adopts) return meeting;
+  if (outcome.adopts) return outcome;
   if (verdict[Said::proposes].least > 0) params_->set_order(agreement_.from_rank_0(params_->take_proposal()));
-  finish(verdict, place);
-  return meeting;
+  finish(verdict, meeting);
+  return outcome;
 }
 
-void Settlement::finish(const Verdict& verdict, Place place) {
+void Settlement::finish(const Verdict& verdict, Meeting meeting) {
   // 3. What no flight took leaves, and the caller waits for all that is on its way.
   send_rest(verdict);
   flights_->await_landed();
   // 4. The next backward begins anew.
-  const bool is_step = place == Place::step;
+  const bool is_step = meeting == Meeting::step;
   if (is_step) agreement_.step_begun();
   backward_->start_over();
   placement_->start_over(is_step);
-  if (is_step || place == Place::skip_step) had_gradient_ = false;
+  if (is_step || meeting == Meeting::skip_step) had_gradient_ = false;
 }
 
 // Sends what no flight of a backward took; if there is nothing, owners still hear of what was discarded.
@@ -185,7 +185,7 @@ void Settlement::zero(bool set_to_none) {
   // Where gradients are whole, the others wait at the end of the backward that raised here: they must be told.
   if (raised && placement_->meets_after_backward()) {
     const std::lock_guard lock(mutex_);
-    abandon_with_reason(agreement_.agree(statement({.place = Place::backward_end}), "zero_grad()"));
+    abandon_with_reason(agreement_.agree(statement({.meeting = Meeting::backward_end}), "zero_grad()"));
   }
   backward_->forget_failure();
   zeroed_ = true;
@@ -215,8 +215,8 @@ bool Settlement::holds_scaled() const {
 
 void Settlement::bump_versions() const {
   const std::lock_guard lock(mutex_);
-  buckets_->for_each_slot([this](const Slot& slot, int64_t place) {
-    if (settled_.with_grad.has(place)) slot.param.unsafeGetTensorImpl()->bump_version();
+  buckets_->for_each_slot([this](const Slot& slot, int64_t position) {
+    if (settled_.with_grad.has(position)) slot.param.unsafeGetTensorImpl()->bump_version();
   });
 }
 

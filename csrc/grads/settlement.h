@@ -23,9 +23,9 @@ class Settlement {
   Settlement(Line control, std::shared_ptr<Buckets> buckets, std::shared_ptr<GradPlacement> placement,
              std::shared_ptr<Backward> backward, std::shared_ptr<Flights> flights, std::shared_ptr<Params> params);
 
-  // Collective. Afterwards everything that ranks launched has landed, the same on all ranks, unless the Meeting says
+  // Collective. Afterwards everything that ranks launched has landed, the same on all ranks, unless the Outcome says
   // that parameters are to be adopted first. Throws on all ranks if they disagree, or if one has a `refusal`.
-  Meeting settle(const Call& call);
+  Outcome settle(const Call& call);
 
   // `call` is called before ranks meet at the end of a backward. For torch's Join, which has a meeting of its own.
   void set_before_backward_end(std::function<void()> call) { before_backward_end_ = std::move(call); }
@@ -53,7 +53,7 @@ class Settlement {
   Statement statement(const Call& call);
   Verdict meet(const Call& call);
   void check(const Verdict& verdict);
-  void finish(const Verdict& verdict, Place place);
+  void finish(const Verdict& verdict, Meeting meeting);
   void join(const Verdict& verdict, bool empty);
   void abandon(const Verdict& verdict);
   std::string abandon_with_reason(const Verdict& verdict);

@@ -43,10 +43,10 @@ Taken ShardedGrads::take(const Bucket& /*bucket*/, Slot& slot, const Locked& /*l
 
 GradsSeen ShardedGrads::look(int64_t /*rounds*/, const Locked& /*lock*/) {
   GradsSeen seen{.with_grad = SlotSet(buckets().num_slots())};
-  buckets().for_each_slot([&](Slot& slot, int64_t place) {
+  buckets().for_each_slot([&](Slot& slot, int64_t position) {
     const at::Tensor& grad = slot.param.grad();
     if (grad.defined()) {
-      seen.with_grad.add(place);
+      seen.with_grad.add(position);
       if (!grad.is_same(slot.placeholder)) {
         seen.unsent = true;
         if (seen.refusal.empty()) seen.refusal = refusal_of(slot);
@@ -65,7 +65,7 @@ GradsSeen ShardedGrads::look(int64_t /*rounds*/, const Locked& /*lock*/) {
 std::vector<uint8_t> ShardedGrads::take_changes() {
   const Locked lock(buckets().mutex);
   std::vector<uint8_t> changes;
-  buckets().for_each_slot([&](Slot& slot, int64_t /*place*/) {
+  buckets().for_each_slot([&](Slot& slot, int64_t /*position*/) {
     changes.push_back(slot.replace || slot.zeroed);
     changes.push_back(slot.zeroed);
     slot.replace = false;

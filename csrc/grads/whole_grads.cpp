@@ -46,10 +46,10 @@ void WholeGrads::scale(int64_t index, const at::Tensor& factor, const Slots& slo
 
 GradsSeen WholeGrads::look(int64_t rounds, const Locked& /*lock*/) {
   GradsSeen seen{.with_grad = SlotSet(buckets().num_slots())};
-  buckets().for_each_slot([&](Slot& slot, int64_t place) {
+  buckets().for_each_slot([&](Slot& slot, int64_t position) {
     const at::Tensor& grad = slot.param.grad();
     if (grad.defined()) {
-      seen.with_grad.add(place);
+      seen.with_grad.add(position);
       if (seen.refusal.empty()) seen.refusal = refusal_of(slot);
       seen.unsent |= is_unsent(slot, rounds);
     }
@@ -154,7 +154,7 @@ enum : uint8_t { kAbsent, kPresent, kReached };
 std::vector<uint8_t> GatheredGrads::who_has_grads() {
   const Locked lock(buckets().mutex);
   std::vector<uint8_t> found;
-  buckets().for_each_slot([&](Slot& slot, int64_t /*place*/) {
+  buckets().for_each_slot([&](Slot& slot, int64_t /*position*/) {
     found.push_back(!slot.held ? kAbsent : slot.fired ? kReached : kPresent);
     slot.fired = false;  // for the next round, which may be another rank's
   });
@@ -216,12 +216,12 @@ void GatheredGrads::send_rest(Agreement& agreement, const std::function<void()>&
   {
     const Locked lock(buckets().mutex);
     buckets().for_each_slot(
-        [&](Slot& slot, int64_t /*place*/) { unsent.push_back(slot.whole.is_local(slot.param.grad())); });
+        [&](Slot& slot, int64_t /*position*/) { unsent.push_back(slot.whole.is_local(slot.param.grad())); });
   }
   agreement.take_largest(unsent);
   {
     const Locked lock(buckets().mutex);
-    buckets().for_each_slot([&](Slot& slot, int64_t place) { slot.whole.unsent = unsent[place] != 0; });
+    buckets().for_each_slot([&](Slot& slot, int64_t position) { slot.whole.unsent = unsent[position] != 0; });
     only_unsent_ = true;
   }
   launch();
@@ -233,7 +233,7 @@ void GatheredGrads::start_over(bool is_step) {
   const Locked lock(buckets().mutex);
   gathered_ = 0;
   if (!is_step) return;
-  buckets().for_each_slot([](Slot& slot, int64_t /*place*/) { slot.whole.reached = false; });
+  buckets().for_each_slot([](Slot& slot, int64_t /*position*/) { slot.whole.reached = false; });
 }
 
 }  // namespace zx

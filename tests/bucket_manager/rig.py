@@ -54,7 +54,7 @@ class GradsOfModel:
             self.grads.add_bucket(self.buckets[-1])
 
     def settle(self) -> None:
-        self.grads.settle(C.Place.STEP)
+        self.grads.settle(C.Meeting.STEP)
 
     def expect(self, expected: Sequence[Tensor | None]) -> None:
         """Asserts that the mean gradient of each parameter is the expected one, or that it has none.

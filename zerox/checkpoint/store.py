@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 
-from zerox._C import Place
+from zerox._C import Meeting
 from zerox.checkpoint import manifest
 from zerox.checkpoint.entries import entries
 from zerox.checkpoint.everyone import Everyone, FailingAs
@@ -54,7 +54,7 @@ def save(
     path, ranks = Path(path), Everyone.of(optimizer, process_group)
     failure = not_saved(path)
     with FailingAs(failure):
-        optimizer._meet(Place.SAVE)
+        optimizer._meet(Meeting.SAVE)
     tensors: dict[str, Tensor] = {}
     host: dict[str, Any] = {}
     with ranks.failing_together(failure):
@@ -129,7 +129,7 @@ def load(
     """
     path, ranks = Path(path), Everyone.of(optimizer, process_group)
     with FailingAs(not_loaded(path)):
-        optimizer._meet(Place.SAVE)
+        optimizer._meet(Meeting.SAVE)
     first: dict[str, Any] = {}
     opened = open_checkpoint(path, ranks)
     host: dict[str, Any] = {}

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from zerox._C import Place
+from zerox._C import Meeting
 from zerox.flow.asked import Asked
 from zerox.flow.grad_calls import order_of
 from zerox.flow.mean_gradient import MeanGradient
@@ -37,11 +37,11 @@ def clip_grad_norm_(
     if not given:
         raise ValueError("zerox.clip_grad_norm_() needs at least one optimizer")
     rows: list[tuple[Tensor, Tensor | None]] = []
-    meetings = []
+    outcomes = []
     for optimizer in given:
         calls = optimizer._calls
         refusal = calls.refusal("zerox.clip_grad_norm_()")
-        meetings.append(optimizer._settle(Place.CLIP_TOGETHER, [p, float(max_norm)], refusal))
+        outcomes.append(optimizer._settle(Meeting.CLIP_TOGETHER, [p, float(max_norm)], refusal))
         rows += calls.rows(p, Asked(optimizer._buckets))
     device = rows[0][0].device
     rows = [(words.to(device), None if factor is None else factor.to(device)) for words, factor in rows]
@@ -54,8 +54,8 @@ def clip_grad_norm_(
     for optimizer in given:
         optimizer._calls.note_norm(total, p)
     if max_norm != math.inf:
-        for optimizer, meeting in zip(given, meetings, strict=True):
-            optimizer._calls.clip_together(meeting, coefficient.to(optimizer._grads.ranks.device))
+        for optimizer, outcome in zip(given, outcomes, strict=True):
+            optimizer._calls.clip_together(outcome, coefficient.to(optimizer._grads.ranks.device))
     if error_if_nonfinite:
         check_finite(total, finite, p)
     return total

@@ -1,7 +1,7 @@
 """What the training loop may ask of the mean gradient between backward and step().
 
-Each method here is a call's part after ranks have met (csrc/grads/places.h), so that a rank that follows the others can
-take the same part: see join.py. What the follower can't know comes with the meeting, or from its ``speaker``.
+Each method here is what a call does after ranks have met (csrc/grads/meetings.h), so that a rank that follows the
+others can do the same: see join.py. What the follower can't know comes with the outcome, or from its ``speaker``.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from zerox._C import Combine, Meeting
+from zerox._C import Combine, Outcome
 from zerox.flow.asked import Asked, asked_by_number
 from zerox.flow.grad_scale import Divisor, GradScale, Norm
 from zerox.flow.grads import Grads
@@ -61,11 +61,11 @@ class GradCalls:
 
     # ---- after it
 
-    def clip(self, meeting: Meeting, asked: Asked | None = None) -> Tensor:
+    def clip(self, outcome: Outcome, asked: Asked | None = None) -> Tensor:
         """``asked``: None on a rank that follows."""
-        max_norm, p, flags = meeting.arguments
-        if asked is None or (int(flags) > 1 and meeting.followed):
-            asked = self._asked_of_speaker(meeting, asked, is_some=int(flags) > 1)
+        max_norm, p, flags = outcome.arguments
+        if asked is None or (int(flags) > 1 and outcome.followed):
+            asked = self._asked_of_speaker(outcome, asked, is_some=int(flags) > 1)
         norm, finite = self.norm(p, asked)
         total = norm.to(self.norm_dtype)
         if asked.has_all:
@@ -87,16 +87,16 @@ class GradCalls:
         values = [self.scale.values[divisor] for divisor in dict.fromkeys(self.scale.divisors)] or [None]
         return list(zip(words, values, strict=True))
 
-    def clip_together(self, meeting: Meeting, coefficient: Tensor | None = None) -> None:
+    def clip_together(self, outcome: Outcome, coefficient: Tensor | None = None) -> None:
         """The rest of zerox.clip_grad_norm_(), once the norm is known; on a rank that follows, all of it."""
         if coefficient is None:
-            self.rows(meeting.arguments[0], Asked(self.buckets))
-            if meeting.arguments[1] == math.inf:
+            self.rows(outcome.arguments[0], Asked(self.buckets))
+            if outcome.arguments[1] == math.inf:
                 return
             coefficient = torch.empty((), dtype=torch.float64, device=self.grads.ranks.device)
-        if meeting.followed:
+        if outcome.followed:
             coefficient = coefficient.double().reshape(1)
-            self.grads.ranks.broadcast(coefficient, "the scale of the gradients", root=meeting.speaker)
+            self.grads.ranks.broadcast(coefficient, "the scale of the gradients", root=outcome.speaker)
             coefficient = coefficient.reshape(())
         self.shrink(coefficient, Asked(self.buckets))
         self.scale.requested.clip = "zerox.clip_grad_norm_()"
@@ -115,7 +115,7 @@ class GradCalls:
                 self.grads.manager.grads.forget_words(index)
         self.scale.mark()
 
-    def mean_over(self, meeting: Meeting, count: float | Tensor = 0) -> None:
+    def mean_over(self, outcome: Outcome, count: float | Tensor = 0) -> None:
         ranks = self.grads.ranks
         if isinstance(count, Tensor):
             total = count.detach().reshape(()).to(ranks.device, torch.float64, copy=True)
@@ -133,22 +133,22 @@ class GradCalls:
         factor = divided_by / (total + (total == 0)) * (total != 0)
         return factor + 0.0 * total.sqrt()  # NaN for a negative total, which the host has not seen
 
-    def multiply(self, meeting: Meeting, factor: Tensor | None = None) -> None:
+    def multiply(self, outcome: Outcome, factor: Tensor | None = None) -> None:
         """By ``factor``; None: by the number that ranks told each other, or the speaker's."""
-        self._multiply(dict.fromkeys(self.scale.values, self._factor(meeting, factor)))
+        self._multiply(dict.fromkeys(self.scale.values, self._factor(outcome, factor)))
 
-    def _factor(self, meeting: Meeting, factor: Tensor | None) -> Tensor:
-        device, number = self.grads.ranks.device, meeting.arguments[0]
+    def _factor(self, outcome: Outcome, factor: Tensor | None) -> Tensor:
+        device, number = self.grads.ranks.device, outcome.arguments[0]
         if device.type == "cpu" or not math.isnan(number):
             return torch.full((), number, dtype=torch.float64, device=device)
-        if meeting.followed:
+        if outcome.followed:
             told = torch.zeros(1, dtype=torch.float64, device=device) if factor is None else factor.double().reshape(1)
-            self.grads.ranks.broadcast(told, "the factor of the gradients", root=meeting.speaker)
+            self.grads.ranks.broadcast(told, "the factor of the gradients", root=outcome.speaker)
             return told.reshape(())
         assert factor is not None
         return factor
 
-    def skip(self, meeting: Meeting | None = None) -> None:
+    def skip(self, outcome: Outcome | None = None) -> None:
         self.scale.reset()
         self.record.num_skipped += 1
 
@@ -163,19 +163,19 @@ class GradCalls:
         if p == 2.0:
             self.scale.requested.norm = Norm(total, self.grads.manager.settlement.num_added)
 
-    def divide_by_active(self, meeting: Meeting) -> None:
+    def divide_by_active(self, outcome: Outcome) -> None:
         """Has a mean over all ranks become one over those that had batches; once a step."""
         size = self.grads.ranks.size
-        if self.scale.requested.num_active is None and not self.scale.requested.mean_over and meeting.num_active < size:
-            factor = torch.full((), size / meeting.num_active, dtype=torch.float64, device=self.grads.ranks.device)
+        if self.scale.requested.num_active is None and not self.scale.requested.mean_over and outcome.num_active < size:
+            factor = torch.full((), size / outcome.num_active, dtype=torch.float64, device=self.grads.ranks.device)
             if None in self.scale.values:
                 self._multiply({None: factor})
-            self.scale.requested.num_active = meeting.num_active
+            self.scale.requested.num_active = outcome.num_active
 
-    def unscale(self, meeting: Meeting, inverse: Tensor | None = None) -> Tensor:
+    def unscale(self, outcome: Outcome, inverse: Tensor | None = None) -> Tensor:
         """Returns whether a gradient is inf or NaN: float32 0 or 1."""
-        if meeting.arguments[0] != 1.0:
-            factors = dict.fromkeys(self.scale.values, self._factor(meeting, inverse))
+        if outcome.arguments[0] != 1.0:
+            factors = dict.fromkeys(self.scale.values, self._factor(outcome, inverse))
             narrow = any(bucket.buffer.flat.dtype is torch.float16 for bucket in self.buckets)
             if self.grads.sharded or narrow:
                 self.scale.multiply_each(factors)
@@ -185,8 +185,8 @@ class GradCalls:
         self.scale.skip_unless(finite)
         return (1.0 - finite).float()
 
-    def limit(self, meeting: Meeting) -> None:
-        self.scale.requested.limit = meeting.arguments[0]
+    def limit(self, outcome: Outcome) -> None:
+        self.scale.requested.limit = outcome.arguments[0]
         self.scale.mark()
 
     # ---- inside
@@ -202,11 +202,11 @@ class GradCalls:
         else:
             self.scale.multiply_in_grads(factors)
 
-    def _asked_of_speaker(self, meeting: Meeting, asked: Asked | None, is_some: bool) -> Asked:
+    def _asked_of_speaker(self, outcome: Outcome, asked: Asked | None, is_some: bool) -> Asked:
         if not is_some:
             return Asked(self.buckets)
         said = self.grads.ranks.all_gather_text("" if asked is None else " ".join(map(str, asked.numbers)))
-        return asked_by_number(self.buckets, map(int, said[meeting.speaker].split()))
+        return asked_by_number(self.buckets, map(int, said[outcome.speaker].split()))
 
 
 def order_of(norm_type: float) -> float:

@@ -90,12 +90,12 @@ class Grads:
 
     def settle(
         self,
-        place: C.Place,
+        meeting: C.Meeting,
         arguments: Sequence[float] = (),
         options: float = 0.0,
         adoptions: int = 0,
         refusal: str = "",
-    ) -> C.Meeting:
+    ) -> C.Outcome:
         """Collective. Waits until everything launched has landed on all ranks, unless a rank has to adopt first.
 
         RuntimeError on all ranks if they ran different numbers of backwards, one of them raised, or one passes a
@@ -103,7 +103,7 @@ class Grads:
         past the group's timeout.
         """
         padded = [*arguments, *[0.0] * (C.NUM_ARGUMENTS - len(arguments))]
-        return self.manager.settlement.settle(place, padded, options, adoptions, refusal)
+        return self.manager.settlement.settle(meeting, padded, options, adoptions, refusal)
 
     def shard(self, index: int) -> Tensor | None:
         """The mean gradient's shard ``[shard_numel]`` after settle(), or None while no parameter has a gradient.

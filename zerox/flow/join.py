@@ -1,4 +1,4 @@
-"""Ranks with unequal numbers of batches: one that has run out follows the others, see Note [Followers] in places.h."""
+"""Ranks with unequal numbers of batches: one that has run out follows the others: Note [Followers] in meetings.h."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ import torch
 import torch.distributed as dist
 from torch.distributed.algorithms import join as torch_join
 
-from zerox._C import Meeting, Place
+from zerox._C import Meeting, Outcome
 from zerox.flow.grads import Grads
 from zerox.memory.shared import Shared
 from zerox.ranks.roll_call import summary_of
 
 ALL, ACTIVE = "all", "active"
-STEP_ENDS = (Place.STEP, Place.SKIP_STEP)
+STEP_ENDS = (Meeting.STEP, Meeting.SKIP_STEP)
 
 
 class Joinable(torch.optim.Optimizer):
@@ -30,8 +30,8 @@ class Joinable(torch.optim.Optimizer):
     _notified = Shared[bool](False)  # torch's Join knows of this step
     _join_config = Shared[torch_join._JoinConfig](torch_join._JoinConfig.construct_disabled_join_config())
 
-    def _follow(self) -> Place:
-        """Meets the others in their next call, and takes part in it; Place.FOLLOW if all ranks follow."""
+    def _follow(self) -> Meeting:
+        """Meets the others in their next call, and takes part in it; Meeting.FOLLOW if all ranks follow."""
         raise NotImplementedError
 
     def join(self, divide: str = ALL) -> Join:
@@ -111,7 +111,7 @@ class FollowHook(torch_join.JoinHook):
 
     def main_hook(self) -> None:
         """One step of the others."""
-        while self.optimizer._follow() not in (Place.FOLLOW, *STEP_ENDS):
+        while self.optimizer._follow() not in (Meeting.FOLLOW, *STEP_ENDS):
             pass
 
     def post_hook(self, is_last_joiner: bool) -> None:
@@ -158,7 +158,7 @@ def follow(optimizers: Sequence[Joinable]) -> None:
         device = optimizer._grads.ranks.device
         with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
             try:
-                while optimizer._follow() != Place.FOLLOW:
+                while optimizer._follow() != Meeting.FOLLOW:
                     pass
             except BaseException as error:
                 errors.append(error)
@@ -193,24 +193,24 @@ def digest_of(groups: Sequence[dict[str, Any]], divide: str) -> float:
     return float(1 + found % (2**52))
 
 
-def take_options(optimizer: Joinable, meeting: Meeting, follows: bool) -> None:
+def take_options(optimizer: Joinable, outcome: Outcome, follows: bool) -> None:
     """Where ranks' options differ, a follower takes those of the others. Collective. RuntimeError if these differ."""
     ranks = optimizer._grads.ranks
     own = (optimizer._joining, None if follows else options_of(optimizer.param_groups))
     said = [pickle.loads(each) for each in ranks.all_gather_bytes(pickle.dumps(own))]
     for rank, (joining, options) in enumerate(said):
-        if joining != said[meeting.speaker][0]:
+        if joining != said[outcome.speaker][0]:
             raise RuntimeError(
-                f"zerox: rank {rank} is inside join(divide={joining!r}) and rank {meeting.speaker} inside "
-                f"join(divide={said[meeting.speaker][0]!r}): all ranks must be inside the same (None: outside)"
+                f"zerox: rank {rank} is inside join(divide={joining!r}) and rank {outcome.speaker} inside "
+                f"join(divide={said[outcome.speaker][0]!r}): all ranks must be inside the same (None: outside)"
             )
-        if options not in (None, said[meeting.speaker][1]):
+        if options not in (None, said[outcome.speaker][1]):
             raise RuntimeError(
                 "zerox: in step() ranks have param groups with different options, such as lr; set them alike: rank "
-                f"{rank} has {options}, rank {meeting.speaker} has {said[meeting.speaker][1]}"
+                f"{rank} has {options}, rank {outcome.speaker} has {said[outcome.speaker][1]}"
             )
     if follows:
-        for group, options in zip(optimizer.param_groups, said[meeting.speaker][1], strict=True):
+        for group, options in zip(optimizer.param_groups, said[outcome.speaker][1], strict=True):
             group.update(options)
 
 

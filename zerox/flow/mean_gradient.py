@@ -10,14 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zerox._C import Meeting, Place
+from zerox._C import Meeting, Outcome
 from zerox.flow.asked import asked_for
 from zerox.flow.grad_calls import GradCalls
 from zerox.flow.grads import Grads
 from zerox.flow.join import ACTIVE, Join, Joinable, take_options
 from zerox.memory.bucket import Bucket
 
-ASK_NOTHING = (Place.FOLLOW, Place.SYNCHRONIZE, Place.MEAN_OVER, Place.SKIP_STEP)  # of the mean
+ASK_NOTHING = (Meeting.FOLLOW, Meeting.SYNCHRONIZE, Meeting.MEAN_OVER, Meeting.SKIP_STEP)  # of the mean
 
 
 class MeanGradient(Joinable):
@@ -27,7 +27,7 @@ class MeanGradient(Joinable):
     _grads: Grads
     _calls: GradCalls
 
-    def _settle(self, place: Place, arguments: Sequence[float] = (), refusal: str = "") -> Meeting:
+    def _settle(self, meeting: Meeting, arguments: Sequence[float] = (), refusal: str = "") -> Outcome:
         raise NotImplementedError
 
     def _updating(self) -> AbstractContextManager[None]:
@@ -72,8 +72,8 @@ class MeanGradient(Joinable):
         """
         asked = asked_for(self._buckets, parameters)
         arguments = self._calls.clip_arguments(max_norm, norm_type, error_if_nonfinite, asked)
-        meeting = self._settle(Place.CLIP, arguments, self._calls.refusal("clip_grad_norm_()"))
-        return self._calls.clip(meeting, asked)
+        outcome = self._settle(Meeting.CLIP, arguments, self._calls.refusal("clip_grad_norm_()"))
+        return self._calls.clip(outcome, asked)
 
     @torch.no_grad()
     def clip_grad_value_(self, clip_value: float) -> None:
@@ -87,7 +87,7 @@ class MeanGradient(Joinable):
             raise ValueError(f"clip_value must not be negative, got {clip_value}")
         if self._calls.scale.keeps_place:
             raise RuntimeError("clip_grad_value_() does not go with capturable=True: clip by the norm")
-        self._calls.limit(self._settle(Place.CLIP_VALUE, [limit], self._calls.refusal("clip_grad_value_()")))
+        self._calls.limit(self._settle(Meeting.CLIP_VALUE, [limit], self._calls.refusal("clip_grad_value_()")))
 
     @torch.no_grad()
     def mean_over(self, count: float | Tensor) -> None:
@@ -109,8 +109,8 @@ class MeanGradient(Joinable):
                 count = float(count)
         if not isinstance(count, Tensor) and not 0 <= count < math.inf:
             refusal = refusal or f"mean_over() was given the count {count}"
-        meeting = self._settle(Place.MEAN_OVER, refusal=refusal)
-        self._calls.mean_over(meeting, count)
+        outcome = self._settle(Meeting.MEAN_OVER, refusal=refusal)
+        self._calls.mean_over(outcome, count)
 
     @torch.no_grad()
     def scale_grads_(self, factor: float | Tensor) -> None:
@@ -120,8 +120,8 @@ class MeanGradient(Joinable):
         tensors of the host: RuntimeError on all if they differ. A tensor on an accelerator is taken as it is.
         """
         number, tensor = _as_argument(factor)
-        meeting = self._settle(Place.SCALE_GRADS, [number], self._calls.refusal("scale_grads_()"))
-        self._calls.multiply(meeting, tensor)
+        outcome = self._settle(Meeting.SCALE_GRADS, [number], self._calls.refusal("scale_grads_()"))
+        self._calls.multiply(outcome, tensor)
 
     @torch.no_grad()
     def unscale_grads_(self, inverse_scale: Tensor | None) -> Tensor:
@@ -132,8 +132,8 @@ class MeanGradient(Joinable):
         gradients would underflow. Collective.
         """
         number, tensor = _as_argument(1.0 if inverse_scale is None else inverse_scale)
-        meeting = self._settle(Place.UNSCALE, [number], self._calls.refusal("GradScaler.unscale_()"))
-        return self._calls.unscale(meeting, tensor)
+        outcome = self._settle(Meeting.UNSCALE, [number], self._calls.refusal("GradScaler.unscale_()"))
+        return self._calls.unscale(outcome, tensor)
 
     def skip_step(self) -> None:
         """What :class:`zerox.GradScaler` calls instead of step(): forgets what clip and unscale left for it.
@@ -141,7 +141,7 @@ class MeanGradient(Joinable):
         Gradients stay, as after a step(). Collective inside join(), since ranks may follow.
         """
         if self._joining:
-            self._settle(Place.SKIP_STEP)
+            self._settle(Meeting.SKIP_STEP)
             self._end_notice()
         self._calls.skip()
 
@@ -165,27 +165,27 @@ class MeanGradient(Joinable):
 
     # ---- for ranks that follow: see zerox/flow/join.py
 
-    def _follow(self) -> Place:
+    def _follow(self) -> Meeting:
         with torch.no_grad(), self._updating():
-            meeting = self._settle(Place.FOLLOW)
-            if meeting.place == Place.STEP:
-                self._check_options(meeting, follows=True)
+            outcome = self._settle(Meeting.FOLLOW)
+            if outcome.meeting == Meeting.STEP:
+                self._check_options(outcome, follows=True)
                 self._update_all(capturing=False)
-        if meeting.place == Place.STEP:
+        if outcome.meeting == Meeting.STEP:
             self._end_step()
         else:
             with torch.no_grad():
-                self._take_part(meeting)
-        return meeting.place
+                self._take_part(outcome)
+        return outcome.meeting
 
-    def _check_options(self, meeting: Meeting, follows: bool) -> None:
+    def _check_options(self, outcome: Outcome, follows: bool) -> None:
         """Of param groups, inside join(). Collective if ranks' differ."""
-        if meeting.followed and meeting.arguments[0]:
+        if outcome.followed and outcome.arguments[0]:
             raise RuntimeError(
                 "zerox: a rank that has run out of batches inside join() can't follow step() with options of its own"
             )
-        if not meeting.has_same_options:
-            take_options(self, meeting, follows)
+        if not outcome.has_same_options:
+            take_options(self, outcome, follows)
         if [self._divisor_of(group) for group in self.param_groups] != self._calls.scale.of_groups:
             raise RuntimeError(
                 "the gradient_divisor of a param group was changed, and gradients are divided while backward runs: "
@@ -193,24 +193,24 @@ class MeanGradient(Joinable):
             )
         self._calls.scale.check()
 
-    def _divide_by_active(self, meeting: Meeting) -> None:
+    def _divide_by_active(self, outcome: Outcome) -> None:
         """Means over all ranks that were not called for otherwise."""
-        if self._joining == ACTIVE and meeting.place not in ASK_NOTHING:
-            self._calls.divide_by_active(meeting)
+        if self._joining == ACTIVE and outcome.meeting not in ASK_NOTHING:
+            self._calls.divide_by_active(outcome)
 
-    def _take_part(self, meeting: Meeting) -> None:
+    def _take_part(self, outcome: Outcome) -> None:
         """In a call of the others, other than step()."""
-        parts: dict[Place, Callable[[Meeting], object]] = {
-            Place.CLIP: self._calls.clip,
-            Place.CLIP_TOGETHER: self._calls.clip_together,
-            Place.CLIP_VALUE: self._calls.limit,
-            Place.MEAN_OVER: self._calls.mean_over,
-            Place.SCALE_GRADS: self._calls.multiply,
-            Place.UNSCALE: self._calls.unscale,
-            Place.SKIP_STEP: self._calls.skip,
+        parts: dict[Meeting, Callable[[Outcome], object]] = {
+            Meeting.CLIP: self._calls.clip,
+            Meeting.CLIP_TOGETHER: self._calls.clip_together,
+            Meeting.CLIP_VALUE: self._calls.limit,
+            Meeting.MEAN_OVER: self._calls.mean_over,
+            Meeting.SCALE_GRADS: self._calls.multiply,
+            Meeting.UNSCALE: self._calls.unscale,
+            Meeting.SKIP_STEP: self._calls.skip,
         }
-        if meeting.place in parts:  # else there is nothing to do but to meet
-            parts[meeting.place](meeting)
+        if outcome.meeting in parts:  # else there is nothing to do but to meet
+            parts[outcome.meeting](outcome)
 
 
 def _as_argument(factor: float | Tensor) -> tuple[float, Tensor | None]:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from zerox._C import Place
+from zerox._C import Meeting
 from zerox.flow.mean_gradient import MeanGradient
 from zerox.flow.params import ParamGather
 from zerox.flow.residency import Residency
@@ -31,7 +31,7 @@ class OneGradient(MeanGradient):
         parameter. Raises ValueError on all ranks if they don't, or for a tensor that this optimizer does not train: a
         frozen parameter is none.
         """
-        self._settle(Place.FULL_GRAD)
+        self._settle(Meeting.FULL_GRAD)
         return self._full_grad(asked_of_one(self._buckets, self._grads.ranks, p, "full_grad()"))
 
     @torch.no_grad()
@@ -48,7 +48,7 @@ class OneGradient(MeanGradient):
         ``clip_grad_value_()``, and if gradients are multiplied by 0 or by what is not finite.
         """
         call = "set_full_grad_()"
-        self._settle(Place.FULL_GRAD)
+        self._settle(Meeting.FULL_GRAD)
         ranks = self._grads.ranks
         with ranks.refusals_told():
             one = one_param(self._buckets, ranks, p, call)

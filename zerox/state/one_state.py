@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zerox._C import Place
+from zerox._C import Meeting
 from zerox.memory.forms import split_param
 from zerox.memory.one_param import OneParam, asked_of_one, in_memory_order, one_param, same_values
 from zerox.rules.rule import MASTER, MASTERS, REMAINDER, STEP, NumberSpec, StateSpec
@@ -34,7 +34,7 @@ class OneState(OptimizerState):
         the same parameter. Raises ValueError on all ranks if they don't, or for a tensor that this optimizer does not
         train: a frozen parameter is none.
         """
-        self._meet(Place.FULL_GRAD)
+        self._meet(Meeting.FULL_GRAD)
         self._learn_kinds()
         one = asked_of_one(self._buckets, self._all_ranks, p, "full_state()")
         return shown_in_group(one.bucket.rule, self.param_groups[one.member.group], full_state_of(one))
@@ -51,7 +51,7 @@ class OneState(OptimizerState):
         changed, if they don't, as :meth:`full_state`, for keys that are not kept, and for other shapes.
         """
         call = "set_full_state_()"
-        self._meet(Place.FULL_GRAD)
+        self._meet(Meeting.FULL_GRAD)
         ranks = self._all_ranks
         with ranks.refusals_told():
             self._start_states()

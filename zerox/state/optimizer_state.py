@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zerox._C import Place
+from zerox._C import Meeting
 from zerox.memory.bucket import Bucket, Member, start_states
 from zerox.memory.shared import Shared
 from zerox.ranks.group import CPU, Ranks
@@ -41,8 +41,8 @@ class OptimizerState(torch.optim.Optimizer):
     _ranks: Ranks | None
     _consolidated = Shared[Consolidated | None](None)
 
-    def _meet(self, place: Place) -> None:
-        """Collective: waits for everything on its way. ``place`` is named to ranks that can't follow there."""
+    def _meet(self, meeting: Meeting) -> None:
+        """Collective: waits for everything on its way. ``meeting`` is named to ranks that can't follow there."""
         raise NotImplementedError
 
     def _note_state_changes(self) -> None:
@@ -65,7 +65,7 @@ class OptimizerState(torch.optim.Optimizer):
         """State by parameters' numbers; None: that in ``state``. Collective if DCP asks for whole tensors."""
         ranks, request = self._all_ranks, dcp_request()
         if request in (Request.WHOLE, Request.WHOLE_ON_RANK_0):
-            self._meet(Place.FULL_STATE)
+            self._meet(Meeting.FULL_STATE)
             to, device = (None, ranks.device) if request is Request.WHOLE else (0, CPU)
             return full_state(self._buckets, ranks, to, device)
         if request is Request.FILLED_FROM_WHOLE:
@@ -136,7 +136,7 @@ class OptimizerState(torch.optim.Optimizer):
         size = self._all_ranks.size
         if to not in range(size):
             raise ValueError(f"to must be one of the optimizer's ranks, 0 to {size - 1}, got {to!r}")
-        self._meet(Place.FULL_STATE)
+        self._meet(Meeting.FULL_STATE)
         self._learn_kinds()
         found = full_state(self._buckets, self._all_ranks, to)
         for bucket in self._buckets:

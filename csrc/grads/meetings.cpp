@@ -1,8 +1,8 @@
-#include "grads/places.h"
+#include "grads/meetings.h"
 
 namespace zx {
 
-const char* name_of(int64_t place) {
+const char* name_of(int64_t meeting) {
   constexpr const char* kNames[] = {"the end of join()",
                                     "the end of backward()",
                                     "step()",
@@ -19,7 +19,7 @@ const char* name_of(int64_t place) {
                                     "full_state_dict()",
                                     "broadcast_buffers()",
                                     "full_grad(), full_state() or what sets these"};
-  return kNames[place + 1];
+  return kNames[meeting + 1];
 }
 
 }  // namespace zx

@@ -8,11 +8,11 @@
 namespace zx {
 
 // Note [Followers]
-// A rank that has run out of batches follows the others (optimizer.join()): it meets them at Place::follow, learns
+// A rank that has run out of batches follows the others (optimizer.join()): it meets them at Meeting::follow, learns
 // there which call they make and with which arguments, and takes part in it without gradients of its own. It needs no
-// message of its own for that, since ranks tell each other their places anyway. Calls that need more than these
+// message of its own for that, since ranks tell each other their meetings anyway. Calls that need more than these
 // arguments can't be followed, and raise on all ranks.
-enum class Place : int64_t {
+enum class Meeting : int64_t {
   follow = -1,
   backward_end = 0,
   step = 1,
@@ -31,26 +31,26 @@ enum class Place : int64_t {
   broadcast_buffers = 13,
   full_grad = 14,
 };
-constexpr int64_t kLastFollowed = static_cast<int64_t>(Place::clip_value);
+constexpr int64_t kLastFollowed = static_cast<int64_t>(Meeting::clip_value);
 
-const char* name_of(int64_t place);
+const char* name_of(int64_t meeting);
 
 // Numbers that all ranks must pass alike to one call; a call with fewer leaves the last ones at 0.
 using Arguments = std::array<double, 3>;
 
 // One rank's call.
 struct Call {
-  Place place;
+  Meeting meeting;
   Arguments arguments{};
   double options = 0;     // a digest of the param groups' options, for step(); a follower says it everywhere
   int64_t adoptions = 0;  // parameters that became trainable
   std::string refusal{};  // why this rank can't go on; empty if it can
 };
 
-// What follows from the calls of all ranks, the same for all but for followers' `place`.
-struct Meeting {
-  bool adopts;  // some rank has parameters to adopt: they come first, and then the same call again
-  Place place;  // of the ranks that don't follow; Place::follow if all do
+// What follows from the calls of all ranks, the same for all but for followers' `meeting`.
+struct Outcome {
+  bool adopts;      // some rank has parameters to adopt: they come first, and then the same call again
+  Meeting meeting;  // of the ranks that don't follow; Meeting::follow if all do
   Arguments arguments;
   bool has_same_options;
   bool followed;       // some rank follows
