@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -85,3 +86,25 @@ def test_sources_that_hide_an_installed_package_say_so(tmp_path: Path) -> None:
         f"zerox's sources in {source} hide the installed package, {installed}: start Python in another folder, or run "
         "`pip install -e .` in the source folder to use the sources\n"
     )
+
+
+@pytest.mark.parametrize(
+    ("isolated", "built", "said"),
+    [
+        ([], True, "{version}\n"),
+        (["-S"], True, "{version}\n"),  # without site-packages: sources beside what was built, not installed
+        (["-S"], False, "zerox.__version__ is not known, .*: zerox.s C.* is not built: run `pip install .*"),
+    ],
+)
+def test_the_version_is_that_of_pyproject(isolated: list[str], built: bool, said: str, tmp_path: Path) -> None:
+    ignored = shutil.ignore_patterns("__pycache__", *([] if built else ["_C*.so", "_build_info.py"]))
+    shutil.copytree(ROOT / "zerox", tmp_path / "zerox", ignore=ignored)
+    [version] = re.findall(r'^version = "(.+)"$', (ROOT / "pyproject.toml").read_text(), re.M)
+    script = (
+        "import zerox\nassert '__version__' not in vars(zerox)\n"
+        "try:\n    print(zerox.__version__)\nexcept AttributeError as error:\n    print(error)"
+    )
+    environment = os.environ | {"PYTHONPATH": str(tmp_path)}
+    command = [sys.executable, *isolated, "-c", script]
+    found = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=True).stdout
+    assert re.fullmatch(said.format(version=re.escape(version)), found, re.S), found

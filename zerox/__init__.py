@@ -35,6 +35,8 @@ __all__ = [
 
 
 def __getattr__(name: str) -> object:
+    if name == "__version__":  # on first use: reading an installation's metadata takes milliseconds
+        return globals().setdefault(name, _version())
     if _broken and not name.startswith("__"):
         raise ImportError(_broken)
     if name in __all__:  # zerox.checkpoint's: torch.distributed.checkpoint takes a second to import
@@ -42,3 +44,17 @@ def __getattr__(name: str) -> object:
 
         return getattr(checkpoint, name)
     raise AttributeError(f"module 'zerox' has no attribute '{name}'")
+
+
+def _version() -> str:
+    """That of pyproject.toml, as pip has noted it, or the build if these are sources that nobody has installed."""
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return version("zerox")
+    except PackageNotFoundError:
+        try:
+            from zerox._build_info import BUILD_INFO  # not by way of _ext, which wants an extension that loads
+        except ImportError:
+            raise AttributeError(f"zerox.__version__ is not known, zerox is not installed: {_broken}") from None
+        return str(BUILD_INFO["version"])
