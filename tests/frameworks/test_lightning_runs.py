@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -138,6 +139,41 @@ def forgotten(rank: int, world_size: int) -> bool:
     del module, fitted
     gc.collect()
     return all(each() is None for each in gone)
+
+
+def saves_after(rank: int, world_size: int, call: str, folder: Path) -> list[Any]:
+    """What a Trainer's checkpoints hold, or the error, after another one had the same module."""
+    module, first = Validated(), trainer(rank, world_size, "zerox")
+    first.fit(module, data())
+    other = trainer(rank, world_size, "zerox")
+    getattr(other, call)(module, data())
+    found: list[Any] = []
+    for each, weights_only in ((first, False), (first, True), (other, False)):
+        file = folder / f"{len(found)}.ckpt"
+        try:
+            each.save_checkpoint(file, weights_only=weights_only)
+        except RuntimeError as error:
+            found.append(str(error))
+        else:
+            states = torch.load(file, weights_only=False).get("optimizer_states")
+            found.append(states and [len(state["state"]) for state in states])
+    first.fit(module, data())  # begins anew
+    first.save_checkpoint(again := folder / "again.ckpt", weights_only=False)
+    return [*found, len(torch.load(again, weights_only=False)["optimizer_states"])]
+
+
+@pytest.mark.parametrize("world_size", [0, 2])
+@pytest.mark.parametrize("call", ["fit", "validate"])
+def test_no_checkpoint_lacks_state_that_another_fit_has_ended(call: str, world_size: int, tmp_path: Path) -> None:
+    num_params = len(list(Module().parameters()))
+    for kept, weights, others, again in run(saves_after, world_size, call, tmp_path):
+        if call == "fit":
+            assert re.search("another Trainer began fit.*save before that, with the other Trainer", kept)
+            assert others == [num_params]
+        else:
+            assert kept == [num_params]
+        assert weights is None
+        assert again == 1
 
 
 def test_nothing_keeps_a_module_and_its_optimizer_alive() -> None:

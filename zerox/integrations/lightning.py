@@ -90,18 +90,7 @@ class ZeroxStrategy(DDPStrategy):
         self.sharding = Sharding(stage, options)
         self._broadcasts_buffers = broadcast_buffers
         self._buffers: BufferSync | None = None
-
-    def setup(self, trainer: Any) -> None:
-        # Two optimizers can't have the same parameters.
-        last = _strategy_of.get(self.lightning_module)
-        if last is not None and (before := last()) is not None:
-            before.forget_optimizers()
-        _strategy_of[self.lightning_module] = ref(self)
-        super().setup(trainer)
-
-    def forget_optimizers(self) -> None:
-        """Those of the fit before."""
-        self.optimizers, self.lr_scheduler_configs = [], []  # type: ignore[var-annotated]
+        self.has_lost_optimizers = False  # to another Trainer's fit with the same module
 
     def configure_ddp(self) -> None:
         """There is no wrapper."""
@@ -109,7 +98,18 @@ class ZeroxStrategy(DDPStrategy):
     def _setup_model(self, model: nn.Module) -> nn.Module:  # type: ignore[override]
         return model
 
+    def _end_fit_before(self) -> None:
+        """Two optimizers can't have the same parameters. Only fit() makes some: validate() and test() end none."""
+        last = _strategy_of.get(self.lightning_module)
+        if last is not None and (before := last()) is not None:
+            before.has_lost_optimizers = before is not self and bool(before.optimizers)
+            before.optimizers, before.lr_scheduler_configs = [], []  # type: ignore[var-annotated]
+        assert self.lightning_module is not None
+        _strategy_of[self.lightning_module] = ref(self)
+        self.has_lost_optimizers = False
+
     def setup_optimizers(self, trainer: Any) -> None:
+        self._end_fit_before()
         super().setup_optimizers(trainer)
         self.optimizers = [self.sharding.take(each, self.root_device) for each in self.optimizers]
         module = self.lightning_module
@@ -117,6 +117,15 @@ class ZeroxStrategy(DDPStrategy):
         trained = {id(member.param) for each in self.sharding.optimizers for member in each.inside.members}
         broadcast([*(param for param in module.parameters() if id(param) not in trained), *module.buffers()])
         self._buffers = BufferSync(module, self.sharding.syncs) if self._broadcasts_buffers else None
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], *args: Any, **options: Any) -> None:
+        """RuntimeError for a checkpoint that would lack the optimizers' state, since another fit has ended them."""
+        if self.has_lost_optimizers and "optimizer_states" in checkpoint:
+            raise RuntimeError(
+                "zerox: this Trainer's optimizers ended when another Trainer began fit() with the same module, so its "
+                "checkpoint would lack their state: save before that, with the other Trainer, or with weights_only=True"
+            )
+        super().save_checkpoint(checkpoint, *args, **options)
 
     def setup_precision_plugin(self) -> None:
         super().setup_precision_plugin()
