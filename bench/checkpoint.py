@@ -12,7 +12,6 @@ again. FOLDER must be on the disk that is meant. Loaded state is compared bit by
 
 from __future__ import annotations
 
-import argparse
 import os
 import statistics
 import tempfile
@@ -27,7 +26,7 @@ import torch.distributed as dist
 from torch import nn
 
 from bench.allocator import Allocator, build
-from bench.common import Row, largest, on_ranks, parse, print_rows, training_parser, write_result
+from bench.common import TRAINING, Row, for_world_sizes, largest, new_parser, on_ranks, parse, training_of
 from bench.jobs import WrongResult
 from bench.systems import Training
 from zerox import FusedShardedAdam, load, save
@@ -144,21 +143,19 @@ COLUMNS = {"ranks": "", "what": "<15", "mib": ",.0f", "seconds": ".3f", "disk_se
 COLUMNS |= {"tensor_mib": ",.1f", "bucket_mib": ",.1f"}
 
 
-def make_parser() -> argparse.ArgumentParser:
-    parser = training_parser("bench.checkpoint", __doc__)
-    parser.add_argument("--ranks", type=int, default=2, metavar="N", help="default: %(default)s")
-    parser.add_argument("--rounds", type=int, default=5, metavar="N", help="default: %(default)s")
-    parser.add_argument("--folder", type=Path, help="to save in (default: the current one)", default=Path())
-    return parser
+FOLDER = {"type": Path, "default": Path(), "help": "to save in"}
+make_parser = partial(new_parser, "bench.checkpoint", __doc__, *TRAINING, "ranks", "rounds", rounds=5, folder=FOLDER)
 
 
 def main(argv: list[str] | None = None) -> None:
     args = parse(make_parser(), argv)
-    training = Training(layers=args.layers, context=8, batch=1, dtype=args.dtype)
-    with tempfile.TemporaryDirectory(prefix="checkpoint-", dir=args.folder) as folder:
-        rows = on_ranks(measure, args.ranks, training, Path(folder), args.rounds, build())
-    print_rows(rows, COLUMNS, header=True)
-    write_result(args.json, "bench.checkpoint", argv, rows)
+    training = training_of(args, context=8, batch=1)
+
+    def rows_at(world_size: int) -> list[Row]:
+        with tempfile.TemporaryDirectory(prefix="checkpoint-", dir=args.folder) as folder:
+            return on_ranks(measure, world_size, training, Path(folder), args.rounds, build())
+
+    for_world_sizes(args, COLUMNS, rows_at)
 
 
 if __name__ == "__main__":

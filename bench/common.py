@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import functools
 import hashlib
 import json
@@ -24,7 +25,7 @@ import torch.distributed as dist
 from torch.multiprocessing.spawn import start_processes
 from torch.utils import cpp_extension
 
-from bench.systems import DTYPES, Training
+from bench.systems import DTYPES, SYSTEMS, Training
 from zerox._ext import cuda_refusal
 
 ROOT = Path(__file__).parents[1]
@@ -47,17 +48,6 @@ def cpu() -> str:
     return model[1] if model else platform.processor()
 
 
-def write_result(
-    path: Path | None, module: str, argv: list[str] | None, rows: list[Row], more: Row | None = None
-) -> None:
-    """What ``python -m module argv`` (None: this process' own) has found, with its facts and ``more``, as JSON."""
-    if path is None:
-        return
-    command = " ".join([f"python -m {module}", *(argv if argv is not None else sys.argv[1:])])
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps({**facts(command), **(more or {}), "rows": rows}, indent=1) + "\n")
-
-
 def facts(command: str) -> dict[str, Any]:
     return {
         "command": command,
@@ -71,49 +61,86 @@ def facts(command: str) -> dict[str, Any]:
     }
 
 
+def write_result(args: argparse.Namespace, rows: list[Row], **more: Any) -> None:
+    """What the command that ``args`` are of has found, with its facts and ``more``, as JSON, if a file was named."""
+    if args.json is not None:
+        args.json.parent.mkdir(parents=True, exist_ok=True)
+        args.json.write_text(json.dumps({**facts(args.command), **more, "rows": rows}, indent=1) + "\n")
+
+
 # ---- options, and tables of rows
 
 
-def new_parser(module: str, description: str | None, picture: bool = False) -> argparse.ArgumentParser:
+def cuda_unusable() -> str | None:
+    return (cuda_refusal() or None) if torch.cuda.is_available() else "torch finds no CUDA GPU"
+
+
+def usable_device(name: str) -> str:
+    if name == "cuda" and (reason := cuda_unusable()):
+        raise argparse.ArgumentTypeError(reason)
+    return name
+
+
+Option = dict[str, Any]  # as add_argument() takes it
+OPTIONS: dict[str, Option] = {
+    "dtype": {"choices": list(DTYPES), "default": "fp32"},
+    "clip": {"action": "store_const", "const": 1.0, "dest": "max_norm", "help": "clip the norm to 1"},
+    "layers": {"type": int, "default": Training.layers, "help": "of width 512"},
+    "batch": {"type": int, "default": Training.batch, "help": "sequences of 128 tokens a rank"},
+    "device": {"type": usable_device, "choices": ("cpu", "cuda")},
+    "ranks": {"type": int, "nargs": "+", "metavar": "N", "default": [2], "help": "world sizes"},
+    "seconds": {"type": float, "default": 120.0, "help": "for all timing, about"},
+    "rounds": {"type": int, "metavar": "N", "help": "samples of each"},
+    "systems": {"nargs": "+", "metavar": "WORD", "help": f"those with a word in: {'; '.join(SYSTEMS)}"},
+    "png": {"type": Path, "metavar": "FILE", "help": "draw them there"},
+    "json": {"type": Path, "metavar": "FILE", "help": "write all numbers there"},
+}
+TRAINING = ("dtype", "clip", "layers")
+
+
+def new_parser(module: str, description: str | None, *shared: str, **own: Any) -> argparse.ArgumentParser:
+    """With --json and the ``shared`` ones of OPTIONS. ``own``: defaults of OPTIONS, and Options that others lack."""
+    options = {name: OPTIONS[name] for name in (*shared, "json")}
+    options |= {
+        name: each if isinstance(each, dict) else {**OPTIONS[name], "default": each} for name, each in own.items()
+    }
+    if "device" in options:
+        options["device"] = {**options["device"], "default": "cpu" if cuda_unusable() else "cuda"}
     parser = argparse.ArgumentParser(
         prog=f"python -m {module}", description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write all numbers there")
-    if picture:
-        parser.add_argument("--png", type=Path, metavar="FILE", help="draw them there")
+    for name, option in options.items():
+        text = [option["help"]] if "help" in option else []
+        text += ["(default: %(default)s)"] if option.get("default") else []
+        parser.add_argument(f"--{name.replace('_', '-')}", **{**option, "help": " ".join(text)})
     return parser
-
-
-def training_parser(module: str, description: str | None, picture: bool = False) -> argparse.ArgumentParser:
-    """What is trained."""
-    parser = new_parser(module, description, picture)
-    parser.add_argument("--dtype", choices=list(DTYPES), default="fp32", help="default: %(default)s")
-    parser.add_argument("--clip", action="store_const", const=1.0, dest="max_norm", help="clip the norm to 1")
-    parser.add_argument("--layers", type=int, default=Training.layers, help="of width 512 (default: %(default)s)")
-    return parser
-
-
-def add_device(parser: argparse.ArgumentParser) -> None:
-    """--device, of what this machine can do."""
-    refusal = (cuda_refusal() or None) if torch.cuda.is_available() else "torch finds no CUDA GPU"
-
-    def usable(name: str) -> str:
-        if name == "cuda" and refusal:
-            raise argparse.ArgumentTypeError(refusal)
-        return name
-
-    default = "cpu" if refusal else "cuda"
-    parser.add_argument("--device", type=usable, choices=("cpu", "cuda"), default=default, help=f"default: {default}")
 
 
 def parse(parser: argparse.ArgumentParser, argv: list[str] | None) -> argparse.Namespace:
-    """Ends the process, as argparse does, with a line for numbers under 1."""
+    """With ``command``, for write_result(). Ends the process, as argparse does, with a line for numbers under 1."""
     args = parser.parse_args(argv)
     for name, value in vars(args).items():
         numbers = value if isinstance(value, list) else [value]
         if any(isinstance(each, int) and not isinstance(each, bool) and each < 1 for each in numbers):
             parser.error(f"--{name} takes numbers from 1 on")
+    args.command = " ".join([parser.prog, *(argv if argv is not None else sys.argv[1:])])
     return args
+
+
+def training_of(args: argparse.Namespace, **more: Any) -> Training:
+    """What the options say, and ``more``."""
+    names = {each.name for each in dataclasses.fields(Training)}
+    return Training(**{**{name: value for name, value in vars(args).items() if name in names}, **more})
+
+
+def for_world_sizes(args: argparse.Namespace, columns: Mapping[str, str], rows_at: Callable[[int], list[Row]]) -> None:
+    """Prints and writes what is found with each number of ranks."""
+    rows: list[Row] = []
+    for world_size in args.ranks:
+        found = rows_at(world_size)
+        print_rows(found, columns, header=not rows)
+        rows += found
+    write_result(args, rows)
 
 
 def print_rows(rows: Iterable[Row], columns: Mapping[str, str], header: bool = False) -> None:

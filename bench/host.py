@@ -9,7 +9,6 @@ Microseconds of a call on rank 0. The least tenth is what the host needs; median
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -18,7 +17,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from bench.common import Row, new_parser, on_ranks, parse, print_rows, write_result
+from bench.common import Row, for_world_sizes, new_parser, on_ranks, parse
 from zerox import FusedShardedAdam
 
 COLUMNS = {"ranks": "d", "what": "<30", "of": "<16", "tenth_us": ".2f", "median_us": ".2f"}
@@ -82,21 +81,12 @@ def time_on_ranks(rounds: int) -> list[Row]:
     return [{"ranks": world_size, **row} for part in (small_steps, operators) for row in part(rounds)]
 
 
-def make_parser() -> argparse.ArgumentParser:
-    parser = new_parser("bench.host", __doc__)
-    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2], help="default: 1 2")
-    parser.add_argument("--rounds", type=int, default=1500, help="samples of each (default: %(default)s)")
-    return parser
+make_parser = partial(new_parser, "bench.host", __doc__, "ranks", "rounds", ranks=[1, 2], rounds=1500)
 
 
 def main(argv: list[str] | None = None) -> None:
     args = parse(make_parser(), argv)
-    rows: list[Row] = []
-    for world_size in args.ranks:
-        found = on_ranks(time_on_ranks, world_size, args.rounds)
-        print_rows(found, COLUMNS, header=not rows)
-        rows += found
-    write_result(args.json, "bench.host", argv, rows)
+    for_world_sizes(args, COLUMNS, lambda world_size: on_ranks(time_on_ranks, world_size, args.rounds))
 
 
 if __name__ == "__main__":

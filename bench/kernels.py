@@ -17,12 +17,11 @@ import itertools
 import platform
 import random
 from dataclasses import asdict
-from pathlib import Path
-from typing import Any
+from functools import partial
 
 import torch
 
-from bench.common import Row, add_device, new_parser, parse, print_rows, write_result
+from bench.common import Row, new_parser, parse, print_rows, write_result
 from bench.jobs import CALLS, CHECKS, Job, kinds_of, missing_peers
 from bench.limits import Gpu, gpu_of, roof_gb_per_s
 from bench.plots import CEILING, OURS, save_shares
@@ -101,20 +100,20 @@ def device_name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else f"{platform.machine()} CPU, {_C.isa()}"
 
 
-def run(device: torch.device, ops: list[str], quick: bool, seconds: float, file: Path | None, argv: Any) -> list[Row]:
-    """Prints rows as they come, and keeps ``file`` up to date, so that nothing is lost where time runs out."""
+def run(device: torch.device, ops: list[str], args: argparse.Namespace) -> list[Row]:
+    """Prints rows as they come, and keeps the file up to date, so that nothing is lost where time runs out."""
     torch.manual_seed(0)
-    jobs = jobs_for(ops, device, quick)
+    jobs = jobs_for(ops, device, args.quick)
     check(jobs, device)
-    budget_s = seconds / (len(jobs) + 1)
-    large = (256 if device.type == "cuda" else 64) * MI // (4 if quick else 1)
+    budget_s = args.seconds / (len(jobs) + 1)
+    large = (256 if device.type == "cuda" else 64) * MI // (4 if args.quick else 1)
     roof = roof_gb_per_s(device, large, budget_s)
     name = device_name(device)
     print(f"{name}, torch {torch.__version__}, {torch.get_num_threads()} threads; results are right")
     print(f"the roof is {roof:.1f} GB/s, read and written", flush=True)
     gpu = gpu_of(device)
     own = {"device": name, "zerox_isa": _C.isa(), "threads": torch.get_num_threads(), "roof_gb_per_s": roof}
-    own |= {"processors": gpu.processors, "clock_hz": gpu.clock_hz} if gpu else {}
+    own |= asdict(gpu) if gpu else {}
     rows: list[Row] = []
     skipped = missing_peers(device) if UPDATES.keys() & set(ops) else []
     for each in skipped:
@@ -130,26 +129,32 @@ def run(device: torch.device, ops: list[str], quick: bool, seconds: float, file:
             print(f"skipped {skipped[-1]}", flush=True)
         if device.type == "cuda":
             torch.cuda.empty_cache()
-        write_result(file, "bench.kernels", argv, rows, {**own, "skipped": skipped})
+        write_result(args, rows, **own, skipped=skipped)
     return rows
 
 
-def make_parser() -> argparse.ArgumentParser:
-    parser = new_parser("bench.kernels", __doc__, picture=True)
-    add_device(parser)
-    parser.add_argument("--only", action="append", choices=CALLS, metavar="OP", help=f"{', '.join(CALLS)}; repeatable")
-    parser.add_argument("--quick", action="store_true", help="the smallest size, and on a GPU 1,000 parameters")
-    parser.add_argument("--seconds", type=float, default=60.0, help="for all timing, about (default: %(default)s)")
-    parser.add_argument("--threads", type=int, metavar="N", help="of torch, on the CPU (default: torch's own)")
-    return parser
+ONLY = {"action": "append", "choices": CALLS, "metavar": "OP", "help": f"{', '.join(CALLS)}; repeatable"}
+QUICK = {"action": "store_true", "help": "the smallest size, and on a GPU 1,000 parameters"}
+THREADS = {"type": int, "metavar": "N", "help": "of torch, on the CPU (default: torch's own)"}
+make_parser = partial(
+    new_parser,
+    "bench.kernels",
+    __doc__,
+    "device",
+    "png",
+    seconds=60.0,
+    only=ONLY,
+    quick=QUICK,
+    threads=THREADS,
+)
 
 
 def main(argv: list[str] | None = None) -> None:
     args = parse(make_parser(), argv)
     if args.threads:
         torch.set_num_threads(args.threads)
-    device, ops = torch.device(args.device), args.only or list(CALLS)
-    rows = run(device, ops, args.quick, args.seconds, args.json, argv)
+    device = torch.device(args.device)
+    rows = run(device, args.only or list(CALLS), args)
     save_shares(rows, f"kernels, {device_name(device)}, torch {torch.__version__}", args.png)
 
 

@@ -11,15 +11,15 @@ typical_peak, where buckets leave as fast as backward fills them, and peak, wher
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch.distributed as dist
 
 from bench.allocator import Allocator, build
-from bench.common import Row, largest, on_ranks, parse, print_rows, training_parser, write_result
-from bench.step import RIVAL, add_systems, names_for
+from bench.common import TRAINING, Row, for_world_sizes, largest, new_parser, on_ranks, parse, training_of
+from bench.step import RIVAL, names_for
 from bench.systems import SYSTEMS, System, Training, Zerox
 from zerox import estimate
 from zerox._C import most_room_bytes, room_bytes
@@ -46,45 +46,33 @@ def measure(training: Training, make: Callable[[Training], System], library: Pat
     system.optimizer.zero_grad()
     kept = allocator.now - base + room_bytes()
     peak, kept = (int(each) for each in largest([float(peak), float(kept)]))
-    row = {"system": system.name, "ranks": dist.get_world_size(), "peak": peak, "kept": kept, "estimate": None}
+    row: Row = {"system": system.name, "ranks": dist.get_world_size(), "peak": peak, "kept": kept, "estimate": []}
     if isinstance(system, Zerox):
         params, world_size = training.model().parameters(), dist.get_world_size()
         formula = estimate(params, world_size, stage=system.stage, resident_mb=system.resident_mb)
         row["estimate"] = [formula.typical_peak, formula.peak]
-    return row
+    estimate_mib = " to ".join(f"{each / MIB:,.1f}" for each in row["estimate"])
+    return {**row, "peak_mib": peak / MIB, "kept_mib": kept / MIB, "estimate_mib": estimate_mib}
 
 
 COLUMNS = {"ranks": "", "system": "<30", "peak_mib": ",.1f", "kept_mib": ",.1f", "of_rival": ".1%"}
 COLUMNS |= {"estimate_mib": ">16"}
 
 
-def in_mib(row: Row) -> Row:
-    estimate = " to ".join(f"{each / MIB:,.1f}" for each in row["estimate"] or [])
-    return {**row, "peak_mib": row["peak"] / MIB, "kept_mib": row["kept"] / MIB, "estimate_mib": estimate}
-
-
-def run(world_sizes: list[int], training: Training, wanted: list[str] | None) -> list[Row]:
+def rows_at(world_size: int, training: Training, wanted: list[str] | None) -> list[Row]:
     library = build()
-    rows: list[Row] = []
-    for world_size in world_sizes:
-        found = [on_ranks(measure, world_size, training, SYSTEMS[name], library) for name in names_for(wanted)]
-        rival = next((row["peak"] for row in found if row["system"] == RIVAL), None)
-        found = [{**row, "of_rival": row["peak"] / rival if rival else None} for row in found]
-        print_rows(map(in_mib, found), COLUMNS, header=not rows)
-        rows += found
-    return rows
+    found = [on_ranks(measure, world_size, training, SYSTEMS[name], library) for name in names_for(wanted)]
+    rival = next((row["peak"] for row in found if row["system"] == RIVAL), None)
+    return [{**row, "of_rival": row["peak"] / rival if rival else None} for row in found]
 
 
-def make_parser() -> argparse.ArgumentParser:
-    parser = training_parser("bench.memory", __doc__)
-    add_systems(parser)
-    return parser
+make_parser = partial(new_parser, "bench.memory", __doc__, *TRAINING, "ranks", "systems")
 
 
 def main(argv: list[str] | None = None) -> None:
     args = parse(make_parser(), argv)
-    training = Training(dtype=args.dtype, layers=args.layers, context=8, batch=1, max_norm=args.max_norm, tied=False)
-    write_result(args.json, "bench.memory", argv, run(args.ranks, training, args.systems))
+    training = training_of(args, context=8, batch=1, tied=False)
+    for_world_sizes(args, COLUMNS, partial(rows_at, training=training, wanted=args.systems))
 
 
 if __name__ == "__main__":

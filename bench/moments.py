@@ -66,17 +66,15 @@ def missed(found: list[Row]) -> list[str]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = new_parser("bench.moments", __doc__)
-    parser.add_argument("--steps", type=int, default=1000)
-    parser.add_argument("--seeds", type=int, default=3, help="0, 1, ... (default: 3)")
-    args = parse(parser, argv)
+    seeds = {"type": int, "default": 3, "help": "0, 1, ..."}
+    args = parse(new_parser("bench.moments", __doc__, steps={"type": int, "default": 1000}, seeds=seeds), argv)
     found: list[Row] = []
     for state_dtype in STATE_DTYPES:
         runs = [train(state_dtype, seed, args.steps) for seed in range(args.seeds)]
         found.append({"state_dtype": state_dtype, "losses": [loss for loss, _ in runs], "moments_bytes": runs[0][1]})
         print(f"{state_dtype}: {found[-1]['losses']}", flush=True)
     print(f"\n{table(found)}")
-    write_result(args.json, "bench.moments", argv, found, {"ranks": 2})
+    write_result(args, found, ranks=2)
     if bad := missed(found):
         print(f"further than {BOUND:.1%} from fp32 moments: {', '.join(bad)}", file=sys.stderr)
     return 1 if bad else 0

@@ -188,15 +188,17 @@ SWEEP_COLUMNS = {"model": "<10", "ranks": ",", "exchange": "<8", "cap_mib": ",.0
 SWEEP_COLUMNS |= {"slice_kib": ",.0f", "step_s": ".3f", "over_best": ".2f", "buffer_gib": ".2f"}
 
 
+OWN = {
+    "latency_us": {"type": float, "default": 25.0, "help": "of a message"},
+    "bandwidth_gb_s": {"type": float, "default": 12.5, "help": "of a rank's link"},
+    "post_us": {"type": float, "default": 10.0, "help": "of the host, to post a message"},
+    "backend": {"choices": ["gloo", "nccl"], "default": "gloo", "help": "of plans"},
+    "models": {"nargs": "+", "choices": list(MODELS), "default": ["gpt2-124m", "llama-8b"], "metavar": "MODEL"},
+}
+
+
 def main(argv: list[str] | None = None) -> None:
-    parser = new_parser("bench.network", __doc__)
-    parser.add_argument("--latency-us", type=float, default=25.0, help="of a message (default: %(default)s)")
-    parser.add_argument("--bandwidth-gb-s", type=float, default=12.5, help="of a rank's link (default: %(default)s)")
-    parser.add_argument("--post-us", type=float, default=10.0, help="of the host, to post a message (default: 10)")
-    parser.add_argument("--backend", choices=["gloo", "nccl"], default="gloo", help="of plans (default: %(default)s)")
-    parser.add_argument("--models", nargs="+", choices=list(MODELS), default=["gpt2-124m", "llama-8b"], metavar="MODEL")
-    parser.add_argument("--ranks", type=int, nargs="+", default=[64, 256, 1_024], metavar="N", help="64 256 1024")
-    args = parse(parser, argv)
+    args = parse(new_parser("bench.network", __doc__, "ranks", ranks=[64, 256, 1_024], **OWN), argv)
     net = Network(latency_s=args.latency_us / 1e6, bytes_per_s=args.bandwidth_gb_s * 1e9, post_s=args.post_us / 1e6)
     print("A round by the formulas, and the slice in KiB below which others are faster than direct; 0: nowhere")
     rows = bounds(net, args.ranks)
@@ -204,7 +206,7 @@ def main(argv: list[str] | None = None) -> None:
     print(f"The model's step over the bucket size; {TOKENS:,} tokens a rank, a device of {FLOPS / 1e12:.0f} TFLOP/s")
     swept = sweeps(net, args.models, args.ranks, args.backend)
     print_rows(swept, SWEEP_COLUMNS, header=True)
-    write_result(args.json, "bench.network", argv, [*rows, *swept], {"network": asdict(net)})
+    write_result(args, [*rows, *swept], network=asdict(net))
 
 
 if __name__ == "__main__":

@@ -11,18 +11,18 @@ a read waited.
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch.distributed as dist
 
 from bench import memory
 from bench.allocator import build
-from bench.common import Row, on_ranks, parse, print_rows, training_parser, write_result
-from bench.plots import new_figure, save_figure
+from bench.common import TRAINING, Row, for_world_sizes, new_parser, on_ranks, parse, training_of
+from bench.plots import draw
 from bench.step import check, ratio, take_turns
 from bench.systems import FSDP2Resharded, System, Training, Zerox, ZeroxStage3
 from bench.timing import Timing
@@ -102,38 +102,31 @@ def weigh(training: Training, world_size: int, rows: list[Row]) -> None:
     library = build()
     makers = [Zerox, FSDP2Resharded, *(partial(Limited, limit=limit) for limit in limits_mb(training))]
     for row, make in zip(rows, makers, strict=True):
-        found = memory.in_mib(on_ranks(memory.measure, world_size, untied, make, library))
+        found = on_ranks(memory.measure, world_size, untied, make, library)
         row |= {key: found[key] for key in ("peak_mib", "estimate_mib")}
 
 
 # ---- the picture
 
 
-def draw(seen: Sequence[Seen], title: str, path: Path | None) -> None:
+def save_residency(seen: Sequence[Seen], title: str, path: Path | None) -> None:
     """A panel a limit: resident MiB over the time of a step, the limit, and the reads that waited."""
-    figure = new_figure(10, 1.2 + 1.7 * len(seen), path)
-    if figure is None:
-        return
-    panels = figure.subplots(len(seen), 1, squeeze=False, sharex=True, sharey=True)[:, 0]
-    for panel, each in zip(panels, seen, strict=True):
-        start = each.events[0][2]
-        times = [(ns - start) / 1e6 for _, _, ns, _ in each.events]
-        panel.step(
-            times, [nbytes / MIB for _, _, _, nbytes in each.events], where="post", color="#4d6f8f", label="resident"
-        )
-        if each.limit < float("inf"):
-            panel.axhline(each.limit / MIB, color="#bbbbbb", linestyle="--", linewidth=1, label="limit")
-        for index, (begin, end) in enumerate(waits_ms(each, start)):
-            panel.axvspan(begin, end, color="#c8442c", alpha=0.35, linewidth=0, label="" if index else "a read waits")
-        panel.set_ylabel("MiB")
-        panel.set_title(each.name, fontsize=10, loc="left")
-        panel.spines[["top", "right"]].set_visible(False)
-    panels[-1].set_ylim(0, 1.08 * max(nbytes for each in seen for _, _, _, nbytes in each.events) / MIB)
-    panels[-1].set_xlabel("ms")
-    handles, labels = panels[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=3, frameon=False, fontsize=8)
-    figure.suptitle(title)
-    save_figure(figure, path)
+
+    def paint(panels: list[Any]) -> None:
+        for panel, each in zip(panels, seen, strict=True):
+            start = each.events[0][2]
+            times, mib = zip(*(((ns - start) / 1e6, nbytes / MIB) for _, _, ns, nbytes in each.events), strict=True)
+            panel.step(times, mib, where="post", color="#4d6f8f", label="resident")
+            if each.limit < float("inf"):
+                panel.axhline(each.limit / MIB, color="#bbbbbb", linestyle="--", linewidth=1, label="limit")
+            for begin, end in waits_ms(each, start):
+                panel.axvspan(begin, end, color="#c8442c", alpha=0.35, linewidth=0, label="a read waits")
+            panel.set_ylim(0, 1.08 * max(nbytes for other in seen for _, _, _, nbytes in other.events) / MIB)
+            panel.set_ylabel("MiB")
+            panel.set_title(each.name, fontsize=10, loc="left")
+        panels[-1].set_xlabel("ms")
+
+    draw(path, title, (len(seen), 1), (10, 1.2 + 1.7 * len(seen)), paint)
 
 
 def waits_ms(seen: Seen, start_ns: int) -> list[tuple[float, float]]:
@@ -152,25 +145,21 @@ COLUMNS = {"ranks": "", "system": "<18", "peak_mib": ",.1f", "estimate_mib": ">1
 COLUMNS |= {"of_stage_2": ".2f", "of_fsdp2": ".2f", "fetched_mib": ".0f", "fetches": ".1f", "waits": ".1f"}
 
 
-def make_parser() -> argparse.ArgumentParser:
-    parser = training_parser("bench.residency", __doc__, picture=True)
-    parser.add_argument("--ranks", type=int, nargs="+", default=[2], metavar="N", help="world sizes (default: 2)")
-    parser.add_argument("--seconds", type=float, default=120.0, help="for all timing, about (default: %(default)s)")
-    return parser
+make_parser = partial(new_parser, "bench.residency", __doc__, *TRAINING, "ranks", "seconds", "png")
 
 
 def main(argv: list[str] | None = None) -> None:
     args = parse(make_parser(), argv)
-    training = Training(dtype=args.dtype, layers=args.layers, batch=1, max_norm=args.max_norm)
-    found: list[Row] = []
-    for world_size in args.ranks:
+
+    def rows_at(world_size: int) -> list[Row]:
+        training = training_of(args, batch=1)
         rows, seen = on_ranks(time_on_ranks, world_size, training, args.seconds / len(args.ranks))
         weigh(training, world_size, rows)
-        print_rows(rows, COLUMNS, header=not found)
-        found += rows
         if world_size == args.ranks[0]:
-            draw(seen, f"parameters resident in a step, {world_size} ranks", args.png)
-    write_result(args.json, "bench.residency", argv, found)
+            save_residency(seen, f"parameters resident in a step, {world_size} ranks", args.png)
+        return rows
+
+    for_world_sizes(args, COLUMNS, rows_at)
 
 
 if __name__ == "__main__":

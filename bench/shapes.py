@@ -35,16 +35,13 @@ class Model:
 def gpt2(name: str, layers: int, width: int, vocabulary: int, context: int) -> Model:
     shapes: list[NamedShape] = [("wte", (vocabulary, width)), ("wpe", (context, width))]
     for layer in range(layers):
-        for part, rows, columns in (
-            ("attn.c_attn", width, 3 * width),
-            ("attn.c_proj", width, width),
-            ("mlp.c_fc", width, 4 * width),
-            ("mlp.c_proj", 4 * width, width),
+        for norm, linears in (
+            ("ln_1", {"attn.c_attn": (width, 3 * width), "attn.c_proj": (width, width)}),
+            ("ln_2", {"mlp.c_fc": (width, 4 * width), "mlp.c_proj": (4 * width, width)}),
         ):
-            if part in ("attn.c_attn", "mlp.c_fc"):
-                norm = "ln_1" if part == "attn.c_attn" else "ln_2"
-                shapes += [(f"h.{layer}.{norm}.{each}", (width,)) for each in ("weight", "bias")]
-            shapes += [(f"h.{layer}.{part}.weight", (rows, columns)), (f"h.{layer}.{part}.bias", (columns,))]
+            shapes += [(f"h.{layer}.{norm}.{each}", (width,)) for each in ("weight", "bias")]
+            for part, shape in linears.items():
+                shapes += [(f"h.{layer}.{part}.weight", shape), (f"h.{layer}.{part}.bias", shape[1:])]
     return Model(name, (*shapes, ("ln_f.weight", (width,)), ("ln_f.bias", (width,))))
 
 

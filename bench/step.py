@@ -12,18 +12,18 @@ comes after backward: what of the exchange is still under way, clipping, and the
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import statistics
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
+from functools import partial
 
 import torch.distributed as dist
 from torch import Tensor
 
-from bench.common import Row, add_device, largest, on_ranks, parse, print_rows, training_parser, write_result
+from bench.common import TRAINING, Row, for_world_sizes, largest, new_parser, on_ranks, parse, training_of
 from bench.jobs import WrongResult
 from bench.systems import DDP, SYSTEMS, NoCommunication, System, Training, Zerox
 from bench.timing import Timing, elapsed_ms, mark
@@ -132,11 +132,6 @@ def describe(training: Training) -> str:
     return f"{training.dtype}, {training.batch} x {training.context} tokens a rank{clip}"
 
 
-def add_systems(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--ranks", type=int, nargs="+", default=[2], metavar="N", help="world sizes (default: 2)")
-    parser.add_argument("--systems", nargs="+", metavar="WORD", help=f"those with a word in: {'; '.join(SYSTEMS)}")
-
-
 def names_for(wanted: list[str] | None) -> list[str]:
     """Systems whose name has one of the wanted words in it. SystemExit if none has."""
     found = [name for name in SYSTEMS if not wanted or any(word.lower() in name.lower() for word in wanted)]
@@ -145,37 +140,21 @@ def names_for(wanted: list[str] | None) -> list[str]:
     return found
 
 
-def make_parser() -> argparse.ArgumentParser:
-    parser = training_parser("bench.step", __doc__)
-    add_device(parser)
-    add_systems(parser)
-    parser.add_argument("--caps", type=int, nargs="+", default=[], metavar="MIB", help="zerox with such buckets, too")
-    parser.add_argument("--batch", type=int, default=Training.batch, help="sequences of 128 tokens a rank (default: 2)")
-    parser.add_argument("--seconds", type=float, default=120.0, help="for all timing, about (default: %(default)s)")
-    return parser
-
-
-def run(
-    world_sizes: list[int], training: Training, wanted: list[str] | None, caps: list[int], seconds: float
-) -> list[Row]:
-    rows: list[Row] = []
-    names = names_for(wanted)
-    for world_size in world_sizes:
-        found = on_ranks(time_on_ranks, world_size, training, names, caps, seconds / len(world_sizes))
-        if not rows:
-            print(f"{found[0]['numel'] / 1e6:.1f} M parameters, {describe(training)}; results agree")
-        print_rows(found, COLUMNS, header=not rows)
-        rows += found
-    return rows
+CAPS = {"type": int, "nargs": "+", "default": [], "metavar": "MIB", "help": "zerox with such buckets, too"}
+make_parser = partial(
+    new_parser, "bench.step", __doc__, *TRAINING, "device", "ranks", "systems", "batch", "seconds", caps=CAPS
+)
 
 
 def main(argv: list[str] | None = None) -> None:
     args = parse(make_parser(), argv)
-    training = Training(
-        dtype=args.dtype, layers=args.layers, batch=args.batch, max_norm=args.max_norm, device=args.device
+    training, names = training_of(args), names_for(args.systems)
+    numel = sum(p.numel() for p in replace(training, device="cpu").model().parameters())  # ranks need the GPU
+    print(f"{numel / 1e6:.1f} M parameters, {describe(training)}; results are checked before they are timed")
+    seconds = args.seconds / len(args.ranks)
+    for_world_sizes(
+        args, COLUMNS, lambda world_size: on_ranks(time_on_ranks, world_size, training, names, args.caps, seconds)
     )
-    rows = run(args.ranks, training, args.systems, args.caps, args.seconds)
-    write_result(args.json, "bench.step", argv, rows)
 
 
 if __name__ == "__main__":

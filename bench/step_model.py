@@ -9,39 +9,10 @@ of 2 and 4 ranks on one machine it was 3% to 12% above them (bench.scale --only 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 CORE, WIRE, DELAY = "core", "wire", "delay"
-
-
-@dataclass(frozen=True)
-class Line:
-    """Seconds as ``fixed_s`` and so much a byte."""
-
-    fixed_s: float
-    per_byte_s: float
-
-    def __call__(self, nbytes: float) -> float:
-        return self.fixed_s + self.per_byte_s * nbytes
-
-    @staticmethod
-    def through(points: Iterable[tuple[float, float]]) -> Line:
-        """Least squares of the relative error over (bytes, seconds), so that short times count too; none negative."""
-        weighted = [(x, y, 1 / y**2) for x, y in points]
-        weight = sum(w for _, _, w in weighted)
-        mean_x, mean_y = (sum(w * each for each, w in pairs) / weight for pairs in _columns(weighted))
-        spread = sum(w * (x - mean_x) ** 2 for x, _, w in weighted)
-        slope = sum(w * (x - mean_x) * (y - mean_y) for x, y, w in weighted) / spread
-        slope = max(slope, 0.0)
-        fixed = mean_y - slope * mean_x
-        if fixed >= 0:
-            return Line(fixed, slope)
-        return Line(0.0, sum(w * x * y for x, y, w in weighted) / sum(w * x * x for x, _, w in weighted))
-
-
-def _columns(weighted: Sequence[tuple[float, float, float]]) -> tuple[list[tuple[float, float]], ...]:
-    return [(x, w) for x, _, w in weighted], [(y, w) for _, y, w in weighted]
 
 
 @dataclass(frozen=True)

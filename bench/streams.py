@@ -1,6 +1,6 @@
 """Draws one training step of a GPT: what each thread, each stream of the device and each bucket of each rank was at.
 
-    python -m bench.streams [--device cuda] [--ranks 2] [--dtype bf16] [--clip] [--stage 1] [--json FILE] [--png FILE]
+    python -m bench.streams [--device cuda] [--ranks 2] [--dtype bf16] [--clip] [--json FILE] [--png FILE]
         [--trace FOLDER]
 
 The step is the middle one, by the slowest rank's time, of those that were profiled; profiling makes all of them longer.
@@ -12,11 +12,11 @@ cores: bench.step measures what is left of it. Traces are for https://ui.perfett
 
 from __future__ import annotations
 
-import argparse
 import os
 import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +26,8 @@ from torch import Tensor
 from torch._C._autograd import DeviceType
 from torch.profiler import profile
 
-from bench.common import Row, add_device, largest, on_ranks, parse, print_rows, training_parser, write_result
-from bench.plots import new_figure, save_figure
+from bench.common import TRAINING, Row, largest, new_parser, on_ranks, parse, print_rows, training_of, write_result
+from bench.plots import draw
 from bench.step import check, describe
 from bench.systems import DDP, Training, Zerox
 from bench.trace import KERNEL, PHASE, Range, events_of, phase, profile_all_threads, ranges_of
@@ -55,7 +55,7 @@ COLOURS = {
 }
 HIDDEN = ("wait", "let_go", "agree")  # parts of others
 # See csrc/lanes/ranges.h. None of these lies in another of the same bucket.
-COMMUNICATION = ("launch", "pack", "land", "gather", "gather_wait", "gather_grads", "gather_grads_wait")
+COMMUNICATION = ("launch", "pack", "land", "gather", "gather_wait")
 # Of the thread that trains; all that it does of the above lies in one of these.
 WAITING = ("launch", "settle", "gather", "gather_wait")
 
@@ -78,10 +78,6 @@ class Phased(Zerox):
                 self.clip(self.training.max_norm)
         with phase("step"):
             self.optimizer.step()
-
-
-class PhasedStage1(Phased):
-    stage = 1
 
 
 # ---- what was seen of one step on one rank
@@ -176,10 +172,10 @@ def length(spans: Iterable[Span]) -> float:
 # ---- all ranks
 
 
-def typical_step(training: Training, stage: int, trace: Path | None) -> list[tuple[list[Work], list[Row]]]:
+def typical_step(training: Training, trace: Path | None) -> list[tuple[list[Work], list[Row]]]:
     """On each rank. By rank: who did what, and what happened to buckets."""
     rank = dist.get_rank()
-    system = (PhasedStage1 if stage == 1 else Phased)(training)
+    system = Phased(training)
     check([DDP(training), system], training)
     profiles = []
     for index in range(WARM_UP + STEPS):
@@ -205,66 +201,56 @@ def typical_step(training: Training, stage: int, trace: Path | None) -> list[tup
 
 def save_streams(by_rank: Sequence[Sequence[Work]], titles: Sequence[str], title: str, path: Path | None) -> None:
     lanes = [list(dict.fromkeys(work.lane for work in works)) for works in by_rank]
-    figure = new_figure(12, 1.6 + sum(0.3 + 0.4 * len(each) for each in lanes), path)
-    if figure is None:
-        return
-    panels = figure.subplots(len(by_rank), 1, squeeze=False, sharex=True)[:, 0]
     start_ns = min(work.start_ns for works in by_rank for work in works)
-    legend: dict[str, Any] = {}
-    for panel, works, names, text in zip(panels, by_rank, lanes, titles, strict=True):
-        for what in dict.fromkeys([*COLOURS, *(work.what for work in works)]):
-            drawn = [work for work in works if work.what == what]
-            if drawn:
-                legend[what] = panel.barh(
-                    [names.index(work.lane) for work in drawn],
-                    [(work.stop_ns - work.start_ns) / 1e6 for work in drawn],
-                    left=[(work.start_ns - start_ns) / 1e6 for work in drawn],
-                    color=COLOURS.get(what, "black"),
-                )
-        panel.set_yticks(range(len(names)), names)
-        panel.invert_yaxis()
-        panel.set_title(text, loc="left", fontsize=10)
-        panel.spines[["top", "right"]].set_visible(False)
-    panels[-1].set_xlabel("ms")
-    figure.legend(legend.values(), legend.keys(), loc="outside lower center", ncols=10, frameon=False, fontsize=8)
-    figure.suptitle(title)
-    save_figure(figure, path)
+
+    def paint(panels: list[Any]) -> None:
+        for panel, works, names, text in zip(panels, by_rank, lanes, titles, strict=True):
+            for what in dict.fromkeys([*COLOURS, *(work.what for work in works)]):
+                if drawn := [work for work in works if work.what == what]:
+                    panel.barh(
+                        [names.index(work.lane) for work in drawn],
+                        [(work.stop_ns - work.start_ns) / 1e6 for work in drawn],
+                        left=[(work.start_ns - start_ns) / 1e6 for work in drawn],
+                        color=COLOURS.get(what, "black"),
+                        label=what,
+                    )
+            panel.set_yticks(range(len(names)), names)
+            panel.invert_yaxis()
+            panel.set_title(text, loc="left", fontsize=10)
+        panels[-1].set_xlabel("ms")
+
+    draw(path, title, (len(by_rank), 1), (12, 1.6 + sum(0.3 + 0.4 * len(each) for each in lanes)), paint)
 
 
 COLUMNS = {"bucket": "", "launched": ".1f", "packed": ".1f", "arrived": ".1f", "landed": ".1f", "updated": ".1f"}
 COLUMNS |= {"gathered": ".1f", "hidden_ms": ".1f", "exposed_ms": ".1f"}
 
 
-def make_parser() -> argparse.ArgumentParser:
-    parser = training_parser("bench.streams", __doc__, picture=True)
-    add_device(parser)
-    parser.add_argument("--ranks", type=int, default=1, metavar="N", help="on one machine (default: %(default)s)")
-    parser.add_argument("--batch", type=int, default=8, help="sequences of 128 tokens (default: %(default)s)")
-    parser.add_argument("--stage", type=int, choices=(1, 2), default=2, help="of ZeRO (default: %(default)s)")
-    parser.add_argument("--trace", type=Path, metavar="FOLDER", help="write a chrome trace of each rank there")
-    return parser
+RANKS = {"type": int, "default": 1, "metavar": "N", "help": "on one machine"}
+TRACE = {"type": Path, "metavar": "FOLDER", "help": "write a chrome trace of each rank there"}
+make_parser = partial(
+    new_parser, "bench.streams", __doc__, *TRAINING, "device", "batch", "png", batch=8, ranks=RANKS, trace=TRACE
+)
 
 
 def main(argv: list[str] | None = None) -> None:
     args = parse(make_parser(), argv)
-    training = Training(
-        dtype=args.dtype, layers=args.layers, batch=args.batch, max_norm=args.max_norm, device=args.device
-    )
+    training = training_of(args)
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else it says when it starts and stops
-    found = on_ranks(typical_step, args.ranks, training, args.stage, args.trace)
-    title = f"zerox, stage {args.stage}, on {args.device}: {describe(training)}"
+    found = on_ranks(typical_step, args.ranks, training, args.trace)
+    title = f"zerox on {args.device}: {describe(training)}"
     print(title)
     rows: list[Row] = []
     titles = []
     for rank, (works, buckets) in enumerate(found):
         hidden, exposed = (sum(bucket[f"{name}_ms"] for bucket in buckets) for name in ("hidden", "exposed"))
         titles.append(f"rank {rank}: communication of {hidden + exposed:.1f} ms, {exposed:.1f} ms exposed")
-        rows.append({**asdict(training), "stage": args.stage, "ranks": args.ranks, "rank": rank})
+        rows.append({**asdict(training), "ranks": args.ranks, "rank": rank})
         rows[-1] |= {"ms": times_ms(works), "hidden_ms": hidden, "exposed_ms": exposed, "buckets": buckets}
         print(f"\n{titles[-1]}")
         print("\n".join(f"{ms:>10.3f} ms  {name}" for name, ms in rows[-1]["ms"].items()))
         print_rows(buckets, COLUMNS, header=True)
-    write_result(args.json, "bench.streams", argv, rows)
+    write_result(args, rows)
     save_streams([works for works, _ in found], titles, title, args.png)
 
 

@@ -13,18 +13,7 @@ import pytest
 import torch
 
 from bench import __main__ as everything
-from bench import (
-    jobs,
-    kernels,
-    limits,
-    memory,
-    moments,
-    peers,
-    plots,
-    step,
-    systems,
-    timing,
-)
+from bench import common, jobs, kernels, limits, memory, moments, peers, plots, step, systems, timing
 from bench.common import on_ranks
 from bench.shard import UPDATES
 
@@ -241,14 +230,13 @@ class SmallTraining(systems.Training):
     [TINY_GPT, replace(TINY_GPT, dtype="bf16", max_norm=0.5)],
     ids=step.describe,
 )
-def test_every_system_trains_alike_and_is_timed(training: systems.Training, capsys: pytest.CaptureFixture[str]) -> None:
-    rows = step.run([2], training, None, [1], seconds=0.0)
+def test_every_system_trains_alike_and_is_timed(training: systems.Training) -> None:
+    rows = on_ranks(step.time_on_ranks, 2, training, list(systems.SYSTEMS), [1], 0.0)
     assert [row["system"] for row in rows] == [*systems.SYSTEMS, "zerox, buckets of 1 MiB"]
     [ddp] = [row for row in rows if row["system"] == systems.DDP.name]
     assert ddp["as_fast"] == 1.0
     assert all(row["samples"] >= step.LEAST_ROUNDS and row["p50_ms"] > row["update_ms"] > 0 for row in rows)
     assert ddp["tokens_per_s"] == pytest.approx(2 * 2 * 8 / ddp["p50_ms"] * 1e3)
-    assert len(capsys.readouterr().out.splitlines()) == 2 + len(rows)
 
 
 def check_a_system_that_forgets_to_clip() -> str:
@@ -288,8 +276,10 @@ def test_the_update_is_what_comes_after_backward(monkeypatch: pytest.MonkeyPatch
     assert step.timed_ms(system, [torch.empty(0)] * 3) == (375.0, 125.0)  # type: ignore[arg-type]
 
 
-def test_steps_are_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(step, "Training", SmallTraining)
+def test_steps_are_written_and_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(common, "Training", SmallTraining)
     file = tmp_path / "new/step.json"
     small = ["--layers=1", "--batch=1", "--clip", "--seconds=0"]
     step.main([*small, "--systems", "fused", "--caps", "1", f"--json={file}"])
@@ -298,6 +288,7 @@ def test_steps_are_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert [row["as_fast"] is not None and row["of_floor"] is None for row in rows] == [True, True]
     assert rows[0]["as_fast"] == 1.0
     assert {(row["ranks"], row["batch"], row["max_norm"]) for row in rows} == {(2, 1, 1.0)}
+    assert len(capsys.readouterr().out.splitlines()) == 2 + len(rows)
 
 
 def test_buckets_have_the_size_that_is_asked_for() -> None:
@@ -325,7 +316,7 @@ def test_a_wrong_option_ends_with_its_name(option: str, named: str, capsys: pyte
 
 
 def test_memory_is_weighed_beside_the_estimate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory, "Training", SmallTraining)
+    monkeypatch.setattr(common, "Training", SmallTraining)
     file = tmp_path / "new/memory.json"
     memory.main(["--ranks", "2", "--layers=1", "--systems", "DDP + AdamW", "zerox", f"--json={file}"])
     rows = {row["system"]: row for row in json.loads(file.read_text())["rows"]}

@@ -13,7 +13,7 @@ import torch
 from bench import network
 from bench.network import Network, bound_bytes, direct_s, ring_s
 from bench.shapes import MODELS
-from bench.step_model import CORE, WIRE, Flight, Line, Place, Task, predict, simulate
+from bench.step_model import CORE, WIRE, Flight, Place, Task, predict, simulate
 from zerox.options import OptimizerOptions
 from zerox.plan.buckets import ParamSpec, plan_buckets
 
@@ -80,18 +80,6 @@ def test_step_gathers_behind_updates() -> None:
 def test_tasks_that_wait_for_each_other_are_an_error() -> None:
     with pytest.raises(ValueError, match=r"\['a', 'b'\]"):
         simulate({"a": Task(CORE, 1.0, ("b",)), "b": Task(WIRE, 1.0, ("a",)), "c": Task(CORE, 1.0)}, 1.0)
-
-
-@pytest.mark.parametrize(("fixed_s", "per_byte_s"), [(0.001, 1e-9), (0.0, 1e-9), (0.002, 0.0)])
-def test_a_line_is_found_again_from_its_points(fixed_s: float, per_byte_s: float) -> None:
-    found = Line.through((nbytes, fixed_s + per_byte_s * nbytes) for nbytes in (1_000, 50_000, 1_000_000))
-    assert (found.fixed_s, found.per_byte_s) == pytest.approx((fixed_s, per_byte_s), rel=1e-6, abs=1e-12)
-
-
-def test_a_line_gives_no_negative_time() -> None:
-    found = Line.through([(1_000, 1e-6), (2_000, 4e-6), (4_000, 9e-6)])
-    assert found.fixed_s == 0.0
-    assert found.per_byte_s > 0
 
 
 NET = Network(latency_s=25e-6, bytes_per_s=10e9, post_s=5e-6, copy_bytes_per_s=float("inf"))

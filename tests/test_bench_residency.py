@@ -35,7 +35,7 @@ def test_limits_are_timed_and_drawn(tmp_path: Path) -> None:
         assert kinds.count(Kind.STEP) == 1
         assert kinds.count(Kind.FETCH) == kinds.count(Kind.ARRIVE) > 0
         assert max(nbytes for *_, nbytes in each.events) <= each.limit
-    residency.draw(seen, "a step", tmp_path / "new" / "step.png")
+    residency.save_residency(seen, "a step", tmp_path / "new" / "step.png")
     assert (tmp_path / "new" / "step.png").read_bytes().startswith(b"\x89PNG")
 
 

@@ -11,10 +11,9 @@ from typing import Any
 import pytest
 from torch._C._autograd import DeviceType
 
-from bench import streams, systems
+from bench import common, streams, systems
 from bench.streams import Work
 from bench.trace import Range
-from tests.ranks import run_ranks
 
 UPDATE = "void zx::cuda::(anonymous namespace)::update_block_kernel<zx::cuda::BlockArgs<float> >(zx::cuda::BlockArgs)"
 
@@ -125,7 +124,7 @@ class SmallTraining(systems.Training):
 def test_of_several_ranks_each_bucket_is_told_and_all_are_traced(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(streams, "Training", SmallTraining)
+    monkeypatch.setattr(common, "Training", SmallTraining)
     files = {name: tmp_path / f"new/streams.{name}" for name in ("json", "png", "trace")}
     arguments = ["--ranks=2", "--device=cpu", "--layers=1", "--batch=1", "--clip"]
     streams.main([*arguments, *(f"--{name}={path}" for name, path in files.items())])
@@ -149,13 +148,3 @@ def check_buckets(buckets: list[streams.Row]) -> None:
         times = [bucket[key] for key in ("launched", "packed", "arrived", "landed", "updated", "gathered")]
         assert times == sorted(times)
         assert bucket["exposed_ms"] > 0  # gathering
-
-
-def step_of_stage_1(_: int, __: int) -> list[streams.Row]:
-    [first, _] = streams.typical_step(SmallTraining(layers=1, batch=1), stage=1, trace=None)
-    return first[1]
-
-
-def test_stage_1_is_told_too() -> None:
-    for buckets in run_ranks(step_of_stage_1, 2):
-        check_buckets(buckets)
