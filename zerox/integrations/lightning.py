@@ -111,7 +111,7 @@ class ZeroxStrategy(DDPStrategy):
     def setup_optimizers(self, trainer: Any) -> None:
         self._end_fit_before()
         super().setup_optimizers(trainer)
-        self.optimizers = [self.sharding.take(each, self.root_device) for each in self.optimizers]
+        self.optimizers = [self.sharding.take(each, self.root_device) for each in self.optimizers]  # type: ignore[has-type]
         module = self.lightning_module
         assert module is not None
         trained = {id(member.param) for each in self.sharding.optimizers for member in each.inside.members}
