@@ -37,7 +37,10 @@ def draw(
         panel.spines[["top", "right"]].set_visible(False)
         handles, labels = panel.get_legend_handles_labels()
         entries.update(zip(labels, handles, strict=True))
-    figure.legend(entries.values(), entries.keys(), loc="outside lower center", ncols=10, frameon=False, fontsize=8)
+    columns = max(1, int(inches[0] / 2.4))  # the longest label has about as many inches
+    figure.legend(
+        entries.values(), entries.keys(), loc="outside lower center", ncols=columns, frameon=False, fontsize=8
+    )
     figure.suptitle(title)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=120)

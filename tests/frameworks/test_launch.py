@@ -22,6 +22,7 @@ KEEP = """
 import os
 torch.save([param.detach() for param in {model}.parameters()], "{name}" + os.environ["RANK"])
 assert os.environ["WORLD_SIZE"] == "2", os.environ["WORLD_SIZE"]
+torch.distributed.destroy_process_group()  # a rank with DDP that ends without may abort
 """
 
 
@@ -51,6 +52,8 @@ def launchers() -> dict[str, list[str]]:
 @pytest.mark.parametrize(("page", "model"), [("accelerate", "accelerator.unwrap_model(model)"), ("trainer", "model")])
 def test_two_ranks_give_ddp_s_numbers(page: str, model: str, launcher: str, tmp_path: Path) -> None:
     [diff] = [block for name, block in blocks("diff") if name == page]
+    # Of 20 steps rounding adds up to 2 units in the last place of a value above 1, which are more than MOST.
+    diff = diff.replace("max_steps=20", "max_steps=5")
     for name, script in zip(("before", "after"), sides(diff), strict=True):
         launch(launchers()[launcher], SEED + script + KEEP.format(model=model, name=name), tmp_path)
     before, after, other = (torch.load(tmp_path / name) for name in ("before0", "after0", "after1"))
