@@ -10,7 +10,7 @@ import torch
 from transformers import EarlyStoppingCallback, Trainer
 
 from tests.frameworks.loops import MOST
-from tests.frameworks.trainers import ALONE, ZeroxTrainer, train
+from tests.frameworks.trainers import ALONE, BATCH, Noted, ZeroxTrainer, train
 from tests.hugging_face import run_anywhere
 
 BEST: dict[str, Any] = {
@@ -71,3 +71,23 @@ def test_trainer_gives_ddp_s_and_adamw_s_numbers(world_size: int, case: str, tmp
         far = {name: float((value - other.weights[name]).abs().max()) for name, value in own.weights.items()}
         assert max(far.values()) <= (5e-4 if case == "bf16" else MOST), far
         assert all(torch.equal(value, ours[0].weights[name]) for name, value in own.weights.items())
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_the_mean_is_over_all_ranks_tokens_unless_it_is_asked_for_by_rank(accumulate: int, tmp_path: Path) -> None:
+    """As of one process that has all ranks' batches, which differ in how many tokens count."""
+    how = {"dropout": 0.0}  # random numbers are each rank's own
+    common = {"gradient_accumulation_steps": accumulate}
+    alone = {**common, "per_device_train_batch_size": 2 * BATCH}
+    [whole] = run_anywhere(train, ALONE, Trainer, tmp_path / "alone", alone, how)
+    found = {}
+    for across in (True, False):
+        options = {**common, "average_tokens_across_devices": across}
+        found[across] = run_anywhere(train, 2, ZeroxTrainer, tmp_path / str(across), options, how)
+
+    def far(own: Noted) -> float:
+        return max(float((value - whole.weights[name]).abs().max()) for name, value in own.weights.items())
+
+    assert all(far(own) <= 1e-6 for own in found[True]), "sums of tokens in another order"
+    assert all(own.norms == pytest.approx(whole.norms, rel=1e-5) for own in found[True][:1])
+    assert all(far(own) > 1e-3 for own in found[False]), "a mean for each rank"

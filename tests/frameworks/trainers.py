@@ -23,7 +23,7 @@ class ZeroxTrainer(ZeroxTrainerMixin, Trainer):
     pass
 
 
-def make_model(tied: bool = False, seed: int = 0) -> LlamaForCausalLM:
+def make_model(tied: bool = False, seed: int = 0, dropout: float = 0.1) -> LlamaForCausalLM:
     torch.manual_seed(seed)
     return LlamaForCausalLM(
         LlamaConfig(
@@ -35,7 +35,7 @@ def make_model(tied: bool = False, seed: int = 0) -> LlamaForCausalLM:
             num_key_value_heads=1,
             max_position_embeddings=32,
             tie_word_embeddings=tied,
-            attention_dropout=0.1,
+            attention_dropout=dropout,
         )
     )
 
@@ -104,7 +104,7 @@ def train(
     logging.getLogger("transformers").setLevel(logging.ERROR)
     with accelerators_environment(rank, world_size):
         args = arguments(folder, **copy.deepcopy(options))  # Trainer writes into them
-        model = make_model(how.get("tied", False), seed=rank).to(how.get("dtype", torch.float32))
+        model = make_model(how.get("tied", False), rank, how.get("dropout", 0.1)).to(how.get("dtype", torch.float32))
         notes = Notes()
         trainer = kind(
             model=model,
