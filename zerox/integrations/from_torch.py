@@ -28,6 +28,12 @@ def become_sharded(optimizer: torch.optim.Optimizer, options: Mapping[str, Any])
     the optimizer is as it was.
     """
     own = type(optimizer)
+    if own.__name__ == "ZeroRedundancyOptimizer":  # whose module takes long to import
+        inner = type(optimizer.optim)  # type: ignore[attr-defined]
+        raise ValueError(
+            f"zerox: ZeroRedundancyOptimizer shards the state of {inner.__name__} over the ranks itself, which is what "
+            f"zerox does: build {inner.__name__} without it"
+        )
     before = dict(vars(optimizer))
     groups = [_group(group) for group in optimizer.param_groups]
     is_fused = own in OURS
