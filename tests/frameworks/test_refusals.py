@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -27,6 +28,7 @@ from zerox import FusedShardedAdam
 from zerox.flow.placeholder import ShardedGrad
 from zerox.integrations import requirements
 from zerox.integrations.accelerate import ZeroxAccelerator, adopt
+from zerox.integrations.transformers import ZeroxTrainerMixin
 from zerox.integrations.transformers import adopt as adopt_trainer
 
 
@@ -188,12 +190,109 @@ def test_a_trainer_of_which_only_the_accelerator_was_adopted_does_not_save_a_sha
     run_anywhere(share_not_saved, 2, tmp_path)
 
 
-def test_an_optim_that_can_t_be_sharded_is_refused(tmp_path: Path) -> None:
-    with accelerators_environment(0, 0):
-        args = arguments(tmp_path, optim="adafactor")
-        trainer = ZeroxTrainer(model=make_model(), args=args, train_dataset=make_data(8))
-        with pytest.raises(ValueError, match=r"Adafactor.*can't be sharded"):
-            trainer.train()
+def make_trainer(folder: Path, kind: type[Trainer] = Trainer, how: Any = None, **options: Any) -> Trainer:
+    model = make_model()
+    args = arguments(folder, max_steps=1, **options)
+    return kind(model=model, args=args, train_dataset=make_data(8), **(how(model) if how else {}))
+
+
+def adafactor(folder: Path) -> None:
+    make_trainer(folder, ZeroxTrainer, optim="adafactor").train()
+
+
+def fsdp(folder: Path) -> None:
+    trainer = make_trainer(folder)
+    trainer.args.fsdp = True  # the constructor refuses it for one process, but not for ranks on CPUs
+    adopt_trainer(trainer)
+
+
+def fsdp_under_the_mixin(folder: Path) -> None:
+    make_trainer(folder, ZeroxTrainer, fsdp=True)
+
+
+def deepspeed(folder: Path) -> None:
+    trainer = make_trainer(folder)
+    trainer.args.deepspeed = {"zero_optimization": {"stage": 2}}  # DeepSpeed is not here, and the constructor asks it
+    adopt_trainer(trainer)
+
+
+def an_optimizer_of_torch(folder: Path) -> None:
+    adopt_trainer(make_trainer(folder, how=lambda model: {"optimizers": (torch.optim.AdamW(model.parameters()), None)}))
+
+
+def an_optimizer_of_torch_under_the_mixin(folder: Path) -> None:
+    how = lambda model: {"optimizers": (torch.optim.AdamW(model.parameters()), None)}  # noqa: E731
+    make_trainer(folder, ZeroxTrainer, how).train()
+
+
+def an_optimizer_that_was_made_before(folder: Path) -> None:
+    trainer = make_trainer(folder)
+    trainer.create_optimizer()
+    adopt_trainer(trainer)
+
+
+def options_for_an_optimizer_that_is_there(folder: Path) -> None:
+    how = lambda model: {"optimizers": (FusedShardedAdam(model.parameters(), stage=1), None)}  # noqa: E731
+    adopt_trainer(make_trainer(folder, how=how), stage=3)
+
+
+def options_after_train(folder: Path) -> None:
+    trainer = adopt_trainer(make_trainer(folder), stage=1)
+    trainer.train()
+    with pytest.raises(ValueError, match="are for an optimizer that zerox makes"):
+        adopt_trainer(trainer, stage=3)
+    trainer.train()
+    adopt_trainer(trainer)
+    trainer.zerox_options = {"stage": 2}
+    trainer.train()
+
+
+def a_model(folder: Path) -> None:
+    adopt_trainer(make_model())  # type: ignore[arg-type]
+
+
+def an_accelerator(folder: Path) -> None:
+    adopt_trainer(make_accelerator(Case(), "torch"))  # type: ignore[arg-type]
+
+
+def a_trainer(folder: Path) -> None:
+    adopt(make_trainer(folder))  # type: ignore[arg-type]
+
+
+def bases_the_other_way_round(folder: Path) -> None:
+    type("Own", (Trainer, ZeroxTrainerMixin), {})
+
+
+REFUSED_TRAINERS: dict[str, tuple[Callable[[Path], None], str]] = {
+    "adafactor": (adafactor, "ValueError: .*Adafactor.*can't be sharded"),
+    "fsdp": (fsdp, "ValueError: .* have fsdp=.*leave fsdp= out, and stage=3 shards parameters"),
+    "fsdp, mixin": (fsdp_under_the_mixin, "ValueError: .* have fsdp="),
+    "deepspeed": (deepspeed, "ValueError: .* have deepspeed=.*leave deepspeed= out"),
+    "torch": (
+        an_optimizer_of_torch,
+        r"ValueError: .*has an optimizer of class AdamW.*pass optimizer_cls_and_kwargs=\(AdamW",
+    ),
+    "torch, mixin": (an_optimizer_of_torch_under_the_mixin, "ValueError: .*has an optimizer of class AdamW"),
+    "made before": (an_optimizer_that_was_made_before, r"ValueError: .*adopt\(\) before create_optimizer\(\)"),
+    "options": (options_for_an_optimizer_that_is_there, "ValueError: .*'stage': 3.* FusedShardedAdam was passed"),
+    "options after train": (options_after_train, "ValueError: .*'stage': 2.*was made with {'stage': 1}.*before train"),
+    "a model": (a_model, r"TypeError: .*is for a Trainer, and got LlamaForCausalLM"),
+    "an accelerator": (
+        an_accelerator,
+        r"TypeError: .*got Accelerator: .* zerox\.integrations\.accelerate\.adopt\(\)",
+    ),
+    "a trainer": (a_trainer, r"TypeError: .*got Trainer: .* zerox\.integrations\.transformers\.adopt\(\)"),
+    "bases": (bases_the_other_way_round, "TypeError: .*Own has ZeroxTrainerMixin after Trainer"),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED_TRAINERS)
+def test_a_trainer_that_can_t_be_zerox_s_is_refused_with_the_way_out(what: str, tmp_path: Path) -> None:
+    """Alone too, where torch's optimizer would train as well as zerox's."""
+    function, message = REFUSED_TRAINERS[what]
+    with accelerators_environment(0, 0), pytest.raises((TypeError, ValueError)) as caught:
+        function(tmp_path)
+    assert re.match(message, f"{type(caught.value).__name__}: {caught.value}"), caught.value
 
 
 def test_a_missing_or_old_framework_is_one_line() -> None:

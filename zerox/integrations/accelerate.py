@@ -277,8 +277,14 @@ def adopt(accelerator: Accelerator) -> Accelerator:
     Call it once the accelerator is made, before prepare(). Its no_sync(), accumulate(), clip_grad_norm_(),
     clip_grad_value_(), join_uneven_inputs(), save_state() and load_state() are zerox's then, and its scaler is a
     :class:`zerox.GradScaler`. Raises ValueError for an accelerator that has another way to train over ranks (FSDP,
-    DeepSpeed, tensor parallelism, fp8), or that has prepared a model for DistributedDataParallel already.
+    DeepSpeed, tensor parallelism, fp8), or that has prepared a model for DistributedDataParallel already, and TypeError
+    for anything else.
     """
+    if not isinstance(accelerator, Accelerator):
+        raise TypeError(
+            f"zerox.integrations.accelerate.adopt() is for an Accelerator, and got {type(accelerator).__name__}: for "
+            "a Trainer there is zerox.integrations.transformers.adopt()"
+        )
     if isinstance(accelerator, ZeroxAccelerator):
         return accelerator
     check_names("accelerate", TRIED, accelerator, [*METHODS, *KEPT])
