@@ -26,8 +26,8 @@ for name in ("lightning.pytorch", "lightning.fabric"):
 warnings.filterwarnings("ignore", module="lightning")
 
 
-class Ranks(ClusterEnvironment):
-    """The ranks that tests/ranks.py has made."""
+class MadeRanks:
+    """The ranks that tests/ranks.py has made, for whichever package's ClusterEnvironment comes after it."""
 
     creates_processes_externally = True
     main_address = "127.0.0.1"
@@ -57,6 +57,10 @@ class Ranks(ClusterEnvironment):
 
     def node_rank(self) -> int:
         return 0
+
+
+class Ranks(MadeRanks, ClusterEnvironment):
+    pass
 
 
 class Module(pl.LightningModule):

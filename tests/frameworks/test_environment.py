@@ -5,7 +5,17 @@ from __future__ import annotations
 import subprocess
 import sys
 
-FRAMEWORKS = ("accelerate", "transformers", "lightning", "peft", "trl", "datasets", "torchmetrics", "tensorboard")
+FRAMEWORKS = (
+    "accelerate",
+    "transformers",
+    "lightning",
+    "pytorch_lightning",
+    "peft",
+    "trl",
+    "datasets",
+    "torchmetrics",
+    "tensorboard",
+)
 LOOK = f"""
 import sys, importlib.util
 import zerox, zerox.checkpoint, zerox.integrations

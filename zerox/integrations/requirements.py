@@ -4,18 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 from typing import Any
 
 from packaging.version import Version
 
 
-def check_version(package: str, oldest: str) -> None:
-    """ImportError, in one line, if ``package`` is missing or older."""
+def check_version(package: str, oldest: str, twin: str | None = None) -> None:
+    """ImportError, in one line, if ``package`` is missing or older. ``twin``: the same under another name."""
     wanted = f"zerox.integrations.{package} needs {package} {oldest} or newer"
     try:
         found = version(package)
     except PackageNotFoundError:
-        raise ImportError(f"{wanted}, and it is not installed: pip install '{package}>={oldest}'") from None
+        way_out = f"pip install '{package}>={oldest}'"
+        if twin is not None and find_spec(twin) is not None:
+            way_out += f", or import zerox.integrations.{twin} for the {twin} that is installed"
+        raise ImportError(f"{wanted}, and it is not installed: {way_out}") from None
     if Version(found) < Version(oldest):
         raise ImportError(f"{wanted}, and {found} is installed: pip install '{package}>={oldest}'")
 
