@@ -92,13 +92,24 @@ def check_size(engine: Engine, num_processes: int, framework: str) -> None:
         )
 
 
+WAYS_OUT = {
+    "Accelerate": "give its optimizer to prepare()",
+    "Fabric": "give its optimizer to fabric.setup() or fabric.setup_optimizers()",
+    "Lightning": "return its optimizer from configure_optimizers()",
+}
+
+
 def warn_of_untrained(engines: Sequence[Engine], model: nn.Module, framework: str) -> None:
-    """Warns if ``model`` is to be trained and none of ``engines`` does: then nobody averages its gradients."""
+    """Warns if ``model`` is to be trained and none of ``engines`` does: then nobody averages its gradients.
+
+    ``framework``: one of WAYS_OUT.
+    """
     params = [param for param in model.parameters() if param.requires_grad]
     if model.training and params and not engines_of(engines, params):
         warnings.warn(
             f"zerox: {framework} has {type(model).__name__} to train and no optimizer of zerox with its parameters: "
-            "unless one that it does not know of has them, gradients are not averaged over the ranks",
+            "unless one that it does not know of has them, gradients are not averaged over the ranks. To average them, "
+            f"{WAYS_OUT[framework]}",
             stacklevel=3,
         )
 

@@ -12,11 +12,13 @@ from typing import Any, Literal
 from weakref import WeakKeyDictionary, ref
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.constants import default_pg_timeout
 
 from zerox.engine import Engine
 from zerox.integrations.buffers import BufferSync, broadcast
+from zerox.integrations.engines import warn_of_untrained
 from zerox.integrations.requirements import check_names
 from zerox.integrations.sharding import Sharding, scale_over_ranks, unwrapped
 
@@ -88,6 +90,9 @@ class TrainerStrategy:
         self.optimizers = [self.sharding.take(each, self.root_device) for each in self.optimizers]
         module = self.lightning_module
         assert module is not None
+        if dist.is_initialized() and dist.get_world_size() > 1:
+            engines = [each for each in self.optimizers if isinstance(each, Engine)]
+            warn_of_untrained(engines, module, "Lightning")
         trained = {id(member.param) for each in self.sharding.optimizers for member in each.inside.members}
         broadcast([*(param for param in module.parameters() if id(param) not in trained), *module.buffers()])
         self._buffers = BufferSync(module, self.sharding.syncs) if self._broadcasts_buffers else None
@@ -178,13 +183,23 @@ class FabricStrategy:
         self.sharding = Sharding(stage, options)
         self._broadcasts_buffers = broadcast_buffers
         self._backward_sync_control = _NoSync(self.sharding)
+        self._not_looked_at: list[ref[nn.Module]] = []
 
     def setup_module(self, module: nn.Module) -> nn.Module:
         """There is no wrapper: rank 0's values on all ranks are what DistributedDataParallel would begin with."""
         broadcast([*module.parameters(), *module.buffers()])
         if self._broadcasts_buffers:
             BufferSync(module, self.sharding.syncs).watch()
+        self._not_looked_at.append(ref(module))
         return module
+
+    def backward(self, *args: Any, **options: Any) -> None:
+        """As Fabric's. Warns once of a module that no optimizer of zerox trains."""
+        if self._not_looked_at and dist.is_initialized() and dist.get_world_size() > 1:
+            for module in filter(None, (each() for each in self._not_looked_at)):
+                warn_of_untrained(self.sharding.optimizers, module, "Fabric")
+        self._not_looked_at.clear()
+        super().backward(*args, **options)  # type: ignore[misc]
 
     def load_checkpoint(self, path: Any, state: Any = None, *args: Any, **options: Any) -> dict[str, Any]:
         """Modules first: a 16-bit parameter's exact value, which the optimizer keeps, is of the value that it has."""
