@@ -42,8 +42,7 @@ class Watch:
         from the end of the last step to the end of this one.
     ``exposed_ms``
         how much of it this rank's threads waited for gradients and parameters to be exchanged, with what they do for
-        that themselves. It lacks the small message inside ``ShardedOptimizer.step()``. Over NCCL streams wait and not
-        threads: use a profiler there.
+        that themselves. Over NCCL streams wait and not threads: use a profiler there.
     ``resident_bytes``
         the most bytes of parameters that were whole on this rank at a time since the last step.
     ``peak_bytes``
