@@ -74,9 +74,20 @@ void install() {
 
 }  // namespace
 
+void keep_fault_handler() {
+  static std::mutex mutex;
+  static bool was_installed = false;
+  struct sigaction now{};
+  sigaction(SIGSEGV, nullptr, &now);
+  const bool is_function = (now.sa_flags & SA_SIGINFO) != 0 || (now.sa_handler != SIG_DFL && now.sa_handler != SIG_IGN);
+  const std::lock_guard lock(mutex);
+  if (was_installed && is_function) return;
+  was_installed = true;
+  install();
+}
+
 void add_fault_reader(FaultReader* reader) {
-  static std::once_flag installed;
-  std::call_once(installed, &install);
+  keep_fault_handler();
   for (int i = 0; i < kMostReaders; ++i) {
     FaultReader* nobody = nullptr;
     if (!readers[i].compare_exchange_strong(nobody, reader)) continue;
@@ -98,6 +109,7 @@ void remove_fault_reader(FaultReader* reader) {
 
 #else
 
+void keep_fault_handler() {}
 void add_fault_reader(FaultReader* /*reader*/) {}
 void remove_fault_reader(FaultReader* /*reader*/) {}
 

@@ -17,6 +17,10 @@ namespace zx {
 // A write that nothing announces would be lost when the bucket is released. Resident buckets may be read only, but for
 // operators that say that they write, and inside whole(): so such a write faults too. It is let through, and raises.
 //
+// Some code sets every signal back to what Python takes for its handler, which for SIGSEGV is none: Lightning does at
+// the end of fit(). So whenever memory goes away, the handler is put back if there is none. A function of somebody
+// else's stays, since it may call ours.
+//
 // The system itself does not raise signals for its own reads: write(2) of released memory fails with EFAULT. And
 // whoever installs a handler of SIGSEGV later has to call ours for what it does not know, as ours does with the one
 // before.
@@ -27,6 +31,9 @@ class FaultReader {
   // Makes the address readable, or writable, and returns true, if it is one of its own.
   virtual bool access_at(const void* address, bool is_write) = 0;
 };
+
+// Installs the handler, if there is none. Any thread may call it.
+void keep_fault_handler();
 
 // Any thread may call these. A reader must not be destroyed before it is removed; while a thread is in a fault it is
 // not.

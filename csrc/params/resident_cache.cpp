@@ -53,6 +53,7 @@ void Residents::release(Held& held) {
   const Range range("release", held.index);
   held.state = State::released;
   held.is_stale = held.is_old = false;
+  if (!rooms_.on_accelerator()) keep_fault_handler();
   held.room->release();
   now_.resident_bytes -= held.room->bytes();
   past_.log.note(ResidencyEvent::Kind::release, held.index, now_.resident_bytes);

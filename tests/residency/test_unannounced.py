@@ -173,6 +173,26 @@ def test_other_faults_end_the_process_as_ever() -> None:
     assert run_ranks(segfault, 2) == [-signal.SIGSEGV] * 2
 
 
+def read_after_a_reset(rank: int, world_size: int, again: bool) -> None:
+    """As Lightning resets all signals at the end of fit()."""
+    model, optimizer = made()
+    train(model, optimizer, rank, entropy, steps=1)
+    signal.signal(signal.SIGSEGV, signal.SIG_DFL)
+    if again:
+        del model, optimizer
+        model, optimizer = made()
+    train(model, optimizer, rank, entropy, steps=1)
+    seen = model.get_parameter(NAME).detach().numpy()
+    expected = seen.copy()
+    residents(optimizer).release_all()
+    assert np.array_equal(seen, expected)
+
+
+@pytest.mark.parametrize("again", [False, True], ids=["the same optimizer", "another optimizer"])
+def test_a_handler_of_signals_that_was_taken_away_comes_back(again: bool) -> None:
+    run_ranks(read_after_a_reset, 2, again)
+
+
 class WritesByNumpy(torch.autograd.Function):
     """As a kernel without an operator, in a function that is given the parameter."""
 
