@@ -152,13 +152,13 @@ struct Adam {
   // The last step, after update_states().
   template <class V, int N>
   static ZX_HD V new_param(const Step<typename V::Scalar>& s, const Lanes<V, N>& at) {
-    const V denom = sqrt(denominator(at)) / V::splat(s.bias_correction2_sqrt) + V::splat(s.eps);
+    const V denom = sqrt(second_moment(at)) / V::splat(s.bias_correction2_sqrt) + V::splat(s.eps);
     return at.param + (V::splat(s.neg_step_size) * at.state[kExpAvg]) / denom;
   }
 
-  // The second moment in the denominator.
+  // The one whose root is the denominator.
   template <class V, int N>
-  static ZX_HD V denominator(const Lanes<V, N>& at) {
+  static ZX_HD V second_moment(const Lanes<V, N>& at) {
     return at.state[N > kMaxExpAvgSq ? kMaxExpAvgSq : kExpAvgSq];
   }
 
@@ -171,7 +171,7 @@ struct Adam {
   };
   template <class V, int N>
   static ZX_HD Operands operands(const Step<float>& s, const Lanes<V, N>& at) {
-    return {denominator(at).x, s.neg_step_size * at.state[kExpAvg].x};
+    return {second_moment(at).x, s.neg_step_size * at.state[kExpAvg].x};
   }
 
   // The bounds of ordinary operands. With narrow()'s bounds on constants they keep the root in [2^-50, 2^20], the

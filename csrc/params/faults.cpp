@@ -24,13 +24,18 @@ std::atomic<int> num_readers{0};  // slots that were ever used
 std::atomic<int> num_inside{0};   // threads in the handler
 struct sigaction before_ours;
 
+// Its two kinds of handlers are one field.
+bool is_function(const struct sigaction& action) {
+  return action.sa_handler != SIG_DFL && action.sa_handler != SIG_IGN;
+}
+
 void pass_on(int signal, siginfo_t* info, void* context) {
-  if ((before_ours.sa_flags & SA_SIGINFO) != 0 && before_ours.sa_sigaction != nullptr) {
-    before_ours.sa_sigaction(signal, info, context);
-  } else if (before_ours.sa_handler != SIG_DFL && before_ours.sa_handler != SIG_IGN) {
-    before_ours.sa_handler(signal);
-  } else {
+  if (!is_function(before_ours)) {
     ::signal(signal, SIG_DFL);  // the instruction runs again, and ends the process
+  } else if ((before_ours.sa_flags & SA_SIGINFO) != 0) {
+    before_ours.sa_sigaction(signal, info, context);
+  } else {
+    before_ours.sa_handler(signal);
   }
 }
 
@@ -77,11 +82,10 @@ void install() {
 void keep_fault_handler() {
   static std::mutex mutex;
   static bool was_installed = false;
+  const std::lock_guard lock(mutex);  // or two threads would install it, and the second find ours as the one before
   struct sigaction now{};
   sigaction(SIGSEGV, nullptr, &now);
-  const bool is_function = (now.sa_flags & SA_SIGINFO) != 0 || (now.sa_handler != SIG_DFL && now.sa_handler != SIG_IGN);
-  const std::lock_guard lock(mutex);
-  if (was_installed && is_function) return;
+  if (was_installed && is_function(now)) return;
   was_installed = true;
   install();
 }

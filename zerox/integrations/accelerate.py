@@ -158,12 +158,11 @@ class ZeroxAccelerator(Accelerator):
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
         """As Accelerator's. Warns once if a prepared model trains without an optimizer of zerox."""
-        if self.num_processes > 1:
-            looked_at = (len(self._models), len(self._optimizers))
-            if looked_at != getattr(self, "_looked_at", None):
-                self._looked_at = looked_at
-                for model in self._models:
-                    of_engines.warn_of_untrained(self._engines(), model, "Accelerate")
+        looked_at = (len(self._models), len(self._optimizers))
+        if looked_at != getattr(self, "_looked_at", None):
+            self._looked_at = looked_at
+            for model in self._models:
+                of_engines.warn_of_untrained(self._engines(), model, "Accelerate")
         super().backward(loss, **kwargs)
 
     @contextmanager

@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from zerox.engine import Engine
@@ -100,10 +101,12 @@ WAYS_OUT = {
 
 
 def warn_of_untrained(engines: Sequence[Engine], model: nn.Module, framework: str) -> None:
-    """Warns if ``model`` is to be trained and none of ``engines`` does: then nobody averages its gradients.
+    """Warns if ``model`` is to be trained on several ranks and none of ``engines`` does: nobody averages its gradients.
 
     ``framework``: one of WAYS_OUT.
     """
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return
     params = [param for param in model.parameters() if param.requires_grad]
     if model.training and params and not engines_of(engines, params):
         warnings.warn(

@@ -1,6 +1,7 @@
 """What the strategies for Lightning do, whichever of its packages they are for: ``lightning`` or ``pytorch_lightning``.
 
 Both have the same classes under different names, so these are mixins: they come before that package's DDPStrategy.
+The arguments of DDPStrategy are spelled out in both, since LightningCLI reads its options from the signature.
 """
 
 from __future__ import annotations
@@ -12,7 +13,6 @@ from typing import Any, Literal
 from weakref import WeakKeyDictionary, ref
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.constants import default_pg_timeout
 
@@ -90,9 +90,7 @@ class TrainerStrategy:
         self.optimizers = [self.sharding.take(each, self.root_device) for each in self.optimizers]
         module = self.lightning_module
         assert module is not None
-        if dist.is_initialized() and dist.get_world_size() > 1:
-            engines = [each for each in self.optimizers if isinstance(each, Engine)]
-            warn_of_untrained(engines, module, "Lightning")
+        warn_of_untrained([each for each in self.optimizers if isinstance(each, Engine)], module, "Lightning")
         trained = {id(member.param) for each in self.sharding.optimizers for member in each.inside.members}
         broadcast([*(param for param in module.parameters() if id(param) not in trained), *module.buffers()])
         self._buffers = BufferSync(module, self.sharding.syncs) if self._broadcasts_buffers else None
@@ -195,9 +193,8 @@ class FabricStrategy:
 
     def backward(self, *args: Any, **options: Any) -> None:
         """As Fabric's. Warns once of a module that no optimizer of zerox trains."""
-        if self._not_looked_at and dist.is_initialized() and dist.get_world_size() > 1:
-            for module in filter(None, (each() for each in self._not_looked_at)):
-                warn_of_untrained(self.sharding.optimizers, module, "Fabric")
+        for module in filter(None, (each() for each in self._not_looked_at)):
+            warn_of_untrained(self.sharding.optimizers, module, "Fabric")
         self._not_looked_at.clear()
         super().backward(*args, **options)  # type: ignore[misc]
 
