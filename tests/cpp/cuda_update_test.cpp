@@ -246,7 +246,7 @@ TEST(update_is_close_to_adam_in_double) {
         const bool amsgrad = Adam::num_states(options) == 3;
         amsgrad ? Adam::update(step, grad, largest) : Adam::update(step, grad, plain);
         const double expected = amsgrad ? largest.param.x : plain.param.x;
-        const double second = amsgrad ? Adam::divisor(largest).x : Adam::divisor(plain).x;
+        const double second = amsgrad ? Adam::second_moment(largest).x : Adam::second_moment(plain).x;
         const double denom = std::sqrt(second) / step.bias_correction2_sqrt + step.eps;
         const double added = std::fabs(step.neg_step_size) * (std::fabs(exp_avg) + std::fabs(grad.x)) / denom;
         const double epsilon = c.param == DType::f64 ? 0x1p-53 : 0x1p-24;
