@@ -208,6 +208,7 @@ def _flow(
         shard=flat + straight if alone else shard,  # alone, gradients are the mean
         whole=(sum(layout.numels) if alone else layout.numel) * grads.itemsize,
         kept=shard if torch.promote_types(grads, wire) != grads else 0,
+        last=max(layout.numels[num_straight:], default=0) * grads.itemsize,
     )
 
 

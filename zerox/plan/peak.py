@@ -15,7 +15,8 @@ class Flow:
 
     ``local`` gradients are packed into ``flat`` and sent, but for ``straight`` bytes of them, which are sent as they
     are and stay until the bucket has landed. Slices that arrive are ``received``, and their mean is the ``shard``. If
-    gradients stay whole (stage 1), ``whole`` means are gathered from it, and ``kept`` bytes of it stay.
+    gradients stay whole (stage 1), ``whole`` means are gathered from it, and ``kept`` bytes of it stay. The thread that
+    runs backward may be stopped before it lets go of a gradient that is packed already: the largest has ``last`` bytes.
     """
 
     local: int
@@ -25,6 +26,11 @@ class Flow:
     straight: int = 0
     whole: int = 0
     kept: int = 0
+    last: int = 0
+
+    @property
+    def buffers(self) -> int:
+        return self.flat + self.straight + self.received
 
     @property
     def packed(self) -> int:
@@ -33,7 +39,7 @@ class Flow:
 
 
 def peak_of_sharded(flows: Sequence[Flow], ahead: int | None) -> int:
-    """Stages 2 and 3: local gradients are freed when their bucket is packed.
+    """Stages 2 and 3: local gradients are freed when their bucket is packed, but for the last one if backward is late.
 
     ``flows`` in launch order. ``ahead``: of how many buckets gradients may be made while one before them is on its way;
     None: of all. With 0 each lands before the next one's gradients are made; else it may land while the next is packed.
@@ -47,7 +53,10 @@ def peak_of_sharded(flows: Sequence[Flow], ahead: int | None) -> int:
         most = max(most, landed + flow.flat + flow.local + later)
         if last > index + 1:
             later = flows[index + 1].packed + made[last] - made[index + 2]
-        most = max(most, landed + flow.flat + flow.straight + flow.received + flow.shard + later)
+            later = max(later, flows[index + 1].buffers + flows[index + 1].last)
+        if ahead > 0:
+            later = max(later, flow.last)
+        most = max(most, landed + flow.buffers + flow.shard + later)
         landed += flow.shard
     return most
 
