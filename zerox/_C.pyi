@@ -231,9 +231,13 @@ class Params:
     def moved(self) -> list[tuple[int, int]]: ...
     def hold(self, hold: bool) -> None: ...
 
+class Axis:
+    def __init__(self, *, group: ProcessGroup | None, kind: ExchangeKind, members: Sequence[int]) -> None: ...
+
 class BucketManager:
     num_buckets: int
-    traffic: tuple[int, int]
+    traffic: tuple[int, int]  # messages and bytes that this rank sent
+    traffic_by_axis: list[tuple[int, int]]  # the same over each axis, the inner one first
     backward: Backward
     flights: Flights
     grads: GradPlacement
@@ -241,10 +245,9 @@ class BucketManager:
     params: Params
     def __init__(
         self,
-        group: ProcessGroup | None,
+        axes: Sequence[Axis],
         control: ProcessGroup | None,
         whereabouts: Whereabouts | None,
-        exchange: ExchangeKind,
         options: ManagerOptions,
     ) -> None: ...
     def add_bucket(

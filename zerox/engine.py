@@ -269,7 +269,7 @@ class Engine(OneGradient, OneState):
             rule = rules[plan.params[0]]
             wanted = rule.wanted([self.param_groups[m.group] for m in inside])
             specs = [*wanted, *self._options.masters(inside[0].param.dtype)]
-            bucket = Bucket(plan, inside, ranks.rank, rule, specs, self._gather.make_buffer)
+            bucket = Bucket(plan, inside, ranks.shard_of(ranks.rank), rule, specs, self._gather.make_buffer)
             ranks.broadcast(bucket.buffer.flat, f"the parameters of {bucket.describe(len(self._buckets))}")
             give_out(bucket.buffer.slots())
             bucket.start()

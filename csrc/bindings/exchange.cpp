@@ -33,7 +33,8 @@ void bind_exchange(py::module_& m) {
            py::arg("world"), py::arg("timeout"))
       .def("set_processes", &Whereabouts::set_processes, py::arg("processes"), Release())
       .def(
-          "await_", [](Whereabouts& self, Work work) { self.await({std::move(work)}); }, py::arg("work"), Release())
+          "await_", [](Whereabouts& self, Work work) { self.await({std::move(work)}, {}, kUnknownRank); },
+          py::arg("work"), Release())
       .def("leave", &Whereabouts::leave, py::arg("what"), Release());
 }
 

@@ -121,15 +121,24 @@ void bind_settlement(py::module_& m) {
       .def_property_readonly("holds_scaled", py::cpp_function(&Settlement::holds_scaled, Release()));
 }
 
-std::shared_ptr<BucketManager> make_manager(const std::optional<Group>& group, const std::optional<Group>& control,
-                                            std::shared_ptr<Whereabouts> whereabouts, ExchangeKind exchange,
-                                            const ManagerOptions& options) {
-  if (group && !whereabouts) {
-    whereabouts = std::make_shared<Whereabouts>(std::vector<Group>{}, nullptr, (*group)->getRank(), (*group)->getSize(),
-                                                kProcessGroupDefaultTimeout);
+// One axis of the ranks' mesh: `members` as in Line.
+struct Axis {
+  std::optional<Group> group;
+  ExchangeKind kind;
+  std::vector<int> members;
+};
+
+std::shared_ptr<BucketManager> make_manager(const std::vector<Axis>& axes, const std::optional<Group>& control,
+                                            std::shared_ptr<Whereabouts> whereabouts, const ManagerOptions& options) {
+  if (control && !whereabouts) {
+    whereabouts = std::make_shared<Whereabouts>(std::vector<Group>{}, nullptr, (*control)->getRank(),
+                                                (*control)->getSize(), kProcessGroupDefaultTimeout);
   }
-  auto made = make_exchange(std::move(exchange), {group.value_or(Group()), whereabouts});
-  return destroyed_without_gil(new BucketManager(std::move(made), {control.value_or(Group()), whereabouts}, options));
+  BucketManager::Axes made;
+  for (const Axis& axis : axes) {
+    made.push_back(make_exchange(axis.kind, {axis.group.value_or(Group()), whereabouts, axis.members}));
+  }
+  return destroyed_without_gil(new BucketManager(made, {control.value_or(Group()), whereabouts}, options));
 }
 
 int64_t add_bucket(BucketManager& self, const std::vector<std::string>& names, const std::vector<at::Tensor>& params,
@@ -148,12 +157,13 @@ int64_t add_bucket(BucketManager& self, const std::vector<std::string>& names, c
 }
 
 void bind_manager(py::module_& m) {
+  py::class_<Axis>(m, "Axis").def(py::init<std::optional<Group>, ExchangeKind, std::vector<int>>(), py::kw_only(),
+                                  py::arg("group"), py::arg("kind"), py::arg("members"));
   py::class_<ManagerOptions>(m, "ManagerOptions")
       .def(py::init<std::vector<Move>, bool, at::Device, bool, bool>(), py::kw_only(), py::arg("route"),
            py::arg("keeps_shards"), py::arg("device"), py::arg("sharded_params"), py::arg("divides"));
   py::class_<BucketManager, std::shared_ptr<BucketManager>>(m, "BucketManager")
-      .def(py::init(&make_manager), py::arg("group"), py::arg("control"), py::arg("whereabouts"), py::arg("exchange"),
-           py::arg("options"))
+      .def(py::init(&make_manager), py::arg("axes"), py::arg("control"), py::arg("whereabouts"), py::arg("options"))
       .def("add_bucket", &add_bucket, py::arg("names"), py::arg("params"), py::arg("homes"), py::arg("flat"),
            py::arg("placeholders"), py::arg("offsets"), py::arg("wire_dtype"), py::arg("grad_dtype"),
            py::arg("shard_numel"), py::arg("trailer_numel"), py::arg("segments"), py::arg("num_straight"),
@@ -172,9 +182,19 @@ void bind_manager(py::module_& m) {
             return parts;
           },
           py::arg("bucket"))
-      .def_property_readonly("traffic", [](BucketManager& self) {
-        const Traffic& traffic = self.exchange().traffic();
-        return std::pair<int64_t, int64_t>(traffic.messages, traffic.bytes);
+      .def_property_readonly("traffic",
+                             [](BucketManager& self) {
+                               std::pair<int64_t, int64_t> found;
+                               for (const Traffic* axis : self.exchange().traffic()) {
+                                 found.first += axis->messages;
+                                 found.second += axis->bytes;
+                               }
+                               return found;
+                             })
+      .def_property_readonly("traffic_by_axis", [](BucketManager& self) {
+        std::vector<std::pair<int64_t, int64_t>> found;
+        for (const Traffic* axis : self.exchange().traffic()) found.emplace_back(axis->messages, axis->bytes);
+        return found;
       });
 }
 

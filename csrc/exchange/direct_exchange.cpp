@@ -23,11 +23,7 @@ struct Offer {
 class DirectPending : public Pending {
  public:
   DirectPending(Line line, const Neighbours& neighbours, Tag done)
-      : Pending(std::move(line.whereabouts)),
-        group_(std::move(line.group)),
-        neighbours_(neighbours),
-        done_(done),
-        offers_(group_->getSize()) {}
+      : Pending(std::move(line)), neighbours_(neighbours), done_(done), offers_(line_.group->getSize()) {}
 
   void send(at::Tensor message, int peer, Tag tag) { works_.push_back(start_send(std::move(message), peer, tag)); }
 
@@ -51,14 +47,14 @@ class DirectPending : public Pending {
 
   void wait() override {
     for (const Offer& offer : offers_) {
-      if (offer.told.work) whereabouts_->await(offer.told);
+      if (offer.told.work) line_.await(offer.told);
     }
     Pending::wait();
   }
 
   void read(int rank, size_t message, int64_t start, const at::Tensor& into) override {
     const auto address = static_cast<uint64_t>(offers_[rank].addresses.const_data_ptr<int64_t>()[message]);
-    whereabouts_->needing(rank, [&] {
+    line_.needing(rank, [&] {
       neighbours_.read(rank, address + start * into.element_size(), into.mutable_data_ptr(), into.nbytes());
     });
   }
@@ -69,15 +65,15 @@ class DirectPending : public Pending {
       try {
         const int peer = static_cast<int>(rank);
         std::vector<at::Tensor> messages{at::zeros({1}, at::kByte)};
-        let_go_.push_back({group_->send(messages, peer, done_.number()), peer});
+        let_go_.push_back({line_.group->send(messages, peer, done_.number()), peer});
       } catch (const std::exception&) {  // the rank is gone, and waits for nothing
       }
     }
   }
 
   void wait_for_readers() override {
-    for (const Awaited& each : let_go_) whereabouts_->await(each);
-    for (const Awaited& each : readers_) whereabouts_->await(each);
+    for (const Awaited& each : let_go_) line_.await(each);
+    for (const Awaited& each : readers_) line_.await(each);
     offered_.clear();
   }
 
@@ -92,15 +88,14 @@ class DirectPending : public Pending {
  private:
   Awaited start_receive(at::Tensor into, int peer, Tag tag) {
     std::vector<at::Tensor> messages{std::move(into)};
-    return {whereabouts_->needing(peer, [&] { return group_->recv(messages, peer, tag.number()); }), peer};
+    return {line_.needing(peer, [&] { return line_.group->recv(messages, peer, tag.number()); }), peer};
   }
 
   Awaited start_send(at::Tensor message, int peer, Tag tag) {
     std::vector<at::Tensor> messages{std::move(message)};
-    return {whereabouts_->needing(peer, [&] { return group_->send(messages, peer, tag.number()); }), peer};
+    return {line_.needing(peer, [&] { return line_.group->send(messages, peer, tag.number()); }), peer};
   }
 
-  Group group_;
   const Neighbours& neighbours_;
   Tag done_;
   std::vector<Offer> offers_;  // by rank
@@ -150,7 +145,7 @@ class DirectExchange final : public Exchange {
   std::shared_ptr<Pending> send(const std::vector<Messages>& sent, const std::vector<Messages>& received,
                                 int64_t most) override {
     const auto count = static_cast<int64_t>(sent[rank()].size());  // as many as others send to this rank
-    auto pending = std::make_shared<DirectPending>(Line{group_, whereabouts_}, neighbours_, scatter_done_tags_.next());
+    auto pending = std::make_shared<DirectPending>(line_, neighbours_, scatter_done_tags_.next());
     start(*pending, sent, received, count, scatter_tags_.next(most));
     return pending;
   }
@@ -170,7 +165,11 @@ class DirectExchange final : public Exchange {
     std::vector<at::Tensor> slices;
     int64_t place = 0;
     for (int peer = 0; peer < world(); ++peer) {
-      slices.push_back(peer == rank() ? slice(flat, peer, world()) : slice(received, place++, num_received()));
+      if (reads(peer)) {
+        slices.emplace_back();
+      } else {
+        slices.push_back(peer == rank() ? slice(flat, peer, world()) : slice(received, place++, num_received()));
+      }
     }
     return slices;
   }
@@ -184,7 +183,7 @@ class DirectExchange final : public Exchange {
       received[peer] = {slice(flat, peer, world())};
       if (reads(peer)) places[peer] = received[peer][0];
     }
-    auto pending = std::make_shared<GatherPending>(Line{group_, whereabouts_}, neighbours_, gather_done_tags_.next());
+    auto pending = std::make_shared<GatherPending>(line_, neighbours_, gather_done_tags_.next());
     pending->set_places(std::move(places));
     start(*pending, sent, received, 1, gather_tags_.next());
     return pending;

@@ -9,7 +9,7 @@
 namespace zx {
 
 void Pending::wait() {
-  for (const Awaited& awaited : works_) whereabouts_->await(awaited);
+  for (const Awaited& awaited : works_) line_.await(awaited);
 }
 
 void Pending::abort_one(const Work& work) {
@@ -27,16 +27,26 @@ void Pending::read(int /*rank*/, size_t /*message*/, int64_t /*start*/, const at
   TORCH_INTERNAL_ASSERT(false, "this exchange reads nobody's memory");
 }
 
+namespace {
+constexpr const char* kScattersNothing = "this exchange scatters nothing";
+}
+
+int64_t Exchange::num_received() const { TORCH_INTERNAL_ASSERT(false, kScattersNothing); }
+
+std::shared_ptr<Pending> Exchange::scatter(const at::Tensor& /*flat*/, const at::Tensor& /*received*/) {
+  TORCH_INTERNAL_ASSERT(false, kScattersNothing);
+}
+
+std::vector<at::Tensor> Exchange::to_sum(const at::Tensor& /*flat*/, const at::Tensor& /*received*/) const {
+  TORCH_INTERNAL_ASSERT(false, kScattersNothing);
+}
+
 std::shared_ptr<Pending> Exchange::send(const std::vector<Messages>& /*sent*/,
                                         const std::vector<Messages>& /*received*/, int64_t /*most*/) {
   TORCH_INTERNAL_ASSERT(false, "this exchange sends no single messages");
 }
 
-Exchange::Exchange(Line line)
-    : group_(std::move(line.group)),
-      whereabouts_(std::move(line.whereabouts)),
-      rank_(group_->getRank()),
-      world_(group_->getSize()) {}
+Exchange::Exchange(Line line) : line_(std::move(line)), rank_(line_.group->getRank()), world_(line_.group->getSize()) {}
 
 at::Tensor Exchange::slice(const at::Tensor& flat, int64_t index, int64_t count) const {
   const int64_t numel = flat.numel() / count;
@@ -68,14 +78,14 @@ class CollectiveExchange : public Exchange {
     static const auto op = find_collective<Op>("c10d::_allgather_base_");
     at::Tensor output = flat;
     at::Tensor input = slice(flat, rank(), world());
-    return started([&] { return std::get<1>(op.call(output, input, group_, true, -1)); });
+    return started([&] { return std::get<1>(op.call(output, input, line_.group, true, -1)); });
   }
 
  protected:
   template <class Call>
   std::shared_ptr<Pending> started(const Call& call) {
-    Awaited everyone{whereabouts_->needing(kUnknownRank, call)};
-    return std::make_shared<Pending>(whereabouts_, std::vector{std::move(everyone)});
+    Awaited everyone{line_.needing(kUnknownRank, call)};
+    return std::make_shared<Pending>(line_, std::vector{std::move(everyone)});
   }
 
   // A ring, like an all-to-all, moves as many slices through each rank as there are other ranks.
@@ -99,7 +109,7 @@ class NativeExchange final : public CollectiveExchange {
     at::Tensor output = received;
     at::Tensor input = flat;
     const auto sum = c10::make_intrusive<c10d::ReduceOp>(c10d::ReduceOp::SUM);
-    return started([&] { return std::get<1>(op.call(output, input, group_, sum, true, -1)); });
+    return started([&] { return std::get<1>(op.call(output, input, line_.group, sum, true, -1)); });
   }
 
   std::vector<at::Tensor> to_sum(const at::Tensor& /*flat*/, const at::Tensor& received) const override {
@@ -122,7 +132,7 @@ class AllToAllExchange final : public CollectiveExchange {
     static const auto op = find_collective<Op>("c10d::alltoall_base_");
     at::Tensor output = received;
     at::Tensor input = flat;
-    return started([&] { return op.call(output, input, group_, {}, {}, true, -1); });
+    return started([&] { return op.call(output, input, line_.group, {}, {}, true, -1); });
   }
 
   std::vector<at::Tensor> to_sum(const at::Tensor& /*flat*/, const at::Tensor& received) const override {

@@ -16,9 +16,8 @@ namespace zx {
 // messages may stay in the memory of the rank that sends them, to be read from there: see Note [Neighbours].
 class Pending {
  public:
-  // `whereabouts` is for the ranks that are waited for; null if a subclass does the waiting in another way.
-  explicit Pending(std::shared_ptr<Whereabouts> whereabouts, std::vector<Awaited> works = {})
-      : whereabouts_(std::move(whereabouts)), works_(std::move(works)) {}
+  // `line` is to the ranks that are waited for; empty if a subclass does the waiting in another way.
+  explicit Pending(Line line, std::vector<Awaited> works = {}) : line_(std::move(line)), works_(std::move(works)) {}
   virtual ~Pending() = default;
   virtual void wait();   // blocks the host or, if the backend works on streams, the current stream
   virtual void abort();  // if the backend can, wakes a wait() on another thread; never throws
@@ -33,7 +32,7 @@ class Pending {
  protected:
   static void abort_one(const Work& work);
 
-  std::shared_ptr<Whereabouts> whereabouts_;
+  Line line_;
   std::vector<Awaited> works_;  // unchanged once others may abort them
 };
 
@@ -51,10 +50,12 @@ class Exchange {
   Exchange& operator=(const Exchange&) = delete;
 
   // Whether there is a group at all; a group may have a single rank.
-  bool has_group() const { return group_ != nullptr; }
+  bool has_group() const { return line_.group != nullptr; }
   int rank() const { return rank_; }
   int world() const { return world_; }
-  virtual const Traffic& traffic() const { return traffic_; }
+  // Over each axis of the ranks' mesh, the inner one first.
+  virtual std::vector<const Traffic*> traffic() const { return {&traffic_}; }
+  const Line& line() const { return line_; }
 
   // Whether a call here, or a Pending's wait(), may block the host.
   virtual bool waits_on_host() const { return false; }
@@ -75,25 +76,26 @@ class Exchange {
   virtual bool reads(int /*rank*/) const { return false; }
 
   // How many slices scatter() needs room for.
-  virtual int64_t num_received() const = 0;
+  virtual int64_t num_received() const;
 
   // Starts moving every rank's slice of `flat` to its owner. This rank's slices arrive in `received`.
-  virtual std::shared_ptr<Pending> scatter(const at::Tensor& flat, const at::Tensor& received) = 0;
+  virtual std::shared_ptr<Pending> scatter(const at::Tensor& flat, const at::Tensor& received);
 
-  // After the wait: the slices whose sum is the reduced slice, in rank order.
-  virtual std::vector<at::Tensor> to_sum(const at::Tensor& flat, const at::Tensor& received) const = 0;
+  // After the wait: the slices whose sum is the reduced slice, in rank order; undefined for a rank whose slice is to be
+  // read.
+  virtual std::vector<at::Tensor> to_sum(const at::Tensor& flat, const at::Tensor& received) const;
 
   // Starts sending this rank's slice of `flat` to all others, and receiving theirs in place.
   virtual std::shared_ptr<Pending> gather(const at::Tensor& flat) = 0;
 
  protected:
-  Exchange(int rank, int world) : rank_(rank), world_(world) {}                          // without a group
-  Exchange(const Exchange& other) : Exchange(Line{other.group_, other.whereabouts_}) {}  // the same ranks
+  Exchange(int rank, int world) : rank_(rank), world_(world) {}  // without a group
+  Exchange(Line line, int rank, int world) : line_(std::move(line)), rank_(rank), world_(world) {}
+  Exchange(const Exchange& other) : Exchange(Line(other.line_)) {}  // the same ranks
   at::Tensor slice(const at::Tensor& flat, int64_t index, int64_t count) const;
   void count_sent(const at::Tensor& message);
 
-  Group group_;
-  std::shared_ptr<Whereabouts> whereabouts_;
+  Line line_;
 
  private:
   int rank_;

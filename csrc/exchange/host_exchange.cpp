@@ -22,7 +22,7 @@ class StagedPending final : public Pending {
  public:
   using Copies = std::vector<std::pair<at::Tensor, at::Tensor>>;  // each from the host to the device
   StagedPending(std::shared_ptr<Pending> on_host, at::Tensor sent, Copies copies)
-      : Pending(nullptr),
+      : Pending(Line{}),
         on_host_(std::move(on_host)),
         sent_(std::move(sent)),
         copies_(std::move(copies)),
@@ -56,7 +56,7 @@ class HostExchange final : public Exchange {
  public:
   explicit HostExchange(std::shared_ptr<Exchange> on_host) : Exchange(*on_host), on_host_(std::move(on_host)) {}
 
-  const Traffic& traffic() const override { return on_host_->traffic(); }
+  std::vector<const Traffic*> traffic() const override { return on_host_->traffic(); }
   bool waits_on_host() const override { return true; }
   int64_t num_received() const override { return on_host_->num_received(); }
 

@@ -15,18 +15,17 @@ void SmallAllReduce::run(at::Tensor& values, Combine combine) {
 void SmallAllReduce::run(at::Tensor& values, const CombineInto& combine) {
   if (!line_.group) return;
   c10d::ProcessGroup& group = *line_.group;
-  Whereabouts& whereabouts = *line_.whereabouts;
   const int rank = group.getRank();
   const int world = group.getSize();
   const int tag = tags_.next().number();
   at::Tensor theirs = at::empty_like(values);
   const auto start_send = [&](int peer) {
     std::vector<at::Tensor> message{values};
-    return Awaited{whereabouts.needing(peer, [&] { return group.send(message, peer, tag); }), peer};
+    return Awaited{line_.needing(peer, [&] { return group.send(message, peer, tag); }), peer};
   };
   const auto start_receive = [&](int peer, at::Tensor& into) {
     std::vector<at::Tensor> message{into};
-    return Awaited{whereabouts.needing(peer, [&] { return group.recv(message, peer, tag); }), peer};
+    return Awaited{line_.needing(peer, [&] { return group.recv(message, peer, tag); }), peer};
   };
   const auto take_in = [&] { combine(values, theirs); };
 
@@ -35,22 +34,22 @@ void SmallAllReduce::run(at::Tensor& values, const CombineInto& combine) {
   const int rest = world - doubling;
   // The other ranks hand their numbers to a partner first, and get the result from it at the end.
   if (rank >= doubling) {
-    whereabouts.await(start_send(rank - doubling));
-    whereabouts.await(start_receive(rank - doubling, values));
+    line_.await(start_send(rank - doubling));
+    line_.await(start_receive(rank - doubling, values));
     return;
   }
   if (rank < rest) {
-    whereabouts.await(start_receive(rank + doubling, theirs));
+    line_.await(start_receive(rank + doubling, theirs));
     take_in();
   }
   for (int distance = 1; distance < doubling; distance *= 2) {
     const Awaited received = start_receive(rank ^ distance, theirs);
     const Awaited sent = start_send(rank ^ distance);
-    whereabouts.await(received);
-    whereabouts.await(sent);  // before the numbers that it reads change
+    line_.await(received);
+    line_.await(sent);  // before the numbers that it reads change
     take_in();
   }
-  if (rank < rest) whereabouts.await(start_send(rank + doubling));
+  if (rank < rest) line_.await(start_send(rank + doubling));
 }
 
 }  // namespace zx

@@ -263,11 +263,11 @@ void Whereabouts::step_begun() {
   ++step_;
 }
 
-void Whereabouts::await(const Awaited& awaited) {
+void Whereabouts::await(const Awaited& awaited, const Group& group, int peer) {
   // gloo's wait() returns false, instead of throwing, if it was aborted.
-  const bool is_through = needing(awaited.peer, [&] {
-    if (awaited.peer == kUnknownRank || groups_.empty()) return awaited.work->wait();
-    return LongWaits::all().wait_for(*groups_.front(), awaited);
+  const bool is_through = needing(peer, [&] {
+    if (peer == kUnknownRank || groups_.empty()) return awaited.work->wait();
+    return LongWaits::all().wait_for(*group, awaited);
   });
   TORCH_CHECK(is_through, "the exchange was aborted");
 }

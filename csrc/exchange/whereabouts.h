@@ -63,8 +63,9 @@ class Whereabouts {
     }
   }
 
-  // Returns when `awaited` is through. Throws as needing() does, or if the wait was aborted here.
-  void await(const Awaited& awaited);
+  // Returns when `awaited`, a message of `group` from or to rank `peer`, is through. Throws as needing() does, or if
+  // the wait was aborted here.
+  void await(const Awaited& awaited, const Group& group, int peer);
 
   // Gives up because rank `peer` did not answer a call that lasted for `waited`. Returns a text that names the missing
   // rank.
@@ -91,10 +92,23 @@ class Whereabouts {
   std::string verdict_;  // empty until this rank gives up
 };
 
-// A group and the Whereabouts of its ranks. Both are null for one rank alone.
+// A group and the Whereabouts of its ranks. Both are null for one rank alone. The group may have a part of the ranks
+// only, as one axis of a mesh does: then `members` has the number of each of its ranks among all. Calls take ranks as
+// the group numbers them.
 struct Line {
   Group group{};
   std::shared_ptr<Whereabouts> whereabouts{};
+  std::vector<int> members{};  // empty if the group has all ranks
+
+  // See Whereabouts.
+  template <class Body>
+  auto needing(int peer, const Body& body) const {
+    return whereabouts->needing(number_of(peer), body);
+  }
+  void await(const Awaited& awaited) const { whereabouts->await(awaited, group, number_of(awaited.peer)); }
+
+ private:
+  int number_of(int peer) const { return peer == kUnknownRank || members.empty() ? peer : members.at(peer); }
 };
 
 }  // namespace zx

@@ -138,7 +138,7 @@ void Agreement::broadcast(std::vector<at::Tensor>& tensors, int64_t root) {
   c10d::BroadcastOptions options;
   options.rootRank = root;
   const auto start = [&] { return control_.group->broadcast(tensors, options); };
-  control_.whereabouts->await({control_.whereabouts->needing(kUnknownRank, start)});
+  control_.await({control_.needing(kUnknownRank, start)});
 }
 
 std::vector<int64_t> Agreement::from_rank_0(std::vector<int64_t> numbers) {

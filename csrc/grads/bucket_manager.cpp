@@ -5,18 +5,31 @@
 #include <limits>
 #include <utility>
 
+#include "exchange/two_level_exchange.h"
 #include "grads/straight.h"
+#include "grads/two_level.h"
 
 namespace zx {
 
-// What moves gradients does not ask whether there are other ranks: each is made here for one case or the other.
-BucketManager::BucketManager(std::shared_ptr<Exchange> exchange, const Line& control, const ManagerOptions& options)
+namespace {
+
+std::shared_ptr<Exchange> exchange_over(const BucketManager::Axes& axes) {
+  if (axes.size() == 1) return axes[0];
+  TORCH_CHECK(axes.size() == 2, "zerox: ranks are on a mesh of 1 or 2 axes, got ", axes.size());
+  return std::make_shared<TwoLevelExchange>(axes[0], axes[1]);
+}
+
+}  // namespace
+
+// What moves gradients does not ask whether there are other ranks, or axes: each is made here for one case.
+BucketManager::BucketManager(const Axes& axes, const Line& control, const ManagerOptions& options)
     : buckets_(std::make_shared<Buckets>()),
       keeps_shards_(options.keeps_shards),
       homes_move_(options.sharded_params && !options.device.is_cpu()),
-      exchange_(std::move(exchange)) {
+      exchange_(exchange_over(axes)) {
   const bool alone = !exchange_->has_group();
-  flights_ = std::make_shared<Flights>(exchange_, make_reduction(alone, exchange_), options.device);
+  auto reduction = axes.size() > 1 ? make_two_level_reduction(axes[0], axes[1]) : make_reduction(alone, exchange_);
+  flights_ = std::make_shared<Flights>(exchange_, std::move(reduction), options.device);
   params_ = std::make_shared<Params>(buckets_, exchange_);
   placement_ = make_placement(options.route, alone && !options.divides, {buckets_, exchange_, flights_});
   const bool paced = options.sharded_params && options.device.is_cpu();  // an accelerator has an order of its own

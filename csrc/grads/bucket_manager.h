@@ -53,8 +53,10 @@ struct ManagerOptions {
 
 class BucketManager {
  public:
-  // `exchange` and `control` connect the same ranks.
-  BucketManager(std::shared_ptr<Exchange> exchange, const Line& control, const ManagerOptions& options);
+  // `axes`: an exchange over each axis of the ranks' mesh, the inner one first. All together, like `control`, connect
+  // the same ranks.
+  using Axes = std::vector<std::shared_ptr<Exchange>>;
+  BucketManager(const Axes& axes, const Line& control, const ManagerOptions& options);
 
   // Takes the gradients of the bucket's parameters from now on. Must not be called inside a backward.
   int64_t add_bucket(BucketSpec spec);

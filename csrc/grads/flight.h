@@ -31,6 +31,7 @@ struct Flight {
   // From packed to landed.
   at::Tensor flat{};      // [world * slice_numel], less what is straight
   at::Tensor received{};  // [num_received * slice_numel]
+  at::Tensor partial{};   // [outer world * slice_numel], sums over the inner axis: see Note [Two levels]
   std::shared_ptr<Pending> pending{};
 
   std::string describe() const { return bucket->describe(); }

@@ -131,16 +131,18 @@ void Flights::land(Flight& flight) {
   };
   lanes_.attempt(flight, telling_reasons(part));
   if (streams_) {
-    streams_->hold_buffers({std::move(flight.flat), std::move(flight.received)}, streams_->record(streams_->land()));
+    streams_->hold_buffers({std::move(flight.flat), std::move(flight.received), std::move(flight.partial)},
+                           streams_->record(streams_->land()));
   }
   if (lanes_.failed()) {
-    abandoned_.push_back(flight.flat);
+    abandoned_.insert(abandoned_.end(), {flight.flat, flight.partial});
     abandoned_.insert(abandoned_.end(), flight.straight.begin(), flight.straight.end());
   }
   flight.sources.clear();
   flight.straight.clear();
   flight.flat.reset();
   flight.received.reset();
+  flight.partial.reset();
 }
 
 }  // namespace zx

@@ -1,122 +1,13 @@
 #include "grads/reduction.h"
 
-#include <ATen/ops/empty.h>
-#include <ATen/ops/zeros.h>
-
-#include <algorithm>
-#include <limits>
 #include <utility>
-#include <vector>
 
-#include "grads/ops.h"
 #include "grads/straight.h"
+#include "grads/summing.h"
 #include "lanes/ranges.h"
-#include "math/exact_sum.h"
-#include "math/norm.h"
 
 namespace zx {
 namespace {
-
-// Data is read from all neighbours before it is added. It should be little enough to stay in a core's cache, with the
-// gradient and the shard, but enough that a system call does not cost more than its bytes.
-constexpr int64_t kReadBytes = 256 * 1024;
-constexpr int64_t kLeastReadBytes = 32 * 1024;
-
-// Adds up what is received, in rank order.
-class Summing : public Reduction {
- public:
-  explicit Summing(std::shared_ptr<Exchange> exchange) : exchange_(std::move(exchange)) {}
-
-  std::shared_ptr<Pending> send(Flight& flight) override {
-    flight.received = at::empty({exchange_->num_received() * flight.bucket->slice_numel()}, flight.flat.options());
-    if (exchange_->sends_messages()) return send_straight(*exchange_, flight);
-    return exchange_->scatter(flight.flat, flight.received);
-  }
-
-  void land(Flight& flight) override {
-    Bucket& bucket = *flight.bucket;
-    const Range range("reduce", bucket.index);
-    const auto messages = messages_of(flight);
-    read_flags(flight, messages);
-    Landed& landed = bucket.landed;
-    const bool accumulate = std::exchange(landed.holds, true) && landed.shard.defined();
-    sum(flight, messages, accumulate);
-  }
-
-  bool takes_straight(const Bucket& /*bucket*/) const override { return exchange_->sends_messages(); }
-  bool is_local() const override { return false; }
-
-  int64_t most_in_a_part(int64_t bytes) const override {
-    int64_t readable = 0;
-    for (int rank = 0; rank < exchange_->world(); ++rank) readable += exchange_->reads(rank);
-    if (readable == 0) return std::numeric_limits<int64_t>::max();
-    return std::max(kReadBytes / readable, kLeastReadBytes) / bytes / kNormBlock * kNormBlock;
-  }
-
- protected:
-  using AllMessages = std::vector<Exchange::Messages>;  // from each rank
-
-  AllMessages messages_of(Flight& flight) const {
-    if (exchange_->sends_messages()) return contributions(*exchange_, flight);
-    AllMessages messages;
-    for (at::Tensor& slice : exchange_->to_sum(flight.flat, flight.received)) messages.push_back({std::move(slice)});
-    return messages;
-  }
-
-  void read_flags(const Flight& flight, const AllMessages& messages) {
-    Landed& landed = flight.bucket->landed;
-    const Part& last = flight.bucket->parts.back();
-    const int64_t flags_start = last.message_start + last.numel;
-    ops::read_flags_(landed.present, landed.replaced,
-                     slices(flight, messages, last.message, flags_start, flight.bucket->trailer_numel), 0);
-  }
-
-  void sum(const Flight& flight, const AllMessages& messages, bool accumulate) {
-    const Bucket& bucket = *flight.bucket;
-    Landed& landed = flight.bucket->landed;
-    if (!accumulate && !landed.keeps_shard) landed.shard = at::empty({bucket.shard_numel}, flight.flat.options());
-    landed.words = at::zeros({kExactWords}, flight.flat.options().dtype(at::kLong));
-    int64_t end = 0;
-    for (const Part& part : bucket.parts) {
-      // Padding is zeroed: it is sent too, where shards are gathered.
-      if (part.start > end) landed.shard.narrow(0, end, part.start - end).zero_();
-      end = part.start + part.numel;
-      at::Tensor shard = bucket.parts.size() == 1 ? landed.shard : landed.shard.narrow(0, part.start, part.numel);
-      ops::reduce_(shard, landed.words, slices(flight, messages, part.message, part.message_start, part.numel),
-                   part.segments, landed.replaced.narrow(0, part.first_row, part.segments.size(0)),
-                   bucket.landed.divisor, accumulate);
-    }
-  }
-
- private:
-  std::vector<at::Tensor> slices(const Flight& flight, const AllMessages& messages, size_t message, int64_t start,
-                                 int64_t numel);
-
-  std::shared_ptr<Exchange> exchange_;
-  std::vector<at::Tensor> scratch_;  // what was read from each neighbour
-};
-
-// The same elements of a message from each rank that is summed, in rank order. They are valid until the next call.
-std::vector<at::Tensor> Summing::slices(const Flight& flight, const AllMessages& messages, size_t message,
-                                        int64_t start, int64_t numel) {
-  std::vector<at::Tensor> found;
-  size_t place = 0;
-  for (size_t rank = 0; rank < messages.size(); ++rank) {
-    if (!messages[rank].empty()) {
-      const at::Tensor& whole = messages[rank][message];
-      found.push_back(start == 0 && numel == whole.numel() ? whole : whole.narrow(0, start, numel));
-      continue;
-    }
-    if (place == scratch_.size()) scratch_.emplace_back();
-    at::Tensor& kept = scratch_[place++];
-    const int64_t bytes = numel * flight.flat.element_size();
-    if (!kept.defined() || kept.numel() < bytes) kept = at::empty({bytes}, at::kByte);
-    at::Tensor into = kept.narrow(0, 0, bytes).view(flight.flat.scalar_type());
-    flight.pending->read(static_cast<int>(rank), message, start, into);
-    found.push_back(std::move(into));
-  }
-  return found;
-}
 
 // One rank's gradients are the mean already. See Note [Alone, gradients stay where they are].
 class Keeping final : public Summing {

@@ -39,7 +39,7 @@ ShardQuestions::Asked ShardQuestions::ask(int peer, const Question& question, co
   const ReadGuard::Pause pause;
   const AskedBy by_me{question, line_.group->getRank(), take_tag()};
   Asked asked{peer, by_me.tag, {by_me.packed(), answer}};
-  line_.whereabouts->needing(peer, [&] {
+  line_.needing(peer, [&] {
     std::vector<at::Tensor> received{answer};
     std::vector<at::Tensor> sent{asked.messages[0]};
     asked.receiving = backend_->recv(received, peer, by_me.tag_of_answer());
@@ -49,7 +49,7 @@ ShardQuestions::Asked ShardQuestions::ask(int peer, const Question& question, co
 }
 
 void ShardQuestions::await(const Asked& asked) {
-  line_.whereabouts->await({asked.receiving, asked.peer});
+  line_.await({asked.receiving, asked.peer});
   const std::lock_guard lock(mutex_);
   free_tags_.push_back(asked.tag);
 }

@@ -40,10 +40,9 @@ class Grads:
         self.sharded = stage.grads is SHARDED
         self.reduce_dtype = reduce_dtype
         self.manager = C.BucketManager(
-            group=ranks.data,
+            axes=ranks.axes_for_manager(),
             control=ranks.control,
             whereabouts=ranks.whereabouts,
-            exchange=ranks.exchange_kind(),
             options=C.ManagerOptions(
                 route=[getattr(C.Move, move.name) for move in stage.grad_route],
                 keeps_shards=keeps_shards,

@@ -56,7 +56,9 @@ class OneParam:
 
     def owners(self) -> list[tuple[int, Segment]]:
         """The ranks that have a part of it, each with that part: at least one, also where it has no elements."""
-        segments = ((rank, self.bucket.plan.layout.segments(rank)) for rank in range(self.ranks.size))
+        segments = (
+            (rank, self.bucket.plan.layout.segments(self.ranks.shard_of(rank))) for rank in range(self.ranks.size)
+        )
         return [(rank, each) for rank, own in segments for each in own if each.slot == self.slot]
 
     def empty(self, dtype: torch.dtype) -> Tensor:

@@ -5,10 +5,8 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
-import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,16 +14,18 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import Store
 
 from zerox import _C as C
-from zerox._C import ExchangeKind, Whereabouts
+from zerox._C import Whereabouts
 from zerox.plan import combinations
+from zerox.ranks.axes import Axis, shard_of
 from zerox.ranks.forks import leave_to_parent
 from zerox.ranks.neighbours import find_neighbours
+from zerox.ranks.own_groups import own_store, same_ranks
 from zerox.ranks.process_group import (
     GroupArgument,
     check_still_alone,
+    chosen_grid,
     chosen_group,
     time_of,
-    timeout_of,
     why_alone,
 )
 from zerox.ranks.roll_call import RollCall, summary_of
@@ -36,13 +36,21 @@ REFUSED = "refused: "
 
 
 @dataclass(frozen=True)
+class Origin:
+    """``why_alone``: set for one rank that was not asked to be alone."""
+
+    why_alone: str = ""
+    process: C.Process = field(default_factory=C.Process)
+
+
+@dataclass(frozen=True)
 class Ranks:
     """``data`` moves gradients and parameters, ``control`` small CPU tensors; both None for one rank alone.
 
     ``device``: of the parameters; ``backend``: "gloo" or "nccl", which moves tensors of that device. ``neighbours``:
-    the process of each rank whose memory can be read, else 0; empty if none is to be read. ``why_alone``: set for one
-    rank that was not asked to be alone. ``given``: the user's group over the same ranks; None for one rank alone.
-    ``whereabouts``: names the rank that is missing from the groups.
+    the process of each rank whose memory can be read, else 0; empty if none is to be read. ``given``: the user's group
+    over the same ranks; None for one rank alone. ``whereabouts``: names the rank that is missing from the groups.
+    ``on_mesh``: the axes of a mesh (replicate, shard), the inner one first; empty for any other group.
     """
 
     rank: int
@@ -53,33 +61,38 @@ class Ranks:
     control: dist.ProcessGroup | None
     device: torch.device = CPU
     neighbours: tuple[int, ...] = ()
-    why_alone: str = ""
     given: dist.ProcessGroup | None = None
-    process: C.Process = field(default_factory=C.Process)
+    origin: Origin = field(default_factory=Origin)
     whereabouts: Whereabouts | None = None
+    on_mesh: tuple[Axis, ...] = ()
 
     @staticmethod
     def alone(device: torch.device = CPU, why: str = "") -> Ranks:
-        return Ranks(0, 1, "none", "direct", None, None, device, why_alone=why)
+        return Ranks(0, 1, "none", "direct", None, None, device, origin=Origin(why))
 
     def check_here(self) -> None:
         """RuntimeError in a forked child, and if a default group was made later: its ranks would each train alone."""
-        self.process.check()
-        if self.why_alone:
-            check_still_alone(self.why_alone)
+        self.origin.process.check()
+        if self.origin.why_alone:
+            check_still_alone(self.origin.why_alone)
+
+    @property
+    def axes(self) -> tuple[Axis, ...]:
+        """The inner one first."""
+        return self.on_mesh or (Axis.of_all(self.data, self.size),)
+
+    def shard_of(self, rank: int) -> int:
+        """Which shard of a bucket ``rank`` owns."""
+        return shard_of(self.axes, rank)
 
     @property
     def via_host(self) -> bool:
         """Whether the tensors are an accelerator's and the backend moves only the host's."""
         return self.device.type != "cpu" and self.backend == "gloo"
 
-    def exchange_kind(self) -> ExchangeKind:
-        return ExchangeKind(
-            direct=self.exchange != "native",
-            single_messages=self.backend == "gloo",
-            via_host=self.via_host,
-            neighbours=self.neighbours,
-        )
+    def axes_for_manager(self) -> list[C.Axis]:
+        direct, gloo = self.exchange != "native", self.backend == "gloo"
+        return [axis.for_manager(direct, gloo, self.via_host, self.neighbours) for axis in self.axes]
 
     def all_reduce(self, values: Tensor, op: dist.ReduceOp.RedOpType) -> None:
         """In place, on CPU tensors, or on the accelerator's if its backend works there."""
@@ -232,8 +245,8 @@ def find_ranks(
     """Makes the group of our own over the ranks of ``process_group``.
 
     Collective over these ranks. ``device``: of the parameters; it chooses among a group's backends if there is one for
-    each device type. Raises ValueError for a mesh of more than one dimension, a group that this process is not in, or a
-    backend that can't move tensors of ``device``, and if ``roll_call`` does; RuntimeError if a rank doesn't come.
+    each device type. Raises ValueError for a mesh or a group that chosen_group() refuses, or a backend that can't move
+    tensors of ``device``, and if ``roll_call`` does; RuntimeError if a rank doesn't come.
     """
     group = chosen_group(process_group)
     if group is None or group.size() == 1:
@@ -250,18 +263,20 @@ def find_ranks(
         return _with_neighbours(replace(made, whereabouts=_whereabouts(group, None, [])))
     if roll_call is None:
         roll_call = RollCall(None, rank, size, dist.default_pg_timeout)
-    roll_call.answer(f"ZEROX_EXCHANGE={exchange} over {backend} for parameters on {device.type}")
-    data = _same_ranks(group, backend, roll_call)
+    grid = chosen_grid(process_group)
+    on_mesh = "" if grid is None else f", on a mesh (replicate, shard) of {grid.shape}"
+    roll_call.answer(f"ZEROX_EXCHANGE={exchange} over {backend} for parameters on {device.type}{on_mesh}")
+    data = same_ranks(group, backend, roll_call)
     # Collectives on one gloo group pair up by order, and those of native exchange come from other threads.
-    control = data if backend == "gloo" and exchange != "native" else _same_ranks(group, "gloo", roll_call)
-    made = Ranks(rank, size, backend, exchange, data, control, device, given=group)
-    store = dist.distributed_c10d.PrefixStore(f"zerox/whereabouts/{_num_made[group]}", _store(group))
-    to_close = [data] if data is control else [control, *([data] if backend == "gloo" else [])]
-    return _with_neighbours(replace(made, whereabouts=_whereabouts(group, store, to_close)))
-
-
-def _store(group: dist.ProcessGroup) -> Store:
-    return dist.distributed_c10d._world.pg_map[group][1]
+    control = data if backend == "gloo" and exchange != "native" else same_ranks(group, "gloo", roll_call)
+    axes: tuple[Axis, ...] = ()
+    if grid is not None:
+        along = [(1, grid.inner), (0, grid.outer)]
+        axes = tuple(grid.axis(index, rank, same_ranks(given, backend, roll_call)) for index, given in along)
+    made = Ranks(rank, size, backend, exchange, data, control, device, given=group, on_mesh=axes)
+    over_gloo = {control} if backend != "gloo" else {control, data, *(axis.group for axis in axes if axis.group)}
+    whereabouts = _whereabouts(group, own_store(group, "whereabouts"), list(over_gloo))
+    return _with_neighbours(replace(made, whereabouts=whereabouts))
 
 
 def _whereabouts(group: dist.ProcessGroup, store: Store | None, to_close: list[dist.ProcessGroup]) -> Whereabouts:
@@ -292,53 +307,3 @@ def _backend(group: dist.ProcessGroup, device: torch.device) -> str:
     name, _ = dist.distributed_c10d._world.pg_map.get(group, (group.name(), None))
     combinations.check({"backend": {name}, "device": {device.type}})
     raise ValueError(f"process_group: its backend is {name}, and tensors on {device} need nccl or gloo")
-
-
-_num_made: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
-
-
-def _same_ranks(group: dist.ProcessGroup, backend: str, roll_call: RollCall) -> dist.ProcessGroup:
-    ranks = dist.get_process_group_ranks(group)
-    try:
-        if backend == "gloo":
-            number = _num_made[group] = _num_made.get(group, 0) + 1  # also if this fails: its keys stay in the store
-            return roll_call.unless_one_fails(lambda: _gloo(group, number))
-        made = dist.new_group(
-            ranks,
-            timeout=timeout_of(group, backend),
-            backend=backend,
-            pg_options=_high_priority(group),
-            use_local_synchronization=True,
-            group_desc="zerox",
-        )
-    except RuntimeError as error:
-        raise RuntimeError(f"zerox: ranks {ranks} could not connect for a group of zerox's own: {error}") from error
-    assert isinstance(made, dist.ProcessGroup)
-    return made
-
-
-def _gloo(group: dist.ProcessGroup, number: int) -> dist.ProcessGroup:
-    """A gloo group over the ranks of ``group`` that torch does not list: it ends with its last user.
-
-    A group of dist.new_group() keeps its threads and sockets until all groups are destroyed; destroying it earlier
-    would change the names of the groups that follow, at other moments on other ranks.
-    """
-    rank, size = group.rank(), group.size()
-    store = dist.distributed_c10d.PrefixStore(f"zerox/{number}", _store(group))
-    timeout = timeout_of(group, "gloo")
-    limited = {} if timeout is None else {"timeout": timeout}
-    backend = dist.ProcessGroupGloo(store, rank, size, **limited)
-    made = dist.ProcessGroup(store, rank, size)
-    made._register_backend(CPU, dist.ProcessGroup.BackendType.GLOO, backend)
-    made._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
-    leave_to_parent(made)
-    return made
-
-
-def _high_priority(group: dist.ProcessGroup) -> Any:
-    """NCCL's streams go ahead of the computation's, since the next bucket waits for the one in flight."""
-    options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
-    timeout = timeout_of(group, "nccl")
-    if timeout is not None:
-        options._timeout = timeout
-    return options

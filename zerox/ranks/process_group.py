@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import datetime
+import weakref
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from zerox.ranks.axes import Grid, grid_of
 from zerox.ranks.forks import check_made_here
 
 ALONE = "alone"
@@ -17,15 +19,13 @@ GroupArgument = dist.ProcessGroup | DeviceMesh | str | None
 def chosen_group(process_group: GroupArgument) -> dist.ProcessGroup | None:
     """The group that it stands for (by default all ranks); None for one rank without torch.distributed, or ``ALONE``.
 
-    Raises ValueError for a mesh of more than one dimension, a group that this process is not in, and anything else;
+    For a mesh (replicate, shard), all its ranks. Collective over these if they are not the default group's. Raises
+    ValueError for a mesh that chosen_grid() refuses, a group that this process is not in, and anything else;
     RuntimeError for a group of the process that this one was forked from.
     """
     if isinstance(process_group, DeviceMesh):
-        if process_group.ndim != 1:
-            raise ValueError(f"process_group: a DeviceMesh must have 1 dimension, got {process_group.ndim}")
-        if process_group.get_coordinate() is None:
-            raise ValueError(f"process_group: this process is not in {process_group}")
-        process_group = process_group.get_group()
+        grid = chosen_grid(process_group)
+        process_group = _line_of(process_group) if grid is None else _all_of(grid)
     if process_group == ALONE:
         return None
     if process_group is None:
@@ -34,11 +34,51 @@ def chosen_group(process_group: GroupArgument) -> dist.ProcessGroup | None:
         process_group = dist.group.WORLD
     if not isinstance(process_group, dist.ProcessGroup):
         raise ValueError(
-            f"process_group must be a ProcessGroup this process is in, got {process_group!r} (a 1-D DeviceMesh and "
-            f'"{ALONE}" will do too)'
+            f"process_group must be a ProcessGroup this process is in, got {process_group!r} (a DeviceMesh of 1 "
+            f'dimension, one of 2 (replicate, shard), and "{ALONE}" will do too)'
         )
     check_made_here(process_group)
     return process_group
+
+
+def chosen_grid(process_group: GroupArgument) -> Grid | None:
+    """A mesh (replicate, shard) with several ranks on both axes; None for all else. ValueError for other meshes."""
+    if not isinstance(process_group, DeviceMesh):
+        return None
+    if process_group.ndim not in (1, 2):
+        raise ValueError(
+            f"process_group: a DeviceMesh must have 1 dimension, or 2 (replicate, shard), got {process_group.ndim}: "
+            'pass those over which gradients are averaged, as mesh["replicate", "shard"]'
+        )
+    if process_group.get_coordinate() is None:
+        raise ValueError(f"process_group: this process is not in {process_group}")
+    return grid_of(process_group)
+
+
+def _line_of(mesh: DeviceMesh) -> dist.ProcessGroup:
+    """The group of a mesh in which one axis at most has several ranks."""
+    return mesh.get_group(max(range(mesh.ndim), key=lambda axis: mesh.shape[axis]))
+
+
+# By the default group, which ends with them, and their ranks.
+_made_for_grids: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], dist.ProcessGroup]]
+_made_for_grids = weakref.WeakKeyDictionary()
+
+
+def _all_of(grid: Grid) -> dist.ProcessGroup:
+    world = dist.group.WORLD
+    assert world is not None
+    ranks = grid.all_ranks
+    if ranks == dist.get_process_group_ranks(world):
+        return world
+    made = _made_for_grids.setdefault(world, {})
+    if tuple(ranks) not in made:
+        group = dist.new_group(
+            ranks, timeout=time_of(grid.inner), use_local_synchronization=True, group_desc="zerox: of a mesh"
+        )
+        assert isinstance(group, dist.ProcessGroup)
+        made[tuple(ranks)] = group
+    return made[tuple(ranks)]
 
 
 def why_alone(process_group: GroupArgument) -> str:

@@ -27,7 +27,7 @@ def full_state(
     """
     found: dict[int, dict[str, Any]] = {}
     for bucket in buckets:
-        segments = [bucket.plan.layout.segments(rank) for rank in range(ranks.size)]
+        segments = [bucket.plan.layout.segments(ranks.shard_of(rank)) for rank in range(ranks.size)]
         for spec in (bucket.rule.step, *bucket.rule.numbers):
             everyones = _gathered(bucket.numbers[spec.key], segments, ranks, to)
             for rank, numbers in enumerate(everyones):

@@ -1,0 +1,151 @@
+#include "grads/two_level.h"
+
+#include <ATen/ops/empty.h>
+#include <ATen/ops/zeros.h>
+
+#include <algorithm>
+#include <limits>
+#include <mutex>
+#include <utility>
+#include <vector>
+
+#include "grads/ops.h"
+#include "grads/summing.h"
+#include "lanes/ranges.h"
+#include "math/exact_sum.h"
+
+namespace zx {
+namespace {
+
+// How many elements are added up at a time on the CPU: what a core's cache holds.
+constexpr int64_t kChunk = 32 * 1024;
+
+// The messages of both levels; the outer ones come later.
+class BothPending final : public Pending {
+ public:
+  explicit BothPending(std::shared_ptr<Pending> inner) : Pending(Line{}), inner_(std::move(inner)) {}
+
+  void wait() override { inner_->wait(); }
+
+  void set_outer(std::shared_ptr<Pending> outer) {
+    const std::lock_guard lock(mutex_);
+    outer_ = std::move(outer);
+    if (is_aborted_) outer_->abort();
+  }
+  Pending& inner() { return *inner_; }
+
+  void let_go() override {
+    inner_->let_go();
+    if (outer_) outer_->let_go();
+  }
+  void wait_for_readers() override {
+    inner_->wait_for_readers();
+    if (outer_) outer_->wait_for_readers();
+  }
+  void abort() override {
+    inner_->abort();
+    const std::lock_guard lock(mutex_);
+    is_aborted_ = true;
+    if (outer_) outer_->abort();
+  }
+
+ private:
+  std::shared_ptr<Pending> inner_;
+  std::mutex mutex_;  // of what another thread may abort
+  std::shared_ptr<Pending> outer_{};
+  bool is_aborted_ = false;
+};
+
+class TwoLevelSumming final : public Summing {
+ public:
+  TwoLevelSumming(std::shared_ptr<Exchange> inner, std::shared_ptr<Exchange> outer)
+      : Summing(inner), inner_(std::move(inner)), outer_(std::move(outer)) {}
+
+  std::shared_ptr<Pending> send(Flight& flight) override {
+    const int64_t numel = outer_->world() * flight.bucket->slice_numel();
+    flight.received = at::empty({inner_->num_received() * numel}, flight.flat.options());
+    return std::make_shared<BothPending>(inner_->scatter(flight.flat, flight.received));
+  }
+
+  void land(Flight& flight) override {
+    const Bucket& bucket = *flight.bucket;
+    const Range range("reduce", bucket.index);
+    auto& pending = static_cast<BothPending&>(*flight.pending);
+    // Sums are not rounded before the last one.
+    const auto wide = flight.flat.options().dtype(at::promoteTypes(bucket.wire_dtype, at::kFloat));
+    flight.partial = at::empty({outer_->world() * bucket.slice_numel()}, wide);
+    add_up(*inner_, pending.inner(), flight.flat, flight.received, flight.partial);
+    at::Tensor received = at::empty({outer_->num_received() * bucket.slice_numel()}, wide);
+    auto outer = outer_->scatter(flight.partial, received);
+    pending.set_outer(outer);
+    outer->wait();
+    at::Tensor total = at::empty({bucket.slice_numel()}, wide);
+    add_up(*outer_, *outer, flight.partial, received, total);
+    take(flight, std::move(total));
+  }
+
+  bool takes_straight(const Bucket& /*bucket*/) const override { return false; }
+  int64_t most_in_a_part(int64_t /*bytes*/) const override { return std::numeric_limits<int64_t>::max(); }
+
+ private:
+  // In rank order.
+  void add_up(const Exchange& exchange, Pending& pending, const at::Tensor& flat, const at::Tensor& received,
+              at::Tensor& total) {
+    const std::vector<at::Tensor> slices = exchange.to_sum(flat, received);
+    const int64_t most = total.is_cpu() ? kChunk : total.numel();
+    for (int64_t start = 0; start < total.numel(); start += most) {
+      const int64_t numel = std::min(most, total.numel() - start);
+      at::Tensor into = total.narrow(0, start, numel);
+      for (size_t rank = 0; rank < slices.size(); ++rank) {
+        at::Tensor part;
+        if (slices[rank].defined()) {
+          part = slices[rank].narrow(0, start, numel);
+        } else {
+          if (!read_.defined() || read_.numel() < numel * flat.element_size()) {
+            read_ = at::empty({kChunk * static_cast<int64_t>(sizeof(double))}, at::kByte);
+          }
+          part = read_.narrow(0, 0, numel * flat.element_size()).view(flat.scalar_type());
+          pending.read(static_cast<int>(rank), 0, start, part);
+        }
+        if (rank == 0) {
+          into.copy_(part);
+        } else {
+          into.add_(part);
+        }
+      }
+    }
+  }
+
+  // Makes the sum over all ranks the mean, or adds it to the mean.
+  void take(Flight& flight, at::Tensor total) {
+    const Bucket& bucket = *flight.bucket;
+    Landed& landed = flight.bucket->landed;
+    const AllMessages messages{{std::move(total)}};
+    read_flags(flight, messages);
+    const bool accumulate = std::exchange(landed.holds, true) && landed.shard.defined();
+    if (messages[0][0].scalar_type() == bucket.wire_dtype) {
+      sum(flight, messages, accumulate);
+      return;
+    }
+    at::Tensor mean = accumulate ? landed.shard.to(messages[0][0].scalar_type())
+                                 : at::empty({bucket.shard_numel}, messages[0][0].options());
+    at::Tensor words = at::zeros({kExactWords}, mean.options().dtype(at::kLong));
+    ops::reduce_(mean, words, {messages[0][0].narrow(0, 0, bucket.shard_numel)}, bucket.segments, landed.replaced,
+                 landed.divisor, accumulate);
+    if (!accumulate && !landed.keeps_shard) landed.shard = at::empty({bucket.shard_numel}, flight.flat.options());
+    landed.shard.copy_(mean);
+    landed.words.reset();  // those were of what is not rounded yet
+  }
+
+  std::shared_ptr<Exchange> inner_;
+  std::shared_ptr<Exchange> outer_;
+  at::Tensor read_{};  // what was read from a neighbour
+};
+
+}  // namespace
+
+std::unique_ptr<Reduction> make_two_level_reduction(std::shared_ptr<Exchange> inner, std::shared_ptr<Exchange> outer) {
+  return std::make_unique<TwoLevelSumming>(std::move(inner), std::move(outer));
+}
+
+}  // namespace zx

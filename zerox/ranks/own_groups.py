@@ -1,0 +1,74 @@
+"""Groups of zerox's own, over the ranks of a user's group."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import Store
+
+from zerox.ranks.forks import leave_to_parent
+from zerox.ranks.process_group import timeout_of
+from zerox.ranks.roll_call import RollCall
+
+CPU = torch.device("cpu")
+_num_made: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
+
+
+def same_ranks(group: dist.ProcessGroup, backend: str, roll_call: RollCall) -> dist.ProcessGroup:
+    """Collective. RuntimeError if a rank of ``roll_call`` doesn't come."""
+    ranks = dist.get_process_group_ranks(group)
+    try:
+        if backend == "gloo":
+            number = _num_made[group] = _num_made.get(group, 0) + 1  # also if this fails: its keys stay in the store
+            return roll_call.unless_one_fails(lambda: _gloo(group, number))
+        made = dist.new_group(
+            ranks,
+            timeout=timeout_of(group, backend),
+            backend=backend,
+            pg_options=_high_priority(group),
+            use_local_synchronization=True,
+            group_desc="zerox",
+        )
+    except RuntimeError as error:
+        raise RuntimeError(f"zerox: ranks {ranks} could not connect for a group of zerox's own: {error}") from error
+    assert isinstance(made, dist.ProcessGroup)
+    return made
+
+
+def _gloo(group: dist.ProcessGroup, number: int) -> dist.ProcessGroup:
+    """A gloo group over the ranks of ``group`` that torch does not list: it ends with its last user.
+
+    A group of dist.new_group() keeps its threads and sockets until all groups are destroyed; destroying it earlier
+    would change the names of the groups that follow, at other moments on other ranks.
+    """
+    rank, size = group.rank(), group.size()
+    store = dist.distributed_c10d.PrefixStore(f"zerox/{number}", store_of(group))
+    timeout = timeout_of(group, "gloo")
+    limited = {} if timeout is None else {"timeout": timeout}
+    backend = dist.ProcessGroupGloo(store, rank, size, **limited)
+    made = dist.ProcessGroup(store, rank, size)
+    made._register_backend(CPU, dist.ProcessGroup.BackendType.GLOO, backend)
+    made._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
+    leave_to_parent(made)
+    return made
+
+
+def _high_priority(group: dist.ProcessGroup) -> Any:
+    """NCCL's streams go ahead of the computation's, since the next bucket waits for the one in flight."""
+    options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+    timeout = timeout_of(group, "nccl")
+    if timeout is not None:
+        options._timeout = timeout
+    return options
+
+
+def own_store(group: dist.ProcessGroup, name: str) -> Store:
+    """Another one for each gloo group that was made over these ranks."""
+    return dist.distributed_c10d.PrefixStore(f"zerox/{name}/{_num_made[group]}", store_of(group))
+
+
+def store_of(group: dist.ProcessGroup) -> Store:
+    return dist.distributed_c10d._world.pg_map[group][1]
