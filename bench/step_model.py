@@ -2,9 +2,9 @@
 
 All ranks do the same at the same time, so one is looked at. Its threads share ``cores`` (what its share of the machine
 is worth beside the time that its compute was measured on): with one, whatever packs, copies and sums takes from
-backward what it needs; with more, or where a device computes, lanes run beside it. The wire moves one message after the
-other. What this leaves out: ranks that are late, memory bandwidth that threads share, and congestion. Held beside steps
-of 2 and 4 ranks on one machine it was 3% to 12% above them (bench.scale --only step of commit 926bc67).
+backward what it needs; with more, or where a device computes, workers run beside it. The wire moves one message after
+the other. What this leaves out: ranks that are late, memory bandwidth that threads share, and congestion. Held beside
+steps of 2 and 4 ranks on one machine it was 3% to 12% above them (bench.scale --only step of commit 926bc67).
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ def simulate(tasks: dict[str, Task], cores: float) -> None:
 def predict(place: Place, flights: Sequence[Flight]) -> Outcome:
     """``flights`` in launch order: a bucket leaves once it is ready and those before it have left.
 
-    As Note [Two lanes] has it: one thread packs, one lands, and two flights at most have buffers. step() starts when
+    As Note [Two workers] has it: one thread packs, one lands, and two flights at most have buffers. step() starts when
     all have landed, updates bucket by bucket and gathers behind; it ends when all parameters are there.
     """
     tasks: dict[str, Task] = {}

@@ -3,7 +3,7 @@
 #include <utility>
 
 #include "check.h"
-#include "lanes/ranges.h"
+#include "workers/ranges.h"
 
 namespace zx {
 

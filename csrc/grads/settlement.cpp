@@ -5,7 +5,7 @@
 #include <utility>
 
 #include "check.h"
-#include "lanes/ranges.h"
+#include "workers/ranges.h"
 
 namespace zx {
 namespace {

@@ -12,8 +12,8 @@
 #include "grads/backward.h"
 #include "grads/flights.h"
 #include "grads/grad_placement.h"
-#include "lanes/stopwatch.h"
 #include "params/params.h"
+#include "workers/stopwatch.h"
 
 namespace zx {
 

@@ -4,8 +4,8 @@
 #include <algorithm>
 #include <utility>
 
-#include "lanes/ranges.h"
 #include "params/residents.h"
+#include "workers/ranges.h"
 
 namespace zx {
 namespace {
@@ -82,7 +82,7 @@ bool Residents::may_be_released(const Held& held) const {
 void Residents::look_ahead() {
   if (!(peers_->asks_others() || rooms_.on_accelerator()) || ahead_.is_under_way || now_.forgotten) return;
   ahead_.is_under_way = true;
-  ahead_.lane.post([this] {
+  ahead_.worker.post([this] {
     const ReadGuard::Pause pause;
     std::unique_lock lock(mutex_);
     while (Held* next = next_to_prefetch()) {

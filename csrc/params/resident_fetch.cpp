@@ -4,8 +4,8 @@
 #include <exception>
 
 #include "check.h"
-#include "lanes/ranges.h"
 #include "params/residents.h"
+#include "workers/ranges.h"
 
 namespace zx {
 

@@ -7,8 +7,8 @@
 #include <cstring>
 #include <utility>
 
-#include "lanes/ranges.h"
 #include "params/device_room.h"
+#include "workers/ranges.h"
 
 namespace zx {
 namespace {

@@ -13,8 +13,6 @@
 #include <thread>
 #include <vector>
 
-#include "lanes/lane.h"
-#include "lanes/process.h"
 #include "params/faults.h"
 #include "params/peer_shards.h"
 #include "params/python_functions.h"
@@ -22,6 +20,8 @@
 #include "params/read_script.h"
 #include "params/residency_log.h"
 #include "params/rooms.h"
+#include "workers/process.h"
+#include "workers/worker.h"
 
 namespace zx {
 
@@ -221,10 +221,10 @@ class Residents final : public ReadGuard::Watcher, public FaultReader {
     ResidentCounts counts{};
   } now_;
   struct {
-    bool is_under_way = false;  // a task of the lane
+    bool is_under_way = false;  // a task of the worker
     bool is_arriving = false;   // a bucket that it fetches
-    Lane lane{"zerox ahead"};
-  } ahead_;  // last: the lane uses the others
+    Worker worker{"zerox ahead"};
+  } ahead_;  // last: the worker uses the others
 };
 
 }  // namespace zx

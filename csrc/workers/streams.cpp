@@ -1,4 +1,4 @@
-#include "lanes/streams.h"
+#include "workers/streams.h"
 
 #include <c10/core/impl/VirtualGuardImpl.h>
 

@@ -71,7 +71,7 @@ class Streams {
   c10::Device device_;
   c10::Stream pack_;
   c10::Stream land_;
-  std::mutex mutex_;  // of what follows: lanes and autograd's threads meet here
+  std::mutex mutex_;  // of what follows: workers and autograd's threads meet here
   std::deque<Held> gradients_;
   std::deque<Held> buffers_;
 };

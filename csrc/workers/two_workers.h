@@ -15,33 +15,34 @@
 #include <string>
 #include <utility>
 
-#include "lanes/lane.h"
+#include "workers/worker.h"
 
 namespace zx {
 
-// Note [Two lanes]
+// Note [Two workers]
 // Packing and landing run on two threads beside autograd's, each in launch order. So launching a bucket costs backward
 // a queue entry, and nothing in backward waits for the wire. At most two flights have buffers at a time: the next one
 // is packed when the first has landed, and its gradients stay where they are until then.
 //
-// On an accelerator whose backend works on streams (NCCL), the streams are the lanes: the thread that launches enqueues
-// packing and landing there at once. If the backend works on the host (gloo), the threads stay, and each has a stream.
+// On an accelerator whose backend works on streams (NCCL), the streams are the workers: the thread that launches
+// enqueues packing and landing there at once. If the backend works on the host (gloo), the threads stay, and each has a
+// stream.
 //
 // A `Flight` has describe(), and `pending`: a pointer to the messages that it waits for. Their abort() wakes a waiting
 // thread.
 template <class Flight>
-class TwoLanes {
+class TwoWorkers {
  public:
   using Task = std::function<void()>;
   using FlightTask = std::function<void(Flight&)>;
 
   // `pack` and `land` are called once for each flight, with no lock held, even after an error. They must not throw: see
   // attempt(). Without threads, the thread that launches runs them.
-  TwoLanes(bool has_threads, FlightTask pack, FlightTask land)
+  TwoWorkers(bool has_threads, FlightTask pack, FlightTask land)
       : has_threads_(has_threads), pack_(std::move(pack)), land_(std::move(land)) {}
 
   // Aborts what is under way, and ends the threads.
-  ~TwoLanes() {
+  ~TwoWorkers() {
     const std::lock_guard lock(sky_.mutex);
     sky_.aborted = true;
     for (const auto& flight : sky_.airborne) {
@@ -49,8 +50,8 @@ class TwoLanes {
     }
   }
 
-  // Called by one thread at a time. `small`: the flight waits for no other rank, and waking the lanes would take longer
-  // than the flight itself. The caller then does the work of the lanes, unless other flights are in the air.
+  // Called by one thread at a time. `small`: the flight waits for no other rank, and waking the workers would take
+  // longer than the flight itself. The caller then does the work of the workers, unless other flights are in the air.
   void launch(std::shared_ptr<Flight> flight, bool small = false) {
     ++num_launched_;
     bool is_first = false;
@@ -66,7 +67,7 @@ class TwoLanes {
     } else if (here) {
       task();
     } else {
-      post(pack_lane_, std::move(task));
+      post(pack_worker_, std::move(task));
     }
   }
 
@@ -82,8 +83,8 @@ class TwoLanes {
       }
       sky_.airborne.push_back(nullptr);  // the task has a place in line: a later one must not overtake it
     }
-    post(pack_lane_, [this, task = std::move(task)] {
-      post(land_lane_, [this, task] {
+    post(pack_worker_, [this, task = std::move(task)] {
+      post(land_worker_, [this, task] {
         task();
         const std::lock_guard lock(sky_.mutex);
         sky_.airborne.pop_front();
@@ -106,8 +107,8 @@ class TwoLanes {
   // Waits until all have landed. Returns the first error, now and on every later call; empty if there was none.
   std::string drain() {
     start_held();
-    pack_lane_.drain();
-    land_lane_.drain();
+    pack_worker_.drain();
+    land_worker_.drain();
     const std::lock_guard lock(sky_.mutex);
     return sky_.error;
   }
@@ -166,16 +167,16 @@ class TwoLanes {
     std::deque<Task> tasks;
   };
 
-  void post(Lane& lane, Task task) {
+  void post(Worker& worker, Task task) {
     if (has_threads_) {
-      lane.post(std::move(task));
+      worker.post(std::move(task));
     } else {
       task();
     }
   }
 
   void start_held() {
-    for (auto& task : held_.tasks) post(pack_lane_, std::move(task));
+    for (auto& task : held_.tasks) post(pack_worker_, std::move(task));
     held_.tasks.clear();
   }
 
@@ -185,7 +186,7 @@ class TwoLanes {
     if (here) {
       land(flight);
     } else {
-      post(land_lane_, [this, flight] { land(flight); });
+      post(land_worker_, [this, flight] { land(flight); });
     }
   }
 
@@ -215,8 +216,8 @@ class TwoLanes {
   Sky sky_;
   HeldBack held_;
   Slots buffers_{2};
-  Lane land_lane_{"zerox land"};  // destroyed after the lane that posts to it
-  Lane pack_lane_{"zerox pack"};
+  Worker land_worker_{"zerox land"};  // destroyed after the worker that posts to it
+  Worker pack_worker_{"zerox pack"};
 };
 
 }  // namespace zx
