@@ -190,7 +190,7 @@ class Flights:
     def await_landed(self) -> None: ...
     def hold(self, hold: bool) -> None: ...
 
-class GradPlacement:
+class KeptGrads:
     def mark_zeroed(self, bucket: int, slot: int) -> None: ...
     def mark_scaled(self) -> None: ...
     def scale(self, bucket: int, factor: Tensor, slots: Sequence[int] | None) -> None: ...
@@ -236,7 +236,7 @@ class BucketManager:
     traffic: tuple[int, int]
     backward: Backward
     flights: Flights
-    grads: GradPlacement
+    grads: KeptGrads
     settlement: Settlement
     params: Params
     def __init__(

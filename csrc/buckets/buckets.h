@@ -26,7 +26,7 @@ namespace zx {
 //   a Flight                               its launcher, then its worker    the same            TwoWorkers hands it on
 //   flights in the air, the first error    launchers, both workers          all                 TwoWorkers, Sky::mutex
 //   memory that crosses streams            launchers, both workers          the same            Streams::mutex_
-//   Settlement, Agreement, GradPlacement   optimizer's caller, or the       the same            Settlement::mutex_
+//   Settlement, Agreement, KeptGrads       optimizer's caller, or the       the same            Settlement::mutex_
 //                                          thread on which backward ends
 //   Params: the agreed order               optimizer's caller               the same            none
 //   Gathers: gathers under way             optimizer's caller               all readers         Gathers::mutex_
