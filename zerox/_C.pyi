@@ -104,8 +104,8 @@ class Room:
 
 class ShardPlace:
     shard: int
-    words: int
-    def __init__(self, shard: int, words: int, mapped: Tensor | None) -> None: ...
+    stamps: int
+    def __init__(self, shard: int, stamps: int, mapped: Tensor | None) -> None: ...
 
 class ResidentCounts:
     fetches: int

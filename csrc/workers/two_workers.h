@@ -62,8 +62,8 @@ class TwoWorkers {
     }
     const bool here = small && is_first;
     auto task = [this, here, flight = std::move(flight)] { pack(flight, here); };
-    if (held_.on) {
-      held_.tasks.emplace_back(std::move(task));
+    if (held_back_.on) {
+      held_back_.tasks.emplace_back(std::move(task));
     } else if (here) {
       task();
     } else {
@@ -95,7 +95,7 @@ class TwoWorkers {
   // Waits until at most `most` have not landed, or nothing will land any more. Returns false if none lands for
   // `patience`.
   bool await_landings(int64_t most, std::chrono::milliseconds patience) {
-    if (held_.on) return true;
+    if (held_back_.on) return true;
     std::unique_lock lock(sky_.mutex);
     while (num_launched_ - num_landed_ > most && sky_.error.empty() && !sky_.aborted) {
       const int64_t before = num_landed_;
@@ -127,7 +127,7 @@ class TwoWorkers {
   int64_t num_landed() const { return num_landed_; }
   int64_t num_launched() const { return num_launched_; }
   // For tests of overlap: holds every flight back until drain() or after_landing().
-  void set_hold(bool hold) { held_.on = hold; }
+  void set_hold(bool hold) { held_back_.on = hold; }
 
   // For `pack` and `land`: runs `body`, and remembers what it throws if that is the first error.
   template <class Body>
@@ -176,8 +176,8 @@ class TwoWorkers {
   }
 
   void start_held() {
-    for (auto& task : held_.tasks) post(pack_worker_, std::move(task));
-    held_.tasks.clear();
+    for (auto& task : held_back_.tasks) post(pack_worker_, std::move(task));
+    held_back_.tasks.clear();
   }
 
   void pack(const std::shared_ptr<Flight>& flight, bool here) {
@@ -214,7 +214,7 @@ class TwoWorkers {
   std::atomic<int64_t> num_launched_{0};
   std::atomic<int64_t> num_landed_{0};
   Sky sky_;
-  HeldBack held_;
+  HeldBack held_back_;
   Slots buffers_{2};
   Worker land_worker_{"zerox land"};  // destroyed after the worker that posts to it
   Worker pack_worker_{"zerox pack"};
