@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 import importlib
 import io
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -17,49 +17,29 @@ from bench.systems import HYPER
 
 @dataclass(frozen=True)
 class Peer:
-    """``make(leaves)`` gives an optimizer, from ``module``, for jobs of ``op``; ``state``: how it stores states of fp32
-    parameters."""
+    """An optimizer, ``kind`` of ``module``, for jobs of ``op``; ``state``: how it stores states of fp32 parameters.
+
+    ``options``: beside HYPER.
+    """
 
     name: str
     module: str
-    state: str
-    make: Callable[[Any, list[Tensor]], torch.optim.Optimizer]
+    kind: str
+    state: str = "fp32"
+    options: Mapping[str, Any] = field(default_factory=dict)
     devices: tuple[str, ...] = ("cpu", "cuda")
     op: str = "adam"
 
 
+FUSED = {"fused": True}
 PEERS = (
-    Peer("torch AdamW(fused)", "torch.optim", "fp32", lambda optim, leaves: optim.AdamW(leaves, fused=True, **HYPER)),
-    Peer(
-        "DeepSpeed CPUAdam",
-        "deepspeed.ops.adam",
-        "fp32",
-        lambda adam, leaves: adam.DeepSpeedCPUAdam(leaves, adamw_mode=True, **HYPER),
-        devices=("cpu",),
-    ),
-    Peer(
-        "DeepSpeed FusedAdam",
-        "deepspeed.ops.adam",
-        "fp32",
-        lambda adam, leaves: adam.FusedAdam(leaves, adam_w_mode=True, **HYPER),
-        devices=("cuda",),
-    ),
-    Peer("torchao AdamW8bit", "torchao.optim", "8bit", lambda optim, leaves: optim.AdamW8bit(leaves, **HYPER)),
-    Peer("bitsandbytes 8-bit", "bitsandbytes.optim", "8bit", lambda optim, leaves: optim.AdamW8bit(leaves, **HYPER)),
-    Peer(
-        "torch SGD(fused)",
-        "torch.optim",
-        "fp32",
-        lambda optim, leaves: optim.SGD(leaves, fused=True, **HYPER),
-        op="sgd",
-    ),
-    Peer(
-        "torch SGD(fused)",
-        "torch.optim",
-        "fp32",
-        lambda optim, leaves: optim.SGD(leaves, fused=True, momentum=0.9, **HYPER),
-        op="sgd momentum",
-    ),
+    Peer("torch AdamW(fused)", "torch.optim", "AdamW", options=FUSED),
+    Peer("DeepSpeed CPUAdam", "deepspeed.ops.adam", "DeepSpeedCPUAdam", "fp32", {"adamw_mode": True}, ("cpu",)),
+    Peer("DeepSpeed FusedAdam", "deepspeed.ops.adam", "FusedAdam", "fp32", {"adam_w_mode": True}, ("cuda",)),
+    Peer("torchao AdamW8bit", "torchao.optim", "AdamW8bit", "8bit"),
+    Peer("bitsandbytes 8-bit", "bitsandbytes.optim", "AdamW8bit", "8bit"),
+    Peer("torch SGD(fused)", "torch.optim", "SGD", options=FUSED, op="sgd"),
+    Peer("torch SGD(fused)", "torch.optim", "SGD", options={**FUSED, "momentum": 0.9}, op="sgd momentum"),
 )
 
 
@@ -76,7 +56,8 @@ def optimizer_of(peer: Peer, values: Tensor, grad: Tensor, params: Sequence[int]
         leaf.grad = part
     try:
         with contextlib.redirect_stdout(io.StringIO()):  # what they print of their builds belongs in no table
-            optimizer = peer.make(importlib.import_module(peer.module), leaves)
+            kind = getattr(importlib.import_module(peer.module), peer.kind)
+            optimizer: torch.optim.Optimizer = kind(leaves, **{**HYPER, **peer.options})
             optimizer.step()
     except ModuleNotFoundError as error:
         raise Skipped(f"{error.name} is not installed") from None

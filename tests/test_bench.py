@@ -68,17 +68,18 @@ def test_the_ceiling_moves_the_bytes_that_it_says_and_its_streams_start_on_pages
     assert [int(room.count_nonzero()) for room in stream.rooms] == [stream.numel] * (in_place + 1), "nothing beyond"
 
 
-def broken(_: Any, __: Any) -> torch.optim.Optimizer:
-    raise RuntimeError("no compiler\nand a long story")
+class Broken:
+    def __init__(self, *_: Any, **__: Any) -> None:
+        raise RuntimeError("no compiler\nand a long story")
 
 
 @pytest.mark.parametrize(
     ("peer", "reason"),
     [
-        (peers.Peer("x", "no_such_package.optim", "fp32", broken), "no_such_package is not installed"),
-        (peers.Peer("x", "torch.optim", "fp32", broken), "RuntimeError: no compiler"),
-        (peers.Peer("x", "torch.optim", "fp32", lambda optim, leaves: optim.SGD(leaves, lr=0.0)), "changes nothing"),
-        (peers.Peer("x", "torch.optim", "fp32", broken, devices=("cuda",)), "not for cpu"),
+        (peers.Peer("x", "no_such_package.optim", "Adam"), "no_such_package is not installed"),
+        (peers.Peer("x", __name__, "Broken"), "RuntimeError: no compiler"),
+        (peers.Peer("x", "torch.optim", "SGD", options={"lr": 0.0}), "changes nothing"),
+        (peers.Peer("x", __name__, "Broken", devices=("cuda",)), "not for cpu"),
     ],
 )
 def test_a_peer_that_cannot_take_part_is_named_with_the_reason(
