@@ -71,7 +71,7 @@ class Engine(OneGradient, OneState):
         with self._ranks.failure_told():
             self._grads = Grads(
                 self._ranks,
-                self._options.placements,
+                self._options.stage_plan,
                 self._options.reduce_dtype,
                 self._options.capturable,
                 divides=any(self._divisor_of(group) is not None for group in self.param_groups),
@@ -204,7 +204,7 @@ class Engine(OneGradient, OneState):
 
     def _made_gather(self) -> ParamGather | Residency:
         ranks = self._all_ranks
-        if self._options.placements.params is SHARDED and ranks.size > 1:
+        if self._options.stage_plan.params is SHARDED and ranks.size > 1:
             return Residency(self._grads.manager, ranks, self._options.resident_mb)
         return ParamGather(self._grads.manager, ranks)
 

@@ -92,7 +92,7 @@ class OptimizerOptions:
         return None if found is None else float(found)
 
     @property
-    def placements(self) -> Stage:
+    def stage_plan(self) -> Stage:
         return stage_of(self.stage)
 
     def cap_bytes(self, backend: str, world_size: int) -> int:

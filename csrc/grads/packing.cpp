@@ -6,7 +6,7 @@
 
 #include <algorithm>
 
-#include "grads/grad_placement.h"
+#include "grads/kept_grads.h"
 
 namespace zx {
 
@@ -55,7 +55,7 @@ Taken Packing::take(const Bucket& bucket, Slot& slot, bool empty, std::string& r
       return {};
     }
   }
-  return placement_->take(bucket, slot, lock);
+  return grads_->take(bucket, slot, lock);
 }
 
 void Packing::note_producer(Bucket& bucket, const Locked& /*lock*/) const {

@@ -1,11 +1,11 @@
-#include "grads/grad_placement.h"
+#include "grads/kept_grads.h"
 
 #include "grads/sharded_grads.h"
 #include "grads/whole_grads.h"
 
 namespace zx {
 
-void GradPlacement::zero(bool set_to_none, int64_t rounds) {
+void KeptGrads::zero(bool set_to_none, int64_t rounds) {
   const Locked lock(buckets().mutex);
   buckets().for_each_slot([&](Slot& slot, int64_t /*position*/) {
     at::Tensor& grad = slot.param.mutable_grad();
@@ -37,23 +37,23 @@ void GradPlacement::zero(bool set_to_none, int64_t rounds) {
   });
 }
 
-void GradPlacement::mark_scaled() {
+void KeptGrads::mark_scaled() {
   const Locked lock(buckets().mutex);
   buckets().for_each_slot([](Slot& slot, int64_t /*position*/) { slot.seen.scaled.note(slot.param.grad()); });
 }
 
-void GradPlacement::mark_zeroed(int64_t bucket, int64_t slot) {
+void KeptGrads::mark_zeroed(int64_t bucket, int64_t slot) {
   const Locked lock(buckets().mutex);
   buckets().at(bucket).slots.at(slot).zeroed = true;
 }
 
-std::vector<at::Tensor> GradPlacement::landed(int64_t index) const {
+std::vector<at::Tensor> KeptGrads::landed(int64_t index) const {
   const Landed& landed = buckets().at(index).landed;
   if (!landed.pieces.empty() || !landed.shard.defined()) return landed.pieces;
   return {landed.shard};
 }
 
-std::shared_ptr<GradPlacement> make_placement(const std::vector<Move>& route, bool alone, GradContext context) {
+std::shared_ptr<KeptGrads> make_kept_grads(const std::vector<Move>& route, bool alone, GradContext context) {
   const bool gathers = route == std::vector{Move::reduce_scatter, Move::all_gather};
   TORCH_CHECK(gathers || route == std::vector{Move::reduce_scatter},
               "zerox: route must be reduce_scatter, or reduce_scatter and all_gather");
