@@ -330,8 +330,8 @@ void Whereabouts::give_up(int missed, bool late, const std::string& what) {
 void Whereabouts::close_connections() {
   for (const Group& group : groups_) {
     for (int context = 1; context <= kMostContexts; ++context) {  // tags take turns over them
-      for (int peer = 0; peer < world_; ++peer) {
-        if (peer == rank_) continue;
+      for (int peer = 0; peer < group->getSize(); ++peer) {  // a group along one axis of a mesh has a part of the ranks
+        if (peer == group->getRank()) continue;
         std::vector<at::Tensor> message{at::zeros({1}, at::kByte)};
         try {
           // Throws if the connection is closed already.

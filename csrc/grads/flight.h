@@ -14,12 +14,17 @@
 
 namespace zx {
 
-struct Flight {
-  std::shared_ptr<Bucket> bucket;
-  // Until packed: what to copy where. See flatten_ in csrc/bindings/module.cpp.
-  std::vector<at::Tensor> sources;
+// Tables of flatten_ in csrc/bindings/module.cpp: what to copy where.
+struct Copies {
   at::Tensor pieces;
   at::Tensor flags;
+};
+
+struct Flight {
+  std::shared_ptr<Bucket> bucket;
+  // Until packed.
+  std::vector<at::Tensor> sources;
+  Copies copies{};
   // Until landed: the gradients of straight slots in memory order, zeros where there is none.
   std::vector<at::Tensor> straight{};
   // Whether, as far as this rank knows, some gradient is added to one that landed before and was not discarded.

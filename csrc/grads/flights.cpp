@@ -93,7 +93,7 @@ void Flights::pack(Flight& flight) {
     const Range range("pack", bucket.index);
     const auto options = bucket.slots.front().param.options().dtype(bucket.wire_dtype).requires_grad(false);
     flight.flat = at::empty({bucket.packed_start(exchange_->world())}, options);
-    ops::flatten_(flight.flat, flight.sources, flight.pieces, flight.flags);
+    ops::flatten_(flight.flat, flight.sources, flight.copies.pieces, flight.copies.flags);
     if (!streams_) flight.sources.clear();
     if (auto pending = reduction_->send(flight)) workers_.set_pending(flight, std::move(pending));
   };

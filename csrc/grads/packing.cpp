@@ -96,8 +96,8 @@ std::shared_ptr<Flight> Packing::make_flight(const std::shared_ptr<Bucket>& buck
     }
     if (taken.source.defined() && !is_straight) flight->sources.push_back(std::move(taken.source));
   }
-  flight->pieces = to_table(pieces, 4);
-  flight->flags = to_table(flags, 1);
+  flight->copies.pieces = to_table(pieces, 4);
+  flight->copies.flags = to_table(flags, 1);
   if (const Streams* streams = flights_->streams()) {
     note_producer(*bucket, lock);  // for gradients that were written by hand, or brought into order above
     flight->producers.swap(bucket->producers);

@@ -26,6 +26,7 @@ from zerox.ranks.process_group import (
     chosen_grid,
     chosen_group,
     time_of,
+    timeout_of,
     why_alone,
 )
 from zerox.ranks.roll_call import RollCall, summary_of
@@ -266,13 +267,18 @@ def find_ranks(
     grid = chosen_grid(process_group)
     on_mesh = "" if grid is None else f", on a mesh (replicate, shard) of {grid.shape}"
     roll_call.answer(f"ZEROX_EXCHANGE={exchange} over {backend} for parameters on {device.type}{on_mesh}")
-    data = same_ranks(group, backend, roll_call)
+    data = same_ranks(group, backend, roll_call, timeout_of(group, backend))
     # Collectives on one gloo group pair up by order, and those of native exchange come from other threads.
-    control = data if backend == "gloo" and exchange != "native" else same_ranks(group, "gloo", roll_call)
+    control = (
+        data
+        if backend == "gloo" and exchange != "native"
+        else same_ranks(group, "gloo", roll_call, timeout_of(group, "gloo"))
+    )
     axes: tuple[Axis, ...] = ()
     if grid is not None:
         along = [(1, grid.inner), (0, grid.outer)]
-        axes = tuple(grid.axis(index, rank, same_ranks(given, backend, roll_call)) for index, given in along)
+        time = timeout_of(group, backend)  # the mesh's own groups have the default, whatever the ranks' timeout is
+        axes = tuple(grid.axis(index, rank, same_ranks(of, backend, roll_call, time)) for index, of in along)
     made = Ranks(rank, size, backend, exchange, data, control, device, given=group, on_mesh=axes)
     over_gloo = {control} if backend != "gloo" else {control, data, *(axis.group for axis in axes if axis.group)}
     whereabouts = _whereabouts(group, own_store(group, "whereabouts"), list(over_gloo))

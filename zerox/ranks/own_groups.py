@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -10,25 +11,26 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 
 from zerox.ranks.forks import leave_to_parent
-from zerox.ranks.process_group import timeout_of
 from zerox.ranks.roll_call import RollCall
 
 CPU = torch.device("cpu")
 _num_made: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
 
 
-def same_ranks(group: dist.ProcessGroup, backend: str, roll_call: RollCall) -> dist.ProcessGroup:
-    """Collective. RuntimeError if a rank of ``roll_call`` doesn't come."""
+def same_ranks(
+    group: dist.ProcessGroup, backend: str, roll_call: RollCall, timeout: timedelta | None
+) -> dist.ProcessGroup:
+    """Collective. ``timeout``: None for the backend's default. RuntimeError if a rank of ``roll_call`` doesn't come."""
     ranks = dist.get_process_group_ranks(group)
     try:
         if backend == "gloo":
             number = _num_made[group] = _num_made.get(group, 0) + 1  # also if this fails: its keys stay in the store
-            return roll_call.unless_one_fails(lambda: _gloo(group, number))
+            return roll_call.unless_one_fails(lambda: _gloo(group, number, timeout))
         made = dist.new_group(
             ranks,
-            timeout=timeout_of(group, backend),
+            timeout=timeout,
             backend=backend,
-            pg_options=_high_priority(group),
+            pg_options=_high_priority(timeout),
             use_local_synchronization=True,
             group_desc="zerox",
         )
@@ -38,7 +40,7 @@ def same_ranks(group: dist.ProcessGroup, backend: str, roll_call: RollCall) -> d
     return made
 
 
-def _gloo(group: dist.ProcessGroup, number: int) -> dist.ProcessGroup:
+def _gloo(group: dist.ProcessGroup, number: int, timeout: timedelta | None) -> dist.ProcessGroup:
     """A gloo group over the ranks of ``group`` that torch does not list: it ends with its last user.
 
     A group of dist.new_group() keeps its threads and sockets until all groups are destroyed; destroying it earlier
@@ -46,7 +48,6 @@ def _gloo(group: dist.ProcessGroup, number: int) -> dist.ProcessGroup:
     """
     rank, size = group.rank(), group.size()
     store = dist.distributed_c10d.PrefixStore(f"zerox/{number}", store_of(group))
-    timeout = timeout_of(group, "gloo")
     limited = {} if timeout is None else {"timeout": timeout}
     backend = dist.ProcessGroupGloo(store, rank, size, **limited)
     made = dist.ProcessGroup(store, rank, size)
@@ -56,10 +57,9 @@ def _gloo(group: dist.ProcessGroup, number: int) -> dist.ProcessGroup:
     return made
 
 
-def _high_priority(group: dist.ProcessGroup) -> Any:
+def _high_priority(timeout: timedelta | None) -> Any:
     """NCCL's streams go ahead of the computation's, since the next bucket waits for the one in flight."""
     options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
-    timeout = timeout_of(group, "nccl")
     if timeout is not None:
         options._timeout = timeout
     return options
