@@ -7,7 +7,6 @@ A round is a bucket's reduce-scatter and all-gather, of ``s`` bytes for each of 
     direct     each way the host posts 2 (W - 1) messages while the wire moves (W - 1) s bytes: whichever takes longer,
                and one latency. The owner sums W slices.
     ring       W - 1 steps each way, one after the other: each a latency and s bytes, summed on arrival.
-    gloo       its reduce-scatter copies the bucket, runs a ring all-reduce (2 (W - 1) steps), and copies a slice out.
     log steps  recursive halving and doubling: log2 W latencies each way, the same (W - 1) s bytes.
 
 Left out: congestion where W - 1 messages meet at one receiver, and faster links inside a machine.
@@ -48,14 +47,8 @@ def direct_s(net: Network, world_size: int, slice_bytes: float) -> float:
 
 
 def ring_s(net: Network, world_size: int, slice_bytes: float) -> float:
-    others = world_size - 1
-    return 2 * others * _step_s(net, slice_bytes) + _sum_s(net, world_size, slice_bytes)
-
-
-def gloo_s(net: Network, world_size: int, slice_bytes: float) -> float:
-    others = world_size - 1
-    copies_s = (world_size + 1) * slice_bytes / net.copy_bytes_per_s
-    return 3 * others * _step_s(net, slice_bytes) + _sum_s(net, world_size, slice_bytes) + copies_s
+    step_s = net.latency_s + 2 * net.post_s + slice_bytes / net.bytes_per_s
+    return 2 * (world_size - 1) * step_s + _sum_s(net, world_size, slice_bytes)
 
 
 def log_steps_s(net: Network, world_size: int, slice_bytes: float) -> float:
@@ -68,11 +61,7 @@ def _sum_s(net: Network, world_size: int, slice_bytes: float) -> float:
     return (world_size - 1) * slice_bytes / net.copy_bytes_per_s
 
 
-def _step_s(net: Network, slice_bytes: float) -> float:
-    return net.latency_s + 2 * net.post_s + slice_bytes / net.bytes_per_s
-
-
-RIVALS: dict[str, Callable[[Network, int, float], float]] = {"ring": ring_s, "gloo": gloo_s, "log_steps": log_steps_s}
+RIVALS: dict[str, Callable[[Network, int, float], float]] = {"ring": ring_s, "log_steps": log_steps_s}
 
 
 def bound_bytes(net: Network, world_size: int, rival: str) -> int:
