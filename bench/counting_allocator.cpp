@@ -9,80 +9,67 @@
 
 namespace {
 
-struct Counts {
-  std::mutex mutex;
-  std::unordered_map<void*, int64_t> bytes_of;
-  int64_t now = 0;
-  int64_t peak = 0;
-};
-
-Counts& counts() {
-  static auto* made = new Counts;  // tensors may be freed after static objects are
-  return *made;
-}
-
-class CountingAllocator final : public c10::Allocator {
- public:
-  explicit CountingAllocator(c10::Allocator* inner) : inner_(inner) {}
+struct CountingAllocator final : c10::Allocator {
+  explicit CountingAllocator(c10::Allocator* counted) : inner(counted) {}
 
   c10::DataPtr allocate(size_t bytes) override {
-    c10::DataPtr made = inner_->allocate(bytes);
+    c10::DataPtr made = inner->allocate(bytes);
     void* data = made.release_context();
     if (data == nullptr) return {nullptr, nullptr, &free_counted, made.device()};
-    Counts& all = counts();
-    const std::lock_guard lock(all.mutex);
-    all.bytes_of[data] = static_cast<int64_t>(bytes);
-    all.now += static_cast<int64_t>(bytes);
-    all.peak = std::max(all.peak, all.now);
+    const std::lock_guard lock(mutex);
+    bytes_of[data] = static_cast<int64_t>(bytes);
+    now += static_cast<int64_t>(bytes);
+    peak = std::max(peak, now);
     return {data, data, &free_counted, made.device()};
   }
 
   c10::DeleterFnPtr raw_deleter() const override { return &free_counted; }
   void copy_data(void* to, const void* from, size_t bytes) const override { default_copy_data(to, from, bytes); }
+  static void free_counted(void* data);
 
-  static CountingAllocator* installed;
-
- private:
-  static void free_counted(void* data) {
-    if (data == nullptr) return;
-    {
-      Counts& all = counts();
-      const std::lock_guard lock(all.mutex);
-      const auto found = all.bytes_of.find(data);
-      all.now -= found->second;
-      all.bytes_of.erase(found);
-    }
-    installed->inner_->raw_deleter()(data);
-  }
-
-  c10::Allocator* inner_;
+  c10::Allocator* inner;
+  std::mutex mutex;  // of what follows
+  std::unordered_map<void*, int64_t> bytes_of;
+  int64_t now = 0;
+  int64_t peak = 0;
 };
 
-CountingAllocator* CountingAllocator::installed = nullptr;
+CountingAllocator* counting = nullptr;  // never deleted: tensors may be freed after static objects are
+
+void CountingAllocator::free_counted(void* data) {
+  if (data == nullptr) return;
+  {
+    const std::lock_guard lock(counting->mutex);
+    const auto found = counting->bytes_of.find(data);
+    counting->now -= found->second;
+    counting->bytes_of.erase(found);
+  }
+  counting->inner->raw_deleter()(data);
+}
 
 }  // namespace
 
 extern "C" {
 
-// Stays for the life of the process: tensors allocated from now on are freed through it.
+// Comes before the others. Stays for the life of the process: tensors allocated from now on are freed through it.
 void start_counting() {
-  if (CountingAllocator::installed != nullptr) return;
-  CountingAllocator::installed = new CountingAllocator(c10::GetCPUAllocator());
-  c10::SetCPUAllocator(CountingAllocator::installed, /*priority=*/1);
+  if (counting != nullptr) return;
+  counting = new CountingAllocator(c10::GetCPUAllocator());
+  c10::SetCPUAllocator(counting, /*priority=*/1);
 }
 
 int64_t bytes_now() {
-  const std::lock_guard lock(counts().mutex);
-  return counts().now;
+  const std::lock_guard lock(counting->mutex);
+  return counting->now;
 }
 
 int64_t bytes_peak() {
-  const std::lock_guard lock(counts().mutex);
-  return counts().peak;
+  const std::lock_guard lock(counting->mutex);
+  return counting->peak;
 }
 
 void reset_peak() {
-  const std::lock_guard lock(counts().mutex);
-  counts().peak = counts().now;
+  const std::lock_guard lock(counting->mutex);
+  counting->peak = counting->now;
 }
 }

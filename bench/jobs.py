@@ -14,10 +14,11 @@ from torch import Tensor
 
 from bench.limits import stream_call
 from bench.plots import CEILING, OURS
-from bench.shard import STATES, UPDATES, Kind, Shard, join, segments_of
+from bench.shard import STATES, UPDATES, Kind, Shard, segments_of
 from bench.systems import HYPER
 from bench.timing import Call
 from zerox import ops
+from zerox.memory.forms import master_of
 from zerox.memory.stored import stored_bytes
 from zerox.plan.form import BLOCK_NUMEL
 from zerox.rules.reference import AdamState, LionState, SgdState, adam_step, lion_step, sgd_step
@@ -309,7 +310,7 @@ def check_update(job: Job, device: torch.device) -> None:
     expected = stepped(job.op, before.double(), states, grad)
     shard.update()
     if job.kind.master == REMAINDER:
-        after = join(shard.param, shard.master)  # type: ignore[arg-type]
+        after = master_of(shard.param, shard.master)  # type: ignore[arg-type]
     else:
         after = shard.param if shard.master is None else shard.master
     error = (after.double() - expected).abs() / (size + (expected - before.double()).abs()) * steep

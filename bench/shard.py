@@ -11,6 +11,7 @@ from torch import Tensor
 
 from bench.systems import HYPER
 from zerox import ops
+from zerox.memory.forms import remainder_of, split_param
 from zerox.memory.pages import zeros
 from zerox.memory.stored import Stored
 from zerox.plan.form import BFLOAT16, BLOCK_NUMEL, EIGHT_BIT, FLOAT32
@@ -80,9 +81,8 @@ class Shard:
         if kind.master == MASTER:
             self.state[MASTER.key].values.copy_(self.exact)
         if kind.master == REMAINDER:
-            param, remainder = split(self.exact)
-            self.param.copy_(param)
-            self.state[REMAINDER.key].values.copy_(remainder)
+            self.param.copy_(split_param(self.exact))
+            self.state[REMAINDER.key].values.copy_(remainder_of(self.param, self.exact))
         self.grad = torch.randn(numel, device=device).to(kind.dtype)
         for stored in self.moments if not form.scaled else ():
             if stored.spec.signed:
@@ -100,17 +100,6 @@ class Shard:
         tables = (self.segments, self.present, self.steps)
         ours = ops.Shard(self.param, self.master, self.grad, state, scales, *tables)
         ops.update_(self.rule.name, [ours], self.options)
-
-
-def split(exact: Tensor) -> tuple[Tensor, Tensor]:
-    """bf16, rounded half away from zero, and the 16 bits that it lost."""
-    bits = exact.view(torch.int32)
-    return ((bits + 0x8000) >> 16).to(torch.int16).view(torch.bfloat16), (bits & 0xFFFF).to(torch.int16)
-
-
-def join(param: Tensor, remainder: Tensor) -> Tensor:
-    high = param.view(torch.int16).to(torch.int32) - (remainder < 0).to(torch.int32)
-    return ((high << 16) | (remainder.to(torch.int32) & 0xFFFF)).view(torch.float32)
 
 
 def segments_of(params: Sequence[int], device: torch.device, align: int = 1) -> Tensor:

@@ -26,15 +26,4 @@ if [[ ! -x "$py" ]] || [[ "$(cat "$folder/base" 2>/dev/null)" != "$link" ]] || !
     echo "$link" >"$folder/base"
 fi
 
-missing="$("$py" scripts/env_state.py missing frameworks)"
-if [[ -n "$missing" ]]; then
-    mapfile -t missing <<<"$missing"
-    pins="$(mktemp)"
-    trap 'rm -f "$pins"' EXIT
-    grep -v '^torch==' constraints.txt >"$pins"
-    echo "torch==$("$py" -c 'from importlib.metadata import version; print(version("torch"))')" >>"$pins"
-    say "installing ${missing[*]}"
-    "$py" -m pip --disable-pip-version-check install -q -c "$pins" "${missing[@]}" >&2 ||
-        die "pip could not install the above (no network?)"
-fi
-echo "$py"
+VIRTUAL_ENV="$folder" scripts/setup_env.sh --no-build frameworks

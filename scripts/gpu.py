@@ -240,9 +240,9 @@ def commit() -> str:
 
 def read_machine(quick: bool) -> Machine:
     """Ends the program with one line where there is no GPU."""
-    asked = subprocess.run(python(str(ROOT / "scripts" / "gpu_facts.py")), capture_output=True, text=True, check=False)
+    asked = subprocess.run(python(gpu_run.__file__), capture_output=True, text=True, check=False)
     if asked.returncode:
-        lines = asked.stderr.strip().splitlines() or ["gpu_facts.py failed"]
+        lines = asked.stderr.strip().splitlines() or ["gpu_run.py failed"]
         sys.exit(f"gpu.py: {lines[-1]}")
     return Machine({"commit": commit(), **json.loads(asked.stdout.splitlines()[-1])}, quick)
 
