@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -19,6 +19,7 @@ from torch.utils import cpp_extension
 from tests.ranks import TIMEOUT_S, run_threads
 from zerox._C import Whereabouts
 from zerox.memory.device_memory import BY_TYPE
+from zerox.ranks.axes import Axis
 from zerox.ranks.group import Ranks
 
 HERE = Path(__file__).parent
@@ -89,7 +90,37 @@ def expect_no_races() -> None:
     assert not races, f"{len(races)} races, the first: {races[:3]}"
 
 
-def run_fake_ranks(function: Callable[..., Any], world_size: int, kind: str, *args: Any) -> list[Any]:
+class Lines:
+    """The groups along one axis of a mesh of ``ranks``, by row: of each rank, its own."""
+
+    def __init__(self, lines: Sequence[Sequence[int]], coordinate: Callable[[int], int]) -> None:
+        self.of = {rank: tuple(line) for line in lines for rank in line}
+        self.coordinates = tuple(coordinate(rank) for rank in sorted(self.of))
+        self.stores = {line: dist.HashStore() for line in set(self.of.values())}
+        self.meetings = {line: machine().Meeting(len(line)) for line in self.stores}
+
+    def axis(self, rank: int, over_gloo: bool) -> Axis:
+        line = self.of[rank]
+        group = dist.ProcessGroup(self.stores[line], line.index(rank), len(line))
+        if over_gloo:
+            gloo = dist.ProcessGroupGloo(self.stores[line], line.index(rank), len(line), timedelta(seconds=TIMEOUT_S))
+            group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, gloo)
+            group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
+        else:
+            backend = machine().StreamBackend(line.index(rank), len(line), self.meetings[line])
+            group._register_backend(torch.device("fake"), dist.ProcessGroup.BackendType.CUSTOM, backend)
+            group._set_default_backend(dist.ProcessGroup.BackendType.CUSTOM)
+        return Axis(group, line, self.coordinates)
+
+
+def mesh_of_four() -> tuple[Lines, Lines]:
+    """Two by two ranks; the inner axis first."""
+    return Lines([(0, 1), (2, 3)], lambda rank: rank % 2), Lines([(0, 2), (1, 3)], lambda rank: rank // 2)
+
+
+def run_fake_ranks(
+    function: Callable[..., Any], world_size: int, kind: str, *args: Any, mesh: Sequence[Lines] = ()
+) -> list[Any]:
     """``function(ranks, *args)`` on threads, rank r on ``fake:r``.
 
     ``kind``: "native" or "direct" over a backend with a stream of its own, as NCCL's; "via host" over gloo, through the
@@ -104,7 +135,8 @@ def run_fake_ranks(function: Callable[..., Any], world_size: int, kind: str, *ar
             return function(Ranks.alone(device), *args)
         timeout = timedelta(seconds=TIMEOUT_S)
         whereabouts = Whereabouts(groups=[], store=None, rank=rank, world=world_size, timeout=timeout)
-        known: dict[str, Any] = {"given": group, "whereabouts": whereabouts}
+        axes = tuple(lines.axis(rank, over_gloo=kind == "via host") for lines in mesh)
+        known: dict[str, Any] = {"given": group, "whereabouts": whereabouts, "on_mesh": axes}
         if kind == "via host":
             return function(Ranks(rank, world_size, "gloo", "direct", group, group, device, **known), *args)
         data = dist.ProcessGroup(dist.HashStore(), rank, world_size)

@@ -5,6 +5,7 @@ A captured step() is one that is told it is being captured, as in test_capturabl
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -12,8 +13,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.accelerator.fake import expect_no_races, machine, run_fake_ranks
-from tests.optimizer.combined import STEPS, Training, outcome, trained
+from tests.accelerator.fake import expect_no_races, machine, mesh_of_four, run_fake_ranks
+from tests.optimizer.combined import ON_MESH, STEPS, Training, outcome, trained
 from tests.optimizer.ways import (
     Pair,
     Way,
@@ -80,9 +81,11 @@ def kind_of(way: Way, world_size: int) -> str:
     return "native" if way["ZEROX_EXCHANGE"] == "native" else "direct"
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", [1, 2, 4])
 def test_pairs_on_an_accelerator_train_with_the_bits_of_the_cpu(world_size: int) -> None:
-    many = [way for way in ways(accelerator=True) if world_size == 2 or way["backend"] == "nccl"]
+    many = [way for way in ways(accelerator=True) if world_size > 1 or way["backend"] == "nccl"]
+    many = [way for way in many if (way["process_group"] == ON_MESH) is (world_size == 4)]
+    assert many
     twins = {tuple(twin.values()): twin for twin in map(plain_twin, many)}
     digests = run_ranks(trained, world_size, list(twins.values()), timeout_s=300)[0]
     expected = dict(zip(twins, digests, strict=True))
@@ -90,7 +93,10 @@ def test_pairs_on_an_accelerator_train_with_the_bits_of_the_cpu(world_size: int)
     for way in many:
         params, _ = expected[tuple(plain_twin(way).values())]
         kind = kind_of(way, world_size)
-        found = outcome(lambda way=way, kind=kind: run_fake_ranks(train_here, 1 if kind == "alone" else 2, kind, way))
+        mesh = mesh_of_four() if world_size == 4 else ()
+        size = 1 if kind == "alone" else world_size
+        run = functools.partial(run_fake_ranks, train_here, size, kind, way, mesh=mesh)
+        found = outcome(run)
         if found != [params] * len(found):
             wrong.append(f"{way}: {found}")
     assert not wrong, "\n".join(wrong)

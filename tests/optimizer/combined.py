@@ -11,7 +11,9 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 
 from tests.kernels.stored import decode
 from tests.optimizer.masters import exact_values, parts_of, rounded
@@ -26,11 +28,12 @@ from zerox.plan.combinations import CHOICES
 from zerox.rules.adam import ADAM
 from zerox.rules.known import KNOWN
 
+ON_MESH = "a 2-D mesh"
 STEPS = 2
 RATE = 2.0**-7  # the same number in float32
 NUMELS = (5000, 70, 4500)  # with 8-bit moments, and too small for them
 WORDS: dict[str, dict[str, Any]] = {  # values that are not written as Python has them
-    "process_group": {"a group": None},
+    "process_group": {"a group": None, ON_MESH: None},  # a mesh is made where there are ranks
     "bucket_cap_mb": {"a number": 0.004},
     "resident_mb": {"a number": 1.0},
     "lr": {"a number": RATE, "a tensor": RATE},
@@ -55,6 +58,8 @@ MOMENTUM = {"momentum": 0.75}  # of SGD, which keeps no state without
 def arguments(way: Way) -> dict[str, Any]:
     """The constructor's. KeyError or ValueError for a value that nobody has said how to make."""
     found = {name: _made(name, value) for name, value in way.items() if name not in ELSEWHERE}
+    if way["process_group"] == ON_MESH and dist.is_initialized():
+        found["process_group"] = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     if way["lr"] == "a tensor":
         found["lr"] = torch.tensor(RATE)
     return found
@@ -256,7 +261,8 @@ def compare_with_torch(rank: int, world_size: int, training: Training) -> None:
     for step in range(STEPS):
         training.backwards(step)
         sent = {param: grad.to(wire) for param, grad in grads.items()}
-        means = {param: mean_over_ranks(grad, grad, num_ranks) for param, grad in sent.items()}
+        mean_of = mean_over_mesh if way["process_group"] == ON_MESH else mean_over_ranks
+        means = {param: mean_of(grad, grad, num_ranks) for param, grad in sent.items()}
         before = [(exact_values(bucket, shard), wide(state)) for _, _, bucket, shard, state in snapshot(training)]
         training.optimizer.step()
         training.optimizer.zero_grad()
@@ -275,6 +281,14 @@ def compare_with_torch(rank: int, world_size: int, training: Training) -> None:
                 values, after, expected = (t.to(param.dtype) for t in (values, after, expected))
             assert_one_step_bound(values, after, expected, {})
             assert not torch.equal(values, after)
+
+
+def mean_over_mesh(grad: Tensor, like: Tensor, world_size: int) -> Tensor:
+    """As mean_over_ranks, for a mesh of 2 x 2."""
+    everyones = [torch.empty_like(grad) for _ in range(world_size)]
+    dist.all_gather(everyones, grad.contiguous())
+    a, b, c, d = (each.to(torch.promote_types(grad.dtype, torch.float32)) for each in everyones)
+    return (((a + b) + (c + d)) / world_size).to(like.dtype)
 
 
 def snapshot(training: Training) -> Iterator[tuple[Tensor, slice, Any, slice, dict[str, Tensor]]]:

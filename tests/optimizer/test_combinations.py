@@ -19,6 +19,7 @@ from torch import nn
 
 from tests.optimizer.combined import (
     ELSEWHERE,
+    ON_MESH,
     Training,
     arguments,
     build,
@@ -48,6 +49,7 @@ from zerox.plan.combinations import CHOICES, But, Choice, Refused, Row, Setting,
 from zerox.plan.stage import STAGES
 from zerox.ranks.group import EXCHANGES
 
+ON_MESH_OF = 4  # ranks
 OF_RANKS = ("process_group", "backend", "ZEROX_EXCHANGE")  # one rank alone asks none of these
 # What each rank does with its shard, once it has the gradient: for these one rank is enough.
 OF_SHARDS = (
@@ -118,11 +120,12 @@ def digests(world_size: int) -> dict[tuple[str, ...], list[Any]]:
         by_rank = [trained(0, 1, many)]
     else:
         many = ways(accelerator=False, asked=[pair for pair in not_refused() if not of_shards(pair)])
+        many = [way for way in many if (way["process_group"] == ON_MESH) is (world_size == ON_MESH_OF)]
         by_rank = run_ranks(trained, world_size, many, timeout_s=300)
     return {tuple(way.values()): list(each) for way, *each in zip(many, *by_rank, strict=True)}
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", [1, 2, ON_MESH_OF])
 def test_pairs_that_work_train_as_torch_does_with_the_bits_of_their_twins(world_size: int) -> None:
     """A twin differs in options that must not show; it is compared with torch.optim at each step."""
     found = digests(world_size)
@@ -134,21 +137,22 @@ def test_pairs_that_work_train_as_torch_does_with_the_bits_of_their_twins(world_
             wrong.append(f"{said_of(way)}: {outcomes[0]}")
         elif outcomes != twin:
             wrong.append(f"{said_of(way)}: other bits than {said_of(plain_twin(way))}")
-        elif len({params for params, _ in outcomes}) > 1 and way["process_group"] == "a group":
+        elif len({params for params, _ in outcomes}) > 1 and way["process_group"] != '"alone"':
             wrong.append(f"{said_of(way)}: ranks differ")
     assert not wrong, "\n".join(wrong)
 
 
 def test_every_pair_that_works_was_trained() -> None:
-    """On one rank or on two, where ranks matter on two; or on an accelerator."""
-    here = {number: [set(zip(CHOICES, values, strict=True)) for values in digests(number)] for number in (1, 2)}
+    """On one rank or, where ranks matter, on two, or four on a mesh; or on an accelerator."""
+    sizes = (1, 2, ON_MESH_OF)
+    here = {number: [set(zip(CHOICES, values, strict=True)) for values in digests(number)] for number in sizes}
     there = [set(way.items()) for way in ways(accelerator=True)]
     for pair in not_refused():
         way = way_of(*pair)
         if way is not None and is_inner(way) and needs_accelerator(way):
             continue  # tests/gpu/test_any_class.py
         settings = {(each.option, each.value) for each in pair}
-        trainings = [*there, *here[1 if of_shards(pair) else 2]]
+        trainings = [*there, *(here[1] if of_shards(pair) else [*here[2], *here[ON_MESH_OF]])]
         assert any(settings <= way for way in trainings), name_of(pair)
 
 
@@ -188,7 +192,11 @@ def test_a_refused_pair_raises_what_the_table_says(pair: Pair) -> None:
     message = re.escape(f"{refused.reason}. {refused.way_out}")
     settings = {each.option: each.value for each in pair}
     plain = {name: choice.values[0] for name, choice in CHOICES.items()} | settings
-    of_ranks = "cuda" in settings.values() or "ZEROX_EXCHANGE" in settings or {"join", "capturable"} <= set(settings)
+    of_ranks = (
+        {"cuda", ON_MESH} & set(settings.values())
+        or "ZEROX_EXCHANGE" in settings
+        or {"join", "capturable"} <= set(settings)
+    )
     if of_ranks or (settings.get("backend") == "nccl" and "device" not in settings):
         # As the constructor asks, where there is such a device, and where there are ranks.
         with pytest.raises(refused.error, match=message):
@@ -256,7 +264,7 @@ def test_a_row_of_the_table_is_all_that_the_constructor_needs_to_refuse(world_si
         way = way_of(*pair)
         in_turn = sum(each.option in OF_RANKS for each in pair) == world_size - 1
         few = world_size == 1 or any(each.value == first_of(each.option) for each in pair)
-        if way and in_turn and few and not needs_accelerator(way) and is_said(pair):
+        if way and in_turn and few and not needs_accelerator(way) and is_said(pair) and way["process_group"] != ON_MESH:
             asked.append((pair, way))
     assert len(asked) > 100
     by_rank = [refusals(0, 1, asked)] if world_size == 1 else run_ranks(refusals, 2, asked, timeout_s=300)

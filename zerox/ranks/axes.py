@@ -11,6 +11,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from zerox import _C as C
 
 
+OF_MODEL = ("tp", "sp", "pp", "ep", "tensor", "sequence", "pipe", "pipeline", "expert", "model")  # in names of axes
+
+
 @dataclass(frozen=True)
 class Axis:
     """``group``: zerox's own, over the ranks ``members``, in this order; those differ from each other along this axis
@@ -74,6 +77,12 @@ class Grid:
 
 def grid_of(mesh: DeviceMesh) -> Grid | None:
     """None for a mesh that is one line of ranks. Raises ValueError for one that zerox can't train on."""
+    names = tuple(mesh.mesh_dim_names or ())
+    if wrong := [name for name in names if mesh.ndim > 1 and any(part in OF_MODEL for part in name.split("_"))]:
+        raise ValueError(
+            f"process_group: gradients are averaged over all ranks of a mesh (replicate, shard), and this one has an "
+            f"axis '{wrong[0]}': pass the data-parallel axes only, as mesh[\"dp\"]"
+        )
     if mesh.ndim == 1 or 1 in mesh.shape:
         return None
     rows = [[int(rank) for rank in row] for row in mesh.mesh.tolist()]
@@ -83,7 +92,6 @@ def grid_of(mesh: DeviceMesh) -> Grid | None:
             f"process_group: the ranks of a mesh (replicate, shard) must ascend along both axes, got {rows}: make it "
             "with init_device_mesh()"
         )
-    names = tuple(mesh.mesh_dim_names or ())
     if names and "shard" in names[0] and "shard" not in names[1]:
         raise ValueError(
             f"process_group: the axes of a 2-D mesh are (replicate, shard), in this order, and this one has {names}"
