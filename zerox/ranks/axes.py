@@ -10,7 +10,6 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from zerox import _C as C
 
-
 OF_MODEL = ("tp", "sp", "pp", "ep", "tensor", "sequence", "pipe", "pipeline", "expert", "model")  # in names of axes
 
 
