@@ -115,6 +115,26 @@ struct Bf16State {
 
 // ---- 8 bits
 
+// Decodes whole blocks: `numel` codes that begin with a block.
+using DecodeBlocks = void (*)(const uint8_t* codes, const float* scales, int64_t numel, float* values, Ahead& ahead);
+
+// Not inlined, nor is CodedChunk::encode(): all kinds of parameters and gradients share them, since compiling takes
+// long enough.
+template <bool kHasNegatives>
+__attribute__((noinline)) void decode_blocks(const uint8_t* codes, const float* scales, int64_t numel, float* values,
+                                             Ahead& ahead) {
+  for (int64_t i = 0; i < numel; i += kStateBlock) {
+    ahead.fetch();
+    decode_block<kHasNegatives>(codes + i, scales[i / kStateBlock], values + i);
+  }
+}
+
+// For the map without negatives, and for the one with them. An instruction set may have better ones.
+struct Decoders {
+  DecodeBlocks of[2];
+};
+constexpr Decoders kDecoders{{decode_blocks<false>, decode_blocks<true>}};
+
 // One state's part of a chunk. `values` are the old ones, and the new ones after the update.
 struct CodedChunk {
   uint8_t* codes;
@@ -122,22 +142,16 @@ struct CodedChunk {
   uint32_t keys[kChunk / kStateBlock];  // of the new scales
   alignas(64) float values[kChunk];
 
-  // Not inlined, nor is encode(): all kinds of parameters and gradients share them, since compiling takes long enough.
-  template <bool kHasNegatives>
-  __attribute__((noinline)) void decode(const StoredState& state, int64_t first, int64_t numel, Ahead& ahead) {
+  void decode(DecodeBlocks decode_blocks, const StoredState& state, int64_t first, int64_t numel, Ahead& ahead) {
     codes = static_cast<uint8_t*>(state.values) + first;
     scales = state.scales + first / kStateBlock;
-    for_each_part(numel, kStateBlock, [&](int64_t i, int64_t count) ZX_LAMBDA {
-      ahead.fetch();
-      const uint8_t* from = codes + i;
-      uint8_t last[kStateBlock];
-      if (count < kStateBlock) {
-        memset(last, 0, kStateBlock);
-        memcpy(last, from, static_cast<size_t>(count));
-        from = last;
-      }
-      decode_block<kHasNegatives>(from, scales[i / kStateBlock], values + i);
-    });
+    const int64_t whole = numel / kStateBlock * kStateBlock;
+    if (whole > 0) decode_blocks(codes, scales, whole, values, ahead);
+    if (whole < numel) {
+      uint8_t last[kStateBlock] = {};
+      memcpy(last, codes + whole, static_cast<size_t>(numel - whole));
+      decode_blocks(last, scales + whole / kStateBlock, kStateBlock, values + whole, ahead);
+    }
   }
 
   template <bool kHasNegatives>
@@ -169,10 +183,10 @@ struct CodedChunks {
 
   CodedChunk of[N];
 
-  ZX_HD CodedChunks(const UpdateSpan& span, int64_t first, int64_t numel, Ahead& ahead) {
+  ZX_HD CodedChunks(const UpdateSpan& span, const Decoders& decoders, int64_t first, int64_t numel, Ahead& ahead) {
     for_each_state<N>([&](auto s) ZX_LAMBDA {
       constexpr int kState = decltype(s)::value;
-      of[kState].template decode<kHasNegatives<kState>>(span.states.at[kState], first, numel, ahead);
+      of[kState].decode(decoders.of[kHasNegatives<kState>], span.states.at[kState], first, numel, ahead);
     });
   }
   ZX_HD void encode(int64_t numel, Ahead& ahead) {
