@@ -97,6 +97,17 @@ struct AnyParam {
   ZX_HD void as_what_it_is(const Body& body) const;
 };
 
+// Rule::update(). Vectors of floats divide less, if the rule can.
+template <class Rule, class V, int N, class Step>
+ZX_HD void update_lanes(const Step& step, V grad, Lanes<V, N>& lanes) {
+  if constexpr (Rule::kHasUncheckedStep && std::is_same_v<V, VecF> && VecF::kLanes > 1) {
+    Rule::update_states(step, grad, lanes);
+    lanes.param = step.is.ordinary ? V(Rule::new_param_by_inverse(step, lanes)) : V(Rule::new_param(step, lanes));
+  } else {
+    Rule::update(step, grad, lanes);
+  }
+}
+
 // `state` counts from element `first` of the span.
 template <class Rule, class T, int N, class Where, class State, class Grad>
 ZX_HD void update_loop(const typename Rule::template Step<T>& step, Where where, State& state, const Grad* grad,
@@ -105,7 +116,7 @@ ZX_HD void update_loop(const typename Rule::template Step<T>& step, Where where,
     using V = decltype(lane);
     Lanes<V, N> lanes{where.template load<V>(first + i), {}};
     state.load(lanes, i);
-    Rule::update(step, load_grad<V>(grad, first + i), lanes);
+    update_lanes<Rule>(step, load_grad<V>(grad, first + i), lanes);
     where.store(lanes.param, first + i);
     state.store(lanes, i);
   });
