@@ -97,10 +97,12 @@ struct AnyParam {
   ZX_HD void as_what_it_is(const Body& body) const;
 };
 
-// Rule::update(). Vectors of floats divide less, if the rule can.
-template <class Rule, class V, int N, class Step>
+// Rule::update(). Vectors of floats divide less, if the rule can. Other parameters than fp32 ones keep the core busy
+// enough with their conversions: there, products in place of a division took longer.
+template <class Rule, class Where, class V, int N, class Step>
 ZX_HD void update_lanes(const Step& step, V grad, Lanes<V, N>& lanes) {
-  if constexpr (Rule::kHasUncheckedStep && std::is_same_v<V, VecF> && VecF::kLanes > 1) {
+  if constexpr (Rule::kHasUncheckedStep && std::is_same_v<Where, PlainParam<float>> && std::is_same_v<V, VecF> &&
+                VecF::kLanes > 1) {
     Rule::update_states(step, grad, lanes);
     lanes.param = step.is.ordinary ? V(Rule::new_param_by_inverse(step, lanes)) : V(Rule::new_param(step, lanes));
   } else {
@@ -116,7 +118,7 @@ ZX_HD void update_loop(const typename Rule::template Step<T>& step, Where where,
     using V = decltype(lane);
     Lanes<V, N> lanes{where.template load<V>(first + i), {}};
     state.load(lanes, i);
-    update_lanes<Rule>(step, load_grad<V>(grad, first + i), lanes);
+    update_lanes<Rule, Where>(step, load_grad<V>(grad, first + i), lanes);
     where.store(lanes.param, first + i);
     state.store(lanes, i);
   });
