@@ -38,9 +38,8 @@ namespace {
 #include "cpu/map_vbmi.h"
 template <bool kHasNegatives>
 __attribute__((noinline)) void decode_blocks_vbmi(const uint8_t* codes, const float* scales, int64_t numel,
-                                                  float* values, Ahead& ahead) {
+                                                  float* values) {
   for (int64_t i = 0; i < numel; i += kStateBlock) {
-    ahead.fetch();
     decode_block_vbmi<kHasNegatives>(codes + i, scales[i / kStateBlock], values + i);
   }
 }

@@ -212,14 +212,13 @@ ZX_HD void update_state(const Call& call, const typename Rule::template Step<T> 
     }
     if (span.states.kind == StateKind::blockwise) {
       for_each_part(span.numel, kChunk, [&](int64_t first, int64_t numel) ZX_LAMBDA {
-        Ahead ahead(span, first + numel, kChunk / kStateBlock * 2 * N);
-        CodedChunks<Rule, N> chunks(span, call.decoders, first, numel, ahead);
+        CodedChunks<Rule, N> chunks(span, call.decoders, first, numel);
         for_each_part(numel, kStateBlock, [&](int64_t start, int64_t count) ZX_LAMBDA {
           CodedBlock<Rule, N> block(chunks, start);
           update_loop<Rule, T, N>(step, where, block, grad, first + start, count);
           block.put_keys(chunks, start / kStateBlock);
         });
-        chunks.encode(numel, ahead);
+        chunks.encode(numel);
       });
       return;
     }
