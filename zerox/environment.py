@@ -43,7 +43,7 @@ VARIABLES = (
     Variable("ZEROX_TORCH_INDEX", "make", "package index to take torch from when `make` creates `./.venv`"),
     Variable("WORKERS", "make", "test processes at a time; default: all cores, at most 8"),
     Variable("ARGS", "make", "what `make test` and others pass on, such as `'-k layout -x'`"),
-    Variable("ZEROX_ISA", "run", "`scalar`, `avx2` or `avx512` instead of the fastest kernels that the CPU can run"),
+    Variable("ZEROX_ISA", "run", "`scalar`, `avx2`, `avx512` or `avx512vbmi` instead of the fastest that the CPU runs"),
     Variable(
         "ZEROX_EXCHANGE",
         "run",

@@ -16,6 +16,7 @@ std::vector<const KernelTable*> supported_tables() {
   if (avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
       __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq")) {
     tables.push_back(&kernels_avx512());
+    if (__builtin_cpu_supports("avx512vbmi")) tables.push_back(&kernels_avx512vbmi());
   }
 #endif
 #endif

@@ -62,6 +62,7 @@ const KernelTable& kernels_scalar();
 #if defined(__x86_64__)
 const KernelTable& kernels_avx2();
 const KernelTable& kernels_avx512();
+const KernelTable& kernels_avx512vbmi();  // the same but for the decoding of 8-bit states
 #endif
 
 }  // namespace zx

@@ -1,4 +1,5 @@
-// The CPU kernels with AVX-512 F, BW, VL, DQ. See Note [One kernel source, three instruction sets] in kernels.h.
+// The CPU kernels with AVX-512 F, BW, VL, DQ, and a second table of them for CPUs that also have VBMI. See Note [One
+// kernel source, three instruction sets] in kernels.h.
 #if defined(__x86_64__)
 #include <immintrin.h>
 
@@ -32,15 +33,35 @@ namespace {
 #include "cpu/simd_state.h"
 #include "cpu/simd_map.h"
 #include "cpu/state.h"
+#pragma GCC push_options
+#pragma GCC target("avx512vbmi")
+#include "cpu/map_vbmi.h"
+template <bool kHasNegatives>
+__attribute__((noinline)) void decode_blocks_vbmi(const uint8_t* codes, const float* scales, int64_t numel,
+                                                  float* values) {
+  for (int64_t i = 0; i < numel; i += kStateBlock) {
+    decode_block_vbmi<kHasNegatives>(codes + i, scales[i / kStateBlock], values + i);
+  }
+}
+constexpr Decoders kDecodersVbmi{{decode_blocks_vbmi<false>, decode_blocks_vbmi<true>}};
+#pragma GCC pop_options
 #include "cpu/update_kernel.h"
 #include "cpu/cast_kernel.h"
 #include "cpu/norm_kernel.h"
 #include "cpu/reduce_kernel.h"
 // clang-format on
+
+void update_vbmi(const UpdateSpan& span, const void* step) { update_by({span, kDecodersVbmi}, step); }
+
 }  // namespace
 
 const KernelTable& kernels_avx512() {
   static constexpr KernelTable table{"avx512", cast, update, reduce, norm};
+  return table;
+}
+
+const KernelTable& kernels_avx512vbmi() {
+  static constexpr KernelTable table{"avx512vbmi", cast, update_vbmi, reduce, norm};
   return table;
 }
 

@@ -2,9 +2,9 @@
 // chunk at a time: their new values stay in a buffer until they are encoded, since that needs the scale of a whole
 // block. Included by kernels_<isa>.cpp only.
 
-// Elements that are updated together before they are encoded: whole blocks, and few enough that all of this stays in
-// the innermost cache.
-constexpr int64_t kChunk = 4 * kStateBlock;
+// Elements that are updated together before they are encoded: whole blocks. The fewer they are, the more evenly memory
+// is read, and the processor fetches ahead by itself. With one block alone, constants would be loaded too often.
+constexpr int64_t kChunk = 2 * kStateBlock;
 
 // Calls body(first, count) for each part of [0, numel) that is `most` elements long, or the rest.
 template <class Body>
@@ -26,58 +26,6 @@ struct WideState {
   template <class V>
   ZX_HD void store(const Lanes<V, N>& lanes, int64_t i) const {
     for_each_state<N>([&](auto s) ZX_LAMBDA { lanes.state[s.value].store(values[s.value] + i); });
-  }
-};
-
-// The arrays that the next chunk will read. They are fetched while this chunk is decoded, rounded or encoded. Otherwise
-// the core would wait for memory during the update, and memory would be idle during the rest.
-class Ahead {
-  static constexpr int kMostArrays = 3 + kMostStates;  // parameter, master and gradient
-  static constexpr int kLineBytes = 64;
-  static constexpr int kPieceBytes = 4 * kLineBytes;
-  struct Array {
-    const char* next;
-    int num_pieces;
-  };
-  Array arrays_[kMostArrays + 1];  // the last one is empty
-  int count_ = 0;
-  int current_ = 0;
-  int num_pieces_ = 0;
-  int share_;
-
- public:
-  // Of the chunk that begins with element `next` of the span, if there is one. It takes `num_shares` calls of fetch()
-  // to fetch everything. Not inlined, since all kinds of parameters and gradients can share it.
-  __attribute__((noinline)) Ahead(const UpdateSpan& span, int64_t next, int num_shares) {
-    const int param_bytes = span.param_dtype == DType::f32 ? 4 : 2;
-    const int master_bytes = span.master_kind == Master::fp32 ? 4 : 2;
-    const int grad_bytes = span.grad_dtype == DType::f32 ? 4 : 2;
-    const int state_bytes = span.states.kind == StateKind::bf16 ? 2 : 1;
-    if (next < span.numel) {
-      for (int s = 0; s < span.num_states; ++s) add(span.states.at[s].values, state_bytes, next);
-      add(span.param, param_bytes, next);
-      if (span.master_kind != Master::none) add(span.master, master_bytes, next);
-      add(span.grad, grad_bytes, next);
-    }
-    arrays_[count_] = {nullptr, 0};
-    share_ = (num_pieces_ + num_shares - 1) / num_shares;
-  }
-  // Fetches as many pieces at every call, whichever array they belong to: the processor can predict such a loop.
-  ZX_HD void fetch() {
-    Array array = arrays_[current_];
-    for (int i = 0; i < share_ && array.num_pieces > 0; ++i) {
-      for (int line = 0; line < kPieceBytes; line += kLineBytes) __builtin_prefetch(array.next + line);
-      array.next += kPieceBytes;
-      if (--array.num_pieces == 0) array = arrays_[++current_];
-    }
-    arrays_[current_] = array;
-  }
-
- private:
-  void add(const void* array, int element_bytes, int64_t next) {
-    const int num_pieces = static_cast<int>(kChunk) * element_bytes / kPieceBytes;
-    arrays_[count_++] = {static_cast<const char*>(array) + next * element_bytes, num_pieces};
-    num_pieces_ += num_pieces;
   }
 };
 
@@ -115,6 +63,24 @@ struct Bf16State {
 
 // ---- 8 bits
 
+// Decodes whole blocks: `numel` codes that begin with a block.
+using DecodeBlocks = void (*)(const uint8_t* codes, const float* scales, int64_t numel, float* values);
+
+// Not inlined, nor is CodedChunk::encode(): all kinds of parameters and gradients share them, since compiling takes
+// long enough.
+template <bool kHasNegatives>
+__attribute__((noinline)) void decode_blocks(const uint8_t* codes, const float* scales, int64_t numel, float* values) {
+  for (int64_t i = 0; i < numel; i += kStateBlock) {
+    decode_block<kHasNegatives>(codes + i, scales[i / kStateBlock], values + i);
+  }
+}
+
+// For the map without negatives, and for the one with them. An instruction set may have better ones.
+struct Decoders {
+  DecodeBlocks of[2];
+};
+constexpr Decoders kDecoders{{decode_blocks<false>, decode_blocks<true>}};
+
 // One state's part of a chunk. `values` are the old ones, and the new ones after the update.
 struct CodedChunk {
   uint8_t* codes;
@@ -122,28 +88,21 @@ struct CodedChunk {
   uint32_t keys[kChunk / kStateBlock];  // of the new scales
   alignas(64) float values[kChunk];
 
-  // Not inlined, nor is encode(): all kinds of parameters and gradients share them, since compiling takes long enough.
-  template <bool kHasNegatives>
-  __attribute__((noinline)) void decode(const StoredState& state, int64_t first, int64_t numel, Ahead& ahead) {
+  void decode(DecodeBlocks decode_blocks, const StoredState& state, int64_t first, int64_t numel) {
     codes = static_cast<uint8_t*>(state.values) + first;
     scales = state.scales + first / kStateBlock;
-    for_each_part(numel, kStateBlock, [&](int64_t i, int64_t count) ZX_LAMBDA {
-      ahead.fetch();
-      const uint8_t* from = codes + i;
-      uint8_t last[kStateBlock];
-      if (count < kStateBlock) {
-        memset(last, 0, kStateBlock);
-        memcpy(last, from, static_cast<size_t>(count));
-        from = last;
-      }
-      decode_block<kHasNegatives>(from, scales[i / kStateBlock], values + i);
-    });
+    const int64_t whole = numel / kStateBlock * kStateBlock;
+    if (whole > 0) decode_blocks(codes, scales, whole, values);
+    if (whole < numel) {
+      uint8_t last[kStateBlock] = {};
+      memcpy(last, codes + whole, static_cast<size_t>(numel - whole));
+      decode_blocks(last, scales + whole / kStateBlock, kStateBlock, values + whole);
+    }
   }
 
   template <bool kHasNegatives>
-  __attribute__((noinline)) void encode(int64_t numel, Ahead& ahead) {
+  __attribute__((noinline)) void encode(int64_t numel) {
     for_each_part(numel, kStateBlock, [&](int64_t i, int64_t count) ZX_LAMBDA {
-      ahead.fetch();
       const int64_t block = i / kStateBlock;
       scales[block] = scale_of_key<kHasNegatives>(keys[block]);
       const float inverse = 1.0f / scales[block];
@@ -169,16 +128,16 @@ struct CodedChunks {
 
   CodedChunk of[N];
 
-  ZX_HD CodedChunks(const UpdateSpan& span, int64_t first, int64_t numel, Ahead& ahead) {
+  ZX_HD CodedChunks(const UpdateSpan& span, const Decoders& decoders, int64_t first, int64_t numel) {
     for_each_state<N>([&](auto s) ZX_LAMBDA {
       constexpr int kState = decltype(s)::value;
-      of[kState].template decode<kHasNegatives<kState>>(span.states.at[kState], first, numel, ahead);
+      of[kState].decode(decoders.of[kHasNegatives<kState>], span.states.at[kState], first, numel);
     });
   }
-  ZX_HD void encode(int64_t numel, Ahead& ahead) {
+  ZX_HD void encode(int64_t numel) {
     for_each_state<N>([&](auto s) ZX_LAMBDA {
       constexpr int kState = decltype(s)::value;
-      of[kState].template encode<kHasNegatives<kState>>(numel, ahead);
+      of[kState].template encode<kHasNegatives<kState>>(numel);
     });
   }
 };

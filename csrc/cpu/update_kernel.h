@@ -97,6 +97,19 @@ struct AnyParam {
   ZX_HD void as_what_it_is(const Body& body) const;
 };
 
+// Rule::update(). Vectors of floats divide less, if the rule can. Other parameters than fp32 ones keep the core busy
+// enough with their conversions: there, products in place of a division took longer.
+template <class Rule, class Where, class V, int N, class Step>
+ZX_HD void update_lanes(const Step& step, V grad, Lanes<V, N>& lanes) {
+  if constexpr (Rule::kHasUncheckedStep && std::is_same_v<Where, PlainParam<float>> && std::is_same_v<V, VecF> &&
+                VecF::kLanes > 1) {
+    Rule::update_states(step, grad, lanes);
+    lanes.param = step.is.ordinary ? V(Rule::new_param_by_inverse(step, lanes)) : V(Rule::new_param(step, lanes));
+  } else {
+    Rule::update(step, grad, lanes);
+  }
+}
+
 // `state` counts from element `first` of the span.
 template <class Rule, class T, int N, class Where, class State, class Grad>
 ZX_HD void update_loop(const typename Rule::template Step<T>& step, Where where, State& state, const Grad* grad,
@@ -105,7 +118,7 @@ ZX_HD void update_loop(const typename Rule::template Step<T>& step, Where where,
     using V = decltype(lane);
     Lanes<V, N> lanes{where.template load<V>(first + i), {}};
     state.load(lanes, i);
-    Rule::update(step, load_grad<V>(grad, first + i), lanes);
+    update_lanes<Rule, Where>(step, load_grad<V>(grad, first + i), lanes);
     where.store(lanes.param, first + i);
     state.store(lanes, i);
   });
@@ -175,11 +188,17 @@ ZX_HD void update_bf16(const typename Rule::template Step<float>& step, Where wh
   }
 }
 
+// A span, and what the instruction set in use has for it.
+struct Call {
+  const UpdateSpan& span;
+  const Decoders& decoders;
+};
+
 // Updates with N states. Without any, it makes no difference how they would be stored. `step` is a copy, which no store
 // into an array can change: its constants stay in registers.
 template <class Rule, class T, int N, class Where, class Grad>
-ZX_HD void update_state(const UpdateSpan& span, const typename Rule::template Step<T> step, Where where,
-                        const Grad* grad) {
+ZX_HD void update_state(const Call& call, const typename Rule::template Step<T> step, Where where, const Grad* grad) {
+  const UpdateSpan& span = call.span;
   if constexpr (N > 0 && std::is_same_v<T, float>) {
     if (span.states.kind == StateKind::bf16) {
       for (int64_t first = 0; first < span.numel;) {
@@ -193,14 +212,13 @@ ZX_HD void update_state(const UpdateSpan& span, const typename Rule::template St
     }
     if (span.states.kind == StateKind::blockwise) {
       for_each_part(span.numel, kChunk, [&](int64_t first, int64_t numel) ZX_LAMBDA {
-        Ahead ahead(span, first + numel, kChunk / kStateBlock * 2 * N);
-        CodedChunks<Rule, N> chunks(span, first, numel, ahead);
+        CodedChunks<Rule, N> chunks(span, call.decoders, first, numel);
         for_each_part(numel, kStateBlock, [&](int64_t start, int64_t count) ZX_LAMBDA {
           CodedBlock<Rule, N> block(chunks, start);
           update_loop<Rule, T, N>(step, where, block, grad, first + start, count);
           block.put_keys(chunks, start / kStateBlock);
         });
-        chunks.encode(numel, ahead);
+        chunks.encode(numel);
       });
       return;
     }
@@ -213,31 +231,32 @@ template <class Rule>
 using DoubleStep = typename Rule::template Step<double>;
 
 template <class Rule, class T, class Where, class Grad>
-void update_num_states(const UpdateSpan& span, const DoubleStep<Rule>& step, Where where, const Grad* grad) {
+void update_num_states(const Call& call, const DoubleStep<Rule>& step, Where where, const Grad* grad) {
   const typename Rule::template Step<T> narrowed = Rule::template narrow<T>(step);
-  with_num_states(first_states<Rule>(span.num_states), [&](auto count) ZX_LAMBDA {
-    update_state<Rule, T, decltype(count)::value>(span, narrowed, where, grad);
+  with_num_states(first_states<Rule>(call.span.num_states), [&](auto count) ZX_LAMBDA {
+    update_state<Rule, T, decltype(count)::value>(call, narrowed, where, grad);
   });
 }
 
 template <class Rule, class T, class Where>
-void update_grad(const UpdateSpan& span, const DoubleStep<Rule>& step, Where where) {
+void update_grad(const Call& call, const DoubleStep<Rule>& step, Where where) {
+  const UpdateSpan& span = call.span;
   if constexpr (ZX_LOOKS_UP_DTYPES) {
     const AnyGrad any{span.grad, span.grad_dtype};
-    return update_num_states<Rule, T>(span, step, where, &any);
+    return update_num_states<Rule, T>(call, step, where, &any);
   } else {
     switch (span.grad_dtype) {
       case DType::f64:
         if constexpr (std::is_same_v<T, double>) {
-          return update_num_states<Rule, T>(span, step, where, static_cast<const double*>(span.grad));
+          return update_num_states<Rule, T>(call, step, where, static_cast<const double*>(span.grad));
         }
         break;  // refused at the door: 16- and 32-bit parameters have no fp64 gradients
       case DType::f32:
-        return update_num_states<Rule, T>(span, step, where, static_cast<const float*>(span.grad));
+        return update_num_states<Rule, T>(call, step, where, static_cast<const float*>(span.grad));
       case DType::bf16:
-        return update_num_states<Rule, T>(span, step, where, static_cast<const bf16*>(span.grad));
+        return update_num_states<Rule, T>(call, step, where, static_cast<const bf16*>(span.grad));
       case DType::f16:
-        return update_num_states<Rule, T>(span, step, where, static_cast<const f16*>(span.grad));
+        return update_num_states<Rule, T>(call, step, where, static_cast<const f16*>(span.grad));
     }
   }
 }
@@ -273,21 +292,24 @@ ZX_HD void AnyParam::as_what_it_is(const Body& body) const {
 }
 
 template <class Rule>
-void update_param(const UpdateSpan& span, const DoubleStep<Rule>& step) {
+void update_param(const Call& call, const DoubleStep<Rule>& step) {
+  const UpdateSpan& span = call.span;
   if (span.param_dtype == DType::f64) {
-    return update_grad<Rule, double>(span, step, PlainParam<double>{static_cast<double*>(span.param)});
+    return update_grad<Rule, double>(call, step, PlainParam<double>{static_cast<double*>(span.param)});
   }
   if constexpr (ZX_LOOKS_UP_DTYPES) {
-    update_grad<Rule, float>(span, step, AnyParam{span.param, span.master, span.param_dtype, span.master_kind});
+    update_grad<Rule, float>(call, step, AnyParam{span.param, span.master, span.param_dtype, span.master_kind});
   } else {
     with_param(span.param_dtype, span.param, span.master_kind, span.master,
-               [&](auto where) ZX_LAMBDA { update_grad<Rule, float>(span, step, where); });
+               [&](auto where) ZX_LAMBDA { update_grad<Rule, float>(call, step, where); });
   }
 }
 
-void update(const UpdateSpan& span, const void* step) {
-  with_rule(span.rule, [&](auto type) {
+void update_by(const Call& call, const void* step) {
+  with_rule(call.span.rule, [&](auto type) {
     using Rule = typename decltype(type)::type;
-    update_param<Rule>(span, *static_cast<const DoubleStep<Rule>*>(step));
+    update_param<Rule>(call, *static_cast<const DoubleStep<Rule>*>(step));
   });
 }
+
+void update(const UpdateSpan& span, const void* step) { update_by({span, kDecoders}, step); }

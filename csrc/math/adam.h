@@ -7,6 +7,7 @@
 #include <cstdint>
 
 #include "math/macros.h"
+#include "math/quotient.h"
 #include "math/rule.h"
 
 namespace zx {
@@ -67,7 +68,7 @@ struct Adam {
   struct Cases {
     bool lerp_from_grad;
     bool has_l2;
-    bool ordinary;  // narrow() sets it: new_param_unchecked() can take these constants
+    bool ordinary;  // narrow() sets it: new_param_unchecked() and new_param_by_inverse() can take these constants
   };
   // Constants folded per parameter and step; the element loop only reads them.
   template <class T>
@@ -81,7 +82,7 @@ struct Adam {
     T bias_correction2_sqrt;
     T eps;
     T neg_step_size;                  // -lr / (1 - beta1^step)
-    T inverse_bias_correction2_sqrt;  // narrow() sets it, for new_param_unchecked()
+    T inverse_bias_correction2_sqrt;  // narrow() sets it, for those two
     Cases is;
   };
 
@@ -154,6 +155,14 @@ struct Adam {
   static ZX_HD V new_param(const Step<typename V::Scalar>& s, const Lanes<V, N>& at) {
     const V denom = sqrt(second_moment(at)) / V::splat(s.bias_correction2_sqrt) + V::splat(s.eps);
     return at.param + (V::splat(s.neg_step_size) * at.state[kExpAvg]) / denom;
+  }
+
+  // The same bits with one division, if s.is.ordinary. See Note [A quotient by a known inverse].
+  template <class V, int N>
+  static ZX_HD V new_param_by_inverse(const Step<typename V::Scalar>& s, const Lanes<V, N>& at) {
+    const V root = quotient_by_inverse(sqrt(second_moment(at)), V::splat(s.bias_correction2_sqrt),
+                                       V::splat(s.inverse_bias_correction2_sqrt));
+    return at.param + (V::splat(s.neg_step_size) * at.state[kExpAvg]) / (root + V::splat(s.eps));
   }
 
   // The one whose root is the denominator.

@@ -2,12 +2,12 @@
 // namespace, behind csrc/cpu/simd_map.h.
 
 // How many values of a block with every code differ from those of the table.
-template <bool kHasNegatives>
+template <bool kHasNegatives, auto kDecodeBlock>
 int64_t wrong_values(float scale) {
   alignas(64) uint8_t codes[kStateBlock];
   alignas(64) float values[kStateBlock];
   for (int i = 0; i < kStateBlock; ++i) codes[i] = static_cast<uint8_t>(i);
-  decode_block<kHasNegatives>(codes, scale, values);
+  kDecodeBlock(codes, scale, values);
   int64_t wrong = 0;
   for (int i = 0; i < kStateBlock; ++i) {
     const float expected = decode(Map<kHasNegatives>::tables.values, codes[i], scale);
@@ -42,5 +42,5 @@ int64_t groups_in_doubt(const float* values) {
 }
 
 template <bool kHasNegatives>
-constexpr VectorsOfMap kVectors{wrong_values<kHasNegatives>, wrong_codes<kHasNegatives>, groups_in_doubt<kHasNegatives>,
-                                kStateBlock / Bytes::kCount};
+constexpr VectorsOfMap kVectors{wrong_values<kHasNegatives, decode_block<kHasNegatives>>, wrong_codes<kHasNegatives>,
+                                groups_in_doubt<kHasNegatives>, kStateBlock / Bytes::kCount};

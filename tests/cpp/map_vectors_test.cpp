@@ -50,6 +50,20 @@ namespace avx512 {
 #include "cpu/simd_map.h"
 #include "map_vectors.h"
 // clang-format on
+#pragma GCC push_options
+#pragma GCC target("avx512vbmi")
+#include "cpu/map_vbmi.h"
+template <bool kHasNegatives>
+__attribute__((noinline)) void decode_with_vbmi(const uint8_t* codes, float scale, float* values) {
+  decode_block_vbmi<kHasNegatives>(codes, scale, values);
+}
+template <bool kHasNegatives>
+constexpr VectorsOfMap vectors_with_vbmi() {
+  VectorsOfMap found = kVectors<kHasNegatives>;
+  found.wrong_values = wrong_values<kHasNegatives, decode_with_vbmi<kHasNegatives>>;
+  return found;
+}
+#pragma GCC pop_options
 }  // namespace avx512
 #undef ZX_SIMD_AVX512
 #pragma GCC pop_options
@@ -61,6 +75,7 @@ std::vector<VectorsOfMap> vectors_of_map() {
   for (const std::string& isa : supported_isas()) {
     if (isa == "avx2") found.push_back(avx2::kVectors<kHasNegatives>);
     if (isa == "avx512") found.push_back(avx512::kVectors<kHasNegatives>);
+    if (isa == "avx512vbmi") found.push_back(avx512::vectors_with_vbmi<kHasNegatives>());
   }
   return found;
 }
