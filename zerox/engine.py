@@ -32,6 +32,7 @@ from zerox.memory.flat import BufferSlot, give_out
 from zerox.memory.shared import Shared
 from zerox.options import OptimizerOptions, check_params
 from zerox.plan.stage import SHARDED
+from zerox.ranks.advice import advise_mesh
 from zerox.ranks.group import Ranks, call_ranks, find_ranks
 from zerox.ranks.process_group import GroupArgument
 from zerox.rules.of_groups import Rules
@@ -68,6 +69,8 @@ class Engine(OneGradient, OneState):
             device = members[0].param.device if members else torch.device("cpu")
             self._options.check_pairs({}, device={device.type})
             self._ranks = find_ranks(process_group, device, roll_call)
+        if process_group is None and self._options.stage_plan.params is not SHARDED:
+            advise_mesh(self._ranks)
         with self._ranks.failure_told():
             self._grads = Grads(
                 self._ranks,

@@ -34,7 +34,8 @@ class FusedShardedAdam(Engine):
         lr, betas, eps, weight_decay, amsgrad, maximize: as in ``torch.optim.AdamW``.
         decoupled_weight_decay: True for AdamW, False for Adam with L2.
         process_group: the data-parallel ProcessGroup or DeviceMesh: of one axis, or of two, (replicate, shard), where
-            gradients are added up along the second first. Default: all ranks of the default group, which must be there. "alone": this rank by itself, for a teacher or models that differ by rank.
+            gradients are added up along the second first. Default: all ranks of the default group, which must be there
+            first. "alone": this rank by itself, for a teacher or models that differ by rank.
         stage: 1 shards the state, and leaves whole mean gradients in ``p.grad``; 2 shards gradients too; 3 also shards
             parameters: they are whole only while something reads them (see :meth:`whole`).
         bucket_cap_mb: MiB of parameters a bucket; None: 16, or more where a rank's slice of one would be small.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +18,7 @@ import zerox
 from tests.optimizer.combined import digest
 from tests.ranks import run_ranks
 from zerox import FusedShardedAdam
+from zerox.ranks import advice
 
 WORLD = 4
 STEPS = 3
@@ -268,6 +270,30 @@ def wrong_meshes(rank: int, _: int) -> None:
 
 def test_wrong_meshes_are_refused_on_all_ranks() -> None:
     run_ranks(wrong_meshes, WORLD)
+
+
+def on_two_machines(rank: int, world_size: int) -> list[str]:
+    """What each of some constructions told, where torchrun says that there are two machines."""
+    told = []
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", str(world_size // 2))
+        monkeypatch.setattr(advice, "_advised", [])
+        groups = (dist.group.WORLD, mesh_of(2, 2), None, None)
+        for group in groups:
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                FusedShardedAdam([nn.Parameter(torch.ones(3))], process_group=group)
+            told.append("".join(str(each.message) for each in caught))
+    return told
+
+
+def test_ranks_on_several_machines_are_told_once_of_a_mesh() -> None:
+    of_rank_0, *others = run_ranks(on_two_machines, WORLD)
+    assert of_rank_0[:2] == ["", ""]
+    assert 'process_group=init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))' in of_rank_0[2]
+    assert "1/2 of the bytes" in of_rank_0[2]
+    assert of_rank_0[3] == ""
+    assert others == [[""] * 4] * 3
 
 
 # ---- checkpoints

@@ -1,0 +1,26 @@
+"""What ranks on several machines are told."""
+
+from __future__ import annotations
+
+import os
+import warnings
+
+from zerox.ranks.group import Ranks
+
+_advised: list[bool] = []
+
+
+def advise_mesh(ranks: Ranks) -> None:
+    """Warns rank 0 once if the default group's ranks are on several machines, several on each, as torchrun says."""
+    num_local = int(os.environ.get("LOCAL_WORLD_SIZE", ranks.size))
+    if ranks.rank > 0 or not 1 < num_local < ranks.size or ranks.size % num_local or _advised:
+        return
+    _advised.append(True)
+    shape = ranks.size // num_local, num_local
+    mesh = f'init_device_mesh("{ranks.device.type}", {shape}, mesh_dim_names=("replicate", "shard"))'
+    warnings.warn(
+        f"zerox: these {ranks.size} ranks are on {shape[0]} machines, and each sends its gradients to all others. With "
+        f"process_group={mesh} they are added up inside each machine first, and 1/{num_local} of the bytes go between "
+        "machines. Pass a group to leave it so",
+        stacklevel=4,
+    )
