@@ -182,6 +182,7 @@ class Backward:
     settled: bool
     launch_order: list[int]
     def set_sync(self, sync: bool) -> None: ...
+    def set_stays_inner(self, stays: bool) -> None: ...
 
 class Flights:
     num_launched: int

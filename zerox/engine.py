@@ -125,9 +125,22 @@ class Engine(OneGradient, OneState):
                 else:
                     member.param.grad.detach_().zero_()
 
-    def no_sync(self) -> AbstractContextManager[None]:
-        """Inside, backward sends nothing: gradients stay local and add up, to leave with the next backward outside."""
-        return self._grads.no_sync()
+    def no_sync(self, outer: bool = False) -> AbstractContextManager[None]:
+        """Inside, backward sends nothing: gradients stay local and add up, to leave with the next backward outside.
+
+        ``outer``: on a mesh (replicate, shard), in stage 2. Gradients are added up along the shard axis after each
+        backward, and take no room of their own; their sums wait there, and go along the replicate axis with the next
+        backward outside. ValueError where there is no such mesh.
+        """
+        if not outer:
+            return self._grads.no_sync()
+        if not self._all_ranks.on_mesh:
+            raise ValueError("no_sync(outer=True) needs a mesh (replicate, shard) as process_group: call no_sync()")
+        if not self._grads.sharded:
+            raise ValueError("no_sync(outer=True) needs stage=2: gradients stay whole in stage 1, call no_sync()")
+        if self._joining:
+            raise RuntimeError("no_sync(outer=True) does not go with join(): call no_sync()")
+        return self._grads.inner_sync()
 
     def _meet(self, meeting: Meeting) -> None:
         self._settle(meeting)

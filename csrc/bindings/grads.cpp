@@ -43,6 +43,7 @@ std::optional<at::Tensor> optional(at::Tensor tensor) {
 void bind_backward(py::module_& m) {
   py::class_<Backward, std::shared_ptr<Backward>>(m, "Backward")
       .def("set_sync", &Backward::set_sync, py::arg("sync"), Release())
+      .def("set_stays_inner", &Backward::set_stays_inner, py::arg("stays"), Release())
       .def_property_readonly("settled", py::cpp_function(&Backward::is_settled, Release()))
       .def_property_readonly("launch_order", py::cpp_function(&Backward::order, Release()));
 }

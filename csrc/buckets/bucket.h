@@ -136,6 +136,7 @@ struct Landed {
   at::Tensor present;              // uint8 [n]: which segments have a gradient, on any rank
   at::Tensor replaced;             // uint8 [n]: scratch of the last landing
   at::Tensor words;                // exact sum of squares over the shard; undefined when unknown
+  at::Tensor left;                 // sums that wait, with flags: see Note [Sums that wait]; undefined if there are none
   double divisor = 1.0;            // the number of ranks, for their mean
   bool holds = false;              // some slot has a gradient
   bool keeps_shard = false;        // the shard stays at one address from step to step, for CUDA graphs

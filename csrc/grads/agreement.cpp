@@ -23,6 +23,9 @@ void with_tensor(Numbers& numbers, at::ScalarType type, const Collective& collec
   std::copy_n(data, numbers.size(), numbers.begin());
 }
 
+// Ranks without a backward of their own don't limit the others: they join whatever the others launched.
+bool has_own_rounds(const Statement& s) { return s.own_rounds > 0 && s.call.meeting != Meeting::follow; }
+
 using Number = int64_t (*)(const Statement&);
 constexpr std::array<Number, static_cast<size_t>(Said::kCount)> kFields = {
     [](const Statement& s) { return static_cast<int64_t>(s.call.meeting); },
@@ -30,8 +33,11 @@ constexpr std::array<Number, static_cast<size_t>(Said::kCount)> kFields = {
       return s.call.meeting == Meeting::follow ? kNowhere : static_cast<int64_t>(s.call.meeting);
     },
     [](const Statement& s) { return s.rounds; },
-    // Ranks without a backward of their own don't limit the others: they join whatever the others launched.
-    [](const Statement& s) { return s.own_rounds > 0 && s.call.meeting != Meeting::follow ? s.rounds : kNoBackward; },
+    [](const Statement& s) { return has_own_rounds(s) ? s.rounds : kNoBackward; },
+    [](const Statement& s) { return has_own_rounds(s) ? s.inner.count : kNoBackward; },
+    [](const Statement& s) { return has_own_rounds(s) ? s.rounds - s.inner.count : kNoBackward; },
+    [](const Statement& s) { return has_own_rounds(s) ? s.inner.dropped : kNoBackward; },
+    [](const Statement& s) { return has_own_rounds(s) ? -s.inner.dropped : kNoBackward; },
     [](const Statement& s) { return static_cast<int64_t>(s.failed); },
     [](const Statement& s) { return static_cast<int64_t>(s.unsent); },
     [](const Statement& s) { return static_cast<int64_t>(s.changed); },

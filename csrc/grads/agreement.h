@@ -14,18 +14,26 @@
 
 namespace zx {
 
+// Of all rounds, those whose sums stay on the inner axis of a mesh: see Note [Sums that wait].
+struct InnerRounds {
+  int64_t count = 0;
+  int64_t dropped = 0;    // a digest of what was discarded while sums waited, and when
+  bool has_left = false;  // some wait
+};
+
 struct Statement {
   Call call;
   int64_t rounds;      // times that all buckets were launched since the last step
   int64_t own_rounds;  // those that this rank's own backwards launched
-  bool failed;         // its backward raised or something else failed, and zero_grad() has not been called since
-  bool unsent;         // it has gradients that no flight has taken
-  bool changed;        // it discarded reduced gradients, and no flight has told their owners yet
-  bool scaled;         // it holds a gradient that mark_scaled() saw
-  bool zeroed;         // zero_grad() was called since ranks met last
-  bool active;         // see Outcome::num_active
-  bool proposes;       // it knows the order in which its forward needs buckets, and none is agreed yet
-  SlotSet with_grad;   // the slots whose gradient it holds, or stands by after it has left
+  InnerRounds inner;
+  bool failed;        // its backward raised or something else failed, and zero_grad() has not been called since
+  bool unsent;        // it has gradients that no flight has taken
+  bool changed;       // it discarded reduced gradients, and no flight has told their owners yet
+  bool scaled;        // it holds a gradient that mark_scaled() saw
+  bool zeroed;        // zero_grad() was called since ranks met last
+  bool active;        // see Outcome::num_active
+  bool proposes;      // it knows the order in which its forward needs buckets, and none is agreed yet
+  SlotSet with_grad;  // the slots whose gradient it holds, or stands by after it has left
 };
 
 struct Extreme {
@@ -40,7 +48,11 @@ enum class Said : uint8_t {
   meeting,  // least is Meeting::follow if some rank follows, most if all do
   active,   // the meeting of those that don't follow; least is kNowhere if all do
   rounds,
-  own_rounds,  // of ranks that ran a backward; least is kNoBackward if none did
+  own_rounds,    // of ranks that ran a backward; least is kNoBackward if none did
+  inner_rounds,  // of the same
+  outer_rounds,  // those that went on from the inner axis, of the same
+  dropped,       // of the same
+  less_dropped,  // its negative
   failed,
   unsent,
   changed,
@@ -72,9 +84,14 @@ class Agreement {
   Agreement(Line control, std::function<std::string()> trouble)
       : control_(control), small_(std::move(control)), trouble_(std::move(trouble)) {}
 
-  // Collective: takes every rank's statement, and returns the same verdict to all. It is one all-reduce of 31 integers
+  // Collective: takes every rank's statement, and returns the same verdict to all. It is one all-reduce of 39 integers
   // and one bit per slot. `where` is named in errors instead of the meeting.
   Verdict agree(const Statement& statement, const char* where = nullptr);
+
+  // Ends all communication with the other ranks, which raise `why` too.
+  void leave(const std::string& why) {
+    if (control_.group) control_.whereabouts->leave(why);
+  }
 
   // To be called when all ranks go on to update.
   void step_begun() {

@@ -36,6 +36,15 @@ void Backward::set_sync(bool sync) {
   sync_ = sync;
 }
 
+void Backward::set_stays_inner(bool stays) {
+  const Locked lock(buckets_->mutex);
+  // A rank without a backward of its own joins the others' rounds, and takes those that stay for the first ones.
+  TORCH_CHECK(!stays || progress_.rounds == progress_.inner.count,
+              "zerox: no_sync(outer=True) comes before the backwards that send everything, and there was one in this "
+              "step");
+  stays_inner_ = stays;
+}
+
 void Backward::set_followed(bool followed) {
   const Locked lock(buckets_->mutex);
   followed_ = followed;
@@ -43,7 +52,7 @@ void Backward::set_followed(bool followed) {
 
 bool Backward::is_syncing() const {
   const Locked lock(buckets_->mutex);
-  return sync_;
+  return sync_ && !stays_inner_;
 }
 
 void Backward::open_pass(const Locked& /*lock*/) {
@@ -72,6 +81,8 @@ void Backward::finish_pass(bool own, bool empty, const Locked& lock) {
   for (const int64_t bucket : order_.finish()) launch(bucket, empty, lock);
   pass_.open = false;
   ++progress_.rounds;
+  progress_.inner.count += stays_inner_ ? 1 : 0;
+  progress_.inner.has_left = stays_inner_;
   progress_.own_rounds += own ? 1 : 0;
 }
 
@@ -85,17 +96,25 @@ bool Backward::end_pass() {
   return raised;
 }
 
-void Backward::launch_round(bool empty) {
+void Backward::launch_round(bool empty, bool stays_inner) {
   const Locked lock(buckets_->mutex);
+  const bool before = std::exchange(stays_inner_, stays_inner);
   order_.begin(std::vector<int64_t>(buckets_->all.size(), 1));
   finish_pass(/*own=*/false, empty, lock);
+  stays_inner_ = before;
 }
 
 // `empty`: after an exception in backward the bucket leaves without gradients, to keep ranks in step.
 void Backward::launch(int64_t bucket, bool empty, const Locked& lock) {
   const Range range("launch", bucket);
   std::string refusal;  // the round goes on without such a gradient, and the next settle() raises
-  flights_->launch(packing_.make_flight(buckets_->all[bucket], empty, refusal, lock));
+  auto flight = packing_.make_flight(buckets_->all[bucket], empty, refusal, lock);
+  flight->stays_inner = stays_inner_;
+  const auto* flags = flight->copies.flags.const_data_ptr<int64_t>();
+  for (int64_t i = 0; i < flight->copies.flags.numel(); ++i) {
+    if (flags[i] % 2 != 0) note_dropped((bucket << 40) + flags[i], lock);  // "replace" comes after "present"
+  }
+  flights_->launch(std::move(flight));
   if (!refusal.empty()) note_failure(refusal, lock);
 }
 
@@ -118,9 +137,24 @@ void Backward::forget_failure() {
   progress_.failure.clear();
 }
 
+// What waits on other ranks' inner axis can't be told of what is discarded on this one only: see Note [Sums that wait].
+void Backward::note_dropped(int64_t what, const Locked& /*lock*/) {
+  if (!progress_.inner.has_left) return;
+  constexpr uint64_t kMix = 0x9E3779B97F4A7C15U;
+  const uint64_t mixed = (static_cast<uint64_t>(what) * kMix) ^ static_cast<uint64_t>(progress_.inner.count);
+  progress_.inner.dropped = (progress_.inner.dropped + static_cast<int64_t>((mixed * kMix) >> 34U)) % (kNoBackward / 4);
+}
+
+void Backward::note_zeroed() {
+  const Locked lock(buckets_->mutex);
+  note_dropped(-1, lock);
+  progress_.inner.has_left = false;
+}
+
 void Backward::start_over() {
   const Locked lock(buckets_->mutex);
   progress_.rounds = progress_.own_rounds = 0;
+  progress_.inner.count = progress_.inner.dropped = 0;
 }
 
 bool Backward::is_settled() const {

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "buckets/buckets.h"
+#include "grads/agreement.h"
 #include "grads/flights.h"
 #include "grads/kept_grads.h"
 #include "grads/launch_order.h"
@@ -21,6 +22,7 @@ namespace zx {
 struct Progress {
   int64_t rounds = 0;
   int64_t own_rounds = 0;
+  InnerRounds inner{};
   std::string failure{};  // why zero_grad() must come before anything else; empty if nothing is wrong
 };
 
@@ -53,18 +55,21 @@ class Backward : public std::enable_shared_from_this<Backward> {
   void set_followed(bool followed);
   // False: gradients stay local and accumulate (no_sync).
   void set_sync(bool sync);
+  // True: what leaves stays on the inner axis (no_sync(outer=True)). Throws after a round that did not, in this step.
+  void set_stays_inner(bool stays);
   bool is_syncing() const;
 
   // To be called when the optimizer is called, since no backward is running then: ends the pass that is open. Returns
   // whether its backward raised.
   bool end_pass();
   // Launches all buckets, with what p.grad holds now, or without gradients if `empty`.
-  void launch_round(bool empty);
+  void launch_round(bool empty, bool stays_inner = false);
 
   Progress progress() const;
   // Notes a failure. Only the first one is reported.
   void fail(const std::string& why);
   void forget_failure();
+  void note_zeroed();
   // To be called when ranks are in step: rounds are counted anew.
   void start_over();
   // Whether nothing was launched since start_over(), and nothing is about to be.
@@ -93,6 +98,7 @@ class Backward : public std::enable_shared_from_this<Backward> {
   void open_pass(const Locked& lock);
   void finish_pass(bool own, bool empty, const Locked& lock);
   void launch(int64_t bucket, bool empty, const Locked& lock);
+  void note_dropped(int64_t what, const Locked& lock);
   void note_failure(const std::string& why, const Locked& lock);
 
   const std::shared_ptr<Buckets> buckets_;
@@ -106,6 +112,7 @@ class Backward : public std::enable_shared_from_this<Backward> {
   Pass pass_;
   Progress progress_;
   bool sync_ = true;
+  bool stays_inner_ = false;
   bool followed_ = false;
 };
 

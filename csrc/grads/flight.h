@@ -20,6 +20,12 @@ struct Copies {
   at::Tensor flags;
 };
 
+// On an accelerator: the streams that produced the gradients, and how far each had come. See Note [Streams].
+struct Produced {
+  std::vector<c10::Stream> by;
+  Events ready;
+};
+
 struct Flight {
   std::shared_ptr<Bucket> bucket;
   // Until packed.
@@ -29,9 +35,9 @@ struct Flight {
   std::vector<at::Tensor> straight{};
   // Whether, as far as this rank knows, some gradient is added to one that landed before and was not discarded.
   bool adds = false;
-  // On an accelerator: the streams that produced the gradients, and how far each had come. See Note [Streams].
-  std::vector<c10::Stream> producers{};
-  Events ready{};
+  // Whether its sums wait on the inner axis for the next flight: see Note [Sums that wait].
+  bool stays_inner = false;
+  Produced produced{};
   std::optional<c10::Event> packed{};
   // From packed to landed.
   at::Tensor flat{};      // [world * slice_numel], less what is straight

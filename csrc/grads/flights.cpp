@@ -84,7 +84,7 @@ void Flights::pack(Flight& flight) {
   std::optional<c10::StreamGuard> on;
   if (streams_) {
     on.emplace(streams_->pack());
-    for (const c10::Event& ready : flight.ready) ready.block(streams_->pack());
+    for (const c10::Event& ready : flight.produced.ready) ready.block(streams_->pack());
     streams_->free_buffers(/*keep=*/kWithBuffers - 1);
   }
   const auto work = [&] {
@@ -100,7 +100,7 @@ void Flights::pack(Flight& flight) {
   workers_.attempt(flight, telling_reasons(work));
   if (streams_) {
     flight.packed.emplace(streams_->record(streams_->pack()));
-    streams_->hold_gradients(std::move(flight.sources), std::move(flight.producers),
+    streams_->hold_gradients(std::move(flight.sources), std::move(flight.produced.by),
                              streams_->record(streams_->pack()));
   }
 }

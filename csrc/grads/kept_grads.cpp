@@ -32,6 +32,7 @@ void KeptGrads::zero(bool set_to_none, int64_t rounds) {
       landed.pieces.clear();
       if (!landed.keeps_shard) landed.shard.reset();
       landed.words.reset();
+      landed.left.reset();
       landed.present.zero_();
     }
   });

@@ -100,8 +100,8 @@ std::shared_ptr<Flight> Packing::make_flight(const std::shared_ptr<Bucket>& buck
   flight->copies.flags = to_table(flags, 1);
   if (const Streams* streams = flights_->streams()) {
     note_producer(*bucket, lock);  // for gradients that were written by hand, or brought into order above
-    flight->producers.swap(bucket->producers);
-    flight->ready = streams->record(flight->producers);
+    flight->produced.by.swap(bucket->producers);
+    flight->produced.ready = streams->record(flight->produced.by);
   }
   return flight;
 }

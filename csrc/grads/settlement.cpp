@@ -37,7 +37,10 @@ Settlement::Settlement(Line control, std::shared_ptr<Buckets> buckets, std::shar
 
 // A rank that is behind the others launches as often as they did, so that every message finds its partner.
 void Settlement::join(const Verdict& verdict, bool empty) {
-  while (backward_->progress().rounds < verdict[Said::rounds].most) backward_->launch_round(empty);
+  const int64_t inner = verdict[Said::inner_rounds].least == kNoBackward ? 0 : verdict[Said::inner_rounds].least;
+  for (int64_t round = backward_->progress().rounds; round < verdict[Said::rounds].most; ++round) {
+    backward_->launch_round(empty, /*stays_inner=*/round < inner);
+  }
 }
 
 // Called when something went wrong that all ranks know of. Afterwards ranks are in step again, and zero_grad() drops
@@ -77,6 +80,24 @@ void Settlement::check(const Verdict& verdict) {
                 " synchronising backwards since the last step, rank ", verdict[Said::rounds].most_rank, " ran ",
                 verdict[Said::rounds].most, way_out, kUneven);
   }
+  const Extreme& inner = verdict[Said::inner_rounds];
+  const Extreme& outer = verdict[Said::outer_rounds];
+  if (inner.least != kNoBackward && inner.least + outer.least < verdict[Said::rounds].most) {
+    const std::string why =
+        c10::str("zerox: rank ", inner.least_rank, " ran ", inner.least, " backwards inside no_sync(outer=True), rank ",
+                 outer.least_rank, " ran ", verdict[Said::rounds].most - outer.least,
+                 ". Their messages have no partners, and the optimizer can't be used any more");
+    agreement_.leave(why);
+    TORCH_CHECK(false, why);
+  }
+  const Extreme& dropped = verdict[Said::dropped];
+  if (dropped.least != kNoBackward && dropped.least != -verdict[Said::less_dropped].least) {
+    abandon(verdict);
+    backward_->fail("gradients were discarded on some ranks only");
+    TORCH_CHECK(false, "zerox: between backwards inside no_sync(outer=True) rank ", dropped.least_rank, " and rank ",
+                verdict[Said::less_dropped].least_rank, " discarded other gradients, and what waits can't be told",
+                way_out);
+  }
 }
 
 Statement Settlement::statement(const Call& call) {
@@ -92,8 +113,9 @@ Statement Settlement::statement(const Call& call) {
   return {.call = call,
           .rounds = progress.rounds,
           .own_rounds = progress.own_rounds,
+          .inner = progress.inner,
           .failed = !progress.failure.empty(),
-          .unsent = seen.unsent,
+          .unsent = seen.unsent || progress.inner.has_left,
           .changed = seen.changed,
           .scaled = seen.scaled,
           .zeroed = zeroed_.exchange(false),
@@ -188,6 +210,7 @@ void Settlement::zero(bool set_to_none) {
     abandon_with_reason(agreement_.agree(statement({.meeting = Meeting::backward_end}), "zero_grad()"));
   }
   backward_->forget_failure();
+  backward_->note_zeroed();
   zeroed_ = true;
   grads_->zero(set_to_none, backward_->progress().rounds);
 }

@@ -75,6 +75,16 @@ class TwoLevelSumming final : public Summing {
     const auto wide = flight.flat.options().dtype(at::promoteTypes(bucket.wire_dtype, at::kFloat));
     flight.partial = at::empty({outer_->world() * bucket.slice_numel()}, wide);
     add_up(*inner_, pending.inner(), flight.flat, flight.received, flight.partial);
+    at::Tensor& left = flight.bucket->landed.left;
+    if (left.defined()) {
+      drop_replaced(bucket, left, flight.partial);
+      flight.partial.add_(left);
+      left.reset();
+    }
+    if (flight.stays_inner) {
+      left = std::move(flight.partial);
+      return;
+    }
     at::Tensor received = at::empty({outer_->num_received() * bucket.slice_numel()}, wide);
     auto outer = outer_->scatter(flight.partial, received);
     pending.set_outer(outer);
@@ -88,6 +98,26 @@ class TwoLevelSumming final : public Summing {
   int64_t most_in_a_part(int64_t /*bytes*/) const override { return std::numeric_limits<int64_t>::max(); }
 
  private:
+  // Of what waits, what is replaced by what has come.
+  void drop_replaced(const Bucket& bucket, at::Tensor& left, const at::Tensor& come) const {
+    for (int64_t place = 0; place < outer_->world(); ++place) {
+      const int64_t owner = inner_->rank() * outer_->world() + place;
+      const int64_t slice = place * bucket.slice_numel();
+      int64_t flag = slice + bucket.shard_numel;
+      for (const Slot& slot : bucket.slots) {
+        if (!bucket.owns_part_of(slot, owner)) continue;
+        const at::Tensor is_replaced = come[flag + 1].ne(0);
+        const int64_t start = std::max(slot.offset - owner * bucket.shard_numel, int64_t{0});
+        const int64_t stop = std::min(slot.offset + slot.numel() - owner * bucket.shard_numel, bucket.shard_numel);
+        if (!left.is_cpu() || is_replaced.item<bool>()) {  // on an accelerator the host does not know
+          left.narrow(0, slice + start, stop - start).masked_fill_(is_replaced, 0);
+          left.narrow(0, flag, 1).masked_fill_(is_replaced, 0);
+        }
+        flag += 2;
+      }
+    }
+  }
+
   // In rank order.
   void add_up(const Exchange& exchange, Pending& pending, const at::Tensor& flat, const at::Tensor& received,
               at::Tensor& total) {

@@ -158,6 +158,15 @@ class Grads:
         self.manager.settlement.zero(set_to_none)
 
     @contextmanager
+    def inner_sync(self) -> Iterator[None]:
+        """Inside, what backward sends stays on the inner axis of a mesh."""
+        self.manager.backward.set_stays_inner(True)
+        try:
+            yield
+        finally:
+            self.manager.backward.set_stays_inner(False)
+
+    @contextmanager
     def no_sync(self) -> Iterator[None]:
         self.no_sync_depth += 1
         self.manager.backward.set_sync(False)
