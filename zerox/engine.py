@@ -30,13 +30,16 @@ from zerox.grad_dtype import Widened
 from zerox.memory.bucket import Bucket, Member, members_of, rooms
 from zerox.memory.flat import BufferSlot, give_out
 from zerox.memory.shared import Shared
-from zerox.options import OptimizerOptions, check_params
+from zerox.options import OptimizerOptions, Planned, check_params
 from zerox.plan.stage import SHARDED
 from zerox.ranks.group import Ranks, call_ranks, find_ranks
+from zerox.ranks.model_axes import find_axes
 from zerox.ranks.process_group import GroupArgument
 from zerox.rules.of_groups import Rules
 from zerox.state.one_state import OneState
-from zerox.terms import terms
+from zerox.terms import check_model, terms
+
+READ_THE_MEAN = (Meeting.STEP, Meeting.CLIP, Meeting.CLIP_TOGETHER, Meeting.UNSCALE, Meeting.FULL_GRAD)
 
 
 class Engine(OneGradient, OneState):
@@ -54,6 +57,7 @@ class Engine(OneGradient, OneState):
         make_defaults: Callable[[], dict[str, Any]],
         make_options: Callable[[], OptimizerOptions],
         process_group: GroupArgument,
+        norm_group: Any = None,
     ) -> None:
         self._shared: dict[str, Any] = {}
         with call_ranks(process_group) as roll_call:
@@ -67,6 +71,7 @@ class Engine(OneGradient, OneState):
             check_params([m.name for m in members], [m.param for m in members])
             device = members[0].param.device if members else torch.device("cpu")
             self._options.check_pairs({}, device={device.type})
+            model = find_axes([m.param for m in members], lambda i: members[i].quoted, process_group, norm_group)
             self._ranks = find_ranks(process_group, device, roll_call)
         with self._ranks.failure_told():
             self._grads = Grads(
@@ -75,6 +80,7 @@ class Engine(OneGradient, OneState):
                 self._options.reduce_dtype,
                 self._options.capturable,
                 divides=any(self._divisor_of(group) is not None for group in self.param_groups),
+                model=model,
             )
             self._gather = self._made_gather()
             self._widened = Widened(self._options.accumulate_dtype)
@@ -243,8 +249,10 @@ class Engine(OneGradient, OneState):
         trained = [m for m in members if m.param.requires_grad]
         with ranks.refusals_told():
             self._check_pairs(trained, self._overlap is not None)
+            self._options.check_dtensors([(m.quoted, m.param) for m in members], self._grads.model)
         ranks.check_same(list(terms(self._options, self.param_groups, members)))
         with ranks.failure_told():
+            check_model(self._grads.model, ranks, self._options, self.param_groups, members)
             self._take_over(members, trained)
         ranks.meet("all have made their buckets")
 
@@ -256,12 +264,18 @@ class Engine(OneGradient, OneState):
         still = [member for member in members if not member.param.requires_grad]
         rules = [self._rules.of(self.param_groups[m.group]) for m in trained]
         divisors = [self._divisor_of(self.param_groups[m.group]) for m in trained]
-        named = [(m.name, m.param, rule.name, by) for m, rule, by in zip(trained, rules, divisors, strict=True)]
+        over = [self._grads.model.replicated_over(m.param) for m in trained]
+        named: list[Planned] = [
+            (m.name, m.local, rule.name, by, axes)
+            for m, rule, by, axes in zip(trained, rules, divisors, over, strict=True)
+        ]
         plans = self._options.plan(named, ranks.backend, ranks.size)
-        shared_out = [(m.name, m.param, "", None) for m in still if self._gather.shards_frozen]
+        shared_out: list[Planned] = [(m.name, m.local, "", None, ()) for m in still if self._gather.shards_frozen]
         plans_of_still = self._options.plan(shared_out, ranks.backend, ranks.size)
         self._gather.check_room([*rooms(plans, trained), *rooms(plans_of_still, still)])
         frozen = self._gather.take_frozen(still, plans_of_still)
+        for member in still:
+            self._grads.model.broadcast_values(member.local, self._grads.model.replicated_over(member.param))
         self._widened.take(m.param for m in trained)
         made = []
         for plan in plans:
@@ -271,6 +285,7 @@ class Engine(OneGradient, OneState):
             specs = [*wanted, *self._options.masters(inside[0].param.dtype)]
             bucket = Bucket(plan, inside, ranks.shard_of(ranks.rank), rule, specs, self._gather.make_buffer)
             ranks.broadcast(bucket.buffer.flat, f"the parameters of {bucket.describe(len(self._buckets))}")
+            self._grads.model.broadcast(bucket.buffer.flat, over[plan.params[0]])
             give_out(bucket.buffer.slots())
             bucket.start()
             divisor = self._divisor_of(self.param_groups[inside[0].group])
@@ -294,6 +309,7 @@ class Engine(OneGradient, OneState):
         moved = [(self._buckets[index], slot) for index, slot in self._grads.moved()]
         misfits = (bucket.buffer.misfit(slot, bucket.members[slot].name) for bucket, slot in moved)
         refusal = refusal or self._gather.failure(forget=meeting is Meeting.STEP) or next(filter(None, misfits), "")
+        refusal = refusal or self._grads.replaced()
         elsewhere: list[BufferSlot] = [(bucket.buffer, slot) for bucket, slot in moved]
         values = [] if refusal else self._gather.found_elsewhere(elsewhere)
         options = digest_of(self.param_groups, self._joining) if self._joining else 0.0
@@ -301,6 +317,8 @@ class Engine(OneGradient, OneState):
         if outcome.adopts:
             self._adopt(unfrozen)
             outcome = self._grads.settle(meeting, arguments, options)
+        if outcome.meeting in READ_THE_MEAN:
+            self._grads.partial.refresh()
         self._calls.scale.forget_if_discarded()
         if not follows or outcome.meeting == Meeting.STEP:
             self._gather.elsewhere = elsewhere

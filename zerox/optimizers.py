@@ -35,6 +35,8 @@ class FusedShardedAdam(Engine):
         decoupled_weight_decay: True for AdamW, False for Adam with L2.
         process_group: the data-parallel ProcessGroup or 1-D DeviceMesh; default: all ranks of the default group, which
             must be there first. "alone": this rank by itself, for a teacher or models that differ by rank.
+        norm_group: a ProcessGroup or DeviceMesh whose other ranks have other parts of the model, as the stages of a
+            pipeline: norms are over them too. The axes on which parameters are DTensors need not be named.
         stage: 1 shards the state, and leaves whole mean gradients in ``p.grad``; 2 shards gradients too; 3 also shards
             parameters: they are whole only while something reads them (see :meth:`whole`).
         bucket_cap_mb: MiB of parameters a bucket; None: 16, or more where a rank's slice of one would be small.
@@ -74,6 +76,7 @@ class FusedShardedAdam(Engine):
         maximize: bool = False,
         decoupled_weight_decay: bool = True,
         process_group: GroupArgument = None,
+        norm_group: Any = None,
         stage: int = 2,
         bucket_cap_mb: float | None = None,
         reduce_dtype: torch.dtype | None = None,
@@ -105,6 +108,7 @@ class FusedShardedAdam(Engine):
                 gradient_divisor,
             ),
             process_group,
+            norm_group,
         )
 
 
@@ -129,6 +133,7 @@ class FusedShardedSGD(Engine):
         *,
         maximize: bool = False,
         process_group: GroupArgument = None,
+        norm_group: Any = None,
         stage: int = 2,
         bucket_cap_mb: float | None = None,
         reduce_dtype: torch.dtype | None = None,
@@ -160,6 +165,7 @@ class FusedShardedSGD(Engine):
                 gradient_divisor,
             ),
             process_group,
+            norm_group,
         )
 
 
@@ -187,6 +193,7 @@ class FusedShardedLion(Engine):
         *,
         maximize: bool = False,
         process_group: GroupArgument = None,
+        norm_group: Any = None,
         stage: int = 2,
         bucket_cap_mb: float | None = None,
         reduce_dtype: torch.dtype | None = None,
@@ -218,6 +225,7 @@ class FusedShardedLion(Engine):
                 gradient_divisor,
             ),
             process_group,
+            norm_group,
         )
 
 
@@ -251,6 +259,7 @@ class ShardedOptimizer(Engine):
         optimizer_class: type[torch.optim.Optimizer],
         *,
         process_group: GroupArgument = None,
+        norm_group: Any = None,
         stage: int = 2,
         bucket_cap_mb: float | None = None,
         reduce_dtype: torch.dtype | None = None,
@@ -281,6 +290,7 @@ class ShardedOptimizer(Engine):
                 gradient_divisor=gradient_divisor,
             ),
             process_group,
+            norm_group,
         )
 
     def step(self, closure: Callable[[], Any] | None = None, **step_options: Any) -> Any:  # type: ignore[override]

@@ -43,7 +43,7 @@ constexpr std::array<Number, static_cast<size_t>(Said::kCount)> kFields = {
 constexpr size_t kNumFields = kFields.size();
 constexpr size_t kNumArguments = std::tuple_size_v<Arguments>;
 
-// A message: two maxima of each field, of each argument and of the options, a sum, and the set.
+// A message: two maxima of each field, of each argument and of the options, a sum, and the sets.
 constexpr size_t kArgumentsStart = 2 * kNumFields;
 constexpr size_t kOptionsStart = kArgumentsStart + 2 * kNumArguments;
 constexpr size_t kSum = kOptionsStart + 2;
@@ -104,6 +104,8 @@ Verdict Agreement::agree(const Statement& s, const char* where) {
   packed.push_back(s.active ? 1 : 0);
   const std::vector<int64_t>& with_grad = s.with_grad.words();
   packed.insert(packed.end(), with_grad.begin(), with_grad.end());
+  const size_t placements_start = packed.size();
+  packed.insert(packed.end(), s.placements.words().begin(), s.placements.words().end());
   if (control_.group) {
     ask([&] {
       with_tensor(packed, at::kLong,
@@ -121,7 +123,9 @@ Verdict Agreement::agree(const Statement& s, const char* where) {
   }
   unpack_arguments(packed, verdict);
   verdict.num_active = packed[kSum];
-  verdict.with_grad = SlotSet({packed.begin() + kSetStart, packed.end()});
+  const auto placements = packed.begin() + static_cast<int64_t>(placements_start);
+  verdict.with_grad = SlotSet({packed.begin() + kSetStart, placements});
+  verdict.placements = SlotSet({placements, packed.end()});
   return verdict;
 }
 

@@ -26,6 +26,7 @@ struct Statement {
   bool active;         // see Outcome::num_active
   bool proposes;       // it knows the order in which its forward needs buckets, and none is agreed yet
   SlotSet with_grad;   // the slots whose gradient it holds, or stands by after it has left
+  SlotSet placements;  // how gradients of DTensors came
 };
 
 struct Extreme {
@@ -58,7 +59,8 @@ struct Verdict {
   Arguments most_arguments;
   bool has_same_options;
   int64_t num_active;
-  SlotSet with_grad;  // on any rank
+  SlotSet with_grad;   // on any rank
+  SlotSet placements;  // the same
 
   const Extreme& operator[](Said field) const { return extremes.at(static_cast<size_t>(field)); }
 };
@@ -73,7 +75,7 @@ class Agreement {
       : control_(control), small_(std::move(control)), trouble_(std::move(trouble)) {}
 
   // Collective: takes every rank's statement, and returns the same verdict to all. It is one all-reduce of 31 integers
-  // and one bit per slot. `where` is named in errors instead of the meeting.
+  // and one bit per slot, or nine if it is a DTensor. `where` is named in errors instead of the meeting.
   Verdict agree(const Statement& statement, const char* where = nullptr);
 
   // To be called when all ranks go on to update.

@@ -61,6 +61,12 @@ void Settlement::check(const Verdict& verdict) {
     backward_->fail("another rank can't: " + why);
     TORCH_CHECK(false, "zerox: rank ", verdict[Said::failed].most_rank, " can't go on: ", why, way_out);
   }
+  const std::string clash = placement_->learn_placements(verdict.placements);
+  if (!clash.empty()) {
+    abandon(verdict);
+    backward_->fail(clash);
+    TORCH_CHECK(false, "zerox: ", clash, way_out);
+  }
   const Extreme& meeting = verdict[Said::meeting];
   const bool followed = meeting.least == static_cast<int64_t>(Meeting::follow);
   TORCH_CHECK(!followed || meeting.most <= kLastFollowed, "zerox: rank ", meeting.least_rank,
@@ -99,7 +105,8 @@ Statement Settlement::statement(const Call& call) {
           .zeroed = zeroed_.exchange(false),
           .active = call.meeting != Meeting::follow || had_gradient_,
           .proposes = params_->proposes_order(),
-          .with_grad = std::move(seen.with_grad)};
+          .with_grad = std::move(seen.with_grad),
+          .placements = std::move(seen.placements)};
 }
 
 // One exchange of statements. Afterwards ranks have launched the same rounds.

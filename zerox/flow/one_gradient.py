@@ -120,7 +120,7 @@ class OneGradient(MeanGradient):
             own_kept, own = one.own_part(kept), one.own_part(lands)
             for part in self._own_grad(one):
                 part.grad.copy_(torch.where(own_kept, part.grad, own))
-        self._grads.manager.grads.forget_words(one.index)
+        self._grads.forget_words(one.index)
 
     def _unscaled(self, one: OneParam, given: Tensor) -> Tensor:
         """What step() multiplies to get the ``given`` values."""

@@ -17,6 +17,7 @@ from zerox.memory.stored import Stored
 from zerox.model_names import quoted
 from zerox.plan.buckets import BucketPlan
 from zerox.plan.layout import Layout, Segment
+from zerox.ranks.dtensors import local_of
 from zerox.rules.rule import MASTER, MASTERS, STEP, Rule, StateSpec
 
 CPU = torch.device("cpu")
@@ -34,6 +35,12 @@ class Member:
     param: Tensor
     group: int
     number: int
+
+    @property
+    def local(self) -> Tensor:
+        """What lies in a bucket: see Note [Local tensors] in csrc/buckets/bucket.h."""
+        found: Tensor = local_of(self.param)
+        return found
 
     @property
     def quoted(self) -> str:
@@ -88,7 +95,7 @@ class FrozenBucket:
     def __init__(self, plan: BucketPlan, members: Sequence[Member], make_buffer: MakeBuffer) -> None:
         self.plan = plan
         self.members = list(members)
-        self.buffer = make_buffer([member.param for member in members], plan.layout)
+        self.buffer = make_buffer([member.local for member in members], plan.layout)
 
     def describe(self, index: int) -> str:
         return f"frozen {describe(index, self.members)}"
@@ -122,7 +129,7 @@ class Bucket:
     ) -> None:
         self.plan = plan
         self.members = list(members)
-        self.buffer = make_buffer([member.param for member in members], plan.layout)
+        self.buffer = make_buffer([member.local for member in members], plan.layout)
         self.own_segments: list[Segment] = plan.layout.segments(rank)
         self.rule = rule
         self.grad_dtype = grad_dtype_of(self.members[0].param)
@@ -206,9 +213,10 @@ class Bucket:
             for key, stored in self.state.items():
                 own = stored.part(slice(segment.span.start, segment.span.stop))
                 state |= own.tensors()
-                if own.values.numel() == param.numel():
+                local = self.buffer.params[segment.slot]
+                if own.values.numel() == local.numel():
                     start = own.values.storage_offset()
-                    state[key] = own.values.as_strided(param.shape, dense_strides(param), start)
+                    state[key] = own.values.as_strided(local.shape, dense_strides(local), start)
             yield param, state
 
 
