@@ -35,7 +35,7 @@ MAX_JOBS = os.environ.get("MAX_JOBS") or str(os.cpu_count() or 1)
 # ---- What is built ---------------------------------------------------------------------------------------------------
 MIN_TORCH = (2, 11)
 SOURCES = ["csrc/op_arguments.cpp"]
-for name in ("bindings", "cpu", "exchange", "grads", "lanes", "params"):
+for name in ("bindings", "cpu", "exchange", "grads", "workers", "params"):
     SOURCES += sorted(path.relative_to(ROOT).as_posix() for path in ROOT.glob(f"csrc/{name}/*.cpp"))
 # These know torch but no CUDA: .cu files know CUDA but no torch, and are built apart.
 CUDA_SOURCES = sorted(path.relative_to(ROOT).as_posix() for path in ROOT.glob("csrc/cuda/*.cpp"))
@@ -236,7 +236,7 @@ def by_folder(sources: list[str], folder: Path) -> list[str]:
         if path.name == "isa.cpp" or path.name.startswith("kernels_"):
             apart.append(source)
         else:
-            name = {"csrc": "cpu", "lanes": "params"}.get(path.parent.name, path.parent.name)
+            name = {"csrc": "cpu", "workers": "params"}.get(path.parent.name, path.parent.name)
             by_name.setdefault(name, []).append(path.relative_to("csrc").as_posix())
     folder.mkdir(parents=True, exist_ok=True)
     for name, files in by_name.items():

@@ -1,4 +1,4 @@
-// torch's CPU allocator with a counter in front: what every thread of a process allocates and frees, lanes included.
+// torch's CPU allocator with a counter in front: what every thread of a process allocates and frees, workers included.
 // Loaded with ctypes by bench/allocator.py.
 #include <c10/core/Allocator.h>
 #include <c10/core/CPUAllocator.h>

@@ -3,8 +3,8 @@
 The roof is what memory gives to simple work on large tensors. An update reads four arrays and writes three of them in
 place; what the memory of a CPU gives such a loop depends on its shape, so its ceiling is a loop that moves as many
 bytes in the same shape and computes nothing. On a GPU instructions hold a kernel beside its bytes. How many a kernel
-issues for an element is counted in its machine code (scripts/kernel_work.py); how many clocks a second the device makes
-is measured, since no two runs need have the same.
+issues for an element is counted in its machine code (scripts/kernel_table.py); how many clocks a second the device
+makes is measured, since no two runs need have the same.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Direct and native exchange on a network described by a few numbers: where each wins, and what buckets it wants.
+"""Direct and native exchange on a network described by a few numbers: which slices each is faster for.
 
-    python -m bench.network [--latency-us 25] [--bandwidth-gb-s 12.5] [--post-us 10] [--backend nccl] [--json FILE]
+    python -m bench.network [--latency-us 25] [--bandwidth-gb-s 12.5] [--post-us 10] [--ranks 64 1024] [--json FILE]
 
 A round is a bucket's reduce-scatter and all-gather, of ``s`` bytes for each of ``W`` ranks:
 
@@ -18,21 +18,13 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
-
-import torch
+from dataclasses import asdict, dataclass
 
 from bench.common import Row, new_parser, parse, print_rows, write_result
-from bench.shapes import MODELS
-from bench.step_model import Flight, Place, predict
-from zerox.plan.buckets import MIB, BucketPlan, ParamSpec, default_cap_bytes, plan_buckets
+from zerox.plan.buckets import MIB
 
 KIB = 2**10
-GIB = 2**30
-ITEMSIZE = 2
 MOST_SLICE_BYTES = 64 * MIB
-# For bucket sizes a rank is a device: 8,192 tokens a step at 400 TFLOP/s, and copies at 1 TB/s beside them.
-TOKENS, FLOPS, DEVICE_COPY_BYTES_PER_S = 8_192, 400e12, 1e12
 SLACK = 1.01  # within this the two are as fast: both wait for the wire alone
 
 
@@ -105,7 +97,7 @@ def bounds(net: Network, world_sizes: Sequence[int]) -> list[Row]:
     """Microseconds of a round of some slices, and the slice below which each rival wins, in KiB."""
     rows: list[Row] = []
     for world_size, nbytes in itertools.product(world_sizes, (4 * KIB, 64 * KIB, MIB)):
-        row: Row = {"part": "bound", "ranks": world_size, "slice_kib": nbytes / KIB}
+        row: Row = {"ranks": world_size, "slice_kib": nbytes / KIB}
         row["direct_us"] = direct_s(net, world_size, nbytes) * 1e6
         for name, native in RIVALS.items():
             row[f"{name}_us"] = native(net, world_size, nbytes) * 1e6
@@ -114,86 +106,13 @@ def bounds(net: Network, world_sizes: Sequence[int]) -> list[Row]:
     return rows
 
 
-def flights_of(net: Network, plans: Sequence[BucketPlan], numel: int, compute_s: float, exchange: str) -> list[Flight]:
-    """Gradients come in the order of buckets, each after its share of backward, two thirds of compute."""
-    flights, done = [], 0
-    for plan in plans:
-        layout = plan.layout
-        world_size, shard_bytes = layout.world_size, layout.shard_numel * ITEMSIZE
-        others, done = world_size - 1, done + sum(layout.numels)
-        bytes_s, posts_s = others * shard_bytes / net.bytes_per_s, 2 * others * net.post_s
-        steps_s = others * (net.latency_s + 2 * net.post_s)
-        direct = exchange == "direct"
-        way_s = max(bytes_s, posts_s) if direct else bytes_s + steps_s
-        slices = world_size if direct else 0  # a ring sums as slices pass
-        flights.append(
-            Flight(
-                ready_s=min(compute_s, compute_s * (1 / 3 + 2 / 3 * done / numel)),
-                pack_s=world_size * shard_bytes / net.copy_bytes_per_s,
-                scatter_s=way_s,
-                land_s=slices * shard_bytes / net.copy_bytes_per_s,
-                gather_s=way_s,
-            )
-        )
-    return flights
-
-
-def caps(world_size: int, backend: str) -> list[int]:
-    """Bucket sizes to try: the default, and from 4 MiB to 16 GiB."""
-    return sorted({default_cap_bytes(backend, world_size), *(4 * MIB * 4**power for power in range(7))})
-
-
-def sweep(net: Network, model: str, world_size: int, backend: str, exchange: str) -> list[Row]:
-    """The step's time over the bucket size, and the memory that buckets take on their way."""
-    shape = MODELS[model]()
-    net = replace(net, copy_bytes_per_s=DEVICE_COPY_BYTES_PER_S)
-    specs = [ParamSpec(name, param.numel(), "bf16", ITEMSIZE) for name, param in shape.named_parameters(torch.bfloat16)]
-    compute_s = 6 * shape.numel * TOKENS / FLOPS
-    rows = []
-    for cap in caps(world_size, backend):
-        plans = plan_buckets(specs, world_size, cap)
-        flights = flights_of(net, plans, shape.numel, compute_s, exchange)
-        outcome = predict(Place(compute_s, latency_s=net.latency_s, cores=8.0), flights)
-        largest = max(plan.layout.numel for plan in plans) * ITEMSIZE
-        rows.append(
-            {
-                "part": "cap",
-                "model": model,
-                "ranks": world_size,
-                "exchange": exchange,
-                "cap_mib": cap / MIB,
-                "default": "default" if cap == default_cap_bytes(backend, world_size) else "",
-                "buckets": len(plans),
-                "slice_kib": largest / world_size / KIB,
-                "step_s": outcome.step_s,
-                "compute_s": compute_s,
-                "buffer_gib": 2 * largest * (2 if exchange == "direct" else 1) / GIB,
-            }
-        )
-    return rows
-
-
-def sweeps(net: Network, models: Sequence[str], world_sizes: Sequence[int], backend: str) -> list[Row]:
-    rows = []
-    for model, exchange, world_size in itertools.product(models, ("direct", "ring"), world_sizes):
-        found = sweep(net, model, world_size, backend, exchange)
-        best_s = min(row["step_s"] for row in found)
-        rows += [{**row, "over_best": row["step_s"] / best_s} for row in found]
-    return rows
-
-
-BOUND_COLUMNS = {"ranks": ",", "slice_kib": ",.0f", "direct_us": ",.0f"}
-BOUND_COLUMNS |= {f"{name}_{what}": ",.0f" for name in RIVALS for what in ("us", "wins_below")}
-SWEEP_COLUMNS = {"model": "<10", "ranks": ",", "exchange": "<8", "cap_mib": ",.0f", "default": "<7", "buckets": ","}
-SWEEP_COLUMNS |= {"slice_kib": ",.0f", "step_s": ".3f", "over_best": ".2f", "buffer_gib": ".2f"}
-
+COLUMNS = {"ranks": ",", "slice_kib": ",.0f", "direct_us": ",.0f"}
+COLUMNS |= {f"{name}_{what}": ",.0f" for name in RIVALS for what in ("us", "wins_below")}
 
 OWN = {
     "latency_us": {"type": float, "default": 25.0, "help": "of a message"},
     "bandwidth_gb_s": {"type": float, "default": 12.5, "help": "of a rank's link"},
     "post_us": {"type": float, "default": 10.0, "help": "of the host, to post a message"},
-    "backend": {"choices": ["gloo", "nccl"], "default": "gloo", "help": "of plans"},
-    "models": {"nargs": "+", "choices": list(MODELS), "default": ["gpt2-124m", "llama-8b"], "metavar": "MODEL"},
 }
 
 
@@ -202,11 +121,8 @@ def main(argv: list[str] | None = None) -> None:
     net = Network(latency_s=args.latency_us / 1e6, bytes_per_s=args.bandwidth_gb_s * 1e9, post_s=args.post_us / 1e6)
     print("A round by the formulas, and the slice in KiB below which others are faster than direct; 0: nowhere")
     rows = bounds(net, args.ranks)
-    print_rows(rows, BOUND_COLUMNS, header=True)
-    print(f"The model's step over the bucket size; {TOKENS:,} tokens a rank, a device of {FLOPS / 1e12:.0f} TFLOP/s")
-    swept = sweeps(net, args.models, args.ranks, args.backend)
-    print_rows(swept, SWEEP_COLUMNS, header=True)
-    write_result(args, [*rows, *swept], network=asdict(net))
+    print_rows(rows, COLUMNS, header=True)
+    write_result(args, rows, network=asdict(net))
 
 
 if __name__ == "__main__":

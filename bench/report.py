@@ -1,13 +1,11 @@
 """The tables of speed and memory in README.md and docs/benchmarks.md, from the files that `make bench` wrote.
 
-python -m bench.report [FOLDER]
+python -m bench.report
 """
 
 from __future__ import annotations
 
-import argparse
 import json
-from pathlib import Path
 from typing import Any
 
 from bench.common import ROOT
@@ -26,14 +24,14 @@ STEPS = {
 STAGES = ("step-stages", "memory-stages")
 
 
-def load(folder: Path, name: str) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((folder / f"{name}.json").read_text())
+def load(name: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((RESULTS / f"{name}.json").read_text())
     return found
 
 
-def rows_of(folder: Path, name: str, ranks: int) -> dict[str, dict[str, Any]]:
+def rows_of(name: str, ranks: int) -> dict[str, dict[str, Any]]:
     """By system."""
-    return {row["system"]: row for row in load(folder, name)["rows"] if row["ranks"] == ranks}
+    return {row["system"]: row for row in load(name)["rows"] if row["ranks"] == ranks}
 
 
 def table(columns: dict[str, dict[str, str]]) -> str:
@@ -43,8 +41,8 @@ def table(columns: dict[str, dict[str, str]]) -> str:
     return "\n".join(lines)
 
 
-def steps(folder: Path) -> str:
-    found = {column: rows_of(folder, *place) for column, place in STEPS.items()}
+def steps() -> str:
+    found = {column: rows_of(*place) for column, place in STEPS.items()}
     return table({column: {name: step_cell(row) for name, row in rows.items()} for column, rows in found.items()})
 
 
@@ -52,8 +50,8 @@ def step_cell(row: dict[str, Any]) -> str:
     return f"{row['p50_ms']:.0f} ms, {row['as_fast']:.2f}x"
 
 
-def peaks(folder: Path) -> str:
-    found = {f"{ranks} ranks": rows_of(folder, "memory", ranks) for ranks in (2, 4)}
+def peaks() -> str:
+    found = {f"{ranks} ranks": rows_of("memory", ranks) for ranks in (2, 4)}
     return table({column: {name: peak_cell(row) for name, row in rows.items()} for column, rows in found.items()})
 
 
@@ -61,9 +59,9 @@ def peak_cell(row: dict[str, Any]) -> str:
     return f"{row['peak'] / MIB:.0f} MiB, {row['of_rival']:.0%}"
 
 
-def summary(folder: Path) -> str:
+def summary() -> str:
     """Steps and peaks of few systems on 2 ranks, beside DDP's."""
-    steps_of, peaks_of = rows_of(folder, "step", 2), rows_of(folder, "memory", 2)
+    steps_of, peaks_of = rows_of("step", 2), rows_of("memory", 2)
     lines = ["| 2 ranks | step | as fast as DDP | peak of a step | of DDP's |", "|---|---:|---:|---:|---:|"]
     for name in (DDP.name, FSDP2.name, OURS[0].name, NoCommunication.name):
         cells = f"{step_cell(steps_of[name])}, {peak_cell(peaks_of[name])}".split(", ")
@@ -71,7 +69,7 @@ def summary(folder: Path) -> str:
     return "\n".join(lines)
 
 
-def stages(folder: Path) -> str:
+def stages() -> str:
     """Speed and peak of the systems that shard ever more, beside DDP's. No times: the machine was not quiet."""
     lines = [
         "| " + "".join(f"| {n} ranks: as fast as DDP | peak of a step | of DDP's " for n in (2, 4)) + "|",
@@ -80,20 +78,11 @@ def stages(folder: Path) -> str:
     for name in (DDP.name, Zerox.name, ZeroxStage3.name, FSDP2Resharded.name):
         cells = []
         for ranks in (2, 4):
-            step, peak = (rows_of(folder, file, ranks)[name] for file in STAGES)
+            step, peak = (rows_of(file, ranks)[name] for file in STAGES)
             cells += [f"{step['as_fast']:.2f}x", *peak_cell(peak).split(", ")]
         lines.append(f"| {' | '.join([name, *cells])} |")
     return "\n".join(lines)
 
 
-def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m bench.report", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("folder", type=Path, nargs="?", default=RESULTS, help="default: bench/results/cpu")
-    folder = parser.parse_args(argv).folder
-    print("\n\n".join(each(folder) for each in (summary, steps, peaks, stages)))
-
-
 if __name__ == "__main__":
-    main()
+    print("\n\n".join(each() for each in (summary, steps, peaks, stages)))

@@ -8,22 +8,9 @@ namespace {
 
 constexpr int64_t kBlock = 16384;
 
-void stream(float* __restrict param, const float* __restrict grad, int64_t numel) {
-  for (int64_t i = 0; i < numel; ++i) param[i] += grad[i];
-}
-void stream(float* __restrict param, const float* __restrict grad, float* __restrict first, int64_t numel) {
-  for (int64_t i = 0; i < numel; ++i) {
-    param[i] += grad[i];
-    first[i] += grad[i];
-  }
-}
-void stream(float* __restrict param, const float* __restrict grad, float* __restrict first, float* __restrict second,
-            int64_t numel) {
-  for (int64_t i = 0; i < numel; ++i) {
-    param[i] += grad[i];
-    first[i] += grad[i];
-    second[i] += grad[i];
-  }
+template <class... Floats>
+void stream(const float* __restrict grad, int64_t numel, Floats* __restrict... arrays) {
+  for (int64_t i = 0; i < numel; ++i) ((arrays[i] += grad[i]), ...);
 }
 
 }  // namespace
@@ -32,9 +19,9 @@ void stream(float* __restrict param, const float* __restrict grad, float* __rest
 extern "C" void update_shaped_stream(float* param, const float* grad, float* first, float* second, int64_t numel) {
   at::parallel_for(0, (numel + kBlock - 1) / kBlock, 2, [=](int64_t begin, int64_t end) {
     const int64_t start = begin * kBlock;
-    const int64_t stop = end * kBlock < numel ? end * kBlock : numel;
-    if (first == nullptr) return stream(param + start, grad + start, stop - start);
-    if (second == nullptr) return stream(param + start, grad + start, first + start, stop - start);
-    stream(param + start, grad + start, first + start, second + start, stop - start);
+    const int64_t count = (end * kBlock < numel ? end * kBlock : numel) - start;
+    if (first == nullptr) return stream(grad + start, count, param + start);
+    if (second == nullptr) return stream(grad + start, count, param + start, first + start);
+    stream(grad + start, count, param + start, first + start, second + start);
   });
 }

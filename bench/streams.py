@@ -5,8 +5,8 @@
 
 The step is the middle one, by the slowest rank's time, of those that were profiled; profiling makes all of them longer.
 A stream's kernels are told apart by what they are: zerox' own by their names, copies, NCCL's, and the model's.
-Communication is what lanes do for a bucket (packing, waiting for messages, reducing), and gathering. It is exposed
-while the thread that trains does it or waits for it, else hidden. Hidden is not free where lanes and backward share
+Communication is what workers do for a bucket (packing, waiting for messages, reducing), and gathering. It is exposed
+while the thread that trains does it or waits for it, else hidden. Hidden is not free where workers and backward share
 cores: bench.step measures what is left of it. Traces are for https://ui.perfetto.dev.
 """
 
@@ -54,7 +54,7 @@ COLOURS = {
     for what in kinds
 }
 HIDDEN = ("wait", "let_go", "agree")  # parts of others
-# See csrc/lanes/ranges.h. None of these lies in another of the same bucket.
+# See csrc/workers/ranges.h. None of these lies in another of the same bucket.
 COMMUNICATION = ("launch", "pack", "land", "gather", "gather_wait")
 # Of the thread that trains; all that it does of the above lies in one of these.
 WAITING = ("launch", "settle", "gather", "gather_wait")
@@ -85,9 +85,9 @@ class Phased(Zerox):
 
 @dataclass(frozen=True)
 class Work:
-    """``lane``: a thread of the host or a stream of the device. ``what``: a key of COLOURS, where it has one."""
+    """``track``: a thread of the host or a stream of the device. ``what``: a key of COLOURS, where it has one."""
 
-    lane: str
+    track: str
     what: str
     start_ns: int
     stop_ns: int
@@ -107,7 +107,7 @@ def work_of(profiled: profile) -> list[Work]:
     ranges = ranges_of(profiled)
     trainer = next(each.thread for each in ranges if each.what == "step")
     names = {each.thread: f"thread that does {each.what}" for each in reversed(ranges) if each.what not in HIDDEN}
-    for what, name in {"pack": "pack lane", "land": "land lane", "launch": "autograd"}.items():
+    for what, name in {"pack": "pack worker", "land": "land worker", "launch": "autograd"}.items():
         names |= {each.thread: name for each in ranges if each.what == what}
     names[trainer] = "training"
     host = [Work(names[each.thread], each.what, each.start_ns, each.stop_ns) for each in ranges if each.what in COLOURS]
@@ -125,11 +125,11 @@ def device_work(events: Iterable[Any]) -> list[Work]:
 
 
 def times_ms(works: Sequence[Work]) -> dict[str, float]:
-    """How long all of it took, and how long each lane was busy with each kind of work."""
+    """How long all of it took, and how long each track was busy with each kind of work."""
     found = {"step": (max(work.stop_ns for work in works) - min(work.start_ns for work in works)) / 1e6}
-    for lane, what in dict.fromkeys((work.lane, work.what) for work in works):
-        own = [(work.start_ns, work.stop_ns) for work in works if (work.lane, work.what) == (lane, what)]
-        found[f"{lane}: {what}"] = length(union(own)) / 1e6
+    for track, what in dict.fromkeys((work.track, work.what) for work in works):
+        own = [(work.start_ns, work.stop_ns) for work in works if (work.track, work.what) == (track, what)]
+        found[f"{track}: {what}"] = length(union(own)) / 1e6
     return found
 
 
@@ -200,15 +200,15 @@ def typical_step(training: Training, trace: Path | None) -> list[tuple[list[Work
 
 
 def save_streams(by_rank: Sequence[Sequence[Work]], titles: Sequence[str], title: str, path: Path | None) -> None:
-    lanes = [list(dict.fromkeys(work.lane for work in works)) for works in by_rank]
+    tracks = [list(dict.fromkeys(work.track for work in works)) for works in by_rank]
     start_ns = min(work.start_ns for works in by_rank for work in works)
 
     def paint(panels: list[Any]) -> None:
-        for panel, works, names, text in zip(panels, by_rank, lanes, titles, strict=True):
+        for panel, works, names, text in zip(panels, by_rank, tracks, titles, strict=True):
             for what in dict.fromkeys([*COLOURS, *(work.what for work in works)]):
                 if drawn := [work for work in works if work.what == what]:
                     panel.barh(
-                        [names.index(work.lane) for work in drawn],
+                        [names.index(work.track) for work in drawn],
                         [(work.stop_ns - work.start_ns) / 1e6 for work in drawn],
                         left=[(work.start_ns - start_ns) / 1e6 for work in drawn],
                         color=COLOURS.get(what, "black"),
@@ -219,7 +219,7 @@ def save_streams(by_rank: Sequence[Sequence[Work]], titles: Sequence[str], title
             panel.set_title(text, loc="left", fontsize=10)
         panels[-1].set_xlabel("ms")
 
-    draw(path, title, (len(by_rank), 1), (12, 1.6 + sum(0.3 + 0.4 * len(each) for each in lanes)), paint)
+    draw(path, title, (len(by_rank), 1), (12, 1.6 + sum(0.3 + 0.4 * len(each) for each in tracks)), paint)
 
 
 COLUMNS = {"bucket": "", "launched": ".1f", "packed": ".1f", "arrived": ".1f", "landed": ".1f", "updated": ".1f"}

@@ -18,7 +18,7 @@ NAME = re.compile(rf"(?:zerox|{PHASE[:-2]})::(?!norm_value)(\w*[^\W_])(?: bucket
 
 @dataclass(frozen=True)
 class Range:
-    """``what`` as csrc/lanes/ranges.h says, or a phase's name. ``thread``: a number of the profiler's."""
+    """``what`` as csrc/workers/ranges.h says, or a phase's name. ``thread``: a number of the profiler's."""
 
     what: str
     bucket: int | None

@@ -5,25 +5,32 @@
                                               which tests hold them against
 
 No GPU is needed. Registers, shared memory, and stack and spills, which no kernel should have, are those that ptxas
-reports for the default architectures; kernel_work.py counts the work. Another release of nvcc gives other numbers, so
-both files name their own.
+reports for the default architectures. Another release of nvcc gives other numbers, so both files name their own.
+
+Work is bytes moved and instructions issued, counted in the machine code for Hopper (sm_90). A kernel's loop is walked
+once round, by the shortest way that moves as many bytes as its design says, in accesses as wide as it says: that leaves
+out what is not run for ordinary elements, and finds none where a load was split or a stream is read twice. What each
+multiprocessor can issue in a clock then gives the least time that the instructions take, as the bytes give that of the
+memory.
 """
 
 from __future__ import annotations
 
 import argparse
+import heapq
 import json
 import os
 import re
 import sys
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import build_cuda
-import kernel_work
 import sass
+from sass import Instruction, Kernel
 
 ROOT = Path(__file__).resolve().parent.parent
 TABLE = ROOT / "tests/cuda/kernel_resources.txt"
@@ -33,6 +40,9 @@ HEADER = f"""\
 # What ptxas of nvcc {{}} makes of csrc/cuda: registers a thread / bytes of static shared memory a block.
 # Written by: {UPDATE}
 """
+
+
+# ---- what each kernel takes
 
 
 @dataclass
@@ -97,15 +107,207 @@ def render(table: Table, release: str) -> str:
     return HEADER.format(release) + "\n".join(lines) + "\n"
 
 
-def work_of(build: build_cuda.CudaBuild, code: Mapping[sass.Kernel, Sequence[sass.Instruction]]) -> dict[str, Any]:
-    """What WORK has. ``code``: of kernel_work.ARCH at least."""
-    head = {"nvcc": build.toolkit.release, "arch": kernel_work.ARCH, "written_by": UPDATE}
-    return {**head, "an_element": kernel_work.count(code)}
-
-
 def release_of(text: str) -> str:
     named = re.match(r"# What ptxas of nvcc (\S+) makes", text)
     return named[1] if named else ""
+
+
+# ---- the loops, and what a multiprocessor issues
+
+ARCH = "sm_90"
+
+# Results a clock of one multiprocessor of compute capability 9.0: CUDA C++ Programming Guide, "Throughput of Native
+# Arithmetic Instructions". The first that matches. All together no more than ISSUED a clock: four warps of 32.
+ISSUED = 128
+PIPES = (
+    (r"FADD|FMUL|FFMA", "fp32", 128),
+    (r"DADD|DMUL|DFMA|DSETP", "fp64", 64),
+    (r"MUFU|F2F|F2I|I2F", "special", 16),
+    (r"LD|ST|SHFL|ATOM|RED", "memory", 32),
+    (r"IMAD", "integer multiply", 64),
+    (r"U[A-Z]|S2|CS2R|LDC|BRA|BS|EXIT|WARPSYNC|NOP|BAR|VOTE|MOV|YIELD|BREAK|CALL|RET|BMOV", "control", ISSUED),
+    (r"", "integer", 64),  # additions, logic, shifts, comparisons, choices
+)
+
+
+@dataclass(frozen=True)
+class Loop:
+    """``wanted``: how many instructions of each kind once round has, for ``elements`` of a thread."""
+
+    kernel: str
+    elements: int
+    loads: tuple[int, ...]  # bytes an element of each stream
+    stores: tuple[int, ...]
+
+    @property
+    def wanted(self) -> dict[str, int]:
+        counts: Counter[str] = Counter()
+        for name, streams in (("LDG", self.loads), ("STG", self.stores)):
+            for size in streams:
+                bits = min(128, self.elements * size * 8)
+                counts[rf"{name}\.E\.(\w+\.)*{bits}\b"] += self.elements * size * 8 // bits
+        return dict(counts)
+
+    @property
+    def bytes_an_element(self) -> int:
+        return sum(self.loads) + sum(self.stores)
+
+
+SIZES = {"float": 4, "bf16": 2, "f16": 2}
+ORDINARY_NORM = "(Norm)1"  # the sum of squares
+
+
+# The rule and its number of states, by the names that bench.kernels has for updates.
+UPDATES = {"adam": ("Adam", 2), "sgd": ("Sgd", 0), "sgd momentum": ("Sgd", 1), "lion": ("Lion", 1)}
+
+
+def update_loop(rule: str, num_states: int, where: str, grad: str, master_bytes: int, state: str) -> Loop:
+    param = SIZES[where.partition("<")[2].removesuffix(">") or "bf16"]
+    own = (param, master_bytes) if master_bytes else (param,)
+    if state == "8bit":
+        codes = (1,) * num_states
+        name = f"cuda::update_block_kernel<cuda::BlockArgs<{rule}, cuda::{where}, {grad}> >"
+        return Loop(name, 8, (*own, SIZES[grad], *codes), (*own, *codes))
+    stored, size = {"fp32": ("float", 4), "bf16": ("bf16", 2)}[state]
+    elements = 16 // min(*own, SIZES[grad], size)
+    states = (size,) * num_states
+    name = f"cuda::update_kernel<cuda::UpdateArgs<{rule}, cuda::{where}, {stored}, {grad}> >"
+    return Loop(name, elements, (*own, SIZES[grad], *states), (*own, *states))
+
+
+def loops() -> dict[str, Loop]:
+    """By the names of bench.kernels: op, kind, state."""
+    found = {}
+    for kind, where, grad, master in (
+        ("fp32", "PlainParam<float>", "float", 0),
+        ("bf16 + remainder", "SplitParam", "bf16", 2),
+        ("bf16 + fp32", "MasteredParam<bf16>", "bf16", 4),
+        ("fp16 + fp32", "MasteredParam<f16>", "f16", 4),
+    ):
+        for update, (rule, num_states) in UPDATES.items():
+            # Without states there is nothing to store in another way.
+            for state in ("fp32",) if "+ fp32" in kind or num_states == 0 else ("fp32", "bf16", "8bit"):
+                found[f"{update}, {kind}, {state}"] = update_loop(rule, num_states, where, grad, master, state)
+    for kind, wire in (("fp32", "float"), ("bf16", "bf16"), ("fp16", "f16")):
+        size = SIZES[wire]
+        found[f"flatten, {kind}"] = Loop(f"cuda::flatten_kernel<{wire}>", 16 // size, (size,), (size,))
+        found[f"norm, {kind}"] = Loop(f"cuda::norm_kernel<{wire}, {ORDINARY_NORM}>", 16, (size,), ())
+        for num_slices in (2, 8):
+            name = f"cuda::reduce_kernel<float, {wire}, false>"
+            found[f"reduce of {num_slices}, {kind}"] = Loop(name, 16, (size,) * num_slices, (size,))
+    return found
+
+
+# ---- the way round
+
+
+@dataclass(frozen=True)
+class Block:
+    """Instructions without a branch between them, and the numbers of the blocks that may come next."""
+
+    code: Sequence[Instruction]
+    next: tuple[int, ...]
+
+
+def blocks_of(code: Sequence[Instruction]) -> list[Block]:
+    """What calls is left out: calls are for operands that nobody has."""
+    at = {instruction.address: index for index, instruction in enumerate(code)}
+    starts = {0}
+    for index, instruction in enumerate(code):
+        if instruction.target in at:
+            starts.add(at[instruction.target])
+        if re.match(r"BRA|EXIT|RET|CALL", instruction.opcode):
+            starts.add(index + 1)
+    ordered = sorted(start for start in starts if start < len(code))
+    number = {start: index for index, start in enumerate(ordered)}
+    found = []
+    for index, start in enumerate(ordered):
+        part = code[start : ordered[index + 1] if index + 1 < len(ordered) else len(code)]
+        last = part[-1]
+        behind: tuple[int, ...] = (index + 1,) if index + 1 < len(ordered) else ()
+        jump: tuple[int, ...] = (number[at[last.target]],) if last.target in at else ()
+        if last.opcode.startswith("BRA.DIV"):  # of warps whose lanes have parted
+            after = behind
+        elif last.opcode.startswith("BRA"):
+            after = jump + (behind if last.is_conditional else ())
+        elif re.match(r"EXIT|RET", last.opcode):
+            after = behind if last.guard else ()
+        else:
+            after = () if last.opcode.startswith("CALL") else behind
+        found.append(Block(part, after))
+    return found
+
+
+def once_round(code: Sequence[Instruction], wanted: Mapping[str, int]) -> list[Instruction] | None:
+    """The shortest closed way with exactly the ``wanted`` numbers of instructions, by patterns of opcodes.
+
+    Guarded ones are for what is not always done, and don't count.
+    """
+    blocks = blocks_of(code)
+    patterns = [re.compile(pattern) for pattern in wanted]
+    goal = tuple(wanted.values())
+    counts = [
+        tuple(sum(1 for i in block.code if p.match(i.opcode) and not i.guard) for p in patterns) for block in blocks
+    ]
+    starts = [index for index, count in enumerate(counts) if any(count)]
+    ways = [way for start in starts if (way := way_round(blocks, counts, goal, start)) is not None]
+    found = min(ways, key=lambda way: sum(len(blocks[index].code) for index in way), default=None)
+    return None if found is None else [i for index in found for i in blocks[index].code]
+
+
+def way_round(
+    blocks: Sequence[Block], counts: Sequence[tuple[int, ...]], goal: tuple[int, ...], start: int
+) -> list[int] | None:
+    """The blocks of the shortest way from ``start`` to ``start`` that has counted ``goal``. (Dijkstra)"""
+    seen: set[tuple[int, tuple[int, ...]]] = set()
+    queue: list[tuple[int, int, tuple[int, ...], list[int]]] = [(0, start, (0,) * len(goal), [])]
+    while queue:
+        length, index, had, way = heapq.heappop(queue)
+        if index == start and had == goal:
+            return way
+        if (index, had) in seen:
+            continue
+        seen.add((index, had))
+        have = tuple(a + b for a, b in zip(had, counts[index], strict=True))
+        if all(a <= b for a, b in zip(have, goal, strict=True)):
+            for following in blocks[index].next:
+                heapq.heappush(queue, (length + len(blocks[index].code), following, have, [*way, index]))
+    return None
+
+
+# ---- the work of each loop
+
+
+def work_of_loop(loop: Loop, code: Sequence[Instruction]) -> dict[str, Any]:
+    """Raises build_cuda.BuildError where the loop is not as designed."""
+    way = once_round(code, loop.wanted)
+    if way is None:
+        raise build_cuda.BuildError(f"{loop.kernel}: no way round its loop has {loop.wanted}")
+    pipes: Counter[str] = Counter()
+    rates = {name: rate for _, name, rate in PIPES}
+    for instruction in way:
+        pipes[next(name for pattern, name, _ in PIPES if re.match(pattern, instruction.opcode))] += 1
+    clocks = {"issue": len(way) / ISSUED, **{name: count / rates[name] for name, count in pipes.items()}}
+    bound = max(clocks, key=lambda name: clocks[name])
+    return {
+        "kernel": loop.kernel,
+        "bytes": loop.bytes_an_element,
+        "instructions": round(len(way) / loop.elements, 2),
+        "pipes": {name: round(count / loop.elements, 2) for name, count in sorted(pipes.items())},
+        "clocks": round(clocks[bound] / loop.elements, 4),
+        "bound": bound,
+    }
+
+
+def line(name: str, work: Mapping[str, Any]) -> str:
+    pipes = ", ".join(f"{each} {number:g}" for each, number in work["pipes"].items())
+    return f"{name:34} {work['bytes']:3} bytes {work['instructions']:6.1f} instructions  {work['bound']:8} ({pipes})"
+
+
+def work_of(build: build_cuda.CudaBuild, code: Mapping[Kernel, Sequence[Instruction]]) -> dict[str, Any]:
+    """What WORK has. ``code``: of ARCH at least."""
+    found = {name: work_of_loop(loop, code[loop.kernel, ARCH]) for name, loop in loops().items()}
+    return {"nvcc": build.toolkit.release, "arch": ARCH, "written_by": UPDATE, "an_element": found}
 
 
 def main() -> int:
@@ -115,12 +317,12 @@ def main() -> int:
     try:
         build = plan()
         table = render(kernel_table(build), build.toolkit.release)
-        work = work_of(build, sass.disassemble(build.objects(ROOT), kernel_work.ARCH))
+        work = work_of(build, sass.disassemble(build.objects(ROOT), ARCH))
     except build_cuda.BuildError as error:
         print(f"zerox: {error}", file=sys.stderr)
         return 1
     print(table)
-    print("\n".join(kernel_work.line(name, each) for name, each in work["an_element"].items()))
+    print("\n".join(line(name, each) for name, each in work["an_element"].items()))
     if update:
         TABLE.write_text(table)
         WORK.write_text(json.dumps(work, indent=1) + "\n")

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from bench import __main__ as everything
-from bench import common, jobs, kernels, limits, memory, moments, peers, plots, step, systems, timing
+from bench import common, jobs, kernels, limits, memory, moments, plots, step, systems, timing
 from bench.common import on_ranks
 from bench.shard import UPDATES
 
@@ -68,23 +68,24 @@ def test_the_ceiling_moves_the_bytes_that_it_says_and_its_streams_start_on_pages
     assert [int(room.count_nonzero()) for room in stream.rooms] == [stream.numel] * (in_place + 1), "nothing beyond"
 
 
-def broken(_: Any, __: Any) -> torch.optim.Optimizer:
-    raise RuntimeError("no compiler\nand a long story")
+class Broken:
+    def __init__(self, *_: Any, **__: Any) -> None:
+        raise RuntimeError("no compiler\nand a long story")
 
 
 @pytest.mark.parametrize(
     ("peer", "reason"),
     [
-        (peers.Peer("x", "no_such_package.optim", "fp32", broken), "no_such_package is not installed"),
-        (peers.Peer("x", "torch.optim", "fp32", broken), "RuntimeError: no compiler"),
-        (peers.Peer("x", "torch.optim", "fp32", lambda optim, leaves: optim.SGD(leaves, lr=0.0)), "changes nothing"),
-        (peers.Peer("x", "torch.optim", "fp32", broken, devices=("cuda",)), "not for cpu"),
+        (jobs.Peer("x", "no_such_package.optim", "Adam"), "no_such_package is not installed"),
+        (jobs.Peer("x", __name__, "Broken"), "RuntimeError: no compiler"),
+        (jobs.Peer("x", "torch.optim", "SGD", options={"lr": 0.0}), "changes nothing"),
+        (jobs.Peer("x", __name__, "Broken", devices=("cuda",)), "not for cpu"),
     ],
 )
 def test_a_peer_that_cannot_take_part_is_named_with_the_reason(
-    peer: peers.Peer, reason: str, monkeypatch: pytest.MonkeyPatch
+    peer: jobs.Peer, reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(jobs, "PEERS", (peer, peers.PEERS[0]))
+    monkeypatch.setattr(jobs, "PEERS", (peer, jobs.PEERS[0]))
     [told] = jobs.missing_peers(CPU)
     assert told.startswith("x: ")
     assert told.endswith(reason)
@@ -129,7 +130,7 @@ def test_every_op_is_checked_and_timed(
     monkeypatch.setattr(kernels, "sizes_for", lambda *_: TINY)
     monkeypatch.setattr(kernels, "CHECK_PARAMS", (3000, 1, 77))
     monkeypatch.setattr(kernels, "roof_gb_per_s", lambda *_: 100.0)
-    monkeypatch.setattr(jobs, "PEERS", peers.PEERS[:1])  # others may be installed, and need long to build
+    monkeypatch.setattr(jobs, "PEERS", jobs.PEERS[:1])  # others may be installed, and need long to build
     files = [f"--{name}={tmp_path / f'out.{name}'}" for name in ("json", "png")]
     kernels.main(["--device=cpu", "--quick", "--seconds=0", *files])
     assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")

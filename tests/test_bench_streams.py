@@ -54,14 +54,14 @@ def test_the_device_s_work_lies_on_its_streams() -> None:
     assert streams.device_work(events) == [Work("stream 20", "model", 3, 4), Work("stream 7", "update_block", 5, 8)]
 
 
-def test_what_overlaps_on_a_lane_is_counted_once() -> None:
+def test_what_overlaps_on_a_track_is_counted_once() -> None:
     ms = 1_000_000
     works = [Work("a", "copy", 0, 4 * ms), Work("a", "copy", 3 * ms, 5 * ms), Work("b", "adam", 9 * ms, 10 * ms)]
     assert streams.times_ms(works) == {"step": 10.0, "a: copy": 5.0, "b: adam": 1.0}
 
 
 MS = 1_000_000
-TRAINER, PACK_LANE, LAND_LANE = 1, 2, 3
+TRAINER, PACK_WORKER, LAND_WORKER = 1, 2, 3
 
 
 def ranges(*rows: tuple[str, int | None, int, int, int]) -> list[Range]:
@@ -75,14 +75,14 @@ def test_time_is_hidden_where_the_thread_that_trains_does_not_wait() -> None:
             ("forward", None, 100, 110, TRAINER),
             ("backward", None, 110, 140, TRAINER),
             ("launch", 0, 120, 121, TRAINER),
-            ("pack", 0, 121, 124, PACK_LANE),
-            ("land", 0, 124, 130, LAND_LANE),
-            ("wait", 0, 124, 126, LAND_LANE),
-            ("reduce", 0, 126, 129, LAND_LANE),
+            ("pack", 0, 121, 124, PACK_WORKER),
+            ("land", 0, 124, 130, LAND_WORKER),
+            ("wait", 0, 124, 126, LAND_WORKER),
+            ("reduce", 0, 126, 129, LAND_WORKER),
             ("launch", 1, 138, 139, TRAINER),
-            ("pack", 1, 139, 142, PACK_LANE),
-            ("land", 1, 142, 150, LAND_LANE),
-            ("wait", 1, 142, 145, LAND_LANE),
+            ("pack", 1, 139, 142, PACK_WORKER),
+            ("land", 1, 142, 150, LAND_WORKER),
+            ("wait", 1, 142, 145, LAND_WORKER),
             ("step", None, 140, 170, TRAINER),
             ("settle", None, 141, 151, TRAINER),
             ("agree", None, 141, 143, TRAINER),
@@ -133,7 +133,7 @@ def test_of_several_ranks_each_bucket_is_told_and_all_are_traced(
     for row in rows:
         check_buckets(row["buckets"])
         assert row["exposed_ms"] == pytest.approx(sum(bucket["exposed_ms"] for bucket in row["buckets"]))
-        assert row["ms"]["pack lane: pack"] > 0
+        assert row["ms"]["pack worker: pack"] > 0
     assert files["png"].read_bytes().startswith(b"\x89PNG")
     for rank in range(2):
         events = json.loads((files["trace"] / f"rank-{rank}.json").read_text())["traceEvents"]

@@ -38,11 +38,11 @@ CPP_LAYERS = {
     "cuda": {"math", "cuda", "check.h", "op_arguments.h", "cuda_on_host.h"},
     "op_arguments.h": {"math", "check.h"},
     "cpu": {"math", "cpu", "check.h", "op_arguments.h"},
-    "lanes": {"lanes"},
-    "buckets": {"lanes", "buckets"},
+    "workers": {"workers"},
+    "buckets": {"workers", "buckets"},
     "exchange": {"exchange", "check.h"},
-    "params": {"lanes", "buckets", "exchange", "params", "check.h"},
-    "grads": {"math", "lanes", "buckets", "exchange", "params", "grads", "check.h"},
+    "params": {"workers", "buckets", "exchange", "params", "check.h"},
+    "grads": {"math", "workers", "buckets", "exchange", "params", "grads", "check.h"},
     "check.h": set(),
 }
 

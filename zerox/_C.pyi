@@ -110,8 +110,8 @@ class Room:
 
 class ShardPlace:
     shard: int
-    words: int
-    def __init__(self, shard: int, words: int, mapped: Tensor | None) -> None: ...
+    stamps: int
+    def __init__(self, shard: int, stamps: int, mapped: Tensor | None) -> None: ...
 
 class ResidentCounts:
     fetches: int
@@ -196,7 +196,7 @@ class Flights:
     def await_landed(self) -> None: ...
     def hold(self, hold: bool) -> None: ...
 
-class GradPlacement:
+class KeptGrads:
     def mark_zeroed(self, bucket: int, slot: int) -> None: ...
     def mark_scaled(self) -> None: ...
     def scale(self, bucket: int, factor: Tensor, slots: Sequence[int] | None) -> None: ...
@@ -248,7 +248,7 @@ class BucketManager:
     traffic_by_axis: list[tuple[int, int]]  # the same over each axis, the inner one first
     backward: Backward
     flights: Flights
-    grads: GradPlacement
+    grads: KeptGrads
     settlement: Settlement
     params: Params
     def __init__(

@@ -21,13 +21,14 @@ from zerox.flow.grad_scale import GradScale
 from zerox.flow.grads import Grads
 from zerox.flow.inside import Inside
 from zerox.flow.join import digest_of
+from zerox.flow.mean_gradient import CALLS, READ_THE_MEAN
 from zerox.flow.one_gradient import OneGradient
 from zerox.flow.overlap_gather import NOTHING_TO_HIDE, GatherOverlap
 from zerox.flow.params import ParamGather
 from zerox.flow.residency import Residency
 from zerox.flow.update import FusedUpdate, Update
 from zerox.grad_dtype import Widened
-from zerox.memory.bucket import Bucket, Member, members_of, rooms
+from zerox.memory.bucket import Bucket, Member, members_of, refuse_dtensors, rooms
 from zerox.memory.flat import BufferSlot, give_out
 from zerox.memory.shared import Shared
 from zerox.options import OptimizerOptions, Planned, check_params
@@ -38,8 +39,6 @@ from zerox.ranks.process_group import GroupArgument
 from zerox.rules.of_groups import Rules
 from zerox.state.one_state import OneState
 from zerox.terms import check_model, terms
-
-READ_THE_MEAN = (Meeting.STEP, Meeting.CLIP, Meeting.CLIP_TOGETHER, Meeting.UNSCALE, Meeting.FULL_GRAD)
 
 
 class Engine(OneGradient, OneState):
@@ -76,7 +75,7 @@ class Engine(OneGradient, OneState):
         with self._ranks.failure_told():
             self._grads = Grads(
                 self._ranks,
-                self._options.placements,
+                self._options.stage_plan,
                 self._options.reduce_dtype,
                 self._options.capturable,
                 divides=any(self._divisor_of(group) is not None for group in self.param_groups),
@@ -133,6 +132,7 @@ class Engine(OneGradient, OneState):
         return self._grads.no_sync()
 
     def _meet(self, meeting: Meeting) -> None:
+        refuse_dtensors(self.inside.members, CALLS[meeting])
         self._settle(meeting)
 
     def synchronize(self) -> None:
@@ -210,7 +210,7 @@ class Engine(OneGradient, OneState):
 
     def _made_gather(self) -> ParamGather | Residency:
         ranks = self._all_ranks
-        if self._options.placements.params is SHARDED and ranks.size > 1:
+        if self._options.stage_plan.params is SHARDED and ranks.size > 1:
             return Residency(self._grads.manager, ranks, self._options.resident_mb)
         return ParamGather(self._grads.manager, ranks)
 

@@ -109,10 +109,10 @@ def estimate(
     chosen.check_pairs({"rule": rule, **options}, parameters=dtypes, backend={backend})
 
     on_host = backend == "gloo" and all(tensor.device.type in ("cpu", "meta") for tensor in tensors)
-    sharded = chosen.placements.grads is SHARDED
+    sharded = chosen.stage_plan.grads is SHARDED
     stay = on_host if world_size == 1 else backend == "gloo"  # large gradients, where autograd left them
     num_far = world_size - (local_world_size if on_host else 1)
-    apart = chosen.placements.params is SHARDED and world_size > 1
+    apart = chosen.stage_plan.params is SHARDED and world_size > 1
     frozen = [(name, local_of(tensor), "", None, ()) for name, tensor, _ in everything if not tensor.requires_grad]
     parameters = 0 if apart else sum(tensor.nbytes for _, tensor, *_ in frozen)
     whole: list[tuple[str, int]] = []  # buckets whose shard is apart

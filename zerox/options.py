@@ -98,7 +98,7 @@ class OptimizerOptions:
         return None if found is None else float(found)
 
     @property
-    def placements(self) -> Stage:
+    def stage_plan(self) -> Stage:
         return stage_of(self.stage)
 
     def cap_bytes(self, backend: str, world_size: int) -> int:
@@ -123,11 +123,11 @@ class OptimizerOptions:
         joins: bool,
     ) -> None:
         """The same of an optimizer that has its ranks. ``dtypes``: of what is trained."""
-        alone = ranks.size == 1 and not ranks.origin.why_alone
+        given = f'"{ALONE}"' if ranks.size == 1 and not ranks.origin.why_alone else "a group"
         facts = {
             "parameters": parameter_words(dtypes),
             "device": {ranks.device.type},
-            "process_group": {_word("process_group", ALONE if alone else None)},
+            "process_group": {"a 2-D mesh" if ranks.on_mesh else given},
             "backend": {ranks.backend},
             "ZEROX_EXCHANGE": {ranks.exchange},
             "overlap_gather": {"called" if overlaps else "not called"},

@@ -1,4 +1,4 @@
-"""A whole tensor of which this rank has a slice: in state_dict(), and for torch.distributed.checkpoint (DCP)."""
+"""A whole tensor of which this rank has a segment: in state_dict(), and for torch.distributed.checkpoint (DCP)."""
 
 from __future__ import annotations
 
@@ -19,32 +19,32 @@ class SlicedTensor(Tensor):
     """A tensor of ``shape`` and ``strides``, of which this rank has the elements of ``span``: ``values``, 1-D.
 
     DCP asks it for rectangles, which are views of ``values``: saving reads them, loading writes into them. If ranks
-    have all elements between them, they save the whole tensor in parallel, and any other ranks load it, whatever slices
-    they have. It can be copied, pickled and moved to another device; other operators raise RuntimeError, since they
-    would compute on one rank's share only.
+    have all elements between them, they save the whole tensor in parallel, and any other ranks load it, whatever
+    segments they have. It can be copied, pickled and moved to another device; other operators raise RuntimeError, since
+    they would compute on one rank's share only.
     """
 
-    held: Tensor
+    own: Tensor
     start: int
 
     @staticmethod
     def __new__(cls, shape: Sequence[int], strides: Sequence[int], span: Span, values: Tensor) -> SlicedTensor:
         if values.dim() != 1 or values.numel() != span.numel:
-            raise ValueError(f"a slice of {span.numel} elements needs as many values, got {tuple(values.shape)}")
+            raise ValueError(f"a segment of {span.numel} elements needs as many values, got {tuple(values.shape)}")
         made: SlicedTensor = torch.Tensor._make_wrapper_subclass(
             cls, tuple(shape), tuple(strides), dtype=values.dtype, device=values.device
         )
         # DCP's async saves stage all tensors among the attributes.
-        made.held, made.start = values, span.start
+        made.own, made.start = values, span.start
         return made
 
     @property
     def span(self) -> Span:
         """This rank's elements, in memory order."""
-        return Span(self.start, self.start + self.held.numel())
+        return Span(self.start, self.start + self.own.numel())
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        held = f"elements {self.start} to {self.span.stop}" if self.held.numel() else "no element"
+        held = f"elements {self.start} to {self.span.stop}" if self.own.numel() else "no element"
         return f"SlicedTensor({held} of {tuple(self.shape)}, {self.dtype}, {self.device})"
 
     def _with(self, values: Tensor) -> SlicedTensor:
@@ -56,24 +56,24 @@ class SlicedTensor(Tensor):
         kwargs = kwargs or {}
         if func in (aten.detach.default, aten.clone.default, aten._to_copy.default):
             kwargs = {key: value for key, value in kwargs.items() if key != "memory_format"}
-            return self._with(func(self.held, **kwargs))
+            return self._with(func(self.own, **kwargs))
         if func is aten.new_empty.default and tuple(args[1]) == tuple(self.shape):  # how DCP starts to stage it
-            return self._with(self.held.new_empty(self.held.shape, **kwargs))
+            return self._with(self.own.new_empty(self.own.shape, **kwargs))
         raise RuntimeError(
             f"{func} on a tensor of which this rank has {self!r}: state_dict() is one rank's share. "
             "full_state_dict() gives whole tensors"
         )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SlicedTensor:
-        return self._with(self.held.clone())
+        return self._with(self.own.clone())
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        if self.held.numel() < self.numel():
+        if self.own.numel() < self.numel():
             _warn_of_pickling()
         return self._reduced()
 
     def _reduced(self) -> Any:
-        return _rebuild, (tuple(self.shape), self.stride(), self.start, self.held)
+        return _rebuild, (tuple(self.shape), self.stride(), self.start, self.own)
 
     # ---- DCP's protocol. Its modules take a second to import; the caller has imported them.
 
@@ -106,8 +106,8 @@ class SlicedTensor(Tensor):
         for rectangle, chunk in self._pieces():
             if chunk.offsets == index.offset:
                 # Within a rectangle the elements lie as they do in the tensor: it is contiguous there.
-                start = self.held.storage_offset() + rectangle.span.start - self.start
-                return self.held.as_strided(rectangle.sizes, self.stride(), start)
+                start = self.own.storage_offset() + rectangle.span.start - self.start
+                return self.own.as_strided(rectangle.sizes, self.stride(), start)
         raise LookupError(f"no slice of '{index.fqn}' starts at {index.offset} on this rank")
 
 

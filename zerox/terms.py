@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import fields
 from typing import Any
@@ -12,10 +13,12 @@ from torch import Tensor
 from zerox.grad_dtype import grad_dtype_of
 from zerox.memory.bucket import Member
 from zerox.options import OptimizerOptions
-from zerox.ranks.dtensors import placements_text
+from zerox.ranks.dtensors import is_dtensor, placements_text
 from zerox.ranks.group import Ranks
 from zerox.ranks.model_axes import ModelAxes
 from zerox.rules.of_groups import RULE
+
+_said: list[bool] = []  # that plain parameters count as replicated
 
 
 def terms(options: OptimizerOptions, groups: Sequence[dict[str, Any]], members: Sequence[Member]) -> Iterator[str]:
@@ -58,6 +61,16 @@ def check_model(
         shape = placements_text(member.param) or f" of {tuple(member.param.shape)}"
         lines.append(f"{_trained(member.param)} parameter '{member.name}' {member.param.dtype}{shape}")
     model.check_same(lines, of_all)
+    plain = [m.name for m in members if not is_dtensor(m.param)]
+    over = [axis.name for axis in model.axes if axis.is_of_params]
+    if plain and over and torch.distributed.get_rank() == 0 and not _said:
+        _said.append(True)
+        more = f" and {len(plain) - 1} more plain parameters count" if len(plain) > 1 else " counts"
+        warnings.warn(
+            f"zerox: '{plain[0]}'{more} as replicated over axis {', '.join(over)}, where others are DTensors: "
+            "coordinate 0's values are taken, and their gradients must be the same on all ranks of it",
+            stacklevel=2,
+        )
 
 
 def _as_text(value: Any) -> str:

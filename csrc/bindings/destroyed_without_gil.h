@@ -4,11 +4,11 @@
 #include <optional>
 
 #include "bindings/bindings.h"
-#include "lanes/process.h"
+#include "workers/process.h"
 
 namespace zx {
 
-// Lanes and gloo's threads may need the GIL to free a tensor that Python has seen. So no thread may hold it while it
+// Workers and gloo's threads may need the GIL to free a tensor that Python has seen. So no thread may hold it while it
 // waits for them, as destructors do. A forked child leaks the object: see Note [Forks].
 template <class T>
 std::shared_ptr<T> destroyed_without_gil(T* made) {

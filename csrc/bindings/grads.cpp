@@ -89,28 +89,28 @@ void bind_flights(py::module_& m) {
       .def_property_readonly("waited_ns", &Flights::waited_ns);
 }
 
-void bind_placement(py::module_& m) {
+void bind_kept_grads(py::module_& m) {
   py::enum_<Move>(m, "Move").value("REDUCE_SCATTER", Move::reduce_scatter).value("ALL_GATHER", Move::all_gather);
-  py::class_<GradPlacement>(m, "GradPlacement")
-      .def("mark_zeroed", &GradPlacement::mark_zeroed, py::arg("bucket"), py::arg("slot"), Release())
-      .def("mark_scaled", &GradPlacement::mark_scaled, Release())
-      .def("scale", &GradPlacement::scale, py::arg("bucket"), py::arg("factor"), py::arg("slots"), Release())
-      .def("forget_words", &GradPlacement::forget_words, py::arg("bucket"))
+  py::class_<KeptGrads>(m, "KeptGrads")
+      .def("mark_zeroed", &KeptGrads::mark_zeroed, py::arg("bucket"), py::arg("slot"), Release())
+      .def("mark_scaled", &KeptGrads::mark_scaled, Release())
+      .def("scale", &KeptGrads::scale, py::arg("bucket"), py::arg("factor"), py::arg("slots"), Release())
+      .def("forget_words", &KeptGrads::forget_words, py::arg("bucket"))
       .def(
-          "shard", [](GradPlacement& self, int64_t i) { return optional(self.shard(i)); }, py::arg("bucket"), Release())
+          "shard", [](KeptGrads& self, int64_t i) { return optional(self.shard(i)); }, py::arg("bucket"), Release())
       .def(
           "pieces",
-          [](GradPlacement& self, int64_t i) {
+          [](KeptGrads& self, int64_t i) {
             std::vector<std::optional<at::Tensor>> pieces;
             for (at::Tensor& piece : self.pieces(i)) pieces.push_back(optional(std::move(piece)));
             return pieces;
           },
           py::arg("bucket"), Release())
-      .def("landed", &GradPlacement::landed, py::arg("bucket"))
-      .def("version", &GradPlacement::version, py::arg("bucket"))
-      .def("partial", &GradPlacement::partial, py::arg("bucket"), Release())
-      .def("present", &GradPlacement::present, py::arg("bucket"))
-      .def("words", [](GradPlacement& self, int64_t i) { return optional(self.words(i)); }, py::arg("bucket"));
+      .def("landed", &KeptGrads::landed, py::arg("bucket"))
+      .def("version", &KeptGrads::version, py::arg("bucket"))
+      .def("partial", &KeptGrads::partial, py::arg("bucket"), Release())
+      .def("present", &KeptGrads::present, py::arg("bucket"))
+      .def("words", [](KeptGrads& self, int64_t i) { return optional(self.words(i)); }, py::arg("bucket"));
 }
 
 void bind_settlement(py::module_& m) {
@@ -240,7 +240,7 @@ void bind_grads(py::module_& m) {
   bind_dtensors(m);
   bind_backward(m);
   bind_flights(m);
-  bind_placement(m);
+  bind_kept_grads(m);
   bind_settlement(m);
   bind_manager(m);
 }

@@ -5,11 +5,11 @@
 
 #include "bindings/bindings.h"
 #include "cpu/isa.h"
-#include "lanes/process.h"
-#include "lanes/ranges.h"
 #include "math/dynamic_map.h"
 #include "math/exact_sum.h"
 #include "math/segment.h"
+#include "workers/process.h"
+#include "workers/ranges.h"
 
 // Notation: there are W ranks. A shard has n elements, and s segments, which are parts of parameters.
 TORCH_LIBRARY(zerox, m) {

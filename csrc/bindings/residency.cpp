@@ -63,12 +63,12 @@ void bind_residency(py::module_& m) {
           py::arg("address"))
       .def_property_readonly("nbytes", &Room::bytes);
   py::class_<ShardPlace>(m, "ShardPlace")
-      .def(py::init([](uint64_t shard, uint64_t words, std::optional<at::Tensor> mapped) {
-             return ShardPlace{shard, words, mapped.value_or(at::Tensor())};
+      .def(py::init([](uint64_t shard, uint64_t stamps, std::optional<at::Tensor> mapped) {
+             return ShardPlace{shard, stamps, mapped.value_or(at::Tensor())};
            }),
-           py::arg("shard"), py::arg("words"), py::arg("mapped"))
+           py::arg("shard"), py::arg("stamps"), py::arg("mapped"))
       .def_readonly("shard", &ShardPlace::shard)
-      .def_readonly("words", &ShardPlace::words);
+      .def_readonly("stamps", &ShardPlace::stamps);
   py::class_<ResidentCounts>(m, "ResidentCounts")
       .def_readonly("fetches", &ResidentCounts::fetches)
       .def_readonly("fetched_bytes", &ResidentCounts::fetched_bytes)

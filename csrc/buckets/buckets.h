@@ -6,14 +6,14 @@
 #include <vector>
 
 #include "buckets/bucket.h"
-#include "lanes/process.h"
+#include "workers/process.h"
 
 namespace zx {
 
 // clang-format off
 // Note [Locks]
 // The threads that meet here are autograd's (hooks run on several of them if a model lies on several devices, or if
-// several Python threads run backward), the lanes, a backend's, and the optimizer's caller: the thread that calls
+// several Python threads run backward), the workers, a backend's, and the optimizer's caller: the thread that calls
 // step(), zero_grad() and the like. There is only one caller at a time.
 //
 //   data                                   written by                       read by             guard
@@ -21,12 +21,12 @@ namespace zx {
 //     Slot that no other line names        add_bucket()
 //   Slot's hooks, fired to whole; p.grad;  hooks, optimizer's caller        the same            Buckets::mutex
 //     Bucket::producers; all of Backward
-//   Bucket::landed                         land lane; optimizer's caller    optimizer's caller  await_landed() and
+//   Bucket::landed                         land worker; optimizer's caller  optimizer's caller  await_landed() and
 //                                          when flights have landed                             after_landing()
-//   a Flight                               its launcher, then its lane      the same            TwoLanes hands it on
-//   flights in the air, the first error    launchers, both lanes            all                 TwoLanes, Sky::mutex
-//   memory that crosses streams            launchers, both lanes            the same            Streams::mutex_
-//   Settlement, Agreement, GradPlacement   optimizer's caller, or the       the same            Settlement::mutex_
+//   a Flight                               its launcher, then its worker    the same            TwoWorkers hands it on
+//   flights in the air, the first error    launchers, both workers          all                 TwoWorkers, Sky::mutex
+//   memory that crosses streams            launchers, both workers          the same            Streams::mutex_
+//   Settlement, Agreement, KeptGrads       optimizer's caller, or the       the same            Settlement::mutex_
 //                                          thread on which backward ends
 //   Params: the agreed order               optimizer's caller               the same            none
 //   Gathers: gathers under way             optimizer's caller               all readers         Gathers::mutex_
@@ -37,9 +37,9 @@ namespace zx {
 // most one of the other locks at a time, and waits for nothing while it holds it.
 //
 // The GIL: a thread that holds a lock may have to wait for the GIL, to free a tensor that Python has seen. So no thread
-// may wait for a lock, a lane or a rank while it holds the GIL: bindings release it first. A backend's threads may need
-// the GIL for the same reason, so a process group is destroyed without it. There is one exception: before a region that
-// Dynamo compiled, which hides its reads, a thread waits for hidden gathers with the GIL (read_guard.cpp says why).
+// may wait for a lock, a worker or a rank while it holds the GIL: bindings release it first. A backend's threads may
+// need the GIL for the same reason, so a process group is destroyed without it. There is one exception: before a region
+// that Dynamo compiled, which hides its reads, a thread waits for hidden gathers with the GIL (read_guard.cpp says why).
 // clang-format on
 
 struct Buckets {

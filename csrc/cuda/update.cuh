@@ -22,7 +22,7 @@ struct EachState {
 
   // kStates states of N elements.
   template <int kStates, int N>
-  struct Held {
+  struct Loaded {
     Pack<Stored, N> state[kRoomFor<kStates>];
 
     __device__ __forceinline__ void get(int i, Lanes<ScalarLane<T>, kStates>& lanes) const {
@@ -44,16 +44,16 @@ struct EachState {
     }
   };
   template <int kStates, int N>
-  __device__ __forceinline__ Held<kStates, N> load(int64_t i) const {
-    Held<kStates, N> held;
+  __device__ __forceinline__ Loaded<kStates, N> load(int64_t i) const {
+    Loaded<kStates, N> loaded;
     ZX_UNROLL
-    for (int s = 0; s < kStates; ++s) held.state[s] = cuda::load<N, kOnce>(values[s] + i);
-    return held;
+    for (int s = 0; s < kStates; ++s) loaded.state[s] = cuda::load<N, kOnce>(values[s] + i);
+    return loaded;
   }
   template <int kStates, int N>
-  __device__ __forceinline__ void store(const Held<kStates, N>& held, int64_t i) const {
+  __device__ __forceinline__ void store(const Loaded<kStates, N>& loaded, int64_t i) const {
     ZX_UNROLL
-    for (int s = 0; s < kStates; ++s) cuda::store<Stores::streaming>(held.state[s], values[s] + i);
+    for (int s = 0; s < kStates; ++s) cuda::store<Stores::streaming>(loaded.state[s], values[s] + i);
   }
 };
 

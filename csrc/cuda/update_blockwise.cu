@@ -44,10 +44,10 @@ struct BlockArgs {
   bool aligned;  // all of the pointers above, to 16 bytes
 };
 
-// This lane's part of a block: elements [first, first + count) of the shard. The parts of a whole block are moved in
-// full accesses; in other parts, the places without an element are zero.
+// This lane's elements of a block: [first, first + count) of the shard. Those of a whole block are moved in
+// full accesses; in other blocks, the places without an element are zero.
 template <bool kWhole>
-struct Part {
+struct LaneSpan {
   int64_t first;
   int count;
 
@@ -62,22 +62,22 @@ struct Part {
   }
 };
 
-struct HeldState {
+struct LoadedState {
   Pack<uint8_t, kLane> codes;
   float scale;
   float values[kLane];
 
-  template <class Part>
-  __device__ __forceinline__ void load(const StoredState& state, const Part& part) {
-    codes = part.template load<kOnce>(static_cast<const uint8_t*>(state.values));
-    scale = state.scales[part.first / kStateBlock];
+  template <class Span>
+  __device__ __forceinline__ void load(const StoredState& state, const Span& span) {
+    codes = span.template load<kOnce>(static_cast<const uint8_t*>(state.values));
+    scale = state.scales[span.first / kStateBlock];
   }
   __device__ __forceinline__ float get(const DynamicMap& map, int i) const {
     return decode(map.values, codes.at[i], scale);
   }
   // Every lane of the warp takes part.
-  template <bool kHasNegatives, class Part>
-  __device__ __forceinline__ void store(const DynamicMap& map, const StoredState& state, const Part& part) {
+  template <bool kHasNegatives, class Span>
+  __device__ __forceinline__ void store(const DynamicMap& map, const StoredState& state, const Span& span) {
     uint32_t key = 0;
     ZX_UNROLL
     for (int i = 0; i < kLane; ++i) {
@@ -93,20 +93,20 @@ struct HeldState {
     const float inverse = 1.0f / scale;
     ZX_UNROLL
     for (int i = 0; i < kLane; ++i) codes.at[i] = encode<kHasNegatives>(map.nearest, values[i], inverse);
-    part.template store<Stores::streaming>(codes, static_cast<uint8_t*>(state.values));
-    if (part.first % kStateBlock == 0) state.scales[part.first / kStateBlock] = scale;
+    span.template store<Stores::streaming>(codes, static_cast<uint8_t*>(state.values));
+    if (span.first % kStateBlock == 0) state.scales[span.first / kStateBlock] = scale;
   }
 };
 
 // Every lane of the warp takes part.
 template <int kStates, bool kWhole, class Args, class Rule = typename Args::Rule>
 __device__ __forceinline__ void update_block(const Args& a, const Maps& maps, const Folded<Rule, float>& folded,
-                                             const Part<kWhole>& part) {
-  const auto grad = part.template load<kOnce>(a.grad);
-  auto param = a.where.template load<kLane>(part);
-  HeldState held[kRoomFor<kStates>];
+                                             const LaneSpan<kWhole>& span) {
+  const auto grad = span.template load<kOnce>(a.grad);
+  auto param = a.where.template load<kLane>(span);
+  LoadedState loaded[kRoomFor<kStates>];
   ZX_UNROLL
-  for (int s = 0; s < kStates; ++s) held[s].load(a.states.at[s], part);
+  for (int s = 0; s < kStates; ++s) loaded[s].load(a.states.at[s], span);
   __syncwarp();  // all have read the scales
   Lanes<ScalarLane<float>, kStates> lanes[kLane];
   ZX_UNROLL
@@ -114,7 +114,7 @@ __device__ __forceinline__ void update_block(const Args& a, const Maps& maps, co
     lanes[i].param.x = param.get(i);
     for_each_state<kStates>([&](auto s) {
       const DynamicMap& map = maps.template of<Rule::kStates[decltype(s)::value].has_negatives>();
-      lanes[i].state[s.value].x = held[s.value].get(map, i);
+      lanes[i].state[s.value].x = loaded[s.value].get(map, i);
     });
   }
   update_each(folded, grad, lanes);
@@ -122,27 +122,27 @@ __device__ __forceinline__ void update_block(const Args& a, const Maps& maps, co
   for (int i = 0; i < kLane; ++i) {
     param.set(i, lanes[i].param.x);
     ZX_UNROLL
-    for (int s = 0; s < kStates; ++s) held[s].values[i] = lanes[i].state[s].x;
+    for (int s = 0; s < kStates; ++s) loaded[s].values[i] = lanes[i].state[s].x;
   }
   if constexpr (!kWhole) {  // places without an element must not affect the scale
     ZX_UNROLL
     for (int i = 0; i < kLane; ++i) {
-      if (i < part.count) continue;
+      if (i < span.count) continue;
       ZX_UNROLL
-      for (int s = 0; s < kStates; ++s) held[s].values[i] = 0.0f;
+      for (int s = 0; s < kStates; ++s) loaded[s].values[i] = 0.0f;
     }
   }
-  a.where.store(param, part);
+  a.where.store(param, span);
   for_each_state<kStates>([&](auto s) {
     constexpr bool kHasNegatives = Rule::kStates[decltype(s)::value].has_negatives;
-    held[s.value].template store<kHasNegatives>(maps.template of<kHasNegatives>(), a.states.at[s.value], part);
+    loaded[s.value].template store<kHasNegatives>(maps.template of<kHasNegatives>(), a.states.at[s.value], span);
   });
 }
 
-template <class Args, class Rule, class Part>
+template <class Args, class Rule, class Span>
 __device__ __forceinline__ void update_at(const Args& a, const Maps& maps, const Folded<Rule, float>& folded,
-                                          const Part& part) {
-  with_num_states(folded.kept, [&](auto count) { update_block<decltype(count)::value>(a, maps, folded, part); });
+                                          const Span& span) {
+  with_num_states(folded.kept, [&](auto count) { update_block<decltype(count)::value>(a, maps, folded, span); });
 }
 
 template <class Args>
@@ -156,11 +156,11 @@ __device__ __forceinline__ void update_tiles(const Args& a, const Maps& maps, Ti
     stretch.find(a, block);  // segments start with a block: none starts inside this one
     if (!stretch.folded.active) continue;
     if (a.aligned && block + kStateBlock <= stretch.place.stop) {
-      update_at(a, maps, stretch.folded, Part<true>{block + in_block, kLane});
+      update_at(a, maps, stretch.folded, LaneSpan<true>{block + in_block, kLane});
     } else {
       const int64_t left = stretch.place.stop - block - in_block;
       const int count = static_cast<int>(left < 0 ? 0 : left < kLane ? left : kLane);
-      update_at(a, maps, stretch.folded, Part<false>{block + in_block, count});
+      update_at(a, maps, stretch.folded, LaneSpan<false>{block + in_block, count});
     }
   }
 }

@@ -21,26 +21,26 @@ struct PlainParam {
   explicit PlainParam(const UpdateElements& e) : param(static_cast<Param*>(e.param)) {}
 
   template <int N>
-  struct Held {
+  struct Loaded {
     Pack<Param, N> param;
     __device__ __forceinline__ Value get(int i) const { return ScalarLane<Value>::load(&param.at[i]).x; }
     __device__ __forceinline__ void set(int i, Value value) { ScalarLane<Value>{value}.store(&param.at[i]); }
   };
   template <int N>
-  __device__ __forceinline__ Held<N> load(int64_t i) const {
+  __device__ __forceinline__ Loaded<N> load(int64_t i) const {
     return {cuda::load<N>(param + i)};
   }
-  template <int N, class Part>
-  __device__ __forceinline__ Held<N> load(const Part& part) const {
-    return {part.load(param)};
+  template <int N, class Span>
+  __device__ __forceinline__ Loaded<N> load(const Span& span) const {
+    return {span.load(param)};
   }
   template <int N>
-  __device__ __forceinline__ void store(const Held<N>& held, int64_t i) const {
-    cuda::store<Stores::whole>(held.param, param + i);
+  __device__ __forceinline__ void store(const Loaded<N>& loaded, int64_t i) const {
+    cuda::store<Stores::whole>(loaded.param, param + i);
   }
-  template <int N, class Part>
-  __device__ __forceinline__ void store(const Held<N>& held, const Part& part) const {
-    part.template store<Stores::whole>(held.param, param);
+  template <int N, class Span>
+  __device__ __forceinline__ void store(const Loaded<N>& loaded, const Span& span) const {
+    span.template store<Stores::whole>(loaded.param, param);
   }
 };
 
@@ -55,7 +55,7 @@ struct SplitParam {
       : param(static_cast<bf16*>(e.param)), remainder(static_cast<int16_t*>(e.master)) {}
 
   template <int N>
-  struct Held {
+  struct Loaded {
     Pack<bf16, N> param;
     Pack<int16_t, N> remainder;
     __device__ __forceinline__ float get(int i) const {
@@ -66,22 +66,22 @@ struct SplitParam {
     }
   };
   template <int N>
-  __device__ __forceinline__ Held<N> load(int64_t i) const {
+  __device__ __forceinline__ Loaded<N> load(int64_t i) const {
     return {cuda::load<N>(param + i), cuda::load<N, kOnce>(remainder + i)};
   }
-  template <int N, class Part>
-  __device__ __forceinline__ Held<N> load(const Part& part) const {
-    return {part.load(param), part.template load<kOnce>(remainder)};
+  template <int N, class Span>
+  __device__ __forceinline__ Loaded<N> load(const Span& span) const {
+    return {span.load(param), span.template load<kOnce>(remainder)};
   }
   template <int N>
-  __device__ __forceinline__ void store(const Held<N>& held, int64_t i) const {
-    cuda::store<Stores::whole>(held.param, param + i);
-    cuda::store<Stores::streaming>(held.remainder, remainder + i);
+  __device__ __forceinline__ void store(const Loaded<N>& loaded, int64_t i) const {
+    cuda::store<Stores::whole>(loaded.param, param + i);
+    cuda::store<Stores::streaming>(loaded.remainder, remainder + i);
   }
-  template <int N, class Part>
-  __device__ __forceinline__ void store(const Held<N>& held, const Part& part) const {
-    part.template store<Stores::whole>(held.param, param);
-    part.template store<Stores::streaming>(held.remainder, remainder);
+  template <int N, class Span>
+  __device__ __forceinline__ void store(const Loaded<N>& loaded, const Span& span) const {
+    span.template store<Stores::whole>(loaded.param, param);
+    span.template store<Stores::streaming>(loaded.remainder, remainder);
   }
 };
 
@@ -97,7 +97,7 @@ struct MasteredParam {
       : param(static_cast<Half*>(e.param)), master(static_cast<float*>(e.master)) {}
 
   template <int N>
-  struct Held {
+  struct Loaded {
     Pack<Half, N> param;
     Pack<float, N> master;
     __device__ __forceinline__ float get(int i) const {
@@ -109,22 +109,22 @@ struct MasteredParam {
     }
   };
   template <int N>
-  __device__ __forceinline__ Held<N> load(int64_t i) const {
+  __device__ __forceinline__ Loaded<N> load(int64_t i) const {
     return {cuda::load<N>(param + i), cuda::load<N, kOnce>(master + i)};
   }
-  template <int N, class Part>
-  __device__ __forceinline__ Held<N> load(const Part& part) const {
-    return {part.load(param), part.template load<kOnce>(master)};
+  template <int N, class Span>
+  __device__ __forceinline__ Loaded<N> load(const Span& span) const {
+    return {span.load(param), span.template load<kOnce>(master)};
   }
   template <int N>
-  __device__ __forceinline__ void store(const Held<N>& held, int64_t i) const {
-    cuda::store<Stores::whole>(held.param, param + i);
-    cuda::store<Stores::streaming>(held.master, master + i);
+  __device__ __forceinline__ void store(const Loaded<N>& loaded, int64_t i) const {
+    cuda::store<Stores::whole>(loaded.param, param + i);
+    cuda::store<Stores::streaming>(loaded.master, master + i);
   }
-  template <int N, class Part>
-  __device__ __forceinline__ void store(const Held<N>& held, const Part& part) const {
-    part.template store<Stores::whole>(held.param, param);
-    part.template store<Stores::streaming>(held.master, master);
+  template <int N, class Span>
+  __device__ __forceinline__ void store(const Loaded<N>& loaded, const Span& span) const {
+    span.template store<Stores::whole>(loaded.param, param);
+    span.template store<Stores::streaming>(loaded.master, master);
   }
 };
 

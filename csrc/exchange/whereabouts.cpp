@@ -19,9 +19,9 @@ namespace {
 using std::chrono::milliseconds;
 
 constexpr milliseconds kStoreAnswers{1000};  // the store's host may be the one that is gone, or stopped
-// A rank leaves its word before it closes its connections. But if a wait runs out of time, gloo closes them first.
-constexpr milliseconds kWordFollows{500};
-constexpr milliseconds kLateWordFollows{1500};  // the word of a rank whose own wait runs out of time a little later
+// A rank leaves its farewell before it closes its connections. But if a wait runs out of time, gloo closes them first.
+constexpr milliseconds kFarewellFollows{500};
+constexpr milliseconds kLateFarewellFollows{1500};  // if the rank's own wait runs out of time a little later
 constexpr milliseconds kPoll{10};
 constexpr int kMostContexts = 16;  // of one gloo group: one for each network interface that the user names
 
@@ -48,21 +48,21 @@ char state_of(int64_t process) {
   return end == std::string::npos || end + 2 >= text.size() ? 'X' : text[end + 2];
 }
 
-// The word that a rank left in the store when it gave up.
-struct Word {
+// The farewell that a rank left in the store when it gave up.
+struct Farewell {
   int missed = kUnknownRank;
   bool late = false;   // the rank that it missed did not come in time; if not, its connection ended
   std::string what{};  // the error that it raised itself, else empty
 
   std::string text() const { return std::to_string(missed) + (late ? " late " : " gone ") + what; }
-  static Word parse(const std::string& text) {
-    Word word;
+  static Farewell parse(const std::string& text) {
+    Farewell farewell;
     std::string how;
     std::istringstream stream(text);
-    stream >> word.missed >> how;
-    word.late = how == "late";
-    std::getline(stream >> std::ws, word.what);
-    return word;
+    stream >> farewell.missed >> how;
+    farewell.late = how == "late";
+    std::getline(stream >> std::ws, farewell.what);
+    return farewell;
   }
 };
 
@@ -146,9 +146,9 @@ class LongWaits {
   std::set<Wait*> waits_;
 };
 
-std::string key_of(int rank) { return "word of rank " + std::to_string(rank); }
+std::string key_of(int rank) { return "farewell of rank " + std::to_string(rank); }
 
-// The ranks to blame, as the ranks' words tell.
+// The ranks to blame, as the ranks' farewells tell.
 struct Blame {
   std::vector<int> ranks{};
   bool late = false;
@@ -169,10 +169,10 @@ struct Search {
     return state == 'X' || state == 'Z';
   }
 
-  std::optional<Word> word_of(int other) const {
+  std::optional<Farewell> farewell_of(int other) const {
     if (!store->check({key_of(other)})) return std::nullopt;
     const std::vector<uint8_t> bytes = store->get(key_of(other));
-    return Word::parse({bytes.begin(), bytes.end()});
+    return Farewell::parse({bytes.begin(), bytes.end()});
   }
 
   bool goes_on() const {
@@ -181,37 +181,39 @@ struct Search {
     return true;
   }
 
-  // Goes from the rank that was missed to the one that it missed, and so on, up to the one that left no word.
+  // Goes from the rank that was missed to the one that it missed, and so on, up to the one that left no farewell.
   Blame follow(int missed, bool late) const {
     std::set<int> seen{rank};
     while (seen.insert(missed).second) {
-      std::optional<Word> word;
+      std::optional<Farewell> farewell;
       do {
-        word = word_of(missed);
-      } while (!word && !is_dead(missed) && goes_on());
-      if (!word) word = word_of(missed);  // it may have left one before it died
-      if (!word) return {{missed}, late};
-      if (!word->what.empty()) return {{missed}, false, word->what};
-      if (word->missed == kUnknownRank || word->missed == rank) return {{missed}, late};
-      missed = word->missed;
-      late = word->late;
+        farewell = farewell_of(missed);
+      } while (!farewell && !is_dead(missed) && goes_on());
+      if (!farewell) farewell = farewell_of(missed);  // it may have left one before it died
+      if (!farewell) return {{missed}, late};
+      if (!farewell->what.empty()) return {{missed}, false, farewell->what};
+      if (farewell->missed == kUnknownRank || farewell->missed == rank) return {{missed}, late};
+      missed = farewell->missed;
+      late = farewell->late;
     }
     return {{missed}, late};
   }
 
-  // If the backend does not say which rank it missed: a dead rank without a word is to blame, else all ranks without
-  // one.
+  // If the backend does not say which rank it missed: a dead rank without a farewell is to blame, else all ranks
+  // without one.
   Blame look_around(bool late) const {
     std::vector<int> silent;
     do {
       silent.clear();
       for (int other = 0; other < world; ++other) {
         if (other == rank) continue;
-        const std::optional<Word> word = word_of(other);
-        if (word && !word->what.empty()) return {{other}, false, word->what};
-        if (word && word->missed != kUnknownRank && word->missed != rank) return follow(word->missed, word->late);
-        if (!word && is_dead(other)) return {{other}};
-        if (!word) silent.push_back(other);
+        const std::optional<Farewell> farewell = farewell_of(other);
+        if (farewell && !farewell->what.empty()) return {{other}, false, farewell->what};
+        if (farewell && farewell->missed != kUnknownRank && farewell->missed != rank) {
+          return follow(farewell->missed, farewell->late);
+        }
+        if (!farewell && is_dead(other)) return {{other}};
+        if (!farewell) silent.push_back(other);
       }
     } while (goes_on());
     return {silent, late};
@@ -281,7 +283,7 @@ std::string Whereabouts::miss(int peer, Clock::duration waited, const std::strin
   give_up(peer, late, "");
   Blame blame{peer == kUnknownRank ? std::vector<int>{} : std::vector<int>{peer}, late};
   if (store_) {
-    const milliseconds patience = late ? kLateWordFollows : kWordFollows;
+    const milliseconds patience = late ? kLateFarewellFollows : kFarewellFollows;
     const Search search{store_, rank_, world_, processes_, Clock::now() + patience};
     blame = within(patience + kStoreAnswers, [search, peer, late] { return search.find(peer, late); }).value_or(blame);
   }
@@ -318,7 +320,7 @@ void Whereabouts::leave(const std::string& what) {
 // See Note [A rank that gives up says so].
 void Whereabouts::give_up(int missed, bool late, const std::string& what) {
   if (!store_) return;
-  within(kStoreAnswers, [store = store_, key = key_of(rank_), text = Word{missed, late, what}.text()] {
+  within(kStoreAnswers, [store = store_, key = key_of(rank_), text = Farewell{missed, late, what}.text()] {
     return store->compareSet(key, std::string(), text);  // which waits for the store's answer
   });
   close_connections();

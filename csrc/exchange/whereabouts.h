@@ -24,9 +24,9 @@ using Work = c10::intrusive_ptr<c10d::Work>;
 // exits, gloo does not always see it. (gloo stops reading a connection at a message for a receive that was dropped, so
 // it never comes to the connection's end.)
 //
-// So a rank that gives up leaves a word in the store: the rank that it missed, or the error that it raised itself. Then
-// it closes its connections, which ends every wait for it. The ranks that are woken read its word, and so find the rank
-// that all of them miss. A rank whose connection ends without a word is the one that is gone.
+// So a rank that gives up leaves a farewell in the store: the rank that it missed, or the error that it raised itself.
+// Then it closes its connections, which ends every wait for it. The ranks that are woken read its farewell, and so find
+// the rank that all of them miss. A rank whose connection ends without a farewell is the one that is gone.
 
 constexpr int kUnknownRank = -1;
 

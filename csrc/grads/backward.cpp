@@ -3,16 +3,16 @@
 #include <utility>
 
 #include "check.h"
-#include "lanes/ranges.h"
+#include "workers/ranges.h"
 
 namespace zx {
 
-Backward::Backward(std::shared_ptr<Buckets> buckets, std::shared_ptr<GradPlacement> placement,
-                   std::shared_ptr<Flights> flights, int world, bool paced)
+Backward::Backward(std::shared_ptr<Buckets> buckets, std::shared_ptr<KeptGrads> grads, std::shared_ptr<Flights> flights,
+                   int world, bool paced)
     : buckets_(std::move(buckets)),
-      placement_(std::move(placement)),
+      grads_(std::move(grads)),
       flights_(std::move(flights)),
-      packing_(placement_, flights_, world),
+      packing_(grads_, flights_, world),
       paced_(paced) {}
 
 Backward::~Backward() {

@@ -31,10 +31,10 @@ BucketManager::BucketManager(const Axes& axes, const Line& control, const Manage
   auto reduction = axes.size() > 1 ? make_two_level_reduction(axes[0], axes[1]) : make_reduction(alone, exchange_);
   flights_ = std::make_shared<Flights>(exchange_, std::move(reduction), options.device);
   params_ = std::make_shared<Params>(buckets_, exchange_);
-  placement_ = make_placement(options.route, alone && !options.divides, {buckets_, exchange_, flights_});
+  grads_ = make_kept_grads(options.route, alone && !options.divides, {buckets_, exchange_, flights_});
   const bool paced = options.sharded_params && options.device.is_cpu();  // an accelerator has an order of its own
-  backward_ = std::make_shared<Backward>(buckets_, placement_, flights_, exchange_->world(), paced);
-  settlement_ = std::make_shared<Settlement>(control, buckets_, placement_, backward_, flights_, params_);
+  backward_ = std::make_shared<Backward>(buckets_, grads_, flights_, exchange_->world(), paced);
+  settlement_ = std::make_shared<Settlement>(control, buckets_, grads_, backward_, flights_, params_);
   backward_->set_on_end([weak = std::weak_ptr(settlement_)] {
     if (const auto settlement = weak.lock()) settlement->settle({.meeting = Meeting::backward_end});
   });

@@ -10,7 +10,7 @@
 
 #include "buckets/bucket.h"
 #include "exchange/exchange.h"
-#include "lanes/streams.h"
+#include "workers/streams.h"
 
 namespace zx {
 

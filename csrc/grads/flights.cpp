@@ -9,7 +9,7 @@
 
 #include "check.h"
 #include "grads/ops.h"
-#include "lanes/ranges.h"
+#include "workers/ranges.h"
 
 namespace zx {
 namespace {
@@ -22,8 +22,8 @@ constexpr size_t kWithBuffers = 2;
 // One rank alone packs this much in less time than a thread takes to wake.
 constexpr int64_t kSmallBytes = 256 * 1024;
 
-// Lanes run beside a backward that uses all the threads it was given, so each lane uses only its own thread.
-struct LaneScope {
+// Workers run beside a backward that uses all the threads it was given, so each worker uses only its own thread.
+struct WorkerScope {
   at::AutoDispatchBelowADInplaceOrView no_autograd;
   c10::ParallelGuard single_thread{true};
 };
@@ -45,7 +45,7 @@ auto telling_reasons(const Body& body) {
 Flights::Flights(std::shared_ptr<Exchange> exchange, std::unique_ptr<Reduction> reduction, c10::Device device)
     : exchange_(std::move(exchange)),
       reduction_(std::move(reduction)),
-      lanes_(
+      workers_(
           device.is_cpu() || exchange_->waits_on_host(), [this](Flight& flight) { pack(flight); },
           [this](Flight& flight) { land(flight); }) {
   if (!device.is_cpu()) streams_.emplace(device);
@@ -56,7 +56,7 @@ void Flights::launch(std::shared_ptr<Flight> flight) {
   const Bucket& bucket = *flight->bucket;
   const int64_t numel = flight->adds ? bucket.slice_numel() : bucket.packed_start(1);
   const int64_t bytes = numel * static_cast<int64_t>(c10::elementSize(bucket.wire_dtype));
-  lanes_.launch(std::move(flight), /*small=*/reduction_->is_local() && !streams_ && bytes <= kSmallBytes);
+  workers_.launch(std::move(flight), /*small=*/reduction_->is_local() && !streams_ && bytes <= kSmallBytes);
 }
 
 void Flights::after_landing(std::function<void()> task) {
@@ -68,19 +68,19 @@ void Flights::after_landing(std::function<void()> task) {
       task();
     };
   }
-  lanes_.after_landing(std::move(task));
+  workers_.after_landing(std::move(task));
 }
 
 void Flights::await_landed() {
   process_.check();
-  const std::string error = lanes_.drain();
+  const std::string error = workers_.drain();
   if (streams_) streams_->join();
   TORCH_CHECK(error.empty(), error);
 }
 
-// Runs on the pack lane.
+// Runs on the pack worker.
 void Flights::pack(Flight& flight) {
-  const LaneScope scope;
+  const WorkerScope scope;
   std::optional<c10::StreamGuard> on;
   if (streams_) {
     on.emplace(streams_->pack());
@@ -88,16 +88,16 @@ void Flights::pack(Flight& flight) {
     streams_->free_buffers(/*keep=*/kWithBuffers - 1);
   }
   const auto work = [&] {
-    if (lanes_.failed()) return;
+    if (workers_.failed()) return;
     const Bucket& bucket = *flight.bucket;
     const Range range("pack", bucket.index);
     const auto options = bucket.flat.options().dtype(bucket.wire_dtype);
     flight.flat = at::empty({bucket.packed_start(exchange_->world())}, options);
     ops::flatten_(flight.flat, flight.sources, flight.pieces, flight.flags);
     if (!streams_) flight.sources.clear();
-    if (auto pending = reduction_->send(flight)) lanes_.set_pending(flight, std::move(pending));
+    if (auto pending = reduction_->send(flight)) workers_.set_pending(flight, std::move(pending));
   };
-  lanes_.attempt(flight, telling_reasons(work));
+  workers_.attempt(flight, telling_reasons(work));
   if (streams_) {
     flight.packed.emplace(streams_->record(streams_->pack()));
     streams_->hold_gradients(std::move(flight.sources), std::move(flight.producers),
@@ -105,9 +105,9 @@ void Flights::pack(Flight& flight) {
   }
 }
 
-// Runs on the land lane.
+// Runs on the land worker.
 void Flights::land(Flight& flight) {
-  const LaneScope scope;
+  const WorkerScope scope;
   std::optional<c10::StreamGuard> on;
   if (streams_) {
     on.emplace(streams_->land());
@@ -120,23 +120,23 @@ void Flights::land(Flight& flight) {
       const Range range("wait", index);
       flight.pending->wait();
     }
-    if (lanes_.failed()) return;
+    if (workers_.failed()) return;
     reduction_->land(flight);
     ++flight.bucket->landed.version;
   };
-  lanes_.attempt(flight, telling_reasons(work));
+  workers_.attempt(flight, telling_reasons(work));
   const auto part = [&] {
     if (!flight.pending) return;
     const Range range("let_go", index);
     flight.pending->let_go();  // even if something went wrong here: others should not wait for this rank
-    if (!lanes_.failed()) flight.pending->wait_for_readers();
+    if (!workers_.failed()) flight.pending->wait_for_readers();
   };
-  lanes_.attempt(flight, telling_reasons(part));
+  workers_.attempt(flight, telling_reasons(part));
   if (streams_) {
     streams_->hold_buffers({std::move(flight.flat), std::move(flight.received), std::move(flight.partial)},
                            streams_->record(streams_->land()));
   }
-  if (lanes_.failed()) {
+  if (workers_.failed()) {
     abandoned_.insert(abandoned_.end(), {flight.flat, flight.partial});
     abandoned_.insert(abandoned_.end(), flight.straight.begin(), flight.straight.end());
   }

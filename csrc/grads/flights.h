@@ -1,4 +1,4 @@
-// All flights of one bucket manager, and how they are packed, sent and landed. See Note [Two lanes] in two_lanes.h.
+// All flights of one bucket manager, and how they are packed, sent and landed. See Note [Two workers] in two_workers.h.
 #pragma once
 
 #include <chrono>
@@ -10,10 +10,10 @@
 
 #include "grads/flight.h"
 #include "grads/reduction.h"
-#include "lanes/process.h"
-#include "lanes/stopwatch.h"
-#include "lanes/streams.h"
-#include "lanes/two_lanes.h"
+#include "workers/process.h"
+#include "workers/stopwatch.h"
+#include "workers/streams.h"
+#include "workers/two_workers.h"
 
 namespace zx {
 
@@ -28,24 +28,24 @@ class Flights {
   void after_landing(std::function<void()> task);
 
   // Waits until all have landed; on an accelerator the current stream does. Throws the first error, now and on every
-  // later call. Throws in a forked child, which has no lanes.
+  // later call. Throws in a forked child, which has no workers.
   void await_landed();
 
   // Waits until at most `most` have not landed, where this may block the host. Returns false if none lands for
   // `patience`.
   bool await_landings(int64_t most, std::chrono::milliseconds patience) {
     const Stopwatch::Lap lap(waited_);
-    return streams_ ? true : lanes_.await_landings(most, patience);
+    return streams_ ? true : workers_.await_landings(most, patience);
   }
   // How long threads have been in there.
   int64_t waited_ns() const { return waited_.total_ns(); }
 
-  int64_t num_landed() const { return lanes_.num_landed(); }
-  int64_t num_launched() const { return lanes_.num_launched(); }
+  int64_t num_landed() const { return workers_.num_landed(); }
+  int64_t num_launched() const { return workers_.num_launched(); }
   // Tells what is known to be wrong: the first error, or the buckets that have not landed; empty if nothing is.
-  std::string trouble() { return lanes_.trouble(); }
+  std::string trouble() { return workers_.trouble(); }
   // For tests of overlap: holds every flight back until await_landed() is called.
-  void set_hold(bool hold) { lanes_.set_hold(hold); }
+  void set_hold(bool hold) { workers_.set_hold(hold); }
 
   const Reduction& reduction() const { return *reduction_; }
   Streams* streams() { return streams_ ? &*streams_ : nullptr; }  // null on the CPU
@@ -57,10 +57,10 @@ class Flights {
   Process process_;
   std::shared_ptr<Exchange> exchange_;
   std::unique_ptr<Reduction> reduction_;
-  std::vector<at::Tensor> abandoned_;  // the land lane's: what was sent before an error, since others may still read it
+  std::vector<at::Tensor> abandoned_;  // the land worker's: sent before an error, and others may still read it
   std::optional<Streams> streams_;
   Stopwatch waited_;
-  TwoLanes<Flight> lanes_;  // destroyed first: its threads use the others
+  TwoWorkers<Flight> workers_;  // destroyed first: its threads use the others
 };
 
 }  // namespace zx

@@ -47,7 +47,7 @@ void Backward::install_hooks(Bucket& bucket, Slot& slot) {
   const std::weak_ptr<Backward> weak = weak_from_this();
   const int64_t bucket_index = bucket.index;
   const int64_t slot_index = &slot - bucket.slots.data();
-  if (placement_->precedes_accumulation(bucket)) {
+  if (grads_->precedes_accumulation(bucket)) {
     auto hook = std::make_unique<BeforeAccumulate>([weak, bucket_index, slot_index] {
       if (const auto self = weak.lock()) {
         Bucket& bucket = self->buckets_->at(bucket_index);
@@ -80,12 +80,12 @@ void Backward::remove_hooks(Slot& slot) {
 void Backward::before_accumulate(const Bucket& bucket, Slot& slot) {
   const Locked lock(buckets_->mutex);
   // A thread that comes while another one accumulates finds what the other one left.
-  if (slot.seen.writers++ == 0) placement_->before_accumulate(bucket, slot, lock);
+  if (slot.seen.writers++ == 0) grads_->before_accumulate(bucket, slot, lock);
 }
 
 void Backward::after_accumulate(Bucket& bucket, Slot& slot) {
-  if (!placement_->sends()) {
-    placement_->count_gradient();
+  if (!grads_->sends()) {
+    grads_->count_gradient();
     return;
   }
   if (note_gradient(bucket, slot)) keep_pace();
@@ -100,7 +100,7 @@ bool Backward::note_gradient(Bucket& bucket, Slot& slot) {
   TORCH_CHECK(grad.layout() == at::kStrided, "zerox: ", local_grad(slot).refusal);
   slot.seen.local.note(grad);
   packing_.note_producer(bucket, lock);
-  placement_->accumulated(slot, sync_, lock);
+  grads_->accumulated(slot, sync_, lock);
   if (!sync_) return false;
   open_pass(lock);
   await_end(lock);
@@ -170,7 +170,7 @@ void Backward::on_backward_end() {
     if (nested && !order_.complete()) return;
     finish_pass(/*own=*/true, /*empty=*/false, lock);
   }
-  if (placement_->meets_after_backward()) on_end_();
+  if (grads_->meets_after_backward()) on_end_();
 }
 
 }  // namespace zx

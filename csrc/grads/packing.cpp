@@ -6,7 +6,7 @@
 
 #include <algorithm>
 
-#include "grads/grad_placement.h"
+#include "grads/kept_grads.h"
 #include "grads/local_grad.h"
 
 namespace zx {
@@ -41,7 +41,7 @@ Taken Packing::take(const Bucket& bucket, Slot& slot, bool empty, std::string& r
     refusal = std::move(grad.refusal);
     return {};
   }
-  return placement_->take(bucket, slot, grad.tensor, lock);
+  return grads_->take(bucket, slot, grad.tensor, lock);
 }
 
 void Packing::note_producer(Bucket& bucket, const Locked& /*lock*/) const {

@@ -14,13 +14,13 @@
 
 namespace zx {
 
-class GradPlacement;
+class KeptGrads;
 struct Taken;
 
 class Packing {
  public:
-  Packing(std::shared_ptr<GradPlacement> placement, std::shared_ptr<Flights> flights, int world)
-      : placement_(std::move(placement)), flights_(std::move(flights)), world_(world) {}
+  Packing(std::shared_ptr<KeptGrads> grads, std::shared_ptr<Flights> flights, int world)
+      : grads_(std::move(grads)), flights_(std::move(flights)), world_(world) {}
 
   // Notes that the current stream has written a gradient of this bucket.
   void note_producer(Bucket& bucket, const Locked& lock) const;
@@ -32,7 +32,7 @@ class Packing {
  private:
   Taken take(const Bucket& bucket, Slot& slot, bool empty, std::string& refusal, const Locked& lock) const;
 
-  std::shared_ptr<GradPlacement> placement_;
+  std::shared_ptr<KeptGrads> grads_;
   std::shared_ptr<Flights> flights_;
   int world_;
 };

@@ -4,7 +4,7 @@
 
 #include "grads/straight.h"
 #include "grads/summing.h"
-#include "lanes/ranges.h"
+#include "workers/ranges.h"
 
 namespace zx {
 namespace {

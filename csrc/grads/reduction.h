@@ -9,7 +9,7 @@
 
 namespace zx {
 
-// The pack lane calls send(), and the land lane calls land().
+// The pack worker calls send(), and the land worker calls land().
 class Reduction {
  public:
   virtual ~Reduction() = default;

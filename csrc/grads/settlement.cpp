@@ -5,7 +5,7 @@
 #include <utility>
 
 #include "check.h"
-#include "lanes/ranges.h"
+#include "workers/ranges.h"
 
 namespace zx {
 namespace {
@@ -25,11 +25,11 @@ void check_arguments(const Verdict& verdict) {
 
 }  // namespace
 
-Settlement::Settlement(Line control, std::shared_ptr<Buckets> buckets, std::shared_ptr<GradPlacement> placement,
+Settlement::Settlement(Line control, std::shared_ptr<Buckets> buckets, std::shared_ptr<KeptGrads> grads,
                        std::shared_ptr<Backward> backward, std::shared_ptr<Flights> flights,
                        std::shared_ptr<Params> params)
     : buckets_(std::move(buckets)),
-      placement_(std::move(placement)),
+      grads_(std::move(grads)),
       backward_(std::move(backward)),
       flights_(std::move(flights)),
       params_(std::move(params)),
@@ -45,7 +45,7 @@ void Settlement::join(const Verdict& verdict, bool empty) {
 void Settlement::abandon(const Verdict& verdict) {
   join(verdict, /*empty=*/true);
   backward_->start_over();
-  placement_->start_over(/*is_step=*/false);
+  grads_->start_over(/*is_step=*/false);
 }
 
 // The same where a rank failed; returns why, as that rank tells it.
@@ -61,7 +61,7 @@ void Settlement::check(const Verdict& verdict) {
     backward_->fail("another rank can't: " + why);
     TORCH_CHECK(false, "zerox: rank ", verdict[Said::failed].most_rank, " can't go on: ", why, way_out);
   }
-  const std::string clash = placement_->learn_placements(verdict.placements);
+  const std::string clash = grads_->learn_placements(verdict.placements);
   if (!clash.empty()) {
     abandon(verdict);
     backward_->fail(clash);
@@ -90,7 +90,7 @@ Statement Settlement::statement(const Call& call) {
   {
     const int64_t rounds = backward_->progress().rounds;
     const Locked lock(buckets_->mutex);
-    seen = placement_->look(rounds, lock);
+    seen = grads_->look(rounds, lock);
   }
   if (!seen.refusal.empty()) backward_->fail(seen.refusal);
   const Progress progress = backward_->progress();
@@ -124,10 +124,10 @@ Verdict Settlement::meet(const Call& call) {
   backward_->set_followed(followed);
   // What a follower still holds is of an older step, which the others have zeroed.
   if (call.meeting == Meeting::follow && verdict[Said::zeroed].most > 0 && !was_zeroed) {
-    placement_->zero(/*set_to_none=*/true, backward_->progress().rounds);
+    grads_->zero(/*set_to_none=*/true, backward_->progress().rounds);
   }
   join(verdict, /*empty=*/false);
-  placement_->complete(verdict[Said::rounds].most, agreement_);
+  grads_->complete(verdict[Said::rounds].most, agreement_);
   return verdict;
 }
 
@@ -172,31 +172,31 @@ void Settlement::finish(const Verdict& verdict, Meeting meeting) {
   const bool is_step = meeting == Meeting::step;
   if (is_step) agreement_.step_begun();
   backward_->start_over();
-  placement_->start_over(is_step);
+  grads_->start_over(is_step);
   if (is_step || meeting == Meeting::skip_step) had_gradient_ = false;
 }
 
 // Sends what no flight of a backward took; if there is nothing, owners still hear of what was discarded.
 void Settlement::send_rest(const Verdict& verdict) {
   if (verdict[Said::unsent].most > 0) {
-    placement_->send_rest(agreement_, [this] { backward_->launch_round(/*empty=*/false); });
-    placement_->complete(backward_->progress().rounds, agreement_);
+    grads_->send_rest(agreement_, [this] { backward_->launch_round(/*empty=*/false); });
+    grads_->complete(backward_->progress().rounds, agreement_);
   } else if (verdict[Said::changed].most > 0) {
     flights_->await_landed();
-    placement_->exchange_changes(agreement_);
+    grads_->exchange_changes(agreement_);
   }
 }
 
 void Settlement::zero(bool set_to_none) {
   const bool raised = backward_->end_pass();
   // Where gradients are whole, the others wait at the end of the backward that raised here: they must be told.
-  if (raised && placement_->meets_after_backward()) {
+  if (raised && grads_->meets_after_backward()) {
     const std::lock_guard lock(mutex_);
     abandon_with_reason(agreement_.agree(statement({.meeting = Meeting::backward_end}), "zero_grad()"));
   }
   backward_->forget_failure();
   zeroed_ = true;
-  placement_->zero(set_to_none, backward_->progress().rounds);
+  grads_->zero(set_to_none, backward_->progress().rounds);
 }
 
 void Settlement::all_reduce(const at::Tensor& values, Combine combine) {

@@ -11,16 +11,16 @@
 #include "grads/agreement.h"
 #include "grads/backward.h"
 #include "grads/flights.h"
-#include "grads/grad_placement.h"
-#include "lanes/stopwatch.h"
+#include "grads/kept_grads.h"
 #include "params/params.h"
+#include "workers/stopwatch.h"
 
 namespace zx {
 
 // In a forked child every function that changes or waits for something throws: see Note [Forks].
 class Settlement {
  public:
-  Settlement(Line control, std::shared_ptr<Buckets> buckets, std::shared_ptr<GradPlacement> placement,
+  Settlement(Line control, std::shared_ptr<Buckets> buckets, std::shared_ptr<KeptGrads> grads,
              std::shared_ptr<Backward> backward, std::shared_ptr<Flights> flights, std::shared_ptr<Params> params);
 
   // Collective. Afterwards everything that ranks launched has landed, the same on all ranks, unless the Outcome says
@@ -45,7 +45,7 @@ class Settlement {
   void bump_versions() const;
   // A count that rises with every flight launched (settle() also launches for other ranks' rounds), and with every
   // gradient that is only counted.
-  int64_t num_added() const { return flights_->num_launched() + placement_->num_counted(); }
+  int64_t num_added() const { return flights_->num_launched() + grads_->num_counted(); }
   // How long threads have been in settle() and all_reduce(), where they wait for what is under way.
   int64_t waited_ns() const { return waited_.total_ns(); }
 
@@ -62,7 +62,7 @@ class Settlement {
 
   mutable ProcessMutex mutex_;  // of all below: see Note [Locks]
   std::shared_ptr<Buckets> buckets_;
-  std::shared_ptr<GradPlacement> placement_;
+  std::shared_ptr<KeptGrads> grads_;
   std::shared_ptr<Backward> backward_;
   std::shared_ptr<Flights> flights_;
   std::shared_ptr<Params> params_;

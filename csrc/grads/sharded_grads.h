@@ -1,14 +1,14 @@
 // Gradients whose mean is sharded: each rank keeps its shard (ZeRO stages 2 and 3).
 #pragma once
 
-#include "grads/grad_placement.h"
+#include "grads/kept_grads.h"
 
 namespace zx {
 
 // See Note [Who holds a gradient].
-class ShardedGrads final : public GradPlacement {
+class ShardedGrads final : public KeptGrads {
  public:
-  using GradPlacement::GradPlacement;
+  using KeptGrads::KeptGrads;
 
   bool precedes_accumulation(const Bucket& /*bucket*/) const override { return true; }
   void before_accumulate(const Bucket& bucket, Slot& slot, const Locked& lock) override;

@@ -8,9 +8,9 @@
 
 #include "grads/ops.h"
 #include "grads/straight.h"
-#include "lanes/ranges.h"
 #include "math/exact_sum.h"
 #include "math/norm.h"
+#include "workers/ranges.h"
 
 namespace zx {
 namespace {

@@ -11,8 +11,8 @@
 
 #include "grads/ops.h"
 #include "grads/summing.h"
-#include "lanes/ranges.h"
 #include "math/exact_sum.h"
+#include "workers/ranges.h"
 
 namespace zx {
 namespace {

@@ -12,8 +12,8 @@
 #include "grads/ops.h"
 #include "grads/packing.h"
 #include "grads/straight.h"
-#include "lanes/ranges.h"
 #include "params/gathers.h"
+#include "workers/ranges.h"
 
 namespace zx {
 namespace {

@@ -2,14 +2,14 @@
 // user's changes to it count.
 #pragma once
 
-#include "grads/grad_placement.h"
+#include "grads/kept_grads.h"
 
 namespace zx {
 
 // p.grad is the mean, as it is.
-class WholeGrads : public GradPlacement {
+class WholeGrads : public KeptGrads {
  public:
-  using GradPlacement::GradPlacement;
+  using KeptGrads::KeptGrads;
 
   bool sends() const override { return false; }
   Taken take(const Bucket& bucket, Slot& slot, const at::Tensor& local, const Locked& lock) override;

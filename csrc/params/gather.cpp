@@ -8,8 +8,8 @@
 #include <utility>
 
 #include "check.h"
-#include "lanes/ranges.h"
 #include "params/read_guard.h"
+#include "workers/ranges.h"
 
 namespace zx {
 namespace {

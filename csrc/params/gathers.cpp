@@ -122,7 +122,7 @@ Gathers::All Gathers::under_way() const {
 }
 
 void Gathers::in_background(void (Gather::*what)(), const std::shared_ptr<Gather>& gather) {
-  if (gather->on_host() && !hold_) lane_.post([what, gather] { ((*gather).*what)(); });
+  if (gather->on_host() && !hold_) worker_.post([what, gather] { ((*gather).*what)(); });
 }
 
 void Gathers::start(const std::shared_ptr<Bucket>& bucket, at::Tensor flat, Exchange& exchange, bool background) {

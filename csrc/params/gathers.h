@@ -6,11 +6,11 @@
 #include <optional>
 #include <vector>
 
-#include "lanes/lane.h"
-#include "lanes/process.h"
-#include "lanes/stopwatch.h"
 #include "params/gather.h"
 #include "params/read_guard.h"
+#include "workers/process.h"
+#include "workers/stopwatch.h"
+#include "workers/worker.h"
 
 namespace zx {
 
@@ -64,7 +64,7 @@ class Gathers {
   All under_way_;                                                            // in the order of their start
   std::vector<int64_t> used_;
   std::optional<ReadGuard> guard_;
-  Lane lane_{"zerox gather"};
+  Worker worker_{"zerox gather"};
 };
 
 }  // namespace zx

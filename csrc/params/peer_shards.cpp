@@ -37,20 +37,20 @@ std::vector<int> PeerShards::others(bool neighbours) const {
   return found;
 }
 
-void PeerShards::add(const at::Tensor& shard, const SharedWords& words) const {
-  if (server_) server_->add(shard, words);
+void PeerShards::add(const at::Tensor& shard, const SharedStamps& stamps) const {
+  if (server_) server_->add(shard, stamps);
 }
 
-void PeerShards::words_changed() const {
-  if (server_) server_->words_changed();
+void PeerShards::stamps_changed() const {
+  if (server_) server_->stamps_changed();
 }
 
 void PeerShards::fetch(const Question& wanted, const std::vector<ShardPlace>& places, const Target& target) const {
   const auto asked = ask_others(wanted, target.flat, target.shard_bytes);
   for (const int peer : others(true)) {
     const ShardPlace& place = places.at(peer);
-    await(peer, place, ShardWord::version, wanted.version);
-    if (wanted.stored > 0) await(peer, place, ShardWord::stored, wanted.stored);
+    await(peer, place, ShardStamp::version, wanted.version);
+    if (wanted.stored > 0) await(peer, place, ShardStamp::stored, wanted.stored);
     whereabouts_->needing(peer, [&] {
       if (place.mapped.defined()) {
         target.pull(peer, place.mapped);
@@ -64,7 +64,7 @@ void PeerShards::fetch(const Question& wanted, const std::vector<ShardPlace>& pl
 
 void PeerShards::await_written(int64_t bucket, const std::vector<ShardPlace>& places, int64_t written) const {
   const auto asked = ask_others({.bucket = bucket, .written = written}, nullptr, 0);
-  for (const int peer : others(true)) await(peer, places.at(peer), ShardWord::written, written);
+  for (const int peer : others(true)) await(peer, places.at(peer), ShardStamp::written, written);
   for (const auto& each : asked) questions_->await(each);
 }
 
@@ -80,19 +80,19 @@ std::vector<ShardQuestions::Asked> PeerShards::ask_others(const Question& questi
   return asked;
 }
 
-int64_t PeerShards::read_word(int rank, const ShardPlace& place, ShardWord word) const {
+int64_t PeerShards::read_stamp(int rank, const ShardPlace& place, ShardStamp stamp) const {
   int64_t value = 0;
-  neighbours_.read(rank, place.words + static_cast<size_t>(word) * sizeof(value), &value, sizeof(value));
+  neighbours_.read(rank, place.stamps + static_cast<size_t>(stamp) * sizeof(value), &value, sizeof(value));
   return value;
 }
 
-void PeerShards::await(int rank, const ShardPlace& place, ShardWord word, int64_t value) const {
+void PeerShards::await(int rank, const ShardPlace& place, ShardStamp stamp, int64_t value) const {
   whereabouts_->needing(rank, [&] {
     const auto deadline = std::chrono::steady_clock::now() + timeout_;
     microseconds pause = kFirstPause;
     // Read twice: the system need not copy eight bytes at once.
     const auto is_there = [&] {
-      return read_word(rank, place, word) >= value && read_word(rank, place, word) >= value;
+      return read_stamp(rank, place, stamp) >= value && read_stamp(rank, place, stamp) >= value;
     };
     for (int64_t tries = 0; !is_there(); ++tries) {
       if (std::chrono::steady_clock::now() > deadline) throw std::runtime_error("timed out");
@@ -104,7 +104,7 @@ void PeerShards::await(int rank, const ShardPlace& place, ShardWord word, int64_
       }
     }
   });
-  std::atomic_thread_fence(std::memory_order_seq_cst);  // what the word stands for is read after it
+  std::atomic_thread_fence(std::memory_order_seq_cst);  // what the stamp stands for is read after it
 }
 
 void PeerShards::say_left() const {
@@ -114,7 +114,7 @@ void PeerShards::say_left() const {
 bool PeerShards::has_left(int rank, const ShardPlace& place) const {
   if (!neighbours_.has(rank)) return server_->has_left(rank);
   try {
-    return read_word(rank, place, ShardWord::left) != 0;
+    return read_stamp(rank, place, ShardStamp::left) != 0;
   } catch (const std::exception&) {
     return true;
   }

@@ -14,7 +14,7 @@
 #include "exchange/whereabouts.h"
 #include "params/shard_questions.h"
 #include "params/shard_server.h"
-#include "params/shard_words.h"
+#include "params/shard_stamps.h"
 
 namespace zx {
 
@@ -25,7 +25,7 @@ namespace zx {
 //
 // But shards stay as they are from one step to the next. So a rank reads the others' shards from their memory (see Note
 // [Neighbours]), or asks for them (see Note [Shards by message]), in any order, as often as it likes, whatever they do
-// meanwhile. Beside its shard each rank has a few numbers, which say of which step the shard is:
+// meanwhile. Beside its shard each rank has a few stamps, which say of which step the shard is:
 //
 //   version  rises when step() has written the shard. Whoever has come to version n waits until the others' have.
 //   written  rises when an operator outside step() has written this rank's copy of the bucket (load_state_dict, p.mul_)
@@ -42,10 +42,10 @@ namespace zx {
 // Note [Shards in a device's memory]
 // On an accelerator a shard lies in the device's memory. Where devices can read each other's, ranks of one machine map
 // the others' shards when buckets are added (zerox/flow/mapped_shards.py), and a fetch is copies between devices. They
-// need no kernel, and no partner either. But the host only queues them, and runs ahead. So that the words above keep
+// need no kernel, and no partner either. But the host only queues them, and runs ahead. So that the stamps above keep
 // their meaning, it waits for the device in these places, and nowhere else:
 //
-// - Before a word says that a shard was written: until the device has written it (Room::serve).
+// - Before a stamp says that a shard was written: until the device has written it (Room::serve).
 // - Before another rank may overwrite a shard that this one reads: until the device has read it (Room::await_pulls).
 //   That is before ranks meet in step() and at the end of whole(), before this rank says that it has written its copy,
 //   and before it says that it has left.
@@ -53,15 +53,15 @@ namespace zx {
 // If any rank can't map a neighbour's shards, no rank does: each keeps a copy of its shards in the host's memory, which
 // others read as on hosts. Ranks on other machines ask for that copy.
 //
-// A rank that is dead is found by its words, before anything is copied. Copies that were queued before it died read
+// A rank that is dead is found by its stamps, before anything is copied. Copies that were queued before it died read
 // memory that the driver keeps for as long as it is mapped anywhere. If they were garbage all the same, no update could
 // use them: the next settle() raises.
 
-// Where a rank has a shard and its words, in the host's memory. `mapped`: the shard's bytes in its device's memory, as
+// Where a rank has a shard and its stamps, in the host's memory. `mapped`: the shard's bytes in its device's memory, as
 // a tensor of this rank's device; undefined if they are read in the host's.
 struct ShardPlace {
   uint64_t shard;
-  uint64_t words;
+  uint64_t stamps;
   at::Tensor mapped{};
 };
 
@@ -75,9 +75,9 @@ class PeerShards {
   int world() const { return world_; }
   bool asks_others() const { return questions_ != nullptr; }  // else it reads all of them in memory
 
-  // This rank's shard of the next bucket, and that it has changed a word.
-  void add(const at::Tensor& shard, const SharedWords& words) const;
-  void words_changed() const;
+  // This rank's shard of the next bucket, and that it has changed a stamp.
+  void add(const at::Tensor& shard, const SharedStamps& stamps) const;
+  void stamps_changed() const;
 
   // Where a fetch puts the others' shards: through the host's memory each into its place in `flat`, which may be null
   // if all are mapped; those that are mapped by `pull`.
@@ -97,8 +97,8 @@ class PeerShards {
   bool has_left(int rank, const ShardPlace& place) const;
 
  private:
-  void await(int rank, const ShardPlace& place, ShardWord word, int64_t value) const;
-  int64_t read_word(int rank, const ShardPlace& place, ShardWord word) const;
+  void await(int rank, const ShardPlace& place, ShardStamp stamp, int64_t value) const;
+  int64_t read_stamp(int rank, const ShardPlace& place, ShardStamp stamp) const;
   std::vector<ShardQuestions::Asked> ask_others(const Question& question, char* flat, size_t shard_bytes) const;
   std::vector<int> others(bool neighbours) const;
 

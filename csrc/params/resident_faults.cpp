@@ -5,17 +5,17 @@ namespace zx {
 
 // Its messages go on when the operator is over: if memory went away under them, gloo would end the process. So the
 // bucket stays as it is until the next step(), and the caller raises.
-void Residents::refuse_collective(Held& held) {
+void Residents::refuse_collective(ShardedBucket& sharded) {
   {
     const std::lock_guard lock(mutex_);
-    if (now_.whole > 0 || held.places.empty() || now_.forgotten) return;
-    if (!held.is_lent) {
-      held.is_lent = true;
-      ++held.pins;
-      if (held.writers++ == 0) held.room->let_write(true);
+    if (now_.whole > 0 || sharded.places.empty() || now_.forgotten) return;
+    if (!sharded.is_lent) {
+      sharded.is_lent = true;
+      ++sharded.pins;
+      if (sharded.writers++ == 0) sharded.room->let_write(true);
     }
   }
-  ReadGuard::raise_soon("zerox: a collective of torch.distributed was called on parameters of " + held.name +
+  ReadGuard::raise_soon("zerox: a collective of torch.distributed was called on parameters of " + sharded.name +
                         ", which are sharded: call it inside optimizer.whole()");
 }
 
@@ -26,19 +26,19 @@ bool Residents::access_at(const void* address, bool is_write) {
   if (bucket < 0) return false;
   const ReadGuard::Pause pause;
   if (!process_.is_this()) {
-    in_child(*held_[bucket]);
+    in_child(*buckets_[bucket]);
     return true;
   }
   std::unique_lock lock(mutex_);
-  Held& held = *held_[bucket];
-  ++held.pins;
-  held.touched = ++now_.clock;
+  ShardedBucket& sharded = *buckets_[bucket];
+  ++sharded.pins;
+  sharded.touched = ++now_.clock;
   ++now_.counts.faults;
   past_.script.note(bucket);
-  now_.counts.waits += is_up_to_date(held) ? 0 : 1;
+  now_.counts.waits += is_up_to_date(sharded) ? 0 : 1;
   std::string failure;
-  const auto fetch_it = [&] { failure = fetch_now(held, lock, "code without an operator"); };
-  const bool waits = held.state == State::arriving || now_.updating || held.is_stale || held.is_old;
+  const auto fetch_it = [&] { failure = fetch_now(sharded, lock, "code without an operator"); };
+  const bool waits = sharded.state == State::arriving || now_.updating || sharded.is_stale || sharded.is_old;
   if (waits) {  // for another thread, which may need the GIL
     lock.unlock();
     ReadGuard::without_gil([&] {
@@ -50,11 +50,11 @@ bool Residents::access_at(const void* address, bool is_write) {
   } else {
     fetch_it();
   }
-  --held.pins;
+  --sharded.pins;
   if (is_write) {
-    held.room->let_write(true);
-    if (!held.places.empty() && !now_.forgotten && failure.empty()) {
-      failure = "zerox: parameters of " + held.name +
+    sharded.room->let_write(true);
+    if (!sharded.places.empty() && !now_.forgotten && failure.empty()) {
+      failure = "zerox: parameters of " + sharded.name +
                 " were written without an operator (through numpy, or from a file), and such a write is lost when they "
                 "are released: write inside optimizer.whole()";
     }

@@ -4,22 +4,22 @@
 #include <exception>
 
 #include "check.h"
-#include "lanes/ranges.h"
 #include "params/residents.h"
+#include "workers/ranges.h"
 
 namespace zx {
 
-Room::Bytes Residents::part_of(const Held& held, int rank) const {
-  const size_t bytes = held.shard.nbytes();
+Room::Bytes Residents::part_of(const ShardedBucket& sharded, int rank) const {
+  const size_t bytes = sharded.shard.nbytes();
   return {rank * bytes, (rank + 1) * bytes};
 }
 
 // Where the shards come that are not mapped; those of ranks in a row are one part.
-std::vector<Room::Bytes> Residents::parts_through_host(const Held& held) const {
+std::vector<Room::Bytes> Residents::parts_through_host(const ShardedBucket& sharded) const {
   std::vector<Room::Bytes> parts;
   for (int rank = 0; rank < peers_->world(); ++rank) {
-    if (rank == peers_->rank() || held.places.at(rank).mapped.defined()) continue;
-    const Room::Bytes part = part_of(held, rank);
+    if (rank == peers_->rank() || sharded.places.at(rank).mapped.defined()) continue;
+    const Room::Bytes part = part_of(sharded, rank);
     if (!parts.empty() && parts.back().stop == part.start) {
       parts.back().stop = part.stop;
     } else {
@@ -30,27 +30,27 @@ std::vector<Room::Bytes> Residents::parts_through_host(const Held& held) const {
 }
 
 // Without the lock. An error leaves NaN behind, so that nobody takes what is there for parameters.
-std::string Residents::fetch(Held& held, bool memory_too, bool own_too) {
-  const Range range("fetch", held.index);
-  Room& room = *held.room;
+std::string Residents::fetch(ShardedBucket& sharded, bool memory_too, bool own_too) {
+  const Range range("fetch", sharded.index);
+  Room& room = *sharded.room;
   try {
     if (memory_too) {
       room.restore();
     } else {
       room.let_write(true);
     }
-    if (own_too) room.take_shard(held.shard, own_part(held).start);
+    if (own_too) room.take_shard(sharded.shard, own_part(sharded).start);
     const std::string known = given_up();
     TORCH_CHECK(known.empty(), known);
-    const auto through_host = parts_through_host(held);
+    const auto through_host = parts_through_host(sharded);
     const Room::Inbox inbox = through_host.empty() ? Room::Inbox() : room.inbox();
-    const auto pull = [&](int rank, const at::Tensor& mapped) { room.pull(mapped, part_of(held, rank).start); };
-    peers_->fetch({.bucket = held.index, .version = held.version, .stored = held.written, .wants_shard = true},
-                  held.places, {inbox.data, held.shard.nbytes(), pull});
+    const auto pull = [&](int rank, const at::Tensor& mapped) { room.pull(mapped, part_of(sharded, rank).start); };
+    peers_->fetch({.bucket = sharded.index, .version = sharded.version, .stored = sharded.written, .wants_shard = true},
+                  sharded.places, {inbox.data, sharded.shard.nbytes(), pull});
     if (!through_host.empty()) room.take_in(inbox, through_host);
   } catch (const std::exception& error) {
-    room.spoil(own_part(held));
-    return "zerox: the parameters of " + held.name + " did not arrive from all ranks: " + reason_of(error);
+    room.spoil(own_part(sharded));
+    return "zerox: the parameters of " + sharded.name + " did not arrive from all ranks: " + reason_of(error);
   }
   return "";
 }
@@ -67,7 +67,7 @@ void Residents::await_pulls() const {
   std::vector<std::shared_ptr<Room>> rooms;
   {
     const std::lock_guard lock(mutex_);
-    for (const auto& held : held_) rooms.push_back(held->room);
+    for (const auto& sharded : buckets_) rooms.push_back(sharded->room);
   }
   for (const auto& room : rooms) room->await_pulls();
 }

@@ -38,8 +38,8 @@ size_t Residents::room_bytes() const {
 size_t Residents::served_bytes() const {
   const std::lock_guard lock(mutex_);
   size_t bytes = 0;
-  for (const auto& held : held_) {
-    if (held->served.defined() && !held->served.is_same(held->shard)) bytes += held->served.nbytes();
+  for (const auto& sharded : buckets_) {
+    if (sharded->served.defined() && !sharded->served.is_same(sharded->shard)) bytes += sharded->served.nbytes();
   }
   return bytes;
 }
@@ -47,7 +47,7 @@ size_t Residents::served_bytes() const {
 std::vector<bool> Residents::resident() const {
   const std::lock_guard lock(mutex_);
   std::vector<bool> found;
-  for (const auto& held : held_) found.push_back(held->state == State::resident);
+  for (const auto& sharded : buckets_) found.push_back(sharded->state == State::resident);
   return found;
 }
 

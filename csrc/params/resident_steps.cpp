@@ -13,12 +13,12 @@ void Residents::begin_update() {
   now_.updating = true;
   now_.updater = std::this_thread::get_id();
   changed_.wait(lock, [this] { return now_.num_fetching == 0; });
-  for (const auto& held : held_) {
-    if (now_.whole > 0) held->room->end_use();  // by who reads without operators
-    held->room->begin_use();                    // the shard will be written, which was copied from
-    const bool is_in_place = held->shard.const_data_ptr() == held->address;
+  for (const auto& sharded : buckets_) {
+    if (now_.whole > 0) sharded->room->end_use();  // by who reads without operators
+    sharded->room->begin_use();                    // the shard will be written, which was copied from
+    const bool is_in_place = sharded->shard.const_data_ptr() == sharded->address;
     if (!is_in_place && now_.failure.empty()) {
-      now_.failure = "zerox: this rank's shard of " + held->name +
+      now_.failure = "zerox: this rank's shard of " + sharded->name +
                      " lies in other memory than when the optimizer was built, and other ranks would read the old one: "
                      "build the optimizer anew";
     }
@@ -34,10 +34,10 @@ void Residents::begin_update() {
 
 void Residents::publish(int64_t bucket) {
   const std::lock_guard lock(mutex_);
-  Held& held = *held_.at(bucket);
-  held.room->serve(held.shard, held.served);
-  held.words.at(ShardWord::version).store(now_.version + 1, std::memory_order_release);
-  peers_->words_changed();
+  ShardedBucket& sharded = *buckets_.at(bucket);
+  sharded.room->serve(sharded.shard, sharded.served);
+  sharded.stamps.at(ShardStamp::version).store(now_.version + 1, std::memory_order_release);
+  peers_->stamps_changed();
 }
 
 void Residents::end_update(bool is_update, bool any_written) {
@@ -47,21 +47,21 @@ void Residents::end_update(bool is_update, bool any_written) {
     ++now_.version;
     past_.functions.forget_calls();
     past_.log.note(ResidencyEvent::Kind::step, -1, now_.resident_bytes);
-    for (const auto& held : held_) {
-      const bool is_published = held->words.get(ShardWord::version) == now_.version;
-      if (any_written && !is_published) held->room->serve(held->shard, held->served);
-      held->words.at(ShardWord::version).store(now_.version, std::memory_order_release);
-      if (std::exchange(held->is_lent, false)) {
-        --held->pins;
-        --held->writers;
+    for (const auto& sharded : buckets_) {
+      const bool is_published = sharded->stamps.get(ShardStamp::version) == now_.version;
+      if (any_written && !is_published) sharded->room->serve(sharded->shard, sharded->served);
+      sharded->stamps.at(ShardStamp::version).store(now_.version, std::memory_order_release);
+      if (std::exchange(sharded->is_lent, false)) {
+        --sharded->pins;
+        --sharded->writers;
       }
-      if (may_be_released(*held)) {
-        release(*held);
+      if (may_be_released(*sharded)) {
+        release(*sharded);
       } else {  // inside whole(), or an operator of another thread reads it
-        held->is_old = held->state == State::resident;
+        sharded->is_old = sharded->state == State::resident;
       }
     }
-    peers_->words_changed();
+    peers_->stamps_changed();
   }
   now_.updating = false;
   changed_.notify_all();
@@ -81,12 +81,12 @@ void Residents::make_whole_for_good() {
     std::vector<at::Tensor> mapped;  // destroyed without the lock: tensors that Python knows need the GIL for it
     const std::lock_guard lock(mutex_);
     now_.forgotten = true;
-    for (const auto& held : held_) {
-      for (ShardPlace& place : held->places) mapped.push_back(std::exchange(place.mapped, {}));
+    for (const auto& sharded : buckets_) {
+      for (ShardPlace& place : sharded->places) mapped.push_back(std::exchange(place.mapped, {}));
     }
   }
   const std::lock_guard lock(mutex_);
-  for (const auto& held : held_) held->words.at(ShardWord::left) = 1;
+  for (const auto& sharded : buckets_) sharded->stamps.at(ShardStamp::left) = 1;
   peers_->say_left();
   if (!now_.failure.empty()) TORCH_WARN(now_.failure, ". The optimizer was deleted without them");
 }
@@ -97,8 +97,8 @@ void Residents::keep_for_others(const std::shared_ptr<Residents>& gone) {
   if (gone != nullptr && gone->process_.is_this()) {
     const std::lock_guard lock(gone->mutex_);
     gone->snapshots_.push_back(std::make_unique<const std::vector<ByAddress>>());
-    gone->by_address_ = gone->snapshots_.back().get();        // its addresses may be others' from now on
-    for (const auto& held : gone->held_) held->room.reset();  // the parameters keep it
+    gone->by_address_ = gone->snapshots_.back().get();                 // its addresses may be others' from now on
+    for (const auto& sharded : gone->buckets_) sharded->room.reset();  // the parameters keep it
   }
   std::vector<std::shared_ptr<Residents>> over;  // destroyed without the lock
   const std::lock_guard lock(*mutex);
@@ -112,24 +112,24 @@ void Residents::keep_for_others(const std::shared_ptr<Residents>& gone) {
 bool Residents::is_read_by_others() const {
   if (!process_.is_this()) return true;  // nothing is destroyed there
   const std::lock_guard lock(mutex_);
-  for (const auto& held : held_) {
-    for (int rank = 0; rank < static_cast<int>(held->places.size()); ++rank) {
-      if (rank != peers_->rank() && !peers_->has_left(rank, held->places[rank])) return true;
+  for (const auto& sharded : buckets_) {
+    for (int rank = 0; rank < static_cast<int>(sharded->places.size()); ++rank) {
+      if (rank != peers_->rank() && !peers_->has_left(rank, sharded->places[rank])) return true;
     }
   }
   return false;
 }
 
 // See Note [Forks]. An operator can't be stopped.
-void Residents::in_child(Held& held) {
-  if (is_up_to_date(held)) {
-    held.room->let_write(true);  // the child's own copy
+void Residents::in_child(ShardedBucket& sharded) {
+  if (is_up_to_date(sharded)) {
+    sharded.room->let_write(true);  // the child's own copy
     return;
   }
-  held.state = State::resident;
-  held.is_stale = held.is_old = false;
-  held.room->restore_in_child();
-  ReadGuard::raise_soon("zerox: the parameters of " + held.name +
+  sharded.state = State::resident;
+  sharded.is_stale = sharded.is_old = false;
+  sharded.room->restore_in_child();
+  ReadGuard::raise_soon("zerox: the parameters of " + sharded.name +
                         " were released when this process was forked, and a child can't fetch them. Fork inside "
                         "optimizer.whole(), or give the child a copy of the model that was made there");
 }

@@ -9,50 +9,51 @@ namespace zx {
 
 // The buckets are pinned.
 void Residents::take_over(const std::vector<int64_t>& written) {
-  std::vector<Held*> now;
+  std::vector<ShardedBucket*> now;
   {
     const std::lock_guard lock(mutex_);
     if (now_.forgotten) return;
     for (const int64_t bucket : written) {
-      Held& held = *held_[bucket];
-      if (held.places.empty()) continue;  // the constructor is not through
+      ShardedBucket& sharded = *buckets_[bucket];
+      if (sharded.places.empty()) continue;  // the constructor is not through
       if (now_.whole > 0) continue;
-      now.push_back(&held);
+      now.push_back(&sharded);
     }
   }
   if (now.empty()) return;
   std::string failure;
   ReadGuard::without_gil([&] {
-    for (Held* held : now) held->room->await_pulls();  // others overwrite what it read from as soon as all have written
+    // Others overwrite what it read from as soon as all have written.
+    for (ShardedBucket* sharded : now) sharded->room->await_pulls();
     {
       const std::lock_guard lock(mutex_);
-      for (Held* held : now) held->words.at(ShardWord::written) = ++held->written;
-      peers_->words_changed();
+      for (ShardedBucket* sharded : now) sharded->stamps.at(ShardStamp::written) = ++sharded->written;
+      peers_->stamps_changed();
     }
-    for (Held* held : now) {
+    for (ShardedBucket* sharded : now) {
       try {
-        peers_->await_written(held->index, held->places, held->written);
+        peers_->await_written(sharded->index, sharded->places, sharded->written);
       } catch (const std::exception& error) {
-        failure = "zerox: parameters of " + held->name +
+        failure = "zerox: parameters of " + sharded->name +
                   " were written here and not on all ranks: write on all, or inside optimizer.whole(). " +
                   reason_of(error);
         const std::lock_guard lock(mutex_);
         if (now_.failure.empty()) now_.failure = failure;
         return;
       }
-      store_own(*held);
+      store_own(*sharded);
       const std::lock_guard lock(mutex_);
-      held->words.at(ShardWord::stored) = held->written;
-      peers_->words_changed();
-      held->is_stale = true;
+      sharded->stamps.at(ShardStamp::stored) = sharded->written;
+      peers_->stamps_changed();
+      sharded->is_stale = true;
     }
   });
   if (!failure.empty()) ReadGuard::raise_soon(failure);
 }
 
-void Residents::store_own(Held& held) {
-  held.room->store_shard(held.shard, own_part(held).start);
-  held.room->serve(held.shard, held.served);
+void Residents::store_own(ShardedBucket& sharded) {
+  sharded.room->store_shard(sharded.shard, own_part(sharded).start);
+  sharded.room->serve(sharded.shard, sharded.served);
 }
 
 // ---- whole()
@@ -64,19 +65,19 @@ void Residents::enter_whole() {
   {
     const std::lock_guard lock(mutex_);
     is_first = now_.whole++ == 0;
-    count = held_.size();
+    count = buckets_.size();
   }
   for (size_t bucket = 0; bucket < count; ++bucket) pin(static_cast<int64_t>(bucket), nullptr);
   const std::lock_guard lock(mutex_);
-  for (const auto& held : held_) held->room->begin_use();
+  for (const auto& sharded : buckets_) sharded->room->begin_use();
   if (!is_first) return;
-  for (const auto& held : held_) held->room->let_write(true);
+  for (const auto& sharded : buckets_) sharded->room->let_write(true);
   note_digests();
 }
 
 // Called under the lock.
 void Residents::note_digests() {
-  for (const auto& held : held_) held->digest = held->room->digest();
+  for (const auto& sharded : buckets_) sharded->digest = sharded->room->digest();
 }
 
 void Residents::refresh_whole() {
@@ -89,12 +90,12 @@ void Residents::refresh_whole() {
 void Residents::leave_whole() {
   const std::lock_guard lock(mutex_);
   --now_.whole;
-  for (const auto& held : held_) {
-    held->room->end_use();
-    --held->pins;
-    const bool is_resident = held->state == State::resident;
-    if (now_.whole == 0 && held->writers == 0 && is_resident) held->room->let_write(false);
-    if ((held->is_stale || held->is_old) && may_be_released(*held)) release(*held);
+  for (const auto& sharded : buckets_) {
+    sharded->room->end_use();
+    --sharded->pins;
+    const bool is_resident = sharded->state == State::resident;
+    if (now_.whole == 0 && sharded->writers == 0 && is_resident) sharded->room->let_write(false);
+    if ((sharded->is_stale || sharded->is_old) && may_be_released(*sharded)) release(*sharded);
   }
   evict_for(0, nullptr);
 }
@@ -104,8 +105,8 @@ std::vector<int64_t> Residents::written_inside() const {
   await_pulls();
   const std::lock_guard lock(mutex_);
   std::vector<int64_t> found;
-  for (const auto& held : held_) {
-    if (held->room->digest() != held->digest) found.push_back(held->index);
+  for (const auto& sharded : buckets_) {
+    if (sharded->room->digest() != sharded->digest) found.push_back(sharded->index);
   }
   return found;
 }
@@ -113,18 +114,18 @@ std::vector<int64_t> Residents::written_inside() const {
 void Residents::keep_written(const std::vector<int64_t>& buckets) {
   const std::lock_guard lock(mutex_);
   for (const int64_t bucket : buckets) {
-    Held& held = *held_.at(bucket);
-    store_own(held);
-    held.digest = held.room->digest();
+    ShardedBucket& sharded = *buckets_.at(bucket);
+    store_own(sharded);
+    sharded.digest = sharded.room->digest();
   }
 }
 
 void Residents::drop_written(const std::vector<int64_t>& buckets) {
   const std::lock_guard lock(mutex_);
   for (const int64_t bucket : buckets) {
-    Held& held = *held_.at(bucket);
-    held.room->take_shard(held.shard, own_part(held).start);
-    held.is_stale = true;
+    ShardedBucket& sharded = *buckets_.at(bucket);
+    sharded.room->take_shard(sharded.shard, own_part(sharded).start);
+    sharded.is_stale = true;
   }
 }
 

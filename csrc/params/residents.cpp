@@ -7,8 +7,8 @@
 #include <cstring>
 #include <utility>
 
-#include "lanes/ranges.h"
 #include "params/device_room.h"
+#include "workers/ranges.h"
 
 namespace zx {
 namespace {
@@ -46,34 +46,34 @@ std::shared_ptr<Room> Residents::make_room(size_t bytes, c10::Device device) {
 
 int64_t Residents::add(std::string name, std::shared_ptr<Room> room, at::Tensor shard, bool is_served) {
   const std::lock_guard lock(mutex_);
-  auto held = std::make_unique<Held>();
-  held->index = static_cast<int64_t>(held_.size());
-  held->name = std::move(name);
-  held->room = std::move(room);
-  held->room->set_index(held->index);
-  held->room->end_use();  // it was filled
-  held->shard = std::move(shard);
-  if (is_served) held->served = held->room->served(held->shard);
-  held->room->serve(held->shard, held->served);
-  held->version = now_.version;
-  held->words.at(ShardWord::version) = now_.version;
-  held->touched = ++now_.clock;
-  held->pins = now_.whole;
-  now_.resident_bytes += held->room->bytes();
+  auto sharded = std::make_unique<ShardedBucket>();
+  sharded->index = static_cast<int64_t>(buckets_.size());
+  sharded->name = std::move(name);
+  sharded->room = std::move(room);
+  sharded->room->set_index(sharded->index);
+  sharded->room->end_use();  // it was filled
+  sharded->shard = std::move(shard);
+  if (is_served) sharded->served = sharded->room->served(sharded->shard);
+  sharded->room->serve(sharded->shard, sharded->served);
+  sharded->version = now_.version;
+  sharded->stamps.at(ShardStamp::version) = now_.version;
+  sharded->touched = ++now_.clock;
+  sharded->pins = now_.whole;
+  now_.resident_bytes += sharded->room->bytes();
   now_.most_bytes = std::max(now_.most_bytes, now_.resident_bytes);
-  held->address = held->shard.const_data_ptr();
-  peers_->add(held->served, held->words);
-  held_.push_back(std::move(held));
-  return held_.back()->index;
+  sharded->address = sharded->shard.const_data_ptr();
+  peers_->add(sharded->served, sharded->stamps);
+  buckets_.push_back(std::move(sharded));
+  return buckets_.back()->index;
 }
 
 // Readers look without a lock. They may still look at an old snapshot, so all are kept.
 void Residents::watch_added() {
   const std::lock_guard lock(mutex_);
   auto next = std::make_unique<std::vector<ByAddress>>();
-  for (const auto& held : held_) {
-    const auto* range = dynamic_cast<const AddressRange*>(held->room.get());
-    if (range != nullptr) next->push_back({range->data(), range->data() + range->bytes(), held->index});
+  for (const auto& sharded : buckets_) {
+    const auto* range = dynamic_cast<const AddressRange*>(sharded->room.get());
+    if (range != nullptr) next->push_back({range->data(), range->data() + range->bytes(), sharded->index});
   }
   std::sort(next->begin(), next->end(), [](const auto& a, const auto& b) { return a.start < b.start; });
   snapshots_.push_back(std::move(next));
@@ -82,17 +82,17 @@ void Residents::watch_added() {
 
 ShardPlace Residents::place(int64_t bucket) const {
   const std::lock_guard lock(mutex_);
-  const Held& held = *held_.at(bucket);
-  const void* shard = held.served.defined() ? held.served.const_data_ptr() : nullptr;
-  return {reinterpret_cast<uint64_t>(shard), reinterpret_cast<uint64_t>(&held.words)};
+  const ShardedBucket& sharded = *buckets_.at(bucket);
+  const void* shard = sharded.served.defined() ? sharded.served.const_data_ptr() : nullptr;
+  return {reinterpret_cast<uint64_t>(shard), reinterpret_cast<uint64_t>(&sharded.stamps)};
 }
 
 void Residents::set_places(int64_t bucket, std::vector<ShardPlace> by_rank) {
   const std::lock_guard lock(mutex_);
-  held_.at(bucket)->places = std::move(by_rank);
-  Held& held = *held_.at(bucket);
-  if (now_.whole == 0) held.room->let_write(false);
-  held.digest = now_.whole == 0 ? 0 : held.room->digest();
+  buckets_.at(bucket)->places = std::move(by_rank);
+  ShardedBucket& sharded = *buckets_.at(bucket);
+  if (now_.whole == 0) sharded.room->let_write(false);
+  sharded.digest = now_.whole == 0 ? 0 : sharded.room->digest();
   evict_for(0, nullptr);
 }
 
@@ -119,7 +119,7 @@ int64_t Residents::bucket_of(const at::Tensor& tensor) const {
   if (room == nullptr) return -1;
   const std::lock_guard lock(mutex_);
   const int64_t index = room->index();
-  const bool is_ours = index >= 0 && index < static_cast<int64_t>(held_.size()) && held_[index]->room == room;
+  const bool is_ours = index >= 0 && index < static_cast<int64_t>(buckets_.size()) && buckets_[index]->room == room;
   return is_ours ? index : -1;
 }
 
@@ -131,7 +131,7 @@ void Residents::before_read(const at::Tensor& tensor, const ReadGuard::Use& use)
   pin_here(bucket, use.name());
   const bool is_collective = std::strncmp(use.name(), kCollective, sizeof(kCollective) - 1) == 0;
   if (use.keep(bucket, tensor, /*to_read=*/is_collective)) let_write(bucket);
-  if (is_collective) refuse_collective(*held_[bucket]);
+  if (is_collective) refuse_collective(*buckets_[bucket]);
 }
 
 void Residents::before_hidden_reads(const char* reader, ReadGuard::Keeps& keeps) {
@@ -139,7 +139,7 @@ void Residents::before_hidden_reads(const char* reader, ReadGuard::Keeps& keeps)
   size_t count = 0;
   {
     const std::lock_guard lock(mutex_);
-    if (!now_.forgotten) count = held_.size();
+    if (!now_.forgotten) count = buckets_.size();
   }
   for (size_t bucket = 0; bucket < count; ++bucket) pin_for(static_cast<int64_t>(bucket), reader, keeps);
 }
@@ -150,7 +150,7 @@ void Residents::pin_here(int64_t bucket, const char* reader) {
   pinned_here.emplace_back(this, bucket);
   if (!rooms_.on_accelerator()) return;
   const std::lock_guard lock(mutex_);
-  if (held_[bucket]->room != nullptr) held_[bucket]->room->begin_use();
+  if (buckets_[bucket]->room != nullptr) buckets_[bucket]->room->begin_use();
 }
 
 void Residents::before_function(const ReadGuard::PythonFunction& function, const ReadGuard::Keeps& reads) {
@@ -180,15 +180,15 @@ void Residents::pin_for(int64_t bucket, const char* reader, ReadGuard::Keeps& ke
 
 void Residents::pin(int64_t bucket, const char* reader) {
   if (!process_.is_this()) {
-    in_child(*held_[bucket]);
+    in_child(*buckets_[bucket]);
     return;
   }
   std::unique_lock lock(mutex_);
-  Held& held = *held_[bucket];
-  ++held.pins;
-  held.touched = ++now_.clock;
+  ShardedBucket& sharded = *buckets_[bucket];
+  ++sharded.pins;
+  sharded.touched = ++now_.clock;
   if (reader != nullptr && past_.script.note(bucket)) look_ahead();
-  if (is_up_to_date(held)) return;
+  if (is_up_to_date(sharded)) return;
   past_.log.note(ResidencyEvent::Kind::wait, bucket, now_.resident_bytes);
   ++now_.counts.waits;
   lock.unlock();
@@ -196,7 +196,7 @@ void Residents::pin(int64_t bucket, const char* reader) {
   const auto start = std::chrono::steady_clock::now();
   ReadGuard::without_gil([&] {
     lock.lock();
-    failure = fetch_now(held, lock, reader);
+    failure = fetch_now(sharded, lock, reader);
     past_.log.note(ResidencyEvent::Kind::go_on, bucket, now_.resident_bytes);
     now_.counts.waited_ns += (std::chrono::steady_clock::now() - start) / std::chrono::nanoseconds(1);
     lock.unlock();
@@ -207,58 +207,61 @@ void Residents::pin(int64_t bucket, const char* reader) {
 void Residents::let_write(int64_t bucket) {
   if (!process_.is_this()) return;
   const std::lock_guard lock(mutex_);
-  Held& held = *held_[bucket];
-  if (held.writers++ == 0 && now_.whole == 0) held.room->let_write(true);
+  ShardedBucket& sharded = *buckets_[bucket];
+  if (sharded.writers++ == 0 && now_.whole == 0) sharded.room->let_write(true);
 }
 
 // Called under the lock, by a thread that has pinned the bucket. Returns when it is resident: the error, if it has not
 // arrived. (Raising it needs the GIL, for which no lock may be held, and nobody may be waiting for this thread.)
-std::string Residents::fetch_now(Held& held, std::unique_lock<std::mutex>& lock, const char* reader, bool ahead) {
-  const bool is_inside = is_pinned_here(this, held.index);
-  ++held.waiting;
+std::string Residents::fetch_now(ShardedBucket& sharded, std::unique_lock<std::mutex>& lock, const char* reader,
+                                 bool ahead) {
+  const bool is_inside = is_pinned_here(this, sharded.index);
+  ++sharded.waiting;
   // What step() is about to write is fetched when it is written, unless step() itself reads it before. And a copy that
   // is out of date is not made new while another thread reads it; but a thread that is inside a reader itself can't
   // wait for its end, and reads what the outer one does.
   {
-    const Range range("fetch_wait", held.index);
+    const Range range("fetch_wait", sharded.index);
     changed_.wait(lock, [&] {
-      if (held.state == State::arriving) return false;
+      if (sharded.state == State::arriving) return false;
       // What comes ahead is pinned until it is there, and makes room then.
-      if (ahead_.is_arriving && held.state == State::released && !fits_beside_pinned(held.room->bytes())) return false;
+      if (ahead_.is_arriving && sharded.state == State::released && !fits_beside_pinned(sharded.room->bytes())) {
+        return false;
+      }
       const bool may_read = !now_.updating || now_.updater == std::this_thread::get_id();
-      const bool may_write = held.state == State::released || !is_read_now(held) || is_inside;
-      return is_up_to_date(held) || (may_read && may_write);
+      const bool may_write = sharded.state == State::released || !is_read_now(sharded) || is_inside;
+      return is_up_to_date(sharded) || (may_read && may_write);
     });
   }
-  --held.waiting;
-  const bool has_memory = held.state == State::resident;
-  if (is_up_to_date(held) || (has_memory && held.pins - held.waiting > now_.whole + 1)) return "";
-  const bool has_own = has_memory && !held.is_old;
+  --sharded.waiting;
+  const bool has_memory = sharded.state == State::resident;
+  if (is_up_to_date(sharded) || (has_memory && sharded.pins - sharded.waiting > now_.whole + 1)) return "";
+  const bool has_own = has_memory && !sharded.is_old;
   if (!has_memory) {
-    evict_for(held.room->bytes(), reader);
-    now_.resident_bytes += held.room->bytes();
+    evict_for(sharded.room->bytes(), reader);
+    now_.resident_bytes += sharded.room->bytes();
     now_.most_bytes = std::max(now_.most_bytes, now_.resident_bytes);
   }
-  held.state = State::arriving;
+  sharded.state = State::arriving;
   ahead_.is_arriving = ahead_.is_arriving || ahead;
-  held.is_stale = held.is_old = false;
-  held.version = now_.version;
+  sharded.is_stale = sharded.is_old = false;
+  sharded.version = now_.version;
   ++now_.num_fetching;
   ++now_.counts.fetches;
-  now_.counts.fetched_bytes += static_cast<int64_t>(held.room->bytes() - held.shard.nbytes());
-  past_.log.note(ResidencyEvent::Kind::fetch, held.index, now_.resident_bytes);
+  now_.counts.fetched_bytes += static_cast<int64_t>(sharded.room->bytes() - sharded.shard.nbytes());
+  past_.log.note(ResidencyEvent::Kind::fetch, sharded.index, now_.resident_bytes);
   const bool updating = now_.updating;
   lock.unlock();
-  const std::string failure = fetch(held, /*memory_too=*/!has_memory, /*own_too=*/!has_own);
-  if (updating) held.room->await_pulls();  // step() reads this itself, and goes on to where ranks meet
+  const std::string failure = fetch(sharded, /*memory_too=*/!has_memory, /*own_too=*/!has_own);
+  if (updating) sharded.room->await_pulls();  // step() reads this itself, and goes on to where ranks meet
   lock.lock();
   if (now_.failure.empty()) now_.failure = failure;
   --now_.num_fetching;
   if (ahead) ahead_.is_arriving = false;
-  past_.log.note(ResidencyEvent::Kind::arrive, held.index, now_.resident_bytes);
-  held.state = State::resident;
-  held.is_old = !failure.empty();
-  if (held.writers == 0 && now_.whole == 0) held.room->let_write(false);
+  past_.log.note(ResidencyEvent::Kind::arrive, sharded.index, now_.resident_bytes);
+  sharded.state = State::resident;
+  sharded.is_old = !failure.empty();
+  if (sharded.writers == 0 && now_.whole == 0) sharded.room->let_write(false);
   changed_.notify_all();
   return failure;
 }
@@ -287,14 +290,15 @@ void Residents::after_operator(const ReadGuard::Keeps& keeps) {
   for (const auto& kept : keeps) unpin_here(this, kept.what);
   const std::lock_guard lock(mutex_);
   for (const auto& kept : keeps) {
-    Held& held = *held_[kept.what];
-    if (held.room != nullptr) held.room->end_use();
-    --held.pins;
-    if (kept.may_write && --held.writers == 0 && now_.whole == 0 && !now_.forgotten && held.state == State::resident) {
-      held.room->let_write(false);
+    ShardedBucket& sharded = *buckets_[kept.what];
+    if (sharded.room != nullptr) sharded.room->end_use();
+    --sharded.pins;
+    if (kept.may_write && --sharded.writers == 0 && now_.whole == 0 && !now_.forgotten &&
+        sharded.state == State::resident) {
+      sharded.room->let_write(false);
     }
-    if (held.is_stale || held.is_old) changed_.notify_all();
-    if (hostile_ && may_be_released(held)) release(held);
+    if (sharded.is_stale || sharded.is_old) changed_.notify_all();
+    if (hostile_ && may_be_released(sharded)) release(sharded);
   }
   if (now_.resident_bytes > now_.limit) evict_for(0, nullptr);
 }

@@ -13,8 +13,6 @@
 #include <thread>
 #include <vector>
 
-#include "lanes/lane.h"
-#include "lanes/process.h"
 #include "params/faults.h"
 #include "params/peer_shards.h"
 #include "params/python_functions.h"
@@ -22,6 +20,8 @@
 #include "params/read_script.h"
 #include "params/residency_log.h"
 #include "params/rooms.h"
+#include "workers/process.h"
+#include "workers/worker.h"
 
 namespace zx {
 
@@ -147,15 +147,15 @@ class Residents final : public ReadGuard::Watcher, public FaultReader {
     bool is_old = false;    // all of it is
     uint64_t digest = 0;    // at the beginning of whole()
   };
-  struct Held : Copy {
+  struct ShardedBucket : Copy {
     int64_t index = 0;
     std::string name;
     std::shared_ptr<Room> room;
     at::Tensor shard;
-    const void* address = nullptr;          // of the shard, as others know it
-    at::Tensor served{};                    // the shard as others read it in the host's memory; undefined if none do
-    SharedWords& words = *new SharedWords;  // never freed: others may read them when this rank's optimizer is gone
-    std::vector<ShardPlace> places{};       // by rank; empty until all ranks have theirs
+    const void* address = nullptr;             // of the shard, as others know it
+    at::Tensor served{};                       // the shard as others read it in the host's memory; undefined if none do
+    SharedStamps& stamps = *new SharedStamps;  // never freed: others may read them when this rank's optimizer is gone
+    std::vector<ShardPlace> places{};          // by rank; empty until all ranks have theirs
   };
   struct ByAddress {
     const char* start;
@@ -168,37 +168,38 @@ class Residents final : public ReadGuard::Watcher, public FaultReader {
   void pin(int64_t bucket, const char* reader);
   void pin_here(int64_t bucket, const char* reader);
   void pin_for(int64_t bucket, const char* reader, ReadGuard::Keeps& keeps);
-  void refuse_collective(Held& held);
+  void refuse_collective(ShardedBucket& sharded);
   void let_write(int64_t bucket);
-  std::string fetch(Held& held, bool memory_too, bool own_too);
+  std::string fetch(ShardedBucket& sharded, bool memory_too, bool own_too);
   std::string given_up() const;
-  std::string fetch_now(Held& held, std::unique_lock<std::mutex>& lock, const char* reader, bool ahead = false);
-  bool is_up_to_date(const Held& held) const;
+  std::string fetch_now(ShardedBucket& sharded, std::unique_lock<std::mutex>& lock, const char* reader,
+                        bool ahead = false);
+  bool is_up_to_date(const ShardedBucket& sharded) const;
   void evict_for(size_t bytes, const char* reader);
   bool fits_beside_pinned(size_t bytes) const;
   void look_ahead();
-  Held* next_to_prefetch();
-  void release(Held& held);
-  bool may_be_released(const Held& held) const;
-  bool is_read_now(const Held& held) const;
+  ShardedBucket* next_to_prefetch();
+  void release(ShardedBucket& sharded);
+  bool may_be_released(const ShardedBucket& sharded) const;
+  bool is_read_now(const ShardedBucket& sharded) const;
   bool is_read_by_others() const;
   void take_over(const std::vector<int64_t>& written);
-  void store_own(Held& held);
-  Room::Bytes part_of(const Held& held, int rank) const;
-  Room::Bytes own_part(const Held& held) const { return part_of(held, peers_->rank()); }
-  std::vector<Room::Bytes> parts_through_host(const Held& held) const;
+  void store_own(ShardedBucket& sharded);
+  Room::Bytes part_of(const ShardedBucket& sharded, int rank) const;
+  Room::Bytes own_part(const ShardedBucket& sharded) const { return part_of(sharded, peers_->rank()); }
+  std::vector<Room::Bytes> parts_through_host(const ShardedBucket& sharded) const;
   void await_pulls() const;
   void note_digests();
-  void in_child(Held& held);
+  void in_child(ShardedBucket& sharded);
 
   const std::shared_ptr<const PeerShards> peers_;
   Rooms rooms_;
   Process process_;
   std::atomic<bool> hostile_ = false;
   std::atomic<const std::vector<ByAddress>*> by_address_;  // those whose reads fault
-  mutable std::mutex mutex_;                               // of all below, and of each Held
+  mutable std::mutex mutex_;                               // of all below, and of each ShardedBucket
   std::condition_variable changed_;
-  std::vector<std::unique_ptr<Held>> held_;
+  std::vector<std::unique_ptr<ShardedBucket>> buckets_;
   std::vector<std::unique_ptr<const std::vector<ByAddress>>> snapshots_;
   struct {
     PythonFunctions functions{};
@@ -221,10 +222,10 @@ class Residents final : public ReadGuard::Watcher, public FaultReader {
     ResidentCounts counts{};
   } now_;
   struct {
-    bool is_under_way = false;  // a task of the lane
+    bool is_under_way = false;  // a task of the worker
     bool is_arriving = false;   // a bucket that it fetches
-    Lane lane{"zerox ahead"};
-  } ahead_;  // last: the lane uses the others
+    Worker worker{"zerox ahead"};
+  } ahead_;  // last: the worker uses the others
 };
 
 }  // namespace zx

@@ -16,13 +16,13 @@ namespace zx {
 // Note [Shards by message]
 // A rank on another machine is asked for its shard, at any time and in any order, as one's memory is read. A thread of
 // its own answers: never its script's, which may sleep, or compute, or hold the GIL. A question says how far the shard
-// must have come. If it has not, the question is kept, and whoever changes a word answers what can be answered then. So
-// nothing polls over a wire.
+// must have come. If it has not, the question is kept, and whoever changes a stamp answers what can be answered then.
+// So nothing polls over a wire.
 //
 // Questions come in one tag, from all ranks, and each names the tag of its answer. Nobody asks with a tag whose answer
 // it has not received. So when a tag is used again, the last answer in it is through.
 
-// The least that the words of a bucket must be: see Note [Shards are pulled].
+// The least that the stamps of a bucket must be: see Note [Shards are pulled].
 struct Question {
   int64_t bucket = 0;
   int64_t version = 0;

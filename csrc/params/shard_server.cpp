@@ -34,12 +34,12 @@ ShardServer::~ShardServer() {
   thread_.join();
 }
 
-void ShardServer::add(at::Tensor shard, const SharedWords& words) {
+void ShardServer::add(at::Tensor shard, const SharedStamps& stamps) {
   const std::lock_guard lock(mutex_);
-  shards_.push_back({std::move(shard), words});
+  shards_.push_back({std::move(shard), stamps});
 }
 
-void ShardServer::words_changed() {
+void ShardServer::stamps_changed() {
   const ReadGuard::Pause pause;
   const std::lock_guard lock(mutex_);
   answer_what_can_be();
@@ -102,9 +102,9 @@ void ShardServer::answer_what_can_be() {
 
 bool ShardServer::can_be_answered(const Question& question) const {
   if (question.bucket >= static_cast<int64_t>(shards_.size())) return false;
-  const SharedWords& words = shards_[question.bucket].words;
-  return words.get(ShardWord::version) >= question.version && words.get(ShardWord::written) >= question.written &&
-         words.get(ShardWord::stored) >= question.stored;
+  const SharedStamps& stamps = shards_[question.bucket].stamps;
+  return stamps.get(ShardStamp::version) >= question.version && stamps.get(ShardStamp::written) >= question.written &&
+         stamps.get(ShardStamp::stored) >= question.stored;
 }
 
 void ShardServer::answer(const AskedBy& asked) {

@@ -11,7 +11,7 @@
 
 #include "exchange/whereabouts.h"
 #include "params/shard_questions.h"
-#include "params/shard_words.h"
+#include "params/shard_stamps.h"
 
 namespace zx {
 
@@ -26,9 +26,9 @@ class ShardServer {
   ShardServer& operator=(const ShardServer&) = delete;
 
   // This rank's shard of the next bucket, in an order that is the same on all ranks. Both must outlive this object.
-  void add(at::Tensor shard, const SharedWords& words);
-  // To be called after a word has changed.
-  void words_changed();
+  void add(at::Tensor shard, const SharedStamps& stamps);
+  // To be called after a stamp has changed.
+  void stamps_changed();
 
   // Whether the rank has said that it will ask nothing more.
   bool has_left(int rank) const;
@@ -36,7 +36,7 @@ class ShardServer {
  private:
   struct Shard {
     at::Tensor values;
-    const SharedWords& words;
+    const SharedStamps& stamps;
   };
   struct Answer {
     Work sending;

@@ -239,7 +239,7 @@ def breaks_off(rank: int, _: int, folder: str) -> tuple[float, str] | None:
     if rank == 1:
         while not ready.exists():
             time.sleep(0.01)
-        time.sleep(0.2)  # until its lanes have asked for what they receive
+        time.sleep(0.2)  # until its workers have asked for what they receive
         os.kill(int(ready.read_text()), SIGSTOP)
         param.sum().backward()
         time.sleep(0.5)

@@ -101,7 +101,7 @@ def owns_nothing(rank: int, world_size: int) -> tuple[int, int]:
     optimizer.zero_grad()
     state = get_optimizer_state_dict(model, optimizer)
     set_optimizer_state_dict(model, optimizer, state)
-    held = sum(tensor.held.numel() for tensor in state["state"]["w"].values())  # type: ignore[union-attr, index]
+    held = sum(tensor.own.numel() for tensor in state["state"]["w"].values())  # type: ignore[union-attr, index]
     return held, len(optimizer.inside.buckets)
 
 

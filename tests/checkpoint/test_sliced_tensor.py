@@ -95,7 +95,7 @@ def test_it_is_no_tensor_to_compute_with() -> None:
     assert repr(slice_) == "SlicedTensor(elements 2 to 7 of (4, 3), torch.float32, cpu)"
     with pytest.raises(RuntimeError, match=r"this rank has SlicedTensor\(elements 2 to 7.*full_state_dict"):
         slice_ + 1
-    with pytest.raises(ValueError, match="a slice of 5 elements needs as many values"):
+    with pytest.raises(ValueError, match="a segment of 5 elements needs as many values"):
         SlicedTensor((4, 3), (3, 1), Span(2, 7), torch.arange(6.0))
 
 
@@ -121,10 +121,10 @@ WAYS = {
 def test_it_can_be_copied_pickled_and_moved(way: str) -> None:
     slice_ = sample()
     copied = WAYS[way](slice_)
-    slice_.held.zero_()
+    slice_.own.zero_()
     assert type(copied) is SlicedTensor
     assert (tuple(copied.shape), copied.stride(), copied.span) == ((4, 3), (3, 1), Span(2, 7))
-    assert copied.held.tolist() == [0.0, 1.0, 2.0, 3.0, 4.0]
+    assert copied.own.tolist() == [0.0, 1.0, 2.0, 3.0, 4.0]
 
 
 def test_rectangles_are_views_of_the_values() -> None:

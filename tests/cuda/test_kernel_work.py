@@ -10,8 +10,7 @@ import json
 import pytest
 
 from bench import jobs
-from kernel_table import WORK
-from kernel_work import UPDATES, Loop, loops, once_round
+from kernel_table import UPDATES, WORK, Loop, loops, once_round
 from sass import Instruction
 
 # One H200: multiprocessors, clocks a second, and bytes a second that a copy reads and writes.

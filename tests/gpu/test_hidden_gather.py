@@ -175,7 +175,7 @@ def test_a_first_layer_that_takes_long_hides_the_gathers_of_the_others(device: t
 
 
 def test_gathers_held_back_are_not_hidden(device: torch.device) -> None:
-    """The test above measures what it says: without the lane that takes gathers in, it fails."""
+    """The test above measures what it says: without the worker that takes gathers in, it fails."""
     if device.type != "cpu":
-        pytest.skip("an accelerator has no lane for gathers, and holds nothing back")
+        pytest.skip("an accelerator has no worker for gathers, and holds nothing back")
     assert not all_arrive(device, LONG, held=True)

@@ -52,7 +52,7 @@ def late(rank: int, world_size: int, folder: str) -> None:
     assert "momentum_buffer" in full["state"][0]
     assert "momentum_buffer" not in full["state"][1]
     slices = share["state"][1].get("momentum_buffer")
-    assert slices is None or (world_size > 1 and not slices.held.numel()), "there is none in what this rank has"
+    assert slices is None or (world_size > 1 and not slices.own.numel()), "there is none in what this rank has"
     weights = copy.deepcopy(model.state_dict())
     kept = [twin.detach().clone() for twin in twins], copy.deepcopy(theirs.state_dict())
     for way in ("load", "full", "share"):

@@ -106,7 +106,7 @@ def measure(
 
 
 def wait_until_quiet(allocator: Allocator) -> None:
-    """Until the lanes have allocated what they can without the other ranks."""
+    """Until the workers have allocated what they can without the other ranks."""
     last, since = allocator.now, time.monotonic()
     while time.monotonic() - since < 0.5:
         time.sleep(0.01)

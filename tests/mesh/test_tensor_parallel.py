@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
+import zerox
 from tests.mesh.parallel_models import Meshes, Net, batch, local, loss_of, twins, whole
 from tests.ranks import RankFailed, run_ranks
 from tests.tolerances import NORM_RTOL
@@ -149,3 +150,92 @@ def test_it_trains_as_the_whole_model_in_one_process(name: str) -> None:
         assert found["norms"] == of_ranks[0]["norms"], "the same bits on all ranks"
         assert found["replicated"] == of_ranks[0]["replicated"], "replicated parameters stay the same"
     assert min(of_ranks[0]["norms"]) > CASES[name].most, "each step is clipped"
+
+
+def several(rank: int, world_size: int) -> dict[str, Any]:
+    """What is asked of the gradients between backward and step()."""
+    meshes = Meshes(init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp")))
+    found: dict[str, Any] = {}
+
+    def begun(**options: Any) -> tuple[Net, Net, FusedShardedAdam]:
+        net, twin = twins(True, meshes, scaled=False)
+        optimizer = FusedShardedAdam(net.named_parameters(), process_group=meshes.dp, **OPTIONS, **options)
+        loss_of(net, batch(0).chunk(2)[meshes.dp.get_local_rank()]).backward()
+        loss_of(twin, batch(0)).backward()
+        return net, twin, optimizer
+
+    def stepped(net: Net, twin: Net, optimizer: FusedShardedAdam) -> float:
+        torch.optim.AdamW(twin.parameters(), **OPTIONS).step()
+        optimizer.step()
+        pairs = zip(net.parameters(), twin.parameters(), strict=True)
+        return max(float((whole(p) - q).detach().abs().max()) for p, q in pairs)
+
+    for stage in (1, 2):
+        # Some parameters: a Partial one, and one that is cut.
+        net, twin, optimizer = begun(stage=stage)
+        asked = [net.norm.weight, net.blocks[0].up.weight]
+        norm = optimizer.clip_grad_norm_(0.01, parameters=asked)
+        expected = torch.nn.utils.clip_grad_norm_([twin.norm.weight, twin.blocks[0].up.weight], 0.01)
+        found[f"some, stage {stage}"] = (float(norm / expected - 1), stepped(net, twin, optimizer))
+        # A scaler: one rank of the tensor axis has an inf, and all skip.
+        net, twin, optimizer = begun(stage=stage)
+        before = local(net.head.weight).clone()
+        if stage == 1 and rank == 1 and net.head.weight.grad is not None:
+            local(net.head.weight.grad)[0, 0] = math.inf
+            is_inf = optimizer.unscale_grads_(None)
+        elif stage == 2 and rank in (1, 3):
+            optimizer.zero_grad()
+            tokens = batch(0).chunk(2)[meshes.dp.get_local_rank()]
+            loss = loss_of(net, tokens)
+            net.head.weight.register_hook(lambda grad: grad * math.inf)
+            loss.backward()
+            is_inf = optimizer.unscale_grads_(None)
+        elif stage == 2:
+            optimizer.zero_grad()
+            loss_of(net, batch(0).chunk(2)[meshes.dp.get_local_rank()]).backward()
+            is_inf = optimizer.unscale_grads_(None)
+        else:
+            is_inf = optimizer.unscale_grads_(None)
+        optimizer.step()
+        found[f"inf, stage {stage}"] = (float(is_inf), bool(torch.equal(before, local(net.head.weight))))
+        # Two optimizers, clipped together, on the same axes.
+        net, twin, optimizer = begun(stage=stage)
+        del optimizer
+        net.zero_grad()
+        twin_norm = torch.nn.utils.clip_grad_norm_(twin.parameters(), 0.1)
+        params = list(net.parameters())
+        parts = [params[::2], params[1::2]]
+        both = [FusedShardedAdam(part, process_group=meshes.dp, stage=stage, **OPTIONS) for part in parts]
+        loss_of(net, batch(0).chunk(2)[meshes.dp.get_local_rank()]).backward()
+        norm = zerox.clip_grad_norm_(both, 0.1)
+        both[0].step()
+        found[f"together, stage {stage}"] = (float(norm / twin_norm - 1), stepped(net, twin, both[1]))
+        # bfloat16 parameters: replicated ones, and their masters, stay the same.
+        net, twin = twins(True, meshes, torch.bfloat16, scaled=False)
+        optimizer = FusedShardedAdam(net.named_parameters(), process_group=meshes.dp, stage=stage, **OPTIONS)
+        norms = []
+        for step in range(5):
+            loss_of(net, batch(step).chunk(2)[meshes.dp.get_local_rank()]).backward()
+            norms.append(float(optimizer.clip_grad_norm_(0.25)))
+            optimizer.step()
+            optimizer.zero_grad()
+        kept = [local(p).float().tolist() for p in net.parameters() if not is_cut(p)]
+        found[f"bfloat16, stage {stage}"] = (norms, kept)
+    # Stages of a pipeline, on the axis that is tensor parallel above: each rank has parameters of its own.
+    own = torch.nn.Parameter(torch.full((5,), 1.0 + meshes.tp.get_local_rank()))
+    optimizer = FusedShardedAdam([own], process_group=meshes.dp, norm_group=meshes.tp)
+    own.square().sum().backward()
+    found["pipeline"] = float(optimizer.clip_grad_norm_(math.inf))
+    return found
+
+
+def test_what_is_asked_between_backward_and_step_is_of_the_whole_model() -> None:
+    of_ranks = run_ranks(several, 4)
+    for stage in (1, 2):
+        for what in ("some", "together"):
+            for off, far in (found[f"{what}, stage {stage}"] for found in of_ranks):
+                assert abs(off) <= NORM_RTOL, (what, stage)
+                assert far <= PARAM_ATOL, (what, stage)
+        assert all(found[f"inf, stage {stage}"] == (1.0, True) for found in of_ranks)
+        assert all(found[f"bfloat16, stage {stage}"] == of_ranks[0][f"bfloat16, stage {stage}"] for found in of_ranks)
+    assert all(found["pipeline"] == pytest.approx(math.sqrt(5 * (2**2 + 4**2)), rel=1e-6) for found in of_ranks)

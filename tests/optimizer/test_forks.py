@@ -42,7 +42,7 @@ def read_in_all_ways(model: nn.Module, optimizer: FusedShardedAdam) -> list[Any]
     with torch.no_grad():
         found = [values_of(p + 0 for p in model.parameters()), values_of(copy.deepcopy(model).parameters())]
         found += [values_of(model.state_dict().values()), values_of([model(batch(0, 7), 0)])]
-    return [*found, values_of(state["exp_avg"].held for state in optimizer.state_dict()["state"].values())]
+    return [*found, values_of(state["exp_avg"].own for state in optimizer.state_dict()["state"].values())]
 
 
 def trained(rank: int, _: int, exchange: str, stage: int, forks: bool) -> tuple[list[Tensor], bool]:

@@ -53,7 +53,7 @@ def test_each_bucket_goes_each_part_of_its_way_once(stage: int, backwards: int) 
         assert len(settled) == (1 if stage == 2 else 2), "in step(), and in stage 1 where backward ends"
 
 
-def test_lanes_pack_and_land_in_the_order_of_launches_and_the_rest_follows() -> None:
+def test_workers_pack_and_land_in_the_order_of_launches_and_the_rest_follows() -> None:
     for ranges in run_ranks(profiled_step, 2, 2, 1, True):
         order = [each.bucket for each in ranges if each.what == "launch"]
         assert order == list(range(LAYERS)), "the last layer's gradients come first, and its bucket is the first"
@@ -82,7 +82,7 @@ def threads_of(ranges: list[Range]) -> dict[str, set[int]]:
     return found
 
 
-def test_autograd_s_thread_and_the_two_lanes_are_told_apart() -> None:
+def test_autograd_s_thread_and_the_two_workers_are_told_apart() -> None:
     for ranges in run_ranks(profiled_step, 2, 2, 1, True):
         threads = threads_of(ranges)
         [trainer], [pack], [land] = threads["launch"], threads["pack"], threads["land"]

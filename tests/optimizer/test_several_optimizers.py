@@ -121,7 +121,7 @@ def nothing_for_some(rank: int, world_size: int, stage: int) -> tuple[int, list[
         torch.testing.assert_close(param, twin)
     saved = ours.state_dict()
     ours.load_state_dict(saved)
-    shares = [tensor.held.numel() for state in saved["state"].values() for tensor in state.values()]
+    shares = [tensor.own.numel() for state in saved["state"].values() for tensor in state.values()]
     return sum(map(bool, shares)), [param.detach()]
 
 

@@ -135,7 +135,7 @@ def float_steps(rank: int, world_size: int) -> None:
     optimizer.load_state_dict(given)  # rounded to what float32 holds
     assert all((bucket.steps == 2**24).all() for bucket in optimizer.inside.buckets)
     for state in given["state"].values():
-        held = state["step"].held if world_size > 1 else state["step"]
+        held = state["step"].own if world_size > 1 else state["step"]
         state["step"] = torch.tensor(2**24 + 1) if held.numel() else state["step"]  # int64, as zerox 0.1.0 had it
     optimizer.load_state_dict(given)
     assert all((bucket.steps == 2**24 + 1).all() for bucket in optimizer.inside.buckets)

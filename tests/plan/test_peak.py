@@ -22,7 +22,7 @@ def flows_of_any_size(draw: st.DrawFn) -> Flow:
 flow_lists = st.lists(flows_of_any_size(), min_size=1, max_size=5)
 BUFFERS = 2  # buckets that may have them at a time
 
-# What one lane and then the other do with a bucket, step by step: (packed so far, landed so far).
+# What one worker and then the other do with a bucket, step by step: (packed so far, landed so far).
 State = tuple[int, int]
 PACKING = ("flat", "free local", "received")
 LANDING = ("shard", "free buffers")
@@ -64,7 +64,7 @@ def states_of(count: int) -> set[State]:
 
 
 def worst_moment(flows: Sequence[Flow], frees_local: bool, ahead: int | None = None) -> int:
-    """Of all states that the two lanes can reach when all gradients are there that may be."""
+    """Of all states that the two workers can reach when all gradients are there that may be."""
     return max(bytes_in(state, flows, frees_local, True, ahead) for state in states_of(len(flows)))
 
 

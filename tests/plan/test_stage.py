@@ -1,4 +1,4 @@
-"""A ZeRO stage is data: three placements."""
+"""A ZeRO stage is data: three distributions."""
 
 import pytest
 

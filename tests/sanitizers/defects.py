@@ -1,5 +1,5 @@
 """Memory that is not what zerox thinks it is. Each run of this program has one such defect, named by its argument, that
-the sanitizers have to report: proof that they watch the extension's kernels and lanes. See tests/test_sanitizers.py.
+the sanitizers have to report: proof that they watch the extension's kernels and workers. See tests/test_sanitizers.py.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def moments_too_short() -> None:
 
 
 def shard_too_short() -> None:
-    """The second backward's gradients land in a shard that is an element too short, on the land lane."""
+    """The second backward's gradients land in a shard that is an element too short, on the land worker."""
 
     def train(group: dist.ProcessGroup) -> None:
         param = nn.Parameter(torch.ones(NUMEL))

@@ -1,4 +1,4 @@
-"""Checkpoints in logical form: each parameter by its name, state as the whole tensors that ranks have slices of."""
+"""Checkpoints in logical form: each parameter by its name, state as the whole tensors that ranks have segments of."""
 
 from zerox.checkpoint.manifest import CheckpointError
 from zerox.checkpoint.place import remove

@@ -1,4 +1,4 @@
-"""The optimizer's state in a checkpoint: "name.step" and so on, whole tensors of which ranks have slices.
+"""The optimizer's state in a checkpoint: "name.step" and so on, whole tensors of which ranks have segments.
 
 It does not depend on the number of ranks, stage, buckets, padding or the order of parameters.
 """
@@ -17,12 +17,12 @@ from zerox.state.sliced_state import STEP, sliced_state
 
 
 def entries(optimizer: Engine, names: Mapping[int, str]) -> dict[str, SlicedTensor]:
-    """This rank's slices of the state, which are views of it, under the keys of sliced_state()."""
+    """This rank's segments of the state, which are views of it, under the keys of sliced_state()."""
     found = {}
     for bucket in optimizer.inside.buckets:
         for member, state in sliced_state(bucket):
             for what, tensor in state.items():
-                if tensor.held.numel() and _is_its_own(optimizer, bucket, member, what):
+                if tensor.own.numel() and _is_its_own(optimizer, bucket, member, what):
                     found[f"{OPTIMIZER}{names[member.number]}.{what}"] = tensor
     return found
 

@@ -27,13 +27,13 @@ def parameter_names(model: nn.Module, optimizer: Engine) -> dict[int, str]:
 def split_model(model: nn.Module, optimizer: Engine) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Tensors of the model's state_dict() by their names in a checkpoint, and what else is in it by its own.
 
-    Of a parameter that is sharded, this rank's slice.
+    Of a parameter that is sharded, this rank's segment.
     """
     state = model.state_dict()
     others = {name for name, value in state.items() if name.endswith(EXTRA_STATE) or not isinstance(value, Tensor)}
     tensors = {MODEL + name.replace(COMPILED, ""): value for name, value in state.items() if name not in others}
     for name, param in model.named_parameters(remove_duplicate=False):
-        key, part = MODEL + name.replace(COMPILED, ""), optimizer.inside.gather.slice_of(param)
+        key, part = MODEL + name.replace(COMPILED, ""), optimizer.inside.gather.segment_of(param)
         if key in tensors and part is not None:
             tensors[key] = part
     return tensors, {name.replace(COMPILED, ""): state[name] for name in others}

@@ -136,7 +136,7 @@ class SavedState:
         for member, state in own_state(bucket):
             others = {what: self._to_read(member, what, state) for what in self._to_convert(bucket, member, state)}
             wanted |= {self._key(member, what): tensor for what, tensor in others.items()}
-            rows.append({what: tensor.held for what, tensor in others.items()})
+            rows.append({what: tensor.own for what, tensor in others.items()})
         if wanted:
             read(wanted)
         rounded = []
@@ -176,7 +176,7 @@ class SavedState:
                 yield spec.key
 
     def _to_read(self, member: Member, what: str, state: Mapping[str, SlicedTensor]) -> SlicedTensor:
-        """Memory for this rank's slice of it, in the form in which it was saved."""
+        """Memory for this rank's segment of it, in the form in which it was saved."""
         numbers = [STEP, *(spec.key for spec in self.rules[member.number].numbers)]
         if what in numbers:
             dtype = self.saved[self._key(member, what)].properties.dtype
@@ -192,8 +192,8 @@ class SavedState:
 def own_state(bucket: Bucket) -> Iterator[tuple[Member, dict[str, SlicedTensor]]]:
     """State of parameters that have elements on this rank, as in ``bucket.own_segments``; without empty tensors."""
     for member, state in sliced_state(bucket):
-        if state[STEP].held.numel():
-            yield member, {what: tensor for what, tensor in state.items() if tensor.held.numel()}
+        if state[STEP].own.numel():
+            yield member, {what: tensor for what, tensor in state.items() if tensor.own.numel()}
 
 
 def memory_order(param: Tensor) -> list[int]:

@@ -43,7 +43,7 @@ def save(
 ) -> None:
     """Saves model, optimizer and ``extra`` (tensors, numbers, strings, and lists and dicts of these) in a folder.
 
-    Each rank writes its own slices of the optimizer's state and its part of the model. ``path`` has either what was
+    Each rank writes its own segments of the optimizer's state and its part of the model. ``path`` has either what was
     there before or all of the new checkpoint, also if a rank is killed. Parameters have the names of ``model``.
     Collective over ``process_group`` (default: the optimizer's own), whose ranks see one file system.
 

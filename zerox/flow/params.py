@@ -47,7 +47,7 @@ class ParamGather:
         """Why step() must not go on; empty if it may."""
         return ""
 
-    def slice_of(self, param: Tensor) -> SlicedTensor | None:
+    def segment_of(self, param: Tensor) -> SlicedTensor | None:
         """What lasts of a parameter on this rank, where that is not all of it. None: it is whole."""
         return None
 
@@ -76,7 +76,7 @@ class ParamGather:
         take_in(slots, values)
 
     def prepare_checkpoint(self) -> None:
-        """Before slice_of(): what was written and moved so far counts. Collective inside whole()."""
+        """Before segment_of(): what was written and moved so far counts. Collective inside whole()."""
 
     def write(self, index: int, bucket: Bucket, slot: int, value: Tensor) -> None:
         """All ranks write the same value into a parameter, outside step(), where all have met. Collective."""

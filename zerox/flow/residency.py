@@ -105,7 +105,7 @@ class Residency:
             buffer.is_shared_out = True
             self.all.append(Resident(name, bucket, buffer))
         places = [self.residents.place(index) for index in range(first, len(self.all))]
-        text = " ".join(f"{place.shard} {place.words}" for place in places)
+        text = " ".join(f"{place.shard} {place.stamps}" for place in places)
         everyone = [[int(number) for number in each.split()] for each in self.ranks.all_gather_text(text)]
         self.residents.watch_added()
         self.residents.set_limit(self.check_room([]))
@@ -143,7 +143,7 @@ class Residency:
     def mark_written(self) -> None:
         self.is_writing = self.is_unclear = True
 
-    def slice_of(self, param: Tensor) -> SlicedTensor | None:
+    def segment_of(self, param: Tensor) -> SlicedTensor | None:
         """Of a parameter that lies in its bucket, this rank's elements: a view of the shard."""
         for _, _, buffer in self.all:
             for slot, each in enumerate(buffer.params):

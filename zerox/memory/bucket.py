@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -17,7 +17,7 @@ from zerox.memory.stored import Stored
 from zerox.model_names import quoted
 from zerox.plan.buckets import BucketPlan
 from zerox.plan.layout import Layout, Segment
-from zerox.ranks.dtensors import local_of
+from zerox.ranks.dtensors import is_dtensor, local_of
 from zerox.rules.rule import MASTER, MASTERS, STEP, Rule, StateSpec
 
 CPU = torch.device("cpu")
@@ -60,6 +60,16 @@ def members_of(groups: Sequence[dict[str, Any]]) -> Iterator[Member]:
                 seen.add(id(param))
                 yield Member(name, param, index, position)
             position += 1
+
+
+def refuse_dtensors(members: Iterable[Member], call: str) -> None:
+    """NotImplementedError where a call knows plain parameters only."""
+    for member in members:
+        if is_dtensor(member.param):
+            raise NotImplementedError(
+                f"zerox: parameters that are DTensors, as {member.quoted}, do not go with {call} yet. Save the model "
+                "with torch.distributed.checkpoint; the optimizer's state begins anew"
+            )
 
 
 def bytes_of(tensors: Sequence[Tensor | None]) -> int:

@@ -92,7 +92,7 @@ CHOICES = {
         Choice("stage", ("2", "1", "3")),
         Choice("parameters", ("float32", "bfloat16", "float16", "float64"), "{value} parameters"),
         Choice("device", ("cpu", "cuda"), "parameters on {value}"),
-        Choice("process_group", ("a group", '"alone"')),
+        Choice("process_group", ("a group", "a 2-D mesh", '"alone"'), "{value}"),
         Choice("backend", ("gloo", "nccl"), "a group over {value}"),
         Choice("ZEROX_EXCHANGE", ("direct", "messages", "native")),
         Choice("bucket_cap_mb", ("None", "a number")),
@@ -188,6 +188,16 @@ ROWS = (
         some("capturable", "True"),
         some("overlap_gather", "called"),
         But("a captured step() hides nothing: its graph ends with whole parameters"),
+    ),
+    Row(
+        some("process_group", "a 2-D mesh"),
+        OF_STAGE_3,
+        Refused("parameters are sharded over all ranks of one group there", "Use stage=2, or a group"),
+    ),
+    Row(
+        some("process_group", "a 2-D mesh"),
+        some("capturable", "True"),
+        Refused("no one has tried its two exchanges in a CUDA graph", "Leave capturable at False, or use a group"),
     ),
     Row(
         some("join", "inside"),

@@ -6,13 +6,13 @@ import enum
 from dataclasses import dataclass
 
 
-class Placement(enum.Enum):
+class Distribution(enum.Enum):
     REPLICATED = "whole on every rank"
     SHARDED = "one shard a rank"
 
 
-REPLICATED = Placement.REPLICATED
-SHARDED = Placement.SHARDED
+REPLICATED = Distribution.REPLICATED
+SHARDED = Distribution.SHARDED
 
 
 class Move(enum.Enum):
@@ -25,9 +25,9 @@ class Stage:
     """Where parameters, gradients and optimizer state are between steps."""
 
     number: int
-    params: Placement
-    grads: Placement
-    state: Placement
+    params: Distribution
+    grads: Distribution
+    state: Distribution
 
     @property
     def grad_route(self) -> tuple[Move, ...]:
@@ -35,7 +35,7 @@ class Stage:
         return (Move.REDUCE_SCATTER,) if self.grads is SHARDED else (Move.REDUCE_SCATTER, Move.ALL_GATHER)
 
 
-# Who reads it: Grads (flow/grads.py) and make_placement (csrc/grads/grad_placement.cpp) for gradients;
+# Who reads it: Grads (flow/grads.py) and make_kept_grads (csrc/grads/kept_grads.cpp) for gradients;
 # Engine._made_gather and the constructor of BucketManager (csrc/grads) for parameters; estimate.py for memory.
 STAGES = {
     1: Stage(1, params=REPLICATED, grads=REPLICATED, state=SHARDED),

@@ -1,6 +1,6 @@
 """Python's forks: parameters arrive before the fork, and the child leaves its parent's process groups alone.
 
-Note [Forks] in csrc/lanes/process.h says why.
+Note [Forks] in csrc/workers/process.h says why.
 """
 
 from __future__ import annotations

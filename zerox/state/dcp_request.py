@@ -12,11 +12,11 @@ LOADER = "_load_optim_state_dict"
 
 
 class Request(Enum):
-    """``WHOLE`` tensors on all ranks or on rank 0 only, ``SLICES``, or slices to be ``FILLED_FROM_WHOLE`` tensors."""
+    """``WHOLE`` tensors on all ranks or on rank 0, ``SEGMENTS``, or segments to be ``FILLED_FROM_WHOLE`` tensors."""
 
     WHOLE = "whole"
     WHOLE_ON_RANK_0 = "whole on rank 0"
-    SLICES = "slices"
+    SEGMENTS = "segments"
     FILLED_FROM_WHOLE = "filled from whole"
 
 
@@ -24,8 +24,8 @@ def dcp_request() -> Request | None:
     """None if the caller of state_dict() is not DCP.
 
     DCP does not pass its StateDictOptions to an optimizer, and gathers by itself only the tensors that it knows:
-    DTensor and ShardedTensor. A flat slice of a tensor is neither, and DCP would return one rank's slices as the whole.
-    So the options are read from its stack. RuntimeError if another version of torch has them elsewhere.
+    DTensor and ShardedTensor. A flat segment of a tensor is neither, and DCP would return one rank's segments as the
+    whole. So the options are read from its stack. RuntimeError if another version of torch has them elsewhere.
     """
     getter = _caller(sys._getframe(1), GETTER)
     if getter is None:
@@ -35,11 +35,11 @@ def dcp_request() -> Request | None:
     try:
         options = getter.f_locals["info"]
         if not options.full_state_dict:
-            return Request.SLICES
+            return Request.SEGMENTS
         return Request.WHOLE_ON_RANK_0 if options.cpu_offload else Request.WHOLE
     except (KeyError, AttributeError):
         raise RuntimeError(
-            "zerox: where this version of torch keeps StateDictOptions is not known, and slices might be taken for "
+            "zerox: where this version of torch keeps StateDictOptions is not known, and segments might be taken for "
             "whole tensors. Use zerox.save() or optimizer.full_state_dict()"
         ) from None
 

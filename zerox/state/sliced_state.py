@@ -1,4 +1,4 @@
-"""A bucket's state as slices of whole tensors, for all its parameters: slices of other ranks' parameters are empty."""
+"""A bucket's state as segments of whole tensors, for all parameters: those of other ranks' parameters are empty."""
 
 from __future__ import annotations
 

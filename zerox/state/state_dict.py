@@ -50,7 +50,7 @@ def _as_in_torch(rule: Rule | None, state: Any) -> Any:
 
 
 def _shown(spec: NumberSpec, number: Any) -> Any:
-    """A rank's slice of a number stays one: it says whether the rank has it."""
+    """A rank's segment of a number stays one: it says whether the rank has it."""
     if isinstance(number, SlicedTensor):
         return number.to(getattr(torch, spec.dtype))
     return spec.shown(number) if isinstance(number, Tensor) else number
@@ -225,7 +225,7 @@ def _part(member: Member, key: str, value: Tensor, span: Span, shaped: bool) -> 
             )
         if shaped and value.stride() != dense_strides(member.param):
             raise ValueError(f"state of parameter {member.quoted} is of a parameter in another memory format")
-        return value.held[max(0, span.start - value.start) :][: span.numel]
+        return value.own[max(0, span.start - value.start) :][: span.numel]
     value = value.detach()
     if shaped:
         strides = dense_strides(member.param)

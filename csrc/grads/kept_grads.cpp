@@ -1,4 +1,4 @@
-#include "grads/grad_placement.h"
+#include "grads/kept_grads.h"
 
 #include "check.h"
 #include "grads/local_grad.h"
@@ -7,7 +7,7 @@
 
 namespace zx {
 
-void GradPlacement::zero(bool set_to_none, int64_t rounds) {
+void KeptGrads::zero(bool set_to_none, int64_t rounds) {
   const Locked lock(buckets().mutex);
   buckets().for_each_slot([&](Slot& slot, int64_t /*position*/) {
     at::Tensor& grad = slot.param.mutable_grad();
@@ -40,12 +40,12 @@ void GradPlacement::zero(bool set_to_none, int64_t rounds) {
   });
 }
 
-void GradPlacement::mark_scaled() {
+void KeptGrads::mark_scaled() {
   const Locked lock(buckets().mutex);
   buckets().for_each_slot([](Slot& slot, int64_t /*position*/) { slot.seen.scaled.note(slot.param.grad()); });
 }
 
-void GradPlacement::mark_zeroed(int64_t bucket, int64_t slot) {
+void KeptGrads::mark_zeroed(int64_t bucket, int64_t slot) {
   const Locked lock(buckets().mutex);
   buckets().at(bucket).slots.at(slot).zeroed = true;
 }
@@ -70,7 +70,7 @@ void for_each_dim(const Buckets& buckets, const Each& each) {
 
 }  // namespace
 
-SlotSet GradPlacement::seen_placements() const {
+SlotSet KeptGrads::seen_placements() const {
   if (buckets().num_dtensors == 0) return {};
   SlotSet seen(buckets().num_dtensors * kBitsOfSlot);
   for_each_dim(buckets(), [&seen](const Slot& slot, int64_t dtensor, int dim) {
@@ -80,7 +80,7 @@ SlotSet GradPlacement::seen_placements() const {
   return seen;
 }
 
-std::string GradPlacement::learn_placements(const SlotSet& seen) {
+std::string KeptGrads::learn_placements(const SlotSet& seen) {
   if (buckets().num_dtensors == 0) return "";
   const Locked lock(buckets().mutex);
   std::string clash;
@@ -98,7 +98,7 @@ std::string GradPlacement::learn_placements(const SlotSet& seen) {
   return clash;
 }
 
-std::vector<int64_t> GradPlacement::partial(int64_t index) const {
+std::vector<int64_t> KeptGrads::partial(int64_t index) const {
   const Locked lock(buckets().mutex);
   std::vector<int64_t> found;
   bool any = false;
@@ -109,13 +109,13 @@ std::vector<int64_t> GradPlacement::partial(int64_t index) const {
   return any ? found : std::vector<int64_t>{};
 }
 
-std::vector<at::Tensor> GradPlacement::landed(int64_t index) const {
+std::vector<at::Tensor> KeptGrads::landed(int64_t index) const {
   const Landed& landed = buckets().at(index).landed;
   if (!landed.pieces.empty() || !landed.shard.defined()) return landed.pieces;
   return {landed.shard};
 }
 
-std::shared_ptr<GradPlacement> make_placement(const std::vector<Move>& route, bool alone, GradContext context) {
+std::shared_ptr<KeptGrads> make_kept_grads(const std::vector<Move>& route, bool alone, GradContext context) {
   const bool gathers = route == std::vector{Move::reduce_scatter, Move::all_gather};
   TORCH_CHECK(gathers || route == std::vector{Move::reduce_scatter},
               "zerox: route must be reduce_scatter, or reduce_scatter and all_gather");

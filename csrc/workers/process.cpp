@@ -1,4 +1,4 @@
-#include "lanes/process.h"
+#include "workers/process.h"
 
 #include <pthread.h>
 #include <unistd.h>

@@ -13,16 +13,16 @@
 namespace zx {
 
 // Tasks must not throw. The thread starts with the first task, so that a process that only constructs an optimizer has
-// none. A Lane must not be destroyed in a forked child, which lacks the thread.
-class Lane {
+// none. A Worker must not be destroyed in a forked child, which lacks the thread.
+class Worker {
  public:
   // `name`, of at most 15 characters, is what debuggers, profilers and `top -H` show.
-  explicit Lane(const char* name = "lane") : name_(name) {}
-  Lane(const Lane&) = delete;
-  Lane& operator=(const Lane&) = delete;
+  explicit Worker(const char* name = "worker") : name_(name) {}
+  Worker(const Worker&) = delete;
+  Worker& operator=(const Worker&) = delete;
 
   // Finishes what was posted.
-  ~Lane() {
+  ~Worker() {
     if (!thread_.joinable()) return;
     {
       const std::lock_guard lock(mutex_);

@@ -1,5 +1,5 @@
-// Lane and Slots. The thread sanitizer runs this file too.
-#include "lanes/lane.h"
+// Worker and Slots. The thread sanitizer runs this file too.
+#include "workers/worker.h"
 
 #include <atomic>
 #include <chrono>
@@ -21,29 +21,29 @@ constexpr int kTasks = 20000;
 }  // namespace
 
 TEST(tasks_run_in_the_order_in_which_they_were_posted) {
-  zx::Lane lane;
+  zx::Worker worker;
   std::vector<int> ran;  // no lock: one thread writes, and drain orders this thread behind it
-  for (int i = 0; i < kTasks; ++i) lane.post([&ran, i] { ran.push_back(i); });
-  lane.drain();
+  for (int i = 0; i < kTasks; ++i) worker.post([&ran, i] { ran.push_back(i); });
+  worker.drain();
   CHECK_EQ(ran.size(), static_cast<size_t>(kTasks));
   for (int i = 0; i < static_cast<int>(ran.size()); ++i) CHECK_EQ(ran[static_cast<size_t>(i)], i);
 }
 
 TEST(each_of_several_posting_threads_keeps_its_order) {
   constexpr int kThreads = 4;
-  zx::Lane lane;
+  zx::Worker worker;
   std::vector<std::vector<int>> ran(kThreads);
   std::vector<std::thread> threads;
   for (int thread = 0; thread < kThreads; ++thread) {
-    threads.emplace_back([&lane, &ran, thread] {
+    threads.emplace_back([&worker, &ran, thread] {
       for (int i = 0; i < kTasks / kThreads; ++i) {
-        lane.post([&ran, thread, i] { ran[static_cast<size_t>(thread)].push_back(i); });
-        if (i % 100 == 0) lane.drain();
+        worker.post([&ran, thread, i] { ran[static_cast<size_t>(thread)].push_back(i); });
+        if (i % 100 == 0) worker.drain();
       }
     });
   }
   for (std::thread& thread : threads) thread.join();
-  lane.drain();
+  worker.drain();
   for (const std::vector<int>& one : ran) {
     CHECK_EQ(one.size(), static_cast<size_t>(kTasks / kThreads));
     for (int i = 0; i < static_cast<int>(one.size()); ++i) CHECK_EQ(one[static_cast<size_t>(i)], i);
@@ -51,44 +51,44 @@ TEST(each_of_several_posting_threads_keeps_its_order) {
 }
 
 TEST(drain_waits_for_the_task_that_is_running) {
-  zx::Lane lane;
+  zx::Worker worker;
   std::atomic<bool> done{false};
-  lane.post([&done] {
+  worker.post([&done] {
     pause_ms(30);
     done = true;
   });
-  lane.drain();
+  worker.drain();
   CHECK(done);
 }
 
-TEST(drain_of_a_lane_without_tasks_returns) {
-  zx::Lane lane;
-  lane.drain();
-  lane.post([] {});
-  lane.drain();
-  lane.drain();
+TEST(drain_of_a_worker_without_tasks_returns) {
+  zx::Worker worker;
+  worker.drain();
+  worker.post([] {});
+  worker.drain();
+  worker.drain();
 }
 
 TEST(a_task_may_post_another_and_drain_waits_for_both) {
-  zx::Lane lane;
+  zx::Worker worker;
   std::atomic<int> ran{0};
-  lane.post([&] {
-    lane.post([&ran] {
+  worker.post([&] {
+    worker.post([&ran] {
       pause_ms(10);
       ++ran;
     });
     ++ran;
   });
-  lane.drain();
+  worker.drain();
   CHECK_EQ(ran.load(), 2);
 }
 
 TEST(the_destructor_finishes_what_was_posted) {
   std::atomic<int> ran{0};
   {
-    zx::Lane lane;
+    zx::Worker worker;
     for (int i = 0; i < 50; ++i) {
-      lane.post([&ran, i] {
+      worker.post([&ran, i] {
         if (i == 0) pause_ms(20);
         ++ran;
       });
@@ -106,25 +106,25 @@ TEST(what_a_task_holds_is_freed_before_drain_returns) {
       *dead = true;
     }
   };
-  zx::Lane lane;
+  zx::Worker worker;
   std::atomic<bool> dead{false};
   auto held = std::make_shared<SlowToDie>(&dead);
-  lane.post([held = std::move(held)] {});
-  lane.drain();
+  worker.post([held = std::move(held)] {});
+  worker.drain();
   CHECK(dead);
 }
 
 // What dies may need a lock that somebody holds who is posting: the GIL, for one.
 TEST(others_may_post_while_what_a_task_holds_is_freed) {
   struct Dies {
-    zx::Lane* lane;
+    zx::Worker* worker;
     std::thread* other;
     std::atomic<bool>* in_time;
     ~Dies() {
       auto posted = std::make_shared<std::promise<void>>();
       std::future<void> done = posted->get_future();
-      *other = std::thread([lane = lane, posted] {
-        lane->post([] {});
+      *other = std::thread([worker = worker, posted] {
+        worker->post([] {});
         posted->set_value();
       });
       *in_time = done.wait_for(std::chrono::seconds(2)) == std::future_status::ready;
@@ -132,9 +132,9 @@ TEST(others_may_post_while_what_a_task_holds_is_freed) {
   };
   std::thread other;
   std::atomic<bool> in_time{false};
-  zx::Lane lane;
-  lane.post([held = std::shared_ptr<Dies>(new Dies{&lane, &other, &in_time})] {});
-  lane.drain();
+  zx::Worker worker;
+  worker.post([held = std::shared_ptr<Dies>(new Dies{&worker, &other, &in_time})] {});
+  worker.drain();
   CHECK(in_time);
   other.join();
 }

@@ -45,19 +45,19 @@ struct GradsSeen {
   std::string refusal{};  // why a gradient can't be sent; empty if all can
 };
 
-// What the placements work with.
+// What all three work with.
 struct GradContext {
   std::shared_ptr<Buckets> buckets;
   std::shared_ptr<Exchange> exchange;
   std::shared_ptr<Flights> flights;
 };
 
-class GradPlacement {
+class KeptGrads {
  public:
-  explicit GradPlacement(GradContext context) : context_(std::move(context)) {}
-  virtual ~GradPlacement() = default;
-  GradPlacement(const GradPlacement&) = delete;
-  GradPlacement& operator=(const GradPlacement&) = delete;
+  explicit KeptGrads(GradContext context) : context_(std::move(context)) {}
+  virtual ~KeptGrads() = default;
+  KeptGrads(const KeptGrads&) = delete;
+  KeptGrads& operator=(const KeptGrads&) = delete;
 
   // ---- on autograd's thread
 
@@ -140,6 +140,6 @@ class GradPlacement {
 };
 
 // `route`: the moves from p.grad to where step() reads.
-std::shared_ptr<GradPlacement> make_placement(const std::vector<Move>& route, bool alone, GradContext context);
+std::shared_ptr<KeptGrads> make_kept_grads(const std::vector<Move>& route, bool alone, GradContext context);
 
 }  // namespace zx

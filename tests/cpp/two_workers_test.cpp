@@ -1,11 +1,11 @@
-// TwoLanes with a fake exchange, whose messages arrive from another thread after random delays. The thread sanitizer
+// TwoWorkers with a fake exchange, whose messages arrive from another thread after random delays. The thread sanitizer
 // runs this file too, once with a defect that it has to report: see CMakeLists.txt.
 #include "check.h"
-#include "two_lanes_rig.h"
+#include "two_workers_rig.h"
 
 namespace {
 
-using namespace two_lanes;
+using namespace two_workers;
 
 std::vector<Numbers> tenfold(int64_t count) {
   std::vector<Numbers> all;
@@ -25,10 +25,10 @@ TEST(flights_land_in_launch_order_with_what_was_sent) {
     for (unsigned seed = 0; seed < 20; ++seed) {
       Rig rig(has_threads, seed);
       for (int64_t i = 0; i < 12; ++i) rig.launch(i);
-      CHECK_EQ(rig.lanes.num_launched(), int64_t{12});
-      CHECK_EQ(rig.lanes.drain(), std::string());
-      CHECK_EQ(rig.lanes.num_landed(), int64_t{12});
-      CHECK_EQ(rig.lanes.trouble(), std::string());
+      CHECK_EQ(rig.workers.num_launched(), int64_t{12});
+      CHECK_EQ(rig.workers.drain(), std::string());
+      CHECK_EQ(rig.workers.num_landed(), int64_t{12});
+      CHECK_EQ(rig.workers.trouble(), std::string());
       check_landed(rig.seen->landed, tenfold(12));
     }
   }
@@ -39,10 +39,10 @@ TEST(a_launcher_waits_until_few_have_not_landed) {
     Rig rig(true, seed);
     for (int64_t i = 0; i < 12; ++i) {
       rig.launch(i);
-      CHECK(rig.lanes.await_landings(1, 10s));
-      CHECK(rig.lanes.num_launched() - rig.lanes.num_landed() <= 1);
+      CHECK(rig.workers.await_landings(1, 10s));
+      CHECK(rig.workers.num_launched() - rig.workers.num_landed() <= 1);
     }
-    CHECK_EQ(rig.lanes.drain(), std::string());
+    CHECK_EQ(rig.workers.drain(), std::string());
   }
 }
 
@@ -51,13 +51,13 @@ TEST(a_launcher_does_not_wait_for_what_never_lands) {
   stalled.exchange.stalls_from = 1;
   for (int64_t i = 0; i < 3; ++i) stalled.launch(i);
   const auto start = std::chrono::steady_clock::now();
-  CHECK(!stalled.lanes.await_landings(1, 50ms));
+  CHECK(!stalled.workers.await_landings(1, 50ms));
   CHECK(std::chrono::steady_clock::now() - start < 5s);
 
   Rig failing;
   failing.exchange.fails_from = 0;
   for (int64_t i = 0; i < 3; ++i) failing.launch(i);
-  CHECK(failing.lanes.await_landings(0, 10s));
+  CHECK(failing.workers.await_landings(0, 10s));
 }
 
 // Hooks come from several autograd threads, under the manager's lock.
@@ -77,7 +77,7 @@ TEST(flights_may_be_launched_by_several_threads) {
     });
   }
   for (std::thread& thread : threads) thread.join();
-  CHECK_EQ(rig.lanes.drain(), std::string());
+  CHECK_EQ(rig.workers.drain(), std::string());
   check_landed(rig.seen->landed, tenfold(kThreads * kEach));
 }
 
@@ -88,8 +88,8 @@ TEST(launching_does_not_wait_for_the_wire_and_never_are_there_more_than_two_with
   while (rig.seen->with_buffers < 2) std::this_thread::yield();
   std::this_thread::sleep_for(20ms);
   CHECK_EQ(rig.seen->most_with_buffers.load(), 2);
-  CHECK_EQ(rig.lanes.num_landed(), int64_t{0});
-  CHECK_EQ(rig.lanes.trouble(),
+  CHECK_EQ(rig.workers.num_landed(), int64_t{0});
+  CHECK_EQ(rig.workers.trouble(),
            std::string("still awaited: flight 0, flight 1, flight 2, flight 3, flight 4, flight 5"));
 }
 
@@ -97,9 +97,9 @@ TEST(a_small_flight_is_flown_by_who_launches_it_unless_others_are_in_the_air) {
   for (unsigned seed = 0; seed < 20; ++seed) {
     Rig rig(true, seed);
     rig.launch(0, /*small=*/true);
-    CHECK_EQ(rig.lanes.num_landed(), int64_t{1});
+    CHECK_EQ(rig.workers.num_landed(), int64_t{1});
     for (int64_t i = 1; i < 9; ++i) rig.launch(i, i % 2 == 0);
-    CHECK_EQ(rig.lanes.drain(), std::string());
+    CHECK_EQ(rig.workers.drain(), std::string());
     check_landed(rig.seen->landed, tenfold(9));
   }
 }
@@ -109,14 +109,14 @@ TEST(others_may_ask_for_trouble_while_flights_come_and_go) {
   std::atomic<bool> stop{false};
   std::thread curious([&] {
     while (!stop) {
-      const std::string text = rig.lanes.trouble();
+      const std::string text = rig.workers.trouble();
       CHECK(text.empty() || text.rfind("still awaited: flight ", 0) == 0);
-      CHECK(rig.lanes.num_landed() <= rig.lanes.num_launched());
+      CHECK(rig.workers.num_landed() <= rig.workers.num_launched());
     }
   });
   for (int64_t round = 0; round < 20; ++round) {
     for (int64_t i = 0; i < 5; ++i) rig.launch(5 * round + i);
-    rig.lanes.drain();
+    rig.workers.drain();
   }
   stop = true;
   curious.join();
@@ -125,24 +125,24 @@ TEST(others_may_ask_for_trouble_while_flights_come_and_go) {
 
 TEST(held_flights_land_only_when_they_are_waited_for) {
   Rig rig;
-  rig.lanes.set_hold(true);
+  rig.workers.set_hold(true);
   for (int64_t i = 0; i < 4; ++i) rig.launch(i);
   std::this_thread::sleep_for(10ms);
-  CHECK_EQ(rig.lanes.num_landed(), int64_t{0});
-  CHECK_EQ(rig.lanes.drain(), std::string());
+  CHECK_EQ(rig.workers.num_landed(), int64_t{0});
+  CHECK_EQ(rig.workers.drain(), std::string());
   check_landed(rig.seen->landed, tenfold(4));
 }
 
 TEST(a_task_runs_after_the_flights_before_it_and_before_those_behind_it) {
   for (const bool hold : {false, true}) {
     Rig rig;
-    rig.lanes.set_hold(hold);
+    rig.workers.set_hold(hold);
     std::vector<size_t> seen;
     for (int64_t i = 0; i < 3; ++i) rig.launch(i);
-    rig.lanes.after_landing([&] { seen.push_back(rig.seen->landed.size()); });
-    rig.lanes.after_landing([&] { seen.push_back(rig.seen->landed.size()); });
+    rig.workers.after_landing([&] { seen.push_back(rig.seen->landed.size()); });
+    rig.workers.after_landing([&] { seen.push_back(rig.seen->landed.size()); });
     rig.launch(3);
-    rig.lanes.drain();
+    rig.workers.drain();
     CHECK_EQ(seen, (std::vector<size_t>{3, 3}));
     check_landed(rig.seen->landed, tenfold(4));
   }
@@ -151,9 +151,9 @@ TEST(a_task_runs_after_the_flights_before_it_and_before_those_behind_it) {
 TEST(a_task_with_nothing_in_the_air_runs_at_once) {
   Rig rig;
   rig.launch(0);
-  rig.lanes.drain();
+  rig.workers.drain();
   std::thread::id where;
-  rig.lanes.after_landing([&] { where = std::this_thread::get_id(); });
+  rig.workers.after_landing([&] { where = std::this_thread::get_id(); });
   CHECK(where == std::this_thread::get_id());
 }
 
@@ -162,18 +162,18 @@ TEST(the_first_failure_is_told_and_stops_what_comes_behind) {
   lost.exchange.fails_from = 2;
   for (int64_t i = 0; i < 6; ++i) lost.launch(i);
   const std::string text = "zerox: the gradients of flight 2 did not arrive from all ranks: message 2 is lost";
-  CHECK_EQ(lost.lanes.drain(), text);
+  CHECK_EQ(lost.workers.drain(), text);
   check_landed(lost.seen->landed, tenfold(2));
-  CHECK_EQ(lost.lanes.num_landed(), int64_t{6});
+  CHECK_EQ(lost.workers.num_landed(), int64_t{6});
   lost.launch(6);
-  CHECK_EQ(lost.lanes.drain(), text);
-  CHECK_EQ(lost.lanes.trouble(), text);
+  CHECK_EQ(lost.workers.drain(), text);
+  CHECK_EQ(lost.workers.trouble(), text);
   check_landed(lost.seen->landed, tenfold(2));
 
   Rig full;
   full.pack_throws = 1;
   for (int64_t i = 0; i < 4; ++i) full.launch(i);
-  CHECK_EQ(full.lanes.drain(),
+  CHECK_EQ(full.workers.drain(),
            std::string("zerox: the gradients of flight 1 did not arrive from all ranks: no memory"));
   CHECK_EQ(full.seen->packed, Numbers{0});
 }

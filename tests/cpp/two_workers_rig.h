@@ -1,4 +1,4 @@
-// TwoLanes with a fake exchange, whose messages arrive from another thread after random delays.
+// TwoWorkers with a fake exchange, whose messages arrive from another thread after random delays.
 #pragma once
 
 #include <algorithm>
@@ -16,9 +16,9 @@
 #include <thread>
 #include <vector>
 
-#include "lanes/two_lanes.h"
+#include "workers/two_workers.h"
 
-namespace two_lanes {
+namespace two_workers {
 
 using namespace std::chrono_literals;
 
@@ -48,7 +48,7 @@ class FakePending {
   std::string error_;
 };
 
-using Numbers = std::vector<int64_t>;  // no lock anywhere: the lanes have to order who touches them
+using Numbers = std::vector<int64_t>;  // no lock anywhere: the workers have to order who touches them
 
 struct FakeFlight {
   explicit FakeFlight(int64_t n) : number(n), grads{n, 2 * n} {}
@@ -128,8 +128,8 @@ class FakeExchange {
 };
 
 struct Seen {
-  std::vector<Numbers> landed;  // written on the land lane
-  Numbers packed;               // written on the pack lane
+  std::vector<Numbers> landed;  // written on the land worker
+  Numbers packed;               // written on the pack worker
   std::atomic<int> with_buffers{0};
   std::atomic<int> most_with_buffers{0};
 };
@@ -139,36 +139,36 @@ class Rig {
  public:
   explicit Rig(bool has_threads = true, unsigned seed = 0)
       : exchange(seed),
-        lanes(
+        workers(
             has_threads, [this](FakeFlight& flight) { pack(flight); }, [this](FakeFlight& flight) { land(flight); }) {}
 
-  void launch(int64_t number, bool small = false) { lanes.launch(std::make_shared<FakeFlight>(number), small); }
+  void launch(int64_t number, bool small = false) { workers.launch(std::make_shared<FakeFlight>(number), small); }
 
   FakeExchange exchange;
   std::shared_ptr<Seen> seen = std::make_shared<Seen>();  // to be looked at when the rig is gone, too
   std::optional<int64_t> pack_throws{};
-  zx::TwoLanes<FakeFlight> lanes;  // destroyed first: its threads use the others
+  zx::TwoWorkers<FakeFlight> workers;  // destroyed first: its threads use the others
 
  private:
   void pack(FakeFlight& flight) {
     seen->most_with_buffers = std::max(seen->most_with_buffers.load(), ++seen->with_buffers);
-    lanes.attempt(flight, [&] {
-      if (lanes.failed()) return;
+    workers.attempt(flight, [&] {
+      if (workers.failed()) return;
       if (pack_throws == flight.number) throw std::runtime_error("no memory");
       seen->packed.push_back(flight.number);
       flight.received = std::make_shared<Numbers>();
-      lanes.set_pending(flight, exchange.scatter(flight.grads, flight.received));
+      workers.set_pending(flight, exchange.scatter(flight.grads, flight.received));
       flight.grads.clear();
     });
   }
 
   void land(FakeFlight& flight) {
-    lanes.attempt(flight, [&] {
+    workers.attempt(flight, [&] {
       if (flight.pending) flight.pending->wait();
-      if (!lanes.failed()) seen->landed.push_back(*flight.received);
+      if (!workers.failed()) seen->landed.push_back(*flight.received);
     });
     --seen->with_buffers;
   }
 };
 
-}  // namespace two_lanes
+}  // namespace two_workers

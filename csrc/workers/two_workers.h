@@ -15,33 +15,34 @@
 #include <string>
 #include <utility>
 
-#include "lanes/lane.h"
+#include "workers/worker.h"
 
 namespace zx {
 
-// Note [Two lanes]
+// Note [Two workers]
 // Packing and landing run on two threads beside autograd's, each in launch order. So launching a bucket costs backward
 // a queue entry, and nothing in backward waits for the wire. At most two flights have buffers at a time: the next one
 // is packed when the first has landed, and its gradients stay where they are until then.
 //
-// On an accelerator whose backend works on streams (NCCL), the streams are the lanes: the thread that launches enqueues
-// packing and landing there at once. If the backend works on the host (gloo), the threads stay, and each has a stream.
+// On an accelerator whose backend works on streams (NCCL), the streams are the workers: the thread that launches
+// enqueues packing and landing there at once. If the backend works on the host (gloo), the threads stay, and each has a
+// stream.
 //
 // A `Flight` has describe(), and `pending`: a pointer to the messages that it waits for. Their abort() wakes a waiting
 // thread.
 template <class Flight>
-class TwoLanes {
+class TwoWorkers {
  public:
   using Task = std::function<void()>;
   using FlightTask = std::function<void(Flight&)>;
 
   // `pack` and `land` are called once for each flight, with no lock held, even after an error. They must not throw: see
   // attempt(). Without threads, the thread that launches runs them.
-  TwoLanes(bool has_threads, FlightTask pack, FlightTask land)
+  TwoWorkers(bool has_threads, FlightTask pack, FlightTask land)
       : has_threads_(has_threads), pack_(std::move(pack)), land_(std::move(land)) {}
 
   // Aborts what is under way, and ends the threads.
-  ~TwoLanes() {
+  ~TwoWorkers() {
     const std::lock_guard lock(sky_.mutex);
     sky_.aborted = true;
     for (const auto& flight : sky_.airborne) {
@@ -49,8 +50,8 @@ class TwoLanes {
     }
   }
 
-  // Called by one thread at a time. `small`: the flight waits for no other rank, and waking the lanes would take longer
-  // than the flight itself. The caller then does the work of the lanes, unless other flights are in the air.
+  // Called by one thread at a time. `small`: the flight waits for no other rank, and waking the workers would take
+  // longer than the flight itself. The caller then does the work of the workers, unless other flights are in the air.
   void launch(std::shared_ptr<Flight> flight, bool small = false) {
     ++num_launched_;
     bool is_first = false;
@@ -61,12 +62,12 @@ class TwoLanes {
     }
     const bool here = small && is_first;
     auto task = [this, here, flight = std::move(flight)] { pack(flight, here); };
-    if (held_.on) {
-      held_.tasks.emplace_back(std::move(task));
+    if (held_back_.on) {
+      held_back_.tasks.emplace_back(std::move(task));
     } else if (here) {
       task();
     } else {
-      post(pack_lane_, std::move(task));
+      post(pack_worker_, std::move(task));
     }
   }
 
@@ -82,8 +83,8 @@ class TwoLanes {
       }
       sky_.airborne.push_back(nullptr);  // the task has a place in line: a later one must not overtake it
     }
-    post(pack_lane_, [this, task = std::move(task)] {
-      post(land_lane_, [this, task] {
+    post(pack_worker_, [this, task = std::move(task)] {
+      post(land_worker_, [this, task] {
         task();
         const std::lock_guard lock(sky_.mutex);
         sky_.airborne.pop_front();
@@ -94,7 +95,7 @@ class TwoLanes {
   // Waits until at most `most` have not landed, or nothing will land any more. Returns false if none lands for
   // `patience`.
   bool await_landings(int64_t most, std::chrono::milliseconds patience) {
-    if (held_.on) return true;
+    if (held_back_.on) return true;
     std::unique_lock lock(sky_.mutex);
     while (num_launched_ - num_landed_ > most && sky_.error.empty() && !sky_.aborted) {
       const int64_t before = num_landed_;
@@ -106,8 +107,8 @@ class TwoLanes {
   // Waits until all have landed. Returns the first error, now and on every later call; empty if there was none.
   std::string drain() {
     start_held();
-    pack_lane_.drain();
-    land_lane_.drain();
+    pack_worker_.drain();
+    land_worker_.drain();
     const std::lock_guard lock(sky_.mutex);
     return sky_.error;
   }
@@ -126,7 +127,7 @@ class TwoLanes {
   int64_t num_landed() const { return num_landed_; }
   int64_t num_launched() const { return num_launched_; }
   // For tests of overlap: holds every flight back until drain() or after_landing().
-  void set_hold(bool hold) { held_.on = hold; }
+  void set_hold(bool hold) { held_back_.on = hold; }
 
   // For `pack` and `land`: runs `body`, and remembers what it throws if that is the first error.
   template <class Body>
@@ -166,17 +167,17 @@ class TwoLanes {
     std::deque<Task> tasks;
   };
 
-  void post(Lane& lane, Task task) {
+  void post(Worker& worker, Task task) {
     if (has_threads_) {
-      lane.post(std::move(task));
+      worker.post(std::move(task));
     } else {
       task();
     }
   }
 
   void start_held() {
-    for (auto& task : held_.tasks) post(pack_lane_, std::move(task));
-    held_.tasks.clear();
+    for (auto& task : held_back_.tasks) post(pack_worker_, std::move(task));
+    held_back_.tasks.clear();
   }
 
   void pack(const std::shared_ptr<Flight>& flight, bool here) {
@@ -185,7 +186,7 @@ class TwoLanes {
     if (here) {
       land(flight);
     } else {
-      post(land_lane_, [this, flight] { land(flight); });
+      post(land_worker_, [this, flight] { land(flight); });
     }
   }
 
@@ -213,10 +214,10 @@ class TwoLanes {
   std::atomic<int64_t> num_launched_{0};
   std::atomic<int64_t> num_landed_{0};
   Sky sky_;
-  HeldBack held_;
+  HeldBack held_back_;
   Slots buffers_{2};
-  Lane land_lane_{"zerox land"};  // destroyed after the lane that posts to it
-  Lane pack_lane_{"zerox pack"};
+  Worker land_worker_{"zerox land"};  // destroyed after the worker that posts to it
+  Worker pack_worker_{"zerox pack"};
 };
 
 }  // namespace zx

@@ -1,4 +1,4 @@
-#include "lanes/streams.h"
+#include "workers/streams.h"
 
 #include <c10/core/impl/VirtualGuardImpl.h>
 
@@ -50,13 +50,13 @@ void Streams::hold_buffers(std::vector<at::Tensor> buffers, c10::Event landed) {
 }
 
 // Tensors are freed outside the lock: freeing one that Python has seen needs the GIL.
-void Streams::free(std::unique_lock<std::mutex> lock, std::deque<Held>& held, size_t keep) {
-  std::vector<Held> freed;
-  while (held.size() > keep) {
-    freed.push_back(std::move(held.front()));
-    held.pop_front();
+void Streams::free(std::unique_lock<std::mutex> lock, std::deque<Retained>& retained, size_t keep) {
+  std::vector<Retained> freed;
+  while (retained.size() > keep) {
+    freed.push_back(std::move(retained.front()));
+    retained.pop_front();
   }
-  for (const Held& each : freed) {
+  for (const Retained& each : freed) {
     for (const c10::Stream& owner : each.owners) each.passed.block(owner);
   }
   lock.unlock();

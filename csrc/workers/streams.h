@@ -33,7 +33,7 @@ namespace zx {
 using Events = std::vector<c10::Event>;
 
 // Memory to be freed once some streams have passed an event.
-struct Held {
+struct Retained {
   std::vector<at::Tensor> tensors;
   std::vector<c10::Stream> owners;
   c10::Event passed;
@@ -62,18 +62,18 @@ class Streams {
   void free_gradients(size_t keep);
   void free_buffers(size_t keep);
 
-  // Makes the current stream wait for everything that was packed and landed so far, and frees everything held.
+  // Makes the current stream wait for everything that was packed and landed so far, and frees everything retained.
   void join();
 
  private:
-  static void free(std::unique_lock<std::mutex> lock, std::deque<Held>& held, size_t keep);
+  static void free(std::unique_lock<std::mutex> lock, std::deque<Retained>& retained, size_t keep);
 
   c10::Device device_;
   c10::Stream pack_;
   c10::Stream land_;
-  std::mutex mutex_;  // of what follows: lanes and autograd's threads meet here
-  std::deque<Held> gradients_;
-  std::deque<Held> buffers_;
+  std::mutex mutex_;  // of what follows: workers and autograd's threads meet here
+  std::deque<Retained> gradients_;
+  std::deque<Retained> buffers_;
 };
 
 }  // namespace zx

@@ -1,8 +1,8 @@
 // The ranges that profilers show of a bucket: one for each thing that happens to it, in the order of these things.
 //
 //   launch        autograd's thread   its last gradient is ready and its turn has come: gradients are taken
-//   pack          pack lane           what is not straight is copied, messages are posted
-//   land          land lane           contains:
+//   pack          pack worker         what is not straight is copied, messages are posted
+//   land          land worker         contains:
 //     wait                              until the messages are there
 //     reduce                            neighbours are read, slices summed
 //     let_go                            tells others that it reads no more, waits until they read no more
@@ -10,7 +10,7 @@
 //     agree                             until all ranks are there
 //   update        optimizer's caller  the shard's states and parameters
 //   gather        optimizer's caller  messages are posted
-//   gather_wait   optimizer's caller  until the others' parameters are there; if hidden, on a reader's thread or a lane
+//   gather_wait   optimizer's caller  until others' parameters are there; if hidden, on a reader's thread or a worker
 //   fetch, fetch_wait, release  a reader's thread (stage 3): sharded parameters come, are waited for, and go
 //   gather_grads, gather_grads_wait   where backward ends: the same for whole gradients
 #pragma once

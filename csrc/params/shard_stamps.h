@@ -1,0 +1,21 @@
+// The stamps beside a rank's shard, which say of which step it is: see Note [Shards are pulled].
+#pragma once
+
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+
+namespace zx {
+
+enum class ShardStamp : uint8_t { version, written, stored, left };
+constexpr size_t kShardStamps = 4;
+
+// Other ranks read them, in this rank's memory or by message.
+struct SharedStamps {
+  std::atomic<int64_t> of[kShardStamps] = {0, 0, 0, 0};
+
+  std::atomic<int64_t>& at(ShardStamp stamp) { return of[static_cast<size_t>(stamp)]; }
+  int64_t get(ShardStamp stamp) const { return of[static_cast<size_t>(stamp)].load(std::memory_order_acquire); }
+};
+
+}  // namespace zx
