@@ -249,7 +249,7 @@ class Engine(OneGradient, OneState):
         trained = [m for m in members if m.param.requires_grad]
         with ranks.refusals_told():
             self._check_pairs(trained, self._overlap is not None)
-            self._options.check_dtensors([(m.quoted, m.param) for m in members], self._grads.model)
+            self._options.check_dtensors([(m.name, m.param) for m in members], self._grads.model)
         ranks.check_same(list(terms(self._options, self.param_groups, members)))
         with ranks.failure_told():
             check_model(self._grads.model, ranks, self._options, self.param_groups, members)

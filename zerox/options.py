@@ -141,9 +141,10 @@ class OptimizerOptions:
         for name, param in params:
             if is_dtensor(param):
                 for option, why in self._without_dtensors.items():
-                    raise ValueError(f"{option} does not go with parameters that are DTensors, as {name}: {why}")
+                    known = quoted(name, param)
+                    raise ValueError(f"{option} does not go with parameters that are DTensors, as {known}: {why}")
                 if why := model.missing(param):
-                    raise ValueError(f"parameter {name} {why}")
+                    raise ValueError(f"parameter {quoted(name, param)} {why}")
 
     @property
     def _without_dtensors(self) -> dict[str, str]:
