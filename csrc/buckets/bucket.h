@@ -51,6 +51,7 @@ struct SeenPlacements {
   static constexpr int kMostDims = 4;
   uint8_t partial = 0;     // as this rank's part of a sum over that dimension, where the parameter is the same on it
   uint8_t replicated = 0;  // as the same on all of it, as the parameter is
+  bool is_alike = false;   // once, exactly as the parameter lies
 };
 
 struct SeenGrads {

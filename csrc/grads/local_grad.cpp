@@ -37,11 +37,20 @@ LocalGrad local_grad(Slot& slot) {
   const at::Tensor& grad = slot.param.grad();
   if (!grad.defined() || is_placeholder(slot, grad)) return {.tensor = grad};
   if (!slot.home.is_of_dtensor) return {.tensor = grad, .refusal = refusal_of(slot, grad)};
+  SeenPlacements& seen = slot.seen.placements;
+  if (seen.is_alike && seen.partial == 0) {  // by far the most: so nothing but its local tensor is asked for
+    at::Tensor local = functions().alike(slot.param, grad);
+    if (local.defined()) {
+      std::string refusal = refusal_of(slot, local);
+      return {.tensor = std::move(local), .refusal = std::move(refusal)};
+    }
+  }
   DTensorGrad found = functions().find(slot.param, grad);
   if (!found.refusal.empty()) return {.refusal = "parameter '" + slot.name + "' " + found.refusal};
   std::string refusal = refusal_of(slot, found.local);
-  slot.seen.placements.partial |= found.placements.partial;
-  slot.seen.placements.replicated |= found.placements.replicated;
+  seen.partial |= found.placements.partial;
+  seen.replicated |= found.placements.replicated;
+  seen.is_alike |= found.placements.partial == 0;
   return {.tensor = std::move(found.local), .refusal = std::move(refusal)};
 }
 

@@ -32,6 +32,8 @@ struct DTensorGrad {
   std::string refusal{};
 };
 struct DTensorFunctions {
+  // The local tensor of a gradient that lies exactly as the parameter does; undefined if it may lie otherwise.
+  std::function<at::Tensor(const at::Tensor& param, const at::Tensor& grad)> alike;
   std::function<DTensorGrad(const at::Tensor& param, const at::Tensor& grad)> find;
   std::function<at::Tensor(const at::Tensor& grad)> values_of;
   // A gradient of `param` with these elements; it may be `grad`, which then has them.
