@@ -21,23 +21,25 @@ from zerox.flow.grad_scale import GradScale
 from zerox.flow.grads import Grads
 from zerox.flow.inside import Inside
 from zerox.flow.join import digest_of
+from zerox.flow.mean_gradient import CALLS, READ_THE_MEAN
 from zerox.flow.one_gradient import OneGradient
 from zerox.flow.overlap_gather import NOTHING_TO_HIDE, GatherOverlap
 from zerox.flow.params import ParamGather
 from zerox.flow.residency import Residency
 from zerox.flow.update import FusedUpdate, Update
 from zerox.grad_dtype import Widened
-from zerox.memory.bucket import Bucket, Member, members_of, rooms
+from zerox.memory.bucket import Bucket, Member, members_of, refuse_dtensors, rooms
 from zerox.memory.flat import BufferSlot, give_out
 from zerox.memory.shared import Shared
-from zerox.options import OptimizerOptions, check_params
+from zerox.options import OptimizerOptions, Planned, check_params
 from zerox.plan.stage import SHARDED
 from zerox.ranks.advice import advise_mesh
 from zerox.ranks.group import Ranks, call_ranks, find_ranks
+from zerox.ranks.model_axes import find_axes
 from zerox.ranks.process_group import GroupArgument
 from zerox.rules.of_groups import Rules
 from zerox.state.one_state import OneState
-from zerox.terms import terms
+from zerox.terms import check_model, terms
 
 
 class Engine(OneGradient, OneState):
@@ -55,6 +57,7 @@ class Engine(OneGradient, OneState):
         make_defaults: Callable[[], dict[str, Any]],
         make_options: Callable[[], OptimizerOptions],
         process_group: GroupArgument,
+        norm_group: Any = None,
     ) -> None:
         self._shared: dict[str, Any] = {}
         with call_ranks(process_group) as roll_call:
@@ -68,9 +71,9 @@ class Engine(OneGradient, OneState):
             check_params([m.name for m in members], [m.param for m in members])
             device = members[0].param.device if members else torch.device("cpu")
             self._options.check_pairs({}, device={device.type})
+            model = find_axes([m.param for m in members], lambda i: members[i].quoted, process_group, norm_group)
             self._ranks = find_ranks(process_group, device, roll_call)
-        if process_group is None and self._options.stage_plan.params is not SHARDED:
-            advise_mesh(self._ranks)
+        advise_mesh(self._ranks, process_group, self._options.stage_plan)
         with self._ranks.failure_told():
             self._grads = Grads(
                 self._ranks,
@@ -78,6 +81,7 @@ class Engine(OneGradient, OneState):
                 self._options.reduce_dtype,
                 self._options.capturable,
                 divides=any(self._divisor_of(group) is not None for group in self.param_groups),
+                model=model,
             )
             self._gather = self._made_gather()
             self._widened = Widened(self._options.accumulate_dtype)
@@ -128,21 +132,13 @@ class Engine(OneGradient, OneState):
     def no_sync(self, outer: bool = False) -> AbstractContextManager[None]:
         """Inside, backward sends nothing: gradients stay local and add up, to leave with the next backward outside.
 
-        ``outer``: on a mesh (replicate, shard), in stage 2. Gradients are added up along the shard axis after each
-        backward, and take no room of their own; their sums wait there, and go along the replicate axis with the next
-        backward outside. ValueError where there is no such mesh.
+        ``outer``: on a mesh (replicate, shard), in stage 2, gradients are added up along the shard axis after each
+        backward. The sums wait there, and go along the replicate axis with the next backward outside. Else ValueError.
         """
-        if not outer:
-            return self._grads.no_sync()
-        if not self._all_ranks.on_mesh:
-            raise ValueError("no_sync(outer=True) needs a mesh (replicate, shard) as process_group: call no_sync()")
-        if not self._grads.sharded:
-            raise ValueError("no_sync(outer=True) needs stage=2: gradients stay whole in stage 1, call no_sync()")
-        if self._joining:
-            raise RuntimeError("no_sync(outer=True) does not go with join(): call no_sync()")
-        return self._grads.inner_sync()
+        return self._grads.inner_sync(joins=bool(self._joining)) if outer else self._grads.no_sync()
 
     def _meet(self, meeting: Meeting) -> None:
+        refuse_dtensors(self.inside.members, CALLS[meeting])
         self._settle(meeting)
 
     def synchronize(self) -> None:
@@ -205,10 +201,7 @@ class Engine(OneGradient, OneState):
             self._all_ranks.broadcast_values(buffer, f"buffer '{name}'")
 
     def memory_bytes(self) -> MemoryBytes:
-        """Bytes of the storages that this rank holds, by category, once what is on its way has landed.
-
-        To hold beside :func:`zerox.estimate`.
-        """
+        """Bytes that this rank holds, by category, once what is on its way has landed; see :func:`zerox.estimate`."""
         return measured(self.inside)
 
     # ---- inside ------------------------------------------------------------------------------------------------------
@@ -259,8 +252,10 @@ class Engine(OneGradient, OneState):
         trained = [m for m in members if m.param.requires_grad]
         with ranks.refusals_told():
             self._check_pairs(trained, self._overlap is not None)
+            self._options.check_dtensors([(m.name, m.param) for m in members], self._grads.model)
         ranks.check_same(list(terms(self._options, self.param_groups, members)))
         with ranks.failure_told():
+            check_model(self._grads.model, ranks, self._options, self.param_groups, members)
             self._take_over(members, trained)
         ranks.meet("all have made their buckets")
 
@@ -271,13 +266,18 @@ class Engine(OneGradient, OneState):
         self._frozen = list({id(m.param): m for m in watched if id(m.param) not in adopted}.values())
         still = [member for member in members if not member.param.requires_grad]
         rules = [self._rules.of(self.param_groups[m.group]) for m in trained]
-        divisors = [self._divisor_of(self.param_groups[m.group]) for m in trained]
-        named = [(m.name, m.param, rule.name, by) for m, rule, by in zip(trained, rules, divisors, strict=True)]
+        model = self._grads.model
+        named: list[Planned] = [
+            (m.name, m.local, rule.name, self._divisor_of(self.param_groups[m.group]), model.replicated_over(m.param))
+            for m, rule in zip(trained, rules, strict=True)
+        ]
         plans = self._options.plan(named, ranks.backend, ranks.size)
-        shared_out = [(m.name, m.param, "", None) for m in still if self._gather.shards_frozen]
+        shared_out: list[Planned] = [(m.name, m.local, "", None, ()) for m in still if self._gather.shards_frozen]
         plans_of_still = self._options.plan(shared_out, ranks.backend, ranks.size)
         self._gather.check_room([*rooms(plans, trained), *rooms(plans_of_still, still)])
         frozen = self._gather.take_frozen(still, plans_of_still)
+        for member in still:
+            model.broadcast_values(member.local, model.replicated_over(member.param))
         self._widened.take(m.param for m in trained)
         made = []
         for plan in plans:
@@ -287,6 +287,7 @@ class Engine(OneGradient, OneState):
             specs = [*wanted, *self._options.masters(inside[0].param.dtype)]
             bucket = Bucket(plan, inside, ranks.shard_of(ranks.rank), rule, specs, self._gather.make_buffer)
             ranks.broadcast(bucket.buffer.flat, f"the parameters of {bucket.describe(len(self._buckets))}")
+            model.broadcast(bucket.buffer.flat, model.replicated_over(inside[0].param))
             give_out(bucket.buffer.slots())
             bucket.start()
             divisor = self._divisor_of(self.param_groups[inside[0].group])
@@ -310,6 +311,7 @@ class Engine(OneGradient, OneState):
         moved = [(self._buckets[index], slot) for index, slot in self._grads.moved()]
         misfits = (bucket.buffer.misfit(slot, bucket.members[slot].name) for bucket, slot in moved)
         refusal = refusal or self._gather.failure(forget=meeting is Meeting.STEP) or next(filter(None, misfits), "")
+        refusal = refusal or self._grads.replaced()
         elsewhere: list[BufferSlot] = [(bucket.buffer, slot) for bucket, slot in moved]
         values = [] if refusal else self._gather.found_elsewhere(elsewhere)
         options = digest_of(self.param_groups, self._joining) if self._joining else 0.0
@@ -317,6 +319,8 @@ class Engine(OneGradient, OneState):
         if outcome.adopts:
             self._adopt(unfrozen)
             outcome = self._grads.settle(meeting, arguments, options)
+        if outcome.meeting in READ_THE_MEAN:
+            self._grads.partial.refresh()
         self._calls.scale.forget_if_discarded()
         if not follows or outcome.meeting == Meeting.STEP:
             self._gather.elsewhere = elsewhere

@@ -28,6 +28,7 @@ from zerox.plan.buckets import BucketPlan
 from zerox.plan.peak import AHEAD_IF_PACED, Flow, peak_alone, peak_of_sharded, peak_of_whole
 from zerox.plan.resident import resident_limit
 from zerox.plan.stage import SHARDED
+from zerox.ranks.dtensors import local_of
 from zerox.ranks.process_group import ALONE, chosen_group
 from zerox.rules.inner import InnerClass, full_name
 from zerox.rules.known import rules_of
@@ -96,7 +97,7 @@ def estimate(
     chosen, rules, of_groups = _chosen(rule, options)
     everything = named_tensors(params)
     trained = [
-        (name, tensor, _options_of(rules, group, of_groups))
+        (name, local_of(tensor), _options_of(rules, group, of_groups))
         for name, tensor, group in everything
         if tensor.requires_grad
     ]
@@ -112,7 +113,7 @@ def estimate(
     stay = on_host if world_size == 1 else backend == "gloo"  # large gradients, where autograd left them
     num_far = world_size - (local_world_size if on_host else 1)
     apart = chosen.stage_plan.params is SHARDED and world_size > 1
-    frozen = [(name, tensor, "", None) for name, tensor, _ in everything if not tensor.requires_grad]
+    frozen = [(name, local_of(tensor), "", None, ()) for name, tensor, _ in everything if not tensor.requires_grad]
     parameters = 0 if apart else sum(tensor.nbytes for _, tensor, *_ in frozen)
     whole: list[tuple[str, int]] = []  # buckets whose shard is apart
 
@@ -124,11 +125,11 @@ def estimate(
         return storage_bytes(plan.layout.shard_numel, dtype.itemsize, on_host, 1)
 
     for plan in chosen.plan(frozen, backend, world_size) if apart else ():
-        first, tensor, _, _ = frozen[plan.params[0]]
+        first, tensor, *_ = frozen[plan.params[0]]
         parameters += parameters_of(plan, first, tensor.dtype)
     master, moments = 0, 0
     flows = []
-    named = [(name, tensor, rules.of(group).name, chosen.divisor_of(group)) for name, tensor, group in trained]
+    named = [(name, tensor, rules.of(group).name, chosen.divisor_of(group), ()) for name, tensor, group in trained]
     for plan in chosen.plan(named, backend, world_size):
         layout, dtype = plan.layout, tensors[plan.params[0]].dtype
         parameters += parameters_of(plan, trained[plan.params[0]][0], dtype)
@@ -222,7 +223,7 @@ def measured(inside: Inside) -> MemoryBytes:
     """Bytes of the storages that this rank holds, once everything in flight has landed."""
     inside.manager.flights.await_landed()
     moved = [inside.buckets[index].members[slot] for index, slot in inside.grads.moved()]
-    whole = [] if inside.grads.sharded else [member.param.grad for member in inside.members]
+    whole = [] if inside.grads.sharded else [local_of(member.param.grad) for member in inside.members]
     state = [stored for bucket in inside.buckets for stored in bucket.state.values()]
     masters = [stored for stored in state if stored.spec in MASTERS]
     others = [stored for stored in state if stored.spec not in MASTERS]
@@ -237,8 +238,8 @@ def measured(inside: Inside) -> MemoryBytes:
 def _parameters(inside: Inside, moved: list[Member]) -> int:
     if isinstance(inside.gather, Residency):
         shards = [each.buffer.own for each in inside.gather.all]
-        return _bytes_of([*shards, *(m.param for m in moved)]) + inside.gather.residents.room_bytes
-    return _bytes_of([*(bucket.buffer.flat for bucket in inside.buckets), *(m.param for m in inside.frozen + moved)])
+        return _bytes_of([*shards, *(m.local for m in moved)]) + inside.gather.residents.room_bytes
+    return _bytes_of([*(bucket.buffer.flat for bucket in inside.buckets), *(m.local for m in inside.frozen + moved)])
 
 
 def _bytes_of(tensors: Iterable[torch.Tensor | None]) -> int:

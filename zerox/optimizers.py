@@ -36,6 +36,8 @@ class FusedShardedAdam(Engine):
         process_group: the data-parallel ProcessGroup or DeviceMesh: of one axis, or of two, (replicate, shard), where
             gradients are added up along the second first. Default: all ranks of the default group, which must be there
             first. "alone": this rank by itself, for a teacher or models that differ by rank.
+        norm_group: a ProcessGroup or DeviceMesh whose other ranks have other parts of the model, as the stages of a
+            pipeline: norms are over them too. The axes on which parameters are DTensors need not be named.
         stage: 1 shards the state, and leaves whole mean gradients in ``p.grad``; 2 shards gradients too; 3 also shards
             parameters: they are whole only while something reads them (see :meth:`whole`).
         bucket_cap_mb: MiB of parameters a bucket; None: 16, or more where a rank's slice of one would be small.
@@ -75,6 +77,7 @@ class FusedShardedAdam(Engine):
         maximize: bool = False,
         decoupled_weight_decay: bool = True,
         process_group: GroupArgument = None,
+        norm_group: Any = None,
         stage: int = 2,
         bucket_cap_mb: float | None = None,
         reduce_dtype: torch.dtype | None = None,
@@ -106,6 +109,7 @@ class FusedShardedAdam(Engine):
                 gradient_divisor,
             ),
             process_group,
+            norm_group,
         )
 
 
@@ -130,6 +134,7 @@ class FusedShardedSGD(Engine):
         *,
         maximize: bool = False,
         process_group: GroupArgument = None,
+        norm_group: Any = None,
         stage: int = 2,
         bucket_cap_mb: float | None = None,
         reduce_dtype: torch.dtype | None = None,
@@ -161,6 +166,7 @@ class FusedShardedSGD(Engine):
                 gradient_divisor,
             ),
             process_group,
+            norm_group,
         )
 
 
@@ -188,6 +194,7 @@ class FusedShardedLion(Engine):
         *,
         maximize: bool = False,
         process_group: GroupArgument = None,
+        norm_group: Any = None,
         stage: int = 2,
         bucket_cap_mb: float | None = None,
         reduce_dtype: torch.dtype | None = None,
@@ -219,6 +226,7 @@ class FusedShardedLion(Engine):
                 gradient_divisor,
             ),
             process_group,
+            norm_group,
         )
 
 
@@ -252,6 +260,7 @@ class ShardedOptimizer(Engine):
         optimizer_class: type[torch.optim.Optimizer],
         *,
         process_group: GroupArgument = None,
+        norm_group: Any = None,
         stage: int = 2,
         bucket_cap_mb: float | None = None,
         reduce_dtype: torch.dtype | None = None,
@@ -282,6 +291,7 @@ class ShardedOptimizer(Engine):
                 gradient_divisor=gradient_divisor,
             ),
             process_group,
+            norm_group,
         )
 
     def step(self, closure: Callable[[], Any] | None = None, **step_options: Any) -> Any:  # type: ignore[override]

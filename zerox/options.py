@@ -20,7 +20,9 @@ from zerox.plan.combinations import CHOICES
 from zerox.plan.form import BFLOAT16, EIGHT_BIT, FLOAT16, FLOAT32, FLOAT64, Form
 from zerox.plan.layout import SMALL_NUMEL
 from zerox.plan.stage import Stage, stage_of
+from zerox.ranks.dtensors import is_dtensor, unfit_dtensor
 from zerox.ranks.group import Ranks
+from zerox.ranks.model_axes import ModelAxes
 from zerox.ranks.process_group import ALONE
 from zerox.rules.rule import MASTER, REMAINDER, StateSpec
 
@@ -31,6 +33,10 @@ STATE_FORMS: dict[torch.dtype | str, Form] = {torch.float32: FLOAT32, torch.bflo
 IN_FULL = {torch.float64: FLOAT64, torch.float32: FLOAT32, torch.bfloat16: BFLOAT16, torch.float16: FLOAT16}
 MASTER_SPECS = {"remainder": REMAINDER, "fp32": MASTER}
 MASTER_WEIGHTS = ("auto", *MASTER_SPECS, None)
+
+
+# Name, (local) tensor, name of its rule, its gradient's divisor, and the model axes that it is replicated over.
+Planned = tuple[str, Tensor, str, float | None, tuple[int, ...]]
 
 
 @dataclass(frozen=True)
@@ -130,6 +136,27 @@ class OptimizerOptions:
         for group in groups:
             self.check_pairs(group, **facts)
 
+    def check_dtensors(self, params: Iterable[tuple[str, Tensor]], model: ModelAxes) -> None:
+        """ValueError for a DTensor that does not go with these options, or lies on axes that the model lacks."""
+        for name, param in params:
+            if is_dtensor(param):
+                for option, why in self._without_dtensors.items():
+                    known = quoted(name, param)
+                    raise ValueError(f"{option} does not go with parameters that are DTensors, as {known}: {why}")
+                if why := model.missing(param):
+                    raise ValueError(f"parameter {quoted(name, param)} {why}")
+
+    @property
+    def _without_dtensors(self) -> dict[str, str]:
+        found = {}
+        if self.stage == 3:
+            found["stage=3"] = "their local tensors stay whole. Use stage=2"
+        if self.capturable:
+            found["capturable=True"] = "Partial gradients are summed by the host. Leave it at False"
+        if self.accumulate_dtype is not None:
+            found[f"accumulate_dtype={self.accumulate_dtype}"] = "torch adds up their gradients. Leave it out"
+        return found
+
     def masters(self, param_dtype: torch.dtype) -> list[StateSpec]:
         """How the exact value of a parameter is kept: 32- and 64-bit ones need nothing beside themselves."""
         if param_dtype not in NARROW or self.master_weights is None:
@@ -149,15 +176,12 @@ class OptimizerOptions:
         form = STATE_FORMS[self.state_dtype]
         return FLOAT32 if form.scaled and param.numel() < SMALL_NUMEL else form
 
-    def plan(
-        self, params: Iterable[tuple[str, Tensor, str, float | None]], backend: str, world_size: int
-    ) -> list[BucketPlan]:
-        """``params``: the name of each, the name of its rule, and its gradient's divisor."""
+    def plan(self, params: Iterable[Planned], backend: str, world_size: int) -> list[BucketPlan]:
         specs = []
-        for name, param, rule, divisor in params:
+        for name, param, rule, divisor, over in params:
             dtype, grads = str(param.dtype), str(grad_dtype_of(param, self.accumulate_dtype))
             form = self.state_form(param)
-            specs.append(ParamSpec(name, param.numel(), dtype, param.element_size(), form, grads, rule, divisor))
+            specs.append(ParamSpec(name, param.numel(), dtype, param.element_size(), form, grads, rule, divisor, over))
         return plan_buckets(specs, world_size, self.cap_bytes(backend, world_size))
 
 
@@ -175,6 +199,10 @@ class InnerOptions(OptimizerOptions):
 
     def check_pairs(self, others: Mapping[str, Any], **facts: Collection[str]) -> None:
         super().check_pairs(others, optimizer={combinations.SHARDED}, **facts)
+
+    @property
+    def _without_dtensors(self) -> dict[str, str]:
+        return {"ShardedOptimizer": "it is not tried with them yet. Use FusedShardedAdam", **super()._without_dtensors}
 
     def masters(self, param_dtype: torch.dtype) -> list[StateSpec]:
         return [MASTER] if param_dtype in NARROW and self.master_weights is not None else []
@@ -272,10 +300,12 @@ def _foreign(param: Tensor) -> str:
     """Why it can't be sharded by this build, or by zerox; empty if it can."""
     if (refusal := device_refusal(param.device)) and not param.is_meta:
         return f"is on {param.device}: {refusal}"
+    if is_dtensor(param):
+        return unfit_dtensor(param)
     if type(param).__torch_dispatch__ is not Tensor.__torch_dispatch__:  # it has its values elsewhere
         return (
-            f"must be a plain tensor, got a {type(param).__name__}: zerox shards by itself, build it without DTensor, "
-            "FSDP and other wrappers of tensors"
+            f"must be a DTensor or a plain tensor, got a {type(param).__name__}: zerox shards by itself, build it "
+            "without FSDP and other wrappers of tensors"
         )
     return ""
 

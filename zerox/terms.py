@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import fields
 from typing import Any
@@ -12,23 +13,64 @@ from torch import Tensor
 from zerox.grad_dtype import grad_dtype_of
 from zerox.memory.bucket import Member
 from zerox.options import OptimizerOptions
+from zerox.ranks.dtensors import is_dtensor, placements_text
+from zerox.ranks.group import Ranks
+from zerox.ranks.model_axes import ModelAxes
 from zerox.rules.of_groups import RULE
+
+_said: list[bool] = []  # that plain parameters count as replicated
 
 
 def terms(options: OptimizerOptions, groups: Sequence[dict[str, Any]], members: Sequence[Member]) -> Iterator[str]:
+    yield from _of_options(options, groups)
+    for member in members:
+        param = member.param
+        grads = grad_dtype_of(param, options.accumulate_dtype)
+        kind = f"{tuple(member.local.shape)} {param.dtype} on {param.device.type}{placements_text(param)}"
+        kind += f" with gradients of {grads}" if grads != param.dtype else ""
+        yield f"{_trained(param)} parameter '{member.name}' {kind} in group {member.group}"
+
+
+def _trained(param: Tensor) -> str:
+    return "trainable" if param.requires_grad else "frozen"
+
+
+def _of_options(options: OptimizerOptions, groups: Sequence[dict[str, Any]]) -> Iterator[str]:
     for field in fields(options):
         yield f"{field.name}={getattr(options, field.name)!r}"
     for index, group in enumerate(groups):
         # The rule comes first: it decides on the others.
         for key in sorted(group.keys() - {"params", "param_names"}, key=lambda key: (key != RULE, str(key))):
             yield f"param group {index} with {key}={_as_text(group[key])}"
+
+
+def check_model(
+    model: ModelAxes,
+    ranks: Ranks,
+    options: OptimizerOptions,
+    groups: Sequence[dict[str, Any]],
+    members: Sequence[Member],
+) -> None:
+    """The same along model axes: ValueError on all ranks that names the first that differs. Collective."""
+    if not model.axes:
+        return
+    of_all = [f"divisors of gradients {[options.divisor_of(group) for group in groups]}"]
+    of_all.append(f"float64 parameters: {any(m.param.dtype is torch.float64 for m in members)}")
+    lines = [f"shard {ranks.shard_of(ranks.rank)} of {ranks.size} of each bucket", *_of_options(options, groups)]
     for member in members:
-        param = member.param
-        trained = "trainable" if param.requires_grad else "frozen"
-        grads = grad_dtype_of(param, options.accumulate_dtype)
-        kind = f"{tuple(param.shape)} {param.dtype} on {param.device.type}"
-        kind += f" with gradients of {grads}" if grads != param.dtype else ""
-        yield f"{trained} parameter '{member.name}' {kind} in group {member.group}"
+        shape = placements_text(member.param) or f" of {tuple(member.param.shape)}"
+        lines.append(f"{_trained(member.param)} parameter '{member.name}' {member.param.dtype}{shape}")
+    model.check_same(lines, of_all)
+    plain = [m.name for m in members if not is_dtensor(m.param)]
+    over = [axis.name for axis in model.axes if axis.is_of_params]
+    if plain and over and torch.distributed.get_rank() == 0 and not _said:
+        _said.append(True)
+        more = f" and {len(plain) - 1} more plain parameters count" if len(plain) > 1 else " counts"
+        warnings.warn(
+            f"zerox: '{plain[0]}'{more} as replicated over axis {', '.join(over)}, where others are DTensors: "
+            "coordinate 0's values are taken, and their gradients must be the same on all ranks of it",
+            stacklevel=2,
+        )
 
 
 def _as_text(value: Any) -> str:

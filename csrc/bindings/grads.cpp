@@ -6,12 +6,14 @@
 #include <vector>
 
 #include <pybind11/functional.h>
+#include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <torch/csrc/distributed/c10d/reducer.hpp>
 
 #include "bindings/bindings.h"
 #include "bindings/destroyed_without_gil.h"
 #include "grads/bucket_manager.h"
+#include "grads/local_grad.h"
 #include "grads/other_reducers.h"
 
 namespace zx {
@@ -34,6 +36,63 @@ void bind_other_reducers(py::module_& m) {
         });
       },
       py::arg("find"));
+}
+
+// Without a call of a Python function, which takes several times as long.
+at::Tensor local_if_alike(const at::Tensor& param, const at::Tensor& grad) {
+  const py::gil_scoped_acquire acquire;
+  static PyObject* const spec = PyUnicode_InternFromString("_spec");
+  static PyObject* const placements = PyUnicode_InternFromString("placements");
+  static PyObject* const local_tensor = PyUnicode_InternFromString("_local_tensor");
+  const auto get = [](const py::object& from, PyObject* name) {
+    auto found = py::reinterpret_steal<py::object>(from ? PyObject_GetAttr(from.ptr(), name) : nullptr);
+    if (!found) PyErr_Clear();
+    return found;
+  };
+  const auto object = py::reinterpret_steal<py::object>(THPVariable_Wrap(grad));
+  const auto of_param = py::reinterpret_steal<py::object>(THPVariable_Wrap(param));
+  const py::object have = get(get(object, spec), placements);
+  const py::object want = get(get(of_param, spec), placements);
+  const py::object local = get(object, local_tensor);
+  if (!have || !want || !local || !THPVariable_CheckExact(local.ptr())) return {};
+  const int same = PyObject_RichCompareBool(have.ptr(), want.ptr(), Py_EQ);
+  if (same < 0) PyErr_Clear();
+  return same == 1 ? THPVariable_Unpack(local.ptr()) : at::Tensor();
+}
+
+// Each function waits for the GIL, which no thread holds that waits for a lock: see Note [Locks].
+void bind_dtensors(py::module_& m) {
+  m.def(
+      "set_dtensor_functions",
+      [](py::function find, py::function values_of, py::function wrap) {
+        auto* found = new py::function(std::move(find));  // leaked, as above
+        auto* values = new py::function(std::move(values_of));
+        auto* wrapped = new py::function(std::move(wrap));
+        set_dtensor_functions(
+            {.alike = local_if_alike,
+             .find =
+                 [found](const at::Tensor& param, const at::Tensor& grad) {
+                   const py::gil_scoped_acquire acquire;
+                   auto [local, partial, replicated, refusal] =
+                       (*found)(param, grad)
+                           .cast<std::tuple<std::optional<at::Tensor>, uint8_t, uint8_t, std::string>>();
+                   return DTensorGrad{std::move(local).value_or(at::Tensor()),
+                                      {.partial = partial, .replicated = replicated},
+                                      refusal};
+                 },
+             .values_of =
+                 [values](const at::Tensor& grad) {
+                   const py::gil_scoped_acquire acquire;
+                   return (*values)(grad).cast<at::Tensor>();
+                 },
+             .wrap =
+                 [wrapped](const at::Tensor& param, const at::Tensor& grad, const at::Tensor& local, int64_t partial) {
+                   const py::gil_scoped_acquire acquire;
+                   const auto had = grad.defined() ? std::optional(grad) : std::nullopt;
+                   return (*wrapped)(param, had, local, partial).cast<at::Tensor>();
+                 }});
+      },
+      py::arg("find"), py::arg("values_of"), py::arg("wrap"));
 }
 
 std::optional<at::Tensor> optional(at::Tensor tensor) {
@@ -75,6 +134,8 @@ void bind_kept_grads(py::module_& m) {
           },
           py::arg("bucket"), Release())
       .def("landed", &KeptGrads::landed, py::arg("bucket"))
+      .def("version", &KeptGrads::version, py::arg("bucket"))
+      .def("partial", &KeptGrads::partial, py::arg("bucket"), Release())
       .def("present", &KeptGrads::present, py::arg("bucket"))
       .def("words", [](KeptGrads& self, int64_t i) { return optional(self.words(i)); }, py::arg("bucket"));
 }
@@ -143,7 +204,7 @@ std::shared_ptr<BucketManager> make_manager(const std::vector<Axis>& axes, const
 }
 
 int64_t add_bucket(BucketManager& self, const std::vector<std::string>& names, const std::vector<at::Tensor>& params,
-                   const std::vector<at::Tensor>& homes, at::Tensor flat,
+                   const std::vector<at::Tensor>& locals, const std::vector<at::Tensor>& homes, at::Tensor flat,
                    const std::optional<std::vector<at::Tensor>>& placeholders, const std::vector<int64_t>& offsets,
                    at::ScalarType wire_dtype, at::ScalarType grad_dtype, int64_t shard_numel, int64_t trailer_numel,
                    at::Tensor segments, int64_t num_straight, double divisor) {
@@ -151,7 +212,7 @@ int64_t add_bucket(BucketManager& self, const std::vector<std::string>& names, c
                   shard_numel, trailer_numel,   std::move(segments), num_straight};
   for (size_t i = 0; i < params.size(); ++i) {
     const at::Tensor placeholder = placeholders ? placeholders->at(i) : at::Tensor();
-    spec.slots.push_back({names.at(i), params[i], homes.at(i), placeholder, offsets.at(i)});
+    spec.slots.push_back({names.at(i), params[i], locals.at(i), homes.at(i), placeholder, offsets.at(i)});
   }
   const py::gil_scoped_release release;  // see Note [Locks]
   return self.add_bucket(std::move(spec));
@@ -165,8 +226,8 @@ void bind_manager(py::module_& m) {
            py::arg("keeps_shards"), py::arg("device"), py::arg("sharded_params"), py::arg("divides"));
   py::class_<BucketManager, std::shared_ptr<BucketManager>>(m, "BucketManager")
       .def(py::init(&make_manager), py::arg("axes"), py::arg("control"), py::arg("whereabouts"), py::arg("options"))
-      .def("add_bucket", &add_bucket, py::arg("names"), py::arg("params"), py::arg("homes"), py::arg("flat"),
-           py::arg("placeholders"), py::arg("offsets"), py::arg("wire_dtype"), py::arg("grad_dtype"),
+      .def("add_bucket", &add_bucket, py::arg("names"), py::arg("params"), py::arg("locals"), py::arg("homes"),
+           py::arg("flat"), py::arg("placeholders"), py::arg("offsets"), py::arg("wire_dtype"), py::arg("grad_dtype"),
            py::arg("shard_numel"), py::arg("trailer_numel"), py::arg("segments"), py::arg("num_straight"),
            py::arg("divisor"))
       .def_property_readonly("backward", &BucketManager::backward)
@@ -203,6 +264,7 @@ void bind_manager(py::module_& m) {
 
 void bind_grads(py::module_& m) {
   bind_other_reducers(m);
+  bind_dtensors(m);
   bind_backward(m);
   bind_flights(m);
   bind_kept_grads(m);

@@ -45,10 +45,20 @@ class SeenGrad {
   c10::weak_intrusive_ptr<c10::TensorImpl> tensor_{c10::intrusive_ptr<c10::TensorImpl>()};
   int64_t version_ = 0;
 };
+
+// How gradients of a DTensor came: a bit for each dimension of its mesh. See Note [Local tensors].
+struct SeenPlacements {
+  static constexpr int kMostDims = 4;
+  uint8_t partial = 0;     // as this rank's part of a sum over that dimension, where the parameter is the same on it
+  uint8_t replicated = 0;  // as the same on all of it, as the parameter is
+  bool is_alike = false;   // once, exactly as the parameter lies
+};
+
 struct SeenGrads {
-  SeenGrad local;   // the one that autograd wrote last: any other was put there by hand
-  SeenGrad scaled;  // the one at mark_scaled(), until the gradient that it stands for is discarded
-  int writers = 0;  // threads that are between the two hooks: each accumulates into p.grad
+  SeenGrad local;               // the one that autograd wrote last: any other was put there by hand
+  SeenGrad scaled;              // the one at mark_scaled(), until the gradient that it stands for is discarded
+  int writers = 0;              // threads that are between the two hooks: each accumulates into p.grad
+  SeenPlacements placements{};  // on any rank
 };
 
 // The facts about a gradient that stays whole (ZeRO stage 1).
@@ -66,12 +76,20 @@ struct WholeGrad {
   }
 };
 
+// Note [Local tensors]
+// A parameter may be a DTensor: a tensor that several ranks of a model axis (tensor parallel, say) have together, each
+// a local tensor, which is a plain one. What lies in the bucket, travels and is updated is the local tensor. The
+// parameter itself is what autograd knows: it has the hooks, and p.grad, which is a DTensor too. Of a plain parameter
+// the local tensor is the parameter.
+
 // A parameter's place in the bucket's buffer. States have the order of `view`. The other fields repeat what `view`
 // says: reading them there would cost one more cache miss for each parameter in each step.
 struct Home {
   // `moves`: its memory may lie elsewhere later, and the parameter's with it.
-  Home(at::Tensor place, bool moves)
+  Home(at::Tensor place, at::Tensor there, bool of_dtensor, bool moves)
       : view(std::move(place)),
+        local(std::move(there)),
+        is_of_dtensor(of_dtensor),
         address(moves ? nullptr : view.const_data_ptr()),
         numel(view.numel()),
         device(view.device()),
@@ -80,10 +98,10 @@ struct Home {
         strides(view.strides()) {}
 
   // Compares addresses: see Note [Every parameter has a storage of its own].
-  bool has(const at::Tensor& param) const {
+  bool has_param() const {
     const void* here = address != nullptr ? address : view.const_data_ptr();
-    return (param.numel() == 0 || param.const_data_ptr() == here) && param.sizes() == at::IntArrayRef(sizes) &&
-           param.strides() == at::IntArrayRef(strides);
+    return (local.numel() == 0 || local.const_data_ptr() == here) && local.sizes() == at::IntArrayRef(sizes) &&
+           local.strides() == at::IntArrayRef(strides);
   }
   // Whether the elements of a tensor of these sizes lie in the same order.
   bool has_order_of(const at::Tensor& tensor) const {
@@ -91,6 +109,8 @@ struct Home {
   }
 
   at::Tensor view;
+  at::Tensor local;     // see Note [Local tensors]
+  bool is_of_dtensor;   // the parameter is one
   const void* address;  // null if it moves
   int64_t numel;
   c10::Device device;
@@ -140,6 +160,7 @@ struct Landed {
   double divisor = 1.0;            // the number of ranks, for their mean
   bool holds = false;              // some slot has a gradient
   bool keeps_shard = false;        // the shard stays at one address from step to step, for CUDA graphs
+  int64_t version = 0;             // rises with each change
 };
 
 // A part of this rank's shard that is reduced by a call of its own.

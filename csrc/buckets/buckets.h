@@ -45,6 +45,7 @@ namespace zx {
 struct Buckets {
   ProcessMutex mutex;
   std::vector<std::shared_ptr<Bucket>> all;
+  int64_t num_dtensors = 0;  // parameters that are: see Note [Local tensors]
 
   Bucket& at(int64_t index) const { return *all.at(index); }
 

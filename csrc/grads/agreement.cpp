@@ -24,7 +24,7 @@ void with_tensor(Numbers& numbers, at::ScalarType type, const Collective& collec
 }
 
 // Ranks without a backward of their own don't limit the others: they join whatever the others launched.
-bool has_own_rounds(const Statement& s) { return s.own_rounds > 0 && s.call.meeting != Meeting::follow; }
+bool has_own_rounds(const Statement& s) { return s.rounds.own > 0 && s.call.meeting != Meeting::follow; }
 
 using Number = int64_t (*)(const Statement&);
 constexpr std::array<Number, static_cast<size_t>(Said::kCount)> kFields = {
@@ -32,12 +32,12 @@ constexpr std::array<Number, static_cast<size_t>(Said::kCount)> kFields = {
     [](const Statement& s) {
       return s.call.meeting == Meeting::follow ? kNowhere : static_cast<int64_t>(s.call.meeting);
     },
-    [](const Statement& s) { return s.rounds; },
-    [](const Statement& s) { return has_own_rounds(s) ? s.rounds : kNoBackward; },
-    [](const Statement& s) { return has_own_rounds(s) ? s.inner.count : kNoBackward; },
-    [](const Statement& s) { return has_own_rounds(s) ? s.rounds - s.inner.count : kNoBackward; },
-    [](const Statement& s) { return has_own_rounds(s) ? s.inner.dropped : kNoBackward; },
-    [](const Statement& s) { return has_own_rounds(s) ? -s.inner.dropped : kNoBackward; },
+    [](const Statement& s) { return s.rounds.all; },
+    [](const Statement& s) { return has_own_rounds(s) ? s.rounds.all : kNoBackward; },
+    [](const Statement& s) { return has_own_rounds(s) ? s.rounds.inner.count : kNoBackward; },
+    [](const Statement& s) { return has_own_rounds(s) ? s.rounds.all - s.rounds.inner.count : kNoBackward; },
+    [](const Statement& s) { return has_own_rounds(s) ? s.rounds.inner.dropped : kNoBackward; },
+    [](const Statement& s) { return has_own_rounds(s) ? -s.rounds.inner.dropped : kNoBackward; },
     [](const Statement& s) { return static_cast<int64_t>(s.failed); },
     [](const Statement& s) { return static_cast<int64_t>(s.unsent); },
     [](const Statement& s) { return static_cast<int64_t>(s.changed); },
@@ -49,7 +49,7 @@ constexpr std::array<Number, static_cast<size_t>(Said::kCount)> kFields = {
 constexpr size_t kNumFields = kFields.size();
 constexpr size_t kNumArguments = std::tuple_size_v<Arguments>;
 
-// A message: two maxima of each field, of each argument and of the options, a sum, and the set.
+// A message: two maxima of each field, of each argument and of the options, a sum, and the sets.
 constexpr size_t kArgumentsStart = 2 * kNumFields;
 constexpr size_t kOptionsStart = kArgumentsStart + 2 * kNumArguments;
 constexpr size_t kSum = kOptionsStart + 2;
@@ -110,6 +110,8 @@ Verdict Agreement::agree(const Statement& s, const char* where) {
   packed.push_back(s.active ? 1 : 0);
   const std::vector<int64_t>& with_grad = s.with_grad.words();
   packed.insert(packed.end(), with_grad.begin(), with_grad.end());
+  const size_t placements_start = packed.size();
+  packed.insert(packed.end(), s.placements.words().begin(), s.placements.words().end());
   if (control_.group) {
     ask([&] {
       with_tensor(packed, at::kLong,
@@ -127,7 +129,9 @@ Verdict Agreement::agree(const Statement& s, const char* where) {
   }
   unpack_arguments(packed, verdict);
   verdict.num_active = packed[kSum];
-  verdict.with_grad = SlotSet({packed.begin() + kSetStart, packed.end()});
+  const auto placements = packed.begin() + static_cast<int64_t>(placements_start);
+  verdict.with_grad = SlotSet({packed.begin() + kSetStart, placements});
+  verdict.placements = SlotSet({placements, packed.end()});
   return verdict;
 }
 

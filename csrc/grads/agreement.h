@@ -21,19 +21,25 @@ struct InnerRounds {
   bool has_left = false;  // some wait
 };
 
+// Times that all buckets were launched since the last step.
+struct Rounds {
+  int64_t all = 0;
+  int64_t own = 0;  // those that this rank's own backwards launched
+  InnerRounds inner{};
+};
+
 struct Statement {
   Call call;
-  int64_t rounds;      // times that all buckets were launched since the last step
-  int64_t own_rounds;  // those that this rank's own backwards launched
-  InnerRounds inner;
-  bool failed;        // its backward raised or something else failed, and zero_grad() has not been called since
-  bool unsent;        // it has gradients that no flight has taken
-  bool changed;       // it discarded reduced gradients, and no flight has told their owners yet
-  bool scaled;        // it holds a gradient that mark_scaled() saw
-  bool zeroed;        // zero_grad() was called since ranks met last
-  bool active;        // see Outcome::num_active
-  bool proposes;      // it knows the order in which its forward needs buckets, and none is agreed yet
-  SlotSet with_grad;  // the slots whose gradient it holds, or stands by after it has left
+  Rounds rounds;
+  bool failed;         // its backward raised or something else failed, and zero_grad() has not been called since
+  bool unsent;         // it has gradients that no flight has taken
+  bool changed;        // it discarded reduced gradients, and no flight has told their owners yet
+  bool scaled;         // it holds a gradient that mark_scaled() saw
+  bool zeroed;         // zero_grad() was called since ranks met last
+  bool active;         // see Outcome::num_active
+  bool proposes;       // it knows the order in which its forward needs buckets, and none is agreed yet
+  SlotSet with_grad;   // the slots whose gradient it holds, or stands by after it has left
+  SlotSet placements;  // how gradients of DTensors came
 };
 
 struct Extreme {
@@ -70,7 +76,8 @@ struct Verdict {
   Arguments most_arguments;
   bool has_same_options;
   int64_t num_active;
-  SlotSet with_grad;  // on any rank
+  SlotSet with_grad;   // on any rank
+  SlotSet placements;  // the same
 
   const Extreme& operator[](Said field) const { return extremes.at(static_cast<size_t>(field)); }
 };
@@ -85,7 +92,7 @@ class Agreement {
       : control_(control), small_(std::move(control)), trouble_(std::move(trouble)) {}
 
   // Collective: takes every rank's statement, and returns the same verdict to all. It is one all-reduce of 39 integers
-  // and one bit per slot. `where` is named in errors instead of the meeting.
+  // and one bit per slot, or nine if it is a DTensor. `where` is named in errors instead of the meeting.
   Verdict agree(const Statement& statement, const char* where = nullptr);
 
   // Ends all communication with the other ranks, which raise `why` too.

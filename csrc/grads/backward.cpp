@@ -39,7 +39,7 @@ void Backward::set_sync(bool sync) {
 void Backward::set_stays_inner(bool stays) {
   const Locked lock(buckets_->mutex);
   // A rank without a backward of its own joins the others' rounds, and takes those that stay for the first ones.
-  TORCH_CHECK(!stays || progress_.rounds == progress_.inner.count,
+  TORCH_CHECK(!stays || progress_.rounds.all == progress_.rounds.inner.count,
               "zerox: no_sync(outer=True) comes before the backwards that send everything, and there was one in this "
               "step");
   stays_inner_ = stays;
@@ -80,10 +80,10 @@ void Backward::open_pass(const Locked& /*lock*/) {
 void Backward::finish_pass(bool own, bool empty, const Locked& lock) {
   for (const int64_t bucket : order_.finish()) launch(bucket, empty, lock);
   pass_.open = false;
-  ++progress_.rounds;
-  progress_.inner.count += stays_inner_ ? 1 : 0;
-  progress_.inner.has_left = stays_inner_;
-  progress_.own_rounds += own ? 1 : 0;
+  ++progress_.rounds.all;
+  progress_.rounds.inner.count += stays_inner_ ? 1 : 0;
+  progress_.rounds.inner.has_left = stays_inner_;
+  progress_.rounds.own += own ? 1 : 0;
 }
 
 // Ends a pass whose end could not be seen, or never came because backward raised.
@@ -139,27 +139,28 @@ void Backward::forget_failure() {
 
 // What waits on other ranks' inner axis can't be told of what is discarded on this one only: see Note [Sums that wait].
 void Backward::note_dropped(int64_t what, const Locked& /*lock*/) {
-  if (!progress_.inner.has_left) return;
+  if (!progress_.rounds.inner.has_left) return;
   constexpr uint64_t kMix = 0x9E3779B97F4A7C15U;
-  const uint64_t mixed = (static_cast<uint64_t>(what) * kMix) ^ static_cast<uint64_t>(progress_.inner.count);
-  progress_.inner.dropped = (progress_.inner.dropped + static_cast<int64_t>((mixed * kMix) >> 34U)) % (kNoBackward / 4);
+  const uint64_t mixed = (static_cast<uint64_t>(what) * kMix) ^ static_cast<uint64_t>(progress_.rounds.inner.count);
+  progress_.rounds.inner.dropped =
+      (progress_.rounds.inner.dropped + static_cast<int64_t>((mixed * kMix) >> 34U)) % (kNoBackward / 4);
 }
 
 void Backward::note_zeroed() {
   const Locked lock(buckets_->mutex);
   note_dropped(-1, lock);
-  progress_.inner.has_left = false;
+  progress_.rounds.inner.has_left = false;
 }
 
 void Backward::start_over() {
   const Locked lock(buckets_->mutex);
-  progress_.rounds = progress_.own_rounds = 0;
-  progress_.inner.count = progress_.inner.dropped = 0;
+  progress_.rounds.all = progress_.rounds.own = 0;
+  progress_.rounds.inner.count = progress_.rounds.inner.dropped = 0;
 }
 
 bool Backward::is_settled() const {
   const Locked lock(buckets_->mutex);
-  return !pass_.open && progress_.rounds == 0;
+  return !pass_.open && progress_.rounds.all == 0;
 }
 
 bool Backward::has_order() const {

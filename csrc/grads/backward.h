@@ -20,9 +20,7 @@ namespace zx {
 
 // The counts are since the last step: see Statement.
 struct Progress {
-  int64_t rounds = 0;
-  int64_t own_rounds = 0;
-  InnerRounds inner{};
+  Rounds rounds{};
   std::string failure{};  // why zero_grad() must come before anything else; empty if nothing is wrong
 };
 

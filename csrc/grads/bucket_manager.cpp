@@ -59,10 +59,12 @@ int64_t BucketManager::add_bucket(BucketSpec spec) {
   landed.present = at::zeros({bucket->segments.size(0)}, bytes);
   landed.replaced = at::zeros({bucket->segments.size(0)}, bytes);
   for (SlotSpec& slot : spec.slots) {
+    const bool is_dtensor = !slot.local.is_same(slot.param);
+    buckets_->num_dtensors += is_dtensor ? 1 : 0;
     bucket->slots.push_back({.param = slot.param,
                              .placeholder = slot.placeholder,
                              .offset = slot.offset,
-                             .home = Home(slot.home, homes_move_),
+                             .home = Home(slot.home, slot.local, is_dtensor, homes_move_),
                              .name = std::move(slot.name)});
     bucket->slots.back().whole.unsent = slot.param.grad().defined();
   }

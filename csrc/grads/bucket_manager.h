@@ -26,6 +26,7 @@ namespace zx {
 struct SlotSpec {
   std::string name;
   at::Tensor param;
+  at::Tensor local;        // see Note [Local tensors]
   at::Tensor home;         // its place in `flat`, as a view
   at::Tensor placeholder;  // undefined if p.grad stays whole
   int64_t offset;

@@ -91,7 +91,7 @@ void Flights::pack(Flight& flight) {
     if (workers_.failed()) return;
     const Bucket& bucket = *flight.bucket;
     const Range range("pack", bucket.index);
-    const auto options = bucket.slots.front().param.options().dtype(bucket.wire_dtype).requires_grad(false);
+    const auto options = bucket.flat.options().dtype(bucket.wire_dtype);
     flight.flat = at::empty({bucket.packed_start(exchange_->world())}, options);
     ops::flatten_(flight.flat, flight.sources, flight.copies.pieces, flight.copies.flags);
     if (!streams_) flight.sources.clear();
@@ -120,7 +120,9 @@ void Flights::land(Flight& flight) {
       const Range range("wait", index);
       flight.pending->wait();
     }
-    if (!workers_.failed()) reduction_->land(flight);
+    if (workers_.failed()) return;
+    reduction_->land(flight);
+    ++flight.bucket->landed.version;
   };
   workers_.attempt(flight, telling_reasons(work));
   const auto part = [&] {

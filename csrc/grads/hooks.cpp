@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "grads/backward.h"
+#include "grads/local_grad.h"
 #include "grads/other_reducers.h"
 
 namespace zx {
@@ -96,7 +97,7 @@ bool Backward::note_gradient(Bucket& bucket, Slot& slot) {
   if (slot.seen.writers > 0) --slot.seen.writers;
   const at::Tensor& grad = slot.param.grad();
   if (!grad.defined()) return false;  // a hook of the user's removed it
-  TORCH_CHECK(grad.layout() == at::kStrided, "zerox: ", refusal_of(slot));
+  TORCH_CHECK(grad.layout() == at::kStrided, "zerox: ", local_grad(slot).refusal);
   slot.seen.local.note(grad);
   packing_.note_producer(bucket, lock);
   grads_->accumulated(slot, sync_, lock);

@@ -1,5 +1,7 @@
 #include "grads/kept_grads.h"
 
+#include "check.h"
+#include "grads/local_grad.h"
 #include "grads/sharded_grads.h"
 #include "grads/whole_grads.h"
 
@@ -21,7 +23,7 @@ void KeptGrads::zero(bool set_to_none, int64_t rounds) {
     } else if (is_placeholder) {
       slot.zeroed = true;
     } else if (grad.defined()) {
-      grad.detach_().zero_();
+      zero_grad_of(slot);
     }
   });
   if (!set_to_none && !zeros_are_in_grad()) return;
@@ -34,6 +36,7 @@ void KeptGrads::zero(bool set_to_none, int64_t rounds) {
       landed.words.reset();
       landed.left.reset();
       landed.present.zero_();
+      ++landed.version;
     }
   });
 }
@@ -46,6 +49,65 @@ void KeptGrads::mark_scaled() {
 void KeptGrads::mark_zeroed(int64_t bucket, int64_t slot) {
   const Locked lock(buckets().mutex);
   buckets().at(bucket).slots.at(slot).zeroed = true;
+}
+
+namespace {
+
+// Of a DTensor's mesh dimension: where its bits lie in the set.
+constexpr int64_t kBitsOfSlot = 2 * SeenPlacements::kMostDims;
+int64_t partial_bit(int64_t dtensor, int dim) { return dtensor * kBitsOfSlot + 2 * dim; }
+int64_t replicated_bit(int64_t dtensor, int dim) { return partial_bit(dtensor, dim) + 1; }
+
+// Calls each(slot, its position among the DTensors, the dimension).
+template <class Each>
+void for_each_dim(const Buckets& buckets, const Each& each) {
+  int64_t dtensor = 0;
+  buckets.for_each_slot([&](Slot& slot, int64_t /*position*/) {
+    if (!slot.home.is_of_dtensor) return;
+    for (int dim = 0; dim < SeenPlacements::kMostDims; ++dim) each(slot, dtensor, dim);
+    ++dtensor;
+  });
+}
+
+}  // namespace
+
+SlotSet KeptGrads::seen_placements() const {
+  if (buckets().num_dtensors == 0) return {};
+  SlotSet seen(buckets().num_dtensors * kBitsOfSlot);
+  for_each_dim(buckets(), [&seen](const Slot& slot, int64_t dtensor, int dim) {
+    if ((slot.seen.placements.partial >> dim & 1) != 0) seen.add(partial_bit(dtensor, dim));
+    if ((slot.seen.placements.replicated >> dim & 1) != 0) seen.add(replicated_bit(dtensor, dim));
+  });
+  return seen;
+}
+
+std::string KeptGrads::learn_placements(const SlotSet& seen) {
+  if (buckets().num_dtensors == 0) return "";
+  const Locked lock(buckets().mutex);
+  std::string clash;
+  for_each_dim(buckets(), [&](Slot& slot, int64_t dtensor, int dim) {
+    const bool partial = seen.has(partial_bit(dtensor, dim));
+    const bool replicated = seen.has(replicated_bit(dtensor, dim));
+    SeenPlacements& known = slot.seen.placements;
+    known.partial |= static_cast<uint8_t>((partial ? 1 : 0) << dim);
+    known.replicated |= static_cast<uint8_t>((replicated ? 1 : 0) << dim);
+    if (partial && replicated && clash.empty()) {
+      clash = c10::str("the gradients of parameter '", slot.name, "' came as Partial(sum) and as Replicate over axis ",
+                       dim, " of its mesh, in several backwards or on several ranks: they must come alike");
+    }
+  });
+  return clash;
+}
+
+std::vector<int64_t> KeptGrads::partial(int64_t index) const {
+  const Locked lock(buckets().mutex);
+  std::vector<int64_t> found;
+  bool any = false;
+  for (const Slot& slot : buckets().at(index).slots) {
+    found.push_back(slot.seen.placements.partial);
+    any |= found.back() != 0;
+  }
+  return any ? found : std::vector<int64_t>{};
 }
 
 std::vector<at::Tensor> KeptGrads::landed(int64_t index) const {

@@ -41,6 +41,7 @@ struct GradsSeen {
   bool changed = false;
   bool scaled = false;
   SlotSet with_grad{};
+  SlotSet placements{};   // of the gradients of DTensors
   std::string refusal{};  // why a gradient can't be sent; empty if all can
 };
 
@@ -74,10 +75,13 @@ class KeptGrads {
 
   // ---- for a flight
 
-  virtual Taken take(const Bucket& bucket, Slot& slot, const Locked& lock) = 0;
+  // `grad`: p.grad as a plain tensor, see local_grad().
+  virtual Taken take(const Bucket& bucket, Slot& slot, const at::Tensor& grad, const Locked& lock) = 0;
 
   // ---- where ranks meet
 
+  // Takes over what all ranks have seen. Returns what they disagree about, the same on all; empty if nothing.
+  std::string learn_placements(const SlotSet& seen);
   // `rounds`: how often all buckets were launched since the last step.
   virtual GradsSeen look(int64_t rounds, const Locked& lock) = 0;
   // Collective: makes what was launched into what step() reads.
@@ -97,7 +101,11 @@ class KeptGrads {
   using Slots = std::optional<std::vector<int64_t>>;
   virtual void scale(int64_t /*bucket*/, const at::Tensor& /*factor*/, const Slots& /*slots*/) {}
   // To be called when the landed shard was written.
-  void forget_words(int64_t bucket) { buckets().at(bucket).landed.words.reset(); }
+  void forget_words(int64_t bucket) {
+    Landed& landed = buckets().at(bucket).landed;
+    landed.words.reset();
+    ++landed.version;
+  }
   void mark_zeroed(int64_t bucket, int64_t slot);  // zero_() was called on this slot's placeholder
 
   // ---- for step(), after Settlement::settle()
@@ -107,6 +115,10 @@ class KeptGrads {
   // The same shard as one tensor for each of parts(), not copied; undefined if a part has no gradient. Empty if the
   // shard is one tensor.
   virtual std::vector<at::Tensor> pieces(int64_t bucket) = 0;
+  // A number that rises with each change of the landed shard.
+  int64_t version(int64_t bucket) const { return buckets().at(bucket).landed.version; }
+  // For each slot, the dimensions of its mesh over which its gradients are Partial, as bits; empty if none are.
+  std::vector<int64_t> partial(int64_t bucket) const;
   // The tensors that the landed shard lies in.
   std::vector<at::Tensor> landed(int64_t bucket) const;
   // uint8 [segments]: which have a gradient, on any rank.
@@ -117,6 +129,7 @@ class KeptGrads {
  protected:
   // Whether zero_grad(set_to_none=False) also drops what has landed.
   virtual bool zeros_are_in_grad() const = 0;
+  SlotSet seen_placements() const;
   Buckets& buckets() const { return *context_.buckets; }
   Exchange& exchange() const { return *context_.exchange; }
   Flights& flights() const { return *context_.flights; }

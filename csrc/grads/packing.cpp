@@ -7,6 +7,7 @@
 #include <algorithm>
 
 #include "grads/kept_grads.h"
+#include "grads/local_grad.h"
 
 namespace zx {
 
@@ -15,19 +16,6 @@ at::Tensor to_table(const std::vector<int64_t>& numbers, int64_t columns) {
   at::Tensor table = at::empty({count}, at::kLong);
   std::copy(numbers.begin(), numbers.end(), table.mutable_data_ptr<int64_t>());
   return columns > 1 ? table.view({count / columns, columns}) : table;
-}
-
-std::string refusal_of(const Slot& slot) {
-  const Home& home = slot.home;
-  const at::IntArrayRef sizes = home.sizes;
-  const at::Tensor& grad = slot.param.grad();
-  if (grad.layout() == at::kStrided && grad.sizes() == sizes && grad.device() == home.device) return "";
-  const std::string who = "parameter '" + slot.name + "' got a ";
-  if (grad.layout() != at::kStrided) {
-    return who + "sparse gradient; only dense ones can be sharded (nn.Embedding: use sparse=False)";
-  }
-  return c10::str(who, "gradient of ", grad.sizes(), " on ", grad.device(), ", but was ", sizes, " on ", home.device,
-                  " when the optimizer was built; build the optimizer after such a change");
 }
 
 at::Tensor in_order_of(const at::Tensor& grad, const Home& home) {
@@ -48,14 +36,12 @@ at::Tensor in_memory_order(const at::Tensor& source, const Slot& slot, at::Scala
 // See Note [Who holds a gradient].
 Taken Packing::take(const Bucket& bucket, Slot& slot, bool empty, std::string& refusal, const Locked& lock) const {
   if (empty) return {.replace = true};
-  if (slot.param.grad().defined()) {
-    std::string why = refusal_of(slot);
-    if (!why.empty()) {
-      refusal = std::move(why);
-      return {};
-    }
+  LocalGrad grad = local_grad(slot);
+  if (!grad.refusal.empty()) {
+    refusal = std::move(grad.refusal);
+    return {};
   }
-  return grads_->take(bucket, slot, lock);
+  return grads_->take(bucket, slot, grad.tensor, lock);
 }
 
 void Packing::note_producer(Bucket& bucket, const Locked& /*lock*/) const {

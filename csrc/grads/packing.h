@@ -43,7 +43,4 @@ at::Tensor to_table(const std::vector<int64_t>& numbers, int64_t columns);
 // The gradient's elements in the order in which the parameter's lie in memory.
 at::Tensor in_order_of(const at::Tensor& grad, const Home& home);
 
-// Why a slot's gradient can't be packed; empty if it can.
-std::string refusal_of(const Slot& slot);
-
 }  // namespace zx

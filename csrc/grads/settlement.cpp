@@ -38,7 +38,7 @@ Settlement::Settlement(Line control, std::shared_ptr<Buckets> buckets, std::shar
 // A rank that is behind the others launches as often as they did, so that every message finds its partner.
 void Settlement::join(const Verdict& verdict, bool empty) {
   const int64_t inner = verdict[Said::inner_rounds].least == kNoBackward ? 0 : verdict[Said::inner_rounds].least;
-  for (int64_t round = backward_->progress().rounds; round < verdict[Said::rounds].most; ++round) {
+  for (int64_t round = backward_->progress().rounds.all; round < verdict[Said::rounds].most; ++round) {
     backward_->launch_round(empty, /*stays_inner=*/round < inner);
   }
 }
@@ -63,6 +63,12 @@ void Settlement::check(const Verdict& verdict) {
     const std::string why = abandon_with_reason(verdict);
     backward_->fail("another rank can't: " + why);
     TORCH_CHECK(false, "zerox: rank ", verdict[Said::failed].most_rank, " can't go on: ", why, way_out);
+  }
+  const std::string clash = grads_->learn_placements(verdict.placements);
+  if (!clash.empty()) {
+    abandon(verdict);
+    backward_->fail(clash);
+    TORCH_CHECK(false, "zerox: ", clash, way_out);
   }
   const Extreme& meeting = verdict[Said::meeting];
   const bool followed = meeting.least == static_cast<int64_t>(Meeting::follow);
@@ -103,25 +109,24 @@ void Settlement::check(const Verdict& verdict) {
 Statement Settlement::statement(const Call& call) {
   GradsSeen seen;
   {
-    const int64_t rounds = backward_->progress().rounds;
+    const int64_t rounds = backward_->progress().rounds.all;
     const Locked lock(buckets_->mutex);
     seen = grads_->look(rounds, lock);
   }
   if (!seen.refusal.empty()) backward_->fail(seen.refusal);
   const Progress progress = backward_->progress();
-  had_gradient_ |= progress.own_rounds > 0 || seen.unsent;
+  had_gradient_ |= progress.rounds.own > 0 || seen.unsent;
   return {.call = call,
           .rounds = progress.rounds,
-          .own_rounds = progress.own_rounds,
-          .inner = progress.inner,
           .failed = !progress.failure.empty(),
-          .unsent = seen.unsent || progress.inner.has_left,
+          .unsent = seen.unsent || progress.rounds.inner.has_left,
           .changed = seen.changed,
           .scaled = seen.scaled,
           .zeroed = zeroed_.exchange(false),
           .active = call.meeting != Meeting::follow || had_gradient_,
           .proposes = params_->proposes_order(),
-          .with_grad = std::move(seen.with_grad)};
+          .with_grad = std::move(seen.with_grad),
+          .placements = std::move(seen.placements)};
 }
 
 // One exchange of statements. Afterwards ranks have launched the same rounds.
@@ -139,7 +144,7 @@ Verdict Settlement::meet(const Call& call) {
   backward_->set_followed(followed);
   // What a follower still holds is of an older step, which the others have zeroed.
   if (call.meeting == Meeting::follow && verdict[Said::zeroed].most > 0 && !was_zeroed) {
-    grads_->zero(/*set_to_none=*/true, backward_->progress().rounds);
+    grads_->zero(/*set_to_none=*/true, backward_->progress().rounds.all);
   }
   join(verdict, /*empty=*/false);
   grads_->complete(verdict[Said::rounds].most, agreement_);
@@ -195,7 +200,7 @@ void Settlement::finish(const Verdict& verdict, Meeting meeting) {
 void Settlement::send_rest(const Verdict& verdict) {
   if (verdict[Said::unsent].most > 0) {
     grads_->send_rest(agreement_, [this] { backward_->launch_round(/*empty=*/false); });
-    grads_->complete(backward_->progress().rounds, agreement_);
+    grads_->complete(backward_->progress().rounds.all, agreement_);
   } else if (verdict[Said::changed].most > 0) {
     flights_->await_landed();
     grads_->exchange_changes(agreement_);
@@ -212,7 +217,7 @@ void Settlement::zero(bool set_to_none) {
   backward_->forget_failure();
   backward_->note_zeroed();
   zeroed_ = true;
-  grads_->zero(set_to_none, backward_->progress().rounds);
+  grads_->zero(set_to_none, backward_->progress().rounds.all);
 }
 
 void Settlement::all_reduce(const at::Tensor& values, Combine combine) {
@@ -224,7 +229,7 @@ void Settlement::all_reduce(const at::Tensor& values, Combine combine) {
 // See Note [Buckets launch in one order].
 void Settlement::learn_order() {
   std::vector<int64_t> told = backward_->learned_order();
-  told.push_back(backward_->progress().own_rounds > 0 ? 1 : 0);  // whether rank 0 had a backward to learn it from
+  told.push_back(backward_->progress().rounds.own > 0 ? 1 : 0);  // whether rank 0 had a backward to learn it from
   told = agreement_.from_rank_0(std::move(told));
   const bool is_learned = told.back() != 0;
   told.pop_back();

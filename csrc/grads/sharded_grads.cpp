@@ -2,6 +2,7 @@
 
 #include <algorithm>
 
+#include "grads/local_grad.h"
 #include "grads/packing.h"
 #include "grads/straight.h"
 
@@ -22,7 +23,7 @@ void ShardedGrads::before_accumulate(const Bucket& /*bucket*/, Slot& slot, const
 }
 
 // Leaves a placeholder behind.
-Taken ShardedGrads::take(const Bucket& /*bucket*/, Slot& slot, const Locked& /*lock*/) {
+Taken ShardedGrads::take(const Bucket& /*bucket*/, Slot& slot, const at::Tensor& local, const Locked& /*lock*/) {
   at::Tensor& grad = slot.param.mutable_grad();
   const bool is_placeholder = grad.defined() && grad.is_same(slot.placeholder);
   const bool is_real = grad.defined() && !is_placeholder;
@@ -36,7 +37,7 @@ Taken ShardedGrads::take(const Bucket& /*bucket*/, Slot& slot, const Locked& /*l
   slot.seen.local.forget();
   if (taken.replace) slot.seen.scaled.forget();  // the new placeholder is the same tensor as before
   if (!is_real) return taken;
-  taken.source = in_order_of(grad, slot.home);
+  taken.source = in_order_of(local, slot.home);
   grad = slot.placeholder;
   return taken;
 }
@@ -49,7 +50,7 @@ GradsSeen ShardedGrads::look(int64_t /*rounds*/, const Locked& /*lock*/) {
       seen.with_grad.add(position);
       if (!grad.is_same(slot.placeholder)) {
         seen.unsent = true;
-        if (seen.refusal.empty()) seen.refusal = refusal_of(slot);
+        if (seen.refusal.empty()) seen.refusal = local_grad(slot).refusal;
       }
     } else if (slot.held) {
       slot.held = false;
@@ -58,6 +59,7 @@ GradsSeen ShardedGrads::look(int64_t /*rounds*/, const Locked& /*lock*/) {
     seen.scaled |= slot.seen.scaled.is(grad);
     seen.changed |= slot.replace || slot.zeroed;
   });
+  seen.placements = seen_placements();
   return seen;
 }
 
@@ -94,6 +96,7 @@ void ShardedGrads::exchange_changes(Agreement& agreement) {
         bucket->landed.shard.narrow(0, start - first, stop - start).zero_();
         bucket->landed.present[segment] = zeroed ? 1 : 0;
         bucket->landed.words.reset();
+        ++bucket->landed.version;
       }
       ++segment;
     }

@@ -12,7 +12,7 @@ class ShardedGrads final : public KeptGrads {
 
   bool precedes_accumulation(const Bucket& /*bucket*/) const override { return true; }
   void before_accumulate(const Bucket& bucket, Slot& slot, const Locked& lock) override;
-  Taken take(const Bucket& bucket, Slot& slot, const Locked& lock) override;
+  Taken take(const Bucket& bucket, Slot& slot, const at::Tensor& local, const Locked& lock) override;
   GradsSeen look(int64_t rounds, const Locked& lock) override;
   void exchange_changes(Agreement& agreement) override;
 

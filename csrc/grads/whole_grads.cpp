@@ -8,6 +8,7 @@
 #include <algorithm>
 
 #include "check.h"
+#include "grads/local_grad.h"
 #include "grads/ops.h"
 #include "grads/packing.h"
 #include "grads/straight.h"
@@ -23,7 +24,7 @@ at::Tensor shaped_like(const at::Tensor& flat, const Slot& slot) {
 
 }  // namespace
 
-Taken WholeGrads::take(const Bucket& /*bucket*/, Slot& /*slot*/, const Locked& /*lock*/) {
+Taken WholeGrads::take(const Bucket& /*bucket*/, Slot& /*slot*/, const at::Tensor& /*local*/, const Locked& /*lock*/) {
   TORCH_INTERNAL_ASSERT(false, "one rank alone sends no gradients");
 }
 
@@ -33,9 +34,9 @@ void WholeGrads::scale(int64_t index, const at::Tensor& factor, const Slots& slo
   Bucket& bucket = buckets().at(index);
   for (int64_t i = 0; i < static_cast<int64_t>(bucket.slots.size()); ++i) {
     Slot& slot = bucket.slots[i];
-    at::Tensor& grad = slot.param.mutable_grad();
+    const at::Tensor& grad = slot.param.grad();
     if (!grad.defined() || (slots && std::find(slots->begin(), slots->end(), i) == slots->end())) continue;
-    grad.mul_(factor);  // below version counters: it still is the mean
+    values_of_grad(slot).mul_(factor);  // below version counters: it still is the mean
   }
   if (bucket.landed.shard.defined() && !slots) {
     bucket.landed.shard.mul_(factor);
@@ -50,11 +51,13 @@ GradsSeen WholeGrads::look(int64_t rounds, const Locked& /*lock*/) {
     const at::Tensor& grad = slot.param.grad();
     if (grad.defined()) {
       seen.with_grad.add(position);
-      if (seen.refusal.empty()) seen.refusal = refusal_of(slot);
+      const bool is_known = slot.home.is_of_dtensor && slot.whole.mean.is(grad);
+      if (seen.refusal.empty() && !is_known) seen.refusal = local_grad(slot).refusal;
       seen.unsent |= is_unsent(slot, rounds);
     }
     seen.scaled |= slot.seen.scaled.is(grad);
   });
+  seen.placements = seen_placements();
   return seen;
 }
 
@@ -71,12 +74,13 @@ std::vector<at::Tensor> WholeGrads::pack(Bucket& bucket, int64_t num_straight) {
   at::Tensor present = at::empty_like(
       bucket.landed.present, bucket.landed.present.options().device(at::kCPU).pinned_memory(bucket.flat.is_cuda()));
   auto* next_present = present.mutable_data_ptr<uint8_t>();
-  for (const Slot& slot : bucket.slots) {
+  for (Slot& slot : bucket.slots) {
     const bool is_straight = num_straight-- > 0;
     const int64_t start = std::max(slot.offset, first);
     const int64_t stop = std::min(slot.offset + slot.numel(), first + bucket.shard_numel);
     if (!bucket.owns_part_of(slot, rank)) continue;
-    const at::Tensor grad = slot.param.grad().defined() ? in_order_of(slot.param.grad(), slot.home) : at::Tensor();
+    const at::Tensor local = slot.home.is_of_dtensor ? local_grad(slot).tensor : slot.param.grad();
+    const at::Tensor grad = local.defined() ? in_order_of(local, slot.home) : at::Tensor();
     *next_present++ = grad.defined() ? 1 : 0;
     if (is_straight) {
       const auto here = [&] {
@@ -122,15 +126,15 @@ std::vector<at::Tensor> WholeGrads::pieces(int64_t index) {
 }
 
 void GatheredGrads::before_accumulate(const Bucket& bucket, Slot& slot, const Locked& /*lock*/) {
-  at::Tensor& grad = slot.param.mutable_grad();
+  const at::Tensor& grad = slot.param.grad();
   WholeGrad& whole = slot.whole;
   if (!grad.defined() || whole.is_undone || whole.is_local(grad)) return;
   const at::AutoDispatchBelowADInplaceOrView no_autograd;
-  grad.mul_(undoing(bucket));
+  values_of_grad(slot).mul_(undoing(bucket));
   whole.is_undone = true;
 }
 
-Taken GatheredGrads::take(const Bucket& bucket, Slot& slot, const Locked& /*lock*/) {
+Taken GatheredGrads::take(const Bucket& bucket, Slot& slot, const at::Tensor& local, const Locked& /*lock*/) {
   // p.grad includes the mean that was gathered before, so this flight replaces the shard.
   const at::Tensor& grad = slot.param.grad();
   WholeGrad& whole = slot.whole;
@@ -139,7 +143,7 @@ Taken GatheredGrads::take(const Bucket& bucket, Slot& slot, const Locked& /*lock
   slot.held = sent;
   whole.unsent = false;
   if (!sent) return {};
-  at::Tensor source = in_order_of(grad, slot.home);
+  at::Tensor source = in_order_of(local, slot.home);
   if (is_mean && undoing(bucket) != 1.0) source = source.mul(undoing(bucket));
   return {.source = std::move(source), .present = true, .replace = true};
 }
@@ -200,7 +204,7 @@ void GatheredGrads::complete(int64_t rounds, Agreement& agreement) {
       const uint8_t found = present[at++];
       if (found == kAbsent) continue;
       const bool was_scaled = slot.seen.scaled.is(slot.param.grad());
-      slot.param.mutable_grad() = shaped_like(whole[bucket->index], slot);
+      set_local_grad(slot, shaped_like(whole[bucket->index], slot));
       if (was_scaled) slot.seen.scaled.note(slot.param.grad());  // it is a part of the new mean
       slot.whole.mean.note(slot.param.grad());
       slot.whole.reached |= found == kReached;

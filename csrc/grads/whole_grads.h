@@ -12,7 +12,7 @@ class WholeGrads : public KeptGrads {
   using KeptGrads::KeptGrads;
 
   bool sends() const override { return false; }
-  Taken take(const Bucket& bucket, Slot& slot, const Locked& lock) override;
+  Taken take(const Bucket& bucket, Slot& slot, const at::Tensor& local, const Locked& lock) override;
   void scale(int64_t bucket, const at::Tensor& factor, const Slots& slots) override;
   GradsSeen look(int64_t rounds, const Locked& lock) override;
 
@@ -45,7 +45,7 @@ class GatheredGrads final : public WholeGrads {
   bool precedes_accumulation(const Bucket& bucket) const override { return undoing(bucket) != 1.0; }
   void before_accumulate(const Bucket& bucket, Slot& slot, const Locked& lock) override;
   void accumulated(Slot& slot, bool sync, const Locked& /*lock*/) override { slot.whole.unsent = !sync; }
-  Taken take(const Bucket& bucket, Slot& slot, const Locked& lock) override;
+  Taken take(const Bucket& bucket, Slot& slot, const at::Tensor& local, const Locked& lock) override;
   void complete(int64_t rounds, Agreement& agreement) override;
   void send_rest(Agreement& agreement, const std::function<void()>& launch) override;
   void start_over(bool is_step) override;

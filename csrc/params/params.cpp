@@ -30,8 +30,7 @@ std::vector<std::pair<int64_t, int64_t>> Params::moved() const {
   std::vector<std::pair<int64_t, int64_t>> found;
   for (const auto& bucket : buckets_->all) {
     for (size_t slot = 0; slot < bucket->slots.size(); ++slot) {
-      if (!bucket->slots[slot].home.has(bucket->slots[slot].param))
-        found.emplace_back(bucket->index, static_cast<int64_t>(slot));
+      if (!bucket->slots[slot].home.has_param()) found.emplace_back(bucket->index, static_cast<int64_t>(slot));
     }
   }
   return found;

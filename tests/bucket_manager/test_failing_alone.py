@@ -18,7 +18,7 @@ FAILS = 1  # this rank
 NO_ROOM = "can't allocate 17 GiB"
 SOON_S = 20  # of a timeout of 60
 CONSTRUCTOR = {
-    "while it connects": "zerox.ranks.group._gloo",
+    "while it connects": "zerox.ranks.own_groups._gloo",
     "while it looks for neighbours": "zerox.ranks.neighbours._reads",
     "before it compares": "zerox.engine.Grads",
     "while it makes a bucket": "zerox.engine.Bucket",

@@ -173,7 +173,8 @@ def shards_of_others(rank: int, world_size: int) -> None:
 
     mesh = init_device_mesh("cpu", (world_size,))
     param = nn.Parameter(distribute_tensor(torch.ones(3), mesh, [Replicate()]))
-    with pytest.raises(ValueError, match=r"'odd' must be a plain tensor, got a DTensor: .*without DTensor, FSDP"):
+    average = "ranks .* of it average their gradients .* pass the data-parallel axis"
+    with pytest.raises(ValueError, match=f"'odd' is a DTensor on axis 0 of its mesh of ranks .*, and {average}"):
         FusedShardedAdam([("odd", param)])
 
 

@@ -56,7 +56,8 @@ OF_SHARDS = (
     "state_dtype", "master_weights", "capturable", "lr", "rule", "amsgrad", "maximize", "decoupled_weight_decay",
     "foreach", "fused",
 )  # fmt: skip
-NO_CHOICES = {"params", "betas", "eps", "weight_decay", "differentiable"}  # numbers, and what can only be False
+# Numbers, what can only be False, and ranks with other parts of the model, which tests/mesh has.
+NO_CHOICES = {"params", "betas", "eps", "weight_decay", "differentiable", "norm_group"}
 
 
 def said_of(way: Way) -> str:

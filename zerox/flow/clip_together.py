@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -36,6 +36,7 @@ def clip_grad_norm_(
     p = order_of(norm_type)
     if not given:
         raise ValueError("zerox.clip_grad_norm_() needs at least one optimizer")
+    check_axes(given)
     rows: list[tuple[Tensor, Tensor | None]] = []
     outcomes = []
     for optimizer in given:
@@ -59,6 +60,18 @@ def clip_grad_norm_(
     if error_if_nonfinite:
         check_finite(total, finite, p)
     return total
+
+
+def check_axes(optimizers: Sequence[MeanGradient]) -> None:
+    """ValueError unless the norms of all are over the same model axes."""
+    first = optimizers[0]._grads.model
+    for index, optimizer in enumerate(optimizers):
+        if (model := optimizer._grads.model).axes != first.axes:
+            raise ValueError(
+                f"zerox.clip_grad_norm_(): the norm of optimizer 0 is over {first}, that of optimizer {index} over "
+                f"{model}: one of them would be counted too often. Give both parameters on the same axes, as param "
+                "groups of one optimizer, or the missing axis as norm_group if its ranks have parameters of their own"
+            )
 
 
 def _over(group: Any, words: Tensor, p: float) -> Tensor:

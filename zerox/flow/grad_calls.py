@@ -112,7 +112,7 @@ class GradCalls:
             elif asked.slots_of(index):
                 for values in [each for part in self.grads.parts(index) for each in asked.values(index, part)]:
                     values.mul_(coefficient)
-                self.grads.manager.grads.forget_words(index)
+                self.grads.forget_words(index)
         self.scale.mark()
 
     def mean_over(self, outcome: Outcome, count: float | Tensor = 0) -> None:

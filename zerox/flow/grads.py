@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -13,10 +14,14 @@ from torch import Tensor
 
 from zerox import _C as C
 from zerox.flow.other_reducers import find_reduced
+from zerox.flow.partial_grads import PartialGrads
 from zerox.flow.placeholder import ShardedGrad
 from zerox.memory.bucket import Bucket, GradPart
+from zerox.model_names import quoted
 from zerox.plan.stage import SHARDED, Stage
+from zerox.ranks.dtensors import is_dtensor
 from zerox.ranks.group import Ranks
+from zerox.ranks.model_axes import ModelAxes
 
 C.set_find_reduced(find_reduced)
 
@@ -31,8 +36,12 @@ class Grads:
         reduce_dtype: torch.dtype | None,
         keeps_shards: bool = False,
         divides: bool = False,
+        model: ModelAxes | None = None,
     ) -> None:
         """``keeps_shards``: shards stay at one address, for CUDA graphs. ``divides``: see ManagerOptions."""
+        self.model = model or ModelAxes()
+        self.counts: list[bool] = []  # of each bucket: whether norms count it on this rank
+        self.dtensors: list[tuple[Any, Tensor, str]] = []  # with the local tensor that lies in a bucket, and the name
         self.no_sync_depth = 0
         self.segments: list[Tensor] = []  # of each bucket
         self.pieces_of: list[list[tuple[int, int, int, Tensor]]] = []
@@ -51,6 +60,7 @@ class Grads:
                 divides=divides,
             ),
         )
+        self.partial = PartialGrads(self.manager, self.model, lasts=self.sharded)
 
     def wire_dtype(self, bucket: Bucket) -> torch.dtype:
         return self.reduce_dtype or bucket.buffer.flat.dtype
@@ -69,7 +79,8 @@ class Grads:
             ]
         made = self.manager.add_bucket(
             names=[member.name for member in bucket.members],
-            params=bucket.buffer.params,
+            params=[member.param for member in bucket.members],
+            locals=bucket.buffer.params,
             homes=[bucket.buffer.home(slot) for slot in range(len(bucket.members))],
             flat=bucket.buffer.flat,
             placeholders=placeholders,
@@ -83,6 +94,13 @@ class Grads:
             num_straight=bucket.plan.num_straight if self.wire_dtype(bucket) == bucket.grad_dtype else 0,
         )
         assert made == index
+        replicated = self.model.replicated_over(bucket.members[0].param)
+        self.counts.append(self.model.counts(replicated))
+        for member, local in zip(bucket.members, bucket.buffer.params, strict=True):
+            if is_dtensor(member.param):
+                self.dtensors.append((member.param, local, member.name))
+                if replicated:
+                    self.partial.buckets[index] = bucket
         self.segments.append(bucket.segments)
         self.pieces_of.append(list(map(_less_padding, self.manager.parts(index))))
         return made
@@ -109,14 +127,15 @@ class Grads:
 
         If gradients are whole, each call packs it from p.grad.
         """
-        return self.manager.grads.shard(index)
+        summed = self.partial.shard(index)
+        return self.manager.grads.shard(index) if summed is None else summed
 
     def parts(self, index: int) -> list[GradPart]:
         """The shard as it lies, read-only; elements without a gradient may be left out.
 
         Large gradients are where autograd left them (one rank), or where the mean was gathered (whole gradients).
         """
-        pieces = self.manager.grads.pieces(index)
+        pieces = self.manager.grads.pieces(index) if self.partial.shard(index) is None else []
         if pieces:
             places = zip(pieces, self.pieces_of[index], strict=True)
             return [
@@ -129,7 +148,8 @@ class Grads:
 
     def landed(self) -> list[Tensor]:
         """The tensors that all buckets' shards lie in."""
-        return [tensor for index in range(self.manager.num_buckets) for tensor in self.manager.grads.landed(index)]
+        landed = [tensor for index in range(self.manager.num_buckets) for tensor in self.manager.grads.landed(index)]
+        return [*landed, *(summed.shard for summed in self.partial.summed.values())]
 
     def present(self, index: int) -> Tensor:
         """uint8, one for each own segment: whether its parameter has a gradient on any rank."""
@@ -137,7 +157,22 @@ class Grads:
 
     def words(self, index: int) -> Tensor | None:
         """The exact sum of squares over the shard, if the reduction left one that still holds."""
-        return self.manager.grads.words(index)
+        return self.manager.grads.words(index) if self.partial.shard(index) is None else None
+
+    def forget_words(self, index: int) -> None:
+        """To be called when the parts() of a bucket were written."""
+        if self.partial.shard(index) is None:
+            self.manager.grads.forget_words(index)
+
+    def replaced(self) -> str:
+        """Why step() must not go on: a DTensor has another local tensor than it had; empty if none has."""
+        for param, local, name in self.dtensors:
+            if param._local_tensor is not local:
+                return (
+                    f"parameter {quoted(name, param)} has another local tensor than when the optimizer was built "
+                    "(after .to() or param.data = ...); build the optimizer after such a change"
+                )
+        return ""
 
     def moved(self) -> list[tuple[int, int]]:
         """(bucket, slot) of each parameter that lies elsewhere: after .to(), param.data = ... or share_memory_()."""
@@ -157,9 +192,18 @@ class Grads:
     def zero(self, set_to_none: bool) -> None:
         self.manager.settlement.zero(set_to_none)
 
+    def inner_sync(self, joins: bool) -> AbstractContextManager[None]:
+        """Inside, what backward sends stays on the inner axis of a mesh. ``joins``: whether inside join()."""
+        if not self.ranks.on_mesh:
+            raise ValueError("no_sync(outer=True) needs a mesh (replicate, shard) as process_group: call no_sync()")
+        if not self.sharded:
+            raise ValueError("no_sync(outer=True) needs stage=2: gradients stay whole in stage 1, call no_sync()")
+        if joins:
+            raise RuntimeError("no_sync(outer=True) does not go with join(): call no_sync()")
+        return self._stay_inner()
+
     @contextmanager
-    def inner_sync(self) -> Iterator[None]:
-        """Inside, what backward sends stays on the inner axis of a mesh."""
+    def _stay_inner(self) -> Iterator[None]:
         self.manager.backward.set_stays_inner(True)
         try:
             yield

@@ -17,6 +17,12 @@ from zerox.flow.grads import Grads
 from zerox.flow.join import ACTIVE, Join, Joinable, take_options
 from zerox.memory.bucket import Bucket
 
+CALLS = {  # that know plain parameters only
+    Meeting.SAVE: "zerox.save() and load()",
+    Meeting.FULL_STATE: "full_state_dict()",
+    Meeting.FULL_GRAD: "full_grad(), full_state() and their setters",
+}
+READ_THE_MEAN = (Meeting.STEP, Meeting.CLIP, Meeting.CLIP_TOGETHER, Meeting.UNSCALE)
 ASK_NOTHING = (Meeting.FOLLOW, Meeting.SYNCHRONIZE, Meeting.MEAN_OVER, Meeting.SKIP_STEP)  # of the mean
 
 

@@ -22,11 +22,15 @@ def shard_words(shard: Tensor, segments: Tensor, p: float) -> Tensor:
 
 
 def words_of(grads: Grads, p: float, asked: Asked) -> Iterator[tuple[int, Tensor]]:
-    """The sum of each part of this rank's shards, with its bucket; sums that the reduction left are taken as they are.
+    """The sum of each part of this rank's shards that it counts, with its bucket.
+
+    Sums that the reduction left are taken as they are.
 
     ``asked``: see :class:`zerox.flow.asked.Asked`.
     """
     for index in range(grads.manager.num_buckets):
+        if not grads.counts[index]:
+            continue
         words = grads.words(index) if p == 2.0 and asked.has_all else None
         if words is not None:
             yield index, words
@@ -40,6 +44,8 @@ def words_of(grads: Grads, p: float, asked: Asked) -> Iterator[tuple[int, Tensor
 def total_words(grads: Grads, p: float, asked: Asked, divisors: Sequence[object]) -> list[Tensor]:
     """The exact sums (int64 ``[EXACT_WORDS]``) over all shards of all ranks: one for each divisor. Collective.
 
+    Over model axes too: what is the same along an axis is counted by the rank of coordinate 0 there.
+
     ``divisors``: each bucket's; those of one divisor are summed together, in the order in which divisors first come. No
     bucket size, and no number of ranks, shows in exact sums.
     """
@@ -52,6 +58,7 @@ def total_words(grads: Grads, p: float, asked: Asked, divisors: Sequence[object]
     ]
     total = sums[0].clone() if len(sums) == 1 else torch.stack(sums)  # the reduction's own stay as they are
     grads.all_reduce(total, Combine.MAX if math.isinf(p) else Combine.SUM)
+    grads.model.all_reduce(total, largest=math.isinf(p))
     return [total] if len(sums) == 1 else list(total)
 
 

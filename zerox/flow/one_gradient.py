@@ -21,6 +21,9 @@ class OneGradient(MeanGradient):
 
     _gather: ParamGather | Residency
 
+    def _meet(self, meeting: Meeting) -> None:
+        raise NotImplementedError
+
     @torch.no_grad()
     def full_grad(self, p: Tensor) -> Tensor | None:
         """The whole mean gradient of one parameter, on every rank, as step() will use it; None if no rank has one.
@@ -31,7 +34,7 @@ class OneGradient(MeanGradient):
         parameter. Raises ValueError on all ranks if they don't, or for a tensor that this optimizer does not train: a
         frozen parameter is none.
         """
-        self._settle(Meeting.FULL_GRAD)
+        self._meet(Meeting.FULL_GRAD)
         return self._full_grad(asked_of_one(self._buckets, self._grads.ranks, p, "full_grad()"))
 
     @torch.no_grad()
@@ -48,7 +51,7 @@ class OneGradient(MeanGradient):
         ``clip_grad_value_()``, and if gradients are multiplied by 0 or by what is not finite.
         """
         call = "set_full_grad_()"
-        self._settle(Meeting.FULL_GRAD)
+        self._meet(Meeting.FULL_GRAD)
         ranks = self._grads.ranks
         with ranks.refusals_told():
             one = one_param(self._buckets, ranks, p, call)
@@ -120,7 +123,7 @@ class OneGradient(MeanGradient):
             own_kept, own = one.own_part(kept), one.own_part(lands)
             for part in self._own_grad(one):
                 part.grad.copy_(torch.where(own_kept, part.grad, own))
-        self._grads.manager.grads.forget_words(one.index)
+        self._grads.forget_words(one.index)
 
     def _unscaled(self, one: OneParam, given: Tensor) -> Tensor:
         """What step() multiplies to get the ``given`` values."""

@@ -37,7 +37,7 @@ class ParamGather:
     def take_frozen(self, members: Sequence[Member], plans: Sequence[BucketPlan]) -> list[FrozenBucket]:
         """Parameters that are not trained get rank 0's values, and buckets where they are sharded. Collective."""
         for member in members:
-            self.ranks.broadcast_values(member.param, f"parameter '{member.name}'")
+            self.ranks.broadcast_values(member.local, f"parameter '{member.name}'")
         return []
 
     def add_buckets(self, trained: Sequence[tuple[int, Bucket]], frozen: Sequence[FrozenBucket]) -> None:

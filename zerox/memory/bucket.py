@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -17,6 +17,7 @@ from zerox.memory.stored import Stored
 from zerox.model_names import quoted
 from zerox.plan.buckets import BucketPlan
 from zerox.plan.layout import Layout, Segment
+from zerox.ranks.dtensors import is_dtensor, local_of
 from zerox.rules.rule import MASTER, MASTERS, STEP, Rule, StateSpec
 
 CPU = torch.device("cpu")
@@ -36,6 +37,12 @@ class Member:
     number: int
 
     @property
+    def local(self) -> Tensor:
+        """What lies in a bucket: see Note [Local tensors] in csrc/buckets/bucket.h."""
+        found: Tensor = local_of(self.param)
+        return found
+
+    @property
     def quoted(self) -> str:
         """For errors: a parameter without a name is looked up in the living models."""
         return quoted(self.name, self.param)
@@ -53,6 +60,16 @@ def members_of(groups: Sequence[dict[str, Any]]) -> Iterator[Member]:
                 seen.add(id(param))
                 yield Member(name, param, index, position)
             position += 1
+
+
+def refuse_dtensors(members: Iterable[Member], call: str) -> None:
+    """NotImplementedError where a call knows plain parameters only."""
+    for member in members:
+        if is_dtensor(member.param):
+            raise NotImplementedError(
+                f"zerox: parameters that are DTensors, as {member.quoted}, do not go with {call} yet. Save the model "
+                "with torch.distributed.checkpoint; the optimizer's state begins anew"
+            )
 
 
 def bytes_of(tensors: Sequence[Tensor | None]) -> int:
@@ -88,7 +105,7 @@ class FrozenBucket:
     def __init__(self, plan: BucketPlan, members: Sequence[Member], make_buffer: MakeBuffer) -> None:
         self.plan = plan
         self.members = list(members)
-        self.buffer = make_buffer([member.param for member in members], plan.layout)
+        self.buffer = make_buffer([member.local for member in members], plan.layout)
 
     def describe(self, index: int) -> str:
         return f"frozen {describe(index, self.members)}"
@@ -122,7 +139,7 @@ class Bucket:
     ) -> None:
         self.plan = plan
         self.members = list(members)
-        self.buffer = make_buffer([member.param for member in members], plan.layout)
+        self.buffer = make_buffer([member.local for member in members], plan.layout)
         self.own_segments: list[Segment] = plan.layout.segments(rank)
         self.rule = rule
         self.grad_dtype = grad_dtype_of(self.members[0].param)
@@ -206,9 +223,10 @@ class Bucket:
             for key, stored in self.state.items():
                 own = stored.part(slice(segment.span.start, segment.span.stop))
                 state |= own.tensors()
-                if own.values.numel() == param.numel():
+                local = self.buffer.params[segment.slot]
+                if own.values.numel() == local.numel():
                     start = own.values.storage_offset()
-                    state[key] = own.values.as_strided(param.shape, dense_strides(param), start)
+                    state[key] = own.values.as_strided(local.shape, dense_strides(local), start)
             yield param, state
 
 

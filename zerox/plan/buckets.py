@@ -23,7 +23,9 @@ class ParamSpec:
     """What a plan knows of a parameter: ``dtype`` is any hashable name of its dtype, ``itemsize`` its bytes an element.
 
     ``state_form``: how its state is stored; ``grad_dtype``: a name of its gradient's dtype, if that is another one;
-    ``rule``: the name of its update rule; ``divisor``: of the ranks' sum of its gradients, None for their number.
+    ``rule``: the name of its update rule; ``divisor``: of the ranks' sum of its gradients, None for their number;
+    ``replicated_over``: model axes whose ranks have the same parameter. In buckets of their own these lie alike on all
+    of them, whatever else these ranks have.
     """
 
     name: str
@@ -34,11 +36,12 @@ class ParamSpec:
     grad_dtype: str = ""
     rule: str = ""
     divisor: float | None = None
+    replicated_over: tuple[int, ...] = ()
 
     @property
-    def kind(self) -> tuple[str, Form, str, str, float | None]:
+    def kind(self) -> tuple[str, Form, str, str, float | None, tuple[int, ...]]:
         """What all parameters of a bucket have in common."""
-        return self.dtype, self.state_form, self.grad_dtype, self.rule, self.divisor
+        return self.dtype, self.state_form, self.grad_dtype, self.rule, self.divisor, self.replicated_over
 
     @property
     def nbytes(self) -> int:

@@ -5,13 +5,20 @@ from __future__ import annotations
 import os
 import warnings
 
+from zerox.plan.stage import SHARDED, Stage
 from zerox.ranks.group import Ranks
+from zerox.ranks.process_group import GroupArgument
 
 _advised: list[bool] = []
 
 
-def advise_mesh(ranks: Ranks) -> None:
-    """Warns rank 0 once if the default group's ranks are on several machines, several on each, as torchrun says."""
+def advise_mesh(ranks: Ranks, process_group: GroupArgument, stage: Stage) -> None:
+    """Warns rank 0 once if the default group's ranks are on several machines, several on each, as torchrun says.
+
+    Not where the user chose a group, nor where parameters are sharded, which a mesh is not for.
+    """
+    if process_group is not None or stage.params is SHARDED:
+        return
     num_local = int(os.environ.get("LOCAL_WORLD_SIZE", ranks.size))
     if ranks.rank > 0 or not 1 < num_local < ranks.size or ranks.size % num_local or _advised:
         return

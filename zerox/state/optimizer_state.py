@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from zerox._C import Meeting
-from zerox.memory.bucket import Bucket, Member, start_states
+from zerox.memory.bucket import Bucket, Member, refuse_dtensors, start_states
 from zerox.memory.shared import Shared
 from zerox.ranks.group import CPU, Ranks
 from zerox.rules.of_groups import Rules
@@ -63,6 +63,7 @@ class OptimizerState(torch.optim.Optimizer):
 
     def _state_to_show(self) -> dict[int, Any] | None:
         """State by parameters' numbers; None: that in ``state``. Collective if DCP asks for whole tensors."""
+        refuse_dtensors((member for bucket in self._buckets for member in bucket.members), "state_dict()")
         ranks, request = self._all_ranks, dcp_request()
         if request in (Request.WHOLE, Request.WHOLE_ON_RANK_0):
             self._meet(Meeting.FULL_STATE)
@@ -111,6 +112,7 @@ class OptimizerState(torch.optim.Optimizer):
 
     def __setstate__(self, loaded: dict[str, Any]) -> None:
         """torch's load_state_dict() calls this between its own checks and the post-hooks: see Note [Loading state]."""
+        refuse_dtensors((member for bucket in self._buckets for member in bucket.members), "load_state_dict()")
         check_groups(self._rules, self.param_groups, loaded["param_groups"])
         check_state(self._buckets, self._frozen, loaded["state"])
         # In place: wrappers of frameworks have this list too.
