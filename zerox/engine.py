@@ -239,6 +239,7 @@ class Engine(OneGradient, OneState):
         return self._options.divisor_of(group)
 
     def _check_join(self) -> None:
+        refuse_dtensors(self.inside.members, "join()")
         self._check_pairs([], self._overlap is not None, joins=True)
 
     def _check_pairs(self, added: Sequence[Member], overlaps: bool, joins: bool = False) -> None:

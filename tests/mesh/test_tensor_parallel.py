@@ -45,6 +45,7 @@ class Case:
     idle: tuple[int, ...] = ()
     dtype: torch.dtype = torch.float32
     options: dict[str, Any] = field(default_factory=dict)
+    hides: bool = False
 
 
 WITH_BIAS = {"bias": True}
@@ -64,6 +65,7 @@ CASES = {
         "by the model": {**SP, "zero": "by the model"},
         "absent": {**SP, "idle": (2, 3, 7)},
         "largest": {**SP, "order": math.inf, "most": 0.02},
+        "hidden gathers": {**SP, "hides": True},
         "small buckets": {**SP, "options": {"bucket_cap_mb": 0.001}},
         "wire of 64 bits": {**SP, "dtype": torch.float64},
     }.items()
@@ -82,6 +84,8 @@ def train(case: Case, meshes: Meshes) -> dict[str, Any]:
     optimizer = FusedShardedAdam(
         net.named_parameters(), process_group=meshes.dp, stage=case.stage, **OPTIONS, **case.options
     )
+    if case.hides:
+        optimizer.overlap_gather(net)
     reference = torch.optim.AdamW(twin.parameters(), **OPTIONS)
     norms, off = [], []
     for step in range(STEPS):
@@ -102,6 +106,7 @@ def train(case: Case, meshes: Meshes) -> dict[str, Any]:
         reference.step()
         zero(case, net, optimizer)
         reference.zero_grad(set_to_none=case.zero != "zeros")
+    optimizer.synchronize()
     pairs = zip(net.named_parameters(), twin.parameters(), strict=True)
     far = {name: float((whole(p) - q).detach().abs().max()) for (name, p), q in pairs}
     return {
@@ -239,3 +244,32 @@ def test_what_is_asked_between_backward_and_step_is_of_the_whole_model() -> None
         assert all(found[f"inf, stage {stage}"] == (1.0, True) for found in of_ranks)
         assert all(found[f"bfloat16, stage {stage}"] == of_ranks[0][f"bfloat16, stage {stage}"] for found in of_ranks)
     assert all(found["pipeline"] == pytest.approx(math.sqrt(5 * (2**2 + 4**2)), rel=1e-6) for found in of_ranks)
+
+
+def on_three_axes(rank: int, _: int) -> tuple[list[float], float, float]:
+    """Tensor parallel beside a mesh (replicate, shard): norms, how far they and the parameters are off."""
+    mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("replicate", "shard", "tp"))
+    net, twin = twins(True, Meshes(mesh), scaled=False)
+    optimizer = FusedShardedAdam(net.named_parameters(), process_group=mesh["replicate", "shard"], **OPTIONS)
+    reference = torch.optim.AdamW(twin.parameters(), **OPTIONS)
+    norms, off = [], 0.0
+    for step in range(STEPS):
+        tokens = batch(step)
+        loss_of(net, tokens.chunk(4)[rank // 2]).backward()
+        loss_of(twin, tokens).backward()
+        norms.append(float(optimizer.clip_grad_norm_(0.25)))
+        expected = float(torch.nn.utils.clip_grad_norm_(twin.parameters(), 0.25))
+        off = max(off, abs(norms[-1] - expected) / expected)
+        for each in (optimizer, reference):
+            each.step()
+            each.zero_grad()
+    pairs = zip(net.parameters(), twin.parameters(), strict=True)
+    return norms, off, max(float((whole(p) - q).detach().abs().max()) for p, q in pairs)
+
+
+def test_tensor_parallel_goes_with_a_mesh_of_replicate_and_shard() -> None:
+    found = run_ranks(on_three_axes, 8)
+    for norms, off, far in found:
+        assert norms == found[0][0], "the same bits on all ranks"
+        assert off <= NORM_RTOL
+        assert far <= PARAM_ATOL
