@@ -29,7 +29,7 @@ from zerox.plan.peak import AHEAD_IF_PACED, Flow, peak_alone, peak_of_sharded, p
 from zerox.plan.resident import resident_limit
 from zerox.plan.stage import SHARDED
 from zerox.ranks.dtensors import local_of
-from zerox.ranks.process_group import ALONE, chosen_group
+from zerox.ranks.process_group import ALONE, check_group
 from zerox.rules.inner import InnerClass, full_name
 from zerox.rules.known import rules_of
 from zerox.rules.of_groups import Rules
@@ -87,7 +87,7 @@ def estimate(
     accepted. With ``optimizer_class=`` it is for ShardedOptimizer, and ``peak`` lacks what the class's own step()
     allocates for a bucket at a time. Raises ValueError as the constructor does.
     """
-    chosen_group(options.get("process_group"))
+    check_group(options.get("process_group"))
     if options.get("process_group") == ALONE:
         world_size = local_world_size = 1
     if local_world_size is None:

@@ -55,6 +55,12 @@ def chosen_grid(process_group: GroupArgument) -> Grid | None:
     return grid_of(process_group)
 
 
+def check_group(process_group: GroupArgument) -> None:
+    """Raises as chosen_group() does, without asking other ranks for anything."""
+    if chosen_grid(process_group) is None:
+        chosen_group(process_group)
+
+
 def _line_of(mesh: DeviceMesh) -> dist.ProcessGroup:
     """The group of a mesh in which one axis at most has several ranks."""
     return mesh.get_group(max(range(mesh.ndim), key=lambda axis: mesh.shape[axis]))
