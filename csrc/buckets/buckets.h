@@ -31,10 +31,12 @@ namespace zx {
 //   Params: the agreed order               optimizer's caller               the same            none
 //   Gathers: gathers under way             optimizer's caller               all readers         Gathers::mutex_
 //   a Gather                               the first thread that waits      all readers         its once-flags, mutex_
+//   the levels of a gather on a mesh       the first thread that waits      all readers         TwoLevelExchange's mutex
 //   Whereabouts                            all                              all                 Whereabouts::mutex_
 //
-// Settlement::mutex_ is held while ranks wait for each other, and is taken before Buckets::mutex. A thread holds at
-// most one of the other locks at a time, and waits for nothing while it holds it.
+// Settlement::mutex_ is held while ranks wait for each other, and is taken before Buckets::mutex. So is the mutex of
+// TwoLevelExchange, before no other. A thread holds at most one of the other locks at a time, and waits for nothing
+// while it holds it.
 //
 // The GIL: a thread that holds a lock may have to wait for the GIL, to free a tensor that Python has seen. So no thread
 // may wait for a lock, a worker or a rank while it holds the GIL: bindings release it first. A backend's threads may

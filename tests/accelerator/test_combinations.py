@@ -179,3 +179,45 @@ def test_a_but_is_what_the_table_says(pair: Pair, monkeypatch: pytest.MonkeyPatc
 
 def test_what_is_shown_is_in_the_table() -> None:
     assert set(SHOWN) == set(map(frozenset, BUTS))
+
+
+# ---- sums that wait on the inner axis of a mesh
+
+
+class Waiting(Training):
+    """All but one of each step's backwards are inside no_sync(outer=True)."""
+
+    def backwards(self, step: int) -> None:
+        for micro in range(3):
+            with self.optimizer.no_sync(outer=True):
+                self.model(self.batch(step, micro)).backward()
+            if micro == 0 and step == 1:
+                self.optimizer.zero_grad(set_to_none=False)  # what waits is replaced
+        self.model(self.batch(step, 3)).backward()
+
+
+def way_on_mesh(device: str, backend: str) -> Way:
+    way = way_of(*some("process_group", ON_MESH), *some("device", device), *some("backend", backend))
+    assert way is not None
+    return way
+
+
+def waits_on_cpu(rank: int, _: int) -> str:
+    training = Waiting(rank, way_on_mesh("cpu", "gloo"))
+    training.run()
+    return training.digest_of_params()
+
+
+def waits_here(ranks: Ranks, way: Way) -> str:
+    HERE.ranks, HERE.captures = ranks, False
+    training = Waiting(ranks.rank, way, ranks.device)
+    training.run(step_of)
+    return training.digest_of_params()
+
+
+@pytest.mark.parametrize("backend", ["nccl", "gloo"])
+def test_sums_wait_on_an_accelerator_with_the_bits_of_the_cpu(backend: str) -> None:
+    way = way_on_mesh("cuda", backend)
+    kind = "via host" if backend == "gloo" else "direct"
+    found = run_fake_ranks(waits_here, 4, kind, way, mesh=mesh_of_four())
+    assert found == run_ranks(waits_on_cpu, 4)
