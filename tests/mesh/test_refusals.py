@@ -116,6 +116,11 @@ REFUSALS: dict[str, tuple[Refusal, type[Exception], str]] = {
     "gradient": (gradient_of_a_sum, RuntimeError, "'odd' lies as Shard.* axis 'tp', and its gradient came as Partial"),
     "in turn": (now_and_then_partial, RuntimeError, "'odd' came as Partial.sum. and as Replicate over axis 0"),
     "two optimizers": (clipped_together, ValueError, "optimizer 0 is over the axis 'tp' .* optimizer 1 over no model"),
+    "counted already": (
+        lambda m: zerox.clip_grad_norm_([made(m, lying(m))], 1.0, group=m.tp.get_group()),
+        ValueError,
+        "group= has ranks of the axis 'tp' of ranks .*, which the optimizers' norms are over already",
+    ),
     "added later": (added_axis, ValueError, "'late' is a DTensor on the axis 'tp'.*give it to"),
     "state_dict": (call("state_dict"), NotImplementedError, "DTensors, as 'odd', do not go with state_dict.. yet"),
     "full_state_dict": (call("full_state_dict"), NotImplementedError, "do not go with full_state_dict.. yet"),

@@ -30,13 +30,14 @@ def clip_grad_norm_(
 
     As :meth:`zerox.FusedShardedAdam.clip_grad_norm_`, with the optimizers in the same order on all ranks. ``group``: a
     further process group, whose ranks hold other parts of the model, as those of tensor parallelism do: their norm is
-    included. What several of them hold is counted several times.
+    included. What several of them hold is counted several times. Axes on which parameters are DTensors, and those of
+    ``norm_group``, are in the norm already: ValueError for such a group.
     """
     given = [optimizers] if isinstance(optimizers, MeanGradient) else list(optimizers)
     p = order_of(norm_type)
     if not given:
         raise ValueError("zerox.clip_grad_norm_() needs at least one optimizer")
-    check_axes(given)
+    check_axes(given, group)
     rows: list[tuple[Tensor, Tensor | None]] = []
     outcomes = []
     for optimizer in given:
@@ -62,9 +63,16 @@ def clip_grad_norm_(
     return total
 
 
-def check_axes(optimizers: Sequence[MeanGradient]) -> None:
-    """ValueError unless the norms of all are over the same model axes."""
+def check_axes(optimizers: Sequence[MeanGradient], group: Any) -> None:
+    """ValueError unless the norms of all are over the same model axes, and ``group`` is none of them."""
     first = optimizers[0]._grads.model
+    others = set() if group is None else set(dist.get_process_group_ranks(group)) - {dist.get_rank()}
+    for axis in first.axes:
+        if others & set(axis.ranks):
+            raise ValueError(
+                f"zerox.clip_grad_norm_(): group= has ranks of the axis {axis}, which the optimizers' norms are over "
+                "already: leave group out"
+            )
     for index, optimizer in enumerate(optimizers):
         if (model := optimizer._grads.model).axes != first.axes:
             raise ValueError(
