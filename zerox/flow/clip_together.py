@@ -66,9 +66,8 @@ def clip_grad_norm_(
 def check_axes(optimizers: Sequence[MeanGradient], group: Any) -> None:
     """ValueError unless the norms of all are over the same model axes, and ``group`` is none of them."""
     first = optimizers[0]._grads.model
-    others = set() if group is None else set(dist.get_process_group_ranks(group)) - {dist.get_rank()}
-    for axis in first.axes:
-        if others & set(axis.ranks):
+    for axis in first.axes if group is not None else ():
+        if len(set(axis.ranks) & set(dist.get_process_group_ranks(group))) > 1:
             raise ValueError(
                 f"zerox.clip_grad_norm_(): group= has ranks of the axis {axis}, which the optimizers' norms are over "
                 "already: leave group out"
