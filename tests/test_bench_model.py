@@ -40,7 +40,7 @@ def test_nothing_is_allocated_for_a_plan() -> None:
 def test_a_plan_of_405_b_parameters_over_16384_ranks_takes_no_memory_to_speak_of() -> None:
     named = MODELS["llama-405b"]().named_parameters(torch.bfloat16)
     tracemalloc.start()
-    plans = OptimizerOptions().plan([(name, param, "adam", None) for name, param in named], "gloo", 16_384)
+    plans = OptimizerOptions().plan([(name, param, "adam", None, ()) for name, param in named], "gloo", 16_384)
     assert all(plan.layout.segments(16_383) is not None for plan in plans)
     assert tracemalloc.get_traced_memory()[1] < 50e6
     tracemalloc.stop()

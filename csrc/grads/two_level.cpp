@@ -18,7 +18,7 @@ namespace zx {
 namespace {
 
 // How many elements are added up at a time on the CPU: what a core's cache holds.
-constexpr int64_t kChunk = 32 * 1024;
+constexpr int64_t kSumChunk = 32 * 1024;
 
 // The messages of both levels; the outer ones come later.
 class BothPending final : public Pending {
@@ -122,7 +122,7 @@ class TwoLevelSumming final : public Summing {
   void add_up(const Exchange& exchange, Pending& pending, const at::Tensor& flat, const at::Tensor& received,
               at::Tensor& total) {
     const std::vector<at::Tensor> slices = exchange.to_sum(flat, received);
-    const int64_t most = total.is_cpu() ? kChunk : total.numel();
+    const int64_t most = total.is_cpu() ? kSumChunk : total.numel();
     for (int64_t start = 0; start < total.numel(); start += most) {
       const int64_t numel = std::min(most, total.numel() - start);
       at::Tensor into = total.narrow(0, start, numel);
@@ -132,7 +132,7 @@ class TwoLevelSumming final : public Summing {
           part = slices[rank].narrow(0, start, numel);
         } else {
           if (!read_.defined() || read_.numel() < numel * flat.element_size()) {
-            read_ = at::empty({kChunk * static_cast<int64_t>(sizeof(double))}, at::kByte);
+            read_ = at::empty({kSumChunk * static_cast<int64_t>(sizeof(double))}, at::kByte);
           }
           part = read_.narrow(0, 0, numel * flat.element_size()).view(flat.scalar_type());
           pending.read(static_cast<int>(rank), 0, start, part);

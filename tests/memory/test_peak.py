@@ -166,7 +166,7 @@ def construct(_: int, world_size: int, library: Path, dtype: torch.dtype) -> tup
     model = Wide(dtype)
     peak = allocator.peak_of(lambda: FusedShardedAdam(model.parameters())) - base
     params = list(model.parameters())
-    plans = OptimizerOptions().plan([("", param, "adam", None) for param in params], "gloo", world_size)
+    plans = OptimizerOptions().plan([("", param, "adam", None, ()) for param in params], "gloo", world_size)
     return peak, estimate(params, world_size), max(plan.layout.numel * dtype.itemsize for plan in plans)
 
 
