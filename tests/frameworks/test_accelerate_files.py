@@ -54,7 +54,7 @@ class Training:
         # A copy of the state: on several ranks each has its share.
         shares = self.optimizer.optimizer.state_dict()["state"]
         parts = {
-            f"{number} {key}": getattr(each, "held", each)
+            f"{number} {key}": getattr(each, "own", each)
             for number, state in shares.items()
             for key, each in state.items()
         }
