@@ -274,7 +274,7 @@ def test_what_does_not_go_together_is_refused_on_all_ranks(case: str) -> None:
     [
         ({"find_unused_parameters": True}, "takes no find_unused_parameters: a parameter without a gradient needs no"),
         ({"ddp_comm_hook": print}, "takes no ddp_comm_hook: reduce_dtype is the dtype"),
-        ({"bucket_cap": 3}, "has no option 'bucket_cap'; it has norm_group, stage, bucket_cap_mb, reduce_dtype, state_dtype"),
+        ({"bucket_cap": 3}, "has no option 'bucket_cap'; it has norm_group, stage, bucket_cap_mb, reduce_dtype"),
     ],
 )
 def test_options_that_there_are_not_are_refused(options: dict[str, Any], message: str) -> None:
