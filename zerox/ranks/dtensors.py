@@ -91,27 +91,25 @@ def find_local(param: Any, grad: Any) -> Found:
         elif came.is_replicate():
             is_cut = False
         else:
-            return (
-                None,
-                0,
-                0,
-                (
-                    f"lies as {wanted!r} over axis {name_of_dim(param._spec.mesh, dim)}, and its gradient came "
-                    f"as {came!r}: only the same, Partial(sum) for Replicate, or Replicate for Shard can be taken"
-                ),
+            refusal = (
+                f"lies as {wanted!r} over axis {name_of_dim(param._spec.mesh, dim)}, and its gradient came "
+                f"as {came!r}: only the same, Partial(sum) for Replicate, or Replicate for Shard can be taken"
             )
+            return None, 0, 0, refusal
     local = grad._local_tensor
     if not is_cut:
         to = [came if came.is_partial() else wanted for came, wanted in zip(have, want, strict=True)]
         with torch.no_grad():
             local = grad.redistribute(placements=to)._local_tensor  # sends nothing
-    if type(local) is not Tensor:  # one that is still on its way
-        local = local.trigger_wait()
-    return local, partial, replicated, ""
+    return _arrived(local), partial, replicated, ""
 
 
 def values_of(grad: Any) -> Tensor:
-    local: Any = grad._local_tensor
+    return _arrived(grad._local_tensor)
+
+
+def _arrived(local: Any) -> Tensor:
+    """A local tensor that is no longer on its way."""
     return local if type(local) is Tensor else local.trigger_wait()
 
 
