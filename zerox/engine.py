@@ -138,7 +138,8 @@ class Engine(OneGradient, OneState):
         return self._grads.inner_sync(joins=bool(self._joining)) if outer else self._grads.no_sync()
 
     def _meet(self, meeting: Meeting) -> None:
-        refuse_dtensors(self.inside.members, CALLS[meeting])
+        if meeting in CALLS:
+            refuse_dtensors(self.inside.members, CALLS[meeting])
         self._settle(meeting)
 
     def synchronize(self) -> None:

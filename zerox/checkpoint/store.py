@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 
 from zerox._C import Meeting
 from zerox.checkpoint import manifest
+from zerox.checkpoint.blocks import memory_order
 from zerox.checkpoint.entries import entries
 from zerox.checkpoint.everyone import Everyone, FailingAs
 from zerox.checkpoint.groups import check_rules, fill_groups, groups_by_name
@@ -27,7 +28,7 @@ from zerox.checkpoint.names import MODEL, fill_others, parameter_names, split_mo
 from zerox.checkpoint.parts import write_parts
 from zerox.checkpoint.place import Target, candidates, find
 from zerox.checkpoint.reader import CheckpointReader, loaded
-from zerox.checkpoint.saved_state import SavedState, memory_order
+from zerox.checkpoint.saved_state import SavedState
 from zerox.checkpoint.writer import CheckpointWriter, save_object
 from zerox.engine import Engine
 from zerox.ranks.process_group import GroupArgument
@@ -62,7 +63,7 @@ def save(
         optimizer.inside.gather.prepare_checkpoint()
         tensors, others = split_model(model, optimizer)
         tensors |= entries(optimizer, names)
-        orders = {names[m.number]: memory_order(m.param) for m in optimizer.inside.members}
+        orders = {names[m.number]: memory_order(m) for m in optimizer.inside.members}
         host = {
             "groups": groups_by_name(optimizer, names),
             "memory_order": {name: order for name, order in orders.items() if order},

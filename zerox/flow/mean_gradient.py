@@ -18,7 +18,6 @@ from zerox.flow.join import ACTIVE, Join, Joinable, take_options
 from zerox.memory.bucket import Bucket
 
 CALLS = {  # that know plain parameters only
-    Meeting.SAVE: "zerox.save() and load()",
     Meeting.FULL_STATE: "full_state_dict()",
     Meeting.FULL_GRAD: "full_grad(), full_state() and their setters",
 }

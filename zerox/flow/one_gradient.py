@@ -13,7 +13,8 @@ from zerox.flow.mean_gradient import MeanGradient
 from zerox.flow.params import ParamGather
 from zerox.flow.residency import Residency
 from zerox.memory.bucket import GradPart
-from zerox.memory.one_param import OneParam, asked_of_one, one_param, same_values
+from zerox.memory.forms import same_values
+from zerox.memory.one_param import OneParam, asked_of_one, one_param
 
 
 class OneGradient(MeanGradient):

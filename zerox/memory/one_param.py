@@ -142,11 +142,6 @@ def in_memory_order(whole: Tensor) -> Tensor:
     return whole.as_strided((whole.numel(),), (1,))
 
 
-def same_values(first: Tensor, second: Tensor) -> Tensor:
-    """Where two tensors have the same value, NaN too."""
-    return (first == second) | (first.isnan() & second.isnan())
-
-
 def _said(value: object) -> str:
     if not isinstance(value, Tensor):
         return repr(value)

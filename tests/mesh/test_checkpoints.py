@@ -1,0 +1,180 @@
+"""Checkpoints of parameters that are DTensors, by global names and shapes: saved in one layout, loaded in another.
+
+All cases are run by the same four processes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import tempfile
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+import zerox
+from tests.mesh.parallel_models import Net, batch, cut, loss_of
+from tests.ranks import RankFailed, run_ranks
+from zerox import FusedShardedAdam
+from zerox.checkpoint.convert import convert_file
+
+# (data-parallel ranks, tensor-parallel ranks); one tensor-parallel rank has a plain model.
+LAYOUTS = {"2x2": (2, 2), "4x1": (4, 1), "1x2": (1, 2), "1x4": (1, 4), "1x1": (1, 1)}
+
+
+@dataclass(frozen=True)
+class Case:
+    sequence: bool = True
+    model: dict[str, Any] = field(default_factory=lambda: {"scaled": False, "bias": True})
+    dtype: torch.dtype = torch.float32
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+CASES = {
+    "plain": Case(),
+    "uneven": Case(sequence=False, model={"hidden": 7}),
+    "empty on some": Case(sequence=False, model={"hidden": 3}),
+    "masters": Case(dtype=torch.bfloat16),
+    "float32 masters": Case(dtype=torch.bfloat16, options={"master_weights": "fp32"}),
+    "stage 1, small buckets": Case(options={"stage": 1, "bucket_cap_mb": 0.001}),
+    "amsgrad": Case(options={"amsgrad": True}),
+}
+CODED = Case(model={"scaled": False, "hidden": 1024}, options={"state_dtype": "8bit"})
+
+
+@dataclass
+class Built:
+    net: Net
+    optimizer: FusedShardedAdam
+    dp: DeviceMesh | None
+
+
+@functools.cache
+def mesh_of(layout: str) -> DeviceMesh:
+    size = LAYOUTS[layout]
+    return DeviceMesh("cpu", torch.arange(size[0] * size[1]).view(size), mesh_dim_names=("dp", "tp"))
+
+
+def built(layout: str, case: Case) -> Built | None:
+    """None on a rank that the layout does not have."""
+    dp, tp = LAYOUTS[layout]
+    mesh = mesh_of(layout)
+    if dist.get_rank() >= dp * tp:
+        return None
+    torch.manual_seed(0)
+    net = Net(**case.model).to(case.dtype)
+    if tp > 1:
+        cut(net, mesh["tp"], case.sequence)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="zerox: .* replicated over axis")
+        optimizer = FusedShardedAdam(net.named_parameters(), lr=1e-2, process_group=mesh["dp"], **case.options)
+    return Built(net, optimizer, mesh["dp"])
+
+
+def trained(made: Built, steps: range) -> None:
+    assert made.dp is not None
+    for step in steps:
+        part = batch(step).chunk(made.dp.size())[made.dp.get_local_rank()]
+        loss_of(made.net, part, with_idle=step == 1).backward()
+        made.optimizer.clip_grad_norm_(0.5)
+        made.optimizer.step()
+        made.optimizer.zero_grad()
+
+
+def contents(checkpoint: Path) -> dict[str, Tensor]:
+    """All of the model's and the optimizer's tensors, whole, by name."""
+    target = checkpoint.with_suffix(".pt")
+    convert_file(checkpoint, target, weights=False, fp32=False, keys=("model", "optimizer"))
+    found = torch.load(target, weights_only=True)
+    named = dict(enumerate(name for group in found["optimizer"]["param_groups"] for name in group["param_names"]))
+    state = {f"{named[n]}.{key}": value for n, own in found["optimizer"]["state"].items() for key, value in own.items()}
+    return {**found["model"], **state}
+
+
+def differing(one: dict[str, Tensor], other: dict[str, Tensor]) -> list[str]:
+    return [
+        name
+        for name in sorted(one.keys() | other.keys())
+        if name not in one or name not in other or not torch.equal(one[name], other[name])
+    ]
+
+
+@contextlib.contextmanager
+def shared_folder() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory() as own:
+        names: list[Any] = [own]
+        dist.broadcast_object_list(names)
+        yield Path(names[0])
+        dist.barrier()
+
+
+def saved(folder: Path, layout: str, case: Case) -> Path:
+    """A checkpoint after two steps, and beside it one after two more steps."""
+    path = folder / f"saved {layout}"
+    if made := built(layout, case):
+        trained(made, range(2))
+        zerox.save(path, made.net, made.optimizer, extra={"layout": layout})
+        trained(made, range(2, 4))
+        zerox.save(folder / f"later {layout}", made.net, made.optimizer)
+    dist.barrier()
+    return path
+
+
+def reloaded(folder: Path, source: Path, layout: str, case: Case, later: bool = False) -> Path:
+    """What is saved again by ranks of another layout, which had trained something else."""
+    path = folder / f"{source.name} in {layout}{' later' * later}"
+    if made := built(layout, case):
+        trained(made, range(7, 8))
+        assert zerox.load(source, made.net, made.optimizer)["layout"] in LAYOUTS
+        if later:
+            trained(made, range(2, 4))
+        zerox.save(path, made.net, made.optimizer)
+    dist.barrier()
+    return path
+
+
+def matrix(rank: int, world_size: int, asked: dict[str, Case]) -> dict[str, dict[str, list[str]]]:
+    """By case and "from to to": names of tensors that are not bit-equal."""
+    found: dict[str, dict[str, list[str]]] = {}
+    for name, case in asked.items():
+        layouts = list(LAYOUTS) if name == "plain" else ["2x2", "4x1", "1x2"]
+        with shared_folder() as folder:
+            first = {layout: saved(folder, layout, case) for layout in layouts}
+            again = {
+                (source, target): reloaded(folder, first[source], target, case)
+                for source, target in itertools.product(layouts, layouts)
+            }
+            later = {layout: reloaded(folder, first[layout], layout, case, later=True) for layout in layouts}
+            if rank == 0:
+                known = {layout: contents(path) for layout, path in first.items()}
+                found[name] = {f"{a} to {b}": differing(known[a], contents(path)) for (a, b), path in again.items()}
+                for layout, path in later.items():
+                    kept = contents(folder / f"later {layout}")
+                    found[name][f"{layout} goes on"] = differing(kept, contents(path))
+                assert len(known[layouts[0]]) > 20
+    return found
+
+
+@functools.cache
+def results() -> dict[str, dict[str, list[str]]] | str:
+    try:
+        return run_ranks(matrix, 4, CASES, timeout_s=120)[0]
+    except RankFailed as error:  # once for all cases
+        return str(error)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_any_layout_loads_what_another_saved_bit_for_bit(name: str) -> None:
+    found = results()
+    assert not isinstance(found, str), found
+    assert found[name] == dict.fromkeys(found[name], [])
+    assert len(found[name]) == (30 if name == "plain" else 12)
