@@ -21,7 +21,7 @@ from zerox.flow.grad_scale import GradScale
 from zerox.flow.grads import Grads
 from zerox.flow.inside import Inside
 from zerox.flow.join import digest_of
-from zerox.flow.mean_gradient import CALLS, READ_THE_MEAN
+from zerox.flow.mean_gradient import READ_THE_MEAN
 from zerox.flow.one_gradient import OneGradient
 from zerox.flow.overlap_gather import NOTHING_TO_HIDE, GatherOverlap
 from zerox.flow.params import ParamGather
@@ -138,8 +138,6 @@ class Engine(OneGradient, OneState):
         return self._grads.inner_sync(joins=bool(self._joining)) if outer else self._grads.no_sync()
 
     def _meet(self, meeting: Meeting) -> None:
-        if meeting in CALLS:
-            refuse_dtensors(self.inside.members, CALLS[meeting])
         self._settle(meeting)
 
     def synchronize(self) -> None:

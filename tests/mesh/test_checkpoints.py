@@ -18,11 +18,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import Tensor
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from torch.distributed.device_mesh import DeviceMesh
 
 import zerox
-from tests.mesh.parallel_models import Net, batch, cut, loss_of
+from tests.mesh.parallel_models import Net, batch, cut, loss_of, whole
 from tests.ranks import RankFailed, run_ranks
 from zerox import FusedShardedAdam
 from zerox.checkpoint.convert import convert_file
@@ -177,7 +179,7 @@ def results() -> dict[str, dict[str, list[str]]] | str:
 def test_any_layout_loads_what_another_saved_bit_for_bit(name: str) -> None:
     found = results()
     assert not isinstance(found, str), found
-    assert found[name] == dict.fromkeys(found[name], [])
+    assert {way: names for way, names in found[name].items() if names} == {}
     assert len(found[name]) == (30 if name == "plain" else 12)
 
 
@@ -210,3 +212,103 @@ def test_blocks_that_are_cut_are_encoded_anew_and_others_stay() -> None:
         assert rounded, case
         assert set(differ) == cut_ones, case
         assert 0 < far < 0.02, (case, far)
+
+
+# ---- torch's own form
+
+
+def full(rank: int, world_size: int) -> list[str]:
+    """full_state_dict(), state_dict() and one parameter's calls, beside a checkpoint's whole tensors."""
+    wrong = []
+    case = CASES["plain"]
+    with shared_folder() as folder:
+        made = built("2x2", case)
+        assert made is not None
+        trained(made, range(2))
+        loss_of(made.net, batch(2).chunk(2)[rank // 2]).backward()
+        net, optimizer = made.net, made.optimizer
+        wrong += check_grads(net, optimizer)
+        optimizer.clip_grad_norm_(0.5)
+        optimizer.step()
+        zerox.save(folder / "x", net, optimizer)
+        found = [optimizer.full_state_dict(to) for to in (0, 1)]
+        here = [bool(each) for each in found]
+        if here != [rank == 0, rank == 2]:
+            wrong.append(f"rank {rank} has {here}")
+        optimizer.consolidate_state_dict()
+        if rank == 0:
+            found.append(optimizer.state_dict())
+        for param in net.parameters():
+            state = optimizer.full_state(param)
+            optimizer.set_full_state_(param, exp_avg=state["exp_avg"].clone(), step=int(state["step"]))
+        states = {name: optimizer.full_state(param) for name, param in net.named_parameters()}
+        known = contents(folder / "x") if rank == 0 else {}
+        everyones: list[Any] = [known]
+        dist.broadcast_object_list(everyones)
+        known = everyones[0]
+        for name, state in states.items():
+            wrong += [
+                f"full_state of {name}.{key}" for key in state if not torch.equal(state[key], known[f"{name}.{key}"])
+            ]
+        for state in (each for each in found if each):
+            for group in state["param_groups"]:
+                for number, name in zip(group["params"], group["param_names"], strict=True):
+                    own = state["state"][number]
+                    wrong += [f"{name}.{key}" for key in own if not torch.equal(own[key].cpu(), known[f"{name}.{key}"])]
+        # Into another model that is cut, from whole tensors and from this rank's own.
+        of_rank_0: list[Any] = [found[0]]
+        dist.broadcast_object_list(of_rank_0)
+        for index, state in enumerate((of_rank_0[0], optimizer.state_dict())):
+            other = built("2x2", case)
+            assert other is not None
+            trained(other, range(7, 8))
+            other.net.load_state_dict(net.state_dict())
+            other.optimizer.load_state_dict(state)
+            zerox.save(path := folder / f"other {index}", other.net, other.optimizer)
+            if rank == 0:
+                wrong += differing(known, contents(path))
+    return wrong
+
+
+def by_torch(rank: int, world_size: int) -> list[str]:
+    """torch.distributed.checkpoint saves what its own getters return at 2x2, and loads it into whole parameters."""
+    wrong = []
+    with shared_folder() as folder:
+        for layout in ("2x2", "4x1"):
+            made = built(layout, CASES["plain"])
+            assert made is not None
+            trained(made, range(2) if layout == "2x2" else range(7, 8))
+            state = {"optimizer": get_optimizer_state_dict(made.net, made.optimizer), "model": made.net.state_dict()}
+            if layout == "2x2":
+                dcp.save(state, checkpoint_id=folder / "dcp")
+            else:
+                dcp.load(state, checkpoint_id=folder / "dcp")
+                set_optimizer_state_dict(made.net, made.optimizer, state["optimizer"])
+                made.net.load_state_dict(state["model"])
+            zerox.save(folder / layout, made.net, made.optimizer)
+        if rank == 0:
+            wrong = differing(contents(folder / "2x2"), contents(folder / "4x1"))
+    return wrong
+
+
+def test_torchs_own_checkpoints_hold_it_too() -> None:
+    assert run_ranks(by_torch, 4, timeout_s=60)[0] == []
+
+
+def check_grads(net: Net, optimizer: FusedShardedAdam) -> list[str]:
+    """Beside those of the whole model."""
+    twin = Net(**CASES["plain"].model)
+    twin.load_state_dict({name: whole(tensor) for name, tensor in net.state_dict().items()})
+    loss_of(twin, batch(2)).backward()
+    wrong = []
+    for (name, param), other in zip(net.named_parameters(), twin.parameters(), strict=True):
+        grad = optimizer.full_grad(param)
+        if grad is None or other.grad is None:
+            wrong += [name] * (grad is not other.grad)
+        elif not torch.allclose(grad, other.grad, rtol=1e-4, atol=1e-6):
+            wrong.append(f"full_grad of {name} is off by {float((grad - other.grad).abs().max())}")
+    return wrong
+
+
+def test_whole_state_and_gradients_in_torchs_form() -> None:
+    assert run_ranks(full, 4, timeout_s=60) == [[]] * 4

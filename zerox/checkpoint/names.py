@@ -47,7 +47,10 @@ def split_model(model: nn.Module, optimizer: Engine) -> tuple[dict[str, Tensor],
 def sliced_dtensor(tensor: Any) -> Tensor:
     """A DTensor's local tensor, whose memory it shows. Others than cut or replicated ones stay as they are."""
     local = tensor._local_tensor
-    if any(not (each.is_shard() or each.is_replicate()) for each in tensor.placements) or dense_strides(local) != local.stride():
+    if (
+        any(not (each.is_shard() or each.is_replicate()) for each in tensor.placements)
+        or dense_strides(local) != local.stride()
+    ):
         return tensor  # type: ignore[no-any-return]
     values = local.detach().as_strided((local.numel(),), (1,))
     return SlicedTensor(local.shape, local.stride(), Span(0, local.numel()), values, cut_of(tensor))

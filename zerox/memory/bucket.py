@@ -84,8 +84,7 @@ def refuse_dtensors(members: Iterable[Member], call: str) -> None:
     for member in members:
         if is_dtensor(member.param):
             raise NotImplementedError(
-                f"zerox: parameters that are DTensors, as {member.quoted}, do not go with {call} yet. (To save "
-                "the model, use torch.distributed.checkpoint; the optimizer's state begins anew.)"
+                f"zerox: parameters that are DTensors, as {member.quoted}, do not go with {call} yet"
             )
 
 

@@ -47,6 +47,28 @@ def cuts_of(tensor: Any) -> dict[int, int]:
     return found
 
 
+def part_of(tensor: Any, whole: Tensor) -> Tensor:
+    """A view of what a DTensor's local tensor is of a ``whole`` one; of any other tensor all."""
+    if (cut := cut_of(tensor)) is None:
+        return whole
+    sizes = tensor._local_tensor.shape
+    return whole[tuple(slice(start, start + size) for start, size in zip(cut.offsets, sizes, strict=True))]
+
+
+def whole_of(tensor: Any, local: Tensor) -> Tensor:
+    """The whole of what lies as a DTensor does, from each rank's ``local`` part. Collective over its mesh."""
+    if not cuts_of(tensor):
+        return local
+    module: Any = sys.modules["torch.distributed.tensor"]
+    mesh, device = tensor.device_mesh, local.device
+    sent = local.to(mesh.device_type) if mesh.device_type != device.type else local
+    lying: Any = module.DTensor.from_local(
+        sent, mesh, tensor.placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
+    )
+    found: Tensor = lying.full_tensor().to(device)
+    return found
+
+
 def name_of_dim(mesh: Any, dim: int) -> str:
     names = mesh.mesh_dim_names
     return f"'{names[dim]}'" if names else f"{dim} of its mesh"

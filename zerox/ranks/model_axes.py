@@ -66,6 +66,11 @@ class ModelAxes:
         """Whether a norm counts on this rank what is the same along these axes."""
         return all(self.axes[index].coordinate == 0 for index in replicated)
 
+    @property
+    def is_first(self) -> bool:
+        """Whether this rank is the first along all axes that DTensors lie on."""
+        return all(axis.coordinate == 0 for axis in self.axes if axis.is_of_params)
+
     def dims_of(self, param: Tensor) -> dict[int, int]:
         """By dimension of a DTensor's mesh, the axis that it is; those of one rank are left out."""
         by_ranks = {axis.ranks: index for index, axis in enumerate(self.axes)}
