@@ -198,9 +198,10 @@ def _check_whole(rule: Rule, member: Member, state: Mapping[str, Any]) -> None:
             continue
         if (found := _tensor(state[key]).numel()) != numel:
             raise ValueError(f"state of parameter {member.quoted} has {found} elements of {key} instead of {numel}")
-        if isinstance(value := state[key], SlicedTensor) and value.dim() and not key.endswith(SCALE):
-            if (value.cut, value.part[0]) != (member.cut, member.local.shape):
-                raise ValueError(f"state of parameter {member.quoted} is of another cut: zerox.load() takes any")
+        value = state[key]
+        is_part = isinstance(value, SlicedTensor) and value.dim() > 0 and not key.endswith(SCALE)
+        if is_part and (value.cut, value.part[0]) != (member.cut, member.local.shape):
+            raise ValueError(f"state of parameter {member.quoted} is of another cut: zerox.load() takes any")
         if key + SCALE not in state and _tensor(state[key]).dtype is torch.uint8:
             raise ValueError(f"state of parameter {member.quoted} has no {key + SCALE} beside its {key} of 8 bits")
 
