@@ -73,14 +73,15 @@ class SavedState:
             if self._dtype(member, spec.key) is torch.uint8:
                 yield spec.key + SCALE
 
-    def names_differ(self) -> list[str]:
-        """Lines for tensors that are missing or not expected."""
-        known = {self._key(member, what) for member in self.trained for what, _, _ in self._expected(member)}
-        needed = {self._key(member, what) for member in self.trained for what in self._needed(member)}
-        found = {name for name in self.saved if name.startswith(OPTIMIZER)}
-        return [f"missing: {name}" for name in sorted(needed - found)] + [
-            f"unexpected: {name}" for name in sorted(found - known)
-        ]
+    def known(self) -> Iterator[str]:
+        """Names of all tensors that may be saved of these parameters."""
+        for member in self.trained:
+            yield from (self._key(member, what) for what, _, _ in self._expected(member))
+
+    def needed(self) -> Iterator[str]:
+        """Names of those without which they can't go on."""
+        for member in self.trained:
+            yield from (self._key(member, what) for what in self._needed(member))
 
     def misfits(self) -> list[str]:
         """Lines for tensors of another shape or dtype."""
