@@ -21,7 +21,7 @@ from zerox.flow.grad_scale import GradScale
 from zerox.flow.grads import Grads
 from zerox.flow.inside import Inside
 from zerox.flow.join import digest_of
-from zerox.flow.mean_gradient import CALLS, READ_THE_MEAN
+from zerox.flow.mean_gradient import READ_THE_MEAN
 from zerox.flow.one_gradient import OneGradient
 from zerox.flow.overlap_gather import NOTHING_TO_HIDE, GatherOverlap
 from zerox.flow.params import ParamGather
@@ -138,7 +138,6 @@ class Engine(OneGradient, OneState):
         return self._grads.inner_sync(joins=bool(self._joining)) if outer else self._grads.no_sync()
 
     def _meet(self, meeting: Meeting) -> None:
-        refuse_dtensors(self.inside.members, CALLS[meeting])
         self._settle(meeting)
 
     def synchronize(self) -> None:
@@ -312,7 +311,7 @@ class Engine(OneGradient, OneState):
         moved = [(self._buckets[index], slot) for index, slot in self._grads.moved()]
         misfits = (bucket.buffer.misfit(slot, bucket.members[slot].name) for bucket, slot in moved)
         refusal = refusal or self._gather.failure(forget=meeting is Meeting.STEP) or next(filter(None, misfits), "")
-        refusal = refusal or self._grads.replaced()
+        refusal = refusal or self._grads.replaced() or self._calls.refusal_to_multiply()
         elsewhere: list[BufferSlot] = [(bucket.buffer, slot) for bucket, slot in moved]
         values = [] if refusal else self._gather.found_elsewhere(elsewhere)
         options = digest_of(self.param_groups, self._joining) if self._joining else 0.0
@@ -323,6 +322,7 @@ class Engine(OneGradient, OneState):
         if outcome.meeting in READ_THE_MEAN:
             self._grads.partial.refresh()
         self._calls.scale.forget_if_discarded()
+        self._calls.multiply_as_placeholders()
         if not follows or outcome.meeting == Meeting.STEP:
             self._gather.elsewhere = elsewhere
             self._gather.take_in(elsewhere, values)

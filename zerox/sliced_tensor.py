@@ -11,12 +11,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from zerox.plan.cut import Cut, dense, slowest_first
 from zerox.plan.rectangles import Rectangle, rectangles
 from zerox.plan.span import Span
 
 
 class SlicedTensor(Tensor):
     """A tensor of ``shape`` and ``strides``, of which this rank has the elements of ``span``: ``values``, 1-D.
+
+    ``cut``: such a tensor is this rank's part of a larger one, whose shape this one then has for everybody else.
 
     DCP asks it for rectangles, which are views of ``values``: saving reads them, loading writes into them. If ranks
     have all elements between them, they save the whole tensor in parallel, and any other ranks load it, whatever
@@ -26,16 +29,20 @@ class SlicedTensor(Tensor):
 
     own: Tensor
     start: int
+    part: tuple[tuple[int, ...], tuple[int, ...]]  # the shape and strides in which ``span`` counts
+    cut: Cut | None
 
     @staticmethod
-    def __new__(cls, shape: Sequence[int], strides: Sequence[int], span: Span, values: Tensor) -> SlicedTensor:
+    def __new__(
+        cls, shape: Sequence[int], strides: Sequence[int], span: Span, values: Tensor, cut: Cut | None = None
+    ) -> SlicedTensor:
         if values.dim() != 1 or values.numel() != span.numel:
             raise ValueError(f"a segment of {span.numel} elements needs as many values, got {tuple(values.shape)}")
-        made: SlicedTensor = torch.Tensor._make_wrapper_subclass(
-            cls, tuple(shape), tuple(strides), dtype=values.dtype, device=values.device
-        )
+        part = tuple(shape), tuple(strides)
+        seen = part if cut is None else (cut.shape, dense(cut.shape, slowest_first(shape, strides)))
+        made: SlicedTensor = torch.Tensor._make_wrapper_subclass(cls, *seen, dtype=values.dtype, device=values.device)
         # DCP's async saves stage all tensors among the attributes.
-        made.own, made.start = values, span.start
+        made.own, made.start, made.part, made.cut = values, span.start, part, cut
         return made
 
     @property
@@ -45,10 +52,12 @@ class SlicedTensor(Tensor):
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         held = f"elements {self.start} to {self.span.stop}" if self.own.numel() else "no element"
-        return f"SlicedTensor({held} of {tuple(self.shape)}, {self.dtype}, {self.device})"
+        of = tuple(self.shape) if self.cut is None else f"{self.part[0]} at {self.cut.offsets} of {self.cut.shape}"
+        return f"SlicedTensor({held} of {of}, {self.dtype}, {self.device})"
 
-    def _with(self, values: Tensor) -> SlicedTensor:
-        return SlicedTensor(self.shape, self.stride(), self.span, values)
+    def filled_with(self, values: Tensor) -> SlicedTensor:
+        """The same elements of a tensor with these values."""
+        return SlicedTensor(*self.part, self.span, values, self.cut)
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
@@ -56,16 +65,16 @@ class SlicedTensor(Tensor):
         kwargs = kwargs or {}
         if func in (aten.detach.default, aten.clone.default, aten._to_copy.default):
             kwargs = {key: value for key, value in kwargs.items() if key != "memory_format"}
-            return self._with(func(self.own, **kwargs))
+            return self.filled_with(func(self.own, **kwargs))
         if func is aten.new_empty.default and tuple(args[1]) == tuple(self.shape):  # how DCP starts to stage it
-            return self._with(self.own.new_empty(self.own.shape, **kwargs))
+            return self.filled_with(self.own.new_empty(self.own.shape, **kwargs))
         raise RuntimeError(
             f"{func} on a tensor of which this rank has {self!r}: state_dict() is one rank's share. "
             "full_state_dict() gives whole tensors"
         )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SlicedTensor:
-        return self._with(self.own.clone())
+        return self.filled_with(self.own.clone())
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         if self.own.numel() < self.numel():
@@ -73,15 +82,19 @@ class SlicedTensor(Tensor):
         return self._reduced()
 
     def _reduced(self) -> Any:
-        return _rebuild, (tuple(self.shape), self.stride(), self.start, self.own)
+        cut = () if self.cut is None else (self.cut.shape, self.cut.offsets)
+        return _rebuild, (*self.part, self.start, self.own, *cut)
 
     # ---- DCP's protocol. Its modules take a second to import; the caller has imported them.
 
     def _pieces(self) -> list[tuple[Rectangle, Any]]:
         from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
-        found = rectangles(self.shape, self.stride(), self.span)
-        return [(each, ChunkStorageMetadata(torch.Size(each.offsets), torch.Size(each.sizes))) for each in found]
+        found = []
+        for each in rectangles(*self.part, self.span):
+            offsets = each.offsets if self.cut is None else self.cut.placed(each.offsets)
+            found.append((each, ChunkStorageMetadata(torch.Size(offsets), torch.Size(each.sizes))))
+        return found
 
     def __create_write_items__(self, fqn: str, whole: Tensor) -> list[Any]:
         from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
@@ -107,12 +120,14 @@ class SlicedTensor(Tensor):
             if chunk.offsets == index.offset:
                 # Within a rectangle the elements lie as they do in the tensor: it is contiguous there.
                 start = self.own.storage_offset() + rectangle.span.start - self.start
-                return self.own.as_strided(rectangle.sizes, self.stride(), start)
+                return self.own.as_strided(rectangle.sizes, self.part[1], start)
         raise LookupError(f"no slice of '{index.fqn}' starts at {index.offset} on this rank")
 
 
-def _rebuild(shape: tuple[int, ...], strides: tuple[int, ...], start: int, values: Tensor) -> SlicedTensor:
-    return SlicedTensor(shape, strides, Span(start, start + values.numel()), values)
+def _rebuild(
+    shape: tuple[int, ...], strides: tuple[int, ...], start: int, values: Tensor, *cut: tuple[int, ...]
+) -> SlicedTensor:
+    return SlicedTensor(shape, strides, Span(start, start + values.numel()), values, Cut(*cut) if cut else None)
 
 
 @functools.cache

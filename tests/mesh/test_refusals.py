@@ -81,12 +81,14 @@ def call(name: str, *args: Any) -> Refusal:
     return lambda meshes: getattr(made(meshes, lying(meshes)), name)(*args)
 
 
-def of_itself(name: str) -> Refusal:
-    def run(meshes: Meshes) -> Any:
-        param = lying(meshes)
-        return getattr(made(meshes, param), name)(param)
+def set_gradient(meshes: Meshes) -> None:
+    param = lying(meshes)
+    made(meshes, param).set_full_grad_(param, torch.ones(8, 6))
 
-    return run
+
+def state_of_another_cut(meshes: Meshes) -> None:
+    of_rows, of_columns = lying(meshes), lying(meshes, Shard(1))
+    made(meshes, of_columns).load_state_dict(made(meshes, of_rows).state_dict())
 
 
 REFUSALS: dict[str, tuple[Refusal, type[Exception], str]] = {
@@ -122,15 +124,13 @@ REFUSALS: dict[str, tuple[Refusal, type[Exception], str]] = {
         "group= has ranks of the axis 'tp' of ranks .*, which the optimizers' norms are over already",
     ),
     "added later": (added_axis, ValueError, "'late' is a DTensor on the axis 'tp'.*give it to"),
-    "state_dict": (call("state_dict"), NotImplementedError, "DTensors, as 'odd', do not go with state_dict.. yet"),
-    "full_state_dict": (call("full_state_dict"), NotImplementedError, "do not go with full_state_dict.. yet"),
     "join": (call("join"), NotImplementedError, "'odd', do not go with join.. yet"),
-    "full_grad": (of_itself("full_grad"), NotImplementedError, "'odd', do not go with full_grad"),
-    "full_state": (of_itself("full_state"), NotImplementedError, "'odd', do not go with .*full_state.."),
-    "save": (
-        lambda m: zerox.save("/nowhere", nn.Linear(2, 2), made(m, lying(m))),
-        zerox.CheckpointError,
-        "do not go with zerox.save.. and load.. yet",
+    "set_full_grad_": (set_gradient, NotImplementedError, "'odd', do not go with set_full_grad_.. yet"),
+    "another cut": (state_of_another_cut, ValueError, "state of parameter 'odd' .* of another cut.*zerox.load"),
+    "without a part": (
+        lambda m: zerox.save("/nowhere", nn.Linear(2, 2), made(m, lying(m)), process_group=m.dp),
+        ValueError,
+        "process_group: ranks .* have a part of the optimizer's state and are not in it",
     ),
 }
 

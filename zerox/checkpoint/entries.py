@@ -13,14 +13,14 @@ from zerox.memory.bucket import Bucket, Member
 from zerox.memory.stored import SCALE
 from zerox.rules.rule import MASTERS
 from zerox.sliced_tensor import SlicedTensor
-from zerox.state.sliced_state import STEP, sliced_state
+from zerox.state.sliced_state import STEP, whole_form
 
 
 def entries(optimizer: Engine, names: Mapping[int, str]) -> dict[str, SlicedTensor]:
-    """This rank's segments of the state, which are views of it, under the keys of sliced_state()."""
+    """This rank's segments of the state, which are views of it where they can be, under the keys of whole_form()."""
     found = {}
     for bucket in optimizer.inside.buckets:
-        for member, state in sliced_state(bucket):
+        for member, state in whole_form(bucket):
             for what, tensor in state.items():
                 if tensor.own.numel() and _is_its_own(optimizer, bucket, member, what):
                     found[f"{OPTIMIZER}{names[member.number]}.{what}"] = tensor

@@ -8,6 +8,10 @@ from torch import Tensor, nn
 
 from zerox.checkpoint.manifest import CheckpointError
 from zerox.engine import Engine
+from zerox.memory.flat import dense_strides
+from zerox.plan.span import Span
+from zerox.ranks.dtensors import cut_of, is_dtensor
+from zerox.sliced_tensor import SlicedTensor
 
 MODEL, OPTIMIZER = "model.", "optimizer."
 COMPILED = "_orig_mod."  # torch.compile() puts it into names
@@ -27,7 +31,7 @@ def parameter_names(model: nn.Module, optimizer: Engine) -> dict[int, str]:
 def split_model(model: nn.Module, optimizer: Engine) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Tensors of the model's state_dict() by their names in a checkpoint, and what else is in it by its own.
 
-    Of a parameter that is sharded, this rank's segment.
+    Of a parameter that is sharded, this rank's segment; of a DTensor its local tensor, as a part of the whole one.
     """
     state = model.state_dict()
     others = {name for name, value in state.items() if name.endswith(EXTRA_STATE) or not isinstance(value, Tensor)}
@@ -36,7 +40,20 @@ def split_model(model: nn.Module, optimizer: Engine) -> tuple[dict[str, Tensor],
         key, part = MODEL + name.replace(COMPILED, ""), optimizer.inside.gather.segment_of(param)
         if key in tensors and part is not None:
             tensors[key] = part
+    tensors = {name: sliced_dtensor(value) if is_dtensor(value) else value for name, value in tensors.items()}
     return tensors, {name.replace(COMPILED, ""): state[name] for name in others}
+
+
+def sliced_dtensor(tensor: Any) -> Tensor:
+    """A DTensor's local tensor, whose memory it shows. Others than cut or replicated ones stay as they are."""
+    local = tensor._local_tensor
+    if (
+        any(not (each.is_shard() or each.is_replicate()) for each in tensor.placements)
+        or dense_strides(local) != local.stride()
+    ):
+        return tensor  # type: ignore[no-any-return]
+    values = local.detach().as_strided((local.numel(),), (1,))
+    return SlicedTensor(local.shape, local.stride(), Span(0, local.numel()), values, cut_of(tensor))
 
 
 def fill_others(model: nn.Module, saved: dict[str, Any]) -> None:

@@ -9,17 +9,17 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
+from zerox.checkpoint.blocks import are_alike, values_of
 from zerox.checkpoint.names import OPTIMIZER
 from zerox.engine import Engine
 from zerox.memory.bucket import Bucket, Member
-from zerox.memory.flat import dense_strides
 from zerox.memory.stored import SCALE
 from zerox.plan.form import num_blocks
 from zerox.plan.span import Span
 from zerox.rules.rule import MASTER, MASTERS, REMAINDER
 from zerox.sliced_tensor import SlicedTensor
 from zerox.state.fill import fill_row, start_anew
-from zerox.state.sliced_state import STEP, blocks_of, sliced_state
+from zerox.state.sliced_state import STEP, blocks_of, scales_like, sliced_state
 
 Saved = Mapping[str, TensorStorageMetadata]
 Read = Callable[[dict[str, Any]], None]  # fills tensors by their names in the checkpoint
@@ -73,20 +73,20 @@ class SavedState:
             if self._dtype(member, spec.key) is torch.uint8:
                 yield spec.key + SCALE
 
-    def names_differ(self) -> list[str]:
-        """Lines for tensors that are missing or not expected."""
-        known = {self._key(member, what) for member in self.trained for what, _, _ in self._expected(member)}
-        needed = {self._key(member, what) for member in self.trained for what in self._needed(member)}
-        found = {name for name in self.saved if name.startswith(OPTIMIZER)}
-        return [f"missing: {name}" for name in sorted(needed - found)] + [
-            f"unexpected: {name}" for name in sorted(found - known)
-        ]
+    def known(self) -> Iterator[str]:
+        """Names of all tensors that may be saved of these parameters."""
+        for member in self.trained:
+            yield from (self._key(member, what) for what, _, _ in self._expected(member))
+
+    def needed(self) -> Iterator[str]:
+        """Names of those without which they can't go on."""
+        for member in self.trained:
+            yield from (self._key(member, what) for what in self._needed(member))
 
     def misfits(self) -> list[str]:
-        """Lines for tensors of another shape, or dtype, or memory format."""
+        """Lines for tensors of another shape or dtype."""
         found = []
         for member in self.trained:
-            name = self.names[member.number]
             for what, shape, dtypes in self._expected(member):
                 then = self.saved.get(key := self._key(member, what))
                 if then is None:
@@ -98,8 +98,6 @@ class SavedState:
                     found.append(f"{key} was saved as {dtype}, and can be {' or '.join(map(str, dtypes))}")
                 elif what == REMAINDER.key and member.param.dtype is not torch.bfloat16:
                     found.append(f"{key} is for a torch.bfloat16 parameter, and the parameter is {member.param.dtype}")
-                elif dtype is torch.uint8 and self.order.get(name, []) != memory_order(member.param):
-                    found.append(f"{key} was saved in blocks of a parameter in another memory format")
         return found
 
     # ---- loading
@@ -127,20 +125,29 @@ class SavedState:
     def _is_alike(self, member: Member, what: str, state: Mapping[str, SlicedTensor]) -> bool:
         """Whether it was saved as it is stored here; scales are if their codes are."""
         of = what.removesuffix(SCALE)
-        return self._dtype(member, what) is not None and self._dtype(member, of) is state[of].dtype
+        if self._dtype(member, what) is None or self._dtype(member, of) is not state[of].dtype:
+            return False
+        return state[of].dtype is not torch.uint8 or self._has_blocks(member)
+
+    def _has_blocks(self, member: Member) -> bool:
+        """Whether scales were saved of the blocks that are kept here."""
+        return are_alike(member, self._order(member))
+
+    def _order(self, member: Member) -> list[int]:
+        return self.order.get(self.names[member.number], [])
 
     def _convert(self, bucket: Bucket, read: Read) -> list[str]:
         """Reads and converts everything for which _is_alike() is false."""
         rows: list[dict[str, Tensor]] = []
         wanted: dict[str, Any] = {}
         for member, state in own_state(bucket):
-            others = {what: self._to_read(member, what, state) for what in self._to_convert(bucket, member, state)}
-            wanted |= {self._key(member, what): tensor for what, tensor in others.items()}
-            rows.append({what: tensor.own for what, tensor in others.items()})
+            rows.append({what: self._to_read(member, what, state) for what in self._to_convert(bucket, member, state)})
+            wanted |= {self._key(member, what): tensor for what, tensor in rows[-1].items()}
         if wanted:
             read(wanted)
         rounded = []
-        for row, ((member, state), parts) in enumerate(zip(own_state(bucket), rows, strict=True)):
+        for row, ((member, state), found) in enumerate(zip(own_state(bucket), rows, strict=True)):
+            parts = self._parts(bucket, member, found)
             if not self._was_saved(member):
                 if self.names[member.number] in self.group_of:
                     fill_row(bucket, row, {}, rest_anew=True)
@@ -175,18 +182,32 @@ class SavedState:
             if spec.key not in state and self._dtype(member, spec.key) is not None:
                 yield spec.key
 
-    def _to_read(self, member: Member, what: str, state: Mapping[str, SlicedTensor]) -> SlicedTensor:
-        """Memory for this rank's segment of it, in the form in which it was saved."""
+    def _to_read(self, member: Member, what: str, state: Mapping[str, SlicedTensor]) -> Tensor:
+        """Memory for this rank's segment of it, as it was saved; for all scales if they are of other blocks."""
         numbers = [STEP, *(spec.key for spec in self.rules[member.number].numbers)]
+        then = self.saved[self._key(member, what)]
+        dtype = then.properties.dtype
         if what in numbers:
-            dtype = self.saved[self._key(member, what)].properties.dtype
             return SlicedTensor((), (), Span(0, 1), torch.empty(1, dtype=dtype, device="cpu"))
         like = next(state[key] for key in state if key not in numbers and not key.endswith(SCALE))
-        shape, strides, span = like.shape, like.stride(), like.span
-        if what.endswith(SCALE):
-            shape, strides, span = torch.Size([num_blocks(like.numel())]), (1,), blocks_of(span)
-        dtype = self.saved[self._key(member, what)].properties.dtype
-        return SlicedTensor(shape, strides, span, torch.empty(span.numel, dtype=dtype, device=like.device))
+        if not what.endswith(SCALE):
+            return like.filled_with(torch.empty(like.own.numel(), dtype=dtype, device=like.device))
+        if not self._has_blocks(member):
+            return torch.empty(then.size, dtype=dtype, device="cpu")
+        return scales_like(member, like.span, torch.empty(blocks_of(like.span).numel, dtype=dtype, device=like.device))
+
+    def _parts(self, bucket: Bucket, member: Member, found: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """What was read, for fill_row(): this rank's elements, 1-D."""
+        specs = {spec.key: spec for spec in bucket.rule.states}
+        parts = {}
+        for what, tensor in found.items():
+            scales = found.get(what + SCALE)
+            if scales is not None and not isinstance(scales, SlicedTensor):
+                assert isinstance(tensor, SlicedTensor)
+                parts[what] = values_of(specs[what], tensor, scales, self._order(member))
+            elif isinstance(tensor, SlicedTensor):
+                parts[what] = tensor.own
+        return parts
 
 
 def own_state(bucket: Bucket) -> Iterator[tuple[Member, dict[str, SlicedTensor]]]:
@@ -194,11 +215,3 @@ def own_state(bucket: Bucket) -> Iterator[tuple[Member, dict[str, SlicedTensor]]
     for member, state in sliced_state(bucket):
         if state[STEP].own.numel():
             yield member, {what: tensor for what, tensor in state.items() if tensor.own.numel()}
-
-
-def memory_order(param: Tensor) -> list[int]:
-    """Dimensions from slowest to fastest, if that is not their own order; else nothing."""
-    strides = dense_strides(param)
-    dims = [dim for dim in range(param.dim()) if param.shape[dim] > 1]
-    found = sorted(dims, key=lambda dim: -strides[dim])
-    return found if found != dims else []

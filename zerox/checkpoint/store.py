@@ -19,15 +19,17 @@ from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 
 from zerox._C import Meeting
 from zerox.checkpoint import manifest
+from zerox.checkpoint.blocks import memory_order
 from zerox.checkpoint.entries import entries
 from zerox.checkpoint.everyone import Everyone, FailingAs
 from zerox.checkpoint.groups import check_rules, fill_groups, groups_by_name
 from zerox.checkpoint.manifest import HOST, METADATA, CheckpointError, some
-from zerox.checkpoint.names import MODEL, fill_others, parameter_names, split_model
+from zerox.checkpoint.names import MODEL, OPTIMIZER, fill_others, parameter_names, split_model
 from zerox.checkpoint.parts import write_parts
 from zerox.checkpoint.place import Target, candidates, find
 from zerox.checkpoint.reader import CheckpointReader, loaded
-from zerox.checkpoint.saved_state import SavedState, memory_order
+from zerox.checkpoint.saved_state import SavedState
+from zerox.checkpoint.stages import all_names, joined
 from zerox.checkpoint.writer import CheckpointWriter, save_object
 from zerox.engine import Engine
 from zerox.ranks.process_group import GroupArgument
@@ -45,7 +47,9 @@ def save(
 
     Each rank writes its own segments of the optimizer's state and its part of the model. ``path`` has either what was
     there before or all of the new checkpoint, also if a rank is killed. Parameters have the names of ``model``.
-    Collective over ``process_group`` (default: the optimizer's own), whose ranks see one file system.
+    Collective over ``process_group`` (default: the optimizer's own, and all model axes), whose ranks see one file
+    system. DTensors are saved as the whole tensors that they are parts of, and stages of a pipeline
+    (``norm_group``) each write theirs.
 
     A new path, an empty folder, a checkpoint, or a link to one of these is replaced. Anything else, also a checkpoint
     with other files in it, is refused before anything is written. Raises CheckpointError on all ranks for that, if one
@@ -62,14 +66,14 @@ def save(
         optimizer.inside.gather.prepare_checkpoint()
         tensors, others = split_model(model, optimizer)
         tensors |= entries(optimizer, names)
-        orders = {names[m.number]: memory_order(m.param) for m in optimizer.inside.members}
+        orders = {names[m.number]: memory_order(m) for m in optimizer.inside.members}
         host = {
             "groups": groups_by_name(optimizer, names),
             "memory_order": {name: order for name, order in orders.items() if order},
             "model": others,
             "extra": extra,
         }
-    write(path, tensors, host, ranks)
+    write(path, tensors, joined(ranks, tensors, host, failure), ranks)
 
 
 def write(path: Path, tensors: dict[str, Tensor], host: dict[str, Any], ranks: Everyone) -> None:
@@ -131,6 +135,7 @@ def load(
     with FailingAs(not_loaded(path)):
         optimizer._meet(Meeting.SAVE)
     first: dict[str, Any] = {}
+    known: set[str] = set()
     opened = open_checkpoint(path, ranks)
     host: dict[str, Any] = {}
     rounded: list[str] = []
@@ -142,8 +147,11 @@ def load(
             check_rules(optimizer, names, host["groups"])
             state = SavedState(optimizer, names, opened.tensors, host)
             tensors, others = split_model(model, optimizer)
+            known = {*tensors, *state.known()}
+        known = all_names(ranks, known, not_loaded(path))
+        with ranks.failing_together(not_loaded(path)):
             first = {name: tensor for name, tensor in tensors.items() if name in opened.tensors}
-            lines = [*names_differ(tensors, opened.tensors), *state.names_differ()] if strict else []
+            lines = names_differ({*tensors, *state.needed()}, known, opened.tensors) if strict else []
             complain(path, [*lines, *misfits(first, opened.tensors), *state.misfits()])
             fill_groups(optimizer, names, host["groups"])
             optimizer._start_states()
@@ -232,11 +240,11 @@ def open_checkpoint(path: Path, ranks: Everyone) -> Opened:
     return opened
 
 
-def names_differ(tensors: Mapping[str, Tensor], saved: Mapping[str, Any]) -> list[str]:
-    """Lines for the model's tensors that are missing, and for others."""
-    found = {name for name in saved if name.startswith(MODEL)}
-    return [f"missing: {name}" for name in sorted(set(tensors) - found)] + [
-        f"unexpected: {name}" for name in sorted(found - set(tensors))
+def names_differ(needed: Collection[str], known: Collection[str], saved: Mapping[str, Any]) -> list[str]:
+    """Lines for tensors that are missing, and for others."""
+    found = {name for name in saved if name.startswith((MODEL, OPTIMIZER))}
+    return [f"missing: {name}" for name in sorted(set(needed) - found)] + [
+        f"unexpected: {name}" for name in sorted(found - set(known))
     ]
 
 

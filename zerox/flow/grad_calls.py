@@ -54,6 +54,11 @@ class GradCalls:
             return f"mean_over() was called after {requested.clip}: the norm was of another mean"
         return ""
 
+    def refusal_to_multiply(self) -> str:
+        """The same of what was done to placeholders in p.grad: see multiplied.py."""
+        multiplied = self.grads.multiplied
+        return self.refusal("p.grad.mul_()") if multiplied is not None and multiplied.num_launched is not None else ""
+
     @staticmethod
     def clip_arguments(max_norm: float, norm_type: float, error_if_nonfinite: bool, asked: Asked) -> list[float]:
         flags = (ERROR_IF_NONFINITE if error_if_nonfinite else 0) + 2 * asked.number
@@ -132,6 +137,12 @@ class GradCalls:
             divided_by = self.scale.requested.num_active
         factor = divided_by / (total + (total == 0)) * (total != 0)
         return factor + 0.0 * total.sqrt()  # NaN for a negative total, which the host has not seen
+
+    def multiply_as_placeholders(self) -> None:
+        factor = 1.0 if self.grads.multiplied is None else self.grads.multiplied.take()
+        if factor != 1.0:
+            value = torch.full((), factor, dtype=torch.float64, device=self.grads.ranks.device)
+            self._multiply(dict.fromkeys(self.scale.values, value))
 
     def multiply(self, outcome: Outcome, factor: Tensor | None = None) -> None:
         """By ``factor``; None: by the number that ranks told each other, or the speaker's."""

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from zerox import _C as C
+from zerox.flow.multiplied import WAY_OUT, Multiplied
 from zerox.flow.other_reducers import find_reduced
 from zerox.flow.partial_grads import PartialGrads
 from zerox.flow.placeholder import ShardedGrad
@@ -61,6 +62,8 @@ class Grads:
             ),
         )
         self.partial = PartialGrads(self.manager, self.model, lasts=self.sharded)
+        # Not with CUDA graphs: a replay of step() would not ask.
+        self.multiplied = None if keeps_shards else Multiplied(self.manager.flights)
 
     def wire_dtype(self, bucket: Bucket) -> torch.dtype:
         return self.reduce_dtype or bucket.buffer.flat.dtype
@@ -77,6 +80,8 @@ class Grads:
                 ShardedGrad(member.param, member.name, partial(_mark_zeroed, to_manager, index, slot))
                 for slot, member in enumerate(bucket.members)
             ]
+            if self.multiplied is not None:
+                self.multiplied.add(placeholders)
         made = self.manager.add_bucket(
             names=[member.name for member in bucket.members],
             params=[member.param for member in bucket.members],
@@ -120,7 +125,15 @@ class Grads:
         past the group's timeout.
         """
         padded = [*arguments, *[0.0] * (C.NUM_ARGUMENTS - len(arguments))]
-        return self.manager.settlement.settle(meeting, padded, options, adoptions, refusal)
+        factor, why = (1.0, "") if self.multiplied is None else self.multiplied.common()
+        if factor != 1.0 and options:
+            why = "p.grad, whose gradient had left, was multiplied inside join(): call scale_grads_()"
+        outcome = self.manager.settlement.settle(meeting, padded, options or factor, adoptions, refusal or why)
+        if not options and not outcome.has_same_options:
+            raise RuntimeError(f"zerox: ranks multiplied p.grad by other numbers, this one by {factor:g}: {WAY_OUT}; then call zero_grad()")
+        if self.multiplied is not None:
+            self.multiplied.agreed = factor
+        return outcome
 
     def shard(self, index: int) -> Tensor | None:
         """The mean gradient's shard ``[shard_numel]`` after settle(), or None while no parameter has a gradient.
@@ -190,6 +203,8 @@ class Grads:
             self.ranks.all_reduce(values, dist.ReduceOp.SUM if combine == C.Combine.SUM else dist.ReduceOp.MAX)
 
     def zero(self, set_to_none: bool) -> None:
+        if self.multiplied is not None:
+            self.multiplied.forget()
         self.manager.settlement.zero(set_to_none)
 
     def inner_sync(self, joins: bool) -> AbstractContextManager[None]:

@@ -17,12 +17,7 @@ from zerox.flow.grads import Grads
 from zerox.flow.join import ACTIVE, Join, Joinable, take_options
 from zerox.memory.bucket import Bucket
 
-CALLS = {  # that know plain parameters only
-    Meeting.SAVE: "zerox.save() and load()",
-    Meeting.FULL_STATE: "full_state_dict()",
-    Meeting.FULL_GRAD: "full_grad(), full_state() and their setters",
-}
-READ_THE_MEAN = (Meeting.STEP, Meeting.CLIP, Meeting.CLIP_TOGETHER, Meeting.UNSCALE)
+READ_THE_MEAN = (Meeting.STEP, Meeting.CLIP, Meeting.CLIP_TOGETHER, Meeting.UNSCALE, Meeting.FULL_GRAD)
 ASK_NOTHING = (Meeting.FOLLOW, Meeting.SYNCHRONIZE, Meeting.MEAN_OVER, Meeting.SKIP_STEP)  # of the mean
 
 
@@ -53,6 +48,11 @@ class MeanGradient(Joinable):
 
     def _divisor_of(self, group: Mapping[str, Any]) -> float | None:
         raise NotImplementedError
+
+    @property
+    def _is_first_of_model(self) -> bool:
+        """Whether this rank is the first along all axes that DTensors lie on."""
+        return self._grads.model.is_first
 
     @property
     def _has_step_options(self) -> bool:

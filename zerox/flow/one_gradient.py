@@ -12,8 +12,10 @@ from zerox._C import Meeting
 from zerox.flow.mean_gradient import MeanGradient
 from zerox.flow.params import ParamGather
 from zerox.flow.residency import Residency
-from zerox.memory.bucket import GradPart
-from zerox.memory.one_param import OneParam, asked_of_one, one_param, same_values
+from zerox.memory.bucket import GradPart, refuse_dtensors
+from zerox.memory.forms import same_values
+from zerox.memory.one_param import OneParam, asked_of_one, one_param
+from zerox.ranks.dtensors import whole_of
 
 
 class OneGradient(MeanGradient):
@@ -35,7 +37,9 @@ class OneGradient(MeanGradient):
         frozen parameter is none.
         """
         self._meet(Meeting.FULL_GRAD)
-        return self._full_grad(asked_of_one(self._buckets, self._grads.ranks, p, "full_grad()"))
+        one = asked_of_one(self._buckets, self._grads.ranks, p, "full_grad()")
+        found = self._full_grad(one)
+        return None if found is None else whole_of(one.member.param, found)
 
     @torch.no_grad()
     def set_full_grad_(self, p: Tensor, value: Tensor) -> None:
@@ -51,6 +55,7 @@ class OneGradient(MeanGradient):
         ``clip_grad_value_()``, and if gradients are multiplied by 0 or by what is not finite.
         """
         call = "set_full_grad_()"
+        refuse_dtensors((member for bucket in self._buckets for member in bucket.members), call)
         self._meet(Meeting.FULL_GRAD)
         ranks = self._grads.ranks
         with ranks.refusals_told():
@@ -70,7 +75,7 @@ class OneGradient(MeanGradient):
     # ---- inside
 
     def _full_grad(self, one: OneParam) -> Tensor | None:
-        """Collective, once everything has landed."""
+        """Of a DTensor what its local tensor has. Collective, once everything has landed."""
         parts = list(self._own_grad(one))  # first: whole gradients are looked at here
         row = one.own_row
         present = self._grads.present(one.index)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -16,13 +17,16 @@ from zerox.model_names import quoted
 class ShardedGrad(Tensor):
     """A gradient without storage: shape and device of the parameter, dtype of its gradients, and no values to read.
 
-    It keeps the meaning of ``p.grad is None``, and both forms of ``zero_grad`` work on it. Everything that would read
-    or write values raises RuntimeError, so that ``torch.nn.utils.clip_grad_norm_`` can't find a norm of 0 in it.
+    It keeps the meaning of ``p.grad is None``, and both forms of ``zero_grad`` work on it. It takes ``mul_`` and
+    ``div_`` by a number: see multiplied.py. Everything else that would read or write values raises RuntimeError, so
+    that ``torch.nn.utils.clip_grad_norm_`` can't find a norm of 0 in it.
     """
 
     _name: str
     _to_param: weakref.ref[Tensor]
     _on_zero: Callable[[], None]
+    factor: float
+    on_multiply: Callable[[], None] | None
 
     @staticmethod
     def __new__(cls, param: Tensor, name: str, on_zero: Callable[[], None]) -> ShardedGrad:
@@ -32,7 +36,23 @@ class ShardedGrad(Tensor):
         self._name = name
         self._to_param = weakref.ref(param)
         self._on_zero = on_zero
+        self.factor = 1.0
+        self.on_multiply = None
         return self
+
+    @property
+    def is_set(self) -> bool:
+        param = self._to_param()
+        return param is not None and param.grad is self
+
+    @property
+    def quoted(self) -> str:
+        return quoted(self._name, self._to_param())
+
+    def note_factor(self, factor: float) -> None:
+        assert self.on_multiply is not None
+        self.on_multiply()
+        self.factor *= factor
 
     def __repr__(self) -> str:  # type: ignore[override]
         return f"ShardedGrad({self._name}, shape={tuple(self.shape)}, dtype={self.dtype})"
@@ -43,8 +63,8 @@ class ShardedGrad(Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        aten = torch.ops.aten
         if func is aten.zero_.default:
+            args[0].factor = 1.0
             args[0]._on_zero()
             return args[0]
         if func is aten._foreach_zero_.default:
@@ -53,6 +73,11 @@ class ShardedGrad(Tensor):
             return None
         if func is aten.detach.default:
             return args[0]
+        if _multiplies(func, args):
+            several = isinstance(args[0], list)
+            for grad in args[0] if several else args[:1]:
+                grad.note_factor(args[1] if func in TIMES else 1.0 / args[1])
+            return None if several else args[0]
         raise _no_values(next((x for x in _tensors(args) if isinstance(x, ShardedGrad)), None), func)
 
     # ---- reads of values without an operator
@@ -70,12 +95,30 @@ class ShardedGrad(Tensor):
         raise _no_values(self, "DLPack")
 
 
+aten = torch.ops.aten
+TIMES = (aten.mul_.Tensor, aten.mul_.Scalar, aten._foreach_mul_.Scalar)
+OVER = (aten.div_.Tensor, aten.div_.Scalar, aten._foreach_div_.Scalar)
+
+
+def is_number(value: Any) -> bool:
+    """That a product can be divided by again."""
+    return isinstance(value, int | float) and value != 0 and math.isfinite(value)
+
+
+def _multiplies(func: Any, args: Any) -> bool:
+    """Whether it multiplies placeholders, and nothing else, by a number."""
+    if func not in (*TIMES, *OVER) or not is_number(args[1]):
+        return False
+    grads = args[0] if isinstance(args[0], list) else args[:1]
+    return all(isinstance(each, ShardedGrad) and each.on_multiply is not None for each in grads)
+
+
 def _no_values(grad: ShardedGrad | None, what: Any) -> RuntimeError:
-    name = "'?'" if grad is None else quoted(grad._name, grad._to_param())
+    name = "'?'" if grad is None else grad.quoted
     return RuntimeError(
         f"the gradient of parameter {name} was sent to the ranks that own it, p.grad is only its placeholder and "
         f"{what} needs values. Use optimizer.clip_grad_norm_() to clip or to get the norm, zerox.GradScaler to "
-        "unscale, or build the optimizer with stage=1 to keep whole gradients in p.grad"
+        "unscale, scale_grads_() to multiply, or build the optimizer with stage=1 to keep whole gradients in p.grad"
     )
 
 

@@ -16,8 +16,10 @@ from zerox.memory.flat import FlatBuffer, dense_strides
 from zerox.memory.stored import Stored
 from zerox.model_names import quoted
 from zerox.plan.buckets import BucketPlan
+from zerox.plan.cut import Cut
+from zerox.plan.form import BLOCK_NUMEL
 from zerox.plan.layout import Layout, Segment
-from zerox.ranks.dtensors import is_dtensor, local_of
+from zerox.ranks.dtensors import cut_of, cuts_of, is_dtensor, local_of
 from zerox.rules.rule import MASTER, MASTERS, STEP, Rule, StateSpec
 
 CPU = torch.device("cpu")
@@ -41,6 +43,21 @@ class Member:
         """What lies in a bucket: see Note [Local tensors] in csrc/buckets/bucket.h."""
         found: Tensor = local_of(self.param)
         return found
+
+    @property
+    def cut(self) -> Cut | None:
+        """Where that lies in the whole parameter, if it is a part of it."""
+        return cut_of(self.param)
+
+    @property
+    def keeps_blocks(self) -> bool:
+        """Whether the local tensor's blocks of 256 elements are blocks of the whole one. The same on all ranks."""
+        if not (parts := cuts_of(self.param)):
+            return True
+        is_by_rows = parts.keys() == {0} and self.param.shape[0] % parts[0] == 0
+        local = self.local
+        row_major = torch.empty(local.shape, device="meta").stride()
+        return is_by_rows and dense_strides(local) == row_major and local.numel() % BLOCK_NUMEL == 0
 
     @property
     def quoted(self) -> str:
@@ -67,8 +84,7 @@ def refuse_dtensors(members: Iterable[Member], call: str) -> None:
     for member in members:
         if is_dtensor(member.param):
             raise NotImplementedError(
-                f"zerox: parameters that are DTensors, as {member.quoted}, do not go with {call} yet. (To save "
-                "the model, use torch.distributed.checkpoint; the optimizer's state begins anew.)"
+                f"zerox: parameters that are DTensors, as {member.quoted}, do not go with {call} yet"
             )
 
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from zerox._C import SIGNED_MAP, UNSIGNED_MAP
 from zerox.memory.stored import Stored
 from zerox.plan.form import BLOCK_NUMEL
+from zerox.rules.rule import StateSpec
 
 LEAST_NORMAL = torch.finfo(torch.float32).tiny
 HALF = 2**15  # of a bfloat16's last place, in units of float32's last place
@@ -23,12 +24,16 @@ def decoded(stored: Stored) -> Tensor:
     """The values of 8-bit codes, float32 (csrc/math/dynamic_map.h); other values as they are."""
     if stored.scales is None:
         return stored.values
-    known = torch.tensor(_map_of(stored), device=stored.values.device)
-    return known[stored.values.to(torch.int64)] * _spread(stored.scales, stored.values.numel())
+    return decoded_with(stored.spec, stored.values, _spread(stored.scales, stored.values.numel()))
+
+
+def decoded_with(spec: StateSpec, codes: Tensor, scales: Tensor) -> Tensor:
+    """The same with a scale for each element."""
+    return torch.tensor(_map_of(spec), device=codes.device)[codes.to(torch.int64)] * scales
 
 
 def convert_(own: Stored, given: Stored) -> bool:
-    """Copies ``given`` into ``own``, converted to its form; returns whether that could round."""
+    """Copies ``given`` into ``own``, converted to its form; returns whether that rounded."""
     if given.values.dtype == own.values.dtype:
         own.values.copy_(given.values)
         if own.scales is not None and given.scales is not None:
@@ -37,13 +42,20 @@ def convert_(own: Stored, given: Stored) -> bool:
     wide = decoded(given)
     if own.scales is not None:
         _encode(wide.to(torch.float32), own)
-        return True
-    own.values.copy_(wide)
-    return torch.promote_types(wide.dtype, own.values.dtype) != own.values.dtype
+    else:
+        own.values.copy_(wide)
+        if torch.promote_types(wide.dtype, own.values.dtype) == own.values.dtype:
+            return False
+    return not bool(same_values(decoded(own), wide).all())
 
 
-def _map_of(stored: Stored) -> tuple[float, ...]:
-    return SIGNED_MAP if stored.spec.signed else UNSIGNED_MAP
+def same_values(first: Tensor, second: Tensor) -> Tensor:
+    """Where two tensors have the same value, NaN too."""
+    return (first == second) | (first.isnan() & second.isnan())
+
+
+def _map_of(spec: StateSpec) -> tuple[float, ...]:
+    return SIGNED_MAP if spec.signed else UNSIGNED_MAP
 
 
 def _spread(scales: Tensor, numel: int) -> Tensor:
@@ -53,7 +65,7 @@ def _spread(scales: Tensor, numel: int) -> Tensor:
 def _encode(wide: Tensor, own: Stored) -> None:
     """The nearest codes, as the kernels choose them."""
     assert own.scales is not None
-    known = torch.tensor(_map_of(own), dtype=torch.float64, device=wide.device)
+    known = torch.tensor(_map_of(own.spec), dtype=torch.float64, device=wide.device)
     magnitudes = known[: int(known.argmax()) + 1]
     padded = torch.zeros(own.scales.numel() * BLOCK_NUMEL, device=wide.device)
     padded[: wide.numel()] = wide

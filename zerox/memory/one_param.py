@@ -11,6 +11,7 @@ from torch import Tensor
 from zerox import _C as C
 from zerox.memory.bucket import Bucket, Member
 from zerox.plan.layout import Segment
+from zerox.ranks.dtensors import part_of
 from zerox.ranks.group import Ranks
 
 WAY_OUT = "make the same call on all ranks, for the same parameter and with equal values"
@@ -90,8 +91,11 @@ class OneParam:
         return told
 
     def taken(self, what: str, value: object) -> Tensor:
-        """A user's value in the parameter's order in memory, float32 or float64. ValueError if it does not fit."""
-        shape = self.bucket.buffer.shapes[self.slot]
+        """A user's whole value, float32 or float64, in the parameter's order in memory; of a DTensor its local part.
+
+        ValueError if it does not fit.
+        """
+        shape = self.bucket.buffer.shapes[self.slot] if self.member.cut is None else self.member.param.shape
         if not isinstance(value, Tensor) or value.shape != shape:
             found = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
             raise ValueError(
@@ -103,7 +107,7 @@ class OneParam:
                 f"{what} of parameter {self.member.quoted} must be a dense tensor of real numbers, got {value.dtype} "
                 f"in the layout {value.layout}"
             )
-        return self.empty(torch.promote_types(value.dtype, self.wide)).copy_(value.detach())
+        return self.empty(torch.promote_types(value.dtype, self.wide)).copy_(part_of(self.member.param, value.detach()))
 
     def called(self, call: str, given: Mapping[str, object] | None = None) -> str:
         """What ranks compare of a call: equal only if they make it for one parameter with equal values."""
@@ -140,11 +144,6 @@ def asked_of_one(buckets: Sequence[Bucket], ranks: Ranks, param: object, call: s
 def in_memory_order(whole: Tensor) -> Tensor:
     """A view of a tensor without gaps."""
     return whole.as_strided((whole.numel(),), (1,))
-
-
-def same_values(first: Tensor, second: Tensor) -> Tensor:
-    """Where two tensors have the same value, NaN too."""
-    return (first == second) | (first.isnan() & second.isnan())
 
 
 def _said(value: object) -> str:

@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from zerox.plan.cut import slowest_first
 from zerox.plan.span import Span
 
 
@@ -26,11 +27,11 @@ def rectangles(shape: Sequence[int], strides: Sequence[int], span: Span) -> list
     """
     if span.numel == 0:
         return []
-    slowest_first = sorted(range(len(shape)), key=lambda dim: (-strides[dim], shape[dim] == 1))
+    dims = slowest_first(shape, strides)
     found = []
-    for offsets, sizes, start in _of_rows([shape[dim] for dim in slowest_first], span.start, span.stop):
+    for offsets, sizes, start in _of_rows([shape[dim] for dim in dims], span.start, span.stop):
         place, extent = [0] * len(shape), [0] * len(shape)
-        for dim, offset, size in zip(slowest_first, offsets, sizes, strict=True):
+        for dim, offset, size in zip(dims, offsets, sizes, strict=True):
             place[dim], extent[dim] = offset, size
         found.append(Rectangle(tuple(place), tuple(extent), Span(start, start + math.prod(sizes))))
     return found

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from zerox import _C as C
+from zerox.plan.cut import Cut
 
 MOST_DIMS = 4  # of a mesh: SeenPlacements in csrc/buckets/bucket.h
 
@@ -25,6 +26,47 @@ def is_dtensor(tensor: Tensor | None) -> bool:
 def local_of(tensor: Any) -> Any:
     """The local tensor of a DTensor; anything else as it is."""
     return tensor._local_tensor if is_dtensor(tensor) else tensor
+
+
+def cut_of(tensor: Any) -> Cut | None:
+    """Where the local tensor of a DTensor lies in the whole one; None if it is the whole one, or no DTensor."""
+    if not is_dtensor(tensor) or tensor._local_tensor.shape == tensor.shape:
+        return None
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    _, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    return Cut(tuple(tensor.shape), tuple(offsets))
+
+
+def cuts_of(tensor: Any) -> dict[int, int]:
+    """By dimension of a DTensor, in how many parts it is cut there; nothing for any other tensor."""
+    found: dict[int, int] = {}
+    for dim, placement in enumerate(tensor.placements) if is_dtensor(tensor) else ():
+        if placement.is_shard() and tensor.device_mesh.size(dim) > 1:
+            found[placement.dim] = found.get(placement.dim, 1) * tensor.device_mesh.size(dim)
+    return found
+
+
+def part_of(tensor: Any, whole: Tensor) -> Tensor:
+    """A view of what a DTensor's local tensor is of a ``whole`` one; of any other tensor all."""
+    if (cut := cut_of(tensor)) is None:
+        return whole
+    sizes = tensor._local_tensor.shape
+    return whole[tuple(slice(start, start + size) for start, size in zip(cut.offsets, sizes, strict=True))]
+
+
+def whole_of(tensor: Any, local: Tensor) -> Tensor:
+    """The whole of what lies as a DTensor does, from each rank's ``local`` part. Collective over its mesh."""
+    if not cuts_of(tensor):
+        return local
+    module: Any = sys.modules["torch.distributed.tensor"]
+    mesh, device = tensor.device_mesh, local.device
+    sent = local.to(mesh.device_type) if mesh.device_type != device.type else local
+    lying: Any = module.DTensor.from_local(
+        sent, mesh, tensor.placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
+    )
+    found: Tensor = lying.full_tensor().to(device)
+    return found
 
 
 def name_of_dim(mesh: Any, dim: int) -> str:

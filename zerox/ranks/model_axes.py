@@ -41,6 +41,12 @@ class ModelAxis:
     def __str__(self) -> str:
         return f"{self.name} of ranks {list(self.ranks)}"
 
+    def gather_objects(self, value: Any) -> list[Any]:
+        """The values of all ranks, by coordinate. Collective."""
+        found: list[Any] = [None] * len(self.ranks)
+        _answered(self, partial(dist.all_gather_object, found, value, group=self.group))
+        return found
+
 
 @dataclass(frozen=True)
 class ModelAxes:
@@ -59,6 +65,11 @@ class ModelAxes:
     def counts(self, replicated: Sequence[int]) -> bool:
         """Whether a norm counts on this rank what is the same along these axes."""
         return all(self.axes[index].coordinate == 0 for index in replicated)
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this rank is the first along all axes that DTensors lie on."""
+        return all(axis.coordinate == 0 for axis in self.axes if axis.is_of_params)
 
     def dims_of(self, param: Tensor) -> dict[int, int]:
         """By dimension of a DTensor's mesh, the axis that it is; those of one rank are left out."""
@@ -111,8 +122,7 @@ class ModelAxes:
         described = [f"model axes of {[len(axis.ranks) for axis in self.axes]} ranks"]
         for axis in self.axes:
             own = [*described, *of_all, *(lines if axis.is_of_params else ())]
-            everyone: list[Any] = [None] * len(axis.ranks)
-            _answered(axis, partial(dist.all_gather_object, everyone, own, group=axis.group))
+            everyone = axis.gather_objects(own)
             for rank, theirs in zip(axis.ranks, everyone, strict=True):
                 for index in range(max(len(theirs), len(everyone[0]))):
                     first, other = (each[index] if index < len(each) else "nothing" for each in (everyone[0], theirs))

@@ -14,16 +14,18 @@ from zerox.memory.forms import decoded, master_of
 from zerox.memory.one_param import OneParam
 from zerox.memory.stored import Stored
 from zerox.plan.layout import Segment
+from zerox.ranks.dtensors import cuts_of, whole_of
 from zerox.ranks.group import CPU, Ranks
 from zerox.rules.rule import MASTER, REMAINDER, STEP, NumberSpec, Rule, StateSpec
 
 
 def full_state(
-    buckets: Sequence[Bucket], ranks: Ranks, to: int | None = 0, device: torch.device = CPU
+    buckets: Sequence[Bucket], ranks: Ranks, to: int | None = 0, device: torch.device = CPU, keeps: bool = True
 ) -> dict[int, dict[str, Any]]:
     """By parameters' numbers, on ``device`` of rank ``to`` (None: of all ranks); elsewhere nothing.
 
-    Numbers are on the CPU, as in torch. Collective; one bucket of one kind of state is gathered at a time.
+    Numbers are on the CPU, as in torch. Collective; one bucket of one kind of state is gathered at a time. Of DTensors
+    the whole state, for which all ranks of their mesh call this; those that it is not for keep nothing: not ``keeps``.
     """
     found: dict[int, dict[str, Any]] = {}
     for bucket in buckets:
@@ -40,6 +42,15 @@ def full_state(
             for slot, whole in _assembled(bucket, segments, shards, device) if shards else ():
                 if (slot, stored.spec.key) not in absent:
                     found[bucket.members[slot].number][stored.spec.key] = whole
+    if not found:
+        return {}
+    for member in sorted((m for bucket in buckets for m in bucket.members), key=lambda m: m.number):
+        own = found[member.number]  # in this order: ranks with other parts of the model may have other buckets
+        for key in sorted(own) if cuts_of(member.param) else ():
+            if own[key].dim():
+                own[key] = whole_of(member.param, own[key])
+        if not keeps:
+            del found[member.number]
     return dict(sorted(found.items()))
 
 
@@ -56,7 +67,8 @@ def full_state_of(one: OneParam) -> dict[str, Any]:
     for stored in in_full(bucket, one.own_elements):
         if stored.spec.key not in absent:
             own = None if row is None else stored.values
-            found[stored.spec.key] = one.gathered(own, stored.values.dtype, stored.spec.key)
+            local = one.gathered(own, stored.values.dtype, stored.spec.key)
+            found[stored.spec.key] = whole_of(one.member.param, local)
     return found
 
 
@@ -116,8 +128,8 @@ def _assembled(
     """Whole tensors by slot, in the parameters' shapes, from each rank's shard."""
     wholes = {}
     for slot, member in enumerate(bucket.members):
-        strides = dense_strides(member.param)
-        wholes[slot] = torch.empty_strided(member.param.shape, strides, dtype=shards[0].dtype, device=device)
+        strides = dense_strides(member.local)
+        wholes[slot] = torch.empty_strided(member.local.shape, strides, dtype=shards[0].dtype, device=device)
     for own, shard in zip(segments, shards, strict=True):
         for segment in own:
             flat = wholes[segment.slot].as_strided((wholes[segment.slot].numel(),), (1,))

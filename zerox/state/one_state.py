@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from zerox._C import Meeting
-from zerox.memory.forms import split_param
-from zerox.memory.one_param import OneParam, asked_of_one, in_memory_order, one_param, same_values
+from zerox.memory.forms import same_values, split_param
+from zerox.memory.one_param import OneParam, asked_of_one, in_memory_order, one_param
 from zerox.rules.rule import MASTER, MASTERS, REMAINDER, STEP, NumberSpec, StateSpec
 from zerox.state.fill import fill_row
 from zerox.state.full_state import full_state_of, shown_in_group

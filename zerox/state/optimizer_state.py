@@ -10,13 +10,14 @@ import torch
 from torch import Tensor
 
 from zerox._C import Meeting
-from zerox.memory.bucket import Bucket, Member, refuse_dtensors, start_states
+from zerox.memory.bucket import Bucket, Member, start_states
 from zerox.memory.shared import Shared
-from zerox.ranks.group import CPU, Ranks
+from zerox.ranks.dtensors import cuts_of
+from zerox.ranks.group import Ranks
 from zerox.rules.of_groups import Rules
 from zerox.state.dcp_request import Request, dcp_request
 from zerox.state.full_state import full_state, in_full, shown_in_group
-from zerox.state.sliced_state import sliced_state
+from zerox.state.sliced_state import sliced_state, whole_form
 from zerox.state.state_dict import check_groups, check_state, fill_state, groups_to_take, packed_with, state_uncast
 
 
@@ -63,21 +64,21 @@ class OptimizerState(torch.optim.Optimizer):
 
     def _state_to_show(self) -> dict[int, Any] | None:
         """State by parameters' numbers; None: that in ``state``. Collective if DCP asks for whole tensors."""
-        refuse_dtensors((member for bucket in self._buckets for member in bucket.members), "state_dict()")
         ranks, request = self._all_ranks, dcp_request()
         if request in (Request.WHOLE, Request.WHOLE_ON_RANK_0):
             self._meet(Meeting.FULL_STATE)
-            to, device = (None, ranks.device) if request is Request.WHOLE else (0, CPU)
-            return full_state(self._buckets, ranks, to, device)
+            if request is Request.WHOLE:
+                return full_state(self._buckets, ranks, None, ranks.device)
+            return full_state(self._buckets, ranks, keeps=self._is_first_of_model)
         if request is Request.FILLED_FROM_WHOLE:
             return {m.number: state for b in self._buckets for m, state in sliced_state(b, in_full(b))}
         if request is None and self._consolidated is not None:
             consolidated, self._consolidated = self._consolidated, None
             if consolidated.is_of(self._buckets):
                 return consolidated.state
-        if ranks.size == 1:
+        if self._is_whole_here:
             return None
-        return {member.number: state for bucket in self._buckets for member, state in sliced_state(bucket)}
+        return {member.number: state for bucket in self._buckets for member, state in whole_form(bucket)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Takes this rank's own ``state_dict()``, or whole tensors: full_state_dict()'s, or torch.optim's.
@@ -94,10 +95,12 @@ class OptimizerState(torch.optim.Optimizer):
 
         It has whole tensors in the parameters' shapes, float32 (float64 beside float64 parameters), and in addition
         "master", float32, of parameters that have one. Above this, rank ``to`` needs memory for one bucket of one of
-        these. Raises ValueError for a rank that the optimizer's group does not have.
+        these. Raises ValueError for a rank that the optimizer's group does not have. DTensors are whole too: of the
+        ranks along their axes the first returns the dict.
         """
         state = self._full_state(to)
-        return {"state": state, "param_groups": self._packed_groups()} if self._all_ranks.rank == to else {}
+        is_here = self._all_ranks.rank == to and self._is_first_of_model
+        return {"state": state, "param_groups": self._packed_groups()} if is_here else {}
 
     def consolidate_state_dict(self, to: int = 0) -> None:
         """Makes the next ``state_dict()`` on rank ``to`` return that of ``full_state_dict()``, once. Collective.
@@ -107,12 +110,11 @@ class OptimizerState(torch.optim.Optimizer):
         """
         self._consolidated = None
         state = self._full_state(to)
-        if self._all_ranks.rank == to and self._all_ranks.size > 1:  # alone state_dict() is whole in any case
+        if self._all_ranks.rank == to and self._is_first_of_model and not self._is_whole_here:
             self._consolidated = Consolidated(state, [bucket.steps.clone() for bucket in self._buckets])
 
     def __setstate__(self, loaded: dict[str, Any]) -> None:
         """torch's load_state_dict() calls this between its own checks and the post-hooks: see Note [Loading state]."""
-        refuse_dtensors((member for bucket in self._buckets for member in bucket.members), "load_state_dict()")
         check_groups(self._rules, self.param_groups, loaded["param_groups"])
         check_state(self._buckets, self._frozen, loaded["state"])
         # In place: wrappers of frameworks have this list too.
@@ -134,13 +136,23 @@ class OptimizerState(torch.optim.Optimizer):
         assert self._ranks is not None
         return self._ranks
 
+    @property
+    def _is_first_of_model(self) -> bool:
+        """Whether this rank is the first along all axes that DTensors lie on."""
+        raise NotImplementedError
+
+    @property
+    def _is_whole_here(self) -> bool:
+        """Whether this rank's state is that of whole parameters."""
+        return self._all_ranks.size == 1 and not any(cuts_of(m.param) for b in self._buckets for m in b.members)
+
     def _full_state(self, to: int) -> dict[int, dict[str, Any]]:
         size = self._all_ranks.size
         if to not in range(size):
             raise ValueError(f"to must be one of the optimizer's ranks, 0 to {size - 1}, got {to!r}")
         self._meet(Meeting.FULL_STATE)
         self._learn_kinds()
-        found = full_state(self._buckets, self._all_ranks, to)
+        found = full_state(self._buckets, self._all_ranks, to, keeps=self._is_first_of_model)
         for bucket in self._buckets:
             for member in bucket.members if found else ():
                 shown = shown_in_group(bucket.rule, self.param_groups[member.group], found.pop(member.number))

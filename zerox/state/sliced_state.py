@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
+from torch import Tensor
+
 from zerox.memory.bucket import Bucket, Member
 from zerox.memory.flat import dense_strides
+from zerox.memory.forms import decoded
 from zerox.memory.stored import SCALE, Stored
+from zerox.plan.cut import Cut
 from zerox.plan.form import BLOCK_NUMEL, num_blocks
 from zerox.plan.layout import Segment
 from zerox.plan.span import Span
@@ -28,6 +32,9 @@ def sliced_state(
     The state of elements, remainder and master too, has the parameter's shape, and the dtype that it is stored in;
     scales have one element for each 256 of the parameter in memory order; numbers (step is int64) have no dimensions.
     ``kept``: the own shard's state, if it is to be shown in another form.
+
+    Of a DTensor they are parts of the whole parameter's. Where its blocks are not blocks of that one, scales fit
+    nowhere in it: see :func:`whole_form`.
     """
     shown = list(bucket.state.values() if kept is None else kept)
     rows = {segment.slot: (row, segment) for row, segment in enumerate(bucket.own_segments)}
@@ -38,15 +45,31 @@ def sliced_state(
         for key, numbers in bucket.numbers.items():
             number = numbers[row : row + 1] if slot in rows else numbers[:0]
             state[key] = SlicedTensor((), (), Span(0, number.numel()), number)
-        shape, strides = member.param.shape, dense_strides(member.param)
+        shape, strides, cut = member.local.shape, dense_strides(member.local), member.cut
         span = Span(segment.param_start, segment.param_start + segment.span.numel)
         own = slice(segment.span.start, segment.span.stop)
         for stored in shown:
             part, key = stored.part(own), stored.spec.key
             if (row, key) in bucket.absent:
                 continue
-            state[key] = SlicedTensor(shape, strides, span, part.values)
+            state[key] = SlicedTensor(shape, strides, span, part.values, cut)
             if part.scales is not None:
-                scale_shape = (num_blocks(member.param.numel()),)
-                state[key + SCALE] = SlicedTensor(scale_shape, (1,), blocks_of(span), part.scales)
+                state[key + SCALE] = scales_like(member, span, part.scales)
         yield member, state
+
+
+def whole_form(bucket: Bucket) -> Iterator[tuple[Member, dict[str, SlicedTensor]]]:
+    """The same in a form in which it is a part of the whole parameter's state: decoded where blocks don't fit."""
+    for member, state in sliced_state(bucket):
+        for key in [] if member.keeps_blocks else [key for key in state if key + SCALE in state]:
+            coded = Stored(bucket.state[key].spec, state[key].own, state.pop(key + SCALE).own)
+            state[key] = state[key].filled_with(decoded(coded))
+        yield member, state
+
+
+def scales_like(member: Member, span: Span, scales: Tensor) -> SlicedTensor:
+    """Those of the blocks that these elements of a parameter are in."""
+    cut, shape = member.cut, member.param.shape
+    if cut is not None:  # by rows, or it fits nowhere
+        cut = Cut((num_blocks(shape.numel()),), (cut.offsets[0] * shape[1:].numel() // BLOCK_NUMEL,))
+    return SlicedTensor((num_blocks(member.local.numel()),), (1,), blocks_of(span), scales, cut)

@@ -13,10 +13,12 @@ from torch import Tensor
 
 from zerox.memory.bucket import Bucket, Member
 from zerox.memory.flat import dense_strides
-from zerox.memory.stored import SCALE
+from zerox.memory.forms import decoded
+from zerox.memory.stored import SCALE, Stored
 from zerox.options import DIVISOR, OF_OPTIMIZER
 from zerox.plan.form import num_blocks
 from zerox.plan.span import Span
+from zerox.ranks.dtensors import cuts_of, part_of
 from zerox.rules.of_groups import RULE, Rules
 from zerox.rules.rule import MASTERS, NumberSpec, Rule
 from zerox.sliced_tensor import SlicedTensor
@@ -196,6 +198,10 @@ def _check_whole(rule: Rule, member: Member, state: Mapping[str, Any]) -> None:
             continue
         if (found := _tensor(state[key]).numel()) != numel:
             raise ValueError(f"state of parameter {member.quoted} has {found} elements of {key} instead of {numel}")
+        value = state[key]
+        is_part = isinstance(value, SlicedTensor) and value.dim() > 0 and not key.endswith(SCALE)
+        if is_part and (value.cut, value.part[0]) != (member.cut, member.local.shape):
+            raise ValueError(f"state of parameter {member.quoted} is of another cut: zerox.load() takes any")
         if key + SCALE not in state and _tensor(state[key]).dtype is torch.uint8:
             raise ValueError(f"state of parameter {member.quoted} has no {key + SCALE} beside its {key} of 8 bits")
 
@@ -204,6 +210,8 @@ def _parts(rule: Rule, member: Member, state: Mapping[str, Any], span: Span) -> 
     """The parts of ``state`` for these elements of a parameter, 1-D. ValueError if it is the share of another rank."""
     found = {}
     numbers = {STEP, *(spec.key for spec in rule.numbers)}
+    if cuts_of(member.param):
+        state = _cut(rule, member, state)
     for key in _known(rule, member):
         if state.get(key) is not None:
             scales = key.endswith(SCALE)
@@ -211,6 +219,20 @@ def _parts(rule: Rule, member: Member, state: Mapping[str, Any], span: Span) -> 
             found[key] = _part(member, key, _tensor(state[key]), wanted, shaped=not scales and key not in numbers)
     if found and STEP not in found and not rule.keeps_step:
         found[STEP] = torch.ones(1, dtype=torch.int64, device="cpu")
+    return found
+
+
+def _cut(rule: Rule, member: Member, state: Mapping[str, Any]) -> dict[str, Any]:
+    """What whole tensors of a DTensor's state are for the local tensor; parts that were cut already stay."""
+    found = dict(state)
+    for spec in (*rule.states, *MASTERS):
+        value = state.get(spec.key)
+        if isinstance(value, Tensor) and not isinstance(value, SlicedTensor):
+            whole = value.detach().reshape(member.param.shape)
+            if (scales := found.pop(spec.key + SCALE, None)) is not None:
+                codes = whole.as_strided((whole.numel(),), (1,))
+                whole = decoded(Stored(spec, codes, scales)).as_strided(whole.shape, whole.stride())
+            found[spec.key] = part_of(member.param, whole)
     return found
 
 
@@ -223,13 +245,13 @@ def _part(member: Member, key: str, value: Tensor, span: Span, shaped: bool) -> 
                 f"its {key} it has elements {value.start} to {value.span.stop}, and this rank needs {span.start} to "
                 f"{span.stop} (zerox.load() and full_state_dict() are for any number of ranks)"
             )
-        if shaped and value.stride() != dense_strides(member.param):
+        if shaped and value.part[1] != dense_strides(member.local):
             raise ValueError(f"state of parameter {member.quoted} is of a parameter in another memory format")
         return value.own[max(0, span.start - value.start) :][: span.numel]
     value = value.detach()
     if shaped:
-        strides = dense_strides(member.param)
-        value = value.reshape(member.param.shape)
+        strides = dense_strides(member.local)
+        value = value.reshape(member.local.shape)
         if value.stride() != strides:
             value = torch.empty_strided(value.shape, strides, dtype=value.dtype, device=value.device).copy_(value)
         value = value.as_strided((value.numel(),), (1,))

@@ -1,0 +1,60 @@
+"""Placeholders in p.grad that were multiplied by a number, as the schedules of torch.distributed.pipelining do.
+
+What a placeholder stands for has left for its owner. So the next call of the optimizer multiplies the mean, if on every
+rank all that were there were multiplied by one number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from zerox import _C as C
+from zerox.flow.placeholder import ShardedGrad
+
+WAY_OUT = "multiply all of them alike, on all ranks and after the last backward of a step, or call scale_grads_()"
+
+
+class Multiplied:
+    """``placeholders``: of all buckets, which are added later."""
+
+    def __init__(self, flights: C.Flights) -> None:
+        self.flights = flights
+        self.placeholders: list[ShardedGrad] = []
+        self.num_launched: int | None = None  # when the first of them was multiplied; None: none was
+        self.agreed = 1.0  # the factor, once ranks have met
+
+    def add(self, placeholders: Sequence[ShardedGrad]) -> None:
+        self.placeholders += placeholders
+        for each in placeholders:
+            each.on_multiply = self._note
+
+    def _note(self) -> None:
+        if self.num_launched is None:
+            self.num_launched = self.flights.num_launched
+
+    def common(self) -> tuple[float, str]:
+        """By what all were multiplied, and why that can't be told."""
+        if self.num_launched is None:
+            return 1.0, ""
+        factors = {each.factor: each for each in self.placeholders if each.is_set}
+        if not factors:  # discarded since
+            self.forget()
+            return 1.0, ""
+        if len(factors) > 1:
+            said = " and ".join(f"{each.quoted} by {factor:g}" for factor, each in list(factors.items())[:2])
+            return 1.0, f"gradients that had left were multiplied, but that of {said}: {WAY_OUT}"
+        if self.flights.num_launched != self.num_launched:
+            return 1.0, f"gradients were added after p.grad, whose gradient had left, was multiplied: {WAY_OUT}"
+        return next(iter(factors)), ""
+
+    def take(self) -> float:
+        """What is left to multiply by now."""
+        factor = self.agreed
+        if factor != 1.0:
+            self.forget()
+        return factor
+
+    def forget(self) -> None:
+        self.num_launched, self.agreed = None, 1.0
+        for each in self.placeholders:
+            each.factor = 1.0
