@@ -31,7 +31,7 @@ RUNS = {
     "checkpoint": ("bench.checkpoint", "--layers 1 --rounds 1"),
     "kernels": ("bench.kernels", "--quick --seconds 1"),
 }
-DRAWN = ("residency", "streams", "kernels")
+DRAWN = ("residency", "streams")
 
 
 def command(name: str, out: Path, quick: bool) -> list[str]:

@@ -1,6 +1,6 @@
 """Times the kernels on the CPU or a GPU beside torch's own, after a check of their results.
 
-    python -m bench.kernels [--device cuda] [--quick] [--only adam] [--threads N] [--json FILE] [--png FILE]
+    python -m bench.kernels [--device cuda] [--quick] [--only adam] [--threads N] [--json FILE]
 
 Rates count each byte that has to be read or written once. "of_roof" is the share of what the memory gives at most, by a
 large copy (on the CPU an addition in place) in the same run; "of_ceiling", for updates on the CPU, the share of what a
@@ -22,9 +22,8 @@ from functools import partial
 import torch
 
 from bench.common import Row, new_parser, parse, print_rows, write_result
-from bench.jobs import CALLS, CHECKS, Job, kinds_of, missing_peers
+from bench.jobs import CALLS, CEILING, CHECKS, OURS, Job, kinds_of, missing_peers
 from bench.limits import Gpu, gpu_of, roof_gb_per_s
-from bench.plots import CEILING, OURS, save_shares
 from bench.shard import UPDATES
 from bench.timing import Timing, num_sets_for, time_in_turn
 from zerox import _C
@@ -100,7 +99,7 @@ def device_name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else f"{platform.machine()} CPU, {_C.isa()}"
 
 
-def run(device: torch.device, ops: list[str], args: argparse.Namespace) -> list[Row]:
+def run(device: torch.device, ops: list[str], args: argparse.Namespace) -> None:
     """Prints rows as they come, and keeps the file up to date, so that nothing is lost where time runs out."""
     torch.manual_seed(0)
     jobs = jobs_for(ops, device, args.quick)
@@ -130,22 +129,13 @@ def run(device: torch.device, ops: list[str], args: argparse.Namespace) -> list[
         if device.type == "cuda":
             torch.cuda.empty_cache()
         write_result(args, rows, **own, skipped=skipped)
-    return rows
 
 
 ONLY = {"action": "append", "choices": CALLS, "metavar": "OP", "help": f"{', '.join(CALLS)}; repeatable"}
 QUICK = {"action": "store_true", "help": "the smallest size, and on a GPU 1,000 parameters"}
 THREADS = {"type": int, "metavar": "N", "help": "of torch, on the CPU (default: torch's own)"}
 make_parser = partial(
-    new_parser,
-    "bench.kernels",
-    __doc__,
-    "device",
-    "png",
-    seconds=60.0,
-    only=ONLY,
-    quick=QUICK,
-    threads=THREADS,
+    new_parser, "bench.kernels", __doc__, "device", seconds=60.0, only=ONLY, quick=QUICK, threads=THREADS
 )
 
 
@@ -153,9 +143,7 @@ def main(argv: list[str] | None = None) -> None:
     args = parse(make_parser(), argv)
     if args.threads:
         torch.set_num_threads(args.threads)
-    device = torch.device(args.device)
-    rows = run(device, args.only or list(CALLS), args)
-    save_shares(rows, f"kernels, {device_name(device)}, torch {torch.__version__}", args.png)
+    run(torch.device(args.device), args.only or list(CALLS), args)
 
 
 if __name__ == "__main__":

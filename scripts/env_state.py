@@ -5,7 +5,7 @@ has-torch           exit status: is torch >= 2.11 here?
 missing SET...      requirements not met, one a line; a SET is an extra of pyproject.toml, or build-system
 clashes SET...      those of them that are met by no version here but are installed, so that pip would replace them
 pins                constraints.txt, with what is installed here pinned to the version it has
-fingerprint         of everything that a build of the extension depends on
+fingerprint         of everything that a build of the extension depends on; with -werror if warnings are to be errors
 built               exit status: is this very folder installed here in editable mode, and its library built?
 """
 
@@ -69,14 +69,14 @@ def pins() -> list[str]:
 def fingerprint() -> str:
     state = hashlib.sha256(repr((sys.prefix, sys.version, metadata.version("torch"))).encode())
     switches = ["ZEROX_CUDA", "FORCE_CUDA", "TORCH_CUDA_ARCH_LIST", *build_cuda.NVCC_VARIABLES]
-    switches += ["ZEROX_WERROR", "CXX", "CXXFLAGS", "CFLAGS"]
+    switches += ["CXX", "CXXFLAGS", "CFLAGS"]
     state.update(repr([os.environ.get(name) for name in switches]).encode())
     state.update(nvcc().encode())
     files = [ROOT / name for name in ("setup.py", "pyproject.toml", "scripts/build_cuda.py", "scripts/find_torch.py")]
     for path in [*files, *sorted(ROOT.glob("csrc/**/*"))]:
         if path.is_file():
             state.update(repr((path.relative_to(ROOT).as_posix(), path.read_bytes())).encode())
-    return state.hexdigest()
+    return state.hexdigest() + ("-werror" if os.environ.get("ZEROX_WERROR") == "1" else "")
 
 
 def nvcc() -> str:

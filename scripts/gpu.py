@@ -188,7 +188,7 @@ class Figure:
     command: str
     quick: str
     timed: float | None = None
-    drawn: bool = True
+    drawn: bool = False
 
 
 FIGURES = {
@@ -197,10 +197,9 @@ FIGURES = {
         "bench.step --ranks=1 --dtype=bf16 --clip --layers=48 --batch=8",
         quick="--layers=1 --batch=1 --dtype=fp32 --systems fused stage",
         timed=0.4,
-        drawn=False,
     ),
-    "streams": Figure("bench.streams --dtype=bf16 --clip", quick="--layers=1 --batch=1 --dtype=fp32"),
-    "exposed": Figure("bench.streams --ranks=2", quick="--layers=1 --batch=1"),
+    "streams": Figure("bench.streams --dtype=bf16 --clip", quick="--layers=1 --batch=1 --dtype=fp32", drawn=True),
+    "exposed": Figure("bench.streams --ranks=2", quick="--layers=1 --batch=1", drawn=True),
 }
 
 

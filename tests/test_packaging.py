@@ -10,6 +10,7 @@ import tarfile
 from pathlib import Path
 
 import pytest
+import torch
 
 import build_cuda
 from tests.cuda.fake_nvcc import FakeToolkit
@@ -64,7 +65,17 @@ def test_an_nvcc_of_another_major_release_than_torch_s_is_refused(tmp_path: Path
     assert re.fullmatch(r"zerox: \S+ is of CUDA 13\.1\.7, torch .* of CUDA 12\.9: .* ZEROX_CUDA=0\n", done.stderr)
 
 
-@pytest.mark.skipif(not _ext.build_info()["cuda"], reason="no CUDA kernels in this build")
+with_cuda = pytest.mark.skipif(not _ext.build_info()["cuda"], reason="no CUDA kernels in this build")
+
+
+@with_cuda
+def test_every_op_has_a_kernel_for_cuda_whatever_torch_is_there() -> None:
+    ops = [name for name in torch._C._dispatch_get_all_op_names() if name.startswith("zerox::")]
+    assert ops
+    assert not [op for op in ops if not torch._C._dispatch_has_kernel_for_dispatch_key(op, "CUDA")]
+
+
+@with_cuda
 def test_the_cuda_runtime_inside_is_invisible_outside() -> None:
     """torch loads its own libcudart with RTLD_GLOBAL: a visible call of ours would land there."""
     names = subprocess.run(["nm", "-D", _C.__file__], capture_output=True, text=True, check=True).stdout

@@ -25,6 +25,14 @@ case "$*" in
 esac
 """
 
+READY = """#!/bin/bash
+case "$*" in
+  *"env_state.py fingerprint") echo {wanted} ;;
+  *env_state.py*) ;;
+  *) echo "BUILT" >&2; exit 1 ;;
+esac
+"""
+
 
 class Machine:
     """Has what the script uses, and no torch; its Python says what it would fetch instead of fetching it."""
@@ -58,11 +66,11 @@ class Machine:
         script = f'#!/bin/bash\n[ "$2" = "$PWD" ] && free={disk} || free={downloads}\necho header\n'
         self.program("df", script + 'echo "disk 0 0 $((free * 1024 * 1024)) 0% /"\n')
 
-    def said(self) -> list[str]:
-        environment = {"PATH": str(self.programs), "HOME": os.environ.get("HOME", "/")}
+    def said(self, status: int = 1, **more: str) -> list[str]:
+        environment = {"PATH": str(self.programs), "HOME": os.environ.get("HOME", "/"), **more}
         script = self.tree / "scripts/setup_env.sh"
         done = subprocess.run([self.programs / "bash", script], env=environment, capture_output=True, text=True)
-        assert done.returncode == 1
+        assert done.returncode == status
         return done.stderr.splitlines()
 
 
@@ -117,3 +125,20 @@ def test_little_room_is_said_before_torch_is_fetched(machine: Machine) -> None:
     assert "has 3 GB of free disk" in disk
     assert "has 2 GB of free disk" in downloads
     assert any(line.startswith("FETCHED") for line in fetched)
+
+
+@pytest.mark.parametrize(
+    ("found", "wanted", "builds"),
+    [("a", "a", False), ("a-werror", "a", False), ("a", "a-werror", True), ("b", "a", True), (None, "a", True)],
+)
+def test_it_builds_where_something_changed_or_warnings_were_allowed(
+    machine: Machine, found: str | None, wanted: str, builds: bool
+) -> None:
+    machine.program("python", READY.format(wanted=wanted))
+    if found:
+        (machine.tree / "build").mkdir()
+        (machine.tree / "build/fingerprint").write_text(f"{found}\n")
+    (machine.programs.parent / "env").mkdir()
+    (machine.programs.parent / "env/bin").symlink_to(machine.programs)
+    said = machine.said(status=int(builds), VIRTUAL_ENV=str(machine.programs.parent / "env"))
+    assert ("BUILT" in said) == builds

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import zerox
-from tests.mean.tokens import EPS, assert_near, count_of, make_model, set_grads, summed_loss, tokens, true_sums
+from tests.mean.tokens import EPS, assert_near, cap_mb, count_of, make_model, set_grads, summed_loss, tokens, true_sums
 from tests.ranks import run_ranks
 from zerox import FusedShardedAdam, FusedShardedSGD, GradScaler, ShardedOptimizer
 
@@ -46,7 +46,8 @@ THEIRS: dict[str, Callable[[nn.Module], Any]] = {
 
 def follow_a_call(rank: int, world_size: int, stage: int, call: str) -> None:
     model, twin = make_model(), make_model()
-    ours = FusedShardedAdam(model.parameters(), eps=EPS, stage=stage, bucket_cap_mb=0.01)
+    cap = cap_mb(stage, several=call == "clip some")
+    ours = FusedShardedAdam(model.parameters(), eps=EPS, stage=stage, bucket_cap_mb=cap)
     theirs = torch.optim.AdamW(twin.parameters(), eps=EPS, foreach=False)
     for step in range(max(BATCHES)):
         sums = true_sums(twin, [tokens(r, step, 0, ROWS) for r in range(2) if step < BATCHES[r]])
@@ -73,7 +74,7 @@ def weigh_tokens(rank: int, world_size: int, stage: int, divide: str, scales: bo
     """Micro-batches of random weight; rank 1 runs out in the middle of a step."""
     model, twin = make_model(), make_model()
     micros = (7, 3)  # of ranks 0 and 1, two a step
-    ours = FusedShardedAdam(model.parameters(), eps=EPS, stage=stage, bucket_cap_mb=0.01)
+    ours = FusedShardedAdam(model.parameters(), eps=EPS, stage=stage, bucket_cap_mb=cap_mb(stage, scales))
     theirs = torch.optim.AdamW(twin.parameters(), eps=EPS, foreach=False)
     for step in range(4):
         everything = [(r, step, m) for r in range(2) for m in range(2) if 2 * step + m < micros[r]]
@@ -114,7 +115,7 @@ def accumulate(rank: int, world_size: int, stage: int, syncs: bool, divide: str)
     """Several backwards a step. Rank 1 runs out after the first micro-batch of its second step, which counts."""
     model, twin = make_model(), make_model()
     micros = (8, 3)
-    ours = FusedShardedAdam(model.parameters(), eps=EPS, stage=stage, bucket_cap_mb=0.01)
+    ours = FusedShardedAdam(model.parameters(), eps=EPS, stage=stage, bucket_cap_mb=cap_mb(stage, syncs))
     theirs = torch.optim.AdamW(twin.parameters(), eps=EPS, foreach=False)
     for step in range(4):
         own = [[tokens(r, step, m, ROWS) for m in range(2) if 2 * step + m < micros[r]] for r in range(2)]

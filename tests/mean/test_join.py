@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.distributed.algorithms.join import Join
 
-from tests.mean.tokens import EPS, assert_near, make_model, set_grads, summed_loss, tokens, true_sums
+from tests.mean.tokens import EPS, assert_near, cap_mb, make_model, set_grads, summed_loss, tokens, true_sums
 from tests.ranks import run_ranks
 from zerox import FusedShardedAdam, GradScaler
 
@@ -47,7 +47,8 @@ def train(
     by_torch: bool,
 ) -> None:
     model = make_model()
-    ours = FusedShardedAdam(model.parameters(), eps=EPS, stage=stage, bucket_cap_mb=0.01)
+    cap = cap_mb(stage, several=batches == BATCHES[0])
+    ours = FusedShardedAdam(model.parameters(), eps=EPS, stage=stage, bucket_cap_mb=cap)
     if hides:
         ours.overlap_gather(model)
     scaler = GradScaler("cpu", init_scale=256.0, enabled=scales)

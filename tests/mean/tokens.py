@@ -8,6 +8,14 @@ import torch
 from torch import Tensor, nn
 
 EPS = 1e-3  # see tests/optimizer/test_torch_behaviour.py
+SEVERAL, ONE = 0.01, 1.0  # bucket_cap_mb of several buckets for the model below, and of one
+
+
+def cap_mb(stage: int, several: bool) -> float:
+    """``several``: buckets in stage 3. There the first backward that a rank follows waits for 2 s with more than one of
+    them (Note [Backward at the pace of the exchange]), so not every case has them.
+    """
+    return SEVERAL if stage < 3 or several else ONE
 
 
 def make_model(seed: int = 0) -> nn.Sequential:
