@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -74,6 +75,7 @@ def estimate(
     *,
     backend: str = "gloo",
     local_world_size: int | None = None,
+    mesh_shape: tuple[int, int] | None = None,
     rule: str = "adam",
     **options: Any,
 ) -> MemoryBytes:
@@ -83,11 +85,15 @@ def estimate(
     for FusedShardedSGD or FusedShardedLion. ``backend``: "gloo" or "nccl", on which the default bucket size and
     ``exchange`` depend (with the backend's default of ZEROX_EXCHANGE). ``local_world_size``: how many ranks share a
     machine (None: all); over gloo these read each other's gradients, and need buffers only for the gradients of other
-    ranks. ``process_group="alone"``: each rank trains by itself. Options that don't change memory (lr and so on) are
+    ranks. ``mesh_shape``: (replicate, shard) of a mesh that ``process_group`` will be; one that is passed has its own.
+    ``process_group="alone"``: each rank trains by itself. Options that don't change memory (lr and so on) are
     accepted. With ``optimizer_class=`` it is for ShardedOptimizer, and ``peak`` lacks what the class's own step()
     allocates for a bucket at a time. Raises ValueError as the constructor does.
     """
-    check_group(options.get("process_group"))
+    mesh_shape = check_group(options.get("process_group")) or mesh_shape
+    if mesh_shape is not None and math.prod(mesh_shape) != world_size:
+        raise ValueError(f"mesh_shape {mesh_shape} is not of {world_size} ranks")
+    mesh_shape = None if mesh_shape is not None and 1 in mesh_shape else mesh_shape
     if options.get("process_group") == ALONE:
         world_size = local_world_size = 1
     if local_world_size is None:
@@ -111,7 +117,7 @@ def estimate(
     on_host = backend == "gloo" and all(tensor.device.type in ("cpu", "meta") for tensor in tensors)
     sharded = chosen.stage_plan.grads is SHARDED
     stay = on_host if world_size == 1 else backend == "gloo"  # large gradients, where autograd left them
-    num_far = world_size - (local_world_size if on_host else 1)
+    near = local_world_size if on_host else 1
     apart = chosen.stage_plan.params is SHARDED and world_size > 1
     frozen = [(name, local_of(tensor), "", None, ()) for name, tensor, _ in everything if not tensor.requires_grad]
     parameters = 0 if apart else sum(tensor.nbytes for _, tensor, *_ in frozen)
@@ -143,11 +149,16 @@ def estimate(
         grads = grad_dtype_of(tensors[plan.params[0]], chosen.accumulate_dtype)
         divided_alone = world_size == 1 and chosen.divisor_of(groups[0]) not in (None, 1.0)
         straight = plan.num_straight if stay and wire == grads and not divided_alone else 0
-        flows.append(_flow(plan, grads, wire, backend, straight, num_far))
+        flow = _flow(plan, grads, wire, 0 if mesh_shape else straight)
+        if mesh_shape is None:
+            received, landing = _received(plan, wire, backend, world_size - near), 0
+        else:
+            received, landing = _on_mesh(plan, wire, backend, mesh_shape, near)
+        flows.append(dataclasses.replace(flow, received=received if world_size > 1 else 0, landing=landing))
 
     parameters += int(min(resident_limit(whole, chosen.resident_mb), sum(nbytes for _, nbytes in whole)))
     local = [flow.local for flow in flows]
-    buffers = [flow.flat + flow.received for flow in flows] if world_size > 1 else []
+    buffers = [flow.flat + flow.received + flow.landing for flow in flows] if world_size > 1 else []
     made = MemoryBytes(
         parameters=parameters,
         gradients=sum(flow.shard if sharded else flow.whole + flow.kept for flow in flows),
@@ -190,27 +201,49 @@ def _options_of(rules: Rules, group: dict[str, Any], options: dict[str, Any]) ->
     return {**rules.of(found).defaults, **(options if rules.of(found) is rules.default else {}), **found}
 
 
-def _flow(
-    plan: BucketPlan, grads: torch.dtype, wire: torch.dtype, backend: str, num_straight: int, num_far: int
-) -> Flow:
-    """``num_far``: ranks whose gradients can't be read."""
+def _flow(plan: BucketPlan, grads: torch.dtype, wire: torch.dtype, num_straight: int) -> Flow:
     layout = plan.layout
     alone = layout.world_size == 1
-    slice_bytes = (layout.shard_numel + layout.trailer_numel) * wire.itemsize
     shard = layout.shard_numel * wire.itemsize
-    flat = layout.world_size * slice_bytes - layout.end_of(num_straight) * wire.itemsize
+    flat = layout.world_size * _slice_numel(plan) * wire.itemsize - layout.end_of(num_straight) * wire.itemsize
     straight = sum(layout.numels[:num_straight]) * grads.itemsize
     return Flow(
         local=sum(layout.numels) * grads.itemsize,
         flat=flat,
         straight=straight,
-        # Over gloo a slice from each rank that has to send one; else one slice, which has their sum.
-        received=0 if alone else (num_far if backend == "gloo" else 1) * slice_bytes,
+        received=0,
         shard=flat + straight if alone else shard,  # alone, gradients are the mean
         whole=(sum(layout.numels) if alone else layout.numel) * grads.itemsize,
         kept=shard if torch.promote_types(grads, wire) != grads else 0,
         last=max(layout.numels[num_straight:], default=0) * grads.itemsize,
     )
+
+
+def _slice_numel(plan: BucketPlan) -> int:
+    return plan.layout.shard_numel + plan.layout.trailer_numel
+
+
+def _received(plan: BucketPlan, wire: torch.dtype, backend: str, num_far: int) -> int:
+    """Over gloo a slice from each rank that has to send one; else one slice, which has their sum.
+
+    ``num_far``: ranks whose gradients can't be read.
+    """
+    return (num_far if backend == "gloo" else 1) * _slice_numel(plan) * wire.itemsize
+
+
+def _on_mesh(plan: BucketPlan, wire: torch.dtype, backend: str, shape: tuple[int, int], near: int) -> tuple[int, int]:
+    """What is received on the shard axis; and while it lands the sum of that, what is received on the other, its sum.
+
+    Sums are float32, and once more where they are rounded to ``wire``: see csrc/grads/two_level.cpp. ``near``: how many
+    ranks can read each other's memory.
+    """
+    replicate, shard = shape
+    wide = torch.promote_types(wire, torch.float32)
+    inner = _received(plan, wire, backend, shard - min(near, shard)) * replicate
+    outer = _received(plan, wide, backend, replicate - max(1, near // shard))
+    sums = (replicate + 1) * _slice_numel(plan) * wide.itemsize
+    rounded = plan.layout.shard_numel * wide.itemsize if wide != wire else 0
+    return inner, outer + sums + rounded
 
 
 def _peak(flows: list[Flow], world_size: int, sharded: bool, ahead: int | None) -> int:

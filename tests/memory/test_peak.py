@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 
 from bench.allocator import Allocator, build
 from tests.ranks import run_ranks
@@ -66,6 +67,7 @@ def measure(
     dtype: torch.dtype,
     options: dict[str, Any],
     exchange: str = "direct",
+    mesh: tuple[int, int] | None = None,
 ) -> tuple[int, int, MemoryBytes]:
     """The peak of a step, what is allocated while the wire stalls, and the formula.
 
@@ -76,7 +78,8 @@ def measure(
     base = allocator.now
     model = Wide(dtype)
     with patch.dict(os.environ, {"ZEROX_EXCHANGE": exchange}):
-        optimizer = FusedShardedAdam(model.parameters(), **options)
+        group = None if mesh is None else init_device_mesh("cpu", mesh)
+        optimizer = FusedShardedAdam(model.parameters(), process_group=group, **options)
     manager = optimizer.inside.manager
     stalled: list[int] = []
 
@@ -101,7 +104,7 @@ def measure(
             param.register_post_accumulate_grad_hook(wait_for_flights)
     peak = allocator.peak_of(step) - base
     neighbours = world_size if exchange == "direct" else 1
-    formula = estimate(model.parameters(), world_size, local_world_size=neighbours, **options)
+    formula = estimate(model.parameters(), world_size, local_world_size=neighbours, mesh_shape=mesh, **options)
     return peak, stalled[0] if stalled else 0, formula
 
 
@@ -149,6 +152,17 @@ def test_peak_of_a_step_is_the_estimate_where_gradients_are_received(world_size:
     wire, options = "stalls" if stage == 2 else "free", {"stage": stage}
     peak, _, formula = run_ranks(measure, world_size, build(), wire, torch.float32, options, "messages")[0]
     assert_near(peak, formula.peak)
+
+
+@pytest.mark.parametrize("exchange", ["direct", "messages"])
+@pytest.mark.parametrize(("stage", "kind"), [(2, "fp32"), (2, "bf16 fp32"), (1, "fp32")])
+def test_peak_of_a_step_is_the_estimate_on_a_mesh(stage: int, kind: str, exchange: str) -> None:
+    """Small buckets, as above: the bound is for one that lands, with its sums, while the next is being packed."""
+    dtype, options = KINDS[kind][0], {"stage": stage, "bucket_cap_mb": 8, **KINDS[kind][1]}
+    for wire in ("stalls", "keeps up") if stage == 2 else ("free",):
+        found = run_ranks(measure, 4, build(), wire, dtype, options, exchange, (2, 2))
+        peak, _, formula = found[0]
+        assert_near(peak, formula.typical_peak if wire == "keeps up" else formula.peak)
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,8 @@ class Flow:
     """Bytes of one bucket's gradients on one rank, from form to form.
 
     ``local`` gradients are packed into ``flat`` and sent, but for ``straight`` bytes of them, which are sent as they
-    are and stay until the bucket has landed. Slices that arrive are ``received``, and their mean is the ``shard``. If
+    are and stay until the bucket has landed. Slices that arrive are ``received``, and their mean is the ``shard``; on a
+    mesh ``landing`` bytes of sums are between, for one bucket at a time. If
     gradients stay whole (stage 1), ``whole`` means are gathered from it, and ``kept`` bytes of it stay. The thread that
     runs backward may be stopped before it lets go of a gradient that is packed already: the largest has ``last`` bytes.
     """
@@ -27,6 +28,7 @@ class Flow:
     whole: int = 0
     kept: int = 0
     last: int = 0
+    landing: int = 0
 
     @property
     def buffers(self) -> int:
@@ -56,7 +58,7 @@ def peak_of_sharded(flows: Sequence[Flow], ahead: int | None) -> int:
             later = max(later, flows[index + 1].buffers + flows[index + 1].last)
         if ahead > 0:
             later = max(later, flow.last)
-        most = max(most, landed + flow.buffers + flow.shard + later)
+        most = max(most, landed + flow.buffers + flow.landing + flow.shard + later)
         landed += flow.shard
     return most
 
@@ -70,7 +72,7 @@ def peak_of_whole(flows: Sequence[Flow], stalled: bool) -> int:
     most = landed = 0
     for flow, in_use in zip(flows, buffers, strict=True):
         landed += flow.shard
-        most = max(most, local + landed + in_use)
+        most = max(most, local + landed + in_use + flow.landing)
     gathered = 0
     for flow in flows:
         gathered += flow.whole

@@ -55,10 +55,12 @@ def chosen_grid(process_group: GroupArgument) -> Grid | None:
     return grid_of(process_group)
 
 
-def check_group(process_group: GroupArgument) -> None:
-    """Raises as chosen_group() does, without asking other ranks for anything."""
-    if chosen_grid(process_group) is None:
-        chosen_group(process_group)
+def check_group(process_group: GroupArgument) -> tuple[int, int] | None:
+    """The shape of a mesh of two axes. Raises as chosen_group() does, without asking other ranks for anything."""
+    if (grid := chosen_grid(process_group)) is not None:
+        return grid.shape
+    chosen_group(process_group)
+    return None
 
 
 def _line_of(mesh: DeviceMesh) -> dist.ProcessGroup:
