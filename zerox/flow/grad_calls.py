@@ -57,7 +57,7 @@ class GradCalls:
     def refusal_to_multiply(self) -> str:
         """The same of what was done to placeholders in p.grad: see multiplied.py."""
         multiplied = self.grads.multiplied
-        return self.refusal("p.grad.mul_()") if multiplied is not None and multiplied.num_launched is not None else ""
+        return self.refusal("p.grad.mul_()") if multiplied is not None and multiplied.is_noted else ""
 
     @staticmethod
     def clip_arguments(max_norm: float, norm_type: float, error_if_nonfinite: bool, asked: Asked) -> list[float]:

@@ -63,7 +63,7 @@ class Grads:
         )
         self.partial = PartialGrads(self.manager, self.model, lasts=self.sharded)
         # Not with CUDA graphs: a replay of step() would not ask.
-        self.multiplied = None if keeps_shards else Multiplied(self.manager.flights)
+        self.multiplied = None if keeps_shards else Multiplied(self.manager)
 
     def wire_dtype(self, bucket: Bucket) -> torch.dtype:
         return self.reduce_dtype or bucket.buffer.flat.dtype
@@ -130,7 +130,10 @@ class Grads:
             why = "p.grad, whose gradient had left, was multiplied inside join(): call scale_grads_()"
         outcome = self.manager.settlement.settle(meeting, padded, options or factor, adoptions, refusal or why)
         if not options and not outcome.has_same_options:
-            raise RuntimeError(f"zerox: ranks multiplied p.grad by other numbers, this one by {factor:g}: {WAY_OUT}; then call zero_grad()")
+            raise RuntimeError(
+                f"zerox: ranks multiplied p.grad by other numbers, this one by {factor:g}: {WAY_OUT}. Then call "
+                "zero_grad()"
+            )
         if self.multiplied is not None:
             self.multiplied.agreed = factor
         return outcome

@@ -6,7 +6,10 @@ rank all that were there were multiplied by one number.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
 
 from zerox import _C as C
 from zerox.flow.placeholder import ShardedGrad
@@ -14,27 +17,34 @@ from zerox.flow.placeholder import ShardedGrad
 WAY_OUT = "multiply all of them alike, on all ranks and after the last backward of a step, or call scale_grads_()"
 
 
-class Multiplied:
-    """``placeholders``: of all buckets, which are added later."""
+@dataclass
+class Note:
+    """``num_launched``: when the first placeholder was multiplied; None: none was."""
 
-    def __init__(self, flights: C.Flights) -> None:
-        self.flights = flights
+    num_launched: int | None = None
+
+
+class Multiplied:
+    """``placeholders``: of all buckets, which are added later. In p.grad they may outlive the manager."""
+
+    def __init__(self, manager: C.BucketManager) -> None:
+        self.to_manager = weakref.ref(manager)
         self.placeholders: list[ShardedGrad] = []
-        self.num_launched: int | None = None  # when the first of them was multiplied; None: none was
+        self.note = Note()
         self.agreed = 1.0  # the factor, once ranks have met
 
     def add(self, placeholders: Sequence[ShardedGrad]) -> None:
         self.placeholders += placeholders
         for each in placeholders:
-            each.on_multiply = self._note
+            each.on_multiply = partial(_note, self.to_manager, self.note)
 
-    def _note(self) -> None:
-        if self.num_launched is None:
-            self.num_launched = self.flights.num_launched
+    @property
+    def is_noted(self) -> bool:
+        return self.note.num_launched is not None
 
     def common(self) -> tuple[float, str]:
         """By what all were multiplied, and why that can't be told."""
-        if self.num_launched is None:
+        if not self.is_noted:
             return 1.0, ""
         factors = {each.factor: each for each in self.placeholders if each.is_set}
         if not factors:  # discarded since
@@ -43,7 +53,7 @@ class Multiplied:
         if len(factors) > 1:
             said = " and ".join(f"{each.quoted} by {factor:g}" for factor, each in list(factors.items())[:2])
             return 1.0, f"gradients that had left were multiplied, but that of {said}: {WAY_OUT}"
-        if self.flights.num_launched != self.num_launched:
+        if _num_launched(self.to_manager) != self.note.num_launched:
             return 1.0, f"gradients were added after p.grad, whose gradient had left, was multiplied: {WAY_OUT}"
         return next(iter(factors)), ""
 
@@ -55,6 +65,16 @@ class Multiplied:
         return factor
 
     def forget(self) -> None:
-        self.num_launched, self.agreed = None, 1.0
+        self.note.num_launched, self.agreed = None, 1.0
         for each in self.placeholders:
             each.factor = 1.0
+
+
+def _num_launched(to_manager: weakref.ref[C.BucketManager]) -> int:
+    manager = to_manager()
+    return 0 if manager is None else manager.flights.num_launched
+
+
+def _note(to_manager: weakref.ref[C.BucketManager], note: Note) -> None:
+    if note.num_launched is None:
+        note.num_launched = _num_launched(to_manager)

@@ -23,6 +23,7 @@ from zerox.flow.join import join
 from zerox.integrations import engines as of_engines
 from zerox.integrations.requirements import check_names, check_version
 from zerox.integrations.scalers import takes_all_ranks
+from zerox.ranks.dtensors import is_dtensor
 from zerox.state.dcp_request import dcp_request
 
 OLDEST, TRIED = "1.12.0", "1.15.0"
@@ -123,7 +124,7 @@ class ZeroxAccelerator(Accelerator):
                     "accelerator of its own"
                 )
             return super().prepare_optimizer(optimizer, device_placement)
-        of_engines.check_size(inner, self.num_processes, "Accelerate")
+        of_engines.check_size(inner, num_shares(self), "Accelerate")
         self._take_scaler()
         prepared = super().prepare_optimizer(optimizer, device_placement)
         if type(prepared) is AcceleratedOptimizer:
@@ -247,7 +248,16 @@ class ZeroxAccelerator(Accelerator):
     # ---- files
 
     def save_state(self, output_dir: str | None = None, safe_serialization: bool = True, **kwargs: Any) -> Any:
-        """As Accelerator's; an optimizer's file is whole, and torch.optim's class and any number of ranks load it."""
+        """As Accelerator's; an optimizer's file is whole, and torch.optim's class and any number of ranks load it.
+
+        ValueError where parameters are DTensors, which Accelerate does not write.
+        """
+        for member in (member for engine in self._engines() for member in engine.inside.members):
+            if is_dtensor(member.param):
+                raise ValueError(
+                    f"zerox: Accelerate writes whole tensors, and parameter {member.quoted} is a DTensor: call "
+                    "zerox.save() on all ranks, and zerox.load()"
+                )
         on_each_node = self.project_configuration.save_on_each_node
         saves = self.is_local_main_process if on_each_node else self.is_main_process
         saving = ranks_that_save(saves, on_each_node, self.num_processes)
@@ -259,6 +269,25 @@ class ZeroxAccelerator(Accelerator):
     def load_state(self, input_dir: str | None = None, load_kwargs: Any = None, **kwargs: Any) -> None:
         """As Accelerator's, by way of the host's memory: a device may have no room for the whole state."""
         super().load_state(input_dir, load_kwargs, **{"map_location": "cpu", **kwargs})
+
+
+def num_shares(accelerator: Accelerator) -> int:
+    """Into how many parts Accelerate divides the batches: tensor-parallel ranks have the same ones."""
+    config = accelerator.parallelism_config
+    size: int = accelerator.num_processes
+    return size if config is None else size // int(config.tp_size)
+
+
+def data_parallel_mesh(accelerator: Accelerator) -> Any:
+    """What optimizers take as ``process_group`` with the accelerator's ``parallelism_config``; None for all ranks.
+
+    A mesh (replicate, shard) where both sizes are more than 1, else the axis that is; "alone" if none is.
+    """
+    mesh = accelerator.torch_device_mesh
+    if mesh is None or accelerator.num_processes == 1:
+        return None
+    names = [name for name in ("dp_replicate", "dp_shard") if name in mesh.mesh_dim_names]
+    return mesh[tuple(names)] if names else "alone"
 
 
 def ranks_that_save(saves: bool, on_each_node: bool, num_processes: int) -> list[int]:
@@ -287,10 +316,15 @@ def adopt(accelerator: Accelerator) -> Accelerator:
     if isinstance(accelerator, ZeroxAccelerator):
         return accelerator
     check_names("accelerate", TRIED, accelerator, [*METHODS, *KEPT])
-    if accelerator.distributed_type not in TYPES or accelerator.parallelism_config is not None:
+    if accelerator.distributed_type not in TYPES:
         raise ValueError(
-            f"zerox: this accelerator trains as {accelerator.distributed_type.value} or with a parallelism_config, and "
-            "zerox takes the place of DistributedDataParallel only"
+            f"zerox: this accelerator trains as {accelerator.distributed_type.value}, and zerox takes the place of "
+            "DistributedDataParallel only"
+        )
+    if (config := accelerator.parallelism_config) is not None and (config.cp_size > 1 or config.sp_size > 1):
+        raise ValueError(
+            "zerox: this accelerator divides sequences (cp_size or sp_size of its parallelism_config), which "
+            "Accelerate offers with FSDP and DeepSpeed only: use dp_replicate_size, dp_shard_size and tp_size"
         )
     if accelerator.fp8_enabled:
         raise ValueError("zerox: mixed_precision='fp8' is not supported: use 'bf16'")

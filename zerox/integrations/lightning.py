@@ -27,6 +27,8 @@ class ZeroxStrategy(ours.TrainerStrategy, DDPStrategy):
 
     Args:
         stage: of ZeRO, 1, 2 (default) or 3.
+        replicate_size: hybrid sharding: into how many parts ranks are divided, of a machine or more each; gradients are
+            added up inside them first (docs/meshes.md).
         broadcast_buffers: all ranks take rank 0's buffers before a forward, as with DistributedDataParallel.
         process_group_backend, timeout, start_method, and the five after it: as in Lightning's DDPStrategy.
         options: ``state_dtype``, ``reduce_dtype``, ``master_weights``, ``resident_mb`` ..., of

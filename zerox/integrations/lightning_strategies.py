@@ -44,6 +44,7 @@ class TrainerStrategy:
         self,
         stage: int | None = None,
         *,
+        replicate_size: int = 1,
         broadcast_buffers: bool = True,
         process_group_backend: str | None = None,
         timeout: timedelta | None = default_pg_timeout,
@@ -65,7 +66,7 @@ class TrainerStrategy:
             timeout=timeout,
             start_method=start_method,
         )
-        self.sharding = Sharding(stage, options)
+        self.sharding = Sharding(stage, options, replicate_size)
         self._broadcasts_buffers = broadcast_buffers
         self._buffers: BufferSync | None = None
 
@@ -157,6 +158,7 @@ class FabricStrategy:
         self,
         stage: int | None = None,
         *,
+        replicate_size: int = 1,
         broadcast_buffers: bool = True,
         process_group_backend: str | None = None,
         timeout: timedelta | None = default_pg_timeout,
@@ -178,7 +180,7 @@ class FabricStrategy:
             timeout=timeout,
             start_method=start_method,
         )
-        self.sharding = Sharding(stage, options)
+        self.sharding = Sharding(stage, options, replicate_size)
         self._broadcasts_buffers = broadcast_buffers
         self._backward_sync_control = _NoSync(self.sharding)
         self._not_looked_at: list[ref[nn.Module]] = []

@@ -9,7 +9,9 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
 from zerox.engine import Engine
 from zerox.integrations.engines import engines_of, no_sync
@@ -26,20 +28,25 @@ NOT_TAKEN = {
     "ddp_comm_state": "reduce_dtype is the dtype that gradients are sent in",
     "ddp_comm_wrapper": "reduce_dtype is the dtype that gradients are sent in",
     "model_averaging_period": "gradients are averaged in each step",
-    "process_group": "it is over all ranks of the strategy",
+    "process_group": "it is over all ranks of the strategy; replicate_size= makes a mesh of them",
 }
 
 
 class Sharding:
-    """The zerox optimizers of a strategy, and the options for those that it makes. ``stage``: None for the default."""
+    """The zerox optimizers of a strategy, and the options for those that it makes. ``stage``: None for the default.
 
-    def __init__(self, stage: int | None, options: Mapping[str, Any]) -> None:
+    ``replicate_size``: in how many parts, machines as a rule, each has all of what is sharded; 1 for one.
+    """
+
+    def __init__(self, stage: int | None, options: Mapping[str, Any], replicate_size: int = 1) -> None:
         for name in options:
             if name in NOT_TAKEN:
                 raise TypeError(f"the zerox strategy takes no {name}: {NOT_TAKEN[name]}")
             if name not in _options():
                 raise TypeError(f"the zerox strategy has no option {name!r}; it has {', '.join(_options())}")
         self.options = {**({} if stage is None else {"stage": stage}), **options}
+        self.replicate_size = replicate_size
+        self._mesh: Any = None
         self._taken: list[weakref.ref[Engine]] = []
 
     @property
@@ -53,10 +60,10 @@ class Sharding:
         if type(optimizer).__name__ == "_MockOptimizer":  # Lightning's own, for a module that has none
             return optimizer
         if not isinstance(optimizer, Engine):
-            optimizer = become_sharded(optimizer, self.options)
-        elif self.options:
+            optimizer = become_sharded(optimizer, {**self.options, **self._group(device)})
+        elif given := [*self.options, *(["replicate_size"] if self.replicate_size != 1 else [])]:
             raise ValueError(
-                f"the zerox strategy was given {', '.join(self.options)}, which is for optimizers of torch, and got a "
+                f"the zerox strategy was given {', '.join(given)}, which is for optimizers of torch, and got a "
                 f"{type(optimizer).__name__}, which is built already: give its constructor these options, or build an "
                 "optimizer of torch"
             )
@@ -69,6 +76,18 @@ class Sharding:
         self._taken = [each for each in self._taken if each() not in (None, optimizer)]
         self._taken.append(weakref.ref(optimizer))
         return optimizer
+
+    def _group(self, device: torch.device) -> dict[str, Any]:
+        """Made once ranks are connected. ValueError if they can't be divided so."""
+        if self.replicate_size == 1:
+            return {}
+        size = dist.get_world_size() if dist.is_initialized() else 1
+        if self.replicate_size < 1 or size % self.replicate_size:
+            raise ValueError(f"replicate_size={self.replicate_size} does not divide {size} ranks")
+        if self._mesh is None:
+            shape = (self.replicate_size, size // self.replicate_size)
+            self._mesh = init_device_mesh(device.type, shape, mesh_dim_names=("replicate", "shard"))
+        return {"process_group": self._mesh}
 
     def no_sync(self, module: nn.Module | None = None) -> AbstractContextManager[None]:
         """Of all optimizers, or of those that train parameters of ``module``."""

@@ -63,7 +63,9 @@ class ZeroxTrainerMixin:
             return found
         given = self.optimizer_cls_and_kwargs
         wanted = given or self.get_optimizer_cls_and_kwargs(self.args, self.model if model is None else model)
-        self.optimizer_cls_and_kwargs = sharded(wanted[0], wanted[1], self.zerox_options)
+        mesh = accelerate.data_parallel_mesh(self.accelerator)
+        of_mesh = {} if mesh is None else {"process_group": mesh}
+        self.optimizer_cls_and_kwargs = sharded(wanted[0], wanted[1], {**of_mesh, **self.zerox_options})
         try:
             found = super().create_optimizer(model)  # type: ignore[misc]
         finally:
