@@ -9,7 +9,7 @@ figures take less than 10 minutes each, and write a JSON, a table and pictures e
 
     build      setup.py build_ext --inplace, with CUDA kernels for this GPU (TORCH_CUDA_ARCH_LIST names others)
   proof:
-    test       every test marked gpu, but for those of NCCL
+    test       every test in tests/gpu, but for those of NCCL
     sanitizer  compute-sanitizer's memcheck, racecheck and initcheck on tests/gpu/test_sanitized.py, where it works
     nccl       tests/gpu/test_nccl.py; ZEROX_NCCL_LIBRARY names an NCCL of 2.30 or newer for two ranks on one GPU
   figures:
@@ -60,7 +60,7 @@ RUNS = {"proof": tuple(PROOF_S), "figures": ("build", "kernels", "step", "stream
 
 
 def pytest(*arguments: str) -> list[str]:
-    return python("-m", "pytest", "-m", "gpu", "-p", "no:cacheprovider", *arguments)
+    return python("-m", "pytest", "-p", "no:cacheprovider", *arguments)
 
 
 # ---- the parts: each takes seconds, and returns at least its outcome
@@ -85,12 +85,6 @@ def build(machine: Machine, limit_s: float) -> Part:
 def build_info() -> dict[str, Any]:
     path = ROOT / "zerox" / "_build_info.py"
     return dict(runpy.run_path(str(path))["BUILD_INFO"]) if path.exists() else {}
-
-
-def marked_files(limit_s: float) -> list[str]:
-    """Files with tests that are marked gpu."""
-    ended = run(pytest("--collect-only", "-q", "tests"), "collect", limit_s)
-    return sorted({line.partition("::")[0] for line in ended.text.splitlines() if ".py::" in line})
 
 
 def groups_of(files: Iterable[str], quick: bool) -> Iterator[tuple[str, list[str]]]:
@@ -127,12 +121,8 @@ def run_tests(groups: Iterable[tuple[str, list[str]]], limit_s: float, file_limi
 
 
 def test(machine: Machine, limit_s: float) -> Part:
-    started = time.monotonic()
-    files = marked_files(limit_s)
-    if not files:
-        return {"outcome": report.FAILED, "note": "no test was collected, see build/gpu/collect.log"}
-    left_s = limit_s - (time.monotonic() - started)
-    return run_tests(groups_of(files, machine.quick), left_s, TEST_FILE_S)
+    files = sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "tests/gpu").glob("test_*.py"))
+    return run_tests(groups_of(files, machine.quick), limit_s, TEST_FILE_S)
 
 
 def nccl(machine: Machine, limit_s: float) -> Part:

@@ -267,9 +267,11 @@ def test_an_interruption_leaves_what_was_known(monkeypatch: pytest.MonkeyPatch, 
     assert outcomes(result) == {"build": "passed", "test": report.INTERRUPTED, "nccl": report.NOT_RUN}
 
 
-def test_the_files_with_marked_tests_are_found(logs: Path) -> None:
-    folder = Path(__file__).parent / "gpu"
-    assert gpu.marked_files(60.0) == sorted(f"tests/gpu/{path.name}" for path in folder.glob("test_*.py"))
+def test_every_file_of_tests_gpu_is_run_but_that_of_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu, "run_tests", lambda groups, *_: {file for _, files in groups for file in files})
+    files = {f"tests/gpu/{path.name}" for path in (Path(__file__).parent / "gpu").glob("test_*.py")}
+    assert gpu.NCCL_TESTS in files
+    assert gpu.test(MACHINE, 60.0) == files - {gpu.NCCL_TESTS}
 
 
 def test_tests_are_run_by_file_and_a_hang_costs_its_own_only(monkeypatch: pytest.MonkeyPatch, logs: Path) -> None:

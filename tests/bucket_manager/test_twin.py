@@ -95,8 +95,12 @@ def compare_scenarios(rank: int, _: int, dtype: torch.dtype, stage: int) -> list
 
 
 @pytest.mark.parametrize("stage", [1, 2])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+# Where float32 is cut for two and four ranks, others are too.
+@pytest.mark.parametrize(
+    ("world_size", "dtype"),
+    [(n, dtype) for n in (1, 2, 3, 4) for dtype in (DTYPES if n in (1, 3) else (torch.float32,))],
+    ids=str,
+)
 def test_reduced_gradients_equal_the_twins_bit_for_bit(world_size: int, dtype: torch.dtype, stage: int) -> None:
     assert run_ranks(compare_scenarios, world_size, dtype, stage) == [[]] * world_size
 

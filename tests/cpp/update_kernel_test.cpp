@@ -162,8 +162,9 @@ TEST(every_pair_of_parameter_and_remainder_is_joined_and_split_alike) {
   };
   for (const std::string& isa : zx::supported_isas()) {
     zx::select_isa(isa);
-    // The scalar kernel runs the header that rounding_test.cpp sweeps: the edges are enough.
-    const int stride = isa == "scalar" ? 32767 : kRemainderStride;
+    // The scalar kernel runs the header that rounding_test.cpp sweeps, and VBMI is for states in 8 bits: the edges are
+    // enough.
+    const int stride = isa == "scalar" || isa == "avx512vbmi" ? 32767 : kRemainderStride;
     int64_t num_wrong = 0;
     for (int remainder = -32768; remainder < 32768; remainder += stride) {
       const auto before = static_cast<int16_t>(remainder);

@@ -51,7 +51,7 @@ def train_on_tokens(rank: int, world_size: int, stage: int, syncs: bool) -> None
 
 @pytest.mark.parametrize("syncs", [False, True])
 @pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize("world_size", [1, 2, 4])
 def test_clipped_steps_are_adamw_s_on_the_mean_over_all_tokens(world_size: int, stage: int, syncs: bool) -> None:
     run_ranks(train_on_tokens, world_size, stage, syncs)
 

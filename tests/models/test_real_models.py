@@ -124,13 +124,14 @@ def assert_as_in_one_process(name: str, world_size: int, stage: int) -> None:
     assert covered == [param.numel() for param in expected.params]
 
 
-@pytest.mark.parametrize(("world_size", "stage"), [(1, 1), (1, 2), (2, 1), (2, 2), (2, 3), (3, 1), (3, 2), (3, 3)])
+# What stages and numbers of ranks do to each other does not depend on the model: tests/optimizer/test_bit_equality.py.
+@pytest.mark.parametrize(("world_size", "stage"), [(1, 2), (2, 1), (2, 3), (3, 2), (3, 3)])
 @pytest.mark.parametrize("name", CASES)
 def test_training_equals_one_process(name: str, world_size: int, stage: int) -> None:
     assert_as_in_one_process(name, world_size, stage)
 
 
-@pytest.mark.parametrize(("world_size", "stage"), [(1, 1), (1, 2), (2, 1), (2, 2), (2, 3), (3, 1), (3, 2)])
+@pytest.mark.parametrize(("world_size", "stage"), [(1, 2), (2, 1), (2, 3), (3, 2)])
 @pytest.mark.parametrize("name", COMPILED)
 def test_a_compiled_forward_trains_as_in_one_process(name: str, world_size: int, stage: int) -> None:
     assert_as_in_one_process(name, world_size, stage)

@@ -177,14 +177,14 @@ def compare(rank: int, world_size: int, make: Any, kind: str, stage: int, config
 
 @pytest.mark.parametrize("config", CONFIGS)
 @pytest.mark.parametrize("kind", ["fp32", "fp64"])
-@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("world_size", [1, 3])
 def test_each_step_is_within_the_bound_of_torch(world_size: int, kind: str, config: str) -> None:
     for stage in (1, 2):
         run_ranks(compare, world_size, make_mixed, kind, stage, config)
 
 
 @pytest.mark.parametrize("kind", [kind for kind, (_, options) in KINDS.items() if "state_dtype" not in options])
-@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("world_size", [1, 3])
 def test_each_step_of_awkward_parameters_of_every_kind_is_within_the_bound(world_size: int, kind: str) -> None:
     """16-bit parameters: of their masters, where torch has fp32 parameters and the same 16-bit gradients."""
     for stage in (1, 2):
