@@ -21,8 +21,23 @@ settings.register_profile("search", settings.get_profile("ci"), derandomize=Fals
 settings.register_profile("sanitized", settings.get_profile("ci"), max_examples=12)
 settings.load_profile("ci")
 
-# Each of these compiles for a minute or more.
-LONGEST = ("tests/cpp/test_ctest.py", "tests/test_accelerator.py", "tests/test_sanitizers.py")
+# Each takes half a minute or more; the first three compile, and use both cores of a small machine.
+LONGEST = (
+    "tests/cpp/test_ctest.py",
+    "tests/test_accelerator.py",
+    "tests/test_sanitizers.py",
+    "tests/mesh/test_tensor_parallel.py",
+    "tests/models/test_real_models.py",
+    "tests/optimizer/test_bit_equality.py",
+    "tests/optimizer/test_combinations.py",
+    "tests/optimizer/test_overlap_gather.py",
+    "tests/residency/test_any_model.py",
+    "tests/properties/test_training.py",
+    "tests/test_example_cli.py",
+    "tests/test_example_parallel.py",
+    "tests/test_gpu_figures.py",
+    "tests/test_install.py",
+)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
