@@ -149,6 +149,29 @@ def test_a_rank_that_updates_late_is_waited_for() -> None:
     run_ranks(slow_update, 4)
 
 
+def written_on_one_machine(rank: int, world_size: int) -> tuple[bool, list[Tensor]]:
+    """Ranks 0 and 1 write. Whether what this rank reads is written, and its parameters after a step()."""
+    model = model_of()
+    optimizer = build(model, hostile=True, process_group=mesh_of(2, 2))
+    before = model.get_parameter("embedding.weight").detach().clone()
+    dist.barrier()
+    if rank < 2:
+        with torch.no_grad():
+            model.get_parameter("embedding.weight").mul_(2)
+    dist.barrier()
+    is_written = torch.equal(model.get_parameter("embedding.weight"), before * 2)
+    train(model, optimizer, rank, entropy, steps=1)
+    return is_written, values(model)
+
+
+def test_a_write_on_one_machine_only_counts_for_its_owners() -> None:
+    """Nobody waits for the other machine, and it reads its own values until step() gives all ranks the owners'."""
+    by_rank = run_ranks(written_on_one_machine, 4)
+    assert [is_written for is_written, _ in by_rank] == [True, True, False, False]
+    for _, found in by_rank:
+        assert_same(found, by_rank[0][1])
+
+
 # ---- checkpoints
 
 

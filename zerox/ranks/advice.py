@@ -15,7 +15,7 @@ _advised: list[bool] = []
 def advise_mesh(ranks: Ranks, process_group: GroupArgument, stage: Stage) -> None:
     """Warns rank 0 once if the default group's ranks are on several machines, several on each, as torchrun says.
 
-    Not where the user chose a group, nor where parameters are sharded, which a mesh is not for.
+    Not where the user chose a group, nor where parameters are sharded, of which each rank keeps more on a mesh.
     """
     if process_group is not None or stage.params is SHARDED:
         return
