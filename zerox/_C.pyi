@@ -149,7 +149,8 @@ class Residency:
         group: ProcessGroup | None,
         whereabouts: Whereabouts | None,
         processes: Sequence[int],
-        members: Sequence[int],
+        ranks: Sequence[int],
+        num_holders: int,
         rank: int,
         timeout: datetime.timedelta,
     ) -> None: ...

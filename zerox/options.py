@@ -149,8 +149,6 @@ class OptimizerOptions:
     @property
     def _without_dtensors(self) -> dict[str, str]:
         found = {}
-        if self.stage == 3:
-            found["stage=3"] = "their local tensors stay whole. Use stage=2"
         if self.capturable:
             found["capturable=True"] = "Partial gradients are summed by the host. Leave it at False"
         if self.accumulate_dtype is not None:

@@ -19,11 +19,12 @@ constexpr microseconds kLongestPause{1000};
 
 }  // namespace
 
-PeerShards::PeerShards(Line line, std::vector<int64_t> processes, std::vector<int> members, int rank,
+PeerShards::PeerShards(Line line, std::vector<int64_t> processes, std::vector<int> ranks, int num_holders, int rank,
                        std::chrono::milliseconds timeout)
     : whereabouts_(line.whereabouts),
       neighbours_(std::move(processes)),
-      members_(std::move(members)),
+      ranks_(std::move(ranks)),
+      num_holders_(num_holders),
       rank_(rank),
       timeout_(timeout) {
   if (line.group == nullptr) return;
@@ -31,12 +32,12 @@ PeerShards::PeerShards(Line line, std::vector<int64_t> processes, std::vector<in
   questions_ = std::make_unique<ShardQuestions>(std::move(line));
 }
 
-// From the next one on, so that no rank is everybody's first.
-std::vector<int> PeerShards::others(bool neighbours) const {
+// Of the first `count`, from the next one on, so that no rank is everybody's first.
+std::vector<int> PeerShards::others(bool neighbours, int count) const {
   std::vector<int> found;
-  for (int step = 1; step < world(); ++step) {
-    const int peer = (rank_ + step) % world();
-    if (neighbours_.has(members_[peer]) == neighbours) found.push_back(peer);
+  for (int step = 1; step < count; ++step) {
+    const int peer = (rank_ + step) % count;
+    if (neighbours_.has(ranks_[peer]) == neighbours) found.push_back(peer);
   }
   return found;
 }
@@ -50,16 +51,21 @@ void PeerShards::stamps_changed() const {
 }
 
 void PeerShards::fetch(const Question& wanted, const std::vector<ShardPlace>& places, const Target& target) const {
-  const auto asked = ask_others(wanted, target.flat, target.shard_bytes);
-  for (const int peer : others(true)) {
+  std::vector<ShardQuestions::Asked> asked;
+  for (const int peer : others(false, num_holders_)) {
+    const at::Tensor answer =
+        at::from_blob(target.flat + peer * target.shard_bytes, {static_cast<int64_t>(target.shard_bytes)}, at::kByte);
+    asked.push_back(questions_->ask(ranks_[peer], wanted, answer));
+  }
+  for (const int peer : others(true, num_holders_)) {
     const ShardPlace& place = places.at(peer);
     await(peer, place, ShardStamp::version, wanted.version);
     if (wanted.stored > 0) await(peer, place, ShardStamp::stored, wanted.stored);
-    whereabouts_->needing(members_[peer], [&] {
+    whereabouts_->needing(ranks_[peer], [&] {
       if (place.mapped.defined()) {
         target.pull(peer, place.mapped);
       } else {
-        neighbours_.read(members_[peer], place.shard, target.flat + peer * target.shard_bytes, target.shard_bytes);
+        neighbours_.read(ranks_[peer], place.shard, target.flat + peer * target.shard_bytes, target.shard_bytes);
       }
     });
   }
@@ -67,31 +73,22 @@ void PeerShards::fetch(const Question& wanted, const std::vector<ShardPlace>& pl
 }
 
 void PeerShards::await_written(int64_t bucket, const std::vector<ShardPlace>& places, int64_t written) const {
-  const auto asked = ask_others({.bucket = bucket, .written = written}, nullptr, 0);
-  for (const int peer : others(true)) await(peer, places.at(peer), ShardStamp::written, written);
-  for (const auto& each : asked) questions_->await(each);
-}
-
-std::vector<ShardQuestions::Asked> PeerShards::ask_others(const Question& question, char* flat,
-                                                          size_t shard_bytes) const {
   std::vector<ShardQuestions::Asked> asked;
-  for (const int peer : others(false)) {
-    const auto size = static_cast<int64_t>(shard_bytes);
-    const at::Tensor answer =
-        flat == nullptr ? at::empty({1}, at::kByte) : at::from_blob(flat + peer * shard_bytes, {size}, at::kByte);
-    asked.push_back(questions_->ask(members_[peer], question, answer));
+  for (const int peer : others(false, num_ranks())) {
+    asked.push_back(questions_->ask(ranks_[peer], {.bucket = bucket, .written = written}, at::empty({1}, at::kByte)));
   }
-  return asked;
+  for (const int peer : others(true, num_ranks())) await(peer, places.at(peer), ShardStamp::written, written);
+  for (const auto& each : asked) questions_->await(each);
 }
 
 int64_t PeerShards::read_stamp(int rank, const ShardPlace& place, ShardStamp stamp) const {
   int64_t value = 0;
-  neighbours_.read(members_[rank], place.stamps + static_cast<size_t>(stamp) * sizeof(value), &value, sizeof(value));
+  neighbours_.read(ranks_[rank], place.stamps + static_cast<size_t>(stamp) * sizeof(value), &value, sizeof(value));
   return value;
 }
 
 void PeerShards::await(int rank, const ShardPlace& place, ShardStamp stamp, int64_t value) const {
-  whereabouts_->needing(members_[rank], [&] {
+  whereabouts_->needing(ranks_[rank], [&] {
     const auto deadline = std::chrono::steady_clock::now() + timeout_;
     microseconds pause = kFirstPause;
     // Read twice: the system need not copy eight bytes at once.
@@ -112,11 +109,11 @@ void PeerShards::await(int rank, const ShardPlace& place, ShardStamp stamp, int6
 }
 
 void PeerShards::say_left() const {
-  for (const int peer : others(false)) questions_->say_farewell(members_[peer]);
+  for (const int peer : others(false, num_ranks())) questions_->say_farewell(ranks_[peer]);
 }
 
 bool PeerShards::has_left(int rank, const ShardPlace& place) const {
-  if (!neighbours_.has(members_[rank])) return server_->has_left(members_[rank]);
+  if (!neighbours_.has(ranks_[rank])) return server_->has_left(ranks_[rank]);
   try {
     return read_stamp(rank, place, ShardStamp::left) != 0;
   } catch (const std::exception&) {

@@ -74,15 +74,15 @@ struct ShardPlace {
 // Any thread may call any of these.
 class PeerShards {
  public:
-  // `members`: the ranks that have shards, in their order, by their numbers among all; `rank`: this one's number among
-  // them, as everywhere here. `processes` as in Neighbours, of all ranks. `line`: to all; without a group if every
-  // member is a neighbour.
-  PeerShards(Line line, std::vector<int64_t> processes, std::vector<int> members, int rank,
+  // `ranks`: all, by their numbers, those first among whom a bucket is sharded, `num_holders` of them, this one among
+  // them; everywhere here a rank is its place in this list. `processes` as in Neighbours. `line`: to all; without a
+  // group if all are neighbours.
+  PeerShards(Line line, std::vector<int64_t> processes, std::vector<int> ranks, int num_holders, int rank,
              std::chrono::milliseconds timeout);
 
   int rank() const { return rank_; }
-  int world() const { return static_cast<int>(members_.size()); }
-  bool asks_others() const { return questions_ != nullptr; }  // else it reads all of them in memory
+  int num_holders() const { return num_holders_; }
+  bool asks_others() const { return !others(/*neighbours=*/false, num_holders_).empty(); }  // to have a bucket
 
   // This rank's shard of the next bucket, and that it has changed a stamp.
   void add(const at::Tensor& shard, const SharedStamps& stamps) const;
@@ -108,12 +108,13 @@ class PeerShards {
  private:
   void await(int rank, const ShardPlace& place, ShardStamp stamp, int64_t value) const;
   int64_t read_stamp(int rank, const ShardPlace& place, ShardStamp stamp) const;
-  std::vector<ShardQuestions::Asked> ask_others(const Question& question, char* flat, size_t shard_bytes) const;
-  std::vector<int> others(bool neighbours) const;
+  std::vector<int> others(bool neighbours, int count) const;
+  int num_ranks() const { return static_cast<int>(ranks_.size()); }
 
   std::shared_ptr<Whereabouts> whereabouts_;
   Neighbours neighbours_;
-  std::vector<int> members_;
+  std::vector<int> ranks_;
+  int num_holders_;
   int rank_;
   std::chrono::milliseconds timeout_;
   std::unique_ptr<ShardQuestions> questions_;  // null if all are neighbours, as is the server

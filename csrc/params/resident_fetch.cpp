@@ -17,7 +17,7 @@ Room::Bytes Residents::part_of(const ShardedBucket& sharded, int rank) const {
 // Where the shards come that are not mapped; those of ranks in a row are one part.
 std::vector<Room::Bytes> Residents::parts_through_host(const ShardedBucket& sharded) const {
   std::vector<Room::Bytes> parts;
-  for (int rank = 0; rank < peers_->world(); ++rank) {
+  for (int rank = 0; rank < peers_->num_holders(); ++rank) {
     if (rank == peers_->rank() || sharded.places.at(rank).mapped.defined()) continue;
     const Room::Bytes part = part_of(sharded, rank);
     if (!parts.empty() && parts.back().stop == part.start) {

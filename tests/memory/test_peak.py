@@ -158,7 +158,7 @@ def test_peak_of_a_step_is_the_estimate_where_gradients_are_received(world_size:
 @pytest.mark.parametrize(("stage", "kind"), [(2, "fp32"), (2, "bf16 fp32"), (1, "fp32")])
 def test_peak_of_a_step_is_the_estimate_on_a_mesh(stage: int, kind: str, exchange: str) -> None:
     """Small buckets, as above: the bound is for one that lands, with its sums, while the next is being packed."""
-    dtype, options = KINDS[kind][0], {"stage": stage, "bucket_cap_mb": 8, **KINDS[kind][1]}
+    dtype, options = KINDS[kind][0], {"stage": stage, "bucket_cap_mb": 4, **KINDS[kind][1]}
     for wire in ("stalls", "keeps up") if stage == 2 else ("free",):
         found = run_ranks(measure, 4, build(), wire, dtype, options, exchange, (2, 2))
         peak, _, formula = found[0]

@@ -48,6 +48,7 @@ CASES = {
     "masters": Case(dtype=torch.bfloat16),
     "float32 masters": Case(dtype=torch.bfloat16, options={"master_weights": "fp32"}),
     "stage 1, small buckets": Case(options={"stage": 1, "bucket_cap_mb": 0.001}),
+    "stage 3": Case(options={"stage": 3, "bucket_cap_mb": 0.001}),
     "amsgrad": Case(options={"amsgrad": True}),
 }
 CODED = Case(model={"scaled": False, "hidden": 1056}, options={"state_dtype": "8bit"})
@@ -202,7 +203,7 @@ def coded(rank: int, world_size: int) -> dict[str, Any]:
 
 
 def test_blocks_that_are_cut_are_encoded_anew_and_others_stay() -> None:
-    found = run_ranks(coded, 4, timeout_s=60)[0]
+    found = run_ranks(coded, 4, timeout_s=120)[0]
     cut_ones = {f"blocks.{n}.down.weight.{key}" for n in (0, 1) for key in ("exp_avg", "exp_avg_sq")}
     assert found.keys() == {f"{a} to {b}" for a in ("2x2", "4x1") for b in ("2x2", "4x1", "1x2")}
     for case in ("2x2 to 2x2", "2x2 to 1x2", "4x1 to 4x1"):
@@ -292,7 +293,7 @@ def by_torch(rank: int, world_size: int) -> list[str]:
 
 
 def test_torchs_own_checkpoints_hold_it_too() -> None:
-    assert run_ranks(by_torch, 4, timeout_s=60)[0] == []
+    assert run_ranks(by_torch, 4, timeout_s=120)[0] == []
 
 
 def check_grads(net: Net, optimizer: FusedShardedAdam) -> list[str]:
@@ -311,4 +312,4 @@ def check_grads(net: Net, optimizer: FusedShardedAdam) -> list[str]:
 
 
 def test_whole_state_and_gradients_in_torchs_form() -> None:
-    assert run_ranks(full, 4, timeout_s=60) == [[]] * 4
+    assert run_ranks(full, 4, timeout_s=120) == [[]] * 4

@@ -100,7 +100,6 @@ REFUSALS: dict[str, tuple[Refusal, type[Exception], str]] = {
         ValueError,
         r"'odd' is a DTensor on axis 'tp' of ranks .*average .*mesh\[\"dp\"\]",
     ),
-    "stage 3": (lambda m: made(m, lying(m), stage=3), ValueError, "stage=3 does not go with .*DTensors, as 'odd'"),
     "accumulate": (
         lambda m: made(m, lying(m), accumulate_dtype=torch.float32),
         ValueError,

@@ -132,7 +132,7 @@ def run(rank: int, world_size: int) -> dict[str, Any]:
 
 @functools.cache
 def results() -> list[dict[str, Any]]:
-    return run_ranks(run, 4, timeout_s=60)
+    return run_ranks(run, 4, timeout_s=120)
 
 
 def test_one_checkpoint_has_all_stages_and_any_others_load_it() -> None:

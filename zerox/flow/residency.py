@@ -16,6 +16,7 @@ from zerox.plan.buckets import BucketPlan
 from zerox.plan.layout import Layout
 from zerox.plan.resident import resident_limit
 from zerox.plan.span import Span
+from zerox.ranks.dtensors import cut_of, local_of
 from zerox.ranks.group import Ranks
 from zerox.ranks.neighbours import find_neighbours
 from zerox.ranks.process_group import time_of
@@ -51,13 +52,16 @@ class Residency:
         assert ranks.given is not None
         self.members = ranks.axes[0].members  # parameters are sharded over these
         self.neighbours = self._neighbours()
-        all_neighbours = bool(self.neighbours) and all(self.neighbours[member] for member in self.members)
+        all_neighbours = bool(self.neighbours) and all(self.neighbours)
+        others = [rank for rank in range(ranks.size) if rank not in self.members]
+        self.in_order = [*self.members, *others]
         messages = ranks.data if ranks.backend == "gloo" else ranks.control
         self.residents = C.Residency(
             group=None if all_neighbours else messages,
             whereabouts=ranks.whereabouts,
             processes=self.neighbours,
-            members=self.members,
+            ranks=self.in_order,
+            num_holders=len(self.members),
             rank=self.members.index(ranks.rank),
             timeout=time_of(ranks.given),
         )
@@ -121,7 +125,7 @@ class Residency:
         for count, of_others in enumerate(mapped):
             by_rank = [
                 C.ShardPlace(everyone[rank][2 * count], everyone[rank][2 * count + 1], of_others.get(rank))
-                for rank in self.members
+                for rank in self.in_order
             ]
             self.residents.set_places(first + count, by_rank)
 
@@ -167,11 +171,13 @@ class Residency:
 
     def segment_of(self, param: Tensor) -> SlicedTensor | None:
         """Of a parameter that lies in its bucket, the elements that this rank keeps: a view of them."""
+        local = local_of(param)
         for _, _, buffer in self.all:
             for slot, each in enumerate(buffer.params):
-                if each is param and buffer.is_at_home(slot):
+                if each is local and buffer.is_at_home(slot):
                     shape, strides = buffer.shapes[slot], buffer.strides[slot]
-                    return SlicedTensor(shape, strides, buffer.own_span(slot), buffer.own_values(slot))
+                    own = buffer.own_span(slot), buffer.own_values(slot)
+                    return SlicedTensor(shape, strides, *own, cut_of(param))
         return None
 
     def end_step(self, hidden: bool) -> None:
