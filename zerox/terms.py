@@ -16,19 +16,37 @@ from zerox.options import OptimizerOptions
 from zerox.ranks.dtensors import is_dtensor, placements_text
 from zerox.ranks.group import Ranks
 from zerox.ranks.model_axes import ModelAxes
+from zerox.ranks.teams import Teams
 from zerox.rules.of_groups import RULE
 
 _said: list[bool] = []  # that plain parameters count as replicated
 
 
-def terms(options: OptimizerOptions, groups: Sequence[dict[str, Any]], members: Sequence[Member]) -> Iterator[str]:
+def check_terms(
+    options: OptimizerOptions, teams: Teams, groups: Sequence[dict[str, Any]], members: Sequence[Member]
+) -> None:
+    """ValueError on all ranks, naming the first that differs, unless ranks agree. Collective.
+
+    Parameters of a smaller team may have other names than those of the next one.
+    """
+    teams.ranks.check_same(list(_terms(options, teams, groups, members)))
+    names: dict[int, list[str]] = {}
+    for member in members:
+        names.setdefault(member.group, []).append(f"parameter '{member.name}' in group {member.group}")
+    teams.check_same(names)
+
+
+def _terms(
+    options: OptimizerOptions, teams: Teams, groups: Sequence[dict[str, Any]], members: Sequence[Member]
+) -> Iterator[str]:
     yield from _of_options(options, groups)
     for member in members:
         param = member.param
         grads = grad_dtype_of(param, options.accumulate_dtype)
         kind = f"{tuple(member.local.shape)} {param.dtype} on {param.device.type}{placements_text(param)}"
         kind += f" with gradients of {grads}" if grads != param.dtype else ""
-        yield f"{_trained(param)} parameter '{member.name}' {kind} in group {member.group}"
+        name = f"parameter '{member.name}'" if teams.of_group[member.group] is teams.all else "expert's parameter"
+        yield f"{_trained(param)} {name} {kind} in group {member.group}"
 
 
 def _trained(param: Tensor) -> str:

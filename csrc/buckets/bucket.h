@@ -173,10 +173,26 @@ struct Part {
   at::Tensor segments;  // the rows inside the part, counted from `start`
 };
 
+// Note [Teams]
+// A team is the ranks that have one bucket's parameters and add up their gradients. Team 0 is all ranks of the
+// optimizer. A param group may have smaller ones: experts, of which rank 0 has others than rank 1. Then the ranks are
+// cut into several teams of the same size, one of them this rank's, and the bucket stands for other parameters in each.
+// What is agreed over all ranks (the order of launches, the rounds) holds for the buckets of all teams together, so
+// that no two ranks wait for each other in different teams. What is told of one parameter must not be mixed up over
+// teams: see KeptGrads::told_in_teams().
+struct Team {
+  int64_t exchange = 0;  // its place among the Exchanges
+  int64_t rank = 0;      // this rank's number in it
+  int64_t world = 1;     // how many ranks it has
+  int64_t number = 0;    // which of the teams that the ranks were cut into
+  int64_t count = 1;     // how many those are
+};
+
 struct Bucket {
   int64_t index;
   std::vector<Slot> slots;  // by offset
   at::Tensor flat;          // the buffer that the parameters lie in
+  Team team{};
   at::ScalarType wire_dtype;
   at::ScalarType grad_dtype;  // of whole gradients, and of local ones unless another dtype was put there by hand
   int64_t shard_numel;        // of each rank, without flags

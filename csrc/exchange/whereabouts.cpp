@@ -254,6 +254,11 @@ void Whereabouts::set_processes(std::vector<int64_t> processes) {
   processes_ = std::move(processes);
 }
 
+void Whereabouts::add_group(Group group) {
+  const std::lock_guard lock(mutex_);
+  groups_.push_back(std::move(group));
+}
+
 void Whereabouts::met(const char* place) {
   const std::lock_guard lock(mutex_);
   place_ = place;

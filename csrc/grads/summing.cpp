@@ -38,7 +38,8 @@ void Summing::land(Flight& flight) {
   sum(flight, messages, accumulate);
 }
 
-int64_t Summing::most_in_a_part(int64_t bytes) const {
+int64_t Summing::most_in_a_part(const Bucket& bucket) const {
+  const auto bytes = static_cast<int64_t>(c10::elementSize(bucket.wire_dtype));
   int64_t readable = 0;
   for (int rank = 0; rank < exchange_->world(); ++rank) readable += exchange_->reads(rank);
   if (readable == 0) return std::numeric_limits<int64_t>::max();

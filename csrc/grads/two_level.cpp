@@ -95,7 +95,7 @@ class TwoLevelSumming final : public Summing {
   }
 
   bool takes_straight(const Bucket& /*bucket*/) const override { return false; }
-  int64_t most_in_a_part(int64_t /*bytes*/) const override { return std::numeric_limits<int64_t>::max(); }
+  int64_t most_in_a_part(const Bucket& /*bucket*/) const override { return std::numeric_limits<int64_t>::max(); }
 
  private:
   // Of what waits, what is replaced by what has come.
