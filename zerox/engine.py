@@ -141,6 +141,7 @@ class Engine(OneGradient, OneState):
         return self._grads.inner_sync(joins=bool(self._joining)) if outer else self._grads.no_sync()
 
     def _meet(self, meeting: Meeting) -> None:
+        self._grads.teams.refuse(meeting)
         self._settle(meeting)
 
     def synchronize(self) -> None:
@@ -266,15 +267,13 @@ class Engine(OneGradient, OneState):
         ranks.meet("all have made their buckets")
 
     def _take_over(self, members: Sequence[Member], trained: Sequence[Member]) -> None:
-        ranks = self._all_ranks
         adopted = {id(m.param) for m in trained}
-        watched = [*self._frozen, *members]
-        self._frozen = list({id(m.param): m for m in watched if id(m.param) not in adopted}.values())
+        self._frozen = list({id(m.param): m for m in (*self._frozen, *members) if id(m.param) not in adopted}.values())
         still = [member for member in members if not member.param.requires_grad]
         model, teams = self._grads.model, self._grads.teams
         plans = plan_trained(self._options, self._rules, teams, model, self.param_groups, trained)
         shared_out: list[Planned] = [(m.name, m.local, "", None, ()) for m in still if self._gather.shards_frozen]
-        plans_of_still = self._options.plan(shared_out, ranks.backend, ranks.size)
+        plans_of_still = self._options.plan(shared_out, teams.ranks.backend, teams.ranks.size)
         self._gather.check_room([*rooms([plan for plan, _ in plans], trained), *rooms(plans_of_still, still)])
         frozen = self._gather.take_frozen([m for m in still if teams.of_group[m.group] is teams.all], plans_of_still)
         for member in still:
@@ -284,15 +283,15 @@ class Engine(OneGradient, OneState):
         made = []
         for plan, team in plans:
             inside = [trained[i] for i in plan.params]
-            rule = self._rules.of(self.param_groups[inside[0].group])
-            wanted = rule.wanted([self.param_groups[m.group] for m in inside])
-            specs = [*wanted, *self._options.masters(inside[0].param.dtype)]
+            groups = [self.param_groups[m.group] for m in inside]
+            rule = self._rules.of(groups[0])
+            specs = [*rule.wanted(groups), *self._options.masters(inside[0].param.dtype)]
             bucket = Bucket(plan, inside, team.rank, rule, specs, self._gather.make_buffer)
             team.ranks.broadcast(bucket.buffer.flat, f"the parameters of {bucket.describe(len(self._buckets))}")
             model.broadcast(bucket.buffer.flat, model.replicated_over(inside[0].param))
             give_out(bucket.buffer.slots())
             bucket.start()
-            divisor = self._divisor_of(self.param_groups[inside[0].group])
+            divisor = self._divisor_of(groups[0])
             made.append((self._grads.add_bucket(bucket, divisor, team), bucket))
             self._calls.scale.add_bucket(divisor)
             self._buckets.append(bucket)

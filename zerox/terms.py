@@ -12,7 +12,7 @@ from torch import Tensor
 
 from zerox.grad_dtype import grad_dtype_of
 from zerox.memory.bucket import Member
-from zerox.options import OptimizerOptions
+from zerox.options import InnerOptions, OptimizerOptions
 from zerox.ranks.dtensors import is_dtensor, placements_text
 from zerox.ranks.group import Ranks
 from zerox.ranks.model_axes import ModelAxes
@@ -29,11 +29,29 @@ def check_terms(
 
     Parameters of a smaller team may have other names than those of the next one.
     """
+    if teams.are_many and (without := _without_teams(options, teams, members)):
+        option, why = next(iter(without.items()))
+        raise ValueError(f"{option} does not go with a process_group of a param group: {why}")
     teams.ranks.check_same(list(_terms(options, teams, groups, members)))
     names: dict[int, list[str]] = {}
     for member in members:
         names.setdefault(member.group, []).append(f"parameter '{member.name}' in group {member.group}")
     teams.check_same(names)
+
+
+def _without_teams(options: OptimizerOptions, teams: Teams, members: Sequence[Member]) -> dict[str, str]:
+    found = {}
+    if options.stage == 3:
+        found["stage=3"] = "parameters are sharded over all ranks there. Use stage=2"
+    if options.capturable:
+        found["capturable=True"] = "no one has tried several exchanges in a CUDA graph. Leave it at False"
+    if isinstance(options, InnerOptions):
+        found["ShardedOptimizer"] = "it is not tried with one yet. Use FusedShardedAdam"
+    if teams.ranks.on_mesh:
+        found["a 2-D mesh as the optimizer's own"] = "its gradients go over two axes. Pass a group, or one axis"
+    if dtensors := [member.quoted for member in members if is_dtensor(member.param)]:
+        found[f"a DTensor, as {dtensors[0]},"] = "no one has tried both yet. Pass local tensors, as experts' are"
+    return found
 
 
 def _terms(

@@ -59,16 +59,16 @@ int64_t BucketManager::add_bucket(BucketSpec spec) {
   bucket->grad_dtype = spec.grad_dtype;
   bucket->shard_numel = spec.shard_numel;
   bucket->trailer_numel = spec.trailer_numel;
-  bucket->segments = std::move(spec.segments);
+  bucket->own.segments = std::move(spec.segments);
   Landed& landed = bucket->landed;
   landed.divisor = spec.divisor;
   landed.keeps_shard = keeps_shards_;
   if (landed.keeps_shard) {
     landed.shard = at::zeros({bucket->shard_numel}, bucket->flat.options().dtype(bucket->wire_dtype));
   }
-  const auto bytes = bucket->segments.options().dtype(at::kByte);
-  landed.present = at::zeros({bucket->segments.size(0)}, bytes);
-  landed.replaced = at::zeros({bucket->segments.size(0)}, bytes);
+  const auto bytes = bucket->own.segments.options().dtype(at::kByte);
+  landed.present = at::zeros({bucket->own.segments.size(0)}, bytes);
+  landed.replaced = at::zeros({bucket->own.segments.size(0)}, bytes);
   for (SlotSpec& slot : spec.slots) {
     const bool is_dtensor = !slot.local.is_same(slot.param);
     buckets_->num_dtensors += is_dtensor ? 1 : 0;
@@ -81,7 +81,7 @@ int64_t BucketManager::add_bucket(BucketSpec spec) {
   }
   const Reduction& reduction = flights_->reduction();
   if (reduction.takes_straight(*bucket)) bucket->num_straight = spec.num_straight;
-  bucket->parts = parts_of(*bucket, bucket->team.rank, reduction.most_in_a_part(*bucket));
+  bucket->own.parts = parts_of(*bucket, bucket->team.rank, reduction.most_in_a_part(*bucket));
   backward_->add(bucket);
   params_->forget_order();
   return bucket->index;

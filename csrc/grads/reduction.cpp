@@ -43,7 +43,7 @@ class Keeping final : public Summing {
   static void keep(Bucket& bucket, Exchange::Messages& own) {
     Landed& landed = bucket.landed;
     landed.words.reset();
-    own.back() = own.back().narrow(0, 0, bucket.parts.back().numel);  // without its flags
+    own.back() = own.back().narrow(0, 0, bucket.own.parts.back().numel);  // without its flags
     if (bucket.num_straight == 0) {
       landed.shard = std::move(own.back());  // everything was packed
     } else {

@@ -160,7 +160,7 @@ class TwoLevelSumming final : public Summing {
     at::Tensor mean = accumulate ? landed.shard.to(messages[0][0].scalar_type())
                                  : at::empty({bucket.shard_numel}, messages[0][0].options());
     at::Tensor words = at::zeros({kExactWords}, mean.options().dtype(at::kLong));
-    ops::reduce_(mean, words, {messages[0][0].narrow(0, 0, bucket.shard_numel)}, bucket.segments, landed.replaced,
+    ops::reduce_(mean, words, {messages[0][0].narrow(0, 0, bucket.shard_numel)}, bucket.own.segments, landed.replaced,
                  landed.divisor, accumulate);
     if (!accumulate && !landed.keeps_shard) landed.shard = at::empty({bucket.shard_numel}, flight.flat.options());
     landed.shard.copy_(mean);

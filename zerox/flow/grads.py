@@ -47,7 +47,6 @@ class Grads:
         self.no_sync_depth = 0
         self.segments: list[Tensor] = []  # of each bucket
         self.pieces_of: list[list[tuple[int, int, int, Tensor]]] = []
-        self.ranks = ranks
         self.sharded = stage.grads is SHARDED
         self.reduce_dtype = reduce_dtype
         self.manager = C.BucketManager(
@@ -66,6 +65,10 @@ class Grads:
         self.partial = PartialGrads(self.manager, self.model, lasts=self.sharded)
         # Not with CUDA graphs: a replay of step() would not ask.
         self.multiplied = None if keeps_shards else Multiplied(self.manager)
+
+    @property
+    def ranks(self) -> Ranks:
+        return self.teams.ranks
 
     def wire_dtype(self, bucket: Bucket) -> torch.dtype:
         return self.reduce_dtype or bucket.buffer.flat.dtype

@@ -18,6 +18,10 @@ from zerox.ranks.process_group import ALONE, GroupArgument, chosen_grid, chosen_
 from zerox.ranks.roll_call import RollCall
 
 OF_GROUP = "process_group"  # of a param group
+ONE_OF_A_NUMBER = {
+    C.Meeting.FULL_STATE: "full_state_dict() or consolidate_state_dict()",
+    C.Meeting.FULL_GRAD: "full_grad(), full_state() or a setter of theirs",
+}
 Cut = tuple[tuple[int, ...], ...]  # teams that all ranks are cut into, as the default group numbers them
 
 
@@ -75,24 +79,28 @@ class Teams:
         ValueError on all ranks, naming the param group, for a group that cuts the ranks otherwise than into teams.
         """
         first = len(self.of_group)
-        asked = [group.pop(OF_GROUP, None) for group in groups]
+        asked = {i: group.pop(OF_GROUP, None) for i, group in enumerate(groups, first)}
         with self.ranks.refusals_told():
-            own = [self._numbers(each, f"param group {i}") for i, each in enumerate(asked, first)]
-        whose = [f"param group {i} with{'' if each else 'out'} a process_group" for i, each in enumerate(own, first)]
-        self.ranks.check_same(whose)
-        if not any(own):
-            self.of_group += [self.all] * len(groups)
-            return
-        everyone = [json.loads(each) for each in self.ranks.all_gather_text(json.dumps(own))]
-        for index, argument in enumerate(asked):
-            cut = _cut_of([each[index] for each in everyone], self._all_numbers, f"param group {first + index}")
-            if len(cut) > 1 and cut not in self.made:
-                self.made[cut] = self._made(cut, argument)
-            self.of_group.append(self.made[cut] if len(cut) > 1 else self.all)
+            own = {i: self._numbers(each, f"param group {i}") for i, each in asked.items() if each is not None}
+        self.ranks.check_same([f"param group {i} with a process_group" for i in own])
+        self.of_group += [self.all] * len(groups)
+        everyone = [json.loads(each) for each in self.ranks.all_gather_text(json.dumps(own))] if own else []
+        for index in own:
+            cut = _cut_of([each[str(index)] for each in everyone], self._all_numbers, f"param group {index}")
+            if len(cut) > 1:
+                self.of_group[index] = self.made[cut] = self.made.get(cut) or self._made(cut, asked[index])
 
     def forget_after(self, count: int) -> None:
         """Of param groups that were refused."""
         del self.of_group[count:]
+
+    def refuse(self, meeting: C.Meeting) -> None:
+        """NotImplementedError on all ranks for a call that knows one parameter of each number."""
+        if self.are_many and meeting in ONE_OF_A_NUMBER:
+            raise NotImplementedError(
+                f"zerox: {ONE_OF_A_NUMBER[meeting]} does not go with a process_group of a param group yet, whose "
+                "parameters are others on other ranks. zerox.save() has the state of all"
+            )
 
     def check_same(self, lines: Mapping[int, Sequence[str]]) -> None:
         """ValueError on all ranks, naming the first that differs, unless the ranks of each team pass the same lines for
@@ -116,9 +124,6 @@ class Teams:
         return [0] if given is None else dist.get_process_group_ranks(given)
 
     def _numbers(self, argument: GroupArgument, of: str) -> list[int]:
-        """None are the team of all."""
-        if argument is None:
-            return []
         try:
             if chosen_grid(argument) is not None:
                 raise ValueError('process_group: a param group\'s has one axis, as mesh["edp"]')
@@ -162,12 +167,10 @@ class Teams:
 
 
 def _cut_of(of_ranks: Sequence[list[int]], numbers: Sequence[int], group: str) -> Cut:
-    """The teams from what each rank has as its own; one of all if none has any. ValueError unless they are a cut.
+    """The teams, from each rank's own. ValueError unless they cut the ranks, and each rank has its own.
 
     ``numbers``: of the optimizer's ranks in the default group.
     """
-    if not any(of_ranks):
-        return (tuple(numbers),)
     found = dict(zip(numbers, of_ranks, strict=True))
     for rank, team in found.items():
         called = f"{group}: the process_group of rank {rank}, of ranks {team},"
