@@ -63,7 +63,7 @@ def _terms(
         grads = grad_dtype_of(param, options.accumulate_dtype)
         kind = f"{tuple(member.local.shape)} {param.dtype} on {param.device.type}{placements_text(param)}"
         kind += f" with gradients of {grads}" if grads != param.dtype else ""
-        name = f"parameter '{member.name}'" if teams.of_group[member.group] is teams.all else "expert's parameter"
+        name = f"parameter '{member.name}'" if teams.of_group[member.group] is teams.all else "an expert's parameter"
         yield f"{_trained(param)} {name} {kind} in group {member.group}"
 
 

@@ -73,6 +73,16 @@ class Teams:
     def are_many(self) -> bool:
         return bool(self.made)
 
+    @property
+    def numbers(self) -> tuple[int, ...]:
+        """Which team this rank is in, of each cut."""
+        return tuple(team.number for team in self.made.values())
+
+    def by_name(self, groups: Mapping[str, int]) -> dict[str, tuple[int, int]]:
+        """Of parameters that smaller teams have, by the param group of each: the cut, and which of its teams."""
+        teams = {name: self.of_group[group] for name, group in groups.items()}
+        return {name: (team.exchange, team.number) for name, team in teams.items() if team.exchange}
+
     def take(self, groups: Sequence[dict[str, Any]]) -> None:
         """Makes the teams of new param groups, and takes their arguments out of them. Collective.
 
