@@ -72,7 +72,10 @@ REFUSALS: dict[str, tuple[Callable[[int, Groups], Any], str]] = {
     ),
     "outside": (outside, r"has rank [23], which the optimizer's own process_group lacks|has rank [01], which"),
     "not in it": (lambda r, g: made(g[(1,)]), "param group 1: process_group must be a ProcessGroup this process is in"),
-    "on one rank": (on_one_rank, "rank 0 has param group 1 with a process_group; rank 3 has nothing"),
+    "on one rank": (
+        on_one_rank,
+        r"rank 0 has a process_group in param groups \[1\]; rank 3 has a process_group in param groups \[\]",
+    ),
     "a wish": (lambda r, g: made("a wish"), "param group 1: process_group must be a ProcessGroup"),
     "shapes": (lambda r, g: made(usual(r, g), shape=6 + r % 2), r"an expert's parameter \(6,\).*rank 1 has .*\(7,\)"),
     "names": (names_differ, "rank 1 has parameter 'expert 1' in group 0; rank 3 has parameter 'other'"),

@@ -92,7 +92,7 @@ class Teams:
         asked = {i: group.pop(OF_GROUP, None) for i, group in enumerate(groups, first)}
         with self.ranks.refusals_told():
             own = {i: self._numbers(each, f"param group {i}") for i, each in asked.items() if each is not None}
-        self.ranks.check_same([f"param group {i} with a process_group" for i in own])
+        self.ranks.check_same([f"a process_group in param groups {list(own)}"])
         self.of_group += [self.all] * len(groups)
         everyone = [json.loads(each) for each in self.ranks.all_gather_text(json.dumps(own))] if own else []
         for index in own:
