@@ -15,7 +15,7 @@ void Params::start_gather(int64_t bucket, bool background) {
 }
 
 void Params::start_gather_of(int64_t bucket, const at::Tensor& part) {
-  gathers_.start(buckets_->all.at(bucket), part, *exchange_, /*background=*/false);
+  gathers_.start(buckets_->all.at(bucket), part, *exchanges_->front(), /*background=*/false);
 }
 
 void Params::forget_order() {
