@@ -49,13 +49,14 @@ def joined(
             owners.setdefault(name, set()).add((stage, teams.get(name)))
     shared = {name for name, found in owners.items() if len(found) > 1}
     differ = shared & trained
+    of = "with different experts" if ranks.teams else "of different stages"
     digests = ranks.gather({name: _digest(own[name]) for name in shared - differ if name in own}, failure)
     differ |= {name for name in shared - differ if len({each.get(name) for each in digests}) > 1}
     with ranks.failing_together(failure):
         if differ:
             raise CheckpointError(
-                f"ranks with other parameters have {some(sorted(differ))} too: give each the name that it has in the "
-                "whole model, and a weight of two stages to one of them; or save each stage to a path of its own, with "
+                f"ranks {of} have {some(sorted(differ))}: give each the name that it has in the whole "
+                "model, and a weight of two stages to one of them; or save each stage to a path of its own, with "
                 "process_group= its optimizer's"
             )
     merged = dict(host)
