@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import re
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -263,8 +264,7 @@ def swapped(rank: int, _: int) -> str:
 
 def test_a_swap_of_the_order_over_several_groups_is_an_error_on_all_ranks() -> None:
     for message in run_ranks(swapped, 4, timeout_s=20):
-        assert message.startswith("zerox: rank 1 and rank ") or message.startswith("zerox: rank 0 and rank 1 "), message
-        assert "launched their buckets in different orders" in message
+        assert re.search("zerox: rank (1 and rank .|. and rank 1) launched their buckets in different orders", message)
 
 
 def uneven_rounds(rank: int, _: int) -> Tensor:
