@@ -285,3 +285,30 @@ def uneven_rounds(rank: int, _: int) -> Tensor:
 
 def test_teams_may_have_different_sizes() -> None:
     assert max(map(float, run_ranks(uneven_rounds, 4))) <= PARAM_ATOL
+
+
+# ---- experts at one place in their teams are different ones
+
+
+def absent_there(rank: int, _: int, stage: int, how: str) -> tuple[bool, bool]:
+    """Whether the expert of ranks 0 and 2 moved, and that of ranks 1 and 3, which has no gradient in the end."""
+    expert = torch.nn.Parameter(torch.ones(300))
+    dense = torch.nn.Parameter(torch.ones(5))
+    own = {"params": [expert], "process_group": places_of().edp}
+    optimizer = FusedShardedAdam([{"params": [dense]}, own], lr=0.1, stage=stage)
+    loss = dense.sum()
+    if rank % 2 == 0 or how == "discarded":
+        loss = loss + expert.sum()
+    with optimizer.no_sync() if how == "not sent yet" else contextlib.nullcontext():
+        loss.backward()
+    if rank % 2 == 1 and how == "discarded":
+        expert.grad = None
+    optimizer.step()
+    return rank % 2 == 0, bool((expert != 1).all())
+
+
+@pytest.mark.parametrize("how", ["never there", "discarded", "not sent yet"])
+@pytest.mark.parametrize("stage", [1, 2])
+def test_an_expert_without_a_gradient_stays_while_others_at_its_place_move(stage: int, how: str) -> None:
+    for has_gradient, moved in run_ranks(absent_there, 4, stage, how):
+        assert moved == has_gradient
