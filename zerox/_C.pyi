@@ -94,6 +94,7 @@ class Whereabouts:
         timeout: datetime.timedelta,
     ) -> None: ...
     def set_processes(self, processes: Sequence[int]) -> None: ...
+    def add_group(self, group: ProcessGroup) -> None: ...
     def await_(self, work: Work) -> None: ...
     def leave(self, what: str) -> None: ...
 
@@ -188,6 +189,7 @@ class ManagerOptions:
 class Backward:
     settled: bool
     launch_order: list[int]
+    def set_order(self, order: Sequence[int]) -> None: ...  # for tests
     def set_sync(self, sync: bool) -> None: ...
     def set_stays_inner(self, stays: bool) -> None: ...
 
@@ -245,10 +247,16 @@ class Params:
 class Axis:
     def __init__(self, *, group: ProcessGroup | None, kind: ExchangeKind, members: Sequence[int]) -> None: ...
 
+class Team:
+    exchange: int
+    number: int
+    count: int
+    def __init__(self, *, exchange: int, rank: int, world: int, number: int, count: int) -> None: ...
+
 class BucketManager:
     num_buckets: int
     traffic: tuple[int, int]  # messages and bytes that this rank sent
-    traffic_by_axis: list[tuple[int, int]]  # the same over each axis, the inner one first
+    traffic_by_axis: list[tuple[int, int]]  # the same over each axis, the inner one first, then each small team
     backward: Backward
     flights: Flights
     grads: KeptGrads
@@ -277,5 +285,7 @@ class BucketManager:
         segments: Tensor,
         num_straight: int,
         divisor: float,
+        team: Team,
     ) -> int: ...
+    def add_team(self, axis: Axis, whereabouts: Whereabouts | None) -> int: ...
     def parts(self, bucket: int) -> list[tuple[int, int, Tensor]]: ...

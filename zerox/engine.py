@@ -15,6 +15,7 @@ import torch
 
 from zerox._C import Meeting, Outcome
 from zerox.estimate import MemoryBytes, measured
+from zerox.flow.bucket_plans import plan_trained
 from zerox.flow.capture import is_capturing
 from zerox.flow.grad_calls import GradCalls
 from zerox.flow.grad_scale import GradScale
@@ -37,9 +38,10 @@ from zerox.ranks.advice import advise_mesh
 from zerox.ranks.group import Ranks, call_ranks, find_ranks
 from zerox.ranks.model_axes import find_axes
 from zerox.ranks.process_group import GroupArgument
+from zerox.ranks.teams import own_group
 from zerox.rules.of_groups import Rules
 from zerox.state.one_state import OneState
-from zerox.terms import check_model, terms
+from zerox.terms import check_model, check_terms
 
 
 class Engine(OneGradient, OneState):
@@ -83,6 +85,7 @@ class Engine(OneGradient, OneState):
                 divides=any(self._divisor_of(group) is not None for group in self.param_groups),
                 model=model,
             )
+            self._grads.teams.take(self.param_groups)
             self._gather = self._made_gather()
             self._widened = Widened(self._options.accumulate_dtype)
             weakref.finalize(self, self._widened.give_back).atexit = False
@@ -138,6 +141,7 @@ class Engine(OneGradient, OneState):
         return self._grads.inner_sync(joins=bool(self._joining)) if outer else self._grads.no_sync()
 
     def _meet(self, meeting: Meeting) -> None:
+        self._grads.teams.refuse(meeting)
         self._settle(meeting)
 
     def synchronize(self) -> None:
@@ -186,9 +190,11 @@ class Engine(OneGradient, OneState):
                 members = [m for m in members_of(self.param_groups) if m.group == count]
                 known = self.inside.members
                 check_params([m.name for m in known + members], [m.param for m in known + members])
+            self._grads.teams.take(self.param_groups[count:])
             self._adopt(members)
         except Exception:
             del self.param_groups[count:]
+            self._grads.teams.forget_after(count)
             raise
 
     def broadcast_buffers(self, model: torch.nn.Module) -> None:
@@ -226,6 +232,7 @@ class Engine(OneGradient, OneState):
     def _add_group(self, param_group: Any) -> None:
         """On this rank alone."""
         if isinstance(param_group, dict):  # anything else torch refuses
+            param_group = own_group(param_group)
             self._options.check_pairs(param_group)
             self._rules.complete(param_group, f"param group {len(self.param_groups)}", self.defaults)
         super().add_param_group(param_group)
@@ -253,45 +260,39 @@ class Engine(OneGradient, OneState):
         with ranks.refusals_told():
             self._check_pairs(trained, self._overlap is not None)
             self._options.check_dtensors([(m.name, m.param) for m in members], self._grads.model)
-        ranks.check_same(list(terms(self._options, self.param_groups, members)))
+        check_terms(self._options, self._grads.teams, self.param_groups, members)
         with ranks.failure_told():
             check_model(self._grads.model, ranks, self._options, self.param_groups, members)
             self._take_over(members, trained)
         ranks.meet("all have made their buckets")
 
     def _take_over(self, members: Sequence[Member], trained: Sequence[Member]) -> None:
-        ranks = self._all_ranks
         adopted = {id(m.param) for m in trained}
-        watched = [*self._frozen, *members]
-        self._frozen = list({id(m.param): m for m in watched if id(m.param) not in adopted}.values())
+        self._frozen = list({id(m.param): m for m in (*self._frozen, *members) if id(m.param) not in adopted}.values())
         still = [member for member in members if not member.param.requires_grad]
-        rules = [self._rules.of(self.param_groups[m.group]) for m in trained]
-        model = self._grads.model
-        named: list[Planned] = [
-            (m.name, m.local, rule.name, self._divisor_of(self.param_groups[m.group]), model.replicated_over(m.param))
-            for m, rule in zip(trained, rules, strict=True)
-        ]
-        plans = self._options.plan(named, ranks.backend, ranks.size)
+        model, teams = self._grads.model, self._grads.teams
+        plans = plan_trained(self._options, self._rules, teams, model, self.param_groups, trained)
         shared_out: list[Planned] = [(m.name, m.local, "", None, ()) for m in still if self._gather.shards_frozen]
-        plans_of_still = self._options.plan(shared_out, ranks.backend, ranks.size)
-        self._gather.check_room([*rooms(plans, trained), *rooms(plans_of_still, still)])
-        frozen = self._gather.take_frozen(still, plans_of_still)
+        plans_of_still = self._options.plan(shared_out, teams.ranks.backend, teams.ranks.size)
+        self._gather.check_room([*rooms([plan for plan, _ in plans], trained), *rooms(plans_of_still, still)])
+        frozen = self._gather.take_frozen([m for m in still if teams.of_group[m.group] is teams.all], plans_of_still)
         for member in still:
+            teams.of_group[member.group].broadcast_own(member.local, f"parameter '{member.name}'")
             model.broadcast_values(member.local, model.replicated_over(member.param))
         self._widened.take(m.param for m in trained)
         made = []
-        for plan in plans:
+        for plan, team in plans:
             inside = [trained[i] for i in plan.params]
-            rule = rules[plan.params[0]]
-            wanted = rule.wanted([self.param_groups[m.group] for m in inside])
-            specs = [*wanted, *self._options.masters(inside[0].param.dtype)]
-            bucket = Bucket(plan, inside, ranks.shard_of(ranks.rank), rule, specs, self._gather.make_buffer)
-            ranks.broadcast(bucket.buffer.flat, f"the parameters of {bucket.describe(len(self._buckets))}")
+            groups = [self.param_groups[m.group] for m in inside]
+            rule = self._rules.of(groups[0])
+            specs = [*rule.wanted(groups), *self._options.masters(inside[0].param.dtype)]
+            bucket = Bucket(plan, inside, team.rank, rule, specs, self._gather.make_buffer)
+            team.ranks.broadcast(bucket.buffer.flat, f"the parameters of {bucket.describe(len(self._buckets))}")
             model.broadcast(bucket.buffer.flat, model.replicated_over(inside[0].param))
             give_out(bucket.buffer.slots())
             bucket.start()
-            divisor = self._divisor_of(self.param_groups[inside[0].group])
-            made.append((self._grads.add_bucket(bucket, divisor), bucket))
+            divisor = self._divisor_of(groups[0])
+            made.append((self._grads.add_bucket(bucket, divisor, team), bucket))
             self._calls.scale.add_bucket(divisor)
             self._buckets.append(bucket)
             self._update.add_bucket(bucket, self.param_groups)

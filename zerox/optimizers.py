@@ -35,7 +35,8 @@ class FusedShardedAdam(Engine):
         decoupled_weight_decay: True for AdamW, False for Adam with L2.
         process_group: the data-parallel ProcessGroup or DeviceMesh: of one axis, or of two, (replicate, shard), where
             gradients are added up along the second first. Default: all ranks of the default group, which must be there
-            first. "alone": this rank by itself, for a teacher or models that differ by rank.
+            first. "alone": this rank by itself, for a teacher or models that differ by rank. A param group's own, a
+            sub-group of it, is for experts: see docs/meshes.md.
         norm_group: a ProcessGroup or DeviceMesh whose other ranks have other parts of the model, as the stages of a
             pipeline: norms are over them too. The axes on which parameters are DTensors need not be named.
         stage: 1 shards the state, and leaves whole mean gradients in ``p.grad``; 2 shards gradients too; 3 also shards

@@ -82,11 +82,7 @@ class OptimizerOptions:
         """
         check_divisor(group.get(DIVISOR))
         for name in OF_OPTIMIZER:
-            if (
-                name in group
-                and name not in of_rule
-                and (name == "process_group" or group[name] != getattr(self, name))
-            ):
+            if name in group and name not in of_rule and group[name] != getattr(self, name):
                 raise ValueError(
                     f"{name}={group[name]!r} in a param group would have no effect: it is an option of the whole "
                     f"optimizer, pass {name} to its constructor"
@@ -245,7 +241,7 @@ def parameter_words(dtypes: Iterable[torch.dtype]) -> set[str]:
 
 DIVISOR = "gradient_divisor"  # the one of these options that a param group may have
 OF_INNER = ("stage", "bucket_cap_mb", "reduce_dtype", "master_weights", "resident_mb", DIVISOR, "elementwise")
-OF_OPTIMIZER = (*(field.name for field in fields(OptimizerOptions) if field.name != DIVISOR), "process_group")
+OF_OPTIMIZER = tuple(field.name for field in fields(OptimizerOptions) if field.name != DIVISOR)
 
 
 def check_divisor(divisor: float | None) -> None:

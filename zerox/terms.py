@@ -12,23 +12,59 @@ from torch import Tensor
 
 from zerox.grad_dtype import grad_dtype_of
 from zerox.memory.bucket import Member
-from zerox.options import OptimizerOptions
+from zerox.options import InnerOptions, OptimizerOptions
 from zerox.ranks.dtensors import is_dtensor, placements_text
 from zerox.ranks.group import Ranks
 from zerox.ranks.model_axes import ModelAxes
+from zerox.ranks.teams import Teams
 from zerox.rules.of_groups import RULE
 
 _said: list[bool] = []  # that plain parameters count as replicated
 
 
-def terms(options: OptimizerOptions, groups: Sequence[dict[str, Any]], members: Sequence[Member]) -> Iterator[str]:
+def check_terms(
+    options: OptimizerOptions, teams: Teams, groups: Sequence[dict[str, Any]], members: Sequence[Member]
+) -> None:
+    """ValueError on all ranks, naming the first that differs, unless ranks agree. Collective.
+
+    Parameters of a smaller team may have other names than those of the next one.
+    """
+    if teams.are_many and (without := _without_teams(options, teams, members)):
+        option, why = next(iter(without.items()))
+        raise ValueError(f"{option} does not go with a process_group of a param group: {why}")
+    teams.ranks.check_same(list(_terms(options, teams, groups, members)))
+    names: dict[int, list[str]] = {}
+    for member in members:
+        names.setdefault(member.group, []).append(f"parameter '{member.name}' in group {member.group}")
+    teams.check_same(names)
+
+
+def _without_teams(options: OptimizerOptions, teams: Teams, members: Sequence[Member]) -> dict[str, str]:
+    found = {}
+    if options.stage == 3:
+        found["stage=3"] = "parameters are sharded over all ranks there. Use stage=2"
+    if options.capturable:
+        found["capturable=True"] = "no one has tried several exchanges in a CUDA graph. Leave it at False"
+    if isinstance(options, InnerOptions):
+        found["ShardedOptimizer"] = "it is not tried with one yet. Use FusedShardedAdam"
+    if teams.ranks.on_mesh:
+        found["a 2-D mesh as the optimizer's own"] = "its gradients go over two axes. Pass a group, or one axis"
+    if dtensors := [member.quoted for member in members if is_dtensor(member.param)]:
+        found[f"a DTensor, as {dtensors[0]},"] = "no one has tried both yet. Pass local tensors, as experts' are"
+    return found
+
+
+def _terms(
+    options: OptimizerOptions, teams: Teams, groups: Sequence[dict[str, Any]], members: Sequence[Member]
+) -> Iterator[str]:
     yield from _of_options(options, groups)
     for member in members:
         param = member.param
         grads = grad_dtype_of(param, options.accumulate_dtype)
         kind = f"{tuple(member.local.shape)} {param.dtype} on {param.device.type}{placements_text(param)}"
         kind += f" with gradients of {grads}" if grads != param.dtype else ""
-        yield f"{_trained(param)} parameter '{member.name}' {kind} in group {member.group}"
+        name = f"parameter '{member.name}'" if teams.of_group[member.group] is teams.all else "an expert's parameter"
+        yield f"{_trained(param)} {name} {kind} in group {member.group}"
 
 
 def _trained(param: Tensor) -> str:

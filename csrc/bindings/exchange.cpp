@@ -32,6 +32,7 @@ void bind_exchange(py::module_& m) {
       .def(py::init(&make_whereabouts), py::kw_only(), py::arg("groups"), py::arg("store"), py::arg("rank"),
            py::arg("world"), py::arg("timeout"))
       .def("set_processes", &Whereabouts::set_processes, py::arg("processes"), Release())
+      .def("add_group", &Whereabouts::add_group, py::arg("group"), Release())
       .def(
           "await_", [](Whereabouts& self, Work work) { self.await({std::move(work)}, {}, kUnknownRank); },
           py::arg("work"), Release())

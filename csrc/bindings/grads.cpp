@@ -104,6 +104,7 @@ void bind_backward(py::module_& m) {
       .def("set_sync", &Backward::set_sync, py::arg("sync"), Release())
       .def("set_stays_inner", &Backward::set_stays_inner, py::arg("stays"), Release())
       .def_property_readonly("settled", py::cpp_function(&Backward::is_settled, Release()))
+      .def("set_order", &Backward::set_order, py::arg("order"), Release())
       .def_property_readonly("launch_order", py::cpp_function(&Backward::order, Release()));
 }
 
@@ -190,6 +191,10 @@ struct Axis {
   std::vector<int> members;
 };
 
+std::shared_ptr<Exchange> exchange_over(const Axis& axis, const std::shared_ptr<Whereabouts>& whereabouts) {
+  return make_exchange(axis.kind, {axis.group.value_or(Group()), whereabouts, axis.members});
+}
+
 std::shared_ptr<BucketManager> make_manager(const std::vector<Axis>& axes, const std::optional<Group>& control,
                                             std::shared_ptr<Whereabouts> whereabouts, const ManagerOptions& options) {
   if (control && !whereabouts) {
@@ -197,9 +202,7 @@ std::shared_ptr<BucketManager> make_manager(const std::vector<Axis>& axes, const
                                                 (*control)->getSize(), kProcessGroupDefaultTimeout);
   }
   BucketManager::Axes made;
-  for (const Axis& axis : axes) {
-    made.push_back(make_exchange(axis.kind, {axis.group.value_or(Group()), whereabouts, axis.members}));
-  }
+  for (const Axis& axis : axes) made.push_back(exchange_over(axis, whereabouts));
   return destroyed_without_gil(new BucketManager(made, {control.value_or(Group()), whereabouts}, options));
 }
 
@@ -207,9 +210,9 @@ int64_t add_bucket(BucketManager& self, const std::vector<std::string>& names, c
                    const std::vector<at::Tensor>& locals, const std::vector<at::Tensor>& homes, at::Tensor flat,
                    const std::optional<std::vector<at::Tensor>>& placeholders, const std::vector<int64_t>& offsets,
                    at::ScalarType wire_dtype, at::ScalarType grad_dtype, int64_t shard_numel, int64_t trailer_numel,
-                   at::Tensor segments, int64_t num_straight, double divisor) {
-  BucketSpec spec{{},          std::move(flat), wire_dtype,          grad_dtype,  divisor,
-                  shard_numel, trailer_numel,   std::move(segments), num_straight};
+                   at::Tensor segments, int64_t num_straight, double divisor, const Team& team) {
+  BucketSpec spec{{},          std::move(flat), wire_dtype,          grad_dtype, divisor,
+                  shard_numel, trailer_numel,   std::move(segments), team,       num_straight};
   for (size_t i = 0; i < params.size(); ++i) {
     const at::Tensor placeholder = placeholders ? placeholders->at(i) : at::Tensor();
     spec.slots.push_back({names.at(i), params[i], locals.at(i), homes.at(i), placeholder, offsets.at(i)});
@@ -218,9 +221,24 @@ int64_t add_bucket(BucketManager& self, const std::vector<std::string>& names, c
   return self.add_bucket(std::move(spec));
 }
 
+// Over each axis of the ranks' mesh, the inner one first, then in each smaller team.
+std::vector<std::pair<int64_t, int64_t>> traffic_by_axis(const BucketManager& self) {
+  std::vector<std::pair<int64_t, int64_t>> found;
+  for (const auto& exchange : self.exchanges()) {
+    for (const Traffic* axis : exchange->traffic()) found.emplace_back(axis->messages, axis->bytes);
+  }
+  return found;
+}
+
 void bind_manager(py::module_& m) {
   py::class_<Axis>(m, "Axis").def(py::init<std::optional<Group>, ExchangeKind, std::vector<int>>(), py::kw_only(),
                                   py::arg("group"), py::arg("kind"), py::arg("members"));
+  py::class_<Team>(m, "Team")
+      .def(py::init<int64_t, int64_t, int64_t, int64_t, int64_t>(), py::kw_only(), py::arg("exchange"), py::arg("rank"),
+           py::arg("world"), py::arg("number"), py::arg("count"))
+      .def_readonly("exchange", &Team::exchange)
+      .def_readonly("number", &Team::number)
+      .def_readonly("count", &Team::count);
   py::class_<ManagerOptions>(m, "ManagerOptions")
       .def(py::init<std::vector<Move>, bool, at::Device, bool, bool>(), py::kw_only(), py::arg("route"),
            py::arg("keeps_shards"), py::arg("device"), py::arg("sharded_params"), py::arg("divides"));
@@ -229,7 +247,13 @@ void bind_manager(py::module_& m) {
       .def("add_bucket", &add_bucket, py::arg("names"), py::arg("params"), py::arg("locals"), py::arg("homes"),
            py::arg("flat"), py::arg("placeholders"), py::arg("offsets"), py::arg("wire_dtype"), py::arg("grad_dtype"),
            py::arg("shard_numel"), py::arg("trailer_numel"), py::arg("segments"), py::arg("num_straight"),
-           py::arg("divisor"))
+           py::arg("divisor"), py::arg("team"))
+      .def(
+          "add_team",
+          [](BucketManager& self, const Axis& axis, const std::shared_ptr<Whereabouts>& whereabouts) {
+            return self.add_team(exchange_over(axis, whereabouts));
+          },
+          py::arg("axis"), py::arg("whereabouts"), Release())
       .def_property_readonly("backward", &BucketManager::backward)
       .def_property_readonly("flights", &BucketManager::flights)
       .def_property_readonly("grads", &BucketManager::grads)
@@ -247,17 +271,13 @@ void bind_manager(py::module_& m) {
       .def_property_readonly("traffic",
                              [](BucketManager& self) {
                                std::pair<int64_t, int64_t> found;
-                               for (const Traffic* axis : self.exchange().traffic()) {
-                                 found.first += axis->messages;
-                                 found.second += axis->bytes;
+                               for (const auto& [messages, bytes] : traffic_by_axis(self)) {
+                                 found.first += messages;
+                                 found.second += bytes;
                                }
                                return found;
                              })
-      .def_property_readonly("traffic_by_axis", [](BucketManager& self) {
-        std::vector<std::pair<int64_t, int64_t>> found;
-        for (const Traffic* axis : self.exchange().traffic()) found.emplace_back(axis->messages, axis->bytes);
-        return found;
-      });
+      .def_property_readonly("traffic_by_axis", &traffic_by_axis);
 }
 
 }  // namespace

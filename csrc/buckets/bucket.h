@@ -173,21 +173,42 @@ struct Part {
   at::Tensor segments;  // the rows inside the part, counted from `start`
 };
 
+// What lies in this rank's shard.
+struct OwnShard {
+  at::Tensor segments;      // int64 [n, 5]: the slots that overlap it, see math/segment.h
+  std::vector<Part> parts;  // in order: of each straight slot with elements here, then of the packed elements
+};
+
+// Note [Teams]
+// A team is the ranks that have one bucket's parameters and add up their gradients. Team 0 is all ranks of the
+// optimizer. A param group may have smaller ones: experts, of which rank 0 has others than rank 1. Then the ranks are
+// cut into several teams of the same size, one of them this rank's, and the bucket stands for other parameters in each.
+// What is agreed over all ranks (the order of launches, the rounds) holds for the buckets of all teams together, so
+// that no two ranks wait for each other in different teams. What is told of one parameter must not be mixed up over
+// teams: see KeptGrads::told_in_teams().
+struct Team {
+  int64_t exchange = 0;  // its place among the Exchanges
+  int64_t rank = 0;      // this rank's number in it
+  int64_t world = 1;     // how many ranks it has
+  int64_t number = 0;    // which of the teams that the ranks were cut into
+  int64_t count = 1;     // how many those are
+};
+
 struct Bucket {
   int64_t index;
   std::vector<Slot> slots;  // by offset
   at::Tensor flat;          // the buffer that the parameters lie in
+  Team team{};
   at::ScalarType wire_dtype;
   at::ScalarType grad_dtype;  // of whole gradients, and of local ones unless another dtype was put there by hand
   int64_t shard_numel;        // of each rank, without flags
   int64_t trailer_numel;      // elements for the flags after each shard on the wire
-  at::Tensor segments;        // int64 [n, 5]: the slots that overlap this rank's shard, see math/segment.h
+  OwnShard own{};
 
   Landed landed;
   std::vector<c10::Stream> producers;  // on an accelerator: the streams that gradients came from since the last flight
 
   int64_t num_straight = 0;  // slots: see Notes [Straight from the gradient] and [Alone, gradients stay where they are]
-  std::vector<Part> parts;   // in order: of each straight slot with elements here, then of the packed elements
 
   // Whether some of the slot's elements lie in `rank`'s shard. An empty parameter lies where its offset does.
   bool owns_part_of(const Slot& slot, int64_t rank) const {

@@ -118,4 +118,7 @@ struct ExchangeKind {
 // Without a group, makes the exchange of one rank alone.
 std::shared_ptr<Exchange> make_exchange(ExchangeKind kind, Line line);
 
+// By team: see Note [Teams] in buckets/bucket.h.
+using Exchanges = std::vector<std::shared_ptr<Exchange>>;
+
 }  // namespace zx

@@ -38,8 +38,7 @@ auto within(milliseconds limit, Body body) -> std::optional<decltype(body())> {
   return std::nullopt;
 }
 
-// The state as in /proc: 'Z' if the process is dead and its parent does not know it yet. 'X' if there is no such
-// process.
+// As in /proc: 'Z' if the process is dead and its parent does not know it yet. 'X' if there is no such process.
 char state_of(int64_t process) {
   std::ifstream file("/proc/" + std::to_string(process) + "/stat");
   std::string text;
@@ -73,8 +72,7 @@ struct Farewell {
 // connection is gone.
 class LongWaits {
  public:
-  // The waits of this process. Leaked, as their thread never ends. A forked child has no such thread, and must not
-  // wait.
+  // Of this process. Leaked, as their thread never ends. A forked child has no such thread, and must not wait.
   static LongWaits& all() {
     static auto* waits = new LongWaits;
     return *waits;
@@ -252,6 +250,11 @@ Whereabouts::Whereabouts(std::vector<Group> groups, c10::intrusive_ptr<c10d::Sto
 void Whereabouts::set_processes(std::vector<int64_t> processes) {
   const std::lock_guard lock(mutex_);
   processes_ = std::move(processes);
+}
+
+void Whereabouts::add_group(Group group) {
+  const std::lock_guard lock(mutex_);
+  groups_.push_back(std::move(group));
 }
 
 void Whereabouts::met(const char* place) {

@@ -47,6 +47,9 @@ class Whereabouts {
   // Sets the process of each rank on this machine, 0 for others.
   void set_processes(std::vector<int64_t> processes);
 
+  // One more group to be closed.
+  void add_group(Group group);
+
   // met(): all ranks were in `place`, in the current step. step_begun(): all have begun to update in step().
   void met(const char* place);
   void step_begun();

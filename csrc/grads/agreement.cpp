@@ -38,6 +38,8 @@ constexpr std::array<Number, static_cast<size_t>(Said::kCount)> kFields = {
     [](const Statement& s) { return has_own_rounds(s) ? s.rounds.all - s.rounds.inner.count : kNoBackward; },
     [](const Statement& s) { return has_own_rounds(s) ? s.rounds.inner.dropped : kNoBackward; },
     [](const Statement& s) { return has_own_rounds(s) ? -s.rounds.inner.dropped : kNoBackward; },
+    [](const Statement& s) { return has_own_rounds(s) ? s.rounds.order : kNoBackward; },
+    [](const Statement& s) { return has_own_rounds(s) ? -s.rounds.order : kNoBackward; },
     [](const Statement& s) { return static_cast<int64_t>(s.failed); },
     [](const Statement& s) { return static_cast<int64_t>(s.unsent); },
     [](const Statement& s) { return static_cast<int64_t>(s.changed); },

@@ -24,7 +24,8 @@ struct InnerRounds {
 // Times that all buckets were launched since the last step.
 struct Rounds {
   int64_t all = 0;
-  int64_t own = 0;  // those that this rank's own backwards launched
+  int64_t own = 0;    // those that this rank's own backwards launched
+  int64_t order = 0;  // a digest of which buckets these launched, in which order
   InnerRounds inner{};
 };
 
@@ -59,6 +60,8 @@ enum class Said : uint8_t {
   outer_rounds,  // those that went on from the inner axis, of the same
   dropped,       // of the same
   less_dropped,  // its negative
+  order,         // of the same
+  less_order,    // its negative
   failed,
   unsent,
   changed,

@@ -8,11 +8,11 @@
 namespace zx {
 
 Backward::Backward(std::shared_ptr<Buckets> buckets, std::shared_ptr<KeptGrads> grads, std::shared_ptr<Flights> flights,
-                   int world, bool paced)
+                   bool paced)
     : buckets_(std::move(buckets)),
       grads_(std::move(grads)),
       flights_(std::move(flights)),
-      packing_(grads_, flights_, world),
+      packing_(grads_, flights_),
       paced_(paced) {}
 
 Backward::~Backward() {
@@ -107,6 +107,8 @@ void Backward::launch_round(bool empty, bool stays_inner) {
 // `empty`: after an exception in backward the bucket leaves without gradients, to keep ranks in step.
 void Backward::launch(int64_t bucket, bool empty, const Locked& lock) {
   const Range range("launch", bucket);
+  constexpr int64_t kOrderMix = 1000003;
+  progress_.rounds.order = (progress_.rounds.order * kOrderMix + bucket + 1) % (kNoBackward / 4);
   std::string refusal;  // the round goes on without such a gradient, and the next settle() raises
   auto flight = packing_.make_flight(buckets_->all[bucket], empty, refusal, lock);
   flight->stays_inner = stays_inner_;
@@ -154,7 +156,7 @@ void Backward::note_zeroed() {
 
 void Backward::start_over() {
   const Locked lock(buckets_->mutex);
-  progress_.rounds.all = progress_.rounds.own = 0;
+  progress_.rounds.all = progress_.rounds.own = progress_.rounds.order = 0;
   progress_.rounds.inner.count = progress_.rounds.inner.dropped = 0;
 }
 

@@ -37,7 +37,7 @@ struct Progress {
 class Backward : public std::enable_shared_from_this<Backward> {
  public:
   Backward(std::shared_ptr<Buckets> buckets, std::shared_ptr<KeptGrads> grads, std::shared_ptr<Flights> flights,
-           int world, bool paced);
+           bool paced);
   ~Backward();  // removes the hooks and placeholders
   Backward(const Backward&) = delete;
   Backward& operator=(const Backward&) = delete;

@@ -26,39 +26,49 @@ BucketManager::BucketManager(const Axes& axes, const Line& control, const Manage
     : buckets_(std::make_shared<Buckets>()),
       keeps_shards_(options.keeps_shards),
       homes_move_(options.sharded_params && !options.device.is_cpu()),
-      exchange_(exchange_over(axes)) {
-  const bool alone = !exchange_->has_group();
-  auto reduction = axes.size() > 1 ? make_two_level_reduction(axes[0], axes[1]) : make_reduction(alone, exchange_);
-  flights_ = std::make_shared<Flights>(exchange_, std::move(reduction), options.device);
+      exchanges_(std::make_shared<Exchanges>(Exchanges{exchange_over(axes)})),
+      reductions_(std::make_shared<ReductionsOfTeams>()) {
+  const std::shared_ptr<Exchange> exchange = exchanges_->front();
+  const bool alone = !exchange->has_group();
+  reductions_->add(axes.size() > 1 ? make_two_level_reduction(axes[0], axes[1]) : make_reduction(exchange));
+  flights_ = std::make_shared<Flights>(reductions_, options.device, exchange->waits_on_host());
   const bool kept_in_parts = axes.size() > 1 && options.sharded_params;  // see Note [Shards are pulled]
-  params_ = std::make_shared<Params>(buckets_, kept_in_parts ? axes[1] : exchange_);
-  grads_ = make_kept_grads(options.route, alone && !options.divides, {buckets_, exchange_, flights_});
+  params_ =
+      std::make_shared<Params>(buckets_, kept_in_parts ? std::make_shared<Exchanges>(Exchanges{axes[1]}) : exchanges_);
+  grads_ = make_kept_grads(options.route, alone && !options.divides, {buckets_, exchanges_, flights_});
   const bool paced = options.sharded_params && options.device.is_cpu();  // an accelerator has an order of its own
-  backward_ = std::make_shared<Backward>(buckets_, grads_, flights_, exchange_->world(), paced);
+  backward_ = std::make_shared<Backward>(buckets_, grads_, flights_, paced);
   settlement_ = std::make_shared<Settlement>(control, buckets_, grads_, backward_, flights_, params_);
   backward_->set_on_end([weak = std::weak_ptr(settlement_)] {
     if (const auto settlement = weak.lock()) settlement->settle({.meeting = Meeting::backward_end});
   });
 }
 
+int64_t BucketManager::add_team(std::shared_ptr<Exchange> exchange) {
+  exchanges_->push_back(exchange);
+  reductions_->add(make_reduction(std::move(exchange)));
+  return static_cast<int64_t>(exchanges_->size()) - 1;
+}
+
 int64_t BucketManager::add_bucket(BucketSpec spec) {
   auto bucket = std::make_shared<Bucket>();
   bucket->index = static_cast<int64_t>(buckets_->all.size());
   bucket->flat = std::move(spec.flat);
+  bucket->team = spec.team;
   bucket->wire_dtype = spec.wire_dtype;
   bucket->grad_dtype = spec.grad_dtype;
   bucket->shard_numel = spec.shard_numel;
   bucket->trailer_numel = spec.trailer_numel;
-  bucket->segments = std::move(spec.segments);
+  bucket->own.segments = std::move(spec.segments);
   Landed& landed = bucket->landed;
   landed.divisor = spec.divisor;
   landed.keeps_shard = keeps_shards_;
   if (landed.keeps_shard) {
     landed.shard = at::zeros({bucket->shard_numel}, bucket->flat.options().dtype(bucket->wire_dtype));
   }
-  const auto bytes = bucket->segments.options().dtype(at::kByte);
-  landed.present = at::zeros({bucket->segments.size(0)}, bytes);
-  landed.replaced = at::zeros({bucket->segments.size(0)}, bytes);
+  const auto bytes = bucket->own.segments.options().dtype(at::kByte);
+  landed.present = at::zeros({bucket->own.segments.size(0)}, bytes);
+  landed.replaced = at::zeros({bucket->own.segments.size(0)}, bytes);
   for (SlotSpec& slot : spec.slots) {
     const bool is_dtensor = !slot.local.is_same(slot.param);
     buckets_->num_dtensors += is_dtensor ? 1 : 0;
@@ -71,15 +81,15 @@ int64_t BucketManager::add_bucket(BucketSpec spec) {
   }
   const Reduction& reduction = flights_->reduction();
   if (reduction.takes_straight(*bucket)) bucket->num_straight = spec.num_straight;
-  const auto element_bytes = static_cast<int64_t>(c10::elementSize(spec.wire_dtype));
-  bucket->parts = parts_of(*bucket, exchange_->rank(), reduction.most_in_a_part(element_bytes));
+  bucket->own.parts = parts_of(*bucket, bucket->team.rank, reduction.most_in_a_part(*bucket));
   backward_->add(bucket);
   params_->forget_order();
   return bucket->index;
 }
 
 std::vector<Part> BucketManager::parts(int64_t index) const {
-  return parts_of(buckets_->at(index), exchange_->rank(), std::numeric_limits<int64_t>::max());
+  const Bucket& bucket = buckets_->at(index);
+  return parts_of(bucket, bucket.team.rank, std::numeric_limits<int64_t>::max());
 }
 
 }  // namespace zx

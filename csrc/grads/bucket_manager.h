@@ -41,6 +41,7 @@ struct BucketSpec {
   int64_t shard_numel;
   int64_t trailer_numel;
   at::Tensor segments;
+  Team team;
   int64_t num_straight;  // how many slots are straight, the first ones: see Note [Straight from the gradient]
 };
 
@@ -59,11 +60,14 @@ class BucketManager {
   using Axes = std::vector<std::shared_ptr<Exchange>>;
   BucketManager(const Axes& axes, const Line& control, const ManagerOptions& options);
 
+  // Makes smaller teams possible: returns the exchange's place in Team. Must not be called inside a backward.
+  int64_t add_team(std::shared_ptr<Exchange> exchange);
+
   // Takes the gradients of the bucket's parameters from now on. Must not be called inside a backward.
   int64_t add_bucket(BucketSpec spec);
 
   const Buckets& buckets() const { return *buckets_; }
-  const Exchange& exchange() const { return *exchange_; }
+  const Exchanges& exchanges() const { return *exchanges_; }
   Flights& flights() { return *flights_; }
   Params& params() { return *params_; }
   KeptGrads& grads() { return *grads_; }
@@ -77,7 +81,8 @@ class BucketManager {
   bool keeps_shards_;
   bool homes_move_;  // see Note [Rooms on an accelerator]
   // Their order matters: the last is destroyed first and removes its hooks, and gathers end before flights are aborted.
-  std::shared_ptr<Exchange> exchange_;
+  std::shared_ptr<Exchanges> exchanges_;
+  std::shared_ptr<ReductionsOfTeams> reductions_;
   std::shared_ptr<Flights> flights_;
   std::shared_ptr<Params> params_;
   std::shared_ptr<KeptGrads> grads_;

@@ -42,11 +42,10 @@ auto telling_reasons(const Body& body) {
 
 }  // namespace
 
-Flights::Flights(std::shared_ptr<Exchange> exchange, std::unique_ptr<Reduction> reduction, c10::Device device)
-    : exchange_(std::move(exchange)),
-      reduction_(std::move(reduction)),
+Flights::Flights(std::shared_ptr<Reduction> reduction, c10::Device device, bool waits_on_host)
+    : reduction_(std::move(reduction)),
       workers_(
-          device.is_cpu() || exchange_->waits_on_host(), [this](Flight& flight) { pack(flight); },
+          device.is_cpu() || waits_on_host, [this](Flight& flight) { pack(flight); },
           [this](Flight& flight) { land(flight); }) {
   if (!device.is_cpu()) streams_.emplace(device);
 }
@@ -56,7 +55,7 @@ void Flights::launch(std::shared_ptr<Flight> flight) {
   const Bucket& bucket = *flight->bucket;
   const int64_t numel = flight->adds ? bucket.slice_numel() : bucket.packed_start(1);
   const int64_t bytes = numel * static_cast<int64_t>(c10::elementSize(bucket.wire_dtype));
-  workers_.launch(std::move(flight), /*small=*/reduction_->is_local() && !streams_ && bytes <= kSmallBytes);
+  workers_.launch(std::move(flight), /*small=*/reduction_->is_local(bucket) && !streams_ && bytes <= kSmallBytes);
 }
 
 void Flights::after_landing(std::function<void()> task) {
@@ -92,7 +91,7 @@ void Flights::pack(Flight& flight) {
     const Bucket& bucket = *flight.bucket;
     const Range range("pack", bucket.index);
     const auto options = bucket.flat.options().dtype(bucket.wire_dtype);
-    flight.flat = at::empty({bucket.packed_start(exchange_->world())}, options);
+    flight.flat = at::empty({bucket.packed_start(bucket.team.world)}, options);
     ops::flatten_(flight.flat, flight.sources, flight.copies.pieces, flight.copies.flags);
     if (!streams_) flight.sources.clear();
     if (auto pending = reduction_->send(flight)) workers_.set_pending(flight, std::move(pending));

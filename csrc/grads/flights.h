@@ -20,7 +20,8 @@ namespace zx {
 class Flights {
  public:
   // The destructor aborts what is under way.
-  Flights(std::shared_ptr<Exchange> exchange, std::unique_ptr<Reduction> reduction, c10::Device device);
+  // `waits_on_host`: whether sending or receiving may.
+  Flights(std::shared_ptr<Reduction> reduction, c10::Device device, bool waits_on_host);
 
   void launch(std::shared_ptr<Flight> flight);
 
@@ -55,8 +56,7 @@ class Flights {
   void land(Flight& flight);
 
   Process process_;
-  std::shared_ptr<Exchange> exchange_;
-  std::unique_ptr<Reduction> reduction_;
+  std::shared_ptr<Reduction> reduction_;
   std::vector<at::Tensor> abandoned_;  // the land worker's: sent before an error, and others may still read it
   std::optional<Streams> streams_;
   Stopwatch waited_;

@@ -116,6 +116,27 @@ std::vector<at::Tensor> KeptGrads::landed(int64_t index) const {
   return {landed.shard};
 }
 
+// All ranks send the bytes of all teams, with zeros for those that they are not in.
+std::vector<uint8_t> KeptGrads::told_in_teams(const std::vector<uint8_t>& own, int64_t each,
+                                              Agreement& agreement) const {
+  const auto for_each_byte = [&](const auto& call) {
+    int64_t byte = 0;
+    int64_t place = 0;
+    for (const auto& bucket : buckets().all) {
+      const Team& team = bucket->team;
+      const int64_t count = each * static_cast<int64_t>(bucket->slots.size());
+      for (int64_t i = 0; i < count; ++i, place += team.count) call(byte++, place + team.number);
+    }
+    return place;
+  };
+  std::vector<uint8_t> said(for_each_byte([](int64_t, int64_t) {}), 0);
+  for_each_byte([&](int64_t byte, int64_t place) { said[place] = own.at(byte); });
+  agreement.take_largest(said);
+  std::vector<uint8_t> told(own.size());
+  for_each_byte([&](int64_t byte, int64_t place) { told[byte] = said[place]; });
+  return told;
+}
+
 std::shared_ptr<KeptGrads> make_kept_grads(const std::vector<Move>& route, bool alone, GradContext context) {
   const bool gathers = route == std::vector{Move::reduce_scatter, Move::all_gather};
   TORCH_CHECK(gathers || route == std::vector{Move::reduce_scatter},

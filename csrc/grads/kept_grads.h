@@ -48,7 +48,7 @@ struct GradsSeen {
 // What all three work with.
 struct GradContext {
   std::shared_ptr<Buckets> buckets;
-  std::shared_ptr<Exchange> exchange;
+  std::shared_ptr<Exchanges> exchanges;
   std::shared_ptr<Flights> flights;
 };
 
@@ -131,7 +131,9 @@ class KeptGrads {
   virtual bool zeros_are_in_grad() const = 0;
   SlotSet seen_placements() const;
   Buckets& buckets() const { return *context_.buckets; }
-  Exchange& exchange() const { return *context_.exchange; }
+  Exchange& exchange_of(const Bucket& bucket) const { return *context_.exchanges->at(bucket.team.exchange); }
+  // Collective: of `each` bytes for every slot, in order, their maxima over the ranks of the slot's team.
+  std::vector<uint8_t> told_in_teams(const std::vector<uint8_t>& own, int64_t each, Agreement& agreement) const;
   Flights& flights() const { return *context_.flights; }
 
  private:

@@ -59,7 +59,8 @@ std::shared_ptr<Flight> Packing::make_flight(const std::shared_ptr<Bucket>& buck
   const int64_t shard_numel = bucket->shard_numel;
   std::vector<int64_t> pieces;
   std::vector<int64_t> flags;
-  std::vector<int64_t> segments_before(world_, 0);  // flags go after each shard, in the order of its segments
+  std::vector<int64_t> segments_before(bucket->team.world,
+                                       0);  // flags go after each shard, in the order of its segments
   for (Slot& slot : bucket->slots) {
     const bool stood = slot.held;
     Taken taken = take(*bucket, slot, empty, refusal, lock);

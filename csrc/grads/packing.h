@@ -19,8 +19,8 @@ struct Taken;
 
 class Packing {
  public:
-  Packing(std::shared_ptr<KeptGrads> grads, std::shared_ptr<Flights> flights, int world)
-      : grads_(std::move(grads)), flights_(std::move(flights)), world_(world) {}
+  Packing(std::shared_ptr<KeptGrads> grads, std::shared_ptr<Flights> flights)
+      : grads_(std::move(grads)), flights_(std::move(flights)) {}
 
   // Notes that the current stream has written a gradient of this bucket.
   void note_producer(Bucket& bucket, const Locked& lock) const;
@@ -34,7 +34,6 @@ class Packing {
 
   std::shared_ptr<KeptGrads> grads_;
   std::shared_ptr<Flights> flights_;
-  int world_;
 };
 
 // An int64 tensor [numbers / columns, columns], or [numbers] for one column.

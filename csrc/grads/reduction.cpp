@@ -36,14 +36,14 @@ class Keeping final : public Summing {
   }
 
   bool takes_straight(const Bucket& bucket) const override { return stay_in_place(bucket); }
-  bool is_local() const override { return true; }
+  bool is_local(const Bucket& /*bucket*/) const override { return true; }
 
  private:
   // Leaves the norm to a later call that asks for it.
   static void keep(Bucket& bucket, Exchange::Messages& own) {
     Landed& landed = bucket.landed;
     landed.words.reset();
-    own.back() = own.back().narrow(0, 0, bucket.parts.back().numel);  // without its flags
+    own.back() = own.back().narrow(0, 0, bucket.own.parts.back().numel);  // without its flags
     if (bucket.num_straight == 0) {
       landed.shard = std::move(own.back());  // everything was packed
     } else {
@@ -54,8 +54,8 @@ class Keeping final : public Summing {
 
 }  // namespace
 
-std::unique_ptr<Reduction> make_reduction(bool alone, std::shared_ptr<Exchange> exchange) {
-  if (alone) return std::make_unique<Keeping>(std::move(exchange));
+std::unique_ptr<Reduction> make_reduction(std::shared_ptr<Exchange> exchange) {
+  if (!exchange->has_group()) return std::make_unique<Keeping>(std::move(exchange));
   return std::make_unique<Summing>(std::move(exchange));
 }
 

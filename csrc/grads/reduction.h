@@ -3,6 +3,8 @@
 
 #include <cstdint>
 #include <memory>
+#include <utility>
+#include <vector>
 
 #include "exchange/exchange.h"
 #include "grads/flight.h"
@@ -22,12 +24,30 @@ class Reduction {
   // Whether large gradients of the bucket are not packed: see straight.h.
   virtual bool takes_straight(const Bucket& bucket) const = 0;
   // Whether a flight waits for no other rank.
-  virtual bool is_local() const = 0;
-  // How many elements of `bytes` each a part of a shard may have: any number, or if neighbours are read, what a cache
+  virtual bool is_local(const Bucket& bucket) const = 0;
+  // How many elements a part of the bucket's shard may have: any number, or if neighbours are read, what a cache
   // holds.
-  virtual int64_t most_in_a_part(int64_t bytes) const = 0;
+  virtual int64_t most_in_a_part(const Bucket& bucket) const = 0;
 };
 
-std::unique_ptr<Reduction> make_reduction(bool alone, std::shared_ptr<Exchange> exchange);
+std::unique_ptr<Reduction> make_reduction(std::shared_ptr<Exchange> exchange);
+
+// Each bucket's own: see Note [Teams].
+class ReductionsOfTeams final : public Reduction {
+ public:
+  // The next one of Team::exchange. No flight is under way.
+  void add(std::unique_ptr<Reduction> reduction) { all_.push_back(std::move(reduction)); }
+
+  std::shared_ptr<Pending> send(Flight& flight) override { return of(*flight.bucket).send(flight); }
+  void land(Flight& flight) override { of(*flight.bucket).land(flight); }
+  bool takes_straight(const Bucket& bucket) const override { return of(bucket).takes_straight(bucket); }
+  bool is_local(const Bucket& bucket) const override { return of(bucket).is_local(bucket); }
+  int64_t most_in_a_part(const Bucket& bucket) const override { return of(bucket).most_in_a_part(bucket); }
+
+ private:
+  Reduction& of(const Bucket& bucket) const { return *all_.at(bucket.team.exchange); }
+
+  std::vector<std::unique_ptr<Reduction>> all_;
+};
 
 }  // namespace zx

@@ -86,6 +86,15 @@ void Settlement::check(const Verdict& verdict) {
                 " synchronising backwards since the last step, rank ", verdict[Said::rounds].most_rank, " ran ",
                 verdict[Said::rounds].most, way_out, kUneven);
   }
+  const Extreme& order = verdict[Said::order];
+  if (order.least != kNoBackward && order.least != -verdict[Said::less_order].least) {
+    const std::string why =
+        c10::str("zerox: rank ", order.least_rank, " and rank ", verdict[Said::less_order].least_rank,
+                 " launched their buckets in different orders. Their messages have wrong "
+                 "partners, and the optimizer can't be used any more");
+    agreement_.leave(why);
+    TORCH_CHECK(false, why);
+  }
   const Extreme& inner = verdict[Said::inner_rounds];
   const Extreme& outer = verdict[Said::outer_rounds];
   if (inner.least != kNoBackward && inner.least + outer.least < verdict[Said::rounds].most) {

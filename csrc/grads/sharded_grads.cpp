@@ -78,11 +78,10 @@ std::vector<uint8_t> ShardedGrads::take_changes() {
 
 // This is rare: a flight tells most changes.
 void ShardedGrads::exchange_changes(Agreement& agreement) {
-  std::vector<uint8_t> changes = take_changes();
-  agreement.take_largest(changes);
-  const int64_t rank = exchange().rank();
+  const std::vector<uint8_t> changes = told_in_teams(take_changes(), 2, agreement);
   size_t at = 0;
   for (const auto& bucket : buckets().all) {
+    const int64_t rank = bucket->team.rank;
     const int64_t first = rank * bucket->shard_numel;
     int64_t segment = 0;
     for (const Slot& slot : bucket->slots) {

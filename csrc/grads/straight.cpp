@@ -81,7 +81,7 @@ void join_pieces(Bucket& bucket) {
   if (landed.pieces.empty()) return;
   landed.shard = at::zeros({bucket.shard_numel}, landed.pieces.back().options());
   for (size_t i = 0; i < landed.pieces.size(); ++i) {
-    const Part& part = bucket.parts[i];
+    const Part& part = bucket.own.parts[i];
     landed.shard.narrow(0, part.start, part.numel).copy_(landed.pieces[i]);
     landed.pieces[i].reset();
   }
@@ -90,7 +90,7 @@ void join_pieces(Bucket& bucket) {
 
 std::vector<Part> parts_of(const Bucket& bucket, int64_t rank, int64_t most) {
   std::vector<Part> parts;
-  const at::Tensor table = bucket.segments.cpu();  // the kernels' table lies where the shard is
+  const at::Tensor table = bucket.own.segments.cpu();  // the kernels' table lies where the shard is
   const auto rows = table.accessor<int64_t, 2>();
   int64_t first = 0;  // row that may have elements from here on
   const auto add = [&](size_t message, int64_t message_start, int64_t message_stop, int64_t last) {
@@ -102,7 +102,7 @@ std::vector<Part> parts_of(const Bucket& bucket, int64_t rank, int64_t most) {
       while (end < last && rows[end][0] < stop) ++end;
       if (stop == message_stop) end = last;
       parts.push_back({message, start - message_start, start, stop - start, first,
-                       rows_inside(table, first, end, start, stop).to(bucket.segments.device())});
+                       rows_inside(table, first, end, start, stop).to(bucket.own.segments.device())});
       while (first < end && rows[first][1] <= stop) ++first;
       start = stop;
     } while (start < message_stop);

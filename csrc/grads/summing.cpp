@@ -38,7 +38,8 @@ void Summing::land(Flight& flight) {
   sum(flight, messages, accumulate);
 }
 
-int64_t Summing::most_in_a_part(int64_t bytes) const {
+int64_t Summing::most_in_a_part(const Bucket& bucket) const {
+  const auto bytes = static_cast<int64_t>(c10::elementSize(bucket.wire_dtype));
   int64_t readable = 0;
   for (int rank = 0; rank < exchange_->world(); ++rank) readable += exchange_->reads(rank);
   if (readable == 0) return std::numeric_limits<int64_t>::max();
@@ -54,7 +55,7 @@ Summing::AllMessages Summing::messages_of(Flight& flight) const {
 
 void Summing::read_flags(const Flight& flight, const AllMessages& messages) {
   Landed& landed = flight.bucket->landed;
-  const Part& last = flight.bucket->parts.back();
+  const Part& last = flight.bucket->own.parts.back();
   const int64_t flags_start = last.message_start + last.numel;
   ops::read_flags_(landed.present, landed.replaced,
                    slices(flight, messages, last.message, flags_start, flight.bucket->trailer_numel), 0);
@@ -66,11 +67,11 @@ void Summing::sum(const Flight& flight, const AllMessages& messages, bool accumu
   if (!accumulate && !landed.keeps_shard) landed.shard = at::empty({bucket.shard_numel}, flight.flat.options());
   landed.words = at::zeros({kExactWords}, flight.flat.options().dtype(at::kLong));
   int64_t end = 0;
-  for (const Part& part : bucket.parts) {
+  for (const Part& part : bucket.own.parts) {
     // Padding is zeroed: it is sent too, where shards are gathered.
     if (part.start > end) landed.shard.narrow(0, end, part.start - end).zero_();
     end = part.start + part.numel;
-    at::Tensor shard = bucket.parts.size() == 1 ? landed.shard : landed.shard.narrow(0, part.start, part.numel);
+    at::Tensor shard = bucket.own.parts.size() == 1 ? landed.shard : landed.shard.narrow(0, part.start, part.numel);
     ops::reduce_(shard, landed.words, slices(flight, messages, part.message, part.message_start, part.numel),
                  part.segments, landed.replaced.narrow(0, part.first_row, part.segments.size(0)), bucket.landed.divisor,
                  accumulate);

@@ -16,8 +16,8 @@ class Summing : public Reduction {
   std::shared_ptr<Pending> send(Flight& flight) override;
   void land(Flight& flight) override;
   bool takes_straight(const Bucket& /*bucket*/) const override { return exchange_->sends_messages(); }
-  bool is_local() const override { return false; }
-  int64_t most_in_a_part(int64_t bytes) const override;
+  bool is_local(const Bucket& /*bucket*/) const override { return false; }
+  int64_t most_in_a_part(const Bucket& bucket) const override;
 
  protected:
   using AllMessages = std::vector<Exchange::Messages>;  // from each rank

@@ -95,7 +95,7 @@ class TwoLevelSumming final : public Summing {
   }
 
   bool takes_straight(const Bucket& /*bucket*/) const override { return false; }
-  int64_t most_in_a_part(int64_t /*bytes*/) const override { return std::numeric_limits<int64_t>::max(); }
+  int64_t most_in_a_part(const Bucket& /*bucket*/) const override { return std::numeric_limits<int64_t>::max(); }
 
  private:
   // Of what waits, what is replaced by what has come.
@@ -160,7 +160,7 @@ class TwoLevelSumming final : public Summing {
     at::Tensor mean = accumulate ? landed.shard.to(messages[0][0].scalar_type())
                                  : at::empty({bucket.shard_numel}, messages[0][0].options());
     at::Tensor words = at::zeros({kExactWords}, mean.options().dtype(at::kLong));
-    ops::reduce_(mean, words, {messages[0][0].narrow(0, 0, bucket.shard_numel)}, bucket.segments, landed.replaced,
+    ops::reduce_(mean, words, {messages[0][0].narrow(0, 0, bucket.shard_numel)}, bucket.own.segments, landed.replaced,
                  landed.divisor, accumulate);
     if (!accumulate && !landed.keeps_shard) landed.shard = at::empty({bucket.shard_numel}, flight.flat.options());
     landed.shard.copy_(mean);

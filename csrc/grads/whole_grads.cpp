@@ -64,7 +64,7 @@ GradsSeen WholeGrads::look(int64_t rounds, const Locked& /*lock*/) {
 // This rank's shard of p.grad. The first slots are pieces where they lie, undefined if there is no gradient; the rest
 // is packed.
 std::vector<at::Tensor> WholeGrads::pack(Bucket& bucket, int64_t num_straight) {
-  const int64_t rank = exchange().rank();
+  const int64_t rank = bucket.team.rank;
   const int64_t first = rank * bucket.shard_numel;
   const int64_t packed_start = num_straight > 0 ? bucket.straight_numel(rank) : 0;  // in the shard
   std::vector<at::Tensor> found;
@@ -169,18 +169,17 @@ std::vector<uint8_t> GatheredGrads::who_has_grads() {
 std::vector<at::Tensor> GatheredGrads::gather_means() {
   std::vector<at::Tensor> whole;
   Gathers gathers({"the mean gradients", "gather_grads", "gather_grads_wait"});
-  const int64_t rank = exchange().rank();
   for (const auto& bucket : buckets().all) {
     const auto options = bucket->flat.options().dtype(bucket->grad_dtype);
-    at::Tensor flat = at::empty({exchange().world() * bucket->shard_numel}, options);
-    at::Tensor own = flat.narrow(0, rank * bucket->shard_numel, bucket->shard_numel);
+    at::Tensor flat = at::empty({bucket->team.world * bucket->shard_numel}, options);
+    at::Tensor own = flat.narrow(0, bucket->team.rank * bucket->shard_numel, bucket->shard_numel);
     join_pieces(*bucket);
     if (bucket->landed.shard.defined()) {
       own.copy_(bucket->landed.shard);
     } else {
       own.zero_();  // zero_grad() came first
     }
-    gathers.start(bucket, flat, exchange(), /*background=*/false);
+    gathers.start(bucket, flat, exchange_of(*bucket), /*background=*/false);
     if (bucket->whole_grads_hold_shard()) bucket->landed.shard.reset();
     whole.push_back(std::move(flat));
   }
@@ -193,8 +192,7 @@ void GatheredGrads::complete(int64_t rounds, Agreement& agreement) {
   gathered_ = rounds;
   flights().await_landed();
   const at::AutoDispatchBelowADInplaceOrView no_autograd;
-  std::vector<uint8_t> present = who_has_grads();
-  agreement.take_largest(present);
+  const std::vector<uint8_t> present = told_in_teams(who_has_grads(), 1, agreement);
   const std::vector<at::Tensor> whole = gather_means();
 
   const Locked lock(buckets().mutex);
@@ -222,7 +220,7 @@ void GatheredGrads::send_rest(Agreement& agreement, const std::function<void()>&
     buckets().for_each_slot(
         [&](Slot& slot, int64_t /*position*/) { unsent.push_back(slot.whole.is_local(slot.param.grad())); });
   }
-  agreement.take_largest(unsent);
+  unsent = told_in_teams(unsent, 1, agreement);
   {
     const Locked lock(buckets().mutex);
     buckets().for_each_slot([&](Slot& slot, int64_t position) { slot.whole.unsent = unsent[position] != 0; });

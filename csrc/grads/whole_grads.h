@@ -53,7 +53,7 @@ class GatheredGrads final : public WholeGrads {
  private:
   bool is_unsent(const Slot& slot, int64_t rounds) const override;
   // See Note [A mean that is sent again].
-  double undoing(const Bucket& bucket) const { return bucket.landed.divisor / exchange().world(); }
+  double undoing(const Bucket& bucket) const { return bucket.landed.divisor / static_cast<double>(bucket.team.world); }
   std::vector<uint8_t> who_has_grads();
   std::vector<at::Tensor> gather_means();
 

@@ -4,18 +4,18 @@
 
 namespace zx {
 
-Params::Params(std::shared_ptr<Buckets> buckets, std::shared_ptr<Exchange> exchange)
+Params::Params(std::shared_ptr<Buckets> buckets, std::shared_ptr<Exchanges> exchanges)
     : buckets_(std::move(buckets)),
-      exchange_(std::move(exchange)),
+      exchanges_(std::move(exchanges)),
       gathers_({"the updated parameters", "gather", "gather_wait"}) {}
 
 void Params::start_gather(int64_t bucket, bool background) {
   const auto& started = buckets_->all.at(bucket);
-  gathers_.start(started, started->flat, *exchange_, background);
+  gathers_.start(started, started->flat, *exchanges_->at(started->team.exchange), background);
 }
 
 void Params::start_gather_of(int64_t bucket, const at::Tensor& part) {
-  gathers_.start(buckets_->all.at(bucket), part, *exchange_, /*background=*/false);
+  gathers_.start(buckets_->all.at(bucket), part, *exchanges_->front(), /*background=*/false);
 }
 
 void Params::forget_order() {

@@ -15,7 +15,7 @@ namespace zx {
 // See Note [Locks].
 class Params {
  public:
-  Params(std::shared_ptr<Buckets> buckets, std::shared_ptr<Exchange> exchange);
+  Params(std::shared_ptr<Buckets> buckets, std::shared_ptr<Exchanges> exchanges);
 
   // Starts sending this rank's updated parameters of a bucket to all others. All ranks must start buckets in the same
   // order.
@@ -39,7 +39,7 @@ class Params {
 
  private:
   std::shared_ptr<Buckets> buckets_;
-  std::shared_ptr<Exchange> exchange_;
+  std::shared_ptr<Exchanges> exchanges_;
   std::vector<int64_t> proposed_;  // by this rank; empty once agreed
   std::vector<int64_t> agreed_;
   Gathers gathers_;

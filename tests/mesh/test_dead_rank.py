@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from pathlib import Path
 from signal import SIGKILL
+from typing import Any
 
 import pytest
 from torch import nn
@@ -22,11 +23,15 @@ DEAD = 1
 SOON_S = 10
 
 
-def train(rank: int, world_size: int, dies_in: str, stage: int) -> tuple[float, str] | None:
-    """Seconds until it raised, and what."""
+def train(rank: int, world_size: int, dies_in: str, stage: int, experts: bool = False) -> tuple[float, str] | None:
+    """Seconds until it raised, and what. ``experts``: every second parameter has the ranks of one axis to itself."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     model = Chain(3)
-    optimizer = FusedShardedAdam(model.parameters(), process_group=mesh, stage=stage, bucket_cap_mb=LAYER_CAP / 2**20)
+    params: Any = list(model.parameters())
+    if experts:
+        params = [{"params": params[::2]}, {"params": params[1::2], "process_group": mesh["replicate"]}]
+    whole = None if experts else mesh
+    optimizer = FusedShardedAdam(params, process_group=whole, stage=stage, bucket_cap_mb=LAYER_CAP / 2**20)
     start = time.monotonic()
     try:
         for step in range(4):
@@ -46,7 +51,16 @@ def train(rank: int, world_size: int, dies_in: str, stage: int) -> tuple[float, 
 @pytest.mark.parametrize("stage", [2, 3])
 @pytest.mark.parametrize("dies_in", ["forward", "step"])
 def test_all_ranks_name_the_one_that_died(dies_in: str, stage: int, tmp_path: Path) -> None:
-    run = start_ranks(train, 4, dies_in, stage, timeout_s=TIMEOUT_S, folder=tmp_path / "run")
+    check_all_name_it(tmp_path, dies_in, stage)
+
+
+@pytest.mark.parametrize("dies_in", ["forward", "step"])
+def test_all_ranks_name_one_that_died_also_where_experts_have_other_groups(dies_in: str, tmp_path: Path) -> None:
+    check_all_name_it(tmp_path, dies_in, 2, True)
+
+
+def check_all_name_it(folder: Path, *args: Any) -> None:
+    run = start_ranks(train, 4, *args, timeout_s=TIMEOUT_S, folder=folder / "run")
     try:
         for rank in {0, 1, 2, 3} - {DEAD}:
             answer = run.answer(rank, within_s=60)

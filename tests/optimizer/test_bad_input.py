@@ -73,7 +73,6 @@ def test_options_that_are_unknown_or_don_t_fit_list_what_is_allowed(options: dic
         ("master_weights", None),
         ("bucket_cap_mb", 1),
         ("capturable", True),
-        ("process_group", None),
     ],
     ids=str,
 )

@@ -24,14 +24,20 @@ class Everyone:
 
     They communicate over ``own``, which names a rank that is gone, and along ``model``'s axes, where other ranks have
     other parts of the model; or over ``group`` if that is not an optimizer's. ``number``: this rank's in errors.
+    ``teams``: which it is in of those that experts cut the ranks into.
     """
 
     def __init__(
-        self, group: dist.ProcessGroup | None = None, own: Ranks | None = None, model: ModelAxes = NO_AXES
+        self,
+        group: dist.ProcessGroup | None = None,
+        own: Ranks | None = None,
+        model: ModelAxes = NO_AXES,
+        teams: tuple[int, ...] = (),
     ) -> None:
         self.group = group
         self.own = own
         self.model = model
+        self.teams = teams
         self.alone = group is None and not model.axes
         self.rank = 0 if group is None else dist.get_rank(group)
         self.size = 1 if group is None else dist.get_world_size(group)
@@ -47,24 +53,25 @@ class Everyone:
         ValueError if one with part of its state, or of its parameters, is missing.
         """
         own, model = optimizer.inside.ranks, optimizer.inside.grads.model
+        teams = optimizer.inside.grads.teams.numbers
         if process_group is None:
-            return Everyone(own.given, own, model)
+            return Everyone(own.given, own, model, teams)
         group = chosen_group(process_group)
         if group is not None and group not in dist.distributed_c10d._world.pg_map:
             raise ValueError("process_group: zerox.save() and zerox.load() need one that torch.distributed made")
         of_params = [axis for axis in model.axes if axis.is_of_params]
         if group is own.given and not of_params:
-            return Everyone(group, own)
+            return Everyone(group, own, teams=teams)
         asked = [] if group is None else dist.get_process_group_ranks(group)
         needed = set(dist.get_process_group_ranks(own.given) if own.given else [])
         if missing := sorted(needed.union(*(axis.ranks for axis in of_params)) - set(asked)):
             raise ValueError(f"process_group: ranks {missing} have a part of the optimizer's state and are not in it")
-        return Everyone(group)
+        return Everyone(group, teams=teams)
 
     @property
     def has_stages(self) -> bool:
-        """Whether some ranks have parameters of their own, as the stages of a pipeline."""
-        return any(not axis.is_of_params for axis in self.model.axes)
+        """Whether some ranks have parameters of their own, as the stages of a pipeline, or as experts."""
+        return bool(self.teams) or any(not axis.is_of_params for axis in self.model.axes)
 
     @property
     def stage(self) -> tuple[int, ...]:

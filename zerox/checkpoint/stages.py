@@ -1,4 +1,4 @@
-"""Ranks with parameters of their own, as the stages of a pipeline: one checkpoint has those of all, by their names."""
+"""Ranks with parameters of their own, as stages of a pipeline or experts: one checkpoint has those of all, by names."""
 
 from __future__ import annotations
 
@@ -19,27 +19,43 @@ def all_names(ranks: Everyone, names: Collection[str], failure: str) -> set[str]
     return set().union(*ranks.gather(set(names), failure)) if ranks.has_stages else set(names)
 
 
-def joined(ranks: Everyone, tensors: Mapping[str, Tensor], host: Mapping[str, Any], failure: str) -> dict[str, Any]:
+Owner = tuple[object, ...]
+
+
+def joined(
+    ranks: Everyone,
+    tensors: Mapping[str, Tensor],
+    host: Mapping[str, Any],
+    team_of: Mapping[str, tuple[int, int]],
+    failure: str,
+) -> dict[str, Any]:
     """The host's part of all stages. Collective where there are stages.
 
     A name that two of them have stands for one tensor in a checkpoint: it may only be that of equal buffers.
+    ``team_of``: the names of what only some ranks of a stage have, with the team that has it.
     """
     if not ranks.has_stages:
         return dict(host)
     own = {name.removeprefix(MODEL): tensor for name, tensor in tensors.items() if name.startswith(MODEL)}
     sent = {part: host[part] for part in ("groups", "memory_order", "model")}
-    everyones = ranks.gather((ranks.stage, {*own, *host["model"]}, sent), failure)
-    hosts = {stage: of_rank for stage, _, of_rank in everyones}
-    trained = {stage: {name for group in each["groups"] for name in group["names"]} for stage, each in hosts.items()}
-    of_stage = {stage: names | trained[stage] for stage, names, _ in everyones}
-    shared = {name for name in set().union(*of_stage.values()) if sum(name in each for each in of_stage.values()) > 1}
-    differ = shared & set().union(*trained.values())
+    everyones = ranks.gather((ranks.stage, {*own, *host["model"]}, sent, dict(team_of)), failure)
+    hosts = {(stage, *sorted(teams.values())): of_rank for stage, _, of_rank, teams in reversed(everyones)}
+    owners: dict[str, set[Owner]] = {}
+    trained = set()
+    for stage, names, of_rank, teams in everyones:
+        given = {name for group in of_rank["groups"] for name in group["names"]}
+        trained |= given
+        for name in names | given:
+            owners.setdefault(name, set()).add((stage, teams.get(name)))
+    shared = {name for name, found in owners.items() if len(found) > 1}
+    differ = shared & trained
+    of = "with different experts" if ranks.teams else "of different stages"
     digests = ranks.gather({name: _digest(own[name]) for name in shared - differ if name in own}, failure)
     differ |= {name for name in shared - differ if len({each.get(name) for each in digests}) > 1}
     with ranks.failing_together(failure):
         if differ:
             raise CheckpointError(
-                f"ranks of different stages have {some(sorted(differ))}: give each the name that it has in the whole "
+                f"ranks {of} have {some(sorted(differ))}: give each the name that it has in the whole "
                 "model, and a weight of two stages to one of them; or save each stage to a path of its own, with "
                 "process_group= its optimizer's"
             )
@@ -58,7 +74,7 @@ def _joined_groups(of_stages: list[list[dict[str, Any]]]) -> list[dict[str, Any]
             options = {key: value for key, value in group.items() if key != "names"}
             alike = [names for at, known, names in found if at == index and known == options]
             if alike:
-                alike[0].extend(group["names"])
+                alike[0].extend(name for name in group["names"] if name not in alike[0])
             else:
                 found.append((index, options, list(group["names"])))
     return [{**options, "names": names} for _, options, names in sorted(found, key=lambda each: each[0])]

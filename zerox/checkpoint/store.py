@@ -61,11 +61,13 @@ def save(
         optimizer._meet(Meeting.SAVE)
     tensors: dict[str, Tensor] = {}
     host: dict[str, Any] = {}
+    team_of: dict[str, tuple[int, int]] = {}
     with ranks.failing_together(failure):
         names = parameter_names(model, optimizer)
         optimizer.inside.gather.prepare_checkpoint()
         tensors, others = split_model(model, optimizer)
         tensors |= entries(optimizer, names)
+        team_of = optimizer.inside.grads.teams.by_name({names[m.number]: m.group for m in optimizer.inside.members})
         orders = {names[m.number]: memory_order(m) for m in optimizer.inside.members}
         host = {
             "groups": groups_by_name(optimizer, names),
@@ -73,7 +75,7 @@ def save(
             "model": others,
             "extra": extra,
         }
-    write(path, tensors, joined(ranks, tensors, host, failure), ranks)
+    write(path, tensors, joined(ranks, tensors, host, team_of, failure), ranks)
 
 
 def write(path: Path, tensors: dict[str, Tensor], host: dict[str, Any], ranks: Everyone) -> None:

@@ -23,6 +23,7 @@ from zerox.plan.stage import SHARDED, Stage
 from zerox.ranks.dtensors import is_dtensor
 from zerox.ranks.group import Ranks
 from zerox.ranks.model_axes import ModelAxes
+from zerox.ranks.teams import Team, Teams
 
 C.set_find_reduced(find_reduced)
 
@@ -46,7 +47,6 @@ class Grads:
         self.no_sync_depth = 0
         self.segments: list[Tensor] = []  # of each bucket
         self.pieces_of: list[list[tuple[int, int, int, Tensor]]] = []
-        self.ranks = ranks
         self.sharded = stage.grads is SHARDED
         self.reduce_dtype = reduce_dtype
         self.manager = C.BucketManager(
@@ -61,16 +61,21 @@ class Grads:
                 divides=divides,
             ),
         )
+        self.teams = Teams(ranks, self.manager)
         self.partial = PartialGrads(self.manager, self.model, lasts=self.sharded)
         # Not with CUDA graphs: a replay of step() would not ask.
         self.multiplied = None if keeps_shards else Multiplied(self.manager)
 
+    @property
+    def ranks(self) -> Ranks:
+        return self.teams.ranks
+
     def wire_dtype(self, bucket: Bucket) -> torch.dtype:
         return self.reduce_dtype or bucket.buffer.flat.dtype
 
-    def add_bucket(self, bucket: Bucket, divisor: float | None = None) -> int:
+    def add_bucket(self, bucket: Bucket, divisor: float | None = None, team: Team | None = None) -> int:
         """Returns the bucket's index. Gradients of its parameters are taken from now on, and the ranks' sum is divided
-        by ``divisor`` (None: their number)."""
+        by ``divisor`` (None: the number of the optimizer's). ``team``: of the bucket; None: all ranks."""
         layout = bucket.plan.layout
         index = self.manager.num_buckets
         placeholders = None
@@ -96,6 +101,7 @@ class Grads:
             trailer_numel=layout.trailer_numel,
             segments=bucket.segments,
             divisor=self.ranks.size if divisor is None else divisor,
+            team=(team or self.teams.all).for_manager(),
             num_straight=bucket.plan.num_straight if self.wire_dtype(bucket) == bucket.grad_dtype else 0,
         )
         assert made == index

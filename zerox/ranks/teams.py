@@ -1,0 +1,199 @@
+"""Param groups that fewer ranks have than the optimizer, such as experts: Note [Teams] in csrc/buckets/bucket.h."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+
+from zerox import _C as C
+from zerox.ranks.axes import Axis
+from zerox.ranks.group import Ranks
+from zerox.ranks.own_groups import same_ranks
+from zerox.ranks.process_group import ALONE, GroupArgument, chosen_grid, chosen_group, timeout_of
+from zerox.ranks.roll_call import RollCall
+
+OF_GROUP = "process_group"  # of a param group
+ONE_OF_A_NUMBER = {
+    C.Meeting.FULL_STATE: "full_state_dict() or consolidate_state_dict()",
+    C.Meeting.FULL_GRAD: "full_grad(), full_state() or a setter of theirs",
+}
+Cut = tuple[tuple[int, ...], ...]  # teams that all ranks are cut into, as the default group numbers them
+
+
+def own_group(group: dict[str, Any]) -> dict[str, Any]:
+    """The same param group, from which take() may take something: the user's own keeps it."""
+    return dict(group) if OF_GROUP in group else group
+
+
+@dataclass(frozen=True)
+class Team:
+    """The ranks that have the same values of some param groups, and add up their gradients.
+
+    ``ranks``: as :class:`zerox.ranks.group.Ranks` of these only. ``exchange``: its place in the bucket manager, 0 for
+    the team of all. ``number``: which of the ``count`` teams that the ranks are cut into it is.
+    """
+
+    ranks: Ranks
+    exchange: int = 0
+    number: int = 0
+    count: int = 1
+
+    @property
+    def rank(self) -> int:
+        """Which shard of its buckets is this rank's."""
+        return self.ranks.shard_of(self.ranks.rank)
+
+    def broadcast_own(self, tensor: Tensor, what: str) -> None:
+        """The first rank's values, in place, unless this is the team of all. Collective over the team."""
+        if self.exchange > 0:
+            self.ranks.broadcast_values(tensor, what)
+
+    def for_manager(self) -> C.Team:
+        return C.Team(
+            exchange=self.exchange, rank=self.rank, world=self.ranks.size, number=self.number, count=self.count
+        )
+
+
+class Teams:
+    """``of_group``: the team of each param group. Teams that cut the ranks alike share what they communicate over."""
+
+    def __init__(self, ranks: Ranks, manager: C.BucketManager) -> None:
+        self.ranks = ranks
+        self.manager = manager
+        self.all = Team(ranks)
+        self.made: dict[Cut, Team] = {}
+        self.of_group: list[Team] = []
+
+    @property
+    def are_many(self) -> bool:
+        return bool(self.made)
+
+    @property
+    def numbers(self) -> tuple[int, ...]:
+        """Which team this rank is in, of each cut."""
+        return tuple(team.number for team in self.made.values())
+
+    def by_name(self, groups: Mapping[str, int]) -> dict[str, tuple[int, int]]:
+        """Of parameters that smaller teams have, by the param group of each: the cut, and which of its teams."""
+        teams = {name: self.of_group[group] for name, group in groups.items()}
+        return {name: (team.exchange, team.number) for name, team in teams.items() if team.exchange}
+
+    def take(self, groups: Sequence[dict[str, Any]]) -> None:
+        """Makes the teams of new param groups, and takes their arguments out of them. Collective.
+
+        ValueError on all ranks, naming the param group, for a group that cuts the ranks otherwise than into teams.
+        """
+        first = len(self.of_group)
+        asked = {i: group.pop(OF_GROUP, None) for i, group in enumerate(groups, first)}
+        with self.ranks.refusals_told():
+            own = {i: self._numbers(each, f"param group {i}") for i, each in asked.items() if each is not None}
+        self.ranks.check_same([f"a process_group in param groups {list(own)}"])
+        self.of_group += [self.all] * len(groups)
+        everyone = [json.loads(each) for each in self.ranks.all_gather_text(json.dumps(own))] if own else []
+        for index in own:
+            cut = _cut_of([each[str(index)] for each in everyone], self._all_numbers, f"param group {index}")
+            if len(cut) > 1:
+                self.of_group[index] = self.made[cut] = self.made.get(cut) or self._made(cut, asked[index])
+
+    def forget_after(self, count: int) -> None:
+        """Of param groups that were refused."""
+        del self.of_group[count:]
+
+    def refuse(self, meeting: C.Meeting) -> None:
+        """NotImplementedError on all ranks for a call that knows one parameter of each number."""
+        if self.are_many and meeting in ONE_OF_A_NUMBER:
+            raise NotImplementedError(
+                f"zerox: {ONE_OF_A_NUMBER[meeting]} does not go with a process_group of a param group yet, whose "
+                "parameters are others on other ranks. zerox.save() has the state of all"
+            )
+
+    def check_same(self, lines: Mapping[int, Sequence[str]]) -> None:
+        """ValueError on all ranks, naming the first that differs, unless the ranks of each team pass the same lines for
+        the param groups that are theirs. Collective."""
+        if not self.are_many:
+            return
+        mine = {group: list(said) for group, said in sorted(lines.items()) if self.of_group[group].exchange}
+        own = [[(group, self.of_group[group].number), said] for group, said in mine.items()]
+        first: dict[object, tuple[int, list[str]]] = {}
+        for rank, text in enumerate(self.ranks.all_gather_text(json.dumps(own))):
+            for place, said in json.loads(text):
+                known = first.setdefault(tuple(place), (rank, said))
+                for index in range(max(len(said), len(known[1]))):
+                    one, other = (each[index] if index < len(each) else "nothing" for each in (known[1], said))
+                    if one != other:
+                        raise ValueError(f"ranks must agree: rank {known[0]} has {one}; rank {rank} has {other}")
+
+    @property
+    def _all_numbers(self) -> list[int]:
+        given = self.ranks.given
+        return [0] if given is None else dist.get_process_group_ranks(given)
+
+    def _numbers(self, argument: GroupArgument, of: str) -> list[int]:
+        try:
+            if chosen_grid(argument) is not None:
+                raise ValueError('process_group: a param group\'s has one axis, as mesh["edp"]')
+            group = chosen_group(argument)
+        except ValueError as error:
+            raise ValueError(f"{of}: {error}") from None
+        if argument == ALONE:
+            return [self._all_numbers[self.ranks.rank]]
+        return self._all_numbers if group is None else dist.get_process_group_ranks(group)
+
+    def _made(self, cut: Cut, argument: GroupArgument) -> Team:
+        ranks, own = self.ranks, self._all_numbers
+        number = next(i for i, each in enumerate(cut) if own[ranks.rank] in each)
+        members = tuple(own.index(each) for each in cut[number])
+        if len(members) == 1:
+            made = replace(ranks, rank=0, size=1, data=None, control=None, neighbours=(), on_mesh=())
+        else:
+            group = chosen_group(argument)
+            assert group is not None
+            made = self._connected(group, members)
+        direct, gloo = ranks.exchange != "native", ranks.backend == "gloo"
+        axis = Axis(made.data, members, ()).for_manager(direct, gloo, ranks.via_host, ranks.neighbours)
+        exchange = self.manager.add_team(axis, ranks.whereabouts)
+        return Team(made, exchange, number, len(cut))
+
+    def _connected(self, group: dist.ProcessGroup, members: tuple[int, ...]) -> Ranks:
+        """Ranks wait for each other as long as in the optimizer's own group, whatever this one's timeout is."""
+        ranks = self.ranks
+        assert ranks.given is not None
+        assert ranks.whereabouts is not None
+        roll_call = RollCall(None, group.rank(), group.size(), dist.default_pg_timeout)
+        data = same_ranks(group, ranks.backend, roll_call, timeout_of(ranks.given, ranks.backend))
+        control = data
+        if ranks.control is not ranks.data:
+            control = same_ranks(group, "gloo", roll_call, timeout_of(ranks.given, "gloo"))
+        for each in {control} if ranks.backend != "gloo" else {control, data}:
+            ranks.whereabouts.add_group(each)
+        near = tuple(ranks.neighbours[each] for each in members) if ranks.neighbours else ()
+        made = replace(ranks, rank=group.rank(), size=group.size(), data=data, control=control, given=group)
+        return replace(made, neighbours=near, on_mesh=())
+
+
+def _cut_of(of_ranks: Sequence[list[int]], numbers: Sequence[int], group: str) -> Cut:
+    """The teams, from each rank's own. ValueError unless they cut the ranks, and each rank has its own.
+
+    ``numbers``: of the optimizer's ranks in the default group.
+    """
+    found = dict(zip(numbers, of_ranks, strict=True))
+    for rank, team in found.items():
+        called = f"{group}: the process_group of rank {rank}, of ranks {team},"
+        if outside := [each for each in team if each not in found]:
+            raise ValueError(
+                f"{called} has rank {outside[0]}, which the optimizer's own process_group lacks: each rank of that "
+                "belongs to one sub-group of it"
+            )
+        if rank not in team:
+            raise ValueError(f"{called} does not have it: each rank belongs to one sub-group")
+        if other := [each for each in team if found[each] != team]:
+            raise ValueError(
+                f"{called} has rank {other[0]}, whose own is of ranks {found[other[0]]}: each rank belongs to one "
+                "sub-group"
+            )
+    return tuple(dict.fromkeys(tuple(team) for team in found.values()))
