@@ -317,14 +317,13 @@ def test_calls_of_functions_that_never_run_backward_are_forgotten() -> None:
 
 def lasting(rank: int, world_size: int, resident_mb: float | None, dtype: torch.dtype, num_frozen: int) -> None:
     options: dict[str, Any] = {"resident_mb": resident_mb}
-    mesh = (2, 2) if world_size == 4 else None
     model = Chain(8, 512).to(dtype)
     for param in itertools.islice(model.parameters(), num_frozen):
         param.requires_grad_(False)
-    group = None if mesh is None else init_device_mesh("cpu", mesh)
-    optimizer = FusedShardedAdam(model.named_parameters(), stage=3, process_group=group, bucket_cap_mb=1, **options)
+    options["process_group"] = init_device_mesh("cpu", (2, 2)) if world_size == 4 else None
+    optimizer = FusedShardedAdam(model.named_parameters(), stage=3, bucket_cap_mb=1, **options)
     model_bytes = sum(param.nbytes for param in model.parameters())
-    formula = estimate(model.parameters(), world_size, stage=3, mesh_shape=mesh, bucket_cap_mb=1, **options)
+    formula = estimate(model.parameters(), world_size, stage=3, bucket_cap_mb=1, **options)
     for step in range(2):
         if step:
             optimizer.step()
@@ -348,5 +347,4 @@ def lasting(rank: int, world_size: int, resident_mb: float | None, dtype: torch.
 def test_memory_is_the_estimate(
     world_size: int, resident_mb: float | None, num_frozen: int, dtype: torch.dtype
 ) -> None:
-    """Four ranks are on a mesh of 2 x 2."""
     run_ranks(lasting, world_size, resident_mb, dtype, num_frozen)

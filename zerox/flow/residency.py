@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from torch import Tensor
@@ -36,6 +37,16 @@ class Resident(NamedTuple):
         return self.buffer.flat.nbytes
 
 
+@dataclass
+class Update:
+    """A step(), or another write of shards, that is under way. ``is_writing``: it has come to write them, and it
+    ``is_unclear`` which ones. ``not_published``: buckets whose shards on the replicate axis are on their way."""
+
+    is_writing: bool = False
+    is_unclear: bool = False
+    not_published: list[int] = field(default_factory=list)
+
+
 class Residency:
     """The face of csrc/params/residents.h, in the place of ParamGather."""
 
@@ -50,11 +61,8 @@ class Residency:
         self.ranks = ranks
         self.resident_mb = resident_mb
         assert ranks.given is not None
-        self.members = ranks.axes[0].members  # parameters are sharded over these
         self.neighbours = self._neighbours()
         all_neighbours = bool(self.neighbours) and all(self.neighbours)
-        others = [rank for rank in range(ranks.size) if rank not in self.members]
-        self.in_order = [*self.members, *others]
         messages = ranks.data if ranks.backend == "gloo" else ranks.control
         self.residents = C.Residency(
             group=None if all_neighbours else messages,
@@ -65,14 +73,21 @@ class Residency:
             rank=self.members.index(ranks.rank),
             timeout=time_of(ranks.given),
         )
-        self.not_published: list[int] = []  # buckets whose shards on the replicate axis are on their way
         self.all: list[Resident] = []  # in the residents' order
         self.index_of: dict[int, int] = {}  # in it, by index of a trained bucket
         self.elsewhere: Sequence[BufferSlot] = ()  # what the last step() found moved
         self.depth = 0  # how many whole() are open
-        self.is_updating = False
-        self.is_writing = False  # step() has come to write shards
-        self.is_unclear = False  # which ones
+        self.update: Update | None = None
+
+    @property
+    def members(self) -> tuple[int, ...]:
+        """The ranks over which parameters are sharded."""
+        return self.ranks.axes[0].members
+
+    @property
+    def in_order(self) -> list[int]:
+        """All ranks, these first."""
+        return [*self.members, *(rank for rank in range(self.ranks.size) if rank not in self.members)]
 
     def _neighbours(self) -> tuple[int, ...]:
         """Also with parameters on an accelerator: others read in the host's memory how far a shard has come."""
@@ -136,38 +151,39 @@ class Residency:
         """Around the part of step() in which ranks meet and write their shards."""
         self._keep_written_so_far()
         self.residents.begin_update()
-        self.is_updating, self.is_writing, self.is_unclear = True, False, False
+        self.update = update = Update()
         try:
             yield
-            self._publish_rest()
+            self._publish_rest(update)
         except BaseException:
-            self.is_unclear = True
+            update.is_unclear = True
             raise
         finally:
-            self.not_published.clear()
-            self.is_updating = False
-            self.residents.end_update(self.is_writing, self.is_unclear)
+            self.update = None
+            self.residents.end_update(update.is_writing, update.is_unclear)
         if self.depth:
             self.residents.refresh_whole()
 
     def start(self, index: int, background: bool = False) -> None:
         """The shard of a bucket has been written."""
-        self.is_writing = True
+        assert self.update is not None
+        self.update.is_writing = True
         if not self.ranks.on_mesh:
             self.residents.publish(self.index_of[index])
             return
         self.manager.params.start_of(index, self.all[self.index_of[index]].buffer.own)
-        self.not_published.append(index)
+        self.update.not_published.append(index)
 
-    def _publish_rest(self) -> None:
+    def _publish_rest(self, update: Update) -> None:
         """What came along the replicate axis. Afterwards no rank reads this one's shards there."""
-        if self.not_published:
+        if update.not_published:
             self.manager.params.finish()
-        for index in self.not_published:
+        for index in update.not_published:
             self.residents.publish(self.index_of[index])
 
     def mark_written(self) -> None:
-        self.is_writing = self.is_unclear = True
+        assert self.update is not None
+        self.update.is_writing = self.update.is_unclear = True
 
     def segment_of(self, param: Tensor) -> SlicedTensor | None:
         """Of a parameter that lies in its bucket, the elements that this rank keeps: a view of them."""
@@ -268,10 +284,10 @@ class Residency:
     def found_elsewhere(self, slots: Sequence[BufferSlot]) -> list[Tensor]:
         """In step() only: until then others read the shards. And before ranks meet: one's values may lie in another's
         home, of which another rank then writes its shard."""
-        return values_of(slots) if self.is_updating else []
+        return values_of(slots) if self.update else []
 
     def take_in(self, slots: Sequence[BufferSlot], values: Sequence[Tensor]) -> None:
-        if self.is_updating:
+        if self.update:
             take_in(slots, values)
 
     def failure(self, forget: bool = True) -> str:
