@@ -140,7 +140,7 @@ def trained(rank: int, world_size: int, asked: dict[str, Case]) -> dict[str, dic
 @functools.cache
 def results() -> list[dict[str, dict[str, Any]]] | str:
     try:
-        return run_ranks(trained, 4, CASES, timeout_s=60)
+        return run_ranks(trained, 4, CASES, timeout_s=300)
     except RankFailed as error:  # once for all cases
         return str(error)
 
