@@ -128,7 +128,8 @@ def estimate(
         if not apart:
             return nbytes
         whole.append((f"the bucket of {first}", nbytes))
-        return storage_bytes(plan.layout.shard_numel, dtype.itemsize, on_host, 1)
+        together = mesh_shape[0] if mesh_shape is not None else 1  # parameters are sharded over the other axis only
+        return storage_bytes(together * plan.layout.shard_numel, dtype.itemsize, on_host, 1)
 
     for plan in chosen.plan(frozen, backend, world_size) if apart else ():
         first, tensor, *_ = frozen[plan.params[0]]

@@ -64,6 +64,7 @@ void bind_params(py::module_& m) {
 
   py::class_<Params>(m, "Params")
       .def("start", &Params::start_gather, py::arg("bucket"), py::arg("background") = false, Release())
+      .def("start_of", &Params::start_gather_of, py::arg("bucket"), py::arg("part"), Release())
       .def(
           "wait", [](Params& self, const std::vector<int64_t>& buckets) { self.gathers().wait(buckets); },
           py::arg("buckets"), Release())

@@ -38,13 +38,13 @@ class Residency {
   std::optional<ReadGuard> guard_;
 };
 
-// `group`: null if all ranks read each other's memory.
+// `group`: null if all members read each other's memory.
 std::shared_ptr<Residency> make_residency(std::optional<Group> group, std::shared_ptr<Whereabouts> whereabouts,
-                                          std::vector<int64_t> processes, int rank, int world,
+                                          std::vector<int64_t> processes, std::vector<int> members, int rank,
                                           std::chrono::milliseconds timeout) {
   Residents::keep_for_others(nullptr);
   auto peers = std::make_shared<PeerShards>(Line{group.value_or(Group()), std::move(whereabouts)}, std::move(processes),
-                                            rank, world, timeout);
+                                            std::move(members), rank, timeout);
   return destroyed_without_gil(new Residency(std::make_shared<Residents>(std::move(peers))));
 }
 
@@ -90,7 +90,7 @@ void bind_residency(py::module_& m) {
       .def_readonly("resident_bytes", &ResidencyEvent::resident_bytes);
   py::class_<Residency, std::shared_ptr<Residency>>(m, "Residency")
       .def(py::init(&make_residency), py::kw_only(), py::arg("group"), py::arg("whereabouts"), py::arg("processes"),
-           py::arg("rank"), py::arg("world"), py::arg("timeout"))
+           py::arg("members"), py::arg("rank"), py::arg("timeout"))
       .def(
           "set_limit",
           [](Residency& self, double bytes) { self->set_limit(bytes < 9e18 ? static_cast<size_t>(bytes) : SIZE_MAX); },

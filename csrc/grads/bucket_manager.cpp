@@ -30,7 +30,8 @@ BucketManager::BucketManager(const Axes& axes, const Line& control, const Manage
   const bool alone = !exchange_->has_group();
   auto reduction = axes.size() > 1 ? make_two_level_reduction(axes[0], axes[1]) : make_reduction(alone, exchange_);
   flights_ = std::make_shared<Flights>(exchange_, std::move(reduction), options.device);
-  params_ = std::make_shared<Params>(buckets_, exchange_);
+  const bool kept_in_parts = axes.size() > 1 && options.sharded_params;  // see Note [Shards are pulled]
+  params_ = std::make_shared<Params>(buckets_, kept_in_parts ? axes[1] : exchange_);
   grads_ = make_kept_grads(options.route, alone && !options.divides, {buckets_, exchange_, flights_});
   const bool paced = options.sharded_params && options.device.is_cpu();  // an accelerator has an order of its own
   backward_ = std::make_shared<Backward>(buckets_, grads_, flights_, exchange_->world(), paced);

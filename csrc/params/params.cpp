@@ -14,6 +14,10 @@ void Params::start_gather(int64_t bucket, bool background) {
   gathers_.start(started, started->flat, *exchange_, background);
 }
 
+void Params::start_gather_of(int64_t bucket, const at::Tensor& part) {
+  gathers_.start(buckets_->all.at(bucket), part, *exchange_, /*background=*/false);
+}
+
 void Params::forget_order() {
   proposed_.clear();
   agreed_.clear();

@@ -20,6 +20,9 @@ class Params {
   // Starts sending this rank's updated parameters of a bucket to all others. All ranks must start buckets in the same
   // order.
   void start_gather(int64_t bucket, bool background);
+  // The same with this rank's slice of `part`, which the ranks of the exchange keep together: see Note [Shards are
+  // pulled].
+  void start_gather_of(int64_t bucket, const at::Tensor& part);
   Gathers& gathers() { return gathers_; }
 
   // The order in which forward needs buckets. When every rank has proposed one, rank 0's is agreed.

@@ -19,9 +19,13 @@ constexpr microseconds kLongestPause{1000};
 
 }  // namespace
 
-PeerShards::PeerShards(Line line, std::vector<int64_t> processes, int rank, int world,
+PeerShards::PeerShards(Line line, std::vector<int64_t> processes, std::vector<int> members, int rank,
                        std::chrono::milliseconds timeout)
-    : whereabouts_(line.whereabouts), neighbours_(std::move(processes)), rank_(rank), world_(world), timeout_(timeout) {
+    : whereabouts_(line.whereabouts),
+      neighbours_(std::move(processes)),
+      members_(std::move(members)),
+      rank_(rank),
+      timeout_(timeout) {
   if (line.group == nullptr) return;
   server_ = std::make_unique<ShardServer>(line.group);
   questions_ = std::make_unique<ShardQuestions>(std::move(line));
@@ -30,9 +34,9 @@ PeerShards::PeerShards(Line line, std::vector<int64_t> processes, int rank, int 
 // From the next one on, so that no rank is everybody's first.
 std::vector<int> PeerShards::others(bool neighbours) const {
   std::vector<int> found;
-  for (int step = 1; step < world_; ++step) {
-    const int peer = (rank_ + step) % world_;
-    if (neighbours_.has(peer) == neighbours) found.push_back(peer);
+  for (int step = 1; step < world(); ++step) {
+    const int peer = (rank_ + step) % world();
+    if (neighbours_.has(members_[peer]) == neighbours) found.push_back(peer);
   }
   return found;
 }
@@ -51,11 +55,11 @@ void PeerShards::fetch(const Question& wanted, const std::vector<ShardPlace>& pl
     const ShardPlace& place = places.at(peer);
     await(peer, place, ShardStamp::version, wanted.version);
     if (wanted.stored > 0) await(peer, place, ShardStamp::stored, wanted.stored);
-    whereabouts_->needing(peer, [&] {
+    whereabouts_->needing(members_[peer], [&] {
       if (place.mapped.defined()) {
         target.pull(peer, place.mapped);
       } else {
-        neighbours_.read(peer, place.shard, target.flat + peer * target.shard_bytes, target.shard_bytes);
+        neighbours_.read(members_[peer], place.shard, target.flat + peer * target.shard_bytes, target.shard_bytes);
       }
     });
   }
@@ -75,19 +79,19 @@ std::vector<ShardQuestions::Asked> PeerShards::ask_others(const Question& questi
     const auto size = static_cast<int64_t>(shard_bytes);
     const at::Tensor answer =
         flat == nullptr ? at::empty({1}, at::kByte) : at::from_blob(flat + peer * shard_bytes, {size}, at::kByte);
-    asked.push_back(questions_->ask(peer, question, answer));
+    asked.push_back(questions_->ask(members_[peer], question, answer));
   }
   return asked;
 }
 
 int64_t PeerShards::read_stamp(int rank, const ShardPlace& place, ShardStamp stamp) const {
   int64_t value = 0;
-  neighbours_.read(rank, place.stamps + static_cast<size_t>(stamp) * sizeof(value), &value, sizeof(value));
+  neighbours_.read(members_[rank], place.stamps + static_cast<size_t>(stamp) * sizeof(value), &value, sizeof(value));
   return value;
 }
 
 void PeerShards::await(int rank, const ShardPlace& place, ShardStamp stamp, int64_t value) const {
-  whereabouts_->needing(rank, [&] {
+  whereabouts_->needing(members_[rank], [&] {
     const auto deadline = std::chrono::steady_clock::now() + timeout_;
     microseconds pause = kFirstPause;
     // Read twice: the system need not copy eight bytes at once.
@@ -108,11 +112,11 @@ void PeerShards::await(int rank, const ShardPlace& place, ShardStamp stamp, int6
 }
 
 void PeerShards::say_left() const {
-  for (const int peer : others(false)) questions_->say_farewell(peer);
+  for (const int peer : others(false)) questions_->say_farewell(members_[peer]);
 }
 
 bool PeerShards::has_left(int rank, const ShardPlace& place) const {
-  if (!neighbours_.has(rank)) return server_->has_left(rank);
+  if (!neighbours_.has(members_[rank])) return server_->has_left(members_[rank]);
   try {
     return read_stamp(rank, place, ShardStamp::left) != 0;
   } catch (const std::exception&) {

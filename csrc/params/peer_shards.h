@@ -34,6 +34,12 @@ namespace zx {
 //
 // - A shard of version n is not overwritten while others read it: its owner comes to version n + 1 when all ranks have
 //   met in step(), and a rank answers there only when its own reads are over (Residents::begin_update).
+// On a mesh (replicate, shard) parameters are sharded over the shard axis only: of each bucket a rank keeps all the
+// slices of its line of owners (see Note [Two levels] in csrc/exchange/two_level_exchange.h), 1/G of it, and "shard"
+// and "rank" mean that part and the ranks of its own shard axis wherever parameters are read. In step() each rank
+// writes its slice of that part, and gets the others along the replicate axis before its stamp says that the part is
+// written (zerox/flow/residency.py).
+//
 // - Writes outside step() have to happen on all ranks. A rank takes over its part when all have written their copies,
 //   since a rank that is late may read the old values to compute the new ones. Then it reads nobody's shard before that
 //   is stored.
@@ -68,11 +74,14 @@ struct ShardPlace {
 // Any thread may call any of these.
 class PeerShards {
  public:
-  // `processes` as in Neighbours. `line`: to ranks that are none; without a group if all are.
-  PeerShards(Line line, std::vector<int64_t> processes, int rank, int world, std::chrono::milliseconds timeout);
+  // `members`: the ranks that have shards, in their order, by their numbers among all; `rank`: this one's number among
+  // them, as everywhere here. `processes` as in Neighbours, of all ranks. `line`: to all; without a group if every
+  // member is a neighbour.
+  PeerShards(Line line, std::vector<int64_t> processes, std::vector<int> members, int rank,
+             std::chrono::milliseconds timeout);
 
   int rank() const { return rank_; }
-  int world() const { return world_; }
+  int world() const { return static_cast<int>(members_.size()); }
   bool asks_others() const { return questions_ != nullptr; }  // else it reads all of them in memory
 
   // This rank's shard of the next bucket, and that it has changed a stamp.
@@ -104,8 +113,8 @@ class PeerShards {
 
   std::shared_ptr<Whereabouts> whereabouts_;
   Neighbours neighbours_;
+  std::vector<int> members_;
   int rank_;
-  int world_;
   std::chrono::milliseconds timeout_;
   std::unique_ptr<ShardQuestions> questions_;  // null if all are neighbours, as is the server
   std::unique_ptr<ShardServer> server_;

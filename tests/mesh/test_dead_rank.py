@@ -22,11 +22,11 @@ DEAD = 1
 SOON_S = 10
 
 
-def train(rank: int, world_size: int, dies_in: str) -> tuple[float, str] | None:
+def train(rank: int, world_size: int, dies_in: str, stage: int) -> tuple[float, str] | None:
     """Seconds until it raised, and what."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     model = Chain(3)
-    optimizer = FusedShardedAdam(model.parameters(), process_group=mesh, bucket_cap_mb=LAYER_CAP / 2**20)
+    optimizer = FusedShardedAdam(model.parameters(), process_group=mesh, stage=stage, bucket_cap_mb=LAYER_CAP / 2**20)
     start = time.monotonic()
     try:
         for step in range(4):
@@ -43,9 +43,10 @@ def train(rank: int, world_size: int, dies_in: str) -> tuple[float, str] | None:
     return None
 
 
+@pytest.mark.parametrize("stage", [2, 3])
 @pytest.mark.parametrize("dies_in", ["forward", "step"])
-def test_all_ranks_name_the_one_that_died(dies_in: str, tmp_path: Path) -> None:
-    run = start_ranks(train, 4, dies_in, timeout_s=TIMEOUT_S, folder=tmp_path / "run")
+def test_all_ranks_name_the_one_that_died(dies_in: str, stage: int, tmp_path: Path) -> None:
+    run = start_ranks(train, 4, dies_in, stage, timeout_s=TIMEOUT_S, folder=tmp_path / "run")
     try:
         for rank in {0, 1, 2, 3} - {DEAD}:
             answer = run.answer(rank, within_s=60)

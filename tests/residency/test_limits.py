@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 
 from tests.ranks import run_ranks
 from tests.residency.models import Gpt, array, entropy
@@ -316,12 +317,14 @@ def test_calls_of_functions_that_never_run_backward_are_forgotten() -> None:
 
 def lasting(rank: int, world_size: int, resident_mb: float | None, dtype: torch.dtype, num_frozen: int) -> None:
     options: dict[str, Any] = {"resident_mb": resident_mb}
+    mesh = (2, 2) if world_size == 4 else None
     model = Chain(8, 512).to(dtype)
     for param in itertools.islice(model.parameters(), num_frozen):
         param.requires_grad_(False)
-    optimizer = FusedShardedAdam(model.named_parameters(), stage=3, bucket_cap_mb=1, **options)
+    group = None if mesh is None else init_device_mesh("cpu", mesh)
+    optimizer = FusedShardedAdam(model.named_parameters(), stage=3, process_group=group, bucket_cap_mb=1, **options)
     model_bytes = sum(param.nbytes for param in model.parameters())
-    formula = estimate(model.parameters(), world_size, stage=3, bucket_cap_mb=1, **options)
+    formula = estimate(model.parameters(), world_size, stage=3, mesh_shape=mesh, bucket_cap_mb=1, **options)
     for step in range(2):
         if step:
             optimizer.step()
@@ -341,8 +344,9 @@ def lasting(rank: int, world_size: int, resident_mb: float | None, dtype: torch.
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("num_frozen", [0, 7])
 @pytest.mark.parametrize("resident_mb", [None, 1.125, 2.25, float("inf")])
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", [2, 3, 4])
 def test_memory_is_the_estimate(
     world_size: int, resident_mb: float | None, num_frozen: int, dtype: torch.dtype
 ) -> None:
+    """Four ranks are on a mesh of 2 x 2."""
     run_ranks(lasting, world_size, resident_mb, dtype, num_frozen)

@@ -1,4 +1,4 @@
-"""Sharded parameters (ZeRO stage 3): each rank has its shard, and buckets are whole only while something reads them."""
+"""Sharded parameters (ZeRO stage 3): each rank keeps a part, and buckets are whole only while something reads them."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from zerox.memory.flat import BufferSlot, ShardedBuffer, give_out, in_shared_mem
 from zerox.plan.buckets import BucketPlan
 from zerox.plan.layout import Layout
 from zerox.plan.resident import resident_limit
+from zerox.plan.span import Span
 from zerox.ranks.group import Ranks
 from zerox.ranks.neighbours import find_neighbours
 from zerox.ranks.process_group import time_of
@@ -48,17 +49,19 @@ class Residency:
         self.ranks = ranks
         self.resident_mb = resident_mb
         assert ranks.given is not None
+        self.members = ranks.axes[0].members  # parameters are sharded over these
         self.neighbours = self._neighbours()
-        all_neighbours = bool(self.neighbours) and all(self.neighbours)
+        all_neighbours = bool(self.neighbours) and all(self.neighbours[member] for member in self.members)
         messages = ranks.data if ranks.backend == "gloo" else ranks.control
         self.residents = C.Residency(
             group=None if all_neighbours else messages,
             whereabouts=ranks.whereabouts,
             processes=self.neighbours,
-            rank=ranks.rank,
-            world=ranks.size,
+            members=self.members,
+            rank=self.members.index(ranks.rank),
             timeout=time_of(ranks.given),
         )
+        self.not_published: list[int] = []  # buckets whose shards on the replicate axis are on their way
         self.all: list[Resident] = []  # in the residents' order
         self.index_of: dict[int, int] = {}  # in it, by index of a trained bucket
         self.elsewhere: Sequence[BufferSlot] = ()  # what the last step() found moved
@@ -79,7 +82,13 @@ class Residency:
 
     def make_buffer(self, params: Sequence[Tensor], layout: Layout) -> ShardedBuffer:
         made = self.residents.make_room(layout.numel * params[0].dtype.itemsize, params[0].device)
-        return ShardedBuffer(params, layout, self.ranks.rank, made)
+        return ShardedBuffer(params, layout, self._kept(layout), made)
+
+    def _kept(self, layout: Layout) -> Span:
+        """On a mesh the shards of all ranks that differ from this one in the replicate axis only: they lie together."""
+        together = self.ranks.size // len(self.members)
+        first = self.ranks.shard_of(self.ranks.rank) // together * together
+        return Span(layout.shard_span(first).start, layout.shard_span(first + together - 1).stop)
 
     def take_frozen(self, members: Sequence[Member], plans: Sequence[BucketPlan]) -> list[FrozenBucket]:
         made: list[FrozenBucket] = []
@@ -96,11 +105,11 @@ class Residency:
         first, num_frozen = len(self.all), len(self.all) - len(self.index_of)
         self.index_of |= {index: first + count for count, (index, _) in enumerate(trained)}
         added: list[tuple[int, Bucket | FrozenBucket]] = [*trained, *enumerate(frozen, num_frozen)]
-        mapped = map_shards(self.ranks, self.neighbours, [bucket.buffer.shard(self.ranks.rank) for _, bucket in added])
+        readable = [process * (rank in self.members) for rank, process in enumerate(self.neighbours)]
+        mapped = map_shards(self.ranks, readable, [kept_of(bucket).own for _, bucket in added])
         for (index, bucket), of_others in zip(added, mapped, strict=True):
-            buffer, name = bucket.buffer, bucket.describe(index)
-            assert isinstance(buffer, ShardedBuffer)
-            is_served = len(of_others) < self.ranks.size - 1
+            buffer, name = kept_of(bucket), bucket.describe(index)
+            is_served = len(of_others) < len(self.members) - 1
             self.residents.add(name, buffer.room, buffer.own, is_served)
             buffer.is_shared_out = True
             self.all.append(Resident(name, bucket, buffer))
@@ -111,8 +120,8 @@ class Residency:
         self.residents.set_limit(self.check_room([]))
         for count, of_others in enumerate(mapped):
             by_rank = [
-                C.ShardPlace(each[2 * count], each[2 * count + 1], of_others.get(rank))
-                for rank, each in enumerate(everyone)
+                C.ShardPlace(everyone[rank][2 * count], everyone[rank][2 * count + 1], of_others.get(rank))
+                for rank in self.members
             ]
             self.residents.set_places(first + count, by_rank)
 
@@ -126,10 +135,12 @@ class Residency:
         self.is_updating, self.is_writing, self.is_unclear = True, False, False
         try:
             yield
+            self._publish_rest()
         except BaseException:
             self.is_unclear = True
             raise
         finally:
+            self.not_published.clear()
             self.is_updating = False
             self.residents.end_update(self.is_writing, self.is_unclear)
         if self.depth:
@@ -138,13 +149,24 @@ class Residency:
     def start(self, index: int, background: bool = False) -> None:
         """The shard of a bucket has been written."""
         self.is_writing = True
-        self.residents.publish(self.index_of[index])
+        if not self.ranks.on_mesh:
+            self.residents.publish(self.index_of[index])
+            return
+        self.manager.params.start_of(index, self.all[self.index_of[index]].buffer.own)
+        self.not_published.append(index)
+
+    def _publish_rest(self) -> None:
+        """What came along the replicate axis. Afterwards no rank reads this one's shards there."""
+        if self.not_published:
+            self.manager.params.finish()
+        for index in self.not_published:
+            self.residents.publish(self.index_of[index])
 
     def mark_written(self) -> None:
         self.is_writing = self.is_unclear = True
 
     def segment_of(self, param: Tensor) -> SlicedTensor | None:
-        """Of a parameter that lies in its bucket, this rank's elements: a view of the shard."""
+        """Of a parameter that lies in its bucket, the elements that this rank keeps: a view of them."""
         for _, _, buffer in self.all:
             for slot, each in enumerate(buffer.params):
                 if each is param and buffer.is_at_home(slot):
@@ -254,3 +276,8 @@ class Residency:
 
     def wait(self) -> None:
         pass
+
+
+def kept_of(bucket: Bucket | FrozenBucket) -> ShardedBuffer:
+    assert isinstance(bucket.buffer, ShardedBuffer)
+    return bucket.buffer

@@ -73,19 +73,20 @@ class FlatBuffer:
 
 
 class ShardedBuffer(FlatBuffer):
-    """A buffer whose memory comes and goes (csrc/params/residents.h), and beside it this rank's shard, which stays.
+    """A buffer whose memory comes and goes (csrc/params/residents.h), and beside it what this rank keeps of it.
 
-    ``room``: its memory, which stays until it is given to the residents.
+    ``kept``: the elements of that, this rank's shard and on a mesh those beside it. ``room``: the buffer's memory,
+    which stays until it is given to the residents.
     """
 
     shard_is_apart = True
 
-    def __init__(self, params: Sequence[Tensor], layout: Layout, rank: int, room: C.Room) -> None:
-        self.own_segments = {segment.slot: segment for segment in layout.segments(rank)}
+    def __init__(self, params: Sequence[Tensor], layout: Layout, kept: Span, room: C.Room) -> None:
+        self.own_segments = {segment.slot: segment for segment in layout.segments_in(kept)}
         self.is_shared_out = False  # whether the residents have it
         self.room = room
-        self.rank = rank
-        self.own = zeros(layout.shard_numel, params[0].dtype, params[0].device, place=1)
+        self.kept = kept
+        self.own = zeros(kept.numel, params[0].dtype, params[0].device, place=1)
         super().__init__(params, layout, room.tensor(params[0].dtype))
         # Made once: an operator on the buffer would fetch the bucket.
         self.homes = [super(ShardedBuffer, self).home(slot) for slot in range(len(params))]
@@ -102,25 +103,26 @@ class ShardedBuffer(FlatBuffer):
         return param.data_ptr() == start and param.stride() == self.strides[slot]
 
     def shard(self, rank: int) -> Tensor:
-        assert rank == self.rank, "only this rank's shard is here"
-        return self.own
+        span = self.layout.shard_span(rank)
+        assert span.overlap(self.kept) == span, "only what this rank keeps is here"
+        return self.own[span.start - self.kept.start : span.stop - self.kept.start]
 
     def start(self) -> None:
-        """The shard takes its part of them."""
-        self.own.copy_(super().shard(self.rank))
+        """What is kept takes its part of them."""
+        self.own.copy_(self.flat[self.kept.start : self.kept.stop])
 
     def own_span(self, slot: int) -> Span:
-        """Which elements of the parameter, in memory order, this rank owns."""
+        """Which elements of the parameter, in memory order, this rank keeps."""
         own = self.own_segments.get(slot)
         return Span(own.param_start, own.param_start + own.span.numel) if own else Span(0, 0)
 
     def own_values(self, slot: int) -> Tensor:
-        """These, in the shard."""
+        """These, where they are kept."""
         own = self.own_segments.get(slot)
         return self.own[own.span.start : own.span.stop] if own else self.own[:0]
 
     def put(self, slot: int, value: Tensor) -> None:
-        """Copies this rank's part into the shard: once the residents have the buffer, it may have no memory."""
+        """Copies this rank's part where it is kept: once the residents have the buffer, it may have no memory."""
         if not self.is_shared_out:
             super().put(slot, value)
             return

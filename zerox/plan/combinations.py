@@ -191,11 +191,6 @@ ROWS = (
     ),
     Row(
         some("process_group", "a 2-D mesh"),
-        OF_STAGE_3,
-        Refused("parameters are sharded over all ranks of one group there", "Use stage=2, or a group"),
-    ),
-    Row(
-        some("process_group", "a 2-D mesh"),
         some("capturable", "True"),
         Refused("no one has tried its two exchanges in a CUDA graph", "Leave capturable at False, or use a group"),
     ),

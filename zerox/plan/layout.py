@@ -88,12 +88,15 @@ class Layout:
 
     def segments(self, rank: int) -> list[Segment]:
         """The segments that ``rank`` owns, by position."""
-        shard = self.shard_span(rank)
+        return self.segments_in(self.shard_span(rank))
+
+    def segments_in(self, shards: Span) -> list[Segment]:
+        """The same of shards that lie together, counted from the first one's start."""
         found = []
         for slot in range(len(self.numels)):
             span = self.span(slot)
-            if part := span.overlap(shard):
-                local = Span(part.start - shard.start, part.stop - shard.start)
+            if part := span.overlap(shards):
+                local = Span(part.start - shards.start, part.stop - shards.start)
                 found.append(Segment(slot, local, part.start - span.start))
         return found
 
