@@ -1,7 +1,7 @@
 """What the tests of this folder run on. Without a CUDA GPU, or a build with CUDA kernels, each is skipped.
 
 ZEROX_TEST_DEVICE=cpu    runs those that need no CUDA as such on the CPU: to try their own logic without a GPU
-ZEROX_TEST_DEVICE=fake   runs the kernels' on csrc/cuda compiled for the host (tests/accelerator), a third of the cases
+ZEROX_TEST_DEVICE=fake   runs the kernels' on csrc/cuda compiled for the host (tests/accelerator)
 ZEROX_TEST_SEED=NUMBER   repeats the random data of another run; a test that fails prints its number
 """
 
@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 import os
 import secrets
-import zlib
 from pathlib import Path
 
 import pytest
@@ -23,22 +22,10 @@ from zerox._ext import cuda_refusal
 os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
 
 
-# On the fake accelerator, of a test's cases: tests/cpp holds the same kernels on the host to the bits of the CPU's, for
-# all dtypes, edges and orders of threads. What these add are the ops around them, and their own logic.
-EVERY = 3
-
-
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    ours = [item for item in items if item.path.is_relative_to(Path(__file__).parent)]
-    for item in ours:
-        item.add_marker(pytest.mark.gpu)
-    if DEVICE.type != "fake":
-        return
-    # By a checksum: in turn, each third case might be of the same dtype.
-    first = {item.nodeid.partition("[")[0]: item for item in reversed(ours)}
-    left_out = {item for item in ours if zlib.crc32(item.nodeid.encode()) % EVERY} - set(first.values())
-    items[:] = [item for item in items if item not in left_out]
-    config.hook.pytest_deselected(items=list(left_out))
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.path.is_relative_to(Path(__file__).parent):
+            item.add_marker(pytest.mark.gpu)
 
 
 @functools.cache
