@@ -114,11 +114,16 @@ def differing(one: dict[str, Tensor], other: dict[str, Tensor]) -> list[str]:
 
 @contextlib.contextmanager
 def shared_folder() -> Iterator[Path]:
+    """Meshes are forgotten at its end: these processes run other tests, with other groups."""
+    mesh_of.cache_clear()
     with tempfile.TemporaryDirectory() as own:
         names: list[Any] = [own]
         dist.broadcast_object_list(names)
-        yield Path(names[0])
-        dist.barrier()
+        try:
+            yield Path(names[0])
+            dist.barrier()
+        finally:
+            mesh_of.cache_clear()
 
 
 def saved(folder: Path, layout: str, case: Case) -> Path:
