@@ -83,6 +83,7 @@ def collides(rank: int, _: int, path: Path) -> list[str]:
         lambda: zerox.save(path, model, optimizer),
         optimizer.full_state_dict,
         lambda: optimizer.full_state(next(model.parameters())),
+        optimizer.join,
     ):
         try:
             call()
@@ -93,10 +94,11 @@ def collides(rank: int, _: int, path: Path) -> list[str]:
 
 
 def test_experts_of_one_name_are_refused_and_so_is_what_has_one_parameter_of_a_number(tmp_path: Path) -> None:
-    for saved, full, one in run_ranks(collides, 4, tmp_path / "saved"):
+    for saved, full, one, joined in run_ranks(collides, 4, tmp_path / "saved"):
         assert saved.startswith("CheckpointError: ")
         assert "expert.bias" in saved
         assert "give each the name that it has in the whole model" in saved
         assert full.startswith("NotImplementedError: zerox: full_state_dict()")
         assert one.startswith("NotImplementedError: zerox: full_grad(), full_state()")
+        assert joined.startswith("NotImplementedError: zerox: join() does not go with")
     assert not (tmp_path / "saved").exists()
