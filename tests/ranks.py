@@ -6,6 +6,7 @@ A rank function takes ``(rank, world_size, *args)``, is importable from its modu
 from __future__ import annotations
 
 import atexit
+import functools
 import itertools
 import sys
 import tempfile
@@ -107,6 +108,25 @@ class Pool:
 pool = Pool()
 atexit.register(pool.close)
 run_ranks = pool.run
+
+
+class Once:
+    """What ranks answer to a function that trains all cases of several tests: asked by the first of them, once."""
+
+    def __init__(self, function: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = TIMEOUT_S) -> None:
+        self.ask = functools.partial(run_ranks, function, world_size, *args, timeout_s=timeout_s)
+        self.found: list[Any] | RankFailed | None = None
+
+    def __call__(self) -> list[Any]:
+        """By rank. Raises RankFailed for each test that needs them, if they failed."""
+        if self.found is None:
+            try:
+                self.found = self.ask()
+            except RankFailed as error:
+                self.found = error
+        if isinstance(self.found, RankFailed):
+            raise self.found
+        return self.found
 
 
 def run_threads(function: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = TIMEOUT_S) -> list[Any]:

@@ -26,6 +26,7 @@ PeerShards::PeerShards(Line line, std::vector<int64_t> processes, std::vector<in
       ranks_(std::move(ranks)),
       num_holders_(num_holders),
       rank_(rank),
+      asks_others_(!others(/*neighbours=*/false, num_holders).empty()),
       timeout_(timeout) {
   if (line.group == nullptr) return;
   server_ = std::make_unique<ShardServer>(line.group);

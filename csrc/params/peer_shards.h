@@ -82,7 +82,7 @@ class PeerShards {
 
   int rank() const { return rank_; }
   int num_holders() const { return num_holders_; }
-  bool asks_others() const { return !others(/*neighbours=*/false, num_holders_).empty(); }  // to have a bucket
+  bool asks_others() const { return asks_others_; }  // for a bucket; else it reads all of it in memory
 
   // This rank's shard of the next bucket, and that it has changed a stamp.
   void add(const at::Tensor& shard, const SharedStamps& stamps) const;
@@ -116,6 +116,7 @@ class PeerShards {
   std::vector<int> ranks_;
   int num_holders_;
   int rank_;
+  bool asks_others_;
   std::chrono::milliseconds timeout_;
   std::unique_ptr<ShardQuestions> questions_;  // null if all are neighbours, as is the server
   std::unique_ptr<ShardServer> server_;

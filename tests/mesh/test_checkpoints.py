@@ -25,7 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import zerox
 from tests.mesh.parallel_models import Net, batch, cut, loss_of, whole
-from tests.ranks import RankFailed, run_ranks
+from tests.ranks import Once, run_ranks
 from zerox import FusedShardedAdam
 from zerox.checkpoint.convert import convert_file
 
@@ -173,18 +173,12 @@ def matrix(rank: int, world_size: int, asked: dict[str, Case]) -> dict[str, dict
     return found
 
 
-@functools.cache
-def results() -> dict[str, dict[str, list[str]]] | str:
-    try:
-        return run_ranks(matrix, 4, CASES, timeout_s=120)[0]
-    except RankFailed as error:  # once for all cases
-        return str(error)
+results = Once(matrix, 4, CASES, timeout_s=120)
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_any_layout_loads_what_another_saved_bit_for_bit(name: str) -> None:
-    found = results()
-    assert not isinstance(found, str), found
+    found = results()[0]
     assert {way: names for way, names in found[name].items() if names} == {}
     assert len(found[name]) == (30 if name == "plain" else 12)
 

@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from tests.ranks import run_ranks
+from tests.ranks import Once
 from zerox import FusedShardedAdam, ShardedOptimizer
 
 Groups = dict[tuple[int, ...], Any]
@@ -103,9 +103,7 @@ def refused(rank: int, _: int) -> dict[str, str]:
     return found
 
 
-@functools.cache
-def found() -> list[dict[str, str]]:
-    return run_ranks(refused, 4, timeout_s=60)
+found = Once(refused, 4, timeout_s=60)
 
 
 @pytest.mark.parametrize("name", REFUSALS)

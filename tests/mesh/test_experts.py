@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import re
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,7 +14,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 from tests.mesh.expert_models import Mixture, Places, batch, groups, loss_of, own_part, twins
-from tests.ranks import run_ranks
+from tests.ranks import Once, run_ranks
 from tests.tolerances import NORM_RTOL
 from zerox import FusedShardedAdam, GradScaler
 
@@ -129,9 +128,7 @@ def train_all(rank: int, _: int) -> dict[str, dict[str, Any]]:
     return {name: train(case, places) for name, case in CASES.items()}
 
 
-@functools.cache
-def found() -> list[dict[str, dict[str, Any]]]:
-    return run_ranks(train_all, 4, timeout_s=300)
+found = Once(train_all, 4, timeout_s=300)
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -16,7 +15,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 import zerox
 from tests.mesh.parallel_models import Meshes, batch, loss_of, twins
-from tests.ranks import run_ranks
+from tests.ranks import Once, run_ranks
 from zerox import FusedShardedAdam, ShardedOptimizer
 
 Refusal = Callable[[Meshes], Any]
@@ -146,9 +145,7 @@ def refusals(rank: int, world_size: int) -> dict[str, str]:
     return found
 
 
-@functools.cache
-def all_refusals() -> list[dict[str, str]]:
-    return run_ranks(refusals, 4, timeout_s=30)
+all_refusals = Once(refusals, 4, timeout_s=30)
 
 
 @pytest.mark.parametrize("name", REFUSALS)

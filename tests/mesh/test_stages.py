@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import zerox
 from tests.mesh.test_checkpoints import contents, differing
-from tests.ranks import run_ranks
+from tests.optimizer.combined import outcome
+from tests.ranks import Once
 from zerox import FusedShardedAdam
 
 LAYERS, WIDTH = 4, 20
@@ -86,10 +86,10 @@ def trained(folder: Path, rank: int) -> dict[str, Any]:
         found["groups"] = len(torch.load(folder / "stages.pt", weights_only=True)["optimizer"]["param_groups"])
         found["differ"] = differing(first, contents(folder / "whole")) + differing(first, contents(folder / "again"))
 
-    found["missing"] = said(lambda: zerox.load(folder / "stages", *with_one_more(place, options)))
+    found["missing"] = outcome(lambda: zerox.load(folder / "stages", *with_one_more(place, options)))
     alike = nn.ModuleList(stage_of([place]).values())
     clash = FusedShardedAdam(groups(alike), **options)
-    found["clash"] = said(lambda: zerox.save(folder / "clash", alike, clash))
+    found["clash"] = outcome(lambda: zerox.save(folder / "clash", alike, clash))
     apart = folder / f"apart {place}"
     zerox.save(apart, alike, clash, process_group=mesh["dp"])
     zerox.load(apart, alike, clash, process_group=mesh["dp"])
@@ -98,12 +98,12 @@ def trained(folder: Path, rank: int) -> dict[str, Any]:
     normed = FusedShardedAdam(same.named_parameters(), **options)
     zerox.save(folder / "same buffers", same, normed)
     same["shared"].running_mean.add_(place)  # type: ignore[operator, union-attr]
-    found["buffers"] = said(lambda: zerox.save(folder / "other buffers", same, normed))
+    found["buffers"] = outcome(lambda: zerox.save(folder / "other buffers", same, normed))
 
     rates = FusedShardedAdam(groups(own, lr=1e-2 * (place + 1)), **options)
     zerox.save(folder / "rates", own, rates)
     zerox.load(folder / "rates", own, rates)
-    found["rates"] = said(lambda: zerox.load(folder / "rates", whole, flat))
+    found["rates"] = outcome(lambda: zerox.load(folder / "rates", whole, flat))
     return found
 
 
@@ -111,14 +111,6 @@ def with_one_more(place: int, options: dict[str, Any]) -> tuple[nn.Module, Fused
     model = stage_of([place, place + 2])
     model[f"late {place}"] = Layer()
     return model, FusedShardedAdam(groups(model), **options)
-
-
-def said(call: Any) -> str:
-    try:
-        call()
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return "taken"
 
 
 def run(rank: int, world_size: int) -> dict[str, Any]:
@@ -130,9 +122,7 @@ def run(rank: int, world_size: int) -> dict[str, Any]:
         return found
 
 
-@functools.cache
-def results() -> list[dict[str, Any]]:
-    return run_ranks(run, 4, timeout_s=120)
+results = Once(run, 4, timeout_s=120)
 
 
 def test_one_checkpoint_has_all_stages_and_any_others_load_it() -> None:

@@ -6,7 +6,6 @@ All cases are trained by one run of the same processes.
 from __future__ import annotations
 
 import contextlib
-import functools
 import math
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,7 +19,7 @@ from torch.distributed.tensor import DTensor
 import zerox
 from tests.mesh.parallel_models import Meshes, Net, batch, local, loss_of, twins, whole
 from tests.optimizer.combined import digest
-from tests.ranks import RankFailed, run_ranks
+from tests.ranks import Once, run_ranks
 from tests.tolerances import NORM_RTOL
 from zerox import FusedShardedAdam
 
@@ -141,19 +140,12 @@ def trained(rank: int, world_size: int, asked: dict[str, Case]) -> dict[str, dic
     return {name: train(case, meshes) for name, case in asked.items()}
 
 
-@functools.cache
-def results() -> list[dict[str, dict[str, Any]]] | str:
-    try:
-        return run_ranks(trained, 4, CASES, timeout_s=120)
-    except RankFailed as error:  # once for all cases
-        return str(error)
+results = Once(trained, 4, CASES, timeout_s=120)
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_it_trains_as_the_whole_model_in_one_process(name: str) -> None:
-    everyone = results()
-    assert not isinstance(everyone, str), everyone
-    of_ranks = [each[name] for each in everyone]
+    of_ranks = [each[name] for each in results()]
     loose = CASES[name].model.get("bias") or CASES[name].model.get("hidden") == 1
     for found in of_ranks:
         assert found["off"] <= NORM_RTOL, found["off"]
@@ -165,9 +157,7 @@ def test_it_trains_as_the_whole_model_in_one_process(name: str) -> None:
 
 @pytest.mark.parametrize("name", [name for name in CASES if name.endswith("stage 3")])
 def test_stage_3_has_stage_2_s_bits(name: str) -> None:
-    everyone = results()
-    assert not isinstance(everyone, str), everyone
-    for found in everyone:
+    for found in results():
         assert found[name]["bits"] == found[name.replace("stage 3", "stage 2")]["bits"]
 
 

@@ -17,6 +17,7 @@ from zerox.checkpoint.store import Opened, open_checkpoint, write
 from zerox.checkpoint.writer import save_object
 from zerox.memory.forms import decoded, master_of
 from zerox.memory.stored import SCALE, Stored
+from zerox.plan.cut import completed
 from zerox.rules.adam import ADAM
 from zerox.rules.known import KNOWN
 from zerox.rules.of_groups import RULE
@@ -158,8 +159,7 @@ def _torchs(saved: Mapping[str, Tensor], weight: Tensor | None, order: list[int]
         if spec.key in saved:
             values = saved[spec.key]
             if spec.key + SCALE in saved:
-                dims = order or list(range(values.dim()))
-                dims = [*dims, *(dim for dim in range(values.dim()) if dim not in dims)]
+                dims = completed(order, values.dim())
                 coded = Stored(spec, values.permute(dims).reshape(-1), saved[spec.key + SCALE])
                 in_order = decoded(coded).view([values.shape[dim] for dim in dims])
                 values = in_order.permute([dims.index(dim) for dim in range(len(dims))])

@@ -30,3 +30,9 @@ def dense(shape: Sequence[int], slowest_first: Sequence[int]) -> tuple[int, ...]
 def slowest_first(shape: Sequence[int], strides: Sequence[int]) -> list[int]:
     """The dimensions in their order in memory; of those with one stride, one of a single index comes last."""
     return sorted(range(len(shape)), key=lambda dim: (-strides[dim], shape[dim] == 1))
+
+
+def completed(order: Sequence[int] | None, num_dims: int) -> list[int]:
+    """All dimensions, slowest first, from the ``order`` of a checkpoint, which leaves out those of one index."""
+    known = order or ()
+    return [*known, *(dim for dim in range(num_dims) if dim not in known)]
