@@ -27,15 +27,20 @@ def leave_imports_alone() -> None:
 def accelerators_environment(rank: int, world_size: int) -> AbstractContextManager[Any]:
     """What torchrun would set; Accelerate remembers its first answers for the life of a process."""
     leave_imports_alone()
+    forget_answers()  # a test of something else may have asked: DataLoaders and callbacks of frameworks do
     told: dict[str, Any] = {}
     if world_size != ALONE:
         told = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size}
         told |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 1}
     stack = ExitStack()
     stack.enter_context(mock.patch.dict(os.environ, {name: str(value) for name, value in told.items()}))
-    stack.callback(GradientState._reset_state)
-    stack.callback(AcceleratorState._reset_state, True)
+    stack.callback(forget_answers)
     return stack
+
+
+def forget_answers() -> None:
+    AcceleratorState._reset_state(True)
+    GradientState._reset_state()
 
 
 def run_anywhere(function: Callable[..., Any], world_size: int, *args: Any) -> list[Any]:
