@@ -178,6 +178,12 @@ void check_norm_value(const at::Tensor& words, double p) {
   ZX_CHECK(p > 0.0, "norm_value", "p", "must be positive, got ", p);
 }
 
+KeptBits check_mask(const std::optional<at::Tensor>& mask, const at::Tensor& shard, const char* op) {
+  if (!mask || mask->numel() == 0) return {};
+  check_array(*mask, at::kByte, (shard.numel() + 7) / 8 + kMaskPadding, shard, op, "mask");
+  return {mask->const_data_ptr<uint8_t>(), 0};
+}
+
 ShardStorage check_update(const ShardTensors& t, const ShardTables& tables) {
   constexpr const char* op = "update_";
   const at::Tensor& param = t.param;
@@ -188,7 +194,7 @@ ShardStorage check_update(const ShardTensors& t, const ShardTables& tables) {
   ZX_CHECK_CONTIGUOUS(t.grad, op, "grad");
   ZX_CHECK_NUMEL(t.grad, param.numel(), op, "grad");
   check_device(t.grad, param, op, "grad");
-  const ShardStorage storage{check_master(param, t.master), check_state(t, tables.rule)};
+  const ShardStorage storage{check_master(param, t.master), check_state(t, tables.rule), check_mask(t.mask, param, op)};
   check_segments(tables.segments, param, op);
   const int64_t count = tables.segments.size(0);
   check_array(tables.present, at::kByte, count, param, op, "present");
@@ -216,6 +222,7 @@ void for_each_shard(const ShardLists& l, const ShardCall& call) {
     return count == 0 ? 0 : list.size() / count;
   };
   check_count(l.master, "master", /*may_be_none=*/true);
+  check_count(l.masks, "masks", /*may_be_none=*/true);
   check_count(l.grad, "grad");
   check_count(l.segments, "segments");
   check_count(l.present, "present");
@@ -224,7 +231,7 @@ void for_each_shard(const ShardLists& l, const ShardCall& call) {
   const size_t num_scales = number_in_each(l.scales, "scales");
   for (size_t i = 0; i < count; ++i) {
     call({l.param[i], l.master.empty() ? nullptr : &l.master[i], l.grad[i], l.state.slice(i * num_state, num_state),
-          l.scales.slice(i * num_scales, num_scales)},
+          l.scales.slice(i * num_scales, num_scales), l.masks.empty() ? std::nullopt : std::optional(l.masks[i])},
          {rule, l.segments[i], l.present[i], l.steps[i], l.options, l.grad_scale});
   }
 }

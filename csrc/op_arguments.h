@@ -9,6 +9,7 @@
 
 #include "check.h"
 #include "math/dtype.h"
+#include "math/kept_bits.h"
 #include "math/rules.h"
 #include "math/segment.h"
 #include "math/state.h"
@@ -46,6 +47,9 @@ void check_reduce(const at::Tensor& shard, const at::Tensor& words, at::TensorLi
 void check_norm(const at::Tensor& words, const at::Tensor& shard, const at::Tensor& segments, double p);
 void check_norm_value(const at::Tensor& words, double p);
 
+// A mask as uint8 [ceil(n / 8) + kMaskPadding], for a shard of n elements; none, or an empty one, keeps all.
+KeptBits check_mask(const std::optional<at::Tensor>& mask, const at::Tensor& shard, const char* op);
+
 // One shard of update_.
 struct ShardTensors {
   const at::Tensor& param;
@@ -53,6 +57,7 @@ struct ShardTensors {
   const at::Tensor& grad;
   at::TensorList state;
   at::TensorList scales;  // for 8-bit state one for each of `state`, else none
+  std::optional<at::Tensor> mask;
 };
 struct ShardTables {
   const RuleFacts& rule;
@@ -65,11 +70,12 @@ struct ShardTables {
 struct ShardStorage {
   Master master_kind;
   StoredStates states;
+  KeptBits kept;
 };
 ShardStorage check_update(const ShardTensors& tensors, const ShardTables& tables);
 
-// The arguments of update_. Every list has one tensor per shard, with two exceptions: `master` is empty if no master is
-// kept; `state` and `scales` have, shard by shard, as many per shard as the rule keeps.
+// The arguments of update_. Every list has one tensor per shard, with exceptions: `master` is empty if no master is
+// kept, and `masks` if there are none; `state` and `scales` have, shard by shard, as many per shard as the rule keeps.
 struct ShardLists {
   c10::string_view rule;
   at::TensorList param;
@@ -82,6 +88,7 @@ struct ShardLists {
   at::TensorList steps;
   const at::Tensor& options;
   const std::optional<at::Tensor>& grad_scale;
+  at::TensorList masks;
 };
 using ShardCall = std::function<void(const ShardTensors&, const ShardTables&)>;
 void for_each_shard(const ShardLists& lists, const ShardCall& call);

@@ -49,6 +49,7 @@ class Meeting(enum.Enum):
     FULL_STATE = 12
     BROADCAST_BUFFERS = 13
     FULL_GRAD = 14
+    MASKS = 15
 
 class Combine(enum.Enum):
     SUM = 0

@@ -28,9 +28,9 @@ from zerox.flow.overlap_gather import NOTHING_TO_HIDE, GatherOverlap
 from zerox.flow.params import ParamGather
 from zerox.flow.residency import Residency
 from zerox.flow.update import FusedUpdate, Update
-from zerox.grad_dtype import Widened
 from zerox.memory.bucket import Bucket, Member, members_of, refuse_dtensors, rooms
 from zerox.memory.flat import BufferSlot, give_out
+from zerox.memory.grad_dtype import Widened
 from zerox.memory.shared import Shared
 from zerox.options import OptimizerOptions, Planned, check_params
 from zerox.plan.stage import SHARDED

@@ -12,8 +12,8 @@ import torch
 
 from zerox.flow.inside import Inside
 from zerox.flow.residency import Residency
-from zerox.grad_dtype import grad_dtype_of
 from zerox.memory.bucket import Member
+from zerox.memory.grad_dtype import grad_dtype_of
 from zerox.memory.pages import storage_bytes
 from zerox.memory.stored import stored_bytes
 from zerox.options import (

@@ -54,9 +54,12 @@ def reduce_(
     torch.ops.zerox.reduce_(shard, words, slices, segments, replaced, divisor, accumulate)
 
 
-def norm_(words: Tensor, shard: Tensor, segments: Tensor, p: float) -> None:
-    """Adds ``sum |x|^p`` over the segments to ``words``; for ``p = inf`` keeps the largest ``|x|``."""
-    torch.ops.zerox.norm_(words, shard, segments, p)
+def norm_(words: Tensor, shard: Tensor, segments: Tensor, p: float, mask: Tensor | None = None) -> None:
+    """Adds ``sum |x|^p`` over the segments to ``words``; for ``p = inf`` keeps the largest ``|x|``.
+
+    ``mask``: of the elements that count, see :class:`Shard`.
+    """
+    torch.ops.zerox.norm_(words, shard, segments, p, mask)
 
 
 def norm_value(words: Tensor, p: float) -> Tensor:
@@ -71,7 +74,9 @@ class Shard(NamedTuple):
     floating dtype (float64 only beside float64 parameters). ``state``: what the rule keeps, float64 for float64
     parameters, else float32, bfloat16 (rounded stochastically: ``csrc/math/random.h``), or uint8 codes with ``scales``,
     float32 ``[ceil(n / 256)]`` for each (``csrc/math/dynamic_map.h``). Segments whose ``present`` (uint8 ``[s]``) is 0
-    are left alone; the others count their ``steps`` (int64 ``[s]``) up.
+    are left alone; the others count their ``steps`` (int64 ``[s]``) up. ``mask``: uint8
+    ``[ceil(n / 8) + 4]``, where bit ``i % 8`` of byte ``i // 8`` keeps element ``i``; parameter, master and state of
+    others become 0. None keeps all.
     """
 
     param: Tensor
@@ -82,6 +87,7 @@ class Shard(NamedTuple):
     segments: Tensor
     present: Tensor
     steps: Tensor
+    mask: Tensor | None = None
 
 
 def update_(rule: str, shards: Sequence[Shard], options: Tensor, grad_scale: Tensor | None = None) -> None:
@@ -104,7 +110,14 @@ def update_(rule: str, shards: Sequence[Shard], options: Tensor, grad_scale: Ten
         [s.steps for s in shards],
         options,
         grad_scale,
+        _masks(shards),
     )
+
+
+def _masks(shards: Sequence[Shard]) -> list[Tensor]:
+    if all(s.mask is None for s in shards):
+        return []
+    return [s.present.new_empty(0) if s.mask is None else s.mask for s in shards]
 
 
 def _changes_arguments_only(*_args: object) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.parameter import is_lazy
 
 from zerox._ext import cuda_refusal
-from zerox.grad_dtype import NARROW, can_be_set, grad_dtype_of
+from zerox.memory.grad_dtype import NARROW, can_be_set, grad_dtype_of
 from zerox.model_names import quoted
 from zerox.plan import combinations
 from zerox.plan.buckets import MIB, BucketPlan, ParamSpec, default_cap_bytes, plan_buckets

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zerox.grad_dtype import grad_dtype_of
 from zerox.memory.bucket import Member
+from zerox.memory.grad_dtype import grad_dtype_of
 from zerox.options import InnerOptions, OptimizerOptions
 from zerox.ranks.dtensors import is_dtensor, placements_text
 from zerox.ranks.group import Ranks

@@ -157,7 +157,8 @@ void bind_settlement(py::module_& m) {
       .value("SAVE", Meeting::save)
       .value("FULL_STATE", Meeting::full_state)
       .value("BROADCAST_BUFFERS", Meeting::broadcast_buffers)
-      .value("FULL_GRAD", Meeting::full_grad);
+      .value("FULL_GRAD", Meeting::full_grad)
+      .value("MASKS", Meeting::masks);
   m.attr("NUM_ARGUMENTS") = std::tuple_size_v<Arguments>;
   py::class_<Outcome>(m, "Outcome")
       .def_readonly("adopts", &Outcome::adopts)

@@ -26,18 +26,20 @@ TORCH_LIBRARY(zerox, m) {
       "reduce_(Tensor(a!) shard, Tensor(b!) words, Tensor[] slices, Tensor segments, Tensor replaced, "
       "float divisor, bool accumulate) -> ()");
   // Adds sum |x|^p over the segments to `words`; for p = inf keeps the largest |x|.
-  m.def("norm_(Tensor(a!) words, Tensor shard, Tensor segments, float p) -> ()");
+  // Of the elements that `mask` keeps: uint8 [ceil(n / 8) + 4], element i is bit i % 8 of byte i / 8.
+  m.def("norm_(Tensor(a!) words, Tensor shard, Tensor segments, float p, Tensor? mask=None) -> ()");
   // float64 [2]: the norm, and 1 if every element was finite.
   m.def("norm_value(Tensor words, float p) -> Tensor");
   // Does one step of `rule` (the kName of one in csrc/math) on shards of the same types, in few launches, for the
-  // segments that are present. Every list has one tensor per shard, with two exceptions: `master` is empty if no master
-  // is kept; `state`, and `scales` (float32 [ceil(n / 256)], for uint8 state), have as many per shard as the rule
-  // keeps, shard by shard. `steps` is int64 [s]; `options` is float64 [groups, columns], with rows as the rule's
-  // Options (csrc/math); `grad_scale` is a float64 scalar.
+  // segments that are present. Every list has one tensor per shard, with exceptions: `master` is empty if no master
+  // is kept, and `masks` if all elements are, and a mask without elements keeps all of its shard's; `state`, and
+  // `scales` (float32 [ceil(n / 256)], for uint8 state), have as many per shard as the rule keeps, shard by shard.
+  // `steps` is int64 [s]; `options` is float64 [groups, columns], with rows as the rule's Options (csrc/math);
+  // `grad_scale` is a float64 scalar.
   m.def(
       "update_(str rule, Tensor(a!)[] param, Tensor(b!)[] master, Tensor[] grad, Tensor(c!)[] state, "
       "Tensor(d!)[] scales, Tensor[] segments, Tensor[] present, Tensor(e!)[] steps, Tensor options, "
-      "Tensor? grad_scale) -> ()");
+      "Tensor? grad_scale, Tensor[] masks) -> ()");
 }
 
 namespace zx {

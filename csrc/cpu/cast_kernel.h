@@ -27,8 +27,7 @@ void cast_from(const From* source, DType to, void* target, int64_t numel) {
 void cast(DType from, const void* source, DType to, void* target, int64_t numel) {
   if (numel == 0) return;
   if (from == to) {
-    constexpr int64_t kBytes[] = {8, 4, 2, 2};
-    std::memcpy(target, source, static_cast<size_t>(numel * kBytes[static_cast<int>(from)]));
+    std::memcpy(target, source, static_cast<size_t>(numel * width_of(from)));
     return;
   }
   switch (from) {

@@ -11,6 +11,7 @@
 #include <cstdint>
 
 #include "math/dtype.h"
+#include "math/kept_bits.h"
 #include "math/norm.h"
 #include "math/random.h"
 #include "math/rules.h"
@@ -18,8 +19,13 @@
 
 namespace zx {
 
-// Elements [0, numel) of one parameter's part of a shard. They start `param_start` elements after the parameter's
-// start.
+// What the random bits of a step hang on: its key, and how many elements of the parameter come before.
+struct RandomStart {
+  int64_t param_start;
+  RandomKey key;
+};
+
+// Elements [0, numel) of one parameter's part of a shard.
 struct UpdateSpan {
   RuleKind rule;
   DType param_dtype;
@@ -31,8 +37,8 @@ struct UpdateSpan {
   int num_states;
   StoredStates states;
   int64_t numel;
-  int64_t param_start;
-  RandomKey random_key;
+  RandomStart random;
+  KeptBits kept;
 };
 
 // shard = round((slices[0] + slices[1] + ... in this order) / divisor [+ shard]) over [0, numel).
@@ -55,7 +61,7 @@ struct KernelTable {
   // Both add to `words`, an exact sum: see Note [Norms are summed exactly].
   void (*reduce)(const ReduceSpan& span, int64_t* words);
   // For max_of_abs words[0] holds the bits of the largest |element| as a double.
-  void (*norm)(Norm kind, DType dtype, const void* values, int64_t numel, int64_t* words);
+  void (*norm)(Norm kind, DType dtype, const void* values, int64_t numel, KeptBits kept, int64_t* words);
 };
 
 const KernelTable& kernels_scalar();

@@ -27,6 +27,7 @@ namespace {
 #include "cpu/simd.h"
 #include "cpu/simd_int.h"
 #include "cpu/simd_state.h"
+#include "cpu/simd_mask.h"
 #include "cpu/simd_map.h"
 #include "cpu/state.h"
 #include "cpu/update_kernel.h"

@@ -13,12 +13,15 @@ namespace {
 
 // For any other p: sums |x|^p with the library's pow. There is one code path, so no choice of instruction set changes
 // it.
-void power_partials(double p, const at::Tensor& shard, int64_t start, int64_t stop, int64_t* words) {
+void power_partials(double p, const at::Tensor& shard, KeptBits kept, int64_t start, int64_t stop, int64_t* words) {
   const DType dtype = dtype_of(shard, "norm_", "shard");
   for (int64_t block = start; block < stop; block += kNormBlock) {
     const int64_t count = std::min(kNormBlock, stop - block);
     double wide[kNormBlock];
     kernels().cast(dtype, bytes_at(shard, block), DType::f64, wide, count);
+    for (int64_t i = 0; i < count; ++i) {
+      if (!kept.has_all() && !kept.at(block + i)) wide[i] = 0.0;
+    }
     double sums[kNormAccumulators] = {};
     bool finite = true;
     for (int64_t i = 0; i < count; ++i) {
@@ -42,9 +45,11 @@ void merge(double p, const int64_t* local, int64_t* total) {
 }
 
 // Adds sum |x|^p over the segments of a shard to `words`; for p = inf keeps the bits of the largest |x|.
-void norm_(at::Tensor& words, const at::Tensor& shard, const at::Tensor& segments, double p) {
+void norm_(at::Tensor& words, const at::Tensor& shard, const at::Tensor& segments, double p,
+           const std::optional<at::Tensor>& mask) {
   constexpr const char* op = "norm_";
   check_norm(words, shard, segments, p);
+  const KeptBits kept = check_mask(mask, shard, op);
   const DType dtype = dtype_of(shard, op, "shard");
   const Norm kind = norm_of_order(p);
   const SegmentTable table(segments, shard.numel(), op);
@@ -56,9 +61,9 @@ void norm_(at::Tensor& words, const at::Tensor& shard, const at::Tensor& segment
     for (int64_t i = first; i < last; ++i) {
       const auto [segment, start, stop] = stretches[i];
       if (kind != Norm::sum_of_powers) {
-        kernels().norm(kind, dtype, bytes_at(shard, start), stop - start, local);
+        kernels().norm(kind, dtype, bytes_at(shard, start), stop - start, kept.from(start), local);
       } else {
-        power_partials(p, shard, start, stop, local);
+        power_partials(p, shard, kept, start, stop, local);
       }
     }
     const std::lock_guard lock(total_mutex);

@@ -50,7 +50,7 @@ ZX_HD int64_t max_partial(const T* values, int64_t numel, int64_t largest) {
   return largest;
 }
 
-// Calls body(values, numel) on each block, as float or double.
+// Calls body(values, start, numel) on each block, as float or double.
 template <class Body>
 ZX_HD void for_each_norm_block(DType dtype, const void* values, int64_t numel, Body body) {
   float wide[kNormBlock];
@@ -58,25 +58,33 @@ ZX_HD void for_each_norm_block(DType dtype, const void* values, int64_t numel, B
     const int64_t count = numel - start < kNormBlock ? numel - start : kNormBlock;
     switch (dtype) {
       case DType::f64:
-        body(static_cast<const double*>(values) + start, count);
+        body(static_cast<const double*>(values) + start, start, count);
         break;
       case DType::f32:
-        body(static_cast<const float*>(values) + start, count);
+        body(static_cast<const float*>(values) + start, start, count);
         break;
       case DType::bf16:
         cast_loop<float>(static_cast<const bf16*>(values) + start, wide, count);
-        body(static_cast<const float*>(wide), count);
+        body(static_cast<const float*>(wide), start, count);
         break;
       case DType::f16:
         cast_loop<float>(static_cast<const f16*>(values) + start, wide, count);
-        body(static_cast<const float*>(wide), count);
+        body(static_cast<const float*>(wide), start, count);
         break;
     }
   }
 }
 
-void norm(Norm kind, DType dtype, const void* values, int64_t numel, int64_t* words) {
-  for_each_norm_block(dtype, values, numel, [&](auto block, int64_t count) ZX_LAMBDA {
+void norm(Norm kind, DType dtype, const void* values, int64_t numel, KeptBits kept, int64_t* words) {
+  for_each_norm_block(dtype, values, numel, [&](auto block, int64_t start, int64_t count) ZX_LAMBDA {
+    using T = std::remove_cvref_t<decltype(*block)>;
+    alignas(64) T counted[kNormBlock];
+    if (!kept.has_all()) {
+      for_each_vector<T>(count, [&](auto lane, int64_t i) ZX_LAMBDA {
+        keep_lanes(decltype(lane)::load(block + i), kept.word(start + i)).store(counted + i);
+      });
+      block = counted;
+    }
     switch (kind) {
       case Norm::sum_of_abs:
         exact_add(words, norm_partial<false>(block, count, words + kExactNonFinite));

@@ -14,6 +14,8 @@ ZX_HD void for_each_part(int64_t numel, int64_t most, const Body& body) {
 
 template <class T, int N>
 struct WideState {
+  static constexpr bool kSharesScale = false;
+
   T* values[kRoomFor<N>];
 
   explicit WideState(const UpdateSpan& span) {
@@ -41,9 +43,9 @@ struct Bf16State {
 
   // Of the span's elements from `start` on.
   ZX_HD Bf16State(const UpdateSpan& span, int64_t start)
-      : first(span.random_key.first),
-        second(second_word(span.random_key, span.param_start + start)),
-        element(static_cast<uint32_t>(span.param_start + start)) {
+      : first(span.random.key.first),
+        second(second_word(span.random.key, span.random.param_start + start)),
+        element(static_cast<uint32_t>(span.random.param_start + start)) {
     for_each_state<N>([&](auto s)
                           ZX_LAMBDA { values[s.value] = static_cast<bf16*>(span.states.at[s.value].values) + start; });
   }
@@ -145,6 +147,7 @@ struct CodedChunks {
 // One block of a chunk while it is updated: what it finds out of its values stays in registers.
 template <class Rule, int N>
 struct CodedBlock {
+  static constexpr bool kSharesScale = true;
   template <int kState>
   static constexpr bool kHasNegatives = Rule::kStates[kState].has_negatives;
 

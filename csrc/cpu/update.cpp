@@ -37,7 +37,7 @@ void join_neighbours(std::vector<Stretch>& stretches, const std::vector<int64_t>
 template <class Rule>
 void update_shard(const ShardTensors& t, const ShardTables& tables) {
   constexpr const char* op = "update_";
-  const auto [master_kind, states] = check_update(t, tables);
+  const auto [master_kind, states, kept] = check_update(t, tables);
   const at::Tensor& param = t.param;
   const at::Tensor& options = tables.options;
   const DType param_dtype = dtype_of(param, op, "param");
@@ -83,19 +83,28 @@ void update_shard(const ShardTensors& t, const ShardTables& tables) {
       if (takes_part[segment] == 0) continue;
       const Segment& of = table[segment];
       char* master = t.master == nullptr ? nullptr : bytes_at(*t.master, start);
-      kernels().update(
-          {tables.rule.kind, param_dtype, master_kind, grad_dtype, bytes_at(param, start), master,
-           bytes_at(t.grad, start), Rule::num_states(rows[of.options_row]), states_at(states, state_bytes, start),
-           stop - start, of.param_start + (start - of.start), random_key(step_counts[segment], of.param)},
-          &folded[segment]);
+      kernels().update({tables.rule.kind,
+                        param_dtype,
+                        master_kind,
+                        grad_dtype,
+                        bytes_at(param, start),
+                        master,
+                        bytes_at(t.grad, start),
+                        Rule::num_states(rows[of.options_row]),
+                        states_at(states, state_bytes, start),
+                        stop - start,
+                        {of.param_start + (start - of.start), random_key(step_counts[segment], of.param)},
+                        kept.from(start)},
+                       &folded[segment]);
     }
   });
 }
 
 void update_(c10::string_view rule, at::TensorList param, at::TensorList master, at::TensorList grad,
              at::TensorList state, at::TensorList scales, at::TensorList segments, at::TensorList present,
-             at::TensorList steps, const at::Tensor& options, const std::optional<at::Tensor>& grad_scale) {
-  for_each_shard({rule, param, master, grad, state, scales, segments, present, steps, options, grad_scale},
+             at::TensorList steps, const at::Tensor& options, const std::optional<at::Tensor>& grad_scale,
+             at::TensorList masks) {
+  for_each_shard({rule, param, master, grad, state, scales, segments, present, steps, options, grad_scale, masks},
                  [](const ShardTensors& tensors, const ShardTables& tables) {
                    with_rule(tables.rule.kind,
                              [&](auto rule) { update_shard<typename decltype(rule)::type>(tensors, tables); });

@@ -113,12 +113,19 @@ ZX_HD void update_lanes(const Step& step, V grad, Lanes<V, N>& lanes) {
 // `state` counts from element `first` of the span.
 template <class Rule, class T, int N, class Where, class State, class Grad>
 ZX_HD void update_loop(const typename Rule::template Step<T>& step, Where where, State& state, const Grad* grad,
-                       int64_t first, int64_t numel) {
+                       KeptBits kept, int64_t first, int64_t numel) {
   for_each_vector<T>(numel, [&](auto lane, int64_t i) ZX_LAMBDA {
     using V = decltype(lane);
     Lanes<V, N> lanes{where.template load<V>(first + i), {}};
     state.load(lanes, i);
-    update_lanes<Rule, Where>(step, load_grad<V>(grad, first + i), lanes);
+    V mean = load_grad<V>(grad, first + i);
+    if (State::kSharesScale && !kept.has_all()) {
+      const uint32_t bits = kept.word(first + i);
+      mean = keep_lanes(mean, bits);
+      keep_lanes(lanes, bits);
+    }
+    update_lanes<Rule, Where>(step, mean, lanes);
+    if (!kept.has_all()) keep_lanes(lanes, kept.word(first + i));
     where.store(lanes.param, first + i);
     state.store(lanes, i);
   });
@@ -148,7 +155,7 @@ ZX_HD V new_param(const Step& step, const Lanes<V, N>& lanes) {
 // that divides: in one loop with the update, and in groups whose vectors don't wait for each other, they overlap.
 template <class Rule, int N, int kCount, class Where, class Grad>
 ZX_HD void update_group(const typename Rule::template Step<float>& step, Where where, const Bf16State<Rule, N>& state,
-                        const Grad* grad, int64_t first, int64_t i) {
+                        const Grad* grad, KeptBits kept, int64_t first, int64_t i) {
   VecI random[kCount];
   fill_random(state.first, state.second, state.element + static_cast<uint32_t>(i), random);
   Lanes<VecF, N> lanes[kCount];
@@ -157,10 +164,19 @@ ZX_HD void update_group(const typename Rule::template Step<float>& step, Where w
     lanes[v].param = where.template load<VecF>(first + at);
     state.load(lanes[v], at);
     update_states<Rule>(step, load_grad<VecF>(grad, first + at), lanes[v]);
-    state.store(lanes[v], random[v], at);
+    if (!kept.has_all()) {
+      Lanes<VecF, N> stored = lanes[v];
+      keep_lanes(stored, kept.word(first + at));
+      state.store(stored, random[v], at);
+    } else {
+      state.store(lanes[v], random[v], at);
+    }
   }
   for (int v = 0; v < kCount; ++v) {
-    where.store(new_param<Rule>(step, lanes[v]), first + i + v * VecF::kLanes);
+    const int64_t at = first + i + v * VecF::kLanes;
+    VecF param = new_param<Rule>(step, lanes[v]);
+    if (!kept.has_all()) param = keep_lanes(param, kept.word(at));
+    where.store(param, at);
   }
 }
 #endif
@@ -168,20 +184,22 @@ ZX_HD void update_group(const typename Rule::template Step<float>& step, Where w
 // `state` counts from element `first` of the span.
 template <class Rule, int N, class Where, class Grad>
 ZX_HD void update_bf16(const typename Rule::template Step<float>& step, Where where, const Bf16State<Rule, N>& state,
-                       const Grad* grad, int64_t first, int64_t numel) {
+                       const Grad* grad, KeptBits kept, int64_t first, int64_t numel) {
   int64_t i = 0;
 #if defined(ZX_HAS_VECTORS)
   constexpr int kMany = 4;
   for (; i + kMany * VecF::kLanes <= numel; i += kMany * VecF::kLanes) {
-    update_group<Rule, N, kMany>(step, where, state, grad, first, i);
+    update_group<Rule, N, kMany>(step, where, state, grad, kept, first, i);
   }
-  for (; i + VecF::kLanes <= numel; i += VecF::kLanes) update_group<Rule, N, 1>(step, where, state, grad, first, i);
+  for (; i + VecF::kLanes <= numel; i += VecF::kLanes)
+    update_group<Rule, N, 1>(step, where, state, grad, kept, first, i);
 #endif
   for (; i < numel; ++i) {
     using Lane = ScalarLane<float>;
     Lanes<Lane, N> lane{where.template load<Lane>(first + i), {}};
     state.load(lane, i);
     Rule::update(step, load_grad<Lane>(grad, first + i), lane);
+    if (!kept.has_all()) keep_lanes(lane, kept.word(first + i));
     where.store(lane.param, first + i);
     const uint32_t element = state.element + static_cast<uint32_t>(i);
     state.store(lane, mix32(mix32(element ^ state.first) ^ state.second), i);
@@ -202,10 +220,10 @@ ZX_HD void update_state(const Call& call, const typename Rule::template Step<T> 
   if constexpr (N > 0 && std::is_same_v<T, float>) {
     if (span.states.kind == StateKind::bf16) {
       for (int64_t first = 0; first < span.numel;) {
-        const int64_t alike = (int64_t{1} << 32) - static_cast<uint32_t>(span.param_start + first);
+        const int64_t alike = (int64_t{1} << 32) - static_cast<uint32_t>(span.random.param_start + first);
         const int64_t numel = alike < span.numel - first ? alike : span.numel - first;
         Bf16State<Rule, N> state(span, first);
-        update_bf16<Rule, N>(step, where, state, grad, first, numel);
+        update_bf16<Rule, N>(step, where, state, grad, span.kept, first, numel);
         first += numel;
       }
       return;
@@ -215,7 +233,7 @@ ZX_HD void update_state(const Call& call, const typename Rule::template Step<T> 
         CodedChunks<Rule, N> chunks(span, call.decoders, first, numel);
         for_each_part(numel, kStateBlock, [&](int64_t start, int64_t count) ZX_LAMBDA {
           CodedBlock<Rule, N> block(chunks, start);
-          update_loop<Rule, T, N>(step, where, block, grad, first + start, count);
+          update_loop<Rule, T, N>(step, where, block, grad, span.kept, first + start, count);
           block.put_keys(chunks, start / kStateBlock);
         });
         chunks.encode(numel);
@@ -224,7 +242,7 @@ ZX_HD void update_state(const Call& call, const typename Rule::template Step<T> 
     }
   }
   WideState<T, N> state(span);
-  update_loop<Rule, T, N>(step, where, state, grad, 0, span.numel);
+  update_loop<Rule, T, N>(step, where, state, grad, span.kept, 0, span.numel);
 }
 
 template <class Rule>

@@ -8,6 +8,7 @@
 #include <cstdint>
 
 #include "math/dtype.h"
+#include "math/kept_bits.h"
 #include "math/norm.h"
 #include "math/rules.h"
 #include "math/segment.h"
@@ -80,6 +81,7 @@ struct NormShard {
   int64_t num_segments;
   double order;
   int64_t* words;
+  KeptBits kept;
 };
 int norm(const NormShard& shard, Stream stream);
 // Brings every digit of an exact sum under 2^32, which leaves room for the sum over buckets and ranks.
@@ -97,6 +99,7 @@ struct UpdateElements {
   const void* grad;
   StoredStates states;
   int64_t numel;
+  KeptBits kept;
 };
 struct UpdateSegments {
   const Segment* segments;

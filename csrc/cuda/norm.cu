@@ -27,6 +27,7 @@ __global__ void __launch_bounds__(kThreads, 1) norm_kernel(NormArgs<Stored> a) {
   int64_t largest = 0;
   LaneSum lane_sum;
 
+  const KeptBits kept = a.shard.kept;
   const auto on_pair = [&](int64_t first, int64_t stop, int64_t /*segment*/) {
     NonFinite non_finite;
     const auto see = [&](T value, int at) {
@@ -49,13 +50,15 @@ __global__ void __launch_bounds__(kThreads, 1) norm_kernel(NormArgs<Stored> a) {
         ZX_UNROLL
         for (int j = 0; j < Order::kEach; ++j) {
           wide.at[j] = ScalarLane<T>::load(&loaded[access].at[j]).x;
+          if (!kept.has_all() && !kept.at(first + Order::first(access) + j)) wide.at[j] = T(0);
           see(wide.at[j], access * static_cast<int>(kPairNumel) / Order::kAccesses);
         }
         if constexpr (kNorm != Norm::max_of_abs) store(wide, tile.at(Order::first(access)));
       }
     } else {
       for (int at = lane; at < kPairNumel; at += kWarp) {
-        const T value = first + at < stop ? ScalarLane<T>::load(values + first + at).x : T(0);
+        const bool counts = first + at < stop && (kept.has_all() || kept.at(first + at));
+        const T value = counts ? ScalarLane<T>::load(values + first + at).x : T(0);
         see(value, at);
         if constexpr (kNorm != Norm::max_of_abs) *tile.at(at) = value;
       }

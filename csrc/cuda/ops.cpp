@@ -118,12 +118,14 @@ void reduce_(at::Tensor& shard, at::Tensor& words, at::TensorList slices, const 
                op);
 }
 
-void norm_(at::Tensor& words, const at::Tensor& shard, const at::Tensor& segments, double p) {
+void norm_(at::Tensor& words, const at::Tensor& shard, const at::Tensor& segments, double p,
+           const std::optional<at::Tensor>& mask) {
   constexpr const char* op = "norm_";
   check_norm(words, shard, segments, p);
+  const KeptBits kept = check_mask(mask, shard, op);
   const OnDevice on(shard);
   check_launch(cuda::norm({dtype_of(shard, op, "shard"), shard.const_data_ptr(), shard.numel(), segment_rows(segments),
-                           segments.size(0), p, words.mutable_data_ptr<int64_t>()},
+                           segments.size(0), p, words.mutable_data_ptr<int64_t>(), kept},
                           on.stream()),
                op);
 }
@@ -141,7 +143,7 @@ at::Tensor norm_value(const at::Tensor& words, double p) {
 class UpdateLaunch {
  public:
   void add(const ShardTensors& t, const ShardTables& tables) {
-    const auto [master_kind, states] = check_update(t, tables);
+    const auto [master_kind, states, kept] = check_update(t, tables);
     const cuda::UpdateElements elements{tables.rule.kind,
                                         dtype_of(t.param, kOp, "param"),
                                         master_kind,
@@ -150,7 +152,8 @@ class UpdateLaunch {
                                         t.master == nullptr ? nullptr : t.master->mutable_data_ptr(),
                                         t.grad.const_data_ptr(),
                                         states,
-                                        t.param.numel()};
+                                        t.param.numel(),
+                                        kept};
     if (!shards_.empty()) check_like_first(elements);
     const auto& scale = tables.grad_scale;
     shards_.push_back(
@@ -187,9 +190,10 @@ class UpdateLaunch {
 
 void update_(c10::string_view rule, at::TensorList param, at::TensorList master, at::TensorList grad,
              at::TensorList state, at::TensorList scales, at::TensorList segments, at::TensorList present,
-             at::TensorList steps, const at::Tensor& options, const std::optional<at::Tensor>& grad_scale) {
+             at::TensorList steps, const at::Tensor& options, const std::optional<at::Tensor>& grad_scale,
+             at::TensorList masks) {
   UpdateLaunch launch;
-  for_each_shard({rule, param, master, grad, state, scales, segments, present, steps, options, grad_scale},
+  for_each_shard({rule, param, master, grad, state, scales, segments, present, steps, options, grad_scale, masks},
                  [&](const ShardTensors& tensors, const ShardTables& tables) { launch.add(tensors, tables); });
   if (!param.empty()) launch.run(param.front());
 }

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "cuda/fold.cuh"
+#include "cuda/mask.cuh"
 #include "cuda/together.cuh"
 #include "cuda/unchecked.cuh"
 #include "cuda/update_param.cuh"
@@ -74,7 +75,8 @@ struct UpdateArgs {
   const Segment* segments;
   int64_t num_segments;
   const Folded<Rule, Value>* folded;
-  bool aligned;  // all of the pointers above, to 16 bytes
+  bool aligned;         // all of the arrays above that are indexed by element, to 16 bytes
+  const uint8_t* mask;  // null: all elements are kept
 };
 
 template <int kStates, int N, class Args, class Rule = typename Args::Rule, class T = typename Args::Value>
@@ -89,6 +91,7 @@ __device__ __forceinline__ void update_elements(const Args& a, const Folded<Rule
     states.get(j, lanes[j]);
   }
   update_each(folded, grad, lanes);
+  clear_masked(a.mask, i, lanes);
   ZX_UNROLL
   for (int j = 0; j < N; ++j) {
     param.set(j, lanes[j].param.x);
@@ -144,10 +147,10 @@ int launch_update(const UpdateShards& shards, Stream stream) {
   Together<Args> together;
   static_assert(kFitsALaunch<Args>);
   for (const auto& [e, s] : shards) {
-    together.add(
-        {Where(e), static_cast<const Grad*>(e.grad), EachState<Rule, typename Where::Value, Stored>(e.states), e.numel,
-         s.segments, s.count, static_cast<const Folded<Rule, typename Where::Value>*>(s.folded), all_aligned(e)},
-        tiles_for(e.numel, int64_t{kThreads} * Args::kVector));
+    together.add({Where(e), static_cast<const Grad*>(e.grad), EachState<Rule, typename Where::Value, Stored>(e.states),
+                  e.numel, s.segments, s.count, static_cast<const Folded<Rule, typename Where::Value>*>(s.folded),
+                  all_aligned(e), e.kept.bits},
+                 tiles_for(e.numel, int64_t{kThreads} * Args::kVector));
   }
   return launch(update_kernel<Args>, together.num_tiles(), stream, together);
 }

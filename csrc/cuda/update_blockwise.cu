@@ -41,7 +41,8 @@ struct BlockArgs {
   const Segment* segments;
   int64_t num_segments;
   const Folded<Rule, float>* folded;
-  bool aligned;  // all of the pointers above, to 16 bytes
+  bool aligned;         // all of the arrays above that are indexed by element, to 16 bytes
+  const uint8_t* mask;  // null: all elements are kept
 };
 
 // This lane's elements of a block: [first, first + count) of the shard. Those of a whole block are moved in
@@ -102,7 +103,7 @@ struct LoadedState {
 template <int kStates, bool kWhole, class Args, class Rule = typename Args::Rule>
 __device__ __forceinline__ void update_block(const Args& a, const Maps& maps, const Folded<Rule, float>& folded,
                                              const LaneSpan<kWhole>& span) {
-  const auto grad = span.template load<kOnce>(a.grad);
+  auto grad = span.template load<kOnce>(a.grad);
   auto param = a.where.template load<kLane>(span);
   LoadedState loaded[kRoomFor<kStates>];
   ZX_UNROLL
@@ -117,7 +118,12 @@ __device__ __forceinline__ void update_block(const Args& a, const Maps& maps, co
       lanes[i].state[s.value].x = loaded[s.value].get(map, i);
     });
   }
+  for_each_masked<kLane>(a.mask, span.first, span.count, [&](int i) {  // they must have no part in a scale
+    grad.at[i] = {};
+    lanes[i] = {};
+  });
   update_each(folded, grad, lanes);
+  clear_masked(a.mask, span.first, lanes, span.count);
   ZX_UNROLL
   for (int i = 0; i < kLane; ++i) {
     param.set(i, lanes[i].param.x);
@@ -185,7 +191,7 @@ int update_blockwise(const UpdateShards& shards, Stream stream) {
     static_assert(kFitsALaunch<Args>);
     for (const auto& [e, s] : shards) {
       together.add({Where(e), static_cast<const Grad*>(e.grad), e.states, e.numel, s.segments, s.count,
-                    static_cast<const Folded<Rule, float>*>(s.folded), all_aligned(e)},
+                    static_cast<const Folded<Rule, float>*>(s.folded), all_aligned(e), e.kept.bits},
                    tiles_for(e.numel, kTile));
     }
     return launch(update_block_kernel<Args>, together.num_tiles(), stream, together);

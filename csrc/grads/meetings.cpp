@@ -18,7 +18,8 @@ const char* name_of(int64_t meeting) {
                                     "zerox.save() or zerox.load()",
                                     "full_state_dict()",
                                     "broadcast_buffers()",
-                                    "full_grad(), full_state() or what sets these"};
+                                    "full_grad(), full_state() or what sets these",
+                                    "a change of masks by zerox.Sparsity"};
   return kNames[meeting + 1];
 }
 

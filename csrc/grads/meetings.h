@@ -30,6 +30,7 @@ enum class Meeting : int64_t {
   full_state = 12,
   broadcast_buffers = 13,
   full_grad = 14,
+  masks = 15,
 };
 constexpr int64_t kLastFollowed = static_cast<int64_t>(Meeting::clip_value);
 

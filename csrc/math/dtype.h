@@ -7,6 +7,11 @@ namespace zx {
 
 enum class DType : uint8_t { f64, f32, bf16, f16 };
 
+constexpr int64_t width_of(DType dtype) {
+  constexpr int64_t kBytes[] = {8, 4, 2, 2};
+  return kBytes[static_cast<int>(dtype)];
+}
+
 // How the exact value of a parameter is kept.
 enum class Master : uint8_t {
   none,       // the parameter itself

@@ -93,7 +93,7 @@ TEST(norm_reaches_elements_past_two_to_the_31) {
   Words expected{};
   for (const auto& [start, stop, row, number, from] : segments) {
     for (int64_t i = start; i < stop; ++i) values[i] = zx::float_to_bf16(static_cast<float>(i % 11));
-    zx::kernels_scalar().norm(zx::Norm::sum_of_squares, DType::bf16, &values[start], stop - start, expected.data());
+    zx::kernels_scalar().norm(zx::Norm::sum_of_squares, DType::bf16, &values[start], stop - start, {}, expected.data());
   }
   zx::exact_carry(expected.data());
   Words words{};

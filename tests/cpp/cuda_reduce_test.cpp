@@ -149,21 +149,26 @@ TEST(norm_gives_the_cpu_words_for_every_order_and_segment_edge) {
   for (const double order : kOrders) {
     for (const DType dtype : kDTypes) {
       for (const SegmentLayout& layout : segment_layouts()) {
-        for (const int64_t offset : {0, 1}) {
+        for (const int64_t offset : {0, 1, 4}) {
+          const bool masked = offset == 4;
           const Elements values = elements(/*finite=*/offset == 1, dtype, layout.numel, offset);
+          const std::vector<uint8_t> mask = random_mask(layout.numel, 0);
+          const auto kept = [&](int64_t start) { return zx::KeptBits{masked ? mask.data() : nullptr, start}; };
+          Elements counted = values;
+          if (masked) counted.clear_masked(kept(0));
           const Norm kind = zx::norm_of_order(order);
           Words expected{};
           Words tested{};
           for (const auto& [start, stop, row, number, from] : layout.segments) {
             if (kind == Norm::sum_of_powers) {
-              add_powers(values, start, stop, order, expected);
+              add_powers(counted, start, stop, order, expected);
             } else {
-              zx::kernels_scalar().norm(kind, dtype, values.at(start), stop - start, expected.data());
+              zx::kernels_scalar().norm(kind, dtype, counted.at(start), stop - start, {}, expected.data());
             }
           }
           if (kind != Norm::max_of_abs) zx::exact_carry(expected.data());
           CHECK_EQ(zx::cuda::norm({dtype, values.at(0), layout.numel, layout.segments.data(),
-                                   static_cast<int64_t>(layout.segments.size()), order, tested.data()},
+                                   static_cast<int64_t>(layout.segments.size()), order, tested.data(), kept(0)},
                                   kHost),
                    0);
           CHECK_FOR(joined({name_of(dtype), layout.name, std::to_string(order)}), tested == expected);

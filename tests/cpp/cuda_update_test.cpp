@@ -67,6 +67,8 @@ struct Shard {
     return what.param == DType::bf16 ? Lane::load_master(&as_bf16, &kept).x : Lane::load_master(&as_f16, &kept).x;
   }
 
+  zx::KeptBits kept(int64_t start) const { return mask.empty() ? zx::KeptBits{} : zx::KeptBits{mask.data(), start}; }
+
   void run_cuda() { run_together({this}); }
 
   static void run_together(const std::vector<Shard*>& shards) {
@@ -77,11 +79,11 @@ struct Shard {
       for (Shard* s : shards) {
         const UpdateCase& what = s->what;
         scratch.emplace_back(s->segments.size() * zx::cuda::kFoldedBytes, static_cast<char>(0xcd));
-        launched.push_back(
-            {{what.of.rule, what.param, what.master, what.grad, s->param.at(0),
-              what.master == Master::none ? nullptr : s->master.at(0), s->grad.at(0), s->states.at(0), s->numel},
-             {s->segments.data(), static_cast<int64_t>(s->segments.size()), s->present.data(), s->steps.data(),
-              &rows.front().lr, &scale, scratch.back().data()}});
+        launched.push_back({{what.of.rule, what.param, what.master, what.grad, s->param.at(0),
+                             what.master == Master::none ? nullptr : s->master.at(0), s->grad.at(0), s->states.at(0),
+                             s->numel, s->kept(0)},
+                            {s->segments.data(), static_cast<int64_t>(s->segments.size()), s->present.data(),
+                             s->steps.data(), &rows.front().lr, &scale, scratch.back().data()}});
       }
       CHECK_EQ(zx::cuda::update({launched.data(), static_cast<int64_t>(launched.size())}, kHost), 0);
     });
@@ -96,11 +98,19 @@ struct Shard {
         const auto& options = rows[static_cast<size_t>(row)];
         if (Rule::counts_step(options)) ++steps[i];
         const auto step = Rule::fold(options, steps[i], 0.5);
-        zx::kernels_scalar().update(
-            {what.of.rule, what.param, what.master, what.grad, param.at(start),
-             what.master == Master::none ? nullptr : master.at(start), grad.at(start), Rule::num_states(options),
-             states.at(start), stop - start, param_start, zx::random_key(steps[i], number)},
-            &step);
+        zx::kernels_scalar().update({what.of.rule,
+                                     what.param,
+                                     what.master,
+                                     what.grad,
+                                     param.at(start),
+                                     what.master == Master::none ? nullptr : master.at(start),
+                                     grad.at(start),
+                                     Rule::num_states(options),
+                                     states.at(start),
+                                     stop - start,
+                                     {param_start, zx::random_key(steps[i], number)},
+                                     kept(start)},
+                                    &step);
       }
     });
   }
@@ -126,6 +136,7 @@ struct Shard {
   AllStates states;
   std::vector<uint8_t> present{};
   std::vector<int64_t> steps{};
+  std::vector<uint8_t> mask{};
 };
 
 void check_every_edge(StateKind state) {
@@ -141,6 +152,27 @@ void check_every_edge(StateKind state) {
     }
   }
 }
+// With half of the elements cleared.
+void check_masked(StateKind state) {
+  std::vector<SegmentLayout> layouts{layout_of("blocks and around them", {256, 255, 257, 512, 1, 511}, 3, 1),
+                                     layout_of("tails", {0, 1, 7, 8, 9, 31, 249, 255}, 0, 5)};
+  for (SegmentLayout& layout : layouts) {
+    if (state == StateKind::blockwise) layout = with_blocks(layout);
+    for (const UpdateCase& c : update_cases(state)) {
+      Shard expected(c, layout, 0);
+      expected.mask = random_mask(layout.numel, 0);
+      Shard tested = expected;
+      expected.run_cpu();
+      tested.run_cuda();
+      tested.check_same(expected, joined({name_of(c), layout.name}));
+    }
+  }
+}
+
+TEST(a_mask_clears_what_it_clears_on_the_cpu) { check_masked(StateKind::wide); }
+TEST(a_mask_clears_bf16_states) { check_masked(StateKind::bf16); }
+TEST(a_mask_clears_8_bit_states) { check_masked(StateKind::blockwise); }
+
 TEST(update_gives_the_cpu_bits_for_every_rule_dtype_and_segment_edge) { check_every_edge(StateKind::wide); }
 TEST(update_gives_the_cpu_bits_with_bf16_states) { check_every_edge(StateKind::bf16); }
 TEST(update_gives_the_cpu_bits_with_8_bit_states) { check_every_edge(StateKind::blockwise); }

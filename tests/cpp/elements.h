@@ -102,6 +102,15 @@ inline uint64_t random_element(DType dtype) {
   return random_bits();  // a code
 }
 
+// A mask for `numel` elements: they are kept by its bits from `first` on. A byte of 0s and one of 1s are among others.
+inline std::vector<uint8_t> random_mask(int64_t numel, int64_t first) {
+  std::vector<uint8_t> bytes(static_cast<size_t>((first + numel + 7) / 8 + kMaskPadding));
+  for (size_t i = 0; i < bytes.size(); ++i) {
+    bytes[i] = i % 5 == 1 ? uint8_t{0} : i % 5 == 3 ? uint8_t{255} : static_cast<uint8_t>(random_bits());
+  }
+  return bytes;
+}
+
 // `numel` elements that start `offset` elements behind an aligned address, between canaries. Under the address
 // sanitizer there is none behind them: its own red zone starts at the first byte past the end, and sees reads too.
 class Elements {
@@ -144,6 +153,11 @@ class Elements {
     return bits;
   }
 
+  void clear_masked(KeptBits kept) {
+    for (int64_t i = 0; i < numel_; ++i) {
+      if (!kept.at(i)) set(i, 0);
+    }
+  }
   void make_positive(int64_t element) {
     const int sign = 8 * static_cast<int>(bytes_of(dtype_)) - 1;
     set(element, get(element) & ~(uint64_t{1} << sign));

@@ -86,10 +86,32 @@ TEST(norm_gives_the_scalar_words) {
             const Elements values = elements(finite, dtype, numel, numel % 3);
             Words expected{};
             Words tested{};
-            zx::kernels_scalar().norm(kind, dtype, values.at(0), numel, expected.data());
-            table->norm(kind, dtype, values.at(0), numel, tested.data());
+            zx::kernels_scalar().norm(kind, dtype, values.at(0), numel, {}, expected.data());
+            table->norm(kind, dtype, values.at(0), numel, {}, tested.data());
             CHECK_EQ(tested, expected);
           }
+        }
+      }
+    }
+  }
+}
+
+TEST(a_norm_is_that_of_what_its_mask_keeps) {
+  auto tables = vector_tables();
+  tables.push_back(&zx::kernels_scalar());
+  for (const zx::KernelTable* table : tables) {
+    for (const zx::Norm kind : kNorms) {
+      for (const DType dtype : kDTypes) {
+        for (const int64_t first : {0, 5}) {
+          const Elements values = elements(/*finite=*/first == 0, dtype, 1300, 1);
+          const std::vector<uint8_t> mask = random_mask(1300, first);
+          Elements kept = values;
+          kept.clear_masked({mask.data(), first});
+          Words expected{};
+          Words tested{};
+          zx::kernels_scalar().norm(kind, dtype, kept.at(0), 1300, {}, expected.data());
+          table->norm(kind, dtype, values.at(0), 1300, {mask.data(), first}, tested.data());
+          CHECK_EQ(tested, expected);
         }
       }
     }
@@ -103,7 +125,7 @@ TEST(reduce_and_norm_count_the_same_squares) {
       ReduceBuffers reduced(/*finite=*/true, dtype, 2, 700, 1);
       reduced.run(zx::kernels(), false, 0, 700);
       Words words{};
-      zx::kernels().norm(zx::Norm::sum_of_squares, dtype, reduced.shard.at(0), 700, words.data());
+      zx::kernels().norm(zx::Norm::sum_of_squares, dtype, reduced.shard.at(0), 700, {}, words.data());
       CHECK_EQ(reduced.words, words);
     }
   }
@@ -118,7 +140,7 @@ TEST(nan_and_infinity_are_counted_once_a_block) {
           Elements values = Elements::finite(dtype, 600, 0);
           zx::kernels().cast(DType::f32, &bad, dtype, values.at(where), 1);
           Words words{};
-          zx::kernels().norm(zx::Norm::sum_of_squares, dtype, values.at(0), 600, words.data());
+          zx::kernels().norm(zx::Norm::sum_of_squares, dtype, values.at(0), 600, {}, words.data());
           CHECK_EQ(words[zx::kExactNonFinite], 1);
           CHECK_EQ(words[zx::kExactNan], std::isnan(bad) ? 1 : 0);
           CHECK_EQ(words[zx::kExactInf], std::isnan(bad) ? 0 : 1);

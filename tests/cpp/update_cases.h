@@ -92,6 +92,9 @@ struct AllStates {
     for (int s = 0; s < num_states; ++s) found.at[s] = each[static_cast<size_t>(s)].at(element);
     return found;
   }
+  void clear_masked(KeptBits kept) {
+    for (int s = 0; s < num_states; ++s) each[static_cast<size_t>(s)].values.clear_masked(kept);
+  }
   void check_same(const AllStates& expected, const std::string& name) const {
     for (size_t s = 0; s < each.size(); ++s) {
       each[s].check_same(expected.each[s], joined({name, "state", std::to_string(s)}));

@@ -22,10 +22,26 @@ struct UpdateBuffers {
 
   // `step`: the Step<double> of the case's rule.
   void run(const zx::KernelTable& table, const void* step, int64_t start, int64_t stop) {
-    table.update({what.of.rule, what.param, what.master, what.grad, param.at(start),
-                  what.master == Master::none ? nullptr : master.at(start), grad.at(start), what.of.num_states,
-                  states.at(start), stop - start, kParamStart + start, kKey},
+    table.update({what.of.rule,
+                  what.param,
+                  what.master,
+                  what.grad,
+                  param.at(start),
+                  what.master == Master::none ? nullptr : master.at(start),
+                  grad.at(start),
+                  what.of.num_states,
+                  states.at(start),
+                  stop - start,
+                  {kParamStart + start, kKey},
+                  mask.empty() ? zx::KeptBits{} : kept().from(start)},
                  step);
+  }
+
+  zx::KeptBits kept() const { return {mask.data(), kFirstBit}; }
+  void clear_masked() {
+    param.clear_masked(kept());
+    if (what.master != Master::none) master.clear_masked(kept());
+    states.clear_masked(kept());
   }
 
   void check_same(const UpdateBuffers& expected, const std::string& name) const {
@@ -44,7 +60,9 @@ struct UpdateBuffers {
   Elements master;
   Elements grad;
   AllStates states;
+  std::vector<uint8_t> mask{};
 
+  static constexpr int64_t kFirstBit = 13;  // a mask's bytes and an update's vectors begin anywhere
   // The lower half of an element's index overflows within the span.
   static constexpr int64_t kParamStart = (int64_t{1} << 32) - 50;
   static constexpr zx::RandomKey kKey{0x12345678, 0x9abcdef0};
@@ -118,6 +136,37 @@ TEST(update_may_be_cut_anywhere) {
             parts.run(zx::kernels(), step, place, numel);
             parts.run(zx::kernels(), step, 0, place);
             parts.check_same(whole, joined({isa, name_of(c)}));
+          }
+        });
+      }
+    }
+  }
+}
+
+TEST(what_a_mask_does_not_keep_is_cleared) {
+  auto tables = vector_tables();
+  tables.push_back(&zx::kernels_scalar());
+  for (const StateKind state : kStateKinds) {
+    const bool in_blocks = state == StateKind::blockwise;
+    for (const UpdateCase& c : update_cases(state)) {
+      for (const int64_t numel : {37, 1300}) {
+        UpdateBuffers before(c, numel, 1);
+        before.mask = random_mask(numel, UpdateBuffers::kFirstBit);
+        UpdateBuffers expected = before;
+        if (in_blocks) {  // nothing masked has a part in a scale
+          expected.clear_masked();
+          expected.grad.clear_masked(before.kept());
+        }
+        expected.mask.clear();
+        with_step(c, [&](const void* step) {
+          expected.run(zx::kernels_scalar(), step, 0, numel);
+          expected.mask = before.mask;
+          expected.clear_masked();
+          expected.grad = before.grad;
+          for (const zx::KernelTable* table : tables) {
+            UpdateBuffers tested = before;
+            tested.run(*table, step, 0, numel);
+            tested.check_same(expected, joined({table->name, name_of(c)}));
           }
         });
       }

@@ -28,10 +28,12 @@ CALLS: dict[str, Callable[[], tuple[Any, ...]]] = {
     "read_flags_": lambda: (byte(), byte(), [torch.zeros(10)], 8),
     "reduce_": lambda: (torch.empty(8), words(), [torch.ones(10)], segments_of(8), byte(), 1, False),
     "norm_": lambda: (words(), torch.ones(8), segments_of(8), 2.0),
+    "norm_ under a mask": lambda: (words(), torch.ones(8), segments_of(8), 2.0, byte(5)),
     "norm_value": lambda: (words(), 2.0),
     "update_": update_arguments,
     "update_ in 8 bits": coded,
     "update_ of two": lambda: update_arguments(2),
+    "update_ under masks": lambda: update_arguments(2, masks=[byte(12), byte(0)]),
     "update_ by sgd": lambda: update_arguments(rule=SGD),
     "update_ by sgd without a state": lambda: update_arguments(
         rule=SGD, state=[], options=options_table(SGD, momentum=0.0)

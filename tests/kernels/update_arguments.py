@@ -41,7 +41,7 @@ def update_arguments(count: int = 1, rule: Rule = ADAM, **changes: Any) -> tuple
     for name in one_shard():
         whole = [shard[name] for shard in shards]
         lists[name] = [each for group in whole for each in group] if isinstance(whole[0], list) else whole
-    others = {"options": options_table(rule), "grad_scale": None}
+    others = {"options": options_table(rule), "grad_scale": None, "masks": []}
     return (rule.name, *lists.values(), *(changes.get(name, other) for name, other in others.items()))
 
 
@@ -54,7 +54,7 @@ def coded(numel: int = 512, **changes: Any) -> tuple[Any, ...]:
 
 def listed(**lists: Any) -> tuple[Any, ...]:
     """The arguments for two shards, with these whole lists instead."""
-    names = ("rule", *one_shard(), "options", "grad_scale")
+    names = ("rule", *one_shard(), "options", "grad_scale", "masks")
     return tuple((dict(zip(names, update_arguments(2), strict=True)) | lists).values())
 
 
@@ -191,6 +191,8 @@ REFUSED_UPDATES: dict[str, tuple[str, Callable[[], tuple[Any, ...]], str]] = {
         lambda: update_arguments(rule=SGD, options=options_table()),
         "`options` must be [groups, 6], got [1, 8]",
     ),
+    "a short mask": ("update_", lambda: listed(masks=[byte(11)] * 2), "`mask` must have 12 elements, got 11"),
+    "one mask for two": ("update_", lambda: listed(masks=[byte(12)]), "`masks` must be 2 tensors, got 1"),
     "a float32 scale": (
         "update_",
         lambda: update_arguments(grad_scale=torch.tensor(1.0)),

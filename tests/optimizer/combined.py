@@ -23,7 +23,7 @@ from tests.optimizer.ways import Way, is_inner, plain_twin
 from tests.tolerances import assert_one_step_bound, assert_stored_bound
 from zerox import FusedShardedAdam, ShardedOptimizer
 from zerox.flow.residency import Residency
-from zerox.grad_dtype import NARROW
+from zerox.memory.grad_dtype import NARROW
 from zerox.plan.combinations import CHOICES
 from zerox.rules.adam import ADAM
 from zerox.rules.known import KNOWN

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import zerox
 from tests.ranks import run_ranks
 from zerox import FusedShardedAdam
-from zerox.grad_dtype import grad_dtype_of
+from zerox.memory.grad_dtype import grad_dtype_of
 
 NUMELS = [300_000, 70]  # one whose gradient is large enough to be sent as it lies
 COUNT = 600  # ones add up to 256 in bfloat16, and stay there

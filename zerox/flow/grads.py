@@ -45,7 +45,7 @@ class Grads:
         self.counts: list[bool] = []  # of each bucket: whether norms count it on this rank
         self.dtensors: list[tuple[Any, Tensor, str]] = []  # with the local tensor that lies in a bucket, and the name
         self.no_sync_depth = 0
-        self.segments: list[Tensor] = []  # of each bucket
+        self.buckets: list[Bucket] = []
         self.pieces_of: list[list[tuple[int, int, int, Tensor]]] = []
         self.sharded = stage.grads is SHARDED
         self.reduce_dtype = reduce_dtype
@@ -112,7 +112,7 @@ class Grads:
                 self.dtensors.append((member.param, local, member.name))
                 if replicated:
                     self.partial.buckets[index] = bucket
-        self.segments.append(bucket.segments)
+        self.buckets.append(bucket)
         self.pieces_of.append(list(map(_less_padding, self.manager.parts(index))))
         return made
 
@@ -157,16 +157,18 @@ class Grads:
 
         Large gradients are where autograd left them (one rank), or where the mean was gathered (whole gradients).
         """
+        bucket = self.buckets[index]
         pieces = self.manager.grads.pieces(index) if self.partial.shard(index) is None else []
         if pieces:
             places = zip(pieces, self.pieces_of[index], strict=True)
-            return [
-                GradPart(grad[padding:] if padding else grad, start, first_row, segments)
+            found = [
+                (grad[padding:] if padding else grad, start, first_row, segments)
                 for grad, (padding, start, first_row, segments) in places
                 if grad is not None and segments.shape[0] > 0
             ]
+            return [GradPart(*each, bucket.mask_of(each[1], each[0].numel())) for each in found]
         shard = self.shard(index)
-        return [] if shard is None else [GradPart(shard, 0, 0, self.segments[index])]
+        return [] if shard is None else [GradPart(shard, 0, 0, bucket.segments, bucket.mask_of(0, shard.numel()))]
 
     def landed(self) -> list[Tensor]:
         """The tensors that all buckets' shards lie in."""
@@ -178,8 +180,9 @@ class Grads:
         return self.manager.grads.present(index)
 
     def words(self, index: int) -> Tensor | None:
-        """The exact sum of squares over the shard, if the reduction left one that still holds."""
-        return self.manager.grads.words(index) if self.partial.shard(index) is None else None
+        """The exact sum of squares over the shard, if the reduction left one that still holds: it knows of no mask."""
+        stands = self.partial.shard(index) is None and self.buckets[index].mask is None
+        return self.manager.grads.words(index) if stands else None
 
     def forget_words(self, index: int) -> None:
         """To be called when the parts() of a bucket were written."""

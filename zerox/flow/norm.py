@@ -14,10 +14,10 @@ from zerox.flow.asked import Asked
 from zerox.flow.grads import Grads
 
 
-def shard_words(shard: Tensor, segments: Tensor, p: float) -> Tensor:
-    """The exact sum (int64 ``[EXACT_WORDS]``) of one shard's norm."""
+def shard_words(shard: Tensor, segments: Tensor, p: float, mask: Tensor | None = None) -> Tensor:
+    """The exact sum (int64 ``[EXACT_WORDS]``) of one shard's norm, over what ``mask`` keeps."""
     words = torch.zeros(ops.EXACT_WORDS, dtype=torch.int64, device=shard.device)
-    ops.norm_(words, shard, segments, p)
+    ops.norm_(words, shard, segments, p, mask)
     return words
 
 
@@ -38,7 +38,7 @@ def words_of(grads: Grads, p: float, asked: Asked) -> Iterator[tuple[int, Tensor
         for part in grads.parts(index):
             segments = asked.segments(index, part)
             if segments.shape[0] > 0:
-                yield index, shard_words(part.grad, segments, p)
+                yield index, shard_words(part.grad, segments, p, part.mask)
 
 
 def total_words(grads: Grads, p: float, asked: Asked, divisors: Sequence[object]) -> list[Tensor]:

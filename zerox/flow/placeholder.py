@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zerox.grad_dtype import grad_dtype_of
+from zerox.memory.grad_dtype import grad_dtype_of
 from zerox.model_names import quoted
 
 

@@ -95,7 +95,7 @@ class FusedUpdate:
 def shard_of(part: Part, of: GradPart, present: Tensor) -> Shard:
     """A part of a bucket's shard as the kernels take it. ``present``: of all the bucket's rows."""
     param, master, state, scales, rows, steps = part
-    return Shard(param, master, of.grad, state, scales, of.segments, present[rows], steps)
+    return Shard(param, master, of.grad, state, scales, of.segments, present[rows], steps, of.mask)
 
 
 def update(rule: Rule, shards: Sequence[Shard], options: Tensor, grad_scale: Tensor | None) -> None:

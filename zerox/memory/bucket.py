@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from zerox._C import SEGMENT_COLUMNS
-from zerox.grad_dtype import grad_dtype_of
 from zerox.memory.flat import FlatBuffer, dense_strides
+from zerox.memory.grad_dtype import grad_dtype_of
+from zerox.memory.mask import Mask
 from zerox.memory.stored import Stored
 from zerox.model_names import quoted
 from zerox.plan.buckets import BucketPlan
@@ -99,6 +100,7 @@ class GradPart(NamedTuple):
     start: int
     first_row: int
     segments: Tensor  # those inside, counted from ``start``
+    mask: Tensor | None = None  # which of its elements count and are updated: bits, as in zerox/memory/mask.py
 
 
 class Part(NamedTuple):
@@ -158,7 +160,6 @@ class Bucket:
         self.buffer = make_buffer([member.local for member in members], plan.layout)
         self.own_segments: list[Segment] = plan.layout.segments(rank)
         self.rule = rule
-        self.grad_dtype = grad_dtype_of(self.members[0].param)
         self.param_shard = self.buffer.shard(rank)
 
         rows = [
@@ -170,9 +171,14 @@ class Bucket:
         self.numbers = {STEP.key: self.steps}  # by key, one for each row
         self.absent: set[tuple[int, str]] = set()  # (row, key) of state that begins with the next update only
         self.state: dict[str, Stored] = {}
+        self.mask: Mask | None = None  # of the shard; None: all elements are kept
         for spec in specs:
             self.keep(spec)
         self.keep_numbers()
+
+    @cached_property
+    def grad_dtype(self) -> torch.dtype:
+        return grad_dtype_of(self.members[0].param)
 
     @cached_property
     def groups(self) -> list[int]:
@@ -189,6 +195,17 @@ class Bucket:
         kept = self.state | {spec.key: made}
         order = [each.key for each in (*self.rule.states, *MASTERS)]
         self.state = {key: kept[key] for key in order if key in kept}
+
+    def mask_of(self, start: int, numel: int) -> Tensor | None:
+        """Its bits for these elements of the shard."""
+        return None if self.mask is None else self.mask.part(start, numel)
+
+    def take_mask(self, kept: Tensor | None) -> None:
+        """``kept``: bool ``[shard_numel]``. What it does not keep becomes 0 in parameter, master and state."""
+        self.mask = None if kept is None else Mask(kept)
+        if kept is not None:
+            for values in (self.param_shard, *(stored.values for stored in self.state.values())):
+                values.masked_fill_(~kept, 0)  # the code 0 is 0, whatever the scale
 
     def part(self, of: GradPart) -> Part:
         """Views, which hold until keep() is called."""

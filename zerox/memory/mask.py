@@ -1,0 +1,44 @@
+"""Which elements of a shard a mask keeps, one bit each: see Note [Masks] in csrc/math/kept_bits.h."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+PADDING = 4  # bytes behind the last bit: kMaskPadding in csrc/math/kept_bits.h
+
+
+class Mask:
+    """Of ``numel`` elements. It does not change: another choice is another Mask."""
+
+    def __init__(self, kept: Tensor) -> None:
+        """``kept``: bool ``[numel]``."""
+        self.numel = kept.numel()
+        self.bits = packed(kept)
+        self._parts: dict[tuple[int, int], Tensor] = {}
+
+    def kept(self) -> Tensor:
+        """bool ``[numel]``."""
+        return unpacked(self.bits, self.numel)
+
+    def part(self, start: int, numel: int) -> Tensor:
+        """The bits of elements ``start`` to ``start + numel`` as the kernels take them, from bit 0 on."""
+        if (start, numel) not in self._parts:
+            if start % 8:
+                self._parts[start, numel] = packed(self.kept()[start : start + numel])
+            else:
+                self._parts[start, numel] = self.bits[start // 8 :][: -(-numel // 8) + PADDING]
+        return self._parts[start, numel]
+
+
+def packed(kept: Tensor) -> Tensor:
+    """uint8 ``[ceil(n / 8) + PADDING]``: element ``i`` is bit ``i % 8`` of byte ``i // 8``."""
+    num_bytes = -(-kept.numel() // 8) + PADDING
+    bits = functional.pad(kept.to(torch.uint8), (0, 8 * num_bytes - kept.numel())).view(-1, 8)
+    return (bits << torch.arange(8, dtype=torch.uint8, device=kept.device)).sum(1, dtype=torch.uint8)
+
+
+def unpacked(bits: Tensor, numel: int) -> Tensor:
+    places = torch.arange(8, dtype=torch.uint8, device=bits.device)
+    return ((bits[:, None] >> places) & 1).view(-1)[:numel].bool()
