@@ -29,6 +29,7 @@ PYTHON_LAYERS = [
     ["estimate"],
     ["engine"],
     ["optimizers", "checkpoint"],
+    ["sparsity"],
     ["scaler"],
     ["__init__"],
     ["__main__", "integrations"],

@@ -10,6 +10,8 @@ try:
     from zerox.flow.join import join
     from zerox.optimizers import FusedShardedAdam, FusedShardedLion, FusedShardedSGD, ShardedOptimizer
     from zerox.scaler import GradScaler
+    from zerox.sparsity.schedules import cubic, rigl, set_
+    from zerox.sparsity.sparsity import Sparsity
 except ImportError as error:
     # `python -m zerox env` must still run and report this; every name below raises the reason.
     _broken = str(error)
@@ -24,13 +26,17 @@ __all__ = [
     "GradScaler",
     "MemoryBytes",
     "ShardedOptimizer",
+    "Sparsity",
     "clip_grad_norm_",
+    "cubic",
     "estimate",
     "join",
     "latest",
     "load",
     "remove",
+    "rigl",
     "save",
+    "set_",
 ]
 
 

@@ -26,7 +26,8 @@ DATA = r"__[0-9]+_[0-9]+\.distcp"
 LISTED = re.compile(rf"{DATA}|{re.escape(METADATA)}|{re.escape(HOST)}")
 WRITTEN = re.compile(rf"{LISTED.pattern}|{re.escape(METADATA)}\.tmp|{re.escape(NAME)}")  # also by half a save
 
-FORMAT = 1
+FORMAT = 2  # 2 may have masks
+READ = (1, 2)
 CRC = "crc32"  # of the manifest itself, as compact JSON with sorted keys
 CHUNK_BYTES = 2**22
 MOST_BYTES = 2**26  # that a manifest can have: 100,000 ranks take a tenth of it
@@ -90,7 +91,7 @@ def read(folder: Path) -> dict[str, Any]:
     try:
         with io.BufferedReader(opened(file)) as stream:
             found = json.loads(stream.read(MOST_BYTES))
-        if found.get("format", FORMAT) == FORMAT and found.pop(CRC) != _crc(found):
+        if found.get("format", FORMAT) in READ and found.pop(CRC) != _crc(found):
             raise ValueError
     except (FileNotFoundError, NotADirectoryError):
         raise CheckpointError(f"{folder} is no checkpoint: it has no {NAME}") from None
@@ -98,8 +99,8 @@ def read(folder: Path) -> dict[str, Any]:
         raise CheckpointError(f"{file} can't be read: {error.strerror}") from None
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise CheckpointError(f"{file} is damaged") from None
-    if found.get("format") != FORMAT:
-        raise CheckpointError(f"{file} is of format {found.get('format')}: this zerox reads format {FORMAT}")
+    if found.get("format") not in READ:
+        raise CheckpointError(f"{file} is of format {found.get('format')}: this zerox reads formats up to {FORMAT}")
     _check_sense(file, found)
     return dict(found)
 

@@ -16,7 +16,7 @@ from zerox.memory.bucket import Bucket, Member
 from zerox.memory.stored import SCALE
 from zerox.plan.form import num_blocks
 from zerox.plan.span import Span
-from zerox.rules.rule import MASTER, MASTERS, REMAINDER
+from zerox.rules.rule import MASK, MASTER, MASTERS, REMAINDER
 from zerox.sliced_tensor import SlicedTensor
 from zerox.state.fill import fill_row, start_anew
 from zerox.state.sliced_state import STEP, blocks_of, scales_like, sliced_state
@@ -52,7 +52,7 @@ class SavedState:
         for number in self.rules[member.number].numbers:
             yield number.key, (), (getattr(torch, number.dtype),)
         specs = self.rules[member.number].states
-        for spec in (*specs, *MASTERS) if numel else ():
+        for spec in (*specs, *MASTERS, MASK) if numel else ():
             yield spec.key, shape, (getattr(torch, spec.form.dtype),) if spec.form else STATE_DTYPES
         for spec in specs if numel else ():
             yield spec.key + SCALE, (num_blocks(numel),), (torch.float32,)
@@ -127,7 +127,7 @@ class SavedState:
         of = what.removesuffix(SCALE)
         if self._dtype(member, what) is None or self._dtype(member, of) is not state[of].dtype:
             return False
-        return state[of].dtype is not torch.uint8 or self._has_blocks(member)
+        return what != MASK.key and (state[of].dtype is not torch.uint8 or self._has_blocks(member))
 
     def _has_blocks(self, member: Member) -> bool:
         """Whether scales were saved of the blocks that are kept here."""
@@ -173,7 +173,7 @@ class SavedState:
 
     def _to_convert(self, bucket: Bucket, member: Member, state: Mapping[str, SlicedTensor]) -> Iterator[str]:
         """Keys of state that was saved otherwise than it is stored here."""
-        for key in (*bucket.numbers, *bucket.state):
+        for key in (*bucket.numbers, *bucket.state, MASK.key):
             if key in state and not self._is_alike(member, key, state) and self._dtype(member, key) is not None:
                 yield key
                 if self._dtype(member, key) is torch.uint8:

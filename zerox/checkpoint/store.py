@@ -24,6 +24,7 @@ from zerox.checkpoint.entries import entries
 from zerox.checkpoint.everyone import Everyone, FailingAs
 from zerox.checkpoint.groups import check_rules, fill_groups, groups_by_name
 from zerox.checkpoint.manifest import HOST, METADATA, CheckpointError, some
+from zerox.checkpoint.masks import check_masks, masks_of, take_masks
 from zerox.checkpoint.names import MODEL, OPTIMIZER, fill_others, parameter_names, split_model
 from zerox.checkpoint.parts import write_parts
 from zerox.checkpoint.place import Target, candidates, find
@@ -74,6 +75,7 @@ def save(
             "memory_order": {name: order for name, order in orders.items() if order},
             "model": others,
             "extra": extra,
+            **masks_of(optimizer),
         }
     write(path, tensors, joined(ranks, tensors, host, team_of, failure), ranks)
 
@@ -147,6 +149,7 @@ def load(
         with ranks.failing_together(not_loaded(path)):
             host, names = opened.host(), parameter_names(model, optimizer)
             check_rules(optimizer, names, host["groups"])
+            check_masks(optimizer, host)
             state = SavedState(optimizer, names, opened.tensors, host)
             tensors, others = split_model(model, optimizer)
             known = {*tensors, *state.known()}
@@ -162,6 +165,7 @@ def load(
             f"zerox: {path} could not be read to its end, and model and optimizer have a part of it"
         ):
             rounded = state.load(opened.read, first)
+            take_masks(optimizer, host)
             optimizer._note_loaded()
             fill_others(model, {name: value for name, value in host["model"].items() if name in others})
     say_rounded(dict.fromkeys(rounded))

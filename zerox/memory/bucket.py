@@ -21,7 +21,7 @@ from zerox.plan.cut import Cut
 from zerox.plan.form import BLOCK_NUMEL
 from zerox.plan.layout import Layout, Segment
 from zerox.ranks.dtensors import cut_of, cuts_of, is_dtensor, local_of
-from zerox.rules.rule import MASTER, MASTERS, STEP, Rule, StateSpec
+from zerox.rules.rule import MASK, MASTER, MASTERS, STEP, Rule, StateSpec
 
 CPU = torch.device("cpu")
 MOST_NAMES = 8
@@ -200,12 +200,16 @@ class Bucket:
         """Its bits for these elements of the shard."""
         return None if self.mask is None else self.mask.part(start, numel)
 
-    def take_mask(self, kept: Tensor | None) -> None:
-        """``kept``: bool ``[shard_numel]``. What it does not keep becomes 0 in parameter, master and state."""
-        self.mask = None if kept is None else Mask(kept)
-        if kept is not None:
-            for values in (self.param_shard, *(stored.values for stored in self.state.values())):
-                values.masked_fill_(~kept, 0)  # the code 0 is 0, whatever the scale
+    def shown_state(self) -> list[Stored]:
+        """The state of elements, with the mask as bools: a copy."""
+        mask = [] if self.mask is None else [Stored(MASK, self.mask.kept())]
+        return [*self.state.values(), *mask]
+
+    def take_mask(self, mask: Mask) -> None:
+        """What it does not keep becomes 0 in parameter, master and state."""
+        self.mask = mask
+        for values in (self.param_shard, *(stored.values for stored in self.state.values())):
+            values.masked_fill_(~mask.kept(), 0)  # the code 0 is 0, whatever the scale
 
     def part(self, of: GradPart) -> Part:
         """Views, which hold until keep() is called."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -12,8 +14,9 @@ PADDING = 4  # bytes behind the last bit: kMaskPadding in csrc/math/kept_bits.h
 class Mask:
     """Of ``numel`` elements. It does not change: another choice is another Mask."""
 
-    def __init__(self, kept: Tensor) -> None:
-        """``kept``: bool ``[numel]``."""
+    def __init__(self, kept: Tensor, slots: Collection[int]) -> None:
+        """``kept``: bool ``[numel]``. ``slots``: the bucket's parameters that it is of; of others it keeps all."""
+        self.slots = frozenset(slots)
         self.numel = kept.numel()
         self.bits = packed(kept)
         self._parts: dict[tuple[int, int], Tensor] = {}

@@ -31,6 +31,7 @@ FLOAT32 = Form("float32", 4)
 BFLOAT16 = Form("bfloat16", 2)
 FLOAT16 = Form("float16", 2)
 EIGHT_BIT = Form("uint8", 1, scaled=True)
+BOOL = Form("bool", 1)
 LOW_16_BITS = Form("int16", 2)  # of a float32 whose high 16 are a bfloat16 parameter
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from zerox.plan import combinations
-from zerox.plan.form import FLOAT32, LOW_16_BITS, Form
+from zerox.plan.form import BOOL, FLOAT32, LOW_16_BITS, Form
 
 
 @dataclass(frozen=True)
@@ -34,6 +34,8 @@ class StateSpec:
 MASTER = StateSpec("master", form=FLOAT32)
 REMAINDER = StateSpec("remainder", form=LOW_16_BITS)
 MASTERS = (MASTER, REMAINDER)
+# Which elements a mask keeps, as checkpoints have it. A bucket has bits: see zerox/memory/mask.py.
+MASK = StateSpec("mask", form=BOOL)
 
 
 @dataclass(frozen=True)

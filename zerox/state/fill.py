@@ -8,9 +8,10 @@ from torch import Tensor
 
 from zerox.memory.bucket import Bucket
 from zerox.memory.forms import convert_, master_of, remainder_of, rounding_to
+from zerox.memory.mask import Mask
 from zerox.memory.stored import Stored
 from zerox.plan.form import BLOCK_NUMEL
-from zerox.rules.rule import MASTER, MASTERS, REMAINDER
+from zerox.rules.rule import MASK, MASTER, MASTERS, REMAINDER
 
 PIECE_NUMEL = 2**18
 assert PIECE_NUMEL % BLOCK_NUMEL == 0
@@ -43,6 +44,10 @@ def fill_row(bucket: Bucket, row: int, parts: Mapping[str, Tensor], rest_anew: b
                     rounded[f"{stored.spec.key} to {form}"] = None
         elif rest_anew:
             start_anew(bucket, row, stored.spec.key)
+    if bucket.mask is not None and MASK.key in parts:
+        whole = bucket.mask.kept()
+        whole[own] = parts[MASK.key].bool()
+        bucket.mask = Mask(whole, bucket.mask.slots)
     masters = {spec.key: parts[spec.key] for spec in MASTERS if spec.key in parts}
     if bucket.master is None and masters:
         rounded["masters to the parameters' dtype"] = None

@@ -16,7 +16,8 @@ from zerox.memory.stored import Stored
 from zerox.plan.layout import Segment
 from zerox.ranks.dtensors import cuts_of, whole_of
 from zerox.ranks.group import CPU, Ranks
-from zerox.rules.rule import MASTER, REMAINDER, STEP, NumberSpec, Rule, StateSpec
+from zerox.rules.rule import MASK, MASTER, REMAINDER, STEP, NumberSpec, Rule, StateSpec
+from zerox.state.sliced_state import is_shown
 
 
 def full_state(
@@ -40,7 +41,7 @@ def full_state(
         for stored in in_full(bucket):
             shards = ranks.gather(stored.values, to)
             for slot, whole in _assembled(bucket, segments, shards, device) if shards else ():
-                if (slot, stored.spec.key) not in absent:
+                if (slot, stored.spec.key) not in absent and is_shown(bucket, stored, slot):
                     found[bucket.members[slot].number][stored.spec.key] = whole
     if not found:
         return {}
@@ -65,7 +66,7 @@ def full_state_of(one: OneParam) -> dict[str, Any]:
     own_absent = "\n".join(key for absent_row, key in bucket.absent if absent_row == row)
     absent = {key for said in one.ranks.all_gather_text(own_absent) for key in said.splitlines()}
     for stored in in_full(bucket, one.own_elements):
-        if stored.spec.key not in absent:
+        if stored.spec.key not in absent and stored.spec != MASK:  # which is sparsity.masks()'s
             own = None if row is None else stored.values
             local = one.gathered(own, stored.values.dtype, stored.spec.key)
             found[stored.spec.key] = whole_of(one.member.param, local)
@@ -113,9 +114,11 @@ def in_full(bucket: Bucket, elements: slice | None = None) -> Iterator[Stored]:
     ``elements``: some of them, which start with a block; None: all.
     """
     elements = slice(0, bucket.param_shard.numel()) if elements is None else elements
-    for stored in bucket.state.values():
+    for stored in bucket.shown_state():
         part = stored.part(elements)
-        if stored.spec == REMAINDER:
+        if stored.spec == MASK:
+            yield part
+        elif stored.spec == REMAINDER:
             yield Stored(MASTER, master_of(bucket.param_shard[elements], part.values))
         else:
             wide = decoded(part)

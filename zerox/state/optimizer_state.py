@@ -11,10 +11,12 @@ from torch import Tensor
 
 from zerox._C import Meeting
 from zerox.memory.bucket import Bucket, Member, start_states
+from zerox.memory.flat import dense_strides
 from zerox.memory.shared import Shared
 from zerox.ranks.dtensors import cuts_of
 from zerox.ranks.group import Ranks
 from zerox.rules.of_groups import Rules
+from zerox.rules.rule import MASK
 from zerox.state.dcp_request import Request, dcp_request
 from zerox.state.full_state import full_state, in_full, shown_in_group
 from zerox.state.sliced_state import sliced_state, whole_form
@@ -41,6 +43,7 @@ class OptimizerState(torch.optim.Optimizer):
     _frozen: Shared[list[Member]]
     _ranks: Ranks | None
     _consolidated = Shared[Consolidated | None](None)
+    _sparsity = Shared[Any](None)  # the zerox.Sparsity that decides on its buckets' masks
 
     def _meet(self, meeting: Meeting) -> None:
         """Collective: waits for everything on its way. ``meeting`` is named to ranks that can't follow there."""
@@ -77,7 +80,7 @@ class OptimizerState(torch.optim.Optimizer):
             if consolidated.is_of(self._buckets):
                 return consolidated.state
         if self._is_whole_here:
-            return None
+            return self._with_masks() if any(bucket.mask for bucket in self._buckets) else None
         return {member.number: state for bucket in self._buckets for member, state in whole_form(bucket)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -145,6 +148,17 @@ class OptimizerState(torch.optim.Optimizer):
     def _is_whole_here(self) -> bool:
         """Whether this rank's state is that of whole parameters."""
         return self._all_ranks.size == 1 and not any(cuts_of(m.param) for b in self._buckets for m in b.members)
+
+    def _with_masks(self) -> dict[int, dict[str, Any]]:
+        """State by parameters' numbers, on one rank, with masks."""
+        shown = {m.number: dict(self.state[m.param]) for b in self._buckets for m in b.members if m.param in self.state}
+        for bucket in self._buckets:
+            for member, state in sliced_state(bucket, [s for s in bucket.shown_state() if s.spec == MASK]):
+                if MASK.key in state:
+                    shown[member.number][MASK.key] = state[MASK.key].own.as_strided(
+                        member.local.shape, dense_strides(member.local)
+                    )
+        return shown
 
     def _full_state(self, to: int) -> dict[int, dict[str, Any]]:
         size = self._all_ranks.size

@@ -36,7 +36,7 @@ def sliced_state(
     Of a DTensor they are parts of the whole parameter's. Where its blocks are not blocks of that one, scales fit
     nowhere in it: see :func:`whole_form`.
     """
-    shown = list(bucket.state.values() if kept is None else kept)
+    shown = list(bucket.shown_state() if kept is None else kept)
     rows = {segment.slot: (row, segment) for row, segment in enumerate(bucket.own_segments)}
     elsewhere = -1, Segment(-1, Span(0, 0), 0)
     for slot, member in enumerate(bucket.members):
@@ -50,12 +50,17 @@ def sliced_state(
         own = slice(segment.span.start, segment.span.stop)
         for stored in shown:
             part, key = stored.part(own), stored.spec.key
-            if (row, key) in bucket.absent:
+            if (row, key) in bucket.absent or not is_shown(bucket, stored, slot):
                 continue
             state[key] = SlicedTensor(shape, strides, span, part.values, cut)
             if part.scales is not None:
                 state[key + SCALE] = scales_like(member, span, part.scales)
         yield member, state
+
+
+def is_shown(bucket: Bucket, stored: Stored, slot: int) -> bool:
+    """A mask is of some of a bucket's parameters."""
+    return stored.spec != rule.MASK or (bucket.mask is not None and slot in bucket.mask.slots)
 
 
 def whole_form(bucket: Bucket) -> Iterator[tuple[Member, dict[str, SlicedTensor]]]:

@@ -20,7 +20,7 @@ from zerox.plan.form import num_blocks
 from zerox.plan.span import Span
 from zerox.ranks.dtensors import cuts_of, part_of
 from zerox.rules.of_groups import RULE, Rules
-from zerox.rules.rule import MASTERS, NumberSpec, Rule
+from zerox.rules.rule import MASK, MASTERS, NumberSpec, Rule
 from zerox.sliced_tensor import SlicedTensor
 from zerox.state.fill import fill_row
 from zerox.state.sliced_state import STEP, blocks_of
@@ -107,6 +107,7 @@ def check_state(buckets: Sequence[Bucket], frozen: Sequence[Member], given: Mapp
         for param, uncast in given.items():
             if isinstance(param, Tensor) and id(param) in members:
                 _check_whole(bucket.rule, members[id(param)], uncast.state)
+                _check_mask(bucket, members[id(param)], uncast.state)
         for segment in bucket.own_segments:
             member = bucket.members[segment.slot]
             if member.param in given:
@@ -175,7 +176,7 @@ def _known(rule: Rule, member: Member) -> dict[str, int]:
     """The number of elements of all that a parameter's state may have, by key."""
     numel = member.param.numel()
     found = {STEP: 1} | {spec.key: 1 for spec in rule.numbers}
-    found |= {spec.key: numel for spec in (*rule.states, *MASTERS)}
+    found |= {spec.key: numel for spec in (*rule.states, *MASTERS, MASK)}
     return found | {spec.key + SCALE: num_blocks(numel) for spec in rule.states}
 
 
@@ -204,6 +205,21 @@ def _check_whole(rule: Rule, member: Member, state: Mapping[str, Any]) -> None:
             raise ValueError(f"state of parameter {member.quoted} is of another cut: zerox.load() takes any")
         if key + SCALE not in state and _tensor(state[key]).dtype is torch.uint8:
             raise ValueError(f"state of parameter {member.quoted} has no {key + SCALE} beside its {key} of 8 bits")
+
+
+def _check_mask(bucket: Bucket, member: Member, state: Mapping[str, Any]) -> None:
+    """A mask that is not taken would let its zeros train, and one that is not given is not that of these values."""
+    masked = bucket.mask is not None and any(bucket.members[slot] is member for slot in bucket.mask.slots)
+    if masked and state and state.get(MASK.key) is None:
+        raise ValueError(
+            f"state of parameter {member.quoted} has no mask, and the optimizer has a zerox.Sparsity for it: load "
+            "first, and build the Sparsity then"
+        )
+    if not masked and state.get(MASK.key) is not None:
+        raise ValueError(
+            f"state of parameter {member.quoted} has a mask: build a zerox.Sparsity for it before loading, or take "
+            '"mask" out of the state, and let its zeros train'
+        )
 
 
 def _parts(rule: Rule, member: Member, state: Mapping[str, Any], span: Span) -> dict[str, Tensor]:

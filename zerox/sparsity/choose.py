@@ -1,0 +1,68 @@
+"""Which elements are kept from now on: chosen by values alone, so the same at any number of ranks, in any buckets."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from zerox.sparsity.select import keys_of, kth_smallest
+from zerox.sparsity.shards import Own
+
+AddUp = Callable[[Tensor], None]
+
+
+@dataclass(frozen=True)
+class Pool:
+    """Elements that are ranked together: those of ``owns``, of which ``to_mask`` shall be masked and ``masked`` are."""
+
+    owns: Sequence[int]  # places in the list of all
+    numel: int
+    masked: int
+    to_mask: int
+
+
+def by_magnitude(owns: Sequence[Own], kept: Sequence[Tensor], pools: Sequence[Pool], add_up: AddUp) -> list[Tensor]:
+    """The smallest of the elements that are kept are masked too, equal ones together. None that is masked grows."""
+    keys = [keys_of(own.values()) for own in owns]
+    inside = [torch.cat([keys[i][kept[i]] for i in pool.owns]) for pool in pools]
+    limits = kth_smallest(inside, [pool.to_mask - pool.masked for pool in pools], add_up)
+    limit_of = {i: limit for pool, limit in zip(pools, limits, strict=True) for i in pool.owns}
+    return [mask & (key > limit_of[i]) for i, (mask, key) in enumerate(zip(kept, keys, strict=True))]
+
+
+def by_renewal(
+    owns: Sequence[Own],
+    kept: Sequence[Tensor],
+    pools: Sequence[Pool],
+    scores: Sequence[Tensor],
+    fraction: float,
+    add_up: AddUp,
+) -> list[Tensor]:
+    """Of the elements that are masked, those with the highest ``scores`` (keys, 0: never) grow, and make up for a
+    ``fraction`` of the kept ones, the smallest, which are dropped. Each pool is one of ``owns``.
+
+    Of equal scores at the limit none grows, and of equal weights at theirs all are dropped.
+    """
+    masked = [score[~mask] for score, mask in zip(scores, kept, strict=True)]
+    wanted = [min(int(fraction * (pool.numel - pool.masked)), pool.masked) for pool in pools]
+    limits = kth_smallest(masked, [pool.masked - count for pool, count in zip(pools, wanted, strict=True)], add_up)
+    grown = [
+        ~mask & (score > max(limit, 0)) & (count > 0)
+        for mask, score, limit, count in zip(kept, scores, limits, wanted, strict=True)
+    ]
+    num_grown = torch.stack([each.sum() for each in grown])
+    add_up(num_grown)
+    keys = [keys_of(own.values()) for own in owns]
+    to_drop = [p.to_mask - p.masked + count for p, count in zip(pools, num_grown.tolist(), strict=True)]
+    limits = kth_smallest([key[mask] for key, mask in zip(keys, kept, strict=True)], to_drop, add_up)
+    return [(mask & (key > limit)) | more for mask, key, limit, more in zip(kept, keys, limits, grown, strict=True)]
+
+
+def by_pattern(own: Own, keeps: int, of: int) -> Tensor:
+    """Of each ``of`` neighbours the ``keeps`` largest, of equal ones the first."""
+    groups = keys_of(own.values()).view(own.numel // of, of)
+    order = groups.argsort(dim=1, descending=True, stable=True)[:, :keeps]
+    return torch.zeros_like(groups, dtype=torch.bool).scatter_(1, order, True).view(-1)

@@ -1,0 +1,69 @@
+"""Which parameters a Sparsity is of."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from fnmatch import fnmatchcase
+
+import torch
+
+from zerox.engine import Engine
+from zerox.memory.bucket import Member
+from zerox.ranks.dtensors import is_dtensor
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+MOST_NAMES = 8
+
+
+def matched(optimizer: Engine, globs: Mapping[str, float]) -> dict[str, list[Member]]:
+    """By glob the parameters that it stands for. Raises ValueError as :class:`zerox.Sparsity`."""
+    if not globs:
+        raise ValueError("Sparsity: no names of parameters were given")
+    if any("param_names" not in group for group in optimizer.param_groups):
+        raise ValueError("Sparsity finds parameters by name: build the optimizer from model.named_parameters()")
+    known = [member for bucket in optimizer.inside.buckets for member in bucket.members]
+    found: dict[str, list[Member]] = {}
+    of: dict[int, str] = {}
+    for glob, value in globs.items():
+        if not 0.0 <= value < 1.0:
+            raise ValueError(f"Sparsity: {glob!r} asks for {value}: it must be at least 0 and less than 1")
+        found[glob] = [m for m in known if _takes(glob, m)]
+        if not found[glob]:
+            raise ValueError(_nothing(glob, known))
+        for member in found[glob]:
+            _check(optimizer, member)
+            if member.number in of:
+                raise ValueError(
+                    f"Sparsity: {of[member.number]!r} and {glob!r} both stand for parameter '{member.name}': name it "
+                    "in one of them"
+                )
+            of[member.number] = glob
+    return found
+
+
+def _takes(glob: str, member: Member) -> bool:
+    """A pattern stands for matrices and what has more dimensions: biases and norms only by their full name."""
+    if member.param.dtype not in DTYPES or member.param.dim() == 0:
+        return False
+    return member.name == glob or (member.param.dim() > 1 and fnmatchcase(member.name, glob))
+
+
+def _check(optimizer: Engine, member: Member) -> None:
+    teams = optimizer.inside.grads.teams
+    if is_dtensor(member.param):
+        raise NotImplementedError(f"Sparsity: parameter {member.quoted} is a DTensor, which masks do not go with yet")
+    if teams.of_group[member.group] is not teams.all:
+        raise NotImplementedError(
+            f"Sparsity: parameter {member.quoted} has a process_group of its own, which masks do not go with yet"
+        )
+
+
+def _nothing(glob: str, known: list[Member]) -> str:
+    near = [m.name for m in known if fnmatchcase(m.name, glob)]
+    if near:
+        return (
+            f"Sparsity: {glob!r} stands for {', '.join(near[:MOST_NAMES])}, which have one dimension or are float64: "
+            "biases and norms are taken by their full names only, float64 never"
+        )
+    names = ", ".join(m.name for m in known[:MOST_NAMES])
+    return f"Sparsity: {glob!r} stands for no trained parameter; the first are {names}"
