@@ -154,8 +154,8 @@ def test_a_folder_that_is_no_checkpoint_is_told(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="nowhere is no checkpoint"):
         load(tmp_path / "nowhere", model, optimizer)
     manifest.write(tmp_path, {}, {})
-    (tmp_path / manifest.NAME).write_text((tmp_path / manifest.NAME).read_text().replace('"format": 1', '"format": 9'))
-    with pytest.raises(CheckpointError, match="is of format 9: this zerox reads format 1"):
+    (tmp_path / manifest.NAME).write_text((tmp_path / manifest.NAME).read_text().replace('"format": 2', '"format": 9'))
+    with pytest.raises(CheckpointError, match="is of format 9: this zerox reads formats up to 2"):
         load(tmp_path, model, optimizer)
 
 

@@ -33,7 +33,7 @@ def same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
         assert torch.equal(found[name], value), name
 
 
-@pytest.mark.parametrize("world,stage", [(1, 2), (2, 1), (2, 2), (3, 3), (4, 2)])
+@pytest.mark.parametrize(("world", "stage"), [(1, 2), (2, 1), (2, 2), (3, 3), (4, 2)])
 @pytest.mark.parametrize("name", CASES)
 def test_it_trains_as_one_process_that_masks_by_itself(name: str, world: int, stage: int) -> None:
     case = CASES[name]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 
 import zerox
 from zerox import FusedShardedAdam, FusedShardedLion, FusedShardedSGD, Sparsity
+from zerox.memory.forms import master_of
 
 CLASSES = {"adam": FusedShardedAdam, "sgd": FusedShardedSGD, "lion": FusedShardedLion}
 STEPS = 9
@@ -94,6 +96,40 @@ def train(rank: int, world: int, case: Case, stage: int, hidden: bool = False) -
     return found if rank == 0 else None
 
 
+def expected_masks(
+    case: Case, step: int, values: dict[str, Tensor], masks: dict[str, Tensor], grads: dict[str, Tensor]
+) -> dict[str, Tensor]:
+    """By torch's kthvalue and topk on whole tensors; ``step`` is counted from 1."""
+    schedule = getattr(zerox, case.schedule[0])(*case.schedule[1:])
+    if not schedule.changes(step):
+        return masks
+    found = {}
+    for glob, target in case.targets.items():
+        names = [name for name in masks if name == glob or fnmatchcase(name, glob)]
+        for together in [names] if case.scope == "global" else [[name] for name in names]:
+            ranked = torch.cat([torch.where(masks[name], values[name].abs(), -1).flatten() for name in together])
+            kept, numel = int((ranked >= 0).sum()), ranked.numel()
+            count = round(target * schedule.part(step) * numel)
+            grown = {name: torch.zeros_like(masks[name]) for name in together}
+            if schedule.grows_by == "gradient":
+                [name] = together
+                among = torch.where(masks[name], -1, grads[name].abs()).flatten()
+                places = among.topk(min(int(schedule.renewed(step) * kept), numel - kept)).indices
+                grown[name].view(-1)[places[among[places] > 0]] = True
+                count += int(grown[name].sum())
+            limit = ranked.kthvalue(count).values if count else torch.tensor(-1.0)
+            for name in together:
+                found[name] = (masks[name] & (values[name].abs() > limit)) | grown[name]
+    return found
+
+
+def exact(optimizer: Any, param: Tensor) -> Tensor:
+    state = optimizer.state[param]
+    if "remainder" in state:
+        return master_of(param.detach().view(-1), state["remainder"].view(-1)).view(param.shape)
+    return (state["master"] if "master" in state else param.detach()).float().clone()
+
+
 def twin(case: Case, of: Trained) -> Trained:
     """With its gradients, and its masks after each step."""
     module = model(case.dtype)
@@ -110,13 +146,18 @@ def twin(case: Case, of: Trained) -> Trained:
                         value.masked_fill_(~masks[name].reshape(value.shape), 0)
 
     mask_all()
-    for grads, masks_then in zip(of.grads, of.masks, strict=True):
+    for step, (grads, masks_then) in enumerate(zip(of.grads, of.masks, strict=True), 1):
         for name, param in module.named_parameters():
             grad = grads[name].to(param.dtype)
             param.grad = torch.where(masks[name], grad, 0) if name in masks else grad
         found.norms.append(float(optimizer.clip_grad_norm_(MAX_NORM)))
         optimizer.step()
         mask_all()
+        if case.schedule and case.schedule[0] != "set_":
+            values = {name: exact(optimizer, param) for name, param in module.named_parameters()}
+            expected = expected_masks(case, step, values, masks, grads)
+            for name, kept in masks_then.items():
+                assert torch.equal(kept, expected[name]), f"step {step}: {name}"
         masks = masks_then
         mask_all()
         found.params.append(params_of(module))

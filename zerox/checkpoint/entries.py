@@ -11,7 +11,7 @@ from zerox.checkpoint.names import OPTIMIZER
 from zerox.engine import Engine
 from zerox.memory.bucket import Bucket, Member
 from zerox.memory.stored import SCALE
-from zerox.rules.rule import MASTERS
+from zerox.rules.rule import MASK, MASTERS
 from zerox.sliced_tensor import SlicedTensor
 from zerox.state.sliced_state import STEP, whole_form
 
@@ -29,7 +29,7 @@ def entries(optimizer: Engine, names: Mapping[int, str]) -> dict[str, SlicedTens
 
 def _is_its_own(optimizer: Engine, bucket: Bucket, member: Member, what: str) -> bool:
     """False for state that it has only because another parameter of its bucket needs it."""
-    if what == STEP:
+    if what in (STEP, MASK.key):
         return True
     numbers = {spec.key: spec for spec in bucket.rule.numbers}
     spec = numbers[what] if what in numbers else bucket.state[what.removesuffix(SCALE)].spec
