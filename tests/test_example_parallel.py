@@ -20,7 +20,7 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, env=os.environ | ENVIRONMENT, timeout=120)
 
 
-@pytest.mark.parametrize("axes", ["--tp 2 --pp 2", "--replicate 2 --shard 2"])
+@pytest.mark.parametrize("axes", ["--tp 2 --pp 2", "--replicate 2 --shard 2", "--experts 2 --shard 2"])
 def test_it_prints_how_far_its_training_is_from_one_process(axes: str) -> None:
     ended = run(*axes.split(), "--steps", "5")
     assert ended.returncode == 0, ended.stderr
@@ -30,7 +30,15 @@ def test_it_prints_how_far_its_training_is_from_one_process(axes: str) -> None:
     assert float(rows["farthest gradient norm, relative"]) < 1e-6
 
 
-def test_a_wrong_option_is_one_line() -> None:
-    ended = run("--pp", "3")
+WRONG = {
+    "--pp 3": "--pp 3: the model has 2 blocks to divide",
+    "--experts 3": "--experts 3: each block has 4 experts to share out evenly",
+    "--experts 2 --tp 2": "--experts does not go with --tp: zerox refuses it, see docs/meshes.md",
+}
+
+
+@pytest.mark.parametrize("arguments", WRONG)
+def test_a_wrong_option_is_one_line(arguments: str) -> None:
+    ended = run(*arguments.split())
     assert ended.returncode == 2
-    assert ended.stderr == "train_parallel.py: error: --pp 3: the model has 2 blocks to divide\n"
+    assert ended.stderr == f"train_parallel.py: error: {WRONG[arguments]}\n"
