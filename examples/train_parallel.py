@@ -5,26 +5,27 @@
     python examples/train_parallel.py --pp 2 --shard 2
     python examples/train_parallel.py --replicate 2 --shard 2 --tp 2
     python examples/train_parallel.py --experts 2 --shard 2
+    python examples/train_parallel.py --layouts --picture layouts.png
 
 `--shard` and `--replicate` say how many data-parallel ranks there are (ranks of one machine, and machines), `--tp` over
 how many each block's MLP is cut, `--pp` into how many stages the blocks are divided. With `--experts N` MLPs are
 mixtures of experts, which N data-parallel ranks share out. Each rank also trains the whole model with torch's AdamW on
-all ranks' text, and the table says how far its own part is from that.
+all ranks' text, and the table says how far its own part is from that. `--layouts` does so for several layouts.
 What zerox asks for is in `optimizer_of` and `train_step`; docs/meshes.md explains it.
 """
 
 import argparse
 import copy
-import math
 import os
 import sys
-from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from corpus import BadInput, RandomWindows, load_corpus
 from experts import COUNT, gpt_of_experts, is_of_expert, share_out
 from gpt_model import GPT, NUM_BYTES, SHAPES, Shape
+from layouts import AXES, Outcome, compare, name_of, num_ranks
 from ranks import BAD_INPUT, am_rank, process_group, start
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -35,23 +36,9 @@ from torch.nn import functional
 
 from zerox import FusedShardedAdam
 
-AXES = ("pp", "replicate", "shard", "experts", "tp")
 MICRO_BATCHES = 2  # of each step, which is what a pipeline needs
-WINDOWS = 2  # of text in each
 CLIP = 1.0
 LR = 1e-3
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """Losses of each step, here and in one process; then the farthest of all ranks, and what a rank has at most."""
-
-    losses: list[float]
-    of_twin: list[float]
-    apart: float
-    norm: float
-    numel: float
-    state_bytes: float
 
 
 class Stage(nn.Module):
@@ -98,18 +85,18 @@ def optimizer_of(stage: Stage, mesh: DeviceMesh) -> FusedShardedAdam:
     return FusedShardedAdam([dense, own], process_group=mesh["shard", "experts"]._flatten(), **others)
 
 
-def schedule_of(stage: Stage, mesh: DeviceMesh, shape: Shape) -> Schedule1F1B:
-    """Shapes are said: to find them the pipeline would run the stage on tensors without values, and routing needs them."""
+def schedule_of(stage: Stage, mesh: DeviceMesh, shape: Shape, windows: int) -> Schedule1F1B:
+    """With all shapes said: to find them, it would run its stages on tensors without values, which can't be routed."""
     pipeline = mesh["pp"]
-    windows = torch.empty(WINDOWS, shape.context, dtype=torch.long, device="meta")
-    stream = torch.empty(*windows.shape, shape.width, device="meta", requires_grad=True)
-    logits = torch.empty(*windows.shape, NUM_BYTES, device="meta", requires_grad=True)
+    text = torch.empty(windows, shape.context, dtype=torch.long, device="meta")
+    stream = torch.empty(*text.shape, shape.width, device="meta", requires_grad=True)
+    logits = torch.empty(*text.shape, NUM_BYTES, device="meta", requires_grad=True)
     piece = PipelineStage(
         stage,
         pipeline.get_local_rank(),
         pipeline.size(),
         torch.device("cpu"),
-        input_args=windows if len(stage.first) else stream,
+        input_args=text if len(stage.first) else stream,
         output_args=logits if len(stage.last) else stream,
         group=pipeline.get_group(),
     )
@@ -127,7 +114,7 @@ def train_step(
     norm = optimizer.clip_grad_norm_(CLIP)  # over all stages, each element once
     optimizer.step()
     optimizer.zero_grad()
-    return float(torch.stack(losses).mean()) if losses else 0.0, float(norm)
+    return sum(float(loss.detach()) for loss in losses) / MICRO_BATCHES, float(norm)
 
 
 class Twin:
@@ -149,7 +136,7 @@ class Twin:
 
 def run(options: argparse.Namespace) -> Outcome:
     shape = SHAPES["tiny"]
-    mesh = init_device_mesh("cpu", tuple(getattr(options, axis) for axis in AXES), mesh_dim_names=AXES)
+    mesh = init_device_mesh("cpu", tuple(sizes_of(options).values()), mesh_dim_names=AXES)
     at = {axis: mesh[axis].get_local_rank() for axis in AXES}
     torch.manual_seed(0)
     whole = GPT(shape) if options.experts == 1 else gpt_of_experts(shape)
@@ -160,11 +147,11 @@ def run(options: argparse.Namespace) -> Outcome:
     if options.experts > 1:
         share_out(stage, mesh.get_group("experts"))
     optimizer = optimizer_of(stage, mesh)
-    schedule = schedule_of(stage, mesh, shape)
+    schedule = schedule_of(stage, mesh, shape, options.windows)
     readers = options.replicate * options.shard * options.experts  # ranks that read text of their own
     own = (at["replicate"] * options.shard + at["shard"]) * options.experts + at["experts"]
     text = load_corpus(None, shape.context).train
-    windows = [RandomWindows(text, (WINDOWS, shape.context), 0, rank, readers) for rank in range(readers)]
+    windows = [RandomWindows(text, (options.windows, shape.context), 0, rank, readers) for rank in range(readers)]
     losses, of_twin, off = [], [], 0.0
     for _ in range(options.steps):
         batches = [[reader.draw() for _ in range(MICRO_BATCHES)] for reader in windows]
@@ -180,7 +167,7 @@ def run(options: argparse.Namespace) -> Outcome:
     numel = sum(local_numel(p) for p in stage.parameters())
     most = torch.tensor([apart, off, numel, optimizer.memory_bytes().moments], dtype=torch.float64)
     dist.all_reduce(most, dist.ReduceOp.MAX)
-    return Outcome(mean.tolist(), of_twin, *most.tolist())
+    return Outcome(mean.tolist(), of_twin, sum(p.numel() for p in twin.model.parameters()), *most.tolist())
 
 
 def whole_of(param: torch.Tensor) -> torch.Tensor:
@@ -192,8 +179,8 @@ def local_numel(param: torch.Tensor) -> int:
 
 
 def report(options: argparse.Namespace, found: Outcome) -> None:
-    sizes = ", ".join(f"{axis} {getattr(options, axis)}" for axis in AXES if getattr(options, axis) > 1)
-    print(f"{math.prod(getattr(options, axis) for axis in AXES)} ranks ({sizes or 'one rank'}), {options.steps} steps")
+    sizes = sizes_of(options)
+    print(f"{num_ranks(sizes)} ranks ({name_of(sizes)}), {options.steps} steps")
     print(f"{'loss of the last step, nats a byte':<52}{found.losses[-1]:10.4f}")
     print(f"{'the same in one process with AdamW':<52}{found.of_twin[-1]:10.4f}")
     print(f"{'farthest parameter from one process with AdamW':<52}{found.apart:10.1e}")
@@ -207,14 +194,25 @@ def parse_options() -> argparse.Namespace:
     for axis in AXES:
         parser.add_argument(f"--{axis}", type=int, default=1, help="ranks along this axis")
     parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--windows", type=int, default=2, help="of text in a micro-batch of a rank")
+    parser.add_argument("--layouts", action="store_true", help="several layouts one after the other, in one table")
+    parser.add_argument("--picture", type=Path, help="with --layouts: draws their losses and bytes into this PNG")
     options = parser.parse_args()
-    if min(options.steps, *(getattr(options, axis) for axis in AXES)) < 1:
-        raise BadInput("sizes and steps must be at least 1")
+    if min(options.steps, options.windows, *sizes_of(options).values()) < 1:
+        raise BadInput("sizes, steps and windows must be at least 1")
+    if options.picture and not options.layouts:
+        raise BadInput("--picture draws the layouts of --layouts, which is not given")
+    if options.layouts and (given := sizes_of(options)) and num_ranks(given) > 1:
+        raise BadInput(f"--layouts has layouts of its own: leave out {name_of(given)}")
     if options.pp > SHAPES["tiny"].layers:
         raise BadInput(f"--pp {options.pp}: the model has {SHAPES['tiny'].layers} blocks to divide")
     if options.experts > 1:
         check_experts(options)
     return options
+
+
+def sizes_of(options: argparse.Namespace) -> dict[str, int]:
+    return {axis: getattr(options, axis) for axis in AXES}
 
 
 def check_experts(options: argparse.Namespace) -> None:
@@ -227,8 +225,11 @@ def check_experts(options: argparse.Namespace) -> None:
 def main() -> int:
     try:
         options = parse_options()
+        if options.layouts:
+            compare(options, run)
+            return 0
         if not am_rank():
-            return start(math.prod(getattr(options, axis) for axis in AXES))
+            return start(num_ranks(sizes_of(options)))
         torch.set_num_threads(1)
         with process_group(torch.device("cpu")):
             found = run(options)
