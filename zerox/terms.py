@@ -17,6 +17,7 @@ from zerox.ranks.dtensors import is_dtensor, placements_text
 from zerox.ranks.group import Ranks
 from zerox.ranks.model_axes import ModelAxes
 from zerox.ranks.teams import Teams
+from zerox.ranks.ties import ties
 from zerox.rules.of_groups import RULE
 
 _said: list[bool] = []  # that plain parameters count as replicated
@@ -87,7 +88,10 @@ def check_model(
     groups: Sequence[dict[str, Any]],
     members: Sequence[Member],
 ) -> None:
-    """The same along model axes: ValueError on all ranks that names the first that differs. Collective."""
+    """The same along model axes: ValueError on all ranks that names the first that differs. Collective.
+
+    One rank warns of parameters that two stages seem to share, before the others get rank 0's values.
+    """
     if not model.axes:
         return
     of_all = [f"divisors of gradients {[options.divisor_of(group) for group in groups]}"]
@@ -97,6 +101,10 @@ def check_model(
         shape = placements_text(member.param) or f" of {tuple(member.param.shape)}"
         lines.append(f"{_trained(member.param)} parameter '{member.name}' {member.param.dtype}{shape}")
     model.check_same(lines, of_all)
+    shared = ties(model, [(m.name, m.local) for m in members if m.param.requires_grad])
+    if ranks.rank == 0 and model.is_first and all(axis.coordinate == 0 for axis in model.axes):
+        for said in shared:
+            warnings.warn(said, stacklevel=2)
     plain = [m.name for m in members if not is_dtensor(m.param)]
     over = [axis.name for axis in model.axes if axis.is_of_params]
     if plain and over and torch.distributed.get_rank() == 0 and not _said:
