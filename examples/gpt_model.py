@@ -47,7 +47,10 @@ class Block(nn.Module):
 
     def forward(self, stream: torch.Tensor) -> torch.Tensor:
         stream = stream + self.attention(self.attention_norm(stream))
-        return stream + self.mlp_out(functional.gelu(self.mlp_in(self.mlp_norm(stream))))
+        return stream + self.mlp(self.mlp_norm(stream))
+
+    def mlp(self, x: torch.Tensor) -> torch.Tensor:
+        return self.mlp_out(functional.gelu(self.mlp_in(x)))
 
     def attention(self, x: torch.Tensor) -> torch.Tensor:
         batch, length, width = x.shape

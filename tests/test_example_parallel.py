@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import re
 import subprocess
@@ -20,7 +21,7 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, env=os.environ | ENVIRONMENT, timeout=120)
 
 
-@pytest.mark.parametrize("axes", ["--tp 2 --pp 2", "--replicate 2 --shard 2"])
+@pytest.mark.parametrize("axes", ["--tp 2 --pp 2", "--replicate 2 --shard 2", "--experts 2 --shard 2"])
 def test_it_prints_how_far_its_training_is_from_one_process(axes: str) -> None:
     ended = run(*axes.split(), "--steps", "5")
     assert ended.returncode == 0, ended.stderr
@@ -30,7 +31,39 @@ def test_it_prints_how_far_its_training_is_from_one_process(axes: str) -> None:
     assert float(rows["farthest gradient norm, relative"]) < 1e-6
 
 
-def test_a_wrong_option_is_one_line() -> None:
-    ended = run("--pp", "3")
+def test_layouts_are_one_table_and_one_picture(tmp_path: Path) -> None:
+    picture = tmp_path / "layouts.png"
+    draws = ["--picture", str(picture)] if importlib.util.find_spec("matplotlib") else []
+    ended = run("--layouts", "--steps", "3", *draws)
+    assert ended.returncode == 0, ended.stderr
+    rows = re.findall(r"^(.+?) +(\d+) +([\d.]+) +(\S+) +(\S+) +([\d,]+) +([\d,]+)$", ended.stdout, re.M)
+    assert [name for name, *_ in rows] == [
+        "one rank",
+        "tp 2",
+        "pp 2",
+        "replicate 2, shard 2",
+        "experts 2",
+        "pp 2, shard 2, tp 2",
+    ]
+    assert len({loss for name, _, loss, *_ in rows if "experts" not in name}) == 1, "all read the same text"
+    for _, _, _, apart, norm, _, _ in rows:
+        # Where a gradient is smaller than Adam's eps, torch is 1e-4 from itself, with two micro-batches for one.
+        assert float(apart) < 2e-4
+        assert float(norm) < 1e-6
+    assert not draws or picture.read_bytes().startswith(b"\x89PNG")
+
+
+WRONG = {
+    "--layouts --tp 2": "--layouts has layouts of its own: leave out tp 2",
+    "--picture layouts.png": "--picture draws the layouts of --layouts, which is not given",
+    "--pp 3": "--pp 3: the model has 2 blocks to divide",
+    "--experts 3": "--experts 3: each block has 4 experts to share out evenly",
+    "--experts 2 --tp 2": "--experts does not go with --tp: zerox refuses it, see docs/meshes.md",
+}
+
+
+@pytest.mark.parametrize("arguments", WRONG)
+def test_a_wrong_option_is_one_line(arguments: str) -> None:
+    ended = run(*arguments.split())
     assert ended.returncode == 2
-    assert ended.stderr == "train_parallel.py: error: --pp 3: the model has 2 blocks to divide\n"
+    assert ended.stderr == f"train_parallel.py: error: {WRONG[arguments]}\n"

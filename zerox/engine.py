@@ -28,7 +28,7 @@ from zerox.flow.overlap_gather import NOTHING_TO_HIDE, GatherOverlap
 from zerox.flow.params import ParamGather
 from zerox.flow.residency import Residency
 from zerox.flow.update import FusedUpdate, Update
-from zerox.memory.bucket import Bucket, Member, members_of, refuse_dtensors, rooms
+from zerox.memory.bucket import Bucket, Member, members_of, rooms
 from zerox.memory.flat import BufferSlot, give_out
 from zerox.memory.grad_dtype import Widened
 from zerox.memory.shared import Shared
@@ -41,7 +41,7 @@ from zerox.ranks.process_group import GroupArgument
 from zerox.ranks.teams import own_group
 from zerox.rules.of_groups import Rules
 from zerox.state.one_state import OneState
-from zerox.terms import check_model, check_terms
+from zerox.terms import check_axes, check_model, check_pairs, check_terms
 
 
 class Engine(OneGradient, OneState):
@@ -245,21 +245,20 @@ class Engine(OneGradient, OneState):
         return self._options.divisor_of(group)
 
     def _check_join(self) -> None:
-        refuse_dtensors(self.inside.members, "join()")
         self._check_pairs([], self._overlap is not None, joins=True)
 
     def _check_pairs(self, added: Sequence[Member], overlaps: bool, joins: bool = False) -> None:
-        trained = [*added, *(m for bucket in self._buckets for m in bucket.members)]
-        dtypes = {m.param.dtype for m in trained}
-        self._options.check_trained(self.param_groups, self._all_ranks, dtypes, overlaps, joins)
+        known = [m for bucket in self._buckets for m in bucket.members], [*added, *self._frozen]
+        calls = {"overlap_gather": {"called" if overlaps else "not called"}, "join": {"inside" if joins else "outside"}}
+        check_pairs(self._options, self._grads.teams, self.param_groups, known, calls)
 
     def _adopt(self, members: Sequence[Member]) -> None:
         """Makes buckets for the trainable ones of ``members``; watches the others. Collective."""
         ranks = self._all_ranks
         trained = [m for m in members if m.param.requires_grad]
         with ranks.refusals_told():
-            self._check_pairs(trained, self._overlap is not None)
-            self._options.check_dtensors([(m.name, m.param) for m in members], self._grads.model)
+            self._check_pairs(members, self._overlap is not None)
+            check_axes(self._grads.model, members)
         check_terms(self._options, self._grads.teams, self.param_groups, members)
         with ranks.failure_told():
             check_model(self._grads.model, ranks, self._options, self.param_groups, members)

@@ -16,13 +16,11 @@ from zerox.memory.grad_dtype import NARROW, can_be_set, grad_dtype_of
 from zerox.model_names import quoted
 from zerox.plan import combinations
 from zerox.plan.buckets import MIB, BucketPlan, ParamSpec, default_cap_bytes, plan_buckets
-from zerox.plan.combinations import CHOICES
+from zerox.plan.choices import CHOICES, FUSED, SHARDED
 from zerox.plan.form import BFLOAT16, EIGHT_BIT, FLOAT16, FLOAT32, FLOAT64, Form
 from zerox.plan.layout import SMALL_NUMEL
 from zerox.plan.stage import Stage, stage_of
 from zerox.ranks.dtensors import is_dtensor, unfit_dtensor
-from zerox.ranks.group import Ranks
-from zerox.ranks.model_axes import ModelAxes
 from zerox.ranks.process_group import ALONE
 from zerox.rules.rule import MASTER, REMAINDER, StateSpec
 
@@ -107,49 +105,8 @@ class OptimizerOptions:
 
     def check_pairs(self, others: Mapping[str, Any], **facts: Collection[str]) -> None:
         """Raises for two that zerox.plan.combinations refuses: of these options, ``others``, and facts in its words."""
-        of = {"optimizer": {combinations.FUSED}}
+        of = {"optimizer": {FUSED}}
         combinations.check({**of, **_chosen(vars(self)), **_chosen(others), **facts})
-
-    def check_trained(
-        self,
-        groups: Iterable[Mapping[str, Any]],
-        ranks: Ranks,
-        dtypes: Iterable[torch.dtype],
-        overlaps: bool,
-        joins: bool,
-    ) -> None:
-        """The same of an optimizer that has its ranks. ``dtypes``: of what is trained."""
-        given = f'"{ALONE}"' if ranks.size == 1 and not ranks.origin.why_alone else "a group"
-        facts = {
-            "parameters": parameter_words(dtypes),
-            "device": {ranks.device.type},
-            "process_group": {"a 2-D mesh" if ranks.on_mesh else given},
-            "backend": {ranks.backend},
-            "ZEROX_EXCHANGE": {ranks.exchange},
-            "overlap_gather": {"called" if overlaps else "not called"},
-            "join": {"inside" if joins else "outside"},
-        }
-        for group in groups:
-            self.check_pairs(group, **facts)
-
-    def check_dtensors(self, params: Iterable[tuple[str, Tensor]], model: ModelAxes) -> None:
-        """ValueError for a DTensor that does not go with these options, or lies on axes that the model lacks."""
-        for name, param in params:
-            if is_dtensor(param):
-                for option, why in self._without_dtensors.items():
-                    known = quoted(name, param)
-                    raise ValueError(f"{option} does not go with parameters that are DTensors, as {known}: {why}")
-                if why := model.missing(param):
-                    raise ValueError(f"parameter {quoted(name, param)} {why}")
-
-    @property
-    def _without_dtensors(self) -> dict[str, str]:
-        found = {}
-        if self.capturable:
-            found["capturable=True"] = "Partial gradients are summed by the host. Leave it at False"
-        if self.accumulate_dtype is not None:
-            found[f"accumulate_dtype={self.accumulate_dtype}"] = "torch adds up their gradients. Leave it out"
-        return found
 
     def masters(self, param_dtype: torch.dtype) -> list[StateSpec]:
         """How the exact value of a parameter is kept: 32- and 64-bit ones need nothing beside themselves."""
@@ -192,11 +149,7 @@ class InnerOptions(OptimizerOptions):
         super().__post_init__()
 
     def check_pairs(self, others: Mapping[str, Any], **facts: Collection[str]) -> None:
-        super().check_pairs(others, optimizer={combinations.SHARDED}, **facts)
-
-    @property
-    def _without_dtensors(self) -> dict[str, str]:
-        return {"ShardedOptimizer": "it is not tried with them yet. Use FusedShardedAdam", **super()._without_dtensors}
+        super().check_pairs(others, optimizer={SHARDED}, **facts)
 
     def masters(self, param_dtype: torch.dtype) -> list[StateSpec]:
         return [MASTER] if param_dtype in NARROW and self.master_weights is not None else []
@@ -215,7 +168,7 @@ def check_foreign(cls: Any, options: Mapping[str, Any]) -> None:
     except (TypeError, ValueError):  # it has none that Python can tell
         return
     foreign = {name: value for name, value in options.items() if name not in own}
-    combinations.check({"optimizer": {combinations.SHARDED}, **_chosen(foreign)})
+    combinations.check({"optimizer": {SHARDED}, **_chosen(foreign)})
 
 
 def _chosen(options: Mapping[str, Any]) -> dict[str, set[str]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import fields
 from typing import Any
 
@@ -12,14 +12,54 @@ from torch import Tensor
 
 from zerox.memory.bucket import Member
 from zerox.memory.grad_dtype import grad_dtype_of
-from zerox.options import InnerOptions, OptimizerOptions
+from zerox.options import OptimizerOptions, parameter_words
+from zerox.plan.choices import DTENSORS, LIE_AS, SUB_GROUP, TEAM
 from zerox.ranks.dtensors import is_dtensor, placements_text
 from zerox.ranks.group import Ranks
 from zerox.ranks.model_axes import ModelAxes
+from zerox.ranks.process_group import ALONE
 from zerox.ranks.teams import Teams
+from zerox.ranks.ties import ties
 from zerox.rules.of_groups import RULE
 
 _said: list[bool] = []  # that plain parameters count as replicated
+
+
+def check_pairs(
+    options: OptimizerOptions,
+    teams: Teams,
+    groups: Sequence[dict[str, Any]],
+    members: tuple[Sequence[Member], Sequence[Member]],
+    calls: Mapping[str, Collection[str]],
+) -> None:
+    """Raises for two that zerox.plan.combinations refuses, of an optimizer that has its ranks.
+
+    ``members``: those in buckets, and others. ``calls``: whether what is no argument was called.
+    """
+    ranks = teams.ranks
+    in_buckets, others = members
+    trained = [*in_buckets, *(m for m in others if m.param.requires_grad)]
+    given = f'"{ALONE}"' if ranks.size == 1 and not ranks.origin.why_alone else "a group"
+    dtensor = next((m.quoted for m in (*in_buckets, *others) if is_dtensor(m.param)), None)
+    facts: dict[str, Collection[str]] = {
+        "parameters": parameter_words(m.param.dtype for m in trained),
+        LIE_AS: {DTENSORS: dtensor} if dtensor else {"plain tensors"},
+        "device": {ranks.device.type},
+        "process_group": {"a 2-D mesh" if ranks.on_mesh else given},
+        TEAM: {SUB_GROUP if teams.are_many else "None"},
+        "backend": {ranks.backend},
+        "ZEROX_EXCHANGE": {ranks.exchange},
+        **calls,
+    }
+    for group in groups:
+        options.check_pairs(group, **facts)
+
+
+def check_axes(model: ModelAxes, members: Sequence[Member]) -> None:
+    """ValueError for a DTensor that lies on axes that the model lacks."""
+    for member in members:
+        if is_dtensor(member.param) and (why := model.missing(member.param)):
+            raise ValueError(f"parameter {member.quoted} {why}")
 
 
 def check_terms(
@@ -29,29 +69,11 @@ def check_terms(
 
     Parameters of a smaller team may have other names than those of the next one.
     """
-    if teams.are_many and (without := _without_teams(options, teams, members)):
-        option, why = next(iter(without.items()))
-        raise ValueError(f"{option} does not go with a process_group of a param group: {why}")
     teams.ranks.check_same(list(_terms(options, teams, groups, members)))
     names: dict[int, list[str]] = {}
     for member in members:
         names.setdefault(member.group, []).append(f"parameter '{member.name}' in group {member.group}")
     teams.check_same(names)
-
-
-def _without_teams(options: OptimizerOptions, teams: Teams, members: Sequence[Member]) -> dict[str, str]:
-    found = {}
-    if options.stage == 3:
-        found["stage=3"] = "parameters are sharded over all ranks there. Use stage=2"
-    if options.capturable:
-        found["capturable=True"] = "no one has tried several exchanges in a CUDA graph. Leave it at False"
-    if isinstance(options, InnerOptions):
-        found["ShardedOptimizer"] = "it is not tried with one yet. Use FusedShardedAdam"
-    if teams.ranks.on_mesh:
-        found["a 2-D mesh as the optimizer's own"] = "its gradients go over two axes. Pass a group, or one axis"
-    if dtensors := [member.quoted for member in members if is_dtensor(member.param)]:
-        found[f"a DTensor, as {dtensors[0]},"] = "no one has tried both yet. Pass local tensors, as experts' are"
-    return found
 
 
 def _terms(
@@ -87,7 +109,10 @@ def check_model(
     groups: Sequence[dict[str, Any]],
     members: Sequence[Member],
 ) -> None:
-    """The same along model axes: ValueError on all ranks that names the first that differs. Collective."""
+    """The same along model axes: ValueError on all ranks that names the first that differs. Collective.
+
+    One rank warns of parameters that two stages seem to share, before the others get rank 0's values.
+    """
     if not model.axes:
         return
     of_all = [f"divisors of gradients {[options.divisor_of(group) for group in groups]}"]
@@ -97,6 +122,10 @@ def check_model(
         shape = placements_text(member.param) or f" of {tuple(member.param.shape)}"
         lines.append(f"{_trained(member.param)} parameter '{member.name}' {member.param.dtype}{shape}")
     model.check_same(lines, of_all)
+    shared = ties(model, [(m.name, m.local) for m in members if m.param.requires_grad])
+    if ranks.rank == 0 and model.is_first and all(axis.coordinate == 0 for axis in model.axes):
+        for said in shared:
+            warnings.warn(said, stacklevel=2)
     plain = [m.name for m in members if not is_dtensor(m.param)]
     over = [axis.name for axis in model.axes if axis.is_of_params]
     if plain and over and torch.distributed.get_rank() == 0 and not _said:

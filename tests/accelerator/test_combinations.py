@@ -14,7 +14,8 @@ import pytest
 import torch
 
 from tests.accelerator.fake import expect_no_races, machine, mesh_of_four, run_fake_ranks
-from tests.optimizer.combined import ON_MESH, STEPS, Training, outcome, trained
+from tests.optimizer.combined import STEPS, Training, outcome, trained
+from tests.optimizer.made import ON_MESH
 from tests.optimizer.ways import (
     Pair,
     Way,
@@ -31,7 +32,8 @@ from zerox import FusedShardedAdam
 from zerox import engine as engine_module
 from zerox.flow.capture import is_capturing
 from zerox.memory.device_memory import BY_TYPE
-from zerox.plan.combinations import OF_STAGE_3, But, Setting, some
+from zerox.plan.choices import Setting, some
+from zerox.plan.combinations import OF_STAGE_3, But
 from zerox.ranks.group import Ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream does not match")

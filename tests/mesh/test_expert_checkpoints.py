@@ -100,5 +100,5 @@ def test_experts_of_one_name_are_refused_and_so_is_what_has_one_parameter_of_a_n
         assert "give each the name that it has in the whole model" in saved
         assert full.startswith("NotImplementedError: zerox: full_state_dict()")
         assert one.startswith("NotImplementedError: zerox: full_grad(), full_state()")
-        assert joined.startswith("NotImplementedError: zerox: join() does not go with")
+        assert joined.startswith("NotImplementedError: inside join() does not go with a sub-group as process_group of")
     assert not (tmp_path / "saved").exists()

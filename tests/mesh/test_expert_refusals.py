@@ -18,6 +18,7 @@ from tests.ranks import Once
 from zerox import FusedShardedAdam, ShardedOptimizer
 
 Groups = dict[tuple[int, ...], Any]
+OF_GROUP = "a sub-group as process_group of a param group"
 CUTS = ((0, 2), (1, 3), (0, 1), (2, 3), (1,), (0, 1, 2), (3,))
 
 
@@ -79,14 +80,14 @@ REFUSALS: dict[str, tuple[Callable[[int, Groups], Any], str]] = {
     "a wish": (lambda r, g: made("a wish"), "param group 1: process_group must be a ProcessGroup"),
     "shapes": (lambda r, g: made(usual(r, g), shape=6 + r % 2), r"an expert's parameter \(6,\).*rank 1 has .*\(7,\)"),
     "names": (names_differ, "rank 1 has parameter 'expert 1' in group 0; rank 3 has parameter 'other'"),
-    "stage 3": (lambda r, g: made(usual(r, g), stage=3), "stage=3 does not go with a process_group of a param group"),
+    "stage 3": (lambda r, g: made(usual(r, g), stage=3), f"stage=3 does not go with {OF_GROUP}"),
     "any class": (
         lambda r, g: made(usual(r, g), functools.partial(ShardedOptimizer, optimizer_class=torch.optim.SGD)),
-        "ShardedOptimizer does not go with a process_group of a param group",
+        f"ShardedOptimizer does not go with {OF_GROUP}",
     ),
-    "a mesh": (over_a_mesh, "a 2-D mesh as the optimizer's own does not go with a process_group of a param group"),
-    "DTensors": (with_dtensors, "a DTensor, as 'odd', does not go with a process_group of a param group"),
-    "added": (added, "stage=3 does not go with a process_group of a param group"),
+    "a mesh": (over_a_mesh, f"a 2-D mesh does not go with {OF_GROUP}"),
+    "DTensors": (with_dtensors, f"{OF_GROUP} does not go with parameters that are DTensors, as 'odd': no one"),
+    "added": (added, f"stage=3 does not go with {OF_GROUP}"),
 }
 
 

@@ -122,7 +122,7 @@ REFUSALS: dict[str, tuple[Refusal, type[Exception], str]] = {
         "group= has ranks of the axis 'tp' of ranks .*, which the optimizers' norms are over already",
     ),
     "added later": (added_axis, ValueError, "'late' is a DTensor on the axis 'tp'.*give it to"),
-    "join": (call("join"), NotImplementedError, "'odd', do not go with join.. yet"),
+    "join": (call("join"), NotImplementedError, "inside join.. does not go with parameters .*DTensors, as 'odd':"),
     "set_full_grad_": (set_gradient, NotImplementedError, "'odd', do not go with set_full_grad_.. yet"),
     "another cut": (state_of_another_cut, ValueError, "state of parameter 'odd' .* of another cut.*zerox.load"),
     "without a part": (

@@ -5,96 +5,32 @@ from __future__ import annotations
 import ast
 import contextlib
 import hashlib
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from tests.kernels.stored import decode
+from tests.optimizer.made import ALONE, MOMENTUM, ON_MESH, arguments, build, exchange_of, mesh_of
 from tests.optimizer.masters import exact_values, parts_of, rounded
-from tests.optimizer.models import mean_over_ranks, memory_order, watch_gradients
+from tests.optimizer.models import mean_in_rank_order, memory_order, watch_gradients
 from tests.optimizer.test_parity import MOMENTS, torch_step
 from tests.optimizer.ways import Way, is_inner, plain_twin
 from tests.tolerances import assert_one_step_bound, assert_stored_bound
-from zerox import FusedShardedAdam, ShardedOptimizer
 from zerox.flow.residency import Residency
 from zerox.memory.grad_dtype import NARROW
-from zerox.plan.combinations import CHOICES
+from zerox.plan.choices import DTENSORS, LIE_AS, SUB_GROUP, TEAM
+from zerox.ranks.dtensors import local_of
 from zerox.rules.adam import ADAM
 from zerox.rules.known import KNOWN
 
-ON_MESH = "a 2-D mesh"
 STEPS = 2
-RATE = 2.0**-7  # the same number in float32
 NUMELS = (5000, 70, 4500)  # with 8-bit moments, and too small for them
-WORDS: dict[str, dict[str, Any]] = {  # values that are not written as Python has them
-    "process_group": {"a group": None, ON_MESH: None},  # a mesh is made where there are ranks
-    "bucket_cap_mb": {"a number": 0.004},
-    "resident_mb": {"a number": 1.0},
-    "lr": {"a number": RATE, "a tensor": RATE},
-    "gradient_divisor": {"a number": 4.0},
-}
 COUNT = 2  # of each rank, for mean_over()
-# No argument of the constructor says these.
-ELSEWHERE = (
-    "optimizer",
-    "parameters",
-    "device",
-    "backend",
-    "ZEROX_EXCHANGE",
-    "overlap_gather",
-    "mean_over",
-    "join",
-    "rule",
-)
-MOMENTUM = {"momentum": 0.75}  # of SGD, which keeps no state without
-
-
-def arguments(way: Way) -> dict[str, Any]:
-    """The constructor's. KeyError or ValueError for a value that nobody has said how to make."""
-    found = {name: _made(name, value) for name, value in way.items() if name not in ELSEWHERE}
-    if way["process_group"] == ON_MESH and dist.is_initialized():
-        found["process_group"] = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    if way["lr"] == "a tensor":
-        found["lr"] = torch.tensor(RATE)
-    return found
-
-
-def _made(option: str, value: str) -> Any:
-    if value in WORDS.get(option, {}):
-        return WORDS[option][value]
-    return getattr(torch, value[6:]) if value.startswith("torch.") else ast.literal_eval(value)
-
-
-def build(params: Any, way: Way, **options: Any) -> FusedShardedAdam | ShardedOptimizer:
-    """``options``: the constructor's. With a rule of its own, the group has those that belong into one."""
-    rule = ast.literal_eval(way["rule"])
-    group: dict[str, Any] = {"params": params}
-    if rule != ADAM.name:
-        own = {name: value for name, value in options.items() if name in ADAM.defaults}
-        mute = ADAM.defaults.keys() - KNOWN[rule].defaults.keys()
-        unsaid = {name for name in mute & own.keys() if own[name] == ADAM.defaults[name]}
-        group |= {name: value for name, value in own.items() if name not in unsaid} | {"rule": rule}
-        group |= MOMENTUM if rule == "sgd" else {}
-        options = {name: value for name, value in options.items() if name not in own}
-    made: FusedShardedAdam | ShardedOptimizer
-    made = (ShardedOptimizer if is_inner(way) else FusedShardedAdam)([group], **of_optimizer(way, options))
-    return made
-
-
-def of_optimizer(way: Way, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Torch's class has no options that only the fused optimizers have: where they are at their defaults."""
-    if not is_inner(way):
-        return dict(options)
-    of_fused = ("state_dtype", "accumulate_dtype", "capturable")
-    left_out = [name for name in of_fused if name in options and way[name] == CHOICES[name].values[0]]
-    others = {name: value for name, value in options.items() if name not in left_out}
-    return {"optimizer_class": torch.optim.Adam, **others}
 
 
 MASTERS = {  # by what is asked for and the parameters; others keep none
@@ -123,7 +59,11 @@ class Scale(nn.Module):
         self.weight = nn.Parameter(values)
 
     def forward(self, x: Tensor) -> Tensor:
-        return x * self.weight * self.weight
+        weight = self.weight.to_local() if isinstance(self.weight, DTensor) else self.weight
+        return x * weight * weight
+
+    def cut(self, mesh: DeviceMesh) -> None:
+        self.weight = nn.Parameter(distribute_tensor(self.weight.detach(), mesh, [Shard(0)]))
 
 
 class Training:
@@ -133,8 +73,14 @@ class Training:
         self.rank, self.way, self.steps_made = rank, way, 0
         self.dtype: torch.dtype = getattr(torch, way["parameters"])
         self.device = torch.device(way["device"]) if device is None else device
-        self.model = Scales(NUMELS, seed=0).to(self.device, self.dtype)
-        options = {"weight_decay": 0.125, **arguments(way)}
+        mesh = mesh_of(way)
+        cuts = 1 if mesh is None else mesh["tp"].size()  # each rank has as many elements as without
+        self.model = Scales([numel * cuts for numel in NUMELS], seed=0).to(self.device, self.dtype)
+        if way[LIE_AS] == DTENSORS:
+            assert mesh is not None
+            for part in self.model.parts:
+                part.cut(mesh["tp"])
+        options = {"weight_decay": 0.125, **arguments(way, mesh)}
         if isinstance(options["lr"], Tensor):
             options["lr"] = options["lr"].to(self.device)
         self.optimizer = build(self.model.named_parameters(), way, **options)
@@ -167,6 +113,7 @@ class Training:
         assert master == ("master" if expected_master and is_inner(way) else expected_master)
         widened = self.dtype in NARROW and way["accumulate_dtype"] == "torch.float32"
         assert first.grad_dtype is (torch.float32 if widened else self.dtype)
+        assert inside.grads.teams.are_many is (way[TEAM] == SUB_GROUP and inside.ranks.size > 1)
 
     def backwards(self, step: int) -> None:
         with self.optimizer.no_sync():
@@ -189,13 +136,24 @@ class Training:
         self.optimizer.synchronize()
 
     def digests(self) -> tuple[str, str]:
-        """Of all bits of the parameters, and on rank 0 of the whole state."""
+        """Of all bits of the parameters, and on rank 0 of the whole state, of which sub-groups have none."""
+        if self.way[TEAM] == SUB_GROUP:
+            return self.digest_of_params(), ""
         state = self.optimizer.full_state_dict(to=0).get("state", {})
         kept = [value for _, entry in sorted(state.items()) for _, value in sorted(entry.items())]
         return self.digest_of_params(), digest(kept)
 
     def digest_of_params(self) -> str:
-        return digest(list(self.model.parameters()))
+        """The same on all ranks."""
+        with self.optimizer.whole():
+            params = [p.full_tensor() if isinstance(p, DTensor) else p for p in self.model.parameters()]
+            found = digest(params)
+        if self.way[TEAM] != SUB_GROUP or self.way["process_group"] == ALONE:
+            return found
+        of_ranks = [""] * dist.get_world_size()
+        dist.all_gather_object(of_ranks, found)
+        assert all(each == of_ranks[rank % 2] for rank, each in enumerate(of_ranks)), "ranks of a sub-group differ"
+        return " ".join(of_ranks)
 
 
 def digest(tensors: Sequence[Tensor]) -> str:
@@ -228,19 +186,6 @@ def outcome(call: Callable[[], Any]) -> Any:
         return f"{type(error).__name__}: {error}"
 
 
-@contextmanager
-def exchange_of(way: Way) -> Iterator[None]:
-    """Inside, ZEROX_EXCHANGE is that of the way."""
-    before = os.environ.get("ZEROX_EXCHANGE")
-    os.environ["ZEROX_EXCHANGE"] = way["ZEROX_EXCHANGE"]
-    try:
-        yield
-    finally:
-        del os.environ["ZEROX_EXCHANGE"]
-        if before is not None:
-            os.environ["ZEROX_EXCHANGE"] = before
-
-
 # ---- beside torch
 
 
@@ -253,25 +198,27 @@ def compare_with_torch(rank: int, world_size: int, training: Training) -> None:
     config = {"weight_decay": 0.125, **{name: asked[name] for name in names}}
     if rule != ADAM.name:
         config |= {"rule": rule, "lr": float(asked["lr"]), **(MOMENTUM if rule == "sgd" else {})}
-    num_ranks = 1 if way["process_group"] == '"alone"' else world_size
+    ranks = averaging(rank, world_size, training)
+    num_ranks = training.optimizer.inside.ranks.size
     divisor = asked["gradient_divisor"] or num_ranks
     by_count = divisor / (num_ranks * COUNT) if way["mean_over"] == "called" else 1.0
     wire = asked["reduce_dtype"] or training.dtype
     grads = watch_gradients(training.model)
     for step in range(STEPS):
         training.backwards(step)
-        sent = {param: grad.to(wire) for param, grad in grads.items()}
-        mean_of = mean_over_mesh if way["process_group"] == ON_MESH else mean_over_ranks
-        means = {param: mean_of(grad, grad, num_ranks) for param, grad in sent.items()}
+        sent = {param: local_of(grad).to(wire) for param, grad in grads.items()}
+        mean_of = mean_over_mesh if way["process_group"] == ON_MESH else mean_in_rank_order
+        means = {param: mean_of(given_by(ranks, grad), grad) for param, grad in sent.items()}
         before = [(exact_values(bucket, shard), wide(state)) for _, _, bucket, shard, state in snapshot(training)]
         training.optimizer.step()
         training.optimizer.zero_grad()
         for (values, old), (param, elements, bucket, shard, new) in zip(before, snapshot(training), strict=True):
             after = exact_values(bucket, shard)
-            assert torch.equal(memory_order(param)[elements], rounded(bucket, after)), "parameters are masters, rounded"
+            own = memory_order(local_of(param))[elements]
+            assert torch.equal(own, rounded(bucket, after)), "parameters are masters, rounded"
             mean = means[param]
             assert mean is not None
-            mean = mean * (num_ranks / divisor)  # powers of two: exact
+            mean = mean * (len(ranks) / divisor)  # powers of two: exact
             grad = memory_order(mean)[elements].to(values.dtype) * by_count
             expected, moments = torch_step(values, grad, old, config)
             for name in [name for name in MOMENTS if name in new]:
@@ -283,12 +230,30 @@ def compare_with_torch(rank: int, world_size: int, training: Training) -> None:
             assert not torch.equal(values, after)
 
 
-def mean_over_mesh(grad: Tensor, like: Tensor, world_size: int) -> Tensor:
-    """As mean_over_ranks, for a mesh of 2 x 2."""
-    everyones = [torch.empty_like(grad) for _ in range(world_size)]
-    dist.all_gather(everyones, grad.contiguous())
-    a, b, c, d = (each.to(torch.promote_types(grad.dtype, torch.float32)) for each in everyones)
-    return (((a + b) + (c + d)) / world_size).to(like.dtype)
+def averaging(rank: int, world_size: int, training: Training) -> list[int]:
+    """The ranks whose gradients are added up."""
+    way, size = training.way, training.optimizer.inside.ranks.size
+    if size == 1:
+        return [rank]
+    if way[TEAM] == SUB_GROUP:
+        return list(range(rank % 2, world_size, 2))
+    cuts = world_size // size
+    return list(range(rank % cuts, world_size, cuts))
+
+
+def given_by(ranks: Sequence[int], grad: Tensor) -> list[Tensor]:
+    """Of all ranks' gradients, those of some. Collective over all, unless a rank is alone."""
+    if len(ranks) == 1:
+        return [grad]
+    parts = [torch.empty_like(grad) for _ in range(dist.get_world_size())]
+    dist.all_gather(parts, grad.contiguous())
+    return [parts[rank] for rank in ranks]
+
+
+def mean_over_mesh(parts: Sequence[Tensor], like: Tensor) -> Tensor:
+    """As mean_in_rank_order, for a mesh of 2 x 2."""
+    a, b, c, d = (each.to(torch.promote_types(like.dtype, torch.float32)) for each in parts)
+    return (((a + b) + (c + d)) / 4).to(like.dtype)
 
 
 def snapshot(training: Training) -> Iterator[tuple[Tensor, slice, Any, slice, dict[str, Tensor]]]:

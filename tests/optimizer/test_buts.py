@@ -11,11 +11,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.optimizer.combined import Training, arguments, exchange_of
+from tests.optimizer.combined import Training
+from tests.optimizer.made import arguments, exchange_of
 from tests.optimizer.ways import Pair, Way, name_of, needs_accelerator, pairs_with, way_of
 from tests.ranks import run_ranks
 from zerox import FusedShardedAdam, FusedShardedSGD, ShardedOptimizer
-from zerox.plan.combinations import But, Setting, some
+from zerox.plan.choices import Setting, some
+from zerox.plan.combinations import But
 
 
 def lost_updates(way: Way) -> None:

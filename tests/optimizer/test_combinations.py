@@ -17,18 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from tests.optimizer.combined import (
-    ELSEWHERE,
-    ON_MESH,
-    Training,
-    arguments,
-    build,
-    exchange_of,
-    of_optimizer,
-    outcome,
-    train,
-    trained,
-)
+from tests.optimizer.combined import Training, outcome, train, trained
+from tests.optimizer.made import ELSEWHERE, ON_MESH, arguments, build, exchange_of, of_optimizer
 from tests.optimizer.ways import (
     Pair,
     Way,
@@ -45,12 +35,14 @@ from tests.ranks import run_ranks
 from zerox import FusedShardedAdam, estimate
 from zerox.options import ACCUMULATE_DTYPES, MASTER_WEIGHTS, PARAM_DTYPES, REDUCE_DTYPES, STATE_FORMS, _word
 from zerox.plan import combinations
-from zerox.plan.combinations import CHOICES, But, Choice, Refused, Row, Setting, pairs, some, verdict
+from zerox.plan.choices import CHOICES, DTENSORS, LIE_AS, SUB_GROUP, TEAM, Choice, Setting, some
+from zerox.plan.combinations import Refused, Row, Untried, pairs, verdict
 from zerox.plan.stage import STAGES
 from zerox.ranks.group import EXCHANGES
 
-ON_MESH_OF = 4  # ranks
-OF_RANKS = ("process_group", "backend", "ZEROX_EXCHANGE")  # one rank alone asks none of these
+ON_MESH_OF = 4  # ranks, and so many have DTensors and sub-groups
+OF_RANKS = ("process_group", LIE_AS, TEAM, "backend", "ZEROX_EXCHANGE")  # one rank alone asks none of these
+OF_FOUR = {("process_group", ON_MESH), (LIE_AS, DTENSORS), (TEAM, SUB_GROUP)}
 # What each rank does with its shard, once it has the gradient: for these one rank is enough.
 OF_SHARDS = (
     "state_dtype", "master_weights", "capturable", "lr", "rule", "amsgrad", "maximize", "decoupled_weight_decay",
@@ -97,7 +89,7 @@ def test_rows_are_of_options_and_values_that_there_are_and_of_no_pair_twice() ->
 
 def test_the_reasons_are_sentences_with_a_way_out() -> None:
     for row in combinations.ROWS:
-        said = row.verdict.text if isinstance(row.verdict, But) else row.verdict.way_out
+        said = row.verdict.way_out if isinstance(row.verdict, Refused) else row.verdict.text
         assert said
         assert not said.endswith(".")
 
@@ -121,7 +113,7 @@ def digests(world_size: int) -> dict[tuple[str, ...], list[Any]]:
         by_rank = [trained(0, 1, many)]
     else:
         many = ways(accelerator=False, asked=[pair for pair in not_refused() if not of_shards(pair)])
-        many = [way for way in many if (way["process_group"] == ON_MESH) is (world_size == ON_MESH_OF)]
+        many = [way for way in many if bool(OF_FOUR & set(way.items())) is (world_size == ON_MESH_OF)]
         by_rank = run_ranks(trained, world_size, many, timeout_s=300)
     return {tuple(way.values()): list(each) for way, *each in zip(many, *by_rank, strict=True)}
 
@@ -144,7 +136,7 @@ def test_pairs_that_work_train_as_torch_does_with_the_bits_of_their_twins(world_
 
 
 def test_every_pair_that_works_was_trained() -> None:
-    """On one rank or, where ranks matter, on two, or four on a mesh; or on an accelerator."""
+    """On one rank or, where ranks matter, on two, or four (OF_FOUR); or on an accelerator."""
     sizes = (1, 2, ON_MESH_OF)
     here = {number: [set(zip(CHOICES, values, strict=True)) for values in digests(number)] for number in sizes}
     there = [set(way.items()) for way in ways(accelerator=True)]
@@ -194,7 +186,7 @@ def test_a_refused_pair_raises_what_the_table_says(pair: Pair) -> None:
     settings = {each.option: each.value for each in pair}
     plain = {name: choice.values[0] for name, choice in CHOICES.items()} | settings
     of_ranks = (
-        {"cuda", ON_MESH} & set(settings.values())
+        {"cuda", ON_MESH, DTENSORS, SUB_GROUP} & set(settings.values())
         or "ZEROX_EXCHANGE" in settings
         or {"join", "capturable"} <= set(settings)
     )
@@ -221,6 +213,38 @@ def test_a_refused_pair_raises_what_the_table_says(pair: Pair) -> None:
         with pytest.raises(refused.error, match=message):
             estimate(params, 2, rule=ast.literal_eval(plain["rule"]), **of_optimizer(plain, options))
     dist.distributed_c10d._world.pg_map.pop(options["process_group"], None)
+
+
+def on_ranks() -> list[Pair]:
+    """Refused pairs that four ranks on the CPU can ask for."""
+    found = [pair for pair in pairs_with(Refused) if OF_FOUR & {(each.option, each.value) for each in pair}]
+    return [pair for pair in found if not set(some("capturable", "True")) & set(pair)]
+
+
+def raised_of(rank: int, _: int, asked: list[Pair]) -> list[str]:
+    plain = {name: choice.values[0] for name, choice in CHOICES.items()}
+    ways = [plain | {each.option: each.value for each in pair} for pair in asked]
+    for way in ways:
+        way["stage"] = "3" if way["resident_mb"] == "a number" else way["stage"]
+    return [str(outcome(lambda way=way: Training(rank, way))) for way in ways]
+
+
+def test_a_refused_pair_of_ranks_raises_what_the_table_says() -> None:
+    asked = on_ranks()
+    assert len(asked) >= 9
+    for messages in run_ranks(raised_of, ON_MESH_OF, asked):
+        for pair, message in zip(asked, messages, strict=True):
+            refused = verdict(*pair)
+            assert isinstance(refused, Refused)
+            if "resident_mb" not in {each.option for each in pair}:  # stage 3, which it needs, is refused first
+                assert f"{refused.reason}. {refused.way_out}" in message, name_of(pair)
+                assert all(str(each) in message for each in pair), name_of(pair)
+            assert message.startswith(f"{refused.error.__name__}: "), name_of(pair)
+
+
+def test_only_gpus_are_untried() -> None:
+    for pair in pairs_with(Untried):
+        assert {each.value for each in pair} & {"cuda", "nccl"}, name_of(pair)
 
 
 REFUSES = Refused("this test says so", "Leave it out")

@@ -6,7 +6,8 @@ import itertools
 from collections.abc import Mapping, Sequence
 
 from zerox.plan import combinations
-from zerox.plan.combinations import CHOICES, But, Refused, Setting, pairs, some, verdict
+from zerox.plan.choices import CHOICES, SHARDED, Setting, some
+from zerox.plan.combinations import But, Refused, Untried, pairs, verdict
 
 Way = Mapping[str, str]  # a value of every option
 Pair = tuple[Setting, Setting]
@@ -45,7 +46,7 @@ def way_of(*chosen: Setting) -> Way | None:
 
 def _cost(verdicts: Mapping[frozenset[Setting], object], value: Setting, known: Sequence[Setting]) -> int:
     found = [verdicts.get(frozenset((value, other))) for other in known]
-    return sum(1000 * isinstance(each, Refused) + isinstance(each, But) for each in found)
+    return sum(1000 * isinstance(each, Refused) + isinstance(each, But | Untried) for each in found)
 
 
 def name_of(pair: Pair) -> str:
@@ -67,7 +68,7 @@ def needs_accelerator(way: Way) -> bool:
 
 def is_inner(way: Way) -> bool:
     """Whether torch's own class updates. The fake accelerator does not know its operators: tests/gpu has such ways."""
-    return way["optimizer"] == combinations.SHARDED
+    return way["optimizer"] == SHARDED
 
 
 def ways(accelerator: bool, asked: Sequence[Pair] | None = None) -> list[Way]:

@@ -167,7 +167,6 @@ class MeanGradient(Joinable):
         ``Join([optimizer])`` does the same, with a message of its own in each step.
         """
         self._check_join()
-        self._grads.teams.refuse(Meeting.FOLLOW)
         return Join([self], divide)
 
     # ---- for ranks that follow: see zerox/flow/join.py

@@ -1,9 +1,9 @@
 """Which options go together, as data: each pair of values works, is refused, or works with a **But**.
 
 The constructor refuses from this table, `python -m zerox options` and docs/usage.md print it, and
-tests/optimizer/test_combinations.py draws its pairs from it. A new option is a Choice in CHOICES and a Row in ROWS for
-what does not simply work. The constructor needs no more; the tests fail until they can make each new value, and until
-each new But is shown.
+tests/optimizer/test_combinations.py draws its pairs from it. A new option is a Choice in CHOICES (choices.py) and a Row
+in ROWS for what does not simply work. The constructor needs no more; the tests fail until they can make each new value,
+and until each new But is shown.
 """
 
 from __future__ import annotations
@@ -12,35 +12,9 @@ import itertools
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 
-Chosen = Mapping[str, Collection[str]]  # values by option; several where parameters differ
+from zerox.plan.choices import CHOICES, DTENSORS, LIE_AS, SHARDED, SUB_GROUP, TEAM, Setting, some
 
-
-@dataclass(frozen=True)
-class Choice:
-    """An option with its values, of which each makes zerox do something else; the first is the default.
-
-    Values are as Python writes them, or words that stand for many. ``form`` puts one into a sentence; empty:
-    ``option=value``.
-    """
-
-    option: str
-    values: tuple[str, ...]
-    form: str = ""
-
-
-@dataclass(frozen=True)
-class Setting:
-    option: str
-    value: str
-
-    @property
-    def is_code(self) -> bool:
-        return not CHOICES[self.option].form and " " not in self.value
-
-    def __str__(self) -> str:
-        if self.is_code:
-            return f"{self.option}={self.value}"
-        return (CHOICES[self.option].form or "{value} for {option}").format(option=self.option, value=self.value)
+Chosen = Mapping[str, Collection[str]]  # values by option; several where parameters differ. A mapping has examples
 
 
 @dataclass(frozen=True)
@@ -51,7 +25,7 @@ class Refused:
     way_out: str
     error: type[Exception] = ValueError
 
-    def raise_of(self, one: Setting, other: Setting) -> None:
+    def raise_of(self, one: str, other: str) -> None:
         raise self.error(f"{one} does not go with {other}: {self.reason}. {self.way_out}")
 
     def __str__(self) -> str:
@@ -69,54 +43,33 @@ class But:
 
 
 @dataclass(frozen=True)
+class Untried:
+    """Nothing speaks against the pair, and nobody has tried it."""
+
+    text: str
+
+    def __str__(self) -> str:
+        return f"untried: {self.text}"
+
+
+Verdict = Refused | But | Untried
+
+
+@dataclass(frozen=True)
 class Row:
     """What holds for any of ``ones`` with any of ``others``."""
 
     ones: tuple[Setting, ...]
     others: tuple[Setting, ...]
-    verdict: Refused | But
+    verdict: Verdict
 
     def pairs(self) -> Iterator[tuple[Setting, Setting]]:
         return itertools.product(self.ones, self.others)
 
 
-def some(option: str, *values: str) -> tuple[Setting, ...]:
-    return tuple(Setting(option, value) for value in values)
-
-
-FUSED, SHARDED = "FusedShardedAdam", "ShardedOptimizer"
-CHOICES = {
-    choice.option: choice
-    for choice in (
-        Choice("optimizer", (FUSED, SHARDED), "{value}"),
-        Choice("stage", ("2", "1", "3")),
-        Choice("parameters", ("float32", "bfloat16", "float16", "float64"), "{value} parameters"),
-        Choice("device", ("cpu", "cuda"), "parameters on {value}"),
-        Choice("process_group", ("a group", "a 2-D mesh", '"alone"'), "{value}"),
-        Choice("backend", ("gloo", "nccl"), "a group over {value}"),
-        Choice("ZEROX_EXCHANGE", ("direct", "messages", "native")),
-        Choice("bucket_cap_mb", ("None", "a number")),
-        Choice("resident_mb", ("None", "a number")),
-        Choice("reduce_dtype", ("None", "torch.float32", "torch.bfloat16", "torch.float16")),
-        Choice("gradient_divisor", ("None", "a number")),
-        Choice("accumulate_dtype", ("None", "torch.float32")),
-        Choice("state_dtype", ("torch.float32", "torch.bfloat16", '"8bit"')),
-        Choice("master_weights", ('"auto"', '"remainder"', '"fp32"', "None")),
-        Choice("capturable", ("False", "True")),
-        Choice("overlap_gather", ("not called", "called"), "{option}() {value}"),
-        Choice("mean_over", ("not called", "called"), "{option}() {value}"),
-        Choice("join", ("outside", "inside"), "{value} join()"),
-        Choice("lr", ("a number", "a tensor")),
-        Choice("rule", ('"adam"', '"sgd"', '"lion"')),
-        Choice("amsgrad", ("False", "True")),
-        Choice("maximize", ("False", "True")),
-        Choice("decoupled_weight_decay", ("True", "False")),
-        Choice("foreach", ("None", "True")),
-        Choice("fused", ("None", "True")),
-    )
-}
-
 OF_STAGE_3 = (*some("stage", "3"), *some("resident_mb", "a number"))
+ON_GPUS = (*some("device", "cuda"), *some("backend", "nccl"))
+BATCHES = "Give all ranks equally many batches"
 ROWS = (
     Row(
         some("optimizer", SHARDED),
@@ -161,7 +114,7 @@ ROWS = (
     ),
     Row(
         OF_STAGE_3,
-        (*some("device", "cuda"), *some("backend", "nccl")),
+        ON_GPUS,
         But("where a rank can't read its neighbours' GPU memory, buckets come through the host's, as fast as its bus"),
     ),
     Row(
@@ -193,6 +146,61 @@ ROWS = (
         some("process_group", "a 2-D mesh"),
         some("capturable", "True"),
         Refused("no one has tried its two exchanges in a CUDA graph", "Leave capturable at False, or use a group"),
+    ),
+    Row(
+        some("optimizer", SHARDED),
+        some(LIE_AS, DTENSORS),
+        Refused("it is not tried with them yet", "Use FusedShardedAdam"),
+    ),
+    Row(
+        some("capturable", "True"),
+        some(LIE_AS, DTENSORS),
+        Refused("Partial gradients are summed by the host", "Leave capturable at False"),
+    ),
+    Row(
+        some("accumulate_dtype", "torch.float32"),
+        some(LIE_AS, DTENSORS),
+        Refused("torch adds up their gradients", "Leave accumulate_dtype out"),
+    ),
+    Row(
+        some("join", "inside"),
+        some(LIE_AS, DTENSORS),
+        Refused("a rank that follows has no part in them yet", BATCHES, NotImplementedError),
+    ),
+    Row(
+        OF_STAGE_3,
+        some(TEAM, SUB_GROUP),
+        Refused("parameters are sharded over all ranks there", "Use stage=2"),
+    ),
+    Row(
+        some("capturable", "True"),
+        some(TEAM, SUB_GROUP),
+        Refused("no one has tried several exchanges in a CUDA graph", "Leave capturable at False"),
+    ),
+    Row(
+        some("optimizer", SHARDED),
+        some(TEAM, SUB_GROUP),
+        Refused("it is not tried with one yet", "Use FusedShardedAdam"),
+    ),
+    Row(
+        some("process_group", "a 2-D mesh"),
+        some(TEAM, SUB_GROUP),
+        Refused("its gradients go over two axes", "Pass a group, or one axis"),
+    ),
+    Row(
+        some(TEAM, SUB_GROUP),
+        some(LIE_AS, DTENSORS),
+        Refused("no one has tried both yet", "Pass local tensors, as experts' are"),
+    ),
+    Row(
+        some("join", "inside"),
+        some(TEAM, SUB_GROUP),
+        Refused("its parameters are others on other ranks", BATCHES, NotImplementedError),
+    ),
+    Row(
+        (*some(LIE_AS, DTENSORS), *some(TEAM, SUB_GROUP)),
+        ON_GPUS,
+        Untried("no GPU has run it"),
     ),
     Row(
         some("join", "inside"),
@@ -288,7 +296,7 @@ def pairs() -> Iterator[tuple[Setting, Setting]]:
         yield from itertools.product(some(one.option, *one.values), some(other.option, *other.values))
 
 
-def verdict(one: Setting, other: Setting) -> Refused | But | None:
+def verdict(one: Setting, other: Setting) -> Verdict | None:
     """None: the pair works."""
     return next((row.verdict for row in ROWS if {one, other} in map(set, row.pairs())), None)
 
@@ -298,7 +306,11 @@ def check(chosen: Chosen) -> None:
     for row in ROWS:
         for pair in row.pairs():
             if isinstance(row.verdict, Refused) and all(each.value in chosen.get(each.option, ()) for each in pair):
-                row.verdict.raise_of(*pair)
+                row.verdict.raise_of(*(_with_example(each, chosen[each.option]) for each in pair))
+
+
+def _with_example(setting: Setting, of: Collection[str]) -> str:
+    return f"{setting}, as {of[setting.value]}" if isinstance(of, Mapping) else str(setting)
 
 
 def rows() -> str:

@@ -18,11 +18,9 @@ from zerox.ranks.process_group import ALONE, GroupArgument, chosen_grid, chosen_
 from zerox.ranks.roll_call import RollCall
 
 OF_GROUP = "process_group"  # of a param group
-SAVES = "zerox.save() has the state of all"
-ONE_OF_A_NUMBER = {  # calls, with the way out
-    C.Meeting.FULL_STATE: ("full_state_dict() or consolidate_state_dict()", SAVES),
-    C.Meeting.FULL_GRAD: ("full_grad(), full_state() or a setter of theirs", SAVES),
-    C.Meeting.FOLLOW: ("join()", "Give all ranks equally many batches"),
+ONE_OF_A_NUMBER = {
+    C.Meeting.FULL_STATE: "full_state_dict() or consolidate_state_dict()",
+    C.Meeting.FULL_GRAD: "full_grad(), full_state() or a setter of theirs",
 }
 Cut = tuple[tuple[int, ...], ...]  # teams that all ranks are cut into, as the default group numbers them
 
@@ -109,10 +107,9 @@ class Teams:
     def refuse(self, meeting: C.Meeting) -> None:
         """NotImplementedError on all ranks for a call that knows one parameter of each number."""
         if self.are_many and meeting in ONE_OF_A_NUMBER:
-            call, way_out = ONE_OF_A_NUMBER[meeting]
             raise NotImplementedError(
-                f"zerox: {call} does not go with a process_group of a param group yet, whose parameters are others on "
-                f"other ranks. {way_out}"
+                f"zerox: {ONE_OF_A_NUMBER[meeting]} does not go with a process_group of a param group yet, whose "
+                "parameters are others on other ranks. zerox.save() has the state of all"
             )
 
     def check_same(self, lines: Mapping[int, Sequence[str]]) -> None:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from zerox.plan import combinations
+from zerox.plan.choices import SHARDED
 from zerox.plan.form import Form
 from zerox.rules.of_groups import RULE, Rules
 from zerox.rules.probe import Kinds, NotElementwise, probe
@@ -236,6 +237,6 @@ def _on_host_if_meta(device: torch.device) -> torch.device:
 
 def refuse_flags(group: Mapping[str, Any]) -> None:
     """ValueError for flags of torch's classes that can't hold where zerox updates."""
-    combinations.check({"capturable": {str(bool(group.get("capturable")))}, "optimizer": {combinations.SHARDED}})
+    combinations.check({"capturable": {str(bool(group.get("capturable")))}, "optimizer": {SHARDED}})
     if group.get("differentiable"):
         raise ValueError("differentiable=True: zerox updates parameters below autograd; use the class itself for that")

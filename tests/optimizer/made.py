@@ -1,0 +1,119 @@
+"""What the values of a way stand for: arguments of the constructor, a mesh, an optimizer, an environment variable."""
+
+from __future__ import annotations
+
+import ast
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from tests.optimizer.ways import Way, is_inner
+from zerox import FusedShardedAdam, ShardedOptimizer
+from zerox.plan.choices import CHOICES, DTENSORS, LIE_AS, SUB_GROUP, TEAM
+from zerox.rules.adam import ADAM
+from zerox.rules.known import KNOWN
+
+ON_MESH, ALONE = "a 2-D mesh", '"alone"'
+RATE = 2.0**-7  # the same number in float32
+WORDS: dict[str, dict[str, Any]] = {  # values that are not written as Python has them
+    "process_group": {"a group": None, ON_MESH: None},  # a mesh is made where there are ranks
+    "bucket_cap_mb": {"a number": 0.004},
+    "resident_mb": {"a number": 1.0},
+    "lr": {"a number": RATE, "a tensor": RATE},
+    "gradient_divisor": {"a number": 4.0},
+}
+# No argument of the constructor says these.
+ELSEWHERE = (
+    "optimizer",
+    "parameters",
+    LIE_AS,
+    "device",
+    TEAM,
+    "backend",
+    "ZEROX_EXCHANGE",
+    "overlap_gather",
+    "mean_over",
+    "join",
+    "rule",
+)
+MOMENTUM = {"momentum": 0.75}  # of SGD, which keeps no state without
+
+
+def mesh_of(way: Way) -> DeviceMesh | None:
+    """(replicate, shard, tp), where there are ranks: gradients are averaged over the first two, and DTensors cut over
+    the third."""
+    if not dist.is_initialized() or (way["process_group"] != ON_MESH and way[LIE_AS] != DTENSORS):
+        return None
+    world_size = dist.get_world_size()
+    replicate, shard = {ON_MESH: (2, 2), ALONE: (1, 1)}.get(way["process_group"], (1, 2))
+    sizes = (replicate, shard, world_size // (replicate * shard))
+    return init_device_mesh("cpu", sizes, mesh_dim_names=("replicate", "shard", "tp"))
+
+
+def arguments(way: Way, mesh: DeviceMesh | None = None) -> dict[str, Any]:
+    """The constructor's. KeyError or ValueError for a value that nobody has said how to make."""
+    found = {name: _made(name, value) for name, value in way.items() if name not in ELSEWHERE}
+    if mesh is not None and way["process_group"] != ALONE:
+        found["process_group"] = mesh["replicate", "shard"] if way["process_group"] == ON_MESH else mesh["shard"]
+    if way["lr"] == "a tensor":
+        found["lr"] = torch.tensor(RATE)
+    return found
+
+
+def _made(option: str, value: str) -> Any:
+    if value in WORDS.get(option, {}):
+        return WORDS[option][value]
+    return getattr(torch, value[6:]) if value.startswith("torch.") else ast.literal_eval(value)
+
+
+def build(params: Any, way: Way, **options: Any) -> FusedShardedAdam | ShardedOptimizer:
+    """``options``: the constructor's. With a rule of its own, the group has those that belong into one."""
+    rule = ast.literal_eval(way["rule"])
+    group: dict[str, Any] = {"params": params}
+    if way[TEAM] == SUB_GROUP:
+        alone = way["process_group"] == ALONE or way[LIE_AS] == DTENSORS
+        group["process_group"] = "alone" if alone else sub_group()
+    if rule != ADAM.name:
+        own = {name: value for name, value in options.items() if name in ADAM.defaults}
+        mute = ADAM.defaults.keys() - KNOWN[rule].defaults.keys()
+        unsaid = {name for name in mute & own.keys() if own[name] == ADAM.defaults[name]}
+        group |= {name: value for name, value in own.items() if name not in unsaid} | {"rule": rule}
+        group |= MOMENTUM if rule == "sgd" else {}
+        options = {name: value for name, value in options.items() if name not in own}
+    made: FusedShardedAdam | ShardedOptimizer
+    made = (ShardedOptimizer if is_inner(way) else FusedShardedAdam)([group], **of_optimizer(way, options))
+    return made
+
+
+def sub_group() -> DeviceMesh:
+    """Every second rank."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size() // 2, 2), mesh_dim_names=("edp", "ep"))
+    return mesh["edp"]
+
+
+def of_optimizer(way: Way, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Torch's class has no options that only the fused optimizers have: where they are at their defaults."""
+    if not is_inner(way):
+        return dict(options)
+    of_fused = ("state_dtype", "accumulate_dtype", "capturable")
+    left_out = [name for name in of_fused if name in options and way[name] == CHOICES[name].values[0]]
+    others = {name: value for name, value in options.items() if name not in left_out}
+    return {"optimizer_class": torch.optim.Adam, **others}
+
+
+@contextmanager
+def exchange_of(way: Way) -> Iterator[None]:
+    """Inside, ZEROX_EXCHANGE is that of the way."""
+    before = os.environ.get("ZEROX_EXCHANGE")
+    os.environ["ZEROX_EXCHANGE"] = way["ZEROX_EXCHANGE"]
+    try:
+        yield
+    finally:
+        del os.environ["ZEROX_EXCHANGE"]
+        if before is not None:
+            os.environ["ZEROX_EXCHANGE"] = before
