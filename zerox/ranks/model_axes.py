@@ -6,7 +6,7 @@ The ranks of such an axis train with other data-parallel groups, and meet only h
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
 
@@ -21,6 +21,19 @@ from zerox.ranks.process_group import GroupArgument, chosen_group
 T = TypeVar("T")
 
 
+@dataclass
+class Given:
+    """Collectives over an axis, and the bytes that this rank gave to them. The backend's algorithm decides how often
+    these are sent. Objects, which are for construction and checkpoints, are not counted."""
+
+    calls: int = 0
+    nbytes: int = 0
+
+    def note(self, nbytes: int) -> None:
+        self.calls += 1
+        self.nbytes += nbytes
+
+
 @dataclass(frozen=True)
 class ModelAxis:
     """The ranks that differ from this one along the axis only, as the default group numbers them, and their group.
@@ -33,6 +46,7 @@ class ModelAxis:
     ranks: tuple[int, ...]
     group: dist.ProcessGroup
     is_of_params: bool
+    given: Given = field(default_factory=Given, compare=False)
 
     @property
     def coordinate(self) -> int:
@@ -76,6 +90,11 @@ class ModelAxes:
         by_ranks = {axis.ranks: index for index, axis in enumerate(self.axes)}
         return {dim: by_ranks[axis.ranks] for dim, axis, _ in _lines(param)}
 
+    @property
+    def traffic_by_axis(self) -> list[tuple[int, int]]:
+        """Collectives over each axis, and the bytes that this rank gave to them."""
+        return [(axis.given.calls, axis.given.nbytes) for axis in self.axes]
+
     def missing(self, param: Tensor) -> str:
         """Why a parameter that was added can't be trained; empty if all its axes are known."""
         known = {axis.ranks for axis in self.axes if axis.is_of_params}
@@ -90,6 +109,7 @@ class ModelAxes:
         for axis in self.axes:
             sent = _sent(values, axis.group)
             _answered(axis, partial(dist.all_reduce, sent, op, group=axis.group))
+            axis.given.note(sent.nbytes)
             if sent is not values:
                 values.copy_(sent)
 
@@ -98,6 +118,7 @@ class ModelAxes:
         for axis in (self.axes[index] for index in along):
             sent = _sent(values, axis.group)
             _answered(axis, partial(dist.broadcast, sent, axis.ranks[0], group=axis.group))
+            axis.given.note(sent.nbytes if axis.coordinate == 0 else 0)
             if sent is not values:
                 values.copy_(sent)
 
@@ -114,6 +135,7 @@ class ModelAxes:
         sent = _sent(values, axis.group)
         received = [torch.empty_like(sent) for _ in axis.ranks]
         _answered(axis, partial(dist.all_gather, received, sent, group=axis.group))
+        axis.given.note(sent.nbytes)
         return [each.to(values.device) for each in received]
 
     def check_same(self, lines: Sequence[str], of_all: Sequence[str]) -> None:
