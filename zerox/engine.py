@@ -41,7 +41,7 @@ from zerox.ranks.process_group import GroupArgument
 from zerox.ranks.teams import own_group
 from zerox.rules.of_groups import Rules
 from zerox.state.one_state import OneState
-from zerox.terms import check_axes, check_model, check_pairs, check_terms
+from zerox.terms import check_axes, check_model, check_pairs, check_terms, words_of_calls
 
 
 class Engine(OneGradient, OneState):
@@ -249,7 +249,7 @@ class Engine(OneGradient, OneState):
 
     def _check_pairs(self, added: Sequence[Member], overlaps: bool, joins: bool = False) -> None:
         known = [m for bucket in self._buckets for m in bucket.members], [*added, *self._frozen]
-        calls = {"overlap_gather": {"called" if overlaps else "not called"}, "join": {"inside" if joins else "outside"}}
+        calls = words_of_calls(overlaps, joins, masks=joins and self._sparsity is not None)
         check_pairs(self._options, self._grads.teams, self.param_groups, known, calls)
 
     def _adopt(self, members: Sequence[Member]) -> None:

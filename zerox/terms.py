@@ -13,7 +13,7 @@ from torch import Tensor
 from zerox.memory.bucket import Member
 from zerox.memory.grad_dtype import grad_dtype_of
 from zerox.options import OptimizerOptions, parameter_words
-from zerox.plan.choices import DTENSORS, LIE_AS, SUB_GROUP, TEAM
+from zerox.plan.choices import DTENSORS, LIE_AS, MASKS, SPARSITY, SUB_GROUP, TEAM
 from zerox.ranks.dtensors import is_dtensor, placements_text
 from zerox.ranks.group import Ranks
 from zerox.ranks.model_axes import ModelAxes
@@ -23,6 +23,15 @@ from zerox.ranks.ties import ties
 from zerox.rules.of_groups import RULE
 
 _said: list[bool] = []  # that plain parameters count as replicated
+
+
+def words_of_calls(overlaps: bool, joins: bool, masks: bool) -> dict[str, Collection[str]]:
+    """For check_pairs(): what no argument of the constructor says."""
+    return {
+        "overlap_gather": {"called" if overlaps else "not called"},
+        "join": {"inside" if joins else "outside"},
+        MASKS: {SPARSITY if masks else "None"},
+    }
 
 
 def check_pairs(

@@ -21,9 +21,10 @@ from tests.optimizer.models import mean_in_rank_order, memory_order, watch_gradi
 from tests.optimizer.test_parity import MOMENTS, torch_step
 from tests.optimizer.ways import Way, is_inner, plain_twin
 from tests.tolerances import assert_one_step_bound, assert_stored_bound
+from zerox import Sparsity
 from zerox.flow.residency import Residency
 from zerox.memory.grad_dtype import NARROW
-from zerox.plan.choices import DTENSORS, LIE_AS, SUB_GROUP, TEAM
+from zerox.plan.choices import DTENSORS, LIE_AS, MASKS, SPARSITY, SUB_GROUP, TEAM
 from zerox.ranks.dtensors import local_of
 from zerox.rules.adam import ADAM
 from zerox.rules.known import KNOWN
@@ -31,6 +32,7 @@ from zerox.rules.known import KNOWN
 STEPS = 2
 NUMELS = (5000, 70, 4500)  # with 8-bit moments, and too small for them
 COUNT = 2  # of each rank, for mean_over()
+SPARSE = {"parts.0.weight": 0.5, "parts.1.weight": 0.25}
 
 
 MASTERS = {  # by what is asked for and the parameters; others keep none
@@ -86,6 +88,7 @@ class Training:
         self.optimizer = build(self.model.named_parameters(), way, **options)
         if way["overlap_gather"] == "called":
             self.optimizer.overlap_gather(self.model)
+        self.sparsity = Sparsity(self.optimizer, SPARSE) if way[MASKS] == SPARSITY else None
         self.block = self.optimizer.join() if way["join"] == "inside" else contextlib.nullcontext()
         self.check_in_effect()
 
@@ -113,6 +116,7 @@ class Training:
         assert master == ("master" if expected_master and is_inner(way) else expected_master)
         widened = self.dtype in NARROW and way["accumulate_dtype"] == "torch.float32"
         assert first.grad_dtype is (torch.float32 if widened else self.dtype)
+        assert any(bucket.mask for bucket in inside.buckets) is (way[MASKS] == SPARSITY)
         assert inside.grads.teams.are_many is (way[TEAM] == SUB_GROUP and inside.ranks.size > 1)
 
     def backwards(self, step: int) -> None:
@@ -221,6 +225,11 @@ def compare_with_torch(rank: int, world_size: int, training: Training) -> None:
             mean = mean * (len(ranks) / divisor)  # powers of two: exact
             grad = memory_order(mean)[elements].to(values.dtype) * by_count
             expected, moments = torch_step(values, grad, old, config)
+            if bucket.mask is not None:
+                masked = ~bucket.mask.kept()[shard]
+                expected = expected.masked_fill(masked, 0)
+                moments = {name: each.masked_fill(masked, 0) for name, each in moments.items()}
+                values = values.masked_fill(masked, 0)
             for name in [name for name in MOMENTS if name in new]:
                 scales = new.get(f"{name}_scale")
                 assert_stored_bound(name, new[name].dtype, wide(new)[name], moments[name], scales)

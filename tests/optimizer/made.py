@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from tests.optimizer.ways import Way, is_inner
 from zerox import FusedShardedAdam, ShardedOptimizer
-from zerox.plan.choices import CHOICES, DTENSORS, LIE_AS, SUB_GROUP, TEAM
+from zerox.plan.choices import CHOICES, DTENSORS, LIE_AS, MASKS, SUB_GROUP, TEAM
 from zerox.rules.adam import ADAM
 from zerox.rules.known import KNOWN
 
@@ -39,6 +39,7 @@ ELSEWHERE = (
     "overlap_gather",
     "mean_over",
     "join",
+    MASKS,
     "rule",
 )
 MOMENTUM = {"momentum": 0.75}  # of SGD, which keeps no state without

@@ -32,10 +32,10 @@ from tests.optimizer.ways import (
     ways,
 )
 from tests.ranks import run_ranks
-from zerox import FusedShardedAdam, estimate
+from zerox import FusedShardedAdam, Sparsity, estimate
 from zerox.options import ACCUMULATE_DTYPES, MASTER_WEIGHTS, PARAM_DTYPES, REDUCE_DTYPES, STATE_FORMS, _word
 from zerox.plan import combinations
-from zerox.plan.choices import CHOICES, DTENSORS, LIE_AS, SUB_GROUP, TEAM, Choice, Setting, some
+from zerox.plan.choices import CHOICES, DTENSORS, LIE_AS, MASKS, SUB_GROUP, TEAM, Choice, Setting, some
 from zerox.plan.combinations import Refused, Row, Untried, pairs, verdict
 from zerox.plan.stage import STAGES
 from zerox.ranks.group import EXCHANGES
@@ -189,6 +189,7 @@ def test_a_refused_pair_raises_what_the_table_says(pair: Pair) -> None:
         {"cuda", ON_MESH, DTENSORS, SUB_GROUP} & set(settings.values())
         or "ZEROX_EXCHANGE" in settings
         or {"join", "capturable"} <= set(settings)
+        or {MASKS, "capturable"} <= set(settings)
     )
     if of_ranks or (settings.get("backend") == "nccl" and "device" not in settings):
         # As the constructor asks, where there is such a device, and where there are ranks.
@@ -200,9 +201,15 @@ def test_a_refused_pair_raises_what_the_table_says(pair: Pair) -> None:
     if settings.get("backend") == "nccl":
         options["process_group"] = not_a_group("nccl")
     if "join" in settings:  # which is asked for later
-        optimizer = build(params, plain, **options)
+        optimizer = build([("w", params[0])], plain, **options)
+        sparsity = Sparsity(optimizer, {"w": 0.5}) if MASKS in settings else None
         with pytest.raises(refused.error, match=message):
             optimizer.join()
+        del sparsity
+        return
+    if MASKS in settings:  # so are they
+        with pytest.raises(refused.error, match=message):
+            Sparsity(build([("w", params[0])], plain, **options), {"w": 0.5})
         return
     before = params[0].data_ptr()
     with pytest.raises(refused.error, match=message) as raised:
@@ -255,6 +262,7 @@ UNSAID = {
     *some("overlap_gather", "not called"),
     *some("mean_over", "not called", "called"),
     *some("join", "outside"),
+    *some(MASKS, "None"),
 }
 
 

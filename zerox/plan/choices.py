@@ -40,6 +40,7 @@ def some(option: str, *values: str) -> tuple[Setting, ...]:
 FUSED, SHARDED = "FusedShardedAdam", "ShardedOptimizer"
 LIE_AS, DTENSORS = "placement", "DTensors"
 TEAM, SUB_GROUP = "process_group of a param group", "a sub-group"
+MASKS, SPARSITY = "masks", "a Sparsity"
 CHOICES = {
     choice.option: choice
     for choice in (
@@ -63,6 +64,7 @@ CHOICES = {
         Choice("overlap_gather", ("not called", "called"), "{option}() {value}"),
         Choice("mean_over", ("not called", "called"), "{option}() {value}"),
         Choice("join", ("outside", "inside"), "{value} join()"),
+        Choice(MASKS, ("None", SPARSITY), "{value} for {option}"),
         Choice("lr", ("a number", "a tensor")),
         Choice("rule", ('"adam"', '"sgd"', '"lion"')),
         Choice("amsgrad", ("False", "True")),

@@ -12,7 +12,7 @@ import itertools
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 
-from zerox.plan.choices import CHOICES, DTENSORS, LIE_AS, SHARDED, SUB_GROUP, TEAM, Setting, some
+from zerox.plan.choices import CHOICES, DTENSORS, LIE_AS, MASKS, SHARDED, SPARSITY, SUB_GROUP, TEAM, Setting, some
 
 Chosen = Mapping[str, Collection[str]]  # values by option; several where parameters differ. A mapping has examples
 
@@ -113,6 +113,31 @@ ROWS = (
         Refused("parameters are fetched when they are read, and a CUDA graph asks nobody", "Use stage=2"),
     ),
     Row(
+        some(MASKS, SPARSITY),
+        some("optimizer", SHARDED),
+        Refused("its class would see masked gradients and state", "Use FusedShardedAdam", NotImplementedError),
+    ),
+    Row(
+        some(MASKS, SPARSITY),
+        some("capturable", "True"),
+        Refused("a replay of step() would go on with the masks that it was captured with", "Leave capturable at False"),
+    ),
+    Row(
+        some(MASKS, SPARSITY),
+        some("parameters", "float64"),
+        Refused("magnitudes are compared as float32", "Name others"),
+    ),
+    Row(
+        some(MASKS, SPARSITY),
+        (*some(LIE_AS, DTENSORS), *some(TEAM, SUB_GROUP)),
+        Refused("no one has tried both yet", "Give these parameters an optimizer of their own", NotImplementedError),
+    ),
+    Row(
+        some(MASKS, SPARSITY),
+        some("join", "inside"),
+        Refused("a rank that follows can't change masks", BATCHES, NotImplementedError),
+    ),
+    Row(
         OF_STAGE_3,
         ON_GPUS,
         But("where a rank can't read its neighbours' GPU memory, buckets come through the host's, as fast as its bus"),
@@ -149,8 +174,8 @@ ROWS = (
     ),
     Row(
         some("optimizer", SHARDED),
-        some(LIE_AS, DTENSORS),
-        Refused("it is not tried with them yet", "Use FusedShardedAdam"),
+        (*some(LIE_AS, DTENSORS), *some(TEAM, SUB_GROUP)),
+        Refused("it is not tried so yet", "Use FusedShardedAdam"),
     ),
     Row(
         some("capturable", "True"),
@@ -176,11 +201,6 @@ ROWS = (
         some("capturable", "True"),
         some(TEAM, SUB_GROUP),
         Refused("no one has tried several exchanges in a CUDA graph", "Leave capturable at False"),
-    ),
-    Row(
-        some("optimizer", SHARDED),
-        some(TEAM, SUB_GROUP),
-        Refused("it is not tried with one yet", "Use FusedShardedAdam"),
     ),
     Row(
         some("process_group", "a 2-D mesh"),

@@ -15,12 +15,12 @@ from zerox.memory.bucket import Member
 from zerox.memory.flat import dense_strides, give_out
 from zerox.memory.mask import Mask
 from zerox.memory.one_param import OneParam
-from zerox.optimizers import ShardedOptimizer
 from zerox.sparsity.choose import Pool, by_magnitude, by_pattern, by_renewal
 from zerox.sparsity.schedules import Schedule, at_once
 from zerox.sparsity.select import keys_of
 from zerox.sparsity.shards import owned
-from zerox.sparsity.targets import matched
+from zerox.sparsity.targets import DTYPES, matched
+from zerox.terms import check_pairs, words_of_calls
 
 SCOPES = ("tensor", "global")
 
@@ -49,7 +49,8 @@ class Sparsity:
     Raises:
         ValueError: a name stands for nothing, two for the same parameter, a value is not in [0, 1), a pattern does not
             fit a parameter, the optimizer has ``capturable=True``, or ranks differ in any of this.
-        NotImplementedError: for :class:`zerox.ShardedOptimizer`, DTensors, and a group with its own ``process_group``.
+        NotImplementedError: for :class:`zerox.ShardedOptimizer`, DTensors, a group with its own ``process_group``, and
+            inside ``join()``.
     """
 
     def __init__(
@@ -267,12 +268,8 @@ class Sparsity:
 
 
 def _check_optimizer(optimizer: Engine) -> None:
-    if isinstance(optimizer, ShardedOptimizer):
-        raise NotImplementedError(
-            "Sparsity does not go with ShardedOptimizer, whose class would see masked gradients and state: use "
-            "FusedShardedAdam, FusedShardedSGD or FusedShardedLion"
-        )
-    if optimizer._options.capturable:
-        raise ValueError("Sparsity does not go with capturable=True: a replay would go on with the masks it captured")
+    known = [m for bucket in optimizer.inside.buckets for m in bucket.members if m.param.dtype in DTYPES]
+    calls = words_of_calls(optimizer._overlap is not None, bool(optimizer._joining), masks=True)
+    check_pairs(optimizer._options, optimizer.inside.grads.teams, optimizer.param_groups, (known, []), calls)
     if optimizer._sparsity is not None:
         raise ValueError("Sparsity: the optimizer has one already, call its remove() first")

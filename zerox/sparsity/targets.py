@@ -9,7 +9,9 @@ import torch
 
 from zerox.engine import Engine
 from zerox.memory.bucket import Member
-from zerox.ranks.dtensors import is_dtensor
+from zerox.options import parameter_words
+from zerox.plan import combinations
+from zerox.plan.choices import MASKS, SPARSITY
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 MOST_NAMES = 8
@@ -31,7 +33,6 @@ def matched(optimizer: Engine, globs: Mapping[str, float]) -> dict[str, list[Mem
         if not found[glob]:
             raise ValueError(_nothing(glob, known))
         for member in found[glob]:
-            _check(optimizer, member)
             if member.number in of:
                 raise ValueError(
                     f"Sparsity: {of[member.number]!r} and {glob!r} both stand for parameter '{member.name}': name it "
@@ -48,22 +49,13 @@ def _takes(glob: str, member: Member) -> bool:
     return member.name == glob or (member.param.dim() > 1 and fnmatchcase(member.name, glob))
 
 
-def _check(optimizer: Engine, member: Member) -> None:
-    teams = optimizer.inside.grads.teams
-    if is_dtensor(member.param):
-        raise NotImplementedError(f"Sparsity: parameter {member.quoted} is a DTensor, which masks do not go with yet")
-    if teams.of_group[member.group] is not teams.all:
-        raise NotImplementedError(
-            f"Sparsity: parameter {member.quoted} has a process_group of its own, which masks do not go with yet"
-        )
-
-
 def _nothing(glob: str, known: list[Member]) -> str:
-    near = [m.name for m in known if fnmatchcase(m.name, glob)]
+    near = [m for m in known if fnmatchcase(m.name, glob)]
     if near:
+        combinations.check({MASKS: {SPARSITY}, "parameters": parameter_words(m.param.dtype for m in near)})
         return (
-            f"Sparsity: {glob!r} stands for {', '.join(near[:MOST_NAMES])}, which have one dimension or are float64: "
-            "biases and norms are taken by their full names only, float64 never"
+            f"Sparsity: {glob!r} stands for {', '.join([m.name for m in near][:MOST_NAMES])}, which have one "
+            "dimension: biases and norms are taken by their full names only"
         )
     names = ", ".join(m.name for m in known[:MOST_NAMES])
     return f"Sparsity: {glob!r} stands for no trained parameter; the first are {names}"
