@@ -24,6 +24,7 @@ from zerox.rules.reference import AdamState, LionState, SgdState, adam_step, lio
 from zerox.rules.rule import MASTER, REMAINDER
 
 OURS, CEILING = "zerox", "stream (ceiling)"
+MASKED = "zerox, 80% masked"
 TRAINED = (
     Kind("fp32", torch.float32),
     Kind("bf16 + remainder", torch.bfloat16, REMAINDER),
@@ -204,7 +205,7 @@ def norm_calls(job: Job, num_sets: int, device: torch.device) -> dict[str, Call]
 
 def update_calls(job: Job, num_sets: int, device: torch.device) -> dict[str, Call]:
     shards = [Shard(job.params, job.kind, device, job.op) for _ in range(num_sets)]
-    calls: dict[str, Call] = {OURS: lambda i: shards[i].update()}
+    calls: dict[str, Call] = {OURS: lambda i: shards[i].update(), MASKED: lambda i: shards[i].update(masked=True)}
     if device.type == "cpu":
         calls[CEILING] = stream_call(job.nbytes, num_sets, in_place=1 + len(shards[0].moments))
     if job.kind.dtype is torch.float32:  # peers keep no masters: at 16 bits they do another job

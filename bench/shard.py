@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor
 from bench.systems import HYPER
 from zerox import ops
 from zerox.memory.forms import remainder_of, split_param
+from zerox.memory.mask import Mask
 from zerox.memory.pages import zeros
 from zerox.memory.stored import Stored
 from zerox.plan.form import BFLOAT16, BLOCK_NUMEL, EIGHT_BIT, FLOAT32
@@ -94,11 +96,16 @@ class Shard:
         row = [float(column.of(group)) for column in self.rule.columns]
         self.options = torch.tensor([row], dtype=torch.float64, device=device)
 
-    def update(self) -> None:
+    @cached_property
+    def mask(self) -> Tensor:
+        """Keeps a fifth of the elements."""
+        return Mask(torch.rand(self.param.numel(), device=self.param.device) < 0.2, ()).bits
+
+    def update(self, masked: bool = False) -> None:
         state = [stored.values for stored in self.moments]
         scales = [stored.scales for stored in self.moments if stored.scales is not None]
         tables = (self.segments, self.present, self.steps)
-        ours = ops.Shard(self.param, self.master, self.grad, state, scales, *tables)
+        ours = ops.Shard(self.param, self.master, self.grad, state, scales, *tables, self.mask if masked else None)
         ops.update_(self.rule.name, [ours], self.options)
 
 
