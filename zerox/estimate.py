@@ -41,7 +41,8 @@ from zerox.rules.rule import MASTERS
 class MemoryBytes:
     """Bytes on one rank.
 
-    ``parameters``, ``gradients``, ``master`` and ``moments`` stay from step to step (gradients until zero_grad).
+    ``parameters``, ``gradients``, ``master`` and ``moments`` stay from step to step (gradients until zero_grad); with
+    a zerox.Sparsity ``memory_bytes()`` has its masks among ``moments``.
     ``exchange`` is the maximum of the buffers of buckets in flight. ``local_gradients`` is the maximum of gradients
     that have not left yet: all of them if the wire stalls, inside ``no_sync()``, or in stage 1. If the wire keeps up
     with backward, they take ``typical_local_gradients``: in stage 2 those of one bucket.
@@ -261,11 +262,12 @@ def measured(inside: Inside) -> MemoryBytes:
     state = [stored for bucket in inside.buckets for stored in bucket.state.values()]
     masters = [stored for stored in state if stored.spec in MASTERS]
     others = [stored for stored in state if stored.spec not in MASTERS]
+    masks = [bucket.mask.bits for bucket in inside.buckets if bucket.mask is not None]
     return MemoryBytes(
         parameters=_parameters(inside, moved),
         gradients=_bytes_of([*whole, *inside.grads.landed()]),
         master=_bytes_of(tensor for stored in masters for tensor in stored.tensors().values()),
-        moments=_bytes_of(tensor for stored in others for tensor in stored.tensors().values()),
+        moments=_bytes_of([*masks, *(tensor for stored in others for tensor in stored.tensors().values())]),
     )
 
 

@@ -14,6 +14,7 @@ from tests.ranks import run_ranks
 from tests.sparsity.trained import Case, batch, model, optimizer_of, params_of, state_of
 from zerox import CheckpointError, Sparsity
 from zerox.checkpoint import manifest
+from zerox.checkpoint.convert import convert_file
 
 CUBIC = ("cubic", 0, 8, 2)
 CASES = {
@@ -122,6 +123,10 @@ def test_a_checkpoint_says_what_masks_it_has(tmp_path: Path) -> None:
     other = optimizer_of(case, other_module := model())
     with pytest.raises(CheckpointError, match=r"masks of zerox.Sparsity\(optimizer, \{'0.weight': 0.5\}\): build one"):
         zerox.load(tmp_path / "masked", other_module, other)
+    convert_file(tmp_path / "masked", tmp_path / "masked.pt", weights=False, fp32=False, keys=("model", "optimizer"))
+    masks = [state.get("mask") for state in torch.load(tmp_path / "masked.pt")["optimizer"]["state"].values()]
+    assert [mask is not None for mask in masks] == [True, *[False] * 7]
+    assert torch.equal(masks[0], module[0].weight != 0)
     Sparsity(other, {"2.weight": 0.5})
     with pytest.raises(CheckpointError, match=r"saved with targets=\{'0.weight': 0.5\}, and here it is \{'2.weight'"):
         zerox.load(tmp_path / "masked", other_module, other)

@@ -21,13 +21,13 @@ from zerox.plan.cut import completed
 from zerox.rules.adam import ADAM
 from zerox.rules.known import KNOWN
 from zerox.rules.of_groups import RULE
-from zerox.rules.rule import MASTER, MASTERS, REMAINDER
+from zerox.rules.rule import MASK, MASTER, MASTERS, REMAINDER
 from zerox.state.sliced_state import STEP
 
 SAFETENSORS = ".safetensors"
 FILES = (SAFETENSORS, ".pt", ".pth", ".bin")  # endings that nobody gives to a folder
 SPECS = {spec.key: spec for rule in KNOWN.values() for spec in rule.states}
-WHATS = (STEP, *(spec.key for spec in MASTERS), *SPECS, *(key + SCALE for key in SPECS))
+WHATS = (STEP, MASK.key, *(spec.key for spec in MASTERS), *SPECS, *(key + SCALE for key in SPECS))
 
 
 def convert_file(source: Path, target: Path, weights: bool, fp32: bool, keys: tuple[str, str]) -> str:
@@ -164,6 +164,8 @@ def _torchs(saved: Mapping[str, Tensor], weight: Tensor | None, order: list[int]
                 in_order = decoded(coded).view([values.shape[dim] for dim in dims])
                 values = in_order.permute([dims.index(dim) for dim in range(len(dims))])
             found[spec.key] = values.contiguous() if values.dtype is torch.float64 else values.float().contiguous()
+    if MASK.key in saved:
+        found[MASK.key] = saved[MASK.key]
     if MASTER.key in saved:
         found[MASTER.key] = saved[MASTER.key]
     elif REMAINDER.key in saved and weight is not None:

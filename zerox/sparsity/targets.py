@@ -23,7 +23,8 @@ def matched(optimizer: Engine, globs: Mapping[str, float]) -> dict[str, list[Mem
         raise ValueError("Sparsity: no names of parameters were given")
     if any("param_names" not in group for group in optimizer.param_groups):
         raise ValueError("Sparsity finds parameters by name: build the optimizer from model.named_parameters()")
-    known = [member for bucket in optimizer.inside.buckets for member in bucket.members]
+    in_buckets = [member for bucket in optimizer.inside.buckets for member in bucket.members]
+    known = sorted(in_buckets, key=lambda member: member.number)
     found: dict[str, list[Member]] = {}
     of: dict[int, str] = {}
     for glob, value in globs.items():
