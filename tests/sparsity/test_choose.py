@@ -14,6 +14,7 @@ import zerox
 from tests.ranks import run_ranks
 from tests.sparsity.trained import Case, model, optimizer_of
 from zerox import FusedShardedAdam, Sparsity
+from zerox.memory.mask import Mask, unpacked
 
 
 def coarse(module: nn.Module) -> dict[str, Tensor]:
@@ -214,3 +215,28 @@ def without_gradients(rank: int, world: int) -> str:
 def test_all_ranks_raise(function: Any, message: str) -> None:
     for text in run_ranks(function, 2):
         assert message in text
+
+
+def test_parts_of_a_mask_start_anywhere() -> None:
+    kept = torch.rand(1000, generator=torch.Generator().manual_seed(0)) < 0.5
+    mask = Mask(kept, [0])
+    assert torch.equal(mask.kept(), kept)
+    for start, numel in ((0, 1000), (8, 100), (13, 300), (991, 9), (5, 0)):
+        bits = mask.part(start, numel)
+        assert bits.numel() == -(-numel // 8) + 4
+        assert torch.equal(unpacked(bits, numel), kept[start : start + numel])
+
+
+def test_nothing_grows_where_there_is_no_gradient() -> None:
+    module = model()
+    optimizer = optimizer_of(Case(), module)
+    sparsity = Sparsity(optimizer, {"0.weight": 0.5}, zerox.rigl(0.9, every=1))
+    before = sparsity.masks()["0.weight"]
+    inputs = torch.ones(1, 40)
+    inputs[:, :30] = 0
+    module(inputs).square().sum().backward()
+    optimizer.step()
+    sparsity.step()
+    grown = sparsity.masks()["0.weight"] & ~before
+    assert grown.any()
+    assert not grown[:, :30].any()
