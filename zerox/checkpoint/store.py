@@ -33,6 +33,7 @@ from zerox.checkpoint.saved_state import SavedState
 from zerox.checkpoint.stages import all_names, joined
 from zerox.checkpoint.writer import CheckpointWriter, save_object
 from zerox.engine import Engine
+from zerox.flow.row_refusals import refuse_tables
 from zerox.ranks.process_group import GroupArgument
 from zerox.state.state_dict import say_rounded
 
@@ -56,6 +57,7 @@ def save(
     with other files in it, is refused before anything is written. Raises CheckpointError on all ranks for that, if one
     of them could not write, and if one died; ValueError for a ``process_group`` without all of the optimizer's ranks.
     """
+    refuse_tables(optimizer.inside.tables, "zerox.save()")
     path, ranks = Path(path), Everyone.of(optimizer, process_group)
     failure = not_saved(path)
     with FailingAs(failure):
@@ -135,6 +137,7 @@ def load(
     ``strict`` missing and unexpected ones are left alone. Collective over ``process_group`` (default: the optimizer's
     own). Only files that the checkpoint's manifest lists are read, and only in the checkpoint's folder.
     """
+    refuse_tables(optimizer.inside.tables, "zerox.load()")
     path, ranks = Path(path), Everyone.of(optimizer, process_group)
     with FailingAs(not_loaded(path)):
         optimizer._meet(Meeting.SAVE)
