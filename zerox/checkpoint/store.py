@@ -30,10 +30,10 @@ from zerox.checkpoint.parts import write_parts
 from zerox.checkpoint.place import Target, candidates, find
 from zerox.checkpoint.reader import CheckpointReader, loaded
 from zerox.checkpoint.saved_state import SavedState
+from zerox.checkpoint.saved_tables import spread_tables, table_entries
 from zerox.checkpoint.stages import all_names, joined
 from zerox.checkpoint.writer import CheckpointWriter, save_object
 from zerox.engine import Engine
-from zerox.flow.row_refusals import refuse_tables
 from zerox.ranks.process_group import GroupArgument
 from zerox.state.state_dict import say_rounded
 
@@ -57,11 +57,11 @@ def save(
     with other files in it, is refused before anything is written. Raises CheckpointError on all ranks for that, if one
     of them could not write, and if one died; ValueError for a ``process_group`` without all of the optimizer's ranks.
     """
-    refuse_tables(optimizer.inside.tables, "zerox.save()")
     path, ranks = Path(path), Everyone.of(optimizer, process_group)
     failure = not_saved(path)
     with FailingAs(failure):
         optimizer._meet(Meeting.SAVE)
+        tables = spread_tables(optimizer)
     tensors: dict[str, Tensor] = {}
     host: dict[str, Any] = {}
     team_of: dict[str, tuple[int, int]] = {}
@@ -70,6 +70,7 @@ def save(
         optimizer.inside.gather.prepare_checkpoint()
         tensors, others = split_model(model, optimizer)
         tensors |= entries(optimizer, names)
+        tensors |= table_entries(tables, names)
         team_of = optimizer.inside.grads.teams.by_name({names[m.number]: m.group for m in optimizer.inside.members})
         orders = {names[m.number]: memory_order(m) for m in optimizer.inside.members}
         host = {
@@ -137,7 +138,6 @@ def load(
     ``strict`` missing and unexpected ones are left alone. Collective over ``process_group`` (default: the optimizer's
     own). Only files that the checkpoint's manifest lists are read, and only in the checkpoint's folder.
     """
-    refuse_tables(optimizer.inside.tables, "zerox.load()")
     path, ranks = Path(path), Everyone.of(optimizer, process_group)
     with FailingAs(not_loaded(path)):
         optimizer._meet(Meeting.SAVE)

@@ -75,7 +75,7 @@ class TableGrad:
         rows, values = grad.detach()._indices()[0].contiguous(), grad.detach()._values().contiguous()
         try:
             order = None if grad.is_coalesced() else rows.sort()[1]  # of equal rows: in which torch's coalesce() adds
-            self.local = ops.sum_rows([rows], [values], *table.param.shape, order)
+            self.local = ops.sum_rows([rows], [values], table.param.shape[0], table.width, order)
         except ValueError as error:
             return f"{known} has a gradient of rows that it does not have: {error}"
         return ""
