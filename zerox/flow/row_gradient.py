@@ -64,20 +64,19 @@ class TableGrad:
         self.local = None
         if grad is None or (self.change == UNCHANGED and not anew):
             return ""
-        known = f"parameter {table.member.quoted}, in a param group with sparse=True,"
         if grad.layout is not torch.sparse_coo:
             return (
-                f"{known} has a dense gradient: it is used outside the modules with sparse=True (tied weights), or "
+                f"{self._known} has a dense gradient: it is used outside the modules with sparse=True (tied weights), or "
                 "its module was made without. Take it out of the sparse group"
             )
         if grad.dtype is not torch.float32 or grad.shape != table.param.shape or grad.sparse_dim() != 1:
-            return f"{known} has a gradient of {grad.dtype}, shape {tuple(grad.shape)}: rows of it are needed"
+            return f"{self._known} has a gradient of {grad.dtype}, shape {tuple(grad.shape)}: rows of it are needed"
         rows, values = grad.detach()._indices()[0].contiguous(), grad.detach()._values().contiguous()
         try:
             order = None if grad.is_coalesced() else rows.sort()[1]  # of equal rows: in which torch's coalesce() adds
             self.local = ops.sum_rows([rows], [values], table.param.shape[0], table.width, order)
         except ValueError as error:
-            return f"{known} has a gradient of rows that it does not have: {error}"
+            return f"{self._known} has a gradient of rows that it does not have: {error}"
         return ""
 
     def deal(self, num_owners: int) -> None:
@@ -125,6 +124,10 @@ class TableGrad:
         if self.table.param.grad is not None:
             self.table.param.grad.mul_(float(factor))
             self.note_seen()
+
+    @property
+    def _known(self) -> str:
+        return f"parameter {self.table.member.quoted}, in a param group with sparse=True,"
 
     def _nothing(self) -> tuple[Tensor, Tensor]:
         empty = torch.empty(0, dtype=torch.int64, device=CPU)
