@@ -101,7 +101,7 @@ class GradCalls:
 
     def exchange_rows(self, meeting: Meeting) -> None:
         """Of tables: their mean is with its owners afterwards. Collective."""
-        if meeting in NEED_ROWS and (change := self.row_grads.exchange()) != UNCHANGED:
+        if meeting in NEED_ROWS and (change := self.row_grads.exchange(goes_on=meeting is Meeting.STEP)) != UNCHANGED:
             hold = any(each.landed is not None for each in self.row_grads.each)
             self.scale.note_rows(change == ADDED and self.scale.holds_rows, hold)
 

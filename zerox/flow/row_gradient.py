@@ -66,8 +66,8 @@ class TableGrad:
             return ""
         if grad.layout is not torch.sparse_coo:
             return (
-                f"{self._known} has a dense gradient: it is used outside the modules with sparse=True (tied weights), or "
-                "its module was made without. Take it out of the sparse group"
+                f"{self._known} has a dense gradient: it is used outside the modules with sparse=True (tied weights), "
+                "or its module was made without. Take it out of the sparse group"
             )
         if grad.dtype is not torch.float32 or grad.shape != table.param.shape or grad.sparse_dim() != 1:
             return f"{self._known} has a gradient of {grad.dtype}, shape {tuple(grad.shape)}: rows of it are needed"

@@ -17,7 +17,6 @@ gradients cancel counts as touched. Then updated rows go to all ranks, in whose 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -26,6 +25,7 @@ from torch import Tensor
 from zerox import ops
 from zerox.flow.grad_scale import Divisor, GradScale
 from zerox.flow.norm import shard_words
+from zerox.flow.row_exchange import RowExchange
 from zerox.flow.row_gradient import UNCHANGED, Landed, TableGrad
 from zerox.memory.bucket import Member
 from zerox.memory.row_owners import CPU, RowOwners
@@ -34,14 +34,7 @@ from zerox.ranks.group import Ranks
 
 Groups = Sequence[Mapping[str, Any]]
 Numbered = tuple[Tensor, Tensor]  # rows [n] and their values [n, D]
-
-
-@dataclass
-class Traffic:
-    """What this rank has sent to others so far, in exchanges of rows."""
-
-    messages: int = 0
-    nbytes: int = 0
+NOTHING = torch.empty(0, dtype=torch.int32, device=CPU)
 
 
 class Rows:
@@ -51,7 +44,7 @@ class Rows:
         self.ranks = ranks
         self.shows_mean = shows_mean
         self.each: list[TableGrad] = []
-        self.traffic = Traffic()
+        self.wire = RowExchange(ranks)
 
     @property
     def tables(self) -> list[RowTable]:
@@ -82,43 +75,67 @@ class Rows:
         """Adds up this rank's rows. Why they can't be exchanged, naming the parameter; empty if they can."""
         return next(filter(None, [each.sum_up() for each in self.each]), "")
 
-    def exchange(self) -> int:
-        """Has the mean land with the owners, unless it is there. Returns what happened to gradients. Collective."""
+    def exchange(self, goes_on: bool) -> int:
+        """Has the mean land with the owners, unless it is there. Returns what happened to gradients. Collective.
+
+        ``goes_on``: update() follows.
+        """
         if not self.each:
             return UNCHANGED
         for each in self.each:
             each.deal(self.ranks.size)
-        header = torch.zeros(self.ranks.size, 1 + 2 * len(self.each), dtype=torch.int64, device=CPU)
-        header[:, 0] = max(each.change for each in self.each)
+        own = max(each.change for each in self.each)
+        parts = self._parts() if own != UNCHANGED else [NOTHING] * self.ranks.size
+        told = self.wire.tell(self._header(own), parts)
+        change = int(told[:, 0].max())
+        if change != UNCHANGED and int(told[:, 0].min()) == UNCHANGED:  # a rank has not said where its rows lie
+            parts = self._parts()
+            told = self.wire.tell(self._header(own), parts)
+        if change != UNCHANGED:
+            self._land(told, parts)
+        if not goes_on:
+            self.wire.close()
+        return change
+
+    def _header(self, change: int) -> Tensor:
+        """A row for each rank: what has changed, and of each table whether there is a gradient, and how many rows."""
+        header = torch.empty(self.ranks.size, 1 + 2 * len(self.each), dtype=torch.int64, device=CPU)
+        header[:, 0] = change
         for index, each in enumerate(self.each):
             header[:, 1 + 2 * index] = each.is_present
             header[:, 2 + 2 * index] = each.counts
-        told = self._swap(header, [header.shape[1]] * self.ranks.size, [header.shape[1]] * self.ranks.size)
-        told = told.view(self.ranks.size, -1)
-        change = int(told[:, 0].max())
-        if change != UNCHANGED:
-            self._land(told)
-        return change
+        return header
 
-    def _land(self, told: Tensor) -> None:
-        """``told``: by rank, as in exchange()."""
+    def _parts(self) -> list[Tensor]:
+        """By owner: the words of all tables, one after the other."""
+        words = [each.words_by_owner(self.ranks.size) for each in self.each]
+        return words[0] if len(words) == 1 else [torch.cat(of_owner) for of_owner in zip(*words, strict=True)]
+
+    def _land(self, told: Tensor, parts: Sequence[Tensor]) -> None:
+        """``told``: by rank, as _header()."""
         present = told[:, 1::2].amax(0).bool().tolist()
         counts = told[:, 2::2].tolist()
-        words = [each.words_by_owner(self.ranks.size) for each in self.each]
-        parts = [of_table[rank] for rank in range(self.ranks.size) for of_table in words]
-        splits = [sum(of_table[rank].numel() for of_table in words) for rank in range(self.ranks.size)]
-        sizes = [[n * (1 + each.table.width) for n, each in zip(row, self.each, strict=True)] for row in counts]
-        received = self._swap(_joined(parts), splits, [sum(row) for row in sizes])
-        everyones = _split(received, sizes)
+        widths = [each.table.width for each in self.each]
+        everyones = self._collected(parts, counts, widths)
         for index, each in enumerate(self.each):
             each.landed = None
             if present[index]:
-                of_table = zip(everyones, counts, strict=True)
-                sources = [_numbered(words[index], n[index], each.table.width) for words, n in of_table]
-                each.land(sources, self.ranks.size)
+                each.land([of_rank[index] for of_rank in everyones], self.ranks.size)
+        for index, each in enumerate(self.each):
             if self.shows_mean:
                 each.show(self._of_all_ranks(index) if present[index] else None)
             each.note_seen()
+
+    def _collected(
+        self, parts: Sequence[Tensor], counts: Sequence[Sequence[int]], widths: Sequence[int]
+    ) -> list[list[Numbered]]:
+        """By rank and table."""
+        sizes = [[n * (1 + width) for n, width in zip(row, widths, strict=True)] for row in counts]
+        received = self.wire.collect(parts, [sum(row) for row in sizes])
+        return [
+            [_numbered(words, n, width) for words, n, width in zip(of_rank.split(size), row, widths, strict=True)]
+            for of_rank, size, row in zip(received, sizes, counts, strict=True)
+        ]
 
     def _of_all_ranks(self, index: int) -> list[Numbered]:
         landed = self.each[index].landed
@@ -149,6 +166,7 @@ class Rows:
             check_group(groups[table.member.group], f"param group {table.member.group}")
         landed = [(each, each.landed) for each in self.each if each.landed is not None]
         if not landed or (scale.finite is not None and not bool(scale.finite)):
+            self.wire.close()
             return
         updated = [
             (found.rows, _updated(each, found, groups[each.table.member.group], scale)) for each, found in landed
@@ -158,37 +176,21 @@ class Rows:
                 for rank, (rows, values) in enumerate(parts):
                     if rank != self.ranks.rank:
                         ops.put_rows_(each.table.param.detach(), rows, values)
+            self.wire.close()
         torch.autograd.graph.increment_version([each.table.param for each, _ in landed])
 
     # ---- messages
 
     def _to_all(self, own: Sequence[Numbered]) -> list[list[Numbered]]:
         """By table, every rank's rows. Collective."""
-        size, rank = self.ranks.size, self.ranks.rank
+        size = self.ranks.size
         if size == 1:
             return [[numbered] for numbered in own]
         header = torch.tensor([[rows.numel() for rows, _ in own]] * size, dtype=torch.int64, device=CPU)
-        counts = self._swap(header, [len(own)] * size, [len(own)] * size).view(size, -1).tolist()
-        widths = [values.shape[1] for _, values in own]
-        sizes = [[n * (1 + width) for n, width in zip(row, widths, strict=True)] for row in counts]
-        words = _joined([each for rows, values in own for each in (rows.int(), values.reshape(-1).view(torch.int32))])
-        sizes[rank] = [0] * len(own)
-        splits = [0 if other == rank else words.numel() for other in range(size)]
-        everyones = _split(self._swap(words.repeat(size - 1), splits, [sum(row) for row in sizes]), sizes)
-        return [
-            [
-                own[index] if other == rank else _numbered(everyones[other][index], counts[other][index], widths[index])
-                for other in range(size)
-            ]
-            for index in range(len(own))
-        ]
-
-    def _swap(self, sent: Tensor, splits: Sequence[int], received: Sequence[int]) -> Tensor:
-        """``splits``: how many elements go to each rank; ``received``: how many come. Collective."""
-        others = [n for rank, n in enumerate(splits) if rank != self.ranks.rank]
-        self.traffic.messages += len(others)
-        self.traffic.nbytes += sum(others) * sent.element_size()
-        return self.ranks.all_to_all(sent.reshape(-1), splits, received)
+        words = torch.cat([each for rows, values in own for each in (rows.int(), values.reshape(-1).view(torch.int32))])
+        counts = self.wire.tell(header, [words] * size).tolist()
+        everyones = self._collected([words] * size, counts, [values.shape[1] for _, values in own])
+        return [list(of_table) for of_table in zip(*everyones, strict=True)]
 
 
 def _updated(each: TableGrad, landed: Landed, group: Mapping[str, Any], scale: GradScale) -> Tensor:
@@ -206,16 +208,6 @@ def _updated(each: TableGrad, landed: Landed, group: Mapping[str, Any], scale: G
     updated = torch.empty_like(values)
     ops.adam_rows_(table.tensors, updated, ops.RowGrad(landed.rows, landed.places, values, by), step)
     return updated
-
-
-def _joined(parts: Sequence[Tensor]) -> Tensor:
-    return parts[0] if len(parts) == 1 else torch.cat(list(parts))
-
-
-def _split(words: Tensor, sizes: Sequence[Sequence[int]]) -> list[list[Tensor]]:
-    """By rank and table."""
-    parts = iter(words.split([n for row in sizes for n in row]))
-    return [[next(parts) for _ in row] for row in sizes]
 
 
 def _numbered(words: Tensor, count: int, width: int) -> Numbered:
