@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -39,6 +39,12 @@ class TableGrad:
         self.dealt: Tensor | None = None
         self.counts = torch.zeros(1, dtype=torch.int64, device=CPU)
         self.landed: Landed | None = None
+
+    def tensors(self) -> Iterator[Tensor]:
+        grad = self.table.param.grad
+        if grad is not None and grad.is_sparse:
+            yield from (grad._indices(), grad._values())
+        yield from self.landed or ()
 
     def forget(self) -> None:
         self.seen = self.local = self.dealt = self.landed = None

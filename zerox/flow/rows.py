@@ -69,6 +69,11 @@ class Rows:
         for each in self.each:
             each.forget()
 
+    def tensors(self) -> Iterator[Tensor]:
+        """What is kept of gradients: this rank's rows, and the mean of those that it owns."""
+        for each in self.each:
+            yield from each.tensors()
+
     # ---- the mean
 
     def refusal(self) -> str:

@@ -15,6 +15,12 @@ SEED = 0x9E3779B97F4A7C15
 ROUNDS = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), (31, 1))  # splitmix64's
 
 
+def most_rows(num_rows: int, world_size: int) -> int:
+    """That a rank owns of a table: so many, or fewer."""
+    num_blocks = -(-num_rows // BLOCK_ROWS)
+    return min(num_rows, -(-num_blocks // world_size) * BLOCK_ROWS)
+
+
 class RowOwners:
     """``[0, num_rows)`` over ``world_size`` ranks. ``number``: the table's, so that small ones begin at other ranks.
 
