@@ -163,7 +163,7 @@ def changed_between(rank: int, world_size: int) -> None:
     sent = optimizer.inside.calls.row_grads.wire.traffic.nbytes
     optimizer.synchronize()
     headers = optimizer.inside.calls.row_grads.wire.traffic.nbytes - sent
-    assert headers == (world_size - 1) * 8 * (7 + 1), "three tables, and where the rows lie"
+    assert headers == (world_size - 1) * 8 * (1 + 3 + 3 * world_size + 1), "three tables, and where the rows lie"
     if rank == 0:  # one rank's rows change: all send theirs again
         for each in (model, twin):
             assert each.words.weight.grad is not None

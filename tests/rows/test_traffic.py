@@ -66,7 +66,10 @@ def check(size: int, stage: int, results: list[Any], address: int) -> None:
         own = [of_block[number // BLOCK_ROWS] == rank for number in range(ROWS)]
         foreign = sum(not own[number] for number in everyones[rank])
         landed = sum(own[number] for number in union)
-        to_owners = foreign * row + others * (3 * HEADER + address)  # has it changed, is it present, how many rows
-        to_all = others * (landed * row + HEADER + address) if size > 1 else 0
+        sent_here = sum(own[number] for touched_there in everyones for number in touched_there)
+        header = others * ((2 + size) * HEADER + address)  # has it changed, is it present, how many rows for each owner
+        to_owners = foreign * row + header
+        to_all = others * (landed * row + HEADER + address)
+        updated = others * (sent_here * row + NUMBER)
         assert clip[1] == to_owners + (to_all if stage == 1 else 0)
-        assert update[1] == others * (3 * HEADER + address) + to_all, "step() after a clip sends no gradient again"
+        assert update[1] == header + updated, "step() after a clip sends no gradient again"

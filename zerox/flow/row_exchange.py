@@ -26,7 +26,7 @@ class RowExchange:
 
     If every rank can read every other's memory (ZEROX_EXCHANGE=messages says that none does), the header also says
     where words lie, and they are not sent. ``lent``: what others may be reading. They have read it when they come to
-    the next header; where none follows at once, close() makes sure of it.
+    the next header or message; where none follows at once, close() makes sure of it.
     """
 
     def __init__(self, ranks: Ranks) -> None:
@@ -52,18 +52,25 @@ class RowExchange:
 
     def collect(self, parts: Sequence[Tensor], sizes: Sequence[int]) -> list[Tensor]:
         """By rank: ``sizes`` words that it had for this one. ``parts``: int32, as they were told."""
+        if not self.reads:
+            return self.send(parts, sizes)
         own = self.ranks.rank
-        others = [rank for rank in range(self.ranks.size) if rank != own]
-        self._count(sum(parts[rank].nbytes for rank in others))
-        if self.reads:
-            return [parts[own] if rank == own else self._read(rank, n) for rank, n in enumerate(sizes)]
-        sent = [0 if rank == own else part.numel() for rank, part in enumerate(parts)]
-        come = [0 if rank == own else n for rank, n in enumerate(sizes)]
-        given = [parts[rank] for rank in others]
+        self._count(sum(part.nbytes for rank, part in enumerate(parts) if rank != own))
+        return [parts[own] if rank == own else self._read(rank, n) for rank, n in enumerate(sizes)]
+
+    def send(self, parts: Sequence[Tensor], sizes: Sequence[int]) -> list[Tensor]:
+        """The same by message, with no header before."""
+        own = self.ranks.rank
+        given = [part for rank, part in enumerate(parts) if rank != own]
         if not given:
             return [parts[own]]
-        found = list(self.ranks.all_to_all(given[0] if len(given) == 1 else torch.cat(given), sent, come).split(come))
+        self._count(sum(part.nbytes for part in given))
+        sent = [0 if rank == own else part.numel() for rank, part in enumerate(parts)]
+        come = [0 if rank == own else n for rank, n in enumerate(sizes)]
+        words = given[0] if len(given) == 1 else torch.cat(given)
+        found = list(self.ranks.all_to_all(words, sent, come).split(come))
         found[own] = parts[own]
+        self.lent = ()
         return found
 
     def close(self) -> None:

@@ -45,6 +45,7 @@ class Rows:
         self.shows_mean = shows_mean
         self.each: list[TableGrad] = []
         self.wire = RowExchange(ranks)
+        self.most: list[list[int]] = []  # rows that each owner has of each table, if no two ranks touched the same
 
     @property
     def tables(self) -> list[RowTable]:
@@ -103,13 +104,10 @@ class Rows:
         return change
 
     def _header(self, change: int) -> Tensor:
-        """A row for each rank: what has changed, and of each table whether there is a gradient, and how many rows."""
-        header = torch.empty(self.ranks.size, 1 + 2 * len(self.each), dtype=torch.int64, device=CPU)
-        header[:, 0] = change
-        for index, each in enumerate(self.each):
-            header[:, 1 + 2 * index] = each.is_present
-            header[:, 2 + 2 * index] = each.counts
-        return header
+        """The same for every rank: what has changed, and of each table whether there is a gradient, and how many rows
+        each owner gets."""
+        present = torch.tensor([change, *(each.is_present for each in self.each)], dtype=torch.int64, device=CPU)
+        return torch.cat([present, *(each.counts for each in self.each)]).expand(self.ranks.size, -1)
 
     def _parts(self) -> list[Tensor]:
         """By owner: the words of all tables, one after the other."""
@@ -118,8 +116,11 @@ class Rows:
 
     def _land(self, told: Tensor, parts: Sequence[Tensor]) -> None:
         """``told``: by rank, as _header()."""
-        present = told[:, 1::2].amax(0).bool().tolist()
-        counts = told[:, 2::2].tolist()
+        num_tables, size = len(self.each), self.ranks.size
+        present = told[:, 1 : 1 + num_tables].amax(0).bool().tolist()
+        by_owner = told[:, 1 + num_tables :].view(size, num_tables, size)
+        self.most = by_owner.sum(0).T.tolist()
+        counts = by_owner[:, :, self.ranks.rank].tolist()
         widths = [each.table.width for each in self.each]
         everyones = self._collected(parts, counts, widths)
         for index, each in enumerate(self.each):
@@ -177,14 +178,35 @@ class Rows:
             (found.rows, _updated(each, found, groups[each.table.member.group], scale)) for each, found in landed
         ]
         if self.ranks.size > 1:
-            for (each, _), parts in zip(landed, self._to_all(updated), strict=True):
-                for rank, (rows, values) in enumerate(parts):
+            tables = [each.table for each, _ in landed]
+            most = [[row[index] for index, each in enumerate(self.each) if each.landed] for row in self.most]
+            for rank, parts in enumerate(self._bounded_to_all(updated, most)):
+                for table, (rows, values) in zip(tables, parts, strict=True):
                     if rank != self.ranks.rank:
-                        ops.put_rows_(each.table.param.detach(), rows, values)
-            self.wire.close()
+                        ops.put_rows_(table.param.detach(), rows, values)
         torch.autograd.graph.increment_version([each.table.param for each, _ in landed])
 
     # ---- messages
+
+    def _bounded_to_all(self, own: Sequence[Numbered], most: Sequence[Sequence[int]]) -> list[list[Numbered]]:
+        """By rank and table, every rank's rows, which are ``most`` at most. Collective.
+
+        In one message, which is as long as it could be: to tell ranks how long it is would take as much time again, and
+        few rows are touched by several ranks.
+        """
+        widths = [values.shape[1] for _, values in own]
+        sizes = [len(own) + sum(n * (1 + w) for n, w in zip(row, widths, strict=True)) for row in most]
+        counts = torch.tensor([rows.numel() for rows, _ in own], dtype=torch.int32, device=CPU)
+        parts = [each for rows, values in own for each in (rows.int(), values.reshape(-1).view(torch.int32))]
+        rest = sizes[self.ranks.rank] - len(own) - sum(part.numel() for part in parts)
+        words = torch.cat([counts, *parts, torch.zeros(rest, dtype=torch.int32, device=CPU)])
+        found = []
+        for received in self.wire.send([words] * self.ranks.size, sizes):
+            numbers = received[: len(own)].tolist()
+            lengths = [n * (1 + w) for n, w in zip(numbers, widths, strict=True)]
+            tables = received[len(own) : len(own) + sum(lengths)].split(lengths)
+            found.append([_numbered(*each) for each in zip(tables, numbers, widths, strict=True)])
+        return found
 
     def _to_all(self, own: Sequence[Numbered]) -> list[list[Numbered]]:
         """By table, every rank's rows. Collective."""
