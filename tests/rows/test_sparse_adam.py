@@ -233,15 +233,14 @@ def test_what_is_not_finite_does_what_it_does_in_dense_gradients(stage: int, val
 def scaled(rank: int, world_size: int, stage: int, how: str) -> Tensor:
     model = Model()
     optimizer = build(model, stage=stage)
-    scale = 4.0 if how in ("unscale", "scale_grads_") else 1.0
+    scale = 4.0 if how else 1.0
     (scale * model(ids_of(rank, 0))).backward()
     if how == "unscale":
         optimizer.unscale_grads_(torch.tensor(0.25))
     elif how == "scale_grads_":
         optimizer.scale_grads_(0.25)
     elif how == "mean_over":
-        optimizer.mean_over(0.5)
-        optimizer.scale_grads_(0.5)
+        optimizer.mean_over(4.0)
     optimizer.step()
     return model.words.weight.detach()
 
@@ -251,6 +250,28 @@ def scaled(rank: int, world_size: int, stage: int, how: str) -> Tensor:
 def test_scales_reach_rows(stage: int, how: str) -> None:
     """By powers of two, which change no bit."""
     assert torch.equal(run_ranks(scaled, 2, stage, how)[0], run_ranks(scaled, 2, 2, "")[0])
+
+
+def skipped(rank: int, world_size: int) -> None:
+    model = Model()
+    optimizer = build(model)
+    before = model.words.weight.detach().clone()
+    backward(model, rank, 0)
+    if rank == 0:
+        assert model.words.weight.grad is not None
+        model.words.weight.grad._values()[0, 0] = math.inf
+    assert float(optimizer.unscale_grads_(None)) == 1.0
+    optimizer.step()
+    assert torch.equal(model.words.weight, before)
+    assert not any(int(table.step) for table in optimizer.inside.tables)
+    optimizer.zero_grad()
+    backward(model, rank, 0)
+    optimizer.step()
+    assert not torch.equal(model.words.weight, before)
+
+
+def test_a_step_that_is_skipped_leaves_tables_alone() -> None:
+    run_ranks(skipped, 2)
 
 
 def value_clipped(rank: int, world_size: int) -> None:

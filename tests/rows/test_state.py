@@ -77,6 +77,12 @@ def test_a_table_that_was_dense_goes_on_as_one_and_back(tmp_path: Path) -> None:
     assert_equal(optimizer.full_state_dict()["state"], dense.full_state_dict()["state"])
     other(ids_of(0, 1), branch=False).backward()
     optimizer.step()
+    zerox.save(path, other, optimizer)
+    zerox.load(path, model, dense)
+    assert_equal(optimizer.full_state_dict()["state"], dense.full_state_dict()["state"])
+    assert "sparse" not in dense.param_groups[1]
+    dense.load_state_dict(optimizer.state_dict())
+    assert "sparse" not in dense.param_groups[1]
 
 
 def of_another_shape(rank: int, size: int, path: str) -> None:
