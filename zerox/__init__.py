@@ -8,6 +8,7 @@ try:
     from zerox.estimate import MemoryBytes, estimate
     from zerox.flow.clip_together import clip_grad_norm_
     from zerox.flow.join import join
+    from zerox.memory.row_table import sparse_params
     from zerox.optimizers import FusedShardedAdam, FusedShardedLion, FusedShardedSGD, ShardedOptimizer
     from zerox.scaler import GradScaler
     from zerox.sparsity.schedules import cubic, rigl, set_
@@ -37,6 +38,7 @@ __all__ = [
     "rigl",
     "save",
     "set_",
+    "sparse_params",
 ]
 
 

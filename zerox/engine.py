@@ -17,16 +17,16 @@ from zerox._C import Meeting, Outcome
 from zerox.estimate import MemoryBytes, measured
 from zerox.flow.bucket_plans import plan_trained
 from zerox.flow.capture import is_capturing
-from zerox.flow.grad_calls import GradCalls
+from zerox.flow.grad_calls import READ_THE_MEAN, GradCalls
 from zerox.flow.grad_scale import GradScale
 from zerox.flow.grads import Grads
 from zerox.flow.inside import Inside
 from zerox.flow.join import digest_of
-from zerox.flow.mean_gradient import READ_THE_MEAN
 from zerox.flow.one_gradient import OneGradient
 from zerox.flow.overlap_gather import NOTHING_TO_HIDE, GatherOverlap
 from zerox.flow.params import ParamGather
 from zerox.flow.residency import Residency
+from zerox.flow.row_refusals import check_rows, refuse_tables
 from zerox.flow.update import FusedUpdate, Update
 from zerox.memory.bucket import Bucket, Member, members_of, rooms
 from zerox.memory.flat import BufferSlot, give_out
@@ -124,13 +124,7 @@ class Engine(OneGradient, OneState):
         """
         with torch.autograd.profiler.record_function(self._zero_grad_profile_name):
             self._grads.zero(set_to_none)
-        self._calls.scale.reset()
-        for member in self._frozen:
-            if member.param.grad is not None:
-                if set_to_none:
-                    member.param.grad = None
-                else:
-                    member.param.grad.detach_().zero_()
+        self._calls.zero(self._frozen, set_to_none)
 
     def no_sync(self, outer: bool = False) -> AbstractContextManager[None]:
         """Inside, backward sends nothing: gradients stay local and add up, to leave with the next backward outside.
@@ -245,6 +239,7 @@ class Engine(OneGradient, OneState):
         return self._options.divisor_of(group)
 
     def _check_join(self) -> None:
+        refuse_tables(self._tables, "join()")
         self._check_pairs([], self._overlap is not None, joins=True)
 
     def _check_pairs(self, added: Sequence[Member], overlaps: bool, joins: bool = False) -> None:
@@ -259,6 +254,7 @@ class Engine(OneGradient, OneState):
         with ranks.refusals_told():
             self._check_pairs(members, self._overlap is not None)
             check_axes(self._grads.model, members)
+            check_rows(self._options, self._rules, self._grads, self.param_groups, members)
         check_terms(self._options, self._grads.teams, self.param_groups, members)
         with ranks.failure_told():
             check_model(self._grads.model, ranks, self._options, self.param_groups, members)
@@ -269,6 +265,8 @@ class Engine(OneGradient, OneState):
         adopted = {id(m.param) for m in trained}
         self._frozen = list({id(m.param): m for m in (*self._frozen, *members) if id(m.param) not in adopted}.values())
         still = [member for member in members if not member.param.requires_grad]
+        divisors = [self._divisor_of(group) for group in self.param_groups]
+        trained = self._calls.take_tables(trained, self.param_groups, divisors)
         model, teams = self._grads.model, self._grads.teams
         plans = plan_trained(self._options, self._rules, teams, model, self.param_groups, trained)
         shared_out: list[Planned] = [(m.name, m.local, "", None, ()) for m in still if self._gather.shards_frozen]
@@ -295,7 +293,7 @@ class Engine(OneGradient, OneState):
             self._calls.scale.add_bucket(divisor)
             self._buckets.append(bucket)
             self._update.add_bucket(bucket, self.param_groups)
-        self._calls.scale.of_groups = [self._divisor_of(group) for group in self.param_groups]
+        self._calls.scale.of_groups = divisors
         self._gather.add_buckets(made, frozen)
         if plans and self._overlap is not None:
             self._overlap.learn_buckets()
@@ -311,16 +309,17 @@ class Engine(OneGradient, OneState):
         moved = [(self._buckets[index], slot) for index, slot in self._grads.moved()]
         misfits = (bucket.buffer.misfit(slot, bucket.members[slot].name) for bucket, slot in moved)
         refusal = refusal or self._gather.failure(forget=meeting is Meeting.STEP) or next(filter(None, misfits), "")
-        refusal = refusal or self._grads.replaced() or self._calls.refusal_to_multiply()
+        refusal = refusal or self._grads.replaced() or self._calls.refusal_to_go_on(meeting)
         elsewhere: list[BufferSlot] = [(bucket.buffer, slot) for bucket, slot in moved]
         values = [] if refusal else self._gather.found_elsewhere(elsewhere)
         options = digest_of(self.param_groups, self._joining) if self._joining else 0.0
         outcome = self._grads.settle(meeting, arguments, options, len(unfrozen), refusal)
         if outcome.adopts:
             self._adopt(unfrozen)
-            outcome = self._grads.settle(meeting, arguments, options)
+            outcome = self._grads.settle(meeting, arguments, options, refusal=self._calls.refusal_of_rows(meeting))
         if outcome.meeting in READ_THE_MEAN:
             self._grads.partial.refresh()
+        self._calls.exchange_rows(outcome.meeting)
         self._calls.scale.forget_if_discarded()
         self._calls.multiply_as_placeholders()
         if not follows or outcome.meeting == Meeting.STEP:
@@ -335,6 +334,7 @@ class Engine(OneGradient, OneState):
     def _update_all(self, capturing: bool) -> None:
         self._start_states(capturing)
         self._note_state_changes()
+        self._calls.row_grads.update(self.param_groups, self._calls.scale)
         overlap = self._overlap is not None and not capturing
         for run in self._update.runs(self.param_groups, capturing):
             for index in run:

@@ -15,6 +15,8 @@ from zerox.flow.residency import Residency
 from zerox.memory.bucket import Member
 from zerox.memory.grad_dtype import grad_dtype_of
 from zerox.memory.pages import storage_bytes
+from zerox.memory.row_owners import most_rows
+from zerox.memory.row_table import is_sparse
 from zerox.memory.stored import stored_bytes
 from zerox.options import (
     OF_INNER,
@@ -89,7 +91,8 @@ def estimate(
     ranks. ``mesh_shape``: (replicate, shard) of a mesh that ``process_group`` will be; one that is passed has its own.
     ``process_group="alone"``: each rank trains by itself. Options that don't change memory (lr and so on) are
     accepted. With ``optimizer_class=`` it is for ShardedOptimizer, and ``peak`` lacks what the class's own step()
-    allocates for a bucket at a time. Raises ValueError as the constructor does.
+    allocates for a bucket at a time. Gradients of tables (``sparse=True`` in a param group) are not in it, since they
+    are as large as what batches name. Raises ValueError as the constructor does.
     """
     mesh_shape = check_group(options.get("process_group")) or mesh_shape
     if mesh_shape is not None and math.prod(mesh_shape) != world_size:
@@ -110,8 +113,10 @@ def estimate(
     ]
     for _, tensor, group in trained if rules.default.on_host else ():
         rules.default.check({**group, "params": [tensor]})  # learns what the class keeps for it
+    check_params([name for name, _, _ in trained], [tensor for _, tensor, _ in trained], allocated=False)
+    tables = [tensor for _, tensor, group in trained if is_sparse(group)]
+    trained = [each for each in trained if not is_sparse(each[2])]
     tensors = [tensor for _, tensor, _ in trained]
-    check_params([name for name, _, _ in trained], tensors, allocated=False)
     dtypes = parameter_words(tensor.dtype for tensor in tensors)
     chosen.check_pairs({"rule": rule, **options}, parameters=dtypes, backend={backend})
 
@@ -122,6 +127,7 @@ def estimate(
     apart = chosen.stage_plan.params is SHARDED and world_size > 1
     frozen = [(name, local_of(tensor), "", None, ()) for name, tensor, _ in everything if not tensor.requires_grad]
     parameters = 0 if apart else sum(tensor.nbytes for _, tensor, *_ in frozen)
+    parameters += sum(table.nbytes for table in tables)
     whole: list[tuple[str, int]] = []  # buckets whose shard is apart
 
     def parameters_of(plan: BucketPlan, first: str, dtype: torch.dtype) -> int:
@@ -135,7 +141,7 @@ def estimate(
     for plan in chosen.plan(frozen, backend, world_size) if apart else ():
         first, tensor, *_ = frozen[plan.params[0]]
         parameters += parameters_of(plan, first, tensor.dtype)
-    master, moments = 0, 0
+    master, moments = 0, sum(2 * most_rows(t.shape[0], world_size) * t.shape[1] * t.element_size() for t in tables)
     flows = []
     named = [(name, tensor, rules.of(group).name, chosen.divisor_of(group), ()) for name, tensor, group in trained]
     for plan in chosen.plan(named, backend, world_size):
@@ -258,16 +264,19 @@ def measured(inside: Inside) -> MemoryBytes:
     """Bytes of the storages that this rank holds, once everything in flight has landed."""
     inside.manager.flights.await_landed()
     moved = [inside.buckets[index].members[slot] for index, slot in inside.grads.moved()]
-    whole = [] if inside.grads.sharded else [local_of(member.param.grad) for member in inside.members]
+    tables = {id(table.param) for table in inside.tables}
+    dense = [member for member in inside.members if id(member.param) not in tables]
+    whole = [] if inside.grads.sharded else [local_of(member.param.grad) for member in dense]
+    of_tables = [values for table in inside.tables for values in table.state.values()]
     state = [stored for bucket in inside.buckets for stored in bucket.state.values()]
     masters = [stored for stored in state if stored.spec in MASTERS]
     others = [stored for stored in state if stored.spec not in MASTERS]
     masks = [bucket.mask.bits for bucket in inside.buckets if bucket.mask is not None]
     return MemoryBytes(
         parameters=_parameters(inside, moved),
-        gradients=_bytes_of([*whole, *inside.grads.landed()]),
+        gradients=_bytes_of([*whole, *inside.grads.landed(), *inside.calls.row_grads.tensors()]),
         master=_bytes_of(tensor for stored in masters for tensor in stored.tensors().values()),
-        moments=_bytes_of([*masks, *(tensor for stored in others for tensor in stored.tensors().values())]),
+        moments=_bytes_of([*masks, *of_tables, *(t for stored in others for t in stored.tensors().values())]),
     )
 
 
@@ -275,7 +284,8 @@ def _parameters(inside: Inside, moved: list[Member]) -> int:
     if isinstance(inside.gather, Residency):
         shards = [each.buffer.own for each in inside.gather.all]
         return _bytes_of([*shards, *(m.local for m in moved)]) + inside.gather.residents.room_bytes
-    return _bytes_of([*(bucket.buffer.flat for bucket in inside.buckets), *(m.local for m in inside.frozen + moved)])
+    alone = [*(m.local for m in inside.frozen + moved), *(table.param for table in inside.tables)]
+    return _bytes_of([*(bucket.buffer.flat for bucket in inside.buckets), *alone])
 
 
 def _bytes_of(tensors: Iterable[torch.Tensor | None]) -> int:

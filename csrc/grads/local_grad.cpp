@@ -19,7 +19,9 @@ std::string refusal_of(const Slot& slot, const at::Tensor& grad) {
   if (grad.layout() == at::kStrided && grad.sizes() == sizes && grad.device() == home.device) return "";
   const std::string who = "parameter '" + slot.name + "' got a ";
   if (grad.layout() != at::kStrided) {
-    return who + "sparse gradient; only dense ones can be sharded (nn.Embedding: use sparse=False)";
+    return who +
+           "sparse gradient; only dense ones can be sharded (nn.Embedding: use sparse=False, or a param group with "
+           "sparse=True)";
   }
   return c10::str(who, "gradient of ", grad.sizes(), " on ", grad.device(), ", but was ", sizes, " on ", home.device,
                   " when the optimizer was built; build the optimizer after such a change");

@@ -11,6 +11,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from zerox.checkpoint.blocks import are_alike, values_of
 from zerox.checkpoint.names import OPTIMIZER
+from zerox.checkpoint.saved_tables import SavedTables
 from zerox.engine import Engine
 from zerox.memory.bucket import Bucket, Member
 from zerox.memory.stored import SCALE
@@ -36,6 +37,7 @@ class SavedState:
         self.names = names
         self.order: Mapping[str, list[int]] = host["memory_order"]
         self.group_of = {name: group for group in host["groups"] for name in group["names"]}
+        self.tables = SavedTables(optimizer.inside.tables, names, saved, self.group_of)
         trained = {id(member.param) for bucket in self.buckets for member in bucket.members}
         self.trained = [member for member in optimizer.inside.members if id(member.param) in trained]
         for member in self.trained:
@@ -77,15 +79,17 @@ class SavedState:
         """Names of all tensors that may be saved of these parameters."""
         for member in self.trained:
             yield from (self._key(member, what) for what, _, _ in self._expected(member))
+        yield from self.tables.known()
 
     def needed(self) -> Iterator[str]:
         """Names of those without which they can't go on."""
         for member in self.trained:
             yield from (self._key(member, what) for what in self._needed(member))
+        yield from self.tables.needed()
 
     def misfits(self) -> list[str]:
         """Lines for tensors of another shape or dtype."""
-        found = []
+        found = list(self.tables.misfits())
         for member in self.trained:
             for what, shape, dtypes in self._expected(member):
                 then = self.saved.get(key := self._key(member, what))
@@ -115,6 +119,7 @@ class SavedState:
         rounded: dict[str, None] = {}
         for bucket in self.buckets:
             rounded |= dict.fromkeys(self._convert(bucket, read))
+        self.tables.load(read)
         return list(rounded)
 
     def _dtype(self, member: Member, what: str) -> torch.dtype | None:

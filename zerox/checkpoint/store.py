@@ -30,6 +30,7 @@ from zerox.checkpoint.parts import write_parts
 from zerox.checkpoint.place import Target, candidates, find
 from zerox.checkpoint.reader import CheckpointReader, loaded
 from zerox.checkpoint.saved_state import SavedState
+from zerox.checkpoint.saved_tables import spread_tables, table_entries
 from zerox.checkpoint.stages import all_names, joined
 from zerox.checkpoint.writer import CheckpointWriter, save_object
 from zerox.engine import Engine
@@ -60,6 +61,7 @@ def save(
     failure = not_saved(path)
     with FailingAs(failure):
         optimizer._meet(Meeting.SAVE)
+        tables = spread_tables(optimizer)
     tensors: dict[str, Tensor] = {}
     host: dict[str, Any] = {}
     team_of: dict[str, tuple[int, int]] = {}
@@ -68,6 +70,7 @@ def save(
         optimizer.inside.gather.prepare_checkpoint()
         tensors, others = split_model(model, optimizer)
         tensors |= entries(optimizer, names)
+        tensors |= table_entries(tables, names)
         team_of = optimizer.inside.grads.teams.by_name({names[m.number]: m.group for m in optimizer.inside.members})
         orders = {names[m.number]: memory_order(m) for m in optimizer.inside.members}
         host = {

@@ -78,7 +78,7 @@ def asked_for(buckets: Sequence[Bucket], params: Tensor | Iterable[Tensor] | Non
         if id(param) not in places:
             raise ValueError(
                 f"parameters: a tensor of shape {tuple(param.shape)} is none that this optimizer trains; pass "
-                "parameters of its param groups that require gradients"
+                "parameters of its param groups that require gradients (tables, with sparse=True, are not known here)"
             )
         bucket, slot = places[id(param)]
         slots.setdefault(bucket, set()).add(slot)

@@ -7,19 +7,26 @@ others can do the same: see join.py. What the follower can't know comes with the
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from zerox._C import Combine, Outcome
+from zerox._C import Combine, Meeting, Outcome
 from zerox.flow.asked import Asked, asked_by_number
 from zerox.flow.grad_scale import Divisor, GradScale, Norm
 from zerox.flow.grads import Grads
 from zerox.flow.norm import check_finite, clip_coefficient, norm_of, total_words
-from zerox.memory.bucket import Bucket
+from zerox.flow.row_gradient import ADDED, UNCHANGED
+from zerox.flow.row_refusals import zero_grads
+from zerox.flow.rows import Rows
+from zerox.memory.bucket import Bucket, Member
 
+READ_THE_MEAN = (Meeting.STEP, Meeting.CLIP, Meeting.CLIP_TOGETHER, Meeting.UNSCALE, Meeting.FULL_GRAD)
+# Where rows of tables are exchanged: what is multiplied must be there.
+NEED_ROWS = (*READ_THE_MEAN, Meeting.MEAN_OVER, Meeting.SCALE_GRADS, Meeting.CLIP_VALUE, Meeting.SYNCHRONIZE)
 ERROR_IF_NONFINITE = 1  # in the last argument of a clip; the rest of it is twice Asked.number
 
 
@@ -40,6 +47,7 @@ class GradCalls:
         self.scale = grad_scale
         self.buckets = buckets
         self.record = Record()
+        self.row_grads = Rows(grads.ranks, shows_mean=not grads.sharded)
 
     # ---- before ranks meet
 
@@ -56,15 +64,46 @@ class GradCalls:
 
     def refusal_to_multiply(self) -> str:
         """The same of what was done to placeholders in p.grad: see multiplied.py."""
-        multiplied = self.grads.multiplied
-        return self.refusal("p.grad.mul_()") if multiplied is not None and multiplied.is_noted else ""
+        if self.grads.multiplied is None or not self.grads.multiplied.is_noted:
+            return ""
+        if self.row_grads.each:
+            return "p.grad.mul_() does not go with sparse=True in a param group: call scale_grads_()"
+        return self.refusal("p.grad.mul_()")
+
+    def refusal_to_go_on(self, meeting: Meeting) -> str:
+        return self.refusal_to_multiply() or self.refusal_of_rows(meeting)
+
+    def refusal_of_rows(self, meeting: Meeting) -> str:
+        """Why the gradients of tables can't be exchanged there; empty if they can."""
+        return self.row_grads.refusal() if meeting in NEED_ROWS else ""
+
+    def take_tables(
+        self, members: Sequence[Member], groups: Sequence[Mapping[str, Any]], divisors: Sequence[Divisor]
+    ) -> list[Member]:
+        """Returns the members that are none. Collective."""
+        others = self.row_grads.take(members, groups, divisors)
+        for divisor in self.row_grads.divisors:
+            self.scale.know(divisor)
+        return others
 
     @staticmethod
     def clip_arguments(max_norm: float, norm_type: float, error_if_nonfinite: bool, asked: Asked) -> list[float]:
         flags = (ERROR_IF_NONFINITE if error_if_nonfinite else 0) + 2 * asked.number
         return [float(max_norm), order_of(norm_type), float(flags)]
 
+    def zero(self, frozen: Sequence[Member], set_to_none: bool) -> None:
+        """Of zero_grad(), what is not in buckets. ``frozen``: parameters that have no gradient of ours."""
+        self.scale.reset()
+        zero_grads([*frozen, *(table.member for table in self.row_grads.tables)], set_to_none)
+        self.row_grads.zero()
+
     # ---- after it
+
+    def exchange_rows(self, meeting: Meeting) -> None:
+        """Of tables: their mean is with its owners afterwards. Collective."""
+        if meeting in NEED_ROWS and (change := self.row_grads.exchange(goes_on=meeting is Meeting.STEP)) != UNCHANGED:
+            hold = any(each.landed is not None for each in self.row_grads.each)
+            self.scale.note_rows(change == ADDED and self.scale.holds_rows, hold)
 
     def clip(self, outcome: Outcome, asked: Asked | None = None) -> Tensor:
         """``asked``: None on a rank that follows."""
@@ -88,8 +127,9 @@ class GradCalls:
 
     def rows(self, p: float, asked: Asked) -> list[tuple[Tensor, Tensor | None]]:
         """What the norm is of: see norm_of(). Collective."""
-        words = total_words(self.grads, p, asked, self.scale.divisors)
-        values = [self.scale.values[divisor] for divisor in dict.fromkeys(self.scale.divisors)] or [None]
+        of_rows = self.row_grads.words(p) if asked.has_all else ()
+        words = total_words(self.grads, p, asked, self.scale.divisors, of_rows, self.scale.values)
+        values = list(self.scale.values.values()) or [None]
         return list(zip(words, values, strict=True))
 
     def clip_together(self, outcome: Outcome, coefficient: Tensor | None = None) -> None:
@@ -191,7 +231,7 @@ class GradCalls:
             if self.grads.sharded or narrow:
                 self.scale.multiply_each(factors)
             else:
-                self.scale.multiply_in_grads(factors)
+                self._multiply_in_grads(factors)
         _, finite = norm_of([(words, None) for words, _ in self.rows(2.0, Asked(self.buckets))], 2.0)
         self.scale.skip_unless(finite)
         return (1.0 - finite).float()
@@ -211,7 +251,11 @@ class GradCalls:
         if self.grads.sharded:
             self.scale.multiply_each(factors)
         else:
-            self.scale.multiply_in_grads(factors)
+            self._multiply_in_grads(factors)
+
+    def _multiply_in_grads(self, factors: dict[Divisor, Tensor]) -> None:
+        self.row_grads.multiply(factors)
+        self.scale.multiply_in_grads(factors)
 
     def _asked_of_speaker(self, outcome: Outcome, asked: Asked | None, is_some: bool) -> Asked:
         if not is_some:

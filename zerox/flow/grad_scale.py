@@ -49,10 +49,16 @@ class GradScale:
         self.values: dict[Divisor, Tensor | None] = {}
         self.finite = torch.ones((), dtype=torch.uint8, device=device) if keeps_place else None
         self.num_added: int | None = None  # the manager's, when a scalar was set; None: none was
+        self.rows_landed = False  # whether tables have gradients: zerox/flow/rows.py
+        self.holds_rows = False  # and had some when a scalar was set
         self.requested = Requested()
 
     def add_bucket(self, divisor: Divisor) -> None:
         self.divisors.append(divisor)
+        self.know(divisor)
+
+    def know(self, divisor: Divisor) -> None:
+        """Gradients may have this divisor."""
         if divisor not in self.values:
             place = torch.ones((), dtype=torch.float64, device=self.device) if self.keeps_place else None
             self.values[divisor] = place
@@ -109,17 +115,32 @@ class GradScale:
 
     def forget_if_discarded(self) -> None:
         """Resets if the scaled gradients are all gone (model.zero_grad()): others are not scaled."""
-        if self.num_added is not None and not self.manager.settlement.holds_scaled:
+        if self.num_added is not None and not (self.manager.settlement.holds_scaled or self.holds_rows):
             self.reset()
 
     def check(self) -> None:
         """RuntimeError if gradients were added to the scaled ones."""
         if self.num_added not in (None, self.manager.settlement.num_added):
-            raise RuntimeError(
-                "gradients were added between clip_grad_norm_(), mean_over() or GradScaler.unscale_() and step(): the "
-                "scale of the first can't be told from that of the others any more. Call these after the last "
-                "backward, or call zero_grad()"
-            )
+            self.refuse_added()
+
+    def note_rows(self, were_added: bool, hold: bool) -> None:
+        """Rows of tables have changed. ``were_added``: to those that were there. ``hold``: there are some now.
+
+        RuntimeError on all ranks, who say the same, if the scale was computed for other gradients than there are.
+        """
+        if self.num_added is not None and (were_added or self.manager.settlement.holds_scaled):
+            self.refuse_added()
+        if self.num_added is not None:
+            self.reset()
+        self.rows_landed = hold
+
+    @staticmethod
+    def refuse_added() -> None:
+        raise RuntimeError(
+            "gradients were added between clip_grad_norm_(), mean_over() or GradScaler.unscale_() and step(): the "
+            "scale of the first can't be told from that of the others any more. Call these after the last backward, "
+            "or call zero_grad()"
+        )
 
     def reset(self) -> None:
         if self.keeps_place:
@@ -132,10 +153,11 @@ class GradScale:
                 value.fill_(1.0)
             else:
                 self.values[divisor] = None
-        self.num_added = None
+        self.num_added, self.holds_rows = None, False
         self.requested = Requested()
 
     def mark(self) -> None:
         """To be called when gradients were scaled: those that come later would not be."""
         self.manager.grads.mark_scaled()
+        self.holds_rows = self.rows_landed
         self.num_added = self.manager.settlement.num_added

@@ -10,6 +10,7 @@ from zerox.flow.grads import Grads
 from zerox.flow.params import ParamGather
 from zerox.flow.residency import Residency
 from zerox.memory.bucket import Bucket, Member
+from zerox.memory.row_table import RowTable
 from zerox.ranks.group import Ranks
 from zerox.rules.of_groups import Rules
 
@@ -46,4 +47,9 @@ class Inside(NamedTuple):
     @property
     def members(self) -> list[Member]:
         """All parameters, frozen ones too."""
-        return [*(member for bucket in self.buckets for member in bucket.members), *self.frozen]
+        trained = [member for bucket in self.buckets for member in bucket.members]
+        return [*trained, *(table.member for table in self.tables), *self.frozen]
+
+    @property
+    def tables(self) -> list[RowTable]:
+        return self.calls.row_grads.tables

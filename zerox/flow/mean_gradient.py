@@ -16,8 +16,8 @@ from zerox.flow.grad_calls import GradCalls
 from zerox.flow.grads import Grads
 from zerox.flow.join import ACTIVE, Join, Joinable, take_options
 from zerox.memory.bucket import Bucket
+from zerox.memory.row_table import RowTable
 
-READ_THE_MEAN = (Meeting.STEP, Meeting.CLIP, Meeting.CLIP_TOGETHER, Meeting.UNSCALE, Meeting.FULL_GRAD)
 ASK_NOTHING = (Meeting.FOLLOW, Meeting.SYNCHRONIZE, Meeting.MEAN_OVER, Meeting.SKIP_STEP)  # of the mean
 
 
@@ -48,6 +48,11 @@ class MeanGradient(Joinable):
 
     def _divisor_of(self, group: Mapping[str, Any]) -> float | None:
         raise NotImplementedError
+
+    @property
+    def _tables(self) -> Sequence[RowTable]:
+        """Parameters whose gradients are rows."""
+        return self._calls.row_grads.tables
 
     @property
     def _is_first_of_model(self) -> bool:

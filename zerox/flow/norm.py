@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -41,17 +41,26 @@ def words_of(grads: Grads, p: float, asked: Asked) -> Iterator[tuple[int, Tensor
                 yield index, shard_words(part.grad, segments, p, part.mask)
 
 
-def total_words(grads: Grads, p: float, asked: Asked, divisors: Sequence[object]) -> list[Tensor]:
+def total_words(
+    grads: Grads,
+    p: float,
+    asked: Asked,
+    divisors: Sequence[object],
+    rows: Iterable[tuple[object, Tensor]] = (),
+    known: Collection[object] = (),
+) -> list[Tensor]:
     """The exact sums (int64 ``[EXACT_WORDS]``) over all shards of all ranks: one for each divisor. Collective.
 
     Over model axes too: what is the same along an axis is counted by the rank of coordinate 0 there.
 
-    ``divisors``: each bucket's; those of one divisor are summed together, in the order in which divisors first come. No
-    bucket size, and no number of ranks, shows in exact sums.
+    ``divisors``: each bucket's; ``rows``: sums of tables' gradients, with the divisor of each. Those of one divisor are
+    summed together, in the order of the ``known`` ones. No bucket size, and no number of ranks, shows in exact sums.
     """
-    found: dict[object, list[Tensor]] = {divisor: [] for divisor in divisors or [None]}
+    found: dict[object, list[Tensor]] = {divisor: [] for divisor in known or divisors or [None]}
     for index, words in words_of(grads, p, asked):
         found[divisors[index]].append(words)
+    for divisor, words in rows:
+        found[divisor].append(words)
     device = grads.ranks.device
     sums = [
         combined(each or [torch.zeros(ops.EXACT_WORDS, dtype=torch.int64, device=device)], p) for each in found.values()

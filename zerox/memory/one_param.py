@@ -129,7 +129,7 @@ def one_param(buckets: Sequence[Bucket], ranks: Ranks, param: object, call: str)
     what = f"a tensor of shape {tuple(param.shape)}" if isinstance(param, Tensor) else repr(param)
     raise ValueError(
         f"{call}: {what} is no parameter that this optimizer trains; pass one of its param groups that requires "
-        "gradients"
+        "gradients (tables, with sparse=True, are not known here)"
     )
 
 

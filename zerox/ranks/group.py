@@ -144,6 +144,15 @@ class Ranks:
             raise RuntimeError(f"zerox: not all ranks sent their part of what is gathered: {error}") from error
         return [each.view(values.dtype) for each in received]
 
+    def all_to_all(self, sent: Tensor, splits: Sequence[int], received: Sequence[int]) -> Tensor:
+        """``splits``: how many elements of ``sent``, 1-D on the CPU, go to each rank; ``received``: how many come from
+        each, which are returned by rank. Collective."""
+        if self.control is None:
+            return sent
+        found = sent.new_empty(sum(received))
+        self._await(self.control.alltoall_base(found, sent, list(received), list(splits)))
+        return found
+
     def all_gather_bytes(self, data: bytes) -> list[bytes]:
         """Every rank's bytes, of any lengths, by rank."""
         if self.control is None:

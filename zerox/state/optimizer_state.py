@@ -12,6 +12,7 @@ from torch import Tensor
 from zerox._C import Meeting
 from zerox.memory.bucket import Bucket, Member, start_states
 from zerox.memory.flat import dense_strides
+from zerox.memory.row_table import RowTable
 from zerox.memory.shared import Shared
 from zerox.ranks.dtensors import cuts_of
 from zerox.ranks.group import Ranks
@@ -19,6 +20,7 @@ from zerox.rules.of_groups import Rules
 from zerox.rules.rule import MASK
 from zerox.state.dcp_request import Request, dcp_request
 from zerox.state.full_state import full_state, in_full, shown_in_group
+from zerox.state.row_state import check_rows_given, fill_rows, own_state, whole_state
 from zerox.state.sliced_state import sliced_state, whole_form
 from zerox.state.state_dict import check_groups, check_state, fill_state, groups_to_take, packed_with, state_uncast
 
@@ -45,6 +47,11 @@ class OptimizerState(torch.optim.Optimizer):
     _consolidated = Shared[Consolidated | None](None)
     _sparsity = Shared[Any](None)  # the zerox.Sparsity that decides on its buckets' masks
 
+    @property
+    def _tables(self) -> Sequence[RowTable]:
+        """Parameters whose gradients are rows."""
+        raise NotImplementedError
+
     def _meet(self, meeting: Meeting) -> None:
         """Collective: waits for everything on its way. ``meeting`` is named to ranks that can't follow there."""
         raise NotImplementedError
@@ -68,6 +75,11 @@ class OptimizerState(torch.optim.Optimizer):
     def _state_to_show(self) -> dict[int, Any] | None:
         """State by parameters' numbers; None: that in ``state``. Collective if DCP asks for whole tensors."""
         ranks, request = self._all_ranks, dcp_request()
+        if self._tables and request is not None and ranks.size > 1:
+            raise NotImplementedError(
+                f"zerox: torch.distributed.checkpoint does not know tables, as {self._tables[0].member.quoted} of a "
+                "param group with sparse=True: use zerox.save() and zerox.load(), or full_state_dict()"
+            )
         if request in (Request.WHOLE, Request.WHOLE_ON_RANK_0):
             self._meet(Meeting.FULL_STATE)
             if request is Request.WHOLE:
@@ -120,10 +132,12 @@ class OptimizerState(torch.optim.Optimizer):
         """torch's load_state_dict() calls this between its own checks and the post-hooks: see Note [Loading state]."""
         check_groups(self._rules, self.param_groups, loaded["param_groups"])
         check_state(self._buckets, self._frozen, loaded["state"])
+        check_rows_given(self._tables, self._all_ranks, loaded["state"])
         # In place: wrappers of frameworks have this list too.
         self.param_groups[:] = groups_to_take(self._rules, self.param_groups, loaded["param_groups"], self.defaults)
         self._start_states()
         fill_state(self._buckets, loaded["state"])
+        fill_rows(self._tables, loaded["state"])
         self._note_loaded()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -172,6 +186,9 @@ class OptimizerState(torch.optim.Optimizer):
                 shown = shown_in_group(bucket.rule, self.param_groups[member.group], found.pop(member.number))
                 if shown:
                     found[member.number] = shown
+        for table in self._tables:
+            if state := whole_state(table, self._all_ranks, to):
+                found[table.member.number] = state
         return dict(sorted(found.items()))
 
     def _learn_kinds(self) -> None:
@@ -198,5 +215,7 @@ class OptimizerState(torch.optim.Optimizer):
         for bucket in self._buckets:
             for param, state in bucket.state_of_own():
                 self.state[param] = state
+        for table in self._tables:
+            self.state[table.param] = own_state(table, self._all_ranks)
         if self._buckets and not self.state:  # DCP's getters would call step(), on this rank alone
             self.state[self._buckets[0].members[0].param] = {}

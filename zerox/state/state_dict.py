@@ -14,6 +14,7 @@ from torch import Tensor
 from zerox.memory.bucket import Bucket, Member
 from zerox.memory.flat import dense_strides
 from zerox.memory.forms import decoded
+from zerox.memory.row_table import SPARSE
 from zerox.memory.stored import SCALE, Stored
 from zerox.options import DIVISOR, OF_OPTIMIZER
 from zerox.plan.form import num_blocks
@@ -36,7 +37,7 @@ def packed_with(state: Mapping[int, Any] | None, buckets: Sequence[Bucket], pack
     """
     rules = {member.number: bucket.rule for bucket in buckets for member in bucket.members}
     if state is not None:
-        others = {key: value for key, value in packed["state"].items() if key not in rules}
+        others = {key: value for key, value in packed["state"].items() if key not in rules and key not in state}
         packed = {**packed, "state": {**dict(sorted(state.items())), **others}}
     shown = {key: _as_in_torch(rules.get(key), value) for key, value in packed["state"].items()}
     for number, key in set().union(*(bucket.absent_state() for bucket in buckets)):
@@ -143,7 +144,7 @@ def groups_to_take(
 def taken_options(rules: Rules, live: Mapping[str, Any], loaded: Mapping[str, Any]) -> dict[str, Any]:
     """The options that a group takes from a ``loaded`` one: all but its rule, and those of the constructor."""
     rule = rules.of(live)
-    stay = [*(name for name in OF_OPTIMIZER if name not in rule.defaults), DIVISOR, RULE]
+    stay = [*(name for name in OF_OPTIMIZER if name not in rule.defaults), DIVISOR, RULE, SPARSE]
     kept = {key: live[key] for key in (*rule.lasting, *stay) if key in live}
     return {key: value for key, value in loaded.items() if key not in stay} | kept
 

@@ -1,0 +1,102 @@
+"""Models with tables, and the twin that one process trains with torch.optim.SparseAdam on the mean of all gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from zerox import FusedShardedAdam, sparse_params
+
+ROWS, WIDTH = 300, 12  # five blocks, the last one not whole
+OPTIONS: dict[str, Any] = {"lr": 0.05, "betas": (0.875, 0.99), "eps": 1e-6}
+
+
+class Model(nn.Module):
+    """Two tables and a dense layer. ``branch``: whether the second table is used."""
+
+    def __init__(self, seed: int = 0) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.words = nn.Embedding(ROWS, WIDTH, sparse=True, padding_idx=3)
+        self.bags = nn.EmbeddingBag(ROWS // 2, WIDTH, sparse=True, mode="sum")
+        self.means = nn.EmbeddingBag(70, WIDTH, sparse=True, mode="mean")
+        self.head = nn.Linear(WIDTH, 2)
+
+    def forward(self, ids: Tensor, branch: bool = True) -> Tensor:
+        hidden = self.words(ids).sum(1)
+        if branch:
+            hidden = hidden + self.bags(ids % (ROWS // 2)) + self.means(ids % 70)
+        loss: Tensor = self.head(hidden).square().sum()
+        return loss
+
+
+def ids_of(rank: int, step: int, micro: int = 0) -> Tensor:
+    """[n, 3]: few different rows for rank 0, so that they come often; many for others; none for rank 1 in step 1."""
+    generator = torch.Generator().manual_seed(100 * step + 10 * rank + micro)
+    most = 7 if rank == 0 else ROWS
+    return torch.randint(0, most, (0 if (rank, step) == (1, 1) else 20, 3), generator=generator)
+
+
+def backward(model: Model, rank: int, step: int) -> None:
+    """What a rank does in a step, of one backward or two."""
+    branch = not (rank == 1 and step == 2) and step != 3  # in step 3 no rank has a gradient of the branch
+    model(ids_of(rank, step), branch).backward()
+    if step % 2 == 0:
+        model(ids_of(rank, step, 1), branch).backward()
+
+
+def build(model: nn.Module, **options: Any) -> FusedShardedAdam:
+    tables = sparse_params(model)
+    known = {id(param) for param in tables}
+    dense = [param for param in model.parameters() if id(param) not in known]
+    groups = [{"params": tables, "sparse": True, "weight_decay": 0.0}]
+    groups = [{"params": dense}, *groups] if dense else groups
+    return FusedShardedAdam(groups, **OPTIONS, **options)
+
+
+def mean_of(grads: Sequence[Tensor | None], divisor: float) -> Tensor | None:
+    """Of the ranks' sparse gradients: each rank's rows added up, then ranks in order, divided once."""
+    found = [grad.coalesce() for grad in grads if grad is not None]
+    if not found:
+        return None
+    total = found[0]
+    for grad in found[1:]:
+        total = (total + grad).coalesce()
+    indices, values = total._indices(), total._values() / divisor
+    return torch.sparse_coo_tensor(indices, values, total.shape, is_coalesced=True, check_invariants=False)
+
+
+class Twin:
+    """All ranks' gradients in one process. The dense layer is copied from the model, which is not what is tested."""
+
+    def __init__(self, model: Model, world_size: int, **options: Any) -> None:
+        self.world_size = world_size
+        self.model = Model()
+        self.model.load_state_dict(model.state_dict())
+        self.optimizer = torch.optim.SparseAdam(sparse_params(self.model), **{**OPTIONS, **options})
+
+    def take_gradients(self, step: int) -> None:
+        of_ranks = []
+        for rank in range(self.world_size):
+            self.model.zero_grad()
+            backward(self.model, rank, step)
+            of_ranks.append([param.grad for param in sparse_params(self.model)])
+        for param, grads in zip(sparse_params(self.model), zip(*of_ranks, strict=True), strict=True):
+            param.grad = mean_of(grads, self.world_size)
+
+    def copy_dense(self, model: Model) -> None:
+        self.model.head.load_state_dict(model.head.state_dict())
+
+    def check(self, optimizer: FusedShardedAdam, model: Model) -> None:
+        """Parameters on this rank, and the whole state, have the twin's bits. Collective."""
+        state = [entry for _, entry in sorted(optimizer.full_state_dict().get("state", {}).items())]
+        state = [entry for entry in state if entry["exp_avg"].dim() == 2 and entry["exp_avg"].shape[1] == WIDTH][-3:]
+        for index, (ours, theirs) in enumerate(zip(sparse_params(model), sparse_params(self.model), strict=True)):
+            assert torch.equal(ours, theirs), (index, (ours - theirs).abs().max())
+            if state and (kept := self.optimizer.state[theirs]):
+                assert float(state[index]["step"]) == kept["step"]
+                assert torch.equal(state[index]["exp_avg"], kept["exp_avg"])
+                assert torch.equal(state[index]["exp_avg_sq"], kept["exp_avg_sq"])

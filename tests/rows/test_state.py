@@ -1,0 +1,187 @@
+"""The state of tables: in checkpoints at any number of ranks, in state_dict(), and whole as torch has it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import zerox
+from tests.ranks import run_ranks
+from tests.rows.tables import Model, backward, build, ids_of
+from zerox import FusedShardedAdam, sparse_params
+from zerox.memory.row_owners import BLOCK_ROWS, RowOwners
+
+SPLIT = 3  # the step at which a training is saved
+
+
+def state_of(optimizer: FusedShardedAdam) -> dict[int, dict[str, Any]]:
+    found: dict[int, dict[str, Any]] = optimizer.full_state_dict().get("state", {})
+    return found
+
+
+def save(rank: int, size: int, path: str) -> Any:
+    model = Model()
+    optimizer = build(model, stage=1 if size == 2 else 2)
+    for step in range(SPLIT):
+        backward(model, rank, step)
+        optimizer.step()
+        optimizer.zero_grad()
+    zerox.save(path, model, optimizer)
+    return state_of(optimizer), model.state_dict()
+
+
+def load(rank: int, size: int, path: str) -> Any:
+    model = Model(seed=9)
+    optimizer = build(model)
+    zerox.load(path, model, optimizer)
+    loaded = state_of(optimizer), {name: value.clone() for name, value in model.state_dict().items()}
+    for param in sparse_params(model):  # each rank the same rows: the mean is theirs
+        param.grad = torch.sparse_coo_tensor(torch.tensor([[1, 65]]), torch.ones(2, param.shape[1]), param.shape)
+    optimizer.step()
+    return loaded, (state_of(optimizer), model.state_dict())
+
+
+def assert_equal(one: Any, other: Any) -> None:
+    torch.testing.assert_close(one, other, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(("saved_by", "loaded_by"), [(2, 3), (3, 1), (1, 4)])
+def test_a_checkpoint_goes_on_at_any_number_of_ranks(saved_by: int, loaded_by: int, tmp_path: Path) -> None:
+    path = str(tmp_path / "checkpoint")
+    saved = run_ranks(save, saved_by, path)
+    assert_equal(saved[0][1], saved[-1][1])
+    there = run_ranks(load, loaded_by, path)
+    here = run_ranks(load, saved_by, path)
+    assert_equal(there[0][0], saved[0])
+    assert_equal(here[0][0], saved[0])
+    assert_equal(there[0][1], here[0][1])
+    assert any(int(entry["step"]) == SPLIT for entry in saved[0][0].values())
+
+
+def test_a_table_that_was_dense_goes_on_as_one_and_back(tmp_path: Path) -> None:
+    model = Model()
+    dense = FusedShardedAdam(model.head.parameters(), weight_decay=0.0)
+    dense.add_param_group({"params": [model.words.weight], "weight_decay": 0.0})
+    model.words.sparse = False
+    model(ids_of(0, 0), branch=False).backward()
+    dense.step()
+    path = tmp_path / "checkpoint"
+    zerox.save(path, model, dense)
+    other = Model(seed=3)
+    optimizer = FusedShardedAdam(other.head.parameters(), weight_decay=0.0)
+    optimizer.add_param_group({"params": [other.words.weight], "sparse": True, "weight_decay": 0.0})
+    zerox.load(path, other, optimizer)
+    assert_equal(optimizer.full_state_dict()["state"], dense.full_state_dict()["state"])
+    other(ids_of(0, 1), branch=False).backward()
+    optimizer.step()
+    zerox.save(path, other, optimizer)
+    zerox.load(path, model, dense)
+    assert_equal(optimizer.full_state_dict()["state"], dense.full_state_dict()["state"])
+    assert "sparse" not in dense.param_groups[1]
+    dense.load_state_dict(optimizer.state_dict())
+    assert "sparse" not in dense.param_groups[1]
+
+
+def of_another_shape(rank: int, size: int, path: str) -> None:
+    model = Model()
+    zerox.save(path, model, build(model))
+    other = Model()
+    other.words = torch.nn.Embedding(77, 12, sparse=True)
+    with pytest.raises(
+        zerox.CheckpointError, match=r"words.weight.exp_avg was saved as \[300, 12\], and is \[77, 12\]"
+    ):
+        zerox.load(path, other, build(other))
+
+
+def test_a_table_of_another_shape_is_named(tmp_path: Path) -> None:
+    run_ranks(of_another_shape, 2, str(tmp_path / "checkpoint"))
+
+
+def through_state_dict(rank: int, size: int) -> Any:
+    model = Model()
+    optimizer = build(model)
+    for step in range(2):
+        backward(model, rank, step)
+        optimizer.step()
+        optimizer.zero_grad()
+    own = optimizer.state_dict()
+    whole = optimizer.full_state_dict()
+    results = []
+    for given in (own, whole if rank == 0 else None):
+        twin = Model(seed=4)
+        other = build(twin)
+        if size > 1 and given is None:
+            continue
+        twin.load_state_dict(model.state_dict())
+        other.load_state_dict(given)
+        results.append(given is own)
+        shares = [table.state for table in other.inside.tables]
+        assert_equal(shares, [table.state for table in optimizer.inside.tables])
+        assert [int(t.step) for t in other.inside.tables] == [int(t.step) for t in optimizer.inside.tables]
+        assert [group.get("sparse") for group in other.param_groups] == [None, True]
+    return own
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_state_dict_is_this_rank_s_share_and_loads_again(size: int) -> None:
+    shares = run_ranks(through_state_dict, size)
+    assert len(shares) == size
+
+
+def of_another_rank(rank: int, size: int) -> None:
+    model = Model()
+    optimizer = build(model)
+    states: list[Any] = [None] * size
+    torch.distributed.all_gather_object(states, optimizer.state_dict()["state"][2])
+    given = optimizer.state_dict()
+    given["state"][2] = states[1 - rank]
+    with pytest.raises(ValueError, match=rf"is of rank {1 - rank} of 2, and this is rank {rank} of 2"):
+        optimizer.load_state_dict(given)
+
+
+def test_the_share_of_another_rank_is_refused() -> None:
+    run_ranks(of_another_rank, 2)
+
+
+def test_alone_state_is_that_of_sparse_adam() -> None:
+    model, twin = Model(), Model()
+    optimizer = build(model)
+    theirs = torch.optim.SparseAdam(sparse_params(twin), lr=0.05, betas=(0.875, 0.99), eps=1e-6)
+    for each in (model, twin):
+        backward(each, 0, 0)
+    optimizer.step()
+    theirs.step()
+    for ours, other in zip(sparse_params(model), sparse_params(twin), strict=True):
+        assert set(optimizer.state[ours]) == set(theirs.state[other]) == {"step", "exp_avg", "exp_avg_sq"}
+        assert_equal(optimizer.state[ours]["exp_avg"], theirs.state[other]["exp_avg"])
+
+
+def test_a_table_s_moments_are_divided_over_ranks_and_hot_rows_too() -> None:
+    num_rows = 100_000
+    for world_size in (1, 2, 3, 4):
+        owners = RowOwners(num_rows, world_size, number=5)
+        rows = [owners.rows_of(rank) for rank in range(world_size)]
+        assert torch.equal(torch.cat(rows).sort().values, torch.arange(num_rows))
+        assert max(map(len, rows)) - min(map(len, rows)) <= 2 * BLOCK_ROWS
+        for rank, own in enumerate(rows):
+            assert torch.equal(owners.places_of(own), torch.arange(len(own)))
+            hot = int((own < num_rows // 10).sum())  # rows in the order of their frequency
+            assert hot / (num_rows / 10 / world_size) == pytest.approx(1.0, abs=0.25), (world_size, rank)
+    assert torch.equal(RowOwners(130, 1).rows_of(0), torch.arange(130))
+
+
+def consolidated(rank: int, size: int) -> Any:
+    model = Model()
+    optimizer = build(model)
+    backward(model, rank, 0)
+    optimizer.step()
+    optimizer.consolidate_state_dict(to=0)
+    return optimizer.state_dict(), optimizer.full_state_dict()
+
+
+def test_a_consolidated_state_has_whole_tables() -> None:
+    shown, full = run_ranks(consolidated, 2)[0]
+    assert_equal(shown["state"], full["state"])

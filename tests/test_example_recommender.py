@@ -1,0 +1,45 @@
+"""examples/train_recommender.py: what it prints, its picture, and its one-line refusals."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.example import ENVIRONMENT
+
+EXAMPLE = Path(__file__).parents[1] / "examples" / "train_recommender.py"
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(EXAMPLE), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, env=os.environ | ENVIRONMENT, timeout=120)
+
+
+def test_both_systems_end_with_the_same_bits(tmp_path: Path) -> None:
+    picture = tmp_path / "picture.png"
+    draws = ["--picture", str(picture)] if importlib.util.find_spec("matplotlib") else []
+    ended = run("--tokens", "20000", "--steps", "40", "--batch", "128", *draws)
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.startswith("2 ranks, ")
+    rows = re.findall(r"^(zerox|DDP \+ SparseAdam) +([\d.]+) +([\d.]+)", ended.stdout, re.M)
+    assert [name for name, *_ in rows] == ["zerox", "DDP + SparseAdam"]
+    assert rows[0][2] == rows[1][2]
+    assert float(rows[0][2]) > 0.6, "it learns"
+    assert "farthest parameter apart: 0\n" in ended.stdout
+    assert not draws or picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_file_of_pairs_will_do_and_a_line_that_is_none_is_named(tmp_path: Path) -> None:
+    pairs = tmp_path / "pairs"
+    pairs.write_text("".join(f"user{i % 17} item{i % 5}\n" for i in range(200)))
+    ended = run("--ranks", "1", "--data", str(pairs), "--steps", "20", "--batch", "8")
+    assert ended.returncode == 0, ended.stderr
+    assert "200 pairs of 17 x 5 words" in ended.stdout
+    pairs.write_text("user item\nuser\n")
+    ended = run("--ranks", "1", "--data", str(pairs))
+    assert ended.returncode == 2
+    assert ended.stderr.strip().endswith("line 2: two words are needed, got 1")

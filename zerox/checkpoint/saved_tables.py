@@ -1,0 +1,98 @@
+"""The state of tables (param groups with sparse=True) in a checkpoint, as whole tensors, and from it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+from zerox.checkpoint.names import OPTIMIZER
+from zerox.engine import Engine
+from zerox.memory.row_table import KEYS, STEP, RowTable
+from zerox.plan.span import Span
+from zerox.ranks.group import CPU
+from zerox.sliced_tensor import SlicedTensor
+from zerox.state.row_state import sliced_rows, spread
+
+ROWS_AT_A_TIME = 2**16
+
+Spread = Sequence[tuple[RowTable, str, SlicedTensor]]
+
+
+def spread_tables(optimizer: Engine) -> Spread:
+    """This rank's segments of all tables' state. Collective."""
+    return list(spread(optimizer.inside.tables, optimizer.inside.ranks))
+
+
+def table_entries(found: Spread, names: Mapping[int, str]) -> dict[str, Tensor]:
+    """The same by their names in a checkpoint."""
+    return {_key(table, what, names): tensor for table, what, tensor in found if tensor.own.numel()}
+
+
+def _key(table: RowTable, what: str, names: Mapping[int, str]) -> str:
+    return f"{OPTIMIZER}{names[table.member.number]}.{what}"
+
+
+class SavedTables:
+    """What a checkpoint has of an optimizer's tables. ``in_groups``: names of all parameters that it was saved of."""
+
+    def __init__(
+        self,
+        tables: Sequence[RowTable],
+        names: Mapping[int, str],
+        saved: Mapping[str, TensorStorageMetadata],
+        in_groups: Collection[str],
+    ) -> None:
+        self.tables = tables
+        self.names = names
+        self.saved = saved
+        self.in_groups = in_groups
+
+    def known(self) -> Iterator[str]:
+        for table in self.tables:
+            yield from (_key(table, what, self.names) for what in (STEP, *KEYS))
+
+    def needed(self) -> Iterator[str]:
+        """None of a parameter that was frozen: its state starts now."""
+        for table in self.tables:
+            if self._was_saved(table) or self.names[table.member.number] not in self.in_groups:
+                yield from (_key(table, what, self.names) for what in (STEP, *KEYS))
+
+    def misfits(self) -> Iterator[str]:
+        for table in self.tables:
+            for what in (STEP, *KEYS):
+                shape, dtype = ((), torch.int64) if what == STEP else (tuple(table.param.shape), torch.float32)
+                then = self.saved.get(key := _key(table, what, self.names))
+                if then is not None and tuple(then.size) != shape:
+                    yield f"{key} was saved as {list(then.size)}, and is {list(shape)}"
+                elif then is not None and then.properties.dtype is not dtype:
+                    yield f"{key} was saved as {then.properties.dtype}, and can be {dtype}"
+
+    def load(self, read: Callable[[dict[str, Any]], None]) -> None:
+        """Each rank reads tables in ranges of rows, and keeps those that it owns, which lie all over them."""
+        for table in self.tables:
+            if not self._was_saved(table):
+                table.step.zero_()
+                for values in table.state.values():
+                    values.zero_()
+                continue
+            step = torch.zeros(1, dtype=torch.int64, device=CPU)
+            read({_key(table, STEP, self.names): SlicedTensor((), (), Span(0, 1), step)})
+            table.step.fill_(int(step))
+            num_rows = int(table.param.shape[0])
+            for start in range(0, num_rows, ROWS_AT_A_TIME):
+                self._load_rows(table, Span(start, min(start + ROWS_AT_A_TIME, num_rows)), read)
+
+    def _load_rows(self, table: RowTable, rows: Span, read: Callable[[dict[str, Any]], None]) -> None:
+        found = {key: torch.empty(rows.numel * table.width, dtype=torch.float32, device=CPU) for key in KEYS}
+        read({_key(table, key, self.names): sliced_rows(table, rows, values) for key, values in found.items()})
+        first, last = torch.searchsorted(table.own_rows, torch.tensor([rows.start, rows.stop], device=CPU)).tolist()
+        own = table.own_rows[first:last] - rows.start
+        for key, values in found.items():
+            table.state[key][first:last] = values.view(-1, table.width)[own]
+
+    def _was_saved(self, table: RowTable) -> bool:
+        return _key(table, STEP, self.names) in self.saved

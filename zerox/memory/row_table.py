@@ -1,0 +1,94 @@
+"""A table: a parameter whose gradients are rows, with the state of the rows that this rank owns."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from zerox.memory.bucket import Member
+from zerox.memory.row_owners import CPU, RowOwners
+from zerox.ops import TableTensors
+from zerox.ranks.dtensors import is_dtensor
+
+SPARSE = "sparse"  # the option of a param group that says so
+STEP, EXP_AVG, EXP_AVG_SQ = "step", "exp_avg", "exp_avg_sq"  # as torch.optim.SparseAdam has them
+KEYS = (EXP_AVG, EXP_AVG_SQ)
+MOST_ROWS = 2**31 - 2**6  # rows travel with 32-bit numbers
+
+
+class RowTable:
+    """It lies in no bucket, and is whole on every rank. ``state``: float32 ``[own rows, D]``; ``step`` is int64."""
+
+    def __init__(self, member: Member, owners: RowOwners, rank: int) -> None:
+        self.member = member
+        self.owners = owners
+        self.own_rows = owners.rows_of(rank)
+        shape = (self.own_rows.numel(), member.param.shape[1])
+        self.state = {key: torch.zeros(shape, dtype=torch.float32, device=CPU) for key in KEYS}
+        self.step = torch.zeros((), dtype=torch.int64, device=CPU)
+
+    @property
+    def param(self) -> Tensor:
+        return self.member.param
+
+    @property
+    def width(self) -> int:
+        return int(self.param.shape[1])
+
+    @property
+    def tensors(self) -> TableTensors:
+        return TableTensors(self.param.detach(), self.state[EXP_AVG], self.state[EXP_AVG_SQ])
+
+
+def is_sparse(group: Mapping[str, Any]) -> bool:
+    return bool(group.get(SPARSE, False))
+
+
+def sparse_params(model: nn.Module) -> list[nn.Parameter]:
+    """The parameters of modules that were made with ``sparse=True``, as nn.Embedding and nn.EmbeddingBag: for a param
+    group ``{"params": zerox.sparse_params(model), "sparse": True, "weight_decay": 0.0}``."""
+    found: dict[int, nn.Parameter] = {}
+    for module in model.modules():
+        if getattr(module, SPARSE, False) is True:
+            found |= {id(param): param for param in module.parameters(recurse=False)}
+    return list(found.values())
+
+
+def check_tables(members: Iterable[Member], groups: Sequence[Mapping[str, Any]]) -> None:
+    """ValueError naming the first parameter of a sparse group that is no table."""
+    for member in members:
+        if is_sparse(groups[member.group]) and (why := _unfit(member.param)):
+            raise ValueError(f"parameter {member.quoted} of a param group with sparse=True {why}")
+
+
+def _unfit(param: Tensor) -> str:
+    if is_dtensor(param):
+        return "is a DTensor: tables are plain tensors, whole on every rank"
+    if param.device.type != "cpu":
+        return f"is on {param.device}: rows are updated on the CPU so far. Make the module with sparse=False"
+    if param.dtype is not torch.float32:
+        return f"is {param.dtype}: tables are torch.float32"
+    if param.dim() != 2 or not param.is_contiguous():
+        return f"must be contiguous, with two dimensions, got shape {tuple(param.shape)}, strides {param.stride()}"
+    if param.numel() == 0 or param.shape[0] > MOST_ROWS:
+        return f"must have 1 to {MOST_ROWS} rows that are not empty, got shape {tuple(param.shape)}"
+    return ""
+
+
+def check_group(group: Mapping[str, Any], where: str) -> None:
+    """ValueError for options that the rule of rows does not have."""
+    if not is_sparse(group):
+        return
+    rule = group.get("rule", "adam")
+    if rule != "adam":
+        raise ValueError(f"sparse=True in {where} does not go with the rule {rule!r}: rows have Adam's only")
+    if group["weight_decay"]:
+        raise ValueError(
+            f"sparse=True in {where} does not go with weight_decay={group['weight_decay']}: rows that no batch names "
+            "would not decay. Give the group weight_decay=0.0"
+        )
+    if group["amsgrad"]:
+        raise ValueError(f"sparse=True in {where} does not go with amsgrad=True: rows have Adam's two moments only")

@@ -1,0 +1,122 @@
+"""The state of tables in state_dict() and out of it: own rows, whole tensors, and segments for checkpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zerox.memory.row_table import KEYS, STEP, RowTable
+from zerox.plan.span import Span
+from zerox.ranks.group import CPU, Ranks
+from zerox.sliced_tensor import SlicedTensor
+
+ROWS_OF = "rows_of"  # beside a rank's own rows: (rank, number of ranks), and nothing else loads them
+
+
+def own_state(table: RowTable, ranks: Ranks) -> dict[str, Any]:
+    """For ``optimizer.state``: views. On one rank these are the whole tensors, as torch.optim.SparseAdam has them."""
+    found: dict[str, Any] = {STEP: table.step, **table.state}
+    return found if ranks.size == 1 else {**found, ROWS_OF: (ranks.rank, ranks.size)}
+
+
+def whole_state(table: RowTable, ranks: Ranks, to: int | None) -> dict[str, Any]:
+    """With the keys of torch.optim.SparseAdam, on rank ``to`` (None: on all); elsewhere nothing. Collective."""
+    most = max(table.owners.rows_of(rank).numel() for rank in range(ranks.size))
+    found: dict[str, Any] = {}
+    for key in KEYS:
+        padded = torch.zeros(most, table.width, dtype=torch.float32, device=CPU)
+        padded[: table.own_rows.numel()] = table.state[key]
+        whole = torch.zeros(table.param.shape, dtype=torch.float32, device=CPU)
+        for rank, part in enumerate(ranks.gather(padded.reshape(-1), to)):
+            rows = table.owners.rows_of(rank)
+            whole[rows] = part.view(most, table.width)[: rows.numel()]
+        if to in (None, ranks.rank):
+            found[key] = whole
+    return {STEP: table.step.float(), **found} if found else {}
+
+
+def check_rows_given(tables: Sequence[RowTable], ranks: Ranks, given: Mapping[Any, Any]) -> None:
+    """ValueError naming the first table whose state does not fit this rank."""
+    for table in tables:
+        if (state := _given(table, given)) is None:
+            continue
+        known = f"state of parameter {table.member.quoted}, in a param group with sparse=True,"
+        if missing := [key for key in (STEP, *KEYS) if key not in state]:
+            raise ValueError(f"{known} has no {missing[0]}")
+        if ROWS_OF in state and tuple(state[ROWS_OF]) != (ranks.rank, ranks.size):
+            raise ValueError(
+                f"{known} is of rank {state[ROWS_OF][0]} of {state[ROWS_OF][1]}, and this is rank {ranks.rank} of "
+                f"{ranks.size}: zerox.load() and full_state_dict() are for any number of ranks"
+            )
+        shape = tuple(table.state[KEYS[0]].shape) if ROWS_OF in state else tuple(table.param.shape)
+        for key in KEYS:
+            if isinstance(state[key], SlicedTensor):
+                raise ValueError(f"{known} is a slice of a dense parameter's: zerox.load() takes it, or a whole tensor")
+            if tuple(state[key].shape) != shape:
+                raise ValueError(f"{known} has {key} of shape {tuple(state[key].shape)} instead of {shape}")
+
+
+def fill_rows(tables: Sequence[RowTable], given: Mapping[Any, Any]) -> None:
+    """Copies values in place. State that isn't given starts anew, as in torch."""
+    for table in tables:
+        state = _given(table, given)
+        table.step.fill_(0 if state is None else int(state[STEP]))
+        for key in KEYS:
+            if state is None:
+                table.state[key].zero_()
+            else:
+                table.state[key].copy_(state[key] if ROWS_OF in state else state[key][table.own_rows])
+
+
+def _given(table: RowTable, given: Mapping[Any, Any]) -> Mapping[str, Any] | None:
+    found = given[table.param].state if table.param in given else None
+    return found or None
+
+
+# ---- segments, for checkpoints: contiguous rows, of whichever tensor is saved
+
+
+def spread(tables: Sequence[RowTable], ranks: Ranks) -> Iterator[tuple[RowTable, str, SlicedTensor]]:
+    """Each table's state as it is saved: this rank's segment of whole tensors, by key. Collective.
+
+    Owners' rows lie all over the table, and files want few pieces: rows go to the rank whose segment they are in.
+    """
+    for table in tables:
+        segment = segment_rows(table, ranks.rank, ranks.size)
+        has_step = Span(0, 1 if ranks.rank == 0 else 0)
+        yield table, STEP, SlicedTensor((), (), has_step, table.step.reshape(1)[: has_step.numel].clone())
+        for key in KEYS:
+            values = table.state[key]
+            if ranks.size > 1:
+                values = _moved(table, values, ranks)
+            yield table, key, sliced_rows(table, segment, values.reshape(-1))
+
+
+def segment_rows(table: RowTable, rank: int, size: int) -> Span:
+    """The rows that a rank saves."""
+    each = -(-table.param.shape[0] // size)
+    return Span(min(rank * each, table.param.shape[0]), min((rank + 1) * each, table.param.shape[0]))
+
+
+def sliced_rows(table: RowTable, rows: Span, values: Tensor) -> SlicedTensor:
+    """``values``, 1-D, are those of these rows."""
+    span = Span(rows.start * table.width, rows.stop * table.width)
+    return SlicedTensor(tuple(table.param.shape), (table.width, 1), span, values)
+
+
+def _moved(table: RowTable, values: Tensor, ranks: Ranks) -> Tensor:
+    """From owners to those in whose segment rows are."""
+    segments = [segment_rows(table, rank, ranks.size) for rank in range(ranks.size)]
+    bounds = torch.tensor([segment.stop for segment in segments], device=CPU)
+    sent = torch.bincount(torch.bucketize(table.own_rows, bounds, right=True), minlength=ranks.size)
+    own = segments[ranks.rank]
+    rows = [table.owners.rows_of(rank) for rank in range(ranks.size)]
+    mine = [each[(each >= own.start) & (each < own.stop)] for each in rows]
+    splits = [int(count) * table.width for count in sent]  # own rows ascend, as segments do
+    received = ranks.all_to_all(values.reshape(-1), splits, [each.numel() * table.width for each in mine])
+    found = torch.empty(own.numel, table.width, dtype=torch.float32, device=CPU)
+    found[torch.cat(mine) - own.start] = received.view(-1, table.width)
+    return found
