@@ -230,7 +230,7 @@ def test_parts_of_a_mask_start_anywhere() -> None:
 def test_nothing_grows_where_there_is_no_gradient() -> None:
     module = model()
     optimizer = optimizer_of(Case(), module)
-    sparsity = Sparsity(optimizer, {"0.weight": 0.5}, zerox.rigl(0.9, every=1))
+    sparsity = Sparsity(optimizer, {"0.weight": 0.2}, zerox.rigl(0.9, every=1))  # all that are masked may grow
     before = sparsity.masks()["0.weight"]
     inputs = torch.ones(1, 40)
     inputs[:, :30] = 0
