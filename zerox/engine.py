@@ -317,7 +317,7 @@ class Engine(OneGradient, OneState):
         if outcome.adopts:
             self._adopt(unfrozen)
             outcome = self._grads.settle(meeting, arguments, options, refusal=self._calls.refusal_of_rows(meeting))
-        if outcome.meeting in READ_THE_MEAN:
+        if self._grads.partial.buckets and outcome.meeting in READ_THE_MEAN:
             self._grads.partial.refresh()
         self._calls.exchange_rows(outcome.meeting)
         self._calls.scale.forget_if_discarded()
