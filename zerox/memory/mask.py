@@ -39,9 +39,12 @@ def packed(kept: Tensor) -> Tensor:
     """uint8 ``[ceil(n / 8) + PADDING]``: element ``i`` is bit ``i % 8`` of byte ``i // 8``."""
     num_bytes = -(-kept.numel() // 8) + PADDING
     bits = functional.pad(kept.to(torch.uint8), (0, 8 * num_bytes - kept.numel())).view(-1, 8)
-    return (bits << torch.arange(8, dtype=torch.uint8, device=kept.device)).sum(1, dtype=torch.uint8)
+    return (bits << _places(kept)).sum(1, dtype=torch.uint8)
 
 
 def unpacked(bits: Tensor, numel: int) -> Tensor:
-    places = torch.arange(8, dtype=torch.uint8, device=bits.device)
-    return ((bits[:, None] >> places) & 1).view(-1)[:numel].bool()
+    return ((bits[:, None] >> _places(bits)) & 1).view(-1)[:numel].bool()
+
+
+def _places(beside: Tensor) -> Tensor:
+    return torch.arange(8, dtype=torch.uint8, device="cpu").to(beside.device)

@@ -53,7 +53,7 @@ def by_renewal(
         ~mask & (score > max(limit, 0)) & (count > 0)
         for mask, score, limit, count in zip(kept, scores, limits, wanted, strict=True)
     ]
-    num_grown = torch.stack([each.sum() for each in grown])
+    num_grown = torch.tensor([int(each.sum()) for each in grown], device="cpu")
     add_up(num_grown)
     keys = [keys_of(own.values()) for own in owns]
     to_drop = [p.to_mask - p.masked + count for p, count in zip(pools, num_grown.tolist(), strict=True)]

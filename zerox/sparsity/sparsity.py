@@ -226,7 +226,7 @@ class Sparsity:
             shards[index] = torch.zeros(shard.numel(), device=shard.device)
             for part in grads.parts(index):
                 shards[index][part.start : part.start + part.grad.numel()] = part.grad
-        has_any = torch.tensor([sum(bool(grads.parts(index)) for index in shards)], device=grads.ranks.device)
+        has_any = torch.tensor([sum(bool(grads.parts(index)) for index in shards)], device="cpu")
         self._add_up(has_any)
         if not int(has_any):
             raise RuntimeError(
@@ -234,11 +234,11 @@ class Sparsity:
                 "sparsity.step() after optimizer.step() and before zero_grad()"
             )
         scores = [shards[own.index][own.elements] for own in self._owns]
-        return [keys_of(torch.where(score.isfinite(), score, 0.0)) for score in scores]
+        return [keys_of(torch.where(score - score == 0, score, 0.0)) for score in scores]  # NaN and infinity: none
 
     def _num_masked(self) -> list[int]:
         """Of each parameter, on all ranks together. Collective."""
-        counts = torch.stack([(~own.kept()).sum() for own in self._owns])
+        counts = torch.tensor([int((~own.kept()).sum()) for own in self._owns], device="cpu")
         self._add_up(counts)
         return list(counts.tolist())
 
