@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from zerox.sparsity.select import keys_of, kth_smallest
+from zerox.sparsity.select import Keys, keys_of, kth_smallest
 from zerox.sparsity.shards import Own
 
 AddUp = Callable[[Tensor], None]
@@ -26,18 +27,18 @@ class Pool:
 
 def by_magnitude(owns: Sequence[Own], kept: Sequence[Tensor], pools: Sequence[Pool], add_up: AddUp) -> list[Tensor]:
     """The smallest of the elements that are kept are masked too, equal ones together. None that is masked grows."""
-    keys = [keys_of(own.values()) for own in owns]
-    inside = [torch.cat([keys[i][kept[i]] for i in pool.owns]) for pool in pools]
+    weights = [partial(_weights, own, mask) for own, mask in zip(owns, kept, strict=True)]
+    inside = [[weights[i] for i in pool.owns] for pool in pools]
     limits = kth_smallest(inside, [pool.to_mask - pool.masked for pool in pools], add_up)
     limit_of = {i: limit for pool, limit in zip(pools, limits, strict=True) for i in pool.owns}
-    return [mask & (key > limit_of[i]) for i, (mask, key) in enumerate(zip(kept, keys, strict=True))]
+    return [mask & (keys_of(own.values()) > limit_of[i]) for i, (mask, own) in enumerate(zip(kept, owns, strict=True))]
 
 
 def by_renewal(
     owns: Sequence[Own],
     kept: Sequence[Tensor],
     pools: Sequence[Pool],
-    scores: Sequence[Tensor],
+    scores: Sequence[Keys],
     fraction: float,
     add_up: AddUp,
 ) -> list[Tensor]:
@@ -46,19 +47,30 @@ def by_renewal(
 
     Of equal scores at the limit none grows, and of equal weights at theirs all are dropped.
     """
-    masked = [score[~mask] for score, mask in zip(scores, kept, strict=True)]
+    masked = [[partial(_masked, score, mask)] for score, mask in zip(scores, kept, strict=True)]
     wanted = [min(int(fraction * (pool.numel - pool.masked)), pool.masked) for pool in pools]
     limits = kth_smallest(masked, [pool.masked - count for pool, count in zip(pools, wanted, strict=True)], add_up)
     grown = [
-        ~mask & (score > max(limit, 0)) & (count > 0)
+        ~mask & (score() > max(limit, 0)) & (count > 0)
         for mask, score, limit, count in zip(kept, scores, limits, wanted, strict=True)
     ]
     num_grown = torch.tensor([int(each.sum()) for each in grown], device="cpu")
     add_up(num_grown)
-    keys = [keys_of(own.values()) for own in owns]
     to_drop = [p.to_mask - p.masked + count for p, count in zip(pools, num_grown.tolist(), strict=True)]
-    limits = kth_smallest([key[mask] for key, mask in zip(keys, kept, strict=True)], to_drop, add_up)
-    return [(mask & (key > limit)) | more for mask, key, limit, more in zip(kept, keys, limits, grown, strict=True)]
+    weights = [[partial(_weights, own, mask)] for own, mask in zip(owns, kept, strict=True)]
+    limits = kth_smallest(weights, to_drop, add_up)
+    return [
+        (mask & (keys_of(own.values()) > limit)) | more
+        for mask, own, limit, more in zip(kept, owns, limits, grown, strict=True)
+    ]
+
+
+def _weights(own: Own, kept: Tensor) -> Tensor:
+    return keys_of(own.values())[kept]
+
+
+def _masked(scores: Keys, kept: Tensor) -> Tensor:
+    return scores()[~kept]
 
 
 def by_pattern(own: Own, keeps: int, of: int) -> Tensor:

@@ -49,14 +49,14 @@ class Own:
         return self.bucket.mask.kept()[self.elements]
 
     def chances(self, step: int) -> Tensor:
-        """int64: random numbers of 31 bits that hang on the parameter's name, the element and the step alone."""
+        """int32: random numbers of 31 bits that hang on the parameter's name, the element and the step alone."""
         digest = hashlib.sha256(f"{self.member.name} {step}".encode()).digest()
         mixed = torch.arange(self.param_start, self.param_start + self.numel, device="cpu").to(self.bucket.device)
         for shift in (0, 4, 8):
             word = int.from_bytes(digest[shift : shift + 4], "little")
             mixed = (mixed ^ (mixed >> 32) ^ word) * 0x9E3779B1 & 0xFFFFFFFF
             mixed = mixed ^ (mixed >> 15)
-        return mixed >> 1
+        return (mixed >> 1).to(torch.int32)
 
 
 def owned(buckets: Sequence[Bucket], members: Sequence[Member]) -> list[Own]:

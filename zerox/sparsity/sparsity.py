@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,14 +12,14 @@ from torch import Tensor
 
 from zerox._C import Combine, Meeting
 from zerox.engine import Engine
-from zerox.memory.bucket import Member
+from zerox.memory.bucket import GradPart, Member
 from zerox.memory.flat import dense_strides, give_out
 from zerox.memory.mask import Mask
 from zerox.memory.one_param import OneParam
 from zerox.sparsity.choose import Pool, by_magnitude, by_pattern, by_renewal
 from zerox.sparsity.schedules import Schedule, at_once
-from zerox.sparsity.select import keys_of
-from zerox.sparsity.shards import owned
+from zerox.sparsity.select import Keys, keys_of
+from zerox.sparsity.shards import Own, owned
 from zerox.sparsity.targets import DTYPES, matched
 from zerox.terms import check_pairs, words_of_calls
 
@@ -215,26 +216,20 @@ class Sparsity:
                 pools.append(Pool(owns, numel, masked, round(self.targets[glob] * part * numel)))
         return pools
 
-    def _scores(self) -> list[Tensor]:
+    def _scores(self) -> list[Keys]:
         """What decides on growth, as keys: 0 for none."""
         if self.schedule.grows_by == "chance":
-            return [own.chances(self.count) for own in self._owns]
+            return [partial(own.chances, self.count) for own in self._owns]
         grads = self.optimizer.inside.grads
-        shards: dict[int, Tensor] = {}
-        for index in {own.index for own in self._owns}:
-            shard = self.optimizer.inside.buckets[index].param_shard
-            shards[index] = torch.zeros(shard.numel(), device=shard.device)
-            for part in grads.parts(index):
-                shards[index][part.start : part.start + part.grad.numel()] = part.grad
-        has_any = torch.tensor([sum(bool(grads.parts(index)) for index in shards)], device="cpu")
+        parts = {index: grads.parts(index) for index in {own.index for own in self._owns}}
+        has_any = torch.tensor([sum(map(bool, parts.values()))], device="cpu")
         self._add_up(has_any)
         if not int(has_any):
             raise RuntimeError(
                 "zerox: masked elements are to grow where gradients are large, and there are none: call "
                 "sparsity.step() after optimizer.step() and before zero_grad()"
             )
-        scores = [shards[own.index][own.elements] for own in self._owns]
-        return [keys_of(torch.where(score - score == 0, score, 0.0)) for score in scores]  # NaN and infinity: none
+        return [partial(_gradient_keys, own, parts[own.index]) for own in self._owns]
 
     def _num_masked(self) -> list[int]:
         """Of each parameter, on all ranks together. Collective."""
@@ -265,6 +260,18 @@ class Sparsity:
                     f"Sparsity: parameter {member.quoted} of shape {tuple(member.param.shape)} has no groups of {of} "
                     "neighbours in its last dimension: its length must be a multiple, and its memory in order of rows"
                 )
+
+
+def _gradient_keys(own: Own, parts: Sequence[GradPart]) -> Tensor:
+    """Of the mean gradient's elements, as zerox/sparsity/select.py has them; 0 for those that are not finite."""
+    grad = torch.zeros(own.numel, device=own.bucket.device)
+    for part in parts:
+        first = max(own.elements.start, part.start)
+        last = min(own.elements.stop, part.start + part.grad.numel())
+        if first < last:
+            to = slice(first - own.elements.start, last - own.elements.start)
+            grad[to] = part.grad[first - part.start : last - part.start]
+    return keys_of(torch.where(grad - grad == 0, grad, 0.0))
 
 
 def _check_optimizer(optimizer: Engine) -> None:
