@@ -90,7 +90,7 @@ def test_a_peer_that_cannot_take_part_is_named_with_the_reason(
     assert told.startswith("x: ")
     assert told.endswith(reason)
     calls = jobs.update_calls(jobs.Job("adam", jobs.TRAINED[0], "", (1000,)), 1, CPU)
-    assert list(calls) == ["zerox", jobs.CEILING, "torch AdamW(fused)"]
+    assert list(calls) == ["zerox", jobs.MASKED, jobs.CEILING, "torch AdamW(fused)"]
 
 
 @pytest.mark.parametrize(
@@ -98,7 +98,7 @@ def test_a_peer_that_cannot_take_part_is_named_with_the_reason(
 )
 def test_a_rule_is_timed_beside_those_who_do_the_same(op: str, theirs: list[str]) -> None:
     calls = jobs.update_calls(jobs.Job(op, jobs.TRAINED[0], "", (1000,)), 1, CPU)
-    assert list(calls) == ["zerox", jobs.CEILING, *theirs]
+    assert list(calls) == ["zerox", jobs.MASKED, jobs.CEILING, *theirs]
 
 
 def test_spread_and_median_are_of_the_samples() -> None:
