@@ -334,7 +334,8 @@ class Engine(OneGradient, OneState):
     def _update_all(self, capturing: bool) -> None:
         self._start_states(capturing)
         self._note_state_changes()
-        self._calls.row_grads.update(self.param_groups, self._calls.scale)
+        if self._calls.row_grads.each:
+            self._calls.row_grads.update(self.param_groups, self._calls.scale)
         overlap = self._overlap is not None and not capturing
         for run in self._update.runs(self.param_groups, capturing):
             for index in run:

@@ -94,8 +94,9 @@ class GradCalls:
     def zero(self, frozen: Sequence[Member], set_to_none: bool) -> None:
         """Of zero_grad(), what is not in buckets. ``frozen``: parameters that have no gradient of ours."""
         self.scale.reset()
-        zero_grads([*frozen, *(table.member for table in self.row_grads.tables)], set_to_none)
-        self.row_grads.zero()
+        if frozen or self.row_grads.each:
+            zero_grads([*frozen, *(table.member for table in self.row_grads.tables)], set_to_none)
+            self.row_grads.zero()
 
     # ---- after it
 

@@ -65,6 +65,8 @@ class Multiplied:
         return factor
 
     def forget(self) -> None:
+        if not self.is_noted and self.agreed == 1.0:  # all factors are 1
+            return
         self.note.num_launched, self.agreed = None, 1.0
         for each in self.placeholders:
             each.factor = 1.0
