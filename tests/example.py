@@ -41,6 +41,18 @@ def run(
     return next((each for each in ended if each.returncode), ended[0])
 
 
+def run_script(name: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Another example, in a process of its own."""
+    command = [sys.executable, str(EXAMPLE.parent / name), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, env=os.environ | ENVIRONMENT, timeout=MOST_SECONDS)
+
+
+def assert_refused_in_one_line(name: str, arguments: str, reason: str) -> None:
+    ended = run_script(name, *arguments.split())
+    assert ended.returncode == 2
+    assert ended.stderr == f"{name}: error: {reason}\n"
+
+
 def _facts(ranks: int | None) -> list[dict[str, str]]:
     """What each rank finds in its environment."""
     if ranks is None:

@@ -3,22 +3,16 @@
 from __future__ import annotations
 
 import importlib.util
-import os
 import re
-import subprocess
-import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
 
-from tests.example import ENVIRONMENT
+from tests.example import assert_refused_in_one_line, run_script
 
-EXAMPLE = Path(__file__).parents[1] / "examples" / "train_parallel.py"
-
-
-def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(EXAMPLE), *arguments]
-    return subprocess.run(command, capture_output=True, text=True, env=os.environ | ENVIRONMENT, timeout=120)
+EXAMPLE = "train_parallel.py"
+run = partial(run_script, EXAMPLE)
 
 
 @pytest.mark.parametrize("axes", ["--tp 2 --pp 2", "--replicate 2 --shard 2", "--experts 2 --shard 2"])
@@ -64,6 +58,4 @@ WRONG = {
 
 @pytest.mark.parametrize("arguments", WRONG)
 def test_a_wrong_option_is_one_line(arguments: str) -> None:
-    ended = run(*arguments.split())
-    assert ended.returncode == 2
-    assert ended.stderr == f"train_parallel.py: error: {WRONG[arguments]}\n"
+    assert_refused_in_one_line(EXAMPLE, arguments, WRONG[arguments])

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import importlib.util
-import os
 import re
-import subprocess
-import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
 
-from tests.example import ENVIRONMENT
+from tests.example import assert_refused_in_one_line, run_script
 
-EXAMPLE = Path(__file__).parents[1] / "examples" / "prune_gpt.py"
+EXAMPLE = "prune_gpt.py"
+run = partial(run_script, EXAMPLE)
 REACHED = {
     "dense": "0.0%",
     "50% by magnitude": "50.0%",
@@ -22,11 +21,6 @@ REACHED = {
     "80% by RigL": "80.0%",
     "80%, AdamW by hand": "80.0%",
 }
-
-
-def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(EXAMPLE), *arguments]
-    return subprocess.run(command, capture_output=True, text=True, env=os.environ | ENVIRONMENT, timeout=120)
 
 
 def test_trainings_are_one_table_and_one_picture(tmp_path: Path) -> None:
@@ -53,6 +47,4 @@ WRONG = {
 
 @pytest.mark.parametrize("arguments", WRONG)
 def test_a_wrong_option_is_one_line(arguments: str) -> None:
-    ended = run(*arguments.split())
-    assert ended.returncode == 2
-    assert ended.stderr == f"prune_gpt.py: error: {WRONG[arguments]}\n"
+    assert_refused_in_one_line(EXAMPLE, arguments, WRONG[arguments])

@@ -3,20 +3,14 @@
 from __future__ import annotations
 
 import importlib.util
-import os
 import re
-import subprocess
-import sys
+from functools import partial
 from pathlib import Path
 
-from tests.example import ENVIRONMENT
+from tests.example import run_script
 
-EXAMPLE = Path(__file__).parents[1] / "examples" / "train_recommender.py"
-
-
-def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(EXAMPLE), *arguments]
-    return subprocess.run(command, capture_output=True, text=True, env=os.environ | ENVIRONMENT, timeout=120)
+EXAMPLE = "train_recommender.py"
+run = partial(run_script, EXAMPLE)
 
 
 def test_both_systems_end_with_the_same_bits(tmp_path: Path) -> None:

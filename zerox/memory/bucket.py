@@ -208,8 +208,9 @@ class Bucket:
     def take_mask(self, mask: Mask) -> None:
         """What it does not keep becomes 0 in parameter, master and state."""
         self.mask = mask
+        masked = ~mask.kept()
         for values in (self.param_shard, *(stored.values for stored in self.state.values())):
-            values.masked_fill_(~mask.kept(), 0)  # the code 0 is 0, whatever the scale
+            values.masked_fill_(masked, 0)  # the code 0 is 0, whatever the scale
 
     def part(self, of: GradPart) -> Part:
         """Views, which hold until keep() is called."""

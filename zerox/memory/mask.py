@@ -21,15 +21,16 @@ class Mask:
         self.bits = packed(kept)
         self._parts: dict[tuple[int, int], Tensor] = {}
 
-    def kept(self) -> Tensor:
-        """bool ``[numel]``."""
-        return unpacked(self.bits, self.numel)
+    def kept(self, start: int = 0, stop: int | None = None) -> Tensor:
+        """bool: of elements ``start`` to ``stop`` (None: to the last)."""
+        stop = self.numel if stop is None else stop
+        return unpacked(self.bits[start // 8 : -(-stop // 8)], stop - start // 8 * 8)[start % 8 :]
 
     def part(self, start: int, numel: int) -> Tensor:
         """The bits of elements ``start`` to ``start + numel`` as the kernels take them, from bit 0 on."""
         if (start, numel) not in self._parts:
             if start % 8:
-                self._parts[start, numel] = packed(self.kept()[start : start + numel])
+                self._parts[start, numel] = packed(self.kept(start, start + numel))
             else:
                 self._parts[start, numel] = self.bits[start // 8 :][: -(-numel // 8) + PADDING]
         return self._parts[start, numel]

@@ -46,7 +46,7 @@ class Own:
         """bool, by the mask that there is."""
         if self.bucket.mask is None:
             return torch.ones(self.numel, dtype=torch.bool, device=self.bucket.device)
-        return self.bucket.mask.kept()[self.elements]
+        return self.bucket.mask.kept(self.elements.start, self.elements.stop)
 
     def chances(self, step: int) -> Tensor:
         """int32: random numbers of 31 bits that hang on the parameter's name, the element and the step alone."""
