@@ -94,8 +94,9 @@ class Agreement {
   Agreement(Line control, std::function<std::string()> trouble)
       : control_(control), small_(std::move(control)), trouble_(std::move(trouble)) {}
 
-  // Collective: takes every rank's statement, and returns the same verdict to all. It is one all-reduce of 39 integers
-  // and one bit per slot, or nine if it is a DTensor. `where` is named in errors instead of the meeting.
+  // Collective: takes every rank's statement, and returns the same verdict to all. It is one all-reduce: two
+  // integers for each Said and each argument, three more, and one bit per slot, or nine if it is a DTensor. `where` is
+  // named in errors instead of the meeting.
   Verdict agree(const Statement& statement, const char* where = nullptr);
 
   // Ends all communication with the other ranks, which raise `why` too.

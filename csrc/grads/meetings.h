@@ -48,7 +48,7 @@ struct Call {
   std::string refusal{};  // why this rank can't go on; empty if it can
 };
 
-// What follows from the calls of all ranks, the same for all but for followers' `meeting`.
+// What follows from the calls of all ranks. The same on all, but that followers learn the others' `meeting` here.
 struct Outcome {
   bool adopts;      // some rank has parameters to adopt: they come first, and then the same call again
   Meeting meeting;  // of the ranks that don't follow; Meeting::follow if all do

@@ -34,16 +34,16 @@ namespace zx {
 //
 // - A shard of version n is not overwritten while others read it: its owner comes to version n + 1 when all ranks have
 //   met in step(), and a rank answers there only when its own reads are over (Residents::begin_update).
+// - Writes outside step() have to happen on all ranks. A rank takes over its part when all have written their copies,
+//   since a rank that is late may read the old values to compute the new ones. Then it reads nobody's shard before that
+//   is stored.
+// A rank that does not come is named after the timeout.
+//
 // On a mesh (replicate, shard) parameters are sharded over the shard axis only: of each bucket a rank keeps all the
 // slices of its line of owners (see Note [Two levels] in csrc/exchange/two_level_exchange.h), 1/G of it, and "shard"
 // and "rank" mean that part and the ranks of its own shard axis wherever parameters are read. In step() each rank
 // writes its slice of that part, and gets the others along the replicate axis before its stamp says that the part is
 // written (zerox/flow/residency.py).
-//
-// - Writes outside step() have to happen on all ranks. A rank takes over its part when all have written their copies,
-//   since a rank that is late may read the old values to compute the new ones. Then it reads nobody's shard before that
-//   is stored.
-// A rank that does not come is named after the timeout.
 
 // Note [Shards in a device's memory]
 // On an accelerator a shard lies in the device's memory. Where devices can read each other's, ranks of one machine map

@@ -142,9 +142,9 @@ class Residents final : public ReadGuard::Watcher, public FaultReader {
     uint64_t touched = 0;
     int64_t version = 0;    // of the step whose values others' shards must have
     int64_t written = 0;    // how often the copy was written outside step()
-    bool is_stale = false;  // others' parts of it are older than that
+    bool is_stale = false;  // parts of it that others own are older than `version`
     bool is_lent = false;   // to a collective: pinned and writable until the next step()
-    bool is_old = false;    // all of it is
+    bool is_old = false;    // all of it is older than `version`
     uint64_t digest = 0;    // at the beginning of whole()
   };
   struct ShardedBucket : Copy {
