@@ -134,10 +134,6 @@ class Engine(OneGradient, OneState):
         """
         return self._grads.inner_sync(joins=bool(self._joining)) if outer else self._grads.no_sync()
 
-    def _meet(self, meeting: Meeting) -> None:
-        self._grads.teams.refuse(meeting)
-        self._settle(meeting)
-
     def synchronize(self) -> None:
         """Waits for everything on its way. Collective. Needed between two backwards that use reentrant checkpoints."""
         self._settle(Meeting.SYNCHRONIZE)

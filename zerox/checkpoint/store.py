@@ -60,7 +60,7 @@ def save(
     path, ranks = Path(path), Everyone.of(optimizer, process_group)
     failure = not_saved(path)
     with FailingAs(failure):
-        optimizer._meet(Meeting.SAVE)
+        optimizer._settle(Meeting.SAVE)
         tables = spread_tables(optimizer)
     tensors: dict[str, Tensor] = {}
     host: dict[str, Any] = {}
@@ -140,7 +140,7 @@ def load(
     """
     path, ranks = Path(path), Everyone.of(optimizer, process_group)
     with FailingAs(not_loaded(path)):
-        optimizer._meet(Meeting.SAVE)
+        optimizer._settle(Meeting.SAVE)
     first: dict[str, Any] = {}
     known: set[str] = set()
     opened = open_checkpoint(path, ranks)

@@ -17,6 +17,7 @@ from zerox.flow.grads import Grads
 from zerox.flow.join import ACTIVE, Join, Joinable, take_options
 from zerox.memory.bucket import Bucket
 from zerox.memory.row_table import RowTable
+from zerox.ranks.teams import Teams
 
 ASK_NOTHING = (Meeting.FOLLOW, Meeting.SYNCHRONIZE, Meeting.MEAN_OVER, Meeting.SKIP_STEP)  # of the mean
 
@@ -53,6 +54,11 @@ class MeanGradient(Joinable):
     def _tables(self) -> Sequence[RowTable]:
         """Parameters whose gradients are rows."""
         return self._calls.row_grads.tables
+
+    @property
+    def _teams(self) -> Teams:
+        """Who has which parameters."""
+        return self._grads.teams
 
     @property
     def _is_first_of_model(self) -> bool:

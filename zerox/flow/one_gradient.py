@@ -23,9 +23,6 @@ class OneGradient(MeanGradient):
 
     _gather: ParamGather | Residency
 
-    def _meet(self, meeting: Meeting) -> None:
-        raise NotImplementedError
-
     @torch.no_grad()
     def full_grad(self, p: Tensor) -> Tensor | None:
         """The whole mean gradient of one parameter, on every rank, as step() will use it; None if no rank has one.
@@ -36,8 +33,8 @@ class OneGradient(MeanGradient):
         parameter. Raises ValueError on all ranks if they don't, or for a tensor that this optimizer does not train: a
         frozen parameter is none.
         """
-        self._meet(Meeting.FULL_GRAD)
-        one = asked_of_one(self._buckets, self._grads.ranks, p, "full_grad()")
+        self._settle(Meeting.FULL_GRAD)
+        one = asked_of_one(self._buckets, self._grads.teams, p, "full_grad()")
         found = self._full_grad(one)
         return None if found is None else whole_of(one.member.param, found)
 
@@ -56,12 +53,12 @@ class OneGradient(MeanGradient):
         """
         call = "set_full_grad_()"
         refuse_dtensors((member for bucket in self._buckets for member in bucket.members), call)
-        self._meet(Meeting.FULL_GRAD)
+        self._settle(Meeting.FULL_GRAD)
         ranks = self._grads.ranks
         with ranks.refusals_told():
-            one = one_param(self._buckets, ranks, p, call)
+            one = one_param(self._buckets, self._grads.teams, p, call)
             given = one.taken("the gradient", value)
-        one.agree(one.called(call, {"values": given}))
+        one.agree(call, {"values": given})
         if refusal := self._calls.refusal(call):
             raise RuntimeError(refusal)
         now = self._full_grad(one)

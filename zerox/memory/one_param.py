@@ -13,18 +13,20 @@ from zerox.memory.bucket import Bucket, Member
 from zerox.plan.layout import Segment
 from zerox.ranks.dtensors import part_of
 from zerox.ranks.group import Ranks
+from zerox.ranks.teams import Teams
 
 WAY_OUT = "make the same call on all ranks, for the same parameter and with equal values"
 
 
 @dataclass(frozen=True)
 class OneParam:
-    """The parameter in ``slot`` of the bucket of this ``index``."""
+    """The parameter in ``slot`` of the bucket of this ``index``. ``ranks``: those that have it, of ``everyone``."""
 
     index: int
     slot: int
     bucket: Bucket
     ranks: Ranks
+    everyone: Ranks
 
     @property
     def member(self) -> Member:
@@ -115,17 +117,27 @@ class OneParam:
         said = [f"{key} {_said(value)}" for key, value in (given or {}).items()]
         return f"{line} with {', '.join(said)}" if said else line.removesuffix(",")
 
-    def agree(self, line: str) -> None:
-        """ValueError on all ranks unless all say this ``line``. Collective."""
-        self.ranks.check_same([line], way_out=WAY_OUT)
+    def agree(self, call: str, given: Mapping[str, object] | None = None) -> None:
+        """ValueError on all ranks unless all make this call. Collective.
+
+        Where ranks have parameters of their own, those of one parameter agree by themselves.
+        """
+        line = self.called(call, given)
+        if self.ranks is self.everyone:
+            self.ranks.check_same([line], way_out=WAY_OUT)
+            return
+        self.everyone.check_same([f"{call} of a parameter of param group {self.member.group}"], way_out=WAY_OUT)
+        with self.everyone.refusals_told():
+            self.ranks.check_same([line], way_out=WAY_OUT)
+        self.everyone.check_same([])
 
 
-def one_param(buckets: Sequence[Bucket], ranks: Ranks, param: object, call: str) -> OneParam:
+def one_param(buckets: Sequence[Bucket], teams: Teams, param: object, call: str) -> OneParam:
     """ValueError for what is in no bucket."""
     for index, bucket in enumerate(buckets):
         for slot, member in enumerate(bucket.members):
             if member.param is param:
-                return OneParam(index, slot, bucket, ranks)
+                return OneParam(index, slot, bucket, teams.of_group[member.group].ranks, teams.ranks)
     what = f"a tensor of shape {tuple(param.shape)}" if isinstance(param, Tensor) else repr(param)
     raise ValueError(
         f"{call}: {what} is no parameter that this optimizer trains; pass one of its param groups that requires "
@@ -133,11 +145,11 @@ def one_param(buckets: Sequence[Bucket], ranks: Ranks, param: object, call: str)
     )
 
 
-def asked_of_one(buckets: Sequence[Bucket], ranks: Ranks, param: object, call: str) -> OneParam:
+def asked_of_one(buckets: Sequence[Bucket], teams: Teams, param: object, call: str) -> OneParam:
     """ValueError on all ranks unless all ask ``call`` of the same one. Collective."""
-    with ranks.refusals_told():
-        one = one_param(buckets, ranks, param, call)
-    one.agree(one.called(call))
+    with teams.ranks.refusals_told():
+        one = one_param(buckets, teams, param, call)
+    one.agree(call)
     return one
 
 

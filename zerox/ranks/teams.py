@@ -18,10 +18,6 @@ from zerox.ranks.process_group import ALONE, GroupArgument, chosen_grid, chosen_
 from zerox.ranks.roll_call import RollCall
 
 OF_GROUP = "process_group"  # of a param group
-ONE_OF_A_NUMBER = {
-    C.Meeting.FULL_STATE: "full_state_dict() or consolidate_state_dict()",
-    C.Meeting.FULL_GRAD: "full_grad(), full_state() or a setter of theirs",
-}
 Cut = tuple[tuple[int, ...], ...]  # teams that all ranks are cut into, as the default group numbers them
 
 
@@ -35,10 +31,12 @@ class Team:
     """The ranks that have the same values of some param groups, and add up their gradients.
 
     ``ranks``: as :class:`zerox.ranks.group.Ranks` of these only. ``exchange``: its place in the bucket manager, 0 for
-    the team of all. ``number``: which of the ``count`` teams that the ranks are cut into it is.
+    the team of all. ``number``: which of the ``count`` teams that the ranks are cut into it is. ``members``: the
+    optimizer's ranks that are in it; empty for the team of all.
     """
 
     ranks: Ranks
+    members: tuple[int, ...] = ()
     exchange: int = 0
     number: int = 0
     count: int = 1
@@ -47,6 +45,12 @@ class Team:
     def rank(self) -> int:
         """Which shard of its buckets is this rank's."""
         return self.ranks.shard_of(self.ranks.rank)
+
+    def number_of(self, rank: int) -> int | None:
+        """What the optimizer's ``rank`` is here; None if it is in another team."""
+        if not self.members:
+            return rank
+        return self.members.index(rank) if rank in self.members else None
 
     def broadcast_own(self, tensor: Tensor, what: str) -> None:
         """The first rank's values, in place, unless this is the team of all. Collective over the team."""
@@ -83,6 +87,11 @@ class Teams:
         teams = {name: self.of_group[group] for name, group in groups.items()}
         return {name: (team.exchange, team.number) for name, team in teams.items() if team.exchange}
 
+    def first_of_others(self, rank: int) -> list[int]:
+        """One rank of each team that ``rank`` is not in, in order."""
+        firsts = {min(team) for cut in self.made for team in self._as_ours(cut) if rank not in team}
+        return sorted(firsts)
+
     def take(self, groups: Sequence[dict[str, Any]]) -> None:
         """Makes the teams of new param groups, and takes their arguments out of them. Collective.
 
@@ -104,14 +113,6 @@ class Teams:
         """Of param groups that were refused."""
         del self.of_group[count:]
 
-    def refuse(self, meeting: C.Meeting) -> None:
-        """NotImplementedError on all ranks for a call that knows one parameter of each number."""
-        if self.are_many and meeting in ONE_OF_A_NUMBER:
-            raise NotImplementedError(
-                f"zerox: {ONE_OF_A_NUMBER[meeting]} does not go with a process_group of a param group yet, whose "
-                "parameters are others on other ranks. zerox.save() has the state of all"
-            )
-
     def check_same(self, lines: Mapping[int, Sequence[str]]) -> None:
         """ValueError on all ranks, naming the first that differs, unless the ranks of each team pass the same lines for
         the param groups that are theirs. Collective."""
@@ -127,6 +128,11 @@ class Teams:
                     one, other = (each[index] if index < len(each) else "nothing" for each in (known[1], said))
                     if one != other:
                         raise ValueError(f"ranks must agree: rank {known[0]} has {one}; rank {rank} has {other}")
+
+    def _as_ours(self, cut: Cut) -> list[tuple[int, ...]]:
+        """With the ranks' numbers in the optimizer's group."""
+        own = self._all_numbers
+        return [tuple(own.index(each) for each in team) for team in cut]
 
     @property
     def _all_numbers(self) -> list[int]:
@@ -145,9 +151,9 @@ class Teams:
         return self._all_numbers if group is None else dist.get_process_group_ranks(group)
 
     def _made(self, cut: Cut, argument: GroupArgument) -> Team:
-        ranks, own = self.ranks, self._all_numbers
-        number = next(i for i, each in enumerate(cut) if own[ranks.rank] in each)
-        members = tuple(own.index(each) for each in cut[number])
+        ranks, teams = self.ranks, self._as_ours(cut)
+        number = next(i for i, team in enumerate(teams) if ranks.rank in team)
+        members = teams[number]
         if len(members) == 1:
             made = replace(ranks, rank=0, size=1, data=None, control=None, neighbours=(), on_mesh=())
         else:
@@ -157,7 +163,7 @@ class Teams:
         direct, gloo = ranks.exchange != "native", ranks.backend == "gloo"
         axis = Axis(made.data, members, ()).for_manager(direct, gloo, ranks.via_host, ranks.neighbours)
         exchange = self.manager.add_team(axis, ranks.whereabouts)
-        return Team(made, exchange, number, len(cut))
+        return Team(made, members, exchange, number, len(cut))
 
     def _connected(self, group: dist.ProcessGroup, members: tuple[int, ...]) -> Ranks:
         """Ranks wait for each other as long as in the optimizer's own group, whatever this one's timeout is."""

@@ -112,7 +112,8 @@ class Sparsity:
         self.optimizer._settle(Meeting.FULL_STATE)
         found = {}
         for own in self._owns:
-            one = OneParam(own.index, own.slot, own.bucket, self.optimizer.inside.ranks)
+            ranks = self.optimizer.inside.ranks
+            one = OneParam(own.index, own.slot, own.bucket, ranks, ranks)
             part = own.kept().to(torch.uint8) if one.own_row is not None else None
             found[own.member.name] = one.gathered(part, torch.uint8, "mask").bool()
         return found

@@ -16,30 +16,33 @@ from zerox.memory.stored import Stored
 from zerox.plan.layout import Segment
 from zerox.ranks.dtensors import cuts_of, whole_of
 from zerox.ranks.group import CPU, Ranks
+from zerox.ranks.teams import Team, Teams
 from zerox.rules.rule import MASK, MASTER, REMAINDER, STEP, NumberSpec, Rule, StateSpec
 from zerox.state.sliced_state import is_shown
 
 
 def full_state(
-    buckets: Sequence[Bucket], ranks: Ranks, to: int | None = 0, device: torch.device = CPU, keeps: bool = True
+    buckets: Sequence[Bucket], teams: Teams, to: int | None = 0, device: torch.device = CPU, keeps: bool = True
 ) -> dict[int, dict[str, Any]]:
     """By parameters' numbers, on ``device`` of rank ``to`` (None: of all ranks); elsewhere nothing.
 
-    Numbers are on the CPU, as in torch. Collective; one bucket of one kind of state is gathered at a time. Of DTensors
-    the whole state, for which all ranks of their mesh call this; those that it is not for keep nothing: not ``keeps``.
+    It is of the parameters that rank ``to`` has. Numbers are on the CPU, as in torch. Collective; one bucket of one
+    kind of state is gathered at a time. Of DTensors the whole state, for which all ranks of their mesh call this; those
+    that it is not for keep nothing: not ``keeps``.
     """
     found: dict[int, dict[str, Any]] = {}
-    for bucket in buckets:
+    for bucket, team, root in of_rank(buckets, teams, to):
+        ranks = team.ranks
         segments = [bucket.plan.layout.segments(ranks.shard_of(rank)) for rank in range(ranks.size)]
         for spec in (bucket.rule.step, *bucket.rule.numbers):
-            everyones = _gathered(bucket.numbers[spec.key], segments, ranks, to)
+            everyones = _gathered(bucket.numbers[spec.key], segments, ranks, root)
             for rank, numbers in enumerate(everyones):
                 for segment, number in zip(segments[rank], numbers.cpu(), strict=False):
                     shown = spec.shown(number.clone())
                     found.setdefault(bucket.members[segment.slot].number, {})[spec.key] = shown
-        absent = _absent(bucket, segments, ranks, to)
+        absent = _absent(bucket, segments, ranks, root)
         for stored in in_full(bucket):
-            shards = ranks.gather(stored.values, to)
+            shards = ranks.gather(stored.values, root)
             for slot, whole in _assembled(bucket, segments, shards, device) if shards else ():
                 if (slot, stored.spec.key) not in absent and is_shown(bucket, stored, slot):
                     found[bucket.members[slot].number][stored.spec.key] = whole
@@ -53,6 +56,15 @@ def full_state(
         if not keeps:
             del found[member.number]
     return dict(sorted(found.items()))
+
+
+def of_rank(buckets: Sequence[Bucket], teams: Teams, to: int | None) -> Iterator[tuple[Bucket, Team, int | None]]:
+    """The buckets that rank ``to`` (None: each rank) has, with who has them, and what rank ``to`` is there."""
+    for bucket in buckets:
+        team = teams.of_group[bucket.members[0].group]
+        root = None if to is None else team.number_of(to)
+        if to is None or root is not None:
+            yield bucket, team, root
 
 
 def full_state_of(one: OneParam) -> dict[str, Any]:

@@ -34,9 +34,9 @@ class OneState(OptimizerState):
         the same parameter. Raises ValueError on all ranks if they don't, or for a tensor that this optimizer does not
         train: a frozen parameter is none.
         """
-        self._meet(Meeting.FULL_GRAD)
+        self._settle(Meeting.FULL_GRAD)
         self._learn_kinds()
-        one = asked_of_one(self._buckets, self._all_ranks, p, "full_state()")
+        one = asked_of_one(self._buckets, self._teams, p, "full_state()")
         return shown_in_group(one.bucket.rule, self.param_groups[one.member.group], full_state_of(one))
 
     @torch.no_grad()
@@ -51,13 +51,13 @@ class OneState(OptimizerState):
         changed, if they don't, as :meth:`full_state`, for keys that are not kept, and for other shapes.
         """
         call = "set_full_state_()"
-        self._meet(Meeting.FULL_GRAD)
+        self._settle(Meeting.FULL_GRAD)
         ranks = self._all_ranks
         with ranks.refusals_told():
             self._start_states()
-            one = one_param(self._buckets, ranks, p, call)
+            one = one_param(self._buckets, self._teams, p, call)
             given = self._given(one, values)
-        one.agree(one.called(call, given))
+        one.agree(call, given)
         if not given:
             return
         rounded: dict[str, None] = {}

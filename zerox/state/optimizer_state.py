@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -9,13 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zerox._C import Meeting
+from zerox._C import Meeting, Outcome
 from zerox.memory.bucket import Bucket, Member, start_states
 from zerox.memory.flat import dense_strides
 from zerox.memory.row_table import RowTable
 from zerox.memory.shared import Shared
 from zerox.ranks.dtensors import cuts_of
 from zerox.ranks.group import Ranks
+from zerox.ranks.teams import Teams
 from zerox.rules.of_groups import Rules
 from zerox.rules.rule import MASK
 from zerox.state.dcp_request import Request, dcp_request
@@ -52,7 +54,12 @@ class OptimizerState(torch.optim.Optimizer):
         """Parameters whose gradients are rows."""
         raise NotImplementedError
 
-    def _meet(self, meeting: Meeting) -> None:
+    @property
+    def _teams(self) -> Teams:
+        """Who has which parameters."""
+        raise NotImplementedError
+
+    def _settle(self, meeting: Meeting, arguments: Sequence[float] = (), refusal: str = "") -> Outcome:
         """Collective: waits for everything on its way. ``meeting`` is named to ranks that can't follow there."""
         raise NotImplementedError
 
@@ -81,10 +88,11 @@ class OptimizerState(torch.optim.Optimizer):
                 "param group with sparse=True: use zerox.save() and zerox.load(), or full_state_dict()"
             )
         if request in (Request.WHOLE, Request.WHOLE_ON_RANK_0):
-            self._meet(Meeting.FULL_STATE)
+            self._settle(Meeting.FULL_STATE)
             if request is Request.WHOLE:
-                return full_state(self._buckets, ranks, None, ranks.device)
-            return full_state(self._buckets, ranks, keeps=self._is_first_of_model)
+                return full_state(self._buckets, self._teams, None, ranks.device)
+            self._say_whose(0)
+            return full_state(self._buckets, self._teams, keeps=self._is_first_of_model)
         if request is Request.FILLED_FROM_WHOLE:
             return {m.number: state for b in self._buckets for m, state in sliced_state(b, in_full(b))}
         if request is None and self._consolidated is not None:
@@ -111,7 +119,8 @@ class OptimizerState(torch.optim.Optimizer):
         It has whole tensors in the parameters' shapes, float32 (float64 beside float64 parameters), and in addition
         "master", float32, of parameters that have one. Above this, rank ``to`` needs memory for one bucket of one of
         these. Raises ValueError for a rank that the optimizer's group does not have. DTensors are whole too: of the
-        ranks along their axes the first returns the dict.
+        ranks along their axes the first returns the dict. Of experts (param groups with a ``process_group``) it has
+        those that rank ``to`` has, with a warning that names ranks with others.
         """
         state = self._full_state(to)
         is_here = self._all_ranks.rank == to and self._is_first_of_model
@@ -178,9 +187,10 @@ class OptimizerState(torch.optim.Optimizer):
         size = self._all_ranks.size
         if to not in range(size):
             raise ValueError(f"to must be one of the optimizer's ranks, 0 to {size - 1}, got {to!r}")
-        self._meet(Meeting.FULL_STATE)
+        self._settle(Meeting.FULL_STATE)
         self._learn_kinds()
-        found = full_state(self._buckets, self._all_ranks, to, keeps=self._is_first_of_model)
+        self._say_whose(to)
+        found = full_state(self._buckets, self._teams, to, keeps=self._is_first_of_model)
         for bucket in self._buckets:
             for member in bucket.members if found else ():
                 shown = shown_in_group(bucket.rule, self.param_groups[member.group], found.pop(member.number))
@@ -190,6 +200,14 @@ class OptimizerState(torch.optim.Optimizer):
             if state := whole_state(table, self._all_ranks, to):
                 found[table.member.number] = state
         return dict(sorted(found.items()))
+
+    def _say_whose(self, to: int) -> None:
+        if (others := self._teams.first_of_others(to)) and self._all_ranks.rank == to:
+            warnings.warn(
+                f"zerox: the whole state of rank {to} has its own experts only (param groups with a process_group). "
+                f"full_state_dict(to=RANK) for the ranks {others} has the others', and zerox.save() has those of all",
+                stacklevel=5,
+            )
 
     def _learn_kinds(self) -> None:
         """On all ranks in this order: a class's new kinds of state are learned here."""
