@@ -8,7 +8,7 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -122,7 +122,9 @@ class Engine(OneGradient, OneState):
 
         Local, but in stage 1 after a backward that raised it tells the other ranks, who wait at the end of theirs.
         """
-        with torch.autograd.profiler.record_function(self._zero_grad_profile_name):
+        # A range takes longer than all the rest.
+        profiled = torch.autograd.profiler._is_profiler_enabled
+        with torch.autograd.profiler.record_function(self._zero_grad_profile_name) if profiled else nullcontext():
             self._grads.zero(set_to_none)
         self._calls.zero(self._frozen, set_to_none)
 
@@ -315,7 +317,8 @@ class Engine(OneGradient, OneState):
             outcome = self._grads.settle(meeting, arguments, options, refusal=self._calls.refusal_of_rows(meeting))
         if self._grads.partial.buckets and outcome.meeting in READ_THE_MEAN:
             self._grads.partial.refresh()
-        self._calls.exchange_rows(outcome.meeting)
+        if self._calls.row_grads.each:
+            self._calls.exchange_rows(outcome.meeting)
         self._calls.scale.forget_if_discarded()
         self._calls.multiply_as_placeholders()
         if not follows or outcome.meeting == Meeting.STEP:

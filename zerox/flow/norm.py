@@ -21,10 +21,10 @@ def shard_words(shard: Tensor, segments: Tensor, p: float, mask: Tensor | None =
     return words
 
 
-def words_of(grads: Grads, p: float, asked: Asked) -> Iterator[tuple[int, Tensor]]:
-    """The sum of each part of this rank's shards that it counts, with its bucket.
+def words_of(grads: Grads, p: float, asked: Asked) -> Iterator[tuple[int, Tensor, bool]]:
+    """The sum of each part of this rank's shards that it counts, with its bucket, and whether it was made here.
 
-    Sums that the reduction left are taken as they are.
+    Others are those that the reduction left, as they are.
 
     ``asked``: see :class:`zerox.flow.asked.Asked`.
     """
@@ -33,12 +33,12 @@ def words_of(grads: Grads, p: float, asked: Asked) -> Iterator[tuple[int, Tensor
             continue
         words = grads.words(index) if p == 2.0 and asked.has_all else None
         if words is not None:
-            yield index, words
+            yield index, words, False
             continue
         for part in grads.parts(index):
             segments = asked.segments(index, part)
             if segments.shape[0] > 0:
-                yield index, shard_words(part.grad, segments, p, part.mask)
+                yield index, shard_words(part.grad, segments, p, part.mask), True
 
 
 def total_words(
@@ -57,15 +57,20 @@ def total_words(
     summed together, in the order of the ``known`` ones. No bucket size, and no number of ranks, shows in exact sums.
     """
     found: dict[object, list[Tensor]] = {divisor: [] for divisor in known or divisors or [None]}
-    for index, words in words_of(grads, p, asked):
+    is_made = True
+    for index, words, is_made in words_of(grads, p, asked):
         found[divisors[index]].append(words)
     for divisor, words in rows:
         found[divisor].append(words)
+        is_made = False
     device = grads.ranks.device
     sums = [
         combined(each or [torch.zeros(ops.EXACT_WORDS, dtype=torch.int64, device=device)], p) for each in found.values()
     ]
-    total = sums[0].clone() if len(sums) == 1 else torch.stack(sums)  # the reduction's own stay as they are
+    if len(sums) > 1:
+        total = torch.stack(sums)
+    else:
+        total = sums[0] if is_made else sums[0].clone()  # the reduction's own stay as they are
     grads.all_reduce(total, Combine.MAX if math.isinf(p) else Combine.SUM)
     grads.model.all_reduce(total, largest=math.isinf(p))
     return [total] if len(sums) == 1 else list(total)
@@ -97,7 +102,8 @@ def norm_of(rows: Sequence[tuple[Tensor, Tensor | None]], p: float) -> tuple[Ten
 
 def clip_coefficient(norm: Tensor, max_norm: float) -> Tensor:
     """``min(1, max_norm / (norm + 1e-6))`` in the norm's dtype, as torch.nn.utils.clip_grads_with_norm_ computes it."""
-    return (max_norm / (norm + 1e-6)).clamp_(max=1.0)
+    # In place, and as torch divides a number by a tensor.
+    return (norm + 1e-6).reciprocal_().mul_(max_norm).clamp_(max=1.0)
 
 
 def check_finite(total: Tensor, finite: Tensor, p: float) -> None:
