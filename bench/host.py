@@ -2,7 +2,8 @@
 
     python -m bench.host [--ranks 1 2] [--rounds 1500] [--json FILE]
 
-"step" is clip, step and zero_grad of 40 parameters of 16 elements, beside torch's AdamW without a mean over ranks.
+"step" is clip, step and zero_grad of 40 parameters of 16 elements, beside torch's AdamW without a mean over ranks, and
+as DTensors, whose 16 elements are this rank's of an axis of all ranks, beside the same number of plain ones.
 "operator" is one that reads no parameter, and one that reads one: the guard of sharded parameters (stage 3) sees both.
 Microseconds of a call on rank 0. The least tenth is what the host needs; medians show what else the machine did.
 """
@@ -16,6 +17,8 @@ from functools import partial
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
 
 from bench.common import Row, for_world_sizes, new_parser, on_ranks, parse
 from zerox import FusedShardedAdam
@@ -33,6 +36,10 @@ def sampled(call: Callable[[], object], rounds: int, before: Callable[[], object
         call()
         samples_us.append((time.perf_counter_ns() - start) / 1e3)
     return {"tenth_us": statistics.quantiles(samples_us, n=10)[0], "median_us": statistics.median(samples_us)}
+
+
+def as_dtensor(local: Tensor, mesh: DeviceMesh) -> Tensor:
+    return nn.Parameter(DTensor.from_local(local.detach(), mesh, [Shard(0)], run_check=False))
 
 
 def small_steps(rounds: int) -> Iterator[Row]:
@@ -55,6 +62,11 @@ def small_steps(rounds: int) -> Iterator[Row]:
 
     ours = FusedShardedAdam(trained := params())
     yield measured("zerox", trained, ours, lambda: ours.clip_grad_norm_(1.0))
+    mesh = init_device_mesh("cpu", (1, torch.distributed.get_world_size()), mesh_dim_names=("dp", "tp"))
+    cut = [as_dtensor(each, mesh["tp"]) for each in params()]
+    for name, own in (("zerox, dp of 1", params()), ("zerox, DTensors", cut)):
+        alone = FusedShardedAdam(own, process_group=mesh["dp"])
+        yield measured(name, own, alone, partial(alone.clip_grad_norm_, 1.0))
     theirs = torch.optim.AdamW(others := params(), fused=True)
     yield measured("AdamW, fused", others, theirs, lambda: nn.utils.clip_grad_norm_(others, 1.0))
 

@@ -13,8 +13,7 @@ def rows(_: int, __: int) -> list[host.Row]:
 def test_each_is_timed_on_all_ranks_at_once() -> None:
     for found in run_ranks(rows, 2):
         assert [(row["what"], row["of"]) for row in found] == [
-            ("clip, step, zero_grad", "zerox"),
-            ("clip, step, zero_grad", "AdamW, fused"),
+            *(("clip, step, zero_grad", of) for of in ("zerox", "zerox, dp of 1", "zerox, DTensors", "AdamW, fused")),
             *(
                 (f"operator on {which}", f"stage {stage}")
                 for stage in (2, 3)
