@@ -53,6 +53,8 @@ class InnerBucket:
         self.kinds = [rule.inner.kinds(groups[index]) for index in self.groups]
         self.optimizer = self._made([options_of(groups[index]) for index in self.groups])
         self.bound: list[State] = [{} for _ in self.rows]  # what of each state lies in the bucket, or is known there
+        # By start, elements and first row of a part: the sizes that it is cut into, and which of these are rows.
+        self.cuts: dict[tuple[int, int, int], tuple[list[int], list[int]]] = {}
         self.seen: dict[str, int] = {}  # versions of the bucket's numbers that the optimizer has copies of
         self._take_state()
         self._note_numbers()
@@ -93,15 +95,33 @@ class InnerBucket:
                 grad = grad * scale
             elif writes and grad is part.grad:
                 grad = grad.clone()  # gradients are the user's until zero_grad()
-            for index in range(part.first_row, part.first_row + part.segments.shape[0]):
+            rows = range(part.first_row, part.first_row + part.segments.shape[0])
+            for index, own in zip(rows, self._cut(grad, part.start, rows), strict=True):
                 if present[index]:
-                    param, _, start, stop = self.rows[index]
-                    whole = stop - start == grad.numel()
-                    param.grad = grad if whole else grad[start - part.start : stop - part.start]
+                    self.rows[index].param.grad = own
                     given[index] = True
         for index, param in self.counting.items():
             param.grad = torch.zeros_like(param) if counted[index] else None
         return given
+
+    def _cut(self, grad: Tensor, start: int, rows: range) -> Sequence[Tensor]:
+        """Each row's elements of a part of the shard: all views in one call, since one for each takes a microsecond."""
+        if len(rows) == 1 and self.rows[rows[0]].stop - self.rows[rows[0]].start == grad.numel():
+            return [grad]
+        place = (start, grad.numel(), rows.start)
+        if place not in self.cuts:
+            sizes: list[int] = []
+            taken, end = [], start
+            for row in self.rows[rows.start : rows.stop]:
+                if row.start > end:  # padding
+                    sizes.append(row.start - end)
+                taken.append(len(sizes))
+                sizes.append(row.stop - row.start)
+                end = row.stop
+            self.cuts[place] = [*sizes, start + grad.numel() - end], taken
+        sizes, taken = self.cuts[place]
+        pieces = grad.split_with_sizes(sizes)
+        return [pieces[index] for index in taken]
 
     def drop_gradients(self) -> None:
         for row in self.rows:
@@ -163,10 +183,12 @@ class InnerBucket:
     def _take_state(self) -> None:
         """Moves new state into the bucket, and lets the optimizer use it there."""
         states = {} if self.optimizer is None else self.optimizer.state
-        for index, (row, bound) in enumerate(zip(self.rows, self.bound, strict=True)):
-            if not states:
-                break
-            state: State = states.get(row.param) or {}
+        # Looked up only where the optimizer has them in another order, or lacks some: tensors are slow keys.
+        in_order = len(states) == len(self.rows) and all(
+            row.param is param for row, param in zip(self.rows, states, strict=True)
+        )
+        found = list(states.values()) if in_order else [states.get(row.param) or {} for row in self.rows]
+        for index, (state, bound) in enumerate(zip(found, self.bound, strict=True)):
             for key, value in state.items():
                 if value is not bound.get(key):
                     bound[key] = state[key] = self._taken(index, key, value)

@@ -57,12 +57,13 @@ def total_words(
     summed together, in the order of the ``known`` ones. No bucket size, and no number of ranks, shows in exact sums.
     """
     found: dict[object, list[Tensor]] = {divisor: [] for divisor in known or divisors or [None]}
-    is_made = True
+    all_made = True
     for index, words, is_made in words_of(grads, p, asked):
         found[divisors[index]].append(words)
+        all_made &= is_made
     for divisor, words in rows:
         found[divisor].append(words)
-        is_made = False
+        all_made = False
     device = grads.ranks.device
     sums = [
         combined(each or [torch.zeros(ops.EXACT_WORDS, dtype=torch.int64, device=device)], p) for each in found.values()
@@ -70,7 +71,7 @@ def total_words(
     if len(sums) > 1:
         total = torch.stack(sums)
     else:
-        total = sums[0] if is_made else sums[0].clone()  # the reduction's own stay as they are
+        total = sums[0] if all_made else sums[0].clone()  # the reduction's own stay as they are
     grads.all_reduce(total, Combine.MAX if math.isinf(p) else Combine.SUM)
     grads.model.all_reduce(total, largest=math.isinf(p))
     return [total] if len(sums) == 1 else list(total)
