@@ -22,7 +22,7 @@ from dataclasses import asdict, dataclass, replace
 import torch
 
 from bench.common import Row, new_parser, parse, print_rows, write_result
-from bench.shapes import MODELS
+from bench.shapes import MODELS, named_parameters
 from bench.step_model import Flight, Place, predict
 from zerox.plan.buckets import MIB, BucketPlan, ParamSpec, default_cap_bytes, plan_buckets
 
@@ -134,14 +134,15 @@ def caps(world_size: int, backend: str) -> list[int]:
 
 def sweep(net: Network, model: str, world_size: int, backend: str, exchange: str) -> list[Row]:
     """The step's time over the bucket size, and the memory that buckets take on their way."""
-    shape = MODELS[model]()
+    named = named_parameters(model, torch.bfloat16)
+    total = sum(param.numel() for _, param in named)
     net = replace(net, copy_bytes_per_s=DEVICE_COPY_BYTES_PER_S)
-    specs = [ParamSpec(name, param.numel(), "bf16", ITEMSIZE) for name, param in shape.named_parameters(torch.bfloat16)]
-    compute_s = 6 * shape.numel * TOKENS / FLOPS
+    specs = [ParamSpec(name, param.numel(), "bf16", ITEMSIZE) for name, param in named]
+    compute_s = 6 * total * TOKENS / FLOPS
     rows = []
     for cap in caps(world_size, backend):
         plans = plan_buckets(specs, world_size, cap)
-        flights = flights_of(net, plans, shape.numel, compute_s, exchange)
+        flights = flights_of(net, plans, total, compute_s, exchange)
         outcome = predict(Place(compute_s, latency_s=net.latency_s, cores=8.0), flights)
         largest = max(plan.layout.numel for plan in plans) * ITEMSIZE
         rows.append(

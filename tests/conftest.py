@@ -11,6 +11,9 @@ import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported
 
+from collections import Counter
+from typing import Any
+
 import pytest
 from hypothesis import HealthCheck, settings
 
@@ -44,3 +47,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """The longest files first: a process with one of them at the end would work alone."""
     files = [f"{name}::" for name in LONGEST]
     items.sort(key=lambda item: next((i for i, file in enumerate(files) if item.nodeid.startswith(file)), len(files)))
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """After the whole suite: where its time went, by file."""
+    seconds: Counter[str] = Counter()
+    for reports in terminalreporter.stats.values():
+        for report in reports:
+            seconds[getattr(report, "nodeid", "").partition("::")[0]] += getattr(report, "duration", 0.0)
+    if sum(seconds.values()) > 600.0:
+        terminalreporter.section("files that took longest")
+        for name, spent in seconds.most_common(40):
+            terminalreporter.line(f"{spent:7.1f} s  {name}")
