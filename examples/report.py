@@ -10,7 +10,7 @@ from measure import CATEGORIES
 
 @dataclass(frozen=True)
 class Result:
-    """One system's run. Losses are in nats a byte, averaged over the ranks; the rest is rank 0's."""
+    """One system's run. Losses are in nats a byte or image, averaged over the ranks; the rest is rank 0's."""
 
     name: str
     loss: list[float]
@@ -48,8 +48,8 @@ def write_comparison(folder: Path, results: list[Result], facts: dict) -> None:
     draw(folder / "compare.png", results, title, note)
 
 
-def draw(path: Path, results: list[Result], title: str, note: str) -> None:
-    """One PNG, 1500 x 500: the loss curves on each other, memory per rank, step time."""
+def draw(path: Path, results: list[Result], title: str, note: str = "", unit: str = "nats per byte") -> None:
+    """One PNG, 1500 x 500: the loss curves on each other in ``unit``, memory per rank, step time."""
     import matplotlib
 
     matplotlib.use("Agg")  # files only: the machine need not have a screen
@@ -59,14 +59,14 @@ def draw(path: Path, results: list[Result], title: str, note: str) -> None:
     with plt.rc_context(style):
         figure, panels = plt.subplots(1, 3, figsize=(15, 5), dpi=100, width_ratios=(2.2, 1.2, 1), layout="constrained")
         figure.suptitle(title, fontsize=13)
-        _draw_loss(panels[0], results, note)
+        _draw_loss(panels[0], results, note, unit)
         _draw_memory(panels[1], results)
         _draw_step_time(panels[2], results)
         figure.savefig(path)
         plt.close(figure)
 
 
-def _draw_loss(axes, results: list[Result], note: str) -> None:
+def _draw_loss(axes, results: list[Result], note: str, unit: str) -> None:
     # Curves that agree hide each other: the first is a broad pale band, the second a thin dashed line upon it.
     looks = ({"linewidth": 7, "color": "#9ecae1"}, {"linewidth": 1.6, "color": "#08306b", "linestyle": (0, (4, 2))})
     block = -(-len(results[0].loss) // 100)  # of steps to a point, or the noise of single batches hides the curve
@@ -77,7 +77,7 @@ def _draw_loss(axes, results: list[Result], note: str) -> None:
         axes.plot(ends, [statistics.mean(values) for values in blocks], label=label, **look)
     gap = max(abs(a - b) for a, b in zip(results[0].loss, results[1].loss, strict=True))
     mean_of = f", mean of {block} steps" if block > 1 else ""
-    axes.set(title=f"training loss over all ranks{mean_of}", xlabel="step", ylabel="nats per byte")
+    axes.set(title=f"training loss over all ranks{mean_of}", xlabel="step", ylabel=unit)
     axes.legend(title=f"largest gap in any step: {gap:.1g}{note}", frameon=False, alignment="left")
     axes.grid(axis="y", alpha=0.3)
 
