@@ -99,7 +99,7 @@ class Shard:
     @cached_property
     def mask(self) -> Tensor:
         """Keeps a fifth of the elements."""
-        return Mask(torch.rand(self.param.numel(), device=self.param.device) < 0.2, ()).bits
+        return Mask.of(torch.rand(self.param.numel(), device=self.param.device) < 0.2, ()).bits
 
     def update(self, masked: bool = False) -> None:
         state = [stored.values for stored in self.moments]

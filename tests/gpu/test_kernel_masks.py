@@ -19,7 +19,7 @@ NUMELS = (4096, 512, 255)
 
 
 def random_bits(numel: int) -> torch.Tensor:
-    return Mask(torch.rand(numel, generator=torch.Generator().manual_seed(numel)) < 0.4, ()).bits
+    return Mask.of(torch.rand(numel, generator=torch.Generator().manual_seed(numel)) < 0.4, ()).bits
 
 
 def moved(value: Any, device: torch.device) -> Any:

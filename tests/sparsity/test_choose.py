@@ -219,12 +219,16 @@ def test_all_ranks_raise(function: Any, message: str) -> None:
 
 def test_parts_of_a_mask_start_anywhere() -> None:
     kept = torch.rand(1000, generator=torch.Generator().manual_seed(0)) < 0.5
-    mask = Mask(kept, [0])
+    mask = Mask.of(kept, [0])
     assert torch.equal(mask.kept(), kept)
     for start, numel in ((0, 1000), (8, 100), (13, 300), (991, 9), (5, 0)):
         bits = mask.part(start, numel)
         assert bits.numel() == -(-numel // 8) + 4
         assert torch.equal(unpacked(bits, numel), kept[start : start + numel])
+        others = ~kept[start : start + numel]
+        expected = torch.cat([kept[:start], others, kept[start + numel :]])
+        assert torch.equal(mask.replaced(start, others).kept(), expected)
+        assert torch.equal(mask.kept(), kept)
 
 
 def test_nothing_grows_where_there_is_no_gradient() -> None:

@@ -11,6 +11,9 @@ from zerox.engine import Engine
 SPARSITY = "sparsity"
 
 
+MASKS = "_mask"  # behind a weight's name: that is what torch.nn.utils.prune calls its buffers
+
+
 def masks_of(optimizer: Engine) -> dict[str, Any]:
     return {} if optimizer._sparsity is None else {SPARSITY: optimizer._sparsity.state_dict()}
 
@@ -20,13 +23,20 @@ def check_masks(optimizer: Engine, host: Mapping[str, Any]) -> None:
     saved, live = host.get(SPARSITY), optimizer._sparsity
     if saved is not None and live is None:
         raise CheckpointError(
-            f"the checkpoint has masks of zerox.Sparsity(optimizer, {saved['targets']}): build one before loading. "
+            f"the checkpoint has masks of {made_by(saved['targets'])}: build one before loading. "
             "(Its remove() afterwards lets the zeros train)"
         )
     if saved is None and live is not None:
         raise CheckpointError("the checkpoint has no masks: load it first, and build the zerox.Sparsity then")
     if live is not None and saved is not None and (why := live.misfit(saved)):
         raise CheckpointError(why)
+
+
+def made_by(targets: Mapping[str, float | None]) -> str:
+    """The call that makes a Sparsity of these, without what else there is to say."""
+    if None in targets.values():
+        return f"zerox.Sparsity.from_zeros(optimizer, {list(targets)})"
+    return f"zerox.Sparsity(optimizer, {targets})"
 
 
 def take_masks(optimizer: Engine, host: Mapping[str, Any]) -> None:

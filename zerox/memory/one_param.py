@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -37,7 +38,7 @@ class OneParam:
         """Of what users see of it."""
         return torch.float64 if self.bucket.buffer.flat.dtype is torch.float64 else torch.float32
 
-    @property
+    @cached_property
     def own_row(self) -> int | None:
         """That of its segment on this rank."""
         return next((row for row, own in enumerate(self.bucket.own_segments) if own.slot == self.slot), None)
@@ -51,11 +52,18 @@ class OneParam:
         """Of the shard."""
         return slice(0, 0) if self.own is None else slice(self.own.span.start, self.own.span.stop)
 
+    @property
+    def own_numel(self) -> int:
+        return self.own_elements.stop - self.own_elements.start
+
+    @property
+    def own_start(self) -> int:
+        """The place in the parameter of its first element on this rank."""
+        return 0 if self.own is None else self.own.param_start
+
     def own_part(self, whole: Tensor) -> Tensor:
         """This rank's elements of a tensor that has the parameter's shape and order in memory: a view."""
-        start = 0 if self.own is None else self.own.param_start
-        numel = self.own_elements.stop - self.own_elements.start
-        return in_memory_order(whole)[start : start + numel]
+        return in_memory_order(whole)[self.own_start : self.own_start + self.own_numel]
 
     def owners(self) -> list[tuple[int, Segment]]:
         """The ranks that have a part of it, each with that part: at least one, also where it has no elements."""

@@ -9,8 +9,9 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from zerox.memory.one_param import OneParam
 from zerox.sparsity.select import Keys, keys_of, kth_smallest
-from zerox.sparsity.shards import Own
+from zerox.sparsity.shards import values_of
 
 AddUp = Callable[[Tensor], None]
 
@@ -25,17 +26,21 @@ class Pool:
     to_mask: int
 
 
-def by_magnitude(owns: Sequence[Own], kept: Sequence[Tensor], pools: Sequence[Pool], add_up: AddUp) -> list[Tensor]:
+def by_magnitude(
+    owns: Sequence[OneParam], kept: Sequence[Tensor], pools: Sequence[Pool], add_up: AddUp
+) -> list[Tensor]:
     """The smallest of the elements that are kept are masked too, equal ones together. None that is masked grows."""
     weights = [partial(_weights, own, mask) for own, mask in zip(owns, kept, strict=True)]
     inside = [[weights[i] for i in pool.owns] for pool in pools]
     limits = kth_smallest(inside, [pool.to_mask - pool.masked for pool in pools], add_up)
     limit_of = {i: limit for pool, limit in zip(pools, limits, strict=True) for i in pool.owns}
-    return [mask & (keys_of(own.values()) > limit_of[i]) for i, (mask, own) in enumerate(zip(kept, owns, strict=True))]
+    return [
+        mask & (keys_of(values_of(own)) > limit_of[i]) for i, (mask, own) in enumerate(zip(kept, owns, strict=True))
+    ]
 
 
 def by_renewal(
-    owns: Sequence[Own],
+    owns: Sequence[OneParam],
     kept: Sequence[Tensor],
     pools: Sequence[Pool],
     scores: Sequence[Keys],
@@ -60,21 +65,21 @@ def by_renewal(
     weights = [[partial(_weights, own, mask)] for own, mask in zip(owns, kept, strict=True)]
     limits = kth_smallest(weights, to_drop, add_up)
     return [
-        (mask & (keys_of(own.values()) > limit)) | more
+        (mask & (keys_of(values_of(own)) > limit)) | more
         for mask, own, limit, more in zip(kept, owns, limits, grown, strict=True)
     ]
 
 
-def _weights(own: Own, kept: Tensor) -> Tensor:
-    return keys_of(own.values())[kept]
+def _weights(own: OneParam, kept: Tensor) -> Tensor:
+    return keys_of(values_of(own))[kept]
 
 
 def _masked(scores: Keys, kept: Tensor) -> Tensor:
     return scores()[~kept]
 
 
-def by_pattern(own: Own, keeps: int, of: int) -> Tensor:
+def by_pattern(own: OneParam, keeps: int, of: int) -> Tensor:
     """Of each ``of`` neighbours the ``keeps`` largest, of equal ones the first."""
-    groups = keys_of(own.values()).view(own.numel // of, of)
+    groups = keys_of(values_of(own)).view(own.own_numel // of, of)
     order = groups.argsort(dim=1, descending=True, stable=True)[:, :keeps]
     return torch.zeros_like(groups, dtype=torch.bool).scatter_(1, order, True).view(-1)

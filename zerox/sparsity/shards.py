@@ -4,70 +4,51 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from zerox.memory.bucket import Bucket, Member
 from zerox.memory.forms import master_of
+from zerox.memory.one_param import OneParam
+from zerox.ranks.group import Ranks
 from zerox.rules.rule import REMAINDER
 
 
-@dataclass(frozen=True)
-class Own:
-    """``elements`` of a bucket's shard: this rank's part of a parameter, from its element ``param_start`` on."""
-
-    index: int  # of the bucket
-    bucket: Bucket
-    slot: int
-    elements: slice
-    param_start: int
-
-    @property
-    def member(self) -> Member:
-        return self.bucket.members[self.slot]
-
-    @property
-    def numel(self) -> int:
-        return self.elements.stop - self.elements.start
-
-    def values(self) -> Tensor:
-        """float32: what the update starts from, masters where they still round to their parameter."""
-        param = self.bucket.param_shard[self.elements]
-        if self.bucket.master is None:
-            return param.float()
-        master = self.bucket.master.values[self.elements]
-        if self.bucket.master.spec == REMAINDER:
-            return master_of(param, master)
-        return torch.where(master.to(param.dtype) == param, master, param.float())
-
-    def kept(self) -> Tensor:
-        """bool, by the mask that there is."""
-        if self.bucket.mask is None:
-            return torch.ones(self.numel, dtype=torch.bool, device=self.bucket.device)
-        return self.bucket.mask.kept(self.elements.start, self.elements.stop)
-
-    def chances(self, step: int) -> Tensor:
-        """int32: random numbers of 31 bits that hang on the parameter's name, the element and the step alone."""
-        digest = hashlib.sha256(f"{self.member.name} {step}".encode()).digest()
-        mixed = torch.arange(self.param_start, self.param_start + self.numel, device="cpu").to(self.bucket.device)
-        for shift in (0, 4, 8):
-            word = int.from_bytes(digest[shift : shift + 4], "little")
-            mixed = (mixed ^ (mixed >> 32) ^ word) * 0x9E3779B1 & 0xFFFFFFFF
-            mixed = mixed ^ (mixed >> 15)
-        return (mixed >> 1).to(torch.int32)
-
-
-def owned(buckets: Sequence[Bucket], members: Sequence[Member]) -> list[Own]:
-    """One for each of ``members``, in their order, with no elements where other ranks have them."""
-    found = {}
-    for index, bucket in enumerate(buckets):
-        rows = {segment.slot: segment for segment in bucket.own_segments}
-        for slot, member in enumerate(bucket.members):
-            if (segment := rows.get(slot)) is None:
-                found[member.number] = Own(index, bucket, slot, slice(0, 0), 0)
-            else:
-                elements = slice(segment.span.start, segment.span.stop)
-                found[member.number] = Own(index, bucket, slot, elements, segment.param_start)
+def owned(buckets: Sequence[Bucket], ranks: Ranks, members: Sequence[Member]) -> list[OneParam]:
+    """One for each of ``members``, in their order. No groups of experts: all ``ranks`` have them."""
+    found = {
+        member.number: OneParam(index, slot, bucket, ranks, ranks)
+        for index, bucket in enumerate(buckets)
+        for slot, member in enumerate(bucket.members)
+    }
     return [found[member.number] for member in members]
+
+
+def values_of(one: OneParam) -> Tensor:
+    """float32, of the elements here: what the update starts from, masters where they still round to their parameter."""
+    param = one.bucket.param_shard[one.own_elements]
+    if one.bucket.master is None:
+        return param.float()
+    master = one.bucket.master.values[one.own_elements]
+    if one.bucket.master.spec == REMAINDER:
+        return master_of(param, master)
+    return torch.where(master.to(param.dtype) == param, master, param.float())
+
+
+def kept_of(one: OneParam) -> Tensor:
+    """bool, of the elements here, by the mask that there is."""
+    if one.bucket.mask is None:
+        return torch.ones(one.own_numel, dtype=torch.bool, device=one.bucket.device)
+    return one.bucket.mask.kept(one.own_elements.start, one.own_elements.stop)
+
+
+def chances_of(one: OneParam, step: int) -> Tensor:
+    """int32: random numbers of 31 bits that hang on the parameter's name, the element and the step alone."""
+    digest = hashlib.sha256(f"{one.member.name} {step}".encode()).digest()
+    mixed = torch.arange(one.own_start, one.own_start + one.own_numel, device="cpu").to(one.bucket.device)
+    for shift in (0, 4, 8):
+        word = int.from_bytes(digest[shift : shift + 4], "little")
+        mixed = (mixed ^ (mixed >> 32) ^ word) * 0x9E3779B1 & 0xFFFFFFFF
+        mixed = mixed ^ (mixed >> 15)
+    return (mixed >> 1).to(torch.int32)

@@ -14,13 +14,13 @@ from zerox._C import Combine, Meeting
 from zerox.engine import Engine
 from zerox.memory.bucket import GradPart, Member
 from zerox.memory.flat import dense_strides, give_out
-from zerox.memory.mask import Mask
+from zerox.memory.mask import DTYPES, Mask
 from zerox.memory.one_param import OneParam
 from zerox.sparsity.choose import Pool, by_magnitude, by_pattern, by_renewal
 from zerox.sparsity.schedules import Schedule, at_once
 from zerox.sparsity.select import Keys, keys_of
-from zerox.sparsity.shards import Own, owned
-from zerox.sparsity.targets import DTYPES, matched
+from zerox.sparsity.shards import chances_of, kept_of, owned, values_of
+from zerox.sparsity.targets import matched
 from zerox.terms import check_pairs, words_of_calls
 
 SCOPES = ("tensor", "global")
@@ -30,7 +30,8 @@ class Sparsity:
     """Masks for parameters of an optimizer, one bit an element beside its state. Collective.
 
     A masked element is 0 in parameter, master and state after every ``step()``, whatever its gradient, and does not
-    count in the gradient's norm. Call :meth:`step` after each ``optimizer.step()``, on all ranks, and before
+    count in the gradient's norm. (What somebody writes into one stays until its parameter has a gradient in a step.)
+    Call :meth:`step` after each ``optimizer.step()``, on all ranks, and before
     ``zero_grad()``: it changes the masks when the schedule says so.
 
     Args:
@@ -64,7 +65,7 @@ class Sparsity:
     ) -> None:
         ranks = optimizer.inside.ranks
         self._optimizer = weakref.ref(optimizer)  # which holds this one
-        self.targets = dict(targets)
+        self.targets: dict[str, float | None] = dict(targets)  # None: the zeros that there were
         self.schedule = at_once() if schedule is None else schedule
         self.scope = scope
         self.pattern = pattern
@@ -77,8 +78,8 @@ class Sparsity:
         self.matched = {glob: [member.name for member in members] for glob, members in of_globs.items()}
         ranks.check_same([f"Sparsity of {self.matched}, {self.settings()}, schedule {self.schedule.name}"])
         self.count = 0  # of calls of step()
-        self._owns = owned(optimizer.inside.buckets, [m for members in of_globs.values() for m in members])
-        self._put([torch.ones_like(own.kept()) for own in self._owns])
+        self._owns = owned(optimizer.inside.buckets, ranks, [m for members in of_globs.values() for m in members])
+        self._put([torch.ones_like(kept_of(own)) for own in self._owns])
         optimizer._sparsity = self
         if self.schedule.changes(0):
             self._change()
@@ -91,7 +92,8 @@ class Sparsity:
         """
         never = Schedule("from zeros", lambda step: False, lambda step: 1.0)
         found = cls(optimizer, dict.fromkeys(names, 0.0), never)
-        found._take(lambda: [own.values() != 0 for own in found._owns])
+        found._take(lambda: [values_of(own) != 0 for own in found._owns])
+        found.targets = dict.fromkeys(names)
         return found
 
     @torch.no_grad()
@@ -112,10 +114,8 @@ class Sparsity:
         self.optimizer._settle(Meeting.FULL_STATE)
         found = {}
         for own in self._owns:
-            ranks = self.optimizer.inside.ranks
-            one = OneParam(own.index, own.slot, own.bucket, ranks, ranks)
-            part = own.kept().to(torch.uint8) if one.own_row is not None else None
-            found[own.member.name] = one.gathered(part, torch.uint8, "mask").bool()
+            part = kept_of(own).to(torch.uint8) if own.own_row is not None else None
+            found[own.member.name] = own.gathered(part, torch.uint8, "mask").bool()
         return found
 
     def sparsity(self) -> dict[str, float]:
@@ -189,14 +189,14 @@ class Sparsity:
         for own, kept in zip(self._owns, chosen, strict=True):
             if own.index not in whole:
                 whole[own.index] = torch.ones_like(own.bucket.param_shard, dtype=torch.bool)
-            whole[own.index][own.elements] = kept
+            whole[own.index][own.own_elements] = kept
             slots.setdefault(own.index, []).append(own.slot)
         for index, kept in whole.items():
-            self.optimizer.inside.buckets[index].take_mask(Mask(kept, slots[index]))
+            self.optimizer.inside.buckets[index].take_mask(Mask.of(kept, slots[index]))
         return list(whole)
 
     def _chosen(self) -> list[Tensor]:
-        kept = [own.kept() for own in self._owns]
+        kept = [kept_of(own) for own in self._owns]
         if self.pattern is not None:
             return [by_pattern(own, *self.pattern) for own in self._owns]
         pools = self._pools(self.schedule.part(self.count))
@@ -214,13 +214,13 @@ class Sparsity:
             for owns in [of_glob] if self.scope == "global" else [[place] for place in of_glob]:
                 numel = sum(self._owns[place].member.param.numel() for place in owns)
                 masked = sum(num_masked[place] for place in owns)
-                pools.append(Pool(owns, numel, masked, round(self.targets[glob] * part * numel)))
+                pools.append(Pool(owns, numel, masked, round((self.targets[glob] or 0.0) * part * numel)))
         return pools
 
     def _scores(self) -> list[Keys]:
         """What decides on growth, as keys: 0 for none."""
         if self.schedule.grows_by == "chance":
-            return [partial(own.chances, self.count) for own in self._owns]
+            return [partial(chances_of, own, self.count) for own in self._owns]
         grads = self.optimizer.inside.grads
         parts = {index: grads.parts(index) for index in {own.index for own in self._owns}}
         has_any = torch.tensor([sum(map(bool, parts.values()))], device="cpu")
@@ -234,7 +234,7 @@ class Sparsity:
 
     def _num_masked(self) -> list[int]:
         """Of each parameter, on all ranks together. Collective."""
-        counts = torch.tensor([int((~own.kept()).sum()) for own in self._owns], device="cpu")
+        counts = torch.tensor([int((~kept_of(own)).sum()) for own in self._owns], device="cpu")
         self._add_up(counts)
         return list(counts.tolist())
 
@@ -263,14 +263,14 @@ class Sparsity:
                 )
 
 
-def _gradient_keys(own: Own, parts: Sequence[GradPart]) -> Tensor:
+def _gradient_keys(own: OneParam, parts: Sequence[GradPart]) -> Tensor:
     """Of the mean gradient's elements, as zerox/sparsity/select.py has them; 0 for those that are not finite."""
-    grad = torch.zeros(own.numel, device=own.bucket.device)
+    grad = torch.zeros(own.own_numel, device=own.bucket.device)
     for part in parts:
-        first = max(own.elements.start, part.start)
-        last = min(own.elements.stop, part.start + part.grad.numel())
+        first = max(own.own_elements.start, part.start)
+        last = min(own.own_elements.stop, part.start + part.grad.numel())
         if first < last:
-            to = slice(first - own.elements.start, last - own.elements.start)
+            to = slice(first - own.own_elements.start, last - own.own_elements.start)
             grad[to] = part.grad[first - part.start : last - part.start]
     return keys_of(torch.where(grad - grad == 0, grad, 0.0))
 

@@ -5,15 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from fnmatch import fnmatchcase
 
-import torch
-
 from zerox.engine import Engine
 from zerox.memory.bucket import Member
+from zerox.memory.mask import stands_for
 from zerox.options import parameter_words
 from zerox.plan import combinations
 from zerox.plan.choices import MASKS, SPARSITY
 
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 MOST_NAMES = 8
 
 
@@ -30,7 +28,7 @@ def matched(optimizer: Engine, globs: Mapping[str, float]) -> dict[str, list[Mem
     for glob, value in globs.items():
         if not 0.0 <= value < 1.0:
             raise ValueError(f"Sparsity: {glob!r} asks for {value}: it must be at least 0 and less than 1")
-        found[glob] = [m for m in known if _takes(glob, m)]
+        found[glob] = [m for m in known if stands_for(glob, m.name, m.param)]
         if not found[glob]:
             raise ValueError(_nothing(glob, known))
         for member in found[glob]:
@@ -41,13 +39,6 @@ def matched(optimizer: Engine, globs: Mapping[str, float]) -> dict[str, list[Mem
                 )
             of[member.number] = glob
     return found
-
-
-def _takes(glob: str, member: Member) -> bool:
-    """A pattern stands for matrices and what has more dimensions: biases and norms only by their full name."""
-    if member.param.dtype not in DTYPES or member.param.dim() == 0:
-        return False
-    return member.name == glob or (member.param.dim() > 1 and fnmatchcase(member.name, glob))
 
 
 def _nothing(glob: str, known: list[Member]) -> str:

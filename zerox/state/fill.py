@@ -8,7 +8,6 @@ from torch import Tensor
 
 from zerox.memory.bucket import Bucket
 from zerox.memory.forms import convert_, master_of, remainder_of, rounding_to
-from zerox.memory.mask import Mask
 from zerox.memory.stored import Stored
 from zerox.plan.form import BLOCK_NUMEL
 from zerox.rules.rule import MASK, MASTER, MASTERS, REMAINDER
@@ -45,9 +44,7 @@ def fill_row(bucket: Bucket, row: int, parts: Mapping[str, Tensor], rest_anew: b
         elif rest_anew:
             start_anew(bucket, row, stored.spec.key)
     if bucket.mask is not None and MASK.key in parts:
-        whole = bucket.mask.kept()
-        whole[own] = parts[MASK.key].bool()
-        bucket.mask = Mask(whole, bucket.mask.slots)
+        bucket.mask = bucket.mask.replaced(own.start, parts[MASK.key].bool())
     masters = {spec.key: parts[spec.key] for spec in MASTERS if spec.key in parts}
     if bucket.master is None and masters:
         rounded["masters to the parameters' dtype"] = None
