@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +14,7 @@ from zerox.flow.inside import Inside
 from zerox.flow.residency import Residency
 from zerox.memory.bucket import Member
 from zerox.memory.grad_dtype import grad_dtype_of
+from zerox.memory.mask import num_bytes_of, stands_for
 from zerox.memory.pages import storage_bytes
 from zerox.memory.row_owners import most_rows
 from zerox.memory.row_table import is_sparse
@@ -28,6 +29,7 @@ from zerox.options import (
     parameter_words,
 )
 from zerox.plan.buckets import BucketPlan
+from zerox.plan.choices import MASKS, SPARSITY
 from zerox.plan.peak import AHEAD_IF_PACED, Flow, peak_alone, peak_of_sharded, peak_of_whole
 from zerox.plan.resident import resident_limit
 from zerox.plan.stage import SHARDED
@@ -44,7 +46,7 @@ class MemoryBytes:
     """Bytes on one rank.
 
     ``parameters``, ``gradients``, ``master`` and ``moments`` stay from step to step (gradients until zero_grad); with
-    a zerox.Sparsity ``memory_bytes()`` has its masks among ``moments``.
+    a zerox.Sparsity its masks are among ``moments``.
     ``exchange`` is the maximum of the buffers of buckets in flight. ``local_gradients`` is the maximum of gradients
     that have not left yet: all of them if the wire stalls, inside ``no_sync()``, or in stage 1. If the wire keeps up
     with backward, they take ``typical_local_gradients``: in stage 2 those of one bucket.
@@ -80,6 +82,7 @@ def estimate(
     local_world_size: int | None = None,
     mesh_shape: tuple[int, int] | None = None,
     rule: str = "adam",
+    masks: str | Iterable[str] = (),
     **options: Any,
 ) -> MemoryBytes:
     """Bytes per rank of training ``params`` with ``FusedShardedAdam(params, **options)`` over ``world_size`` ranks.
@@ -89,10 +92,12 @@ def estimate(
     ``exchange`` depend (with the backend's default of ZEROX_EXCHANGE). ``local_world_size``: how many ranks share a
     machine (None: all); over gloo these read each other's gradients, and need buffers only for the gradients of other
     ranks. ``mesh_shape``: (replicate, shard) of a mesh that ``process_group`` will be; one that is passed has its own.
-    ``process_group="alone"``: each rank trains by itself. Options that don't change memory (lr and so on) are
-    accepted. With ``optimizer_class=`` it is for ShardedOptimizer, and ``peak`` lacks what the class's own step()
-    allocates for a bucket at a time. Gradients of tables (``sparse=True`` in a param group) are not in it, since they
-    are as large as what batches name. Raises ValueError as the constructor does.
+    ``process_group="alone"``: each rank trains by itself. ``masks``: the names and patterns that a zerox.Sparsity will
+    have, for ``params`` with names: one bit for each element of the buckets that have such a parameter, among
+    ``moments``. Options that don't change memory (lr and so on) are accepted. With ``optimizer_class=`` it is for
+    ShardedOptimizer, and ``peak`` lacks what the class's own step() allocates for a bucket at a time. Gradients of
+    tables (``sparse=True`` in a param group) are not in it, since they are as large as what batches name. Raises
+    ValueError as the constructor does.
     """
     mesh_shape = check_group(options.get("process_group")) or mesh_shape
     if mesh_shape is not None and math.prod(mesh_shape) != world_size:
@@ -141,6 +146,9 @@ def estimate(
     for plan in chosen.plan(frozen, backend, world_size) if apart else ():
         first, tensor, *_ = frozen[plan.params[0]]
         parameters += parameters_of(plan, first, tensor.dtype)
+    masked = _masked([masks] if isinstance(masks, str) else masks, trained)
+    if masked:
+        chosen.check_pairs({"rule": rule, **options}, backend={backend}, **{MASKS: {SPARSITY}})
     master, moments = 0, sum(2 * most_rows(t.shape[0], world_size) * t.shape[1] * t.element_size() for t in tables)
     flows = []
     named = [(name, tensor, rules.of(group).name, chosen.divisor_of(group), ()) for name, tensor, group in trained]
@@ -152,6 +160,7 @@ def estimate(
         kept = of_bucket.wanted(groups)
         place = (plan.state_form, layout.shard_numel, on_host)
         moments += sum(stored_bytes(of_bucket, spec, *place) for spec in kept)
+        moments += num_bytes_of(layout.shard_numel) if masked.intersection(plan.params) else 0
         master += sum(stored_bytes(of_bucket, spec, *place) for spec in chosen.masters(dtype))
         wire = chosen.wire_dtype(dtype)
         grads = grad_dtype_of(tensors[plan.params[0]], chosen.accumulate_dtype)
@@ -200,6 +209,17 @@ def _chosen(rule: str, options: dict[str, Any]) -> tuple[OptimizerOptions, Rules
     check_foreign(cls, of_class)
     inner = InnerClass(cls, of_class, own.get("elementwise") is True, own.get("master_weights", "auto") is not None)
     return InnerOptions(**own, optimizer_class=full_name(cls)), inner.rules(), {}
+
+
+def _masked(globs: Iterable[str], trained: Sequence[tuple[str, torch.Tensor, Any]]) -> set[int]:
+    """The places in ``trained`` of what a zerox.Sparsity of these takes. ValueError for a name that takes nothing."""
+    found: set[int] = set()
+    for glob in globs:
+        places = [place for place, (name, tensor, _) in enumerate(trained) if stands_for(glob, name, tensor)]
+        if not places:
+            raise ValueError(f"masks: {glob!r} stands for no parameter that can be masked; are there names in params?")
+        found.update(places)
+    return found
 
 
 def _options_of(rules: Rules, group: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:

@@ -90,8 +90,29 @@ def weighs(rank: int, world: int) -> list[bool]:
     return [more == 512 * 512 // world // 8 + 4, optimizer.memory_bytes().moments == before]
 
 
-@pytest.mark.parametrize("function", [skips, accumulates, grows, weighs])
+def is_estimated(rank: int, world: int) -> list[bool]:
+    """In several buckets, of which one has no mask."""
+    found = []
+    for options in ({}, {"state_dtype": "8bit"}, {"bucket_cap_mb": 0.01}, {"stage": 3}):
+        module = model()
+        optimizer = optimizer_of(Case(), module, **options)
+        Sparsity(optimizer, TARGETS)
+        told = zerox.estimate(model().named_parameters(), world, masks=TARGETS, **options)
+        dense = zerox.estimate(model().named_parameters(), world, **options)
+        found.append(told.moments == optimizer.memory_bytes().moments)
+        found.append(told.peak - dense.peak == told.moments - dense.moments > 0)
+    return found
+
+
+@pytest.mark.parametrize("function", [skips, accumulates, grows, weighs, is_estimated])
 def test_masks_hold_beside(function: Callable[..., Any]) -> None:
     for found in run_ranks(function, 2):
         assert found
         assert all(found)
+
+
+def test_an_estimate_of_masks_that_can_t_be_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"masks: '\*.bias' stands for no parameter that can be masked"):
+        zerox.estimate(model().named_parameters(), 2, masks="*.bias")
+    with pytest.raises(NotImplementedError, match="does not go with ShardedOptimizer"):
+        zerox.estimate(model().named_parameters(), 2, masks="0.weight", optimizer_class=torch.optim.SGD, lr=0.1)
