@@ -117,7 +117,7 @@ def convert(args: argparse.Namespace) -> int:
 
     keys = (args.model_key, args.optimizer_key)
     try:
-        wrote = convert_file(args.source, args.target, args.weights, args.fp32, keys)
+        wrote = convert_file(args.source, args.target, args.weights, args.fp32, keys, args.masks)
     except (RuntimeError, ValueError, OSError, ImportError) as error:
         print(f"zerox convert: {' '.join(str(error).split())}", file=sys.stderr)  # one line, whatever torch says
         return 1
@@ -154,6 +154,7 @@ def parser() -> argparse.ArgumentParser:
     )
     command.add_argument("--weights", action="store_true", help="the model's state_dict() and nothing else")
     command.add_argument("--fp32", action="store_true", help="weights as their fp32 masters have them")
+    command.add_argument("--masks", action="store_true", help="masks of zerox.Sparsity beside weights, as NAME_mask")
     command.add_argument("--model-key", default="model", metavar="KEY", help="in the file (default: %(default)s)")
     command.add_argument("--optimizer-key", default="optimizer", metavar="KEY", help="(default: %(default)s)")
     command.set_defaults(run=convert)

@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import Tensor
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 import zerox
 from tests.ranks import run_ranks
@@ -130,3 +132,79 @@ def test_a_checkpoint_says_what_masks_it_has(tmp_path: Path) -> None:
     Sparsity(other, {"2.weight": 0.5})
     with pytest.raises(CheckpointError, match=r"saved with targets=\{'0.weight': 0.5\}, and here it is \{'2.weight'"):
         zerox.load(tmp_path / "masked", other_module, other)
+
+
+def saved_by_dcp(rank: int, world: int, case: Case, folder: Path) -> dict[str, Any]:
+    module = model()
+    optimizer = optimizer_of(case, module)
+    sparsity = case.sparsity(optimizer)
+    steps(rank, world, module, optimizer, sparsity, range(5), torch.float32)
+    weights, state = get_state_dict(module, optimizer)
+    dcp.save({"model": weights, "optimizer": state, "sparsity": sparsity.state_dict()}, checkpoint_id=folder)
+    masks = sparsity.masks()
+    steps(rank, world, module, optimizer, sparsity, range(5, 9), torch.float32)
+    return {"masks": masks, "later": params_of(module), "later masks": sparsity.masks()}
+
+
+def loaded_by_dcp(rank: int, world: int, case: Case, folder: Path) -> dict[str, Any]:
+    module = model()
+    optimizer = optimizer_of(case, module, bucket_cap_mb=0.01)
+    sparsity = case.sparsity(optimizer)
+    weights, state = get_state_dict(module, optimizer)
+    found: dict[str, Any] = {"model": weights, "optimizer": state, "sparsity": sparsity.state_dict()}
+    dcp.load(found, checkpoint_id=folder)
+    set_state_dict(module, optimizer, model_state_dict=found["model"], optim_state_dict=found["optimizer"])
+    sparsity.load_state_dict(found["sparsity"])
+    masks = sparsity.masks()
+    steps(rank, world, module, optimizer, sparsity, range(5, 9), torch.float32)
+    return {"masks": masks, "later": params_of(module), "later masks": sparsity.masks()}
+
+
+@pytest.mark.parametrize(("saved_on", "loaded_on"), [(2, 1), (1, 2), (2, 4)])
+def test_torch_s_distributed_checkpoints_have_masks(saved_on: int, loaded_on: int, tmp_path: Path) -> None:
+    case = CASES["fp32"]
+    before = run_ranks(saved_by_dcp, saved_on, case, tmp_path)[0]
+    for after in run_ranks(loaded_by_dcp, loaded_on, case, tmp_path):
+        for what in before:
+            same(after[what], before[what])
+
+
+def unfrozen_later(folder: Path) -> tuple[Any, Any]:
+    """A checkpoint from before "2.weight" was masked, and what now has a mask for it."""
+    module = model()
+    module[2].weight.requires_grad_(False)
+    optimizer = optimizer_of(Case(), module)
+    Sparsity(optimizer, {"*.weight": 0.5})
+    zerox.save(folder, module, optimizer)
+    other = model()
+    again = optimizer_of(Case(), other)
+    Sparsity(again, {"*.weight": 0.5})
+    return other, again
+
+
+def test_a_mask_that_a_checkpoint_lacks_or_that_nobody_has_is_told(tmp_path: Path) -> None:
+    module, optimizer = unfrozen_later(tmp_path / "frozen")
+    with pytest.raises(CheckpointError, match=r"missing: optimizer\.2\.weight\.mask"):
+        zerox.load(tmp_path / "frozen", module, optimizer)
+    zerox.save(tmp_path / "more", module, optimizer)
+    fewer = optimizer_of(Case(), less := model())
+    sparsity = Sparsity(fewer, {"[04].weight": 0.5})
+    sparsity.targets = {"*.weight": 0.5}  # as of a pattern that found less here
+    with pytest.raises(CheckpointError, match=r"2\.weight\.mask was saved, and the zerox.Sparsity that there is has"):
+        zerox.load(tmp_path / "more", less, fewer)
+
+
+def test_a_pruned_model_s_checkpoint_says_so_and_loads(tmp_path: Path) -> None:
+    module = model()
+    module[0].weight.data[:, ::3] = 0
+    optimizer = optimizer_of(Case(), module)
+    sparsity = Sparsity.from_zeros(optimizer, ["0.weight"])
+    zerox.save(tmp_path / "x", module, optimizer)
+    other = optimizer_of(Case(), dense := model())
+    with pytest.raises(CheckpointError, match=r"masks of zerox.Sparsity.from_zeros\(optimizer, \['0.weight'\]\)"):
+        zerox.load(tmp_path / "x", dense, other)
+    again = Sparsity.from_zeros(other, ["0.weight"])  # of which there are none yet
+    zerox.load(tmp_path / "x", dense, other)
+    same(again.masks(), sparsity.masks())
+    assert again.sparsity()["0.weight"] > 0.3
+    assert not dense[0].weight[:, ::3].any()

@@ -12,6 +12,8 @@ from torch import Tensor
 
 from zerox.checkpoint.everyone import Everyone
 from zerox.checkpoint.from_torch import EXTRA, read_torch_file
+from zerox.checkpoint.manifest import CheckpointError
+from zerox.checkpoint.masks import MASKS, SPARSITY
 from zerox.checkpoint.names import MODEL, OPTIMIZER
 from zerox.checkpoint.store import Opened, open_checkpoint, write
 from zerox.checkpoint.writer import save_object
@@ -30,16 +32,20 @@ SPECS = {spec.key: spec for rule in KNOWN.values() for spec in rule.states}
 WHATS = (STEP, MASK.key, *(spec.key for spec in MASTERS), *SPECS, *(key + SCALE for key in SPECS))
 
 
-def convert_file(source: Path, target: Path, weights: bool, fp32: bool, keys: tuple[str, str]) -> str:
+def convert_file(
+    source: Path, target: Path, weights: bool, fp32: bool, keys: tuple[str, str], masks: bool = False
+) -> str:
     """Returns a line about what it wrote. ``keys``: of the model and of the optimizer in a file of torch.save.
+
+    ``masks``: those of a zerox.Sparsity beside the weights, which have its zeros in any case.
 
     Raises CheckpointError for a source that does not fit, FileExistsError rather than overwrite.
     """
     if os.path.lexists(target):
         raise FileExistsError(f"{target} exists, and nothing is overwritten: choose another name")
     if not source.is_dir():
-        if weights or fp32:
-            raise ValueError("--weights and --fp32 are for a checkpoint's folder")
+        if weights or fp32 or masks:
+            raise ValueError("--weights, --fp32 and --masks are for a checkpoint's folder")
         if target.suffix in FILES:
             raise ValueError(
                 f"{source} is a file, of which a checkpoint's folder is made, and {target} is the name of a file: give "
@@ -50,21 +56,49 @@ def convert_file(source: Path, target: Path, weights: bool, fp32: bool, keys: tu
         return f"wrote {target}, a checkpoint of {len(tensors)} tensors"
     if not target.parent.is_dir():
         raise FileNotFoundError(f"{target.parent}, where {target.name} is to be, is no folder")
+    if masks and not (weights or target.suffix == SAFETENSORS):
+        raise ValueError("--masks is for a file of weights: the optimizer's state has its masks without it")
     opened = open_checkpoint(source, Everyone())
     with Everyone().failing_together(f"{source} could not be converted"):
-        return _to_file(opened, target, weights, fp32, keys)
+        if weights or target.suffix == SAFETENSORS:
+            return _weights_to_file(opened, target, fp32, masks)
+        return _to_file(opened, target, fp32, keys)
 
 
-def _to_file(opened: Opened, target: Path, weights: bool, fp32: bool, keys: tuple[str, str]) -> str:
+def _weights_to_file(opened: Opened, target: Path, fp32: bool, masks: bool) -> str:
     saved, host = _read(opened, MODEL), opened.host()
     tensors = {**saved, **(_in_fp32(opened, saved) if fp32 else {})}
     plain = {name.removeprefix(MODEL): tensor for name, tensor in tensors.items()}
+    if masks:
+        plain |= _masks_beside(opened, plain)
     if target.suffix == SAFETENSORS:
-        return _put(target, plain, _save_safetensors)
-    if weights:
-        return _put(target, {**plain, **host["model"]}, _save_torch)
+        wrote = _put(target, plain, _save_safetensors)
+    else:
+        wrote = _put(target, {**plain, **host["model"]}, _save_torch)
+    left_out = "; its masks are left out, and --masks writes them beside the weights"
+    return wrote + (left_out if SPARSITY in host and not masks else "")
+
+
+def _masks_beside(opened: Opened, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """bool, True where an element is kept, as ``weight_mask`` beside ``weight``."""
+    found = {}
+    for key, kept in _read(opened, OPTIMIZER, (f".{MASK.key}",)).items():
+        found[key.removeprefix(OPTIMIZER).removesuffix(f".{MASK.key}") + MASKS] = kept.bool()
+    if not found:
+        raise CheckpointError("it has no masks to write with --masks")
+    if taken := found.keys() & weights.keys():
+        raise CheckpointError(f"the model has a tensor {min(taken)} of its own, where --masks would write a mask")
+    return found
+
+
+def _to_file(opened: Opened, target: Path, fp32: bool, keys: tuple[str, str]) -> str:
+    saved, host = _read(opened, MODEL), opened.host()
+    tensors = {**saved, **(_in_fp32(opened, saved) if fp32 else {})}
+    plain = {name.removeprefix(MODEL): tensor for name, tensor in tensors.items()}
     state = _torch_state(opened, saved, host)
-    return _put(target, {keys[0]: {**plain, **host["model"]}, keys[1]: state, EXTRA: host["extra"]}, _save_torch)
+    masks = {SPARSITY: host[SPARSITY]} if SPARSITY in host else {}
+    content = {keys[0]: {**plain, **host["model"]}, keys[1]: state, EXTRA: host["extra"], **masks}
+    return _put(target, content, _save_torch)
 
 
 def _put(target: Path, content: Any, save: Callable[[Any, Path], Any]) -> str:

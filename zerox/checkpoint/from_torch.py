@@ -14,11 +14,12 @@ from torch import Tensor
 
 from zerox.checkpoint.groups import NOT_OPTIONS
 from zerox.checkpoint.manifest import CheckpointError, some
+from zerox.checkpoint.masks import SPARSITY
 from zerox.checkpoint.names import MODEL, OPTIMIZER
 from zerox.checkpoint.reader import loaded
 from zerox.rules.known import KNOWN, rules_of
 from zerox.rules.of_groups import RULE
-from zerox.rules.rule import MASTER, Rule
+from zerox.rules.rule import MASK, MASTER, Rule
 from zerox.state.sliced_state import STEP
 
 EXTRA = "extra"
@@ -41,6 +42,7 @@ def read_torch_file(source: Path, model_key: str, optimizer_key: str) -> tuple[d
     weights, state = content[model_key], content[optimizer_key]
     _check_form(source, model_key, weights, optimizer_key, state)
     rest = {key: value for key, value in content.items() if key not in (model_key, optimizer_key)}
+    masks = _masks_of(source, state["state"], rest)
     names = _names_of(source, weights, state)
     rules = _rules_of(source, state["param_groups"])
     _check_state(source, names, rules, state["state"])
@@ -61,7 +63,20 @@ def read_torch_file(source: Path, model_key: str, optimizer_key: str) -> tuple[d
         groups.append({RULE: rule.name, **off, **options, "names": [names[number] for number in group["params"]]})
     others = {name: value for name, value in weights.items() if not isinstance(value, Tensor)}
     extra = rest[EXTRA] if set(rest) == {EXTRA} else rest or None
-    return tensors, {"groups": groups, "memory_order": {}, "model": others, "extra": extra}
+    return tensors, {"groups": groups, "memory_order": {}, "model": others, "extra": extra, **masks}
+
+
+def _masks_of(source: Path, state: Mapping[int, dict[str, Any]], rest: dict[str, Any]) -> dict[str, Any]:
+    """What the Sparsity of its masks was, taken out of ``rest``. CheckpointError for masks without it."""
+    if not any(own.get(MASK.key) is not None for own in state.values()):
+        return {}
+    found = rest.pop(SPARSITY, None)
+    if not isinstance(found, dict) or not {"targets", "count"} <= found.keys():
+        raise CheckpointError(
+            f"{source} has masks, and not of which zerox.Sparsity: put the state_dict() of that one beside the "
+            f"optimizer's, as '{SPARSITY}'"
+        )
+    return {SPARSITY: found}
 
 
 def _check_form(source: Path, model_key: str, weights: Any, optimizer_key: str, state: Any) -> None:
@@ -104,7 +119,7 @@ def _check_state(
             raise CheckpointError(f"{source} has state of parameter {number}, which no param group has")
         rule = rules[number]
         needed = [STEP] * rule.keeps_step + [spec.key for spec in rule.states if not spec.when]
-        known = [STEP, *(spec.key for spec in rule.states), MASTER.key]
+        known = [STEP, *(spec.key for spec in rule.states), MASTER.key, MASK.key]
         missing = [what for what in needed if what not in own]
         unknown = [str(what) for what in own if what not in known]
         if missing or unknown:

@@ -39,6 +39,7 @@ class SavedState:
         self.group_of = {name: group for group in host["groups"] for name in group["names"]}
         self.tables = SavedTables(optimizer.inside.tables, names, saved, self.group_of)
         trained = {id(member.param) for bucket in self.buckets for member in bucket.members}
+        self.masked = {b.members[slot].number for b in self.buckets if b.mask is not None for slot in b.mask.slots}
         self.trained = [member for member in optimizer.inside.members if id(member.param) in trained]
         for member in self.trained:
             if (group := self.group_of.get(names[member.number])) is not None:
@@ -61,6 +62,8 @@ class SavedState:
 
     def _needed(self, member: Member) -> Iterator[str]:
         group = self.group_of.get(self.names[member.number])
+        if member.number in self.masked and member.param.numel():
+            yield MASK.key  # without it, the weights that are loaded would lose what some other mask says
         if not self._was_saved(member) and group is not None:
             return  # it was frozen, or had no gradient yet: its state starts now
         yield STEP
@@ -100,6 +103,8 @@ class SavedState:
                     found.append(f"{key} was saved as {list(then.size)}, and is {list(shape)}")
                 elif dtype not in dtypes:
                     found.append(f"{key} was saved as {dtype}, and can be {' or '.join(map(str, dtypes))}")
+                elif what == MASK.key and member.number not in self.masked:
+                    found.append(f"{key} was saved, and the zerox.Sparsity that there is has no mask for it")
                 elif what == REMAINDER.key and member.param.dtype is not torch.bfloat16:
                     found.append(f"{key} is for a torch.bfloat16 parameter, and the parameter is {member.param.dtype}")
         return found
