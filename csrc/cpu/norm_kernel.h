@@ -81,7 +81,7 @@ void norm(Norm kind, DType dtype, const void* values, int64_t numel, KeptBits ke
     alignas(64) T counted[kNormBlock];
     if (!kept.has_all()) {
       for_each_vector<T>(count, [&](auto lane, int64_t i) ZX_LAMBDA {
-        keep_lanes(decltype(lane)::load(block + i), kept.word(start + i)).store(counted + i);
+        Kept<decltype(lane)>(kept.from(start), i)(decltype(lane)::load(block + i)).store(counted + i);
       });
       block = counted;
     }

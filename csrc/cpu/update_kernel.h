@@ -114,18 +114,17 @@ ZX_HD void update_lanes(const Step& step, V grad, Lanes<V, N>& lanes) {
 template <class Rule, class T, int N, class Where, class State, class Grad>
 ZX_HD void update_loop(const typename Rule::template Step<T>& step, Where where, State& state, const Grad* grad,
                        KeptBits kept, int64_t first, int64_t numel) {
+  const KeptBits own = kept.from(first);
   for_each_vector<T>(numel, [&](auto lane, int64_t i) ZX_LAMBDA {
     using V = decltype(lane);
     Lanes<V, N> lanes{where.template load<V>(first + i), {}};
     state.load(lanes, i);
-    V mean = load_grad<V>(grad, first + i);
-    if (State::kSharesScale && !kept.has_all()) {
-      const uint32_t bits = kept.word(first + i);
-      mean = keep_lanes(mean, bits);
-      keep_lanes(lanes, bits);
+    update_lanes<Rule, Where>(step, load_grad<V>(grad, first + i), lanes);
+    if (!own.has_all()) {
+      const Kept<V> keep(own, i);
+      lanes.param = keep(lanes.param);
+      keep_states(lanes, keep);
     }
-    update_lanes<Rule, Where>(step, mean, lanes);
-    if (!kept.has_all()) keep_lanes(lanes, kept.word(first + i));
     where.store(lanes.param, first + i);
     state.store(lanes, i);
   });
@@ -153,6 +152,7 @@ ZX_HD V new_param(const Step& step, const Lanes<V, N>& lanes) {
 #if defined(ZX_HAS_VECTORS)
 // kCount vectors whose states are stored in bf16. Rounding takes as long as the rest of an update, but not the unit
 // that divides: in one loop with the update, and in groups whose vectors don't wait for each other, they overlap.
+// `state` and `kept` count from element `first` of the span.
 template <class Rule, int N, int kCount, class Where, class Grad>
 ZX_HD void update_group(const typename Rule::template Step<float>& step, Where where, const Bf16State<Rule, N>& state,
                         const Grad* grad, KeptBits kept, int64_t first, int64_t i) {
@@ -166,17 +166,17 @@ ZX_HD void update_group(const typename Rule::template Step<float>& step, Where w
     update_states<Rule>(step, load_grad<VecF>(grad, first + at), lanes[v]);
     if (!kept.has_all()) {
       Lanes<VecF, N> stored = lanes[v];
-      keep_lanes(stored, kept.word(first + at));
+      keep_states(stored, Kept<VecF>(kept, at));
       state.store(stored, random[v], at);
     } else {
       state.store(lanes[v], random[v], at);
     }
   }
   for (int v = 0; v < kCount; ++v) {
-    const int64_t at = first + i + v * VecF::kLanes;
+    const int64_t at = i + v * VecF::kLanes;
     VecF param = new_param<Rule>(step, lanes[v]);
-    if (!kept.has_all()) param = keep_lanes(param, kept.word(at));
-    where.store(param, at);
+    if (!kept.has_all()) param = Kept<VecF>(kept, at)(param);
+    where.store(param, first + at);
   }
 }
 #endif
@@ -184,7 +184,8 @@ ZX_HD void update_group(const typename Rule::template Step<float>& step, Where w
 // `state` counts from element `first` of the span.
 template <class Rule, int N, class Where, class Grad>
 ZX_HD void update_bf16(const typename Rule::template Step<float>& step, Where where, const Bf16State<Rule, N>& state,
-                       const Grad* grad, KeptBits kept, int64_t first, int64_t numel) {
+                       const Grad* grad, KeptBits of_span, int64_t first, int64_t numel) {
+  const KeptBits kept = of_span.from(first);
   int64_t i = 0;
 #if defined(ZX_HAS_VECTORS)
   constexpr int kMany = 4;
@@ -199,7 +200,11 @@ ZX_HD void update_bf16(const typename Rule::template Step<float>& step, Where wh
     Lanes<Lane, N> lane{where.template load<Lane>(first + i), {}};
     state.load(lane, i);
     Rule::update(step, load_grad<Lane>(grad, first + i), lane);
-    if (!kept.has_all()) keep_lanes(lane, kept.word(first + i));
+    if (!kept.has_all()) {
+      const Kept<Lane> keep(kept, i);
+      lane.param = keep(lane.param);
+      keep_states(lane, keep);
+    }
     where.store(lane.param, first + i);
     const uint32_t element = state.element + static_cast<uint32_t>(i);
     state.store(lane, mix32(mix32(element ^ state.first) ^ state.second), i);

@@ -3,10 +3,9 @@
 // Note [Masks]
 // An update clears what its mask does not keep: the parameter, its master and its states become +0, after the rule has
 // had its way with them. So no rule has to know of masks, whatever it makes of zeros (0 / 0, where eps is 0), and what
-// a caller has written into a masked element is gone after the next step. States that share a scale are the one place
-// where this is not enough: there the gradient counts as 0 before the rule sees it, or what is cleared later would have
-// its part in the scale. Norms are those of the kept elements. The gradient itself stays as it landed, since a mask
-// that changes asks where it is large.
+// a caller has written into a masked element is gone after the next step. States that share a scale are cleared before
+// their block's scale is found: what is cleared has no part in it. Norms are those of the kept elements. The gradient
+// itself stays as it landed, since a mask that changes asks where it is large.
 #pragma once
 
 #include <cstdint>
@@ -27,10 +26,16 @@ struct KeptBits {
   ZX_HD KeptBits from(int64_t element) const { return {bits, first + element}; }
   // Those of up to 25 elements from i on: the lowest bits.
   ZX_HD uint32_t word(int64_t i) const {
-    uint32_t bytes = 0;
-    memcpy(&bytes, bits + (first + i) / 8, sizeof(bytes));
-    return bytes >> ((first + i) % 8);
+    const KeptBits there = from(i);
+    return there.bytes_of(0) >> there.shift();
   }
+  // The same for an i that is a multiple of 8, but from bit shift() on, which a loop over i needs to know only once.
+  ZX_HD uint32_t bytes_of(int64_t i) const {
+    uint32_t bytes = 0;
+    memcpy(&bytes, bits + static_cast<uint64_t>(first) / 8 + static_cast<uint64_t>(i) / 8, sizeof(bytes));
+    return bytes;
+  }
+  ZX_HD unsigned shift() const { return static_cast<unsigned>(first) % 8; }
   // Of N neighbours from element i on, whose bits lie in one byte: the lowest N bits.
   ZX_HD unsigned neighbours(int64_t i) const {
     const int64_t bit = first + i;
