@@ -14,7 +14,6 @@ from typing import Any
 import torch
 
 from zerox._C import Meeting, Outcome
-from zerox.estimate import MemoryBytes, measured
 from zerox.flow.bucket_plans import plan_trained
 from zerox.flow.capture import is_capturing
 from zerox.flow.grad_calls import READ_THE_MEAN, GradCalls
@@ -22,6 +21,7 @@ from zerox.flow.grad_scale import GradScale
 from zerox.flow.grads import Grads
 from zerox.flow.inside import Inside
 from zerox.flow.join import digest_of
+from zerox.flow.memory_bytes import MemoryBytes, measured
 from zerox.flow.one_gradient import OneGradient
 from zerox.flow.overlap_gather import NOTHING_TO_HIDE, GatherOverlap
 from zerox.flow.params import ParamGather

@@ -1,18 +1,15 @@
-"""Bytes per rank by category: by formula here, from the real storages in FusedShardedAdam.memory_bytes()."""
+"""Bytes per rank by category, by formula: zerox/flow/memory_bytes.py has them from the real storages."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 
-from zerox.flow.inside import Inside
-from zerox.flow.residency import Residency
-from zerox.memory.bucket import Member
+from zerox.flow.memory_bytes import MemoryBytes
 from zerox.memory.grad_dtype import grad_dtype_of
 from zerox.memory.mask import num_bytes_of, stands_for
 from zerox.memory.pages import storage_bytes
@@ -29,49 +26,16 @@ from zerox.options import (
     parameter_words,
 )
 from zerox.plan.buckets import BucketPlan
-from zerox.plan.choices import MASKS, SPARSITY
+from zerox.plan.choices import MASKS, SPARSITY, SUB_GROUP, TEAM
 from zerox.plan.peak import AHEAD_IF_PACED, Flow, peak_alone, peak_of_sharded, peak_of_whole
 from zerox.plan.resident import resident_limit
 from zerox.plan.stage import SHARDED
 from zerox.ranks.dtensors import local_of
-from zerox.ranks.process_group import ALONE, check_group
+from zerox.ranks.process_group import ALONE, check_group, chosen_group
+from zerox.ranks.teams import OF_GROUP
 from zerox.rules.inner import InnerClass, full_name
 from zerox.rules.known import rules_of
 from zerox.rules.of_groups import Rules
-from zerox.rules.rule import MASTERS
-
-
-@dataclass(frozen=True)
-class MemoryBytes:
-    """Bytes on one rank.
-
-    ``parameters``, ``gradients``, ``master`` and ``moments`` stay from step to step (gradients until zero_grad); with
-    a zerox.Sparsity its masks are among ``moments``.
-    ``exchange`` is the maximum of the buffers of buckets in flight. ``local_gradients`` is the maximum of gradients
-    that have not left yet: all of them if the wire stalls, inside ``no_sync()``, or in stage 1. If the wire keeps up
-    with backward, they take ``typical_local_gradients``: in stage 2 those of one bucket.
-
-    ``peak`` is the maximum of all together if the wire stalls, ``typical_peak`` if it keeps up, from ``zero_grad()``
-    through one backward to the end of ``step()``, without the model's activations. In stage 3 backward waits for the
-    wire, so ``peak`` is little more: it holds for ranks that come within two seconds of each other. Both are less than
-    the sum of the maxima above, which don't coincide; over nccl, where streams decide when memory is free, ``peak`` is
-    that sum.
-    """
-
-    parameters: int
-    gradients: int
-    master: int
-    moments: int
-    exchange: int = 0
-    local_gradients: int = 0
-    typical_local_gradients: int = 0
-    peak: int = 0
-    typical_peak: int = 0
-
-    @property
-    def lasting(self) -> int:
-        """What stays from step to step."""
-        return self.parameters + self.gradients + self.master + self.moments
 
 
 def estimate(
@@ -94,7 +58,8 @@ def estimate(
     ranks. ``mesh_shape``: (replicate, shard) of a mesh that ``process_group`` will be; one that is passed has its own.
     ``process_group="alone"``: each rank trains by itself. ``masks``: the names and patterns that a zerox.Sparsity will
     have, for ``params`` with names: one bit for each element of the buckets that have such a parameter, among
-    ``moments``. Options that don't change memory (lr and so on) are accepted. With ``optimizer_class=`` it is for
+    ``moments``. A param group's ``process_group``, as experts have one, may be the number of ranks that it will have.
+    Options that don't change memory (lr and so on) are accepted. With ``optimizer_class=`` it is for
     ShardedOptimizer, and ``peak`` lacks what the class's own step() allocates for a bucket at a time. Gradients of
     tables (``sparse=True`` in a param group) are not in it, since they are as large as what batches name. Raises
     ValueError as the constructor does.
@@ -123,7 +88,11 @@ def estimate(
     trained = [each for each in trained if not is_sparse(each[2])]
     tensors = [tensor for _, tensor, _ in trained]
     dtypes = parameter_words(tensor.dtype for tensor in tensors)
-    chosen.check_pairs({"rule": rule, **options}, parameters=dtypes, backend={backend})
+    sizes = [_team_size(group.get(OF_GROUP), world_size) for _, _, group in trained]
+    facts: dict[str, Collection[str]] = {"parameters": dtypes, "backend": {backend}}
+    if any(size != world_size for size in sizes):
+        facts |= {TEAM: {SUB_GROUP}, "process_group": {"a group" if mesh_shape is None else "a 2-D mesh"}}
+    chosen.check_pairs({"rule": rule, **options}, **facts)
 
     on_host = backend == "gloo" and all(tensor.device.type in ("cpu", "meta") for tensor in tensors)
     sharded = chosen.stage_plan.grads is SHARDED
@@ -148,11 +117,12 @@ def estimate(
         parameters += parameters_of(plan, first, tensor.dtype)
     masked = _masked([masks] if isinstance(masks, str) else masks, trained)
     if masked:
-        chosen.check_pairs({"rule": rule, **options}, backend={backend}, **{MASKS: {SPARSITY}})
+        chosen.check_pairs({"rule": rule, **options}, **facts, **{MASKS: {SPARSITY}})
     master, moments = 0, sum(2 * most_rows(t.shape[0], world_size) * t.shape[1] * t.element_size() for t in tables)
     flows = []
     named = [(name, tensor, rules.of(group).name, chosen.divisor_of(group), ()) for name, tensor, group in trained]
-    for plan in chosen.plan(named, backend, world_size):
+    for plan in (plan for size in set(sizes) for plan in _plans_of(size, sizes, named, backend, chosen)):
+        size = plan.layout.world_size
         layout, dtype = plan.layout, tensors[plan.params[0]].dtype
         parameters += parameters_of(plan, trained[plan.params[0]][0], dtype)
         groups = [trained[index][2] for index in plan.params]
@@ -164,14 +134,15 @@ def estimate(
         master += sum(stored_bytes(of_bucket, spec, *place) for spec in chosen.masters(dtype))
         wire = chosen.wire_dtype(dtype)
         grads = grad_dtype_of(tensors[plan.params[0]], chosen.accumulate_dtype)
-        divided_alone = world_size == 1 and chosen.divisor_of(groups[0]) not in (None, 1.0)
+        divided_alone = size == 1 and chosen.divisor_of(groups[0]) not in (None, 1.0)
         straight = plan.num_straight if stay and wire == grads and not divided_alone else 0
-        flow = _flow(plan, grads, wire, 0 if mesh_shape else straight)
+        flow = _flow(plan, grads, wire, 0 if mesh_shape else straight, alone=world_size == 1)
         if mesh_shape is None:
-            received, landing = _received(plan, wire, backend, world_size - near), 0
+            beside = near if size == world_size else size if near == world_size else 1  # of a team perhaps nobody else
+            received, landing = _received(plan, wire, backend, size - beside), 0
         else:
             received, landing = _on_mesh(plan, wire, backend, mesh_shape, near)
-        flows.append(dataclasses.replace(flow, received=received if world_size > 1 else 0, landing=landing))
+        flows.append(dataclasses.replace(flow, received=received if size > 1 else 0, landing=landing))
 
     parameters += int(min(resident_limit(whole, chosen.resident_mb), sum(nbytes for _, nbytes in whole)))
     local = [flow.local for flow in flows]
@@ -211,6 +182,32 @@ def _chosen(rule: str, options: dict[str, Any]) -> tuple[OptimizerOptions, Rules
     return InnerOptions(**own, optimizer_class=full_name(cls)), inner.rules(), {}
 
 
+def _team_size(given: Any, world_size: int) -> int:
+    """Of the ranks that have a param group. ``given``: its ``process_group``, or how many ranks that will have."""
+    if given is None:
+        return world_size
+    if isinstance(given, int):
+        size = given
+    else:
+        check_group(given)
+        group = chosen_group(given)
+        size = 1 if group is None else group.size()
+    if not (1 <= size <= world_size and world_size % size == 0):
+        raise ValueError(
+            f"a param group's process_group can't have {size} of {world_size} ranks: all teams are as large"
+        )
+    return size
+
+
+def _plans_of(
+    size: int, sizes: Sequence[int], named: Sequence[Any], backend: str, chosen: OptimizerOptions
+) -> Iterator[BucketPlan]:
+    """Of the parameters that so many ranks have."""
+    places = [place for place, each in enumerate(sizes) if each == size]
+    for plan in chosen.plan([named[place] for place in places], backend, size):
+        yield dataclasses.replace(plan, params=tuple(places[place] for place in plan.params))
+
+
 def _masked(globs: Iterable[str], trained: Sequence[tuple[str, torch.Tensor, Any]]) -> set[int]:
     """The places in ``trained`` of what a zerox.Sparsity of these takes. ValueError for a name that takes nothing."""
     found: set[int] = set()
@@ -229,9 +226,8 @@ def _options_of(rules: Rules, group: dict[str, Any], options: dict[str, Any]) ->
     return {**rules.of(found).defaults, **(options if rules.of(found) is rules.default else {}), **found}
 
 
-def _flow(plan: BucketPlan, grads: torch.dtype, wire: torch.dtype, num_straight: int) -> Flow:
+def _flow(plan: BucketPlan, grads: torch.dtype, wire: torch.dtype, num_straight: int, alone: bool) -> Flow:
     layout = plan.layout
-    alone = layout.world_size == 1
     shard = layout.shard_numel * wire.itemsize
     flat = layout.world_size * _slice_numel(plan) * wire.itemsize - layout.end_of(num_straight) * wire.itemsize
     straight = sum(layout.numels[:num_straight]) * grads.itemsize
@@ -278,37 +274,3 @@ def _peak(flows: list[Flow], world_size: int, sharded: bool, ahead: int | None) 
     if world_size == 1:
         return peak_alone(flows, sharded)
     return peak_of_sharded(flows, ahead) if sharded else peak_of_whole(flows, stalled=ahead != 0)
-
-
-def measured(inside: Inside) -> MemoryBytes:
-    """Bytes of the storages that this rank holds, once everything in flight has landed."""
-    inside.manager.flights.await_landed()
-    moved = [inside.buckets[index].members[slot] for index, slot in inside.grads.moved()]
-    tables = {id(table.param) for table in inside.tables}
-    dense = [member for member in inside.members if id(member.param) not in tables]
-    whole = [] if inside.grads.sharded else [local_of(member.param.grad) for member in dense]
-    of_tables = [values for table in inside.tables for values in table.state.values()]
-    state = [stored for bucket in inside.buckets for stored in bucket.state.values()]
-    masters = [stored for stored in state if stored.spec in MASTERS]
-    others = [stored for stored in state if stored.spec not in MASTERS]
-    masks = [bucket.mask.bits for bucket in inside.buckets if bucket.mask is not None]
-    return MemoryBytes(
-        parameters=_parameters(inside, moved),
-        gradients=_bytes_of([*whole, *inside.grads.landed(), *inside.calls.row_grads.tensors()]),
-        master=_bytes_of(tensor for stored in masters for tensor in stored.tensors().values()),
-        moments=_bytes_of([*masks, *of_tables, *(t for stored in others for t in stored.tensors().values())]),
-    )
-
-
-def _parameters(inside: Inside, moved: list[Member]) -> int:
-    if isinstance(inside.gather, Residency):
-        shards = [each.buffer.own for each in inside.gather.all]
-        return _bytes_of([*shards, *(m.local for m in moved)]) + inside.gather.residents.room_bytes
-    alone = [*(m.local for m in inside.frozen + moved), *(table.param for table in inside.tables)]
-    return _bytes_of([*(bucket.buffer.flat for bucket in inside.buckets), *alone])
-
-
-def _bytes_of(tensors: Iterable[torch.Tensor | None]) -> int:
-    """Bytes of the storages behind these tensors, each counted once."""
-    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors if t is not None}
-    return sum(storages.values())
