@@ -18,7 +18,7 @@ from tests.ranks import Once
 from zerox import FusedShardedAdam, ShardedOptimizer
 
 Groups = dict[tuple[int, ...], Any]
-OF_GROUP = "a sub-group as process_group of a param group"
+OF_GROUP = "a param group on a sub-group"
 CUTS = ((0, 2), (1, 3), (0, 1), (2, 3), (1,), (0, 1, 2), (3,))
 
 

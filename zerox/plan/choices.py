@@ -50,7 +50,7 @@ CHOICES = {
         Choice(LIE_AS, ("plain tensors", DTENSORS), "parameters that are {value}"),
         Choice("device", ("cpu", "cuda"), "parameters on {value}"),
         Choice("process_group", ("a group", "a 2-D mesh", '"alone"'), "{value}"),
-        Choice(TEAM, ("None", SUB_GROUP), "{value} as {option}"),
+        Choice(TEAM, ("None", SUB_GROUP), "a param group on {value}"),
         Choice("backend", ("gloo", "nccl"), "a group over {value}"),
         Choice("ZEROX_EXCHANGE", ("direct", "messages", "native")),
         Choice("bucket_cap_mb", ("None", "a number")),
