@@ -208,3 +208,34 @@ def test_a_pruned_model_s_checkpoint_says_so_and_loads(tmp_path: Path) -> None:
     same(again.masks(), sparsity.masks())
     assert again.sparsity()["0.weight"] > 0.3
     assert not dense[0].weight[:, ::3].any()
+
+
+def in_channels_last(rank: int, world: int, folder: Path) -> list[bool]:
+    """Masks, checkpoints and files of a convolution whose memory is in another order than its shape."""
+    torch.manual_seed(0)
+    module = torch.nn.Conv2d(12, 16, 3).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    before = module.weight.detach().clone()
+    optimizer = zerox.FusedShardedAdam(module.named_parameters(), lr=1e-2)
+    sparsity = Sparsity(optimizer, {"weight": 0.5})
+    kept = before.abs() > before.abs().flatten().kthvalue(before.numel() // 2).values
+    found = [torch.equal(sparsity.masks()["weight"], kept), torch.equal(module.weight, before * kept)]
+    for step in range(2):
+        images = torch.randn(2, 12, 6, 6, generator=torch.Generator().manual_seed(step))
+        module(images.to(memory_format=torch.channels_last)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    found += [bool((module.weight[~kept] == 0).all()), bool((module.weight[kept] != before[kept]).all())]
+    zerox.save(folder, module, optimizer)
+    other = torch.nn.Conv2d(12, 16, 3)  # in the order of its shape
+    again = zerox.FusedShardedAdam(other.named_parameters(), lr=1e-2)
+    masks = Sparsity(again, {"weight": 0.5})
+    zerox.load(folder, other, again)
+    return [*found, torch.equal(masks.masks()["weight"], kept), torch.equal(other.weight, module.weight)]
+
+
+def test_masks_know_channels_last(tmp_path: Path) -> None:
+    for found in run_ranks(in_channels_last, 2, tmp_path / "x"):
+        assert found == [True] * 6
+    convert_file(tmp_path / "x", tmp_path / "w.pt", weights=True, fp32=False, keys=("model", "optimizer"), masks=True)
+    weights = torch.load(tmp_path / "w.pt")
+    assert torch.equal(weights["weight_mask"], weights["weight"] != 0)
