@@ -34,6 +34,11 @@ class OneParam:
         return self.bucket.members[self.slot]
 
     @property
+    def is_expert(self) -> bool:
+        """Whether only some of the optimizer's ranks have it."""
+        return self.ranks is not self.everyone
+
+    @property
     def wide(self) -> torch.dtype:
         """Of what users see of it."""
         return torch.float64 if self.bucket.buffer.flat.dtype is torch.float64 else torch.float32
@@ -131,7 +136,7 @@ class OneParam:
         Where ranks have parameters of their own, those of one parameter agree by themselves.
         """
         line = self.called(call, given)
-        if self.ranks is self.everyone:
+        if not self.is_expert:
             self.ranks.check_same([line], way_out=WAY_OUT)
             return
         self.everyone.check_same([f"{call} of a parameter of param group {self.member.group}"], way_out=WAY_OUT)

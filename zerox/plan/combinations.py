@@ -129,7 +129,7 @@ ROWS = (
     ),
     Row(
         some(MASKS, SPARSITY),
-        (*some(LIE_AS, DTENSORS), *some(TEAM, SUB_GROUP)),
+        some(LIE_AS, DTENSORS),
         Refused("no one has tried both yet", "Give these parameters an optimizer of their own", NotImplementedError),
     ),
     Row(

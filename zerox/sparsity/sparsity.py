@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from zerox._C import Combine, Meeting
@@ -16,6 +17,7 @@ from zerox.memory.bucket import GradPart, Member
 from zerox.memory.flat import dense_strides, give_out
 from zerox.memory.mask import DTYPES, Mask
 from zerox.memory.one_param import OneParam
+from zerox.ranks.group import Ranks
 from zerox.sparsity.choose import Pool, by_magnitude, by_pattern, by_renewal
 from zerox.sparsity.schedules import Schedule, at_once
 from zerox.sparsity.select import Keys, keys_of
@@ -24,6 +26,7 @@ from zerox.sparsity.targets import matched
 from zerox.terms import check_pairs, words_of_calls
 
 SCOPES = ("tensor", "global")
+AN_EXPERT = "an expert's parameter"  # its name differs on ranks
 
 
 class Sparsity:
@@ -51,8 +54,7 @@ class Sparsity:
     Raises:
         ValueError: a name stands for nothing, two for the same parameter, a value is not in [0, 1), a pattern does not
             fit a parameter, the optimizer has ``capturable=True``, or ranks differ in any of this.
-        NotImplementedError: for :class:`zerox.ShardedOptimizer`, DTensors, a group with its own ``process_group``, and
-            inside ``join()``.
+        NotImplementedError: for :class:`zerox.ShardedOptimizer`, DTensors, and inside ``join()``.
     """
 
     def __init__(
@@ -75,10 +77,13 @@ class Sparsity:
                 raise ValueError(f"Sparsity: scope must be one of {SCOPES}, got {scope!r}")
             of_globs = matched(optimizer, targets)
             self._check_pattern([member for members in of_globs.values() for member in members])
+            members = [m for members in of_globs.values() for m in members]
+            self._owns = owned(optimizer.inside.buckets, optimizer.inside.grads.teams, members)
+            self._check_experts()
         self.matched = {glob: [member.name for member in members] for glob, members in of_globs.items()}
-        ranks.check_same([f"Sparsity of {self.matched}, {self.settings()}, schedule {self.schedule.name}"])
+        names = [AN_EXPERT if own.is_expert else own.member.name for own in self._owns]
+        ranks.check_same([f"Sparsity of {names}, {self.settings()}, schedule {self.schedule.name}"])
         self.count = 0  # of calls of step()
-        self._owns = owned(optimizer.inside.buckets, ranks, [m for members in of_globs.values() for m in members])
         self._put([torch.ones_like(kept_of(own)) for own in self._owns])
         optimizer._sparsity = self
         if self.schedule.changes(0):
@@ -224,7 +229,7 @@ class Sparsity:
         grads = self.optimizer.inside.grads
         parts = {index: grads.parts(index) for index in {own.index for own in self._owns}}
         has_any = torch.tensor([sum(map(bool, parts.values()))], device="cpu")
-        self._add_up(has_any)
+        self.optimizer.inside.grads.all_reduce(has_any, Combine.SUM)
         if not int(has_any):
             raise RuntimeError(
                 "zerox: masked elements are to grow where gradients are large, and there are none: call "
@@ -239,7 +244,26 @@ class Sparsity:
         return list(counts.tolist())
 
     def _add_up(self, counts: Tensor) -> None:
+        """A row for each parameter, over the ranks that have it; without experts also one for several together."""
+        apart: dict[int, tuple[Ranks, list[int]]] = {}
+        for row, own in enumerate(self._owns):
+            if own.is_expert:
+                apart.setdefault(id(own.ranks), (own.ranks, []))[1].append(row)
+        of_experts = [(ranks, rows, counts[rows]) for ranks, rows in apart.values()]
         self.optimizer.inside.grads.all_reduce(counts, Combine.SUM)
+        for ranks, rows, sums in of_experts:
+            ranks.all_reduce(sums, dist.ReduceOp.SUM)
+            counts[rows] = sums
+
+    def _check_experts(self) -> None:
+        if self.scope != "global":
+            return
+        for own in self._owns:
+            if own.is_expert:
+                raise ValueError(
+                    f'Sparsity: scope="global" ranks all that one name stands for together, and parameter '
+                    f'{own.member.quoted} is an expert\'s, which not all ranks have: use scope="tensor"'
+                )
 
     def _check_pattern(self, members: Sequence[Member]) -> None:
         if self.pattern is None:
