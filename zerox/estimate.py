@@ -117,7 +117,8 @@ def estimate(
         parameters += parameters_of(plan, first, tensor.dtype)
     masked = _masked([masks] if isinstance(masks, str) else masks, trained)
     if masked:
-        chosen.check_pairs({"rule": rule, **options}, **facts, **{MASKS: {SPARSITY}})
+        of_masks = {**facts, "parameters": parameter_words(tensors[place].dtype for place in masked), MASKS: {SPARSITY}}
+        chosen.check_pairs({"rule": rule, **options}, **of_masks)
     master, moments = 0, sum(2 * most_rows(t.shape[0], world_size) * t.shape[1] * t.element_size() for t in tables)
     flows = []
     named = [(name, tensor, rules.of(group).name, chosen.divisor_of(group), ()) for name, tensor, group in trained]

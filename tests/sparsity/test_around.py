@@ -116,3 +116,8 @@ def test_an_estimate_of_masks_that_can_t_be_is_refused() -> None:
         zerox.estimate(model().named_parameters(), 2, masks="*.bias")
     with pytest.raises(NotImplementedError, match="does not go with ShardedOptimizer"):
         zerox.estimate(model().named_parameters(), 2, masks="0.weight", optimizer_class=torch.optim.SGD, lr=0.1)
+    module = model()
+    module[2].double()  # beside it, others may be masked
+    assert zerox.estimate(module.named_parameters(), 2, masks="0.weight").moments > 0
+    with pytest.raises(ValueError, match=r"masks: '2.weight' stands for no parameter that can be masked"):
+        zerox.estimate(module.named_parameters(), 2, masks="2.weight")

@@ -48,6 +48,8 @@ def experts(rank: int, world: int, folder: Path, bucket_cap_mb: float) -> list[b
     places = Places(init_device_mesh("cpu", (2, 2), mesh_dim_names=("edp", "ep")))
     model, optimizer, sparsity, expected = trained(places, 4, bucket_cap_mb)
     reached = sparsity.sparsity()
+    told = zerox.estimate(groups(model, places.edp), world, masks=TARGETS, bucket_cap_mb=bucket_cap_mb)
+    assert told.moments == optimizer.memory_bytes().moments
     found = [len(expected[-1]) == 3, all(value > 0.7 for name, value in reached.items() if "experts" in name)]
     zerox.save(folder, model, optimizer)
     whole = Mixture()  # all experts on each rank
