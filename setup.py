@@ -35,7 +35,7 @@ MAX_JOBS = os.environ.get("MAX_JOBS") or str(os.cpu_count() or 1)
 # ---- What is built ---------------------------------------------------------------------------------------------------
 MIN_TORCH = (2, 11)
 SOURCES = ["csrc/op_arguments.cpp"]
-for name in ("bindings", "cpu", "exchange", "grads", "workers", "params"):
+for name in ("bindings", "cpu", "exchange", "grads", "workers", "params", "rows"):
     SOURCES += sorted(path.relative_to(ROOT).as_posix() for path in ROOT.glob(f"csrc/{name}/*.cpp"))
 # These know torch but no CUDA: .cu files know CUDA but no torch, and are built apart.
 CUDA_SOURCES = sorted(path.relative_to(ROOT).as_posix() for path in ROOT.glob("csrc/cuda/*.cpp"))

@@ -121,70 +121,11 @@ def _masks(shards: Sequence[Shard]) -> list[Tensor]:
     return [s.present.new_empty(0) if s.mask is None else s.mask for s in shards]
 
 
-def sum_rows(
-    rows: list[Tensor], values: list[Tensor], num_rows: int, width: int, order: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    """The rows of all sources once, in the order in which they first come, and the sum of each, in the given order.
-
-    ``rows``: int64 or int32 ``[n]`` for each source; ``values``: float32 ``[n, width]``; ``order``: int64 ``[n]``, in
-    which a single source is read. Raises ValueError for a row that a table of ``num_rows`` does not have.
-    """
-    found: tuple[Tensor, Tensor] = torch.ops.zerox.sum_rows(rows, values, order, num_rows, width)
-    return found
-
-
-def deal_rows(rows: Tensor, values: Tensor, owners: Tensor, block_rows: int, num_owners: int) -> tuple[Tensor, Tensor]:
-    """Rows in the order of their owners, as int32 words: of each owner first the numbers of its rows, then the values.
-
-    ``owners``: int32, of each block of ``block_rows`` rows. Also returns how many rows each owner gets.
-    """
-    found: tuple[Tensor, Tensor] = torch.ops.zerox.deal_rows(rows, values, owners, block_rows, num_owners)
-    return found
-
-
-class TableTensors(NamedTuple):
-    """A table ``[V, D]`` and the state of some of its rows, float32."""
-
-    param: Tensor
-    exp_avg: Tensor
-    exp_avg_sq: Tensor
-
-
-class RowGrad(NamedTuple):
-    """The gradient of ``rows`` of a table, whose state lies at ``places``; ``values`` are to be multiplied first."""
-
-    rows: Tensor
-    places: Tensor
-    values: Tensor
-    scale: float
-
-
-class RowStep(NamedTuple):
-    """``step`` counts this one."""
-
-    lr: float
-    beta1: float
-    beta2: float
-    eps: float
-    step: int
-    maximize: bool
-
-
-def adam_rows_(table: TableTensors, updated: Tensor, grad: RowGrad, step: RowStep) -> None:
-    """torch.optim.SparseAdam, bit for bit, on touched rows. ``updated``: float32 ``[n, D]``, gets their new values."""
-    torch.ops.zerox.adam_rows_(*table, updated, *grad, *step)
-
-
-def put_rows_(param: Tensor, rows: Tensor, values: Tensor) -> None:
-    """``param[rows] = values``"""
-    torch.ops.zerox.put_rows_(param, rows, values)
-
-
 def _changes_arguments_only(*_args: object) -> None:
     """What a tracer needs to know of an op that returns nothing."""
 
 
-for _name in ("flatten_", "read_flags_", "reduce_", "norm_", "update_", "adam_rows_", "put_rows_"):
+for _name in ("flatten_", "read_flags_", "reduce_", "norm_", "update_"):
     torch.library.register_fake(f"zerox::{_name}", _changes_arguments_only)
 
 

@@ -40,18 +40,6 @@ TORCH_LIBRARY(zerox, m) {
       "update_(str rule, Tensor(a!)[] param, Tensor(b!)[] master, Tensor[] grad, Tensor(c!)[] state, "
       "Tensor(d!)[] scales, Tensor[] segments, Tensor[] present, Tensor(e!)[] steps, Tensor options, "
       "Tensor? grad_scale, Tensor[] masks) -> ()");
-  // Of tables, whose gradients are rows (csrc/cpu/rows.cpp): the rows of all sources once, in the order in which they
-  // first come, and the sum of each, added in the given order; `order` is that of a single source.
-  m.def("sum_rows(Tensor[] rows, Tensor[] values, Tensor? order, int num_rows, int width) -> (Tensor, Tensor)");
-  // Rows in the order of their owners, as int32 words: of each owner first the numbers, then the values; and counts.
-  m.def("deal_rows(Tensor rows, Tensor values, Tensor owners, int block_rows, int num_owners) -> (Tensor, Tensor)");
-  // torch.optim.SparseAdam on touched rows, whose state lies at `places`; `updated` gets their new values.
-  m.def(
-      "adam_rows_(Tensor(a!) param, Tensor(b!) exp_avg, Tensor(c!) exp_avg_sq, Tensor(d!) updated, Tensor rows, "
-      "Tensor places, Tensor grad, float scale, float lr, float beta1, float beta2, float eps, int step, "
-      "bool maximize) -> ()");
-  // param[rows] = values.
-  m.def("put_rows_(Tensor(a!) param, Tensor rows, Tensor values) -> ()");
 }
 
 namespace zx {
@@ -96,6 +84,7 @@ PYBIND11_MODULE(_C, m) {
   zx::bind_constants(m);
   zx::bind_process(m);
   zx::bind_exchange(m);
+  zx::bind_rows(m);
   zx::bind_params(m);
   zx::bind_residency(m);
   zx::bind_grads(m);

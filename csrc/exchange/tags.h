@@ -15,7 +15,8 @@ enum class TagKind : int {
   scatter_done = 3,
   gather_done = 4,
   question = 5,
-  answer = 6
+  answer = 6,
+  rows = 7,
 };
 constexpr unsigned kTagKinds = 8;  // room for this many
 constexpr int kTagsEnd = 1 << 30;  // tags from here on belong to no kind

@@ -148,7 +148,21 @@ def on_one_rank(rank: int) -> Tensor | None:
     return sparse([250, 1, 250], [0.5, 3.0, 0.125]) if rank == 1 else None
 
 
-@pytest.mark.parametrize("make", [cancelling, empty, on_one_rank], ids=lambda make: make.__name__)
+def everywhere(rank: int) -> Tensor:
+    """Rows and numbers of all the table: rows are named by bits."""
+    return sparse(
+        [*range(ROWS), *range(rank, ROWS, 3)],
+        [(7 * n + rank) % 11 - 5.0 for n in range(len(range(rank, ROWS, 3)) + ROWS)],
+    )
+
+
+def unsorted(rank: int) -> Tensor:
+    """Said to be coalesced, and not in order."""
+    grad = sparse([250, 3, 64 + rank, 299], [1.0, 2.0, -0.5, 0.25])
+    return grad._coalesced_(True)
+
+
+@pytest.mark.parametrize("make", [cancelling, empty, on_one_rank, everywhere, unsorted], ids=lambda make: make.__name__)
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_rows_that_cancel_or_are_absent_count_as_in_torch(world_size: int, make: Callable[[int], Tensor]) -> None:
     run_ranks(handmade, world_size, make)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -15,26 +16,28 @@ from zerox.memory.row_owners import BLOCK_ROWS
 ROWS, WIDTH = 1000, 6
 NUMBER = VALUE = 4  # bytes
 HEADER = ADDRESS = 8
+HOW_MANY = ("none", "few", "some", "all")
 
 
-def touched(rank: int) -> torch.Tensor:
+def touched(rank: int, how_many: str) -> torch.Tensor:
     generator = torch.Generator().manual_seed(rank)
-    return torch.randint(0, ROWS, (40,), generator=generator)
+    few = torch.randint(0, ROWS, (40,), generator=generator)
+    return {"none": few[:0], "few": few[:5], "some": few, "all": torch.arange(ROWS)}[how_many]
 
 
 def step(rank: int, size: int, stage: int, exchange: str) -> Any:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("ZEROX_EXCHANGE", exchange)
-        return counted(rank, size, stage)
+        return {how_many: counted(rank, size, stage, how_many) for how_many in HOW_MANY}
 
 
-def counted(rank: int, size: int, stage: int) -> Any:
+def counted(rank: int, size: int, stage: int, how_many: str) -> Any:
     torch.manual_seed(0)
     table = nn.Embedding(ROWS, WIDTH, sparse=True)
     optimizer = FusedShardedAdam([{"params": table.parameters(), "sparse": True, "weight_decay": 0.0}], stage=stage)
     owners = optimizer.inside.tables[0].owners
     of_block = owners.of_block.tolist()
-    table(touched(rank)).sum().backward()
+    table(touched(rank, how_many)).sum().backward()
     counts = []
     traffic = optimizer.inside.calls.row_grads.wire.traffic
     for call in (lambda: optimizer.clip_grad_norm_(1.0), optimizer.step):
@@ -49,27 +52,37 @@ def counted(rank: int, size: int, stage: int) -> Any:
 def test_bytes_are_those_of_the_closed_form(size: int, stage: int) -> None:
     by_message = run_ranks(step, size, stage, "messages")
     read = run_ranks(step, size, stage, "direct")
-    check(size, stage, by_message, 0)
-    check(size, stage, read, ADDRESS)
-    assert not by_message[0][2]
-    assert read[0][2] is (size > 1)
-    assert all(torch.equal(one[3], by_message[0][3]) for one in (*by_message, *read))
+    for how_many in HOW_MANY:
+        sent, lent = ([of_rank[how_many] for of_rank in results] for results in (by_message, read))
+        check(size, stage, how_many, sent, 0)
+        check(size, stage, how_many, lent, ADDRESS)
+        assert not sent[0][2]
+        assert lent[0][2] is (size > 1)
+        assert all(torch.equal(one[3], sent[0][3]) for one in (*sent, *lent))
 
 
-def check(size: int, stage: int, results: list[Any], address: int) -> None:
+def named(count: int, owned: int) -> int:
+    """Bytes for so many rows: a number for each, or a bit for each row of the owner's; and the values."""
+    return NUMBER * min(count, math.ceil(owned / 32)) + count * WIDTH * VALUE
+
+
+def check(size: int, stage: int, how_many: str, results: list[Any], address: int) -> None:
     others = size - 1
     of_block = results[0][0]
-    everyones = [set(touched(rank).tolist()) for rank in range(size)]
+    everyones = [set(touched(rank, how_many).tolist()) for rank in range(size)]
     union = set().union(*everyones)
     row = NUMBER + WIDTH * VALUE
+    own = [{number for number in range(ROWS) if of_block[number // BLOCK_ROWS] == rank} for rank in range(size)]
     for rank, (_, (clip, update), *_) in enumerate(results):
-        own = [of_block[number // BLOCK_ROWS] == rank for number in range(ROWS)]
-        foreign = sum(not own[number] for number in everyones[rank])
-        landed = sum(own[number] for number in union)
-        sent_here = sum(own[number] for touched_there in everyones for number in touched_there)
+        landed = len(own[rank] & union)
+        most = min(sum(len(own[rank] & touched_there) for touched_there in everyones), len(own[rank]))
         header = others * ((2 + size) * HEADER + address)  # has it changed, is it present, how many rows for each owner
-        to_owners = foreign * row + header
+        foreign = [owner for owner in range(size) if owner != rank]
+        to_owners = sum(named(len(own[owner] & everyones[rank]), len(own[owner])) for owner in foreign)
         to_all = others * (landed * row + HEADER + address)
-        updated = others * (sent_here * row + NUMBER)
-        assert clip[1] == to_owners + (to_all if stage == 1 else 0)
+        updated = others * (NUMBER + named(most, len(own[rank])))
+        assert clip[1] == header + to_owners + (to_all if stage == 1 else 0)
         assert update[1] == header + updated, "step() after a clip sends no gradient again"
+        if how_many == "all":  # as a reduce-scatter and an all-gather, but for a bit a row, and counts
+            dense = sum(len(own[owner]) for owner in foreign) + others * len(own[rank])
+            assert to_owners + updated <= dense * WIDTH * VALUE + 2 * others * (ROWS / 8 + NUMBER)

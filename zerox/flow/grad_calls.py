@@ -104,7 +104,7 @@ class GradCalls:
         """Of tables: their mean is with its owners afterwards. Collective."""
         if not self.row_grads.each:  # to ask a meeting what it is takes 0.5 us a question
             return
-        if meeting in NEED_ROWS and (change := self.row_grads.exchange(goes_on=meeting is Meeting.STEP)) != UNCHANGED:
+        if meeting in NEED_ROWS and (change := self.row_grads.exchange(goes_on=meeting == Meeting.STEP)) != UNCHANGED:
             hold = any(each.landed is not None for each in self.row_grads.each)
             self.scale.note_rows(change == ADDED and self.scale.holds_rows, hold)
 

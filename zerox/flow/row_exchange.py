@@ -32,70 +32,58 @@ class RowExchange:
     def __init__(self, ranks: Ranks) -> None:
         self.ranks = ranks
         self.traffic = Traffic()
+        self.messages = C.PeerMessages(ranks.control, ranks.whereabouts)
         self.reads = bool(ranks.neighbours) and all(ranks.neighbours)
         self.lent: Sequence[Tensor] = ()
-        self.addresses: list[int] = []  # of what each rank has for this one
+        self.addresses: list[int] = []  # of what each rank has for all others
 
     def tell(self, header: Tensor, parts: Sequence[Tensor]) -> Tensor:
-        """``header``: int64 ``[W, n]``, a row for each rank; ``parts``: what collect() will give to each. Returns the
-        rows that ranks had for this one."""
-        size = self.ranks.size
+        """``header``: int64 ``[n]``; ``parts``: by rank what collect() will give to it, one after the other in
+        memory, from the beginning of a storage. Returns all ranks' headers, ``[W, n]``."""
+        size, width = self.ranks.size, header.numel()
         if size == 1:
-            return header
-        told = self._swap(self._with_addresses(header, parts) if self.reads else header)
+            return header[None]
+        if self.reads:
+            address = parts[0].untyped_storage().data_ptr()  # a part may be empty, and has none then
+            header = torch.cat([header, header.new_tensor([address])])
+        told = torch.stack(self._swap([header] * size, [header.numel()] * size))
         self.lent = ()
         if self.reads:
             self.lent = parts
-            self.addresses = told[:, -1].tolist()
-            told = told[:, :-1]
-        return told
+            self.addresses = told[:, width].tolist()
+        return told[:, :width]
 
-    def collect(self, parts: Sequence[Tensor], sizes: Sequence[int]) -> list[Tensor]:
-        """By rank: ``sizes`` words that it had for this one. ``parts``: int32, as they were told."""
+    def collect(self, parts: Sequence[Tensor], spans: Sequence[tuple[int, int]]) -> list[Tensor]:
+        """By rank the words that it had for this one: where they begin among its words, and how many there are.
+        ``parts``: int32, as they were told."""
         if not self.reads:
-            return self.send(parts, sizes)
+            return self.send(parts, [count for _, count in spans])
         own = self.ranks.rank
         self._count(sum(part.nbytes for rank, part in enumerate(parts) if rank != own))
-        return [parts[own] if rank == own else self._read(rank, n) for rank, n in enumerate(sizes)]
+        return [parts[own] if rank == own else self._read(rank, *span) for rank, span in enumerate(spans)]
 
     def send(self, parts: Sequence[Tensor], sizes: Sequence[int]) -> list[Tensor]:
         """The same by message, with no header before."""
-        own = self.ranks.rank
-        given = [part for rank, part in enumerate(parts) if rank != own]
-        if not given:
-            return [parts[own]]
-        self._count(sum(part.nbytes for part in given))
-        sent = [0 if rank == own else part.numel() for rank, part in enumerate(parts)]
-        come = [0 if rank == own else n for rank, n in enumerate(sizes)]
-        words = given[0] if len(given) == 1 else torch.cat(given)
-        found = list(self.ranks.all_to_all(words, sent, come).split(come))
-        found[own] = parts[own]
+        found = self._swap(parts, sizes)
         self.lent = ()
         return found
 
     def close(self) -> None:
         """Nobody reads here any more."""
         if len(self.lent) > 0:
-            self.ranks.all_to_all(
-                torch.zeros(self.ranks.size, dtype=torch.uint8, device=CPU),
-                [1] * self.ranks.size,
-                [1] * self.ranks.size,
-            )
+            size = self.ranks.size
+            self.messages.swap([torch.zeros(1, dtype=torch.uint8, device=CPU)] * size, [1] * size)
             self.lent = ()
 
-    def _swap(self, header: Tensor) -> Tensor:
-        size, width = header.shape
-        self._count((size - 1) * width * header.element_size())
-        return self.ranks.all_to_all(header.reshape(-1), [width] * size, [width] * size).view(size, width)
+    def _swap(self, parts: Sequence[Tensor], sizes: Sequence[int]) -> list[Tensor]:
+        if self.ranks.size > 1:
+            self._count(sum(part.nbytes for rank, part in enumerate(parts) if rank != self.ranks.rank))
+        return self.messages.swap(parts, sizes)
 
-    @staticmethod
-    def _with_addresses(header: Tensor, parts: Sequence[Tensor]) -> Tensor:
-        addresses = torch.tensor([[part.data_ptr()] for part in parts], dtype=torch.int64, device=CPU)
-        return torch.cat([header, addresses], dim=1)
-
-    def _read(self, rank: int, count: int) -> Tensor:
+    def _read(self, rank: int, start: int, count: int) -> Tensor:
         found = torch.empty(count, dtype=torch.int32, device=CPU)
-        if count and not C.read_memory(self.ranks.neighbours[rank], self.addresses[rank], found):
+        address = self.addresses[rank] + start * found.element_size()
+        if count and not C.read_memory(self.ranks.neighbours[rank], address, found):
             raise RuntimeError(f"zerox: rank {rank} is gone: the rows that it had for this rank can't be read any more")
         return found
 

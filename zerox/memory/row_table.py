@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from zerox import _C as C
 from zerox.memory.bucket import Member
 from zerox.memory.row_owners import CPU, RowOwners
-from zerox.ops import TableTensors
 from zerox.ranks.dtensors import is_dtensor
 
 SPARSE = "sparse"  # the option of a param group that says so
@@ -38,9 +38,16 @@ class RowTable:
     def width(self) -> int:
         return int(self.param.shape[1])
 
-    @property
-    def tensors(self) -> TableTensors:
-        return TableTensors(self.param.detach(), self.state[EXP_AVG], self.state[EXP_AVG_SQ])
+    def add_to(self, tables: C.RowTables, divisor: float) -> None:
+        """``divisor``: of the ranks' sum of gradients."""
+        tables.add(
+            num_rows=self.param.shape[0],
+            width=self.width,
+            of_block=self.owners.of_block,
+            exp_avg=self.state[EXP_AVG],
+            exp_avg_sq=self.state[EXP_AVG_SQ],
+            divisor=divisor,
+        )
 
 
 def is_sparse(group: Mapping[str, Any]) -> bool:

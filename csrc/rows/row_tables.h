@@ -1,0 +1,111 @@
+// The tables of an optimizer, whose gradients are rows, on their way: packed for their owners, added up there, updated,
+// and written by all ranks. See Note [Rows travel by themselves] in zerox/flow/rows.py.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <optional>
+#include <utility>
+#include <vector>
+
+#include "rows/row_owners.h"
+
+namespace zx {
+
+// The state of the rows that this rank owns, float32 [own rows, width], by place.
+struct TableSpec {
+  int64_t num_rows;
+  int64_t width;
+  at::Tensor of_block;  // see RowOwners
+  at::Tensor exp_avg;
+  at::Tensor exp_avg_sq;
+  double divisor;  // of the sum over the ranks
+};
+
+// A table's gradient on this rank: int64 [n] and float32 [n, width].
+struct LocalRows {
+  at::Tensor rows;
+  at::Tensor values;
+  bool is_summed;  // no row comes twice
+};
+
+// For each owner one message: of each table in turn the names of rows, then their values.
+struct Packed {
+  std::vector<at::Tensor> words;  // int32, by owner
+  at::Tensor counts;              // int64 [tables, W]: how many rows of each table each owner gets
+};
+
+// Words that lie one after the other in a rank's packed ones.
+struct WordSpan {
+  int64_t start;
+  int64_t count;
+};
+
+// The mean of the rows of one table that this rank owns and that some rank touched, in ascending order.
+struct LandedRows {
+  at::Tensor rows;    // int64 [n]
+  at::Tensor places;  // int64 [n]
+  at::Tensor values;  // float32 [n, width]
+};
+
+// One table's step. `step` counts this one; gradients are multiplied by `scale` first.
+struct RowStep {
+  double lr;
+  double beta1;
+  double beta2;
+  double eps;
+  int64_t step;
+  bool maximize;
+  double scale;
+};
+
+// Lists have an element for each table, or one for each table and rank, W numbers a table.
+class RowTables {
+ public:
+  RowTables(int64_t rank, int64_t world) : rank_(rank), world_(world) {}
+
+  void add(const TableSpec& spec);
+
+  // Adds up this rank's rows of the same number, in the order in which torch's coalesce() does, and sorts them by
+  // owner. Throws std::out_of_range for a row that a table does not have.
+  Packed pack(const std::vector<LocalRows>& grads) const;
+
+  // From what every rank has told, int64 [W, tables, W] as Packed::counts: of each rank's words those for this rank.
+  std::vector<WordSpan> words_from_each(const at::Tensor& counts) const;
+  // Adds up what ranks sent, in their order, and divides.
+  std::vector<LandedRows> land(const std::vector<at::Tensor>& words, const at::Tensor& counts) const;
+
+  // The rule of torch.optim.SparseAdam, on tables with a step. Returns the message about it for all ranks.
+  using Steps = std::vector<std::optional<std::pair<LandedRows, RowStep>>>;
+  at::Tensor update(const std::vector<at::Tensor>& params, const Steps& steps, const at::Tensor& counts);
+  // How many words such a message has, by rank. It is as long as it could be, since ranks know how many rows each of
+  // them sent to an owner, and not how many different ones.
+  std::vector<int64_t> updated_words(const std::vector<bool>& present, const at::Tensor& counts) const;
+  // Writes what other ranks have updated.
+  void put(const std::vector<at::Tensor>& params, const std::vector<bool>& present, const at::Tensor& counts,
+           const std::vector<at::Tensor>& words) const;
+
+ private:
+  struct Table {
+    RowOwners owners;
+    int64_t width;
+    at::Tensor exp_avg;
+    at::Tensor exp_avg_sq;
+    float divisor;
+  };
+  struct Runs;
+  int64_t most_updated(size_t table, int64_t owner, const int64_t* counts) const;
+  int64_t updated_words(size_t table, int64_t owner, const int64_t* counts) const;
+  const int64_t* checked(const at::Tensor& counts) const;
+  LandedRows land_one(const Table& table, const std::vector<const int32_t*>& words,
+                      const std::vector<int64_t>& counts) const;
+  void update_one(Table& table, const at::Tensor& param, const LandedRows& grad, const RowStep& step,
+                  float* updated) const;
+
+  int64_t rank_;
+  int64_t world_;
+  std::vector<Table> tables_;
+};
+
+}  // namespace zx

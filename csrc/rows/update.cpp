@@ -1,0 +1,178 @@
+#include <ATen/ops/empty.h>
+#include <ATen/ops/sqrt.h>
+
+#include <cstring>
+
+#include "cpu/spans.h"
+#include "math/sparse_adam.h"
+#include "rows/checks.h"
+#include "rows/row_tables.h"
+
+namespace zx {
+namespace {
+
+constexpr int64_t kElementsARoot = 8192;  // few enough for the cache
+
+// One row each. The rule comes as a copy, which no store can change: so the loops become vectors.
+void advance_row(const SparseAdam rule, float factor, const float* __restrict grad, float* __restrict exp_avg,
+                 float* __restrict exp_avg_sq, float* __restrict root, int64_t width) {
+  for (int64_t k = 0; k < width; ++k) {
+    float mean = exp_avg[k];
+    float square = exp_avg_sq[k];
+    rule.advance(grad[k] * factor, mean, square);
+    exp_avg[k] = mean;
+    exp_avg_sq[k] = square;
+    root[k] = square;
+  }
+}
+
+void move_row(const SparseAdam rule, const float* __restrict exp_avg, const float* __restrict root,
+              float* __restrict param, int64_t width) {
+  for (int64_t k = 0; k < width; ++k) param[k] = rule.moved(param[k], exp_avg[k], root[k]);
+}
+
+}  // namespace
+
+void RowTables::add(const TableSpec& spec) {
+  RowOwners owners(spec.num_rows, world_, spec.of_block);
+  const int64_t owned = owners.owned_by(rank_);
+  check_values(spec.exp_avg, owned, spec.width, "exp_avg");
+  check_values(spec.exp_avg_sq, owned, spec.width, "exp_avg_sq");
+  tables_.push_back({std::move(owners), spec.width, spec.exp_avg, spec.exp_avg_sq, static_cast<float>(spec.divisor)});
+}
+
+// As many rows as ranks sent to an owner, or as it has.
+int64_t RowTables::most_updated(size_t table, int64_t owner, const int64_t* counts) const {
+  int64_t most = 0;
+  for (int64_t rank = 0; rank < world_; ++rank) most += counts[(rank * tables_.size() + table) * world_ + owner];
+  return std::min(most, tables_[table].owners.owned_by(owner));
+}
+
+// How many there are comes first, then their names and values, and the rest of the message is nothing.
+int64_t RowTables::updated_words(size_t table, int64_t owner, const int64_t* counts) const {
+  const int64_t most = most_updated(table, owner, counts);
+  return 1 + message_words(most, tables_[table].owners.owned_by(owner), tables_[table].width);
+}
+
+std::vector<int64_t> RowTables::updated_words(const std::vector<bool>& present, const at::Tensor& counts) const {
+  check_length(present.size(), tables_.size(), "present");
+  const int64_t* count_of = checked(counts);
+  std::vector<int64_t> found(world_, 0);
+  for (int64_t owner = 0; owner < world_; ++owner) {
+    for (size_t t = 0; t < tables_.size(); ++t) {
+      if (present[t]) found[owner] += updated_words(t, owner, count_of);
+    }
+  }
+  return found;
+}
+
+at::Tensor RowTables::update(const std::vector<at::Tensor>& params, const Steps& steps, const at::Tensor& counts) {
+  check_length(params.size(), tables_.size(), "params");
+  check_length(steps.size(), tables_.size(), "steps");
+  const int64_t* count_of = checked(counts);
+  int64_t size = 0;
+  for (size_t t = 0; t < tables_.size(); ++t) size += steps[t] ? updated_words(t, rank_, count_of) : 0;
+  const at::Tensor words = at::empty({world_ == 1 ? 0 : size}, at::kInt);
+  auto* next = words.mutable_data_ptr<int32_t>();
+  for (size_t t = 0; t < tables_.size(); ++t) {
+    if (!steps[t]) continue;
+    Table& table = tables_[t];
+    const auto& [grad, step] = *steps[t];
+    const int64_t count = grad.rows.numel();
+    check_rows(grad.rows, "rows");
+    check_rows(grad.places, "places");
+    check_values(grad.values, count, table.width, "grads");
+    check_values(params[t], table.owners.num_rows(), table.width, "params");
+    if (world_ == 1) {
+      update_one(table, params[t], grad, step, nullptr);
+      continue;
+    }
+    const int64_t most = most_updated(t, rank_, count_of);
+    const int64_t owned = table.owners.owned_by(rank_);
+    int32_t* const end = next + updated_words(t, rank_, count_of);
+    *next++ = static_cast<int32_t>(count);
+    NameWriter names(next, most, owned);
+    for (int64_t i = 0; i < count; ++i) {
+      names.add(grad.rows.const_data_ptr<int64_t>()[i], grad.places.const_data_ptr<int64_t>()[i]);
+    }
+    next += named_by_bits(most, owned) ? bit_words(owned) : count;
+    update_one(table, params[t], grad, step, reinterpret_cast<float*>(next));
+    next += count * table.width;
+    std::fill(next, end, 0);
+    next = end;
+  }
+  return words;
+}
+
+// `updated` gets the rows' new values, side by side; it may be null.
+void RowTables::update_one(Table& table, const at::Tensor& param, const LandedRows& grad, const RowStep& step,
+                           float* updated) const {
+  const int64_t width = table.width;
+  const SparseAdam rule = SparseAdam::of(step.lr, step.beta1, step.beta2, step.eps, step.step);
+  const auto factor = static_cast<float>(step.maximize ? -step.scale : step.scale);
+  const auto* rows = grad.rows.const_data_ptr<int64_t>();
+  const auto* places = grad.places.const_data_ptr<int64_t>();
+  const auto* gradient = grad.values.const_data_ptr<float>();
+  auto* values = param.mutable_data_ptr<float>();
+  auto* first = table.exp_avg.mutable_data_ptr<float>();
+  auto* second = table.exp_avg_sq.mutable_data_ptr<float>();
+  const int64_t most = std::max<int64_t>(1, kElementsARoot / width);  // rows whose roots are taken together
+  parallel_units(grad.rows.numel(), grad.values.numel(), [&](int64_t from, int64_t to) {
+    at::Tensor of_most = at::empty({std::min(most, to - from), width}, at::kFloat);
+    auto* const roots = of_most.mutable_data_ptr<float>();
+    for (int64_t start = from; start < to; start += most) {
+      const int64_t stop = std::min(start + most, to);
+      for (int64_t i = start; i < stop; ++i) {
+        if (i + kAhead < to) {
+          prefetch_row(first + places[i + kAhead] * width, width);
+          prefetch_row(second + places[i + kAhead] * width, width);
+          prefetch_row(values + rows[i + kAhead] * width, width);
+        }
+        const int64_t state = places[i] * width;
+        advance_row(rule, factor, gradient + i * width, first + state, second + state, roots + (i - start) * width,
+                    width);
+      }
+      at::Tensor squares = of_most.narrow(0, 0, stop - start);
+      at::sqrt_(squares);
+      for (int64_t i = start; i < stop; ++i) {
+        float* value = values + rows[i] * width;
+        move_row(rule, first + places[i] * width, roots + (i - start) * width, value, width);
+        if (updated != nullptr) std::memcpy(updated + i * width, value, static_cast<size_t>(width) * sizeof(float));
+      }
+    }
+  });
+}
+
+void RowTables::put(const std::vector<at::Tensor>& params, const std::vector<bool>& present, const at::Tensor& counts,
+                    const std::vector<at::Tensor>& words) const {
+  const std::vector<int64_t> sizes = updated_words(present, counts);
+  const int64_t* count_of = checked(counts);
+  std::vector<int32_t> places;
+  for (int64_t owner = 0; owner < world_; ++owner) {
+    if (owner == rank_) continue;
+    check_array(words.at(owner), at::kInt, sizes[owner], counts, "RowTables", "words");
+    const auto* next = words[owner].const_data_ptr<int32_t>();
+    for (size_t t = 0; t < tables_.size(); ++t) {
+      if (!present[t]) continue;
+      const RowOwners& owners = tables_[t].owners;
+      const int64_t width = tables_[t].width;
+      const int64_t most = most_updated(t, owner, count_of);
+      const int64_t owned = owners.owned_by(owner);
+      const int64_t count = next[0];
+      ZX_CHECK(count >= 0 && count <= most, "RowTables", "words", "says that it has ", count, " rows, of ", most);
+      const int32_t* const end = next + updated_words(t, owner, count_of);
+      read_names(++next, count, most, owner, owners, places);
+      next += named_by_bits(most, owned) ? bit_words(owned) : count;
+      const auto* from = reinterpret_cast<const float*>(next);
+      auto* to = params[t].mutable_data_ptr<float>();
+      const auto place = [&](int64_t i) { return to + owners.row_at(owner, places[i]) * width; };
+      for (int64_t i = 0; i < count; ++i, from += width) {
+        if (i + kAhead < count) prefetch_row(place(i + kAhead), width);
+        std::memcpy(place(i), from, static_cast<size_t>(width) * sizeof(float));
+      }
+      next = end;
+    }
+  }
+}
+
+}  // namespace zx
