@@ -135,7 +135,7 @@ def train(name: str, data: Data, args: argparse.Namespace, rank: int) -> Run:
             with torch.no_grad():
                 run.right.append((step, float((model(*data.held_out()) > 0).float().mean())))
     if isinstance(optimizer, zerox.FusedShardedAdam):
-        run.nbytes = optimizer.inside.calls.row_grads.wire.traffic.nbytes / args.steps
+        run.nbytes = optimizer.inside.calls.row_grads.messages.traffic[1] / args.steps
     return run
 
 

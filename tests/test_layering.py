@@ -43,7 +43,7 @@ CPP_LAYERS = {
     "buckets": {"workers", "buckets"},
     "exchange": {"exchange", "check.h"},
     "params": {"workers", "buckets", "exchange", "params", "check.h"},
-    "rows": {"math", "cpu", "rows", "check.h", "op_arguments.h"},
+    "rows": {"math", "cpu", "exchange", "rows", "check.h", "op_arguments.h"},
     "grads": {"math", "workers", "buckets", "exchange", "params", "grads", "check.h"},
     "check.h": set(),
 }

@@ -6,7 +6,7 @@
 #include "bindings/bindings.h"
 #include "bindings/destroyed_without_gil.h"
 #include "exchange/peer_messages.h"
-#include "rows/row_tables.h"
+#include "rows/row_flow.h"
 
 namespace zx {
 namespace {
@@ -20,49 +20,53 @@ std::shared_ptr<PeerMessages> make_messages(const std::optional<Group>& group,
   return destroyed_without_gil(new PeerMessages({group.value_or(Group()), std::move(whereabouts)}));
 }
 
+// Gradients that it has seen may belong to Python.
+std::shared_ptr<RowFlow> make_flow(std::shared_ptr<PeerMessages> messages, std::vector<int64_t> neighbours) {
+  return destroyed_without_gil(new RowFlow(std::move(messages), Neighbours(std::move(neighbours))));
+}
+
 }  // namespace
 
 void bind_rows(py::module_& m) {
   py::class_<PeerMessages, std::shared_ptr<PeerMessages>>(m, "PeerMessages")
       .def(py::init(&make_messages), py::arg("group"), py::arg("whereabouts"))
-      .def("swap", &PeerMessages::swap, py::arg("sent"), py::arg("numels"), Release());
-  py::class_<LocalRows>(m, "LocalRows")
-      .def(py::init<at::Tensor, at::Tensor, bool>(), py::arg("rows"), py::arg("values"), py::arg("is_summed"));
-  py::class_<Packed>(m, "Packed").def_readonly("words", &Packed::words).def_readonly("counts", &Packed::counts);
+      .def("swap", &PeerMessages::swap, py::arg("sent"), py::arg("numels"), Release())
+      .def("to_all", &PeerMessages::to_all, py::arg("message"), Release())
+      .def_property_readonly("traffic", [](const PeerMessages& self) {
+        return std::pair<int64_t, int64_t>(self.traffic().messages, self.traffic().bytes);
+      });
   py::class_<LandedRows>(m, "LandedRows")
-      .def(py::init<at::Tensor, at::Tensor, at::Tensor>(), py::arg("rows"), py::arg("places"), py::arg("values"))
       .def_readonly("rows", &LandedRows::rows)
       .def_readonly("places", &LandedRows::places)
       .def_readonly("values", &LandedRows::values);
-  py::class_<RowStep>(m, "RowStep")
-      .def(py::init<double, double, double, double, int64_t, bool, double>(), py::kw_only(), py::arg("lr"),
-           py::arg("beta1"), py::arg("beta2"), py::arg("eps"), py::arg("step"), py::arg("maximize"), py::arg("scale"));
-  py::class_<RowTables>(m, "RowTables")
-      .def(py::init<int64_t, int64_t>(), py::arg("rank"), py::arg("world"))
+  py::class_<RowRule>(m, "RowRule")
+      .def(py::init<double, double, double, double, bool, double, double>(), py::kw_only(), py::arg("lr"),
+           py::arg("beta1"), py::arg("beta2"), py::arg("eps"), py::arg("maximize"), py::arg("scale"), py::arg("limit"));
+  py::enum_<RowChange>(m, "RowChange")
+      .value("UNCHANGED", RowChange::unchanged)
+      .value("ADDED", RowChange::added)
+      .value("REPLACED", RowChange::replaced);
+  py::class_<RowFlow, std::shared_ptr<RowFlow>>(m, "RowFlow")
+      .def(py::init(&make_flow), py::arg("messages"), py::arg("neighbours"))
       .def(
           "add",
-          [](RowTables& self, int64_t num_rows, int64_t width, at::Tensor of_block, at::Tensor exp_avg,
-             at::Tensor exp_avg_sq, double divisor) {
-            self.add({num_rows, width, std::move(of_block), std::move(exp_avg), std::move(exp_avg_sq), divisor});
+          [](RowFlow& self, at::Tensor param, at::Tensor of_block, at::Tensor exp_avg, at::Tensor exp_avg_sq,
+             at::Tensor step, double divisor) {
+            const int64_t num_rows = param.size(0);
+            const int64_t width = param.size(1);
+            self.add({num_rows, width, std::move(of_block), std::move(exp_avg), std::move(exp_avg_sq), std::move(step),
+                      divisor},
+                     std::move(param));
           },
-          py::kw_only(), py::arg("num_rows"), py::arg("width"), py::arg("of_block"), py::arg("exp_avg"),
-          py::arg("exp_avg_sq"), py::arg("divisor"))
-      .def("pack", &RowTables::pack, py::arg("grads"), Release())
-      .def(
-          "words_from_each",
-          [](const RowTables& self, const at::Tensor& counts) {
-            std::vector<std::pair<int64_t, int64_t>> found;
-            for (const auto& [start, count] : self.words_from_each(counts)) found.emplace_back(start, count);
-            return found;
-          },
-          py::arg("counts"))
-      .def("land", &RowTables::land, py::arg("words"), py::arg("counts"), Release())
-      .def("update", &RowTables::update, py::arg("params"), py::arg("steps"), py::arg("counts"), Release())
-      .def("updated_words",
-           py::overload_cast<const std::vector<bool>&, const at::Tensor&>(&RowTables::updated_words, py::const_),
-           py::arg("present"), py::arg("counts"))
-      .def("put", &RowTables::put, py::arg("params"), py::arg("present"), py::arg("counts"), py::arg("words"),
-           Release());
+          py::kw_only(), py::arg("param"), py::arg("of_block"), py::arg("exp_avg"), py::arg("exp_avg_sq"),
+          py::arg("step"), py::arg("divisor"))
+      .def("pack", &RowFlow::pack, Release())
+      .def("forget", &RowFlow::forget, Release())
+      .def("note_seen", &RowFlow::note_seen, Release())
+      .def("exchange", &RowFlow::exchange, py::arg("goes_on"), Release())
+      .def_property_readonly("landed", &RowFlow::landed)
+      .def("update", &RowFlow::update, py::arg("rules"), Release())
+      .def("close", &RowFlow::close, Release());
 }
 
 }  // namespace zx

@@ -23,12 +23,22 @@ std::vector<at::Tensor> PeerMessages::swap(const std::vector<at::Tensor>& sent, 
   }
   for (int distance = 1; distance < world; ++distance) {  // not all to the same rank first
     const int peer = (rank + distance) % world;
-    if (sent.at(peer).numel() == 0) continue;
+    count(sent.at(peer));
+    if (sent[peer].numel() == 0) continue;
     std::vector<at::Tensor> message{sent[peer]};
     works.push_back({line_.needing(peer, [&] { return group.send(message, peer, tag); }), peer});
   }
   for (const Awaited& each : works) line_.await(each);
   return received;
+}
+
+std::vector<at::Tensor> PeerMessages::to_all(const at::Tensor& message) {
+  return swap(std::vector<at::Tensor>(world(), message), std::vector<int64_t>(world(), message.numel()));
+}
+
+void PeerMessages::count(const at::Tensor& message) {
+  ++traffic_.messages;
+  traffic_.bytes += static_cast<int64_t>(message.nbytes());
 }
 
 }  // namespace zx

@@ -8,6 +8,7 @@
 #include <cstdint>
 #include <vector>
 
+#include "exchange/exchange.h"
 #include "exchange/tags.h"
 #include "exchange/whereabouts.h"
 
@@ -18,14 +19,25 @@ class PeerMessages {
   // The line's group must take CPU tensors.
   explicit PeerMessages(Line line) : line_(std::move(line)) {}
 
+  const Line& line() const { return line_; }
+  int rank() const { return line_.group ? line_.group->getRank() : 0; }
+  int world() const { return line_.group ? line_.group->getSize() : 1; }
+
   // Sends each rank its message, and returns what ranks had for this one, by rank: of as many elements as `numels`
   // says, which is what the sender passes too. This rank's own message comes back as it is. Collective; to be called by
   // one thread only. Throws std::runtime_error that names the rank that is gone.
   std::vector<at::Tensor> swap(const std::vector<at::Tensor>& sent, const std::vector<int64_t>& numels);
+  // The same message for each, of one length on all ranks.
+  std::vector<at::Tensor> to_all(const at::Tensor& message);
+
+  // What this rank has sent to others, or lent to one to read.
+  const Traffic& traffic() const { return traffic_; }
+  void count(const at::Tensor& message);
 
  private:
   Line line_;
   Tags tags_{TagKind::rows};
+  Traffic traffic_;
 };
 
 }  // namespace zx

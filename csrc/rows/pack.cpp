@@ -94,7 +94,8 @@ Packed RowTables::pack(const std::vector<LocalRows>& grads) const {
   const at::Tensor words = at::empty({begins.back()}, at::kInt);
   auto* data = words.mutable_data_ptr<int32_t>();
   for (size_t t = 0; t < tables_.size(); ++t) {
-    const auto& [owners, width, exp_avg, exp_avg_sq, divisor] = tables_[t];
+    const RowOwners& owners = tables_[t].owners;
+    const int64_t width = tables_[t].width;
     std::vector<NameWriter> names;
     std::vector<float*> values;
     for (int64_t owner = 0; owner < world_; ++owner) {

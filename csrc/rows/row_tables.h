@@ -6,7 +6,6 @@
 
 #include <cstdint>
 #include <optional>
-#include <utility>
 #include <vector>
 
 #include "rows/row_owners.h"
@@ -20,7 +19,8 @@ struct TableSpec {
   at::Tensor of_block;  // see RowOwners
   at::Tensor exp_avg;
   at::Tensor exp_avg_sq;
-  double divisor;  // of the sum over the ranks
+  at::Tensor step;  // int64 scalar
+  double divisor;   // of the sum over the ranks
 };
 
 // A table's gradient on this rank: int64 [n] and float32 [n, width].
@@ -34,6 +34,9 @@ struct LocalRows {
 struct Packed {
   std::vector<at::Tensor> words;  // int32, by owner
   at::Tensor counts;              // int64 [tables, W]: how many rows of each table each owner gets
+
+  // Where they begin in memory, one after the other.
+  int64_t address() const { return words.empty() ? 0 : reinterpret_cast<int64_t>(words.front().storage().data()); }
 };
 
 // Words that lie one after the other in a rank's packed ones.
@@ -49,15 +52,15 @@ struct LandedRows {
   at::Tensor values;  // float32 [n, width]
 };
 
-// One table's step. `step` counts this one; gradients are multiplied by `scale` first.
-struct RowStep {
+// How one table is updated. Gradients are multiplied by `scale` first, and cut at `limit`.
+struct RowRule {
   double lr;
   double beta1;
   double beta2;
   double eps;
-  int64_t step;
   bool maximize;
   double scale;
+  double limit;  // infinite if there is none
 };
 
 // Lists have an element for each table, or one for each table and rank, W numbers a table.
@@ -76,9 +79,10 @@ class RowTables {
   // Adds up what ranks sent, in their order, and divides.
   std::vector<LandedRows> land(const std::vector<at::Tensor>& words, const at::Tensor& counts) const;
 
-  // The rule of torch.optim.SparseAdam, on tables with a step. Returns the message about it for all ranks.
-  using Steps = std::vector<std::optional<std::pair<LandedRows, RowStep>>>;
-  at::Tensor update(const std::vector<at::Tensor>& params, const Steps& steps, const at::Tensor& counts);
+  // The rule of torch.optim.SparseAdam, on tables of which something has landed. Returns the message about it for all
+  // ranks.
+  at::Tensor update(const std::vector<at::Tensor>& params, const std::vector<std::optional<LandedRows>>& landed,
+                    const std::vector<RowRule>& rules, const at::Tensor& counts);
   // How many words such a message has, by rank. It is as long as it could be, since ranks know how many rows each of
   // them sent to an owner, and not how many different ones.
   std::vector<int64_t> updated_words(const std::vector<bool>& present, const at::Tensor& counts) const;
@@ -92,6 +96,7 @@ class RowTables {
     int64_t width;
     at::Tensor exp_avg;
     at::Tensor exp_avg_sq;
+    at::Tensor step;
     float divisor;
   };
   struct Runs;
@@ -100,7 +105,7 @@ class RowTables {
   const int64_t* checked(const at::Tensor& counts) const;
   LandedRows land_one(const Table& table, const std::vector<const int32_t*>& words,
                       const std::vector<int64_t>& counts) const;
-  void update_one(Table& table, const at::Tensor& param, const LandedRows& grad, const RowStep& step,
+  void update_one(Table& table, const at::Tensor& param, const LandedRows& grad, const RowRule& by,
                   float* updated) const;
 
   int64_t rank_;

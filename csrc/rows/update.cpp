@@ -1,6 +1,7 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/sqrt.h>
 
+#include <cmath>
 #include <cstring>
 
 #include "cpu/spans.h"
@@ -14,7 +15,7 @@ namespace {
 constexpr int64_t kElementsARoot = 8192;  // few enough for the cache
 
 // One row each. The rule comes as a copy, which no store can change: so the loops become vectors.
-void advance_row(const SparseAdam rule, float factor, const float* __restrict grad, float* __restrict exp_avg,
+void advance_row(const SparseAdam rule, const float* __restrict grad, float factor, float* __restrict exp_avg,
                  float* __restrict exp_avg_sq, float* __restrict root, int64_t width) {
   for (int64_t k = 0; k < width; ++k) {
     float mean = exp_avg[k];
@@ -23,6 +24,14 @@ void advance_row(const SparseAdam rule, float factor, const float* __restrict gr
     exp_avg[k] = mean;
     exp_avg_sq[k] = square;
     root[k] = square;
+  }
+}
+
+// As torch's clamp(): NaN stays.
+void cut_row(const float* __restrict grad, float factor, float limit, float* __restrict cut, int64_t width) {
+  for (int64_t k = 0; k < width; ++k) {
+    const float scaled = grad[k] * factor;
+    cut[k] = scaled > limit ? limit : scaled < -limit ? -limit : scaled;
   }
 }
 
@@ -38,7 +47,9 @@ void RowTables::add(const TableSpec& spec) {
   const int64_t owned = owners.owned_by(rank_);
   check_values(spec.exp_avg, owned, spec.width, "exp_avg");
   check_values(spec.exp_avg_sq, owned, spec.width, "exp_avg_sq");
-  tables_.push_back({std::move(owners), spec.width, spec.exp_avg, spec.exp_avg_sq, static_cast<float>(spec.divisor)});
+  check_array(spec.step, at::kLong, 1, spec.step, "RowTables", "step");
+  tables_.push_back(
+      {std::move(owners), spec.width, spec.exp_avg, spec.exp_avg_sq, spec.step, static_cast<float>(spec.divisor)});
 }
 
 // As many rows as ranks sent to an owner, or as it has.
@@ -66,25 +77,28 @@ std::vector<int64_t> RowTables::updated_words(const std::vector<bool>& present, 
   return found;
 }
 
-at::Tensor RowTables::update(const std::vector<at::Tensor>& params, const Steps& steps, const at::Tensor& counts) {
+at::Tensor RowTables::update(const std::vector<at::Tensor>& params,
+                             const std::vector<std::optional<LandedRows>>& landed, const std::vector<RowRule>& rules,
+                             const at::Tensor& counts) {
   check_length(params.size(), tables_.size(), "params");
-  check_length(steps.size(), tables_.size(), "steps");
+  check_length(landed.size(), tables_.size(), "landed");
+  check_length(rules.size(), tables_.size(), "rules");
   const int64_t* count_of = checked(counts);
   int64_t size = 0;
-  for (size_t t = 0; t < tables_.size(); ++t) size += steps[t] ? updated_words(t, rank_, count_of) : 0;
+  for (size_t t = 0; t < tables_.size(); ++t) size += landed[t] ? updated_words(t, rank_, count_of) : 0;
   const at::Tensor words = at::empty({world_ == 1 ? 0 : size}, at::kInt);
   auto* next = words.mutable_data_ptr<int32_t>();
   for (size_t t = 0; t < tables_.size(); ++t) {
-    if (!steps[t]) continue;
+    if (!landed[t]) continue;
     Table& table = tables_[t];
-    const auto& [grad, step] = *steps[t];
+    const LandedRows& grad = *landed[t];
     const int64_t count = grad.rows.numel();
     check_rows(grad.rows, "rows");
     check_rows(grad.places, "places");
     check_values(grad.values, count, table.width, "grads");
     check_values(params[t], table.owners.num_rows(), table.width, "params");
     if (world_ == 1) {
-      update_one(table, params[t], grad, step, nullptr);
+      update_one(table, params[t], grad, rules[t], nullptr);
       continue;
     }
     const int64_t most = most_updated(t, rank_, count_of);
@@ -96,7 +110,7 @@ at::Tensor RowTables::update(const std::vector<at::Tensor>& params, const Steps&
       names.add(grad.rows.const_data_ptr<int64_t>()[i], grad.places.const_data_ptr<int64_t>()[i]);
     }
     next += named_by_bits(most, owned) ? bit_words(owned) : count;
-    update_one(table, params[t], grad, step, reinterpret_cast<float*>(next));
+    update_one(table, params[t], grad, rules[t], reinterpret_cast<float*>(next));
     next += count * table.width;
     std::fill(next, end, 0);
     next = end;
@@ -105,11 +119,14 @@ at::Tensor RowTables::update(const std::vector<at::Tensor>& params, const Steps&
 }
 
 // `updated` gets the rows' new values, side by side; it may be null.
-void RowTables::update_one(Table& table, const at::Tensor& param, const LandedRows& grad, const RowStep& step,
+void RowTables::update_one(Table& table, const at::Tensor& param, const LandedRows& grad, const RowRule& by,
                            float* updated) const {
   const int64_t width = table.width;
-  const SparseAdam rule = SparseAdam::of(step.lr, step.beta1, step.beta2, step.eps, step.step);
-  const auto factor = static_cast<float>(step.maximize ? -step.scale : step.scale);
+  const int64_t step = ++*table.step.mutable_data_ptr<int64_t>();
+  const SparseAdam rule = SparseAdam::of(by.lr, by.beta1, by.beta2, by.eps, step);
+  const auto factor = static_cast<float>(by.maximize ? -by.scale : by.scale);
+  const auto limit = static_cast<float>(by.limit);
+  const bool is_cut = std::isfinite(limit);
   const auto* rows = grad.rows.const_data_ptr<int64_t>();
   const auto* places = grad.places.const_data_ptr<int64_t>();
   const auto* gradient = grad.values.const_data_ptr<float>();
@@ -120,6 +137,7 @@ void RowTables::update_one(Table& table, const at::Tensor& param, const LandedRo
   parallel_units(grad.rows.numel(), grad.values.numel(), [&](int64_t from, int64_t to) {
     at::Tensor of_most = at::empty({std::min(most, to - from), width}, at::kFloat);
     auto* const roots = of_most.mutable_data_ptr<float>();
+    std::vector<float> cut(is_cut ? width : 0);
     for (int64_t start = from; start < to; start += most) {
       const int64_t stop = std::min(start + most, to);
       for (int64_t i = start; i < stop; ++i) {
@@ -128,9 +146,11 @@ void RowTables::update_one(Table& table, const at::Tensor& param, const LandedRo
           prefetch_row(second + places[i + kAhead] * width, width);
           prefetch_row(values + rows[i + kAhead] * width, width);
         }
+        const float* grads = gradient + i * width;
+        if (is_cut) cut_row(grads, factor, limit, cut.data(), width);
         const int64_t state = places[i] * width;
-        advance_row(rule, factor, gradient + i * width, first + state, second + state, roots + (i - start) * width,
-                    width);
+        advance_row(rule, is_cut ? cut.data() : grads, is_cut ? 1.0F : factor, first + state, second + state,
+                    roots + (i - start) * width, width);
       }
       at::Tensor squares = of_most.narrow(0, 0, stop - start);
       at::sqrt_(squares);

@@ -14,12 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zerox._C import Combine, Meeting, Outcome
+from zerox._C import Combine, Meeting, Outcome, RowChange
 from zerox.flow.asked import Asked, asked_by_number
 from zerox.flow.grad_scale import Divisor, GradScale, Norm
 from zerox.flow.grads import Grads
 from zerox.flow.norm import check_finite, clip_coefficient, norm_of, total_words
-from zerox.flow.row_gradient import ADDED, UNCHANGED
 from zerox.flow.row_refusals import zero_grads
 from zerox.flow.rows import Rows
 from zerox.memory.bucket import Bucket, Member
@@ -96,7 +95,7 @@ class GradCalls:
         self.scale.reset()
         if frozen or self.row_grads.each:
             zero_grads([*frozen, *(table.member for table in self.row_grads.tables)], set_to_none)
-            self.row_grads.zero()
+            self.row_grads.flow.forget()
 
     # ---- after it
 
@@ -104,9 +103,11 @@ class GradCalls:
         """Of tables: their mean is with its owners afterwards. Collective."""
         if not self.row_grads.each:  # to ask a meeting what it is takes 0.5 us a question
             return
-        if meeting in NEED_ROWS and (change := self.row_grads.exchange(goes_on=meeting == Meeting.STEP)) != UNCHANGED:
-            hold = any(each.landed is not None for each in self.row_grads.each)
-            self.scale.note_rows(change == ADDED and self.scale.holds_rows, hold)
+        if meeting not in NEED_ROWS:
+            return
+        change = self.row_grads.exchange(goes_on=meeting == Meeting.STEP)  # not `is`: each that C++ returns is new
+        if change != RowChange.UNCHANGED:
+            self.scale.note_rows(change == RowChange.ADDED and self.scale.holds_rows, self.row_grads.has_landed)
 
     def clip(self, outcome: Outcome, asked: Asked | None = None) -> Tensor:
         """``asked``: None on a rank that follows."""

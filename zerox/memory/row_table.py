@@ -38,14 +38,14 @@ class RowTable:
     def width(self) -> int:
         return int(self.param.shape[1])
 
-    def add_to(self, tables: C.RowTables, divisor: float) -> None:
+    def add_to(self, flow: C.RowFlow, divisor: float) -> None:
         """``divisor``: of the ranks' sum of gradients."""
-        tables.add(
-            num_rows=self.param.shape[0],
-            width=self.width,
+        flow.add(
+            param=self.param,
             of_block=self.owners.of_block,
             exp_avg=self.state[EXP_AVG],
             exp_avg_sq=self.state[EXP_AVG_SQ],
+            step=self.step,
             divisor=divisor,
         )
 

@@ -1,0 +1,70 @@
+// A step of an optimizer's tables over the ranks: who has told whom what, what has landed, and what is to be sent
+// again. See Note [Rows travel by themselves] in zerox/flow/rows.py.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <optional>
+#include <vector>
+
+#include "exchange/neighbours.h"
+#include "exchange/peer_messages.h"
+#include "rows/row_tables.h"
+
+namespace zx {
+
+// What happened to the gradients of tables since ranks last exchanged them; the larger number wins.
+enum class RowChange : int64_t { unchanged, added, replaced };
+
+// Functions that are collective are to be called by one thread, in the same order on all ranks.
+class RowFlow {
+ public:
+  // `messages` has all ranks; `neighbours` too, or is empty, and then nothing is read from their memory.
+  RowFlow(std::shared_ptr<PeerMessages> messages, Neighbours neighbours);
+
+  void add(const TableSpec& spec, at::Tensor param);
+
+  // Packs this rank's p.grad of all tables, unless nothing has changed. Returns whether it could: if not, some gradient
+  // is not of rows, or of rows that its table does not have.
+  bool pack();
+  // p.grad was zeroed or taken away: what landed is of another gradient.
+  void forget();
+  // p.grad is as it was exchanged, whatever was done to it since.
+  void note_seen();
+
+  // Collective, after pack(): has the mean land with the rows' owners, unless it is there. `goes_on`: update() follows.
+  RowChange exchange(bool goes_on);
+  // By table: nothing where no rank has a gradient.
+  const std::vector<std::optional<LandedRows>>& landed() const { return landed_; }
+
+  // Collective: updates the rows that this rank owns, by a rule for each table, and writes those that others updated.
+  void update(const std::vector<RowRule>& rules);
+  // Collective: returns when nobody reads this rank's memory any more.
+  void close();
+
+ private:
+  struct Seen {
+    at::Tensor grad{};  // undefined if there was none
+    uint32_t version = 0;
+    bool is_seen = false;
+  };
+  RowChange change() const;
+  at::Tensor tell(RowChange change);
+  std::vector<at::Tensor> collect();
+  void land(const at::Tensor& told);
+
+  std::shared_ptr<PeerMessages> messages_;
+  Neighbours neighbours_;
+  RowTables tables_;
+  std::vector<at::Tensor> params_;
+  std::vector<Seen> seen_;
+  Packed packed_;
+  // What others may be reading. They have read it when they come to the next message.
+  std::vector<at::Tensor> lent_;
+  std::vector<int64_t> addresses_;  // of what each rank has packed
+  std::vector<std::optional<LandedRows>> landed_;
+  at::Tensor counts_;  // of what has landed: int64 [W, tables, W], see Packed
+};
+
+}  // namespace zx
