@@ -336,7 +336,7 @@ class Engine(OneGradient, OneState):
         if self._calls.row_grads.each:
             self._calls.row_grads.update(self.param_groups, self._calls.scale)
         overlap = self._overlap is not None and not capturing
-        for run in self._update.runs(self.param_groups, capturing):
+        for run in self._update.runs(self.param_groups, capturing) if self._buckets else ():
             for index in run:
                 self._gather.start(index, background=overlap)
         if not capturing:

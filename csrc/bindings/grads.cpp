@@ -176,6 +176,8 @@ void bind_settlement(py::module_& m) {
              std::string refusal) { return self.settle({meeting, arguments, options, adoptions, std::move(refusal)}); },
           py::arg("meeting"), py::arg("arguments") = Arguments{}, py::arg("options") = 0.0, py::arg("adoptions") = 0,
           py::arg("refusal") = "", Release())
+      .def("set_note", &Settlement::set_note, py::arg("note"), Release())
+      .def_property_readonly("notes", py::cpp_function(&Settlement::notes, Release()))
       .def("set_before_backward_end", &Settlement::set_before_backward_end, py::arg("call"))
       .def("zero", &Settlement::zero, py::arg("set_to_none"), Release())
       .def("all_reduce", &Settlement::all_reduce, py::arg("values"), py::arg("combine"), Release())

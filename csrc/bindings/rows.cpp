@@ -63,7 +63,8 @@ void bind_rows(py::module_& m) {
       .def("pack", &RowFlow::pack, Release())
       .def("forget", &RowFlow::forget, Release())
       .def("note_seen", &RowFlow::note_seen, Release())
-      .def("exchange", &RowFlow::exchange, py::arg("goes_on"), Release())
+      .def("header", &RowFlow::header, Release())
+      .def("exchange", &RowFlow::exchange, py::arg("headers"), py::arg("goes_on"), Release())
       .def_property_readonly("landed", &RowFlow::landed)
       .def("update", &RowFlow::update, py::arg("rules"), Release())
       .def("close", &RowFlow::close, Release());

@@ -135,7 +135,8 @@ Statement Settlement::statement(const Call& call) {
           .active = call.meeting != Meeting::follow || had_gradient_,
           .proposes = params_->proposes_order(),
           .with_grad = std::move(seen.with_grad),
-          .placements = std::move(seen.placements)};
+          .placements = std::move(seen.placements),
+          .note = note_};
 }
 
 // One exchange of statements. Afterwards ranks have launched the same rounds.
@@ -148,6 +149,7 @@ Verdict Settlement::meet(const Call& call) {
   }
   settled_.scaled = verdict[Said::scaled].most > 0;
   settled_.with_grad = verdict.with_grad;
+  settled_.notes = verdict.notes;
   check(verdict);
   const bool followed = verdict[Said::meeting].least == static_cast<int64_t>(Meeting::follow);
   backward_->set_followed(followed);
@@ -243,6 +245,16 @@ void Settlement::learn_order() {
   const bool is_learned = told.back() != 0;
   told.pop_back();
   if (is_learned) backward_->set_order(std::move(told));
+}
+
+void Settlement::set_note(std::vector<int64_t> note) {
+  const std::lock_guard lock(mutex_);
+  note_ = std::move(note);
+}
+
+std::vector<int64_t> Settlement::notes() const {
+  const std::lock_guard lock(mutex_);
+  return settled_.notes;
 }
 
 bool Settlement::holds_scaled() const {

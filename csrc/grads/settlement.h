@@ -6,6 +6,7 @@
 #include <functional>
 #include <memory>
 #include <string>
+#include <vector>
 
 #include "buckets/buckets.h"
 #include "grads/agreement.h"
@@ -36,6 +37,12 @@ class Settlement {
 
   // Collective: a few integers on the CPU, combined over the ranks in place, for clip_grad_norm_().
   void all_reduce(const at::Tensor& values, Combine combine);
+
+  // From now on this rank says these numbers where ranks meet: as many on all ranks, who must call this at the same
+  // meeting if their count changes.
+  void set_note(std::vector<int64_t> note);
+  // What ranks said so at the last settle(), by rank.
+  std::vector<int64_t> notes() const;
 
   // Whether, at the last settle(), any rank still held a gradient that mark_scaled() saw.
   bool holds_scaled() const;
@@ -70,9 +77,11 @@ class Settlement {
   std::function<void()> before_backward_end_;
   std::atomic<bool> zeroed_ = false;  // this rank called zero(), and has not told
   bool had_gradient_ = false;         // this rank, in this step
+  std::vector<int64_t> note_;
   struct {
     bool scaled = false;
     SlotSet with_grad{};
+    std::vector<int64_t> notes{};
   } settled_;  // what the last settle() saw, on any rank
   Stopwatch waited_;
 };

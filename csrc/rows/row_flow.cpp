@@ -82,55 +82,49 @@ void RowFlow::note_seen() {
   }
 }
 
-// By rank, int64: what has changed, of each table whether there is a gradient, and how many rows each owner gets. In
-// the memory of neighbours also where these are.
-at::Tensor RowFlow::tell(RowChange change) {
-  std::vector<int64_t> own{static_cast<int64_t>(change)};
-  for (const at::Tensor& param : params_) own.push_back(param.grad().defined() ? 1 : 0);
+std::vector<int64_t> RowFlow::header() {
+  const auto num_counts = static_cast<int64_t>(params_.size()) * messages_->world();
+  if (packed_.counts.numel() != num_counts) packed_.counts = at::zeros({num_counts}, at::kLong);  // a table is new
+  std::vector<int64_t> numbers{static_cast<int64_t>(change())};
+  for (const at::Tensor& param : params_) numbers.push_back(param.grad().defined() ? 1 : 0);
   const auto* counts = packed_.counts.const_data_ptr<int64_t>();
-  own.insert(own.end(), counts, counts + packed_.counts.numel());
-  const auto width = static_cast<int64_t>(own.size());
-  const bool reads = neighbours_.world() > 0;
-  if (reads) own.push_back(packed_.address());
-  const at::Tensor header = at::empty({static_cast<int64_t>(own.size())}, at::kLong);
-  std::copy(own.begin(), own.end(), header.mutable_data_ptr<int64_t>());
-  const std::vector<at::Tensor> headers = messages_->to_all(header);
-  lent_ = reads ? packed_.words : std::vector<at::Tensor>{};
-  addresses_.clear();
-  at::Tensor told = at::empty({messages_->world(), width}, at::kLong);
-  auto* next = told.mutable_data_ptr<int64_t>();
-  for (const at::Tensor& of_rank : headers) {
-    const auto* numbers = of_rank.const_data_ptr<int64_t>();
-    next = std::copy_n(numbers, width, next);
-    addresses_.push_back(reads ? numbers[width] : 0);
-  }
-  return told;
+  numbers.insert(numbers.end(), counts, counts + num_counts);
+  if (neighbours_.world() > 0) numbers.push_back(packed_.address());
+  return numbers;
 }
 
-RowChange RowFlow::exchange(bool goes_on) {
+std::vector<int64_t> RowFlow::tell() {
+  const std::vector<int64_t> numbers = header();
+  const at::Tensor own = at::empty({static_cast<int64_t>(numbers.size())}, at::kLong);
+  std::copy(numbers.begin(), numbers.end(), own.mutable_data_ptr<int64_t>());
+  std::vector<int64_t> headers;
+  for (const at::Tensor& of_rank : messages_->to_all(own)) {
+    const auto* data = of_rank.const_data_ptr<int64_t>();
+    headers.insert(headers.end(), data, data + of_rank.numel());
+  }
+  return headers;
+}
+
+RowChange RowFlow::exchange(const std::vector<int64_t>& told, bool goes_on) {
   if (params_.empty()) return RowChange::unchanged;
-  const RowChange own = change();
-  const auto extremes = [](const at::Tensor& told) {
-    const auto* numbers = told.const_data_ptr<int64_t>();
-    std::pair found{numbers[0], numbers[0]};
-    for (int64_t rank = 1; rank < told.size(0); ++rank) {
-      found = {std::min(found.first, numbers[rank * told.size(1)]),
-               std::max(found.second, numbers[rank * told.size(1)])};
-    }
-    return found;
-  };
-  at::Tensor told = tell(own);
-  const auto [least, most] = extremes(told);
+  std::vector<int64_t> headers = told.empty() ? tell() : told;
+  const size_t size = headers.size() / messages_->world();
+  int64_t least = headers.front();
+  int64_t most = headers.front();
+  for (size_t i = 0; i < headers.size(); i += size) {
+    least = std::min(least, headers[i]);
+    most = std::max(most, headers[i]);
+  }
   const auto change = static_cast<RowChange>(most);
   if (change != RowChange::unchanged) {
     if (static_cast<RowChange>(least) == RowChange::unchanged) {  // a rank has not packed what it has
-      if (own == RowChange::unchanged) {
+      if (this->change() == RowChange::unchanged) {
         seen_.assign(seen_.size(), Seen{});
         TORCH_INTERNAL_ASSERT(pack());
       }
-      told = tell(own);
+      headers = tell();
     }
-    land(told);
+    land(headers);
     note_seen();
   }
   packed_.words.clear();
@@ -138,21 +132,31 @@ RowChange RowFlow::exchange(bool goes_on) {
   return change;
 }
 
-void RowFlow::land(const at::Tensor& told) {
+void RowFlow::land(const std::vector<int64_t>& headers) {
   const auto num_tables = static_cast<int64_t>(params_.size());
-  counts_ = told.narrow(1, 1 + num_tables, told.size(1) - 1 - num_tables).contiguous();
-  std::vector<LandedRows> landed = tables_.land(collect(), counts_);
-  const auto* numbers = told.const_data_ptr<int64_t>();
+  const int64_t world = messages_->world();
+  const int64_t size = static_cast<int64_t>(headers.size()) / world;
+  const bool reads = neighbours_.world() > 0;
+  lent_ = reads ? packed_.words : std::vector<at::Tensor>{};
+  counts_ = at::empty({world, num_tables, world}, at::kLong);
+  auto* next = counts_.mutable_data_ptr<int64_t>();
+  std::vector<int64_t> addresses;
+  std::vector<bool> present(num_tables);
+  for (int64_t rank = 0; rank < world; ++rank) {
+    const int64_t* numbers = headers.data() + rank * size;
+    for (int64_t t = 0; t < num_tables; ++t) present[t] = present[t] || numbers[1 + t] != 0;
+    next = std::copy_n(numbers + 1 + num_tables, num_tables * world, next);
+    if (reads) addresses.push_back(numbers[size - 1]);
+  }
+  std::vector<LandedRows> landed = tables_.land(collect(addresses), counts_);
   for (int64_t t = 0; t < num_tables; ++t) {
     landed_[t].reset();
-    bool is_present = false;
-    for (int64_t rank = 0; rank < told.size(0); ++rank) is_present |= numbers[rank * told.size(1) + 1 + t] != 0;
-    if (is_present) landed_[t] = std::move(landed[t]);
+    if (present[t]) landed_[t] = std::move(landed[t]);
   }
 }
 
-// By rank: the words that it had for this one.
-std::vector<at::Tensor> RowFlow::collect() {
+// By rank: the words that it had for this one. `addresses`: of all that each has, where neighbours read it.
+std::vector<at::Tensor> RowFlow::collect(const std::vector<int64_t>& addresses) {
   const std::vector<WordSpan> spans = tables_.words_from_each(counts_);
   if (neighbours_.world() == 0) {
     std::vector<int64_t> numels;
@@ -166,7 +170,7 @@ std::vector<at::Tensor> RowFlow::collect() {
     messages_->count(packed_.words[rank]);
     found[rank] = at::empty({spans[rank].count}, at::kInt);
     if (spans[rank].count == 0) continue;
-    const auto address = static_cast<uint64_t>(addresses_[rank]) + spans[rank].start * found[rank].element_size();
+    const auto address = static_cast<uint64_t>(addresses[rank]) + spans[rank].start * found[rank].element_size();
     messages_->line().needing(
         rank, [&] { neighbours_.read(rank, address, found[rank].mutable_data_ptr(), found[rank].nbytes()); });
   }

@@ -33,8 +33,12 @@ class RowFlow {
   // p.grad is as it was exchanged, whatever was done to it since.
   void note_seen();
 
-  // Collective, after pack(): has the mean land with the rows' owners, unless it is there. `goes_on`: update() follows.
-  RowChange exchange(bool goes_on);
+  // What ranks must know of each other before exchange(), as many numbers on all ranks: what has changed, of each table
+  // whether there is a gradient, and how many rows each owner gets; in the memory of neighbours also where these are.
+  std::vector<int64_t> header();
+  // Collective, after pack(): has the mean land with the rows' owners, unless it is there. `headers`: what all ranks
+  // told each other since then, by rank; none, and they do so now. `goes_on`: update() follows.
+  RowChange exchange(const std::vector<int64_t>& headers, bool goes_on);
   // By table: nothing where no rank has a gradient.
   const std::vector<std::optional<LandedRows>>& landed() const { return landed_; }
 
@@ -50,9 +54,9 @@ class RowFlow {
     bool is_seen = false;
   };
   RowChange change() const;
-  at::Tensor tell(RowChange change);
-  std::vector<at::Tensor> collect();
-  void land(const at::Tensor& told);
+  std::vector<int64_t> tell();
+  std::vector<at::Tensor> collect(const std::vector<int64_t>& addresses);
+  void land(const std::vector<int64_t>& headers);
 
   std::shared_ptr<PeerMessages> messages_;
   Neighbours neighbours_;
@@ -62,7 +66,6 @@ class RowFlow {
   Packed packed_;
   // What others may be reading. They have read it when they come to the next message.
   std::vector<at::Tensor> lent_;
-  std::vector<int64_t> addresses_;  // of what each rank has packed
   std::vector<std::optional<LandedRows>> landed_;
   at::Tensor counts_;  // of what has landed: int64 [W, tables, W], see Packed
 };

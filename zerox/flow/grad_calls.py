@@ -74,7 +74,11 @@ class GradCalls:
 
     def refusal_of_rows(self, meeting: Meeting) -> str:
         """Why the gradients of tables can't be exchanged there; empty if they can."""
-        return self.row_grads.refusal() if self.row_grads.each and meeting in NEED_ROWS else ""
+        if not self.row_grads.each or meeting not in NEED_ROWS:
+            return ""
+        why = self.row_grads.refusal()
+        self.grads.manager.settlement.set_note(self.row_grads.note)
+        return why
 
     def take_tables(
         self, members: Sequence[Member], groups: Sequence[Mapping[str, Any]], divisors: Sequence[Divisor]
@@ -83,6 +87,8 @@ class GradCalls:
         others = self.row_grads.take(members, groups, divisors)
         for divisor in self.row_grads.divisors:
             self.scale.know(divisor)
+        if self.row_grads.each:  # on all ranks, who say as much from now on
+            self.grads.manager.settlement.set_note(self.row_grads.note)
         return others
 
     @staticmethod
@@ -105,7 +111,8 @@ class GradCalls:
             return
         if meeting not in NEED_ROWS:
             return
-        change = self.row_grads.exchange(goes_on=meeting == Meeting.STEP)  # not `is`: each that C++ returns is new
+        goes_on = meeting == Meeting.STEP  # not `is`: each that C++ returns is new
+        change = self.row_grads.exchange(self.grads.manager.settlement.notes, goes_on)
         if change != RowChange.UNCHANGED:
             self.scale.note_rows(change == RowChange.ADDED and self.scale.holds_rows, self.row_grads.has_landed)
 

@@ -9,7 +9,7 @@ rank order and divide once: csrc/rows/row_flow.h. So the mean has the bits that 
 ranks' gradients in order.
 
 What is exchanged stays valid while no rank's p.grad changes: a clip and the step() after it exchange once. Each rank
-says in the header of every exchange whether its own has changed; if one has, all send what they have again.
+says where they meet whether its own has changed; if one has, all send what they have again.
 
 The owner updates its rows by the lazy rule of torch.optim.SparseAdam: moments of untouched rows stay, a row whose
 gradients cancel counts as touched. Then updated rows go to all ranks, in whose tables they are written.
@@ -35,6 +35,7 @@ from zerox.memory.row_table import RowTable, check_group, is_sparse
 from zerox.ranks.group import Ranks
 
 Groups = Sequence[Mapping[str, Any]]
+MOST_NOTED = 8192  # numbers, of all ranks together, that they tell each other beside all else where they meet
 
 
 class Rows:
@@ -90,12 +91,18 @@ class Rows:
         they can."""
         return "" if self.flow.pack() else next(filter(None, (each.refusal() for each in self.each)))
 
-    def exchange(self, goes_on: bool) -> RowChange:
+    @property
+    def note(self) -> list[int]:
+        """What other ranks must know before exchange(); nothing if it is too much for where they meet anyway."""
+        header = self.flow.header()
+        return header if len(header) * self.ranks.size <= MOST_NOTED else []
+
+    def exchange(self, notes: Sequence[int], goes_on: bool) -> RowChange:
         """Has the mean land with the owners, unless it is there. Returns what happened to gradients. Collective.
 
-        ``goes_on``: update() follows.
+        ``notes``: those of all ranks, or nothing. ``goes_on``: update() follows.
         """
-        change = self.flow.exchange(goes_on)
+        change = self.flow.exchange(notes, goes_on)
         if self.shows_mean and change != RowChange.UNCHANGED:
             for each, landed in zip(self.each, self.flow.landed, strict=True):
                 if landed is not None:
