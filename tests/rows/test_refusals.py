@@ -76,9 +76,9 @@ def test_calls_that_know_no_tables_are_refused() -> None:
     with pytest.raises(NotImplementedError, match=r"do not go with join\(\) yet"):
         optimizer.join()
     param = optimizer.param_groups[0]["params"][0]
-    for call in (optimizer.full_grad, optimizer.full_state):
+    for call in (lambda: optimizer.set_full_grad_(param, param), lambda: optimizer.set_full_state_(param, step=1)):
         with pytest.raises(ValueError, match="sparse=True"):
-            call(param)
+            call()
     with pytest.raises(ValueError, match="sparse=True"):
         optimizer.clip_grad_norm_(1.0, parameters=[param])
 

@@ -10,7 +10,7 @@ import torch
 
 import zerox
 from tests.ranks import run_ranks
-from tests.rows.tables import Model, backward, build, ids_of
+from tests.rows.tables import Model, Twin, backward, build, ids_of
 from zerox import FusedShardedAdam, sparse_params
 from zerox.memory.row_owners import BLOCK_ROWS, RowOwners
 
@@ -185,3 +185,33 @@ def consolidated(rank: int, size: int) -> Any:
 def test_a_consolidated_state_has_whole_tables() -> None:
     shown, full = run_ranks(consolidated, 2)[0]
     assert_equal(shown["state"], full["state"])
+
+
+def in_full(rank: int, world_size: int, stage: int) -> None:
+    """full_grad() is what step() uses, full_state() what full_state_dict() has."""
+    model = Model()
+    optimizer, twin = build(model, stage=stage), Twin(model, world_size)
+    assert optimizer.full_grad(model.words.weight) is None
+    twin.take_gradients(0)
+    backward(model, rank, 0)
+    optimizer.scale_grads_(0.25)
+    optimizer.clip_grad_value_(0.01)
+    for ours, theirs in zip(sparse_params(model), sparse_params(twin.model), strict=True):
+        assert theirs.grad is not None
+        theirs.grad._values().mul_(0.25).clamp_(-0.01, 0.01)
+        assert torch.equal(optimizer.full_grad(ours), theirs.grad.to_dense())
+    optimizer.step()
+    twin.optimizer.step()
+    for ours, theirs in zip(sparse_params(model), sparse_params(twin.model), strict=True):
+        found, kept = optimizer.full_state(ours), twin.optimizer.state[theirs]
+        assert set(found) == set(kept)
+        assert float(found["step"]) == kept["step"]
+        assert torch.equal(found["exp_avg"], kept["exp_avg"])
+        assert torch.equal(found["exp_avg_sq"], kept["exp_avg_sq"])
+    with pytest.raises(ValueError, match="same parameter"):
+        optimizer.full_state(model.words.weight if rank == 0 else model.head.weight)
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_gradient_and_state_of_one_table_are_had_in_full(stage: int) -> None:
+    run_ranks(in_full, 2, stage)

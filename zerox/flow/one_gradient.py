@@ -14,7 +14,7 @@ from zerox.flow.params import ParamGather
 from zerox.flow.residency import Residency
 from zerox.memory.bucket import GradPart, refuse_dtensors
 from zerox.memory.forms import same_values
-from zerox.memory.one_param import OneParam, asked_of_one, one_param
+from zerox.memory.one_param import OneParam, asked_of_one, asked_of_table, one_param
 from zerox.ranks.dtensors import whole_of
 
 
@@ -34,6 +34,8 @@ class OneGradient(MeanGradient):
         frozen parameter is none.
         """
         self._settle(Meeting.FULL_GRAD)
+        if (table := asked_of_table(self._tables, self._grads.teams, p, "full_grad()")) is not None:
+            return self._calls.row_grads.full_grad(table, self._calls.scale)
         one = asked_of_one(self._buckets, self._grads.teams, p, "full_grad()")
         found = self._full_grad(one)
         return None if found is None else whole_of(one.member.param, found)

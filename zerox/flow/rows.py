@@ -130,6 +130,20 @@ class Rows:
                 segments[:, 1] = segments[:, 0] + width
                 yield each.divisor, shard_words(landed.values.view(-1), segments, p)
 
+    def full_grad(self, table: RowTable, scale: GradScale) -> Tensor | None:
+        """One table's whole mean, as step() will use it; None if no rank has a gradient. Collective."""
+        index = self.tables.index(table)
+        landed, divisor = self.flow.landed[index], self.each[index].divisor
+        if landed is None:
+            return None
+        whole = torch.zeros(table.param.shape, device=CPU)
+        for rows, values in self._of_all_ranks(landed):
+            whole[rows] = values
+        if (factor := scale.values.get(divisor)) is not None:
+            whole *= float(factor)
+        limit = scale.requested.limit
+        return whole if limit is None else whole.clamp_(-limit, limit)
+
     def multiply(self, factors: Mapping[Divisor, Tensor]) -> None:
         """The mean, at once, where p.grad shows it."""
         for each, landed in zip(self.each, self.flow.landed, strict=True):

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from zerox import _C as C
 from zerox.memory.bucket import Bucket, Member
+from zerox.memory.row_table import RowTable
 from zerox.plan.layout import Segment
 from zerox.ranks.dtensors import part_of
 from zerox.ranks.group import Ranks
@@ -164,6 +165,15 @@ def asked_of_one(buckets: Sequence[Bucket], teams: Teams, param: object, call: s
         one = one_param(buckets, teams, param, call)
     one.agree(call)
     return one
+
+
+def asked_of_table(tables: Sequence[RowTable], teams: Teams, param: object, call: str) -> RowTable | None:
+    """The table that ``param`` is, or None. Collective, with asked_of_one() where it is None: ValueError as there."""
+    found = next((table for table in tables if table.param is param), None)
+    if found is not None:
+        line = f"{call} of parameter '{found.member.name}', which is number {found.member.number}"
+        teams.ranks.check_same([line], way_out=WAY_OUT)
+    return found
 
 
 def in_memory_order(whole: Tensor) -> Tensor:

@@ -10,11 +10,12 @@ from torch import Tensor
 
 from zerox._C import Meeting
 from zerox.memory.forms import same_values, split_param
-from zerox.memory.one_param import OneParam, asked_of_one, in_memory_order, one_param
+from zerox.memory.one_param import OneParam, asked_of_one, asked_of_table, in_memory_order, one_param
 from zerox.rules.rule import MASTER, MASTERS, REMAINDER, STEP, NumberSpec, StateSpec
 from zerox.state.fill import fill_row
 from zerox.state.full_state import full_state_of, shown_in_group
 from zerox.state.optimizer_state import OptimizerState
+from zerox.state.row_state import whole_state
 from zerox.state.state_dict import say_rounded
 
 
@@ -36,6 +37,8 @@ class OneState(OptimizerState):
         """
         self._settle(Meeting.FULL_GRAD)
         self._learn_kinds()
+        if (table := asked_of_table(self._tables, self._teams, p, "full_state()")) is not None:
+            return whole_state(table, self._all_ranks, None)
         one = asked_of_one(self._buckets, self._teams, p, "full_state()")
         return shown_in_group(one.bucket.rule, self.param_groups[one.member.group], full_state_of(one))
 
