@@ -139,14 +139,28 @@ def train(name: str, data: Data, args: argparse.Namespace, rank: int) -> Run:
     return run
 
 
-def report(runs: list[Run], data: Data, args: argparse.Namespace, size: int) -> None:
+def floor_ms(data: Data, args: argparse.Namespace, rank: int) -> float:
+    """Of forward and backward, which no optimizer can save."""
+    model, found = Model(data, args.width), []
+    for step in range(1, args.steps + 1):
+        batch = data.batch(args.batch, 1000 * step + rank)
+        begin = time.perf_counter()
+        (-logsigmoid(model(*batch)).mean()).backward()
+        found.append(1000 * (time.perf_counter() - begin))
+        model.zero_grad()
+    return statistics.median(found[WARM_UP:])
+
+
+def report(runs: list[Run], data: Data, args: argparse.Namespace, size: int, floor: float) -> None:
     dense = 2 * 4 * args.width * (data.num_left + data.num_right) * (size - 1) / size
     print(f"{size} ranks, {len(data.left):,} pairs of {data.num_left:,} x {data.num_right:,} words, width {args.width}")
-    print(f"{'':18}{'ms a step':>10}{'held-out pairs right':>22}{'bytes a step, rank':>20}")
+    print(f"{'':18}{'ms a step':>10}{'less floor':>12}{'held-out pairs right':>22}{'bytes a step, rank':>20}")
     for run in runs:
         sent = "" if run.nbytes is None else f"{run.nbytes:,.0f}"
-        print(f"{run.name:18}{statistics.median(run.step_ms[WARM_UP:]):10.2f}{run.right[-1][1]:22.3f}{sent:>20}")
-    print(f"{'dense gradients':18}{'':32}{dense:20,.0f}")
+        ms = statistics.median(run.step_ms[WARM_UP:])
+        print(f"{run.name:18}{ms:10.2f}{ms - floor:12.2f}{run.right[-1][1]:22.3f}{sent:>20}")
+    print(f"{'dense gradients':18}{'':44}{dense:20,.0f}")
+    print(f"the floor is forward and backward alone: {floor:.2f} ms")
     ours, theirs = runs
     apart = max(
         float((p - q).detach().abs().max())
@@ -194,8 +208,9 @@ def main() -> int:
         return BAD_INPUT
     with process_group(torch.device("cpu")) as (rank, size):
         runs = [train(name, data, args, rank) for name in ("zerox", "DDP + SparseAdam")]
+        floor = floor_ms(data, args, rank)
         if rank == 0:
-            report(runs, data, args, size)
+            report(runs, data, args, size, floor)
             if args.picture is not None:
                 draw(runs, args.picture)
     return 0
