@@ -26,7 +26,7 @@ from zerox.flow.one_gradient import OneGradient
 from zerox.flow.overlap_gather import NOTHING_TO_HIDE, GatherOverlap
 from zerox.flow.params import ParamGather
 from zerox.flow.residency import Residency
-from zerox.flow.row_refusals import check_rows, refuse_tables
+from zerox.flow.row_refusals import check_rows
 from zerox.flow.update import FusedUpdate, Update
 from zerox.memory.bucket import Bucket, Member, members_of, rooms
 from zerox.memory.flat import BufferSlot, give_out
@@ -237,7 +237,6 @@ class Engine(OneGradient, OneState):
         return self._options.divisor_of(group)
 
     def _check_join(self) -> None:
-        refuse_tables(self._tables, "join()")
         self._check_pairs([], self._overlap is not None, joins=True)
 
     def _check_pairs(self, added: Sequence[Member], overlaps: bool, joins: bool = False) -> None:
@@ -252,7 +251,7 @@ class Engine(OneGradient, OneState):
         with ranks.refusals_told():
             self._check_pairs(members, self._overlap is not None)
             check_axes(self._grads.model, members)
-            check_rows(self._options, self._rules, self._grads, self.param_groups, members)
+            check_rows(self._rules, self.param_groups, members)
         check_terms(self._options, self._grads.teams, self.param_groups, members)
         with ranks.failure_told():
             check_model(self._grads.model, ranks, self._options, self.param_groups, members)

@@ -85,6 +85,7 @@ def estimate(
         rules.default.check({**group, "params": [tensor]})  # learns what the class keeps for it
     check_params([name for name, _, _ in trained], [tensor for _, tensor, _ in trained], allocated=False)
     tables = [tensor for _, tensor, group in trained if is_sparse(group)]
+    of_tables = [group for _, _, group in trained if is_sparse(group)]
     trained = [each for each in trained if not is_sparse(each[2])]
     tensors = [tensor for _, tensor, _ in trained]
     dtypes = parameter_words(tensor.dtype for tensor in tensors)
@@ -92,7 +93,9 @@ def estimate(
     facts: dict[str, Collection[str]] = {"parameters": dtypes, "backend": {backend}}
     if any(size != world_size for size in sizes):
         facts |= {TEAM: {SUB_GROUP}, "process_group": {"a group" if mesh_shape is None else "a 2-D mesh"}}
-    chosen.check_pairs({"rule": rule, **options}, **facts)
+    for group in of_tables or [{}]:
+        own = {name: value for name, value in group.items() if name != "params"}
+        chosen.check_pairs({"rule": rule, **options, **own}, **facts)
 
     on_host = backend == "gloo" and all(tensor.device.type in ("cpu", "meta") for tensor in tensors)
     sharded = chosen.stage_plan.grads is SHARDED

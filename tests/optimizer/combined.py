@@ -24,7 +24,7 @@ from tests.tolerances import assert_one_step_bound, assert_stored_bound
 from zerox import Sparsity
 from zerox.flow.residency import Residency
 from zerox.memory.grad_dtype import NARROW
-from zerox.plan.choices import DTENSORS, LIE_AS, MASKS, SPARSITY, SUB_GROUP, TEAM
+from zerox.plan.choices import DTENSORS, LIE_AS, MASKS, SPARSITY, SUB_GROUP, TABLES, TEAM
 from zerox.ranks.dtensors import local_of
 from zerox.rules.adam import ADAM
 from zerox.rules.known import KNOWN
@@ -51,8 +51,16 @@ class Scales(nn.Module):
         generator = torch.Generator().manual_seed(seed)
         self.parts = nn.ModuleList(Scale(torch.randn(numel, generator=generator)) for numel in numels)
 
+    def add_table(self) -> None:
+        """float32 whatever the others are, as tables are."""
+        generator = torch.Generator().manual_seed(1)
+        self.table = nn.Embedding(130, 8, sparse=True, _weight=torch.randn(130, 8, generator=generator))
+
     def forward(self, xs: Sequence[Tensor]) -> Tensor:
-        return torch.stack([part(x).float().sum() for part, x in zip(self.parts, xs, strict=True)]).sum()
+        loss = torch.stack([part(x).float().sum() for part, x in zip(self.parts, xs, strict=True)]).sum()
+        if hasattr(self, "table"):
+            loss = loss + self.table((100 * xs[0][:40].float()).long() % 130).square().sum()
+        return loss
 
 
 class Scale(nn.Module):
@@ -82,6 +90,8 @@ class Training:
             assert mesh is not None
             for part in self.model.parts:
                 part.cut(mesh["tp"])
+        if way[TABLES] == "True":
+            self.model.add_table()
         options = {"weight_decay": 0.125, **arguments(way, mesh)}
         if isinstance(options["lr"], Tensor):
             options["lr"] = options["lr"].to(self.device)
@@ -117,6 +127,7 @@ class Training:
         widened = self.dtype in NARROW and way["accumulate_dtype"] == "torch.float32"
         assert first.grad_dtype is (torch.float32 if widened else self.dtype)
         assert any(bucket.mask for bucket in inside.buckets) is (way[MASKS] == SPARSITY)
+        assert bool(inside.tables) is (way[TABLES] == "True")
         assert inside.grads.teams.are_many is (way[TEAM] == SUB_GROUP and inside.ranks.size > 1)
 
     def backwards(self, step: int) -> None:
@@ -207,7 +218,7 @@ def compare_with_torch(rank: int, world_size: int, training: Training) -> None:
     divisor = asked["gradient_divisor"] or num_ranks
     by_count = divisor / (num_ranks * COUNT) if way["mean_over"] == "called" else 1.0
     wire = asked["reduce_dtype"] or training.dtype
-    grads = watch_gradients(training.model)
+    grads = watch_gradients(training.model.parts)
     for step in range(STEPS):
         training.backwards(step)
         sent = {param: local_of(grad).to(wire) for param, grad in grads.items()}

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from tests.optimizer.ways import Way, is_inner
 from zerox import FusedShardedAdam, ShardedOptimizer
-from zerox.plan.choices import CHOICES, DTENSORS, LIE_AS, MASKS, SUB_GROUP, TEAM
+from zerox.plan.choices import CHOICES, DTENSORS, LIE_AS, MASKS, SUB_GROUP, TABLES, TEAM
 from zerox.rules.adam import ADAM
 from zerox.rules.known import KNOWN
 
@@ -41,6 +41,7 @@ ELSEWHERE = (
     "join",
     MASKS,
     "rule",
+    TABLES,
 )
 MOMENTUM = {"momentum": 0.75}  # of SGD, which keeps no state without
 
@@ -73,9 +74,21 @@ def _made(option: str, value: str) -> Any:
 
 
 def build(params: Any, way: Way, **options: Any) -> FusedShardedAdam | ShardedOptimizer:
-    """``options``: the constructor's. With a rule of its own, the group has those that belong into one."""
+    """``options``: the constructor's. With a rule of its own, the group has those that belong into one.
+
+    With tables, which are the parameters of two dimensions, they have a group of their own.
+    """
     rule = ast.literal_eval(way["rule"])
     group: dict[str, Any] = {"params": params}
+    groups = [group]
+    if way[TABLES] == "True":
+        named = list(params)
+        tables = [each for each in named if (each[1] if isinstance(each, tuple) else each).dim() == 2]
+        group["params"] = [each for each in named if not any(each is table for table in tables)]
+        groups.append({"params": tables, "sparse": True, "weight_decay": 0.0})
+        if not group["params"]:
+            group = groups[1]
+            groups = [group]
     if way[TEAM] == SUB_GROUP:
         alone = way["process_group"] == ALONE or way[LIE_AS] == DTENSORS
         group["process_group"] = "alone" if alone else sub_group()
@@ -87,7 +100,7 @@ def build(params: Any, way: Way, **options: Any) -> FusedShardedAdam | ShardedOp
         group |= MOMENTUM if rule == "sgd" else {}
         options = {name: value for name, value in options.items() if name not in own}
     made: FusedShardedAdam | ShardedOptimizer
-    made = (ShardedOptimizer if is_inner(way) else FusedShardedAdam)([group], **of_optimizer(way, options))
+    made = (ShardedOptimizer if is_inner(way) else FusedShardedAdam)(groups, **of_optimizer(way, options))
     return made
 
 

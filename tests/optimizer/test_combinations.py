@@ -35,7 +35,7 @@ from tests.ranks import run_ranks
 from zerox import FusedShardedAdam, Sparsity, estimate
 from zerox.options import ACCUMULATE_DTYPES, MASTER_WEIGHTS, PARAM_DTYPES, REDUCE_DTYPES, STATE_FORMS, _word
 from zerox.plan import combinations
-from zerox.plan.choices import CHOICES, DTENSORS, LIE_AS, MASKS, SUB_GROUP, TEAM, Choice, Setting, some
+from zerox.plan.choices import CHOICES, DTENSORS, LIE_AS, MASKS, SUB_GROUP, TABLES, TEAM, Choice, Setting, some
 from zerox.plan.combinations import Refused, Row, Untried, pairs, verdict
 from zerox.plan.stage import STAGES
 from zerox.ranks.group import EXCHANGES
@@ -190,13 +190,15 @@ def test_a_refused_pair_raises_what_the_table_says(pair: Pair) -> None:
         or "ZEROX_EXCHANGE" in settings
         or {"join", "capturable"} <= set(settings)
         or {MASKS, "capturable"} <= set(settings)
+        or {TABLES, "resident_mb"} <= set(settings)  # stage 3, which it needs, is refused first
     )
     if of_ranks or (settings.get("backend") == "nccl" and "device" not in settings):
         # As the constructor asks, where there is such a device, and where there are ranks.
         with pytest.raises(refused.error, match=message):
             combinations.check({name: {value} for name, value in settings.items()})
         return
-    params = [nn.Parameter(torch.ones(3, dtype=getattr(torch, plain["parameters"])))]
+    shape = (3, 2) if plain[TABLES] == "True" else (3,)
+    params = [nn.Parameter(torch.ones(shape, dtype=getattr(torch, plain["parameters"])))]
     options = arguments({**plain, "backend": "gloo"})
     if settings.get("backend") == "nccl":
         options["process_group"] = not_a_group("nccl")
@@ -217,8 +219,9 @@ def test_a_refused_pair_raises_what_the_table_says(pair: Pair) -> None:
     assert all(str(each) in str(raised.value) for each in pair)
     assert params[0].data_ptr() == before, "nothing has changed"
     if not set(settings) & {"device", "backend"}:  # which may be others than those of the estimate
+        given = [{"params": params, "sparse": True}] if plain[TABLES] == "True" else params
         with pytest.raises(refused.error, match=message):
-            estimate(params, 2, rule=ast.literal_eval(plain["rule"]), **of_optimizer(plain, options))
+            estimate(given, 2, rule=ast.literal_eval(plain["rule"]), **of_optimizer(plain, options))
     dist.distributed_c10d._world.pg_map.pop(options["process_group"], None)
 
 
@@ -263,6 +266,7 @@ UNSAID = {
     *some("mean_over", "not called", "called"),
     *some("join", "outside"),
     *some(MASKS, "None"),
+    *some(TABLES, "False"),
 }
 
 

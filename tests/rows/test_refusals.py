@@ -30,7 +30,7 @@ def group(**options: Any) -> list[dict[str, Any]]:
     [
         ({"weight_decay": 0.01}, "weight_decay=0.01: rows that no batch names would not decay"),
         ({"amsgrad": True}, "amsgrad=True"),
-        ({"rule": "lion"}, "the rule 'lion'"),
+        ({"rule": "lion"}, 'rule="lion" does not go with sparse=True'),
         ({"params": [nn.Parameter(torch.ones(5))]}, "two dimensions"),
         ({"params": [nn.Parameter(torch.ones(5, 4).t())]}, "contiguous"),
         ({"params": [nn.Parameter(torch.ones(5, 4, dtype=torch.bfloat16))]}, "is torch.bfloat16"),
@@ -46,7 +46,7 @@ def test_groups_that_do_not_fit_are_refused(options: dict[str, Any], message: st
     ("options", "message"),
     [
         ({"stage": 3}, "stage=3 does not go with sparse=True"),
-        ({"state_dtype": "8bit"}, "state_dtype=8bit does not go with sparse=True"),
+        ({"state_dtype": "8bit"}, 'state_dtype="8bit" does not go with sparse=True'),
         ({"state_dtype": torch.bfloat16}, "state_dtype=torch.bfloat16 does not go with sparse=True"),
         ({"reduce_dtype": torch.bfloat16}, "reduce_dtype=torch.bfloat16 does not go with sparse=True"),
     ],
@@ -73,7 +73,7 @@ def test_options_that_change_later_are_refused() -> None:
 
 def test_calls_that_know_no_tables_are_refused() -> None:
     optimizer = FusedShardedAdam(group())
-    with pytest.raises(NotImplementedError, match=r"do not go with join\(\) yet"):
+    with pytest.raises(NotImplementedError, match=r"inside join\(\) does not go with sparse=True"):
         optimizer.join()
     param = optimizer.param_groups[0]["params"][0]
     for call in (lambda: optimizer.set_full_grad_(param, param), lambda: optimizer.set_full_state_(param, step=1)):
@@ -134,7 +134,7 @@ def test_a_mesh_of_two_axes_is_refused() -> None:
 def with_teams(rank: int, size: int) -> None:
     pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     experts = {"params": [nn.Parameter(torch.ones(3))], "process_group": pairs[rank // 2]}
-    with pytest.raises(ValueError, match="a process_group of a param group does not go with sparse=True"):
+    with pytest.raises(ValueError, match="a param group on a sub-group does not go with sparse=True"):
         FusedShardedAdam([*group(), experts])
 
 

@@ -40,6 +40,7 @@ def some(option: str, *values: str) -> tuple[Setting, ...]:
 FUSED, SHARDED = "FusedShardedAdam", "ShardedOptimizer"
 LIE_AS, DTENSORS = "placement", "DTensors"
 TEAM, SUB_GROUP = "process_group of a param group", "a sub-group"
+TABLES = "sparse"  # of a param group
 MASKS, SPARSITY = "masks", "a Sparsity"
 CHOICES = {
     choice.option: choice
@@ -66,6 +67,7 @@ CHOICES = {
         Choice("join", ("outside", "inside"), "{value} join()"),
         Choice(MASKS, ("None", SPARSITY), "{value} for {option}"),
         Choice("lr", ("a number", "a tensor")),
+        Choice(TABLES, ("False", "True")),
         Choice("rule", ('"adam"', '"sgd"', '"lion"')),
         Choice("amsgrad", ("False", "True")),
         Choice("maximize", ("False", "True")),

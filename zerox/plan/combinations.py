@@ -10,66 +10,14 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass
 
 from zerox.plan.choices import CHOICES, DTENSORS, LIE_AS, MASKS, SHARDED, SPARSITY, SUB_GROUP, TEAM, Setting, some
+from zerox.plan.pairs_of_tables import OF_TABLES
+from zerox.plan.verdicts import BATCHES, OF_STAGE_3, ON_GPUS, But, Refused, Row, Untried, Verdict
 
 Chosen = Mapping[str, Collection[str]]  # values by option; several where parameters differ. A mapping has examples
 
 
-@dataclass(frozen=True)
-class Refused:
-    """``way_out``: what to do instead, as a sentence of its own."""
-
-    reason: str
-    way_out: str
-    error: type[Exception] = ValueError
-
-    def raise_of(self, one: str, other: str) -> None:
-        raise self.error(f"{one} does not go with {other}: {self.reason}. {self.way_out}")
-
-    def __str__(self) -> str:
-        return f"refused: {self.reason}. {self.way_out}"
-
-
-@dataclass(frozen=True)
-class But:
-    """The pair works. ``text`` is what nobody would expect who knows each of both options."""
-
-    text: str
-
-    def __str__(self) -> str:
-        return f"**But** {self.text}"
-
-
-@dataclass(frozen=True)
-class Untried:
-    """Nothing speaks against the pair, and nobody has tried it."""
-
-    text: str
-
-    def __str__(self) -> str:
-        return f"untried: {self.text}"
-
-
-Verdict = Refused | But | Untried
-
-
-@dataclass(frozen=True)
-class Row:
-    """What holds for any of ``ones`` with any of ``others``."""
-
-    ones: tuple[Setting, ...]
-    others: tuple[Setting, ...]
-    verdict: Verdict
-
-    def pairs(self) -> Iterator[tuple[Setting, Setting]]:
-        return itertools.product(self.ones, self.others)
-
-
-OF_STAGE_3 = (*some("stage", "3"), *some("resident_mb", "a number"))
-ON_GPUS = (*some("device", "cuda"), *some("backend", "nccl"))
-BATCHES = "Give all ranks equally many batches"
 ROWS = (
     Row(
         some("optimizer", SHARDED),
@@ -112,6 +60,7 @@ ROWS = (
         OF_STAGE_3,
         Refused("parameters are fetched when they are read, and a CUDA graph asks nobody", "Use stage=2"),
     ),
+    *OF_TABLES,
     Row(
         some(MASKS, SPARSITY),
         some("optimizer", SHARDED),

@@ -1,0 +1,64 @@
+"""The rows of zerox/plan/combinations.py for tables: what does not go with ``sparse=True`` in a param group."""
+
+from __future__ import annotations
+
+from zerox.plan.choices import DTENSORS, LIE_AS, SHARDED, SUB_GROUP, TABLES, TEAM, some
+from zerox.plan.verdicts import BATCHES, OF_STAGE_3, ON_GPUS, Refused, Row
+
+OF_TABLES = (
+    Row(
+        some("optimizer", SHARDED),
+        some(TABLES, "True"),
+        Refused("its class has a rule of its own", "FusedShardedAdam has that of torch.optim.SparseAdam for rows"),
+    ),
+    Row(
+        OF_STAGE_3,
+        some(TABLES, "True"),
+        Refused("tables are whole on every rank", "Use stage=2"),
+    ),
+    Row(
+        some("state_dtype", "torch.bfloat16", '"8bit"'),
+        some(TABLES, "True"),
+        Refused("moments of rows are float32", "Give tables an optimizer of their own"),
+    ),
+    Row(
+        some("reduce_dtype", "torch.bfloat16", "torch.float16"),
+        some(TABLES, "True"),
+        Refused("rows travel in float32", "Give tables an optimizer of their own"),
+    ),
+    Row(
+        some("capturable", "True"),
+        some(TABLES, "True"),
+        Refused("a CUDA graph does not know how many rows there are", "Leave it at False"),
+    ),
+    Row(
+        some("process_group", "a 2-D mesh"),
+        some(TABLES, "True"),
+        Refused("rows travel over one axis", "Pass a group, or one axis"),
+    ),
+    Row(
+        (*some(LIE_AS, DTENSORS), *some(TEAM, SUB_GROUP)),
+        some(TABLES, "True"),
+        Refused("no one has tried both yet", "Give tables an optimizer of their own"),
+    ),
+    Row(
+        ON_GPUS,
+        some(TABLES, "True"),
+        Refused("rows are updated on the CPU so far", "Make these modules with sparse=False"),
+    ),
+    Row(
+        some("join", "inside"),
+        some(TABLES, "True"),
+        Refused("a rank that follows has no rows", BATCHES, NotImplementedError),
+    ),
+    Row(
+        some("rule", '"sgd"', '"lion"'),
+        some(TABLES, "True"),
+        Refused("rows have Adam's rule only", 'Take rule="adam" in this param group'),
+    ),
+    Row(
+        some("amsgrad", "True"),
+        some(TABLES, "True"),
+        Refused("rows have Adam's two moments only", "Leave amsgrad out in this param group"),
+    ),
+)
