@@ -60,7 +60,7 @@ class TableGrad:
         param = self.table.param
         rows = torch.cat([rows for rows, _ in parts])
         values = torch.cat([values for _, values in parts])
-        param.grad = torch.sparse_coo_tensor(rows[None], values, param.shape).coalesce()
+        param.grad = torch.sparse_coo_tensor(rows[None], values, param.shape, check_invariants=False).coalesce()
 
     @property
     def _known(self) -> str:
