@@ -15,6 +15,7 @@ import zerox
 from tests.ranks import run_ranks
 from tests.rows.tables import ROWS, WIDTH, Model, backward, build
 from zerox import FusedShardedAdam, FusedShardedSGD, ShardedOptimizer
+from zerox.rules.adam import ADAM, KIND
 
 
 def table() -> nn.Parameter:
@@ -185,3 +186,24 @@ def test_sparse_params_are_those_of_modules_with_sparse_gradients() -> None:
     assert zerox.sparse_params(model) == [model.words.weight, model.bags.weight, model.means.weight]
     assert zerox.sparse_params(nn.Embedding(3, 3)) == []
     assert zerox.sparse_params(nn.Sequential(model.words, model.words)) == [model.words.weight]
+
+
+# Another value of each option that is not refused above, and is felt in two steps.
+OTHERS = {"lr": 0.5, "betas": (0.0, 0.5), "eps": 9.0, "maximize": True}
+
+
+def after_two_steps(**options: Any) -> Tensor:
+    (own,) = groups = group(**options)
+    optimizer = FusedShardedAdam(groups)
+    for step in range(2):
+        own["params"][0].grad = torch.sparse_coo_tensor(
+            [[step, 3]], torch.ones(2, WIDTH), (ROWS, WIDTH), check_invariants=False
+        )
+        optimizer.step()
+    return own["params"][0].detach()
+
+
+# How weight_decay works, which is refused, is the one that nothing depends on.
+@pytest.mark.parametrize("option", sorted(ADAM.defaults.keys() - {"weight_decay", "amsgrad", KIND}))
+def test_no_option_of_adam_is_ignored_without_a_word(option: str) -> None:
+    assert not torch.equal(after_two_steps(**{option: OTHERS[option]}), after_two_steps())
