@@ -189,7 +189,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--data", type=Path, help="a file of pairs, two words a line")
-    parser.add_argument("--tokens", type=int, default=300_000, help="how much of the standard library is read")
+    parser.add_argument("--tokens", type=int, default=1_000_000, help="how much of the standard library is read")
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--batch", type=int, default=1024, help="pairs of each rank")
     parser.add_argument("--width", type=int, default=32)
