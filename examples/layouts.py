@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from corpus import BadInput
+from command import check_picture
 from ranks import LOOPBACK, process_group
 from torch.multiprocessing.spawn import start_processes
 
@@ -60,10 +60,7 @@ def num_ranks(sizes: dict[str, int]) -> int:
 
 
 def compare(options: argparse.Namespace, train: Train) -> None:
-    if options.picture:
-        find_matplotlib()
-        if not options.picture.parent.is_dir():
-            raise BadInput(f"--picture {options.picture}: there is no folder {options.picture.parent}")
+    check_picture(options.picture)
     found = {}
     print(f"{'layout':<22}{'ranks':>6}{'last loss':>11}{'param':>9}{'norm':>9}{'parameters':>12}{'state bytes':>13}")
     for sizes in LAYOUTS:
@@ -106,13 +103,6 @@ def be_rank(rank: int, facts: dict, options: argparse.Namespace, train: Train, r
         outcome = train(options)
         if dist.get_rank() == 0:
             result.write_text(json.dumps(asdict(outcome)))
-
-
-def find_matplotlib() -> None:
-    try:
-        import matplotlib  # noqa: F401
-    except ImportError as error:
-        raise BadInput("--picture draws with matplotlib, which is not installed (pip install matplotlib)") from error
 
 
 def draw(path: Path, found: dict[str, Outcome]) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import NoReturn
 
 import torch
+from command import find_matplotlib
 from corpus import BadInput
 from gpt_model import SHAPES
 from optimizers import FUSED, STATE_DTYPES, checked, default_lr
@@ -37,7 +38,7 @@ def parse_options(arguments: list[str] | None, description: str) -> argparse.Nam
     if options.compare and options.save_dir:
         raise BadInput("--compare trains a second model, which --save-dir would not save: choose one of them")
     if options.compare:
-        _find_matplotlib()
+        find_matplotlib("--compare")
         _prepare("--out", options.out)
     if options.uneven and (options.compare or options.save_dir):
         raise BadInput(
@@ -159,13 +160,6 @@ def _device(name: str, num_ranks: int) -> torch.device:
     if num_local_ranks > num_gpus:
         raise BadInput(f"{num_local_ranks} ranks here need a GPU each, but there are {num_gpus}; try --device cpu")
     return torch.device("cuda", local_rank)
-
-
-def _find_matplotlib() -> None:
-    try:
-        import matplotlib  # noqa: F401
-    except ImportError as error:
-        raise BadInput("--compare draws with matplotlib, which is not installed (pip install matplotlib)") from error
 
 
 def _find_tensorboard() -> None:

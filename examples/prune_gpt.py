@@ -16,11 +16,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+import command
 import torch
 from corpus import BadInput, Corpus, RandomWindows, even_windows, load_corpus
 from gpt_model import GPT, SHAPES
-from layouts import find_matplotlib
-from ranks import BAD_INPUT, am_rank, process_group, start
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -232,30 +231,12 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--windows", type=int, default=8, help="of text in a step of a rank")
     parser.add_argument("--picture", type=Path, help="draws losses over sparsity into this PNG")
     options = parser.parse_args()
-    if min(options.ranks, options.windows) < 1:
-        raise BadInput("ranks and windows must be at least 1")
+    if options.windows < 1:
+        raise BadInput("windows must be at least 1")
     if options.steps < LEAST_STEPS:
         raise BadInput(f"--steps {options.steps}: masks come in over at least {LEAST_STEPS}")
-    if options.picture:
-        find_matplotlib()
-        if not options.picture.parent.is_dir():
-            raise BadInput(f"--picture {options.picture}: there is no folder {options.picture.parent}")
     return options
 
 
-def main() -> int:
-    try:
-        options = parse_options()
-        if options.ranks > 1 and not am_rank():
-            return start(options.ranks)
-        torch.set_num_threads(1)
-        with process_group(torch.device("cpu")) as (rank, num_ranks):
-            compare(options, rank, num_ranks)
-    except BadInput as error:
-        print(f"prune_gpt.py: error: {error}", file=sys.stderr, flush=True)
-        return BAD_INPUT
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(command.run(parse_options, compare))

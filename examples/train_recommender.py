@@ -22,9 +22,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import command
 import torch
 import torch.distributed as dist
-from ranks import BAD_INPUT, am_rank, process_group, start
+from corpus import BadInput
 from torch import Tensor, nn
 from torch.nn.functional import logsigmoid
 from torch.nn.parallel import DistributedDataParallel
@@ -185,7 +186,20 @@ def draw(runs: list[Run], path: Path) -> None:
     figure.savefig(path, bbox_inches="tight")
 
 
-def main() -> int:
+def compare(args: argparse.Namespace, rank: int, size: int) -> None:
+    try:
+        data = Data.of(pairs_of_file(args.data) if args.data else words_of_library(args.tokens))
+    except (OSError, ValueError) as error:
+        raise BadInput(str(error)) from error
+    runs = [train(name, data, args, rank) for name in ("zerox", "DDP + SparseAdam")]
+    floor = floor_ms(data, args, rank)
+    if rank == 0:
+        report(runs, data, args, size, floor)
+        if args.picture is not None:
+            draw(runs, args.picture)
+
+
+def parse_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--data", type=Path, help="a file of pairs, two words a line")
@@ -195,26 +209,11 @@ def main() -> int:
     parser.add_argument("--width", type=int, default=32)
     parser.add_argument("--lr", type=float, default=0.01)
     parser.add_argument("--picture", type=Path)
-    args = parser.parse_args()
-    if args.steps <= WARM_UP + LOOKS:
-        parser.error(f"--steps must be more than {WARM_UP + LOOKS}")
-    if args.ranks > 1 and not am_rank():
-        return start(args.ranks)
-    torch.set_num_threads(1)
-    try:
-        data = Data.of(pairs_of_file(args.data) if args.data else words_of_library(args.tokens))
-    except (OSError, ValueError) as error:
-        print(f"train_recommender.py: {error}", file=sys.stderr)
-        return BAD_INPUT
-    with process_group(torch.device("cpu")) as (rank, size):
-        runs = [train(name, data, args, rank) for name in ("zerox", "DDP + SparseAdam")]
-        floor = floor_ms(data, args, rank)
-        if rank == 0:
-            report(runs, data, args, size, floor)
-            if args.picture is not None:
-                draw(runs, args.picture)
-    return 0
+    options = parser.parse_args()
+    if options.steps <= WARM_UP + LOOKS:
+        raise BadInput(f"--steps must be more than {WARM_UP + LOOKS}")
+    return options
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(command.run(parse_options, compare))

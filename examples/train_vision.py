@@ -16,12 +16,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import command
 import torch
 import torch.distributed as dist
 from corpus import BadInput
-from layouts import find_matplotlib
 from measure import bytes_of_torch, bytes_of_zerox, mean_over_ranks
-from ranks import BAD_INPUT, am_rank, process_group, start
 from report import Result, draw, memory_table
 from torch import Tensor, nn
 from torch.nn import functional
@@ -177,7 +176,8 @@ def train(options: argparse.Namespace, digits: Digits, rank: int, num_ranks: int
     return trainers
 
 
-def compare(options: argparse.Namespace, digits: Digits, rank: int, num_ranks: int) -> None:
+def compare(options: argparse.Namespace, rank: int, num_ranks: int) -> None:
+    digits = Digits()
     trainers = train(options, digits, rank, num_ranks)
     zeroxs = trainers[0]
     numel = sum(p.numel() for p in zeroxs.module.parameters())
@@ -217,31 +217,13 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--blocks", type=int, default=2)
     parser.add_argument("--picture", type=Path, help="draws losses, bytes and times into this PNG")
     options = parser.parse_args()
-    if min(options.ranks, options.batch, options.width, options.blocks) < 1:
-        raise BadInput("ranks, batch, width and blocks must be at least 1")
+    if min(options.batch, options.width, options.blocks) < 1:
+        raise BadInput("batch, width and blocks must be at least 1")
     if options.steps < LEAST_STEPS:
         raise BadInput(f"--steps {options.steps}: at least {LEAST_STEPS} are needed, the first ones warm up")
-    if options.picture:
-        find_matplotlib()
-        if not options.picture.parent.is_dir():
-            raise BadInput(f"--picture {options.picture}: there is no folder {options.picture.parent}")
+    find_digits()
     return options
 
 
-def main() -> int:
-    try:
-        options = parse_options()
-        find_digits()
-        if options.ranks > 1 and not am_rank():
-            return start(options.ranks)
-        torch.set_num_threads(1)
-        with process_group(torch.device("cpu")) as (rank, num_ranks):
-            compare(options, Digits(), rank, num_ranks)
-    except BadInput as error:
-        print(f"train_vision.py: error: {error}", file=sys.stderr, flush=True)
-        return BAD_INPUT
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(command.run(parse_options, compare))

@@ -41,7 +41,7 @@ def test_trainings_are_one_table_and_one_picture(tmp_path: Path) -> None:
 
 WRONG = {
     "--steps 3": "--steps 3: masks come in over at least 10",
-    "--ranks 0": "ranks and windows must be at least 1",
+    "--ranks 0": "--ranks must be at least 1",
 }
 
 

@@ -7,7 +7,9 @@ import re
 from functools import partial
 from pathlib import Path
 
-from tests.example import run_script
+import pytest
+
+from tests.example import assert_refused_in_one_line, run_script
 
 EXAMPLE = "train_recommender.py"
 run = partial(run_script, EXAMPLE)
@@ -38,3 +40,15 @@ def test_a_file_of_pairs_will_do_and_a_line_that_is_none_is_named(tmp_path: Path
     ended = run("--ranks", "1", "--data", str(pairs))
     assert ended.returncode == 2
     assert ended.stderr.strip().endswith("line 2: two words are needed, got 1")
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ("--picture missing/p.png", "--picture missing/p.png: there is no folder missing"),
+        ("--steps 5", "--steps must be more than 13"),
+        ("--ranks 0", "--ranks must be at least 1"),
+    ],
+)
+def test_what_can_not_be_drawn_or_trained_is_said_before_the_training(options: str, reason: str) -> None:
+    assert_refused_in_one_line(EXAMPLE, options, reason)
