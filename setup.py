@@ -34,11 +34,10 @@ MAX_JOBS = os.environ.get("MAX_JOBS") or str(os.cpu_count() or 1)
 
 # ---- What is built ---------------------------------------------------------------------------------------------------
 MIN_TORCH = (2, 11)
-SOURCES = ["csrc/op_arguments.cpp"]
-for name in ("bindings", "cpu", "exchange", "grads", "workers", "params", "rows"):
-    SOURCES += sorted(path.relative_to(ROOT).as_posix() for path in ROOT.glob(f"csrc/{name}/*.cpp"))
+FOUND = sorted(path.relative_to(ROOT).as_posix() for path in ROOT.glob("csrc/**/*.cpp"))
 # These know torch but no CUDA: .cu files know CUDA but no torch, and are built apart.
-CUDA_SOURCES = sorted(path.relative_to(ROOT).as_posix() for path in ROOT.glob("csrc/cuda/*.cpp"))
+CUDA_SOURCES = [path for path in FOUND if path.startswith("csrc/cuda/")]
+SOURCES = [path for path in FOUND if path not in CUDA_SOURCES]
 
 # No -march: a wheel moves between machines, the instruction set is chosen at run time (csrc/cpu/isa.h).
 # No contraction: each fma is spelled out in the source, so that scalar, SIMD and CUDA agree bit for bit.

@@ -16,8 +16,6 @@ SMALLEST = ("--batch", "8", "--width", "8", "--blocks", "1")
 
 
 def test_both_systems_learn_the_same(tmp_path: Path) -> None:
-    if importlib.util.find_spec("sklearn") is None:
-        pytest.skip("the digits are scikit-learn's: make test installs it with the extra demo")
     picture = tmp_path / "vision.png"
     draws = ["--picture", str(picture)] if importlib.util.find_spec("matplotlib") else []
     ended = run_script(EXAMPLE, "--steps", "80", *SMALLEST, *draws)

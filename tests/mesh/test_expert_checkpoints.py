@@ -124,6 +124,7 @@ def in_full(rank: int, world_size: int, path: Path) -> dict[str, Any]:
         warnings.simplefilter("always")
         dicts = [optimizer.full_state_dict(to=each) for each in range(world_size)]
     found["said"] = [str(each.message) for each in said]
+    found["where"] = [Path(each.filename).name for each in said]
     found["dicts"] = [bool(each) for each in dicts]
     for name, state in zip(params, dicts[rank]["state"].values(), strict=True):
         compare(name, state)
@@ -160,6 +161,7 @@ def test_calls_for_whole_tensors_have_the_experts_of_the_rank_that_asks(tmp_path
         assert all(found["same"]), found["same"]
         assert found["dicts"] == [each == rank for each in range(4)]
         (said,) = found["said"]
+        assert found["where"] == [Path(__file__).name]
         assert f"whole state of rank {rank} has its own experts only" in said
         assert f"for the ranks [{1 - rank % 2}] has the others'" in said
         other, values = found["errors"]

@@ -206,7 +206,7 @@ class OptimizerState(torch.optim.Optimizer):
             warnings.warn(
                 f"zerox: the whole state of rank {to} has its own experts only (param groups with a process_group). "
                 f"full_state_dict(to=RANK) for the ranks {others} has the others', and zerox.save() has those of all",
-                stacklevel=5,
+                stacklevel=4,
             )
 
     def _learn_kinds(self) -> None:
