@@ -67,8 +67,7 @@ def convert_file(
 
 def _weights_to_file(opened: Opened, target: Path, fp32: bool, masks: bool) -> str:
     saved, host = _read(opened, MODEL), opened.host()
-    tensors = {**saved, **(_in_fp32(opened, saved) if fp32 else {})}
-    plain = {name.removeprefix(MODEL): tensor for name, tensor in tensors.items()}
+    plain = _plain(opened, saved, fp32)
     if masks:
         plain |= _masks_beside(opened, plain)
     if target.suffix == SAFETENSORS:
@@ -77,6 +76,12 @@ def _weights_to_file(opened: Opened, target: Path, fp32: bool, masks: bool) -> s
         wrote = _put(target, {**plain, **host["model"]}, _save_torch)
     left_out = "; its masks are left out, and --masks writes them beside the weights"
     return wrote + (left_out if SPARSITY in host and not masks else "")
+
+
+def _plain(opened: Opened, saved: Mapping[str, Tensor], fp32: bool) -> dict[str, Tensor]:
+    """The model's tensors by the names that they have in it; ``fp32``: exact where there are masters."""
+    tensors = {**saved, **(_in_fp32(opened, saved) if fp32 else {})}
+    return {name.removeprefix(MODEL): tensor for name, tensor in tensors.items()}
 
 
 def _masks_beside(opened: Opened, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -93,8 +98,7 @@ def _masks_beside(opened: Opened, weights: Mapping[str, Tensor]) -> dict[str, Te
 
 def _to_file(opened: Opened, target: Path, fp32: bool, keys: tuple[str, str]) -> str:
     saved, host = _read(opened, MODEL), opened.host()
-    tensors = {**saved, **(_in_fp32(opened, saved) if fp32 else {})}
-    plain = {name.removeprefix(MODEL): tensor for name, tensor in tensors.items()}
+    plain = _plain(opened, saved, fp32)
     state = _torch_state(opened, saved, host)
     masks = {SPARSITY: host[SPARSITY]} if SPARSITY in host else {}
     content = {keys[0]: {**plain, **host["model"]}, keys[1]: state, EXTRA: host["extra"], **masks}

@@ -9,8 +9,6 @@ from zerox.checkpoint.manifest import CheckpointError
 from zerox.engine import Engine
 
 SPARSITY = "sparsity"
-
-
 MASKS = "_mask"  # behind a weight's name: that is what torch.nn.utils.prune calls its buffers
 
 
