@@ -313,7 +313,7 @@ class Engine(OneGradient, OneState):
         outcome = self._grads.settle(meeting, arguments, options, len(unfrozen), refusal)
         if outcome.adopts:
             self._adopt(unfrozen)
-            outcome = self._grads.settle(meeting, arguments, options, refusal=self._calls.refusal_of_rows(meeting))
+            outcome = self._grads.settle(meeting, arguments, options, refusal=self._calls.pack_rows(meeting))
         if self._grads.partial.buckets and outcome.meeting in READ_THE_MEAN:
             self._grads.partial.refresh()
         if self._calls.row_grads.each:

@@ -70,10 +70,11 @@ class GradCalls:
         return self.refusal("p.grad.mul_()")
 
     def refusal_to_go_on(self, meeting: Meeting) -> str:
-        return self.refusal_to_multiply() or self.refusal_of_rows(meeting)
+        return self.refusal_to_multiply() or self.pack_rows(meeting)
 
-    def refusal_of_rows(self, meeting: Meeting) -> str:
-        """Why the gradients of tables can't be exchanged there; empty if they can."""
+    def pack_rows(self, meeting: Meeting) -> str:
+        """Readies the gradients of tables to be exchanged there, and what ranks tell each other of them. Returns why
+        they can't be; empty if they can."""
         if not self.row_grads.each or meeting not in NEED_ROWS:
             return ""
         why = self.row_grads.refusal()

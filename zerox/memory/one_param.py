@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -146,12 +146,17 @@ class OneParam:
         self.everyone.check_same([])
 
 
-def one_param(buckets: Sequence[Bucket], teams: Teams, param: object, call: str) -> OneParam:
-    """ValueError for what is in no bucket."""
+def each_param(buckets: Sequence[Bucket], teams: Teams) -> Iterator[OneParam]:
     for index, bucket in enumerate(buckets):
         for slot, member in enumerate(bucket.members):
-            if member.param is param:
-                return OneParam(index, slot, bucket, teams.of_group[member.group].ranks, teams.ranks)
+            yield OneParam(index, slot, bucket, teams.of_group[member.group].ranks, teams.ranks)
+
+
+def one_param(buckets: Sequence[Bucket], teams: Teams, param: object, call: str) -> OneParam:
+    """ValueError for what is in no bucket."""
+    for one in each_param(buckets, teams):
+        if one.member.param is param:
+            return one
     what = f"a tensor of shape {tuple(param.shape)}" if isinstance(param, Tensor) else repr(param)
     raise ValueError(
         f"{call}: {what} is no parameter that this optimizer trains; pass one of its param groups that requires "

@@ -10,18 +10,14 @@ from torch import Tensor
 
 from zerox.memory.bucket import Bucket, Member
 from zerox.memory.forms import master_of
-from zerox.memory.one_param import OneParam
+from zerox.memory.one_param import OneParam, each_param
 from zerox.ranks.teams import Teams
 from zerox.rules.rule import REMAINDER
 
 
 def owned(buckets: Sequence[Bucket], teams: Teams, members: Sequence[Member]) -> list[OneParam]:
     """One for each of ``members``, in their order."""
-    found = {
-        member.number: OneParam(index, slot, bucket, teams.of_group[member.group].ranks, teams.ranks)
-        for index, bucket in enumerate(buckets)
-        for slot, member in enumerate(bucket.members)
-    }
+    found = {one.member.number: one for one in each_param(buckets, teams)}
     return [found[member.number] for member in members]
 
 
