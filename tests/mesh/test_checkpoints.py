@@ -151,18 +151,23 @@ def reloaded(folder: Path, source: Path, layout: str, case: Case, later: bool = 
     return path
 
 
+def ways_of(name: str) -> list[tuple[str, str]]:
+    """From which layout to which: every pair in the plain case. In others each is saved and loaded once, in turn."""
+    if name == "plain":
+        return list(itertools.product(LAYOUTS, LAYOUTS))
+    return [("2x2", "4x1"), ("4x1", "1x2"), ("1x2", "2x2")]
+
+
 def matrix(rank: int, world_size: int, asked: dict[str, Case]) -> dict[str, dict[str, list[str]]]:
     """By case and "from to to": names of tensors that are not bit-equal."""
     found: dict[str, dict[str, list[str]]] = {}
     for name, case in asked.items():
-        layouts = list(LAYOUTS) if name == "plain" else ["2x2", "4x1", "1x2"]
+        layouts = list(dict.fromkeys(source for source, _ in ways_of(name)))
         with shared_folder() as folder:
             first = {layout: saved(folder, layout, case) for layout in layouts}
-            again = {
-                (source, target): reloaded(folder, first[source], target, case)
-                for source, target in itertools.product(layouts, layouts)
-            }
-            later = {layout: reloaded(folder, first[layout], layout, case, later=True) for layout in layouts}
+            again = {way: reloaded(folder, first[way[0]], way[1], case) for way in ways_of(name)}
+            going_on = layouts if name == "plain" else layouts[:1]
+            later = {layout: reloaded(folder, first[layout], layout, case, later=True) for layout in going_on}
             if rank == 0:
                 known = {layout: contents(path) for layout, path in first.items()}
                 found[name] = {f"{a} to {b}": differing(known[a], contents(path)) for (a, b), path in again.items()}
@@ -180,7 +185,7 @@ results = Once(matrix, 4, CASES, timeout_s=300)  # three minutes on slow cores
 def test_any_layout_loads_what_another_saved_bit_for_bit(name: str) -> None:
     found = results()[0]
     assert {way: names for way, names in found[name].items() if names} == {}
-    assert len(found[name]) == (30 if name == "plain" else 12)
+    assert len(found[name]) == (30 if name == "plain" else 4)
 
 
 def coded(rank: int, world_size: int) -> dict[str, Any]:
