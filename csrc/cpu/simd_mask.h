@@ -4,13 +4,22 @@
 template <class V>
 struct Kept;
 
+struct KeepAll {
+  template <class V>
+  ZX_HD V operator()(V a) const {
+    return a;
+  }
+};
+
 #if defined(ZX_SIMD_AVX512)
 
 template <>
 struct Kept<VecF> {
   __mmask16 x;
+  Kept() = default;
   ZX_HD Kept(KeptBits kept, int64_t i) : x(static_cast<__mmask16>(kept.bytes_of(i) >> kept.shift())) {}
   ZX_HD VecF operator()(VecF a) const { return {_mm512_maskz_mov_ps(x, a.x)}; }
+  ZX_HD VecI operator()(VecI a) const { return {_mm512_maskz_mov_epi32(x, a.x)}; }
 };
 template <>
 struct Kept<VecD> {
@@ -24,6 +33,7 @@ struct Kept<VecD> {
 template <>
 struct Kept<VecF> {
   __m256i x;
+  Kept() = default;
   // The bits go from memory into all lanes, and each lane looks at its own: the same one for every i.
   ZX_HD Kept(KeptBits kept, int64_t i) {
     const __m256i first = _mm256_setr_epi32(1, 2, 4, 8, 16, 32, 64, 128);
@@ -32,6 +42,7 @@ struct Kept<VecF> {
     x = _mm256_cmpeq_epi32(_mm256_and_si256(all, own), own);
   }
   ZX_HD VecF operator()(VecF a) const { return {_mm256_and_ps(a.x, _mm256_castsi256_ps(x))}; }
+  ZX_HD VecI operator()(VecI a) const { return {_mm256_and_si256(a.x, x)}; }
 };
 template <>
 struct Kept<VecD> {

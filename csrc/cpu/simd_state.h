@@ -24,22 +24,22 @@ ZX_HD void fill_random(uint32_t first, uint32_t second, uint32_t element, VecI (
 
 #endif
 
-// Rounds by the upper or the lower half of the random bits.
-template <bool kUpper>
-ZX_HD void store_stochastic(ScalarLane<float> value, uint32_t random, bf16* p) {
-  *p = float_to_bf16_stochastic(value.x, kUpper ? random >> 16 : random);
+// Rounds by the upper or the lower half of the random bits, and stores what `keep` lets through.
+template <bool kUpper, class Keep>
+ZX_HD void store_stochastic(ScalarLane<float> value, uint32_t random, const Keep& keep, bf16* p) {
+  *p = float_to_bf16_stochastic(keep(value).x, kUpper ? random >> 16 : random);
 }
 
 #if defined(ZX_HAS_VECTORS)
 
 // `value` is what arithmetic gave: a NaN is quiet already, and so the upper half of one is a NaN too.
-template <bool kUpper>
-ZX_HD void store_stochastic(VecF value, VecI random, bf16* p) {
+template <bool kUpper, class Keep>
+ZX_HD void store_stochastic(VecF value, VecI random, const Keep& keep, bf16* p) {
   const VecI half = kUpper ? random >> 16 : random & VecI::splat(0xffff);
   const VecI bits = VecI::of(value);
   // The upper half of the largest number stays, and so do those of infinity and NaN: nothing is carried into the sign.
   const Mask stays = greater_signed(bits & VecI::splat(kMagnitudeBits), VecI::splat(0x7f7effff));
-  (bits + keep_unless(stays, half)).store_upper_halves(p);
+  keep(bits + keep_unless(stays, half)).store_upper_halves(p);
 }
 
 #endif

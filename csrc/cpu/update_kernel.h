@@ -159,23 +159,25 @@ ZX_HD void update_group(const typename Rule::template Step<float>& step, Where w
   VecI random[kCount];
   fill_random(state.first, state.second, state.element + static_cast<uint32_t>(i), random);
   Lanes<VecF, N> lanes[kCount];
+  Kept<VecF> keep[kCount];
+  if (!kept.has_all()) {
+    for (int v = 0; v < kCount; ++v) keep[v] = Kept<VecF>(kept, i + v * VecF::kLanes);
+  }
   for (int v = 0; v < kCount; ++v) {
     const int64_t at = i + v * VecF::kLanes;
     lanes[v].param = where.template load<VecF>(first + at);
     state.load(lanes[v], at);
     update_states<Rule>(step, load_grad<VecF>(grad, first + at), lanes[v]);
-    if (!kept.has_all()) {
-      Lanes<VecF, N> stored = lanes[v];
-      keep_states(stored, Kept<VecF>(kept, at));
-      state.store(stored, random[v], at);
+    if (kept.has_all()) {
+      state.store(lanes[v], random[v], at, KeepAll{});
     } else {
-      state.store(lanes[v], random[v], at);
+      state.store(lanes[v], random[v], at, keep[v]);
     }
   }
   for (int v = 0; v < kCount; ++v) {
     const int64_t at = i + v * VecF::kLanes;
     VecF param = new_param<Rule>(step, lanes[v]);
-    if (!kept.has_all()) param = Kept<VecF>(kept, at)(param);
+    if (!kept.has_all()) param = keep[v](param);
     where.store(param, first + at);
   }
 }
@@ -200,14 +202,16 @@ ZX_HD void update_bf16(const typename Rule::template Step<float>& step, Where wh
     Lanes<Lane, N> lane{where.template load<Lane>(first + i), {}};
     state.load(lane, i);
     Rule::update(step, load_grad<Lane>(grad, first + i), lane);
-    if (!kept.has_all()) {
-      const Kept<Lane> keep(kept, i);
-      lane.param = keep(lane.param);
-      keep_states(lane, keep);
-    }
-    where.store(lane.param, first + i);
     const uint32_t element = state.element + static_cast<uint32_t>(i);
-    state.store(lane, mix32(mix32(element ^ state.first) ^ state.second), i);
+    const uint32_t random = mix32(mix32(element ^ state.first) ^ state.second);
+    if (kept.has_all()) {
+      where.store(lane.param, first + i);
+      state.store(lane, random, i, KeepAll{});
+    } else {
+      const Kept<Lane> keep(kept, i);
+      where.store(keep(lane.param), first + i);
+      state.store(lane, random, i, keep);
+    }
   }
 }
 
