@@ -17,9 +17,9 @@ from zerox.flow.residency import Residency
 from zerox.integrations.transformers import ZeroxTrainerMixin
 
 WORDS, LENGTH, BATCH = 64, 12, 2
-# Keys of an untrained model have gradients of 1e-9 and less. Divided by AdamW's own 1e-8, the last bits of matrix
-# products, which differ from one CPU to the other, would be larger than what these tests allow.
-EPS = 1e-6
+# Some gradients of an untrained model are next to nothing, those of keys most of all. Divided by AdamW's own 1e-8, the
+# last bits of matrix products, which differ from one CPU to the other, would be larger than what these tests allow.
+EPS = 1e-4
 
 
 class ZeroxTrainer(ZeroxTrainerMixin, Trainer):
