@@ -44,9 +44,7 @@ class LandedRows:
     values: Tensor
 
 class RowRule:
-    def __init__(
-        self, *, lr: float, beta1: float, beta2: float, eps: float, maximize: bool, scale: float, limit: float
-    ) -> None: ...
+    def __init__(self, name: str, options: Sequence[float], *, scale: float, limit: float) -> None: ...
 
 class RowChange(enum.Enum):
     UNCHANGED = 0
@@ -56,7 +54,7 @@ class RowChange(enum.Enum):
 class RowFlow:
     def __init__(self, messages: PeerMessages, neighbours: Sequence[int]) -> None: ...
     def add(
-        self, *, param: Tensor, of_block: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, step: Tensor, divisor: float
+        self, *, param: Tensor, of_block: Tensor, states: Sequence[Tensor], step: Tensor, divisor: float
     ) -> None: ...
     def pack(self) -> bool: ...
     def forget(self) -> None: ...

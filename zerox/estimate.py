@@ -84,8 +84,7 @@ def estimate(
     for _, tensor, group in trained if rules.default.on_host else ():
         rules.default.check({**group, "params": [tensor]})  # learns what the class keeps for it
     check_params([name for name, _, _ in trained], [tensor for _, tensor, _ in trained], allocated=False)
-    tables = [tensor for _, tensor, group in trained if is_sparse(group)]
-    of_tables = [group for _, _, group in trained if is_sparse(group)]
+    tables = [(tensor, group) for _, tensor, group in trained if is_sparse(group)]
     trained = [each for each in trained if not is_sparse(each[2])]
     tensors = [tensor for _, tensor, _ in trained]
     dtypes = parameter_words(tensor.dtype for tensor in tensors)
@@ -93,7 +92,7 @@ def estimate(
     facts: dict[str, Collection[str]] = {"parameters": dtypes, "backend": {backend}}
     if any(size != world_size for size in sizes):
         facts |= {TEAM: {SUB_GROUP}, "process_group": {"a group" if mesh_shape is None else "a 2-D mesh"}}
-    for group in of_tables or [{}]:
+    for group in [group for _, group in tables] or [{}]:
         own = {name: value for name, value in group.items() if name != "params"}
         chosen.check_pairs({"rule": rule, **options, **own}, **facts)
 
@@ -104,7 +103,7 @@ def estimate(
     apart = chosen.stage_plan.params is SHARDED and world_size > 1
     frozen = [(name, local_of(tensor), "", None, ()) for name, tensor, _ in everything if not tensor.requires_grad]
     parameters = 0 if apart else sum(tensor.nbytes for _, tensor, *_ in frozen)
-    parameters += sum(table.nbytes for table in tables)
+    parameters += sum(table.nbytes for table, _ in tables)
     whole: list[tuple[str, int]] = []  # buckets whose shard is apart
 
     def parameters_of(plan: BucketPlan, first: str, dtype: torch.dtype) -> int:
@@ -122,7 +121,10 @@ def estimate(
     if masked:
         of_masks = {**facts, "parameters": parameter_words(tensors[place].dtype for place in masked), MASKS: {SPARSITY}}
         chosen.check_pairs({"rule": rule, **options}, **of_masks)
-    master, moments = 0, sum(2 * most_rows(t.shape[0], world_size) * t.shape[1] * t.element_size() for t in tables)
+    master, moments = 0, 0
+    for table, group in tables:
+        row_bytes = len(rules.of(group).wanted([group])) * table.shape[1] * table.element_size()
+        moments += most_rows(table.shape[0], world_size) * row_bytes
     flows = []
     named = [(name, tensor, rules.of(group).name, chosen.divisor_of(group), ()) for name, tensor, group in trained]
     for plan in (plan for size in set(sizes) for plan in _plans_of(size, sizes, named, backend, chosen)):

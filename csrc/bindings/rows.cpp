@@ -40,8 +40,8 @@ void bind_rows(py::module_& m) {
       .def_readonly("places", &LandedRows::places)
       .def_readonly("values", &LandedRows::values);
   py::class_<RowRule>(m, "RowRule")
-      .def(py::init<double, double, double, double, bool, double, double>(), py::kw_only(), py::arg("lr"),
-           py::arg("beta1"), py::arg("beta2"), py::arg("eps"), py::arg("maximize"), py::arg("scale"), py::arg("limit"));
+      .def(py::init(&RowRule::named), py::arg("name"), py::arg("options"), py::kw_only(), py::arg("scale"),
+           py::arg("limit"));
   py::enum_<RowChange>(m, "RowChange")
       .value("UNCHANGED", RowChange::unchanged)
       .value("ADDED", RowChange::added)
@@ -50,16 +50,14 @@ void bind_rows(py::module_& m) {
       .def(py::init(&make_flow), py::arg("messages"), py::arg("neighbours"))
       .def(
           "add",
-          [](RowFlow& self, at::Tensor param, at::Tensor of_block, at::Tensor exp_avg, at::Tensor exp_avg_sq,
-             at::Tensor step, double divisor) {
+          [](RowFlow& self, at::Tensor param, at::Tensor of_block, std::vector<at::Tensor> states, at::Tensor step,
+             double divisor) {
             const int64_t num_rows = param.size(0);
             const int64_t width = param.size(1);
-            self.add({num_rows, width, std::move(of_block), std::move(exp_avg), std::move(exp_avg_sq), std::move(step),
-                      divisor},
+            self.add({num_rows, width, std::move(of_block), std::move(states), std::move(step), divisor},
                      std::move(param));
           },
-          py::kw_only(), py::arg("param"), py::arg("of_block"), py::arg("exp_avg"), py::arg("exp_avg_sq"),
-          py::arg("step"), py::arg("divisor"))
+          py::kw_only(), py::arg("param"), py::arg("of_block"), py::arg("states"), py::arg("step"), py::arg("divisor"))
       .def("pack", &RowFlow::pack, Release())
       .def("forget", &RowFlow::forget, Release())
       .def("note_seen", &RowFlow::note_seen, Release())

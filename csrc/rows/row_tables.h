@@ -9,16 +9,16 @@
 #include <vector>
 
 #include "rows/row_owners.h"
+#include "rows/row_rule.h"
 
 namespace zx {
 
-// The state of the rows that this rank owns, float32 [own rows, width], by place.
+// `states`: those of the rule, of the rows that this rank owns, float32 [own rows, width], by place.
 struct TableSpec {
   int64_t num_rows;
   int64_t width;
   at::Tensor of_block;  // see RowOwners
-  at::Tensor exp_avg;
-  at::Tensor exp_avg_sq;
+  std::vector<at::Tensor> states;
   at::Tensor step;  // int64 scalar
   double divisor;   // of the sum over the ranks
 };
@@ -52,17 +52,6 @@ struct LandedRows {
   at::Tensor values;  // float32 [n, width]
 };
 
-// How one table is updated. Gradients are multiplied by `scale` first, and cut at `limit`.
-struct RowRule {
-  double lr;
-  double beta1;
-  double beta2;
-  double eps;
-  bool maximize;
-  double scale;
-  double limit;  // infinite if there is none
-};
-
 // Lists have an element for each table, or one for each table and rank, W numbers a table.
 class RowTables {
  public:
@@ -79,8 +68,7 @@ class RowTables {
   // Adds up what ranks sent, in their order, and divides.
   std::vector<LandedRows> land(const std::vector<at::Tensor>& words, const at::Tensor& counts) const;
 
-  // The rule of torch.optim.SparseAdam, on tables of which something has landed. Returns the message about it for all
-  // ranks.
+  // Updates tables of which something has landed. Returns the message about it for all ranks.
   at::Tensor update(const std::vector<at::Tensor>& params, const std::vector<std::optional<LandedRows>>& landed,
                     const std::vector<RowRule>& rules, const at::Tensor& counts);
   // How many words such a message has, by rank. It is as long as it could be, since ranks know how many rows each of
@@ -94,8 +82,7 @@ class RowTables {
   struct Table {
     RowOwners owners;
     int64_t width;
-    at::Tensor exp_avg;
-    at::Tensor exp_avg_sq;
+    std::vector<at::Tensor> states;
     at::Tensor step;
     float divisor;
   };

@@ -1,55 +1,18 @@
 #include <ATen/ops/empty.h>
-#include <ATen/ops/sqrt.h>
 
-#include <cmath>
+#include <algorithm>
 #include <cstring>
 
-#include "cpu/spans.h"
-#include "math/sparse_adam.h"
 #include "rows/checks.h"
 #include "rows/row_tables.h"
 
 namespace zx {
-namespace {
-
-constexpr int64_t kElementsARoot = 8192;  // few enough for the cache
-
-// One row each. The rule comes as a copy, which no store can change: so the loops become vectors.
-void advance_row(const SparseAdam rule, const float* __restrict grad, float factor, float* __restrict exp_avg,
-                 float* __restrict exp_avg_sq, float* __restrict root, int64_t width) {
-  for (int64_t k = 0; k < width; ++k) {
-    float mean = exp_avg[k];
-    float square = exp_avg_sq[k];
-    rule.advance(grad[k] * factor, mean, square);
-    exp_avg[k] = mean;
-    exp_avg_sq[k] = square;
-    root[k] = square;
-  }
-}
-
-// As torch's clamp(): NaN stays.
-void cut_row(const float* __restrict grad, float factor, float limit, float* __restrict cut, int64_t width) {
-  for (int64_t k = 0; k < width; ++k) {
-    const float scaled = grad[k] * factor;
-    cut[k] = scaled > limit ? limit : scaled < -limit ? -limit : scaled;
-  }
-}
-
-void move_row(const SparseAdam rule, const float* __restrict exp_avg, const float* __restrict root,
-              float* __restrict param, int64_t width) {
-  for (int64_t k = 0; k < width; ++k) param[k] = rule.moved(param[k], exp_avg[k], root[k]);
-}
-
-}  // namespace
-
 void RowTables::add(const TableSpec& spec) {
   RowOwners owners(spec.num_rows, world_, spec.of_block);
   const int64_t owned = owners.owned_by(rank_);
-  check_values(spec.exp_avg, owned, spec.width, "exp_avg");
-  check_values(spec.exp_avg_sq, owned, spec.width, "exp_avg_sq");
+  for (const at::Tensor& state : spec.states) check_values(state, owned, spec.width, "states");
   check_array(spec.step, at::kLong, 1, spec.step, "RowTables", "step");
-  tables_.push_back(
-      {std::move(owners), spec.width, spec.exp_avg, spec.exp_avg_sq, spec.step, static_cast<float>(spec.divisor)});
+  tables_.push_back({std::move(owners), spec.width, spec.states, spec.step, static_cast<float>(spec.divisor)});
 }
 
 // As many rows as ranks sent to an owner, or as it has.
@@ -118,49 +81,22 @@ at::Tensor RowTables::update(const std::vector<at::Tensor>& params,
   return words;
 }
 
-// `updated` gets the rows' new values, side by side; it may be null.
 void RowTables::update_one(Table& table, const at::Tensor& param, const LandedRows& grad, const RowRule& by,
                            float* updated) const {
-  const int64_t width = table.width;
-  const int64_t step = ++*table.step.mutable_data_ptr<int64_t>();
-  const SparseAdam rule = SparseAdam::of(by.lr, by.beta1, by.beta2, by.eps, step);
-  const auto factor = static_cast<float>(by.maximize ? -by.scale : by.scale);
-  const auto limit = static_cast<float>(by.limit);
-  const bool is_cut = std::isfinite(limit);
-  const auto* rows = grad.rows.const_data_ptr<int64_t>();
-  const auto* places = grad.places.const_data_ptr<int64_t>();
-  const auto* gradient = grad.values.const_data_ptr<float>();
-  auto* values = param.mutable_data_ptr<float>();
-  auto* first = table.exp_avg.mutable_data_ptr<float>();
-  auto* second = table.exp_avg_sq.mutable_data_ptr<float>();
-  const int64_t most = std::max<int64_t>(1, kElementsARoot / width);  // rows whose roots are taken together
-  parallel_units(grad.rows.numel(), grad.values.numel(), [&](int64_t from, int64_t to) {
-    at::Tensor of_most = at::empty({std::min(most, to - from), width}, at::kFloat);
-    auto* const roots = of_most.mutable_data_ptr<float>();
-    std::vector<float> cut(is_cut ? width : 0);
-    for (int64_t start = from; start < to; start += most) {
-      const int64_t stop = std::min(start + most, to);
-      for (int64_t i = start; i < stop; ++i) {
-        if (i + kAhead < to) {
-          prefetch_row(first + places[i + kAhead] * width, width);
-          prefetch_row(second + places[i + kAhead] * width, width);
-          prefetch_row(values + rows[i + kAhead] * width, width);
-        }
-        const float* grads = gradient + i * width;
-        if (is_cut) cut_row(grads, factor, limit, cut.data(), width);
-        const int64_t state = places[i] * width;
-        advance_row(rule, is_cut ? cut.data() : grads, is_cut ? 1.0F : factor, first + state, second + state,
-                    roots + (i - start) * width, width);
-      }
-      at::Tensor squares = of_most.narrow(0, 0, stop - start);
-      at::sqrt_(squares);
-      for (int64_t i = start; i < stop; ++i) {
-        float* value = values + rows[i] * width;
-        move_row(rule, first + places[i] * width, roots + (i - start) * width, value, width);
-        if (updated != nullptr) std::memcpy(updated + i * width, value, static_cast<size_t>(width) * sizeof(float));
-      }
-    }
-  });
+  const auto needed = static_cast<size_t>(num_states(by));
+  TORCH_CHECK_VALUE(table.states.size() >= needed, "zerox: a table has ", table.states.size(),
+                    " states, and its rule needs ", needed);
+  TouchedRows touched{grad.rows.numel(),
+                      table.width,
+                      grad.rows.const_data_ptr<int64_t>(),
+                      grad.places.const_data_ptr<int64_t>(),
+                      grad.values.const_data_ptr<float>(),
+                      param.mutable_data_ptr<float>(),
+                      {}};
+  for (size_t s = 0; s < needed; ++s) touched.states[s] = table.states[s].mutable_data_ptr<float>();
+  auto* const step = table.step.mutable_data_ptr<int64_t>();
+  if (counts_step(by)) ++*step;
+  update_rows(by, *step, touched, updated);
 }
 
 void RowTables::put(const std::vector<at::Tensor>& params, const std::vector<bool>& present, const at::Tensor& counts,

@@ -96,8 +96,10 @@ def build(params: Any, way: Way, **options: Any) -> FusedShardedAdam | ShardedOp
         own = {name: value for name, value in options.items() if name in ADAM.defaults}
         mute = ADAM.defaults.keys() - KNOWN[rule].defaults.keys()
         unsaid = {name for name in mute & own.keys() if own[name] == ADAM.defaults[name]}
-        group |= {name: value for name, value in own.items() if name not in unsaid} | {"rule": rule}
-        group |= MOMENTUM if rule == "sgd" else {}
+        said = {name: value for name, value in own.items() if name not in unsaid}
+        for each in groups:
+            each |= {**said, **each, "rule": rule}
+        group |= MOMENTUM if rule == "sgd" and not group.get("sparse") else {}
         options = {name: value for name, value in options.items() if name not in own}
     made: FusedShardedAdam | ShardedOptimizer
     made = (ShardedOptimizer if is_inner(way) else FusedShardedAdam)(groups, **of_optimizer(way, options))

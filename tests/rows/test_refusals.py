@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import zerox
 from tests.ranks import run_ranks
 from tests.rows.tables import ROWS, WIDTH, Model, backward, build
-from zerox import FusedShardedAdam, FusedShardedSGD, ShardedOptimizer
+from zerox import FusedShardedAdam, ShardedOptimizer
 from zerox.rules.adam import ADAM, KIND
 
 
@@ -31,7 +31,6 @@ def group(**options: Any) -> list[dict[str, Any]]:
     [
         ({"weight_decay": 0.01}, "weight_decay=0.01: rows that no batch names would not decay"),
         ({"amsgrad": True}, "amsgrad=True"),
-        ({"rule": "lion"}, 'rule="lion" does not go with sparse=True'),
         ({"params": [nn.Parameter(torch.ones(5))]}, "two dimensions"),
         ({"params": [nn.Parameter(torch.ones(5, 4).t())]}, "contiguous"),
         ({"params": [nn.Parameter(torch.ones(5, 4, dtype=torch.bfloat16))]}, "is torch.bfloat16"),
@@ -58,8 +57,6 @@ def test_options_that_do_not_fit_are_refused(options: dict[str, Any], message: s
 
 
 def test_other_optimizers_refuse_tables() -> None:
-    with pytest.raises(ValueError, match="the rule 'sgd'"):
-        FusedShardedSGD(group(), lr=0.1)
     with pytest.raises(ValueError, match="ShardedOptimizer does not go with sparse=True"):
         ShardedOptimizer(group(), torch.optim.SGD, lr=0.1)
 

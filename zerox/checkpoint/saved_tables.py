@@ -11,9 +11,10 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from zerox.checkpoint.names import OPTIMIZER
 from zerox.engine import Engine
-from zerox.memory.row_table import KEYS, STEP, RowTable
+from zerox.memory.row_table import RowTable
 from zerox.plan.span import Span
 from zerox.ranks.group import CPU
+from zerox.rules.rule import STEP
 from zerox.sliced_tensor import SlicedTensor
 from zerox.state.row_state import sliced_rows, spread
 
@@ -53,18 +54,18 @@ class SavedTables:
 
     def known(self) -> Iterator[str]:
         for table in self.tables:
-            yield from (_key(table, what, self.names) for what in (STEP, *KEYS))
+            yield from (_key(table, what, self.names) for what in table.saved_keys)
 
     def needed(self) -> Iterator[str]:
         """None of a parameter that was frozen: its state starts now."""
         for table in self.tables:
             if self._was_saved(table) or self.names[table.member.number] not in self.in_groups:
-                yield from (_key(table, what, self.names) for what in (STEP, *KEYS))
+                yield from (_key(table, what, self.names) for what in table.saved_keys)
 
     def misfits(self) -> Iterator[str]:
         for table in self.tables:
-            for what in (STEP, *KEYS):
-                shape, dtype = ((), torch.int64) if what == STEP else (tuple(table.param.shape), torch.float32)
+            for what in table.saved_keys:
+                shape, dtype = ((), torch.int64) if what == STEP.key else (tuple(table.param.shape), torch.float32)
                 then = self.saved.get(key := _key(table, what, self.names))
                 if then is not None and tuple(then.size) != shape:
                     yield f"{key} was saved as {list(then.size)}, and is {list(shape)}"
@@ -80,14 +81,14 @@ class SavedTables:
                     values.zero_()
                 continue
             step = torch.zeros(1, dtype=torch.int64, device=CPU)
-            read({_key(table, STEP, self.names): SlicedTensor((), (), Span(0, 1), step)})
+            read({_key(table, STEP.key, self.names): SlicedTensor((), (), Span(0, 1), step)})
             table.step.fill_(int(step))
             num_rows = int(table.param.shape[0])
             for start in range(0, num_rows, ROWS_AT_A_TIME):
                 self._load_rows(table, Span(start, min(start + ROWS_AT_A_TIME, num_rows)), read)
 
     def _load_rows(self, table: RowTable, rows: Span, read: Callable[[dict[str, Any]], None]) -> None:
-        found = {key: torch.empty(rows.numel * table.width, dtype=torch.float32, device=CPU) for key in KEYS}
+        found = {key: torch.empty(rows.numel * table.width, dtype=torch.float32, device=CPU) for key in table.state}
         read({_key(table, key, self.names): sliced_rows(table, rows, values) for key, values in found.items()})
         first, last = torch.searchsorted(table.own_rows, torch.tensor([rows.start, rows.stop], device=CPU)).tolist()
         own = table.own_rows[first:last] - rows.start
@@ -95,4 +96,4 @@ class SavedTables:
             table.state[key][first:last] = values.view(-1, table.width)[own]
 
     def _was_saved(self, table: RowTable) -> bool:
-        return _key(table, STEP, self.names) in self.saved
+        return _key(table, STEP.key, self.names) in self.saved

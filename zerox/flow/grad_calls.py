@@ -22,6 +22,7 @@ from zerox.flow.norm import check_finite, clip_coefficient, norm_of, total_words
 from zerox.flow.row_refusals import zero_grads
 from zerox.flow.rows import Rows
 from zerox.memory.bucket import Bucket, Member
+from zerox.rules.of_groups import Rules
 
 READ_THE_MEAN = (Meeting.STEP, Meeting.CLIP, Meeting.CLIP_TOGETHER, Meeting.UNSCALE, Meeting.FULL_GRAD)
 # Where rows of tables are exchanged: what is multiplied must be there.
@@ -82,10 +83,14 @@ class GradCalls:
         return why
 
     def take_tables(
-        self, members: Sequence[Member], groups: Sequence[Mapping[str, Any]], divisors: Sequence[Divisor]
+        self,
+        members: Sequence[Member],
+        groups: Sequence[Mapping[str, Any]],
+        rules: Rules,
+        divisors: Sequence[Divisor],
     ) -> list[Member]:
         """Returns the members that are none. Collective."""
-        others = self.row_grads.take(members, groups, divisors)
+        others = self.row_grads.take(members, groups, rules, divisors)
         for divisor in self.row_grads.divisors:
             self.scale.know(divisor)
         if self.row_grads.each:  # on all ranks, who say as much from now on

@@ -44,13 +44,10 @@ class TableGrad:
     def rule(self, group: Mapping[str, Any], scale: GradScale) -> C.RowRule:
         """What step() does to it."""
         factor, limit = scale.values.get(self.divisor), scale.requested.limit
-        beta1, beta2 = group["betas"]
+        rule = self.table.rule
         return C.RowRule(
-            lr=float(group["lr"]),
-            beta1=float(beta1),
-            beta2=float(beta2),
-            eps=float(group["eps"]),
-            maximize=bool(group.get("maximize", False)),
+            rule.name,
+            [float(column.of(group)) for column in rule.columns],
             scale=1.0 if factor is None else float(factor),
             limit=math.inf if limit is None else limit,
         )

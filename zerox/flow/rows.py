@@ -11,8 +11,9 @@ ranks' gradients in order.
 What is exchanged stays valid while no rank's p.grad changes: a clip and the step() after it exchange once. Each rank
 says where they meet whether its own has changed; if one has, all send what they have again.
 
-The owner updates its rows by the lazy rule of torch.optim.SparseAdam: moments of untouched rows stay, a row whose
-gradients cancel counts as touched. Then updated rows go to all ranks, in whose tables they are written.
+The owner updates its rows lazily, by the rule of their param group: untouched rows and their states stay, and a row
+whose gradients cancel counts as touched. Adam's is that of torch.optim.SparseAdam. Then updated rows go to all ranks,
+in whose tables they are written.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from zerox.memory.bucket import Member
 from zerox.memory.row_owners import CPU, RowOwners
 from zerox.memory.row_table import RowTable, check_group, is_sparse
 from zerox.ranks.group import Ranks
+from zerox.rules.of_groups import Rules
 
 Groups = Sequence[Mapping[str, Any]]
 MOST_NOTED = 8192  # numbers, of all ranks together, that they tell each other beside all else where they meet
@@ -65,13 +67,16 @@ class Rows:
     def has_landed(self) -> bool:
         return any(self.flow.landed)
 
-    def take(self, members: Sequence[Member], groups: Groups, divisors: Sequence[Divisor]) -> list[Member]:
+    def take(
+        self, members: Sequence[Member], groups: Groups, rules: Rules, divisors: Sequence[Divisor]
+    ) -> list[Member]:
         """Makes tables of those in sparse groups, with rank 0's values. Returns the others. Collective."""
         for member in members:
-            if is_sparse(groups[member.group]):
+            group = groups[member.group]
+            if is_sparse(group):
                 self.ranks.broadcast_values(member.param, f"parameter '{member.name}'")
                 owners = RowOwners(member.param.shape[0], self.ranks.size, member.number)
-                table = RowTable(member, owners, self.ranks.rank)
+                table = RowTable(member, owners, self.ranks.rank, rules.of(group), group)
                 divisor = divisors[member.group]
                 table.add_to(self.flow, self.ranks.size if divisor is None else divisor)
                 self.each.append(TableGrad(table, divisor))

@@ -12,22 +12,24 @@ from zerox import _C as C
 from zerox.memory.bucket import Member
 from zerox.memory.row_owners import CPU, RowOwners
 from zerox.ranks.dtensors import is_dtensor
+from zerox.rules.rule import STEP, Rule
 
 SPARSE = "sparse"  # the option of a param group that says so
-STEP, EXP_AVG, EXP_AVG_SQ = "step", "exp_avg", "exp_avg_sq"  # as torch.optim.SparseAdam has them
-KEYS = (EXP_AVG, EXP_AVG_SQ)
 MOST_ROWS = 2**31 - 2**6  # rows travel with 32-bit numbers
 
 
 class RowTable:
-    """It lies in no bucket, and is whole on every rank. ``state``: float32 ``[own rows, D]``; ``step`` is int64."""
+    """It lies in no bucket, and is whole on every rank. ``state``: what its ``rule`` keeps under the options of its
+    param ``group``, float32 ``[own rows, D]``, by the keys of its torch.optim class; ``step`` is int64."""
 
-    def __init__(self, member: Member, owners: RowOwners, rank: int) -> None:
+    def __init__(self, member: Member, owners: RowOwners, rank: int, rule: Rule, group: Mapping[str, Any]) -> None:
         self.member = member
         self.owners = owners
+        self.rule = rule
         self.own_rows = owners.rows_of(rank)
         shape = (self.own_rows.numel(), member.param.shape[1])
-        self.state = {key: torch.zeros(shape, dtype=torch.float32, device=CPU) for key in KEYS}
+        keys = [spec.key for spec in rule.wanted([group])]
+        self.state = {key: torch.zeros(shape, dtype=torch.float32, device=CPU) for key in keys}
         self.step = torch.zeros((), dtype=torch.int64, device=CPU)
 
     @property
@@ -38,13 +40,17 @@ class RowTable:
     def width(self) -> int:
         return int(self.param.shape[1])
 
+    @property
+    def saved_keys(self) -> tuple[str, ...]:
+        """Of what is kept, the count of its updates first."""
+        return (STEP.key, *self.state)
+
     def add_to(self, flow: C.RowFlow, divisor: float) -> None:
         """``divisor``: of the ranks' sum of gradients."""
         flow.add(
             param=self.param,
             of_block=self.owners.of_block,
-            exp_avg=self.state[EXP_AVG],
-            exp_avg_sq=self.state[EXP_AVG_SQ],
+            states=list(self.state.values()),
             step=self.step,
             divisor=divisor,
         )
@@ -85,17 +91,16 @@ def _unfit(param: Tensor) -> str:
     return ""
 
 
+# Options that would reach rows which no batch names, or need a state that they have not; with what they would do.
+REFUSED = {
+    "weight_decay": "rows that no batch names would not decay. Give the group weight_decay=0.0",
+    "momentum": "rows that no batch names would not go on. Give the group momentum=0.0",
+    "amsgrad": "rows have Adam's two moments only. Leave it out in this group",
+}
+
+
 def check_group(group: Mapping[str, Any], where: str) -> None:
-    """ValueError for options that the rule of rows does not have."""
-    if not is_sparse(group):
-        return
-    rule = group.get("rule", "adam")
-    if rule != "adam":
-        raise ValueError(f"sparse=True in {where} does not go with the rule {rule!r}: rows have Adam's only")
-    if group["weight_decay"]:
-        raise ValueError(
-            f"sparse=True in {where} does not go with weight_decay={group['weight_decay']}: rows that no batch names "
-            "would not decay. Give the group weight_decay=0.0"
-        )
-    if group["amsgrad"]:
-        raise ValueError(f"sparse=True in {where} does not go with amsgrad=True: rows have Adam's two moments only")
+    """ValueError for options that do not go with rows."""
+    for option, why in REFUSED.items() if is_sparse(group) else ():
+        if group.get(option):
+            raise ValueError(f"sparse=True in {where} does not go with {option}={group[option]}: {why}")

@@ -9,7 +9,7 @@ OF_TABLES = (
     Row(
         some("optimizer", SHARDED),
         some(TABLES, "True"),
-        Refused("its class has a rule of its own", "FusedShardedAdam has that of torch.optim.SparseAdam for rows"),
+        Refused("its class knows no rows", "The fused optimizers do"),
     ),
     Row(
         OF_STAGE_3,
@@ -50,11 +50,6 @@ OF_TABLES = (
         some("join", "inside"),
         some(TABLES, "True"),
         Refused("a rank that follows has no rows", BATCHES, NotImplementedError),
-    ),
-    Row(
-        some("rule", '"sgd"', '"lion"'),
-        some(TABLES, "True"),
-        Refused("rows have Adam's rule only", 'Take rule="adam" in this param group'),
     ),
     Row(
         some("amsgrad", "True"),

@@ -8,9 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zerox.memory.row_table import KEYS, STEP, RowTable
+from zerox.memory.row_table import RowTable
 from zerox.plan.span import Span
 from zerox.ranks.group import CPU, Ranks
+from zerox.rules.rule import STEP
 from zerox.sliced_tensor import SlicedTensor
 
 ROWS_OF = "rows_of"  # beside a rank's own rows: (rank, number of ranks), and nothing else loads them
@@ -18,15 +19,15 @@ ROWS_OF = "rows_of"  # beside a rank's own rows: (rank, number of ranks), and no
 
 def own_state(table: RowTable, ranks: Ranks) -> dict[str, Any]:
     """For ``optimizer.state``: views. On one rank these are the whole tensors, as torch.optim.SparseAdam has them."""
-    found: dict[str, Any] = {STEP: table.step, **table.state}
+    found: dict[str, Any] = {STEP.key: table.step, **table.state}
     return found if ranks.size == 1 else {**found, ROWS_OF: (ranks.rank, ranks.size)}
 
 
 def whole_state(table: RowTable, ranks: Ranks, to: int | None) -> dict[str, Any]:
-    """With the keys of torch.optim.SparseAdam, on rank ``to`` (None: on all); elsewhere nothing. Collective."""
+    """With the keys of its torch.optim class, on rank ``to`` (None: on all); elsewhere nothing. Collective."""
     most = max(table.owners.rows_of(rank).numel() for rank in range(ranks.size))
     found: dict[str, Any] = {}
-    for key in KEYS:
+    for key in table.state:
         padded = torch.zeros(most, table.width, dtype=torch.float32, device=CPU)
         padded[: table.own_rows.numel()] = table.state[key]
         whole = torch.zeros(table.param.shape, dtype=torch.float32, device=CPU)
@@ -35,7 +36,7 @@ def whole_state(table: RowTable, ranks: Ranks, to: int | None) -> dict[str, Any]
             whole[rows] = part.view(most, table.width)[: rows.numel()]
         if to in (None, ranks.rank):
             found[key] = whole
-    return {STEP: table.step.float(), **found} if found else {}
+    return {STEP.key: table.step.float(), **found} if to in (None, ranks.rank) else {}
 
 
 def check_rows_given(tables: Sequence[RowTable], ranks: Ranks, given: Mapping[Any, Any]) -> None:
@@ -44,15 +45,16 @@ def check_rows_given(tables: Sequence[RowTable], ranks: Ranks, given: Mapping[An
         if (state := _given(table, given)) is None:
             continue
         known = f"state of parameter {table.member.quoted}, in a param group with sparse=True,"
-        if missing := [key for key in (STEP, *KEYS) if key not in state]:
+        needed = table.saved_keys if table.rule.keeps_step else table.state
+        if missing := [key for key in needed if key not in state]:
             raise ValueError(f"{known} has no {missing[0]}")
         if ROWS_OF in state and tuple(state[ROWS_OF]) != (ranks.rank, ranks.size):
             raise ValueError(
                 f"{known} is of rank {state[ROWS_OF][0]} of {state[ROWS_OF][1]}, and this is rank {ranks.rank} of "
                 f"{ranks.size}: zerox.load() and full_state_dict() are for any number of ranks"
             )
-        shape = tuple(table.state[KEYS[0]].shape) if ROWS_OF in state else tuple(table.param.shape)
-        for key in KEYS:
+        for key, own in table.state.items():
+            shape = tuple(own.shape) if ROWS_OF in state else tuple(table.param.shape)
             if isinstance(state[key], SlicedTensor):
                 raise ValueError(f"{known} is a slice of a dense parameter's: zerox.load() takes it, or a whole tensor")
             if tuple(state[key].shape) != shape:
@@ -63,8 +65,8 @@ def fill_rows(tables: Sequence[RowTable], given: Mapping[Any, Any]) -> None:
     """Copies values in place. State that isn't given starts anew, as in torch."""
     for table in tables:
         state = _given(table, given)
-        table.step.fill_(0 if state is None else int(state[STEP]))
-        for key in KEYS:
+        table.step.fill_(0 if state is None else int(state.get(STEP.key, 1)))
+        for key in table.state:
             if state is None:
                 table.state[key].zero_()
             else:
@@ -87,8 +89,8 @@ def spread(tables: Sequence[RowTable], ranks: Ranks) -> Iterator[tuple[RowTable,
     for table in tables:
         segment = segment_rows(table, ranks.rank, ranks.size)
         has_step = Span(0, 1 if ranks.rank == 0 else 0)
-        yield table, STEP, SlicedTensor((), (), has_step, table.step.reshape(1)[: has_step.numel].clone())
-        for key in KEYS:
+        yield table, STEP.key, SlicedTensor((), (), has_step, table.step.reshape(1)[: has_step.numel].clone())
+        for key in table.state:
             values = table.state[key]
             if ranks.size > 1:
                 values = _moved(table, values, ranks)

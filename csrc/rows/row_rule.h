@@ -1,0 +1,47 @@
+// The update of the rows of a table that a step touches, by any rule. It is lazy: all other rows, and their states,
+// stay as they are.
+#pragma once
+
+#include <array>
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "math/rules.h"
+
+namespace zx {
+
+// How one table is updated. Gradients are multiplied by `scale` first, and cut at `limit`.
+struct RowRule {
+  RuleKind kind;
+  std::vector<double> options;  // of a param group: the rule's Options
+  double scale;
+  double limit;  // infinite if there is none
+
+  // Throws c10::ValueError for a rule that there is not, or another number of options than it has.
+  static RowRule named(const std::string& name, std::vector<double> options, double scale, double limit);
+};
+
+// Row rows[i] of the table has its states at place places[i], and its gradient is number i.
+struct TouchedRows {
+  int64_t count;
+  int64_t width;
+  const int64_t* rows;
+  const int64_t* places;
+  const float* grads;
+  float* values;
+  std::array<float*, kMostStates> states;  // null after those that the rule keeps
+};
+
+// How many states rows have by this rule.
+int num_states(const RowRule& rule);
+// Whether the rule counts a table's updates.
+bool counts_step(const RowRule& rule);
+
+// `step` counts this update too, if the rule counts. `updated` gets the rows' new values, side by side; it may be null.
+//
+// Adam is the lazy one of torch.optim.SparseAdam, with its bits. The other rules are those of dense parameters: a row
+// gets the bits that it would have in one, as long as it is touched in every step.
+void update_rows(const RowRule& rule, int64_t step, const TouchedRows& touched, float* updated);
+
+}  // namespace zx
