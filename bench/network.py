@@ -9,21 +9,23 @@ A round is a bucket's reduce-scatter and all-gather, of ``s`` bytes for each of 
     ring       W - 1 steps each way, one after the other: each a latency and s bytes, summed on arrival.
     log steps  recursive halving and doubling: log2 W latencies each way, the same (W - 1) s bytes.
 
-Left out: congestion where W - 1 messages meet at one receiver, and faster links inside a machine.
+Left out: congestion where W - 1 messages meet at one receiver, faster links inside a machine, and of steps ranks that
+are late, and threads that share cores or memory bandwidth.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Sequence
+import sys
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from bench.common import Row, new_parser, parse, print_rows, write_result
-from bench.shapes import MODELS, named_parameters
-from bench.step_model import Flight, Place, predict
 from zerox.plan.buckets import MIB, BucketPlan, ParamSpec, default_cap_bytes, plan_buckets
 
 KIB = 2**10
@@ -33,6 +35,7 @@ MOST_SLICE_BYTES = 64 * MIB
 # For bucket sizes a rank is a device: 8,192 tokens a step at 400 TFLOP/s, and copies at 1 TB/s beside them.
 TOKENS, FLOPS, DEVICE_COPY_BYTES_PER_S = 8_192, 400e12, 1e12
 SLACK = 1.01  # within this the two are as fast: both wait for the wire alone
+RIVALS = ("ring", "log_steps")  # of direct
 
 
 @dataclass(frozen=True)
@@ -49,27 +52,23 @@ class Network:
     copy_bytes_per_s: float = 10e9
 
 
-def direct_s(net: Network, world_size: int, slice_bytes: float) -> float:
-    way_s = (world_size - 1) * max(2 * net.post_s, slice_bytes / net.bytes_per_s) + net.latency_s
-    return 2 * way_s + _sum_s(net, world_size, slice_bytes)
+# ---- rounds
 
 
-def ring_s(net: Network, world_size: int, slice_bytes: float) -> float:
-    step_s = net.latency_s + 2 * net.post_s + slice_bytes / net.bytes_per_s
-    return 2 * (world_size - 1) * step_s + _sum_s(net, world_size, slice_bytes)
+def way_s(net: Network, exchange: str, world_size: int, slice_bytes: float) -> float:
+    """One way of a round; of direct without its latency."""
+    others = world_size - 1
+    bytes_s = others * slice_bytes / net.bytes_per_s
+    if exchange == "direct":
+        return max(others * 2 * net.post_s, bytes_s)
+    steps = others if exchange == "ring" else math.ceil(math.log2(world_size))
+    return steps * (net.latency_s + 2 * net.post_s) + bytes_s
 
 
-def log_steps_s(net: Network, world_size: int, slice_bytes: float) -> float:
-    steps, others = math.ceil(math.log2(world_size)), world_size - 1
-    way = steps * (net.latency_s + 2 * net.post_s) + others * slice_bytes / net.bytes_per_s
-    return 2 * way + _sum_s(net, world_size, slice_bytes)
-
-
-def _sum_s(net: Network, world_size: int, slice_bytes: float) -> float:
-    return (world_size - 1) * slice_bytes / net.copy_bytes_per_s
-
-
-RIVALS: dict[str, Callable[[Network, int, float], float]] = {"ring": ring_s, "log_steps": log_steps_s}
+def round_s(net: Network, exchange: str, world_size: int, slice_bytes: float) -> float:
+    latency_s = net.latency_s if exchange == "direct" else 0.0
+    sum_s = (world_size - 1) * slice_bytes / net.copy_bytes_per_s
+    return 2 * (way_s(net, exchange, world_size, slice_bytes) + latency_s) + sum_s
 
 
 def bound_bytes(net: Network, world_size: int, rival: str) -> int:
@@ -77,13 +76,12 @@ def bound_bytes(net: Network, world_size: int, rival: str) -> int:
 
     What direct loses to fixed costs shrinks with the slice, so there is one crossing.
     """
-    native = RIVALS[rival]
-    if direct_s(net, world_size, 1) <= native(net, world_size, 1):
+    if round_s(net, "direct", world_size, 1) <= round_s(net, rival, world_size, 1):
         return 0
     least, most = 1, MOST_SLICE_BYTES
     while least < most:
         middle = (least + most) // 2
-        if direct_s(net, world_size, middle) <= SLACK * native(net, world_size, middle):
+        if round_s(net, "direct", world_size, middle) <= SLACK * round_s(net, rival, world_size, middle):
             most = middle
         else:
             least = middle + 1
@@ -95,33 +93,82 @@ def bounds(net: Network, world_sizes: Sequence[int]) -> list[Row]:
     rows: list[Row] = []
     for world_size, nbytes in itertools.product(world_sizes, (4 * KIB, 64 * KIB, MIB)):
         row: Row = {"part": "bound", "ranks": world_size, "slice_kib": nbytes / KIB}
-        row["direct_us"] = direct_s(net, world_size, nbytes) * 1e6
-        for name, native in RIVALS.items():
-            row[f"{name}_us"] = native(net, world_size, nbytes) * 1e6
-            row[f"{name}_wins_below"] = bound_bytes(net, world_size, name) / KIB
-        rows.append(row)
+        row |= {f"{name}_us": round_s(net, name, world_size, nbytes) * 1e6 for name in ("direct", *RIVALS)}
+        rows.append(row | {f"{name}_wins_below": bound_bytes(net, world_size, name) / KIB for name in RIVALS})
     return rows
+
+
+# ---- models: their parameters, as transformers builds them on the meta device, are enough for a plan, and no memory
+
+LLAMA = {"vocab_size": 128_256, "num_key_value_heads": 8, "head_dim": 128}
+# As published: the type of transformers' configuration, and its options.
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "gpt2-124m": ("gpt2", {}),
+    "llama-8b": ("llama", {**LLAMA, "num_hidden_layers": 32, "hidden_size": 4_096, "intermediate_size": 14_336}),
+    "llama-70b": ("llama", {**LLAMA, "num_hidden_layers": 80, "hidden_size": 8_192, "intermediate_size": 28_672}),
+    "llama-405b": ("llama", {**LLAMA, "num_hidden_layers": 126, "hidden_size": 16_384, "intermediate_size": 53_248}),
+}
+
+
+def named_parameters(model: str, dtype: torch.dtype) -> list[tuple[str, Tensor]]:
+    """In registration order, tied weights once. ``model``: a key of MODELS. SystemExit without transformers."""
+    try:
+        from transformers import AutoConfig, AutoModelForCausalLM
+    except ModuleNotFoundError:
+        sys.exit("bench.network builds its models with transformers: pip install transformers")
+    kind, options = MODELS[model]
+    heads = {"num_attention_heads": options["hidden_size"] // options["head_dim"]} if options else {}
+    with torch.device("meta"):
+        made = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **options, **heads), dtype=dtype)
+    return list(made.named_parameters())
+
+
+# ---- a step
+
+
+@dataclass(frozen=True)
+class Flight:
+    """One bucket. ``ready_s``: of the rank's compute when its last gradient is there.
+
+    Seconds that the parts of its way take: ``pack_s``, copies; ``way_s``, on the wire, and again for the gather;
+    ``land_s``, summing.
+    """
+
+    ready_s: float
+    pack_s: float = 0.0
+    way_s: float = 0.0
+    land_s: float = 0.0
+
+
+def step_s(flights: Sequence[Flight], compute_s: float, latency_s: float) -> float:
+    """From the start of forward to the last parameter. ``flights`` in launch order.
+
+    All ranks do the same at the same time. Workers run beside the compute. As Note [Two workers] has it, one packs, one
+    lands, and two flights at most have buffers. The wire moves one bucket after the other, and a latency does not hold
+    it up. Gathers leave when all have landed.
+    """
+    packed_s = wire_s = 0.0
+    landed_s = [0.0, 0.0]
+    for flight in flights:
+        packed_s = max(flight.ready_s, packed_s, landed_s[-2]) + flight.pack_s
+        wire_s = max(packed_s, wire_s) + flight.way_s
+        landed_s.append(max(wire_s + latency_s, landed_s[-1]) + flight.land_s)
+    return max(compute_s, landed_s[-1]) + sum(flight.way_s for flight in flights) + latency_s
 
 
 def flights_of(net: Network, plans: Sequence[BucketPlan], numel: int, compute_s: float, exchange: str) -> list[Flight]:
     """Gradients come in the order of buckets, each after its share of backward, two thirds of compute."""
     flights, done = [], 0
     for plan in plans:
-        layout = plan.layout
-        world_size, shard_bytes = layout.world_size, layout.shard_numel * ITEMSIZE
-        others, done = world_size - 1, done + sum(layout.numels)
-        bytes_s, posts_s = others * shard_bytes / net.bytes_per_s, 2 * others * net.post_s
-        steps_s = others * (net.latency_s + 2 * net.post_s)
-        direct = exchange == "direct"
-        way_s = max(bytes_s, posts_s) if direct else bytes_s + steps_s
-        slices = world_size if direct else 0  # a ring sums as slices pass
+        world_size, shard_bytes = plan.layout.world_size, plan.layout.shard_numel * ITEMSIZE
+        done += sum(plan.layout.numels)
+        copy_s = world_size * shard_bytes / net.copy_bytes_per_s
         flights.append(
             Flight(
                 ready_s=min(compute_s, compute_s * (1 / 3 + 2 / 3 * done / numel)),
-                pack_s=world_size * shard_bytes / net.copy_bytes_per_s,
-                scatter_s=way_s,
-                land_s=slices * shard_bytes / net.copy_bytes_per_s,
-                gather_s=way_s,
+                pack_s=copy_s,
+                way_s=way_s(net, exchange, world_size, shard_bytes),
+                land_s=copy_s if exchange == "direct" else 0.0,  # a ring sums as slices pass
             )
         )
     return flights
@@ -139,11 +186,9 @@ def sweep(net: Network, model: str, world_size: int, backend: str, exchange: str
     net = replace(net, copy_bytes_per_s=DEVICE_COPY_BYTES_PER_S)
     specs = [ParamSpec(name, param.numel(), "bf16", ITEMSIZE) for name, param in named]
     compute_s = 6 * total * TOKENS / FLOPS
-    rows = []
+    rows: list[Row] = []
     for cap in caps(world_size, backend):
         plans = plan_buckets(specs, world_size, cap)
-        flights = flights_of(net, plans, total, compute_s, exchange)
-        outcome = predict(Place(compute_s, latency_s=net.latency_s, cores=8.0), flights)
         largest = max(plan.layout.numel for plan in plans) * ITEMSIZE
         rows.append(
             {
@@ -155,21 +200,18 @@ def sweep(net: Network, model: str, world_size: int, backend: str, exchange: str
                 "default": "default" if cap == default_cap_bytes(backend, world_size) else "",
                 "buckets": len(plans),
                 "slice_kib": largest / world_size / KIB,
-                "step_s": outcome.step_s,
+                "step_s": step_s(flights_of(net, plans, total, compute_s, exchange), compute_s, net.latency_s),
                 "compute_s": compute_s,
                 "buffer_gib": 2 * largest * (2 if exchange == "direct" else 1) / GIB,
             }
         )
-    return rows
+    best_s = min(row["step_s"] for row in rows)
+    return [{**row, "over_best": row["step_s"] / best_s} for row in rows]
 
 
 def sweeps(net: Network, models: Sequence[str], world_sizes: Sequence[int], backend: str) -> list[Row]:
-    rows = []
-    for model, exchange, world_size in itertools.product(models, ("direct", "ring"), world_sizes):
-        found = sweep(net, model, world_size, backend, exchange)
-        best_s = min(row["step_s"] for row in found)
-        rows += [{**row, "over_best": row["step_s"] / best_s} for row in found]
-    return rows
+    sweeps_of = itertools.product(models, ("direct", "ring"), world_sizes)
+    return [row for model, exchange, ranks in sweeps_of for row in sweep(net, model, ranks, backend, exchange)]
 
 
 BOUND_COLUMNS = {"ranks": ",", "slice_kib": ",.0f", "direct_us": ",.0f"}

@@ -11,9 +11,7 @@ import pytest
 import torch
 
 from bench import network
-from bench.network import Network, bound_bytes, direct_s, ring_s
-from bench.shapes import MODELS, named_parameters
-from bench.step_model import CORE, WIRE, Flight, Place, Task, predict, simulate
+from bench.network import MODELS, Flight, Network, bound_bytes, named_parameters, round_s, step_s
 from zerox.options import OptimizerOptions
 from zerox.plan.buckets import ParamSpec, plan_buckets
 
@@ -43,39 +41,27 @@ def test_a_plan_of_405_b_parameters_over_16384_ranks_takes_no_memory_to_speak_of
     assert sum(sum(plan.layout.numels) for plan in plans) == NUMELS["llama-405b"]
 
 
-def test_a_flight_is_hidden_where_cores_are_to_spare_and_costs_its_time_where_not() -> None:
-    flight = Flight(ready_s=1.0, pack_s=0.25, land_s=0.25, update_s=0.5, take_s=0.125)
-    hidden = predict(Place(compute_s=2.0, cores=2), [flight])
-    assert (hidden.step_s, hidden.exposed_s) == (2.0 + 0.5 + 0.125, 0.125)
-    assert (hidden.left_s, hidden.landed_s) == ((1.25,), (1.5,))
-    shared = predict(Place(compute_s=2.0), [flight])
-    assert (shared.backward_end_s, shared.step_s) == (2.5, 2.0 + 0.5 + 0.5 + 0.125)
-    assert (shared.left_s, shared.landed_s) == ((1.5,), (2.0,))
+def test_a_flight_is_hidden_behind_compute_and_costs_its_time_after_it() -> None:
+    assert step_s([Flight(ready_s=1.0, pack_s=0.25, land_s=0.25)], compute_s=2.0, latency_s=0.0) == 2.0
+    assert step_s([Flight(ready_s=2.0, pack_s=0.25, land_s=0.25)], compute_s=2.0, latency_s=0.0) == 2.5
 
 
 def test_the_wire_takes_buckets_one_by_one_and_a_latency_does_not_hold_it_up() -> None:
-    flights = [Flight(ready_s=0.5, scatter_s=1.0), Flight(ready_s=1.0, scatter_s=1.0)]
-    outcome = predict(Place(compute_s=1.0, latency_s=0.25), flights)
-    assert outcome.landed_s == (1.75, 2.75)
-    assert outcome.step_s == 2.75 + 0.25  # an empty gather still travels
+    flights = [Flight(ready_s=0.5, way_s=1.0), Flight(ready_s=1.0, way_s=1.0)]
+    landed_s = 0.5 + 2 * 1.0 + 0.25
+    assert step_s(flights, compute_s=1.0, latency_s=0.25) == landed_s + 2 * 1.0 + 0.25
+
+
+def test_buckets_land_one_by_one() -> None:
+    flights = [Flight(ready_s=1.0, land_s=1.0), Flight(ready_s=1.0, land_s=1.0), Flight(ready_s=4.0, land_s=1.0)]
+    assert step_s(flights[:2], compute_s=1.0, latency_s=0.0) == 1.0 + 2 * 1.0
+    assert step_s(flights, compute_s=1.0, latency_s=0.0) == 4.0 + 1.0
 
 
 def test_the_third_bucket_is_packed_when_the_first_has_landed() -> None:
-    flights = [Flight(ready_s=1.0, scatter_s=1.0) for _ in range(3)]
-    outcome = predict(Place(compute_s=1.0, cores=4), flights)
-    assert outcome.left_s == (1.0, 1.0, 2.0)
-
-
-def test_step_gathers_behind_updates() -> None:
-    flights = [Flight(ready_s=1.0, update_s=1.0, gather_s=0.75), Flight(ready_s=1.0, update_s=1.0, gather_s=0.75)]
-    outcome = predict(Place(compute_s=1.0, settle_s=0.5), flights)
-    assert outcome.step_s == 1.0 + 0.5 + 2 * 1.0 + 0.75
-    assert outcome.exposed_s == 0.5 + 0.75
-
-
-def test_tasks_that_wait_for_each_other_are_an_error() -> None:
-    with pytest.raises(ValueError, match=r"\['a', 'b'\]"):
-        simulate({"a": Task(CORE, 1.0, ("b",)), "b": Task(WIRE, 1.0, ("a",)), "c": Task(CORE, 1.0)}, 1.0)
+    flights = [Flight(ready_s=0.0, pack_s=2.0, way_s=1.0) for _ in range(3)]
+    first_landed_s = 2.0 + 1.0 + 3.0
+    assert step_s(flights, compute_s=1.0, latency_s=3.0) == (first_landed_s + 2.0 + 1.0 + 3.0) + 3 * 1.0 + 3.0
 
 
 NET = Network(latency_s=25e-6, bytes_per_s=10e9, post_s=5e-6, copy_bytes_per_s=float("inf"))
@@ -83,18 +69,18 @@ NET = Network(latency_s=25e-6, bytes_per_s=10e9, post_s=5e-6, copy_bytes_per_s=f
 
 def test_rounds_take_what_the_formulas_say() -> None:
     posting, moving = 10_000, 1_000_000  # bytes a slice: of 1 us and of 100 us on the wire, beside 10 us to post
-    assert direct_s(NET, 65, posting) == pytest.approx(2 * (64 * 10e-6 + 25e-6))
-    assert direct_s(NET, 65, moving) == pytest.approx(2 * (64 * 100e-6 + 25e-6))
-    assert ring_s(NET, 65, moving) == pytest.approx(2 * 64 * (25e-6 + 10e-6 + 100e-6))
+    assert round_s(NET, "direct", 65, posting) == pytest.approx(2 * (64 * 10e-6 + 25e-6))
+    assert round_s(NET, "direct", 65, moving) == pytest.approx(2 * (64 * 100e-6 + 25e-6))
+    assert round_s(NET, "ring", 65, moving) == pytest.approx(2 * 64 * (25e-6 + 10e-6 + 100e-6))
 
 
 @pytest.mark.parametrize("world_size", [64, 256, 1024])
 def test_native_wins_below_the_bound_and_only_there(world_size: int) -> None:
     assert bound_bytes(NET, world_size, "ring") == 0
     bound = bound_bytes(NET, world_size, "log_steps")
-    log_steps = network.RIVALS["log_steps"]
-    assert direct_s(NET, world_size, bound) <= network.SLACK * log_steps(NET, world_size, bound)
-    assert direct_s(NET, world_size, bound - 1) > network.SLACK * log_steps(NET, world_size, bound - 1)
+    for slice_bytes, is_as_fast in ((bound, True), (bound - 1, False)):
+        direct_s, rival_s = (round_s(NET, name, world_size, slice_bytes) for name in ("direct", "log_steps"))
+        assert (direct_s <= network.SLACK * rival_s) == is_as_fast
     # What is sent in the time that it takes to post it: less, by the latencies of the other.
     assert 0.5 < bound / (2 * NET.post_s * NET.bytes_per_s) < 1.0
     assert bound_bytes(replace(NET, post_s=10e-6), world_size, "log_steps") > 1.5 * bound
@@ -111,7 +97,7 @@ def test_a_bucket_s_way_over_the_network_is_its_bytes_and_steps(exchange: str, s
         shard_bytes = numel // 4 * network.ITEMSIZE
         assert flight.pack_s == pytest.approx(4 * shard_bytes / 1e9)
         assert flight.land_s == pytest.approx(slices * shard_bytes / 1e9)
-        assert flight.scatter_s == flight.gather_s == pytest.approx(3 * shard_bytes / 10e9 + steps * 35e-6)
+        assert flight.way_s == pytest.approx(3 * shard_bytes / 10e9 + steps * 35e-6)
 
 
 def test_the_model_finds_the_default_bucket_size_good_for_the_direct_exchange() -> None:
@@ -129,7 +115,7 @@ def test_formulas_are_written_and_told(tmp_path: Path, capsys: pytest.CaptureFix
     assert result["network"]["latency_s"] == pytest.approx(30e-6)
     bounds = [row for row in result["rows"] if row["part"] == "bound"]
     assert [row["direct_us"] for row in bounds] == [
-        direct_s(Network(latency_s=30e-6), 64, 1024 * kib) * 1e6 for kib in (4, 64, 1024)
+        round_s(Network(latency_s=30e-6), "direct", 64, 1024 * kib) * 1e6 for kib in (4, 64, 1024)
     ]
     assert min(row["over_best"] for row in result["rows"] if row["part"] == "cap") == 1.0
     assert len(capsys.readouterr().out.splitlines()) == 2 + 2 + len(result["rows"])
