@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 
 def draw(
-    path: Path | None,
-    title: str,
-    shape: tuple[int, int],
-    inches: tuple[float, float],
-    paint: Callable[[list[Any]], None],
+    path: Path | None, title: str, inches: tuple[float, float], paint: Mapping[str, Callable[[Any], None]]
 ) -> None:
-    """``paint`` fills the panels, of which there are ``shape``: rows and columns. What it gives a label is explained.
+    """A panel above the other for each title in ``paint``, which fills it over milliseconds, the same for all.
 
-    Draws nothing without a ``path``, and where matplotlib is missing, with a line that says so.
+    What it gives a label is explained below. Draws nothing without a ``path``, and where matplotlib is missing, with a
+    line that says so.
     """
     if path is None:
         return
@@ -26,13 +23,15 @@ def draw(
         print(f"no picture {path}: matplotlib is not installed")
         return
     figure = Figure(figsize=inches, layout="constrained")
-    panels = list(figure.subplots(*shape, squeeze=False, sharex=True).flat)
-    paint(panels)
+    panels = figure.subplots(len(paint), 1, squeeze=False, sharex=True).flat
     entries: dict[str, Any] = {}
-    for panel in panels:
+    for panel, (text, fill) in zip(panels, paint.items(), strict=True):
+        fill(panel)
+        panel.set_title(text, loc="left", fontsize=10)
         panel.spines[["top", "right"]].set_visible(False)
         handles, labels = panel.get_legend_handles_labels()
         entries.update(zip(labels, handles, strict=True))
+    panel.set_xlabel("ms")
     columns = max(1, int(inches[0] / 2.4))  # the longest label has about as many inches
     figure.legend(
         entries.values(), entries.keys(), loc="outside lower center", ncols=columns, frameon=False, fontsize=8

@@ -37,7 +37,8 @@ Kind = ResidencyEvent.Kind
 
 class Limited(ZeroxStage3):
     def __init__(self, training: Training, limit: str) -> None:
-        super().__init__(training, limits_mb(training)[limit], CAP_MIB)
+        self.resident_mb = limits_mb(training)[limit]
+        super().__init__(training, CAP_MIB)
         self.name = f"stage 3, {limit}"
 
     @property
@@ -112,21 +113,18 @@ def weigh(training: Training, world_size: int, rows: list[Row]) -> None:
 def save_residency(seen: Sequence[Seen], title: str, path: Path | None) -> None:
     """A panel a limit: resident MiB over the time of a step, the limit, and the reads that waited."""
 
-    def paint(panels: list[Any]) -> None:
-        for panel, each in zip(panels, seen, strict=True):
-            start = each.events[0][2]
-            times, mib = zip(*(((ns - start) / 1e6, nbytes / MIB) for _, _, ns, nbytes in each.events), strict=True)
-            panel.step(times, mib, where="post", color="#4d6f8f", label="resident")
-            if each.limit < float("inf"):
-                panel.axhline(each.limit / MIB, color="#bbbbbb", linestyle="--", linewidth=1, label="limit")
-            for begin, end in waits_ms(each, start):
-                panel.axvspan(begin, end, color="#c8442c", alpha=0.35, linewidth=0, label="a read waits")
-            panel.set_ylim(0, 1.08 * max(nbytes for other in seen for _, _, _, nbytes in other.events) / MIB)
-            panel.set_ylabel("MiB")
-            panel.set_title(each.name, fontsize=10, loc="left")
-        panels[-1].set_xlabel("ms")
+    def paint(panel: Any, each: Seen) -> None:
+        start = each.events[0][2]
+        times, mib = zip(*(((ns - start) / 1e6, nbytes / MIB) for _, _, ns, nbytes in each.events), strict=True)
+        panel.step(times, mib, where="post", color="#4d6f8f", label="resident")
+        if each.limit < float("inf"):
+            panel.axhline(each.limit / MIB, color="#bbbbbb", linestyle="--", linewidth=1, label="limit")
+        for begin, end in waits_ms(each, start):
+            panel.axvspan(begin, end, color="#c8442c", alpha=0.35, linewidth=0, label="a read waits")
+        panel.set_ylim(0, 1.08 * max(nbytes for other in seen for _, _, _, nbytes in other.events) / MIB)
+        panel.set_ylabel("MiB")
 
-    draw(path, title, (len(seen), 1), (10, 1.2 + 1.7 * len(seen)), paint)
+    draw(path, title, (10, 1.2 + 1.7 * len(seen)), {each.name: partial(paint, each=each) for each in seen})
 
 
 def waits_ms(seen: Seen, start_ns: int) -> list[tuple[float, float]]:

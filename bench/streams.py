@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import os
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -22,7 +22,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch._C._autograd import DeviceType
 from torch.profiler import profile
 
@@ -30,7 +29,7 @@ from bench.common import TRAINING, Row, largest, new_parser, on_ranks, parse, pr
 from bench.plots import draw
 from bench.step import check, describe
 from bench.systems import DDP, Training, Zerox
-from bench.trace import KERNEL, PHASE, Range, events_of, phase, profile_all_threads, ranges_of
+from bench.trace import KERNEL, PHASE, Range, events_of, profile_all_threads, ranges_of
 
 WARM_UP = 3
 STEPS = 5
@@ -60,24 +59,6 @@ COMMUNICATION = ("launch", "pack", "land", "gather", "gather_wait")
 WAITING = ("launch", "settle", "gather", "gather_wait")
 
 Span = tuple[float, float]
-
-
-class Phased(Zerox):
-    """Its steps say what they are at."""
-
-    def backward(self, tokens: Tensor) -> None:
-        self.optimizer.zero_grad()
-        with phase("forward"):
-            loss = self.module(tokens[:, :-1], tokens[:, 1:])
-        with phase("backward"):
-            loss.backward()
-
-    def update(self) -> None:
-        if self.training.max_norm is not None:
-            with phase("clip"):
-                self.clip(self.training.max_norm)
-        with phase("step"):
-            self.optimizer.step()
 
 
 # ---- what was seen of one step on one rank
@@ -175,7 +156,7 @@ def length(spans: Iterable[Span]) -> float:
 def typical_step(training: Training, trace: Path | None) -> list[tuple[list[Work], list[Row]]]:
     """On each rank. By rank: who did what, and what happened to buckets."""
     rank = dist.get_rank()
-    system = Phased(training)
+    system = Zerox(training)
     check([DDP(training), system], training)
     profiles = []
     for index in range(WARM_UP + STEPS):
@@ -199,27 +180,26 @@ def typical_step(training: Training, trace: Path | None) -> list[tuple[list[Work
     return found
 
 
-def save_streams(by_rank: Sequence[Sequence[Work]], titles: Sequence[str], title: str, path: Path | None) -> None:
-    tracks = [list(dict.fromkeys(work.track for work in works)) for works in by_rank]
-    start_ns = min(work.start_ns for works in by_rank for work in works)
+def save_streams(by_title: Mapping[str, Sequence[Work]], title: str, path: Path | None) -> None:
+    """A panel a rank: what was done on each track over the time of the step."""
+    tracks = {text: list(dict.fromkeys(work.track for work in works)) for text, works in by_title.items()}
+    start_ns = min(work.start_ns for works in by_title.values() for work in works)
 
-    def paint(panels: list[Any]) -> None:
-        for panel, works, names, text in zip(panels, by_rank, tracks, titles, strict=True):
-            for what in dict.fromkeys([*COLOURS, *(work.what for work in works)]):
-                if drawn := [work for work in works if work.what == what]:
-                    panel.barh(
-                        [names.index(work.track) for work in drawn],
-                        [(work.stop_ns - work.start_ns) / 1e6 for work in drawn],
-                        left=[(work.start_ns - start_ns) / 1e6 for work in drawn],
-                        color=COLOURS.get(what, "black"),
-                        label=what,
-                    )
-            panel.set_yticks(range(len(names)), names)
-            panel.invert_yaxis()
-            panel.set_title(text, loc="left", fontsize=10)
-        panels[-1].set_xlabel("ms")
+    def paint(panel: Any, works: Sequence[Work], names: list[str]) -> None:
+        for what in dict.fromkeys([*COLOURS, *(work.what for work in works)]):
+            if drawn := [work for work in works if work.what == what]:
+                panel.barh(
+                    [names.index(work.track) for work in drawn],
+                    [(work.stop_ns - work.start_ns) / 1e6 for work in drawn],
+                    left=[(work.start_ns - start_ns) / 1e6 for work in drawn],
+                    color=COLOURS.get(what, "black"),
+                    label=what,
+                )
+        panel.set_yticks(range(len(names)), names)
+        panel.invert_yaxis()
 
-    draw(path, title, (len(by_rank), 1), (12, 1.6 + sum(0.3 + 0.4 * len(each) for each in tracks)), paint)
+    panels = {text: partial(paint, works=works, names=tracks[text]) for text, works in by_title.items()}
+    draw(path, title, (12, 1.6 + sum(0.3 + 0.4 * len(each) for each in tracks.values())), panels)
 
 
 COLUMNS = {"bucket": "", "launched": ".1f", "packed": ".1f", "arrived": ".1f", "landed": ".1f", "updated": ".1f"}
@@ -241,17 +221,18 @@ def main(argv: list[str] | None = None) -> None:
     title = f"zerox on {args.device}: {describe(training)}"
     print(title)
     rows: list[Row] = []
-    titles = []
+    by_title = {}
     for rank, (works, buckets) in enumerate(found):
         hidden, exposed = (sum(bucket[f"{name}_ms"] for bucket in buckets) for name in ("hidden", "exposed"))
-        titles.append(f"rank {rank}: communication of {hidden + exposed:.1f} ms, {exposed:.1f} ms exposed")
+        of_rank = f"rank {rank}: communication of {hidden + exposed:.1f} ms, {exposed:.1f} ms exposed"
+        by_title[of_rank] = works
         rows.append({**asdict(training), "ranks": args.ranks, "rank": rank})
         rows[-1] |= {"ms": times_ms(works), "hidden_ms": hidden, "exposed_ms": exposed, "buckets": buckets}
-        print(f"\n{titles[-1]}")
+        print(f"\n{of_rank}")
         print("\n".join(f"{ms:>10.3f} ms  {name}" for name, ms in rows[-1]["ms"].items()))
         print_rows(buckets, COLUMNS, header=True)
     write_result(args, rows)
-    save_streams([works for works, _ in found], titles, title, args.png)
+    save_streams(by_title, title, args.png)
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW
 
+from bench.trace import phase
 from examples.gpt_model import GPT, Shape
 from zerox import FusedShardedAdam
 
@@ -69,7 +70,7 @@ class WordGPT(GPT):
 
 
 class System(ABC):
-    """``module`` is called for the loss; ``optimizer`` has torch's interface."""
+    """``module`` is called for the loss; ``optimizer`` has torch's interface. A profiler sees the phases of a step."""
 
     name: str
     communicates = True
@@ -90,12 +91,17 @@ class System(ABC):
 
     def backward(self, tokens: Tensor) -> None:
         self.optimizer.zero_grad()
-        self.module(tokens[:, :-1], tokens[:, 1:]).backward()
+        with phase("forward"):
+            loss = self.module(tokens[:, :-1], tokens[:, 1:])
+        with phase("backward"):
+            loss.backward()
 
     def update(self) -> None:
         if self.training.max_norm is not None:
-            self.clip(self.training.max_norm)
-        self.optimizer.step()
+            with phase("clip"):
+                self.clip(self.training.max_norm)
+        with phase("step"):
+            self.optimizer.step()
 
     def parameters(self) -> list[Tensor]:
         """Whole, in the model's order. Collective."""
@@ -146,9 +152,8 @@ class FSDP2(System):
 
     def build(self, model: WordGPT) -> tuple[nn.Module, torch.optim.Optimizer]:
         mesh = init_device_mesh(self.training.device, (dist.get_world_size(),))
-        for block in model.blocks:
-            fully_shard(block, mesh=mesh, reshard_after_forward=self.reshard)
-        fully_shard(model, mesh=mesh, reshard_after_forward=self.reshard)
+        for part in (*model.blocks, model):
+            fully_shard(part, mesh=mesh, reshard_after_forward=self.reshard)
         return model, AdamW(model.parameters(), fused=True, **HYPER)
 
 
@@ -158,11 +163,12 @@ class FSDP2Resharded(FSDP2):
 
 
 class Zerox(System):
-    """``cap_mib``: of a bucket; None: what zerox chooses."""
+    """``cap_mib``: of a bucket; None: what zerox chooses. ``overlap``: step() leaves the gather to the next forward."""
 
     name = "zerox, stage 2"
     stage = 2
     resident_mb: float | None = None
+    overlap = False
 
     def __init__(self, training: Training, cap_mib: float | None = None) -> None:
         self.cap_mib = cap_mib
@@ -171,9 +177,10 @@ class Zerox(System):
         super().__init__(training)
 
     def build(self, model: WordGPT) -> tuple[nn.Module, torch.optim.Optimizer]:
-        named, cap_mib = model.named_parameters(), self.cap_mib
-        own: dict[str, Any] = {"stage": self.stage, "resident_mb": self.resident_mb}
-        self.ours = FusedShardedAdam(named, bucket_cap_mb=cap_mib, **own, **HYPER)
+        own: dict[str, Any] = {"stage": self.stage, "resident_mb": self.resident_mb, "bucket_cap_mb": self.cap_mib}
+        self.ours = FusedShardedAdam(model.named_parameters(), **own, **HYPER)
+        if self.overlap:
+            self.ours.overlap_gather(model)
         return model, self.ours
 
     def clip(self, max_norm: float) -> None:
@@ -186,25 +193,14 @@ class ZeroxStage1(Zerox):
 
 
 class ZeroxStage3(Zerox):
-    """``resident_mb`` as zerox takes it."""
-
     name = "zerox, stage 3"
     stage = 3
-
-    def __init__(self, training: Training, resident_mb: float | None = 64.0, cap_mib: float | None = None) -> None:
-        self.resident_mb = resident_mb
-        super().__init__(training, cap_mib)
+    resident_mb: float | None = 64.0
 
 
 class ZeroxOverlapped(Zerox):
-    """step() leaves the gather to the next forward."""
-
     name = "zerox, gather hidden"
-
-    def build(self, model: WordGPT) -> tuple[nn.Module, torch.optim.Optimizer]:
-        built = super().build(model)
-        self.ours.overlap_gather(model)
-        return built
+    overlap = True
 
 
 OURS = (Zerox, ZeroxOverlapped, ZeroxStage1)  # in the tables of docs/benchmarks.md
