@@ -12,9 +12,9 @@ built               exit status: is this very folder installed here in editable 
 import hashlib
 import json
 import os
-import re
 import sys
 import sysconfig
+from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
 
@@ -22,8 +22,10 @@ import build_cuda
 
 try:
     from packaging.requirements import Requirement
+    from packaging.utils import canonicalize_name
 except ImportError:
     from pip._vendor.packaging.requirements import Requirement  # type: ignore[assignment]
+    from pip._vendor.packaging.utils import canonicalize_name  # type: ignore[assignment]
 try:
     import tomllib
 except ImportError:  # Python 3.10
@@ -32,15 +34,15 @@ except ImportError:  # Python 3.10
 ROOT = Path(__file__).resolve().parent.parent
 
 
-def canonical(name: str) -> str:
-    return re.sub(r"[-_.]+", "-", name).lower()
+def name_of(line: str) -> str:
+    return canonicalize_name(Requirement(line).name)
 
 
 def installed() -> dict[str, str]:
     found: dict[str, str] = {}
     for dist in metadata.distributions():
         if dist.metadata["Name"]:
-            found.setdefault(canonical(dist.metadata["Name"]), dist.version)
+            found.setdefault(canonicalize_name(dist.metadata["Name"]), dist.version)
     return found
 
 
@@ -48,25 +50,30 @@ def met(line: str, here: dict[str, str]) -> bool:
     requirement = Requirement(line)
     if requirement.marker and not requirement.marker.evaluate():
         return True
-    version = here.get(canonical(requirement.name))
+    version = here.get(name_of(line))
     return version is not None and requirement.specifier.contains(version, prereleases=True)
 
 
-def missing(sets: list[str]) -> list[str]:
+def missing(*sets: str) -> list[str]:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     known = {"build-system": project["build-system"]["requires"], **project["project"]["optional-dependencies"]}
     here = installed()
     return list(dict.fromkeys(line for name in sets for line in known[name] if not met(line, here)))
 
 
+def clashes(*sets: str) -> list[str]:
+    here = installed()
+    return [" ".join(f"'{line}'" for line in missing(*sets) if name_of(line) in here)]
+
+
 def pins() -> list[str]:
     here = installed()
     lines = [line for line in (ROOT / "constraints.txt").read_text().splitlines() if line and line[0] != "#"]
-    fresh = [line for line in lines if canonical(Requirement(line).name) not in here]
+    fresh = [line for line in lines if name_of(line) not in here]
     return [*(f"{name}=={version}" for name, version in here.items()), *fresh]
 
 
-def fingerprint() -> str:
+def fingerprint() -> list[str]:
     state = hashlib.sha256(repr((sys.prefix, sys.version, metadata.version("torch"))).encode())
     switches = ["ZEROX_CUDA", "FORCE_CUDA", "TORCH_CUDA_ARCH_LIST", *build_cuda.NVCC_VARIABLES]
     switches += ["CXX", "CXXFLAGS", "CFLAGS"]
@@ -76,7 +83,7 @@ def fingerprint() -> str:
     for path in [*files, *sorted(ROOT.glob("csrc/**/*"))]:
         if path.is_file():
             state.update(repr((path.relative_to(ROOT).as_posix(), path.read_bytes())).encode())
-    return state.hexdigest() + ("-werror" if os.environ.get("ZEROX_WERROR") == "1" else "")
+    return [state.hexdigest() + ("-werror" if os.environ.get("ZEROX_WERROR") == "1" else "")]
 
 
 def nvcc() -> str:
@@ -100,24 +107,16 @@ def built() -> bool:
     return origin.get("dir_info", {}).get("editable", False) and origin["url"] == ROOT.as_uri()
 
 
+ANSWERS: dict[str, Callable[..., list[str]]] = {each.__name__: each for each in (missing, clashes, pins, fingerprint)}
+
+
 def main() -> int:
-    question, sets = sys.argv[1], sys.argv[2:]
+    question, *sets = sys.argv[1:]
     if question == "has-torch":
         return 0 if met("torch>=2.11.0.dev0", installed()) else 1
     if question == "built":
         return 0 if built() else 1
-    if question == "missing":
-        lines = missing(sets)
-    elif question == "clashes":
-        lines = [f"'{line}'" for line in missing(sets) if canonical(Requirement(line).name) in installed()]
-        lines = [" ".join(lines)] if lines else []
-    elif question == "pins":
-        lines = pins()
-    else:
-        assert question == "fingerprint", question
-        lines = [fingerprint()]
-    for line in lines:
-        print(line)
+    print(*ANSWERS[question](*sets), sep="\n")
     return 0
 
 

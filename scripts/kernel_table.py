@@ -17,12 +17,11 @@ memory.
 from __future__ import annotations
 
 import argparse
-import heapq
 import json
 import os
 import re
 import sys
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -201,40 +200,21 @@ def loops() -> dict[str, Loop]:
 # ---- the way round
 
 
-@dataclass(frozen=True)
-class Block:
-    """Instructions without a branch between them, and the numbers of the blocks that may come next."""
+def nexts_of(code: Sequence[Instruction], at: dict[int, int]) -> list[tuple[int, ...]]:
+    """The numbers of the instructions that may follow each; ``at`` has them by address.
 
-    code: Sequence[Instruction]
-    next: tuple[int, ...]
-
-
-def blocks_of(code: Sequence[Instruction]) -> list[Block]:
-    """What calls is left out: calls are for operands that nobody has."""
-    at = {instruction.address: index for index, instruction in enumerate(code)}
-    starts = {0}
-    for index, instruction in enumerate(code):
-        if instruction.target in at:
-            starts.add(at[instruction.target])
-        if re.match(r"BRA|EXIT|RET|CALL", instruction.opcode):
-            starts.add(index + 1)
-    ordered = sorted(start for start in starts if start < len(code))
-    number = {start: index for index, start in enumerate(ordered)}
-    found = []
-    for index, start in enumerate(ordered):
-        part = code[start : ordered[index + 1] if index + 1 < len(ordered) else len(code)]
-        last = part[-1]
-        behind: tuple[int, ...] = (index + 1,) if index + 1 < len(ordered) else ()
-        jump: tuple[int, ...] = (number[at[last.target]],) if last.target in at else ()
-        if last.opcode.startswith("BRA.DIV"):  # of warps whose lanes have parted
-            after = behind
-        elif last.opcode.startswith("BRA"):
-            after = jump + (behind if last.is_conditional else ())
-        elif re.match(r"EXIT|RET", last.opcode):
-            after = behind if last.guard else ()
+    None follows a call: calls are for operands that nobody has.
+    """
+    found: list[tuple[int, ...]] = []
+    for index, each in enumerate(code):
+        behind = (index + 1,) if index + 1 < len(code) else ()
+        jump = (at[each.target],) if each.target in at else ()
+        if each.opcode.startswith("BRA") and not each.opcode.startswith("BRA.DIV"):  # that: lanes that have parted
+            found.append(jump + (behind if each.is_conditional else ()))
+        elif re.match(r"EXIT|RET", each.opcode):
+            found.append(behind if each.guard else ())
         else:
-            after = () if last.opcode.startswith("CALL") else behind
-        found.append(Block(part, after))
+            found.append(() if each.opcode.startswith("CALL") else behind)
     return found
 
 
@@ -243,35 +223,37 @@ def once_round(code: Sequence[Instruction], wanted: Mapping[str, int]) -> list[I
 
     Guarded ones are for what is not always done, and don't count.
     """
-    blocks = blocks_of(code)
-    patterns = [re.compile(pattern) for pattern in wanted]
-    goal = tuple(wanted.values())
-    counts = [
-        tuple(sum(1 for i in block.code if p.match(i.opcode) and not i.guard) for p in patterns) for block in blocks
-    ]
-    starts = [index for index, count in enumerate(counts) if any(count)]
-    ways = [way for start in starts if (way := way_round(blocks, counts, goal, start)) is not None]
-    found = min(ways, key=lambda way: sum(len(blocks[index].code) for index in way), default=None)
-    return None if found is None else [i for index in found for i in blocks[index].code]
+    at = {each.address: index for index, each in enumerate(code)}
+    nexts = nexts_of(code, at)
+    counts = [tuple(int(not i.guard and bool(re.match(pattern, i.opcode))) for pattern in wanted) for i in code]
+    # Each way has one of the kind that there are fewest of.
+    starts = min(([index for index, had in enumerate(counts) if had[kind]] for kind in range(len(wanted))), key=len)
+    ways = [way for start in starts if (way := way_round(nexts, counts, tuple(wanted.values()), start))]
+    return [code[index] for index in min(ways, key=len)] if ways else None
 
 
 def way_round(
-    blocks: Sequence[Block], counts: Sequence[tuple[int, ...]], goal: tuple[int, ...], start: int
+    nexts: Sequence[tuple[int, ...]], counts: Sequence[tuple[int, ...]], goal: tuple[int, ...], start: int
 ) -> list[int] | None:
-    """The blocks of the shortest way from ``start`` to ``start`` that has counted ``goal``. (Dijkstra)"""
-    seen: set[tuple[int, tuple[int, ...]]] = set()
-    queue: list[tuple[int, int, tuple[int, ...], list[int]]] = [(0, start, (0,) * len(goal), [])]
+    """The instructions of the shortest way from ``start`` to ``start`` that has counted ``goal``."""
+    first = (start, (0,) * len(goal))
+    came_from = {first: first}
+    queue = deque([first])
     while queue:
-        length, index, had, way = heapq.heappop(queue)
-        if index == start and had == goal:
-            return way
-        if (index, had) in seen:
-            continue
-        seen.add((index, had))
+        index, had = here = queue.popleft()
         have = tuple(a + b for a, b in zip(had, counts[index], strict=True))
-        if all(a <= b for a, b in zip(have, goal, strict=True)):
-            for following in blocks[index].next:
-                heapq.heappush(queue, (length + len(blocks[index].code), following, have, [*way, index]))
+        if any(a > b for a, b in zip(have, goal, strict=True)):
+            continue
+        for following in ((each, have) for each in nexts[index]):
+            if following == (start, goal):
+                way = [index]
+                while here != first:
+                    here = came_from[here]
+                    way.append(here[0])
+                return way[::-1]
+            if following not in came_from:
+                came_from[following] = here
+                queue.append(following)
     return None
 
 

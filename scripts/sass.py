@@ -76,18 +76,9 @@ def readable(mangled: list[str]) -> list[str]:
     program = shutil.which("c++filt")
     if not program:
         raise build_cuda.BuildError("c++filt is missing: install binutils")
-    lines = subprocess.run([program], input="\n".join(mangled), capture_output=True, text=True, check=True).stdout
-    names = []
-    for line in lines.splitlines():
-        name = line.replace("(anonymous namespace)::", "").replace("zx::", "").removeprefix("void ")
-        depth = 0
-        for at, char in enumerate(name):
-            depth += {"<": 1, ">": -1}.get(char, 0)
-            if char == "(" and depth == 0:  # within < > it is the type of an enumerator
-                name = name[:at]
-                break
-        names.append(name)
-    return names
+    command = [program, "--no-params"]
+    done = subprocess.run(command, input="\n".join(mangled), capture_output=True, text=True, check=True)
+    return done.stdout.replace("(anonymous namespace)::", "").replace("zx::", "").splitlines()
 
 
 LINE = re.compile(r"\s*/\*([0-9a-f]+)\*/\s+(@!?U?P\w+\s+)?([A-Z][\w.]*)\s*(.*?)\s*;")
