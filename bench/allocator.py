@@ -21,7 +21,7 @@ class Allocator:
 
     def __init__(self, library: Path) -> None:
         self.library = ctypes.CDLL(str(library))
-        for name in ("bytes_now", "bytes_peak"):
+        for name in ("bytes_now", "take_peak"):
             getattr(self.library, name).restype = ctypes.c_int64
         self.library.start_counting()
 
@@ -31,6 +31,6 @@ class Allocator:
 
     def peak_of(self, function: Callable[[], object]) -> int:
         """The most bytes that were allocated at a time while ``function`` ran."""
-        self.library.reset_peak()
+        self.library.take_peak()
         function()
-        return int(self.library.bytes_peak())
+        return int(self.library.take_peak())

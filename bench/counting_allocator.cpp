@@ -6,12 +6,26 @@
 #include <algorithm>
 #include <mutex>
 #include <unordered_map>
+#include <utility>
 
 namespace {
 
-struct CountingAllocator final : c10::Allocator {
-  explicit CountingAllocator(c10::Allocator* counted) : inner(counted) {}
+c10::Allocator* inner = nullptr;
+std::mutex mutex;  // of what follows
+int64_t now = 0, peak = 0;
+// Never deleted: tensors may be freed after static objects are.
+auto& bytes_of = *new std::unordered_map<void*, int64_t>;
 
+void free_counted(void* data) {
+  if (data == nullptr) return;
+  {
+    const std::lock_guard lock(mutex);
+    now -= bytes_of.extract(data).mapped();
+  }
+  inner->raw_deleter()(data);
+}
+
+struct CountingAllocator final : c10::Allocator {
   c10::DataPtr allocate(size_t bytes) override {
     c10::DataPtr made = inner->allocate(bytes);
     void* data = made.release_context();
@@ -25,27 +39,7 @@ struct CountingAllocator final : c10::Allocator {
 
   c10::DeleterFnPtr raw_deleter() const override { return &free_counted; }
   void copy_data(void* to, const void* from, size_t bytes) const override { default_copy_data(to, from, bytes); }
-  static void free_counted(void* data);
-
-  c10::Allocator* inner;
-  std::mutex mutex;  // of what follows
-  std::unordered_map<void*, int64_t> bytes_of;
-  int64_t now = 0;
-  int64_t peak = 0;
 };
-
-CountingAllocator* counting = nullptr;  // never deleted: tensors may be freed after static objects are
-
-void CountingAllocator::free_counted(void* data) {
-  if (data == nullptr) return;
-  {
-    const std::lock_guard lock(counting->mutex);
-    const auto found = counting->bytes_of.find(data);
-    counting->now -= found->second;
-    counting->bytes_of.erase(found);
-  }
-  counting->inner->raw_deleter()(data);
-}
 
 }  // namespace
 
@@ -53,23 +47,19 @@ extern "C" {
 
 // Comes before the others. Stays for the life of the process: tensors allocated from now on are freed through it.
 void start_counting() {
-  if (counting != nullptr) return;
-  counting = new CountingAllocator(c10::GetCPUAllocator());
-  c10::SetCPUAllocator(counting, /*priority=*/1);
+  if (inner != nullptr) return;
+  inner = c10::GetCPUAllocator();
+  c10::SetCPUAllocator(new CountingAllocator, /*priority=*/1);
 }
 
 int64_t bytes_now() {
-  const std::lock_guard lock(counting->mutex);
-  return counting->now;
+  const std::lock_guard lock(mutex);
+  return now;
 }
 
-int64_t bytes_peak() {
-  const std::lock_guard lock(counting->mutex);
-  return counting->peak;
-}
-
-void reset_peak() {
-  const std::lock_guard lock(counting->mutex);
-  counting->peak = counting->now;
+// The most at a time since it was last called.
+int64_t take_peak() {
+  const std::lock_guard lock(mutex);
+  return std::exchange(peak, now);
 }
 }

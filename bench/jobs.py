@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bench.limits import stream_call
+from bench.limits import Stream
 from bench.shard import STATES, UPDATES, Kind, Shard, segments_of
 from bench.systems import HYPER
 from bench.timing import Call
@@ -207,7 +207,8 @@ def update_calls(job: Job, num_sets: int, device: torch.device) -> dict[str, Cal
     shards = [Shard(job.params, job.kind, device, job.op) for _ in range(num_sets)]
     calls: dict[str, Call] = {OURS: lambda i: shards[i].update(), MASKED: lambda i: shards[i].update(masked=True)}
     if device.type == "cpu":
-        calls[CEILING] = stream_call(job.nbytes, num_sets, in_place=1 + len(shards[0].moments))
+        streams = [Stream(job.nbytes, in_place=1 + len(shards[0].moments)) for _ in range(num_sets)]
+        calls[CEILING] = lambda i: streams[i]()
     if job.kind.dtype is torch.float32:  # peers keep no masters: at 16 bits they do another job
         for peer in PEERS:
             with contextlib.suppress(Skipped):  # missing_peers() says why

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from bench.common import ROOT, library
-from bench.timing import Call, elapsed_ms, mark, time_in_turn
+from bench.timing import elapsed_ms, mark, time_in_turn
 
 
 def roof_gb_per_s(device: torch.device, numel: int, budget_s: float) -> float:
@@ -62,11 +62,6 @@ class Stream:
 
     def __call__(self) -> None:
         self.function.update_shaped_stream(*self.arguments)
-
-
-def stream_call(nbytes: int, num_sets: int, in_place: int) -> Call:
-    streams = [Stream(nbytes, in_place) for _ in range(num_sets)]
-    return lambda i: streams[i]()
 
 
 # ---- instructions, on a GPU

@@ -13,13 +13,12 @@ import re
 import statistics
 import subprocess
 import sys
-from typing import Any
 
-from bench.common import ROOT, new_parser, parse, write_result
+from bench.common import ROOT, Row, new_parser, parse, write_result
 
 STATE_DTYPES = ("fp32", "bf16", "8bit")
 BOUND = 0.005  # of the loss with fp32 moments
-Row = dict[str, Any]  # of one state_dtype: its held-out losses in nats a byte, by seed; the moments' bytes on rank 0
+# A row is of one state_dtype: its held-out losses in nats a byte, by seed; the moments' bytes on rank 0.
 
 
 def command(state_dtype: str, seed: int, steps: int) -> list[str]:

@@ -174,20 +174,16 @@ def flights_of(net: Network, plans: Sequence[BucketPlan], numel: int, compute_s:
     return flights
 
 
-def caps(world_size: int, backend: str) -> list[int]:
-    """Bucket sizes to try: the default, and from 4 MiB to 16 GiB."""
-    return sorted({default_cap_bytes(backend, world_size), *(4 * MIB * 4**power for power in range(7))})
-
-
 def sweep(net: Network, model: str, world_size: int, backend: str, exchange: str) -> list[Row]:
-    """The step's time over the bucket size, and the memory that buckets take on their way."""
+    """The step's time over bucket sizes from 4 MiB to 16 GiB, and the memory that buckets take on their way."""
     named = named_parameters(model, torch.bfloat16)
     total = sum(param.numel() for _, param in named)
     net = replace(net, copy_bytes_per_s=DEVICE_COPY_BYTES_PER_S)
     specs = [ParamSpec(name, param.numel(), "bf16", ITEMSIZE) for name, param in named]
     compute_s = 6 * total * TOKENS / FLOPS
+    default = default_cap_bytes(backend, world_size)
     rows: list[Row] = []
-    for cap in caps(world_size, backend):
+    for cap in sorted({default, *(4 * MIB * 4**power for power in range(7))}):
         plans = plan_buckets(specs, world_size, cap)
         largest = max(plan.layout.numel for plan in plans) * ITEMSIZE
         rows.append(
@@ -197,7 +193,7 @@ def sweep(net: Network, model: str, world_size: int, backend: str, exchange: str
                 "ranks": world_size,
                 "exchange": exchange,
                 "cap_mib": cap / MIB,
-                "default": "default" if cap == default_cap_bytes(backend, world_size) else "",
+                "default": "default" if cap == default else "",
                 "buckets": len(plans),
                 "slice_kib": largest / world_size / KIB,
                 "step_s": step_s(flights_of(net, plans, total, compute_s, exchange), compute_s, net.latency_s),

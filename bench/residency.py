@@ -41,12 +41,6 @@ class Limited(ZeroxStage3):
         super().__init__(training, CAP_MIB)
         self.name = f"stage 3, {limit}"
 
-    @property
-    def residency(self) -> Residency:
-        gather = self.ours.inside.gather
-        assert isinstance(gather, Residency)
-        return gather
-
 
 def limits_mb(training: Training) -> dict[str, float | None]:
     """By name. The least is the largest bucket: of one parameter, or of several up to the cap."""
@@ -83,18 +77,18 @@ def time_on_ranks(training: Training, seconds: float) -> tuple[list[Row], list[S
 
 def look(system: Limited, training: Training, row: Row) -> Seen:
     """Counts what is fetched in some steps, and records the last one."""
-    before = system.residency.residents.counts
+    gather = system.ours.inside.gather
+    assert isinstance(gather, Residency)
+    residents, before = gather.residents, gather.residents.counts
     for step in range(STEPS):
-        system.residency.residents.record(step == STEPS - 1)
+        residents.record(step == STEPS - 1)
         system.step(training.tokens(step, dist.get_rank()))
-    after = system.residency.residents.counts
+    after = residents.counts
     row["fetched_mib"] = (after.fetched_bytes - before.fetched_bytes) / MIB / STEPS
     row["fetches"] = (after.fetches - before.fetches) / STEPS
     row["waits"] = (after.waits - before.waits) / STEPS
-    events = [
-        (each.kind, each.bucket, each.time_ns, each.resident_bytes) for each in system.residency.residents.take_events()
-    ]
-    return Seen(system.name, system.residency.check_room([]), events)
+    events = [(each.kind, each.bucket, each.time_ns, each.resident_bytes) for each in residents.take_events()]
+    return Seen(system.name, gather.check_room([]), events)
 
 
 def weigh(training: Training, world_size: int, rows: list[Row]) -> None:

@@ -81,12 +81,8 @@ def take_turns(systems: Sequence[System], training: Training, seconds: float) ->
                 samples[system.name].append(found)
         step += STEPS
         turn.append(turn.pop(0))
-    return {name: slowest(each) for name, each in samples.items()}
-
-
-def slowest(samples: list[Sample]) -> list[Sample]:
-    step_ms, update_ms = (largest(list(each)) for each in zip(*samples, strict=True))
-    return list(zip(step_ms, update_ms, strict=True))
+    slowest = {name: [largest(list(each)) for each in zip(*own, strict=True)] for name, own in samples.items()}
+    return {name: list(zip(*step_and_update_ms, strict=True)) for name, step_and_update_ms in slowest.items()}
 
 
 def check(systems: Sequence[System], training: Training) -> None:

@@ -10,7 +10,6 @@ import contextlib
 import json
 import os
 import platform
-import shutil
 import signal
 import subprocess
 import sys
@@ -88,12 +87,6 @@ def tail(text: str, lines: int = 60) -> str:
 # ---- the machine
 
 
-def driver() -> str:
-    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-    found = subprocess.run(query, capture_output=True, text=True, check=False).stdout if shutil.which(query[0]) else ""
-    return (found.split() or ["unknown"])[0]
-
-
 def refusal() -> str | None:
     """Why there is no GPU to use."""
     try:
@@ -109,6 +102,7 @@ def refusal() -> str | None:
 
 def facts() -> dict[str, Any]:
     import torch
+    from torch.utils import collect_env
 
     gpu = torch.cuda.get_device_properties(0)
     return {
@@ -116,7 +110,7 @@ def facts() -> dict[str, Any]:
         "compute_capability": f"{gpu.major}.{gpu.minor}",
         "memory_gib": round(gpu.total_memory / 2**30, 1),
         "multiprocessors": gpu.multi_processor_count,
-        "driver": driver(),
+        "driver": collect_env.get_nvidia_driver_version(collect_env.run) or "unknown",
         "cuda": torch.version.cuda,
         "torch": str(torch.__version__),
         "nccl": ".".join(map(str, torch.cuda.nccl.version())) if torch.distributed.is_nccl_available() else "none",

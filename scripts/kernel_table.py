@@ -64,13 +64,9 @@ def plan() -> build_cuda.CudaBuild:
     return build_cuda.plan_build(ROOT, wanted_archs="", werror=os.environ.get("ZEROX_WERROR", "0") == "1")
 
 
-def jobs() -> int:
-    return int(os.environ.get("MAX_JOBS") or os.cpu_count() or 1)
-
-
 def kernel_table(build: build_cuda.CudaBuild) -> Table:
     table: Table = {}
-    for path in build.compile(ROOT, jobs()):
+    for path in build.compile(ROOT, jobs=int(os.environ.get("MAX_JOBS") or os.cpu_count() or 1)):
         for name, by_arch in parse(path.with_suffix(".ptxas").read_text()).items():
             assert name not in table, f"two kernels are called {name}"
             table[name] = by_arch
