@@ -17,7 +17,7 @@ from functools import partial
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 from bench.common import Row, for_world_sizes, new_parser, on_ranks, parse
@@ -36,10 +36,6 @@ def sampled(call: Callable[[], object], rounds: int, before: Callable[[], object
         call()
         samples_us.append((time.perf_counter_ns() - start) / 1e3)
     return {"tenth_us": statistics.quantiles(samples_us, n=10)[0], "median_us": statistics.median(samples_us)}
-
-
-def as_dtensor(local: Tensor, mesh: DeviceMesh) -> Tensor:
-    return nn.Parameter(DTensor.from_local(local.detach(), mesh, [Shard(0)], run_check=False))
 
 
 def small_steps(rounds: int) -> Iterator[Row]:
@@ -63,7 +59,9 @@ def small_steps(rounds: int) -> Iterator[Row]:
     ours = FusedShardedAdam(trained := params())
     yield measured("zerox", trained, ours, lambda: ours.clip_grad_norm_(1.0))
     mesh = init_device_mesh("cpu", (1, torch.distributed.get_world_size()), mesh_dim_names=("dp", "tp"))
-    cut = [as_dtensor(each, mesh["tp"]) for each in params()]
+    cut: list[Tensor] = [
+        nn.Parameter(DTensor.from_local(each.detach(), mesh["tp"], [Shard(0)], run_check=False)) for each in params()
+    ]
     for name, own in (("zerox, dp of 1", params()), ("zerox, DTensors", cut)):
         alone = FusedShardedAdam(own, process_group=mesh["dp"])
         yield measured(name, own, alone, partial(alone.clip_grad_norm_, 1.0))

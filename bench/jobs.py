@@ -235,34 +235,21 @@ def missing_peers(device: torch.device) -> list[str]:
     return found
 
 
-CALLS: dict[str, Callable[[Job, int, torch.device], dict[str, Call]]] = {
-    "flatten": flatten_calls,
-    "reduce": reduce_calls,
-    "norm": norm_calls,
-    **dict.fromkeys(UPDATES, update_calls),
-}
-
-
-# ---- checks
+# ---- checks: whether a kernel's result is what its reference says
 
 
 class WrongResult(Exception):
-    """A kernel's result is not what its reference says: its speed says nothing then."""
+    """Its speed says nothing then."""
 
 
-def expect(condition: bool | Tensor, job: Job) -> None:
-    if not bool(condition):
-        raise WrongResult(f"{job.title}, {job.kind.name}: the result is wrong")
-
-
-def check_flatten(job: Job, device: torch.device) -> None:
+def is_flatten_right(job: Job, device: torch.device) -> bool:
     sources = sources_of(job.params, job.kind.dtype, device)
     flat = torch.full((job.numel + 3,), torch.nan, dtype=job.kind.dtype, device=device)
     ops.flatten_(flat, sources, pieces_of(job.params), torch.tensor([job.numel + 1]))
-    expect(torch.equal(flat[:-3], torch.cat(sources)) and flat[-3:].tolist() == [0.0, 1.0, 0.0], job)
+    return torch.equal(flat[:-3], torch.cat(sources)) and flat[-3:].tolist() == [0.0, 1.0, 0.0]
 
 
-def check_reduce(job: Job, device: torch.device) -> None:
+def is_reduce_right(job: Job, device: torch.device) -> bool:
     slices = sources_of([job.numel] * job.num_slices, job.kind.dtype, device)
     shard, words = torch.full_like(slices[0], torch.nan), zero_words(device)
     replaced = torch.zeros(len(job.params), dtype=torch.uint8, device=device)
@@ -270,20 +257,19 @@ def check_reduce(job: Job, device: torch.device) -> None:
     total = slices[0].float()
     for each in slices[1:]:
         total = total + each.float()
-    expect(torch.equal(shard, (total / job.num_slices).to(job.kind.dtype)), job)
-    check_words(words, shard, job)
+    return torch.equal(shard, (total / job.num_slices).to(job.kind.dtype)) and are_words_right(words, shard)
 
 
-def check_norm(job: Job, device: torch.device) -> None:
+def is_norm_right(job: Job, device: torch.device) -> bool:
     shard, words = sources_of([job.numel], job.kind.dtype, device)[0], zero_words(device)
     ops.norm_(words, shard, segments_of(job.params, device), 2.0)
-    check_words(words, shard, job)
+    return are_words_right(words, shard)
 
 
-def check_words(words: Tensor, shard: Tensor, job: Job) -> None:
+def are_words_right(words: Tensor, shard: Tensor) -> bool:
     value, finite = ops.norm_value(words, 2.0).tolist()
     expected = float(torch.linalg.vector_norm(shard.double()))
-    expect(finite == 1.0 and abs(value - expected) <= 1e-12 * expected, job)
+    return bool(finite == 1.0 and abs(value - expected) <= 1e-12 * expected)
 
 
 def stepped(op: str, param: Tensor, states: Sequence[Tensor], grad: Tensor) -> Tensor:
@@ -299,7 +285,7 @@ def stepped(op: str, param: Tensor, states: Sequence[Tensor], grad: Tensor) -> T
     return param
 
 
-def check_update(job: Job, device: torch.device) -> None:
+def is_update_right(job: Job, device: torch.device) -> bool:
     """Against the rule in float64, within 8 roundings of fp32 arithmetic."""
     shard = Shard(job.params, job.kind, device, job.op)
     before = shard.param if job.kind.master is None else shard.exact  # a master holds the exact value
@@ -318,12 +304,18 @@ def check_update(job: Job, device: torch.device) -> None:
     error = (after.double() - expected).abs() / (size + (expected - before.double()).abs()) * steep
     error = torch.cat([error[start:stop] for start, stop in shard.segments[:, :2].tolist()])
     count = 10 if job.op == "sgd" else 11  # which has no step to count
-    expect((error.max() <= 8 * torch.finfo(torch.float32).eps) & (shard.steps == count).all(), job)
+    return bool((error.max() <= 8 * torch.finfo(torch.float32).eps) & (shard.steps == count).all())
 
 
-CHECKS: dict[str, Callable[[Job, torch.device], None]] = {
-    "flatten": check_flatten,
-    "reduce": check_reduce,
-    "norm": check_norm,
-    **dict.fromkeys(UPDATES, check_update),
+@dataclass(frozen=True)
+class Op:
+    calls: Callable[[Job, int, torch.device], dict[str, Call]]
+    is_right: Callable[[Job, torch.device], bool]
+
+
+OPS = {
+    "flatten": Op(flatten_calls, is_flatten_right),
+    "reduce": Op(reduce_calls, is_reduce_right),
+    "norm": Op(norm_calls, is_norm_right),
+    **dict.fromkeys(UPDATES, Op(update_calls, is_update_right)),
 }

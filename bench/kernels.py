@@ -22,7 +22,7 @@ from functools import partial
 import torch
 
 from bench.common import Row, new_parser, parse, print_rows, write_result
-from bench.jobs import CALLS, CEILING, CHECKS, OURS, Job, kinds_of, missing_peers
+from bench.jobs import CEILING, OPS, OURS, Job, WrongResult, kinds_of, missing_peers
 from bench.limits import Gpu, gpu_of, roof_gb_per_s
 from bench.shard import UPDATES
 from bench.timing import Timing, num_sets_for, time_in_turn
@@ -55,12 +55,14 @@ def jobs_for(ops: list[str], device: torch.device, quick: bool) -> list[Job]:
 def check(jobs: list[Job], device: torch.device) -> None:
     """Each op on each kind once, at a size of its own. Raises WrongResult."""
     for op, kind, num_slices in dict.fromkeys((job.op, job.kind, job.num_slices) for job in jobs):
-        CHECKS[op](Job(op, kind, "check", CHECK_PARAMS, num_slices), device)
+        job = Job(op, kind, "check", CHECK_PARAMS, num_slices)
+        if not OPS[op].is_right(job, device):
+            raise WrongResult(f"{job.title}, {kind.name}: the result is wrong")
 
 
 def time_job(job: Job, device: torch.device, budget_s: float) -> dict[str, Timing]:
     num_sets = num_sets_for(job.nbytes, device)
-    return time_in_turn(CALLS[job.op](job, num_sets, device), num_sets, device, budget_s)
+    return time_in_turn(OPS[job.op].calls(job, num_sets, device), num_sets, device, budget_s)
 
 
 def rows_of(job: Job, timings: dict[str, Timing], roof: float, gpu: Gpu | None) -> list[Row]:
@@ -131,7 +133,7 @@ def run(device: torch.device, ops: list[str], args: argparse.Namespace) -> None:
         write_result(args, rows, **own, skipped=skipped)
 
 
-ONLY = {"action": "append", "choices": CALLS, "metavar": "OP", "help": f"{', '.join(CALLS)}; repeatable"}
+ONLY = {"action": "append", "choices": OPS, "metavar": "OP", "help": f"{', '.join(OPS)}; repeatable"}
 QUICK = {"action": "store_true", "help": "the smallest size, and on a GPU 1,000 parameters"}
 THREADS = {"type": int, "metavar": "N", "help": "of torch, on the CPU (default: torch's own)"}
 make_parser = partial(
@@ -143,7 +145,7 @@ def main(argv: list[str] | None = None) -> None:
     args = parse(make_parser(), argv)
     if args.threads:
         torch.set_num_threads(args.threads)
-    run(torch.device(args.device), args.only or list(CALLS), args)
+    run(torch.device(args.device), args.only or list(OPS), args)
 
 
 if __name__ == "__main__":

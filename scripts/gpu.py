@@ -101,6 +101,7 @@ def groups_of(files: Iterable[str], quick: bool) -> Iterator[tuple[str, list[str
 def run_tests(groups: Iterable[tuple[str, list[str]]], limit_s: float, file_limit_s: float) -> Part:
     end = time.monotonic() + limit_s
     part: Part = {"outcome": report.PASSED, "unfinished_tests": [], "tails": {}, "group_seconds": {}}
+    said = []
     for name, files in groups:
         started = time.monotonic()
         left_s = end - started
@@ -109,15 +110,15 @@ def run_tests(groups: Iterable[tuple[str, list[str]]], limit_s: float, file_limi
             part["outcome"] = report.TIMED_OUT
             continue
         ended = run(pytest("-v", *files), f"test-{name}", min(left_s, file_limit_s))
-        found = report.read_pytest(ended.text)
-        report.add_tests(part, found)
+        said.append(ended.text)
         part["group_seconds"][name] = round(time.monotonic() - started, 1)
         if ended.timed_out:
-            part["unfinished_tests"].append(found["unfinished"] or name)
+            part["unfinished_tests"].append(report.read_pytest(ended.text)["unfinished"] or name)
         if ended.outcome != report.PASSED:
             part["tails"][name] = tail(ended.text, 150)
             part["outcome"] = ended.outcome if part["outcome"] != report.FAILED else report.FAILED
-    return part
+    found = report.read_pytest("\n".join(said))
+    return part | {key: found[key] for key in ("counts", "failures", "skips")}
 
 
 def test(machine: Machine, limit_s: float) -> Part:
@@ -144,14 +145,13 @@ def sanitizer(machine: Machine, limit_s: float) -> Part:
         return {"outcome": report.NOT_AVAILABLE, "note": "compute-sanitizer is neither on the PATH nor beside nvcc"}
     end = time.monotonic() + limit_s
     tools = TOOLS[:1] if machine.quick else TOOLS
-    part: Part = {"outcome": report.PASSED, "tools": {}}
+    part: Part = {"tools": {}}
     for index, tool in enumerate(tools):
         tool_limit_s = (end - time.monotonic()) / (len(tools) - index)
         part["tools"][tool] = sanitize(program, tool, max(1.0, tool_limit_s))
     outcomes = [each["outcome"] for each in part["tools"].values()]
-    for outcome in (report.NOT_SUPPORTED, *report.BAD[::-1]):
-        part["outcome"] = outcome if outcome in outcomes else part["outcome"]
-    return part
+    worst = next((each for each in (*report.BAD, report.NOT_SUPPORTED) if each in outcomes), report.PASSED)
+    return part | {"outcome": worst}
 
 
 def sanitize(program: str, tool: str, limit_s: float) -> Part:

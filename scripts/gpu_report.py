@@ -55,14 +55,6 @@ def read_pytest(text: str) -> Part:
     }
 
 
-def add_tests(total: Part, more: Part) -> None:
-    """Adds what one run of pytest says to that of the others."""
-    counts: Counter[str] = Counter(total.get("counts", {})) + Counter(more["counts"])
-    total["counts"] = dict(sorted(counts.items()))
-    total["failures"] = {**total.get("failures", {}), **more["failures"]}
-    total["skips"] = dict(Counter(total.get("skips", {})) + Counter(more["skips"]))
-
-
 ERRORS = re.compile(r"^=+ ERROR SUMMARY: (\d+) errors?", re.MULTILINE)
 HAZARDS = re.compile(
     r"^=+ RACECHECK SUMMARY: (\d+) hazards? displayed \((\d+) errors?, (\d+) warnings?\)", re.MULTILINE

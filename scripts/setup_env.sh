@@ -35,12 +35,6 @@ if [[ "$build" == yes ]]; then
         die "$cxx does not compile C++20: install g++ 11+ or clang++ 14+, or set CXX"
 fi
 
-need_python_h() {
-    local folder
-    folder="$("$py" -c 'import sysconfig; print(sysconfig.get_path("include"))')"
-    [[ -e "$folder/Python.h" ]] || die "Python.h is missing ($folder): install python3-dev (python3-devel)"
-}
-
 # need_disk FOLDER LEAST USUAL WHAT: GB without which it is sure to fail, and GB that it may take.
 need_disk() {
     local free_kb
@@ -75,7 +69,9 @@ else
         "$base" -m venv --clear .venv >&2 || die "could not make ./.venv, see above"
     fi
     if ! state has-torch; then
-        if [[ "$build" == yes ]]; then need_python_h; fi
+        headers="$("$py" -c 'import sysconfig; print(sysconfig.get_path("include"))')"
+        [[ "$build" == no || -e "$headers/Python.h" ]] ||
+            die "Python.h is missing ($headers): install python3-dev (python3-devel)"
         need_disk "$PWD" 2 8 "torch (2 GB without CUDA)"
         need_disk "${TMPDIR:-/tmp}" 1 3 "its download (TMPDIR names another folder)"
         index=()

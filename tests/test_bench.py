@@ -173,7 +173,7 @@ def test_on_a_gpu_instructions_have_a_floor_of_their_own() -> None:
             assert gpu.instructions_ms(jobs.Job(op, kind, "", (1,), num_slices).name, 1) > 0
 
 
-@pytest.mark.parametrize("op", list(jobs.CHECKS))
+@pytest.mark.parametrize("op", list(jobs.OPS))
 def test_a_wrong_result_is_not_timed(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
     name = {"flatten": "flatten_", "reduce": "reduce_", "norm": "norm_"}.get(op, "update_")
     monkeypatch.setattr(jobs.ops, name, lambda *_: None)
