@@ -15,7 +15,7 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -196,12 +196,12 @@ def largest(values: list[float]) -> list[float]:
 
 
 @functools.cache
-def library(source: Path, flags: Sequence[str] = (), linked: Sequence[str] = ("-lc10",)) -> Path:
-    """A library for ctypes. ``flags`` and ``linked`` are tuples: of the compiler, and of the linker in torch's folder.
+def library(source: Path, flags: tuple[str, ...]) -> Path:
+    """A library for ctypes. ``flags``: of the compiler.
 
     Call it before ranks do. Raises OSError or CalledProcessError where there is no compiler, or it finds an error.
     """
-    key = hashlib.sha256(" ".join([*flags, *linked, torch.__version__]).encode() + source.read_bytes()).hexdigest()[:16]
+    key = hashlib.sha256(" ".join([*flags, torch.__version__]).encode() + source.read_bytes()).hexdigest()[:16]
     found = ROOT / "build" / f"{source.stem.replace('_', '-')}-{key}.so"
     if not found.exists():
         found.parent.mkdir(exist_ok=True)
@@ -209,7 +209,7 @@ def library(source: Path, flags: Sequence[str] = (), linked: Sequence[str] = ("-
         abi = f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}"
         command = [cpp_extension.get_cxx_compiler(), "-std=c++20", "-fPIC", "-shared", abi, *flags]
         command += [*(f"-I{folder}" for folder in cpp_extension.include_paths()), str(source), "-o", str(made)]
-        command += [*(f"-L{folder}" for folder in cpp_extension.library_paths()), *linked]
+        command += [*(f"-L{folder}" for folder in cpp_extension.library_paths()), "-lc10", "-ltorch_cpu"]
         subprocess.run(command, check=True)
         made.replace(found)
     return found

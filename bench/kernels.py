@@ -13,7 +13,6 @@ middle half of the samples. "late": the time is the host's, who could not keep u
 from __future__ import annotations
 
 import argparse
-import itertools
 import platform
 import random
 from dataclasses import asdict
@@ -45,11 +44,13 @@ def sizes_for(device: torch.device, quick: bool) -> dict[str, tuple[int, ...]]:
 
 
 def jobs_for(ops: list[str], device: torch.device, quick: bool) -> list[Job]:
-    found = []
-    for op in ops:
-        for kind, num_slices in itertools.product(kinds_of(op), NUM_SLICES if op == "reduce" else (1,)):
-            found += [Job(op, kind, size, params, num_slices) for size, params in sizes_for(device, quick).items()]
-    return found
+    return [
+        Job(op, kind, size, params, num_slices)
+        for op in ops
+        for kind in kinds_of(op)
+        for num_slices in (NUM_SLICES if op == "reduce" else (1,))
+        for size, params in sizes_for(device, quick).items()
+    ]
 
 
 def check(jobs: list[Job], device: torch.device) -> None:
@@ -58,11 +59,6 @@ def check(jobs: list[Job], device: torch.device) -> None:
         job = Job(op, kind, "check", CHECK_PARAMS, num_slices)
         if not OPS[op].is_right(job, device):
             raise WrongResult(f"{job.title}, {kind.name}: the result is wrong")
-
-
-def time_job(job: Job, device: torch.device, budget_s: float) -> dict[str, Timing]:
-    num_sets = num_sets_for(job.nbytes, device)
-    return time_in_turn(OPS[job.op].calls(job, num_sets, device), num_sets, device, budget_s)
 
 
 def rows_of(job: Job, timings: dict[str, Timing], roof: float, gpu: Gpu | None) -> list[Row]:
@@ -97,10 +93,6 @@ COLUMNS |= {"gb_per_s": ".1f", "of_roof": ".0%", "of_ceiling": ".0%", "bytes_flo
 COLUMNS |= {"instructions_floor_ms": ".4f", "theirs_over_ours": ".2f", "late": "<4"}
 
 
-def device_name(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else f"{platform.machine()} CPU, {_C.isa()}"
-
-
 def run(device: torch.device, ops: list[str], args: argparse.Namespace) -> None:
     """Prints rows as they come, and keeps the file up to date, so that nothing is lost where time runs out."""
     torch.manual_seed(0)
@@ -109,7 +101,8 @@ def run(device: torch.device, ops: list[str], args: argparse.Namespace) -> None:
     budget_s = args.seconds / (len(jobs) + 1)
     large = (256 if device.type == "cuda" else 64) * MI // (4 if args.quick else 1)
     roof = roof_gb_per_s(device, large, budget_s)
-    name = device_name(device)
+    is_gpu = device.type == "cuda"
+    name = torch.cuda.get_device_name(device) if is_gpu else f"{platform.machine()} CPU, {_C.isa()}"
     print(f"{name}, torch {torch.__version__}, {torch.get_num_threads()} threads; results are right")
     print(f"the roof is {roof:.1f} GB/s, read and written", flush=True)
     gpu = gpu_of(device)
@@ -122,13 +115,15 @@ def run(device: torch.device, ops: list[str], args: argparse.Namespace) -> None:
     print_rows([], COLUMNS, header=True)
     for job in jobs:
         try:
-            fresh = rows_of(job, time_job(job, device, budget_s), roof, gpu)
+            num_sets = num_sets_for(job.nbytes, device)
+            timings = time_in_turn(OPS[job.op].calls(job, num_sets, device), num_sets, device, budget_s)
+            fresh = rows_of(job, timings, roof, gpu)
             rows += fresh
             print_rows(({**row, "late": "late" if row["host_bound"] else ""} for row in fresh), COLUMNS)
         except torch.OutOfMemoryError:
             skipped.append(f"{job.title}, {job.kind.name}, {job.kind.state} state, {job.size}: too little memory")
             print(f"skipped {skipped[-1]}", flush=True)
-        if device.type == "cuda":
+        if is_gpu:
             torch.cuda.empty_cache()
         write_result(args, rows, **own, skipped=skipped)
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import ctypes
 import json
-import statistics
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -19,7 +18,7 @@ from typing import Any
 import torch
 
 from bench.common import ROOT, library
-from bench.timing import elapsed_ms, mark, time_in_turn
+from bench.timing import time_in_turn
 
 
 def roof_gb_per_s(device: torch.device, numel: int, budget_s: float) -> float:
@@ -51,8 +50,8 @@ class Stream:
     """
 
     def __init__(self, nbytes: int, in_place: int = 3) -> None:
-        flags = ("-O3", "-march=native", "-fopenmp")
-        self.function = ctypes.CDLL(str(library(ROOT / "bench/stream_ceiling.cpp", flags, ("-lc10", "-ltorch_cpu"))))
+        made = library(ROOT / "bench/stream_ceiling.cpp", ("-O3", "-march=native", "-fopenmp"))
+        self.function = ctypes.CDLL(str(made))
         self.numel = nbytes // (4 * (2 * in_place + 1))
         room = self.numel + 4 * STAGGER + PERIOD // 4
         self.rooms = [torch.zeros(room) for _ in range(in_place + 1)]
@@ -93,10 +92,6 @@ def gpu_of(device: torch.device) -> Gpu | None:
     """None for a CPU, and for a GPU that runs other machine code than was counted."""
     if device.type != "cuda" or torch.cuda.get_device_capability(device) != COUNTED_FOR:
         return None
-    samples_ms = []
-    for _ in range(5):
-        start = mark("cuda")
-        torch.cuda._sleep(CYCLES)
-        samples_ms.append(elapsed_ms(start, mark("cuda")))
-    clock_hz = CYCLES / statistics.median(samples_ms) * 1e3
+    slept = time_in_turn({"sleep": lambda _: torch.cuda._sleep(CYCLES)}, 1, device, budget_s=0.0)["sleep"]
+    clock_hz = CYCLES / slept.p50_ms * 1e3
     return Gpu(torch.cuda.get_device_properties(device).multi_processor_count, clock_hz)

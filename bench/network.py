@@ -205,11 +205,6 @@ def sweep(net: Network, model: str, world_size: int, backend: str, exchange: str
     return [{**row, "over_best": row["step_s"] / best_s} for row in rows]
 
 
-def sweeps(net: Network, models: Sequence[str], world_sizes: Sequence[int], backend: str) -> list[Row]:
-    sweeps_of = itertools.product(models, ("direct", "ring"), world_sizes)
-    return [row for model, exchange, ranks in sweeps_of for row in sweep(net, model, ranks, backend, exchange)]
-
-
 BOUND_COLUMNS = {"ranks": ",", "slice_kib": ",.0f", "direct_us": ",.0f"}
 BOUND_COLUMNS |= {f"{name}_{what}": ",.0f" for name in RIVALS for what in ("us", "wins_below")}
 SWEEP_COLUMNS = {"model": "<10", "ranks": ",", "exchange": "<8", "cap_mib": ",.0f", "default": "<7", "buckets": ","}
@@ -232,7 +227,8 @@ def main(argv: list[str] | None = None) -> None:
     rows = bounds(net, args.ranks)
     print_rows(rows, BOUND_COLUMNS, header=True)
     print(f"The model's step over the bucket size; {TOKENS:,} tokens a rank, a device of {FLOPS / 1e12:.0f} TFLOP/s")
-    swept = sweeps(net, args.models, args.ranks, args.backend)
+    cases = itertools.product(args.models, ("direct", "ring"), args.ranks)
+    swept = [row for model, exchange, ranks in cases for row in sweep(net, model, ranks, args.backend, exchange)]
     print_rows(swept, SWEEP_COLUMNS, header=True)
     write_result(args, [*rows, *swept], network=asdict(net))
 

@@ -68,10 +68,9 @@ class Shard:
 
     def __init__(self, params: Sequence[int], kind: Kind, device: torch.device, op: str = "adam") -> None:
         self.rule, group = UPDATES[op].rule, UPDATES[op].group
-        self.segments = segments_of(params, device, BLOCK_NUMEL if kind.state == "8bit" else 1)
-        numel = int(self.segments[-1, 1])
-        if kind.state == "8bit":
-            numel = -(-numel // BLOCK_NUMEL) * BLOCK_NUMEL
+        align = BLOCK_NUMEL if kind.state == "8bit" else 1
+        self.segments = segments_of(params, device, align)
+        numel = -(-int(self.segments[-1, 1]) // align) * align
         self.exact = torch.randn(numel, device=device)
         # They lie as the optimizer has them lie.
         self.param = zeros(numel, kind.dtype, device).copy_(self.exact)

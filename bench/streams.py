@@ -35,22 +35,18 @@ WARM_UP = 3
 STEPS = 5
 MODEL, COPY, NCCL = "model", "copy", "NCCL"
 COLOURS = {
-    what: colour
-    for colour, kinds in {
-        "#d8d8d8": ("forward", "step", MODEL),
-        "#bdbdbd": ("backward", "clip"),
-        "#8c8c8c": ("settle",),
-        "#f2d7cf": ("launch",),
-        "#c8442c": ("pack", "flatten"),
-        "#e3b04b": (COPY,),
-        "#9db8d2": ("land", NCCL),
-        "#3f6a94": ("reduce", "read_flags", "carry"),
-        "#7d6b9e": ("norm", "norm_value"),
-        "#b5d1b4": ("fold",),
-        "#5b8c5a": ("update", "update_block"),
-        "#b28bc0": ("gather",),
-    }.items()
-    for what in kinds
+    **dict.fromkeys(("forward", "step", MODEL), "#d8d8d8"),
+    **dict.fromkeys(("backward", "clip"), "#bdbdbd"),
+    "settle": "#8c8c8c",
+    "launch": "#f2d7cf",
+    **dict.fromkeys(("pack", "flatten"), "#c8442c"),
+    COPY: "#e3b04b",
+    **dict.fromkeys(("land", NCCL), "#9db8d2"),
+    **dict.fromkeys(("reduce", "read_flags", "carry"), "#3f6a94"),
+    **dict.fromkeys(("norm", "norm_value"), "#7d6b9e"),
+    "fold": "#b5d1b4",
+    **dict.fromkeys(("update", "update_block"), "#5b8c5a"),
+    "gather": "#b28bc0",
 }
 HIDDEN = ("wait", "let_go", "agree")  # parts of others
 # See csrc/workers/ranges.h. None of these lies in another of the same bucket.

@@ -39,11 +39,9 @@ def name_of(line: str) -> str:
 
 
 def installed() -> dict[str, str]:
-    found: dict[str, str] = {}
-    for dist in metadata.distributions():
-        if dist.metadata["Name"]:
-            found.setdefault(canonicalize_name(dist.metadata["Name"]), dist.version)
-    return found
+    """Of those of one name, the first is the one that is imported."""
+    found = reversed([*metadata.distributions()])
+    return {canonicalize_name(each.name): each.version for each in found if each.name}
 
 
 def met(line: str, here: dict[str, str]) -> bool:
@@ -78,21 +76,17 @@ def fingerprint() -> list[str]:
     switches = ["ZEROX_CUDA", "FORCE_CUDA", "TORCH_CUDA_ARCH_LIST", *build_cuda.NVCC_VARIABLES]
     switches += ["CXX", "CXXFLAGS", "CFLAGS"]
     state.update(repr([os.environ.get(name) for name in switches]).encode())
-    state.update(nvcc().encode())
+    try:
+        nvcc = build_cuda.find_nvcc()
+        nvcc += build_cuda.ask(nvcc, "--version")
+    except build_cuda.BuildError as reason:
+        nvcc = str(reason)  # so that one that appears counts too
+    state.update(nvcc.encode())
     files = [ROOT / name for name in ("setup.py", "pyproject.toml", "scripts/build_cuda.py", "scripts/find_torch.py")]
     for path in [*files, *sorted(ROOT.glob("csrc/**/*"))]:
         if path.is_file():
             state.update(repr((path.relative_to(ROOT).as_posix(), path.read_bytes())).encode())
     return [state.hexdigest() + ("-werror" if os.environ.get("ZEROX_WERROR") == "1" else "")]
-
-
-def nvcc() -> str:
-    """Where it is and which; or why there is none, so that one that appears counts too."""
-    try:
-        found = build_cuda.find_nvcc()
-        return found + build_cuda.ask(found, "--version")
-    except build_cuda.BuildError as reason:
-        return str(reason)
 
 
 def built() -> bool:

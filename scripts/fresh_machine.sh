@@ -77,11 +77,9 @@ for word in $(sed -n 's/^[^=]* = //p' "$root/etc/pip.conf"); do
     esac
     if [[ -d "$place" ]]; then
         mkdir -p "$root$place"
-    elif [[ -f "$place" ]]; then
-        mkdir -p "$(dirname "$root$place")"
-        touch "$root$place"
     else
-        continue
+        [[ -f "$place" ]] || continue
+        install -D /dev/null "$root$place"
     fi
     mount --bind "$place" "$root$place"
     mount -o remount,bind,ro "$root$place"

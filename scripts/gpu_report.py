@@ -122,8 +122,7 @@ def as_markdown(result: Part) -> str:
 
 
 def table(header: tuple[str, ...], rows: Sequence[tuple[object, ...]]) -> list[str]:
-    lines = [_line(header), "|" + "---|" * len(header), *(_line(row) for row in rows)]
-    return [*lines, ""]
+    return [_line(header), "|" + "---|" * len(header), *(_line(row) for row in rows), ""]
 
 
 def _line(cells: tuple[object, ...]) -> str:

@@ -1,7 +1,7 @@
 """Programs with time limits, and the time that is left: what gpu.py runs its parts with.
 
 As a program of its own (so the one that waits for tests holds no memory of the GPU) it prints what a result has to say
-about the machine, as JSON; or one line, why there is no GPU to use.
+about the machine, as JSON; or, in its last line, why there is no GPU to use.
 """
 
 from __future__ import annotations
@@ -87,23 +87,14 @@ def tail(text: str, lines: int = 60) -> str:
 # ---- the machine
 
 
-def refusal() -> str | None:
-    """Why there is no GPU to use."""
-    try:
-        import torch
-    except ImportError as error:
-        return f"torch does not import: {error}"
-    if torch.version.cuda is None:
-        return f"torch {torch.__version__} is a build without CUDA"
-    if not torch.cuda.is_available():
-        return f"torch {torch.__version__} finds no CUDA GPU"
-    return None
-
-
 def facts() -> dict[str, Any]:
+    """Ends the program where there is no GPU to use; its last line says why."""
     import torch
     from torch.utils import collect_env
 
+    if not torch.cuda.is_available():
+        why = "finds no CUDA GPU" if torch.version.cuda else "is a build without CUDA"
+        sys.exit(f"torch {torch.__version__} {why}")
     gpu = torch.cuda.get_device_properties(0)
     return {
         "device": gpu.name,
@@ -122,7 +113,4 @@ def facts() -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    why_not = refusal()
-    if why_not:
-        sys.exit(why_not)
     print(json.dumps(facts()))

@@ -102,11 +102,6 @@ def render(table: Table, release: str) -> str:
     return HEADER.format(release) + "\n".join(lines) + "\n"
 
 
-def release_of(text: str) -> str:
-    named = re.match(r"# What ptxas of nvcc (\S+) makes", text)
-    return named[1] if named else ""
-
-
 # ---- the loops, and what a multiprocessor issues
 
 ARCH = "sm_90"
@@ -149,7 +144,6 @@ class Loop:
 
 
 SIZES = {"float": 4, "bf16": 2, "f16": 2}
-ORDINARY_NORM = "(Norm)1"  # the sum of squares
 
 
 # The rule and its number of states, by the names that bench.kernels has for updates.
@@ -186,7 +180,7 @@ def loops() -> dict[str, Loop]:
     for kind, wire in (("fp32", "float"), ("bf16", "bf16"), ("fp16", "f16")):
         size = SIZES[wire]
         found[f"flatten, {kind}"] = Loop(f"cuda::flatten_kernel<{wire}>", 16 // size, (size,), (size,))
-        found[f"norm, {kind}"] = Loop(f"cuda::norm_kernel<{wire}, {ORDINARY_NORM}>", 16, (size,), ())
+        found[f"norm, {kind}"] = Loop(f"cuda::norm_kernel<{wire}, (Norm)1>", 16, (size,), ())  # squares
         for num_slices in (2, 8):
             name = f"cuda::reduce_kernel<float, {wire}, false>"
             found[f"reduce of {num_slices}, {kind}"] = Loop(name, 16, (size,) * num_slices, (size,))
@@ -261,10 +255,8 @@ def work_of_loop(loop: Loop, code: Sequence[Instruction]) -> dict[str, Any]:
     way = once_round(code, loop.wanted)
     if way is None:
         raise build_cuda.BuildError(f"{loop.kernel}: no way round its loop has {loop.wanted}")
-    pipes: Counter[str] = Counter()
     rates = {name: rate for _, name, rate in PIPES}
-    for instruction in way:
-        pipes[next(name for pattern, name, _ in PIPES if re.match(pattern, instruction.opcode))] += 1
+    pipes = Counter(next(name for pattern, name, _ in PIPES if re.match(pattern, each.opcode)) for each in way)
     clocks = {"issue": len(way) / ISSUED, **{name: count / rates[name] for name, count in pipes.items()}}
     bound = max(clocks, key=lambda name: clocks[name])
     return {

@@ -74,14 +74,10 @@ else
             die "Python.h is missing ($headers): install python3-dev (python3-devel)"
         need_disk "$PWD" 2 8 "torch (2 GB without CUDA)"
         need_disk "${TMPDIR:-/tmp}" 1 3 "its download (TMPDIR names another folder)"
-        index=()
-        if [[ -n "${ZEROX_TORCH_INDEX:-}" ]]; then
-            index=(--extra-index-url "$ZEROX_TORCH_INDEX")
-        else
-            say "installing torch; PyPI's build for Linux brings CUDA, several GB:" \
-                "ZEROX_TORCH_INDEX=https://download.pytorch.org/whl/cpu gets the CPU build"
-        fi
-        pip install -c constraints.txt "${index[@]}" "$(grep '^torch==' constraints.txt)" || die "pip could not install torch, see above (no network, no free disk?)"
+        [[ -n "${ZEROX_TORCH_INDEX:-}" ]] || say "installing torch; PyPI's build for Linux brings CUDA, several GB:" \
+            "ZEROX_TORCH_INDEX=https://download.pytorch.org/whl/cpu gets the CPU build"
+        pip install -c constraints.txt ${ZEROX_TORCH_INDEX:+--extra-index-url "$ZEROX_TORCH_INDEX"} \
+            "$(grep '^torch==' constraints.txt)" || die "pip could not install torch, see above (no network, no free disk?)"
     fi
 fi
 PATH="$(dirname "$py"):$PATH" # ninja and cmake of the environment

@@ -177,7 +177,7 @@ def test_on_a_gpu_instructions_have_a_floor_of_their_own() -> None:
 def test_a_wrong_result_is_not_timed(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
     name = {"flatten": "flatten_", "reduce": "reduce_", "norm": "norm_"}.get(op, "update_")
     monkeypatch.setattr(jobs.ops, name, lambda *_: None)
-    monkeypatch.setattr(kernels, "time_job", None)
+    monkeypatch.setattr(kernels, "time_in_turn", None)
     with pytest.raises(jobs.WrongResult, match="the result is wrong"):
         kernels.main(["--device=cpu", "--only", op])
 

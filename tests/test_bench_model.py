@@ -101,11 +101,11 @@ def test_a_bucket_s_way_over_the_network_is_its_bytes_and_steps(exchange: str, s
 
 
 def test_the_model_finds_the_default_bucket_size_good_for_the_direct_exchange() -> None:
-    rows = network.sweeps(NET, ["llama-8b"], [1_024], "gloo")
-    [default] = [row for row in rows if row["default"] and row["exchange"] == "direct"]
+    rows = network.sweep(NET, "llama-8b", 1_024, "gloo", "direct")
+    [default] = [row for row in rows if row["default"]]
     assert default["cap_mib"] == 256
     assert 1.0 <= default["over_best"] < 1.1
-    smallest = min((row for row in rows if row["exchange"] == "direct"), key=lambda row: row["cap_mib"])
+    smallest = min(rows, key=lambda row: row["cap_mib"])
     assert smallest["over_best"] > 1.5
 
 

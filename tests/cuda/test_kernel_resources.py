@@ -93,9 +93,9 @@ def each(table: Table) -> Iterator[tuple[str, str, Resources]]:
 
 def test_registers_are_as_committed(build: build_cuda.CudaBuild, table: Table) -> None:
     committed = TABLE.read_text() if TABLE.exists() else ""
-    release = kernel_table.release_of(committed)
-    if release not in ("", build.toolkit.release):
-        pytest.skip(f"{TABLE.name} is of nvcc {release}, this is {build.toolkit.release}")
+    release = re.match(r"# What ptxas of nvcc (\S+) makes", committed)
+    if release and release[1] != build.toolkit.release:
+        pytest.skip(f"{TABLE.name} is of nvcc {release[1]}, this is {build.toolkit.release}")
     now = kernel_table.render(table, build.toolkit.release)
     assert now.splitlines() == committed.splitlines(), f"if this is meant: {UPDATE}"
 
