@@ -53,13 +53,13 @@ void norm_(at::Tensor& words, const at::Tensor& shard, const at::Tensor& segment
   const DType dtype = dtype_of(shard, op, "shard");
   const Norm kind = norm_of_order(p);
   const SegmentTable table(segments, shard.numel(), op);
-  const std::vector<Stretch> stretches = split_into_stretches(table);
+  const std::vector<WorkUnit> units = split_into_units(table);
   auto* total = words.mutable_data_ptr<int64_t>();
   std::mutex total_mutex;
-  parallel_stretches(stretches, [&](int64_t first, int64_t last) {
+  parallel_units(units, [&](int64_t first, int64_t last) {
     int64_t local[kExactWords] = {};
     for (int64_t i = first; i < last; ++i) {
-      const auto [segment, start, stop] = stretches[i];
+      const auto [segment, start, stop] = units[i];
       if (kind != Norm::sum_of_powers) {
         kernels().norm(kind, dtype, bytes_at(shard, start), stop - start, kept.from(start), local);
       } else {

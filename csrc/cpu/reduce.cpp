@@ -46,18 +46,18 @@ void reduce_(at::Tensor& shard, at::Tensor& words, at::TensorList slices, const 
   const auto* replace = replaced.const_data_ptr<uint8_t>();
   const bool by_inverse = has_exact_inverse(divisor);
 
-  const std::vector<Stretch> stretches = split_into_stretches(table);
+  const std::vector<WorkUnit> units = split_into_units(table);
   auto* total = words.mutable_data_ptr<int64_t>();
   std::mutex total_mutex;
-  parallel_stretches(stretches, [&](int64_t first, int64_t last) {
+  parallel_units(units, [&](int64_t first, int64_t last) {
     int64_t local[kExactWords] = {};
     std::vector<const void*> starts(slices.size());
     for (int64_t i = first; i < last; ++i) {
-      const Stretch& stretch = stretches[i];
-      for (size_t rank = 0; rank < slices.size(); ++rank) starts[rank] = bytes_at(slices[rank], stretch.start);
-      const bool keep = accumulate && replace[stretch.segment] == 0;
+      const WorkUnit& unit = units[i];
+      for (size_t rank = 0; rank < slices.size(); ++rank) starts[rank] = bytes_at(slices[rank], unit.start);
+      const bool keep = accumulate && replace[unit.segment] == 0;
       kernels().reduce({dtype, starts.data(), static_cast<int64_t>(starts.size()), divisor, by_inverse, keep,
-                        bytes_at(shard, stretch.start), stretch.stop - stretch.start},
+                        bytes_at(shard, unit.start), unit.stop - unit.start},
                        local);
     }
     const std::lock_guard lock(total_mutex);

@@ -16,15 +16,15 @@ SegmentTable::SegmentTable(const at::Tensor& table, int64_t shard_numel, const c
   }
 }
 
-std::vector<Stretch> split_into_stretches(const SegmentTable& segments) {
-  std::vector<Stretch> stretches;
-  stretches.reserve(static_cast<size_t>(segments.size()));
+std::vector<WorkUnit> split_into_units(const SegmentTable& segments) {
+  std::vector<WorkUnit> units;
+  units.reserve(static_cast<size_t>(segments.size()));
   for (int64_t i = 0; i < segments.size(); ++i) {
-    for (int64_t start = segments[i].start; start < segments[i].stop; start += kMostInAStretch) {
-      stretches.push_back({i, start, std::min(start + kMostInAStretch, segments[i].stop)});
+    for (int64_t start = segments[i].start; start < segments[i].stop; start += kMostInAUnit) {
+      units.push_back({i, start, std::min(start + kMostInAUnit, segments[i].stop)});
     }
   }
-  return stretches;
+  return units;
 }
 
 }  // namespace zx

@@ -25,16 +25,16 @@ class SegmentTable {
   int64_t size_;
 };
 
-// A stretch of one segment that one thread handles. It starts at a multiple of kNormBlock from the segment's start.
-struct Stretch {
+// Elements of one segment that one thread handles. They start at a multiple of kNormBlock from the segment's start.
+struct WorkUnit {
   int64_t segment;
   int64_t start;
   int64_t stop;
 };
 
-constexpr int64_t kMostInAStretch = 64 * kNormBlock;
+constexpr int64_t kMostInAUnit = 64 * kNormBlock;
 
-std::vector<Stretch> split_into_stretches(const SegmentTable& segments);
+std::vector<WorkUnit> split_into_units(const SegmentTable& segments);
 
 // Without it at::parallel_for uses one thread, and does not say so.
 #ifndef INTRA_OP_PARALLEL
@@ -52,11 +52,11 @@ void parallel_units(int64_t count, int64_t numel, const Body& body) {
 }
 
 template <class Body>
-void parallel_stretches(const std::vector<Stretch>& stretches, const Body& body) {
-  if (stretches.empty()) return;
+void parallel_units(const std::vector<WorkUnit>& units, const Body& body) {
+  if (units.empty()) return;
   int64_t numel = 0;
-  for (const Stretch& stretch : stretches) numel += stretch.stop - stretch.start;
-  parallel_units(static_cast<int64_t>(stretches.size()), numel, body);
+  for (const WorkUnit& unit : units) numel += unit.stop - unit.start;
+  parallel_units(static_cast<int64_t>(units.size()), numel, body);
 }
 
 }  // namespace zx

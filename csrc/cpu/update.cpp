@@ -16,20 +16,20 @@ StoredStates states_at(const StoredStates& states, int64_t element_bytes, int64_
   return from_there;
 }
 
-// Joins neighbouring stretches: small parameters lie one after the other, and a call for each would take longer than
+// Merges adjacent units: small parameters lie one after the other, and a call for each would take longer than
 // its elements. Segments with the same `run` are treated alike.
-void join_neighbours(std::vector<Stretch>& stretches, const std::vector<int64_t>& run) {
+void merge_adjacent(std::vector<WorkUnit>& units, const std::vector<int64_t>& run) {
   size_t count = 0;
-  for (const Stretch& next : stretches) {
-    Stretch* last = count > 0 ? &stretches[count - 1] : nullptr;
-    if (last != nullptr && last->stop == next.start && next.stop - last->start <= kMostInAStretch &&
+  for (const WorkUnit& next : units) {
+    WorkUnit* last = count > 0 ? &units[count - 1] : nullptr;
+    if (last != nullptr && last->stop == next.start && next.stop - last->start <= kMostInAUnit &&
         run[last->segment] == run[next.segment]) {
       last->stop = next.stop;
     } else {
-      stretches[count++] = next;
+      units[count++] = next;
     }
   }
-  stretches.resize(count);
+  units.resize(count);
 }
 
 // A segment whose `present` is 0 is left alone, and so is its step count, as torch leaves a parameter without a
@@ -73,13 +73,14 @@ void update_shard(const ShardTensors& t, const ShardTables& tables) {
     folded[i] = same ? folded[i - 1] : Rule::fold(rows[row], step_counts[i], scale);
     if (same) run[i] = run[i - 1];
   }
-  std::vector<Stretch> stretches = split_into_stretches(table);
-  // Random bits and blocks of 8-bit states are counted from each parameter's start, so only wide states are joined.
-  if (states.kind == StateKind::wide) join_neighbours(stretches, run);
+  std::vector<WorkUnit> units = split_into_units(table);
+  // Random bits and blocks of 8-bit states are counted from each parameter's start, so only those of wide states are
+  // merged.
+  if (states.kind == StateKind::wide) merge_adjacent(units, run);
   const int64_t state_bytes = t.state.empty() ? 0 : static_cast<int64_t>(t.state[0].element_size());
-  parallel_stretches(stretches, [&](int64_t first, int64_t last) {
+  parallel_units(units, [&](int64_t first, int64_t last) {
     for (int64_t i = first; i < last; ++i) {
-      const auto [segment, start, stop] = stretches[i];
+      const auto [segment, start, stop] = units[i];
       if (takes_part[segment] == 0) continue;
       const Segment& of = table[segment];
       char* master = t.master == nullptr ? nullptr : bytes_at(*t.master, start);

@@ -19,9 +19,9 @@ __device__ __forceinline__ int64_t first_ending_after(const Row* rows, int64_t l
   return low;
 }
 
-// The row that an element lies in, or the gap around it. A place found for one element serves those beside it.
-struct Place {
-  int64_t row = 0;  // for a gap, the row after it, which may be the table's end
+// The row that an element lies in, or the gap around it. What is found for one element serves those beside it.
+struct FoundRow {
+  int64_t index = 0;  // for a gap, that of the row after it, which may be the table's end
   int64_t start = 0;
   int64_t stop = 0;
   bool is_gap = true;
@@ -31,11 +31,11 @@ struct Place {
   // `rows` ascend, and do not overlap. After the last one there is a gap up to `numel`.
   template <class Row>
   __device__ __forceinline__ void find(const Row* rows, int64_t num_rows, int64_t numel, int64_t i) {
-    row = first_ending_after(rows, int64_t{0}, num_rows, i);
-    const int64_t next = row < num_rows ? rows[row].start : numel;
+    index = first_ending_after(rows, int64_t{0}, num_rows, i);
+    const int64_t next = index < num_rows ? rows[index].start : numel;
     is_gap = next > i;
     start = is_gap ? i : next;
-    stop = is_gap ? next : rows[row].stop;
+    stop = is_gap ? next : rows[index].stop;
   }
 };
 

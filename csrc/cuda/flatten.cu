@@ -70,30 +70,30 @@ __device__ __forceinline__ To one() {
 
 // The piece or the gap around an element.
 template <class To>
-struct Stretch {
-  Place place;
+struct FoundPiece {
+  FoundRow row;
   const void* source = nullptr;  // a gap has none
   DType dtype = DType::f32;
 
   __device__ __forceinline__ void find(const FlattenArgs<To>& a, int64_t i) {
-    if (place.has(i)) return;
-    place.find(a.pieces, a.num_pieces, a.numel, i);
-    source = place.is_gap ? nullptr : a.pieces[place.row].source;
-    dtype = place.is_gap ? DType::f32 : a.pieces[place.row].dtype;
+    if (row.has(i)) return;
+    row.find(a.pieces, a.num_pieces, a.numel, i);
+    source = row.is_gap ? nullptr : a.pieces[row.index].source;
+    dtype = row.is_gap ? DType::f32 : a.pieces[row.index].dtype;
   }
 
   // Whether N elements of the source, from element i of the flat buffer on, can be read in accesses of full width.
   template <int N>
   __device__ __forceinline__ bool reads_wide(int64_t i) const {
     const int64_t bytes = bytes_of(dtype);
-    const auto address = reinterpret_cast<uintptr_t>(source) + static_cast<uintptr_t>((i - place.start) * bytes);
+    const auto address = reinterpret_cast<uintptr_t>(source) + static_cast<uintptr_t>((i - row.start) * bytes);
     const int64_t access = N * bytes < kAccessBytes ? N * bytes : kAccessBytes;
     return address % static_cast<uintptr_t>(access) == 0;
   }
 
   template <int N>
   __device__ __forceinline__ void write(const FlattenArgs<To>& a, int64_t i) const {
-    if (source != nullptr) return cast_from<N>(source, dtype, i - place.start, a.flat + i);
+    if (source != nullptr) return cast_from<N>(source, dtype, i - row.start, a.flat + i);
     Pack<To, N> pack{};
     int64_t flag = first_flag(a, i);
     ZX_UNROLL
@@ -126,20 +126,20 @@ template <class To>
 __global__ void __launch_bounds__(kThreads) flatten_kernel(FlattenArgs<To> a) {
   constexpr int kVector = kAccessBytes / sizeof(To);
   constexpr int64_t kTile = int64_t{kThreads} * kVector;
-  Stretch<To> stretch;
+  FoundPiece<To> piece;
   const bool aligned = is_aligned(a.flat);
   const TileRange tiles = tiles_of_block(tiles_for(a.numel, kTile));
   for (int64_t tile = tiles.first; tile < tiles.last; ++tile) {
     const int64_t first = tile * kTile + int64_t{threadIdx.x} * kVector;
     if (first >= a.numel) return;
-    stretch.find(a, first);
-    if (aligned && first + kVector <= stretch.place.stop && stretch.template reads_wide<kVector>(first)) {
-      stretch.template write<kVector>(a, first);
+    piece.find(a, first);
+    if (aligned && first + kVector <= piece.row.stop && piece.template reads_wide<kVector>(first)) {
+      piece.template write<kVector>(a, first);
     } else {  // an end of a piece lies inside, or the source is not aligned
       const int64_t stop = first + kVector < a.numel ? first + kVector : a.numel;
       for (int64_t i = first; i < stop; ++i) {
-        stretch.find(a, i);
-        stretch.template write<1>(a, i);
+        piece.find(a, i);
+        piece.template write<1>(a, i);
       }
     }
   }

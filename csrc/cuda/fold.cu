@@ -24,7 +24,7 @@ __device__ __forceinline__ void fold_tiles(const UpdateSegments& s, TileRange ti
       fold.step = Rule::template narrow<T>(Rule::fold(options, step, grad_scale));
       fold.random_key = random_key(step, segment.param);
       fold.param_shift = segment.param_start - segment.start;
-      fold.kept = first_states<Rule>(Rule::num_states(options));
+      fold.states = first_states<Rule>(Rule::num_states(options));
     }
     folded[i] = fold;
   }

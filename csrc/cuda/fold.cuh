@@ -13,7 +13,7 @@ struct Folded {
   typename Rule::template Step<T> step;
   RandomKey random_key;
   bool active;
-  KeptStates<Rule> kept;
+  FirstStates<Rule> states;
   int64_t param_shift;  // plus the shard's element, this is the parameter's element
 };
 
@@ -22,18 +22,18 @@ int fold(const UpdateShards& shards, Stream stream);
 
 // The segment or the gap around an element, and what to do there.
 template <class Rule, class T>
-struct Stretch {
-  Place place;
+struct FoundSegment {
+  FoundRow row;
   Folded<Rule, T> folded{};
 
   template <class Args>
   __device__ __forceinline__ void find(const Args& a, int64_t i) {
-    if (place.has(i)) return;
-    place.find(a.segments, a.num_segments, a.numel, i);
-    if (place.is_gap) {
+    if (row.has(i)) return;
+    row.find(a.segments, a.num_segments, a.numel, i);
+    if (row.is_gap) {
       folded.active = false;
     } else {
-      folded = a.folded[place.row];
+      folded = a.folded[row.index];
     }
   }
 };

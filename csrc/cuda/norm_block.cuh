@@ -79,24 +79,24 @@ __device__ __forceinline__ void for_each_norm_pair(const Segment* segments, int6
                                                    const OnPair& on_pair, const OnGap& on_gap) {
   constexpr int64_t kTile = int64_t{kWarps} * kPairNumel;
   const int64_t in_tile = int64_t{threadIdx.x / kWarp} * kPairNumel;
-  Place place;
+  FoundRow row;
   const TileRange tiles = tiles_of_block(tiles_for(numel, kTile));
   for (int64_t tile = tiles.first; tile < tiles.last; ++tile) {
     const int64_t first = tile * kTile + in_tile;
     const int64_t last = first + kPairNumel < numel ? first + kPairNumel : numel;
     for (int64_t at = first; at < last;) {
-      if (!place.has(at)) place.find(segments, num_segments, numel, at);
-      int64_t stop = place.stop;
-      if (place.is_gap) {
+      if (!row.has(at)) row.find(segments, num_segments, numel, at);
+      int64_t stop = row.stop;
+      if (row.is_gap) {
         if (stop > last) stop = last;
         on_gap(at, stop);
-      } else if (const int64_t inside = (at - place.start) % kNormBlock; inside != 0) {
+      } else if (const int64_t inside = (at - row.start) % kNormBlock; inside != 0) {
         const int64_t next = at + kNormBlock - inside;  // the end of a block that started before
         if (stop > next) stop = next;
       } else {
         const int64_t most = at + kNormBlock < last ? at + kPairNumel : at + kNormBlock;
         if (stop > most) stop = most;
-        on_pair(at, stop, place.row);
+        on_pair(at, stop, row.index);
       }
       at = stop;
     }

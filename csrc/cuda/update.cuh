@@ -102,28 +102,28 @@ __device__ __forceinline__ void update_elements(const Args& a, const Folded<Rule
 }
 
 template <int N, class Args, class Rule = typename Args::Rule, class T = typename Args::Value>
-__device__ __forceinline__ void update_at(const Args& a, const Stretch<Rule, T>& stretch, int64_t i) {
-  if (!stretch.folded.active) return;
-  with_num_states(stretch.folded.kept,
-                  [&](auto count) { update_elements<decltype(count)::value, N>(a, stretch.folded, i); });
+__device__ __forceinline__ void update_at(const Args& a, const FoundSegment<Rule, T>& segment, int64_t i) {
+  if (!segment.folded.active) return;
+  with_num_states(segment.folded.states,
+                  [&](auto count) { update_elements<decltype(count)::value, N>(a, segment.folded, i); });
 }
 
 template <class Args>
 __device__ __forceinline__ void update_tiles(const Args& a, TileRange tiles) {
   constexpr int kVector = Args::kVector;
   constexpr int64_t kTile = int64_t{kThreads} * kVector;
-  Stretch<typename Args::Rule, typename Args::Value> stretch;
+  FoundSegment<typename Args::Rule, typename Args::Value> segment;
   for (int64_t tile = tiles.first; tile < tiles.last; ++tile) {
     const int64_t first = tile * kTile + int64_t{threadIdx.x} * kVector;
     if (first >= a.numel) return;
-    stretch.find(a, first);
-    if (a.aligned && first + kVector <= stretch.place.stop) {
-      update_at<kVector>(a, stretch, first);
+    segment.find(a, first);
+    if (a.aligned && first + kVector <= segment.row.stop) {
+      update_at<kVector>(a, segment, first);
     } else {  // an end of a segment lies inside
       const int64_t stop = first + kVector < a.numel ? first + kVector : a.numel;
       for (int64_t i = first; i < stop; ++i) {
-        stretch.find(a, i);
-        update_at<1>(a, stretch, i);
+        segment.find(a, i);
+        update_at<1>(a, segment, i);
       }
     }
   }

@@ -148,25 +148,25 @@ __device__ __forceinline__ void update_block(const Args& a, const Maps& maps, co
 template <class Args, class Rule, class Span>
 __device__ __forceinline__ void update_at(const Args& a, const Maps& maps, const Folded<Rule, float>& folded,
                                           const Span& span) {
-  with_num_states(folded.kept, [&](auto count) { update_block<decltype(count)::value>(a, maps, folded, span); });
+  with_num_states(folded.states, [&](auto count) { update_block<decltype(count)::value>(a, maps, folded, span); });
 }
 
 template <class Args>
 __device__ __forceinline__ void update_tiles(const Args& a, const Maps& maps, TileRange tiles) {
   const int64_t in_tile = int64_t{threadIdx.x / kWarp} * kStateBlock;
   const int64_t in_block = int64_t{threadIdx.x % kWarp} * kLane;
-  Stretch<typename Args::Rule, float> stretch;
+  FoundSegment<typename Args::Rule, float> segment;
   for (int64_t tile = tiles.first; tile < tiles.last; ++tile) {
     const int64_t block = tile * kTile + in_tile;
     if (block >= a.numel) return;
-    stretch.find(a, block);  // segments start with a block: none starts inside this one
-    if (!stretch.folded.active) continue;
-    if (a.aligned && block + kStateBlock <= stretch.place.stop) {
-      update_at(a, maps, stretch.folded, LaneSpan<true>{block + in_block, kLane});
+    segment.find(a, block);  // segments start with a block: none starts inside this one
+    if (!segment.folded.active) continue;
+    if (a.aligned && block + kStateBlock <= segment.row.stop) {
+      update_at(a, maps, segment.folded, LaneSpan<true>{block + in_block, kLane});
     } else {
-      const int64_t left = stretch.place.stop - block - in_block;
+      const int64_t left = segment.row.stop - block - in_block;
       const int count = static_cast<int>(left < 0 ? 0 : left < kLane ? left : kLane);
-      update_at(a, maps, stretch.folded, LaneSpan<false>{block + in_block, count});
+      update_at(a, maps, segment.folded, LaneSpan<false>{block + in_block, count});
     }
   }
 }

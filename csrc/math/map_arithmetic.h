@@ -22,15 +22,15 @@ constexpr float kMostPosition = 8.0f - 0x1p-12f;  // of the last number of every
 constexpr float kLeastMagnitude = 0x1p-24f;       // has the number of 0
 
 struct MapArithmetic {
-  static constexpr int kSlots = 8;  // of the tables below: what looks up in them counts modulo 8
+  static constexpr int kEntries = 8;  // of the tables below: what looks up in them counts modulo 8
 
   // By the exponent of a number.
-  float denominator[kSlots];
+  float denominator[kEntries];
   float number_of_one;
 
   // By the shift of a position. Each decade has its own, and 1 the one after the last.
-  float slope[kSlots];
-  float border[kSlots];  // the largest magnitude of the decade
+  float slope[kEntries];
+  float border[kEntries];  // the largest magnitude of the decade
   float zero_border;
 
   // By bits 24 to 27 of a magnitude, which belong to a pair of octaves: the shift of its decade, or of the one below.
@@ -59,14 +59,14 @@ consteval MapArithmetic make_map_arithmetic(bool has_negatives) {
   int shift = 0;
   for (int d = 0; d < kDecades; ++d, ++log, power /= 10) {
     const int n = 1 << log;
-    float& denominator = made.denominator[(kOneExponent + log) % MapArithmetic::kSlots];
+    float& denominator = made.denominator[(kOneExponent + log) % MapArithmetic::kEntries];
     denominator = static_cast<float>(20.0 * n * power);
     if (static_cast<double>(denominator) != 20.0 * n * power) throw "a rounded denominator";
 
     shift = kMantissaBits - 16 - log;
-    made.slope[shift % MapArithmetic::kSlots] = static_cast<float>(4 * 10.0 / 9.0 * power);
+    made.slope[shift % MapArithmetic::kEntries] = static_cast<float>(4 * 10.0 / 9.0 * power);
     const float border = border_of(map, 2 * n - 1 + code_of_number_0);
-    made.border[shift % MapArithmetic::kSlots] = border;
+    made.border[shift % MapArithmetic::kEntries] = border;
     for (; octaves < 0x40 && std::bit_cast<float>(octaves << 24) <= border; ++octaves) {
       made.shifts[octaves % 16] = static_cast<uint8_t>(shift);
     }
@@ -74,10 +74,10 @@ consteval MapArithmetic make_map_arithmetic(bool has_negatives) {
   }
   made.most_rest = 0xffff - (2 * kDoubtUlp >> shift);
   if (has_negatives) {  // decade 0 has one value and a slope of its own, with which 0 ends where the position is 4
-    made.slope[(kMantissaBits - 16) % MapArithmetic::kSlots] = (4.0f - kPositionOfZero) / made.zero_border;
+    made.slope[(kMantissaBits - 16) % MapArithmetic::kEntries] = (4.0f - kPositionOfZero) / made.zero_border;
   }
   // 1 has the position 4 of a decade that nothing else belongs to, and some more, to be without doubt.
-  made.slope[(shift - 1) & (MapArithmetic::kSlots - 1)] = 4.0f + 0x1p-7f - kPositionOfZero;
+  made.slope[(shift - 1) & (MapArithmetic::kEntries - 1)] = 4.0f + 0x1p-7f - kPositionOfZero;
   return made;
 }
 

@@ -64,25 +64,25 @@ ZX_HD void for_each_state(const Body& body) {
 // The states that a rule keeps, always the first ones of kStates. They are kept as bools, since the CUDA kernels would
 // compare a number anew at every element.
 template <class Rule>
-struct KeptStates {
+struct FirstStates {
   bool at[kMostStatesOf<Rule>];
 };
 template <class Rule>
-ZX_HD KeptStates<Rule> first_states(int num_states) {
-  KeptStates<Rule> kept;
-  for (int s = 0; s < kMostStatesOf<Rule>; ++s) kept.at[s] = s < num_states;
-  return kept;
+ZX_HD FirstStates<Rule> first_states(int num_states) {
+  FirstStates<Rule> states;
+  for (int s = 0; s < kMostStatesOf<Rule>; ++s) states.at[s] = s < num_states;
+  return states;
 }
 
 // Calls body(Constant<N>{}), where N states are kept. There are kernels for every N that the rule allows.
 ZX_FOR_ANY_BODY
 template <class Rule, int N = kMostStatesOf<Rule>, class Body>
-ZX_HD void with_num_states(const KeptStates<Rule>& kept, const Body& body) {
+ZX_HD void with_num_states(const FirstStates<Rule>& states, const Body& body) {
   if constexpr (N > Rule::kLeastStates) {
-    if (kept.at[N - 1]) {
+    if (states.at[N - 1]) {
       body(Constant<N>{});
     } else {
-      with_num_states<Rule, N - 1>(kept, body);
+      with_num_states<Rule, N - 1>(states, body);
     }
   } else {
     body(Constant<N>{});
