@@ -110,35 +110,35 @@ void bind_backward(py::module_& m) {
 
 void bind_flights(py::module_& m) {
   py::class_<Flights>(m, "Flights")
-      .def("await_landed", &Flights::await_landed, Release())
-      .def("hold", &Flights::set_hold, py::arg("hold"))
+      .def("await_all", &Flights::await_all, Release())
+      .def("hold_back", &Flights::hold_back, py::arg("hold"))
       .def_property_readonly("num_launched", &Flights::num_launched)
       .def_property_readonly("num_landed", &Flights::num_landed)
       .def_property_readonly("waited_ns", &Flights::waited_ns);
 }
 
-void bind_kept_grads(py::module_& m) {
+void bind_mean_grads(py::module_& m) {
   py::enum_<Move>(m, "Move").value("REDUCE_SCATTER", Move::reduce_scatter).value("ALL_GATHER", Move::all_gather);
-  py::class_<KeptGrads>(m, "KeptGrads")
-      .def("mark_zeroed", &KeptGrads::mark_zeroed, py::arg("bucket"), py::arg("slot"), Release())
-      .def("mark_scaled", &KeptGrads::mark_scaled, Release())
-      .def("scale", &KeptGrads::scale, py::arg("bucket"), py::arg("factor"), py::arg("slots"), Release())
-      .def("forget_words", &KeptGrads::forget_words, py::arg("bucket"))
+  py::class_<MeanGrads>(m, "MeanGrads")
+      .def("mark_zeroed", &MeanGrads::mark_zeroed, py::arg("bucket"), py::arg("slot"), Release())
+      .def("mark_scaled", &MeanGrads::mark_scaled, Release())
+      .def("scale", &MeanGrads::scale, py::arg("bucket"), py::arg("factor"), py::arg("slots"), Release())
+      .def("forget_words", &MeanGrads::forget_words, py::arg("bucket"))
       .def(
-          "shard", [](KeptGrads& self, int64_t i) { return optional(self.shard(i)); }, py::arg("bucket"), Release())
+          "shard", [](MeanGrads& self, int64_t i) { return optional(self.shard(i)); }, py::arg("bucket"), Release())
       .def(
-          "pieces",
-          [](KeptGrads& self, int64_t i) {
-            std::vector<std::optional<at::Tensor>> pieces;
-            for (at::Tensor& piece : self.pieces(i)) pieces.push_back(optional(std::move(piece)));
-            return pieces;
+          "shard_by_part",
+          [](MeanGrads& self, int64_t i) {
+            std::vector<std::optional<at::Tensor>> tensors;
+            for (at::Tensor& part : self.shard_by_part(i)) tensors.push_back(optional(std::move(part)));
+            return tensors;
           },
           py::arg("bucket"), Release())
-      .def("landed", &KeptGrads::landed, py::arg("bucket"))
-      .def("version", &KeptGrads::version, py::arg("bucket"))
-      .def("partial", &KeptGrads::partial, py::arg("bucket"), Release())
-      .def("present", &KeptGrads::present, py::arg("bucket"))
-      .def("words", [](KeptGrads& self, int64_t i) { return optional(self.words(i)); }, py::arg("bucket"));
+      .def("landed", &MeanGrads::landed, py::arg("bucket"))
+      .def("version", &MeanGrads::version, py::arg("bucket"))
+      .def("partial", &MeanGrads::partial, py::arg("bucket"), Release())
+      .def("present", &MeanGrads::present, py::arg("bucket"))
+      .def("words", [](MeanGrads& self, int64_t i) { return optional(self.words(i)); }, py::arg("bucket"));
 }
 
 void bind_settlement(py::module_& m) {
@@ -176,8 +176,8 @@ void bind_settlement(py::module_& m) {
              std::string refusal) { return self.settle({meeting, arguments, options, adoptions, std::move(refusal)}); },
           py::arg("meeting"), py::arg("arguments") = Arguments{}, py::arg("options") = 0.0, py::arg("adoptions") = 0,
           py::arg("refusal") = "", Release())
-      .def("set_note", &Settlement::set_note, py::arg("note"), Release())
-      .def_property_readonly("notes", py::cpp_function(&Settlement::notes, Release()))
+      .def("set_remark", &Settlement::set_remark, py::arg("remark"), Release())
+      .def_property_readonly("remarks", py::cpp_function(&Settlement::remarks, Release()))
       .def("set_before_backward_end", &Settlement::set_before_backward_end, py::arg("call"))
       .def("zero", &Settlement::zero, py::arg("set_to_none"), Release())
       .def("all_reduce", &Settlement::all_reduce, py::arg("values"), py::arg("combine"), Release())
@@ -290,7 +290,7 @@ void bind_grads(py::module_& m) {
   bind_dtensors(m);
   bind_backward(m);
   bind_flights(m);
-  bind_kept_grads(m);
+  bind_mean_grads(m);
   bind_settlement(m);
   bind_manager(m);
 }

@@ -77,7 +77,7 @@ void bind_params(py::module_& m) {
       .def("propose_order", &Params::propose_order, py::arg("buckets"))
       .def_property_readonly("order", &Params::order)
       .def("moved", &Params::moved)
-      .def("hold", [](Params& self, bool hold) { self.gathers().set_hold(hold); }, py::arg("hold"));
+      .def("hold_back", [](Params& self, bool hold) { self.gathers().hold_back(hold); }, py::arg("hold"));
 }
 
 }  // namespace zx

@@ -149,18 +149,18 @@ struct Slot {
 };
 
 // This rank's shard of a bucket's reduced gradient, which is the ranks' sum by `divisor`. It is written where flights
-// land, and read after Flights::await_landed().
+// land, and read after Flights::await_all().
 struct Landed {
   at::Tensor shard;  // [shard_numel] of the wire's dtype; undefined while it holds nothing, unless keeps_shard
-  std::vector<at::Tensor> pieces;  // or these, one per part: see Note [Alone, gradients stay where they are]
-  at::Tensor present;              // uint8 [n]: which segments have a gradient, on any rank
-  at::Tensor replaced;             // uint8 [n]: scratch of the last landing
-  at::Tensor words;                // exact sum of squares over the shard; undefined when unknown
-  at::Tensor left;                 // sums that wait, with flags: see Note [Sums that wait]; undefined if there are none
-  double divisor = 1.0;            // the number of ranks, for their mean
-  bool holds = false;              // some slot has a gradient
-  bool keeps_shard = false;        // the shard stays at one address from step to step, for CUDA graphs
-  int64_t version = 0;             // rises with each change
+  std::vector<at::Tensor> by_part;  // or these, one per part: see Note [Alone, gradients stay where they are]
+  at::Tensor present;               // uint8 [n]: which segments have a gradient, on any rank
+  at::Tensor replaced;              // uint8 [n]: scratch of the last landing
+  at::Tensor words;                 // exact sum of squares over the shard; undefined when unknown
+  at::Tensor left;            // sums that wait, with flags: see Note [Sums that wait]; undefined if there are none
+  double divisor = 1.0;       // the number of ranks, for their mean
+  bool has_gradient = false;  // some slot has a gradient
+  bool keeps_shard = false;   // the shard stays at one address from step to step, for CUDA graphs
+  int64_t version = 0;        // rises with each change
 };
 
 // A part of this rank's shard that is reduced by a call of its own.
@@ -185,7 +185,7 @@ struct OwnShard {
 // cut into several teams of the same size, one of them this rank's, and the bucket stands for other parameters in each.
 // What is agreed over all ranks (the order of launches, the rounds) holds for the buckets of all teams together, so
 // that no two ranks wait for each other in different teams. What is told of one parameter must not be mixed up over
-// teams: see KeptGrads::told_in_teams().
+// teams: see MeanGrads::told_in_teams().
 struct Team {
   int64_t exchange = 0;  // its place among the Exchanges
   int64_t rank = 0;      // this rank's number in it

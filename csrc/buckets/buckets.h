@@ -21,12 +21,12 @@ namespace zx {
 //     Slot that no other line names        add_bucket()
 //   Slot's hooks, fired to whole; p.grad;  hooks, optimizer's caller        the same            Buckets::mutex
 //     Bucket::producers; all of Backward
-//   Bucket::landed                         land worker; optimizer's caller  optimizer's caller  await_landed() and
+//   Bucket::landed                         land worker; optimizer's caller  optimizer's caller  await_all() and
 //                                          when flights have landed                             after_landing()
 //   a Flight                               its launcher, then its worker    the same            TwoWorkers hands it on
 //   flights in the air, the first error    launchers, both workers          all                 TwoWorkers, Sky::mutex
 //   memory that crosses streams            launchers, both workers          the same            Streams::mutex_
-//   Settlement, Agreement, KeptGrads       optimizer's caller, or the       the same            Settlement::mutex_
+//   Settlement, Agreement, MeanGrads       optimizer's caller, or the       the same            Settlement::mutex_
 //                                          thread on which backward ends
 //   Params: the agreed order               optimizer's caller               the same            none
 //   Gathers: gathers under way             optimizer's caller               all readers         Gathers::mutex_

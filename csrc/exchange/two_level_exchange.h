@@ -14,7 +14,7 @@ namespace zx {
 //   slice      0      1   ...  N - 1  |  N  ...
 //   owner    (0,0)  (1,0)     (N-1,0) | (0,1) ...
 //
-// Gradients first go to the rank of this line of owners: rank (n, h) sends N slices to each rank (n, g) of its inner
+// Gradients first go to the rank of this column of owners: rank (n, h) sends N slices to each rank (n, g) of its inner
 // axis, who adds up G of them, and sends N - 1 sums along the outer axis: 1/G of what a flat exchange would send there.
 // Parameters take the way back. Sums between the levels are not rounded to the wire's dtype (csrc/grads/two_level.cpp).
 class TwoLevelExchange final : public Exchange {

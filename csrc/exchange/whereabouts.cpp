@@ -257,9 +257,9 @@ void Whereabouts::add_group(Group group) {
   groups_.push_back(std::move(group));
 }
 
-void Whereabouts::met(const char* place) {
+void Whereabouts::met(const char* meeting) {
   const std::lock_guard lock(mutex_);
-  place_ = place;
+  last_met_ = meeting;
   seen_in_step_ = step_;
 }
 
@@ -298,13 +298,13 @@ std::string Whereabouts::miss(int peer, Clock::duration waited, const std::strin
          << (blame.late ? " did not come within " + seconds(timeout_)
                         : " is gone: its connection ended without a word, as it does when a process ends or is killed");
     text << " (";
-    if (place_ == nullptr) {
+    if (last_met_ == nullptr) {
       text << "last seen in the optimizer's constructor";
     } else {
-      text << "last seen in " << place_ << " of step " << seen_in_step_;
+      text << "last seen in " << last_met_ << " of step " << seen_in_step_;
     }
     text << "; the backend says: " << shortened(reason) << ")";
-    if (place_ != nullptr) {
+    if (last_met_ != nullptr) {
       text << ". See its log. Do all ranks run the same number of batches? If not, put their loops inside "
               "optimizer.join()";
     }

@@ -50,8 +50,8 @@ class Whereabouts {
   // One more group to be closed.
   void add_group(Group group);
 
-  // met(): all ranks were in `place`, in the current step. step_begun(): all have begun to update in step().
-  void met(const char* place);
+  // met(): all ranks were at `meeting`, in the current step. step_begun(): all have begun to update in step().
+  void met(const char* meeting);
   void step_begun();
 
   // Runs `body`, which needs an answer from rank `peer`. If it throws, this rank gives up, and needing() throws
@@ -89,7 +89,7 @@ class Whereabouts {
   std::chrono::milliseconds timeout_;
   std::mutex mutex_;  // of all below
   std::vector<int64_t> processes_;
-  const char* place_ = nullptr;  // where all ranks were together last; null if nowhere yet
+  const char* last_met_ = nullptr;  // where all ranks were together last; null if nowhere yet
   int64_t seen_in_step_ = 0;
   int64_t step_ = 1;
   std::string verdict_;  // empty until this rank gives up

@@ -114,10 +114,10 @@ Verdict Agreement::agree(const Statement& s, const char* where) {
   packed.insert(packed.end(), with_grad.begin(), with_grad.end());
   const size_t placements_start = packed.size();
   packed.insert(packed.end(), s.placements.words().begin(), s.placements.words().end());
-  const auto notes_start = static_cast<int64_t>(packed.size());
-  const auto note_size = static_cast<int64_t>(s.note.size());
-  packed.resize(packed.size() + world * note_size);  // each rank's in its place, 0 in all others
-  std::copy(s.note.begin(), s.note.end(), packed.begin() + notes_start + rank * note_size);
+  const auto remarks_start = static_cast<int64_t>(packed.size());
+  const auto remark_size = static_cast<int64_t>(s.remark.size());
+  packed.resize(packed.size() + world * remark_size);  // each rank's in its place, 0 in all others
+  std::copy(s.remark.begin(), s.remark.end(), packed.begin() + remarks_start + rank * remark_size);
   if (control_.group) {
     ask([&] {
       with_tensor(packed, at::kLong,
@@ -137,8 +137,8 @@ Verdict Agreement::agree(const Statement& s, const char* where) {
   verdict.num_active = packed[kSum];
   const auto placements = packed.begin() + static_cast<int64_t>(placements_start);
   verdict.with_grad = SlotSet({packed.begin() + kSetStart, placements});
-  verdict.placements = SlotSet({placements, packed.begin() + notes_start});
-  verdict.notes.assign(packed.begin() + notes_start, packed.end());
+  verdict.placements = SlotSet({placements, packed.begin() + remarks_start});
+  verdict.remarks.assign(packed.begin() + remarks_start, packed.end());
   return verdict;
 }
 

@@ -32,16 +32,16 @@ struct Rounds {
 struct Statement {
   Call call;
   Rounds rounds;
-  bool failed;                // its backward raised or something else failed, and zero_grad() has not been called since
-  bool unsent;                // it has gradients that no flight has taken
-  bool changed;               // it discarded reduced gradients, and no flight has told their owners yet
-  bool scaled;                // it holds a gradient that mark_scaled() saw
-  bool zeroed;                // zero_grad() was called since ranks met last
-  bool active;                // see Outcome::num_active
-  bool proposes;              // it knows the order in which its forward needs buckets, and none is agreed yet
-  SlotSet with_grad;          // the slots whose gradient it holds, or stands by after it has left
-  SlotSet placements;         // how gradients of DTensors came
-  std::vector<int64_t> note;  // what this rank tells each other one beside: see Settlement::set_note
+  bool failed;         // its backward raised or something else failed, and zero_grad() has not been called since
+  bool unsent;         // it has gradients that no flight has taken
+  bool changed;        // it discarded reduced gradients, and no flight has told their owners yet
+  bool scaled;         // it holds a gradient that mark_scaled() saw
+  bool zeroed;         // zero_grad() was called since ranks met last
+  bool active;         // see Outcome::num_active
+  bool proposes;       // it knows the order in which its forward needs buckets, and none is agreed yet
+  SlotSet with_grad;   // the slots whose gradient it holds, or stands by after it has left
+  SlotSet placements;  // how gradients of DTensors came
+  std::vector<int64_t> remark;  // what this rank tells each other one beside: see Settlement::set_remark
 };
 
 struct Extreme {
@@ -80,9 +80,9 @@ struct Verdict {
   Arguments most_arguments;
   bool has_same_options;
   int64_t num_active;
-  SlotSet with_grad;           // on any rank
-  SlotSet placements;          // the same
-  std::vector<int64_t> notes;  // by rank, one after the other
+  SlotSet with_grad;             // on any rank
+  SlotSet placements;            // the same
+  std::vector<int64_t> remarks;  // by rank, one after the other
 
   const Extreme& operator[](Said field) const { return extremes.at(static_cast<size_t>(field)); }
 };
@@ -97,7 +97,7 @@ class Agreement {
       : control_(control), small_(std::move(control)), trouble_(std::move(trouble)) {}
 
   // Collective: takes every rank's statement, and returns the same verdict to all. It is one all-reduce: two
-  // integers for each Said and each argument, three more, one bit per slot, or nine if it is a DTensor, and the notes
+  // integers for each Said and each argument, three more, one bit per slot, or nine if it is a DTensor, and the remarks
   // of all ranks. `where` is named in errors instead of the meeting.
   Verdict agree(const Statement& statement, const char* where = nullptr);
 

@@ -7,7 +7,7 @@
 
 namespace zx {
 
-Backward::Backward(std::shared_ptr<Buckets> buckets, std::shared_ptr<KeptGrads> grads, std::shared_ptr<Flights> flights,
+Backward::Backward(std::shared_ptr<Buckets> buckets, std::shared_ptr<MeanGrads> grads, std::shared_ptr<Flights> flights,
                    bool paced)
     : buckets_(std::move(buckets)),
       grads_(std::move(grads)),

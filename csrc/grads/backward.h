@@ -11,8 +11,8 @@
 #include "buckets/buckets.h"
 #include "grads/agreement.h"
 #include "grads/flights.h"
-#include "grads/kept_grads.h"
 #include "grads/launch_order.h"
+#include "grads/mean_grads.h"
 #include "grads/packing.h"
 #include "grads/pass.h"
 
@@ -36,7 +36,7 @@ struct Progress {
 // Any thread may call any of these.
 class Backward : public std::enable_shared_from_this<Backward> {
  public:
-  Backward(std::shared_ptr<Buckets> buckets, std::shared_ptr<KeptGrads> grads, std::shared_ptr<Flights> flights,
+  Backward(std::shared_ptr<Buckets> buckets, std::shared_ptr<MeanGrads> grads, std::shared_ptr<Flights> flights,
            bool paced);
   ~Backward();  // removes the hooks and placeholders
   Backward(const Backward&) = delete;
@@ -100,7 +100,7 @@ class Backward : public std::enable_shared_from_this<Backward> {
   void note_failure(const std::string& why, const Locked& lock);
 
   const std::shared_ptr<Buckets> buckets_;
-  const std::shared_ptr<KeptGrads> grads_;
+  const std::shared_ptr<MeanGrads> grads_;
   const std::shared_ptr<Flights> flights_;
   const Packing packing_;
   std::function<void()> on_end_;

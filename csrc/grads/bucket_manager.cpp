@@ -35,7 +35,7 @@ BucketManager::BucketManager(const Axes& axes, const Line& control, const Manage
   const bool kept_in_parts = axes.size() > 1 && options.sharded_params;  // see Note [Shards are pulled]
   params_ =
       std::make_shared<Params>(buckets_, kept_in_parts ? std::make_shared<Exchanges>(Exchanges{axes[1]}) : exchanges_);
-  grads_ = make_kept_grads(options.route, alone && !options.divides, {buckets_, exchanges_, flights_});
+  grads_ = make_mean_grads(options.route, alone && !options.divides, {buckets_, exchanges_, flights_});
   const bool paced = options.sharded_params && options.device.is_cpu();  // an accelerator has an order of its own
   backward_ = std::make_shared<Backward>(buckets_, grads_, flights_, paced);
   settlement_ = std::make_shared<Settlement>(control, buckets_, grads_, backward_, flights_, params_);

@@ -5,7 +5,7 @@
 //   Settlement   together   where ranks meet: agreement, and what follows from it
 //   Params       the parameters' gathers
 //
-// Between them are Flights, which moves what was packed, and KeptGrads, which knows where gradients are.
+// Between them are Flights, which moves what was packed, and MeanGrads, which knows where gradients are.
 #pragma once
 
 #include <memory>
@@ -16,7 +16,7 @@
 #include "exchange/exchange.h"
 #include "grads/backward.h"
 #include "grads/flights.h"
-#include "grads/kept_grads.h"
+#include "grads/mean_grads.h"
 #include "grads/settlement.h"
 #include "params/params.h"
 
@@ -70,7 +70,7 @@ class BucketManager {
   const Exchanges& exchanges() const { return *exchanges_; }
   Flights& flights() { return *flights_; }
   Params& params() { return *params_; }
-  KeptGrads& grads() { return *grads_; }
+  MeanGrads& grads() { return *grads_; }
   Backward& backward() { return *backward_; }
   Settlement& settlement() { return *settlement_; }
   // The parts of this rank's shard, not cut to fit a cache.
@@ -85,7 +85,7 @@ class BucketManager {
   std::shared_ptr<ReductionsOfTeams> reductions_;
   std::shared_ptr<Flights> flights_;
   std::shared_ptr<Params> params_;
-  std::shared_ptr<KeptGrads> grads_;
+  std::shared_ptr<MeanGrads> grads_;
   std::shared_ptr<Settlement> settlement_;
   std::shared_ptr<Backward> backward_;
 };

@@ -40,9 +40,9 @@ struct Flight {
   Produced produced{};
   std::optional<c10::Event> packed{};
   // From packed to landed.
-  at::Tensor flat{};      // [world * slice_numel], less what is straight
-  at::Tensor received{};  // [num_received * slice_numel]
-  at::Tensor partial{};   // [outer world * slice_numel], sums over the inner axis: see Note [Two levels]
+  at::Tensor flat{};        // [world * slice_numel], less what is straight
+  at::Tensor received{};    // [num_received * slice_numel]
+  at::Tensor inner_sums{};  // [outer world * slice_numel], sums over the inner axis: see Note [Two levels]
   std::shared_ptr<Pending> pending{};
 
   std::string describe() const { return bucket->describe(); }

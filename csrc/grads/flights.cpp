@@ -70,10 +70,10 @@ void Flights::after_landing(std::function<void()> task) {
   workers_.after_landing(std::move(task));
 }
 
-void Flights::await_landed() {
+void Flights::await_all() {
   process_.check();
   const std::string error = workers_.drain();
-  if (streams_) streams_->join();
+  if (streams_) streams_->await_all();
   TORCH_CHECK(error.empty(), error);
 }
 
@@ -99,8 +99,8 @@ void Flights::pack(Flight& flight) {
   workers_.attempt(flight, telling_reasons(work));
   if (streams_) {
     flight.packed.emplace(streams_->record(streams_->pack()));
-    streams_->hold_gradients(std::move(flight.sources), std::move(flight.produced.by),
-                             streams_->record(streams_->pack()));
+    streams_->retain_gradients(std::move(flight.sources), std::move(flight.produced.by),
+                               streams_->record(streams_->pack()));
   }
 }
 
@@ -124,26 +124,26 @@ void Flights::land(Flight& flight) {
     ++flight.bucket->landed.version;
   };
   workers_.attempt(flight, telling_reasons(work));
-  const auto part = [&] {
+  const auto let_go = [&] {
     if (!flight.pending) return;
     const Range range("let_go", index);
     flight.pending->let_go();  // even if something went wrong here: others should not wait for this rank
     if (!workers_.failed()) flight.pending->wait_for_readers();
   };
-  workers_.attempt(flight, telling_reasons(part));
+  workers_.attempt(flight, telling_reasons(let_go));
   if (streams_) {
-    streams_->hold_buffers({std::move(flight.flat), std::move(flight.received), std::move(flight.partial)},
-                           streams_->record(streams_->land()));
+    streams_->retain_buffers({std::move(flight.flat), std::move(flight.received), std::move(flight.inner_sums)},
+                             streams_->record(streams_->land()));
   }
   if (workers_.failed()) {
-    abandoned_.insert(abandoned_.end(), {flight.flat, flight.partial});
+    abandoned_.insert(abandoned_.end(), {flight.flat, flight.inner_sums});
     abandoned_.insert(abandoned_.end(), flight.straight.begin(), flight.straight.end());
   }
   flight.sources.clear();
   flight.straight.clear();
   flight.flat.reset();
   flight.received.reset();
-  flight.partial.reset();
+  flight.inner_sums.reset();
 }
 
 }  // namespace zx

@@ -30,13 +30,13 @@ class Flights {
 
   // Waits until all have landed; on an accelerator the current stream does. Throws the first error, now and on every
   // later call. Throws in a forked child, which has no workers.
-  void await_landed();
+  void await_all();
 
   // Waits until at most `most` have not landed, where this may block the host. Returns false if none lands for
   // `patience`.
-  bool await_landings(int64_t most, std::chrono::milliseconds patience) {
+  bool await_all_but(int64_t most, std::chrono::milliseconds patience) {
     const Stopwatch::Lap lap(waited_);
-    return streams_ ? true : workers_.await_landings(most, patience);
+    return streams_ ? true : workers_.await_all_but(most, patience);
   }
   // How long threads have been in there.
   int64_t waited_ns() const { return waited_.total_ns(); }
@@ -45,8 +45,8 @@ class Flights {
   int64_t num_launched() const { return workers_.num_launched(); }
   // Tells what is known to be wrong: the first error, or the buckets that have not landed; empty if nothing is.
   std::string trouble() { return workers_.trouble(); }
-  // For tests of overlap: holds every flight back until await_landed() is called.
-  void set_hold(bool hold) { workers_.set_hold(hold); }
+  // For tests of overlap: holds every flight back until await_all() is called.
+  void hold_back(bool hold) { workers_.hold_back(hold); }
 
   const Reduction& reduction() const { return *reduction_; }
   Streams* streams() { return streams_ ? &*streams_ : nullptr; }  // null on the CPU

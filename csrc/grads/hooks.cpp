@@ -115,7 +115,7 @@ bool Backward::note_gradient(Bucket& bucket, Slot& slot) {
 }
 
 void Backward::keep_pace() {
-  if (flights_->await_landings(kMostUnlanded, kPatience)) return;
+  if (flights_->await_all_but(kMostUnlanded, kPatience)) return;
   const Locked lock(buckets_->mutex);
   pass_.paced = false;
 }

@@ -6,8 +6,8 @@
 
 #include <algorithm>
 
-#include "grads/kept_grads.h"
 #include "grads/local_grad.h"
+#include "grads/mean_grads.h"
 
 namespace zx {
 

@@ -14,12 +14,12 @@
 
 namespace zx {
 
-class KeptGrads;
+class MeanGrads;
 struct Taken;
 
 class Packing {
  public:
-  Packing(std::shared_ptr<KeptGrads> grads, std::shared_ptr<Flights> flights)
+  Packing(std::shared_ptr<MeanGrads> grads, std::shared_ptr<Flights> flights)
       : grads_(std::move(grads)), flights_(std::move(flights)) {}
 
   // Notes that the current stream has written a gradient of this bucket.
@@ -32,7 +32,7 @@ class Packing {
  private:
   Taken take(const Bucket& bucket, Slot& slot, bool empty, std::string& refusal, const Locked& lock) const;
 
-  std::shared_ptr<KeptGrads> grads_;
+  std::shared_ptr<MeanGrads> grads_;
   std::shared_ptr<Flights> flights_;
 };
 

@@ -23,11 +23,11 @@ class Keeping final : public Summing {
     read_flags(flight, messages);
     Landed& landed = bucket.landed;
     if (!flight.adds && !landed.keeps_shard) {  // model.zero_grad() leaves this to us
-      landed.pieces.clear();
+      landed.by_part.clear();
       landed.shard.reset();
     }
-    if (landed.holds) join_pieces(bucket);
-    const bool accumulate = std::exchange(landed.holds, true) && landed.shard.defined();
+    if (landed.has_gradient) put_together(bucket);
+    const bool accumulate = std::exchange(landed.has_gradient, true) && landed.shard.defined();
     if (accumulate || landed.keeps_shard || bucket.landed.divisor != 1.0) {
       sum(flight, messages, accumulate);
     } else {
@@ -47,7 +47,7 @@ class Keeping final : public Summing {
     if (bucket.num_straight == 0) {
       landed.shard = std::move(own.back());  // everything was packed
     } else {
-      landed.pieces = std::move(own);
+      landed.by_part = std::move(own);
     }
   }
 };

@@ -25,7 +25,7 @@ void check_arguments(const Verdict& verdict) {
 
 }  // namespace
 
-Settlement::Settlement(Line control, std::shared_ptr<Buckets> buckets, std::shared_ptr<KeptGrads> grads,
+Settlement::Settlement(Line control, std::shared_ptr<Buckets> buckets, std::shared_ptr<MeanGrads> grads,
                        std::shared_ptr<Backward> backward, std::shared_ptr<Flights> flights,
                        std::shared_ptr<Params> params)
     : buckets_(std::move(buckets)),
@@ -36,7 +36,7 @@ Settlement::Settlement(Line control, std::shared_ptr<Buckets> buckets, std::shar
       agreement_(std::move(control), [flights = flights_] { return flights->trouble(); }) {}
 
 // A rank that is behind the others launches as often as they did, so that every message finds its partner.
-void Settlement::join(const Verdict& verdict, bool empty) {
+void Settlement::catch_up(const Verdict& verdict, bool empty) {
   const int64_t inner = verdict[Said::inner_rounds].least == kNoBackward ? 0 : verdict[Said::inner_rounds].least;
   for (int64_t round = backward_->progress().rounds.all; round < verdict[Said::rounds].most; ++round) {
     backward_->launch_round(empty, /*stays_inner=*/round < inner);
@@ -46,7 +46,7 @@ void Settlement::join(const Verdict& verdict, bool empty) {
 // Called when something went wrong that all ranks know of. Afterwards ranks are in step again, and zero_grad() drops
 // what landed.
 void Settlement::abandon(const Verdict& verdict) {
-  join(verdict, /*empty=*/true);
+  catch_up(verdict, /*empty=*/true);
   backward_->start_over();
   grads_->start_over(/*is_step=*/false);
 }
@@ -136,7 +136,7 @@ Statement Settlement::statement(const Call& call) {
           .proposes = params_->proposes_order(),
           .with_grad = std::move(seen.with_grad),
           .placements = std::move(seen.placements),
-          .note = note_};
+          .remark = remark_};
 }
 
 // One exchange of statements. Afterwards ranks have launched the same rounds.
@@ -149,7 +149,7 @@ Verdict Settlement::meet(const Call& call) {
   }
   settled_.scaled = verdict[Said::scaled].most > 0;
   settled_.with_grad = verdict.with_grad;
-  settled_.notes = verdict.notes;
+  settled_.remarks = verdict.remarks;
   check(verdict);
   const bool followed = verdict[Said::meeting].least == static_cast<int64_t>(Meeting::follow);
   backward_->set_followed(followed);
@@ -157,7 +157,7 @@ Verdict Settlement::meet(const Call& call) {
   if (call.meeting == Meeting::follow && verdict[Said::zeroed].most > 0 && !was_zeroed) {
     grads_->zero(/*set_to_none=*/true, backward_->progress().rounds.all);
   }
-  join(verdict, /*empty=*/false);
+  catch_up(verdict, /*empty=*/false);
   grads_->complete(verdict[Said::rounds].most, agreement_);
   return verdict;
 }
@@ -198,7 +198,7 @@ Outcome Settlement::settle(const Call& call) {
 void Settlement::finish(const Verdict& verdict, Meeting meeting) {
   // 3. What no flight took leaves, and the caller waits for all that is on its way.
   send_rest(verdict);
-  flights_->await_landed();
+  flights_->await_all();
   // 4. The next backward begins anew.
   const bool is_step = meeting == Meeting::step;
   if (is_step) agreement_.step_begun();
@@ -213,7 +213,7 @@ void Settlement::send_rest(const Verdict& verdict) {
     grads_->send_rest(agreement_, [this] { backward_->launch_round(/*empty=*/false); });
     grads_->complete(backward_->progress().rounds.all, agreement_);
   } else if (verdict[Said::changed].most > 0) {
-    flights_->await_landed();
+    flights_->await_all();
     grads_->exchange_changes(agreement_);
   }
 }
@@ -247,14 +247,14 @@ void Settlement::learn_order() {
   if (is_learned) backward_->set_order(std::move(told));
 }
 
-void Settlement::set_note(std::vector<int64_t> note) {
+void Settlement::set_remark(std::vector<int64_t> remark) {
   const std::lock_guard lock(mutex_);
-  note_ = std::move(note);
+  remark_ = std::move(remark);
 }
 
-std::vector<int64_t> Settlement::notes() const {
+std::vector<int64_t> Settlement::remarks() const {
   const std::lock_guard lock(mutex_);
-  return settled_.notes;
+  return settled_.remarks;
 }
 
 bool Settlement::holds_scaled() const {

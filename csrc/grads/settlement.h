@@ -12,7 +12,7 @@
 #include "grads/agreement.h"
 #include "grads/backward.h"
 #include "grads/flights.h"
-#include "grads/kept_grads.h"
+#include "grads/mean_grads.h"
 #include "params/params.h"
 #include "workers/stopwatch.h"
 
@@ -21,7 +21,7 @@ namespace zx {
 // In a forked child every function that changes or waits for something throws: see Note [Forks].
 class Settlement {
  public:
-  Settlement(Line control, std::shared_ptr<Buckets> buckets, std::shared_ptr<KeptGrads> grads,
+  Settlement(Line control, std::shared_ptr<Buckets> buckets, std::shared_ptr<MeanGrads> grads,
              std::shared_ptr<Backward> backward, std::shared_ptr<Flights> flights, std::shared_ptr<Params> params);
 
   // Collective. Afterwards everything that ranks launched has landed, the same on all ranks, unless the Outcome says
@@ -40,9 +40,9 @@ class Settlement {
 
   // From now on this rank says these numbers where ranks meet: as many on all ranks, who must call this at the same
   // meeting if their count changes.
-  void set_note(std::vector<int64_t> note);
+  void set_remark(std::vector<int64_t> remark);
   // What ranks said so at the last settle(), by rank.
-  std::vector<int64_t> notes() const;
+  std::vector<int64_t> remarks() const;
 
   // Whether, at the last settle(), any rank still held a gradient that mark_scaled() saw.
   bool holds_scaled() const;
@@ -61,7 +61,7 @@ class Settlement {
   Verdict meet(const Call& call);
   void check(const Verdict& verdict);
   void finish(const Verdict& verdict, Meeting meeting);
-  void join(const Verdict& verdict, bool empty);
+  void catch_up(const Verdict& verdict, bool empty);
   void abandon(const Verdict& verdict);
   std::string abandon_with_reason(const Verdict& verdict);
   void send_rest(const Verdict& verdict);
@@ -69,7 +69,7 @@ class Settlement {
 
   mutable ProcessMutex mutex_;  // of all below: see Note [Locks]
   std::shared_ptr<Buckets> buckets_;
-  std::shared_ptr<KeptGrads> grads_;
+  std::shared_ptr<MeanGrads> grads_;
   std::shared_ptr<Backward> backward_;
   std::shared_ptr<Flights> flights_;
   std::shared_ptr<Params> params_;
@@ -77,11 +77,11 @@ class Settlement {
   std::function<void()> before_backward_end_;
   std::atomic<bool> zeroed_ = false;  // this rank called zero(), and has not told
   bool had_gradient_ = false;         // this rank, in this step
-  std::vector<int64_t> note_;
+  std::vector<int64_t> remark_;
   struct {
     bool scaled = false;
     SlotSet with_grad{};
-    std::vector<int64_t> notes{};
+    std::vector<int64_t> remarks{};
   } settled_;  // what the last settle() saw, on any rank
   Stopwatch waited_;
 };

@@ -90,8 +90,8 @@ void ShardedGrads::exchange_changes(Agreement& agreement) {
       const int64_t start = std::max(slot.offset, first);
       const int64_t stop = std::min(slot.offset + slot.numel(), first + bucket->shard_numel);
       if (!bucket->owns_part_of(slot, rank)) continue;
-      if (replaced && bucket->landed.holds) {
-        join_pieces(*bucket);
+      if (replaced && bucket->landed.has_gradient) {
+        put_together(*bucket);
         bucket->landed.shard.narrow(0, start - first, stop - start).zero_();
         bucket->landed.present[segment] = zeroed ? 1 : 0;
         bucket->landed.words.reset();
@@ -104,7 +104,7 @@ void ShardedGrads::exchange_changes(Agreement& agreement) {
 
 at::Tensor ShardedGrads::shard(int64_t index) {
   Bucket& bucket = buckets().at(index);
-  join_pieces(bucket);
+  put_together(bucket);
   return bucket.landed.shard;
 }
 

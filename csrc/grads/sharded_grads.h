@@ -1,14 +1,14 @@
 // Gradients whose mean is sharded: each rank keeps its shard (ZeRO stages 2 and 3).
 #pragma once
 
-#include "grads/kept_grads.h"
+#include "grads/mean_grads.h"
 
 namespace zx {
 
 // See Note [Who holds a gradient].
-class ShardedGrads final : public KeptGrads {
+class ShardedGrads final : public MeanGrads {
  public:
-  using KeptGrads::KeptGrads;
+  using MeanGrads::MeanGrads;
 
   bool precedes_accumulation(const Bucket& /*bucket*/) const override { return true; }
   void before_accumulate(const Bucket& bucket, Slot& slot, const Locked& lock) override;
@@ -17,7 +17,7 @@ class ShardedGrads final : public KeptGrads {
   void exchange_changes(Agreement& agreement) override;
 
   at::Tensor shard(int64_t bucket) override;
-  std::vector<at::Tensor> pieces(int64_t bucket) override { return buckets().at(bucket).landed.pieces; }
+  std::vector<at::Tensor> shard_by_part(int64_t bucket) override { return buckets().at(bucket).landed.by_part; }
   at::Tensor words(int64_t bucket) override { return buckets().at(bucket).landed.words; }
 
  private:

@@ -76,16 +76,16 @@ at::Tensor rows_inside(const at::Tensor& segments, int64_t first, int64_t last, 
 
 bool stay_in_place(const Bucket& bucket) { return bucket.flat.is_cpu() && !bucket.landed.keeps_shard; }
 
-void join_pieces(Bucket& bucket) {
+void put_together(Bucket& bucket) {
   Landed& landed = bucket.landed;
-  if (landed.pieces.empty()) return;
-  landed.shard = at::zeros({bucket.shard_numel}, landed.pieces.back().options());
-  for (size_t i = 0; i < landed.pieces.size(); ++i) {
+  if (landed.by_part.empty()) return;
+  landed.shard = at::zeros({bucket.shard_numel}, landed.by_part.back().options());
+  for (size_t i = 0; i < landed.by_part.size(); ++i) {
     const Part& part = bucket.own.parts[i];
-    landed.shard.narrow(0, part.start, part.numel).copy_(landed.pieces[i]);
-    landed.pieces[i].reset();
+    landed.shard.narrow(0, part.start, part.numel).copy_(landed.by_part[i]);
+    landed.by_part[i].reset();
   }
-  landed.pieces.clear();
+  landed.by_part.clear();
 }
 
 std::vector<Part> parts_of(const Bucket& bucket, int64_t rank, int64_t most) {

@@ -22,16 +22,16 @@ namespace zx {
 
 // Note [Alone, gradients stay where they are]
 // With one rank alone, large gradients are the mean already. On the CPU step() is as fast as memory, and packing them
-// would cost half as much again. So they are kept as the shard's pieces, for step() and norms to read, and are put
-// together only if something is added to them or taken from them. Nothing is written to them: others that hold one
-// would see it. If gradients stay whole (ZeRO stage 1), the mean lies in p.grad on any number of ranks, and is read
-// from there.
+// would cost half as much again. So they are kept as tensors, one for each part of the shard, for step() and norms to
+// read, and are put together only if something is added to them or taken from them. Nothing is written to them: others
+// that hold one would see it. If gradients stay whole (ZeRO stage 1), the mean lies in p.grad on any number of ranks,
+// and is read from there.
 
 // Whether, with one rank alone, the bucket's straight slots stay where they are.
 bool stay_in_place(const Bucket& bucket);
 
-// Puts together what landed in pieces.
-void join_pieces(Bucket& bucket);
+// Makes one tensor of a shard that landed part by part.
+void put_together(Bucket& bucket);
 
 // The shard's parts, each of at most `most` elements.
 std::vector<Part> parts_of(const Bucket& bucket, int64_t rank, int64_t most);

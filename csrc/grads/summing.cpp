@@ -34,7 +34,7 @@ void Summing::land(Flight& flight) {
   const auto messages = messages_of(flight);
   read_flags(flight, messages);
   Landed& landed = bucket.landed;
-  const bool accumulate = std::exchange(landed.holds, true) && landed.shard.defined();
+  const bool accumulate = std::exchange(landed.has_gradient, true) && landed.shard.defined();
   sum(flight, messages, accumulate);
 }
 

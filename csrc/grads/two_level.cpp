@@ -73,24 +73,24 @@ class TwoLevelSumming final : public Summing {
     auto& pending = static_cast<BothPending&>(*flight.pending);
     // Sums are not rounded before the last one.
     const auto wide = flight.flat.options().dtype(at::promoteTypes(bucket.wire_dtype, at::kFloat));
-    flight.partial = at::empty({outer_->world() * bucket.slice_numel()}, wide);
-    add_up(*inner_, pending.inner(), flight.flat, flight.received, flight.partial);
+    flight.inner_sums = at::empty({outer_->world() * bucket.slice_numel()}, wide);
+    add_up(*inner_, pending.inner(), flight.flat, flight.received, flight.inner_sums);
     at::Tensor& left = flight.bucket->landed.left;
     if (left.defined()) {
-      drop_replaced(bucket, left, flight.partial);
-      flight.partial.add_(left);
+      drop_replaced(bucket, left, flight.inner_sums);
+      flight.inner_sums.add_(left);
       left.reset();
     }
     if (flight.stays_inner) {
-      left = std::move(flight.partial);
+      left = std::move(flight.inner_sums);
       return;
     }
     at::Tensor received = at::empty({outer_->num_received() * bucket.slice_numel()}, wide);
-    auto outer = outer_->scatter(flight.partial, received);
+    auto outer = outer_->scatter(flight.inner_sums, received);
     pending.set_outer(outer);
     outer->wait();
     at::Tensor total = at::empty({bucket.slice_numel()}, wide);
-    add_up(*outer_, *outer, flight.partial, received, total);
+    add_up(*outer_, *outer, flight.inner_sums, received, total);
     take(flight, std::move(total));
   }
 
@@ -152,7 +152,7 @@ class TwoLevelSumming final : public Summing {
     Landed& landed = flight.bucket->landed;
     const AllMessages messages{{std::move(total)}};
     read_flags(flight, messages);
-    const bool accumulate = std::exchange(landed.holds, true) && landed.shard.defined();
+    const bool accumulate = std::exchange(landed.has_gradient, true) && landed.shard.defined();
     if (messages[0][0].scalar_type() == bucket.wire_dtype) {
       sum(flight, messages, accumulate);
       return;

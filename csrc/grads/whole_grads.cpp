@@ -118,7 +118,7 @@ at::Tensor WholeGrads::shard(int64_t index) {
   return bucket.landed.shard;
 }
 
-std::vector<at::Tensor> WholeGrads::pieces(int64_t index) {
+std::vector<at::Tensor> WholeGrads::shard_by_part(int64_t index) {
   const at::AutoDispatchBelowADInplaceOrView no_autograd;
   Bucket& bucket = buckets().at(index);
   if (bucket.num_straight == 0 || !bucket.flat.is_cpu()) return {};
@@ -173,7 +173,7 @@ std::vector<at::Tensor> GatheredGrads::gather_means() {
     const auto options = bucket->flat.options().dtype(bucket->grad_dtype);
     at::Tensor flat = at::empty({bucket->team.world * bucket->shard_numel}, options);
     at::Tensor own = flat.narrow(0, bucket->team.rank * bucket->shard_numel, bucket->shard_numel);
-    join_pieces(*bucket);
+    put_together(*bucket);
     if (bucket->landed.shard.defined()) {
       own.copy_(bucket->landed.shard);
     } else {
@@ -190,7 +190,7 @@ std::vector<at::Tensor> GatheredGrads::gather_means() {
 void GatheredGrads::complete(int64_t rounds, Agreement& agreement) {
   if (gathered_ == rounds) return;
   gathered_ = rounds;
-  flights().await_landed();
+  flights().await_all();
   const at::AutoDispatchBelowADInplaceOrView no_autograd;
   const std::vector<uint8_t> present = told_in_teams(who_has_grads(), 1, agreement);
   const std::vector<at::Tensor> whole = gather_means();

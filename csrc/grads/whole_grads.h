@@ -2,14 +2,14 @@
 // user's changes to it count.
 #pragma once
 
-#include "grads/kept_grads.h"
+#include "grads/mean_grads.h"
 
 namespace zx {
 
 // p.grad is the mean, as it is.
-class WholeGrads : public KeptGrads {
+class WholeGrads : public MeanGrads {
  public:
-  using KeptGrads::KeptGrads;
+  using MeanGrads::MeanGrads;
 
   bool sends() const override { return false; }
   Taken take(const Bucket& bucket, Slot& slot, const at::Tensor& local, const Locked& lock) override;
@@ -18,7 +18,7 @@ class WholeGrads : public KeptGrads {
 
   // Packed from p.grad anew at each call.
   at::Tensor shard(int64_t bucket) override;
-  std::vector<at::Tensor> pieces(int64_t bucket) override;
+  std::vector<at::Tensor> shard_by_part(int64_t bucket) override;
 
  protected:
   // Whether p.grad of this slot has to be sent before the update.

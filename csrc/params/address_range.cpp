@@ -199,7 +199,7 @@ void AddressRange::pull(const at::Tensor& /*mapped*/, size_t /*start*/) {
   TORCH_INTERNAL_ASSERT(false, "a host's shards are read by their addresses");
 }
 
-void AddressRange::spoil(Bytes own) {
+void AddressRange::spoil(ByteSpan own) {
   if (!has_memory_) return;
   std::memset(data(), 0xff, own.start);
   std::memset(data() + own.stop, 0xff, bytes_ - own.stop);

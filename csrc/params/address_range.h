@@ -86,10 +86,10 @@ class AddressRange final : public Room, public std::enable_shared_from_this<Addr
   void let_write(bool may) override;
   void restore_in_child() override;
   Inbox inbox() override { return {.data = data()}; }
-  void take_in(const Inbox& /*inbox*/, const std::vector<Bytes>& /*parts*/) override {}
+  void take_in(const Inbox& /*inbox*/, const std::vector<ByteSpan>& /*spans*/) override {}
   void pull(const at::Tensor& mapped, size_t start) override;
   void await_pulls() override {}
-  void spoil(Bytes own) override;
+  void spoil(ByteSpan own) override;
   void take_shard(const at::Tensor& shard, size_t own) override;
   void store_shard(const at::Tensor& shard, size_t own) override;
   at::Tensor served(const at::Tensor& shard) const override { return shard; }

@@ -21,7 +21,7 @@ std::mutex& addresses() {
   return *one;
 }
 
-at::Tensor part(const at::Tensor& bytes, Room::Bytes which) {
+at::Tensor bytes_in(const at::Tensor& bytes, Room::ByteSpan which) {
   return bytes.narrow(0, static_cast<int64_t>(which.start), static_cast<int64_t>(which.stop - which.start));
 }
 
@@ -204,11 +204,11 @@ Room::Inbox DeviceRoom::inbox() {
   return {static_cast<char*>(kept.mutable_data_ptr()), kept};
 }
 
-void DeviceRoom::take_in(const Inbox& inbox, const std::vector<Bytes>& parts) {
+void DeviceRoom::take_in(const Inbox& inbox, const std::vector<ByteSpan>& spans) {
   const std::lock_guard lock(mutex_);
   const UnseenOn on_fetches(fetches_);
   await_readers();
-  for (const Bytes& each : parts) part(memory_, each).copy_(part(inbox.kept, each), /*non_blocking=*/true);
+  for (const ByteSpan& each : spans) bytes_in(memory_, each).copy_(bytes_in(inbox.memory, each), /*non_blocking=*/true);
   note_arrival();
 }
 
@@ -217,7 +217,7 @@ void DeviceRoom::pull(const at::Tensor& mapped, size_t start) {
   const UnseenOn on_fetches(fetches_);
   await_readers();
   arrival_.follows_pulls = true;  // also if what follows throws
-  part(memory_, {start, start + mapped.nbytes()}).copy_(mapped, /*non_blocking=*/true);
+  bytes_in(memory_, {start, start + mapped.nbytes()}).copy_(mapped, /*non_blocking=*/true);
   note_arrival();
 }
 
@@ -228,12 +228,12 @@ void DeviceRoom::await_pulls() {
   arrival_.follows_pulls = false;
 }
 
-void DeviceRoom::spoil(Bytes own) {
+void DeviceRoom::spoil(ByteSpan own) {
   const std::lock_guard lock(mutex_);
   if (!memory_.defined()) return;
   const UnseenOn on_fetches(fetches_);
   await_readers();
-  for (const Bytes& each : {Bytes{0, own.start}, Bytes{own.stop, bytes_}}) part(memory_, each).fill_(0xff);
+  for (const ByteSpan& each : {ByteSpan{0, own.start}, ByteSpan{own.stop, bytes_}}) bytes_in(memory_, each).fill_(0xff);
   note_arrival();
 }
 
@@ -241,7 +241,7 @@ void DeviceRoom::take_shard(const at::Tensor& shard, size_t own) {
   const std::lock_guard lock(mutex_);
   const UnseenOn on_fetches(fetches_);
   await_readers();
-  part(memory_, {own, own + shard.nbytes()}).copy_(shard.view(at::kByte), /*non_blocking=*/true);
+  bytes_in(memory_, {own, own + shard.nbytes()}).copy_(shard.view(at::kByte), /*non_blocking=*/true);
   note_arrival();
 }
 
@@ -249,7 +249,7 @@ void DeviceRoom::take_shard(const at::Tensor& shard, size_t own) {
 void DeviceRoom::store_shard(const at::Tensor& shard, size_t own) {
   const std::lock_guard lock(mutex_);
   const Unseen unseen;
-  shard.view(at::kByte).copy_(part(memory_, {own, own + shard.nbytes()}), /*non_blocking=*/true);
+  shard.view(at::kByte).copy_(bytes_in(memory_, {own, own + shard.nbytes()}), /*non_blocking=*/true);
 }
 
 at::Tensor DeviceRoom::served(const at::Tensor& shard) const {

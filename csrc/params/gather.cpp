@@ -70,11 +70,11 @@ void Gather::receive() {
   const at::AutoDispatchBelowADInplaceOrView no_autograd;
   const ReadGuard::Pause ours;
   error_ = error_of([this] { pending_->wait(); });
-  if (progress_ == Progress::on_its_way) progress_ = Progress::taken_in;
+  if (arrival_ == Arrival::on_its_way) arrival_ = Arrival::taken_in;
 }
 
 void Gather::check_arrived() const {
-  if (progress_ == Progress::on_its_way) {
+  if (arrival_ == Arrival::on_its_way) {
     fail("they were on their way when this process was forked. Call optimizer.synchronize() before such a fork");
   }
   if (!error_.empty()) fail(error_);
@@ -85,7 +85,7 @@ void Gather::give() {
   take_in();  // other ranks may be waiting for this rank to read theirs
   std::call_once(given_once_, [this] {
     given_error_ = error_.empty() ? error_of([this] { pending_->wait_for_readers(); }) : error_;
-    progress_ = Progress::given;
+    arrival_ = Arrival::given;
   });
 }
 

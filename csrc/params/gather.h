@@ -56,8 +56,8 @@ class Gather {
 
   int64_t first_wait() const { return first_wait_; }  // 0 before the first wait; a later wait has a larger number
   bool on_host() const { return flat_.device().is_cpu(); }
-  bool has_arrived() const { return on_host() && progress_ != Progress::on_its_way && error_.empty(); }
-  bool is_over() const { return on_host() && first_wait_ != 0 && progress_ == Progress::given; }
+  bool has_arrived() const { return on_host() && arrival_ != Arrival::on_its_way && error_.empty(); }
+  bool is_over() const { return on_host() && first_wait_ != 0 && arrival_ == Arrival::given; }
 
  private:
   void receive();
@@ -72,8 +72,8 @@ class Gather {
   std::string error_;
   std::once_flag given_once_;
   std::string given_error_;
-  enum class Progress { on_its_way, taken_in, given };
-  std::atomic<Progress> progress_{Progress::on_its_way};
+  enum class Arrival { on_its_way, taken_in, given };
+  std::atomic<Arrival> arrival_{Arrival::on_its_way};
   std::atomic<int64_t> first_wait_{0};
   std::mutex mutex_;                 // on an accelerator: of `waited_`, and of `error_`
   std::vector<c10::Stream> waited_;  // streams that have waited for the arrival

@@ -36,7 +36,7 @@ class Waits final : public ReadGuard::Watcher {
   }
 
   // These waits are not known to be uses: reads that are shown later tell in which order gathers are needed.
-  void before_hidden_reads(const char* /*reader*/, ReadGuard::Keeps& /*keeps*/) override {
+  void before_hidden_reads(const char* /*reader*/, ReadGuard::Pins& /*pins*/) override {
     for (const auto& gather : gathers_) {
       if (may_wait_for(*gather) && wait_for(*gather, /*is_use=*/false) && gather->on_host()) gather->give();
     }
@@ -122,7 +122,7 @@ Gathers::All Gathers::under_way() const {
 }
 
 void Gathers::in_background(void (Gather::*what)(), const std::shared_ptr<Gather>& gather) {
-  if (gather->on_host() && !hold_) worker_.post([what, gather] { ((*gather).*what)(); });
+  if (gather->on_host() && !is_held_back_) worker_.post([what, gather] { ((*gather).*what)(); });
 }
 
 void Gathers::start(const std::shared_ptr<Bucket>& bucket, at::Tensor flat, Exchange& exchange, bool background) {

@@ -49,7 +49,7 @@ class Gathers {
   int64_t waited_ns() const { return waited_->total_ns(); }
 
   // For tests of overlap: nothing arrives until something waits for it.
-  void set_hold(bool hold) { hold_ = hold; }
+  void hold_back(bool hold) { is_held_back_ = hold; }
 
  private:
   using All = std::vector<std::shared_ptr<Gather>>;
@@ -58,7 +58,7 @@ class Gathers {
 
   Process process_;
   GatherNames names_;
-  bool hold_ = false;
+  bool is_held_back_ = false;
   const std::shared_ptr<Stopwatch> waited_ = std::make_shared<Stopwatch>();  // the guard may live longer
   mutable std::mutex mutex_;                                                 // of the next two
   All under_way_;                                                            // in the order of their start

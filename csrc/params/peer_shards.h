@@ -40,7 +40,7 @@ namespace zx {
 // A rank that does not come is named after the timeout.
 //
 // On a mesh (replicate, shard) parameters are sharded over the shard axis only: of each bucket a rank keeps all the
-// slices of its line of owners (see Note [Two levels] in csrc/exchange/two_level_exchange.h), 1/G of it, and "shard"
+// slices of its column of owners (see Note [Two levels] in csrc/exchange/two_level_exchange.h), 1/G of it, and "shard"
 // and "rank" mean that part and the ranks of its own shard axis wherever parameters are read. In step() each rank
 // writes its slice of that part, and gets the others along the replicate axis before its stamp says that the part is
 // written (zerox/flow/residency.py).

@@ -153,37 +153,37 @@ bool writes(const at::RecordFunction& function, size_t argument, bool if_unknown
   return result;
 }
 
-// What is kept for an operator, for as long as it runs.
+// What is pinned for an operator, for as long as it runs.
 class Running final : public at::ObserverContext {
  public:
   // Also called if the operator throws.
   ~Running() override {
-    if (kept_.empty()) return;
+    if (pinned_.empty()) return;
     const ReadGuard::Pause pause;
-    for (const auto& [watcher, keeps] : kept_) watcher->after_operator(keeps);
+    for (const auto& [watcher, pins] : pinned_) watcher->after_operator(pins);
   }
 
   // Where torch's own operators write, a version tells. Other people's kernels often write without.
   void note_writes(const at::RecordFunction& function) {
     const bool tells = is_torchs_own(function.name());
-    for (auto& [watcher, keeps] : kept_) {
-      for (ReadGuard::Kept& kept : keeps) {
-        const bool is_new = kept.version.enabled() && kept.version.current_version() != kept.version_before;
-        kept.was_written = kept.may_write && (is_new || !tells);
+    for (auto& [watcher, pins] : pinned_) {
+      for (ReadGuard::Pin& pin : pins) {
+        const bool is_new = pin.version.enabled() && pin.version.current_version() != pin.version_before;
+        pin.was_written = pin.may_write && (is_new || !tells);
       }
     }
   }
 
   void open_region(const char* name) { region_ = std::make_unique<Region>(name); }
   const Region* region() const { return region_.get(); }
-  void keep(std::shared_ptr<ReadGuard::Watcher> watcher, ReadGuard::Keeps keeps) {
-    kept_.emplace_back(std::move(watcher), std::move(keeps));
+  void pin(std::shared_ptr<ReadGuard::Watcher> watcher, ReadGuard::Pins pins) {
+    pinned_.emplace_back(std::move(watcher), std::move(pins));
   }
-  bool is_needed() const { return region_ != nullptr || !kept_.empty(); }
+  bool is_needed() const { return region_ != nullptr || !pinned_.empty(); }
 
  private:
   std::unique_ptr<Region> region_;
-  c10::SmallVector<std::pair<std::shared_ptr<ReadGuard::Watcher>, ReadGuard::Keeps>, 1> kept_;
+  c10::SmallVector<std::pair<std::shared_ptr<ReadGuard::Watcher>, ReadGuard::Pins>, 1> pinned_;
 };
 
 // Removes the callback if no watcher is left: operators then cost what they did without a guard.
@@ -224,11 +224,11 @@ bool is_python_function(const char* name) { return std::strchr(name, ':') == nul
 std::unique_ptr<at::ObserverContext> before_backward(const at::RecordFunction& function, const Watchers& watchers) {
   std::unique_ptr<Running> running;
   for (const auto& watcher : watchers) {
-    ReadGuard::Keeps keeps;
-    watcher->before_backward_of({function.name(), function.forwardThreadId(), function.seqNr()}, keeps);
-    if (keeps.empty()) continue;
+    ReadGuard::Pins pins;
+    watcher->before_backward_of({function.name(), function.forwardThreadId(), function.seqNr()}, pins);
+    if (pins.empty()) continue;
     if (!running) running = std::make_unique<Running>();
-    running->keep(watcher, std::move(keeps));
+    running->pin(watcher, std::move(pins));
   }
   return running;
 }
@@ -253,20 +253,20 @@ std::unique_ptr<at::ObserverContext> before_operator(const at::RecordFunction& f
   if (std::strcmp(name, kShowsInputs) == 0) Region::note_inputs();
   for (const auto& watcher : watchers) {
     if (!in_python && !watcher->watches_all_threads()) continue;
-    ReadGuard::Keeps keeps;
+    ReadGuard::Pins pins;
     // Called without releasing the GIL: what Dynamo has looked up for the region should stay as it is.
     if (running && running->region() != nullptr && running->region()->hides_reads()) {
-      watcher->before_hidden_reads(name, keeps);
+      watcher->before_hidden_reads(name, pins);
     }
     const auto inputs = function.inputs();
-    for (size_t i = 0; i < inputs.size(); ++i) look_at(inputs[i], {function, i, keeps}, *watcher);
+    for (size_t i = 0; i < inputs.size(); ++i) look_at(inputs[i], {function, i, pins}, *watcher);
     if (watcher->has_seen_enough()) remove(watcher);
-    if (keeps.empty()) continue;
+    if (pins.empty()) continue;
     if (is_python_function(name)) {
-      watcher->before_function({name, at::RecordFunction::currentThreadId(), function.seqNr()}, keeps);
+      watcher->before_function({name, at::RecordFunction::currentThreadId(), function.seqNr()}, pins);
     }
     make_running();
-    running->keep(watcher, std::move(keeps));
+    running->pin(watcher, std::move(pins));
   }
   return running;
 }
@@ -299,16 +299,16 @@ void ReadGuard::before_fork() {
   for (const auto& watcher : watchers) watcher->before_fork();
 }
 
-bool ReadGuard::Use::keep(int64_t what, const at::Tensor& tensor, bool to_read) const {
+bool ReadGuard::Use::pin(int64_t what, const at::Tensor& tensor, bool to_read) const {
   const c10::TensorImpl* impl = tensor.unsafeGetTensorImpl();
   const bool has_version = !tensor.is_inference() && impl->version_counter().enabled();
   const bool is_writer = !to_read && writes(function_, argument_, /*if_unknown=*/false);
-  Kept kept{.what = what, .may_write = is_writer};
+  Pin pin{.what = what, .may_write = is_writer};
   if (has_version) {
-    kept.version = impl->version_counter();
-    kept.version_before = kept.version.current_version();
+    pin.version = impl->version_counter();
+    pin.version_before = pin.version.current_version();
   }
-  keeps_.push_back(std::move(kept));
+  pins_.push_back(std::move(pin));
   return is_writer;
 }
 

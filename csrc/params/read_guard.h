@@ -33,30 +33,30 @@ namespace zx {
 class ReadGuard {
  public:
   // What an operator uses of a watcher's, from before it runs until it is over.
-  struct Kept {
+  struct Pin {
     int64_t what;                                                  // as the watcher likes
     c10::VariableVersion version{c10::VariableVersion::DISABLED};  // of the tensor through which it is used
     uint32_t version_before = 0;
     bool may_write = false;    // as the operator says; a function in Python says nothing, and its operators do
     bool was_written = false;  // told when the operator is over
   };
-  using Keeps = c10::SmallVector<Kept, 2>;
+  using Pins = c10::SmallVector<Pin, 2>;
 
   // One argument of an operator that is about to run.
   class Use {
    public:
-    Use(const at::RecordFunction& function, size_t argument, Keeps& keeps)
-        : function_(function), argument_(argument), keeps_(keeps) {}
+    Use(const at::RecordFunction& function, size_t argument, Pins& pins)
+        : function_(function), argument_(argument), pins_(pins) {}
     const char* name() const { return function_.name(); }
     bool is_write() const;  // slow, unless the operator is one of torch's own
     // The watcher's after_operator() will be called with this. Returns whether the operator may write it; not
     // `to_read`.
-    bool keep(int64_t what, const at::Tensor& tensor, bool to_read) const;
+    bool pin(int64_t what, const at::Tensor& tensor, bool to_read) const;
 
    private:
     const at::RecordFunction& function_;
     size_t argument_;
-    Keeps& keeps_;
+    Pins& pins_;
   };
 
   // A call of an autograd function that is written in Python: its backward has the same number, of the same thread.
@@ -71,12 +71,12 @@ class ReadGuard {
    public:
     virtual ~Watcher() = default;
     virtual void before_read(const at::Tensor& tensor, const Use& use) = 0;
-    virtual void before_hidden_reads(const char* reader, Keeps& keeps) = 0;  // and hidden writes, of any memory
+    virtual void before_hidden_reads(const char* reader, Pins& pins) = 0;  // and hidden writes, of any memory
     virtual bool has_seen_enough() const = 0;
-    // For a watcher that keeps what is used: called by the same thread, also if the operator throws.
-    virtual void after_operator(const Keeps& /*keeps*/) {}
-    virtual void before_function(const PythonFunction& /*function*/, const Keeps& /*reads*/) {}
-    virtual void before_backward_of(const PythonFunction& /*function*/, Keeps& /*keeps*/) {}
+    // For a watcher that pins what is used: called by the same thread, also if the operator throws.
+    virtual void after_operator(const Pins& /*pins*/) {}
+    virtual void before_function(const PythonFunction& /*function*/, const Pins& /*reads*/) {}
+    virtual void before_backward_of(const PythonFunction& /*function*/, Pins& /*pins*/) {}
     // Whether it wants to know of other threads' operators than Python's.
     virtual bool watches_all_threads() const { return false; }
     // See Note [Forks].

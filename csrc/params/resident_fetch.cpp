@@ -9,24 +9,24 @@
 
 namespace zx {
 
-Room::Bytes Residents::part_of(const ShardedBucket& sharded, int rank) const {
+Room::ByteSpan Residents::span_of(const ShardedBucket& sharded, int rank) const {
   const size_t bytes = sharded.shard.nbytes();
   return {rank * bytes, (rank + 1) * bytes};
 }
 
-// Where the shards come that are not mapped; those of ranks in a row are one part.
-std::vector<Room::Bytes> Residents::parts_through_host(const ShardedBucket& sharded) const {
-  std::vector<Room::Bytes> parts;
+// Where the shards come that are not mapped; those of ranks in a row are one span.
+std::vector<Room::ByteSpan> Residents::spans_through_host(const ShardedBucket& sharded) const {
+  std::vector<Room::ByteSpan> spans;
   for (int rank = 0; rank < peers_->num_holders(); ++rank) {
     if (rank == peers_->rank() || sharded.places.at(rank).mapped.defined()) continue;
-    const Room::Bytes part = part_of(sharded, rank);
-    if (!parts.empty() && parts.back().stop == part.start) {
-      parts.back().stop = part.stop;
+    const Room::ByteSpan span = span_of(sharded, rank);
+    if (!spans.empty() && spans.back().stop == span.start) {
+      spans.back().stop = span.stop;
     } else {
-      parts.push_back(part);
+      spans.push_back(span);
     }
   }
-  return parts;
+  return spans;
 }
 
 // Without the lock. An error leaves NaN behind, so that nobody takes what is there for parameters.
@@ -39,17 +39,17 @@ std::string Residents::fetch(ShardedBucket& sharded, bool memory_too, bool own_t
     } else {
       room.let_write(true);
     }
-    if (own_too) room.take_shard(sharded.shard, own_part(sharded).start);
+    if (own_too) room.take_shard(sharded.shard, own_span(sharded).start);
     const std::string known = given_up();
     TORCH_CHECK(known.empty(), known);
-    const auto through_host = parts_through_host(sharded);
+    const auto through_host = spans_through_host(sharded);
     const Room::Inbox inbox = through_host.empty() ? Room::Inbox() : room.inbox();
-    const auto pull = [&](int rank, const at::Tensor& mapped) { room.pull(mapped, part_of(sharded, rank).start); };
+    const auto pull = [&](int rank, const at::Tensor& mapped) { room.pull(mapped, span_of(sharded, rank).start); };
     peers_->fetch({.bucket = sharded.index, .version = sharded.version, .stored = sharded.written, .wants_shard = true},
                   sharded.places, {inbox.data, sharded.shard.nbytes(), pull});
     if (!through_host.empty()) room.take_in(inbox, through_host);
   } catch (const std::exception& error) {
-    room.spoil(own_part(sharded));
+    room.spoil(own_span(sharded));
     return "zerox: the parameters of " + sharded.name + " did not arrive from all ranks: " + reason_of(error);
   }
   return "";

@@ -130,18 +130,18 @@ void Residents::before_read(const at::Tensor& tensor, const ReadGuard::Use& use)
   if (bucket < 0 || std::strcmp(use.name(), kReadsNoValue) == 0) return;
   pin_here(bucket, use.name());
   const bool is_collective = std::strncmp(use.name(), kCollective, sizeof(kCollective) - 1) == 0;
-  if (use.keep(bucket, tensor, /*to_read=*/is_collective)) let_write(bucket);
+  if (use.pin(bucket, tensor, /*to_read=*/is_collective)) let_write(bucket);
   if (is_collective) refuse_collective(*buckets_[bucket]);
 }
 
-void Residents::before_hidden_reads(const char* reader, ReadGuard::Keeps& keeps) {
+void Residents::before_hidden_reads(const char* reader, ReadGuard::Pins& pins) {
   if (!rooms_.on_accelerator()) return;
   size_t count = 0;
   {
     const std::lock_guard lock(mutex_);
     if (!now_.forgotten) count = buckets_.size();
   }
-  for (size_t bucket = 0; bucket < count; ++bucket) pin_for(static_cast<int64_t>(bucket), reader, keeps);
+  for (size_t bucket = 0; bucket < count; ++bucket) pin_for(static_cast<int64_t>(bucket), reader, pins);
 }
 
 // For an operator that this thread is in, on its current stream. A bucket without a room: the optimizer was deleted.
@@ -153,29 +153,29 @@ void Residents::pin_here(int64_t bucket, const char* reader) {
   if (buckets_[bucket]->room != nullptr) buckets_[bucket]->room->begin_use();
 }
 
-void Residents::before_function(const ReadGuard::PythonFunction& function, const ReadGuard::Keeps& reads) {
+void Residents::before_function(const ReadGuard::PythonFunction& function, const ReadGuard::Pins& reads) {
   if (!process_.is_this()) return;
   std::vector<int64_t> buckets;
-  for (const auto& kept : reads) buckets.push_back(kept.what);
+  for (const auto& pin : reads) buckets.push_back(pin.what);
   std::sort(buckets.begin(), buckets.end());
   buckets.erase(std::unique(buckets.begin(), buckets.end()), buckets.end());
   const std::lock_guard lock(mutex_);
   past_.functions.note(function.name, {function.thread, function.number}, std::move(buckets));
 }
 
-void Residents::before_backward_of(const ReadGuard::PythonFunction& function, ReadGuard::Keeps& keeps) {
+void Residents::before_backward_of(const ReadGuard::PythonFunction& function, ReadGuard::Pins& pins) {
   std::vector<int64_t> buckets;
   if (process_.is_this()) {
     const std::lock_guard lock(mutex_);
     buckets = past_.functions.read_by(function.name, {function.thread, function.number});
   }
-  for (const int64_t bucket : buckets) pin_for(bucket, function.name.c_str(), keeps);
+  for (const int64_t bucket : buckets) pin_for(bucket, function.name.c_str(), pins);
 }
 
 // For a reader that does not say whether it writes.
-void Residents::pin_for(int64_t bucket, const char* reader, ReadGuard::Keeps& keeps) {
+void Residents::pin_for(int64_t bucket, const char* reader, ReadGuard::Pins& pins) {
   pin_here(bucket, reader);
-  keeps.push_back({.what = bucket});
+  pins.push_back({.what = bucket});
 }
 
 void Residents::pin(int64_t bucket, const char* reader) {
@@ -278,22 +278,22 @@ std::string Residents::take_failure() {
 
 // ---- the end of an operator
 
-void Residents::after_operator(const ReadGuard::Keeps& keeps) {
+void Residents::after_operator(const ReadGuard::Pins& pins) {
   if (!process_.is_this()) return;
   std::vector<int64_t> written;
-  for (const auto& kept : keeps) {
-    if (kept.was_written) written.push_back(kept.what);
+  for (const auto& pin : pins) {
+    if (pin.was_written) written.push_back(pin.what);
   }
   std::sort(written.begin(), written.end());
   written.erase(std::unique(written.begin(), written.end()), written.end());
   if (!written.empty()) take_over(written);
-  for (const auto& kept : keeps) unpin_here(this, kept.what);
+  for (const auto& pin : pins) unpin_here(this, pin.what);
   const std::lock_guard lock(mutex_);
-  for (const auto& kept : keeps) {
-    ShardedBucket& sharded = *buckets_[kept.what];
+  for (const auto& pin : pins) {
+    ShardedBucket& sharded = *buckets_[pin.what];
     if (sharded.room != nullptr) sharded.room->end_use();
     --sharded.pins;
-    if (kept.may_write && --sharded.writers == 0 && now_.whole == 0 && !now_.forgotten &&
+    if (pin.may_write && --sharded.writers == 0 && now_.whole == 0 && !now_.forgotten &&
         sharded.state == State::resident) {
       sharded.room->let_write(false);
     }

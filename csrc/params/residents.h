@@ -118,10 +118,10 @@ class Residents final : public ReadGuard::Watcher, public FaultReader {
 
   void before_read(const at::Tensor& tensor, const ReadGuard::Use& use) override;
   // On a host they fault, see Note [Reads that nothing announces], and so do hidden writes. Elsewhere all are fetched.
-  void before_hidden_reads(const char* reader, ReadGuard::Keeps& keeps) override;
-  void before_function(const ReadGuard::PythonFunction& function, const ReadGuard::Keeps& reads) override;
-  void before_backward_of(const ReadGuard::PythonFunction& function, ReadGuard::Keeps& keeps) override;
-  void after_operator(const ReadGuard::Keeps& keeps) override;
+  void before_hidden_reads(const char* reader, ReadGuard::Pins& pins) override;
+  void before_function(const ReadGuard::PythonFunction& function, const ReadGuard::Pins& reads) override;
+  void before_backward_of(const ReadGuard::PythonFunction& function, ReadGuard::Pins& pins) override;
+  void after_operator(const ReadGuard::Pins& pins) override;
   bool has_seen_enough() const override { return false; }
   bool watches_all_threads() const override { return true; }
   void before_fork() override {}
@@ -167,7 +167,7 @@ class Residents final : public ReadGuard::Watcher, public FaultReader {
   int64_t bucket_of(const at::Tensor& tensor) const;
   void pin(int64_t bucket, const char* reader);
   void pin_here(int64_t bucket, const char* reader);
-  void pin_for(int64_t bucket, const char* reader, ReadGuard::Keeps& keeps);
+  void pin_for(int64_t bucket, const char* reader, ReadGuard::Pins& pins);
   void refuse_collective(ShardedBucket& sharded);
   void let_write(int64_t bucket);
   std::string fetch(ShardedBucket& sharded, bool memory_too, bool own_too);
@@ -185,9 +185,9 @@ class Residents final : public ReadGuard::Watcher, public FaultReader {
   bool is_read_by_others() const;
   void take_over(const std::vector<int64_t>& written);
   void store_own(ShardedBucket& sharded);
-  Room::Bytes part_of(const ShardedBucket& sharded, int rank) const;
-  Room::Bytes own_part(const ShardedBucket& sharded) const { return part_of(sharded, peers_->rank()); }
-  std::vector<Room::Bytes> parts_through_host(const ShardedBucket& sharded) const;
+  Room::ByteSpan span_of(const ShardedBucket& sharded, int rank) const;
+  Room::ByteSpan own_span(const ShardedBucket& sharded) const { return span_of(sharded, peers_->rank()); }
+  std::vector<Room::ByteSpan> spans_through_host(const ShardedBucket& sharded) const;
   void await_pulls() const;
   void note_digests();
   void in_child(ShardedBucket& sharded);

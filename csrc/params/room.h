@@ -38,28 +38,28 @@ class Room {
   // Gives it memory full of NaN in a forked child, where other threads' locks may be held for ever.
   virtual void restore_in_child() = 0;
 
-  // A part of it.
-  struct Bytes {
+  // Some of its bytes.
+  struct ByteSpan {
     size_t start;
     size_t stop;
   };
 
-  // Where others' parts are to be put, at their places among `bytes` of the host, and `kept`, what keeps that memory;
+  // Where others' shards are to be put, at their places among `bytes` of the host, and `memory`, which keeps those;
   // then which are there.
   struct Inbox {
     char* data = nullptr;
-    at::Tensor kept{};
+    at::Tensor memory{};
   };
   virtual Inbox inbox() = 0;
-  virtual void take_in(const Inbox& inbox, const std::vector<Bytes>& parts) = 0;
+  virtual void take_in(const Inbox& inbox, const std::vector<ByteSpan>& spans) = 0;
 
   // Copies another rank's shard, which lies in its device's memory, to `start`; and the host waits until no memory of
   // others is read any more. See Note [Shards in a device's memory].
   virtual void pull(const at::Tensor& mapped, size_t start) = 0;
   virtual void await_pulls() = 0;
 
-  // NaN in every dtype, in all but this rank's own part. Nothing if it has no memory.
-  virtual void spoil(Bytes own) = 0;
+  // NaN in every dtype, in all but this rank's own shard. Nothing if it has no memory.
+  virtual void spoil(ByteSpan own) = 0;
 
   // Copies this rank's shard into its place, or back.
   virtual void take_shard(const at::Tensor& shard, size_t own) = 0;

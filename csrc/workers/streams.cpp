@@ -17,7 +17,7 @@ Streams::Streams(c10::Device device) : device_(device), pack_(high_priority(devi
 
 Streams::~Streams() {
   try {
-    join();
+    await_all();
     const c10::Event here = record(current());
     here.block(pack_);
     here.block(land_);
@@ -39,12 +39,13 @@ Events Streams::record(const std::vector<c10::Stream>& streams) const {
   return events;
 }
 
-void Streams::hold_gradients(std::vector<at::Tensor> gradients, std::vector<c10::Stream> producers, c10::Event packed) {
+void Streams::retain_gradients(std::vector<at::Tensor> gradients, std::vector<c10::Stream> producers,
+                               c10::Event packed) {
   const std::lock_guard lock(mutex_);
   gradients_.push_back({std::move(gradients), std::move(producers), std::move(packed)});
 }
 
-void Streams::hold_buffers(std::vector<at::Tensor> buffers, c10::Event landed) {
+void Streams::retain_buffers(std::vector<at::Tensor> buffers, c10::Event landed) {
   const std::lock_guard lock(mutex_);
   buffers_.push_back({std::move(buffers), {pack_}, std::move(landed)});
 }
@@ -65,7 +66,7 @@ void Streams::free(std::unique_lock<std::mutex> lock, std::deque<Retained>& reta
 void Streams::free_gradients(size_t keep) { free(std::unique_lock(mutex_), gradients_, keep); }
 void Streams::free_buffers(size_t keep) { free(std::unique_lock(mutex_), buffers_, keep); }
 
-void Streams::join() {
+void Streams::await_all() {
   const c10::Stream here = current();
   record(pack_).block(here);
   record(land_).block(here);

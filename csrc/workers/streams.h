@@ -54,16 +54,16 @@ class Streams {
   Events record(const std::vector<c10::Stream>& streams) const;
 
   // After `packed`, the gradients go back to their producers.
-  void hold_gradients(std::vector<at::Tensor> gradients, std::vector<c10::Stream> producers, c10::Event packed);
+  void retain_gradients(std::vector<at::Tensor> gradients, std::vector<c10::Stream> producers, c10::Event packed);
   // After `landed`, the buffers go back to the pack stream.
-  void hold_buffers(std::vector<at::Tensor> buffers, c10::Event landed);
+  void retain_buffers(std::vector<at::Tensor> buffers, c10::Event landed);
 
   // Makes the owners of all but the latest `keep` wait, and frees those.
   void free_gradients(size_t keep);
   void free_buffers(size_t keep);
 
   // Makes the current stream wait for everything that was packed and landed so far, and frees everything retained.
-  void join();
+  void await_all();
 
  private:
   static void free(std::unique_lock<std::mutex> lock, std::deque<Retained>& retained, size_t keep);

@@ -94,7 +94,7 @@ class TwoWorkers {
 
   // Waits until at most `most` have not landed, or nothing will land any more. Returns false if none lands for
   // `patience`.
-  bool await_landings(int64_t most, std::chrono::milliseconds patience) {
+  bool await_all_but(int64_t most, std::chrono::milliseconds patience) {
     if (held_back_.on) return true;
     std::unique_lock lock(sky_.mutex);
     while (num_launched_ - num_landed_ > most && sky_.error.empty() && !sky_.aborted) {
@@ -127,7 +127,7 @@ class TwoWorkers {
   int64_t num_landed() const { return num_landed_; }
   int64_t num_launched() const { return num_launched_; }
   // For tests of overlap: holds every flight back until drain() or after_landing().
-  void set_hold(bool hold) { held_back_.on = hold; }
+  void hold_back(bool hold) { held_back_.on = hold; }
 
   // For `pack` and `land`: runs `body`, and remembers what it throws if that is the first error.
   template <class Body>
@@ -215,7 +215,7 @@ class TwoWorkers {
   std::atomic<int64_t> num_landed_{0};
   Sky sky_;
   HeldBack held_back_;
-  Slots buffers_{2};
+  Permits buffers_{2};
   Worker land_worker_{"zerox land"};  // destroyed after the worker that posts to it
   Worker pack_worker_{"zerox pack"};
 };

@@ -76,9 +76,9 @@ class Worker {
 };
 
 // Lets at most `count` holders pass at a time.
-class Slots {
+class Permits {
  public:
-  explicit Slots(int count) : free_(count) {}
+  explicit Permits(int count) : free_(count) {}
 
   void acquire() {
     std::unique_lock lock(mutex_);

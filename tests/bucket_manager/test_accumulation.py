@@ -221,13 +221,13 @@ def test_a_backward_adds_to_gradients_assigned_by_hand() -> None:
 
 def zero_under_way(rank: int, world_size: int, stage: int) -> None:
     case = Case(rank, world_size, stage)
-    case.ours.manager.flights.hold(True)
+    case.ours.manager.flights.hold_back(True)
     case.backward(0)
     if stage == 2:
         assert (case.ours.manager.flights.num_launched, case.ours.manager.flights.num_landed) == (3, 0)
     case.grads.zero(set_to_none=True)
     assert all(p.grad is None for p in case.params)
-    case.ours.manager.flights.hold(False)
+    case.ours.manager.flights.hold_back(False)
     case.backward(1)
     case.expect(case.mean(1))
     case.backward(2)

@@ -64,7 +64,7 @@ def test_deletion_frees_memory_hooks_and_placeholders_without_the_collector(stag
 def delete_in_flight(rank: int, _: int, hold: bool) -> tuple[bool, bool, float]:
     """Rank 1 never runs the backward whose flights rank 0 has under way."""
     training = Training(rank, stage=2)
-    training.manager.flights.hold(hold)
+    training.manager.flights.hold_back(hold)
     if rank == 0:
         training.backward(0)
     in_flight = rank == 1 or training.manager.flights.num_landed < training.manager.flights.num_launched

@@ -43,7 +43,7 @@ def landed_when_backward_ends(
     model = Chain(NUM_LAYERS).to(device)
     ours = GradsOfModel(find_ranks(None, torch.device(device)), list(model.parameters()), LAYER_CAP)
     SlowBackward(model, ours, most_s)
-    ours.manager.flights.hold(hold)
+    ours.manager.flights.hold_back(hold)
     loss = model(input_of(rank).to(device)).square().sum()
     dist.barrier()
     loss.backward()

@@ -115,15 +115,15 @@ def test_alone_gradients_stay_where_autograd_left_them_and_are_not_written() -> 
     for last in (False, True):
         sum((p * value).sum() for p, value in zip(params, before, strict=True)).backward()  # type: ignore[union-attr]
         ours.settle()
-        [*pieces, _] = ours.manager.grads.pieces(0)
+        [*pieces, _] = ours.manager.grads.shard_by_part(0)
         assert {piece.data_ptr() for piece in pieces} == {grad.data_ptr() for grad in left.values()}
         if not last:
             ours.grads.zero(set_to_none=True)
-            assert not ours.manager.grads.pieces(0)
+            assert not ours.manager.grads.shard_by_part(0)
     params[0].grad = None
     params[2].grad.zero_()  # type: ignore[union-attr]
     ours.settle()
-    assert not ours.manager.grads.pieces(0)
+    assert not ours.manager.grads.shard_by_part(0)
     reduced = {ours.buckets[0].plan.params[slot]: value for (_, slot), value in ours.reduced().items()}
     assert torch.equal(reduced[1], before[1])
     assert torch.equal(reduced[2], torch.zeros(20))
@@ -138,7 +138,7 @@ def test_alone_gradients_stay_in_place_after_the_models_zero_grad() -> None:
         loss = (params[0] * (step + 1.0)).sum() + (params[1] * (step + 2.0)).sum()
         loss.backward()
         ours.settle()
-        assert len(ours.manager.grads.pieces(0)) == 3
-        assert sorted(float(piece[0]) for piece in ours.manager.grads.pieces(0)[:2]) == [step + 1.0, step + 2.0]
+        assert len(ours.manager.grads.shard_by_part(0)) == 3
+        assert sorted(float(piece[0]) for piece in ours.manager.grads.shard_by_part(0)[:2]) == [step + 1.0, step + 2.0]
         for param in params:
             param.grad = None

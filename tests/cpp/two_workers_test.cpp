@@ -39,7 +39,7 @@ TEST(a_launcher_waits_until_few_have_not_landed) {
     Rig rig(true, seed);
     for (int64_t i = 0; i < 12; ++i) {
       rig.launch(i);
-      CHECK(rig.workers.await_landings(1, 10s));
+      CHECK(rig.workers.await_all_but(1, 10s));
       CHECK(rig.workers.num_launched() - rig.workers.num_landed() <= 1);
     }
     CHECK_EQ(rig.workers.drain(), std::string());
@@ -51,13 +51,13 @@ TEST(a_launcher_does_not_wait_for_what_never_lands) {
   stalled.exchange.stalls_from = 1;
   for (int64_t i = 0; i < 3; ++i) stalled.launch(i);
   const auto start = std::chrono::steady_clock::now();
-  CHECK(!stalled.workers.await_landings(1, 50ms));
+  CHECK(!stalled.workers.await_all_but(1, 50ms));
   CHECK(std::chrono::steady_clock::now() - start < 5s);
 
   Rig failing;
   failing.exchange.fails_from = 0;
   for (int64_t i = 0; i < 3; ++i) failing.launch(i);
-  CHECK(failing.workers.await_landings(0, 10s));
+  CHECK(failing.workers.await_all_but(0, 10s));
 }
 
 // Hooks come from several autograd threads, under the manager's lock.
@@ -125,7 +125,7 @@ TEST(others_may_ask_for_trouble_while_flights_come_and_go) {
 
 TEST(held_flights_land_only_when_they_are_waited_for) {
   Rig rig;
-  rig.workers.set_hold(true);
+  rig.workers.hold_back(true);
   for (int64_t i = 0; i < 4; ++i) rig.launch(i);
   std::this_thread::sleep_for(10ms);
   CHECK_EQ(rig.workers.num_landed(), int64_t{0});
@@ -136,7 +136,7 @@ TEST(held_flights_land_only_when_they_are_waited_for) {
 TEST(a_task_runs_after_the_flights_before_it_and_before_those_behind_it) {
   for (const bool hold : {false, true}) {
     Rig rig;
-    rig.workers.set_hold(hold);
+    rig.workers.hold_back(hold);
     std::vector<size_t> seen;
     for (int64_t i = 0; i < 3; ++i) rig.launch(i);
     rig.workers.after_landing([&] { seen.push_back(rig.seen->landed.size()); });

@@ -1,4 +1,4 @@
-// Worker and Slots. The thread sanitizer runs this file too.
+// Worker and Permits. The thread sanitizer runs this file too.
 #include "workers/worker.h"
 
 #include <atomic>
@@ -141,7 +141,7 @@ TEST(others_may_post_while_what_a_task_holds_is_freed) {
 
 TEST(no_more_holders_than_slots_and_all_get_their_turn) {
   constexpr int kSlots = 2;
-  zx::Slots slots(kSlots);
+  zx::Permits slots(kSlots);
   std::atomic<int> inside{0};
   std::atomic<int> most{0};
   std::atomic<int> turns{0};

@@ -135,7 +135,7 @@ def gathers_under_the_first_layer(rank: int, _: int, device_type: str, cycles: i
     plain.optimizer.step()
     plain.lines.synchronize()
     expected = [plain.look_at(bucket) for bucket in ORDER]
-    ours.optimizer.inside.manager.params.hold(held)
+    ours.optimizer.inside.manager.params.hold_back(held)
     on_time = [False]
     computed = torch.cuda.Event() if device.type == "cuda" else None
 

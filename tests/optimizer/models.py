@@ -106,7 +106,7 @@ def train(
     """
     model = make_model(dtype).to(device)
     optimizer = make_optimizer(model.named_parameters(), lr=1e-2, **options)
-    optimizer.inside.manager.flights.hold(hold)
+    optimizer.inside.manager.flights.hold_back(hold)
     norms = []
     for step in range(steps):
         for micro in range(accumulate):

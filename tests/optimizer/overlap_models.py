@@ -228,7 +228,7 @@ def build(make: Callable[[], nn.Module], overlap: bool, **options: Any) -> tuple
     optimizer = FusedShardedAdam(model.named_parameters(), lr=1e-2, bucket_cap_mb=CAP_MB, **options)
     if overlap:
         optimizer.overlap_gather(model)
-        optimizer.inside.manager.params.hold(True)
+        optimizer.inside.manager.params.hold_back(True)
     return model, optimizer
 
 

@@ -113,7 +113,7 @@ def a_graphed_part(rank: int, _: int) -> bool:
     optimizer = FusedShardedAdam(model.parameters(), lr=1e-2, bucket_cap_mb=CAP_MB)
     make_graphed_callables(model[0])
     optimizer.overlap_gather(model)
-    optimizer.inside.manager.params.hold(True)
+    optimizer.inside.manager.params.hold_back(True)
     x = batch(rank, 7)
     for _step in range(2):
         optimizer.zero_grad()
@@ -173,7 +173,7 @@ def test_is_whole(case: Callable[..., bool]) -> None:
 
 def halved_before_a_neighbour_has_read(rank: int, _: int, overlap: bool) -> list[Tensor]:
     model, optimizer = build(Backwards, overlap)
-    optimizer.inside.manager.params.hold(rank == 1)  # it reads when it needs to, late
+    optimizer.inside.manager.params.hold_back(rank == 1)  # it reads when it needs to, late
     for step in range(3):
         train_step(model, optimizer, rank, step)
         if rank == 1:
@@ -220,7 +220,7 @@ def new_parameters(rank: int, _: int, overlap: bool) -> list[Tensor]:
     optimizer = FusedShardedAdam(model.parameters(), lr=1e-2, bucket_cap_mb=CAP_MB)
     if overlap:
         optimizer.overlap_gather(model)
-        optimizer.inside.manager.params.hold(True)
+        optimizer.inside.manager.params.hold_back(True)
     for step in range(6):
         if step == 2:
             model.layers[0].requires_grad_(True)

@@ -41,7 +41,7 @@ def train(num_workers):
     optimizer = FusedShardedAdam(model.parameters(), lr=1e-2, stage=stage, bucket_cap_mb=LAYER_CAP / 2**20)
     if num_workers:
         optimizer.overlap_gather(model)
-        optimizer.inside.manager.params.hold(True)
+        optimizer.inside.manager.params.hold_back(True)
     context = "fork" if num_workers else None
     for epoch in range(3):  # the second one's workers are forked after steps, the third one's between backward and step
         for x in DataLoader(Numbers(model), batch_size=2, num_workers=num_workers, multiprocessing_context=context):
@@ -59,7 +59,7 @@ assert all(same_bits(p, q) for p, q in zip(model.parameters(), alone.parameters(
 print("trained", flush=True)
 
 dist.barrier()
-optimizer.inside.manager.flights.hold(True)
+optimizer.inside.manager.flights.hold_back(True)
 if rank == 0 and stage == 2:  # the other rank leaves without a backward
     model(torch.ones(2, WIDTH)).square().mean().backward()
     assert optimizer.inside.manager.flights.num_landed < optimizer.inside.manager.flights.num_launched

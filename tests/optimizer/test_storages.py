@@ -142,7 +142,7 @@ def watched_from_outside(rank: int, _: int, share_when: str, stage: int, overlap
     optimizer = FusedShardedAdam(model.parameters(), lr=1e-2, stage=stage, bucket_cap_mb=CAP_MB)
     if overlap:
         optimizer.overlap_gather(model)
-        optimizer.inside.manager.params.hold(True)
+        optimizer.inside.manager.params.hold_back(True)
     seen = []
     for step in range(4):
         if step == 1 and share_when == "between steps":  # hidden gathers are on their way

@@ -72,7 +72,7 @@ def _run_rank(group: dist.ProcessGroup | None, program: Program) -> RankSeen:
     rank = 0 if group is None else group.rank()
     params = make_params(program, rank)
     optimizer = FusedShardedAdam(make_groups(program, params), process_group=group, **program.options)
-    optimizer.inside.manager.flights.hold(program.hold)
+    optimizer.inside.manager.flights.hold_back(program.hold)
     seen = RankSeen(_values(params), optimizer.memory_bytes())
     for number, step in enumerate(program.steps):
         _limit(optimizer, program.residency)  # again: a parameter that was unfrozen brought its bucket

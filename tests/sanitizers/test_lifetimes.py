@@ -45,7 +45,7 @@ def test_exceptions_in_backward(stage: int) -> None:
 def delete(group: dist.ProcessGroup, moment: str) -> None:
     """Rank 1 never runs the backward whose flights rank 0 has under way."""
     training = Training(group.rank(), stage=2, group=group)
-    training.manager.flights.hold(moment == "held back")
+    training.manager.flights.hold_back(moment == "held back")
     if moment == "after a step":
         training.backward(0)
         training.optimizer.step()

@@ -79,7 +79,7 @@ class GradCalls:
         if not self.row_grads.each or meeting not in NEED_ROWS:
             return ""
         why = self.row_grads.refusal()
-        self.grads.manager.settlement.set_note(self.row_grads.note)
+        self.grads.manager.settlement.set_remark(self.row_grads.remark)
         return why
 
     def take_tables(
@@ -94,7 +94,7 @@ class GradCalls:
         for divisor in self.row_grads.divisors:
             self.scale.know(divisor)
         if self.row_grads.each:  # on all ranks, who say as much from now on
-            self.grads.manager.settlement.set_note(self.row_grads.note)
+            self.grads.manager.settlement.set_remark(self.row_grads.remark)
         return others
 
     @staticmethod
@@ -118,7 +118,7 @@ class GradCalls:
         if meeting not in NEED_ROWS:
             return
         goes_on = meeting == Meeting.STEP  # not `is`: each that C++ returns is new
-        change = self.row_grads.exchange(self.grads.manager.settlement.notes, goes_on)
+        change = self.row_grads.exchange(self.grads.manager.settlement.remarks, goes_on)
         if change != RowChange.UNCHANGED:
             self.scale.note_rows(change == RowChange.ADDED and self.scale.holds_rows, self.row_grads.has_landed)
 

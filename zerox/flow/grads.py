@@ -46,7 +46,7 @@ class Grads:
         self.dtensors: list[tuple[Any, Tensor, str]] = []  # with the local tensor that lies in a bucket, and the name
         self.no_sync_depth = 0
         self.buckets: list[Bucket] = []
-        self.pieces_of: list[list[tuple[int, int, int, Tensor]]] = []
+        self.parts_of: list[list[tuple[int, int, int, Tensor]]] = []
         self.sharded = stage.grads is SHARDED
         self.reduce_dtype = reduce_dtype
         self.manager = C.BucketManager(
@@ -113,7 +113,7 @@ class Grads:
                 if replicated:
                     self.partial.buckets[index] = bucket
         self.buckets.append(bucket)
-        self.pieces_of.append(list(map(_less_padding, self.manager.parts(index))))
+        self.parts_of.append(list(map(_less_padding, self.manager.parts(index))))
         return made
 
     def settle(
@@ -158,9 +158,9 @@ class Grads:
         Large gradients are where autograd left them (one rank), or where the mean was gathered (whole gradients).
         """
         bucket = self.buckets[index]
-        pieces = self.manager.grads.pieces(index) if self.partial.shard(index) is None else []
-        if pieces:
-            places = zip(pieces, self.pieces_of[index], strict=True)
+        by_part = self.manager.grads.shard_by_part(index) if self.partial.shard(index) is None else []
+        if by_part:
+            places = zip(by_part, self.parts_of[index], strict=True)
             found = [
                 (grad[padding:] if padding else grad, start, first_row, segments)
                 for grad, (padding, start, first_row, segments) in places

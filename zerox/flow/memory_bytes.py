@@ -49,7 +49,7 @@ class MemoryBytes:
 
 def measured(inside: Inside) -> MemoryBytes:
     """Bytes of the storages that this rank holds, once everything in flight has landed."""
-    inside.manager.flights.await_landed()
+    inside.manager.flights.await_all()
     moved = [inside.buckets[index].members[slot] for index, slot in inside.grads.moved()]
     tables = {id(table.param) for table in inside.tables}
     dense = [member for member in inside.members if id(member.param) not in tables]

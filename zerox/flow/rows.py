@@ -37,7 +37,7 @@ from zerox.ranks.group import Ranks
 from zerox.rules.of_groups import Rules
 
 Groups = Sequence[Mapping[str, Any]]
-MOST_NOTED = 8192  # numbers, of all ranks together, that they tell each other beside all else where they meet
+MOST_REMARKED = 8192  # numbers, of all ranks together, that they tell each other beside all else where they meet
 
 
 class Rows:
@@ -97,17 +97,17 @@ class Rows:
         return "" if self.flow.pack() else next(filter(None, (each.refusal() for each in self.each)))
 
     @property
-    def note(self) -> list[int]:
+    def remark(self) -> list[int]:
         """What other ranks must know before exchange(); nothing if it is too much for where they meet anyway."""
         header = self.flow.header()
-        return header if len(header) * self.ranks.size <= MOST_NOTED else []
+        return header if len(header) * self.ranks.size <= MOST_REMARKED else []
 
-    def exchange(self, notes: Sequence[int], goes_on: bool) -> RowChange:
+    def exchange(self, remarks: Sequence[int], goes_on: bool) -> RowChange:
         """Has the mean land with the owners, unless it is there. Returns what happened to gradients. Collective.
 
-        ``notes``: those of all ranks, or nothing. ``goes_on``: update() follows.
+        ``remarks``: those of all ranks, or nothing. ``goes_on``: update() follows.
         """
-        change = self.flow.exchange(notes, goes_on)
+        change = self.flow.exchange(remarks, goes_on)
         if self.shows_mean and change != RowChange.UNCHANGED:
             for each, landed in zip(self.each, self.flow.landed, strict=True):
                 if landed is not None:

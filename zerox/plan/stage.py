@@ -35,7 +35,7 @@ class Stage:
         return (Move.REDUCE_SCATTER,) if self.grads is SHARDED else (Move.REDUCE_SCATTER, Move.ALL_GATHER)
 
 
-# Who reads it: Grads (flow/grads.py) and make_kept_grads (csrc/grads/kept_grads.cpp) for gradients;
+# Who reads it: Grads (flow/grads.py) and make_mean_grads (csrc/grads/mean_grads.cpp) for gradients;
 # Engine._made_gather and the constructor of BucketManager (csrc/grads) for parameters; estimate.py for memory.
 STAGES = {
     1: Stage(1, params=REPLICATED, grads=REPLICATED, state=SHARDED),

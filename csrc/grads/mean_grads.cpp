@@ -1,4 +1,4 @@
-#include "grads/kept_grads.h"
+#include "grads/mean_grads.h"
 
 #include "check.h"
 #include "grads/local_grad.h"
@@ -7,7 +7,7 @@
 
 namespace zx {
 
-void KeptGrads::zero(bool set_to_none, int64_t rounds) {
+void MeanGrads::zero(bool set_to_none, int64_t rounds) {
   const Locked lock(buckets().mutex);
   buckets().for_each_slot([&](Slot& slot, int64_t /*position*/) {
     at::Tensor& grad = slot.param.mutable_grad();
@@ -30,8 +30,8 @@ void KeptGrads::zero(bool set_to_none, int64_t rounds) {
   flights().after_landing([all = buckets().all] {
     for (const auto& bucket : all) {
       Landed& landed = bucket->landed;
-      landed.holds = false;
-      landed.pieces.clear();
+      landed.has_gradient = false;
+      landed.by_part.clear();
       if (!landed.keeps_shard) landed.shard.reset();
       landed.words.reset();
       landed.left.reset();
@@ -41,12 +41,12 @@ void KeptGrads::zero(bool set_to_none, int64_t rounds) {
   });
 }
 
-void KeptGrads::mark_scaled() {
+void MeanGrads::mark_scaled() {
   const Locked lock(buckets().mutex);
   buckets().for_each_slot([](Slot& slot, int64_t /*position*/) { slot.seen.scaled.note(slot.param.grad()); });
 }
 
-void KeptGrads::mark_zeroed(int64_t bucket, int64_t slot) {
+void MeanGrads::mark_zeroed(int64_t bucket, int64_t slot) {
   const Locked lock(buckets().mutex);
   buckets().at(bucket).slots.at(slot).zeroed = true;
 }
@@ -71,7 +71,7 @@ void for_each_dim(const Buckets& buckets, const Each& each) {
 
 }  // namespace
 
-SlotSet KeptGrads::seen_placements() const {
+SlotSet MeanGrads::seen_placements() const {
   if (buckets().num_dtensors == 0) return {};
   SlotSet seen(buckets().num_dtensors * kBitsOfSlot);
   for_each_dim(buckets(), [&seen](const Slot& slot, int64_t dtensor, int dim) {
@@ -81,7 +81,7 @@ SlotSet KeptGrads::seen_placements() const {
   return seen;
 }
 
-std::string KeptGrads::learn_placements(const SlotSet& seen) {
+std::string MeanGrads::learn_placements(const SlotSet& seen) {
   if (buckets().num_dtensors == 0) return "";
   const Locked lock(buckets().mutex);
   std::string clash;
@@ -99,7 +99,7 @@ std::string KeptGrads::learn_placements(const SlotSet& seen) {
   return clash;
 }
 
-std::vector<int64_t> KeptGrads::partial(int64_t index) const {
+std::vector<int64_t> MeanGrads::partial(int64_t index) const {
   const Locked lock(buckets().mutex);
   std::vector<int64_t> found;
   bool any = false;
@@ -110,14 +110,14 @@ std::vector<int64_t> KeptGrads::partial(int64_t index) const {
   return any ? found : std::vector<int64_t>{};
 }
 
-std::vector<at::Tensor> KeptGrads::landed(int64_t index) const {
+std::vector<at::Tensor> MeanGrads::landed(int64_t index) const {
   const Landed& landed = buckets().at(index).landed;
-  if (!landed.pieces.empty() || !landed.shard.defined()) return landed.pieces;
+  if (!landed.by_part.empty() || !landed.shard.defined()) return landed.by_part;
   return {landed.shard};
 }
 
 // All ranks send the bytes of all teams, with zeros for those that they are not in.
-std::vector<uint8_t> KeptGrads::told_in_teams(const std::vector<uint8_t>& own, int64_t each,
+std::vector<uint8_t> MeanGrads::told_in_teams(const std::vector<uint8_t>& own, int64_t each,
                                               Agreement& agreement) const {
   const auto for_each_byte = [&](const auto& call) {
     int64_t byte = 0;
@@ -137,7 +137,7 @@ std::vector<uint8_t> KeptGrads::told_in_teams(const std::vector<uint8_t>& own, i
   return told;
 }
 
-std::shared_ptr<KeptGrads> make_kept_grads(const std::vector<Move>& route, bool alone, GradContext context) {
+std::shared_ptr<MeanGrads> make_mean_grads(const std::vector<Move>& route, bool alone, GradContext context) {
   const bool gathers = route == std::vector{Move::reduce_scatter, Move::all_gather};
   TORCH_CHECK(gathers || route == std::vector{Move::reduce_scatter},
               "zerox: route must be reduce_scatter, or reduce_scatter and all_gather");

@@ -52,12 +52,12 @@ struct GradContext {
   std::shared_ptr<Flights> flights;
 };
 
-class KeptGrads {
+class MeanGrads {
  public:
-  explicit KeptGrads(GradContext context) : context_(std::move(context)) {}
-  virtual ~KeptGrads() = default;
-  KeptGrads(const KeptGrads&) = delete;
-  KeptGrads& operator=(const KeptGrads&) = delete;
+  explicit MeanGrads(GradContext context) : context_(std::move(context)) {}
+  virtual ~MeanGrads() = default;
+  MeanGrads(const MeanGrads&) = delete;
+  MeanGrads& operator=(const MeanGrads&) = delete;
 
   // ---- on autograd's thread
 
@@ -114,7 +114,7 @@ class KeptGrads {
   virtual at::Tensor shard(int64_t bucket) = 0;
   // The same shard as one tensor for each of parts(), not copied; undefined if a part has no gradient. Empty if the
   // shard is one tensor.
-  virtual std::vector<at::Tensor> pieces(int64_t bucket) = 0;
+  virtual std::vector<at::Tensor> shard_by_part(int64_t bucket) = 0;
   // A number that rises with each change of the landed shard.
   int64_t version(int64_t bucket) const { return buckets().at(bucket).landed.version; }
   // For each slot, the dimensions of its mesh over which its gradients are Partial, as bits; empty if none are.
@@ -142,6 +142,6 @@ class KeptGrads {
 };
 
 // `route`: the moves from p.grad to where step() reads.
-std::shared_ptr<KeptGrads> make_kept_grads(const std::vector<Move>& route, bool alone, GradContext context);
+std::shared_ptr<MeanGrads> make_mean_grads(const std::vector<Move>& route, bool alone, GradContext context);
 
 }  // namespace zx
