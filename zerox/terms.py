@@ -120,7 +120,7 @@ def check_model(
 ) -> None:
     """The same along model axes: ValueError on all ranks that names the first that differs. Collective.
 
-    One rank warns of parameters that two stages seem to share, before the others get rank 0's values.
+    One rank warns of parameters that two pipeline stages seem to share, before the others get rank 0's values.
     """
     if not model.axes:
         return

@@ -1,4 +1,4 @@
-"""A weight that two stages of a pipeline share: Note [Tied stages] in zerox/ranks/ties.py."""
+"""A weight that two pipeline stages share: Note [Tied pipeline stages] in zerox/ranks/ties.py."""
 
 from __future__ import annotations
 

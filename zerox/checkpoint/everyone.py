@@ -69,12 +69,12 @@ class Everyone:
         return Everyone(group, teams=teams)
 
     @property
-    def has_stages(self) -> bool:
-        """Whether some ranks have parameters of their own, as the stages of a pipeline, or as experts."""
+    def has_own_params(self) -> bool:
+        """Whether some ranks have parameters of their own, as pipeline stages, or experts."""
         return bool(self.teams) or any(not axis.is_of_params for axis in self.model.axes)
 
     @property
-    def stage(self) -> tuple[int, ...]:
+    def pipeline_stage(self) -> tuple[int, ...]:
         """Which parameters this rank has of those."""
         return tuple(axis.coordinate for axis in self.model.axes if not axis.is_of_params)
 

@@ -26,12 +26,12 @@ from zerox.checkpoint.groups import check_rules, fill_groups, groups_by_name
 from zerox.checkpoint.manifest import HOST, METADATA, CheckpointError, some
 from zerox.checkpoint.masks import check_masks, masks_of, take_masks
 from zerox.checkpoint.names import MODEL, OPTIMIZER, fill_others, parameter_names, split_model
+from zerox.checkpoint.own_params import all_names, joined
 from zerox.checkpoint.parts import write_parts
 from zerox.checkpoint.place import Target, candidates, find
 from zerox.checkpoint.reader import CheckpointReader, loaded
 from zerox.checkpoint.saved_state import SavedState
 from zerox.checkpoint.saved_tables import spread_tables, table_entries
-from zerox.checkpoint.stages import all_names, joined
 from zerox.checkpoint.writer import CheckpointWriter, save_object
 from zerox.engine import Engine
 from zerox.ranks.process_group import GroupArgument

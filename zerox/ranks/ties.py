@@ -1,4 +1,4 @@
-"""A weight that two stages of a pipeline share, which each trains by itself: what shows of it at construction."""
+"""A weight that two pipeline stages share, which each trains by itself: what shows of it at construction."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from torch import Tensor
 
 from zerox.ranks.model_axes import ModelAxes, ModelAxis
 
-# Note [Tied stages]
-# Ranks of two stages have no memory in common, so nothing proves that two of their parameters are one weight. Names
-# don't: stages of nn.Sequential are all named "0.weight", and a tied weight has another name at either end. Values do
-# nearly: random ones are equal if one is a copy of the other, or if stages were seeded alike. That is harmless, so
-# equal values are a warning and no error.
+# Note [Tied pipeline stages]
+# Ranks of two pipeline stages have no memory in common, so nothing proves that two of their parameters are one weight.
+# Names don't: stages of nn.Sequential are all named "0.weight", and a tied weight has another name at either end.
+# Values do nearly: random ones are equal if one is a copy of the other, or if stages were seeded alike. That is
+# harmless, so equal values are a warning and no error.
 # What is no sign of anything is left out: values that are all the same, such as a norm's ones; those that a stage has
 # twice, which follow from a formula; and frozen parameters, whose gradients nobody misses.
 

@@ -1,4 +1,4 @@
-"""Ranks with parameters of their own, as stages of a pipeline or experts: one checkpoint has those of all, by names."""
+"""Ranks with parameters of their own, as pipeline stages or experts: one checkpoint has those of all, by names."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from zerox.sliced_tensor import SlicedTensor
 
 
 def all_names(ranks: Everyone, names: Collection[str], failure: str) -> set[str]:
-    """Those of all ranks. Collective where there are stages. Raises CheckpointError, as the others here."""
-    return set().union(*ranks.gather(set(names), failure)) if ranks.has_stages else set(names)
+    """Those of all ranks. Collective where these have parameters of their own. Raises CheckpointError, as all here."""
+    return set().union(*ranks.gather(set(names), failure)) if ranks.has_own_params else set(names)
 
 
 Owner = tuple[object, ...]
@@ -29,16 +29,16 @@ def joined(
     team_of: Mapping[str, tuple[int, int]],
     failure: str,
 ) -> dict[str, Any]:
-    """The host's part of all stages. Collective where there are stages.
+    """The host's part of all ranks. Collective where ranks have parameters of their own.
 
     A name that two of them have stands for one tensor in a checkpoint: it may only be that of equal buffers.
-    ``team_of``: the names of what only some ranks of a stage have, with the team that has it.
+    ``team_of``: the names of what only some ranks of a pipeline stage have, with the team that has it.
     """
-    if not ranks.has_stages:
+    if not ranks.has_own_params:
         return dict(host)
     own = {name.removeprefix(MODEL): tensor for name, tensor in tensors.items() if name.startswith(MODEL)}
     sent = {part: host[part] for part in ("groups", "memory_order", "model")}
-    everyones = ranks.gather((ranks.stage, {*own, *host["model"]}, sent, dict(team_of)), failure)
+    everyones = ranks.gather((ranks.pipeline_stage, {*own, *host["model"]}, sent, dict(team_of)), failure)
     hosts = {(stage, *sorted(teams.values())): of_rank for stage, _, of_rank, teams in reversed(everyones)}
     owners: dict[str, set[Owner]] = {}
     trained = set()
@@ -49,15 +49,15 @@ def joined(
             owners.setdefault(name, set()).add((stage, teams.get(name)))
     shared = {name for name, found in owners.items() if len(found) > 1}
     differ = shared & trained
-    of = "with different experts" if ranks.teams else "of different stages"
+    of = "with different experts" if ranks.teams else "of different pipeline stages"
     digests = ranks.gather({name: _digest(own[name]) for name in shared - differ if name in own}, failure)
     differ |= {name for name in shared - differ if len({each.get(name) for each in digests}) > 1}
     with ranks.failing_together(failure):
         if differ:
             raise CheckpointError(
                 f"ranks {of} have {some(sorted(differ))}: give each the name that it has in the whole "
-                "model, and a weight of two stages to one of them; or save each stage to a path of its own, with "
-                "process_group= its optimizer's"
+                "model, and a weight of two pipeline stages to one of them; or save each stage to a path of its own, "
+                "with process_group= its optimizer's"
             )
     merged = dict(host)
     for part in ("memory_order", "model"):
@@ -66,10 +66,10 @@ def joined(
     return merged
 
 
-def _joined_groups(of_stages: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:
+def _joined_groups(of_ranks: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:
     """Those of one index with the same options are one group."""
     found: list[tuple[int, dict[str, Any], list[str]]] = []
-    for groups in of_stages:
+    for groups in of_ranks:
         for index, group in enumerate(groups):
             options = {key: value for key, value in group.items() if key != "names"}
             alike = [names for at, known, names in found if at == index and known == options]
