@@ -17,8 +17,8 @@ from zerox.memory.row_owners import most_rows
 from zerox.memory.row_table import is_sparse
 from zerox.memory.stored import stored_bytes
 from zerox.options import (
-    OF_INNER,
-    InnerOptions,
+    OF_GUESTS,
+    GuestOptions,
     OptimizerOptions,
     check_foreign,
     check_params,
@@ -33,7 +33,7 @@ from zerox.plan.stage import SHARDED
 from zerox.ranks.dtensors import local_of
 from zerox.ranks.process_group import ALONE, check_group, chosen_group
 from zerox.ranks.teams import OF_GROUP
-from zerox.rules.inner import InnerClass, full_name
+from zerox.rules.guest import GuestClass, full_name
 from zerox.rules.known import rules_of
 from zerox.rules.of_groups import Rules
 
@@ -180,12 +180,12 @@ def _chosen(rule: str, options: dict[str, Any]) -> tuple[OptimizerOptions, Rules
         known = {field.name for field in dataclasses.fields(OptimizerOptions)}
         chosen = OptimizerOptions(**{name: value for name, value in options.items() if name in known})
         return chosen, rules_of(rule), options
-    own = {name: value for name, value in options.items() if name in OF_INNER}
-    others = (*OF_INNER, "optimizer_class", "process_group")
+    own = {name: value for name, value in options.items() if name in OF_GUESTS}
+    others = (*OF_GUESTS, "optimizer_class", "process_group")
     of_class = {name: value for name, value in options.items() if name not in others}
     check_foreign(cls, of_class)
-    inner = InnerClass(cls, of_class, own.get("elementwise") is True, own.get("master_weights", "auto") is not None)
-    return InnerOptions(**own, optimizer_class=full_name(cls)), inner.rules(), {}
+    guest = GuestClass(cls, of_class, own.get("elementwise") is True, own.get("master_weights", "auto") is not None)
+    return GuestOptions(**own, optimizer_class=full_name(cls)), guest.rules(), {}
 
 
 def _team_size(given: Any, world_size: int) -> int:

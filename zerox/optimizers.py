@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from zerox.engine import Engine
-from zerox.flow.inner_update import InnerUpdate
-from zerox.options import InnerOptions, OptimizerOptions, check_foreign
+from zerox.flow.guest_update import GuestUpdate
+from zerox.options import GuestOptions, OptimizerOptions, check_foreign
 from zerox.ranks.process_group import GroupArgument
 from zerox.rules import adam, lion, sgd
-from zerox.rules.inner import InnerClass, full_name
+from zerox.rules.guest import GuestClass, full_name
 from zerox.rules.known import rules_of
 from zerox.rules.of_groups import Rules
 
@@ -271,17 +271,17 @@ class ShardedOptimizer(Engine):
         elementwise: bool | None = None,
         **defaults: Any,
     ) -> None:
-        inner = InnerClass(optimizer_class, defaults, elementwise is True, master_weights is not None)
+        guest = GuestClass(optimizer_class, defaults, elementwise is True, master_weights is not None)
 
         def make_rules() -> Rules:
             check_foreign(optimizer_class, defaults)
-            return inner.rules()
+            return guest.rules()
 
         super().__init__(
             params,
             make_rules,
-            lambda: dict(inner.defaults),
-            lambda: InnerOptions(
+            lambda: dict(guest.defaults),
+            lambda: GuestOptions(
                 stage,
                 bucket_cap_mb,
                 reduce_dtype,
@@ -301,7 +301,7 @@ class ShardedOptimizer(Engine):
         What the class raises on one rank, all ranks raise as RuntimeError, and their parameters are as before. State is
         then not of one step any more: step() raises until state is loaded. One rank alone raises as the class does.
         """
-        assert isinstance(self._update, InnerUpdate)
+        assert isinstance(self._update, GuestUpdate)
         self._update.step_options = step_options
         try:
             return super().step(closure)
@@ -310,8 +310,8 @@ class ShardedOptimizer(Engine):
 
     @property
     def _has_step_options(self) -> bool:
-        assert isinstance(self._update, InnerUpdate)
+        assert isinstance(self._update, GuestUpdate)
         return bool(self._update.step_options)
 
-    def _made_update(self) -> InnerUpdate:
-        return InnerUpdate(self._rules, self._buckets, self._grads, self._calls.scale)
+    def _made_update(self) -> GuestUpdate:
+        return GuestUpdate(self._rules, self._buckets, self._grads, self._calls.scale)

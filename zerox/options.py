@@ -137,7 +137,7 @@ class OptimizerOptions:
 
 
 @dataclass(frozen=True)
-class InnerOptions(OptimizerOptions):
+class GuestOptions(OptimizerOptions):
     """Those of an optimizer with a class of torch's kind inside: ``optimizer_class`` is its full name."""
 
     optimizer_class: str = ""
@@ -193,7 +193,7 @@ def parameter_words(dtypes: Iterable[torch.dtype]) -> set[str]:
 
 
 DIVISOR = "gradient_divisor"  # the one of these options that a param group may have
-OF_INNER = ("stage", "bucket_cap_mb", "reduce_dtype", "master_weights", "resident_mb", DIVISOR, "elementwise")
+OF_GUESTS = ("stage", "bucket_cap_mb", "reduce_dtype", "master_weights", "resident_mb", DIVISOR, "elementwise")
 OF_OPTIMIZER = tuple(field.name for field in fields(OptimizerOptions) if field.name != DIVISOR)
 
 
@@ -277,8 +277,8 @@ def named_tensors(params: Any) -> list[tuple[str, Tensor, dict[str, Any]]]:
 
     for item in params:
         if isinstance(item, dict):
-            inner = item["params"]
-            for each in [inner] if isinstance(inner, Tensor) else inner:
+            given = item["params"]
+            for each in [given] if isinstance(given, Tensor) else given:
                 add(each, item)
         else:
             add(item, {})

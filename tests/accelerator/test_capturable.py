@@ -22,7 +22,7 @@ from zerox.optimizers import FusedShardedAdam
 from zerox.options import OptimizerOptions
 from zerox.ranks.group import Ranks
 from zerox.rules.adam import ADAM
-from zerox.rules.table import OptionsTable
+from zerox.rules.options_table import OptionsTable
 
 
 def build(ranks: Ranks, lr: Tensor, **options: Any) -> FusedShardedAdam:

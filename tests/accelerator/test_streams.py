@@ -18,9 +18,9 @@ from zerox.memory.bucket import GradPart
 from zerox.ops import Shard
 from zerox.ranks.group import Ranks
 from zerox.rules.adam import ADAM
+from zerox.rules.options_table import OptionsTable
 from zerox.rules.reference import AdamState, LionState, SgdState, adam_step, lion_step, sgd_step
 from zerox.rules.rule import Rule
-from zerox.rules.table import OptionsTable
 
 # Hooks keep the node that accumulates, and with it the stream on which a parameter was first used: as DDP's do.
 pytestmark = pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream does not match")

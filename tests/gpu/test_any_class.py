@@ -8,8 +8,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.inner.classes import ELEMENTWISE, Lamb
-from tests.inner.test_bits import ALL, Pair, Plain
+from tests.guests.classes import ELEMENTWISE, Lamb
+from tests.guests.test_bits import ALL, Pair, Plain
 from zerox import ShardedOptimizer
 
 

@@ -18,7 +18,7 @@ WAY_OUT = "multiply all of them alike, on all ranks and after the last backward 
 
 
 @dataclass
-class Note:
+class Beginning:
     """``num_launched``: when the first placeholder was multiplied; None: none was."""
 
     num_launched: int | None = None
@@ -30,17 +30,17 @@ class Multiplied:
     def __init__(self, manager: C.BucketManager) -> None:
         self.to_manager = weakref.ref(manager)
         self.placeholders: list[ShardedGrad] = []
-        self.note = Note()
+        self.beginning = Beginning()
         self.agreed = 1.0  # the factor, once ranks have met
 
     def add(self, placeholders: Sequence[ShardedGrad]) -> None:
         self.placeholders += placeholders
         for each in placeholders:
-            each.on_multiply = partial(_note, self.to_manager, self.note)
+            each.on_multiply = partial(_note, self.to_manager, self.beginning)
 
     @property
     def is_noted(self) -> bool:
-        return self.note.num_launched is not None
+        return self.beginning.num_launched is not None
 
     def common(self) -> tuple[float, str]:
         """By what all were multiplied, and why that can't be told."""
@@ -53,7 +53,7 @@ class Multiplied:
         if len(factors) > 1:
             said = " and ".join(f"{each.quoted} by {factor:g}" for factor, each in list(factors.items())[:2])
             return 1.0, f"gradients that had left were multiplied, but that of {said}: {WAY_OUT}"
-        if _num_launched(self.to_manager) != self.note.num_launched:
+        if _num_launched(self.to_manager) != self.beginning.num_launched:
             return 1.0, f"gradients were added after p.grad, whose gradient had left, was multiplied: {WAY_OUT}"
         return next(iter(factors)), ""
 
@@ -67,7 +67,7 @@ class Multiplied:
     def forget(self) -> None:
         if not self.is_noted and self.agreed == 1.0:  # all factors are 1
             return
-        self.note.num_launched, self.agreed = None, 1.0
+        self.beginning.num_launched, self.agreed = None, 1.0
         for each in self.placeholders:
             each.factor = 1.0
 
@@ -77,6 +77,6 @@ def _num_launched(to_manager: weakref.ref[C.BucketManager]) -> int:
     return 0 if manager is None else manager.flights.num_launched
 
 
-def _note(to_manager: weakref.ref[C.BucketManager], note: Note) -> None:
-    if note.num_launched is None:
-        note.num_launched = _num_launched(to_manager)
+def _note(to_manager: weakref.ref[C.BucketManager], beginning: Beginning) -> None:
+    if beginning.num_launched is None:
+        beginning.num_launched = _num_launched(to_manager)

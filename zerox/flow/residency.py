@@ -38,7 +38,7 @@ class Resident(NamedTuple):
 
 
 @dataclass
-class Update:
+class ShardWrite:
     """A step(), or another write of shards, that is under way. ``is_writing``: it has come to write them, and it
     ``is_unclear`` which ones. ``not_published``: buckets whose shards on the replicate axis are on their way."""
 
@@ -77,7 +77,7 @@ class Residency:
         self.index_of: dict[int, int] = {}  # in it, by index of a trained bucket
         self.elsewhere: Sequence[BufferSlot] = ()  # what the last step() found moved
         self.depth = 0  # how many whole() are open
-        self.update: Update | None = None
+        self.under_way: ShardWrite | None = None
 
     @property
     def members(self) -> tuple[int, ...]:
@@ -151,39 +151,39 @@ class Residency:
         """Around the part of step() in which ranks meet and write their shards."""
         self._keep_written_so_far()
         self.residents.begin_update()
-        self.update = update = Update()
+        self.under_way = write = ShardWrite()
         try:
             yield
-            self._publish_rest(update)
+            self._publish_rest(write)
         except BaseException:
-            update.is_unclear = True
+            write.is_unclear = True
             raise
         finally:
-            self.update = None
-            self.residents.end_update(update.is_writing, update.is_unclear)
+            self.under_way = None
+            self.residents.end_update(write.is_writing, write.is_unclear)
         if self.depth:
             self.residents.refresh_whole()
 
     def start(self, index: int, background: bool = False) -> None:
         """The shard of a bucket has been written."""
-        assert self.update is not None
-        self.update.is_writing = True
+        assert self.under_way is not None
+        self.under_way.is_writing = True
         if not self.ranks.on_mesh:
             self.residents.publish(self.index_of[index])
             return
         self.manager.params.start_of(index, self.all[self.index_of[index]].buffer.own)
-        self.update.not_published.append(index)
+        self.under_way.not_published.append(index)
 
-    def _publish_rest(self, update: Update) -> None:
+    def _publish_rest(self, write: ShardWrite) -> None:
         """What came along the replicate axis. Afterwards no rank reads this one's shards there."""
-        if update.not_published:
+        if write.not_published:
             self.manager.params.finish()
-        for index in update.not_published:
+        for index in write.not_published:
             self.residents.publish(self.index_of[index])
 
     def mark_written(self) -> None:
-        assert self.update is not None
-        self.update.is_writing = self.update.is_unclear = True
+        assert self.under_way is not None
+        self.under_way.is_writing = self.under_way.is_unclear = True
 
     def segment_of(self, param: Tensor) -> SlicedTensor | None:
         """Of a parameter that lies in its bucket, the elements that this rank keeps: a view of them."""
@@ -284,10 +284,10 @@ class Residency:
     def found_elsewhere(self, slots: Sequence[BufferSlot]) -> list[Tensor]:
         """In step() only: until then others read the shards. And before ranks meet: one's values may lie in another's
         home, of which another rank then writes its shard."""
-        return values_of(slots) if self.update else []
+        return values_of(slots) if self.under_way else []
 
     def take_in(self, slots: Sequence[BufferSlot], values: Sequence[Tensor]) -> None:
-        if self.update:
+        if self.under_way:
             take_in(slots, values)
 
     def failure(self, forget: bool = True) -> str:

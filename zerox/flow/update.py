@@ -1,6 +1,6 @@
 """The update of buckets: kernel calls on parts of their shards, with several small buckets in one launch.
 
-inner_update.py has the other way to update, by an optimizer of torch's kind.
+guest_update.py has the other way to update, by an optimizer of torch's kind.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from zerox.memory.bucket import Bucket, GradPart, Part
 from zerox.memory.stored import Stored
 from zerox.ops import Shard
 from zerox.rules.of_groups import Rules
+from zerox.rules.options_table import OptionsTables
 from zerox.rules.rule import Rule
-from zerox.rules.table import OptionsTables
 
 Groups = Sequence[dict[str, Any]]
 
@@ -52,7 +52,7 @@ class FusedUpdate:
         self.buckets = buckets
         self.grads = grads
         self.grad_scale = grad_scale
-        self.tables = OptionsTables(rules, torch.device(grads.ranks.device), keeps_place)
+        self.options_tables = OptionsTables(rules, torch.device(grads.ranks.device), keeps_place)
         # By bucket, start, number of elements and first row, beside the state that they are views of. To make the views
         # of every part at every step would take longer than the update of a small one.
         self.made: dict[tuple[int, int, int, int], tuple[dict[str, Stored], Part]] = {}
@@ -64,10 +64,10 @@ class FusedUpdate:
         pass
 
     def refresh(self, groups: Groups) -> None:
-        self.tables.refresh(groups)
+        self.options_tables.refresh(groups)
 
     def runs(self, groups: Groups, capturing: bool) -> Iterator[Sequence[int]]:
-        tables = self.tables.refresh(groups, capturing)
+        tables = self.options_tables.refresh(groups, capturing)
         for run in launches(self.grads.manager.params.order, self.buckets, self.grad_scale.divisors):
             rule = self.buckets[run[0]].rule
             with ranges(run):

@@ -115,16 +115,16 @@ class ZeroxAccelerator(Accelerator):
 
     def prepare_optimizer(self, optimizer: torch.optim.Optimizer, device_placement: Any = None) -> Any:
         """As Accelerator's. Raises ValueError for one that is not zerox's if there are several processes."""
-        inner = optimizer.optimizer if isinstance(optimizer, AcceleratedOptimizer) else optimizer
-        if not isinstance(inner, Engine):
+        own = optimizer.optimizer if isinstance(optimizer, AcceleratedOptimizer) else optimizer
+        if not isinstance(own, Engine):
             if self.num_processes > 1:
                 raise ValueError(
-                    f"zerox: {type(inner).__name__} is not an optimizer of zerox, and with an adopted accelerator "
+                    f"zerox: {type(own).__name__} is not an optimizer of zerox, and with an adopted accelerator "
                     "nobody else averages gradients over the ranks: use FusedShardedAdam or ShardedOptimizer, or an "
                     "accelerator of its own"
                 )
             return super().prepare_optimizer(optimizer, device_placement)
-        of_engines.check_size(inner, num_shares(self), "Accelerate")
+        of_engines.check_size(own, num_shares(self), "Accelerate")
         self._take_scaler()
         prepared = super().prepare_optimizer(optimizer, device_placement)
         if type(prepared) is AcceleratedOptimizer:

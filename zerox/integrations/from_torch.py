@@ -29,10 +29,10 @@ def become_sharded(optimizer: torch.optim.Optimizer, options: Mapping[str, Any])
     """
     own = type(optimizer)
     if own.__name__ == "ZeroRedundancyOptimizer":  # whose module takes long to import
-        inner = type(optimizer.optim)  # type: ignore[attr-defined]
+        kind = type(optimizer.optim)  # type: ignore[attr-defined]
         raise ValueError(
-            f"zerox: ZeroRedundancyOptimizer shards the state of {inner.__name__} over the ranks itself, which is what "
-            f"zerox does: build {inner.__name__} without it"
+            f"zerox: ZeroRedundancyOptimizer shards the state of {kind.__name__} over the ranks itself, which is what "
+            f"zerox does: build {kind.__name__} without it"
         )
     before = dict(vars(optimizer))
     groups = [_group(group) for group in optimizer.param_groups]

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import zerox
-from tests.inner import classes
+from tests.guests import classes
 from tests.ranks import run_ranks
 from zerox import FusedShardedAdam, ShardedOptimizer, estimate
 

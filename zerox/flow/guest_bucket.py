@@ -10,14 +10,14 @@ from torch import Tensor, nn
 
 from zerox.flow.update import Groups
 from zerox.memory.bucket import Bucket, GradPart
-from zerox.rules.inner import InnerRule, options_of
+from zerox.rules.guest import GuestRule, options_of
 from zerox.rules.probe import Kinds, step_without_global_hooks
 from zerox.rules.rule import STEP
 
 State = dict[str, Any]
 
 
-class Row(NamedTuple):
+class GuestParam(NamedTuple):
     """A view of a segment, or of its master: elements ``[start, stop)`` of the shard, in the engine's ``group``."""
 
     param: nn.Parameter
@@ -26,19 +26,19 @@ class Row(NamedTuple):
     stop: int
 
 
-class InnerBucket:
-    """The optimizer has a param group for each of the engine's that has a row here, in their order.
+class GuestBucket:
+    """The optimizer has a param group for each of the engine's that has a parameter here, in their order.
 
     If the class counts something in its groups, all groups are there, each with a parameter of one element in addition:
     so the counts go on alike on all ranks, also where a rank has no segment or no gradient of a group.
     """
 
-    def __init__(self, rule: InnerRule, bucket: Bucket, groups: Groups) -> None:
+    def __init__(self, rule: GuestRule, bucket: Bucket, groups: Groups) -> None:
         self.rule = rule
         self.bucket = bucket
         self.values = bucket.param_shard if bucket.master is None else bucket.master.values
-        self.rows = [
-            Row(
+        self.params = [
+            GuestParam(
                 nn.Parameter(self.values[s.span.start : s.span.stop]),
                 bucket.members[s.slot].group,
                 s.span.start,
@@ -47,12 +47,12 @@ class InnerBucket:
             for s in bucket.own_segments
         ]
         self.counting: dict[int, nn.Parameter] = {}  # by group
-        if any(rule.inner.kinds(group).counters for group in groups):
+        if any(rule.guest.kinds(group).counters for group in groups):
             self.counting = {index: nn.Parameter(self.values.new_zeros(1)) for index in range(len(groups))}
-        self.groups = sorted({*(row.group for row in self.rows), *self.counting})
-        self.kinds = [rule.inner.kinds(groups[index]) for index in self.groups]
+        self.groups = sorted({*(param.group for param in self.params), *self.counting})
+        self.kinds = [rule.guest.kinds(groups[index]) for index in self.groups]
         self.optimizer = self._made([options_of(groups[index]) for index in self.groups])
-        self.bound: list[State] = [{} for _ in self.rows]  # what of each state lies in the bucket, or is known there
+        self.bound: list[State] = [{} for _ in self.params]  # what of each state lies in the bucket, or is known there
         # By start, elements and first row of a part: the sizes that it is cut into, and which of these are rows.
         self.cuts: dict[tuple[int, int, int], tuple[list[int], list[int]]] = {}
         self.seen: dict[str, int] = {}  # versions of the bucket's numbers that the optimizer has copies of
@@ -85,7 +85,7 @@ class InnerBucket:
         self, parts: Sequence[GradPart], present: Sequence[int], counted: Sequence[bool], scale: Tensor | None
     ) -> list[bool]:
         """Gives the optimizer the gradients that are ``present``; returns which rows have got one."""
-        given = [False] * len(self.rows)
+        given = [False] * len(self.params)
         writes = any(kinds.writes_grads for kinds in self.kinds)
         for part in parts:
             grad = part.grad
@@ -98,7 +98,7 @@ class InnerBucket:
             rows = range(part.first_row, part.first_row + part.segments.shape[0])
             for index, own in zip(rows, self._cut(grad, part.start, rows), strict=True):
                 if present[index]:
-                    self.rows[index].param.grad = own
+                    self.params[index].param.grad = own
                     given[index] = True
         for index, param in self.counting.items():
             param.grad = torch.zeros_like(param) if counted[index] else None
@@ -106,26 +106,26 @@ class InnerBucket:
 
     def _cut(self, grad: Tensor, start: int, rows: range) -> Sequence[Tensor]:
         """Each row's elements of a part of the shard: all views in one call, since one for each takes a microsecond."""
-        if len(rows) == 1 and self.rows[rows[0]].stop - self.rows[rows[0]].start == grad.numel():
+        if len(rows) == 1 and self.params[rows[0]].stop - self.params[rows[0]].start == grad.numel():
             return [grad]
         place = (start, grad.numel(), rows.start)
         if place not in self.cuts:
             sizes: list[int] = []
             taken, end = [], start
-            for row in self.rows[rows.start : rows.stop]:
-                if row.start > end:  # padding
-                    sizes.append(row.start - end)
+            for each in self.params[rows.start : rows.stop]:
+                if each.start > end:  # padding
+                    sizes.append(each.start - end)
                 taken.append(len(sizes))
-                sizes.append(row.stop - row.start)
-                end = row.stop
+                sizes.append(each.stop - each.start)
+                end = each.stop
             self.cuts[place] = [*sizes, start + grad.numel() - end], taken
         sizes, taken = self.cuts[place]
         pieces = grad.split_with_sizes(sizes)
         return [pieces[index] for index in taken]
 
     def drop_gradients(self) -> None:
-        for row in self.rows:
-            row.param.grad = None
+        for each in self.params:
+            each.param.grad = None
         for param in self.counting.values():
             param.grad = None
 
@@ -160,12 +160,12 @@ class InnerBucket:
         options = [options_of(group) for group in self.optimizer.param_groups]
         fresh = self._made(options) if any(kinds.full_at_start for kinds in self.kinds) else None
         self.optimizer.state.clear()
-        for index, row in enumerate(self.rows):
+        for index, each in enumerate(self.params):
             self.bound[index] = {}
             if self.bucket.steps[index] > 0:
-                self.optimizer.state[row.param] = self._state_of(index)
-            elif fresh is not None and row.param in fresh.state:
-                self.optimizer.state[row.param] = fresh.state[row.param]
+                self.optimizer.state[each.param] = self._state_of(index)
+            elif fresh is not None and each.param in fresh.state:
+                self.optimizer.state[each.param] = fresh.state[each.param]
         self._take_state()
         self._note_numbers()
 
@@ -175,19 +175,19 @@ class InnerBucket:
         """``options`` of each of ``self.groups``; None without any: this rank has no part of the bucket."""
         made = []
         for index, own in zip(self.groups, options, strict=True):
-            params = [row.param for row in self.rows if row.group == index]
+            params = [each.param for each in self.params if each.group == index]
             more = [self.counting[index]] if index in self.counting else []
             made.append({**own, "params": params + more})
-        return self.rule.inner.make(made) if made else None
+        return self.rule.guest.make(made) if made else None
 
     def _take_state(self) -> None:
         """Moves new state into the bucket, and lets the optimizer use it there."""
         states = {} if self.optimizer is None else self.optimizer.state
         # Looked up only where the optimizer has them in another order, or lacks some: tensors are slow keys.
-        in_order = len(states) == len(self.rows) and all(
-            row.param is param for row, param in zip(self.rows, states, strict=True)
+        in_order = len(states) == len(self.params) and all(
+            each.param is param for each, param in zip(self.params, states, strict=True)
         )
-        found = list(states.values()) if in_order else [states.get(row.param) or {} for row in self.rows]
+        found = list(states.values()) if in_order else [states.get(each.param) or {} for each in self.params]
         for index, (state, bound) in enumerate(zip(found, self.bound, strict=True)):
             for key, value in state.items():
                 if value is not bound.get(key):
@@ -219,8 +219,8 @@ class InnerBucket:
     def _complete(self) -> None:
         """After options were changed: state that the class expects beside other state, or that it begins itself."""
         assert self.optimizer is not None
-        for index, row in enumerate(self.rows):
-            state: State = self.optimizer.state.get(row.param) or {}
+        for index, each in enumerate(self.params):
+            state: State = self.optimizer.state.get(each.param) or {}
             kinds = self._kinds_of(index)
             for spec in kinds.states if self.bucket.steps[index] > 0 else ():
                 if spec.key not in state and state and spec.key in kinds.expected:
@@ -245,10 +245,10 @@ class InnerBucket:
         return found
 
     def _kinds_of(self, row: int) -> Kinds:
-        return self.kinds[self.groups.index(self.rows[row].group)]
+        return self.kinds[self.groups.index(self.params[row].group)]
 
     def _place(self, row: int, key: str) -> Tensor:
-        return self.bucket.state[key].values[self.rows[row].start : self.rows[row].stop]
+        return self.bucket.state[key].values[self.params[row].start : self.params[row].stop]
 
     def _number(self, row: int, key: str) -> Tensor:
         """A view."""

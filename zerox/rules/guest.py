@@ -36,7 +36,7 @@ def full_name(cls: type) -> str:
     return f"{cls.__module__}.{cls.__qualname__}"
 
 
-class InnerClass:
+class GuestClass:
     """``cls(params, **options)``, as a rule. With ``trusted`` the user says that it is elementwise.
 
     What it keeps may depend on which options are on (momentum, amsgrad), so each set of these is tried once, when a
@@ -67,7 +67,7 @@ class InnerClass:
         self.defaults = {**made.defaults, **of_group}
         if RULE in self.defaults:
             raise ValueError(f"{self.name} has an option {RULE!r}, which in zerox's param groups names a rule")
-        rule = InnerRule(
+        rule = GuestRule(
             name=self.name,
             states=self.states,
             defaults=self.defaults,
@@ -79,7 +79,7 @@ class InnerClass:
             keeps_step=False,  # or under some options only
             numbers=self.numbers,
             on_host=True,
-            inner=self,
+            guest=self,
         )
         return Rules(rule, {rule.name: rule})
 
@@ -185,29 +185,29 @@ class InnerClass:
 
 
 @dataclass(frozen=True, kw_only=True)
-class InnerRule(Rule):
-    """The rule of an :class:`InnerClass`. Its ``states`` and ``numbers`` grow as the class is tried."""
+class GuestRule(Rule):
+    """The rule of a :class:`GuestClass`. Its ``states`` and ``numbers`` grow as the class is tried."""
 
-    inner: InnerClass
+    guest: GuestClass
 
     @property
     def step(self) -> NumberSpec:
-        return self.inner.step or STEP
+        return self.guest.step or STEP
 
     def is_wanted(self, spec: StateSpec | NumberSpec, group: Mapping[str, Any]) -> bool:
-        return spec.key in self.inner.kinds(group).keys
+        return spec.key in self.guest.kinds(group).keys
 
     def late(self, group: Mapping[str, Any]) -> list[StateSpec]:
-        wanted = self.inner.kinds(group).keys
+        wanted = self.guest.kinds(group).keys
         return [spec for spec in self.states if spec.key in wanted]
 
     def starts_itself(self, key: str) -> bool:
-        having = [kinds for kinds in self.inner.known.values() if key in kinds.keys]
+        having = [kinds for kinds in self.guest.known.values() if key in kinds.keys]
         return bool(having) and all(key not in kinds.expected for kinds in having)
 
     def check_loaded(self, group: Mapping[str, Any]) -> None:
         refuse_flags(group)
-        self.inner.kinds(group)
+        self.guest.kinds(group)
 
 
 def _kind(value: Any) -> Any:

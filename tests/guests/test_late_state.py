@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import zerox
-from tests.inner.test_state import shared
+from tests.guests.test_state import shared
 from tests.kernels.shards import same_bits
 from tests.ranks import run_ranks
 from zerox import ShardedOptimizer

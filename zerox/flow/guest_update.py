@@ -15,40 +15,40 @@ from torch import Tensor
 from zerox._C import Combine, Range
 from zerox.flow.grad_scale import GradScale
 from zerox.flow.grads import Grads
-from zerox.flow.inner_bucket import InnerBucket
+from zerox.flow.guest_bucket import GuestBucket
 from zerox.flow.update import Groups
 from zerox.memory.bucket import Bucket, GradPart
 from zerox.ranks.roll_call import summary_of
-from zerox.rules.inner import InnerRule, options_of
+from zerox.rules.guest import GuestRule, options_of
 from zerox.rules.of_groups import Rules
 from zerox.rules.probe import Kinds
 
 
-class InnerUpdate:
+class GuestUpdate:
     """``buckets``: the engine's own list, which grows. ``step_options``: of the next step, for the class's step()."""
 
     def __init__(self, rules: Rules, buckets: Sequence[Bucket], grads: Grads, grad_scale: GradScale) -> None:
-        assert isinstance(rules.default, InnerRule)
+        assert isinstance(rules.default, GuestRule)
         self.rule = rules.default
         self.buckets = buckets
         self.grads = grads
         self.grad_scale = grad_scale
-        self.inner: list[InnerBucket] = []
+        self.guests: list[GuestBucket] = []
         self.step_options: Mapping[str, Any] = {}
         self.failure = ""  # why ranks' states are not of one step
         self.before: dict[int, Tensor] = {}  # shards that nobody has a copy of, as they were before the step
 
     def add_bucket(self, bucket: Bucket, groups: Groups) -> None:
-        self.inner.append(InnerBucket(self.rule, bucket, groups))
+        self.guests.append(GuestBucket(self.rule, bucket, groups))
 
     def refresh(self, groups: Groups) -> None:
         raise AssertionError("it can't be captured")
 
     def note_loaded(self, groups: Groups) -> None:
         self.failure = ""
-        options, kinds = [options_of(group) for group in groups], [self.rule.inner.kinds(group) for group in groups]
-        for inner in self.inner:
-            inner.prepare(options, kinds)
+        options, kinds = [options_of(group) for group in groups], [self.rule.guest.kinds(group) for group in groups]
+        for guest in self.guests:
+            guest.prepare(options, kinds)
 
     def runs(self, groups: Groups, capturing: bool) -> Iterator[Sequence[int]]:
         """One run, of all buckets.
@@ -57,7 +57,7 @@ class InnerUpdate:
         """
         if self.failure:
             raise RuntimeError(f"{self.failure}. Load the last state that was saved, on all ranks")
-        kinds = [self.rule.inner.kinds(group) for group in groups]
+        kinds = [self.rule.guest.kinds(group) for group in groups]
         counted = self._groups_with_gradients(kinds)
         error: Exception | None = None
         self.before.clear()
@@ -71,8 +71,8 @@ class InnerUpdate:
             error = raised
         self._agree(error)
         self.before.clear()
-        for inner, rows in zip(self.inner, updated, strict=True):
-            inner.finish(rows)
+        for guest, rows in zip(self.guests, updated, strict=True):
+            guest.finish(rows)
         for group, changed in zip(groups, counters, strict=True):
             group.update(changed)
         yield list(self.grads.manager.params.order)
@@ -87,9 +87,9 @@ class InnerUpdate:
         if not any(each.counters for each in kinds):
             return [False] * len(kinds)
         found = torch.zeros(len(kinds), dtype=torch.int64, device="cpu")
-        for index, inner in enumerate(self.inner):
-            for row, has in zip(inner.rows, self._gradients(index)[1], strict=True):
-                found[row.group] |= int(has)
+        for index, guest in enumerate(self.guests):
+            for each, has in zip(guest.params, self._gradients(index)[1], strict=True):
+                found[each.group] |= int(has)
         self.grads.all_reduce(found, Combine.MAX)
         return [bool(each) for each in found.tolist()]
 
@@ -102,20 +102,20 @@ class InnerUpdate:
         """
         options = [options_of(group) for group in groups]
         changed: list[dict[str, Any]] = [{} for _ in groups]
-        for index, inner in enumerate(self.inner):
+        for index, guest in enumerate(self.guests):
             with Range("update", index):
-                inner.prepare(options, kinds)
+                guest.prepare(options, kinds)
                 parts, present = self._gradients(index)
                 parts = [self.grad_scale.limited(part, index) for part in parts]
                 bucket = self.buckets[index]
                 if bucket.master is None and bucket.buffer.shard_is_apart:
                     self.before[index] = bucket.param_shard.clone()
-                updated.append(inner.take_gradients(parts, present, counted, self._scale_of(index)))
+                updated.append(guest.take_gradients(parts, present, counted, self._scale_of(index)))
                 del parts  # which may be copies, for this bucket alone
                 try:
-                    found = inner.step(options, self.step_options)
+                    found = guest.step(options, self.step_options)
                 finally:
-                    inner.drop_gradients()
+                    guest.drop_gradients()
             for group, values in found.items():
                 known = changed[group] or values
                 if str(known) != str(values):
