@@ -67,9 +67,9 @@ class GuestBucket:
         master, shard = self.bucket.master, self.bucket.param_shard
         if master is not None:
             rounded = master.values.to(shard.dtype)
-            kept = rounded.view(torch.int16) == shard.view(torch.int16)
-            if shard.device.type != "cpu" or not bool(kept.all()):
-                master.values.copy_(torch.where(kept, master.values, shard.float()))
+            stands = rounded.view(torch.int16) == shard.view(torch.int16)
+            if shard.device.type != "cpu" or not bool(stands.all()):
+                master.values.copy_(torch.where(stands, master.values, shard.float()))
         if self.optimizer is None:
             return
         for group, index in zip(self.optimizer.param_groups, self.groups, strict=True):

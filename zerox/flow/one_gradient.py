@@ -101,8 +101,8 @@ class OneGradient(MeanGradient):
         grad = grad.to(one.bucket.buffer.flat.dtype if in_own_dtype else one.wide)
         return grad if left is None else grad * left
 
-    def _put_gradient(self, one: OneParam, given: Tensor, kept: Tensor) -> None:
-        """``kept``: the elements that are as given already. They stay: a product is not divided without a rounding."""
+    def _put_gradient(self, one: OneParam, given: Tensor, unchanged: Tensor) -> None:
+        """``unchanged``: elements that are as given already. They stay: a product is not divided without a rounding."""
         unscaled = self._unscaled(one, given)
         wire = self._grads.wire_dtype(one.bucket)
         lands = unscaled.to(wire)
@@ -113,7 +113,7 @@ class OneGradient(MeanGradient):
         seen = self._as_step_sees(one, lands)
         narrow = min(wire, seen.dtype, key=lambda dtype: dtype.itemsize)
         # A scale may cost float32's last place, which is documented, and no reason to warn.
-        if narrow.itemsize < given.itemsize and not bool((kept | same_values(given, seen)).all()):
+        if narrow.itemsize < given.itemsize and not bool((unchanged | same_values(given, seen)).all()):
             warnings.warn(
                 f"zerox: set_full_grad_() rounded parameter {one.member.quoted}: its gradients are in {narrow}",
                 stacklevel=4,
@@ -122,11 +122,11 @@ class OneGradient(MeanGradient):
             # Past its version: it stays the mean of all ranks, which is not sent again.
             assert one.member.param.grad is not None
             whole = one.member.param.grad.data
-            whole.copy_(torch.where(kept, whole, unscaled.to(whole.dtype)) if unscaled is not given else given)
+            whole.copy_(torch.where(unchanged, whole, unscaled.to(whole.dtype)) if unscaled is not given else given)
         if self._grads.sharded or torch.promote_types(wire, one.bucket.grad_dtype) != one.bucket.grad_dtype:
-            own_kept, own = one.own_part(kept), one.own_part(lands)
+            own_unchanged, own = one.own_part(unchanged), one.own_part(lands)
             for part in self._own_grad(one):
-                part.grad.copy_(torch.where(own_kept, part.grad, own))
+                part.grad.copy_(torch.where(own_unchanged, part.grad, own))
         self._grads.forget_words(one.index)
 
     def _unscaled(self, one: OneParam, given: Tensor) -> Tensor:

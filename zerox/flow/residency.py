@@ -101,9 +101,9 @@ class Residency:
 
     def make_buffer(self, params: Sequence[Tensor], layout: Layout) -> ShardedBuffer:
         made = self.residents.make_room(layout.numel * params[0].dtype.itemsize, params[0].device)
-        return ShardedBuffer(params, layout, self._kept(layout), made)
+        return ShardedBuffer(params, layout, self._own_shards(layout), made)
 
-    def _kept(self, layout: Layout) -> Span:
+    def _own_shards(self, layout: Layout) -> Span:
         """On a mesh the shards of all ranks that differ from this one in the replicate axis only: they lie together."""
         together = self.ranks.size // len(self.members)
         first = self.ranks.shard_of(self.ranks.rank) // together * together
@@ -125,9 +125,9 @@ class Residency:
         self.index_of |= {index: first + count for count, (index, _) in enumerate(trained)}
         added: list[tuple[int, Bucket | FrozenBucket]] = [*trained, *enumerate(frozen, num_frozen)]
         readable = [process * (rank in self.members) for rank, process in enumerate(self.neighbours)]
-        mapped = map_shards(self.ranks, readable, [kept_of(bucket).own for _, bucket in added])
+        mapped = map_shards(self.ranks, readable, [buffer_of(bucket).own for _, bucket in added])
         for (index, bucket), of_others in zip(added, mapped, strict=True):
-            buffer, name = kept_of(bucket), bucket.describe(index)
+            buffer, name = buffer_of(bucket), bucket.describe(index)
             is_served = len(of_others) < len(self.members) - 1
             self.residents.add(name, buffer.room, buffer.own, is_served)
             buffer.is_shared_out = True
@@ -300,6 +300,6 @@ class Residency:
         pass
 
 
-def kept_of(bucket: Bucket | FrozenBucket) -> ShardedBuffer:
+def buffer_of(bucket: Bucket | FrozenBucket) -> ShardedBuffer:
     assert isinstance(bucket.buffer, ShardedBuffer)
     return bucket.buffer

@@ -75,18 +75,18 @@ class FlatBuffer:
 class ShardedBuffer(FlatBuffer):
     """A buffer whose memory comes and goes (csrc/params/residents.h), and beside it what this rank keeps of it.
 
-    ``kept``: the elements of that, this rank's shard and on a mesh those beside it. ``room``: the buffer's memory,
-    which stays until it is given to the residents.
+    ``own_shards``: the elements of that, this rank's shard and on a mesh those beside it. ``room``: the buffer's
+    memory, which stays until it is given to the residents.
     """
 
     shard_is_apart = True
 
-    def __init__(self, params: Sequence[Tensor], layout: Layout, kept: Span, room: C.Room) -> None:
-        self.own_segments = {segment.slot: segment for segment in layout.segments_in(kept)}
+    def __init__(self, params: Sequence[Tensor], layout: Layout, own_shards: Span, room: C.Room) -> None:
+        self.own_segments = {segment.slot: segment for segment in layout.segments_in(own_shards)}
         self.is_shared_out = False  # whether the residents have it
         self.room = room
-        self.kept = kept
-        self.own = zeros(kept.numel, params[0].dtype, params[0].device, place=1)
+        self.own_shards = own_shards
+        self.own = zeros(own_shards.numel, params[0].dtype, params[0].device, place=1)
         super().__init__(params, layout, room.tensor(params[0].dtype))
         # Made once: an operator on the buffer would fetch the bucket.
         self.homes = [super(ShardedBuffer, self).home(slot) for slot in range(len(params))]
@@ -104,12 +104,12 @@ class ShardedBuffer(FlatBuffer):
 
     def shard(self, rank: int) -> Tensor:
         span = self.layout.shard_span(rank)
-        assert span.overlap(self.kept) == span, "only what this rank keeps is here"
-        return self.own[span.start - self.kept.start : span.stop - self.kept.start]
+        assert span.overlap(self.own_shards) == span, "only what this rank keeps is here"
+        return self.own[span.start - self.own_shards.start : span.stop - self.own_shards.start]
 
     def start(self) -> None:
         """What is kept takes its part of them."""
-        self.own.copy_(self.flat[self.kept.start : self.kept.stop])
+        self.own.copy_(self.flat[self.own_shards.start : self.own_shards.stop])
 
     def own_span(self, slot: int) -> Span:
         """Which elements of the parameter, in memory order, this rank keeps."""
