@@ -62,16 +62,16 @@ StoredStates check_state(const ShardTensors& t, const RuleFacts& rule) {
   return states;
 }
 
-const RuleFacts& rule_named(c10::string_view name) {
+}  // namespace
+
+const RuleFacts& rule_named(c10::string_view name, const char* op) {
   std::string known;
   for (const RuleFacts& rule : kRules) {
     if (name == rule.name) return rule;
     known += (known.empty() ? "" : ", ") + std::string(rule.name);
   }
-  ZX_CHECK(false, "update_", "rule", "must be ", known, ", got ", name);
+  ZX_CHECK(false, op, "rule", "must be ", known, ", got ", name);
 }
-
-}  // namespace
 
 DType dtype_of(const at::Tensor& tensor, const char* op, const char* argument) {
   switch (tensor.scalar_type()) {
@@ -210,7 +210,7 @@ ShardStorage check_update(const ShardTensors& t, const ShardTables& tables) {
 
 void for_each_shard(const ShardLists& l, const ShardCall& call) {
   constexpr const char* op = "update_";
-  const RuleFacts& rule = rule_named(l.rule);
+  const RuleFacts& rule = rule_named(l.rule, "update_");
   const size_t count = l.param.size();
   const auto check_count = [&](at::TensorList list, const char* argument, bool may_be_none = false) {
     ZX_CHECK(list.size() == count || (may_be_none && list.empty()), op, argument, "must be ", count, " tensors, got ",

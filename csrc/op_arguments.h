@@ -17,6 +17,7 @@
 namespace zx {
 
 DType dtype_of(const at::Tensor& tensor, const char* op, const char* argument);
+const RuleFacts& rule_named(c10::string_view name, const char* op);
 
 inline char* bytes_at(const at::Tensor& tensor, int64_t element) {
   return static_cast<char*>(tensor.data_ptr()) + element * static_cast<int64_t>(tensor.element_size());

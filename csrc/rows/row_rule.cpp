@@ -120,43 +120,31 @@ void update_by_kernel(const typename Rule::Options& options, const RowRule& by, 
   });
 }
 
-template <class Body>
-auto with_options(const RowRule& rule, const Body& body) {
-  return with_rule(rule.kind, [&](auto type) {
-    using Rule = typename decltype(type)::type;
-    typename Rule::Options options;
-    std::memcpy(&options, rule.options.data(), sizeof(options));
-    return body(type, options);
-  });
-}
-
 }  // namespace
 
 RowRule RowRule::named(const std::string& name, std::vector<double> options, double scale, double limit) {
-  for (const RuleFacts& each : kRules) {
-    if (name != each.name) continue;
-    TORCH_CHECK_VALUE(static_cast<int64_t>(options.size()) == each.option_columns, "zerox: the rule ", name, " has ",
-                      each.option_columns, " options, got ", options.size());
-    return {each.kind, std::move(options), scale, limit};
-  }
-  TORCH_CHECK_VALUE(false, "zerox: there is no rule ", name);
+  const RuleFacts& rule = rule_named(name, "RowRule");
+  TORCH_CHECK_VALUE(static_cast<int64_t>(options.size()) == rule.option_columns, "zerox: the rule ", name, " has ",
+                    rule.option_columns, " options, got ", options.size());
+  return {rule.kind, std::move(options), scale, limit};
 }
 
-int num_states(const RowRule& rule) {
-  return with_options(rule, [](auto type, const auto& options) { return decltype(type)::type::num_states(options); });
-}
-
-bool counts_step(const RowRule& rule) {
-  return with_options(rule, [](auto type, const auto& options) { return decltype(type)::type::counts_step(options); });
-}
-
-void update_rows(const RowRule& rule, int64_t step, const TouchedRows& touched, float* updated) {
-  with_options(rule, [&](auto type, const auto& options) {
+void update_rows(const RowRule& by, const std::vector<at::Tensor>& states, const at::Tensor& step, TouchedRows touched,
+                 float* updated) {
+  with_rule(by.kind, [&](auto type) {
     using Rule = typename decltype(type)::type;
+    typename Rule::Options options;
+    std::memcpy(&options, by.options.data(), sizeof(options));
+    const auto needed = static_cast<size_t>(Rule::num_states(options));
+    TORCH_CHECK_VALUE(states.size() >= needed, "zerox: a table has ", states.size(), " states, and its rule needs ",
+                      needed);
+    for (size_t s = 0; s < needed; ++s) touched.states[s] = states[s].mutable_data_ptr<float>();
+    auto* const count = step.mutable_data_ptr<int64_t>();
+    if (Rule::counts_step(options)) ++*count;
     if constexpr (std::is_same_v<Rule, Adam>) {
-      update_by_sparse_adam(options, rule, step, touched, updated);
+      update_by_sparse_adam(options, by, *count, touched, updated);
     } else {
-      update_by_kernel<Rule>(options, rule, step, touched, updated);
+      update_by_kernel<Rule>(options, by, *count, touched, updated);
     }
   });
 }

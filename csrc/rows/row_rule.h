@@ -2,6 +2,8 @@
 // stay as they are.
 #pragma once
 
+#include <ATen/core/Tensor.h>
+
 #include <array>
 #include <cstdint>
 #include <string>
@@ -30,18 +32,15 @@ struct TouchedRows {
   const int64_t* places;
   const float* grads;
   float* values;
-  std::array<float*, kMostStates> states;  // null after those that the rule keeps
+  std::array<float*, kMostStates> states{};  // null after those that the rule keeps
 };
 
-// How many states rows have by this rule.
-int num_states(const RowRule& rule);
-// Whether the rule counts a table's updates.
-bool counts_step(const RowRule& rule);
-
-// `step` counts this update too, if the rule counts. `updated` gets the rows' new values, side by side; it may be null.
+// `states`: the table's, see TableSpec; `touched` has none yet. `step`, int64, counts up if the rule counts updates.
+// `updated` gets the rows' new values, side by side; it may be null.
 //
 // Adam is the lazy one of torch.optim.SparseAdam, with its bits. The other rules are those of dense parameters: a row
 // gets the bits that it would have in one, as long as it is touched in every step.
-void update_rows(const RowRule& rule, int64_t step, const TouchedRows& touched, float* updated);
+void update_rows(const RowRule& by, const std::vector<at::Tensor>& states, const at::Tensor& step, TouchedRows touched,
+                 float* updated);
 
 }  // namespace zx

@@ -83,20 +83,13 @@ at::Tensor RowTables::update(const std::vector<at::Tensor>& params,
 
 void RowTables::update_one(Table& table, const at::Tensor& param, const LandedRows& grad, const RowRule& by,
                            float* updated) const {
-  const auto needed = static_cast<size_t>(num_states(by));
-  TORCH_CHECK_VALUE(table.states.size() >= needed, "zerox: a table has ", table.states.size(),
-                    " states, and its rule needs ", needed);
-  TouchedRows touched{grad.rows.numel(),
-                      table.width,
-                      grad.rows.const_data_ptr<int64_t>(),
-                      grad.places.const_data_ptr<int64_t>(),
-                      grad.values.const_data_ptr<float>(),
-                      param.mutable_data_ptr<float>(),
-                      {}};
-  for (size_t s = 0; s < needed; ++s) touched.states[s] = table.states[s].mutable_data_ptr<float>();
-  auto* const step = table.step.mutable_data_ptr<int64_t>();
-  if (counts_step(by)) ++*step;
-  update_rows(by, *step, touched, updated);
+  const TouchedRows touched{.count = grad.rows.numel(),
+                            .width = table.width,
+                            .rows = grad.rows.const_data_ptr<int64_t>(),
+                            .places = grad.places.const_data_ptr<int64_t>(),
+                            .grads = grad.values.const_data_ptr<float>(),
+                            .values = param.mutable_data_ptr<float>()};
+  update_rows(by, table.states, table.step, touched, updated);
 }
 
 void RowTables::put(const std::vector<at::Tensor>& params, const std::vector<bool>& present, const at::Tensor& counts,

@@ -14,6 +14,7 @@ import zerox
 from tests.ranks import run_ranks
 from tests.rows.tables import ROWS, WIDTH
 from zerox import FusedShardedAdam, FusedShardedLion, FusedShardedSGD
+from zerox.checkpoint.convert import convert_file
 from zerox.memory.row_owners import BLOCK_ROWS
 
 RULES: dict[str, dict[str, Any]] = {
@@ -162,18 +163,12 @@ def loaded(rank: int, world_size: int, rule: str, path: str, whole: dict[str, An
 def test_a_checkpoint_goes_on_at_any_number_of_ranks(rule: str, tmp_path: Path) -> None:
     path = str(tmp_path / "checkpoint")
     whole, weight, state = run_ranks(saved, 2, rule, path)[0]
-    before = torch.load(_converted(path, tmp_path), weights_only=True)["model"]["weight"]
+    convert_file(Path(path), tmp_path / "one.pt", weights=False, fp32=False, keys=("model", "optimizer"))
+    before = torch.load(tmp_path / "one.pt", weights_only=True)["model"]["weight"]
     for found, of_rank in run_ranks(loaded, 3, rule, path, whole, before)[:1]:
         assert torch.equal(found, weight)
         torch.testing.assert_close(of_rank["state"], state["state"], rtol=0, atol=0)
     assert set(state["state"][0]) == ({"step", "exp_avg"} if rule == "lion" else {"step"})
-
-
-def _converted(path: str, folder: Path) -> Path:
-    from zerox.checkpoint.convert import convert_file
-
-    convert_file(Path(path), folder / "one.pt", weights=False, fp32=False, keys=("model", "optimizer"))
-    return folder / "one.pt"
 
 
 def test_state_of_another_rule_is_refused(tmp_path: Path) -> None:
