@@ -25,8 +25,10 @@ void Params::forget_order() {
 
 std::vector<int64_t> Params::order() const {
   if (!agreed_.empty()) return agreed_;
+  // Forward's, if modules are used in the order of registration: the buckets' own is the reverse of it. Backward has
+  // written these gradients last, so they are still in a CPU's caches.
   std::vector<int64_t> order(buckets_->all.size());
-  std::iota(order.begin(), order.end(), 0);
+  std::iota(order.rbegin(), order.rend(), 0);
   return order;
 }
 

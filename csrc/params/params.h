@@ -32,7 +32,7 @@ class Params {
   void set_order(std::vector<int64_t> agreed) { agreed_ = std::move(agreed); }
   // Buckets were added: no order is agreed any more.
   void forget_order();
-  std::vector<int64_t> order() const;  // the agreed one, else the buckets' own
+  std::vector<int64_t> order() const;  // the agreed one, else the reverse of the buckets' own
 
   // (bucket, slot) of each parameter that does not lie at home.
   std::vector<std::pair<int64_t, int64_t>> moved() const;

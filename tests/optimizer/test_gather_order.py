@@ -170,4 +170,4 @@ def on_one_rank_only(rank: int, _: int) -> tuple[int, list[int]]:
 
 
 def test_ranks_need_not_all_overlap() -> None:
-    assert run_ranks(on_one_rank_only, 2) == [(0, [0, 1, 2, 3]), (4, [0, 1, 2, 3])]
+    assert run_ranks(on_one_rank_only, 2) == [(0, [3, 2, 1, 0]), (4, [3, 2, 1, 0])]

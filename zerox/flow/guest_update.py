@@ -61,7 +61,7 @@ class GuestUpdate:
         counted = self._groups_with_gradients(kinds)
         error: Exception | None = None
         self.before.clear()
-        updated: list[list[bool]] = []
+        updated: dict[int, list[bool]] = {}
         counters: list[dict[str, Any]] = []
         try:
             counters = self._step(groups, kinds, counted, updated)
@@ -71,8 +71,8 @@ class GuestUpdate:
             error = raised
         self._agree(error)
         self.before.clear()
-        for guest, rows in zip(self.guests, updated, strict=True):
-            guest.finish(rows)
+        for index, rows in updated.items():
+            self.guests[index].finish(rows)
         for group, changed in zip(groups, counters, strict=True):
             group.update(changed)
         yield list(self.grads.manager.params.order)
@@ -94,7 +94,7 @@ class GuestUpdate:
         return [bool(each) for each in found.tolist()]
 
     def _step(
-        self, groups: Groups, kinds: Sequence[Kinds], counted: Sequence[bool], updated: list[list[bool]]
+        self, groups: Groups, kinds: Sequence[Kinds], counted: Sequence[bool], updated: dict[int, list[bool]]
     ) -> list[dict[str, Any]]:
         """Returns the options of each group that the class has changed, and fills ``updated`` with rows of each bucket.
 
@@ -102,7 +102,8 @@ class GuestUpdate:
         """
         options = [options_of(group) for group in groups]
         changed: list[dict[str, Any]] = [{} for _ in groups]
-        for index, guest in enumerate(self.guests):
+        for index in self.grads.manager.params.order:
+            guest = self.guests[index]
             with Range("update", index):
                 guest.prepare(options, kinds)
                 parts, present = self._gradients(index)
@@ -110,7 +111,7 @@ class GuestUpdate:
                 bucket = self.buckets[index]
                 if bucket.master is None and bucket.buffer.shard_is_apart:
                     self.before[index] = bucket.param_shard.clone()
-                updated.append(guest.take_gradients(parts, present, counted, self._scale_of(index)))
+                updated[index] = guest.take_gradients(parts, present, counted, self._scale_of(index))
                 del parts  # which may be copies, for this bucket alone
                 try:
                     found = guest.step(options, self.step_options)
