@@ -42,7 +42,7 @@ CPP_LAYERS = {
     "workers": {"workers"},
     "buckets": {"workers", "buckets"},
     "exchange": {"exchange", "check.h"},
-    "params": {"workers", "buckets", "exchange", "params", "check.h"},
+    "params": {"workers", "buckets", "exchange", "params", "rows", "check.h"},
     "rows": {"math", "cpu", "exchange", "rows", "check.h", "op_arguments.h"},
     "grads": {"math", "workers", "buckets", "exchange", "params", "grads", "check.h"},
     "check.h": set(),

@@ -90,7 +90,7 @@ class Engine(OneGradient, OneState):
             self._widened = Widened(self._options.accumulate_dtype)
             weakref.finalize(self, self._widened.give_back).atexit = False
             scale = GradScale(self._grads.manager, device, keeps_place=self._options.capturable)
-            self._calls = GradCalls(self._grads, scale, self._buckets)
+            self._calls = GradCalls(self._grads, scale, self._buckets, self._gather.shards_params)
             self._update = self._made_update()
             self._share_state()
         self._adopt(members)
@@ -266,7 +266,7 @@ class Engine(OneGradient, OneState):
         trained = self._calls.take_tables(trained, self.param_groups, self._rules, divisors)
         model, teams = self._grads.model, self._grads.teams
         plans = plan_trained(self._options, self._rules, teams, model, self.param_groups, trained)
-        shared_out: list[Planned] = [(m.name, m.local, "", None, ()) for m in still if self._gather.shards_frozen]
+        shared_out: list[Planned] = [(m.name, m.local, "", None, ()) for m in still if self._gather.shards_params]
         plans_of_still = self._options.plan(shared_out, teams.ranks.backend, teams.ranks.size)
         self._gather.check_room([*rooms([plan for plan, _ in plans], trained), *rooms(plans_of_still, still)])
         frozen = self._gather.take_frozen([m for m in still if teams.of_group[m.group] is teams.all], plans_of_still)
@@ -291,7 +291,7 @@ class Engine(OneGradient, OneState):
             self._buckets.append(bucket)
             self._update.add_bucket(bucket, self.param_groups)
         self._calls.scale.of_groups = divisors
-        self._gather.add_buckets(made, frozen)
+        self._gather.add_buckets(made, frozen, self._calls.row_grads.tables)
         if plans and self._overlap is not None:
             self._overlap.learn_buckets()
         self._publish_state()
@@ -333,7 +333,7 @@ class Engine(OneGradient, OneState):
         self._start_states(capturing)
         self._note_state_changes()
         if self._calls.row_grads.each:
-            self._calls.row_grads.update(self.param_groups, self._calls.scale)
+            self._gather.publish_tables(self._calls.row_grads.update(self.param_groups, self._calls.scale))
         overlap = self._overlap is not None and not capturing
         for run in self._update.runs(self.param_groups, capturing) if self._buckets else ():
             for index in run:

@@ -103,7 +103,9 @@ def estimate(
     apart = chosen.stage_plan.params is SHARDED and world_size > 1
     frozen = [(name, local_of(tensor), "", None, ()) for name, tensor, _ in everything if not tensor.requires_grad]
     parameters = 0 if apart else sum(tensor.nbytes for _, tensor, *_ in frozen)
-    parameters += sum(table.nbytes for table, _ in tables)
+    for table, _ in tables:
+        num_kept = most_rows(table.shape[0], world_size) if apart else table.shape[0]
+        parameters += num_kept * table.shape[1] * table.element_size()
     whole: list[tuple[str, int]] = []  # buckets whose shard is apart
 
     def parameters_of(plan: BucketPlan, first: str, dtype: torch.dtype) -> int:
@@ -150,7 +152,9 @@ def estimate(
             received, landing = _on_mesh(plan, wire, backend, mesh_shape, near)
         flows.append(dataclasses.replace(flow, received=received if size > 1 else 0, landing=landing))
 
-    parameters += int(min(resident_limit(whole, chosen.resident_mb), sum(nbytes for _, nbytes in whole)))
+    of_tables = sum(table.nbytes for table, _ in tables) if apart else 0
+    limit = resident_limit(whole, chosen.resident_mb, of_tables)
+    parameters += int(min(limit, sum(nbytes for _, nbytes in whole) + of_tables))
     local = [flow.local for flow in flows]
     buffers = [flow.flat + flow.received + flow.landing for flow in flows] if world_size > 1 else []
     made = MemoryBytes(

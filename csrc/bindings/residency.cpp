@@ -104,6 +104,14 @@ void bind_residency(py::module_& m) {
             return self->add(std::move(name), std::move(room), std::move(shard), is_served);
           },
           py::arg("name"), py::arg("room"), py::arg("shard"), py::arg("is_served"), Release())
+      .def_static("make_table_room", &Residents::make_table_room, py::arg("nbytes"))
+      .def(
+          "add_table",
+          [](Residency& self, std::string name, std::shared_ptr<Room> room, at::Tensor shard, int64_t num_rows,
+             const at::Tensor& of_block) {
+            return self->add_table(std::move(name), std::move(room), std::move(shard), num_rows, of_block);
+          },
+          py::arg("name"), py::arg("room"), py::arg("shard"), py::arg("num_rows"), py::arg("of_block"), Release())
       .def(
           "watch_added", [](Residency& self) { self->watch_added(); }, Release())
       .def(

@@ -51,13 +51,14 @@ void bind_rows(py::module_& m) {
       .def(
           "add",
           [](RowFlow& self, at::Tensor param, at::Tensor of_block, std::vector<at::Tensor> states, at::Tensor step,
-             double divisor) {
+             double divisor, std::optional<at::Tensor> own) {
             const int64_t num_rows = param.size(0);
             const int64_t width = param.size(1);
-            self.add({num_rows, width, std::move(of_block), std::move(states), std::move(step), divisor},
-                     std::move(param));
+            self.add({num_rows, width, std::move(of_block), std::move(states), std::move(step), divisor, false},
+                     std::move(param), own.value_or(at::Tensor()));
           },
-          py::kw_only(), py::arg("param"), py::arg("of_block"), py::arg("states"), py::arg("step"), py::arg("divisor"))
+          py::kw_only(), py::arg("param"), py::arg("of_block"), py::arg("states"), py::arg("step"), py::arg("divisor"),
+          py::arg("own"))
       .def("pack", &RowFlow::pack, Release())
       .def("forget", &RowFlow::forget, Release())
       .def("note_seen", &RowFlow::note_seen, Release())

@@ -1,5 +1,7 @@
 #include "exchange/neighbours.h"
 
+#include <algorithm>
+#include <array>
 #include <cerrno>
 #include <cstring>
 #include <stdexcept>
@@ -31,8 +33,44 @@ bool read_memory(pid_t pid, uint64_t address, void* into, size_t bytes) {
 #endif
 }
 
+bool read_memory(pid_t pid, uint64_t address, char* into, const std::vector<BytePiece>& pieces) {
+#ifdef __linux__
+  constexpr size_t kAtOnce = 512;  // the system takes 1,024
+  std::array<iovec, kAtOnce> here{};
+  std::array<iovec, kAtOnce> there{};
+  size_t next = 0;
+  size_t done = 0;  // of the next one
+  while (next < pieces.size()) {
+    const size_t count = std::min(kAtOnce, pieces.size() - next);
+    for (size_t i = 0; i < count; ++i) {
+      const BytePiece& piece = pieces[next + i];
+      const size_t start = i == 0 ? done : 0;
+      here[i] = {into + piece.to + start, piece.bytes - start};
+      there[i] = {reinterpret_cast<void*>(address + piece.from + start), piece.bytes - start};
+    }
+    const ssize_t moved = process_vm_readv(pid, here.data(), count, there.data(), count, 0);
+    if (moved <= 0) return false;
+    done += static_cast<size_t>(moved);
+    while (next < pieces.size() && done >= pieces[next].bytes) done -= pieces[next++].bytes;
+  }
+  return true;
+#else
+  (void)pid, (void)address, (void)into;
+  errno = ENOSYS;
+  return pieces.empty();
+#endif
+}
+
 void Neighbours::read(int rank, uint64_t address, void* into, size_t bytes) const {
-  if (read_memory(static_cast<pid_t>(pids_.at(rank)), address, into, bytes)) return;
+  check(read_memory(static_cast<pid_t>(pids_.at(rank)), address, into, bytes), rank);
+}
+
+void Neighbours::read(int rank, uint64_t address, char* into, const std::vector<BytePiece>& pieces) const {
+  check(read_memory(static_cast<pid_t>(pids_.at(rank)), address, into, pieces), rank);
+}
+
+void Neighbours::check(bool could_read, int rank) const {
+  if (could_read) return;
   throw std::runtime_error("the memory of rank " + std::to_string(rank) + " (process " +
                            std::to_string(pids_.at(rank)) + ") can't be read: " + std::strerror(errno));
 }

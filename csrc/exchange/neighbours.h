@@ -19,6 +19,13 @@ namespace zx {
 // Neighbours only read. After an error a rank may go on with its buffers freed, so ranks that don't know of the error
 // yet must not write to it. What they read then is garbage, and the next settle() never lets an update use it.
 
+// Bytes that lie `from` somewhere on in one memory, and `to` in another.
+struct BytePiece {
+  size_t from;
+  size_t to;
+  size_t bytes;
+};
+
 class Neighbours {
  public:
   Neighbours() = default;
@@ -30,13 +37,18 @@ class Neighbours {
 
   // Copies from a rank's memory. Throws std::runtime_error if that can't be read (the process is gone).
   void read(int rank, uint64_t address, void* into, size_t bytes) const;
+  // The same of pieces, none of them empty, of what begins at `address`.
+  void read(int rank, uint64_t address, char* into, const std::vector<BytePiece>& pieces) const;
 
  private:
+  void check(bool could_read, int rank) const;
+
   std::vector<int64_t> pids_;  // by rank; empty if there are none
 };
 
 // Whether all bytes could be read.
 bool read_memory(pid_t pid, uint64_t address, void* into, size_t bytes);
+bool read_memory(pid_t pid, uint64_t address, char* into, const std::vector<BytePiece>& pieces);
 
 // With Yama (Ubuntu's default), lets the processes that this one's parent started read this one, unless the parent is
 // process 1. Without Yama, the kernel only checks that the user is the same.

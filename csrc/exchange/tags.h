@@ -17,14 +17,15 @@ enum class TagKind : int {
   question = 5,
   answer = 6,
   rows = 7,
+  wanted = 8,
 };
-constexpr unsigned kTagKinds = 8;  // room for this many
-constexpr int kTagsEnd = 1 << 30;  // tags from here on belong to no kind
+constexpr unsigned kTagKinds = 16;  // room for this many
+constexpr int kTagsEnd = 1 << 30;   // tags from here on belong to no kind
 
 class Tag {
  public:
   Tag(TagKind kind, unsigned count) : kind_(kind), count_(count) {}
-  int number() const { return static_cast<int>(kTagKinds * (count_ % (1U << 27U))) + static_cast<int>(kind_); }
+  int number() const { return static_cast<int>(kTagKinds * (count_ % (1U << 26U))) + static_cast<int>(kind_); }
   Tag operator++(int) { return {kind_, count_++}; }
 
  private:

@@ -117,34 +117,36 @@ ReservedAddresses::~ReservedAddresses() { munmap(start_, bytes_ + kChunk); }
 
 AddressRange::AddressRange(size_t bytes, std::shared_ptr<SparePages> spare)
     : bytes_(bytes), reserved_bytes_(of_whole_pages(bytes)), reserved_(reserved_bytes_), spare_(std::move(spare)) {
-  (void)madvise(data(), reserved_bytes_ / kChunk * kChunk, MADV_HUGEPAGE);
+  (void)madvise(data(), reserved_bytes_ / kChunk * kChunk, spare_ == nullptr ? MADV_NOHUGEPAGE : MADV_HUGEPAGE);
   protect(data(), reserved_bytes_, PROT_READ | PROT_WRITE);
-  count(static_cast<int64_t>(reserved_bytes_));
+  count_more(reserved_bytes_);
 }
 
-AddressRange::~AddressRange() {
-  if (has_memory_) count(-static_cast<int64_t>(reserved_bytes_));
-}
+AddressRange::~AddressRange() { count(-static_cast<int64_t>(counted_)); }
 
 void AddressRange::release() {
   has_memory_ = false;
   // First, so that a reader that nothing announced finds either the values or a fault.
   protect(data(), reserved_bytes_, PROT_NONE);
   size_t done = 0;
-  while (done + kChunk <= reserved_bytes_ && spare_->take(data() + done)) done += kChunk;
+  while (spare_ != nullptr && done + kChunk <= reserved_bytes_ && spare_->take(data() + done)) done += kChunk;
   drop(data() + done, reserved_bytes_ - done);
-  count(-static_cast<int64_t>(reserved_bytes_ - done));
+  count(-static_cast<int64_t>(counted_ - done));
+  counted_ = 0;
 }
 
 void AddressRange::restore() {
   has_memory_ = true;
   size_t done = 0;
-  while (done + kChunk <= reserved_bytes_ && spare_->give(data() + done)) done += kChunk;
+  while (spare_ != nullptr && done + kChunk <= reserved_bytes_ && spare_->give(data() + done)) done += kChunk;
   protect(data(), reserved_bytes_, PROT_READ | PROT_WRITE);
-  count(static_cast<int64_t>(reserved_bytes_ - done));
+  counted_ += done;
+  count_more(reserved_bytes_ - counted_);
 }
 
 void AddressRange::let_write(bool may) { protect(data(), reserved_bytes_, may ? PROT_READ | PROT_WRITE : PROT_READ); }
+
+void AddressRange::hide() { protect(data(), reserved_bytes_, PROT_NONE); }
 
 void AddressRange::restore_in_child() {
   protect(data(), reserved_bytes_, PROT_READ | PROT_WRITE);
@@ -171,6 +173,7 @@ AddressRange::~AddressRange() = default;
 void AddressRange::release() {}
 void AddressRange::restore() {}
 void AddressRange::let_write(bool /*may*/) {}
+void AddressRange::hide() {}
 void AddressRange::restore_in_child() {}
 
 #endif
@@ -187,22 +190,28 @@ at::Tensor AddressRange::tensor(at::ScalarType dtype) {
 
 at::Tensor AddressRange::with_own_storage(const at::Tensor& view) { return zx::with_own_storage(view); }
 
-void AddressRange::take_shard(const at::Tensor& shard, size_t own) {
-  std::memcpy(data() + own, shard.const_data_ptr(), shard.nbytes());
+void AddressRange::take_shard(const at::Tensor& shard, const std::vector<BytePiece>& own) {
+  const auto* from = static_cast<const char*>(shard.const_data_ptr());
+  for (const BytePiece& each : own) std::memcpy(data() + each.to, from + each.from, each.bytes);
 }
 
-void AddressRange::store_shard(const at::Tensor& shard, size_t own) {
-  std::memcpy(shard.mutable_data_ptr(), data() + own, shard.nbytes());
+void AddressRange::store_shard(const at::Tensor& shard, const std::vector<BytePiece>& own) {
+  auto* to = static_cast<char*>(shard.mutable_data_ptr());
+  for (const BytePiece& each : own) std::memcpy(to + each.from, data() + each.to, each.bytes);
 }
 
 void AddressRange::pull(const at::Tensor& /*mapped*/, size_t /*start*/) {
   TORCH_INTERNAL_ASSERT(false, "a host's shards are read by their addresses");
 }
 
-void AddressRange::spoil(ByteSpan own) {
+void AddressRange::spoil(const std::vector<BytePiece>& own) {
   if (!has_memory_) return;
-  std::memset(data(), 0xff, own.start);
-  std::memset(data() + own.stop, 0xff, bytes_ - own.stop);
+  for (const ByteSpan& each : all_but(own)) std::memset(data() + each.start, 0xff, each.stop - each.start);
+}
+
+void AddressRange::count_more(size_t bytes) {
+  counted_ += bytes;
+  count(static_cast<int64_t>(bytes));
 }
 
 uint64_t AddressRange::digest() { return zx::digest(data(), bytes_); }

@@ -69,7 +69,8 @@ class ReservedAddresses {
 // Any thread may call any of these; the caller sees to it that nobody reads meanwhile.
 class AddressRange final : public Room, public std::enable_shared_from_this<AddressRange> {
  public:
-  // Has memory at first, all zero.
+  // Has memory at first, all zero. Without `spare`, which moves whole chunks: a range of which parts may have memory, a
+  // page at a time. It gives none up to others.
   static std::shared_ptr<AddressRange> make(size_t bytes, std::shared_ptr<SparePages> spare);
   ~AddressRange() override;
   AddressRange(const AddressRange&) = delete;
@@ -89,14 +90,19 @@ class AddressRange final : public Room, public std::enable_shared_from_this<Addr
   void take_in(const Inbox& /*inbox*/, const std::vector<ByteSpan>& /*spans*/) override {}
   void pull(const at::Tensor& mapped, size_t start) override;
   void await_pulls() override {}
-  void spoil(ByteSpan own) override;
-  void take_shard(const at::Tensor& shard, size_t own) override;
-  void store_shard(const at::Tensor& shard, size_t own) override;
+  void spoil(const std::vector<BytePiece>& own) override;
+  void take_shard(const at::Tensor& shard, const std::vector<BytePiece>& own) override;
+  void store_shard(const at::Tensor& shard, const std::vector<BytePiece>& own) override;
   at::Tensor served(const at::Tensor& shard) const override { return shard; }
   void serve(const at::Tensor& /*shard*/, const at::Tensor& /*served*/) override {}
   void begin_use() override {}
   void end_use() override {}
   uint64_t digest() override;
+
+  // Of a range of which parts have memory: that so many bytes of it are in use, until it is released; and that nobody
+  // may read it until let_write() or restore().
+  void count_more(size_t bytes);
+  void hide();
 
   // Bytes that all ranges and spare chunks of this process have now, and the most since the last call.
   static int64_t bytes_in_use();
@@ -108,7 +114,8 @@ class AddressRange final : public Room, public std::enable_shared_from_this<Addr
   size_t bytes_;
   size_t reserved_bytes_;  // of whole pages
   ReservedAddresses reserved_;
-  bool has_memory_ = true;
+  size_t counted_ = 0;      // of these, in use
+  bool has_memory_ = true;  // all of it
   std::shared_ptr<SparePages> spare_;
 };
 

@@ -25,6 +25,14 @@ at::Tensor bytes_in(const at::Tensor& bytes, Room::ByteSpan which) {
   return bytes.narrow(0, static_cast<int64_t>(which.start), static_cast<int64_t>(which.stop - which.start));
 }
 
+at::Tensor in_room(const at::Tensor& bytes, const BytePiece& piece) {
+  return bytes_in(bytes, {piece.to, piece.to + piece.bytes});
+}
+
+at::Tensor in_shard(const at::Tensor& shard, const BytePiece& piece) {
+  return bytes_in(shard.view(at::kByte), {piece.from, piece.from + piece.bytes});
+}
+
 void leave(void* room) { delete static_cast<std::shared_ptr<DeviceRoom>*>(room); }
 
 // Rooms are filled in the midst of anybody's operators: below autograd, modes and transforms, and unseen by guards.
@@ -228,28 +236,28 @@ void DeviceRoom::await_pulls() {
   arrival_.follows_pulls = false;
 }
 
-void DeviceRoom::spoil(ByteSpan own) {
+void DeviceRoom::spoil(const std::vector<BytePiece>& own) {
   const std::lock_guard lock(mutex_);
   if (!memory_.defined()) return;
   const UnseenOn on_fetches(fetches_);
   await_readers();
-  for (const ByteSpan& each : {ByteSpan{0, own.start}, ByteSpan{own.stop, bytes_}}) bytes_in(memory_, each).fill_(0xff);
+  for (const ByteSpan& each : all_but(own)) bytes_in(memory_, each).fill_(0xff);
   note_arrival();
 }
 
-void DeviceRoom::take_shard(const at::Tensor& shard, size_t own) {
+void DeviceRoom::take_shard(const at::Tensor& shard, const std::vector<BytePiece>& own) {
   const std::lock_guard lock(mutex_);
   const UnseenOn on_fetches(fetches_);
   await_readers();
-  bytes_in(memory_, {own, own + shard.nbytes()}).copy_(shard.view(at::kByte), /*non_blocking=*/true);
+  for (const BytePiece& each : own) in_room(memory_, each).copy_(in_shard(shard, each), /*non_blocking=*/true);
   note_arrival();
 }
 
 // On the current stream, which has written the room.
-void DeviceRoom::store_shard(const at::Tensor& shard, size_t own) {
+void DeviceRoom::store_shard(const at::Tensor& shard, const std::vector<BytePiece>& own) {
   const std::lock_guard lock(mutex_);
   const Unseen unseen;
-  shard.view(at::kByte).copy_(bytes_in(memory_, {own, own + shard.nbytes()}), /*non_blocking=*/true);
+  for (const BytePiece& each : own) in_shard(shard, each).copy_(in_room(memory_, each), /*non_blocking=*/true);
 }
 
 at::Tensor DeviceRoom::served(const at::Tensor& shard) const {

@@ -57,9 +57,9 @@ class DeviceRoom final : public Room, public std::enable_shared_from_this<Device
   void take_in(const Inbox& inbox, const std::vector<ByteSpan>& spans) override;
   void pull(const at::Tensor& mapped, size_t start) override;
   void await_pulls() override;
-  void spoil(ByteSpan own) override;
-  void take_shard(const at::Tensor& shard, size_t own) override;
-  void store_shard(const at::Tensor& shard, size_t own) override;
+  void spoil(const std::vector<BytePiece>& own) override;
+  void take_shard(const at::Tensor& shard, const std::vector<BytePiece>& own) override;
+  void store_shard(const at::Tensor& shard, const std::vector<BytePiece>& own) override;
   at::Tensor served(const at::Tensor& shard) const override;
   void serve(const at::Tensor& shard, const at::Tensor& served) override;
   void begin_use() override;

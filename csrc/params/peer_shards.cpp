@@ -4,6 +4,7 @@
 #include <ATen/ops/from_blob.h>
 
 #include <algorithm>
+#include <cstring>
 #include <stdexcept>
 #include <thread>
 
@@ -52,25 +53,46 @@ void PeerShards::stamps_changed() const {
 }
 
 void PeerShards::fetch(const Question& wanted, const std::vector<ShardPlace>& places, const Target& target) const {
-  std::vector<ShardQuestions::Asked> asked;
+  std::vector<Awaited> awaited;
   for (const int peer : others(false, num_holders_)) {
-    const at::Tensor answer =
-        at::from_blob(target.flat + peer * target.shard_bytes, {static_cast<int64_t>(target.shard_bytes)}, at::kByte);
-    asked.push_back(questions_->ask(ranks_[peer], wanted, answer));
+    std::vector<BytePiece> pieces = target.pieces_of(peer);
+    if (!pieces.empty()) awaited.push_back(ask(peer, wanted, target, std::move(pieces)));
   }
   for (const int peer : others(true, num_holders_)) {
     const ShardPlace& place = places.at(peer);
+    const std::vector<BytePiece> pieces = target.pieces_of(peer);
+    if (pieces.empty()) continue;
     await(peer, place, ShardStamp::version, wanted.version);
     if (wanted.stored > 0) await(peer, place, ShardStamp::stored, wanted.stored);
     whereabouts_->needing(ranks_[peer], [&] {
       if (place.mapped.defined()) {
         target.pull(peer, place.mapped);
       } else {
-        neighbours_.read(ranks_[peer], place.shard, target.flat + peer * target.shard_bytes, target.shard_bytes);
+        neighbours_.read(ranks_[peer], place.shard, target.flat, pieces);
       }
     });
   }
-  for (const auto& each : asked) questions_->await(each);
+  for (const Awaited& each : awaited) {
+    questions_->await(each.asked);
+    const auto* from = static_cast<const char*>(each.apart.defined() ? each.apart.const_data_ptr() : nullptr);
+    for (const BytePiece& piece : each.pieces) {
+      if (from == nullptr) break;
+      std::memcpy(target.flat + piece.to, from, piece.bytes);
+      from += piece.bytes;
+    }
+  }
+}
+
+// The answer has the pieces one after the other: a single one is received in its place.
+PeerShards::Awaited PeerShards::ask(int peer, const Question& wanted, const Target& target,
+                                    std::vector<BytePiece> pieces) const {
+  int64_t bytes = 0;
+  for (const BytePiece& piece : pieces) bytes += static_cast<int64_t>(piece.bytes);
+  const at::Tensor apart = pieces.size() == 1 ? at::Tensor() : at::empty({bytes}, at::kByte);
+  const at::Tensor answer =
+      apart.defined() ? apart : at::from_blob(target.flat + pieces.front().to, {bytes}, at::kByte);
+  const auto asked = questions_->ask(ranks_[peer], wanted, answer, target.in_part ? pieces : std::vector<BytePiece>());
+  return {asked, apart, std::move(pieces)};
 }
 
 void PeerShards::await_written(int64_t bucket, const std::vector<ShardPlace>& places, int64_t written) const {

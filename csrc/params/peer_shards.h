@@ -88,12 +88,13 @@ class PeerShards {
   void add(const at::Tensor& shard, const SharedStamps& stamps) const;
   void stamps_changed() const;
 
-  // Where a fetch puts the others' shards: through the host's memory each into its place in `flat`, which may be null
-  // if all are mapped; those that are mapped by `pull`.
+  // Where a fetch puts the others' shards: through the host's memory pieces of each into their places in `flat`, which
+  // may be null if all are mapped; those that are mapped by `pull`. `in_part`: pieces are not all of a shard.
   struct Target {
     char* flat;
-    size_t shard_bytes;
+    std::function<std::vector<BytePiece>(int rank)> pieces_of;
     std::function<void(int rank, const at::Tensor& mapped)> pull;
+    bool in_part = false;
   };
   // The others' shards of a bucket. `wanted` says how far they must have come. `places`: by rank. Throws
   // std::runtime_error that names the rank that is missing.
@@ -106,6 +107,13 @@ class PeerShards {
   bool has_left(int rank, const ShardPlace& place) const;
 
  private:
+  // `apart`: where the pieces arrive, if they have several places; else undefined.
+  struct Awaited {
+    ShardQuestions::Asked asked;
+    at::Tensor apart;
+    std::vector<BytePiece> pieces;
+  };
+  Awaited ask(int peer, const Question& wanted, const Target& target, std::vector<BytePiece> pieces) const;
   void await(int rank, const ShardPlace& place, ShardStamp stamp, int64_t value) const;
   int64_t read_stamp(int rank, const ShardPlace& place, ShardStamp stamp) const;
   std::vector<int> others(bool neighbours, int count) const;

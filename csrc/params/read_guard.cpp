@@ -22,13 +22,16 @@ namespace {
 constexpr char kRegion[] = "Torch-Compiled Region";
 constexpr char kShowsInputs[] = "CompiledFunction";
 
+// What an operator does with an argument.
+enum class Role : uint8_t { unknown, reads, views, writes };
+
 // A watcher is never destroyed under the lock: freeing its tensors may need the GIL.
 struct Guards {
   std::mutex mutex;
   std::vector<std::shared_ptr<ReadGuard::Watcher>> watchers;
   std::atomic<int64_t> num_on_all_threads = 0;  // watchers of all threads
   at::CallbackHandle callback = 0;
-  std::unordered_map<const void*, std::vector<bool>> written;  // by operators' names: see writes()
+  std::unordered_map<const void*, std::vector<Role>> roles;  // by operators' names: see role_of()
   std::set<std::string> regions;  // the regions that have shown what they read: they always do
   ReadGuard::Interpreter interpreter;
 };
@@ -116,15 +119,16 @@ void look_at(const c10::IValue& value, const ReadGuard::Use& use, ReadGuard::Wat
   }
 }
 
-// Which arguments an operator writes; empty if it does not say. Slow: copies the operator's schema.
-std::vector<bool> written_by_schema(const at::RecordFunction& function) {
-  std::vector<bool> written;
+// What an operator does with its arguments; empty if it does not say. Slow: copies the operator's schema.
+std::vector<Role> roles_by_schema(const at::RecordFunction& function) {
+  std::vector<Role> roles;
   if (const auto schema = function.operator_schema()) {
     for (const c10::Argument& argument : schema->arguments()) {
-      written.push_back(argument.alias_info() != nullptr && argument.alias_info()->isWrite());
+      const auto* alias = argument.alias_info();
+      roles.push_back(alias == nullptr ? Role::reads : alias->isWrite() ? Role::writes : Role::views);
     }
   }
-  return written;
+  return roles;
 }
 
 bool is_torchs_own(const char* name) {
@@ -134,21 +138,21 @@ bool is_torchs_own(const char* name) {
 
 // torch's own schemas last as long as the process, so each is asked once, and known by the address of its name
 // (overloads have one each). Others may be replaced by new ones in the same place.
-bool writes(const at::RecordFunction& function, size_t argument, bool if_unknown) {
-  const auto answer = [&](const std::vector<bool>& written) {
-    return argument < written.size() ? written[argument] : if_unknown;
+Role role_of(const at::RecordFunction& function, size_t argument) {
+  const auto answer = [&](const std::vector<Role>& roles) {
+    return argument < roles.size() ? roles[argument] : Role::unknown;
   };
   const char* name = function.name();
   {
     const std::lock_guard lock(guards().mutex);
-    const auto found = guards().written.find(name);
-    if (found != guards().written.end()) return answer(found->second);
+    const auto found = guards().roles.find(name);
+    if (found != guards().roles.end()) return answer(found->second);
   }
-  std::vector<bool> written = written_by_schema(function);
-  const bool result = answer(written);
-  if (!written.empty() && is_torchs_own(name)) {
+  std::vector<Role> roles = roles_by_schema(function);
+  const Role result = answer(roles);
+  if (!roles.empty() && is_torchs_own(name)) {
     const std::lock_guard lock(guards().mutex);
-    guards().written.emplace(name, std::move(written));
+    guards().roles.emplace(name, std::move(roles));
   }
   return result;
 }
@@ -302,7 +306,7 @@ void ReadGuard::before_fork() {
 bool ReadGuard::Use::pin(int64_t what, const at::Tensor& tensor, bool to_read) const {
   const c10::TensorImpl* impl = tensor.unsafeGetTensorImpl();
   const bool has_version = !tensor.is_inference() && impl->version_counter().enabled();
-  const bool is_writer = !to_read && writes(function_, argument_, /*if_unknown=*/false);
+  const bool is_writer = !to_read && role_of(function_, argument_) == Role::writes;
   Pin pin{.what = what, .may_write = is_writer};
   if (has_version) {
     pin.version = impl->version_counter();
@@ -312,7 +316,17 @@ bool ReadGuard::Use::pin(int64_t what, const at::Tensor& tensor, bool to_read) c
   return is_writer;
 }
 
-bool ReadGuard::Use::is_write() const { return writes(function_, argument_, /*if_unknown=*/true); }
+bool ReadGuard::Use::is_write(bool if_unknown) const {
+  const Role role = role_of(function_, argument_);
+  return role == Role::unknown ? if_unknown : role == Role::writes;
+}
+
+bool ReadGuard::Use::is_view() const { return role_of(function_, argument_) == Role::views; }
+
+const c10::IValue* ReadGuard::Use::input(size_t argument) const {
+  const auto inputs = function_.inputs();
+  return argument < inputs.size() ? &inputs[argument] : nullptr;
+}
 
 void ReadGuard::set_interpreter(Interpreter interpreter) { guards().interpreter = std::move(interpreter); }
 

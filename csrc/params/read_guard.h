@@ -48,7 +48,11 @@ class ReadGuard {
     Use(const at::RecordFunction& function, size_t argument, Pins& pins)
         : function_(function), argument_(argument), pins_(pins) {}
     const char* name() const { return function_.name(); }
-    bool is_write() const;  // slow, unless the operator is one of torch's own
+    bool is_write(bool if_unknown = true) const;  // slow, unless the operator is one of torch's own
+    // Whether the operator says that its result lies in the same memory, and so reads no value of it.
+    bool is_view() const;
+    size_t argument() const { return argument_; }
+    const c10::IValue* input(size_t argument) const;  // null if it has not so many
     // The watcher's after_operator() will be called with this. Returns whether the operator may write it; not
     // `to_read`.
     bool pin(int64_t what, const at::Tensor& tensor, bool to_read) const;

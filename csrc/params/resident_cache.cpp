@@ -55,7 +55,8 @@ void Residents::release(ShardedBucket& sharded) {
   sharded.is_stale = sharded.is_old = false;
   if (!rooms_.on_accelerator()) keep_fault_handler();
   sharded.room->release();
-  now_.resident_bytes -= sharded.room->bytes();
+  if (sharded.rows != nullptr) sharded.rows->forget();
+  now_.resident_bytes -= std::exchange(sharded.held, 0);
   past_.log.note(ResidencyEvent::Kind::release, sharded.index, now_.resident_bytes);
 }
 
@@ -73,7 +74,8 @@ bool Residents::is_up_to_date(const ShardedBucket& sharded) const {
 bool Residents::is_read_now(const ShardedBucket& sharded) const { return sharded.pins - sharded.waiting > now_.whole; }
 
 bool Residents::may_be_released(const ShardedBucket& sharded) const {
-  return sharded.pins == 0 && sharded.state == State::resident && !sharded.places.empty() && !now_.forgotten;
+  const bool has_memory = sharded.state == State::resident || (sharded.state == State::released && sharded.held > 0);
+  return sharded.pins == 0 && has_memory && !sharded.places.empty() && !now_.forgotten;
 }
 
 // ---- what comes ahead
@@ -104,7 +106,7 @@ Residents::ShardedBucket* Residents::next_to_prefetch() {
   const std::vector<int64_t> uses = past_.script.next_uses(buckets_.size());
   ShardedBucket* next = nullptr;
   for (const auto& sharded : buckets_) {
-    if (sharded->state != State::released) continue;
+    if (sharded->state != State::released || sharded->rows != nullptr) continue;
     if (sharded->pins > 0) return nullptr;
     if (uses[sharded->index] == ReadScript::kNever) continue;
     if (next == nullptr || uses[sharded->index] < uses[next->index]) next = sharded.get();

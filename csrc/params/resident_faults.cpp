@@ -29,12 +29,13 @@ bool Residents::access_at(const void* address, bool is_write) {
     in_child(*buckets_[bucket]);
     return true;
   }
+  if (buckets_[bucket]->rows != nullptr) warn_of_whole(*buckets_[bucket], "code without an operator");
   std::unique_lock lock(mutex_);
   ShardedBucket& sharded = *buckets_[bucket];
   ++sharded.pins;
   sharded.touched = ++now_.clock;
   ++now_.counts.faults;
-  past_.script.note(bucket);
+  if (sharded.rows == nullptr) past_.script.note(bucket);
   now_.counts.waits += is_up_to_date(sharded) ? 0 : 1;
   std::string failure;
   const auto fetch_it = [&] { failure = fetch_now(sharded, lock, "code without an operator"); };

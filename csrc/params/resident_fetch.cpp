@@ -9,9 +9,11 @@
 
 namespace zx {
 
-Room::ByteSpan Residents::span_of(const ShardedBucket& sharded, int rank) const {
+// Where a rank's shard lies in the whole, in order.
+std::vector<BytePiece> Residents::shard_of(const ShardedBucket& sharded, int rank) const {
+  if (sharded.rows != nullptr) return sharded.rows->shard_of(rank);
   const size_t bytes = sharded.shard.nbytes();
-  return {rank * bytes, (rank + 1) * bytes};
+  return bytes == 0 ? std::vector<BytePiece>() : std::vector<BytePiece>{{0, rank * bytes, bytes}};
 }
 
 // Where the shards come that are not mapped; those of ranks in a row are one span.
@@ -19,7 +21,8 @@ std::vector<Room::ByteSpan> Residents::spans_through_host(const ShardedBucket& s
   std::vector<Room::ByteSpan> spans;
   for (int rank = 0; rank < peers_->num_holders(); ++rank) {
     if (rank == peers_->rank() || sharded.places.at(rank).mapped.defined()) continue;
-    const Room::ByteSpan span = span_of(sharded, rank);
+    const size_t bytes = sharded.shard.nbytes();
+    const Room::ByteSpan span{rank * bytes, (rank + 1) * bytes};
     if (!spans.empty() && spans.back().stop == span.start) {
       spans.back().stop = span.stop;
     } else {
@@ -39,17 +42,18 @@ std::string Residents::fetch(ShardedBucket& sharded, bool memory_too, bool own_t
     } else {
       room.let_write(true);
     }
-    if (own_too) room.take_shard(sharded.shard, own_span(sharded).start);
+    if (own_too) room.take_shard(sharded.shard, own_shard(sharded));
     const std::string known = given_up();
     TORCH_CHECK(known.empty(), known);
     const auto through_host = spans_through_host(sharded);
     const Room::Inbox inbox = through_host.empty() ? Room::Inbox() : room.inbox();
-    const auto pull = [&](int rank, const at::Tensor& mapped) { room.pull(mapped, span_of(sharded, rank).start); };
+    const auto pieces_of = [&](int rank) { return shard_of(sharded, rank); };
+    const auto pull = [&](int rank, const at::Tensor& mapped) { room.pull(mapped, rank * sharded.shard.nbytes()); };
     peers_->fetch({.bucket = sharded.index, .version = sharded.version, .stored = sharded.written, .wants_shard = true},
-                  sharded.places, {inbox.data, sharded.shard.nbytes(), pull});
+                  sharded.places, {inbox.data, pieces_of, pull});
     if (!through_host.empty()) room.take_in(inbox, through_host);
   } catch (const std::exception& error) {
-    room.spoil(own_span(sharded));
+    room.spoil(own_shard(sharded));
     return "zerox: the parameters of " + sharded.name + " did not arrive from all ranks: " + reason_of(error);
   }
   return "";

@@ -59,6 +59,7 @@ void Residents::end_update(bool is_update, bool any_written) {
         release(*sharded);
       } else {  // inside whole(), or an operator of another thread reads it
         sharded->is_old = sharded->state == State::resident;
+        if (sharded->rows != nullptr) sharded->rows->forget();
       }
     }
     peers_->stamps_changed();
@@ -97,8 +98,11 @@ void Residents::keep_for_others(const std::shared_ptr<Residents>& gone) {
   if (gone != nullptr && gone->process_.is_this()) {
     const std::lock_guard lock(gone->mutex_);
     gone->snapshots_.push_back(std::make_unique<const std::vector<ByAddress>>());
-    gone->by_address_ = gone->snapshots_.back().get();                 // its addresses may be others' from now on
-    for (const auto& sharded : gone->buckets_) sharded->room.reset();  // the parameters keep it
+    gone->by_address_ = gone->snapshots_.back().get();  // its addresses may be others' from now on
+    for (const auto& sharded : gone->buckets_) {        // the parameters keep them
+      sharded->room.reset();
+      if (sharded->rows != nullptr) sharded->rows->let_go();
+    }
   }
   std::vector<std::shared_ptr<Residents>> over;  // destroyed without the lock
   const std::lock_guard lock(*mutex);

@@ -52,7 +52,7 @@ void Residents::take_over(const std::vector<int64_t>& written) {
 }
 
 void Residents::store_own(ShardedBucket& sharded) {
-  sharded.room->store_shard(sharded.shard, own_span(sharded).start);
+  sharded.room->store_shard(sharded.shard, own_shard(sharded));
   sharded.room->serve(sharded.shard, sharded.served);
 }
 
@@ -124,7 +124,7 @@ void Residents::drop_written(const std::vector<int64_t>& buckets) {
   const std::lock_guard lock(mutex_);
   for (const int64_t bucket : buckets) {
     ShardedBucket& sharded = *buckets_.at(bucket);
-    sharded.room->take_shard(sharded.shard, own_span(sharded).start);
+    sharded.room->take_shard(sharded.shard, own_shard(sharded));
     sharded.is_stale = true;
   }
 }

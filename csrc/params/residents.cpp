@@ -44,6 +44,20 @@ std::shared_ptr<Room> Residents::make_room(size_t bytes, c10::Device device) {
   return rooms_.make(bytes, device);
 }
 
+std::shared_ptr<Room> Residents::make_table_room(size_t bytes) { return AddressRange::make(bytes, nullptr); }
+
+int64_t Residents::add_table(std::string name, std::shared_ptr<Room> room, at::Tensor shard, int64_t num_rows,
+                             const at::Tensor& of_block) {
+  auto range = std::dynamic_pointer_cast<AddressRange>(room);
+  TORCH_INTERNAL_ASSERT(range != nullptr);
+  RowOwners owners(num_rows, peers_->num_holders(), of_block);
+  auto rows = std::make_unique<TableRows>(std::move(owners), room->bytes() / num_rows, std::move(range));
+  const int64_t index = add(std::move(name), std::move(room), std::move(shard), /*is_served=*/true);
+  const std::lock_guard lock(mutex_);
+  buckets_[index]->rows = std::move(rows);
+  return index;
+}
+
 int64_t Residents::add(std::string name, std::shared_ptr<Room> room, at::Tensor shard, bool is_served) {
   const std::lock_guard lock(mutex_);
   auto sharded = std::make_unique<ShardedBucket>();
@@ -59,8 +73,7 @@ int64_t Residents::add(std::string name, std::shared_ptr<Room> room, at::Tensor 
   sharded->stamps.at(ShardStamp::version) = now_.version;
   sharded->touched = ++now_.clock;
   sharded->pins = now_.whole;
-  now_.resident_bytes += sharded->room->bytes();
-  now_.most_bytes = std::max(now_.most_bytes, now_.resident_bytes);
+  hold(*sharded, sharded->room->bytes());
   sharded->address = sharded->shard.const_data_ptr();
   peers_->add(sharded->served, sharded->stamps);
   buckets_.push_back(std::move(sharded));
@@ -93,6 +106,7 @@ void Residents::set_places(int64_t bucket, std::vector<ShardPlace> by_rank) {
   ShardedBucket& sharded = *buckets_.at(bucket);
   if (now_.whole == 0) sharded.room->let_write(false);
   sharded.digest = now_.whole == 0 ? 0 : sharded.room->digest();
+  if (sharded.rows != nullptr && may_be_released(sharded)) release(sharded);  // lookups come first
   evict_for(0, nullptr);
 }
 
@@ -128,6 +142,7 @@ int64_t Residents::bucket_of(const at::Tensor& tensor) const {
 void Residents::before_read(const at::Tensor& tensor, const ReadGuard::Use& use) {
   const int64_t bucket = bucket_of(tensor);
   if (bucket < 0 || std::strcmp(use.name(), kReadsNoValue) == 0) return;
+  if (buckets_[bucket]->rows != nullptr && before_lookup(bucket, tensor, use)) return;
   pin_here(bucket, use.name());
   const bool is_collective = std::strncmp(use.name(), kCollective, sizeof(kCollective) - 1) == 0;
   if (use.pin(bucket, tensor, /*to_read=*/is_collective)) let_write(bucket);
@@ -187,7 +202,7 @@ void Residents::pin(int64_t bucket, const char* reader) {
   ShardedBucket& sharded = *buckets_[bucket];
   ++sharded.pins;
   sharded.touched = ++now_.clock;
-  if (reader != nullptr && past_.script.note(bucket)) look_ahead();
+  if (reader != nullptr && sharded.rows == nullptr && past_.script.note(bucket)) look_ahead();
   if (is_up_to_date(sharded)) return;
   past_.log.note(ResidencyEvent::Kind::wait, bucket, now_.resident_bytes);
   ++now_.counts.waits;
@@ -238,9 +253,10 @@ std::string Residents::fetch_now(ShardedBucket& sharded, std::unique_lock<std::m
   if (is_up_to_date(sharded) || (has_memory && sharded.pins - sharded.waiting > now_.whole + 1)) return "";
   const bool has_own = has_memory && !sharded.is_old;
   if (!has_memory) {
-    evict_for(sharded.room->bytes(), reader);
-    now_.resident_bytes += sharded.room->bytes();
-    now_.most_bytes = std::max(now_.most_bytes, now_.resident_bytes);
+    const size_t more = sharded.room->bytes() - sharded.held;
+    evict_for(more, sharded.rows == nullptr ? reader : nullptr);  // of a table warn_of_whole() tells
+    hold(sharded, more);
+    if (sharded.rows != nullptr) sharded.rows->forget();  // as those that alone are here
   }
   sharded.state = State::arriving;
   ahead_.is_arriving = ahead_.is_arriving || ahead;
@@ -290,6 +306,10 @@ void Residents::after_operator(const ReadGuard::Pins& pins) {
   for (const auto& pin : pins) unpin_here(this, pin.what);
   const std::lock_guard lock(mutex_);
   for (const auto& pin : pins) {
+    if (pin.what < 0) {
+      end_lookup(~pin.what);
+      continue;
+    }
     ShardedBucket& sharded = *buckets_[pin.what];
     if (sharded.room != nullptr) sharded.room->end_use();
     --sharded.pins;

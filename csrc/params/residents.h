@@ -20,6 +20,7 @@
 #include "params/read_script.h"
 #include "params/residency_log.h"
 #include "params/rooms.h"
+#include "params/table_rows.h"
 #include "workers/process.h"
 #include "workers/worker.h"
 
@@ -60,9 +61,14 @@ class Residents final : public ReadGuard::Watcher, public FaultReader {
 
   // Memory for a bucket's parameters.
   std::shared_ptr<Room> make_room(size_t bytes, c10::Device device);
+  static std::shared_ptr<Room> make_table_room(size_t bytes);
   // Adds a bucket, resident: `room` has its values, `shard` this rank's part of them, which must stay where it is.
   // `is_served`: whether a rank reads it in the host's memory. Returns its index.
   int64_t add(std::string name, std::shared_ptr<Room> room, at::Tensor shard, bool is_served);
+  // The same of a table, whose room is of make_table_room(). `shard`: the rows that this rank owns; `of_block`: see
+  // RowOwners.
+  int64_t add_table(std::string name, std::shared_ptr<Room> room, at::Tensor shard, int64_t num_rows,
+                    const at::Tensor& of_block);
   // To be called after add(): reads of all of them are seen from now on.
   void watch_added();
   // Where this rank has its shard, for the others; and where all have theirs, once they have told.
@@ -146,12 +152,14 @@ class Residents final : public ReadGuard::Watcher, public FaultReader {
     bool is_lent = false;   // to a collective: pinned and writable until the next step()
     bool is_old = false;    // all of it is older than `version`
     uint64_t digest = 0;    // at the beginning of whole()
+    size_t held = 0;        // bytes of memory
   };
   struct ShardedBucket : Copy {
     int64_t index = 0;
     std::string name;
     std::shared_ptr<Room> room;
     at::Tensor shard;
+    std::unique_ptr<TableRows> rows{};         // null if it is a bucket, and no table
     const void* address = nullptr;             // of the shard, as others know it
     at::Tensor served{};                       // the shard as others read it in the host's memory; undefined if none do
     SharedStamps& stamps = *new SharedStamps;  // never freed: others may read them when this rank's optimizer is gone
@@ -165,6 +173,14 @@ class Residents final : public ReadGuard::Watcher, public FaultReader {
 
   int64_t bucket_at(const void* address) const;
   int64_t bucket_of(const at::Tensor& tensor) const;
+  bool before_lookup(int64_t bucket, const at::Tensor& tensor, const ReadGuard::Use& use);
+  void warn_of_whole(ShardedBucket& sharded, const char* reader);
+  void pin_rows(ShardedBucket& sharded, const at::Tensor& indices, const char* reader);
+  std::string fetch_rows_now(ShardedBucket& sharded, const at::Tensor& indices, std::unique_lock<std::mutex>& lock,
+                             const char* reader);
+  std::string fetch_rows(ShardedBucket& sharded, const std::vector<int64_t>& missing);
+  void end_lookup(int64_t bucket);
+  void hold(ShardedBucket& sharded, size_t bytes);
   void pin(int64_t bucket, const char* reader);
   void pin_here(int64_t bucket, const char* reader);
   void pin_for(int64_t bucket, const char* reader, ReadGuard::Pins& pins);
@@ -185,8 +201,8 @@ class Residents final : public ReadGuard::Watcher, public FaultReader {
   bool is_read_by_others() const;
   void take_over(const std::vector<int64_t>& written);
   void store_own(ShardedBucket& sharded);
-  Room::ByteSpan span_of(const ShardedBucket& sharded, int rank) const;
-  Room::ByteSpan own_span(const ShardedBucket& sharded) const { return span_of(sharded, peers_->rank()); }
+  std::vector<BytePiece> shard_of(const ShardedBucket& sharded, int rank) const;
+  std::vector<BytePiece> own_shard(const ShardedBucket& sharded) const { return shard_of(sharded, peers_->rank()); }
   std::vector<Room::ByteSpan> spans_through_host(const ShardedBucket& sharded) const;
   void await_pulls() const;
   void note_digests();

@@ -8,6 +8,8 @@
 #include <memory>
 #include <vector>
 
+#include "exchange/neighbours.h"
+
 namespace zx {
 
 // Note [Rooms]
@@ -58,12 +60,12 @@ class Room {
   virtual void pull(const at::Tensor& mapped, size_t start) = 0;
   virtual void await_pulls() = 0;
 
-  // NaN in every dtype, in all but this rank's own shard. Nothing if it has no memory.
-  virtual void spoil(ByteSpan own) = 0;
+  // NaN in every dtype, in all but this rank's own shard: `own`, in ascending order. Nothing if it has no memory.
+  virtual void spoil(const std::vector<BytePiece>& own) = 0;
 
-  // Copies this rank's shard into its place, or back.
-  virtual void take_shard(const at::Tensor& shard, size_t own) = 0;
-  virtual void store_shard(const at::Tensor& shard, size_t own) = 0;
+  // Copies pieces of this rank's shard into their places, or back.
+  virtual void take_shard(const at::Tensor& shard, const std::vector<BytePiece>& own) = 0;
+  virtual void store_shard(const at::Tensor& shard, const std::vector<BytePiece>& own) = 0;
 
   // The shard as others read it in the host's memory: the same tensor, or a copy that serve() makes anew.
   virtual at::Tensor served(const at::Tensor& shard) const = 0;
@@ -79,6 +81,19 @@ class Room {
   // What Residents knows it by.
   int64_t index() const { return index_; }
   void set_index(int64_t index) { index_ = index; }
+
+ protected:
+  // What lies between these pieces, and around them.
+  std::vector<ByteSpan> all_but(const std::vector<BytePiece>& own) const {
+    std::vector<ByteSpan> found;
+    size_t start = 0;
+    for (const BytePiece& piece : own) {
+      found.push_back({start, piece.to});
+      start = piece.to + piece.bytes;
+    }
+    found.push_back({start, bytes()});
+    return found;
+  }
 
  private:
   int64_t index_ = -1;

@@ -8,6 +8,7 @@
 #include <mutex>
 #include <vector>
 
+#include "exchange/neighbours.h"
 #include "exchange/tags.h"
 #include "exchange/whereabouts.h"
 
@@ -20,7 +21,8 @@ namespace zx {
 // So nothing polls over a wire.
 //
 // Questions come in one tag, from all ranks, and each names the tag of its answer. Nobody asks with a tag whose answer
-// it has not received. So when a tag is used again, the last answer in it is through.
+// it has not received. So when a tag is used again, the last answer in it is through. If only pieces of a shard are
+// wanted, a second message says which: see AskedBy::pack_pieces().
 
 // The least that the stamps of a bucket must be: see Note [Shards are pulled].
 struct Question {
@@ -29,20 +31,25 @@ struct Question {
   int64_t written = 0;
   int64_t stored = 0;
   bool wants_shard = false;  // else a byte will do
+  int64_t num_pieces = 0;    // of the shard that are wanted; 0: all of it
 };
 
 // As it travels.
 struct AskedBy {
   Question question;
   int rank;
-  int tag;  // of the answer; kFarewell: this rank will ask nothing more
+  int tag;              // of the answer; kFarewell: this rank will ask nothing more
+  at::Tensor pieces{};  // pack_pieces(), which travel by themselves; undefined if there are none
 
   static constexpr int kFarewell = -1;
-  static constexpr int64_t kNumbers = 7;
+  static constexpr int64_t kNumbers = 8;
   at::Tensor packed() const;
   static AskedBy unpack(const at::Tensor& numbers);
+  // int64 [n, 2]: where they begin in the shard, and how many bytes each has.
+  static at::Tensor pack_pieces(const std::vector<BytePiece>& pieces);
   static int tag_of_questions() { return Tag(TagKind::question, 0).number(); }
   int tag_of_answer() const { return Tag(TagKind::answer, static_cast<unsigned>(tag)).number(); }
+  int tag_of_pieces() const { return Tag(TagKind::wanted, static_cast<unsigned>(tag)).number(); }
 };
 
 // Any thread may call any of these, and none needs the GIL.
@@ -54,12 +61,13 @@ class ShardQuestions {
   struct Asked {
     int peer;
     int tag;
-    std::array<at::Tensor, 2> messages{};
-    Work sending{};
+    std::array<at::Tensor, 3> messages{};
+    std::array<Work, 2> sending{};
     Work receiving{};
   };
-  // Starts asking rank `peer`, whose answer will be in `answer`. Throws as Whereabouts::needing().
-  Asked ask(int peer, const Question& question, const at::Tensor& answer);
+  // Starts asking rank `peer`, whose answer will be in `answer`: the whole shard if it wants that, or pieces of it, if
+  // there are any. Throws as Whereabouts::needing().
+  Asked ask(int peer, const Question& question, const at::Tensor& answer, const std::vector<BytePiece>& pieces = {});
   // Returns when the answer is there. Throws as Whereabouts::await().
   void await(const Asked& asked);
 

@@ -5,6 +5,7 @@
 #include <pthread.h>
 
 #include <chrono>
+#include <cstring>
 #include <exception>
 #include <utility>
 
@@ -70,25 +71,39 @@ void ShardServer::serve() {
 // Receives one question. Returns false when the server stops.
 bool ShardServer::listen() {
   std::vector<at::Tensor> received{at::empty({AskedBy::kNumbers}, at::kLong)};
-  const Work listening = backend_->recvAnysource(received, AskedBy::tag_of_questions());
-  {
-    const std::lock_guard lock(mutex_);
-    if (stopping_) return false;
-    listening_ = listening;
+  if (!receive(backend_->recvAnysource(received, AskedBy::tag_of_questions()))) return !is_stopping();
+  AskedBy asked = AskedBy::unpack(received[0]);
+  if (asked.question.num_pieces > 0) {
+    asked.pieces = at::empty({asked.question.num_pieces, 2}, at::kLong);
+    std::vector<at::Tensor> pieces{asked.pieces};
+    if (!receive(backend_->recv(pieces, asked.rank, asked.tag_of_pieces()))) return !is_stopping();
   }
-  const bool is_there = listening->wait(kForever);
   const std::lock_guard lock(mutex_);
-  listening_ = nullptr;
-  if (stopping_) return false;
-  if (!is_there) return true;
-  const AskedBy asked = AskedBy::unpack(received[0]);
   if (asked.tag == AskedBy::kFarewell) {
     askers_.at(asked.rank).has_left = true;
   } else {
-    kept_.push_back(asked);
+    kept_.push_back(std::move(asked));
     answer_what_can_be();
   }
   return true;
+}
+
+// Whether it has arrived.
+bool ShardServer::receive(const Work& work) {
+  {
+    const std::lock_guard lock(mutex_);
+    if (stopping_) return false;
+    listening_ = work;
+  }
+  const bool is_there = work->wait(kForever);
+  const std::lock_guard lock(mutex_);
+  listening_ = nullptr;
+  return is_there && !stopping_;
+}
+
+bool ShardServer::is_stopping() const {
+  const std::lock_guard lock(mutex_);
+  return stopping_;
 }
 
 // Called under the lock.
@@ -107,11 +122,26 @@ bool ShardServer::can_be_answered(const Question& question) const {
          stamps.get(ShardStamp::stored) >= question.stored;
 }
 
+at::Tensor ShardServer::answer_to(const AskedBy& asked) const {
+  if (!asked.question.wants_shard) return at::zeros({1}, at::kByte);
+  const at::Tensor& shard = shards_[asked.question.bucket].values;
+  if (!asked.pieces.defined()) return shard;
+  int64_t bytes = 0;
+  const int64_t* pieces = asked.pieces.const_data_ptr<int64_t>();
+  for (int64_t i = 0; i < asked.pieces.size(0); ++i) bytes += pieces[2 * i + 1];
+  const at::Tensor packed = at::empty({bytes}, at::kByte);
+  auto* to = static_cast<char*>(packed.mutable_data_ptr());
+  for (int64_t i = 0; i < asked.pieces.size(0); ++i) {
+    std::memcpy(to, static_cast<const char*>(shard.const_data_ptr()) + pieces[2 * i], pieces[2 * i + 1]);
+    to += pieces[2 * i + 1];
+  }
+  return packed;
+}
+
 void ShardServer::answer(const AskedBy& asked) {
   auto& answers = askers_.at(asked.rank).answers;
   if (asked.tag >= static_cast<int>(answers.size())) answers.resize(asked.tag + 1);
-  std::vector<at::Tensor> message{asked.question.wants_shard ? shards_[asked.question.bucket].values
-                                                             : at::zeros({1}, at::kByte)};
+  std::vector<at::Tensor> message{answer_to(asked)};
   try {
     answers[asked.tag] = {backend_->send(message, asked.rank, asked.tag_of_answer()), message[0]};
   } catch (const std::exception&) {  // the rank is gone, and waits for nothing

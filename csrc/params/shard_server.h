@@ -51,6 +51,9 @@ class ShardServer {
   bool listen();
   void answer_what_can_be();
   void answer(const AskedBy& asked);
+  at::Tensor answer_to(const AskedBy& asked) const;
+  bool receive(const Work& work);
+  bool is_stopping() const;
   bool can_be_answered(const Question& question) const;
 
   const Group group_;

@@ -35,8 +35,10 @@ RowFlow::RowFlow(std::shared_ptr<PeerMessages> messages, Neighbours neighbours)
       neighbours_(std::move(neighbours)),
       tables_(messages_->rank(), messages_->world()) {}
 
-void RowFlow::add(const TableSpec& spec, at::Tensor param) {
+void RowFlow::add(TableSpec spec, at::Tensor param, at::Tensor own) {
+  spec.is_sharded = own.defined();
   tables_.add(spec);
+  values_.push_back(own.defined() ? std::move(own) : param);
   params_.push_back(std::move(param));
   seen_.emplace_back();
   landed_.emplace_back();
@@ -185,13 +187,14 @@ void RowFlow::update(const std::vector<RowRule>& rules) {
     some |= present.back();
   }
   if (!some) return close();
-  const at::Tensor words = tables_.update(params_, landed_, rules, counts_);
-  if (messages_->world() > 1) {
+  const at::Tensor words = tables_.update(values_, landed_, rules, counts_);
+  if (tables_.tells_of(present)) {
     const std::vector<at::Tensor> sent(messages_->world(), words);
     const std::vector<at::Tensor> received = messages_->swap(sent, tables_.updated_words(present, counts_));
     lent_.clear();
-    tables_.put(params_, present, counts_, received);
+    tables_.put(values_, present, counts_, received);
   }
+  close();
   for (size_t t = 0; t < params_.size(); ++t) {
     if (present[t]) params_[t].unsafeGetTensorImpl()->bump_version();
   }

@@ -23,7 +23,8 @@ class RowFlow {
   // `messages` has all ranks; `neighbours` too, or is empty, and then nothing is read from their memory.
   RowFlow(std::shared_ptr<PeerMessages> messages, Neighbours neighbours);
 
-  void add(const TableSpec& spec, at::Tensor param);
+  // `own`: of a table that is sharded, the rows that this rank owns; else undefined.
+  void add(TableSpec spec, at::Tensor param, at::Tensor own);
 
   // Packs this rank's p.grad of all tables, unless nothing has changed. Returns whether it could: if not, some gradient
   // is not of rows, or of rows that its table does not have.
@@ -42,7 +43,8 @@ class RowFlow {
   // By table: nothing where no rank has a gradient.
   const std::vector<std::optional<LandedRows>>& landed() const { return landed_; }
 
-  // Collective: updates the rows that this rank owns, by a rule for each table, and writes those that others updated.
+  // Collective: updates the rows that this rank owns, by a rule for each table, and where tables are whole, writes
+  // those that others updated.
   void update(const std::vector<RowRule>& rules);
   // Collective: returns when nobody reads this rank's memory any more.
   void close();
@@ -62,6 +64,7 @@ class RowFlow {
   Neighbours neighbours_;
   RowTables tables_;
   std::vector<at::Tensor> params_;
+  std::vector<at::Tensor> values_;  // that are updated: of the whole table, or of the rows that this rank owns
   std::vector<Seen> seen_;
   Packed packed_;
   // What others may be reading. They have read it when they come to the next message.

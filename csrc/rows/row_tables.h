@@ -21,6 +21,7 @@ struct TableSpec {
   std::vector<at::Tensor> states;
   at::Tensor step;  // int64 scalar
   double divisor;   // of the sum over the ranks
+  bool is_sharded;  // each rank has the values of its own rows only, by place; else all ranks have the whole table
 };
 
 // A table's gradient on this rank: int64 [n] and float32 [n, width].
@@ -68,11 +69,13 @@ class RowTables {
   // Adds up what ranks sent, in their order, and divides.
   std::vector<LandedRows> land(const std::vector<at::Tensor>& words, const at::Tensor& counts) const;
 
-  // Updates tables of which something has landed. Returns the message about it for all ranks.
+  // Updates tables of which something has landed. Returns the message about those that are whole, for all ranks.
   at::Tensor update(const std::vector<at::Tensor>& params, const std::vector<std::optional<LandedRows>>& landed,
                     const std::vector<RowRule>& rules, const at::Tensor& counts);
-  // How many words such a message has, by rank. It is as long as it could be, since ranks know how many rows each of
-  // them sent to an owner, and not how many different ones.
+  // Whether there is such a message.
+  bool tells_of(const std::vector<bool>& present) const;
+  // How many words it has, by rank. It is as long as it could be, since ranks know how many rows each of them sent to
+  // an owner, and not how many different ones.
   std::vector<int64_t> updated_words(const std::vector<bool>& present, const at::Tensor& counts) const;
   // Writes what other ranks have updated.
   void put(const std::vector<at::Tensor>& params, const std::vector<bool>& present, const at::Tensor& counts,
@@ -85,6 +88,7 @@ class RowTables {
     std::vector<at::Tensor> states;
     at::Tensor step;
     float divisor;
+    bool is_sharded;
   };
   struct Runs;
   int64_t most_updated(size_t table, int64_t owner, const int64_t* counts) const;

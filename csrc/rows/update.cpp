@@ -12,7 +12,15 @@ void RowTables::add(const TableSpec& spec) {
   const int64_t owned = owners.owned_by(rank_);
   for (const at::Tensor& state : spec.states) check_values(state, owned, spec.width, "states");
   check_array(spec.step, at::kLong, 1, spec.step, "RowTables", "step");
-  tables_.push_back({std::move(owners), spec.width, spec.states, spec.step, static_cast<float>(spec.divisor)});
+  tables_.push_back(
+      {std::move(owners), spec.width, spec.states, spec.step, static_cast<float>(spec.divisor), spec.is_sharded});
+}
+
+bool RowTables::tells_of(const std::vector<bool>& present) const {
+  check_length(present.size(), tables_.size(), "present");
+  bool found = false;
+  for (size_t t = 0; t < tables_.size(); ++t) found = found || (present[t] && !tables_[t].is_sharded);
+  return found && world_ > 1;
 }
 
 // As many rows as ranks sent to an owner, or as it has.
@@ -34,7 +42,7 @@ std::vector<int64_t> RowTables::updated_words(const std::vector<bool>& present, 
   std::vector<int64_t> found(world_, 0);
   for (int64_t owner = 0; owner < world_; ++owner) {
     for (size_t t = 0; t < tables_.size(); ++t) {
-      if (present[t]) found[owner] += updated_words(t, owner, count_of);
+      if (present[t] && !tables_[t].is_sharded) found[owner] += updated_words(t, owner, count_of);
     }
   }
   return found;
@@ -48,7 +56,9 @@ at::Tensor RowTables::update(const std::vector<at::Tensor>& params,
   check_length(rules.size(), tables_.size(), "rules");
   const int64_t* count_of = checked(counts);
   int64_t size = 0;
-  for (size_t t = 0; t < tables_.size(); ++t) size += landed[t] ? updated_words(t, rank_, count_of) : 0;
+  for (size_t t = 0; t < tables_.size(); ++t) {
+    size += landed[t] && !tables_[t].is_sharded ? updated_words(t, rank_, count_of) : 0;
+  }
   const at::Tensor words = at::empty({world_ == 1 ? 0 : size}, at::kInt);
   auto* next = words.mutable_data_ptr<int32_t>();
   for (size_t t = 0; t < tables_.size(); ++t) {
@@ -59,8 +69,9 @@ at::Tensor RowTables::update(const std::vector<at::Tensor>& params,
     check_rows(grad.rows, "rows");
     check_rows(grad.places, "places");
     check_values(grad.values, count, table.width, "grads");
-    check_values(params[t], table.owners.num_rows(), table.width, "params");
-    if (world_ == 1) {
+    const int64_t num_rows = table.is_sharded ? table.owners.owned_by(rank_) : table.owners.num_rows();
+    check_values(params[t], num_rows, table.width, "params");
+    if (world_ == 1 || table.is_sharded) {
       update_one(table, params[t], grad, rules[t], nullptr);
       continue;
     }
@@ -85,7 +96,7 @@ void RowTables::update_one(Table& table, const at::Tensor& param, const LandedRo
                            float* updated) const {
   const TouchedRows touched{.count = grad.rows.numel(),
                             .width = table.width,
-                            .rows = grad.rows.const_data_ptr<int64_t>(),
+                            .rows = (table.is_sharded ? grad.places : grad.rows).const_data_ptr<int64_t>(),
                             .places = grad.places.const_data_ptr<int64_t>(),
                             .grads = grad.values.const_data_ptr<float>(),
                             .values = param.mutable_data_ptr<float>()};
@@ -102,7 +113,7 @@ void RowTables::put(const std::vector<at::Tensor>& params, const std::vector<boo
     check_array(words.at(owner), at::kInt, sizes[owner], counts, "RowTables", "words");
     const auto* next = words[owner].const_data_ptr<int32_t>();
     for (size_t t = 0; t < tables_.size(); ++t) {
-      if (!present[t]) continue;
+      if (!present[t] || tables_[t].is_sharded) continue;
       const RowOwners& owners = tables_[t].owners;
       const int64_t width = tables_[t].width;
       const int64_t most = most_updated(t, owner, count_of);

@@ -9,8 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from zerox import FusedShardedAdam, sparse_params
+from zerox.flow.residency import Residency
 
 ROWS, WIDTH = 300, 12  # five blocks, the last one not whole
+WIDE = (1000, 64)  # several pages
 OPTIONS: dict[str, Any] = {"lr": 0.05, "betas": (0.875, 0.99), "eps": 1e-6}
 
 
@@ -48,13 +50,26 @@ def backward(model: Model, rank: int, step: int) -> None:
         model(ids_of(rank, step, 1), branch).backward()
 
 
-def build(model: nn.Module, **options: Any) -> FusedShardedAdam:
+def build(model: nn.Module, hostile: bool = True, **options: Any) -> FusedShardedAdam:
+    """``hostile``: in stage 3 rows and buckets are released as soon as no operator uses them."""
     tables = sparse_params(model)
     known = {id(param) for param in tables}
     dense = [param for param in model.parameters() if id(param) not in known]
     groups = [{"params": tables, "sparse": True, "weight_decay": 0.0}]
     groups = [{"params": dense}, *groups] if dense else groups
-    return FusedShardedAdam(groups, **OPTIONS, **options)
+    optimizer = FusedShardedAdam(groups, **OPTIONS, **options)
+    if isinstance(optimizer.inside.gather, Residency):
+        optimizer.inside.gather.residents.set_hostile(hostile)
+        optimizer.inside.gather.residents.release_all()
+    return optimizer
+
+
+def numbered(**options: Any) -> tuple[nn.Embedding, FusedShardedAdam]:
+    """A table alone, in stage 3, whose values are the numbers of their rows."""
+    values = torch.arange(WIDE[0], dtype=torch.float32)[:, None].repeat(1, WIDE[1])
+    table = nn.Embedding.from_pretrained(values, freeze=False, sparse=True)
+    group = {"params": [("words", table.weight)], "sparse": True, "weight_decay": 0.0}
+    return table, FusedShardedAdam([group], **{"lr": 0.5, "stage": 3, **options})
 
 
 def mean_of(grads: Sequence[Tensor | None], divisor: float) -> Tensor | None:

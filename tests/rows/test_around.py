@@ -41,17 +41,18 @@ def alike(one: nn.Module, other: nn.Module) -> None:
         assert torch.equal(p, q)
 
 
-def later(rank: int, size: int, how: str) -> None:
+def later(rank: int, size: int, how: str, stage: int) -> None:
     """A table that comes later trains as one that was there, once its steps begin."""
     model, twin = Model(), Model()
     theirs = build(twin)
+    options = {"lr": 0.05, "betas": (0.875, 0.99), "eps": 1e-6, "stage": stage}
     if how == "a group that is added":
-        optimizer = FusedShardedAdam(model.head.parameters(), lr=0.05, betas=(0.875, 0.99), eps=1e-6)
+        optimizer = FusedShardedAdam(model.head.parameters(), **options)
         optimizer.add_param_group({"params": sparse_params(model), "sparse": True, "weight_decay": 0.0})
     else:
         for param in sparse_params(model):
             param.requires_grad_(False)
-        optimizer = build(model)
+        optimizer = build(model, stage=stage)
         assert not optimizer.inside.tables
         for param in sparse_params(model):
             param.requires_grad_(True)
@@ -65,8 +66,9 @@ def later(rank: int, size: int, how: str) -> None:
 
 
 @pytest.mark.parametrize("how", ["a group that is added", "unfrozen"])
-def test_tables_may_come_later(how: str) -> None:
-    run_ranks(later, 2, how)
+@pytest.mark.parametrize("stage", [2, 3])
+def test_tables_may_come_later(how: str, stage: int) -> None:
+    run_ranks(later, 2, how, stage)
 
 
 def hidden(rank: int, size: int) -> None:
@@ -87,9 +89,9 @@ def test_hidden_gathers_change_no_bit() -> None:
     run_ranks(hidden, 2)
 
 
-def not_alone(rank: int, size: int) -> None:
+def not_alone(rank: int, size: int, stage: int) -> None:
     model = nn.Embedding(10, 4, sparse=True)
-    optimizer = FusedShardedAdam([{"params": model.parameters(), "sparse": True, "weight_decay": 0.0}])
+    optimizer = FusedShardedAdam([{"params": model.parameters(), "sparse": True, "weight_decay": 0.0}], stage=stage)
     with optimizer.no_sync():
         model(ids_of(rank, 0) % 10).sum().backward()
         with pytest.raises(RuntimeError, match="no_sync"):
@@ -107,8 +109,9 @@ def not_alone(rank: int, size: int) -> None:
     assert int(optimizer.inside.tables[0].step) == 2, "no gradient is none"
 
 
-def test_an_optimizer_may_have_tables_only() -> None:
-    run_ranks(not_alone, 2)
+@pytest.mark.parametrize("stage", [2, 3])
+def test_an_optimizer_may_have_tables_only(stage: int) -> None:
+    run_ranks(not_alone, 2, stage)
 
 
 def test_a_backward_through_old_values_raises() -> None:

@@ -22,39 +22,49 @@ def state_of(optimizer: FusedShardedAdam) -> dict[int, dict[str, Any]]:
     return found
 
 
-def save(rank: int, size: int, path: str) -> Any:
+def save(rank: int, size: int, path: str, stage: int) -> Any:
     model = Model()
-    optimizer = build(model, stage=1 if size == 2 else 2)
+    optimizer = build(model, stage=stage)
     for step in range(SPLIT):
         backward(model, rank, step)
         optimizer.step()
         optimizer.zero_grad()
     zerox.save(path, model, optimizer)
-    return state_of(optimizer), model.state_dict()
+    return state_of(optimizer), values_of(model)
 
 
-def load(rank: int, size: int, path: str) -> Any:
+def values_of(model: Model) -> dict[str, torch.Tensor]:
+    return {name: value.clone() for name, value in model.state_dict().items()}
+
+
+def load(rank: int, size: int, path: str, stage: int) -> Any:
     model = Model(seed=9)
-    optimizer = build(model)
+    optimizer = build(model, stage=stage)
     zerox.load(path, model, optimizer)
-    loaded = state_of(optimizer), {name: value.clone() for name, value in model.state_dict().items()}
+    loaded = state_of(optimizer), values_of(model)
     for param in sparse_params(model):  # each rank the same rows: the mean is theirs
         param.grad = torch.sparse_coo_tensor(torch.tensor([[1, 65]]), torch.ones(2, param.shape[1]), param.shape)
     optimizer.step()
-    return loaded, (state_of(optimizer), model.state_dict())
+    return loaded, (state_of(optimizer), values_of(model))
 
 
 def assert_equal(one: Any, other: Any) -> None:
     torch.testing.assert_close(one, other, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize(("saved_by", "loaded_by"), [(2, 3), (3, 1), (1, 4)])
-def test_a_checkpoint_goes_on_at_any_number_of_ranks(saved_by: int, loaded_by: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("saved_by", "loaded_by"),
+    [((2, 1), (3, 2)), ((3, 2), (1, 2)), ((1, 2), (4, 2)), ((3, 3), (2, 2)), ((2, 2), (4, 3))],
+)
+def test_a_checkpoint_goes_on_at_any_number_of_ranks(
+    saved_by: tuple[int, int], loaded_by: tuple[int, int], tmp_path: Path
+) -> None:
+    """By so many ranks in that stage."""
     path = str(tmp_path / "checkpoint")
-    saved = run_ranks(save, saved_by, path)
+    saved = run_ranks(save, saved_by[0], path, saved_by[1])
     assert_equal(saved[0][1], saved[-1][1])
-    there = run_ranks(load, loaded_by, path)
-    here = run_ranks(load, saved_by, path)
+    there = run_ranks(load, loaded_by[0], path, loaded_by[1])
+    here = run_ranks(load, saved_by[0], path, saved_by[1])
     assert_equal(there[0][0], saved[0])
     assert_equal(here[0][0], saved[0])
     assert_equal(there[0][1], here[0][1])

@@ -44,11 +44,10 @@ def counted(rank: int, size: int, stage: int, how_many: str) -> Any:
         before = messages.traffic
         call()
         counts.append(messages.traffic[1] - before[1])
-    return of_block, counts, optimizer.inside.calls.row_grads.reads, table.weight.detach()
+    return of_block, counts, optimizer.inside.calls.row_grads.reads, table.weight.detach().clone()
 
 
-@pytest.mark.parametrize("stage", [1, 2])
-@pytest.mark.parametrize("size", [1, 2, 3, 4])
+@pytest.mark.parametrize(("stage", "size"), [*((stage, size) for stage in (1, 2) for size in (1, 2, 3, 4)), (3, 3)])
 def test_bytes_are_those_of_the_closed_form(size: int, stage: int) -> None:
     by_message = run_ranks(step, size, stage, "messages")
     read = run_ranks(step, size, stage, "direct")
@@ -82,7 +81,7 @@ def check(size: int, stage: int, how_many: str, results: list[Any], lends: bool)
         has_read = others if lends else 0  # where no step() follows, a byte
         updated = others * (NUMBER + named(most, len(own[rank])))
         assert clip == to_owners + has_read + (to_all if stage == 1 else 0)
-        assert update == updated, "step() after a clip sends no gradient again"
+        assert update == (0 if stage == 3 else updated), "step() after a clip sends no gradient again"
         if how_many == "all":  # as a reduce-scatter and an all-gather, but for a bit a row, and counts
             dense = sum(len(own[owner]) for owner in foreign) + others * len(own[rank])
             assert to_owners + updated <= dense * WIDTH * VALUE + 2 * others * (ROWS / 8 + NUMBER)

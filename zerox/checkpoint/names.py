@@ -28,6 +28,12 @@ def parameter_names(model: nn.Module, optimizer: Engine) -> dict[int, str]:
     return found
 
 
+def keys_in_model(model: nn.Module, param: Tensor) -> list[str]:
+    """A parameter's names in a checkpoint: several if modules share it."""
+    named = model.named_parameters(remove_duplicate=False)
+    return [MODEL + name.replace(COMPILED, "") for name, each in named if each is param]
+
+
 def split_model(model: nn.Module, optimizer: Engine) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Tensors of the model's state_dict() by their names in a checkpoint, and what else is in it by its own.
 

@@ -1,4 +1,5 @@
-"""The state of tables (param groups with sparse=True) in a checkpoint, as whole tensors, and from it."""
+"""The state of tables (param groups with sparse=True) in a checkpoint, as whole tensors, and from it; and their values
+where they are sharded."""
 
 from __future__ import annotations
 
@@ -6,17 +7,17 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from zerox.checkpoint.names import OPTIMIZER
+from zerox.checkpoint.names import MODEL, OPTIMIZER, keys_in_model
 from zerox.engine import Engine
 from zerox.memory.row_table import RowTable
 from zerox.plan.span import Span
 from zerox.ranks.group import CPU
 from zerox.rules.rule import STEP
 from zerox.sliced_tensor import SlicedTensor
-from zerox.state.row_state import sliced_rows, spread
+from zerox.state.row_state import VALUES, sliced_rows, spread
 
 ROWS_AT_A_TIME = 2**16
 
@@ -24,13 +25,17 @@ Spread = Sequence[tuple[RowTable, str, SlicedTensor]]
 
 
 def spread_tables(optimizer: Engine) -> Spread:
-    """This rank's segments of all tables' state. Collective."""
+    """This rank's segments of all tables' state, and of values that are sharded. Collective."""
     return list(spread(optimizer.inside.tables, optimizer.inside.ranks))
 
 
-def table_entries(found: Spread, names: Mapping[int, str]) -> dict[str, Tensor]:
-    """The same by their names in a checkpoint."""
-    return {_key(table, what, names): tensor for table, what, tensor in found if tensor.own.numel()}
+def table_entries(found: Spread, names: Mapping[int, str], model: nn.Module) -> dict[str, Tensor]:
+    """The same by their names in a checkpoint: values by all those that the model has for them."""
+    entries: dict[str, Tensor] = {}
+    for table, what, tensor in found:
+        keys = [_key(table, what, names)] if what != VALUES else keys_in_model(model, table.param)
+        entries |= dict.fromkeys(keys if tensor.own.numel() else (), tensor)
+    return entries
 
 
 def _key(table: RowTable, what: str, names: Mapping[int, str]) -> str:
@@ -75,6 +80,8 @@ class SavedTables:
     def load(self, read: Callable[[dict[str, Any]], None]) -> None:
         """Each rank reads tables in ranges of rows, and keeps those that it owns, which lie all over them."""
         for table in self.tables:
+            if table.own is not None and (key := MODEL + self.names[table.member.number]) in self.saved:
+                self._load_rows(table, {key: table.own}, read)
             if not self._was_saved(table):
                 table.step.zero_()
                 for values in table.state.values():
@@ -83,17 +90,19 @@ class SavedTables:
             step = torch.zeros(1, dtype=torch.int64, device=CPU)
             read({_key(table, STEP.key, self.names): SlicedTensor((), (), Span(0, 1), step)})
             table.step.fill_(int(step))
-            num_rows = int(table.param.shape[0])
-            for start in range(0, num_rows, ROWS_AT_A_TIME):
-                self._load_rows(table, Span(start, min(start + ROWS_AT_A_TIME, num_rows)), read)
+            self._load_rows(table, {_key(table, key, self.names): kept for key, kept in table.state.items()}, read)
 
-    def _load_rows(self, table: RowTable, rows: Span, read: Callable[[dict[str, Any]], None]) -> None:
-        found = {key: torch.empty(rows.numel * table.width, dtype=torch.float32, device=CPU) for key in table.state}
-        read({_key(table, key, self.names): sliced_rows(table, rows, values) for key, values in found.items()})
-        first, last = torch.searchsorted(table.own_rows, torch.tensor([rows.start, rows.stop], device=CPU)).tolist()
-        own = table.own_rows[first:last] - rows.start
-        for key, values in found.items():
-            table.state[key][first:last] = values.view(-1, table.width)[own]
+    def _load_rows(self, table: RowTable, into: Mapping[str, Tensor], read: Callable[[dict[str, Any]], None]) -> None:
+        """``into``: what this rank keeps of its own rows, by its name in the checkpoint."""
+        num_rows = int(table.param.shape[0])
+        for start in range(0, num_rows, ROWS_AT_A_TIME):
+            rows = Span(start, min(start + ROWS_AT_A_TIME, num_rows))
+            found = {key: torch.empty(rows.numel * table.width, dtype=torch.float32, device=CPU) for key in into}
+            read({key: sliced_rows(table, rows, values) for key, values in found.items()})
+            first, last = torch.searchsorted(table.own_rows, torch.tensor([rows.start, rows.stop], device=CPU)).tolist()
+            own = table.own_rows[first:last] - rows.start
+            for key, values in found.items():
+                into[key][first:last] = values.view(-1, table.width)[own]
 
     def _was_saved(self, table: RowTable) -> bool:
         return _key(table, STEP.key, self.names) in self.saved

@@ -61,7 +61,6 @@ def save(
     failure = not_saved(path)
     with FailingAs(failure):
         optimizer._settle(Meeting.SAVE)
-        tables = spread_tables(optimizer)
     tensors: dict[str, Tensor] = {}
     host: dict[str, Any] = {}
     team_of: dict[str, tuple[int, int]] = {}
@@ -70,7 +69,6 @@ def save(
         optimizer.inside.gather.prepare_checkpoint()
         tensors, others = split_model(model, optimizer)
         tensors |= entries(optimizer, names)
-        tensors |= table_entries(tables, names)
         team_of = optimizer.inside.grads.teams.by_name({names[m.number]: m.group for m in optimizer.inside.members})
         orders = {names[m.number]: memory_order(m) for m in optimizer.inside.members}
         host = {
@@ -80,6 +78,8 @@ def save(
             "extra": extra,
             **masks_of(optimizer),
         }
+    with FailingAs(failure):
+        tensors |= table_entries(spread_tables(optimizer), names, model)
     write(path, tensors, joined(ranks, tensors, host, team_of, failure), ranks)
 
 

@@ -42,12 +42,14 @@ class Record:
 class GradCalls:
     """``buckets``: the engine's own list, which grows. Where ``p.grad`` is whole, factors go into it at once."""
 
-    def __init__(self, grads: Grads, grad_scale: GradScale, buckets: Sequence[Bucket]) -> None:
+    def __init__(
+        self, grads: Grads, grad_scale: GradScale, buckets: Sequence[Bucket], shards_params: bool = False
+    ) -> None:
         self.grads = grads
         self.scale = grad_scale
         self.buckets = buckets
         self.record = Record()
-        self.row_grads = Rows(grads.ranks, shows_mean=not grads.sharded)
+        self.row_grads = Rows(grads.ranks, shows_mean=not grads.sharded, shards_tables=shards_params)
 
     # ---- before ranks meet
 
@@ -71,7 +73,7 @@ class GradCalls:
         return self.refusal("p.grad.mul_()")
 
     def refusal_to_go_on(self, meeting: Meeting) -> str:
-        return self.refusal_to_multiply() or self.pack_rows(meeting)
+        return self.refusal_to_multiply() or self.row_grads.elsewhere() or self.pack_rows(meeting)
 
     def pack_rows(self, meeting: Meeting) -> str:
         """Readies the gradients of tables to be exchanged there, and what ranks tell each other of them. Returns why

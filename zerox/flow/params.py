@@ -10,6 +10,7 @@ from torch import Tensor
 from zerox import _C as C
 from zerox.memory.bucket import Bucket, FrozenBucket, Member
 from zerox.memory.flat import BufferSlot, FlatBuffer, give_out, take_in, values_of
+from zerox.memory.row_table import RowTable
 from zerox.plan.buckets import BucketPlan
 from zerox.plan.layout import Layout
 from zerox.ranks.group import Ranks
@@ -22,7 +23,7 @@ class ParamGather:
     ``hidden``: the last step left its gathers to the next forward. residency.py has the other way: sharded parameters.
     """
 
-    shards_frozen = False
+    shards_params = False
 
     def __init__(self, manager: C.BucketManager, ranks: Ranks) -> None:
         self.manager = manager
@@ -40,8 +41,13 @@ class ParamGather:
             self.ranks.broadcast_values(member.local, f"parameter '{member.name}'")
         return []
 
-    def add_buckets(self, trained: Sequence[tuple[int, Bucket]], frozen: Sequence[FrozenBucket]) -> None:
-        """New ones, which have their values. Collective."""
+    def add_buckets(
+        self, trained: Sequence[tuple[int, Bucket]], frozen: Sequence[FrozenBucket], tables: Sequence[RowTable]
+    ) -> None:
+        """New ones, which have their values; ``tables`` may have been added before. Collective."""
+
+    def publish_tables(self, tables: Sequence[RowTable]) -> None:
+        """This rank's rows of these have been written."""
 
     def failure(self, forget: bool = True) -> str:
         """Why step() must not go on; empty if it may."""

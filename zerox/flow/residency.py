@@ -13,6 +13,8 @@ from zerox import _C as C
 from zerox.flow.mapped_shards import map_shards
 from zerox.memory.bucket import Bucket, FrozenBucket, Member
 from zerox.memory.flat import BufferSlot, ShardedBuffer, give_out, in_shared_memory, take_in, values_of
+from zerox.memory.row_table import RowTable
+from zerox.memory.table_buffer import TableBuffer
 from zerox.plan.buckets import BucketPlan
 from zerox.plan.layout import Layout
 from zerox.plan.resident import resident_limit
@@ -26,11 +28,11 @@ from zerox.sliced_tensor import SlicedTensor
 
 
 class Resident(NamedTuple):
-    """A bucket, trained or frozen, with its name for errors."""
+    """A bucket, trained or frozen, or a table, with its name for errors."""
 
     name: str
-    bucket: Bucket | FrozenBucket
-    buffer: ShardedBuffer
+    members: Sequence[Member]
+    buffer: ShardedBuffer | TableBuffer
 
     @property
     def nbytes(self) -> int:
@@ -51,7 +53,7 @@ class Residency:
     """The face of csrc/params/residents.h, in the place of ParamGather."""
 
     hidden = False  # step() leaves nothing on its way
-    shards_frozen = True
+    shards_params = True  # frozen ones and tables too
 
     def __init__(self, manager: C.BucketManager, ranks: Ranks, resident_mb: float | None) -> None:
         """ValueError if the parameters' memory can't come and go, or no rank could answer for them."""
@@ -75,6 +77,7 @@ class Residency:
         )
         self.all: list[Resident] = []  # in the residents' order
         self.index_of: dict[int, int] = {}  # in it, by index of a trained bucket
+        self.tables: dict[int, int] = {}  # in it, by number of a table
         self.elsewhere: Sequence[BufferSlot] = ()  # what the last step() found moved
         self.depth = 0  # how many whole() are open
         self.under_way: ShardWrite | None = None
@@ -119,9 +122,11 @@ class Residency:
             made.append(bucket)
         return made
 
-    def add_buckets(self, trained: Sequence[tuple[int, Bucket]], frozen: Sequence[FrozenBucket]) -> None:
-        """New ones, which have their values and fit: see check_room(). Collective."""
-        first, num_frozen = len(self.all), len(self.all) - len(self.index_of)
+    def add_buckets(
+        self, trained: Sequence[tuple[int, Bucket]], frozen: Sequence[FrozenBucket], tables: Sequence[RowTable]
+    ) -> None:
+        """New ones, which have their values and fit: see check_room(). Of ``tables`` those that are new. Collective."""
+        first, num_frozen = len(self.all), len(self.all) - len(self.index_of) - len(self.tables)
         self.index_of |= {index: first + count for count, (index, _) in enumerate(trained)}
         added: list[tuple[int, Bucket | FrozenBucket]] = [*trained, *enumerate(frozen, num_frozen)]
         readable = [process * (rank in self.members) for rank, process in enumerate(self.neighbours)]
@@ -131,18 +136,27 @@ class Residency:
             is_served = len(of_others) < len(self.members) - 1
             self.residents.add(name, buffer.room, buffer.own, is_served)
             buffer.is_shared_out = True
-            self.all.append(Resident(name, bucket, buffer))
+            self.all.append(Resident(name, bucket.members, buffer))
+        for table in tables:
+            if table.member.number not in self.tables:
+                self._add_table(table)
         places = [self.residents.place(index) for index in range(first, len(self.all))]
         text = " ".join(f"{place.shard} {place.stamps}" for place in places)
         everyone = [[int(number) for number in each.split()] for each in self.ranks.all_gather_text(text)]
         self.residents.watch_added()
         self.residents.set_limit(self.check_room([]))
-        for count, of_others in enumerate(mapped):
+        for count, of_others in enumerate([*mapped, *({} for _ in places[len(mapped) :])]):
             by_rank = [
                 C.ShardPlace(everyone[rank][2 * count], everyone[rank][2 * count + 1], of_others.get(rank))
                 for rank in self.in_order
             ]
             self.residents.set_places(first + count, by_rank)
+
+    def _add_table(self, table: RowTable) -> None:
+        name, buffer = f"table {table.member.quoted}", TableBuffer(table)
+        self.tables[table.member.number] = len(self.all)
+        buffer.add_to(self.residents, name)
+        self.all.append(Resident(name, [table.member], buffer))
 
     # ---- step()
 
@@ -173,6 +187,12 @@ class Residency:
             return
         self.manager.params.start_of(index, self.all[self.index_of[index]].buffer.own)
         self.under_way.not_published.append(index)
+
+    def publish_tables(self, tables: Sequence[RowTable]) -> None:
+        assert self.under_way is not None
+        for table in tables:
+            self.under_way.is_writing = True
+            self.residents.publish(self.tables[table.member.number])
 
     def _publish_rest(self, write: ShardWrite) -> None:
         """What came along the replicate axis. Afterwards no rank reads this one's shards there."""
@@ -235,7 +255,7 @@ class Residency:
 
     def write(self, index: int, bucket: Bucket, slot: int, value: Tensor) -> None:
         """As step(): each rank its part of the shard, once no rank reads."""
-        buffer = self.all[self.index_of[index]].buffer
+        buffer = buffer_of(bucket)
         with self.updating():
             self.ranks.meet("a parameter is set on all ranks, whose shards none may read meanwhile")
             buffer.put(slot, value)
@@ -250,7 +270,9 @@ class Residency:
             self._keep_written()
 
     def check_room(self, added: Sequence[tuple[str, int]]) -> float:
-        return resident_limit([*((each.name, each.nbytes) for each in self.all), *added], self.resident_mb)
+        whole = [(each.name, each.nbytes) for each in self.all if each.buffer.is_read_whole]
+        tables = sum(each.nbytes for each in self.all if not each.buffer.is_read_whole)
+        return resident_limit([*whole, *added], self.resident_mb, tables)
 
     def _keep_written(self) -> None:
         written = self.residents.written_inside()
@@ -275,11 +297,10 @@ class Residency:
 
     def _described(self, index: int) -> Iterator[str]:
         """Each parameter of a bucket, with a digest of its values."""
-        _, bucket, buffer = self.all[index]
-        for slot, member in enumerate(bucket.members):
-            start = buffer.layout.offsets[slot]
-            values = buffer.flat[start : start + buffer.layout.numels[slot]]
-            yield f"parameter '{member.name}' with values of digest {C.digest(values):016x} at the end of whole()"
+        _, members, buffer = self.all[index]
+        for slot, member in enumerate(members):
+            digest = C.digest(buffer.values(slot))
+            yield f"parameter '{member.name}' with values of digest {digest:016x} at the end of whole()"
 
     def found_elsewhere(self, slots: Sequence[BufferSlot]) -> list[Tensor]:
         """In step() only: until then others read the shards. And before ranks meet: one's values may lie in another's

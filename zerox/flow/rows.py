@@ -13,7 +13,8 @@ says where they meet whether its own has changed; if one has, all send what they
 
 The owner updates its rows lazily, by the rule of their param group: untouched rows and their states stay, and a row
 whose gradients cancel counts as touched. Adam's is that of torch.optim.SparseAdam. Then updated rows go to all ranks,
-in whose tables they are written.
+in whose tables they are written. In stage 3 they go to nobody: the owners' rows are all that lasts, and lookups fetch
+them (Note [Rows are fetched by lookups] in csrc/params/table_rows.h).
 """
 
 from __future__ import annotations
@@ -42,14 +43,16 @@ MOST_REMARKED = 8192  # numbers, of all ranks together, that they tell each othe
 
 class Rows:
     """The tables of an optimizer. ``shows_mean``: p.grad becomes the mean over the ranks, as in stage 1.
+    ``shards_tables``: each rank keeps the rows that it owns, as in stage 3.
 
     If every rank can read every other's memory (ZEROX_EXCHANGE=messages says that none does), ranks tell each other
     where their rows lie, and don't send them.
     """
 
-    def __init__(self, ranks: Ranks, shows_mean: bool) -> None:
+    def __init__(self, ranks: Ranks, shows_mean: bool, shards_tables: bool) -> None:
         self.ranks = ranks
         self.shows_mean = shows_mean
+        self.shards_tables = shards_tables
         self.each: list[TableGrad] = []
         self.messages = C.PeerMessages(ranks.control, ranks.whereabouts)
         self.reads = bool(ranks.neighbours) and all(ranks.neighbours)
@@ -74,9 +77,12 @@ class Rows:
         for member in members:
             group = groups[member.group]
             if is_sparse(group):
-                self.ranks.broadcast_values(member.param, f"parameter '{member.name}'")
-                owners = RowOwners(member.param.shape[0], self.ranks.size, member.number)
-                table = RowTable(member, owners, self.ranks.rank, rules.of(group), group)
+                param = member.param
+                if self.shards_tables and C.has_own_storage(param):  # it was frozen, in a bucket that is sharded
+                    param.data = param.detach().clone()
+                self.ranks.broadcast_values(param, f"parameter '{member.name}'")
+                owners = RowOwners(param.shape[0], self.ranks.size, member.number)
+                table = RowTable(member, owners, self.ranks.rank, rules.of(group), group, self.shards_tables)
                 divisor = divisors[member.group]
                 table.add_to(self.flow, self.ranks.size if divisor is None else divisor)
                 self.each.append(TableGrad(table, divisor))
@@ -88,6 +94,16 @@ class Rows:
             yield from each.tensors()
             if landed is not None:
                 yield from (landed.rows, landed.places, landed.values)
+
+    def elsewhere(self) -> str:
+        """Why the values of a table that is sharded are lost; empty if they are not."""
+        for table in self.tables:
+            if not table.is_at_home:
+                return (
+                    f"parameter {table.member.quoted}, in a param group with sparse=True, was given other memory (by "
+                    ".data =, .to() or share_memory_()), and with stage=3 ranks keep its rows: write into it in place"
+                )
+        return ""
 
     # ---- the mean
 
@@ -162,11 +178,13 @@ class Rows:
 
     # ---- step()
 
-    def update(self, groups: Groups, scale: GradScale) -> None:
-        """Updates the rows that this rank owns, and writes those that others have updated. Collective."""
+    def update(self, groups: Groups, scale: GradScale) -> list[RowTable]:
+        """Updates the rows that this rank owns, and writes those that others have updated. Returns the tables that have
+        changed. Collective."""
         for table in self.tables:
             check_group(groups[table.member.group], f"param group {table.member.group}")
         if scale.finite is not None and not bool(scale.finite):
             self.flow.close()
-        else:
-            self.flow.update([each.rule(groups[each.table.member.group], scale) for each in self.each])
+            return []
+        self.flow.update([each.rule(groups[each.table.member.group], scale) for each in self.each])
+        return [table for table, landed in zip(self.tables, self.flow.landed, strict=True) if landed is not None]

@@ -80,6 +80,7 @@ class ShardedBuffer(FlatBuffer):
     """
 
     shard_is_apart = True
+    is_read_whole = True
 
     def __init__(self, params: Sequence[Tensor], layout: Layout, own_shards: Span, room: C.Room) -> None:
         self.own_segments = {segment.slot: segment for segment in layout.segments_in(own_shards)}
@@ -110,6 +111,11 @@ class ShardedBuffer(FlatBuffer):
     def start(self) -> None:
         """What is kept takes its part of them."""
         self.own.copy_(self.flat[self.own_shards.start : self.own_shards.stop])
+
+    def values(self, slot: int) -> Tensor:
+        """The parameter's, side by side."""
+        start = self.layout.offsets[slot]
+        return self.flat[start : start + self.layout.numels[slot]]
 
     def own_span(self, slot: int) -> Span:
         """Which elements of the parameter, in memory order, this rank keeps."""

@@ -19,10 +19,14 @@ MOST_ROWS = 2**31 - 2**6  # rows travel with 32-bit numbers
 
 
 class RowTable:
-    """It lies in no bucket, and is whole on every rank. ``state``: what its ``rule`` keeps under the options of its
-    param ``group``, float32 ``[own rows, D]``, by the keys of its torch.optim class; ``step`` is int64."""
+    """It lies in no bucket. ``state``: what its ``rule`` keeps under the options of its param ``group``, float32 ``[own
+    rows, D]``, by the keys of its torch.optim class; ``step`` is int64. ``own``: if it ``is_sharded`` (ZeRO stage 3),
+    the values that this rank keeps, ``[own rows, D]``, and ``home`` is where the whole table would lie; else None, and
+    every rank has all of it."""
 
-    def __init__(self, member: Member, owners: RowOwners, rank: int, rule: Rule, group: Mapping[str, Any]) -> None:
+    def __init__(
+        self, member: Member, owners: RowOwners, rank: int, rule: Rule, group: Mapping[str, Any], is_sharded: bool
+    ) -> None:
         self.member = member
         self.owners = owners
         self.rule = rule
@@ -31,6 +35,12 @@ class RowTable:
         keys = [spec.key for spec in rule.wanted([group])]
         self.state = {key: torch.zeros(shape, dtype=torch.float32, device=CPU) for key in keys}
         self.step = torch.zeros((), dtype=torch.int64, device=CPU)
+        self.own = member.param.detach()[self.own_rows] if is_sharded else None
+        self.home: int | None = None
+
+    @property
+    def is_at_home(self) -> bool:
+        return self.home in (None, self.param.data_ptr()) and self.param.is_contiguous()
 
     @property
     def param(self) -> Tensor:
@@ -53,6 +63,7 @@ class RowTable:
             states=list(self.state.values()),
             step=self.step,
             divisor=divisor,
+            own=self.own,
         )
 
 

@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 from zerox.plan.choices import DTENSORS, LIE_AS, SHARDED, SUB_GROUP, TABLES, TEAM, some
-from zerox.plan.verdicts import BATCHES, OF_STAGE_3, ON_GPUS, Refused, Row
+from zerox.plan.verdicts import BATCHES, ON_GPUS, Refused, Row
 
 OF_TABLES = (
     Row(
         some("optimizer", SHARDED),
         some(TABLES, "True"),
         Refused("its class knows no rows", "The fused optimizers do"),
-    ),
-    Row(
-        OF_STAGE_3,
-        some(TABLES, "True"),
-        Refused("tables are whole on every rank", "Use stage=2"),
     ),
     Row(
         some("state_dtype", "torch.bfloat16", '"8bit"'),

@@ -9,15 +9,15 @@ from zerox.plan.buckets import MIB
 SHARE = 8  # of all parameters, one part in so many
 
 
-def resident_limit(buckets: Sequence[tuple[str, int]], resident_mb: float | None) -> float:
-    """Bytes. ``buckets``: the name and the bytes of each.
+def resident_limit(buckets: Sequence[tuple[str, int]], resident_mb: float | None, tables: int = 0) -> float:
+    """Bytes. ``buckets``: the name and the bytes of each. ``tables``: the bytes of all tables, which are read by rows.
 
     None: room for the two largest buckets and a third, and for an eighth of the parameters. ValueError below the
     largest bucket, which must be whole to be read.
     """
     sizes = sorted((nbytes for _, nbytes in buckets), reverse=True)
     if resident_mb is None:
-        return max(sum(sizes[:3]), sum(sizes) / SHARE)
+        return max(sum(sizes[:3]), (sum(sizes) + tables) / SHARE)
     limit = resident_mb * MIB
     name, largest = max(buckets, key=lambda bucket: bucket[1], default=("", 0))
     if limit < largest:

@@ -14,6 +14,7 @@ from zerox.ranks.group import CPU, Ranks
 from zerox.rules.rule import STEP
 from zerox.sliced_tensor import SlicedTensor
 
+VALUES = "values"  # what a table keeps that is no state
 ROWS_OF = "rows_of"  # beside a rank's own rows: (rank, number of ranks), and nothing else loads them
 
 
@@ -82,7 +83,8 @@ def _given(table: RowTable, given: Mapping[Any, Any]) -> Mapping[str, Any] | Non
 
 
 def spread(tables: Sequence[RowTable], ranks: Ranks) -> Iterator[tuple[RowTable, str, SlicedTensor]]:
-    """Each table's state as it is saved: this rank's segment of whole tensors, by key. Collective.
+    """Each table's state as it is saved: this rank's segment of whole tensors, by key. Of one that is sharded also its
+    values, as VALUES. Collective.
 
     Owners' rows lie all over the table, and files want few pieces: rows go to the rank whose segment they are in.
     """
@@ -90,11 +92,10 @@ def spread(tables: Sequence[RowTable], ranks: Ranks) -> Iterator[tuple[RowTable,
         segment = segment_rows(table, ranks.rank, ranks.size)
         has_step = Span(0, 1 if ranks.rank == 0 else 0)
         yield table, STEP.key, SlicedTensor((), (), has_step, table.step.reshape(1)[: has_step.numel].clone())
-        for key in table.state:
-            values = table.state[key]
-            if ranks.size > 1:
-                values = _moved(table, values, ranks)
-            yield table, key, sliced_rows(table, segment, values.reshape(-1))
+        kept = {VALUES: table.own} if table.own is not None else {}
+        for key, values in (kept | table.state).items():
+            moved = _moved(table, values, ranks) if ranks.size > 1 else values
+            yield table, key, sliced_rows(table, segment, moved.reshape(-1))
 
 
 def segment_rows(table: RowTable, rank: int, size: int) -> Span:

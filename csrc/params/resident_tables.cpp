@@ -1,0 +1,184 @@
+// What lookups read of tables: see Note [Rows are fetched by lookups].
+#include <c10/util/Exception.h>
+
+#include <algorithm>
+#include <chrono>
+#include <cstring>
+#include <exception>
+#include <utility>
+
+#include "check.h"
+#include "params/residents.h"
+#include "workers/ranges.h"
+
+namespace zx {
+namespace {
+
+// The tables that this thread is looking up rows of: what the operator calls reads no others.
+thread_local std::vector<std::pair<const Residents*, int64_t>> looked_up_here;
+
+// They read what a tensor is like, and make others like it; "detach" has no schema that says so.
+constexpr const char* kReadNoValue[] = {
+    "detach",          "aten::empty_like",        "aten::zeros_like",   "aten::ones_like",
+    "aten::full_like", "aten::new_empty",         "aten::new_zeros",    "aten::new_ones",
+    "aten::new_full",  "aten::new_empty_strided", "aten::is_same_size", "aten::randn_like",
+    "aten::rand_like"};
+// What nn.Embedding(max_norm=) calls before it looks up: each rank would write the rows of its own batch.
+constexpr char kRenorm[] = "aten::embedding_renorm_";
+
+bool reads_no_value(const char* name) {
+  return std::any_of(std::begin(kReadNoValue), std::end(kReadNoValue),
+                     [&](const char* each) { return std::strcmp(each, name) == 0; });
+}
+
+}  // namespace
+
+// Returns whether that is all that is to be done for it.
+bool Residents::before_lookup(int64_t bucket, const at::Tensor& tensor, const ReadGuard::Use& use) {
+  const auto here = std::pair<const Residents*, int64_t>(this, bucket);
+  if (std::find(looked_up_here.begin(), looked_up_here.end(), here) != looked_up_here.end()) return true;
+  if (use.is_view() || reads_no_value(use.name())) return true;
+  ShardedBucket& sharded = *buckets_[bucket];
+  if (std::strcmp(use.name(), kRenorm) == 0) {
+    ReadGuard::raise_soon("zerox: max_norm= of an embedding writes " + sharded.name +
+                          " in each forward, which is sharded by rows (stage=3): make the module without max_norm, or "
+                          "train in stage=2");
+  }
+  const at::Tensor* indices = nullptr;
+  {
+    const std::lock_guard lock(mutex_);
+    if (sharded.room == nullptr) return true;  // the optimizer was deleted, and all is whole
+    indices = looked_up(use, tensor, sharded.rows->range(), sharded.rows->row_bytes());
+  }
+  if (indices == nullptr) {
+    if (!use.is_write(/*if_unknown=*/false)) warn_of_whole(sharded, use.name());
+    return false;
+  }
+  if (!process_.is_this()) {
+    in_child(sharded);
+    return true;
+  }
+  pin_rows(sharded, *indices, use.name());
+  looked_up_here.push_back(here);
+  use.pin(~bucket, tensor, /*to_read=*/true);
+  return true;
+}
+
+void Residents::warn_of_whole(ShardedBucket& sharded, const char* reader) {
+  {
+    const std::lock_guard lock(mutex_);
+    const bool is_fetched = !is_up_to_date(sharded) && now_.whole == 0 && !now_.forgotten && process_.is_this();
+    if (!is_fetched || sharded.rows->has_warned()) return;
+  }
+  TORCH_WARN("zerox: ", reader, " reads ", sharded.name, ", which is sharded by rows, and is no lookup of ",
+             "nn.Embedding or nn.EmbeddingBag: so all of it is fetched, ",
+             static_cast<double>(sharded.room->bytes()) / (1 << 20), " MiB. Nothing is wrong but what that takes. ",
+             "This is said once of each table");
+}
+
+// What the lookup names is here, and may be read, until end_lookup().
+void Residents::pin_rows(ShardedBucket& sharded, const at::Tensor& indices, const char* reader) {
+  std::unique_lock lock(mutex_);
+  ++sharded.pins;
+  sharded.rows->begin_lookup();
+  sharded.touched = ++now_.clock;
+  if (is_up_to_date(sharded)) return;
+  if (sharded.state == State::released && sharded.rows->missing(indices).empty()) {
+    sharded.room->let_write(false);
+    return;
+  }
+  ++now_.counts.waits;
+  lock.unlock();
+  std::string failure;
+  const auto start = std::chrono::steady_clock::now();
+  ReadGuard::without_gil([&] {
+    lock.lock();
+    failure = fetch_rows_now(sharded, indices, lock, reader);
+    now_.counts.waited_ns += (std::chrono::steady_clock::now() - start) / std::chrono::nanoseconds(1);
+    lock.unlock();
+  });
+  if (!failure.empty()) ReadGuard::raise_soon(failure);
+}
+
+// Called under the lock, by a thread that has pinned the table. Returns the error, if rows have not arrived.
+std::string Residents::fetch_rows_now(ShardedBucket& sharded, const at::Tensor& indices,
+                                      std::unique_lock<std::mutex>& lock, const char* reader) {
+  ++sharded.waiting;
+  changed_.wait(lock, [&] {
+    const bool may_read = !now_.updating || now_.updater == std::this_thread::get_id();
+    return sharded.state != State::arriving && (is_up_to_date(sharded) || may_read);
+  });
+  --sharded.waiting;
+  if (is_up_to_date(sharded)) return "";
+  if (sharded.state == State::resident) {  // an old copy
+    if (sharded.pins - sharded.waiting > 1) return fetch_now(sharded, lock, reader);
+    release(sharded);
+  }
+  TableRows& rows = *sharded.rows;
+  const std::vector<int64_t> missing = rows.missing(indices);
+  std::string failure;
+  if (!missing.empty()) {
+    evict_for(rows.more_bytes(missing), nullptr);
+    sharded.state = State::arriving;
+    sharded.version = now_.version;
+    ++now_.num_fetching;
+    ++now_.counts.fetches;
+    past_.log.note(ResidencyEvent::Kind::fetch, sharded.index, now_.resident_bytes);
+    lock.unlock();
+    failure = fetch_rows(sharded, missing);
+    lock.lock();
+    --now_.num_fetching;
+    sharded.state = State::released;
+    if (failure.empty()) {
+      hold(sharded, rows.note(missing));
+      now_.counts.fetched_bytes += rows.bytes_of_others(peers_->rank(), missing);
+    }
+    if (now_.failure.empty()) now_.failure = failure;
+    past_.log.note(ResidencyEvent::Kind::arrive, sharded.index, now_.resident_bytes);
+    changed_.notify_all();
+  }
+  sharded.room->let_write(false);
+  return failure;
+}
+
+// Without the lock. As fetch(), of these rows.
+std::string Residents::fetch_rows(ShardedBucket& sharded, const std::vector<int64_t>& missing) {
+  const Range range("fetch", sharded.index);
+  TableRows& rows = *sharded.rows;
+  try {
+    sharded.room->let_write(true);
+    sharded.room->take_shard(sharded.shard, rows.pieces_of(peers_->rank(), missing));
+    const std::string known = given_up();
+    TORCH_CHECK(known.empty(), known);
+    const auto pieces_of = [&](int rank) { return rows.pieces_of(rank, missing); };
+    peers_->fetch({.bucket = sharded.index, .version = sharded.version, .stored = sharded.written, .wants_shard = true},
+                  sharded.places, {rows.range().data(), pieces_of, {}, /*in_part=*/true});
+  } catch (const std::exception& error) {
+    rows.spoil(missing);
+    return "zerox: rows of " + sharded.name + " did not arrive from all ranks: " + reason_of(error);
+  }
+  return "";
+}
+
+// Called under the lock.
+void Residents::end_lookup(int64_t bucket) {
+  const auto found =
+      std::find(looked_up_here.rbegin(), looked_up_here.rend(), std::pair<const Residents*, int64_t>(this, bucket));
+  if (found != looked_up_here.rend()) looked_up_here.erase(std::next(found).base());
+  ShardedBucket& sharded = *buckets_[bucket];
+  sharded.rows->end_lookup();
+  --sharded.pins;
+  if (sharded.room == nullptr) return;
+  if (sharded.state == State::released && !sharded.rows->is_looked_up()) sharded.rows->range().hide();
+  if (sharded.is_stale || sharded.is_old) changed_.notify_all();
+  if (hostile_ && may_be_released(sharded)) release(sharded);
+}
+
+// More of its memory is in use. Called under the lock.
+void Residents::hold(ShardedBucket& sharded, size_t bytes) {
+  sharded.held += bytes;
+  now_.resident_bytes += bytes;
+  now_.most_bytes = std::max(now_.most_bytes, now_.resident_bytes);
+}
+
+}  // namespace zx

@@ -1,0 +1,50 @@
+"""The memory of a table whose rows are sharded (ZeRO stage 3): a ShardedBuffer's kin."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from zerox import _C as C
+from zerox.memory.flat import dense_strides
+from zerox.memory.row_table import RowTable
+from zerox.plan.span import Span
+
+
+class TableBuffer:
+    """The whole table, whose memory comes and goes row by row (csrc/params/table_rows.h), and ``own``: what this rank
+    keeps of it, its rows by place."""
+
+    is_read_whole = False  # lookups read rows
+
+    def __init__(self, table: RowTable) -> None:
+        assert table.own is not None
+        param = table.param
+        self.table = table
+        self.own = table.own
+        self.params = [param]
+        self.shapes = [param.shape]
+        self.strides = [dense_strides(param)]
+        self.room = C.Residency.make_table_room(param.nbytes)
+        self.flat = self.room.tensor(param.dtype)
+        home = self.flat.view(param.shape)
+        home.copy_(param.detach())
+        param.data = self.room.with_own_storage(home)
+
+    def is_at_home(self, slot: int) -> bool:
+        return self.table.is_at_home
+
+    def values(self, slot: int) -> Tensor:
+        """All of them, side by side."""
+        return self.flat
+
+    def own_span(self, slot: int) -> Span:
+        """None: no rank's rows lie together. zerox/state/row_state.py has them moved to where they do."""
+        return Span(0, 0)
+
+    def own_values(self, slot: int) -> Tensor:
+        return self.own.view(-1)[:0]
+
+    def add_to(self, residents: C.Residency, name: str) -> None:
+        table = self.table
+        residents.add_table(name, self.room, self.own, table.owners.num_rows, table.owners.of_block)
+        table.home = self.flat.data_ptr()
