@@ -253,6 +253,7 @@ def in_python(rank: int, size: int) -> None:
     grad = table.weight.grad
     assert grad is not None
     assert torch.equal(grad.coalesce().values()[:, 0], torch.tensor([5.0, 700.0]))
+    assert residents(optimizer).counts.faults == 0, "the function was announced, forward and backward"
     optimizer.step()
     assert float(table(torch.tensor([5])).mean()) == 4.5
 
