@@ -1,4 +1,4 @@
-"""Runs examples/train_gpt.py as a user does, in processes that have imported torch before."""
+"""Runs the examples as a user does, in processes that have imported torch before."""
 
 from __future__ import annotations
 
@@ -24,27 +24,27 @@ MOST_SECONDS = 240
 def run(
     *arguments: object, within: list[str] | None = None, ranks: int | None = None
 ) -> subprocess.CompletedProcess[str]:
-    """The example in a process of its own; ``within``: this command starts the process, which imports torch itself.
-
-    Else it is forked from one that has imported torch, which takes longer than most of these trainings. torchrun starts
-    the ranks of ``--ranks`` in either case. ``ranks``: so many are forked, with what torchrun would tell each; the
-    output is rank 0's, or that of a rank that failed.
-    """
+    """train_gpt.py. ``within``: this command starts the process, which imports torch itself. Else as run_script()."""
     options = list(map(str, arguments))
-    if within:
-        command = [*within, sys.executable, str(EXAMPLE), *options]
-        environment = os.environ | ENVIRONMENT
-        return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=MOST_SECONDS)
+    if within is None:
+        return run_script(EXAMPLE.name, *options, ranks=ranks)
+    command = [*within, sys.executable, str(EXAMPLE), *options]
+    return subprocess.run(command, capture_output=True, text=True, env=os.environ | ENVIRONMENT, timeout=MOST_SECONDS)
+
+
+def run_script(name: str, *arguments: str, ranks: int | None = None) -> subprocess.CompletedProcess[str]:
+    """In a process that is forked from one that has imported torch, which takes longer than most of these trainings.
+
+    The example's own option starts ranks under torchrun. ``ranks``: so many are forked, with what torchrun would tell
+    each; the output is rank 0's, or that of a rank that failed.
+    """
     with tempfile.TemporaryDirectory() as folder:
-        started = [_start(options, Path(folder, str(rank)), facts) for rank, facts in enumerate(_facts(ranks))]
+        started = [
+            _start(EXAMPLE.with_name(name), list(arguments), Path(folder, str(rank)), facts)
+            for rank, facts in enumerate(_facts(ranks))
+        ]
         ended = [_end(process, output) for process, output in started]
     return next((each for each in ended if each.returncode), ended[0])
-
-
-def run_script(name: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Another example, in a process of its own."""
-    command = [sys.executable, str(EXAMPLE.parent / name), *arguments]
-    return subprocess.run(command, capture_output=True, text=True, env=os.environ | ENVIRONMENT, timeout=MOST_SECONDS)
 
 
 def assert_refused_in_one_line(name: str, arguments: str, reason: str) -> None:
@@ -67,9 +67,9 @@ def _facts(ranks: int | None) -> list[dict[str, str]]:
     ]
 
 
-def _start(options: list[str], output: Path, facts: dict[str, str]) -> tuple[BaseProcess, Path]:
+def _start(script: Path, options: list[str], output: Path, facts: dict[str, str]) -> tuple[BaseProcess, Path]:
     output.mkdir()
-    process = FORKSERVER.Process(target=_main, args=(options, str(output), facts))
+    process = FORKSERVER.Process(target=_main, args=(str(script), options, str(output), facts))
     process.start()
     return process, output
 
@@ -83,12 +83,12 @@ def _end(process: BaseProcess, output: Path) -> subprocess.CompletedProcess[str]
     return subprocess.CompletedProcess([], process.exitcode or 0, *said)
 
 
-def _main(options: list[str], output: str, facts: dict[str, str]) -> None:
+def _main(script: str, options: list[str], output: str, facts: dict[str, str]) -> None:
     for name, stream in (("out", sys.stdout), ("err", sys.stderr)):
         with open(Path(output, name), "wb") as file:
             os.dup2(file.fileno(), stream.fileno())
     os.environ.update(ENVIRONMENT | facts)
     torch.set_num_threads(1)
-    sys.argv = [str(EXAMPLE), *options]
+    sys.argv = [script, *options]
     sys.path.insert(0, str(EXAMPLE.parent))  # as of a script
-    runpy.run_path(str(EXAMPLE), run_name="__main__")
+    runpy.run_path(script, run_name="__main__")

@@ -26,7 +26,7 @@ REACHED = {
 def test_trainings_are_one_table_and_one_picture(tmp_path: Path) -> None:
     picture = tmp_path / "prune.png"
     draws = ["--picture", str(picture)] if importlib.util.find_spec("matplotlib") else []
-    ended = run("--steps", "20", "--windows", "2", *draws)
+    ended = run("--steps", "20", "--windows", "2", *draws, ranks=2)
     assert ended.returncode == 0, ended.stderr
     assert ended.stdout.startswith("2 ranks, 20 steps, model tiny")
     rows = re.findall(r"^(.+?) +([\d.]+%) +([\d.]+) +([\d.]+) +([\d,]+) +([\d.]+)$", ended.stdout, re.M)

@@ -18,7 +18,7 @@ run = partial(run_script, EXAMPLE)
 def test_both_systems_end_with_the_same_bits(tmp_path: Path) -> None:
     picture = tmp_path / "picture.png"
     draws = ["--picture", str(picture)] if importlib.util.find_spec("matplotlib") else []
-    ended = run("--tokens", "20000", "--steps", "40", "--batch", "128", *draws)
+    ended = run("--tokens", "20000", "--steps", "40", "--batch", "128", *draws, ranks=2)
     assert ended.returncode == 0, ended.stderr
     assert ended.stdout.startswith("2 ranks, ")
     rows = re.findall(r"^(zerox|DDP \+ SparseAdam) +[\d.]+ +-?[\d.]+ +([\d.]+)", ended.stdout, re.M)

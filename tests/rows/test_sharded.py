@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import signal
 import threading
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import zerox
+from tests.mortal_ranks import fail_now, start_ranks
 from tests.ranks import run_ranks
 from tests.residency.rig import WAYS, residents, run_by_way
 from tests.rows.tables import WIDE, Model, backward, build, ids_of, numbered
@@ -260,3 +263,30 @@ def in_python(rank: int, size: int) -> None:
 
 def test_a_function_in_python_reads_a_table() -> None:
     run_ranks(in_python, 2)
+
+
+def look_up_until_it_raises(rank: int, size: int) -> str:
+    table, optimizer = numbered()
+    residents(optimizer).set_hostile(True)  # each lookup fetches again
+    dist.barrier()
+    if rank == 1:
+        fail_now(signal.SIGKILL)
+    try:
+        for _ in range(1000):
+            table(torch.arange(ROWS))
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_rank_that_dies_is_named_by_those_that_look_up_its_rows(way: str, tmp_path: Path) -> None:
+    function = look_up_until_it_raises
+    ranks = start_ranks(run_by_way, 3, way, function, folder=tmp_path / "ranks", timeout_s=3)
+    try:
+        for rank in (0, 2):
+            said = ranks.answer(rank, within_s=60)
+            assert "rows of" in said
+            assert "rank 1 is gone" in said
+    finally:
+        ranks.close()
