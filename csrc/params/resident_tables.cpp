@@ -2,7 +2,6 @@
 #include <c10/util/Exception.h>
 
 #include <algorithm>
-#include <chrono>
 #include <cstring>
 #include <exception>
 #include <utility>
@@ -87,16 +86,7 @@ void Residents::pin_rows(ShardedBucket& sharded, const at::Tensor& indices, cons
     sharded.room->let_write(false);
     return;
   }
-  ++now_.counts.waits;
-  lock.unlock();
-  std::string failure;
-  const auto start = std::chrono::steady_clock::now();
-  ReadGuard::without_gil([&] {
-    lock.lock();
-    failure = fetch_rows_now(sharded, indices, lock, reader);
-    now_.counts.waited_ns += (std::chrono::steady_clock::now() - start) / std::chrono::nanoseconds(1);
-    lock.unlock();
-  });
+  const std::string failure = wait_for(sharded, lock, [&] { return fetch_rows_now(sharded, indices, lock, reader); });
   if (!failure.empty()) ReadGuard::raise_soon(failure);
 }
 

@@ -204,19 +204,27 @@ void Residents::pin(int64_t bucket, const char* reader) {
   sharded.touched = ++now_.clock;
   if (reader != nullptr && sharded.rows == nullptr && past_.script.note(bucket)) look_ahead();
   if (is_up_to_date(sharded)) return;
-  past_.log.note(ResidencyEvent::Kind::wait, bucket, now_.resident_bytes);
+  const std::string failure = wait_for(sharded, lock, [&] { return fetch_now(sharded, lock, reader); });
+  if (!failure.empty() && reader != nullptr) ReadGuard::raise_soon(failure);
+}
+
+// Called under the lock, which it unlocks; `fetch` is called under it, without the GIL, and returns an error or
+// nothing.
+std::string Residents::wait_for(const ShardedBucket& sharded, std::unique_lock<std::mutex>& lock,
+                                const std::function<std::string()>& fetch) {
+  past_.log.note(ResidencyEvent::Kind::wait, sharded.index, now_.resident_bytes);
   ++now_.counts.waits;
   lock.unlock();
   std::string failure;
   const auto start = std::chrono::steady_clock::now();
   ReadGuard::without_gil([&] {
     lock.lock();
-    failure = fetch_now(sharded, lock, reader);
-    past_.log.note(ResidencyEvent::Kind::go_on, bucket, now_.resident_bytes);
+    failure = fetch();
+    past_.log.note(ResidencyEvent::Kind::go_on, sharded.index, now_.resident_bytes);
     now_.counts.waited_ns += (std::chrono::steady_clock::now() - start) / std::chrono::nanoseconds(1);
     lock.unlock();
   });
-  if (!failure.empty() && reader != nullptr) ReadGuard::raise_soon(failure);
+  return failure;
 }
 
 void Residents::let_write(int64_t bucket) {

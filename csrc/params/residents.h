@@ -6,6 +6,7 @@
 #include <atomic>
 #include <condition_variable>
 #include <cstdint>
+#include <functional>
 #include <limits>
 #include <memory>
 #include <mutex>
@@ -188,6 +189,8 @@ class Residents final : public ReadGuard::Watcher, public FaultReader {
   void let_write(int64_t bucket);
   std::string fetch(ShardedBucket& sharded, bool memory_too, bool own_too);
   std::string given_up() const;
+  std::string wait_for(const ShardedBucket& sharded, std::unique_lock<std::mutex>& lock,
+                       const std::function<std::string()>& fetch);
   std::string fetch_now(ShardedBucket& sharded, std::unique_lock<std::mutex>& lock, const char* reader,
                         bool ahead = false);
   bool is_up_to_date(const ShardedBucket& sharded) const;
