@@ -15,9 +15,16 @@ EXAMPLE = "train_parallel.py"
 run = partial(run_script, EXAMPLE)
 
 
-@pytest.mark.parametrize("axes", ["--tp 2 --pp 2", "--replicate 2 --shard 2", "--experts 2 --shard 2"])
-def test_it_prints_how_far_its_training_is_from_one_process(axes: str) -> None:
-    ended = run(*axes.split(), "--steps", "5", ranks=4)
+@pytest.mark.parametrize(
+    ("axes", "ranks"),
+    [
+        ("--tp 2 --pp 2", None),
+        ("--replicate 2 --shard 2", 4),
+        ("--experts 2 --shard 2", 4),
+    ],  # None: torchrun starts them
+)
+def test_it_prints_how_far_its_training_is_from_one_process(axes: str, ranks: int | None) -> None:
+    ended = run(*axes.split(), "--steps", "5", ranks=ranks)
     assert ended.returncode == 0, ended.stderr
     assert ended.stdout.startswith("4 ranks (")
     rows = dict(re.findall(r"^(.*\w) +([\d.,e+-]+)$", ended.stdout, re.M))

@@ -16,30 +16,16 @@
 namespace zx {
 
 bool read_memory(pid_t pid, uint64_t address, void* into, size_t bytes) {
-#ifdef __linux__
-  size_t done = 0;
-  while (done < bytes) {  // one call moves 2 GiB at most
-    const iovec here{static_cast<char*>(into) + done, bytes - done};
-    const iovec there{reinterpret_cast<void*>(address + done), bytes - done};
-    const ssize_t moved = process_vm_readv(pid, &here, 1, &there, 1, 0);
-    if (moved <= 0) return false;
-    done += static_cast<size_t>(moved);
-  }
-  return true;
-#else
-  (void)pid, (void)address, (void)into;
-  errno = ENOSYS;
-  return bytes == 0;
-#endif
+  return bytes == 0 || read_memory(pid, address, static_cast<char*>(into), {{0, 0, bytes}});
 }
 
 bool read_memory(pid_t pid, uint64_t address, char* into, const std::vector<BytePiece>& pieces) {
 #ifdef __linux__
-  constexpr size_t kAtOnce = 512;  // the system takes 1,024
-  std::array<iovec, kAtOnce> here{};
-  std::array<iovec, kAtOnce> there{};
+  constexpr size_t kAtOnce = 512;   // the system takes 1,024
+  std::array<iovec, kAtOnce> here;  // not cleared: most calls have one piece
+  std::array<iovec, kAtOnce> there;
   size_t next = 0;
-  size_t done = 0;  // of the next one
+  size_t done = 0;  // of the next one: a call moves 2 GiB at most
   while (next < pieces.size()) {
     const size_t count = std::min(kAtOnce, pieces.size() - next);
     for (size_t i = 0; i < count; ++i) {
@@ -62,15 +48,11 @@ bool read_memory(pid_t pid, uint64_t address, char* into, const std::vector<Byte
 }
 
 void Neighbours::read(int rank, uint64_t address, void* into, size_t bytes) const {
-  check(read_memory(static_cast<pid_t>(pids_.at(rank)), address, into, bytes), rank);
+  if (bytes > 0) read(rank, address, static_cast<char*>(into), {{0, 0, bytes}});
 }
 
 void Neighbours::read(int rank, uint64_t address, char* into, const std::vector<BytePiece>& pieces) const {
-  check(read_memory(static_cast<pid_t>(pids_.at(rank)), address, into, pieces), rank);
-}
-
-void Neighbours::check(bool could_read, int rank) const {
-  if (could_read) return;
+  if (read_memory(static_cast<pid_t>(pids_.at(rank)), address, into, pieces)) return;
   throw std::runtime_error("the memory of rank " + std::to_string(rank) + " (process " +
                            std::to_string(pids_.at(rank)) + ") can't be read: " + std::strerror(errno));
 }

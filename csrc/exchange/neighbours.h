@@ -41,8 +41,6 @@ class Neighbours {
   void read(int rank, uint64_t address, char* into, const std::vector<BytePiece>& pieces) const;
 
  private:
-  void check(bool could_read, int rank) const;
-
   std::vector<int64_t> pids_;  // by rank; empty if there are none
 };
 

@@ -27,7 +27,7 @@ bool is_pinned_here(const Residents* residents, int64_t bucket) {
 
 constexpr char kCollective[] = "c10d::";
 // All that `p.data = ...` announces. step() does that while others write their shards.
-constexpr char kReadsNoValue[] = "aten::_has_compatible_shallow_copy_type";
+constexpr char kSetsData[] = "aten::_has_compatible_shallow_copy_type";
 
 }  // namespace
 
@@ -141,7 +141,7 @@ int64_t Residents::bucket_of(const at::Tensor& tensor) const {
 
 void Residents::before_read(const at::Tensor& tensor, const ReadGuard::Use& use) {
   const int64_t bucket = bucket_of(tensor);
-  if (bucket < 0 || std::strcmp(use.name(), kReadsNoValue) == 0) return;
+  if (bucket < 0 || std::strcmp(use.name(), kSetsData) == 0) return;
   if (buckets_[bucket]->rows != nullptr && before_lookup(bucket, tensor, use)) return;
   pin_here(bucket, use.name());
   const bool is_collective = std::strncmp(use.name(), kCollective, sizeof(kCollective) - 1) == 0;
