@@ -39,7 +39,8 @@ def sizes_for(device: torch.device, quick: bool) -> dict[str, tuple[int, ...]]:
     sizes = CUDA_SIZES if device.type == "cuda" else CPU_SIZES
     found: dict[str, tuple[int, ...]] = {name: (numel,) for name, numel in list(sizes.items())[: 1 if quick else None]}
     rng = random.Random(0)
-    many = {"1,000 params": tuple(rng.randrange(4 * KI, 64 * KI) for _ in range(1000))}
+    # Multiples of 256, at which large parameters begin in a bucket (zerox/plan/layout.py).
+    many = {"1,000 params": tuple(256 * rng.randrange(16, 256) for _ in range(1000))}
     return found | (many if device.type == "cuda" else {})
 
 

@@ -34,7 +34,7 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -43,7 +43,7 @@ from typing import Any
 import gpu_report as report
 import gpu_run
 from gpu_report import Part
-from gpu_run import ROOT, environment, python, run, tail
+from gpu_run import ROOT, Ended, environment, python, run, tail
 
 NCCL_TESTS = "tests/gpu/test_nccl.py"
 SANITIZED_TESTS = "tests/gpu/test_sanitized.py"
@@ -51,11 +51,14 @@ LARGE_TESTS = "tests/gpu/test_large.py"
 TOOLS = ("memcheck", "racecheck", "initcheck")
 FOUND = 86  # compute-sanitizer's exit status where it found something
 TEST_FILE_S = 120.0  # no file of tests may take longer: what hangs must leave time for the others
+CORES_A_FILE = 2  # the tests of a file start up to four ranks, and compare with the CPU's kernels
+# They look at what happens on the GPU beside or before something else, and by when.
+ALONE = ("hidden_gather", "no_sync", "overlap", "streams", "trace")
 
 # Seconds that each part has in any case. What one leaves over goes to the next; the build, being first, has the rest.
 PROOF_S = {"build": 0.0, "test": 230.0, "sanitizer": 110.0, "nccl": 70.0}
 RESERVED_S = {**PROOF_S, "kernels": 170.0, "step": 150.0, "streams": 50.0, "exposed": 50.0}
-TOTAL_S = 570.0  # of a run
+TOTAL_S = 570.0  # of a run, unless --limit-s is less
 RUNS = {"proof": tuple(PROOF_S), "figures": ("build", "kernels", "step", "streams", "exposed")}
 
 
@@ -87,47 +90,47 @@ def build_info() -> dict[str, Any]:
     return dict(runpy.run_path(str(path))["BUILD_INFO"]) if path.exists() else {}
 
 
-def groups_of(files: Iterable[str], quick: bool) -> Iterator[tuple[str, list[str]]]:
-    """Files that share a process: importing torch takes as long as the tests of a kernel do."""
-    groups: dict[str, list[str]] = {}
-    for file in files:
-        if file == NCCL_TESTS or (quick and file == LARGE_TESTS):
-            continue
-        stem = Path(file).stem.removeprefix("test_")
-        groups.setdefault("kernels" if stem.startswith("kernel_") else stem, []).append(file)
-    yield from sorted(groups.items(), key=lambda group: (group[0] != "kernels", group[0]))
-
-
-def run_tests(groups: Iterable[tuple[str, list[str]]], limit_s: float, file_limit_s: float) -> Part:
+def run_tests(files: Sequence[str], limit_s: float, file_limit_s: float) -> Part:
+    """By file, each in a process of its own: side by side, but for those that must have the GPU to themselves."""
     end = time.monotonic() + limit_s
-    part: Part = {"outcome": report.PASSED, "unfinished_tests": [], "tails": {}, "group_seconds": {}}
-    said = []
-    for name, files in groups:
-        started = time.monotonic()
-        left_s = end - started
-        if left_s <= 0:
-            part["unfinished_tests"].append(f"{name}: no time was left")
-            part["outcome"] = report.TIMED_OUT
-            continue
-        ended = run(pytest("-v", *files), f"test-{name}", min(left_s, file_limit_s))
-        said.append(ended.text)
-        part["group_seconds"][name] = round(time.monotonic() - started, 1)
-        if ended.timed_out:
-            part["unfinished_tests"].append(report.read_pytest(ended.text)["unfinished"] or name)
-        if ended.outcome != report.PASSED:
-            part["tails"][name] = tail(ended.text, 150)
-            part["outcome"] = ended.outcome if part["outcome"] != report.FAILED else report.FAILED
-    found = report.read_pytest("\n".join(said))
+    cores = len(os.sched_getaffinity(0))
+    shared = [file for file in files if name_of(file) not in ALONE]
+    alone = [file for file in files if name_of(file) in ALONE]
+    calls = {file: partial(run_file, file, end, file_limit_s) for file in (*shared, *alone)}
+    ended = gpu_run.side_by_side([calls[file] for file in shared], max(1, cores // CORES_A_FILE))
+    ended += gpu_run.side_by_side([calls[file] for file in alone], 1)
+    part: Part = {"outcome": report.PASSED, "unfinished_tests": [], "tails": {}, "file_seconds": {}}
+    for file, each in zip(calls, ended, strict=True):
+        name = name_of(file)
+        part["file_seconds"][name] = round(each.seconds, 1)
+        if each.timed_out:
+            part["unfinished_tests"].append(report.read_pytest(each.text)["unfinished"] or f"{name}: {each.text}")
+        if each.outcome != report.PASSED:
+            part["tails"][name] = tail(each.text, 150)
+            part["outcome"] = each.outcome if part["outcome"] != report.FAILED else report.FAILED
+    found = report.read_pytest("\n".join(each.text for each in ended))
     return part | {key: found[key] for key in ("counts", "failures", "skips")}
 
 
+def name_of(file: str) -> str:
+    return Path(file).stem.removeprefix("test_")
+
+
+def run_file(file: str, end: float, file_limit_s: float) -> Ended:
+    left_s = end - time.monotonic()
+    if left_s <= 0:
+        return Ended(1, True, "no time was left")
+    return run(pytest("-v", file), f"test-{name_of(file)}", min(left_s, file_limit_s))
+
+
 def test(machine: Machine, limit_s: float) -> Part:
-    files = sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "tests/gpu").glob("test_*.py"))
-    return run_tests(groups_of(files, machine.quick), limit_s, TEST_FILE_S)
+    found = sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "tests/gpu").glob("test_*.py"))
+    left_out = {NCCL_TESTS, *([LARGE_TESTS] if machine.quick else [])}
+    return run_tests([file for file in found if file not in left_out], limit_s, TEST_FILE_S)
 
 
 def nccl(machine: Machine, limit_s: float) -> Part:
-    return run_tests([("nccl", [NCCL_TESTS])], limit_s, limit_s)
+    return run_tests([NCCL_TESTS], limit_s, limit_s)
 
 
 def find_sanitizer() -> str | None:
@@ -143,12 +146,9 @@ def sanitizer(machine: Machine, limit_s: float) -> Part:
     program = find_sanitizer()
     if program is None:
         return {"outcome": report.NOT_AVAILABLE, "note": "compute-sanitizer is neither on the PATH nor beside nvcc"}
-    end = time.monotonic() + limit_s
     tools = TOOLS[:1] if machine.quick else TOOLS
-    part: Part = {"tools": {}}
-    for index, tool in enumerate(tools):
-        tool_limit_s = (end - time.monotonic()) / (len(tools) - index)
-        part["tools"][tool] = sanitize(program, tool, max(1.0, tool_limit_s))
+    found = gpu_run.side_by_side([partial(sanitize, program, tool, limit_s) for tool in tools], len(tools))
+    part: Part = {"tools": dict(zip(tools, found, strict=True))}
     outcomes = [each["outcome"] for each in part["tools"].values()]
     worst = next((each for each in (*report.BAD, report.NOT_SUPPORTED) if each in outcomes), report.PASSED)
     return part | {"outcome": worst}
@@ -236,7 +236,7 @@ def read_machine(quick: bool) -> Machine:
     return Machine({"commit": commit(), **json.loads(asked.stdout.splitlines()[-1])}, quick)
 
 
-def run_parts(selected: list[str], machine: Machine, folder: Path, title: str) -> bool:
+def run_parts(selected: list[str], machine: Machine, folder: Path, title: str, total_s: float = TOTAL_S) -> bool:
     """Runs the parts, writing after each; True if nothing failed."""
     now = datetime.datetime.now(datetime.timezone.utc)
     stem = f"{now:%Y-%m-%d-%H%M}-{report.slug(machine.facts['device'])}-{title}"
@@ -245,10 +245,11 @@ def run_parts(selected: list[str], machine: Machine, folder: Path, title: str) -
     result: Part = {"date": f"{now:%Y-%m-%d %H:%M} UTC", "facts": dict(machine.facts), "quick": machine.quick}
     result["parts"] = parts
     paths = report.write(folder, stem, result)
-    end = time.monotonic() + TOTAL_S
+    end = time.monotonic() + total_s
+    reserved_s = {name: each * total_s / TOTAL_S for name, each in RESERVED_S.items()}
     try:
         for name in selected:
-            limit_s = gpu_run.limit_s(name, selected, RESERVED_S, end)
+            limit_s = gpu_run.limit_s(name, selected, reserved_s, end)
             if parts.get("build", {}).get("outcome") in report.BAD and name != "build":
                 parts[name]["note"] = "the build failed"
                 continue
@@ -296,6 +297,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument(
         "--quick", action="store_true", help="no shards beyond 2^32, the smallest benchmark sizes, memcheck only"
     )
+    parser.add_argument(
+        "--limit-s", type=float, default=TOTAL_S, metavar="S", help="seconds of each run at most; default: %(default)s"
+    )
     args = parser.parse_args(argv)
     if unknown := [name for name in args.runs if name not in RUNS]:
         parser.error(f"there is no run {unknown[0]}: {', '.join(RUNS)}")
@@ -305,7 +309,7 @@ def main(argv: list[str] | None = None) -> int:
     for name in args.runs or RUNS:
         selected = [part for part in RUNS[name] if not args.only or part in args.only]
         if selected:
-            well = run_parts(selected, machine, args.out, name) and well
+            well = run_parts(selected, machine, args.out, name, args.limit_s) and well
     return 0 if well else 1
 
 

@@ -14,15 +14,18 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from gpu_report import FAILED, PASSED, TIMED_OUT, Part
 
 ROOT = Path(__file__).resolve().parents[1]
 LOGS = ROOT / "build" / "gpu"
+running: set[subprocess.Popen[bytes]] = set()
+T = TypeVar("T")
 
 
 def limit_s(part: str, parts: Sequence[str], reserved_s: Mapping[str, float], end: float) -> float:
@@ -36,6 +39,7 @@ class Ended:
     status: int
     timed_out: bool
     text: str
+    seconds: float = 0.0
 
     @property
     def outcome(self) -> str:
@@ -57,11 +61,12 @@ def run(command: list[str], log: str, limit_s: float, env: dict[str, str] | None
     """What exceeds the limit is interrupted, so that it can say where it was, and then killed with all it started."""
     LOGS.mkdir(parents=True, exist_ok=True)
     path = LOGS / f"{log}.log"
-    timed_out = False
+    timed_out, started = False, time.monotonic()
     with path.open("wb") as output:
         process = subprocess.Popen(
             command, cwd=ROOT, env=env or environment(), stdout=output, stderr=subprocess.STDOUT, start_new_session=True
         )
+        running.add(process)
         try:
             process.wait(limit_s)
         except subprocess.TimeoutExpired:
@@ -70,10 +75,28 @@ def run(command: list[str], log: str, limit_s: float, env: dict[str, str] | None
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(10)
         finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
+            kill(process)
             process.wait()
-    return Ended(process.returncode, timed_out, path.read_text(errors="replace"))
+            running.discard(process)
+    return Ended(process.returncode, timed_out, path.read_text(errors="replace"), time.monotonic() - started)
+
+
+def kill(process: subprocess.Popen[bytes]) -> None:
+    """With all that it started."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+
+
+def side_by_side(calls: Sequence[Callable[[], T]], at_once: int) -> list[T]:
+    """What ``calls`` returned, each of which may ``run`` something. An interruption kills what runs."""
+    with ThreadPoolExecutor(at_once) as pool:
+        try:
+            return list(pool.map(lambda call: call(), calls))
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            for process in list(running):
+                kill(process)
+            raise
 
 
 def python(*arguments: str) -> list[str]:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import _thread
+import functools
 import json
 import os
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -268,25 +271,59 @@ def test_an_interruption_leaves_what_was_known(monkeypatch: pytest.MonkeyPatch, 
 
 
 def test_every_file_of_tests_gpu_is_run_but_that_of_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu, "run_tests", lambda groups, *_: {file for _, files in groups for file in files})
+    monkeypatch.setattr(gpu, "run_tests", lambda files, *_: set(files))
     files = {f"tests/gpu/{path.name}" for path in (Path(__file__).parent / "gpu").glob("test_*.py")}
-    assert gpu.NCCL_TESTS in files
+    assert {gpu.NCCL_TESTS, gpu.LARGE_TESTS} < files
+    assert {gpu.name_of(file) for file in files} > set(gpu.ALONE)
     assert gpu.test(MACHINE, 60.0) == files - {gpu.NCCL_TESTS}
+    assert gpu.test(replace(MACHINE, quick=True), 60.0) == files - {gpu.NCCL_TESTS, gpu.LARGE_TESTS}
 
 
 def test_tests_are_run_by_file_and_a_hang_costs_its_own_only(monkeypatch: pytest.MonkeyPatch, logs: Path) -> None:
-    files = ["test_kernel_a.py", "test_kernel_b.py", "test_hangs.py", "test_large.py", "test_nccl.py"]
-    groups = list(gpu.groups_of([f"tests/gpu/{name}" for name in files], quick=True))
-    assert groups == [("kernels", [f"tests/gpu/{name}" for name in files[:2]]), ("hangs", ["tests/gpu/test_hangs.py"])]
     (logs / "test_hangs.py").write_text("import time\ndef test_hangs(): time.sleep(600)\n")
     (logs / "test_good.py").write_text("def test_good(): pass\n")
     monkeypatch.setattr(gpu, "pytest", lambda *names: [sys.executable, "-m", "pytest", *names])
-    found = gpu.run_tests([(name, [str(logs / f"test_{name}.py")]) for name in ("hangs", "good")], 60.0, 4.0)
+    found = gpu.run_tests([str(logs / f"test_{name}.py") for name in ("hangs", "good")], 60.0, 4.0)
     assert found["outcome"] == report.TIMED_OUT
     assert found["counts"] == {"passed": 1}
     assert found["unfinished_tests"][0].endswith("test_hangs.py::test_hangs")
-    found = gpu.run_tests([("good", [])], 0.0, 4.0)
+    assert found["file_seconds"]["hangs"] > found["file_seconds"]["good"] > 0
+    found = gpu.run_tests([str(logs / "test_good.py")], 0.0, 4.0)
     assert (found["outcome"], found["unfinished_tests"]) == (report.TIMED_OUT, ["good: no time was left"])
+
+
+def test_files_share_the_gpu_but_for_those_that_watch_it(monkeypatch: pytest.MonkeyPatch, logs: Path) -> None:
+    """Each of two waits for the other: the first of a pair that does not run side by side waits in vain."""
+    pairs = {"one": "two", "two": "one", "trace": "streams", "streams": "trace"}
+    for name, other in pairs.items():
+        patience_s = 1 if name in gpu.ALONE else 30
+        (logs / f"test_{name}.py").write_text(f"""
+import time
+from pathlib import Path
+def test_meets(here=Path(__file__).parent, end=time.monotonic() + {patience_s}):
+    (here / "{name}").touch()
+    while not (here / "{other}").exists():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+""")
+    monkeypatch.setattr(gpu, "pytest", lambda *names: [sys.executable, "-m", "pytest", *names])
+    monkeypatch.setattr(gpu, "CORES_A_FILE", 0.5 * len(os.sched_getaffinity(0)))
+    found = gpu.run_tests([str(logs / f"test_{name}.py") for name in ("trace", "one", "streams", "two")], 60.0, 40.0)
+    assert list(found["tails"]) == ["trace"]
+
+
+def test_an_interruption_kills_what_runs(logs: Path) -> None:
+    def interrupt() -> None:
+        while not gpu_run.running:
+            time.sleep(0.01)
+        _thread.interrupt_main()
+
+    sleeps = functools.partial(gpu_run.run, [sys.executable, "-c", "import time; time.sleep(600)"], "sleeps", 600.0)
+    started = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        gpu_run.side_by_side([interrupt, sleeps], 2)
+    assert time.monotonic() - started < 60
+    assert not gpu_run.running
 
 
 # ---- the command
@@ -295,7 +332,7 @@ def test_tests_are_run_by_file_and_a_hang_costs_its_own_only(monkeypatch: pytest
 def test_only_named_parts_run_in_their_order(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[Any] = []
     monkeypatch.setattr(gpu, "read_machine", lambda quick: MACHINE)
-    monkeypatch.setattr(gpu, "run_parts", lambda names, *more: asked.append((more[-1], names)) or True)
+    monkeypatch.setattr(gpu, "run_parts", lambda names, *more: asked.append((more[-2], names)) or True)
     assert gpu.main(["--only", "step", "--only", "nccl"]) == 0
     assert asked == [("proof", ["nccl"]), ("figures", ["step"])]
     asked.clear()
@@ -312,7 +349,7 @@ def test_only_named_parts_run_in_their_order(monkeypatch: pytest.MonkeyPatch) ->
 def test_a_run_that_fails_does_not_keep_the_other_from_running(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str] = []
     monkeypatch.setattr(gpu, "read_machine", lambda quick: MACHINE)
-    monkeypatch.setattr(gpu, "run_parts", lambda *arguments: asked.append(arguments[-1]) or asked != ["proof"])
+    monkeypatch.setattr(gpu, "run_parts", lambda *arguments: asked.append(arguments[-2]) or asked != ["proof"])
     assert gpu.main([]) == 1
     assert asked == ["proof", "figures"]
 

@@ -51,7 +51,10 @@ std::shared_ptr<Residency> make_residency(std::optional<Group> group, std::share
 }  // namespace
 
 void bind_residency(py::module_& m) {
-  m.def("digest", [](const at::Tensor& flat) { return digest(flat.const_data_ptr(), flat.nbytes()); });
+  m.def("digest", [](const at::Tensor& flat) {  // of a tensor anywhere, but the host reads it
+    const at::Tensor here = flat.cpu();
+    return digest(here.const_data_ptr(), here.nbytes());
+  });
   m.def("has_address_ranges", &has_address_ranges);
   m.def("room_bytes", &AddressRange::bytes_in_use);
   m.def("most_room_bytes", &AddressRange::most_in_use);

@@ -36,6 +36,7 @@ OF_TWO_RANKS = {
     "NCCL_DEBUG": "WARN",
 }
 STEPS = 3
+STAGES = (1, 2, 3)
 
 
 def nccl_version(library: str | None) -> tuple[int, ...]:
@@ -137,14 +138,14 @@ hung: list[str] = []  # what timed out before: the others would as well, and tim
 
 
 def train_in_two(rank: int, world_size: int, exchange: str) -> Any:
-    """The version of NCCL, and what came of training in either stage."""
+    """The version of NCCL, and what came of training in each stage."""
     os.environ["ZEROX_EXCHANGE"] = exchange
     version = nccl_version(None) if BACKEND == "nccl" else TWO_RANKS
-    return version, [train_scales(rank, DEVICE.type, STEPS, stage=stage, layers_in_bucket=2.0) for stage in (1, 2)]
+    return version, [train_scales(rank, DEVICE.type, STEPS, stage=stage, layers_in_bucket=2.0) for stage in STAGES]
 
 
 def train_over_gloo(rank: int, world_size: int) -> list[Any]:
-    return [train_scales(rank, "cpu", STEPS, stage=stage, layers_in_bucket=2.0) for stage in (1, 2)]
+    return [train_scales(rank, "cpu", STEPS, stage=stage, layers_in_bucket=2.0) for stage in STAGES]
 
 
 @pytest.mark.parametrize("exchange", EXCHANGES)

@@ -113,6 +113,6 @@ def test_gradients_go_while_backward_runs(cuda: torch.device) -> None:
     peak, gradients = peak_of_backward(cuda, 2, num_layers, width)
     whole, _ = peak_of_backward(cuda, 1, num_layers, width)
     bucket = gradients // num_layers
-    assert whole >= gradients
+    assert whole >= gradients - bucket  # what forward saved goes meanwhile
     assert peak <= gradients // 2 + 6 * bucket
     assert peak < 0.75 * whole

@@ -77,9 +77,9 @@ def expected_ranges(work: Work, exchanges: bool) -> Counter[tuple[str, int | Non
         update, gather, gather_wait                 S
 
     and for all of them together S * (1 + C) times settle and agree, in stage 1 S * R more. One rank alone waits for no
-    messages and gathers nothing, and in stage 1 launches nothing either.
+    messages and for no gather, and in stage 1 launches nothing either.
     """
-    of_a_step = ["update", "gather", "gather_wait"] if exchanges else ["update"]
+    of_a_step = ["update", "gather", "gather_wait"] if exchanges else ["update", "gather"]
     of_a_backward: list[str] = []
     if exchanges:
         of_a_backward += OF_A_FLIGHT if work.stage == 2 else OF_A_FLIGHT + OF_WHOLE_GRADS

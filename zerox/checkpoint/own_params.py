@@ -82,4 +82,4 @@ def _joined_groups(of_ranks: list[list[dict[str, Any]]]) -> list[dict[str, Any]]
 
 def _digest(tensor: Tensor) -> int:
     values = tensor.own if isinstance(tensor, SlicedTensor) else tensor.detach()
-    return int(C.digest(values.cpu().contiguous()))
+    return int(C.digest(values.contiguous()))

@@ -191,4 +191,4 @@ def _said(value: object) -> str:
         return repr(value)
     if value.numel() < 2:
         return str(value.flatten().tolist()).strip("[]")
-    return f"of digest {C.digest(in_memory_order(value).cpu()):016x}"
+    return f"of digest {C.digest(in_memory_order(value)):016x}"
