@@ -1,4 +1,4 @@
-"""The tables of speed and memory in README.md and docs/benchmarks.md, from the files that `make bench` wrote.
+"""The tables of speed and memory in README.md and docs/benchmarks.md, from what `make bench` and `make gpu` wrote.
 
 python -m bench.report
 """
@@ -12,6 +12,7 @@ from bench.common import ROOT
 from bench.systems import DDP, FSDP2, OURS, FSDP2Resharded, NoCommunication, ZeroRedundancy, Zerox, ZeroxStage3
 
 RESULTS = ROOT / "bench/results/cpu"
+GPU_FIGURES = ROOT / "bench/results/2026-11-26-1153-nvidia-h200-figures.json"
 SYSTEMS = [each.name for each in (*OURS, DDP, ZeroRedundancy, FSDP2, FSDP2Resharded, NoCommunication)]
 MIB = 2**20
 # Column -> file, and how many ranks.
@@ -84,5 +85,36 @@ def stages() -> str:
     return "\n".join(lines)
 
 
+def gpu_rows(part: str) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = json.loads(GPU_FIGURES.read_text())["parts"][part]["rows"]
+    return found
+
+
+def gpu_updates() -> str:
+    """Times of updates, the share of a copy's rate at which they move their bytes, and torch's time over ours."""
+    rows = {tuple(row[key] for key in ("op", "kind", "state", "size", "who")): row for row in gpu_rows("kernels")}
+    sizes = {"256 Mi": "one of 256 Mi elements", "1,000 params": "1,000 of 4 to 64 Ki"}
+    columns = " | ".join(f"{size} | of a copy's rate | torch's time" for size in sizes.values())
+    lines = [f"| update | moments | {columns} |", f"|---|---|{'---:|' * 6}"]
+    for op, kind, state, largest, who in rows:
+        if not state or who != "zerox" or largest != "256 Mi" or "fp16" in kind:  # which takes as long as bf16
+            continue
+        cells = []
+        for size in sizes:
+            ours = rows[op, kind, state, size, who]
+            theirs = [row for key, row in rows.items() if key[:4] == (op, kind, state, size) and "torch" in key[4]]
+            cells += [f"{ours['p50_ms']:.2f} ms", f"{ours['of_roof']:.0%}"]
+            cells += [f"{theirs[0]['p50_ms'] / ours['p50_ms']:.2f}x" if theirs else ""]
+        lines.append(f"| {op}, {kind} | {state} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def gpu_steps() -> str:
+    rows = {row["system"]: row for row in gpu_rows("step")}
+    found = {name: f"{row['p50_ms']:.1f} ms, {row['as_fast']:.2f}x" for name, row in rows.items()}
+    after = {name: f"{row['update_ms']:.1f} ms" for name, row in rows.items()}
+    return table({"a step": found, "of it after backward": after})
+
+
 if __name__ == "__main__":
-    print("\n\n".join(each() for each in (summary, steps, peaks, stages)))
+    print("\n\n".join(each() for each in (summary, steps, peaks, stages, gpu_updates, gpu_steps)))

@@ -74,7 +74,7 @@ def test_every_variable_of_zerox_that_something_reads_is_in_the_table() -> None:
 
 def test_speed_and_memory_are_those_of_the_result_files() -> None:
     written = (DOCS / "benchmarks.md").read_text()
-    for table in (report.steps, report.peaks, report.stages):
+    for table in (report.steps, report.peaks, report.stages, report.gpu_updates, report.gpu_steps):
         assert table() in written, "python -m bench.report prints what should be there"
     assert report.summary() in README.read_text(), "python -m bench.report prints what should be there"
     commits = {report.load(name)["commit"] for name in ("step", "step-bf16-clip", "memory")}

@@ -18,7 +18,8 @@ namespace zx::cuda {
 // Adam's update that is three checks per element, each with a branch that instructions don't move across: 72
 // instructions per element where 50 do. The functions here are the same chains alone. All operands of a thread are
 // checked together, once, and if one is not ordinary, sqrt and / compute all of them again. So bits are those of IEEE
-// arithmetic either way.
+// arithmetic either way. Only elements at rest, whose moments are zero, are told apart before that: masked ones, and
+// rows of an embedding that no batch has shown yet, are many, and lie between ordinary ones.
 
 // x must be in [2^-100, 2^127).
 __device__ __forceinline__ float unchecked_sqrt(float x) {
@@ -53,6 +54,23 @@ struct Unchecked {
   }
 };
 
+// Whether all elements are ordinary or at rest. Sets `updated` of those at rest, after update_states().
+template <class Rule, int kStates, int N>
+__device__ __forceinline__ bool ordinary_but_for_rest(const typename Rule::template Step<float>& s,
+                                                      const Lanes<ScalarLane<float>, kStates> (&lanes)[N],
+                                                      float (&updated)[N]) {
+  bool found = s.is.ordinary;
+  ZX_UNROLL
+  for (int j = 0; j < N; ++j) {
+    const auto operands = Rule::operands(s, lanes[j]);
+    const bool rests = Rule::rests(s, operands);
+    if (rests) updated[j] = Rule::new_param_at_rest(lanes[j].param.x, operands);
+    found = found && (rests || (lies_between<0>(Rule::kLeastRadicand, operands.radicand, Rule::kMostRadicand) &&
+                                lies_between<1>(Rule::kLeastNumerator, operands.numerator, Rule::kMostNumerator)));
+  }
+  return found;
+}
+
 // The rule's update() for N elements.
 template <class Rule, int kStates, int N, class T, class Grad>
 __device__ __forceinline__ void update_each(const Folded<Rule, T>& folded, const Pack<Grad, N>& grad,
@@ -71,7 +89,7 @@ __device__ __forceinline__ void update_each(const Folded<Rule, T>& folded, const
                  lies_between<1>(Rule::kLeastNumerator, operands.numerator, Rule::kMostNumerator);
       updated[j] = Rule::template new_param_unchecked<Unchecked>(s, lanes[j].param.x, operands);
     }
-    if (ordinary) {
+    if (ordinary || ordinary_but_for_rest<Rule>(s, lanes, updated)) {
       ZX_UNROLL
       for (int j = 0; j < N; ++j) lanes[j].param.x = updated[j];
     } else {

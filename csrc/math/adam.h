@@ -190,6 +190,12 @@ struct Adam {
   static constexpr float kLeastNumerator = 0x1p-84f;
   static constexpr float kMostNumerator = 0x1p+60f;
 
+  // Whether the last quotient is a zero over a denominator that is eps; then it is the numerator, with its sign.
+  static ZX_HD bool rests(const Step<float>& s, const Operands& of) {
+    return of.radicand == 0.0f && of.numerator == 0.0f && s.eps > 0.0f;
+  }
+  static ZX_HD float new_param_at_rest(float param, const Operands& of) { return param + of.numerator; }
+
   // Computes new_param() if s.is.ordinary and the operands are ordinary.
   ZX_FOR_ANY_BODY
   template <class Unchecked>

@@ -13,6 +13,7 @@ from tests.accelerator.fake import expect_no_races, machine, on_stream, run_fake
 from tests.bucket_manager.rig import GradsOfModel
 from tests.kernels.rule import VARIANT_IDS, VARIANTS
 from tests.kernels.shards import group_of
+from zerox import _C as C
 from zerox.flow.update import shard_of, update
 from zerox.memory.bucket import GradPart
 from zerox.ops import Shard
@@ -325,3 +326,12 @@ def test_the_optimizer_with_clip_has_no_race_and_never_waits_for_the_device(weig
     for mine, theirs in zip(ours, params, strict=True):
         torch.testing.assert_close(mine, theirs.detach(), rtol=1e-5, atol=1e-6)
     expect_no_races()
+
+
+def test_a_digest_of_values_on_a_device_copies_them(detector: Any) -> None:
+    """The host can't read them where they are."""
+    values = torch.ones(NUMEL, device="fake:0")
+    detector.take_copied(0)
+    assert C.digest(values) == C.digest(torch.ones(NUMEL))
+    to_host, _ = detector.take_copied(0)
+    assert to_host == values.nbytes

@@ -1,6 +1,9 @@
 // The CUDA update, run on the host: the bits of the CPU's over all rules, dtypes, segments, alignments and orders of
 // threads.
+#include <algorithm>
+
 #include "cuda_shards.h"
+#include "math/dynamic_map.h"
 #include "math/scalar_lane.h"
 #include "update_cases.h"
 
@@ -168,6 +171,45 @@ void check_masked(StateKind state) {
     }
   }
 }
+
+// Elements of Adam's that no gradient has ever reached, between others: zeros of either sign in gradients, first
+// moments and parameters.
+void check_at_rest(StateKind state) {
+  SegmentLayout layout = layout_of("tiles", {2048, 256, 2304, 256, 512, 256, 256, 2048}, 0, 0);
+  const auto zero_code = [](const zx::DynamicMap& map) {
+    return static_cast<uint64_t>(std::find(std::begin(map.values), std::end(map.values), 0.0f) - map.values);
+  };
+  static constexpr zx::DynamicMap kOfFirst = zx::make_dynamic_map(true);
+  static constexpr zx::DynamicMap kOfSecond = zx::make_dynamic_map(false);
+  const std::array<uint64_t, 2> zero_codes{zero_code(kOfFirst), zero_code(kOfSecond)};
+  for (const UpdateCase& c : update_cases(state)) {
+    if (c.of.rule != zx::RuleKind::adam) continue;
+    Shard expected(c, layout, 0, /*finite=*/true);
+    for (int64_t i = 0; i < layout.numel; ++i) {
+      const uint64_t bits = random_bits();
+      const bool rests = bits % 5 != 0;
+      if (rests) expected.grad.make_zero(i, (bits >> 8 & 1) != 0);
+      if (rests && bits % 5 == 1 && c.master == Master::none) expected.param.make_zero(i, (bits >> 9 & 1) != 0);
+      for (size_t s = 0; s < expected.states.each.size(); ++s) {
+        Elements& moment = expected.states.each[s].values;
+        if (rests && state == StateKind::blockwise) {
+          moment.set(i, zero_codes[s == Adam::kExpAvg ? 0 : 1]);
+        } else if (rests) {
+          moment.make_zero(i, s == Adam::kExpAvg && (bits >> 10 & 1) != 0);
+        } else if (s != Adam::kExpAvg) {
+          moment.make_positive(i);
+        }
+      }
+    }
+    Shard tested = expected;
+    expected.run_cpu();
+    tested.run_cuda();
+    tested.check_same(expected, joined({name_of(c), "at rest"}));
+  }
+}
+TEST(elements_at_rest_have_the_cpu_bits) { check_at_rest(StateKind::wide); }
+TEST(elements_at_rest_have_the_cpu_bits_with_bf16_states) { check_at_rest(StateKind::bf16); }
+TEST(elements_at_rest_have_the_cpu_bits_with_8_bit_states) { check_at_rest(StateKind::blockwise); }
 
 TEST(a_mask_clears_what_it_clears_on_the_cpu) { check_masked(StateKind::wide); }
 TEST(a_mask_clears_bf16_states) { check_masked(StateKind::bf16); }

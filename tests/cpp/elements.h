@@ -158,10 +158,8 @@ class Elements {
       if (!kept.at(i)) set(i, 0);
     }
   }
-  void make_positive(int64_t element) {
-    const int sign = 8 * static_cast<int>(bytes_of(dtype_)) - 1;
-    set(element, get(element) & ~(uint64_t{1} << sign));
-  }
+  void make_positive(int64_t element) { set(element, get(element) & ~sign()); }
+  void make_zero(int64_t element, bool negative) { set(element, negative ? sign() : 0); }
 
   // Elements that differ. Arithmetic on two NaNs may return either: any NaN equals any other.
   int64_t differences(const Elements& other) const {
@@ -213,6 +211,7 @@ class Elements {
     return made;
   }
 
+  uint64_t sign() const { return uint64_t{1} << (8 * bytes_of(dtype_) - 1); }
   size_t whole() const { return static_cast<size_t>(front_ + numel_ * bytes_of(dtype_) + kBack); }
   bool is_nan(int64_t element) const {
     const uint64_t bits = get(element);

@@ -16,7 +16,8 @@ inline std::vector<Adam::Options> options_tried<Adam>(int num_states) {
   const double amsgrad = num_states == 3 ? 1.0 : 0.0;
   return {{1e-3, 0.9, 0.999, 1e-8, 1e-2, 0.0, 1.0, amsgrad},  // AdamW
           {1e-2, 0.9, 0.95, 1e-6, 1e-1, 1.0, 0.0, amsgrad},   // L2, maximize
-          {1e-3, 0.3, 0.999, 1e-8, 0.0, 0.0, 0.0, amsgrad}};  // lerp from the gradient
+          {1e-3, 0.3, 0.999, 1e-8, 0.0, 0.0, 0.0, amsgrad},   // lerp from the gradient
+          {1e-3, 0.9, 0.999, 0.0, 1e-2, 0.0, 0.0, amsgrad}};  // no eps: 0 / 0 without a gradient
 }
 
 template <>

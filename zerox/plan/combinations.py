@@ -169,7 +169,7 @@ ROWS = (
     Row(
         (*some(LIE_AS, DTENSORS), *some(TEAM, SUB_GROUP)),
         ON_GPUS,
-        Untried("no GPU has run it"),
+        Untried("over NCCL, and on several GPUs; ranks that share one over gloo have run it"),
     ),
     Row(
         some("join", "inside"),
