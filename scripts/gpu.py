@@ -1,6 +1,6 @@
 """Builds zerox for this machine's GPU, tests and measures it there, and writes down what came of it.
 
-    python scripts/gpu.py [proof|figures] [--only PART] [--out DIR] [--quick]
+    python scripts/gpu.py [proof|figures] [--only PART] [--out DIR] [--quick] [--limit-s SECONDS]
 
 Uses the Python that starts it, with whatever CUDA build of torch that has; needs no network and no virtual environment,
 only setuptools, packaging, ninja, pytest and hypothesis beside torch, and nvcc. Each part runs in processes of its own

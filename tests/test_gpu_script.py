@@ -203,12 +203,12 @@ def test_tests_are_run_by_file_and_a_hang_costs_its_own_only(monkeypatch: pytest
     (logs / "test_hangs.py").write_text("import time\ndef test_hangs(): time.sleep(600)\n")
     (logs / "test_good.py").write_text("def test_good(): pass\n")
     monkeypatch.setattr(gpu, "pytest", lambda *names: [sys.executable, "-m", "pytest", *names])
-    found = gpu.run_tests([str(logs / f"test_{name}.py") for name in ("hangs", "good")], 60.0, 4.0)
+    found = gpu.run_tests([str(logs / f"test_{name}.py") for name in ("hangs", "good")], 90.0, 12.0)
     assert found["outcome"] == report.TIMED_OUT
     assert found["counts"] == {"passed": 1}
     assert found["unfinished_tests"][0].endswith("test_hangs.py::test_hangs")
     assert found["file_seconds"]["hangs"] > found["file_seconds"]["good"] > 0
-    found = gpu.run_tests([str(logs / "test_good.py")], 0.0, 4.0)
+    found = gpu.run_tests([str(logs / "test_good.py")], 0.0, 12.0)
     assert (found["outcome"], found["unfinished_tests"]) == (report.TIMED_OUT, ["good: no time was left"])
 
 
