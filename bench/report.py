@@ -111,9 +111,8 @@ def gpu_updates() -> str:
 
 def gpu_steps() -> str:
     rows = {row["system"]: row for row in gpu_rows("step")}
-    found = {name: f"{row['p50_ms']:.1f} ms, {row['as_fast']:.2f}x" for name, row in rows.items()}
     after = {name: f"{row['update_ms']:.1f} ms" for name, row in rows.items()}
-    return table({"a step": found, "of it after backward": after})
+    return table({"a step": {name: step_cell(row) for name, row in rows.items()}, "of it after backward": after})
 
 
 if __name__ == "__main__":

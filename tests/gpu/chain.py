@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -23,8 +23,11 @@ class Scales(nn.Module):
         generator = torch.Generator().manual_seed(seed)
         self.weights = nn.ParameterList(torch.randn(numel, generator=generator) for _ in range(num_layers))
 
+    def used(self) -> Iterable[Tensor]:
+        return self.weights
+
     def forward(self, x: Tensor) -> Tensor:
-        for weight in self.weights:
+        for weight in self.used():
             x = x * weight
             x = x / (x.abs() + 1.0)
         return x

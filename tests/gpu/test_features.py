@@ -38,12 +38,8 @@ class Planes(Scales):
         self.weights = nn.ParameterList(weight.detach().to(dtype).view(SHAPE) for weight in self.weights)
         self.skipped = -1  # a layer that is left out
 
-    def forward(self, x: Tensor) -> Tensor:
-        for index, weight in enumerate(self.weights):
-            if index != self.skipped:
-                x = x * weight
-                x = x / (x.abs() + 1.0)
-        return x
+    def used(self) -> Iterator[Tensor]:
+        return (weight for index, weight in enumerate(self.weights) if index != self.skipped)
 
 
 class Training:
