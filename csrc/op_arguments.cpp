@@ -1,5 +1,7 @@
 #include "op_arguments.h"
 
+#include <cstring>
+
 #include "math/exact_sum.h"
 
 namespace zx {
@@ -176,6 +178,33 @@ void check_norm(const at::Tensor& words, const at::Tensor& shard, const at::Tens
 void check_norm_value(const at::Tensor& words, double p) {
   check_array(words, at::kLong, kExactWords, words, "norm_value", "words");
   ZX_CHECK(p > 0.0, "norm_value", "p", "must be positive, got ", p);
+}
+
+void check_update_rows(const RuleFacts& rule, const RowTensors& t, at::ArrayRef<double> options) {
+  constexpr const char* op = "update_rows_";
+  ZX_CHECK(static_cast<int64_t>(options.size()) == rule.option_columns, op, "options", "must be ", rule.option_columns,
+           " for ", rule.name, ", got ", options.size());
+  ZX_CHECK(t.values.dim() == 2, op, "values", "must have 2 dimensions, got ", t.values.dim());
+  const int64_t width = t.values.size(1);
+  check_array(t.values, at::kFloat, t.values.numel(), t.values, op, "values");
+  const int64_t count = t.rows.numel();
+  check_array(t.rows, at::kLong, count, t.values, op, "rows");
+  check_array(t.places, at::kLong, count, t.values, op, "places");
+  check_array(t.grads, at::kFloat, count * width, t.values, op, "grads");
+  ZX_CHECK(t.step.device().is_cpu(), op, "step", "must be on cpu, got ", t.step.device());
+  check_array(t.step, at::kLong, 1, t.step, op, "step");
+  const auto needed = static_cast<size_t>(with_rule(rule.kind, [&](auto type) {
+    typename decltype(type)::type::Options row;
+    std::memcpy(&row, options.data(), sizeof(row));
+    return decltype(type)::type::num_states(row);
+  }));
+  ZX_CHECK(t.states.size() == needed, op, "states", "must be ", needed, " under these options of ", rule.name, ", got ",
+           t.states.size());
+  for (const at::Tensor& state : t.states) {
+    ZX_CHECK(state.dim() == 2 && state.size(1) == width, op, "states", "must have rows of ", width, ", got shape ",
+             state.sizes());
+    check_array(state, at::kFloat, state.numel(), t.values, op, "states");
+  }
 }
 
 KeptBits check_mask(const std::optional<at::Tensor>& mask, const at::Tensor& shard, const char* op) {

@@ -51,6 +51,17 @@ void check_norm_value(const at::Tensor& words, double p);
 // A mask as uint8 [ceil(n / 8) + kMaskPadding], for a shard of n elements; none, or an empty one, keeps all.
 KeptBits check_mask(const std::optional<at::Tensor>& mask, const at::Tensor& shard, const char* op);
 
+// update_rows_. Rows and places themselves are not checked.
+struct RowTensors {
+  const at::Tensor& values;
+  const at::Tensor& grads;
+  at::TensorList states;
+  const at::Tensor& step;
+  const at::Tensor& rows;
+  const at::Tensor& places;
+};
+void check_update_rows(const RuleFacts& rule, const RowTensors& tensors, at::ArrayRef<double> options);
+
 // One shard of update_.
 struct ShardTensors {
   const at::Tensor& param;

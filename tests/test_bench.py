@@ -14,6 +14,7 @@ import torch
 
 from bench import __main__ as everything
 from bench import common, jobs, kernels, limits, memory, moments, step, systems, timing
+from bench import rows as tables
 from bench.common import on_ranks
 from bench.shard import UPDATES
 
@@ -206,6 +207,15 @@ def test_moments_are_trained_told_and_judged(
     assert said.err == "further than 0.5% from fp32 moments: bf16\n"
     rows = json.loads(file.read_text())["rows"]
     assert rows[0] == {"state_dtype": "fp32", "losses": [1.0, 1.1], "moments_bytes": 24}
+
+
+def test_steps_of_tables_are_timed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tables, "CASES", ((300, 8, 64),))
+    file = tmp_path / "rows.json"
+    tables.main(["--rounds=3", f"--json={file}"])
+    [row] = json.loads(file.read_text())["rows"]
+    assert row["as_fast"] == pytest.approx(row["sparse_adam_ms"] / row["zerox_ms"])
+    assert row["zerox_ms"] > 0
 
 
 def test_every_state_dtype_of_the_table_is_one_that_the_example_takes() -> None:

@@ -45,6 +45,11 @@ class LandedRows:
 
 class RowRule:
     def __init__(self, name: str, options: Sequence[float], *, scale: float, limit: float) -> None: ...
+    @property
+    def name(self) -> str: ...
+    options: list[float]
+    scale: float
+    limit: float
 
 class RowChange(enum.Enum):
     UNCHANGED = 0

@@ -7,6 +7,7 @@ parameter's number, and the segment starts at the parameter's element ``param_st
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -115,6 +116,31 @@ def update_(rule: str, shards: Sequence[Shard], options: Tensor, grad_scale: Ten
     )
 
 
+def update_rows_(
+    rule: str,
+    values: Tensor,
+    grads: Tensor,
+    states: Sequence[Tensor],
+    step: Tensor,
+    rows: Tensor,
+    places: Tensor,
+    options: Sequence[float],
+    scale: float = 1.0,
+    limit: float = math.inf,
+) -> None:
+    """One lazy step of ``rule`` on rows of a table: ``values`` (float32 ``[R, D]``), in place.
+
+    Row ``rows[i]`` (int64 ``[n]``, no row twice) has its gradient in ``grads[i]`` (float32 ``[n, D]``) and its states
+    at ``places[i]`` of each of ``states`` (float32 ``[P, D]``); other rows stay as they are. ``step`` (int64, on the
+    host) counts up if the rule counts. ``options``: the rule's columns. Gradients are multiplied by ``scale``, then cut
+    at ``limit``. Adam is torch.optim.SparseAdam's. Raises ValueError for arguments that don't fit together; rows and
+    places themselves are not looked at.
+    """
+    torch.ops.zerox.update_rows_(
+        rule, values, grads, list(states), step, rows, places, list(options), float(scale), float(limit)
+    )
+
+
 def _masks(shards: Sequence[Shard]) -> list[Tensor]:
     if all(s.mask is None for s in shards):
         return []
@@ -125,7 +151,7 @@ def _changes_arguments_only(*_args: object) -> None:
     """What a tracer needs to know of an op that returns nothing."""
 
 
-for _name in ("flatten_", "read_flags_", "reduce_", "norm_", "update_"):
+for _name in ("flatten_", "read_flags_", "reduce_", "norm_", "update_", "update_rows_"):
     torch.library.register_fake(f"zerox::{_name}", _changes_arguments_only)
 
 

@@ -1,5 +1,6 @@
 #include <memory>
 #include <optional>
+#include <string>
 #include <utility>
 #include <vector>
 
@@ -18,6 +19,10 @@ std::shared_ptr<PeerMessages> make_messages(const std::optional<Group>& group,
                                                 kProcessGroupDefaultTimeout);
   }
   return destroyed_without_gil(new PeerMessages({group.value_or(Group()), std::move(whereabouts)}));
+}
+
+std::string rule_name(RuleKind kind) {
+  return with_rule(kind, [](auto type) { return decltype(type)::type::kName; });
 }
 
 // Gradients that it has seen may belong to Python.
@@ -41,7 +46,11 @@ void bind_rows(py::module_& m) {
       .def_readonly("values", &LandedRows::values);
   py::class_<RowRule>(m, "RowRule")
       .def(py::init(&RowRule::named), py::arg("name"), py::arg("options"), py::kw_only(), py::arg("scale"),
-           py::arg("limit"));
+           py::arg("limit"))
+      .def_property_readonly("name", [](const RowRule& self) { return rule_name(self.kind); })
+      .def_readonly("options", &RowRule::options)
+      .def_readonly("scale", &RowRule::scale)
+      .def_readonly("limit", &RowRule::limit);
   py::enum_<RowChange>(m, "RowChange")
       .value("UNCHANGED", RowChange::unchanged)
       .value("ADDED", RowChange::added)

@@ -198,6 +198,34 @@ void update_(c10::string_view rule, at::TensorList param, at::TensorList master,
   if (!param.empty()) launch.run(param.front());
 }
 
+void update_rows_(c10::string_view rule, at::Tensor& values, const at::Tensor& grads, at::TensorList states,
+                  at::Tensor& step, const at::Tensor& rows, const at::Tensor& places, at::ArrayRef<double> options,
+                  double scale, double limit) {
+  constexpr const char* op = "update_rows_";
+  const RuleFacts& facts = rule_named(rule, op);
+  check_update_rows(facts, {values, grads, states, step, rows, places}, options);
+  auto* const count = step.mutable_data_ptr<int64_t>();
+  with_rule(facts.kind, [&](auto type) {
+    typename decltype(type)::type::Options row;
+    std::memcpy(&row, options.data(), sizeof(row));
+    if (decltype(type)::type::counts_step(row)) ++*count;
+  });
+  cuda::RowUpdate update{facts.kind,
+                         options.data(),
+                         *count,
+                         scale,
+                         limit,
+                         rows.numel(),
+                         values.size(1),
+                         rows.const_data_ptr<int64_t>(),
+                         places.const_data_ptr<int64_t>(),
+                         grads.const_data_ptr<float>(),
+                         values.mutable_data_ptr<float>(),
+                         {}};
+  for (size_t s = 0; s < states.size(); ++s) update.states[s] = states[s].mutable_data_ptr<float>();
+  check_launch(cuda::update_rows(update, OnDevice(values).stream()), op);
+}
+
 }  // namespace
 
 // Tests build this file for a device of their own.
@@ -211,6 +239,7 @@ TORCH_LIBRARY_IMPL(zerox, ZX_OPS_KEY, m) {
   m.impl("norm_", &norm_);
   m.impl("norm_value", &norm_value);
   m.impl("update_", &update_);
+  m.impl("update_rows_", &update_rows_);
 }
 
 }  // namespace zx

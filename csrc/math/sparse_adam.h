@@ -1,10 +1,12 @@
 // The rule of torch.optim.SparseAdam for one element of a touched row: torch's operations in torch's order, each
 // rounded to float by itself, so that bits are torch's. See torch/optim/_functional.py, sparse_adam. The root is left
-// to torch: on the CPU its sqrt rounds one value in six otherwise than the processor's.
+// to the caller: on the CPU torch's sqrt rounds one value in six otherwise than the processor's.
 #pragma once
 
 #include <cmath>
 #include <cstdint>
+
+#include "math/macros.h"
 
 namespace zx {
 
@@ -23,13 +25,13 @@ struct SparseAdam {
             static_cast<float>(-step_size)};
   }
 
-  void advance(float grad, float& exp_avg, float& exp_avg_sq) const {
+  ZX_HD void advance(float grad, float& exp_avg, float& exp_avg_sq) const {
     exp_avg += (grad - exp_avg) * one_minus_beta1;
     exp_avg_sq += (grad * grad - exp_avg_sq) * one_minus_beta2;
   }
 
   // `root`: torch's of exp_avg_sq.
-  float moved(float param, float exp_avg, float root) const {
+  ZX_HD float moved(float param, float exp_avg, float root) const {
     return param + minus_step_size * (exp_avg / (root + eps));
   }
 };

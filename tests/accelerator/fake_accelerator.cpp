@@ -153,7 +153,7 @@ void zerox_op(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
 }
 
 TORCH_LIBRARY_IMPL(zerox, PrivateUse1, m) {
-  for (const char* name : {"flatten_", "read_flags_", "reduce_", "norm_", "norm_value", "update_"}) {
+  for (const char* name : {"flatten_", "read_flags_", "reduce_", "norm_", "norm_value", "update_", "update_rows_"}) {
     m.impl(name, torch::CppFunction::makeFromBoxedFunction<&zerox_op>());
   }
 }

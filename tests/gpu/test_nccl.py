@@ -21,6 +21,7 @@ from tests.gpu.chain import cpu_copies, train_scales
 from tests.gpu.processes import ProcessesFailed, run_processes
 from tests.gpu.twins import DEVICE
 from tests.ranks import run_ranks
+from tests.rows import test_sparse_adam
 from zerox import engine
 from zerox.ranks.group import EXCHANGES, Ranks
 
@@ -169,6 +170,18 @@ def test_two_ranks_of_one_gpu_train_as_over_gloo(device: torch.device, exchange:
         for ours, theirs in zip(stages, expected, strict=True):
             assert all(same_bits(a, b) for a, b in zip([*ours[0], *ours[1]], [*theirs[0], *theirs[1]], strict=True))
             assert ours[2] == theirs[2]
+
+
+def train_tables(rank: int, world_size: int) -> None:
+    for stage in (1, 2):
+        test_sparse_adam.train(rank, world_size, stage, {}, str(DEVICE))
+
+
+def test_two_ranks_of_one_gpu_train_tables(device: torch.device) -> None:
+    if BACKEND == "nccl" and (reason := no_two_ranks()):
+        pytest.skip(reason)
+    environment = {**OF_TWO_RANKS, **preloaded()} if BACKEND == "nccl" else {}
+    run_processes(train_tables, 2, backend=BACKEND, timeout_s=TWO_RANKS_TIMEOUT_S, env=environment)
 
 
 # ---- the processes themselves

@@ -28,6 +28,7 @@ class Model(nn.Module):
         self.head = nn.Linear(WIDTH, 2)
 
     def forward(self, ids: Tensor, branch: bool = True) -> Tensor:
+        ids = ids.to(self.head.weight.device)
         hidden = self.words(ids).sum(1)
         if branch:
             hidden = hidden + self.bags(ids % (ROWS // 2)) + self.means(ids % 70)
@@ -80,7 +81,7 @@ def mean_of(grads: Sequence[Tensor | None], divisor: float) -> Tensor | None:
     total = found[0]
     for grad in found[1:]:
         total = (total + grad).coalesce()
-    indices, values = total._indices(), total._values() / divisor
+    indices, values = total._indices(), total._values() / total._values().new_tensor(divisor)  # not its reciprocal
     return torch.sparse_coo_tensor(indices, values, total.shape, is_coalesced=True, check_invariants=False)
 
 
@@ -89,7 +90,7 @@ class Twin:
 
     def __init__(self, model: Model, world_size: int, **options: Any) -> None:
         self.world_size = world_size
-        self.model = Model()
+        self.model = Model().to(model.head.weight.device)
         self.model.load_state_dict(model.state_dict())
         self.optimizer = torch.optim.SparseAdam(sparse_params(self.model), **{**OPTIONS, **options})
 
@@ -113,5 +114,5 @@ class Twin:
             assert torch.equal(ours, theirs), (index, (ours - theirs).abs().max())
             if state and (kept := self.optimizer.state[theirs]):
                 assert float(state[index]["step"]) == kept["step"]
-                assert torch.equal(state[index]["exp_avg"], kept["exp_avg"])
-                assert torch.equal(state[index]["exp_avg_sq"], kept["exp_avg_sq"])
+                assert torch.equal(state[index]["exp_avg"], kept["exp_avg"].cpu())
+                assert torch.equal(state[index]["exp_avg_sq"], kept["exp_avg_sq"].cpu())

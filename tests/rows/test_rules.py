@@ -46,15 +46,15 @@ def table(width: int = WIDTH) -> nn.Parameter:
     return nn.Parameter(torch.randn(ROWS, width, generator=torch.Generator().manual_seed(7)))
 
 
-def beside_dense(rank: int, world_size: int, name: str, stage: int, width: int) -> None:
+def beside_dense(rank: int, world_size: int, name: str, stage: int, width: int, device: str = "cpu") -> None:
     """One optimizer has the table and a dense parameter of the same values and gradients."""
-    own, twin = table(width), table(width)
+    own, twin = (nn.Parameter(table(width).detach().to(device)) for _ in range(2))
     shared = {"rule": rule_of(name), "weight_decay": 0.0, **RULES[name]}
     optimizer = FusedShardedAdam(
         [{"params": [own], "sparse": True, **shared}, {"params": [twin], **shared}], stage=stage
     )
     for step in range(4):
-        own.grad = grad_of(rank, world_size, step, width)
+        own.grad = grad_of(rank, world_size, step, width).to(device)
         twin.grad = own.grad.coalesce().to_dense()
         if step:
             optimizer.clip_grad_norm_(0.5)
@@ -63,7 +63,7 @@ def beside_dense(rank: int, world_size: int, name: str, stage: int, width: int) 
         optimizer.step()
         optimizer.zero_grad()
         assert torch.equal(own, twin), (step, (own - twin).abs().max())
-    assert not torch.equal(own, table(width))
+    assert not torch.equal(own.cpu(), table(width))
     state = optimizer.full_state_dict().get("state", {})
     for key, value in state[0].items() if state else ():
         assert torch.equal(value, state[1][key]), key

@@ -17,8 +17,8 @@ from zerox import FusedShardedAdam, GradScaler, sparse_params
 STEPS = 5
 
 
-def train(rank: int, world_size: int, stage: int, options: dict[str, Any]) -> None:
-    model = Model(seed=rank)  # rank 0's values are everybody's
+def train(rank: int, world_size: int, stage: int, options: dict[str, Any], device: str = "cpu") -> None:
+    model = Model(seed=rank).to(device)  # rank 0's values are everybody's
     optimizer = build(model, stage=stage, **options)
     twin = Twin(model, world_size, **options)
     for step in range(STEPS):
@@ -65,8 +65,8 @@ def as_dense(grad: Tensor | None, like: Tensor) -> Tensor:
     return torch.zeros_like(like) if grad is None else grad.to_dense()
 
 
-def clip(rank: int, world_size: int, stage: int, norm_type: float, max_norm: float) -> float:
-    model = Model()
+def clip(rank: int, world_size: int, stage: int, norm_type: float, max_norm: float, device: str = "cpu") -> float:
+    model = Model().to(device)
     optimizer = build(model, stage=stage)
     twin = Twin(model, world_size)
     norms = []

@@ -11,14 +11,15 @@ from zerox.memory.row_table import check_group, check_tables
 Groups = Sequence[Mapping[str, Any]]
 
 
-def check_rows(groups: Groups, members: Sequence[Member]) -> None:
-    """ValueError for tables that don't fit, and for what groups may not have beside them.
+def check_rows(groups: Groups, members: Sequence[Member], shards_tables: bool) -> None:
+    """ValueError for tables that don't fit, and for what groups may not have beside them. ``shards_tables``: in stage
+    3, of several ranks.
 
     zerox/plan/combinations.py refuses pairs of options.
     """
     for index, group in enumerate(groups):
         check_group(group, f"param group {index}")
-    check_tables(members, groups)
+    check_tables(members, groups, shards_tables)
 
 
 def zero_grads(members: Iterable[Member], set_to_none: bool) -> None:

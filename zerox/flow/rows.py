@@ -28,6 +28,9 @@ from torch import Tensor
 from zerox import _C as C
 from zerox import ops
 from zerox._C import RowChange
+from zerox.flow.device_messages import DeviceMessages
+from zerox.flow.device_rows import DeviceRowFlow
+from zerox.flow.device_table import LandedRows
 from zerox.flow.grad_scale import Divisor, GradScale
 from zerox.flow.norm import shard_words
 from zerox.flow.row_gradient import TableGrad
@@ -38,15 +41,25 @@ from zerox.ranks.group import Ranks
 from zerox.rules.of_groups import Rules
 
 Groups = Sequence[Mapping[str, Any]]
+Landed = C.LandedRows | LandedRows
 MOST_REMARKED = 8192  # numbers, of all ranks together, that they tell each other beside all else where they meet
+
+
+def flow_of(ranks: Ranks, reads: bool) -> tuple[C.PeerMessages | DeviceMessages, C.RowFlow | DeviceRowFlow]:
+    """Where the parameters are."""
+    if ranks.device.type != "cpu":
+        on_device = DeviceMessages(ranks)
+        return on_device, DeviceRowFlow(on_device)
+    messages = C.PeerMessages(ranks.control, ranks.whereabouts)
+    return messages, C.RowFlow(messages, ranks.neighbours if reads else ())
 
 
 class Rows:
     """The tables of an optimizer. ``shows_mean``: p.grad becomes the mean over the ranks, as in stage 1.
     ``shards_tables``: each rank keeps the rows that it owns, as in stage 3.
 
-    If every rank can read every other's memory (ZEROX_EXCHANGE=messages says that none does), ranks tell each other
-    where their rows lie, and don't send them.
+    ``reads``: every rank can read every other's memory (ZEROX_EXCHANGE=messages says that none does); then ranks tell
+    each other where their rows lie, and don't send them.
     """
 
     def __init__(self, ranks: Ranks, shows_mean: bool, shards_tables: bool) -> None:
@@ -54,9 +67,8 @@ class Rows:
         self.shows_mean = shows_mean
         self.shards_tables = shards_tables
         self.each: list[TableGrad] = []
-        self.messages = C.PeerMessages(ranks.control, ranks.whereabouts)
         self.reads = bool(ranks.neighbours) and all(ranks.neighbours)
-        self.flow = C.RowFlow(self.messages, ranks.neighbours if self.reads else ())
+        self.messages, self.flow = flow_of(ranks, self.reads)
 
     @property
     def tables(self) -> list[RowTable]:
@@ -84,7 +96,7 @@ class Rows:
                 owners = RowOwners(param.shape[0], self.ranks.size, member.number)
                 table = RowTable(member, owners, self.ranks.rank, rules.of(group), group, self.shards_tables)
                 divisor = divisors[member.group]
-                table.add_to(self.flow, self.ranks.size if divisor is None else divisor)
+                self.flow.add(**table.for_flow(self.ranks.size if divisor is None else divisor))
                 self.each.append(TableGrad(table, divisor))
         return [member for member in members if not is_sparse(groups[member.group])]
 
@@ -131,7 +143,7 @@ class Rows:
             self.flow.note_seen()
         return change
 
-    def _of_all_ranks(self, own: C.LandedRows) -> list[tuple[Tensor, Tensor]]:
+    def _of_all_ranks(self, own: Landed) -> list[tuple[Tensor, Tensor]]:
         """By rank, what has landed there of one table. Collective."""
         count, width = own.values.shape
         counts = [int(each) for each in self.messages.to_all(torch.tensor([count], dtype=torch.int64, device=CPU))]
@@ -146,8 +158,9 @@ class Rows:
         for each, landed in zip(self.each, self.flow.landed, strict=True):
             if landed is not None and landed.rows.numel() > 0:
                 count, width = landed.values.shape
-                segments = torch.zeros(count, ops.SEGMENT_COLUMNS, dtype=torch.int64, device=CPU)
-                segments[:, 0] = torch.arange(count, device=CPU) * width
+                device = landed.values.device
+                segments = torch.zeros(count, ops.SEGMENT_COLUMNS, dtype=torch.int64, device=device)
+                segments[:, 0] = torch.arange(count, device=device) * width
                 segments[:, 1] = segments[:, 0] + width
                 yield each.divisor, shard_words(landed.values.view(-1), segments, p)
 
@@ -157,7 +170,7 @@ class Rows:
         landed, divisor = self.flow.landed[index], self.each[index].divisor
         if landed is None:
             return None
-        whole = torch.zeros(table.param.shape, device=CPU)
+        whole = torch.zeros(table.param.shape, device=table.param.device)
         for rows, values in self._of_all_ranks(landed):
             whole[rows] = values
         if (factor := scale.values.get(divisor)) is not None:

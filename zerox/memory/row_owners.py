@@ -36,23 +36,30 @@ class RowOwners:
         self.of_block[order] = (
             torch.arange(num_blocks, dtype=torch.int32, device=CPU) + number % world_size
         ) % world_size
-        self.places = torch.empty(num_blocks, dtype=torch.int64, device=CPU)  # of blocks, among their owner's rows
-        for rank in range(world_size):
-            own = self._blocks_of(rank)
-            self.places[own] = torch.arange(own.numel(), device=CPU) * BLOCK_ROWS
-
-    def _blocks_of(self, rank: int) -> Tensor:
-        return (self.of_block == rank).nonzero()[:, 0]
+        self.places, _ = places_of_blocks(self.of_block, num_rows, world_size)
 
     def rows_of(self, rank: int) -> Tensor:
         """int64, ascending: the row at each place of the rank's."""
         inside = torch.arange(BLOCK_ROWS, device=CPU)
-        rows = (self._blocks_of(rank)[:, None] * BLOCK_ROWS + inside).reshape(-1)
+        rows = ((self.of_block == rank).nonzero() * BLOCK_ROWS + inside).reshape(-1)
         return rows[rows < self.num_rows]
 
     def places_of(self, rows: Tensor) -> Tensor:
         """Where the owner of each of these rows keeps it."""
         return self.places[rows // BLOCK_ROWS] + rows % BLOCK_ROWS
+
+
+def places_of_blocks(of_block: Tensor, num_rows: int, world_size: int) -> tuple[Tensor, list[int]]:
+    """Where each block's first row is among its owner's rows (int64), and how many rows each rank owns. Only the last
+    block may be short, and it is the last of its owner's."""
+    places = torch.empty(of_block.numel(), dtype=torch.int64, device=CPU)
+    owned = []
+    for rank in range(world_size):
+        blocks = (of_block == rank).nonzero()[:, 0]
+        places[blocks] = torch.arange(blocks.numel(), device=CPU) * BLOCK_ROWS
+        has_last = bool(blocks.numel()) and int(blocks[-1]) == of_block.numel() - 1
+        owned.append(blocks.numel() * BLOCK_ROWS - has_last * (of_block.numel() * BLOCK_ROWS - num_rows))
+    return places, owned
 
 
 def _hashed(numbers: Tensor) -> Tensor:

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zerox import _C as C
 from zerox.memory.bucket import Member
 from zerox.memory.row_owners import CPU, RowOwners
 from zerox.ranks.dtensors import is_dtensor
@@ -33,7 +32,7 @@ class RowTable:
         self.own_rows = owners.rows_of(rank)
         shape = (self.own_rows.numel(), member.param.shape[1])
         keys = [spec.key for spec in rule.wanted([group])]
-        self.state = {key: torch.zeros(shape, dtype=torch.float32, device=CPU) for key in keys}
+        self.state = {key: torch.zeros(shape, dtype=torch.float32, device=member.param.device) for key in keys}
         self.step = torch.zeros((), dtype=torch.int64, device=CPU)
         self.own = member.param.detach()[self.own_rows] if is_sharded else None
         self.home: int | None = None
@@ -55,16 +54,16 @@ class RowTable:
         """Of what is kept, the count of its updates first."""
         return (STEP.key, *self.state)
 
-    def add_to(self, flow: C.RowFlow, divisor: float) -> None:
-        """``divisor``: of the ranks' sum of gradients."""
-        flow.add(
-            param=self.param,
-            of_block=self.owners.of_block,
-            states=list(self.state.values()),
-            step=self.step,
-            divisor=divisor,
-            own=self.own,
-        )
+    def for_flow(self, divisor: float) -> dict[str, Any]:
+        """The arguments of add() of either flow of rows. ``divisor``: of the ranks' sum of gradients."""
+        return {
+            "param": self.param,
+            "of_block": self.owners.of_block,
+            "states": list(self.state.values()),
+            "step": self.step,
+            "divisor": divisor,
+            "own": self.own,
+        }
 
 
 def is_sparse(group: Mapping[str, Any]) -> bool:
@@ -81,18 +80,19 @@ def sparse_params(model: nn.Module) -> list[nn.Parameter]:
     return list(found.values())
 
 
-def check_tables(members: Iterable[Member], groups: Sequence[Mapping[str, Any]]) -> None:
-    """ValueError naming the first parameter of a sparse group that is no table."""
+def check_tables(members: Iterable[Member], groups: Sequence[Mapping[str, Any]], shards_tables: bool) -> None:
+    """ValueError naming the first parameter of a sparse group that is no table. ``shards_tables``: in stage 3, of
+    several ranks."""
     for member in members:
-        if is_sparse(groups[member.group]) and (why := _unfit(member.param)):
+        if is_sparse(groups[member.group]) and (why := _unfit(member.param, shards_tables)):
             raise ValueError(f"parameter {member.quoted} of a param group with sparse=True {why}")
 
 
-def _unfit(param: Tensor) -> str:
+def _unfit(param: Tensor, shards_tables: bool) -> str:
     if is_dtensor(param):
         return "is a DTensor: tables are plain tensors, whole on every rank"
-    if param.device.type != "cpu":
-        return f"is on {param.device}: rows are updated on the CPU so far. Make the module with sparse=False"
+    if param.device.type != "cpu" and shards_tables:
+        return f"is on {param.device}: stage=3 divides tables on the CPU only so far. Use stage=2, or sparse=False"
     if param.dtype is not torch.float32:
         return f"is {param.dtype}: tables are torch.float32"
     if param.dim() != 2 or not param.is_contiguous():

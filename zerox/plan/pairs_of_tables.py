@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from zerox.plan.choices import DTENSORS, LIE_AS, SHARDED, SUB_GROUP, TABLES, TEAM, some
-from zerox.plan.verdicts import BATCHES, ON_GPUS, Refused, Row
+from zerox.plan.verdicts import BATCHES, ON_GPUS, But, Refused, Row
 
 OF_TABLES = (
     Row(
@@ -39,7 +39,7 @@ OF_TABLES = (
     Row(
         ON_GPUS,
         some(TABLES, "True"),
-        Refused("rows are updated on the CPU so far", "Make these modules with sparse=False"),
+        But("with stage=3 on several ranks that is refused: it divides tables on the CPU only so far. Use stage=2"),
     ),
     Row(
         some("join", "inside"),

@@ -101,7 +101,7 @@ class Ranks:
         if group is not None:
             options = dist.AllreduceOptions()
             options.reduceOp = op  # type: ignore[assignment]
-            self._await(group.allreduce([values], options))
+            self.await_work(group.allreduce([values], options))
 
     def broadcast(self, values: Tensor, what: str, root: int = 0) -> None:
         """From rank ``root``, in place, for tensors on the CPU or on ``device``. ``what`` names them in errors."""
@@ -109,7 +109,7 @@ class Ranks:
         group = self.control if sent.device.type == "cpu" else self.data
         if group is not None:
             try:
-                self._await(group.broadcast(sent, root))
+                self.await_work(group.broadcast(sent, root))
             except RuntimeError as error:
                 raise RuntimeError(f"zerox: {what} did not arrive from rank {root} at all ranks: {error}") from error
             values.copy_(sent)
@@ -137,9 +137,9 @@ class Ranks:
         options.rootRank = to or 0
         try:
             if to is None:
-                self._await(group.allgather([received], [sent]))
+                self.await_work(group.allgather([received], [sent]))
             else:
-                self._await(group.gather([received] if received else [], [sent], options))
+                self.await_work(group.gather([received] if received else [], [sent], options))
         except RuntimeError as error:
             raise RuntimeError(f"zerox: not all ranks sent their part of what is gathered: {error}") from error
         return [each.view(values.dtype) for each in received]
@@ -150,7 +150,7 @@ class Ranks:
         if self.control is None:
             return sent
         found = sent.new_empty(sum(received))
-        self._await(self.control.alltoall_base(found, sent, list(received), list(splits)))
+        self.await_work(self.control.alltoall_base(found, sent, list(received), list(splits)))
         return found
 
     def all_gather_bytes(self, data: bytes) -> list[bytes]:
@@ -164,7 +164,9 @@ class Ranks:
         padded[: len(data)] = data
         sent = torch.frombuffer(padded, dtype=torch.uint8)
         received = [bytearray(len(padded)) for _ in range(self.size)]
-        self._await(self.control.allgather([[torch.frombuffer(each, dtype=torch.uint8) for each in received]], [sent]))
+        self.await_work(
+            self.control.allgather([[torch.frombuffer(each, dtype=torch.uint8) for each in received]], [sent])
+        )
         return [bytes(each[:length]) for each, length in zip(received, lengths.tolist(), strict=True)]
 
     def all_gather_text(self, text: str) -> list[str]:
@@ -209,7 +211,7 @@ class Ranks:
         except RuntimeError as error:
             raise RuntimeError(f"zerox: a rank did not come where {where}: {error}") from error
 
-    def _await(self, work: dist.Work) -> None:
+    def await_work(self, work: dist.Work) -> None:
         """RuntimeError that names a rank that is gone."""
         if self.whereabouts is None:
             work.wait()

@@ -94,7 +94,7 @@ def spread(tables: Sequence[RowTable], ranks: Ranks) -> Iterator[tuple[RowTable,
         yield table, STEP.key, SlicedTensor((), (), has_step, table.step.reshape(1)[: has_step.numel].clone())
         kept = {VALUES: table.own} if table.own is not None else {}
         for key, values in (kept | table.state).items():
-            moved = _moved(table, values, ranks) if ranks.size > 1 else values
+            moved = _moved(table, values.cpu(), ranks) if ranks.size > 1 else values
             yield table, key, sliced_rows(table, segment, moved.reshape(-1))
 
 

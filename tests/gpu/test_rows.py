@@ -1,0 +1,42 @@
+"""Tables on a GPU: torch.optim.SparseAdam's bits there, on ranks that share it, and the CPU's by other rules."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from tests.gpu.twins import DEVICE
+from tests.ranks import run_ranks
+from tests.rows import test_rules, test_sparse_adam
+from zerox import FusedShardedAdam
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_training_has_the_bits_of_sparse_adam_on_the_mean(device: torch.device, world_size: int, stage: int) -> None:
+    run_ranks(test_sparse_adam.train, world_size, stage, {}, str(DEVICE))
+
+
+@pytest.mark.parametrize(("stage", "norm_type"), [(1, 2.0), (2, 2.0), (2, math.inf)])
+def test_norm_and_clipped_step_are_torch_s_on_dense_gradients(
+    device: torch.device, stage: int, norm_type: float
+) -> None:
+    run_ranks(test_sparse_adam.clip, 2, stage, norm_type, 0.01, str(DEVICE))
+
+
+@pytest.mark.parametrize("width", [12, 33])
+@pytest.mark.parametrize("name", test_rules.RULES)
+def test_rows_have_the_bits_of_a_dense_parameter(device: torch.device, name: str, width: int) -> None:
+    run_ranks(test_rules.beside_dense, 2, name, 2, width, str(DEVICE))
+
+
+def refused(rank: int, world_size: int, device: str) -> None:
+    table = torch.nn.Parameter(torch.ones(300, 8, device=device))
+    with pytest.raises(ValueError, match="stage=3 divides tables on the CPU only"):
+        FusedShardedAdam([{"params": [table], "sparse": True, "weight_decay": 0.0}], stage=3)
+
+
+def test_tables_in_stage_3_are_refused(cuda: torch.device) -> None:
+    run_ranks(refused, 2, str(DEVICE))

@@ -1,0 +1,96 @@
+"""The flow of rows on an accelerator (zerox/flow/device_rows.py), with the CPU's tensors: the bits of the host's flow.
+
+tests/gpu/test_rows.py runs it on a GPU.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import zerox.flow.rows
+from tests.ranks import run_ranks
+from tests.rows import test_rules, test_sparse_adam, test_state
+from zerox.flow.device_messages import DeviceMessages
+from zerox.flow.device_rows import DeviceRowFlow
+from zerox.ranks.group import Ranks
+
+
+def device_flow(ranks: Ranks, reads: bool) -> tuple[DeviceMessages, DeviceRowFlow]:
+    messages = DeviceMessages(ranks)
+    return messages, DeviceRowFlow(messages)
+
+
+def as_on_a_device(rank: int, world_size: int, body: Callable[..., Any], *args: Any) -> Any:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(zerox.flow.rows, "flow_of", device_flow)
+        return body(rank, world_size, *args)
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_training_has_the_bits_of_sparse_adam_on_the_mean(world_size: int, stage: int) -> None:
+    run_ranks(as_on_a_device, world_size, test_sparse_adam.train, stage, {})
+
+
+def test_maximize_is_torch_s() -> None:
+    run_ranks(as_on_a_device, 2, test_sparse_adam.train, 2, {"maximize": True})
+
+
+def test_many_tables_on_many_ranks_need_a_message_more() -> None:
+    run_ranks(as_on_a_device, 3, test_sparse_adam.train_with_many)
+
+
+@pytest.mark.parametrize(("stage", "norm_type"), [(1, 2.0), (2, 2.0), (2, math.inf), (2, 1.0)])
+def test_norm_and_clipped_step_are_torch_s_on_dense_gradients(stage: int, norm_type: float) -> None:
+    run_ranks(as_on_a_device, 3, test_sparse_adam.clip, stage, norm_type, 0.01)
+
+
+MADE = [
+    test_sparse_adam.cancelling,
+    test_sparse_adam.empty,
+    test_sparse_adam.on_one_rank,
+    test_sparse_adam.everywhere,
+    test_sparse_adam.unsorted,
+]
+
+
+@pytest.mark.parametrize("make", MADE, ids=lambda make: make.__name__)
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_rows_that_cancel_or_are_absent_count_as_in_torch(world_size: int, make: Callable[..., Any]) -> None:
+    run_ranks(as_on_a_device, world_size, test_sparse_adam.handmade, make)
+
+
+def test_what_changes_after_an_exchange_counts() -> None:
+    run_ranks(as_on_a_device, 3, test_sparse_adam.changed_between)
+
+
+@pytest.mark.parametrize(
+    ("body", "args"),
+    [
+        (test_sparse_adam.accumulate, ()),
+        (test_sparse_adam.value_clipped, ()),
+        (test_sparse_adam.skipped, (2,)),
+        (test_sparse_adam.nonfinite, (1, math.inf)),
+        (test_sparse_adam.nonfinite, (2, math.nan)),
+        (test_rules.beside_dense, ("sgd", 2, 12)),
+        (test_rules.beside_dense, ("sgd, maximize", 1, 33)),
+        (test_rules.beside_dense, ("lion", 2, 33)),
+    ],
+    ids=lambda value: value.__name__ if callable(value) else None,
+)
+def test_what_the_host_s_flow_does(body: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    run_ranks(as_on_a_device, 2, body, *args)
+
+
+def test_a_checkpoint_goes_on_at_any_number_of_ranks(tmp_path: Path) -> None:
+    path = str(tmp_path / "checkpoint")
+    saved = run_ranks(as_on_a_device, 2, test_state.save, path, 2)
+    there = run_ranks(as_on_a_device, 3, test_state.load, path, 2)
+    here = run_ranks(test_state.load, 2, path, 2)
+    test_state.assert_equal(there[0][0], saved[0])
+    test_state.assert_equal(there[0][1], here[0][1])

@@ -1,0 +1,225 @@
+"""Rows of tables on an accelerator, on their way: what C.RowFlow (csrc/rows/row_flow.h) does on the host.
+
+Rows stay on the device. torch's coalesce() adds up those of one number, on each rank and then over the ranks in their
+order, one kernel updates what has landed, and the ranks' group moves it. Messages have lengths, so the host learns how
+many rows there are: it waits for the device once where ranks meet, and once more for what has landed from several.
+
+Every bit is that of the host's flow, with one exception: Adam's roots, which torch rounds correctly on CUDA.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from zerox import ops
+from zerox._C import RowChange, RowRule
+from zerox.flow.device_messages import DeviceMessages
+from zerox.flow.device_table import LandedRows, Rows, Table
+from zerox.memory.row_owners import CPU, places_of_blocks
+
+Counts = list[list[int]]  # of each table, how many rows each owner gets
+
+
+class DeviceRowFlow:
+    """The methods and who may call them are C.RowFlow's."""
+
+    def __init__(self, messages: DeviceMessages) -> None:
+        self.messages = messages
+        self.tables: list[Table] = []
+        self.counts: Counts = []  # of this rank's rows
+        self.of_ranks: list[Counts] = []  # of what has landed, by rank
+
+    @property
+    def world(self) -> int:
+        return self.messages.ranks.size
+
+    @property
+    def landed(self) -> list[LandedRows | None]:
+        return [table.landed for table in self.tables]
+
+    def add(
+        self,
+        *,
+        param: Tensor,
+        of_block: Tensor,
+        states: Sequence[Tensor],
+        step: Tensor,
+        divisor: float,
+        own: Tensor | None,
+    ) -> None:
+        if own is not None:  # zerox/flow/rows.py refuses it before
+            raise NotImplementedError("tables on an accelerator are whole on every rank")
+        device = param.device
+        divided = None if divisor == 1.0 else torch.tensor(divisor, dtype=torch.float32, device=device)
+        places, owned = places_of_blocks(of_block, param.shape[0], self.world)
+        self.tables.append(
+            Table(param, of_block.to(device).long(), places.to(device), owned, list(states), step, divided)
+        )
+
+    # ---- this rank's rows
+
+    def _change(self) -> RowChange:
+        return max((table.change() for table in self.tables), key=lambda change: change.value)
+
+    def pack(self) -> bool:
+        """Adds up this rank's rows, and sorts them by owner, unless nothing has changed. False: some gradient is not of
+        rows, or of rows that its table does not have."""
+        if self._change() == RowChange.UNCHANGED:
+            return True
+        found = [(table, grad) for table in self.tables if (grad := table.gradient()) is not None]
+        if len(found) < len(self.tables):
+            return False
+        told = []
+        for table, grad in found:
+            told.append(grad.rows[:: max(1, grad.rows.numel() - 1)])  # the first and the last
+            table.parts = [grad]
+            if self.world > 1:
+                owners, order = torch.sort(table.owners_of(grad.rows), stable=True)
+                table.parts = [Rows(grad.rows[order], grad.values[order])]
+                told.append(torch.searchsorted(owners, torch.arange(self.world, device=owners.device), right=True))
+        numbers = iter(torch.cat(told).tolist())  # waits for the device
+        counts = []
+        for table, grad in found:
+            numel = grad.rows.numel()
+            if any(not 0 <= number < table.num_rows for number in itertools.islice(numbers, min(numel, 2))):
+                return False
+            ends = list(itertools.islice(numbers, self.world)) if self.world > 1 else [numel]
+            counts.append([stop - start for start, stop in zip([0, *ends[:-1]], ends, strict=True)])
+        self.counts = counts
+        if self.world > 1:
+            for table, numels in zip(self.tables, counts, strict=True):
+                [(rows, values)] = table.parts
+                table.parts = [Rows(*each) for each in zip(rows.split(numels), values.split(numels), strict=True)]
+        return True
+
+    def forget(self) -> None:
+        """p.grad was zeroed or taken away: what landed is of another gradient."""
+        for table in self.tables:
+            table.seen = table.landed = None
+
+    def note_seen(self) -> None:
+        for table in self.tables:
+            table.note_seen()
+
+    # ---- the mean
+
+    def header(self) -> list[int]:
+        """See C.RowFlow.header()."""
+        if len(self.counts) != len(self.tables):  # a table is new
+            self.counts = [[0] * self.world for _ in self.tables]
+        present = [int(table.param.grad is not None) for table in self.tables]
+        return [self._change().value, *present, *(count for counts in self.counts for count in counts)]
+
+    def exchange(self, headers: Sequence[int], goes_on: bool) -> RowChange:
+        """See C.RowFlow.exchange()."""
+        if not self.tables:
+            return RowChange.UNCHANGED
+        told = self._by_rank(headers) if headers else self._tell()
+        least, most = min(each[0] for each in told), max(each[0] for each in told)
+        if most != RowChange.UNCHANGED.value:
+            if least == RowChange.UNCHANGED.value:  # a rank has not packed what it has
+                if self._change() == RowChange.UNCHANGED:
+                    for table in self.tables:
+                        table.seen = None
+                    assert self.pack()
+                told = self._tell()
+            self._land(told)
+            self.note_seen()
+        for table in self.tables:
+            table.parts = ()
+        return RowChange(most)
+
+    def _tell(self) -> list[list[int]]:
+        return [each.tolist() for each in self.messages.to_all(torch.tensor(self.header(), device=CPU))]
+
+    def _by_rank(self, headers: Sequence[int]) -> list[list[int]]:
+        size = len(headers) // self.world
+        return [list(headers[rank * size : (rank + 1) * size]) for rank in range(self.world)]
+
+    def _land(self, told: Sequence[Sequence[int]]) -> None:
+        num_tables, own = len(self.tables), self.messages.ranks.rank
+        self.of_ranks = []
+        for numbers in told:
+            counts = iter(numbers[1 + num_tables :])
+            self.of_ranks.append([[next(counts) for _ in range(self.world)] for _ in range(num_tables)])
+        to_each = [[table.parts[owner] for table in self.tables] for owner in range(self.world)]
+        sizes = [[(counts[t][own], table.width) for t, table in enumerate(self.tables)] for counts in self.of_ranks]
+        received = to_each if self.world == 1 else self._swap(to_each, sizes)
+        for t, table in enumerate(self.tables):
+            table.landed = None
+            if any(numbers[1 + t] for numbers in told):
+                table.land([of_rank[t] for of_rank in received])
+
+    def _swap(self, to_each: Sequence[Sequence[Rows]], sizes: Sequence[Sequence[tuple[int, int]]]) -> list[list[Rows]]:
+        """``to_each``: rows for each rank, of some tables. ``sizes``: how many come from each rank, and how wide."""
+        words = [as_words(rows) for rows in to_each]
+        received = self.messages.swap(words, [sum(n * (1 + width) for n, width in each) for each in sizes])
+        return [list(from_words(of_rank, each)) for of_rank, each in zip(received, sizes, strict=True)]
+
+    # ---- step()
+
+    def update(self, rules: Sequence[RowRule]) -> None:
+        """See C.RowFlow.update()."""
+        touched = [
+            (t, table, table.landed, rule)
+            for t, (table, rule) in enumerate(zip(self.tables, rules, strict=True))
+            if table.landed is not None
+        ]
+        for _, table, landed, rule in touched:
+            ops.update_rows_(
+                rule.name,
+                table.param.detach(),
+                landed.values,
+                table.states,
+                table.step,
+                landed.rows,
+                landed.places,
+                rule.options,
+                rule.scale,
+                rule.limit,
+            )
+        if touched and self.world > 1:
+            self._publish([(t, table, landed) for t, table, landed, _ in touched])
+        for _, table, _, _ in touched:
+            torch.autograd.graph.increment_version(table.param)
+
+    def _publish(self, touched: Sequence[tuple[int, Table, LandedRows]]) -> None:
+        """Ranks know how many rows were sent to each owner, and not how many different ones: messages are as long as
+        they could be, and filled with their first row."""
+        own = self.messages.ranks.rank
+        sizes = [[(self._most(t, table, rank), table.width) for t, table, _ in touched] for rank in range(self.world)]
+        sent = []
+        for (_, table, landed), (most, _) in zip(touched, sizes[own], strict=True):
+            rows = landed.rows
+            if most > rows.numel():
+                rows = torch.cat([rows, rows[:1].expand(most - rows.numel())])
+            sent.append(Rows(rows, table.param.detach()[rows]))
+        received = self._swap([sent] * self.world, sizes)
+        for rank, of_rank in enumerate(received):
+            for (_, table, _), (rows, values) in zip(touched, of_rank, strict=True):
+                if rank != own and rows.numel():
+                    table.write(rows, values)
+
+    def _most(self, index: int, table: Table, owner: int) -> int:
+        return min(sum(counts[index][owner] for counts in self.of_ranks), table.owned[owner])
+
+    def close(self) -> None:
+        """Nobody reads another rank's memory."""
+
+
+def as_words(rows: Sequence[Rows]) -> Tensor:
+    """One message of several tables' rows: of each its numbers, as int32, and its values."""
+    return torch.cat(
+        [each for numbers, values in rows for each in (numbers.int(), values.reshape(-1).view(torch.int32))]
+    )
+
+
+def from_words(words: Tensor, sizes: Sequence[tuple[int, int]]) -> Iterator[Rows]:
+    """``sizes``: how many rows of each table, and how wide."""
+    parts = iter(words.split([numel for count, width in sizes for numel in (count, count * width)]))
+    for (count, width), numbers, values in zip(sizes, parts, parts, strict=True):
+        yield Rows(numbers.long(), values.view(torch.float32).view(count, width))
