@@ -19,18 +19,22 @@ void check_slices(at::TensorList slices, int64_t least_numel, const at::Tensor& 
   }
 }
 
+Master master_kind(const at::Tensor& param, const at::Tensor& master, const char* op) {
+  const bool half = param.scalar_type() == at::kHalf || param.scalar_type() == at::kBFloat16;
+  if (half && master.scalar_type() == at::kFloat) return Master::fp32;
+  ZX_CHECK(param.scalar_type() == at::kBFloat16 && master.scalar_type() == at::kShort, op, "master",
+           "must be float32 beside a 16-bit parameter or int16 beside bfloat16, got ", master.scalar_type(), " beside ",
+           param.scalar_type());
+  return Master::remainder;
+}
+
 Master check_master(const at::Tensor& param, const at::Tensor* master) {
   constexpr const char* op = "update_";
   if (master == nullptr) return Master::none;
   ZX_CHECK_NUMEL(*master, param.numel(), op, "master");
   ZX_CHECK_CONTIGUOUS(*master, op, "master");
   check_device(*master, param, op, "master");
-  const bool half = param.scalar_type() == at::kHalf || param.scalar_type() == at::kBFloat16;
-  if (half && master->scalar_type() == at::kFloat) return Master::fp32;
-  ZX_CHECK(param.scalar_type() == at::kBFloat16 && master->scalar_type() == at::kShort, op, "master",
-           "must be float32 beside a 16-bit parameter or int16 beside bfloat16, got ", master->scalar_type(),
-           " beside ", param.scalar_type());
-  return Master::remainder;
+  return master_kind(param, *master, op);
 }
 
 StoredStates check_state(const ShardTensors& t, const RuleFacts& rule) {
@@ -180,13 +184,14 @@ void check_norm_value(const at::Tensor& words, double p) {
   ZX_CHECK(p > 0.0, "norm_value", "p", "must be positive, got ", p);
 }
 
-void check_update_rows(const RuleFacts& rule, const RowTensors& t, at::ArrayRef<double> options) {
+Master check_update_rows(const RuleFacts& rule, const RowTensors& t, at::ArrayRef<double> options) {
   constexpr const char* op = "update_rows_";
   ZX_CHECK(static_cast<int64_t>(options.size()) == rule.option_columns, op, "options", "must be ", rule.option_columns,
            " for ", rule.name, ", got ", options.size());
   ZX_CHECK(t.values.dim() == 2, op, "values", "must have 2 dimensions, got ", t.values.dim());
   const int64_t width = t.values.size(1);
-  check_array(t.values, at::kFloat, t.values.numel(), t.values, op, "values");
+  ZX_CHECK(dtype_of(t.values, op, "values") != DType::f64, op, "values", "must not be float64");
+  ZX_CHECK_CONTIGUOUS(t.values, op, "values");
   const int64_t count = t.rows.numel();
   check_array(t.rows, at::kLong, count, t.values, op, "rows");
   check_array(t.places, at::kLong, count, t.values, op, "places");
@@ -205,6 +210,12 @@ void check_update_rows(const RuleFacts& rule, const RowTensors& t, at::ArrayRef<
              state.sizes());
     check_array(state, at::kFloat, state.numel(), t.values, op, "states");
   }
+  if (!t.master) return Master::none;
+  ZX_CHECK(t.master->dim() == 2 && t.master->size(1) == width, op, "master", "must have rows of ", width,
+           ", got shape ", t.master->sizes());
+  ZX_CHECK_CONTIGUOUS(*t.master, op, "master");
+  check_device(*t.master, t.values, op, "master");
+  return master_kind(t.values, *t.master, op);
 }
 
 KeptBits check_mask(const std::optional<at::Tensor>& mask, const at::Tensor& shard, const char* op) {

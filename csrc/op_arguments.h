@@ -54,13 +54,14 @@ KeptBits check_mask(const std::optional<at::Tensor>& mask, const at::Tensor& sha
 // update_rows_. Rows and places themselves are not checked.
 struct RowTensors {
   const at::Tensor& values;
+  const std::optional<at::Tensor>& master;
   const at::Tensor& grads;
   at::TensorList states;
   const at::Tensor& step;
   const at::Tensor& rows;
   const at::Tensor& places;
 };
-void check_update_rows(const RuleFacts& rule, const RowTensors& tensors, at::ArrayRef<double> options);
+Master check_update_rows(const RuleFacts& rule, const RowTensors& tensors, at::ArrayRef<double> options);
 
 // One shard of update_.
 struct ShardTensors {

@@ -64,6 +64,7 @@ class RowFlow:
         param: Tensor,
         of_block: Tensor,
         states: Sequence[Tensor],
+        master: Tensor | None,
         step: Tensor,
         divisor: float,
         own: Tensor | None,

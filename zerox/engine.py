@@ -263,7 +263,7 @@ class Engine(OneGradient, OneState):
         self._frozen = list({id(m.param): m for m in (*self._frozen, *members) if id(m.param) not in adopted}.values())
         still = [member for member in members if not member.param.requires_grad]
         divisors = [self._divisor_of(group) for group in self.param_groups]
-        trained = self._calls.take_tables(trained, self.param_groups, self._rules, divisors)
+        trained = self._calls.take_tables(trained, self.param_groups, self._rules, self._options.masters, divisors)
         model, teams = self._grads.model, self._grads.teams
         plans = plan_trained(self._options, self._rules, teams, model, self.param_groups, trained)
         shared_out: list[Planned] = [(m.name, m.local, "", None, ()) for m in still if self._gather.shards_params]
@@ -273,7 +273,7 @@ class Engine(OneGradient, OneState):
         for member in still:
             teams.of_group[member.group].broadcast_own(member.local, f"parameter '{member.name}'")
             model.broadcast_values(member.local, model.replicated_over(member.param))
-        self._widened.take(m.param for m in trained)
+        self._widened.take(m.param for m in members if m.param.requires_grad)
         made = []
         for plan, team in plans:
             inside = [trained[i] for i in plan.params]

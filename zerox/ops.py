@@ -119,6 +119,7 @@ def update_(rule: str, shards: Sequence[Shard], options: Tensor, grad_scale: Ten
 def update_rows_(
     rule: str,
     values: Tensor,
+    master: Tensor | None,
     grads: Tensor,
     states: Sequence[Tensor],
     step: Tensor,
@@ -128,16 +129,17 @@ def update_rows_(
     scale: float = 1.0,
     limit: float = math.inf,
 ) -> None:
-    """One lazy step of ``rule`` on rows of a table: ``values`` (float32 ``[R, D]``), in place.
+    """One lazy step of ``rule`` on rows of a table: ``values`` (``[R, D]``, of 32 or 16 bits), in place.
 
     Row ``rows[i]`` (int64 ``[n]``, no row twice) has its gradient in ``grads[i]`` (float32 ``[n, D]``) and its states
-    at ``places[i]`` of each of ``states`` (float32 ``[P, D]``); other rows stay as they are. ``step`` (int64, on the
+    at ``places[i]`` of each of ``states`` (float32 ``[P, D]``), and so it has its ``master`` (as :class:`Shard` has
+    one); other rows stay as they are. ``step`` (int64, on the
     host) counts up if the rule counts. ``options``: the rule's columns. Gradients are multiplied by ``scale``, then cut
     at ``limit``. Adam is torch.optim.SparseAdam's. Raises ValueError for arguments that don't fit together; rows and
     places themselves are not looked at.
     """
     torch.ops.zerox.update_rows_(
-        rule, values, grads, list(states), step, rows, places, list(options), float(scale), float(limit)
+        rule, values, master, grads, list(states), step, rows, places, list(options), float(scale), float(limit)
     )
 
 

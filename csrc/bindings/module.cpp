@@ -40,12 +40,12 @@ TORCH_LIBRARY(zerox, m) {
       "update_(str rule, Tensor(a!)[] param, Tensor(b!)[] master, Tensor[] grad, Tensor(c!)[] state, "
       "Tensor(d!)[] scales, Tensor[] segments, Tensor[] present, Tensor(e!)[] steps, Tensor options, "
       "Tensor? grad_scale, Tensor[] masks) -> ()");
-  // Does one lazy step of `rule` on n rows of a table, float32 [R, D]: row rows[i] (int64 [n], no row twice) has its
-  // gradient in grads[i] (float32 [n, D]) and its states, as many as the rule keeps, at places[i] of float32 [P, D].
+  // Does one lazy step of `rule` on n rows of a table [R, D]: row rows[i] (int64 [n], no row twice) has its gradient in
+  // grads[i] (float32 [n, D]), and its master and its states, as many as the rule keeps, at places[i] of [P, D].
   // `step`, int64 on the host, counts up if the rule counts. Gradients are multiplied by `scale`, then cut at `limit`.
   m.def(
-      "update_rows_(str rule, Tensor(a!) values, Tensor grads, Tensor(b!)[] states, Tensor(c!) step, Tensor rows, "
-      "Tensor places, float[] options, float scale, float limit) -> ()");
+      "update_rows_(str rule, Tensor(a!) values, Tensor(b!)? master, Tensor grads, Tensor(c!)[] states, "
+      "Tensor(d!) step, Tensor rows, Tensor places, float[] options, float scale, float limit) -> ()");
 }
 
 namespace zx {

@@ -135,21 +135,27 @@ int update_bf16(const UpdateShards& shards, Stream stream);
 int update_blockwise(const UpdateShards& shards, Stream stream);
 
 // ---- update_rows_
-// Row rows[i] of `values` has its states at place places[i] of `states`, and its gradient is number i. No row comes
-// twice.
+// Row rows[i] of `values` has its master and its states at place places[i] of theirs, and its gradient is number i. No
+// row comes twice.
+struct TouchedRows {
+  int64_t count;
+  int64_t width;
+  const int64_t* rows;
+  const int64_t* places;
+  const float* grads;
+  DType dtype;  // of the values: not f64
+  void* values;
+  Master master_kind;
+  void* master;
+  float* states[kMostStates];  // as many as the rule keeps
+};
 struct RowUpdate {
   RuleKind rule;
   const double* options;  // of a param group, on the host: the rule's Options
   int64_t num_updates;    // this one counted
   double scale;           // gradients are multiplied by it, and then cut at `limit`
   double limit;           // infinite if there is none
-  int64_t count;
-  int64_t width;
-  const int64_t* rows;
-  const int64_t* places;
-  const float* grads;
-  float* values;
-  float* states[kMostStates];  // as many as the rule keeps
+  TouchedRows touched;
 };
 int update_rows(const RowUpdate& update, Stream stream);
 

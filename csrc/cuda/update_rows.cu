@@ -6,6 +6,7 @@
 
 #include "cuda/device.cuh"
 #include "cuda/pack.cuh"
+#include "cuda/update_param.cuh"
 #include "math/rules.h"
 #include "math/scalar_lane.h"
 #include "math/sparse_adam.h"
@@ -53,9 +54,13 @@ struct RowMath<Adam> {
   }
 };
 
-template <class Rule>
+// `where`: the values, which lie by rows, and the master, which lies by places.
+template <class OfRule, class Where>
 struct RowArgs {
+  using Rule = OfRule;
+  static constexpr int kMost = RowMath<Rule>::kMost;
   RowMath<Rule> math;
+  Where where;
   float scale;  // of gradients before they are cut at `limit`
   float limit;
   bool is_cut;
@@ -65,58 +70,57 @@ struct RowArgs {
   const int64_t* rows;
   const int64_t* places;
   const float* grads;
-  float* values;
-  float* states[RowMath<Rule>::kMost];
+  float* states[kMost];
 };
 
 // As torch's clamp(): NaN stays.
-template <class Rule>
-__device__ __forceinline__ float limited(const RowArgs<Rule>& a, float grad) {
+template <class Args>
+__device__ __forceinline__ float limited(const Args& a, float grad) {
   if (!a.is_cut) return grad;
   const float scaled = grad * a.scale;
   return scaled > a.limit ? a.limit : scaled < -a.limit ? -a.limit : scaled;
 }
 
 // N neighbours of one row.
-template <int kStates, int N, class Rule>
-__device__ __forceinline__ void update_neighbours(const RowArgs<Rule>& a, int64_t i) {
+template <int kStates, int N, class Args>
+__device__ __forceinline__ void update_neighbours(const Args& a, int64_t i) {
   const int64_t row = i / a.width;
-  const int64_t column = i - row * a.width;
-  float* const value = a.values + a.rows[row] * a.width + column;
-  const int64_t state = a.places[row] * a.width + column;
+  const int64_t at = a.places[row] * a.width + (i - row * a.width);
+  auto where = a.where;
+  where.param += (a.rows[row] - a.places[row]) * a.width;  // so that one index is for values and master
   const auto grad = load<N, kOnce>(a.grads + i);
-  auto values = load<N>(value);
+  auto values = where.template load<N>(at);
   Pack<float, N> states[kRoomFor<kStates>];
   ZX_UNROLL
-  for (int s = 0; s < kStates; ++s) states[s] = load<N>(a.states[s] + state);
+  for (int s = 0; s < kStates; ++s) states[s] = load<N>(a.states[s] + at);
   ZX_UNROLL
   for (int j = 0; j < N; ++j) {
     Lanes<ScalarLane<float>, kStates> lanes;
-    lanes.param.x = values.at[j];
+    lanes.param.x = values.get(j);
     ZX_UNROLL
     for (int s = 0; s < kStates; ++s) lanes.state[s].x = states[s].at[j];
     a.math.update(limited(a, grad.at[j]), lanes);
-    values.at[j] = lanes.param.x;
+    values.set(j, lanes.param.x);
     ZX_UNROLL
     for (int s = 0; s < kStates; ++s) states[s].at[j] = lanes.state[s].x;
   }
-  store<Stores::whole>(values, value);
+  where.store(values, at);
   ZX_UNROLL
-  for (int s = 0; s < kStates; ++s) store<Stores::whole>(states[s], a.states[s] + state);
+  for (int s = 0; s < kStates; ++s) store<Stores::whole>(states[s], a.states[s] + at);
 }
 
 constexpr int kNeighbours = kAccessBytes / sizeof(float);
 
-template <class Rule>
-__global__ void __launch_bounds__(kThreads) update_rows_kernel(ZX_GRID_CONSTANT const RowArgs<Rule> a) {
+template <class Args>
+__global__ void __launch_bounds__(kThreads) update_rows_kernel(ZX_GRID_CONSTANT const Args a) {
   const int64_t each = a.aligned ? kNeighbours : 1;
   const TileRange tiles = tiles_of_block(tiles_for(a.numel, kThreads * each));
   for (int64_t tile = tiles.first; tile < tiles.last; ++tile) {
     const int64_t i = (tile * kThreads + threadIdx.x) * each;
     if (i >= a.numel) return;
-    with_num_states<Rule>(a.math.states, [&](auto count) {
-      constexpr int kStates =
-          decltype(count)::value < RowMath<Rule>::kMost ? decltype(count)::value : RowMath<Rule>::kMost;
+    with_num_states<typename Args::Rule>(a.math.states, [&](auto count) {
+      constexpr int kCount = decltype(count)::value;
+      constexpr int kStates = kCount < Args::kMost ? kCount : Args::kMost;
       if (a.aligned) {
         update_neighbours<kStates, kNeighbours>(a, i);
       } else {
@@ -126,37 +130,50 @@ __global__ void __launch_bounds__(kThreads) update_rows_kernel(ZX_GRID_CONSTANT 
   }
 }
 
-template <class Rule>
-int launch_rows(const RowUpdate& update, Stream stream) {
+template <class Rule, class Where>
+int launch_rows(const RowUpdate& update, const UpdateElements& elements, Stream stream) {
+  using Args = RowArgs<Rule, Where>;
   typename Rule::Options options;
   std::memcpy(&options, update.options, sizeof(options));
+  const TouchedRows& t = update.touched;
   const bool is_cut = std::isfinite(update.limit);
-  bool aligned = update.width % kNeighbours == 0 && is_aligned(update.grads) && is_aligned(update.values);
-  RowArgs<Rule> args{RowMath<Rule>(options, update.num_updates, is_cut ? 1.0 : update.scale),
-                     static_cast<float>(update.scale),
-                     static_cast<float>(update.limit),
-                     is_cut,
-                     false,
-                     update.count * update.width,
-                     update.width,
-                     update.rows,
-                     update.places,
-                     update.grads,
-                     update.values,
-                     {}};
-  for (int s = 0; s < RowMath<Rule>::kMost; ++s) {
-    args.states[s] = update.states[s];
-    aligned = aligned && is_aligned(update.states[s]);
+  Args args{RowMath<Rule>(options, update.num_updates, is_cut ? 1.0 : update.scale),
+            Where(elements),
+            static_cast<float>(update.scale),
+            static_cast<float>(update.limit),
+            is_cut,
+            t.width % kNeighbours == 0 && is_aligned(t.grads) && is_aligned(t.values) && is_aligned(t.master),
+            t.count * t.width,
+            t.width,
+            t.rows,
+            t.places,
+            t.grads,
+            {}};
+  for (int s = 0; s < Args::kMost; ++s) {
+    args.states[s] = t.states[s];
+    args.aligned = args.aligned && is_aligned(t.states[s]);
   }
-  args.aligned = aligned;
-  const int64_t each = aligned ? kNeighbours : 1;
-  return launch(update_rows_kernel<Rule>, tiles_for(args.numel, kThreads * each), stream, args);
+  const int64_t each = args.aligned ? kNeighbours : 1;
+  return launch(update_rows_kernel<Args>, tiles_for(args.numel, kThreads * each), stream, args);
 }
 
 }  // namespace
 
 int update_rows(const RowUpdate& update, Stream stream) {
-  return with_rule(update.rule, [&](auto type) { return launch_rows<typename decltype(type)::type>(update, stream); });
+  UpdateElements elements{};
+  elements.param_dtype = update.touched.dtype;
+  elements.param = update.touched.values;
+  elements.master_kind = update.touched.master_kind;
+  elements.master = update.touched.master;
+  elements.grad_dtype = DType::f32;
+  return with_rule(update.rule, [&](auto rule) {
+    return with_param(elements, [&](auto where, auto grad) -> int {
+      if constexpr (std::is_same_v<typename decltype(grad)::type, float>) {
+        return launch_rows<typename decltype(rule)::type, typename decltype(where)::type>(update, elements, stream);
+      }
+      return cudaErrorInvalidValue;
+    });
+  });
 }
 
 }  // namespace zx::cuda

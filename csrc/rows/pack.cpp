@@ -1,7 +1,6 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/sort.h>
 
-#include <cstring>
 #include <stdexcept>
 #include <tuple>
 #include <utility>
@@ -46,22 +45,34 @@ struct RowTables::Runs {
     starts.push_back(count);
   }
 
-  // Adds up the values of each row, in that order, and writes them to into(row).
   template <class Into>
-  void sum(const at::Tensor& grad_values, int64_t width, const Into& into) const {
-    const auto* values = grad_values.const_data_ptr<float>();
+  void sum(const at::Tensor& values, int64_t width, const Into& into) const {
+    switch (values.scalar_type()) {
+      case at::kBFloat16:
+        return sum_of(values.const_data_ptr<c10::BFloat16>(), width, into);
+      case at::kHalf:
+        return sum_of(values.const_data_ptr<c10::Half>(), width, into);
+      default:
+        return sum_of(values.const_data_ptr<float>(), width, into);
+    }
+  }
+
+  // Adds up the values of each row, in that order, and writes them to into(row).
+  template <class T, class Into>
+  void sum_of(const T* values, int64_t width, const Into& into) const {
     const int64_t* element = order.defined() ? order.const_data_ptr<int64_t>() : nullptr;
     const auto from = [&](int64_t i) { return values + (element == nullptr ? i : element[i]) * width; };
     const int64_t count = starts.back();
     for (size_t run = 0; run < rows.size(); ++run) {
       float* __restrict sums = into(rows[run]);
       const int64_t start = starts[run];
-      if (start + kAhead < count) prefetch_row(from(start + kAhead), width);
-      std::memcpy(sums, from(start), static_cast<size_t>(width) * sizeof(float));
+      if (start + kAhead < count) prefetch_row(from(start + kAhead), width * sizeof(T));
+      const T* __restrict first = from(start);
+      for (int64_t k = 0; k < width; ++k) sums[k] = static_cast<float>(first[k]);
       for (int64_t i = start + 1; i < starts[run + 1]; ++i) {
-        if (i + kAhead < count) prefetch_row(from(i + kAhead), width);
-        const float* __restrict more = from(i);
-        for (int64_t k = 0; k < width; ++k) sums[k] += more[k];
+        if (i + kAhead < count) prefetch_row(from(i + kAhead), width * sizeof(T));
+        const T* __restrict more = from(i);
+        for (int64_t k = 0; k < width; ++k) sums[k] += static_cast<float>(more[k]);
       }
     }
   }
@@ -75,7 +86,7 @@ Packed RowTables::pack(const std::vector<LocalRows>& grads) const {
   std::fill_n(count_of, counts.numel(), 0);
   for (size_t t = 0; t < tables_.size(); ++t, count_of += world_) {
     check_rows(grads[t].rows, "rows");
-    check_values(grads[t].values, grads[t].rows.numel(), tables_[t].width, "values");
+    check_shape(grads[t].values, grads[t].rows.numel(), tables_[t].width, "values");
     runs.emplace_back(grads[t], tables_[t].owners);
     for (const int64_t row : runs[t].rows) ++count_of[tables_[t].owners.owner_of(row)];
   }

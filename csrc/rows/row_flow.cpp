@@ -19,8 +19,9 @@ std::optional<LocalRows> rows_of(const at::Tensor& grad, const at::Tensor& param
   if (!grad.defined()) {
     return LocalRows{at::empty({0}, at::kLong), at::empty({0, param.size(1)}, at::kFloat), true};
   }
-  const bool fits = grad.layout() == at::kSparse && grad.scalar_type() == at::kFloat && grad.sizes() == param.sizes() &&
-                    grad.sparse_dim() == 1;
+  const at::ScalarType dtype = grad.scalar_type();
+  const bool fits = grad.layout() == at::kSparse && (dtype == at::kFloat || dtype == param.scalar_type()) &&
+                    grad.sizes() == param.sizes() && grad.sparse_dim() == 1;
   if (!fits) return std::nullopt;
   return LocalRows{grad._indices().select(0, 0).contiguous(), grad._values().detach().contiguous(),
                    grad.is_coalesced()};

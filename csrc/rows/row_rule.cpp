@@ -9,6 +9,7 @@
 #include <utility>
 
 #include "cpu/spans.h"
+#include "math/scalar_lane.h"
 #include "math/sparse_adam.h"
 #include "rows/checks.h"
 
@@ -43,21 +44,75 @@ void move_row(const SparseAdam rule, const float* __restrict exp_avg, const floa
   for (int64_t k = 0; k < width; ++k) param[k] = rule.moved(param[k], exp_avg[k], root[k]);
 }
 
-void prefetch(const TouchedRows& touched, int64_t i) {
-  for (float* state : touched.states) {
-    if (state != nullptr) prefetch_row(state + touched.places[i] * touched.width, touched.width);
+// The same of 16 bits, with or without a master.
+template <class Half>
+void move_half(const SparseAdam rule, const float* __restrict exp_avg, const float* __restrict root,
+               Half* __restrict param, int64_t width) {
+  for (int64_t k = 0; k < width; ++k) {
+    const auto value = ScalarLane<float>::load(param + k);
+    ScalarLane<float>{rule.moved(value.x, exp_avg[k], root[k])}.store(param + k);
   }
-  prefetch_row(touched.values + touched.rows[i] * touched.width, touched.width);
+}
+template <class Half>
+void move_mastered(const SparseAdam rule, const float* __restrict exp_avg, const float* __restrict root,
+                   Half* __restrict param, float* __restrict master, int64_t width) {
+  for (int64_t k = 0; k < width; ++k) {
+    const auto value = ScalarLane<float>::load_master(param + k, master + k);
+    master[k] = rule.moved(value.x, exp_avg[k], root[k]);
+    ScalarLane<float>{master[k]}.store(param + k);
+  }
+}
+void move_split(const SparseAdam rule, const float* __restrict exp_avg, const float* __restrict root,
+                bf16* __restrict param, int16_t* __restrict remainder, int64_t width) {
+  for (int64_t k = 0; k < width; ++k) {
+    const auto value = ScalarLane<float>::load_split(param + k, remainder + k);
+    ScalarLane<float>{rule.moved(value.x, exp_avg[k], root[k])}.store_split(param + k, remainder + k);
+  }
 }
 
-void copy_updated(const TouchedRows& touched, int64_t i, float* updated) {
+template <class Half>
+void move_16_bits(const SparseAdam rule, const float* exp_avg, const float* root, const TouchedRows& touched,
+                  int64_t i) {
+  auto* const param = reinterpret_cast<Half*>(touched.value(i));
+  void* const master = touched.master_of(i);
+  if (touched.master_kind == Master::none) return move_half(rule, exp_avg, root, param, touched.width);
+  if constexpr (std::is_same_v<Half, bf16>) {
+    if (touched.master_kind == Master::remainder) {
+      return move_split(rule, exp_avg, root, param, static_cast<int16_t*>(master), touched.width);
+    }
+  }
+  move_mastered(rule, exp_avg, root, param, static_cast<float*>(master), touched.width);
+}
+
+void move_any(const SparseAdam rule, const float* exp_avg, const float* root, const TouchedRows& touched, int64_t i) {
+  switch (touched.dtype) {
+    case DType::f64:
+      break;  // refused at the door
+    case DType::f32:
+      return move_row(rule, exp_avg, root, reinterpret_cast<float*>(touched.value(i)), touched.width);
+    case DType::bf16:
+      return move_16_bits<bf16>(rule, exp_avg, root, touched, i);
+    case DType::f16:
+      return move_16_bits<f16>(rule, exp_avg, root, touched, i);
+  }
+  __builtin_unreachable();
+}
+
+void prefetch(const TouchedRows& touched, int64_t i) {
+  for (float* state : touched.states) {
+    if (state != nullptr) prefetch_row(state + touched.places[i] * touched.width, touched.width * 4);
+  }
+  prefetch_row(touched.value(i), touched.row_bytes());
+}
+
+void copy_updated(const TouchedRows& touched, int64_t i, void* updated) {
   if (updated == nullptr) return;
-  const float* value = touched.values + touched.rows[i] * touched.width;
-  std::memcpy(updated + i * touched.width, value, static_cast<size_t>(touched.width) * sizeof(float));
+  const int64_t bytes = touched.row_bytes();
+  std::memcpy(static_cast<char*>(updated) + i * bytes, touched.value(i), static_cast<size_t>(bytes));
 }
 
 void update_by_sparse_adam(const Adam::Options& options, const RowRule& by, int64_t step, const TouchedRows& touched,
-                           float* updated) {
+                           void* updated) {
   const int64_t width = touched.width;
   const SparseAdam rule = SparseAdam::of(options.lr, options.beta1, options.beta2, options.eps, step);
   const auto factor = static_cast<float>(options.maximize != 0.0 ? -by.scale : by.scale);
@@ -82,8 +137,7 @@ void update_by_sparse_adam(const Adam::Options& options, const RowRule& by, int6
       at::Tensor squares = of_most.narrow(0, 0, stop - start);
       at::sqrt_(squares);
       for (int64_t i = start; i < stop; ++i) {
-        move_row(rule, first + touched.places[i] * width, roots + (i - start) * width,
-                 touched.values + touched.rows[i] * width, width);
+        move_any(rule, first + touched.places[i] * width, roots + (i - start) * width, touched, i);
         copy_updated(touched, i, updated);
       }
     }
@@ -93,7 +147,7 @@ void update_by_sparse_adam(const Adam::Options& options, const RowRule& by, int6
 // Each row is a parameter of its own for the kernel of dense ones.
 template <class Rule>
 void update_by_kernel(const typename Rule::Options& options, const RowRule& by, int64_t step,
-                      const TouchedRows& touched, float* updated) {
+                      const TouchedRows& touched, void* updated) {
   const int64_t width = touched.width;
   const auto limit = static_cast<float>(by.limit);
   const bool is_cut = std::isfinite(limit);
@@ -106,8 +160,11 @@ void update_by_kernel(const typename Rule::Options& options, const RowRule& by, 
       if (is_cut) cut_row(grads, static_cast<float>(by.scale), limit, cut.data(), width);
       UpdateSpan span{};
       span.rule = by.kind;
-      span.param_dtype = span.grad_dtype = DType::f32;
-      span.param = touched.values + touched.rows[i] * width;
+      span.param_dtype = touched.dtype;
+      span.master_kind = touched.master_kind;
+      span.grad_dtype = DType::f32;
+      span.param = touched.value(i);
+      span.master = touched.master_of(i);
       span.grad = is_cut ? cut.data() : grads;
       span.num_states = Rule::num_states(options);
       for (int s = 0; s < span.num_states; ++s) {
@@ -130,7 +187,7 @@ RowRule RowRule::named(const std::string& name, std::vector<double> options, dou
 }
 
 void update_rows(const RowRule& by, const std::vector<at::Tensor>& states, const at::Tensor& step, TouchedRows touched,
-                 float* updated) {
+                 void* updated) {
   with_rule(by.kind, [&](auto type) {
     using Rule = typename decltype(type)::type;
     typename Rule::Options options;

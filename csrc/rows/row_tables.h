@@ -8,6 +8,7 @@
 #include <optional>
 #include <vector>
 
+#include "math/dtype.h"
 #include "rows/row_owners.h"
 #include "rows/row_rule.h"
 
@@ -19,12 +20,14 @@ struct TableSpec {
   int64_t width;
   at::Tensor of_block;  // see RowOwners
   std::vector<at::Tensor> states;
-  at::Tensor step;  // int64 scalar
-  double divisor;   // of the sum over the ranks
-  bool is_sharded;  // each rank has the values of its own rows only, by place; else all ranks have the whole table
+  at::Tensor master;  // of 16-bit values, of the same rows: float32, or the int16 remainders; undefined if none is kept
+  at::Tensor step;    // int64 scalar
+  double divisor;     // of the sum over the ranks
+  DType dtype;        // of the table
+  bool is_sharded;    // each rank has the values of its own rows only, by place; else all ranks have the whole table
 };
 
-// A table's gradient on this rank: int64 [n] and float32 [n, width].
+// A table's gradient on this rank: int64 [n], and [n, width] of float32 or 16 bits.
 struct LocalRows {
   at::Tensor rows;
   at::Tensor values;
@@ -60,8 +63,8 @@ class RowTables {
 
   void add(const TableSpec& spec);
 
-  // Adds up this rank's rows of the same number, in the order in which torch's coalesce() does, and sorts them by
-  // owner. Throws std::out_of_range for a row that a table does not have.
+  // Adds up this rank's rows of the same number, in float, in the order in which torch's coalesce() does, and sorts
+  // them by owner. Throws std::out_of_range for a row that a table does not have.
   Packed pack(const std::vector<LocalRows>& grads) const;
 
   // From what every rank has told, int64 [W, tables, W] as Packed::counts: of each rank's words those for this rank.
@@ -86,8 +89,10 @@ class RowTables {
     RowOwners owners;
     int64_t width;
     std::vector<at::Tensor> states;
+    at::Tensor master;
     at::Tensor step;
     float divisor;
+    DType dtype;
     bool is_sharded;
   };
   struct Runs;
@@ -97,7 +102,7 @@ class RowTables {
   LandedRows land_one(const Table& table, const std::vector<const int32_t*>& words,
                       const std::vector<int64_t>& counts) const;
   void update_one(Table& table, const at::Tensor& param, const LandedRows& grad, const RowRule& by,
-                  float* updated) const;
+                  void* updated) const;
 
   int64_t rank_;
   int64_t world_;

@@ -7,13 +7,29 @@
 #include "rows/row_tables.h"
 
 namespace zx {
+namespace {
+
+Master kind_of(const at::Tensor& master) {
+  if (!master.defined()) return Master::none;
+  return master.scalar_type() == at::kFloat ? Master::fp32 : Master::remainder;
+}
+
+}  // namespace
+
 void RowTables::add(const TableSpec& spec) {
   RowOwners owners(spec.num_rows, world_, spec.of_block);
   const int64_t owned = owners.owned_by(rank_);
   for (const at::Tensor& state : spec.states) check_values(state, owned, spec.width, "states");
   check_array(spec.step, at::kLong, 1, spec.step, "RowTables", "step");
-  tables_.push_back(
-      {std::move(owners), spec.width, spec.states, spec.step, static_cast<float>(spec.divisor), spec.is_sharded});
+  ZX_CHECK(spec.dtype != DType::f64, "RowTables", "param", "must be float32 or of 16 bits, got float64");
+  if (spec.master.defined()) {
+    const bool is_full = spec.master.scalar_type() == at::kFloat && spec.dtype != DType::f32;
+    ZX_CHECK(is_full || (spec.master.scalar_type() == at::kShort && spec.dtype == DType::bf16), "RowTables", "master",
+             "must be float32 beside 16-bit values or int16 beside bfloat16, got ", spec.master.scalar_type());
+    check_shape(spec.master, owned, spec.width, "master");
+  }
+  tables_.push_back({std::move(owners), spec.width, spec.states, spec.master, spec.step,
+                     static_cast<float>(spec.divisor), spec.dtype, spec.is_sharded});
 }
 
 bool RowTables::tells_of(const std::vector<bool>& present) const {
@@ -33,7 +49,8 @@ int64_t RowTables::most_updated(size_t table, int64_t owner, const int64_t* coun
 // How many there are comes first, then their names and values, and the rest of the message is nothing.
 int64_t RowTables::updated_words(size_t table, int64_t owner, const int64_t* counts) const {
   const int64_t most = most_updated(table, owner, counts);
-  return 1 + message_words(most, tables_[table].owners.owned_by(owner), tables_[table].width);
+  const Table& of = tables_[table];
+  return 1 + message_words(most, of.owners.owned_by(owner), of.width, of.dtype);
 }
 
 std::vector<int64_t> RowTables::updated_words(const std::vector<bool>& present, const at::Tensor& counts) const {
@@ -70,7 +87,9 @@ at::Tensor RowTables::update(const std::vector<at::Tensor>& params,
     check_rows(grad.places, "places");
     check_values(grad.values, count, table.width, "grads");
     const int64_t num_rows = table.is_sharded ? table.owners.owned_by(rank_) : table.owners.num_rows();
-    check_values(params[t], num_rows, table.width, "params");
+    const DType dtype = dtype_of(params[t], "RowTables", "params");
+    ZX_CHECK(dtype == table.dtype, "RowTables", "params", "has another dtype now: ", params[t].scalar_type());
+    check_shape(params[t], num_rows, table.width, "params");
     if (world_ == 1 || table.is_sharded) {
       update_one(table, params[t], grad, rules[t], nullptr);
       continue;
@@ -84,22 +103,25 @@ at::Tensor RowTables::update(const std::vector<at::Tensor>& params,
       names.add(grad.rows.const_data_ptr<int64_t>()[i], grad.places.const_data_ptr<int64_t>()[i]);
     }
     next += named_by_bits(most, owned) ? bit_words(owned) : count;
-    update_one(table, params[t], grad, rules[t], reinterpret_cast<float*>(next));
-    next += count * table.width;
-    std::fill(next, end, 0);
+    const int64_t bytes = count * table.width * width_of(table.dtype);
+    std::fill(next + bytes / 4, end, 0);
+    update_one(table, params[t], grad, rules[t], next);
     next = end;
   }
   return words;
 }
 
 void RowTables::update_one(Table& table, const at::Tensor& param, const LandedRows& grad, const RowRule& by,
-                           float* updated) const {
+                           void* updated) const {
   const TouchedRows touched{.count = grad.rows.numel(),
                             .width = table.width,
                             .rows = (table.is_sharded ? grad.places : grad.rows).const_data_ptr<int64_t>(),
                             .places = grad.places.const_data_ptr<int64_t>(),
                             .grads = grad.values.const_data_ptr<float>(),
-                            .values = param.mutable_data_ptr<float>()};
+                            .dtype = table.dtype,
+                            .values = param.mutable_data_ptr(),
+                            .master_kind = kind_of(table.master),
+                            .master = table.master.defined() ? table.master.mutable_data_ptr() : nullptr};
   update_rows(by, table.states, table.step, touched, updated);
 }
 
@@ -115,7 +137,7 @@ void RowTables::put(const std::vector<at::Tensor>& params, const std::vector<boo
     for (size_t t = 0; t < tables_.size(); ++t) {
       if (!present[t] || tables_[t].is_sharded) continue;
       const RowOwners& owners = tables_[t].owners;
-      const int64_t width = tables_[t].width;
+      const int64_t bytes = tables_[t].width * width_of(tables_[t].dtype);  // a row's
       const int64_t most = most_updated(t, owner, count_of);
       const int64_t owned = owners.owned_by(owner);
       const int64_t count = next[0];
@@ -123,12 +145,12 @@ void RowTables::put(const std::vector<at::Tensor>& params, const std::vector<boo
       const int32_t* const end = next + updated_words(t, owner, count_of);
       read_names(++next, count, most, owner, owners, places);
       next += named_by_bits(most, owned) ? bit_words(owned) : count;
-      const auto* from = reinterpret_cast<const float*>(next);
-      auto* to = params[t].mutable_data_ptr<float>();
-      const auto place = [&](int64_t i) { return to + owners.row_at(owner, places[i]) * width; };
-      for (int64_t i = 0; i < count; ++i, from += width) {
-        if (i + kAhead < count) prefetch_row(place(i + kAhead), width);
-        std::memcpy(place(i), from, static_cast<size_t>(width) * sizeof(float));
+      const auto* from = reinterpret_cast<const char*>(next);
+      auto* const to = static_cast<char*>(params[t].mutable_data_ptr());
+      const auto place = [&](int64_t i) { return to + owners.row_at(owner, places[i]) * bytes; };
+      for (int64_t i = 0; i < count; ++i, from += bytes) {
+        if (i + kAhead < count) prefetch_row(place(i + kAhead), bytes);
+        std::memcpy(place(i), from, static_cast<size_t>(bytes));
       }
       next = end;
     }

@@ -174,7 +174,7 @@ def test_two_ranks_of_one_gpu_train_as_over_gloo(device: torch.device, exchange:
 
 def train_tables(rank: int, world_size: int) -> None:
     for stage in (1, 2):
-        test_sparse_adam.train(rank, world_size, stage, {}, str(DEVICE))
+        test_sparse_adam.train(rank, world_size, stage, {}, torch.float32, str(DEVICE))
 
 
 def test_two_ranks_of_one_gpu_train_tables(device: torch.device) -> None:

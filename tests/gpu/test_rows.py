@@ -10,26 +10,37 @@ import torch
 from tests.gpu.twins import DEVICE
 from tests.ranks import run_ranks
 from tests.rows import test_rules, test_sparse_adam
+from tests.rows.tables import NARROW
 from zerox import FusedShardedAdam
 
 
 @pytest.mark.parametrize("stage", [1, 2])
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_training_has_the_bits_of_sparse_adam_on_the_mean(device: torch.device, world_size: int, stage: int) -> None:
-    run_ranks(test_sparse_adam.train, world_size, stage, {}, str(DEVICE))
+    run_ranks(test_sparse_adam.train, world_size, stage, {}, torch.float32, str(DEVICE))
+
+
+@pytest.mark.parametrize(
+    ("kind", "world_size", "stage"), [("bf16", 1, 2), ("bf16", 3, 1), ("fp16", 2, 2), ("bf16, fp32", 2, 2)]
+)
+def test_16_bit_tables_have_the_bits_of_sparse_adam_on_their_masters(
+    device: torch.device, kind: str, world_size: int, stage: int
+) -> None:
+    dtype, options = NARROW[kind]
+    run_ranks(test_sparse_adam.train, world_size, stage, options, dtype, str(DEVICE))
 
 
 @pytest.mark.parametrize(("stage", "norm_type"), [(1, 2.0), (2, 2.0), (2, math.inf)])
 def test_norm_and_clipped_step_are_torch_s_on_dense_gradients(
     device: torch.device, stage: int, norm_type: float
 ) -> None:
-    run_ranks(test_sparse_adam.clip, 2, stage, norm_type, 0.01, str(DEVICE))
+    run_ranks(test_sparse_adam.clip, 2, stage, norm_type, 0.01, "", str(DEVICE))
 
 
 @pytest.mark.parametrize("width", [12, 33])
 @pytest.mark.parametrize("name", test_rules.RULES)
 def test_rows_have_the_bits_of_a_dense_parameter(device: torch.device, name: str, width: int) -> None:
-    run_ranks(test_rules.beside_dense, 2, name, 2, width, str(DEVICE))
+    run_ranks(test_rules.beside_dense, 2, name, 2, width, torch.float32, {}, str(DEVICE))
 
 
 def refused(rank: int, world_size: int, device: str) -> None:

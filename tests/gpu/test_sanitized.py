@@ -15,7 +15,7 @@ import torch
 from tests.gpu.test_kernel_flatten import assert_same_packing, cut_and_placed
 from tests.gpu.test_kernel_norm import random_shard, words_of
 from tests.gpu.test_kernel_reduce import Reduction, assert_same_reduction
-from tests.gpu.test_kernel_rows import RULES, assert_rows_updated_as_on_the_cpu
+from tests.gpu.test_kernel_rows import KINDS, RULES, assert_rows_updated_as_on_the_cpu
 from tests.gpu.test_kernel_update import COMBINATIONS, assert_same_step, ragged_shard
 from tests.gpu.twins import Fences, mixed_options, random_bits
 from tests.kernels.rule import VARIANTS
@@ -78,5 +78,5 @@ def test_update(device: torch.device, seed: int, offset: int) -> None:
 
 
 def test_rows(device: torch.device, seed: int) -> None:
-    for name, (width, offset) in itertools.product(RULES, [(1, 0), (33, 0), (64, 1), (64, 0)]):
-        assert_rows_updated_as_on_the_cpu(device, seed, name, width, offset, 0.25)
+    for name, kind, (width, offset) in itertools.product(RULES, KINDS, [(33, 0), (64, 1), (64, 0)]):
+        assert_rows_updated_as_on_the_cpu(device, seed, name, kind, width, offset, 0.25)

@@ -52,13 +52,14 @@ class Scales(nn.Module):
         self.parts = nn.ModuleList(Scale(torch.randn(numel, generator=generator)) for numel in numels)
 
     def add_table(self) -> None:
-        """float32 whatever the others are, as tables are."""
-        generator = torch.Generator().manual_seed(1)
-        self.table = nn.Embedding(130, 8, sparse=True, _weight=torch.randn(130, 8, generator=generator))
+        """float32 beside float64, which no table is."""
+        values = torch.randn(130, 8, generator=torch.Generator().manual_seed(1))
+        dtype = self.parts[0].weight.dtype
+        self.table = nn.Embedding(130, 8, sparse=True, _weight=values.to(dtype if dtype in NARROW else values.dtype))
 
-    def forward(self, xs: Sequence[Tensor]) -> Tensor:
+    def forward(self, xs: Sequence[Tensor], has_rows: bool = True) -> Tensor:
         loss = torch.stack([part(x).float().sum() for part, x in zip(self.parts, xs, strict=True)]).sum()
-        if hasattr(self, "table"):
+        if hasattr(self, "table") and has_rows:
             loss = loss + self.table((100 * xs[0][:40].float()).long() % 130).square().sum()
         return loss
 
@@ -131,8 +132,9 @@ class Training:
         assert inside.grads.teams.are_many is (way[TEAM] == SUB_GROUP and inside.ranks.size > 1)
 
     def backwards(self, step: int) -> None:
+        adds_no_rows = self.dtype is torch.float16 and self.way["accumulate_dtype"] == "None"  # a But of tables
         with self.optimizer.no_sync():
-            self.model(self.batch(step, 0)).backward()
+            self.model(self.batch(step, 0), has_rows=not adds_no_rows).backward()
         self.model(self.batch(step, 1)).backward()
         if self.way["mean_over"] == "called":
             self.optimizer.mean_over(COUNT)

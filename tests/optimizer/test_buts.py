@@ -16,7 +16,7 @@ from tests.optimizer.made import arguments, exchange_of
 from tests.optimizer.ways import Pair, Way, name_of, needs_accelerator, pairs_with, way_of
 from tests.ranks import run_ranks
 from zerox import FusedShardedAdam, FusedShardedSGD, ShardedOptimizer
-from zerox.plan.choices import Setting, some
+from zerox.plan.choices import TABLES, Setting, some
 from zerox.plan.combinations import But
 
 
@@ -158,6 +158,20 @@ def one_more_rounding(way: Way) -> None:
     assert not torch.equal(first, second)
 
 
+def no_sums_of_rows(way: Way) -> None:
+    for accumulate_dtype in (None, torch.float32):
+        table = nn.Embedding(8, 4, sparse=True, dtype=torch.float16)
+        group = {"params": [table.weight], "sparse": True, "weight_decay": 0.0}
+        optimizer = FusedShardedAdam([group], accumulate_dtype=accumulate_dtype)
+        table(torch.tensor([1, 1, 5])).sum().backward()
+        if accumulate_dtype is None:
+            with pytest.raises(NotImplementedError, match="not implemented for 'Half'"):
+                table(torch.tensor([5])).sum().backward()
+        else:
+            table(torch.tensor([5])).sum().backward()
+            assert optimizer.full_grad(table.weight)[:, 0].tolist() == [0, 2, 0, 0, 0, 2, 0, 0]
+
+
 NATIVE = some("ZEROX_EXCHANGE", "native")
 JOINS = some("join", "inside")
 SHOWN: dict[frozenset[Setting], Callable[[Way], None]] = {
@@ -170,6 +184,7 @@ SHOWN: dict[frozenset[Setting], Callable[[Way], None]] = {
     **each(JOINS, some("optimizer", "ShardedOptimizer"), step_options_are_not_followed),
     **each(JOINS, some("stage", "3"), all_gradients_wait),
     **each(some("mean_over", "called"), some("stage", "1"), one_more_rounding),
+    **each(some("parameters", "float16"), some(TABLES, "True"), no_sums_of_rows),
 }
 
 

@@ -14,6 +14,12 @@ from zerox.flow.residency import Residency
 ROWS, WIDTH = 300, 12  # five blocks, the last one not whole
 WIDE = (1000, 64)  # several pages
 OPTIONS: dict[str, Any] = {"lr": 0.05, "betas": (0.875, 0.99), "eps": 1e-6}
+NARROW: dict[str, tuple[torch.dtype, dict[str, Any]]] = {  # 16-bit tables, and how their exact values are kept
+    "bf16": (torch.bfloat16, {}),
+    "fp16": (torch.float16, {"accumulate_dtype": torch.float32}),  # torch can't add two sparse gradients in float16
+    "bf16, fp32": (torch.bfloat16, {"master_weights": "fp32"}),
+    "bf16, none": (torch.bfloat16, {"master_weights": None, "accumulate_dtype": torch.float32}),
+}
 
 
 class Model(nn.Module):
@@ -65,17 +71,17 @@ def build(model: nn.Module, hostile: bool = True, **options: Any) -> FusedSharde
     return optimizer
 
 
-def numbered(**options: Any) -> tuple[nn.Embedding, FusedShardedAdam]:
+def numbered(dtype: torch.dtype = torch.float32, **options: Any) -> tuple[nn.Embedding, FusedShardedAdam]:
     """A table alone, in stage 3, whose values are the numbers of their rows."""
     values = torch.arange(WIDE[0], dtype=torch.float32)[:, None].repeat(1, WIDE[1])
-    table = nn.Embedding.from_pretrained(values, freeze=False, sparse=True)
+    table = nn.Embedding.from_pretrained(values.to(dtype), freeze=False, sparse=True)
     group = {"params": [("words", table.weight)], "sparse": True, "weight_decay": 0.0}
     return table, FusedShardedAdam([group], **{"lr": 0.5, "stage": 3, **options})
 
 
 def mean_of(grads: Sequence[Tensor | None], divisor: float) -> Tensor | None:
-    """Of the ranks' sparse gradients: each rank's rows added up, then ranks in order, divided once."""
-    found = [grad.coalesce() for grad in grads if grad is not None]
+    """Of the ranks' sparse gradients: each rank's rows added up, then ranks in order, divided once; in float32."""
+    found = [grad.float().coalesce() for grad in grads if grad is not None]
     if not found:
         return None
     total = found[0]
@@ -85,14 +91,49 @@ def mean_of(grads: Sequence[Tensor | None], divisor: float) -> Tensor | None:
     return torch.sparse_coo_tensor(indices, values, total.shape, is_coalesced=True, check_invariants=False)
 
 
-class Twin:
-    """All ranks' gradients in one process. The dense layer is copied from the model, which is not what is tested."""
+def rounded(exact: Tensor, dtype: torch.dtype, masters: str | None) -> Tensor:
+    """Of float32 values: with remainders bfloat16 is rounded half away from zero, else as torch rounds."""
+    if dtype is torch.bfloat16 and masters == "auto":
+        return ((exact.view(torch.int32) + 2**15) >> 16).to(torch.int16).view(dtype)
+    return exact.to(dtype)
 
-    def __init__(self, model: Model, world_size: int, **options: Any) -> None:
+
+class Twin:
+    """All ranks' gradients in one process. The dense layer is copied from the model, which is not what is tested.
+
+    ``tables``: what SparseAdam updates: the model's own, or of 16-bit ones their exact values, in float32.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        world_size: int,
+        master_weights: str | None = "auto",
+        accumulate_dtype: torch.dtype | None = None,
+        **options: Any,
+    ) -> None:
         self.world_size = world_size
-        self.model = Model().to(model.head.weight.device)
+        self.masters = master_weights
+        self.model = Model().to(model.head.weight)
         self.model.load_state_dict(model.state_dict())
-        self.optimizer = torch.optim.SparseAdam(sparse_params(self.model), **{**OPTIONS, **options})
+        self.tables = sparse_params(self.model)
+        if self.is_narrow:
+            self.tables = [nn.Parameter(param.detach().float()) for param in self.tables]
+            for param in sparse_params(self.model):
+                param.grad_dtype = accumulate_dtype or param.dtype
+        self.optimizer = torch.optim.SparseAdam(self.tables, **{**OPTIONS, **options})
+
+    @property
+    def is_narrow(self) -> bool:
+        return self.model.words.weight.dtype is not torch.float32
+
+    @torch.no_grad()
+    def step(self) -> None:
+        self.optimizer.step()
+        for param, exact in zip(sparse_params(self.model), self.tables if self.is_narrow else (), strict=False):
+            param.copy_(rounded(exact, param.dtype, self.masters))
+            if self.masters is None:
+                exact.copy_(param)
 
     def take_gradients(self, step: int) -> None:
         of_ranks = []
@@ -100,7 +141,7 @@ class Twin:
             self.model.zero_grad()
             backward(self.model, rank, step)
             of_ranks.append([param.grad for param in sparse_params(self.model)])
-        for param, grads in zip(sparse_params(self.model), zip(*of_ranks, strict=True), strict=True):
+        for param, grads in zip(self.tables, zip(*of_ranks, strict=True), strict=True):
             param.grad = mean_of(grads, self.world_size)
 
     def copy_dense(self, model: Model) -> None:
@@ -110,9 +151,13 @@ class Twin:
         """Parameters on this rank, and the whole state, have the twin's bits. Collective."""
         state = [entry for _, entry in sorted(optimizer.full_state_dict().get("state", {}).items())]
         state = [entry for entry in state if entry["exp_avg"].dim() == 2 and entry["exp_avg"].shape[1] == WIDTH][-3:]
+        has_masters = self.is_narrow and self.masters is not None
         for index, (ours, theirs) in enumerate(zip(sparse_params(model), sparse_params(self.model), strict=True)):
+            exact = self.tables[index]
             assert torch.equal(ours, theirs), (index, (ours - theirs).abs().max())
-            if state and (kept := self.optimizer.state[theirs]):
+            assert not state or ("master" in state[index]) is has_masters
+            assert not state or not has_masters or torch.equal(state[index]["master"], exact)
+            if state and (kept := self.optimizer.state[exact]):
                 assert float(state[index]["step"]) == kept["step"]
                 assert torch.equal(state[index]["exp_avg"], kept["exp_avg"].cpu())
                 assert torch.equal(state[index]["exp_avg_sq"], kept["exp_avg_sq"].cpu())

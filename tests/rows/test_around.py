@@ -12,8 +12,8 @@ from tests.rows.tables import Model, backward, build, ids_of
 from zerox import FusedShardedAdam, sparse_params
 
 
-def memory(rank: int, size: int, stage: int) -> None:
-    table, head = nn.Embedding(1000, 16, sparse=True), nn.Linear(16, 300)
+def memory(rank: int, size: int, stage: int, dtype: torch.dtype) -> None:
+    table, head = nn.Embedding(1000, 16, sparse=True, dtype=dtype), nn.Linear(16, 300, dtype=dtype)
     groups = [{"params": head.parameters()}, {"params": table.parameters(), "sparse": True, "weight_decay": 0.0}]
     optimizer = FusedShardedAdam(groups, stage=stage)
     head(table(torch.tensor([1, 1, 700]))).sum().backward()
@@ -22,18 +22,26 @@ def memory(rank: int, size: int, stage: int) -> None:
     found, expected = optimizer.memory_bytes(), zerox.estimate(groups, size, stage=stage)
     dense = zerox.estimate(head.parameters(), size, stage=stage)
     owners = optimizer.inside.tables[0].owners
-    own = len(owners.rows_of(rank)) * 16 * 4
-    most = max(len(owners.rows_of(each)) for each in range(size)) * 16 * 4
-    assert found.parameters == expected.parameters == dense.parameters + 1000 * 16 * 4
-    assert found.moments == dense.moments + 2 * own
-    assert 0 <= expected.moments - (dense.moments + 2 * most) < 2 * 64 * 16 * 4, "as if the last block were whole"
+    own = len(owners.rows_of(rank)) * 16
+    most = max(len(owners.rows_of(each)) for each in range(size)) * 16
+    master = {torch.float32: 0, torch.bfloat16: 2, torch.float16: 4}[dtype]
+    assert found.parameters == expected.parameters == dense.parameters + 1000 * 16 * dtype.itemsize
+    assert found.moments == dense.moments + 2 * 4 * own
+    assert found.master == dense.master + master * own
+    for of_estimate, of_dense, each in (
+        (expected.moments, dense.moments, 2 * 4),
+        (expected.master, dense.master, master),
+    ):
+        assert 0 <= of_estimate - (of_dense + each * most) <= each * 63 * 16, "as if the last block were whole"
     assert 0 < found.gradients - dense.gradients < 2000, "a few rows"
 
 
 @pytest.mark.parametrize("stage", [1, 2])
-@pytest.mark.parametrize("size", [1, 3])
-def test_memory_and_its_estimate_know_tables(size: int, stage: int) -> None:
-    run_ranks(memory, size, stage)
+@pytest.mark.parametrize(
+    ("size", "dtype"), [(1, torch.float32), (3, torch.float32), (3, torch.bfloat16), (2, torch.float16)]
+)
+def test_memory_and_its_estimate_know_tables(size: int, stage: int, dtype: torch.dtype) -> None:
+    run_ranks(memory, size, stage, dtype)
 
 
 def alike(one: nn.Module, other: nn.Module) -> None:

@@ -14,7 +14,8 @@ import pytest
 
 import zerox.flow.rows
 from tests.ranks import run_ranks
-from tests.rows import test_rules, test_sparse_adam, test_state
+from tests.rows import test_16_bits, test_added, test_around, test_rules, test_sparse_adam, test_state
+from tests.rows.tables import NARROW
 from zerox.flow.device_messages import DeviceMessages
 from zerox.flow.device_rows import DeviceRowFlow
 from zerox.ranks.group import Ranks
@@ -35,6 +36,15 @@ def as_on_a_device(rank: int, world_size: int, body: Callable[..., Any], *args: 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_training_has_the_bits_of_sparse_adam_on_the_mean(world_size: int, stage: int) -> None:
     run_ranks(as_on_a_device, world_size, test_sparse_adam.train, stage, {})
+
+
+@pytest.mark.parametrize(
+    ("kind", "world_size", "stage"),
+    [("bf16", 1, 1), ("bf16", 3, 2), ("fp16", 2, 1), ("bf16, fp32", 2, 2), ("bf16, none", 3, 1)],
+)
+def test_16_bit_tables_have_the_bits_of_sparse_adam_on_their_masters(kind: str, world_size: int, stage: int) -> None:
+    dtype, options = NARROW[kind]
+    run_ranks(as_on_a_device, world_size, test_sparse_adam.train, stage, options, dtype)
 
 
 def test_maximize_is_torch_s() -> None:
@@ -66,17 +76,20 @@ def test_rows_that_cancel_or_are_absent_count_as_in_torch(world_size: int, make:
 
 
 def test_what_changes_after_an_exchange_counts() -> None:
-    run_ranks(as_on_a_device, 3, test_sparse_adam.changed_between)
+    run_ranks(as_on_a_device, 3, test_added.changed_between)
 
 
 @pytest.mark.parametrize(
     ("body", "args"),
     [
-        (test_sparse_adam.accumulate, ()),
+        (test_added.accumulate, ()),
+        (test_added.added_in_place, ()),
         (test_sparse_adam.value_clipped, ()),
         (test_sparse_adam.skipped, (2,)),
         (test_sparse_adam.nonfinite, (1, math.inf)),
         (test_sparse_adam.nonfinite, (2, math.nan)),
+        (test_16_bits.written, ("bf16",)),
+        (test_16_bits.overflowing, (2,)),
         (test_rules.beside_dense, ("sgd", 2, 12)),
         (test_rules.beside_dense, ("sgd, maximize", 1, 33)),
         (test_rules.beside_dense, ("lion", 2, 33)),
@@ -85,6 +98,11 @@ def test_what_changes_after_an_exchange_counts() -> None:
 )
 def test_what_the_host_s_flow_does(body: Callable[..., Any], args: tuple[Any, ...]) -> None:
     run_ranks(as_on_a_device, 2, body, *args)
+
+
+def test_a_backward_through_old_values_raises(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(zerox.flow.rows, "flow_of", device_flow)
+    test_around.test_a_backward_through_old_values_raises()
 
 
 def test_a_checkpoint_goes_on_at_any_number_of_ranks(tmp_path: Path) -> None:

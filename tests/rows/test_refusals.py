@@ -33,7 +33,7 @@ def group(**options: Any) -> list[dict[str, Any]]:
         ({"amsgrad": True}, "amsgrad=True"),
         ({"params": [nn.Parameter(torch.ones(5))]}, "two dimensions"),
         ({"params": [nn.Parameter(torch.ones(5, 4).t())]}, "contiguous"),
-        ({"params": [nn.Parameter(torch.ones(5, 4, dtype=torch.bfloat16))]}, "is torch.bfloat16"),
+        ({"params": [nn.Parameter(torch.ones(5, 4, dtype=torch.float64))]}, "is torch.float64: tables are one of"),
         ({"params": [nn.Parameter(torch.ones(5, 0))]}, "not empty"),
     ],
 )

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -42,20 +44,30 @@ def grad_of(rank: int, world_size: int, step: int, width: int) -> Tensor:
     return torch.sparse_coo_tensor(rows[None], values, (ROWS, width), check_invariants=False)
 
 
-def table(width: int = WIDTH) -> nn.Parameter:
-    return nn.Parameter(torch.randn(ROWS, width, generator=torch.Generator().manual_seed(7)))
+def table(width: int = WIDTH, dtype: torch.dtype = torch.float32) -> nn.Parameter:
+    values = torch.randn(ROWS, width, generator=torch.Generator().manual_seed(7))
+    return nn.Parameter(values.to(dtype))
 
 
-def beside_dense(rank: int, world_size: int, name: str, stage: int, width: int, device: str = "cpu") -> None:
+def beside_dense(
+    rank: int,
+    world_size: int,
+    name: str,
+    stage: int,
+    width: int,
+    dtype: torch.dtype = torch.float32,
+    options: Mapping[str, Any] = MappingProxyType({}),
+    device: str = "cpu",
+) -> None:
     """One optimizer has the table and a dense parameter of the same values and gradients."""
-    own, twin = (nn.Parameter(table(width).detach().to(device)) for _ in range(2))
+    own, twin = (nn.Parameter(table(width, dtype).detach().to(device)) for _ in range(2))
     shared = {"rule": rule_of(name), "weight_decay": 0.0, **RULES[name]}
     optimizer = FusedShardedAdam(
-        [{"params": [own], "sparse": True, **shared}, {"params": [twin], **shared}], stage=stage
+        [{"params": [own], "sparse": True, **shared}, {"params": [twin], **shared}], stage=stage, **options
     )
     for step in range(4):
-        own.grad = grad_of(rank, world_size, step, width).to(device)
-        twin.grad = own.grad.coalesce().to_dense()
+        own.grad = grad_of(rank, world_size, step, width).to(device, dtype)
+        twin.grad = own.grad.float().coalesce().to_dense().to(dtype)
         if step:
             optimizer.clip_grad_norm_(0.5)
         if step == 2:
@@ -63,7 +75,7 @@ def beside_dense(rank: int, world_size: int, name: str, stage: int, width: int, 
         optimizer.step()
         optimizer.zero_grad()
         assert torch.equal(own, twin), (step, (own - twin).abs().max())
-    assert not torch.equal(own.cpu(), table(width))
+    assert not torch.equal(own.cpu(), table(width, dtype))
     state = optimizer.full_state_dict().get("state", {})
     for key, value in state[0].items() if state else ():
         assert torch.equal(value, state[1][key]), key
@@ -74,7 +86,20 @@ def beside_dense(rank: int, world_size: int, name: str, stage: int, width: int, 
 @pytest.mark.parametrize("stage", [1, 2])
 @pytest.mark.parametrize("name", RULES)
 def test_rows_that_are_always_touched_have_the_bits_of_a_dense_parameter(name: str, stage: int, width: int) -> None:
-    run_ranks(beside_dense, 3, name, stage, width)
+    run_ranks(beside_dense, 3, name, stage, width, torch.float32, {})
+
+
+@pytest.mark.parametrize(
+    ("name", "stage", "dtype", "masters"),
+    [
+        *((name, 2, dtype, "auto") for name in RULES for dtype in (torch.bfloat16, torch.float16)),
+        *(("lion", stage, torch.bfloat16, masters) for stage, masters in ((1, "fp32"), (2, None))),
+    ],
+)
+def test_so_have_16_bit_rows(name: str, stage: int, dtype: torch.dtype, masters: str | None) -> None:
+    """Of a dense parameter whose gradients are reduced in float32, as rows are."""
+    options = {"master_weights": masters, "reduce_dtype": torch.float32}
+    run_ranks(beside_dense, 3, name, stage, 33, dtype, options)
 
 
 @pytest.mark.parametrize("name", RULES)

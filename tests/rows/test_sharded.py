@@ -19,7 +19,7 @@ import zerox
 from tests.mortal_ranks import fail_now, start_ranks
 from tests.ranks import run_ranks
 from tests.residency.rig import WAYS, residents, run_by_way
-from tests.rows.tables import WIDE, Model, backward, build, ids_of, numbered
+from tests.rows.tables import NARROW, WIDE, Model, backward, build, ids_of, numbered
 from zerox import FusedShardedAdam
 from zerox._C import ResidentCounts
 from zerox.memory.row_owners import BLOCK_ROWS
@@ -28,9 +28,10 @@ ROWS, WIDTH = WIDE
 ROW, PAGE = 4 * WIDTH, 4096
 
 
-def trained(rank: int, size: int, stage: int) -> list[Tensor]:
-    model = Model(seed=rank)
-    optimizer = build(model, stage=stage)
+def trained(rank: int, size: int, stage: int, kind: str = "") -> list[Tensor]:
+    dtype, options = NARROW.get(kind, (torch.float32, {}))
+    model = Model(seed=rank).to(dtype)
+    optimizer = build(model, stage=stage, **options)
     losses = []
     for step in range(4):
         if step == 2:
@@ -57,6 +58,17 @@ def test_a_training_has_the_bits_of_stage_2(way: str) -> None:
     run_ranks(run_by_way, 4 if way == "two machines" else 2, way, as_in_stage_2)
 
 
+def in_16_bits(rank: int, size: int) -> None:
+    for kind in ("bf16", "fp16"):
+        for ours, theirs in zip(trained(rank, size, 3, kind), trained(rank, size, 2, kind), strict=True):
+            assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_so_has_a_training_in_16_bits(way: str) -> None:
+    run_ranks(run_by_way, 4 if way == "two machines" else 2, way, in_16_bits)
+
+
 def counted(optimizer: FusedShardedAdam, call: Callable[[], Any]) -> tuple[int, int]:
     """How many fetches it took, and of how many bytes."""
     before: ResidentCounts = residents(optimizer).counts
@@ -66,20 +78,21 @@ def counted(optimizer: FusedShardedAdam, call: Callable[[], Any]) -> tuple[int, 
     return after.fetches - before.fetches, after.fetched_bytes - before.fetched_bytes
 
 
-def look_up(rank: int, size: int) -> None:
-    table, optimizer = numbered()
+def look_up(rank: int, size: int, dtype: torch.dtype = torch.float32) -> None:
+    row_bytes = WIDTH * dtype.itemsize
+    table, optimizer = numbered(dtype, resident_mb=1)
     owners = optimizer.inside.tables[0].owners
     ids = torch.tensor([[5, 999], [5, 700], [130, 6]], dtype=torch.int64 if rank == 0 else torch.int32)
     rows = [5, 6, 130, 700, 999]
-    foreign = sum(int(owners.of_block[row // BLOCK_ROWS]) != rank for row in rows) * ROW
+    foreign = sum(int(owners.of_block[row // BLOCK_ROWS]) != rank for row in rows) * row_bytes
     for _ in range(2):
         assert residents(optimizer).resident_bytes == 0
         assert counted(optimizer, lambda: table(ids).sum().backward()) == (1, foreign)
-        pages = {place // PAGE for row in rows for place in (row * ROW, (row + 1) * ROW - 1)}
+        pages = {place // PAGE for row in rows for place in (row * row_bytes, (row + 1) * row_bytes - 1)}
         assert residents(optimizer).resident_bytes == len(pages) * PAGE
         assert counted(optimizer, lambda: table(ids[1:])) == (0, 0), "they stay"
         seventeenth = int(owners.of_block[17 // BLOCK_ROWS]) != rank
-        assert counted(optimizer, lambda: table(torch.tensor([5, 17]))) == (1, seventeenth * ROW)
+        assert counted(optimizer, lambda: table(torch.tensor([5, 17]))) == (1, seventeenth * row_bytes)
         assert counted(optimizer, lambda: table.weight.detach().view(-1).t()) == (0, 0), "a view reads nothing"
         assert counted(optimizer, lambda: (torch.zeros_like(table.weight), table.weight.shape)) == (0, 0)
         with pytest.raises(IndexError):
@@ -89,13 +102,17 @@ def look_up(rank: int, size: int) -> None:
         for row in (5, 6, 17):
             assert torch.equal(table(torch.tensor(row)), table.weight.detach()[row])
         residents(optimizer).release_all()
-    assert optimizer.memory_bytes().parameters == owners.rows_of(rank).numel() * ROW
+    assert optimizer.memory_bytes().parameters == owners.rows_of(rank).numel() * row_bytes
     assert not residents(optimizer).counts.faults
 
 
 @pytest.mark.parametrize("way", WAYS)
 def test_a_lookup_fetches_the_rows_that_it_names(way: str) -> None:
     run_ranks(run_by_way, 4 if way == "two machines" else 2, way, look_up)
+
+
+def test_a_lookup_fetches_rows_of_16_bits() -> None:
+    run_ranks(look_up, 2, torch.bfloat16)
 
 
 def bags(rank: int, size: int) -> None:

@@ -11,14 +11,21 @@ import torch
 from torch import Tensor, nn
 
 from tests.ranks import run_ranks
-from tests.rows.tables import ROWS, WIDTH, Model, Twin, backward, build, ids_of, mean_of
+from tests.rows.tables import NARROW, ROWS, WIDTH, Model, Twin, backward, build, ids_of, mean_of
 from zerox import FusedShardedAdam, GradScaler, sparse_params
 
 STEPS = 5
 
 
-def train(rank: int, world_size: int, stage: int, options: dict[str, Any], device: str = "cpu") -> None:
-    model = Model(seed=rank).to(device)  # rank 0's values are everybody's
+def train(
+    rank: int,
+    world_size: int,
+    stage: int,
+    options: dict[str, Any],
+    dtype: torch.dtype = torch.float32,
+    device: str = "cpu",
+) -> None:
+    model = Model(seed=rank).to(device, dtype)  # rank 0's values are everybody's
     optimizer = build(model, stage=stage, **options)
     twin = Twin(model, world_size, **options)
     for step in range(STEPS):
@@ -28,12 +35,12 @@ def train(rank: int, world_size: int, stage: int, options: dict[str, Any], devic
         if step == 4:
             optimizer.synchronize()
         optimizer.step()
-        twin.optimizer.step()
-        for ours, theirs in zip(sparse_params(model), sparse_params(twin.model), strict=True):
+        twin.step()
+        for ours, theirs in zip(sparse_params(model), twin.tables, strict=True):
             if stage == 1 and theirs.grad is not None:
                 assert ours.grad is not None
                 assert torch.equal(ours.grad.coalesce().indices(), theirs.grad.coalesce().indices())
-                assert torch.equal(ours.grad.coalesce().values(), theirs.grad.coalesce().values())
+                assert torch.equal(ours.grad.coalesce().values(), theirs.grad.coalesce().values().to(ours.grad.dtype))
         optimizer.zero_grad()
         assert all(param.grad is None for param in sparse_params(model))
         twin.check(optimizer, model)
@@ -65,18 +72,21 @@ def as_dense(grad: Tensor | None, like: Tensor) -> Tensor:
     return torch.zeros_like(like) if grad is None else grad.to_dense()
 
 
-def clip(rank: int, world_size: int, stage: int, norm_type: float, max_norm: float, device: str = "cpu") -> float:
-    model = Model().to(device)
-    optimizer = build(model, stage=stage)
-    twin = Twin(model, world_size)
+def clip(
+    rank: int, world_size: int, stage: int, norm_type: float, max_norm: float, kind: str = "", device: str = "cpu"
+) -> float:
+    dtype, options = NARROW.get(kind, (torch.float32, {}))
+    model = Model().to(device, dtype)
+    optimizer = build(model, stage=stage, **options)
+    twin = Twin(model, world_size, **options)
     norms = []
     for step in range(3):
         twin.copy_dense(model)
         twin.take_gradients(step)
         model.head.requires_grad_(False)  # the norm is of the tables then
         backward(model, rank, step)
-        grads = [param.grad for param in sparse_params(twin.model)]
-        dense = [nn.Parameter(torch.zeros_like(param)) for param in sparse_params(twin.model)]
+        grads = [param.grad for param in twin.tables]
+        dense = [nn.Parameter(torch.zeros_like(param)) for param in twin.tables]
         for param, grad in zip(dense, grads, strict=True):
             param.grad = as_dense(grad, param)
         expected = nn.utils.clip_grad_norm_(dense, max_norm, norm_type)
@@ -87,7 +97,7 @@ def clip(rank: int, world_size: int, stage: int, norm_type: float, max_norm: flo
             if grad is not None:
                 grad._values().mul_(coefficient)
         optimizer.step()
-        twin.optimizer.step()
+        twin.step()
         optimizer.zero_grad()
         twin.check(optimizer, model)
         norms.append(float(norm))
@@ -185,50 +195,6 @@ def test_rows_that_cancel_or_are_absent_count_as_in_torch(world_size: int, make:
     run_ranks(handmade, world_size, make)
 
 
-def changed_between(rank: int, world_size: int) -> None:
-    model, twin = Model(), Model()
-    optimizer, theirs = build(model), build(twin)
-    for each in (model, twin):
-        backward(each, rank, 0)
-    optimizer.synchronize()  # what is exchanged is not sent again
-    sent = optimizer.inside.calls.row_grads.messages.traffic[1]
-    optimizer.synchronize()
-    assert optimizer.inside.calls.row_grads.messages.traffic[1] == sent
-    if rank == 0:  # one rank's rows change: all send theirs again
-        for each in (model, twin):
-            assert each.words.weight.grad is not None
-            each.words.weight.grad.add_(sparse([9, 40], [1.0, -2.0]))
-    elif rank == 1:  # a rank takes its gradients away
-        for each in (model, twin):
-            each.words.weight.grad = None
-    for of in (optimizer, theirs):
-        of.step()
-    assert torch.equal(model.words.weight, twin.words.weight)
-    assert torch.equal(model.bags.weight, twin.bags.weight)
-
-
-def test_what_changes_after_an_exchange_counts() -> None:
-    run_ranks(changed_between, 3)
-
-
-def accumulate(rank: int, world_size: int) -> None:
-    model, twin = Model(), Model()
-    optimizer, theirs = build(model), build(twin)
-    with optimizer.no_sync():
-        model(ids_of(rank, 0)).backward()
-        assert optimizer.inside.calls.row_grads.messages.traffic[1] == 0
-    model(ids_of(rank, 1)).backward()
-    for step in (0, 1):
-        twin(ids_of(rank, step)).backward()
-    optimizer.step()
-    theirs.step()
-    assert torch.equal(model.words.weight, twin.words.weight)
-
-
-def test_rows_add_up_inside_no_sync() -> None:
-    run_ranks(accumulate, 2)
-
-
 def nonfinite(rank: int, world_size: int, stage: int, value: float) -> None:
     model = Model()
     optimizer, scaler = build(model, stage=stage), GradScaler(device="cpu", init_scale=4.0)
@@ -314,10 +280,10 @@ def value_clipped(rank: int, world_size: int) -> None:
     backward(model, rank, 0)
     optimizer.clip_grad_value_(0.01)
     optimizer.step()
-    for param in sparse_params(twin.model):
+    for param in twin.tables:
         assert param.grad is not None
         param.grad._values().clamp_(-0.01, 0.01)
-    twin.optimizer.step()
+    twin.step()
     twin.check(optimizer, model)
 
 

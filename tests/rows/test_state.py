@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,9 @@ import torch
 
 import zerox
 from tests.ranks import run_ranks
-from tests.rows.tables import Model, Twin, backward, build, ids_of
+from tests.rows.tables import NARROW, Model, Twin, backward, build, ids_of
 from zerox import FusedShardedAdam, sparse_params
+from zerox.memory.grad_dtype import grad_dtype_of
 from zerox.memory.row_owners import BLOCK_ROWS, RowOwners
 
 SPLIT = 3  # the step at which a training is saved
@@ -22,9 +24,10 @@ def state_of(optimizer: FusedShardedAdam) -> dict[int, dict[str, Any]]:
     return found
 
 
-def save(rank: int, size: int, path: str, stage: int) -> Any:
-    model = Model()
-    optimizer = build(model, stage=stage)
+def save(rank: int, size: int, path: str, stage: int, kind: str = "") -> Any:
+    dtype, options = NARROW.get(kind, (torch.float32, {}))
+    model = Model().to(dtype)
+    optimizer = build(model, stage=stage, **options)
     for step in range(SPLIT):
         backward(model, rank, step)
         optimizer.step()
@@ -37,13 +40,16 @@ def values_of(model: Model) -> dict[str, torch.Tensor]:
     return {name: value.clone() for name, value in model.state_dict().items()}
 
 
-def load(rank: int, size: int, path: str, stage: int) -> Any:
-    model = Model(seed=9)
-    optimizer = build(model, stage=stage)
+def load(rank: int, size: int, path: str, stage: int, kind: str = "") -> Any:
+    dtype, options = NARROW.get(kind, (torch.float32, {}))
+    model = Model(seed=9).to(dtype)
+    optimizer = build(model, stage=stage, **options)
     zerox.load(path, model, optimizer)
     loaded = state_of(optimizer), values_of(model)
     for param in sparse_params(model):  # each rank the same rows: the mean is theirs
-        param.grad = torch.sparse_coo_tensor(torch.tensor([[1, 65]]), torch.ones(2, param.shape[1]), param.shape)
+        ones = torch.ones(2, param.shape[1])
+        grad = torch.sparse_coo_tensor(torch.tensor([[1, 65]]), ones, param.shape)
+        param.grad = grad.to(grad_dtype_of(param))
     optimizer.step()
     return loaded, (state_of(optimizer), values_of(model))
 
@@ -69,6 +75,66 @@ def test_a_checkpoint_goes_on_at_any_number_of_ranks(
     assert_equal(here[0][0], saved[0])
     assert_equal(there[0][1], here[0][1])
     assert any(int(entry["step"]) == SPLIT for entry in saved[0][0].values())
+
+
+@pytest.mark.parametrize(
+    ("kind", "saved_by", "loaded_by"),
+    [
+        ("bf16", (2, 1), (3, 3)),
+        ("fp16", (3, 3), (1, 2)),
+        ("bf16, fp32", (1, 2), (2, 3)),
+        ("bf16, none", (2, 3), (3, 2)),
+    ],
+)
+def test_a_checkpoint_of_16_bit_tables_goes_on_with_their_masters(
+    kind: str, saved_by: tuple[int, int], loaded_by: tuple[int, int], tmp_path: Path
+) -> None:
+    path = str(tmp_path / "checkpoint")
+    saved = run_ranks(save, saved_by[0], path, saved_by[1], kind)
+    there = run_ranks(load, loaded_by[0], path, loaded_by[1], kind)
+    here = run_ranks(load, saved_by[0], path, saved_by[1], kind)
+    assert_equal(there[0][0], saved[0])
+    assert_equal(here[0][0], saved[0])
+    assert_equal(there[0][1], here[0][1])
+    assert ("master" in saved[0][0][2]) is (kind != "bf16, none")
+
+
+def exact_values(rank: int, size: int, path: str, stage: int, kind: str, warns: bool) -> Any:
+    """The masters of the tables, or their values if they have none."""
+    dtype, options = NARROW[kind]
+    model = Model(seed=9).to(dtype)
+    optimizer = build(model, stage=stage, **options)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        zerox.load(path, model, optimizer)
+    said = [str(each.message) for each in caught]
+    assert any("masters to the parameters' dtype" in each for each in said) is warns
+    state = state_of(optimizer)
+    return [state.get(number, {}).get("master", param) for number, param in tables_of(model, optimizer)]
+
+
+def tables_of(model: Model, optimizer: FusedShardedAdam) -> list[tuple[int, torch.Tensor]]:
+    with optimizer.whole():
+        return [(t.member.number, t.param.detach().float()) for t in optimizer.inside.tables]
+
+
+@pytest.mark.parametrize("saved_as", ["bf16", "bf16, fp32", "bf16, none"])
+def test_masters_of_tables_are_converted_as_those_of_dense_parameters(saved_as: str, tmp_path: Path) -> None:
+    """From one form to another at most the last of 24 bits is lost, and only where a value lies in the middle."""
+    path = str(tmp_path / "checkpoint")
+    state, values = run_ranks(save, 2, path, 2, saved_as)[0]
+    plain = [values[name].float() for name in ("words.weight", "bags.weight", "means.weight")]
+    numbers = sorted(state)[-3:]
+    exact = [state[number].get("master", each) for number, each in zip(numbers, plain, strict=True)]
+    assert saved_as == "bf16, none" or not torch.equal(exact[0], plain[0])
+    for loaded_as in ("bf16", "bf16, fp32", "bf16, none"):
+        loses = loaded_as == "bf16, none" != saved_as
+        found = run_ranks(exact_values, 3, path, 3, loaded_as, loses)[0]
+        for ours, expected, rounded in zip(found, exact, plain, strict=True):
+            if loaded_as == "bf16, none":
+                assert torch.equal(ours, rounded)
+            else:
+                torch.testing.assert_close(ours, expected, rtol=2.0**-23, atol=0)
 
 
 def test_a_table_that_was_dense_goes_on_as_one_and_back(tmp_path: Path) -> None:
@@ -110,9 +176,10 @@ def test_a_table_of_another_shape_is_named(tmp_path: Path) -> None:
     run_ranks(of_another_shape, 2, str(tmp_path / "checkpoint"))
 
 
-def through_state_dict(rank: int, size: int) -> Any:
-    model = Model()
-    optimizer = build(model)
+def through_state_dict(rank: int, size: int, kind: str) -> Any:
+    dtype, options = NARROW.get(kind, (torch.float32, {}))
+    model = Model().to(dtype)
+    optimizer = build(model, **options)
     for step in range(2):
         backward(model, rank, step)
         optimizer.step()
@@ -121,23 +188,23 @@ def through_state_dict(rank: int, size: int) -> Any:
     whole = optimizer.full_state_dict()
     results = []
     for given in (own, whole if rank == 0 else None):
-        twin = Model(seed=4)
-        other = build(twin)
+        twin = Model(seed=4).to(dtype)
+        other = build(twin, **options)
         if size > 1 and given is None:
             continue
         twin.load_state_dict(model.state_dict())
         other.load_state_dict(given)
         results.append(given is own)
-        shares = [table.state for table in other.inside.tables]
-        assert_equal(shares, [table.state for table in optimizer.inside.tables])
+        shares = [table.kept for table in other.inside.tables]
+        assert_equal(shares, [table.kept for table in optimizer.inside.tables])
         assert [int(t.step) for t in other.inside.tables] == [int(t.step) for t in optimizer.inside.tables]
         assert [group.get("sparse") for group in other.param_groups] == [None, True]
     return own
 
 
-@pytest.mark.parametrize("size", [1, 2])
-def test_state_dict_is_this_rank_s_share_and_loads_again(size: int) -> None:
-    shares = run_ranks(through_state_dict, size)
+@pytest.mark.parametrize(("size", "kind"), [(1, ""), (2, ""), (1, "bf16"), (2, "bf16"), (2, "fp16")])
+def test_state_dict_is_this_rank_s_share_and_loads_again(size: int, kind: str) -> None:
+    shares = run_ranks(through_state_dict, size, kind)
     assert len(shares) == size
 
 
@@ -197,23 +264,25 @@ def test_a_consolidated_state_has_whole_tables() -> None:
     assert_equal(shown["state"], full["state"])
 
 
-def in_full(rank: int, world_size: int, stage: int) -> None:
+def in_full(rank: int, world_size: int, stage: int, kind: str) -> None:
     """full_grad() is what step() uses, full_state() what full_state_dict() has."""
-    model = Model()
-    optimizer, twin = build(model, stage=stage), Twin(model, world_size)
+    dtype, options = NARROW.get(kind, (torch.float32, {}))
+    model = Model().to(dtype)
+    optimizer, twin = build(model, stage=stage, **options), Twin(model, world_size, **options)
     assert optimizer.full_grad(model.words.weight) is None
     twin.take_gradients(0)
     backward(model, rank, 0)
     optimizer.scale_grads_(0.25)
     optimizer.clip_grad_value_(0.01)
-    for ours, theirs in zip(sparse_params(model), sparse_params(twin.model), strict=True):
+    for ours, theirs in zip(sparse_params(model), twin.tables, strict=True):
         assert theirs.grad is not None
         theirs.grad._values().mul_(0.25).clamp_(-0.01, 0.01)
         assert torch.equal(optimizer.full_grad(ours), theirs.grad.to_dense())
     optimizer.step()
-    twin.optimizer.step()
-    for ours, theirs in zip(sparse_params(model), sparse_params(twin.model), strict=True):
+    twin.step()
+    for ours, theirs in zip(sparse_params(model), twin.tables, strict=True):
         found, kept = optimizer.full_state(ours), twin.optimizer.state[theirs]
+        assert kind == "" or torch.equal(found.pop("master"), theirs)
         assert set(found) == set(kept)
         assert float(found["step"]) == kept["step"]
         assert torch.equal(found["exp_avg"], kept["exp_avg"])
@@ -222,6 +291,6 @@ def in_full(rank: int, world_size: int, stage: int) -> None:
         optimizer.full_state(model.words.weight if rank == 0 else model.head.weight)
 
 
-@pytest.mark.parametrize("stage", [1, 2])
-def test_gradient_and_state_of_one_table_are_had_in_full(stage: int) -> None:
-    run_ranks(in_full, 2, stage)
+@pytest.mark.parametrize(("stage", "kind"), [(1, ""), (2, ""), (1, "bf16"), (2, "fp16")])
+def test_gradient_and_state_of_one_table_are_had_in_full(stage: int, kind: str) -> None:
+    run_ranks(in_full, 2, stage, kind)

@@ -124,7 +124,7 @@ class SavedState:
         rounded: dict[str, None] = {}
         for bucket in self.buckets:
             rounded |= dict.fromkeys(self._convert(bucket, read))
-        self.tables.load(read)
+        rounded |= dict.fromkeys(self.tables.load(read))
         return list(rounded)
 
     def _dtype(self, member: Member, what: str) -> torch.dtype | None:

@@ -15,9 +15,9 @@ from zerox.engine import Engine
 from zerox.memory.row_table import RowTable
 from zerox.plan.span import Span
 from zerox.ranks.group import CPU
-from zerox.rules.rule import STEP
+from zerox.rules.rule import MASTER, MASTERS, REMAINDER, STEP
 from zerox.sliced_tensor import SlicedTensor
-from zerox.state.row_state import VALUES, sliced_rows, spread
+from zerox.state.row_state import VALUES, fill_master, sliced_rows, spread
 
 ROWS_AT_A_TIME = 2**16
 
@@ -59,26 +59,34 @@ class SavedTables:
 
     def known(self) -> Iterator[str]:
         for table in self.tables:
-            yield from (_key(table, what, self.names) for what in table.saved_keys)
+            masters = [spec.key for spec in MASTERS]
+            yield from (_key(table, what, self.names) for what in (*table.needed_keys, *masters))
 
     def needed(self) -> Iterator[str]:
         """None of a parameter that was frozen: its state starts now."""
         for table in self.tables:
             if self._was_saved(table) or self.names[table.member.number] not in self.in_groups:
-                yield from (_key(table, what, self.names) for what in table.saved_keys)
+                yield from (_key(table, what, self.names) for what in table.needed_keys)
 
     def misfits(self) -> Iterator[str]:
         for table in self.tables:
-            for what in table.saved_keys:
-                shape, dtype = ((), torch.int64) if what == STEP.key else (tuple(table.param.shape), torch.float32)
+            whole = tuple(table.param.shape)
+            expected: dict[str, tuple[tuple[int, ...], torch.dtype]] = {STEP.key: ((), torch.int64)}
+            expected |= dict.fromkeys((*table.state, MASTER.key), (whole, torch.float32))
+            expected[REMAINDER.key] = whole, torch.int16
+            for what, (shape, dtype) in expected.items():
                 then = self.saved.get(key := _key(table, what, self.names))
                 if then is not None and tuple(then.size) != shape:
                     yield f"{key} was saved as {list(then.size)}, and is {list(shape)}"
                 elif then is not None and then.properties.dtype is not dtype:
                     yield f"{key} was saved as {then.properties.dtype}, and can be {dtype}"
+                elif then is not None and what == REMAINDER.key and table.param.dtype is not torch.bfloat16:
+                    yield f"{key} is for a torch.bfloat16 parameter, and the parameter is {table.param.dtype}"
 
-    def load(self, read: Callable[[dict[str, Any]], None]) -> None:
-        """Each rank reads tables in ranges of rows, and keeps those that it owns, which lie all over them."""
+    def load(self, read: Callable[[dict[str, Any]], None]) -> list[str]:
+        """Each rank reads tables in ranges of rows, and keeps those that it owns, which lie all over them. Returns what
+        had to be rounded."""
+        rounded: list[str] = []
         for table in self.tables:
             if table.own is not None and (key := MODEL + self.names[table.member.number]) in self.saved:
                 self._load_rows(table, {key: table.own}, read)
@@ -86,18 +94,29 @@ class SavedTables:
                 table.step.zero_()
                 for values in table.state.values():
                     values.zero_()
+                fill_master(table, {})
                 continue
             step = torch.zeros(1, dtype=torch.int64, device=CPU)
             read({_key(table, STEP.key, self.names): SlicedTensor((), (), Span(0, 1), step)})
             table.step.fill_(int(step))
             self._load_rows(table, {_key(table, key, self.names): kept for key, kept in table.state.items()}, read)
+            masters = {spec.key: self.saved.get(_key(table, spec.key, self.names)) for spec in MASTERS}
+            given = {
+                key: torch.empty(table.own_values.shape, dtype=then.properties.dtype, device=CPU)
+                for key, then in masters.items()
+                if then is not None
+            }
+            self._load_rows(table, {_key(table, key, self.names): values for key, values in given.items()}, read)
+            rounded += fill_master(table, given)
+        return rounded
 
     def _load_rows(self, table: RowTable, into: Mapping[str, Tensor], read: Callable[[dict[str, Any]], None]) -> None:
         """``into``: what this rank keeps of its own rows, by its name in the checkpoint."""
         num_rows = int(table.param.shape[0])
         for start in range(0, num_rows, ROWS_AT_A_TIME):
             rows = Span(start, min(start + ROWS_AT_A_TIME, num_rows))
-            found = {key: torch.empty(rows.numel * table.width, dtype=torch.float32, device=CPU) for key in into}
+            numel = rows.numel * table.width
+            found = {key: torch.empty(numel, dtype=kept.dtype, device=CPU) for key, kept in into.items()}
             read({key: sliced_rows(table, rows, values) for key, values in found.items()})
             first, last = torch.searchsorted(table.own_rows, torch.tensor([rows.start, rows.stop], device=CPU)).tolist()
             own = table.own_rows[first:last] - rows.start

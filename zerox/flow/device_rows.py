@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,6 +22,7 @@ from zerox.flow.device_messages import DeviceMessages
 from zerox.flow.device_table import LandedRows, Rows, Table
 from zerox.memory.row_owners import CPU, places_of_blocks
 
+INT32 = torch.int32
 Counts = list[list[int]]  # of each table, how many rows each owner gets
 
 
@@ -47,6 +49,7 @@ class DeviceRowFlow:
         param: Tensor,
         of_block: Tensor,
         states: Sequence[Tensor],
+        master: Tensor | None,
         step: Tensor,
         divisor: float,
         own: Tensor | None,
@@ -57,7 +60,7 @@ class DeviceRowFlow:
         divided = None if divisor == 1.0 else torch.tensor(divisor, dtype=torch.float32, device=device)
         places, owned = places_of_blocks(of_block, param.shape[0], self.world)
         self.tables.append(
-            Table(param, of_block.to(device).long(), places.to(device), owned, list(states), step, divided)
+            Table(param, of_block.to(device).long(), places.to(device), owned, states, master, step, divided)
         )
 
     # ---- this rank's rows
@@ -147,17 +150,20 @@ class DeviceRowFlow:
             counts = iter(numbers[1 + num_tables :])
             self.of_ranks.append([[next(counts) for _ in range(self.world)] for _ in range(num_tables)])
         to_each = [[table.parts[owner] for table in self.tables] for owner in range(self.world)]
-        sizes = [[(counts[t][own], table.width) for t, table in enumerate(self.tables)] for counts in self.of_ranks]
+        sizes = [
+            [Size(counts[t][own], table.width, torch.float32) for t, table in enumerate(self.tables)]
+            for counts in self.of_ranks
+        ]
         received = to_each if self.world == 1 else self._swap(to_each, sizes)
         for t, table in enumerate(self.tables):
             table.landed = None
             if any(numbers[1 + t] for numbers in told):
                 table.land([of_rank[t] for of_rank in received])
 
-    def _swap(self, to_each: Sequence[Sequence[Rows]], sizes: Sequence[Sequence[tuple[int, int]]]) -> list[list[Rows]]:
-        """``to_each``: rows for each rank, of some tables. ``sizes``: how many come from each rank, and how wide."""
+    def _swap(self, to_each: Sequence[Sequence[Rows]], sizes: Sequence[Sequence[Size]]) -> list[list[Rows]]:
+        """``to_each``: rows for each rank, of some tables. ``sizes``: of those that come from each rank."""
         words = [as_words(rows) for rows in to_each]
-        received = self.messages.swap(words, [sum(n * (1 + width) for n, width in each) for each in sizes])
+        received = self.messages.swap(words, [sum(size.words for size in each) for each in sizes])
         return [list(from_words(of_rank, each)) for of_rank, each in zip(received, sizes, strict=True)]
 
     # ---- step()
@@ -173,6 +179,7 @@ class DeviceRowFlow:
             ops.update_rows_(
                 rule.name,
                 table.param.detach(),
+                table.master,
                 landed.values,
                 table.states,
                 table.step,
@@ -191,12 +198,15 @@ class DeviceRowFlow:
         """Ranks know how many rows were sent to each owner, and not how many different ones: messages are as long as
         they could be, and filled with their first row."""
         own = self.messages.ranks.rank
-        sizes = [[(self._most(t, table, rank), table.width) for t, table, _ in touched] for rank in range(self.world)]
+        sizes = [
+            [Size(self._most(t, table, rank), table.width, table.param.dtype) for t, table, _ in touched]
+            for rank in range(self.world)
+        ]
         sent = []
-        for (_, table, landed), (most, _) in zip(touched, sizes[own], strict=True):
+        for (_, table, landed), size in zip(touched, sizes[own], strict=True):
             rows = landed.rows
-            if most > rows.numel():
-                rows = torch.cat([rows, rows[:1].expand(most - rows.numel())])
+            if size.num_rows > rows.numel():
+                rows = torch.cat([rows, rows[:1].expand(size.num_rows - rows.numel())])
             sent.append(Rows(rows, table.param.detach()[rows]))
         received = self._swap([sent] * self.world, sizes)
         for rank, of_rank in enumerate(received):
@@ -211,15 +221,36 @@ class DeviceRowFlow:
         """Nobody reads another rank's memory."""
 
 
+class Size(NamedTuple):
+    """Of some rows in a message: how many, and what their values are."""
+
+    num_rows: int
+    width: int
+    dtype: torch.dtype
+
+    @property
+    def value_words(self) -> int:
+        """In int32, the last one filled up."""
+        return -(-self.num_rows * self.width * self.dtype.itemsize // INT32.itemsize)
+
+    @property
+    def words(self) -> int:
+        return self.num_rows + self.value_words
+
+
 def as_words(rows: Sequence[Rows]) -> Tensor:
     """One message of several tables' rows: of each its numbers, as int32, and its values."""
-    return torch.cat(
-        [each for numbers, values in rows for each in (numbers.int(), values.reshape(-1).view(torch.int32))]
-    )
+    found = []
+    for numbers, values in rows:
+        flat = values.reshape(-1)
+        if flat.nbytes % INT32.itemsize:
+            flat = torch.cat([flat, flat.new_zeros(1)])
+        found += [numbers.int(), flat.view(INT32)]
+    return torch.cat(found)
 
 
-def from_words(words: Tensor, sizes: Sequence[tuple[int, int]]) -> Iterator[Rows]:
-    """``sizes``: how many rows of each table, and how wide."""
-    parts = iter(words.split([numel for count, width in sizes for numel in (count, count * width)]))
-    for (count, width), numbers, values in zip(sizes, parts, parts, strict=True):
-        yield Rows(numbers.long(), values.view(torch.float32).view(count, width))
+def from_words(words: Tensor, sizes: Sequence[Size]) -> Iterator[Rows]:
+    parts = iter(words.split([numel for size in sizes for numel in (size.num_rows, size.value_words)]))
+    for size, numbers, values in zip(sizes, parts, parts, strict=True):
+        numel = size.num_rows * size.width
+        yield Rows(numbers.long(), values.view(size.dtype)[:numel].view(size.num_rows, size.width))

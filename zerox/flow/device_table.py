@@ -14,7 +14,7 @@ from zerox.memory.row_owners import BLOCK_ROWS
 
 
 class Rows(NamedTuple):
-    """Some of one table: int64 ``[n]`` and float32 ``[n, D]``."""
+    """Some of one table: int64 ``[n]``, and ``[n, D]`` of float32 or, for updated rows, of the table's dtype."""
 
     rows: Tensor
     values: Tensor
@@ -39,6 +39,7 @@ class Table:
     places: Tensor
     owned: list[int]  # how many rows each rank owns
     states: Sequence[Tensor]
+    master: Tensor | None
     step: Tensor
     divisor: Tensor | None
     seen: tuple[Tensor | None, int] | None = None
@@ -67,14 +68,15 @@ class Table:
         grad = self.param.grad
         if grad is None:
             return self.none()
-        fits = grad.layout is torch.sparse_coo and grad.dtype is torch.float32 and grad.shape == self.param.shape
-        if not fits or grad.sparse_dim() != 1:
+        fits = grad.layout is torch.sparse_coo and grad.dtype in (torch.float32, self.param.dtype)
+        if not fits or grad.shape != self.param.shape or grad.sparse_dim() != 1:
             return None
-        return self.added_up(grad._indices()[0], grad._values().detach())
+        return self.added_up(grad._indices()[0], grad._values().detach().float())
 
     def none(self) -> Rows:
         device = self.param.device
-        return Rows(torch.empty(0, dtype=torch.int64, device=device), torch.empty(0, self.width, device=device))
+        values = torch.empty(0, self.width, dtype=torch.float32, device=device)
+        return Rows(torch.empty(0, dtype=torch.int64, device=device), values)
 
     def added_up(self, rows: Tensor, values: Tensor) -> Rows:
         """As torch.optim.SparseAdam has it: equal rows in the order of torch's sort, which need not be stable."""

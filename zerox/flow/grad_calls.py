@@ -20,7 +20,7 @@ from zerox.flow.grad_scale import Divisor, GradScale, Norm
 from zerox.flow.grads import Grads
 from zerox.flow.norm import check_finite, clip_coefficient, norm_of, total_words
 from zerox.flow.row_refusals import zero_grads
-from zerox.flow.rows import Rows
+from zerox.flow.rows import Masters, Rows
 from zerox.memory.bucket import Bucket, Member
 from zerox.rules.of_groups import Rules
 
@@ -89,10 +89,11 @@ class GradCalls:
         members: Sequence[Member],
         groups: Sequence[Mapping[str, Any]],
         rules: Rules,
+        masters: Masters,
         divisors: Sequence[Divisor],
     ) -> list[Member]:
         """Returns the members that are none. Collective."""
-        others = self.row_grads.take(members, groups, rules, divisors)
+        others = self.row_grads.take(members, groups, rules, masters, divisors)
         for divisor in self.row_grads.divisors:
             self.scale.know(divisor)
         if self.row_grads.each:  # on all ranks, who say as much from now on

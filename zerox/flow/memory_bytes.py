@@ -56,6 +56,7 @@ def measured(inside: Inside) -> MemoryBytes:
     whole = [] if inside.grads.sharded else [local_of(member.param.grad) for member in dense]
     of_tables = [values for table in inside.tables for values in table.state.values()]
     state = [stored for bucket in inside.buckets for stored in bucket.state.values()]
+    state += [table.master for table in inside.tables if table.master is not None]
     masters = [stored for stored in state if stored.spec in MASTERS]
     others = [stored for stored in state if stored.spec not in MASTERS]
     masks = [bucket.mask.bits for bucket in inside.buckets if bucket.mask is not None]

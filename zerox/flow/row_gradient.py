@@ -11,6 +11,7 @@ from torch import Tensor
 
 from zerox import _C as C
 from zerox.flow.grad_scale import Divisor, GradScale
+from zerox.memory.grad_dtype import grad_dtype_of
 from zerox.memory.row_table import RowTable
 
 
@@ -34,7 +35,7 @@ class TableGrad:
                 f"{self._known} has a dense gradient: it is used outside the modules with sparse=True (tied weights), "
                 "or its module was made without. Take it out of the sparse group"
             )
-        if grad.dtype is not torch.float32 or grad.shape != param.shape or grad.sparse_dim() != 1:
+        if grad.dtype not in (torch.float32, param.dtype) or grad.shape != param.shape or grad.sparse_dim() != 1:
             return f"{self._known} has a gradient of {grad.dtype}, shape {tuple(grad.shape)}: rows of it are needed"
         bad = [number for number in grad._indices()[0].tolist() if not 0 <= number < param.shape[0]]
         if not bad:
@@ -53,11 +54,12 @@ class TableGrad:
         )
 
     def show(self, parts: Sequence[tuple[Tensor, Tensor]]) -> None:
-        """Makes p.grad the mean over all ranks: the union of their rows."""
+        """Makes p.grad the mean over all ranks: the union of their rows, rounded to its dtype."""
         param = self.table.param
         rows = torch.cat([rows for rows, _ in parts])
         values = torch.cat([values for _, values in parts])
-        param.grad = torch.sparse_coo_tensor(rows[None], values, param.shape, check_invariants=False).coalesce()
+        mean = torch.sparse_coo_tensor(rows[None], values, param.shape, check_invariants=False).coalesce()
+        param.grad = mean.to(grad_dtype_of(param))
 
     @property
     def _known(self) -> str:

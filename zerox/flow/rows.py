@@ -6,7 +6,7 @@ zero. So a table is in no bucket, and no hook watches it: p.grad keeps this rank
 are, inside no_sync() and outside. Where ranks meet to read the mean (step(), a norm, a scaler), each adds up its rows
 of the same number, and sends numbers and values to the rows' owners (zerox/memory/row_owners.py), which add them in
 rank order and divide once: csrc/rows/row_flow.h. So the mean has the bits that one process gets if it adds up the
-ranks' gradients in order.
+ranks' gradients in order. All of that is in float32, and of a 16-bit table too: each rank's rows are widened first.
 
 What is exchanged stays valid while no rank's p.grad changes: a clip and the step() after it exchange once. Each rank
 says where they meet whether its own has changed; if one has, all send what they have again.
@@ -19,7 +19,7 @@ them (Note [Rows are fetched by lookups] in csrc/params/table_rows.h).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -39,9 +39,11 @@ from zerox.memory.row_owners import CPU, RowOwners
 from zerox.memory.row_table import RowTable, check_group, is_sparse
 from zerox.ranks.group import Ranks
 from zerox.rules.of_groups import Rules
+from zerox.rules.rule import StateSpec
 
 Groups = Sequence[Mapping[str, Any]]
 Landed = C.LandedRows | LandedRows
+Masters = Callable[[torch.dtype], Sequence[StateSpec]]  # which are kept of parameters of a dtype
 MOST_REMARKED = 8192  # numbers, of all ranks together, that they tell each other beside all else where they meet
 
 
@@ -83,7 +85,7 @@ class Rows:
         return any(self.flow.landed)
 
     def take(
-        self, members: Sequence[Member], groups: Groups, rules: Rules, divisors: Sequence[Divisor]
+        self, members: Sequence[Member], groups: Groups, rules: Rules, masters: Masters, divisors: Sequence[Divisor]
     ) -> list[Member]:
         """Makes tables of those in sparse groups, with rank 0's values. Returns the others. Collective."""
         for member in members:
@@ -94,7 +96,8 @@ class Rows:
                     param.data = param.detach().clone()
                 self.ranks.broadcast_values(param, f"parameter '{member.name}'")
                 owners = RowOwners(param.shape[0], self.ranks.size, member.number)
-                table = RowTable(member, owners, self.ranks.rank, rules.of(group), group, self.shards_tables)
+                specs = [*rules.of(group).wanted([group]), *masters(param.dtype)]
+                table = RowTable(member, owners, self.ranks.rank, rules.of(group), specs, self.shards_tables)
                 divisor = divisors[member.group]
                 self.flow.add(**table.for_flow(self.ranks.size if divisor is None else divisor))
                 self.each.append(TableGrad(table, divisor))

@@ -9,33 +9,42 @@ import torch
 from torch import Tensor, nn
 
 from zerox.memory.bucket import Member
+from zerox.memory.forms import master_of
+from zerox.memory.grad_dtype import NARROW
 from zerox.memory.row_owners import CPU, RowOwners
+from zerox.memory.stored import Stored
 from zerox.ranks.dtensors import is_dtensor
-from zerox.rules.rule import STEP, Rule
+from zerox.rules.rule import MASTER, MASTERS, REMAINDER, STEP, Rule, StateSpec
 
 SPARSE = "sparse"  # the option of a param group that says so
 MOST_ROWS = 2**31 - 2**6  # rows travel with 32-bit numbers
+TABLE_DTYPES = (torch.float32, *NARROW)
 
 
 class RowTable:
-    """It lies in no bucket. ``state``: what its ``rule`` keeps under the options of its param ``group``, float32 ``[own
-    rows, D]``, by the keys of its torch.optim class; ``step`` is int64. ``own``: if it ``is_sharded`` (ZeRO stage 3),
-    the values that this rank keeps, ``[own rows, D]``, and ``home`` is where the whole table would lie; else None, and
-    every rank has all of it."""
+    """It lies in no bucket. ``state``: what its ``rule`` keeps, float32 ``[own rows, D]``, by the keys of its
+    torch.optim class; ``master``: the exact values of the same rows, if they have 16 bits and one is kept. Both are as
+    ``specs`` say. ``step`` is int64. ``own``: if it ``is_sharded`` (ZeRO stage 3), the values that this rank keeps,
+    ``[own rows, D]``, and ``home`` is where the whole table would lie; else None, and every rank has all of it."""
 
     def __init__(
-        self, member: Member, owners: RowOwners, rank: int, rule: Rule, group: Mapping[str, Any], is_sharded: bool
+        self, member: Member, owners: RowOwners, rank: int, rule: Rule, specs: Sequence[StateSpec], is_sharded: bool
     ) -> None:
         self.member = member
         self.owners = owners
         self.rule = rule
         self.own_rows = owners.rows_of(rank)
         shape = (self.own_rows.numel(), member.param.shape[1])
-        keys = [spec.key for spec in rule.wanted([group])]
-        self.state = {key: torch.zeros(shape, dtype=torch.float32, device=member.param.device) for key in keys}
+        device = member.param.device
+        kept = [spec.key for spec in specs if spec not in MASTERS]
+        self.state = {key: torch.zeros(shape, dtype=torch.float32, device=device) for key in kept}
         self.step = torch.zeros((), dtype=torch.int64, device=CPU)
         self.own = member.param.detach()[self.own_rows] if is_sharded else None
         self.home: int | None = None
+        self.master: Stored | None = None
+        for spec in (spec for spec in specs if spec in MASTERS):
+            first = self.own_values.float() if spec == MASTER else torch.zeros(shape, dtype=torch.int16, device=device)
+            self.master = Stored(spec, first)
 
     @property
     def is_at_home(self) -> bool:
@@ -50,9 +59,26 @@ class RowTable:
         return int(self.param.shape[1])
 
     @property
-    def saved_keys(self) -> tuple[str, ...]:
-        """Of what is kept, the count of its updates first."""
+    def own_values(self) -> Tensor:
+        """``[own rows, D]``."""
+        return self.param.detach()[self.own_rows] if self.own is None else self.own
+
+    @property
+    def needed_keys(self) -> tuple[str, ...]:
+        """Of what is kept, the count of its updates first. Without a master it can go on: from its values."""
         return (STEP.key, *self.state)
+
+    @property
+    def kept(self) -> dict[str, Tensor]:
+        """``[own rows, D]``, as it is stored."""
+        return self.state | ({} if self.master is None else self.master.tensors())
+
+    @property
+    def in_full(self) -> dict[str, Tensor]:
+        """The same in float32, a remainder as the master that it stands for."""
+        if self.master is None or self.master.spec != REMAINDER:
+            return self.kept
+        return self.state | {MASTER.key: master_of(self.own_values, self.master.values)}
 
     def for_flow(self, divisor: float) -> dict[str, Any]:
         """The arguments of add() of either flow of rows. ``divisor``: of the ranks' sum of gradients."""
@@ -60,6 +86,7 @@ class RowTable:
             "param": self.param,
             "of_block": self.owners.of_block,
             "states": list(self.state.values()),
+            "master": None if self.master is None else self.master.values,
             "step": self.step,
             "divisor": divisor,
             "own": self.own,
@@ -93,8 +120,8 @@ def _unfit(param: Tensor, shards_tables: bool) -> str:
         return "is a DTensor: tables are plain tensors, whole on every rank"
     if param.device.type != "cpu" and shards_tables:
         return f"is on {param.device}: stage=3 divides tables on the CPU only so far. Use stage=2, or sparse=False"
-    if param.dtype is not torch.float32:
-        return f"is {param.dtype}: tables are torch.float32"
+    if param.dtype not in TABLE_DTYPES:
+        return f"is {param.dtype}: tables are one of {TABLE_DTYPES}"
     if param.dim() != 2 or not param.is_contiguous():
         return f"must be contiguous, with two dimensions, got shape {tuple(param.shape)}, strides {param.stride()}"
     if param.numel() == 0 or param.shape[0] > MOST_ROWS:

@@ -7,6 +7,13 @@ from zerox.plan.verdicts import BATCHES, ON_GPUS, But, Refused, Row
 
 OF_TABLES = (
     Row(
+        some("parameters", "float16"),
+        some(TABLES, "True"),
+        But(
+            "torch can't add two sparse gradients in float16: for several backwards set accumulate_dtype=torch.float32"
+        ),
+    ),
+    Row(
         some("optimizer", SHARDED),
         some(TABLES, "True"),
         Refused("its class knows no rows", "The fused optimizers do"),

@@ -10,7 +10,7 @@ from zerox.memory.bucket import Bucket
 from zerox.memory.forms import convert_, master_of, remainder_of, rounding_to
 from zerox.memory.stored import Stored
 from zerox.plan.form import BLOCK_NUMEL
-from zerox.rules.rule import MASK, MASTER, MASTERS, REMAINDER
+from zerox.rules.rule import MASK, MASTER, MASTERS, REMAINDER, StateSpec
 
 PIECE_NUMEL = 2**18
 assert PIECE_NUMEL % BLOCK_NUMEL == 0
@@ -51,7 +51,7 @@ def fill_row(bucket: Bucket, row: int, parts: Mapping[str, Tensor], rest_anew: b
     elif bucket.master is not None and (masters or rest_anew):
         for piece in pieces(param.numel()):
             given_master = {key: part[piece] for key, part in masters.items()}
-            bucket.master.part(own).values[piece] = _master(bucket.master, param[piece], given_master)
+            bucket.master.part(own).values[piece] = as_master(bucket.master.spec, param[piece], given_master)
     return list(rounded)
 
 
@@ -71,10 +71,10 @@ def pieces(numel: int) -> Iterator[slice]:
         yield slice(start, min(start + PIECE_NUMEL, numel))
 
 
-def _master(own: Stored, param: Tensor, parts: Mapping[str, Tensor]) -> Tensor:
-    """The master in the form of ``own``; if ``parts`` has none, it is the parameter's value."""
+def as_master(spec: StateSpec, param: Tensor, parts: Mapping[str, Tensor]) -> Tensor:
+    """The master in this form; if ``parts`` has none, it is the parameter's value."""
     given, remainder = parts.get(MASTER.key), parts.get(REMAINDER.key)
-    if own.spec == REMAINDER:
+    if spec == REMAINDER:
         if remainder is not None:
             return remainder
         return remainder_of(param, given.float() if given is not None else param.float())

@@ -24,7 +24,15 @@ from zerox.state.dcp_request import Request, dcp_request
 from zerox.state.full_state import full_state, in_full, shown_in_group
 from zerox.state.row_state import check_rows_given, fill_rows, own_state, whole_state
 from zerox.state.sliced_state import sliced_state, whole_form
-from zerox.state.state_dict import check_groups, check_state, fill_state, groups_to_take, packed_with, state_uncast
+from zerox.state.state_dict import (
+    check_groups,
+    check_state,
+    fill_state,
+    groups_to_take,
+    packed_with,
+    say_rounded,
+    state_uncast,
+)
 
 
 @dataclass(frozen=True)
@@ -146,7 +154,7 @@ class OptimizerState(torch.optim.Optimizer):
         self.param_groups[:] = groups_to_take(self._rules, self.param_groups, loaded["param_groups"], self.defaults)
         self._start_states()
         fill_state(self._buckets, loaded["state"])
-        fill_rows(self._tables, loaded["state"])
+        say_rounded(dict.fromkeys(fill_rows(self._tables, loaded["state"])))
         self._note_loaded()
 
     def __getstate__(self) -> dict[str, Any]:

@@ -11,8 +11,9 @@ from torch import Tensor
 from zerox.memory.row_table import RowTable
 from zerox.plan.span import Span
 from zerox.ranks.group import CPU, Ranks
-from zerox.rules.rule import STEP
+from zerox.rules.rule import MASTERS, STEP
 from zerox.sliced_tensor import SlicedTensor
+from zerox.state.fill import as_master
 
 VALUES = "values"  # what a table keeps that is no state
 ROWS_OF = "rows_of"  # beside a rank's own rows: (rank, number of ranks), and nothing else loads them
@@ -20,7 +21,7 @@ ROWS_OF = "rows_of"  # beside a rank's own rows: (rank, number of ranks), and no
 
 def own_state(table: RowTable, ranks: Ranks) -> dict[str, Any]:
     """For ``optimizer.state``: views. On one rank these are the whole tensors, as torch.optim.SparseAdam has them."""
-    found: dict[str, Any] = {STEP.key: table.step, **table.state}
+    found: dict[str, Any] = {STEP.key: table.step, **table.kept}
     return found if ranks.size == 1 else {**found, ROWS_OF: (ranks.rank, ranks.size)}
 
 
@@ -28,9 +29,9 @@ def whole_state(table: RowTable, ranks: Ranks, to: int | None) -> dict[str, Any]
     """With the keys of its torch.optim class, on rank ``to`` (None: on all); elsewhere nothing. Collective."""
     most = max(table.owners.rows_of(rank).numel() for rank in range(ranks.size))
     found: dict[str, Any] = {}
-    for key in table.state:
+    for key, values in table.in_full.items():
         padded = torch.zeros(most, table.width, dtype=torch.float32, device=CPU)
-        padded[: table.own_rows.numel()] = table.state[key]
+        padded[: table.own_rows.numel()] = values
         whole = torch.zeros(table.param.shape, dtype=torch.float32, device=CPU)
         for rank, part in enumerate(ranks.gather(padded.reshape(-1), to)):
             rows = table.owners.rows_of(rank)
@@ -46,7 +47,7 @@ def check_rows_given(tables: Sequence[RowTable], ranks: Ranks, given: Mapping[An
         if (state := _given(table, given)) is None:
             continue
         known = f"state of parameter {table.member.quoted}, in a param group with sparse=True,"
-        needed = table.saved_keys if table.rule.keeps_step else table.state
+        needed = table.needed_keys if table.rule.keeps_step else table.state
         if missing := [key for key in needed if key not in state]:
             raise ValueError(f"{known} has no {missing[0]}")
         if ROWS_OF in state and tuple(state[ROWS_OF]) != (ranks.rank, ranks.size):
@@ -54,24 +55,44 @@ def check_rows_given(tables: Sequence[RowTable], ranks: Ranks, given: Mapping[An
                 f"{known} is of rank {state[ROWS_OF][0]} of {state[ROWS_OF][1]}, and this is rank {ranks.rank} of "
                 f"{ranks.size}: zerox.load() and full_state_dict() are for any number of ranks"
             )
-        for key, own in table.state.items():
-            shape = tuple(own.shape) if ROWS_OF in state else tuple(table.param.shape)
+        for key in (*table.state, *(spec.key for spec in MASTERS if spec.key in state)):
+            num_rows = table.own_rows.numel() if ROWS_OF in state else table.param.shape[0]
+            shape = num_rows, table.width
             if isinstance(state[key], SlicedTensor):
                 raise ValueError(f"{known} is a slice of a dense parameter's: zerox.load() takes it, or a whole tensor")
             if tuple(state[key].shape) != shape:
                 raise ValueError(f"{known} has {key} of shape {tuple(state[key].shape)} instead of {shape}")
 
 
-def fill_rows(tables: Sequence[RowTable], given: Mapping[Any, Any]) -> None:
-    """Copies values in place. State that isn't given starts anew, as in torch."""
+def fill_rows(tables: Sequence[RowTable], given: Mapping[Any, Any]) -> list[str]:
+    """Copies values in place. State that isn't given starts anew, as in torch. Returns what had to be rounded."""
+    rounded: dict[str, None] = {}
     for table in tables:
         state = _given(table, given)
         table.step.fill_(0 if state is None else int(state.get(STEP.key, 1)))
+        keys = (*table.state, *(spec.key for spec in MASTERS))
+        own = {key: _own_rows(table, state, key) for key in keys if state is not None and key in state}
         for key in table.state:
             if state is None:
                 table.state[key].zero_()
             else:
-                table.state[key].copy_(state[key] if ROWS_OF in state else state[key][table.own_rows])
+                table.state[key].copy_(own.pop(key))
+        rounded |= dict.fromkeys(fill_master(table, own))
+    return list(rounded)
+
+
+def fill_master(table: RowTable, given: Mapping[str, Tensor]) -> list[str]:
+    """``given``: what there is of this rank's own rows in MASTERS, by key; if nothing, the table's values are the exact
+    ones. They must be there already. Returns what had to be rounded."""
+    if table.master is not None:
+        own = {key: values.to(table.param.device) for key, values in given.items()}
+        table.master.values.copy_(as_master(table.master.spec, table.own_values, own))
+    return ["masters to the parameters' dtype"] if table.master is None and given else []
+
+
+def _own_rows(table: RowTable, state: Mapping[str, Any], key: str) -> Tensor:
+    found: Tensor = state[key] if ROWS_OF in state else state[key][table.own_rows]
+    return found
 
 
 def _given(table: RowTable, given: Mapping[Any, Any]) -> Mapping[str, Any] | None:
@@ -93,7 +114,7 @@ def spread(tables: Sequence[RowTable], ranks: Ranks) -> Iterator[tuple[RowTable,
         has_step = Span(0, 1 if ranks.rank == 0 else 0)
         yield table, STEP.key, SlicedTensor((), (), has_step, table.step.reshape(1)[: has_step.numel].clone())
         kept = {VALUES: table.own} if table.own is not None else {}
-        for key, values in (kept | table.state).items():
+        for key, values in (kept | table.kept).items():
             moved = _moved(table, values.cpu(), ranks) if ranks.size > 1 else values
             yield table, key, sliced_rows(table, segment, moved.reshape(-1))
 
@@ -118,8 +139,10 @@ def _moved(table: RowTable, values: Tensor, ranks: Ranks) -> Tensor:
     own = segments[ranks.rank]
     rows = [table.owners.rows_of(rank) for rank in range(ranks.size)]
     mine = [each[(each >= own.start) & (each < own.stop)] for each in rows]
-    splits = [int(count) * table.width for count in sent]  # own rows ascend, as segments do
-    received = ranks.all_to_all(values.reshape(-1), splits, [each.numel() * table.width for each in mine])
-    found = torch.empty(own.numel, table.width, dtype=torch.float32, device=CPU)
-    found[torch.cat(mine) - own.start] = received.view(-1, table.width)
+    row_bytes = table.width * values.element_size()  # as bytes, since backends don't know all dtypes
+    splits = [int(count) * row_bytes for count in sent]  # own rows ascend, as segments do
+    sent_bytes = values.reshape(-1).view(torch.uint8)
+    received = ranks.all_to_all(sent_bytes, splits, [each.numel() * row_bytes for each in mine])
+    found = torch.empty(own.numel, table.width, dtype=values.dtype, device=CPU)
+    found[torch.cat(mine) - own.start] = received.view(values.dtype).view(-1, table.width)
     return found
