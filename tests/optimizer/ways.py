@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
+from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from zerox.plan import combinations
@@ -11,6 +11,11 @@ from zerox.plan.combinations import But, Refused, Untried, pairs, verdict
 
 Way = Mapping[str, str]  # a value of every option
 Pair = tuple[Setting, Setting]
+Item = tuple[str, str]  # an option and a value
+Costs = dict[Item, dict[Item, int]]  # of one beside the other, where they do not simply work
+
+REFUSED = 1000
+_read: tuple[object, Costs] = (None, {})  # the table's rows, and what they cost
 
 # What must not change a bit. (An optimizer alone has gradients of its own rank: that is another training.)
 NEUTRAL = (
@@ -32,21 +37,32 @@ def way_of(*chosen: Setting) -> Way | None:
     way = {each.option: each.value for each in chosen}
     if "parameters" not in way and FOR_16_BITS & set(chosen):
         way["parameters"] = "bfloat16"
-    verdicts = {frozenset(pair): row.verdict for row in combinations.ROWS for pair in row.pairs()}
+    costs = _costs()
+    spent: Counter[Item] = Counter()  # by what might be chosen, beside all that is
+    for item in way.items():
+        spent.update(costs.get(item, {}))
     for choice in CHOICES.values():
         if choice.option not in way:
-            known = [Setting(*item) for item in way.items()]
-            costs = [_cost(verdicts, value, known) for value in some(choice.option, *choice.values)]
-            way[choice.option] = choice.values[costs.index(min(costs))]
-    settings = [Setting(*item) for item in way.items()]
-    if any(isinstance(verdicts.get(frozenset(pair)), Refused) for pair in itertools.combinations(settings, 2)):
+            item = min(((choice.option, value) for value in choice.values), key=spent.__getitem__)
+            way[choice.option] = item[1]
+            spent.update(costs.get(item, {}))
+    if any(spent[item] >= REFUSED for item in way.items()):
         return None
     return {name: way[name] for name in CHOICES}
 
 
-def _cost(verdicts: Mapping[frozenset[Setting], object], value: Setting, known: Sequence[Setting]) -> int:
-    found = [verdicts.get(frozenset((value, other))) for other in known]
-    return sum(1000 * isinstance(each, Refused) + isinstance(each, But | Untried) for each in found)
+def _costs() -> Costs:
+    """Of the table as it is: tests replace it. It is asked for thousands of times, and read once."""
+    global _read
+    if _read[0] is not combinations.ROWS:
+        costs: Costs = {}
+        for row in combinations.ROWS:
+            cost = REFUSED if isinstance(row.verdict, Refused) else int(isinstance(row.verdict, But | Untried))
+            for one, other in row.pairs():
+                for this, that in ((one, other), (other, one)):
+                    costs.setdefault((this.option, this.value), {})[that.option, that.value] = cost
+        _read = combinations.ROWS, costs
+    return _read[1]
 
 
 def name_of(pair: Pair) -> str:
