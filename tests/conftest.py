@@ -1,15 +1,24 @@
-"""For all tests: one OpenMP thread a process, and Hypothesis without deadlines, which measure the machine.
+"""For all tests: one OpenMP thread a process, scheduled in batches, and Hypothesis without deadlines, which measure the
+machine.
 
 Several pytest workers share the cores, and OpenMP's threads spin while they wait for each other: with two a process on
 two cores, tests of benchmarks took three times as long. Tests of threads ask for theirs.
+
+In batches: a thread that is woken lets the running one go on. gloo's thread that receives polls without a pause while
+another thread of its process holds a connection's lock. The message that a rank sends wakes the receiver, and the
+receiver took the core from the sender, which held such a lock. Polling was two fifths of the time of tests with ranks.
 
 Hypothesis: "ci", the default, draws the same examples in every run; "search" draws new ones, and many; "sanitized" is
 for tests/test_sanitizers.py.
 """
 
+import contextlib
 import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported
+if hasattr(os, "SCHED_BATCH"):  # Linux; threads and processes that are started from here on inherit it
+    with contextlib.suppress(OSError):  # a sandbox may refuse: tests then only take longer
+        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
 from collections import Counter
 from typing import Any
@@ -29,15 +38,21 @@ LONGEST = (
     "tests/cpp/test_ctest.py",
     "tests/test_accelerator.py",
     "tests/test_sanitizers.py",
+    "tests/optimizer/test_combinations.py",
+    "tests/mesh/test_sharded_parameters.py",
+    "tests/sparsity/test_masks.py",
+    "tests/optimizer/test_bit_equality.py",
+    "tests/mesh/test_checkpoints.py",
+    "tests/memory/test_peak.py",
     "tests/mesh/test_tensor_parallel.py",
     "tests/models/test_real_models.py",
-    "tests/optimizer/test_bit_equality.py",
-    "tests/optimizer/test_combinations.py",
+    "tests/cuda/test_kernel_resources.py",
     "tests/optimizer/test_overlap_gather.py",
     "tests/residency/test_any_model.py",
     "tests/properties/test_training.py",
     "tests/test_example_cli.py",
     "tests/test_example_parallel.py",
+    "tests/test_example_restart.py",
     "tests/test_gpu_figures.py",
     "tests/test_install.py",
 )
