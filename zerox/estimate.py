@@ -14,7 +14,7 @@ from zerox.memory.grad_dtype import grad_dtype_of
 from zerox.memory.mask import num_bytes_of, stands_for
 from zerox.memory.pages import storage_bytes
 from zerox.memory.row_owners import most_rows
-from zerox.memory.row_table import is_sparse
+from zerox.memory.row_table import check_ranks, is_sparse
 from zerox.memory.stored import stored_bytes
 from zerox.options import (
     OF_GUESTS,
@@ -85,6 +85,9 @@ def estimate(
         rules.default.check({**group, "params": [tensor]})  # learns what the class keeps for it
     check_params([name for name, _, _ in trained], [tensor for _, tensor, _ in trained], allocated=False)
     tables = [(tensor, group) for _, tensor, group in trained if is_sparse(group)]
+    for _, group in tables:
+        are_some = _team_size(group.get(OF_GROUP), world_size) != world_size
+        check_ranks("a param group", are_some, mesh_shape is not None, chosen.stage == 3)
     trained = [each for each in trained if not is_sparse(each[2])]
     tensors = [tensor for _, tensor, _ in trained]
     dtypes = parameter_words(tensor.dtype for tensor in tensors)

@@ -57,10 +57,10 @@ class Scales(nn.Module):
         dtype = self.parts[0].weight.dtype
         self.table = nn.Embedding(130, 8, sparse=True, _weight=values.to(dtype if dtype in NARROW else values.dtype))
 
-    def forward(self, xs: Sequence[Tensor], has_rows: bool = True) -> Tensor:
+    def forward(self, xs: Sequence[Tensor], ids: Tensor | None = None) -> Tensor:
         loss = torch.stack([part(x).float().sum() for part, x in zip(self.parts, xs, strict=True)]).sum()
-        if hasattr(self, "table") and has_rows:
-            loss = loss + self.table((100 * xs[0][:40].float()).long() % 130).square().sum()
+        if hasattr(self, "table") and ids is not None:
+            loss = loss + self.table(ids).square().sum()
         return loss
 
 
@@ -86,6 +86,7 @@ class Training:
         self.device = torch.device(way["device"]) if device is None else device
         mesh = mesh_of(way)
         cuts = 1 if mesh is None else mesh["tp"].size()  # each rank has as many elements as without
+        self.averaged = rank if mesh is None or way[LIE_AS] != DTENSORS else mesh["shard"].get_local_rank()
         self.model = Scales([numel * cuts for numel in NUMELS], seed=0).to(self.device, self.dtype)
         if way[LIE_AS] == DTENSORS:
             assert mesh is not None
@@ -134,14 +135,19 @@ class Training:
     def backwards(self, step: int) -> None:
         adds_no_rows = self.dtype is torch.float16 and self.way["accumulate_dtype"] == "None"  # a But of tables
         with self.optimizer.no_sync():
-            self.model(self.batch(step, 0), has_rows=not adds_no_rows).backward()
-        self.model(self.batch(step, 1)).backward()
+            self.model(self.batch(step, 0), None if adds_no_rows else self.ids(step, 0)).backward()
+        self.model(self.batch(step, 1), self.ids(step, 1)).backward()
         if self.way["mean_over"] == "called":
             self.optimizer.mean_over(COUNT)
 
     def batch(self, step: int, micro: int) -> list[Tensor]:
         generator = torch.Generator().manual_seed(1000 * self.rank + 10 * step + micro)
         return [torch.randn(numel, generator=generator).to(self.device, self.dtype) for numel in NUMELS]
+
+    def ids(self, step: int, micro: int) -> Tensor:
+        """Of rows: the same on ranks that have the same table and average its gradients with others."""
+        generator = torch.Generator().manual_seed(1000 * self.averaged + 10 * step + micro)
+        return torch.randint(0, 130, (40,), generator=generator).to(self.device)
 
     def run(self, step: Callable[[Training], None] | None = None) -> None:
         with self.block:

@@ -7,9 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
 
 import zerox
 from tests.ranks import run_ranks
@@ -116,27 +114,6 @@ def tied(rank: int, size: int) -> None:
 
 def test_tied_weights_are_named() -> None:
     run_ranks(tied, 2)
-
-
-def on_mesh(rank: int, size: int) -> None:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    with pytest.raises(ValueError, match="a 2-D mesh does not go with sparse=True"):
-        FusedShardedAdam(group(), process_group=mesh)
-
-
-def test_a_mesh_of_two_axes_is_refused() -> None:
-    run_ranks(on_mesh, 4)
-
-
-def with_teams(rank: int, size: int) -> None:
-    pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
-    experts = {"params": [nn.Parameter(torch.ones(3))], "process_group": pairs[rank // 2]}
-    with pytest.raises(ValueError, match="a param group on a sub-group does not go with sparse=True"):
-        FusedShardedAdam([*group(), experts])
-
-
-def test_groups_of_experts_are_refused() -> None:
-    run_ranks(with_teams, 4)
 
 
 def multiplied(rank: int, size: int) -> None:

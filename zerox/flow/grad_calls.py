@@ -49,7 +49,7 @@ class GradCalls:
         self.scale = grad_scale
         self.buckets = buckets
         self.record = Record()
-        self.row_grads = Rows(grads.ranks, shows_mean=not grads.sharded, shards_tables=shards_params)
+        self.row_grads = Rows(grads.ranks, grads.model, shows_mean=not grads.sharded, shards_tables=shards_params)
 
     # ---- before ranks meet
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from zerox.flow.grads import Grads
 from zerox.memory.bucket import Member
-from zerox.memory.row_table import check_group, check_tables
+from zerox.memory.row_table import check_group, check_ranks, check_tables, is_sparse
 
 Groups = Sequence[Mapping[str, Any]]
 
 
-def check_rows(groups: Groups, members: Sequence[Member], shards_tables: bool) -> None:
+def check_rows(groups: Groups, members: Sequence[Member], grads: Grads, shards_tables: bool) -> None:
     """ValueError for tables that don't fit, and for what groups may not have beside them. ``shards_tables``: in stage
     3, of several ranks.
 
@@ -19,7 +20,19 @@ def check_rows(groups: Groups, members: Sequence[Member], shards_tables: bool) -
     """
     for index, group in enumerate(groups):
         check_group(group, f"param group {index}")
+        if is_sparse(group):
+            _check_ranks(grads, index, shards_tables)
     check_tables(members, groups, shards_tables)
+
+
+def _check_ranks(grads: Grads, index: int, shards_tables: bool) -> None:
+    teams, where = grads.teams, f"param group {index}"
+    check_ranks(where, teams.of_group[index] is not teams.all, bool(teams.ranks.on_mesh), shards_tables)
+    if teams.ranks.device.type != "cpu" and (teams.ranks.on_mesh or teams.are_many or grads.model.axes):
+        raise ValueError(
+            f"sparse=True in {where}, on {teams.ranks.device}, does not go with a 2-D mesh, experts, norm_group or "
+            "DTensors: these are tried on the CPU only so far. Give tables an optimizer of their own"
+        )
 
 
 def zero_grads(members: Iterable[Member], set_to_none: bool) -> None:

@@ -38,6 +38,7 @@ from zerox.memory.bucket import Member
 from zerox.memory.row_owners import CPU, RowOwners
 from zerox.memory.row_table import RowTable, check_group, is_sparse
 from zerox.ranks.group import Ranks
+from zerox.ranks.model_axes import ModelAxes
 from zerox.rules.of_groups import Rules
 from zerox.rules.rule import StateSpec
 
@@ -64,8 +65,9 @@ class Rows:
     each other where their rows lie, and don't send them.
     """
 
-    def __init__(self, ranks: Ranks, shows_mean: bool, shards_tables: bool) -> None:
+    def __init__(self, ranks: Ranks, model: ModelAxes, shows_mean: bool, shards_tables: bool) -> None:
         self.ranks = ranks
+        self.model = model
         self.shows_mean = shows_mean
         self.shards_tables = shards_tables
         self.each: list[TableGrad] = []
@@ -95,6 +97,7 @@ class Rows:
                 if self.shards_tables and C.has_own_storage(param):  # it was frozen, in a bucket that is sharded
                     param.data = param.detach().clone()
                 self.ranks.broadcast_values(param, f"parameter '{member.name}'")
+                self.model.broadcast_values(param, self.model.replicated_over(param))
                 owners = RowOwners(param.shape[0], self.ranks.size, member.number)
                 specs = [*rules.of(group).wanted([group]), *masters(param.dtype)]
                 table = RowTable(member, owners, self.ranks.rank, rules.of(group), specs, self.shards_tables)
@@ -157,9 +160,11 @@ class Rows:
         ]
 
     def words(self, p: float) -> Iterator[tuple[Divisor, Tensor]]:
-        """The exact sums for norms, of the rows that landed here. One segment a row: no number of ranks shows."""
+        """The exact sums for norms, of the rows that landed here and that this rank counts. One segment a row, so that
+        no number of ranks shows."""
         for each, landed in zip(self.each, self.flow.landed, strict=True):
-            if landed is not None and landed.rows.numel() > 0:
+            counts = self.model.counts(self.model.replicated_over(each.table.param))
+            if landed is not None and landed.rows.numel() > 0 and counts:
                 count, width = landed.values.shape
                 device = landed.values.device
                 segments = torch.zeros(count, ops.SEGMENT_COLUMNS, dtype=torch.int64, device=device)

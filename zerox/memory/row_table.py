@@ -137,6 +137,21 @@ REFUSED = {
 }
 
 
+def check_ranks(where: str, are_some: bool, is_on_mesh: bool, shards_tables: bool) -> None:
+    """ValueError for tables of ranks that don't deal their rows among themselves. ``are_some``: they have a
+    process_group of their own."""
+    if are_some:
+        raise ValueError(
+            f"sparse=True in {where} does not go with a process_group of its own: rows are dealt among all of the "
+            "optimizer's ranks. Give these tables an optimizer of their own"
+        )
+    if is_on_mesh and shards_tables:
+        raise ValueError(
+            f"sparse=True in {where} does not go with stage=3 on a 2-D mesh: parameters are sharded over one axis "
+            "there, and rows over both. Use stage=2, or pass one axis"
+        )
+
+
 def check_group(group: Mapping[str, Any], where: str) -> None:
     """ValueError for options that do not go with rows."""
     for option, why in REFUSED.items() if is_sparse(group) else ():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from zerox.plan.choices import DTENSORS, LIE_AS, SHARDED, SUB_GROUP, TABLES, TEAM, some
+from zerox.plan.choices import SHARDED, TABLES, some
 from zerox.plan.verdicts import BATCHES, ON_GPUS, But, Refused, Row
 
 OF_TABLES = (
@@ -32,16 +32,6 @@ OF_TABLES = (
         some("capturable", "True"),
         some(TABLES, "True"),
         Refused("a CUDA graph does not know how many rows there are", "Leave it at False"),
-    ),
-    Row(
-        some("process_group", "a 2-D mesh"),
-        some(TABLES, "True"),
-        Refused("rows travel over one axis", "Pass a group, or one axis"),
-    ),
-    Row(
-        (*some(LIE_AS, DTENSORS), *some(TEAM, SUB_GROUP)),
-        some(TABLES, "True"),
-        Refused("no one has tried both yet", "Give tables an optimizer of their own"),
     ),
     Row(
         ON_GPUS,
