@@ -179,7 +179,7 @@ def loops() -> dict[str, Loop]:
                 found[f"{update}, {kind}, {state}"] = update_loop(rule, num_states, where, grad, master, state)
     for kind, wire in (("fp32", "float"), ("bf16", "bf16"), ("fp16", "f16")):
         size = SIZES[wire]
-        found[f"flatten, {kind}"] = Loop(f"cuda::flatten_kernel<{wire}>", 16 // size, (size,), (size,))
+        found[f"flatten, {kind}"] = Loop(f"cuda::flatten_kernel<{wire}, true>", 16 // size, (size,), (size,))
         found[f"norm, {kind}"] = Loop(f"cuda::norm_kernel<{wire}, (Norm)1>", 16, (size,), ())  # squares
         for num_slices in (2, 8):
             name = f"cuda::reduce_kernel<float, {wire}, false>"

@@ -1,8 +1,8 @@
 // The CUDA kernels as functions on raw device pointers, for the ops in this folder and for tests that run the same
 // sources on the host. This file includes no header of torch or CUDA, so that neither's version matters to the other.
 //
-// Each call launches on `stream`, never waits, and returns a cudaError_t (0: success). Tables lie on the device and
-// must stay there until the stream has passed the call.
+// Each call launches on `stream`, never waits, and returns a cudaError_t (0: success). Tables lie on the device,
+// but for those that become part of the launch, and must stay there until the stream has passed the call.
 #pragma once
 
 #include <cstdint>
@@ -37,6 +37,9 @@ struct FlatPiece {  // elements [start, stop) of the flat buffer; the one at `st
   int64_t stop;
   DType dtype;
 };
+// So many pieces and flags, and no more, may also lie on the host: they become part of the launch.
+constexpr int64_t kFewPieces = 64;
+constexpr int64_t kFewFlags = 160;
 struct FlatBuffer {
   DType dtype;
   void* flat;
@@ -45,6 +48,7 @@ struct FlatBuffer {
   int64_t num_pieces;
   const int64_t* flags;  // ascending: elements outside all pieces that become 1; other such elements become 0
   int64_t num_flags;
+  bool on_host;  // both tables
 };
 int flatten(const FlatBuffer& buffer, Stream stream);
 

@@ -37,15 +37,19 @@ class OnDevice {
   c10::Stream stream_;
 };
 
+// A replay of the graph would take what it is given from where it lay during the capture.
+void refuse_capture(const OnDevice& on) {
+  TORCH_CHECK(!cuda::is_capturing(on.stream()),
+              "zerox: only step() can be captured into a CUDA graph; backward and what lands gradients can't");
+}
+
 // A table written on the host for one launch. It is copied from pinned memory, which the allocator keeps until the copy
 // is done.
 template <class Row>
 class Upload {
  public:
   Upload(const std::vector<Row>& rows, const at::Tensor& beside) {
-    // A replay of the graph would copy whatever lies in that memory by then.
-    TORCH_CHECK(!cuda::is_capturing(OnDevice(beside).stream()),
-                "zerox: only step() can be captured into a CUDA graph; backward and what lands gradients can't");
+    refuse_capture(OnDevice(beside));
     const auto bytes = static_cast<int64_t>(rows.size() * sizeof(Row));
     const at::Tensor host = at::empty({bytes}, at::TensorOptions().dtype(at::kByte).pinned_memory(true));
     if (bytes > 0) std::memcpy(host.mutable_data_ptr(), rows.data(), static_cast<size_t>(bytes));
@@ -71,6 +75,7 @@ void flatten_(at::Tensor& flat, at::TensorList sources, const at::Tensor& pieces
   constexpr const char* op = "flatten_";
   check_flatten(flat, sources, pieces, flags);
   const OnDevice on(flat);
+  refuse_capture(on);
   const auto* rows = reinterpret_cast<const Piece*>(pieces.const_data_ptr<int64_t>());
   std::vector<cuda::FlatPiece> flat_pieces;
   for (int64_t i = 0; i < pieces.size(0); ++i) {
@@ -83,12 +88,23 @@ void flatten_(at::Tensor& flat, at::TensorList sources, const at::Tensor& pieces
   const auto* raised = flags.const_data_ptr<int64_t>();
   std::vector<int64_t> ascending(raised, raised + flags.numel());
   std::sort(ascending.begin(), ascending.end());
+  cuda::FlatBuffer buffer{dtype_of(flat, op, "flat"),
+                          flat.mutable_data_ptr(),
+                          flat.numel(),
+                          flat_pieces.data(),
+                          static_cast<int64_t>(flat_pieces.size()),
+                          ascending.data(),
+                          flags.numel(),
+                          /*on_host=*/true};
+  if (buffer.num_pieces <= cuda::kFewPieces && buffer.num_flags <= cuda::kFewFlags) {
+    return check_launch(cuda::flatten(buffer, on.stream()), op);
+  }
   const Upload<cuda::FlatPiece> device_pieces(flat_pieces, flat);
   const Upload<int64_t> device_flags(ascending, flat);
-  check_launch(cuda::flatten({dtype_of(flat, op, "flat"), flat.mutable_data_ptr(), flat.numel(), device_pieces.rows(),
-                              static_cast<int64_t>(flat_pieces.size()), device_flags.rows(), flags.numel()},
-                             on.stream()),
-               op);
+  buffer.pieces = device_pieces.rows();
+  buffer.flags = device_flags.rows();
+  buffer.on_host = false;
+  check_launch(cuda::flatten(buffer, on.stream()), op);
 }
 
 void read_flags_(at::Tensor& present, at::Tensor& replaced, at::TensorList slices, int64_t shard_numel) {

@@ -32,7 +32,7 @@ from zerox import FusedShardedAdam
 from zerox import engine as engine_module
 from zerox.flow.capture import is_capturing
 from zerox.memory.device_memory import BY_TYPE
-from zerox.plan.choices import Setting, some
+from zerox.plan.choices import TABLES, Setting, some
 from zerox.plan.combinations import OF_STAGE_3, But
 from zerox.ranks.group import Ranks
 
@@ -85,7 +85,9 @@ def kind_of(way: Way, world_size: int) -> str:
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 def test_pairs_on_an_accelerator_train_with_the_bits_of_the_cpu(world_size: int) -> None:
-    many = [way for way in ways(accelerator=True) if world_size > 1 or way["backend"] == "nccl"]
+    # The fake accelerator has no sparse tensors: tests/gpu/test_rows.py trains tables.
+    drawn = [{**way, TABLES: "False"} for way in ways(accelerator=True)]
+    many = [way for way in drawn if world_size > 1 or way["backend"] == "nccl"]
     many = [way for way in many if (way["process_group"] == ON_MESH) is (world_size == 4)]
     assert many
     twins = {tuple(twin.values()): twin for twin in map(plain_twin, many)}
@@ -159,10 +161,26 @@ def goes_through_the_host(way: Way, monkeypatch: pytest.MonkeyPatch) -> None:
         assert "copy between host and device" in waits, "others read the shard there"
 
 
+def divides_no_tables(way: Way, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refusal(ranks: Ranks) -> str:
+        HERE.ranks, HERE.captures = ranks, False
+        table = torch.nn.Parameter(torch.ones(70, 4, device=ranks.device))
+        with pytest.raises(ValueError, match="stage=3 divides tables on the CPU only") as error:
+            FusedShardedAdam([{"params": [table], "sparse": True, "weight_decay": 0.0}], stage=3)
+        return str(error.value)
+
+    assert all("Use stage=2" in each for each in run_fake_ranks(refusal, 2, kind_of(way, 2)))
+
+
 SHOWN: dict[frozenset[Setting], Callable[[Way, Any], None]] = {
     **{
         frozenset((one, other)): goes_through_the_host
         for one in OF_STAGE_3
+        for other in (*some("device", "cuda"), *some("backend", "nccl"))
+    },
+    **{
+        frozenset((one, other)): divides_no_tables
+        for one in some(TABLES, "True")
         for other in (*some("device", "cuda"), *some("backend", "nccl"))
     },
     frozenset(some("capturable", "True") + some("backend", "gloo")): raises_where_it_is_captured,

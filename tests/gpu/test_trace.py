@@ -42,6 +42,7 @@ KERNELS = {
     "norm_": ("norm", "carry"),
     "norm_value": ("norm_value",),
     "update_": ("fold", "update"),
+    "update_rows_": ("update_rows",),
 }
 EIGHT_BIT = {"update": "update_block"}  # in place of the other
 

@@ -55,7 +55,8 @@ class Scales(nn.Module):
         """float32 beside float64, which no table is."""
         values = torch.randn(130, 8, generator=torch.Generator().manual_seed(1))
         dtype = self.parts[0].weight.dtype
-        self.table = nn.Embedding(130, 8, sparse=True, _weight=values.to(dtype if dtype in NARROW else values.dtype))
+        values = values.to(self.parts[0].weight.device, dtype if dtype in NARROW else values.dtype)
+        self.table = nn.Embedding(130, 8, sparse=True, _weight=values)
 
     def forward(self, xs: Sequence[Tensor], ids: Tensor | None = None) -> Tensor:
         loss = torch.stack([part(x).float().sum() for part, x in zip(self.parts, xs, strict=True)]).sum()
