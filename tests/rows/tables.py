@@ -156,7 +156,7 @@ class Twin:
             exact = self.tables[index]
             assert torch.equal(ours, theirs), (index, (ours - theirs).abs().max())
             assert not state or ("master" in state[index]) is has_masters
-            assert not state or not has_masters or torch.equal(state[index]["master"], exact)
+            assert not state or not has_masters or torch.equal(state[index]["master"], exact.cpu())
             if state and (kept := self.optimizer.state[exact]):
                 assert float(state[index]["step"]) == kept["step"]
                 assert torch.equal(state[index]["exp_avg"], kept["exp_avg"].cpu())
