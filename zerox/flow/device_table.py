@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from zerox._C import RowChange
+from zerox.flow.row_gradient import sparse_of
 from zerox.memory.row_owners import BLOCK_ROWS
 
 
@@ -64,24 +65,24 @@ class Table:
         self.seen = (self.param.grad, _version_of(self.param.grad))
 
     def gradient(self) -> Rows | None:
-        """This rank's, each row once and in ascending order; None if it is no rows."""
+        """This rank's, each row once and in ascending order, added up as torch.optim.SparseAdam does; None if it is no
+        rows."""
         grad = self.param.grad
         if grad is None:
             return self.none()
         fits = grad.layout is torch.sparse_coo and grad.dtype in (torch.float32, self.param.dtype)
         if not fits or grad.shape != self.param.shape or grad.sparse_dim() != 1:
             return None
-        return self.added_up(grad._indices()[0], grad._values().detach().float())
+        total = grad.detach()
+        if total.is_coalesced():  # it may only say so
+            total = sparse_of(total._indices()[0], total._values(), total.shape)
+        total = total.float().coalesce()
+        return Rows(total._indices()[0], total._values())
 
     def none(self) -> Rows:
         device = self.param.device
         values = torch.empty(0, self.width, dtype=torch.float32, device=device)
         return Rows(torch.empty(0, dtype=torch.int64, device=device), values)
-
-    def added_up(self, rows: Tensor, values: Tensor) -> Rows:
-        """As torch.optim.SparseAdam has it: equal rows in the order of torch's sort, which need not be stable."""
-        total = torch.sparse_coo_tensor(rows[None], values, self.param.shape, check_invariants=False).coalesce()
-        return Rows(total._indices()[0], total._values())
 
     def owners_of(self, rows: Tensor) -> Tensor:
         return self.owners[(rows // BLOCK_ROWS).clamp_(0, self.owners.numel() - 1)]

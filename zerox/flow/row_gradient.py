@@ -15,6 +15,13 @@ from zerox.memory.grad_dtype import grad_dtype_of
 from zerox.memory.row_table import RowTable
 
 
+def sparse_of(rows: Tensor, values: Tensor, shape: torch.Size) -> Tensor:
+    """A gradient that has these rows, in any order. torch 2.11 warns users unless it is told in both ways that nothing
+    is to be checked."""
+    with torch.sparse.check_sparse_tensor_invariants(enable=False):
+        return torch.sparse_coo_tensor(rows[None], values, shape, check_invariants=False)
+
+
 class TableGrad:
     def __init__(self, table: RowTable, divisor: Divisor) -> None:
         self.table = table
@@ -58,7 +65,7 @@ class TableGrad:
         param = self.table.param
         rows = torch.cat([rows for rows, _ in parts])
         values = torch.cat([values for _, values in parts])
-        mean = torch.sparse_coo_tensor(rows[None], values, param.shape, check_invariants=False).coalesce()
+        mean = sparse_of(rows, values, param.shape).coalesce()
         param.grad = mean.to(grad_dtype_of(param))
 
     @property
