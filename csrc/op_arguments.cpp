@@ -184,14 +184,15 @@ void check_norm_value(const at::Tensor& words, double p) {
   ZX_CHECK(p > 0.0, "norm_value", "p", "must be positive, got ", p);
 }
 
-Master check_update_rows(const RuleFacts& rule, const RowTensors& t, at::ArrayRef<double> options) {
+TouchedRows check_update_rows(const RuleFacts& rule, const RowTensors& t, at::ArrayRef<double> options) {
   constexpr const char* op = "update_rows_";
   ZX_CHECK(static_cast<int64_t>(options.size()) == rule.option_columns, op, "options", "must be ", rule.option_columns,
            " for ", rule.name, ", got ", options.size());
   ZX_CHECK(t.values.dim() == 2, op, "values", "must have 2 dimensions, got ", t.values.dim());
-  const int64_t width = t.values.size(1);
-  ZX_CHECK(dtype_of(t.values, op, "values") != DType::f64, op, "values", "must not be float64");
+  const DType dtype = dtype_of(t.values, op, "values");
+  ZX_CHECK(dtype != DType::f64, op, "values", "must not be float64");
   ZX_CHECK_CONTIGUOUS(t.values, op, "values");
+  const int64_t width = t.values.size(1);
   const int64_t count = t.rows.numel();
   check_array(t.rows, at::kLong, count, t.values, op, "rows");
   check_array(t.places, at::kLong, count, t.values, op, "places");
@@ -205,17 +206,32 @@ Master check_update_rows(const RuleFacts& rule, const RowTensors& t, at::ArrayRe
   }));
   ZX_CHECK(t.states.size() == needed, op, "states", "must be ", needed, " under these options of ", rule.name, ", got ",
            t.states.size());
-  for (const at::Tensor& state : t.states) {
-    ZX_CHECK(state.dim() == 2 && state.size(1) == width, op, "states", "must have rows of ", width, ", got shape ",
-             state.sizes());
-    check_array(state, at::kFloat, state.numel(), t.values, op, "states");
+  TouchedRows touched{count,
+                      width,
+                      t.rows.const_data_ptr<int64_t>(),
+                      t.places.const_data_ptr<int64_t>(),
+                      t.grads.const_data_ptr<float>(),
+                      dtype,
+                      t.values.mutable_data_ptr(),
+                      Master::none,
+                      nullptr};
+  const auto check_kept = [&](const at::Tensor& kept, const char* argument) {
+    ZX_CHECK(kept.dim() == 2 && kept.size(1) == width, op, argument, "must have rows of ", width, ", got shape ",
+             kept.sizes());
+    ZX_CHECK_CONTIGUOUS(kept, op, argument);
+    check_device(kept, t.values, op, argument);
+  };
+  for (size_t s = 0; s < needed; ++s) {
+    check_kept(t.states[s], "states");
+    ZX_CHECK_DTYPE(t.states[s], at::kFloat, op, "states");
+    touched.states[s] = t.states[s].mutable_data_ptr<float>();
   }
-  if (!t.master) return Master::none;
-  ZX_CHECK(t.master->dim() == 2 && t.master->size(1) == width, op, "master", "must have rows of ", width,
-           ", got shape ", t.master->sizes());
-  ZX_CHECK_CONTIGUOUS(*t.master, op, "master");
-  check_device(*t.master, t.values, op, "master");
-  return master_kind(t.values, *t.master, op);
+  if (t.master) {
+    check_kept(*t.master, "master");
+    touched.master_kind = master_kind(t.values, *t.master, op);
+    touched.master = t.master->mutable_data_ptr();
+  }
+  return touched;
 }
 
 KeptBits check_mask(const std::optional<at::Tensor>& mask, const at::Tensor& shard, const char* op) {

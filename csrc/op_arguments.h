@@ -13,6 +13,7 @@
 #include "math/rules.h"
 #include "math/segment.h"
 #include "math/state.h"
+#include "math/touched_rows.h"
 
 namespace zx {
 
@@ -51,7 +52,7 @@ void check_norm_value(const at::Tensor& words, double p);
 // A mask as uint8 [ceil(n / 8) + kMaskPadding], for a shard of n elements; none, or an empty one, keeps all.
 KeptBits check_mask(const std::optional<at::Tensor>& mask, const at::Tensor& shard, const char* op);
 
-// update_rows_. Rows and places themselves are not checked.
+// update_rows_: what it is about, for the kernel. Rows and places themselves are not checked.
 struct RowTensors {
   const at::Tensor& values;
   const std::optional<at::Tensor>& master;
@@ -61,7 +62,7 @@ struct RowTensors {
   const at::Tensor& rows;
   const at::Tensor& places;
 };
-Master check_update_rows(const RuleFacts& rule, const RowTensors& tensors, at::ArrayRef<double> options);
+TouchedRows check_update_rows(const RuleFacts& rule, const RowTensors& tensors, at::ArrayRef<double> options);
 
 // One shard of update_.
 struct ShardTensors {

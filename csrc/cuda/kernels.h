@@ -13,6 +13,7 @@
 #include "math/rules.h"
 #include "math/segment.h"
 #include "math/state.h"
+#include "math/touched_rows.h"
 
 struct CUstream_st;
 
@@ -139,20 +140,6 @@ int update_bf16(const UpdateShards& shards, Stream stream);
 int update_blockwise(const UpdateShards& shards, Stream stream);
 
 // ---- update_rows_
-// Row rows[i] of `values` has its master and its states at place places[i] of theirs, and its gradient is number i. No
-// row comes twice.
-struct TouchedRows {
-  int64_t count;
-  int64_t width;
-  const int64_t* rows;
-  const int64_t* places;
-  const float* grads;
-  DType dtype;  // of the values: not f64
-  void* values;
-  Master master_kind;
-  void* master;
-  float* states[kMostStates];  // as many as the rule keeps
-};
 struct RowUpdate {
   RuleKind rule;
   const double* options;  // of a param group, on the host: the rule's Options

@@ -219,24 +219,13 @@ void update_rows_(c10::string_view rule, at::Tensor& values, const std::optional
                   const at::Tensor& places, at::ArrayRef<double> options, double scale, double limit) {
   constexpr const char* op = "update_rows_";
   const RuleFacts& facts = rule_named(rule, op);
-  const Master kind = check_update_rows(facts, {values, master, grads, states, step, rows, places}, options);
+  const TouchedRows touched = check_update_rows(facts, {values, master, grads, states, step, rows, places}, options);
   auto* const count = step.mutable_data_ptr<int64_t>();
   with_rule(facts.kind, [&](auto type) {
     typename decltype(type)::type::Options row;
     std::memcpy(&row, options.data(), sizeof(row));
     if (decltype(type)::type::counts_step(row)) ++*count;
   });
-  cuda::TouchedRows touched{rows.numel(),
-                            values.size(1),
-                            rows.const_data_ptr<int64_t>(),
-                            places.const_data_ptr<int64_t>(),
-                            grads.const_data_ptr<float>(),
-                            dtype_of(values, op, "values"),
-                            values.mutable_data_ptr(),
-                            kind,
-                            master ? master->mutable_data_ptr() : nullptr,
-                            {}};
-  for (size_t s = 0; s < states.size(); ++s) touched.states[s] = states[s].mutable_data_ptr<float>();
   const cuda::RowUpdate update{facts.kind, options.data(), *count, scale, limit, touched};
   check_launch(cuda::update_rows(update, OnDevice(values).stream()), op);
 }

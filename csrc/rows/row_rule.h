@@ -4,13 +4,12 @@
 
 #include <ATen/core/Tensor.h>
 
-#include <array>
 #include <cstdint>
 #include <string>
 #include <vector>
 
-#include "math/dtype.h"
 #include "math/rules.h"
+#include "math/touched_rows.h"
 
 namespace zx {
 
@@ -23,27 +22,6 @@ struct RowRule {
 
   // Throws c10::ValueError for a rule that there is not, or another number of options than it has.
   static RowRule named(const std::string& name, std::vector<double> options, double scale, double limit);
-};
-
-// Row rows[i] of the table has its states and its master at place places[i], and its gradient is number i.
-struct TouchedRows {
-  int64_t count;
-  int64_t width;
-  const int64_t* rows;
-  const int64_t* places;
-  const float* grads;
-  DType dtype;  // of the values
-  void* values;
-  Master master_kind;
-  void* master;                              // null if none is kept
-  std::array<float*, kMostStates> states{};  // null after those that the rule keeps
-
-  int64_t row_bytes() const { return width * width_of(dtype); }
-  char* value(int64_t i) const { return static_cast<char*>(values) + rows[i] * row_bytes(); }
-  void* master_of(int64_t i) const {
-    const int64_t bytes = master_kind == Master::fp32 ? 4 : 2;
-    return master == nullptr ? nullptr : static_cast<char*>(master) + places[i] * width * bytes;
-  }
 };
 
 // `states`: the table's, see TableSpec; `touched` has none yet. `step`, int64, counts up if the rule counts updates.

@@ -103,16 +103,15 @@ constexpr zx::RuleKind kind_of() {
 
 template <class Rule>
 void run_cuda(Table& t, const typename Rule::Options& options, int64_t step, double scale, double limit) {
-  zx::cuda::TouchedRows touched{static_cast<int64_t>(t.rows.size()),
-                                t.width,
-                                t.rows.data(),
-                                t.places.data(),
-                                t.row(t.grads, 0),
-                                t.kind.dtype,
-                                t.value(0),
-                                t.kind.master,
-                                t.master_at(0),
-                                {}};
+  zx::TouchedRows touched{static_cast<int64_t>(t.rows.size()),
+                          t.width,
+                          t.rows.data(),
+                          t.places.data(),
+                          t.row(t.grads, 0),
+                          t.kind.dtype,
+                          t.value(0),
+                          t.kind.master,
+                          t.master_at(0)};
   for (int s = 0; s < Rule::num_states(options); ++s) touched.states[s] = t.row(t.states[s], 0);
   const zx::cuda::RowUpdate update{kind_of<Rule>(), &options.lr, step, scale, limit, touched};
   CHECK_EQ(zx::cuda::update_rows(update, kHost), 0);
