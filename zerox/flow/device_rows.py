@@ -23,7 +23,6 @@ from zerox.flow.device_table import LandedRows, Rows, Table
 from zerox.memory.row_owners import CPU, places_of_blocks
 
 INT32 = torch.int32
-Counts = list[list[int]]  # of each table, how many rows each owner gets
 
 
 class DeviceRowFlow:
@@ -32,8 +31,7 @@ class DeviceRowFlow:
     def __init__(self, messages: DeviceMessages) -> None:
         self.messages = messages
         self.tables: list[Table] = []
-        self.counts: Counts = []  # of this rank's rows
-        self.of_ranks: list[Counts] = []  # of what has landed, by rank
+        self.counts: list[list[int]] = []  # of each table, how many of this rank's rows each owner gets
 
     @property
     def world(self) -> int:
@@ -145,37 +143,35 @@ class DeviceRowFlow:
 
     def _land(self, told: Sequence[Sequence[int]]) -> None:
         num_tables, own = len(self.tables), self.messages.ranks.rank
-        self.of_ranks = []
-        for numbers in told:
-            counts = iter(numbers[1 + num_tables :])
-            self.of_ranks.append([[next(counts) for _ in range(self.world)] for _ in range(num_tables)])
-        to_each = [[table.parts[owner] for table in self.tables] for owner in range(self.world)]
-        sizes = [
-            [Size(counts[t][own], table.width, torch.float32) for t, table in enumerate(self.tables)]
-            for counts in self.of_ranks
-        ]
-        received = to_each if self.world == 1 else self._swap(to_each, sizes)
+        sizes: list[list[Size]] = [[] for _ in told]  # by rank, of what it has for this one
+        for t, table in enumerate(self.tables):
+            first = 1 + num_tables + t * self.world
+            of_ranks = [numbers[first : first + self.world] for numbers in told]
+            for size, counts in zip(sizes, of_ranks, strict=True):
+                size.append(Size(counts[own], table.width, torch.float32))
+            table.most = [min(sum(sent), owned) for *sent, owned in zip(*of_ranks, table.owned, strict=True)]
+        received = [[table.parts[own] for table in self.tables]]
+        if self.world > 1:
+            to_each = [as_words([table.parts[owner] for table in self.tables]) for owner in range(self.world)]
+            received = self._swap(to_each, sizes)
         for t, table in enumerate(self.tables):
             table.landed = None
             if any(numbers[1 + t] for numbers in told):
                 table.land([of_rank[t] for of_rank in received])
 
-    def _swap(self, to_each: Sequence[Sequence[Rows]], sizes: Sequence[Sequence[Size]]) -> list[list[Rows]]:
-        """``to_each``: rows for each rank, of some tables. ``sizes``: of those that come from each rank."""
-        words = [as_words(rows) for rows in to_each]
-        received = self.messages.swap(words, [sum(size.words for size in each) for each in sizes])
+    def _swap(self, to_each: Sequence[Tensor], sizes: Sequence[Sequence[Size]]) -> list[list[Rows]]:
+        """``to_each``: a message for each rank. ``sizes``: of the rows that come from each rank, by table."""
+        received = self.messages.swap(to_each, [sum(size.words for size in each) for each in sizes])
         return [list(from_words(of_rank, each)) for of_rank, each in zip(received, sizes, strict=True)]
 
     # ---- step()
 
     def update(self, rules: Sequence[RowRule]) -> None:
         """See C.RowFlow.update()."""
-        touched = [
-            (t, table, table.landed, rule)
-            for t, (table, rule) in enumerate(zip(self.tables, rules, strict=True))
-            if table.landed is not None
-        ]
-        for _, table, landed, rule in touched:
+        touched = []
+        for table, rule in zip(self.tables, rules, strict=True):
+            if (landed := table.landed) is None:
+                continue
             ops.update_rows_(
                 rule.name,
                 table.param.detach(),
@@ -189,33 +185,29 @@ class DeviceRowFlow:
                 rule.scale,
                 rule.limit,
             )
+            touched.append((table, landed.rows))
         if touched and self.world > 1:
-            self._publish([(t, table, landed) for t, table, landed, _ in touched])
-        for _, table, _, _ in touched:
+            self._publish(touched)
+        for table, _ in touched:
             torch.autograd.graph.increment_version(table.param)
 
-    def _publish(self, touched: Sequence[tuple[int, Table, LandedRows]]) -> None:
-        """Ranks know how many rows were sent to each owner, and not how many different ones: messages are as long as
-        they could be, and filled with their first row."""
+    def _publish(self, touched: Sequence[tuple[Table, Tensor]]) -> None:
+        """``touched``: tables, and which rows this rank has updated. Ranks know how many rows were sent to each owner,
+        and not how many different ones: messages are as long as they could be, and filled with their first row."""
         own = self.messages.ranks.rank
         sizes = [
-            [Size(self._most(t, table, rank), table.width, table.param.dtype) for t, table, _ in touched]
+            [Size(table.most[rank], table.width, table.param.dtype) for table, _ in touched]
             for rank in range(self.world)
         ]
         sent = []
-        for (_, table, landed), size in zip(touched, sizes[own], strict=True):
-            rows = landed.rows
-            if size.num_rows > rows.numel():
-                rows = torch.cat([rows, rows[:1].expand(size.num_rows - rows.numel())])
+        for table, updated in touched:
+            rows = torch.cat([updated, updated[:1].expand(table.most[own] - updated.numel())])
             sent.append(Rows(rows, table.param.detach()[rows]))
-        received = self._swap([sent] * self.world, sizes)
+        received = self._swap([as_words(sent)] * self.world, sizes)
         for rank, of_rank in enumerate(received):
-            for (_, table, _), (rows, values) in zip(touched, of_rank, strict=True):
+            for (table, _), (rows, values) in zip(touched, of_rank, strict=True):
                 if rank != own and rows.numel():
                     table.write(rows, values)
-
-    def _most(self, index: int, table: Table, owner: int) -> int:
-        return min(sum(counts[index][owner] for counts in self.of_ranks), table.owned[owner])
 
     def close(self) -> None:
         """Nobody reads another rank's memory."""

@@ -45,6 +45,7 @@ class Table:
     divisor: Tensor | None
     seen: tuple[Tensor | None, int] | None = None
     parts: Sequence[Rows] = ()
+    most: Sequence[int] = ()  # rows that may have landed at each owner
     landed: LandedRows | None = None
 
     @property
