@@ -13,6 +13,7 @@ for tests/test_sanitizers.py.
 """
 
 import contextlib
+import gc
 import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported
@@ -32,6 +33,8 @@ settings.register_profile(
 settings.register_profile("search", settings.get_profile("ci"), derandomize=False, max_examples=800)
 settings.register_profile("sanitized", settings.get_profile("ci"), max_examples=12)
 settings.load_profile("ci")
+
+gc.disable()  # until all is imported: see pytest_collection_finish()
 
 # Each takes half a minute or more; the first three compile, and use both cores of a small machine.
 LONGEST = (
@@ -62,6 +65,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """The longest files first: a process with one of them at the end would work alone."""
     files = [f"{name}::" for name in LONGEST]
     items.sort(key=lambda item: next((i for i, file in enumerate(files) if item.nodeid.startswith(file)), len(files)))
+
+
+def pytest_collection_finish() -> None:
+    """What was imported stays: the garbage collector need not look through it again and again."""
+    import tests.frozen  # noqa: F401
+
+    gc.enable()
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:

@@ -23,8 +23,15 @@ import torch.distributed as dist
 
 CONNECT_S = 120
 FORKSERVER = multiprocessing.get_context("forkserver")
+
+
+def preload(*modules: str) -> None:
+    """What the process that ranks are forked from imports. It counts until that process is started."""
+    FORKSERVER.set_forkserver_preload([*modules, "tests.frozen"])
+
+
 # torch.optim imports dynamo when the first optimizer is made: seconds, which would count against short timeouts.
-FORKSERVER.set_forkserver_preload(["torch._dynamo", "tests.bucket_manager.training", "zerox.checkpoint"])
+preload("torch._dynamo", "tests.bucket_manager.training", "zerox.checkpoint")
 
 
 def fail_now(how: signal.Signals) -> None:

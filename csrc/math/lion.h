@@ -68,10 +68,10 @@ struct Lion {
 
   template <class V, int N>
   static ZX_HD void update(const Step<typename V::Scalar>& s, V grad, Lanes<V, N>& at) {
-    V& exp_avg = at.state[kExpAvg];
+    V& momentum = at.state[kExpAvg];
     grad = grad * V::splat(s.grad_scale);
-    const V average = fma(grad, V::splat(s.grad_weight1), exp_avg * V::splat(s.beta1));
-    exp_avg = fma(grad, V::splat(s.grad_weight2), exp_avg * V::splat(s.beta2));
+    const V average = fma(grad, V::splat(s.grad_weight1), momentum * V::splat(s.beta1));
+    momentum = fma(grad, V::splat(s.grad_weight2), momentum * V::splat(s.beta2));
     at.param = fma(sign(average), V::splat(s.neg_lr), at.param * V::splat(s.decay));
   }
 

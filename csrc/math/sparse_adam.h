@@ -25,14 +25,15 @@ struct SparseAdam {
             static_cast<float>(-step_size)};
   }
 
-  ZX_HD void advance(float grad, float& exp_avg, float& exp_avg_sq) const {
-    exp_avg += (grad - exp_avg) * one_minus_beta1;
-    exp_avg_sq += (grad * grad - exp_avg_sq) * one_minus_beta2;
+  // The averages of the gradient and of its square.
+  ZX_HD void advance(float grad, float& mean, float& square) const {
+    mean += (grad - mean) * one_minus_beta1;
+    square += (grad * grad - square) * one_minus_beta2;
   }
 
-  // `root`: torch's of exp_avg_sq.
-  ZX_HD float moved(float param, float exp_avg, float root) const {
-    return param + minus_step_size * (exp_avg / (root + eps));
+  // `root`: torch's of the square.
+  ZX_HD float moved(float param, float mean, float root) const {
+    return param + minus_step_size * (mean / (root + eps));
   }
 };
 

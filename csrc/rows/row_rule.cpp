@@ -19,14 +19,14 @@ namespace {
 constexpr int64_t kElementsARoot = 8192;  // few enough for the cache
 
 // One row each. The rule comes as a copy, which no store can change: so the loops become vectors.
-void advance_row(const SparseAdam rule, const float* __restrict grad, float factor, float* __restrict exp_avg,
-                 float* __restrict exp_avg_sq, float* __restrict root, int64_t width) {
+void advance_row(const SparseAdam rule, const float* __restrict grad, float factor, float* __restrict means,
+                 float* __restrict squares, float* __restrict root, int64_t width) {
   for (int64_t k = 0; k < width; ++k) {
-    float mean = exp_avg[k];
-    float square = exp_avg_sq[k];
+    float mean = means[k];
+    float square = squares[k];
     rule.advance(grad[k] * factor, mean, square);
-    exp_avg[k] = mean;
-    exp_avg_sq[k] = square;
+    means[k] = mean;
+    squares[k] = square;
     root[k] = square;
   }
 }
@@ -39,61 +39,60 @@ void cut_row(const float* __restrict grad, float factor, float limit, float* __r
   }
 }
 
-void move_row(const SparseAdam rule, const float* __restrict exp_avg, const float* __restrict root,
+void move_row(const SparseAdam rule, const float* __restrict means, const float* __restrict root,
               float* __restrict param, int64_t width) {
-  for (int64_t k = 0; k < width; ++k) param[k] = rule.moved(param[k], exp_avg[k], root[k]);
+  for (int64_t k = 0; k < width; ++k) param[k] = rule.moved(param[k], means[k], root[k]);
 }
 
 // The same of 16 bits, with or without a master.
 template <class Half>
-void move_half(const SparseAdam rule, const float* __restrict exp_avg, const float* __restrict root,
+void move_half(const SparseAdam rule, const float* __restrict means, const float* __restrict root,
                Half* __restrict param, int64_t width) {
   for (int64_t k = 0; k < width; ++k) {
     const auto value = ScalarLane<float>::load(param + k);
-    ScalarLane<float>{rule.moved(value.x, exp_avg[k], root[k])}.store(param + k);
+    ScalarLane<float>{rule.moved(value.x, means[k], root[k])}.store(param + k);
   }
 }
 template <class Half>
-void move_mastered(const SparseAdam rule, const float* __restrict exp_avg, const float* __restrict root,
+void move_mastered(const SparseAdam rule, const float* __restrict means, const float* __restrict root,
                    Half* __restrict param, float* __restrict master, int64_t width) {
   for (int64_t k = 0; k < width; ++k) {
     const auto value = ScalarLane<float>::load_master(param + k, master + k);
-    master[k] = rule.moved(value.x, exp_avg[k], root[k]);
+    master[k] = rule.moved(value.x, means[k], root[k]);
     ScalarLane<float>{master[k]}.store(param + k);
   }
 }
-void move_split(const SparseAdam rule, const float* __restrict exp_avg, const float* __restrict root,
+void move_split(const SparseAdam rule, const float* __restrict means, const float* __restrict root,
                 bf16* __restrict param, int16_t* __restrict remainder, int64_t width) {
   for (int64_t k = 0; k < width; ++k) {
     const auto value = ScalarLane<float>::load_split(param + k, remainder + k);
-    ScalarLane<float>{rule.moved(value.x, exp_avg[k], root[k])}.store_split(param + k, remainder + k);
+    ScalarLane<float>{rule.moved(value.x, means[k], root[k])}.store_split(param + k, remainder + k);
   }
 }
 
 template <class Half>
-void move_16_bits(const SparseAdam rule, const float* exp_avg, const float* root, const TouchedRows& touched,
-                  int64_t i) {
+void move_16_bits(const SparseAdam rule, const float* means, const float* root, const TouchedRows& touched, int64_t i) {
   auto* const param = reinterpret_cast<Half*>(touched.value(i));
   void* const master = touched.master_of(i);
-  if (touched.master_kind == Master::none) return move_half(rule, exp_avg, root, param, touched.width);
+  if (touched.master_kind == Master::none) return move_half(rule, means, root, param, touched.width);
   if constexpr (std::is_same_v<Half, bf16>) {
     if (touched.master_kind == Master::remainder) {
-      return move_split(rule, exp_avg, root, param, static_cast<int16_t*>(master), touched.width);
+      return move_split(rule, means, root, param, static_cast<int16_t*>(master), touched.width);
     }
   }
-  move_mastered(rule, exp_avg, root, param, static_cast<float*>(master), touched.width);
+  move_mastered(rule, means, root, param, static_cast<float*>(master), touched.width);
 }
 
-void move_any(const SparseAdam rule, const float* exp_avg, const float* root, const TouchedRows& touched, int64_t i) {
+void move_any(const SparseAdam rule, const float* means, const float* root, const TouchedRows& touched, int64_t i) {
   switch (touched.dtype) {
     case DType::f64:
       break;  // refused at the door
     case DType::f32:
-      return move_row(rule, exp_avg, root, reinterpret_cast<float*>(touched.value(i)), touched.width);
+      return move_row(rule, means, root, reinterpret_cast<float*>(touched.value(i)), touched.width);
     case DType::bf16:
-      return move_16_bits<bf16>(rule, exp_avg, root, touched, i);
+      return move_16_bits<bf16>(rule, means, root, touched, i);
     case DType::f16:
-      return move_16_bits<f16>(rule, exp_avg, root, touched, i);
+      return move_16_bits<f16>(rule, means, root, touched, i);
   }
   __builtin_unreachable();
 }

@@ -6,7 +6,7 @@ import os
 import sys
 from pathlib import Path
 
-from tests.mortal_ranks import FORKSERVER
+from tests.mortal_ranks import preload
 
 wanted = Path(sys.prefix).name == ".venv-frameworks"
 collect_ignore_glob = [] if wanted else ["test_*.py"]
@@ -15,5 +15,4 @@ if wanted:
     # Nothing is fetched or reported while tests run, and no framework looks for an accelerator.
     os.environ |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "ACCELERATE_USE_CPU": "true"}
     # Ranks are forked from a process that has imported them, which takes seconds.
-    preload = ["torch._dynamo", "zerox.checkpoint", "accelerate", "transformers.trainer", "lightning.pytorch"]
-    FORKSERVER.set_forkserver_preload(preload)
+    preload("torch._dynamo", "zerox.checkpoint", "accelerate", "transformers.trainer", "lightning.pytorch")

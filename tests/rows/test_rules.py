@@ -134,7 +134,7 @@ def test_sgd_is_torch_s() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"momentum": 0.9}, "momentum=0.9: rows that no batch names would not go on. Give the group momentum=0.0"),
+        ({"momentum": 0.9}, "momentum=0.9: rows keep no momentum_buffer. Leave momentum out in this group"),
         ({"weight_decay": 0.1}, "weight_decay=0.1: rows that no batch names would not decay"),
     ],
 )

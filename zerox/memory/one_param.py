@@ -96,14 +96,14 @@ class OneParam:
                 assert own is not None
                 part.copy_(own)
             if part.numel() > 0:
-                self.ranks.broadcast(part, f"{what} of parameter {self.member.quoted}", root=rank)
+                self.ranks.broadcast(part, f"{what} of parameter '{self.member.name}'", root=rank)
         return whole
 
     def from_owner(self, number: Tensor, what: str) -> Tensor:
         """A number ``[1]`` as the first owner has it: all owners have the same. Collective."""
         rank, _ = self.owners()[0]
         told = number.clone()
-        self.ranks.broadcast(told.view(torch.uint8), f"{what} of parameter {self.member.quoted}", root=rank)
+        self.ranks.broadcast(told.view(torch.uint8), f"{what} of parameter '{self.member.name}'", root=rank)
         return told
 
     def taken(self, what: str, value: object) -> Tensor:

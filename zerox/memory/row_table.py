@@ -14,6 +14,7 @@ from zerox.memory.grad_dtype import NARROW
 from zerox.memory.row_owners import CPU, RowOwners
 from zerox.memory.stored import Stored
 from zerox.ranks.dtensors import is_dtensor
+from zerox.rules.known import KNOWN
 from zerox.rules.rule import MASTER, MASTERS, REMAINDER, STEP, Rule, StateSpec
 
 SPARSE = "sparse"  # the option of a param group that says so
@@ -129,11 +130,15 @@ def _unfit(param: Tensor, shards_tables: bool) -> str:
     return ""
 
 
-# Options that would reach rows which no batch names, or need a state that they have not; with what they would do.
+# Options that would reach rows which no batch names.
 REFUSED = {
     "weight_decay": "rows that no batch names would not decay. Give the group weight_decay=0.0",
-    "momentum": "rows that no batch names would not go on. Give the group momentum=0.0",
-    "amsgrad": "rows have Adam's two moments only. Leave it out in this group",
+    **{
+        spec.when: f"rows keep no {spec.key}. Leave {spec.when} out in this group"
+        for rule in KNOWN.values()
+        for spec in rule.states
+        if spec.when
+    },
 }
 
 

@@ -39,7 +39,7 @@ def full_name(cls: type) -> str:
 class GuestClass:
     """``cls(params, **options)``, as a rule. With ``trusted`` the user says that it is elementwise.
 
-    What it keeps may depend on which options are on (momentum, amsgrad), so each set of these is tried once, when a
+    What it keeps may depend on which options are on (momentum), so each set of these is tried once, when a
     param group first has it, in each dtype of ``tried``.
     """
 

@@ -44,7 +44,7 @@ class OneState(OptimizerState):
 
     @torch.no_grad()
     def set_full_state_(self, p: Tensor, /, **values: Any) -> None:
-        """Sets some of what :meth:`full_state` returns of one parameter: ``set_full_state_(p, exp_avg=..., step=9)``.
+        """Sets some of what :meth:`full_state` returns of one parameter: ``set_full_state_(p, master=..., step=9)``.
 
         Each rank keeps its part in the form in which its state is stored, with a warning where that is rounded, as in
         ``load_state_dict()``. "master" sets the parameter too, in place, rounded to its dtype. Under SGD, Lion and
