@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 
 from zerox.ranks.forks import leave_to_parent
+from zerox.ranks.polled_store import PolledStore
 from zerox.ranks.roll_call import RollCall
 
 CPU = torch.device("cpu")
@@ -25,7 +26,7 @@ def same_ranks(
     try:
         if backend == "gloo":
             number = _num_made[group] = _num_made.get(group, 0) + 1  # also if this fails: its keys stay in the store
-            return roll_call.unless_one_fails(lambda: _gloo(group, number, timeout))
+            return _gloo(group, number, roll_call, timeout)
         made = dist.new_group(
             ranks,
             timeout=timeout,
@@ -40,7 +41,7 @@ def same_ranks(
     return made
 
 
-def _gloo(group: dist.ProcessGroup, number: int, timeout: timedelta | None) -> dist.ProcessGroup:
+def _gloo(group: dist.ProcessGroup, number: int, roll_call: RollCall, timeout: timedelta | None) -> dist.ProcessGroup:
     """A gloo group over the ranks of ``group`` that torch does not list: it ends with its last user.
 
     A group of dist.new_group() keeps its threads and sockets until all groups are destroyed; destroying it earlier
@@ -49,7 +50,10 @@ def _gloo(group: dist.ProcessGroup, number: int, timeout: timedelta | None) -> d
     rank, size = group.rank(), group.size()
     store = dist.distributed_c10d.PrefixStore(f"zerox/{number}", store_of(group))
     limited = {} if timeout is None else {"timeout": timeout}
-    backend = dist.ProcessGroupGloo(store, rank, size, **limited)
+    polled = PolledStore(store)
+    backend = roll_call.unless_one_fails(
+        lambda: dist.ProcessGroupGloo(polled, rank, size, **limited), give_up=polled.close
+    )
     made = dist.ProcessGroup(store, rank, size)
     made._register_backend(CPU, dist.ProcessGroup.BackendType.GLOO, backend)
     made._set_default_backend(dist.ProcessGroup.BackendType.GLOO)

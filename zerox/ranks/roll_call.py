@@ -6,7 +6,6 @@ import contextlib
 import datetime
 import threading
 from collections.abc import Callable
-from concurrent.futures import Future
 from types import TracebackType
 from typing import TypeVar
 
@@ -18,6 +17,7 @@ ALL_CAME = "all came"
 FAILED = "failed"
 LATE = "zerox: "
 LISTEN_S = 0.05
+GIVE_UP_S = 4 * LISTEN_S
 
 
 class RollCall:
@@ -74,28 +74,38 @@ class RollCall:
         if decision != ALL_CAME:
             raise ValueError(decision)
 
-    def unless_one_fails(self, connect: Callable[[], T]) -> T:
+    def unless_one_fails(self, connect: Callable[[], T], give_up: Callable[[], None]) -> T:
         """Returns ``connect()``, which waits for all ranks. RuntimeError at once if one of them raised instead.
 
         It runs on a thread of its own while this one listens: nothing ends gloo's wait for a rank that won't connect.
+        ``give_up()`` ends its waits for the store, which it must not keep to itself: see PolledStore. Python may be
+        about to exit, and a thread that calls it then aborts the process.
         """
         if self.store is None:
             return connect()
-        store = self.store.clone()  # type: ignore[attr-defined]  # one connection answers one call at a time
-        made: Future[T] = Future()
+        made: list[T] = []
+        failed: list[BaseException] = []
+        ended = threading.Event()
 
         def run() -> None:
             try:
-                made.set_result(connect())
+                made.append(connect())
             except BaseException as error:
-                made.set_exception(error)
+                failed.append(error)
+            finally:
+                ended.set()
 
         threading.Thread(target=run, name="zerox connect", daemon=True).start()
-        while True:
-            with contextlib.suppress(TimeoutError):
-                return made.result(LISTEN_S)
-            if not made.done() and store.check([FAILED]):
-                raise RuntimeError(store.get(FAILED).decode())
+        try:
+            while not ended.wait(LISTEN_S):
+                if self.store.check([FAILED]):
+                    raise RuntimeError(self.store.get(FAILED).decode())
+        finally:
+            give_up()
+            ended.wait(GIVE_UP_S)  # not join(): an interrupted join() takes the thread for ended
+        if failed:
+            raise failed[0]
+        return made[0]
 
     def _decide(self, text: str) -> None:
         """The first decision stands."""
