@@ -206,7 +206,8 @@ class Engine(OneGradient, OneState):
     @property
     def inside(self) -> Inside:
         """For tests, tools and zerox.checkpoint. Not a promise: it may change with any version."""
-        return Inside(self._rules, self._buckets, self._frozen, self._all_ranks, self._grads, self._gather, self._calls)
+        looked_at = self._rules, self._buckets, self._frozen, self._all_ranks, self._grads, self._gather, self._calls
+        return Inside(*looked_at, self._update, self._sparsity, self._settle, self._start_states, self._note_loaded)
 
     def _made_gather(self) -> ParamGather | Residency:
         ranks = self._all_ranks

@@ -103,7 +103,7 @@ def test_copies_are_refused_and_deletion_leaves_no_cycle() -> None:
     optimizer.step()
     with pytest.raises(TypeError, match="ShardedOptimizer can't be copied or pickled"):
         copy.deepcopy(optimizer)
-    guest: Callable[[], Any] = weakref.ref(optimizer._update.guests[0].optimizer)  # type: ignore[attr-defined]
+    guest: Callable[[], Any] = weakref.ref(optimizer.inside.update.guests[0].optimizer)  # type: ignore[attr-defined]
     outer = weakref.ref(optimizer)
     gc.collect()
     gc.disable()

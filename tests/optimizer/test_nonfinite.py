@@ -69,7 +69,7 @@ def raise_in_clip(rank: int, world_size: int, stage: int, dtype: torch.dtype, va
         assert "non-finite" in message
         assert "error_if_nonfinite=False" in message
     assert all(same_bits(a, b) for a, b in zip(everything(), before, strict=True))
-    assert set(optimizer._calls.scale.values.values()) == {None}, "a scale is left for the next step()"
+    assert set(optimizer.inside.calls.scale.values.values()) == {None}, "a scale is left for the next step()"
     assert not optimizer.clip_grad_norm_(1.0).isfinite(), "the gradients are still there"
     optimizer.zero_grad()
     backward(2)

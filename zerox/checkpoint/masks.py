@@ -13,12 +13,12 @@ MASKS = "_mask"  # behind a weight's name: that is what torch.nn.utils.prune cal
 
 
 def masks_of(optimizer: Engine) -> dict[str, Any]:
-    return {} if optimizer._sparsity is None else {SPARSITY: optimizer._sparsity.state_dict()}
+    return {} if optimizer.inside.sparsity is None else {SPARSITY: optimizer.inside.sparsity.state_dict()}
 
 
 def check_masks(optimizer: Engine, host: Mapping[str, Any]) -> None:
     """CheckpointError if masks would be lost, or are of another Sparsity."""
-    saved, live = host.get(SPARSITY), optimizer._sparsity
+    saved, live = host.get(SPARSITY), optimizer.inside.sparsity
     if saved is not None and live is None:
         raise CheckpointError(
             f"the checkpoint has masks of {made_by(saved['targets'])}: build one before loading. "
@@ -39,5 +39,5 @@ def made_by(targets: Mapping[str, float | None]) -> str:
 
 def take_masks(optimizer: Engine, host: Mapping[str, Any]) -> None:
     """Goes on with the schedule where it was; the masks themselves are loaded."""
-    if optimizer._sparsity is not None:
-        optimizer._sparsity.load_state_dict(host[SPARSITY])
+    if optimizer.inside.sparsity is not None:
+        optimizer.inside.sparsity.load_state_dict(host[SPARSITY])

@@ -60,7 +60,7 @@ def save(
     path, ranks = Path(path), Everyone.of(optimizer, process_group)
     failure = not_saved(path)
     with FailingAs(failure):
-        optimizer._settle(Meeting.SAVE)
+        optimizer.inside.settle(Meeting.SAVE)
     tensors: dict[str, Tensor] = {}
     host: dict[str, Any] = {}
     team_of: dict[str, tuple[int, int]] = {}
@@ -140,7 +140,7 @@ def load(
     """
     path, ranks = Path(path), Everyone.of(optimizer, process_group)
     with FailingAs(not_loaded(path)):
-        optimizer._settle(Meeting.SAVE)
+        optimizer.inside.settle(Meeting.SAVE)
     first: dict[str, Any] = {}
     known: set[str] = set()
     opened = open_checkpoint(path, ranks)
@@ -162,14 +162,14 @@ def load(
             lines = names_differ({*tensors, *state.needed()}, known, opened.tensors) if strict else []
             complain(path, [*lines, *misfits(first, opened.tensors), *state.misfits()])
             fill_groups(optimizer, names, host["groups"])
-            optimizer._start_states()
+            optimizer.inside.start_states()
         params.mark_written()  # each rank its shards, now that none reads any more
         with ranks.failing_together(
             f"zerox: {path} could not be read to its end, and model and optimizer have a part of it"
         ):
             rounded = state.load(opened.read, first)
             take_masks(optimizer, host)
-            optimizer._note_loaded()
+            optimizer.inside.note_loaded()
             fill_others(model, {name: value for name, value in host["model"].items() if name in others})
     say_rounded(dict.fromkeys(rounded))
     return host["extra"]

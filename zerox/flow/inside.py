@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
-from zerox._C import BucketManager
+from zerox._C import BucketManager, Meeting, Outcome
 from zerox.flow.grad_calls import GradCalls
 from zerox.flow.grads import Grads
 from zerox.flow.params import ParamGather
 from zerox.flow.residency import Residency
+from zerox.flow.update import Update
 from zerox.memory.bucket import Bucket, Member
 from zerox.memory.row_table import RowTable
 from zerox.ranks.group import Ranks
@@ -16,7 +18,12 @@ from zerox.rules.of_groups import Rules
 
 
 class Inside(NamedTuple):
-    """``frozen``: parameters that have no bucket. ``buckets``: the optimizer's own list, which grows."""
+    """``frozen``: parameters that have no bucket. ``buckets``: the optimizer's own list, which grows. ``sparsity``: its
+    zerox.Sparsity, if it has one.
+
+    ``settle(meeting)`` waits for everything on its way, and is collective; ``start_states()`` makes the state that the
+    options of the param groups ask for; ``note_loaded()``: what is in the buckets was loaded.
+    """
 
     rules: Rules
     buckets: list[Bucket]
@@ -25,6 +32,11 @@ class Inside(NamedTuple):
     grads: Grads
     gather: ParamGather | Residency
     calls: GradCalls
+    update: Update
+    sparsity: Any
+    settle: Callable[[Meeting], Outcome]
+    start_states: Callable[[], None]
+    note_loaded: Callable[[], None]
 
     @property
     def manager(self) -> BucketManager:
