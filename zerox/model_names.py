@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -18,18 +18,29 @@ def quoted(name: str, param: Tensor | None) -> str:
 
     For errors only: looking through all objects takes some 50 ms.
     """
-    if param is None or not POSITION.fullmatch(name):
-        return f"'{name}'"
-    known = _name_in_model(param)
-    return f"'{name}' ('{known}' in the model)" if known else f"'{name}'"
+    return all_quoted([(name, param)])[0]
 
 
-def _name_in_model(param: Tensor) -> str:
+def all_quoted(named: Sequence[tuple[str, Tensor | None]]) -> list[str]:
+    """As :func:`quoted`, of many at once, which takes no longer than one."""
+    sought = [param if POSITION.fullmatch(name) else None for name, param in named]
+    models = _models() if any(param is not None for param in sought) else []
+    return [
+        f"'{name}' ('{known}' in the model)" if (known := _name_in(models, param)) else f"'{name}'"
+        for (name, _), param in zip(named, sought, strict=True)
+    ]
+
+
+def _name_in(models: Sequence[Mapping[int, str]], param: Tensor | None) -> str:
     """The name in the largest model that has the parameter; empty if none has."""
+    return max(((len(names), names[id(param)]) for names in models if id(param) in names), default=(0, ""))[1]
+
+
+def _models() -> list[dict[int, str]]:
+    """The names of the parameters of each living model, by id."""
     modules = [each for each in gc.get_objects() if issubclass(type(each), nn.Module)]
     inside = {id(child) for module in modules for _, child in _of(module, "_modules")}
-    models = [_names(module) for module in modules if id(module) not in inside]
-    return max(((len(names), names[id(param)]) for names in models if id(param) in names), default=(0, ""))[1]
+    return [_names(module) for module in modules if id(module) not in inside]
 
 
 def _names(root: nn.Module) -> dict[int, str]:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import copy
+import gc
 import re
+from unittest.mock import Mock
 
 import pytest
 import torch
 from torch import nn
 
 from zerox import FusedShardedAdam
-from zerox.model_names import quoted
+from zerox.model_names import all_quoted, quoted
 
 
 def test_an_error_calls_an_unnamed_parameter_as_its_model_does() -> None:
@@ -37,6 +39,19 @@ def test_what_no_model_has_and_what_was_named_is_called_as_given() -> None:
     assert quoted("param 4", nn.Parameter(torch.ones(2))) == "'param 4'"
     assert quoted("mine", model.bias) == "'mine'"
     assert quoted("param 4", None) == "'param 4'"
+
+
+def test_many_are_looked_up_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, alone = nn.Linear(2, 2), nn.Parameter(torch.ones(2))
+    look = Mock(side_effect=gc.get_objects)
+    monkeypatch.setattr(gc, "get_objects", look)
+    named = [("param 0", model.weight), ("param 1", model.bias), ("mine", model.bias), ("param 2", alone)]
+    found = all_quoted([*named, ("param 3", None)])
+    assert found[:2] == ["'param 0' ('weight' in the model)", "'param 1' ('bias' in the model)"]
+    assert found[2:] == ["'mine'", "'param 2'", "'param 3'"]
+    look.assert_called_once()
+    assert all_quoted([("mine", model.bias)]) == ["'mine'"]
+    look.assert_called_once()
 
 
 def test_a_model_that_is_half_built_is_passed_over() -> None:

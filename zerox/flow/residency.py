@@ -15,6 +15,7 @@ from zerox.memory.bucket import Bucket, FrozenBucket, Member
 from zerox.memory.flat import BufferSlot, ShardedBuffer, give_out, in_shared_memory, take_in, values_of
 from zerox.memory.row_table import RowTable
 from zerox.memory.table_buffer import TableBuffer
+from zerox.model_names import all_quoted
 from zerox.plan.buckets import BucketPlan
 from zerox.plan.layout import Layout
 from zerox.plan.resident import resident_limit
@@ -137,9 +138,9 @@ class Residency:
             self.residents.add(name, buffer.room, buffer.own, is_served)
             buffer.is_shared_out = True
             self.all.append(Resident(name, bucket.members, buffer))
-        for table in tables:
-            if table.member.number not in self.tables:
-                self._add_table(table)
+        new = [table for table in tables if table.member.number not in self.tables]
+        for table, name in zip(new, all_quoted([(each.member.name, each.param) for each in new]), strict=True):
+            self._add_table(table, f"table {name}")
         places = [self.residents.place(index) for index in range(first, len(self.all))]
         text = " ".join(f"{place.shard} {place.stamps}" for place in places)
         everyone = [[int(number) for number in each.split()] for each in self.ranks.all_gather_text(text)]
@@ -152,8 +153,8 @@ class Residency:
             ]
             self.residents.set_places(first + count, by_rank)
 
-    def _add_table(self, table: RowTable) -> None:
-        name, buffer = f"table {table.member.quoted}", TableBuffer(table)
+    def _add_table(self, table: RowTable, name: str) -> None:
+        buffer = TableBuffer(table)
         self.tables[table.member.number] = len(self.all)
         buffer.add_to(self.residents, name)
         self.all.append(Resident(name, [table.member], buffer))
