@@ -130,7 +130,7 @@ def _unfit(param: Tensor, shards_tables: bool) -> str:
     return ""
 
 
-# Options that would reach rows which no batch names.
+# Options that would reach rows which no batch names, or need state that rows do not have; with the way out.
 REFUSED = {
     "weight_decay": "rows that no batch names would not decay. Give the group weight_decay=0.0",
     **{
