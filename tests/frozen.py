@@ -1,6 +1,6 @@
 """Import this last: the garbage collector no longer looks through what was imported before.
 
-torch and its packages are some 400,000 objects that live as long as the process. Looking through them took a sixth of
+torch and its packages are some 300,000 objects that live as long as the process. Looking through them took a sixth of
 the time of tests with ranks.
 """
 

@@ -13,7 +13,8 @@ MASKS = "_mask"  # behind a weight's name: that is what torch.nn.utils.prune cal
 
 
 def masks_of(optimizer: Engine) -> dict[str, Any]:
-    return {} if optimizer.inside.sparsity is None else {SPARSITY: optimizer.inside.sparsity.state_dict()}
+    sparsity = optimizer.inside.sparsity
+    return {} if sparsity is None else {SPARSITY: sparsity.state_dict()}
 
 
 def check_masks(optimizer: Engine, host: Mapping[str, Any]) -> None:
@@ -39,5 +40,5 @@ def made_by(targets: Mapping[str, float | None]) -> str:
 
 def take_masks(optimizer: Engine, host: Mapping[str, Any]) -> None:
     """Goes on with the schedule where it was; the masks themselves are loaded."""
-    if optimizer.inside.sparsity is not None:
-        optimizer.inside.sparsity.load_state_dict(host[SPARSITY])
+    if (sparsity := optimizer.inside.sparsity) is not None:
+        sparsity.load_state_dict(host[SPARSITY])

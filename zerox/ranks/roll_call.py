@@ -6,6 +6,7 @@ import contextlib
 import datetime
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future, wait
 from types import TracebackType
 from typing import TypeVar
 
@@ -83,29 +84,23 @@ class RollCall:
         """
         if self.store is None:
             return connect()
-        made: list[T] = []
-        failed: list[BaseException] = []
-        ended = threading.Event()
+        made: Future[T] = Future()
 
         def run() -> None:
             try:
-                made.append(connect())
+                made.set_result(connect())
             except BaseException as error:
-                failed.append(error)
-            finally:
-                ended.set()
+                made.set_exception(error)
 
         threading.Thread(target=run, name="zerox connect", daemon=True).start()
         try:
-            while not ended.wait(LISTEN_S):
+            while not wait([made], LISTEN_S).done:
                 if self.store.check([FAILED]):
                     raise RuntimeError(self.store.get(FAILED).decode())
         finally:
             give_up()
-            ended.wait(GIVE_UP_S)  # not join(): an interrupted join() takes the thread for ended
-        if failed:
-            raise failed[0]
-        return made[0]
+            wait([made], GIVE_UP_S)  # an interrupted Thread.join() would take the thread for ended
+        return made.result()
 
     def _decide(self, text: str) -> None:
         """The first decision stands."""
