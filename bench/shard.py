@@ -92,7 +92,7 @@ class Shard:
                 stored.values.uniform_(0, 0.1)
         self.present = torch.ones(len(params), dtype=torch.uint8, device=device)
         self.steps = torch.full((len(params),), 10, dtype=torch.int64, device=device)
-        row = [float(column.of(group)) for column in self.rule.columns]
+        row = list(map(float, self.rule.row(group)))
         self.options = torch.tensor([row], dtype=torch.float64, device=device)
 
     @cached_property

@@ -8,7 +8,7 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -25,6 +25,7 @@ from zerox.flow.memory_bytes import MemoryBytes, measured
 from zerox.flow.one_gradient import OneGradient
 from zerox.flow.overlap_gather import NOTHING_TO_HIDE, GatherOverlap
 from zerox.flow.params import ParamGather
+from zerox.flow.profiled import range_named, with_hooks
 from zerox.flow.residency import Residency
 from zerox.flow.row_refusals import check_rows
 from zerox.flow.update import FusedUpdate, Update
@@ -49,6 +50,7 @@ class Engine(OneGradient, OneState):
     raise. Raises as :class:`zerox.FusedShardedAdam`.
     """
 
+    profile_hook_step = staticmethod(with_hooks)  # torch wraps step() by it
     _frozen = Shared[list[Member]]([])
     _overlap = Shared[GatherOverlap | None](None)
 
@@ -122,9 +124,7 @@ class Engine(OneGradient, OneState):
 
         Local, but in stage 1 after a backward that raised it tells the other ranks, who wait at the end of theirs.
         """
-        # A range takes longer than all the rest.
-        profiled = torch.autograd.profiler._is_profiler_enabled
-        with torch.autograd.profiler.record_function(self._zero_grad_profile_name) if profiled else nullcontext():
+        with range_named(self._zero_grad_profile_name):
             self._grads.zero(set_to_none)
         self._calls.zero(self._frozen, set_to_none)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import chain
 from typing import NamedTuple
 
 import torch
@@ -100,19 +101,22 @@ def update_(rule: str, shards: Sequence[Shard], options: Tensor, grad_scale: Ten
     float64 scalar) first. Either all shards have masters, or none. Raises ValueError for arguments that don't fit
     together.
     """
-    torch.ops.zerox.update_(
+    if not shards:
+        return
+    params, masters, grads, states, scales, segments, present, steps, masks = zip(*shards, strict=True)
+    torch.ops.zerox.update_.default(
         rule,
-        [s.param for s in shards],
-        [s.master for s in shards if s.master is not None],
-        [s.grad for s in shards],
-        [each for s in shards for each in s.state],
-        [each for s in shards for each in s.scales],
-        [s.segments for s in shards],
-        [s.present for s in shards],
-        [s.steps for s in shards],
+        params,
+        [master for master in masters if master is not None],
+        grads,
+        [*chain.from_iterable(states)],
+        [*chain.from_iterable(scales)],
+        segments,
+        present,
+        steps,
         options,
         grad_scale,
-        _masks(shards),
+        [_mask_of(s) for s in shards] if any(mask is not None for mask in masks) else [],
     )
 
 
@@ -143,10 +147,8 @@ def update_rows_(
     )
 
 
-def _masks(shards: Sequence[Shard]) -> list[Tensor]:
-    if all(s.mask is None for s in shards):
-        return []
-    return [s.present.new_empty(0) if s.mask is None else s.mask for s in shards]
+def _mask_of(shard: Shard) -> Tensor:
+    return shard.present.new_empty(0) if shard.mask is None else shard.mask
 
 
 def _changes_arguments_only(*_args: object) -> None:

@@ -33,7 +33,7 @@ def options_table(rule: Rule = ADAM, **config: Any) -> Tensor:
     """One row."""
     group = group_of(rule, **config)
     rule.check(group)
-    return torch.tensor([[float(column.of(group)) for column in rule.columns]], dtype=torch.float64)
+    return torch.tensor([list(map(float, rule.row(group)))], dtype=torch.float64)
 
 
 def moment_dtype(dtype: torch.dtype) -> torch.dtype:

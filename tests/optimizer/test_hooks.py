@@ -62,6 +62,23 @@ def test_step_hooks_run_in_torch_s_order_around_the_update() -> None:
     assert [each[0] for each in ours[:5]] == ["global pre", "pre 1", "pre 2", "post", "global post"]
 
 
+@pytest.mark.parametrize("when", ["pre", "post"])
+@pytest.mark.parametrize("whose", ["its own", "of all optimizers"])
+def test_one_hook_alone_is_run(when: str, whose: str) -> None:
+    """Where there is none, step() does not look for them."""
+    _, optimizer = build(FusedShardedAdam)
+    of_all = {"pre": register_optimizer_step_pre_hook, "post": register_optimizer_step_post_hook}
+    its_own = {"pre": optimizer.register_step_pre_hook, "post": optimizer.register_step_post_hook}
+    seen = []
+    handle = (its_own if whose == "its own" else of_all)[when](lambda *_: seen.append(when))
+    try:
+        optimizer.step()
+    finally:
+        handle.remove()
+    optimizer.step()
+    assert seen == [when]
+
+
 def closure_from_a_hook(make: Build) -> list[Any]:
     """A pre-hook may replace the arguments of step()."""
     _, optimizer = build(make)

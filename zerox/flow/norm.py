@@ -71,7 +71,8 @@ def total_words(
     if len(sums) > 1:
         total = torch.stack(sums)
     else:
-        total = sums[0] if all_made else sums[0].clone()  # the reduction's own stay as they are
+        is_new = all_made or len(next(iter(found.values()))) > 1
+        total = sums[0] if is_new else sums[0].clone()  # the reduction's own stay as they are
     grads.all_reduce(total, Combine.MAX if math.isinf(p) else Combine.SUM)
     grads.model.all_reduce(total, largest=math.isinf(p))
     return [total] if len(sums) == 1 else list(total)

@@ -114,7 +114,8 @@ class ParamGather:
         """Waits until all are whole and no rank reads this one's. RuntimeError as in wait_for(), at every call."""
         self.manager.params.finish()
         was_hidden, self.hidden = self.hidden, False
-        used = self.manager.params.order_of_use
-        if was_hidden and used and self.num_ordered != self.manager.num_buckets:
+        if not was_hidden or self.num_ordered == self.manager.num_buckets:
+            return
+        if used := self.manager.params.order_of_use:
             self.num_ordered = self.manager.num_buckets
             self.manager.params.propose_order(list(dict.fromkeys([*used, *range(self.num_ordered)])))

@@ -55,7 +55,7 @@ class TableGrad:
         rule = self.table.rule
         return C.RowRule(
             rule.name,
-            [float(column.of(group)) for column in rule.columns],
+            list(map(float, rule.row(group))),
             scale=1.0 if factor is None else float(factor),
             limit=math.inf if limit is None else limit,
         )

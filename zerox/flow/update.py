@@ -56,6 +56,8 @@ class FusedUpdate:
         # By bucket, start, number of elements and first row, beside the state that they are views of. To make the views
         # of every part at every step would take longer than the update of a small one.
         self.made: dict[tuple[int, int, int, int], tuple[dict[str, Stored], Part]] = {}
+        self.order: list[int] = []  # of the buckets, as it was when ``launches`` were cut
+        self.launches: list[list[int]] = []
 
     def add_bucket(self, bucket: Bucket, groups: Groups) -> None:
         pass
@@ -68,7 +70,10 @@ class FusedUpdate:
 
     def runs(self, groups: Groups, capturing: bool) -> Iterator[Sequence[int]]:
         tables = self.options_tables.refresh(groups, capturing)
-        for run in launches(self.grads.manager.params.order, self.buckets, self.grad_scale.divisors):
+        order = self.grads.manager.params.order
+        if order != self.order:  # what else launches depend on never changes
+            self.order, self.launches = order, list(launches(order, self.buckets, self.grad_scale.divisors))
+        for run in self.launches:
             rule = self.buckets[run[0]].rule
             with ranges(run):
                 update(rule, list(self._shards(run)), tables[rule.name], self.grad_scale.left_of(run[0]))
@@ -95,13 +100,14 @@ class FusedUpdate:
 def shard_of(part: Part, of: GradPart, present: Tensor) -> Shard:
     """A part of a bucket's shard as the kernels take it. ``present``: of all the bucket's rows."""
     param, master, state, scales, rows, steps = part
-    return Shard(param, master, of.grad, state, scales, of.segments, present[rows], steps, of.mask)
+    own = present if rows is None else present[rows]
+    return Shard(param, master, of.grad, state, scales, of.segments, own, steps, of.mask)
 
 
 def update(rule: Rule, shards: Sequence[Shard], options: Tensor, grad_scale: Tensor | None) -> None:
     """One step: state, master and parameters in place, in one pass."""
-    for _, alike in groupby(shards, key=_kind):
-        ops.update_(rule.name, list(alike), options, grad_scale)
+    for alike in [shards] if len(shards) == 1 else [list(alike) for _, alike in groupby(shards, key=_kind)]:
+        ops.update_(rule.name, alike, options, grad_scale)
 
 
 def _kind(shard: Shard) -> tuple[object, ...]:

@@ -104,13 +104,13 @@ class GradPart(NamedTuple):
 
 
 class Part(NamedTuple):
-    """What a bucket keeps for the elements of a :class:`GradPart`, as views: ``steps`` of its ``rows``."""
+    """What a bucket keeps for the elements of a :class:`GradPart`, as views: ``steps`` of its ``rows`` (None: all)."""
 
     param: Tensor
     master: Tensor | None
     state: list[Tensor]
     scales: list[Tensor]
-    rows: slice
+    rows: slice | None
     steps: Tensor
 
 
@@ -220,7 +220,9 @@ class Bucket:
         master = next((kept.pop(spec.key).values for spec in MASTERS if spec.key in kept), None)
         state = [stored.values for stored in kept.values()]
         scales = [stored.scales for stored in kept.values() if stored.scales is not None]
-        return Part(self.param_shard[elements], master, state, scales, rows, self.steps[rows])
+        steps = self.steps[rows]
+        has_all = steps.numel() == self.steps.numel()
+        return Part(self.param_shard[elements], master, state, scales, None if has_all else rows, steps)
 
     def absent_state(self) -> set[tuple[int, str]]:
         """(parameter's number, key) of what is ``absent``."""

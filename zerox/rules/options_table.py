@@ -27,6 +27,7 @@ class OptionsTable:
         self.device = device
         self.keeps_place = keeps_place
         self.rows: list[list[float]] = []
+        self.lr_column = next((i for i, column in enumerate(rule.columns) if column.option == LR), None)
         self.table = torch.empty(0, len(rule.columns), dtype=torch.float64, device=device)
 
     def refresh(self, groups: Sequence[dict[str, Any]], capturing: bool = False) -> Tensor:
@@ -35,25 +36,25 @@ class OptionsTable:
         While a CUDA graph is captured (``capturing``) numbers become part of the graph; a tensor lr on the device is
         read anew by every replay.
         """
-        rows = [self._row(group) for group in groups]
+        rates: dict[int, Tensor] = {}
+        rows = [self._row(index, group, rates) for index, group in enumerate(groups)]
         if rows != self.rows:
             self._write(rows, capturing)
-        for index, group in enumerate(groups):
-            if _is_on_accelerator(group.get(LR)) and self._is_of_rule(group):
-                column = [each.option for each in self.rule.columns].index(LR)
-                self.table[index, column].copy_(group[LR].reshape(()), non_blocking=True)
+        for index, rate in rates.items():
+            self.table[index, self.lr_column].copy_(rate.reshape(()), non_blocking=True)
         return self.table
 
     def _is_of_rule(self, group: Mapping[str, Any]) -> bool:
         return bool(group.get(RULE, self.default) == self.rule.name)
 
-    def _row(self, group: Mapping[str, Any]) -> list[float]:
+    def _row(self, index: int, group: Mapping[str, Any], rates: dict[int, Tensor]) -> list[float]:
+        """Adds to ``rates`` an lr on an accelerator, whose number the host does not ask for."""
         if not self._is_of_rule(group):
             return [0.0] * len(self.rule.columns)
-        return [
-            0.0 if column.option == LR and _is_on_accelerator(group[LR]) else float(column.of(group))
-            for column in self.rule.columns
-        ]
+        row = self.rule.row(group)
+        if self.lr_column is not None and _is_on_accelerator(row[self.lr_column]):
+            rates[index], row[self.lr_column] = row[self.lr_column], 0.0
+        return list(map(float, row))
 
     def _write(self, rows: list[list[float]], capturing: bool) -> None:
         if capturing:  # a replay would read the host's memory again, whatever lies there then
@@ -88,6 +89,11 @@ class OptionsTables:
         Raises RuntimeError if a group was given another rule: its state is of the one that it had.
         """
         names = [self.rules.of(group).name for group in groups]
+        if names != self.names:
+            self._take(names)
+        return {name: table.refresh(groups, capturing) for name, table in self.tables.items()}
+
+    def _take(self, names: list[str]) -> None:
         for index, (had, has) in enumerate(zip(self.names, names, strict=False)):
             if had != has:
                 raise RuntimeError(
@@ -99,7 +105,6 @@ class OptionsTables:
             if name not in self.tables:
                 default = self.rules.default.name
                 self.tables[name] = OptionsTable(self.rules.known[name], self.device, self.keeps_place, default)
-        return {name: table.refresh(groups, capturing) for name, table in self.tables.items()}
 
 
 def _is_on_accelerator(value: Any) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -70,9 +71,6 @@ class Column:
     option: str
     index: int | None = None
 
-    def of(self, group: Mapping[str, Any]) -> Any:
-        return group[self.option] if self.index is None else group[self.option][self.index]
-
 
 @dataclass(frozen=True)
 class Rule:
@@ -103,6 +101,10 @@ class Rule:
         """How the torch.optim class keeps the count of a parameter's updates."""
         return STEP
 
+    def row(self, group: Mapping[str, Any]) -> list[Any]:
+        """The ``columns`` of a param group: numbers, or tensors of one."""
+        return [group[of.option] if of.index is None else group[of.option][of.index] for of in self.columns]
+
     def is_wanted(self, spec: StateSpec | NumberSpec, group: Mapping[str, Any]) -> bool:
         """Whether a param group has it."""
         return isinstance(spec, NumberSpec) or spec.is_wanted(group)
@@ -111,9 +113,14 @@ class Rule:
         """The state of a bucket whose parameters are in these groups."""
         return [spec for spec in self.states if any(self.is_wanted(spec, group) for group in groups)]
 
+    @cached_property
+    def optional(self) -> list[StateSpec]:
+        """State that an option of a param group asks for."""
+        return [spec for spec in self.states if spec.when]
+
     def late(self, group: Mapping[str, Any]) -> list[StateSpec]:
         """State that buckets made before may lack, since an option of the group may have been changed."""
-        return [spec for spec in self.states if spec.when and group.get(spec.when)]
+        return [spec for spec in self.optional if group.get(spec.when)]
 
     def starts_itself(self, key: str) -> bool:
         """Whether state that has not begun is absent, and not zero."""
