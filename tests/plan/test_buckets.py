@@ -99,7 +99,8 @@ def test_the_default_cap_keeps_slices_large_enough_for_many_ranks() -> None:
     assert default_cap_bytes("gloo", 2) == default_cap_bytes("nccl", 8) == 16 * MIB
     assert default_cap_bytes("gloo", 1024) // 1024 == 256 * 1024
     assert default_cap_bytes("nccl", 1024) // 1024 == 512 * 1024
-    assert default_cap_bytes("unheard of", 1) == 16 * MIB
+    assert default_cap_bytes("unheard of", 2) == 16 * MIB
+    assert default_cap_bytes("none", 1) == 64 * MIB, "nothing is sent that could be hidden"
 
 
 def llama_405b() -> list[ParamSpec]:

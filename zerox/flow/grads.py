@@ -46,7 +46,7 @@ class Grads:
         self.dtensors: list[tuple[Any, Tensor, str]] = []  # with the local tensor that lies in a bucket, and the name
         self.no_sync_depth = 0
         self.buckets: list[Bucket] = []
-        self.parts_of: list[list[tuple[int, int, int, Tensor]]] = []
+        self.parts_of: list[list[tuple[int, int, int, Tensor] | None]] = []
         self.sharded = stage.grads is SHARDED
         self.reduce_dtype = reduce_dtype
         self.manager = C.BucketManager(
@@ -160,13 +160,13 @@ class Grads:
         bucket = self.buckets[index]
         by_part = self.manager.grads.shard_by_part(index) if self.partial.shard(index) is None else []
         if by_part:
-            places = zip(by_part, self.parts_of[index], strict=True)
-            found = [
-                (grad[padding:] if padding else grad, start, first_row, segments)
-                for grad, (padding, start, first_row, segments) in places
-                if grad is not None and segments.shape[0] > 0
-            ]
-            return [GradPart(*each, bucket.mask_of(each[1], each[0].numel())) for each in found]
+            found = []
+            for grad, place in zip(by_part, self.parts_of[index], strict=True):
+                if grad is not None and place is not None:
+                    padding, start, first_row, segments = place
+                    grad = grad[padding:] if padding else grad
+                    found.append(GradPart(grad, start, first_row, segments, bucket.mask_of(start, grad.numel())))
+            return found
         shard = self.shard(index)
         return [] if shard is None else [GradPart(shard, 0, 0, bucket.segments, bucket.mask_of(0, shard.numel()))]
 
@@ -248,10 +248,12 @@ class Grads:
             self.manager.backward.set_sync(self.no_sync_depth == 0)
 
 
-def _less_padding(part: tuple[int, int, Tensor]) -> tuple[int, int, int, Tensor]:
-    """Without the padding in front: with 8-bit moments a part must start with a block."""
+def _less_padding(part: tuple[int, int, Tensor]) -> tuple[int, int, int, Tensor] | None:
+    """Without the padding in front: with 8-bit moments a part must start with a block. None: it is nothing else."""
     start, first_row, segments = part
-    padding = int(segments[0, 0]) if len(segments) > 0 else 0
+    if len(segments) == 0:
+        return None
+    padding = int(segments[0, 0])
     shifted = segments.clone()
     shifted[:, :2] -= padding
     return padding, start + padding, first_row, shifted

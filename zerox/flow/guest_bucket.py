@@ -36,7 +36,8 @@ class GuestBucket:
     def __init__(self, rule: GuestRule, bucket: Bucket, groups: Groups) -> None:
         self.rule = rule
         self.bucket = bucket
-        self.values = bucket.param_shard if bucket.master is None else bucket.master.values
+        self.master = bucket.master
+        self.values = bucket.param_shard if self.master is None else self.master.values
         self.params = [
             GuestParam(
                 nn.Parameter(self.values[s.span.start : s.span.stop]),
@@ -64,7 +65,7 @@ class GuestBucket:
 
         ``kinds``: what the class keeps under each group's options.
         """
-        master, shard = self.bucket.master, self.bucket.param_shard
+        master, shard = self.master, self.bucket.param_shard
         if master is not None:
             rounded = master.values.to(shard.dtype)
             stands = rounded.view(torch.int16) == shard.view(torch.int16)
@@ -149,8 +150,8 @@ class GuestBucket:
 
     def finish(self, updated: Sequence[bool]) -> None:
         """After all ranks' steps: new parameters from their masters, and counts of the rows that were ``updated``."""
-        if self.bucket.master is not None:
-            self.bucket.param_shard.copy_(self.bucket.master.values)
+        if self.master is not None:
+            self.bucket.param_shard.copy_(self.master.values)
         self.bucket.steps.add_(1 if all(updated) else torch.tensor(updated, dtype=torch.int64, device="cpu"))
         self._note_numbers()
 

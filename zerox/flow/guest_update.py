@@ -109,7 +109,7 @@ class GuestUpdate:
                 parts, present = self._gradients(index)
                 parts = [self.grad_scale.limited(part, index) for part in parts]
                 bucket = self.buckets[index]
-                if bucket.master is None and bucket.buffer.shard_is_apart:
+                if guest.master is None and bucket.buffer.shard_is_apart:
                     self.before[index] = bucket.param_shard.clone()
                 updated[index] = guest.take_gradients(parts, present, counted, self._scale_of(index))
                 del parts  # which may be copies, for this bucket alone

@@ -66,8 +66,11 @@ class BucketPlan:
 def default_cap_bytes(backend: str, world_size: int) -> int:
     """The bucket size for ``bucket_cap_mb=None``: 16 MiB, or more if a rank's slice would get small.
 
-    A slice under 256 KiB costs more for the message than for its bytes.
+    A slice under 256 KiB costs more for the message than for its bytes. One rank alone sends none, and has 64 MiB:
+    there a bucket only costs what step() does for each.
     """
+    if world_size == 1:
+        return 64 * MIB
     slice_bytes = {"gloo": 256 * 1024, "nccl": 512 * 1024}.get(backend, 256 * 1024)
     return max(16 * MIB, world_size * slice_bytes)
 
