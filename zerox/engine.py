@@ -252,7 +252,7 @@ class Engine(OneGradient, OneState):
         with ranks.refusals_told():
             self._check_pairs(members, self._overlap is not None)
             check_axes(self._grads.model, members)
-            check_rows(self.param_groups, members, self._grads, self._gather.shards_params)
+            check_rows(self.param_groups, members, self._grads, self._options, self._gather.shards_params)
         check_terms(self._options, self._grads.teams, self.param_groups, members)
         with ranks.failure_told():
             check_model(self._grads.model, ranks, self._options, self.param_groups, members)
@@ -264,7 +264,7 @@ class Engine(OneGradient, OneState):
         self._frozen = list({id(m.param): m for m in (*self._frozen, *members) if id(m.param) not in adopted}.values())
         still = [member for member in members if not member.param.requires_grad]
         divisors = [self._divisor_of(group) for group in self.param_groups]
-        trained = self._calls.take_tables(trained, self.param_groups, self._rules, self._options.masters, divisors)
+        trained = self._calls.take_tables(trained, self.param_groups, self._rules, self._options, divisors)
         model, teams = self._grads.model, self._grads.teams
         plans = plan_trained(self._options, self._rules, teams, model, self.param_groups, trained)
         shared_out: list[Planned] = [(m.name, m.local, "", None, ()) for m in still if self._gather.shards_params]

@@ -128,9 +128,11 @@ def estimate(
         chosen.check_pairs({"rule": rule, **options}, **of_masks)
     master, moments = 0, 0
     for table, group in tables:
-        num_own = most_rows(table.shape[0], world_size) * table.shape[1]
-        moments += num_own * len(rules.of(group).wanted([group])) * torch.float32.itemsize
-        master += sum(num_own * spec.form.itemsize for spec in chosen.masters(table.dtype) if spec.form)
+        num_own, width = most_rows(table.shape[0], world_size), table.shape[1]
+        form = chosen.state_form(table)
+        a_row = width * form.itemsize + form.num_scales(width) * torch.float32.itemsize
+        moments += num_own * a_row * len(rules.of(group).wanted([group]))
+        master += sum(num_own * width * spec.form.itemsize for spec in chosen.masters(table.dtype) if spec.form)
     flows = []
     named = [(name, tensor, rules.of(group).name, chosen.divisor_of(group), ()) for name, tensor, group in trained]
     for plan in (plan for size in set(sizes) for plan in _plans_of(size, sizes, named, backend, chosen)):

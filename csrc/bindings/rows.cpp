@@ -60,17 +60,25 @@ void bind_rows(py::module_& m) {
       .def(py::init(&make_flow), py::arg("messages"), py::arg("neighbours"))
       .def(
           "add",
-          [](RowFlow& self, at::Tensor param, at::Tensor of_block, std::vector<at::Tensor> states,
-             std::optional<at::Tensor> master, at::Tensor step, double divisor, std::optional<at::Tensor> own) {
+          [](RowFlow& self, at::Tensor param, int64_t number, at::Tensor of_block, std::vector<at::Tensor> states,
+             std::vector<at::Tensor> scales, std::optional<at::Tensor> master, at::Tensor step, double divisor,
+             std::optional<at::Tensor> own) {
             const int64_t num_rows = param.size(0);
             const int64_t width = param.size(1);
             const DType dtype = dtype_of(param, "RowFlow", "param");
-            self.add({num_rows, width, std::move(of_block), std::move(states), master.value_or(at::Tensor()),
-                      std::move(step), divisor, dtype, false},
+            self.add({num_rows,
+                      width,
+                      std::move(of_block),
+                      {std::move(states), std::move(scales), number},
+                      master.value_or(at::Tensor()),
+                      std::move(step),
+                      divisor,
+                      dtype,
+                      false},
                      std::move(param), own.value_or(at::Tensor()));
           },
-          py::kw_only(), py::arg("param"), py::arg("of_block"), py::arg("states"), py::arg("master"), py::arg("step"),
-          py::arg("divisor"), py::arg("own"))
+          py::kw_only(), py::arg("param"), py::arg("number"), py::arg("of_block"), py::arg("states"), py::arg("scales"),
+          py::arg("master"), py::arg("step"), py::arg("divisor"), py::arg("own"))
       .def("pack", &RowFlow::pack, Release())
       .def("forget", &RowFlow::forget, Release())
       .def("note_seen", &RowFlow::note_seen, Release())

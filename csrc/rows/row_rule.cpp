@@ -97,9 +97,10 @@ void move_any(const SparseAdam rule, const float* means, const float* root, cons
   __builtin_unreachable();
 }
 
-void prefetch(const TouchedRows& touched, int64_t i) {
-  for (float* state : touched.states) {
-    if (state != nullptr) prefetch_row(state + touched.places[i] * touched.width, touched.width * 4);
+void prefetch(const TouchedRows& touched, const RowStates& states, int64_t i) {
+  for (const at::Tensor& values : states.values) {
+    const auto bytes = touched.width * static_cast<int64_t>(values.element_size());
+    prefetch_row(static_cast<const char*>(values.const_data_ptr()) + touched.places[i] * bytes, bytes);
   }
   prefetch_row(touched.value(i), touched.row_bytes());
 }
@@ -110,14 +111,15 @@ void copy_updated(const TouchedRows& touched, int64_t i, void* updated) {
   std::memcpy(static_cast<char*>(updated) + i * bytes, touched.value(i), static_cast<size_t>(bytes));
 }
 
-void update_by_sparse_adam(const Adam::Options& options, const RowRule& by, int64_t step, const TouchedRows& touched,
-                           void* updated) {
+void update_by_sparse_adam(const Adam::Options& options, const RowRule& by, int64_t step, const RowStates& states,
+                           const TouchedRows& touched, void* updated) {
   const int64_t width = touched.width;
   const SparseAdam rule = SparseAdam::of(options.lr, options.beta1, options.beta2, options.eps, step);
   const auto factor = static_cast<float>(options.maximize != 0.0 ? -by.scale : by.scale);
   const auto limit = static_cast<float>(by.limit);
   const bool is_cut = std::isfinite(limit);
-  const auto [first, second, none] = touched.states;
+  auto* const first = states.values[0].data_ptr<float>();
+  auto* const second = states.values[1].data_ptr<float>();
   const int64_t most = std::max<int64_t>(1, kElementsARoot / width);  // rows whose roots are taken together
   parallel_units(touched.count, touched.count * width, [&](int64_t from, int64_t to) {
     at::Tensor of_most = at::empty({std::min(most, to - from), width}, at::kFloat);
@@ -126,7 +128,7 @@ void update_by_sparse_adam(const Adam::Options& options, const RowRule& by, int6
     for (int64_t start = from; start < to; start += most) {
       const int64_t stop = std::min(start + most, to);
       for (int64_t i = start; i < stop; ++i) {
-        if (i + kAhead < to) prefetch(touched, i + kAhead);
+        if (i + kAhead < to) prefetch(touched, states, i + kAhead);
         const float* grads = touched.grads + i * width;
         if (is_cut) cut_row(grads, factor, limit, cut.data(), width);
         const int64_t state = touched.places[i] * width;
@@ -143,18 +145,30 @@ void update_by_sparse_adam(const Adam::Options& options, const RowRule& by, int6
   });
 }
 
-// Each row is a parameter of its own for the kernel of dense ones.
+// SparseAdam adds eps to a root that is not corrected for its bias, and puts the correction into the size of the step.
+// The dense rule does the same with an eps that is divided by that correction. Neither decays.
+Adam::Options as_dense(Adam::Options options, int64_t step) {
+  options.eps /= std::sqrt(1.0 - integer_power(options.beta2, step));
+  options.weight_decay = 0.0;
+  return options;
+}
+
+// Each row is a parameter of its own for the kernel of dense ones, but for the random bits of its elements, which are
+// those of the table.
 template <class Rule>
-void update_by_kernel(const typename Rule::Options& options, const RowRule& by, int64_t step,
-                      const TouchedRows& touched, void* updated) {
+void update_by_kernel(const typename Rule::Options& options, const RowRule& by, int64_t step, const RowStates& states,
+                      const TouchedRows& touched, const int64_t* numbers, void* updated) {
   const int64_t width = touched.width;
+  const StateKind kind = states.kind();
+  const int64_t row_bytes = states.values.empty() ? 0 : width * static_cast<int64_t>(states.values[0].element_size());
+  const RandomKey random = random_key(step, states.table);
   const auto limit = static_cast<float>(by.limit);
   const bool is_cut = std::isfinite(limit);
   const auto folded = Rule::fold(options, step, is_cut ? 1.0 : by.scale);
   parallel_units(touched.count, touched.count * width, [&](int64_t from, int64_t to) {
     std::vector<float> cut(is_cut ? width : 0);
     for (int64_t i = from; i < to; ++i) {
-      if (i + kAhead < to) prefetch(touched, i + kAhead);
+      if (i + kAhead < to) prefetch(touched, states, i + kAhead);
       const float* grads = touched.grads + i * width;
       if (is_cut) cut_row(grads, static_cast<float>(by.scale), limit, cut.data(), width);
       UpdateSpan span{};
@@ -166,10 +180,15 @@ void update_by_kernel(const typename Rule::Options& options, const RowRule& by, 
       span.master = touched.master_of(i);
       span.grad = is_cut ? cut.data() : grads;
       span.num_states = Rule::num_states(options);
+      span.states.kind = kind;
       for (int s = 0; s < span.num_states; ++s) {
-        span.states.at[s].values = touched.states[s] + touched.places[i] * width;
+        span.states.at[s].values = static_cast<char*>(states.values[s].data_ptr()) + touched.places[i] * row_bytes;
+        if (kind != StateKind::blockwise) continue;
+        span.states.at[s].scales =
+            states.scales[s].template data_ptr<float>() + touched.places[i] * scales_a_row(width);
       }
       span.numel = width;
+      span.random = {numbers[i] * width, random};
       kernels().update(span, &folded);
       copy_updated(touched, i, updated);
     }
@@ -185,23 +204,40 @@ RowRule RowRule::named(const std::string& name, std::vector<double> options, dou
   return {rule.kind, std::move(options), scale, limit};
 }
 
-void update_rows(const RowRule& by, const std::vector<at::Tensor>& states, const at::Tensor& step, TouchedRows touched,
-                 void* updated) {
+StateKind RowStates::kind() const {
+  const auto dtype = values.empty() ? at::kFloat : values[0].scalar_type();
+  return dtype == at::kFloat ? StateKind::wide : dtype == at::kByte ? StateKind::blockwise : StateKind::bf16;
+}
+
+void RowStates::check(int64_t num_rows, int64_t width) const {
+  for (const at::Tensor& each : values) {
+    const auto dtype = each.scalar_type();
+    ZX_CHECK(dtype == at::kFloat || dtype == at::kBFloat16 || dtype == at::kByte, "RowTables", "states",
+             "must be Float, BFloat16 or Byte, got ", dtype);
+    ZX_CHECK_DTYPE(each, values[0].scalar_type(), "RowTables", "states");
+    check_shape(each, num_rows, width, "states");
+  }
+  const size_t expected = kind() == StateKind::blockwise ? values.size() : 0;
+  ZX_CHECK(scales.size() == expected, "RowTables", "scales", "must be ", expected, " tensors, got ", scales.size());
+  for (const at::Tensor& each : scales) check_values(each, num_rows, scales_a_row(width), "scales");
+}
+
+void update_rows(const RowRule& by, const RowStates& states, const at::Tensor& step, TouchedRows touched,
+                 const int64_t* numbers, void* updated) {
   with_rule(by.kind, [&](auto type) {
     using Rule = typename decltype(type)::type;
     typename Rule::Options options;
     std::memcpy(&options, by.options.data(), sizeof(options));
     const auto needed = static_cast<size_t>(Rule::num_states(options));
-    TORCH_CHECK_VALUE(states.size() >= needed, "zerox: a table has ", states.size(), " states, and its rule needs ",
-                      needed);
-    for (size_t s = 0; s < needed; ++s) touched.states[s] = states[s].mutable_data_ptr<float>();
+    TORCH_CHECK_VALUE(states.values.size() >= needed, "zerox: a table has ", states.values.size(),
+                      " states, and its rule needs ", needed);
     auto* const count = step.mutable_data_ptr<int64_t>();
     if (Rule::counts_step(options)) ++*count;
     if constexpr (std::is_same_v<Rule, Adam>) {
-      update_by_sparse_adam(options, by, *count, touched, updated);
-    } else {
-      update_by_kernel<Rule>(options, by, *count, touched, updated);
+      if (states.kind() == StateKind::wide) return update_by_sparse_adam(options, by, *count, states, touched, updated);
+      options = as_dense(options, *count);
     }
+    update_by_kernel<Rule>(options, by, *count, states, touched, numbers, updated);
   });
 }
 

@@ -24,15 +24,29 @@ struct RowRule {
   static RowRule named(const std::string& name, std::vector<double> options, double scale, double limit);
 };
 
-// `states`: the table's, see TableSpec; `touched` has none yet. `step`, int64, counts up if the rule counts updates.
-// `updated` gets the rows' new values, side by side; it may be null.
+// What a rule keeps of rows, by place: `values` [rows, width] of float32, bfloat16, or uint8 codes with `scales`,
+// float32 [rows, scales_a_row(width)] for each. So a row is a parameter of its own, whose blocks begin with it.
+// `table`: its number among the parameters, for what is rounded at random.
+struct RowStates {
+  std::vector<at::Tensor> values;
+  std::vector<at::Tensor> scales;
+  int64_t table;
+
+  // Throws c10::ValueError for states that are not alike, or not of this many rows.
+  void check(int64_t num_rows, int64_t width) const;
+  StateKind kind() const;
+};
+constexpr int64_t scales_a_row(int64_t width) { return (width + kStateBlock - 1) / kStateBlock; }
+
+// `states`: the table's; `touched` has none yet. `numbers`: those of the touched rows in the whole table. `step`,
+// int64, counts up if the rule counts updates. `updated` gets the rows' new values, side by side; it may be null.
 //
 // 16-bit rows are updated in float: their masters are, if there are any, and a row is its master, rounded. A row that
 // was written since is its own master.
 //
-// Adam is the lazy one of torch.optim.SparseAdam, with its bits. The other rules are those of dense parameters: a row
-// gets the bits that it would have in one, as long as it is touched in every step.
-void update_rows(const RowRule& by, const std::vector<at::Tensor>& states, const at::Tensor& step, TouchedRows touched,
-                 void* updated);
+// Adam is the lazy one of torch.optim.SparseAdam, with its bits if states are float32. The other rules are those of
+// dense parameters: a row gets the bits that it would have in one, as long as it is touched in every step.
+void update_rows(const RowRule& by, const RowStates& states, const at::Tensor& step, TouchedRows touched,
+                 const int64_t* numbers, void* updated);
 
 }  // namespace zx

@@ -14,12 +14,11 @@
 
 namespace zx {
 
-// `states`: those of the rule, of the rows that this rank owns, float32 [own rows, width], by place.
 struct TableSpec {
   int64_t num_rows;
   int64_t width;
   at::Tensor of_block;  // see RowOwners
-  std::vector<at::Tensor> states;
+  RowStates states;     // of the rows that this rank owns
   at::Tensor master;  // of 16-bit values, of the same rows: float32, or the int16 remainders; undefined if none is kept
   at::Tensor step;    // int64 scalar
   double divisor;     // of the sum over the ranks
@@ -88,7 +87,7 @@ class RowTables {
   struct Table {
     RowOwners owners;
     int64_t width;
-    std::vector<at::Tensor> states;
+    RowStates states;
     at::Tensor master;
     at::Tensor step;
     float divisor;

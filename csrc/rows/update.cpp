@@ -19,7 +19,7 @@ Master kind_of(const at::Tensor& master) {
 void RowTables::add(const TableSpec& spec) {
   RowOwners owners(spec.num_rows, world_, spec.of_block);
   const int64_t owned = owners.owned_by(rank_);
-  for (const at::Tensor& state : spec.states) check_values(state, owned, spec.width, "states");
+  spec.states.check(owned, spec.width);
   check_array(spec.step, at::kLong, 1, spec.step, "RowTables", "step");
   ZX_CHECK(spec.dtype != DType::f64, "RowTables", "param", "must be float32 or of 16 bits, got float64");
   if (spec.master.defined()) {
@@ -122,7 +122,7 @@ void RowTables::update_one(Table& table, const at::Tensor& param, const LandedRo
                             .values = param.mutable_data_ptr(),
                             .master_kind = kind_of(table.master),
                             .master = table.master.defined() ? table.master.mutable_data_ptr() : nullptr};
-  update_rows(by, table.states, table.step, touched, updated);
+  update_rows(by, table.states, table.step, touched, grad.rows.const_data_ptr<int64_t>(), updated);
 }
 
 void RowTables::put(const std::vector<at::Tensor>& params, const std::vector<bool>& present, const at::Tensor& counts,

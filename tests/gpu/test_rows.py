@@ -47,7 +47,9 @@ def refused(rank: int, world_size: int, device: str) -> None:
     table = torch.nn.Parameter(torch.ones(300, 8, device=device))
     with pytest.raises(ValueError, match="stage=3 divides tables on the CPU only"):
         FusedShardedAdam([{"params": [table], "sparse": True, "weight_decay": 0.0}], stage=3)
+    with pytest.raises(ValueError, match="moments of rows are float32 there"):
+        FusedShardedAdam([{"params": [table], "sparse": True, "weight_decay": 0.0}], state_dtype=torch.bfloat16)
 
 
-def test_tables_in_stage_3_are_refused(cuda: torch.device) -> None:
+def test_tables_in_stage_3_or_with_narrow_moments_are_refused(cuda: torch.device) -> None:
     run_ranks(refused, 2, str(DEVICE))

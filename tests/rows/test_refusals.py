@@ -43,8 +43,6 @@ def test_groups_that_do_not_fit_are_refused(options: dict[str, Any], message: st
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"state_dtype": "8bit"}, 'state_dtype="8bit" does not go with sparse=True'),
-        ({"state_dtype": torch.bfloat16}, "state_dtype=torch.bfloat16 does not go with sparse=True"),
         ({"reduce_dtype": torch.bfloat16}, "reduce_dtype=torch.bfloat16 does not go with sparse=True"),
     ],
 )

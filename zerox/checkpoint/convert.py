@@ -195,10 +195,12 @@ def _torchs(saved: Mapping[str, Tensor], weight: Tensor | None, order: list[int]
     found |= {what: value for what, value in saved.items() if what not in WHATS}
     for spec in SPECS.values():
         if spec.key in saved:
-            values = saved[spec.key]
-            if spec.key + SCALE in saved:
+            values, scales = saved[spec.key], saved.get(spec.key + SCALE)
+            if scales is not None and scales.dim() == 2:  # a table's, by rows
+                values = decoded(Stored(spec, values, scales))
+            elif scales is not None:
                 dims = completed(order, values.dim())
-                coded = Stored(spec, values.permute(dims).reshape(-1), saved[spec.key + SCALE])
+                coded = Stored(spec, values.permute(dims).reshape(-1), scales)
                 in_order = decoded(coded).view([values.shape[dim] for dim in dims])
                 values = in_order.permute([dims.index(dim) for dim in range(len(dims))])
             found[spec.key] = values.contiguous() if values.dtype is torch.float64 else values.float().contiguous()

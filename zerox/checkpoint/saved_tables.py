@@ -13,13 +13,16 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from zerox.checkpoint.names import MODEL, OPTIMIZER, keys_in_model
 from zerox.engine import Engine
 from zerox.memory.row_table import RowTable
+from zerox.memory.stored import SCALE, Stored
+from zerox.plan.form import num_blocks
 from zerox.plan.span import Span
 from zerox.ranks.group import CPU
 from zerox.rules.rule import MASTER, MASTERS, REMAINDER, STEP
 from zerox.sliced_tensor import SlicedTensor
-from zerox.state.row_state import VALUES, fill_master, sliced_rows, spread
+from zerox.state.row_state import VALUES, fill_kept, fill_master, sliced_rows, spread
 
 ROWS_AT_A_TIME = 2**16
+STATE_DTYPES = (torch.float32, torch.bfloat16, torch.uint8)
 
 Spread = Sequence[tuple[RowTable, str, SlicedTensor]]
 
@@ -59,27 +62,30 @@ class SavedTables:
 
     def known(self) -> Iterator[str]:
         for table in self.tables:
-            masters = [spec.key for spec in MASTERS]
-            yield from (_key(table, what, self.names) for what in (*table.needed_keys, *masters))
+            more = [*(spec.key for spec in MASTERS), *(key + SCALE for key in table.state)]
+            yield from (_key(table, what, self.names) for what in (*table.needed_keys, *more))
 
     def needed(self) -> Iterator[str]:
         """None of a parameter that was frozen: its state starts now."""
         for table in self.tables:
             if self._was_saved(table) or self.names[table.member.number] not in self.in_groups:
-                yield from (_key(table, what, self.names) for what in table.needed_keys)
+                scales = [key + SCALE for key in table.state if self._dtype_of(table, key) is torch.uint8]
+                yield from (_key(table, what, self.names) for what in (*table.needed_keys, *scales))
 
     def misfits(self) -> Iterator[str]:
         for table in self.tables:
             whole = tuple(table.param.shape)
-            expected: dict[str, tuple[tuple[int, ...], torch.dtype]] = {STEP.key: ((), torch.int64)}
-            expected |= dict.fromkeys((*table.state, MASTER.key), (whole, torch.float32))
-            expected[REMAINDER.key] = whole, torch.int16
-            for what, (shape, dtype) in expected.items():
+            of_scales = whole[0], num_blocks(table.width)
+            expected: dict[str, tuple[tuple[int, ...], tuple[torch.dtype, ...]]] = {STEP.key: ((), (torch.int64,))}
+            expected |= dict.fromkeys(table.state, (whole, STATE_DTYPES))
+            expected |= dict.fromkeys((key + SCALE for key in table.state), (of_scales, (torch.float32,)))
+            expected |= {MASTER.key: (whole, (torch.float32,)), REMAINDER.key: (whole, (torch.int16,))}
+            for what, (shape, dtypes) in expected.items():
                 then = self.saved.get(key := _key(table, what, self.names))
                 if then is not None and tuple(then.size) != shape:
                     yield f"{key} was saved as {list(then.size)}, and is {list(shape)}"
-                elif then is not None and then.properties.dtype is not dtype:
-                    yield f"{key} was saved as {then.properties.dtype}, and can be {dtype}"
+                elif then is not None and then.properties.dtype not in dtypes:
+                    yield f"{key} was saved as {then.properties.dtype}, and can be {' or '.join(map(str, dtypes))}"
                 elif then is not None and what == REMAINDER.key and table.param.dtype is not torch.bfloat16:
                     yield f"{key} is for a torch.bfloat16 parameter, and the parameter is {table.param.dtype}"
 
@@ -92,14 +98,15 @@ class SavedTables:
                 self._load_rows(table, {key: table.own}, read)
             if not self._was_saved(table):
                 table.step.zero_()
-                for values in table.state.values():
-                    values.zero_()
+                for kept in table.state.values():
+                    kept.zero_()
                 fill_master(table, {})
                 continue
             step = torch.zeros(1, dtype=torch.int64, device=CPU)
             read({_key(table, STEP.key, self.names): SlicedTensor((), (), Span(0, 1), step)})
             table.step.fill_(int(step))
-            self._load_rows(table, {_key(table, key, self.names): kept for key, kept in table.state.items()}, read)
+            for kept in table.state.values():
+                rounded += self._load_kept(table, kept, read)
             masters = {spec.key: self.saved.get(_key(table, spec.key, self.names)) for spec in MASTERS}
             given = {
                 key: torch.empty(table.own_values.shape, dtype=then.properties.dtype, device=CPU)
@@ -110,18 +117,34 @@ class SavedTables:
             rounded += fill_master(table, given)
         return rounded
 
+    def _load_kept(self, table: RowTable, kept: Stored, read: Callable[[dict[str, Any]], None]) -> list[str]:
+        """One state of this rank's rows. Returns what had to be rounded."""
+        dtype = self._dtype_of(table, kept.spec.key)
+        found = kept
+        if dtype is not kept.values.dtype:
+            scales = torch.empty(len(kept.values), num_blocks(table.width)) if dtype is torch.uint8 else None
+            found = Stored(kept.spec, torch.empty(kept.values.shape, dtype=dtype, device=CPU), scales)
+        into = {_key(table, what, self.names): tensor for what, tensor in found.tensors().items()}
+        self._load_rows(table, into, read)
+        return [] if found is kept else fill_kept(kept, found)
+
     def _load_rows(self, table: RowTable, into: Mapping[str, Tensor], read: Callable[[dict[str, Any]], None]) -> None:
         """``into``: what this rank keeps of its own rows, by its name in the checkpoint."""
         num_rows = int(table.param.shape[0])
         for start in range(0, num_rows, ROWS_AT_A_TIME):
             rows = Span(start, min(start + ROWS_AT_A_TIME, num_rows))
-            numel = rows.numel * table.width
-            found = {key: torch.empty(numel, dtype=kept.dtype, device=CPU) for key, kept in into.items()}
-            read({key: sliced_rows(table, rows, values) for key, values in found.items()})
+            found = {
+                key: torch.empty(rows.numel, kept.shape[1], dtype=kept.dtype, device=CPU) for key, kept in into.items()
+            }
+            read({key: sliced_rows(table, values.shape[1], rows, values.view(-1)) for key, values in found.items()})
             first, last = torch.searchsorted(table.own_rows, torch.tensor([rows.start, rows.stop], device=CPU)).tolist()
             own = table.own_rows[first:last] - rows.start
             for key, values in found.items():
-                into[key][first:last] = values.view(-1, table.width)[own]
+                into[key][first:last] = values[own]
+
+    def _dtype_of(self, table: RowTable, what: str) -> torch.dtype | None:
+        then = self.saved.get(_key(table, what, self.names))
+        return None if then is None else then.properties.dtype
 
     def _was_saved(self, table: RowTable) -> bool:
         return _key(table, STEP.key, self.names) in self.saved

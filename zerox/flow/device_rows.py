@@ -45,15 +45,19 @@ class DeviceRowFlow:
         self,
         *,
         param: Tensor,
+        number: int,
         of_block: Tensor,
         states: Sequence[Tensor],
+        scales: Sequence[Tensor],
         master: Tensor | None,
         step: Tensor,
         divisor: float,
         own: Tensor | None,
     ) -> None:
-        if own is not None:  # zerox/flow/rows.py refuses it before
+        if own is not None:  # zerox/flow/row_refusals.py refuses both before
             raise NotImplementedError("tables on an accelerator are whole on every rank")
+        if any(state.dtype is not torch.float32 for state in states):
+            raise NotImplementedError("what is kept of rows on an accelerator is float32")
         device = param.device
         divided = None if divisor == 1.0 else torch.tensor(divisor, dtype=torch.float32, device=device)
         places, owned = places_of_blocks(of_block, param.shape[0], self.world)

@@ -20,8 +20,9 @@ from zerox.flow.grad_scale import Divisor, GradScale, Norm
 from zerox.flow.grads import Grads
 from zerox.flow.norm import check_finite, clip_coefficient, norm_of, total_words
 from zerox.flow.row_refusals import zero_grads
-from zerox.flow.rows import Masters, Rows
+from zerox.flow.rows import Rows
 from zerox.memory.bucket import Bucket, Member
+from zerox.memory.row_table import StoredAs
 from zerox.rules.of_groups import Rules
 
 READ_THE_MEAN = (Meeting.STEP, Meeting.CLIP, Meeting.CLIP_TOGETHER, Meeting.UNSCALE, Meeting.FULL_GRAD)
@@ -89,11 +90,11 @@ class GradCalls:
         members: Sequence[Member],
         groups: Sequence[Mapping[str, Any]],
         rules: Rules,
-        masters: Masters,
+        stored_as: StoredAs,
         divisors: Sequence[Divisor],
     ) -> list[Member]:
         """Returns the members that are none. Collective."""
-        others = self.row_grads.take(members, groups, rules, masters, divisors)
+        others = self.row_grads.take(members, groups, rules, stored_as, divisors)
         for divisor in self.row_grads.divisors:
             self.scale.know(divisor)
         if self.row_grads.each:  # on all ranks, who say as much from now on

@@ -54,8 +54,8 @@ def measured(inside: Inside) -> MemoryBytes:
     tables = {id(table.param) for table in inside.tables}
     dense = [member for member in inside.members if id(member.param) not in tables]
     whole = [] if inside.grads.sharded else [local_of(member.param.grad) for member in dense]
-    of_tables = [values for table in inside.tables for values in table.state.values()]
     state = [stored for bucket in inside.buckets for stored in bucket.state.values()]
+    state += [stored for table in inside.tables for stored in table.state.values()]
     state += [table.master for table in inside.tables if table.master is not None]
     masters = [stored for stored in state if stored.spec in MASTERS]
     others = [stored for stored in state if stored.spec not in MASTERS]
@@ -64,7 +64,7 @@ def measured(inside: Inside) -> MemoryBytes:
         parameters=_parameters(inside, moved),
         gradients=_bytes_of([*whole, *inside.grads.landed(), *inside.calls.row_grads.tensors()]),
         master=_bytes_of(tensor for stored in masters for tensor in stored.tensors().values()),
-        moments=_bytes_of([*masks, *of_tables, *(t for stored in others for t in stored.tensors().values())]),
+        moments=_bytes_of([*masks, *(t for stored in others for t in stored.tensors().values())]),
     )
 
 

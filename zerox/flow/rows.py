@@ -19,7 +19,7 @@ them (Note [Rows are fetched by lookups] in csrc/params/table_rows.h).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -36,15 +36,13 @@ from zerox.flow.norm import shard_words
 from zerox.flow.row_gradient import TableGrad
 from zerox.memory.bucket import Member
 from zerox.memory.row_owners import CPU, RowOwners
-from zerox.memory.row_table import RowTable, check_group, is_sparse
+from zerox.memory.row_table import RowTable, StoredAs, check_group, is_sparse
 from zerox.ranks.group import Ranks
 from zerox.ranks.model_axes import ModelAxes
 from zerox.rules.of_groups import Rules
-from zerox.rules.rule import StateSpec
 
 Groups = Sequence[Mapping[str, Any]]
 Landed = C.LandedRows | LandedRows
-Masters = Callable[[torch.dtype], Sequence[StateSpec]]  # which are kept of parameters of a dtype
 MOST_REMARKED = 8192  # numbers, of all ranks together, that they tell each other beside all else where they meet
 
 
@@ -87,7 +85,7 @@ class Rows:
         return any(self.flow.landed)
 
     def take(
-        self, members: Sequence[Member], groups: Groups, rules: Rules, masters: Masters, divisors: Sequence[Divisor]
+        self, members: Sequence[Member], groups: Groups, rules: Rules, stored_as: StoredAs, divisors: Sequence[Divisor]
     ) -> list[Member]:
         """Makes tables of those in sparse groups, with rank 0's values. Returns the others. Collective."""
         for member in members:
@@ -99,8 +97,8 @@ class Rows:
                 self.ranks.broadcast_values(param, f"parameter '{member.name}'")
                 self.model.broadcast_values(param, self.model.replicated_over(param))
                 owners = RowOwners(param.shape[0], self.ranks.size, member.number)
-                specs = [*rules.of(group).wanted([group]), *masters(param.dtype)]
-                table = RowTable(member, owners, self.ranks.rank, rules.of(group), specs, self.shards_tables)
+                rule = rules.of(group)
+                table = RowTable(member, owners, self.ranks.rank, rule, group, stored_as, self.shards_tables)
                 divisor = divisors[member.group]
                 self.flow.add(**table.for_flow(self.ranks.size if divisor is None else divisor))
                 self.each.append(TableGrad(table, divisor))

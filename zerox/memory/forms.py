@@ -1,6 +1,7 @@
 """State from one form to another, losing only what the target form cannot represent.
 
-Every function takes a part of one parameter that starts with a block of 256 elements, 1-D in memory order.
+Every function takes a part of one parameter that starts with a block of 256 elements, 1-D in memory order; or rows of a
+table, each of which starts with a block.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ def decoded(stored: Stored) -> Tensor:
     """The values of 8-bit codes, float32 (csrc/math/dynamic_map.h); other values as they are."""
     if stored.scales is None:
         return stored.values
-    return decoded_with(stored.spec, stored.values, _spread(stored.scales, stored.values.numel()))
+    return decoded_with(stored.spec, stored.values, _spread(stored.scales, stored.values.shape[-1]))
 
 
 def decoded_with(spec: StateSpec, codes: Tensor, scales: Tensor) -> Tensor:
@@ -59,7 +60,7 @@ def _map_of(spec: StateSpec) -> tuple[float, ...]:
 
 
 def _spread(scales: Tensor, numel: int) -> Tensor:
-    return scales.repeat_interleave(BLOCK_NUMEL)[:numel]
+    return scales.repeat_interleave(BLOCK_NUMEL, dim=-1)[..., :numel]
 
 
 def _encode(wide: Tensor, own: Stored) -> None:
@@ -67,14 +68,15 @@ def _encode(wide: Tensor, own: Stored) -> None:
     assert own.scales is not None
     known = torch.tensor(_map_of(own.spec), dtype=torch.float64, device=wide.device)
     magnitudes = known[: int(known.argmax()) + 1]
-    padded = torch.zeros(own.scales.numel() * BLOCK_NUMEL, device=wide.device)
-    padded[: wide.numel()] = wide
-    blocks = padded.view(-1, BLOCK_NUMEL)
-    largest = blocks.abs().amax(dim=1)
-    scale = torch.where((blocks == largest[:, None]).any(dim=1), largest, -largest)
+    numel = wide.shape[-1]
+    padded = torch.zeros(*wide.shape[:-1], own.scales.shape[-1] * BLOCK_NUMEL, device=wide.device)
+    padded[..., :numel] = wide
+    blocks = padded.view(*own.scales.shape, BLOCK_NUMEL)
+    largest = blocks.abs().amax(dim=-1)
+    scale = torch.where((blocks == largest[..., None]).any(dim=-1), largest, -largest)
     scale = torch.where(largest < LEAST_NORMAL, 0.0, scale)
     own.scales.copy_(torch.where(largest < torch.inf, scale, torch.nan))
-    relative = (wide * _spread(1 / own.scales, wide.numel())).clamp(-1, 1).nan_to_num(nan=0.0)
+    relative = (wide * _spread(1 / own.scales, numel)).clamp(-1, 1).nan_to_num(nan=0.0)
     middles = (magnitudes[:-1] + magnitudes[1:]) / 2
     found = torch.bucketize(relative.double().abs(), middles)
     if own.spec.signed:

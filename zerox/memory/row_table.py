@@ -2,48 +2,66 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from zerox.memory.bucket import Member
-from zerox.memory.forms import master_of
+from zerox.memory.forms import decoded, master_of
 from zerox.memory.grad_dtype import NARROW
 from zerox.memory.row_owners import CPU, RowOwners
 from zerox.memory.stored import Stored
+from zerox.plan.form import FLOAT32, Form
 from zerox.ranks.dtensors import is_dtensor
 from zerox.rules.known import KNOWN
-from zerox.rules.rule import MASTER, MASTERS, REMAINDER, STEP, Rule, StateSpec
+from zerox.rules.rule import MASTER, REMAINDER, STEP, Rule, StateSpec
 
 SPARSE = "sparse"  # the option of a param group that says so
 MOST_ROWS = 2**31 - 2**6  # rows travel with 32-bit numbers
 TABLE_DTYPES = (torch.float32, *NARROW)
 
 
+class StoredAs(Protocol):
+    """Which forms what is kept of parameters has: of the constructor's options."""
+
+    def masters(self, param_dtype: torch.dtype) -> list[StateSpec]: ...
+
+    def state_form(self, param: Tensor) -> Form: ...
+
+
 class RowTable:
-    """It lies in no bucket. ``state``: what its ``rule`` keeps, float32 ``[own rows, D]``, by the keys of its
-    torch.optim class; ``master``: the exact values of the same rows, if they have 16 bits and one is kept. Both are as
-    ``specs`` say. ``step`` is int64. ``own``: if it ``is_sharded`` (ZeRO stage 3), the values that this rank keeps,
-    ``[own rows, D]``, and ``home`` is where the whole table would lie; else None, and every rank has all of it."""
+    """It lies in no bucket. ``state``: what its ``rule`` keeps, ``[own rows, D]``, by the keys of its torch.optim
+    class; in 8 bits each row has scales of its own, ``[own rows, ceil(D / 256)]``. ``master``: the exact values of the
+    same rows, if they have 16 bits and one is kept. ``step`` is int64. ``own``: if it ``is_sharded`` (ZeRO stage 3),
+    the values that this rank keeps, ``[own rows, D]``, and ``home`` is where the whole table would lie; else None, and
+    every rank has all of it."""
 
     def __init__(
-        self, member: Member, owners: RowOwners, rank: int, rule: Rule, specs: Sequence[StateSpec], is_sharded: bool
+        self,
+        member: Member,
+        owners: RowOwners,
+        rank: int,
+        rule: Rule,
+        group: Mapping[str, Any],
+        stored_as: StoredAs,
+        is_sharded: bool,
     ) -> None:
+        """``group``: its param group."""
         self.member = member
         self.owners = owners
         self.rule = rule
         self.own_rows = owners.rows_of(rank)
         shape = (self.own_rows.numel(), member.param.shape[1])
         device = member.param.device
-        kept = [spec.key for spec in specs if spec not in MASTERS]
-        self.state = {key: torch.zeros(shape, dtype=torch.float32, device=device) for key in kept}
+        form = stored_as.state_form(member.param)
+        self.state = {spec.key: _zeros(spec, spec.form or form, shape, device) for spec in rule.wanted([group])}
         self.step = torch.zeros((), dtype=torch.int64, device=CPU)
         self.own = member.param.detach()[self.own_rows] if is_sharded else None
         self.home: int | None = None
         self.master: Stored | None = None
-        for spec in (spec for spec in specs if spec in MASTERS):
+        for spec in stored_as.masters(member.param.dtype):
             first = self.own_values.float() if spec == MASTER else torch.zeros(shape, dtype=torch.int16, device=device)
             self.master = Stored(spec, first)
 
@@ -71,27 +89,37 @@ class RowTable:
 
     @property
     def kept(self) -> dict[str, Tensor]:
-        """``[own rows, D]``, as it is stored."""
-        return self.state | ({} if self.master is None else self.master.tensors())
+        """As it is stored, a row for each own one."""
+        found = [*self.state.values(), *([] if self.master is None else [self.master])]
+        return {key: tensor for stored in found for key, tensor in stored.tensors().items()}
 
-    @property
-    def in_full(self) -> dict[str, Tensor]:
-        """The same in float32, a remainder as the master that it stands for."""
-        if self.master is None or self.master.spec != REMAINDER:
-            return self.kept
-        return self.state | {MASTER.key: master_of(self.own_values, self.master.values)}
+    def in_full(self) -> Iterator[tuple[str, Tensor]]:
+        """By key, ``[own rows, D]`` in float32, a remainder as the master that it stands for. One at a time."""
+        for key, stored in self.state.items():
+            yield key, decoded(stored).float()
+        if self.master is not None:
+            is_remainder = self.master.spec == REMAINDER
+            yield MASTER.key, master_of(self.own_values, self.master.values) if is_remainder else self.master.values
 
     def for_flow(self, divisor: float) -> dict[str, Any]:
         """The arguments of add() of either flow of rows. ``divisor``: of the ranks' sum of gradients."""
         return {
             "param": self.param,
+            "number": self.member.number,
             "of_block": self.owners.of_block,
-            "states": list(self.state.values()),
+            "states": [stored.values for stored in self.state.values()],
+            "scales": [stored.scales for stored in self.state.values() if stored.scales is not None],
             "master": None if self.master is None else self.master.values,
             "step": self.step,
             "divisor": divisor,
             "own": self.own,
         }
+
+
+def _zeros(spec: StateSpec, form: Form, shape: tuple[int, int], device: torch.device) -> Stored:
+    values = torch.zeros(shape, dtype=getattr(torch, form.dtype), device=device)
+    scales = torch.zeros(shape[0], form.num_scales(shape[1]), device=device) if form.scaled else None
+    return Stored(spec, values, scales)
 
 
 def is_sparse(group: Mapping[str, Any]) -> bool:
@@ -108,21 +136,25 @@ def sparse_params(model: nn.Module) -> list[nn.Parameter]:
     return list(found.values())
 
 
-def check_tables(members: Iterable[Member], groups: Sequence[Mapping[str, Any]], shards_tables: bool) -> None:
+def check_tables(
+    members: Iterable[Member], groups: Sequence[Mapping[str, Any]], stored_as: StoredAs, shards_tables: bool
+) -> None:
     """ValueError naming the first parameter of a sparse group that is no table. ``shards_tables``: in stage 3, of
     several ranks."""
     for member in members:
-        if is_sparse(groups[member.group]) and (why := _unfit(member.param, shards_tables)):
+        if is_sparse(groups[member.group]) and (why := _unfit(member.param, stored_as, shards_tables)):
             raise ValueError(f"parameter {member.quoted} of a param group with sparse=True {why}")
 
 
-def _unfit(param: Tensor, shards_tables: bool) -> str:
+def _unfit(param: Tensor, stored_as: StoredAs, shards_tables: bool) -> str:
     if is_dtensor(param):
         return "is a DTensor: tables are plain tensors, whole on every rank"
     if param.device.type != "cpu" and shards_tables:
         return f"is on {param.device}: stage=3 divides tables on the CPU only so far. Use stage=2, or sparse=False"
     if param.dtype not in TABLE_DTYPES:
         return f"is {param.dtype}: tables are one of {TABLE_DTYPES}"
+    if param.device.type != "cpu" and stored_as.state_form(param) != FLOAT32:
+        return f"is on {param.device}: moments of rows are float32 there. Give tables an optimizer of their own"
     if param.dim() != 2 or not param.is_contiguous():
         return f"must be contiguous, with two dimensions, got shape {tuple(param.shape)}, strides {param.stride()}"
     if param.numel() == 0 or param.shape[0] > MOST_ROWS:

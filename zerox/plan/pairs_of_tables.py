@@ -19,11 +19,6 @@ OF_TABLES = (
         Refused("its class knows no rows", "The fused optimizers do"),
     ),
     Row(
-        some("state_dtype", "torch.bfloat16", '"8bit"'),
-        some(TABLES, "True"),
-        Refused("moments of rows are float32", "Give tables an optimizer of their own"),
-    ),
-    Row(
         some("reduce_dtype", "torch.bfloat16", "torch.float16"),
         some(TABLES, "True"),
         Refused("rows travel in float32", "Give tables an optimizer of their own"),
@@ -36,7 +31,10 @@ OF_TABLES = (
     Row(
         ON_GPUS,
         some(TABLES, "True"),
-        But("with stage=3 on several ranks that is refused: it divides tables on the CPU only so far. Use stage=2"),
+        But(
+            "with stage=3 on several ranks, and with another state_dtype than float32, that is refused: these are for "
+            "tables on the CPU only so far. Use stage=2, and give tables an optimizer of their own"
+        ),
     ),
     Row(
         some("join", "inside"),

@@ -8,7 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from zerox.memory.forms import convert_
 from zerox.memory.row_table import RowTable
+from zerox.memory.stored import SCALE, Stored
+from zerox.plan.form import num_blocks
 from zerox.plan.span import Span
 from zerox.ranks.group import CPU, Ranks
 from zerox.rules.rule import MASTERS, STEP
@@ -16,6 +19,7 @@ from zerox.sliced_tensor import SlicedTensor
 from zerox.state.fill import as_master
 
 VALUES = "values"  # what a table keeps that is no state
+ROWS_A_PIECE = 2**14  # that are converted at a time
 ROWS_OF = "rows_of"  # beside a rank's own rows: (rank, number of ranks), and nothing else loads them
 
 
@@ -29,7 +33,7 @@ def whole_state(table: RowTable, ranks: Ranks, to: int | None) -> dict[str, Any]
     """With the keys of its torch.optim class, on rank ``to`` (None: on all); elsewhere nothing. Collective."""
     most = max(table.owners.rows_of(rank).numel() for rank in range(ranks.size))
     found: dict[str, Any] = {}
-    for key, values in table.in_full.items():
+    for key, values in table.in_full():
         padded = torch.zeros(most, table.width, dtype=torch.float32, device=CPU)
         padded[: table.own_rows.numel()] = values
         whole = torch.zeros(table.param.shape, dtype=torch.float32, device=CPU)
@@ -55,13 +59,17 @@ def check_rows_given(tables: Sequence[RowTable], ranks: Ranks, given: Mapping[An
                 f"{known} is of rank {state[ROWS_OF][0]} of {state[ROWS_OF][1]}, and this is rank {ranks.rank} of "
                 f"{ranks.size}: zerox.load() and full_state_dict() are for any number of ranks"
             )
-        for key in (*table.state, *(spec.key for spec in MASTERS if spec.key in state)):
-            num_rows = table.own_rows.numel() if ROWS_OF in state else table.param.shape[0]
-            shape = num_rows, table.width
+        num_rows = table.own_rows.numel() if ROWS_OF in state else table.param.shape[0]
+        widths = dict.fromkeys((*table.state, *(spec.key for spec in MASTERS if spec.key in state)), table.width)
+        widths |= {key + SCALE: num_blocks(table.width) for key in table.state if state[key].dtype is torch.uint8}
+        for key, width in widths.items():
+            if key not in state:
+                raise ValueError(f"{known} has no {key} beside its codes of 8 bits")
             if isinstance(state[key], SlicedTensor):
                 raise ValueError(f"{known} is a slice of a dense parameter's: zerox.load() takes it, or a whole tensor")
-            if tuple(state[key].shape) != shape:
-                raise ValueError(f"{known} has {key} of shape {tuple(state[key].shape)} instead of {shape}")
+            if tuple(state[key].shape) != (num_rows, width):
+                found = tuple(state[key].shape)
+                raise ValueError(f"{known} has {key} of shape {found} instead of {(num_rows, width)}")
 
 
 def fill_rows(tables: Sequence[RowTable], given: Mapping[Any, Any]) -> list[str]:
@@ -70,15 +78,29 @@ def fill_rows(tables: Sequence[RowTable], given: Mapping[Any, Any]) -> list[str]
     for table in tables:
         state = _given(table, given)
         table.step.fill_(0 if state is None else int(state.get(STEP.key, 1)))
-        keys = (*table.state, *(spec.key for spec in MASTERS))
-        own = {key: _own_rows(table, state, key) for key in keys if state is not None and key in state}
-        for key in table.state:
+        for key, kept in table.state.items():
             if state is None:
-                table.state[key].zero_()
-            else:
-                table.state[key].copy_(own.pop(key))
-        rounded |= dict.fromkeys(fill_master(table, own))
+                kept.zero_()
+                continue
+            scales = _own_rows(table, state, key + SCALE) if key + SCALE in state else None
+            rounded |= dict.fromkeys(fill_kept(kept, Stored(kept.spec, _own_rows(table, state, key), scales)))
+        masters = [spec.key for spec in MASTERS if state is not None and spec.key in state]
+        rounded |= dict.fromkeys(fill_master(table, {key: _own_rows(table, state or {}, key) for key in masters}))
     return list(rounded)
+
+
+def fill_kept(kept: Stored, given: Stored) -> list[str]:
+    """Copies the same rows of a state in any form. Returns what had to be rounded."""
+    device, rounds = kept.values.device, False
+    for rows in (slice(start, start + ROWS_A_PIECE) for start in range(0, len(kept.values), ROWS_A_PIECE)):
+        own, other = (_rows_of(stored, rows) for stored in (kept, given))
+        scales = None if other.scales is None else other.scales.to(device)
+        rounds |= convert_(own, Stored(other.spec, other.values.to(device), scales))
+    return [f"{kept.spec.key} to {'8 bits' if kept.scales is not None else kept.values.dtype}"] if rounds else []
+
+
+def _rows_of(stored: Stored, rows: slice) -> Stored:
+    return Stored(stored.spec, stored.values[rows], None if stored.scales is None else stored.scales[rows])
 
 
 def fill_master(table: RowTable, given: Mapping[str, Tensor]) -> list[str]:
@@ -116,7 +138,7 @@ def spread(tables: Sequence[RowTable], ranks: Ranks) -> Iterator[tuple[RowTable,
         kept = {VALUES: table.own} if table.own is not None else {}
         for key, values in (kept | table.kept).items():
             moved = _moved(table, values.cpu(), ranks) if ranks.size > 1 else values
-            yield table, key, sliced_rows(table, segment, moved.reshape(-1))
+            yield table, key, sliced_rows(table, values.shape[1], segment, moved.reshape(-1))
 
 
 def segment_rows(table: RowTable, rank: int, size: int) -> Span:
@@ -125,10 +147,10 @@ def segment_rows(table: RowTable, rank: int, size: int) -> Span:
     return Span(min(rank * each, table.param.shape[0]), min((rank + 1) * each, table.param.shape[0]))
 
 
-def sliced_rows(table: RowTable, rows: Span, values: Tensor) -> SlicedTensor:
-    """``values``, 1-D, are those of these rows."""
-    span = Span(rows.start * table.width, rows.stop * table.width)
-    return SlicedTensor(tuple(table.param.shape), (table.width, 1), span, values)
+def sliced_rows(table: RowTable, width: int, rows: Span, values: Tensor) -> SlicedTensor:
+    """``values``, 1-D, are those of these rows, ``width`` of each."""
+    span = Span(rows.start * width, rows.stop * width)
+    return SlicedTensor((table.param.shape[0], width), (width, 1), span, values)
 
 
 def _moved(table: RowTable, values: Tensor, ranks: Ranks) -> Tensor:
@@ -139,10 +161,10 @@ def _moved(table: RowTable, values: Tensor, ranks: Ranks) -> Tensor:
     own = segments[ranks.rank]
     rows = [table.owners.rows_of(rank) for rank in range(ranks.size)]
     mine = [each[(each >= own.start) & (each < own.stop)] for each in rows]
-    row_bytes = table.width * values.element_size()  # as bytes, since backends don't know all dtypes
+    row_bytes = values.shape[1] * values.element_size()  # as bytes, since backends don't know all dtypes
     splits = [int(count) * row_bytes for count in sent]  # own rows ascend, as segments do
     sent_bytes = values.reshape(-1).view(torch.uint8)
     received = ranks.all_to_all(sent_bytes, splits, [each.numel() * row_bytes for each in mine])
-    found = torch.empty(own.numel, table.width, dtype=values.dtype, device=CPU)
-    found[torch.cat(mine) - own.start] = received.view(values.dtype).view(-1, table.width)
+    found = torch.empty(own.numel, values.shape[1], dtype=values.dtype, device=CPU)
+    found[torch.cat(mine) - own.start] = received.view(values.dtype).view(-1, values.shape[1])
     return found
