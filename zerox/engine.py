@@ -252,7 +252,7 @@ class Engine(OneGradient, OneState):
         with ranks.refusals_told():
             self._check_pairs(members, self._overlap is not None)
             check_axes(self._grads.model, members)
-            check_rows(self.param_groups, members, self._grads, self._options, self._gather.shards_params)
+            check_rows(self.param_groups, members, self._grads, self._gather.shards_params)
         check_terms(self._options, self._grads.teams, self.param_groups, members)
         with ranks.failure_told():
             check_model(self._grads.model, ranks, self._options, self.param_groups, members)

@@ -145,14 +145,6 @@ void update_by_sparse_adam(const Adam::Options& options, const RowRule& by, int6
   });
 }
 
-// SparseAdam adds eps to a root that is not corrected for its bias, and puts the correction into the size of the step.
-// The dense rule does the same with an eps that is divided by that correction. Neither decays.
-Adam::Options as_dense(Adam::Options options, int64_t step) {
-  options.eps /= std::sqrt(1.0 - integer_power(options.beta2, step));
-  options.weight_decay = 0.0;
-  return options;
-}
-
 // Each row is a parameter of its own for the kernel of dense ones, but for the random bits of its elements, which are
 // those of the table.
 template <class Rule>
@@ -235,7 +227,6 @@ void update_rows(const RowRule& by, const RowStates& states, const at::Tensor& s
     if (Rule::counts_step(options)) ++*count;
     if constexpr (std::is_same_v<Rule, Adam>) {
       if (states.kind() == StateKind::wide) return update_by_sparse_adam(options, by, *count, states, touched, updated);
-      options = as_dense(options, *count);
     }
     update_by_kernel<Rule>(options, by, *count, states, touched, numbers, updated);
   });

@@ -44,8 +44,9 @@ constexpr int64_t scales_a_row(int64_t width) { return (width + kStateBlock - 1)
 // 16-bit rows are updated in float: their masters are, if there are any, and a row is its master, rounded. A row that
 // was written since is its own master.
 //
-// Adam is the lazy one of torch.optim.SparseAdam, with its bits if states are float32. The other rules are those of
-// dense parameters: a row gets the bits that it would have in one, as long as it is touched in every step.
+// Adam is the lazy one of torch.optim.SparseAdam, with its bits, if states are float32. Else rules are those of dense
+// parameters: a row gets the bits that it would have in one, as long as it is touched in every step. (Adam's options
+// say then what makes it the lazy one: see of_rows() in zerox/rules/adam.py.)
 void update_rows(const RowRule& by, const RowStates& states, const at::Tensor& step, TouchedRows touched,
                  const int64_t* numbers, void* updated);
 

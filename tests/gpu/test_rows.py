@@ -9,7 +9,7 @@ import torch
 
 from tests.gpu.twins import DEVICE
 from tests.ranks import run_ranks
-from tests.rows import test_rules, test_sparse_adam
+from tests.rows import test_rules, test_sparse_adam, test_stored_state
 from tests.rows.tables import NARROW
 from zerox import FusedShardedAdam
 
@@ -43,13 +43,20 @@ def test_rows_have_the_bits_of_a_dense_parameter(device: torch.device, name: str
     run_ranks(test_rules.beside_dense, 2, name, 2, width, torch.float32, {}, str(DEVICE))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", ["8 bits", "bf16"])
+@pytest.mark.parametrize("rule", ["adam", "lion"])
+def test_moments_in_fewer_bits_are_those_of_the_cpu(
+    device: torch.device, rule: str, kind: str, dtype: torch.dtype
+) -> None:
+    run_ranks(test_stored_state.train, 2, 2, kind, rule, dtype, str(DEVICE))
+
+
 def refused(rank: int, world_size: int, device: str) -> None:
     table = torch.nn.Parameter(torch.ones(300, 8, device=device))
     with pytest.raises(ValueError, match="stage=3 divides tables on the CPU only"):
         FusedShardedAdam([{"params": [table], "sparse": True, "weight_decay": 0.0}], stage=3)
-    with pytest.raises(ValueError, match="moments of rows are float32 there"):
-        FusedShardedAdam([{"params": [table], "sparse": True, "weight_decay": 0.0}], state_dtype=torch.bfloat16)
 
 
-def test_tables_in_stage_3_or_with_narrow_moments_are_refused(cuda: torch.device) -> None:
+def test_tables_in_stage_3_are_refused(cuda: torch.device) -> None:
     run_ranks(refused, 2, str(DEVICE))

@@ -11,10 +11,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import zerox.flow.rows
 from tests.ranks import run_ranks
-from tests.rows import test_16_bits, test_added, test_around, test_rules, test_sparse_adam, test_state
+from tests.rows import (
+    test_16_bits,
+    test_added,
+    test_around,
+    test_rules,
+    test_sparse_adam,
+    test_state,
+    test_stored_state,
+)
 from tests.rows.tables import NARROW
 from zerox.flow.device_messages import DeviceMessages
 from zerox.flow.device_rows import DeviceRowFlow
@@ -93,6 +102,8 @@ def test_what_changes_after_an_exchange_counts() -> None:
         (test_rules.beside_dense, ("sgd", 2, 12)),
         (test_rules.beside_dense, ("sgd, maximize", 1, 33)),
         (test_rules.beside_dense, ("lion", 2, 33)),
+        *((test_stored_state.train, (2, kind, rule)) for kind in ("8 bits", "bf16") for rule in ("adam", "lion")),
+        *((test_stored_state.train, (2, kind, "adam", torch.bfloat16)) for kind in ("8 bits", "bf16")),
     ],
     ids=lambda value: value.__name__ if callable(value) else None,
 )

@@ -49,10 +49,9 @@ def ids_of(rank: int, step: int, table: nn.Parameter) -> Tensor:
 
 def backward(model: Tables, rank: int, step: int) -> None:
     for module, table in zip((model.words, model.wide), model.tables, strict=True):
-        ids = ids_of(rank, step, table)
-        found = module(ids)
+        found = module(ids_of(rank, step, table).to(table.device))
         weights = torch.randn(found.shape, generator=torch.Generator().manual_seed(step)) * 10.0 ** (rank - step)
-        (found * weights).sum().backward()
+        (found * weights.to(table.device)).sum().backward()
 
 
 def build(model: Tables, kind: str, rule: str = "adam", **options: Any) -> FusedShardedAdam:
@@ -62,10 +61,10 @@ def build(model: Tables, kind: str, rule: str = "adam", **options: Any) -> Fused
 
 
 class RowTwin:
-    """One table on one process: the dense kernel updates each row that was touched."""
+    """One table on one process: the CPU's dense kernel updates each row that was touched."""
 
     def __init__(self, table: Tensor, number: int, kind: str, rule: str, group: dict[str, Any]) -> None:
-        self.values = table.detach().clone()
+        self.values = table.detach().cpu().clone()
         self.remainder = torch.zeros(table.shape, dtype=torch.int16) if table.dtype is torch.bfloat16 else None
         self.number = number
         self.rule = KNOWN[rule]
@@ -97,7 +96,7 @@ class RowTwin:
             shard = ops.Shard(
                 self.values[row],
                 None if self.remainder is None else self.remainder[row],
-                grad[row].clone(),
+                grad[row].cpu(),
                 [stored.values[row] for stored in self.state],
                 [stored.scales[row] for stored in self.state if stored.scales is not None],
                 torch.tensor([[0, width, 0, self.number, start]]),
@@ -107,15 +106,17 @@ class RowTwin:
             ops.update_(self.rule.name, [shard], options)
 
     def check(self, param: Tensor, state: dict[str, Any]) -> None:
-        torch.testing.assert_close(param, self.values, rtol=0, atol=0)
+        torch.testing.assert_close(param.cpu(), self.values, rtol=0, atol=0)
         if self.remainder is not None:
-            assert torch.equal(state["master"], master_of(self.values, self.remainder))
+            assert torch.equal(state["master"].cpu(), master_of(self.values, self.remainder))
         for stored in self.state:
-            torch.testing.assert_close(state[stored.spec.key], decoded(stored).float(), rtol=0, atol=0)
+            torch.testing.assert_close(state[stored.spec.key].cpu(), decoded(stored).float(), rtol=0, atol=0)
 
 
-def train(rank: int, size: int, stage: int, kind: str, rule: str, dtype: torch.dtype = torch.float32) -> None:
-    model = Tables().to(dtype)
+def train(
+    rank: int, size: int, stage: int, kind: str, rule: str, dtype: torch.dtype = torch.float32, device: str = "cpu"
+) -> None:
+    model = Tables().to(device, dtype)
     twins = [
         RowTwin(table, number, kind, rule, {**KNOWN[rule].defaults, **RULES[rule], "weight_decay": 0.0})
         for number, table in enumerate(model.tables)
@@ -123,6 +124,7 @@ def train(rank: int, size: int, stage: int, kind: str, rule: str, dtype: torch.d
     optimizer = build(model, kind, rule, stage=stage)
     for step in range(5):
         backward(model, rank, step)
+        optimizer.scale_grads_(0.5)
         if dtype is not torch.float32:
             optimizer.clip_grad_value_(0.5)
         grads = [optimizer.full_grad(table) for table in model.tables]

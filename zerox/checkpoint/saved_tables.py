@@ -122,7 +122,8 @@ class SavedTables:
         dtype = self._dtype_of(table, kept.spec.key)
         found = kept
         if dtype is not kept.values.dtype:
-            scales = torch.empty(len(kept.values), num_blocks(table.width)) if dtype is torch.uint8 else None
+            is_coded = dtype is torch.uint8
+            scales = torch.empty(len(kept.values), num_blocks(table.width), device=CPU) if is_coded else None
             found = Stored(kept.spec, torch.empty(kept.values.shape, dtype=dtype, device=CPU), scales)
         into = {_key(table, what, self.names): tensor for what, tensor in found.tensors().items()}
         self._load_rows(table, into, read)

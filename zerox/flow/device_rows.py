@@ -1,8 +1,9 @@
 """Rows of tables on an accelerator, on their way: what C.RowFlow (csrc/rows/row_flow.h) does on the host.
 
 Rows stay on the device. torch's coalesce() adds up those of one number, on each rank and then over the ranks in their
-order, one kernel updates what has landed, and the ranks' group moves it. Messages have lengths, so the host learns how
-many rows there are: it waits for the device once where ranks meet, and once more for what has landed from several.
+order, device_update.py updates what has landed, and the ranks' group moves it. Messages have lengths, so the host
+learns how many rows there are: it waits for the device once where ranks meet, and once more for what has landed from
+several.
 
 Every bit is that of the host's flow, with one exception: Adam's roots, which torch rounds correctly on CUDA.
 """
@@ -16,10 +17,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from zerox import ops
 from zerox._C import RowChange, RowRule
 from zerox.flow.device_messages import DeviceMessages
-from zerox.flow.device_table import LandedRows, Rows, Table
+from zerox.flow.device_table import KeptRows, LandedRows, Rows, Table
+from zerox.flow.device_update import update_rows
 from zerox.memory.row_owners import CPU, places_of_blocks
 
 INT32 = torch.int32
@@ -54,16 +55,13 @@ class DeviceRowFlow:
         divisor: float,
         own: Tensor | None,
     ) -> None:
-        if own is not None:  # zerox/flow/row_refusals.py refuses both before
+        if own is not None:  # zerox/memory/row_table.py refuses it before
             raise NotImplementedError("tables on an accelerator are whole on every rank")
-        if any(state.dtype is not torch.float32 for state in states):
-            raise NotImplementedError("what is kept of rows on an accelerator is float32")
         device = param.device
         divided = None if divisor == 1.0 else torch.tensor(divisor, dtype=torch.float32, device=device)
         places, owned = places_of_blocks(of_block, param.shape[0], self.world)
-        self.tables.append(
-            Table(param, of_block.to(device).long(), places.to(device), owned, states, master, step, divided)
-        )
+        kept = KeptRows(number, states, scales, master, step)
+        self.tables.append(Table(param, kept, of_block.to(device).long(), places.to(device), owned, divided))
 
     # ---- this rank's rows
 
@@ -176,19 +174,7 @@ class DeviceRowFlow:
         for table, rule in zip(self.tables, rules, strict=True):
             if (landed := table.landed) is None:
                 continue
-            ops.update_rows_(
-                rule.name,
-                table.param.detach(),
-                table.master,
-                landed.values,
-                table.states,
-                table.step,
-                landed.rows,
-                landed.places,
-                rule.options,
-                rule.scale,
-                rule.limit,
-            )
+            update_rows(table, landed, rule)
             touched.append((table, landed.rows))
         if touched and self.world > 1:
             self._publish(touched)

@@ -29,6 +29,16 @@ class LandedRows(NamedTuple):
     values: Tensor  # float32 [n, D]
 
 
+class KeptRows(NamedTuple):
+    """What this rank keeps of the rows that it owns, by place, ``[own rows, D]``; ``number``: the parameter's."""
+
+    number: int
+    states: Sequence[Tensor]
+    scales: Sequence[Tensor]  # of 8-bit states, [own rows, ceil(D / 256)] each
+    master: Tensor | None
+    step: Tensor
+
+
 @dataclass
 class Table:
     """``owners`` and ``places``: int64, of each block of rows. ``divisor``: float32 on the device, since torch divides
@@ -36,12 +46,10 @@ class Table:
     with its version. ``parts``: of this rank's gradient, what each owner gets."""
 
     param: Tensor
+    kept: KeptRows
     owners: Tensor
     places: Tensor
     owned: list[int]  # how many rows each rank owns
-    states: Sequence[Tensor]
-    master: Tensor | None
-    step: Tensor
     divisor: Tensor | None
     seen: tuple[Tensor | None, int] | None = None
     parts: Sequence[Rows] = ()

@@ -52,10 +52,11 @@ class TableGrad:
     def rule(self, group: Mapping[str, Any], scale: GradScale) -> C.RowRule:
         """What step() does to it."""
         factor, limit = scale.values.get(self.divisor), scale.requested.limit
-        rule = self.table.rule
+        table, rule = self.table, self.table.rule
+        options = rule.of_rows(group, int(table.step) + 1) if table.by_dense_rule else group
         return C.RowRule(
             rule.name,
-            list(map(float, rule.row(group))),
+            list(map(float, rule.row(options))),
             scale=1.0 if factor is None else float(factor),
             limit=math.inf if limit is None else limit,
         )

@@ -7,14 +7,12 @@ from typing import Any
 
 from zerox.flow.grads import Grads
 from zerox.memory.bucket import Member
-from zerox.memory.row_table import StoredAs, check_group, check_ranks, check_tables, is_sparse
+from zerox.memory.row_table import check_group, check_ranks, check_tables, is_sparse
 
 Groups = Sequence[Mapping[str, Any]]
 
 
-def check_rows(
-    groups: Groups, members: Sequence[Member], grads: Grads, stored_as: StoredAs, shards_tables: bool
-) -> None:
+def check_rows(groups: Groups, members: Sequence[Member], grads: Grads, shards_tables: bool) -> None:
     """ValueError for tables that don't fit, and for what groups may not have beside them. ``shards_tables``: in stage
     3, of several ranks.
 
@@ -24,7 +22,7 @@ def check_rows(
         check_group(group, f"param group {index}")
         if is_sparse(group):
             _check_ranks(grads, index, shards_tables)
-    check_tables(members, groups, stored_as, shards_tables)
+    check_tables(members, groups, shards_tables)
 
 
 def _check_ranks(grads: Grads, index: int, shards_tables: bool) -> None:

@@ -13,7 +13,7 @@ from zerox.memory.forms import decoded, master_of
 from zerox.memory.grad_dtype import NARROW
 from zerox.memory.row_owners import CPU, RowOwners
 from zerox.memory.stored import Stored
-from zerox.plan.form import FLOAT32, Form
+from zerox.plan.form import Form
 from zerox.ranks.dtensors import is_dtensor
 from zerox.rules.known import KNOWN
 from zerox.rules.rule import MASTER, REMAINDER, STEP, Rule, StateSpec
@@ -64,6 +64,11 @@ class RowTable:
         for spec in stored_as.masters(member.param.dtype):
             first = self.own_values.float() if spec == MASTER else torch.zeros(shape, dtype=torch.int16, device=device)
             self.master = Stored(spec, first)
+
+    @property
+    def by_dense_rule(self) -> bool:
+        """Whether Adam updates rows as dense parameters. For float32 state it has a kernel of its own."""
+        return any(stored.values.dtype is not torch.float32 for stored in self.state.values())
 
     @property
     def is_at_home(self) -> bool:
@@ -136,25 +141,21 @@ def sparse_params(model: nn.Module) -> list[nn.Parameter]:
     return list(found.values())
 
 
-def check_tables(
-    members: Iterable[Member], groups: Sequence[Mapping[str, Any]], stored_as: StoredAs, shards_tables: bool
-) -> None:
+def check_tables(members: Iterable[Member], groups: Sequence[Mapping[str, Any]], shards_tables: bool) -> None:
     """ValueError naming the first parameter of a sparse group that is no table. ``shards_tables``: in stage 3, of
     several ranks."""
     for member in members:
-        if is_sparse(groups[member.group]) and (why := _unfit(member.param, stored_as, shards_tables)):
+        if is_sparse(groups[member.group]) and (why := _unfit(member.param, shards_tables)):
             raise ValueError(f"parameter {member.quoted} of a param group with sparse=True {why}")
 
 
-def _unfit(param: Tensor, stored_as: StoredAs, shards_tables: bool) -> str:
+def _unfit(param: Tensor, shards_tables: bool) -> str:
     if is_dtensor(param):
         return "is a DTensor: tables are plain tensors, whole on every rank"
     if param.device.type != "cpu" and shards_tables:
         return f"is on {param.device}: stage=3 divides tables on the CPU only so far. Use stage=2, or sparse=False"
     if param.dtype not in TABLE_DTYPES:
         return f"is {param.dtype}: tables are one of {TABLE_DTYPES}"
-    if param.device.type != "cpu" and stored_as.state_form(param) != FLOAT32:
-        return f"is on {param.device}: moments of rows are float32 there. Give tables an optimizer of their own"
     if param.dim() != 2 or not param.is_contiguous():
         return f"must be contiguous, with two dimensions, got shape {tuple(param.shape)}, strides {param.stride()}"
     if param.numel() == 0 or param.shape[0] > MOST_ROWS:

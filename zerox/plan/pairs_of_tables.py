@@ -31,10 +31,7 @@ OF_TABLES = (
     Row(
         ON_GPUS,
         some(TABLES, "True"),
-        But(
-            "with stage=3 on several ranks, and with another state_dtype than float32, that is refused: these are for "
-            "tables on the CPU only so far. Use stage=2, and give tables an optimizer of their own"
-        ),
+        But("with stage=3 on several ranks that is refused: it divides tables on the CPU only so far. Use stage=2"),
     ),
     Row(
         some("join", "inside"),

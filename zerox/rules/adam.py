@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -35,6 +36,12 @@ def check_group(group: Mapping[str, Any]) -> None:
     check_hyper_parameters(group["lr"], group["betas"], group["eps"], group["weight_decay"])
 
 
+def of_rows(group: Mapping[str, Any], step: int) -> Mapping[str, Any]:
+    """torch.optim.SparseAdam adds eps to a root that is not corrected for its bias, and corrects the size of the step
+    (torch/optim/_functional.py): the same as an eps that is divided by the correction."""
+    return {**group, "eps": group["eps"] / math.sqrt(1.0 - group["betas"][1] ** step)}
+
+
 ADAM = Rule(
     name="adam",
     states=(
@@ -65,6 +72,7 @@ ADAM = Rule(
     check=check_group,
     torch_class=lambda group: "AdamW" if group[KIND] else "Adam",
     lasting=(KIND,),
+    of_rows=of_rows,
 )
 
 
