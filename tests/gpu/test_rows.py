@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 
 import pytest
 import torch
 
 from tests.gpu.twins import DEVICE
 from tests.ranks import run_ranks
-from tests.rows import test_rules, test_sparse_adam, test_stored_state
+from tests.rows import test_meshes, test_rules, test_sparse_adam, test_stored_state
 from tests.rows.tables import NARROW
 from zerox import FusedShardedAdam
 
@@ -50,6 +51,16 @@ def test_moments_in_fewer_bits_are_those_of_the_cpu(
     device: torch.device, rule: str, kind: str, dtype: torch.dtype
 ) -> None:
     run_ranks(test_stored_state.train, 2, 2, kind, rule, dtype, str(DEVICE))
+
+
+@pytest.mark.parametrize("kind", ["", "bf16"])
+def test_a_mesh_of_two_axes_has_the_bits_of_sparse_adam(device: torch.device, kind: str, tmp_path: Path) -> None:
+    path = str(tmp_path / "checkpoint")
+    run_ranks(test_meshes.over_two_axes, test_meshes.WORLD, 2, kind, path, str(DEVICE))
+
+
+def test_the_norm_over_pipeline_stages_has_their_tables(device: torch.device) -> None:
+    assert len(set(run_ranks(test_meshes.in_stages, test_meshes.WORLD, 2, str(DEVICE)))) == 1
 
 
 def refused(rank: int, world_size: int, device: str) -> None:

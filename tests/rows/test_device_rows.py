@@ -19,6 +19,7 @@ from tests.rows import (
     test_16_bits,
     test_added,
     test_around,
+    test_meshes,
     test_rules,
     test_sparse_adam,
     test_state,
@@ -123,3 +124,19 @@ def test_a_checkpoint_goes_on_at_any_number_of_ranks(tmp_path: Path) -> None:
     here = run_ranks(test_state.load, 2, path, 2)
     test_state.assert_equal(there[0][0], saved[0])
     test_state.assert_equal(there[0][1], here[0][1])
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+@pytest.mark.parametrize("body", [test_meshes.beside_experts, test_meshes.beside_dtensors])
+def test_beside_experts_and_dtensors(body: Callable[..., Any], stage: int, tmp_path: Path) -> None:
+    run_ranks(as_on_a_device, test_meshes.WORLD, body, stage, str(tmp_path / "checkpoint"))
+
+
+def test_the_norm_over_pipeline_stages_has_their_tables() -> None:
+    assert len(set(run_ranks(as_on_a_device, test_meshes.WORLD, test_meshes.in_stages, 2))) == 1
+
+
+@pytest.mark.parametrize(("stage", "kind"), [(1, ""), (2, "bf16")])
+def test_a_mesh_of_two_axes_has_the_bits_of_sparse_adam(stage: int, kind: str, tmp_path: Path) -> None:
+    path = str(tmp_path / "checkpoint")
+    run_ranks(as_on_a_device, test_meshes.WORLD, test_meshes.over_two_axes, stage, kind, path)

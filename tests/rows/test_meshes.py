@@ -27,9 +27,9 @@ def mesh_of(names: tuple[str, str]) -> DeviceMesh:
 # ---- two data-parallel axes
 
 
-def over_two_axes(rank: int, world_size: int, stage: int, kind: str, path: str) -> None:
+def over_two_axes(rank: int, world_size: int, stage: int, kind: str, path: str, device: str = "cpu") -> None:
     dtype, options = NARROW.get(kind, (torch.float32, {}))
-    model = Model(seed=rank).to(dtype)
+    model = Model(seed=rank).to(device, dtype)
     mesh = mesh_of(("replicate", "shard"))
     optimizer = build(model, stage=stage, process_group=mesh, **options)
     assert optimizer.inside.ranks.on_mesh
@@ -53,7 +53,7 @@ def over_two_axes(rank: int, world_size: int, stage: int, kind: str, path: str) 
     most = max(table.own_rows.numel() for table in optimizer.inside.tables)
     assert most <= 128, "rows are dealt among all four ranks"
     zerox.save(path, model, optimizer)
-    other = Model(seed=5).to(dtype)
+    other = Model(seed=5).to(device, dtype)
     again = build(other, stage=stage, process_group=mesh, **options)
     zerox.load(path, other, again)
     twin.check(again, other)
@@ -157,23 +157,23 @@ def test_tables_of_experts_are_refused() -> None:
 # ---- stages of a pipeline
 
 
-def in_stages(rank: int, world_size: int, stage: int) -> float:
+def in_stages(rank: int, world_size: int, stage: int, device: str = "cpu") -> float:
     """Each stage has tables of its own, and the norm is over all."""
     mesh = mesh_of(("pp", "dp"))
     place, of = mesh["pp"].get_local_rank(), mesh["dp"].get_local_rank()
-    model = Model(seed=100 * place + rank)
+    model = Model(seed=100 * place + rank).to(device)
     optimizer = build(model, stage=stage, process_group=mesh["dp"], norm_group=mesh["pp"])
-    plain = Model()
+    plain = Model().to(device)
     plain.load_state_dict(whole(model, optimizer))
     beside = build(plain, stage=stage, process_group=mesh["dp"])
     for step in range(STEPS):
         for each in (model, plain):
             backward(each, of, step)
         own = beside.clip_grad_norm_(float("inf")).double()
-        squares = own.square()
+        squares = own.square().cpu()
         dist.all_reduce(squares, group=mesh.get_group("pp"))
         norm = optimizer.clip_grad_norm_(0.05)
-        torch.testing.assert_close(norm.double(), squares.sqrt(), rtol=1e-6, atol=0)
+        torch.testing.assert_close(norm.double().cpu(), squares.sqrt(), rtol=1e-6, atol=0)
         beside.scale_grads_(float((0.05 / (norm + 1e-6)).clamp(max=1.0)))
         for of_both in (optimizer, beside):
             of_both.step()

@@ -18,21 +18,13 @@ def check_rows(groups: Groups, members: Sequence[Member], grads: Grads, shards_t
 
     zerox/plan/combinations.py refuses pairs of options.
     """
+    teams = grads.teams
     for index, group in enumerate(groups):
-        check_group(group, f"param group {index}")
+        where = f"param group {index}"
+        check_group(group, where)
         if is_sparse(group):
-            _check_ranks(grads, index, shards_tables)
+            check_ranks(where, teams.of_group[index] is not teams.all, bool(teams.ranks.on_mesh), shards_tables)
     check_tables(members, groups, shards_tables)
-
-
-def _check_ranks(grads: Grads, index: int, shards_tables: bool) -> None:
-    teams, where = grads.teams, f"param group {index}"
-    check_ranks(where, teams.of_group[index] is not teams.all, bool(teams.ranks.on_mesh), shards_tables)
-    if teams.ranks.device.type != "cpu" and (teams.ranks.on_mesh or teams.are_many or grads.model.axes):
-        raise ValueError(
-            f"sparse=True in {where}, on {teams.ranks.device}, does not go with a 2-D mesh, experts, norm_group or "
-            "DTensors: these are tried on the CPU only so far. Give tables an optimizer of their own"
-        )
 
 
 def zero_grads(members: Iterable[Member], set_to_none: bool) -> None:
