@@ -22,12 +22,11 @@ class Move(enum.Enum):
 
 @dataclass(frozen=True)
 class Stage:
-    """Where parameters, gradients and optimizer state are between steps."""
+    """Where parameters and gradients are between steps. Optimizer state is sharded in every stage."""
 
     number: int
     params: Distribution
     grads: Distribution
-    state: Distribution
 
     @property
     def grad_route(self) -> tuple[Move, ...]:
@@ -39,9 +38,9 @@ class Stage:
 # Engine._made_gather and the constructor of BucketManager (csrc/grads) for parameters; estimate.py for memory;
 # ranks/advice.py for what it advises.
 STAGES = {
-    1: Stage(1, params=REPLICATED, grads=REPLICATED, state=SHARDED),
-    2: Stage(2, params=REPLICATED, grads=SHARDED, state=SHARDED),
-    3: Stage(3, params=SHARDED, grads=SHARDED, state=SHARDED),
+    1: Stage(1, params=REPLICATED, grads=REPLICATED),
+    2: Stage(2, params=REPLICATED, grads=SHARDED),
+    3: Stage(3, params=SHARDED, grads=SHARDED),
 }
 
 
