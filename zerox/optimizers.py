@@ -41,7 +41,8 @@ class FusedShardedAdam(Engine):
             pipeline: norms are over them too. The axes on which parameters are DTensors need not be named.
         stage: 1 shards the state, and leaves whole mean gradients in ``p.grad``; 2 shards gradients too; 3 also shards
             parameters: they are whole only while something reads them (see :meth:`whole`).
-        bucket_cap_mb: MiB of parameters a bucket; None: 16, or more where a rank's slice of one would be small.
+        bucket_cap_mb: MiB of parameters a bucket; None: 16, or more where a rank's slice of one would be small,
+            and 64 for a rank alone.
         reduce_dtype: dtype of gradients on the wire and in the shard; None: the parameter's own.
         state_dtype: of both moments: torch.float32, torch.bfloat16 (rounded stochastically) or "8bit" (blocks of 256;
             parameters under 4,096 elements keep float32). float64 parameters keep float64 moments in any case.
