@@ -48,10 +48,7 @@ StoredStates check_state(const ShardTensors& t, const RuleFacts& rule) {
   if (t.param.scalar_type() == at::kDouble) {
     ZX_CHECK(dtype == at::kDouble, op, "state", "must be Double beside a Double parameter, got ", dtype);
   } else {
-    ZX_CHECK(dtype == at::kFloat || dtype == at::kBFloat16 || dtype == at::kByte, op, "state",
-             "must be Float, BFloat16 or Byte, got ", dtype);
-    if (dtype == at::kBFloat16) kind = StateKind::bf16;
-    if (dtype == at::kByte) kind = StateKind::blockwise;
+    kind = state_kind_of(dtype, op, "state");
   }
   const int64_t numel = t.param.numel();
   for (const at::Tensor& values : t.state) check_array(values, dtype, numel, t.param, op, "state");
@@ -59,8 +56,8 @@ StoredStates check_state(const ShardTensors& t, const RuleFacts& rule) {
   const size_t num_scales = kind == StateKind::blockwise ? num_states : 0;
   ZX_CHECK(t.scales.size() == num_scales, op, "scales", "must be ", num_scales, " tensors beside ", num_states, " of ",
            dtype, ", got ", t.scales.size());
-  const int64_t num_blocks = (numel + kStateBlock - 1) / kStateBlock;
-  for (const at::Tensor& scale : t.scales) check_array(scale, at::kFloat, num_blocks, t.param, op, "scales");
+  for (const at::Tensor& scale : t.scales)
+    check_array(scale, at::kFloat, num_state_blocks(numel), t.param, op, "scales");
   StoredStates states{kind, {}};
   for (size_t i = 0; i < num_states; ++i) {
     states.at[i] = {t.state[i].data_ptr(), num_scales > 0 ? t.scales[i].mutable_data_ptr<float>() : nullptr};
@@ -77,6 +74,12 @@ const RuleFacts& rule_named(c10::string_view name, const char* op) {
     known += (known.empty() ? "" : ", ") + std::string(rule.name);
   }
   ZX_CHECK(false, op, "rule", "must be ", known, ", got ", name);
+}
+
+StateKind state_kind_of(at::ScalarType dtype, const char* op, const char* argument) {
+  ZX_CHECK(dtype == at::kFloat || dtype == at::kBFloat16 || dtype == at::kByte, op, argument,
+           "must be Float, BFloat16 or Byte, got ", dtype);
+  return dtype == at::kFloat ? StateKind::wide : dtype == at::kByte ? StateKind::blockwise : StateKind::bf16;
 }
 
 DType dtype_of(const at::Tensor& tensor, const char* op, const char* argument) {

@@ -18,6 +18,10 @@
 namespace zx {
 
 DType dtype_of(const at::Tensor& tensor, const char* op, const char* argument);
+// Of states beside parameters that are updated in float.
+StateKind state_kind_of(at::ScalarType dtype, const char* op, const char* argument);
+// How many scales so many elements of a parameter have in 8 bits, from its start or a block's on.
+constexpr int64_t num_state_blocks(int64_t numel) { return (numel + kStateBlock - 1) / kStateBlock; }
 const RuleFacts& rule_named(c10::string_view name, const char* op);
 
 inline char* bytes_at(const at::Tensor& tensor, int64_t element) {

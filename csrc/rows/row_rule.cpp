@@ -177,7 +177,7 @@ void update_by_kernel(const typename Rule::Options& options, const RowRule& by, 
         span.states.at[s].values = static_cast<char*>(states.values[s].data_ptr()) + touched.places[i] * row_bytes;
         if (kind != StateKind::blockwise) continue;
         span.states.at[s].scales =
-            states.scales[s].template data_ptr<float>() + touched.places[i] * scales_a_row(width);
+            states.scales[s].template data_ptr<float>() + touched.places[i] * num_state_blocks(width);
       }
       span.numel = width;
       span.random = {numbers[i] * width, random};
@@ -197,21 +197,17 @@ RowRule RowRule::named(const std::string& name, std::vector<double> options, dou
 }
 
 StateKind RowStates::kind() const {
-  const auto dtype = values.empty() ? at::kFloat : values[0].scalar_type();
-  return dtype == at::kFloat ? StateKind::wide : dtype == at::kByte ? StateKind::blockwise : StateKind::bf16;
+  return values.empty() ? StateKind::wide : state_kind_of(values[0].scalar_type(), "RowTables", "states");
 }
 
 void RowStates::check(int64_t num_rows, int64_t width) const {
   for (const at::Tensor& each : values) {
-    const auto dtype = each.scalar_type();
-    ZX_CHECK(dtype == at::kFloat || dtype == at::kBFloat16 || dtype == at::kByte, "RowTables", "states",
-             "must be Float, BFloat16 or Byte, got ", dtype);
     ZX_CHECK_DTYPE(each, values[0].scalar_type(), "RowTables", "states");
     check_shape(each, num_rows, width, "states");
   }
   const size_t expected = kind() == StateKind::blockwise ? values.size() : 0;
   ZX_CHECK(scales.size() == expected, "RowTables", "scales", "must be ", expected, " tensors, got ", scales.size());
-  for (const at::Tensor& each : scales) check_values(each, num_rows, scales_a_row(width), "scales");
+  for (const at::Tensor& each : scales) check_values(each, num_rows, num_state_blocks(width), "scales");
 }
 
 void update_rows(const RowRule& by, const RowStates& states, const at::Tensor& step, TouchedRows touched,

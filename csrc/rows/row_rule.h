@@ -25,7 +25,7 @@ struct RowRule {
 };
 
 // What a rule keeps of rows, by place: `values` [rows, width] of float32, bfloat16, or uint8 codes with `scales`,
-// float32 [rows, scales_a_row(width)] for each. So a row is a parameter of its own, whose blocks begin with it.
+// float32 [rows, ceil(width / 256)] for each. So a row is a parameter of its own, whose blocks begin with it.
 // `table`: its number among the parameters, for what is rounded at random.
 struct RowStates {
   std::vector<at::Tensor> values;
@@ -36,7 +36,6 @@ struct RowStates {
   void check(int64_t num_rows, int64_t width) const;
   StateKind kind() const;
 };
-constexpr int64_t scales_a_row(int64_t width) { return (width + kStateBlock - 1) / kStateBlock; }
 
 // `states`: the table's; `touched` has none yet. `numbers`: those of the touched rows in the whole table. `step`,
 // int64, counts up if the rule counts updates. `updated` gets the rows' new values, side by side; it may be null.

@@ -16,8 +16,8 @@ from tests.ranks import run_ranks
 from zerox import FusedShardedAdam, ops
 from zerox.checkpoint.convert import convert_file
 from zerox.memory.forms import convert_, decoded, master_of
+from zerox.memory.row_owners import CPU
 from zerox.memory.stored import Stored
-from zerox.plan.form import num_blocks
 from zerox.rules.known import KNOWN
 
 KINDS: dict[str, Any] = {"8 bits": "8bit", "bf16": torch.bfloat16, "fp32": torch.float32}
@@ -77,16 +77,8 @@ class RowTwin:
         self.rule = KNOWN[rule]
         self.group = group
         self.step = torch.zeros(1, dtype=torch.int64)
-        rows, width = table.shape
         dtype = torch.uint8 if kind == "8 bits" else KINDS[kind]
-        self.state = [
-            Stored(
-                spec,
-                torch.zeros(rows, width, dtype=dtype),
-                torch.zeros(rows, num_blocks(width)) if kind == "8 bits" else None,
-            )
-            for spec in self.rule.wanted([group])
-        ]
+        self.state = [Stored.of_rows(spec, dtype, *table.shape, CPU) for spec in self.rule.wanted([group])]
 
     def update(self, grad: Tensor, touched: Tensor) -> None:
         """SparseAdam's eps is added to a root that is not corrected: the dense rule's is another in each step."""
@@ -244,11 +236,10 @@ def test_a_checkpoint_is_converted_to_another_form_and_says_so_if_that_rounds(
         for spec in KNOWN["adam"].wanted([KNOWN["adam"].defaults]):
             wide = state[spec.key]
             dtype = torch.uint8 if will_be == "8 bits" else KINDS[will_be]
-            scales = torch.zeros(len(wide), num_blocks(wide.shape[1])) if will_be == "8 bits" else None
-            own = Stored(spec, torch.zeros(wide.shape, dtype=dtype), scales)
+            own = Stored.of_rows(spec, dtype, *wide.shape, CPU)
             for row in range(len(wide)):  # one by one
-                of_row = Stored(spec, own.values[row], None if scales is None else scales[row])
-                convert_(of_row, Stored(spec, wide[row]))
+                of_row = None if own.scales is None else own.scales[row]
+                convert_(Stored(spec, own.values[row], of_row), Stored(spec, wide[row]))
             assert_equal(loaded[number][spec.key], row_by_row(own))
 
 

@@ -119,15 +119,12 @@ class SavedTables:
 
     def _load_kept(self, table: RowTable, kept: Stored, read: Callable[[dict[str, Any]], None]) -> list[str]:
         """One state of this rank's rows. Returns what had to be rounded."""
-        dtype = self._dtype_of(table, kept.spec.key)
-        found = kept
-        if dtype is not kept.values.dtype:
-            is_coded = dtype is torch.uint8
-            scales = torch.empty(len(kept.values), num_blocks(table.width), device=CPU) if is_coded else None
-            found = Stored(kept.spec, torch.empty(kept.values.shape, dtype=dtype, device=CPU), scales)
+        dtype = self._dtype_of(table, kept.spec.key) or kept.values.dtype
+        is_same = dtype is kept.values.dtype
+        found = kept if is_same else Stored.of_rows(kept.spec, dtype, len(kept.values), table.width, CPU)
         into = {_key(table, what, self.names): tensor for what, tensor in found.tensors().items()}
         self._load_rows(table, into, read)
-        return [] if found is kept else fill_kept(kept, found)
+        return [] if is_same else fill_kept(kept, found)
 
     def _load_rows(self, table: RowTable, into: Mapping[str, Tensor], read: Callable[[dict[str, Any]], None]) -> None:
         """``into``: what this rank keeps of its own rows, by its name in the checkpoint."""

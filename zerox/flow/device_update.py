@@ -12,6 +12,7 @@ from zerox import ops
 from zerox._C import RowRule
 from zerox.flow.device_table import LandedRows, Table
 from zerox.memory.row_owners import CPU
+from zerox.memory.row_table import by_dense_rule
 from zerox.ops import SEGMENT_COLUMNS, Shard
 from zerox.plan.form import BLOCK_NUMEL, num_blocks
 
@@ -19,7 +20,7 @@ from zerox.plan.form import BLOCK_NUMEL, num_blocks
 def update_rows(table: Table, landed: LandedRows, rule: RowRule) -> None:
     """In place, where rows lie, if states are float32."""
     kept = table.kept
-    if any(state.dtype is not torch.float32 for state in kept.states):
+    if by_dense_rule(kept.states):
         update_together(table, landed, rule)
         return
     ops.update_rows_(

@@ -12,7 +12,7 @@ from torch import Tensor
 from zerox import _C as C
 from zerox.flow.grad_scale import Divisor, GradScale
 from zerox.memory.grad_dtype import grad_dtype_of
-from zerox.memory.row_table import RowTable
+from zerox.memory.row_table import RowTable, by_dense_rule
 
 
 def sparse_of(rows: Tensor, values: Tensor, shape: torch.Size) -> Tensor:
@@ -53,7 +53,8 @@ class TableGrad:
         """What step() does to it."""
         factor, limit = scale.values.get(self.divisor), scale.requested.limit
         table, rule = self.table, self.table.rule
-        options = rule.of_rows(group, int(table.step) + 1) if table.by_dense_rule else group
+        is_dense = by_dense_rule(stored.values for stored in table.state.values())
+        options = rule.of_rows(group, int(table.step) + 1) if is_dense else group
         return C.RowRule(
             rule.name,
             list(map(float, rule.row(options))),

@@ -106,8 +106,8 @@ def shard_of(part: Part, of: GradPart, present: Tensor) -> Shard:
 
 def update(rule: Rule, shards: Sequence[Shard], options: Tensor, grad_scale: Tensor | None) -> None:
     """One step: state, master and parameters in place, in one pass."""
-    for alike in [shards] if len(shards) == 1 else [list(alike) for _, alike in groupby(shards, key=_kind)]:
-        ops.update_(rule.name, alike, options, grad_scale)
+    for _, alike in groupby(shards, key=_kind):
+        ops.update_(rule.name, list(alike), options, grad_scale)
 
 
 def _kind(shard: Shard) -> tuple[object, ...]:

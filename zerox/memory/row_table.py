@@ -55,8 +55,8 @@ class RowTable:
         self.own_rows = owners.rows_of(rank)
         shape = (self.own_rows.numel(), member.param.shape[1])
         device = member.param.device
-        form = stored_as.state_form(member.param)
-        self.state = {spec.key: _zeros(spec, spec.form or form, shape, device) for spec in rule.wanted([group])}
+        dtype = getattr(torch, stored_as.state_form(member.param).dtype)
+        self.state = {spec.key: Stored.of_rows(spec, dtype, *shape, device) for spec in rule.wanted([group])}
         self.step = torch.zeros((), dtype=torch.int64, device=CPU)
         self.own = member.param.detach()[self.own_rows] if is_sharded else None
         self.home: int | None = None
@@ -64,11 +64,6 @@ class RowTable:
         for spec in stored_as.masters(member.param.dtype):
             first = self.own_values.float() if spec == MASTER else torch.zeros(shape, dtype=torch.int16, device=device)
             self.master = Stored(spec, first)
-
-    @property
-    def by_dense_rule(self) -> bool:
-        """Whether Adam updates rows as dense parameters. For float32 state it has a kernel of its own."""
-        return any(stored.values.dtype is not torch.float32 for stored in self.state.values())
 
     @property
     def is_at_home(self) -> bool:
@@ -121,10 +116,9 @@ class RowTable:
         }
 
 
-def _zeros(spec: StateSpec, form: Form, shape: tuple[int, int], device: torch.device) -> Stored:
-    values = torch.zeros(shape, dtype=getattr(torch, form.dtype), device=device)
-    scales = torch.zeros(shape[0], form.num_scales(shape[1]), device=device) if form.scaled else None
-    return Stored(spec, values, scales)
+def by_dense_rule(states: Iterable[Tensor]) -> bool:
+    """Whether Adam updates rows with such states as dense parameters. For float32 it has a kernel of its own."""
+    return any(state.dtype is not torch.float32 for state in states)
 
 
 def is_sparse(group: Mapping[str, Any]) -> bool:

@@ -31,6 +31,14 @@ class Stored:
         return Stored(spec, values, torch.zeros(form.num_scales(numel), device=device) if form.scaled else None)
 
     @staticmethod
+    def of_rows(spec: StateSpec, dtype: torch.dtype, num_rows: int, width: int, device: torch.device) -> Stored:
+        """All zero, ``[num_rows, width]``: each row is a parameter of its own, so codes of 8 bits have scales
+        ``[num_rows, ceil(width / 256)]``."""
+        values = torch.zeros(num_rows, width, dtype=dtype, device=device)
+        is_coded = dtype is torch.uint8
+        return Stored(spec, values, torch.zeros(num_rows, num_blocks(width), device=device) if is_coded else None)
+
+    @staticmethod
     def among(spec: StateSpec, parts: Mapping[str, Tensor]) -> Stored | None:
         """That of ``spec`` among ``parts``, by its keys, 1-D; None if it is not there."""
         return Stored(spec, parts[spec.key], parts.get(spec.key + SCALE)) if spec.key in parts else None
@@ -41,6 +49,10 @@ class Stored:
             return Stored(self.spec, self.values[elements])
         blocks = slice(elements.start // BLOCK_NUMEL, num_blocks(elements.stop))
         return Stored(self.spec, self.values[elements], self.scales[blocks])
+
+    def rows(self, rows: slice) -> Stored:
+        """A view of these rows."""
+        return Stored(self.spec, self.values[rows], None if self.scales is None else self.scales[rows])
 
     def tensors(self) -> dict[str, Tensor]:
         """Its tensors by their keys in a state_dict."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -115,14 +114,9 @@ class Rule:
         """The state of a bucket whose parameters are in these groups."""
         return [spec for spec in self.states if any(self.is_wanted(spec, group) for group in groups)]
 
-    @cached_property
-    def optional(self) -> list[StateSpec]:
-        """State that an option of a param group asks for."""
-        return [spec for spec in self.states if spec.when]
-
     def late(self, group: Mapping[str, Any]) -> list[StateSpec]:
         """State that buckets made before may lack, since an option of the group may have been changed."""
-        return [spec for spec in self.optional if group.get(spec.when)]
+        return [spec for spec in self.states if spec.when and group.get(spec.when)]
 
     def starts_itself(self, key: str) -> bool:
         """Whether state that has not begun is absent, and not zero."""

@@ -39,8 +39,7 @@ def fill_row(bucket: Bucket, row: int, parts: Mapping[str, Tensor], rest_anew: b
             bucket.absent.discard((row, stored.spec.key))
             for piece in pieces(param.numel()):
                 if convert_(kept.part(piece), given.part(piece)):
-                    form = "8 bits" if kept.scales is not None else kept.values.dtype
-                    rounded[f"{stored.spec.key} to {form}"] = None
+                    rounded[rounding_of(kept)] = None
         elif rest_anew:
             start_anew(bucket, row, stored.spec.key)
     if bucket.mask is not None and MASK.key in parts:
@@ -53,6 +52,11 @@ def fill_row(bucket: Bucket, row: int, parts: Mapping[str, Tensor], rest_anew: b
             given_master = {key: part[piece] for key, part in masters.items()}
             bucket.master.part(own).values[piece] = as_master(bucket.master.spec, param[piece], given_master)
     return list(rounded)
+
+
+def rounding_of(kept: Stored) -> str:
+    """What is said of state that was rounded to this form."""
+    return f"{kept.spec.key} to {'8 bits' if kept.scales is not None else kept.values.dtype}"
 
 
 def start_anew(bucket: Bucket, row: int, key: str) -> None:

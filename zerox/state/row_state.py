@@ -16,7 +16,7 @@ from zerox.plan.span import Span
 from zerox.ranks.group import CPU, Ranks
 from zerox.rules.rule import MASTERS, STEP
 from zerox.sliced_tensor import SlicedTensor
-from zerox.state.fill import as_master
+from zerox.state.fill import as_master, rounding_of
 
 VALUES = "values"  # what a table keeps that is no state
 ROWS_A_PIECE = 2**14  # that are converted at a time
@@ -93,14 +93,10 @@ def fill_kept(kept: Stored, given: Stored) -> list[str]:
     """Copies the same rows of a state in any form. Returns what had to be rounded."""
     device, rounds = kept.values.device, False
     for rows in (slice(start, start + ROWS_A_PIECE) for start in range(0, len(kept.values), ROWS_A_PIECE)):
-        own, other = (_rows_of(stored, rows) for stored in (kept, given))
+        own, other = kept.rows(rows), given.rows(rows)
         scales = None if other.scales is None else other.scales.to(device)
         rounds |= convert_(own, Stored(other.spec, other.values.to(device), scales))
-    return [f"{kept.spec.key} to {'8 bits' if kept.scales is not None else kept.values.dtype}"] if rounds else []
-
-
-def _rows_of(stored: Stored, rows: slice) -> Stored:
-    return Stored(stored.spec, stored.values[rows], None if stored.scales is None else stored.scales[rows])
+    return [rounding_of(kept)] if rounds else []
 
 
 def fill_master(table: RowTable, given: Mapping[str, Tensor]) -> list[str]:
