@@ -6,7 +6,7 @@ import contextlib
 import importlib
 import io
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -25,6 +25,7 @@ from zerox.rules.rule import MASTER, REMAINDER
 
 OURS, CEILING = "zerox", "stream (ceiling)"
 MASKED = "zerox, 80% masked"
+WIDE = "zerox, fp32 state"
 TRAINED = (
     Kind("fp32", torch.float32),
     Kind("bf16 + remainder", torch.bfloat16, REMAINDER),
@@ -206,6 +207,9 @@ def norm_calls(job: Job, num_sets: int, device: torch.device) -> dict[str, Call]
 def update_calls(job: Job, num_sets: int, device: torch.device) -> dict[str, Call]:
     shards = [Shard(job.params, job.kind, device, job.op) for _ in range(num_sets)]
     calls: dict[str, Call] = {OURS: lambda i: shards[i].update(), MASKED: lambda i: shards[i].update(masked=True)}
+    if job.kind.state != "fp32":
+        wide = [Shard(job.params, replace(job.kind, state="fp32"), device, job.op) for _ in range(num_sets)]
+        calls[WIDE] = lambda i: wide[i].update()
     if device.type == "cpu":
         streams = [Stream(job.nbytes, in_place=1 + len(shards[0].moments)) for _ in range(num_sets)]
         calls[CEILING] = lambda i: streams[i]()
