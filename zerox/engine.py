@@ -269,7 +269,8 @@ class Engine(OneGradient, OneState):
         plans = plan_trained(self._options, self._rules, teams, model, self.param_groups, trained)
         shared_out: list[Planned] = [(m.name, m.local, "", None, ()) for m in still if self._gather.shards_params]
         plans_of_still = self._options.plan(shared_out, teams.ranks.backend, teams.ranks.size)
-        self._gather.check_room([*rooms([plan for plan, _ in plans], trained), *rooms(plans_of_still, still)])
+        added = [*rooms([plan for plan, _ in plans], trained), *rooms(plans_of_still, still)]
+        self._gather.check_room([*added, *self._calls.row_grads.rooms()])
         frozen = self._gather.take_frozen([m for m in still if teams.of_group[m.group] is teams.all], plans_of_still)
         for member in still:
             teams.of_group[member.group].broadcast_own(member.local, f"parameter '{member.name}'")

@@ -84,8 +84,8 @@ def estimate(
     for _, tensor, group in trained if rules.default.on_host else ():
         rules.default.check({**group, "params": [tensor]})  # learns what the class keeps for it
     check_params([name for name, _, _ in trained], [tensor for _, tensor, _ in trained], allocated=False)
-    tables = [(tensor, group) for _, tensor, group in trained if is_sparse(group)]
-    for _, group in tables:
+    tables = [each for each in trained if is_sparse(each[2])]
+    for *_, group in tables:
         are_some = _team_size(group.get(OF_GROUP), world_size) != world_size
         check_ranks("a param group", are_some, mesh_shape is not None, chosen.stage == 3)
     trained = [each for each in trained if not is_sparse(each[2])]
@@ -95,21 +95,24 @@ def estimate(
     facts: dict[str, Collection[str]] = {"parameters": dtypes, "backend": {backend}}
     if any(size != world_size for size in sizes):
         facts |= {TEAM: {SUB_GROUP}, "process_group": {"a group" if mesh_shape is None else "a 2-D mesh"}}
-    for group in [group for _, group in tables] or [{}]:
+    for group in [group for *_, group in tables] or [{}]:
         own = {name: value for name, value in group.items() if name != "params"}
         chosen.check_pairs({"rule": rule, **options, **own}, **facts)
 
-    on_host = backend == "gloo" and all(tensor.device.type in ("cpu", "meta") for tensor in tensors)
+    types = {tensor.device.type for tensor in (*tensors, *(table for _, table, _ in tables))}
+    on_host = backend == "gloo" and types <= {"cpu", "meta"}
     sharded = chosen.stage_plan.grads is SHARDED
     stay = on_host if world_size == 1 else backend == "gloo"  # large gradients, where autograd left them
     near = local_world_size if on_host else 1
     apart = chosen.stage_plan.params is SHARDED and world_size > 1
     frozen = [(name, local_of(tensor), "", None, ()) for name, tensor, _ in everything if not tensor.requires_grad]
     parameters = 0 if apart else sum(tensor.nbytes for _, tensor, *_ in frozen)
-    for table, _ in tables:
+    for _, table, _ in tables:
         num_kept = most_rows(table.shape[0], world_size) if apart else table.shape[0]
         parameters += num_kept * table.shape[1] * table.element_size()
-    whole: list[tuple[str, int]] = []  # buckets whose shard is apart
+    whole: list[tuple[str, int]] = []  # buckets whose shard is apart, and tables that lookups give memory as a whole
+    if apart and not on_host:
+        whole += [(f"table {name}", tensor.nbytes) for name, tensor, _ in tables]
 
     def parameters_of(plan: BucketPlan, first: str, dtype: torch.dtype) -> int:
         nbytes = plan.layout.numel * dtype.itemsize
@@ -127,7 +130,7 @@ def estimate(
         of_masks = {**facts, "parameters": parameter_words(tensors[place].dtype for place in masked), MASKS: {SPARSITY}}
         chosen.check_pairs({"rule": rule, **options}, **of_masks)
     master, moments = 0, 0
-    for table, group in tables:
+    for _, table, group in tables:
         num_own, width = most_rows(table.shape[0], world_size), table.shape[1]
         form = chosen.state_form(table)
         a_row = width * form.itemsize + form.num_scales(width) * torch.float32.itemsize
@@ -158,7 +161,7 @@ def estimate(
             received, landing = _on_mesh(plan, wire, backend, mesh_shape, near)
         flows.append(dataclasses.replace(flow, received=received if size > 1 else 0, landing=landing))
 
-    of_tables = sum(table.nbytes for table, _ in tables) if apart else 0
+    of_tables = sum(table.nbytes for _, table, _ in tables) if apart and on_host else 0
     limit = resident_limit(whole, chosen.resident_mb, of_tables)
     parameters += int(min(limit, sum(nbytes for _, nbytes in whole) + of_tables))
     local = [flow.local for flow in flows]

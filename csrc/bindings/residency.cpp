@@ -107,14 +107,18 @@ void bind_residency(py::module_& m) {
             return self->add(std::move(name), std::move(room), std::move(shard), is_served);
           },
           py::arg("name"), py::arg("room"), py::arg("shard"), py::arg("is_served"), Release())
-      .def_static("make_table_room", &Residents::make_table_room, py::arg("nbytes"))
+      .def(
+          "make_table_room",
+          [](Residency& self, size_t bytes, at::Device device) { return self->make_table_room(bytes, device); },
+          py::arg("nbytes"), py::arg("device"), Release())
       .def(
           "add_table",
-          [](Residency& self, std::string name, std::shared_ptr<Room> room, at::Tensor shard, int64_t num_rows,
-             const at::Tensor& of_block) {
-            return self->add_table(std::move(name), std::move(room), std::move(shard), num_rows, of_block);
+          [](Residency& self, std::string name, std::shared_ptr<Room> room, at::Tensor shard, bool is_served,
+             int64_t num_rows, const at::Tensor& of_block) {
+            return self->add_table(std::move(name), std::move(room), std::move(shard), is_served, num_rows, of_block);
           },
-          py::arg("name"), py::arg("room"), py::arg("shard"), py::arg("num_rows"), py::arg("of_block"), Release())
+          py::arg("name"), py::arg("room"), py::arg("shard"), py::arg("is_served"), py::arg("num_rows"),
+          py::arg("of_block"), Release())
       .def(
           "watch_added", [](Residency& self) { self->watch_added(); }, Release())
       .def(
@@ -128,7 +132,11 @@ void bind_residency(py::module_& m) {
       .def(
           "begin_update", [](Residency& self) { self->begin_update(); }, Release())
       .def(
-          "publish", [](Residency& self, int64_t bucket) { self->publish(bucket); }, py::arg("bucket"), Release())
+          "publish",
+          [](Residency& self, int64_t bucket, const std::optional<at::Tensor>& rows) {
+            self->publish(bucket, rows.value_or(at::Tensor()));
+          },
+          py::arg("bucket"), py::arg("rows") = std::nullopt, Release())
       .def(
           "end_update",
           [](Residency& self, bool is_update, bool any_written) { self->end_update(is_update, any_written); },

@@ -94,7 +94,7 @@ class AddressRange final : public Room, public std::enable_shared_from_this<Addr
   void take_shard(const at::Tensor& shard, const std::vector<BytePiece>& own) override;
   void store_shard(const at::Tensor& shard, const std::vector<BytePiece>& own) override;
   at::Tensor served(const at::Tensor& shard) const override { return shard; }
-  void serve(const at::Tensor& /*shard*/, const at::Tensor& /*served*/) override {}
+  void serve(const at::Tensor& /*shard*/, const at::Tensor& /*served*/, const at::Tensor& /*rows*/) override {}
   void begin_use() override {}
   void end_use() override {}
   uint64_t digest() override;

@@ -2,15 +2,13 @@
 
 #include <ATen/ops/empty.h>
 #include <ATen/ops/from_blob.h>
-#include <c10/core/InferenceMode.h>
-#include <c10/core/StreamGuard.h>
-#include <c10/core/impl/LocalDispatchKeySet.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 
 #include <algorithm>
+#include <cstring>
 
 #include "params/digest.h"
-#include "params/read_guard.h"
+#include "params/unseen.h"
 
 namespace zx {
 namespace {
@@ -30,25 +28,17 @@ at::Tensor in_room(const at::Tensor& bytes, const BytePiece& piece) {
 }
 
 at::Tensor in_shard(const at::Tensor& shard, const BytePiece& piece) {
-  return bytes_in(shard.view(at::kByte), {piece.from, piece.from + piece.bytes});
+  return bytes_in(shard.view(at::kByte).view({-1}), {piece.from, piece.from + piece.bytes});
 }
 
 void leave(void* room) { delete static_cast<std::shared_ptr<DeviceRoom>*>(room); }
 
-// Rooms are filled in the midst of anybody's operators: below autograd, modes and transforms, and unseen by guards.
-struct Unseen {
-  ReadGuard::Pause pause;
-  c10::InferenceMode normal{false};
-  c10::impl::ForceDispatchKeyGuard plain{
-      c10::DispatchKeySet(c10::DispatchKey::BackendSelect),
-      c10::autograd_dispatch_keyset_with_ADInplaceOrView | c10::default_excluded_set};
-};
-
-// The same, on a stream.
-struct UnseenOn : Unseen {
-  explicit UnseenOn(c10::Stream stream) : guard(stream) {}
-  c10::StreamGuard guard;
-};
+// A tensor's bytes as rows, [n, words]: a table's values have 16 bits or more.
+at::Tensor as_rows(const at::Tensor& values, size_t row_bytes) {
+  const at::ScalarType word = row_bytes % 4 == 0 ? at::kInt : at::kShort;
+  const auto words = static_cast<int64_t>(row_bytes / c10::elementSize(word));
+  return values.view(at::kByte).view({-1}).view(word).view({-1, words});
+}
 
 }  // namespace
 
@@ -145,6 +135,7 @@ void DeviceRoom::release() {
 
 void DeviceRoom::restore() {
   const std::lock_guard lock(mutex_);
+  if (memory_.defined()) return;
   const UnseenOn on_fetches(fetches_);
   memory_ = at::empty({static_cast<int64_t>(bytes_)}, at::TensorOptions(fetches_.device()).dtype(at::kByte));
   move_to(static_cast<char*>(memory_.mutable_data_ptr()));
@@ -204,11 +195,15 @@ at::Tensor DeviceRoom::with_own_storage(const at::Tensor& view) {
 
 // ---- values
 
-Room::Inbox DeviceRoom::inbox() {
+// It is the allocator's again when the copies from it are over.
+at::Tensor DeviceRoom::pinned(size_t bytes) const {
   const Unseen unseen;
-  // Pinned memory is the allocator's again when the copies from it are over.
-  at::Tensor kept = at::empty({static_cast<int64_t>(bytes_)},
-                              at::TensorOptions().dtype(at::kByte).pinned_memory(fetches_.device().is_cuda()));
+  return at::empty({static_cast<int64_t>(bytes)},
+                   at::TensorOptions().dtype(at::kByte).pinned_memory(fetches_.device().is_cuda()));
+}
+
+Room::Inbox DeviceRoom::inbox() {
+  at::Tensor kept = pinned(bytes_);
   return {static_cast<char*>(kept.mutable_data_ptr()), kept};
 }
 
@@ -226,6 +221,33 @@ void DeviceRoom::pull(const at::Tensor& mapped, size_t start) {
   await_readers();
   arrival_.follows_pulls = true;  // also if what follows throws
   bytes_in(memory_, {start, start + mapped.nbytes()}).copy_(mapped, /*non_blocking=*/true);
+  note_arrival();
+}
+
+void DeviceRoom::take_rows(const at::Tensor& source, const RowMoves& moves, size_t row_bytes) {
+  if (moves.to.empty()) return;
+  const std::lock_guard lock(mutex_);
+  copy_rows(source, moves, row_bytes);
+}
+
+void DeviceRoom::pull_rows(const at::Tensor& mapped, const RowMoves& moves, size_t row_bytes) {
+  const std::lock_guard lock(mutex_);
+  arrival_.follows_pulls = true;  // also if what follows throws
+  copy_rows(mapped, moves, row_bytes);
+}
+
+// Under the lock.
+void DeviceRoom::copy_rows(const at::Tensor& source, const RowMoves& moves, size_t row_bytes) {
+  const auto on_device = [this](const at::Tensor& host) { return host.to(fetches_.device(), /*non_blocking=*/true); };
+  const auto indices = [&](const std::vector<int64_t>& rows) {
+    const at::Tensor host = pinned(rows.size() * sizeof(int64_t)).view(at::kLong);
+    std::memcpy(host.mutable_data_ptr(), rows.data(), host.nbytes());
+    return on_device(host);
+  };
+  const UnseenOn on_fetches(fetches_);
+  await_readers();
+  const at::Tensor from = as_rows(source.is_cpu() ? on_device(source) : source, row_bytes);
+  as_rows(memory_, row_bytes).index_copy_(0, indices(moves.to), from.index_select(0, indices(moves.from)));
   note_arrival();
 }
 
@@ -266,10 +288,14 @@ at::Tensor DeviceRoom::served(const at::Tensor& shard) const {
 }
 
 // The host waits here, once a step and bucket: others read the shard or its copy as soon as it is announced.
-void DeviceRoom::serve(const at::Tensor& shard, const at::Tensor& served) {
+void DeviceRoom::serve(const at::Tensor& shard, const at::Tensor& served, const at::Tensor& rows) {
   const std::lock_guard lock(mutex_);
   const Unseen unseen;
-  if (served.defined()) at::Tensor(served).copy_(shard);
+  if (served.defined() && rows.defined()) {
+    served.index_copy_(0, rows.to(at::kCPU), shard.index_select(0, rows).to(at::kCPU));
+  } else if (served.defined()) {
+    served.copy_(shard);
+  }
   const c10::Event written = record(current());
   written.block(fetches_);
   written.synchronize();

@@ -56,12 +56,16 @@ class DeviceRoom final : public Room, public std::enable_shared_from_this<Device
   Inbox inbox() override;
   void take_in(const Inbox& inbox, const std::vector<ByteSpan>& spans) override;
   void pull(const at::Tensor& mapped, size_t start) override;
+  // Rows of a table, `row_bytes` each: of `source`, on the device or pinned() on the host; and as pull(), of others'.
+  at::Tensor pinned(size_t bytes) const;
+  void take_rows(const at::Tensor& source, const RowMoves& moves, size_t row_bytes);
+  void pull_rows(const at::Tensor& mapped, const RowMoves& moves, size_t row_bytes);
   void await_pulls() override;
   void spoil(const std::vector<BytePiece>& own) override;
   void take_shard(const at::Tensor& shard, const std::vector<BytePiece>& own) override;
   void store_shard(const at::Tensor& shard, const std::vector<BytePiece>& own) override;
   at::Tensor served(const at::Tensor& shard) const override;
-  void serve(const at::Tensor& shard, const at::Tensor& served) override;
+  void serve(const at::Tensor& shard, const at::Tensor& served, const at::Tensor& rows) override;
   void begin_use() override;
   void end_use() override;
   uint64_t digest() override;
@@ -82,6 +86,7 @@ class DeviceRoom final : public Room, public std::enable_shared_from_this<Device
   c10::Event record(c10::Stream stream) const;
   at::Tensor lodge(void* address, at::IntArrayRef sizes, at::IntArrayRef strides, at::ScalarType dtype);
   void move_to(char* address);
+  void copy_rows(const at::Tensor& source, const RowMoves& moves, size_t row_bytes);
   void await_readers();
   Reader& reader(c10::Stream stream);
   void note_arrival();

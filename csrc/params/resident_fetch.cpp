@@ -34,6 +34,7 @@ std::vector<Room::ByteSpan> Residents::spans_through_host(const ShardedBucket& s
 
 // Without the lock. An error leaves NaN behind, so that nobody takes what is there for parameters.
 std::string Residents::fetch(ShardedBucket& sharded, bool memory_too, bool own_too) {
+  if (sharded.rows != nullptr && !sharded.rows->has_pages()) return fetch_rows(sharded, sharded.rows->all());
   const Range range("fetch", sharded.index);
   Room& room = *sharded.room;
   try {
@@ -43,14 +44,12 @@ std::string Residents::fetch(ShardedBucket& sharded, bool memory_too, bool own_t
       room.let_write(true);
     }
     if (own_too) room.take_shard(sharded.shard, own_shard(sharded));
-    const std::string known = given_up();
-    TORCH_CHECK(known.empty(), known);
+    check_not_given_up();
     const auto through_host = spans_through_host(sharded);
     const Room::Inbox inbox = through_host.empty() ? Room::Inbox() : room.inbox();
     const auto pieces_of = [&](int rank) { return shard_of(sharded, rank); };
     const auto pull = [&](int rank, const at::Tensor& mapped) { room.pull(mapped, rank * sharded.shard.nbytes()); };
-    peers_->fetch({.bucket = sharded.index, .version = sharded.version, .stored = sharded.written, .wants_shard = true},
-                  sharded.places, {inbox.data, pieces_of, pull});
+    peers_->fetch(wanted_of(sharded), sharded.places, {inbox.data, pieces_of, pull});
     if (!through_host.empty()) room.take_in(inbox, through_host);
   } catch (const std::exception& error) {
     room.spoil(own_shard(sharded));
@@ -59,11 +58,11 @@ std::string Residents::fetch(ShardedBucket& sharded, bool memory_too, bool own_t
   return "";
 }
 
-// Why nobody is asked any more; empty if others are. Where a rank is gone, the end of the optimizer would else wait for
-// it once a bucket.
-std::string Residents::given_up() const {
+// Throws if nobody is asked any more, with the reason. Where a rank is gone, the end of the optimizer would else wait
+// for it once a bucket.
+void Residents::check_not_given_up() const {
   const std::lock_guard lock(mutex_);
-  return now_.ending ? now_.failure : "";
+  TORCH_CHECK(!now_.ending || now_.failure.empty(), now_.failure);
 }
 
 // The host waits until the device reads no other rank's memory any more. Without the lock.

@@ -32,10 +32,10 @@ void Residents::begin_update() {
   }
 }
 
-void Residents::publish(int64_t bucket) {
+void Residents::publish(int64_t bucket, const at::Tensor& rows) {
   const std::lock_guard lock(mutex_);
   ShardedBucket& sharded = *buckets_.at(bucket);
-  sharded.room->serve(sharded.shard, sharded.served);
+  sharded.room->serve(sharded.shard, sharded.served, rows);
   sharded.stamps.at(ShardStamp::version).store(now_.version + 1, std::memory_order_release);
   peers_->stamps_changed();
 }
@@ -49,7 +49,7 @@ void Residents::end_update(bool is_update, bool any_written) {
     past_.log.note(ResidencyEvent::Kind::step, -1, now_.resident_bytes);
     for (const auto& sharded : buckets_) {
       const bool is_published = sharded->stamps.get(ShardStamp::version) == now_.version;
-      if (any_written && !is_published) sharded->room->serve(sharded->shard, sharded->served);
+      if (any_written && !is_published) sharded->room->serve(sharded->shard, sharded->served, {});
       sharded->stamps.at(ShardStamp::version).store(now_.version, std::memory_order_release);
       if (std::exchange(sharded->is_lent, false)) {
         --sharded->pins;

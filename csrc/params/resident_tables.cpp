@@ -7,7 +7,9 @@
 #include <utility>
 
 #include "check.h"
+#include "params/device_room.h"
 #include "params/residents.h"
+#include "params/unseen.h"
 #include "workers/ranges.h"
 
 namespace zx {
@@ -30,6 +32,16 @@ bool reads_no_value(const char* name) {
                      [&](const char* each) { return std::strcmp(each, name) == 0; });
 }
 
+// The host waits for the device here: which rows are to be fetched hangs on them.
+at::Tensor on_host(const at::Tensor& indices) {
+  at::Tensor copied;
+  ReadGuard::without_gil([&] {
+    const Unseen unseen;
+    copied = indices.to(at::kCPU);
+  });
+  return copied;
+}
+
 }  // namespace
 
 // Returns whether that is all that is to be done for it.
@@ -47,7 +59,7 @@ bool Residents::before_lookup(int64_t bucket, const at::Tensor& tensor, const Re
   {
     const std::lock_guard lock(mutex_);
     if (sharded.room == nullptr) return true;  // the optimizer was deleted, and all is whole
-    indices = looked_up(use, tensor, sharded.rows->range(), sharded.rows->row_bytes());
+    indices = looked_up(use, tensor, *sharded.room, sharded.rows->row_bytes());
   }
   if (indices == nullptr) {
     if (!use.is_write(/*if_unknown=*/false)) warn_of_whole(sharded, use.name());
@@ -57,7 +69,8 @@ bool Residents::before_lookup(int64_t bucket, const at::Tensor& tensor, const Re
     in_child(sharded);
     return true;
   }
-  pin_rows(sharded, *indices, use.name());
+  pin_rows(sharded, indices->is_cpu() ? *indices : on_host(*indices), use.name());
+  if (rooms_.on_accelerator()) sharded.room->begin_use();
   looked_up_here.push_back(here);
   use.pin(~bucket, tensor, /*to_read=*/true);
   return true;
@@ -82,7 +95,7 @@ void Residents::pin_rows(ShardedBucket& sharded, const at::Tensor& indices, cons
   sharded.rows->begin_lookup();
   sharded.touched = ++now_.clock;
   if (is_up_to_date(sharded)) return;
-  if (sharded.state == State::released && sharded.rows->missing(indices).empty()) {
+  if (sharded.state == State::released && sharded.rows->may_run(sharded.rows->missing(indices))) {
     sharded.room->let_write(false);
     return;
   }
@@ -96,7 +109,8 @@ std::string Residents::fetch_rows_now(ShardedBucket& sharded, const at::Tensor& 
   ++sharded.waiting;
   changed_.wait(lock, [&] {
     const bool may_read = !now_.updating || now_.updater == std::this_thread::get_id();
-    return sharded.state != State::arriving && (is_up_to_date(sharded) || may_read);
+    const bool may_write = sharded.rows->has_pages() || sharded.state == State::resident || !is_read_now(sharded);
+    return sharded.state != State::arriving && (is_up_to_date(sharded) || (may_read && may_write));
   });
   --sharded.waiting;
   if (is_up_to_date(sharded)) return "";
@@ -107,7 +121,7 @@ std::string Residents::fetch_rows_now(ShardedBucket& sharded, const at::Tensor& 
   TableRows& rows = *sharded.rows;
   const std::vector<int64_t> missing = rows.missing(indices);
   std::string failure;
-  if (!missing.empty()) {
+  if (!rows.may_run(missing)) {
     evict_for(rows.more_bytes(missing), nullptr);
     sharded.state = State::arriving;
     sharded.version = now_.version;
@@ -119,10 +133,8 @@ std::string Residents::fetch_rows_now(ShardedBucket& sharded, const at::Tensor& 
     lock.lock();
     --now_.num_fetching;
     sharded.state = State::released;
-    if (failure.empty()) {
-      hold(sharded, rows.note(missing));
-      now_.counts.fetched_bytes += rows.bytes_of_others(peers_->rank(), missing);
-    }
+    hold(sharded, rows.note(failure.empty() ? missing : std::vector<int64_t>()));
+    if (failure.empty()) now_.counts.fetched_bytes += rows.bytes_of_others(peers_->rank(), missing);
     if (now_.failure.empty()) now_.failure = failure;
     past_.log.note(ResidencyEvent::Kind::arrive, sharded.index, now_.resident_bytes);
     changed_.notify_all();
@@ -134,20 +146,71 @@ std::string Residents::fetch_rows_now(ShardedBucket& sharded, const at::Tensor& 
 // Without the lock. As fetch(), of these rows.
 std::string Residents::fetch_rows(ShardedBucket& sharded, const std::vector<int64_t>& missing) {
   const Range range("fetch", sharded.index);
-  TableRows& rows = *sharded.rows;
   try {
-    sharded.room->let_write(true);
-    sharded.room->take_shard(sharded.shard, rows.pieces_of(peers_->rank(), missing));
-    const std::string known = given_up();
-    TORCH_CHECK(known.empty(), known);
-    const auto pieces_of = [&](int rank) { return rows.pieces_of(rank, missing); };
-    peers_->fetch({.bucket = sharded.index, .version = sharded.version, .stored = sharded.written, .wants_shard = true},
-                  sharded.places, {rows.range().data(), pieces_of, {}, /*in_part=*/true});
+    if (sharded.rows->has_pages()) {
+      fetch_into_pages(sharded, missing);
+    } else {
+      fetch_to_device(sharded, missing);
+    }
   } catch (const std::exception& error) {
-    rows.spoil(missing);
+    if (sharded.rows->has_pages()) {
+      sharded.rows->spoil(missing);
+    } else {
+      sharded.room->spoil(own_shard(sharded));
+    }
     return "zerox: rows of " + sharded.name + " did not arrive from all ranks: " + reason_of(error);
   }
   return "";
+}
+
+Question Residents::wanted_of(const ShardedBucket& sharded) {
+  return {.bucket = sharded.index, .version = sharded.version, .stored = sharded.written, .wants_shard = true};
+}
+
+// Each row to its place.
+void Residents::fetch_into_pages(ShardedBucket& sharded, const std::vector<int64_t>& missing) {
+  TableRows& rows = *sharded.rows;
+  sharded.room->let_write(true);
+  sharded.room->take_shard(sharded.shard, rows.pieces_of(peers_->rank(), missing));
+  check_not_given_up();
+  const auto pieces_of = [&](int rank) { return rows.pieces_of(rank, missing); };
+  peers_->fetch(wanted_of(sharded), sharded.places, {rows.range().data(), pieces_of, {}, /*in_part=*/true});
+}
+
+// What comes through the host's memory is packed there, one owner's rows after the other's.
+void Residents::fetch_to_device(ShardedBucket& sharded, const std::vector<int64_t>& missing) {
+  const TableRows& rows = *sharded.rows;
+  auto& room = dynamic_cast<DeviceRoom&>(*sharded.room);
+  const size_t row_bytes = rows.row_bytes();
+  room.restore();
+  room.take_rows(sharded.shard, rows.moves_from(peers_->rank(), missing), row_bytes);
+  check_not_given_up();
+  RowMoves through_host;
+  std::vector<size_t> first(peers_->num_holders());  // by owner
+  for (int rank = 0; rank < peers_->num_holders(); ++rank) {
+    first[rank] = through_host.to.size();
+    if (rank == peers_->rank() || sharded.places.at(rank).mapped.defined()) continue;
+    for (const int64_t row : rows.moves_from(rank, missing).to) {
+      through_host.from.push_back(static_cast<int64_t>(through_host.to.size()));
+      through_host.to.push_back(row);
+    }
+  }
+  const at::Tensor inbox = room.pinned(through_host.to.size() * row_bytes);
+  const auto pieces_of = [&](int rank) {
+    std::vector<BytePiece> pieces;
+    size_t to = first[rank] * row_bytes;
+    for (const int64_t place : rows.moves_from(rank, missing).from) {
+      pieces.push_back({place * row_bytes, to, row_bytes});
+      to += row_bytes;
+    }
+    return pieces;
+  };
+  const auto pull = [&](int rank, const at::Tensor& mapped) {
+    room.pull_rows(mapped, rows.moves_from(rank, missing), row_bytes);
+  };
+  peers_->fetch(wanted_of(sharded), sharded.places,
+                {static_cast<char*>(inbox.mutable_data_ptr()), pieces_of, pull, /*in_part=*/true});
+  room.take_rows(inbox, through_host, row_bytes);
 }
 
 // Called under the lock.
@@ -159,9 +222,12 @@ void Residents::end_lookup(int64_t bucket) {
   sharded.rows->end_lookup();
   --sharded.pins;
   if (sharded.room == nullptr) return;
-  if (sharded.state == State::released && !sharded.rows->is_looked_up()) sharded.rows->range().hide();
-  if (sharded.is_stale || sharded.is_old) changed_.notify_all();
-  if (hostile_ && may_be_released(sharded)) release(sharded);
+  if (rooms_.on_accelerator()) sharded.room->end_use();
+  const bool is_over = sharded.state == State::released && !sharded.rows->is_looked_up();
+  if (is_over && sharded.rows->has_pages()) sharded.rows->range().hide();
+  if (sharded.is_stale || sharded.is_old || !sharded.rows->has_pages()) changed_.notify_all();
+  const bool goes_now = hostile_ || (is_over && !sharded.rows->has_pages());
+  if (goes_now && may_be_released(sharded)) release(sharded);
 }
 
 // More of its memory is in use. Called under the lock.

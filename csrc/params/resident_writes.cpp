@@ -53,7 +53,7 @@ void Residents::take_over(const std::vector<int64_t>& written) {
 
 void Residents::store_own(ShardedBucket& sharded) {
   sharded.room->store_shard(sharded.shard, own_shard(sharded));
-  sharded.room->serve(sharded.shard, sharded.served);
+  sharded.room->serve(sharded.shard, sharded.served, {});
 }
 
 // ---- whole()

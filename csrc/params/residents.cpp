@@ -44,15 +44,16 @@ std::shared_ptr<Room> Residents::make_room(size_t bytes, c10::Device device) {
   return rooms_.make(bytes, device);
 }
 
-std::shared_ptr<Room> Residents::make_table_room(size_t bytes) { return AddressRange::make(bytes, nullptr); }
+std::shared_ptr<Room> Residents::make_table_room(size_t bytes, c10::Device device) {
+  return device.is_cpu() ? AddressRange::make(bytes, nullptr) : make_room(bytes, device);
+}
 
-int64_t Residents::add_table(std::string name, std::shared_ptr<Room> room, at::Tensor shard, int64_t num_rows,
-                             const at::Tensor& of_block) {
+int64_t Residents::add_table(std::string name, std::shared_ptr<Room> room, at::Tensor shard, bool is_served,
+                             int64_t num_rows, const at::Tensor& of_block) {
   auto range = std::dynamic_pointer_cast<AddressRange>(room);
-  TORCH_INTERNAL_ASSERT(range != nullptr);
   RowOwners owners(num_rows, peers_->num_holders(), of_block);
   auto rows = std::make_unique<TableRows>(std::move(owners), room->bytes() / num_rows, std::move(range));
-  const int64_t index = add(std::move(name), std::move(room), std::move(shard), /*is_served=*/true);
+  const int64_t index = add(std::move(name), std::move(room), std::move(shard), is_served);
   const std::lock_guard lock(mutex_);
   buckets_[index]->rows = std::move(rows);
   return index;
@@ -68,7 +69,7 @@ int64_t Residents::add(std::string name, std::shared_ptr<Room> room, at::Tensor 
   sharded->room->end_use();  // it was filled
   sharded->shard = std::move(shard);
   if (is_served) sharded->served = sharded->room->served(sharded->shard);
-  sharded->room->serve(sharded->shard, sharded->served);
+  sharded->room->serve(sharded->shard, sharded->served, {});
   sharded->version = now_.version;
   sharded->stamps.at(ShardStamp::version) = now_.version;
   sharded->touched = ++now_.clock;

@@ -62,13 +62,13 @@ class Residents final : public ReadGuard::Watcher, public FaultReader {
 
   // Memory for a bucket's parameters.
   std::shared_ptr<Room> make_room(size_t bytes, c10::Device device);
-  static std::shared_ptr<Room> make_table_room(size_t bytes);
+  std::shared_ptr<Room> make_table_room(size_t bytes, c10::Device device);
   // Adds a bucket, resident: `room` has its values, `shard` this rank's part of them, which must stay where it is.
   // `is_served`: whether a rank reads it in the host's memory. Returns its index.
   int64_t add(std::string name, std::shared_ptr<Room> room, at::Tensor shard, bool is_served);
   // The same of a table, whose room is of make_table_room(). `shard`: the rows that this rank owns; `of_block`: see
   // RowOwners.
-  int64_t add_table(std::string name, std::shared_ptr<Room> room, at::Tensor shard, int64_t num_rows,
+  int64_t add_table(std::string name, std::shared_ptr<Room> room, at::Tensor shard, bool is_served, int64_t num_rows,
                     const at::Tensor& of_block);
   // To be called after add(): reads of all of them are seen from now on.
   void watch_added();
@@ -81,8 +81,8 @@ class Residents final : public ReadGuard::Watcher, public FaultReader {
 
   // Before all ranks meet in step(): afterwards no thread of this rank reads another's shard until end_update().
   void begin_update();
-  // The shard has the values of this step.
-  void publish(int64_t bucket);
+  // The shard has the values of this step. `rows`: see Room::serve().
+  void publish(int64_t bucket, const at::Tensor& rows);
   // Publishes the rest too, and releases all buckets. `is_update`: false if step() raised before anything was written.
   // `any_written`: whether shards may have been written that were not published.
   void end_update(bool is_update, bool any_written);
@@ -180,6 +180,9 @@ class Residents final : public ReadGuard::Watcher, public FaultReader {
   std::string fetch_rows_now(ShardedBucket& sharded, const at::Tensor& indices, std::unique_lock<std::mutex>& lock,
                              const char* reader);
   std::string fetch_rows(ShardedBucket& sharded, const std::vector<int64_t>& missing);
+  void fetch_into_pages(ShardedBucket& sharded, const std::vector<int64_t>& missing);
+  void fetch_to_device(ShardedBucket& sharded, const std::vector<int64_t>& missing);
+  static Question wanted_of(const ShardedBucket& sharded);
   void end_lookup(int64_t bucket);
   void hold(ShardedBucket& sharded, size_t bytes);
   void pin(int64_t bucket, const char* reader);
@@ -188,7 +191,7 @@ class Residents final : public ReadGuard::Watcher, public FaultReader {
   void refuse_collective(ShardedBucket& sharded);
   void let_write(int64_t bucket);
   std::string fetch(ShardedBucket& sharded, bool memory_too, bool own_too);
-  std::string given_up() const;
+  void check_not_given_up() const;
   std::string wait_for(const ShardedBucket& sharded, std::unique_lock<std::mutex>& lock,
                        const std::function<std::string()>& fetch);
   std::string fetch_now(ShardedBucket& sharded, std::unique_lock<std::mutex>& lock, const char* reader,

@@ -19,6 +19,12 @@ namespace zx {
 //
 // Residents says when, and that nobody reads meanwhile.
 
+// Rows of a table: where each is among the rows that are read, and among those of the table.
+struct RowMoves {
+  std::vector<int64_t> from;
+  std::vector<int64_t> to;
+};
+
 class Room {
  public:
   virtual ~Room() = default;
@@ -69,8 +75,9 @@ class Room {
 
   // The shard as others read it in the host's memory: the same tensor, or a copy that serve() makes anew.
   virtual at::Tensor served(const at::Tensor& shard) const = 0;
-  // The shard was written on the current stream, and others read it from now on. `served` may be undefined.
-  virtual void serve(const at::Tensor& shard, const at::Tensor& served) = 0;
+  // The shard was written on the current stream, and others read it from now on. `served` may be undefined. `rows`:
+  // int64, all that was written of it, by place; undefined if any of it may have been.
+  virtual void serve(const at::Tensor& shard, const at::Tensor& served, const at::Tensor& rows) = 0;
 
   // Around what reads or writes it, or its shard in step(), on the current stream.
   virtual void begin_use() = 0;

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <numeric>
 
 namespace zx {
 namespace {
@@ -43,8 +44,7 @@ void add_missing(const Index* indices, int64_t count, const std::vector<bool>& h
 }
 
 bool has_indices(const at::Tensor& tensor) {
-  return tensor.defined() && tensor.layout() == at::kStrided && tensor.is_cpu() &&
-         !tensor.key_set().has(c10::DispatchKey::Python) &&
+  return tensor.defined() && tensor.layout() == at::kStrided && !tensor.key_set().has(c10::DispatchKey::Python) &&
          (tensor.scalar_type() == at::kInt || tensor.scalar_type() == at::kLong);
 }
 
@@ -55,7 +55,7 @@ TableRows::TableRows(RowOwners owners, size_t row_bytes, std::shared_ptr<Address
       row_bytes_(row_bytes),
       range_(std::move(range)),
       here_(owners_.num_rows()),
-      pages_((range_->bytes() + kPage - 1) / kPage) {}
+      pages_(range_ == nullptr ? 0 : (range_->bytes() + kPage - 1) / kPage) {}
 
 std::vector<BytePiece> TableRows::shard_of(int rank) const {
   std::vector<BytePiece> pieces;
@@ -74,6 +74,22 @@ std::vector<BytePiece> TableRows::pieces_of(int rank, const std::vector<int64_t>
     add(pieces, {owners_.place_of(row) * row_bytes_, row * row_bytes_, row_bytes_});
   }
   return pieces;
+}
+
+std::vector<int64_t> TableRows::all() const {
+  std::vector<int64_t> rows(here_.size());
+  std::iota(rows.begin(), rows.end(), 0);
+  return rows;
+}
+
+RowMoves TableRows::moves_from(int rank, const std::vector<int64_t>& rows) const {
+  RowMoves moves;
+  for (const int64_t row : rows) {
+    if (owners_.owner_of(row) != rank) continue;
+    moves.from.push_back(owners_.place_of(row));
+    moves.to.push_back(row);
+  }
+  return moves;
 }
 
 std::vector<int64_t> TableRows::missing(const at::Tensor& indices) const {
@@ -108,6 +124,7 @@ void TableRows::for_new_pages(const std::vector<int64_t>& rows, const Do& action
 }
 
 size_t TableRows::more_bytes(const std::vector<int64_t>& rows) const {
+  if (!has_pages()) return has_some_ ? 0 : here_.size() * row_bytes_;
   size_t count = 0;
   for_new_pages(rows, [&](size_t /*page*/) { ++count; });
   return count * kPage;
@@ -115,10 +132,12 @@ size_t TableRows::more_bytes(const std::vector<int64_t>& rows) const {
 
 size_t TableRows::note(const std::vector<int64_t>& rows) {
   const size_t bytes = more_bytes(rows);
-  for_new_pages(rows, [this](size_t page) { pages_[page] = true; });
+  if (has_pages()) {
+    for_new_pages(rows, [this](size_t page) { pages_[page] = true; });
+    range_->count_more(bytes);
+  }
   for (const int64_t row : rows) here_[row] = true;
-  has_some_ = has_some_ || !rows.empty();
-  range_->count_more(bytes);
+  has_some_ = has_some_ || !rows.empty() || !has_pages();
   return bytes;
 }
 
@@ -138,13 +157,12 @@ void TableRows::forget() {
   has_some_ = false;
 }
 
-const at::Tensor* looked_up(const ReadGuard::Use& use, const at::Tensor& table, const AddressRange& range,
-                            size_t row_bytes) {
+const at::Tensor* looked_up(const ReadGuard::Use& use, const at::Tensor& table, const Room& room, size_t row_bytes) {
   for (const Lookup& lookup : kLookups) {
     if (use.argument() != lookup.table || std::strcmp(use.name(), lookup.name) != 0) continue;
     const c10::IValue* indices = use.input(lookup.indices);
-    const bool is_whole = table.dim() == 2 && table.is_contiguous() && table.const_data_ptr() == range.data() &&
-                          table.nbytes() == range.bytes() && table.nbytes() == table.size(0) * row_bytes;
+    const bool is_whole = table.dim() == 2 && table.is_contiguous() && table.nbytes() == room.bytes() &&
+                          table.nbytes() == table.size(0) * row_bytes;
     if (!is_whole || indices == nullptr || !indices->isTensor() || !has_indices(indices->toTensor())) return nullptr;
     return &indices->toTensor();
   }

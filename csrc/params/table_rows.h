@@ -11,6 +11,7 @@
 #include "exchange/neighbours.h"
 #include "params/address_range.h"
 #include "params/read_guard.h"
+#include "params/room.h"
 #include "rows/row_owners.h"
 
 namespace zx {
@@ -24,21 +25,31 @@ namespace zx {
 //
 // As long as not all rows are here, the table counts as released, and nobody may read its memory but lookups while they
 // run: a read that nothing announces must fault, and not find zeros. Rows stay until room is needed, or until step().
+//
+// An accelerator's memory does not come in small pages. There all of the table gets memory while lookups run, of which
+// only the rows that they name are filled, and it goes with the last of them: backward reads no rows. Streams order
+// what is done to memory, not to rows of it, so nothing is fetched while another thread is looking up.
 
 // Not thread-safe.
 class TableRows {
  public:
+  // `range`: null on an accelerator.
   TableRows(RowOwners owners, size_t row_bytes, std::shared_ptr<AddressRange> range);
 
   // A rank's whole shard, ascending in it and in the table.
   std::vector<BytePiece> shard_of(int rank) const;
+  std::vector<int64_t> all() const;
   // What each of these rows is of the shard of `rank`, if that owns it. `rows`: ascending.
   std::vector<BytePiece> pieces_of(int rank, const std::vector<int64_t>& rows) const;
+  // Of these rows those that `rank` owns: where they are in its shard, and in the table.
+  RowMoves moves_from(int rank, const std::vector<int64_t>& rows) const;
 
-  // The rows that these indices (int32 or int64) name, and that are not here: ascending. What is no row is left to the
-  // operator, which raises.
+  // The rows that these indices (int32 or int64, on the host) name, and that are not here: ascending. What is no row is
+  // left to the operator, which raises.
   std::vector<int64_t> missing(const at::Tensor& indices) const;
-  // The bytes of the pages that they need beside those that have memory.
+  // Whether a lookup may run of which these are missing: none, and on an accelerator there is memory for the table.
+  bool may_run(const std::vector<int64_t>& missing) const { return missing.empty() && (has_pages() || has_some_); }
+  // The bytes that they need beside those that have memory: of pages, or of the whole table.
   size_t more_bytes(const std::vector<int64_t>& rows) const;
   // They are here. Returns more_bytes().
   size_t note(const std::vector<int64_t>& rows);
@@ -56,6 +67,7 @@ class TableRows {
   void end_lookup() { --lookups_; }
   bool is_looked_up() const { return lookups_ > 0; }
 
+  bool has_pages() const { return range_ != nullptr; }
   AddressRange& range() { return *range_; }
   void let_go() { range_.reset(); }
   // Whether it has said that something else than a lookup reads it. True from the second call on.
@@ -78,7 +90,6 @@ class TableRows {
 
 // The indices by which an operator is about to look up rows of `table`, which is one of its arguments; null if it does
 // something else, or to a part of it or a view that is not as the table lies in memory.
-const at::Tensor* looked_up(const ReadGuard::Use& use, const at::Tensor& table, const AddressRange& range,
-                            size_t row_bytes);
+const at::Tensor* looked_up(const ReadGuard::Use& use, const at::Tensor& table, const Room& room, size_t row_bytes);
 
 }  // namespace zx

@@ -97,7 +97,15 @@ at::Tensor copy_from(const at::Tensor& self, const at::Tensor& to, bool non_bloc
   return to;
 }
 
-at::Tensor copy_from_and_resize(const at::Tensor& self, const at::Tensor& to) { return copy_from(self, to, false); }
+// `to` is an operator's result, which the fallback made without knowing how large it will be.
+at::Tensor copy_from_and_resize(const at::Tensor& self, const at::Tensor& to) {
+  if (to.sizes() != self.sizes()) {
+    const auto made = empty_like_options(self.sizes(), to.scalar_type(), {}, to.device(), {}, {});
+    to.unsafeGetTensorImpl()->set_storage_keep_dtype(made.storage());
+    to.unsafeGetTensorImpl()->set_sizes_contiguous(self.sizes());
+  }
+  return copy_from(self, to, false);
+}
 
 void for_each_tensor(const c10::IValue& value, const std::function<void(const at::Tensor&)>& body) {
   if (value.isTensor()) body(value.toTensor());

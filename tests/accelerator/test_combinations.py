@@ -161,15 +161,18 @@ def goes_through_the_host(way: Way, monkeypatch: pytest.MonkeyPatch) -> None:
         assert "copy between host and device" in waits, "others read the shard there"
 
 
-def divides_no_tables(way: Way, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refusal(ranks: Ranks) -> str:
+def lookups_take_memory(way: Way, monkeypatch: pytest.MonkeyPatch) -> None:
+    def bytes_of_a_lookup(ranks: Ranks) -> tuple[int, int]:
+        """The most, and what is left."""
         HERE.ranks, HERE.captures = ranks, False
-        table = torch.nn.Parameter(torch.ones(70, 4, device=ranks.device))
-        with pytest.raises(ValueError, match="stage=3 divides tables on the CPU only") as error:
-            FusedShardedAdam([{"params": [table], "sparse": True, "weight_decay": 0.0}], stage=3)
-        return str(error.value)
+        table = torch.nn.Embedding(70, 4).to(ranks.device)
+        groups = [{"params": table.parameters(), "sparse": True, "weight_decay": 0.0}]
+        residents = FusedShardedAdam(groups, stage=3).inside.gather.residents
+        residents.take_most_bytes()
+        table(torch.tensor([3], device=ranks.device))
+        return residents.take_most_bytes(), residents.resident_bytes
 
-    assert all("Use stage=2" in each for each in run_fake_ranks(refusal, 2, kind_of(way, 2)))
+    assert run_fake_ranks(bytes_of_a_lookup, 2, kind_of(way, 2)) == [(70 * 4 * 4, 0)] * 2
 
 
 SHOWN: dict[frozenset[Setting], Callable[[Way, Any], None]] = {
@@ -179,7 +182,7 @@ SHOWN: dict[frozenset[Setting], Callable[[Way, Any], None]] = {
         for other in (*some("device", "cuda"), *some("backend", "nccl"))
     },
     **{
-        frozenset((one, other)): divides_no_tables
+        frozenset((one, other)): lookups_take_memory
         for one in some(TABLES, "True")
         for other in (*some("device", "cuda"), *some("backend", "nccl"))
     },

@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from tests.gpu.twins import DEVICE
 from tests.ranks import run_ranks
-from tests.rows import test_meshes, test_rules, test_sparse_adam, test_stored_state
+from tests.rows import test_meshes, test_rules, test_sharded, test_sparse_adam, test_state, test_stored_state
 from tests.rows.tables import NARROW
 from zerox import FusedShardedAdam
 
@@ -63,11 +64,53 @@ def test_the_norm_over_pipeline_stages_has_their_tables(device: torch.device) ->
     assert len(set(run_ranks(test_meshes.in_stages, test_meshes.WORLD, 2, str(DEVICE)))) == 1
 
 
-def refused(rank: int, world_size: int, device: str) -> None:
-    table = torch.nn.Parameter(torch.ones(300, 8, device=device))
-    with pytest.raises(ValueError, match="stage=3 divides tables on the CPU only"):
-        FusedShardedAdam([{"params": [table], "sparse": True, "weight_decay": 0.0}], stage=3)
+@pytest.mark.parametrize("kind", ["", "bf16", "fp16"])
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_stage_3_has_the_bits_of_stage_2(device: torch.device, world_size: int, kind: str) -> None:
+    run_ranks(test_sharded.as_in_stage_2, world_size, kind, str(DEVICE))
 
 
-def test_tables_in_stage_3_are_refused(cuda: torch.device) -> None:
-    run_ranks(refused, 2, str(DEVICE))
+@pytest.mark.parametrize("kind", ["8 bits", "bf16"])
+def test_moments_in_fewer_bits_are_those_of_the_cpu_in_stage_3(device: torch.device, kind: str) -> None:
+    run_ranks(test_stored_state.train, 2, 3, kind, "adam", torch.float32, str(DEVICE))
+
+
+@pytest.mark.parametrize("kind", ["", "bf16"])
+def test_a_checkpoint_goes_on_in_stage_3(device: torch.device, kind: str, tmp_path: Path) -> None:
+    path = str(tmp_path / "checkpoint")
+    saved = run_ranks(test_state.save, 2, path, 3, kind, str(DEVICE))[0]
+    (loaded, after), (_, of_stage_2) = (
+        run_ranks(test_state.load, size, path, stage, kind, str(DEVICE))[0] for size, stage in ((3, 3), (2, 2))
+    )
+    test_state.assert_equal(loaded, saved)
+    test_state.assert_equal(after, of_stage_2)
+
+
+def look_up(rank: int, size: int) -> None:
+    """A lookup fetches rows into memory that is free again when it is over; all else the table, which says so."""
+    table = torch.nn.Embedding(20_000, 64, device=DEVICE)
+    expected = table.weight.detach().clone()
+    dist.broadcast(host := expected.cpu(), 0)
+    groups = [{"params": table.parameters(), "sparse": True, "weight_decay": 0.0}]
+    optimizer = FusedShardedAdam(groups, stage=3)
+    expected = host.to(DEVICE)
+    del host
+    ids = torch.randint(0, 20_000, (5000,), device=DEVICE)
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    with torch.no_grad():
+        for _ in range(3):
+            found = table(ids)
+            assert torch.equal(found, expected[ids])
+            del found
+        torch.cuda.synchronize()
+        assert torch.cuda.memory_allocated() - before <= 2**20
+        assert torch.cuda.max_memory_allocated() - before >= table.weight.nbytes
+        with pytest.warns(UserWarning, match="which is sharded by rows"):
+            assert torch.equal(table.weight.sum(), expected.sum())
+    assert optimizer.inside.gather.residents.counts.faults == 0
+
+
+def test_a_lookup_s_memory_is_free_when_it_is_over(cuda: torch.device) -> None:
+    run_ranks(look_up, 2)

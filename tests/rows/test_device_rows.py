@@ -21,6 +21,7 @@ from tests.rows import (
     test_around,
     test_meshes,
     test_rules,
+    test_sharded,
     test_sparse_adam,
     test_state,
     test_stored_state,
@@ -55,6 +56,12 @@ def test_training_has_the_bits_of_sparse_adam_on_the_mean(world_size: int, stage
 def test_16_bit_tables_have_the_bits_of_sparse_adam_on_their_masters(kind: str, world_size: int, stage: int) -> None:
     dtype, options = NARROW[kind]
     run_ranks(as_on_a_device, world_size, test_sparse_adam.train, stage, options, dtype)
+
+
+@pytest.mark.parametrize("kind", ["", "bf16", "fp16"])
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_stage_3_has_the_bits_of_stage_2(world_size: int, kind: str) -> None:
+    run_ranks(as_on_a_device, world_size, test_sharded.as_in_stage_2, kind)
 
 
 def test_maximize_is_torch_s() -> None:
@@ -104,6 +111,7 @@ def test_what_changes_after_an_exchange_counts() -> None:
         (test_rules.beside_dense, ("sgd, maximize", 1, 33)),
         (test_rules.beside_dense, ("lion", 2, 33)),
         *((test_stored_state.train, (2, kind, rule)) for kind in ("8 bits", "bf16") for rule in ("adam", "lion")),
+        *((test_stored_state.train, (3, kind, "adam")) for kind in ("8 bits", "bf16")),
         *((test_stored_state.train, (2, kind, "adam", torch.bfloat16)) for kind in ("8 bits", "bf16")),
     ],
     ids=lambda value: value.__name__ if callable(value) else None,

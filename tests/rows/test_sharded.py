@@ -22,16 +22,16 @@ from tests.residency.rig import WAYS, residents, run_by_way
 from tests.rows.tables import NARROW, WIDE, Model, backward, build, ids_of, numbered
 from zerox import FusedShardedAdam
 from zerox._C import ResidentCounts
-from zerox.memory.row_owners import BLOCK_ROWS
+from zerox.memory.row_owners import BLOCK_ROWS, most_rows
 
 ROWS, WIDTH = WIDE
 ROW, PAGE = 4 * WIDTH, 4096
 
 
-def trained(rank: int, size: int, stage: int, kind: str = "") -> list[Tensor]:
-    dtype, options = NARROW.get(kind, (torch.float32, {}))
-    model = Model(seed=rank).to(dtype)
-    optimizer = build(model, stage=stage, **options)
+def trained(rank: int, size: int, stage: int, kind: str = "", device: str = "cpu", **options: Any) -> list[Tensor]:
+    dtype, of_kind = NARROW.get(kind, (torch.float32, {}))
+    model = Model(seed=rank).to(dtype).to(device)
+    optimizer = build(model, stage=stage, **of_kind, **options)
     losses = []
     for step in range(4):
         if step == 2:
@@ -48,9 +48,11 @@ def trained(rank: int, size: int, stage: int, kind: str = "") -> list[Tensor]:
         return [*losses, *(param.detach().clone() for param in model.parameters())]
 
 
-def as_in_stage_2(rank: int, size: int) -> None:
-    for ours, theirs in zip(trained(rank, size, 3), trained(rank, size, 2), strict=True):
-        assert torch.equal(ours, theirs)
+def as_in_stage_2(rank: int, size: int, *args: Any, **options: Any) -> None:
+    """With these arguments of trained()."""
+    theirs = trained(rank, size, 2, *args, **options)
+    for ours, of_stage_2 in zip(trained(rank, size, 3, *args, **options), theirs, strict=True):
+        assert torch.equal(ours, of_stage_2)
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -60,8 +62,7 @@ def test_a_training_has_the_bits_of_stage_2(way: str) -> None:
 
 def in_16_bits(rank: int, size: int) -> None:
     for kind in ("bf16", "fp16"):
-        for ours, theirs in zip(trained(rank, size, 3, kind), trained(rank, size, 2, kind), strict=True):
-            assert torch.equal(ours, theirs)
+        as_in_stage_2(rank, size, kind)
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -212,6 +213,9 @@ def memory(rank: int, size: int) -> None:
     limit = 10_000 * 16 * 4 // 8  # which is more than the bucket needs
     assert 0 <= expected.parameters - dense.parameters - own < limit + 2 * 64 * 16 * 4
     assert expected.parameters < zerox.estimate(groups, size, stage=2).parameters
+    on_gpus = [zerox.estimate(each, size, stage=3, backend="nccl") for each in (groups, head.parameters())]
+    num_kept = most_rows(10_000, size)
+    assert on_gpus[0].parameters - on_gpus[1].parameters == (num_kept + 10_000) * 16 * 4, "a lookup's memory too"
 
 
 @pytest.mark.parametrize("size", [2, 3])

@@ -24,9 +24,9 @@ def state_of(optimizer: FusedShardedAdam) -> dict[int, dict[str, Any]]:
     return found
 
 
-def save(rank: int, size: int, path: str, stage: int, kind: str = "") -> Any:
+def save(rank: int, size: int, path: str, stage: int, kind: str = "", device: str = "cpu") -> Any:
     dtype, options = NARROW.get(kind, (torch.float32, {}))
-    model = Model().to(dtype)
+    model = Model().to(dtype).to(device)
     optimizer = build(model, stage=stage, **options)
     for step in range(SPLIT):
         backward(model, rank, step)
@@ -37,18 +37,18 @@ def save(rank: int, size: int, path: str, stage: int, kind: str = "") -> Any:
 
 
 def values_of(model: Model) -> dict[str, torch.Tensor]:
-    return {name: value.clone() for name, value in model.state_dict().items()}
+    return {name: value.cpu().clone() for name, value in model.state_dict().items()}
 
 
-def load(rank: int, size: int, path: str, stage: int, kind: str = "") -> Any:
+def load(rank: int, size: int, path: str, stage: int, kind: str = "", device: str = "cpu") -> Any:
     dtype, options = NARROW.get(kind, (torch.float32, {}))
-    model = Model(seed=9).to(dtype)
+    model = Model(seed=9).to(dtype).to(device)
     optimizer = build(model, stage=stage, **options)
     zerox.load(path, model, optimizer)
     loaded = state_of(optimizer), values_of(model)
     for param in sparse_params(model):  # each rank the same rows: the mean is theirs
-        ones = torch.ones(2, param.shape[1])
-        grad = torch.sparse_coo_tensor(torch.tensor([[1, 65]]), ones, param.shape)
+        ones = torch.ones(2, param.shape[1], device=device)
+        grad = torch.sparse_coo_tensor(torch.tensor([[1, 65]], device=device), ones, param.shape)
         param.grad = grad.to(grad_dtype_of(param))
     optimizer.step()
     return loaded, (state_of(optimizer), values_of(model))

@@ -55,12 +55,10 @@ class DeviceRowFlow:
         divisor: float,
         own: Tensor | None,
     ) -> None:
-        if own is not None:  # zerox/memory/row_table.py refuses it before
-            raise NotImplementedError("tables on an accelerator are whole on every rank")
         device = param.device
         divided = None if divisor == 1.0 else torch.tensor(divisor, dtype=torch.float32, device=device)
         places, owned = places_of_blocks(of_block, param.shape[0], self.world)
-        kept = KeptRows(number, states, scales, master, step)
+        kept = KeptRows(number, states, scales, master, step, own)
         self.tables.append(Table(param, kept, of_block.to(device).long(), places.to(device), owned, divided))
 
     # ---- this rank's rows
@@ -176,8 +174,9 @@ class DeviceRowFlow:
                 continue
             update_rows(table, landed, rule)
             touched.append((table, landed.rows))
-        if touched and self.world > 1:
-            self._publish(touched)
+        whole = [(table, rows) for table, rows in touched if table.kept.own is None]
+        if whole and self.world > 1:
+            self._publish(whole)
         for table, _ in touched:
             torch.autograd.graph.increment_version(table.param)
 

@@ -30,13 +30,15 @@ class LandedRows(NamedTuple):
 
 
 class KeptRows(NamedTuple):
-    """What this rank keeps of the rows that it owns, by place, ``[own rows, D]``; ``number``: the parameter's."""
+    """What this rank keeps of the rows that it owns, by place, ``[own rows, D]``; ``number``: the parameter's. ``own``:
+    their values, if the table is sharded (ZeRO stage 3)."""
 
     number: int
     states: Sequence[Tensor]
     scales: Sequence[Tensor]  # of 8-bit states, [own rows, ceil(D / 256)] each
     master: Tensor | None
     step: Tensor
+    own: Tensor | None
 
 
 @dataclass
@@ -92,6 +94,11 @@ class Table:
         device = self.param.device
         values = torch.empty(0, self.width, dtype=torch.float32, device=device)
         return Rows(torch.empty(0, dtype=torch.int64, device=device), values)
+
+    def updated(self, landed: LandedRows) -> Rows:
+        """What is updated: values of which, in place, and where the rows that have landed are among them."""
+        own = self.kept.own
+        return Rows(landed.rows, self.param.detach()) if own is None else Rows(landed.places, own)
 
     def owners_of(self, rows: Tensor) -> Tensor:
         return self.owners[(rows // BLOCK_ROWS).clamp_(0, self.owners.numel() - 1)]

@@ -23,14 +23,15 @@ def update_rows(table: Table, landed: LandedRows, rule: RowRule) -> None:
     if by_dense_rule(kept.states):
         update_together(table, landed, rule)
         return
+    rows, values = table.updated(landed)
     ops.update_rows_(
         rule.name,
-        table.param.detach(),
+        values,
         kept.master,
         landed.values,
         kept.states,
         kept.step,
-        landed.rows,
+        rows,
         landed.places,
         rule.options,
         rule.scale,
@@ -59,7 +60,8 @@ def update_together(table: Table, landed: LandedRows, rule: RowRule) -> None:
     is_cut = math.isfinite(rule.limit)
     grads = (landed.values * rule.scale).clamp(-rule.limit, rule.limit) if is_cut else landed.values
     device = grads.device
-    param, values = table.param.detach(), together(table.param.detach(), landed.rows)
+    rows, param = table.updated(landed)
+    values = together(param, rows)
     master = None if kept.master is None else together(kept.master, landed.places)
     states = [together(state, landed.places) for state in kept.states]
     scales = [each[landed.places].reshape(-1) for each in kept.scales]
@@ -82,7 +84,7 @@ def update_together(table: Table, landed: LandedRows, rule: RowRule) -> None:
     options = torch.tensor([rule.options], dtype=torch.float64, device=CPU).to(device, non_blocking=True)
     scale = torch.full((), 1.0 if is_cut else rule.scale, dtype=torch.float64, device=device)
     ops.update_(rule.name, [shard], options, scale)
-    put_back(param, landed.rows, values)
+    put_back(param, rows, values)
     if kept.master is not None and master is not None:
         put_back(kept.master, landed.places, master)
     for before, after in zip(kept.states, states, strict=True):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 from torch import Tensor
@@ -46,8 +46,8 @@ class ParamGather:
     ) -> None:
         """New ones, which have their values; ``tables`` may have been added before. Collective."""
 
-    def publish_tables(self, tables: Sequence[RowTable]) -> None:
-        """This rank's rows of these have been written."""
+    def publish_tables(self, written: Iterable[tuple[RowTable, Tensor]]) -> None:
+        """This rank has written these of its rows, by place."""
 
     def failure(self, forget: bool = True) -> str:
         """Why step() must not go on; empty if it may."""

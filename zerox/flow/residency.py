@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -130,34 +130,33 @@ class Residency:
         first, num_frozen = len(self.all), len(self.all) - len(self.index_of) - len(self.tables)
         self.index_of |= {index: first + count for count, (index, _) in enumerate(trained)}
         added: list[tuple[int, Bucket | FrozenBucket]] = [*trained, *enumerate(frozen, num_frozen)]
-        readable = [process * (rank in self.members) for rank, process in enumerate(self.neighbours)]
-        mapped = map_shards(self.ranks, readable, [buffer_of(bucket).own for _, bucket in added])
-        for (index, bucket), of_others in zip(added, mapped, strict=True):
-            buffer, name = buffer_of(bucket), bucket.describe(index)
-            is_served = len(of_others) < len(self.members) - 1
-            self.residents.add(name, buffer.room, buffer.own, is_served)
-            buffer.is_shared_out = True
-            self.all.append(Resident(name, bucket.members, buffer))
+        named = [(bucket.describe(index), bucket.members, buffer_of(bucket)) for index, bucket in added]
         new = [table for table in tables if table.member.number not in self.tables]
-        for table, name in zip(new, all_quoted([(each.member.name, each.param) for each in new]), strict=True):
-            self._add_table(table, f"table {name}")
+        quoted = all_quoted([(table.member.name, table.param) for table in new])
+        buffers = [TableBuffer(table, self.residents) for table in new]
+        shards = [buffer.own for _, _, buffer in named] + [buffer.own for buffer in buffers]
+        readable = [process * (rank in self.members) for rank, process in enumerate(self.neighbours)]
+        mapped = map_shards(self.ranks, readable, shards)
+        is_served = [len(of_others) < len(self.members) - 1 for of_others in mapped]
+        for (name, members, buffer), by_host in zip(named, is_served, strict=False):
+            self.residents.add(name, buffer.room, buffer.own, by_host)
+            buffer.is_shared_out = True
+            self.all.append(Resident(name, members, buffer))
+        for table, of_table, name, by_host in zip(new, buffers, quoted, is_served[len(named) :], strict=True):
+            self.tables[table.member.number] = len(self.all)
+            of_table.add_to(self.residents, f"table {name}", by_host)
+            self.all.append(Resident(f"table {name}", [table.member], of_table))
         places = [self.residents.place(index) for index in range(first, len(self.all))]
         text = " ".join(f"{place.shard} {place.stamps}" for place in places)
         everyone = [[int(number) for number in each.split()] for each in self.ranks.all_gather_text(text)]
         self.residents.watch_added()
         self.residents.set_limit(self.check_room([]))
-        for count, of_others in enumerate([*mapped, *({} for _ in places[len(mapped) :])]):
+        for count, of_others in enumerate(mapped):
             by_rank = [
                 C.ShardPlace(everyone[rank][2 * count], everyone[rank][2 * count + 1], of_others.get(rank))
                 for rank in self.in_order
             ]
             self.residents.set_places(first + count, by_rank)
-
-    def _add_table(self, table: RowTable, name: str) -> None:
-        buffer = TableBuffer(table)
-        self.tables[table.member.number] = len(self.all)
-        buffer.add_to(self.residents, name)
-        self.all.append(Resident(name, [table.member], buffer))
 
     # ---- step()
 
@@ -189,11 +188,11 @@ class Residency:
         self.manager.params.start_of(index, self.all[self.index_of[index]].buffer.own)
         self.under_way.not_published.append(index)
 
-    def publish_tables(self, tables: Sequence[RowTable]) -> None:
+    def publish_tables(self, written: Iterable[tuple[RowTable, Tensor]]) -> None:
         assert self.under_way is not None
-        for table in tables:
+        for table, places in written:
             self.under_way.is_writing = True
-            self.residents.publish(self.tables[table.member.number])
+            self.residents.publish(self.tables[table.member.number], places)
 
     def _publish_rest(self, write: ShardWrite) -> None:
         """What came along the replicate axis. Afterwards no rank reads this one's shards there."""

@@ -80,6 +80,10 @@ class Rows:
     def divisors(self) -> list[Divisor]:
         return [each.divisor for each in self.each]
 
+    def rooms(self) -> list[tuple[str, int]]:
+        """Name and bytes of the tables that are read whole."""
+        return [(f"table '{each.member.name}'", each.param.nbytes) for each in self.tables if each.is_read_whole]
+
     @property
     def has_landed(self) -> bool:
         return any(self.flow.landed)
@@ -197,13 +201,14 @@ class Rows:
 
     # ---- step()
 
-    def update(self, groups: Groups, scale: GradScale) -> list[RowTable]:
+    def update(self, groups: Groups, scale: GradScale) -> list[tuple[RowTable, Tensor]]:
         """Updates the rows that this rank owns, and writes those that others have updated. Returns the tables that have
-        changed. Collective."""
+        changed, each with the places of the own rows that have. Collective."""
         for table in self.tables:
             check_group(groups[table.member.group], f"param group {table.member.group}")
         if scale.finite is not None and not bool(scale.finite):
             self.flow.close()
             return []
         self.flow.update([each.rule(groups[each.table.member.group], scale) for each in self.each])
-        return [table for table, landed in zip(self.tables, self.flow.landed, strict=True) if landed is not None]
+        landed = zip(self.tables, self.flow.landed, strict=True)
+        return [(table, of_table.places) for table, of_table in landed if of_table is not None]

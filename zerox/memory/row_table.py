@@ -35,8 +35,8 @@ class RowTable:
     """It lies in no bucket. ``state``: what its ``rule`` keeps, ``[own rows, D]``, by the keys of its torch.optim
     class; in 8 bits each row has scales of its own, ``[own rows, ceil(D / 256)]``. ``master``: the exact values of the
     same rows, if they have 16 bits and one is kept. ``step`` is int64. ``own``: if it ``is_sharded`` (ZeRO stage 3),
-    the values that this rank keeps, ``[own rows, D]``, and ``home`` is where the whole table would lie; else None, and
-    every rank has all of it."""
+    the values that this rank keeps, ``[own rows, D]``, and ``home``, 1-D, is where the whole table would lie; else both
+    are None, and every rank has all of it."""
 
     def __init__(
         self,
@@ -59,7 +59,7 @@ class RowTable:
         self.state = {spec.key: Stored.of_rows(spec, dtype, *shape, device) for spec in rule.wanted([group])}
         self.step = torch.zeros((), dtype=torch.int64, device=CPU)
         self.own = member.param.detach()[self.own_rows] if is_sharded else None
-        self.home: int | None = None
+        self.home: Tensor | None = None
         self.master: Stored | None = None
         for spec in stored_as.masters(member.param.dtype):
             first = self.own_values.float() if spec == MASTER else torch.zeros(shape, dtype=torch.int16, device=device)
@@ -67,7 +67,13 @@ class RowTable:
 
     @property
     def is_at_home(self) -> bool:
-        return self.home in (None, self.param.data_ptr()) and self.param.is_contiguous()
+        is_there = self.home is None or self.home.data_ptr() == self.param.data_ptr()
+        return is_there and self.param.is_contiguous()
+
+    @property
+    def is_read_whole(self) -> bool:
+        """Whether a lookup in a sharded one needs memory for all of it; else for the rows that it reads."""
+        return self.param.device.type != "cpu"
 
     @property
     def param(self) -> Tensor:
@@ -146,8 +152,6 @@ def check_tables(members: Iterable[Member], groups: Sequence[Mapping[str, Any]],
 def _unfit(param: Tensor, shards_tables: bool) -> str:
     if is_dtensor(param):
         return "is a DTensor: tables are plain tensors, whole on every rank"
-    if param.device.type != "cpu" and shards_tables:
-        return f"is on {param.device}: stage=3 divides tables on the CPU only so far. Use stage=2, or sparse=False"
     if param.dtype not in TABLE_DTYPES:
         return f"is {param.dtype}: tables are one of {TABLE_DTYPES}"
     if param.dim() != 2 or not param.is_contiguous():

@@ -11,20 +11,19 @@ from zerox.plan.span import Span
 
 
 class TableBuffer:
-    """The whole table, whose memory comes and goes row by row (csrc/params/table_rows.h), and ``own``: what this rank
+    """The whole table, whose rows come and go (csrc/params/table_rows.h), and ``own``: what this rank
     keeps of it, its rows by place."""
 
-    is_read_whole = False  # lookups read rows
-
-    def __init__(self, table: RowTable) -> None:
+    def __init__(self, table: RowTable, residents: C.Residency) -> None:
         assert table.own is not None
         param = table.param
         self.table = table
+        self.is_read_whole = table.is_read_whole
         self.own = table.own
         self.params = [param]
         self.shapes = [param.shape]
         self.strides = [dense_strides(param)]
-        self.room = C.Residency.make_table_room(param.nbytes)
+        self.room = residents.make_table_room(param.nbytes, param.device)
         self.flat = self.room.tensor(param.dtype)
         home = self.flat.view(param.shape)
         home.copy_(param.detach())
@@ -44,7 +43,8 @@ class TableBuffer:
     def own_values(self, slot: int) -> Tensor:
         return self.own.view(-1)[:0]
 
-    def add_to(self, residents: C.Residency, name: str) -> None:
+    def add_to(self, residents: C.Residency, name: str, is_served: bool) -> None:
+        """``is_served``: whether a rank reads the rows in the host's memory."""
         table = self.table
-        residents.add_table(name, self.room, self.own, table.owners.num_rows, table.owners.of_block)
-        table.home = self.flat.data_ptr()
+        residents.add_table(name, self.room, self.own, is_served, table.owners.num_rows, table.owners.of_block)
+        table.home = self.flat

@@ -31,7 +31,7 @@ OF_TABLES = (
     Row(
         ON_GPUS,
         some(TABLES, "True"),
-        But("with stage=3 on several ranks that is refused: it divides tables on the CPU only so far. Use stage=2"),
+        But("with stage=3 a lookup takes memory for all of its table while it runs"),
     ),
     Row(
         some("join", "inside"),
