@@ -279,6 +279,7 @@ def look_up_at_once(ranks: Ranks) -> None:
     words, index = training.model.words, ranks.device.index
     expected = words.weight.detach().cpu()
     training.residents.release_all()
+    training.residents.take_most_bytes()
     wrong: list[int] = []
 
     def look(thread: int) -> None:
@@ -296,6 +297,7 @@ def look_up_at_once(ranks: Ranks) -> None:
         each.join()
     assert not wrong
     assert training.residents.resident_bytes == 0
+    assert training.residents.take_most_bytes() == ROWS * ROW, "they share the table's memory"
 
 
 def test_threads_may_look_up_at_once() -> None:
