@@ -32,13 +32,21 @@ bool reads_no_value(const char* name) {
                      [&](const char* each) { return std::strcmp(each, name) == 0; });
 }
 
-// The host waits for the device here: which rows are to be fetched hangs on them.
+// The host waits for the device here: which rows are to be fetched hangs on them. Undefined if it could not: the caller
+// of the lookup raises then.
 at::Tensor on_host(const at::Tensor& indices) {
+  if (indices.is_cpu()) return indices;
   at::Tensor copied;
+  std::string failure;
   ReadGuard::without_gil([&] {
-    const Unseen unseen;
-    copied = indices.to(at::kCPU);
+    try {
+      const Unseen unseen;
+      copied = indices.to(at::kCPU);
+    } catch (const std::exception& error) {
+      failure = reason_of(error);
+    }
   });
+  if (!failure.empty()) ReadGuard::raise_soon("zerox: which rows are looked up was not to be had: " + failure);
   return copied;
 }
 
@@ -69,8 +77,13 @@ bool Residents::before_lookup(int64_t bucket, const at::Tensor& tensor, const Re
     in_child(sharded);
     return true;
   }
-  pin_rows(sharded, indices->is_cpu() ? *indices : on_host(*indices), use.name());
-  if (rooms_.on_accelerator()) sharded.room->begin_use();
+  const at::Tensor known = on_host(*indices);
+  if (!known.defined()) return true;
+  pin_rows(sharded, known, use.name());
+  if (rooms_.on_accelerator()) {
+    const std::lock_guard lock(mutex_);
+    if (sharded.room != nullptr) sharded.room->begin_use();
+  }
   looked_up_here.push_back(here);
   use.pin(~bucket, tensor, /*to_read=*/true);
   return true;

@@ -75,9 +75,11 @@ class Model(nn.Module):
 
 
 class Training:
-    def __init__(self, ranks: Ranks, stage: int, dtype: torch.dtype = torch.float32) -> None:
+    def __init__(self, ranks: Ranks, stage: int, dtype: torch.dtype = torch.float32, is_frozen: bool = False) -> None:
+        """``is_frozen``: the first table is."""
         HERE.ranks, self.ranks = ranks, ranks
         self.model = Model(dtype).to(ranks.device)
+        self.model.words.requires_grad_(not is_frozen)
         tables = [self.model.words.weight, self.model.more.weight]
         groups = [
             {"params": self.model.head.parameters()},
@@ -258,6 +260,19 @@ def write(ranks: Ranks, stage: int) -> list[Tensor]:
 
 def test_what_is_written_counts_as_in_stage_2() -> None:
     assert_as_in_stage_2(2, "via host", write)
+
+
+def unfreeze(ranks: Ranks, stage: int) -> list[Tensor]:
+    training = Training(ranks, stage, is_frozen=True)
+    training.step(0)
+    training.model.words.requires_grad_(True)
+    training.step(1)
+    training.step(2)
+    return training.values()
+
+
+def test_a_table_that_was_frozen_trains_as_in_stage_2() -> None:
+    assert_as_in_stage_2(2, "via host", unfreeze)
 
 
 def outlive(ranks: Ranks, stage: int) -> list[Tensor]:
