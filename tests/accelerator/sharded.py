@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -97,6 +98,18 @@ class Training:
 
     def values(self) -> list[Tensor]:
         return [param.detach().cpu() for param in self.model.parameters()]
+
+
+def stop_in_step(training: Any, all_here: threading.Barrier) -> None:
+    """This rank stops in the midst of step() 1, and others go on."""
+
+    def stop(*_: Any) -> None:
+        all_here.wait()
+        raise ZeroDivisionError
+
+    training.optimizer._update_all = stop
+    with pytest.raises(ZeroDivisionError):
+        training.step(1)
 
 
 def assert_as_in_stage_2(world_size: int, kind: str, train: Callable[..., list[Tensor]], *args: object) -> None:
