@@ -88,6 +88,11 @@ class Job:
         return int(self.numel * bytes_an_element(self.op, self.kind, self.num_slices))
 
     @property
+    def wide(self) -> Job:
+        """The same with states in float32."""
+        return replace(self, kind=replace(self.kind, state="fp32"))
+
+    @property
     def title(self) -> str:
         return f"{self.op} of {self.num_slices}" if self.op == "reduce" else self.op
 
@@ -208,7 +213,7 @@ def update_calls(job: Job, num_sets: int, device: torch.device) -> dict[str, Cal
     shards = [Shard(job.params, job.kind, device, job.op) for _ in range(num_sets)]
     calls: dict[str, Call] = {OURS: lambda i: shards[i].update(), MASKED: lambda i: shards[i].update(masked=True)}
     if job.kind.state != "fp32":
-        wide = [Shard(job.params, replace(job.kind, state="fp32"), device, job.op) for _ in range(num_sets)]
+        wide = [Shard(job.params, job.wide.kind, device, job.op) for _ in range(num_sets)]
         calls[WIDE] = lambda i: wide[i].update()
     if device.type == "cpu":
         streams = [Stream(job.nbytes, in_place=1 + len(shards[0].moments)) for _ in range(num_sets)]

@@ -21,7 +21,7 @@ from functools import partial
 import torch
 
 from bench.common import Row, new_parser, parse, print_rows, write_result
-from bench.jobs import CEILING, OPS, OURS, Job, WrongResult, kinds_of, missing_peers
+from bench.jobs import CEILING, OPS, OURS, WIDE, Job, WrongResult, kinds_of, missing_peers
 from bench.limits import Gpu, gpu_of, roof_gb_per_s
 from bench.shard import UPDATES
 from bench.timing import Timing, num_sets_for, time_in_turn
@@ -66,7 +66,8 @@ def rows_of(job: Job, timings: dict[str, Timing], roof: float, gpu: Gpu | None) 
     floors_ms = (job.nbytes / roof / 1e6, gpu.instructions_ms(job.name, job.numel) if gpu else None)
     rows = []
     for who, timing in timings.items():
-        rate = job.nbytes / timing.p50_ms / 1e6
+        moved = (job.wide if who == WIDE else job).nbytes
+        rate = moved / timing.p50_ms / 1e6
         rows.append(
             {
                 "op": job.title,
@@ -75,7 +76,7 @@ def rows_of(job: Job, timings: dict[str, Timing], roof: float, gpu: Gpu | None) 
                 "size": job.size,
                 "numel": job.numel,
                 "who": who,
-                "bytes": job.nbytes,
+                "bytes": moved,
                 "gb_per_s": rate,
                 "of_roof": rate / roof,
                 "of_ceiling": timings[CEILING].p50_ms / timing.p50_ms if CEILING in timings else None,
