@@ -102,16 +102,6 @@ def test_a_rule_is_timed_beside_those_who_do_the_same(op: str, theirs: list[str]
     assert list(calls) == ["zerox", jobs.MASKED, jobs.CEILING, *theirs]
 
 
-def test_states_in_fewer_bits_are_timed_beside_float32_and_its_bytes() -> None:
-    [narrow, *_] = [kind for kind in jobs.TRAINED if kind.state == "8bit"]
-    job = jobs.Job("lion", narrow, "", (1024,))
-    calls = jobs.update_calls(job, 1, CPU)
-    assert list(calls) == ["zerox", jobs.MASKED, jobs.WIDE, jobs.CEILING]
-    timings = {who: timing.Timing.of([1.0, 1.0]) for who in calls}
-    moved = {row["who"]: row["bytes"] for row in kernels.rows_of(job, timings, 1.0, None)}
-    assert moved[jobs.WIDE] == 20 * 1024 > moved["zerox"]
-
-
 def test_spread_and_median_are_of_the_samples() -> None:
     found = timing.Timing.of([1.0, 2.0, 3.0, 4.0, 100.0])
     assert (found.p50_ms, found.p25_ms, found.p75_ms, found.samples) == (3.0, 2.0, 4.0, 5)

@@ -80,10 +80,7 @@ bool Residents::before_lookup(int64_t bucket, const at::Tensor& tensor, const Re
   const at::Tensor known = on_host(*indices);
   if (!known.defined()) return true;
   pin_rows(sharded, known, use.name());
-  if (rooms_.on_accelerator()) {
-    const std::lock_guard lock(mutex_);
-    if (sharded.room != nullptr) sharded.room->begin_use();
-  }
+  begin_use(sharded);
   looked_up_here.push_back(here);
   use.pin(~bucket, tensor, /*to_read=*/true);
   return true;
@@ -192,35 +189,28 @@ void Residents::fetch_into_pages(ShardedBucket& sharded, const std::vector<int64
 
 // What comes through the host's memory is packed there, one owner's rows after the other's.
 void Residents::fetch_to_device(ShardedBucket& sharded, const std::vector<int64_t>& missing) {
-  const TableRows& rows = *sharded.rows;
   auto& room = dynamic_cast<DeviceRoom&>(*sharded.room);
-  const size_t row_bytes = rows.row_bytes();
+  const size_t row_bytes = sharded.rows->row_bytes();
+  const std::vector<RowMoves> moves = sharded.rows->moves_by_owner(peers_->num_holders(), missing);
   room.restore();
-  room.take_rows(sharded.shard, rows.moves_from(peers_->rank(), missing), row_bytes);
+  room.take_rows(sharded.shard, moves[peers_->rank()], row_bytes);
   check_not_given_up();
   RowMoves through_host;
-  std::vector<size_t> first(peers_->num_holders());  // by owner
+  std::vector<std::vector<BytePiece>> pieces(moves.size());  // of each owner's shard, and where they are packed
   for (int rank = 0; rank < peers_->num_holders(); ++rank) {
-    first[rank] = through_host.to.size();
-    if (rank == peers_->rank() || sharded.places.at(rank).mapped.defined()) continue;
-    for (const int64_t row : rows.moves_from(rank, missing).to) {
-      through_host.from.push_back(static_cast<int64_t>(through_host.to.size()));
-      through_host.to.push_back(row);
+    if (rank == peers_->rank()) continue;
+    const bool is_mapped = sharded.places.at(rank).mapped.defined();
+    for (size_t i = 0; i < moves[rank].to.size(); ++i) {
+      const size_t packed = through_host.to.size();
+      pieces[rank].push_back({moves[rank].from[i] * row_bytes, packed * row_bytes, row_bytes});
+      if (is_mapped) continue;
+      through_host.from.push_back(static_cast<int64_t>(packed));
+      through_host.to.push_back(moves[rank].to[i]);
     }
   }
   const at::Tensor inbox = room.pinned(through_host.to.size() * row_bytes);
-  const auto pieces_of = [&](int rank) {
-    std::vector<BytePiece> pieces;
-    size_t to = first[rank] * row_bytes;
-    for (const int64_t place : rows.moves_from(rank, missing).from) {
-      pieces.push_back({place * row_bytes, to, row_bytes});
-      to += row_bytes;
-    }
-    return pieces;
-  };
-  const auto pull = [&](int rank, const at::Tensor& mapped) {
-    room.pull_rows(mapped, rows.moves_from(rank, missing), row_bytes);
-  };
+  const auto pieces_of = [&](int rank) { return pieces[rank]; };
+  const auto pull = [&](int rank, const at::Tensor& mapped) { room.pull_rows(mapped, moves[rank], row_bytes); };
   peers_->fetch(wanted_of(sharded), sharded.places,
                 {static_cast<char*>(inbox.mutable_data_ptr()), pieces_of, pull, /*in_part=*/true});
   room.take_rows(inbox, through_host, row_bytes);

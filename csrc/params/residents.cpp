@@ -164,9 +164,13 @@ void Residents::before_hidden_reads(const char* reader, ReadGuard::Pins& pins) {
 void Residents::pin_here(int64_t bucket, const char* reader) {
   pin(bucket, reader);
   pinned_here.emplace_back(this, bucket);
+  begin_use(*buckets_[bucket]);
+}
+
+void Residents::begin_use(ShardedBucket& sharded) {
   if (!rooms_.on_accelerator()) return;
   const std::lock_guard lock(mutex_);
-  if (buckets_[bucket]->room != nullptr) buckets_[bucket]->room->begin_use();
+  if (sharded.room != nullptr) sharded.room->begin_use();
 }
 
 void Residents::before_function(const ReadGuard::PythonFunction& function, const ReadGuard::Pins& reads) {

@@ -187,6 +187,7 @@ class Residents final : public ReadGuard::Watcher, public FaultReader {
   void hold(ShardedBucket& sharded, size_t bytes);
   void pin(int64_t bucket, const char* reader);
   void pin_here(int64_t bucket, const char* reader);
+  void begin_use(ShardedBucket& sharded);
   void pin_for(int64_t bucket, const char* reader, ReadGuard::Pins& pins);
   void refuse_collective(ShardedBucket& sharded);
   void let_write(int64_t bucket);

@@ -82,12 +82,12 @@ std::vector<int64_t> TableRows::all() const {
   return rows;
 }
 
-RowMoves TableRows::moves_from(int rank, const std::vector<int64_t>& rows) const {
-  RowMoves moves;
+std::vector<RowMoves> TableRows::moves_by_owner(int num_owners, const std::vector<int64_t>& rows) const {
+  std::vector<RowMoves> moves(num_owners);
   for (const int64_t row : rows) {
-    if (owners_.owner_of(row) != rank) continue;
-    moves.from.push_back(owners_.place_of(row));
-    moves.to.push_back(row);
+    RowMoves& from_owner = moves[owners_.owner_of(row)];
+    from_owner.from.push_back(owners_.place_of(row));
+    from_owner.to.push_back(row);
   }
   return moves;
 }

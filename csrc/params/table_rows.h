@@ -41,8 +41,8 @@ class TableRows {
   std::vector<int64_t> all() const;
   // What each of these rows is of the shard of `rank`, if that owns it. `rows`: ascending.
   std::vector<BytePiece> pieces_of(int rank, const std::vector<int64_t>& rows) const;
-  // Of these rows those that `rank` owns: where they are in its shard, and in the table.
-  RowMoves moves_from(int rank, const std::vector<int64_t>& rows) const;
+  // By owner: where these rows are in its shard, and in the table.
+  std::vector<RowMoves> moves_by_owner(int num_owners, const std::vector<int64_t>& rows) const;
 
   // The rows that these indices (int32 or int64, on the host) name, and that are not here: ascending. What is no row is
   // left to the operator, which raises.

@@ -130,22 +130,19 @@ class Residency:
         first, num_frozen = len(self.all), len(self.all) - len(self.index_of) - len(self.tables)
         self.index_of |= {index: first + count for count, (index, _) in enumerate(trained)}
         added: list[tuple[int, Bucket | FrozenBucket]] = [*trained, *enumerate(frozen, num_frozen)]
-        named = [(bucket.describe(index), bucket.members, buffer_of(bucket)) for index, bucket in added]
+        made = [Resident(bucket.describe(index), bucket.members, buffer_of(bucket)) for index, bucket in added]
         new = [table for table in tables if table.member.number not in self.tables]
-        quoted = all_quoted([(table.member.name, table.param) for table in new])
-        buffers = [TableBuffer(table, self.residents) for table in new]
-        shards = [buffer.own for _, _, buffer in named] + [buffer.own for buffer in buffers]
+        names = all_quoted([(table.member.name, table.param) for table in new])
+        self.tables |= {table.member.number: first + len(made) + count for count, table in enumerate(new)}
+        made += [
+            Resident(f"table {name}", [table.member], TableBuffer(table, self.residents))
+            for name, table in zip(names, new, strict=True)
+        ]
         readable = [process * (rank in self.members) for rank, process in enumerate(self.neighbours)]
-        mapped = map_shards(self.ranks, readable, shards)
-        is_served = [len(of_others) < len(self.members) - 1 for of_others in mapped]
-        for (name, members, buffer), by_host in zip(named, is_served, strict=False):
-            self.residents.add(name, buffer.room, buffer.own, by_host)
-            buffer.is_shared_out = True
-            self.all.append(Resident(name, members, buffer))
-        for table, of_table, name, by_host in zip(new, buffers, quoted, is_served[len(named) :], strict=True):
-            self.tables[table.member.number] = len(self.all)
-            of_table.add_to(self.residents, f"table {name}", by_host)
-            self.all.append(Resident(f"table {name}", [table.member], of_table))
+        mapped = map_shards(self.ranks, readable, [each.buffer.own for each in made])
+        for each, of_others in zip(made, mapped, strict=True):
+            each.buffer.add_to(self.residents, each.name, is_served=len(of_others) < len(self.members) - 1)
+        self.all += made
         places = [self.residents.place(index) for index in range(first, len(self.all))]
         text = " ".join(f"{place.shard} {place.stamps}" for place in places)
         everyone = [[int(number) for number in each.split()] for each in self.ranks.all_gather_text(text)]

@@ -103,6 +103,11 @@ class ShardedBuffer(FlatBuffer):
         start = self.flat.data_ptr() + self.layout.offsets[slot] * self.flat.itemsize
         return param.data_ptr() == start and param.stride() == self.strides[slot]
 
+    def add_to(self, residents: C.Residency, name: str, is_served: bool) -> None:
+        """``is_served``: whether a rank reads its shard in the host's memory."""
+        residents.add(name, self.room, self.own, is_served)
+        self.is_shared_out = True
+
     def shard(self, rank: int) -> Tensor:
         span = self.layout.shard_span(rank)
         assert span.overlap(self.own_shards) == span, "only what this rank keeps is here"
