@@ -12,7 +12,7 @@ from bench.common import ROOT
 from bench.systems import DDP, FSDP2, OURS, FSDP2Resharded, NoCommunication, ZeroRedundancy, Zerox, ZeroxStage3
 
 RESULTS = ROOT / "bench/results/cpu"
-GPU_FIGURES = ROOT / "bench/results/2026-11-26-1153-nvidia-h200-figures.json"
+GPU_FIGURES = ROOT / "bench/results/2026-11-27-0543-nvidia-h200-figures.json"
 SYSTEMS = [each.name for each in (*OURS, DDP, ZeroRedundancy, FSDP2, FSDP2Resharded, NoCommunication)]
 MIB = 2**20
 # Column -> file, and how many ranks.

@@ -53,7 +53,7 @@ FOUND = 86  # compute-sanitizer's exit status where it found something
 TEST_FILE_S = 120.0  # no file of tests may take longer: what hangs must leave time for the others
 CORES_A_FILE = 2  # the tests of a file start up to four ranks, and compare with the CPU's kernels
 # They look at what happens on the GPU beside or before something else, and by when.
-ALONE = ("hidden_gather", "no_sync", "overlap", "streams", "trace")
+ALONE = ("hidden_gather", "no_sync", "overlap", "sharded_params", "streams", "trace")
 
 # Seconds that each part has in any case. What one leaves over goes to the next; the build, being first, has the rest.
 PROOF_S = {"build": 0.0, "test": 230.0, "sanitizer": 110.0, "nccl": 70.0}
