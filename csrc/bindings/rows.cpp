@@ -38,6 +38,7 @@ void bind_rows(py::module_& m) {
       .def(py::init(&make_messages), py::arg("group"), py::arg("whereabouts"))
       .def("swap", &PeerMessages::swap, py::arg("sent"), py::arg("numels"), Release())
       .def("to_all", &PeerMessages::to_all, py::arg("message"), Release())
+      .def_property_readonly("are_in_memory", &PeerMessages::are_in_memory)
       .def_property_readonly("traffic", [](const PeerMessages& self) {
         return std::pair<int64_t, int64_t>(self.traffic().messages, self.traffic().bytes);
       });

@@ -1,4 +1,5 @@
-// Messages of any lengths between all ranks, for latency: each goes straight to its rank, all at once.
+// Messages of any lengths between all ranks, for latency: each goes straight to its rank, all at once. Ranks of one
+// machine read each other's: see Note [Ranks of one machine meet in memory].
 //
 // A collective of gloo is begun by a thread of gloo's, which takes as long to wake as a small message takes to travel.
 #pragma once
@@ -9,6 +10,7 @@
 #include <vector>
 
 #include "exchange/exchange.h"
+#include "exchange/memory_messages.h"
 #include "exchange/tags.h"
 #include "exchange/whereabouts.h"
 
@@ -23,6 +25,9 @@ class PeerMessages {
   int rank() const { return line_.group ? line_.group->getRank() : 0; }
   int world() const { return line_.group ? line_.group->getSize() : 1; }
 
+  // Whether ranks read each other's messages instead of sending them. The same on all ranks.
+  bool are_in_memory() { return memory_.can_serve(); }
+
   // Sends each rank its message, and returns what ranks had for this one, by rank: of as many elements as `numels`
   // says, which is what the sender passes too. This rank's own message comes back as it is. Collective; to be called by
   // one thread only. Throws std::runtime_error that names the rank that is gone.
@@ -35,8 +40,13 @@ class PeerMessages {
   void count(const at::Tensor& message);
 
  private:
+  // Each rank's into its tensor of `into`; this rank's own is left alone.
+  void read(const std::vector<at::Tensor>& sent, const std::vector<at::Tensor>& into);
+  void send(const std::vector<at::Tensor>& sent, const std::vector<at::Tensor>& into);
+
   Line line_;
   Tags tags_{TagKind::rows};
+  MemoryMessages memory_{line_, tags_.next()};
   Traffic traffic_;
 };
 

@@ -11,6 +11,7 @@
 #include <sstream>
 #include <thread>
 
+#include "exchange/long_waits.h"
 #include "exchange/tags.h"
 
 namespace zx {
@@ -63,85 +64,6 @@ struct Farewell {
     std::getline(stream >> std::ws, farewell.what);
     return farewell;
   }
-};
-
-// Note [Waits that gloo forgets]
-// When a connection ends, gloo wakes the waits for messages that have not begun. It forgets a wait for a message that
-// was being sent or received just then, which would last until the timeout. So one thread looks after long waits: it
-// asks whether their connection is still there, by starting a message that nothing receives, and ends those whose
-// connection is gone.
-class LongWaits {
- public:
-  // Of this process. Leaked, as their thread never ends. A forked child has no such thread, and must not wait.
-  static LongWaits& all() {
-    static auto* waits = new LongWaits;
-    return *waits;
-  }
-
-  // Does what awaited.work->wait() does, for a message of `group`. Also throws if its connection is gone.
-  bool wait_for(c10d::ProcessGroup& group, const Awaited& awaited) {
-    Wait wait{group, awaited};
-    const Listed listed(*this, wait);
-    if (awaited.work->wait()) return true;
-    const std::lock_guard lock(mutex_);
-    TORCH_CHECK(!wait.is_lost, "Connection closed by peer in the middle of a message");
-    return false;
-  }
-
- private:
-  struct Wait {
-    c10d::ProcessGroup& group;
-    const Awaited& awaited;
-    std::chrono::steady_clock::time_point start = std::chrono::steady_clock::now();
-    bool is_lost = false;
-  };
-
-  class Listed {
-   public:
-    Listed(LongWaits& waits, Wait& wait) : waits_(waits), wait_(wait) {
-      const std::lock_guard lock(waits_.mutex_);
-      if (!waits_.has_thread_) std::thread([&waits] { waits.watch(); }).detach();
-      waits_.has_thread_ = true;
-      waits_.waits_.insert(&wait_);
-    }
-    ~Listed() {
-      const std::lock_guard lock(waits_.mutex_);
-      waits_.waits_.erase(&wait_);
-    }
-    Listed(const Listed&) = delete;
-
-   private:
-    LongWaits& waits_;
-    Wait& wait_;
-  };
-
-  void watch() {
-    while (true) {
-      std::this_thread::sleep_for(kLong);
-      const std::lock_guard lock(mutex_);
-      const auto now = std::chrono::steady_clock::now();
-      for (Wait* wait : waits_) {
-        if (now - wait->start < kLong || wait->is_lost || is_connected(*wait)) continue;
-        wait->is_lost = true;
-        wait->awaited.work->abort();
-      }
-    }
-  }
-
-  static bool is_connected(const Wait& wait) {
-    std::vector<at::Tensor> message{at::zeros({1}, at::kByte)};
-    try {
-      wait.group.send(message, wait.awaited.peer, kTagsEnd);
-    } catch (const std::exception&) {
-      return false;
-    }
-    return true;
-  }
-
-  static constexpr milliseconds kLong{1000};
-  std::mutex mutex_;  // of all below, and of each wait's is_lost
-  bool has_thread_ = false;
-  std::set<Wait*> waits_;
 };
 
 std::string key_of(int rank) { return "farewell of rank " + std::to_string(rank); }
@@ -252,6 +174,17 @@ void Whereabouts::set_processes(std::vector<int64_t> processes) {
   processes_ = std::move(processes);
 }
 
+std::vector<int64_t> Whereabouts::processes() const {
+  const std::lock_guard lock(mutex_);
+  return processes_;
+}
+
+void Whereabouts::add_box(std::shared_ptr<MemoryBox> box) {
+  const std::lock_guard lock(mutex_);
+  if (!verdict_.empty()) (*box)[MemoryBox::gave_up] = 1;
+  boxes_.push_back(std::move(box));
+}
+
 void Whereabouts::add_group(Group group) {
   const std::lock_guard lock(mutex_);
   groups_.push_back(std::move(group));
@@ -322,11 +255,13 @@ void Whereabouts::leave(const std::string& what) {
 
 // See Note [A rank that gives up says so].
 void Whereabouts::give_up(int missed, bool late, const std::string& what) {
-  if (!store_) return;
-  within(kStoreAnswers, [store = store_, key = key_of(rank_), text = Farewell{missed, late, what}.text()] {
-    return store->compareSet(key, std::string(), text);  // which waits for the store's answer
-  });
-  close_connections();
+  if (store_) {
+    within(kStoreAnswers, [store = store_, key = key_of(rank_), text = Farewell{missed, late, what}.text()] {
+      return store->compareSet(key, std::string(), text);  // which waits for the store's answer
+    });
+  }
+  for (const auto& box : boxes_) (*box)[MemoryBox::gave_up] = 1;
+  if (store_) close_connections();
 }
 
 // A wait that runs out of time makes gloo close all connections of a context; there is no other way to ask for it.

@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "check.h"
+#include "exchange/memory_box.h"
 
 namespace zx {
 
@@ -25,8 +26,9 @@ using Work = c10::intrusive_ptr<c10d::Work>;
 // it never comes to the connection's end.)
 //
 // So a rank that gives up leaves a farewell in the store: the rank that it missed, or the error that it raised itself.
-// Then it closes its connections, which ends every wait for it. The ranks that are woken read its farewell, and so find
-// the rank that all of them miss. A rank whose connection ends without a farewell is the one that is gone.
+// Then it says so in its boxes (memory_messages.h) and closes its connections, which ends every wait for it. The ranks
+// that are woken read its farewell, and so find the rank that all of them miss. A rank whose connection ends without a
+// farewell is the one that is gone.
 
 constexpr int kUnknownRank = -1;
 
@@ -47,8 +49,13 @@ class Whereabouts {
   // Sets the process of each rank on this machine, 0 for others.
   void set_processes(std::vector<int64_t> processes);
 
+  std::vector<int64_t> processes() const;
+  std::chrono::milliseconds timeout() const { return timeout_; }
+
   // One more group to be closed.
   void add_group(Group group);
+  // What others look into, to be told when this rank gives up.
+  void add_box(std::shared_ptr<MemoryBox> box);
 
   // met(): all ranks were at `meeting`, in the current step. step_begun(): all have begun to update in step().
   void met(const char* meeting);
@@ -87,7 +94,8 @@ class Whereabouts {
   int rank_;
   int world_;
   std::chrono::milliseconds timeout_;
-  std::mutex mutex_;  // of all below
+  mutable std::mutex mutex_;  // of all below
+  std::vector<std::shared_ptr<MemoryBox>> boxes_;
   std::vector<int64_t> processes_;
   const char* last_met_ = nullptr;  // where all ranks were together last; null if nowhere yet
   int64_t seen_in_step_ = 0;

@@ -6,19 +6,10 @@
 #include <algorithm>
 #include <cstring>
 #include <stdexcept>
-#include <thread>
+
+#include "exchange/pause.h"
 
 namespace zx {
-namespace {
-
-using std::chrono::microseconds;
-
-// A rank is late by a few of these at most, if all have cores of their own.
-constexpr int kYields = 64;
-constexpr microseconds kFirstPause{20};
-constexpr microseconds kLongestPause{1000};
-
-}  // namespace
 
 PeerShards::PeerShards(Line line, std::vector<int64_t> processes, std::vector<int> ranks, int num_holders, int rank,
                        std::chrono::milliseconds timeout)
@@ -112,20 +103,14 @@ int64_t PeerShards::read_stamp(int rank, const ShardPlace& place, ShardStamp sta
 
 void PeerShards::await(int rank, const ShardPlace& place, ShardStamp stamp, int64_t value) const {
   whereabouts_->needing(ranks_[rank], [&] {
-    const auto deadline = std::chrono::steady_clock::now() + timeout_;
-    microseconds pause = kFirstPause;
     // Read twice: the system need not copy eight bytes at once.
     const auto is_there = [&] {
       return read_stamp(rank, place, stamp) >= value && read_stamp(rank, place, stamp) >= value;
     };
-    for (int64_t tries = 0; !is_there(); ++tries) {
-      if (std::chrono::steady_clock::now() > deadline) throw std::runtime_error("timed out");
-      if (tries < kYields) {
-        std::this_thread::yield();
-      } else {
-        std::this_thread::sleep_for(pause);
-        pause = std::min(2 * pause, kLongestPause);
-      }
+    Pause pause;
+    while (!is_there()) {
+      if (pause.waited() > timeout_) throw std::runtime_error("timed out");
+      pause();
     }
   });
   std::atomic_thread_fence(std::memory_order_seq_cst);  // what the stamp stands for is read after it

@@ -1,0 +1,36 @@
+// What a rank lets its neighbours read of where it is: see memory_messages.h.
+#pragma once
+
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+namespace zx {
+
+class MemoryBox {
+ public:
+  enum Word : size_t {
+    gave_up,    // 1 if this rank answers nobody any more
+    published,  // the round whose messages lie at `addresses`
+    taken,      // the last round whose messages this rank has
+    addresses,  // of the message for each rank
+  };
+
+  explicit MemoryBox(int world) : words_(addresses + static_cast<size_t>(world)) {}
+
+  std::atomic<int64_t>& operator[](size_t word) { return words_[word]; }
+  uint64_t address() const { return reinterpret_cast<uint64_t>(words_.data()); }
+  static size_t offset_of(size_t word) { return word * sizeof(std::atomic<int64_t>); }
+
+  // Others may look into it a little after its owner is gone: keeps the last ones.
+  static void keep_for_others(std::shared_ptr<MemoryBox> box);
+
+ private:
+  std::vector<std::atomic<int64_t>> words_;  // all 0
+};
+
+static_assert(sizeof(std::atomic<int64_t>) == sizeof(int64_t), "others read plain numbers");
+
+}  // namespace zx
