@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import random
 from contextlib import nullcontext
 from dataclasses import dataclass
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -127,11 +129,12 @@ def test_steps_follow_torch_whoever_has_which_gradients(
         assert len(set(counts[-1])) >= 4, "parameters' counts went apart, or nothing was tested"
 
 
-def messages_of(rank: int, world_size: int, stage: int) -> tuple[int, dict[str, tuple[int, int, int]]]:
+def messages_of(rank: int, world_size: int, stage: int, exchange: str) -> tuple[int, dict[str, tuple[int, int, int]]]:
     """The number of buckets; and what this rank sent from backward to the end of step(), in each case: gradients and
     parameters (any thread), all messages of the calling thread, and torch's collectives."""
     params = make_params()
-    optimizer = FusedShardedAdam(params, stage=stage, bucket_cap_mb=0.03)
+    with patch.dict(os.environ, {"ZEROX_EXCHANGE": exchange}):
+        optimizer = FusedShardedAdam(params, stage=stage, bucket_cap_mb=0.03)
     everything = set(range(len(SHAPES)))
     cases = {
         "first": everything,
@@ -156,21 +159,25 @@ def messages_of(rank: int, world_size: int, stage: int) -> tuple[int, dict[str, 
 
 @pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.parametrize("stage", [1, 2])
-def test_absence_costs_no_collective_and_no_message(stage: int, world_size: int) -> None:
+@pytest.mark.parametrize("exchange", ["direct", "messages"])
+def test_absence_costs_no_collective_and_no_message(exchange: str, stage: int, world_size: int) -> None:
     """The calling thread gathers, and meets the others in one small all-reduce: in stage 2 in step(); in stage 1 there
     and where backward ends, where a second one says who has which gradients, absent ones or not."""
+    meets_in_memory = exchange == "direct"
     gathers, meetings = {1: (2, 3), 2: (1, 1)}[stage]
     sent = 0
-    results = run_ranks(messages_of, world_size, stage)
+    results = run_ranks(messages_of, world_size, stage, exchange)
     for num_buckets, found in results:
         assert num_buckets > 2
         first = found.pop("first")
         assert first[2] == 1, "the order of buckets is learned once, in a broadcast"
-        assert set(found.values()) == {(*first[:2], 0)}, found
+        told_once = world_size - 1 if meets_in_memory else 0  # where this rank can be met
+        assert set(found.values()) == {(first[0], first[1] - told_once, 0)}, found
         assert first[0] == (1 + gathers) * num_buckets * (world_size - 1)
-        # Neighbours get word of where a shard lies, and send word when they have read it.
-        sent += first[1] - 2 * gathers * num_buckets * (world_size - 1)
-    assert sent == meetings * {2: 2, 3: 4}[world_size], "all ranks' messages of a small all-reduce"
+        # Neighbours get word of where a shard lies, and send word when they have read it; others get the shard.
+        sent += first[1] - told_once - (2 if meets_in_memory else 1) * gathers * num_buckets * (world_size - 1)
+    expected = 0 if meets_in_memory else meetings * {2: 2, 3: 4}[world_size]
+    assert sent == expected, "all ranks' messages of a small all-reduce"
 
 
 def zero_gradients(rank: int, world_size: int, stage: int) -> None:
