@@ -1,17 +1,16 @@
 #include "exchange/memory_messages.h"
 
-#include <ATen/ops/empty.h>
 #include <ATen/ops/full.h>
+#include <ATen/ops/zeros.h>
 
 #include <algorithm>
 #include <array>
 #include <atomic>
-#include <deque>
-#include <mutex>
 #include <stdexcept>
 #include <utility>
 
 #include "exchange/pause.h"
+#include "exchange/send_to_peers.h"
 
 namespace zx {
 namespace {
@@ -23,15 +22,6 @@ class GaveUp : public std::runtime_error {
 };
 
 }  // namespace
-
-void MemoryBox::keep_for_others(std::shared_ptr<MemoryBox> box) {
-  constexpr size_t kKept = 64;                // rounds are collective, so nobody is so many optimizers behind
-  static auto* const mutex = new std::mutex;  // leaked, with what it guards
-  static auto* const kept = new std::deque<std::shared_ptr<MemoryBox>>;
-  const std::lock_guard lock(*mutex);
-  kept->push_back(std::move(box));
-  if (kept->size() > kKept) kept->pop_front();
-}
 
 MemoryMessages::~MemoryMessages() {
   if (own_) MemoryBox::keep_for_others(std::move(own_));
@@ -50,38 +40,28 @@ bool MemoryMessages::can_serve() {
 
 // Collective: tells each other where the boxes are, by messages of the group.
 void MemoryMessages::meet() {
-  c10d::ProcessGroup& group = *line_.group;
-  auto box = std::make_shared<MemoryBox>(group.getSize());
+  const int world = line_.group->getSize();
+  auto box = std::make_shared<MemoryBox>(world);
   line_.whereabouts->add_box(box);
-  boxes_.assign(group.getSize(), 0);
-  std::vector<at::Tensor> received(group.getSize());
-  std::vector<at::Tensor> own{at::full({1}, static_cast<int64_t>(box->address()), at::kLong)};
-  std::vector<Awaited> works;
-  for (int peer = 0; peer < group.getSize(); ++peer) {
-    if (peer == group.getRank()) continue;
-    received[peer] = at::empty({1}, at::kLong);
-    std::vector<at::Tensor> message{received[peer]};
-    works.push_back({line_.needing(peer, [&] { return group.recv(message, peer, tag_.number()); }), peer});
-    works.push_back({line_.needing(peer, [&] { return group.send(own, peer, tag_.number()); }), peer});
-  }
-  for (const Awaited& each : works) line_.await(each);
-  for (int peer = 0; peer < group.getSize(); ++peer) {
-    if (received[peer].defined()) boxes_[peer] = static_cast<uint64_t>(*received[peer].const_data_ptr<int64_t>());
-  }
+  const std::vector<at::Tensor> own(world, at::full({1}, static_cast<int64_t>(box->address()), at::kLong));
+  const at::Tensor found = at::zeros({world, 1}, at::kLong);
+  send_to_peers(line_, tag_, own, found.unbind());
+  const auto* addresses = found.const_data_ptr<int64_t>();
+  boxes_.assign(addresses, addresses + world);
   own_ = std::move(box);
 }
 
-void MemoryMessages::swap(const std::vector<const void*>& sent, const std::vector<Received>& received) {
+void MemoryMessages::swap(const std::vector<at::Tensor>& sent, const std::vector<at::Tensor>& into) {
   if (!own_) meet();
   const int rank = line_.group->getRank();
   const int world = line_.group->getSize();
   for (int peer = 0; peer < world; ++peer) {
-    (*own_)[MemoryBox::addresses + peer] = static_cast<int64_t>(reinterpret_cast<uint64_t>(sent.at(peer)));
+    (*own_)[MemoryBox::addresses + peer] = reinterpret_cast<int64_t>(sent.at(peer).const_data_ptr());
   }
   (*own_)[MemoryBox::published] = ++round_;
   for (int distance = 1; distance < world; ++distance) {  // not all from the same rank first
     const int peer = (rank + distance) % world;
-    line_.needing(peer, [&] { take(peer, received.at(peer)); });
+    line_.needing(peer, [&] { take(peer, into.at(peer)); });
   }
   (*own_)[MemoryBox::taken] = round_;
   for (int distance = 1; distance < world; ++distance) {
@@ -96,13 +76,13 @@ void MemoryMessages::swap(const std::vector<const void*>& sent, const std::vecto
 }
 
 // Copies the message that `rank` has for this one.
-void MemoryMessages::take(int rank, const Received& received) const {
+void MemoryMessages::take(int rank, const at::Tensor& into) const {
   look_for(rank, MemoryBox::published);
-  if (received.bytes == 0) return;
+  if (into.numel() == 0) return;
   uint64_t address = 0;
   neighbours_.read(rank, boxes_[rank] + MemoryBox::offset_of(MemoryBox::addresses + line_.group->getRank()), &address,
                    sizeof(address));
-  neighbours_.read(rank, address, received.into, received.bytes);
+  neighbours_.read(rank, address, into.mutable_data_ptr(), into.nbytes());
   int64_t has_given_up = 0;
   neighbours_.read(rank, boxes_[rank] + MemoryBox::offset_of(MemoryBox::gave_up), &has_given_up, sizeof(has_given_up));
   if (has_given_up != 0) throw GaveUp("it gave up while its message was read");

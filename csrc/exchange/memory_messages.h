@@ -1,7 +1,8 @@
 // Messages of any lengths between ranks of one machine, for latency: they are not sent, but read where they lie.
 #pragma once
 
-#include <cstddef>
+#include <ATen/core/Tensor.h>
+
 #include <cstdint>
 #include <memory>
 #include <vector>
@@ -27,11 +28,6 @@ namespace zx {
 // The memory of a process that is gone can't be read.
 class MemoryMessages {
  public:
-  struct Received {
-    void* into;
-    size_t bytes;  // as many as the sender has
-  };
-
   // `tag`: of the line's group, for the boxes' addresses.
   MemoryMessages(const Line& line, Tag tag) : line_(line), tag_(tag) {}
   ~MemoryMessages();
@@ -40,15 +36,15 @@ class MemoryMessages {
   // Whether each rank of the line can read each other one's memory. The same on all ranks.
   bool can_serve();
 
-  // `sent`: where the message for each rank lies; `received`: where those of all go; of this rank itself neither is
-  // looked at. Collective; to be called by one thread only, where can_serve(). Throws std::runtime_error that names the
-  // rank that is gone.
-  void swap(const std::vector<const void*>& sent, const std::vector<Received>& received);
+  // `sent`: the message for each rank; `into`: where those of all go, as long as their senders have them; this rank's
+  // own is left alone. Collective; to be called by one thread only, where can_serve(). Throws std::runtime_error that
+  // names the rank that is gone.
+  void swap(const std::vector<at::Tensor>& sent, const std::vector<at::Tensor>& into);
 
  private:
   void meet();
   void look_for(int rank, MemoryBox::Word word) const;
-  void take(int rank, const Received& received) const;
+  void take(int rank, const at::Tensor& into) const;
 
   const Line& line_;
   Tag tag_;

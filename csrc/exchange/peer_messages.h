@@ -40,10 +40,6 @@ class PeerMessages {
   void count(const at::Tensor& message);
 
  private:
-  // Each rank's into its tensor of `into`; this rank's own is left alone.
-  void read(const std::vector<at::Tensor>& sent, const std::vector<at::Tensor>& into);
-  void send(const std::vector<at::Tensor>& sent, const std::vector<at::Tensor>& into);
-
   Line line_;
   Tags tags_{TagKind::rows};
   MemoryMessages memory_{line_, tags_.next()};

@@ -55,14 +55,11 @@ void SmallAllReduce::run(at::Tensor& values, const CombineInto& combine) {
 
 void SmallAllReduce::run_in_memory(at::Tensor& values, const CombineInto& combine) {
   const at::Tensor own = values.clone();  // which others read while `values` changes
+  const int world = line_.group->getSize();
   std::vector<at::Tensor> theirs;
-  std::vector<MemoryMessages::Received> received;
-  for (int rank = 0; rank < line_.group->getSize(); ++rank) {
-    theirs.push_back(at::empty_like(values));
-    received.push_back({theirs.back().mutable_data_ptr(), theirs.back().nbytes()});
-  }
-  memory_.swap(std::vector<const void*>(theirs.size(), own.const_data_ptr()), received);
-  for (int rank = 0; rank < line_.group->getSize(); ++rank) {
+  for (int rank = 0; rank < world; ++rank) theirs.push_back(at::empty_like(values));
+  memory_.swap(std::vector<at::Tensor>(world, own), theirs);
+  for (int rank = 0; rank < world; ++rank) {
     if (rank != line_.group->getRank()) combine(values, theirs[rank]);
   }
 }
