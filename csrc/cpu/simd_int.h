@@ -15,7 +15,7 @@ struct VecI {
   static ZX_HD VecI of(VecF a) { return {_mm512_castps_si512(a.x)}; }
   ZX_HD VecF as_float() const { return {_mm512_castsi512_ps(x)}; }
   ZX_HD VecF to_float() const { return {_mm512_cvtepi32_ps(x)}; }
-  ZX_HD void store_upper_halves(void* p) const { VecF::put16(p, _mm512_cvtepi32_epi16(_mm512_srli_epi32(x, 16))); }
+  ZX_HD void store_lower_halves(void* p) const { VecF::put16(p, _mm512_cvtepi32_epi16(x)); }
   static ZX_HD VecI load(const uint32_t* p) { return {_mm512_loadu_si512(p)}; }
   ZX_HD void store(uint32_t* p) const { _mm512_storeu_si512(p, x); }
   static ZX_HD VecI load(const uint8_t* p) {
@@ -105,7 +105,7 @@ struct VecI {
   static ZX_HD VecI of(VecF a) { return {_mm256_castps_si256(a.x)}; }
   ZX_HD VecF as_float() const { return {_mm256_castsi256_ps(x)}; }
   ZX_HD VecF to_float() const { return {_mm256_cvtepi32_ps(x)}; }
-  ZX_HD void store_upper_halves(void* p) const { VecF::put16(p, VecF::narrow16(_mm256_srli_epi32(x, 16))); }
+  ZX_HD void store_lower_halves(void* p) const { VecF::put16(p, VecF::narrow16(x)); }
   static ZX_HD VecI load(const uint32_t* p) { return {_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))}; }
   ZX_HD void store(uint32_t* p) const { _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), x); }
   static ZX_HD VecI load(const uint8_t* p) {

@@ -39,7 +39,7 @@ ZX_HD void store_stochastic(VecF value, VecI random, const Keep& keep, bf16* p) 
   const VecI bits = VecI::of(value);
   // The upper half of the largest number stays, and so do those of infinity and NaN: nothing is carried into the sign.
   const Mask stays = greater_signed(bits & VecI::splat(kMagnitudeBits), VecI::splat(0x7f7effff));
-  keep(bits + keep_unless(stays, half)).store_upper_halves(p);
+  keep.upper_halves(bits + keep_unless(stays, half)).store_lower_halves(p);
 }
 
 #endif
