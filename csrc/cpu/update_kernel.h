@@ -230,6 +230,9 @@ ZX_HD void update_state(const Call& call, const typename Rule::template Step<T> 
     }
     if (span.states.kind == StateKind::blockwise) {
       for_each_part(span.numel, kChunk, [&](int64_t first, int64_t numel) ZX_LAMBDA {
+        // A chunk has one line of a mask: too few for the processor to fetch them ahead by itself.
+        const KeptBits ahead = span.kept.from(first + 4 * kChunk);
+        if (!ahead.has_all()) __builtin_prefetch(ahead.bits + ahead.first / 8);
         CodedChunks<Rule, N> chunks(span, call.decoders, first, numel);
         for_each_part(numel, kStateBlock, [&](int64_t start, int64_t count) ZX_LAMBDA {
           CodedBlock<Rule, N> block(chunks, start);
