@@ -293,6 +293,17 @@ def groups_keep_their_rules(rank: int, _: int, folder: str) -> Mapping[str, Any]
     return full
 
 
+def test_what_a_saved_group_lacks_is_taken_from_its_own_rule() -> None:
+    params = list(make_model().parameters())
+    optimizer = FusedShardedAdam(list(groups_of(params, "adam")), lr=1e-2, process_group="alone")
+    options = [{**group, "params": None} for group in optimizer.param_groups]
+    saved = optimizer.state_dict()
+    for group in saved["param_groups"]:
+        del group["maximize"]
+    optimizer.load_state_dict(saved)
+    assert [{**group, "params": None} for group in optimizer.param_groups] == options
+
+
 def test_each_parameter_s_state_has_the_keys_of_its_rule_and_groups_keep_it(tmp_path: Path) -> None:
     run_ranks(groups_keep_their_rules, 2, str(tmp_path))
 
