@@ -53,7 +53,7 @@ struct Bf16State {
   ZX_HD void load(Lanes<V, N>& lanes, int64_t i) const {
     for_each_state<N>([&](auto s) ZX_LAMBDA { lanes.state[s.value] = V::load(values[s.value] + i); });
   }
-  // `random`: the random_bits() of these lanes. `keep`: the Kept<V> or KeptAll<V> of these lanes.
+  // `random`: the random_bits() of these lanes. `keep`: KeptBeside16Bits or AllBeside16Bits of these lanes.
   template <class V, class Random, class Keep>
   ZX_HD void store(const Lanes<V, N>& lanes, Random random, int64_t i, const Keep& keep) const {
     for_each_state<N>([&](auto s) ZX_LAMBDA {

@@ -220,9 +220,9 @@ ZX_HD void update_state(const Call& call, const typename Rule::template Step<T> 
         const int64_t numel = alike < span.numel - first ? alike : span.numel - first;
         const Bf16State<Rule, N> state(span, first);
         if (span.kept.has_all()) {
-          update_bf16<Rule, N, KeptAll>(step, where, state, grad, span.kept, first, numel);
+          update_bf16<Rule, N, AllBeside16Bits>(step, where, state, grad, span.kept, first, numel);
         } else {
-          update_bf16<Rule, N, Kept>(step, where, state, grad, span.kept.from(first), first, numel);
+          update_bf16<Rule, N, KeptBeside16Bits>(step, where, state, grad, span.kept.from(first), first, numel);
         }
         first += numel;
       }
