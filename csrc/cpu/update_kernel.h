@@ -152,8 +152,8 @@ ZX_HD V new_param(const Step& step, const Lanes<V, N>& lanes) {
 #if defined(ZX_HAS_VECTORS)
 // kCount vectors whose states are stored in bf16. Rounding takes as long as the rest of an update, but not the unit
 // that divides: in one loop with the update, and in groups whose vectors don't wait for each other, they overlap.
-// `state` and `kept` count from element `first` of the span. `Keep` is Kept or KeptAll: a branch on the mask in here
-// would take a fifth of the time.
+// `state` and `kept` count from element `first` of the span. `Keep` is KeptBeside16Bits or AllBeside16Bits: a
+// branch on the mask in here would take up to a fifth of the time.
 template <class Rule, int N, template <class> class Keep, int kCount, class Where, class Grad>
 ZX_HD void update_group(const typename Rule::template Step<float>& step, Where where, const Bf16State<Rule, N>& state,
                         const Grad* grad, KeptBits kept, int64_t first, int64_t i) {
