@@ -1,10 +1,11 @@
 #include "exchange/direct_exchange.h"
 
-#include <ATen/ops/empty.h>
-#include <ATen/ops/zeros.h>
+#include <cstdint>
+#include <memory>
+#include <utility>
+#include <vector>
 
-#include <exception>
-
+#include "exchange/flight_log.h"
 #include "exchange/tags.h"
 
 namespace zx {
@@ -12,96 +13,69 @@ namespace {
 
 using Messages = Exchange::Messages;
 
-// Where a neighbour's messages lie, once it has told this rank.
-struct Offer {
-  int64_t count = 0;
-  at::Tensor addresses{};  // int64 [count]
-  Awaited told{};          // gloo's works can be waited for only once
-};
-
-// Messages from and to some ranks, memory of others that this rank reads, and its own memory that others read.
+// Messages from and to some ranks, and memory of others that this rank reads while they read its own.
 class DirectPending : public Pending {
  public:
-  DirectPending(Line line, const Neighbours& neighbours, Tag done)
-      : Pending(std::move(line)), neighbours_(neighbours), done_(done), offers_(line_.group->getSize()) {}
+  // `log`: of what neighbours read; null if there are none.
+  DirectPending(Line line, const Neighbours& neighbours, std::shared_ptr<FlightLog> log)
+      : Pending(std::move(line)), neighbours_(neighbours), log_(std::move(log)), addresses_(line_.group->getSize()) {}
 
-  void send(at::Tensor message, int peer, Tag tag) { works_.push_back(start_send(std::move(message), peer, tag)); }
-
-  void receive(at::Tensor into, int peer, Tag tag) { works_.push_back(start_receive(std::move(into), peer, tag)); }
-
-  // Tells a neighbour where the messages lie.
-  void offer(const Messages& messages, int peer, Tag tag) {
-    at::Tensor addresses = at::empty({static_cast<int64_t>(messages.size())}, at::kLong);
-    auto* next = addresses.mutable_data_ptr<int64_t>();
-    for (const at::Tensor& message : messages) *next++ = reinterpret_cast<int64_t>(message.const_data_ptr());
-    offered_.insert(offered_.end(), messages.begin(), messages.end());
-    send(std::move(addresses), peer, tag);
-    readers_.push_back(start_receive(at::empty({1}, at::kByte), peer, done_));
+  void send(at::Tensor message, int peer, Tag tag) {
+    std::vector<at::Tensor> messages{std::move(message)};
+    works_.push_back({line_.needing(peer, [&] { return line_.group->send(messages, peer, tag.number()); }), peer});
   }
 
-  void expect_offer(int64_t count, int peer, Tag tag) {
-    at::Tensor addresses = at::empty({count}, at::kLong);
-    Awaited told = start_receive(addresses, peer, tag);
-    offers_[peer] = {count, std::move(addresses), std::move(told)};
+  void receive(at::Tensor into, int peer, Tag tag) {
+    std::vector<at::Tensor> messages{std::move(into)};
+    works_.push_back({line_.needing(peer, [&] { return line_.group->recv(messages, peer, tag.number()); }), peer});
+  }
+
+  // Tells neighbours where the messages for them lie; each of them has `count` for this rank.
+  void offer(std::vector<Messages> messages, int64_t count) {
+    offered_ = std::move(messages);
+    count_ = count;
+    flight_ = log_->begin(offered_);
   }
 
   void wait() override {
-    for (const Offer& offer : offers_) {
-      if (offer.told.work) line_.await(offer.told);
+    for (int rank = 0; rank < static_cast<int>(addresses_.size()); ++rank) {
+      if (flight_ >= 0 && rank != line_.group->getRank() && neighbours_.has(rank)) {
+        addresses_[rank] = log_->find(rank, flight_, count_, aborted_);
+      }
     }
     Pending::wait();
   }
 
   void read(int rank, size_t message, int64_t start, const at::Tensor& into) override {
-    const auto address = static_cast<uint64_t>(offers_[rank].addresses.const_data_ptr<int64_t>()[message]);
+    const auto address = static_cast<uint64_t>(addresses_[rank].at(message));
     line_.needing(rank, [&] {
       neighbours_.read(rank, address + start * into.element_size(), into.mutable_data_ptr(), into.nbytes());
     });
   }
 
   void let_go() override {
-    for (size_t rank = 0; rank < offers_.size(); ++rank) {
-      if (!offers_[rank].told.work) continue;
-      try {
-        const int peer = static_cast<int>(rank);
-        std::vector<at::Tensor> messages{at::zeros({1}, at::kByte)};
-        let_go_.push_back({line_.group->send(messages, peer, done_.number()), peer});
-      } catch (const std::exception&) {  // the rank is gone, and waits for nothing
-      }
-    }
+    if (flight_ >= 0) log_->let_go(flight_);
   }
 
   void wait_for_readers() override {
-    for (const Awaited& each : let_go_) line_.await(each);
-    for (const Awaited& each : readers_) line_.await(each);
+    if (flight_ >= 0) log_->wait_for_readers(flight_, aborted_);
     offered_.clear();
   }
 
   void abort() override {
-    for (const Offer& offer : offers_) {
-      if (offer.told.work) abort_one(offer.told.work);
-    }
-    for (const Awaited& each : readers_) abort_one(each.work);
+    aborted_ = true;
+    if (log_) log_->abort();
     Pending::abort();
   }
 
  private:
-  Awaited start_receive(at::Tensor into, int peer, Tag tag) {
-    std::vector<at::Tensor> messages{std::move(into)};
-    return {line_.needing(peer, [&] { return line_.group->recv(messages, peer, tag.number()); }), peer};
-  }
-
-  Awaited start_send(at::Tensor message, int peer, Tag tag) {
-    std::vector<at::Tensor> messages{std::move(message)};
-    return {line_.needing(peer, [&] { return line_.group->send(messages, peer, tag.number()); }), peer};
-  }
-
   const Neighbours& neighbours_;
-  Tag done_;
-  std::vector<Offer> offers_;  // by rank
-  Messages offered_;
-  std::vector<Awaited> readers_;  // from those that read what is offered, when they are done
-  std::vector<Awaited> let_go_;
+  std::shared_ptr<FlightLog> log_;
+  int64_t flight_ = -1;                          // until it is begun
+  int64_t count_ = 0;                            // of each neighbour's messages
+  std::vector<std::vector<int64_t>> addresses_;  // of them, by rank
+  std::vector<Messages> offered_{};              // kept for those who read them
+  FlightLog::Stop aborted_ = false;
 };
 
 // Slices that arrive in their places in a flat buffer.
@@ -130,7 +104,11 @@ class GatherPending final : public DirectPending {
 
 class DirectExchange final : public Exchange {
  public:
-  DirectExchange(Line line, Neighbours neighbours) : Exchange(std::move(line)), neighbours_(std::move(neighbours)) {}
+  DirectExchange(Line line, Neighbours neighbours) : Exchange(std::move(line)), neighbours_(std::move(neighbours)) {
+    if (num_received() == world() - 1) return;  // by message, from all
+    scatter_log_ = std::make_shared<FlightLog>(line_, neighbours_, Tag(TagKind::scatter_log, 0));
+    gather_log_ = std::make_shared<FlightLog>(line_, neighbours_, Tag(TagKind::gather_log, 0));
+  }
 
   bool sends_messages() const override { return true; }
 
@@ -145,7 +123,7 @@ class DirectExchange final : public Exchange {
   std::shared_ptr<Pending> send(const std::vector<Messages>& sent, const std::vector<Messages>& received,
                                 int64_t most) override {
     const auto count = static_cast<int64_t>(sent[rank()].size());  // as many as others send to this rank
-    auto pending = std::make_shared<DirectPending>(line_, neighbours_, scatter_done_tags_.next());
+    auto pending = std::make_shared<DirectPending>(line_, neighbours_, scatter_log_);
     start(*pending, sent, received, count, scatter_tags_.next(most));
     return pending;
   }
@@ -183,44 +161,44 @@ class DirectExchange final : public Exchange {
       received[peer] = {slice(flat, peer, world())};
       if (reads(peer)) places[peer] = received[peer][0];
     }
-    auto pending = std::make_shared<GatherPending>(line_, neighbours_, gather_done_tags_.next());
+    auto pending = std::make_shared<GatherPending>(line_, neighbours_, gather_log_);
     pending->set_places(std::move(places));
     start(*pending, sent, received, 1, gather_tags_.next());
     return pending;
   }
 
  private:
-  // Messages to a peer have tags from `first` on. A neighbour gets a single message, which tells where they lie.
-  // `count`: how many messages each of the other ranks has for this rank.
+  // Messages to a peer have tags from `first` on. A neighbour gets none, and is told where they lie. `count`: how many
+  // messages each of the other ranks has for this rank.
   void start(DirectPending& pending, const std::vector<Messages>& sent, const std::vector<Messages>& received,
              int64_t count, Tag first) {
     for (int step = 1; step < world(); ++step) {
       const int peer = (rank() + world() - step) % world();
-      if (reads(peer)) {
-        pending.expect_offer(count, peer, first);
-        continue;
-      }
+      if (reads(peer)) continue;
       Tag tag = first;
       for (const at::Tensor& message : received[peer]) pending.receive(message, peer, tag++);
     }
+    std::vector<Messages> offered(world());
     // Each rank starts with its right neighbour, so that no rank is everybody's first.
     for (int step = 1; step < world(); ++step) {
       const int peer = (rank() + step) % world();
       for (const at::Tensor& message : sent[peer]) count_sent(message);
       if (reads(peer)) {
-        pending.offer(sent[peer], peer, first);
+        offered[peer] = sent[peer];
         continue;
       }
       Tag tag = first;
       for (const at::Tensor& message : sent[peer]) pending.send(message, peer, tag++);
     }
+    if (num_received() < world() - 1) pending.offer(std::move(offered), count);
   }
 
   Neighbours neighbours_;
   Tags scatter_tags_{TagKind::scatter};
   Tags gather_tags_{TagKind::gather};
-  Tags scatter_done_tags_{TagKind::scatter_done};
-  Tags gather_done_tags_{TagKind::gather_done};
+  // Null without neighbours.
+  std::shared_ptr<FlightLog> scatter_log_{};
+  std::shared_ptr<FlightLog> gather_log_{};
 };
 
 }  // namespace

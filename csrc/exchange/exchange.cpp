@@ -12,15 +12,8 @@ void Pending::wait() {
   for (const Awaited& awaited : works_) line_.await(awaited);
 }
 
-void Pending::abort_one(const Work& work) {
-  try {
-    work->abort();
-  } catch (const c10::Error&) {  // gloo's collectives can't be aborted: they end with an answer, or the timeout
-  }
-}
-
 void Pending::abort() {
-  for (const Awaited& awaited : works_) abort_one(awaited.work);
+  for (const Awaited& awaited : works_) abort_work(awaited.work);
 }
 
 void Pending::read(int /*rank*/, size_t /*message*/, int64_t /*start*/, const at::Tensor& /*into*/) {

@@ -30,8 +30,6 @@ class Pending {
   virtual void wait_for_readers() {}
 
  protected:
-  static void abort_one(const Work& work);
-
   Line line_;
   std::vector<Awaited> works_;  // unchanged once others may abort them
 };

@@ -7,7 +7,7 @@
 namespace zx {
 
 void MemoryBox::keep_for_others(std::shared_ptr<MemoryBox> box) {
-  constexpr size_t kKept = 64;                // rounds are collective, so nobody is so many optimizers behind
+  constexpr size_t kKept = 256;               // of a dozen an optimizer: nobody is so many optimizers behind
   static auto* const mutex = new std::mutex;  // leaked, with what it guards
   static auto* const kept = new std::deque<std::shared_ptr<MemoryBox>>;
   const std::lock_guard lock(*mutex);

@@ -1,4 +1,4 @@
-// What a rank lets its neighbours read of where it is: see memory_messages.h.
+// Numbers that a rank lets its neighbours read: see memory_messages.h and flight_log.h.
 #pragma once
 
 #include <atomic>
@@ -11,14 +11,13 @@ namespace zx {
 
 class MemoryBox {
  public:
+  // The words of boxes that Whereabouts knows.
   enum Word : size_t {
-    gave_up,    // 1 if this rank answers nobody any more
-    published,  // the round whose messages lie at `addresses`
-    taken,      // the last round whose messages this rank has
-    addresses,  // of the message for each rank
+    gave_up,  // 1 if this rank answers nobody any more
+    first_free,
   };
 
-  explicit MemoryBox(int world) : words_(addresses + static_cast<size_t>(world)) {}
+  explicit MemoryBox(size_t num_words) : words_(num_words) {}
 
   std::atomic<int64_t>& operator[](size_t word) { return words_[word]; }
   uint64_t address() const { return reinterpret_cast<uint64_t>(words_.data()); }

@@ -9,19 +9,11 @@
 #include <stdexcept>
 #include <utility>
 
+#include "exchange/gave_up.h"
 #include "exchange/pause.h"
 #include "exchange/send_to_peers.h"
 
 namespace zx {
-namespace {
-
-// It looks as if the rank's connection had ended, and so errors say.
-class GaveUp : public std::runtime_error {
- public:
-  using std::runtime_error::runtime_error;
-};
-
-}  // namespace
 
 MemoryMessages::~MemoryMessages() {
   if (own_) MemoryBox::keep_for_others(std::move(own_));
@@ -41,7 +33,7 @@ bool MemoryMessages::can_serve() {
 // Collective: tells each other where the boxes are, by messages of the group.
 void MemoryMessages::meet() {
   const int world = line_.group->getSize();
-  auto box = std::make_shared<MemoryBox>(world);
+  auto box = std::make_shared<MemoryBox>(addresses + world);
   line_.whereabouts->add_box(box);
   const std::vector<at::Tensor> own(world, at::full({1}, static_cast<int64_t>(box->address()), at::kLong));
   const at::Tensor found = at::zeros({world, 1}, at::kLong);
@@ -56,19 +48,19 @@ void MemoryMessages::swap(const std::vector<at::Tensor>& sent, const std::vector
   const int rank = line_.group->getRank();
   const int world = line_.group->getSize();
   for (int peer = 0; peer < world; ++peer) {
-    (*own_)[MemoryBox::addresses + peer] = reinterpret_cast<int64_t>(sent.at(peer).const_data_ptr());
+    (*own_)[addresses + peer] = reinterpret_cast<int64_t>(sent.at(peer).const_data_ptr());
   }
-  (*own_)[MemoryBox::published] = ++round_;
+  (*own_)[published] = ++round_;
   for (int distance = 1; distance < world; ++distance) {  // not all from the same rank first
     const int peer = (rank + distance) % world;
     line_.needing(peer, [&] { take(peer, into.at(peer)); });
   }
-  (*own_)[MemoryBox::taken] = round_;
+  (*own_)[taken] = round_;
   for (int distance = 1; distance < world; ++distance) {
     const int peer = (rank + distance) % world;
     line_.needing(peer, [&] {
       try {
-        look_for(peer, MemoryBox::taken);
+        look_for(peer, taken);
       } catch (const GaveUp&) {  // it reads nothing any more; this rank has what it came for
       }
     });
@@ -77,10 +69,10 @@ void MemoryMessages::swap(const std::vector<at::Tensor>& sent, const std::vector
 
 // Copies the message that `rank` has for this one.
 void MemoryMessages::take(int rank, const at::Tensor& into) const {
-  look_for(rank, MemoryBox::published);
+  look_for(rank, published);
   if (into.numel() == 0) return;
   uint64_t address = 0;
-  neighbours_.read(rank, boxes_[rank] + MemoryBox::offset_of(MemoryBox::addresses + line_.group->getRank()), &address,
+  neighbours_.read(rank, boxes_[rank] + MemoryBox::offset_of(addresses + line_.group->getRank()), &address,
                    sizeof(address));
   neighbours_.read(rank, address, into.mutable_data_ptr(), into.nbytes());
   int64_t has_given_up = 0;
@@ -89,10 +81,10 @@ void MemoryMessages::take(int rank, const at::Tensor& into) const {
 }
 
 // Returns when `rank` has come to this round. Throws GaveUp if it never will.
-void MemoryMessages::look_for(int rank, MemoryBox::Word word) const {
+void MemoryMessages::look_for(int rank, Word word) const {
   Pause pause;
   while (true) {
-    std::array<int64_t, MemoryBox::addresses> words{};
+    std::array<int64_t, addresses> words{};
     try {
       neighbours_.read(rank, boxes_[rank], words.data(), sizeof(words));
     } catch (const std::exception& error) {

@@ -3,6 +3,7 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <cstddef>
 #include <cstdint>
 #include <memory>
 #include <vector>
@@ -42,8 +43,15 @@ class MemoryMessages {
   void swap(const std::vector<at::Tensor>& sent, const std::vector<at::Tensor>& into);
 
  private:
+  // Of a box.
+  enum Word : size_t {
+    published = MemoryBox::first_free,  // the round whose messages lie at `addresses`
+    taken,                              // the last round whose messages this rank has
+    addresses,                          // of the message for each rank
+  };
+
   void meet();
-  void look_for(int rank, MemoryBox::Word word) const;
+  void look_for(int rank, Word word) const;
   void take(int rank, const at::Tensor& into) const;
 
   const Line& line_;

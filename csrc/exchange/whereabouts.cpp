@@ -165,6 +165,13 @@ std::string seconds(milliseconds time) {
 
 }  // namespace
 
+void abort_work(const Work& work) {
+  try {
+    work->abort();
+  } catch (const c10::Error&) {  // gloo's collectives can't be aborted: they end with an answer, or the timeout
+  }
+}
+
 Whereabouts::Whereabouts(std::vector<Group> groups, c10::intrusive_ptr<c10d::Store> store, int rank, int world,
                          std::chrono::milliseconds timeout)
     : groups_(std::move(groups)), store_(std::move(store)), rank_(rank), world_(world), timeout_(timeout) {}

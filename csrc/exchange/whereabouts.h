@@ -38,6 +38,9 @@ struct Awaited {
   int peer = kUnknownRank;
 };
 
+// If the backend can, wakes a wait for it on another thread; never throws.
+void abort_work(const Work& work);
+
 // Any thread may call any of these. After the first failure every later one gets the same answer.
 class Whereabouts {
  public:
