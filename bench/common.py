@@ -85,7 +85,8 @@ Option = dict[str, Any]  # as add_argument() takes it
 OPTIONS: dict[str, Option] = {
     "dtype": {"choices": list(DTYPES), "default": "fp32"},
     "clip": {"action": "store_const", "const": 1.0, "dest": "max_norm", "help": "clip the norm to 1"},
-    "layers": {"type": int, "default": Training.layers, "help": "of width 512"},
+    "layers": {"type": int, "default": Training.layers, "help": "of a small GPT"},
+    "width": {"type": int, "default": Training.width, "help": "of its layers: a multiple of 64"},
     "batch": {"type": int, "default": Training.batch, "help": "sequences of 128 tokens a rank"},
     "device": {"type": usable_device, "choices": ("cpu", "cuda")},
     "ranks": {"type": int, "nargs": "+", "metavar": "N", "default": [2], "help": "world sizes"},
@@ -95,7 +96,7 @@ OPTIONS: dict[str, Option] = {
     "png": {"type": Path, "metavar": "FILE", "help": "draw them there"},
     "json": {"type": Path, "metavar": "FILE", "help": "write all numbers there"},
 }
-TRAINING = ("dtype", "clip", "layers")
+TRAINING = ("dtype", "clip", "layers", "width")
 
 
 def new_parser(module: str, description: str | None, *shared: str, **own: Any) -> argparse.ArgumentParser:
