@@ -290,7 +290,7 @@ def test_steps_are_written_and_told(
 ) -> None:
     monkeypatch.setattr(common, "Training", SmallTraining)
     file = tmp_path / "new/step.json"
-    small = ["--layers=1", "--batch=1", "--clip", "--seconds=0"]
+    small = ["--layers=1", "--width=64", "--batch=1", "--clip", "--seconds=0"]
     step.main([*small, "--systems", "fused", "--caps", "1", f"--json={file}"])
     rows = json.loads(file.read_text())["rows"]
     assert [row["system"] for row in rows] == ["DDP + AdamW(fused)", "zerox, buckets of 1 MiB"]
@@ -327,7 +327,7 @@ def test_a_wrong_option_ends_with_its_name(option: str, named: str, capsys: pyte
 def test_memory_is_weighed_beside_the_estimate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(common, "Training", SmallTraining)
     file = tmp_path / "new/memory.json"
-    memory.main(["--ranks", "2", "--layers=1", "--systems", "DDP + AdamW", "zerox", f"--json={file}"])
+    memory.main(["--ranks", "2", "--layers=1", "--width=64", "--systems", "DDP + AdamW", "zerox", f"--json={file}"])
     rows = {row["system"]: row for row in json.loads(file.read_text())["rows"]}
     ours = ["zerox, stage 2", "zerox, gather hidden", "zerox, stage 1", "zerox, stage 3"]
     assert list(rows) == ["DDP + AdamW(fused)", *ours]

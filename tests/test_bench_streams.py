@@ -105,7 +105,7 @@ def test_time_is_hidden_where_the_thread_that_trains_does_not_wait() -> None:
 
 def test_a_step_is_drawn_with_all_that_happens_to_its_buckets(tmp_path: Path) -> None:
     files = [f"--{kind}={tmp_path / f'streams.{kind}'}" for kind in ("json", "png")]
-    small = ["--device=cpu", "--layers=1", "--batch=1", "--clip"]
+    small = ["--device=cpu", "--layers=1", "--width=64", "--batch=1", "--clip"]
     streams.main([*small, *files, f"--trace={tmp_path}"])
     [row] = json.loads((tmp_path / "streams.json").read_text())["rows"]
     phases = sum(row["ms"][f"training: {phase}"] for phase in ("forward", "backward", "clip", "step"))
@@ -126,7 +126,7 @@ def test_of_several_ranks_each_bucket_is_told_and_all_are_traced(
 ) -> None:
     monkeypatch.setattr(common, "Training", SmallTraining)
     files = {name: tmp_path / f"new/streams.{name}" for name in ("json", "png", "trace")}
-    arguments = ["--ranks=2", "--device=cpu", "--layers=1", "--batch=1", "--clip"]
+    arguments = ["--ranks=2", "--device=cpu", "--layers=1", "--width=64", "--batch=1", "--clip"]
     streams.main([*arguments, *(f"--{name}={path}" for name, path in files.items())])
     rows = json.loads(files["json"].read_text())["rows"]
     assert [row["rank"] for row in rows] == [0, 1]
