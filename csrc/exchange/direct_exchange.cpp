@@ -53,6 +53,9 @@ class DirectPending : public Pending {
     });
   }
 
+  // That what was read of a rank is what it had.
+  void check(int rank) const { log_->check(rank); }
+
   void let_go() override {
     if (flight_ >= 0) log_->let_go(flight_);
   }
@@ -89,7 +92,9 @@ class GatherPending final : public DirectPending {
     try {
       DirectPending::wait();
       for (size_t rank = 0; rank < places_.size(); ++rank) {
-        if (places_[rank].defined()) read(static_cast<int>(rank), 0, 0, places_[rank]);
+        if (!places_[rank].defined()) continue;
+        read(static_cast<int>(rank), 0, 0, places_[rank]);
+        check(static_cast<int>(rank));
       }
     } catch (...) {
       let_go();

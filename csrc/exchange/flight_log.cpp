@@ -1,6 +1,7 @@
 #include "exchange/flight_log.h"
 
 #include <ATen/ops/zeros.h>
+#include <c10/util/Exception.h>
 
 #include <algorithm>
 #include <array>
@@ -11,13 +12,18 @@
 #include "exchange/pause.h"
 
 namespace zx {
+namespace {
+
+constexpr const char* kAborted = "the exchange was aborted";
+
+}  // namespace
 
 FlightLog::FlightLog(Line line, Neighbours neighbours, Tag tag)
     : line_(std::move(line)), neighbours_(std::move(neighbours)), tag_(tag), known_(line_.group->getSize()) {}
 
 FlightLog::~FlightLog() {
-  MemoryBox::keep_for_others(std::move(box_));
   for (auto& node : own_.nodes) MemoryBox::keep_for_others(std::move(node));
+  MemoryBox::keep_for_others(std::move(box_));
 }
 
 int64_t FlightLog::begin(const std::vector<Messages>& sent) {
@@ -33,13 +39,18 @@ int64_t FlightLog::begin(const std::vector<Messages>& sent) {
     }
   }
   const std::lock_guard lock(mutex_);
+  if (own_.num_begun == 0) tell_where_the_box_is();
   (own_.nodes.empty() ? (*box_)[first_node] : (*own_.nodes.back())[next]) = static_cast<int64_t>(node->address());
   own_.nodes.push_back(std::move(node));
   ++own_.num_begun;
   (*box_)[begun_again] = own_.num_begun;
   (*box_)[begun] = own_.num_begun;
-  if (own_.num_begun > 1) return own_.num_begun - 1;
+  return own_.num_begun - 1;
+}
 
+// If this throws, no flight can begin: this rank has given up.
+void FlightLog::tell_where_the_box_is() {
+  const int world = line_.group->getSize();
   line_.whereabouts->add_box(box_);
   addresses_ = at::zeros({2, world}, at::kLong);
   addresses_[0].fill_(static_cast<int64_t>(box_->address()));
@@ -52,28 +63,38 @@ int64_t FlightLog::begin(const std::vector<Messages>& sent) {
       known_[rank].sent = {line_.group->send(to, rank, tag_.number()), rank};
     });
   }
-  return 0;
 }
 
-void FlightLog::meet(int rank) {
+// An abort wakes one wait alone, so all flights that were aborted are asked for too.
+void FlightLog::meet(int rank, const Stop& stop) {
   const std::lock_guard lock(meeting_);
   KnownNeighbour& neighbour = known_[rank];
   if (neighbour.has_met) return;
-  line_.await(neighbour.received);
-  line_.await(neighbour.sent);
+  for (const Awaited* awaited : {&neighbour.received, &neighbour.sent}) {
+    TORCH_CHECK(!stop, kAborted);
+    line_.await(*awaited);
+  }
   neighbour.box = addresses_[1].const_data_ptr<int64_t>()[rank];
   neighbour.has_met = true;
 }
 
 std::vector<int64_t> FlightLog::find(int rank, int64_t flight, int64_t count, const Stop& stop) {
-  meet(rank);
-  return line_.needing(rank, [&] {
-    look(rank, [&] { return has_begun(rank, flight); }, stop);
+  meet(rank, stop);
+  std::vector<int64_t> found(count);
+  const bool is_there = line_.needing(rank, [&] {
+    if (!look(rank, [&] { return has_begun(rank, flight); }, stop)) return false;
     const int64_t node = node_of(rank, flight);
     const int64_t place = word_at(rank, node, places + line_.group->getRank());
-    std::vector<int64_t> found(count);
     neighbours_.read(rank, node + MemoryBox::offset_of(place), found.data(), count * sizeof(int64_t));
-    return found;
+    return true;
+  });
+  TORCH_CHECK(is_there, kAborted);
+  return found;
+}
+
+void FlightLog::check(int rank) const {
+  line_.needing(rank, [&] {
+    if (word_at(rank, known_[rank].box, MemoryBox::gave_up) != 0) throw GaveUp("it gave up while it was read");
   });
 }
 
@@ -115,13 +136,15 @@ void FlightLog::wait_for_readers(int64_t flight, const Stop& stop) {
   for (int distance = 1; distance < world; ++distance) {
     const int rank = (line_.group->getRank() + distance) % world;
     if (!is_neighbour(rank)) continue;
-    meet(rank);
-    line_.needing(rank, [&] {
+    meet(rank, stop);
+    const bool is_over = line_.needing(rank, [&] {
       try {
-        look(rank, [&] { return has_let_go(rank, flight); }, stop);
+        return look(rank, [&] { return has_let_go(rank, flight); }, stop);
       } catch (const GaveUp&) {  // it reads nothing any more
+        return true;
       }
     });
+    TORCH_CHECK(is_over, kAborted);
   }
   const std::lock_guard lock(mutex_);
   read_by_all_.add(flight);
@@ -154,11 +177,13 @@ bool FlightLog::has_let_go(int rank, int64_t flight) const {
   return word_at(rank, known_[rank].box, marks + flight % kMarks) > flight;
 }
 
-// Returns when found(), which looks into a rank's memory. Throws GaveUp if it never will be.
+// Waits for found(), which looks into a rank's memory, or for `stop`; returns which it was. Throws GaveUp if it never
+// will be.
 template <class Found>
-void FlightLog::look(int rank, const Found& found, const Stop& stop) const {
+bool FlightLog::look(int rank, const Found& found, const Stop& stop) const {
   Pause pause;
   while (true) {
+    if ((*box_)[MemoryBox::gave_up] != 0) throw std::runtime_error("this rank gave up");  // in another thread
     bool has_given_up = false;
     try {
       if (found()) break;
@@ -167,12 +192,12 @@ void FlightLog::look(int rank, const Found& found, const Stop& stop) const {
       throw GaveUp(error.what());
     }
     if (has_given_up) throw GaveUp("it gave up");
-    if ((*box_)[MemoryBox::gave_up] != 0) throw std::runtime_error("this rank gave up");  // in another thread
-    if (stop) throw std::runtime_error("the wait was aborted");
+    if (stop) return false;
     if (pause.waited() > line_.whereabouts->timeout()) throw std::runtime_error("timed out");
     pause();
   }
   std::atomic_thread_fence(std::memory_order_seq_cst);  // what was found stands for is read after it
+  return true;
 }
 
 }  // namespace zx

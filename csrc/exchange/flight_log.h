@@ -69,10 +69,12 @@ class FlightLog {
   using Messages = std::vector<at::Tensor>;
   int64_t begin(const std::vector<Messages>& sent);
 
-  // Where the `count` messages of a rank for this one lie, once it has begun the flight. This and wait_for_readers()
-  // throw as Whereabouts::needing() does, or when `stop` is set.
+  // Where the `count` messages of a rank for this one lie, once it has begun the flight. This, check() and
+  // wait_for_readers() throw as Whereabouts::needing() does, and those with a `stop` also when that is set.
   using Stop = std::atomic<bool>;
   std::vector<int64_t> find(int rank, int64_t flight, int64_t count, const Stop& stop);
+  // Throws if what was read of the rank is not to be trusted: it has given up, and its memory may be free.
+  void check(int rank) const;
   // This rank reads nothing more of the flight.
   void let_go(int64_t flight);
   // Waits until no neighbour will read anything more of the flight.
@@ -89,13 +91,14 @@ class FlightLog {
   enum NodeWord : size_t { next, places };
 
   bool is_neighbour(int rank) const { return rank != line_.group->getRank() && neighbours_.has(rank); }
-  void meet(int rank);
+  void tell_where_the_box_is();
+  void meet(int rank, const Stop& stop);
   int64_t node_of(int rank, int64_t flight);
   int64_t word_at(int rank, int64_t address, size_t word) const;
   bool has_begun(int rank, int64_t flight) const;
   bool has_let_go(int rank, int64_t flight) const;
   template <class Found>
-  void look(int rank, const Found& found, const Stop& stop) const;
+  bool look(int rank, const Found& found, const Stop& stop) const;
 
   Line line_;
   Neighbours neighbours_;
