@@ -28,9 +28,8 @@ namespace zx {
 // that of the next node. In a box stands how many flights have begun, and readers walk from node to node. A node is
 // freed when all neighbours have let go of its flight and of the next one, to which they have walked past it.
 //
-// A rank that lets go of a flight writes its number into its own box, in one of kMarks places that take turns. So a
-// mark waits until all flights are let go that begun kMarks before it, or more: who looks for one finds it, or the next
-// one.
+// A rank that lets go of a flight leaves a mark in its own box, in one of kMarks places that take turns. There a mark
+// stands for all earlier ones of its place too: it is left only when those are let go.
 //
 // Only the boxes' addresses are told by messages, in the first flight.
 
