@@ -8,8 +8,7 @@
 #include <stdexcept>
 #include <utility>
 
-#include "exchange/gave_up.h"
-#include "exchange/pause.h"
+#include "exchange/look.h"
 
 namespace zx {
 namespace {
@@ -82,9 +81,9 @@ std::vector<int64_t> FlightLog::find(int rank, int64_t flight, int64_t count, co
   meet(rank, stop);
   std::vector<int64_t> found(count);
   const bool is_there = line_.needing(rank, [&] {
-    if (!look(rank, [&] { return has_begun(rank, flight); }, stop)) return false;
+    if (!look_for(rank, [&] { return has_begun(rank, flight); }, stop)) return false;
     const int64_t node = node_of(rank, flight);
-    const int64_t place = word_at(rank, node, places + line_.group->getRank());
+    const int64_t place = word_at(neighbours_, rank, node, places + line_.group->getRank());
     neighbours_.read(rank, node + MemoryBox::offset_of(place), found.data(), count * sizeof(int64_t));
     return true;
   });
@@ -93,9 +92,7 @@ std::vector<int64_t> FlightLog::find(int rank, int64_t flight, int64_t count, co
 }
 
 void FlightLog::check(int rank) const {
-  line_.needing(rank, [&] {
-    if (word_at(rank, known_[rank].box, MemoryBox::gave_up) != 0) throw GaveUp("it gave up while it was read");
-  });
+  line_.needing(rank, [&] { check_read(neighbours_, rank, known_[rank].box); });
 }
 
 // Of a flight that the rank has begun, and this rank not let go.
@@ -103,10 +100,10 @@ int64_t FlightLog::node_of(int rank, int64_t flight) {
   const std::lock_guard lock(mutex_);
   const KnownNeighbour& neighbour = known_[rank];
   auto& nodes = known_[rank].nodes;
-  if (nodes.empty()) nodes[0] = word_at(rank, neighbour.box, first_node);
+  if (nodes.empty()) nodes[0] = word_at(neighbours_, rank, neighbour.box, first_node);
   while (nodes.rbegin()->first < flight) {
     const auto [last, address] = *nodes.rbegin();
-    nodes[last + 1] = word_at(rank, address, next);
+    nodes[last + 1] = word_at(neighbours_, rank, address, next);
   }
   return nodes.at(flight);
 }
@@ -139,7 +136,7 @@ void FlightLog::wait_for_readers(int64_t flight, const Stop& stop) {
     meet(rank, stop);
     const bool is_over = line_.needing(rank, [&] {
       try {
-        return look(rank, [&] { return has_let_go(rank, flight); }, stop);
+        return look_for(rank, [&] { return has_let_go(rank, flight); }, stop);
       } catch (const GaveUp&) {  // it reads nothing any more
         return true;
       }
@@ -160,10 +157,9 @@ void FlightLog::abort() {
   }
 }
 
-int64_t FlightLog::word_at(int rank, int64_t address, size_t word) const {
-  int64_t found = 0;
-  neighbours_.read(rank, address + MemoryBox::offset_of(word), &found, sizeof(found));
-  return found;
+template <class Found>
+bool FlightLog::look_for(int rank, const Found& found, const Stop& stop) const {
+  return look(neighbours_, rank, known_[rank].box, *box_, *line_.whereabouts, found, [&] { return stop.load(); });
 }
 
 bool FlightLog::has_begun(int rank, int64_t flight) const {
@@ -174,30 +170,7 @@ bool FlightLog::has_begun(int rank, int64_t flight) const {
 }
 
 bool FlightLog::has_let_go(int rank, int64_t flight) const {
-  return word_at(rank, known_[rank].box, marks + flight % kMarks) > flight;
-}
-
-// Waits for found(), which looks into a rank's memory, or for `stop`; returns which it was. Throws GaveUp if it never
-// will be.
-template <class Found>
-bool FlightLog::look(int rank, const Found& found, const Stop& stop) const {
-  Pause pause;
-  while (true) {
-    if ((*box_)[MemoryBox::gave_up] != 0) throw std::runtime_error("this rank gave up");  // in another thread
-    bool has_given_up = false;
-    try {
-      if (found()) break;
-      has_given_up = word_at(rank, known_[rank].box, MemoryBox::gave_up) != 0;
-    } catch (const std::exception& error) {
-      throw GaveUp(error.what());
-    }
-    if (has_given_up) throw GaveUp("it gave up");
-    if (stop) return false;
-    if (pause.waited() > line_.whereabouts->timeout()) throw std::runtime_error("timed out");
-    pause();
-  }
-  std::atomic_thread_fence(std::memory_order_seq_cst);  // what was found stands for is read after it
-  return true;
+  return word_at(neighbours_, rank, known_[rank].box, marks + flight % kMarks) > flight;
 }
 
 }  // namespace zx

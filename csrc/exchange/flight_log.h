@@ -93,11 +93,10 @@ class FlightLog {
   void tell_where_the_box_is();
   void meet(int rank, const Stop& stop);
   int64_t node_of(int rank, int64_t flight);
-  int64_t word_at(int rank, int64_t address, size_t word) const;
   bool has_begun(int rank, int64_t flight) const;
   bool has_let_go(int rank, int64_t flight) const;
   template <class Found>
-  bool look(int rank, const Found& found, const Stop& stop) const;
+  bool look_for(int rank, const Found& found, const Stop& stop) const;
 
   Line line_;
   Neighbours neighbours_;

@@ -4,13 +4,9 @@
 #include <ATen/ops/zeros.h>
 
 #include <algorithm>
-#include <array>
-#include <atomic>
-#include <stdexcept>
 #include <utility>
 
-#include "exchange/gave_up.h"
-#include "exchange/pause.h"
+#include "exchange/look.h"
 #include "exchange/send_to_peers.h"
 
 namespace zx {
@@ -71,32 +67,16 @@ void MemoryMessages::swap(const std::vector<at::Tensor>& sent, const std::vector
 void MemoryMessages::take(int rank, const at::Tensor& into) const {
   look_for(rank, published);
   if (into.numel() == 0) return;
-  uint64_t address = 0;
-  neighbours_.read(rank, boxes_[rank] + MemoryBox::offset_of(addresses + line_.group->getRank()), &address,
-                   sizeof(address));
+  const size_t own_place = addresses + line_.group->getRank();
+  const auto address = static_cast<uint64_t>(word_at(neighbours_, rank, boxes_[rank], own_place));
   neighbours_.read(rank, address, into.mutable_data_ptr(), into.nbytes());
-  int64_t has_given_up = 0;
-  neighbours_.read(rank, boxes_[rank] + MemoryBox::offset_of(MemoryBox::gave_up), &has_given_up, sizeof(has_given_up));
-  if (has_given_up != 0) throw GaveUp("it gave up while its message was read");
+  check_read(neighbours_, rank, boxes_[rank]);
 }
 
 // Returns when `rank` has come to this round. Throws GaveUp if it never will.
 void MemoryMessages::look_for(int rank, Word word) const {
-  Pause pause;
-  while (true) {
-    std::array<int64_t, addresses> words{};
-    try {
-      neighbours_.read(rank, boxes_[rank], words.data(), sizeof(words));
-    } catch (const std::exception& error) {
-      throw GaveUp(error.what());
-    }
-    if (words[word] == round_) break;
-    if (words[MemoryBox::gave_up] != 0) throw GaveUp("it gave up");
-    if ((*own_)[MemoryBox::gave_up] != 0) throw std::runtime_error("this rank gave up");  // in another thread
-    if (pause.waited() > line_.whereabouts->timeout()) throw std::runtime_error("timed out");
-    pause();
-  }
-  std::atomic_thread_fence(std::memory_order_seq_cst);  // what the number stands for is read after it
+  const auto has_come = [&] { return word_at(neighbours_, rank, boxes_[rank], word) == round_; };
+  look(neighbours_, rank, boxes_[rank], *own_, *line_.whereabouts, has_come, [] { return false; });
 }
 
 }  // namespace zx
