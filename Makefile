@@ -1,5 +1,5 @@
-# Every target but `gpu`, which takes $PYTHON or python3 as it is, first readies an environment (scripts/setup_env.sh says
-# which and how), so a fresh clone needs no other step.
+# Every target but `gpu`, which takes $PYTHON or python3 as it is, first readies ./.venv, or the environment that
+# ZEROX_ENV names (scripts/setup_env.sh says how), so a fresh clone needs no other step.
 .PHONY: help demo test test-frameworks bench lint build rehearse gpu clean
 .DEFAULT_GOAL := help
 SHELL := bash

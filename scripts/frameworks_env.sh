@@ -17,7 +17,7 @@ py="$folder/bin/python"
 packages="$("$base" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')"
 link="import site; site.addsitedir('$packages')" # also reads the .pth files there, as that of an editable zerox
 
-[[ "$packages" != "$folder"/* ]] || die "$folder is active: leave it, it is made from another environment"
+[[ "$packages" != "$folder"/* ]] || die "ZEROX_ENV is $folder, which is made from another environment: leave ZEROX_ENV out"
 if [[ ! -x "$py" ]] || [[ "$(cat "$folder/base" 2>/dev/null)" != "$link" ]] || ! "$py" -m pip --version >/dev/null 2>&1; then
     say "making $folder beside $packages"
     "$base" -m venv --clear --without-pip "$folder" >&2 || die "could not make $folder, see above"
@@ -26,4 +26,4 @@ if [[ ! -x "$py" ]] || [[ "$(cat "$folder/base" 2>/dev/null)" != "$link" ]] || !
     echo "$link" >"$folder/base"
 fi
 
-VIRTUAL_ENV="$folder" scripts/setup_env.sh --no-build frameworks
+ZEROX_ENV="$folder" scripts/setup_env.sh --no-build frameworks

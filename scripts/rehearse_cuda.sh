@@ -25,8 +25,8 @@ git rev-parse --git-dir >/dev/null 2>&1 || die "this is not a clone of the repos
 if ! "$py" -W ignore -c 'import torch' 2>/dev/null; then
     say "installing torch $torch into $env"
     [[ -x "$py" ]] || python3 -m venv "$env" || die "could not make $env (python3-venv missing?)"
-    # setuptools with it: what venv brings may be too old, and setup_env.sh replaces nothing in an active environment.
-    # torch 2.11 refuses 82 and later.
+    # setuptools with it: what venv brings may be too old, and setup_env.sh replaces nothing in an environment that is
+    # not its own. torch 2.11 refuses 82 and later.
     "$py" -m pip --disable-pip-version-check install -q "torch==$torch" 'setuptools>=77,<82' ||
         die "pip could not install torch, see above"
 fi
@@ -40,7 +40,7 @@ git ls-files -z --cached --others --exclude-standard | while IFS= read -r -d '' 
     if [[ -e "$file" ]]; then printf '%s\0' "$file"; fi # deleted but not yet committed
 done | xargs -0 cp -a --parents -t "$tree"
 cd "$tree"
-VIRTUAL_ENV="$env" scripts/setup_env.sh --no-build test >/dev/null # what the tests need
+ZEROX_ENV="$env" scripts/setup_env.sh --no-build test >/dev/null # what the tests need
 export ZEROX_CUDA=1 ZEROX_WERROR=1
 
 say "building against torch ${found/ / of CUDA }, see $log"

@@ -4,12 +4,15 @@
 #
 #   scripts/setup_env.sh [--no-build] [EXTRA...]      extras of pyproject.toml: test, lint, demo
 #
-# An active environment (VIRTUAL_ENV or CONDA_PREFIX) that has torch >= 2.11 is used as it is: what it lacks is added,
-# what it has is never replaced. Otherwise ./.venv is made and kept; it belongs to this script.
+# The environment is ./.venv, which is made where there is none, kept, and belongs to this script. An active one (VIRTUAL_ENV,
+# CONDA_PREFIX) is left alone, since zerox would be installed into it in place of what is there.
 #
+# ZEROX_ENV           folder of another environment, which has torch >= 2.11: what it lacks is added, zerox is installed
+#                     into it in editable mode, and nothing else that it has is replaced
 # ZEROX_TORCH_INDEX   package index to take torch from when making ./.venv, for example
 #                     https://download.pytorch.org/whl/cpu for the small CPU build (PyPI's Linux build brings CUDA)
 set -euo pipefail
+asked="${ZEROX_ENV:+$(realpath -ms "$ZEROX_ENV")}" # before the next line, which changes what a relative path means
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 say() { echo "zerox: $*" >&2; }
@@ -45,13 +48,13 @@ need_disk() {
 }
 
 # ---- an environment
-active="${VIRTUAL_ENV:-${CONDA_PREFIX:-}}"
 owned=no
-py="$active/bin/python"
-if [[ -n "$active" && -x "$py" ]] && state has-torch 2>/dev/null; then
-    if [[ "$active" -ef .venv ]]; then owned=yes; fi
+if [[ -n "$asked" ]]; then
+    py="$asked/bin/python"
+    [[ -x "$py" ]] || die "ZEROX_ENV=$asked has no bin/python: it is the folder of a Python environment"
+    state has-torch || die "ZEROX_ENV=$asked has no torch >= 2.11: install it there, or leave ZEROX_ENV out for ./.venv"
+    if [[ "$asked" -ef .venv ]]; then owned=yes; fi
 else
-    if [[ -n "$active" ]]; then say "the active environment ($active) has no torch >= 2.11, using ./.venv"; fi
     owned=yes
     py="$PWD/.venv/bin/python"
     if ! "$py" -m pip --version >/dev/null 2>&1; then
@@ -69,6 +72,8 @@ else
         "$base" -m venv --clear .venv >&2 || die "could not make ./.venv, see above"
     fi
     if ! state has-torch; then
+        active="${VIRTUAL_ENV:-${CONDA_PREFIX:-}}"
+        [[ -z "$active" ]] || say "using ./.venv; ZEROX_ENV=$active takes the active environment, and installs zerox into it"
         headers="$("$py" -c 'import sysconfig; print(sysconfig.get_path("include"))')"
         [[ "$build" == no || -e "$headers/Python.h" ]] ||
             die "Python.h is missing ($headers): install python3-dev (python3-devel)"
@@ -86,14 +91,14 @@ PATH="$(dirname "$py"):$PATH" # ninja and cmake of the environment
 missing="$(state missing build-system "$@")"
 if [[ -n "$missing" ]]; then
     mapfile -t missing <<<"$missing"
-    "$py" -m pip --version >/dev/null 2>&1 || die "no pip in $active: run '$py -m ensurepip'"
+    "$py" -m pip --version >/dev/null 2>&1 || die "no pip in ZEROX_ENV=$asked: run '$py -m ensurepip'"
     pins="$(mktemp)"
     trap 'rm -f "$pins"' EXIT
     if [[ "$owned" == yes ]]; then
         cp constraints.txt "$pins"
     else
         clash="$(state clashes build-system "$@")"
-        [[ -z "$clash" ]] || die "the active environment does not fit, leave it or run: $py -m pip install $clash"
+        [[ -z "$clash" ]] || die "ZEROX_ENV=$asked does not fit, leave it out or run: $py -m pip install $clash"
         state pins >"$pins"
     fi
     say "installing ${missing[*]}"

@@ -1,4 +1,4 @@
-"""scripts/setup_env.sh says what a machine lacks before it fetches gigabytes of torch."""
+"""scripts/setup_env.sh says what a machine lacks before it fetches gigabytes of torch, and leaves other environments alone."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-USED = ("bash", "dirname", "awk", "grep", "df", "cat", "mktemp", "rm", "make", "mkdir", "cp")
+USED = ("bash", "dirname", "awk", "grep", "df", "cat", "mktemp", "rm", "make", "mkdir", "cp", "realpath")
 PYTHON = """#!/bin/bash
 case "$*" in
   *"import ensurepip, venv"*) exit {no_venv} ;;
@@ -61,6 +61,14 @@ class Machine:
         (self.programs / name).unlink(missing_ok=True)
         (self.programs / name).write_text(script)
         (self.programs / name).chmod(0o755)
+
+    def environment(self, script: str) -> Path:
+        """Another environment, whose Python is the script."""
+        folder = self.programs.parent / "another"
+        (folder / "bin").mkdir(parents=True)
+        (folder / "bin/python").write_text(script)
+        (folder / "bin/python").chmod(0o755)
+        return folder
 
     def free_gb(self, disk: int, downloads: int) -> None:
         script = f'#!/bin/bash\n[ "$2" = "$PWD" ] && free={disk} || free={downloads}\necho header\n'
@@ -134,11 +142,28 @@ def test_little_room_is_said_before_torch_is_fetched(machine: Machine) -> None:
 def test_it_builds_where_something_changed_or_warnings_were_allowed(
     machine: Machine, found: str | None, wanted: str, builds: bool
 ) -> None:
-    machine.program("python", READY.format(wanted=wanted))
     if found:
         (machine.tree / "build").mkdir()
         (machine.tree / "build/fingerprint").write_text(f"{found}\n")
-    (machine.programs.parent / "env").mkdir()
-    (machine.programs.parent / "env/bin").symlink_to(machine.programs)
-    said = machine.said(status=int(builds), VIRTUAL_ENV=str(machine.programs.parent / "env"))
+    asked = machine.environment(READY.format(wanted=wanted))
+    said = machine.said(status=int(builds), ZEROX_ENV=str(asked))
     assert ("BUILT" in said) == builds
+
+
+@pytest.mark.parametrize("variable", ["VIRTUAL_ENV", "CONDA_PREFIX"])
+def test_an_active_environment_is_left_alone(machine: Machine, variable: str) -> None:
+    active = machine.environment(READY.format(wanted="a"))
+    said = machine.said(**{variable: str(active)})
+    assert "BUILT" not in said, "the active environment's Python was run"
+    assert f"zerox: using ./.venv; ZEROX_ENV={active} takes the active environment, and installs zerox into it" in said
+    assert any(line.startswith("FETCHED") for line in said)
+    assert (machine.tree / ".venv/bin/python").exists()
+
+
+def test_an_environment_that_was_asked_for_is_not_replaced_by_another(machine: Machine) -> None:
+    asked = machine.environment("#!/bin/bash\nexit 1\n")
+    reason = "has no torch >= 2.11: install it there, or leave ZEROX_ENV out for ./.venv"
+    assert machine.said(ZEROX_ENV=str(asked)) == [f"zerox: ZEROX_ENV={asked} {reason}"]
+    (asked / "bin/python").unlink()
+    reason = "has no bin/python: it is the folder of a Python environment"
+    assert machine.said(ZEROX_ENV=str(asked)) == [f"zerox: ZEROX_ENV={asked} {reason}"]

@@ -41,6 +41,12 @@ VARIABLES = (
     Variable("MAX_JOBS", "build", "compilers at a time, about 2 GB of memory each; default: all cores"),
     Variable("ZEROX_WERROR", "build", "`1`: compiler warnings are errors, nvcc's too"),
     Variable("ZEROX_TORCH_INDEX", "make", "package index to take torch from when `make` creates `./.venv`"),
+    Variable(
+        "ZEROX_ENV",
+        "make",
+        "folder of the environment that `make` uses, and installs zerox and tools into (`$VIRTUAL_ENV`, `$CONDA_PREFIX`); "
+        "default: `./.venv`",
+    ),
     Variable("WORKERS", "make", "test processes at a time; default: all cores, at most 8"),
     Variable("ARGS", "make", "what `make test` and others pass on, such as `'-k layout -x'`"),
     Variable("ZEROX_ISA", "run", "`scalar`, `avx2`, `avx512` or `avx512vbmi` instead of the fastest that the CPU runs"),
