@@ -206,6 +206,9 @@ def parse_options() -> argparse.Namespace:
         raise BadInput(f"--layouts has layouts of its own: leave out {name_of(given)}")
     if options.pp > SHAPES["tiny"].layers:
         raise BadInput(f"--pp {options.pp}: the model has {SHAPES['tiny'].layers} blocks to divide")
+    hidden = 4 * SHAPES["tiny"].width
+    if hidden % options.tp or NUM_BYTES % options.tp:
+        raise BadInput(f"--tp {options.tp}: {hidden} hidden units and {NUM_BYTES} logits can't be cut evenly")
     if options.experts > 1:
         check_experts(options)
     return options

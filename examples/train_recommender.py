@@ -26,6 +26,7 @@ import command
 import torch
 import torch.distributed as dist
 from corpus import BadInput
+from ranks import am_rank
 from torch import Tensor, nn
 from torch.nn.functional import logsigmoid
 from torch.nn.parallel import DistributedDataParallel
@@ -186,11 +187,17 @@ def draw(runs: list[Run], path: Path) -> None:
     figure.savefig(path, bbox_inches="tight")
 
 
-def compare(args: argparse.Namespace, rank: int, size: int) -> None:
+def read(args: argparse.Namespace) -> Data:
     try:
-        data = Data.of(pairs_of_file(args.data) if args.data else words_of_library(args.tokens))
-    except (OSError, ValueError) as error:
+        return Data.of(pairs_of_file(args.data) if args.data else words_of_library(args.tokens))
+    except OSError as error:
+        raise BadInput(f"cannot read {error.filename or args.data}: {error.strerror or error}") from error
+    except ValueError as error:
         raise BadInput(str(error)) from error
+
+
+def compare(args: argparse.Namespace, rank: int, size: int) -> None:
+    data = read(args)
     runs = [train(name, data, args, rank) for name in ("zerox", "DDP + SparseAdam")]
     floor = floor_ms(data, args, rank)
     if rank == 0:
@@ -212,6 +219,8 @@ def parse_options() -> argparse.Namespace:
     options = parser.parse_args()
     if options.steps <= WARM_UP + LOOKS:
         raise BadInput(f"--steps must be more than {WARM_UP + LOOKS}")
+    if options.data and options.ranks > 1 and not am_rank():
+        read(options)  # what is wrong with it is said once, before there are ranks
     return options
 
 

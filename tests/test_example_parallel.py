@@ -58,6 +58,7 @@ WRONG = {
     "--layouts --tp 2": "--layouts has layouts of its own: leave out tp 2",
     "--picture layouts.png": "--picture draws the layouts of --layouts, which is not given",
     "--pp 3": "--pp 3: the model has 2 blocks to divide",
+    "--tp 3": "--tp 3: 256 hidden units and 256 logits can't be cut evenly",
     "--experts 3": "--experts 3: each block has 4 experts to share out evenly",
     "--experts 2 --tp 2": "--experts does not go with --tp: zerox refuses it, see docs/meshes.md",
 }

@@ -46,6 +46,7 @@ def test_a_file_of_pairs_will_do_and_a_line_that_is_none_is_named(tmp_path: Path
     ("options", "reason"),
     [
         ("--picture missing/p.png", "--picture missing/p.png: there is no folder missing"),
+        ("--ranks 2 --data missing/pairs", "cannot read missing/pairs: No such file or directory"),
         ("--steps 5", "--steps must be more than 13"),
         ("--ranks 0", "--ranks must be at least 1"),
     ],

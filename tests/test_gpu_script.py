@@ -6,9 +6,11 @@ import _thread
 import functools
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -232,6 +234,15 @@ def test_meets(here=Path(__file__).parent, end=time.monotonic() + {patience_s}):
     assert list(found["tails"]) == ["trace"]
 
 
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """Also where SIGINT is ignored, as in what a shell starts in the background."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interruptible")
 def test_an_interruption_kills_what_runs(logs: Path) -> None:
     def interrupt() -> None:
         while not gpu_run.running:
