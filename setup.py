@@ -26,7 +26,7 @@ import find_torch  # noqa: E402
 from build_cuda import CudaBuild  # noqa: E402
 
 # ---- Switches (zerox/environment.py has the table of all environment variables) --------------------------------------
-# auto | 0 | 1. auto is with CUDA where there is an nvcc, 1 fails rather than build without.
+# auto | 0 | 1. auto is with CUDA where torch is a CUDA build and there is an nvcc, 1 fails rather than build without.
 CUDA = os.environ.get("ZEROX_CUDA") or ("1" if os.environ.get("FORCE_CUDA") == "1" else "auto")
 CUDA_ARCHS = os.environ.get("TORCH_CUDA_ARCH_LIST", "")
 WERROR = os.environ.get("ZEROX_WERROR", "0") == "1"
@@ -145,6 +145,8 @@ def choose_cuda() -> tuple[CudaBuild | None, str]:
     try:
         if torch.version.hip:
             raise build_cuda.NoCuda(f"torch {torch.__version__} is a build for ROCm")
+        if CUDA == "auto" and not torch.version.cuda:
+            return None, f"torch {torch.__version__} is a CPU build; ZEROX_CUDA=1 builds kernels all the same"
         cuda = build_cuda.plan_build(ROOT, CUDA_ARCHS, WERROR)
     except build_cuda.NoCuda as reason:
         if CUDA == "1":

@@ -133,6 +133,10 @@ class CudaBuild:
 def plan_build(root: Path, wanted_archs: str, werror: bool) -> CudaBuild:
     """What there is to do. Raises NoCuda or BuildError."""
     nvcc = find_nvcc()
+    temporary = os.environ.get("TMPDIR")  # other compilers fall back to /tmp, nvcc fails
+    if temporary and not (Path(temporary).is_dir() and os.access(temporary, os.W_OK | os.X_OK)):
+        reason = "where nvcc writes, is not a folder to write to: make it, or unset TMPDIR"
+        raise BuildError(f"TMPDIR={temporary}, {reason}")
     if not kernel_sources(root):
         raise NoCuda("there is no .cu file in csrc/cuda")
     toolkit = open_toolkit(nvcc)

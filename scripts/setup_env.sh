@@ -25,6 +25,7 @@ state() { "$py" scripts/env_state.py "$@"; }
 pip() { "$py" -m pip --disable-pip-version-check "$@" >&2; }
 
 # ---- what pip can't bring, looked at before gigabytes are fetched
+[[ -z "${TMPDIR:-}" || (-d "$TMPDIR" && -w "$TMPDIR") ]] || die "TMPDIR=$TMPDIR is not a folder to write to: make it, or unset TMPDIR"
 command -v make >/dev/null || die "no make: install make"
 if [[ "$build" == yes ]]; then
     cxx="${CXX:-}"
@@ -111,7 +112,8 @@ if [[ "$build" == yes ]]; then
     found="$(cat build/fingerprint 2>/dev/null)" || found=none
     # Whether warnings are errors changes nothing of what is built: `make demo` after CI's checks builds nothing again.
     if [[ "$found" != "$wanted" && "$found" != "$wanted-werror" ]] || ! state built; then
-        say "building the C++ extension, a few minutes the first time"
+        say "building the C++ extension, a few minutes the first time; CUDA kernels, which a CUDA build of torch (or" \
+            "ZEROX_CUDA=1) gets where there is an nvcc, take as long again"
         rm -f build/fingerprint
         pip install -q --no-build-isolation --no-deps -e . || die "the build failed, see above"
         mkdir -p build

@@ -14,6 +14,7 @@ import torch
 
 import build_cuda
 from tests.cuda.fake_nvcc import FakeToolkit
+from tests.cuda.tools import need
 from zerox import _C, _ext
 
 ROOT = Path(__file__).parents[1]
@@ -65,17 +66,50 @@ def test_an_nvcc_of_another_major_release_than_torch_s_is_refused(tmp_path: Path
     assert re.fullmatch(r"zerox: \S+ is of CUDA 13\.1\.7, torch .* of CUDA 12\.9: .* ZEROX_CUDA=0\n", done.stderr)
 
 
-with_cuda = pytest.mark.skipif(not _ext.build_info()["cuda"], reason="no CUDA kernels in this build")
+def what_is_planned(of_torch: str | None, nvcc: Path, **variables: str) -> subprocess.CompletedProcess[str]:
+    """Runs setup.py up to the build; prints whether with CUDA kernels, and why not."""
+    script = (
+        f"import runpy, sys, torch; torch.version.cuda = {of_torch!r}; sys.argv[0] = 'setup.py'; "
+        "made = runpy.run_path('setup.py'); print('planned:', made['cuda'] is not None, made['why_not'])"
+    )
+    return run("-c", script, "build_ext", "--help", CUDA_HOME=str(nvcc.parents[1]), **variables)
 
 
-@with_cuda
+@pytest.mark.skipif(not build_cuda.kernel_sources(ROOT), reason="csrc/cuda has no kernels")
+def test_kernels_are_built_where_torch_has_cuda_or_where_they_are_asked_for(tmp_path: Path) -> None:
+    nvcc = FakeToolkit(tmp_path / "cuda").nvcc
+    asked = what_is_planned(None, nvcc, ZEROX_CUDA="1")
+    assert "planned: True" in asked.stdout, asked.stderr
+    followed = what_is_planned("13.1", nvcc)
+    assert "planned: True" in followed.stdout, followed.stderr
+    left_out = what_is_planned(None, nvcc)
+    reason = f"torch {torch.__version__} is a CPU build; ZEROX_CUDA=1 builds kernels all the same"
+    assert f"planned: False {reason}\n" in left_out.stdout, left_out.stderr
+
+
+@pytest.mark.skipif(not build_cuda.kernel_sources(ROOT), reason="csrc/cuda has no kernels")
+def test_a_missing_tmpdir_is_not_blamed_on_nvcc(tmp_path: Path) -> None:
+    nvcc = FakeToolkit(tmp_path / "cuda").nvcc
+    done = what_is_planned(None, nvcc, ZEROX_CUDA="1", TMPDIR=str(tmp_path / "none"))
+    assert done.returncode == 1
+    assert done.stderr.startswith(f"zerox: TMPDIR={tmp_path}/none, where nvcc writes, is not a folder to write to: ")
+    assert what_is_planned(None, nvcc, TMPDIR=str(tmp_path / "none")).returncode == 0, "nvcc is not needed here"
+
+
+@pytest.fixture
+def with_cuda() -> None:
+    if not _ext.build_info()["cuda"]:
+        need("no CUDA kernels in this build: ZEROX_CUDA=1 builds them")
+
+
+@pytest.mark.usefixtures("with_cuda")
 def test_every_op_has_a_kernel_for_cuda_whatever_torch_is_there() -> None:
     ops = [name for name in torch._C._dispatch_get_all_op_names() if name.startswith("zerox::")]
     assert ops
     assert not [op for op in ops if not torch._C._dispatch_has_kernel_for_dispatch_key(op, "CUDA")]
 
 
-@with_cuda
+@pytest.mark.usefixtures("with_cuda")
 def test_the_cuda_runtime_inside_is_invisible_outside() -> None:
     """torch loads its own libcudart with RTLD_GLOBAL: a visible call of ours would land there."""
     names = subprocess.run(["nm", "-D", _C.__file__], capture_output=True, text=True, check=True).stdout

@@ -1,4 +1,4 @@
-"""scripts/setup_env.sh says what a machine lacks before it fetches gigabytes of torch, and leaves other environments alone."""
+"""scripts/setup_env.sh says what a machine lacks before it fetches gigabytes of torch, and changes ./.venv alone."""
 
 from __future__ import annotations
 
@@ -96,6 +96,11 @@ def test_a_machine_that_has_everything_goes_on_to_fetch_torch(machine: Machine) 
 def test_no_make(machine: Machine) -> None:
     (machine.programs / "make").unlink()
     assert machine.said() == ["zerox: no make: install make"]
+
+
+def test_no_folder_for_temporary_files(machine: Machine) -> None:
+    reason = "is not a folder to write to: make it, or unset TMPDIR"
+    assert machine.said(TMPDIR="/does/not/exist") == [f"zerox: TMPDIR=/does/not/exist {reason}"]
 
 
 def test_no_compiler(machine: Machine) -> None:

@@ -25,7 +25,8 @@ VARIABLES = (
     Variable(
         "ZEROX_CUDA",
         "build",
-        "CUDA kernels: `auto` (default) where nvcc is found, also beside a CPU build of torch; `0` never; `1` or fail",
+        "CUDA kernels: `auto` (default) where torch is a CUDA build and nvcc is found; `0` never; `1`, also beside a "
+        "CPU build of torch, or fail",
     ),
     Variable("FORCE_CUDA", "build", "`1`: as `ZEROX_CUDA=1`, where that is not set"),
     Variable("CUDA_HOME", "build", "the CUDA toolkit; default: `CUDA_PATH`, nvcc on the `PATH`, `/usr/local/cuda`"),
@@ -44,7 +45,7 @@ VARIABLES = (
     Variable(
         "ZEROX_ENV",
         "make",
-        "folder of the environment that `make` uses, and installs zerox and tools into (`$VIRTUAL_ENV`, `$CONDA_PREFIX`); "
+        "folder of the environment that `make` uses, and installs zerox and tools into, such as `$VIRTUAL_ENV`; "
         "default: `./.venv`",
     ),
     Variable("WORKERS", "make", "test processes at a time; default: all cores, at most 8"),
