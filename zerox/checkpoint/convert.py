@@ -177,7 +177,8 @@ def _torch_state(opened: Opened, weights: Mapping[str, Tensor], host: Mapping[st
         for name in group["names"]:
             prefix = f"{OPTIMIZER}{name}."
             whats = WHATS if group.get(RULE, ADAM.name) in KNOWN else _whats(prefix, everything)
-            own = {what: everything[prefix + what] for what in whats if prefix + what in everything}
+            # Taken out: what is decoded replaces what was read, and both at once would be a file and a half of memory.
+            own = {what: everything.pop(prefix + what) for what in whats if prefix + what in everything}
             if own and (whats is WHATS or own[STEP] > 0):  # a class of the user's need not begin with zeros
                 state[number] = _torchs(own, weights.get(MODEL + name), host["memory_order"].get(name))
             number += 1
