@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -15,6 +16,13 @@ from zerox.flow.asked import Asked
 from zerox.flow.grad_calls import order_of
 from zerox.flow.mean_gradient import MeanGradient
 from zerox.flow.norm import check_finite, clip_coefficient, norm_of
+from zerox.ranks.process_group import ranks_of
+
+CALL = "zerox.clip_grad_norm_()"
+REFUSED = f"{CALL}: "
+TOLD = f"can't go on: {REFUSED}"  # in what another rank's refusal raises here
+GO_ON = "Call optimizer.zero_grad() on all ranks; state is as it was before"  # as csrc/grads/settlement.cpp says it
+_compared: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()  # whose ranks have once found nothing to refuse
 
 
 @torch.no_grad()
@@ -30,21 +38,34 @@ def clip_grad_norm_(
 
     As :meth:`zerox.FusedShardedAdam.clip_grad_norm_`, with the optimizers in the same order on all ranks. ``group``: a
     further process group, whose ranks hold other parts of the model, as those of tensor parallelism do: their norm is
-    included. What several of them hold is counted several times. Axes on which parameters are DTensors, and those of
-    ``norm_group``, are in the norm already: ValueError for such a group.
+    included. What several of them hold is counted several times. Raises ValueError, on all ranks of these optimizers,
+    for optimizers that are not over the same ranks or model axes (a norm would not be the same on all ranks), and for a
+    ``group`` that has other ranks of theirs, or of axes that are in the norm already: those on which parameters are
+    DTensors, and those of ``norm_group``.
     """
     given = [optimizers] if isinstance(optimizers, MeanGradient) else list(optimizers)
     p = order_of(norm_type)
     if not given:
-        raise ValueError("zerox.clip_grad_norm_() needs at least one optimizer")
-    check_axes(given, group)
+        raise ValueError(f"{CALL} needs at least one optimizer")
+    refusal = _refusal(given, group)
+    if isinstance(group, dist.ProcessGroup):
+        refusal = _refusal_of_all(group, refusal)
+    arguments = [p, float(max_norm), float(group is not None)]
     rows: list[tuple[Tensor, Tensor | None]] = []
     outcomes = []
-    for optimizer in given:
+    for optimizer in sorted(given, key=_ranks_of) if refusal else given:  # so that all tell each other in one order
         calls = optimizer._calls
-        refusal = calls.refusal("zerox.clip_grad_norm_()")
-        outcomes.append(optimizer._settle(Meeting.CLIP_TOGETHER, [p, float(max_norm)], refusal))
+        try:
+            outcome = optimizer._settle(Meeting.CLIP_TOGETHER, arguments, refusal or calls.refusal(CALL))
+        except RuntimeError as error:
+            if TOLD not in str(error):
+                raise
+            refusal = refusal or str(error)  # which the ranks of the other optimizers are told too
+            continue
+        outcomes.append(outcome)
         rows += calls.rows(p, Asked(optimizer._buckets))
+    if refusal:
+        raise ValueError(refusal if GO_ON in refusal else f"{refusal}. {GO_ON}")
     device = rows[0][0].device
     rows = [(words.to(device), None if factor is None else factor.to(device)) for words, factor in rows]
     if group is not None:
@@ -63,22 +84,64 @@ def clip_grad_norm_(
     return total
 
 
-def check_axes(optimizers: Sequence[MeanGradient], group: Any) -> None:
-    """ValueError unless the norms of all are over the same model axes, and ``group`` is none of them."""
-    first = optimizers[0]._grads.model
-    for axis in first.axes if group is not None else ():
-        if len(set(axis.ranks) & set(dist.get_process_group_ranks(group))) > 1:
-            raise ValueError(
-                f"zerox.clip_grad_norm_(): group= has ranks of the axis {axis}, which the optimizers' norms are over "
-                "already: leave group out"
-            )
+def _refusal(optimizers: Sequence[MeanGradient], group: Any) -> str:
+    """What this rank finds by itself; empty if the norms of all are over the same ranks and model axes, and ``group``
+    is over none of them.
+
+    Another rank may find nothing, as one that has no optimizer over fewer ranks. So it is told in each optimizer.
+    """
+    ranks, first = _ranks_of(optimizers[0]), optimizers[0]._grads.model
     for index, optimizer in enumerate(optimizers):
-        if (model := optimizer._grads.model).axes != first.axes:
-            raise ValueError(
-                f"zerox.clip_grad_norm_(): the norm of optimizer 0 is over {first}, that of optimizer {index} over "
-                f"{model}: one of them would be counted too often. Give both parameters on the same axes, as param "
-                "groups of one optimizer, or the missing axis as norm_group if its ranks have parameters of their own"
+        if (other := _ranks_of(optimizer)) != ranks:
+            return (
+                f"{REFUSED}optimizer 0 is over ranks {list(ranks)}, optimizer {index} over ranks {list(other)}: their "
+                "norms would not add up to the same on all ranks. Give both parameters to one optimizer over all ranks "
+                "as param groups, those of fewer ranks with a process_group of their own (docs/meshes.md), or clip "
+                "each optimizer by itself"
             )
+        if (model := optimizer._grads.model).axes != first.axes:
+            return (
+                f"{REFUSED}the norm of optimizer 0 is over {first}, that of optimizer {index} over {model}: one of "
+                "them would be counted too often. Give both parameters on the same axes, as param groups of one "
+                "optimizer, or the missing axis as norm_group if its ranks have parameters of their own"
+            )
+    if group is None:
+        return ""
+    if not isinstance(group, dist.ProcessGroup):
+        return f"{REFUSED}group must be a ProcessGroup this process is in, got {group!r}"
+    others = set(dist.get_process_group_ranks(group))
+    if len(shared := sorted(others & set(ranks))) > 1:
+        return (
+            f"{REFUSED}group= has ranks {shared}, and the optimizers average gradients over ranks {list(ranks)}: what "
+            "these have in common would be counted more than once. Leave group out, or pass one whose ranks have other "
+            "parts of the model"
+        )
+    for axis in first.axes:
+        if len(others.intersection(axis.ranks)) > 1:
+            return (
+                f"{REFUSED}group= has ranks of the axis {axis}, which the optimizers' norms are over already: leave "
+                "group out"
+            )
+    return ""
+
+
+def _ranks_of(optimizer: MeanGradient) -> tuple[int, ...]:
+    return ranks_of(optimizer._grads.ranks.given)
+
+
+def _refusal_of_all(group: dist.ProcessGroup, refusal: str) -> str:
+    """The same of all ranks of ``group``: collective until nobody refuses, and never after.
+
+    They differ if ``group`` has two ranks of one optimizer beside one of another.
+    """
+    if group in _compared:
+        return refusal
+    found: list[Any] = [None] * group.size()
+    dist.all_gather_object(found, refusal, group=group)
+    refusal = refusal or next(filter(None, found), "")
+    if not refusal:
+        _compared.add(group)
+    return refusal
 
 
 def _over(group: Any, words: Tensor, p: float) -> Tensor:

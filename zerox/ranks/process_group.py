@@ -55,6 +55,13 @@ def chosen_grid(process_group: GroupArgument) -> Grid | None:
     return grid_of(process_group)
 
 
+def ranks_of(group: dist.ProcessGroup | None) -> tuple[int, ...]:
+    """In ascending order, as the default group numbers them. None: this rank alone."""
+    if group is None:
+        return (dist.get_rank() if _is_initialized() else 0,)
+    return tuple(sorted(dist.get_process_group_ranks(group)))
+
+
 def check_group(process_group: GroupArgument) -> tuple[int, int] | None:
     """The shape of a mesh of two axes. Raises as chosen_group() does, without asking other ranks for anything."""
     if (grid := chosen_grid(process_group)) is not None:
