@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import math
 from collections.abc import Collection, Iterable, Iterator, Sequence
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -31,11 +33,15 @@ from zerox.plan.peak import AHEAD_IF_PACED, Flow, peak_alone, peak_of_sharded, p
 from zerox.plan.resident import resident_limit
 from zerox.plan.stage import SHARDED
 from zerox.ranks.dtensors import local_of
+from zerox.ranks.model_axes import axes_of
 from zerox.ranks.process_group import ALONE, check_group, chosen_group
 from zerox.ranks.teams import OF_GROUP
 from zerox.rules.guest import GuestClass, full_name
-from zerox.rules.known import rules_of
+from zerox.rules.known import check_options, options_of, rules_of
 from zerox.rules.of_groups import Rules
+
+BACKENDS = ("gloo", "nccl")
+OF_ALL = ("process_group", "norm_group", "optimizer_class")  # of the constructors' arguments, those that are no options
 
 
 def estimate(
@@ -62,8 +68,9 @@ def estimate(
     Options that don't change memory (lr and so on) are accepted. With ``optimizer_class=`` it is for
     ShardedOptimizer, and ``peak`` lacks what the class's own step() allocates for a bucket at a time. Gradients of
     tables (``sparse=True`` in a param group) are not in it, since they are as large as what batches name. Raises
-    ValueError as the constructor does.
+    as the constructor does for ``params`` and ``options``, and ValueError for arguments of its own.
     """
+    _check_arguments(params, world_size, local_world_size, backend=backend, mesh_shape=mesh_shape)
     mesh_shape = check_group(options.get("process_group")) or mesh_shape
     if mesh_shape is not None and math.prod(mesh_shape) != world_size:
         raise ValueError(f"mesh_shape {mesh_shape} is not of {world_size} ranks")
@@ -72,17 +79,16 @@ def estimate(
         world_size = local_world_size = 1
     if local_world_size is None:
         local_world_size = world_size
-    if not 1 <= local_world_size <= world_size:
+    if local_world_size > world_size:
         raise ValueError(f"local_world_size must be in [1, {world_size}], got {local_world_size}")
     chosen, rules, of_groups = _chosen(rule, options)
-    everything = named_tensors(params)
-    trained = [
-        (name, local_of(tensor), _options_of(rules, group, of_groups))
-        for name, tensor, group in everything
-        if tensor.requires_grad
-    ]
-    for _, tensor, group in trained if rules.default.on_host else ():
-        rules.default.check({**group, "params": [tensor]})  # learns what the class keeps for it
+    everything = [(name, tensor, _options_of(rules, group, of_groups)) for name, tensor, group in named_tensors(params)]
+    if not everything:
+        raise ValueError("optimizer got an empty parameter list")  # in torch's words
+    trained = [(name, local_of(tensor), group) for name, tensor, group in everything if tensor.requires_grad]
+    for _, tensor, group in trained if rules.default.on_host else everything:
+        rules.of(group).check({**group, "params": [tensor]})  # a class of torch's kind says what it keeps for it
+        chosen.check_group(group, rules.of(group).defaults)
     check_params([name for name, _, _ in trained], [tensor for _, tensor, _ in trained], allocated=False)
     tables = [each for each in trained if is_sparse(each[2])]
     for *_, group in tables:
@@ -183,18 +189,52 @@ def estimate(
     return dataclasses.replace(made, peak=peak, typical_peak=typical)
 
 
+def _check_arguments(params: Any, *counts: Any, backend: str, mesh_shape: Any) -> None:
+    """``counts``: world_size and local_world_size."""
+    if isinstance(params, torch.nn.Module):
+        raise TypeError(
+            f"zerox.estimate() takes what the optimizer takes, got a model ({type(params).__name__}): pass "
+            "model.parameters() or model.named_parameters()"
+        )
+    if isinstance(params, torch.Tensor):
+        raise TypeError(f"zerox.estimate() takes an iterable of tensors or param groups, got a {type(params).__name__}")
+    for name, count in zip(("world_size", "local_world_size"), counts, strict=True):
+        if not _is_count(count) and not (count is None and name == "local_world_size"):
+            raise ValueError(f"{name} must be a positive integer, got {count!r}")
+    if backend not in BACKENDS:
+        raise ValueError(f"backend must be one of {BACKENDS}, got {backend!r}")
+    is_shape = isinstance(mesh_shape, Sequence) and len(mesh_shape) == 2 and all(map(_is_count, mesh_shape))
+    if mesh_shape is not None and not is_shape:
+        raise ValueError(f"mesh_shape must be two positive integers (replicate, shard), got {mesh_shape!r}")
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, Integral) and value is not True and int(value) > 0
+
+
 def _chosen(rule: str, options: dict[str, Any]) -> tuple[OptimizerOptions, Rules, dict[str, Any]]:
     """As the constructor with these ``options``: ShardedOptimizer's, if a class is among them.
 
     The last are what param groups take from the constructor, beside the defaults of their rule.
     """
+    axes_of(options.get("norm_group"))
     cls = options.get("optimizer_class")
     if cls is None:
+        rules = rules_of(rule)
         known = {field.name for field in dataclasses.fields(OptimizerOptions)}
         chosen = OptimizerOptions(**{name: value for name, value in options.items() if name in known})
-        return chosen, rules_of(rule), options
+        chosen.check_pairs({"rule": rule, **options})  # which know of options that only other rules have
+        taken = {*known, *options_of(rule), *OF_ALL}
+        if unknown := [name for name in options if name not in taken]:
+            near = difflib.get_close_matches(unknown[0], taken, n=1)
+            raise TypeError(
+                f"zerox.estimate() got an unexpected keyword argument '{unknown[0]}', which the optimizer of "
+                f'rule="{rule}" does not take' + (f": did you mean '{near[0]}'?" if near else "")
+            )
+        check_options(rule, options)
+        return chosen, rules, options
     own = {name: value for name, value in options.items() if name in OF_GUESTS}
-    others = (*OF_GUESTS, "optimizer_class", "process_group")
+    others = (*OF_GUESTS, *OF_ALL)
     of_class = {name: value for name, value in options.items() if name not in others}
     check_foreign(cls, of_class)
     guest = GuestClass(cls, of_class, own.get("elementwise") is True, own.get("master_weights", "auto") is not None)

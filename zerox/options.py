@@ -264,13 +264,17 @@ def device_refusal(device: torch.device) -> str | None:
 
 
 def named_tensors(params: Any) -> list[tuple[str, Tensor, dict[str, Any]]]:
-    """``(name, tensor, group)`` for whatever torch.optim takes; unnamed ones are called by position."""
+    """``(name, tensor, group)`` for whatever torch.optim takes; unnamed ones are called by position. TypeError, in
+    torch's words, for anything else."""
     found: list[tuple[str, Tensor, dict[str, Any]]] = []
 
     seen: set[int] = set()
 
     def add(item: Any, group: dict[str, Any]) -> None:
-        name, tensor = (f"param {len(found)}", item) if isinstance(item, Tensor) else item
+        is_named = isinstance(item, tuple) and len(item) == 2
+        name, tensor = item if is_named else (f"param {len(found)}", item)
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"optimizer can only optimize Tensors, but one of the params is {type(tensor).__name__}")
         if id(tensor) not in seen:  # one that is given twice is trained once
             seen.add(id(tensor))
             found.append((name, tensor, group))

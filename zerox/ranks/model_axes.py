@@ -170,7 +170,7 @@ def find_axes(
             if axis.ranks not in found:
                 found[axis.ranks] = axis
                 of[axis.ranks] = f"parameter {quote(index)} is a DTensor on axis {axis}"
-    for axis in _axes_of(norm_group):
+    for axis in axes_of(norm_group):
         if axis.ranks not in found:
             found[axis.ranks] = axis
             of[axis.ranks] = f"norm_group has the axis {axis}"
@@ -191,7 +191,8 @@ def find_axes(
     return ModelAxes(tuple(sorted(found.values(), key=lambda axis: (axis.ranks[1] - axis.ranks[0], len(axis.ranks)))))
 
 
-def _axes_of(norm_group: Any) -> list[ModelAxis]:
+def axes_of(norm_group: Any) -> list[ModelAxis]:
+    """Those of several ranks. ValueError unless it is None, or a group or a mesh that has this rank."""
     if norm_group is None:
         return []
     if isinstance(norm_group, dist.ProcessGroup):

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
-from zerox.rules.adam import ADAM
-from zerox.rules.lion import LION
-from zerox.rules.of_groups import Rules
-from zerox.rules.rule import Rule
-from zerox.rules.sgd import SGD
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
 
-KNOWN: dict[str, Rule] = {rule.name: rule for rule in (ADAM, SGD, LION)}
+from zerox.rules import adam, lion, sgd
+from zerox.rules.of_groups import Rules
+from zerox.rules.rule import FLAGS, Rule
+
+KNOWN: dict[str, Rule] = {rule.name: rule for rule in (adam.ADAM, sgd.SGD, lion.LION)}
+DEFAULTS: dict[str, Callable[..., dict[str, Any]]] = {  # of param groups, from what the constructor is given
+    adam.ADAM.name: adam.defaults,
+    sgd.SGD.name: sgd.defaults,
+    lion.LION.name: lion.defaults,
+}
 
 
 def rules_of(name: str) -> Rules:
@@ -16,3 +23,16 @@ def rules_of(name: str) -> Rules:
     if name not in KNOWN:
         raise ValueError(f"rule must be one of {sorted(KNOWN)}, got {name!r}")
     return Rules(KNOWN[name], KNOWN)
+
+
+def options_of(name: str) -> tuple[str, ...]:
+    """What the constructor of a rule's class takes for its param groups."""
+    return (*KNOWN[name].defaults, *FLAGS)
+
+
+def check_options(name: str, options: Mapping[str, Any]) -> None:
+    """Raises as the constructor of a rule's class for values among ``options`` that it refuses."""
+    make = DEFAULTS[name]
+    values = {**KNOWN[name].defaults, **options}
+    own = {each: values[each] for each in inspect.signature(make).parameters if each != "flags"}
+    make(**own, flags={flag: options.get(flag) for flag in FLAGS})

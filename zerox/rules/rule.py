@@ -60,6 +60,7 @@ class NumberSpec:
         return number.reshape(self.shape).to(getattr(torch, self.dtype))
 
 
+FLAGS = ("foreach", "fused", "differentiable")  # options of torch's classes that choose an implementation
 STEP = NumberSpec("step", "float32")  # as in torch, whose foreach and fused paths take no other dtype
 
 
