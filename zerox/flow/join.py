@@ -16,13 +16,14 @@ from torch.distributed.algorithms import join as torch_join
 from zerox._C import Meeting, Outcome
 from zerox.flow.grads import Grads
 from zerox.memory.shared import Shared
+from zerox.memory.torch_optimizer import TorchOptimizer
 from zerox.ranks.roll_call import summary_of
 
 ALL, ACTIVE = "all", "active"
 STEP_ENDS = (Meeting.STEP, Meeting.SKIP_STEP)
 
 
-class Joinable(torch.optim.Optimizer):
+class Joinable(TorchOptimizer):
     """What join() needs of an optimizer; for torch's Join, a ``torch.distributed.algorithms.Joinable`` too."""
 
     _grads: Grads

@@ -15,6 +15,7 @@ from zerox.memory.bucket import Bucket, Member, start_states
 from zerox.memory.flat import dense_strides
 from zerox.memory.row_table import RowTable
 from zerox.memory.shared import Shared
+from zerox.memory.torch_optimizer import TorchOptimizer
 from zerox.ranks.dtensors import cuts_of
 from zerox.ranks.group import Ranks
 from zerox.ranks.teams import Teams
@@ -47,7 +48,7 @@ class Consolidated:
         return all(torch.equal(then, bucket.steps) for then, bucket in zip(self.steps, buckets, strict=True))
 
 
-class OptimizerState(torch.optim.Optimizer):
+class OptimizerState(TorchOptimizer):
     """The part of an optimizer that is about its state. Each rank has the state of its own shards, in buckets."""
 
     _rules: Rules

@@ -55,7 +55,8 @@ def _as_in_torch(rule: Rule | None, state: Any) -> Any:
 def _shown(spec: NumberSpec, number: Any) -> Any:
     """A rank's segment of a number stays one: it says whether the rank has it."""
     if isinstance(number, SlicedTensor):
-        return number.to(getattr(torch, spec.dtype))
+        # Not number.to(): torch imports torch.distributed.tensor for the first operator of any class of tensors.
+        return number.filled_with(number.own.to(getattr(torch, spec.dtype)))
     return spec.shown(number) if isinstance(number, Tensor) else number
 
 
