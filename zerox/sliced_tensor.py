@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
@@ -55,6 +55,15 @@ class SlicedTensor(Tensor):
         of = tuple(self.shape) if self.cut is None else f"{self.part[0]} at {self.cut.offsets} of {self.cut.shape}"
         return f"SlicedTensor({held} of {of}, {self.dtype}, {self.device})"
 
+    @property
+    def has_all(self) -> bool:
+        """Whether this rank has the whole tensor."""
+        return self.cut is None and self.own.numel() == self.numel()
+
+    def whole(self) -> Tensor:
+        """The tensor itself, of which this rank ``has_all``: a view."""
+        return self.own.as_strided(*self.part, self.own.storage_offset())
+
     def filled_with(self, values: Tensor) -> SlicedTensor:
         """The same elements of a tensor with these values."""
         return SlicedTensor(*self.part, self.span, values, self.cut)
@@ -65,9 +74,17 @@ class SlicedTensor(Tensor):
         kwargs = kwargs or {}
         if func in (aten.detach.default, aten.clone.default, aten._to_copy.default):
             kwargs = {key: value for key, value in kwargs.items() if key != "memory_format"}
-            return self.filled_with(func(self.own, **kwargs))
+            if self.dtype is not torch.uint8 or kwargs.get("dtype") in (None, torch.uint8):
+                return self.filled_with(func(self.own, **kwargs))
         if func is aten.new_empty.default and tuple(args[1]) == tuple(self.shape):  # how DCP starts to stage it
             return self.filled_with(self.own.new_empty(self.own.shape, **kwargs))
+        self = next(_slices([args, *kwargs.values()]))
+        if self.dtype is torch.uint8:
+            raise RuntimeError(
+                f"zerox: {func} on {self!r}, which has codes of 8 bits, and no moments: state_dict() has the state as "
+                "it is stored, for zerox's optimizers to load. full_state_dict() has moments in float32, which those "
+                "of torch.optim load too"
+            )
         raise RuntimeError(
             f"{func} on a tensor of which this rank has {self!r}: state_dict() is one rank's share. "
             "full_state_dict() gives whole tensors"
@@ -122,6 +139,15 @@ class SlicedTensor(Tensor):
                 start = self.own.storage_offset() + rectangle.span.start - self.start
                 return self.own.as_strided(rectangle.sizes, self.part[1], start)
         raise LookupError(f"no slice of '{index.fqn}' starts at {index.offset} on this rank")
+
+
+def _slices(args: Any) -> Iterator[SlicedTensor]:
+    """Those among an operator's arguments, also in lists of them."""
+    for arg in args:
+        if isinstance(arg, SlicedTensor):
+            yield arg
+        elif isinstance(arg, list | tuple):
+            yield from _slices(arg)
 
 
 def _rebuild(

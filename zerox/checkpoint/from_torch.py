@@ -120,6 +120,11 @@ def _check_state(
         rule = rules[number]
         needed = [STEP] * rule.keeps_step + [spec.key for spec in rule.states if not spec.when]
         known = [STEP, *(spec.key for spec in rule.states), MASTER.key, MASK.key]
+        if coded := [what for what, value in own.items() if isinstance(value, Tensor) and value.dtype is torch.uint8]:
+            raise CheckpointError(
+                f"{source}: {coded[0]} of '{names[number]}' is of 8 bits, as zerox's state_dict() has it: save "
+                "optimizer.full_state_dict() instead, or call zerox.save() where the optimizer is"
+            )
         missing = [what for what in needed if what not in own]
         unknown = [str(what) for what in own if what not in known]
         if missing or unknown:

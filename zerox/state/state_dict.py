@@ -23,6 +23,7 @@ from zerox.ranks.dtensors import cuts_of, part_of
 from zerox.rules.of_groups import RULE, Rules
 from zerox.rules.rule import MASK, MASTERS, NumberSpec, Rule
 from zerox.sliced_tensor import SlicedTensor
+from zerox.state.codes import is_plain_codes, marked, unmarked
 from zerox.state.fill import fill_row
 from zerox.state.sliced_state import STEP, blocks_of
 
@@ -39,14 +40,18 @@ def packed_with(state: Mapping[int, Any] | None, buckets: Sequence[Bucket], pack
     if state is not None:
         others = {key: value for key, value in packed["state"].items() if key not in rules and key not in state}
         packed = {**packed, "state": {**dict(sorted(state.items())), **others}}
-    shown = {key: _as_in_torch(rules.get(key), value) for key, value in packed["state"].items()}
+    shown = {key: _shown_state(rules.get(key), value) for key, value in packed["state"].items()}
     for number, key in set().union(*(bucket.absent_state() for bucket in buckets)):
         shown[number].pop(key, None)
     return {**packed, "state": shown}
 
 
-def _as_in_torch(rule: Rule | None, state: Any) -> Any:
-    if rule is None or not isinstance(state, dict):
+def _shown_state(rule: Rule | None, state: Any) -> Any:
+    """One parameter's, or what a user keeps there."""
+    if not isinstance(state, dict):
+        return state
+    state = marked(state)
+    if rule is None:
         return state
     found = {spec.key: spec for spec in (rule.step, *rule.numbers) if spec.key in state}
     return state | {key: _shown(spec, state[key]) for key, spec in found.items()}
@@ -78,7 +83,7 @@ def state_uncast(optimizer: torch.optim.Optimizer) -> Iterator[None]:
     """Inside, ``load_state_dict()`` wraps state as :class:`Uncast`, after the user's own hooks."""
 
     def wrap(_: Any, given: dict[str, Any]) -> dict[str, Any]:
-        return {**given, "state": {key: Uncast(state) for key, state in given["state"].items()}}
+        return {**given, "state": {key: Uncast(unmarked(state)) for key, state in given["state"].items()}}
 
     handle = optimizer.register_load_state_dict_pre_hook(wrap)
     try:
@@ -264,13 +269,22 @@ def _part(member: Member, key: str, value: Tensor, span: Span, shaped: bool) -> 
                 f"{span.stop} (zerox.load() and full_state_dict() are for any number of ranks)"
             )
         if shaped and value.part[1] != dense_strides(member.local):
-            raise ValueError(f"state of parameter {member.quoted} is of a parameter in another memory format")
+            raise ValueError(_other_format(member))
         return value.own[max(0, span.start - value.start) :][: span.numel]
     value = value.detach()
     if shaped:
         strides = dense_strides(member.local)
         value = value.reshape(member.local.shape)
         if value.stride() != strides:
+            if is_plain_codes(value):  # its blocks are of other elements
+                raise ValueError(_other_format(member))
             value = torch.empty_strided(value.shape, strides, dtype=value.dtype, device=value.device).copy_(value)
         value = value.as_strided((value.numel(),), (1,))
     return value.reshape(-1)[span.start : span.stop]
+
+
+def _other_format(member: Member) -> str:
+    return (
+        f"state of parameter {member.quoted} is of a parameter in another memory format: zerox.load() and "
+        "full_state_dict() are for any"
+    )
