@@ -19,7 +19,7 @@ from zerox.flow.capture import is_capturing
 from zerox.flow.grad_calls import READ_THE_MEAN, GradCalls
 from zerox.flow.grad_scale import GradScale
 from zerox.flow.grads import Grads
-from zerox.flow.inside import Inside
+from zerox.flow.inside import Inside, Loading
 from zerox.flow.join import digest_of
 from zerox.flow.memory_bytes import MemoryBytes, measured
 from zerox.flow.one_gradient import OneGradient
@@ -29,7 +29,7 @@ from zerox.flow.profiled import range_named, with_hooks
 from zerox.flow.residency import Residency
 from zerox.flow.row_refusals import check_rows
 from zerox.flow.update import FusedUpdate, Update
-from zerox.memory.bucket import Bucket, Member, members_of, rooms
+from zerox.memory.bucket import Bucket, Member, members_of, misfit_among, rooms
 from zerox.memory.flat import BufferSlot, give_out
 from zerox.memory.grad_dtype import Widened
 from zerox.memory.shared import Shared
@@ -207,7 +207,8 @@ class Engine(OneGradient, OneState):
     def inside(self) -> Inside:
         """For tests, tools and zerox.checkpoint. Not a promise: it may change with any version."""
         looked_at = self._rules, self._buckets, self._frozen, self._all_ranks, self._grads, self._gather, self._calls
-        return Inside(*looked_at, self._update, self._sparsity, self._settle, self._start_states, self._note_loaded)
+        loading = Loading(self._start_states, self._note_loaded, self._failed_load)
+        return Inside(*looked_at, self._update, self._sparsity, self._settle, loading)
 
     def _made_gather(self) -> ParamGather | Residency:
         ranks = self._all_ranks
@@ -306,9 +307,8 @@ class Engine(OneGradient, OneState):
         self._gather.wait()
         unfrozen = [m for m in self._frozen if m.param.requires_grad]
         moved = [(self._buckets[index], slot) for index, slot in self._grads.moved()]
-        misfits = (bucket.buffer.misfit(slot, bucket.members[slot].name) for bucket, slot in moved)
-        refusal = refusal or self._gather.failure(forget=meeting is Meeting.STEP) or next(filter(None, misfits), "")
-        refusal = refusal or self._grads.replaced() or self._calls.refusal_to_go_on(meeting)
+        refusal = refusal or self._refusal_of_load(meeting) or self._gather.failure(forget=meeting is Meeting.STEP)
+        refusal = refusal or misfit_among(moved) or self._grads.replaced() or self._calls.refusal_to_go_on(meeting)
         elsewhere: list[BufferSlot] = [(bucket.buffer, slot) for bucket, slot in moved]
         values = [] if refusal else self._gather.found_elsewhere(elsewhere)
         options = digest_of(self.param_groups, self._joining) if self._joining else 0.0

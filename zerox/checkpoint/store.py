@@ -65,6 +65,8 @@ def save(
     host: dict[str, Any] = {}
     team_of: dict[str, tuple[int, int]] = {}
     with ranks.failing_together(failure):
+        if optimizer.inside.loading.failed:
+            raise CheckpointError(optimizer.inside.loading.failed)
         names = parameter_names(model, optimizer)
         optimizer.inside.gather.prepare_checkpoint()
         tensors, others = split_model(model, optimizer)
@@ -162,14 +164,14 @@ def load(
             lines = names_differ({*tensors, *state.needed()}, known, opened.tensors) if strict else []
             complain(path, [*lines, *misfits(first, opened.tensors), *state.misfits()])
             fill_groups(optimizer, names, host["groups"])
-            optimizer.inside.start_states()
+            optimizer.inside.loading.start_states()
         params.mark_written()  # each rank its shards, now that none reads any more
         with ranks.failing_together(
             f"zerox: {path} could not be read to its end, and model and optimizer have a part of it"
         ):
             rounded = state.load(opened.read, first)
             take_masks(optimizer, host)
-            optimizer.inside.note_loaded()
+            optimizer.inside.loading.note_loaded()
             fill_others(model, {name: value for name, value in host["model"].items() if name in others})
     say_rounded(dict.fromkeys(rounded))
     return host["extra"]

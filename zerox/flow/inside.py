@@ -17,12 +17,21 @@ from zerox.ranks.group import Ranks
 from zerox.rules.of_groups import Rules
 
 
+class Loading(NamedTuple):
+    """``start_states()`` makes the state that the options of the param groups ask for; ``note_loaded()``: what is in
+    the buckets was loaded. ``failed``: what there is to say of this rank's last load_state_dict(), if that raised.
+    """
+
+    start_states: Callable[[], None]
+    note_loaded: Callable[[], None]
+    failed: str
+
+
 class Inside(NamedTuple):
     """``frozen``: parameters that have no bucket. ``buckets``: the optimizer's own list, which grows. ``sparsity``: its
     zerox.Sparsity, if it has one.
 
-    ``settle(meeting)`` waits for everything on its way, and is collective; ``start_states()`` makes the state that the
-    options of the param groups ask for; ``note_loaded()``: what is in the buckets was loaded.
+    ``settle(meeting)`` waits for everything on its way, and is collective.
     """
 
     rules: Rules
@@ -35,8 +44,7 @@ class Inside(NamedTuple):
     update: Update
     sparsity: Any
     settle: Callable[[Meeting], Outcome]
-    start_states: Callable[[], None]
-    note_loaded: Callable[[], None]
+    loading: Loading
 
     @property
     def manager(self) -> BucketManager:

@@ -22,6 +22,7 @@ from zerox.ranks.teams import Teams
 from zerox.rules.of_groups import Rules
 from zerox.rules.rule import MASK
 from zerox.state.dcp_request import Request, dcp_request
+from zerox.state.failed_load import refusal_after, told_of
 from zerox.state.full_state import full_state, in_full, shown_in_group
 from zerox.state.row_state import check_rows_given, fill_rows, own_state, whole_state
 from zerox.state.sliced_state import sliced_state, whole_form
@@ -56,6 +57,7 @@ class OptimizerState(TorchOptimizer):
     _frozen: Shared[list[Member]]
     _ranks: Ranks | None
     _consolidated = Shared[Consolidated | None](None)
+    _failed_load = Shared[str]("")  # why this rank's last load_state_dict() raised, with several ranks
     _sparsity = Shared[Any](None)  # the zerox.Sparsity that decides on its buckets' masks
 
     @property
@@ -78,6 +80,7 @@ class OptimizerState(TorchOptimizer):
 
     def _note_loaded(self) -> None:
         """What is in the buckets was loaded."""
+        self._failed_load = ""
         self._note_state_changes()
 
     def _share_state(self) -> None:
@@ -117,10 +120,16 @@ class OptimizerState(TorchOptimizer):
 
         In place, and not collective; load the model first. As in torch, state that isn't given starts anew. Warns of
         state that this optimizer's ``state_dtype`` and ``master_weights`` round. Raises ValueError, with nothing
-        changed, for groups or sizes that don't fit, and for another rank's share.
+        changed, for groups or sizes that don't fit, and for another rank's share. With several ranks, what it raises is
+        remembered until this rank has loaded a state: see :mod:`zerox.state.failed_load`.
         """
-        with state_uncast(self):
-            super().load_state_dict(state_dict)
+        try:
+            with state_uncast(self):
+                super().load_state_dict(state_dict)
+        except Exception as error:
+            if self._ranks is not None and self._all_ranks.size > 1:
+                self._failed_load = told_of(error)
+            raise
 
     def full_state_dict(self, to: int = 0) -> dict[str, Any]:
         """On rank ``to``, a dict on the CPU for the class in torch.optim to load; elsewhere ``{}``. Collective.
@@ -165,6 +174,9 @@ class OptimizerState(TorchOptimizer):
         )
 
     # ---- inside ------------------------------------------------------------------------------------------------------
+
+    def _refusal_of_load(self, meeting: Meeting) -> str:
+        return refusal_after(self._failed_load, meeting)
 
     @property
     def _all_ranks(self) -> Ranks:

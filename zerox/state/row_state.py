@@ -17,6 +17,7 @@ from zerox.ranks.group import CPU, Ranks
 from zerox.rules.rule import MASTERS, STEP
 from zerox.sliced_tensor import SlicedTensor
 from zerox.state.fill import as_master, rounding_of
+from zerox.state.sliced_state import OF_ONE_RANK
 
 VALUES = "values"  # what a table keeps that is no state
 ROWS_A_PIECE = 2**14  # that are converted at a time
@@ -57,7 +58,7 @@ def check_rows_given(tables: Sequence[RowTable], ranks: Ranks, given: Mapping[An
         if ROWS_OF in state and tuple(state[ROWS_OF]) != (ranks.rank, ranks.size):
             raise ValueError(
                 f"{known} is of rank {state[ROWS_OF][0]} of {state[ROWS_OF][1]}, and this is rank {ranks.rank} of "
-                f"{ranks.size}: zerox.load() and full_state_dict() are for any number of ranks"
+                f"{ranks.size}. {OF_ONE_RANK}"
             )
         num_rows = table.own_rows.numel() if ROWS_OF in state else table.param.shape[0]
         widths = dict.fromkeys((*table.state, *(spec.key for spec in MASTERS if spec.key in state)), table.width)

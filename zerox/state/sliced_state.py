@@ -18,6 +18,11 @@ from zerox.rules import rule
 from zerox.sliced_tensor import SlicedTensor
 
 STEP = rule.STEP.key
+OF_ONE_RANK = (
+    "A file with one rank's share can't be made whole any more: each rank loads its own, at the number of ranks that "
+    "saved them. Before the next save call optimizer.consolidate_state_dict() on all ranks, or save by zerox.save() or "
+    "full_state_dict(), which any number of ranks loads"
+)
 
 
 def blocks_of(span: Span) -> Span:

@@ -25,7 +25,7 @@ from zerox.rules.rule import MASK, MASTERS, NumberSpec, Rule
 from zerox.sliced_tensor import SlicedTensor
 from zerox.state.codes import is_plain_codes, marked, unmarked
 from zerox.state.fill import fill_row
-from zerox.state.sliced_state import STEP, blocks_of
+from zerox.state.sliced_state import OF_ONE_RANK, STEP, blocks_of
 
 WHOLE_NUMBER = Span(0, 1)
 
@@ -266,7 +266,7 @@ def _part(member: Member, key: str, value: Tensor, span: Span, shaped: bool) -> 
             raise ValueError(
                 f"state of parameter {member.quoted} is another rank's share or was saved at another world size: of "
                 f"its {key} it has elements {value.start} to {value.span.stop}, and this rank needs {span.start} to "
-                f"{span.stop} (zerox.load() and full_state_dict() are for any number of ranks)"
+                f"{span.stop}. {OF_ONE_RANK}"
             )
         if shaped and value.part[1] != dense_strides(member.local):
             raise ValueError(_other_format(member))
