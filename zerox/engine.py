@@ -128,7 +128,7 @@ class Engine(OneGradient, OneState):
             self._grads.zero(set_to_none)
         self._calls.zero(self._frozen, set_to_none)
 
-    def no_sync(self, outer: bool = False) -> AbstractContextManager[None]:
+    def no_sync(self, *, outer: bool = False) -> AbstractContextManager[None]:
         """Inside, backward sends nothing: gradients stay local and add up, to leave with the next backward outside.
 
         ``outer``: on a mesh (replicate, shard), in stage 2, gradients are added up along the shard axis after each

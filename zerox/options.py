@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+import math
+import numbers
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
@@ -22,7 +24,7 @@ from zerox.plan.layout import SMALL_NUMEL
 from zerox.plan.stage import Stage, stage_of
 from zerox.ranks.dtensors import is_dtensor, unfit_dtensor
 from zerox.ranks.process_group import ALONE
-from zerox.rules.rule import MASTER, REMAINDER, StateSpec
+from zerox.rules.rule import MASTER, REMAINDER, StateSpec, check_switches
 
 PARAM_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 ACCUMULATE_DTYPES = (None, torch.float32)
@@ -53,15 +55,16 @@ class OptimizerOptions:
 
     def __post_init__(self) -> None:
         stage_of(self.stage)
-        if self.bucket_cap_mb is not None and not self.bucket_cap_mb > 0:
-            raise ValueError(f"bucket_cap_mb must be positive or None, got {self.bucket_cap_mb}")
-        if self.resident_mb is not None and not self.resident_mb > 0:
-            raise ValueError(f"resident_mb must be positive, inf or None, got {self.resident_mb}")
+        if self.bucket_cap_mb is not None and not (is_number(self.bucket_cap_mb) and 0 < self.bucket_cap_mb < math.inf):
+            raise ValueError(f"bucket_cap_mb must be a positive number or None, got {self.bucket_cap_mb!r}")
+        if self.resident_mb is not None and not (is_number(self.resident_mb) and self.resident_mb > 0):
+            raise ValueError(f"resident_mb must be a positive number, inf or None, got {self.resident_mb!r}")
         check_divisor(self.gradient_divisor)
+        check_switches(vars(self), "capturable")
         if self.reduce_dtype not in REDUCE_DTYPES:
-            raise ValueError(f"reduce_dtype must be one of {REDUCE_DTYPES}, got {self.reduce_dtype}")
+            raise ValueError(f"reduce_dtype must be one of {REDUCE_DTYPES}, got {self.reduce_dtype!r}")
         if self.accumulate_dtype not in ACCUMULATE_DTYPES:
-            raise ValueError(f"accumulate_dtype must be one of {ACCUMULATE_DTYPES}, got {self.accumulate_dtype}")
+            raise ValueError(f"accumulate_dtype must be one of {ACCUMULATE_DTYPES}, got {self.accumulate_dtype!r}")
         if self.accumulate_dtype is not None and not can_be_set():
             raise ValueError(
                 f"accumulate_dtype={self.accumulate_dtype} needs a torch that has Tensor.grad_dtype, and "
@@ -198,10 +201,15 @@ OF_OPTIMIZER = tuple(field.name for field in fields(OptimizerOptions) if field.n
 
 
 def check_divisor(divisor: float | None) -> None:
-    if divisor is not None and not (isinstance(divisor, int | float) and 1e-30 <= divisor <= 1e30):
+    if divisor is not None and not (is_number(divisor) and 1e-30 <= divisor <= 1e30):
         raise ValueError(
-            f"{DIVISOR} must be a number from 1e-30 to 1e30, or None for the number of ranks, got {divisor}"
+            f"{DIVISOR} must be a number from 1e-30 to 1e30, or None for the number of ranks, got {divisor!r}"
         )
+
+
+def is_number(value: Any) -> bool:
+    """A string of digits is none, nor are True and False, which count as numbers in Python."""
+    return isinstance(value, numbers.Real) and not isinstance(value, bool)
 
 
 def check_params(names: Sequence[str], params: Sequence[Tensor], allocated: bool = True) -> None:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.bucket_manager.rig import Chain, input_of
+from tests.ranks import run_ranks
 from zerox import FusedShardedAdam
 from zerox.flow.placeholder import ShardedGrad
 
@@ -63,6 +64,24 @@ def test_reading_or_writing_values_raises_naming_the_way_out(model: Chain, read:
     with pytest.raises(RuntimeError, match=r"optimizer\.clip_grad_norm_") as caught:
         READERS[read](grads)
     assert "'layers." in str(caught.value)
+
+
+def where_it_is(rank: int, world_size: int) -> str:
+    model = Chain(2)
+    optimizer = FusedShardedAdam(model.named_parameters())
+    backward(model, rank)
+    with pytest.raises(RuntimeError) as caught:
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(("world_size", "where"), [(1, "is kept by the optimizer"), (2, "was sent to the ranks")])
+def test_it_says_where_the_gradient_is(world_size: int, where: str) -> None:
+    """One rank alone sends nothing."""
+    for message in run_ranks(where_it_is, world_size):
+        assert f" {where}" in message
+        assert ("sent" in message) == (world_size > 1)
 
 
 @pytest.mark.usefixtures("optimizer")

@@ -115,8 +115,11 @@ def test_a_pipe_a_missing_file_and_one_of_safetensors_are_told(
     os.mkfifo(tmp_path / "pipe")
     save_file({"a": torch.ones(2)}, tmp_path / "weights.safetensors")
     assert "it is no regular file" in refused(capsys, tmp_path / "pipe", tmp_path / "x")
-    assert "No such file or directory" in refused(capsys, tmp_path / "gone", tmp_path / "x")
-    assert NO_FILE in refused(capsys, tmp_path / "weights.safetensors", tmp_path / "x")
+    for target in ("x", "x.pt", "x.safetensors"):
+        says = "gone does not exist: give a checkpoint's folder, or a file of torch.save()"
+        assert says in refused(capsys, tmp_path / "gone", tmp_path / target)
+        says = "weights.safetensors is a file of safetensors, which has weights alone and no optimizer's state: load it"
+        assert says in refused(capsys, tmp_path / "weights.safetensors", tmp_path / target)
     assert "is no checkpoint: it has no zerox.json" in refused(capsys, tmp_path, tmp_path / "x.pt")
 
 

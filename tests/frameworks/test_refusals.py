@@ -19,6 +19,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from transformers import Trainer
 
+import zerox
 from tests.frameworks.loops import Case, make_accelerator
 from tests.frameworks.trainers import ZeroxTrainer, arguments, make_data, make_model
 from tests.hugging_face import accelerators_environment, run_anywhere
@@ -293,6 +294,17 @@ def test_a_trainer_that_can_t_be_zerox_s_is_refused_with_the_way_out(what: str, 
     with accelerators_environment(0, 0), pytest.raises((TypeError, ValueError)) as caught:
         function(tmp_path)
     assert re.match(message, f"{type(caught.value).__name__}: {caught.value}"), caught.value
+
+
+def test_a_prepared_optimizer_is_not_saved_and_what_it_wraps_is(tmp_path: Path) -> None:
+    own = FusedShardedAdam((model := nn.Linear(2, 2)).parameters())
+    for accelerator in (adopted(), Accelerator(cpu=True)):
+        prepared = accelerator.prepare(own)
+        for call in (zerox.save, zerox.load):
+            with pytest.raises(TypeError, match=r"pass the FusedShardedAdam that it wraps, its \.optimizer"):
+                call(tmp_path / "x", model, prepared)
+        zerox.save(tmp_path / "x", model, prepared.optimizer)
+        zerox.load(tmp_path / "x", model, prepared.optimizer)
 
 
 def test_a_missing_or_old_framework_is_one_line() -> None:

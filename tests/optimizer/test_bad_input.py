@@ -14,7 +14,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.testing._internal.two_tensor import TwoTensor
 
 from tests.ranks import run_ranks
-from zerox import FusedShardedAdam, estimate
+from zerox import FusedShardedAdam, FusedShardedLion, FusedShardedSGD, estimate
 
 
 def weight(dtype: torch.dtype = torch.float32) -> nn.Parameter:
@@ -36,7 +36,7 @@ def test_a_parameter_given_twice_warns_and_is_trained_once() -> None:
         ({"stage": 4}, r"stage must be one of \[1, 2, 3\], got 4"),
         ({"reduce_dtype": torch.int8}, r"reduce_dtype must be one of .*torch.bfloat16.*, got torch.int8"),
         ({"reduce_dtype": torch.float64}, r"reduce_dtype must be one of .*torch.float32.*, got torch.float64"),
-        ({"reduce_dtype": "bf16"}, r"reduce_dtype must be one of .*torch.bfloat16.*, got bf16"),
+        ({"reduce_dtype": "bf16"}, r"reduce_dtype must be one of .*torch.bfloat16.*, got 'bf16'"),
         (
             {"state_dtype": torch.float16},
             r"state_dtype must be one of .*float32.*bfloat16.*'8bit'.*, got torch.float16",
@@ -51,8 +51,21 @@ def test_a_parameter_given_twice_warns_and_is_trained_once() -> None:
             {"master_weights": "remainder"},
             'master_weights="remainder" does not go with float32 parameters: .*may be "auto", "fp32" or None',
         ),
-        ({"bucket_cap_mb": 0}, "bucket_cap_mb must be positive or None, got 0"),
-        ({"bucket_cap_mb": float("nan")}, "bucket_cap_mb must be positive or None, got nan"),
+        ({"bucket_cap_mb": 0}, "bucket_cap_mb must be a positive number or None, got 0"),
+        ({"bucket_cap_mb": float("nan")}, "bucket_cap_mb must be a positive number or None, got nan"),
+        ({"bucket_cap_mb": float("inf")}, "bucket_cap_mb must be a positive number or None, got inf"),
+        ({"bucket_cap_mb": "16"}, "bucket_cap_mb must be a positive number or None, got '16'"),
+        ({"bucket_cap_mb": True}, "bucket_cap_mb must be a positive number or None, got True"),
+        ({"resident_mb": "inf", "stage": 3}, "resident_mb must be a positive number, inf or None, got 'inf'"),
+        ({"resident_mb": True, "stage": 3}, "resident_mb must be a positive number, inf or None, got True"),
+        ({"gradient_divisor": "2"}, "gradient_divisor must be a number from .* or None .*, got '2'"),
+        ({"gradient_divisor": True}, "gradient_divisor must be a number from .* or None .*, got True"),
+        ({"stage": "2"}, r"stage must be one of \[1, 2, 3\], got '2'"),
+        ({"stage": True}, r"stage must be one of \[1, 2, 3\], got True"),
+        ({"stage": [2]}, r"stage must be one of \[1, 2, 3\], got \[2\]"),
+        ({"accumulate_dtype": "fp32"}, "accumulate_dtype must be one of .*, got 'fp32'"),
+        ({"capturable": "no"}, "capturable must be True or False, got 'no'"),
+        ({"capturable": None}, "capturable must be True or False, got None"),
         ({"capturable": True, "stage": 1}, "capturable=True does not go with stage=1: .*Use stage=2"),
     ],
     ids=str,
@@ -62,6 +75,47 @@ def test_options_that_are_unknown_or_don_t_fit_list_what_is_allowed(options: dic
         FusedShardedAdam([weight()], **options)
     with pytest.raises(ValueError, match=message):
         estimate([weight()], 2, **options)
+
+
+# Options of the update, by class: torch takes some of these, and uses them as True or fails at the first step.
+OF_UPDATE: list[tuple[Any, dict[str, Any], type[Exception], str]] = [
+    (FusedShardedAdam, {"lr": "1e-3"}, TypeError, "lr must be a number, got '1e-3': "),
+    (FusedShardedAdam, {"lr": None}, TypeError, "lr must be a number, got None: "),
+    (FusedShardedAdam, {"betas": 0.9}, TypeError, "betas must be two numbers, got 0.9: "),
+    (FusedShardedAdam, {"betas": (0.9, "b")}, TypeError, r"betas\[1\] must be a number, got 'b': "),
+    (FusedShardedAdam, {"eps": "1"}, TypeError, "eps must be a number, got '1': "),
+    (FusedShardedAdam, {"weight_decay": "0"}, TypeError, "weight_decay must be a number, got '0': "),
+    (FusedShardedAdam, {"amsgrad": "no"}, ValueError, "amsgrad must be True or False, got 'no'"),
+    (FusedShardedAdam, {"maximize": None}, ValueError, "maximize must be True or False, got None"),
+    (FusedShardedAdam, {"decoupled_weight_decay": "no"}, ValueError, "decoupled_weight_decay must be True or False"),
+    (FusedShardedSGD, {"lr": "1"}, TypeError, "lr must be a number, got '1': "),
+    (FusedShardedSGD, {"momentum": "0.9"}, TypeError, "momentum must be a number, got '0.9': "),
+    (FusedShardedSGD, {"momentum": 0.9, "dampening": "x"}, TypeError, "dampening must be a number, got 'x': "),
+    (FusedShardedSGD, {"momentum": 0.9, "nesterov": "x"}, ValueError, "nesterov must be True or False, got 'x'"),
+    (FusedShardedLion, {"betas": None}, TypeError, "betas must be two numbers, got None: "),
+    (FusedShardedLion, {"betas": ("a", 0.9)}, TypeError, r"betas\[0\] must be a number, got 'a': "),
+    (FusedShardedLion, {"maximize": "x"}, ValueError, "maximize must be True or False, got 'x'"),
+]
+
+
+@pytest.mark.parametrize(("make", "options", "kind", "message"), OF_UPDATE, ids=str)
+def test_what_is_no_number_or_no_switch_is_refused_by_name_in_groups_too(
+    make: Any, options: dict[str, Any], kind: type[Exception], message: str
+) -> None:
+    with pytest.raises(kind, match=message):
+        make([weight()], **options)
+    with pytest.raises(kind, match=message):
+        make([{"params": [weight()], **options}])
+    optimizer = make([weight()])
+    with pytest.raises(kind, match=message):
+        optimizer.add_param_group({"params": [weight()], **options})
+    assert len(optimizer.param_groups) == 1
+
+
+def test_a_model_is_no_option_of_no_sync() -> None:
+    """DDP's and Accelerate's are called with it, or on it."""
+    with pytest.raises(TypeError, match="takes 1 positional argument but 2 were given"):
+        FusedShardedAdam([weight()]).no_sync(nn.Linear(2, 2))  # type: ignore[misc]
 
 
 @pytest.mark.parametrize(

@@ -144,7 +144,7 @@ def rank_1_alone_is_wrong() -> list[tuple[dict[str, Any], str]]:
         ({"reduce_dtype": torch.int8}, "ValueError: reduce_dtype must be one of "),
         ({"state_dtype": torch.int8}, "ValueError: state_dtype must be "),
         ({"master_weights": "fp64"}, "ValueError: master_weights must be one of "),
-        ({"bucket_cap_mb": 0}, "ValueError: bucket_cap_mb must be positive or None, got 0"),
+        ({"bucket_cap_mb": 0}, "ValueError: bucket_cap_mb must be a positive number or None, got 0"),
         ({"capturable": True}, "ValueError: capturable=True does not go with parameters on cpu: "),
     ]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -83,8 +84,9 @@ def outcome(case: Callable[[Make], Any], make: Make) -> str:
     try:
         case(make)
     except Exception as error:
-        # Python's own words name two values in the order in which they are compared.
-        words = "not comparable" if "not supported between instances of" in str(error) else error
+        # Python's own words name two values in the order in which they are compared, and ours the option before them.
+        words = re.sub(r"^betas must be two numbers, got [^:]*: ", "", str(error))
+        words = "not comparable" if "not supported between instances of" in words else words
         return f"{type(error).__name__}: {words}"
     return "taken"
 

@@ -252,7 +252,7 @@ def test_a_limit_below_the_largest_bucket_is_refused_with_its_name() -> None:
 
 @pytest.mark.parametrize("resident_mb", [0, -1.0, float("nan")])
 def test_a_limit_that_is_none_is_refused(resident_mb: float) -> None:
-    with pytest.raises(ValueError, match="resident_mb must be positive, inf or None"):
+    with pytest.raises(ValueError, match="resident_mb must be a positive number, inf or None"):
         FusedShardedAdam(Gpt().parameters(), stage=3, resident_mb=resident_mb)
 
 

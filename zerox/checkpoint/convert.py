@@ -12,9 +12,10 @@ from torch import Tensor
 
 from zerox.checkpoint.everyone import Everyone
 from zerox.checkpoint.from_torch import EXTRA, read_torch_file
-from zerox.checkpoint.manifest import CheckpointError
+from zerox.checkpoint.manifest import WEIGHTS_ALONE, CheckpointError, is_safetensors
 from zerox.checkpoint.masks import MASKS, SPARSITY
 from zerox.checkpoint.names import MODEL, OPTIMIZER
+from zerox.checkpoint.place import find
 from zerox.checkpoint.store import Opened, open_checkpoint, write
 from zerox.checkpoint.writer import save_object
 from zerox.memory.forms import decoded, master_of
@@ -39,11 +40,16 @@ def convert_file(
 
     ``masks``: those of a zerox.Sparsity beside the weights, which have its zeros in any case.
 
-    Raises CheckpointError for a source that does not fit, FileExistsError rather than overwrite.
+    Raises CheckpointError for a source that does not fit, FileNotFoundError for none, FileExistsError rather than
+    overwrite.
     """
     if os.path.lexists(target):
         raise FileExistsError(f"{target} exists, and nothing is overwritten: choose another name")
-    if not source.is_dir():
+    if not os.path.lexists(find(source)):
+        raise FileNotFoundError(f"{source} does not exist: give a checkpoint's folder, or a file of torch.save()")
+    if not find(source).is_dir():
+        if is_safetensors(source):
+            raise CheckpointError(f"{source} is a file of {WEIGHTS_ALONE}")
         if weights or fp32 or masks:
             raise ValueError("--weights, --fp32 and --masks are for a checkpoint's folder")
         if target.suffix in FILES:

@@ -32,6 +32,10 @@ CRC = "crc32"  # of the manifest itself, as compact JSON with sorted keys
 CHUNK_BYTES = 2**22
 MOST_BYTES = 2**26  # that a manifest can have: 100,000 ranks take a tenth of it
 MOST_NAMES = 5
+WEIGHTS_ALONE = (
+    "safetensors, which has weights alone and no optimizer's state: load it into the model by "
+    "safetensors.torch.load_file() and model.load_state_dict(), build the optimizer, and call zerox.save()"
+)
 
 
 class CheckpointError(RuntimeError):
@@ -94,7 +98,7 @@ def read(folder: Path) -> dict[str, Any]:
         if found.get("format", FORMAT) in READ and found.pop(CRC) != _crc(found):
             raise ValueError
     except (FileNotFoundError, NotADirectoryError):
-        raise CheckpointError(f"{folder} is no checkpoint: it has no {NAME}") from None
+        raise CheckpointError(f"{folder} is no checkpoint: {_lack(folder)}") from None
     except OSError as error:
         raise CheckpointError(f"{file} can't be read: {error.strerror}") from None
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
@@ -103,6 +107,29 @@ def read(folder: Path) -> dict[str, Any]:
         raise CheckpointError(f"{file} is of format {found.get('format')}: this zerox reads formats up to {FORMAT}")
     _check_sense(file, found)
     return dict(found)
+
+
+def _lack(folder: Path) -> str:
+    if not os.path.lexists(folder):
+        return "nothing is there. zerox.latest() finds the last checkpoint in a folder"
+    if folder.is_dir():
+        return f"it has no {NAME}"
+    if is_safetensors(folder):
+        return f"it is a file of {WEIGHTS_ALONE}"
+    return (
+        "it is a file, and a checkpoint is a folder that zerox.save() wrote. torch.load() reads a file of "
+        "torch.save(), and `python -m zerox convert` makes a checkpoint of one with a model and an optimizer"
+    )
+
+
+def is_safetensors(file: Path) -> bool:
+    """Whether it begins as such files do: with the length of a JSON object."""
+    try:
+        with opened(file) as stream:
+            first = stream.read(9)
+    except OSError:
+        return False
+    return len(first) == 9 and first[8:] == b"{" and int.from_bytes(first[:8], "little") < 2**32
 
 
 def _check_sense(file: Path, found: Mapping[str, Any]) -> None:

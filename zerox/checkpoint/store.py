@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 
 from zerox._C import Meeting
 from zerox.checkpoint import manifest
+from zerox.checkpoint.arguments import check_arguments
 from zerox.checkpoint.blocks import memory_order
 from zerox.checkpoint.entries import entries
 from zerox.checkpoint.everyone import Everyone, FailingAs
@@ -55,8 +56,10 @@ def save(
 
     A new path, an empty folder, a checkpoint, or a link to one of these is replaced. Anything else, also a checkpoint
     with other files in it, is refused before anything is written. Raises CheckpointError on all ranks for that, if one
-    of them could not write, and if one died; ValueError for a ``process_group`` without all of the optimizer's ranks.
+    of them could not write, and if one died; ValueError for a ``process_group`` without all of the optimizer's ranks;
+    TypeError, on this rank alone, for what is no model or no optimizer of zerox, as a wrapper around one.
     """
+    check_arguments("zerox.save()", path, model, optimizer)
     path, ranks = Path(path), Everyone.of(optimizer, process_group)
     failure = not_saved(path)
     with FailingAs(failure):
@@ -140,6 +143,7 @@ def load(
     ``strict`` missing and unexpected ones are left alone. Collective over ``process_group`` (default: the optimizer's
     own). Only files that the checkpoint's manifest lists are read, and only in the checkpoint's folder.
     """
+    check_arguments("zerox.load()", path, model, optimizer)
     path, ranks = Path(path), Everyone.of(optimizer, process_group)
     with FailingAs(not_loaded(path)):
         optimizer.inside.settle(Meeting.SAVE)

@@ -80,9 +80,9 @@ class Grads:
         index = self.manager.num_buckets
         placeholders = None
         if self.sharded:
-            to_manager = weakref.ref(self.manager)
+            to_manager, is_sent = weakref.ref(self.manager), (team or self.teams.all).ranks.size > 1
             placeholders = [
-                ShardedGrad(member.param, member.name, partial(_mark_zeroed, to_manager, index, slot))
+                ShardedGrad(member.param, member.name, partial(_mark_zeroed, to_manager, index, slot), is_sent)
                 for slot, member in enumerate(bucket.members)
             ]
             if self.multiplied is not None:

@@ -25,17 +25,19 @@ class ShardedGrad(Tensor):
     _name: str
     _to_param: weakref.ref[Tensor]
     _on_zero: Callable[[], None]
+    is_sent: bool  # to other ranks: one rank alone keeps its gradients
     factor: float
     on_multiply: Callable[[], None] | None
 
     @staticmethod
-    def __new__(cls, param: Tensor, name: str, on_zero: Callable[[], None]) -> ShardedGrad:
+    def __new__(cls, param: Tensor, name: str, on_zero: Callable[[], None], is_sent: bool = True) -> ShardedGrad:
         self = Tensor._make_wrapper_subclass(
             cls, param.shape, param.stride(), dtype=grad_dtype_of(param), device=param.device, layout=param.layout
         )
         self._name = name
         self._to_param = weakref.ref(param)
         self._on_zero = on_zero
+        self.is_sent = is_sent
         self.factor = 1.0
         self.on_multiply = None
         return self
@@ -115,8 +117,9 @@ def _multiplies(func: Any, args: Any) -> bool:
 
 def _no_values(grad: ShardedGrad | None, what: Any) -> RuntimeError:
     name = "'?'" if grad is None else grad.quoted
+    where = "was sent to the ranks that own it" if grad is None or grad.is_sent else "is kept by the optimizer"
     return RuntimeError(
-        f"the gradient of parameter {name} was sent to the ranks that own it, p.grad is only its placeholder and "
+        f"the gradient of parameter {name} {where}, p.grad is only its placeholder and "
         f"{what} needs values. Use optimizer.clip_grad_norm_() to clip or to get the norm, zerox.GradScaler to "
         "unscale, scale_grads_() to multiply, or build the optimizer with stage=1 to keep whole gradients in p.grad"
     )

@@ -46,6 +46,6 @@ STAGES = {
 
 def stage_of(number: int) -> Stage:
     """Raises ValueError that names the known stages."""
-    if number not in STAGES:
+    if isinstance(number, bool) or number not in tuple(STAGES):
         raise ValueError(f"stage must be one of {sorted(STAGES)}, got {number!r}")
     return STAGES[number]

@@ -8,7 +8,17 @@ from typing import Any
 
 from torch import Tensor
 
-from zerox.rules.rule import Column, Rule, StateSpec, check_flags
+from zerox.rules.rule import (
+    Column,
+    Rule,
+    StateSpec,
+    beta_of,
+    check_flags,
+    check_switches,
+    holds,
+    is_below_one,
+    is_not_negative,
+)
 
 KIND = "decoupled_weight_decay"  # AdamW, or Adam with L2
 
@@ -17,22 +27,23 @@ def check_hyper_parameters(lr: Any, betas: Any, eps: Any, weight_decay: Any) -> 
     """ValueError, in torch's words, for values that torch.optim.AdamW refuses; TypeError for anything but numbers."""
     if isinstance(lr, Tensor) and lr.numel() != 1:
         raise ValueError("Tensor lr must be 1-element")
-    if not lr >= 0.0:
+    if not holds("lr", lr, is_not_negative):
         raise ValueError(f"Invalid learning rate: {lr}")
-    if not eps >= 0.0:
+    if not holds("eps", eps, is_not_negative):
         raise ValueError(f"Invalid epsilon value: {eps}")
     for index in (0, 1):
-        beta = betas[index]
+        beta = beta_of(betas, index)
         if isinstance(beta, Tensor) and beta.numel() != 1:
             raise ValueError(f"Tensor betas[{index}] must be 1-element")
-        if not 0.0 <= beta < 1.0:
+        if not holds(f"betas[{index}]", beta, is_below_one):
             raise ValueError(f"Invalid beta parameter at index {index}: {beta}")
-    if not weight_decay >= 0.0:
+    if not holds("weight_decay", weight_decay, is_not_negative):
         raise ValueError(f"Invalid weight_decay value: {weight_decay}")
 
 
 def check_group(group: Mapping[str, Any]) -> None:
     check_flags(group)
+    check_switches(group, "amsgrad", "maximize", KIND)
     check_hyper_parameters(group["lr"], group["betas"], group["eps"], group["weight_decay"])
 
 

@@ -7,24 +7,36 @@ from typing import Any
 
 from torch import Tensor
 
-from zerox.rules.rule import Column, Rule, StateSpec, check_flags
+from zerox.rules.rule import (
+    Column,
+    Rule,
+    StateSpec,
+    beta_of,
+    check_flags,
+    check_switches,
+    holds,
+    is_below_one,
+    is_not_negative,
+)
 
 
 def check_hyper_parameters(lr: Any, betas: Any, weight_decay: Any) -> None:
     """ValueError, in the words of torch.optim.AdamW, for values out of range; TypeError for anything but numbers."""
     if isinstance(lr, Tensor) and lr.numel() != 1:
         raise ValueError("Tensor lr must be 1-element")
-    if not lr >= 0.0:
+    if not holds("lr", lr, is_not_negative):
         raise ValueError(f"Invalid learning rate: {lr}")
     for index in (0, 1):
-        if not 0.0 <= betas[index] < 1.0:
-            raise ValueError(f"Invalid beta parameter at index {index}: {betas[index]}")
-    if not weight_decay >= 0.0:
+        beta = beta_of(betas, index)
+        if not holds(f"betas[{index}]", beta, is_below_one):
+            raise ValueError(f"Invalid beta parameter at index {index}: {beta}")
+    if not holds("weight_decay", weight_decay, is_not_negative):
         raise ValueError(f"Invalid weight_decay value: {weight_decay}")
 
 
 def check_group(group: Mapping[str, Any]) -> None:
     check_flags(group)
+    check_switches(group, "maximize")
     check_hyper_parameters(group["lr"], group["betas"], group["weight_decay"])
 
 

@@ -136,3 +136,35 @@ def check_flags(flags: Mapping[str, Any]) -> None:
     combinations.check({name: {str(bool(flags.get(name)))} for name in ("foreach", "fused")})
     if flags.get("differentiable"):
         raise ValueError("differentiable=True: zerox updates below autograd; use an optimizer of torch.optim for that")
+
+
+def check_switches(options: Mapping[str, Any], *names: str) -> None:
+    """ValueError for one of these options that is neither True nor False: torch takes "no" for True."""
+    for name in names:
+        if (value := options.get(name, False)) not in (True, False):
+            raise ValueError(f"{name} must be True or False, got {value!r}")
+
+
+def holds(name: str, value: Any, condition: Callable[[Any], Any]) -> bool:
+    """Whether a hyper-parameter is as it must be. TypeError with its name, and with Python's words, which torch leaves
+    alone, for what is no number."""
+    try:
+        return bool(condition(value))
+    except TypeError as error:
+        raise TypeError(f"{name} must be a number, got {value!r}: {error}") from None
+
+
+def beta_of(betas: Any, index: int) -> Any:
+    """TypeError, as holds(), for betas that are no pair."""
+    try:
+        return betas[index]
+    except TypeError as error:
+        raise TypeError(f"betas must be two numbers, got {betas!r}: {error}") from None
+
+
+def is_not_negative(value: Any) -> Any:
+    return value >= 0.0
+
+
+def is_below_one(value: Any) -> Any:
+    return 0.0 <= value < 1.0

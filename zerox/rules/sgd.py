@@ -7,25 +7,27 @@ from typing import Any
 
 from torch import Tensor
 
-from zerox.rules.rule import Column, Rule, StateSpec, check_flags
+from zerox.rules.rule import Column, Rule, StateSpec, check_flags, check_switches, holds, is_not_negative
 
 
 def check_hyper_parameters(lr: Any, momentum: Any, dampening: Any, weight_decay: Any, nesterov: Any) -> None:
     """ValueError, in torch's words, for values that torch.optim.SGD refuses; TypeError for anything but numbers."""
     if isinstance(lr, Tensor) and lr.numel() != 1:
         raise ValueError("Tensor lr must be 1-element")
-    if not lr >= 0.0:
+    if not holds("lr", lr, is_not_negative):
         raise ValueError(f"Invalid learning rate: {lr}")
-    if not momentum >= 0.0:
+    if not holds("momentum", momentum, is_not_negative):
         raise ValueError(f"Invalid momentum value: {momentum}")
-    if not weight_decay >= 0.0:
+    if not holds("weight_decay", weight_decay, is_not_negative):
         raise ValueError(f"Invalid weight_decay value: {weight_decay}")
+    holds("dampening", dampening, is_not_negative)  # torch takes any number
     if nesterov and (momentum <= 0 or dampening != 0):
         raise ValueError("Nesterov momentum requires a momentum and zero dampening")
 
 
 def check_group(group: Mapping[str, Any]) -> None:
     check_flags(group)
+    check_switches(group, "nesterov", "maximize")
     check_hyper_parameters(group["lr"], group["momentum"], group["dampening"], group["weight_decay"], group["nesterov"])
 
 
