@@ -1,4 +1,5 @@
 #include <optional>
+#include <string>
 #include <vector>
 
 #include "bindings/bindings.h"
@@ -10,23 +11,34 @@
 namespace zx {
 namespace {
 
-// Python raises it in this thread as soon as it runs Python code again. It takes a class, which must have its message.
-bool raise_soon(const std::string& message) {
-  const auto* state = PyGILState_GetThisThreadState();
-  if (state == nullptr) return false;
-  const py::gil_scoped_acquire acquire;
-  const auto thread = py::module_::import("threading").attr("get_ident")().cast<unsigned long>();
+// The class of what can't be raised where it happens: Python takes a class, and makes the error of it itself, without
+// arguments. Then its message is that of the thread. It has a place in the module, without which it could not be
+// pickled on its way from the workers of loaders and pools.
+thread_local std::string late_message;
+PyObject* late_error = nullptr;  // leaked: threads may ask until the process is gone
+
+void define_late_error(py::module_& m) {
+  const py::object base = py::reinterpret_borrow<py::object>(PyExc_RuntimeError);
   py::dict members;
-  members["__module__"] = "builtins";
+  members["__module__"] = m.attr("__name__");
+  members["__doc__"] = "A read or write of sharded parameters failed, and could not be stopped: see stage=3.";
   members["__init__"] = py::cpp_function(
-      [message](const py::object& self) {
-        py::module_::import("builtins").attr("RuntimeError").attr("__init__")(self, message);
+      [base](const py::object& self, const py::args& args) {
+        base.attr("__init__")(self, *(args.empty() ? py::make_tuple(late_message) : py::tuple(args)));
       },
       py::is_method(py::none()));
-  const py::object made =
-      py::module_::import("builtins")
-          .attr("type")("RuntimeError", py::make_tuple(py::module_::import("builtins").attr("RuntimeError")), members);
-  PyThreadState_SetAsyncExc(thread, made.ptr());
+  const py::object made = py::module_::import("builtins").attr("type")("LateError", py::make_tuple(base), members);
+  m.attr("LateError") = made;
+  late_error = py::object(made).release().ptr();
+}
+
+// Python raises it in this thread as soon as it runs Python code again. Runs none itself, which would raise an earlier
+// one here.
+bool raise_soon(const std::string& message) {
+  if (PyGILState_GetThisThreadState() == nullptr) return false;
+  const py::gil_scoped_acquire acquire;
+  late_message = message;
+  PyThreadState_SetAsyncExc(PyThread_get_thread_ident(), late_error);
   return true;
 }
 
@@ -60,6 +72,7 @@ void bind_params(py::module_& m) {
   m.def("advise_large_pages", &advise_large_pages);
   m.def("with_own_storage", &with_own_storage);
   m.def("has_own_storage", &has_own_storage);
+  define_late_error(m);
   bind_read_guard(m);
 
   py::class_<Params>(m, "Params")

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import copy
 import io
+import multiprocessing
 import os
 import pickle
 import signal
 import threading
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -155,6 +157,47 @@ def fork(rank: int, world_size: int, way: str) -> None:
 @pytest.mark.parametrize("way", ["operator", "no operator", "whole"])
 def test_a_forked_child_reads_whole_parameters_and_raises_for_released_ones(way: str) -> None:
     run_ranks(fork, 2, way)
+
+
+class ReadsAParameter(torch.utils.data.Dataset[Tensor]):
+    def __init__(self, param: nn.Parameter) -> None:
+        self.param = param
+
+    def __len__(self) -> int:
+        return 2
+
+    def __getitem__(self, index: int) -> Tensor:
+        return self.param[index].detach() + 0
+
+
+INHERITED: list[ReadsAParameter] = []
+
+
+def read_inherited() -> Tensor:
+    return INHERITED[0][0]
+
+
+def read_in_workers(rank: int, world_size: int) -> None:
+    """A loader's worker sends the class of its error and its text, a pool's the error: both pickled."""
+    model, optimizer = made()
+    residents(optimizer).release_all()
+    data = ReadsAParameter(model.get_parameter(NAME))
+    told = f"{NAME}.* were released when this process was forked"
+    with patch.dict(multiprocessing.current_process()._config, daemon=False):  # type: ignore[attr-defined]
+        loader = torch.utils.data.DataLoader(data, num_workers=1, multiprocessing_context="fork", timeout=30)
+        with pytest.raises(RuntimeError, match=f"(?s)DataLoader worker.*{told}"):
+            next(iter(loader))
+        INHERITED.append(data)
+        with multiprocessing.get_context("fork").Pool(1) as pool, pytest.raises(RuntimeError, match=told) as raised:
+            pool.apply_async(read_inherited).get(30)
+        INHERITED.clear()
+    again = pickle.loads(pickle.dumps(raised.value))
+    assert (type(again), again.args) == (type(raised.value), (str(raised.value),))
+    train(model, optimizer, rank, entropy, steps=1)
+
+
+def test_an_error_in_a_loader_s_worker_arrives() -> None:
+    run_ranks(read_in_workers, 2)
 
 
 def segfault(rank: int, world_size: int) -> int:
