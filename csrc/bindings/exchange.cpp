@@ -5,6 +5,7 @@
 
 #include "bindings/bindings.h"
 #include "bindings/destroyed_without_gil.h"
+#include "exchange/collectives.h"
 #include "exchange/exchange.h"
 #include "exchange/neighbours.h"
 #include "exchange/whereabouts.h"
@@ -25,6 +26,13 @@ void bind_exchange(py::module_& m) {
   m.def("read_memory", [](pid_t pid, uint64_t address, at::Tensor into) {
     return read_memory(pid, address, into.mutable_data_ptr(), into.nbytes());
   });
+  m.def("start_all_reduce", &start_all_reduce, py::arg("group"), py::arg("values"), py::arg("op"), Release());
+  m.def("start_broadcast", &start_broadcast, py::arg("group"), py::arg("values"), py::arg("root"), Release());
+  m.def("start_gather", &start_gather, py::arg("group"), py::arg("received"), py::arg("sent"), py::arg("root"),
+        Release());
+  m.def("start_all_gather", &start_all_gather, py::arg("group"), py::arg("received"), py::arg("sent"), Release());
+  m.def("start_all_to_all", &start_all_to_all, py::arg("group"), py::arg("received"), py::arg("sent"),
+        py::arg("from_each"), py::arg("to_each"), Release());
   py::class_<ExchangeKind>(m, "ExchangeKind")
       .def(py::init<bool, bool, bool, std::vector<int64_t>>(), py::kw_only(), py::arg("direct"),
            py::arg("single_messages"), py::arg("via_host"), py::arg("neighbours"));

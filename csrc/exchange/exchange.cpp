@@ -1,8 +1,7 @@
 #include "exchange/exchange.h"
 
-#include <ATen/core/dispatch/Dispatcher.h>
-
 #include "exchange/alone_exchange.h"
+#include "exchange/collectives.h"
 #include "exchange/direct_exchange.h"
 #include "exchange/host_exchange.h"
 
@@ -53,13 +52,6 @@ void Exchange::count_sent(const at::Tensor& message) {
 
 namespace {
 
-// The dispatcher keeps its op names while the C++ methods are being renamed (_reduce_scatter_base became
-// reduce_scatter_single between torch 2.11 and 2.13), so the collectives are called by name.
-template <class Signature>
-auto find_collective(const char* name) {
-  return c10::Dispatcher::singleton().findSchemaOrThrow(name, "").typed<Signature>();
-}
-
 class CollectiveExchange : public Exchange {
  public:
   using Exchange::Exchange;
@@ -69,8 +61,8 @@ class CollectiveExchange : public Exchange {
     using Op = std::tuple<at::Tensor, c10::intrusive_ptr<c10d::Work>>(
         at::Tensor&, at::Tensor&, const c10::intrusive_ptr<c10d::ProcessGroup>&, bool, int64_t);
     static const auto op = find_collective<Op>("c10d::_allgather_base_");
-    at::Tensor output = flat;
-    at::Tensor input = slice(flat, rank(), world());
+    at::Tensor output = unknown_to_python(flat);
+    at::Tensor input = unknown_to_python(slice(flat, rank(), world()));
     return started([&] { return std::get<1>(op.call(output, input, line_.group, true, -1)); });
   }
 

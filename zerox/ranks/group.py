@@ -6,6 +6,7 @@ import contextlib
 import hashlib
 import os
 from collections.abc import Iterator, Sequence
+from ctypes import string_at
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -99,9 +100,7 @@ class Ranks:
         """In place, on CPU tensors, or on the accelerator's if its backend works there."""
         group = self.control if values.device.type == "cpu" else self.data
         if group is not None:
-            options = dist.AllreduceOptions()
-            options.reduceOp = op  # type: ignore[assignment]
-            self.await_work(group.allreduce([values], options))
+            self.await_work(C.start_all_reduce(group, values, op))
 
     def broadcast(self, values: Tensor, what: str, root: int = 0) -> None:
         """From rank ``root``, in place, for tensors on the CPU or on ``device``. ``what`` names them in errors."""
@@ -109,7 +108,7 @@ class Ranks:
         group = self.control if sent.device.type == "cpu" else self.data
         if group is not None:
             try:
-                self.await_work(group.broadcast(sent, root))
+                self.await_work(C.start_broadcast(group, sent, root))
             except RuntimeError as error:
                 raise RuntimeError(f"zerox: {what} did not arrive from rank {root} at all ranks: {error}") from error
             values.copy_(sent)
@@ -133,13 +132,11 @@ class Ranks:
         sent = sent.contiguous().view(torch.uint8)  # as bytes, since backends don't know all dtypes
         group = self.control if sent.device.type == "cpu" else self.data
         received = [torch.empty_like(sent) for _ in range(self.size)] if to in (None, self.rank) else []
-        options = dist.GatherOptions()
-        options.rootRank = to or 0
         try:
             if to is None:
-                self.await_work(group.allgather([received], [sent]))
+                self.await_work(C.start_all_gather(group, received, sent))
             else:
-                self.await_work(group.gather([received] if received else [], [sent], options))
+                self.await_work(C.start_gather(group, received, sent, to))
         except RuntimeError as error:
             raise RuntimeError(f"zerox: not all ranks sent their part of what is gathered: {error}") from error
         return [each.view(values.dtype) for each in received]
@@ -150,7 +147,7 @@ class Ranks:
         if self.control is None:
             return sent
         found = sent.new_empty(sum(received))
-        self.await_work(self.control.alltoall_base(found, sent, list(received), list(splits)))
+        self.await_work(C.start_all_to_all(self.control, found, sent, list(received), list(splits)))
         return found
 
     def all_gather_bytes(self, data: bytes) -> list[bytes]:
@@ -160,14 +157,12 @@ class Ranks:
         lengths = torch.zeros(self.size, dtype=torch.int64, device=CPU)
         lengths[self.rank] = len(data)
         self.all_reduce(lengths, dist.ReduceOp.MAX)
-        padded = bytearray(max(1, int(lengths.max())))
-        padded[: len(data)] = data
-        sent = torch.frombuffer(padded, dtype=torch.uint8)
-        received = [bytearray(len(padded)) for _ in range(self.size)]
-        self.await_work(
-            self.control.allgather([[torch.frombuffer(each, dtype=torch.uint8) for each in received]], [sent])
-        )
-        return [bytes(each[:length]) for each, length in zip(received, lengths.tolist(), strict=True)]
+        sent = torch.zeros(max(1, int(lengths.max())), dtype=torch.uint8, device=CPU)
+        if data:
+            sent[: len(data)].copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
+        received = [torch.empty_like(sent) for _ in range(self.size)]
+        self.await_work(C.start_all_gather(self.control, received, sent))
+        return [string_at(each.data_ptr(), length) for each, length in zip(received, lengths.tolist(), strict=True)]
 
     def all_gather_text(self, text: str) -> list[str]:
         """Every rank's text, by rank."""

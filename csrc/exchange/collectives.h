@@ -1,0 +1,40 @@
+// Collectives that Python calls.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <ATen/core/dispatch/Dispatcher.h>
+
+#include <vector>
+
+#include "exchange/whereabouts.h"
+
+namespace zx {
+
+// Note [Tensors that Python does not know]
+// One of gloo's threads runs a collective, and keeps its tensors until it is through with it: a moment longer than the
+// wait for it lasts, or much longer where cores are scarce. If Python has an object for such a tensor, the thread needs
+// the GIL to let go of it, also if others keep the tensor. When the interpreter is about to end it gets no GIL, but is
+// ended in the middle of a destructor, and the process aborts after all its work is done. A group of our own lives as
+// long as its optimizer, which may be the interpreter's last object, so nothing ends its threads before. So tensors
+// that Python has seen are given to collectives as others over the same memory. Single messages need no thread.
+
+// The dispatcher keeps its op names while the C++ methods are being renamed (_reduce_scatter_base became
+// reduce_scatter_single between torch 2.11 and 2.13), so some collectives are called by name.
+template <class Signature>
+auto find_collective(const char* name) {
+  return c10::Dispatcher::singleton().findSchemaOrThrow(name, "").typed<Signature>();
+}
+
+// Over the same memory, and no view of the tensor, which a view would keep.
+at::Tensor unknown_to_python(const at::Tensor& tensor);
+
+Work start_all_reduce(const Group& group, const at::Tensor& values, c10d::ReduceOp::RedOpType op);
+Work start_broadcast(const Group& group, const at::Tensor& values, int root);
+// `received`: by rank, empty on ranks other than `root`.
+Work start_gather(const Group& group, const std::vector<at::Tensor>& received, const at::Tensor& sent, int root);
+Work start_all_gather(const Group& group, const std::vector<at::Tensor>& received, const at::Tensor& sent);
+// 1-D; `from_each`, `to_each`: how many elements of `received` and `sent` come from and go to each rank.
+Work start_all_to_all(const Group& group, const at::Tensor& received, const at::Tensor& sent,
+                      std::vector<int64_t> from_each, std::vector<int64_t> to_each);
+
+}  // namespace zx
