@@ -33,7 +33,6 @@ WERROR = os.environ.get("ZEROX_WERROR", "0") == "1"
 MAX_JOBS = os.environ.get("MAX_JOBS") or str(os.cpu_count() or 1)
 
 # ---- What is built ---------------------------------------------------------------------------------------------------
-MIN_TORCH = (2, 11)
 FOUND = sorted(path.relative_to(ROOT).as_posix() for path in ROOT.glob("csrc/**/*.cpp"))
 # These know torch but no CUDA: .cu files know CUDA but no torch, and are built apart.
 CUDA_SOURCES = [path for path in FOUND if path.startswith("csrc/cuda/")]
@@ -90,9 +89,14 @@ def check_torch_version() -> None:
     import torch
     from packaging.version import Version
 
-    if Version(torch.__version__).release[:2] < MIN_TORCH:
-        needed = ".".join(map(str, MIN_TORCH))
-        die(f"torch {torch.__version__} is too old, zerox needs {needed} or newer: pip install 'torch>={needed}'")
+    version, wanted = Version(torch.__version__).release[:2], find_torch.torch_requirement()
+    if version < find_torch.LEAST_TORCH:
+        die(f"torch {torch.__version__} is too old for zerox: pip install '{wanted}'")
+    if version >= find_torch.NEXT_TORCH and not find_torch.any_torch():
+        die(
+            f"torch {torch.__version__} is newer than zerox was tried with: pip install '{wanted}', or build for it all"
+            " the same with ZEROX_ANY_TORCH=1"
+        )
 
 
 def check_compiler() -> str:
@@ -269,6 +273,8 @@ def build_ext_command(compiler: str, cuda: CudaBuild | None, why_not: str) -> ty
             count = sum(len(each.sources) for each in self.extensions)
             print(f"zerox {info['version']}: {count} C++ files, MAX_JOBS={MAX_JOBS}")
             print(f"  torch     {info['torch']} (cxx11 abi: {info['torch_cxx11_abi']}), Python {info['python']}")
+            if find_torch.any_torch():
+                print("  torch     of any version: ZEROX_ANY_TORCH=1")
             print(f"  compiler  {info['compiler']}")
             print(f"  flags     {info['flags']}")
             if cuda:
@@ -321,4 +327,8 @@ if "bdist_wheel" in sys.argv:
     for stale in ROOT.glob("build/lib.*"):  # or modules that the source has lost would still be packed
         shutil.rmtree(stale)
 
-setuptools.setup(ext_modules=[extension(building, cuda)], cmdclass=cmdclass)
+setuptools.setup(
+    ext_modules=[extension(building, cuda)],
+    cmdclass=cmdclass,
+    install_requires=["packaging", find_torch.torch_requirement()],
+)

@@ -1,7 +1,7 @@
 """Questions of setup_env.sh about the environment that runs this file. Plain Python 3.10 with pip, and quick: torch is
 looked up, not imported.
 
-has-torch           exit status: is torch >= 2.11 here?
+has-torch           exit status: is a torch here that will do?
 missing SET...      requirements not met, one a line; a SET is an extra of pyproject.toml, or build-system
 clashes SET...      those of them that are met by no version here but are installed, so that pip would replace them
 pins                constraints.txt, with what is installed here pinned to the version it has
@@ -19,6 +19,7 @@ from importlib import metadata
 from pathlib import Path
 
 import build_cuda
+import find_torch
 
 try:
     from packaging.requirements import Requirement
@@ -107,7 +108,7 @@ ANSWERS: dict[str, Callable[..., list[str]]] = {each.__name__: each for each in 
 def main() -> int:
     question, *sets = sys.argv[1:]
     if question == "has-torch":
-        return 0 if met("torch>=2.11.0.dev0", installed()) else 1
+        return 0 if met(find_torch.torch_requirement(), installed()) else 1
     if question == "built":
         return 0 if built() else 1
     print(*ANSWERS[question](*sets), sep="\n")

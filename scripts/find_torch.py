@@ -1,4 +1,4 @@
-"""Lets pip's isolated build see the torch that is installed, for setup.py. Standard library only.
+"""Lets pip's isolated build see the torch that is installed, and says which will do. Standard library only.
 
 `pip install .` builds with the environment's own Python, but hides what is installed there behind a folder of build
 tools. The extension has to be linked against the very torch that will load it, and a second one would be gigabytes.
@@ -18,6 +18,19 @@ NO_TORCH = (
     "no torch to build against: run `pip install torch`, then the same command again "
     "(uv hides a torch that is installed: `uv pip install --no-build-isolation .`)"
 )
+# README has a table of what was tried. zerox relies on private names of torch, which the next release may lack.
+LEAST_TORCH = (2, 11)
+NEXT_TORCH = (2, 15)
+
+
+def torch_requirement() -> str:
+    """What pip is told. A newer torch does with ZEROX_ANY_TORCH=1."""
+    least, following = (".".join(map(str, version)) for version in (LEAST_TORCH, NEXT_TORCH))
+    return f"torch>={least}" + ("" if any_torch() else f",<{following}")
+
+
+def any_torch() -> bool:
+    return os.environ.get("ZEROX_ANY_TORCH") == "1"
 
 
 def environment_path() -> list[str]:

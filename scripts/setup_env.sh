@@ -7,7 +7,7 @@
 # The environment is ./.venv, which is made where there is none, kept, and belongs to this script. An active one (VIRTUAL_ENV,
 # CONDA_PREFIX) is left alone, since zerox would be installed into it in place of what is there.
 #
-# ZEROX_ENV           folder of another environment, which has torch >= 2.11: what it lacks is added, zerox is installed
+# ZEROX_ENV           folder of another environment, which has torch 2.11 to 2.14: what it lacks is added, zerox is installed
 #                     into it in editable mode, and nothing else that it has is replaced
 # ZEROX_TORCH_INDEX   package index to take torch from when making ./.venv, for example
 #                     https://download.pytorch.org/whl/cpu for the small CPU build (PyPI's Linux build brings CUDA)
@@ -53,7 +53,8 @@ owned=no
 if [[ -n "$asked" ]]; then
     py="$asked/bin/python"
     [[ -x "$py" ]] || die "ZEROX_ENV=$asked has no bin/python: it is the folder of a Python environment"
-    state has-torch || die "ZEROX_ENV=$asked has no torch >= 2.11: install it there, or leave ZEROX_ENV out for ./.venv"
+    state has-torch || die "ZEROX_ENV=$asked has no torch of 2.11 to 2.14: install one there, or leave ZEROX_ENV out for" \
+        "./.venv (ZEROX_ANY_TORCH=1 takes newer ones)"
     if [[ "$asked" -ef .venv ]]; then owned=yes; fi
 else
     owned=yes

@@ -97,7 +97,7 @@ def test_pip_builds_against_the_torch_that_is_installed(
     here = Environment(tmp_path / "venv", wheels, with_torch=True)
     done = here.run("-m", "pip", "install", *editable, source)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "torch>=2.11" in done.stdout
+    assert "torch<2.15,>=2.11" in done.stdout
     assert "Successfully installed zerox-" in done.stdout
     assert "ownloading torch" not in done.stdout
     dtype, is_same_torch, path = here.ask(LOAD, cwd=tmp_path).split()

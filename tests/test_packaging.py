@@ -87,6 +87,33 @@ def test_kernels_are_built_where_torch_has_cuda_or_where_they_are_asked_for(tmp_
     assert f"planned: False {reason}\n" in left_out.stdout, left_out.stderr
 
 
+def as_if_torch_were(version: str, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    script = "import runpy, sys, torch; torch.__version__ = sys.argv.pop(1); sys.argv[0] = 'setup.py'; "
+    return run("-c", script + "runpy.run_path('setup.py')", version, *arguments, ZEROX_CUDA="0", **variables)
+
+
+@pytest.mark.parametrize(
+    ("version", "reason"),
+    [
+        ("2.10.1", r"torch 2\.10\.1 is too old for zerox: pip install 'torch>=2\.11,<2\.15'"),
+        ("2.15.0.dev1", r"torch 2\.15\.0\.dev1 is newer than zerox was tried with: .*ZEROX_ANY_TORCH=1"),
+        ("2.15.0+cu130", r"torch 2\.15\.0\+cu130 is newer than zerox was tried with: .*ZEROX_ANY_TORCH=1"),
+        ("3.0.0", r"torch 3\.0\.0 is newer than zerox was tried with: .*ZEROX_ANY_TORCH=1"),
+    ],
+)
+def test_a_torch_that_was_not_tried_is_refused_unless_asked_for(version: str, reason: str, tmp_path: Path) -> None:
+    done = as_if_torch_were(version, "build_ext", "--help")
+    assert done.returncode == 1
+    assert re.fullmatch(rf"zerox: {reason}\n", done.stderr), done.stderr
+    if version[:4] != "2.10":
+        done = as_if_torch_were(version, "build_ext", "--help", ZEROX_ANY_TORCH="1")
+        assert done.returncode == 0, done.stderr
+    for asked, wanted in (("0", "torch<2.15,>=2.11"), ("1", "torch>=2.11")):
+        done = run("setup.py", "-q", "egg_info", "-e", str(tmp_path), ZEROX_ANY_TORCH=asked)
+        assert done.returncode == 0, done.stderr
+        assert f"Requires-Dist: {wanted}\n" in (tmp_path / "zerox.egg-info/PKG-INFO").read_text()
+
+
 @pytest.mark.skipif(not build_cuda.kernel_sources(ROOT), reason="csrc/cuda has no kernels")
 def test_a_missing_tmpdir_is_not_blamed_on_nvcc(tmp_path: Path) -> None:
     nvcc = FakeToolkit(tmp_path / "cuda").nvcc

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+import find_torch
 import zerox
 from bench import report
 from zerox import environment
@@ -54,6 +55,16 @@ def test_the_table_of_environment_variables_is_the_one_of_zerox_env() -> None:
     printed = subprocess.run([sys.executable, "-m", "zerox", "env"], capture_output=True, text=True).stdout
     for variable in environment.VARIABLES:
         assert re.search(rf"^  {variable.name} .*{re.escape(variable.meaning)}$", printed, re.M)
+
+
+def test_which_torch_will_do_is_said_as_the_build_has_it() -> None:
+    least, following = find_torch.LEAST_TORCH, find_torch.NEXT_TORCH
+    newest = f"{following[0]}.{following[1] - 1}"
+    said = f"{least[0]}.{least[1]} to {newest}"
+    assert f"torch {said} (any build)" in README.read_text()
+    assert f"| torch | {said}, any build;" in (DOCS / "install.md").read_text()
+    [switch] = [each for each in environment.VARIABLES if each.name == "ZEROX_ANY_TORCH"]
+    assert f"newer than {newest}," in switch.meaning
 
 
 def test_the_table_of_options_is_the_one_of_zerox_options() -> None:

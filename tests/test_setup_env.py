@@ -11,8 +11,11 @@ from pathlib import Path
 
 import pytest
 
+import find_torch
+
 ROOT = Path(__file__).parents[1]
 USED = ("bash", "dirname", "awk", "grep", "df", "cat", "mktemp", "rm", "make", "mkdir", "cp", "realpath")
+NEWEST_TORCH = (find_torch.NEXT_TORCH[0], find_torch.NEXT_TORCH[1] - 1)
 PYTHON = """#!/bin/bash
 case "$*" in
   *"import ensurepip, venv"*) exit {no_venv} ;;
@@ -167,8 +170,10 @@ def test_an_active_environment_is_left_alone(machine: Machine, variable: str) ->
 
 def test_an_environment_that_was_asked_for_is_not_replaced_by_another(machine: Machine) -> None:
     asked = machine.environment("#!/bin/bash\nexit 1\n")
-    reason = "has no torch >= 2.11: install it there, or leave ZEROX_ENV out for ./.venv"
-    assert machine.said(ZEROX_ENV=str(asked)) == [f"zerox: ZEROX_ENV={asked} {reason}"]
+    least, newest = (".".join(map(str, each)) for each in (find_torch.LEAST_TORCH, NEWEST_TORCH))
+    reason = f"has no torch of {least} to {newest}: install one there, or leave ZEROX_ENV out for ./.venv"
+    newer = "(ZEROX_ANY_TORCH=1 takes newer ones)"
+    assert machine.said(ZEROX_ENV=str(asked)) == [f"zerox: ZEROX_ENV={asked} {reason} {newer}"]
     (asked / "bin/python").unlink()
     reason = "has no bin/python: it is the folder of a Python environment"
     assert machine.said(ZEROX_ENV=str(asked)) == [f"zerox: ZEROX_ENV={asked} {reason}"]

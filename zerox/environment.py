@@ -29,6 +29,7 @@ VARIABLES = (
         "CPU build of torch, or fail",
     ),
     Variable("FORCE_CUDA", "build", "`1`: as `ZEROX_CUDA=1`, where that is not set"),
+    Variable("ZEROX_ANY_TORCH", "build", "`1`: also for a torch newer than 2.14, which nobody has tried"),
     Variable("CUDA_HOME", "build", "the CUDA toolkit; default: `CUDA_PATH`, nvcc on the `PATH`, `/usr/local/cuda`"),
     Variable("CUDA_PATH", "build", "the CUDA toolkit, where `CUDA_HOME` is not set"),
     Variable(
