@@ -9,6 +9,7 @@ beside them.
 from __future__ import annotations
 
 import argparse
+import shlex
 import subprocess
 import sys
 import time
@@ -22,10 +23,14 @@ RUNS = {
     "step": ("bench.step --ranks 2 4 --batch 1 --seconds 360", SMALL),
     "step-larger-batch": ("bench.step --ranks 2 --batch 2 --seconds 180", SMALL),
     "step-bf16-clip": ("bench.step --ranks 2 --batch 1 --dtype bf16 --clip --seconds 180", SMALL),
+    "step-stages": (
+        "bench.step --ranks 2 4 --batch 1 --seconds 150 --systems 'DDP + AdamW' 'stage 2' ', resharded' 'stage 3'",
+        SMALL,
+    ),
     "step-alone": ("bench.step --ranks 1 --batch 1 --seconds 60", SMALL),
     "buckets": ("bench.step --ranks 2 4 --systems fused stage --caps 1 4 16 64 --batch 1 --seconds 240", SMALL),
     "memory": ("bench.memory --ranks 2 4", "--layers 1"),
-    "residency": ("bench.residency --ranks 2 4 --seconds 240", SMALL),
+    "residency": ("bench.residency --ranks 2 4 --seconds 200", SMALL),
     "host": ("bench.host --ranks 1 2", "--rounds 10"),
     "streams": ("bench.streams --ranks 2 --batch 1", "--layers 1"),
     "checkpoint": ("bench.checkpoint", "--layers 1 --rounds 1"),
@@ -38,7 +43,7 @@ def command(name: str, out: Path, quick: bool) -> list[str]:
     full, hasty = RUNS[name]
     files = ["--json", str(out / f"{name}.json")]
     files += ["--png", str(out / f"{name}.png")] if name in DRAWN else []
-    return [sys.executable, "-m", *full.split(), *(hasty.split() if quick else []), *files]
+    return [sys.executable, "-m", *shlex.split(full), *(hasty.split() if quick else []), *files]
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -54,7 +59,7 @@ def main(argv: list[str] | None = None) -> int:
     failed = []
     for name in args.only:
         run = command(name, args.out, args.quick)
-        print(f"\n$ python {' '.join(run[1:])}", flush=True)
+        print(f"\n$ python {shlex.join(run[1:])}", flush=True)
         start = time.monotonic()
         if subprocess.run(run, cwd=ROOT, check=False).returncode:
             failed.append(name)

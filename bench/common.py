@@ -12,6 +12,7 @@ import os
 import pickle
 import platform
 import re
+import shlex
 import subprocess
 import sys
 import tempfile
@@ -124,7 +125,7 @@ def parse(parser: argparse.ArgumentParser, argv: list[str] | None) -> argparse.N
         numbers = value if isinstance(value, list) else [value]
         if any(isinstance(each, int) and not isinstance(each, bool) and each < 1 for each in numbers):
             parser.error(f"--{name} takes numbers from 1 on")
-    args.command = " ".join([parser.prog, *(argv if argv is not None else sys.argv[1:])])
+    args.command = f"{parser.prog} {shlex.join(argv if argv is not None else sys.argv[1:])}".rstrip()
     return args
 
 

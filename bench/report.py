@@ -1,6 +1,8 @@
-"""The tables of speed and memory in README.md and docs/benchmarks.md, from what `make bench` and `make gpu` wrote.
+"""The tables and sentences of speed and memory in README.md and docs, from what `make bench` and `make gpu` wrote.
 
 python -m bench.report
+
+A system's peak is that of memory.json wherever it is told: that of stages 1 and 2 differs from run to run.
 """
 
 from __future__ import annotations
@@ -22,7 +24,13 @@ STEPS = {
     "2 ranks, twice the tokens": ("step-larger-batch", 2),
     "2 ranks, bf16, clipped": ("step-bf16-clip", 2),
 }
-STAGES = ("step-stages", "memory-stages")
+STAGES = ("step-stages", "memory")
+LIMITS = {  # of bench.residency, as the docs call them
+    "least": "the least: 32 MiB",
+    "64 MiB": "`resident_mb=64`",
+    "default": "default",
+    "inf": "`inf`",
+}
 
 
 def load(name: str) -> dict[str, Any]:
@@ -85,6 +93,83 @@ def stages() -> str:
     return "\n".join(lines)
 
 
+def stages_line() -> str:
+    """README's, of 4 ranks."""
+    speeds, peaks_of = (rows_of(name, 4) for name in STAGES)
+
+    def said(name: str) -> tuple[str, str]:
+        return f"{peaks_of[name]['of_rival']:.0%}", f"{speeds[name]['as_fast']:.2f} times"
+
+    ours, theirs = said(ZeroxStage3.name), said(FSDP2Resharded.name)
+    return (
+        f"On 4 ranks stage 3 takes {ours[0]} of DDP's memory at {ours[1]} its speed, and FSDP2 resharded takes "
+        f"{theirs[0]} at {theirs[1]}."
+    )
+
+
+def range_line() -> str:
+    """Between which bytes stage 2's peak may be."""
+    found = {ranks: [each / MIB for each in rows_of("memory", ranks)[Zerox.name]["estimate"]] for ranks in (2, 4)}
+    spans = [f"{least:.0f} to {most:.0f} MiB on {ranks} ranks" for ranks, (least, most) in found.items()]
+    return (
+        f"A bucket that leaves late stays beside the next one, so stage 2's peak is anything from {' and '.join(spans)}, "
+        "by `zerox.estimate`, in one run or another."
+    )
+
+
+def residency() -> str:
+    """Each limit of resident parameters, beside stage 2 and FSDP2."""
+    columns = ("peak", "of stage 2's speed", "of FSDP2's, resharded", "fetched")
+    lines = [
+        f"| | {' | '.join(f'{ranks} ranks: {columns[0]} | ' + ' | '.join(columns[1:]) for ranks in (2, 4))} |",
+        f"|---|{'---:|' * 8}",
+    ]
+    limits = {f"stage 3, {limit}": f"stage 3, {said}" for limit, said in LIMITS.items()}
+    for name, said in ({Zerox.name: "stage 2"} | limits | {FSDP2Resharded.name: FSDP2Resharded.name}).items():
+        cells = []
+        for ranks in (2, 4):
+            row = rows_of("residency", ranks)[name]
+            mib = row["peak_mib"] if name in limits else rows_of("memory", ranks)[name]["peak"] / MIB
+            fetched = f"{row['fetched_mib']:.0f} MiB" if name in limits else ""
+            cells += [f"{mib:.0f} MiB", f"{row['of_stage_2']:.2f}x", f"{row['of_fsdp2']:.2f}x", fetched]
+        lines.append(f"| {' | '.join([said, *cells])} |".replace("|  |", "| |"))
+    return "\n".join(lines)
+
+
+def room_line() -> str:
+    """docs/sharded-parameters.md's, of 4 ranks."""
+    row, peaks_of = rows_of("residency", 4)["stage 3, 64 MiB"], rows_of("memory", 4)
+    stage_2, fsdp2 = (f"{peaks_of[name]['peak'] / MIB:.0f}" for name in (Zerox.name, FSDP2Resharded.name))
+    return (
+        f"On 4 ranks, with room for 64 MiB of 160, a step took {row['peak_mib']:.0f} MiB, where stage 2 took {stage_2} and "
+        f"FSDP2 resharded {fsdp2}; it ran at {row['of_stage_2']:.2f} times stage 2's speed and {row['of_fsdp2']:.1f} times "
+        "FSDP2's"
+    )
+
+
+def sources() -> str:
+    """Which commit each file's numbers are of."""
+    names = [*dict.fromkeys((*(name for name, _ in STEPS.values()), *STAGES, "residency"))]
+    by_commit: dict[str, list[str]] = {}
+    for name in names:
+        by_commit.setdefault(load(name)["commit"][:7], []).append(name)
+    return "; ".join(f"{', '.join(those)}: commit {commit}" for commit, those in by_commit.items())
+
+
+def gpu_line() -> str:
+    """README's, of the fp32 update alone."""
+    rows = [row for row in gpu_rows("kernels") if (row["op"], row["kind"], row["state"]) == ("adam", "fp32", "fp32")]
+    ours = {row["size"]: row for row in rows if row["who"] == "zerox"}
+    theirs = {row["size"]: row["p50_ms"] for row in rows if "torch" in row["who"]}
+    one, many = ours["256 Mi"], ours["1,000 params"]
+    faster = [theirs[row["size"]] / row["p50_ms"] for row in (one, many)]
+    low, high = sorted((one["of_roof"], many["of_roof"]))
+    return (
+        f"On an H200 the fp32 update alone runs at {low:.0%} to {high:.0%} of the rate of a copy: {faster[0]:.2f} times as fast "
+        f"as torch's fused AdamW for one parameter of 256 Mi elements, and {faster[1]:.1f} times for 1,000 small ones."
+    )
+
+
 def gpu_rows(part: str) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = json.loads(GPU_FIGURES.read_text())["parts"][part]["rows"]
     return found
@@ -116,4 +201,17 @@ def gpu_steps() -> str:
 
 
 if __name__ == "__main__":
-    print("\n\n".join(each() for each in (summary, steps, peaks, stages, gpu_updates, gpu_steps)))
+    texts = (
+        summary,
+        stages_line,
+        gpu_line,
+        steps,
+        peaks,
+        range_line,
+        stages,
+        residency,
+        room_line,
+        sources,
+        gpu_updates,
+    )
+    print("\n\n".join(each() for each in (*texts, gpu_steps)))

@@ -2,11 +2,12 @@
 
     python -m bench.residency [--ranks 2 4] [--dtype bf16] [--seconds 120] [--json FILE] [--png FILE]
 
-The limits are the least possible, 64 MiB, a quarter of the parameters, the default, and none. Time is that of
-bench.step, of systems that take turns in the same processes; "of_stage_2" and "of_fsdp2" are the medians over the
-rounds of their time over the system's. Memory is that of bench.memory, on another model (no weight tied, 8 tokens),
-each in processes of its own. Fetches are a step's, on rank 0. The picture shows a step: how much is resident, and when
-a read waited.
+The limits are the least possible, 64 MiB, a quarter of the parameters, the default, and none; one that is as much as
+another for the model that is timed is left out. Time is that of bench.step, of systems that take turns in the same
+processes; "of_stage_2" and "of_fsdp2" are the medians over the rounds of their time over the system's. Memory is that
+of bench.memory, on another model (no weight tied, 8 tokens), each in processes of its own; bench.memory itself has
+stage 2's and FSDP2's. Fetches are a step's, on rank 0. The picture shows a step: how much is resident, and when a read
+waited.
 """
 
 from __future__ import annotations
@@ -49,6 +50,12 @@ def limits_mb(training: Training) -> dict[str, float | None]:
     return {"least": least, "64 MiB": 64.0, "P/4": max(sum(sizes) / 4, least), "default": None, "inf": float("inf")}
 
 
+def distinct_limits(training: Training) -> list[str]:
+    """Their names: of equal ones the first, since a second measurement of it would show nothing but noise."""
+    limits = limits_mb(training)
+    return [name for place, name in enumerate(limits) if limits[name] not in list(limits.values())[:place]]
+
+
 @dataclass(frozen=True)
 class Seen:
     """A step of a limit: what happened to buckets, and the limit in bytes."""
@@ -60,7 +67,7 @@ class Seen:
 
 def time_on_ranks(training: Training, seconds: float) -> tuple[list[Row], list[Seen]]:
     """On each rank."""
-    limited = [Limited(training, limit) for limit in limits_mb(training)]
+    limited = [Limited(training, limit) for limit in distinct_limits(training)]
     systems: list[System] = [Zerox(training), FSDP2Resharded(training), *limited]
     check(systems, training)
     samples = {name: [step_ms for step_ms, _ in each] for name, each in take_turns(systems, training, seconds).items()}
@@ -70,7 +77,7 @@ def time_on_ranks(training: Training, seconds: float) -> tuple[list[Row], list[S
         row: Row = {"system": system.name, "ranks": dist.get_world_size(), "step_ms": step_ms}
         row |= {"of_stage_2": ratio(samples, Zerox.name, system.name)}
         row |= {"of_fsdp2": ratio(samples, FSDP2Resharded.name, system.name)}
-        rows.append(row | {"fetched_mib": None, "fetches": None, "waits": None})
+        rows.append(row | dict.fromkeys(("fetched_mib", "fetches", "waits", "peak_mib", "estimate_mib")))
     seen = [look(system, training, row) for system, row in zip(limited, rows[2:], strict=True)]
     return rows, seen
 
@@ -92,12 +99,11 @@ def look(system: Limited, training: Training, row: Row) -> Seen:
 
 
 def weigh(training: Training, world_size: int, rows: list[Row]) -> None:
-    """Adds peaks to rows, and the estimates of stage 3's."""
+    """Adds peaks and estimates to the rows of limits."""
     untied = replace(training, context=8, batch=1, tied=False)
     library = build()
-    makers = [Zerox, FSDP2Resharded, *(partial(Limited, limit=limit) for limit in limits_mb(training))]
-    for row, make in zip(rows, makers, strict=True):
-        found = on_ranks(memory.measure, world_size, untied, make, library)
+    for row, limit in zip(rows[2:], distinct_limits(training), strict=True):
+        found = on_ranks(memory.measure, world_size, untied, partial(Limited, limit=limit), library)
         row |= {key: found[key] for key in ("peak_mib", "estimate_mib")}
 
 
