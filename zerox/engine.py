@@ -22,6 +22,7 @@ from zerox.flow.grads import Grads
 from zerox.flow.inside import Inside, Loading
 from zerox.flow.join import digest_of
 from zerox.flow.memory_bytes import MemoryBytes, measured
+from zerox.flow.moved import taken_back
 from zerox.flow.one_gradient import OneGradient
 from zerox.flow.overlap_gather import NOTHING_TO_HIDE, GatherOverlap
 from zerox.flow.params import ParamGather
@@ -29,8 +30,8 @@ from zerox.flow.profiled import range_named, with_hooks
 from zerox.flow.residency import Residency
 from zerox.flow.row_refusals import check_rows
 from zerox.flow.update import FusedUpdate, Update
-from zerox.memory.bucket import Bucket, Member, members_of, misfit_among, rooms
-from zerox.memory.flat import BufferSlot, give_out
+from zerox.memory.bucket import Bucket, Member, members_of, rooms
+from zerox.memory.flat import give_out
 from zerox.memory.grad_dtype import Widened
 from zerox.memory.shared import Shared
 from zerox.options import OptimizerOptions, Planned, check_params
@@ -306,10 +307,9 @@ class Engine(OneGradient, OneState):
             self._notify()
         self._gather.wait()
         unfrozen = [m for m in self._frozen if m.param.requires_grad]
-        moved = [(self._buckets[index], slot) for index, slot in self._grads.moved()]
+        elsewhere, misfit = taken_back(self._buckets, self._grads.moved(), meeting)
         refusal = refusal or self._refusal_of_load(meeting) or self._gather.failure(forget=meeting is Meeting.STEP)
-        refusal = refusal or misfit_among(moved) or self._grads.replaced() or self._calls.refusal_to_go_on(meeting)
-        elsewhere: list[BufferSlot] = [(bucket.buffer, slot) for bucket, slot in moved]
+        refusal = refusal or misfit or self._grads.replaced() or self._calls.refusal_to_go_on(meeting)
         values = [] if refusal else self._gather.found_elsewhere(elsewhere)
         options = digest_of(self.param_groups, self._joining) if self._joining else 0.0
         outcome = self._grads.settle(meeting, arguments, options, len(unfrozen), refusal)

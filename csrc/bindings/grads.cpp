@@ -209,6 +209,16 @@ std::shared_ptr<BucketManager> make_manager(const std::vector<Axis>& axes, const
   return destroyed_without_gil(new BucketManager(made, {control.value_or(Group()), whereabouts}, options));
 }
 
+void remember_class(const at::Tensor& placeholder) {
+  static PyObject* known = nullptr;  // leaked, as above
+  if (known != nullptr) return;
+  known = py::type::of(py::cast(placeholder)).release().ptr();
+  set_placeholder_test([](const at::Tensor& tensor) {
+    const py::gil_scoped_acquire acquire;
+    return py::type::of(py::cast(tensor)).ptr() == known;
+  });
+}
+
 int64_t add_bucket(BucketManager& self, const std::vector<std::string>& names, const std::vector<at::Tensor>& params,
                    const std::vector<at::Tensor>& locals, const std::vector<at::Tensor>& homes, at::Tensor flat,
                    const std::optional<std::vector<at::Tensor>>& placeholders, const std::vector<int64_t>& offsets,
@@ -216,6 +226,7 @@ int64_t add_bucket(BucketManager& self, const std::vector<std::string>& names, c
                    at::Tensor segments, int64_t num_straight, double divisor, const Team& team) {
   BucketSpec spec{{},          std::move(flat), wire_dtype,          grad_dtype, divisor,
                   shard_numel, trailer_numel,   std::move(segments), team,       num_straight};
+  if (placeholders && !placeholders->empty()) remember_class(placeholders->front());
   for (size_t i = 0; i < params.size(); ++i) {
     const at::Tensor placeholder = placeholders ? placeholders->at(i) : at::Tensor();
     spec.slots.push_back({names.at(i), params[i], locals.at(i), homes.at(i), placeholder, offsets.at(i)});

@@ -9,6 +9,8 @@
 #include <torch/csrc/autograd/variable.h>
 
 #include <algorithm>
+#include <atomic>
+#include <memory>
 #include <string>
 #include <vector>
 
@@ -16,11 +18,28 @@ namespace zx {
 
 using AccumulatorNode = decltype(torch::autograd::impl::grad_accumulator(std::declval<const at::Tensor&>()));
 
-// The hooks on a parameter's AccumulateGrad node.
+// Note [Hooks follow the parameter]
+// The hooks that see a gradient hang on the parameter's AccumulateGrad node. torch drops that node where `.data` gets
+// another dtype or device: after model.half().float() the parameter is as it was, but its next backward goes through a
+// new node, without hooks. A hook of the parameter itself stays, and torch calls it before those of the node. So every
+// parameter has one, the watch, which hangs the others on a new node when that is about to accumulate. Other ranks wait
+// for this gradient: it is too late to look for new nodes where ranks meet.
+//
+// A user's first register_hook() makes the parameter's list of hooks anew, and the watch is gone. It is put back at
+// zero_grad() and where ranks meet (Backward::restore_watches). Only if the node is dropped between those two, too, can
+// gradients arrive unseen; in ZeRO stage 1 they are refused then, since p.grad may be this rank's own or the mean.
+struct Watch {
+  std::atomic<const void*> node{nullptr};  // the one that has the other hooks
+  std::atomic<bool> is_gone{false};
+  torch::autograd::FunctionPreHook* hook = nullptr;  // while it is not gone
+};
+
+// The hooks on a parameter, and on its AccumulateGrad node.
 struct Hooks {
   AccumulatorNode accumulator{};  // the parameter holds it only weakly: without this reference the hooks would vanish
   torch::autograd::FunctionPreHook* before = nullptr;
   uintptr_t after = 0;
+  std::shared_ptr<Watch> watch{};
 };
 
 // Remembers which tensor p.grad was. It holds the tensor weakly, so that no other tensor can get the same address.

@@ -1,6 +1,7 @@
 // All buckets of an optimizer, which its parts share, and the lock on what backward changes in them.
 #pragma once
 
+#include <atomic>
 #include <memory>
 #include <mutex>
 #include <vector>
@@ -21,6 +22,7 @@ namespace zx {
 //     Slot that no other line names        add_bucket()
 //   Slot's hooks, fired to whole; p.grad;  hooks, optimizer's caller        the same            Buckets::mutex
 //     Bucket::producers; all of Backward
+//   Buckets::is_unwatched; Watch           whoever calls Tensor.register_hook(), hooks  all     none, they are atomic
 //   Bucket::landed                         land worker; optimizer's caller  optimizer's caller  await_all() and
 //                                          when flights have landed                             after_landing()
 //   a Flight                               its launcher, then its worker    the same            TwoWorkers hands it on
@@ -47,7 +49,8 @@ namespace zx {
 struct Buckets {
   ProcessMutex mutex;
   std::vector<std::shared_ptr<Bucket>> all;
-  int64_t num_dtensors = 0;  // parameters that are: see Note [Local tensors]
+  int64_t num_dtensors = 0;                // parameters that are: see Note [Local tensors]
+  std::atomic<bool> is_unwatched = false;  // a parameter may be: see Note [Hooks follow the parameter]
 
   Bucket& at(int64_t index) const { return *all.at(index); }
 

@@ -57,6 +57,10 @@ class Backward : public std::enable_shared_from_this<Backward> {
   void set_stays_inner(bool stays);
   bool is_syncing() const;
 
+  // To be called when no backward is running: see Note [Hooks follow the parameter]. Returns why what p.grad holds
+  // can't be told; empty if it can.
+  std::string restore_watches();
+
   // To be called when the optimizer is called, since no backward is running then: ends the pass that is open. Returns
   // whether its backward raised.
   bool end_pass();
@@ -81,8 +85,12 @@ class Backward : public std::enable_shared_from_this<Backward> {
 
  private:
   // hooks.cpp: on autograd's thread.
-  void install_hooks(Bucket& bucket, Slot& slot);
+  void install_hooks(const Bucket& bucket, Slot& slot);
+  void hang_hooks(const Bucket& bucket, Slot& slot, AccumulatorNode node);
+  static void unhang_hooks(Slot& slot);
   static void remove_hooks(Slot& slot);
+  void watch(const Bucket& bucket, Slot& slot);
+  void on_new_node(const Bucket& bucket, Slot& slot);
   void refuse_other_reducers() const;
   void before_accumulate(const Bucket& bucket, Slot& slot);
   void after_accumulate(Bucket& bucket, Slot& slot);

@@ -5,6 +5,7 @@
 #include <torch/csrc/dynamo/compiled_autograd.h>
 
 #include <chrono>
+#include <utility>
 #include <vector>
 
 #include "grads/backward.h"
@@ -25,6 +26,32 @@ void refuse_compiled_autograd() {
               "zerox does not work under compiled autograd: run backward() outside torch._dynamo.compiled_autograd");
 }
 
+// See Note [Hooks follow the parameter].
+class WatchHook final : public torch::autograd::FunctionPreHook {
+ public:
+  WatchHook(std::shared_ptr<Watch> watch, std::function<void()> on_new_node, std::function<void()> on_gone)
+      : watch_(std::move(watch)), on_new_node_(std::move(on_new_node)), on_gone_(std::move(on_gone)) {
+    watch_->hook = this;
+  }
+  WatchHook(const WatchHook&) = delete;
+  WatchHook& operator=(const WatchHook&) = delete;
+  ~WatchHook() override {
+    watch_->is_gone = true;
+    on_gone_();
+  }
+  variable_list operator()(const variable_list& grads) override {
+    const auto node = torch::autograd::get_current_node();
+    if (node != nullptr && node.get() != watch_->node) on_new_node_();
+    return grads;
+  }
+  void compiled_args(torch::dynamo::autograd::CompiledNodeArgs& /*args*/) const override { refuse_compiled_autograd(); }
+
+ private:
+  std::shared_ptr<Watch> watch_;
+  std::function<void()> on_new_node_;
+  std::function<void()> on_gone_;
+};
+
 // AccumulateGrad would add to p.grad whatever it is, so a placeholder has to be moved out of its way.
 class BeforeAccumulate final : public torch::autograd::FunctionPreHook {
  public:
@@ -42,8 +69,13 @@ class BeforeAccumulate final : public torch::autograd::FunctionPreHook {
 }  // namespace
 
 // Hooks hold this object weakly: the graph may outlive the optimizer.
-void Backward::install_hooks(Bucket& bucket, Slot& slot) {
-  slot.hooks.accumulator = torch::autograd::impl::grad_accumulator(slot.param);
+void Backward::install_hooks(const Bucket& bucket, Slot& slot) {
+  hang_hooks(bucket, slot, torch::autograd::impl::grad_accumulator(slot.param));
+  watch(bucket, slot);
+}
+
+void Backward::hang_hooks(const Bucket& bucket, Slot& slot, AccumulatorNode node) {
+  slot.hooks.accumulator = std::move(node);
   const std::weak_ptr<Backward> weak = weak_from_this();
   const int64_t bucket_index = bucket.index;
   const int64_t slot_index = &slot - bucket.slots.data();
@@ -67,14 +99,74 @@ void Backward::install_hooks(Bucket& bucket, Slot& slot) {
       },
       [](torch::dynamo::autograd::CompiledNodeArgs& /*args*/) { refuse_compiled_autograd(); }));
   add_own_hook(slot.hooks.after);
+  if (slot.hooks.watch != nullptr) slot.hooks.watch->node = slot.hooks.accumulator.get();
 }
 
-void Backward::remove_hooks(Slot& slot) {
-  if (slot.hooks.accumulator == nullptr) return;
+void Backward::unhang_hooks(Slot& slot) {
   remove_own_hook(slot.hooks.after);
   slot.hooks.accumulator->del_post_hook(slot.hooks.after);
   auto& pre_hooks = slot.hooks.accumulator->pre_hooks();
   std::erase_if(pre_hooks, [&slot](const auto& hook) { return hook.get() == slot.hooks.before; });
+}
+
+void Backward::remove_hooks(Slot& slot) {
+  if (slot.hooks.accumulator == nullptr) return;
+  unhang_hooks(slot);
+  if (slot.hooks.watch == nullptr || slot.hooks.watch->is_gone) return;
+  std::erase_if(torch::autograd::impl::hooks(slot.param),
+                [hook = slot.hooks.watch->hook](const auto& each) { return each.get() == hook; });
+}
+
+void Backward::watch(const Bucket& bucket, Slot& slot) {
+  const std::weak_ptr<Backward> weak = weak_from_this();
+  const int64_t bucket_index = bucket.index;
+  const int64_t slot_index = &slot - bucket.slots.data();
+  slot.hooks.watch = std::make_shared<Watch>();
+  slot.hooks.watch->node = slot.hooks.accumulator.get();
+  torch::autograd::impl::hooks(slot.param)
+      .push_back(std::make_unique<WatchHook>(
+          slot.hooks.watch,
+          [weak, bucket_index, slot_index] {
+            if (const auto self = weak.lock()) {
+              const Bucket& bucket = self->buckets_->at(bucket_index);
+              self->on_new_node(bucket, self->buckets_->at(bucket_index).slots[slot_index]);
+            }
+          },
+          [weak] {
+            if (const auto self = weak.lock()) self->buckets_->is_unwatched = true;
+          }));
+}
+
+void Backward::on_new_node(const Bucket& bucket, Slot& slot) {
+  const Locked lock(buckets_->mutex);
+  auto node = torch::autograd::get_current_node();
+  if (node == slot.hooks.accumulator) return;  // another thread was first
+  unhang_hooks(slot);
+  hang_hooks(bucket, slot, std::move(node));
+}
+
+std::string Backward::restore_watches() {
+  std::string refusal;
+  if (!buckets_->is_unwatched.exchange(false)) return refusal;
+  const Locked lock(buckets_->mutex);
+  for (const auto& bucket : buckets_->all) {
+    for (Slot& slot : bucket->slots) {
+      if (!slot.hooks.watch->is_gone) continue;
+      watch(*bucket, slot);
+      if (torch::autograd::impl::try_get_grad_accumulator(slot.param) == slot.hooks.accumulator) continue;
+      // A node that is there now, or that was there in between, may have accumulated.
+      if (refusal.empty() && grads_->may_be_unseen(slot)) {
+        refusal = "parameter '" + slot.name +
+                  "' was given another dtype or device (model.half().float() does it) after its first "
+                  "register_hook(), so that its gradient was not averaged; it is from the next backward on";
+      }
+      if (auto node = torch::autograd::impl::grad_accumulator(slot.param)) {
+        unhang_hooks(slot);
+        hang_hooks(*bucket, slot, std::move(node));
+      }
+    }
+  }
+  return refusal;
 }
 
 void Backward::before_accumulate(const Bucket& bucket, Slot& slot) {

@@ -12,9 +12,19 @@ DTensorFunctions& functions() {
   return *found;
 }
 
+std::function<bool(const at::Tensor&)>& placeholder_test() {
+  static auto* found = new std::function<bool(const at::Tensor&)>();  // leaked, as above
+  return *found;
+}
+
 // Why a gradient can't be packed; empty if it can.
 std::string refusal_of(const Slot& slot, const at::Tensor& grad) {
   const Home& home = slot.home;
+  if (grad.key_set().has(c10::DispatchKey::Python) && placeholder_test() && placeholder_test()(grad)) {
+    return "parameter '" + slot.name +
+           "' has a placeholder in p.grad that is not its own (copy.deepcopy() and .to() make copies), which stands "
+           "for no gradient of this optimizer's; set p.grad = None";
+  }
   const at::IntArrayRef sizes = home.sizes;
   if (grad.layout() == at::kStrided && grad.sizes() == sizes && grad.device() == home.device) return "";
   const std::string who = "parameter '" + slot.name + "' got a ";
@@ -32,6 +42,10 @@ bool is_placeholder(const Slot& slot, const at::Tensor& grad) {
 }
 
 }  // namespace
+
+void set_placeholder_test(std::function<bool(const at::Tensor&)> is_placeholder) {
+  placeholder_test() = std::move(is_placeholder);
+}
 
 void set_dtensor_functions(DTensorFunctions found) { functions() = std::move(found); }
 

@@ -25,6 +25,9 @@ void zero_grad_of(const Slot& slot);
 // Makes p.grad have these elements.
 void set_local_grad(Slot& slot, at::Tensor local);
 
+// Whether a tensor is a placeholder of any optimizer, or a copy of one. The function may be called on any thread.
+void set_placeholder_test(std::function<bool(const at::Tensor&)> is_placeholder);
+
 // What only Python knows of DTensors. The functions may be called on any thread.
 struct DTensorGrad {
   at::Tensor local{};

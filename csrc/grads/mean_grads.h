@@ -70,6 +70,8 @@ class MeanGrads {
   virtual void before_accumulate(const Bucket& /*bucket*/, Slot& /*slot*/, const Locked& /*lock*/) {}
   // Called when autograd has written p.grad. `sync`: the gradient leaves with this backward.
   virtual void accumulated(Slot& /*slot*/, bool /*sync*/, const Locked& /*lock*/) {}
+  // Whether, if no hook saw what backward wrote, p.grad may be neither the mean nor all that is this rank's own.
+  virtual bool may_be_unseen(const Slot& /*slot*/) const { return false; }
   // Whether all ranks meet where backward ends.
   virtual bool meets_after_backward() const { return false; }
 

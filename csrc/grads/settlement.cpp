@@ -122,6 +122,7 @@ Statement Settlement::statement(const Call& call) {
     const Locked lock(buckets_->mutex);
     seen = grads_->look(rounds, lock);
   }
+  if (const std::string unseen = backward_->restore_watches(); !unseen.empty()) backward_->fail(unseen);
   if (!seen.refusal.empty()) backward_->fail(seen.refusal);
   const Progress progress = backward_->progress();
   had_gradient_ |= progress.rounds.own > 0 || seen.unsent;
@@ -225,6 +226,7 @@ void Settlement::zero(bool set_to_none) {
     const std::lock_guard lock(mutex_);
     abandon_with_reason(agreement_.agree(statement({.meeting = Meeting::backward_end}), "zero_grad()"));
   }
+  backward_->restore_watches();
   backward_->forget_failure();
   backward_->note_zeroed();
   zeroed_ = true;

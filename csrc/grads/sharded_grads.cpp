@@ -23,7 +23,7 @@ void ShardedGrads::before_accumulate(const Bucket& /*bucket*/, Slot& slot, const
 }
 
 // Leaves a placeholder behind.
-Taken ShardedGrads::take(const Bucket& /*bucket*/, Slot& slot, const at::Tensor& local, const Locked& /*lock*/) {
+Taken ShardedGrads::take(const Bucket& bucket, Slot& slot, const at::Tensor& local, const Locked& /*lock*/) {
   at::Tensor& grad = slot.param.mutable_grad();
   const bool is_placeholder = grad.defined() && grad.is_same(slot.placeholder);
   const bool is_real = grad.defined() && !is_placeholder;
@@ -38,7 +38,11 @@ Taken ShardedGrads::take(const Bucket& /*bucket*/, Slot& slot, const at::Tensor&
   if (taken.replace) slot.seen.scaled.forget();  // the new placeholder is the same tensor as before
   if (!is_real) return taken;
   taken.source = in_order_of(local, slot.home);
-  grad = slot.placeholder;
+  at::Tensor& placeholder = slot.placeholder;
+  if (placeholder.scalar_type() != bucket.grad_dtype || placeholder.device() != slot.home.device) {
+    placeholder.set_data(placeholder.to(slot.home.device, bucket.grad_dtype));  // a module took it along, and came back
+  }
+  grad = placeholder;
   return taken;
 }
 

@@ -41,6 +41,10 @@ class GatheredGrads final : public WholeGrads {
   using WholeGrads::WholeGrads;
 
   bool sends() const override { return true; }
+  bool may_be_unseen(const Slot& slot) const override {
+    const at::Tensor& grad = slot.param.grad();
+    return grad.defined() && !slot.whole.mean.is_still(grad);
+  }
   bool meets_after_backward() const override { return true; }
   bool precedes_accumulation(const Bucket& bucket) const override { return undoing(bucket) != 1.0; }
   void before_accumulate(const Bucket& bucket, Slot& slot, const Locked& lock) override;

@@ -15,6 +15,7 @@ from torch import Tensor
 from tests.accelerator.fake import machine, on_stream, run_fake_ranks
 from tests.accelerator.sharded import KINDS, LIMITS, WAYS, WIDTH, Training, assert_as_in_stage_2, ranks_of_threads
 from zerox import _C as C
+from zerox.flow.placeholder import ShardedGrad
 from zerox.ranks.group import Ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream does not match")
@@ -203,3 +204,24 @@ def bytes_of_rooms(ranks: Ranks, all_here: threading.Barrier) -> tuple[int, int]
 def test_released_rooms_give_their_memory_back() -> None:
     said, freed = run_fake_ranks(bytes_of_rooms, 2, "direct", threading.Barrier(2))[0]
     assert 0 < said == freed <= LIMITS["two buckets"] * 2**20
+
+
+def left_for_the_host(ranks: Ranks, stage: int) -> list[Tensor]:
+    """The module gets new parameters there, with copies of placeholders; the optimizer keeps its own."""
+    training = Training(ranks, stage)
+    own = list(training.model.parameters())
+    training.model(training.batch(0)).square().sum().backward()
+    with training.optimizer.whole():
+        training.model.cpu()
+    for param, moved in zip(own, training.model.parameters(), strict=True):
+        assert type(param.grad) is type(moved.grad) is ShardedGrad
+        assert (param.grad.device, moved.grad.device) == (ranks.device, torch.device("cpu"))
+        with pytest.raises(RuntimeError, match="only a copy of the placeholder"):
+            moved.grad.norm()
+    training.optimizer.step()
+    with training.optimizer.whole():
+        return [param.detach().cpu() for param in own]
+
+
+def test_a_model_may_leave_for_the_host_with_its_gradients() -> None:
+    assert_as_in_stage_2(2, "direct", left_for_the_host)

@@ -41,7 +41,7 @@ READERS: dict[str, Callable[[list[Tensor]], object]] = {
     "copy_ from": lambda grads: torch.empty(grads[0].shape).copy_(grads[0]),
     "copy_ into": lambda grads: grads[0].copy_(torch.ones(grads[0].shape)),
     "isnan": lambda grads: grads[0].isnan().any(),
-    "to float64": lambda grads: grads[0].to(torch.float64),
+    "to float64": lambda grads: grads[0].to(torch.float64).sum(),
     "_foreach_norm": torch._foreach_norm,
     "div_ by 0": lambda grads: grads[0].div_(0),
     "_foreach_add": lambda grads: torch._foreach_add(grads, 1.0),

@@ -55,6 +55,29 @@ def test_each_step_is_within_the_bound_of_torch_on_the_same_device(
     compare_each_step(0, 1, dtype, stage, name, device.type)
 
 
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_model_may_leave_the_device_with_its_gradients_and_come_back(device: torch.device, stage: int) -> None:
+    """As frameworks move it to the CPU at a training's end, and save after that."""
+    model = make_model().to(device)
+    optimizer = FusedShardedAdam(model.named_parameters(), lr=1e-2, stage=stage)
+    for step in range(2):
+        backward(model, batch(0, step).to(device))
+        optimizer.step()
+    model.to(*(["cpu"] if device.type == "cuda" else [torch.float64]))
+    for param in model.parameters():
+        assert param.grad is None or (param.grad.device, param.grad.dtype) == (param.device, param.dtype)
+    state = optimizer.full_state_dict()["state"]
+    assert any(each["exp_avg"].any() for each in state.values())
+    with pytest.raises(RuntimeError, match=r"but was .* when the optimizer was built"):
+        optimizer.step()
+    model.to(device, torch.float32)
+    optimizer.zero_grad()
+    before = [param.detach().clone() for param in model.parameters()]
+    backward(model, batch(0, 2).to(device))
+    optimizer.step()
+    assert not all(map(torch.equal, before, model.parameters()))
+
+
 def losses_of_the_demo(device: torch.device, seed: int, stage: int) -> list[float]:
     model = make_gpt(device, seed)
     optimizer = FusedShardedAdam(model.named_parameters(), lr=3e-3, stage=stage)

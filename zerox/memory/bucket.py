@@ -270,12 +270,6 @@ class Bucket:
             yield param, state
 
 
-def misfit_among(moved: Iterable[tuple[Bucket, int]]) -> str:
-    """Why the first of these (bucket, slot) can't take in its parameter's new storage; empty if all can."""
-    misfits = (bucket.buffer.misfit(slot, bucket.members[slot].name) for bucket, slot in moved)
-    return next(filter(None, misfits), "")
-
-
 def start_states(buckets: Sequence[Bucket], groups: Sequence[dict[str, Any]], capturing: bool = False) -> bool:
     """Gives buckets the state that an option of their groups now asks for; returns whether any was missing."""
     rules = {bucket.rule.name: bucket.rule for bucket in buckets}.values()
