@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable
 
 import pytest
@@ -229,8 +230,35 @@ def reordered(rank: int, _: int, stage: int) -> None:
 
 
 @pytest.mark.parametrize("stage", [1, 2])
+@pytest.mark.filterwarnings("ignore:zerox. parameter .* got another order in memory")
 def test_another_order_in_memory_is_taken_back(stage: int) -> None:
     run_ranks(reordered, 2, stage)
+
+
+def laid_out_late(_: int, __: int, stage: int) -> list[str]:
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Conv2d(8, 8, 3), nn.Conv2d(8, 4, 1), nn.Flatten(), nn.LazyLinear(1))
+    images = torch.randn(2, 3, 8, 8)
+    model(images)
+    optimizer = FusedShardedAdam(model.named_parameters(), stage=stage)
+    strides = [param.stride() for param in model.parameters()]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for step in range(2):
+            model.to(memory_format=torch.channels_last if step == 0 else torch.preserve_format)
+            model(images).sum().backward()
+            optimizer.step()
+        assert [param.stride() for param in model.parameters()] == strides
+    assert all(each.filename == __file__ for each in caught), [each.filename for each in caught]
+    return [str(each.message) for each in caught]
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_another_order_in_memory_is_undone_with_a_warning(stage: int) -> None:
+    """Not of a kernel of one pixel, whose elements lie in the same order."""
+    for found in run_ranks(laid_out_late, 2, stage):
+        (text,) = found
+        assert text.startswith("zerox: parameter '1.weight' and 1 more got another order in memory")
+        assert "before you build the optimizer" in text
 
 
 @pytest.mark.parametrize(

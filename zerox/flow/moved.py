@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
+
+from torch import Tensor
 
 from zerox._C import Meeting
 from zerox.memory.bucket import Bucket
-from zerox.memory.flat import BufferSlot
+from zerox.memory.flat import BufferSlot, in_shared_memory
+from zerox.model_names import quoted
 
 # Calls that read no parameter: a model may have left for another device, as frameworks' do at a training's end.
 NEED_NO_PARAMS = (Meeting.FULL_STATE,)
@@ -26,4 +30,31 @@ def taken_back(
         refusal = refusal or misfit
     if refusal and meeting not in NEED_NO_PARAMS:
         return [], refusal
+    _warn_of_order(buckets, fitting)
     return fitting, ""
+
+
+def _warn_of_order(buckets: Sequence[Bucket], slots: Sequence[BufferSlot]) -> None:
+    """State has the order that the parameters had: another one would have to be brought into every rank's shard."""
+    undone = [
+        (buffer, slot)
+        for buffer, slot in slots
+        if not in_shared_memory(param := buffer.params[slot])
+        and _order(param, param.stride()) != _order(param, buffer.strides[slot])
+    ]
+    if not undone:
+        return
+    buffer, slot = undone[0]
+    name = next(bucket.members[slot].name for bucket in buckets if bucket.buffer is buffer)
+    more = f" and {len(undone) - 1} more" if len(undone) > 1 else ""
+    warnings.warn(
+        f"zerox: parameter {quoted(name, buffer.params[slot])}{more} got another order in memory (memory_format=...) "
+        "after the optimizer was built. The values stay, but it is laid out as it was then: call "
+        "model.to(memory_format=...) before you build the optimizer",
+        stacklevel=7,
+    )
+
+
+def _order(param: Tensor, strides: Sequence[int]) -> list[int]:
+    """Strides of dimensions of one element say nothing."""
+    return [stride for stride, size in zip(strides, param.shape, strict=True) if size > 1]
