@@ -23,7 +23,8 @@ test: ## the whole suite, C++ unit tests included, on WORKERS processes; ARGS='-
 # On two processes: each imports the frameworks and keeps ranks that did, and files share both.
 test-frameworks: ## tests with Accelerate, Trainer, Lightning and others, installed into ./.venv-frameworks (0.4 GB)
 	@py="$$(scripts/frameworks_env.sh)" && export PATH="$$(dirname "$$py"):$$PATH" && \
-	  "$$py" -m pytest -n "$(if $(filter 0 1,$(WORKERS)),$(WORKERS),2)" --dist loadfile tests/frameworks $(ARGS)
+	  ZEROX_TEST_DEVICE=cpu "$$py" -m pytest -n "$(if $(filter 0 1,$(WORKERS)),$(WORKERS),2)" --dist loadfile \
+	  tests/frameworks tests/gpu/test_frameworks.py $(ARGS)
 
 bench: ## time and weigh zerox on this CPU beside what people use today; results into bench/results; ARGS='--quick'
 	@$(call in_env,demo) && "$$py" -m bench $(ARGS)
