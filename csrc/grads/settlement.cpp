@@ -123,7 +123,8 @@ Statement Settlement::statement(const Call& call) {
     seen = grads_->look(rounds, lock);
   }
   if (const std::string unseen = backward_->restore_watches(); !unseen.empty()) backward_->fail(unseen);
-  if (!seen.refusal.empty()) backward_->fail(seen.refusal);
+  // Full state needs no gradients: a model may have left for another device, and they with it.
+  if (!seen.refusal.empty() && call.meeting != Meeting::full_state) backward_->fail(seen.refusal);
   const Progress progress = backward_->progress();
   had_gradient_ |= progress.rounds.own > 0 || seen.unsent;
   return {.call = call,

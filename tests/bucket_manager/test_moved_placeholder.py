@@ -108,6 +108,28 @@ def test_a_model_that_has_left_is_named_by_the_next_step_and_its_state_can_be_sa
         assert fits
 
 
+def left_with_gradients(rank: int, _: int, stage: int) -> list[str]:
+    """Values and gradients of another shape, since there is but one device here on which they could be."""
+    model = Chain(2)
+    optimizer = FusedShardedAdam(model.named_parameters(), lr=1e-2, stage=stage)
+    model(input_of(rank, 0)).square().mean().backward()
+    optimizer.step()
+    for param in model.parameters():
+        param.data = param.data[:1].clone()
+        if stage == 1:
+            assert param.grad is not None
+            param.grad.data = param.grad.data[:1].clone()
+    state = optimizer.full_state_dict()
+    assert rank or all(each["exp_avg"].any() for each in state["state"].values())
+    return [message_of(optimizer.step)]
+
+
+@both_stages
+def test_the_state_of_a_model_that_has_left_with_its_gradients_can_be_saved(stage: int) -> None:
+    for (message,) in run_ranks(left_with_gradients, 2, stage):
+        assert "can't go on: parameter 'layers." in message, message
+
+
 # ---- copies
 
 COPIES: dict[str, Callable[[Tensor], Tensor]] = {
