@@ -112,8 +112,8 @@ def range_line() -> str:
     found = {ranks: [each / MIB for each in rows_of("memory", ranks)[Zerox.name]["estimate"]] for ranks in (2, 4)}
     spans = [f"{least:.0f} to {most:.0f} MiB on {ranks} ranks" for ranks, (least, most) in found.items()]
     return (
-        f"A bucket that leaves late stays beside the next one, so stage 2's peak is anything from {' and '.join(spans)}, "
-        "by `zerox.estimate`, in one run or another."
+        "A bucket that leaves late stays beside the next one, so stage 2's peak is anything from "
+        f"{' and '.join(spans)}, by `zerox.estimate`, in one run or another."
     )
 
 
@@ -141,9 +141,9 @@ def room_line() -> str:
     row, peaks_of = rows_of("residency", 4)["stage 3, 64 MiB"], rows_of("memory", 4)
     stage_2, fsdp2 = (f"{peaks_of[name]['peak'] / MIB:.0f}" for name in (Zerox.name, FSDP2Resharded.name))
     return (
-        f"On 4 ranks, with room for 64 MiB of 160, a step took {row['peak_mib']:.0f} MiB, where stage 2 took {stage_2} and "
-        f"FSDP2 resharded {fsdp2}; it ran at {row['of_stage_2']:.2f} times stage 2's speed and {row['of_fsdp2']:.1f} times "
-        "FSDP2's"
+        f"On 4 ranks, with room for 64 MiB of 160, a step took {row['peak_mib']:.0f} MiB, where stage 2 took {stage_2} "
+        f"and FSDP2 resharded {fsdp2}; it ran at {row['of_stage_2']:.2f} times stage 2's speed and "
+        f"{row['of_fsdp2']:.1f} times FSDP2's"
     )
 
 
@@ -165,8 +165,9 @@ def gpu_line() -> str:
     faster = [theirs[row["size"]] / row["p50_ms"] for row in (one, many)]
     low, high = sorted((one["of_roof"], many["of_roof"]))
     return (
-        f"On an H200 the fp32 update alone runs at {low:.0%} to {high:.0%} of the rate of a copy: {faster[0]:.2f} times as fast "
-        f"as torch's fused AdamW for one parameter of 256 Mi elements, and {faster[1]:.1f} times for 1,000 small ones."
+        f"On an H200 the fp32 update alone runs at {low:.0%} to {high:.0%} of the rate of a copy: {faster[0]:.2f} "
+        "times as fast as torch's fused AdamW for one parameter of 256 Mi elements, and "
+        f"{faster[1]:.1f} times for 1,000 small ones."
     )
 
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from math import isclose
 from pathlib import Path
 from typing import Any
 
@@ -51,9 +52,14 @@ def limits_mb(training: Training) -> dict[str, float | None]:
 
 
 def distinct_limits(training: Training) -> list[str]:
-    """Their names: of equal ones the first, since a second measurement of it would show nothing but noise."""
-    limits = limits_mb(training)
-    return [name for place, name in enumerate(limits) if limits[name] not in list(limits.values())[:place]]
+    """Their names: of those within 2% the first, since another measurement of it would show nothing but noise."""
+    found: dict[str, float | None] = {}
+    for name, limit in limits_mb(training).items():
+        if not any(
+            limit == other or (limit and other and isclose(limit, other, rel_tol=0.02)) for other in found.values()
+        ):
+            found[name] = limit
+    return list(found)
 
 
 @dataclass(frozen=True)
