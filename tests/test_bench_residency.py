@@ -6,6 +6,8 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import pytest
+
 from bench import residency
 from bench.residency import Kind, Seen
 from bench.systems import Training
@@ -43,3 +45,14 @@ def test_a_wait_lasts_until_its_read_goes_on() -> None:
     events = [(Kind.WAIT, 3, 1_000_000, 0), (Kind.FETCH, 3, 1_500_000, 8), (Kind.WAIT, 4, 2_000_000, 8)]
     events += [(Kind.GO_ON, 3, 3_000_000, 8), (Kind.GO_ON, 4, 5_000_000, 8), (Kind.GO_ON, 5, 6_000_000, 8)]
     assert residency.waits_ms(Seen("", 8.0, events), 1_000_000) == [(0.0, 2.0), (1.0, 4.0)]
+
+
+@pytest.mark.parametrize(
+    ("width", "names"),
+    [(512, ["least", "64 MiB", "default", "inf"]), (1024, ["least", "P/4", "default", "inf"])],
+)
+def test_equal_limits_of_resident_parameters_are_measured_once(width: int, names: list[str]) -> None:
+    training = Training(width=width, layers=8)
+    assert residency.distinct_limits(training) == names
+    limits = residency.limits_mb(training)
+    assert len({limits[name] for name in names}) == len(names)
