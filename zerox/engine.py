@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -25,6 +25,7 @@ from zerox.flow.memory_bytes import MemoryBytes, measured
 from zerox.flow.moved import taken_back
 from zerox.flow.one_gradient import OneGradient
 from zerox.flow.overlap_gather import NOTHING_TO_HIDE, GatherOverlap
+from zerox.flow.param_groups import ParamGroups
 from zerox.flow.params import ParamGather
 from zerox.flow.profiled import range_named, with_hooks
 from zerox.flow.residency import Residency
@@ -40,19 +41,17 @@ from zerox.ranks.advice import advise_mesh
 from zerox.ranks.group import Ranks, call_ranks, find_ranks
 from zerox.ranks.model_axes import find_axes
 from zerox.ranks.process_group import GroupArgument
-from zerox.ranks.teams import own_group
 from zerox.rules.of_groups import Rules
 from zerox.state.one_state import OneState
 from zerox.terms import check_axes, check_model, check_pairs, check_terms, words_of_calls
 
 
-class Engine(OneGradient, OneState):
+class Engine(ParamGroups, OneGradient, OneState):
     """``make_rules()`` update the parameters. What it, ``make_defaults`` or ``make_options`` refuses on one rank, all
     raise. Raises as :class:`zerox.FusedShardedAdam`.
     """
 
     profile_hook_step = staticmethod(with_hooks)  # torch wraps step() by it
-    _frozen = Shared[list[Member]]([])
     _overlap = Shared[GatherOverlap | None](None)
 
     def __init__(
@@ -97,6 +96,7 @@ class Engine(OneGradient, OneState):
             self._update = self._made_update()
             self._share_state()
         self._adopt(members)
+        self._note_groups()
 
     # ---- the training loop -------------------------------------------------------------------------------------------
 
@@ -170,26 +170,6 @@ class Engine(OneGradient, OneState):
 
     # ---- parameters --------------------------------------------------------------------------------------------------
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As torch. Collective once the optimizer is built. A group that is refused is not added."""
-        if self._ranks is None:
-            self._add_group(param_group)
-            return
-        self._settle(Meeting.ADD_PARAM_GROUP)  # what is on its way was launched with the buckets there are
-        count = len(self.param_groups)
-        try:
-            with self._ranks.refusals_told():
-                self._add_group(param_group)
-                members = [m for m in members_of(self.param_groups) if m.group == count]
-                known = self.inside.members
-                check_params([m.name for m in known + members], [m.param for m in known + members])
-            self._grads.teams.take(self.param_groups[count:])
-            self._adopt(members)
-        except Exception:
-            del self.param_groups[count:]
-            self._grads.teams.forget_after(count)
-            raise
-
     def broadcast_buffers(self, model: torch.nn.Module) -> None:
         """Gives every rank rank 0's values of the model's buffers. Collective."""
         self._all_ranks.check_here()
@@ -223,21 +203,6 @@ class Engine(OneGradient, OneState):
     def _note_loaded(self) -> None:
         super()._note_loaded()
         self._update.note_loaded(self.param_groups)
-
-    def _add_group(self, param_group: Any) -> None:
-        """On this rank alone."""
-        if isinstance(param_group, dict):  # anything else torch refuses
-            param_group = own_group(param_group)
-            self._options.check_pairs(param_group)
-            self._rules.complete(param_group, f"param group {len(self.param_groups)}", self.defaults)
-        super().add_param_group(param_group)
-        group = self.param_groups[-1]
-        self._rules.cleared(group)
-        self._rules.of(group).check(group)
-        self._options.check_group(group, self._rules.of(group).defaults)
-
-    def _divisor_of(self, group: Mapping[str, Any]) -> float | None:
-        return self._options.divisor_of(group)
 
     def _check_join(self) -> None:
         self._check_pairs([], self._overlap is not None, joins=True)
@@ -298,6 +263,7 @@ class Engine(OneGradient, OneState):
         self._gather.add_buckets(made, frozen, self._calls.row_grads.tables)
         if plans and self._overlap is not None:
             self._overlap.learn_buckets()
+        self._take_waiting([bucket for _, bucket in made], [t for t in self._tables if id(t.param) in adopted])
         self._publish_state()
 
     def _settle(self, meeting: Meeting, arguments: Sequence[float] = (), refusal: str = "") -> Outcome:
@@ -308,13 +274,18 @@ class Engine(OneGradient, OneState):
         self._gather.wait()
         unfrozen = [m for m in self._frozen if m.param.requires_grad]
         elsewhere, misfit = taken_back(self._buckets, self._grads.moved(), meeting)
+        regrouped = self._regrouped()
         refusal = refusal or self._refusal_of_load(meeting) or self._gather.failure(forget=meeting is Meeting.STEP)
-        refusal = refusal or misfit or self._grads.replaced() or self._calls.refusal_to_go_on(meeting)
+        refusal = refusal or misfit or self._grads.replaced() or (regrouped.refusal if regrouped else "")
+        refusal = refusal or self._take_written(meeting) or self._calls.refusal_to_go_on(meeting)
         values = [] if refusal else self._gather.found_elsewhere(elsewhere)
         options = digest_of(self.param_groups, self._joining) if self._joining else 0.0
-        outcome = self._grads.settle(meeting, arguments, options, len(unfrozen), refusal)
+        news = bool(unfrozen or regrouped or self._shows.written)
+        outcome = self._grads.settle(meeting, arguments, options, int(news), refusal)
         if outcome.adopts:
-            self._adopt(unfrozen)
+            self._agree_on_written()
+            self._take_groups(regrouped)
+            self._adopt([m for m in self._frozen if m.param.requires_grad])
             outcome = self._grads.settle(meeting, arguments, options, refusal=self._calls.pack_rows(meeting))
         if self._grads.partial.buckets and outcome.meeting in READ_THE_MEAN:
             self._grads.partial.refresh()

@@ -116,6 +116,10 @@ class Grads:
         self.parts_of.append(list(map(_less_padding, self.manager.parts(index))))
         return made
 
+    def refresh_segments(self, index: int) -> None:
+        """A bucket's segments are of other groups or numbers now."""
+        self.parts_of[index] = list(map(_less_padding, self.manager.parts(index)))
+
     def settle(
         self,
         meeting: C.Meeting,

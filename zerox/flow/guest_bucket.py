@@ -48,17 +48,31 @@ class GuestBucket:
             for s in bucket.own_segments
         ]
         self.counting: dict[int, nn.Parameter] = {}  # by group
-        if any(rule.guest.kinds(group).counters for group in groups):
-            self.counting = {index: nn.Parameter(self.values.new_zeros(1)) for index in range(len(groups))}
-        self.groups = sorted({*(param.group for param in self.params), *self.counting})
-        self.kinds = [rule.guest.kinds(groups[index]) for index in self.groups]
-        self.optimizer = self._made([options_of(groups[index]) for index in self.groups])
+        self._make(groups)
         self.bound: list[State] = [{} for _ in self.params]  # what of each state lies in the bucket, or is known there
         # By start, elements and first row of a part: the sizes that it is cut into, and which of these are rows.
         self.cuts: dict[tuple[int, int, int], tuple[list[int], list[int]]] = {}
         self.seen: dict[str, int] = {}  # versions of the bucket's numbers that the optimizer has copies of
         self._take_state()
         self._note_numbers()
+
+    def _make(self, groups: Groups) -> None:
+        guest = self.rule.guest
+        if any(guest.kinds(group).counters for group in groups):
+            self.counting = {index: nn.Parameter(self.values.new_zeros(1)) for index in range(len(groups))}
+        self.groups = sorted({*(param.group for param in self.params), *self.counting})
+        self.kinds = [guest.kinds(groups[index]) for index in self.groups]
+        self.optimizer = self._made([options_of(groups[index]) for index in self.groups])
+
+    def regroup(self, groups: Groups) -> None:
+        """There are other groups, or the bucket's parameters are in others: another optimizer, with the same state."""
+        slots = [segment.slot for segment in self.bucket.own_segments]
+        self.params = [
+            each._replace(group=self.bucket.members[slot].group) for each, slot in zip(self.params, slots, strict=True)
+        ]
+        self._make(groups)
+        if self.optimizer is not None:
+            self.restore()
 
     def prepare(self, options: Sequence[Mapping[str, Any]], kinds: Sequence[Kinds]) -> None:
         """Before a step: masters that still stand for their parameters, options (of all groups) and state as they are.

@@ -50,6 +50,10 @@ class GuestUpdate:
         for guest in self.guests:
             guest.prepare(options, kinds)
 
+    def regroup(self, groups: Groups) -> None:
+        for guest in self.guests:
+            guest.regroup(groups)
+
     def runs(self, groups: Groups, capturing: bool) -> Iterator[Sequence[int]]:
         """One run, of all buckets.
 

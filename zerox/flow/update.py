@@ -42,6 +42,9 @@ class Update(Protocol):
     def note_loaded(self, groups: Groups) -> None:
         """The buckets' state was loaded, and the options of their groups."""
 
+    def regroup(self, groups: Groups) -> None:
+        """There are other groups, or the buckets' parameters are in others of them."""
+
 
 class FusedUpdate:
     """By kernels. ``buckets``: the engine's own list, which grows."""
@@ -64,6 +67,9 @@ class FusedUpdate:
 
     def note_loaded(self, groups: Groups) -> None:
         pass
+
+    def regroup(self, groups: Groups) -> None:
+        self.options_tables.names = []
 
     def refresh(self, groups: Groups) -> None:
         self.options_tables.refresh(groups)

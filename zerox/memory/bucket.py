@@ -73,7 +73,7 @@ def members_of(groups: Sequence[dict[str, Any]]) -> Iterator[Member]:
     for index, group in enumerate(groups):
         names = group.get("param_names")
         for place, param in enumerate(group["params"]):
-            name = str(names[place]) if names else f"param {position}"
+            name = str(names[place]) if names and place < len(names) else f"param {position}"
             if id(param) not in seen:
                 seen.add(id(param))
                 yield Member(name, param, index, position)
@@ -162,12 +162,8 @@ class Bucket:
         self.rule = rule
         self.param_shard = self.buffer.shard(rank)
 
-        rows = [
-            [s.span.start, s.span.stop, members[s.slot].group, members[s.slot].number, s.param_start]
-            for s in self.own_segments
-        ]
-        self.segments = torch.tensor(rows, dtype=torch.int64, device="cpu").reshape(-1, SEGMENT_COLUMNS).to(self.device)
-        self.steps = torch.zeros(len(rows), dtype=torch.int64, device=CPU if rule.on_host else self.device)
+        self.segments = self._segments().to(self.device)
+        self.steps = torch.zeros(len(self.own_segments), dtype=torch.int64, device=CPU if rule.on_host else self.device)
         self.numbers = {STEP.key: self.steps}  # by key, one for each row
         self.absent: set[tuple[int, str]] = set()  # (row, key) of state that begins with the next update only
         self.state: dict[str, Stored] = {}
@@ -188,6 +184,19 @@ class Bucket:
     @property
     def device(self) -> torch.device:
         return self.buffer.flat.device
+
+    def _segments(self) -> Tensor:
+        rows = []
+        for each in self.own_segments:
+            member = self.members[each.slot]
+            rows.append([each.span.start, each.span.stop, member.group, member.number, each.param_start])
+        return torch.tensor(rows, dtype=torch.int64, device="cpu").reshape(-1, SEGMENT_COLUMNS)
+
+    def place(self, members: Sequence[Member]) -> None:
+        """The same parameters, with the groups and numbers that they have now."""
+        self.members[:] = members
+        self.segments.copy_(self._segments())
+        self.__dict__.pop("groups", None)
 
     def keep(self, spec: StateSpec) -> None:
         """Begins to keep this too, in the order of the rule's specs: all ranks gather state in one order."""

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,12 +22,15 @@ from zerox.ranks.group import Ranks
 from zerox.ranks.teams import Teams
 from zerox.rules.of_groups import Rules
 from zerox.rules.rule import MASK
+from zerox.sliced_tensor import SlicedTensor
 from zerox.state.dcp_request import Request, dcp_request
 from zerox.state.failed_load import refusal_after, told_of
 from zerox.state.full_state import full_state, in_full, shown_in_group
-from zerox.state.row_state import check_rows_given, fill_rows, own_state, whole_state
+from zerox.state.row_state import check_rows_given, fill_rows, whole_state
+from zerox.state.shown_state import ShownState
 from zerox.state.sliced_state import sliced_state, whole_form
 from zerox.state.state_dict import (
+    Uncast,
     check_groups,
     check_state,
     fill_state,
@@ -35,6 +39,10 @@ from zerox.state.state_dict import (
     say_rounded,
     state_uncast,
 )
+from zerox.state.written_state import agree_on_written, take_written
+
+# Where nobody reads state: to look for what was written takes time.
+OF_GRADIENTS = (Meeting.CLIP, Meeting.CLIP_TOGETHER, Meeting.CLIP_VALUE, Meeting.MEAN_OVER, Meeting.UNSCALE)
 
 
 @dataclass(frozen=True)
@@ -58,6 +66,7 @@ class OptimizerState(TorchOptimizer):
     _ranks: Ranks | None
     _consolidated = Shared[Consolidated | None](None)
     _failed_load = Shared[str]("")  # why this rank's last load_state_dict() raised, with several ranks
+    _shown = Shared[ShownState | None](None)
     _sparsity = Shared[Any](None)  # the zerox.Sparsity that decides on its buckets' masks
 
     @property
@@ -82,11 +91,16 @@ class OptimizerState(TorchOptimizer):
         """What is in the buckets was loaded."""
         self._failed_load = ""
         self._note_state_changes()
+        if not self._shows.is_as_shown(self.state):  # what was written before doesn't count any more
+            self._publish_state()
+        self._shows.written.clear()
 
     def _share_state(self) -> None:
         """From now on state_dict() says which part of which tensor this rank has."""
 
         def shared(optimizer: Any, packed: dict[str, Any]) -> dict[str, Any]:
+            if why := optimizer._take_written():
+                raise RuntimeError(f"zerox: {why}")
             return packed_with(optimizer._state_to_show(), optimizer._buckets, packed)
 
         self.register_state_dict_post_hook(shared, prepend=True)
@@ -118,8 +132,9 @@ class OptimizerState(TorchOptimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Takes this rank's own ``state_dict()``, or whole tensors: full_state_dict()'s, or torch.optim's.
 
-        In place, and not collective; load the model first. As in torch, state that isn't given starts anew. Warns of
-        state that this optimizer's ``state_dtype`` and ``master_weights`` round. Raises ValueError, with nothing
+        In place, and not collective; load the model first. As in torch, state that isn't given starts anew, and that of
+        parameters which are frozen, or which the next step() takes in, waits in ``state`` until then. Warns of it, and
+        of state that this optimizer's ``state_dtype`` and ``master_weights`` round. Raises ValueError, with nothing
         changed, for groups or sizes that don't fit, and for another rank's share. With several ranks, what it raises is
         remembered until this rank has loaded a state: see :mod:`zerox.state.failed_load`.
         """
@@ -158,7 +173,7 @@ class OptimizerState(TorchOptimizer):
     def __setstate__(self, loaded: dict[str, Any]) -> None:
         """torch's load_state_dict() calls this between its own checks and the post-hooks: see Note [Loading state]."""
         check_groups(self._rules, self.param_groups, loaded["param_groups"])
-        check_state(self._buckets, self._frozen, loaded["state"])
+        check_state(self._buckets, loaded["state"])
         check_rows_given(self._tables, self._all_ranks, loaded["state"])
         # In place: wrappers of frameworks have this list too.
         self.param_groups[:] = groups_to_take(self._rules, self.param_groups, loaded["param_groups"], self.defaults)
@@ -166,6 +181,7 @@ class OptimizerState(TorchOptimizer):
         fill_state(self._buckets, loaded["state"])
         say_rounded(dict.fromkeys(fill_rows(self._tables, loaded["state"])))
         self._note_loaded()
+        self._keep_waiting(loaded["state"])
 
     def __getstate__(self) -> dict[str, Any]:
         raise TypeError(
@@ -220,6 +236,9 @@ class OptimizerState(TorchOptimizer):
         for table in self._tables:
             if state := whole_state(table, self._all_ranks, to):
                 found[table.member.number] = state
+        if self._all_ranks.rank == to and self._is_first_of_model:
+            waiting = {m.number: self.state[m.param] for m in self._frozen if self.state.get(m.param)}
+            found |= {number: state for number, state in waiting.items() if not _has_slices(state)}
         return dict(sorted(found.items()))
 
     def _say_whose(self, to: int) -> None:
@@ -247,14 +266,57 @@ class OptimizerState(TorchOptimizer):
         if start_states(self._buckets, self.param_groups, capturing):
             self._publish_state()
 
+    @property
+    def _shows(self) -> ShownState:
+        if self._shown is None:
+            self._shown = ShownState()
+        return self._shown
+
     def _publish_state(self) -> None:
         """Puts views of this rank's state where torch keeps it."""
         self._consolidated = None
-        self.state.clear()
-        for bucket in self._buckets:
-            for param, state in bucket.state_of_own():
-                self.state[param] = state
-        for table in self._tables:
-            self.state[table.param] = own_state(table, self._all_ranks)
-        if self._buckets and not self.state:  # DCP's getters would call step(), on this rank alone
-            self.state[self._buckets[0].members[0].param] = {}
+        self._shows.show(self.state, self._buckets, self._tables, self._all_ranks)
+        self.state = self._shows.state
+
+    def _take_written(self, meeting: Meeting | None = None) -> str:
+        """What users wrote into ``state`` becomes this rank's. Returns why it can't be; else empty."""
+        if meeting in OF_GRADIENTS or self._shows.is_as_shown(self.state):
+            return ""
+        why = take_written(self._shows, self.state, self._buckets, self._tables, self.param_groups)
+        if not why:
+            self._note_state_changes()
+            self._publish_state()
+        return why
+
+    def _keep_waiting(self, loaded: Mapping[Any, Any]) -> None:
+        """State of parameters that are not trained yet stands in ``state``, as in torch, until they are."""
+        known = {id(m.param) for bucket in self._buckets for m in bucket.members} | {id(t.param) for t in self._tables}
+        others = {p: given.state for p, given in loaded.items() if isinstance(p, Tensor) and id(p) not in known}
+        for param in [p for p in self.state if isinstance(p, Tensor) and id(p) not in known]:
+            del self.state[param]
+        self.state.update({param: copy.deepcopy(dict(state)) for param, state in others.items() if state})
+        self._shows.note_seen()
+        if frozen := [m.quoted for m in self._frozen if others.get(m.param)]:
+            warnings.warn(
+                f"zerox: state was loaded for parameters that are frozen, as {frozen[0]}: until they are trained "
+                "zerox.save() does not have it, and full_state_dict() only if it was loaded whole",
+                stacklevel=5,
+            )
+
+    def _take_waiting(self, buckets: Sequence[Bucket], tables: Sequence[RowTable]) -> None:
+        """State that was loaded for parameters before they had these buckets and tables. ValueError if it misfits."""
+        params = [m.param for bucket in buckets for m in bucket.members] + [table.param for table in tables]
+        given = {param: Uncast(self.state[param]) for param in params if self.state.get(param)}
+        if given:
+            check_state(buckets, given)
+            check_rows_given(tables, self._all_ranks, given)
+            fill_state(buckets, given)
+            say_rounded(dict.fromkeys(fill_rows(tables, given)))
+
+    def _agree_on_written(self) -> None:
+        """RuntimeError on all ranks unless those that have a parameter's state wrote it together. Collective."""
+        agree_on_written(self._shows, self._buckets, self._tables, self._teams)
+
+
+def _has_slices(state: Mapping[str, Any]) -> bool:
+    return any(isinstance(value, SlicedTensor) for value in state.values())

@@ -100,15 +100,8 @@ def check_groups(rules: Rules, live: Sequence[Mapping[str, Any]], loaded: Sequen
             raise ValueError(f"param group {index} {why}: build the optimizer with the rule that its state is of")
 
 
-def check_state(buckets: Sequence[Bucket], frozen: Sequence[Member], given: Mapping[Any, Uncast]) -> None:
+def check_state(buckets: Sequence[Bucket], given: Mapping[Any, Uncast]) -> None:
     """ValueError naming the first parameter whose state does not fit, or lacks the part that this rank needs."""
-    frozen_members = {id(member.param): member for member in frozen}
-    for param, uncast in given.items():
-        if isinstance(param, Tensor) and id(param) in frozen_members and uncast.state:
-            raise ValueError(
-                f"state of parameter {frozen_members[id(param)].quoted} was given, but it was frozen when the "
-                "optimizer was built: build it with the parameters trainable that were when the state was saved"
-            )
     for bucket in buckets:
         members = {id(member.param): member for member in bucket.members}
         for param, uncast in given.items():
@@ -288,3 +281,9 @@ def _other_format(member: Member) -> str:
         f"state of parameter {member.quoted} is of a parameter in another memory format: zerox.load() and "
         "full_state_dict() are for any"
     )
+
+
+def parts_given(rule: Rule, member: Member, state: Mapping[str, Any], span: Span) -> dict[str, Tensor]:
+    """The parts of some of a parameter's state for these elements, 1-D. ValueError for what does not fit."""
+    _check_whole(rule, member, state)
+    return _parts(rule, member, state, span)

@@ -1,0 +1,208 @@
+"""What users wrote into ``optimizer.state`` since it was shown, taken into buckets and tables: see shown_state.py."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zerox.memory.bucket import Bucket, Member
+from zerox.memory.row_table import RowTable
+from zerox.memory.stored import SCALE, Stored
+from zerox.plan.span import Span
+from zerox.ranks.teams import Teams
+from zerox.rules.rule import MASTERS, STEP, NumberSpec, StateSpec
+from zerox.state.fill import fill_row, start_anew
+from zerox.state.row_state import ROWS_OF, fill_kept
+from zerox.state.shown_state import ShownState, Write
+from zerox.state.state_dict import parts_given, say_rounded
+
+OF_MASTERS = tuple(spec.key for spec in MASTERS)
+Groups = Sequence[Mapping[str, Any]]
+Place = tuple[int, int, int]  # which team has a parameter, and its number
+
+
+def take_written(
+    shown: ShownState, found: Mapping[Any, Any], buckets: Sequence[Bucket], tables: Sequence[RowTable], groups: Groups
+) -> str:
+    """On this rank alone. Notes what other ranks have to hear of. Returns why it can't be taken in, with nothing
+    changed; else empty."""
+    writes = shown.writes(found, buckets, tables)
+    try:
+        parts = [_parts(write, groups) for write in writes]
+    except ValueError as error:
+        return f"optimizer.state was written: {error}"
+    rounded: dict[str, None] = {}
+    for write, own in zip(writes, parts, strict=True):
+        number = write.member.number
+        shown.written[number] = shown.written.get(number, False) or own is None or bool(own) or bool(write.missing)
+        if own is None:
+            _start_anew(write.place)
+        elif isinstance(write.place, RowTable):
+            rounded |= dict.fromkeys(_fill_table(write.place, own))
+        elif write.place is not None:
+            rounded |= dict.fromkeys(_fill_bucket(*write.place, own, write.missing))
+    say_rounded(rounded)
+    return ""
+
+
+def agree_on_written(shown: ShownState, buckets: Sequence[Bucket], tables: Sequence[RowTable], teams: Teams) -> None:
+    """RuntimeError on all ranks if one wrote a parameter's state and another, that has a part of it, did not.
+    Collective. It raises again until they have, or state is loaded."""
+    owned = {_place(teams, table.member): table.member.quoted for table in tables}
+    of_all = {(*_place(teams, member),): member.quoted for bucket in buckets for member in bucket.members} | owned
+    for bucket in buckets:
+        owned |= {_place(teams, bucket.members[s.slot]): "" for s in bucket.own_segments}
+    written = [[place, shown.written[place[-1]], of_all[place]] for place in of_all if place[-1] in shown.written]
+    said = [json.loads(each) for each in teams.ranks.all_gather_text(json.dumps([written, list(owned)]))]
+    by_rank = [({tuple(place) for place, _, _ in wrote}, set(map(tuple, owns))) for wrote, owns in said]
+    for rank, (wrote, _) in enumerate(said):
+        for place, has_changed, name in wrote:
+            for other, (others, owns) in enumerate(by_rank):
+                if has_changed and tuple(place) in owns - others:
+                    raise RuntimeError(
+                        f"zerox: rank {rank} wrote optimizer.state of parameter {name}, and rank {other}, which has "
+                        "state of it, did not: write the same on all ranks, or load_state_dict()"
+                    )
+    shown.written.clear()
+
+
+# ---- inside
+
+
+def _place(teams: Teams, member: Member) -> Place:
+    team = teams.of_group[member.group]
+    return team.exchange, team.number, member.number
+
+
+def _parts(write: Write, groups: Groups) -> dict[str, Any] | None:
+    """What of it is new, as this rank keeps it: 1-D parts of a bucket's state, rows of a table's; None if the state is
+    to start anew. ValueError for what does not fit."""
+    if write.place is None:
+        return {} if write.values else None
+    if write.values is None:
+        return None
+    assert write.shown is not None
+    rule = write.place.rule if isinstance(write.place, RowTable) else write.place[0].rule
+    of_rule: list[StateSpec | NumberSpec] = [*rule.states, *rule.numbers]
+    specs = {spec.key: spec for spec in of_rule}
+    needed = [
+        key
+        for key in write.missing
+        if (key == STEP.key and rule.keeps_step)
+        or (key in specs and rule.is_wanted(specs[key], groups[write.member.group]) and not rule.starts_itself(key))
+    ]
+    known = f"state of parameter {write.member.quoted}"
+    if needed:
+        raise ValueError(f"{known} lacks {needed[0]!r}: give it all of {', '.join(write.shown)}, or {{}} to start anew")
+    new = {k: value for k, value in write.values.items() if k != ROWS_OF and not _is_same(value, write.shown[k])}
+    if masters := [key for key in OF_MASTERS if key in new]:
+        raise ValueError(
+            f"{known} was given a {masters[0]!r}, and the parameter's own value belongs to it: call "
+            "optimizer.set_full_state_(p, master=...) on all ranks"
+        )
+    _check_numbers(known, {key: value for key, value in new.items() if write.shown[key].dim() == 0})
+    if not new:
+        return {}
+    everything = {**write.shown, **write.values}
+    keys = dict.fromkeys(key.removesuffix(SCALE) if key.removesuffix(SCALE) in write.shown else key for key in new)
+    given = {key: everything[key] for key in keys}
+    given |= {
+        key + SCALE: everything[key + SCALE]
+        for key, value in list(given.items())
+        if isinstance(value, Tensor) and value.dtype is torch.uint8 and key + SCALE in everything
+    }
+    if isinstance(write.place, RowTable):
+        return {key: _rows(known, write.place, value, write.shown[key]) for key, value in given.items()}
+    return _parts_of_bucket(*write.place, write.member, given, write.shown)
+
+
+def _parts_of_bucket(
+    bucket: Bucket, row: int, member: Member, given: Mapping[str, Any], shown: Mapping[str, Any]
+) -> dict[str, Tensor]:
+    segment = bucket.own_segments[row]
+    is_part = segment.span.numel != member.local.numel()
+    own = {
+        key: value.detach()
+        for key, value in given.items()
+        if is_part and shown[key].dim() and isinstance(value, Tensor) and value.shape == shown[key].shape
+    }
+    whole = {key: value for key, value in given.items() if key not in own}
+    span = Span(segment.param_start, segment.param_start + segment.span.numel)
+    found = own | parts_given(bucket.rule, member, whole, span)
+    if STEP.key not in given:  # it goes on from the count that it has, but for state that would start anew
+        count = bucket.steps[row].clone()
+        is_begun = any(key in bucket.state for key in given) and not bucket.rule.keeps_step
+        found[STEP.key] = count.clamp(min=1) if is_begun else count
+    elif not bucket.rule.keeps_step and not bool(found[STEP.key]):
+        raise ValueError(
+            f"state of parameter {member.quoted} was given the step 0, which under {bucket.rule.name} says that it was "
+            "never updated: give the parameter {} to start anew"
+        )
+    return found
+
+
+def _rows(known: str, table: RowTable, value: Any, shown: Tensor) -> Any:
+    if shown.dim() == 0 or value.shape == shown.shape:
+        return value
+    if value.shape[0] != table.param.shape[0] or value.shape[1:] != shown.shape[1:]:
+        whole = (table.param.shape[0], *shown.shape[1:])
+        raise ValueError(f"{known} was given {tuple(value.shape)} instead of {whole}")
+    return value[table.own_rows.to(value.device)]
+
+
+def _check_numbers(known: str, given: Mapping[str, Any]) -> None:
+    for key, value in given.items():
+        if not isinstance(value, bool | int | float) and not (isinstance(value, Tensor) and value.numel() == 1):
+            raise ValueError(f"{known} was given {key}={value!r}, which must be one number")
+        if key == STEP.key and not (float(value) >= 0 and float(value).is_integer()):
+            raise ValueError(f"{known} was given the step {float(value)}: it must be a whole number, 0 or more")
+
+
+def _is_same(value: Any, shown: Tensor) -> bool:
+    """Whether it is a copy of what was there, as frameworks make that move state to a device."""
+    if not isinstance(value, Tensor):
+        return shown.numel() == 1 and bool(shown == value)
+    if value.shape != shown.shape or value.dtype != shown.dtype:
+        return False
+    return torch.equal(value.detach().to(shown.device), shown)
+
+
+def _start_anew(place: tuple[Bucket, int] | RowTable | None) -> None:
+    """A master stays: it is the parameter's exact value."""
+    if isinstance(place, RowTable):
+        place.step.fill_(0)
+        for stored in place.state.values():
+            stored.zero_()
+    elif place is not None:
+        bucket, row = place
+        for numbers in bucket.numbers.values():
+            numbers[row] = 0
+        for key in _states_of(bucket):
+            start_anew(bucket, row, key)
+
+
+def _states_of(bucket: Bucket) -> Iterator[str]:
+    return (key for key in bucket.state if key not in OF_MASTERS)
+
+
+def _fill_bucket(bucket: Bucket, row: int, parts: Mapping[str, Tensor], missing: Sequence[str]) -> list[str]:
+    rounded = fill_row(bucket, row, parts, rest_anew=False) if parts else []
+    for key in missing:
+        if key in _states_of(bucket):
+            start_anew(bucket, row, key)
+    return rounded
+
+
+def _fill_table(table: RowTable, given: Mapping[str, Any]) -> list[str]:
+    rounded = []
+    for key, value in given.items():
+        if key == STEP.key:
+            table.step.fill_(int(value))
+        elif key in table.state:
+            kept = table.state[key]
+            rounded += fill_kept(kept, Stored(kept.spec, value, given.get(key + SCALE)))
+    return rounded
