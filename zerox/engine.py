@@ -16,6 +16,7 @@ import torch
 from zerox._C import Meeting, Outcome
 from zerox.flow.bucket_plans import plan_trained
 from zerox.flow.capture import is_capturing
+from zerox.flow.compiled_regions import calls_untraced
 from zerox.flow.grad_calls import READ_THE_MEAN, GradCalls
 from zerox.flow.grad_scale import GradScale
 from zerox.flow.grads import Grads
@@ -53,6 +54,9 @@ class Engine(ParamGroups, OneGradient, OneState):
 
     profile_hook_step = staticmethod(with_hooks)  # torch wraps step() by it
     _overlap = Shared[GatherOverlap | None](None)
+
+    def __init_subclass__(cls) -> None:
+        calls_untraced(cls)
 
     def __init__(
         self,

@@ -247,7 +247,9 @@ class ShardedOptimizer(Engine):
             :class:`zerox.FusedShardedAdam`.
         master_weights: "auto" and "fp32": 16-bit parameters have a float32 value, on which the class works; None: it
             works on 16 bits.
-        elementwise: True: take the class although the trial finds bits that differ (random rounding, say).
+        by_position: options of the class, as it takes them behind its parameters.
+        elementwise: True: take the class although the trial finds bits that differ (random rounding, say), with a
+            warning if it does.
         defaults: the class's own options, for example ``lr=0.1, momentum=0.9``. Param groups may have others.
 
     Raises:
@@ -260,7 +262,7 @@ class ShardedOptimizer(Engine):
         self,
         params: Any,
         optimizer_class: type[torch.optim.Optimizer],
-        *,
+        *by_position: Any,
         process_group: GroupArgument = None,
         norm_group: Any = None,
         stage: int = 2,
@@ -272,7 +274,7 @@ class ShardedOptimizer(Engine):
         elementwise: bool | None = None,
         **defaults: Any,
     ) -> None:
-        guest = GuestClass(optimizer_class, defaults, elementwise is True, master_weights is not None)
+        guest = GuestClass(optimizer_class, defaults, elementwise is True, master_weights is not None, by_position)
 
         def make_rules() -> Rules:
             check_foreign(optimizer_class, defaults)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import functools
 import random
+import re
 import time
+import warnings
 from typing import Any
 
 import numpy
@@ -17,6 +19,7 @@ import zerox
 from tests.guests import classes
 from tests.ranks import run_ranks
 from zerox import FusedShardedAdam, ShardedOptimizer, estimate
+from zerox.rules import guest
 
 DIFFERS = r"is not elementwise: after \d+ steps its .* differ"
 # The class, its options, and what the error says beside its name.
@@ -110,6 +113,33 @@ def test_elementwise_true_takes_what_the_user_answers_for(name: str) -> None:
     assert all((param != 1).any() for param in params)
     with pytest.raises(ValueError, match="keeps 'rows' of shape"):
         ShardedOptimizer(params_of(), classes.RowSums, elementwise=True)
+
+
+def test_elementwise_true_warns_once_of_a_class_that_differs() -> None:
+    guest._warned.clear()
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        for cls in (classes.Lamb, classes.Lamb, torch.optim.SGD):
+            ShardedOptimizer(params_of(), cls, elementwise=True)
+    found = [str(each.message) for each in said if "elementwise" in str(each.message)]
+    assert len(found) == 1
+    assert re.search(rf"Lamb {DIFFERS}.*depend on the number of ranks and on bucket_cap_mb", found[0])
+
+
+def test_options_may_come_by_position() -> None:
+    """As moco-v3 makes its LARS."""
+    [group] = ShardedOptimizer(params_of(), torch.optim.SGD, 0.5, 0.9, weight_decay=0.1).param_groups
+    assert (group["lr"], group["momentum"], group["weight_decay"]) == (0.5, 0.9, 0.1)
+    [twin] = ShardedOptimizer(params_of(), torch.optim.SGD, lr=0.5, momentum=0.9, weight_decay=0.1).param_groups
+    assert {**group, "params": 0} == {**twin, "params": 0}
+    with pytest.raises(TypeError, match=r"SGD got multiple values for argument 'momentum'"):
+        ShardedOptimizer(params_of(), torch.optim.SGD, 0.5, 0.9, momentum=0.1)
+    with pytest.raises(TypeError, match="takes lr, momentum, dampening, weight_decay, nesterov by position"):
+        ShardedOptimizer(params_of(), torch.optim.SGD, *range(6))
+    with pytest.raises(ValueError, match="Invalid learning rate"):
+        ShardedOptimizer(params_of(), torch.optim.SGD, -1.0)
+    with pytest.raises(TypeError, match="optimizer_class must be a class"):
+        ShardedOptimizer(params_of(), torch.optim.SGD(params_of()), 0.1)  # type: ignore[arg-type]
 
 
 def a_tensor(value: float) -> Tensor:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from zerox._C import Meeting
 from zerox.flow.asked import Asked
+from zerox.flow.compiled_regions import untraced
 from zerox.flow.grad_calls import order_of
 from zerox.flow.mean_gradient import MeanGradient
 from zerox.flow.norm import check_finite, clip_coefficient, norm_of
@@ -25,6 +26,7 @@ GO_ON = "Call optimizer.zero_grad() on all ranks; state is as it was before"  # 
 _compared: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()  # whose ranks have once found nothing to refuse
 
 
+@untraced
 @torch.no_grad()
 def clip_grad_norm_(
     optimizers: MeanGradient | Iterable[MeanGradient],

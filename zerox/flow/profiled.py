@@ -14,6 +14,8 @@ from torch.autograd import profiler
 from torch.optim import Optimizer
 from torch.optim import optimizer as of_torch
 
+from zerox.flow.compiled_regions import untraced
+
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -41,4 +43,4 @@ def with_hooks(func: Callable[P, R]) -> Callable[P, R]:
         optimizer._optimizer_step_code()  # for tracers of Python
         return result
 
-    return step
+    return untraced(step)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -24,6 +26,7 @@ REFUSED = {
     torch.optim.SparseAdam: "it is for sparse gradients, and zerox shards dense ones",
 }
 LR = ("lr", "initial_lr")
+_warned: set[str] = set()  # classes of which it was said that they are not elementwise
 USUAL = (torch.float32, torch.device("cpu"))
 Pattern = tuple[Any, ...]
 
@@ -37,15 +40,23 @@ def full_name(cls: type) -> str:
 
 
 class GuestClass:
-    """``cls(params, **options)``, as a rule. With ``trusted`` the user says that it is elementwise.
+    """``cls(params, *by_position, **options)``, as a rule. With ``trusted`` it is taken though it is not elementwise.
 
     What it keeps may depend on which options are on (momentum), so each set of these is tried once, when a
     param group first has it, in each dtype of ``tried``.
     """
 
-    def __init__(self, cls: Any, options: Mapping[str, Any], trusted: bool, has_masters: bool) -> None:
+    def __init__(
+        self,
+        cls: Any,
+        options: Mapping[str, Any],
+        trusted: bool,
+        has_masters: bool,
+        by_position: Sequence[Any] = (),
+    ) -> None:
         self.cls = cls
         self.options = dict(options)
+        self.by_position = list(by_position)
         self.trusted = trusted
         self.has_masters = has_masters
         self.defaults: dict[str, Any] = {}
@@ -62,6 +73,7 @@ class GuestClass:
         """Raises TypeError for what is no optimizer class, ValueError for one that can't be sharded, and what the class
         raises for its options."""
         self._check_class()
+        self.options |= self._named()
         made = self.make([{"params": [nn.Parameter(torch.zeros(2, 3, device="cpu"))]}])
         of_group = {key: value for key, value in made.param_groups[0].items() if key != "params"}
         self.defaults = {**made.defaults, **of_group}
@@ -137,10 +149,41 @@ class GuestClass:
             if issubclass(cls, refused):
                 raise ValueError(f"{self.name} can't be sharded: {why}. {WAY_OUT}")
 
+    def _named(self) -> dict[str, Any]:
+        """What came by position, by the names that the class has for it. TypeError as Python raises it."""
+        given, self.by_position = self.by_position, []
+        if not given:
+            return {}
+        try:
+            known = list(inspect.signature(self.cls).parameters.values())[1:]
+        except (TypeError, ValueError):  # it has none that Python can tell
+            known = []
+        names = [each.name for each in known if each.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD]
+        if len(given) > len(names):
+            raise TypeError(
+                f"{self.name} takes {', '.join(names) or 'nothing'} by position behind its parameters, and got "
+                f"{len(given)} more: pass its options as keywords"
+            )
+        if twice := [name for name in names[: len(given)] if name in self.options]:
+            raise TypeError(f"{self.name} got multiple values for argument {twice[0]!r}")
+        return dict(zip(names, given, strict=False))
+
     def _tried(self, options: Mapping[str, Any], dtype: torch.dtype, device: torch.device) -> Kinds:
         chosen = {key: _for_trial(key, value) for key, value in options.items()}
+
+        def make(params: list[Tensor]) -> torch.optim.Optimizer:
+            return self.make([{**chosen, "params": params}])
+
+        if self.trusted:
+            try:
+                return probe(make, dtype, device, compare=True)
+            except Exception as error:  # also what it raises for whole tensors, which it will not get
+                refused = error
         try:
-            return probe(lambda params: self.make([{**chosen, "params": params}]), dtype, device, not self.trusted)
+            found = probe(make, dtype, device, compare=not self.trusted)
+            if self.trusted:
+                self._warn(refused)
+            return found
         except NotElementwise as error:
             raise ValueError(f"{self.name} can't be sharded: it {error}. {self._way_out(error)}") from None
         except Exception as error:
@@ -148,6 +191,18 @@ class GuestClass:
                 f"{self.name} can't be sharded: it raised {type(error).__name__} for small tensors of 1 and 2 "
                 f"dimensions: {error}. {WAY_OUT}"
             ) from error
+
+    def _warn(self, refused: Exception) -> None:
+        if self.name not in _warned:
+            _warned.add(self.name)
+            said = (
+                str(refused) if isinstance(refused, NotElementwise) else f"raised {type(refused).__name__}: {refused}"
+            )
+            warnings.warn(
+                f"zerox: {self.name} {said}. With elementwise=True it is taken all the same, and its results depend on "
+                "the number of ranks and on bucket_cap_mb, which cut the tensors",
+                stacklevel=2,
+            )
 
     def _way_out(self, error: NotElementwise) -> str:
         if "is not elementwise" not in str(error):
