@@ -3,6 +3,7 @@
 from typing import TYPE_CHECKING
 
 _broken = ""
+_cause: Exception | None = None
 try:
     from zerox import _ext  # noqa: F401  the extension first: its error says what is wrong with the installation
     from zerox.estimate import estimate
@@ -14,9 +15,10 @@ try:
     from zerox.scaler import GradScaler
     from zerox.sparsity.schedules import cubic, rigl, set_
     from zerox.sparsity.sparsity import Sparsity
-except ImportError as error:
+except Exception as error:
     # `python -m zerox env` must still run and report this; every name below raises the reason.
-    _broken = str(error)
+    _broken = str(error) if isinstance(error, ImportError) else f"zerox: {type(error).__name__}: {error}"
+    _cause = error
 if TYPE_CHECKING:
     from zerox.checkpoint import CheckpointError, latest, load, remove, save
 
@@ -47,7 +49,7 @@ def __getattr__(name: str) -> object:
     if name == "__version__":  # on first use: reading an installation's metadata takes milliseconds
         return globals().setdefault(name, _version())
     if _broken and not name.startswith("__"):
-        raise ImportError(_broken)
+        raise ImportError(_broken) from (None if isinstance(_cause, ImportError) else _cause)
     if name in __all__:  # zerox.checkpoint's: torch.distributed.checkpoint takes a second to import
         from zerox import checkpoint
 

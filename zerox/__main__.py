@@ -9,6 +9,7 @@ import signal
 import sys
 from pathlib import Path
 
+import zerox
 from zerox.environment import VARIABLES
 from zerox.plan import combinations
 
@@ -83,7 +84,9 @@ def env(_: argparse.Namespace) -> int:
     except Exception as error:
         C, failure = None, error  # type: ignore[assignment]
 
-    print_facts("zerox", [("extension", f"cannot be used: {failure}" if failure else "loaded")])
+    broken = zerox._broken if not failure else ""  # what else could not be imported
+    own: list[Fact] = [("extension", f"cannot be used: {failure}" if failure else "loaded")]
+    print_facts("zerox", [*own, ("package", f"cannot be used: {broken}")] if broken else own)
     try:
         from zerox._build_info import BUILD_INFO
 
@@ -108,7 +111,7 @@ def env(_: argparse.Namespace) -> int:
         ],
     )
     print_facts("environment", [(each.name, f"{each.value:<12}  {each.when}: {each.meaning}") for each in VARIABLES])
-    return 1 if failure else 0
+    return 1 if failure or broken else 0
 
 
 def convert(args: argparse.Namespace) -> int:

@@ -1,7 +1,9 @@
-"""Dynamo, and the functions that it compiles."""
+"""Dynamo, and the functions that it compiles. What it has no public name for is asked for, and done without."""
 
 from __future__ import annotations
 
+import functools
+import warnings
 from collections.abc import Callable
 from types import FunctionType
 from typing import Any, TypeVar
@@ -13,14 +15,37 @@ from zerox import _C as C
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-def run_eagerly(function: Callable[..., Any]) -> None:
-    """Keeps Dynamo from compiling a function by itself, as it does a compiled module's hook.
+def keep_from_dynamo(function: Callable[..., Any]) -> bool:
+    """Keeps Dynamo from compiling a function by itself, as it does a compiled module's hook; False if it can't be kept.
 
-    As torch.compiler.disable, which takes a second to import, and whose result can't be pickled.
+    Where Dynamo compiles what calls the function, it still looks into it.
     """
-    dynamo = torch._C._dynamo.eval_frame
-    skip = dynamo._FrameExecStrategy(dynamo._FrameAction.SKIP, dynamo._FrameAction.SKIP)
-    dynamo.set_code_exec_strategy(function.__code__, skip)
+    try:
+        dynamo = torch._C._dynamo.eval_frame
+        skip = dynamo._FrameExecStrategy(dynamo._FrameAction.SKIP, dynamo._FrameAction.SKIP)
+        dynamo.set_code_exec_strategy(function.__code__, skip)
+    except (AttributeError, TypeError):  # private names, which any version may change
+        return False
+    return True
+
+
+def run_eagerly(function: Callable[..., Any]) -> Callable[..., Any]:
+    """What to call instead of a function that does other things where Dynamo compiles it: if possible, the same.
+
+    Else torch.compiler.disable()'s, which takes a second to import, and at which Dynamo stops: this warns.
+    """
+    if keep_from_dynamo(function):
+        return function
+    warnings.warn(
+        f"zerox: torch {torch.__version__} lacks names by which overlap_gather() tells Dynamo of its hooks: what "
+        "torch.compile makes of a model breaks into a graph for each module, and fullgraph=True raises. Without "
+        "overlap_gather() neither is so",
+        stacklevel=5,
+    )
+    try:
+        return torch.compiler.disable(function, reason="a hook of zerox's overlap_gather()")  # type: ignore[no-any-return]
+    except (ImportError, AttributeError):  # Dynamo itself lacks them, and compiles nothing
+        return function
 
 
 def calls_untraced(cls: type) -> None:
@@ -53,14 +78,17 @@ def _mark(_: Any) -> None:
 
 
 def _begun_anew() -> bool:
-    """Whether Dynamo was reset since the last call: it then gives the names of regions again."""
-    from torch._dynamo.callback import callback_handler
+    """Whether Dynamo was reset since the last call, for all we know: it then gives the names of regions again."""
+    try:
+        from torch._dynamo.callback import callback_handler
 
-    if _mark in callback_handler.start_callbacks:
-        return False
-    callback_handler.register_start_callback(_mark)
+        if _mark in callback_handler.start_callbacks:
+            return False
+        callback_handler.register_start_callback(_mark)
+    except (ImportError, AttributeError):
+        pass
     return True
 
 
-run_eagerly(_begun_anew)
-C.set_names_are_new(_begun_anew)
+# Regions whose names say nothing wait for all parameters. The partial is no function that Dynamo could compile.
+C.set_names_are_new(_begun_anew if keep_from_dynamo(_begun_anew) else functools.partial(bool, 1))

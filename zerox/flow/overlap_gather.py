@@ -7,6 +7,7 @@ raises if they don't arrive.
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
@@ -29,6 +30,7 @@ class GatherOverlap:
     """Hooks on every module of ``model``, from construction until this object goes."""
 
     def __init__(self, gather: ParamGather, buckets: Sequence[Bucket], model: nn.Module) -> None:
+        _keep_hook_from_dynamo()
         self.gather = gather
         self.buckets = buckets  # the optimizer's own list, which grows
         self.bucket_of: dict[int, int] = {}  # by id of the parameter
@@ -82,7 +84,9 @@ class BeforeForward(ModuleHook):
             overlap.wait_for(module.parameters() if _is_graphed(module) else module._parameters.values())
 
 
-run_eagerly(BeforeForward.__call__)
+@functools.cache
+def _keep_hook_from_dynamo() -> None:
+    BeforeForward.__call__ = run_eagerly(BeforeForward.__call__)  # type: ignore[method-assign]
 
 
 def _nobody() -> None:
