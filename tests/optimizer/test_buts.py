@@ -10,13 +10,14 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 
 from tests.optimizer.combined import Training
 from tests.optimizer.made import arguments, exchange_of
 from tests.optimizer.ways import Pair, Way, name_of, needs_accelerator, pairs_with, way_of
 from tests.ranks import run_ranks
 from zerox import FusedShardedAdam, FusedShardedSGD, ShardedOptimizer
-from zerox.plan.choices import TABLES, Setting, some
+from zerox.plan.choices import SUB_GROUP, TABLES, TEAM, Setting, some
 from zerox.plan.combinations import But
 
 
@@ -172,6 +173,42 @@ def no_sums_of_rows(way: Way) -> None:
             assert optimizer.full_grad(table.weight)[:, 0].tolist() == [0, 2, 0, 0, 0, 2, 0, 0]
 
 
+TABLE = {"sparse": True, "weight_decay": 0.0}
+
+
+def refusals_of_tables(rank: int, world_size: int) -> list[str]:
+    """What is said of a table that fewer ranks have, and of stage 3 on a mesh; in other ways both train."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+
+    def groups() -> tuple[list[Any], dict[str, Any]]:
+        return [nn.Parameter(torch.ones(4))], {"params": [nn.Parameter(torch.ones(4, 2))], **TABLE}
+
+    dense, table = groups()
+    FusedShardedAdam([{"params": dense, "process_group": mesh["shard"]}, table])
+    dense, table = groups()
+    FusedShardedAdam([{"params": dense}, table], process_group=mesh)
+    said = []
+    for of_table, options in (
+        ({"process_group": mesh["shard"]}, {}),
+        ({}, {"process_group": mesh, "stage": 3}),
+    ):
+        dense, table = groups()
+        with pytest.raises(ValueError, match="sparse=True in param group 1 does not go") as raised:
+            FusedShardedAdam([{"params": dense}, {**table, **of_table}], **options)  # type: ignore[arg-type]
+        said.append(str(raised.value))
+    return said
+
+
+def no_tables_of_some_ranks(_: Way) -> None:
+    for said, _ in run_ranks(refusals_of_tables, 4):
+        assert "sparse=True in param group 1 does not go with a process_group of its own: rows are dealt among" in said
+
+
+def no_tables_of_a_mesh_in_stage_3(_: Way) -> None:
+    for _, said in run_ranks(refusals_of_tables, 4):
+        assert "sparse=True in param group 1 does not go with stage=3 on a 2-D mesh" in said
+
+
 NATIVE = some("ZEROX_EXCHANGE", "native")
 JOINS = some("join", "inside")
 SHOWN: dict[frozenset[Setting], Callable[[Way], None]] = {
@@ -185,6 +222,8 @@ SHOWN: dict[frozenset[Setting], Callable[[Way], None]] = {
     **each(JOINS, some("stage", "3"), all_gradients_wait),
     **each(some("mean_over", "called"), some("stage", "1"), one_more_rounding),
     **each(some("parameters", "float16"), some(TABLES, "True"), no_sums_of_rows),
+    **each(some(TEAM, SUB_GROUP), some(TABLES, "True"), no_tables_of_some_ranks),
+    **each(some("process_group", "a 2-D mesh"), some(TABLES, "True"), no_tables_of_a_mesh_in_stage_3),
 }
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from zerox.plan.choices import SHARDED, TABLES, some
+from zerox.plan.choices import SHARDED, SUB_GROUP, TABLES, TEAM, some
 from zerox.plan.verdicts import BATCHES, ON_GPUS, But, Refused, Row
 
 OF_TABLES = (
@@ -32,6 +32,19 @@ OF_TABLES = (
         ON_GPUS,
         some(TABLES, "True"),
         But("with stage=3 a lookup takes memory for all of its table while it runs"),
+    ),
+    Row(
+        some(TEAM, SUB_GROUP),
+        some(TABLES, "True"),
+        But(
+            "in one param group both are refused: rows are dealt among all of the optimizer's ranks. Give tables that "
+            "fewer ranks have an optimizer of their own"
+        ),
+    ),
+    Row(
+        some("process_group", "a 2-D mesh"),
+        some(TABLES, "True"),
+        But("stage=3 is refused: parameters are sharded over one axis there, and rows over both. Use stage=2"),
     ),
     Row(
         some("join", "inside"),
