@@ -252,13 +252,21 @@ def test_what_does_not_fit_is_refused_before_anything_changes() -> None:
     assert optimizer.param_groups[0]["lr"] == 1e-3
 
 
-def test_state_of_a_parameter_that_is_frozen_here_is_refused_with_the_reason() -> None:
+def test_state_of_a_parameter_that_is_frozen_here_waits_with_a_warning() -> None:
     _, optimizer = small()
+    saved = optimizer.state_dict()
     other = nn.Linear(3, 2)
     other.bias.requires_grad_(False)
     target = FusedShardedAdam(other.named_parameters())
-    with pytest.raises(ValueError, match=r"'bias'.*frozen when the optimizer was built"):
-        target.load_state_dict(optimizer.state_dict())
+    with pytest.warns(
+        UserWarning, match=r"parameters that are frozen, as 'bias': until they are trained zerox\.save\(\)"
+    ):
+        target.load_state_dict(saved)
+    found = target.state_dict()["state"]
+    assert found.keys() == saved["state"].keys()
+    assert all(torch.equal(found[1][key], value) for key, value in saved["state"][1].items())
+    target.load_state_dict({**saved, "state": {}})
+    assert not target.state.get(other.bias)
 
 
 def test_state_that_is_no_parameters_is_let_pass() -> None:
