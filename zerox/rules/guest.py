@@ -25,6 +25,14 @@ REFUSED = {
     torch.optim.LBFGS: "it searches along one direction for all parameters, and evaluates the loss inside step()",
     torch.optim.SparseAdam: "it is for sparse gradients, and zerox shards dense ones",
 }
+OF_RANKS = {  # by their full names, since they take long to import
+    "torch.distributed.optim.zero_redundancy_optimizer.ZeroRedundancyOptimizer": (
+        "it shards by itself. Give ShardedOptimizer the class inside it"
+    ),
+    "torch.distributed.optim.post_localSGD_optimizer.PostLocalSGDOptimizer": (
+        f"it averages parameters over the ranks by itself. {WAY_OUT}"
+    ),
+}
 LR = ("lr", "initial_lr")
 _warned: set[str] = set()  # classes of which it was said that they are not elementwise
 USUAL = (torch.float32, torch.device("cpu"))
@@ -148,6 +156,9 @@ class GuestClass:
         for refused, why in REFUSED.items():
             if issubclass(cls, refused):
                 raise ValueError(f"{self.name} can't be sharded: {why}. {WAY_OUT}")
+        for base in cls.__mro__:
+            if (name := full_name(base)) in OF_RANKS:
+                raise ValueError(f"{self.name} can't be sharded: {OF_RANKS[name]}")
 
     def _named(self) -> dict[str, Any]:
         """What came by position, by the names that the class has for it. TypeError as Python raises it."""
@@ -188,8 +199,8 @@ class GuestClass:
             raise ValueError(f"{self.name} can't be sharded: it {error}. {self._way_out(error)}") from None
         except Exception as error:
             raise ValueError(
-                f"{self.name} can't be sharded: it raised {type(error).__name__} for small tensors of 1 and 2 "
-                f"dimensions: {error}. {WAY_OUT}"
+                f"{self.name} can't be sharded: it raised {type(error).__name__} for small tensors of zerox's own, "
+                f"1-D as a rank's piece of any parameter and 2-D: {str(error).rstrip('.')}. {WAY_OUT}"
             ) from error
 
     def _warn(self, refused: Exception) -> None:

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from zerox.plan.form import Form
 from zerox.plan.span import SHARD_ALIGN
@@ -40,6 +41,17 @@ SCALE = "_scale"  # the end of keys that zerox uses beside its own
 
 class NotElementwise(Exception):
     """Why a class can't be cut: a clause that begins with "its" or a verb."""
+
+
+class NoMessages(TorchDispatchMode):
+    """Inside, what a class would send to other ranks raises. It would be sent, and change nothing: in a trial all ranks
+    have the same, and where they train each has other pieces."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace in ("c10d", "_c10d_functional"):
+            name = func._schema.name.partition("::")[2]
+            raise NotElementwise(f"communicates by itself ({name}), and each rank has other pieces of parameters")
+        return func(*args, **(kwargs or {}))
 
 
 @dataclass(frozen=True)
@@ -90,7 +102,7 @@ def probe(make: Make, dtype: torch.dtype, device: torch.device, compare: bool) -
     """
     drawn_starts, drawn_grads = _drawn()
     starts = [start.to(device, dtype) for start in drawn_starts]
-    with random_state_restored(device), torch.no_grad():
+    with random_state_restored(device), torch.no_grad(), NoMessages():
         wholes = [nn.Parameter(start.clone()) for start in starts]
         pieces = [[nn.Parameter(starts[t].reshape(-1)[a:b].clone()) for t, a, b in own] for own in PIECES]
         ranks = [make(list(own)) for own in pieces]
