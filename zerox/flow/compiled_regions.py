@@ -68,7 +68,7 @@ def untraced(function: F) -> F:
     inner: Any = function
     while inner is not None:
         if inner.__globals__["__name__"].partition(".")[0] == "zerox":  # torch's wrappers share one code with all users
-            run_eagerly(inner)
+            keep_from_dynamo(inner)
         inner = getattr(inner, "__wrapped__", None)
     return function
 
