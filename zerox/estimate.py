@@ -29,7 +29,7 @@ from zerox.options import (
 )
 from zerox.plan.buckets import BucketPlan
 from zerox.plan.choices import MASKS, SPARSITY, SUB_GROUP, TEAM
-from zerox.plan.peak import AHEAD_IF_PACED, Flow, peak_alone, peak_of_sharded, peak_of_whole
+from zerox.plan.peak import AHEAD_IF_PACED, Flow, peak_alone, peak_of_sharded, peak_of_whole, peak_on_streams
 from zerox.plan.resident import resident_limit
 from zerox.plan.stage import SHARDED
 from zerox.ranks.dtensors import local_of
@@ -108,7 +108,6 @@ def estimate(
     types = {tensor.device.type for tensor in (*tensors, *(table for _, table, _ in tables))}
     on_host = backend == "gloo" and types <= {"cpu", "meta"}
     sharded = chosen.stage_plan.grads is SHARDED
-    stay = on_host if world_size == 1 else backend == "gloo"  # large gradients, where autograd left them
     near = local_world_size if on_host else 1
     apart = chosen.stage_plan.params is SHARDED and world_size > 1
     frozen = [(name, local_of(tensor), "", None, ()) for name, tensor, _ in everything if not tensor.requires_grad]
@@ -158,7 +157,8 @@ def estimate(
         wire = chosen.wire_dtype(dtype)
         grads = grad_dtype_of(tensors[plan.params[0]], chosen.accumulate_dtype)
         divided_alone = size == 1 and chosen.divisor_of(groups[0]) not in (None, 1.0)
-        straight = plan.num_straight if stay and wire == grads and not divided_alone else 0
+        stay = on_host and wire == grads and not divided_alone  # large gradients, where autograd left them
+        straight = plan.num_straight if stay else 0
         flow = _flow(plan, grads, wire, 0 if mesh_shape else straight, alone=world_size == 1)
         if mesh_shape is None:
             beside = near if size == world_size else size if near == world_size else 1  # of a team perhaps nobody else
@@ -182,10 +182,9 @@ def estimate(
         typical_local_gradients=max(local, default=0) if sharded else sum(local),
     )
     slow = AHEAD_IF_PACED if apart else None
-    peaks = [_peak(flows, world_size, sharded, ahead) for ahead in (slow, 0)]
+    on_streams = backend == "nccl" and world_size > 1
+    peaks = [_peak(flows, world_size, sharded, on_streams, ahead) for ahead in (slow, 0)]
     peak, typical = (parameters + master + moments + each for each in peaks)
-    if backend == "nccl" and world_size > 1:
-        peak = made.lasting + made.exchange + made.local_gradients
     return dataclasses.replace(made, peak=peak, typical_peak=typical)
 
 
@@ -329,7 +328,9 @@ def _on_mesh(plan: BucketPlan, wire: torch.dtype, backend: str, shape: tuple[int
     return inner, outer + sums + rounded
 
 
-def _peak(flows: list[Flow], world_size: int, sharded: bool, ahead: int | None) -> int:
+def _peak(flows: list[Flow], world_size: int, sharded: bool, on_streams: bool, ahead: int | None) -> int:
     if world_size == 1:
         return peak_alone(flows, sharded)
-    return peak_of_sharded(flows, ahead) if sharded else peak_of_whole(flows, stalled=ahead != 0)
+    if not sharded:
+        return peak_of_whole(flows, stalled=on_streams or ahead != 0)
+    return peak_on_streams(flows) if on_streams else peak_of_sharded(flows, ahead)

@@ -27,7 +27,9 @@ struct Progress {
 // Note [Backward at the pace of the exchange]
 // Gradients that have not left take memory, up to all of them if backward is faster than the exchange. Where memory is
 // what counts (ZeRO stage 3), a backward that has launched a bucket waits until the one before it has landed. The wire
-// stays busy meanwhile: one bucket lands while the next one's gradients are made.
+// stays busy meanwhile: one bucket lands while the next one's gradients are made. On an accelerator the host would run
+// ahead of the device, and so of the wire, in the same way; but where the backend works on streams, what is launched
+// has landed as the host sees it, and streams wait for each other: see Note [Streams].
 //
 // Ranks may run backwards of several optimizers in other orders, and would then wait for each other. So if nothing
 // lands for a while, the rest of the pass goes on without waiting. A rank that follows the others launches nothing

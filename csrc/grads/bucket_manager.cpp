@@ -36,8 +36,7 @@ BucketManager::BucketManager(const Axes& axes, const Line& control, const Manage
   params_ =
       std::make_shared<Params>(buckets_, kept_in_parts ? std::make_shared<Exchanges>(Exchanges{axes[1]}) : exchanges_);
   grads_ = make_mean_grads(options.route, alone && !options.divides, {buckets_, exchanges_, flights_});
-  const bool paced = options.sharded_params && options.device.is_cpu();  // an accelerator has an order of its own
-  backward_ = std::make_shared<Backward>(buckets_, grads_, flights_, paced);
+  backward_ = std::make_shared<Backward>(buckets_, grads_, flights_, /*paced=*/options.sharded_params);
   settlement_ = std::make_shared<Settlement>(control, buckets_, grads_, backward_, flights_, params_);
   backward_->set_on_end([weak = std::weak_ptr(settlement_)] {
     if (const auto settlement = weak.lock()) settlement->settle({.meeting = Meeting::backward_end});

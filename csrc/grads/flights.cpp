@@ -6,6 +6,7 @@
 #include <c10/util/ParallelGuard.h>
 
 #include <stdexcept>
+#include <utility>
 
 #include "check.h"
 #include "grads/ops.h"
@@ -84,7 +85,7 @@ void Flights::pack(Flight& flight) {
   if (streams_) {
     on.emplace(streams_->pack());
     for (const c10::Event& ready : flight.produced.ready) ready.block(streams_->pack());
-    streams_->free_buffers(/*keep=*/kWithBuffers - 1);
+    streams_->free_buffers(/*keep=*/workers_.has_threads() ? 0 : kWithBuffers - 1);
   }
   const auto work = [&] {
     if (workers_.failed()) return;
@@ -93,15 +94,24 @@ void Flights::pack(Flight& flight) {
     const auto options = bucket.flat.options().dtype(bucket.wire_dtype);
     flight.flat = at::empty({bucket.packed_start(bucket.team.world)}, options);
     ops::flatten_(flight.flat, flight.sources, flight.copies.pieces, flight.copies.flags);
+    if (streams_ && workers_.has_threads()) {
+      streams_->synchronize_pack();
+      retain_sources(flight);
+      streams_->free_gradients(/*keep=*/0);
+    }
     if (!streams_) flight.sources.clear();
     if (auto pending = reduction_->send(flight)) workers_.set_pending(flight, std::move(pending));
   };
   workers_.attempt(flight, telling_reasons(work));
   if (streams_) {
     flight.packed.emplace(streams_->record(streams_->pack()));
-    streams_->retain_gradients(std::move(flight.sources), std::move(flight.produced.by),
-                               streams_->record(streams_->pack()));
+    retain_sources(flight);
   }
+}
+
+void Flights::retain_sources(Flight& flight) {
+  if (flight.sources.empty()) return;
+  streams_->retain_gradients(std::exchange(flight.sources, {}), flight.produced.by, streams_->record(streams_->pack()));
 }
 
 // Runs on the land worker.

@@ -32,11 +32,10 @@ class Flights {
   // later call. Throws in a forked child, which has no workers.
   void await_all();
 
-  // Waits until at most `most` have not landed, where this may block the host. Returns false if none lands for
-  // `patience`.
+  // Waits until at most `most` have not landed. Returns false if none lands for `patience`.
   bool await_all_but(int64_t most, std::chrono::milliseconds patience) {
     const Stopwatch::Lap lap(waited_);
-    return streams_ ? true : workers_.await_all_but(most, patience);
+    return workers_.await_all_but(most, patience);
   }
   // How long threads have been in there.
   int64_t waited_ns() const { return waited_.total_ns(); }
@@ -54,6 +53,7 @@ class Flights {
  private:
   void pack(Flight& flight);
   void land(Flight& flight);
+  void retain_sources(Flight& flight);  // after all that the pack stream was given so far
 
   Process process_;
   std::shared_ptr<Reduction> reduction_;

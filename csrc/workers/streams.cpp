@@ -27,6 +27,8 @@ Streams::~Streams() {
 
 c10::Stream Streams::current() const { return guard(device_).getStream(device_); }
 
+void Streams::synchronize_pack() const { guard(device_).synchronizeStream(pack_); }
+
 c10::Event Streams::record(c10::Stream stream) const {
   c10::Event event(device_.type());
   event.record(stream);

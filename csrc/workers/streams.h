@@ -27,6 +27,8 @@ namespace zx {
 //   wait for their packing, and those gradients are free. So autograd's streams wait for the wire only if two more
 //   buckets wait to be packed, and then the step waits for the wire anyway. Without this wait, a host that runs ahead
 //   of the device would hold all gradients at once.
+// - If the backend works on the host, the worker that packs waits for its stream and then frees the gradients, so that
+//   their producers wait for nothing: where the wire is slow it comes to a flight late, perhaps after the last launch.
 // - A shard belongs to the land stream. The update reads it, and zero_grad() frees it. It is written again only for
 //   gradients that were produced after that update.
 
@@ -50,6 +52,7 @@ class Streams {
   c10::Stream land() const { return land_; }
   c10::Stream current() const;
 
+  void synchronize_pack() const;  // the host waits
   c10::Event record(c10::Stream stream) const;
   Events record(const std::vector<c10::Stream>& streams) const;
 

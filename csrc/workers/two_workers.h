@@ -124,6 +124,7 @@ class TwoWorkers {
     return text;
   }
 
+  bool has_threads() const { return has_threads_; }
   int64_t num_landed() const { return num_landed_; }
   int64_t num_launched() const { return num_launched_; }
   // For tests of overlap: holds every flight back until drain() or after_landing().

@@ -5,6 +5,7 @@
 #include <c10/core/Allocator.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 
+#include <algorithm>
 #include <array>
 #include <chrono>
 #include <cstring>
@@ -39,6 +40,11 @@ struct Block {
   size_t asked_bytes = 0;    // of `bytes`, by the tensor that has it now
 };
 
+struct Taken {
+  size_t now = 0;
+  size_t most = 0;
+};
+
 struct Copied {
   size_t to_host = 0;
   size_t to_device = 0;
@@ -51,6 +57,7 @@ struct Machine {
   Clock heard{};                                               // what any host has waited for
   std::array<std::chrono::microseconds, kDevices> busy{};      // how long a host waits for an event of each
   std::array<Copied, kDevices> copied{};                       // bytes
+  std::array<Taken, kDevices> taken{};                         // bytes of live storages, as they were asked for
   int64_t num_shared = 0;                                      // blocks given to other ranks that still have them
   std::map<void*, Block> blocks{};                             // live storages
   std::map<int, std::vector<std::pair<void*, Block>>> free{};  // by owner, latest last
@@ -140,6 +147,7 @@ inline void free_block(void* data) {
   const std::lock_guard lock(m.mutex);
   const auto found = m.blocks.find(data);
   Block& block = found->second;
+  m.taken[static_cast<size_t>(block.owner / kStreamsEach)].now -= block.asked_bytes;
   for (const int user : block.users) join(block.reusable, m.clocks[user]);
   block.users.clear();
   m.free[found->second.owner].emplace_back(data, found->second);
@@ -153,6 +161,9 @@ struct FakeAllocator final : c10::Allocator {
     Machine& m = machine();
     const std::lock_guard lock(m.mutex);
     const int owner = index_of_current(current_device);
+    Taken& taken = m.taken[static_cast<size_t>(current_device)];
+    taken.now += bytes;
+    taken.most = std::max(taken.most, taken.now);
     auto& freed = m.free[owner];
     for (auto it = freed.rbegin(); it != freed.rend(); ++it) {
       if (it->second.bytes < bytes || it->second.bytes > 2 * bytes) continue;

@@ -239,6 +239,12 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
     const Copied copied = std::exchange(machine().copied[static_cast<size_t>(device)], {});
     return std::pair(copied.to_host, copied.to_device);
   });
+  // The most bytes of live storages since the last call.
+  m.def("take_most_bytes", [](int device) {
+    const std::lock_guard lock(machine().mutex);
+    Taken& taken = machine().taken[static_cast<size_t>(device)];
+    return std::exchange(taken.most, taken.now);
+  });
   m.def("live_bytes", [] {
     const std::lock_guard lock(machine().mutex);
     size_t bytes = 0;

@@ -26,9 +26,9 @@ class MemoryBytes:
 
     ``peak`` is the maximum of all together if the wire stalls, ``typical_peak`` if it keeps up, from ``zero_grad()``
     through one backward to the end of ``step()``, without the model's activations. In stage 3 backward waits for the
-    wire, so ``peak`` is little more: it holds for ranks that come within two seconds of each other. Both are less than
-    the sum of the maxima above, which don't coincide; over nccl, where streams decide when memory is free, ``peak`` is
-    that sum.
+    wire, so ``peak`` is little more: it holds for ranks that come within two seconds of each other. Over nccl memory is
+    free in the order in which the host launches work, and both are the same. They are less than the sum of the maxima
+    above, which don't coincide.
     """
 
     parameters: int

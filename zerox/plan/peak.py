@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 AHEAD_IF_PACED = 1  # buckets: see Note [Backward at the pace of the exchange] in csrc/grads/backward.h
+UNPACKED_ON_STREAMS = 2  # buckets: see Note [Streams] in csrc/workers/streams.h
 
 
 @dataclass(frozen=True)
@@ -60,6 +61,24 @@ def peak_of_sharded(flows: Sequence[Flow], ahead: int | None) -> int:
             later = max(later, flow.last)
         most = max(most, landed + flow.buffers + flow.landing + flow.shard + later)
         landed += flow.shard
+    return most
+
+
+def peak_on_streams(flows: Sequence[Flow]) -> int:
+    """Stages 2 and 3 over a backend with streams of its own: memory is free in the order in which the host launches.
+
+    When a bucket is launched, gradients of all but the latest ``UNPACKED_ON_STREAMS`` before it are freed, and buffers
+    of all but the last one before it.
+    """
+    most = landed = 0
+    for index, flow in enumerate(flows):
+        first = max(0, index - UNPACKED_ON_STREAMS)
+        local = sum(each.local for each in flows[first : index + 1])
+        made = landed + local + sum(each.local for each in flows[max(0, first - 1) : first])
+        most = max(most, made + sum(each.buffers + each.landing for each in flows[max(0, index - 2) : index]))
+        landed += flow.shard
+        in_use = sum(each.buffers + each.landing for each in flows[max(0, index - 1) : index + 1])
+        most = max(most, landed + local + in_use)
     return most
 
 
