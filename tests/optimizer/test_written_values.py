@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from tests.optimizer.masters import join
@@ -259,6 +260,46 @@ def test_another_order_in_memory_is_undone_with_a_warning(stage: int) -> None:
         (text,) = found
         assert text.startswith("zerox: parameter '1.weight' and 1 more got another order in memory")
         assert "before you build the optimizer" in text
+
+
+def state_in_another_order(rank: int, _: int, stage: int) -> None:
+    """State has the order in which parameters were laid out, until the next step and after it."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 40, 3), nn.Conv2d(40, 8, 3))
+    optimizer = FusedShardedAdam(model.named_parameters(), stage=stage)
+    for _ in range(2):
+        model(torch.randn(2, 3, 8, 8) + rank).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    whole, share = optimizer.full_state_dict(), copy.deepcopy(optimizer.state_dict())
+
+    def is_as_before() -> bool:
+        now = optimizer.full_state_dict()
+        return rank != 0 or all(
+            torch.equal(value, whole["state"][number][key])
+            for number, state in now["state"].items()
+            for key, value in state.items()
+        )
+
+    def lay_out_anew() -> None:
+        model.to(memory_format=torch.contiguous_format)
+        model.to(memory_format=torch.channels_last)
+
+    lay_out_anew()
+    anew = copy.deepcopy(optimizer.state_dict())
+    assert is_as_before()
+    everyones = [whole]
+    dist.broadcast_object_list(everyones, 0)
+    for state in (share, anew, everyones[0]):
+        lay_out_anew()
+        optimizer.load_state_dict(state)
+        assert is_as_before()
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.filterwarnings("ignore:zerox. parameter .* got another order in memory")
+def test_state_keeps_its_order_where_parameters_get_another(stage: int) -> None:
+    run_ranks(state_in_another_order, 2, stage)
 
 
 @pytest.mark.parametrize(

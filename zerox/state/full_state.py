@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from zerox.memory.bucket import Bucket
-from zerox.memory.flat import dense_strides
 from zerox.memory.forms import decoded, master_of
 from zerox.memory.one_param import OneParam
 from zerox.memory.stored import Stored
@@ -140,11 +139,11 @@ def in_full(bucket: Bucket, elements: slice | None = None) -> Iterator[Stored]:
 def _assembled(
     bucket: Bucket, segments: Sequence[Sequence[Segment]], shards: Sequence[Tensor], device: torch.device
 ) -> Iterator[tuple[int, Tensor]]:
-    """Whole tensors by slot, in the parameters' shapes, from each rank's shard."""
+    """Whole tensors by slot, from each rank's shard, as the parameters lay when the optimizer was built: they may have
+    left since, for another device or another order in memory."""
     wholes = {}
-    for slot, member in enumerate(bucket.members):
-        strides = dense_strides(member.local)
-        wholes[slot] = torch.empty_strided(member.local.shape, strides, dtype=shards[0].dtype, device=device)
+    for slot, (shape, strides) in enumerate(zip(bucket.buffer.shapes, bucket.buffer.strides, strict=True)):
+        wholes[slot] = torch.empty_strided(shape, strides, dtype=shards[0].dtype, device=device)
     for own, shard in zip(segments, shards, strict=True):
         for segment in own:
             flat = wholes[segment.slot].as_strided((wholes[segment.slot].numel(),), (1,))

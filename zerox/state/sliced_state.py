@@ -7,7 +7,6 @@ from collections.abc import Iterable, Iterator
 from torch import Tensor
 
 from zerox.memory.bucket import Bucket, Member
-from zerox.memory.flat import dense_strides
 from zerox.memory.forms import decoded
 from zerox.memory.stored import SCALE, Stored
 from zerox.plan.cut import Cut
@@ -50,7 +49,7 @@ def sliced_state(
         for key, numbers in bucket.numbers.items():
             number = numbers[row : row + 1] if slot in rows else numbers[:0]
             state[key] = SlicedTensor((), (), Span(0, number.numel()), number)
-        shape, strides, cut = member.local.shape, dense_strides(member.local), member.cut
+        shape, strides, cut = bucket.buffer.shapes[slot], bucket.buffer.strides[slot], member.cut
         span = Span(segment.param_start, segment.param_start + segment.span.numel)
         own = slice(segment.span.start, segment.span.stop)
         for stored in shown:

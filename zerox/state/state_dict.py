@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from zerox.memory.bucket import Bucket, Member
-from zerox.memory.flat import dense_strides
 from zerox.memory.forms import decoded
 from zerox.memory.row_table import SPARSE
 from zerox.memory.stored import SCALE, Stored
@@ -112,7 +111,7 @@ def check_state(buckets: Sequence[Bucket], given: Mapping[Any, Uncast]) -> None:
             member = bucket.members[segment.slot]
             if member.param in given:
                 span = Span(segment.param_start, segment.param_start + segment.span.numel)
-                _parts(bucket.rule, member, given[member.param].state, span)
+                _parts(bucket, segment.slot, given[member.param].state, span)
 
 
 def fill_state(buckets: Sequence[Bucket], given: Mapping[Any, Uncast]) -> None:
@@ -123,7 +122,7 @@ def fill_state(buckets: Sequence[Bucket], given: Mapping[Any, Uncast]) -> None:
             member = bucket.members[segment.slot]
             span = Span(segment.param_start, segment.param_start + segment.span.numel)
             state = given[member.param].state if member.param in given else {}
-            parts = _parts(bucket.rule, member, state, span)
+            parts = _parts(bucket, segment.slot, state, span)
             rounded |= dict.fromkeys(fill_row(bucket, row, parts, rest_anew=True))
     say_rounded(rounded)
 
@@ -222,8 +221,10 @@ def _check_mask(bucket: Bucket, member: Member, state: Mapping[str, Any]) -> Non
         )
 
 
-def _parts(rule: Rule, member: Member, state: Mapping[str, Any], span: Span) -> dict[str, Tensor]:
+def _parts(bucket: Bucket, slot: int, state: Mapping[str, Any], span: Span) -> dict[str, Tensor]:
     """The parts of ``state`` for these elements of a parameter, 1-D. ValueError if it is the share of another rank."""
+    rule, member = bucket.rule, bucket.members[slot]
+    strides = bucket.buffer.strides[slot]  # the parameter itself may lie anywhere by now
     found = {}
     numbers = {STEP, *(spec.key for spec in rule.numbers)}
     if cuts_of(member.param):
@@ -232,7 +233,8 @@ def _parts(rule: Rule, member: Member, state: Mapping[str, Any], span: Span) -> 
         if state.get(key) is not None:
             scales = key.endswith(SCALE)
             wanted = WHOLE_NUMBER if key in numbers else blocks_of(span) if scales else span
-            found[key] = _part(member, key, _tensor(state[key]), wanted, shaped=not scales and key not in numbers)
+            is_shaped = not scales and key not in numbers
+            found[key] = _part(member, key, _tensor(state[key]), wanted, strides if is_shaped else None)
     if found and STEP not in found and not rule.keeps_step:
         found[STEP] = torch.ones(1, dtype=torch.int64, device="cpu")
     return found
@@ -252,8 +254,8 @@ def _cut(rule: Rule, member: Member, state: Mapping[str, Any]) -> dict[str, Any]
     return found
 
 
-def _part(member: Member, key: str, value: Tensor, span: Span, shaped: bool) -> Tensor:
-    """``shaped``: it has the parameter's shape."""
+def _part(member: Member, key: str, value: Tensor, span: Span, strides: tuple[int, ...] | None) -> Tensor:
+    """``strides``: of the parameter, if the value has its shape."""
     if isinstance(value, SlicedTensor):
         if span.numel and not (value.start <= span.start and span.stop <= value.span.stop):
             raise ValueError(
@@ -261,12 +263,11 @@ def _part(member: Member, key: str, value: Tensor, span: Span, shaped: bool) -> 
                 f"its {key} it has elements {value.start} to {value.span.stop}, and this rank needs {span.start} to "
                 f"{span.stop}. {OF_ONE_RANK}"
             )
-        if shaped and value.part[1] != dense_strides(member.local):
+        if strides is not None and value.part[1] != strides:
             raise ValueError(_other_format(member))
         return value.own[max(0, span.start - value.start) :][: span.numel]
     value = value.detach()
-    if shaped:
-        strides = dense_strides(member.local)
+    if strides is not None:
         value = value.reshape(member.local.shape)
         if value.stride() != strides:
             if is_plain_codes(value):  # its blocks are of other elements
@@ -283,7 +284,7 @@ def _other_format(member: Member) -> str:
     )
 
 
-def parts_given(rule: Rule, member: Member, state: Mapping[str, Any], span: Span) -> dict[str, Tensor]:
+def parts_given(bucket: Bucket, slot: int, state: Mapping[str, Any], span: Span) -> dict[str, Tensor]:
     """The parts of some of a parameter's state for these elements, 1-D. ValueError for what does not fit."""
-    _check_whole(rule, member, state)
-    return _parts(rule, member, state, span)
+    _check_whole(bucket.rule, bucket.members[slot], state)
+    return _parts(bucket, slot, state, span)

@@ -132,7 +132,7 @@ def _parts_of_bucket(
     }
     whole = {key: value for key, value in given.items() if key not in own}
     span = Span(segment.param_start, segment.param_start + segment.span.numel)
-    found = own | parts_given(bucket.rule, member, whole, span)
+    found = own | parts_given(bucket, segment.slot, whole, span)
     if STEP.key not in given:  # it goes on from the count that it has, but for state that would start anew
         count = bucket.steps[row].clone()
         is_begun = any(key in bucket.state for key in given) and not bucket.rule.keeps_step
