@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zerox.plan.peak import Flow, peak_alone, peak_of_sharded, peak_of_whole
+from zerox.plan.peak import Flow, peak_alone, peak_of_sharded, peak_of_whole, peak_on_streams
 
 sizes = st.integers(0, 100)
 
@@ -102,6 +102,28 @@ def test_a_paced_backward_has_few_gradients_that_wait(flows: list[Flow], ahead: 
 
 
 @given(flow_lists)
+def test_on_streams_memory_is_free_in_the_order_of_launches(flows: list[Flow]) -> None:
+    """As Flights does it: gradients beyond two flights before a launch, and buffers beyond one, are freed then."""
+    gradients: list[int] = []  # of flights that are packed
+    buffers: list[int] = []
+    most = landed = 0
+
+    def note(others: int) -> None:
+        nonlocal most
+        most = max(most, landed + sum(gradients) + sum(buffers) + others)
+
+    for flow in flows:
+        note(flow.local)
+        del gradients[:-2]
+        del buffers[:-1]
+        gradients.append(flow.local)
+        buffers.append(flow.buffers + flow.landing)
+        landed += flow.shard
+        note(0)
+    assert peak_on_streams(flows) == most
+
+
+@given(flow_lists)
 def test_whole_gradients_are_gathered_while_the_local_ones_are_there(flows: list[Flow]) -> None:
     gathering, most = sum(flow.local + flow.shard for flow in flows), 0
     for flow in flows:
@@ -123,4 +145,5 @@ def test_one_rank_packs_gradients_into_their_mean_or_leaves_them_there(flows: li
 
 
 def test_no_parameters_take_nothing() -> None:
-    assert peak_of_sharded([], None) == peak_of_whole([], True) == peak_alone([], True) == peak_alone([], False) == 0
+    assert peak_of_sharded([], None) == peak_of_whole([], True) == peak_on_streams([]) == 0
+    assert peak_alone([], True) == peak_alone([], False) == 0
