@@ -65,6 +65,11 @@ VARIABLES = (
         "with `stage=3` on GPUs, `auto` (default): ranks of one machine read each other's shards in the GPUs' memory, "
         "if all can; `0`: in the host's memory",
     ),
+    Variable(
+        "ZEROX_SAY_WAIT_S",
+        "run",
+        "seconds after which a rank that waits for others says so on stderr, once a wait; default: 60; `0`: never",
+    ),
     Variable("OMP_NUM_THREADS", "run", "threads of a rank, as for torch; torchrun sets 1 unless told otherwise"),
     Variable("CUDA_VISIBLE_DEVICES", "run", "the GPUs that torch sees"),
     Variable("GLOO_SOCKET_IFNAME", "run", "the network interface of gloo; default: the one of the host's name"),

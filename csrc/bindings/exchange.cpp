@@ -1,12 +1,16 @@
 #include <pybind11/chrono.h>
 
 #include <memory>
+#include <optional>
+#include <string>
+#include <tuple>
 #include <vector>
 
 #include "bindings/bindings.h"
 #include "bindings/destroyed_without_gil.h"
 #include "exchange/collectives.h"
 #include "exchange/exchange.h"
+#include "exchange/long_waits.h"
 #include "exchange/neighbours.h"
 #include "exchange/whereabouts.h"
 
@@ -15,9 +19,34 @@ namespace {
 
 // The object may hold the last reference to the groups.
 std::shared_ptr<Whereabouts> make_whereabouts(std::vector<Group> groups, c10::intrusive_ptr<c10d::Store> store,
-                                              int rank, int world, std::chrono::milliseconds timeout) {
-  return destroyed_without_gil(new Whereabouts(std::move(groups), std::move(store), rank, world, timeout));
+                                              int rank, int world, std::chrono::milliseconds timeout,
+                                              std::chrono::milliseconds say_after) {
+  return destroyed_without_gil(new Whereabouts(std::move(groups), std::move(store), rank, world, timeout, say_after));
 }
+
+// For Python's with statement.
+template <class Inside, class... Arguments>
+class Within {
+ public:
+  explicit Within(Arguments... arguments) : arguments_(std::move(arguments)...) {}
+  void enter() {
+    std::apply([this](auto&... each) { inside_.emplace(each...); }, arguments_);
+  }
+  void exit(const py::args& /*error*/) { inside_.reset(); }
+
+ private:
+  std::tuple<Arguments...> arguments_;
+  std::optional<Inside> inside_;
+};
+
+struct NamedDoing : Doing {
+  NamedDoing(const std::string& what, bool per_batch) : Doing([what] { return what; }, per_batch) {}
+};
+
+struct NamedWait : LongWait {
+  NamedWait(const WaitingFor& waiting, std::chrono::milliseconds say_after)
+      : LongWait(say_after, [waiting] { return waiting; }) {}
+};
 
 }  // namespace
 
@@ -38,13 +67,35 @@ void bind_exchange(py::module_& m) {
            py::arg("single_messages"), py::arg("via_host"), py::arg("neighbours"));
   py::class_<Whereabouts, std::shared_ptr<Whereabouts>>(m, "Whereabouts")
       .def(py::init(&make_whereabouts), py::kw_only(), py::arg("groups"), py::arg("store"), py::arg("rank"),
-           py::arg("world"), py::arg("timeout"))
+           py::arg("world"), py::arg("timeout"), py::arg("say_after"))
       .def("set_processes", &Whereabouts::set_processes, py::arg("processes"), Release())
       .def("add_group", &Whereabouts::add_group, py::arg("group"), Release())
       .def(
           "await_", [](Whereabouts& self, Work work) { self.await({std::move(work)}, {}, kUnknownRank); },
           py::arg("work"), Release())
+      .def("stand_outside", &Whereabouts::stand_outside, py::arg("where"), Release())
       .def("leave", &Whereabouts::leave, py::arg("what"), Release());
+  using PyDoing = Within<NamedDoing, std::string, bool>;
+  py::class_<PyDoing>(m, "Doing")
+      .def(py::init<std::string, bool>(), py::arg("what"), py::arg("per_batch") = false)
+      .def("__enter__", &PyDoing::enter)
+      .def("__exit__", &PyDoing::exit);
+  m.def(
+      "say_wait",
+      [](int rank, const std::string& doing, const std::string& whom, std::chrono::milliseconds waited,
+         std::chrono::milliseconds timeout) {
+        say(WaitingFor{rank, whom, "", timeout}.line(doing, std::chrono::duration_cast<std::chrono::seconds>(waited)));
+      },
+      py::kw_only(), py::arg("rank"), py::arg("doing"), py::arg("whom"), py::arg("waited"), py::arg("timeout"));
+  using PyWait = Within<NamedWait, WaitingFor, std::chrono::milliseconds>;
+  py::class_<PyWait>(m, "LongWait")
+      .def(py::init(
+               [](int rank, std::string whom, std::chrono::milliseconds timeout, std::chrono::milliseconds say_after) {
+                 return std::make_unique<PyWait>(WaitingFor{rank, std::move(whom), "", timeout}, say_after);
+               }),
+           py::kw_only(), py::arg("rank"), py::arg("whom"), py::arg("timeout"), py::arg("say_after"))
+      .def("__enter__", &PyWait::enter)
+      .def("__exit__", &PyWait::exit);
 }
 
 }  // namespace zx

@@ -49,6 +49,7 @@ bool look(const Neighbours& neighbours, int rank, uint64_t box, MemoryBox& own, 
     if (has_given_up) throw GaveUp("it gave up");
     if (is_stopped()) return false;
     if (pause.waited() > whereabouts.timeout()) throw std::runtime_error("timed out");
+    LongWait::check();
     pause();
   }
   std::atomic_thread_fence(std::memory_order_seq_cst);  // what was found stands for is read after it

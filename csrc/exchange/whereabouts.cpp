@@ -11,7 +11,6 @@
 #include <sstream>
 #include <thread>
 
-#include "exchange/long_waits.h"
 #include "exchange/tags.h"
 
 namespace zx {
@@ -67,6 +66,8 @@ struct Farewell {
 };
 
 std::string key_of(int rank) { return "farewell of rank " + std::to_string(rank); }
+
+std::string outside_key_of(int rank) { return "where rank " + std::to_string(rank) + " stands outside"; }
 
 // The ranks to blame, as the ranks' farewells tell.
 struct Blame {
@@ -173,8 +174,13 @@ void abort_work(const Work& work) {
 }
 
 Whereabouts::Whereabouts(std::vector<Group> groups, c10::intrusive_ptr<c10d::Store> store, int rank, int world,
-                         std::chrono::milliseconds timeout)
-    : groups_(std::move(groups)), store_(std::move(store)), rank_(rank), world_(world), timeout_(timeout) {}
+                         std::chrono::milliseconds timeout, std::chrono::milliseconds say_after)
+    : groups_(std::move(groups)),
+      store_(std::move(store)),
+      rank_(rank),
+      world_(world),
+      timeout_(timeout),
+      say_after_(say_after) {}
 
 void Whereabouts::set_processes(std::vector<int64_t> processes) {
   const std::lock_guard lock(mutex_);
@@ -197,22 +203,49 @@ void Whereabouts::add_group(Group group) {
   groups_.push_back(std::move(group));
 }
 
-void Whereabouts::met(const char* meeting) {
-  const std::lock_guard lock(mutex_);
-  last_met_ = meeting;
-  seen_in_step_ = step_;
+WaitingFor Whereabouts::waiting_for(int peer) const {
+  WaitingFor found{rank_, peer == kUnknownRank ? "the other ranks" : named({peer}), last_seen_.text(), timeout_};
+  if (store_ && peer != kUnknownRank) {
+    found.stands_outside = [store = store_, key = outside_key_of(peer), own = num_outside_.load()] {
+      const auto ask = [store, key] {
+        const std::vector<uint8_t> bytes = store->check({key}) ? store->get(key) : std::vector<uint8_t>();
+        return std::string(bytes.begin(), bytes.end());
+      };
+      std::istringstream text(within(kStoreAnswers, ask).value_or(""));
+      int64_t number = 0;
+      std::string where;
+      text >> number;
+      std::getline(text >> std::ws, where);
+      return number > own ? where : "";
+    };
+  }
+  return found;
 }
 
-void Whereabouts::step_begun() {
-  const std::lock_guard lock(mutex_);
-  ++step_;
+void Whereabouts::stand_outside(const std::string& where) {
+  if (!store_) return;
+  const int64_t number = where.empty() ? num_outside_.load() : ++num_outside_;
+  within(kStoreAnswers, [store = store_, key = outside_key_of(rank_), text = std::to_string(number) + " " + where] {
+    store->set(key, std::vector<uint8_t>(text.begin(), text.end()));
+    return true;
+  });
+}
+
+// What to look at where a rank is missing from what this thread does.
+std::string Whereabouts::advice() const {
+  const Doing* doing = Doing::current();
+  if (doing == nullptr || !last_seen_.is_anywhere()) return "";
+  return ". See its log. " + (doing->per_batch()
+                                  ? "Do all ranks run the same number of batches? If not, put their loops inside "
+                                    "optimizer.join()"
+                                  : "Do all ranks call " + doing->text() + "?");
 }
 
 void Whereabouts::await(const Awaited& awaited, const Group& group, int peer) {
   // gloo's wait() returns false, instead of throwing, if it was aborted.
-  const bool is_through = needing(peer, [&] {
+  const bool is_through = needing(peer, [&](LongWait& wait) {
     if (peer == kUnknownRank || groups_.empty()) return awaited.work->wait();
-    return LongWaits::all().wait_for(*group, awaited);
+    return wait.await(*group, *awaited.work, awaited.peer);
   });
   TORCH_CHECK(is_through, "the exchange was aborted");
 }
@@ -237,17 +270,7 @@ std::string Whereabouts::miss(int peer, Clock::duration waited, const std::strin
     text << named(blame.ranks)
          << (blame.late ? " did not come within " + seconds(timeout_)
                         : " is gone: its connection ended without a word, as it does when a process ends or is killed");
-    text << " (";
-    if (last_met_ == nullptr) {
-      text << "last seen in the optimizer's constructor";
-    } else {
-      text << "last seen in " << last_met_ << " of step " << seen_in_step_;
-    }
-    text << "; the backend says: " << shortened(reason) << ")";
-    if (last_met_ != nullptr) {
-      text << ". See its log. Do all ranks run the same number of batches? If not, put their loops inside "
-              "optimizer.join()";
-    }
+    text << " (last " << last_seen_.text() << "; the backend says: " << shortened(reason) << ")" << advice();
   }
   verdict_ = text.str();
   return verdict_;

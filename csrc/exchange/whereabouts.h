@@ -4,14 +4,18 @@
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
+#include <atomic>
 #include <chrono>
 #include <memory>
 #include <mutex>
 #include <stdexcept>
 #include <string>
+#include <type_traits>
 #include <vector>
 
 #include "check.h"
+#include "exchange/last_seen.h"
+#include "exchange/long_waits.h"
 #include "exchange/memory_box.h"
 
 namespace zx {
@@ -45,9 +49,9 @@ void abort_work(const Work& work);
 class Whereabouts {
  public:
   // `groups`: the gloo groups to be closed when this rank gives up. `store` is shared by the ranks; if it is null,
-  // nothing is told and nothing is closed. `timeout` is that of the groups.
+  // nothing is told and nothing is closed. `timeout` is that of the groups. `say_after`: see LongWait.
   Whereabouts(std::vector<Group> groups, c10::intrusive_ptr<c10d::Store> store, int rank, int world,
-              std::chrono::milliseconds timeout);
+              std::chrono::milliseconds timeout, std::chrono::milliseconds say_after = std::chrono::milliseconds(0));
 
   // Sets the process of each rank on this machine, 0 for others.
   void set_processes(std::vector<int64_t> processes);
@@ -61,16 +65,24 @@ class Whereabouts {
   void add_box(std::shared_ptr<MemoryBox> box);
 
   // met(): all ranks were at `meeting`, in the current step. step_begun(): all have begun to update in step().
-  void met(const char* meeting);
-  void step_begun();
+  void met(const std::string& meeting) { last_seen_.met(meeting); }
+  void step_begun() { last_seen_.step_begun(); }
 
-  // Runs `body`, which needs an answer from rank `peer`. If it throws, this rank gives up, and needing() throws
-  // std::runtime_error that names the rank that is gone.
+  // Runs `body`, which needs an answer from rank `peer`, and may take the LongWait. If it throws, this rank gives up,
+  // and needing() throws std::runtime_error that names the rank that is gone.
   template <class Body>
   auto needing(int peer, const Body& body) {
     const auto start = Clock::now();
     try {
-      return body();
+      LongWait wait(say_after_, [this, peer] { return waiting_for(peer); });
+      if constexpr (std::is_invocable_v<Body, LongWait&>) {
+        return body(wait);
+      } else {
+        return body();
+      }
+    } catch (const NeverComes& error) {
+      leave(error.what());
+      throw;
     } catch (const std::exception& error) {
       throw std::runtime_error(miss(peer, Clock::now() - start, reason_of(error)));
     }
@@ -85,10 +97,16 @@ class Whereabouts {
   using Clock = std::chrono::steady_clock;
   std::string miss(int peer, Clock::duration waited, const std::string& reason);
 
+  // Says to the others that this rank waits for them at `where`, and in no call of zerox's; empty: not any more. See
+  // Note [Two waits for each other].
+  void stand_outside(const std::string& where);
+
   // Gives up because of an error that this rank raised itself: the others raise `what` too, when they need this rank.
   void leave(const std::string& what);
 
  private:
+  WaitingFor waiting_for(int peer) const;
+  std::string advice() const;
   void give_up(int missed, bool late, const std::string& what);
   void close_connections();
 
@@ -97,13 +115,13 @@ class Whereabouts {
   int rank_;
   int world_;
   std::chrono::milliseconds timeout_;
-  mutable std::mutex mutex_;  // of all below
+  std::chrono::milliseconds say_after_;
+  mutable std::mutex mutex_;  // of these three
   std::vector<std::shared_ptr<MemoryBox>> boxes_;
   std::vector<int64_t> processes_;
-  const char* last_met_ = nullptr;  // where all ranks were together last; null if nowhere yet
-  int64_t seen_in_step_ = 0;
-  int64_t step_ = 1;
   std::string verdict_;  // empty until this rank gives up
+  LastSeen last_seen_;
+  std::atomic<int64_t> num_outside_{0};  // times that this rank stood outside
 };
 
 // A group and the Whereabouts of its ranks. Both are null for one rank alone. The group may have a part of the ranks

@@ -98,8 +98,8 @@ void Agreement::ask(const Question& question) {
   }
 }
 
-Verdict Agreement::agree(const Statement& s, const char* where) {
-  where_ = where != nullptr ? where : name_of(static_cast<int64_t>(s.call.meeting));
+Verdict Agreement::agree(const Statement& s) {
+  where_ = Doing::current_text();
   const int64_t world = control_.group ? control_.group->getSize() : 1;
   const int64_t rank = control_.group ? control_.group->getRank() : 0;
   // A maximum also carries the rank that it came from, and a minimum is the maximum of the negatives.
@@ -123,7 +123,7 @@ Verdict Agreement::agree(const Statement& s, const char* where) {
       with_tensor(packed, at::kLong,
                   [this](std::vector<at::Tensor>& tensors) { small_.run(tensors[0], combine_statements); });
     });
-    control_.whereabouts->met(name_of(static_cast<int64_t>(s.call.meeting)));
+    control_.whereabouts->met(where_);
   }
   Verdict verdict{};
   for (size_t i = 0; i < kNumFields; ++i) {

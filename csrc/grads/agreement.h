@@ -98,8 +98,11 @@ class Agreement {
 
   // Collective: takes every rank's statement, and returns the same verdict to all. It is one all-reduce: two
   // integers for each Said and each argument, three more, one bit per slot, or nine if it is a DTensor, and the remarks
-  // of all ranks. `where` is named in errors instead of the meeting.
-  Verdict agree(const Statement& statement, const char* where = nullptr);
+  // of all ranks. Errors name what this thread is Doing.
+  Verdict agree(const Statement& statement);
+
+  // The call in which ranks agreed last.
+  const std::string& where() const { return where_; }
 
   // Ends all communication with the other ranks, which raise `why` too.
   void leave(const std::string& why) {
@@ -133,7 +136,7 @@ class Agreement {
   Line control_;
   SmallAllReduce small_;
   std::function<std::string()> trouble_;
-  const char* where_ = "";  // the meeting where ranks agreed last, or are about to
+  std::string where_;  // or are about to
 };
 
 }  // namespace zx

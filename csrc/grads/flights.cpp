@@ -91,6 +91,7 @@ void Flights::pack(Flight& flight) {
     if (workers_.failed()) return;
     const Bucket& bucket = *flight.bucket;
     const Range range("pack", bucket.index);
+    const Doing doing([&bucket] { return "the exchange of the gradients of " + bucket.describe(); }, true);
     const auto options = bucket.flat.options().dtype(bucket.wire_dtype);
     flight.flat = at::empty({bucket.packed_start(bucket.team.world)}, options);
     ops::flatten_(flight.flat, flight.sources, flight.copies.pieces, flight.copies.flags);
@@ -124,6 +125,7 @@ void Flights::land(Flight& flight) {
   }
   const int64_t index = flight.bucket->index;
   const Range range("land", index);
+  const Doing doing([&flight] { return "the exchange of the gradients of " + flight.bucket->describe(); }, true);
   const auto work = [&] {
     if (flight.pending) {
       const Range range("wait", index);

@@ -34,7 +34,8 @@ enum class Meeting : int64_t {
 };
 constexpr int64_t kLastFollowed = static_cast<int64_t>(Meeting::clip_value);
 
-const char* name_of(int64_t meeting);
+// The call that leads to a meeting, for errors. Where several do, Doing has the one that the user made.
+const char* name_of(Meeting meeting);
 
 // Numbers that all ranks must pass alike to one call; a call with fewer leaves the last ones at 0.
 using Arguments = std::array<double, 3>;

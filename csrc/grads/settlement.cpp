@@ -12,6 +12,9 @@ namespace {
 
 constexpr const char* kUneven = ". If ranks have unequal numbers of batches, put their loops inside optimizer.join()";
 
+// Whether a training loop makes the call for each batch.
+constexpr bool is_per_batch(int64_t meeting) { return meeting <= kLastFollowed; }
+
 // Ranks at the same meeting must have passed the same: the same bits, since NaN stands for what the host does not know.
 void check_arguments(const Verdict& verdict) {
   const Arguments& least = verdict.least_arguments;
@@ -19,8 +22,9 @@ void check_arguments(const Verdict& verdict) {
   const auto same_bits = [](double a, double b) { return std::bit_cast<int64_t>(a) == std::bit_cast<int64_t>(b); };
   const auto differ = std::mismatch(least.begin(), least.end(), most.begin(), same_bits);
   if (differ.first == least.end()) return;
-  TORCH_CHECK(false, "zerox: ranks passed different arguments to ", name_of(verdict[Said::meeting].most), ": ",
-              *differ.first, " and ", *differ.second, "; every rank must pass the same");
+  const auto meeting = static_cast<Meeting>(verdict[Said::meeting].most);  // this rank may follow
+  TORCH_CHECK(false, "zerox: ranks passed different arguments to ", name_of(meeting), ": ", *differ.first, " and ",
+              *differ.second, "; every rank must pass the same");
 }
 
 }  // namespace
@@ -71,14 +75,21 @@ void Settlement::check(const Verdict& verdict) {
     TORCH_CHECK(false, "zerox: ", clash, way_out);
   }
   const Extreme& meeting = verdict[Said::meeting];
-  const bool followed = meeting.least == static_cast<int64_t>(Meeting::follow);
-  TORCH_CHECK(!followed || meeting.most <= kLastFollowed, "zerox: rank ", meeting.least_rank,
-              " has run out of batches inside optimizer.join(), and can't follow rank ", meeting.most_rank, " into ",
-              name_of(meeting.most), ": make this call outside join(), on all ranks");
+  if (meeting.least == static_cast<int64_t>(Meeting::follow) && meeting.most > kLastFollowed) {
+    const std::string call = agreement_.text_from(meeting.most_rank, Doing::current_text());
+    TORCH_CHECK(false, "zerox: rank ", meeting.least_rank,
+                " has run out of batches inside optimizer.join(), and can't follow rank ", meeting.most_rank, " into ",
+                call, ": make this call outside join(), on all ranks");
+  }
   const Extreme& active = verdict[Said::active];
-  TORCH_CHECK(active.least >= meeting.most || active.least == static_cast<int64_t>(Meeting::backward_end),
-              "zerox: rank ", active.least_rank, " is in ", name_of(active.least), " while rank ", meeting.most_rank,
-              " is in ", name_of(meeting.most), "; every rank must make the same calls", kUneven);
+  if (active.least < meeting.most && active.least != static_cast<int64_t>(Meeting::backward_end)) {
+    const std::string other = agreement_.text_from(active.least_rank, Doing::current_text());
+    const std::string call = agreement_.text_from(meeting.most_rank, Doing::current_text());
+    TORCH_CHECK(false, "zerox: rank ", active.least_rank, " is in ", other, " while rank ", meeting.most_rank,
+                " is in ", call,
+                is_per_batch(meeting.most) ? c10::str("; every rank must make the same calls", kUneven)
+                                           : c10::str(": call ", call, " on all ranks, after the same step"));
+  }
   if (verdict[Said::own_rounds].least < verdict[Said::rounds].most) {
     abandon(verdict);
     backward_->fail("ranks ran different numbers of backwards");
@@ -167,10 +178,11 @@ Verdict Settlement::meet(const Call& call) {
 Outcome Settlement::settle(const Call& call) {
   const Range range("settle");
   const Stopwatch::Lap lap(waited_);
+  const Doing doing([&call] { return std::string(name_of(call.meeting)); },
+                    is_per_batch(static_cast<int64_t>(call.meeting)));
   if (call.meeting == Meeting::backward_end && before_backward_end_) before_backward_end_();
   const std::lock_guard lock(mutex_);
-  TORCH_CHECK(backward_->is_syncing() || call.meeting == Meeting::backward_end,
-              "zerox: ", name_of(static_cast<int64_t>(call.meeting)),
+  TORCH_CHECK(backward_->is_syncing() || call.meeting == Meeting::backward_end, "zerox: ", Doing::current_text(),
               " was called inside no_sync(), where gradients are not exchanged");
   backward_->end_pass();
   if (!call.refusal.empty()) backward_->fail(call.refusal);
@@ -224,8 +236,9 @@ void Settlement::zero(bool set_to_none) {
   const bool raised = backward_->end_pass();
   // Where gradients are whole, the others wait at the end of the backward that raised here: they must be told.
   if (raised && grads_->meets_after_backward()) {
+    const Doing doing([] { return std::string("zero_grad()"); }, /*per_batch=*/true);
     const std::lock_guard lock(mutex_);
-    abandon_with_reason(agreement_.agree(statement({.meeting = Meeting::backward_end}), "zero_grad()"));
+    abandon_with_reason(agreement_.agree(statement({.meeting = Meeting::backward_end})));
   }
   backward_->restore_watches();
   backward_->forget_failure();
@@ -237,6 +250,7 @@ void Settlement::zero(bool set_to_none) {
 void Settlement::all_reduce(const at::Tensor& values, Combine combine) {
   const Stopwatch::Lap lap(waited_);
   const std::lock_guard lock(mutex_);
+  const Doing doing([where = agreement_.where()] { return where; }, /*per_batch=*/true);
   agreement_.all_reduce(values, combine);
 }
 

@@ -30,8 +30,13 @@ std::string error_of(const Body& body) {
 Gather::Gather(GatherNames names, std::shared_ptr<Bucket> bucket, at::Tensor flat, Exchange& exchange)
     : names_(names), bucket_(std::move(bucket)), flat_(std::move(flat)) {
   const Range range(names_.start, bucket_->index);
+  const Doing doing([this] { return doing_what(); }, /*per_batch=*/true);
   const std::string error = error_of([&] { pending_ = exchange.gather(flat_); });
   if (!error.empty()) fail(error);
+}
+
+std::string Gather::doing_what() const {
+  return std::string("the exchange of ") + names_.what + " of " + bucket_->describe();
 }
 
 void Gather::fail(const std::string& reason) const {
@@ -67,6 +72,7 @@ void Gather::wait_on_stream() {
 // Keeps an error, for all that wait.
 void Gather::receive() {
   const Range range(names_.wait, bucket_->index);
+  const Doing doing([this] { return doing_what(); }, /*per_batch=*/true);
   const at::AutoDispatchBelowADInplaceOrView no_autograd;
   const ReadGuard::Pause ours;
   error_ = error_of([this] { pending_->wait(); });
@@ -82,6 +88,7 @@ void Gather::check_arrived() const {
 
 // See Note [Neighbours read late].
 void Gather::give() {
+  const Doing doing([this] { return doing_what(); }, /*per_batch=*/true);
   take_in();  // other ranks may be waiting for this rank to read theirs
   std::call_once(given_once_, [this] {
     given_error_ = error_.empty() ? error_of([this] { pending_->wait_for_readers(); }) : error_;
@@ -90,6 +97,7 @@ void Gather::give() {
 }
 
 void Gather::wait_for_readers() {
+  const Doing doing([this] { return doing_what(); }, /*per_batch=*/true);
   if (on_host()) {
     give();
   } else {

@@ -62,6 +62,7 @@ class Gather {
  private:
   void receive();
   void wait_on_stream();
+  std::string doing_what() const;
   [[noreturn]] void fail(const std::string& reason) const;
 
   GatherNames names_;

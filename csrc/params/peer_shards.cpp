@@ -110,6 +110,7 @@ void PeerShards::await(int rank, const ShardPlace& place, ShardStamp stamp, int6
     Pause pause;
     while (!is_there()) {
       if (pause.waited() > timeout_) throw std::runtime_error("timed out");
+      LongWait::check();
       pause();
     }
   });

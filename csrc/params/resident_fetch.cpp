@@ -36,6 +36,7 @@ std::vector<Room::ByteSpan> Residents::spans_through_host(const ShardedBucket& s
 std::string Residents::fetch(ShardedBucket& sharded, bool memory_too, bool own_too) {
   if (sharded.rows != nullptr && !sharded.rows->has_pages()) return fetch_rows(sharded, sharded.rows->all());
   const Range range("fetch", sharded.index);
+  const Doing doing([&sharded] { return "a read of the parameters of " + sharded.name; }, /*per_batch=*/true);
   Room& room = *sharded.room;
   try {
     if (memory_too) {

@@ -156,6 +156,7 @@ std::string Residents::fetch_rows_now(ShardedBucket& sharded, const at::Tensor& 
 // Without the lock. As fetch(), of these rows.
 std::string Residents::fetch_rows(ShardedBucket& sharded, const std::vector<int64_t>& missing) {
   const Range range("fetch", sharded.index);
+  const Doing doing([&sharded] { return "a lookup in " + sharded.name; }, /*per_batch=*/true);
   try {
     if (sharded.rows->has_pages()) {
       fetch_into_pages(sharded, missing);

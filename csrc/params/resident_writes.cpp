@@ -31,6 +31,7 @@ void Residents::take_over(const std::vector<int64_t>& written) {
       peers_->stamps_changed();
     }
     for (ShardedBucket* sharded : now) {
+      const Doing doing([sharded] { return "a write to the parameters of " + sharded->name; });
       try {
         peers_->await_written(sharded->index, sharded->places, sharded->written);
       } catch (const std::exception& error) {

@@ -11,6 +11,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from zerox.checkpoint.manifest import CheckpointError
 from zerox.engine import Engine
+from zerox.ranks.calls import waiting
 from zerox.ranks.group import Ranks
 from zerox.ranks.model_axes import ModelAxes
 from zerox.ranks.process_group import GroupArgument, chosen_group
@@ -86,7 +87,9 @@ class Everyone:
         try:
             if self.own is None:
                 found = [None] * self.size
-                dist.all_gather_object(found, value, group=self.group)
+                assert self.group is not None
+                with waiting(self.group):
+                    dist.all_gather_object(found, value, group=self.group)
             elif self.group is not None:
                 found = [pickle.loads(each) for each in self.own.all_gather_bytes(pickle.dumps(value))]
         except RuntimeError as error:  # texts of gloo and NCCL end in a trace

@@ -35,10 +35,12 @@ from zerox.checkpoint.saved_state import SavedState
 from zerox.checkpoint.saved_tables import spread_tables, table_entries
 from zerox.checkpoint.writer import CheckpointWriter, save_object
 from zerox.engine import Engine
+from zerox.ranks.calls import named
 from zerox.ranks.process_group import GroupArgument
 from zerox.state.state_dict import say_rounded
 
 
+@named("zerox.save()")
 def save(
     path: str | os.PathLike[str],
     model: nn.Module,
@@ -128,6 +130,7 @@ def not_loaded(path: Path) -> str:
     return f"zerox: {path} could not be loaded"
 
 
+@named("zerox.load()")
 def load(
     path: str | os.PathLike[str],
     model: nn.Module,

@@ -17,6 +17,7 @@ from zerox.flow.compiled_regions import untraced
 from zerox.flow.grad_calls import order_of
 from zerox.flow.mean_gradient import MeanGradient
 from zerox.flow.norm import check_finite, clip_coefficient, norm_of
+from zerox.ranks.calls import named, waiting
 from zerox.ranks.process_group import ranks_of
 
 CALL = "zerox.clip_grad_norm_()"
@@ -27,6 +28,7 @@ _compared: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()  # whose ranks
 
 
 @untraced
+@named("zerox.clip_grad_norm_()", per_batch=True)
 @torch.no_grad()
 def clip_grad_norm_(
     optimizers: MeanGradient | Iterable[MeanGradient],
@@ -43,7 +45,7 @@ def clip_grad_norm_(
     included. What several of them hold is counted several times. Raises ValueError, on all ranks of these optimizers,
     for optimizers that are not over the same ranks or model axes (a norm would not be the same on all ranks), and for a
     ``group`` that has other ranks of theirs, or of axes that are in the norm already: those on which parameters are
-    DTensors, and those of ``norm_group``.
+    DTensors, and those of ``norm_group``. Collective.
     """
     given = [optimizers] if isinstance(optimizers, MeanGradient) else list(optimizers)
     p = order_of(norm_type)
@@ -139,7 +141,8 @@ def _refusal_of_all(group: dist.ProcessGroup, refusal: str) -> str:
     if group in _compared:
         return refusal
     found: list[Any] = [None] * group.size()
-    dist.all_gather_object(found, refusal, group=group)
+    with waiting(group):
+        dist.all_gather_object(found, refusal, group=group)
     refusal = refusal or next(filter(None, found), "")
     if not refusal:
         _compared.add(group)
@@ -148,5 +151,6 @@ def _refusal_of_all(group: dist.ProcessGroup, refusal: str) -> str:
 
 def _over(group: Any, words: Tensor, p: float) -> Tensor:
     """Summed over the ranks of another group too."""
-    dist.all_reduce(words, dist.ReduceOp.MAX if math.isinf(p) else dist.ReduceOp.SUM, group=group)
+    with waiting(group):
+        dist.all_reduce(words, dist.ReduceOp.MAX if math.isinf(p) else dist.ReduceOp.SUM, group=group)
     return words

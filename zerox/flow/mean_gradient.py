@@ -17,6 +17,7 @@ from zerox.flow.grads import Grads
 from zerox.flow.join import ACTIVE, Join, Joinable, take_options
 from zerox.memory.bucket import Bucket
 from zerox.memory.row_table import RowTable
+from zerox.ranks.calls import named
 from zerox.ranks.teams import Teams
 
 ASK_NOTHING = (Meeting.FOLLOW, Meeting.SYNCHRONIZE, Meeting.MEAN_OVER, Meeting.SKIP_STEP)  # of the mean
@@ -70,6 +71,7 @@ class MeanGradient(Joinable):
         """Whether the step() under way was given options for a class of torch's kind."""
         return False
 
+    @named("clip_grad_norm_()", per_batch=True)
     @torch.no_grad()
     def clip_grad_norm_(
         self,
@@ -106,6 +108,7 @@ class MeanGradient(Joinable):
             raise RuntimeError("clip_grad_value_() does not go with capturable=True: clip by the norm")
         self._calls.limit(self._settle(Meeting.CLIP_VALUE, [limit], self._calls.refusal("clip_grad_value_()")))
 
+    @named("mean_over()", per_batch=True)
     @torch.no_grad()
     def mean_over(self, count: float | Tensor) -> None:
         """Makes the gradient of summed losses the mean over all that was counted, such as tokens.
@@ -129,6 +132,7 @@ class MeanGradient(Joinable):
         outcome = self._settle(Meeting.MEAN_OVER, refusal=refusal)
         self._calls.mean_over(outcome, count)
 
+    @named("scale_grads_()", per_batch=True)
     @torch.no_grad()
     def scale_grads_(self, factor: float | Tensor) -> None:
         """Multiplies the mean gradient by a number or a tensor of one element. Collective: every rank passes the same.
@@ -140,6 +144,7 @@ class MeanGradient(Joinable):
         outcome = self._settle(Meeting.SCALE_GRADS, [number], self._calls.refusal("scale_grads_()"))
         self._calls.multiply(outcome, tensor)
 
+    @named("GradScaler.unscale_()", per_batch=True)
     @torch.no_grad()
     def unscale_grads_(self, inverse_scale: Tensor | None) -> Tensor:
         """What :class:`zerox.GradScaler` needs: multiplies gradients by ``inverse_scale`` (None: 1).

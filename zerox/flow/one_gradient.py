@@ -15,6 +15,7 @@ from zerox.flow.residency import Residency
 from zerox.memory.bucket import GradPart, refuse_dtensors
 from zerox.memory.forms import same_values
 from zerox.memory.one_param import OneParam, asked_of_one, asked_of_table, one_param
+from zerox.ranks.calls import named
 from zerox.ranks.dtensors import whole_of
 
 
@@ -23,6 +24,7 @@ class OneGradient(MeanGradient):
 
     _gather: ParamGather | Residency
 
+    @named("full_grad()")
     @torch.no_grad()
     def full_grad(self, p: Tensor) -> Tensor | None:
         """The whole mean gradient of one parameter, on every rank, as step() will use it; None if no rank has one.
@@ -40,6 +42,7 @@ class OneGradient(MeanGradient):
         found = self._full_grad(one)
         return None if found is None else whole_of(one.member.param, found)
 
+    @named("set_full_grad_()")
     @torch.no_grad()
     def set_full_grad_(self, p: Tensor, value: Tensor) -> None:
         """Makes ``value`` the gradient of one parameter that step() will use, and that norms see from now on.

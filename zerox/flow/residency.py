@@ -20,6 +20,7 @@ from zerox.plan.buckets import BucketPlan
 from zerox.plan.layout import Layout
 from zerox.plan.resident import resident_limit
 from zerox.plan.span import Span
+from zerox.ranks.calls import named
 from zerox.ranks.dtensors import cut_of, local_of
 from zerox.ranks.group import Ranks
 from zerox.ranks.neighbours import find_neighbours
@@ -271,6 +272,7 @@ class Residency:
         tables = sum(each.nbytes for each in self.all if not each.buffer.is_read_whole)
         return resident_limit([*whole, *added], self.resident_mb, tables)
 
+    @named("the end of optimizer.whole()")
     def _keep_written(self) -> None:
         written = self.residents.written_inside()
         if not written:

@@ -37,6 +37,7 @@ from zerox.flow.row_gradient import TableGrad
 from zerox.memory.bucket import Member
 from zerox.memory.row_owners import CPU, RowOwners
 from zerox.memory.row_table import RowTable, StoredAs, check_group, is_sparse
+from zerox.ranks.calls import named
 from zerox.ranks.group import Ranks
 from zerox.ranks.model_axes import ModelAxes
 from zerox.rules.of_groups import Rules
@@ -138,6 +139,7 @@ class Rows:
         header = self.flow.header()
         return header if len(header) * self.ranks.size <= MOST_REMARKED else []
 
+    @named("the exchange of rows", per_batch=True)
     def exchange(self, remarks: Sequence[int], goes_on: bool) -> RowChange:
         """Has the mean land with the owners, unless it is there. Returns what happened to gradients. Collective.
 
@@ -201,6 +203,7 @@ class Rows:
 
     # ---- step()
 
+    @named("step()", per_batch=True)
     def update(self, groups: Groups, scale: GradScale) -> list[tuple[RowTable, Tensor]]:
         """Updates the rows that this rank owns, and writes those that others have updated. Returns the tables that have
         changed, each with the places of the own rows that have. Collective."""

@@ -23,6 +23,7 @@ from zerox.flow.join import join
 from zerox.integrations import engines as of_engines
 from zerox.integrations.requirements import check_names, check_version
 from zerox.integrations.scalers import takes_all_ranks
+from zerox.ranks.calls import named, waiting
 from zerox.ranks.dtensors import is_dtensor
 from zerox.state.dcp_request import dcp_request
 
@@ -36,7 +37,7 @@ from accelerate.utils import DDPCommunicationHookType, DistributedType
 
 TYPES = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
 METHODS = ["prepare_model", "prepare_optimizer", "no_sync", "backward", "unscale_gradients", "clip_grad_norm_"]
-METHODS += ["clip_grad_value_", "save_state", "load_state", "join_uneven_inputs"]
+METHODS += ["clip_grad_value_", "save_state", "load_state", "join_uneven_inputs", "wait_for_everyone"]
 KEPT = ["_models", "_optimizers", "_dataloaders", "scaler", "ddp_handler", "fp8_enabled", "project_configuration"]
 
 
@@ -245,8 +246,14 @@ class ZeroxAccelerator(Accelerator):
                 return True
         return False
 
+    def wait_for_everyone(self) -> None:
+        """As Accelerator's. A rank that needs this one meanwhile, in a call that it makes alone, raises there."""
+        with of_engines.standing_outside(self._engines(), "accelerator.wait_for_everyone()"):
+            super().wait_for_everyone()
+
     # ---- files
 
+    @named("accelerator.save_state()")
     def save_state(self, output_dir: str | None = None, safe_serialization: bool = True, **kwargs: Any) -> Any:
         """As Accelerator's; an optimizer's file is whole, and torch.optim's class and any number of ranks load it.
 
@@ -295,7 +302,9 @@ def ranks_that_save(saves: bool, on_each_node: bool, num_processes: int) -> list
     if not on_each_node or num_processes == 1:
         return [0]
     everyones: list[Any] = [None] * num_processes
-    dist.all_gather_object(everyones, saves)
+    assert dist.group.WORLD is not None
+    with waiting(dist.group.WORLD):
+        dist.all_gather_object(everyones, saves)
     return [rank for rank, each in enumerate(everyones) if each]
 
 

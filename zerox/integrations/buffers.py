@@ -10,6 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from zerox import _C as C
+from zerox.ranks.calls import waiting
+
 MOST_BYTES = 25 << 20  # of a message
 
 
@@ -22,7 +25,9 @@ def buffers_of(module: nn.Module) -> list[Tensor]:
 def broadcast(tensors: Sequence[Tensor]) -> None:
     """Gives all ranks of the default group rank 0's values, in few messages. Collective; alone it does nothing."""
     if dist.is_initialized() and dist.get_world_size() > 1:
-        give_out(tensors, lambda values: dist.broadcast(values, 0))
+        assert dist.group.WORLD is not None
+        with C.Doing("the broadcast of rank 0's values of the model"), waiting(dist.group.WORLD):
+            give_out(tensors, lambda values: dist.broadcast(values, 0))
 
 
 @torch.no_grad()

@@ -36,6 +36,17 @@ def no_sync(engines: Iterable[Engine]) -> Iterator[None]:
         yield
 
 
+@contextmanager
+def standing_outside(engines: Iterable[Engine], where: str) -> Iterator[None]:
+    """Around a wait for all ranks that is not zerox's: what one of them does alone meanwhile raises there, and soon."""
+    known = [each for engine in engines if (each := engine.inside.ranks.whereabouts) is not None]
+    for each in known:
+        each.stand_outside(where)
+    yield
+    for each in known:
+        each.stand_outside("")
+
+
 def clip_grad_norm_(engines: Sequence[Engine], params: Sequence[Tensor], max_norm: float, norm_type: float) -> Tensor:
     """Clips the gradients of ``params`` by their common norm, and returns it. Collective.
 

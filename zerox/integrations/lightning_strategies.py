@@ -21,6 +21,7 @@ from zerox.integrations.buffers import BufferSync, broadcast
 from zerox.integrations.engines import warn_of_untrained
 from zerox.integrations.requirements import check_names
 from zerox.integrations.sharding import Sharding, scale_over_ranks, unwrapped
+from zerox.ranks.calls import named
 
 OLDEST, TRIED = "2.6", "2.6.6"
 
@@ -104,6 +105,12 @@ class TrainerStrategy:
                 "checkpoint would lack their state: save before that, with the other Trainer, or with weights_only=True"
             )
         super().save_checkpoint(checkpoint, *args, **options)  # type: ignore[misc]
+
+    @named("trainer.save_checkpoint()")
+    def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
+        """As Lightning's. Collective."""
+        found: dict[str, Any] = super().optimizer_state(optimizer)  # type: ignore[misc]
+        return found
 
     def setup_precision_plugin(self) -> None:
         super().setup_precision_plugin()  # type: ignore[misc]
@@ -208,6 +215,12 @@ class FabricStrategy:
         rest = super().load_checkpoint(path, in_order, *args, **options)  # type: ignore[misc]
         state.update(in_order)
         return rest
+
+    @named("fabric.save()")
+    def get_optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        """As Fabric's. Collective."""
+        found: dict[str, Any] = super().get_optimizer_state(optimizer)  # type: ignore[misc]
+        return found
 
     def setup_optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
         scale_over_ranks(self.precision)

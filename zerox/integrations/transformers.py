@@ -17,6 +17,7 @@ from zerox.engine import Engine
 from zerox.integrations.from_torch import OURS
 from zerox.integrations.requirements import check_names, check_version
 from zerox.optimizers import ShardedOptimizer
+from zerox.ranks.calls import named
 
 OLDEST, TRIED = "5.20.0", "5.23.0"
 
@@ -73,6 +74,7 @@ class ZeroxTrainerMixin:
         self._options_of_optimizer = dict(self.zerox_options)
         return found
 
+    @named("the Trainer's save of a checkpoint")
     def _save_optimizer_and_scheduler(self: Any, output_dir: str) -> None:
         """With all ranks' state in the file that one rank writes."""
         ours = isinstance(self.optimizer, accelerate.PreparedOptimizer)

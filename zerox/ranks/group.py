@@ -18,6 +18,7 @@ from zerox import _C as C
 from zerox._C import Whereabouts
 from zerox.plan import combinations
 from zerox.ranks.axes import Axis, shard_of
+from zerox.ranks.calls import say_after
 from zerox.ranks.forks import leave_to_parent
 from zerox.ranks.neighbours import find_neighbours
 from zerox.ranks.own_groups import own_store, same_ranks
@@ -108,7 +109,8 @@ class Ranks:
         group = self.control if sent.device.type == "cpu" else self.data
         if group is not None:
             try:
-                self.await_work(C.start_broadcast(group, sent, root))
+                with C.Doing(f"the broadcast of {what}"):
+                    self.await_work(C.start_broadcast(group, sent, root))
             except RuntimeError as error:
                 raise RuntimeError(f"zerox: {what} did not arrive from rank {root} at all ranks: {error}") from error
             values.copy_(sent)
@@ -177,7 +179,8 @@ class Ranks:
         """
         text = f"{REFUSED}{refusal}" if refusal else "\n".join(lines)
         try:
-            everyone = self._unless_same(text)
+            with C.Doing("a comparison of what ranks have"):
+                everyone = self._unless_same(text)
         except RuntimeError as error:
             raise RuntimeError(f"zerox: a rank did not answer while ranks compared parameters: {error}") from error
         for rank, theirs in enumerate(everyone):
@@ -202,7 +205,8 @@ class Ranks:
     def meet(self, where: str) -> None:
         """RuntimeError on all ranks unless every rank comes. Collective."""
         try:
-            self.all_reduce(torch.zeros(1, device="cpu"), dist.ReduceOp.MAX)
+            with C.Doing(f"the meeting where {where}"):
+                self.all_reduce(torch.zeros(1, device="cpu"), dist.ReduceOp.MAX)
         except RuntimeError as error:
             raise RuntimeError(f"zerox: a rank did not come where {where}: {error}") from error
 
@@ -264,6 +268,7 @@ def find_ranks(
     exchange = os.environ.get("ZEROX_EXCHANGE") or ("direct" if backend == "gloo" else "native")
     if exchange not in EXCHANGES:
         raise ValueError(f"ZEROX_EXCHANGE must be one of {EXCHANGES}, got '{exchange}'")
+    say_after()  # raises, while ranks can still be told
     if group not in dist.distributed_c10d._world.pg_map:
         # A group that torch.distributed does not know (ranks as threads of one process, in tests) can't be doubled.
         made = Ranks(rank, size, backend, exchange, group, group, device, given=group)
@@ -292,7 +297,15 @@ def find_ranks(
 
 
 def _whereabouts(group: dist.ProcessGroup, store: Store | None, to_close: list[dist.ProcessGroup]) -> Whereabouts:
-    return Whereabouts(groups=to_close, store=store, rank=group.rank(), world=group.size(), timeout=time_of(group))
+    whereabouts = Whereabouts(
+        groups=to_close,
+        store=store,
+        rank=group.rank(),
+        world=group.size(),
+        timeout=time_of(group),
+        say_after=say_after(),
+    )
+    return whereabouts
 
 
 def _with_neighbours(ranks: Ranks) -> Ranks:
@@ -300,7 +313,7 @@ def _with_neighbours(ranks: Ranks) -> Ranks:
     if ranks.backend != "gloo" or ranks.exchange != "direct" or ranks.via_host:
         return ranks
     try:
-        with ranks.failure_told():
+        with ranks.failure_told(), C.Doing("the optimizer's constructor"):
             neighbours = find_neighbours(ranks.all_gather_text, ranks.rank)
     except RuntimeError as error:
         raise RuntimeError(f"zerox: a rank did not answer while ranks looked for neighbours: {error}") from error

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from zerox.ranks.calls import waiting
 from zerox.ranks.dtensors import is_dtensor, name_of_dim
 from zerox.ranks.process_group import GroupArgument, chosen_group
 
@@ -236,6 +237,7 @@ def _sent(values: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 def _answered(axis: ModelAxis, send: Callable[[], T]) -> T:
     try:
-        return send()
+        with waiting(axis.group, f"the other ranks of the model axis {axis}"):
+            return send()
     except RuntimeError as error:
         raise RuntimeError(f"zerox: a rank of the model axis {axis} did not answer: {error}") from error

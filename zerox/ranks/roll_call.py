@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import contextlib
-import datetime
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import Future, wait
+from datetime import timedelta
 from types import TracebackType
 from typing import TypeVar
 
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
+from zerox import _C as C
+from zerox.ranks.calls import say_after
+
 T = TypeVar("T")
 
+HERE = "the optimizer's constructor"
 ALL_CAME = "all came"
 FAILED = "failed"
 LATE = "zerox: "
@@ -28,7 +33,7 @@ class RollCall:
     it when they come, or in unless_one_fails(). Each rank counts its constructions, and so finds the same one's keys.
     """
 
-    def __init__(self, store: Store | None, rank: int, size: int, timeout: datetime.timedelta) -> None:
+    def __init__(self, store: Store | None, rank: int, size: int, timeout: timedelta) -> None:
         """``store``: the group's; None for one rank alone, and if there is none: then ranks learn nothing."""
         self.rank = rank
         self.size = size
@@ -63,11 +68,13 @@ class RollCall:
             self._decide(f"ranks must agree: rank {first_rank} has {first}; rank {self.rank} has {terms}")
         elif self.store.add("count", 1) == self.size:
             self._decide(ALL_CAME)
+        patience = say_after()
+        says = timedelta() < patience < self.timeout
         try:
-            self.store.wait(["decision"], self.timeout)
+            if not (says and self._decided_within(patience)):
+                self.store.wait(["decision"], self.timeout - patience if says else self.timeout)
         except RuntimeError:
-            missing = [rank for rank in range(self.size) if not self.store.check([f"rank {rank}"])]
-            seconds = self.timeout.total_seconds()
+            missing, seconds = self._missing, self.timeout.total_seconds()
             self._decide(f"{LATE}ranks {missing} did not come to the optimizer's constructor within {seconds:g} s")
         decision = self.store.get("decision").decode()
         if decision.startswith(LATE):
@@ -93,14 +100,36 @@ class RollCall:
                 made.set_exception(error)
 
         threading.Thread(target=run, name="zerox connect", daemon=True).start()
+        began, patience_s = time.monotonic(), say_after().total_seconds()
         try:
             while not wait([made], LISTEN_S).done:
+                if 0 < patience_s <= time.monotonic() - began:
+                    self._say(patience_s, "all ranks to connect: does each host's name resolve on the others?")
+                    patience_s = 0.0  # it is said once
                 if self.store.check([FAILED]):
                     raise RuntimeError(self.store.get(FAILED).decode())
         finally:
             give_up()
             wait([made], GIVE_UP_S)  # an interrupted Thread.join() would take the thread for ended
         return made.result()
+
+    @property
+    def _missing(self) -> list[int]:
+        assert self.store is not None
+        return [rank for rank in range(self.size) if not self.store.check([f"rank {rank}"])]
+
+    def _decided_within(self, patience: timedelta) -> bool:
+        """Whether all came that soon; says whom this rank waits for if they did not."""
+        assert self.store is not None
+        try:
+            self.store.wait(["decision"], patience)
+        except RuntimeError:
+            self._say(patience.total_seconds(), f"ranks {self._missing} to come")
+            return False
+        return True
+
+    def _say(self, waited_s: float, whom: str) -> None:
+        C.say_wait(rank=self.rank, doing=HERE, whom=whom, waited=timedelta(seconds=waited_s), timeout=self.timeout)
 
     def _decide(self, text: str) -> None:
         """The first decision stands."""

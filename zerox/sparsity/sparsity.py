@@ -17,6 +17,7 @@ from zerox.memory.bucket import GradPart, Member
 from zerox.memory.flat import dense_strides, give_out
 from zerox.memory.mask import DTYPES, Mask
 from zerox.memory.one_param import OneParam
+from zerox.ranks.calls import named
 from zerox.ranks.group import Ranks
 from zerox.sparsity.choose import Pool, by_magnitude, by_pattern, by_renewal
 from zerox.sparsity.schedules import Schedule, at_once
@@ -57,6 +58,7 @@ class Sparsity:
         NotImplementedError: for :class:`zerox.ShardedOptimizer`, DTensors, and inside ``join()``.
     """
 
+    @named("Sparsity()")
     def __init__(
         self,
         optimizer: Engine,
@@ -90,6 +92,7 @@ class Sparsity:
             self._change()
 
     @classmethod
+    @named("Sparsity.from_zeros()")
     def from_zeros(cls, optimizer: Engine, names: Sequence[str]) -> Sparsity:
         """With the zeros that these parameters have now as masks, as of a model that was pruned elsewhere. They stay.
 
@@ -102,6 +105,7 @@ class Sparsity:
         return found
 
     @torch.no_grad()
+    @named("Sparsity.step()")
     def step(self) -> None:
         """After ``optimizer.step()``: counts it, and changes the masks if the schedule says so. Collective then.
 
@@ -114,6 +118,7 @@ class Sparsity:
             self._change()
 
     @torch.no_grad()
+    @named("Sparsity.masks()")
     def masks(self) -> dict[str, Tensor]:
         """bool, of each parameter's shape, by name: True where an element is kept. Collective."""
         self.optimizer._settle(Meeting.FULL_STATE)
@@ -123,6 +128,7 @@ class Sparsity:
             found[own.member.name] = own.gathered(part, torch.uint8, "mask").bool()
         return found
 
+    @named("Sparsity.sparsity()")
     def sparsity(self) -> dict[str, float]:
         """By name the part of a parameter's elements that is masked: ties may make it more than asked. Collective."""
         self.optimizer._settle(Meeting.SYNCHRONIZE)
@@ -130,6 +136,7 @@ class Sparsity:
         return {own.member.name: count / max(own.member.param.numel(), 1) for own, count in pairs}
 
     @torch.no_grad()
+    @named("Sparsity.remove()")
     def remove(self) -> None:
         """Ends it: everything trains again, from the zeros that there are. Collective."""
         self.optimizer._settle(Meeting.MASKS, [-1.0])

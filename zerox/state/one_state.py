@@ -11,6 +11,7 @@ from torch import Tensor
 from zerox._C import Meeting
 from zerox.memory.forms import same_values, split_param
 from zerox.memory.one_param import OneParam, asked_of_one, asked_of_table, in_memory_order, one_param
+from zerox.ranks.calls import named
 from zerox.rules.rule import MASTER, MASTERS, REMAINDER, STEP, NumberSpec, StateSpec
 from zerox.state.fill import fill_row
 from zerox.state.full_state import full_state_of, shown_in_group
@@ -26,6 +27,7 @@ class OneState(OptimizerState):
         """Makes ``value`` the parameter's, in place on all ranks, who pass equal ones. Collective."""
         raise NotImplementedError
 
+    @named("full_state()")
     @torch.no_grad()
     def full_state(self, p: Tensor) -> dict[str, Any]:
         """The whole state of one parameter, on every rank, as ``full_state_dict()`` has it on one.
@@ -42,6 +44,7 @@ class OneState(OptimizerState):
         one = asked_of_one(self._buckets, self._teams, p, "full_state()")
         return shown_in_group(one.bucket.rule, self.param_groups[one.member.group], full_state_of(one))
 
+    @named("set_full_state_()")
     @torch.no_grad()
     def set_full_state_(self, p: Tensor, /, **values: Any) -> None:
         """Sets some of what :meth:`full_state` returns of one parameter: ``set_full_state_(p, master=..., step=9)``.

@@ -17,6 +17,7 @@ from zerox.memory.flat import dense_strides
 from zerox.memory.row_table import RowTable
 from zerox.memory.shared import Shared
 from zerox.memory.torch_optimizer import TorchOptimizer
+from zerox.ranks.calls import named
 from zerox.ranks.dtensors import cuts_of
 from zerox.ranks.group import Ranks
 from zerox.ranks.teams import Teams
@@ -114,11 +115,7 @@ class OptimizerState(TorchOptimizer):
                 "param group with sparse=True: use zerox.save() and zerox.load(), or full_state_dict()"
             )
         if request in (Request.WHOLE, Request.WHOLE_ON_RANK_0):
-            self._settle(Meeting.FULL_STATE)
-            if request is Request.WHOLE:
-                return full_state(self._buckets, self._teams, None, ranks.device)
-            self._say_whose(0)
-            return full_state(self._buckets, self._teams, keeps=self._is_first_of_model)
+            return self._state_for_dcp(request)
         if request is Request.FILLED_FROM_WHOLE:
             return {m.number: state for b in self._buckets for m, state in sliced_state(b, in_full(b))}
         if request is None and self._consolidated is not None:
@@ -128,6 +125,14 @@ class OptimizerState(TorchOptimizer):
         if self._is_whole_here:
             return self._with_masks() if any(bucket.mask for bucket in self._buckets) else None
         return {member.number: state for bucket in self._buckets for member, state in whole_form(bucket)}
+
+    @named("torch.distributed.checkpoint's getters of state with full_state_dict=True")
+    def _state_for_dcp(self, request: Request) -> dict[int, dict[str, Any]]:
+        self._settle(Meeting.FULL_STATE)
+        if request is Request.WHOLE:
+            return full_state(self._buckets, self._teams, None, self._all_ranks.device)
+        self._say_whose(0)
+        return full_state(self._buckets, self._teams, keeps=self._is_first_of_model)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Takes this rank's own ``state_dict()``, or whole tensors: full_state_dict()'s, or torch.optim's.
@@ -146,6 +151,7 @@ class OptimizerState(TorchOptimizer):
                 self._failed_load = told_of(error)
             raise
 
+    @named("full_state_dict()")
     def full_state_dict(self, to: int = 0) -> dict[str, Any]:
         """On rank ``to``, a dict on the CPU for the class in torch.optim to load; elsewhere ``{}``. Collective.
 
@@ -159,6 +165,7 @@ class OptimizerState(TorchOptimizer):
         is_here = self._all_ranks.rank == to and self._is_first_of_model
         return {"state": state, "param_groups": self._packed_groups()} if is_here else {}
 
+    @named("consolidate_state_dict()")
     def consolidate_state_dict(self, to: int = 0) -> None:
         """Makes the next ``state_dict()`` on rank ``to`` return that of ``full_state_dict()``, once. Collective.
 
