@@ -20,6 +20,7 @@ from zerox.plan import combinations
 from zerox.ranks.axes import Axis, shard_of
 from zerox.ranks.calls import say_after
 from zerox.ranks.forks import leave_to_parent
+from zerox.ranks.last_words import last_words
 from zerox.ranks.neighbours import find_neighbours
 from zerox.ranks.own_groups import own_store, same_ranks
 from zerox.ranks.process_group import (
@@ -305,6 +306,7 @@ def _whereabouts(group: dist.ProcessGroup, store: Store | None, to_close: list[d
         timeout=time_of(group),
         say_after=say_after(),
     )
+    last_words.listen(whereabouts, group.rank())
     return whereabouts
 
 
