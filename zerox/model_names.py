@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -29,6 +29,40 @@ def all_quoted(named: Sequence[tuple[str, Tensor | None]]) -> list[str]:
         f"'{name}' ('{known}' in the model)" if (known := _name_in(models, param)) else f"'{name}'"
         for (name, _), param in zip(named, sought, strict=True)
     ]
+
+
+def in_text(text: str, named: Sequence[tuple[str, Tensor | None]]) -> str:
+    """The same with the model's names of the parameters that it calls by their positions, as the ``named`` are called.
+
+    In single quotes as :func:`quoted` has them; "param 3" elsewhere becomes the model's name, if it has one.
+    """
+    found = set(POSITION.findall(text))
+    sought = [(name, param) for name, param in named if name in found]
+    if not sought:
+        return text
+    models = _models()
+    known = {name: _name_in(models, param) for name, param in sought if param is not None}
+
+    def put(match: re.Match[str]) -> str:
+        in_quotes, bare = match.groups()
+        name = known.get(in_quotes or bare, "")
+        if not name:
+            return match.group()
+        return f"'{in_quotes}' ('{name}' in the model)" if in_quotes else name
+
+    # Not where it stands already.
+    return re.sub(r"'(param \d+)'(?! \(')|(?<!')\b(param \d+)\b(?!')", put, text)
+
+
+@contextlib.contextmanager
+def naming(named: Callable[[], Sequence[tuple[str, Tensor | None]]]) -> Iterator[None]:
+    """Inside, RuntimeErrors get the model's names of the parameters that they call by positions: see in_text()."""
+    try:
+        yield
+    except RuntimeError as error:
+        if len(error.args) == 1 and isinstance(error.args[0], str):
+            error.args = (in_text(error.args[0], named()),)
+        raise
 
 
 def _name_in(models: Sequence[Mapping[int, str]], param: Tensor | None) -> str:

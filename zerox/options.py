@@ -56,24 +56,26 @@ class OptimizerOptions:
     def __post_init__(self) -> None:
         stage_of(self.stage)
         if self.bucket_cap_mb is not None and not (is_number(self.bucket_cap_mb) and 0 < self.bucket_cap_mb < math.inf):
-            raise ValueError(f"bucket_cap_mb must be a positive number or None, got {self.bucket_cap_mb!r}")
+            raise ValueError(f"zerox: bucket_cap_mb must be a positive number or None, got {self.bucket_cap_mb!r}")
         if self.resident_mb is not None and not (is_number(self.resident_mb) and self.resident_mb > 0):
-            raise ValueError(f"resident_mb must be a positive number, inf or None, got {self.resident_mb!r}")
+            raise ValueError(f"zerox: resident_mb must be a positive number, inf or None, got {self.resident_mb!r}")
         check_divisor(self.gradient_divisor)
         check_switches(vars(self), "capturable")
         if self.reduce_dtype not in REDUCE_DTYPES:
-            raise ValueError(f"reduce_dtype must be one of {REDUCE_DTYPES}, got {self.reduce_dtype!r}")
+            raise ValueError(f"zerox: reduce_dtype must be one of {REDUCE_DTYPES}, got {self.reduce_dtype!r}")
         if self.accumulate_dtype not in ACCUMULATE_DTYPES:
-            raise ValueError(f"accumulate_dtype must be one of {ACCUMULATE_DTYPES}, got {self.accumulate_dtype!r}")
+            raise ValueError(
+                f"zerox: accumulate_dtype must be one of {ACCUMULATE_DTYPES}, got {self.accumulate_dtype!r}"
+            )
         if self.accumulate_dtype is not None and not can_be_set():
             raise ValueError(
-                f"accumulate_dtype={self.accumulate_dtype} needs a torch that has Tensor.grad_dtype, and "
+                f"zerox: accumulate_dtype={self.accumulate_dtype} needs a torch that has Tensor.grad_dtype, and "
                 f"{torch.__version__} does not: leave it at None"
             )
         if self.state_dtype not in tuple(STATE_FORMS):
-            raise ValueError(f"state_dtype must be one of {tuple(STATE_FORMS)}, got {self.state_dtype!r}")
+            raise ValueError(f"zerox: state_dtype must be one of {tuple(STATE_FORMS)}, got {self.state_dtype!r}")
         if self.master_weights not in MASTER_WEIGHTS:
-            raise ValueError(f"master_weights must be one of {MASTER_WEIGHTS}, got {self.master_weights!r}")
+            raise ValueError(f"zerox: master_weights must be one of {MASTER_WEIGHTS}, got {self.master_weights!r}")
         self.check_pairs({})
 
     def check_group(self, group: Mapping[str, Any], of_rule: Collection[str]) -> None:
@@ -85,8 +87,8 @@ class OptimizerOptions:
         for name in OF_OPTIMIZER:
             if name in group and name not in of_rule and group[name] != getattr(self, name):
                 raise ValueError(
-                    f"{name}={group[name]!r} in a param group would have no effect: it is an option of the whole "
-                    f"optimizer, pass {name} to its constructor"
+                    f"zerox: {name}={group[name]!r} in a param group would have no effect: it is an option of the "
+                    f"whole optimizer, pass {name} to its constructor"
                 )
 
     def divisor_of(self, group: Mapping[str, Any]) -> float | None:
@@ -148,7 +150,7 @@ class GuestOptions(OptimizerOptions):
 
     def __post_init__(self) -> None:
         if self.elementwise not in (None, True):
-            raise ValueError(f"elementwise must be None (the class is tried) or True, got {self.elementwise!r}")
+            raise ValueError(f"zerox: elementwise must be None (the class is tried) or True, got {self.elementwise!r}")
         super().__post_init__()
 
     def check_pairs(self, others: Mapping[str, Any], **facts: Collection[str]) -> None:
@@ -203,7 +205,7 @@ OF_OPTIMIZER = tuple(field.name for field in fields(OptimizerOptions) if field.n
 def check_divisor(divisor: float | None) -> None:
     if divisor is not None and not (is_number(divisor) and 1e-30 <= divisor <= 1e30):
         raise ValueError(
-            f"{DIVISOR} must be a number from 1e-30 to 1e30, or None for the number of ranks, got {divisor!r}"
+            f"zerox: {DIVISOR} must be a number from 1e-30 to 1e30, or None for the number of ranks, got {divisor!r}"
         )
 
 
@@ -226,11 +228,11 @@ def check_params(names: Sequence[str], params: Sequence[Tensor], allocated: bool
         why = _unfit(param, allocated)
         if not why and param.device != params[0].device:
             raise ValueError(
-                f"all parameters must be on one device: {quoted(names[0], params[0])} is on {params[0].device}, "
+                f"zerox: all parameters must be on one device: {quoted(names[0], params[0])} is on {params[0].device}, "
                 f"{quoted(name, param)} on {param.device}"
             )
         if why := why or _foreign(param):
-            raise ValueError(f"parameter {quoted(name, param)} {why}")
+            raise ValueError(f"zerox: parameter {quoted(name, param)} {why}")
 
 
 def _unfit(param: Tensor, allocated: bool) -> str:

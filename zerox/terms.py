@@ -12,6 +12,7 @@ from torch import Tensor
 
 from zerox.memory.bucket import Member
 from zerox.memory.grad_dtype import grad_dtype_of
+from zerox.model_names import in_text
 from zerox.options import OptimizerOptions, parameter_words
 from zerox.plan.choices import DTENSORS, LIE_AS, MASKS, SPARSITY, SUB_GROUP, TEAM
 from zerox.ranks.dtensors import is_dtensor, placements_text
@@ -68,7 +69,7 @@ def check_axes(model: ModelAxes, members: Sequence[Member]) -> None:
     """ValueError for a DTensor that lies on axes that the model lacks."""
     for member in members:
         if is_dtensor(member.param) and (why := model.missing(member.param)):
-            raise ValueError(f"parameter {member.quoted} {why}")
+            raise ValueError(f"zerox: parameter {member.quoted} {why}")
 
 
 def check_terms(
@@ -78,7 +79,8 @@ def check_terms(
 
     Parameters of a smaller team may have other names than those of the next one.
     """
-    teams.ranks.check_same(list(_terms(options, teams, groups, members)))
+    known = [(member.name, member.param) for member in members]
+    teams.ranks.check_same(list(_terms(options, teams, groups, members)), named=lambda line: in_text(line, known))
     names: dict[int, list[str]] = {}
     for member in members:
         names.setdefault(member.group, []).append(f"parameter '{member.name}' in group {member.group}")

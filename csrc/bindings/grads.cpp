@@ -14,6 +14,7 @@
 #include "bindings/destroyed_without_gil.h"
 #include "grads/bucket_manager.h"
 #include "grads/local_grad.h"
+#include "grads/named_errors.h"
 #include "grads/other_reducers.h"
 
 namespace zx {
@@ -24,18 +25,23 @@ struct Expects : c10d::Reducer {
   static bool gradients(const c10d::Reducer& reducer) { return reducer.*(&Expects::expect_autograd_hooks_); }
 };
 
-void bind_other_reducers(py::module_& m) {
+void bind_backward_functions(py::module_& m) {
   m.def("expects_gradients", &Expects::gradients, py::arg("reducer"));
   m.def(
-      "set_find_reduced",
-      [](py::function find) {
-        auto* function = new py::function(std::move(find));  // leaked: threads may ask until the process is gone
-        set_find_reduced([function](const HookedByOthers& hooked) {
+      "set_backward_functions",
+      [](py::function find_reduced, py::function name_params) {
+        // Leaked: threads may ask until the process is gone.
+        set_find_reduced([find = new py::function(std::move(find_reduced))](const HookedByOthers& hooked) {
           const py::gil_scoped_acquire acquire;
-          return (*function)(hooked.params, hooked.counts).cast<int64_t>();
+          return (*find)(hooked.params, hooked.counts).cast<int64_t>();
+        });
+        set_name_params([name = new py::function(std::move(name_params))](const std::string& text, const auto& names,
+                                                                          const auto& params) {
+          const py::gil_scoped_acquire acquire;
+          return (*name)(text, names, params).template cast<std::string>();
         });
       },
-      py::arg("find"));
+      py::arg("find_reduced"), py::arg("name_params"));
 }
 
 // Without a call of a Python function, which takes several times as long.
@@ -297,7 +303,7 @@ void bind_manager(py::module_& m) {
 }  // namespace
 
 void bind_grads(py::module_& m) {
-  bind_other_reducers(m);
+  bind_backward_functions(m);
   bind_dtensors(m);
   bind_backward(m);
   bind_flights(m);

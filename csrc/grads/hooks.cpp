@@ -10,6 +10,7 @@
 
 #include "grads/backward.h"
 #include "grads/local_grad.h"
+#include "grads/named_errors.h"
 #include "grads/other_reducers.h"
 
 namespace zx {
@@ -93,7 +94,7 @@ void Backward::hang_hooks(const Bucket& bucket, Slot& slot, AccumulatorNode node
       [weak, bucket_index, slot_index](const variable_list& outputs, const variable_list& /*inputs*/) {
         if (const auto self = weak.lock()) {
           Bucket& bucket = self->buckets_->at(bucket_index);
-          self->after_accumulate(bucket, bucket.slots[slot_index]);
+          naming_params(*self->buckets_, [&] { self->after_accumulate(bucket, bucket.slots[slot_index]); });
         }
         return outputs;
       },
@@ -250,7 +251,7 @@ void Backward::await_end(const Locked& /*lock*/) {
   auto token = std::make_shared<EndToken>(pass_.raised);
   torch::autograd::Engine::get_default_engine().queue_callback([weak = weak_from_this(), token] {
     token->used = true;
-    if (const auto self = weak.lock()) self->on_backward_end();
+    if (const auto self = weak.lock()) naming_params(*self->buckets_, [&] { self->on_backward_end(); });
   });
 }
 

@@ -20,7 +20,7 @@ from torch.distributed.pipelining.schedules import (
 
 from tests.ranks import run_ranks
 from tests.tolerances import NORM_RTOL
-from zerox import FusedShardedAdam
+from zerox import FusedShardedAdam, clip_grad_norm_
 
 WIDTH = 12
 MICRO = 4  # micro-batches of a step on each data-parallel rank
@@ -109,3 +109,57 @@ def test_a_pipeline_trains_as_the_whole_model(found: list[Any], name: str) -> No
         assert min(norms) > MOST, "each step is clipped"
         assert off <= NORM_RTOL
         assert far <= 2e-6
+
+
+def interleaved(rank: int, _: int, stage: int, together: bool) -> tuple[str, float, float]:
+    """Without no_sync(), with an optimizer for each of the rank's two stage modules, or one for both of them."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
+    place, of = mesh["pp"].get_local_rank(), mesh["dp"].get_local_rank()
+    whole = layers(4)
+    twin = nn.Sequential(*copy.deepcopy(whole))
+    own = [whole[place], whole[place + 2]]
+    group = mesh.get_group("pp")
+    stages = [PipelineStage(each, whole.index(each), 4, torch.device("cpu"), group=group) for each in own]
+    schedule = ScheduleInterleaved1F1B(stages, MICRO, loss_fn=loss_of)
+    optimizers = [
+        FusedShardedAdam(each.parameters(), process_group=mesh["dp"], norm_group=mesh["pp"], stage=stage)
+        for each in ([nn.ModuleList(own)] if together else own)
+    ]
+    reference = torch.optim.AdamW(twin.parameters())
+    off = 0.0
+    for step in range(3):
+        x, y = (each.chunk(2)[of] for each in batch(step))
+        if place == 0:
+            schedule.step(x, target=y)
+        else:
+            schedule.step(target=y)
+        whole_x, whole_y = batch(step)
+        loss_of(twin(whole_x), whole_y).backward()
+        try:
+            norm = float(clip_grad_norm_(optimizers, MOST))
+        except RuntimeError as error:
+            return str(error), 0.0, 0.0
+        expected = float(nn.utils.clip_grad_norm_(twin.parameters(), MOST))
+        off = max(off, abs(norm - expected) / expected)
+        for each in (*optimizers, reference):
+            each.step()
+            each.zero_grad()
+    with contextlib.ExitStack() as stack:
+        for optimizer in optimizers:
+            stack.enter_context(optimizer.whole())
+        pairs = [pair for each in own for pair in pairs_of(each, twin[whole.index(each)])]
+        return "", off, max(float((p - q).detach().abs().max()) for p, q in pairs)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_interleaved_stages_with_an_optimizer_each_need_no_no_sync(stage: int) -> None:
+    for refusal, off, far in run_ranks(interleaved, 4, stage, False):
+        assert not refusal
+        assert off <= NORM_RTOL
+        assert far <= 2e-6
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_interleaved_stages_with_one_optimizer_raise_and_name_the_way_out(stage: int) -> None:
+    for refusal, *_ in run_ranks(interleaved, 4, stage, True):
+        assert "runs inside no_sync(), or each module has an optimizer of its own" in refusal

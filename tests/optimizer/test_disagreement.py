@@ -89,7 +89,7 @@ def test_what_ranks_disagree_about_is_named_with_both_sides_on_all_ranks() -> No
     for messages in run_ranks(disagree, 3):
         for message, (ours, theirs) in zip(messages, sides, strict=True):
             start, _, end = message.partition("; rank 1 has ")
-            assert start.startswith("ValueError: ranks must agree: rank 0 has "), message
+            assert start.startswith("ValueError: zerox: ranks must agree: rank 0 has "), message
             assert ours in start, message
             assert theirs in end, message
             assert start.split(" has ")[1] != end, message
@@ -106,7 +106,7 @@ def disagree_about_the_exchange(rank: int, world_size: int) -> list[str]:
 
 def test_ranks_with_another_zerox_exchange_are_told_before_their_groups_fail_to_match() -> None:
     for message, after in run_ranks(disagree_about_the_exchange, 3):
-        assert message.startswith("ValueError: ranks must agree: ")
+        assert message.startswith("ValueError: zerox: ranks must agree: ")
         for rank_and_exchange in ("rank 1 has ZEROX_EXCHANGE=native", "has ZEROX_EXCHANGE=direct over gloo"):
             assert rank_and_exchange in message
         assert after == "no error"
@@ -138,14 +138,14 @@ def rank_1_alone_is_wrong() -> list[tuple[dict[str, Any], str]]:
             "ValueError: some parameters appear in more than one parameter group",
         ),
         ({"params": [shared * 2]}, "ValueError: can't optimize a non-leaf Tensor"),
-        (named(a=weight(dtype=torch.complex64)), "ValueError: parameter 'a' must be one of "),
-        (named(a=weight(device="meta")), "ValueError: parameter 'a' is on the meta device"),
-        ({"stage": 4}, "ValueError: stage must be one of [1, 2, 3], got 4"),
-        ({"reduce_dtype": torch.int8}, "ValueError: reduce_dtype must be one of "),
-        ({"state_dtype": torch.int8}, "ValueError: state_dtype must be "),
-        ({"master_weights": "fp64"}, "ValueError: master_weights must be one of "),
-        ({"bucket_cap_mb": 0}, "ValueError: bucket_cap_mb must be a positive number or None, got 0"),
-        ({"capturable": True}, "ValueError: capturable=True does not go with parameters on cpu: "),
+        (named(a=weight(dtype=torch.complex64)), "ValueError: zerox: parameter 'a' must be one of "),
+        (named(a=weight(device="meta")), "ValueError: zerox: parameter 'a' is on the meta device"),
+        ({"stage": 4}, "ValueError: zerox: stage must be one of [1, 2, 3], got 4"),
+        ({"reduce_dtype": torch.int8}, "ValueError: zerox: reduce_dtype must be one of "),
+        ({"state_dtype": torch.int8}, "ValueError: zerox: state_dtype must be "),
+        ({"master_weights": "fp64"}, "ValueError: zerox: master_weights must be one of "),
+        ({"bucket_cap_mb": 0}, "ValueError: zerox: bucket_cap_mb must be a positive number or None, got 0"),
+        ({"capturable": True}, "ValueError: zerox: capturable=True does not go with parameters on cpu: "),
     ]
 
 
@@ -169,7 +169,7 @@ def test_what_one_rank_alone_refuses_in_the_constructor_the_others_hear_at_once(
     expected.append("ValueError: ZEROX_EXCHANGE must be one of ('direct', 'messages', 'native'), got 'pigeon'")
     for rank, messages in enumerate(run_ranks(construct_with_one_wrong_rank, 3)):
         for message, start in zip(messages, expected, strict=True):
-            assert message.startswith(start if rank == 1 else f"ValueError: rank 1 raised {start}"), message
+            assert message.startswith(start if rank == 1 else f"ValueError: zerox: rank 1 raised {start}"), message
 
 
 def refuse_without_waiting(rank: int, world_size: int) -> str:
@@ -183,7 +183,7 @@ def test_whoever_refuses_does_not_wait_for_the_others() -> None:
     own = "Invalid learning rate: -1.0"
     assert run_ranks(refuse_without_waiting, 2) == [
         f"ValueError: {own}",
-        f"ValueError: rank 0 raised ValueError: {own}",
+        f"ValueError: zerox: rank 0 raised ValueError: {own}",
     ]
 
 
@@ -192,7 +192,10 @@ def wrong_groups() -> list[tuple[Callable[[list[nn.Parameter]], dict[str, Any]],
         (lambda _: {"params": [weight()], "lr": -1.0}, "ValueError: Invalid learning rate: -1.0"),
         (lambda known: {"params": known}, "ValueError: some parameters appear in more than one parameter group"),
         (lambda _: {"params": {weight()}}, "TypeError: optimizer parameters need to be organized in ordered"),
-        (lambda _: {"params": [weight(dtype=torch.complex64)]}, "ValueError: parameter 'param 1' must be one of"),
+        (
+            lambda _: {"params": [weight(dtype=torch.complex64)]},
+            "ValueError: zerox: parameter 'param 1' must be one of",
+        ),
     ]
 
 
@@ -217,7 +220,7 @@ def test_a_group_that_one_rank_or_all_refuse_is_added_on_none(wrong_rank: int | 
         assert num_groups == 2
         for message, (_, own) in zip(messages, wrong_groups(), strict=True):
             told = wrong_rank is not None and rank != wrong_rank
-            assert message.startswith(f"ValueError: rank 1 raised {own}" if told else own), message
+            assert message.startswith(f"ValueError: zerox: rank 1 raised {own}" if told else own), message
 
 
 def unfreeze_on_one_rank(rank: int, world_size: int, stage: int) -> tuple[str, str, bool]:
@@ -236,7 +239,7 @@ def unfreeze_on_one_rank(rank: int, world_size: int, stage: int) -> tuple[str, s
 def test_a_parameter_unfrozen_on_one_rank_only_is_named_and_the_step_can_be_repeated(stage: int) -> None:
     for refused, again, stepped in run_ranks(unfreeze_on_one_rank, 2, stage):
         assert refused.startswith(
-            "ValueError: ranks must agree: rank 0 has nothing; rank 1 has trainable parameter 'b'"
+            "ValueError: zerox: ranks must agree: rank 0 has nothing; rank 1 has trainable parameter 'b'"
         )
         assert again == "no error"
         assert stepped

@@ -5,14 +5,17 @@ from __future__ import annotations
 import copy
 import gc
 import re
+from collections.abc import Callable
 from unittest.mock import Mock
 
 import pytest
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
+from tests.ranks import run_ranks
 from zerox import FusedShardedAdam
-from zerox.model_names import all_quoted, quoted
+from zerox.model_names import all_quoted, in_text, quoted
 
 
 def test_an_error_calls_an_unnamed_parameter_as_its_model_does() -> None:
@@ -20,9 +23,9 @@ def test_an_error_calls_an_unnamed_parameter_as_its_model_does() -> None:
     part = nn.Sequential(model["body"][1])  # type: ignore[index]
     optimizer = FusedShardedAdam([{"params": list(model.parameters())}])
     model["body"](torch.ones(1, 3)).sum().backward()
-    with pytest.raises(RuntimeError, match=re.escape("parameter 'param 2' ('body.1.weight' in the model) was sent")):
+    with pytest.raises(RuntimeError, match=re.escape("parameter 'param 2' ('body.1.weight' in the model) is kept")):
         model["body"][1].weight.grad.norm()  # type: ignore[index, union-attr]
-    with pytest.raises(RuntimeError, match=re.escape("parameter 'param 0' ('body.0.weight' in the model) was sent")):
+    with pytest.raises(RuntimeError, match=re.escape("parameter 'param 0' ('body.0.weight' in the model) is kept")):
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     given = copy.deepcopy(optimizer.state_dict())
     given["state"][3]["exp_avg"] = torch.zeros(7)
@@ -59,3 +62,82 @@ def test_a_model_that_is_half_built_is_passed_over() -> None:
     model = nn.Linear(2, 2)
     assert quoted("param 0", model.weight) == "'param 0' ('weight' in the model)"
     del broken
+
+
+def test_a_text_gets_the_model_s_names_once() -> None:
+    model, alone = nn.Linear(2, 2), nn.Parameter(torch.ones(2))
+    named = [("param 0", model.weight), ("param 1", alone), ("mine", model.bias)]
+    text = "bucket 0 (param 0, param 1, mine) in param group 0: 'param 0', 'param 1', param 10"
+    said = "bucket 0 (weight, param 1, mine) in param group 0: 'param 0' ('weight' in the model), 'param 1', param 10"
+    assert in_text(text, named) == said
+    assert in_text(said, named) == said
+
+
+def model_of(rank: int, width: int = 2) -> nn.Module:
+    return nn.ModuleDict({"body": nn.Sequential(nn.Linear(3, 3), nn.Linear(3, width))})
+
+
+def disagrees(rank: int, stage: int) -> None:
+    model = model_of(rank) if rank == 0 else nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 4))
+    FusedShardedAdam(model.parameters(), stage=stage)
+
+
+def wrapped(rank: int, stage: int) -> None:
+    model = model_of(rank)
+    optimizer = FusedShardedAdam(model.parameters(), stage=stage)
+    wrapper = DistributedDataParallel(model["body"])
+    wrapper(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+
+
+def shared(rank: int, stage: int) -> None:
+    model = model_of(rank)
+    one, _ = FusedShardedAdam(model.parameters(), stage=stage), FusedShardedAdam(model.parameters(), stage=stage)
+    model["body"](torch.ones(1, 3)).sum().backward()
+    one.step()
+
+
+def sparse(rank: int, stage: int) -> None:
+    model = nn.ModuleDict({"table": nn.Embedding(4, 3, sparse=True)})
+    optimizer = FusedShardedAdam(model.parameters(), stage=stage)
+    model["table"](torch.tensor([1])).sum().backward()
+    optimizer.step()
+
+
+def clips_by_value(rank: int, stage: int) -> None:
+    model = model_of(rank)
+    optimizer = FusedShardedAdam(model.parameters(), stage=2)
+    model["body"](torch.ones(1, 3)).sum().backward()
+    nn.utils.clip_grad_value_(model.parameters(), 1.0)
+    optimizer.step()
+
+
+# What a rank does wrong, and how the error has the parameter's name.
+MISTAKES: list[tuple[Callable[[int, int], None], str]] = [
+    (disagrees, r"ranks must agree: rank 0 has .*'body.1.weight' in the model.*; rank 1 has .*'1.weight' in the model"),
+    (wrapped, r"parameter 'param 3' \('([a-z]+\.)*1.bias' in the model\) is reduced twice"),
+    (shared, r"parameter 'param 3' \('body.1.bias' in the model\) is reduced twice"),
+    (sparse, r"parameter 'param 0' \('table.weight' in the model\) got a sparse gradient"),
+    (clips_by_value, r"'param 0' \('body.0.weight' in the model\) was sent .*clip_grad_value_\(\) to cut"),
+]
+
+
+def mistaken(rank: int, _: int, stage: int) -> list[str]:
+    said = []
+    for mistake, _ in MISTAKES:
+        try:
+            mistake(rank, stage)
+            said.append("taken")
+        except (ValueError, RuntimeError) as error:
+            said.append(str(error))
+        gc.collect()  # hooks of wrappers and optimizers go
+    return said
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_an_error_on_ranks_says_zerox_and_the_model_s_names(stage: int) -> None:
+    for found in run_ranks(mistaken, 2, stage):
+        for said, (_, message) in zip(found, MISTAKES, strict=True):
+            assert said.startswith("zerox: ")
+            with pytest.raises(AssertionError, match=message):
+                raise AssertionError(said)

@@ -17,15 +17,15 @@ from zerox.flow.multiplied import WAY_OUT, Multiplied
 from zerox.flow.other_reducers import find_reduced
 from zerox.flow.partial_grads import PartialGrads
 from zerox.flow.placeholder import ShardedGrad
-from zerox.memory.bucket import Bucket, GradPart
-from zerox.model_names import quoted
+from zerox.memory.bucket import Bucket, GradPart, named_of
+from zerox.model_names import in_text, naming, quoted
 from zerox.plan.stage import SHARDED, Stage
 from zerox.ranks.dtensors import is_dtensor
 from zerox.ranks.group import Ranks
 from zerox.ranks.model_axes import ModelAxes
 from zerox.ranks.teams import Team, Teams
 
-C.set_find_reduced(find_reduced)
+C.set_backward_functions(find_reduced, lambda text, names, params: in_text(text, list(zip(names, params, strict=True))))
 
 
 class Grads:
@@ -138,7 +138,8 @@ class Grads:
         factor, why = (1.0, "") if self.multiplied is None else self.multiplied.common()
         if factor != 1.0 and options:
             why = "p.grad, whose gradient had left, was multiplied inside join(): call scale_grads_()"
-        outcome = self.manager.settlement.settle(meeting, padded, options or factor, adoptions, refusal or why)
+        with naming(lambda: named_of(self.buckets)):
+            outcome = self.manager.settlement.settle(meeting, padded, options or factor, adoptions, refusal or why)
         if not options and not outcome.has_same_options:
             raise RuntimeError(
                 f"zerox: ranks multiplied p.grad by other numbers, this one by {factor:g}: {WAY_OUT}. Then call "

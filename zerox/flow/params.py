@@ -8,9 +8,10 @@ from contextlib import AbstractContextManager, nullcontext
 from torch import Tensor
 
 from zerox import _C as C
-from zerox.memory.bucket import Bucket, FrozenBucket, Member
+from zerox.memory.bucket import Bucket, FrozenBucket, Member, named_of
 from zerox.memory.flat import BufferSlot, FlatBuffer, give_out, take_in, values_of
 from zerox.memory.row_table import RowTable
+from zerox.model_names import naming
 from zerox.plan.buckets import BucketPlan
 from zerox.plan.layout import Layout
 from zerox.ranks.group import Ranks
@@ -29,6 +30,7 @@ class ParamGather:
         self.manager = manager
         self.ranks = ranks
         self.hidden = False
+        self.buckets: list[Bucket] = []
         self.elsewhere: Sequence[BufferSlot] = ()  # what the last step() found moved
         self.num_ordered = 0  # buckets at the time when the order of their use was learned
 
@@ -45,6 +47,7 @@ class ParamGather:
         self, trained: Sequence[tuple[int, Bucket]], frozen: Sequence[FrozenBucket], tables: Sequence[RowTable]
     ) -> None:
         """New ones, which have their values; ``tables`` may have been added before. Collective."""
+        self.buckets += [bucket for _, bucket in trained]
 
     def publish_tables(self, written: Iterable[tuple[RowTable, Tensor]]) -> None:
         """This rank has written these of its rows, by place."""
@@ -108,11 +111,13 @@ class ParamGather:
     def wait_for(self, buckets: Sequence[int]) -> None:
         """Waits until these are whole. RuntimeError naming the parameters if a rank's shard doesn't arrive in time."""
         if self.hidden:
-            self.manager.params.wait(buckets)
+            with naming(lambda: named_of(self.buckets)):
+                self.manager.params.wait(buckets)
 
     def wait(self) -> None:
         """Waits until all are whole and no rank reads this one's. RuntimeError as in wait_for(), at every call."""
-        self.manager.params.finish()
+        with naming(lambda: named_of(self.buckets)):
+            self.manager.params.finish()
         was_hidden, self.hidden = self.hidden, False
         if not was_hidden or self.num_ordered == self.manager.num_buckets:
             return

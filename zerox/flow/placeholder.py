@@ -156,9 +156,9 @@ def _no_values(grad: ShardedGrad | None, what: Any) -> RuntimeError:
         ". A model that was copied, or moved to another kind of device, needs zero_grad() first" if is_copy else ""
     )
     return RuntimeError(
-        f"the gradient of parameter {name} {where}, {what_it_is} and "
-        f"{what} needs values. Use optimizer.clip_grad_norm_() to clip or to get the norm, zerox.GradScaler to "
-        "unscale, scale_grads_() to multiply, or build the optimizer with stage=1 to keep whole gradients in p.grad"
+        f"zerox: the gradient of parameter {name} {where}, {what_it_is} and {what} needs values. Use "
+        "optimizer.clip_grad_norm_() to clip or to get the norm, clip_grad_value_() to cut elements, zerox.GradScaler "
+        "to unscale, scale_grads_() to multiply, or build the optimizer with stage=1 to keep whole gradients in p.grad"
         + of_copies
     )
 

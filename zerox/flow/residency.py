@@ -15,7 +15,7 @@ from zerox.memory.bucket import Bucket, FrozenBucket, Member
 from zerox.memory.flat import BufferSlot, ShardedBuffer, give_out, in_shared_memory, take_in, values_of
 from zerox.memory.row_table import RowTable
 from zerox.memory.table_buffer import TableBuffer
-from zerox.model_names import all_quoted
+from zerox.model_names import all_quoted, in_text
 from zerox.plan.buckets import BucketPlan
 from zerox.plan.layout import Layout
 from zerox.plan.resident import resident_limit
@@ -278,7 +278,9 @@ class Residency:
         if not written:
             return
         try:
-            self.ranks.check_same([line for index in written for line in self._described(index)])
+            known = [(member.name, member.param) for each in self.all for member in each.members]
+            lines = [line for index in written for line in self._described(index)]
+            self.ranks.check_same(lines, named=lambda line: in_text(line, known))
         except BaseException:
             self.residents.drop_written(written)
             raise

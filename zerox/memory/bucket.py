@@ -129,6 +129,11 @@ class FrozenBucket:
         return f"frozen {describe(index, self.members)}"
 
 
+def named_of(buckets: Iterable[Bucket]) -> list[tuple[str, Tensor]]:
+    """Their parameters, as the optimizer calls them."""
+    return [(member.name, member.param) for bucket in buckets for member in bucket.members]
+
+
 def describe(index: int, members: Sequence[Member]) -> str:
     """For errors: "bucket 3 (wte.weight, ...)", as csrc/buckets/bucket.h has it."""
     names = ", ".join(member.name for member in members[:MOST_NAMES])

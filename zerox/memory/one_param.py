@@ -12,6 +12,7 @@ from torch import Tensor
 from zerox import _C as C
 from zerox.memory.bucket import Bucket, Member
 from zerox.memory.row_table import RowTable
+from zerox.model_names import in_text
 from zerox.plan.layout import Segment
 from zerox.ranks.dtensors import part_of
 from zerox.ranks.group import Ranks
@@ -131,6 +132,9 @@ class OneParam:
         said = [f"{key} {_said(value)}" for key, value in (given or {}).items()]
         return f"{line} with {', '.join(said)}" if said else line.removesuffix(",")
 
+    def _named(self, line: str) -> str:
+        return in_text(line, [(self.member.name, self.member.param)])
+
     def agree(self, call: str, given: Mapping[str, object] | None = None) -> None:
         """ValueError on all ranks unless all make this call. Collective.
 
@@ -138,11 +142,11 @@ class OneParam:
         """
         line = self.called(call, given)
         if not self.is_expert:
-            self.ranks.check_same([line], way_out=WAY_OUT)
+            self.ranks.check_same([line], way_out=WAY_OUT, named=self._named)
             return
         self.everyone.check_same([f"{call} of a parameter of param group {self.member.group}"], way_out=WAY_OUT)
         with self.everyone.refusals_told():
-            self.ranks.check_same([line], way_out=WAY_OUT)
+            self.ranks.check_same([line], way_out=WAY_OUT, named=self._named)
         self.everyone.check_same([])
 
 

@@ -146,7 +146,7 @@ def check_tables(members: Iterable[Member], groups: Sequence[Mapping[str, Any]],
     several ranks."""
     for member in members:
         if is_sparse(groups[member.group]) and (why := _unfit(member.param, shards_tables)):
-            raise ValueError(f"parameter {member.quoted} of a param group with sparse=True {why}")
+            raise ValueError(f"zerox: parameter {member.quoted} of a param group with sparse=True {why}")
 
 
 def _unfit(param: Tensor, shards_tables: bool) -> str:
@@ -178,13 +178,13 @@ def check_ranks(where: str, are_some: bool, is_on_mesh: bool, shards_tables: boo
     process_group of their own."""
     if are_some:
         raise ValueError(
-            f"sparse=True in {where} does not go with a process_group of its own: rows are dealt among all of the "
-            "optimizer's ranks. Give these tables an optimizer of their own"
+            f"zerox: sparse=True in {where} does not go with a process_group of its own: rows are dealt among all of "
+            "the optimizer's ranks. Give these tables an optimizer of their own"
         )
     if is_on_mesh and shards_tables:
         raise ValueError(
-            f"sparse=True in {where} does not go with stage=3 on a 2-D mesh: parameters are sharded over one axis "
-            "there, and rows over both. Use stage=2, or pass one axis"
+            f"zerox: sparse=True in {where} does not go with stage=3 on a 2-D mesh: parameters are sharded over one "
+            "axis there, and rows over both. Use stage=2, or pass one axis"
         )
 
 
@@ -192,4 +192,4 @@ def check_group(group: Mapping[str, Any], where: str) -> None:
     """ValueError for options that do not go with rows."""
     for option, why in REFUSED.items() if is_sparse(group) else ():
         if group.get(option):
-            raise ValueError(f"sparse=True in {where} does not go with {option}={group[option]}: {why}")
+            raise ValueError(f"zerox: sparse=True in {where} does not go with {option}={group[option]}: {why}")

@@ -47,5 +47,5 @@ STAGES = {
 def stage_of(number: int) -> Stage:
     """Raises ValueError that names the known stages."""
     if isinstance(number, bool) or number not in tuple(STAGES):
-        raise ValueError(f"stage must be one of {sorted(STAGES)}, got {number!r}")
+        raise ValueError(f"zerox: stage must be one of {sorted(STAGES)}, got {number!r}")
     return STAGES[number]

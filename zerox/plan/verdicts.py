@@ -18,7 +18,7 @@ class Refused:
     error: type[Exception] = ValueError
 
     def raise_of(self, one: str, other: str) -> None:
-        raise self.error(f"{one} does not go with {other}: {self.reason}. {self.way_out}")
+        raise self.error(f"zerox: {one} does not go with {other}: {self.reason}. {self.way_out}")
 
     def __str__(self) -> str:
         return f"refused: {self.reason}. {self.way_out}"

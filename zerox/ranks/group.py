@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from ctypes import string_at
 from dataclasses import dataclass, field, replace
 
@@ -171,11 +171,13 @@ class Ranks:
         """Every rank's text, by rank."""
         return [each.decode() for each in self.all_gather_bytes(text.encode())]
 
-    def check_same(self, lines: Sequence[str], refusal: str = "", way_out: str = "") -> None:
+    def check_same(
+        self, lines: Sequence[str], refusal: str = "", way_out: str = "", named: Callable[[str], str] = str
+    ) -> None:
         """ValueError on every rank, naming the first line that differs, unless all ranks pass the same lines.
 
         ``refusal``: the error that this rank raises instead; the others raise ValueError with its text. Collective.
-        ``way_out``: what the error advises.
+        ``way_out``: what the error advises. ``named``: how the error has a line of this rank's.
         Ranks compare a digest; the lines themselves travel only when it differs.
         """
         text = f"{REFUSED}{refusal}" if refusal else "\n".join(lines)
@@ -186,13 +188,14 @@ class Ranks:
             raise RuntimeError(f"zerox: a rank did not answer while ranks compared parameters: {error}") from error
         for rank, theirs in enumerate(everyone):
             if theirs[0].startswith(REFUSED):
-                raise ValueError(f"rank {rank} raised {theirs[0].removeprefix(REFUSED)}")
+                raise ValueError(f"zerox: rank {rank} raised {theirs[0].removeprefix(REFUSED)}")
         for rank, theirs in enumerate(everyone):
-            for index in range(max(len(everyone[0]), len(theirs))):
-                first, other = (each[index] if index < len(each) else "nothing" for each in (everyone[0], theirs))
-                if first != other:
-                    advice = f": {way_out}" if way_out else ""
-                    raise ValueError(f"ranks must agree: rank 0 has {first}; rank {rank} has {other}{advice}")
+            if (index := first_difference(everyone[0], theirs)) is not None:
+                of_ranks = self.all_gather_text(named(line_of(lines, index)))
+                advice = f": {way_out}" if way_out else ""
+                raise ValueError(
+                    f"zerox: ranks must agree: rank 0 has {of_ranks[0]}; rank {rank} has {of_ranks[rank]}{advice}"
+                )
 
     def _unless_same(self, text: str) -> list[list[str]]:
         """Every rank's lines by rank, or none if all ranks pass the same."""
@@ -237,6 +240,15 @@ class Ranks:
             with contextlib.suppress(RuntimeError, ValueError):  # this rank raises its own, first error
                 self.check_same([], summary_of(error))
             raise
+
+
+def line_of(lines: Sequence[str], index: int) -> str:
+    return lines[index] if index < len(lines) else "nothing"
+
+
+def first_difference(lines: Sequence[str], others: Sequence[str]) -> int | None:
+    most = max(len(lines), len(others))
+    return next((index for index in range(most) if line_of(lines, index) != line_of(others, index)), None)
 
 
 def call_ranks(process_group: GroupArgument) -> RollCall:

@@ -151,8 +151,8 @@ class ModelAxes:
                     first, other = (each[index] if index < len(each) else "nothing" for each in (everyone[0], theirs))
                     if first != other:
                         raise ValueError(
-                            f"ranks must agree along axis {axis.name}: rank {axis.ranks[0]} has {first}; rank {rank} "
-                            f"has {other}"
+                            f"zerox: ranks must agree along axis {axis.name}: rank {axis.ranks[0]} has {first}; "
+                            f"rank {rank} has {other}"
                         )
 
 

@@ -80,7 +80,7 @@ class RollCall:
         if decision.startswith(LATE):
             raise RuntimeError(decision)
         if decision != ALL_CAME:
-            raise ValueError(decision)
+            raise ValueError(f"zerox: {decision}")
 
     def unless_one_fails(self, connect: Callable[[], T], give_up: Callable[[], None]) -> T:
         """Returns ``connect()``, which waits for all ranks. RuntimeError at once if one of them raised instead.

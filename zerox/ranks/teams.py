@@ -12,7 +12,7 @@ from torch import Tensor
 
 from zerox import _C as C
 from zerox.ranks.axes import Axis
-from zerox.ranks.group import Ranks
+from zerox.ranks.group import Ranks, first_difference, line_of
 from zerox.ranks.own_groups import same_ranks
 from zerox.ranks.process_group import ALONE, GroupArgument, chosen_grid, chosen_group, timeout_of
 from zerox.ranks.roll_call import RollCall
@@ -124,10 +124,9 @@ class Teams:
         for rank, text in enumerate(self.ranks.all_gather_text(json.dumps(own))):
             for place, said in json.loads(text):
                 known = first.setdefault(tuple(place), (rank, said))
-                for index in range(max(len(said), len(known[1]))):
-                    one, other = (each[index] if index < len(each) else "nothing" for each in (known[1], said))
-                    if one != other:
-                        raise ValueError(f"ranks must agree: rank {known[0]} has {one}; rank {rank} has {other}")
+                if (index := first_difference(known[1], said)) is not None:
+                    one, other = line_of(known[1], index), line_of(said, index)
+                    raise ValueError(f"zerox: ranks must agree: rank {known[0]} has {one}; rank {rank} has {other}")
 
     def _as_ours(self, cut: Cut) -> list[tuple[int, ...]]:
         """With the ranks' numbers in the optimizer's group."""

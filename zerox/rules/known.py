@@ -21,7 +21,7 @@ DEFAULTS: dict[str, Callable[..., dict[str, Any]]] = {  # of param groups, from 
 def rules_of(name: str) -> Rules:
     """Those of an optimizer whose param groups have this one unless they name another. ValueError if it is unknown."""
     if name not in KNOWN:
-        raise ValueError(f"rule must be one of {sorted(KNOWN)}, got {name!r}")
+        raise ValueError(f"zerox: rule must be one of {sorted(KNOWN)}, got {name!r}")
     return Rules(KNOWN[name], KNOWN)
 
 

@@ -25,7 +25,7 @@ class Rules:
         """Raises ValueError for a rule that is not known."""
         name = group.get(RULE, self.default.name)
         if name not in self.known:
-            raise ValueError(f"{RULE} must be one of {sorted(self.known)}, got {name!r}")
+            raise ValueError(f"zerox: {RULE} must be one of {sorted(self.known)}, got {name!r}")
         return self.known[name]
 
     def others_options(self, rule: Rule) -> set[str]:
