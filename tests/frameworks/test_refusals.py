@@ -14,6 +14,7 @@ from unittest import mock
 import pytest
 import torch
 from accelerate import Accelerator
+from accelerate.local_sgd import LocalSGD
 from accelerate.utils import DistributedDataParallelKwargs, DistributedType
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -97,6 +98,16 @@ def an_untrained_gradient() -> None:
     accelerator.clip_grad_norm_(model.parameters(), 1.0)
 
 
+def local_sgd() -> None:
+    accelerator = adopted()
+    model = nn.Linear(2, 2)
+    model, _ = accelerator.prepare(model, FusedShardedAdam(model.parameters()))
+    with LocalSGD(accelerator=accelerator, model=model, local_sgd_steps=2, enabled=False):
+        pass  # as scripts have it that may go without
+    with LocalSGD(accelerator=accelerator, model=model, local_sgd_steps=2):
+        pass
+
+
 def a_scaler_of_another_kind() -> None:
     accelerator = Accelerator(cpu=True)
     accelerator.scaler = type("Odd", (torch.amp.GradScaler,), {})("cpu")
@@ -115,6 +126,10 @@ REFUSED: dict[str, tuple[Callable[[], None], str]] = {
     "an untrained gradient": (
         an_untrained_gradient,
         r"'param 0' \('0.weight' in the model\) has a gradient.*freeze it",
+    ),
+    "LocalSGD": (
+        local_sgd,
+        "zerox: LocalSGD averages parameters .* in place of gradients.*: leave LocalSGD out, or use",
     ),
     "a scaler of another kind": (a_scaler_of_another_kind, "scaler is a Odd: use zerox.GradScaler"),
 }

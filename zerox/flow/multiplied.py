@@ -15,9 +15,9 @@ from zerox import _C as C
 from zerox.flow.placeholder import ShardedGrad
 
 WAY_OUT = (
-    "multiply all of them alike, on all ranks and after the last backward of a step, or call scale_grads_(). A "
-    "schedule of several pipeline stage modules on a rank runs inside no_sync(), or each module has an optimizer of its "
-    "own"
+    "multiply all of them alike, on all ranks and after the last backward of a step, or call scale_grads_(). "
+    "A schedule of several pipeline stage modules on a rank runs inside no_sync(), or each module has an optimizer of "
+    "its own"
 )
 
 

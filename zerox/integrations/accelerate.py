@@ -21,6 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from zerox.engine import Engine
 from zerox.flow.join import join
 from zerox.integrations import engines as of_engines
+from zerox.integrations.local_sgd import refuse_local_sgd
 from zerox.integrations.requirements import check_names, check_version
 from zerox.integrations.scalers import takes_all_ranks
 from zerox.ranks.calls import named, waiting
@@ -344,4 +345,5 @@ def adopt(accelerator: Accelerator) -> Accelerator:
     bases = (ZeroxAccelerator,) if own is Accelerator else (ZeroxAccelerator, own)
     accelerator.__class__ = ZeroxAccelerator if own is Accelerator else type(f"Zerox{own.__name__}", bases, {})
     accelerator._take_scaler()
+    refuse_local_sgd(ZeroxAccelerator)
     return accelerator
