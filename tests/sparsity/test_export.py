@@ -135,10 +135,11 @@ def test_masks_that_can_t_be_written_are_one_line(tmp_path: Path, capsys: pytest
     module, optimizer, sparsity = trained(CASE, 2)
     sparsity.remove()
     zerox.save(tmp_path / "dense", module, optimizer)
+    torch.save({}, tmp_path / "file.pt")
     wrong = {
         ("dense", "a.safetensors"): "it has no masks to write with --masks",
         ("dense", "a.pt"): "--masks is for a file of weights: the optimizer's state has its masks without it",
-        ("nothing.pt", "a"): "--weights, --fp32 and --masks are for a checkpoint's folder",
+        ("file.pt", "a"): "--weights, --fp32 and --masks are for a checkpoint's folder",
     }
     for (source, target), reason in wrong.items():
         assert main(["convert", "--masks", str(tmp_path / source), str(tmp_path / target)]) == 1
