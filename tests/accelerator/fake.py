@@ -20,6 +20,7 @@ from tests.ranks import TIMEOUT_S, run_threads
 from zerox._C import Whereabouts
 from zerox.memory.device_memory import BY_TYPE
 from zerox.ranks.axes import Axis
+from zerox.ranks.calls import say_after
 from zerox.ranks.group import Ranks
 
 HERE = Path(__file__).parent
@@ -134,7 +135,8 @@ def run_fake_ranks(
         if group is None:
             return function(Ranks.alone(device), *args)
         timeout = timedelta(seconds=TIMEOUT_S)
-        whereabouts = Whereabouts(groups=[], store=None, rank=rank, world=world_size, timeout=timeout)
+        times: dict[str, Any] = {"timeout": timeout, "say_after": say_after()}
+        whereabouts = Whereabouts(groups=[], store=None, rank=rank, world=world_size, **times)
         axes = tuple(lines.axis(rank, over_gloo=kind == "via host") for lines in mesh)
         known: dict[str, Any] = {"given": group, "whereabouts": whereabouts, "on_mesh": axes}
         if kind == "via host":
