@@ -288,6 +288,23 @@ def test_copies_of_what_was_there_change_nothing_on_whichever_rank() -> None:
     assert all(map(all, run_ranks(moved, 2)))
 
 
+def moved_after_it_diverged(rank: int, world_size: int) -> bool:
+    params = [nn.Parameter(p.detach().bfloat16()) for p in made()]
+    optimizer = FusedShardedAdam(params, master_weights="fp32")
+    train(optimizer, params, rank, 0)
+    for p in params:
+        p.grad = torch.full_like(p, float("nan"))
+    optimizer.step()
+    for state in optimizer.state.values():
+        state.update({key: value.clone() for key, value in state.items()})
+    optimizer.step()
+    return all(bool(state["master"].isnan().all()) for state in optimizer.state.values())
+
+
+def test_copies_that_are_nan_are_copies_too() -> None:
+    assert all(run_ranks(moved_after_it_diverged, 2))
+
+
 def seen(rank: int, world_size: int) -> tuple[bool, bool, bool, bool]:
     params = made()
     optimizer = FusedShardedAdam(params, bucket_cap_mb=0.01)

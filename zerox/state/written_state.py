@@ -168,7 +168,8 @@ def _is_same(value: Any, shown: Tensor) -> bool:
         return shown.numel() == 1 and bool(shown == value)
     if value.shape != shown.shape or value.dtype != shown.dtype:
         return False
-    return torch.equal(value.detach().to(shown.device), shown)
+    there = value.detach().to(shown.device)
+    return bool(((there == shown) | ((there != there) & (shown != shown))).all())  # NaN is the same as NaN
 
 
 def _start_anew(place: tuple[Bucket, int] | RowTable | None) -> None:
