@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from tests.ranks import run_ranks
 from zerox import FusedShardedAdam, ShardedOptimizer
+from zerox.ranks.group import Ranks
 
 SHAPES = [(10,), (70, 90), (8, 3), (300,), (5, 5), (40, 20)]
 SPARE = 2  # the last ones, which no group has at first
@@ -252,3 +253,15 @@ def resumed(rank: int, world_size: int, stage: int, frozen: bool) -> list[str]:
 @pytest.mark.parametrize("frozen", [False, True])
 def test_state_waits_for_parameters_that_are_taken_in_later(stage: int, frozen: bool) -> None:
     assert run_ranks(resumed, 2, stage, frozen) == [[]] * 2
+
+
+def test_a_group_that_was_added_by_its_method_is_no_news_at_the_next_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks have compared it already."""
+    params, compared = made(), []
+    optimizer = FusedShardedAdam(grouped(params))
+    optimizer.add_param_group({"params": params[-SPARE:], "lr": 0.01})
+    monkeypatch.setattr(Ranks, "check_same", lambda *_, **__: compared.append(True))
+    for p in params:
+        p.grad = torch.ones_like(p)
+    optimizer.step()
+    assert not compared

@@ -87,6 +87,7 @@ class ParamGroups(TorchOptimizer):
             del self.param_groups[count:]
             self._grads.teams.forget_after(count)
             raise
+        self._note_groups()
 
     # ---- inside
 
