@@ -55,13 +55,13 @@ def in_text(text: str, named: Sequence[tuple[str, Tensor | None]]) -> str:
 
 
 @contextlib.contextmanager
-def naming(named: Callable[[], Sequence[tuple[str, Tensor | None]]]) -> Iterator[None]:
+def naming(known: Callable[[], Sequence[tuple[str, Tensor | None]]]) -> Iterator[None]:
     """Inside, RuntimeErrors get the model's names of the parameters that they call by positions: see in_text()."""
     try:
         yield
     except RuntimeError as error:
         if len(error.args) == 1 and isinstance(error.args[0], str):
-            error.args = (in_text(error.args[0], named()),)
+            error.args = (in_text(error.args[0], known()),)
         raise
 
 

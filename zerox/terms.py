@@ -80,7 +80,7 @@ def check_terms(
     Parameters of a smaller team may have other names than those of the next one.
     """
     known = [(member.name, member.param) for member in members]
-    teams.ranks.check_same(list(_terms(options, teams, groups, members)), named=lambda line: in_text(line, known))
+    teams.ranks.check_same(list(_terms(options, teams, groups, members)), in_words=lambda line: in_text(line, known))
     names: dict[int, list[str]] = {}
     for member in members:
         names.setdefault(member.group, []).append(f"parameter '{member.name}' in group {member.group}")

@@ -207,7 +207,7 @@ def without_gradients(rank: int, world: int) -> str:
 @pytest.mark.parametrize(
     ("function", "message"),
     [
-        (left_out, "a change of masks by zerox.Sparsity"),
+        (left_out, "call Sparsity.step() on all ranks"),
         (differing, "ranks must agree: rank 0 has Sparsity of"),
         (without_gradients, "call sparsity.step() after optimizer.step() and before zero_grad()"),
     ],

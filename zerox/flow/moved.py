@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 
 from torch import Tensor
@@ -11,6 +10,7 @@ from zerox._C import Meeting
 from zerox.memory.bucket import Bucket
 from zerox.memory.flat import BufferSlot, in_shared_memory
 from zerox.model_names import quoted
+from zerox.ranks.calls import warn_caller
 
 # Calls that read no parameter: a model may have left for another device, as frameworks' do at a training's end.
 NEED_NO_PARAMS = (Meeting.FULL_STATE,)
@@ -47,11 +47,10 @@ def _warn_of_order(buckets: Sequence[Bucket], slots: Sequence[BufferSlot]) -> No
     buffer, slot = undone[0]
     name = next(bucket.members[slot].name for bucket in buckets if bucket.buffer is buffer)
     more = f" and {len(undone) - 1} more" if len(undone) > 1 else ""
-    warnings.warn(
+    warn_caller(
         f"zerox: parameter {quoted(name, buffer.params[slot])}{more} got another order in memory (memory_format=...) "
         "after the optimizer was built. The values stay, but it is laid out as it was then: call "
         "model.to(memory_format=...) before you build the optimizer",
-        stacklevel=7,
     )
 
 

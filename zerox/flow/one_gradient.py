@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator
 
 import torch
@@ -15,7 +14,7 @@ from zerox.flow.residency import Residency
 from zerox.memory.bucket import GradPart, refuse_dtensors
 from zerox.memory.forms import same_values
 from zerox.memory.one_param import OneParam, asked_of_one, asked_of_table, one_param
-from zerox.ranks.calls import named
+from zerox.ranks.calls import named, warn_caller
 from zerox.ranks.dtensors import whole_of
 
 
@@ -117,9 +116,8 @@ class OneGradient(MeanGradient):
         narrow = min(wire, seen.dtype, key=lambda dtype: dtype.itemsize)
         # A scale may cost float32's last place, which is documented, and no reason to warn.
         if narrow.itemsize < given.itemsize and not bool((unchanged | same_values(given, seen)).all()):
-            warnings.warn(
+            warn_caller(
                 f"zerox: set_full_grad_() rounded parameter {one.member.quoted}: its gradients are in {narrow}",
-                stacklevel=4,
             )
         if not self._grads.sharded:
             # Past its version: it stays the mean of all ranks, which is not sent again.

@@ -280,7 +280,7 @@ class Residency:
         try:
             known = [(member.name, member.param) for each in self.all for member in each.members]
             lines = [line for index in written for line in self._described(index)]
-            self.ranks.check_same(lines, named=lambda line: in_text(line, known))
+            self.ranks.check_same(lines, in_words=lambda line: in_text(line, known))
         except BaseException:
             self.residents.drop_written(written)
             raise

@@ -142,11 +142,11 @@ class OneParam:
         """
         line = self.called(call, given)
         if not self.is_expert:
-            self.ranks.check_same([line], way_out=WAY_OUT, named=self._named)
+            self.ranks.check_same([line], way_out=WAY_OUT, in_words=self._named)
             return
         self.everyone.check_same([f"{call} of a parameter of param group {self.member.group}"], way_out=WAY_OUT)
         with self.everyone.refusals_told():
-            self.ranks.check_same([line], way_out=WAY_OUT, named=self._named)
+            self.ranks.check_same([line], way_out=WAY_OUT, in_words=self._named)
         self.everyone.check_same([])
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import os
+import sys
+import warnings
 from collections.abc import Callable
 from datetime import timedelta
 from typing import ParamSpec, TypeVar
@@ -36,6 +38,14 @@ def named(what: str, per_batch: bool = False) -> Callable[[Callable[P, T]], Call
         return called
 
     return with_name
+
+
+def warn_caller(text: str) -> None:
+    """Warns at the line of the user's that called zerox, however many calls of ours and torch's lie between."""
+    level, frame = 1, sys._getframe()
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in ("zerox", "torch"):
+        level, frame = level + 1, frame.f_back
+    warnings.warn(text, stacklevel=level)
 
 
 def say_after() -> timedelta:

@@ -172,12 +172,12 @@ class Ranks:
         return [each.decode() for each in self.all_gather_bytes(text.encode())]
 
     def check_same(
-        self, lines: Sequence[str], refusal: str = "", way_out: str = "", named: Callable[[str], str] = str
+        self, lines: Sequence[str], refusal: str = "", way_out: str = "", in_words: Callable[[str], str] = str
     ) -> None:
         """ValueError on every rank, naming the first line that differs, unless all ranks pass the same lines.
 
         ``refusal``: the error that this rank raises instead; the others raise ValueError with its text. Collective.
-        ``way_out``: what the error advises. ``named``: how the error has a line of this rank's.
+        ``way_out``: what the error advises. ``in_words``: how the error has a line of this rank's.
         Ranks compare a digest; the lines themselves travel only when it differs.
         """
         text = f"{REFUSED}{refusal}" if refusal else "\n".join(lines)
@@ -191,7 +191,7 @@ class Ranks:
                 raise ValueError(f"zerox: rank {rank} raised {theirs[0].removeprefix(REFUSED)}")
         for rank, theirs in enumerate(everyone):
             if (index := first_difference(everyone[0], theirs)) is not None:
-                of_ranks = self.all_gather_text(named(line_of(lines, index)))
+                of_ranks = self.all_gather_text(in_words(line_of(lines, index)))
                 advice = f": {way_out}" if way_out else ""
                 raise ValueError(
                     f"zerox: ranks must agree: rank 0 has {of_ranks[0]}; rank {rank} has {of_ranks[rank]}{advice}"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +16,7 @@ from zerox.memory.flat import dense_strides
 from zerox.memory.row_table import RowTable
 from zerox.memory.shared import Shared
 from zerox.memory.torch_optimizer import TorchOptimizer
-from zerox.ranks.calls import named
+from zerox.ranks.calls import named, warn_caller
 from zerox.ranks.dtensors import cuts_of
 from zerox.ranks.group import Ranks
 from zerox.ranks.teams import Teams
@@ -250,10 +249,9 @@ class OptimizerState(TorchOptimizer):
 
     def _say_whose(self, to: int) -> None:
         if (others := self._teams.first_of_others(to)) and self._all_ranks.rank == to:
-            warnings.warn(
+            warn_caller(
                 f"zerox: the whole state of rank {to} has its own experts only (param groups with a process_group). "
                 f"full_state_dict(to=RANK) for the ranks {others} has the others', and zerox.save() has those of all",
-                stacklevel=4,
             )
 
     def _learn_kinds(self) -> None:
@@ -304,10 +302,9 @@ class OptimizerState(TorchOptimizer):
         self.state.update({param: copy.deepcopy(dict(state)) for param, state in others.items() if state})
         self._shows.note_seen()
         if frozen := [m.quoted for m in self._frozen if others.get(m.param)]:
-            warnings.warn(
+            warn_caller(
                 f"zerox: state was loaded for parameters that are frozen, as {frozen[0]}: until they are trained "
                 "zerox.save() does not have it, and full_state_dict() only if it was loaded whole",
-                stacklevel=5,
             )
 
     def _take_waiting(self, buckets: Sequence[Bucket], tables: Sequence[RowTable]) -> None:

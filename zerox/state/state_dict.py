@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from zerox.memory.stored import SCALE, Stored
 from zerox.options import DIVISOR, OF_OPTIMIZER
 from zerox.plan.form import num_blocks
 from zerox.plan.span import Span
+from zerox.ranks.calls import warn_caller
 from zerox.ranks.dtensors import cuts_of, part_of
 from zerox.rules.of_groups import RULE, Rules
 from zerox.rules.rule import MASK, MASTERS, NumberSpec, Rule
@@ -157,10 +157,9 @@ def say_what_stays(rules: Rules, pairs: Sequence[tuple[Mapping[str, Any], Mappin
     for option, indices in others.items():
         own, saved = pairs[indices[0]]
         torch_class = rules.of(own).torch_class(saved)
-        warnings.warn(
+        warn_caller(
             f"zerox: the state was saved with {option}={saved[option]}, as torch.optim.{torch_class} has it, and param "
             f"groups {indices} keep {option}={own[option]}. To go on as before, build the optimizer that way",
-            stacklevel=4,
         )
 
 
@@ -168,7 +167,7 @@ def say_rounded(what: Mapping[str, None]) -> None:
     """Warns of state that was loaded into a form that holds less."""
     if what:
         names = ", ".join(what)
-        warnings.warn(f"zerox: rounded, since it was saved in a form that holds more: {names}", stacklevel=4)
+        warn_caller(f"zerox: rounded, since it was saved in a form that holds more: {names}")
 
 
 def _known(rule: Rule, member: Member) -> dict[str, int]:
