@@ -21,7 +21,7 @@ from datetime import timedelta
 from zerox import _C as C
 C.say_wait(
     rank=0,
-    doing="accelerator.save_state()",
+    doing="zerox.save()",
     whom="rank 1, last seen in step() of step 41",
     waited=timedelta(seconds=60),
     timeout=timedelta(seconds=1800),

@@ -131,7 +131,7 @@ class Engine(ParamGroups, OneGradient, OneState):
         """
         with range_named(self._zero_grad_profile_name):
             self._grads.zero(set_to_none)
-        self._calls.zero(self._frozen, set_to_none)
+        self._calls.zero([*self._frozen, *self._not_taken_in()], set_to_none)
 
     def no_sync(self, *, outer: bool = False) -> AbstractContextManager[None]:
         """Inside, backward sends nothing: gradients stay local and add up, to leave with the next backward outside.

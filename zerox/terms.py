@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import fields
 from typing import Any
@@ -15,6 +14,7 @@ from zerox.memory.grad_dtype import grad_dtype_of
 from zerox.model_names import in_text
 from zerox.options import OptimizerOptions, parameter_words
 from zerox.plan.choices import DTENSORS, LIE_AS, MASKS, SPARSITY, SUB_GROUP, TEAM
+from zerox.ranks.calls import warn_caller
 from zerox.ranks.dtensors import is_dtensor, placements_text
 from zerox.ranks.group import Ranks
 from zerox.ranks.model_axes import ModelAxes
@@ -136,16 +136,15 @@ def check_model(
     shared = ties(model, [(m.name, m.local) for m in members if m.param.requires_grad])
     if ranks.rank == 0 and model.is_first and all(axis.coordinate == 0 for axis in model.axes):
         for said in shared:
-            warnings.warn(said, stacklevel=2)
+            warn_caller(said)
     plain = [m.name for m in members if not is_dtensor(m.param)]
     over = [axis.name for axis in model.axes if axis.is_of_params]
     if plain and over and torch.distributed.get_rank() == 0 and not _said:
         _said.append(True)
         more = f" and {len(plain) - 1} more plain parameters count" if len(plain) > 1 else " counts"
-        warnings.warn(
+        warn_caller(
             f"zerox: '{plain[0]}'{more} as replicated over axis {', '.join(over)}, where others are DTensors: "
-            "coordinate 0's values are taken, and their gradients must be the same on all ranks of it",
-            stacklevel=2,
+            "coordinate 0's values are taken, and their gradients must be the same on all ranks of it"
         )
 
 

@@ -265,3 +265,26 @@ def test_a_group_that_was_added_by_its_method_is_no_news_at_the_next_step(monkey
         p.grad = torch.ones_like(p)
     optimizer.step()
     assert not compared
+
+
+def zeroed(rank: int, world_size: int, stage: int, set_to_none: bool) -> list[bool]:
+    """A parameter that has a gradient is appended, and zero_grad() follows before ranks have met."""
+    params, theirs = made(), made()
+    optimizer = FusedShardedAdam(grouped(params), stage=stage, bucket_cap_mb=0.01)
+    twin = torch.optim.AdamW(grouped(theirs))
+    for step in range(2):
+        torch.autograd.backward([(p * g).sum() for p, g in zip(params, gradients(rank, step), strict=True)])
+        optimizer.step()
+        train_torch(twin, theirs, world_size, step)
+        if step == 0:
+            WAYS["append()"](optimizer, params)
+            WAYS["append()"](twin, theirs)
+        optimizer.zero_grad(set_to_none)
+    return [torch.allclose(p, q, atol=1e-6) for p, q in zip(params, theirs, strict=True)]
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+@pytest.mark.parametrize(("world_size", "stage"), [(1, 2), (2, 1), (2, 2), (2, 3)])
+def test_zero_grad_knows_what_is_in_the_groups_now(world_size: int, stage: int, set_to_none: bool) -> None:
+    for found in run_ranks(zeroed, world_size, stage, set_to_none):
+        assert all(found)

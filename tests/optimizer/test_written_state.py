@@ -217,6 +217,18 @@ REFUSED: dict[str, tuple[Callable[[Any, Params, int], object], str]] = {
         of_rank(1, lambda optimizer, params: [optimizer.state[p].update(exp_avg=p * 0.0) for p in params]),
         DIFFER,
     ),
+    "rank 1, a number of one that it has nothing of": (
+        of_rank(1, lambda optimizer, params: optimizer.state[params[-1]].update(step=torch.tensor(0.0))),
+        DIFFER,
+    ),
+    "rank 1, values of one that it has nothing of": (
+        of_rank(1, lambda optimizer, params: optimizer.state[params[-1]].update(exp_avg=params[-1] * 0.0)),
+        DIFFER,
+    ),
+    "rank 1, all of one that it has nothing of": (
+        of_rank(1, lambda optimizer, params: optimizer.state.update({params[-1]: {"exp_avg": params[-1] * 0.0}})),
+        DIFFER,
+    ),
     "some is missing": (
         everywhere(lambda optimizer, params: [optimizer.state[p].pop("exp_avg_sq") for p in params]),
         "lacks 'exp_avg_sq': give it all of step, exp_avg, exp_avg_sq, or {} to start anew",

@@ -115,11 +115,25 @@ class ParamGroups(TorchOptimizer):
     def _note_groups(self) -> None:
         self._seen_groups = [list(group["params"]) for group in self.param_groups]
 
+    @property
+    def _are_as_seen(self) -> bool:
+        groups, seen = self.param_groups, self._seen_groups
+        return len(groups) == len(seen) and all(map(_has_same, groups, seen))
+
+    def _not_taken_in(self) -> list[Member]:
+        """Parameters that users put into the groups since ranks met: their gradients are the user's until then."""
+        if self._are_as_seen:
+            return []
+        known = {id(member.param) for member in self.inside.members}
+        given = [group["params"] for group in self.param_groups if isinstance(group, dict) and "params" in group]
+        params = [param for each in given for param in ([each] if isinstance(each, Tensor) else each)]
+        return [Member("", p, 0, -1) for p in params if isinstance(p, Tensor) and id(p) not in known]
+
     def _regrouped(self) -> Regrouped | None:
         """What users have made of the groups since ranks knew them; None if nothing. On this rank alone."""
-        groups, seen = self.param_groups, self._seen_groups
-        if len(groups) == len(seen) and all(map(_has_same, groups, seen)):
+        if self._are_as_seen:
             return None
+        groups = self.param_groups
         for index, group in enumerate(groups):
             if not isinstance(group, dict) or "params" not in group:
                 return Regrouped(refusal=f"param group {index} must be a dict with 'params', got {group!r:.60}")

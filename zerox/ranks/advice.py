@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
-import warnings
 
 from zerox.plan.stage import SHARDED, Stage
+from zerox.ranks.calls import warn_caller
 from zerox.ranks.group import Ranks
 from zerox.ranks.process_group import GroupArgument
 
@@ -25,9 +25,8 @@ def advise_mesh(ranks: Ranks, process_group: GroupArgument, stage: Stage) -> Non
     _advised.append(True)
     shape = ranks.size // num_local, num_local
     mesh = f'init_device_mesh("{ranks.device.type}", {shape}, mesh_dim_names=("replicate", "shard"))'
-    warnings.warn(
+    warn_caller(
         f"zerox: these {ranks.size} ranks are on {shape[0]} machines, and each sends its gradients to all others. With "
         f"process_group={mesh} they are added up inside each machine first, and 1/{num_local} of the bytes go between "
-        "machines. Pass a group to leave it so",
-        stacklevel=4,
+        "machines. Pass a group to leave it so"
     )

@@ -89,11 +89,11 @@ class LiveState(defaultdict[Any, Entry]):
 @dataclass(frozen=True)
 class Write:
     """What was written of one parameter's state on this rank: ``values`` by key; None: its entry is gone, or empty.
-    ``shown``: what was there before; None: a part of the state that lies on other ranks only."""
+    ``shown``: what was there before."""
 
     member: Member
     place: tuple[Bucket, int] | RowTable | None  # a bucket with this rank's row in it, or a table
-    shown: Mapping[str, Any] | None
+    shown: Mapping[str, Any]
     values: Mapping[str, Any] | None
     missing: Sequence[str] = ()  # keys that were taken away
 
@@ -168,11 +168,11 @@ class ShownState:
         entry, made = found.get(member.param), self.state.made.get(member.param, {})
         stand_in = self.state.stand_ins.get(member.param, {})
         if entry:
-            yield Write(member, None, None, dict(entry))
+            yield Write(member, None, made, dict(entry))
         elif is_all or (entry is not None and not any(entry is each for each in self.seen)):
-            yield Write(member, None, None, None)
+            yield Write(member, None, made, None)
         elif any(stand_in.get(key) is not value for key, value in made.items()):
-            yield Write(member, None, None, dict(stand_in) or None)
+            yield Write(member, None, made, dict(stand_in) or None)
 
 
 def objects_in(state: Mapping[Any, Any]) -> list[object]:

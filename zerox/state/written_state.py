@@ -38,7 +38,8 @@ def take_written(
     rounded: dict[str, None] = {}
     for write, own in zip(writes, parts, strict=True):
         number = write.member.number
-        shown.written[number] = shown.written.get(number, False) or own is None or bool(own) or bool(write.missing)
+        has_changed = own is None or bool(own) or bool(write.missing) or _is_new_elsewhere(write)
+        shown.written[number] = shown.written.get(number, False) or has_changed
         if own is None:
             _start_anew(write.place)
         elif isinstance(write.place, RowTable):
@@ -85,7 +86,6 @@ def _parts(write: Write, groups: Groups) -> dict[str, Any] | None:
         return {} if write.values else None
     if write.values is None:
         return None
-    assert write.shown is not None
     rule = write.place.rule if isinstance(write.place, RowTable) else write.place[0].rule
     of_rule: list[StateSpec | NumberSpec] = [*rule.states, *rule.numbers]
     specs = {spec.key: spec for spec in of_rule}
@@ -160,6 +160,13 @@ def _check_numbers(known: str, given: Mapping[str, Any]) -> None:
             raise ValueError(f"{known} was given {key}={value!r}, which must be one number")
         if key == STEP.key and not (float(value) >= 0 and float(value).is_integer()):
             raise ValueError(f"{known} was given the step {float(value)}: it must be a whole number, 0 or more")
+
+
+def _is_new_elsewhere(write: Write) -> bool:
+    """Of state that lies on other ranks only: whether what was written is no copy of its stand-in."""
+    if write.place is not None or write.values is None:
+        return False
+    return any(key not in write.shown or not _is_same(value, write.shown[key]) for key, value in write.values.items())
 
 
 def _is_same(value: Any, shown: Tensor) -> bool:
