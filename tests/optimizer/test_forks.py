@@ -26,11 +26,17 @@ import zerox
 from tests.children import in_a_child
 from tests.optimizer.overlap_models import Backwards, batch, build, train_step, under_way
 from tests.programs import run_programs
-from tests.ranks import run_ranks
+from tests.ranks import pool, run_ranks
 from zerox import FusedShardedAdam
 
 STEPS = 4
 MANY_SECONDS = 10.0
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _new_ranks() -> None:
+    """In a child of a process in which autograd has had threads, by tests before, torch itself refuses a backward."""
+    pool.close()
 
 
 def values_of(params: Any) -> list[list[float]]:
