@@ -173,18 +173,22 @@ void check_reduce(const at::Tensor& shard, const at::Tensor& words, at::TensorLi
   check_array(replaced, at::kByte, segments.size(0), shard, op, "replaced");
 }
 
-void check_norm(const at::Tensor& words, const at::Tensor& shard, const at::Tensor& segments, double p) {
+bool check_norm(const at::Tensor& words, const at::Tensor& shard, const at::Tensor& segments, double p) {
   constexpr const char* op = "norm_";
   dtype_of(shard, op, "shard");
   ZX_CHECK_CONTIGUOUS(shard, op, "shard");
-  check_array(words, at::kLong, kExactWords, shard, op, "words");
-  ZX_CHECK(p > 0.0, op, "p", "must be positive, got ", p);
   check_segments(segments, shard, op);
+  const bool by_segment = words.dim() == 2;
+  check_array(words, at::kLong, by_segment ? segments.size(0) * kExactWords : kExactWords, shard, op, "words");
+  ZX_CHECK(p > 0.0, op, "p", "must be positive, got ", p);
+  return by_segment;
 }
 
-void check_norm_value(const at::Tensor& words, double p) {
-  check_array(words, at::kLong, kExactWords, words, "norm_value", "words");
+int64_t check_norm_value(const at::Tensor& words, double p) {
+  const int64_t count = words.dim() == 2 ? words.size(0) : 1;
+  check_array(words, at::kLong, count * kExactWords, words, "norm_value", "words");
   ZX_CHECK(p > 0.0, "norm_value", "p", "must be positive, got ", p);
+  return count;
 }
 
 TouchedRows check_update_rows(const RuleFacts& rule, const RowTensors& t, at::ArrayRef<double> options) {

@@ -50,8 +50,10 @@ void check_read_flags(const at::Tensor& present, const at::Tensor& replaced, at:
                       int64_t shard_numel);
 void check_reduce(const at::Tensor& shard, const at::Tensor& words, at::TensorList slices, const at::Tensor& segments,
                   const at::Tensor& replaced, double divisor);
-void check_norm(const at::Tensor& words, const at::Tensor& shard, const at::Tensor& segments, double p);
-void check_norm_value(const at::Tensor& words, double p);
+// Returns whether `words` are [segments, kExactWords], a sum for each segment, and not one sum of all.
+bool check_norm(const at::Tensor& words, const at::Tensor& shard, const at::Tensor& segments, double p);
+// Returns the number of sums: `words` are one, or [n, kExactWords].
+int64_t check_norm_value(const at::Tensor& words, double p);
 
 // A mask as uint8 [ceil(n / 8) + kMaskPadding], for a shard of n elements; none, or an empty one, keeps all.
 KeptBits check_mask(const std::optional<at::Tensor>& mask, const at::Tensor& shard, const char* op);

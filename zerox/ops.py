@@ -58,7 +58,8 @@ def reduce_(
 
 
 def norm_(words: Tensor, shard: Tensor, segments: Tensor, p: float, mask: Tensor | None = None) -> None:
-    """Adds ``sum |x|^p`` over the segments to ``words``; for ``p = inf`` keeps the largest ``|x|``.
+    """Adds ``sum |x|^p`` over the segments to ``words``; for ``p = inf`` keeps the largest ``|x|``. Of int64
+    ``[segments, EXACT_WORDS]``, each row is one segment's.
 
     ``mask``: of the elements that count, see :class:`Shard`.
     """
@@ -66,7 +67,8 @@ def norm_(words: Tensor, shard: Tensor, segments: Tensor, p: float, mask: Tensor
 
 
 def norm_value(words: Tensor, p: float) -> Tensor:
-    """float64 ``[2]``: the norm that ``words`` stands for, and 1 if every element was finite, else 0."""
+    """float64 ``[2]``, or ``[n, 2]`` of n sums: the norm that ``words`` stands for, and 1 if every element was finite,
+    else 0."""
     return torch.ops.zerox.norm_value(words, p)
 
 

@@ -25,10 +25,10 @@ TORCH_LIBRARY(zerox, m) {
   m.def(
       "reduce_(Tensor(a!) shard, Tensor(b!) words, Tensor[] slices, Tensor segments, Tensor replaced, "
       "float divisor, bool accumulate) -> ()");
-  // Adds sum |x|^p over the segments to `words`; for p = inf keeps the largest |x|.
+  // Adds sum |x|^p over the segments to `words`, or of each to a row of them; for p = inf keeps the largest |x|.
   // Of the elements that `mask` keeps: uint8 [ceil(n / 8) + 4], element i is bit i % 8 of byte i / 8.
   m.def("norm_(Tensor(a!) words, Tensor shard, Tensor segments, float p, Tensor? mask=None) -> ()");
-  // float64 [2]: the norm, and 1 if every element was finite.
+  // float64 [2], or [n, 2] of n sums: the norm, and 1 if every element was finite.
   m.def("norm_value(Tensor words, float p) -> Tensor");
   // Does one step of `rule` (the kName of one in csrc/math) on shards of the same types, in few launches, for the
   // segments that are present. Every list has one tensor per shard, with exceptions: `master` is empty if no master

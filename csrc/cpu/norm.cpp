@@ -44,11 +44,12 @@ void merge(double p, const int64_t* local, int64_t* total) {
   for (int word = 0; word < kExactWords; ++word) total[word] += local[word];
 }
 
-// Adds sum |x|^p over the segments of a shard to `words`; for p = inf keeps the bits of the largest |x|.
+// Adds sum |x|^p over the segments of a shard to `words`, or over each to its own; for p = inf keeps the bits of the
+// largest |x|.
 void norm_(at::Tensor& words, const at::Tensor& shard, const at::Tensor& segments, double p,
            const std::optional<at::Tensor>& mask) {
   constexpr const char* op = "norm_";
-  check_norm(words, shard, segments, p);
+  const bool by_segment = check_norm(words, shard, segments, p);
   const KeptBits kept = check_mask(mask, shard, op);
   const DType dtype = dtype_of(shard, op, "shard");
   const Norm kind = norm_of_order(p);
@@ -56,38 +57,46 @@ void norm_(at::Tensor& words, const at::Tensor& shard, const at::Tensor& segment
   const std::vector<WorkUnit> units = split_into_units(table);
   auto* total = words.mutable_data_ptr<int64_t>();
   std::mutex total_mutex;
-  parallel_units(units, [&](int64_t first, int64_t last) {
-    int64_t local[kExactWords] = {};
-    for (int64_t i = first; i < last; ++i) {
-      const auto [segment, start, stop] = units[i];
-      if (kind != Norm::sum_of_powers) {
-        kernels().norm(kind, dtype, bytes_at(shard, start), stop - start, kept.from(start), local);
-      } else {
-        power_partials(p, shard, kept, start, stop, local);
-      }
+  const auto add = [&](const WorkUnit& unit, int64_t* sum) {
+    if (kind != Norm::sum_of_powers) {
+      kernels().norm(kind, dtype, bytes_at(shard, unit.start), unit.stop - unit.start, kept.from(unit.start), sum);
+    } else {
+      power_partials(p, shard, kept, unit.start, unit.stop, sum);
     }
-    const std::lock_guard lock(total_mutex);
-    merge(p, local, total);
+  };
+  parallel_units(units, [&](int64_t first, int64_t last) {
+    for (int64_t i = first; i < last;) {
+      int64_t local[kExactWords] = {};
+      const int64_t segment = units[i].segment;
+      for (; i < last && (!by_segment || units[i].segment == segment); ++i) add(units[i], local);
+      const std::lock_guard lock(total_mutex);
+      merge(p, local, by_segment ? total + segment * kExactWords : total);
+    }
   });
-  if (!std::isinf(p)) exact_carry(total);  // leaves room for the sum over buckets and ranks
+  if (std::isinf(p)) return;
+  const int64_t sums = by_segment ? table.size() : 1;
+  for (int64_t i = 0; i < sums; ++i) exact_carry(total + i * kExactWords);  // room for the sum over buckets and ranks
 }
 
-// The norm as a double and whether every element was finite (1.0 or 0.0), as one float64 tensor of two.
+// The norm as a double and whether every element was finite (1.0 or 0.0): a float64 tensor of two, or a row of it for
+// each sum.
 at::Tensor norm_value(const at::Tensor& words, double p) {
-  check_norm_value(words, p);
-  int64_t copy[kExactWords];
-  std::copy_n(words.const_data_ptr<int64_t>(), kExactWords, copy);
-  at::Tensor result = at::empty({2}, words.options().dtype(at::kDouble));
+  const int64_t count = check_norm_value(words, p);
+  at::Tensor result = at::empty({count, 2}, words.options().dtype(at::kDouble));
   auto* value = result.mutable_data_ptr<double>();
-  if (std::isinf(p)) {
-    value[0] = std::bit_cast<double>(copy[0]);
-    value[1] = std::isfinite(value[0]) ? 1.0 : 0.0;
-  } else {
-    const double sum = exact_value(copy);
-    value[0] = p == 1.0 ? sum : p == 2.0 ? std::sqrt(sum) : std::pow(sum, 1.0 / p);
-    value[1] = copy[kExactNonFinite] == 0 ? 1.0 : 0.0;
+  for (int64_t i = 0; i < count; ++i, value += 2) {
+    int64_t copy[kExactWords];
+    std::copy_n(words.const_data_ptr<int64_t>() + i * kExactWords, kExactWords, copy);
+    if (std::isinf(p)) {
+      value[0] = std::bit_cast<double>(copy[0]);
+      value[1] = std::isfinite(value[0]) ? 1.0 : 0.0;
+    } else {
+      const double sum = exact_value(copy);
+      value[0] = p == 1.0 ? sum : p == 2.0 ? std::sqrt(sum) : std::pow(sum, 1.0 / p);
+      value[1] = copy[kExactNonFinite] == 0 ? 1.0 : 0.0;
+    }
   }
-  return result;
+  return words.dim() == 2 ? result : result.reshape({2});
 }
 
 }  // namespace

@@ -91,7 +91,8 @@ struct NormShard {
 int norm(const NormShard& shard, Stream stream);
 // Brings every digit of an exact sum under 2^32, which leaves room for the sum over buckets and ranks.
 int carry(int64_t* words, Stream stream);
-int norm_value(const int64_t* words, double order, double* value_and_finite, Stream stream);
+// Of `count` exact sums, one after the other.
+int norm_value(const int64_t* words, int64_t count, double order, double* value_and_finite, Stream stream);
 
 // ---- update_
 struct UpdateElements {

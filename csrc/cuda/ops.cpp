@@ -137,22 +137,27 @@ void reduce_(at::Tensor& shard, at::Tensor& words, at::TensorList slices, const 
 void norm_(at::Tensor& words, const at::Tensor& shard, const at::Tensor& segments, double p,
            const std::optional<at::Tensor>& mask) {
   constexpr const char* op = "norm_";
-  check_norm(words, shard, segments, p);
+  const bool by_segment = check_norm(words, shard, segments, p);
   const KeptBits kept = check_mask(mask, shard, op);
   const OnDevice on(shard);
-  check_launch(cuda::norm({dtype_of(shard, op, "shard"), shard.const_data_ptr(), shard.numel(), segment_rows(segments),
-                           segments.size(0), p, words.mutable_data_ptr<int64_t>(), kept},
-                          on.stream()),
-               op);
+  const int64_t sums = by_segment ? segments.size(0) : 1;
+  for (int64_t i = 0; i < sums; ++i) {
+    check_launch(
+        cuda::norm({dtype_of(shard, op, "shard"), shard.const_data_ptr(), shard.numel(), segment_rows(segments) + i,
+                    by_segment ? 1 : segments.size(0), p, words.mutable_data_ptr<int64_t>() + i * kExactWords, kept},
+                   on.stream()),
+        op);
+  }
 }
 
 at::Tensor norm_value(const at::Tensor& words, double p) {
-  check_norm_value(words, p);
+  const int64_t count = check_norm_value(words, p);
   const OnDevice on(words);
-  at::Tensor result = at::empty({2}, words.options().dtype(at::kDouble));
-  check_launch(cuda::norm_value(words.const_data_ptr<int64_t>(), p, result.mutable_data_ptr<double>(), on.stream()),
-               "norm_value");
-  return result;
+  at::Tensor result = at::empty({count, 2}, words.options().dtype(at::kDouble));
+  check_launch(
+      cuda::norm_value(words.const_data_ptr<int64_t>(), count, p, result.mutable_data_ptr<double>(), on.stream()),
+      "norm_value");
+  return words.dim() == 2 ? result : result.reshape({2});
 }
 
 // Collects shards of the same types, and updates them.

@@ -187,8 +187,15 @@ TEST(norm_value_reads_what_the_words_stand_for) {
       zx::cuda::norm({DType::f32, values.at(0), 1000, &all, 1, order, words.data()}, kHost);
       const Words before = words;
       std::array<double, 2> value{-1.0, -1.0};
-      in_every_order([&] { CHECK_EQ(zx::cuda::norm_value(words.data(), order, value.data(), kHost), 0); });
+      in_every_order([&] { CHECK_EQ(zx::cuda::norm_value(words.data(), 1, order, value.data(), kHost), 0); });
       CHECK_EQ(words, before);
+      const std::array<Words, 3> several{Words{}, words, Words{}};
+      std::array<double, 6> values_of{-1.0, -1.0, -1.0, -1.0, -1.0, -1.0};
+      CHECK_EQ(zx::cuda::norm_value(several[0].data(), 3, order, values_of.data(), kHost), 0);
+      CHECK_EQ(values_of[0], 0.0);
+      CHECK_EQ(std::bit_cast<int64_t>(values_of[2]), std::bit_cast<int64_t>(value[0]));
+      CHECK_EQ(values_of[3], value[1]);
+      CHECK_EQ(values_of[5], 1.0);
       CHECK_EQ(value[1], finite ? 1.0 : 0.0);
       if (!finite) continue;
       double largest = 0.0;

@@ -85,6 +85,20 @@ def test_what_is_not_finite_is_flagged(
     assert ours[1] == 0.0
 
 
+@pytest.mark.parametrize("p", [*EXACT, *POWERS])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_each_segment_has_its_own_words(device: torch.device, seed: int, dtype: torch.dtype, p: float) -> None:
+    segments, numel = ragged_segments(random.Random(seed))
+    shard, fences = random_shard(seed, numel, dtype), Fences(device)
+    ours = fences.put(torch.zeros(len(segments), ops.EXACT_WORDS).long())
+    ops.norm_(ours, fences.put(shard), fences.put(segments), p)
+    theirs = torch.stack([words_of(shard, segments[row : row + 1], p) for row in range(len(segments))])
+    if p in EXACT:
+        assert torch.equal(ours.cpu(), theirs)
+    torch.testing.assert_close(ops.norm_value(ours, p).cpu(), ops.norm_value(theirs, p), rtol=POW_NORM_RTOL, atol=0)
+    fences.check()
+
+
 def test_padding_does_not_count(device: torch.device) -> None:
     shard = torch.full((1000,), torch.nan, device=device)
     shard[10:20] = 2.0

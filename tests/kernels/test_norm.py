@@ -93,6 +93,22 @@ def test_squares_may_overflow_while_every_element_is_finite() -> None:
     assert norm_of((huge, segments_of(1000))) == (math.inf, True)
 
 
+@pytest.mark.parametrize("p", NORMS)
+def test_each_segment_has_its_own_words(p: float) -> None:
+    """Small ones, of which a thread has several, and one of many units."""
+    starts = [0, 1, 300, 4096, 4096, 70_000]
+    segments = torch.tensor([[a, b, 0, 0, 0] for a, b in zip(starts, [*starts[1:], 300_000], strict=True)])
+    shard = random(300_000)
+    words = torch.zeros(len(segments), ops.EXACT_WORDS, dtype=torch.int64)
+    ops.norm_(words, shard, segments, p)
+    alone = torch.stack([words_of(shard, segments[row : row + 1], p) for row in range(len(segments))])
+    assert torch.equal(words, alone)
+    values = ops.norm_value(words, p)
+    assert values.shape == (len(segments), 2)
+    for value, row in zip(values, alone, strict=True):
+        assert torch.equal(value, ops.norm_value(row, p))
+
+
 def test_an_empty_shard_has_norm_0() -> None:
     for p in NORMS:
         assert norm_of((torch.empty(256), segments_of()), p=p) == (0.0, True)
