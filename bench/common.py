@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch.multiprocessing.spawn import start_processes
 from torch.utils import cpp_extension
 
-from bench.systems import DTYPES, SYSTEMS, Training
+from bench.systems import ALL_SYSTEMS, DTYPES, Training
 from zerox._ext import cuda_refusal
 
 ROOT = Path(__file__).parents[1]
@@ -93,7 +93,7 @@ OPTIONS: dict[str, Option] = {
     "ranks": {"type": int, "nargs": "+", "metavar": "N", "default": [2], "help": "world sizes"},
     "seconds": {"type": float, "default": 120.0, "help": "for all timing, about"},
     "rounds": {"type": int, "metavar": "N", "help": "samples of each"},
-    "systems": {"nargs": "+", "metavar": "WORD", "help": f"those with a word in: {'; '.join(SYSTEMS)}"},
+    "systems": {"nargs": "+", "metavar": "WORD", "help": f"those with a word in: {'; '.join(ALL_SYSTEMS)}"},
     "png": {"type": Path, "metavar": "FILE", "help": "draw them there"},
     "json": {"type": Path, "metavar": "FILE", "help": "write all numbers there"},
 }

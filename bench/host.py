@@ -4,6 +4,8 @@
 
 "step" is clip, step and zero_grad of 40 parameters of 16 elements, beside torch's AdamW without a mean over ranks, and
 as DTensors, whose 16 elements are this rank's of an axis of all ranks, beside the same number of plain ones.
+"clip" is of 1,000 gradients of 64 x 64: torch's, of plain ones without foreach and of placeholders, and the optimizer's
+own. What the call waits for other ranks is taken off.
 "operator" is one that reads no parameter, and one that reads one: the guard of sharded parameters (stage 3) sees both.
 Microseconds of a call on rank 0. The least tenth is what the host needs; medians show what else the machine did.
 """
@@ -24,6 +26,7 @@ from bench.common import Row, for_world_sizes, new_parser, on_ranks, parse
 from zerox import FusedShardedAdam
 
 COLUMNS = {"ranks": "d", "what": "<30", "of": "<16", "tenth_us": ".2f", "median_us": ".2f"}
+CLIPPED = 1000
 OPERATORS = 20  # in a sample: one takes about as long as the clock
 
 
@@ -35,6 +38,10 @@ def sampled(call: Callable[[], object], rounds: int, before: Callable[[], object
         start = time.perf_counter_ns()
         call()
         samples_us.append((time.perf_counter_ns() - start) / 1e3)
+    return summary(samples_us)
+
+
+def summary(samples_us: list[float]) -> Row:
     return {"tenth_us": statistics.quantiles(samples_us, n=10)[0], "median_us": statistics.median(samples_us)}
 
 
@@ -69,6 +76,37 @@ def small_steps(rounds: int) -> Iterator[Row]:
     yield measured("AdamW, fused", others, theirs, lambda: nn.utils.clip_grad_norm_(others, 1.0))
 
 
+def clips(rounds: int) -> Iterator[Row]:
+    def params() -> list[Tensor]:
+        return [nn.Parameter(torch.randn(64, 64)) for _ in range(CLIPPED)]
+
+    for p in (plain := params()):
+        p.grad = torch.randn(64, 64)
+    clip_plain = partial(nn.utils.clip_grad_norm_, plain, 1e9, foreach=False)
+    yield {"what": "torch's clip", "of": "plain gradients", **sampled(clip_plain, rounds)}
+    optimizer = FusedShardedAdam(ours := params())
+    settlement = optimizer.inside.grads.manager.settlement
+
+    def backward() -> None:
+        torch.autograd.backward(ours, [p.detach() for p in ours])
+        optimizer.synchronize()
+        if torch.distributed.get_world_size() > 1:
+            torch.distributed.barrier()
+
+    for name, call in (
+        ("torch's clip", partial(nn.utils.clip_grad_norm_, ours, 1e9)),
+        ("optimizer's clip", partial(optimizer.clip_grad_norm_, 1e9)),
+    ):
+        samples_us = []
+        for _ in range(rounds):
+            optimizer.zero_grad()
+            backward()
+            before, start = settlement.waited_ns, time.perf_counter_ns()
+            call()
+            samples_us.append((time.perf_counter_ns() - start - (settlement.waited_ns - before)) / 1e3)
+        yield {"what": name, "of": "placeholders", **summary(samples_us)}
+
+
 def operators(rounds: int) -> Iterator[Row]:
     vector = torch.randn(8)
 
@@ -86,9 +124,15 @@ def operators(rounds: int) -> Iterator[Row]:
         del optimizer
 
 
+def parts(rounds: int) -> Iterator[Row]:
+    yield from small_steps(rounds)
+    yield from clips(max(2, rounds // 30))
+    yield from operators(rounds)
+
+
 def time_on_ranks(rounds: int) -> list[Row]:
     world_size = torch.distributed.get_world_size()
-    return [{"ranks": world_size, **row} for part in (small_steps, operators) for row in part(rounds)]
+    return [{"ranks": world_size, **row} for row in parts(rounds)]
 
 
 make_parser = partial(new_parser, "bench.host", __doc__, "ranks", "rounds", ranks=[1, 2], rounds=1500)

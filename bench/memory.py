@@ -20,7 +20,7 @@ import torch.distributed as dist
 from bench.allocator import Allocator, build
 from bench.common import TRAINING, Row, for_world_sizes, largest, new_parser, on_ranks, parse, training_of
 from bench.step import RIVAL, names_for
-from bench.systems import SYSTEMS, System, Training, Zerox
+from bench.systems import ALL_SYSTEMS, System, Training, Zerox
 from zerox import estimate
 from zerox._C import most_room_bytes, room_bytes
 
@@ -61,7 +61,7 @@ COLUMNS |= {"estimate_mib": ">16"}
 
 def rows_at(world_size: int, training: Training, wanted: list[str] | None) -> list[Row]:
     library = build()
-    found = [on_ranks(measure, world_size, training, SYSTEMS[name], library) for name in names_for(wanted)]
+    found = [on_ranks(measure, world_size, training, ALL_SYSTEMS[name], library) for name in names_for(wanted)]
     rival = next((row["peak"] for row in found if row["system"] == RIVAL), None)
     return [{**row, "of_rival": row["peak"] / rival if rival else None} for row in found]
 

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from bench.common import TRAINING, Row, for_world_sizes, largest, new_parser, on_ranks, parse, training_of
 from bench.jobs import WrongResult
-from bench.systems import DDP, SYSTEMS, NoCommunication, System, Training, Zerox
+from bench.systems import ALL_SYSTEMS, DDP, SYSTEMS, NoCommunication, System, Training, Zerox
 from bench.timing import Timing, elapsed_ms, mark
 
 CHECKED_STEPS = 2
@@ -41,7 +41,7 @@ Sample = tuple[float, float]  # milliseconds of a step, and of what of it comes 
 
 def time_on_ranks(training: Training, names: list[str], caps_mib: list[int], seconds: float) -> list[Row]:
     """On each rank. Raises WrongResult."""
-    systems = [*(SYSTEMS[name](training) for name in names), *(Zerox(training, cap_mib) for cap_mib in caps_mib)]
+    systems = [*(ALL_SYSTEMS[name](training) for name in names), *(Zerox(training, cap_mib) for cap_mib in caps_mib)]
     check(systems, training)
     numel = sum(p.numel() for p in training.model().parameters())
     facts = {"ranks": dist.get_world_size(), "numel": numel, **asdict(training)}
@@ -130,9 +130,11 @@ def describe(training: Training) -> str:
 
 def names_for(wanted: list[str] | None) -> list[str]:
     """Systems whose name has one of the wanted words in it. SystemExit if none has."""
-    found = [name for name in SYSTEMS if not wanted or any(word.lower() in name.lower() for word in wanted)]
+    if not wanted:
+        return list(SYSTEMS)
+    found = [name for name in ALL_SYSTEMS if any(word.lower() in name.lower() for word in wanted)]
     if not found:
-        sys.exit(f"no system has one of these words in its name: {' '.join(wanted or [])}")
+        sys.exit(f"no system has one of these words in its name: {' '.join(wanted)}")
     return found
 
 

@@ -240,8 +240,8 @@ class SmallTraining(systems.Training):
     ids=step.describe,
 )
 def test_every_system_trains_alike_and_is_timed(training: systems.Training) -> None:
-    rows = on_ranks(step.time_on_ranks, 2, training, list(systems.SYSTEMS), [1], 0.0)
-    assert [row["system"] for row in rows] == [*systems.SYSTEMS, "zerox, buckets of 1 MiB"]
+    rows = on_ranks(step.time_on_ranks, 2, training, list(systems.ALL_SYSTEMS), [1], 0.0)
+    assert [row["system"] for row in rows] == [*systems.ALL_SYSTEMS, "zerox, buckets of 1 MiB"]
     [ddp] = [row for row in rows if row["system"] == systems.DDP.name]
     assert ddp["as_fast"] == 1.0
     assert all(row["samples"] >= step.LEAST_ROUNDS and row["p50_ms"] > row["update_ms"] > 0 for row in rows)
@@ -327,7 +327,19 @@ def test_a_wrong_option_ends_with_its_name(option: str, named: str, capsys: pyte
 def test_memory_is_weighed_beside_the_estimate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(common, "Training", SmallTraining)
     file = tmp_path / "new/memory.json"
-    memory.main(["--ranks", "2", "--layers=1", "--width=64", "--systems", "DDP + AdamW", "zerox", f"--json={file}"])
+    memory.main(
+        [
+            "--ranks",
+            "2",
+            "--layers=1",
+            "--width=64",
+            "--systems",
+            "DDP + AdamW",
+            "zerox, stage",
+            "hidden",
+            f"--json={file}",
+        ]
+    )
     rows = {row["system"]: row for row in json.loads(file.read_text())["rows"]}
     ours = ["zerox, stage 2", "zerox, gather hidden", "zerox, stage 1", "zerox, stage 3"]
     assert list(rows) == ["DDP + AdamW(fused)", *ours]
