@@ -35,7 +35,7 @@ def test_an_sdist_has_every_source_and_nothing_that_was_built(tmp_path: Path) ->
     sources = {path.relative_to(ROOT).as_posix() for path in ROOT.glob("csrc/**/*") if path.is_file()}
     assert sources <= packed
     scripts = {"scripts/build_cuda.py", "scripts/find_torch.py"}
-    assert {"setup.py", "pyproject.toml", *scripts, "LICENSE", "zerox/_C.pyi"} <= packed
+    assert {"setup.py", "pyproject.toml", *scripts, "LICENSE", "zerox/_C/__init__.pyi", "zerox/_C/rows.pyi"} <= packed
     assert not {name for name in packed if name.endswith((".so", "_build_info.py"))}
 
 

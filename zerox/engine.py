@@ -97,6 +97,7 @@ class Engine(ParamGroups, OneGradient, OneState):
             weakref.finalize(self, self._widened.give_back).atexit = False
             scale = GradScale(self._grads.manager, device, keeps_place=self._options.capturable)
             self._calls = GradCalls(self._grads, scale, self._buckets, self._gather.shards_params)
+            self._calls.answers.settle = weakref.WeakMethod(self._settle)
             self._update = self._made_update()
             self._share_state()
         self._adopt(members)
@@ -296,11 +297,12 @@ class Engine(ParamGroups, OneGradient, OneState):
         if self._calls.row_grads.each:
             self._calls.exchange_rows(outcome.meeting)
         self._calls.scale.forget_if_discarded()
-        self._calls.multiply_as_placeholders()
+        self._divide_by_active(outcome)
+        self._calls.writer.do_as_noted(outcome)
+        self._calls.answers.note_call(outcome.meeting)
         if not follows or outcome.meeting == Meeting.STEP:
             self._gather.elsewhere = elsewhere
             self._gather.take_in(elsewhere, values)
-        self._divide_by_active(outcome)
         return outcome
 
     def _updating(self) -> AbstractContextManager[None]:

@@ -109,6 +109,7 @@ void bind_backward(py::module_& m) {
   py::class_<Backward, std::shared_ptr<Backward>>(m, "Backward")
       .def("set_sync", &Backward::set_sync, py::arg("sync"), Release())
       .def("set_stays_inner", &Backward::set_stays_inner, py::arg("stays"), Release())
+      .def("set_before_next", &Backward::set_before_next, py::arg("call"), Release())
       .def_property_readonly("settled", py::cpp_function(&Backward::is_settled, Release()))
       .def("set_order", &Backward::set_order, py::arg("order"), Release())
       .def_property_readonly("launch_order", py::cpp_function(&Backward::order, Release()));
@@ -125,7 +126,21 @@ void bind_flights(py::module_& m) {
 
 void bind_mean_grads(py::module_& m) {
   py::enum_<Move>(m, "Move").value("REDUCE_SCATTER", Move::reduce_scatter).value("ALL_GATHER", Move::all_gather);
+  py::class_<InPlace>(m, "InPlace")
+      .def(py::init([](int64_t bucket, int64_t start, int64_t stop, std::string name,
+                       std::vector<std::optional<double>> numbers, const std::optional<at::Tensor>& factor) {
+             // A copy that Python does not know: another thread will free it.
+             return InPlace{bucket,
+                            start,
+                            stop,
+                            std::move(name),
+                            std::move(numbers),
+                            factor ? factor->detach().clone() : at::Tensor()};
+           }),
+           py::arg("bucket"), py::arg("start"), py::arg("stop"), py::arg("name"), py::arg("numbers"),
+           py::arg("factor") = std::nullopt);
   py::class_<MeanGrads>(m, "MeanGrads")
+      .def("do_in_place", &MeanGrads::do_in_place, py::arg("calls"), Release())
       .def("mark_zeroed", &MeanGrads::mark_zeroed, py::arg("bucket"), py::arg("slot"), Release())
       .def("mark_scaled", &MeanGrads::mark_scaled, Release())
       .def("scale", &MeanGrads::scale, py::arg("bucket"), py::arg("factor"), py::arg("slots"), Release())
@@ -159,6 +174,7 @@ void bind_settlement(py::module_& m) {
       .value("CLIP_TOGETHER", Meeting::clip_together)
       .value("SKIP_STEP", Meeting::skip_step)
       .value("CLIP_VALUE", Meeting::clip_value)
+      .value("GRAD_NORM", Meeting::grad_norm)
       .value("ADD_PARAM_GROUP", Meeting::add_param_group)
       .value("SAVE", Meeting::save)
       .value("FULL_STATE", Meeting::full_state)
@@ -171,6 +187,8 @@ void bind_settlement(py::module_& m) {
       .def_readonly("meeting", &Outcome::meeting)
       .def_readonly("arguments", &Outcome::arguments)
       .def_readonly("has_same_options", &Outcome::has_same_options)
+      .def_readonly("has_same_operators", &Outcome::has_same_operators)
+      .def_readonly("operators", &Outcome::operators)
       .def_readonly("followed", &Outcome::followed)
       .def_readonly("num_active", &Outcome::num_active)
       .def_readonly("speaker", &Outcome::speaker);
@@ -178,10 +196,12 @@ void bind_settlement(py::module_& m) {
   py::class_<Settlement>(m, "Settlement")
       .def(
           "settle",
-          [](Settlement& self, Meeting meeting, const Arguments& arguments, double options, int64_t adoptions,
-             std::string refusal) { return self.settle({meeting, arguments, options, adoptions, std::move(refusal)}); },
-          py::arg("meeting"), py::arg("arguments") = Arguments{}, py::arg("options") = 0.0, py::arg("adoptions") = 0,
-          py::arg("refusal") = "", Release())
+          [](Settlement& self, Meeting meeting, const Arguments& arguments, double options, double operators,
+             int64_t adoptions, std::string refusal) {
+            return self.settle({meeting, arguments, options, operators, adoptions, std::move(refusal)});
+          },
+          py::arg("meeting"), py::arg("arguments") = Arguments{}, py::arg("options") = 0.0, py::arg("operators") = 0.0,
+          py::arg("adoptions") = 0, py::arg("refusal") = "", Release())
       .def("set_remark", &Settlement::set_remark, py::arg("remark"), Release())
       .def_property_readonly("remarks", py::cpp_function(&Settlement::remarks, Release()))
       .def("set_before_backward_end", &Settlement::set_before_backward_end, py::arg("call"))

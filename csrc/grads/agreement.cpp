@@ -51,9 +51,10 @@ constexpr std::array<Number, static_cast<size_t>(Said::kCount)> kFields = {
 constexpr size_t kNumFields = kFields.size();
 constexpr size_t kNumArguments = std::tuple_size_v<Arguments>;
 
-// A message: two maxima of each field, of each argument and of the options, a sum, and the sets.
+// A message: two maxima of each field, of each argument, of the operators and of the options, a sum, and the sets.
 constexpr size_t kArgumentsStart = 2 * kNumFields;
-constexpr size_t kOptionsStart = kArgumentsStart + 2 * kNumArguments;
+constexpr size_t kOperatorsStart = kArgumentsStart + 2 * kNumArguments;
+constexpr size_t kOptionsStart = kOperatorsStart + 2;
 constexpr size_t kSum = kOptionsStart + 2;
 constexpr size_t kSetStart = kSum + 1;
 
@@ -73,7 +74,9 @@ void pack_arguments(const Statement& s, std::vector<int64_t>& packed) {
     packed.push_back(is_said ? ~bits : std::numeric_limits<int64_t>::min());
   };
   const bool is_in_call = s.call.meeting != Meeting::backward_end;
-  for (const double argument : s.call.arguments) pack(argument, is_in_call && s.call.meeting != Meeting::follow);
+  const bool leads = is_in_call && s.call.meeting != Meeting::follow;
+  for (const double argument : s.call.arguments) pack(argument, leads);
+  pack(s.call.operators, leads);
   pack(s.call.options, is_in_call);
 }
 
@@ -82,6 +85,10 @@ void unpack_arguments(const std::vector<int64_t>& packed, Verdict& verdict) {
     verdict.most_arguments[i] = std::bit_cast<double>(packed[kArgumentsStart + 2 * i]);
     verdict.least_arguments[i] = std::bit_cast<double>(~packed[kArgumentsStart + 2 * i + 1]);
   }
+  const int64_t operators = packed[kOperatorsStart];
+  const bool are_said = operators != std::numeric_limits<int64_t>::min();  // else all follow, or are in a backward
+  verdict.has_same_operators = !are_said || operators == ~packed[kOperatorsStart + 1];
+  verdict.operators = are_said ? std::bit_cast<double>(operators) : 0.0;
   verdict.has_same_options = packed[kOptionsStart] == ~packed[kOptionsStart + 1];
 }
 

@@ -79,6 +79,8 @@ struct Verdict {
   Arguments least_arguments;  // in some order, of those that don't follow
   Arguments most_arguments;
   bool has_same_options;
+  bool has_same_operators;
+  double operators;
   int64_t num_active;
   SlotSet with_grad;             // on any rank
   SlotSet placements;            // the same
@@ -97,7 +99,7 @@ class Agreement {
       : control_(control), small_(std::move(control)), trouble_(std::move(trouble)) {}
 
   // Collective: takes every rank's statement, and returns the same verdict to all. It is one all-reduce: two
-  // integers for each Said and each argument, three more, one bit per slot, or nine if it is a DTensor, and the remarks
+  // integers for each Said and each argument, five more, one bit per slot, or nine if it is a DTensor, and the remarks
   // of all ranks. Errors name what this thread is Doing.
   Verdict agree(const Statement& statement);
 

@@ -6,10 +6,12 @@
 #include <functional>
 #include <memory>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "buckets/buckets.h"
 #include "grads/agreement.h"
+#include "grads/before_next.h"
 #include "grads/flights.h"
 #include "grads/launch_order.h"
 #include "grads/mean_grads.h"
@@ -58,6 +60,8 @@ class Backward : public std::enable_shared_from_this<Backward> {
   // True: what leaves stays on the inner axis (no_sync(outer=True)). Throws after a round that did not, in this step.
   void set_stays_inner(bool stays);
   bool is_syncing() const;
+  // `call` is called once, before the next gradient is accumulated.
+  void set_before_next(std::function<void()> call) { before_next_.set(std::move(call)); }
 
   // To be called when no backward is running: see Note [Hooks follow the parameter]. Returns why what p.grad holds
   // can't be told; empty if it can.
@@ -115,6 +119,7 @@ class Backward : public std::enable_shared_from_this<Backward> {
   const Packing packing_;
   std::function<void()> on_end_;
   const bool paced_;
+  BeforeNext before_next_;  // called without the lock
   // Under buckets_->mutex.
   LaunchOrder order_;
   Pass pass_;

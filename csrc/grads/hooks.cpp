@@ -171,6 +171,7 @@ std::string Backward::restore_watches() {
 }
 
 void Backward::before_accumulate(const Bucket& bucket, Slot& slot) {
+  before_next_.call();
   const Locked lock(buckets_->mutex);
   // A thread that comes while another one accumulates finds what the other one left.
   if (slot.seen.writers++ == 0) grads_->before_accumulate(bucket, slot, lock);

@@ -1,5 +1,7 @@
 #include "grads/mean_grads.h"
 
+#include <utility>
+
 #include "check.h"
 #include "grads/local_grad.h"
 #include "grads/sharded_grads.h"
@@ -44,6 +46,12 @@ void MeanGrads::zero(bool set_to_none, int64_t rounds) {
 void MeanGrads::mark_scaled() {
   const Locked lock(buckets().mutex);
   buckets().for_each_slot([](Slot& slot, int64_t /*position*/) { slot.seen.scaled.note(slot.param.grad()); });
+}
+
+void MeanGrads::do_in_place(std::vector<InPlace> calls) {
+  flights().after_landing([buckets = context_.buckets, calls = std::move(calls)] {
+    for (const InPlace& call : calls) zx::do_in_place(buckets->at(call.bucket), call);
+  });
 }
 
 void MeanGrads::mark_zeroed(int64_t bucket, int64_t slot) {

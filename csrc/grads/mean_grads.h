@@ -21,6 +21,7 @@
 #include "exchange/exchange.h"
 #include "grads/agreement.h"
 #include "grads/flights.h"
+#include "grads/in_place.h"
 
 namespace zx {
 
@@ -102,6 +103,8 @@ class MeanGrads {
   // Multiplies p.grad by a scalar, where it holds the mean: of these slots, or of all.
   using Slots = std::optional<std::vector<int64_t>>;
   virtual void scale(int64_t /*bucket*/, const at::Tensor& /*factor*/, const Slots& /*slots*/) {}
+  // Does these to landed shards, once all flights launched so far have landed, and before any later one does.
+  void do_in_place(std::vector<InPlace> calls);
   // To be called when the landed shard was written.
   void forget_words(int64_t bucket) {
     Landed& landed = buckets().at(bucket).landed;

@@ -24,15 +24,16 @@ enum class Meeting : int64_t {
   clip_together = 7,
   skip_step = 8,
   clip_value = 9,
+  grad_norm = 10,
   // Those that can't be followed.
-  add_param_group = 10,
-  save = 11,
-  full_state = 12,
-  broadcast_buffers = 13,
-  full_grad = 14,
-  masks = 15,
+  add_param_group = 11,
+  save = 12,
+  full_state = 13,
+  broadcast_buffers = 14,
+  full_grad = 15,
+  masks = 16,
 };
-constexpr int64_t kLastFollowed = static_cast<int64_t>(Meeting::clip_value);
+constexpr int64_t kLastFollowed = static_cast<int64_t>(Meeting::grad_norm);
 
 // The call that leads to a meeting, for errors. Where several do, Doing has the one that the user made.
 const char* name_of(Meeting meeting);
@@ -45,6 +46,7 @@ struct Call {
   Meeting meeting;
   Arguments arguments{};
   double options = 0;     // a digest of the param groups' options, for step(); a follower says it everywhere
+  double operators = 0;   // a digest of what was done in place to gradients that had left
   int64_t adoptions = 0;  // parameters that became trainable
   std::string refusal{};  // why this rank can't go on; empty if it can
 };
@@ -55,9 +57,11 @@ struct Outcome {
   Meeting meeting;  // of the ranks that don't follow; Meeting::follow if all do
   Arguments arguments;
   bool has_same_options;
-  bool followed;       // some rank follows
-  int64_t num_active;  // ranks that don't follow, or had a gradient in this step before they did
-  int64_t speaker;     // one that doesn't follow
+  bool has_same_operators;  // those that don't follow
+  double operators;         // theirs, if they are the same
+  bool followed;            // some rank follows
+  int64_t num_active;       // ranks that don't follow, or had a gradient in this step before they did
+  int64_t speaker;          // one that doesn't follow
 };
 
 }  // namespace zx

@@ -12,8 +12,11 @@ namespace {
 
 constexpr const char* kUneven = ". If ranks have unequal numbers of batches, put their loops inside optimizer.join()";
 
-// Whether a training loop makes the call for each batch.
-constexpr bool is_per_batch(int64_t meeting) { return meeting <= kLastFollowed; }
+// Whether a training loop makes the call for each batch, so that ranks with other numbers of batches may differ. What
+// p.grad is asked is rather asked on one rank alone.
+constexpr bool is_per_batch(int64_t meeting) {
+  return meeting <= kLastFollowed && meeting != static_cast<int64_t>(Meeting::grad_norm);
+}
 
 // Ranks at the same meeting must have passed the same: the same bits, since NaN stands for what the host does not know.
 void check_arguments(const Verdict& verdict) {
@@ -196,6 +199,8 @@ Outcome Settlement::settle(const Call& call) {
                   .meeting = meeting,
                   .arguments = verdict.most_arguments,
                   .has_same_options = verdict.has_same_options,
+                  .has_same_operators = verdict.has_same_operators,
+                  .operators = verdict.operators,
                   .followed = verdict[Said::meeting].least == static_cast<int64_t>(Meeting::follow),
                   .num_active = verdict.num_active,
                   .speaker = verdict[Said::active].least_rank};

@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor, Shard
 import zerox
 from tests.bucket_manager.rig import same_bits
 from tests.gpu.chain import MIB, Scales, batch_of, cpu_copies
+from tests.gpu.on_gradients import with_operators_on_grads, with_torchs_scaler
 from tests.ranks import run_ranks
 from zerox import FusedShardedAdam, FusedShardedLion, FusedShardedSGD, ShardedOptimizer, Sparsity
 
@@ -54,6 +55,10 @@ class Training:
         named = list(self.model.named_parameters()) if params is None else params
         self.optimizer = FusedShardedAdam(named, lr=1e-2, **{"bucket_cap_mb": CAP_MB, **options})
         return self.optimizer
+
+    def loss(self, step: int) -> Tensor:
+        x = batch_of(self.rank, step, NUMEL).to(self.device).view(SHAPE)
+        return self.model(x).square().sum()
 
     def backward(self, step: int, micro: int = 0) -> None:
         x = batch_of(self.rank, 10 * step + micro, NUMEL, self.dtype).to(self.device).view(SHAPE)
@@ -245,8 +250,7 @@ def with_a_scaler(training: Training, stage: int) -> None:
     training.adam(stage=stage)
     scaler = zerox.GradScaler(training.device.type, init_scale=2.0**16, growth_interval=2)
     for step in range(STEPS):
-        x = batch_of(training.rank, step, NUMEL).to(training.device).view(SHAPE)
-        loss = training.model(x).square().sum()
+        loss = training.loss(step)
         scaler.scale(loss * (float("inf") if step == 2 and training.rank == 1 else 1.0)).backward()
         scaler.unscale_(training.optimizer)
         training.optimizer.clip_grad_norm_(0.05)
@@ -293,6 +297,9 @@ def cases() -> Iterator[tuple[str, Case]]:
         yield "a state dict", (2, across_a_state_dict, (stage,), torch.float32)
         yield "values written", (2, with_values_written, (stage,), torch.float32)
         yield "a scaler", (2, with_a_scaler, (stage,), torch.float32)
+        yield "torch's scaler", (2, with_torchs_scaler, (stage,), torch.float32)
+        yield "operators on gradients", (2, with_operators_on_grads, (stage,), torch.float32)
+        yield "operators on gradients of bf16", (2, with_operators_on_grads, (stage,), BF16)
         if stage != 3:
             yield "DTensors", (2, with_dtensors, (stage,), torch.float32)
             yield "hidden gathers", (2, with_hidden_gathers, (stage,), torch.float32)

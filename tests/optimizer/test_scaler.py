@@ -177,13 +177,18 @@ def test_a_step_without_gradients_does_nothing() -> None:
     assert torch.equal(param, torch.ones(4))
 
 
-def test_torch_s_scaler_on_sharded_gradients_names_ours() -> None:
-    param = nn.Parameter(torch.ones(4))
-    optimizer = FusedShardedAdam([param])
-    scaler = make_scaler(torch.amp.GradScaler)
-    scaler.scale(param.sum()).backward()
-    with pytest.raises(RuntimeError, match=r"zerox\.GradScaler"):
-        scaler.step(optimizer)
+def test_torch_s_scaler_on_sharded_gradients_does_as_ours() -> None:
+    params = [nn.Parameter(torch.ones(4)) for _ in range(2)]
+    for param, make in zip(params, (torch.amp.GradScaler, GradScaler), strict=True):
+        optimizer = FusedShardedAdam([param])
+        scaler = make_scaler(make)
+        for factor in (1.0, math.inf, 0.5):
+            scaler.scale((param * param).sum() * factor).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+    assert torch.equal(*params)
+    assert not torch.equal(params[0], torch.ones(4))
 
 
 def discards(rank: int, world_size: int, stage: int, set_to_none: str) -> list[Tensor]:

@@ -129,6 +129,19 @@ def test_a_product_with_placeholders_beside_tables_is_refused() -> None:
     run_ranks(multiplied, 2)
 
 
+def asked(rank: int, size: int) -> None:
+    model = Model()
+    _optimizer = build(model)
+    backward(model, rank, 0)
+    dense = next(param for param in model.parameters() if param.grad is not None and not param.grad.is_sparse)
+    with pytest.raises(RuntimeError, match=r"norm\(\) of p\.grad does not go with sparse=True.*clip_grad_norm_\(\)"):
+        dense.grad.norm()  # type: ignore[union-attr]
+
+
+def test_a_norm_of_a_placeholder_beside_tables_is_refused() -> None:
+    run_ranks(asked, 2)
+
+
 def disagreeing(rank: int, size: int) -> None:
     options = {"sparse": True} if rank == 0 else {}
     with pytest.raises(ValueError, match="param group 0 with sparse"):

@@ -56,13 +56,6 @@ class Asked:
         found = [part.segments[rows[0] : rows[-1] + 1] for rows in runs]
         return torch.cat(found) if len(found) > 1 else found[0] if found else part.segments[:0]
 
-    def values(self, bucket: int, part: GradPart) -> list[Tensor]:
-        """Views of the part's elements that are meant."""
-        own = self.buckets[bucket].own_segments[part.first_row : part.first_row + part.segments.shape[0]]
-        meant = None if self.slots is None else self.slots.get(bucket, frozenset())
-        spans = [segment.span for segment in own if meant is None or segment.slot in meant]
-        return [part.grad[span.start - part.start : span.stop - part.start] for span in spans]
-
 
 def asked_for(buckets: Sequence[Bucket], params: Tensor | Iterable[Tensor] | None) -> Asked:
     """Raises ValueError for a tensor that is in no bucket."""

@@ -7,25 +7,38 @@ others can do the same: see join.py. What the follower can't know comes with the
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from zerox import _C as C
 from zerox._C import Combine, Meeting, Outcome, RowChange
 from zerox.flow.asked import Asked, asked_by_number
+from zerox.flow.grad_answers import GradAnswers
+from zerox.flow.grad_operators import ALL
 from zerox.flow.grad_scale import Divisor, GradScale, Norm
 from zerox.flow.grads import Grads
 from zerox.flow.norm import check_finite, clip_coefficient, norm_of, total_words
 from zerox.flow.row_refusals import zero_grads
 from zerox.flow.rows import Rows
+from zerox.flow.shard_writer import ShardWriter
 from zerox.memory.bucket import Bucket, Member
 from zerox.memory.row_table import StoredAs
 from zerox.rules.of_groups import Rules
 
-READ_THE_MEAN = (Meeting.STEP, Meeting.CLIP, Meeting.CLIP_TOGETHER, Meeting.UNSCALE, Meeting.FULL_GRAD)
+READ_THE_MEAN = (
+    Meeting.STEP,
+    Meeting.CLIP,
+    Meeting.CLIP_TOGETHER,
+    Meeting.UNSCALE,
+    Meeting.GRAD_NORM,
+    Meeting.FULL_GRAD,
+)
 # Where rows of tables are exchanged: what is multiplied must be there.
 NEED_ROWS = (*READ_THE_MEAN, Meeting.MEAN_OVER, Meeting.SCALE_GRADS, Meeting.CLIP_VALUE, Meeting.SYNCHRONIZE)
 ERROR_IF_NONFINITE = 1  # in the last argument of a clip; the rest of it is twice Asked.number
@@ -51,6 +64,12 @@ class GradCalls:
         self.buckets = buckets
         self.record = Record()
         self.row_grads = Rows(grads.ranks, grads.model, shows_mean=not grads.sharded, shards_tables=shards_params)
+        self.writer = ShardWriter(grads, grad_scale, buckets)
+        self.answers = GradAnswers(grads, grad_scale, buckets, self.row_grads)
+        if grads.operators is not None:
+            to_answers = grads.operators.to_answers = weakref.ref(self.answers)
+            watch = partial(_before_next, weakref.ref(grads.manager), weakref.ref(self.writer), to_answers)
+            grads.operators.notes.on_first = self.answers.watch = watch
 
     # ---- before ranks meet
 
@@ -66,12 +85,17 @@ class GradCalls:
         return ""
 
     def refusal_to_multiply(self) -> str:
-        """The same of what was done to placeholders in p.grad: see multiplied.py."""
-        if self.grads.multiplied is None or not self.grads.multiplied.is_noted:
+        """The same of what was done to placeholders in p.grad: see grad_operators.py."""
+        operators = self.grads.operators
+        if operators is None or not (chains := operators.chains()):
             return ""
+        call = f"p.grad.{next(iter(chains.values()))[0].name}()"
         if self.row_grads.each:
-            return "p.grad.mul_() does not go with sparse=True in a param group: call scale_grads_()"
-        return self.refusal("p.grad.mul_()")
+            return f"{call} does not go with sparse=True in a param group: call scale_grads_()"
+        if ALL not in chains and (self.grads.teams.are_many or self.grads.partial.buckets):
+            which = "DTensors" if self.grads.partial.buckets else "a param group's process_group"
+            return f"{call} does not go with {which}, but for one factor for all: call scale_grads_()"
+        return self.refusal(call)
 
     def refusal_to_go_on(self, meeting: Meeting) -> str:
         return self.refusal_to_multiply() or self.row_grads.elsewhere() or self.pack_rows(meeting)
@@ -109,6 +133,7 @@ class GradCalls:
     def zero(self, frozen: Sequence[Member], set_to_none: bool) -> None:
         """Of zero_grad(), what is not in buckets. ``frozen``: parameters that have no gradient of ours."""
         self.scale.reset()
+        self.answers.forget()
         if frozen or self.row_grads.each:
             zero_grads([*frozen, *(table.member for table in self.row_grads.tables)], set_to_none)
             self.row_grads.flow.forget()
@@ -172,13 +197,12 @@ class GradCalls:
         if asked.has_all:
             self.scale.multiply(coefficient)
             return
-        for index in range(len(self.buckets)):
-            if not self.grads.sharded:
-                self.grads.manager.grads.scale(index, coefficient, asked.slots_of(index))
-            elif asked.slots_of(index):
-                for values in [each for part in self.grads.parts(index) for each in asked.values(index, part)]:
-                    values.mul_(coefficient)
-                self.grads.forget_words(index)
+        slots = {index: found for index in range(len(self.buckets)) if (found := asked.slots_of(index))}
+        if self.grads.sharded:
+            self.writer.multiply(slots, coefficient)
+        else:
+            for index, of_bucket in slots.items():
+                self.grads.manager.grads.scale(index, coefficient, of_bucket)
         self.scale.mark()
 
     def mean_over(self, outcome: Outcome, count: float | Tensor = 0) -> None:
@@ -198,12 +222,6 @@ class GradCalls:
             divided_by = self.scale.requested.num_active
         factor = divided_by / (total + (total == 0)) * (total != 0)
         return factor + 0.0 * total.sqrt()  # NaN for a negative total, which the host has not seen
-
-    def multiply_as_placeholders(self) -> None:
-        factor = 1.0 if self.grads.multiplied is None else self.grads.multiplied.take()
-        if factor != 1.0:
-            value = torch.full((), factor, dtype=torch.float64, device=self.grads.ranks.device)
-            self._multiply(dict.fromkeys(self.scale.values, value))
 
     def multiply(self, outcome: Outcome, factor: Tensor | None = None) -> None:
         """By ``factor``; None: by the number that ranks told each other, or the speaker's."""
@@ -229,7 +247,7 @@ class GradCalls:
         still_holds = norm is not None and norm.num_added == self.grads.manager.settlement.num_added
         self.record.norm = norm.value if norm is not None and still_holds else None
         self.record.num_steps += 1
-        self.scale.reset()
+        self.scale.end_step()
 
     def note_norm(self, total: Tensor, p: float) -> None:
         if p == 2.0:
@@ -283,6 +301,21 @@ class GradCalls:
             return Asked(self.buckets)
         said = self.grads.ranks.all_gather_text("" if asked is None else " ".join(map(str, asked.numbers)))
         return asked_by_number(self.buckets, map(int, said[outcome.speaker].split()))
+
+
+def _before_next(
+    to_manager: weakref.ref[C.BucketManager], to_writer: weakref.ref[ShardWriter], to_answers: weakref.ref[GradAnswers]
+) -> None:
+    """Before the next backward adds to gradients. Placeholders call this, which may outlive all of it."""
+
+    def call() -> None:
+        writer, answers = to_writer(), to_answers()
+        if writer is not None and answers is not None:
+            writer.fold()
+            answers.forget()
+
+    if (manager := to_manager()) is not None:
+        manager.backward.set_before_next(call)
 
 
 def order_of(norm_type: float) -> float:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -31,6 +31,16 @@ class Requested:
     limit: float | None = None  # clip_grad_value_()'s
     num_active: int | None = None  # ranks by whose number means were divided again: see Engine.join()
     norm: Norm | None = None  # the last one over all elements
+    by_operators: bool = False  # p.grad.mul_() and its like left a factor
+
+
+@dataclass(frozen=True, eq=False)
+class Applied:
+    """What the last step() multiplied by, for the gradients that are still there."""
+
+    values: dict[Divisor, Tensor | None]
+    num_added: int
+    by_operators: bool
 
 
 class GradScale:
@@ -52,6 +62,7 @@ class GradScale:
         self.rows_landed = False  # whether tables have gradients: zerox/flow/rows.py
         self.holds_rows = False  # and had some when a scalar was set
         self.requested = Requested()
+        self.applied: Applied | None = None
 
     def add_bucket(self, divisor: Divisor) -> None:
         self.divisors.append(divisor)
@@ -80,6 +91,13 @@ class GradScale:
             else:
                 self.values[divisor] = coefficient.double() * value
         self.mark()
+
+    def leave_factor(self, factor: Tensor) -> None:
+        """For all, by operators on p.grad: unlike after multiply(), more gradients may be added (ShardWriter.fold)."""
+        for divisor, value in self.values.items():
+            self.values[divisor] = factor if value is None else factor * value
+        self.manager.grads.mark_scaled()
+        self.requested.by_operators = True
 
     def multiply_in_grads(self, coefficients: Mapping[Divisor, Tensor]) -> None:
         """Where ``p.grad`` is the whole mean: at once."""
@@ -115,7 +133,8 @@ class GradScale:
 
     def forget_if_discarded(self) -> None:
         """Resets if the scaled gradients are all gone (model.zero_grad()): others are not scaled."""
-        if self.num_added is not None and not (self.manager.settlement.holds_scaled or self.holds_rows):
+        is_set = self.num_added is not None or self.requested.by_operators
+        if is_set and not (self.manager.settlement.holds_scaled or self.holds_rows):
             self.reset()
 
     def check(self) -> None:
@@ -155,6 +174,26 @@ class GradScale:
                 self.values[divisor] = None
         self.num_added, self.holds_rows = None, False
         self.requested = Requested()
+        self.applied = None
+
+    def end_step(self) -> None:
+        """Gradients stay, as they were updated from."""
+        of_step = Applied(dict(self.values), self.manager.settlement.num_added, self.requested.by_operators)
+        has_any = not self.keeps_place and any(value is not None for value in self.values.values())
+        self.reset()
+        self.applied = of_step if has_any else None
+
+    def factors(self, sizes: Sequence[int]) -> Tensor | None:
+        """By what each gradient is, or was, multiplied: a scalar, or one for each; None: 1. ``sizes``: buckets'."""
+        values: Mapping[Divisor, Tensor | None] = self.values
+        if self.applied is not None and self.applied.num_added == self.manager.settlement.num_added:
+            values = self.applied.values
+        found = {divisor: values[divisor] for divisor in self.divisors}
+        if len(found) == 1 or not any(value is not None for value in found.values()):
+            return next(iter(found.values()), None)
+        one = torch.ones((), dtype=torch.float64, device=self.device)
+        known = {divisor: one if value is None else value for divisor, value in found.items()}
+        return torch.cat([known[divisor].expand(size) for divisor, size in zip(self.divisors, sizes, strict=True)])
 
     def mark(self) -> None:
         """To be called when gradients were scaled: those that come later would not be."""

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from zerox import _C as C
-from zerox.flow.multiplied import WAY_OUT, Multiplied
+from zerox.flow.grad_operators import FINITE, GradOperators
 from zerox.flow.other_reducers import find_reduced
 from zerox.flow.partial_grads import PartialGrads
 from zerox.flow.placeholder import ShardedGrad
@@ -64,11 +64,16 @@ class Grads:
         self.teams = Teams(ranks, self.manager)
         self.partial = PartialGrads(self.manager, self.model, lasts=self.sharded)
         # Not with CUDA graphs: a replay of step() would not ask.
-        self.multiplied = None if keeps_shards else Multiplied(self.manager)
+        self.operators = GradOperators() if self.sharded and not keeps_shards else None
 
     @property
     def ranks(self) -> Ranks:
         return self.teams.ranks
+
+    @property
+    def placeholders(self) -> list[ShardedGrad]:
+        """Of all buckets, if they are more than that."""
+        return [] if self.operators is None else self.operators.placeholders
 
     def wire_dtype(self, bucket: Bucket) -> torch.dtype:
         return self.reduce_dtype or bucket.buffer.flat.dtype
@@ -85,8 +90,8 @@ class Grads:
                 ShardedGrad(member.param, member.name, partial(_mark_zeroed, to_manager, index, slot), is_sent)
                 for slot, member in enumerate(bucket.members)
             ]
-            if self.multiplied is not None:
-                self.multiplied.add(placeholders)
+            if self.operators is not None:
+                self.operators.add(placeholders)
         made = self.manager.add_bucket(
             names=[member.name for member in bucket.members],
             params=[member.param for member in bucket.members],
@@ -131,22 +136,17 @@ class Grads:
         """Collective. Waits until everything launched has landed on all ranks, unless a rank has to adopt first.
 
         RuntimeError on all ranks if they ran different numbers of backwards, one of them raised, or one passes a
-        ``refusal`` (why it can't go on); on those that wait, naming buckets and parameters, if a rank died or stalls
-        past the group's timeout.
+        ``refusal`` (why it can't go on), or if they did different things to gradients that had left; on those that
+        wait, naming buckets and parameters, if a rank died or stalls past the group's timeout.
         """
         padded = [*arguments, *[0.0] * (C.NUM_ARGUMENTS - len(arguments))]
-        factor, why = (1.0, "") if self.multiplied is None else self.multiplied.common()
-        if factor != 1.0 and options:
-            why = "p.grad, whose gradient had left, was multiplied inside join(): call scale_grads_()"
+        done = 0.0 if self.operators is None else self.operators.tell(_asks_each(meeting, arguments))
         with naming(lambda: named_of(self.buckets)):
-            outcome = self.manager.settlement.settle(meeting, padded, options or factor, adoptions, refusal or why)
-        if not options and not outcome.has_same_options:
-            raise RuntimeError(
-                f"zerox: ranks multiplied p.grad by other numbers, this one by {factor:g}: {WAY_OUT}. Then call "
-                "zero_grad()"
-            )
-        if self.multiplied is not None:
-            self.multiplied.agreed = factor
+            outcome = self.manager.settlement.settle(meeting, padded, options, done, adoptions, refusal)
+        if not outcome.has_same_operators:
+            assert self.operators is not None
+            asks_each = _asks_each(outcome.meeting, outcome.arguments)
+            self.operators.refuse(self.ranks, follows=meeting is C.Meeting.FOLLOW, with_set=asks_each)
         return outcome
 
     def shard(self, index: int) -> Tensor | None:
@@ -220,8 +220,8 @@ class Grads:
             self.ranks.all_reduce(values, dist.ReduceOp.SUM if combine == C.Combine.SUM else dist.ReduceOp.MAX)
 
     def zero(self, set_to_none: bool) -> None:
-        if self.multiplied is not None:
-            self.multiplied.forget()
+        if self.operators is not None:
+            self.operators.forget()
         self.manager.settlement.zero(set_to_none)
 
     def inner_sync(self, joins: bool) -> AbstractContextManager[None]:
@@ -251,6 +251,11 @@ class Grads:
         finally:
             self.no_sync_depth -= 1
             self.manager.backward.set_sync(self.no_sync_depth == 0)
+
+
+def _asks_each(meeting: C.Meeting, arguments: Sequence[float]) -> bool:
+    """Whether the answer is one for each gradient: see grad_answers.py."""
+    return meeting == C.Meeting.GRAD_NORM and arguments[0] != FINITE
 
 
 def _less_padding(part: tuple[int, int, Tensor]) -> tuple[int, int, int, Tensor] | None:

@@ -217,7 +217,7 @@ class MeanGradient(Joinable):
 
     def _divide_by_active(self, outcome: Outcome) -> None:
         """Means over all ranks that were not called for otherwise."""
-        if self._joining == ACTIVE and outcome.meeting not in ASK_NOTHING:
+        if self._joining == ACTIVE and (outcome.operators or outcome.meeting not in ASK_NOTHING):
             self._calls.divide_by_active(outcome)
 
     def _take_part(self, outcome: Outcome) -> None:
@@ -230,6 +230,7 @@ class MeanGradient(Joinable):
             Meeting.SCALE_GRADS: self._calls.multiply,
             Meeting.UNSCALE: self._calls.unscale,
             Meeting.SKIP_STEP: self._calls.skip,
+            Meeting.GRAD_NORM: self._calls.answers.take_part,
         }
         if outcome.meeting in parts:  # else there is nothing to do but to meet
             parts[outcome.meeting](outcome)

@@ -72,6 +72,7 @@ class OneGradient(MeanGradient):
                 "reaches the parameter"
             )
         self._put_gradient(one, given, same_values(now, given))
+        self._calls.answers.forget()
 
     # ---- inside
 

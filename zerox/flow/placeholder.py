@@ -2,36 +2,81 @@
 
 from __future__ import annotations
 
-import math
 import weakref
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
 
+from zerox.flow.compiled_regions import untraced
 from zerox.memory.grad_dtype import grad_dtype_of
 from zerox.model_names import quoted
 
 
-class ShardedGrad(Tensor):
+class Notes(Protocol):
+    """See grad_operators.py."""
+
+    count: int
+
+    def repeat(self, grad: ShardedGrad, name: str, number: object) -> bool: ...
+    def note(self, grad: ShardedGrad, name: str, numbers: Sequence[float | Tensor | None]) -> None: ...
+
+
+class Answers(Protocol):
+    """See grad_answers.py."""
+
+    def norm(self, grad: ShardedGrad, what: str, p: float, dtype: torch.dtype | None = None) -> Tensor: ...
+    def is_finite(self, grad: ShardedGrad, what: str) -> Tensor: ...
+    def has_nan(self, grad: ShardedGrad, what: str) -> Tensor: ...
+    def unscale(self, grads: Sequence[ShardedGrad], found_inf: Tensor, inverse_scale: Tensor) -> None: ...
+
+
+class Unreadable(Tensor):
+    """A tensor without values: reads of them without an operator raise."""
+
+    @property
+    def source(self) -> ShardedGrad:
+        """The gradient that it is about."""
+        raise NotImplementedError
+
+    def numpy(self, *, force: bool = False) -> Any:
+        raise no_values(self.source, "numpy()")
+
+    def tolist(self) -> Any:
+        raise no_values(self.source, "tolist()")
+
+    def __array__(self, *_: Any, **__: Any) -> Any:
+        raise no_values(self.source, "an array")
+
+    def __dlpack__(self, *_: Any, **__: Any) -> Any:
+        raise no_values(self.source, "DLPack")
+
+
+class ShardedGrad(Unreadable):
     """A gradient without storage: shape and device of the parameter, dtype of its gradients, and no values to read.
 
-    It keeps the meaning of ``p.grad is None``, and both forms of ``zero_grad`` work on it. It takes ``mul_`` and
-    ``div_`` by a number: see multiplied.py. Everything else that would read or write values raises RuntimeError, so
-    that ``torch.nn.utils.clip_grad_norm_`` can't find a norm of 0 in it.
+    It keeps the meaning of ``p.grad is None``, and both forms of ``zero_grad`` work on it. It answers what all ranks
+    ask of it (norms, whether it is finite: grad_answers.py), and takes in-place operators with numbers (mul_, clamp_:
+    grad_operators.py), so that torch's clips and scaler work on it. Everything else that would read or write values
+    raises RuntimeError.
 
     A module moves ``p.grad`` along with its parameters (``.to()``, ``.half()``): torch makes a copy and gives the
     placeholder its dtype and device, so that it stays the same object. Where a copy itself becomes some ``p.grad``, on
     another kind of device or by deepcopy(), it stands for no gradient there: no optimizer takes it.
     """
 
-    _name: str
+    handlers: ClassVar[dict[int, Callable[[Any, Any], Any]]] = {}  # of operators: placeholder_operators.py
+
+    param_name: str
     _to_param: weakref.ref[Tensor]
     _on_zero: Callable[[], None] | None  # None: this is a copy
     is_sent: bool  # to other ranks: one rank alone keeps its gradients
-    factor: float
-    on_multiply: Callable[[], None] | None
+    number: int  # among all of the optimizer
+    notes: Notes | None
+    done: tuple[Any, ...]  # operators
+    to_answers: Callable[[], Answers | None]
+    answered: int  # when its answers were computed, by the answers' count; -1: it was changed since
 
     @staticmethod
     def __new__(cls, param: Tensor, name: str, on_zero: Callable[[], None], is_sent: bool = True) -> ShardedGrad:
@@ -44,12 +89,15 @@ class ShardedGrad(Tensor):
     def _note(
         self, name: str, to_param: weakref.ref[Tensor], on_zero: Callable[[], None] | None, is_sent: bool
     ) -> None:
-        self._name = name
+        self.param_name = name
         self._to_param = to_param
         self._on_zero = on_zero
         self.is_sent = is_sent
-        self.factor = 1.0
-        self.on_multiply = None
+        self.number = -1
+        self.notes = None
+        self.done = ()
+        self.to_answers = _nobody
+        self.answered = -1
 
     def copy(
         self,
@@ -65,11 +113,15 @@ class ShardedGrad(Tensor):
         made = Tensor._make_wrapper_subclass(
             type(self), self.shape, strides, dtype=there.dtype, device=there.device, layout=self.layout
         )
-        made._note(self._name, self._to_param, None, self.is_sent)
+        made._note(self.param_name, self._to_param, None, self.is_sent)
         return made
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardedGrad:
         return memo.setdefault(id(self), self.copy())
+
+    @property
+    def source(self) -> ShardedGrad:
+        return self
 
     @property
     def is_set(self) -> bool:
@@ -78,76 +130,30 @@ class ShardedGrad(Tensor):
 
     @property
     def quoted(self) -> str:
-        return quoted(self._name, self._to_param())
-
-    def note_factor(self, factor: float) -> None:
-        assert self.on_multiply is not None
-        self.on_multiply()
-        self.factor *= factor
+        return quoted(self.param_name, self._to_param())
 
     def __repr__(self) -> str:  # type: ignore[override]
-        return f"ShardedGrad({self._name}, shape={tuple(self.shape)}, dtype={self.dtype})"
+        return f"ShardedGrad({self.param_name}, shape={tuple(self.shape)}, dtype={self.dtype})"
 
     def share_memory_(self) -> ShardedGrad:
         """Does nothing: it has no memory. model.share_memory() calls this for every gradient."""
         return self
 
     @classmethod
+    @untraced
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        if func in COPIES:
-            return args[0].copy(**kwargs or {})
-        if func is aten.zero_.default and args[0]._on_zero is not None:
-            args[0].factor = 1.0
-            args[0]._on_zero()
-            return args[0]
-        if func is aten._foreach_zero_.default:
-            for grad in args[0]:
-                grad.zero_()
-            return None
-        if func is aten.detach.default:
-            return args[0]
-        if _multiplies(func, args):
-            several = isinstance(args[0], list)
-            for grad in args[0] if several else args[:1]:
-                grad.note_factor(args[1] if func in TIMES else 1.0 / args[1])
-            return None if several else args[0]
-        raise _no_values(next((x for x in _tensors(args) if isinstance(x, ShardedGrad)), None), func)
-
-    # ---- reads of values without an operator
-
-    def numpy(self, *, force: bool = False) -> Any:
-        raise _no_values(self, "numpy()")
-
-    def tolist(self) -> Any:
-        raise _no_values(self, "tolist()")
-
-    def __array__(self, *_: Any, **__: Any) -> Any:
-        raise _no_values(self, "an array")
-
-    def __dlpack__(self, *_: Any, **__: Any) -> Any:
-        raise _no_values(self, "DLPack")
+        handle = cls.handlers.get(id(func))  # its own hash is a call of Python
+        result = NotImplemented if handle is None else handle(args, kwargs or {})
+        if result is not NotImplemented:
+            return result
+        raise no_values(next((x for x in _tensors(args) if isinstance(x, ShardedGrad)), None), func)
 
 
-aten = torch.ops.aten
-COPIES = (aten._to_copy.default, aten.empty_like.default)  # which Module.to() and .to_empty() call for each p.grad
-TIMES = (aten.mul_.Tensor, aten.mul_.Scalar, aten._foreach_mul_.Scalar)
-OVER = (aten.div_.Tensor, aten.div_.Scalar, aten._foreach_div_.Scalar)
+def _nobody() -> None:
+    return None
 
 
-def is_number(value: Any) -> bool:
-    """That a product can be divided by again."""
-    return isinstance(value, int | float) and value != 0 and math.isfinite(value)
-
-
-def _multiplies(func: Any, args: Any) -> bool:
-    """Whether it multiplies placeholders, and nothing else, by a number."""
-    if func not in (*TIMES, *OVER) or not is_number(args[1]):
-        return False
-    grads = args[0] if isinstance(args[0], list) else args[:1]
-    return all(isinstance(each, ShardedGrad) and each.on_multiply is not None for each in grads)
-
-
-def _no_values(grad: ShardedGrad | None, what: Any) -> RuntimeError:
+def no_values(grad: ShardedGrad | None, what: Any) -> RuntimeError:
     name = "'?'" if grad is None else grad.quoted
     where = "was sent to the ranks that own it" if grad is None or grad.is_sent else "is kept by the optimizer"
     is_copy = grad is not None and grad._on_zero is None
@@ -157,9 +163,9 @@ def _no_values(grad: ShardedGrad | None, what: Any) -> RuntimeError:
     )
     return RuntimeError(
         f"zerox: the gradient of parameter {name} {where}, {what_it_is} and {what} needs values. Use "
-        "optimizer.clip_grad_norm_() to clip or to get the norm, clip_grad_value_() to cut elements, zerox.GradScaler "
-        "to unscale, scale_grads_() to multiply, or build the optimizer with stage=1 to keep whole gradients in p.grad"
-        + of_copies
+        "optimizer.full_grad() for the values, optimizer.clip_grad_norm_() to clip or to get the norm, "
+        "clip_grad_value_() to cut elements, scale_grads_() to multiply, or build the optimizer with stage=1 to keep "
+        "whole gradients in p.grad" + of_copies
     )
 
 

@@ -20,6 +20,7 @@ from zerox.plan.buckets import BucketPlan
 from zerox.plan.cut import Cut
 from zerox.plan.form import BLOCK_NUMEL
 from zerox.plan.layout import Layout, Segment
+from zerox.plan.span import Span
 from zerox.ranks.dtensors import cut_of, cuts_of, is_dtensor, local_of
 from zerox.rules.rule import MASK, MASTER, MASTERS, STEP, Rule, StateSpec
 
@@ -176,6 +177,11 @@ class Bucket:
         for spec in specs:
             self.keep(spec)
         self.keep_numbers()
+
+    @cached_property
+    def own_spans(self) -> dict[int, Span]:
+        """Where each slot's elements lie in this rank's shard, for those that have some."""
+        return {each.slot: each.span for each in self.own_segments}
 
     @cached_property
     def grad_dtype(self) -> torch.dtype:

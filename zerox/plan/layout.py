@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from zerox.plan.span import SHARD_ALIGN, Span, align_up
 
@@ -73,6 +74,13 @@ class Layout:
     @property
     def padding(self) -> int:
         return self.numel - sum(self.numels)
+
+    @cached_property
+    def cut_slots(self) -> tuple[int, ...]:
+        """Those that several shards have parts of."""
+        spans = [self.span(slot) for slot in range(len(self.numels))]
+        ends = [(span.start // self.shard_numel, (span.stop - 1) // self.shard_numel) for span in spans]
+        return tuple(slot for slot, (first, last) in enumerate(ends) if first < last)
 
     def span(self, slot: int) -> Span:
         return Span(self.offsets[slot], self.offsets[slot] + self.numels[slot])

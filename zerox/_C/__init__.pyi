@@ -1,4 +1,6 @@
-"""The extension's types, for mypy and editors. What things do stands in csrc/{exchange,grads,params}/*.h."""
+"""The extension's types, for mypy and editors. What things do stands in csrc/{exchange,grads,params}/*.h.
+
+Those of csrc/rows are in rows.pyi: at run time all are in one module."""
 
 import enum
 from collections.abc import Callable, Sequence
@@ -9,6 +11,11 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup, ReduceOp, Work
 from torch.distributed.distributed_c10d import Store
+
+from zerox._C.rows import LandedRows as LandedRows
+from zerox._C.rows import RowChange as RowChange
+from zerox._C.rows import RowFlow as RowFlow
+from zerox._C.rows import RowRule as RowRule
 
 EXACT_WORDS: int
 SEGMENT_COLUMNS: int
@@ -46,47 +53,6 @@ class PeerMessages:
     def swap(self, sent: Sequence[Tensor], numels: Sequence[int]) -> list[Tensor]: ...
     def to_all(self, message: Tensor) -> list[Tensor]: ...
 
-class LandedRows:
-    rows: Tensor
-    places: Tensor
-    values: Tensor
-
-class RowRule:
-    def __init__(self, name: str, options: Sequence[float], *, scale: float, limit: float) -> None: ...
-    name: str
-    options: list[float]
-    scale: float
-    limit: float
-
-class RowChange(enum.Enum):
-    UNCHANGED = 0
-    ADDED = 1
-    REPLACED = 2
-
-class RowFlow:
-    landed: list[LandedRows | None]
-    def __init__(self, messages: PeerMessages, neighbours: Sequence[int]) -> None: ...
-    def add(
-        self,
-        *,
-        param: Tensor,
-        number: int,
-        of_block: Tensor,
-        states: Sequence[Tensor],
-        scales: Sequence[Tensor],
-        master: Tensor | None,
-        step: Tensor,
-        divisor: float,
-        own: Tensor | None,
-    ) -> None: ...
-    def pack(self) -> bool: ...
-    def forget(self) -> None: ...
-    def note_seen(self) -> None: ...
-    def header(self) -> list[int]: ...
-    def exchange(self, headers: Sequence[int], goes_on: bool) -> RowChange: ...
-    def update(self, rules: Sequence[RowRule]) -> None: ...
-    def close(self) -> None: ...
-
 NUM_ARGUMENTS: int
 
 class Meeting(enum.Enum):
@@ -100,12 +66,13 @@ class Meeting(enum.Enum):
     CLIP_TOGETHER = 7
     SKIP_STEP = 8
     CLIP_VALUE = 9
-    ADD_PARAM_GROUP = 10
-    SAVE = 11
-    FULL_STATE = 12
-    BROADCAST_BUFFERS = 13
-    FULL_GRAD = 14
-    MASKS = 15
+    GRAD_NORM = 10
+    ADD_PARAM_GROUP = 11
+    SAVE = 12
+    FULL_STATE = 13
+    BROADCAST_BUFFERS = 14
+    FULL_GRAD = 15
+    MASKS = 16
 
 class Combine(enum.Enum):
     SUM = 0
@@ -116,6 +83,8 @@ class Outcome:
     meeting: Meeting
     arguments: list[float]
     has_same_options: bool
+    has_same_operators: bool
+    operators: float
     followed: bool
     num_active: int
     speaker: int
@@ -257,6 +226,7 @@ class Backward:
     def set_order(self, order: Sequence[int]) -> None: ...  # for tests
     def set_sync(self, sync: bool) -> None: ...
     def set_stays_inner(self, stays: bool) -> None: ...
+    def set_before_next(self, call: Callable[[], None]) -> None: ...
 
 class Flights:
     num_launched: int
@@ -265,7 +235,19 @@ class Flights:
     def await_all(self) -> None: ...
     def hold_back(self, hold: bool) -> None: ...
 
+class InPlace:
+    def __init__(
+        self,
+        bucket: int,
+        start: int,
+        stop: int,
+        name: str,
+        numbers: Sequence[float | None],
+        factor: Tensor | None = None,
+    ) -> None: ...
+
 class MeanGrads:
+    def do_in_place(self, calls: Sequence[InPlace]) -> None: ...
     def mark_zeroed(self, bucket: int, slot: int) -> None: ...
     def mark_scaled(self) -> None: ...
     def scale(self, bucket: int, factor: Tensor, slots: Sequence[int] | None) -> None: ...
@@ -284,7 +266,13 @@ class Settlement:
     holds_scaled: bool
     remarks: list[int]
     def settle(
-        self, meeting: Meeting, arguments: Sequence[float], options: float = 0.0, adoptions: int = 0, refusal: str = ""
+        self,
+        meeting: Meeting,
+        arguments: Sequence[float],
+        options: float,
+        operators: float,
+        adoptions: int,
+        refusal: str,
     ) -> Outcome: ...
     def set_remark(self, remark: Sequence[int]) -> None: ...
     def set_before_backward_end(self, call: Callable[[], None] | None) -> None: ...
