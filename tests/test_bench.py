@@ -327,19 +327,8 @@ def test_a_wrong_option_ends_with_its_name(option: str, named: str, capsys: pyte
 def test_memory_is_weighed_beside_the_estimate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(common, "Training", SmallTraining)
     file = tmp_path / "new/memory.json"
-    memory.main(
-        [
-            "--ranks",
-            "2",
-            "--layers=1",
-            "--width=64",
-            "--systems",
-            "DDP + AdamW",
-            "zerox, stage",
-            "hidden",
-            f"--json={file}",
-        ]
-    )
+    options = ["--ranks", "2", "--layers=1", "--width=64"]
+    memory.main([*options, "--systems", "DDP + AdamW", "zerox, stage", "hidden", f"--json={file}"])
     rows = {row["system"]: row for row in json.loads(file.read_text())["rows"]}
     ours = ["zerox, stage 2", "zerox, gather hidden", "zerox, stage 1", "zerox, stage 3"]
     assert list(rows) == ["DDP + AdamW(fused)", *ours]

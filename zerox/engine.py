@@ -282,7 +282,7 @@ class Engine(ParamGroups, OneGradient, OneState):
         regrouped = self._regrouped()
         refusal = refusal or self._refusal_of_load(meeting) or self._gather.failure(forget=meeting is Meeting.STEP)
         refusal = refusal or misfit or self._grads.replaced() or (regrouped.refusal if regrouped else "")
-        refusal = refusal or self._take_written(meeting) or self._calls.refusal_to_go_on(meeting)
+        refusal = refusal or self._take_written(meeting) or self._calls.refusal_to_go_on(meeting, unfrozen)
         values = [] if refusal else self._gather.found_elsewhere(elsewhere)
         options = digest_of(self.param_groups, self._joining) if self._joining else 0.0
         news = bool(unfrozen or regrouped or self._shows.written)
@@ -299,7 +299,7 @@ class Engine(ParamGroups, OneGradient, OneState):
         self._calls.scale.forget_if_discarded()
         self._divide_by_active(outcome)
         self._calls.writer.do_as_noted(outcome)
-        self._calls.answers.note_call(outcome.meeting)
+        self._calls.answers.note_call(outcome)
         if not follows or outcome.meeting == Meeting.STEP:
             self._gather.elsewhere = elsewhere
             self._gather.take_in(elsewhere, values)

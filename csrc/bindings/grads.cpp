@@ -111,6 +111,9 @@ void bind_backward(py::module_& m) {
       .def("set_stays_inner", &Backward::set_stays_inner, py::arg("stays"), Release())
       .def("set_before_next", &Backward::set_before_next, py::arg("call"), Release())
       .def_property_readonly("settled", py::cpp_function(&Backward::is_settled, Release()))
+      .def_property_readonly(
+          "sums_wait",
+          py::cpp_function([](const Backward& self) { return self.progress().rounds.inner.has_left; }, Release()))
       .def("set_order", &Backward::set_order, py::arg("order"), Release())
       .def_property_readonly("launch_order", py::cpp_function(&Backward::order, Release()));
 }
@@ -142,6 +145,7 @@ void bind_mean_grads(py::module_& m) {
   py::class_<MeanGrads>(m, "MeanGrads")
       .def("do_in_place", &MeanGrads::do_in_place, py::arg("calls"), Release())
       .def("mark_zeroed", &MeanGrads::mark_zeroed, py::arg("bucket"), py::arg("slot"), Release())
+      .def("is_zeroed", &MeanGrads::is_zeroed, py::arg("bucket"), py::arg("slot"), Release())
       .def("mark_scaled", &MeanGrads::mark_scaled, Release())
       .def("scale", &MeanGrads::scale, py::arg("bucket"), py::arg("factor"), py::arg("slots"), Release())
       .def("forget_words", &MeanGrads::forget_words, py::arg("bucket"))

@@ -59,6 +59,11 @@ void MeanGrads::mark_zeroed(int64_t bucket, int64_t slot) {
   buckets().at(bucket).slots.at(slot).zeroed = true;
 }
 
+bool MeanGrads::is_zeroed(int64_t bucket, int64_t slot) const {
+  const Locked lock(buckets().mutex);
+  return buckets().at(bucket).slots.at(slot).zeroed;
+}
+
 namespace {
 
 // Of a DTensor's mesh dimension: where its bits lie in the set.

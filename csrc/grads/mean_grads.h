@@ -111,7 +111,8 @@ class MeanGrads {
     landed.words.reset();
     ++landed.version;
   }
-  void mark_zeroed(int64_t bucket, int64_t slot);  // zero_() was called on this slot's placeholder
+  void mark_zeroed(int64_t bucket, int64_t slot);      // zero_() was called on this slot's placeholder
+  bool is_zeroed(int64_t bucket, int64_t slot) const;  // and no flight has told its owners yet
 
   // ---- for step(), after Settlement::settle()
 

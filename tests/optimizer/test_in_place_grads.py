@@ -41,11 +41,10 @@ WAYS: dict[str, tuple[Change, float]] = {
 
 
 class Trained:
-    def __init__(self, rank: int, stage: int) -> None:
+    def __init__(self, rank: int, stage: int, **options: Any) -> None:
         self.model = Chain(3)
-        self.optimizer = FusedShardedAdam(
-            self.model.named_parameters(), lr=1e-2, stage=stage, bucket_cap_mb=LAYER_CAP / 2**20
-        )
+        options = {"lr": 1e-2, "stage": stage, "bucket_cap_mb": LAYER_CAP / 2**20, **options}
+        self.optimizer = FusedShardedAdam(self.model.named_parameters(), **options)
         self.rank = rank
 
     @property
@@ -121,7 +120,6 @@ CHANGES: dict[str, Change] = {
     "nan_to_num_": each(lambda grad: grad.div_(0).nan_to_num_(0.5, 1.0, -1.0)),
     "nan_to_num_, defaults": some(lambda grad: torch.nan_to_num_(grad.mul_(float("nan")))),
     "fill_": some(lambda grad: grad.fill_(0.5), lambda grad: grad.fill_(torch.tensor(2.0)).div_(3)),
-    "zero_, then fill_": each(lambda grad: grad.zero_().fill_(0.25)),
     "foreach clamps": lambda params: torch._foreach_clamp_max_(grads_of(params), 1e-2),
     "clip_grad_value_": lambda params: nn.utils.clip_grad_value_(params, 1e-2),
     "clip_grad_value_, no foreach": lambda params: nn.utils.clip_grad_value_(params, 1e-2, foreach=False),

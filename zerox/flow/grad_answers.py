@@ -150,9 +150,11 @@ class GradAnswers:
             each.answered = self.count
         self.watch()
 
-    def note_call(self, meeting: Meeting) -> None:
-        """Where ranks have met: what was answered before a step is what it updated from."""
-        if meeting not in KEEP or self.num_added != self.grads.manager.settlement.num_added:
+    def note_call(self, outcome: Outcome) -> None:
+        """Where ranks have met: what was answered before a step is what it updated from. A rank that follows has not
+        seen what the others did to p.grad."""
+        has_new = self.num_added != self.grads.manager.settlement.num_added
+        if outcome.meeting not in KEEP or has_new or (outcome.followed and outcome.operators):
             self.forget()
 
     def forget(self) -> None:

@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zerox import _C as C
 from zerox._C import Combine, Meeting, Outcome, RowChange
 from zerox.flow.asked import Asked, asked_by_number
 from zerox.flow.grad_answers import GradAnswers
@@ -67,9 +66,8 @@ class GradCalls:
         self.writer = ShardWriter(grads, grad_scale, buckets)
         self.answers = GradAnswers(grads, grad_scale, buckets, self.row_grads)
         if grads.operators is not None:
-            to_answers = grads.operators.to_answers = weakref.ref(self.answers)
-            watch = partial(_before_next, weakref.ref(grads.manager), weakref.ref(self.writer), to_answers)
-            grads.operators.notes.on_first = self.answers.watch = watch
+            grads.operators.to_answers = weakref.ref(self.answers)
+            grads.operators.notes.on_first = self.answers.watch = partial(_watch, weakref.ref(self))
 
     # ---- before ranks meet
 
@@ -84,10 +82,19 @@ class GradCalls:
             return f"mean_over() was called after {requested.clip}: the norm was of another mean"
         return ""
 
-    def refusal_to_multiply(self) -> str:
+    def refusal_to_multiply(self, unfrozen: Sequence[Member] = ()) -> str:
         """The same of what was done to placeholders in p.grad: see grad_operators.py."""
         operators = self.grads.operators
-        if operators is None or not (chains := operators.chains()):
+        if operators is None or not (operators.is_any or self.scale.requested.by_operators):
+            return ""
+        there = operators.look()
+        local = [m.quoted for m in unfrozen if m.param.grad is not None] + ([there.quoted] if there is not None else [])
+        if local and operators.present:
+            return (
+                f"the gradient of parameter {local[0]} has not left yet, and those that have were changed through "
+                "p.grad: call optimizer.synchronize() before you change p.grad"
+            )
+        if not (chains := operators.chains()):
             return ""
         call = f"p.grad.{next(iter(chains.values()))[0].name}()"
         if self.row_grads.each:
@@ -97,8 +104,16 @@ class GradCalls:
             return f"{call} does not go with {which}, but for one factor for all: call scale_grads_()"
         return self.refusal(call)
 
-    def refusal_to_go_on(self, meeting: Meeting) -> str:
-        return self.refusal_to_multiply() or self.row_grads.elsewhere() or self.pack_rows(meeting)
+    def before_backward(self) -> None:
+        """The next gradients are about to be added to those that there are. On autograd's thread."""
+        if refusal := self.refusal_to_multiply():
+            raise RuntimeError(f"zerox: {refusal}")
+        self.writer.fold()
+        self.answers.forget()
+
+    def refusal_to_go_on(self, meeting: Meeting, unfrozen: Sequence[Member]) -> str:
+        """``unfrozen``: parameters that were thawed, and have no place yet."""
+        return self.refusal_to_multiply(unfrozen) or self.row_grads.elsewhere() or self.pack_rows(meeting)
 
     def pack_rows(self, meeting: Meeting) -> str:
         """Readies the gradients of tables to be exchanged there, and what ranks tell each other of them. Returns why
@@ -303,19 +318,15 @@ class GradCalls:
         return asked_by_number(self.buckets, map(int, said[outcome.speaker].split()))
 
 
-def _before_next(
-    to_manager: weakref.ref[C.BucketManager], to_writer: weakref.ref[ShardWriter], to_answers: weakref.ref[GradAnswers]
-) -> None:
-    """Before the next backward adds to gradients. Placeholders call this, which may outlive all of it."""
+def _watch(to_calls: weakref.ref[GradCalls]) -> None:
+    """Has the next backward call before_backward(). Placeholders call this, which may outlive all of it."""
 
     def call() -> None:
-        writer, answers = to_writer(), to_answers()
-        if writer is not None and answers is not None:
-            writer.fold()
-            answers.forget()
+        if (calls := to_calls()) is not None:
+            calls.before_backward()
 
-    if (manager := to_manager()) is not None:
-        manager.backward.set_before_next(call)
+    if (calls := to_calls()) is not None:
+        calls.grads.manager.backward.set_before_next(call)
 
 
 def order_of(norm_type: float) -> float:

@@ -80,7 +80,6 @@ class Notes:
         self.last: tuple[str, Tensor, int, Operator] | None = None
 
     def note(self, grad: ShardedGrad, name: str, numbers: Sequence[Number | Tensor]) -> None:
-        operator = self._operator(name, numbers)
         if not self.is_any:
             if torch._C._current_graph_task_id() != -1:
                 raise RuntimeError(
@@ -90,13 +89,13 @@ class Notes:
             self.on_first()
             self.is_any = True
         self.count += 1
-        grad.done = (*grad.done, operator)
+        grad.done = (*grad.done, self._operator(name, numbers))
         grad.answered = -1
 
     def repeat(self, grad: ShardedGrad, name: str, number: object) -> bool:
         """Notes it if the last operator was the same, with the same tensor, as it was: False if not."""
         last = self.last
-        if last is None or last[1] is not number or last[0] != name or last[2] != last[1]._version:
+        if last is None or last[1] is not number or last[0] != name or last[2] != last[1]._version or not self.is_any:
             return False
         self.count += 1
         grad.done = (*grad.done, last[3])
@@ -112,6 +111,9 @@ class Notes:
         """The same object for the same numbers, so that to compare chains of them is fast."""
         one = numbers[0] if len(numbers) == 1 else None
         if isinstance(one, Tensor):
+            last = self.last
+            if last is not None and last[1] is one and last[0] == name and last[2] == one._version:
+                return last[3]
             if one.device.type != "cpu":
                 made = Operator(name, (), one.detach().reshape(()).clone())
             else:
@@ -121,7 +123,8 @@ class Notes:
         return self._known(name, tuple(None if number is None else float(number) for number in numbers))
 
     def _known(self, name: str, numbers: tuple[Number, ...]) -> Operator:
-        key = (name, numbers if all(numbers) else repr(numbers))  # 0 and -0 are equal
+        is_plain = all(number and number == number for number in numbers)
+        key = (name, numbers if is_plain else repr(numbers))  # 0 and -0 are equal, and NaN is not
         found = self.known.get(key)
         if found is None:
             found = self.known[key] = Operator(name, numbers)
@@ -193,7 +196,7 @@ class GradOperators:
         said = [json.loads(text) for text in ranks.all_gather_text(json.dumps(own))]
         speakers = [(rank, each) for rank, each in enumerate(said) if not each["follows"]]
         different = ((one, two) for one, two in pairwise(speakers) if one[1] != two[1])
-        (first, a), (other, b) = next(different)
+        (first, a), (other, b) = next(different, (speakers[0], speakers[-1]))
         if a["set"] != b["set"]:
             number = min(set(a["set"]) ^ set(b["set"]))
             there, missing = (first, other) if number in a["set"] else (other, first)
@@ -203,19 +206,19 @@ class GradOperators:
                 "gradient of each parameter. Then call zero_grad()"
             )
         mine, theirs = a["done"], b["done"]
-        number = min(int(each) for each in {*mine, *theirs} if mine.get(each) != theirs.get(each))
+        number = min((int(each) for each in {*mine, *theirs} if mine.get(each) != theirs.get(each)), default=ALL)
         what, than = (each.get(str(number), "nothing") for each in (mine, theirs))
         raise RuntimeError(
             f"zerox: ranks did different things to {self._said_of(number)}, which had left: rank {first} {what}, rank "
             f"{other} {than}. Nothing was updated: {WAY_OUT}"
         )
 
-    def end_round(self, num_launched: int) -> dict[int, Chain]:
+    def end_round(self, num_launched: int, has_factor: bool) -> dict[int, Chain]:
         """More gradients are about to be added: what was done so far, which is to be done now. ``num_launched``: so far
-        by the manager, the same on all ranks at the same point."""
+        by the manager, the same on all ranks at the same point. ``has_factor``: one was left by operators before."""
         chains = self.chains()
-        if chains:
-            self.before.append((num_launched, _texts(chains)))
+        if chains or has_factor:
+            self.before.append((num_launched, _texts(chains) or {str(ALL): "a product"}))
         self._clear()
         return chains
 
@@ -260,7 +263,7 @@ class GradOperators:
 
     def _told_to_users(self) -> dict[str, str]:
         found: dict[str, str] = {}
-        for launched, texts in [*self.before, (None, _texts(self.chains()))]:
+        for launched, texts in [*self.before, (None, _texts(self.told))]:
             when = "" if launched is None else f" before a later backward ({launched} buckets had left)"
             for number, text in texts.items():
                 found[number] = ", ".join(filter(None, [found.get(number), text + when]))

@@ -36,11 +36,10 @@ class Requested:
 
 @dataclass(frozen=True, eq=False)
 class Applied:
-    """What the last step() multiplied by, for the gradients that are still there."""
+    """What calls had the last step() multiply by, for the gradients that are still there."""
 
     values: dict[Divisor, Tensor | None]
     num_added: int
-    by_operators: bool
 
 
 class GradScale:
@@ -177,17 +176,20 @@ class GradScale:
         self.applied = None
 
     def end_step(self) -> None:
-        """Gradients stay, as they were updated from."""
-        of_step = Applied(dict(self.values), self.manager.settlement.num_added, self.requested.by_operators)
-        has_any = not self.keeps_place and any(value is not None for value in self.values.values())
+        """Gradients stay, with what was done to them through p.grad. What calls asked for was for one step."""
+        values, by_operators = dict(self.values), self.requested.by_operators
+        has_any = not self.keeps_place and any(value is not None for value in values.values())
         self.reset()
-        self.applied = of_step if has_any else None
+        if by_operators:
+            self.values, self.requested.by_operators = values, True
+        elif has_any:
+            self.applied = Applied(values, self.manager.settlement.num_added)
 
     def factors(self, sizes: Sequence[int]) -> Tensor | None:
         """By what each gradient is, or was, multiplied: a scalar, or one for each; None: 1. ``sizes``: buckets'."""
         values: Mapping[Divisor, Tensor | None] = self.values
         if self.applied is not None and self.applied.num_added == self.manager.settlement.num_added:
-            values = self.applied.values
+            values = self.applied.values if all(value is None for value in values.values()) else values
         found = {divisor: values[divisor] for divisor in self.divisors}
         if len(found) == 1 or not any(value is not None for value in found.values()):
             return next(iter(found.values()), None)

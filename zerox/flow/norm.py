@@ -92,14 +92,16 @@ def norm_of(rows: Sequence[tuple[Tensor, Tensor | None]], p: float) -> tuple[Ten
     if len(rows) == 1:
         words, factor = rows[0]
         norm, finite = torch.unbind(ops.norm_value(words, p))
-        return (norm if factor is None else norm * factor), finite
+        return (norm if factor is None else norm * factor.abs()), finite
     plain = [words for words, factor in rows if factor is None]
     value = ops.norm_value(combined(plain or [torch.zeros_like(rows[0][0])], p), p)
     found = [(ops.norm_value(words, p), factor) for words, factor in rows if factor is not None]
     if not found:
         return value[0], value[1]
     finite = torch.stack([value[1], *(each[1] for each, _ in found)]).amin()
-    return torch.linalg.vector_norm(torch.stack([value[0], *(each[0] * factor for each, factor in found)]), p), finite
+    return torch.linalg.vector_norm(
+        torch.stack([value[0], *(each[0] * factor.abs() for each, factor in found)]), p
+    ), finite
 
 
 def clip_coefficient(norm: Tensor, max_norm: float) -> Tensor:

@@ -50,7 +50,7 @@ def _of_elementwise(func: Any, args: Any) -> Any:
     if not isinstance(each, Elementwise):
         return NotImplemented
     grad, what, given = each.of, each.what, args[1:]
-    if what == ABS and func in (aten.max.default, aten.amax.default) and not (given and given[0]):
+    if what == ABS and func in (aten.max.default, aten.amax.default) and not any(given):
         return _answers_of(grad, "abs().max()").norm(grad, "abs().max()", float("inf"))
     if what == ABS and func is aten.ne.Scalar and given == (float("inf"),):
         return Elementwise(grad, NO_INF)

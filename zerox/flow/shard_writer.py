@@ -46,23 +46,20 @@ class ShardWriter:
 
     def fold(self) -> None:
         """The next backward is about to add to the gradients: what was done to them so far comes before it. On this
-        rank alone, and without waiting."""
+        rank alone, without waiting for others. RuntimeError for what can't be told apart any more."""
         operators, scale = self.grads.operators, self.scale
-        applied = scale.applied if scale.applied is not None and scale.applied.by_operators else None
-        if operators is None or not (operators.is_any or scale.requested.by_operators or applied is not None):
+        if operators is None or not (operators.is_any or scale.requested.by_operators):
             return
-        if any(each.is_set for each in operators.placeholders):
-            with torch.no_grad():
-                if applied is not None:
-                    self._multiply(applied.values)
-                self._do(operators.end_round(self.grads.manager.flights.num_launched))
-                if scale.num_added is None:  # else step() raises
-                    self._fold_scale()
-        else:
+        if not any(each.is_set for each in operators.placeholders):
             operators.forget()
             if scale.requested.by_operators and scale.num_added is None:
                 scale.reset()
-        scale.applied = None
+            return
+        self._check_fold(operators.chains())
+        with torch.no_grad():
+            self._do(operators.end_round(self.grads.manager.flights.num_launched, scale.requested.by_operators))
+            if scale.num_added is None:  # else step() raises
+                self._fold_scale()
 
     def multiply(self, slots: Mapping[int, Iterable[int]], factor: Tensor) -> None:
         """Some gradients, by bucket, at once, where everything has landed."""
@@ -71,6 +68,29 @@ class ShardWriter:
         self.grads.manager.flights.await_all()
 
     # ---- inside
+
+    def _check_fold(self, chains: Mapping[int, Chain]) -> None:
+        if self.grads.manager.backward.sums_wait:
+            raise RuntimeError(
+                "zerox: p.grad was changed after a backward inside no_sync(outer=True), whose sums wait for the next "
+                "one: change it after the last backward of a step"
+            )
+        for number, chain in chains.items():
+            if number != ALL and not all(each.is_product for each in chain):
+                index, slot = self._place(number)
+                if self.grads.manager.grads.is_zeroed(index, slot):
+                    raise RuntimeError(
+                        f"zerox: p.grad of parameter {self.buckets[index].members[slot].quoted} was zeroed and then "
+                        f"given {chain[-1]}, and another backward is to be added: assign a tensor to p.grad instead"
+                    )
+
+    def _place(self, number: int) -> tuple[int, int]:
+        """The bucket and the slot of a placeholder."""
+        for index, bucket in enumerate(self.buckets):
+            if number < len(bucket.members):
+                return index, number
+            number -= len(bucket.members)
+        raise IndexError(number)
 
     def _do(self, chains: Mapping[int, Chain]) -> None:
         if not chains:
@@ -81,11 +101,11 @@ class ShardWriter:
         else:
             if not all(each.is_product for chain in set(chains.values()) for each in chain):
                 self._fold_scale()
-            places = [(index, slot) for index, bucket in enumerate(self.buckets) for slot in range(len(bucket.members))]
+            places = ((*self._place(number), chain) for number, chain in chains.items())
             calls = [
                 C.InPlace(*span, each.name, each.numbers)
-                for number, chain in chains.items()
-                for span in self._spans(places[number][0], [places[number][1]])
+                for index, slot, chain in places
+                for span in self._spans(index, [slot])
                 for each in chain
             ]
             self.grads.manager.grads.do_in_place(calls)
