@@ -14,6 +14,8 @@ def test_each_is_timed_on_all_ranks_at_once() -> None:
     for found in run_ranks(rows, 2):
         assert [(row["what"], row["of"]) for row in found] == [
             *(("clip, step, zero_grad", of) for of in ("zerox", "zerox, dp of 1", "zerox, DTensors", "AdamW, fused")),
+            ("torch's clip", "plain gradients"),
+            *((f"{whose} clip", "placeholders") for whose in ("torch's", "optimizer's")),
             *(
                 (f"operator on {which}", f"stage {stage}")
                 for stage in (2, 3)

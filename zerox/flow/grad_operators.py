@@ -201,8 +201,8 @@ class GradOperators:
             number = min(set(a["set"]) ^ set(b["set"]))
             there, missing = (first, other) if number in a["set"] else (other, first)
             raise RuntimeError(
-                f"zerox: rank {there} has {self._said_of(number)} and rank {missing} has none, so answers of "
-                "p.grad would differ. Ask for the norm by optimizer.clip_grad_norm_(), or let all ranks have a "
+                f"zerox: rank {there} has {self._said_of(number)} and rank {missing} has none: "
+                "answers of p.grad would differ. Ask for the norm by optimizer.clip_grad_norm_(), or let all ranks have a "
                 "gradient of each parameter. Then call zero_grad()"
             )
         mine, theirs = a["done"], b["done"]
