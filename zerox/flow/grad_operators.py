@@ -202,8 +202,8 @@ class GradOperators:
             there, missing = (first, other) if number in a["set"] else (other, first)
             raise RuntimeError(
                 f"zerox: rank {there} has {self._said_of(number)} and rank {missing} has none: "
-                "answers of p.grad would differ. Ask for the norm by optimizer.clip_grad_norm_(), or let all ranks have "
-                "a gradient of each parameter. Then call zero_grad()"
+                "answers of p.grad would differ. Ask for the norm by optimizer.clip_grad_norm_(), or let all ranks "
+                "have a gradient of each parameter. Then call zero_grad()"
             )
         mine, theirs = a["done"], b["done"]
         number = min((int(each) for each in {*mine, *theirs} if mine.get(each) != theirs.get(each)), default=ALL)
