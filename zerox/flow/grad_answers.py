@@ -19,7 +19,7 @@ from zerox import _C as C
 from zerox import ops
 from zerox._C import Combine, Meeting, Outcome
 from zerox.flow.asked import Asked
-from zerox.flow.grad_operators import FINITE
+from zerox.flow.grad_operators import ALL_FINITE
 from zerox.flow.grad_scale import GradScale
 from zerox.flow.grads import Grads
 from zerox.flow.norm import norm_of, total_words
@@ -98,15 +98,7 @@ class GradAnswers:
         self.num_added = self.num_done = -1
 
     def norm(self, grad: ShardedGrad, what: str, p: float, dtype: torch.dtype | None = None) -> Tensor:
-        kept = self.kept.get(p)
-        if kept is None or grad.answered != self.count:
-            kept = self._kept(grad, what, p)
-        number, dtype = grad.number, dtype or grad.dtype
-        given = kept.to_give.get(dtype)
-        if given is None or (found := given[number]) is None:
-            return kept.norm(number, dtype)
-        given[number] = None
-        return found
+        return self._kept(grad, what, p).norm(grad.number, dtype or grad.dtype)
 
     def is_finite(self, grad: ShardedGrad, what: str) -> Tensor:
         return self._kept(grad, what, 2.0).finite[grad.number] != 0.0
@@ -120,7 +112,7 @@ class GradAnswers:
         placeholders = self.grads.placeholders
         if len(grads) == sum(each.is_set for each in placeholders):
             if self.all_finite is None or any(grad.answered != self.count for grad in grads):
-                self._ask(grads[0], what, FINITE)
+                self._ask(grads[0], what, ALL_FINITE)
             assert self.all_finite is not None
             finite = self.all_finite
         else:
@@ -138,7 +130,7 @@ class GradAnswers:
             self.forget()
             self.num_done = operators.notes.count
         p = outcome.arguments[0]
-        if p == FINITE:
+        if p == ALL_FINITE:
             of_rows = self.rows.words(2.0)
             words = total_words(self.grads, 2.0, Asked(self.buckets), self.scale.divisors, of_rows, self.scale.values)
             self.all_finite = norm_of([(each, None) for each in words], 2.0)[1]
@@ -185,12 +177,12 @@ class GradAnswers:
 
     def _refusal(self, what: str, p: float) -> str:
         grads = self.grads
-        way_out = "use zerox.GradScaler" if p == FINITE else "call optimizer.clip_grad_norm_()"
+        way_out = "use zerox.GradScaler" if p == ALL_FINITE else "call optimizer.clip_grad_norm_()"
         if self.rows.each:
             return f"{what} of p.grad does not go with sparse=True in a param group: {way_out}"
-        if grads.teams.are_many and p != FINITE:
+        if grads.teams.are_many and p != ALL_FINITE:
             return f"{what} of p.grad does not go with a param group's process_group: {way_out}"
-        if grads.dtensors and p != FINITE:
+        if grads.dtensors and p != ALL_FINITE:
             return f"{what} of p.grad does not go with DTensors: {way_out}"
         assert grads.operators is not None
         if (local := grads.operators.look()) is not None:

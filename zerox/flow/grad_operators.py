@@ -32,7 +32,7 @@ from zerox.ranks.group import Ranks
 Number = float | None
 PRODUCTS = ("mul_", "div_")
 ALL = -1  # instead of a placeholder's number
-FINITE = 0.0  # instead of the order of a norm: a question whether all gradients are finite
+ALL_FINITE = 0.0  # instead of the order of a norm: a question whether all gradients are finite
 WAY_OUT = "do the same to p.grad on all ranks. Then call zero_grad()"
 
 
@@ -94,11 +94,11 @@ class Notes:
 
     def repeat(self, grad: ShardedGrad, name: str, number: object) -> bool:
         """Notes it if the last operator was the same, with the same tensor, as it was: False if not."""
-        last = self.last
-        if last is None or last[1] is not number or last[0] != name or last[2] != last[1]._version or not self.is_any:
+        operator = self._last(name, number) if self.is_any else None
+        if operator is None:
             return False
         self.count += 1
-        grad.done = (*grad.done, last[3])
+        grad.done = (*grad.done, operator)
         grad.answered = -1
         return True
 
@@ -107,13 +107,18 @@ class Notes:
         self.known.clear()
         self.last = None
 
+    def _last(self, name: str, number: object) -> Operator | None:
+        """The last one, if it was of this name and tensor, as that is now."""
+        last = self.last
+        is_it = last is not None and last[1] is number and last[0] == name and last[2] == last[1]._version
+        return last[3] if last is not None and is_it else None
+
     def _operator(self, name: str, numbers: Sequence[Number | Tensor]) -> Operator:
         """The same object for the same numbers, so that to compare chains of them is fast."""
         one = numbers[0] if len(numbers) == 1 else None
         if isinstance(one, Tensor):
-            last = self.last
-            if last is not None and last[1] is one and last[0] == name and last[2] == one._version:
-                return last[3]
+            if (operator := self._last(name, one)) is not None:
+                return operator
             if one.device.type != "cpu":
                 made = Operator(name, (), one.detach().reshape(()).clone())
             else:

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from zerox import _C as C
-from zerox.flow.grad_operators import FINITE, GradOperators
+from zerox.flow.grad_operators import ALL_FINITE, GradOperators
 from zerox.flow.other_reducers import find_reduced
 from zerox.flow.partial_grads import PartialGrads
 from zerox.flow.placeholder import ShardedGrad
@@ -255,7 +255,7 @@ class Grads:
 
 def _asks_each(meeting: C.Meeting, arguments: Sequence[float]) -> bool:
     """Whether the answer is one for each gradient: see grad_answers.py."""
-    return meeting == C.Meeting.GRAD_NORM and arguments[0] != FINITE
+    return meeting == C.Meeting.GRAD_NORM and arguments[0] != ALL_FINITE
 
 
 def _less_padding(part: tuple[int, int, Tensor]) -> tuple[int, int, int, Tensor] | None:
