@@ -15,6 +15,7 @@ try:
     from zerox.scaler import GradScaler
     from zerox.sparsity.schedules import cubic, rigl, set_
     from zerox.sparsity.sparsity import Sparsity
+    from zerox.wrapper import DistributedDataParallel
 except Exception as error:
     # `python -m zerox env` must still run and report this; every name below raises the reason.
     _broken = str(error) if isinstance(error, ImportError) else f"zerox: {type(error).__name__}: {error}"
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "CheckpointError",
+    "DistributedDataParallel",
     "FusedShardedAdam",
     "FusedShardedLion",
     "FusedShardedSGD",

@@ -17,11 +17,14 @@ from zerox._C import Meeting, Outcome
 from zerox.flow.bucket_plans import plan_trained
 from zerox.flow.capture import is_capturing
 from zerox.flow.compiled_regions import calls_untraced
+from zerox.flow.first_look import check_same_params, digest_of_params, is_due
 from zerox.flow.grad_calls import READ_THE_MEAN, GradCalls
 from zerox.flow.grad_scale import GradScale
 from zerox.flow.grads import Grads
+from zerox.flow.hand_out import hand_out, hand_out_buffers
 from zerox.flow.inside import Inside, Loading
 from zerox.flow.join import digest_of
+from zerox.flow.look_around import look_around
 from zerox.flow.memory_bytes import MemoryBytes, measured
 from zerox.flow.moved import taken_back
 from zerox.flow.one_gradient import OneGradient
@@ -29,22 +32,25 @@ from zerox.flow.overlap_gather import NOTHING_TO_HIDE, GatherOverlap
 from zerox.flow.param_groups import ParamGroups
 from zerox.flow.params import ParamGather
 from zerox.flow.profiled import range_named, with_hooks
-from zerox.flow.residency import Residency
+from zerox.flow.residency import made_gather
 from zerox.flow.row_refusals import check_rows
+from zerox.flow.terms import check_axes, check_model, check_pairs, check_terms, words_of_calls
 from zerox.flow.update import FusedUpdate, Update
 from zerox.memory.bucket import Bucket, Member, members_of, rooms
 from zerox.memory.flat import give_out
 from zerox.memory.grad_dtype import Widened
 from zerox.memory.shared import Shared
 from zerox.options import OptimizerOptions, Planned, check_params
-from zerox.plan.stage import SHARDED
 from zerox.ranks.advice import advise_mesh
+from zerox.ranks.calls import named
 from zerox.ranks.group import Ranks, call_ranks, find_ranks
 from zerox.ranks.model_axes import find_axes
 from zerox.ranks.process_group import GroupArgument
+from zerox.ranks.wrapped import group_of, let_go, listed, note_change, tensors_in
 from zerox.rules.of_groups import Rules
 from zerox.state.one_state import OneState
-from zerox.terms import check_axes, check_model, check_pairs, check_terms, words_of_calls
+
+living: weakref.WeakSet[Engine] = weakref.WeakSet()  # built, and not deleted
 
 
 class Engine(ParamGroups, OneGradient, OneState):
@@ -68,6 +74,8 @@ class Engine(ParamGroups, OneGradient, OneState):
         norm_group: Any = None,
     ) -> None:
         self._shared: dict[str, Any] = {}
+        params = listed(params)
+        process_group = group_of(tensors_in(params), process_group)
         with call_ranks(process_group) as roll_call:
             self._rules = make_rules()
             defaults = make_defaults()
@@ -92,7 +100,7 @@ class Engine(ParamGroups, OneGradient, OneState):
                 model=model,
             )
             self._grads.teams.take(self.param_groups)
-            self._gather = self._made_gather()
+            self._gather = made_gather(self._grads.manager, self._ranks, self._options)
             self._widened = Widened(self._options.accumulate_dtype)
             weakref.finalize(self, self._widened.give_back).atexit = False
             scale = GradScale(self._grads.manager, device, keeps_place=self._options.capturable)
@@ -102,6 +110,8 @@ class Engine(ParamGroups, OneGradient, OneState):
             self._share_state()
         self._adopt(members)
         self._note_groups()
+        living.add(self)
+        weakref.finalize(self, note_change).atexit = False
 
     # ---- the training loop -------------------------------------------------------------------------------------------
 
@@ -120,7 +130,9 @@ class Engine(ParamGroups, OneGradient, OneState):
         capturing = is_capturing(self._all_ranks, self._options.capturable, self._gather.manager)
         with self._gather.updating():
             if not capturing:
-                self._check_options(self._settle(Meeting.STEP, [float(self._has_step_options)]), follows=False)
+                outcome = self._settle(Meeting.STEP, [float(self._has_step_options)])
+                self._check_options(outcome, follows=False)
+                look_around(self.inside, outcome, [engine.inside for engine in living])
             self._update_all(capturing)
         self._end_step()
         return loss
@@ -175,13 +187,23 @@ class Engine(ParamGroups, OneGradient, OneState):
 
     # ---- parameters --------------------------------------------------------------------------------------------------
 
+    @named("broadcast_parameters()")
+    @torch.no_grad()
+    def broadcast_parameters(self) -> None:
+        """Gives every rank rank 0's values of the parameters, as they stand; master weights follow. Collective.
+
+        For a script in which rank 0 alone has loaded or changed weights since the optimizer was built. With ``stage=3``
+        that goes for ``p.data = ...``, since other writes are of all ranks.
+        """
+        hand_out(self.inside)
+        self._note_state_changes()
+
     def broadcast_buffers(self, model: torch.nn.Module) -> None:
         """Gives every rank rank 0's values of the model's buffers. Collective."""
         self._all_ranks.check_here()
         if self._joining:
             self._settle(Meeting.BROADCAST_BUFFERS)
-        for name, buffer in model.named_buffers():
-            self._all_ranks.broadcast_values(buffer, f"buffer '{name}'")
+        hand_out_buffers(self._all_ranks, model)
 
     def memory_bytes(self) -> MemoryBytes:
         """Bytes that this rank holds, by category, once what is on its way has landed; see :func:`zerox.estimate`."""
@@ -196,17 +218,12 @@ class Engine(ParamGroups, OneGradient, OneState):
         loading = Loading(self._start_states, self._note_loaded, self._failed_load)
         return Inside(*looked_at, self._update, self._sparsity, self._settle, loading)
 
-    def _made_gather(self) -> ParamGather | Residency:
-        ranks = self._all_ranks
-        if self._options.stage_plan.params is SHARDED and ranks.size > 1:
-            return Residency(self._grads.manager, ranks, self._options.resident_mb)
-        return ParamGather(self._grads.manager, ranks)
-
     def _made_update(self) -> Update:
         return FusedUpdate(self._rules, self._buckets, self._grads, self._calls.scale, self._options.capturable)
 
     def _note_loaded(self) -> None:
         super()._note_loaded()
+        self._calls.record.has_looked = False
         self._update.note_loaded(self.param_groups)
 
     def _check_join(self) -> None:
@@ -233,6 +250,7 @@ class Engine(ParamGroups, OneGradient, OneState):
 
     def _take_over(self, members: Sequence[Member], trained: Sequence[Member]) -> None:
         adopted = {id(m.param) for m in trained}
+        let_go(m.param for m in members)
         self._frozen = list({id(m.param): m for m in (*self._frozen, *members) if id(m.param) not in adopted}.values())
         still = [member for member in members if not member.param.requires_grad]
         divisors = [self._divisor_of(group) for group in self.param_groups]
@@ -285,17 +303,20 @@ class Engine(ParamGroups, OneGradient, OneState):
         refusal = refusal or self._take_written(meeting) or self._calls.refusal_to_go_on(meeting, unfrozen)
         values = [] if refusal else self._gather.found_elsewhere(elsewhere)
         options = digest_of(self.param_groups, self._joining) if self._joining else 0.0
+        params = digest_of_params(self.inside) if meeting is Meeting.STEP and is_due(self.inside) else 0.0
         news = bool(unfrozen or regrouped or self._shows.written)
-        outcome = self._grads.settle(meeting, arguments, options, int(news), refusal)
+        outcome = self._grads.settle(meeting, arguments, options, params, int(news), refusal)
         if outcome.adopts:
             self._agree_on_written()
             self._take_groups(regrouped)
             self._adopt([m for m in self._frozen if m.param.requires_grad])
-            outcome = self._grads.settle(meeting, arguments, options, refusal=self._calls.pack_rows(meeting))
+            outcome = self._grads.settle(meeting, arguments, options, params, refusal=self._calls.pack_rows(meeting))
         if self._grads.partial.buckets and outcome.meeting in READ_THE_MEAN:
             self._grads.partial.refresh()
         if self._calls.row_grads.each:
             self._calls.exchange_rows(outcome.meeting)
+        if not outcome.has_same_params:
+            check_same_params(self.inside)
         self._calls.scale.forget_if_discarded()
         self._divide_by_active(outcome)
         self._calls.writer.do_as_noted(outcome)

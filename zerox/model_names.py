@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 POSITION = re.compile(r"param \d+")
 
@@ -70,11 +71,23 @@ def _name_in(models: Sequence[Mapping[int, str]], param: Tensor | None) -> str:
     return max(((len(names), names[id(param)]) for names in models if id(param) in names), default=(0, ""))[1]
 
 
+def model_with(params: Sequence[Tensor]) -> nn.Module | None:
+    """The living model with most parameters among those that have one of these; None if none has."""
+    wanted = {id(param) for param in params}
+    having = [(len(names), model) for model in _roots() if not wanted.isdisjoint(names := _names(model))]
+    return max(having, key=lambda each: each[0], default=(0, None))[1]
+
+
 def _models() -> list[dict[int, str]]:
     """The names of the parameters of each living model, by id."""
+    return [_names(module) for module in _roots()]
+
+
+def _roots() -> list[nn.Module]:
+    """All living modules that are inside no other one."""
     modules = [each for each in gc.get_objects() if issubclass(type(each), nn.Module)]
     inside = {id(child) for module in modules for _, child in _of(module, "_modules")}
-    return [_names(module) for module in modules if id(module) not in inside]
+    return [module for module in modules if id(module) not in inside]
 
 
 def _names(root: nn.Module) -> dict[int, str]:
@@ -87,7 +100,8 @@ def _names(root: nn.Module) -> dict[int, str]:
         for name, child in _of(module, "_modules"):
             if id(child) not in seen:
                 seen.add(id(child))
-                waiting.append((child, f"{prefix}{name}."))
+                is_wrapper = issubclass(type(module), DistributedDataParallel)  # it has no name of its own
+                waiting.append((child, prefix if is_wrapper else f"{prefix}{name}."))
     return found
 
 

@@ -24,6 +24,7 @@ from zerox.plan.layout import SMALL_NUMEL
 from zerox.plan.stage import Stage, stage_of
 from zerox.ranks.dtensors import is_dtensor, unfit_dtensor
 from zerox.ranks.process_group import ALONE
+from zerox.ranks.wrapped import bare_names
 from zerox.rules.rule import MASTER, REMAINDER, StateSpec, check_switches
 
 PARAM_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -296,4 +297,5 @@ def named_tensors(params: Any) -> list[tuple[str, Tensor, dict[str, Any]]]:
                 add(each, item)
         else:
             add(item, {})
-    return found
+    names = bare_names([name for name, *_ in found], [tensor for _, tensor, _ in found])
+    return [(name, tensor, group) for name, (_, tensor, group) in zip(names, found, strict=True)]

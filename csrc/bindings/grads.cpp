@@ -1,3 +1,4 @@
+#include <array>
 #include <memory>
 #include <optional>
 #include <string>
@@ -106,10 +107,17 @@ std::optional<at::Tensor> optional(at::Tensor tensor) {
 }
 
 void bind_backward(py::module_& m) {
+  py::class_<Decision, std::shared_ptr<Decision>>(m, "Decision")
+      .def(py::init())
+      .def("note_forward", &Decision::note_forward, py::arg("syncs"))
+      .def_property_readonly("keeps", &Decision::keeps);
   py::class_<Backward, std::shared_ptr<Backward>>(m, "Backward")
       .def("set_sync", &Backward::set_sync, py::arg("sync"), Release())
+      .def("set_decision", &Backward::set_decision, py::arg("bucket"), py::arg("slot"), py::arg("decision"), Release())
+      .def("begin", &Backward::begin, py::arg("decision"), Release())
       .def("set_stays_inner", &Backward::set_stays_inner, py::arg("stays"), Release())
       .def("set_before_next", &Backward::set_before_next, py::arg("call"), Release())
+      .def_property_readonly("has_failed", py::cpp_function(&Backward::has_failed, Release()))
       .def_property_readonly("settled", py::cpp_function(&Backward::is_settled, Release()))
       .def_property_readonly(
           "sums_wait",
@@ -146,6 +154,7 @@ void bind_mean_grads(py::module_& m) {
       .def("do_in_place", &MeanGrads::do_in_place, py::arg("calls"), Release())
       .def("mark_zeroed", &MeanGrads::mark_zeroed, py::arg("bucket"), py::arg("slot"), Release())
       .def("is_zeroed", &MeanGrads::is_zeroed, py::arg("bucket"), py::arg("slot"), Release())
+      .def("show_all", &MeanGrads::show_all)
       .def("mark_scaled", &MeanGrads::mark_scaled, Release())
       .def("scale", &MeanGrads::scale, py::arg("bucket"), py::arg("factor"), py::arg("slots"), Release())
       .def("forget_words", &MeanGrads::forget_words, py::arg("bucket"))
@@ -184,7 +193,8 @@ void bind_settlement(py::module_& m) {
       .value("FULL_STATE", Meeting::full_state)
       .value("BROADCAST_BUFFERS", Meeting::broadcast_buffers)
       .value("FULL_GRAD", Meeting::full_grad)
-      .value("MASKS", Meeting::masks);
+      .value("MASKS", Meeting::masks)
+      .value("BROADCAST_PARAMETERS", Meeting::broadcast_parameters);
   m.attr("NUM_ARGUMENTS") = std::tuple_size_v<Arguments>;
   py::class_<Outcome>(m, "Outcome")
       .def_readonly("adopts", &Outcome::adopts)
@@ -192,6 +202,7 @@ void bind_settlement(py::module_& m) {
       .def_readonly("arguments", &Outcome::arguments)
       .def_readonly("has_same_options", &Outcome::has_same_options)
       .def_readonly("has_same_operators", &Outcome::has_same_operators)
+      .def_readonly("has_same_params", &Outcome::has_same_params)
       .def_readonly("operators", &Outcome::operators)
       .def_readonly("followed", &Outcome::followed)
       .def_readonly("num_active", &Outcome::num_active)
@@ -200,11 +211,11 @@ void bind_settlement(py::module_& m) {
   py::class_<Settlement>(m, "Settlement")
       .def(
           "settle",
-          [](Settlement& self, Meeting meeting, const Arguments& arguments, double options, double operators,
+          [](Settlement& self, Meeting meeting, const Arguments& arguments, const std::array<double, 3>& digests,
              int64_t adoptions, std::string refusal) {
-            return self.settle({meeting, arguments, options, operators, adoptions, std::move(refusal)});
+            return self.settle({meeting, arguments, digests[0], digests[1], digests[2], adoptions, std::move(refusal)});
           },
-          py::arg("meeting"), py::arg("arguments") = Arguments{}, py::arg("options") = 0.0, py::arg("operators") = 0.0,
+          py::arg("meeting"), py::arg("arguments") = Arguments{}, py::arg("digests") = std::array<double, 3>{},
           py::arg("adoptions") = 0, py::arg("refusal") = "", Release())
       .def("set_remark", &Settlement::set_remark, py::arg("remark"), Release())
       .def_property_readonly("remarks", py::cpp_function(&Settlement::remarks, Release()))

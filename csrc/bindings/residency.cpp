@@ -156,6 +156,11 @@ void bind_residency(py::module_& m) {
           "drop_written", [](Residency& self, const std::vector<int64_t>& buckets) { self->drop_written(buckets); },
           py::arg("buckets"), Release())
       .def(
+          "stand_by", [](Residency& self, bool does) { self->stand_by(does); }, py::arg("does"), Release())
+      .def_property_readonly("kept", py::cpp_function([](Residency& self) { return self->kept(); }, Release()))
+      .def(
+          "let_kept_go", [](Residency& self) { self->let_kept_go(); }, Release())
+      .def(
           "take_failure", [](Residency& self) { return self->take_failure(); }, Release())
       .def(
           "set_hostile", [](Residency& self, bool hostile) { self->set_hostile(hostile); }, py::arg("hostile"))

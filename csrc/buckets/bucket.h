@@ -16,6 +16,8 @@
 
 namespace zx {
 
+class Decision;  // grads/decision.h
+
 using AccumulatorNode = decltype(torch::autograd::impl::grad_accumulator(std::declval<const at::Tensor&>()));
 
 // Note [Hooks follow the parameter]
@@ -40,6 +42,7 @@ struct Hooks {
   torch::autograd::FunctionPreHook* before = nullptr;
   uintptr_t after = 0;
   std::shared_ptr<Watch> watch{};
+  std::shared_ptr<Decision> decision{};  // of the wrapper around its module; null without one
 };
 
 // Remembers which tensor p.grad was. It holds the tensor weakly, so that no other tensor can get the same address.

@@ -26,6 +26,9 @@ void with_tensor(Numbers& numbers, at::ScalarType type, const Collective& collec
 // Ranks without a backward of their own don't limit the others: they join whatever the others launched.
 bool has_own_rounds(const Statement& s) { return s.rounds.own > 0 && s.call.meeting != Meeting::follow; }
 
+// But where a forward decided that nothing is sent, that of all others did.
+bool has_kept(const Statement& s) { return s.rounds.has_kept && s.call.meeting != Meeting::follow; }
+
 using Number = int64_t (*)(const Statement&);
 constexpr std::array<Number, static_cast<size_t>(Said::kCount)> kFields = {
     [](const Statement& s) { return static_cast<int64_t>(s.call.meeting); },
@@ -33,7 +36,7 @@ constexpr std::array<Number, static_cast<size_t>(Said::kCount)> kFields = {
       return s.call.meeting == Meeting::follow ? kNowhere : static_cast<int64_t>(s.call.meeting);
     },
     [](const Statement& s) { return s.rounds.all; },
-    [](const Statement& s) { return has_own_rounds(s) ? s.rounds.all : kNoBackward; },
+    [](const Statement& s) { return has_own_rounds(s) || has_kept(s) ? s.rounds.all : kNoBackward; },
     [](const Statement& s) { return has_own_rounds(s) ? s.rounds.inner.count : kNoBackward; },
     [](const Statement& s) { return has_own_rounds(s) ? s.rounds.all - s.rounds.inner.count : kNoBackward; },
     [](const Statement& s) { return has_own_rounds(s) ? s.rounds.inner.dropped : kNoBackward; },
@@ -51,10 +54,12 @@ constexpr std::array<Number, static_cast<size_t>(Said::kCount)> kFields = {
 constexpr size_t kNumFields = kFields.size();
 constexpr size_t kNumArguments = std::tuple_size_v<Arguments>;
 
-// A message: two maxima of each field, of each argument, of the operators and of the options, a sum, and the sets.
+// A message: two maxima of each field, of each argument, of the operators, the parameters and the options, a sum, and
+// the sets.
 constexpr size_t kArgumentsStart = 2 * kNumFields;
 constexpr size_t kOperatorsStart = kArgumentsStart + 2 * kNumArguments;
-constexpr size_t kOptionsStart = kOperatorsStart + 2;
+constexpr size_t kParamsStart = kOperatorsStart + 2;
+constexpr size_t kOptionsStart = kParamsStart + 2;
 constexpr size_t kSum = kOptionsStart + 2;
 constexpr size_t kSetStart = kSum + 1;
 
@@ -77,6 +82,7 @@ void pack_arguments(const Statement& s, std::vector<int64_t>& packed) {
   const bool leads = is_in_call && s.call.meeting != Meeting::follow;
   for (const double argument : s.call.arguments) pack(argument, leads);
   pack(s.call.operators, leads);
+  pack(s.call.params, leads);
   pack(s.call.options, is_in_call);
 }
 
@@ -88,6 +94,7 @@ void unpack_arguments(const std::vector<int64_t>& packed, Verdict& verdict) {
   const int64_t operators = packed[kOperatorsStart];
   const bool are_said = operators != std::numeric_limits<int64_t>::min();  // else all follow, or are in a backward
   verdict.has_same_operators = !are_said || operators == ~packed[kOperatorsStart + 1];
+  verdict.has_same_params = !are_said || packed[kParamsStart] == ~packed[kParamsStart + 1];
   verdict.operators = are_said ? std::bit_cast<double>(operators) : 0.0;
   verdict.has_same_options = packed[kOptionsStart] == ~packed[kOptionsStart + 1];
 }

@@ -24,8 +24,9 @@ struct InnerRounds {
 // Times that all buckets were launched since the last step.
 struct Rounds {
   int64_t all = 0;
-  int64_t own = 0;    // those that this rank's own backwards launched
-  int64_t order = 0;  // a digest of which buckets these launched, in which order
+  int64_t own = 0;        // those that this rank's own backwards launched
+  int64_t order = 0;      // a digest of which buckets these launched, in which order
+  bool has_kept = false;  // this rank's gradients, since a wrapper's forward decided so
   InnerRounds inner{};
 };
 
@@ -80,6 +81,7 @@ struct Verdict {
   Arguments most_arguments;
   bool has_same_options;
   bool has_same_operators;
+  bool has_same_params;
   double operators;
   int64_t num_active;
   SlotSet with_grad;             // on any rank
@@ -99,7 +101,7 @@ class Agreement {
       : control_(control), small_(std::move(control)), trouble_(std::move(trouble)) {}
 
   // Collective: takes every rank's statement, and returns the same verdict to all. It is one all-reduce: two
-  // integers for each Said and each argument, five more, one bit per slot, or nine if it is a DTensor, and the remarks
+  // integers for each Said and each argument, seven more, one bit per slot, or nine if it is a DTensor, and the remarks
   // of all ranks. Errors name what this thread is Doing.
   Verdict agree(const Statement& statement);
 

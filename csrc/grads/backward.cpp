@@ -36,6 +36,11 @@ void Backward::set_sync(bool sync) {
   sync_ = sync;
 }
 
+void Backward::set_decision(int64_t bucket, int64_t slot, std::shared_ptr<Decision> decision) {
+  const Locked lock(buckets_->mutex);
+  buckets_->at(bucket).slots.at(slot).hooks.decision = std::move(decision);
+}
+
 void Backward::set_stays_inner(bool stays) {
   const Locked lock(buckets_->mutex);
   // A rank without a backward of its own joins the others' rounds, and takes those that stay for the first ones.
@@ -79,7 +84,7 @@ void Backward::open_pass(const Locked& /*lock*/) {
 // Launches the rest. See Note [Buckets launch in one order].
 void Backward::finish_pass(bool own, bool empty, const Locked& lock) {
   for (const int64_t bucket : order_.finish()) launch(bucket, empty, lock);
-  pass_.open = false;
+  pass_.end();
   ++progress_.rounds.all;
   progress_.rounds.inner.count += stays_inner_ ? 1 : 0;
   progress_.rounds.inner.has_left = stays_inner_;
@@ -134,6 +139,11 @@ void Backward::fail(const std::string& why) {
   note_failure(why, lock);
 }
 
+bool Backward::has_failed() const {
+  const Locked lock(buckets_->mutex);
+  return !progress_.failure.empty() || (pass_.open && *pass_.raised);
+}
+
 void Backward::forget_failure() {
   const Locked lock(buckets_->mutex);
   progress_.failure.clear();
@@ -157,6 +167,7 @@ void Backward::note_zeroed() {
 void Backward::start_over() {
   const Locked lock(buckets_->mutex);
   progress_.rounds.all = progress_.rounds.own = progress_.rounds.order = 0;
+  progress_.rounds.has_kept = false;
   progress_.rounds.inner.count = progress_.rounds.inner.dropped = 0;
 }
 

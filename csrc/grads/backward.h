@@ -12,6 +12,7 @@
 #include "buckets/buckets.h"
 #include "grads/agreement.h"
 #include "grads/before_next.h"
+#include "grads/decision.h"
 #include "grads/flights.h"
 #include "grads/launch_order.h"
 #include "grads/mean_grads.h"
@@ -57,6 +58,13 @@ class Backward : public std::enable_shared_from_this<Backward> {
   void set_followed(bool followed);
   // False: gradients stay local and accumulate (no_sync).
   void set_sync(bool sync);
+  // Has the forward of a wrapper decide for a slot: see Note [Forward decides]. Null: none does any more.
+  void set_decision(int64_t bucket, int64_t slot, std::shared_ptr<Decision> decision);
+  // To be called inside a backward, on autograd's thread: it is sent, also if it reaches no slot here, unless this
+  // decision keeps it.
+  void begin(const std::shared_ptr<Decision>& decision);
+  // Whether zero_grad() must come before anything else.
+  bool has_failed() const;
   // True: what leaves stays on the inner axis (no_sync(outer=True)). Throws after a round that did not, in this step.
   void set_stays_inner(bool stays);
   bool is_syncing() const;
@@ -102,6 +110,7 @@ class Backward : public std::enable_shared_from_this<Backward> {
   void after_accumulate(Bucket& bucket, Slot& slot);
   bool note_gradient(Bucket& bucket, Slot& slot);
   void on_backward_end();
+  bool is_about_to_accumulate() const;
 
   void await_end(const Locked& lock);
   void keep_pace();

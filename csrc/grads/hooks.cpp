@@ -194,10 +194,13 @@ bool Backward::note_gradient(Bucket& bucket, Slot& slot) {
   TORCH_CHECK(grad.layout() == at::kStrided, "zerox: ", local_grad(slot).refusal);
   slot.seen.local.note(grad);
   packing_.note_producer(bucket, lock);
-  grads_->accumulated(slot, sync_, lock);
-  if (!sync_) return false;
+  const bool keeps = slot.hooks.decision != nullptr && slot.hooks.decision->keeps();
+  progress_.rounds.has_kept |= keeps;
+  grads_->accumulated(slot, sync_ && !keeps, lock);
+  if (!sync_ || keeps) return false;
   open_pass(lock);
   await_end(lock);
+  pass_.note(slot.hooks.decision);
   TORCH_CHECK(!slot.fired, "zerox: parameter '", slot.name,
               "' got a second gradient in one backward. A parameter shared by two reentrant checkpoints does this: "
               "pass use_reentrant=False to torch.utils.checkpoint. After a backward inside which some parameter got "
@@ -242,6 +245,27 @@ void Backward::refuse_other_reducers() const {
   }
   const int64_t reduced = find_reduced(hooked);
   if (reduced >= 0) refuse(slots[reduced]->name);
+}
+
+void Backward::begin(const std::shared_ptr<Decision>& decision) {
+  const Locked lock(buckets_->mutex);
+  if (!sync_ || decision->keeps() || !is_about_to_accumulate()) return;
+  open_pass(lock);
+  await_end(lock);
+  pass_.note(decision);
+}
+
+// Whether the graph task that this thread is in computes gradients for p.grad of any slot, or of everything. Not for
+// torch.autograd.grad().
+bool Backward::is_about_to_accumulate() const {
+  const auto* exec_info = torch::autograd::get_current_graph_task_exec_info();
+  if (exec_info == nullptr || exec_info->empty()) return true;
+  bool found = false;
+  buckets_->for_each_slot([&](const Slot& slot, int64_t /*position*/) {
+    const auto info = exec_info->find(slot.hooks.accumulator.get());
+    found = found || (info != exec_info->end() && info->second.should_execute() && !info->second.captures_);
+  });
+  return found;
 }
 
 // See Note [How a backward ends].

@@ -74,7 +74,11 @@ class MeanGrads {
   // Whether, if no hook saw what backward wrote, p.grad may be neither the mean nor all that is this rank's own.
   virtual bool may_be_unseen(const Slot& /*slot*/) const { return false; }
   // Whether all ranks meet where backward ends.
-  virtual bool meets_after_backward() const { return false; }
+  virtual bool meets_after_backward() const { return shows_all_; }
+  // Has all ranks meet where backward ends, so that p.grad is there on all if any has a gradient.
+  void show_all() { shows_all_ = true; }
+  // Called where backward ended. `seen`: the slots whose gradient some rank has.
+  virtual void show(const SlotSet& /*seen*/) {}
 
   // ---- for a flight
 
@@ -145,6 +149,7 @@ class MeanGrads {
  private:
   GradContext context_;
   std::atomic<int64_t> num_counted_{0};
+  std::atomic<bool> shows_all_{false};
 };
 
 // `route`: the moves from p.grad to where step() reads.

@@ -32,6 +32,7 @@ enum class Meeting : int64_t {
   broadcast_buffers = 14,
   full_grad = 15,
   masks = 16,
+  broadcast_parameters = 17,
 };
 constexpr int64_t kLastFollowed = static_cast<int64_t>(Meeting::grad_norm);
 
@@ -47,6 +48,7 @@ struct Call {
   Arguments arguments{};
   double options = 0;     // a digest of the param groups' options, for step(); a follower says it everywhere
   double operators = 0;   // a digest of what was done in place to gradients that had left
+  double params = 0;      // a digest of the parameters, where ranks compare them
   int64_t adoptions = 0;  // parameters that became trainable
   std::string refusal{};  // why this rank can't go on; empty if it can
 };
@@ -58,6 +60,7 @@ struct Outcome {
   Arguments arguments;
   bool has_same_options;
   bool has_same_operators;  // those that don't follow
+  bool has_same_params;     // the same
   double operators;         // theirs, if they are the same
   bool followed;            // some rank follows
   int64_t num_active;       // ranks that don't follow, or had a gradient in this step before they did

@@ -1,8 +1,13 @@
 // One backward, as far as it can be seen from the hooks inside it.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <memory>
+#include <utility>
+#include <vector>
+
+#include "grads/decision.h"
 
 namespace zx {
 
@@ -30,6 +35,17 @@ struct Pass {
   int64_t last_task = -1;  // graph task whose end is awaited
   bool paced = false;      // see Note [Backward at the pace of the exchange]
   std::shared_ptr<bool> raised = std::make_shared<bool>(false);
+  std::vector<std::shared_ptr<Decision>> decided{};  // of the gradients that leave: see Note [Forward decides]
+
+  void note(const std::shared_ptr<Decision>& decision) {
+    if (decision != nullptr && std::find(decided.begin(), decided.end(), decision) == decided.end()) {
+      decided.push_back(decision);
+    }
+  }
+  void end() {
+    open = false;
+    for (const auto& decision : std::exchange(decided, {})) decision->note_sent();
+  }
 };
 
 }  // namespace zx

@@ -200,10 +200,12 @@ Outcome Settlement::settle(const Call& call) {
                   .arguments = verdict.most_arguments,
                   .has_same_options = verdict.has_same_options,
                   .has_same_operators = verdict.has_same_operators,
+                  .has_same_params = verdict.has_same_params,
                   .operators = verdict.operators,
                   .followed = verdict[Said::meeting].least == static_cast<int64_t>(Meeting::follow),
                   .num_active = verdict.num_active,
                   .speaker = verdict[Said::active].least_rank};
+  if (call.meeting == Meeting::backward_end) grads_->show(verdict.with_grad);
   if (call.meeting == Meeting::backward_end || meeting == Meeting::follow) return outcome;
   check_arguments(verdict);
   // 2. What has to be the same on all ranks before they go on: orders, and parameters to adopt.

@@ -106,6 +106,22 @@ void ShardedGrads::exchange_changes(Agreement& agreement) {
   }
 }
 
+// A placeholder stands for the mean, of which this rank's part may be nothing. Teams have other parameters.
+void ShardedGrads::show(const SlotSet& seen) {
+  const Locked lock(buckets().mutex);
+  int64_t position = 0;
+  for (const auto& bucket : buckets().all) {
+    for (Slot& slot : bucket->slots) {
+      at::Tensor& grad = slot.param.mutable_grad();
+      if (!grad.defined() && !slot.replace && bucket->team.count == 1 && seen.has(position)) {
+        grad = slot.placeholder;
+        slot.held = true;
+      }
+      ++position;
+    }
+  }
+}
+
 at::Tensor ShardedGrads::shard(int64_t index) {
   Bucket& bucket = buckets().at(index);
   put_together(bucket);

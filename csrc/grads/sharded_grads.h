@@ -15,6 +15,7 @@ class ShardedGrads final : public MeanGrads {
   Taken take(const Bucket& bucket, Slot& slot, const at::Tensor& local, const Locked& lock) override;
   GradsSeen look(int64_t rounds, const Locked& lock) override;
   void exchange_changes(Agreement& agreement) override;
+  void show(const SlotSet& seen) override;
 
   at::Tensor shard(int64_t bucket) override;
   std::vector<at::Tensor> shard_by_part(int64_t bucket) override { return buckets().at(bucket).landed.by_part; }

@@ -86,13 +86,20 @@ PeerShards::Awaited PeerShards::ask(int peer, const Question& wanted, const Targ
   return {asked, apart, std::move(pieces)};
 }
 
-void PeerShards::await_written(int64_t bucket, const std::vector<ShardPlace>& places, int64_t written) const {
+bool PeerShards::await_written(int64_t bucket, const std::vector<ShardPlace>& places, int64_t written) const {
   std::vector<ShardQuestions::Asked> asked;
+  std::vector<at::Tensor> answers;
   for (const int peer : others(false, num_ranks())) {
-    asked.push_back(questions_->ask(ranks_[peer], {.bucket = bucket, .written = written}, at::empty({1}, at::kByte)));
+    answers.push_back(at::empty({1}, at::kByte));
+    asked.push_back(questions_->ask(ranks_[peer], {.bucket = bucket, .written = written}, answers.back()));
   }
-  for (const int peer : others(true, num_ranks())) await(peer, places.at(peer), ShardStamp::written, written);
+  bool one_stands_by = false;
+  for (const int peer : others(true, num_ranks())) {
+    one_stands_by |= await(peer, places.at(peer), ShardStamp::written, written) >= kStandsBy;
+  }
   for (const auto& each : asked) questions_->await(each);
+  for (const at::Tensor& answer : answers) one_stands_by |= *answer.const_data_ptr<uint8_t>() != 0;
+  return one_stands_by;
 }
 
 int64_t PeerShards::read_stamp(int rank, const ShardPlace& place, ShardStamp stamp) const {
@@ -101,11 +108,13 @@ int64_t PeerShards::read_stamp(int rank, const ShardPlace& place, ShardStamp sta
   return value;
 }
 
-void PeerShards::await(int rank, const ShardPlace& place, ShardStamp stamp, int64_t value) const {
+int64_t PeerShards::await(int rank, const ShardPlace& place, ShardStamp stamp, int64_t value) const {
+  int64_t found = 0;
   whereabouts_->needing(ranks_[rank], [&] {
     // Read twice: the system need not copy eight bytes at once.
     const auto is_there = [&] {
-      return read_stamp(rank, place, stamp) >= value && read_stamp(rank, place, stamp) >= value;
+      found = read_stamp(rank, place, stamp);
+      return found >= value && read_stamp(rank, place, stamp) == found;
     };
     Pause pause;
     while (!is_there()) {
@@ -115,6 +124,7 @@ void PeerShards::await(int rank, const ShardPlace& place, ShardStamp stamp, int6
     }
   });
   std::atomic_thread_fence(std::memory_order_seq_cst);  // what the stamp stands for is read after it
+  return found;
 }
 
 void PeerShards::say_left() const {

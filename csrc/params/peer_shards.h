@@ -36,7 +36,9 @@ namespace zx {
 //   met in step(), and a rank answers there only when its own reads are over (Residents::begin_update).
 // - Writes outside step() have to happen on all ranks. A rank takes over its part when all have written their copies,
 //   since a rank that is late may read the old values to compute the new ones. Then it reads nobody's shard before that
-//   is stored.
+//   is stored. Ranks that are about to take rank 0's values (broadcast_parameters(), and where a wrapper is built)
+//   stand by meanwhile: who writes then keeps its copy as it is, until all have met there, and rank 0's goes to the
+//   shards.
 // A rank that does not come is named after the timeout.
 //
 // On a mesh (replicate, shard) parameters are sharded over the shard axis only: of each bucket a rank keeps all the
@@ -99,8 +101,8 @@ class PeerShards {
   // The others' shards of a bucket. `wanted` says how far they must have come. `places`: by rank. Throws
   // std::runtime_error that names the rank that is missing.
   void fetch(const Question& wanted, const std::vector<ShardPlace>& places, const Target& target) const;
-  // Returns when all have written a bucket so often. Throws as fetch().
-  void await_written(int64_t bucket, const std::vector<ShardPlace>& places, int64_t written) const;
+  // Returns when all have written a bucket so often, or stand by instead: whether one does. Throws as fetch().
+  bool await_written(int64_t bucket, const std::vector<ShardPlace>& places, int64_t written) const;
 
   // This rank will fetch nothing more. Whether another has said so, or is gone: neither throws.
   void say_left() const;
@@ -114,7 +116,7 @@ class PeerShards {
     std::vector<BytePiece> pieces;
   };
   Awaited ask(int peer, const Question& wanted, const Target& target, std::vector<BytePiece> pieces) const;
-  void await(int rank, const ShardPlace& place, ShardStamp stamp, int64_t value) const;
+  int64_t await(int rank, const ShardPlace& place, ShardStamp stamp, int64_t value) const;
   int64_t read_stamp(int rank, const ShardPlace& place, ShardStamp stamp) const;
   std::vector<int> others(bool neighbours, int count) const;
   int num_ranks() const { return static_cast<int>(ranks_.size()); }

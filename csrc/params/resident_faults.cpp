@@ -9,8 +9,8 @@ void Residents::refuse_collective(ShardedBucket& sharded) {
   {
     const std::lock_guard lock(mutex_);
     if (now_.whole > 0 || sharded.places.empty() || now_.forgotten) return;
-    if (!sharded.is_lent) {
-      sharded.is_lent = true;
+    if (sharded.stays != Stays::lent) {
+      sharded.stays = Stays::lent;
       ++sharded.pins;
       if (sharded.writers++ == 0) sharded.room->let_write(true);
     }

@@ -51,7 +51,8 @@ void Residents::end_update(bool is_update, bool any_written) {
       const bool is_published = sharded->stamps.get(ShardStamp::version) == now_.version;
       if (any_written && !is_published) sharded->room->serve(sharded->shard, sharded->served, {});
       sharded->stamps.at(ShardStamp::version).store(now_.version, std::memory_order_release);
-      if (std::exchange(sharded->is_lent, false)) {
+      if (sharded->stays == Stays::lent) {
+        sharded->stays = Stays::no;
         --sharded->pins;
         --sharded->writers;
       }

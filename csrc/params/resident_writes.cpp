@@ -1,6 +1,7 @@
 // What is written to parameters outside step(), and inside optimizer.whole(): see Note [Shards are pulled].
 #include <algorithm>
 #include <exception>
+#include <utility>
 
 #include "check.h"
 #include "params/residents.h"
@@ -16,7 +17,7 @@ void Residents::take_over(const std::vector<int64_t>& written) {
     for (const int64_t bucket : written) {
       ShardedBucket& sharded = *buckets_[bucket];
       if (sharded.places.empty()) continue;  // the constructor is not through
-      if (now_.whole > 0) continue;
+      if (now_.whole > 0 || sharded.stays == Stays::kept) continue;
       now.push_back(&sharded);
     }
   }
@@ -33,7 +34,10 @@ void Residents::take_over(const std::vector<int64_t>& written) {
     for (ShardedBucket* sharded : now) {
       const Doing doing([sharded] { return "a write to the parameters of " + sharded->name; });
       try {
-        peers_->await_written(sharded->index, sharded->places, sharded->written);
+        if (peers_->await_written(sharded->index, sharded->places, sharded->written)) {
+          keep(*sharded);
+          continue;
+        }
       } catch (const std::exception& error) {
         failure = "zerox: parameters of " + sharded->name +
                   " were written here and not on all ranks: write on all, or inside optimizer.whole(). " +
@@ -50,6 +54,43 @@ void Residents::take_over(const std::vector<int64_t>& written) {
     }
   });
   if (!failure.empty()) ReadGuard::raise_soon(failure);
+}
+
+// Another rank stands by: see Note [Shards are pulled].
+void Residents::keep(ShardedBucket& sharded) {
+  TORCH_CHECK(sharded.rows == nullptr, "zerox: ", sharded.name,
+              " was written on this rank, and another one is about to "
+              "take rank 0's values: write tables on all ranks");
+  const std::lock_guard lock(mutex_);
+  ++sharded.pins;
+  sharded.stays = Stays::kept;
+  sharded.stamps.at(ShardStamp::written) = --sharded.written;
+}
+
+void Residents::stand_by(bool does) {
+  process_.check();
+  const std::lock_guard lock(mutex_);
+  for (const auto& sharded : buckets_) sharded->stamps.at(ShardStamp::written) = does ? kStandsBy : sharded->written;
+  peers_->stamps_changed();
+}
+
+std::vector<int64_t> Residents::kept() const {
+  const std::lock_guard lock(mutex_);
+  std::vector<int64_t> found;
+  for (const auto& sharded : buckets_) {
+    if (sharded->stays == Stays::kept) found.push_back(sharded->index);
+  }
+  return found;
+}
+
+void Residents::let_kept_go() {
+  const std::lock_guard lock(mutex_);
+  for (const auto& sharded : buckets_) {
+    if (sharded->stays != Stays::kept) continue;
+    sharded->stays = Stays::no;
+    --sharded->pins;
+    sharded->is_stale = true;
+  }
 }
 
 void Residents::store_own(ShardedBucket& sharded) {

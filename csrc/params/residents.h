@@ -97,6 +97,13 @@ class Residents final : public ReadGuard::Watcher, public FaultReader {
   void keep_written(const std::vector<int64_t>& buckets);
   void drop_written(const std::vector<int64_t>& buckets);
 
+  // From now on this rank writes nothing, and is about to take rank 0's values; or not any more. All ranks must meet in
+  // between, and again afterwards before one of them writes.
+  void stand_by(bool does);
+  // What was written here meanwhile: it stays as it is until let_kept_go(), which all that was kept is released after.
+  std::vector<int64_t> kept() const;
+  void let_kept_go();
+
   // What could not be fetched, or was written and is lost, since the last take; empty if nothing.
   std::string failure() const;
   std::string take_failure();
@@ -140,6 +147,9 @@ class Residents final : public ReadGuard::Watcher, public FaultReader {
 
  private:
   enum class State : uint8_t { released, arriving, resident };
+  // Pinned beside operators: `lent` to a collective, and writable, until the next step(); `kept` since it was written
+  // here while another rank stood by.
+  enum class Stays : uint8_t { no, lent, kept };
   // This rank's whole copy of a bucket.
   struct Copy {
     std::atomic<State> state = State::resident;
@@ -150,10 +160,10 @@ class Residents final : public ReadGuard::Watcher, public FaultReader {
     int64_t version = 0;    // of the step whose values others' shards must have
     int64_t written = 0;    // how often the copy was written outside step()
     bool is_stale = false;  // parts of it that others own are older than `version`
-    bool is_lent = false;   // to a collective: pinned and writable until the next step()
-    bool is_old = false;    // all of it is older than `version`
-    uint64_t digest = 0;    // at the beginning of whole()
-    size_t held = 0;        // bytes of memory
+    Stays stays = Stays::no;
+    bool is_old = false;  // all of it is older than `version`
+    uint64_t digest = 0;  // at the beginning of whole()
+    size_t held = 0;      // bytes of memory
   };
   struct ShardedBucket : Copy {
     int64_t index = 0;
@@ -208,6 +218,7 @@ class Residents final : public ReadGuard::Watcher, public FaultReader {
   bool is_read_by_others() const;
   void take_over(const std::vector<int64_t>& written);
   void store_own(ShardedBucket& sharded);
+  void keep(ShardedBucket& sharded);
   std::vector<BytePiece> shard_of(const ShardedBucket& sharded, int rank) const;
   std::vector<BytePiece> own_shard(const ShardedBucket& sharded) const { return shard_of(sharded, peers_->rank()); }
   std::vector<Room::ByteSpan> spans_through_host(const ShardedBucket& sharded) const;

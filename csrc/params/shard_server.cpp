@@ -1,7 +1,7 @@
 #include "params/shard_server.h"
 
 #include <ATen/ops/empty.h>
-#include <ATen/ops/zeros.h>
+#include <ATen/ops/full.h>
 #include <pthread.h>
 
 #include <chrono>
@@ -123,7 +123,10 @@ bool ShardServer::can_be_answered(const Question& question) const {
 }
 
 at::Tensor ShardServer::answer_to(const AskedBy& asked) const {
-  if (!asked.question.wants_shard) return at::zeros({1}, at::kByte);
+  if (!asked.question.wants_shard) {
+    const bool stands_by = shards_[asked.question.bucket].stamps.get(ShardStamp::written) >= kStandsBy;
+    return at::full({1}, stands_by ? 1 : 0, at::kByte);
+  }
   const at::Tensor& shard = shards_[asked.question.bucket].values;
   if (!asked.pieces.defined()) return shard;
   int64_t bytes = 0;

@@ -8,6 +8,8 @@
 namespace zx {
 
 enum class ShardStamp : uint8_t { version, written, stored, left };
+// Of `written`: this rank writes nothing, and is about to take rank 0's values.
+constexpr int64_t kStandsBy = int64_t{1} << 60;
 constexpr size_t kShardStamps = 4;
 
 // Other ranks read them, in this rank's memory or by message.

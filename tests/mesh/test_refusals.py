@@ -158,7 +158,7 @@ def test_it_is_refused_by_name_on_all_ranks(name: str) -> None:
 
 
 def said_once(rank: int, world_size: int) -> list[str]:
-    zerox.terms._said.clear()  # these processes have trained before
+    zerox.flow.terms._said.clear()  # these processes have trained before
     meshes = Meshes(init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp")))
     said = []
     for _ in range(2):

@@ -1,6 +1,6 @@
 """The extension's types, for mypy and editors. What things do stands in csrc/{exchange,grads,params}/*.h.
 
-Those of csrc/rows are in rows.pyi: at run time all are in one module."""
+Those of csrc/rows are in rows.pyi, those of sharded parameters in residency.pyi: at run time all are in one module."""
 
 import enum
 from collections.abc import Callable, Sequence
@@ -12,6 +12,11 @@ from torch import Tensor
 from torch.distributed import ProcessGroup, ReduceOp, Work
 from torch.distributed.distributed_c10d import Store
 
+from zerox._C.residency import Residency as Residency
+from zerox._C.residency import ResidencyEvent as ResidencyEvent
+from zerox._C.residency import ResidentCounts as ResidentCounts
+from zerox._C.residency import Room as Room
+from zerox._C.residency import ShardPlace as ShardPlace
 from zerox._C.rows import LandedRows as LandedRows
 from zerox._C.rows import RowChange as RowChange
 from zerox._C.rows import RowFlow as RowFlow
@@ -73,6 +78,7 @@ class Meeting(enum.Enum):
     BROADCAST_BUFFERS = 14
     FULL_GRAD = 15
     MASKS = 16
+    BROADCAST_PARAMETERS = 17
 
 class Combine(enum.Enum):
     SUM = 0
@@ -84,6 +90,7 @@ class Outcome:
     arguments: list[float]
     has_same_options: bool
     has_same_operators: bool
+    has_same_params: bool
     operators: float
     followed: bool
     num_active: int
@@ -133,84 +140,6 @@ def has_address_ranges() -> bool: ...
 def room_bytes() -> int: ...
 def most_room_bytes() -> int: ...
 
-class Room:
-    nbytes: int
-    def tensor(self, dtype: torch.dtype) -> Tensor: ...
-    def with_own_storage(self, view: Tensor) -> Tensor: ...
-    def has(self, address: int) -> bool: ...
-
-class ShardPlace:
-    shard: int
-    stamps: int
-    def __init__(self, shard: int, stamps: int, mapped: Tensor | None) -> None: ...
-
-class ResidentCounts:
-    fetches: int
-    fetched_bytes: int
-    waited_ns: int
-    faults: int
-    waits: int
-    prefetches: int
-
-class ResidencyEvent:
-    class Kind(enum.Enum):
-        FETCH = 0
-        ARRIVE = 1
-        RELEASE = 2
-        WAIT = 3
-        GO_ON = 4
-        STEP = 5
-
-    kind: Kind
-    bucket: int
-    time_ns: int
-    resident_bytes: int
-
-class Residency:
-    counts: ResidentCounts
-    resident: list[bool]
-    resident_bytes: int
-    room_bytes: int
-    served_bytes: int
-    num_calls: int
-    failure: str
-    def __init__(
-        self,
-        *,
-        group: ProcessGroup | None,
-        whereabouts: Whereabouts | None,
-        processes: Sequence[int],
-        ranks: Sequence[int],
-        num_holders: int,
-        rank: int,
-        timeout: Time,
-    ) -> None: ...
-    def set_limit(self, nbytes: float) -> None: ...
-    def take_most_bytes(self) -> int: ...
-    def make_room(self, nbytes: int, device: torch.device) -> Room: ...
-    def add(self, name: str, room: Room, shard: Tensor, is_served: bool) -> int: ...
-    def make_table_room(self, nbytes: int, device: torch.device) -> Room: ...
-    def add_table(
-        self, name: str, room: Room, shard: Tensor, is_served: bool, num_rows: int, of_block: Tensor
-    ) -> int: ...
-    def watch_added(self) -> None: ...
-    def place(self, bucket: int) -> ShardPlace: ...
-    def set_places(self, bucket: int, by_rank: Sequence[ShardPlace]) -> None: ...
-    def begin_update(self) -> None: ...
-    def publish(self, bucket: int, rows: Tensor | None = None) -> None: ...
-    def end_update(self, is_update: bool, any_written: bool) -> None: ...
-    def enter_whole(self) -> None: ...
-    def leave_whole(self) -> None: ...
-    def refresh_whole(self) -> None: ...
-    def written_inside(self) -> list[int]: ...
-    def keep_written(self, buckets: Sequence[int]) -> None: ...
-    def drop_written(self, buckets: Sequence[int]) -> None: ...
-    def take_failure(self) -> str: ...
-    def set_hostile(self, hostile: bool) -> None: ...
-    def release_all(self) -> None: ...
-    def record(self, on: bool) -> None: ...
-    def take_events(self) -> list[ResidencyEvent]: ...
-
 class Move(enum.Enum):
     REDUCE_SCATTER = 0
     ALL_GATHER = 1
@@ -220,13 +149,20 @@ class ManagerOptions:
         self, *, route: Sequence[Move], keeps_shards: bool, device: torch.device, sharded_params: bool, divides: bool
     ) -> None: ...
 
+class Decision:
+    keeps: bool
+    def note_forward(self, syncs: bool) -> None: ...
+
 class Backward:
     settled: bool
+    has_failed: bool  # until zero_grad()
     sums_wait: bool  # on an axis of a mesh, after no_sync(outer=True)
     launch_order: list[int]
     def set_order(self, order: Sequence[int]) -> None: ...  # for tests
     def set_sync(self, sync: bool) -> None: ...
     def set_stays_inner(self, stays: bool) -> None: ...
+    def set_decision(self, bucket: int, slot: int, decision: Decision | None) -> None: ...
+    def begin(self, decision: Decision) -> None: ...
     def set_before_next(self, call: Callable[[], None]) -> None: ...
 
 class Flights:
@@ -252,6 +188,7 @@ class MeanGrads:
     def mark_zeroed(self, bucket: int, slot: int) -> None: ...
     def is_zeroed(self, bucket: int, slot: int) -> bool: ...
     def mark_scaled(self) -> None: ...
+    def show_all(self) -> None: ...  # where backward ends
     def scale(self, bucket: int, factor: Tensor, slots: Sequence[int] | None) -> None: ...
     def forget_words(self, bucket: int) -> None: ...
     def shard(self, bucket: int) -> Tensor | None: ...
@@ -271,8 +208,7 @@ class Settlement:
         self,
         meeting: Meeting,
         arguments: Sequence[float],
-        options: float,
-        operators: float,
+        digests: Sequence[float],  # of options, operators and parameters
         adoptions: int,
         refusal: str,
     ) -> Outcome: ...

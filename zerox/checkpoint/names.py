@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel as OfTorch
 
 from zerox.checkpoint.manifest import CheckpointError
 from zerox.engine import Engine
 from zerox.memory.flat import dense_strides
 from zerox.plan.span import Span
 from zerox.ranks.dtensors import cut_of, is_dtensor
+from zerox.ranks.wrapped import PREFIX
 from zerox.sliced_tensor import SlicedTensor
 
 MODEL, OPTIMIZER = "model.", "optimizer."
@@ -18,9 +21,23 @@ COMPILED = "_orig_mod."  # torch.compile() puts it into names
 EXTRA_STATE = "_extra_state"
 
 
+def naming_in(model: nn.Module) -> Callable[[str], str]:
+    """What a checkpoint calls what the model does: without what torch.compile() and wrappers put into names."""
+    wrappers = [f"{path}." * bool(path) for path, each in model.named_modules() if isinstance(each, OfTorch)]
+
+    def bare(name: str) -> str:
+        for path in reversed(wrappers):  # those inside others first
+            if name.startswith(path + PREFIX):
+                name = path + name.removeprefix(path + PREFIX)
+        return name.replace(COMPILED, "")
+
+    return bare
+
+
 def parameter_names(model: nn.Module, optimizer: Engine) -> dict[int, str]:
     """By number: the name in the model, else the one that the optimizer was given, else "param 3" by position."""
-    of_model = {id(param): name.replace(COMPILED, "") for name, param in model.named_parameters()}
+    bare = naming_in(model)
+    of_model = {id(param): bare(name) for name, param in model.named_parameters()}
     found = {m.number: of_model.get(id(m.param), m.name) for m in optimizer.inside.members}
     if len(set(found.values())) < len(found):
         twice = sorted(name for name in set(found.values()) if list(found.values()).count(name) > 1)
@@ -30,8 +47,8 @@ def parameter_names(model: nn.Module, optimizer: Engine) -> dict[int, str]:
 
 def keys_in_model(model: nn.Module, param: Tensor) -> list[str]:
     """A parameter's names in a checkpoint: several if modules share it."""
-    named = model.named_parameters(remove_duplicate=False)
-    return [MODEL + name.replace(COMPILED, "") for name, each in named if each is param]
+    bare, named = naming_in(model), model.named_parameters(remove_duplicate=False)
+    return [MODEL + bare(name) for name, each in named if each is param]
 
 
 def split_model(model: nn.Module, optimizer: Engine) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -39,15 +56,15 @@ def split_model(model: nn.Module, optimizer: Engine) -> tuple[dict[str, Tensor],
 
     Of a parameter that is sharded, this rank's segment; of a DTensor its local tensor, as a part of the whole one.
     """
-    state = model.state_dict()
+    state, bare = model.state_dict(), naming_in(model)
     others = {name for name, value in state.items() if name.endswith(EXTRA_STATE) or not isinstance(value, Tensor)}
-    tensors = {MODEL + name.replace(COMPILED, ""): value for name, value in state.items() if name not in others}
+    tensors = {MODEL + bare(name): value for name, value in state.items() if name not in others}
     for name, param in model.named_parameters(remove_duplicate=False):
-        key, part = MODEL + name.replace(COMPILED, ""), optimizer.inside.gather.segment_of(param)
+        key, part = MODEL + bare(name), optimizer.inside.gather.segment_of(param)
         if key in tensors and part is not None:
             tensors[key] = part
     tensors = {name: sliced_dtensor(value) if is_dtensor(value) else value for name, value in tensors.items()}
-    return tensors, {name.replace(COMPILED, ""): state[name] for name in others}
+    return tensors, {bare(name): state[name] for name in others}
 
 
 def sliced_dtensor(tensor: Any) -> Tensor:
@@ -64,5 +81,6 @@ def sliced_dtensor(tensor: Any) -> Tensor:
 
 def fill_others(model: nn.Module, saved: dict[str, Any]) -> None:
     """Gives modules the extra state that they had."""
-    own = {name.replace(COMPILED, ""): name for name in model.state_dict()}
+    bare = naming_in(model)
+    own = {bare(name): name for name in model.state_dict()}
     model.load_state_dict({own[name]: value for name, value in saved.items() if name in own}, strict=False)

@@ -15,14 +15,15 @@ from zerox import _C as C
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-def keep_from_dynamo(function: Callable[..., Any]) -> bool:
+def keep_from_dynamo(function: Callable[..., Any], with_calls: bool = True) -> bool:
     """Keeps Dynamo from compiling a function by itself, as it does a compiled module's hook; False if it can't be kept.
 
-    Where Dynamo compiles what calls the function, it still looks into it.
+    ``with_calls``: nor what it calls. Where Dynamo compiles what calls the function, it still looks into it.
     """
     try:
         dynamo = torch._C._dynamo.eval_frame
-        skip = dynamo._FrameExecStrategy(dynamo._FrameAction.SKIP, dynamo._FrameAction.SKIP)
+        of_calls = dynamo._FrameAction.SKIP if with_calls else dynamo._FrameAction.DEFAULT
+        skip = dynamo._FrameExecStrategy(dynamo._FrameAction.SKIP, of_calls)
         dynamo.set_code_exec_strategy(function.__code__, skip)
     except (AttributeError, TypeError):  # private names, which any version may change
         return False

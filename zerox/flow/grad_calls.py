@@ -48,6 +48,7 @@ class Record:
     """What was seen of the steps so far. ``norm``: of the last step's whole gradient; None if nobody asked for it."""
 
     num_steps: int = 0
+    has_looked: bool = False  # at the parameters, since state was loaded: see Note [The first look]
     num_skipped: int = 0  # by a scaler
     norm: Tensor | None = None
 

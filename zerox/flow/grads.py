@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any
@@ -24,6 +24,7 @@ from zerox.ranks.dtensors import is_dtensor
 from zerox.ranks.group import Ranks
 from zerox.ranks.model_axes import ModelAxes
 from zerox.ranks.teams import Team, Teams
+from zerox.ranks.wrapped import decisions
 
 C.set_backward_functions(find_reduced, lambda text, names, params: in_text(text, list(zip(names, params, strict=True))))
 
@@ -118,8 +119,16 @@ class Grads:
                 if replicated:
                     self.partial.buckets[index] = bucket
         self.buckets.append(bucket)
+        self.let_decide(decisions(), [index])
         self.parts_of.append(list(map(_less_padding, self.manager.parts(index))))
         return made
+
+    def let_decide(self, deciding: Mapping[int, C.Decision], buckets: Iterable[int] | None = None) -> None:
+        """Has wrappers' forwards decide when the gradients of their parameters leave. ``deciding``: by id of these."""
+        for index in range(len(self.buckets)) if buckets is None else buckets:
+            for slot, member in enumerate(self.buckets[index].members):
+                if (decision := deciding.get(id(member.param))) is not None:
+                    self.manager.backward.set_decision(index, slot, decision)
 
     def refresh_segments(self, index: int) -> None:
         """A bucket's segments are of other groups or numbers now."""
@@ -130,6 +139,7 @@ class Grads:
         meeting: C.Meeting,
         arguments: Sequence[float] = (),
         options: float = 0.0,
+        params: float = 0.0,
         adoptions: int = 0,
         refusal: str = "",
     ) -> C.Outcome:
@@ -142,7 +152,7 @@ class Grads:
         padded = [*arguments, *[0.0] * (C.NUM_ARGUMENTS - len(arguments))]
         done = 0.0 if self.operators is None else self.operators.tell(_asks_each(meeting, arguments))
         with naming(lambda: named_of(self.buckets)):
-            outcome = self.manager.settlement.settle(meeting, padded, options, done, adoptions, refusal)
+            outcome = self.manager.settlement.settle(meeting, padded, [options, done, params], adoptions, refusal)
         if not outcome.has_same_operators:
             assert self.operators is not None
             asks_each = _asks_each(outcome.meeting, outcome.arguments)

@@ -31,6 +31,7 @@ from zerox.memory.torch_optimizer import TorchOptimizer
 from zerox.options import OptimizerOptions, check_params
 from zerox.ranks.group import Ranks
 from zerox.ranks.teams import OF_GROUP, Team, own_group
+from zerox.ranks.wrapped import bare_names
 from zerox.rules.of_groups import Rules
 from zerox.rules.rule import Rule
 
@@ -97,7 +98,10 @@ class ParamGroups(TorchOptimizer):
             param_group = own_group(param_group)
             self._complete(param_group, len(self.param_groups))
         super().add_param_group(param_group)
-        self._check_group(self.param_groups[-1])
+        group = self.param_groups[-1]
+        if NAMES in group:
+            group[NAMES] = bare_names(group[NAMES], group["params"])
+        self._check_group(group)
 
     def _complete(self, group: dict[str, Any], index: int) -> None:
         self._options.check_pairs(group)

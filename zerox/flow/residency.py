@@ -11,15 +11,18 @@ from torch import Tensor
 
 from zerox import _C as C
 from zerox.flow.mapped_shards import map_shards
+from zerox.flow.params import ParamGather
 from zerox.memory.bucket import Bucket, FrozenBucket, Member
 from zerox.memory.flat import BufferSlot, ShardedBuffer, give_out, in_shared_memory, take_in, values_of
 from zerox.memory.row_table import RowTable
 from zerox.memory.table_buffer import TableBuffer
 from zerox.model_names import all_quoted, in_text
+from zerox.options import OptimizerOptions
 from zerox.plan.buckets import BucketPlan
 from zerox.plan.layout import Layout
 from zerox.plan.resident import resident_limit
 from zerox.plan.span import Span
+from zerox.plan.stage import SHARDED
 from zerox.ranks.calls import named
 from zerox.ranks.dtensors import cut_of, local_of
 from zerox.ranks.group import Ranks
@@ -320,6 +323,12 @@ class Residency:
 
     def wait(self) -> None:
         pass
+
+
+def made_gather(manager: C.BucketManager, ranks: Ranks, options: OptimizerOptions) -> ParamGather | Residency:
+    if options.stage_plan.params is SHARDED and ranks.size > 1:
+        return Residency(manager, ranks, options.resident_mb)
+    return ParamGather(manager, ranks)
 
 
 def buffer_of(bucket: Bucket | FrozenBucket) -> ShardedBuffer:

@@ -1,58 +1,17 @@
-"""Rank 0's buffers on all ranks, as DistributedDataParallel gives them out."""
+"""Rank 0's buffers on all ranks before a forward, as DistributedDataParallel hands them out."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
-from zerox import _C as C
-from zerox.ranks.calls import waiting
-
-MOST_BYTES = 25 << 20  # of a message
-
-
-def buffers_of(module: nn.Module) -> list[Tensor]:
-    """Those that DistributedDataParallel would give out."""
-    ignored = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
-    return [buffer for name, buffer in module.named_buffers() if name not in ignored]
-
-
-def broadcast(tensors: Sequence[Tensor]) -> None:
-    """Gives all ranks of the default group rank 0's values, in few messages. Collective; alone it does nothing."""
-    if dist.is_initialized() and dist.get_world_size() > 1:
-        assert dist.group.WORLD is not None
-        with C.Doing("the broadcast of rank 0's values of the model"), waiting(dist.group.WORLD):
-            give_out(tensors, lambda values: dist.broadcast(values, 0))
-
-
-@torch.no_grad()
-def give_out(tensors: Sequence[Tensor], send: Callable[[Tensor], object]) -> None:
-    """``send``: gives all ranks rank 0's values of a 1-D tensor, in place."""
-    for run in _runs(tensors):
-        flat = torch.cat([tensor.reshape(-1) for tensor in run])
-        send(flat)
-        for tensor, values in zip(run, flat.split([tensor.numel() for tensor in run]), strict=True):
-            tensor.copy_(values.view(tensor.shape))
-
-
-def _runs(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
-    """Of one dtype and device, in order, each within MOST_BYTES but for a single tensor."""
-    runs: list[list[Tensor]] = []
-    last: dict[tuple[torch.dtype, torch.device], tuple[list[Tensor], int]] = {}
-    for tensor in tensors:
-        kind = (tensor.dtype, tensor.device)
-        run, nbytes = last.get(kind, ([], MOST_BYTES + 1))
-        if nbytes + tensor.nbytes > MOST_BYTES:
-            run, nbytes = [], 0
-            runs.append(run)
-        run.append(tensor)
-        last[kind] = run, nbytes + tensor.nbytes
-    return runs
+from zerox.ranks.wrapped import note_hand_out
+from zerox.wrapper.values import broadcast, named_buffers_of
 
 
 class BufferSync:
@@ -65,6 +24,8 @@ class BufferSync:
         self._module = module
         self._syncs = syncs
         self._is_due = True
+        if module is not None:
+            note_hand_out(module)
 
     @contextmanager
     def around_forward(self) -> Iterator[None]:
@@ -83,7 +44,12 @@ class BufferSync:
 
     def _before(self, *_: Any) -> None:
         if self._module is not None and self._is_due:
-            broadcast(buffers_of(self._module))
+            buffers = named_buffers_of(self._module).values()
+            broadcast(buffers, default_group(), f"buffers of {type(self._module).__name__}")
 
     def _after(self, *_: Any) -> None:
         self._is_due = self._module is not None and torch.is_grad_enabled() and self._syncs(self._module)
+
+
+def default_group() -> dist.ProcessGroup | None:
+    return dist.group.WORLD if dist.is_initialized() else None

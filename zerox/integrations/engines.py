@@ -11,8 +11,9 @@ from torch import Tensor, nn
 
 from zerox.engine import Engine
 from zerox.flow.clip_together import clip_grad_norm_ as clip_together
-from zerox.integrations.buffers import buffers_of, give_out
 from zerox.model_names import quoted
+from zerox.ranks.wrapped import note_hand_out
+from zerox.wrapper.values import give_out, named_buffers_of
 
 
 def params_of(engine: Engine) -> dict[int, Tensor]:
@@ -131,5 +132,7 @@ def warn_of_untrained(engines: Sequence[Engine], model: nn.Module, framework: st
 def share_buffers(engine: Engine, model: nn.Module) -> None:
     """Gives all ranks of the optimizer rank 0's buffers, as DistributedDataParallel does in forward. Collective."""
     ranks = engine.inside.ranks
+    note_hand_out(model)
     if ranks.size > 1:
-        give_out(buffers_of(model), lambda values: ranks.broadcast_values(values, f"buffers of {type(model).__name__}"))
+        buffers = list(named_buffers_of(model).values())
+        give_out(buffers, lambda values: ranks.broadcast_values(values, f"buffers of {type(model).__name__}"))

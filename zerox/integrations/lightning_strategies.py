@@ -17,11 +17,12 @@ from torch import Tensor, nn
 from torch.distributed.constants import default_pg_timeout
 
 from zerox.engine import Engine
-from zerox.integrations.buffers import BufferSync, broadcast
+from zerox.integrations.buffers import BufferSync, default_group
 from zerox.integrations.engines import warn_of_untrained
 from zerox.integrations.requirements import check_names
 from zerox.integrations.sharding import Sharding, scale_over_ranks, unwrapped
 from zerox.ranks.calls import named
+from zerox.wrapper.values import broadcast
 
 OLDEST, TRIED = "2.6", "2.6.6"
 
@@ -94,7 +95,8 @@ class TrainerStrategy:
         assert module is not None
         warn_of_untrained([each for each in self.optimizers if isinstance(each, Engine)], module, "Lightning")
         trained = {id(member.param) for each in self.sharding.optimizers for member in each.inside.members}
-        broadcast([*(param for param in module.parameters() if id(param) not in trained), *module.buffers()])
+        others = [param for param in module.parameters() if id(param) not in trained]
+        broadcast([*others, *module.buffers()], default_group(), f"values of {type(module).__name__}")
         self._buffers = BufferSync(module, self.sharding.syncs) if self._broadcasts_buffers else None
 
     def save_checkpoint(self, checkpoint: dict[str, Any], *args: Any, **options: Any) -> None:
@@ -194,7 +196,8 @@ class FabricStrategy:
 
     def setup_module(self, module: nn.Module) -> nn.Module:
         """There is no wrapper: rank 0's values on all ranks are what DistributedDataParallel would begin with."""
-        broadcast([*module.parameters(), *module.buffers()])
+        values = [*module.parameters(), *module.buffers()]
+        broadcast(values, default_group(), f"values of {type(module).__name__}")
         if self._broadcasts_buffers:
             BufferSync(module, self.sharding.syncs).watch()
         self._not_looked_at.append(ref(module))

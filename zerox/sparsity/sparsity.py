@@ -13,6 +13,7 @@ from torch import Tensor
 
 from zerox._C import Combine, Meeting
 from zerox.engine import Engine
+from zerox.flow.terms import check_pairs, words_of_calls
 from zerox.memory.bucket import GradPart, Member
 from zerox.memory.flat import dense_strides, give_out
 from zerox.memory.mask import DTYPES, Mask
@@ -24,7 +25,6 @@ from zerox.sparsity.schedules import Schedule, at_once
 from zerox.sparsity.select import Keys, keys_of
 from zerox.sparsity.shards import chances_of, kept_of, owned, values_of
 from zerox.sparsity.targets import matched
-from zerox.terms import check_pairs, words_of_calls
 
 SCOPES = ("tensor", "global")
 AN_EXPERT = "an expert's parameter"  # its name differs on ranks

@@ -1,0 +1,111 @@
+"""What torch's own tests say of its DistributedDataParallel.join(), on ours. docs/ddp-tests.md has the list."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel as OfTorch
+
+from tests.ranks import run_ranks
+from tests.wrapper import torch_models as models
+from tests.wrapper.beside import data
+from zerox import DistributedDataParallel, FusedShardedAdam, FusedShardedSGD
+
+
+class Uneven(nn.Module):
+    """Statistics of the inputs, and a layer that is used on rank 0 alone if ``some``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.a, self.b = nn.BatchNorm1d(4), nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, inputs: Tensor, both: bool) -> Tensor:
+        outputs = self.norm(inputs)
+        return self.b(self.a(outputs)) if both else self.b(outputs)
+
+
+UNEVEN = [(counts, some, every) for counts, every in (((1, 5), 2), ((0, 3), 1), ((2, 2), 2)) for some in (False, True)]
+
+
+def joined(cls: Any, stage: int, rank: int, counts: tuple[int, int], some: bool, every: int) -> list[Tensor]:
+    """``every``: of so many backwards one is sent, the last."""
+    torch.manual_seed(0)
+    ddp = cls(Uneven(), find_unused_parameters=some)
+    ours = cls is DistributedDataParallel
+    optimizer: Any = FusedShardedSGD(ddp.parameters(), lr=0.1, stage=stage) if ours else sgd(ddp.parameters())
+    with ddp.join():
+        for step in range(every * counts[rank]):
+            last = step % every == every - 1
+            with nullcontext() if last else ddp.no_sync():
+                ddp(data(rank, step), not some or rank == 0).exp().mean().backward()
+            if last:
+                optimizer.step()
+                optimizer.zero_grad()
+    with optimizer.whole() if ours else nullcontext():
+        return [tensor.detach().clone() for tensor in (*ddp.module.parameters(), ddp.module.norm.running_mean)]
+
+
+def sgd(params: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(params, lr=0.1)
+
+
+def uneven(rank: int, world_size: int) -> list[Any]:
+    apart = []
+    for case in UNEVEN:
+        theirs = joined(OfTorch, 0, rank, *case)
+        for stage in (1, 2, 3):
+            ours = joined(DistributedDataParallel, stage, rank, *case)
+            if not all(torch.allclose(*each, atol=1e-6) for each in zip(ours, theirs, strict=True)):
+                apart.append((case, stage))
+    return apart
+
+
+def test_join_trains_as_torchs() -> None:
+    assert run_ranks(uneven, 2) == [[], []]
+
+
+def join_off(rank: int, world_size: int) -> list[Any]:
+    ddp = DistributedDataParallel(nn.Linear(1, 1))
+    with ddp.join(enable=False):
+        for _ in range(3):
+            ddp.zero_grad()
+            ddp(torch.full((1,), float(rank))).sum().backward()
+    return [float(ddp.module.weight.grad), ddp._join_config.enable]
+
+
+def test_join_that_is_off_does_nothing() -> None:
+    assert run_ranks(join_off, 2) == [[0.5, False]] * 2
+
+
+def join_raises(rank: int, world_size: int) -> str:
+    ddp = DistributedDataParallel(models.Raising())
+    optimizer = FusedShardedAdam(ddp.parameters())
+    with pytest.raises(ValueError, match="on purpose"), ddp.join():
+        ddp(data(rank)).sum().backward()
+    return type(optimizer).__name__
+
+
+def test_an_exception_passes_through_join() -> None:
+    assert run_ranks(join_raises, 2) == ["FusedShardedAdam"] * 2
+
+
+def kept_apart(rank: int, world_size: int) -> list[float]:
+    model = DistributedDataParallel(nn.BatchNorm1d(4), forward_sync_buffers=False)
+    optimizer = FusedShardedAdam(model.parameters())
+    with model.join():
+        for _ in range(1 + rank):
+            model(torch.randn(8, 4) + rank).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return [float(model.module.running_mean.sum()), float(model.require_forward_param_sync)]
+
+
+def test_buffers_stay_where_hand_outs_are_off() -> None:
+    (one, synced), (other, synced_too) = run_ranks(kept_apart, 2)
+    assert one != other
+    assert synced == synced_too == 1.0

@@ -1,0 +1,31 @@
+"""Scripts with two changed lines, whose ranks seed their models differently: parameters are as under torch's."""
+
+from __future__ import annotations
+
+import pytest
+from torch import Tensor
+
+from tests.ranks import Once
+from tests.wrapper import odd_cases
+from tests.wrapper.cases import CASES
+from tests.wrapper.twins import assert_same, with_both
+
+assert odd_cases.batch_norm.__name__ in CASES
+
+
+def all_cases(rank: int, world_size: int) -> dict[str, list[list[Tensor]]]:
+    return with_both(rank, world_size, CASES)
+
+
+ON_2 = Once(all_cases, 2)
+ON_3 = Once(all_cases, 3)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_parameters_are_as_under_torch(name: str) -> None:
+    assert_same(ON_2(), name)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_on_3_ranks_too(name: str) -> None:
+    assert_same(ON_3(), name)

@@ -1,0 +1,147 @@
+"""What ranks look at in their first step(): whether all have the same parameters.
+
+Note [The first look]
+Ranks begin with rank 0's values, and every step() changes them alike. A script that then writes to the parameters of
+one rank alone (a load on rank 0, say) would train with other values on each, without a sign. So the first step(), and
+the first one after load_state_dict(), compares the sum of the squares of each parameter. It is exact, so that no order
+of summation shows; it takes one read of the parameters; and it is the same for 0.0 and -0.0, and for all NaNs. Its
+digest is in the message that ranks send there anyway. A change that keeps the sum, such as another order of the
+elements, is not seen.
+
+With sharded parameters (ZeRO stage 3) all ranks read the same shards: only parameters that lie elsewhere may differ.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from zerox import ops
+from zerox._C import SEGMENT_COLUMNS
+from zerox.flow.inside import Inside
+from zerox.flow.residency import Residency
+from zerox.memory.bucket import Bucket
+from zerox.model_names import in_text
+from zerox.ranks.group import first_difference, line_of
+from zerox.ranks.teams import Team
+
+NUM_COUNTS = 3  # behind the digits of an exact sum: see csrc/math/exact_sum.h
+WAY_OUT = (
+    "write parameters on all ranks alike, or call optimizer.broadcast_parameters() after the write, or wrap the model "
+    "in zerox.DistributedDataParallel after it: both give all ranks those of rank 0"
+)
+
+
+def is_due(inside: Inside) -> bool:
+    """Whether the next step() looks. The same on all ranks, unless one alone has loaded state."""
+    return inside.ranks.size > 1 and not inside.calls.record.has_looked
+
+
+def digest_of_params(inside: Inside) -> float:
+    """The same on all ranks if these have the same parameters. Of smaller teams' parameters it says nothing."""
+    if isinstance(inside.gather, Residency):
+        return digest_of(f"{index} {slot}" for index, slot in _elsewhere(inside.gather))
+    return digest_of(_lines(inside, inside.grads.teams.all))
+
+
+def check_same_params(inside: Inside) -> None:
+    """Where digests differ. Collective: RuntimeError on all ranks, naming the first parameter that does; no error if
+    ranks have found other things to compare, and have the same."""
+    if isinstance(inside.gather, Residency):
+        gather, ranks = inside.gather, inside.ranks
+        said = ranks.all_gather_text(" ".join(f"{index}.{slot}" for index, slot in _elsewhere(gather)))
+        places = sorted({(int(i), int(s)) for text in said for i, s in (place.split(".") for place in text.split())})
+        members = [(gather.all[index].members[slot], gather.all[index].buffer.params[slot]) for index, slot in places]
+        lines = [_line(member.name, squares_of(param)) for member, param in members]
+    else:
+        lines = list(_lines(inside, inside.grads.teams.all))
+    everyone = [text.split("\n") for text in inside.ranks.all_gather_text("\n".join(lines))]
+    known = [(member.name, member.param) for member in inside.members]
+    for rank, theirs in enumerate(everyone):
+        if (index := first_difference(everyone[0], theirs)) is not None:
+            one, other = in_text(line_of(everyone[0], index), known), in_text(line_of(theirs, index), known)
+            raise RuntimeError(
+                f"zerox: ranks have different parameters before step(): rank 0 has {one}, rank {rank} {other}. "
+                f"State is as it was before; {WAY_OUT}"
+            )
+
+
+def check_teams(inside: Inside) -> None:
+    """The same of parameters that smaller teams have. Collective."""
+    ranks = inside.ranks
+    for team in inside.grads.teams.made.values():
+        with ranks.refusals_told():
+            team.ranks.check_same(list(_lines(inside, team)), way_out=WAY_OUT)
+        ranks.check_same([])
+
+
+def digest_of(lines: Iterable[str]) -> float:
+    """A whole number that a float64 holds; not 0."""
+    found = hashlib.sha256("\n".join(lines).encode()).digest()
+    return float(1 + int.from_bytes(found[:6], "big"))
+
+
+def squares_of(tensor: Tensor) -> str:
+    """What stands for the sum of the squares of all elements; of integers, for the sum of their bytes."""
+    flat = tensor.detach().reshape(-1)
+    if not flat.is_floating_point():
+        flat = torch.view_as_real(flat).reshape(-1) if flat.is_complex() else flat
+    if flat.dtype not in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
+        return str(int(flat.view(torch.uint8).sum(dtype=torch.int64)))
+    words = torch.zeros(ops.EXACT_WORDS, dtype=torch.int64, device=flat.device)
+    segments = torch.tensor([[0, flat.numel(), 0, 0, 0]], dtype=torch.int64, device="cpu")
+    ops.norm_(words, flat, segments.to(flat.device), 2.0)
+    return _text_of(words)
+
+
+# ---- inside
+
+
+def _lines(inside: Inside, team: Team) -> Iterator[str]:
+    """One for each parameter that the team has."""
+    teams, moved = inside.grads.teams, set(inside.grads.moved())
+    for index, bucket in enumerate(inside.buckets):
+        if teams.of_group[bucket.members[0].group] is not team:
+            continue
+        words = _words_of(bucket)
+        for slot, member in enumerate(bucket.members):
+            squares = squares_of(member.local) if (index, slot) in moved else _text_of(words[slot])
+            yield _line(member.name, squares)
+    for member in (*inside.frozen, *(table.member for table in inside.tables)):
+        if teams.of_group[member.group] is team:
+            yield _line(member.name, squares_of(member.local))
+
+
+def _line(name: str, squares: str) -> str:
+    return f"parameter '{name}' with values of digest {hashlib.sha256(squares.encode()).hexdigest()[:12]}"
+
+
+def _words_of(bucket: Bucket) -> Tensor:
+    """int64 ``[slots, EXACT_WORDS]``, on the host."""
+    layout, flat = bucket.plan.layout, bucket.buffer.flat
+    places = zip(layout.offsets, layout.numels, strict=True)
+    rows = [[start, start + numel, 0, slot, 0] for slot, (start, numel) in enumerate(places)]
+    segments = torch.tensor(rows, dtype=torch.int64, device="cpu").reshape(-1, SEGMENT_COLUMNS)
+    words = torch.zeros(len(rows), ops.EXACT_WORDS, dtype=torch.int64, device=flat.device)
+    ops.norm_(words, flat, segments.to(flat.device), 2.0)
+    return words.cpu()
+
+
+def _text_of(words: Tensor) -> str:
+    """The number that they stand for, however it was carried, and the counts of what is not finite."""
+    digits = words.tolist()
+    number = sum(digit << (32 * place) for place, digit in enumerate(digits[:-NUM_COUNTS]) if digit)
+    return f"{number:x} {digits[-NUM_COUNTS:]}"
+
+
+def _elsewhere(gather: Residency) -> Sequence[tuple[int, int]]:
+    """Of sharded parameters, those that lie elsewhere on this rank."""
+    return [
+        (index, slot)
+        for index, (_, members, buffer) in enumerate(gather.all)
+        for slot in range(len(members))
+        if not buffer.is_at_home(slot)
+    ]

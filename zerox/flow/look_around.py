@@ -1,0 +1,128 @@
+"""What ranks look at around their optimizer in its first step(): what nobody makes the same, and nobody averages.
+
+torch's DistributedDataParallel hands out all of a module, and averages all its gradients. Without a wrapper an
+optimizer does so for what it holds, so a warning says what there is beside that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+
+from zerox._C import Combine, Outcome
+from zerox.flow.first_look import check_teams, digest_of, is_due, squares_of
+from zerox.flow.inside import Inside
+from zerox.model_names import model_with
+from zerox.ranks.calls import warn_caller
+from zerox.ranks.group import first_difference
+from zerox.ranks.wrapped import decisions, hands_out_buffers_of, names_of_wrapped
+
+SYNC = "require_backward_grad_sync"
+
+
+@dataclass(frozen=True)
+class Around:
+    """``still``: of what is not trained and in no optimizer of zerox, a line each. ``apart``: names of trained
+    parameters whose gradient nobody averages. ``has_sync``: the model has an attribute that only a wrapper heeds."""
+
+    still: tuple[str, ...] = ()
+    apart: tuple[str, ...] = ()
+    has_sync: bool = False
+    is_found: bool = False
+
+
+def look_around(inside: Inside, outcome: Outcome, engines: Collection[Inside]) -> None:
+    """One warning at most, in the first step(), when ranks have compared their parameters. Collective there: ranks tell
+    each other, in a message of one size, whether they have found the same model.
+
+    ``engines``: all optimizers of zerox.
+    """
+    if not is_due(inside) or outcome.followed:
+        return
+    inside.calls.record.has_looked = True
+    if not outcome.has_same_params:  # some ranks are not here
+        return
+    check_teams(inside)
+    around = _around(inside, {id(member.param) for each in engines for member in each.members})
+    names = digest_of(line.rpartition(" ")[0] for line in around.still)
+    values = digest_of(around.still)
+    own = [int(around.is_found), int(names), int(values)]
+    message = torch.tensor([each for number in own for each in (number, -number)], dtype=torch.int64, device="cpu")
+    inside.grads.all_reduce(message, Combine.MAX)
+    most, least = message[0::2].tolist(), (-message[1::2]).tolist()
+    said = list(_of_wrappers(inside))
+    if least[0]:  # else some rank has found no model
+        said += _said(around)
+    if least[0] and most[1] == least[1] and most[2] != least[2]:
+        said.insert(0, _what_differs(inside, around.still))
+    if said:
+        warn_caller(
+            f"zerox: {'; '.join(said)}. zerox.DistributedDataParallel around the model does what torch's does for these"
+        )
+
+
+def _of_wrappers(inside: Inside) -> Iterator[str]:
+    """torch's wrapper leaves alone what is in none; an optimizer of zerox averages all that it holds."""
+    wrapped = decisions()
+    outside = [member for member in inside.members if id(member.param) not in wrapped]
+    if wrapped and outside:
+        kind = (
+            "is in no DistributedDataParallel"
+            if len(outside) == len(inside.members)
+            else "is not wrapped as others are"
+        )
+        yield (
+            f"parameter {outside[0].quoted} {kind}, and is averaged over the ranks all the same, which begin with rank "
+            "0's: give parameters that are each rank's own an optimizer with process_group='alone'"
+        )
+
+
+def _said(around: Around) -> Iterator[str]:
+    if around.apart:
+        yield (
+            f"nobody averages the gradient of {_listed(around.apart)} over the ranks, which no optimizer of zerox holds"
+        )
+    if around.has_sync:
+        yield f"the model has an attribute {SYNC}, which only a wrapper heeds: call optimizer.no_sync()"
+
+
+def _what_differs(inside: Inside, lines: Collection[str]) -> str:
+    """Collective, on all ranks."""
+    everyone = [each.split("\n") for each in inside.ranks.all_gather_text("\n".join(lines))]
+    found = {each for theirs in everyone if (each := first_difference(everyone[0], theirs)) is not None}
+    name = everyone[0][min(found)].rpartition(" ")[0] if found else "what is in no optimizer"
+    return (
+        f"{name} is in no optimizer of zerox and not the same on all ranks (optimizer.broadcast_buffers(model) gives "
+        "all ranks rank 0's buffers)"
+    )
+
+
+def _around(inside: Inside, held: Collection[int]) -> Around:
+    model = model_with([member.param for member in inside.members])
+    if model is None or any(isinstance(each, DistributedDataParallel) for each in model.modules()):
+        return Around(is_found=model is not None)
+    wrapped = names_of_wrapped()
+    params = {
+        name: param for name, param in model.named_parameters() if id(param) not in held and id(param) not in wrapped
+    }
+    still = [_line("parameter", name, each) for name, each in params.items() if not each.requires_grad]
+    if not hands_out_buffers_of(model):
+        still += [_line("buffer", name, each) for name, each in model.named_buffers()]
+    apart = tuple(name for name, each in params.items() if each.requires_grad and each.grad is not None)
+    return Around(tuple(filter(None, still)), apart, any(SYNC in vars(each) for each in model.modules()), is_found=True)
+
+
+def _line(kind: str, name: str, tensor: Tensor) -> str:
+    """Its values stand last. Empty for what has none that can be looked at."""
+    if tensor.is_meta or tensor.layout is not torch.strided:
+        return ""
+    return f"{kind} '{name}' {squares_of(tensor).replace(' ', '')}"
+
+
+def _listed(names: Collection[str]) -> str:
+    first = next(iter(names))
+    return f"parameter '{first}'" + (f" and {len(names) - 1} more" if len(names) > 1 else "")

@@ -1,0 +1,66 @@
+"""Who averages the gradients of a wrapped module, and when they leave."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+
+from zerox._C import BucketManager
+from zerox.engine import living
+from zerox.ranks.wrapped import WrappedModule, num_changes
+from zerox.wrapper.begin import tell_begin
+from zerox.wrapper.comm_hooks import DTYPES, check_sent_in
+from zerox.wrapper.first_values import engines_of
+from zerox.wrapper.left_over import LeftOver
+
+
+class Averaging:
+    """Optimizers of zerox average those of the parameters that they hold, and a LeftOver all others. Its forward
+    decides for all of them when they leave. Making one sends nothing."""
+
+    def __init__(self, wrapped: WrappedModule) -> None:
+        self.wrapped = wrapped
+        self.left_over = LeftOver(wrapped)
+        self.seen = -1  # how often optimizers had changed at the last look for unused parameters
+        self.of_engines: Sequence[weakref.ref[BucketManager]] = ()
+        self.num_joined: int | None = None  # inside join(): how many forwards there were
+        self.hook = ""  # the name of a communication hook
+        deciding = dict.fromkeys(wrapped.names, wrapped.decision)
+        for engine in living:
+            engine.inside.grads.let_decide(deciding)
+
+    def before_forward(self) -> None:
+        """Of a training forward."""
+        if self.num_joined is not None:
+            self.num_joined += 1
+        if self.hook and self.seen != num_changes():
+            check_sent_in(self.hook, engines_of(self.wrapped.params))
+        self.left_over.before_forward()
+
+    def take_hook(self, name: str) -> None:
+        """A communication hook, which says in what dtype gradients are sent."""
+        check_sent_in(name, engines_of(self.wrapped.params))
+        self.hook = name
+        self.left_over.send_in(DTYPES[name])
+
+    def after_forward(self, outputs: object, syncs: bool, finds_unused: bool) -> None:
+        """``syncs``: it was outside no_sync(). ``finds_unused``: see Note [Unused parameters]."""
+        decision = self.wrapped.decision
+        decision.note_forward(syncs)
+        managers = [*(self._look() if finds_unused else ()), *self.left_over.managers]
+        if managers:
+            tell_begin(outputs, managers, decision)
+
+    # Note [Unused parameters]
+    # With find_unused_parameters p.grad is there on all ranks, where a backward ends, if it is on any: torch's clip,
+    # and whatever else looks at `p.grad is not None`, sees the same parameters on all ranks. Ranks meet for it, which
+    # costs a small message, as in torch's DistributedDataParallel. Without it they find out in the next call, which
+    # raises if it has to know.
+    def _look(self) -> Sequence[BucketManager]:
+        if self.seen != num_changes():
+            self.seen = num_changes()
+            managers = [engine.inside.manager for engine in engines_of(self.wrapped.params)]
+            self.of_engines = list(map(weakref.ref, managers))
+            for each in managers:
+                each.grads.show_all()
+        return [manager for to_manager in self.of_engines if (manager := to_manager()) is not None]

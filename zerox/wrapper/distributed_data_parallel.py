@@ -1,0 +1,220 @@
+"""``DistributedDataParallel``: what torch's does for a module beside averaging gradients, and its names.
+
+Optimizers of zerox average the gradients of the parameters that they hold, whatever is around the model. This class is
+for scripts that were written for torch's: all ranks have rank 0's parameters and buffers where it is built, forwards
+hand out buffers, ``no_sync()`` around a forward decides, and gradients that no optimizer of zerox holds are averaged.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms.join import Joinable
+from torch.nn.parallel import DistributedDataParallel as OfTorch
+
+from zerox.flow.compiled_regions import keep_from_dynamo
+from zerox.flow.profiled import range_named
+from zerox.ranks.calls import warn_caller
+from zerox.ranks.wrapped import WrappedModule
+from zerox.wrapper import arguments, comm_hooks
+from zerox.wrapper.averaging import Averaging
+from zerox.wrapper.buffers import Buffers
+from zerox.wrapper.first_values import hand_out_first, size_of
+from zerox.wrapper.join import Join, divided_by
+from zerox.wrapper.placement import Placement
+from zerox.wrapper.refusals import refuses
+from zerox.wrapper.stand_in import Reducer
+
+NOT_COPIED = ("process_group", "_averaging")
+
+
+@refuses
+class DistributedDataParallel(Placement, Buffers, arguments.WithoutEffect, OfTorch):  # type: ignore[misc, override]
+    """Takes the place of ``torch.nn.parallel.DistributedDataParallel`` around a model that optimizers of zerox train.
+
+    The constructor gives all ranks rank 0's parameters and buffers of the module, as they stand, trained or frozen, in
+    an optimizer or in none; it does not matter whether optimizers are built before it or after it. Forwards hand out
+    buffers when torch's do. A backward is sent unless all its forwards ran inside ``no_sync()``. Gradients that no
+    optimizer of zerox holds are averaged into ``p.grad``. ``state_dict()`` has the prefix ``module.``; files of zerox
+    and its errors have not.
+
+    Args:
+        module: as torch's. Its ``_ddp_params_and_buffers_to_ignore`` are each rank's own.
+        device_ids, output_device, dim, init_sync: as torch's: inputs are moved to the one device of ``device_ids``.
+        broadcast_buffers, forward_sync_buffers: as torch's: whether forwards hand out buffers; the first also says
+            whether the constructor does.
+        process_group, device_mesh: the ranks that train the module; also those of its optimizers. None: all, or this
+            process alone if there is no default group.
+        find_unused_parameters, static_graph, gradient_as_bucket_view, skip_all_reduce_unused_params,
+            batched_grad_copy, bucket_cap_mb_list, check_reduction: taken, and without effect: a parameter may be unused
+            on any rank in any step.
+        bucket_cap_mb: where torch.compile cuts the graph of a forward. Optimizers have a ``bucket_cap_mb`` of their
+            own.
+        mixed_precision, delay_all_reduce_named_params, param_to_hook_all_reduce: must be None.
+
+    Raises:
+        RuntimeError: as torch's for a module without trained parameters; on all ranks, naming the first, if modules
+            differ over the ranks.
+        ValueError: an argument that is refused, as torch's for ``device_ids``, and if an optimizer of the module's
+            parameters averages over other ranks.
+    """
+
+    module: nn.Module
+
+    def __init__(
+        self,
+        module: nn.Module,
+        device_ids: Any = None,
+        output_device: Any = None,
+        dim: int = 0,
+        broadcast_buffers: bool | None = None,
+        init_sync: bool = True,
+        process_group: dist.ProcessGroup | None = None,
+        bucket_cap_mb: float | None = None,
+        find_unused_parameters: bool = False,
+        check_reduction: bool = False,
+        gradient_as_bucket_view: bool = False,
+        static_graph: bool = False,
+        delay_all_reduce_named_params: Any = None,
+        param_to_hook_all_reduce: Any = None,
+        mixed_precision: Any = None,
+        device_mesh: Any = None,
+        skip_all_reduce_unused_params: bool = False,
+        bucket_cap_mb_list: list[int] | None = None,
+        batched_grad_copy: bool = False,
+        forward_sync_buffers: bool | None = None,
+    ) -> None:
+        nn.Module.__init__(self)  # not torch's: no reducer, and so nobody else who averages
+        Joinable.__init__(self)
+        arguments.check_refused(
+            mixed_precision=mixed_precision,
+            delay_all_reduce_named_params=delay_all_reduce_named_params,
+            param_to_hook_all_reduce=param_to_hook_all_reduce,
+        )
+        arguments.say_deprecated(check_reduction)
+        self.process_group = arguments.chosen_group_of(process_group, device_mesh)
+        self.device_mesh = device_mesh
+        self.parameters_to_ignore = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
+        params = arguments.trained_params(module, self.parameters_to_ignore)
+        self._place(params, device_ids, output_device, dim)
+        self.module = module
+        self.static_graph = static_graph
+        self.find_unused_parameters = find_unused_parameters
+        self._keep(gradient_as_bucket_view, batched_grad_copy, skip_all_reduce_unused_params)
+        self.bucket_bytes_cap = arguments.bucket_bytes(bucket_cap_mb)
+        self.require_backward_grad_sync = self.require_forward_param_sync = True
+        shared = self._share_buffers(*arguments.buffers_to_share(broadcast_buffers, forward_sync_buffers))
+        self._wrap()
+        if init_sync and size_of(self.process_group) > 1:
+            hand_out_first(self._averaging.wrapped, shared, self.device)
+
+    def _wrap(self) -> None:
+        """What is not copied with a wrapper, and sends nothing yet."""
+        self._averaging = Averaging(WrappedModule(self.module, self.parameters_to_ignore, self.process_group))
+        weakref.finalize(self, self._averaging.wrapped.end).atexit = False
+
+    # ---- the training loop
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        """That of the module. Collective where buffers are handed out."""
+        with range_named("DistributedDataParallel.forward"):
+            if self.will_sync_module_buffers() and self._averaging.num_joined is None:
+                self._hand_out_buffers()
+            is_training = torch.is_grad_enabled()
+            if is_training:
+                self._averaging.before_forward()
+            inputs, kwargs = self._moved(inputs, kwargs)  # type: ignore[assignment]
+            with self._for_dynamo():
+                outputs = self.module(*inputs, **kwargs)
+            if is_training:
+                self._averaging.after_forward(outputs, self.require_backward_grad_sync, self.find_unused_parameters)
+            self.require_forward_param_sync = is_training and self.require_backward_grad_sync
+            return outputs
+
+    def _for_dynamo(self) -> AbstractContextManager[Any]:
+        """Cuts the graph of what is compiled inside, so that gradients come while backward still runs."""
+        return self._inside_ddp_forward() if "torch._dynamo" in sys.modules else nullcontext()
+
+    def join(  # type: ignore[override]
+        self,
+        divide_by_initial_world_size: bool = True,
+        enable: bool = True,
+        throw_on_early_termination: bool = False,
+    ) -> AbstractContextManager[None]:
+        """``with ddp.join():`` ranks may have unequal numbers of batches. As :func:`zerox.join` of its optimizers.
+
+        ``divide_by_initial_world_size``: True: gradients are means over all ranks; False: over those that have batches.
+        Forwards hand out no buffers meanwhile; at the end all ranks have those of a rank that had most batches.
+        Collective where it is entered and at its end. ValueError for ``throw_on_early_termination``.
+        """
+        if throw_on_early_termination:
+            raise ValueError(
+                "zerox.DistributedDataParallel: throw_on_early_termination is not taken: without join() ranks raise "
+                "where one is missing"
+            )
+        if not enable or size_of(self.process_group) == 1:
+            return nullcontext()
+        return Join(self, divided_by(divide_by_initial_world_size))
+
+    def join_hook(self, **_: Any) -> Any:
+        """For torch's ``Join``, which takes the optimizers instead: NotImplementedError."""
+        raise NotImplementedError(
+            "zerox.DistributedDataParallel: torch's Join follows optimizers of zerox, pass these: Join([optimizer]), "
+            "or use ddp.join()"
+        )
+
+    def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
+        """torch's ``allreduce_hook``, ``fp16_compress_hook`` and ``bf16_compress_hook``, where the module's optimizers
+        have the ``reduce_dtype`` of that name: else ValueError. NotImplementedError for all other hooks."""
+        self._averaging.take_hook(comm_hooks.name_of(hook))
+
+    def _register_builtin_comm_hook(self, comm_hook_type: Any) -> None:
+        self._averaging.take_hook(comm_hooks.OF_BUILTINS[comm_hook_type.name])
+
+    @property
+    def reducer(self) -> Reducer:  # type: ignore[override]
+        return Reducer(self._averaging.wrapped.decision)
+
+    # ---- copies
+
+    def __getstate__(self) -> dict[str, Any]:
+        """RuntimeError for another group than the default one, which a copy could not have, as torch's."""
+        there = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
+        if self.process_group is not there:
+            raise RuntimeError(
+                "a DistributedDataParallel can be copied or pickled only with the default process group: copy "
+                "ddp.module, or wrap the copy"
+            )
+        return {name: value for name, value in self.__dict__.items() if name not in NOT_COPIED}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Sends nothing: what a copy needs beside, its first training forward makes, on all ranks."""
+        nn.Module.__setstate__(self, state)
+        self.process_group = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
+        self._wrap()
+
+    # ---- torch's other names
+
+    def _sync_buffers(self) -> None:
+        self._hand_out_buffers()
+
+    def _assign_modules_buffers(self) -> None:
+        self._find_buffers()
+
+    def _set_static_graph(self) -> None:
+        if self.static_graph:
+            warn_caller("You've set static_graph to be True, no need to set it again.")
+        self.static_graph = True
+
+
+# Where a wrapper is compiled, its module is, and nothing of ours.
+keep_from_dynamo(DistributedDataParallel.forward, with_calls=False)
+for each in (Averaging.before_forward, Averaging.after_forward, Buffers._hand_out_buffers, Placement._moved):
+    keep_from_dynamo(each)

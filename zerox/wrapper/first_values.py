@@ -1,0 +1,71 @@
+"""Where a wrapper is built, all ranks take rank 0's parameters and buffers of its module, as they stand."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from zerox.engine import Engine, living
+from zerox.flow.hand_out import hand_out, standing_by
+from zerox.memory.flat import dense_strides
+from zerox.ranks.dtensors import local_of
+from zerox.ranks.wrapped import WrappedModule, check_same_ranks
+from zerox.wrapper.values import broadcast, check_same
+
+
+def engines_of(params: Mapping[str, Tensor]) -> list[Engine]:
+    """The living optimizers that hold some of these, trained or frozen: by their first one, as on all ranks."""
+    places = {id(param): place for place, param in enumerate(params.values())}
+    found = []
+    for engine in list(living):
+        held = [places[id(m.param)] for m in engine.inside.members if id(m.param) in places]
+        if held:
+            found.append((min(held), engine))
+    return [engine for _, engine in sorted(found, key=lambda each: each[0])]
+
+
+@torch.no_grad()
+def hand_out_first(wrapped: WrappedModule, buffers: Mapping[str, Tensor], device: torch.device) -> None:
+    """Collective over the wrapper's ranks. RuntimeError on all, naming the first, if they have other tensors.
+
+    Optimizers hand out the parameters that they hold, so that masters and shards follow.
+    """
+    params, what = wrapped.params, wrapped.name
+    lines = [*_lines("parameter", params), *_lines("buffer", buffers)]
+    engines = engines_of(params)
+    with ExitStack() as stack:
+        for engine in engines:
+            stack.enter_context(standing_by(engine.inside))
+        check_same(lines, wrapped.group, device, f": {what} must be built alike on all ranks")
+    held: set[int] = set()
+    for engine in engines:
+        check_same_ranks(wrapped, engine.inside.ranks.given)
+        held |= (own := {id(member.param) for member in engine.inside.members})
+        asked = own & {id(param) for param in params.values()}
+        hand_out(engine.inside, lambda member, asked=asked: id(member.param) in asked)  # type: ignore[misc]
+    apart = [param for param in params.values() if id(param) not in held]
+    broadcast([*map(local_of, apart), *buffers.values()], wrapped.group, f"parameters and buffers of {what}")
+    for param in apart:
+        torch.autograd.graph.increment_version(param)
+
+
+def _lines(kind: str, tensors: Mapping[str, Tensor]) -> Sequence[str]:
+    return [
+        f"{kind} '{name}' of shape {tuple(each.shape)} in {each.dtype}, {'' if each.requires_grad else 'not '}trained"
+        f"{_order(each) if kind == 'parameter' else ''}"
+        for name, each in tensors.items()
+    ]
+
+
+def _order(param: Tensor) -> str:
+    """Of its dimensions in memory, where that is not as usual: gradients are sent as they lie."""
+    strides = [stride for stride, size in zip(dense_strides(param), param.shape, strict=True) if size > 1]
+    return "" if strides == sorted(strides, reverse=True) else f", with strides {strides}"
+
+
+def size_of(group: dist.ProcessGroup | None) -> int:
+    return 1 if group is None else group.size()

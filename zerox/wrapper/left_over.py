@@ -1,0 +1,176 @@
+"""Gradients of a wrapped module that no optimizer of zerox holds: averaged whole, into ``p.grad``, as with DDP.
+
+Note [Left-over gradients]
+A bucket manager of its own sends them, as in ZeRO stage 1, over a group of its own, and nothing is updated. Ranks meet
+where a backward ends. One that reached none of these parameters has to come too, so the forward's outputs have hooks
+that say that a backward has begun. Which parameters are left over is looked at in each training forward, since ranks
+make the bucket manager together: an optimizer may be built, deleted, or given more parameters at any time. An optimizer
+that takes one of them ends the bucket manager at once (WrappedModule.let_go), and the next forward makes another one.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from zerox._C import SEGMENT_COLUMNS, BucketManager
+from zerox.engine import living
+from zerox.flow.grads import Grads
+from zerox.memory.bucket import Member, describe
+from zerox.memory.flat import dense_strides
+from zerox.memory.grad_dtype import grad_dtype_of
+from zerox.model_names import quoted
+from zerox.options import PARAM_DTYPES, OptimizerOptions
+from zerox.plan.buckets import BucketPlan
+from zerox.plan.layout import Layout
+from zerox.plan.stage import stage_of
+from zerox.ranks.calls import warn_caller
+from zerox.ranks.dtensors import is_dtensor
+from zerox.ranks.group import Ranks, call_ranks, find_ranks
+from zerox.ranks.wrapped import WrappedModule, averaging, note_change, num_changes
+
+WAY_OUT = "give it to an optimizer of zerox, freeze it, or name it in _ddp_params_and_buffers_to_ignore"
+
+
+class InPlace:
+    """Parameters that stay where they are: a FlatBuffer's kin."""
+
+    def __init__(self, params: Sequence[Tensor], layout: Layout) -> None:
+        self.params = list(params)
+        self.layout = layout
+        self.flat = torch.empty(0, dtype=params[0].dtype, device=params[0].device)
+
+    def home(self, slot: int) -> Tensor:
+        param = self.params[slot].detach()
+        strides = dense_strides(param)
+        if param.stride() == strides:
+            return param
+        return torch.empty_strided(param.shape, strides, dtype=param.dtype, device=param.device)
+
+
+class LeftOverBucket:
+    """What a bucket manager needs of a bucket whose parameters are not updated here."""
+
+    def __init__(self, plan: BucketPlan, members: Sequence[Member], rank: int) -> None:
+        self.plan = plan
+        self.members = list(members)
+        self.buffer = InPlace([member.param for member in members], plan.layout)
+        self.own_segments = plan.layout.segments(rank)
+        self.mask = None
+        rows = [
+            [each.span.start, each.span.stop, 0, self.members[each.slot].number, each.param_start]
+            for each in self.own_segments
+        ]
+        table = torch.tensor(rows, dtype=torch.int64, device="cpu").reshape(-1, SEGMENT_COLUMNS)
+        self.segments = table.to(self.buffer.flat.device)
+
+    @cached_property
+    def grad_dtype(self) -> torch.dtype:
+        return grad_dtype_of(self.members[0].param)
+
+    def describe(self, index: int) -> str:
+        return f"left-over {describe(index, self.members)}"
+
+
+@dataclass
+class Seen:
+    """What the last look found, when optimizers had changed so often: the parameters that none of them holds."""
+
+    num_changes: int = -1
+    apart: tuple[tuple[str, Tensor], ...] = ()
+
+
+class LeftOver:
+    """Of one wrapper. ``reduce_dtype``: as an optimizer's."""
+
+    def __init__(self, wrapped: WrappedModule) -> None:
+        self.wrapped = wrapped
+        self.reduce_dtype: torch.dtype | None = None
+        self.ranks: Ranks | None = None  # once there were any
+        self.grads: Grads | None = None
+        self.sent: tuple[int, ...] = ()  # ids of the parameters that it sends
+        self.seen = Seen()
+        averaging.add(self)
+        weakref.finalize(self, note_change).atexit = False  # another wrapper of the same parameters may go on
+
+    def before_forward(self) -> None:
+        """To be called in each training forward. Collective where other parameters than before are left over."""
+        if self.grads is not None and self.grads.manager.backward.has_failed:
+            self._forget_failed()
+        self._look()
+        known = set(self.sent)
+        if any(param.requires_grad and id(param) not in known for _, param in self.seen.apart):
+            # Those that were frozen meanwhile stay: a GAN's would come and go in each step.
+            self._send([each for each in self.seen.apart if each[1].requires_grad or id(each[1]) in known])
+
+    def send_in(self, reduce_dtype: torch.dtype | None) -> None:
+        self.reduce_dtype, self.grads, self.sent = reduce_dtype, None, ()
+
+    def let_go(self, taken: set[int]) -> None:
+        if not taken.isdisjoint(self.sent):
+            self.grads, self.sent, self.seen = None, (), Seen()
+
+    @property
+    def managers(self) -> list[BucketManager]:
+        """Those that a backward is about to begin for."""
+        return [] if self.grads is None else [self.grads.manager]
+
+    # ---- inside
+
+    def _look(self) -> None:
+        if self.seen.num_changes == num_changes():
+            return
+        held = {id(member.param) for engine in list(living) for member in engine.inside.members}
+        held |= {number for each in list(averaging) if each is not self for number in each.sent}
+        apart = tuple((name, param) for name, param in self.wrapped.params.items() if id(param) not in held)
+        self.seen = Seen(num_changes(), apart)
+
+    def _send(self, trained: Sequence[tuple[str, Tensor]]) -> None:
+        self.grads = None  # its hooks are gone before others come
+        self.sent = tuple(id(param) for _, param in trained)
+        if not self.sent or self.wrapped.group is None or self.wrapped.group.size() == 1:
+            return
+        check_fit(trained)
+        device = trained[0][1].device
+        if self.ranks is None:
+            with call_ranks(self.wrapped.group) as roll_call:
+                self.ranks = find_ranks(self.wrapped.group, device, roll_call)
+        options = OptimizerOptions(stage=1, reduce_dtype=self.reduce_dtype)
+        self.ranks.check_same([f"parameter '{name}' of shape {tuple(param.shape)}" for name, param in trained])
+        plans = options.plan([(n, p, "", None, ()) for n, p in trained], self.ranks.backend, self.ranks.size)
+        self.grads = Grads(self.ranks, stage_of(1), self.reduce_dtype)
+        for plan in plans:
+            members = [Member(*trained[i], group=0, number=i) for i in plan.params]
+            self.grads.add_bucket(LeftOverBucket(plan, members, self.ranks.rank))  # type: ignore[arg-type]
+
+    def _forget_failed(self) -> None:
+        assert self.grads is not None
+        names = [name for name, param in self.seen.apart if param.requires_grad]
+        warn_caller(
+            f"zerox: the last backward raised, here or on another rank: the gradients of '{names[0]}' and all that no "
+            "optimizer of zerox holds are discarded"
+        )
+        self.grads.zero(set_to_none=True)
+
+
+def check_fit(trained: Iterable[tuple[str, Tensor]]) -> None:
+    """NotImplementedError or ValueError for parameters whose gradients can't be averaged so."""
+    first: Tensor | None = None
+    for name, param in trained:
+        first = param if first is None else first
+        if is_dtensor(param):
+            raise NotImplementedError(
+                f"zerox.DistributedDataParallel: the gradient of DTensor {quoted(name, param)} is held by no optimizer "
+                f"of zerox, and only these average gradients of DTensors: {WAY_OUT}"
+            )
+        if param.dtype not in PARAM_DTYPES or param.device != first.device:
+            raise ValueError(
+                f"zerox.DistributedDataParallel: parameter {quoted(name, param)} in {param.dtype} on {param.device} is "
+                f"held by no optimizer of zerox; gradients are averaged of {[str(each) for each in PARAM_DTYPES]} on "
+                f"one device ({first.device}): {WAY_OUT}"
+            )

@@ -1,0 +1,87 @@
+"""Rank 0's values of plain tensors on all ranks, in few messages."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Collection, Iterable, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
+
+from zerox import _C as C
+from zerox.ranks.calls import waiting
+from zerox.ranks.group import first_difference, line_of
+
+MOST_BYTES = 250 << 20  # of a message, as in torch's DistributedDataParallel
+
+
+def named_buffers_of(module: nn.Module, ignored: Collection[str] | None = None) -> dict[str, Tensor]:
+    """Those that DistributedDataParallel hands out, by name."""
+    if ignored is None:
+        ignored = frozenset(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
+    return {name: buffer for name, buffer in module.named_buffers() if name not in ignored}
+
+
+def broadcast(tensors: Iterable[Tensor], group: dist.ProcessGroup | None, what: str, root: int = 0) -> None:
+    """Gives all ranks of ``group`` those of rank ``root``; alone it does nothing. Collective. ``what``: for errors."""
+    if group is None or group.size() == 1:
+        return
+    first = dist.get_global_rank(group, root)
+    with C.Doing(f"the broadcast of rank {root}'s {what}"), waiting(group):
+        give_out(list(tensors), lambda values: dist.broadcast(values, first, group), is_root=group.rank() == root)
+
+
+@torch.no_grad()
+def give_out(tensors: Sequence[Tensor], send: Callable[[Tensor], object], is_root: bool = False) -> None:
+    """``send``: gives all ranks rank 0's values of a 1-D tensor, in place. Versions stay: a tensor that autograd has
+    saved may be handed out again before its backward, as in DistributedDataParallel."""
+    with _unsafe_preserve_version_counter(tuple(tensors)):
+        for run in _runs(tensors):
+            flat = torch.cat([tensor.reshape(-1) for tensor in run])
+            send(flat.view(torch.uint8))  # backends don't know all dtypes
+            if not is_root:
+                for tensor, values in zip(run, flat.split([tensor.numel() for tensor in run]), strict=True):
+                    tensor.copy_(values.view(tensor.shape))
+
+
+def _runs(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
+    """Of one dtype and device, in order, each within MOST_BYTES but for a single tensor."""
+    runs: list[list[Tensor]] = []
+    last: dict[tuple[torch.dtype, torch.device], tuple[list[Tensor], int]] = {}
+    for tensor in tensors:
+        if tensor.numel() == 0:
+            continue
+        kind = (tensor.dtype, tensor.device)
+        run, nbytes = last.get(kind, ([], MOST_BYTES + 1))
+        if nbytes + tensor.nbytes > MOST_BYTES:
+            run, nbytes = [], 0
+            runs.append(run)
+        run.append(tensor)
+        last[kind] = run, nbytes + tensor.nbytes
+    return runs
+
+
+def check_same(lines: Sequence[str], group: dist.ProcessGroup | None, device: torch.device, way_out: str = "") -> None:
+    """RuntimeError on all ranks of ``group``, naming the first line that differs, unless all pass the same. Collective.
+
+    Over the user's group, where there is none of zerox's own. What is sent first has one size on all ranks.
+    """
+    if group is None or group.size() == 1:
+        return
+    number = int.from_bytes(hashlib.sha256("\n".join(lines).encode()).digest()[:7], "big")
+    extremes = torch.tensor([number, -number], device=device)
+    with C.Doing("a comparison of what ranks have"), waiting(group):
+        dist.all_reduce(extremes, dist.ReduceOp.MAX, group)
+        most, least = extremes.tolist()
+        if most == -least:
+            return
+        everyone: list[list[str]] = [[]] * group.size()
+        dist.all_gather_object(everyone, list(lines), group)
+    for rank, theirs in enumerate(everyone):
+        if (index := first_difference(everyone[0], theirs)) is not None:
+            raise RuntimeError(
+                f"zerox: ranks must agree: rank 0 has {line_of(everyone[0], index)}; rank {rank} has "
+                f"{line_of(theirs, index)}{way_out}"
+            )
