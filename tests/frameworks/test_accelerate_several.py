@@ -256,3 +256,26 @@ def use(rank: int, world_size: int, kind: str, number: int) -> tuple[list[float]
 @pytest.mark.parametrize("world_size", [ALONE, 2])
 def test_a_prepared_optimizer_does_what_users_of_torch_optim_rely_on(world_size: int, number: int) -> None:
     compare(*(run_anywhere(use, world_size, kind, number) for kind in ("zerox", "torch")))
+
+
+def an_average_of_weights(rank: int, world_size: int, kind: str) -> dict[str, Tensor]:
+    """A model without an optimizer, and a frozen layer in none: each rank seeds them differently."""
+    with accelerators_environment(rank, world_size):
+        accelerator = Accelerator(cpu=True)
+        if kind == "zerox":
+            adopt(accelerator)
+        average, model = network(10 + rank), network(20 + rank)
+        model[0].requires_grad_(False)
+        optimizer = make(kind, model[2].parameters())
+        average, model, optimizer = accelerator.prepare(average, model, optimizer)
+        x = batch(rank, 0)
+        accelerator.backward((model(x) - x).square().mean())
+        optimizer.step()
+        return state_of(average, model)
+
+
+def test_what_is_prepared_without_an_optimizer_begins_alike() -> None:
+    found = [run_anywhere(an_average_of_weights, 2, kind) for kind in ("torch", "zerox")]
+    for expected, ours in zip(*found, strict=True):
+        for name, value in expected.items():
+            torch.testing.assert_close(ours[name], value, rtol=0, atol=1e-6)

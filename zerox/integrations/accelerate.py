@@ -104,14 +104,16 @@ class ZeroxAccelerator(Accelerator):
     def prepare_model(self, model: nn.Module, device_placement: Any = None, evaluation_mode: bool = False) -> nn.Module:
         """As Accelerator's, without DistributedDataParallel: zerox averages the gradients."""
         if isinstance(model, DistributedDataParallel):
-            raise ValueError("zerox: the model is in DistributedDataParallel already: prepare the model itself")
+            raise ValueError("zerox: the model is in DistributedDataParallel already: prepare model.module")
         hook = getattr(self.ddp_handler, "comm_hook", None)
         if hook is not None and getattr(hook, "value", hook) != DDPCommunicationHookType.NO.value:
             raise ValueError(
-                f"zerox: the communication hook {getattr(hook, 'value', hook)} of DistributedDataParallelKwargs is not "
-                "taken over: build the optimizer with reduce_dtype="
+                f"zerox: the hook {getattr(hook, 'value', hook)} of DistributedDataParallelKwargs is not taken over: "
+                "build the optimizer with reduce_dtype="
             )
         prepared: nn.Module = super().prepare_model(model, device_placement, evaluation_mode=True)
+        if not evaluation_mode and num_shares(self) == self.num_processes:  # else ranks have other parts
+            of_engines.hand_out(prepared)
         self._share_buffers()
         return prepared
 
@@ -315,8 +317,7 @@ def adopt(accelerator: Accelerator) -> Accelerator:
     Call it once the accelerator is made, before prepare(). Its no_sync(), accumulate(), clip_grad_norm_(),
     clip_grad_value_(), join_uneven_inputs(), save_state() and load_state() are zerox's then, and its scaler is a
     :class:`zerox.GradScaler`. Raises ValueError for an accelerator that has another way to train over ranks (FSDP,
-    DeepSpeed, tensor parallelism, fp8), or that has prepared a model for DistributedDataParallel already, and TypeError
-    for anything else.
+    DeepSpeed, tensor parallelism, fp8), or that has prepared a model already, and TypeError for anything else.
     """
     if not isinstance(accelerator, Accelerator):
         raise TypeError(

@@ -13,6 +13,7 @@ from zerox.engine import Engine
 from zerox.flow.clip_together import clip_grad_norm_ as clip_together
 from zerox.model_names import quoted
 from zerox.ranks.wrapped import note_hand_out
+from zerox.wrapper.first_values import hand_out_first
 from zerox.wrapper.values import give_out, named_buffers_of
 
 
@@ -136,3 +137,11 @@ def share_buffers(engine: Engine, model: nn.Module) -> None:
     if ranks.size > 1:
         buffers = list(named_buffers_of(model).values())
         give_out(buffers, lambda values: ranks.broadcast_values(values, f"buffers of {type(model).__name__}"))
+
+
+def hand_out(model: nn.Module) -> None:
+    """Gives all ranks rank 0's values of a model that is to be trained, as DistributedDataParallel begins, also of one
+    without an optimizer (an EMA). Collective."""
+    params = dict(model.named_parameters())
+    if dist.is_initialized() and dist.get_world_size() > 1 and any(param.requires_grad for param in params.values()):
+        hand_out_first(params, named_buffers_of(model), dist.group.WORLD, type(model).__name__)

@@ -13,7 +13,6 @@ from zerox.engine import Engine, living
 from zerox.flow.hand_out import hand_out, standing_by
 from zerox.memory.flat import dense_strides
 from zerox.ranks.dtensors import local_of
-from zerox.ranks.wrapped import WrappedModule, check_same_ranks
 from zerox.wrapper.values import broadcast, check_same
 
 
@@ -29,26 +28,28 @@ def engines_of(params: Mapping[str, Tensor]) -> list[Engine]:
 
 
 @torch.no_grad()
-def hand_out_first(wrapped: WrappedModule, buffers: Mapping[str, Tensor], device: torch.device) -> None:
-    """Collective over the wrapper's ranks. RuntimeError on all, naming the first, if they have other tensors.
+def hand_out_first(
+    params: Mapping[str, Tensor], buffers: Mapping[str, Tensor], group: dist.ProcessGroup | None, what: str
+) -> None:
+    """Of a module, which errors call ``what``. Collective. RuntimeError on all ranks of ``group``, naming the first, if
+    they have other tensors.
 
     Optimizers hand out the parameters that they hold, so that masters and shards follow.
     """
-    params, what = wrapped.params, wrapped.name
+    device = next(iter(params.values())).device
     lines = [*_lines("parameter", params), *_lines("buffer", buffers)]
     engines = engines_of(params)
     with ExitStack() as stack:
         for engine in engines:
             stack.enter_context(standing_by(engine.inside))
-        check_same(lines, wrapped.group, device, f": {what} must be built alike on all ranks")
+        check_same(lines, group, device, f": {what} must be built alike on all ranks")
     held: set[int] = set()
     for engine in engines:
-        check_same_ranks(wrapped, engine.inside.ranks.given)
         held |= (own := {id(member.param) for member in engine.inside.members})
         asked = own & {id(param) for param in params.values()}
         hand_out(engine.inside, lambda member, asked=asked: id(member.param) in asked)  # type: ignore[misc]
     apart = [param for param in params.values() if id(param) not in held]
-    broadcast([*map(local_of, apart), *buffers.values()], wrapped.group, f"parameters and buffers of {what}")
+    broadcast([*map(local_of, apart), *buffers.values()], group, f"parameters and buffers of {what}")
     for param in apart:
         torch.autograd.graph.increment_version(param)
 
