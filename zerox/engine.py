@@ -46,7 +46,7 @@ from zerox.ranks.calls import named
 from zerox.ranks.group import Ranks, call_ranks, find_ranks
 from zerox.ranks.model_axes import find_axes
 from zerox.ranks.process_group import GroupArgument
-from zerox.ranks.wrapped import group_of, let_go, listed, note_change, tensors_in
+from zerox.ranks.wrapped import group_of, listed, note_held, tensors_in
 from zerox.rules.of_groups import Rules
 from zerox.state.one_state import OneState
 
@@ -111,7 +111,6 @@ class Engine(ParamGroups, OneGradient, OneState):
         self._adopt(members)
         self._note_groups()
         living.add(self)
-        weakref.finalize(self, note_change).atexit = False
 
     # ---- the training loop -------------------------------------------------------------------------------------------
 
@@ -132,7 +131,7 @@ class Engine(ParamGroups, OneGradient, OneState):
             if not capturing:
                 outcome = self._settle(Meeting.STEP, [float(self._has_step_options)])
                 self._check_options(outcome, follows=False)
-                look_around(self.inside, outcome, [engine.inside for engine in living])
+                look_around(self.inside, outcome)
             self._update_all(capturing)
         self._end_step()
         return loss
@@ -250,7 +249,7 @@ class Engine(ParamGroups, OneGradient, OneState):
 
     def _take_over(self, members: Sequence[Member], trained: Sequence[Member]) -> None:
         adopted = {id(m.param) for m in trained}
-        let_go(m.param for m in members)
+        note_held(self, [m.param for m in members])
         self._frozen = list({id(m.param): m for m in (*self._frozen, *members) if id(m.param) not in adopted}.values())
         still = [member for member in members if not member.param.requires_grad]
         divisors = [self._divisor_of(group) for group in self.param_groups]

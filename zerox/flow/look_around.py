@@ -19,7 +19,7 @@ from zerox.flow.inside import Inside
 from zerox.model_names import model_with
 from zerox.ranks.calls import warn_caller
 from zerox.ranks.group import first_difference
-from zerox.ranks.wrapped import decisions, hands_out_buffers_of, names_of_wrapped
+from zerox.ranks.wrapped import decisions, hands_out_buffers_of, held, names_of_wrapped
 
 SYNC = "require_backward_grad_sync"
 
@@ -35,19 +35,16 @@ class Around:
     is_found: bool = False
 
 
-def look_around(inside: Inside, outcome: Outcome, engines: Collection[Inside]) -> None:
+def look_around(inside: Inside, outcome: Outcome) -> None:
     """One warning at most, in the first step(), when ranks have compared their parameters. Collective there: ranks tell
-    each other, in a message of one size, whether they have found the same model.
-
-    ``engines``: all optimizers of zerox.
-    """
+    each other, in a message of one size, whether they have found the same model."""
     if not is_due(inside) or outcome.followed:
         return
     inside.calls.record.has_looked = True
     if not outcome.has_same_params:  # some ranks are not here
         return
     check_teams(inside)
-    around = _around(inside, {id(member.param) for each in engines for member in each.members})
+    around = _around(inside)
     names = digest_of(line.rpartition(" ")[0] for line in around.still)
     values = digest_of(around.still)
     own = [int(around.is_found), int(names), int(values)]
@@ -101,14 +98,12 @@ def _what_differs(inside: Inside, lines: Collection[str]) -> str:
     )
 
 
-def _around(inside: Inside, held: Collection[int]) -> Around:
+def _around(inside: Inside) -> Around:
     model = model_with([member.param for member in inside.members])
     if model is None or any(isinstance(each, DistributedDataParallel) for each in model.modules()):
         return Around(is_found=model is not None)
-    wrapped = names_of_wrapped()
-    params = {
-        name: param for name, param in model.named_parameters() if id(param) not in held and id(param) not in wrapped
-    }
+    known = held() | names_of_wrapped().keys()
+    params = {name: param for name, param in model.named_parameters() if id(param) not in known}
     still = [_line("parameter", name, each) for name, each in params.items() if not each.requires_grad]
     if not hands_out_buffers_of(model):
         still += [_line("buffer", name, each) for name, each in model.named_buffers()]

@@ -99,12 +99,28 @@ def hands_out_buffers_of(model: nn.Module) -> bool:
     return not _with_buffers.isdisjoint(model.modules())
 
 
-def let_go(params: Iterable[Tensor]) -> None:
+_held: dict[int, set[int]] = {}  # by id of an optimizer, which nobody here keeps alive, of its parameters
+
+
+def note_held(optimizer: object, params: Iterable[Tensor]) -> None:
     """An optimizer takes these, whose gradients a wrapper may have averaged: see Note [Left-over gradients]."""
-    note_change()
     taken = {id(param) for param in params}
+    if id(optimizer) not in _held:
+        weakref.finalize(optimizer, _forget, id(optimizer)).atexit = False
+    _held.setdefault(id(optimizer), set()).update(taken)
+    note_change()
     for each in list(averaging):
         each.let_go(taken)
+
+
+def _forget(optimizer: int) -> None:
+    _held.pop(optimizer, None)
+    note_change()
+
+
+def held() -> set[int]:
+    """The parameters of all living optimizers of zerox, frozen ones too, by id."""
+    return set().union(*list(_held.values()))
 
 
 def bare_names(names: Sequence[str], params: Sequence[Tensor]) -> list[str]:

@@ -5,7 +5,7 @@ A bucket manager of its own sends them, as in ZeRO stage 1, over a group of its 
 where a backward ends. One that reached none of these parameters has to come too, so the forward's outputs have hooks
 that say that a backward has begun. Which parameters are left over is looked at in each training forward, since ranks
 make the bucket manager together: an optimizer may be built, deleted, or given more parameters at any time. An optimizer
-that takes one of them ends the bucket manager at once (WrappedModule.let_go), and the next forward makes another one.
+that takes one of them ends the bucket manager at once (let_go), and the next forward makes another one.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 
 from zerox._C import SEGMENT_COLUMNS, BucketManager
-from zerox.engine import living
 from zerox.flow.grads import Grads
 from zerox.memory.bucket import Member, describe
 from zerox.memory.flat import dense_strides
@@ -32,7 +31,7 @@ from zerox.plan.stage import stage_of
 from zerox.ranks.calls import warn_caller
 from zerox.ranks.dtensors import is_dtensor
 from zerox.ranks.group import Ranks, call_ranks, find_ranks
-from zerox.ranks.wrapped import WrappedModule, averaging, note_change, num_changes
+from zerox.ranks.wrapped import WrappedModule, averaging, held, note_change, num_changes
 
 WAY_OUT = "give it to an optimizer of zerox, freeze it, or name it in _ddp_params_and_buffers_to_ignore"
 
@@ -125,9 +124,8 @@ class LeftOver:
     def _look(self) -> None:
         if self.seen.num_changes == num_changes():
             return
-        held = {id(member.param) for engine in list(living) for member in engine.inside.members}
-        held |= {number for each in list(averaging) if each is not self for number in each.sent}
-        apart = tuple((name, param) for name, param in self.wrapped.params.items() if id(param) not in held)
+        known = held() | {number for each in list(averaging) if each is not self for number in each.sent}
+        apart = tuple((name, param) for name, param in self.wrapped.params.items() if id(param) not in known)
         self.seen = Seen(num_changes(), apart)
 
     def _send(self, trained: Sequence[tuple[str, Tensor]]) -> None:
