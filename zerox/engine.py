@@ -17,7 +17,7 @@ from zerox._C import Meeting, Outcome
 from zerox.flow.bucket_plans import plan_trained
 from zerox.flow.capture import is_capturing
 from zerox.flow.compiled_regions import calls_untraced
-from zerox.flow.first_look import check_same_params, digest_of_params, is_due
+from zerox.flow.first_look import check_same_params, digest_of_params
 from zerox.flow.grad_calls import READ_THE_MEAN, GradCalls
 from zerox.flow.grad_scale import GradScale
 from zerox.flow.grads import Grads
@@ -40,17 +40,16 @@ from zerox.memory.bucket import Bucket, Member, members_of, rooms
 from zerox.memory.flat import give_out
 from zerox.memory.grad_dtype import Widened
 from zerox.memory.shared import Shared
-from zerox.options import OptimizerOptions, Planned, check_params
+from zerox.options import OptimizerOptions, Planned, check_params, listed, tensors_in
 from zerox.ranks.advice import advise_mesh
 from zerox.ranks.calls import named
 from zerox.ranks.group import Ranks, call_ranks, find_ranks
+from zerox.ranks.holders import note_held
 from zerox.ranks.model_axes import find_axes
 from zerox.ranks.process_group import GroupArgument
-from zerox.ranks.wrapped import group_of, listed, note_held, tensors_in
+from zerox.ranks.wrapped import decisions, group_of
 from zerox.rules.of_groups import Rules
 from zerox.state.one_state import OneState
-
-living: weakref.WeakSet[Engine] = weakref.WeakSet()  # built, and not deleted
 
 
 class Engine(ParamGroups, OneGradient, OneState):
@@ -110,7 +109,6 @@ class Engine(ParamGroups, OneGradient, OneState):
             self._share_state()
         self._adopt(members)
         self._note_groups()
-        living.add(self)
 
     # ---- the training loop -------------------------------------------------------------------------------------------
 
@@ -131,7 +129,8 @@ class Engine(ParamGroups, OneGradient, OneState):
             if not capturing:
                 outcome = self._settle(Meeting.STEP, [float(self._has_step_options)])
                 self._check_options(outcome, follows=False)
-                look_around(self.inside, outcome)
+                if not self._calls.record.has_looked:
+                    look_around(self.inside, outcome)
             self._update_all(capturing)
         self._end_step()
         return loss
@@ -282,6 +281,7 @@ class Engine(ParamGroups, OneGradient, OneState):
             self._buckets.append(bucket)
             self._update.add_bucket(bucket, self.param_groups)
         self._calls.scale.of_groups = divisors
+        self._grads.let_decide(decisions())
         self._gather.add_buckets(made, frozen, self._calls.row_grads.tables)
         if plans and self._overlap is not None:
             self._overlap.learn_buckets()
@@ -302,7 +302,8 @@ class Engine(ParamGroups, OneGradient, OneState):
         refusal = refusal or self._take_written(meeting) or self._calls.refusal_to_go_on(meeting, unfrozen)
         values = [] if refusal else self._gather.found_elsewhere(elsewhere)
         options = digest_of(self.param_groups, self._joining) if self._joining else 0.0
-        params = digest_of_params(self.inside) if meeting is Meeting.STEP and is_due(self.inside) else 0.0
+        looks = meeting is Meeting.STEP and not self._calls.record.has_looked
+        params = digest_of_params(self.inside) if looks else 0.0
         news = bool(unfrozen or regrouped or self._shows.written)
         outcome = self._grads.settle(meeting, arguments, options, params, int(news), refusal)
         if outcome.adopts:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import inspect
 import math
 import numbers
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -272,6 +273,37 @@ def device_refusal(device: torch.device) -> str | None:
     if device.type == "cuda":
         return cuda_refusal()
     return None if device.type == "cpu" else "zerox has kernels for cpu and cuda"
+
+
+def listed(params: Any) -> Any:
+    """What torch.optim takes, so that it can be looked through twice: iterators become lists, in param groups too. What
+    one raises is raised again by what stands for it."""
+    if isinstance(params, Iterator):
+        try:
+            params = list(params)
+        except Exception as error:
+            return _Raising(error)
+    for each in params if isinstance(params, list | tuple) else ():
+        if isinstance(each, dict) and "params" in each:
+            each["params"] = listed(each["params"])
+    return params
+
+
+class _Raising:
+    def __init__(self, error: Exception) -> None:
+        self.error = error
+
+    def __iter__(self) -> Iterator[Any]:
+        raise self.error
+
+
+def tensors_in(params: Any) -> list[Tensor]:
+    """Those among what listed() returned; none if torch.optim will refuse it."""
+    if isinstance(params, Tensor):
+        return []
+    with suppress(Exception):
+        return [tensor for _, tensor, _ in named_tensors(params)]
+    return []
 
 
 def named_tensors(params: Any) -> list[tuple[str, Tensor, dict[str, Any]]]:

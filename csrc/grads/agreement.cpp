@@ -26,7 +26,7 @@ void with_tensor(Numbers& numbers, at::ScalarType type, const Collective& collec
 // Ranks without a backward of their own don't limit the others: they join whatever the others launched.
 bool has_own_rounds(const Statement& s) { return s.rounds.own > 0 && s.call.meeting != Meeting::follow; }
 
-// But where a forward decided that nothing is sent, that of all others did.
+// A rank whose forward decided that its backward stays limits them too: theirs should have stayed.
 bool has_kept(const Statement& s) { return s.rounds.has_kept && s.call.meeting != Meeting::follow; }
 
 using Number = int64_t (*)(const Statement&);

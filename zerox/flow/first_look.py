@@ -14,7 +14,7 @@ With sharded parameters (ZeRO stage 3) all ranks read the same shards: only para
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -23,9 +23,9 @@ from zerox import ops
 from zerox._C import SEGMENT_COLUMNS
 from zerox.flow.inside import Inside
 from zerox.flow.residency import Residency
-from zerox.memory.bucket import Bucket
 from zerox.model_names import in_text
-from zerox.ranks.group import first_difference, line_of
+from zerox.options import PARAM_DTYPES
+from zerox.ranks.compared import digest, first_that_differs, line_of
 from zerox.ranks.teams import Team
 
 NUM_COUNTS = 3  # behind the digits of an exact sum: see csrc/math/exact_sum.h
@@ -35,16 +35,14 @@ WAY_OUT = (
 )
 
 
-def is_due(inside: Inside) -> bool:
-    """Whether the next step() looks. The same on all ranks, unless one alone has loaded state."""
-    return inside.ranks.size > 1 and not inside.calls.record.has_looked
-
-
 def digest_of_params(inside: Inside) -> float:
-    """The same on all ranks if these have the same parameters. Of smaller teams' parameters it says nothing."""
+    """The same on all ranks if these have the same parameters; 0 for one rank alone. Of smaller teams' parameters it
+    says nothing."""
+    if inside.ranks.size == 1:
+        return 0.0
     if isinstance(inside.gather, Residency):
-        return digest_of(f"{index} {slot}" for index, slot in _elsewhere(inside.gather))
-    return digest_of(_lines(inside, inside.grads.teams.all))
+        return float(digest("\n".join(f"{index} {slot}" for index, slot in _elsewhere(inside.gather))))
+    return float(digest("\n".join(_lines(inside, inside.grads.teams.all))))
 
 
 def check_same_params(inside: Inside) -> None:
@@ -60,13 +58,13 @@ def check_same_params(inside: Inside) -> None:
         lines = list(_lines(inside, inside.grads.teams.all))
     everyone = [text.split("\n") for text in inside.ranks.all_gather_text("\n".join(lines))]
     known = [(member.name, member.param) for member in inside.members]
-    for rank, theirs in enumerate(everyone):
-        if (index := first_difference(everyone[0], theirs)) is not None:
-            one, other = in_text(line_of(everyone[0], index), known), in_text(line_of(theirs, index), known)
-            raise RuntimeError(
-                f"zerox: ranks have different parameters before step(): rank 0 has {one}, rank {rank} {other}. "
-                f"State is as it was before; {WAY_OUT}"
-            )
+    if (found := first_that_differs(everyone)) is not None:
+        rank, index = found
+        one, other = (in_text(line_of(everyone[each], index), known) for each in (0, rank))
+        raise RuntimeError(
+            f"zerox: ranks have different parameters before step(): rank 0 has {one}, rank {rank} {other}. "
+            f"State is as it was before; {WAY_OUT}"
+        )
 
 
 def check_teams(inside: Inside) -> None:
@@ -78,22 +76,12 @@ def check_teams(inside: Inside) -> None:
         ranks.check_same([])
 
 
-def digest_of(lines: Iterable[str]) -> float:
-    """A whole number that a float64 holds; not 0."""
-    found = hashlib.sha256("\n".join(lines).encode()).digest()
-    return float(1 + int.from_bytes(found[:6], "big"))
-
-
 def squares_of(tensor: Tensor) -> str:
     """What stands for the sum of the squares of all elements; of integers, for the sum of their bytes."""
-    flat = tensor.detach().reshape(-1)
-    if not flat.is_floating_point():
-        flat = torch.view_as_real(flat).reshape(-1) if flat.is_complex() else flat
-    if flat.dtype not in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
+    flat = (torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor.detach()).reshape(-1)
+    if flat.dtype not in PARAM_DTYPES:
         return str(int(flat.view(torch.uint8).sum(dtype=torch.int64)))
-    words = torch.zeros(ops.EXACT_WORDS, dtype=torch.int64, device=flat.device)
-    segments = torch.tensor([[0, flat.numel(), 0, 0, 0]], dtype=torch.int64, device="cpu")
-    ops.norm_(words, flat, segments.to(flat.device), 2.0)
+    [words] = _words_of(flat, [(0, flat.numel())])
     return _text_of(words)
 
 
@@ -106,7 +94,8 @@ def _lines(inside: Inside, team: Team) -> Iterator[str]:
     for index, bucket in enumerate(inside.buckets):
         if teams.of_group[bucket.members[0].group] is not team:
             continue
-        words = _words_of(bucket)
+        layout = bucket.plan.layout
+        words = _words_of(bucket.buffer.flat, list(zip(layout.offsets, layout.numels, strict=True)))
         for slot, member in enumerate(bucket.members):
             squares = squares_of(member.local) if (index, slot) in moved else _text_of(words[slot])
             yield _line(member.name, squares)
@@ -119,10 +108,8 @@ def _line(name: str, squares: str) -> str:
     return f"parameter '{name}' with values of digest {hashlib.sha256(squares.encode()).hexdigest()[:12]}"
 
 
-def _words_of(bucket: Bucket) -> Tensor:
-    """int64 ``[slots, EXACT_WORDS]``, on the host."""
-    layout, flat = bucket.plan.layout, bucket.buffer.flat
-    places = zip(layout.offsets, layout.numels, strict=True)
+def _words_of(flat: Tensor, places: Sequence[tuple[int, int]]) -> Tensor:
+    """int64 ``[n, EXACT_WORDS]``, on the host. ``places``: n times where elements start, and how many there are."""
     rows = [[start, start + numel, 0, slot, 0] for slot, (start, numel) in enumerate(places)]
     segments = torch.tensor(rows, dtype=torch.int64, device="cpu").reshape(-1, SEGMENT_COLUMNS)
     words = torch.zeros(len(rows), ops.EXACT_WORDS, dtype=torch.int64, device=flat.device)

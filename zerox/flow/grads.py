@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any
@@ -24,7 +24,6 @@ from zerox.ranks.dtensors import is_dtensor
 from zerox.ranks.group import Ranks
 from zerox.ranks.model_axes import ModelAxes
 from zerox.ranks.teams import Team, Teams
-from zerox.ranks.wrapped import decisions
 
 C.set_backward_functions(find_reduced, lambda text, names, params: in_text(text, list(zip(names, params, strict=True))))
 
@@ -119,14 +118,13 @@ class Grads:
                 if replicated:
                     self.partial.buckets[index] = bucket
         self.buckets.append(bucket)
-        self.let_decide(decisions(), [index])
         self.parts_of.append(list(map(_less_padding, self.manager.parts(index))))
         return made
 
-    def let_decide(self, deciding: Mapping[int, C.Decision], buckets: Iterable[int] | None = None) -> None:
+    def let_decide(self, deciding: Mapping[int, C.Decision]) -> None:
         """Has wrappers' forwards decide when the gradients of their parameters leave. ``deciding``: by id of these."""
-        for index in range(len(self.buckets)) if buckets is None else buckets:
-            for slot, member in enumerate(self.buckets[index].members):
+        for index, bucket in enumerate(self.buckets) if deciding else ():
+            for slot, member in enumerate(bucket.members):
                 if (decision := deciding.get(id(member.param))) is not None:
                     self.manager.backward.set_decision(index, slot, decision)
 

@@ -14,12 +14,13 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from zerox._C import Combine, Outcome
-from zerox.flow.first_look import check_teams, digest_of, is_due, squares_of
+from zerox.flow.first_look import check_teams, squares_of
 from zerox.flow.inside import Inside
 from zerox.model_names import model_with
 from zerox.ranks.calls import warn_caller
-from zerox.ranks.group import first_difference
-from zerox.ranks.wrapped import decisions, hands_out_buffers_of, held, names_of_wrapped
+from zerox.ranks.compared import digest, first_that_differs
+from zerox.ranks.holders import held
+from zerox.ranks.wrapped import decisions, hands_out_buffers_of, names_of_wrapped
 
 SYNC = "require_backward_grad_sync"
 
@@ -38,16 +39,15 @@ class Around:
 def look_around(inside: Inside, outcome: Outcome) -> None:
     """One warning at most, in the first step(), when ranks have compared their parameters. Collective there: ranks tell
     each other, in a message of one size, whether they have found the same model."""
-    if not is_due(inside) or outcome.followed:
+    if outcome.followed:
         return
     inside.calls.record.has_looked = True
-    if not outcome.has_same_params:  # some ranks are not here
+    if inside.ranks.size == 1 or not outcome.has_same_params:  # else some ranks are not here
         return
     check_teams(inside)
     around = _around(inside)
-    names = digest_of(line.rpartition(" ")[0] for line in around.still)
-    values = digest_of(around.still)
-    own = [int(around.is_found), int(names), int(values)]
+    names = digest("\n".join(line.rpartition(" ")[0] for line in around.still))
+    own = [int(around.is_found), names, digest("\n".join(around.still))]
     message = torch.tensor([each for number in own for each in (number, -number)], dtype=torch.int64, device="cpu")
     inside.grads.all_reduce(message, Combine.MAX)
     most, least = message[0::2].tolist(), (-message[1::2]).tolist()
@@ -90,8 +90,9 @@ def _said(around: Around) -> Iterator[str]:
 def _what_differs(inside: Inside, lines: Collection[str]) -> str:
     """Collective, on all ranks."""
     everyone = [each.split("\n") for each in inside.ranks.all_gather_text("\n".join(lines))]
-    found = {each for theirs in everyone if (each := first_difference(everyone[0], theirs)) is not None}
-    name = everyone[0][min(found)].rpartition(" ")[0] if found else "what is in no optimizer"
+    found = first_that_differs(everyone)
+    assert found is not None, "their digests differ"
+    name = everyone[0][found[1]].rpartition(" ")[0]
     return (
         f"{name} is in no optimizer of zerox and not the same on all ranks (optimizer.broadcast_buffers(model) gives "
         "all ranks rank 0's buffers)"

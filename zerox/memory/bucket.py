@@ -149,6 +149,15 @@ def rooms(plans: Sequence[BucketPlan], members: Sequence[Member]) -> Iterator[tu
         yield describe(index, inside), plan.layout.numel * inside[0].param.element_size()
 
 
+def segment_table(segments: Sequence[Segment], members: Sequence[Member]) -> Tensor:
+    """What kernels know of a shard: int64 ``[n, SEGMENT_COLUMNS]``, on the host, see csrc/math/segment.h."""
+    rows = []
+    for each in segments:
+        member = members[each.slot]
+        rows.append([each.span.start, each.span.stop, member.group, member.number, each.param_start])
+    return torch.tensor(rows, dtype=torch.int64, device="cpu").reshape(-1, SEGMENT_COLUMNS)
+
+
 class Bucket:
     """``members`` in the plan's order. ``specs``: the state of each element. State and steps start at zero."""
 
@@ -168,7 +177,7 @@ class Bucket:
         self.rule = rule
         self.param_shard = self.buffer.shard(rank)
 
-        self.segments = self._segments().to(self.device)
+        self.segments = segment_table(self.own_segments, self.members).to(self.device)
         self.steps = torch.zeros(len(self.own_segments), dtype=torch.int64, device=CPU if rule.on_host else self.device)
         self.numbers = {STEP.key: self.steps}  # by key, one for each row
         self.absent: set[tuple[int, str]] = set()  # (row, key) of state that begins with the next update only
@@ -196,17 +205,10 @@ class Bucket:
     def device(self) -> torch.device:
         return self.buffer.flat.device
 
-    def _segments(self) -> Tensor:
-        rows = []
-        for each in self.own_segments:
-            member = self.members[each.slot]
-            rows.append([each.span.start, each.span.stop, member.group, member.number, each.param_start])
-        return torch.tensor(rows, dtype=torch.int64, device="cpu").reshape(-1, SEGMENT_COLUMNS)
-
     def place(self, members: Sequence[Member]) -> None:
         """The same parameters, with the groups and numbers that they have now."""
         self.members[:] = members
-        self.segments.copy_(self._segments())
+        self.segments.copy_(segment_table(self.own_segments, self.members))
         self.__dict__.pop("groups", None)
 
     def keep(self, spec: StateSpec) -> None:

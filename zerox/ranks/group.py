@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import os
 from collections.abc import Callable, Iterator, Sequence
 from ctypes import string_at
@@ -19,6 +18,7 @@ from zerox._C import Whereabouts
 from zerox.plan import combinations
 from zerox.ranks.axes import Axis, shard_of
 from zerox.ranks.calls import say_after
+from zerox.ranks.compared import digest, first_that_differs, line_of
 from zerox.ranks.forks import leave_to_parent
 from zerox.ranks.last_words import last_words
 from zerox.ranks.neighbours import find_neighbours
@@ -189,17 +189,17 @@ class Ranks:
         for rank, theirs in enumerate(everyone):
             if theirs[0].startswith(REFUSED):
                 raise ValueError(f"zerox: rank {rank} raised {theirs[0].removeprefix(REFUSED)}")
-        for rank, theirs in enumerate(everyone):
-            if (index := first_difference(everyone[0], theirs)) is not None:
-                of_ranks = self.all_gather_text(in_words(line_of(lines, index)))
-                advice = f": {way_out}" if way_out else ""
-                raise ValueError(
-                    f"zerox: ranks must agree: rank 0 has {of_ranks[0]}; rank {rank} has {of_ranks[rank]}{advice}"
-                )
+        if (found := first_that_differs(everyone)) is not None:
+            rank, index = found
+            of_ranks = self.all_gather_text(in_words(line_of(lines, index)))
+            advice = f": {way_out}" if way_out else ""
+            raise ValueError(
+                f"zerox: ranks must agree: rank 0 has {of_ranks[0]}; rank {rank} has {of_ranks[rank]}{advice}"
+            )
 
     def _unless_same(self, text: str) -> list[list[str]]:
         """Every rank's lines by rank, or none if all ranks pass the same."""
-        number = int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
+        number = digest(text)
         extremes = torch.tensor([number, -number], device=CPU)
         self.all_reduce(extremes, dist.ReduceOp.MAX)
         if extremes[0] == -extremes[1]:
@@ -240,15 +240,6 @@ class Ranks:
             with contextlib.suppress(RuntimeError, ValueError):  # this rank raises its own, first error
                 self.check_same([], summary_of(error))
             raise
-
-
-def line_of(lines: Sequence[str], index: int) -> str:
-    return lines[index] if index < len(lines) else "nothing"
-
-
-def first_difference(lines: Sequence[str], others: Sequence[str]) -> int | None:
-    most = max(len(lines), len(others))
-    return next((index for index in range(most) if line_of(lines, index) != line_of(others, index)), None)
 
 
 def call_ranks(process_group: GroupArgument) -> RollCall:

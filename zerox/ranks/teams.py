@@ -12,7 +12,8 @@ from torch import Tensor
 
 from zerox import _C as C
 from zerox.ranks.axes import Axis
-from zerox.ranks.group import Ranks, first_difference, line_of
+from zerox.ranks.compared import first_difference, line_of
+from zerox.ranks.group import Ranks
 from zerox.ranks.own_groups import same_ranks
 from zerox.ranks.process_group import ALONE, GroupArgument, chosen_grid, chosen_group, timeout_of
 from zerox.ranks.roll_call import RollCall

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Collection, Iterable, Iterator, Sequence
-from typing import Any, Protocol
+from collections.abc import Collection, Iterable, Sequence
 
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from zerox._C import Decision
+from zerox.ranks.holders import note_change
 from zerox.ranks.process_group import GroupArgument, chosen_group, ranks_of
 
 PREFIX = "module."  # what a wrapper puts before the names of its module's parameters
@@ -48,32 +48,10 @@ class WrappedModule:
 
 # The last wrapper of each module: its names hold as long as the module lives.
 _known: weakref.WeakKeyDictionary[nn.Module, WrappedModule] = weakref.WeakKeyDictionary()
-_num_changes = [0]
 
 
 def all_wrapped() -> list[WrappedModule]:
     return list(_known.values())
-
-
-class Averages(Protocol):
-    """What averages gradients that no optimizer of zerox holds, ``sent``, by id: see Note [Left-over gradients]."""
-
-    sent: tuple[int, ...]
-
-    def let_go(self, taken: set[int]) -> None:
-        """Of parameters, by id, that an optimizer takes."""
-
-
-averaging: weakref.WeakSet[Averages] = weakref.WeakSet()
-
-
-def note_change() -> None:
-    """Other modules than before are wrapped, or other parameters in optimizers of zerox."""
-    _num_changes[0] += 1
-
-
-def num_changes() -> int:
-    return _num_changes[0]
 
 
 def decisions() -> dict[int, Decision]:
@@ -99,30 +77,6 @@ def hands_out_buffers_of(model: nn.Module) -> bool:
     return not _with_buffers.isdisjoint(model.modules())
 
 
-_held: dict[int, set[int]] = {}  # by id of an optimizer, which nobody here keeps alive, of its parameters
-
-
-def note_held(optimizer: object, params: Iterable[Tensor]) -> None:
-    """An optimizer takes these, whose gradients a wrapper may have averaged: see Note [Left-over gradients]."""
-    taken = {id(param) for param in params}
-    if id(optimizer) not in _held:
-        weakref.finalize(optimizer, _forget, id(optimizer)).atexit = False
-    _held.setdefault(id(optimizer), set()).update(taken)
-    note_change()
-    for each in list(averaging):
-        each.let_go(taken)
-
-
-def _forget(optimizer: int) -> None:
-    _held.pop(optimizer, None)
-    note_change()
-
-
-def held() -> set[int]:
-    """The parameters of all living optimizers of zerox, frozen ones too, by id."""
-    return set().union(*list(_held.values()))
-
-
 def bare_names(names: Sequence[str], params: Sequence[Tensor]) -> list[str]:
     """Without the prefix of a wrapper, where the parameter is of its module: as ``model.named_parameters()`` has them.
 
@@ -141,38 +95,6 @@ def _bare(name: str, inside: Iterable[str]) -> str:
         if outer != name and (not outer or outer.endswith(".")):
             return outer + each
     return name
-
-
-def listed(params: Any) -> Any:
-    """What torch.optim takes, so that it can be looked through twice. What an iterator raises is raised by it again."""
-    if not isinstance(params, Iterator):
-        return params
-    try:
-        return list(params)
-    except Exception as error:
-        return _Raising(error)
-
-
-class _Raising:
-    def __init__(self, error: Exception) -> None:
-        self.error = error
-
-    def __iter__(self) -> Iterator[Any]:
-        raise self.error
-
-
-def tensors_in(params: Any) -> Iterator[Tensor]:
-    """Among these, if they are what torch.optim takes. Of a param group, an iterator becomes a list, as torch does."""
-    if isinstance(params, Tensor | _Raising) or not isinstance(params, Iterable):
-        return
-    for each in params:
-        if isinstance(each, dict) and "params" in each:
-            each["params"] = listed(each["params"])
-            yield from tensors_in([each["params"]] if isinstance(each["params"], Tensor) else each["params"])
-        elif isinstance(each, Tensor):
-            yield each
-        elif isinstance(each, tuple) and len(each) == 2 and isinstance(each[1], Tensor):
-            yield each[1]
 
 
 def group_of(params: Iterable[Tensor], asked: GroupArgument) -> GroupArgument:

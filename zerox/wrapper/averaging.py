@@ -6,8 +6,8 @@ import weakref
 from collections.abc import Sequence
 
 from zerox._C import BucketManager
-from zerox.engine import living
-from zerox.ranks.wrapped import WrappedModule, num_changes
+from zerox.ranks.holders import num_changes
+from zerox.ranks.wrapped import WrappedModule, check_same_ranks
 from zerox.wrapper.begin import tell_begin
 from zerox.wrapper.comm_hooks import DTYPES, check_sent_in
 from zerox.wrapper.first_values import engines_of
@@ -21,20 +21,20 @@ class Averaging:
     def __init__(self, wrapped: WrappedModule) -> None:
         self.wrapped = wrapped
         self.left_over = LeftOver(wrapped)
-        self.seen = -1  # how often optimizers had changed at the last look for unused parameters
+        self.seen = -1  # how often optimizers had changed at the last look
         self.of_engines: Sequence[weakref.ref[BucketManager]] = ()
         self.num_joined: int | None = None  # inside join(): how many forwards there were
         self.hook = ""  # the name of a communication hook
-        deciding = dict.fromkeys(wrapped.names, wrapped.decision)
-        for engine in living:
-            engine.inside.grads.let_decide(deciding)
+        for engine in engines_of(wrapped.params):
+            check_same_ranks(wrapped, engine.inside.ranks.given)
+            engine.inside.grads.let_decide(dict.fromkeys(wrapped.names, wrapped.decision))
 
     def before_forward(self) -> None:
         """Of a training forward."""
         if self.num_joined is not None:
             self.num_joined += 1
-        if self.hook and self.seen != num_changes():
-            check_sent_in(self.hook, engines_of(self.wrapped.params))
+        if self.seen != num_changes():
+            self._look()
         self.left_over.before_forward()
 
     def take_hook(self, name: str) -> None:
@@ -47,7 +47,9 @@ class Averaging:
         """``syncs``: it was outside no_sync(). ``finds_unused``: see Note [Unused parameters]."""
         decision = self.wrapped.decision
         decision.note_forward(syncs)
-        managers = [*(self._look() if finds_unused else ()), *self.left_over.managers]
+        managers = self.left_over.managers
+        if finds_unused:
+            managers = [*self._shown(), *managers]
         if managers:
             tell_begin(outputs, managers, decision)
 
@@ -56,11 +58,16 @@ class Averaging:
     # and whatever else looks at `p.grad is not None`, sees the same parameters on all ranks. Ranks meet for it, which
     # costs a small message, as in torch's DistributedDataParallel. Without it they find out in the next call, which
     # raises if it has to know.
-    def _look(self) -> Sequence[BucketManager]:
-        if self.seen != num_changes():
-            self.seen = num_changes()
-            managers = [engine.inside.manager for engine in engines_of(self.wrapped.params)]
-            self.of_engines = list(map(weakref.ref, managers))
-            for each in managers:
-                each.grads.show_all()
-        return [manager for to_manager in self.of_engines if (manager := to_manager()) is not None]
+    def _shown(self) -> list[BucketManager]:
+        managers = [manager for to_manager in self.of_engines if (manager := to_manager()) is not None]
+        for each in managers:
+            each.grads.show_all()
+        return managers
+
+    def _look(self) -> None:
+        """At the optimizers that there are now."""
+        self.seen = num_changes()
+        engines = engines_of(self.wrapped.params)
+        self.of_engines = [weakref.ref(engine.inside.manager) for engine in engines]
+        if self.hook:
+            check_sent_in(self.hook, engines)

@@ -22,11 +22,11 @@ from torch.nn.parallel import DistributedDataParallel as OfTorch
 from zerox.flow.compiled_regions import keep_from_dynamo
 from zerox.flow.profiled import range_named
 from zerox.ranks.calls import warn_caller
-from zerox.ranks.wrapped import WrappedModule, check_same_ranks
+from zerox.ranks.wrapped import WrappedModule
 from zerox.wrapper import arguments, comm_hooks
 from zerox.wrapper.averaging import Averaging
 from zerox.wrapper.buffers import Buffers
-from zerox.wrapper.first_values import engines_of, hand_out_first, size_of
+from zerox.wrapper.first_values import hand_out_first, size_of
 from zerox.wrapper.join import Join, divided_by
 from zerox.wrapper.placement import Placement
 from zerox.wrapper.refusals import refuses
@@ -114,8 +114,6 @@ class DistributedDataParallel(Placement, Buffers, arguments.WithoutEffect, OfTor
         self._wrap()
         if init_sync and size_of(self.process_group) > 1:
             wrapped = self._averaging.wrapped
-            for engine in engines_of(wrapped.params):
-                check_same_ranks(wrapped, engine.inside.ranks.given)
             hand_out_first(wrapped.params, shared, self.process_group, wrapped.name)
 
     def _wrap(self) -> None:

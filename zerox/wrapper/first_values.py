@@ -9,22 +9,22 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from zerox.engine import Engine, living
+from zerox.engine import Engine
 from zerox.flow.hand_out import hand_out, standing_by
 from zerox.memory.flat import dense_strides
 from zerox.ranks.dtensors import local_of
+from zerox.ranks.holders import holders_of
 from zerox.wrapper.values import broadcast, check_same
 
 
 def engines_of(params: Mapping[str, Tensor]) -> list[Engine]:
     """The living optimizers that hold some of these, trained or frozen: by their first one, as on all ranks."""
     places = {id(param): place for place, param in enumerate(params.values())}
-    found = []
-    for engine in list(living):
-        held = [places[id(m.param)] for m in engine.inside.members if id(m.param) in places]
-        if held:
-            found.append((min(held), engine))
-    return [engine for _, engine in sorted(found, key=lambda each: each[0])]
+
+    def first_place(engine: Engine) -> int:
+        return min(places.get(id(member.param), len(places)) for member in engine.inside.members)
+
+    return sorted(holders_of(places), key=first_place)
 
 
 @torch.no_grad()

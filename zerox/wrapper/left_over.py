@@ -18,9 +18,9 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from zerox._C import SEGMENT_COLUMNS, BucketManager
+from zerox._C import BucketManager
 from zerox.flow.grads import Grads
-from zerox.memory.bucket import Member, describe
+from zerox.memory.bucket import Member, describe, segment_table
 from zerox.memory.flat import dense_strides
 from zerox.memory.grad_dtype import grad_dtype_of
 from zerox.model_names import quoted
@@ -31,7 +31,8 @@ from zerox.plan.stage import stage_of
 from zerox.ranks.calls import warn_caller
 from zerox.ranks.dtensors import is_dtensor
 from zerox.ranks.group import Ranks, call_ranks, find_ranks
-from zerox.ranks.wrapped import WrappedModule, averaging, held, note_change, num_changes
+from zerox.ranks.holders import averaging, held, note_change, num_changes
+from zerox.ranks.wrapped import WrappedModule
 
 WAY_OUT = "give it to an optimizer of zerox, freeze it, or name it in _ddp_params_and_buffers_to_ignore"
 
@@ -59,14 +60,8 @@ class LeftOverBucket:
         self.plan = plan
         self.members = list(members)
         self.buffer = InPlace([member.param for member in members], plan.layout)
-        self.own_segments = plan.layout.segments(rank)
         self.mask = None
-        rows = [
-            [each.span.start, each.span.stop, 0, self.members[each.slot].number, each.param_start]
-            for each in self.own_segments
-        ]
-        table = torch.tensor(rows, dtype=torch.int64, device="cpu").reshape(-1, SEGMENT_COLUMNS)
-        self.segments = table.to(self.buffer.flat.device)
+        self.segments = segment_table(plan.layout.segments(rank), self.members).to(self.buffer.flat.device)
 
     @cached_property
     def grad_dtype(self) -> torch.dtype:
@@ -145,6 +140,7 @@ class LeftOver:
         for plan in plans:
             members = [Member(*trained[i], group=0, number=i) for i in plan.params]
             self.grads.add_bucket(LeftOverBucket(plan, members, self.ranks.rank))  # type: ignore[arg-type]
+        self.grads.let_decide(dict.fromkeys(self.sent, self.wrapped.decision))
 
     def _forget_failed(self) -> None:
         assert self.grads is not None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Collection, Iterable, Sequence
 
 import torch
@@ -12,7 +11,7 @@ from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from zerox import _C as C
 from zerox.ranks.calls import waiting
-from zerox.ranks.group import first_difference, line_of
+from zerox.ranks.compared import digest, first_that_differs, line_of
 
 MOST_BYTES = 250 << 20  # of a message, as in torch's DistributedDataParallel
 
@@ -70,7 +69,7 @@ def check_same(lines: Sequence[str], group: dist.ProcessGroup | None, device: to
     """
     if group is None or group.size() == 1:
         return
-    number = int.from_bytes(hashlib.sha256("\n".join(lines).encode()).digest()[:7], "big")
+    number = digest("\n".join(lines))
     extremes = torch.tensor([number, -number], device=device)
     with C.Doing("a comparison of what ranks have"), waiting(group):
         dist.all_reduce(extremes, dist.ReduceOp.MAX, group)
@@ -79,9 +78,9 @@ def check_same(lines: Sequence[str], group: dist.ProcessGroup | None, device: to
             return
         everyone: list[list[str]] = [[]] * group.size()
         dist.all_gather_object(everyone, list(lines), group)
-    for rank, theirs in enumerate(everyone):
-        if (index := first_difference(everyone[0], theirs)) is not None:
-            raise RuntimeError(
-                f"zerox: ranks must agree: rank 0 has {line_of(everyone[0], index)}; rank {rank} has "
-                f"{line_of(theirs, index)}{way_out}"
-            )
+    if (found := first_that_differs(everyone)) is not None:
+        rank, index = found
+        raise RuntimeError(
+            f"zerox: ranks must agree: rank 0 has {line_of(everyone[0], index)}; rank {rank} has "
+            f"{line_of(everyone[rank], index)}{way_out}"
+        )
