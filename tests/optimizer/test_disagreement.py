@@ -243,3 +243,16 @@ def test_a_parameter_unfrozen_on_one_rank_only_is_named_and_the_step_can_be_repe
         )
         assert again == "no error"
         assert stepped
+
+
+def in_another_order(rank: int, world_size: int) -> str:
+    values = torch.ones(3, 4)
+    param = nn.Parameter(values if rank == 0 else torch.ones(4, 3).t())
+    return error_of(lambda: FusedShardedAdam([("a", param)]))
+
+
+def test_parameters_that_lie_in_another_order_are_refused() -> None:
+    """Gradients are sent as they lie: those of other elements would be averaged."""
+    for said in run_ranks(in_another_order, 2):
+        assert "rank 0 has trainable parameter 'a' (3, 4) torch.float32 on cpu in group 0" in said
+        assert "rank 1 has trainable parameter 'a' (3, 4) torch.float32 on cpu with strides [1, 3]" in said

@@ -67,6 +67,10 @@ def finds(rank: int, world_size: int) -> dict[str, str]:
                 write(rank, model)
                 found[f"{change.__name__}, stage {stage}, after a load"] = stepped(model, optimizer)
     model = net(rank)
+    optimizer = FusedShardedAdam(model.named_parameters(), stage=3)
+    model[2].weight.data = model[2].weight.detach() + rank  # on all ranks, but other values
+    found["moved on all, stage 3"] = stepped(model, optimizer)
+    model = net(rank)
     guest = ShardedOptimizer(model.parameters(), torch.optim.SGD, lr=0.1)
     write(rank, model)
     found["write, of torch's kind"] = stepped(model, guest)

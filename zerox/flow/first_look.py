@@ -14,7 +14,7 @@ With sharded parameters (ZeRO stage 3) all ranks read the same shards: only para
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -41,7 +41,7 @@ def digest_of_params(inside: Inside) -> float:
     if inside.ranks.size == 1:
         return 0.0
     if isinstance(inside.gather, Residency):
-        return float(digest("\n".join(f"{index} {slot}" for index, slot in _elsewhere(inside.gather))))
+        return float(digest("\n".join(_lines_of(inside.gather, _elsewhere(inside.gather)))))
     return float(digest("\n".join(_lines(inside, inside.grads.teams.all))))
 
 
@@ -52,8 +52,7 @@ def check_same_params(inside: Inside) -> None:
         gather, ranks = inside.gather, inside.ranks
         said = ranks.all_gather_text(" ".join(f"{index}.{slot}" for index, slot in _elsewhere(gather)))
         places = sorted({(int(i), int(s)) for text in said for i, s in (place.split(".") for place in text.split())})
-        members = [(gather.all[index].members[slot], gather.all[index].buffer.params[slot]) for index, slot in places]
-        lines = [_line(member.name, squares_of(param)) for member, param in members]
+        lines = list(_lines_of(gather, places))
     else:
         lines = list(_lines(inside, inside.grads.teams.all))
     everyone = [text.split("\n") for text in inside.ranks.all_gather_text("\n".join(lines))]
@@ -102,6 +101,11 @@ def _lines(inside: Inside, team: Team) -> Iterator[str]:
     for member in (*inside.frozen, *(table.member for table in inside.tables)):
         if teams.of_group[member.group] is team:
             yield _line(member.name, squares_of(member.local))
+
+
+def _lines_of(gather: Residency, places: Iterable[tuple[int, int]]) -> Iterator[str]:
+    for index, slot in places:
+        yield _line(gather.all[index].members[slot].name, squares_of(gather.all[index].buffer.params[slot]))
 
 
 def _line(name: str, squares: str) -> str:

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from torch import Tensor
-
 from zerox._C import Meeting
 from zerox.memory.bucket import Bucket
-from zerox.memory.flat import BufferSlot, in_shared_memory
+from zerox.memory.flat import BufferSlot, in_shared_memory, order_in_memory
 from zerox.model_names import quoted
 from zerox.ranks.calls import warn_caller
 
@@ -40,7 +38,7 @@ def _warn_of_order(buckets: Sequence[Bucket], slots: Sequence[BufferSlot]) -> No
         (buffer, slot)
         for buffer, slot in slots
         if not in_shared_memory(param := buffer.params[slot])
-        and _order(param, param.stride()) != _order(param, buffer.strides[slot])
+        and order_in_memory(param.shape, param.stride()) != order_in_memory(param.shape, buffer.strides[slot])
     ]
     if not undone:
         return
@@ -52,8 +50,3 @@ def _warn_of_order(buckets: Sequence[Bucket], slots: Sequence[BufferSlot]) -> No
         "after the optimizer was built. The values stay, but it is laid out as it was then: call "
         "model.to(memory_format=...) before you build the optimizer",
     )
-
-
-def _order(param: Tensor, strides: Sequence[int]) -> list[int]:
-    """Strides of dimensions of one element say nothing."""
-    return [stride for stride, size in zip(strides, param.shape, strict=True) if size > 1]

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from zerox.memory.bucket import Member
+from zerox.memory.flat import order_text
 from zerox.memory.grad_dtype import grad_dtype_of
 from zerox.model_names import in_text
 from zerox.options import OptimizerOptions, parameter_words
@@ -95,6 +96,7 @@ def _terms(
         param = member.param
         grads = grad_dtype_of(param, options.accumulate_dtype)
         kind = f"{tuple(member.local.shape)} {param.dtype} on {param.device.type}{placements_text(param)}"
+        kind += order_text(member.local)
         kind += f" with gradients of {grads}" if grads != param.dtype else ""
         name = f"parameter '{member.name}'" if teams.of_group[member.group] is teams.all else "an expert's parameter"
         yield f"{_trained(param)} {name} {kind} in group {member.group}"

@@ -19,6 +19,17 @@ def dense_strides(param: Tensor) -> tuple[int, ...]:
     return torch.empty_like(param, device="meta").stride()
 
 
+def order_in_memory(shape: Sequence[int], strides: Sequence[int]) -> list[int]:
+    """Strides of dimensions of one element say nothing."""
+    return [stride for stride, size in zip(strides, shape, strict=True) if size > 1]
+
+
+def order_text(param: Tensor) -> str:
+    """For what ranks compare, where it is not as usual: gradients are sent as their parameters lie."""
+    strides = order_in_memory(param.shape, dense_strides(param))
+    return "" if strides == sorted(strides, reverse=True) else f" with strides {strides}"
+
+
 class FlatBuffer:
     """Memory ``[layout.numel]`` that a bucket's parameters lie in, side by side, each in a storage of its own.
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from zerox.engine import Engine
 from zerox.flow.hand_out import hand_out, standing_by
-from zerox.memory.flat import dense_strides
+from zerox.memory.flat import order_text
 from zerox.ranks.dtensors import local_of
 from zerox.ranks.holders import holders_of
 from zerox.wrapper.values import broadcast, check_same
@@ -57,15 +57,9 @@ def hand_out_first(
 def _lines(kind: str, tensors: Mapping[str, Tensor]) -> Sequence[str]:
     return [
         f"{kind} '{name}' of shape {tuple(each.shape)} in {each.dtype}, {'' if each.requires_grad else 'not '}trained"
-        f"{_order(each) if kind == 'parameter' else ''}"
+        f"{order_text(each) if kind == 'parameter' else ''}"
         for name, each in tensors.items()
     ]
-
-
-def _order(param: Tensor) -> str:
-    """Of its dimensions in memory, where that is not as usual: gradients are sent as they lie."""
-    strides = [stride for stride, size in zip(dense_strides(param), param.shape, strict=True) if size > 1]
-    return "" if strides == sorted(strides, reverse=True) else f", with strides {strides}"
 
 
 def size_of(group: dist.ProcessGroup | None) -> int:
