@@ -197,6 +197,22 @@ def test_modules_that_differ_are_refused_on_all_ranks(what: str, said: str) -> N
         assert re.search(said, text), text
 
 
+def without_memory(rank: int, world_size: int) -> str:
+    with torch.device("meta"):
+        model = nn.Linear(3, 3)
+    DistributedDataParallel(model, init_sync=False)
+    try:
+        DistributedDataParallel(model)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def test_a_model_on_meta_is_refused_by_name() -> None:
+    for said in run_ranks(without_memory, 2):
+        assert "parameter 'weight' is on the meta device" in said
+
+
 def in_another_order(rank: int, world_size: int) -> list[str]:
     """Over another group than the optimizer's, in both orders."""
     halves = [dist.new_group([0, 1]), dist.new_group([2, 3])]

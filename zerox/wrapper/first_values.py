@@ -36,6 +36,12 @@ def hand_out_first(
 
     Optimizers hand out the parameters that they hold, so that masters and shards follow.
     """
+    for name, param in params.items():
+        if param.is_meta:
+            raise ValueError(
+                f"zerox.DistributedDataParallel: parameter '{name}' is on the meta device, and has no values to hand "
+                "out: give the model memory before (model.to_empty(device=...)), or pass init_sync=False"
+            )
     device = next(iter(params.values())).device
     lines = [*_lines("parameter", params), *_lines("buffer", buffers)]
     engines = engines_of(params)
