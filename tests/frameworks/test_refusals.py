@@ -116,8 +116,8 @@ def a_scaler_of_another_kind() -> None:
 
 REFUSED: dict[str, tuple[Callable[[], None], str]] = {
     "another optimizer": (another_optimizer, "AdamW is not an optimizer of zerox.*: use FusedShardedAdam"),
-    "DDP": (ddp, "in DistributedDataParallel already: prepare the model itself"),
-    "a hook": (a_hook, "communication hook fp16 .* reduce_dtype="),
+    "DDP": (ddp, r"in DistributedDataParallel already: prepare model\.module"),
+    "a hook": (a_hook, "the hook fp16 of DistributedDataParallelKwargs is not taken over: .* reduce_dtype="),
     "too late": (too_late, r"adopt\(\) comes before prepare\(\)"),
     "another way to train": (another_way_to_train, "trains as FSDP"),
     "a group of its own": (a_group_of_its_own, "has 2 processes, and the optimizer averages over 1: build it"),

@@ -1,4 +1,4 @@
-"""16-bit parameters with fp32 masters, models of several dtypes, autocast, and torch's GradScaler in stage 1."""
+"""16-bit parameters with fp32 masters, also loaded ones, several dtypes, autocast, torch's GradScaler in stage 1."""
 
 from __future__ import annotations
 
@@ -7,8 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
+from tests.bucket_manager.rig import same_bits
 from tests.optimizer.models import batch, make_model, mean_over_ranks
 from tests.ranks import run_ranks
 from zerox import FusedShardedAdam
@@ -60,6 +62,36 @@ def test_a_model_of_two_dtypes_trains_the_same_in_both_stages(world_size: int) -
     stage_1, stage_2 = (run_ranks(several_dtypes, world_size, stage) for stage in (1, 2))
     for other in [*stage_1, *stage_2]:
         assert all(torch.equal(p, q) for p, q in zip(other, stage_2[0], strict=True))
+
+
+def loaded_where_they_went(_: int, __: int, dtype: torch.dtype, stage: int, has_masters: bool) -> None:
+    torch.manual_seed(0)
+    models = [nn.Linear(72, 72).to(dtype) for _ in range(2)]
+    first, second = (FusedShardedAdam(model.parameters(), stage=stage, master_weights="auto") for model in models)
+    models[0](batch(0, 0, dtype=dtype)).float().square().mean().backward()
+    first.step()
+    states = [first.full_state_dict(to=to) for to in range(dist.get_world_size())]
+    state = states[dist.get_rank()]
+    masters = [kept.pop("master") if not has_masters else kept["master"] for kept in state["state"].values()]
+    with first.whole():
+        values = [p.detach().clone() for p in models[0].parameters()]
+    for param, value in zip(models[1].parameters(), values, strict=True):
+        param.data = value  # as after .to(device) once the optimizer was built
+    second.load_state_dict(state)
+    found = [second.full_state(p)["master"] for p in models[1].parameters()]
+    expected = masters if has_masters else [value.float() for value in values]
+    assert all(same_bits(one, other) for one, other in zip(found, expected, strict=True))
+    assert same_bits(masters[0], values[0].float()) is False, "there is something to lose"
+
+
+@pytest.mark.parametrize("has_masters", [True, False])
+@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_masters_are_loaded_for_the_values_of_parameters_that_lie_elsewhere(
+    world_size: int, dtype: torch.dtype, stage: int, has_masters: bool
+) -> None:
+    run_ranks(loaded_where_they_went, world_size, dtype, stage, has_masters)
 
 
 def autocast(rank: int, world_size: int) -> None:

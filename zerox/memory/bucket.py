@@ -205,6 +205,23 @@ class Bucket:
     def device(self) -> torch.device:
         return self.buffer.flat.device
 
+    def param_of(self, row: int) -> Tensor:
+        """The values of a row's parameter, 1-D: also of one that lies elsewhere, and comes home with the next call."""
+        own = self.own_segments[row]
+        if self.buffer.is_at_home(own.slot) or self.buffer.misfit(own.slot, self.members[own.slot].name):
+            return self.param_shard[own.span.start : own.span.stop]
+        values = self.buffer.in_order(own.slot, self.buffer.params[own.slot].detach())
+        return values[own.param_start : own.param_start + own.span.numel]
+
+    def params_now(self) -> Tensor:
+        """The shard, with the values of parameters that lie elsewhere."""
+        shard = self.param_shard
+        for row, own in enumerate(self.own_segments):
+            if not self.buffer.is_at_home(own.slot):
+                shard = shard.clone() if shard is self.param_shard else shard
+                shard[own.span.start : own.span.stop] = self.param_of(row)
+        return shard
+
     def place(self, members: Sequence[Member]) -> None:
         """The same parameters, with the groups and numbers that they have now."""
         self.members[:] = members

@@ -70,6 +70,16 @@ class FlatBuffer:
         """Copies a parameter's value home."""
         self.home(slot).copy_(value)
 
+    def is_at_home(self, slot: int) -> bool:
+        param = self.params[slot]
+        start = self.flat.data_ptr() + self.layout.offsets[slot] * self.flat.itemsize
+        return param.data_ptr() == start and param.stride() == self.strides[slot]
+
+    def in_order(self, slot: int, value: Tensor) -> Tensor:
+        """A parameter's value 1-D, as the buffer has its elements."""
+        in_order = torch.empty_strided(value.shape, self.strides[slot], dtype=value.dtype, device=value.device)
+        return in_order.copy_(value).as_strided((value.numel(),), (1,))
+
     def misfit(self, slot: int, name: str) -> str:
         """Why a parameter that lies elsewhere (after .to(), .data =) can't be taken in; empty if it can."""
         param = self.params[slot]
@@ -109,11 +119,6 @@ class ShardedBuffer(FlatBuffer):
     def own_home(self, slot: int) -> Tensor:
         return self.room.with_own_storage(self.home(slot))
 
-    def is_at_home(self, slot: int) -> bool:
-        param = self.params[slot]
-        start = self.flat.data_ptr() + self.layout.offsets[slot] * self.flat.itemsize
-        return param.data_ptr() == start and param.stride() == self.strides[slot]
-
     def add_to(self, residents: C.Residency, name: str, is_served: bool) -> None:
         """``is_served``: whether a rank reads its shard in the host's memory."""
         residents.add(name, self.room, self.own, is_served)
@@ -148,10 +153,8 @@ class ShardedBuffer(FlatBuffer):
         if not self.is_shared_out:
             super().put(slot, value)
             return
-        in_order = torch.empty_strided(value.shape, self.strides[slot], dtype=value.dtype, device=value.device)
-        in_order.copy_(value)
         span = self.own_span(slot)
-        self.own_values(slot).copy_(in_order.as_strided((value.numel(),), (1,))[span.start : span.stop])
+        self.own_values(slot).copy_(self.in_order(slot, value)[span.start : span.stop])
 
 
 BufferSlot = tuple[FlatBuffer, int]

@@ -23,7 +23,7 @@ def fill_row(bucket: Bucket, row: int, parts: Mapping[str, Tensor], rest_anew: b
     the names of state that had to be rounded. The parameter's own value must be there already.
     """
     own = slice(bucket.own_segments[row].span.start, bucket.own_segments[row].span.stop)
-    param = bucket.param_shard[own]
+    param = bucket.param_of(row)
     parts = {key: part.to(param.device) for key, part in parts.items()}
     rounded: dict[str, None] = {}
     for key, numbers in bucket.numbers.items():

@@ -130,7 +130,7 @@ def in_full(bucket: Bucket, elements: slice | None = None) -> Iterator[Stored]:
         if stored.spec == MASK:
             yield part
         elif stored.spec == REMAINDER:
-            yield Stored(MASTER, master_of(bucket.param_shard[elements], part.values))
+            yield Stored(MASTER, master_of(bucket.params_now()[elements], part.values))
         else:
             wide = decoded(part)
             yield Stored(stored.spec, wide.float() if wide.dtype is not torch.float64 else wide)
