@@ -29,12 +29,13 @@ from zerox.flow.memory_bytes import MemoryBytes, measured
 from zerox.flow.moved import taken_back
 from zerox.flow.one_gradient import OneGradient
 from zerox.flow.overlap_gather import NOTHING_TO_HIDE, GatherOverlap
+from zerox.flow.own_params import OwnParams
 from zerox.flow.param_groups import ParamGroups
 from zerox.flow.params import ParamGather
 from zerox.flow.profiled import range_named, with_hooks
 from zerox.flow.residency import made_gather
 from zerox.flow.row_refusals import check_rows
-from zerox.flow.terms import check_axes, check_model, check_pairs, check_terms, words_of_calls
+from zerox.flow.terms import check_axes, check_model, check_terms
 from zerox.flow.update import FusedUpdate, Update
 from zerox.memory.bucket import Bucket, Member, members_of, rooms
 from zerox.memory.flat import give_out
@@ -74,6 +75,7 @@ class Engine(ParamGroups, OneGradient, OneState):
     ) -> None:
         self._shared: dict[str, Any] = {}
         params = listed(params)
+        own = OwnParams(tensors_in(params))
         process_group = group_of(tensors_in(params), process_group)
         with call_ranks(process_group) as roll_call:
             self._rules = make_rules()
@@ -82,7 +84,7 @@ class Engine(ParamGroups, OneGradient, OneState):
             self._buckets: list[Bucket] = []
             self._ranks: Ranks | None = None  # until the constructor has all groups
             super().__init__(params, defaults)
-            members = list(members_of(self.param_groups))
+            members = list(members_of(self.param_groups, own.params))
             check_params([m.name for m in members], [m.param for m in members])
             device = members[0].param.device if members else torch.device("cpu")
             self._options.check_pairs({}, device={device.type})
@@ -103,7 +105,7 @@ class Engine(ParamGroups, OneGradient, OneState):
             self._widened = Widened(self._options.accumulate_dtype)
             weakref.finalize(self, self._widened.give_back).atexit = False
             scale = GradScale(self._grads.manager, device, keeps_place=self._options.capturable)
-            self._calls = GradCalls(self._grads, scale, self._buckets, self._gather.shards_params)
+            self._calls = GradCalls(self._grads, scale, self._buckets, own, self._gather.shards_params)
             self._calls.answers.settle = weakref.WeakMethod(self._settle)
             self._update = self._made_update()
             self._share_state()
@@ -132,6 +134,7 @@ class Engine(ParamGroups, OneGradient, OneState):
                 if not self._calls.record.has_looked:
                     look_around(self.inside, outcome)
             self._update_all(capturing)
+        self._calls.own.update(self.param_groups, self._rules, self._shows)
         self._end_step()
         return loss
 
@@ -227,11 +230,6 @@ class Engine(ParamGroups, OneGradient, OneState):
     def _check_join(self) -> None:
         self._check_pairs([], self._overlap is not None, joins=True)
 
-    def _check_pairs(self, added: Sequence[Member], overlaps: bool, joins: bool = False) -> None:
-        known = [m for bucket in self._buckets for m in bucket.members], [*added, *self._frozen]
-        calls = words_of_calls(overlaps, joins, masks=joins and self._sparsity is not None)
-        check_pairs(self._options, self._grads.teams, self.param_groups, known, calls)
-
     def _adopt(self, members: Sequence[Member]) -> None:
         """Makes buckets for the trainable ones of ``members``; watches the others. Collective."""
         ranks = self._all_ranks
@@ -302,8 +300,7 @@ class Engine(ParamGroups, OneGradient, OneState):
         refusal = refusal or self._take_written(meeting) or self._calls.refusal_to_go_on(meeting, unfrozen)
         values = [] if refusal else self._gather.found_elsewhere(elsewhere)
         options = digest_of(self.param_groups, self._joining) if self._joining else 0.0
-        looks = meeting is Meeting.STEP and not self._calls.record.has_looked
-        params = digest_of_params(self.inside) if looks else 0.0
+        params = digest_of_params(self.inside) if meeting is Meeting.STEP and not self._calls.record.has_looked else 0.0
         news = bool(unfrozen or regrouped or self._shows.written)
         outcome = self._grads.settle(meeting, arguments, options, params, int(news), refusal)
         if outcome.adopts:

@@ -14,9 +14,8 @@ from torch import Tensor
 from zerox._C import Meeting
 from zerox.flow.asked import Asked
 from zerox.flow.compiled_regions import untraced
-from zerox.flow.grad_calls import order_of
 from zerox.flow.mean_gradient import MeanGradient
-from zerox.flow.norm import check_finite, clip_coefficient, norm_of
+from zerox.flow.norm import check_finite, clip_coefficient, norm_of, order_of
 from zerox.ranks.calls import named, waiting
 from zerox.ranks.process_group import ranks_of
 

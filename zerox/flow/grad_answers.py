@@ -106,6 +106,11 @@ class GradAnswers:
     def has_nan(self, grad: ShardedGrad, what: str) -> Tensor:
         return self._kept(grad, what, 2.0).norms[grad.number].isnan()
 
+    def knows(self, plain: Sequence[Tensor]) -> bool:
+        """Whether these gradients, which have values here, are the rank's own."""
+        operators = self.grads.operators
+        return operators is not None and operators.own is not None and operators.own.has_grads(plain)
+
     def unscale(self, grads: Sequence[ShardedGrad], found_inf: Tensor, inverse_scale: Tensor) -> None:
         """As ``torch._amp_foreach_non_finite_check_and_unscale_``: the same ``found_inf`` on all ranks."""
         what = "GradScaler.unscale_()"
@@ -133,7 +138,8 @@ class GradAnswers:
         if p == ALL_FINITE:
             of_rows = self.rows.words(2.0)
             words = total_words(self.grads, 2.0, Asked(self.buckets), self.scale.divisors, of_rows, self.scale.values)
-            self.all_finite = norm_of([(each, None) for each in words], 2.0)[1]
+            shared = norm_of([(each, None) for each in words], 2.0)[1]
+            self.all_finite = shared if operators.own is None else operators.own.all_finite(shared, self.grads)
         else:
             norms, finite = self._norms(p)
             self.kept[p] = Kept(norms, finite)

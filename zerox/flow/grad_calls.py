@@ -22,7 +22,8 @@ from zerox.flow.grad_answers import GradAnswers
 from zerox.flow.grad_operators import ALL
 from zerox.flow.grad_scale import Divisor, GradScale, Norm
 from zerox.flow.grads import Grads
-from zerox.flow.norm import check_finite, clip_coefficient, norm_of, total_words
+from zerox.flow.norm import check_finite, clip_coefficient, norm_of, order_of, total_words
+from zerox.flow.own_params import OwnParams
 from zerox.flow.row_refusals import zero_grads
 from zerox.flow.rows import Rows
 from zerox.flow.shard_writer import ShardWriter
@@ -57,9 +58,15 @@ class GradCalls:
     """``buckets``: the engine's own list, which grows. Where ``p.grad`` is whole, factors go into it at once."""
 
     def __init__(
-        self, grads: Grads, grad_scale: GradScale, buckets: Sequence[Bucket], shards_params: bool = False
+        self,
+        grads: Grads,
+        grad_scale: GradScale,
+        buckets: Sequence[Bucket],
+        own: OwnParams,
+        shards_params: bool = False,
     ) -> None:
         self.grads = grads
+        self.own = own
         self.scale = grad_scale
         self.buckets = buckets
         self.record = Record()
@@ -67,13 +74,15 @@ class GradCalls:
         self.writer = ShardWriter(grads, grad_scale, buckets)
         self.answers = GradAnswers(grads, grad_scale, buckets, self.row_grads)
         if grads.operators is not None:
-            grads.operators.to_answers = weakref.ref(self.answers)
+            grads.operators.to_answers, grads.operators.own = weakref.ref(self.answers), own
             grads.operators.notes.on_first = self.answers.watch = partial(_watch, weakref.ref(self))
 
     # ---- before ranks meet
 
     def refusal(self, call: str) -> str:
         """Why ``call`` can't be made at this point of the step; empty if it can."""
+        if why := self.own.refusal(call):
+            return why
         requested = self.scale.requested
         if requested.limit is not None:
             return f"{call} was called after clip_grad_value_(), which comes last: it cuts gradients that are scaled"
@@ -134,6 +143,7 @@ class GradCalls:
         divisors: Sequence[Divisor],
     ) -> list[Member]:
         """Returns the members that are none. Collective."""
+        self.own.agree(self.grads.ranks, members)
         others = self.row_grads.take(members, groups, rules, stored_as, divisors)
         for divisor in self.row_grads.divisors:
             self.scale.know(divisor)
@@ -150,6 +160,7 @@ class GradCalls:
         """Of zero_grad(), what is not in buckets. ``frozen``: parameters that have no gradient of ours."""
         self.scale.reset()
         self.answers.forget()
+        self.own.zero(set_to_none)
         if frozen or self.row_grads.each:
             zero_grads([*frozen, *(table.member for table in self.row_grads.tables)], set_to_none)
             self.row_grads.flow.forget()
@@ -173,6 +184,8 @@ class GradCalls:
         if asked is None or (int(flags) > 1 and outcome.followed):
             asked = self._asked_of_speaker(outcome, asked, is_some=int(flags) > 1)
         norm, finite = self.norm(p, asked)
+        if asked.has_all and self.own.are_some:
+            norm, finite = self.own.norm_beside(norm, finite, p, self.grads)
         total = norm.to(self.norm_dtype)
         if asked.has_all:
             self.note_norm(total, p)
@@ -212,6 +225,7 @@ class GradCalls:
         """Has step() multiply by it, or for some parameters only, multiplies at once, as torch would."""
         if asked.has_all:
             self.scale.multiply(coefficient)
+            self.own.multiply(coefficient)
             return
         slots = {index: found for index in range(len(self.buckets)) if (found := asked.slots_of(index))}
         if self.grads.sharded:
@@ -241,7 +255,9 @@ class GradCalls:
 
     def multiply(self, outcome: Outcome, factor: Tensor | None = None) -> None:
         """By ``factor``; None: by the number that ranks told each other, or the speaker's."""
-        self._multiply(dict.fromkeys(self.scale.values, self._factor(outcome, factor)))
+        factor = self._factor(outcome, factor)
+        self._multiply(dict.fromkeys(self.scale.values, factor))
+        self.own.multiply(factor)
 
     def _factor(self, outcome: Outcome, factor: Tensor | None) -> Tensor:
         device, number = self.grads.ranks.device, outcome.arguments[0]
@@ -293,6 +309,7 @@ class GradCalls:
 
     def limit(self, outcome: Outcome) -> None:
         self.scale.requested.limit = outcome.arguments[0]
+        self.own.limit(outcome.arguments[0])
         self.scale.mark()
 
     # ---- inside
@@ -328,11 +345,3 @@ def _watch(to_calls: weakref.ref[GradCalls]) -> None:
 
     if (calls := to_calls()) is not None:
         calls.grads.manager.backward.set_before_next(call)
-
-
-def order_of(norm_type: float) -> float:
-    """ValueError for an order that no norm has."""
-    p = float(norm_type)
-    if not p > 0.0:
-        raise ValueError(f"norm_type must be positive or inf, got {norm_type}")
-    return p

@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from zerox.flow import placeholder_operators  # noqa: F401  # a placeholder's operators
+from zerox.flow.own_params import OwnParams
 from zerox.flow.placeholder import ShardedGrad
 from zerox.ranks.group import Ranks
 
@@ -147,6 +148,7 @@ class GradOperators:
         self.notes = Notes()
         self.placeholders: list[ShardedGrad] = []
         self.to_answers: Callable[[], Any] = _do_nothing
+        self.own: OwnParams | None = None  # once the optimizer has all
         self.told: dict[int, Chain] = {}  # at the last meeting
         self.params: list[weakref.ref[Tensor]] = []
         self.present: list[int] = []  # the gradients that had left at the last look()

@@ -20,7 +20,7 @@ from zerox.model_names import model_with
 from zerox.ranks.calls import warn_caller
 from zerox.ranks.compared import digest, first_that_differs
 from zerox.ranks.holders import held
-from zerox.ranks.wrapped import decisions, hands_out_buffers_of, names_of_wrapped
+from zerox.ranks.wrapped import decisions, hands_out_buffers_of, has_wrapped, names_of_wrapped, unwrapped_beside_wrapped
 
 SYNC = "require_backward_grad_sync"
 
@@ -45,6 +45,7 @@ def look_around(inside: Inside, outcome: Outcome) -> None:
     if inside.ranks.size == 1 or not outcome.has_same_params:  # else some ranks are not here
         return
     check_teams(inside)
+    _check_wrapped(inside)
     around = _around(inside)
     names = digest("\n".join(line.rpartition(" ")[0] for line in around.still))
     own = [int(around.is_found), names, digest("\n".join(around.still))]
@@ -62,19 +63,33 @@ def look_around(inside: Inside, outcome: Outcome) -> None:
         )
 
 
+def _check_wrapped(inside: Inside) -> None:
+    """ValueError on all ranks for parameters that the optimizer took before a wrapper left them out: see Note [Each
+    rank's own]. Collective where some are wrapped."""
+    params = [member.param for member in inside.members]
+    if not has_wrapped(params):
+        return
+    outside = unwrapped_beside_wrapped(params)
+    with inside.ranks.refusals_told():
+        if outside:
+            members = sorted(inside.members, key=lambda member: member.number)
+            name = next(member.quoted for member in members if id(member.param) in outside)
+            raise ValueError(
+                f"zerox: parameter {name} is not wrapped as others of this optimizer are, which averages "
+                "it over the ranks, since it was built before the DistributedDataParallel: wrap the model first, and "
+                "build the optimizer then. State is as it was before"
+            )
+    inside.ranks.check_same([])
+
+
 def _of_wrappers(inside: Inside) -> Iterator[str]:
-    """torch's wrapper leaves alone what is in none; an optimizer of zerox averages all that it holds."""
+    """torch's wrapper leaves alone what is in none; an optimizer without wrapped parameters averages all it holds."""
     wrapped = decisions()
-    outside = [member for member in inside.members if id(member.param) not in wrapped]
-    if wrapped and outside:
-        kind = (
-            "is in no DistributedDataParallel"
-            if len(outside) == len(inside.members)
-            else "is not wrapped as others are"
-        )
+    if wrapped and all(id(member.param) not in wrapped for member in inside.members):
         yield (
-            f"parameter {outside[0].quoted} {kind}, and is averaged over the ranks all the same, which begin with rank "
-            "0's: give parameters that are each rank's own an optimizer with process_group='alone'"
+            f"parameter {inside.members[0].quoted} is in no DistributedDataParallel, and is averaged over the ranks "
+            "all the same, which begin with rank 0's: give parameters that are each rank's own an optimizer with "
+            "process_group='alone'"
         )
 
 

@@ -57,6 +57,11 @@ class MeanGradient(Joinable):
         return self._calls.row_grads.tables
 
     @property
+    def _own(self) -> Mapping[int, Tensor]:
+        """Parameters that are this rank's own."""
+        return self._calls.own.params
+
+    @property
     def _teams(self) -> Teams:
         """Who has which parameters."""
         return self._grads.teams

@@ -86,6 +86,14 @@ def combined(words: Sequence[Tensor], p: float) -> Tensor:
     return together.amax(0) if math.isinf(p) else together.sum(0)
 
 
+def order_of(norm_type: float) -> float:
+    """ValueError for an order that no norm has."""
+    p = float(norm_type)
+    if not p > 0.0:
+        raise ValueError(f"norm_type must be positive or inf, got {norm_type}")
+    return p
+
+
 def norm_of(rows: Sequence[tuple[Tensor, Tensor | None]], p: float) -> tuple[Tensor, Tensor]:
     """The norm over exact sums, each with what its elements will be multiplied by (None: 1), and whether all elements
     are finite, as float64 scalars."""

@@ -12,7 +12,7 @@ others, and one whose new group has another rule, divisor or process group, or i
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +23,7 @@ from zerox._C import Meeting, Outcome
 from zerox.flow.grad_calls import GradCalls
 from zerox.flow.grads import Grads
 from zerox.flow.inside import Inside
+from zerox.flow.terms import check_pairs, words_of_calls
 from zerox.flow.update import Update
 from zerox.memory.bucket import Bucket, Member, members_of
 from zerox.memory.row_table import is_sparse
@@ -75,22 +76,31 @@ class ParamGroups(TorchOptimizer):
             self._add_group(param_group)
             return
         self._settle(Meeting.ADD_PARAM_GROUP)  # what is on its way was launched with the buckets there are
-        count = len(self.param_groups)
+        count, own = len(self.param_groups), self._calls.own
         try:
             with self._ranks.refusals_told():
                 self._add_group(param_group)
-                members = [m for m in members_of(self.param_groups) if m.group == count]
                 known = self.inside.members
+                own.note(self.param_groups[count]["params"], [m.param for m in known])
+                members = [m for m in members_of(self.param_groups, own.params) if m.group == count]
                 check_params([m.name for m in known + members], [m.param for m in known + members])
             self._grads.teams.take(self.param_groups[count:])
             self._adopt(members)
         except Exception:
             del self.param_groups[count:]
+            own.keep(self.param_groups)
             self._grads.teams.forget_after(count)
             raise
         self._note_groups()
 
     # ---- inside
+
+    def _check_pairs(self, added: Sequence[Member], overlaps: bool, joins: bool = False) -> None:
+        """On this rank alone."""
+        known = [m for bucket in self._buckets for m in bucket.members], [*added, *self._frozen]
+        calls = words_of_calls(overlaps, joins, masks=joins and self.inside.sparsity is not None)
+        check_pairs(self._options, self._grads.teams, self.param_groups, known, calls)
+        self._calls.own.check(self.param_groups, self._rules, self._options)
 
     def _add_group(self, param_group: Any) -> None:
         """On this rank alone."""
@@ -128,7 +138,7 @@ class ParamGroups(TorchOptimizer):
         """Parameters that users put into the groups since ranks met: their gradients are the user's until then."""
         if self._are_as_seen:
             return []
-        known = {id(member.param) for member in self.inside.members}
+        known = {id(member.param) for member in self.inside.members} | self._calls.own.params.keys()
         given = [group["params"] for group in self.param_groups if isinstance(group, dict) and "params" in group]
         params = [param for each in given for param in ([each] if isinstance(each, Tensor) else each)]
         return [Member("", p, 0, -1) for p in params if isinstance(p, Tensor) and id(p) not in known]
@@ -146,12 +156,13 @@ class ParamGroups(TorchOptimizer):
             if strange := [each for each in group["params"] if not isinstance(each, Tensor)]:
                 return Regrouped(refusal=f"param group {index} has {strange[0]!r:.60} among its params, no tensor")
         known = {id(member.param): member for member in self.inside.members}
-        members = tuple(_named(groups, known))
+        self._calls.own.note([p for group in groups for p in group["params"]], [m.param for m in known.values()])
+        members = tuple(_named(groups, known, self._calls.own.params))
         return Regrouped(members, next(self._refusals(members, known), ""))
 
     def _refusals(self, members: Sequence[Member], known: Mapping[int, Member]) -> Iterator[str]:
         now, groups = {id(member.param): member for member in members}, self.param_groups
-        if sum(len(group["params"]) for group in groups) > len(members):
+        if sum(len(group["params"]) for group in groups) > len(members) + len(self._calls.own.of(groups)):
             yield "param_groups have a parameter twice: take it out of one of the groups"
         trained = [
             (bucket.members, bucket.rule, self._calls.scale.divisors[i]) for i, bucket in enumerate(self._buckets)
@@ -199,7 +210,7 @@ class ParamGroups(TorchOptimizer):
     def _take_groups(self, now: Regrouped | None) -> None:
         """What any rank has found in its groups. Collective: ValueError on all ranks if they don't have the same."""
         assert self._ranks is not None
-        members = (now or Regrouped(tuple(members_of(self.param_groups)))).members
+        members = (now or Regrouped(tuple(members_of(self.param_groups, self._calls.own.params)))).members
         known = {id(member.param): member for member in self.inside.members}
         self._ranks.check_same(list(self._lines(members, known)), way_out=SAME)
         if now is None:
@@ -229,7 +240,8 @@ class ParamGroups(TorchOptimizer):
         """What ranks compare. Parameters of a smaller team may have other names than those of the next one."""
         teams, groups = self._grads.teams, self.param_groups
         for index, group in enumerate(groups):
-            yield f"{len(group['params'])} parameters in param group {index}"
+            shared = len(group["params"]) - len(self._calls.own.of([group]))
+            yield f"{shared} parameters in param group {index}"
         for member in members:
             then = known.get(id(member.param))
             is_expert = teams.are_many or OF_GROUP in groups[member.group]
@@ -269,7 +281,7 @@ def _has_same(group: Mapping[str, Any], seen: list[Tensor]) -> bool:
     return isinstance(params, list) and C.has_same_objects(params, seen)
 
 
-def _named(groups: Sequence[dict[str, Any]], known: Mapping[int, Member]) -> Iterator[Member]:
+def _named(groups: Sequence[dict[str, Any]], known: Mapping[int, Member], apart: Collection[int]) -> Iterator[Member]:
     """Where names no longer stand beside their parameters, those that were known have the names that they had."""
     position = 0
     for group in groups:
@@ -277,7 +289,7 @@ def _named(groups: Sequence[dict[str, Any]], known: Mapping[int, Member]) -> Ite
             places = enumerate(group["params"], position)
             group[NAMES] = [known[id(p)].name if id(p) in known else f"param {place}" for place, p in places]
         position += len(group["params"])
-    return members_of(groups)
+    return members_of(groups, apart)
 
 
 def _groups_of(member: Member, members: Sequence[Member]) -> list[int]:

@@ -172,10 +172,14 @@ def _all_norms(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _unscaled(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    grads, found_inf, inverse_scale = args
-    if not grads or not all(isinstance(grad, ShardedGrad) for grad in grads):
+    every, found_inf, inverse_scale = args
+    grads = [grad for grad in every if isinstance(grad, ShardedGrad)]
+    plain = [grad for grad in every if not isinstance(grad, ShardedGrad)]
+    if not grads or (plain and not _answers_of(grads[0], "GradScaler.unscale_()").knows(plain)):
         return NotImplemented
     _answers_of(grads[0], "GradScaler.unscale_()").unscale(grads, found_inf, inverse_scale)
+    if plain:
+        torch._amp_foreach_non_finite_check_and_unscale_(plain, found_inf, inverse_scale)
     return None
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -30,7 +30,7 @@ MOST_NAMES = 8
 
 @dataclass(frozen=True)
 class Member:
-    """One parameter: its name, the index of its param group, and its number, the position among all that were given.
+    """One parameter: its name, the index of its param group, and its number, the position among all that ranks share.
 
     The number is the same on all ranks and never changes: groups that are added later come behind.
     """
@@ -67,13 +67,15 @@ class Member:
         return quoted(self.name, self.param)
 
 
-def members_of(groups: Sequence[dict[str, Any]]) -> Iterator[Member]:
-    """Every parameter of an optimizer's groups once, in registration order."""
+def members_of(groups: Sequence[dict[str, Any]], apart: Collection[int] = ()) -> Iterator[Member]:
+    """Every parameter of an optimizer's groups once, in registration order, but those that are ``apart``, by id."""
     seen: set[int] = set()
     position = 0
     for index, group in enumerate(groups):
         names = group.get("param_names")
         for place, param in enumerate(group["params"]):
+            if id(param) in apart:
+                continue
             name = str(names[place]) if names and place < len(names) else f"param {position}"
             if id(param) not in seen:
                 seen.add(id(param))

@@ -116,6 +116,20 @@ def group_of(params: Iterable[Tensor], asked: GroupArgument) -> GroupArgument:
     return None if _is_default(first.group) else first.group
 
 
+def unwrapped_beside_wrapped(params: Sequence[Tensor]) -> dict[int, Tensor]:
+    """By id, those that no wrapper has, if that of several ranks has others; else none."""
+    wrapped = _wrapped_over_ranks()
+    given = {id(param): param for param in params}
+    if given.keys().isdisjoint(wrapped):
+        return {}
+    return {number: param for number, param in given.items() if number not in wrapped}
+
+
+def has_wrapped(params: Iterable[Tensor]) -> bool:
+    """Whether a wrapper of several ranks has one of them."""
+    return not _wrapped_over_ranks().isdisjoint(map(id, params))
+
+
 def check_same_ranks(wrapped: WrappedModule, group: dist.ProcessGroup | None) -> None:
     """ValueError unless an optimizer with this group averages over the wrapper's ranks."""
     if ranks_of(group) != ranks_of(wrapped.group):
@@ -125,6 +139,11 @@ def check_same_ranks(wrapped: WrappedModule, group: dist.ProcessGroup | None) ->
             f"DistributedDataParallel around {module} has ranks {list(ranks_of(wrapped.group))}: leave process_group "
             "out of the optimizer's arguments, or pass both the same"
         )
+
+
+def _wrapped_over_ranks() -> set[int]:
+    several = [each for each in all_wrapped() if each.is_alive and len(ranks_of(each.group)) > 1]
+    return {number for each in several for number in each.names}
 
 
 def _is_default(group: dist.ProcessGroup | None) -> bool:

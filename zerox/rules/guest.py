@@ -271,6 +271,12 @@ class GuestRule(Rule):
         having = [kinds for kinds in self.guest.known.values() if key in kinds.keys]
         return bool(having) and all(key not in kinds.expected for kinds in having)
 
+    def has_torch_class(self, group: Mapping[str, Any]) -> bool:
+        return True
+
+    def torch_optimizer(self, group: Mapping[str, Any], params: Sequence[Tensor]) -> torch.optim.Optimizer:
+        return self.guest.make([{"params": list(params)}])
+
     def check_loaded(self, group: Mapping[str, Any]) -> None:
         refuse_flags(group)
         self.guest.kinds(group)

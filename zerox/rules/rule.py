@@ -123,6 +123,14 @@ class Rule:
         """Whether state that has not begun is absent, and not zero."""
         return False
 
+    def has_torch_class(self, group: Mapping[str, Any]) -> bool:
+        return hasattr(torch.optim, self.torch_class(group))
+
+    def torch_optimizer(self, group: Mapping[str, Any], params: Sequence[Tensor]) -> torch.optim.Optimizer:
+        """One of that class, which is there."""
+        made: torch.optim.Optimizer = getattr(torch.optim, self.torch_class(group))([{"params": list(params)}])
+        return made
+
     def check_loaded(self, group: Mapping[str, Any]) -> None:
         """Raises for a saved param group whose flags can't hold here."""
         check_flags(group)

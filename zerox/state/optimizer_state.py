@@ -26,6 +26,7 @@ from zerox.sliced_tensor import SlicedTensor
 from zerox.state.dcp_request import Request, dcp_request
 from zerox.state.failed_load import refusal_after, told_of
 from zerox.state.full_state import full_state, in_full, shown_in_group
+from zerox.state.own_state import check_own, places_of, with_own
 from zerox.state.row_state import check_rows_given, fill_rows, whole_state
 from zerox.state.shown_state import ShownState
 from zerox.state.sliced_state import sliced_state, whole_form
@@ -75,6 +76,11 @@ class OptimizerState(TorchOptimizer):
         raise NotImplementedError
 
     @property
+    def _own(self) -> Mapping[int, Tensor]:
+        """Parameters that are this rank's own, by id: their state lies in ``state`` only."""
+        raise NotImplementedError
+
+    @property
     def _teams(self) -> Teams:
         """Who has which parameters."""
         raise NotImplementedError
@@ -101,7 +107,8 @@ class OptimizerState(TorchOptimizer):
         def shared(optimizer: Any, packed: dict[str, Any]) -> dict[str, Any]:
             if why := optimizer._take_written():
                 raise RuntimeError(f"zerox: {why}")
-            return packed_with(optimizer._state_to_show(), optimizer._buckets, packed)
+            places = places_of(optimizer.param_groups, optimizer._own)
+            return packed_with(optimizer._state_to_show(), optimizer._buckets, packed, places)
 
         self.register_state_dict_post_hook(shared, prepend=True)
 
@@ -162,6 +169,8 @@ class OptimizerState(TorchOptimizer):
         """
         state = self._full_state(to)
         is_here = self._all_ranks.rank == to and self._is_first_of_model
+        if self._own:
+            state = with_own(state, self.param_groups, self._own, self.state)
         return {"state": state, "param_groups": self._packed_groups()} if is_here else {}
 
     @named("consolidate_state_dict()")
@@ -179,6 +188,7 @@ class OptimizerState(TorchOptimizer):
     def __setstate__(self, loaded: dict[str, Any]) -> None:
         """torch's load_state_dict() calls this between its own checks and the post-hooks: see Note [Loading state]."""
         check_groups(self._rules, self.param_groups, loaded["param_groups"])
+        check_own(self._own, loaded["state"])
         check_state(self._buckets, loaded["state"])
         check_rows_given(self._tables, self._all_ranks, loaded["state"])
         # In place: wrappers of frameworks have this list too.

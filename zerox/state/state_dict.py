@@ -29,19 +29,24 @@ from zerox.state.sliced_state import OF_ONE_RANK, STEP, blocks_of
 WHOLE_NUMBER = Span(0, 1)
 
 
-def packed_with(state: Mapping[int, Any] | None, buckets: Sequence[Bucket], packed: dict[str, Any]) -> dict[str, Any]:
+def packed_with(
+    state: Mapping[int, Any] | None, buckets: Sequence[Bucket], packed: dict[str, Any], places: Mapping[int, int]
+) -> dict[str, Any]:
     """torch's ``packed`` state_dict(), with this ``state``, if any, by parameters' numbers in place of theirs.
+
+    ``places``: where torch counts parameters, by number, if that is not the same.
 
     Other entries, which users keep there, stay. Numbers are as the rule's torch.optim class keeps them: steps are
     float32, since foreach and fused paths take no other dtype, and from 2**24 on they are rounded, as in torch.
     """
-    rules = {member.number: bucket.rule for bucket in buckets for member in bucket.members}
+    rules = {places.get(m.number, m.number): bucket.rule for bucket in buckets for m in bucket.members}
     if state is not None:
+        state = {places.get(number, number): kept for number, kept in state.items()}
         others = {key: value for key, value in packed["state"].items() if key not in rules and key not in state}
         packed = {**packed, "state": {**dict(sorted(state.items())), **others}}
     shown = {key: _shown_state(rules.get(key), value) for key, value in packed["state"].items()}
     for number, key in set().union(*(bucket.absent_state() for bucket in buckets)):
-        shown[number].pop(key, None)
+        shown[places.get(number, number)].pop(key, None)
     return {**packed, "state": shown}
 
 
