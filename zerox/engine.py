@@ -29,13 +29,13 @@ from zerox.flow.memory_bytes import MemoryBytes, measured
 from zerox.flow.moved import taken_back
 from zerox.flow.one_gradient import OneGradient
 from zerox.flow.overlap_gather import NOTHING_TO_HIDE, GatherOverlap
-from zerox.flow.own_params import OwnParams
 from zerox.flow.param_groups import ParamGroups
 from zerox.flow.params import ParamGather
 from zerox.flow.profiled import range_named, with_hooks
 from zerox.flow.residency import made_gather
 from zerox.flow.row_refusals import check_rows
 from zerox.flow.terms import check_axes, check_model, check_terms
+from zerox.flow.unwrapped_params import OwnParams
 from zerox.flow.update import FusedUpdate, Update
 from zerox.memory.bucket import Bucket, Member, members_of, rooms
 from zerox.memory.flat import give_out

@@ -139,7 +139,9 @@ class GradAnswers:
             of_rows = self.rows.words(2.0)
             words = total_words(self.grads, 2.0, Asked(self.buckets), self.scale.divisors, of_rows, self.scale.values)
             shared = norm_of([(each, None) for each in words], 2.0)[1]
-            self.all_finite = shared if operators.own is None else operators.own.all_finite(shared, self.grads)
+            self.all_finite = (
+                shared if operators.own is None else operators.own.all_finite(shared, self.grads.all_reduce)
+            )
         else:
             norms, finite = self._norms(p)
             self.kept[p] = Kept(norms, finite)

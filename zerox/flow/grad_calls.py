@@ -23,10 +23,10 @@ from zerox.flow.grad_operators import ALL
 from zerox.flow.grad_scale import Divisor, GradScale, Norm
 from zerox.flow.grads import Grads
 from zerox.flow.norm import check_finite, clip_coefficient, norm_of, order_of, total_words
-from zerox.flow.own_params import OwnParams
 from zerox.flow.row_refusals import zero_grads
 from zerox.flow.rows import Rows
 from zerox.flow.shard_writer import ShardWriter
+from zerox.flow.unwrapped_params import OwnParams
 from zerox.memory.bucket import Bucket, Member
 from zerox.memory.row_table import StoredAs
 from zerox.rules.of_groups import Rules
@@ -185,7 +185,7 @@ class GradCalls:
             asked = self._asked_of_speaker(outcome, asked, is_some=int(flags) > 1)
         norm, finite = self.norm(p, asked)
         if asked.has_all and self.own.are_some:
-            norm, finite = self.own.norm_beside(norm, finite, p, self.grads)
+            norm, finite = self.own.norm_beside(norm, finite, p, self.grads.all_reduce)
         total = norm.to(self.norm_dtype)
         if asked.has_all:
             self.note_norm(total, p)

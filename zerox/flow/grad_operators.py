@@ -26,8 +26,8 @@ import torch
 from torch import Tensor
 
 from zerox.flow import placeholder_operators  # noqa: F401  # a placeholder's operators
-from zerox.flow.own_params import OwnParams
 from zerox.flow.placeholder import ShardedGrad
+from zerox.flow.unwrapped_params import OwnParams
 from zerox.ranks.group import Ranks
 
 Number = float | None

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -26,10 +26,6 @@ from zerox.ranks.group import Ranks
 from zerox.ranks.wrapped import has_wrapped, unwrapped_beside_wrapped
 from zerox.rules.of_groups import Rules
 
-if TYPE_CHECKING:
-    from zerox.flow.grads import Grads
-    from zerox.state.shown_state import ShownState
-
 UNNAMED = "param 0"  # which the model's name replaces
 BESIDE = "parameters that no DistributedDataParallel has, as {}, beside others that one has"
 APART = "give them an optimizer of torch.optim of their own"
@@ -40,6 +36,17 @@ NOT_OF_OWN = {
     "zerox.load()": "load state_dict() on each rank, or " + APART,
     "zerox.clip_grad_norm_()": "call optimizer.clip_grad_norm_(), or " + APART,
 }
+
+
+AllReduce = Callable[[Tensor, Combine], object]  # over the optimizer's ranks, in place
+
+
+class Shown(Protocol):
+    """``optimizer.state``, and what is to be called once that was written."""
+
+    state: Any
+
+    def note_seen(self) -> None: ...
 
 
 class OwnParams:
@@ -100,7 +107,7 @@ class OwnParams:
     # ---- in step() and before it
 
     @torch.no_grad()
-    def update(self, groups: Sequence[dict[str, Any]], rules: Rules, shows: ShownState) -> None:
+    def update(self, groups: Sequence[dict[str, Any]], rules: Rules, shows: Shown) -> None:
         """Those that have a gradient, as the class of torch does."""
         for index, group in enumerate(groups) if self.params else ():
             params = [param for param in self.of([group]) if param.grad is not None]
@@ -137,24 +144,24 @@ class OwnParams:
         for grad in self._grads():
             grad.clamp_(-most, most)
 
-    def norm_beside(self, norm: Tensor, finite: Tensor, p: float, grads: Grads) -> tuple[Tensor, Tensor]:
+    def norm_beside(self, norm: Tensor, finite: Tensor, p: float, all_reduce: AllReduce) -> tuple[Tensor, Tensor]:
         """The norm of all gradients, each rank's own ones once, from that of those which ranks share, and whether all
         elements are finite, as float64 scalars. Collective."""
         own = [torch.linalg.vector_norm(grad.double(), p).to(norm.device) for grad in self._grads()]
         every = torch.stack(own) if own else torch.zeros(1, dtype=torch.float64, device=norm.device)
         is_max = math.isinf(p)
         total = (every.amax() if is_max else every.pow(p).sum()).reshape(1)
-        grads.all_reduce(total, Combine.MAX if is_max else Combine.SUM)
+        all_reduce(total, Combine.MAX if is_max else Combine.SUM)
         norm = torch.maximum(norm, total[0]) if is_max else (norm.pow(p) + total[0]).pow(1.0 / p)
         return norm, finite * norm.isfinite()
 
-    def all_finite(self, finite: Tensor, grads: Grads) -> Tensor:
+    def all_finite(self, finite: Tensor, all_reduce: AllReduce) -> Tensor:
         """``finite``, of the shared gradients, and whether all of these are: the same on all ranks. Collective if any
         rank has some."""
         if not self.are_some:
             return finite
         found = torch.stack([finite, *(grad.isfinite().all().to(finite) for grad in self._grads())]).amin().neg()
-        grads.all_reduce(found := found.reshape(1), Combine.MAX)
+        all_reduce(found := found.reshape(1), Combine.MAX)
         return found.neg().reshape(finite.shape)
 
     def has_grads(self, given: Sequence[Tensor]) -> bool:
