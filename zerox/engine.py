@@ -35,7 +35,7 @@ from zerox.flow.profiled import range_named, with_hooks
 from zerox.flow.residency import made_gather
 from zerox.flow.row_refusals import check_rows
 from zerox.flow.terms import check_axes, check_model, check_terms
-from zerox.flow.unwrapped_params import OwnParams
+from zerox.flow.unwrapped_params import STEP_OPTIONS, OwnParams
 from zerox.flow.update import FusedUpdate, Update
 from zerox.memory.bucket import Bucket, Member, members_of, rooms
 from zerox.memory.flat import give_out
@@ -75,7 +75,7 @@ class Engine(ParamGroups, OneGradient, OneState):
     ) -> None:
         self._shared: dict[str, Any] = {}
         params = listed(params)
-        own = OwnParams(tensors_in(params))
+        own = OwnParams(params)
         process_group = group_of(tensors_in(params), process_group)
         with call_ranks(process_group) as roll_call:
             self._rules = make_rules()
@@ -129,7 +129,8 @@ class Engine(ParamGroups, OneGradient, OneState):
         capturing = is_capturing(self._all_ranks, self._options.capturable, self._gather.manager)
         with self._gather.updating():
             if not capturing:
-                outcome = self._settle(Meeting.STEP, [float(self._has_step_options)])
+                refusal = self._calls.own.refusal(STEP_OPTIONS) if self._has_step_options else ""
+                outcome = self._settle(Meeting.STEP, [float(self._has_step_options)], refusal)
                 self._check_options(outcome, follows=False)
                 if not self._calls.record.has_looked:
                     look_around(self.inside, outcome)
@@ -239,6 +240,7 @@ class Engine(ParamGroups, OneGradient, OneState):
             check_axes(self._grads.model, members)
             check_rows(self.param_groups, members, self._grads, self._gather.shards_params)
         check_terms(self._options, self._grads.teams, self.param_groups, members)
+        self._calls.own.agree(ranks, [*self.inside.members, *members])
         with ranks.failure_told():
             check_model(self._grads.model, ranks, self._options, self.param_groups, members)
             self._take_over(members, trained)

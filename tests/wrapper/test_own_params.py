@@ -154,7 +154,7 @@ def refusals(rank: int, _: int) -> None:
             script.optimizer(model.groups(**group), lr=0.01, **options)
     options = dataclasses.replace(optimizer._options, capturable=True)
     with pytest.raises(ValueError, match="capturable=True does not go with"):
-        optimizer.inside.calls.own.check(optimizer.param_groups, optimizer.inside.rules, options)
+        optimizer.inside.calls.own.check(optimizer.param_groups, optimizer.inside.rules, options, False)
 
 
 def test_what_does_not_know_them_is_refused_by_name() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import groupby
 
 import torch
@@ -57,8 +57,8 @@ class Asked:
         return torch.cat(found) if len(found) > 1 else found[0] if found else part.segments[:0]
 
 
-def asked_for(buckets: Sequence[Bucket], params: Tensor | Iterable[Tensor] | None) -> Asked:
-    """Raises ValueError for a tensor that is in no bucket."""
+def asked_for(buckets: Sequence[Bucket], params: Tensor | Iterable[Tensor] | None, own: Collection[int] = ()) -> Asked:
+    """Raises ValueError for a tensor that is in no bucket, as are the rank's ``own``, by id."""
     if params is None:
         return Asked(buckets)
     places = {
@@ -68,6 +68,11 @@ def asked_for(buckets: Sequence[Bucket], params: Tensor | Iterable[Tensor] | Non
     }
     slots: dict[int, set[int]] = {}
     for param in [params] if isinstance(params, Tensor) else params:
+        if id(param) in own:
+            raise ValueError(
+                f"parameters: a tensor of shape {tuple(param.shape)} is this rank's own, which no "
+                "DistributedDataParallel has: pass none of these, or leave parameters= out for one norm of all"
+            )
         if id(param) not in places:
             raise ValueError(
                 f"parameters: a tensor of shape {tuple(param.shape)} is none that this optimizer trains; pass "

@@ -36,6 +36,7 @@ class Kept:
 
     norms: Tensor
     finite: Tensor
+    own_finite: Tensor  # of gradients that are each rank's own, a scalar
     to_give: dict[torch.dtype, list[Tensor | None]] = field(default_factory=dict)
 
     def norm(self, number: int, dtype: torch.dtype) -> Tensor:
@@ -109,7 +110,7 @@ class GradAnswers:
     def knows(self, plain: Sequence[Tensor]) -> bool:
         """Whether these gradients, which have values here, are the rank's own."""
         operators = self.grads.operators
-        return operators is not None and operators.own is not None and operators.own.has_grads(plain)
+        return operators is not None and operators.own is not None and operators.own.has_values(plain)
 
     def unscale(self, grads: Sequence[ShardedGrad], found_inf: Tensor, inverse_scale: Tensor) -> None:
         """As ``torch._amp_foreach_non_finite_check_and_unscale_``: the same ``found_inf`` on all ranks."""
@@ -121,7 +122,9 @@ class GradAnswers:
             assert self.all_finite is not None
             finite = self.all_finite
         else:
-            finite = torch.stack([self._kept(grad, what, 2.0).finite[grad.number] for grad in grads]).amin()
+            kept = [self._kept(grad, what, 2.0) for grad in grads]
+            each = [one.finite[grad.number] for one, grad in zip(kept, grads, strict=True)]
+            finite = torch.stack([*each, kept[0].own_finite]).amin()
         found_inf.copy_(torch.maximum(found_inf, (1.0 - finite).to(found_inf).reshape(found_inf.shape)))
         for grad in grads:
             assert grad.notes is not None
@@ -138,13 +141,11 @@ class GradAnswers:
         if p == ALL_FINITE:
             of_rows = self.rows.words(2.0)
             words = total_words(self.grads, 2.0, Asked(self.buckets), self.scale.divisors, of_rows, self.scale.values)
-            shared = norm_of([(each, None) for each in words], 2.0)[1]
-            self.all_finite = (
-                shared if operators.own is None else operators.own.all_finite(shared, self.grads.all_reduce)
-            )
+            finite = norm_of([(each, None) for each in words], 2.0)[1]
+            self.all_finite = finite * self._own_finite(finite)
         else:
             norms, finite = self._norms(p)
-            self.kept[p] = Kept(norms, finite)
+            self.kept[p] = Kept(norms, finite, self._own_finite(finite.new_ones(())))
         self.num_added = self.grads.manager.settlement.num_added
         for each in operators.placeholders:
             each.answered = self.count
@@ -164,6 +165,12 @@ class GradAnswers:
         self.count += 1
 
     # ---- inside
+
+    def _own_finite(self, like: Tensor) -> Tensor:
+        operators = self.grads.operators
+        assert operators is not None
+        assert operators.own is not None
+        return operators.own.are_finite(like, self.grads.all_reduce)
 
     def _kept(self, grad: ShardedGrad, what: str, p: float) -> Kept:
         kept = self.kept.get(p)

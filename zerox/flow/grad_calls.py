@@ -143,7 +143,6 @@ class GradCalls:
         divisors: Sequence[Divisor],
     ) -> list[Member]:
         """Returns the members that are none. Collective."""
-        self.own.agree(self.grads.ranks, members)
         others = self.row_grads.take(members, groups, rules, stored_as, divisors)
         for divisor in self.row_grads.divisors:
             self.scale.know(divisor)

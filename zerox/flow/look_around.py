@@ -66,13 +66,23 @@ def look_around(inside: Inside, outcome: Outcome) -> None:
 def _check_wrapped(inside: Inside) -> None:
     """ValueError on all ranks for parameters that the optimizer took before a wrapper left them out: see Note [Each
     rank's own]. Collective where some are wrapped."""
-    params = [member.param for member in inside.members]
+    of_teams = inside.calls.own.of_teams
+    shared = [member for member in inside.members if id(member.param) not in of_teams]
+    params = [member.param for member in shared]
     if not has_wrapped(params):
         return
-    outside = unwrapped_beside_wrapped(params)
+    late = [param for param in inside.calls.own.params.values() if has_wrapped([param])]
+    outside = unwrapped_beside_wrapped(params, params)
+    inside.calls.record.has_looked = not (late or outside)
     with inside.ranks.refusals_told():
+        if late:
+            raise ValueError(
+                f"zerox: parameter of shape {tuple(late[0].shape)} was wrapped in a DistributedDataParallel after the "
+                "optimizer was built, which took it for this rank's own: wrap all first, and build the optimizer then. "
+                "State is as it was before"
+            )
         if outside:
-            members = sorted(inside.members, key=lambda member: member.number)
+            members = sorted(shared, key=lambda member: member.number)
             name = next(member.quoted for member in members if id(member.param) in outside)
             raise ValueError(
                 f"zerox: parameter {name} is not wrapped as others of this optimizer are, which averages "

@@ -94,7 +94,7 @@ class MeanGradient(Joinable):
         tensor that this optimizer does not train. Call it after the last backward of a step: if more gradients follow,
         step() raises RuntimeError.
         """
-        asked = asked_for(self._buckets, parameters)
+        asked = asked_for(self._buckets, parameters, self._own)
         arguments = self._calls.clip_arguments(max_norm, norm_type, error_if_nonfinite, asked)
         outcome = self._settle(Meeting.CLIP, arguments, self._calls.refusal("clip_grad_norm_()"))
         return self._calls.clip(outcome, asked)
@@ -193,6 +193,13 @@ class MeanGradient(Joinable):
     # ---- for ranks that follow: see zerox/flow/join.py
 
     def _follow(self) -> Meeting:
+        self._calls.own.rests = True
+        try:
+            return self._followed()
+        finally:
+            self._calls.own.rests = False
+
+    def _followed(self) -> Meeting:
         with torch.no_grad(), self._updating():
             outcome = self._settle(Meeting.FOLLOW)
             if outcome.meeting == Meeting.STEP:

@@ -54,7 +54,7 @@ def measured(inside: Inside) -> MemoryBytes:
     tables = {id(table.param) for table in inside.tables}
     dense = [member for member in inside.members if id(member.param) not in tables]
     whole = [] if inside.grads.sharded else [local_of(member.param.grad) for member in dense]
-    whole += [param.grad for param in inside.calls.own.params.values() if param.grad is not None]
+    whole += inside.calls.own.values()
     state = [stored for bucket in inside.buckets for stored in bucket.state.values()]
     state += [stored for table in inside.tables for stored in table.state.values()]
     state += [table.master for table in inside.tables if table.master is not None]
@@ -66,7 +66,7 @@ def measured(inside: Inside) -> MemoryBytes:
         gradients=_bytes_of([*whole, *inside.grads.landed(), *inside.calls.row_grads.tensors()]),
         master=_bytes_of(tensor for stored in masters for tensor in stored.tensors().values()),
         moments=_bytes_of(
-            [*masks, *inside.calls.own.state(), *(t for stored in others for t in stored.tensors().values())]
+            [*masks, *inside.calls.own.tensors_of_state(), *(t for stored in others for t in stored.tensors().values())]
         ),
     )
 

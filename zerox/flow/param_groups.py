@@ -81,7 +81,7 @@ class ParamGroups(TorchOptimizer):
             with self._ranks.refusals_told():
                 self._add_group(param_group)
                 known = self.inside.members
-                own.note(self.param_groups[count]["params"], [m.param for m in known])
+                own.note(self.param_groups[count:], [m.param for m in known])
                 members = [m for m in members_of(self.param_groups, own.params) if m.group == count]
                 check_params([m.name for m in known + members], [m.param for m in known + members])
             self._grads.teams.take(self.param_groups[count:])
@@ -100,7 +100,7 @@ class ParamGroups(TorchOptimizer):
         known = [m for bucket in self._buckets for m in bucket.members], [*added, *self._frozen]
         calls = words_of_calls(overlaps, joins, masks=joins and self.inside.sparsity is not None)
         check_pairs(self._options, self._grads.teams, self.param_groups, known, calls)
-        self._calls.own.check(self.param_groups, self._rules, self._options)
+        self._calls.own.check(self.param_groups, self._rules, self._options, bool(self._grads.model.axes))
 
     def _add_group(self, param_group: Any) -> None:
         """On this rank alone."""
@@ -156,7 +156,8 @@ class ParamGroups(TorchOptimizer):
             if strange := [each for each in group["params"] if not isinstance(each, Tensor)]:
                 return Regrouped(refusal=f"param group {index} has {strange[0]!r:.60} among its params, no tensor")
         known = {id(member.param): member for member in self.inside.members}
-        self._calls.own.note([p for group in groups for p in group["params"]], [m.param for m in known.values()])
+        self._calls.own.note(groups, [m.param for m in known.values()])
+        self._calls.own.keep(groups)
         members = tuple(_named(groups, known, self._calls.own.params))
         return Regrouped(members, next(self._refusals(members, known), ""))
 
@@ -213,6 +214,7 @@ class ParamGroups(TorchOptimizer):
         members = (now or Regrouped(tuple(members_of(self.param_groups, self._calls.own.params)))).members
         known = {id(member.param): member for member in self.inside.members}
         self._ranks.check_same(list(self._lines(members, known)), way_out=SAME)
+        self._calls.own.agree(self._ranks, known.values())
         if now is None:
             return
         added = [member for member in members if id(member.param) not in known]

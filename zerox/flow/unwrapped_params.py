@@ -11,7 +11,7 @@ in ``optimizer.state``, as torch has it.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -21,19 +21,22 @@ from zerox._C import Combine
 from zerox.memory.bucket import Member
 from zerox.memory.row_table import is_sparse
 from zerox.model_names import in_text
-from zerox.options import DIVISOR, OptimizerOptions
+from zerox.options import DIVISOR, OptimizerOptions, tensors_in
 from zerox.ranks.group import Ranks
-from zerox.ranks.wrapped import has_wrapped, unwrapped_beside_wrapped
+from zerox.ranks.teams import OF_GROUP
+from zerox.ranks.wrapped import has_wrapped, unwrapped, unwrapped_beside_wrapped
 from zerox.rules.of_groups import Rules
 
 UNNAMED = "param 0"  # which the model's name replaces
 BESIDE = "parameters that no DistributedDataParallel has, as {}, beside others that one has"
 APART = "give them an optimizer of torch.optim of their own"
+STEP_OPTIONS = "step() with options"
 NOT_OF_OWN = {
     "mean_over()": "divide the loss, or " + APART,
     "GradScaler.unscale_()": "use torch.amp.GradScaler, or " + APART,
     "zerox.save()": "save state_dict() on each rank, or " + APART,
     "zerox.load()": "load state_dict() on each rank, or " + APART,
+    STEP_OPTIONS: "set them in param groups, or " + APART,
     "zerox.clip_grad_norm_()": "call optimizer.clip_grad_norm_(), or " + APART,
 }
 
@@ -50,19 +53,29 @@ class Shown(Protocol):
 
 
 class OwnParams:
-    """``params``: this rank's, by id. ``are_some``: whether any rank has some, once ranks have told each other."""
+    """``params``: this rank's, by id. ``of_teams``: by id, those of param groups with a process_group. ``are_some``:
+    whether any rank has some, once ranks have told each other. ``rests``: this rank follows others inside join(), with
+    no gradients."""
 
-    def __init__(self, params: Sequence[Tensor]) -> None:
-        self.params = unwrapped_beside_wrapped(params)
+    def __init__(self, given: Sequence[Any]) -> None:
+        """``given``: what the optimizer was: a param group with a process_group says itself whose it is."""
+        self.params = unwrapped_beside_wrapped(
+            tensors_in([each for each in given if not _has_team(each)]), tensors_in(given)
+        )
+        self.of_teams = {id(param) for param in tensors_in([each for each in given if _has_team(each)])}
         self.are_some = False
-        self._updates: dict[int, torch.optim.Optimizer] = {}  # by param group
+        self.rests = False
+        self._updates: dict[tuple[str, str], torch.optim.Optimizer] = {}  # by rule and class
+        self._state: dict[int, Mapping[str, Any]] = {}  # by id, since the last step()
 
     # ---- which they are
 
-    def note(self, added: Sequence[Tensor], known: Sequence[Tensor]) -> None:
-        """``added`` to an optimizer that has the parameters ``known``, which ranks share."""
-        found, before = unwrapped_beside_wrapped([*added, *known]), {id(param) for param in known}
-        self.params |= {number: param for number, param in found.items() if number not in before}
+    def note(self, groups: Sequence[Mapping[str, Any]], known: Sequence[Tensor]) -> None:
+        """Those of ``groups`` beside what the optimizer has, ``known``, which ranks share."""
+        before = {id(param) for param in known}
+        self.of_teams |= {id(param) for group in groups if _has_team(group) for param in group["params"]}
+        added = [p for group in groups if not _has_team(group) for p in group["params"] if id(p) not in before]
+        self.params |= unwrapped(added) if self.are_some else unwrapped_beside_wrapped(added, [*added, *known])
 
     def keep(self, groups: Sequence[Mapping[str, Any]]) -> None:
         """Those that are in these param groups."""
@@ -80,8 +93,10 @@ class OwnParams:
         name = in_text(UNNAMED, [(UNNAMED, param)])
         return f"one of shape {tuple(param.shape)}" if name == UNNAMED else f"'{name}'"
 
-    def check(self, groups: Sequence[Mapping[str, Any]], rules: Rules, options: OptimizerOptions) -> None:
-        """ValueError for what torch's class can't do for them."""
+    def check(
+        self, groups: Sequence[Mapping[str, Any]], rules: Rules, options: OptimizerOptions, has_axes: bool
+    ) -> None:
+        """ValueError for what torch's class can't do for them. ``has_axes``: ranks have other parts of a model."""
         for index, group in enumerate(groups):
             rule, own = rules.of(group), self.of([group])
             refusals = {
@@ -89,6 +104,7 @@ class OwnParams:
                 f"the rule {rule.name!r}": not rule.has_torch_class(group),
                 DIVISOR: options.divisor_of(group) is not None,
                 "sparse=True": is_sparse(group),
+                "norm_group, or another parameter's DTensor": has_axes,
             }
             if own and (why := next((each for each, holds in refusals.items() if holds), "")):
                 raise ValueError(f"param group {index}: {why} does not go with {BESIDE.format(self.first)}: {APART}")
@@ -99,9 +115,9 @@ class OwnParams:
             return ""
         return f"{call} does not go with {BESIDE.format(self.first)}: {NOT_OF_OWN[call]}"
 
-    def agree(self, ranks: Ranks, members: Sequence[Member]) -> None:
+    def agree(self, ranks: Ranks, members: Iterable[Member]) -> None:
         """Ranks tell each other whether they have some, if ``members``, which they share, are wrapped. Collective."""
-        if has_wrapped([member.param for member in members]):
+        if has_wrapped(member.param for member in members):
             self.are_some = self.are_some or any(map(int, ranks.all_gather_text(str(len(self.params)))))
 
     # ---- in step() and before it
@@ -109,20 +125,34 @@ class OwnParams:
     @torch.no_grad()
     def update(self, groups: Sequence[dict[str, Any]], rules: Rules, shows: Shown) -> None:
         """Those that have a gradient, as the class of torch does."""
-        for index, group in enumerate(groups) if self.params else ():
+        for group in groups if self.params else ():
             params = [param for param in self.of([group]) if param.grad is not None]
             if not params:
                 continue
-            optimizer = self._updates.get(index) or rules.of(group).torch_optimizer(group, params)
-            self._updates[index] = optimizer
+            rule = rules.of(group)
+            key = rule.name, rule.torch_class(group)
+            optimizer = self._updates[key] = self._updates.get(key) or rule.torch_optimizer(group, params)
             [live] = optimizer.param_groups
-            live.update({key: group[key] for key in live if key in group}, params=params)
+            live.update({option: group[option] for option in live if option in group}, params=params)
             optimizer.state.clear()
-            optimizer.state.update({param: shows.state[param] for param in params if param in shows.state})
+            optimizer.state.update({p: _cast(shows.state[p], p) for p in params if p in shows.state})
             _step_of(optimizer)()
             shows.state.update(optimizer.state)
+            self._state |= {id(param): state for param, state in optimizer.state.items()}
         if self.params:
             shows.note_seen()
+
+    def tensors_of_state(self) -> list[Tensor]:
+        """What torch's classes keep of them, since the last step()."""
+        kept = [state for number, state in self._state.items() if number in self.params]
+        return [value for state in kept for value in state.values() if isinstance(value, Tensor)]
+
+    # ---- their gradients
+
+    def values(self) -> list[Tensor]:
+        """Views of them; of sparse ones, of what they have, an element perhaps in parts."""
+        grads = [param.grad for param in self.params.values() if param.grad is not None and not self.rests]
+        return [grad._values() if grad.is_sparse else grad.detach() for grad in grads]
 
     def zero(self, set_to_none: bool) -> None:
         for param in self.params.values():
@@ -131,23 +161,20 @@ class OwnParams:
             elif param.grad is not None:
                 param.grad.detach_().zero_()
 
-    def state(self) -> list[Tensor]:
-        """What torch's classes keep of them, since the last step()."""
-        kept = [of_one for optimizer in self._updates.values() for of_one in optimizer.state.values()]
-        return [value for of_one in kept for value in of_one.values() if isinstance(value, Tensor)]
-
     def multiply(self, factor: Tensor) -> None:
-        for grad in self._grads():
-            grad.mul_(factor.to(grad.device, grad.dtype))
+        for values in self.values():
+            values.mul_(factor.to(values.device, values.dtype))
 
     def limit(self, most: float) -> None:
-        for grad in self._grads():
-            grad.clamp_(-most, most)
+        self._add_up()
+        for values in self.values():
+            values.clamp_(-most, most)
 
     def norm_beside(self, norm: Tensor, finite: Tensor, p: float, all_reduce: AllReduce) -> tuple[Tensor, Tensor]:
         """The norm of all gradients, each rank's own ones once, from that of those which ranks share, and whether all
         elements are finite, as float64 scalars. Collective."""
-        own = [torch.linalg.vector_norm(grad.double(), p).to(norm.device) for grad in self._grads()]
+        self._add_up()
+        own = [torch.linalg.vector_norm(each.double(), p).to(norm.device) for each in self.values() if each.numel()]
         every = torch.stack(own) if own else torch.zeros(1, dtype=torch.float64, device=norm.device)
         is_max = math.isinf(p)
         total = (every.amax() if is_max else every.pow(p).sum()).reshape(1)
@@ -155,28 +182,39 @@ class OwnParams:
         norm = torch.maximum(norm, total[0]) if is_max else (norm.pow(p) + total[0]).pow(1.0 / p)
         return norm, finite * norm.isfinite()
 
-    def all_finite(self, finite: Tensor, all_reduce: AllReduce) -> Tensor:
-        """``finite``, of the shared gradients, and whether all of these are: the same on all ranks. Collective if any
-        rank has some."""
-        if not self.are_some:
-            return finite
-        found = torch.stack([finite, *(grad.isfinite().all().to(finite) for grad in self._grads())]).amin().neg()
-        all_reduce(found := found.reshape(1), Combine.MAX)
-        return found.neg().reshape(finite.shape)
+    def are_finite(self, like: Tensor, all_reduce: AllReduce) -> Tensor:
+        """Whether all elements are, of all ranks, as a scalar like that. Collective if any rank has some."""
+        found = torch.ones_like(like).reshape(1)
+        if self.are_some:
+            for values in self.values():
+                found *= values.isfinite().all().to(found)
+            all_reduce(found.neg_(), Combine.MAX)
+            found.neg_()
+        return found.reshape(like.shape)
 
-    def has_grads(self, given: Sequence[Tensor]) -> bool:
+    def has_values(self, given: Sequence[Tensor]) -> bool:
         """Whether these are gradients of this rank's own parameters."""
-        return {grad.data_ptr() for grad in given} <= {grad.data_ptr() for grad in self._grads()}
+        return {grad.data_ptr() for grad in given} <= {values.data_ptr() for values in self.values()}
 
-    def _grads(self) -> list[Tensor]:
-        """Their values; of sparse ones, those that they have."""
-        found = []
+    def _add_up(self) -> None:
+        """Each element of a sparse gradient is there once."""
         for param in self.params.values():
             if param.grad is not None and param.grad.is_sparse:
                 param.grad = param.grad.coalesce()
-            if param.grad is not None:
-                found.append(param.grad._values() if param.grad.is_sparse else param.grad.detach())
-        return found
+
+
+def _has_team(given: Any) -> bool:
+    return isinstance(given, Mapping) and given.get(OF_GROUP) is not None
+
+
+def _cast(state: Mapping[str, Any], param: Tensor) -> dict[str, Any]:
+    """As torch does for state that is loaded."""
+    found = {}
+    for key, value in state.items():
+        if isinstance(value, Tensor) and value.dim():
+            value = value.to(param.device, param.dtype if value.is_floating_point() else value.dtype)
+        found[key] = value
+    return found
 
 
 def _step_of(optimizer: torch.optim.Optimizer) -> Callable[[], Any]:

@@ -16,9 +16,10 @@ PREFIX = "module."  # what a wrapper puts before the names of its module's param
 
 
 class WrappedModule:
-    """``group``: whose ranks train it; None: this process alone. ``ignored``: names of its parameters and buffers that
-    stay each rank's own; ``params``: all others, by name. ``decision``: whether the next backward is sent, which its
-    forward says: one for all wrappers of a module. ``is_alive``: there still is the wrapper."""
+    """``group``: whose ranks train it, ``num_ranks`` of them; None: this process alone. ``ignored``: names of its
+    parameters and buffers that stay each rank's own; ``params``: all others, by name. ``decision``: whether the next
+    backward is sent, which its forward says: one for all wrappers of a module. ``is_alive``: there still is the
+    wrapper."""
 
     def __init__(self, module: nn.Module, ignored: Collection[str], group: dist.ProcessGroup | None) -> None:
         before = _known.get(module)
@@ -26,6 +27,7 @@ class WrappedModule:
         # As they are now: torch.func.functional_call() puts others in their place for a while.
         self.params: dict[str, Tensor] = {n: param for n, param in module.named_parameters() if n not in set(ignored)}
         self.group = group
+        self.num_ranks = len(ranks_of(group))  # the group may end before the wrapper
         self.decision: Decision = Decision() if before is None else before.decision
         self.is_alive = True
         _known[module] = self
@@ -116,13 +118,15 @@ def group_of(params: Iterable[Tensor], asked: GroupArgument) -> GroupArgument:
     return None if _is_default(first.group) else first.group
 
 
-def unwrapped_beside_wrapped(params: Sequence[Tensor]) -> dict[int, Tensor]:
-    """By id, those that no wrapper has, if that of several ranks has others; else none."""
+def unwrapped_beside_wrapped(params: Iterable[Tensor], every: Iterable[Tensor]) -> dict[int, Tensor]:
+    """By id, those of ``params`` that no wrapper has, if that of several ranks has some of ``every``; else none."""
+    return unwrapped(params) if has_wrapped(every) else {}
+
+
+def unwrapped(params: Iterable[Tensor]) -> dict[int, Tensor]:
+    """By id, those that no wrapper of several ranks has."""
     wrapped = _wrapped_over_ranks()
-    given = {id(param): param for param in params}
-    if given.keys().isdisjoint(wrapped):
-        return {}
-    return {number: param for number, param in given.items() if number not in wrapped}
+    return {id(param): param for param in params if id(param) not in wrapped}
 
 
 def has_wrapped(params: Iterable[Tensor]) -> bool:
@@ -142,7 +146,7 @@ def check_same_ranks(wrapped: WrappedModule, group: dist.ProcessGroup | None) ->
 
 
 def _wrapped_over_ranks() -> set[int]:
-    several = [each for each in all_wrapped() if each.is_alive and len(ranks_of(each.group)) > 1]
+    several = [each for each in all_wrapped() if each.is_alive and each.num_ranks > 1]
     return {number for each in several for number in each.names}
 
 

@@ -35,7 +35,7 @@ def check_own(own: Own, given: Mapping[Any, Uncast]) -> None:
     for param, uncast in given.items():
         of_one = uncast.state if isinstance(param, Tensor) and id(param) in own else {}
         for key, value in of_one.items():
-            has_elements = isinstance(value, Tensor) and value.dim() > 0
+            has_elements = isinstance(value, Tensor) and value.numel() > 1
             if isinstance(value, SlicedTensor) or (has_elements and value.shape != param.shape):
                 raise ValueError(
                     f"{key} of shape {tuple(value.shape)} was saved for a parameter that is this rank's own, of shape "

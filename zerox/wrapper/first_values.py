@@ -53,6 +53,7 @@ def hand_out_first(
     for engine in engines:
         held |= (own := {id(member.param) for member in engine.inside.members})
         asked = own & {id(param) for param in params.values()}
+        engine.inside.calls.record.has_looked = False
         hand_out(engine.inside, lambda member, asked=asked: id(member.param) in asked)  # type: ignore[misc]
     apart = [param for param in params.values() if id(param) not in held]
     broadcast([*map(local_of, apart), *buffers.values()], group, f"parameters and buffers of {what}")
