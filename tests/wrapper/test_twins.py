@@ -6,11 +6,11 @@ import pytest
 from torch import Tensor
 
 from tests.ranks import Once
-from tests.wrapper import odd_cases
+from tests.wrapper import odd_cases, script_cases
 from tests.wrapper.cases import CASES
 from tests.wrapper.twins import assert_same, with_both
 
-assert odd_cases.batch_norm.__name__ in CASES
+assert {odd_cases.batch_norm.__name__, script_cases.dino_s_clip.__name__} < CASES.keys()
 
 
 def all_cases(rank: int, world_size: int) -> dict[str, list[list[Tensor]]]:

@@ -1,0 +1,85 @@
+"""What is known of one script: where it is from, what it is run with, and what it is judged by."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import shutil
+import subprocess
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+HERE = Path(__file__).parent
+DIFF, HASHES = "two_lines.diff", "files.sha256"
+
+
+class Misfit(Exception):
+    """A script that is not here, or not as the diff expects it."""
+
+
+@dataclass(frozen=True)
+class Client:
+    """``command``: the script and its arguments, from the copy of the repository that it runs in.
+
+    ``make_data``: writes tiny data into that copy. ``most``: what losses and evaluations may differ by, as a part of
+    the number, or of 1 if that is more. ``faults``: those of faults.py that must show. ``stand_ins``: a module that
+    each rank imports before the script: what this machine lacks.
+    """
+
+    name: str  # of its folder
+    repository: str  # on GitHub
+    commit: str
+    command: Sequence[str]
+    make_data: Callable[[Path], None]
+    most: float = 5e-6
+    faults: Sequence[str] = ("beta", "averaging")
+    environment: dict[str, str] = field(default_factory=dict)
+    stand_ins: str = ""
+    under: str = "."  # of the repository, where the command runs
+    same_bits: bool = True  # of the first mean gradients
+    among: Path = HERE  # where its folder is
+
+    @property
+    def folder(self) -> Path:
+        return self.among / self.name
+
+    @property
+    def num_changed(self) -> int:
+        """Lines that the diff takes away or changes, and those that it adds beyond: a changed line counts once."""
+        total, added, removed = 0, 0, 0
+        for line in [*(self.folder / DIFF).read_text().splitlines(), "@@"]:
+            if line.startswith("@@"):
+                total, added, removed = total + max(added, removed), 0, 0
+            elif line.startswith("+") and not line.startswith("+++"):
+                added += 1
+            elif line.startswith("-") and not line.startswith("---"):
+                removed += 1
+        return total
+
+    def found_in(self, scripts: Path) -> Path:
+        """The repository's folder among ``scripts``, whose files are as they were when the diff was made."""
+        found = scripts / self.repository.split("/")[1]
+        for line in (self.folder / HASHES).read_text().splitlines():
+            expected, name = line.split(maxsplit=1)
+            path = found / name
+            if not path.is_file():
+                raise Misfit(f"{path} is not there: put {self.repository} at commit {self.commit} into {scripts}")
+            if hashlib.sha256(path.read_bytes()).hexdigest() != expected:
+                raise Misfit(f"{path} is another version: {self.repository} is meant at commit {self.commit}")
+        return found
+
+    def copied(self, scripts: Path, to: Path, is_changed: bool) -> Path:
+        """A copy to run in, with the two lines if ``is_changed``, and with its data."""
+        shutil.copytree(self.found_in(scripts), to)
+        if is_changed:
+            diff = self.folder / DIFF
+            subprocess.run(["git", "apply", "--unidiff-zero", "-p1", str(diff)], cwd=to, check=True)
+        self.make_data(to)
+        return to / self.under
+
+
+def clients() -> dict[str, Client]:
+    """All, by name."""
+    names = sorted(path.parent.name for path in HERE.glob("*/client.py"))
+    return {name: importlib.import_module(f"clients.{name}.client").CLIENT for name in names}

@@ -1,0 +1,27 @@
+"""PyTorch's example for ImageNet: SGD with momentum, batch norm, and an evaluation on all ranks after each epoch.
+
+Each rank saves its own share of the optimizer into the same file, as the script as it is writes the same state twice.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from clients import image_folder
+from clients.client import Client
+
+
+def make_data(folder: Path) -> None:
+    """One picture for evaluation is left over where ranks divide them: the script has a way of its own for those."""
+    image_folder.write(folder / "imagenet" / "tiny", {"train": 56, "val": 17})
+
+
+CLIENT = Client(
+    name="imagenet",
+    repository="pytorch/examples",
+    commit="77f55b9",
+    command=["main.py", *"tiny -a shufflenet_v2_x0_5 --epochs 2 -b 4 -j 0 -p 1 --lr 0.02 --dist-url env://".split()],
+    make_data=make_data,
+    stand_ins="clients.imagenet.stand_ins",
+    under="imagenet",
+)

@@ -1,0 +1,76 @@
+"""Runs a script on two ranks of this machine, and reads what they recorded."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from clients.client import HERE, Client
+
+RANKS = 2
+TIMEOUT_S = 600
+
+
+class Failed(Exception):
+    """A rank ended with an error; the text ends as its output does."""
+
+
+@dataclass(frozen=True)
+class Result:
+    """Losses and evaluations by rank."""
+
+    losses: list[list[float]]
+    evaluations: list[list[float]]
+    num_steps: int
+    num_backwards: int | None
+    grads: list[Tensor | None]
+
+
+def run(
+    client: Client, where: Path, out: Path, stage: int = 0, fault: str = "", num_backwards: int | None = None
+) -> Result:
+    """``stage``: of zerox's optimizers; ``fault``: one of faults.py; ``num_backwards``: before the first step()."""
+    out.mkdir(parents=True)
+    settings = out / "settings.json"
+    told = {"stage": stage, "fault": fault, "num_backwards": num_backwards, "out": str(out)}
+    settings.write_text(json.dumps({**told, "stand_ins": client.stand_ins}))
+    command = [sys.executable, "-m", "clients.rank", str(settings), *client.command]
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    processes = []
+    for rank in range(RANKS):
+        own = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": RANKS, "LOCAL_WORLD_SIZE": RANKS}
+        own |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": 1}
+        paths = os.pathsep.join([str(HERE.parent), *filter(None, [os.environ.get("PYTHONPATH")])])
+        environment = {**os.environ, **client.environment, "PYTHONPATH": paths}
+        environment |= {name: str(value) for name, value in own.items()}
+        with (out / f"rank{rank}.log").open("w") as log:
+            processes.append(subprocess.Popen(command, cwd=where, env=environment, stdout=log, stderr=log))
+    try:
+        codes = [process.wait(TIMEOUT_S) for process in processes]
+    except subprocess.TimeoutExpired:
+        codes = [-1]
+    finally:
+        for process in processes:
+            process.kill()
+    if any(codes):
+        logs = [(out / f"rank{rank}.log").read_text()[-1500:] for rank in range(RANKS)]
+        raise Failed("\n".join(f"rank {rank}: {text}" for rank, text in enumerate(logs)))
+    read = [json.loads((out / f"rank{rank}.json").read_text()) for rank in range(RANKS)]
+    path = out / "rank0.grads"
+    return Result(
+        [each["losses"] for each in read],
+        [each["evaluations"] for each in read],
+        read[0]["num_steps"],
+        read[0]["num_backwards"],
+        torch.load(path) if path.exists() else [],
+    )
