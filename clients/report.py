@@ -36,7 +36,7 @@ def table(rows: Sequence[dict[str, Any]]) -> tuple[str, int]:
         stages = {str(stage): found for stage, found in row["stages"].items()}
         by_stage = [_said(stages.get(str(stage))) for stage in (1, 2, 3)]
         bits = {found.get("of other bits") for found in stages.values()}
-        grads = "equal" if bits == {0} else f"{max(each or 0 for each in bits)} differ"
+        grads = "equal" if bits == {0} else "not compared" if None in bits else f"{max(bits)} differ"
         faults = ", ".join(f"{fault} {_said(found)}" for fault, found in row["faults"].items())
         cells = [row["name"], row["changed lines"], row["steps"], f"{row['allowed']:.0e}", *by_stage, grads, faults]
         lines.append(f"| {' | '.join(map(str, cells))} |")
