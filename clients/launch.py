@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import socket
 import subprocess
 import sys
+import time
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,6 +21,7 @@ from clients.client import HERE, Client
 
 RANKS = 2
 TIMEOUT_S = 600
+GRACE_S = 5
 
 
 class Failed(Exception):
@@ -43,9 +48,7 @@ def run(
     told = {"stage": stage, "fault": fault, "num_backwards": num_backwards, "out": str(out)}
     settings.write_text(json.dumps({**told, "stand_ins": client.stand_ins}))
     command = [sys.executable, "-m", "clients.rank", str(settings), *client.command]
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = _free_port()
     processes = []
     for rank in range(RANKS):
         own = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": RANKS, "LOCAL_WORLD_SIZE": RANKS}
@@ -55,14 +58,7 @@ def run(
         environment |= {name: str(value) for name, value in own.items()}
         with (out / f"rank{rank}.log").open("w") as log:
             processes.append(subprocess.Popen(command, cwd=where, env=environment, stdout=log, stderr=log))
-    try:
-        codes = [process.wait(TIMEOUT_S) for process in processes]
-    except subprocess.TimeoutExpired:
-        codes = [-1]
-    finally:
-        for process in processes:
-            process.kill()
-    if any(codes):
+    if any(code != 0 for code in _codes(processes)):
         logs = [(out / f"rank{rank}.log").read_text()[-1500:] for rank in range(RANKS)]
         raise Failed("\n".join(f"rank {rank}: {text}" for rank, text in enumerate(logs)))
     read = [json.loads((out / f"rank{rank}.json").read_text()) for rank in range(RANKS)]
@@ -74,3 +70,28 @@ def run(
         read[0]["num_backwards"],
         torch.load(path) if path.exists() else [],
     )
+
+
+def _free_port() -> int:
+    """Below those that the system gives out by itself, which it may give to others before rank 0 listens."""
+    while True:
+        port = random.randrange(20_000, 30_000)
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+
+
+def _codes(processes: Sequence[subprocess.Popen[bytes]]) -> list[int | None]:
+    """Exit statuses; None of a rank that did not end, since time was up or another one had failed."""
+    last = time.monotonic() + TIMEOUT_S
+    try:
+        while time.monotonic() < last:
+            codes = [process.poll() for process in processes]
+            if None not in codes or any(codes):
+                time.sleep(GRACE_S if None in codes else 0)  # the others may have something to say
+                return [process.poll() for process in processes]
+            time.sleep(0.1)
+        return [None for _ in processes]
+    finally:
+        for process in processes:
+            process.kill()
