@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import pytest
 
 from clients.__main__ import compared, main
 from clients.client import Client, Misfit, clients
+from clients.launch import Failed, run
 from clients.report import is_good, table
 
 SCRIPT = """
@@ -89,6 +91,18 @@ def test_a_script_of_another_version_is_refused(small: Client, tmp_path: Path) -
         small.found_in(tmp_path / "scripts")
     with pytest.raises(Misfit, match="is not there: put somebody/other at commit"):
         replace(small, repository="somebody/other").found_in(tmp_path / "scripts")
+
+
+def test_a_rank_that_fails_ends_the_run(small: Client, tmp_path: Path) -> None:
+    """Its partner would wait for it."""
+    script = SCRIPT.replace('device = torch.device("cuda", rank)', "assert rank == 0, 'no second rank here'")
+    where = tmp_path / "broken"
+    where.mkdir()
+    (where / "train.py").write_text(script.replace("torch.load", "dist.barrier() or torch.load"))
+    begin = time.monotonic()
+    with pytest.raises(Failed, match="no second rank here"):
+        run(small, where, tmp_path / "out")
+    assert time.monotonic() - begin < 120
 
 
 @pytest.mark.parametrize("name", NAMES)
