@@ -23,8 +23,7 @@ class Client:
     """``command``: the script and its arguments, from the copy of the repository that it runs in.
 
     ``make_data``: writes tiny data into that copy. ``most``: what losses and evaluations may differ by, as a part of
-    the number, or of 1 if that is more. ``faults``: those of faults.py that must show. ``stand_ins``: a module that
-    each rank imports before the script: what this machine lacks.
+    the number, or of 1 if that is more. ``faults``: those of faults.py that must show.
     """
 
     name: str  # of its folder
@@ -35,14 +34,19 @@ class Client:
     most: float = 5e-6
     faults: Sequence[str] = ("beta", "averaging")
     environment: dict[str, str] = field(default_factory=dict)
-    stand_ins: str = ""
     under: str = "."  # of the repository, where the command runs
     same_bits: bool = True  # of the first mean gradients
+    shares: str = ""  # the name of the client whose folder this one has too
     among: Path = HERE  # where its folder is
 
     @property
     def folder(self) -> Path:
-        return self.among / self.name
+        return self.among / (self.shares or self.name)
+
+    @property
+    def stand_ins(self) -> str:
+        """A module that each rank imports before the script, for what a machine lacks; empty if there is none."""
+        return f"clients.{self.folder.name}.stand_ins" if (self.folder / "stand_ins.py").is_file() else ""
 
     @property
     def num_changed(self) -> int:

@@ -59,6 +59,5 @@ CLIENT = Client(
     commit="16cb6eb8",
     command=["examples/nlp_example.py", "--cpu"],
     make_data=make_data,
-    stand_ins="clients.accelerate_nlp.stand_ins",
     environment={"HF_HOME": "hub", "HF_HUB_OFFLINE": "1"},
 )

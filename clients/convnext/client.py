@@ -25,5 +25,4 @@ CLIENT = Client(
     commit="048efcea",
     command=["main.py", *f"{DATA} {MODEL} {TRAIN} {REST}".split()],
     make_data=make_data,
-    stand_ins="clients.convnext.stand_ins",
 )

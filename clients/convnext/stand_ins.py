@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import importlib
-import sys
-from types import ModuleType
 from typing import Any
 
 import torch
 from torch import nn
 
 import clients.torchvision_ops  # noqa: F401  (for timm)
+from clients.old_names import put
 
 # isort: split
 import timm.models
@@ -24,15 +23,9 @@ def create_model(_: str, pretrained: bool, **options: Any) -> nn.Module:
     return models.ConvNeXt(depths=[1, 1, 4, 1], dims=[8, 16, 24, 32], **options)
 
 
-def _put(name: str, **content: Any) -> None:
-    module = sys.modules.setdefault(name, ModuleType(name))
-    for key, value in content.items():
-        setattr(module, key, value)
-
-
 timm.models.create_model = create_model
-_put("torch._six", inf=torch.inf)
-_put("tensorboardX", SummaryWriter=None)
-_put("timm.optim.nadam", Nadam=None)
-_put("timm.optim.novograd", NovoGrad=None)
-_put("timm.optim.radam", RAdam=None)
+put("torch._six", inf=torch.inf)
+put("tensorboardX", SummaryWriter=None)
+put("timm.optim.nadam", Nadam=None)
+put("timm.optim.novograd", NovoGrad=None)
+put("timm.optim.radam", RAdam=None)

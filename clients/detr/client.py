@@ -55,5 +55,4 @@ CLIENT = Client(
     command=["main.py", *(f"--{each}" for each in f"{SIZES} {REST}".split())],
     make_data=make_data,
     faults=("beta", "averaging", "frozen"),
-    stand_ins="clients.detr.stand_ins",
 )

@@ -28,5 +28,4 @@ CLIENT = Client(
     command=["main_dino.py", *(f"--{each}" for each in f"{SIZES} {STEPS} {REST}".split())],
     make_data=make_data,
     faults=("beta", "averaging", "frozen"),
-    stand_ins="clients.dino.stand_ins",
 )

@@ -36,6 +36,5 @@ CLIENT = Client(
     commit="7f0c3436cd",
     command=["examples/fabric/image_classifier/train_fabric.py", *OPTIONS.split()],
     make_data=make_data,
-    stand_ins="clients.torchvision_ops",
     environment={"LT_CLI_USED": "1", "LT_ACCELERATOR": "cpu", "LT_DEVICES": "2"},  # as "fabric run" sets them
 )

@@ -31,5 +31,4 @@ CLIENT = Client(
     command=[*COMMAND, "--use_checkpoint=True"],
     make_data=make_data,
     environment={"OPENAI_LOGDIR": "logs"},
-    stand_ins="clients.guided_diffusion.stand_ins",
 )

@@ -6,11 +6,11 @@ import os
 import pickle
 import sys
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
-import torch
 from torch.distributed import TCPStore
+
+from clients.old_names import claim_cuda, put
 
 
 class Comm:
@@ -36,14 +36,7 @@ class Comm:
         return pickle.loads(self._store.get(name))
 
 
-def _has_gpu() -> bool:
-    """Yes to the script alone."""
-    return sys._getframe(1).f_globals["__name__"].startswith("guided_diffusion.")
-
-
-mpi4py: Any = ModuleType("mpi4py")
-mpi4py.MPI = ModuleType("mpi4py.MPI")
-mpi4py.MPI.COMM_WORLD = Comm()
-sys.modules |= {"mpi4py": mpi4py, "mpi4py.MPI": mpi4py.MPI}
+put("mpi4py.MPI", COMM_WORLD=Comm())
+put("mpi4py", MPI=sys.modules["mpi4py.MPI"])
 sys.path.append(str(Path.cwd()))
-torch.cuda.is_available = _has_gpu
+claim_cuda(lambda asker: asker.startswith("guided_diffusion."))

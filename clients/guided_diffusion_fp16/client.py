@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from clients.client import Client
-from clients.guided_diffusion.client import COMMAND, make_data
+from dataclasses import replace
 
-CLIENT = Client(
+from clients.guided_diffusion.client import CLIENT as IN_FLOAT32
+from clients.guided_diffusion.client import COMMAND
+
+CLIENT = replace(
+    IN_FLOAT32,
     name="guided_diffusion_fp16",
-    repository="openai/guided-diffusion",
-    commit="22e0df8",
+    shares="guided_diffusion",
     command=[*COMMAND, "--use_fp16=True", "--lr_anneal_steps=15"],
-    make_data=make_data,
     most=2e-4,
-    environment={"OPENAI_LOGDIR": "logs"},
-    stand_ins="clients.guided_diffusion.stand_ins",
 )

@@ -22,6 +22,5 @@ CLIENT = Client(
     commit="77f55b9",
     command=["main.py", *"tiny -a shufflenet_v2_x0_5 --epochs 2 -b 4 -j 0 -p 1 --lr 0.02 --dist-url env://".split()],
     make_data=make_data,
-    stand_ins="clients.imagenet.stand_ins",
     under="imagenet",
 )

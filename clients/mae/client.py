@@ -27,6 +27,5 @@ CLIENT = Client(
     make_data=make_data,
     most=2e-4,
     faults=("beta", "averaging", "frozen"),
-    stand_ins="clients.mae.stand_ins",
     same_bits=False,
 )

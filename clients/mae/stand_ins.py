@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-import sys
-import types
 from functools import partial
 from typing import Any
 
@@ -12,6 +10,7 @@ import numpy as np
 from torch import nn
 
 import clients.torchvision_ops  # noqa: F401
+from clients.old_names import put
 
 import timm  # isort: skip  (imports torchvision)
 import timm.optim.optim_factory
@@ -31,8 +30,7 @@ timm.__version__ = "0.3.2"
 timm.optim.optim_factory.add_weight_decay = groups
 vision_transformer.Block = Block
 np.float = float
-sys.modules["torch._six"] = types.ModuleType("torch._six")
-sys.modules["torch._six"].inf = math.inf
+put("torch._six", inf=math.inf)
 
 import models_mae  # noqa: E402  (needs the above)
 

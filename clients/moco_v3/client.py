@@ -25,5 +25,4 @@ CLIENT = Client(
     make_data=make_data,
     most=2e-4,
     faults=("beta", "averaging", "frozen"),
-    stand_ins="clients.moco_v3.stand_ins",
 )

@@ -5,14 +5,12 @@ A name of timm is where it was when the script was written, and the model is sma
 
 from __future__ import annotations
 
-import sys
-from types import ModuleType
 from typing import Any
 
-import torch
 from torch import nn
 
 import clients.torchvision_ops  # noqa: F401  (for timm)
+from clients.old_names import claim_cuda, put
 
 # isort: split
 from timm.layers import to_2tuple
@@ -26,14 +24,7 @@ class VisionTransformer(vision_transformer.VisionTransformer):
         super().__init__(**{**options, "embed_dim": 32, "depth": 2, "num_heads": 2})
 
 
-def is_available() -> bool:
-    """Of libraries' questions only the script's."""
-    return sys._getframe(1).f_globals["__name__"] == "__main__"
-
-
-helpers: Any = ModuleType("timm.models.layers.helpers")
-helpers.to_2tuple = to_2tuple
-sys.modules[helpers.__name__] = helpers
+put("timm.models.layers.helpers", to_2tuple=to_2tuple)
 vision_transformer.VisionTransformer = VisionTransformer
-torch.cuda.is_available = is_available
+claim_cuda(lambda asker: asker == "__main__")
 nn.SyncBatchNorm.convert_sync_batchnorm = staticmethod(lambda module: module)

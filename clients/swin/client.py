@@ -27,6 +27,5 @@ CLIENT = Client(
     commit="f82860b",
     command=["main.py", *f"{CONFIG} --disable_amp --opts {SIZES} {DATA} {TRAIN}".split()],
     make_data=make_data,
-    stand_ins="clients.swin.stand_ins",
     same_bits=False,
 )

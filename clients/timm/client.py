@@ -27,5 +27,4 @@ CLIENT = Client(
     commit="aa4b5850",
     command=["train.py", *f"--data-dir tiny --device cpu -j 1 --log-interval 1 {MODEL} {OPTIMIZER} {TRAINING}".split()],
     make_data=make_data,
-    stand_ins="clients.timm.stand_ins",
 )

@@ -62,5 +62,4 @@ CLIENT = Client(
     command=["train.py", *f"{DATA} {TRAINING}".split()],
     make_data=make_data,
     environment={"YOLO_CONFIG_DIR": "settings", "YOLO_AUTOINSTALL": "false", "YOLO_OFFLINE": "true"},
-    stand_ins="clients.yolov5.stand_ins",
 )

@@ -110,7 +110,7 @@ class GradAnswers:
     def knows(self, plain: Sequence[Tensor]) -> bool:
         """Whether these gradients, which have values here, are the rank's own."""
         operators = self.grads.operators
-        return operators is not None and operators.own is not None and operators.own.has_values(plain)
+        return operators is not None and operators.own.has_values(plain)
 
     def unscale(self, grads: Sequence[ShardedGrad], found_inf: Tensor, inverse_scale: Tensor) -> None:
         """As ``torch._amp_foreach_non_finite_check_and_unscale_``: the same ``found_inf`` on all ranks."""
@@ -169,7 +169,6 @@ class GradAnswers:
     def _own_finite(self, like: Tensor) -> Tensor:
         operators = self.grads.operators
         assert operators is not None
-        assert operators.own is not None
         return operators.own.are_finite(like, self.grads.all_reduce)
 
     def _kept(self, grad: ShardedGrad, what: str, p: float) -> Kept:

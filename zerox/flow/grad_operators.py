@@ -148,7 +148,7 @@ class GradOperators:
         self.notes = Notes()
         self.placeholders: list[ShardedGrad] = []
         self.to_answers: Callable[[], Any] = _do_nothing
-        self.own: OwnParams | None = None  # once the optimizer has all
+        self.own = OwnParams(())  # until the optimizer has all
         self.told: dict[int, Chain] = {}  # at the last meeting
         self.params: list[weakref.ref[Tensor]] = []
         self.present: list[int] = []  # the gradients that had left at the last look()

@@ -20,7 +20,7 @@ from zerox.model_names import model_with
 from zerox.ranks.calls import warn_caller
 from zerox.ranks.compared import digest, first_that_differs
 from zerox.ranks.holders import held
-from zerox.ranks.wrapped import decisions, hands_out_buffers_of, has_wrapped, names_of_wrapped, unwrapped_beside_wrapped
+from zerox.ranks.wrapped import decisions, hands_out_buffers_of, has_wrapped, names_of_wrapped, unwrapped
 
 SYNC = "require_backward_grad_sync"
 
@@ -41,11 +41,12 @@ def look_around(inside: Inside, outcome: Outcome) -> None:
     each other, in a message of one size, whether they have found the same model."""
     if outcome.followed:
         return
-    inside.calls.record.has_looked = True
     if inside.ranks.size == 1 or not outcome.has_same_params:  # else some ranks are not here
+        inside.calls.record.has_looked = True
         return
     check_teams(inside)
     _check_wrapped(inside)
+    inside.calls.record.has_looked = True  # what raised above raises again
     around = _around(inside)
     names = digest("\n".join(line.rpartition(" ")[0] for line in around.still))
     own = [int(around.is_found), names, digest("\n".join(around.still))]
@@ -71,9 +72,9 @@ def _check_wrapped(inside: Inside) -> None:
     params = [member.param for member in shared]
     if not has_wrapped(params):
         return
-    late = [param for param in inside.calls.own.params.values() if has_wrapped([param])]
-    outside = unwrapped_beside_wrapped(params, params)
-    inside.calls.record.has_looked = not (late or outside)
+    own = inside.calls.own.params
+    late = [own[number] for number in own.keys() - unwrapped(own.values()).keys()]
+    outside = unwrapped(params)
     with inside.ranks.refusals_told():
         if late:
             raise ValueError(

@@ -135,7 +135,7 @@ class OwnParams:
             [live] = optimizer.param_groups
             live.update({option: group[option] for option in live if option in group}, params=params)
             optimizer.state.clear()
-            optimizer.state.update({p: _cast(shows.state[p], p) for p in params if p in shows.state})
+            optimizer.state.update({param: shows.state[param] for param in params if param in shows.state})
             _step_of(optimizer)()
             shows.state.update(optimizer.state)
             self._state |= {id(param): state for param, state in optimizer.state.items()}
@@ -205,16 +205,6 @@ class OwnParams:
 
 def _has_team(given: Any) -> bool:
     return isinstance(given, Mapping) and given.get(OF_GROUP) is not None
-
-
-def _cast(state: Mapping[str, Any], param: Tensor) -> dict[str, Any]:
-    """As torch does for state that is loaded."""
-    found = {}
-    for key, value in state.items():
-        if isinstance(value, Tensor) and value.dim():
-            value = value.to(param.device, param.dtype if value.is_floating_point() else value.dtype)
-        found[key] = value
-    return found
 
 
 def _step_of(optimizer: torch.optim.Optimizer) -> Callable[[], Any]:

@@ -26,7 +26,7 @@ from zerox.sliced_tensor import SlicedTensor
 from zerox.state.dcp_request import Request, dcp_request
 from zerox.state.failed_load import refusal_after, told_of
 from zerox.state.full_state import full_state, in_full, shown_in_group
-from zerox.state.own_state import check_own, places_of, with_own
+from zerox.state.own_state import as_loaded, check_own, places_of, with_own
 from zerox.state.row_state import check_rows_given, fill_rows, whole_state
 from zerox.state.shown_state import ShownState
 from zerox.state.sliced_state import sliced_state, whole_form
@@ -309,7 +309,8 @@ class OptimizerState(TorchOptimizer):
         others = {p: given.state for p, given in loaded.items() if isinstance(p, Tensor) and id(p) not in known}
         for param in [p for p in self.state if isinstance(p, Tensor) and id(p) not in known]:
             del self.state[param]
-        self.state.update({param: copy.deepcopy(dict(state)) for param, state in others.items() if state})
+        own = {param: as_loaded(param, state) for param, state in others.items() if state and id(param) in self._own}
+        self.state.update({param: copy.deepcopy(dict(state)) for param, state in others.items() if state} | own)
         self._shows.note_seen()
         if frozen := [m.quoted for m in self._frozen if others.get(m.param)]:
             warn_caller(

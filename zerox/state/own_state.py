@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -41,6 +42,15 @@ def check_own(own: Own, given: Mapping[Any, Uncast]) -> None:
                     f"{key} of shape {tuple(value.shape)} was saved for a parameter that is this rank's own, of shape "
                     f"{tuple(param.shape)}: load what this rank saved, on as many ranks as then"
                 )
+
+
+def as_loaded(param: Tensor, state: Mapping[str, Any]) -> dict[str, Any]:
+    """A copy of one's own state, cast as torch does for a parameter."""
+    found = copy.deepcopy(dict(state))
+    for key, value in found.items():
+        if isinstance(value, Tensor) and value.dim():
+            found[key] = value.to(param.device, param.dtype if value.is_floating_point() else value.dtype)
+    return found
 
 
 def _copied(value: Any) -> Any:

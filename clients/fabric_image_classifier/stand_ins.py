@@ -1,0 +1,3 @@
+"""Operators that torchvision may lack."""
+
+import clients.torchvision_ops  # noqa: F401
