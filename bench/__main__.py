@@ -29,6 +29,14 @@ RUNS = {
     ),
     "step-alone": ("bench.step --ranks 1 --batch 1 --seconds 60", SMALL),
     "buckets": ("bench.step --ranks 2 4 --systems fused stage --caps 1 4 16 64 --batch 1 --seconds 240", SMALL),
+    "step-torchs-calls": (
+        """bench.step --ranks 2 --seconds 200 --systems "own clip" "torch's clip" """,
+        SMALL,
+    ),
+    "wrapper": (
+        "bench.wrapper --ranks 2 --seconds 90",
+        f"{SMALL} --rounds 5 --looked-at-mib 1 --backend eager",
+    ),
     "memory": ("bench.memory --ranks 2 4", "--layers 1"),
     "residency": ("bench.residency --ranks 2 4 --seconds 200", SMALL),
     "host": ("bench.host --ranks 1 2", "--rounds 10"),

@@ -7,7 +7,6 @@ hand out buffers, ``no_sync()`` around a forward decides, and gradients that no 
 
 from __future__ import annotations
 
-import sys
 import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -19,7 +18,7 @@ from torch import nn
 from torch.distributed.algorithms.join import Joinable
 from torch.nn.parallel import DistributedDataParallel as OfTorch
 
-from zerox.flow.compiled_regions import keep_from_dynamo
+from zerox.flow.compiled_regions import keep_from_dynamo, untraced
 from zerox.flow.profiled import range_named
 from zerox.ranks.calls import warn_caller
 from zerox.ranks.wrapped import WrappedModule
@@ -33,6 +32,15 @@ from zerox.wrapper.refusals import refuses
 from zerox.wrapper.stand_in import Reducer
 
 NOT_COPIED = ("process_group", "_averaging")
+
+
+@untraced
+def cut_graphs_for(wrapper: OfTorch | None) -> OfTorch | None:
+    """Has torch.compile cut the graph of what it compiles inside a wrapper's forward, so that gradients come while
+    backward still runs. Returns for which one it did before. As torch's ``_inside_ddp_forward()``, in a tenth of its
+    time."""
+    before, OfTorch._active_ddp_module = OfTorch._active_ddp_module, wrapper  # type: ignore[assignment]
+    return before
 
 
 @refuses
@@ -132,16 +140,17 @@ class DistributedDataParallel(Placement, Buffers, arguments.WithoutEffect, OfTor
             if is_training:
                 self._averaging.before_forward()
             inputs, kwargs = self._moved(inputs, kwargs)  # type: ignore[assignment]
-            with self._for_dynamo():
+            outer = cut_graphs_for(self)
+            try:
                 outputs = self.module(*inputs, **kwargs)
+            finally:
+                cut_graphs_for(outer)
             if is_training:
                 self._averaging.after_forward(outputs, self.require_backward_grad_sync, self.find_unused_parameters)
-            self.require_forward_param_sync = is_training and self.require_backward_grad_sync
+            shares_next = is_training and self.require_backward_grad_sync
+            if shares_next is not self.require_forward_param_sync:  # a Module is slow to assign to
+                self.require_forward_param_sync = shares_next
             return outputs
-
-    def _for_dynamo(self) -> AbstractContextManager[Any]:
-        """Cuts the graph of what is compiled inside, so that gradients come while backward still runs."""
-        return self._inside_ddp_forward() if "torch._dynamo" in sys.modules else nullcontext()
 
     def join(  # type: ignore[override]
         self,

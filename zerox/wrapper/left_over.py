@@ -97,6 +97,8 @@ class LeftOver:
         if self.grads is not None and self.grads.manager.backward.has_failed:
             self._forget_failed()
         self._look()
+        if not self.seen.apart:
+            return
         known = set(self.sent)
         if any(param.requires_grad and id(param) not in known for _, param in self.seen.apart):
             # Those that were frozen meanwhile stay: a GAN's would come and go in each step.

@@ -34,31 +34,31 @@ def broadcast(tensors: Iterable[Tensor], group: dist.ProcessGroup | None, what: 
 
 @torch.no_grad()
 def give_out(tensors: Sequence[Tensor], send: Callable[[Tensor], object], is_root: bool = False) -> None:
-    """``send``: gives all ranks rank 0's values of a 1-D tensor, in place. Versions stay: a tensor that autograd has
+    """``send``: gives all ranks rank 0's bytes of a 1-D tensor, in place. Versions stay: a tensor that autograd has
     saved may be handed out again before its backward, as in DistributedDataParallel."""
     with _unsafe_preserve_version_counter(tuple(tensors)):
         for run in _runs(tensors):
-            flat = torch.cat([tensor.reshape(-1) for tensor in run])
-            send(flat.view(torch.uint8))  # backends don't know all dtypes
+            sent = torch.cat([tensor.contiguous().view(-1).view(torch.uint8) for tensor in run])
+            send(sent)
             if not is_root:
-                for tensor, values in zip(run, flat.split([tensor.numel() for tensor in run]), strict=True):
-                    tensor.copy_(values.view(tensor.shape))
+                for tensor, values in zip(run, sent.split([tensor.nbytes for tensor in run]), strict=True):
+                    tensor.copy_(values.view(tensor.dtype).view(tensor.shape))
 
 
 def _runs(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
-    """Of one dtype and device, in order, each within MOST_BYTES but for a single tensor."""
+    """Of one device, each within MOST_BYTES but for a single tensor; the largest elements first, so that in a message
+    all are aligned."""
     runs: list[list[Tensor]] = []
-    last: dict[tuple[torch.dtype, torch.device], tuple[list[Tensor], int]] = {}
-    for tensor in tensors:
+    last: dict[torch.device, tuple[list[Tensor], int]] = {}
+    for tensor in sorted(tensors, key=lambda each: -each.element_size()):
         if tensor.numel() == 0:
             continue
-        kind = (tensor.dtype, tensor.device)
-        run, nbytes = last.get(kind, ([], MOST_BYTES + 1))
+        run, nbytes = last.get(tensor.device, ([], MOST_BYTES + 1))
         if nbytes + tensor.nbytes > MOST_BYTES:
             run, nbytes = [], 0
             runs.append(run)
         run.append(tensor)
-        last[kind] = run, nbytes + tensor.nbytes
+        last[tensor.device] = run, nbytes + tensor.nbytes
     return runs
 
 
