@@ -24,5 +24,5 @@ def test_each_is_measured_beside_torchs() -> None:
         ]
         constructor = found[2]
         sent_mib = sum(param.nbytes for param in SMALL.model().parameters()) / wrapper.MIB
-        assert sent_mib < constructor["torchs"] and sent_mib < constructor["zerox"]
+        assert all(sent_mib < constructor[whose] for whose in ("torchs", "zerox"))
         assert all(row["torchs"] > 0 and row["zerox"] > 0 for row in found[2:])
