@@ -22,7 +22,8 @@ from zerox import DistributedDataParallel, FusedShardedAdam
 from zerox.wrapper.refusals import REFUSED, WITHOUT_EFFECT
 
 # Of torch's reducer and logger, and of what is refused: nobody asks for these.
-INSIDE = {"reducer", "logger", "use_side_stream_for_tensor_copies", "bucket_bytes_cap_default", "bucket_bytes_cap_list"}
+INSIDE = {"reducer", "logger", "use_side_stream_for_tensor_copies", "bucket_bytes_cap_default"}
+OF_TORCH = inspect.signature(OfTorch.__init__).parameters  # older ones have fewer
 
 
 def test_it_takes_all_arguments_that_torch_s_does_in_the_same_order() -> None:
@@ -33,6 +34,8 @@ def test_it_takes_all_arguments_that_torch_s_does_in_the_same_order() -> None:
 
 def attributes(rank: int, world_size: int) -> dict[str, tuple[Any, Any]]:
     options = {"find_unused_parameters": True, "bucket_cap_mb": 3, "dim": 1, "gradient_as_bucket_view": True}
+    if "bucket_cap_mb_list" in OF_TORCH:
+        options["bucket_cap_mb_list"] = [1, 5, 2]
     made = []
     for cls in (OfTorch, DistributedDataParallel):
         net = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
@@ -111,12 +114,42 @@ def test_names_of_torch_s_inside_are_refused_or_have_nothing_to_do() -> None:
         model.join(throw_on_early_termination=True)
     with pytest.raises(NotImplementedError, match=r"Join\(\[optimizer\]\)"):
         Join([model])
-    with pytest.warns(UserWarning, match="forward_sync_buffers and broadcast_buffers"):
+    with pytest.warns(FutureWarning, match="broadcast_buffers is ignored"):
         DistributedDataParallel(nn.Linear(2, 2), broadcast_buffers=True, forward_sync_buffers=False)
     with pytest.warns(FutureWarning, match="check_reduction"):
         DistributedDataParallel(nn.Linear(2, 2), check_reduction=True)
     with pytest.raises(TypeError, match=r"wraps a torch\.nn\.Module, got int"):
         DistributedDataParallel(3)
+
+
+@pytest.mark.skipif("forward_sync_buffers" not in OF_TORCH, reason="this torch has no forward_sync_buffers")
+def test_the_older_name_of_what_forwards_hand_out_warns_as_torch_s_does() -> None:
+    with pytest.warns(FutureWarning, match="torch has renamed broadcast_buffers: pass forward_sync_buffers"):
+        DistributedDataParallel(nn.Linear(2, 2), broadcast_buffers=False)
+
+
+def static_graph_afterwards(rank: int, world_size: int) -> list[tuple[str, str]]:
+    found = []
+    for begins in (False, True):
+        said = []
+        for cls in (OfTorch, DistributedDataParallel):
+            model = cls(nn.Linear(2, 2))
+            if begins:
+                model(torch.ones(1, 2)).sum().backward()
+            try:
+                model._set_static_graph()
+                said.append("taken")
+            except RuntimeError as error:
+                said.append(str(error).partition(" before")[0])
+        found.append((said[0], said[1]))
+    return found
+
+
+def test_a_graph_is_declared_static_before_training_begins_as_with_torch_s() -> None:
+    for before, afterwards in run_ranks(static_graph_afterwards, 2):
+        assert before == ("taken", "taken")
+        assert "set_static_graph() should be called" in afterwards[0]
+        assert "set_static_graph() should be called" in afterwards[1]
 
 
 def copied_on_rank_0(rank: int, world_size: int) -> list[bool]:

@@ -136,6 +136,13 @@ class ShardedGrad(Unreadable):
     def __repr__(self) -> str:  # type: ignore[override]
         return f"ShardedGrad({self.param_name}, shape={tuple(self.shape)}, dtype={self.dtype})"
 
+    def mul_(self, other: Any) -> Tensor:
+        """As torch's. torch's clip calls it for each gradient, with one number, which the dispatcher need not see."""
+        notes = self.notes
+        if notes is not None and notes.repeat(self, "mul_", other):
+            return self
+        return super().mul_(other)
+
     def share_memory_(self) -> ShardedGrad:
         """Does nothing: it has no memory. model.share_memory() calls this for every gradient."""
         return self

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import inspect
 import warnings
+from collections.abc import Sequence
 from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.parallel import DistributedDataParallel as OfTorch
 from torch.nn.parameter import is_lazy
 
 from zerox.plan.buckets import MIB
@@ -19,6 +22,7 @@ REFUSED = {
     "param_to_hook_all_reduce": "gradients leave as backward makes them: leave it out",
 }
 MOST_LIKE_TORCH_MB = 25.0
+RENAMES_BUFFERS = "forward_sync_buffers" in inspect.signature(OfTorch.__init__).parameters
 
 
 class WithoutEffect:
@@ -27,6 +31,8 @@ class WithoutEffect:
     gradient_as_bucket_view: bool
     batched_grad_copy: bool
     skip_all_reduce_unused_params: bool
+    bucket_bytes_cap: int  # where torch.compile cuts the graph of a wrapped module; optimizers have their own buckets
+    bucket_bytes_cap_list: list[int]
     broadcast_bucket_size = MOST_BYTES
     mixed_precision = None
     logger = None
@@ -35,6 +41,11 @@ class WithoutEffect:
         self.gradient_as_bucket_view = gradient_as_bucket_view
         self.batched_grad_copy = batched_grad_copy
         self.skip_all_reduce_unused_params = skip_unused
+
+    def _keep_caps(self, bucket_cap_mb: float | None, bucket_cap_mb_list: Sequence[float] | None) -> None:
+        most_mb = max(bucket_cap_mb_list) if bucket_cap_mb_list else bucket_cap_mb
+        self.bucket_bytes_cap = int((MOST_LIKE_TORCH_MB if most_mb is None else most_mb) * MIB)
+        self.bucket_bytes_cap_list = [int(each * MIB) for each in bucket_cap_mb_list or ()]
 
 
 def check_refused(**given: Any) -> None:
@@ -80,27 +91,23 @@ def trained_params(module: nn.Module, ignored: set[str]) -> list[Tensor]:
 
 def buffers_to_share(broadcast_buffers: bool | None, forward_sync_buffers: bool | None) -> tuple[bool, bool]:
     """Whether forwards hand out buffers, and whether the constructor does: the older argument speaks of both."""
-    if forward_sync_buffers is None:
-        both = True if broadcast_buffers is None else bool(broadcast_buffers)
-        return both, both
-    if broadcast_buffers is not None:
-        warnings.warn(
-            "zerox.DistributedDataParallel: forward_sync_buffers and broadcast_buffers were both passed, and the first "
-            "is what counts",
-            stacklevel=3,
+    if forward_sync_buffers is not None:
+        if broadcast_buffers is not None:
+            _say_deprecated("broadcast_buffers is ignored where forward_sync_buffers is passed")
+        return bool(forward_sync_buffers), True
+    if broadcast_buffers is not None and RENAMES_BUFFERS:
+        _say_deprecated(
+            "torch has renamed broadcast_buffers: pass forward_sync_buffers. If False, that one leaves the "
+            "constructor's hand-out of buffers on"
         )
-    return bool(forward_sync_buffers), True
+    both = True if broadcast_buffers is None else bool(broadcast_buffers)
+    return both, both
 
 
-def bucket_bytes(bucket_cap_mb: float | None) -> int:
-    """For torch.compile, which cuts a wrapped module's graph there; optimizers have buckets of their own."""
-    return int((MOST_LIKE_TORCH_MB if bucket_cap_mb is None else bucket_cap_mb) * MIB)
-
-
-def say_deprecated(check_reduction: bool) -> None:
+def check_reduction_is_off(check_reduction: bool) -> None:
     if check_reduction:
-        warnings.warn(
-            "The `check_reduction` argument in `DistributedDataParallel` module is deprecated. Please avoid using it.",
-            FutureWarning,
-            stacklevel=3,
-        )
+        _say_deprecated("torch has deprecated check_reduction, and it does nothing: leave it out")
+
+
+def _say_deprecated(text: str) -> None:
+    warnings.warn(f"zerox.DistributedDataParallel: {text}", FutureWarning, stacklevel=4)

@@ -25,12 +25,14 @@ class Averaging:
         self.of_engines: Sequence[weakref.ref[BucketManager]] = ()
         self.num_joined: int | None = None  # inside join(): how many forwards there were
         self.hook = ""  # the name of a communication hook
+        self.has_begun = False
         for engine in engines_of(wrapped.params):
             check_same_ranks(wrapped, engine.inside.ranks.given)
             engine.inside.grads.let_decide(dict.fromkeys(wrapped.names, wrapped.decision))
 
     def before_forward(self) -> None:
         """Of a training forward."""
+        self.has_begun = True
         if self.num_joined is not None:
             self.num_joined += 1
         if self.seen != num_changes():

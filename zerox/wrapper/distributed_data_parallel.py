@@ -61,10 +61,10 @@ class DistributedDataParallel(Placement, Buffers, arguments.WithoutEffect, OfTor
         process_group, device_mesh: the ranks that train the module; also those of its optimizers. None: all, or this
             process alone if there is no default group.
         find_unused_parameters, static_graph, gradient_as_bucket_view, skip_all_reduce_unused_params,
-            batched_grad_copy, bucket_cap_mb_list, check_reduction: taken, and without effect: a parameter may be unused
-            on any rank in any step.
-        bucket_cap_mb: where torch.compile cuts the graph of a forward. Optimizers have a ``bucket_cap_mb`` of their
-            own.
+            batched_grad_copy, check_reduction: taken, and without effect: a parameter may be unused on any rank in any
+            step.
+        bucket_cap_mb, bucket_cap_mb_list: where torch.compile cuts the graph of a forward: the largest of the list.
+            Optimizers have a ``bucket_cap_mb`` of their own.
         mixed_precision, delay_all_reduce_named_params, param_to_hook_all_reduce: must be None.
 
     Raises:
@@ -106,7 +106,7 @@ class DistributedDataParallel(Placement, Buffers, arguments.WithoutEffect, OfTor
             delay_all_reduce_named_params=delay_all_reduce_named_params,
             param_to_hook_all_reduce=param_to_hook_all_reduce,
         )
-        arguments.say_deprecated(check_reduction)
+        arguments.check_reduction_is_off(check_reduction)
         self.process_group = arguments.chosen_group_of(process_group, device_mesh)
         self.device_mesh = device_mesh
         self.parameters_to_ignore = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
@@ -116,7 +116,7 @@ class DistributedDataParallel(Placement, Buffers, arguments.WithoutEffect, OfTor
         self.static_graph = static_graph
         self.find_unused_parameters = find_unused_parameters
         self._keep(gradient_as_bucket_view, batched_grad_copy, skip_all_reduce_unused_params)
-        self.bucket_bytes_cap = arguments.bucket_bytes(bucket_cap_mb)
+        self._keep_caps(bucket_cap_mb, bucket_cap_mb_list)
         self.require_backward_grad_sync = self.require_forward_param_sync = True
         shared = self._share_buffers(*arguments.buffers_to_share(broadcast_buffers, forward_sync_buffers))
         self._wrap()
@@ -219,8 +219,12 @@ class DistributedDataParallel(Placement, Buffers, arguments.WithoutEffect, OfTor
         self._find_buffers()
 
     def _set_static_graph(self) -> None:
+        """RuntimeError after the first training forward, as torch's."""
         if self.static_graph:
             warn_caller("You've set static_graph to be True, no need to set it again.")
+            return
+        if self._averaging.has_begun:
+            raise RuntimeError("_set_static_graph() should be called before the training loop starts")
         self.static_graph = True
 
 
