@@ -143,6 +143,27 @@ def closed(fabric: Fabric, rank: int) -> list[Tensor]:
     return state_of(model)
 
 
+def built_before(rank: int, world_size: int, stage: int) -> list[bool]:
+    """Rank 0 writes between the optimizer and setup_module(), and masters follow: a step without a rate keeps it."""
+    fabric = make_fabric(rank, world_size, "zerox")
+    model = nn.Linear(6, 4, dtype=torch.float16)
+    ours = FusedShardedAdam(model.parameters(), lr=0.0, stage=stage)
+    with torch.no_grad():
+        for param in model.parameters() if rank == 0 else ():
+            param.fill_(2.0)
+    model = fabric.setup_module(model)
+    optimizer = fabric.setup_optimizers(ours)
+    fabric.backward(model(torch.ones(1, 6, dtype=torch.float16)).sum())
+    optimizer.step()
+    with ours.whole():
+        return [bool((param == 2.0).all()) for param in model.parameters()]
+
+
+@pytest.mark.parametrize("stage", [1, 2])  # in stage 3 all ranks write alike
+def test_an_optimizer_that_was_built_before_its_module_was_set_up_follows(stage: int) -> None:
+    assert run(built_before, 2, stage) == [[True, True]] * 2
+
+
 LOOPS = {
     "plain": (plain, {}),
     "clip": (clipped, {}),
