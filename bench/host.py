@@ -42,7 +42,10 @@ def sampled(call: Callable[[], object], rounds: int, before: Callable[[], object
 
 
 def summary(samples_us: list[float]) -> Row:
-    return {"tenth_us": statistics.quantiles(samples_us, n=10, method="inclusive")[0], "median_us": statistics.median(samples_us)}
+    return {
+        "tenth_us": statistics.quantiles(samples_us, n=10, method="inclusive")[0],
+        "median_us": statistics.median(samples_us),
+    }
 
 
 def small_steps(rounds: int) -> Iterator[Row]:
