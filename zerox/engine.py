@@ -126,14 +126,13 @@ class Engine(ParamGroups, OneGradient, OneState):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        capturing = is_capturing(self._all_ranks, self._options.capturable, self._gather.manager)
+        capturing = is_capturing(self._all_ranks, self._options.capturable, self._gather.manager, self._calls.record)
         with self._gather.updating():
             if not capturing:
                 refusal = self._calls.own.refusal(STEP_OPTIONS) if self._has_step_options else ""
                 outcome = self._settle(Meeting.STEP, [float(self._has_step_options)], refusal)
                 self._check_options(outcome, follows=False)
-                if not self._calls.record.has_looked:
-                    look_around(self.inside, outcome)
+                look_around(self.inside, outcome)
             self._update_all(capturing)
         self._calls.own.update(self.param_groups, self._rules, self._shows)
         self._end_step()
@@ -158,8 +157,9 @@ class Engine(ParamGroups, OneGradient, OneState):
 
     def synchronize(self) -> None:
         """Waits for everything on its way. Collective. Needed between two backwards that use reentrant checkpoints."""
-        self._settle(Meeting.SYNCHRONIZE)
+        outcome = self._settle(Meeting.SYNCHRONIZE)
         if self._options.capturable:
+            look_around(self.inside, outcome)  # a capture can't
             self._update.refresh(self.param_groups)  # a replay of step() reads the numbers that hold now
 
     def overlap_gather(self, model: torch.nn.Module | None) -> None:
@@ -302,7 +302,8 @@ class Engine(ParamGroups, OneGradient, OneState):
         refusal = refusal or self._take_written(meeting) or self._calls.refusal_to_go_on(meeting, unfrozen)
         values = [] if refusal else self._gather.found_elsewhere(elsewhere)
         options = digest_of(self.param_groups, self._joining) if self._joining else 0.0
-        params = digest_of_params(self.inside) if meeting is Meeting.STEP and not self._calls.record.has_looked else 0.0
+        looks = meeting is Meeting.STEP or (meeting is Meeting.SYNCHRONIZE and self._options.capturable)
+        params = digest_of_params(self.inside) if looks and not self._calls.record.has_looked else 0.0
         news = bool(unfrozen or regrouped or self._shows.written)
         outcome = self._grads.settle(meeting, arguments, options, params, int(news), refusal)
         if outcome.adopts:

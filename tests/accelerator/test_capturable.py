@@ -116,8 +116,11 @@ def test_capture_without_capturable_and_over_gloo_is_refused(any_device: pytest.
         optimizer._ranks, optimizer._options = ranks, OptimizerOptions(capturable=capturable)
         with pytest.raises(RuntimeError, match=message):
             optimizer.step()
+    nccl = Ranks(0, 2, "nccl", "native", None, None, torch.device("cuda"))
+    with pytest.raises(RuntimeError, match=r"before the first one.*call synchronize\(\) before it"):
+        is_capturing(nccl, True, optimizer.inside.manager, optimizer.inside.calls.record)
     optimizer._ranks, optimizer._options = alone, OptimizerOptions(capturable=True)
-    assert is_capturing(alone, True, optimizer.inside.manager)
+    assert is_capturing(alone, True, optimizer.inside.manager, optimizer.inside.calls.record)
     sum(param.sum() for param in optimizer.param_groups[0]["params"]).backward()
     with pytest.raises(RuntimeError, match="backward can't be captured"):
         optimizer.step()

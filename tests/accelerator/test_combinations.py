@@ -121,9 +121,9 @@ def raises_where_it_is_captured(way: Way, monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     over_gloo = Ranks(0, 2, "gloo", "direct", None, None, torch.device("cuda"))
     HERE.ranks = Ranks.alone()
-    manager = FusedShardedAdam([torch.nn.Parameter(torch.ones(3))]).inside.manager
+    inside = FusedShardedAdam([torch.nn.Parameter(torch.ones(3))]).inside
     with pytest.raises(RuntimeError, match=r"can't be captured over gloo.*use nccl"):
-        is_capturing(over_gloo, True, manager)
+        is_capturing(over_gloo, True, inside.manager, inside.calls.record)
 
 
 def hides_nothing(way: Way, monkeypatch: pytest.MonkeyPatch) -> None:

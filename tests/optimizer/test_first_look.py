@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from tests.ranks import Once, run_ranks
 from zerox import FusedShardedAdam, ShardedOptimizer
 from zerox.flow.first_look import squares_of
+from zerox.options import OptimizerOptions
 
 
 def net(rank: int = 0) -> nn.Sequential:
@@ -95,6 +96,32 @@ def test_it_raises_on_all_ranks_and_names_the_first() -> None:
                 assert "2.weight'" in said, what
                 assert "optimizer.broadcast_parameters()" in said
                 assert "zerox.DistributedDataParallel" in said
+
+
+def before_a_capture(rank: int, world_size: int) -> list[str]:
+    """Of a step() that is captured later: synchronize() comes before it."""
+    said = []
+    model = net(rank)
+    optimizer = FusedShardedAdam(model.named_parameters())
+    optimizer._options = OptimizerOptions(capturable=True)  # the constructor takes it on GPUs alone
+    for change in (write, None, write, None):
+        if change is not None:
+            change(rank, model)
+        model(torch.ones(4, 16)).square().mean().backward()
+        try:
+            optimizer.synchronize()
+            said.append("")
+        except RuntimeError as error:
+            said.append(str(error))
+            optimizer.zero_grad()
+            optimizer.broadcast_parameters()
+    return said
+
+
+def test_synchronize_looks_for_a_step_that_will_be_captured() -> None:
+    for first, after, later, last in run_ranks(before_a_capture, 2):
+        assert first.startswith("zerox: ranks have different parameters")
+        assert after == later == last == "", "it has looked"
 
 
 def alike(rank: int, world_size: int) -> list[str]:

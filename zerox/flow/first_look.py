@@ -6,7 +6,8 @@ one rank alone (a load on rank 0, say) would train with other values on each, wi
 the first one after load_state_dict(), compares the sum of the squares of each parameter. It is exact, so that no order
 of summation shows; it takes one read of the parameters; and it is the same for 0.0 and -0.0, and for all NaNs. Its
 digest is in the message that ranks send there anyway. A change that keeps the sum, such as another order of the
-elements, is not seen.
+elements, is not seen. A step() that is captured into a CUDA graph sends no message, so with capturable=True the first
+synchronize() looks too, which comes before each capture.
 
 With sharded parameters (ZeRO stage 3) all ranks read the same shards: only parameters that lie elsewhere may differ.
 """

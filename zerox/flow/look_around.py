@@ -39,7 +39,7 @@ class Around:
 def look_around(inside: Inside, outcome: Outcome) -> None:
     """One warning at most, in the first step(), when ranks have compared their parameters. Collective there: ranks tell
     each other, in a message of one size, whether they have found the same model."""
-    if outcome.followed:
+    if outcome.followed or inside.calls.record.has_looked:
         return
     if inside.ranks.size == 1 or not outcome.has_same_params:  # else some ranks are not here
         inside.calls.record.has_looked = True
