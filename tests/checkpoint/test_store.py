@@ -155,7 +155,7 @@ def test_a_folder_that_is_no_checkpoint_is_told(tmp_path: Path) -> None:
         load(tmp_path / "nowhere", model, optimizer)
     manifest.write(tmp_path, {}, {})
     (tmp_path / manifest.NAME).write_text((tmp_path / manifest.NAME).read_text().replace('"format": 2', '"format": 9'))
-    with pytest.raises(CheckpointError, match="is of format 9: this zerox reads formats up to 2"):
+    with pytest.raises(CheckpointError, match="is of format 9: this zerox reads formats up to 3"):
         load(tmp_path, model, optimizer)
 
 

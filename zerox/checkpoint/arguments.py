@@ -12,8 +12,7 @@ from zerox.engine import Engine
 
 
 def check_arguments(call: str, path: Any, model: Any, optimizer: Any) -> None:
-    """TypeError for anything but a path, a model and an optimizer of zerox, NotImplementedError for one with parameters
-    that are each rank's own. ``call``: "zerox.save()", for the text."""
+    """TypeError for anything but a path, a model and an optimizer of zerox. ``call``: "zerox.save()", for the text."""
     order = f"{call} takes (path, model, optimizer)"
     if not isinstance(path, str | os.PathLike):
         raise TypeError(f"{order}, and path is {_a(path)}: pass the checkpoint's folder as a string or a Path")
@@ -25,8 +24,6 @@ def check_arguments(call: str, path: Any, model: Any, optimizer: Any) -> None:
         raise TypeError(
             f"{order}, and optimizer is {_a(optimizer)}, which is no optimizer of zerox: {_way_out(optimizer)}"
         )
-    if why := optimizer.inside.calls.own.refusal(call):
-        raise NotImplementedError(f"zerox: {why}")
 
 
 def _way_out(given: Any) -> str:

@@ -17,6 +17,7 @@ from zerox.checkpoint.masks import MASKS, SPARSITY
 from zerox.checkpoint.names import MODEL, OPTIMIZER
 from zerox.checkpoint.place import find
 from zerox.checkpoint.store import Opened, open_checkpoint, write
+from zerox.checkpoint.unwrapped import refuse_own
 from zerox.checkpoint.writer import save_object
 from zerox.memory.forms import decoded, master_of
 from zerox.memory.stored import SCALE, Stored
@@ -66,6 +67,7 @@ def convert_file(
         raise ValueError("--masks is for a file of weights: the optimizer's state has its masks without it")
     opened = open_checkpoint(source, Everyone())
     with Everyone().failing_together(f"{source} could not be converted"):
+        refuse_own(opened.host())
         if weights or target.suffix == SAFETENSORS:
             return _weights_to_file(opened, target, fp32, masks)
         return _to_file(opened, target, fp32, keys)

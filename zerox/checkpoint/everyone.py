@@ -79,6 +79,11 @@ class Everyone:
         """Which parameters this rank has of those."""
         return tuple(axis.coordinate for axis in self.model.axes if not axis.is_of_params)
 
+    @property
+    def may_be_others(self) -> bool:
+        """Whether there may be ranks of other optimizers among them, which know nothing of this one's."""
+        return self.own is None and not self.alone
+
     def gather(self, value: Any, what: str) -> list[Any]:
         """Every rank's value, by rank. CheckpointError, beginning with ``what``, if one does not answer."""
         if self.alone:

@@ -13,13 +13,19 @@ from zerox.rules.of_groups import RULE
 from zerox.state.state_dict import say_what_stays, taken_options
 
 NOT_OPTIONS = ("params", "param_names")
+NONE: Mapping[int, str] = {}
 
 
-def groups_by_name(optimizer: Engine, names: Mapping[int, str]) -> list[dict[str, Any]]:
-    """Each group's options, its rule among them, and under "names" its parameters'."""
+def groups_by_name(optimizer: Engine, names: Mapping[int, str], own: Mapping[int, str] = NONE) -> list[dict[str, Any]]:
+    """Each group's options, its rule among them, and under "names" its parameters'.
+
+    ``names``: of those that ranks share, by number. ``own``: of this rank's own, by id, which come after these.
+    """
     of_group: list[list[str]] = [[] for _ in optimizer.param_groups]
     for member in sorted(optimizer.inside.members, key=lambda each: each.number):
         of_group[member.group].append(names[member.number])
+    for found, group in zip(of_group, optimizer.param_groups, strict=True):
+        found.extend(own[id(param)] for param in (group["params"] if own else ()) if id(param) in own)
     return [
         {
             RULE: optimizer.inside.rules.of(group).name,
@@ -30,26 +36,36 @@ def groups_by_name(optimizer: Engine, names: Mapping[int, str]) -> list[dict[str
     ]
 
 
-def check_rules(optimizer: Engine, names: Mapping[int, str], saved: list[dict[str, Any]]) -> None:
+def check_rules(
+    optimizer: Engine, names: Mapping[int, str], saved: list[dict[str, Any]], own: Mapping[int, str] = NONE
+) -> None:
     """CheckpointError naming the first param group that has parameters which were saved with another rule."""
     of_name = {name: group for group in saved for name in group["names"]}
-    for index, own in enumerate(groups_by_name(optimizer, names)):
-        for known in (of_name[name] for name in own["names"] if name in of_name):
-            if why := optimizer.inside.rules.misfit(own, known):
+    for index, live in enumerate(groups_by_name(optimizer, names, own)):
+        for known in (of_name[name] for name in live["names"] if name in of_name):
+            if why := optimizer.inside.rules.misfit(live, known):
                 raise CheckpointError(f"param group {index} {why}")
 
 
-def fill_groups(optimizer: Engine, names: Mapping[int, str], saved: list[dict[str, Any]]) -> None:
-    """Gives each group the options that its parameters had. CheckpointError if they had different ones."""
+def groups_to_fill(
+    optimizer: Engine, names: Mapping[int, str], saved: list[dict[str, Any]], own: Mapping[int, str] = NONE
+) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+    """Each group with the one that its parameters were in. CheckpointError if they had different options."""
     of_name = {name: index for index, group in enumerate(saved) for name in group["names"]}
-    rules = optimizer.inside.rules
     found = []
-    for index, (group, own) in enumerate(zip(optimizer.param_groups, groups_by_name(optimizer, names), strict=True)):
-        had = sorted({of_name[name] for name in own["names"] if name in of_name})
+    live = groups_by_name(optimizer, names, own)
+    for index, (group, named) in enumerate(zip(optimizer.param_groups, live, strict=True)):
+        had = sorted({of_name[name] for name in named["names"] if name in of_name})
         options = [{key: value for key, value in saved[each].items() if key != "names"} for each in had]
         if any(each != options[0] for each in options[1:]):
             raise CheckpointError(f"parameters of param group {index} were saved in groups {had}: their options differ")
         found += [(group, saved[had[0]])] if had else []
+    return found
+
+
+def fill_groups(optimizer: Engine, found: list[tuple[dict[str, Any], dict[str, Any]]]) -> None:
+    """Gives groups the options that were saved."""
+    rules = optimizer.inside.rules
     say_what_stays(rules, found)
     for group, known in found:
         for key, value in taken_options(rules, group, known).items():

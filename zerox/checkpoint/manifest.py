@@ -26,8 +26,10 @@ DATA = r"__[0-9]+_[0-9]+\.distcp"
 LISTED = re.compile(rf"{DATA}|{re.escape(METADATA)}|{re.escape(HOST)}")
 WRITTEN = re.compile(rf"{LISTED.pattern}|{re.escape(METADATA)}\.tmp|{re.escape(NAME)}")  # also by half a save
 
+OWN = "own"  # in HOST: a record of each rank that has parameters of its own
 FORMAT = 2  # 2 may have masks
-READ = (1, 2)
+FORMAT_WITH_OWN = 3  # a reader that does not know each rank's own parameters would leave them out without a word
+READ = (1, 2, 3)
 CRC = "crc32"  # of the manifest itself, as compact JSON with sorted keys
 CHUNK_BYTES = 2**22
 MOST_BYTES = 2**26  # that a manifest can have: 100,000 ranks take a tenth of it
@@ -76,9 +78,9 @@ def sync(path: Path) -> None:
         os.close(descriptor)
 
 
-def write(folder: Path, files: Mapping[str, tuple[int, int]], about: Mapping[str, Any]) -> None:
+def write(folder: Path, files: Mapping[str, tuple[int, int]], about: Mapping[str, Any], format: int = FORMAT) -> None:
     """Completes a checkpoint. ``files``: bytes and CRC-32 by name. ``about``: for people."""
-    content = {"format": FORMAT, **about, "files": dict(sorted(files.items()))}
+    content = {"format": format, **about, "files": dict(sorted(files.items()))}
     file = folder / NAME
     file.write_text(json.dumps({**content, CRC: _crc(content)}, indent=1) + "\n")
     sync(file)
@@ -104,7 +106,7 @@ def read(folder: Path) -> dict[str, Any]:
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise CheckpointError(f"{file} is damaged") from None
     if found.get("format") not in READ:
-        raise CheckpointError(f"{file} is of format {found.get('format')}: this zerox reads formats up to {FORMAT}")
+        raise CheckpointError(f"{file} is of format {found.get('format')}: this zerox reads formats up to {max(READ)}")
     _check_sense(file, found)
     return dict(found)
 

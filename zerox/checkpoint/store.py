@@ -23,8 +23,8 @@ from zerox.checkpoint.arguments import check_arguments
 from zerox.checkpoint.blocks import memory_order
 from zerox.checkpoint.entries import entries
 from zerox.checkpoint.everyone import Everyone, FailingAs
-from zerox.checkpoint.groups import check_rules, fill_groups, groups_by_name
-from zerox.checkpoint.manifest import HOST, METADATA, CheckpointError, some
+from zerox.checkpoint.groups import check_rules, fill_groups, groups_by_name, groups_to_fill
+from zerox.checkpoint.manifest import FORMAT, FORMAT_WITH_OWN, HOST, METADATA, OWN, CheckpointError, some
 from zerox.checkpoint.masks import check_masks, masks_of, take_masks
 from zerox.checkpoint.names import MODEL, OPTIMIZER, fill_others, parameter_names, split_model
 from zerox.checkpoint.own_params import all_names, joined
@@ -33,6 +33,7 @@ from zerox.checkpoint.place import Target, candidates, find
 from zerox.checkpoint.reader import CheckpointReader, loaded
 from zerox.checkpoint.saved_state import SavedState
 from zerox.checkpoint.saved_tables import spread_tables, table_entries
+from zerox.checkpoint.unwrapped import RanksOwn
 from zerox.checkpoint.writer import CheckpointWriter, save_object
 from zerox.engine import Engine
 from zerox.ranks.calls import named
@@ -54,7 +55,8 @@ def save(
     there before or all of the new checkpoint, also if a rank is killed. Parameters have the names of ``model``.
     Collective over ``process_group`` (default: the optimizer's own, and all model axes), whose ranks see one file
     system. DTensors are saved as the whole tensors that they are parts of, and stages of a pipeline
-    (``norm_group``) each write theirs.
+    (``norm_group``) each write theirs. What is each rank's own, as parameters that no DistributedDataParallel has
+    beside others that one has, is saved under its rank.
 
     A new path, an empty folder, a checkpoint, or a link to one of these is replaced. Anything else, also a checkpoint
     with other files in it, is refused before anything is written. Raises CheckpointError on all ranks for that, if one
@@ -69,13 +71,18 @@ def save(
     tensors: dict[str, Tensor] = {}
     host: dict[str, Any] = {}
     team_of: dict[str, tuple[int, int]] = {}
+    record: dict[str, Any] | None = None
     with ranks.failing_together(failure):
         if optimizer.inside.loading.failed:
             raise CheckpointError(optimizer.inside.loading.failed)
         names = parameter_names(model, optimizer)
         optimizer.inside.gather.prepare_checkpoint()
         tensors, others = split_model(model, optimizer)
+        own = RanksOwn(model, optimizer, names, ranks.rank)
+        own.take_out(model, tensors, others)
         tensors |= entries(optimizer, names)
+        of_own, record = own.to_save()
+        tensors |= of_own
         team_of = optimizer.inside.grads.teams.by_name({names[m.number]: m.group for m in optimizer.inside.members})
         orders = {names[m.number]: memory_order(m) for m in optimizer.inside.members}
         host = {
@@ -87,6 +94,9 @@ def save(
         }
     with FailingAs(failure):
         tensors |= table_entries(spread_tables(optimizer), names, model)
+    if optimizer.inside.calls.own.are_some or ranks.may_be_others:
+        records = ranks.gather(record, failure)
+        host |= {OWN: [each or {} for each in records]} if any(records) else {}
     write(path, tensors, joined(ranks, tensors, host, team_of, failure), ranks)
 
 
@@ -118,7 +128,7 @@ def _write(target: Target, tensors: dict[str, Tensor], host: dict[str, Any], ran
     with ranks.failing_together(failure):
         if ranks.rank == 0:
             about = {"saved_at": time.time(), "saved_by_ranks": ranks.size, "torch": str(torch.__version__)}
-            manifest.write(folder, files, about)
+            manifest.write(folder, files, about, FORMAT_WITH_OWN if OWN in host else FORMAT)
             target.put(files)
 
 
@@ -140,6 +150,7 @@ def load(
 ) -> Any:
     """Loads what :func:`save` saved, on any number of ranks and in any stage and buckets; returns ``extra``.
 
+    With parameters that are each rank's own it is for as many ranks as saved it: CheckpointError on all others.
     State that was saved with another ``state_dtype`` or ``master_weights`` is converted, with a warning where it is
     rounded. Nothing is changed unless all files are as they were written. Raises CheckpointError on all ranks for files
     that are not, and for tensors that are missing, unexpected, or of another shape or dtype, naming them; without
@@ -154,23 +165,32 @@ def load(
     known: set[str] = set()
     opened = open_checkpoint(path, ranks)
     host: dict[str, Any] = {}
+    options: list[tuple[dict[str, Any], dict[str, Any]]] = []
     rounded: list[str] = []
     params = optimizer.inside.gather
     params.prepare_checkpoint()
     with params.updating():
         with ranks.failing_together(not_loaded(path)):
             host, names = opened.host(), parameter_names(model, optimizer)
-            check_rules(optimizer, names, host["groups"])
+            own = RanksOwn(model, optimizer, names, ranks.rank)
+            own.refuse_number(host, ranks, strict)
+            groups = own.groups(host)
+            check_rules(optimizer, names, groups, own.names)
             check_masks(optimizer, host)
             state = SavedState(optimizer, names, opened.tensors, host)
             tensors, others = split_model(model, optimizer)
+            own.take_out(model, tensors, others)
             known = {*tensors, *state.known()}
         known = all_names(ranks, known, not_loaded(path))
         with ranks.failing_together(not_loaded(path)):
             first = {name: tensor for name, tensor in tensors.items() if name in opened.tensors}
-            lines = names_differ({*tensors, *state.needed()}, known, opened.tensors) if strict else []
+            first |= own.to_read(host, opened.tensors)
+            lines = own.names_differ(host, opened.tensors) if strict else []
+            lines += names_differ({*tensors, *state.needed()}, known, opened.tensors) if strict else []
             complain(path, [*lines, *misfits(first, opened.tensors), *state.misfits()])
-            fill_groups(optimizer, names, host["groups"])
+            options = groups_to_fill(optimizer, names, groups, own.names) + own.empty_groups(host)
+        with ranks.failing_together(not_loaded(path)):  # after all checks: what one rank refuses changes nothing on any
+            fill_groups(optimizer, options)
             optimizer.inside.loading.start_states()
         params.mark_written()  # each rank its shards, now that none reads any more
         with ranks.failing_together(
@@ -178,8 +198,10 @@ def load(
         ):
             rounded = state.load(opened.read, first)
             take_masks(optimizer, host)
+            own.take_state(host, opened.tensors)
             optimizer.inside.loading.note_loaded()
-            fill_others(model, {name: value for name, value in host["model"].items() if name in others})
+            kept = {name: value for name, value in host["model"].items() if name in others}
+            fill_others(model, kept | own.others_saved(host))
     say_rounded(dict.fromkeys(rounded))
     return host["extra"]
 

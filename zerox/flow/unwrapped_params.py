@@ -34,8 +34,6 @@ STEP_OPTIONS = "step() with options"
 NOT_OF_OWN = {
     "mean_over()": "divide the loss, or " + APART,
     "GradScaler.unscale_()": "use torch.amp.GradScaler, or " + APART,
-    "zerox.save()": "save state_dict() on each rank, or " + APART,
-    "zerox.load()": "load state_dict() on each rank, or " + APART,
     STEP_OPTIONS: "set them in param groups, or " + APART,
     "zerox.clip_grad_norm_()": "call optimizer.clip_grad_norm_(), or " + APART,
 }

@@ -26,6 +26,7 @@ class WrappedModule:
         self.to_module = weakref.ref(module)
         # As they are now: torch.func.functional_call() puts others in their place for a while.
         self.params: dict[str, Tensor] = {n: param for n, param in module.named_parameters() if n not in set(ignored)}
+        self.ignored = frozenset(ignored)
         self.group = group
         self.num_ranks = len(ranks_of(group))  # the group may end before the wrapper
         self.decision: Decision = Decision() if before is None else before.decision
@@ -134,6 +135,21 @@ def has_wrapped(params: Iterable[Tensor]) -> bool:
     return not _wrapped_over_ranks().isdisjoint(map(id, params))
 
 
+def tensors_in_wrappers() -> set[int]:
+    """By id, parameters and buffers that wrappers of several ranks have: buffers as they are now."""
+    found = _wrapped_over_ranks()
+    for each in _over_ranks():
+        if (module := each.to_module()) is not None:
+            found |= {id(buffer) for name, buffer in module.named_buffers() if name not in each.ignored}
+    return found
+
+
+def modules_in_wrappers() -> set[int]:
+    """By id, all modules inside wrappers of several ranks."""
+    known = [module for each in _over_ranks() if (module := each.to_module()) is not None]
+    return {id(each) for module in known for each in module.modules()}
+
+
 def check_same_ranks(wrapped: WrappedModule, group: dist.ProcessGroup | None) -> None:
     """ValueError unless an optimizer with this group averages over the wrapper's ranks."""
     if ranks_of(group) != ranks_of(wrapped.group):
@@ -146,8 +162,11 @@ def check_same_ranks(wrapped: WrappedModule, group: dist.ProcessGroup | None) ->
 
 
 def _wrapped_over_ranks() -> set[int]:
-    several = [each for each in all_wrapped() if each.is_alive and each.num_ranks > 1]
-    return {number for each in several for number in each.names}
+    return {number for each in _over_ranks() for number in each.names}
+
+
+def _over_ranks() -> list[WrappedModule]:
+    return [each for each in all_wrapped() if each.is_alive and each.num_ranks > 1]
 
 
 def _is_default(group: dist.ProcessGroup | None) -> bool:
