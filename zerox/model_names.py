@@ -22,6 +22,13 @@ def quoted(name: str, param: Tensor | None) -> str:
     return all_quoted([(name, param)])[0]
 
 
+def name_or_shape(param: Tensor) -> str:
+    """What an error calls a parameter that has neither name nor number: by the model's name of it, or by its shape."""
+    unnamed = "param 0"
+    name = in_text(unnamed, [(unnamed, param)])
+    return f"one of shape {tuple(param.shape)}" if name == unnamed else f"'{name}'"
+
+
 def all_quoted(named: Sequence[tuple[str, Tensor | None]]) -> list[str]:
     """As :func:`quoted`, of many at once, which takes no longer than one."""
     sought = [param if POSITION.fullmatch(name) else None for name, param in named]

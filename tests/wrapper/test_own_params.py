@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import warnings
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.nn.parallel import DistributedDataParallel as OfTorch
 
 import zerox
@@ -157,6 +159,47 @@ def refusals(rank: int, _: int) -> None:
 
 def test_what_does_not_know_them_is_refused_by_name() -> None:
     run_ranks(refusals, 2)
+
+
+def asked(rank: int, world_size: int, stage: int) -> None:
+    """Calls about one parameter say what it is, on all ranks, and where its gradient and its state are."""
+    script = of_zerox(rank, stage)
+    model = Recommender(script)
+    optimizer = script.optimizer(model.named_parameters(), lr=0.01)
+    trained(model, optimizer, 1)
+    own, shared = model.tables[0].weight, model.top.module[0].weight
+    calls = {
+        "full_grad": optimizer.full_grad,
+        "set_full_grad_": lambda p: optimizer.set_full_grad_(p, torch.ones_like(p)),
+        "full_state": optimizer.full_state,
+        "set_full_state_": lambda p: optimizer.set_full_state_(p, step=9),
+    }
+    for name, call in calls.items():
+        said = rf"{name}\(\): 'tables.0.weight' is this rank's own parameter.* p.grad .* optimizer.state\[p\], on"
+        with pytest.raises(ValueError, match=said):
+            call(own)
+        with pytest.raises(ValueError, match=said):
+            call(own if rank == 0 else shared)
+    with pytest.raises(ValueError, match=r"parameters: 'tables.0.weight' is this rank's own.* pass none of these"):
+        optimizer.clip_grad_norm_(1.0, parameters=[own])
+    for glob in ("tables.*.weight", "*.weight"):
+        with pytest.raises(ValueError, match=r"stands for 'tables.0.weight', this rank's own parameter"):
+            zerox.Sparsity(optimizer, {glob: 0.5})
+    for to in range(world_size):
+        with warnings.catch_warnings(record=True) as found:
+            warnings.simplefilter("always")
+            optimizer.full_state_dict(to=to)
+            optimizer.consolidate_state_dict(to=to)
+        said = [str(each.message) for each in found]
+        assert len(said) == (2 if rank == to else 0), said
+        assert all(f"whole state of rank {to} has that rank's own parameters only" in each for each in said)
+    with pytest.warns(UserWarning, match=r"'tables.0.weight' is this rank's own .* dcp.save\(\) would lose"):
+        get_optimizer_state_dict(model, optimizer)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_calls_about_one_say_what_it_is(stage: int) -> None:
+    run_ranks(asked, 2, stage)
 
 
 def built_before(rank: int, _: int, stage: int) -> None:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from zerox.memory.bucket import Bucket, GradPart
+from zerox.model_names import name_or_shape
 
 
 class Asked:
@@ -70,8 +71,8 @@ def asked_for(buckets: Sequence[Bucket], params: Tensor | Iterable[Tensor] | Non
     for param in [params] if isinstance(params, Tensor) else params:
         if id(param) in own:
             raise ValueError(
-                f"parameters: a tensor of shape {tuple(param.shape)} is this rank's own, which no "
-                "DistributedDataParallel has: pass none of these, or leave parameters= out for one norm of all"
+                f"parameters: {name_or_shape(param)} is this rank's own, which no DistributedDataParallel has: pass "
+                "none of these, or leave parameters= out for one norm of all"
             )
         if id(param) not in places:
             raise ValueError(

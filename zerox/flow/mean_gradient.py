@@ -62,6 +62,10 @@ class MeanGradient(Joinable):
         return self._calls.own.params
 
     @property
+    def _ranks_have_own(self) -> bool:
+        return self._calls.own.are_some
+
+    @property
     def _teams(self) -> Teams:
         """Who has which parameters."""
         return self._grads.teams

@@ -37,7 +37,7 @@ class OneGradient(MeanGradient):
         self._settle(Meeting.FULL_GRAD)
         if (table := asked_of_table(self._tables, self._grads.teams, p, "full_grad()")) is not None:
             return self._calls.row_grads.full_grad(table, self._calls.scale)
-        one = asked_of_one(self._buckets, self._grads.teams, p, "full_grad()")
+        one = asked_of_one(self._buckets, self._grads.teams, self._own, p, "full_grad()")
         found = self._full_grad(one)
         return None if found is None else whole_of(one.member.param, found)
 
@@ -60,7 +60,7 @@ class OneGradient(MeanGradient):
         self._settle(Meeting.FULL_GRAD)
         ranks = self._grads.ranks
         with ranks.refusals_told():
-            one = one_param(self._buckets, self._grads.teams, p, call)
+            one = one_param(self._buckets, self._grads.teams, self._own, p, call)
             given = one.taken("the gradient", value)
         one.agree(call, {"values": given})
         if refusal := self._calls.refusal(call):

@@ -20,14 +20,14 @@ from torch import Tensor
 from zerox._C import Combine
 from zerox.memory.bucket import Member
 from zerox.memory.row_table import is_sparse
-from zerox.model_names import in_text
+from zerox.model_names import name_or_shape
 from zerox.options import DIVISOR, OptimizerOptions, tensors_in
 from zerox.ranks.group import Ranks
 from zerox.ranks.teams import OF_GROUP
 from zerox.ranks.wrapped import has_wrapped, unwrapped, unwrapped_beside_wrapped
 from zerox.rules.of_groups import Rules
+from zerox.rules.rule import Rule
 
-UNNAMED = "param 0"  # which the model's name replaces
 BESIDE = "parameters that no DistributedDataParallel has, as {}, beside others that one has"
 APART = "give them an optimizer of torch.optim of their own"
 STEP_OPTIONS = "step() with options"
@@ -87,25 +87,15 @@ class OwnParams:
         """What an error calls one of them."""
         if not self.params:
             return "another rank's"
-        param = next(iter(self.params.values()))
-        name = in_text(UNNAMED, [(UNNAMED, param)])
-        return f"one of shape {tuple(param.shape)}" if name == UNNAMED else f"'{name}'"
+        return name_or_shape(next(iter(self.params.values())))
 
     def check(
         self, groups: Sequence[Mapping[str, Any]], rules: Rules, options: OptimizerOptions, has_axes: bool
     ) -> None:
         """ValueError for what torch's class can't do for them. ``has_axes``: ranks have other parts of a model."""
         for index, group in enumerate(groups):
-            rule, own = rules.of(group), self.of([group])
-            refusals = {
-                "capturable=True": options.capturable,
-                f"the rule {rule.name!r}": not rule.has_torch_class(group),
-                DIVISOR: options.divisor_of(group) is not None,
-                "sparse=True": is_sparse(group),
-                "norm_group, or another parameter's DTensor": has_axes,
-            }
-            if own and (why := next((each for each, holds in refusals.items() if holds), "")):
-                raise ValueError(f"param group {index}: {why} does not go with {BESIDE.format(self.first)}: {APART}")
+            if self.of([group]):
+                refuse_group(f"param group {index}", group, rules.of(group), options, has_axes, self.first)
 
     def refusal(self, call: str) -> str:
         """Why a call can't be made; empty if it can."""
@@ -199,6 +189,21 @@ class OwnParams:
         for param in self.params.values():
             if param.grad is not None and param.grad.is_sparse:
                 param.grad = param.grad.coalesce()
+
+
+def refuse_group(
+    where: str, group: Mapping[str, Any], rule: Rule, options: OptimizerOptions, has_axes: bool, first: str
+) -> None:
+    """ValueError for a group with own parameters, of which errors name the ``first``, if torch's class can't do it."""
+    refusals = {
+        "capturable=True": options.capturable,
+        f"the rule {rule.name!r}": not rule.has_torch_class(group),
+        DIVISOR: options.divisor_of(group) is not None,
+        "sparse=True": is_sparse(group),
+        "norm_group, or another parameter's DTensor": has_axes,
+    }
+    if why := next((each for each, holds in refusals.items() if holds), ""):
+        raise ValueError(f"{where}: {why} does not go with {BESIDE.format(first)}: {APART}")
 
 
 def _has_team(given: Any) -> bool:

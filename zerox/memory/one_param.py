@@ -12,7 +12,7 @@ from torch import Tensor
 from zerox import _C as C
 from zerox.memory.bucket import Bucket, Member
 from zerox.memory.row_table import RowTable
-from zerox.model_names import in_text
+from zerox.model_names import in_text, name_or_shape
 from zerox.plan.layout import Segment
 from zerox.ranks.dtensors import part_of
 from zerox.ranks.group import Ranks
@@ -156,11 +156,17 @@ def each_param(buckets: Sequence[Bucket], teams: Teams) -> Iterator[OneParam]:
             yield OneParam(index, slot, bucket, teams.of_group[member.group].ranks, teams.ranks)
 
 
-def one_param(buckets: Sequence[Bucket], teams: Teams, param: object, call: str) -> OneParam:
-    """ValueError for what is in no bucket."""
+def one_param(buckets: Sequence[Bucket], teams: Teams, own: Mapping[int, Tensor], param: object, call: str) -> OneParam:
+    """ValueError for what is in no bucket. ``own``: this rank's own parameters, by id, which never are."""
     for one in each_param(buckets, teams):
         if one.member.param is param:
             return one
+    if isinstance(param, Tensor) and id(param) in own:
+        raise ValueError(
+            f"{call}: {name_or_shape(param)} is this rank's own parameter. No DistributedDataParallel has it, and one "
+            "has others of this optimizer, so nothing averages or shards it. Its gradient is p.grad and its state is "
+            "optimizer.state[p], on this rank alone: read and write these"
+        )
     what = f"a tensor of shape {tuple(param.shape)}" if isinstance(param, Tensor) else repr(param)
     raise ValueError(
         f"{call}: {what} is no parameter that this optimizer trains; pass one of its param groups that requires "
@@ -168,10 +174,12 @@ def one_param(buckets: Sequence[Bucket], teams: Teams, param: object, call: str)
     )
 
 
-def asked_of_one(buckets: Sequence[Bucket], teams: Teams, param: object, call: str) -> OneParam:
+def asked_of_one(
+    buckets: Sequence[Bucket], teams: Teams, own: Mapping[int, Tensor], param: object, call: str
+) -> OneParam:
     """ValueError on all ranks unless all ask ``call`` of the same one. Collective."""
     with teams.ranks.refusals_told():
-        one = one_param(buckets, teams, param, call)
+        one = one_param(buckets, teams, own, param, call)
     one.agree(call)
     return one
 

@@ -23,6 +23,15 @@ def matched(optimizer: Engine, globs: Mapping[str, float]) -> dict[str, list[Mem
         raise ValueError("Sparsity finds parameters by name: build the optimizer from model.named_parameters()")
     in_buckets = [member for bucket in optimizer.inside.buckets for member in bucket.members]
     known = sorted(in_buckets, key=lambda member: member.number)
+    own = optimizer.inside.calls.own.params
+    for group in optimizer.param_groups if own else ():
+        for name, param in zip(group["param_names"], group["params"], strict=False):
+            if id(param) in own and (glob := next((each for each in globs if stands_for(each, name, param)), None)):
+                raise ValueError(
+                    f"Sparsity: {glob!r} stands for '{name}', this rank's own parameter, which no "
+                    "DistributedDataParallel has, and masks are of parameters that ranks share: give names that stand "
+                    "for none of these"
+                )
     found: dict[str, list[Member]] = {}
     of: dict[int, str] = {}
     for glob, value in globs.items():

@@ -41,7 +41,7 @@ class OneState(OptimizerState):
         self._learn_kinds()
         if (table := asked_of_table(self._tables, self._teams, p, "full_state()")) is not None:
             return whole_state(table, self._all_ranks, None)
-        one = asked_of_one(self._buckets, self._teams, p, "full_state()")
+        one = asked_of_one(self._buckets, self._teams, self._own, p, "full_state()")
         return shown_in_group(one.bucket.rule, self.param_groups[one.member.group], full_state_of(one))
 
     @named("set_full_state_()")
@@ -61,7 +61,7 @@ class OneState(OptimizerState):
         ranks = self._all_ranks
         with ranks.refusals_told():
             self._start_states()
-            one = one_param(self._buckets, self._teams, p, call)
+            one = one_param(self._buckets, self._teams, self._own, p, call)
             given = self._given(one, values)
         one.agree(call, given)
         if not given:

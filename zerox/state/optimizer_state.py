@@ -26,7 +26,7 @@ from zerox.sliced_tensor import SlicedTensor
 from zerox.state.dcp_request import Request, dcp_request
 from zerox.state.failed_load import refusal_after, told_of
 from zerox.state.full_state import full_state, in_full, shown_in_group
-from zerox.state.own_state import as_loaded, check_own, places_of, with_own
+from zerox.state.own_state import as_loaded, check_own, places_of, warn_of_dcp, warn_of_others, with_own
 from zerox.state.row_state import check_rows_given, fill_rows, whole_state
 from zerox.state.shown_state import ShownState
 from zerox.state.sliced_state import sliced_state, whole_form
@@ -81,6 +81,11 @@ class OptimizerState(TorchOptimizer):
         raise NotImplementedError
 
     @property
+    def _ranks_have_own(self) -> bool:
+        """Whether any rank has such parameters."""
+        raise NotImplementedError
+
+    @property
     def _teams(self) -> Teams:
         """Who has which parameters."""
         raise NotImplementedError
@@ -120,6 +125,8 @@ class OptimizerState(TorchOptimizer):
                 f"zerox: torch.distributed.checkpoint does not know tables, as {self._tables[0].member.quoted} of a "
                 "param group with sparse=True: use zerox.save() and zerox.load(), or full_state_dict()"
             )
+        if self._own and request not in (None, Request.FILLED_FROM_WHOLE) and ranks.size > 1:
+            warn_of_dcp(self._own)
         if request in (Request.WHOLE, Request.WHOLE_ON_RANK_0):
             return self._state_for_dcp(request)
         if request is Request.FILLED_FROM_WHOLE:
@@ -258,6 +265,8 @@ class OptimizerState(TorchOptimizer):
         return dict(sorted(found.items()))
 
     def _say_whose(self, to: int) -> None:
+        if self._ranks_have_own and self._all_ranks.rank == to and self._all_ranks.size > 1:
+            warn_of_others(to)
         if (others := self._teams.first_of_others(to)) and self._all_ranks.rank == to:
             warn_caller(
                 f"zerox: the whole state of rank {to} has its own experts only (param groups with a process_group). "

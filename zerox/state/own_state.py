@@ -8,6 +8,8 @@ from typing import Any
 
 from torch import Tensor
 
+from zerox.model_names import name_or_shape
+from zerox.ranks.calls import warn_caller
 from zerox.sliced_tensor import SlicedTensor
 from zerox.state.state_dict import Uncast
 
@@ -51,6 +53,21 @@ def as_loaded(param: Tensor, state: Mapping[str, Any]) -> dict[str, Any]:
         if isinstance(value, Tensor) and value.dim():
             found[key] = value.to(param.device, param.dtype if value.is_floating_point() else value.dtype)
     return found
+
+
+def warn_of_dcp(own: Own) -> None:
+    warn_caller(
+        f"zerox: {name_or_shape(next(iter(own.values())))} is this rank's own parameter, which no "
+        "DistributedDataParallel has, and torch.distributed.checkpoint keeps one tensor of a name: dcp.save() would "
+        "lose those of other ranks. Use zerox.save(), which has those of all"
+    )
+
+
+def warn_of_others(to: int) -> None:
+    warn_caller(
+        f"zerox: the whole state of rank {to} has that rank's own parameters only (those that no "
+        "DistributedDataParallel has). full_state_dict(to=RANK) has another's, and zerox.save() has those of all"
+    )
 
 
 def _copied(value: Any) -> Any:
