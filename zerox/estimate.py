@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from zerox.flow.local_bytes import Local, bytes_of_own, taken_apart
 from zerox.flow.memory_bytes import MemoryBytes
 from zerox.memory.grad_dtype import grad_dtype_of
 from zerox.memory.mask import num_bytes_of, stands_for
@@ -53,6 +54,7 @@ def estimate(
     mesh_shape: tuple[int, int] | None = None,
     rule: str = "adam",
     masks: str | Iterable[str] = (),
+    local: Local = (),
     **options: Any,
 ) -> MemoryBytes:
     """Bytes per rank of training ``params`` with ``FusedShardedAdam(params, **options)`` over ``world_size`` ranks.
@@ -64,10 +66,13 @@ def estimate(
     ranks. ``mesh_shape``: (replicate, shard) of a mesh that ``process_group`` will be; one that is passed has its own.
     ``process_group="alone"``: each rank trains by itself. ``masks``: the names and patterns that a zerox.Sparsity will
     have, for ``params`` with names: one bit for each element of the buckets that have such a parameter, among
-    ``moments``. A param group's ``process_group``, as experts have one, may be the number of ranks that it will have.
-    Options that don't change memory (lr and so on) are accepted. With ``optimizer_class=`` it is for
-    ShardedOptimizer, and ``peak`` lacks what the class's own step() allocates for a bucket at a time. Gradients of
-    tables (``sparse=True`` in a param group) are not in it, since they are as large as what batches name. Raises
+    ``moments``. ``local``: names, patterns of them, or tensors in ``params`` that no DistributedDataParallel will have,
+    beside others that one has: this rank's own. They are counted with dense gradients, and ``peak`` lacks what torch's
+    class allocates for them in its step(); a rank alone has none. A param group's ``process_group``, as experts have
+    one, may be the number of ranks that it will have. Options that don't change memory (lr and so on) are accepted.
+    With ``optimizer_class=`` it is for ShardedOptimizer, and ``peak`` lacks what the class's own step() allocates for a
+    bucket at a time. Gradients of tables (``sparse=True`` in a param group) are not in it, since they are as large as
+    what batches name. Raises
     as the constructor does for ``params`` and ``options``, and ValueError for arguments of its own.
     """
     _check_arguments(params, world_size, local_world_size, backend=backend, mesh_shape=mesh_shape)
@@ -85,8 +90,13 @@ def estimate(
     everything = [(name, tensor, _options_of(rules, group, of_groups)) for name, tensor, group in named_tensors(params)]
     if not everything:
         raise ValueError("optimizer got an empty parameter list")  # in torch's words
+    has_axes = options.get("norm_group") is not None
+    apart_here = taken_apart(local, everything, rules, chosen, has_axes) if world_size > 1 else set()
+    of_own = bytes_of_own([everything[place] for place in sorted(apart_here)], rules)
+    checked = everything
+    everything = [each for place, each in enumerate(everything) if place not in apart_here]
     trained = [(name, local_of(tensor), group) for name, tensor, group in everything if tensor.requires_grad]
-    for _, tensor, group in trained if rules.default.on_host else everything:
+    for _, tensor, group in trained if rules.default.on_host else checked:
         rules.of(group).check({**group, "params": [tensor]})  # a class of torch's kind says what it keeps for it
         chosen.check_group(group, rules.of(group).defaults)
     check_params([name for name, _, _ in trained], [tensor for _, tensor, _ in trained], allocated=False)
@@ -170,7 +180,7 @@ def estimate(
     of_tables = sum(table.nbytes for _, table, _ in tables) if apart and on_host else 0
     limit = resident_limit(whole, chosen.resident_mb, of_tables)
     parameters += int(min(limit, sum(nbytes for _, nbytes in whole) + of_tables))
-    local = [flow.local for flow in flows]
+    before_exchange = [flow.local for flow in flows]
     buffers = [flow.flat + flow.received + flow.landing for flow in flows] if world_size > 1 else []
     made = MemoryBytes(
         parameters=parameters,
@@ -178,14 +188,15 @@ def estimate(
         master=master,
         moments=moments,
         exchange=2 * max(buffers, default=0),
-        local_gradients=sum(local),
-        typical_local_gradients=max(local, default=0) if sharded else sum(local),
+        local_gradients=sum(before_exchange),
+        typical_local_gradients=max(before_exchange, default=0) if sharded else sum(before_exchange),
     )
     slow = AHEAD_IF_PACED if apart else None
     on_streams = backend == "nccl" and world_size > 1
     peaks = [_peak(flows, world_size, sharded, on_streams, ahead) for ahead in (slow, 0)]
-    peak, typical = (parameters + master + moments + each for each in peaks)
-    return dataclasses.replace(made, peak=peak, typical_peak=typical)
+    peak, typical = (parameters + master + moments + of_own.lasting + each for each in peaks)
+    lasting = {name: getattr(made, name) + getattr(of_own, name) for name in ("parameters", "gradients", "moments")}
+    return dataclasses.replace(made, **lasting, peak=peak, typical_peak=typical)
 
 
 def _check_arguments(params: Any, *counts: Any, backend: str, mesh_shape: Any) -> None:
