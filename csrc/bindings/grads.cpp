@@ -220,6 +220,7 @@ void bind_settlement(py::module_& m) {
       .def("set_remark", &Settlement::set_remark, py::arg("remark"), Release())
       .def_property_readonly("remarks", py::cpp_function(&Settlement::remarks, Release()))
       .def("set_before_backward_end", &Settlement::set_before_backward_end, py::arg("call"))
+      .def("set_following", &Settlement::set_following, py::arg("by_backward"), py::arg("by_active"), Release())
       .def("zero", &Settlement::zero, py::arg("set_to_none"), Release())
       .def("all_reduce", &Settlement::all_reduce, py::arg("values"), py::arg("combine"), Release())
       .def("bump_versions", &Settlement::bump_versions, Release())
@@ -276,6 +277,10 @@ int64_t add_bucket(BucketManager& self, const std::vector<std::string>& names, c
   return self.add_bucket(std::move(spec));
 }
 
+int64_t add_team(BucketManager& self, const Axis& axis, const std::shared_ptr<Whereabouts>& whereabouts) {
+  return self.add_team(exchange_over(axis, whereabouts));
+}
+
 // Over each axis of the ranks' mesh, the inner one first, then in each smaller team.
 std::vector<std::pair<int64_t, int64_t>> traffic_by_axis(const BucketManager& self) {
   std::vector<std::pair<int64_t, int64_t>> found;
@@ -303,12 +308,7 @@ void bind_manager(py::module_& m) {
            py::arg("flat"), py::arg("placeholders"), py::arg("offsets"), py::arg("wire_dtype"), py::arg("grad_dtype"),
            py::arg("shard_numel"), py::arg("trailer_numel"), py::arg("segments"), py::arg("num_straight"),
            py::arg("divisor"), py::arg("team"))
-      .def(
-          "add_team",
-          [](BucketManager& self, const Axis& axis, const std::shared_ptr<Whereabouts>& whereabouts) {
-            return self.add_team(exchange_over(axis, whereabouts));
-          },
-          py::arg("axis"), py::arg("whereabouts"), Release())
+      .def("add_team", &add_team, py::arg("axis"), py::arg("whereabouts"), Release())
       .def_property_readonly("backward", &BucketManager::backward)
       .def_property_readonly("flights", &BucketManager::flights)
       .def_property_readonly("grads", &BucketManager::grads)

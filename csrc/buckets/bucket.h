@@ -57,7 +57,13 @@ class SeenGrad {
     return grad.defined() && tensor_._unsafe_get_target() == grad.unsafeGetTensorImpl();
   }
   // Whether it is the same tensor, and no operator has written it since.
-  bool is_still(const at::Tensor& grad) const { return is(grad) && version_of(grad) == version_; }
+  bool is_still(const at::Tensor& grad) const { return is_after(0, grad); }
+  // Whether it is the same tensor, and was written so often since.
+  bool is_after(int64_t writes, const at::Tensor& grad) const {
+    return is(grad) && version_of(grad) == version_ + writes;
+  }
+  // Whether there was one that is not forgotten.
+  bool is_any() const { return tensor_._unsafe_get_target() != nullptr; }
 
  private:
   static int64_t version_of(const at::Tensor& grad) {
@@ -88,6 +94,7 @@ struct WholeGrad {
   bool unsent = false;     // p.grad was written inside no_sync(), or before the bucket was added; no flight took it yet
   bool reached = false;    // by a synchronising backward, on some rank, since the last step
   SeenGrad mean;           // the mean as it was left in p.grad
+  int64_t num_added = 0;   // how often autograd has written p.grad since
   bool is_undone = false;  // p.grad was the mean: see Note [A mean that is sent again]
 
   // With several ranks: whether p.grad is this rank's own, and not the mean. If a synchronising backward has reached

@@ -105,6 +105,7 @@ class Agreement {
   // of all ranks. Errors name what this thread is Doing.
   Verdict agree(const Statement& statement);
 
+  int64_t num_ranks() const { return control_.group ? control_.group->getSize() : 1; }
   // The call in which ranks agreed last.
   const std::string& where() const { return where_; }
 

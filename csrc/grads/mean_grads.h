@@ -92,7 +92,15 @@ class MeanGrads {
   // `rounds`: how often all buckets were launched since the last step.
   virtual GradsSeen look(int64_t rounds, const Locked& lock) = 0;
   // Collective: makes what was launched into what step() reads.
-  virtual void complete(int64_t /*rounds*/, Agreement& /*agreement*/) {}
+  // `scale`: what the new mean is multiplied by, where it goes into p.grad.
+  virtual void complete(int64_t /*rounds*/, double /*scale*/, Agreement& /*agreement*/) {}
+  // True: this rank follows the others and sends zeros, whatever its p.grad holds.
+  virtual void set_rests(bool /*rests*/) {}
+  // Whether p.grad held the mean, and a backward since then has found something else there: None, zeros, or what was
+  // put there by hand.
+  virtual bool has_lost_mean() const { return false; }
+  // Does what zero_grad() does, if p.grad holds the mean of an older step.
+  virtual void forget_old(int64_t /*rounds*/) {}
   // Collective: calls `launch` to send what, on some rank, no flight took.
   virtual void send_rest(Agreement& /*agreement*/, const std::function<void()>& launch) { launch(); }
   // Collective: tells owners what some rank discarded since the last flight. All flights have landed.

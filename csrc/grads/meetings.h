@@ -12,6 +12,11 @@ namespace zx {
 // there which call they make and with which arguments, and takes part in it without gradients of its own. It needs no
 // message of its own for that, since ranks tell each other their meetings anyway. Calls that need more than these
 // arguments can't be followed, and raise on all ranks.
+//
+// Where gradients are whole (ZeRO stage 1), a follower's p.grad is the mean too. While a step's backwards add up, it
+// sends that again, as the others do: see Note [A mean that is sent again]. The others discard it in ways that send
+// nothing (optimizer.zero_grad(), and also module.zero_grad() or p.grad = None), so a follower discards its own where
+// another rank has lost the mean, and at the first backward after a step.
 enum class Meeting : int64_t {
   follow = -1,
   backward_end = 0,
@@ -51,6 +56,12 @@ struct Call {
   double params = 0;      // a digest of the parameters, where ranks compare them
   int64_t adoptions = 0;  // parameters that became trainable
   std::string refusal{};  // why this rank can't go on; empty if it can
+};
+
+// How ranks follow inside a join(): the same on all ranks.
+struct Following {
+  bool by_backward = false;  // nobody calls step(): a follower sends zeros in each backward, whatever p.grad holds
+  bool by_active = false;    // where a backward ends, p.grad is a mean over the Outcome::num_active ranks
 };
 
 // What follows from the calls of all ranks. The same on all, but that followers learn the others' `meeting` here.

@@ -1,5 +1,7 @@
 #include "grads/settlement.h"
 
+#include <c10/util/ScopeExit.h>
+
 #include <algorithm>
 #include <bit>
 #include <utility>
@@ -140,15 +142,15 @@ Statement Settlement::statement(const Call& call) {
   // Full state needs no gradients: a model may have left for another device, and they with it.
   if (!seen.refusal.empty() && call.meeting != Meeting::full_state) backward_->fail(seen.refusal);
   const Progress progress = backward_->progress();
-  had_gradient_ |= progress.rounds.own > 0 || seen.unsent;
+  step_.had_gradient |= progress.rounds.own > 0 || seen.unsent;
   return {.call = call,
           .rounds = progress.rounds,
           .failed = !progress.failure.empty(),
           .unsent = seen.unsent || progress.rounds.inner.has_left,
           .changed = seen.changed,
           .scaled = seen.scaled,
-          .zeroed = zeroed_.exchange(false),
-          .active = call.meeting != Meeting::follow || had_gradient_,
+          .zeroed = zeroed_.exchange(false) || grads_->has_lost_mean(),
+          .active = call.meeting != Meeting::follow || (step_.had_gradient && !following_.by_backward),
           .proposes = params_->proposes_order(),
           .with_grad = std::move(seen.with_grad),
           .placements = std::move(seen.placements),
@@ -157,7 +159,7 @@ Statement Settlement::statement(const Call& call) {
 
 // One exchange of statements. Afterwards ranks have launched the same rounds.
 Verdict Settlement::meet(const Call& call) {
-  const bool was_zeroed = zeroed_;
+  const bool was_zeroed = zeroed_ || grads_->has_lost_mean();
   Verdict verdict{};
   {
     const Range range("agree");
@@ -170,12 +172,38 @@ Verdict Settlement::meet(const Call& call) {
   const bool followed = verdict[Said::meeting].least == static_cast<int64_t>(Meeting::follow);
   backward_->set_followed(followed);
   // What a follower still holds is of an older step, which the others have zeroed.
+  const int64_t rounds = backward_->progress().rounds.all;
+  const bool comes_new = verdict[Said::rounds].most > rounds;
   if (call.meeting == Meeting::follow && verdict[Said::zeroed].most > 0 && !was_zeroed) {
-    grads_->zero(/*set_to_none=*/true, backward_->progress().rounds.all);
+    grads_->zero(/*set_to_none=*/true, rounds);
+  } else if (call.meeting == Meeting::follow && comes_new && step_.is_new && !step_.had_gradient) {
+    grads_->forget_old(rounds);
   }
-  catch_up(verdict, /*empty=*/false);
-  grads_->complete(verdict[Said::rounds].most, agreement_);
+  if (comes_new || rounds > 0) step_.is_new = false;
+  {
+    const auto wakes = c10::make_scope_exit([this] { grads_->set_rests(false); });
+    grads_->set_rests(rests(call));
+    catch_up(verdict, /*empty=*/false);
+  }
+  grads_->complete(verdict[Said::rounds].most, scale(verdict), agreement_);
   return verdict;
+}
+
+void Settlement::set_following(bool by_backward, bool by_active) {
+  const std::lock_guard lock(mutex_);
+  following_ = {by_backward, by_active};
+}
+
+// Whether this rank sends zeros in what it launches.
+bool Settlement::rests(const Call& call) const {
+  if (call.meeting != Meeting::follow) return false;
+  return following_.by_backward || (following_.by_active && !step_.had_gradient);
+}
+
+// What a mean over all ranks is multiplied by.
+double Settlement::scale(const Verdict& verdict) const {
+  if (!following_.by_active || verdict.num_active == 0) return 1.0;
+  return static_cast<double>(agreement_.num_ranks()) / static_cast<double>(verdict.num_active);
 }
 
 Outcome Settlement::settle(const Call& call) {
@@ -212,27 +240,29 @@ Outcome Settlement::settle(const Call& call) {
   if (verdict[Said::rounds].most > 0 && !backward_->has_order()) learn_order();
   if (outcome.adopts) return outcome;
   if (verdict[Said::proposes].least > 0) params_->set_order(agreement_.from_rank_0(params_->take_proposal()));
-  finish(verdict, meeting);
+  finish(verdict, meeting, rests(call));
   return outcome;
 }
 
-void Settlement::finish(const Verdict& verdict, Meeting meeting) {
+void Settlement::finish(const Verdict& verdict, Meeting meeting, bool rests) {
   // 3. What no flight took leaves, and the caller waits for all that is on its way.
-  send_rest(verdict);
+  send_rest(verdict, rests);
   flights_->await_all();
   // 4. The next backward begins anew.
   const bool is_step = meeting == Meeting::step;
   if (is_step) agreement_.step_begun();
   backward_->start_over();
   grads_->start_over(is_step);
-  if (is_step || meeting == Meeting::skip_step) had_gradient_ = false;
+  if (is_step || meeting == Meeting::skip_step) step_ = {.had_gradient = false, .is_new = true};
 }
 
 // Sends what no flight of a backward took; if there is nothing, owners still hear of what was discarded.
-void Settlement::send_rest(const Verdict& verdict) {
+void Settlement::send_rest(const Verdict& verdict, bool rests) {
   if (verdict[Said::unsent].most > 0) {
+    const auto wakes = c10::make_scope_exit([this] { grads_->set_rests(false); });
+    grads_->set_rests(rests);
     grads_->send_rest(agreement_, [this] { backward_->launch_round(/*empty=*/false); });
-    grads_->complete(backward_->progress().rounds.all, agreement_);
+    grads_->complete(backward_->progress().rounds.all, scale(verdict), agreement_);
   } else if (verdict[Said::changed].most > 0) {
     flights_->await_all();
     grads_->exchange_changes(agreement_);

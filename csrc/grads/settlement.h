@@ -31,6 +31,9 @@ class Settlement {
   // `call` is called before ranks meet at the end of a backward. For torch's Join, which has a meeting of its own.
   void set_before_backward_end(std::function<void()> call) { before_backward_end_ = std::move(call); }
 
+  // See Following.
+  void set_following(bool by_backward, bool by_active);
+
   // Does what Optimizer.zero_grad() does. It is local and never blocks, with one exception: if gradients are whole and
   // backward raised here, it tells the other ranks, which wait at the end of their backward.
   void zero(bool set_to_none);
@@ -60,11 +63,13 @@ class Settlement {
   Statement statement(const Call& call);
   Verdict meet(const Call& call);
   void check(const Verdict& verdict);
-  void finish(const Verdict& verdict, Meeting meeting);
+  void finish(const Verdict& verdict, Meeting meeting, bool rests);
   void catch_up(const Verdict& verdict, bool empty);
   void abandon(const Verdict& verdict);
   std::string abandon_with_reason(const Verdict& verdict);
-  void send_rest(const Verdict& verdict);
+  void send_rest(const Verdict& verdict, bool rests);
+  bool rests(const Call& call) const;
+  double scale(const Verdict& verdict) const;
   void learn_order();
 
   mutable ProcessMutex mutex_;  // of all below: see Note [Locks]
@@ -76,7 +81,11 @@ class Settlement {
   Agreement agreement_;
   std::function<void()> before_backward_end_;
   std::atomic<bool> zeroed_ = false;  // this rank called zero(), and has not told
-  bool had_gradient_ = false;         // this rank, in this step
+  struct {
+    bool had_gradient = false;  // this rank, in this step
+    bool is_new = false;        // none was sent yet since the last step
+  } step_;
+  Following following_;
   std::vector<int64_t> remark_;
   struct {
     bool scaled = false;

@@ -134,11 +134,17 @@ void GatheredGrads::before_accumulate(const Bucket& bucket, Slot& slot, const Lo
   whole.is_undone = true;
 }
 
+void GatheredGrads::accumulated(Slot& slot, bool sync, const Locked& /*lock*/) {
+  WholeGrad& whole = slot.whole;
+  whole.unsent = !sync;
+  if (whole.mean.is_any() && !whole.mean.is_after(++whole.num_added, slot.param.grad())) has_lost_mean_ = true;
+}
+
 Taken GatheredGrads::take(const Bucket& bucket, Slot& slot, const at::Tensor& local, const Locked& /*lock*/) {
   // p.grad includes the mean that was gathered before, so this flight replaces the shard.
   const at::Tensor& grad = slot.param.grad();
   WholeGrad& whole = slot.whole;
-  const bool sent = grad.defined() && (whole.unsent || !only_unsent_);
+  const bool sent = grad.defined() && !rests_ && (whole.unsent || !only_unsent_);
   const bool is_mean = sent && !whole.is_undone && !whole.is_local(grad);
   slot.held = sent;
   whole.unsent = false;
@@ -166,7 +172,7 @@ std::vector<uint8_t> GatheredGrads::who_has_grads() {
 }
 
 // Gathers the mean of each bucket into a buffer of its own.
-std::vector<at::Tensor> GatheredGrads::gather_means() {
+std::vector<at::Tensor> GatheredGrads::gather_means(double scale) {
   std::vector<at::Tensor> whole;
   Gathers gathers({"the mean gradients", "gather_grads", "gather_grads_wait"});
   for (const auto& bucket : buckets().all) {
@@ -175,6 +181,7 @@ std::vector<at::Tensor> GatheredGrads::gather_means() {
     at::Tensor own = flat.narrow(0, bucket->team.rank * bucket->shard_numel, bucket->shard_numel);
     put_together(*bucket);
     if (bucket->landed.shard.defined()) {
+      if (scale != 1.0 && undoing(*bucket) == 1.0) bucket->landed.shard.mul_(scale);
       own.copy_(bucket->landed.shard);
     } else {
       own.zero_();  // zero_grad() came first
@@ -187,13 +194,14 @@ std::vector<at::Tensor> GatheredGrads::gather_means() {
   return whole;
 }
 
-void GatheredGrads::complete(int64_t rounds, Agreement& agreement) {
+void GatheredGrads::complete(int64_t rounds, double scale, Agreement& agreement) {
   if (gathered_ == rounds) return;
+  has_lost_mean_ = false;
   gathered_ = rounds;
   flights().await_all();
   const at::AutoDispatchBelowADInplaceOrView no_autograd;
   const std::vector<uint8_t> present = told_in_teams(who_has_grads(), 1, agreement);
-  const std::vector<at::Tensor> whole = gather_means();
+  const std::vector<at::Tensor> whole = gather_means(scale);
 
   const Locked lock(buckets().mutex);
   size_t at = 0;
@@ -205,6 +213,7 @@ void GatheredGrads::complete(int64_t rounds, Agreement& agreement) {
       set_local_grad(slot, shaped_like(whole[bucket->index], slot));
       if (was_scaled) slot.seen.scaled.note(slot.param.grad());  // it is a part of the new mean
       slot.whole.mean.note(slot.param.grad());
+      slot.whole.num_added = 0;
       slot.whole.reached |= found == kReached;
       slot.whole.is_undone = false;
     }

@@ -2,6 +2,8 @@
 // user's changes to it count.
 #pragma once
 
+#include <atomic>
+
 #include "grads/mean_grads.h"
 
 namespace zx {
@@ -48,9 +50,12 @@ class GatheredGrads final : public WholeGrads {
   bool meets_after_backward() const override { return true; }
   bool precedes_accumulation(const Bucket& bucket) const override { return undoing(bucket) != 1.0; }
   void before_accumulate(const Bucket& bucket, Slot& slot, const Locked& lock) override;
-  void accumulated(Slot& slot, bool sync, const Locked& /*lock*/) override { slot.whole.unsent = !sync; }
+  void accumulated(Slot& slot, bool sync, const Locked& lock) override;
   Taken take(const Bucket& bucket, Slot& slot, const at::Tensor& local, const Locked& lock) override;
-  void complete(int64_t rounds, Agreement& agreement) override;
+  void complete(int64_t rounds, double scale, Agreement& agreement) override;
+  void set_rests(bool rests) override { rests_ = rests; }
+  bool has_lost_mean() const override { return has_lost_mean_; }
+  void forget_old(int64_t rounds) override { zero(/*set_to_none=*/true, rounds); }
   void send_rest(Agreement& agreement, const std::function<void()>& launch) override;
   void start_over(bool is_step) override;
 
@@ -59,10 +64,12 @@ class GatheredGrads final : public WholeGrads {
   // See Note [A mean that is sent again].
   double undoing(const Bucket& bucket) const { return bucket.landed.divisor / static_cast<double>(bucket.team.world); }
   std::vector<uint8_t> who_has_grads();
-  std::vector<at::Tensor> gather_means();
+  std::vector<at::Tensor> gather_means(double scale);
 
   int64_t gathered_ = 0;      // rounds whose mean is in p.grad
   bool only_unsent_ = false;  // this round sends only gradients that no flight took
+  std::atomic<bool> rests_ = false;
+  std::atomic<bool> has_lost_mean_ = false;  // since ranks met where something was sent
 };
 
 }  // namespace zx

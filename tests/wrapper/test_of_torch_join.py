@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from typing import Any
 
@@ -67,6 +67,71 @@ def uneven(rank: int, world_size: int) -> list[Any]:
 
 def test_join_trains_as_torchs() -> None:
     assert run_ranks(uneven, 2) == [[], []]
+
+
+def by_hand(ddp: nn.Module) -> None:
+    for param in ddp.parameters():
+        param.grad = None
+
+
+def below_versions(ddp: nn.Module) -> None:
+    """As scripts of old do. No version counter shows it, so that it goes unseen in the middle of a step."""
+    for param in ddp.parameters():
+        if param.grad is not None:
+            param.grad.data.zero_()
+
+
+ZEROING: dict[str, Callable[[Any], None]] = {
+    "ddp.zero_grad()": lambda ddp: ddp.zero_grad(),
+    "model.zero_grad(set_to_none=False)": lambda ddp: ddp.module.zero_grad(set_to_none=False),
+    "p.grad = None": by_hand,
+    "p.grad.data.zero_()": below_versions,
+}
+
+
+def zeroed(
+    cls: Any, stage: int, rank: int, zero: Callable[[Any], None], first: bool, twice: bool, clips: bool
+) -> list[Tensor]:
+    """``first``: before the backward, else after step(). ``twice``: also after the first of two backwards of a step."""
+    torch.manual_seed(0)
+    ddp = cls(Uneven(), find_unused_parameters=True)
+    ours = cls is DistributedDataParallel
+    optimizer: Any = FusedShardedSGD(ddp.parameters(), lr=0.1, stage=stage) if ours else sgd(ddp.parameters())
+    with ddp.join():
+        for step in range((2, 5)[rank]):
+            if first:
+                zero(ddp)
+            if twice:
+                ddp(data(rank, 10 + step), True).exp().mean().backward()
+                zero(ddp)
+            ddp(data(rank, step), rank == 0 or step < 3).exp().mean().backward()
+            if clips and ours:
+                optimizer.clip_grad_norm_(0.5)
+            elif clips:
+                nn.utils.clip_grad_norm_(ddp.parameters(), 0.5)
+            optimizer.step()
+            if not first:
+                zero(ddp)
+    with optimizer.whole() if ours else nullcontext():
+        return [tensor.detach().clone() for tensor in (*ddp.module.parameters(), ddp.module.norm.running_mean)]
+
+
+def zeroed_apart(rank: int, world_size: int) -> list[Any]:
+    apart = []
+    for name, zero in ZEROING.items():
+        for case in ((first, twice, clips) for first in (True, False) for twice in (False, True) for clips in (0, 1)):
+            if zero is below_versions and case[1]:
+                continue
+            theirs = zeroed(OfTorch, 0, rank, zero, *case)
+            for stage in (1, 2) if name == "ddp.zero_grad()" else (1,):
+                ours = zeroed(DistributedDataParallel, stage, rank, zero, *case)
+                if not all(torch.allclose(*each, atol=1e-6) for each in zip(ours, theirs, strict=True)):
+                    apart.append((name, case, stage))
+    return apart
+
+
+def test_inside_join_gradients_may_be_zeroed_in_any_way() -> None:
+    assert run_ranks(zeroed_apart, 2) == [[], []]
 
 
 def join_off(rank: int, world_size: int) -> list[Any]:
