@@ -12,7 +12,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel as OfTorch
 
 import zerox
@@ -110,10 +109,6 @@ def test_names_of_torch_s_inside_are_refused_or_have_nothing_to_do() -> None:
     assert model.reducer._rebuild_buckets() is False
     with pytest.raises(AttributeError, match=r"no reducer of torch's, and so no reducer\.autograd_hook"):
         _ = model.reducer.autograd_hook
-    with pytest.raises(ValueError, match="throw_on_early_termination"):
-        model.join(throw_on_early_termination=True)
-    with pytest.raises(NotImplementedError, match=r"Join\(\[optimizer\]\)"):
-        Join([model])
     with pytest.warns(FutureWarning, match="broadcast_buffers is ignored"):
         DistributedDataParallel(nn.Linear(2, 2), broadcast_buffers=True, forward_sync_buffers=False)
     with pytest.warns(FutureWarning, match="check_reduction"):

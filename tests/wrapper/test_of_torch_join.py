@@ -29,7 +29,8 @@ class Uneven(nn.Module):
         return self.b(self.a(outputs)) if both else self.b(outputs)
 
 
-UNEVEN = [(counts, some, every) for counts, every in (((1, 5), 2), ((0, 3), 1), ((2, 2), 2)) for some in (False, True)]
+COUNTS = (((1, 5), 2), ((0, 3), 1), ((2, 2), 2), ((4, 1), 1))  # and of so many backwards one is sent
+UNEVEN = [(counts, some, every) for counts, every in COUNTS for some in (False, True)]
 
 
 def joined(cls: Any, stage: int, rank: int, counts: tuple[int, int], some: bool, every: int) -> list[Tensor]:

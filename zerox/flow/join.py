@@ -5,9 +5,9 @@ from __future__ import annotations
 import pickle
 import threading
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -29,6 +29,7 @@ class Joinable(TorchOptimizer):
     _grads: Grads
     _joining = Shared[str | None](None)  # inside join(): its ``divide``
     _notified = Shared[bool](False)  # torch's Join knows of this step
+    _is_wrapped = Shared[bool](False)  # a wrapper inside join() follows it
     _join_config = Shared[torch_join._JoinConfig](torch_join._JoinConfig.construct_disabled_join_config())
 
     def _follow(self) -> Meeting:
@@ -43,8 +44,8 @@ class Joinable(TorchOptimizer):
     def join_hook(self, **kwargs: Any) -> torch_join.JoinHook:
         """``divide_by_initial_world_size=False`` among Join's arguments is ``divide="active"`` of join()."""
         self.join()  # raises if it can't be
-        _end([self])  # torch's Join does not say so if its block raised
-        _begin([self], ALL if kwargs.get("divide_by_initial_world_size", True) else ACTIVE)
+        end([self])  # torch's Join does not say so if its block raised
+        begin([self], divided_by(kwargs), together=_has_wrapper(self))
         to_self = weakref.ref(self)
 
         def before_backward_end() -> None:
@@ -77,30 +78,65 @@ class Joinable(TorchOptimizer):
 torch_join.Joinable.register(Joinable)
 
 
-def _begin(optimizers: Sequence[Joinable], divide: str) -> None:
+class HookOfWrapper(Protocol):
+    optimizers: Sequence[Joinable]  # that it follows
+
+
+# For torch's Join, which makes the hooks of all that it is given before it begins.
+hooks_of_wrappers: weakref.WeakSet[HookOfWrapper] = weakref.WeakSet()
+
+
+def divided_by(kwargs: Mapping[str, Any]) -> str:
+    """The ``divide`` of join() that torch's Join asks for."""
+    return ALL if kwargs.get("divide_by_initial_world_size", True) else ACTIVE
+
+
+def begin(optimizers: Sequence[Joinable], divide: str, together: bool = False) -> None:
+    """``together``: with a wrapper in torch's Join, which does not say so if its block raises."""
     if divide not in (ALL, ACTIVE):
         raise ValueError(f"divide must be {ALL!r} or {ACTIVE!r}, got {divide!r}")
-    if _inside.optimizers:
+    if not together:
+        check_outside()
+        for optimizer in optimizers:
+            note_inside(optimizer)
+    for optimizer in optimizers:
+        optimizer._joining = divide
+
+
+def note_inside(joined: object) -> None:
+    """This thread is inside a join() with this optimizer, or of a wrapper, until note_outside()."""
+    _inside.each.add(joined)
+
+
+def note_outside(joined: object) -> None:
+    _inside.each.discard(joined)
+
+
+def check_outside(beside_wrappers: bool = False) -> None:
+    """RuntimeError inside a join(). ``beside_wrappers``: but for what torch's Join is given beside a wrapper."""
+    if not all(beside_wrappers and _has_wrapper(each) for each in _inside.each):
         raise RuntimeError(
             "this is inside another join() already, and a rank can't follow two loops, one inside the other: "
             "zerox.join([one, another]) follows several optimizers"
         )
-    for optimizer in optimizers:
-        optimizer._joining = divide
-        _inside.optimizers.add(optimizer)
 
 
-def _end(optimizers: Sequence[Joinable]) -> None:
+def _has_wrapper(optimizer: object) -> bool:
+    return any(optimizer in each.optimizers for each in hooks_of_wrappers)
+
+
+def end(optimizers: Sequence[Joinable]) -> None:
     for optimizer in optimizers:
         optimizer._joining = None
-        _inside.optimizers.discard(optimizer)
+        optimizer._is_wrapped = False
+        note_outside(optimizer)
 
 
 class _Inside(threading.local):
-    """The optimizers that this thread is inside a join() with."""
+    """What this thread is inside a join() with: optimizers, and what a wrapper's is."""
 
     def __init__(self) -> None:
-        self.optimizers: weakref.WeakSet[Joinable] = weakref.WeakSet()
+        self.each: weakref.WeakSet[object] = weakref.WeakSet()
 
 
 _inside = _Inside()
@@ -111,12 +147,12 @@ class FollowHook(torch_join.JoinHook):
         self.optimizer = optimizer
 
     def main_hook(self) -> None:
-        """One step of the others."""
-        while self.optimizer._follow() not in (Meeting.FOLLOW, *STEP_ENDS):
+        """One step of the others, unless a wrapper beside it in Join follows all of them."""
+        while not self.optimizer._is_wrapped and self.optimizer._follow() not in (Meeting.FOLLOW, *STEP_ENDS):
             pass
 
     def post_hook(self, is_last_joiner: bool) -> None:
-        _end([self.optimizer])
+        end([self.optimizer])
         self.optimizer._end_notice()
         self.optimizer._join_config = torch_join._JoinConfig.construct_disabled_join_config()
         self.optimizer._grads.manager.settlement.set_before_backward_end(None)
@@ -130,17 +166,16 @@ class Join(AbstractContextManager[None]):
         self.divide = divide
 
     def __enter__(self) -> None:
-        _begin(self.optimizers, self.divide)
+        begin(self.optimizers, self.divide)
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         try:
             if error is None:
                 follow(self.optimizers)
             else:
-                for optimizer in self.optimizers:
-                    _leave(optimizer, error)
+                leave(self.optimizers, error)
         finally:
-            _end(self.optimizers)
+            end(self.optimizers)
 
 
 def join(optimizers: Joinable | Iterable[Joinable], divide: str = ALL) -> Join:
@@ -151,36 +186,66 @@ def join(optimizers: Joinable | Iterable[Joinable], divide: str = ALL) -> Join:
     return Join(given, divide)
 
 
-def follow(optimizers: Sequence[Joinable]) -> None:
-    """Until all ranks do. Several are followed by a thread each, since the others call them in any order."""
-    errors: list[BaseException] = []
+class Followed(Protocol):
+    """What an optimizer has, and what else ranks follow."""
 
-    def run(optimizer: Joinable) -> None:
-        device = optimizer._grads.ranks.device
+    _grads: Grads
+
+    def _follow(self) -> Meeting: ...
+
+
+class Followers:
+    """A thread for each, since the others call them in any order. They end when all ranks follow."""
+
+    def __init__(self, followed: Sequence[Followed]) -> None:
+        self.followed = followed
+        self.errors: list[BaseException] = []
+        self.threads: list[threading.Thread] = []
+
+    def start(self, first: int = 0) -> None:
+        """All but the ``first``."""
+        self.threads = [
+            threading.Thread(target=self.run, args=(each,), name="zerox follows") for each in self.followed[first:]
+        ]
+        for thread in self.threads:
+            thread.start()
+
+    def run(self, one: Followed) -> None:
+        device = one._grads.ranks.device
         with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
             try:
-                while optimizer._follow() != Meeting.FOLLOW:
+                while one._follow() != Meeting.FOLLOW:
                     pass
             except BaseException as error:
-                errors.append(error)
-                for each in optimizers:
-                    _leave(each, error)
+                self.errors.append(error)
+                leave(self.followed, error)
 
-    threads = [threading.Thread(target=run, args=(each,), name="zerox follows") for each in optimizers[1:]]
-    for thread in threads:
-        thread.start()
-    run(optimizers[0])
-    for thread in threads:
-        thread.join()
-    if errors:
-        raise errors[0]
+    def wait(self) -> None:
+        """Raises what one of them raised first."""
+        for thread in self.threads:
+            thread.join()
+        self.check()
+
+    def check(self) -> None:
+        """The same, without waiting."""
+        if self.errors:
+            raise self.errors[0]
 
 
-def _leave(optimizer: Joinable, error: BaseException) -> None:
+def follow(optimizers: Sequence[Joinable]) -> None:
+    """Until all ranks do."""
+    followers = Followers(optimizers)
+    followers.start(first=1)
+    followers.run(optimizers[0])
+    followers.wait()
+
+
+def leave(followed: Iterable[Followed], error: BaseException) -> None:
     """The others raise this rank's error."""
-    ranks = optimizer._grads.ranks
-    if ranks.whereabouts is not None:
-        ranks.whereabouts.leave(f"rank {ranks.rank} raised {summary_of(error)} inside optimizer.join()")
+    for each in followed:
+        ranks = each._grads.ranks
+        if ranks.whereabouts is not None:
+            ranks.whereabouts.leave(f"rank {ranks.rank} raised {summary_of(error)} inside optimizer.join()")
 
 
 def options_of(groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -23,21 +23,18 @@ class Averaging:
         self.left_over = LeftOver(wrapped)
         self.seen = -1  # how often optimizers had changed at the last look
         self.of_engines: Sequence[weakref.ref[BucketManager]] = ()
-        self.num_joined: int | None = None  # inside join(): how many forwards there were
         self.hook = ""  # the name of a communication hook
         self.has_begun = False
         for engine in engines_of(wrapped.params):
             check_same_ranks(wrapped, engine.inside.ranks.given)
             engine.inside.grads.let_decide(dict.fromkeys(wrapped.names, wrapped.decision))
 
-    def before_forward(self) -> None:
-        """Of a training forward."""
+    def before_forward(self, joins: bool = False) -> None:
+        """Of a training forward. ``joins``: inside join()."""
         self.has_begun = True
-        if self.num_joined is not None:
-            self.num_joined += 1
         if self.seen != num_changes():
             self._look()
-        self.left_over.before_forward()
+        self.left_over.before_forward(joins)
 
     def take_hook(self, name: str) -> None:
         """A communication hook, which says in what dtype gradients are sent."""

@@ -26,12 +26,12 @@ from zerox.wrapper import arguments, comm_hooks
 from zerox.wrapper.averaging import Averaging
 from zerox.wrapper.buffers import Buffers
 from zerox.wrapper.first_values import hand_out_first, size_of
-from zerox.wrapper.join import Join, divided_by
+from zerox.wrapper.join import Join, Joins
 from zerox.wrapper.placement import Placement
 from zerox.wrapper.refusals import refuses
 from zerox.wrapper.stand_in import Reducer
 
-NOT_COPIED = ("process_group", "_averaging")
+NOT_COPIED = ("process_group", "_averaging", "_following")
 
 
 @untraced
@@ -44,7 +44,7 @@ def cut_graphs_for(wrapper: OfTorch | None) -> OfTorch | None:
 
 
 @refuses
-class DistributedDataParallel(Placement, Buffers, arguments.WithoutEffect, OfTorch):  # type: ignore[misc, override]
+class DistributedDataParallel(Joins, Placement, Buffers, arguments.WithoutEffect, OfTorch):  # type: ignore[misc, override]
     """Takes the place of ``torch.nn.parallel.DistributedDataParallel`` around a model that optimizers of zerox train.
 
     The constructor gives all ranks rank 0's parameters and buffers of the module, as they stand, trained or frozen, in
@@ -134,11 +134,10 @@ class DistributedDataParallel(Placement, Buffers, arguments.WithoutEffect, OfTor
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """That of the module. Collective where buffers are handed out."""
         with range_named("DistributedDataParallel.forward"):
-            if self.will_sync_module_buffers() and self._averaging.num_joined is None:
-                self._hand_out_buffers()
             is_training = torch.is_grad_enabled()
+            self._before_forward(is_training and self.require_backward_grad_sync)
             if is_training:
-                self._averaging.before_forward()
+                self._averaging.before_forward(joins=self._following is not None)
             inputs, kwargs = self._moved(inputs, kwargs)  # type: ignore[assignment]
             outer = cut_graphs_for(self)
             try:
@@ -158,27 +157,19 @@ class DistributedDataParallel(Placement, Buffers, arguments.WithoutEffect, OfTor
         enable: bool = True,
         throw_on_early_termination: bool = False,
     ) -> AbstractContextManager[None]:
-        """``with ddp.join():`` ranks may have unequal numbers of batches. As :func:`zerox.join` of its optimizers.
+        """``with ddp.join():`` ranks may have unequal numbers of batches.
+
+        A rank that comes to the end of the block follows the others' forwards, and as :func:`zerox.join` all calls of
+        the module's optimizers, until all have come. Of gradients that no optimizer of zerox holds it sends zeros. In
+        the end all ranks have such parameters, and the buffers, of a rank that had most batches.
 
         ``divide_by_initial_world_size``: True: gradients are means over all ranks; False: over those that have batches.
-        Forwards hand out no buffers meanwhile; at the end all ranks have those of a rank that had most batches.
-        Collective where it is entered and at its end. ValueError for ``throw_on_early_termination``.
+        ``throw_on_early_termination``: as soon as a rank has run out, all raise RuntimeError.
+        Collective where it is entered and at its end. If the block raises on one rank, the others raise its reason.
         """
-        if throw_on_early_termination:
-            raise ValueError(
-                "zerox.DistributedDataParallel: throw_on_early_termination is not taken: without join() ranks raise "
-                "where one is missing"
-            )
         if not enable or size_of(self.process_group) == 1:
             return nullcontext()
-        return Join(self, divided_by(divide_by_initial_world_size))
-
-    def join_hook(self, **_: Any) -> Any:
-        """For torch's ``Join``, which takes the optimizers instead: NotImplementedError."""
-        raise NotImplementedError(
-            "zerox.DistributedDataParallel: torch's Join follows optimizers of zerox, pass these: Join([optimizer]), "
-            "or use ddp.join()"
-        )
+        return Join(self, divide_by_initial_world_size, throw_on_early_termination)
 
     def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
         """torch's ``allreduce_hook``, ``fp16_compress_hook`` and ``bf16_compress_hook``, where the module's optimizers
@@ -230,5 +221,5 @@ class DistributedDataParallel(Placement, Buffers, arguments.WithoutEffect, OfTor
 
 # Where a wrapper is compiled, its module is, and nothing of ours.
 keep_from_dynamo(DistributedDataParallel.forward, with_calls=False)
-for each in (Averaging.before_forward, Averaging.after_forward, Buffers._hand_out_buffers, Placement._moved):
+for each in (Joins._before_forward, Averaging.before_forward, Averaging.after_forward, Placement._moved):
     keep_from_dynamo(each)

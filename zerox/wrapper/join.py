@@ -1,18 +1,40 @@
-"""Ranks with unequal numbers of batches, around a wrapper: zerox.join() of its optimizers, and what it hands out."""
+"""Ranks with unequal numbers of batches, around a wrapper: ``ddp.join()``, and torch's ``Join([ddp, optimizer])``.
+
+Note [Wrappers inside join]
+Two things are followed apart from each other. Threads follow the module's optimizers and its left-over gradients, each
+where its own ranks meet (Note [Followers] in meetings.h). The forwards of the others are followed by the thread that
+has come to the end of the block, in the messages of torch's Join and of its DistributedDataParallel: that a rank still
+has batches, whose buffers all take, and whether the next forward hands out any. So it does not matter how many
+forwards, backwards and steps make an iteration.
+"""
 
 from __future__ import annotations
 
+import time
 import weakref
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.algorithms import join as torch_join
 
-from zerox.flow.join import ACTIVE, ALL
-from zerox.flow.join import Join as OfOptimizers
+from zerox import _C as C
+from zerox.engine import Engine
+from zerox.flow import join as of_optimizers
+from zerox.flow.grads import Grads
+from zerox.ranks.calls import waiting
+from zerox.ranks.dtensors import local_of
 from zerox.wrapper.averaging import Averaging
-from zerox.wrapper.first_values import engines_of
+from zerox.wrapper.first_values import engines_of, size_of
+from zerox.wrapper.values import broadcast
+
+OFF = torch_join._JoinConfig.construct_disabled_join_config()
+LOOK_EVERY_S = 2e-4  # whether what follows has failed, while this rank waits for the others' next forward
+FAREWELL_S = 5.0
+ENDED_EARLY = "exhausted"  # in the errors of throw_on_early_termination, which torch words
 
 
 class Joined(Protocol):
@@ -22,58 +44,267 @@ class Joined(Protocol):
     device: torch.device
     forward_sync_buffers: bool
     require_forward_param_sync: bool
+    modules_buffers: list[Tensor]
     _averaging: Averaging
+    _join_config: torch_join._JoinConfig
 
+    def will_sync_module_buffers(self) -> bool: ...
+    def _find_buffers(self) -> None: ...
     def _hand_out_buffers(self, root: int) -> None: ...
 
 
-class Join(AbstractContextManager[None]):
-    """``with ddp.join():``. Forwards inside hand out no buffers, since a rank that has run out calls none; at the end
-    all ranks have those of a rank that had most batches, as with torch's."""
+class LeftOverFollower:
+    """Gradients that no optimizer of zerox holds: a rank that has run out sends zeros, as with torch's class, and keeps
+    its own p.grad as it is."""
 
-    def __init__(self, wrapper: Joined, divide: str) -> None:
-        averaging = wrapper._averaging
-        self.to_wrapper = weakref.ref(wrapper)
-        engines = engines_of(averaging.wrapped.params)
-        for engine in engines:
-            engine.join(divide)  # raises if it can't be
-        averaging.before_forward()
-        if averaging.left_over.grads is not None:
-            name, _ = next(each for each in averaging.left_over.seen.apart if each[1].requires_grad)
-            raise NotImplementedError(
-                "zerox.DistributedDataParallel: join() follows optimizers of zerox, and none holds parameter "
-                f"'{name}': give it to one, as zerox.ShardedOptimizer(params, torch.optim.SGD, lr=0.1), or freeze it"
-            )
-        self.inside = OfOptimizers(engines, divide)
+    def __init__(self, grads: Grads, divide: str) -> None:
+        self._grads = grads
+        self.kept: list[tuple[Tensor, Tensor | None]] = []
+        self._settlement.set_following(by_backward=True, by_active=divide == of_optimizers.ACTIVE)
 
-    def __enter__(self) -> None:
-        self.inside.__enter__()
-        self._averaging.num_joined = 0
+    def begin(self) -> None:
+        self.kept = [(m.param, m.param.grad) for bucket in self._grads.buckets for m in bucket.members]
+        for param, _ in self.kept:
+            param.grad = None  # the mean of each backward comes there
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
-        num_batches, self._averaging.num_joined = self._averaging.num_joined, None
-        self.inside.__exit__(kind, error, trace)
-        wrapper = self.to_wrapper()
-        if error is None and wrapper is not None:
-            wrapper.require_forward_param_sync = True  # ranks may have ended in other forwards
-            if wrapper.forward_sync_buffers:
-                wrapper._hand_out_buffers(_last(num_batches or 0, wrapper))
+    def end(self) -> None:
+        for param, grad in self.kept:
+            param.grad = grad
+        self._settlement.set_following(by_backward=False, by_active=False)
+
+    def _follow(self) -> C.Meeting:
+        return self._grads.settle(C.Meeting.FOLLOW).meeting
 
     @property
-    def _averaging(self) -> Averaging:
+    def _settlement(self) -> C.Settlement:
+        return self._grads.manager.settlement
+
+
+class Following:
+    """One join() of a wrapper, from where it is entered. Making one is collective."""
+
+    def __init__(self, wrapper: Joined, divide: str, config: torch_join._JoinConfig) -> None:
+        self.to_wrapper = weakref.ref(wrapper)
+        self.config = config
+        self.engines: Sequence[Engine] = engines_of(wrapper._averaging.wrapped.params)
+        if config.enable and not config.is_first_joinable and any(_leads(each) for each in self.engines):
+            raise RuntimeError(
+                "zerox.DistributedDataParallel: torch's Join was given an optimizer before the wrapper of its "
+                "parameters, whose forward is the first that a rank does in a step: pass Join([ddp, optimizer])"
+            )
+        for engine in self.engines:
+            engine.join(divide)  # raises if it can't be
+        wrapper._averaging.before_forward()
+        left_over = wrapper._averaging.left_over.grads
+        self.left_over = None if left_over is None else LeftOverFollower(left_over, divide)
+        self.followers = of_optimizers.Followers([*self.engines, *([self.left_over] if self.left_over else [])])
+        of_optimizers.begin(self.engines, divide, together=True)
+        for engine in self.engines:
+            engine._is_wrapped = True
+
+    # ---- of a rank that has batches
+
+    def before_forward(self, sends: bool) -> None:
+        """``sends``: the backward after it does. Collective. RuntimeError on all ranks if one has run out, and
+        ``throw_on_early_termination`` was asked for."""
+        wrapper = self.wrapper
+        if self.left_over is not None and wrapper._averaging.left_over.grads is not self.left_over._grads:
+            raise RuntimeError(
+                "zerox.DistributedDataParallel: an optimizer took parameters inside join() that none held before, and "
+                "a rank that follows can't know: build optimizers outside join()"
+            )
+        with C.Doing("DistributedDataParallel's forward inside join()", True), waiting(self.group):
+            torch_join.Join.notify_join_context(wrapper)  # type: ignore[arg-type]
+            if wrapper.will_sync_module_buffers():
+                wrapper._hand_out_buffers(self._last_rank_with(True))
+            dist.all_reduce(torch.full((1,), float(sends), device=wrapper.device), group=self.group, async_op=True)
+
+    # ---- of one that has run out
+
+    def start(self) -> None:
+        """Follows optimizers and left-over gradients from now on."""
+        if self.followers.threads:
+            return
+        if self.left_over is not None:
+            self.left_over.begin()
+        self.followers.start()
+
+    def follow_forward(self) -> None:
+        """One of the others."""
+        self.start()
+        wrapper = self.wrapper
+        if wrapper.will_sync_module_buffers():
+            wrapper._hand_out_buffers(self._last_rank_with(False))
+        sends = torch.zeros(1, device=wrapper.device)
+        self.await_(dist.all_reduce(sends, group=self.group, async_op=True))
+        wrapper.require_forward_param_sync = bool(sends)
+
+    def follow_to_end(self, is_last: bool) -> None:
+        """All ranks have run out. ``is_last``: this one had most batches. All take the model of such a rank."""
+        self.start()
+        self.followers.wait()
+        wrapper = self.wrapper
+        wrapper._join_config = OFF
+        wrapper.require_forward_param_sync = True  # ranks may have ended in other forwards
+        wrapper._find_buffers()
+        apart = [local_of(param) for _, param in wrapper._averaging.left_over.seen.apart]
+        shared = wrapper.modules_buffers if wrapper.forward_sync_buffers else []
+        if apart or shared:
+            broadcast([*apart, *shared], self.group, "parameters and buffers", self._last_rank_with(is_last))
+        for param in apart:
+            torch.autograd.graph.increment_version(param)
+
+    def await_(self, work: Any) -> None:
+        """Raises meanwhile what following did: its ranks then come to no forward any more."""
+        while not work.is_completed():
+            self.followers.check()
+            time.sleep(LOOK_EVERY_S)
+        try:
+            work.wait()
+        except RuntimeError:
+            # Where a rank is gone, the threads that follow are told why, if it could say so.
+            until = time.monotonic() + FAREWELL_S
+            while any(thread.is_alive() for thread in self.followers.threads) and time.monotonic() < until:
+                self.followers.check()
+                time.sleep(LOOK_EVERY_S)
+            self.followers.check()
+            raise
+
+    # ---- of all
+
+    def end(self) -> None:
+        """The wrapper is outside again."""
+        if self.left_over is not None:
+            self.left_over.end()
+        of_optimizers.end(self.engines)
+        of_optimizers.note_outside(self)
+
+    def leave(self, error: BaseException) -> None:
+        """The others raise this rank's error, unless all ranks raise it."""
+        if not (self.config.throw_on_early_termination and ENDED_EARLY in str(error)):
+            of_optimizers.leave(self.followers.followed, error)
+
+    @property
+    def wrapper(self) -> Joined:
         wrapper = self.to_wrapper()
         assert wrapper is not None
-        return wrapper._averaging
+        return wrapper
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        group = self.wrapper.process_group
+        assert group is not None
+        return group
+
+    def _last_rank_with(self, condition: bool) -> int:
+        """Of those that pass True. Collective."""
+        found = torch.tensor([self.group.rank() if condition else -1], device=self.wrapper.device)
+        self.await_(dist.all_reduce(found, dist.ReduceOp.MAX, self.group, async_op=True))
+        return int(found)
 
 
-def _last(num_batches: int, wrapper: Joined) -> int:
-    """A rank that had most batches: of several the last one. Collective."""
-    group = wrapper.process_group
-    assert group is not None
-    most = torch.tensor([num_batches * group.size() + group.rank()], device=wrapper.device)
-    dist.all_reduce(most, dist.ReduceOp.MAX, group)
-    return int(most) % group.size()
+class Hook(torch_join.JoinHook):
+    """What torch's Join calls."""
+
+    def __init__(self, wrapper: Joins, optimizers: Sequence[Engine]) -> None:
+        self.wrapper = wrapper
+        self.optimizers: Sequence[of_optimizers.Joinable] = optimizers
+        of_optimizers.hooks_of_wrappers.add(self)
+
+    def main_hook(self) -> None:
+        if self.wrapper._following is not None:
+            self.wrapper._following.follow_forward()
+
+    def post_hook(self, is_last_joiner: bool) -> None:
+        if self.wrapper._following is not None:
+            self.wrapper._following.follow_to_end(is_last_joiner)
 
 
-def divided_by(divide_by_initial_world_size: bool) -> str:
-    return ALL if divide_by_initial_world_size else ACTIVE
+class Joins:
+    """What a wrapper has for it."""
+
+    _following: Following | None = None
+    _divide = of_optimizers.ALL
+
+    def join_hook(self, **kwargs: Any) -> torch_join.JoinHook:
+        """For torch's ``Join([ddp])`` and ``Join([ddp, optimizer])``: follows the optimizers of the module, in the list
+        or not, and gradients that no optimizer of zerox holds. The wrapper comes first."""
+        self._join_config = OFF  # torch's Join does not say so if its block raised
+        self._divide = of_optimizers.divided_by(kwargs)
+        hook = Hook(self, engines_of(self._averaging.wrapped.params))  # type: ignore[attr-defined]
+        of_optimizers.check_outside(beside_wrappers=True)
+        return hook
+
+    @property
+    def _join_config(self) -> torch_join._JoinConfig:
+        return OFF if self._following is None else self._following.config
+
+    @_join_config.setter
+    def _join_config(self, config: torch_join._JoinConfig) -> None:
+        """torch's Join sets it where it begins."""
+        before, self._following = self._following, None
+        if before is not None:
+            before.end()
+        if config.enable and size_of(self.process_group) > 1:  # type: ignore[attr-defined]
+            self._following = Following(self, self._divide, config)  # type: ignore[arg-type]
+
+    def _before_forward(self, sends: bool) -> None:
+        """Buffers are handed out, where they are."""
+        if self._following is not None:
+            self._following.before_forward(sends)
+        elif self.will_sync_module_buffers():  # type: ignore[attr-defined]
+            self._hand_out_buffers()  # type: ignore[attr-defined]
+
+
+class Join(AbstractContextManager[None]):
+    """``with ddp.join():``, torch's Join of one wrapper, in which a rank that raises tells the others."""
+
+    def __init__(self, wrapper: Joins, divide_by_initial_world_size: bool, throws: bool) -> None:
+        of_optimizers.check_outside()
+        self.hook = wrapper.join_hook(divide_by_initial_world_size=divide_by_initial_world_size)
+        self.wrapper = wrapper
+        self.throws = throws
+
+    def __enter__(self) -> None:
+        of_optimizers.check_outside()
+        self.wrapper._join_config = torch_join._JoinConfig(True, self.throws, True)
+        assert self.wrapper._following is not None
+        of_optimizers.note_inside(self.wrapper._following)
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        following = self.wrapper._following
+        assert following is not None
+        try:
+            if error is None:
+                self._follow(following)
+            else:
+                following.leave(error)
+        except BaseException as raised:
+            following.leave(raised)
+            raise
+        finally:
+            self.wrapper._join_config = OFF
+
+    def _follow(self, following: Following) -> None:
+        is_last = True
+        if not self.throws:
+            following.start()  # they hear of a rank that raises in its next step
+        while self._sum(following, 0.0) > 0:
+            is_last = False
+            if self.throws:
+                self._sum(following, 1.0)
+                raise RuntimeError(f"Rank {following.group.rank()} {ENDED_EARLY} all inputs.")
+            self.hook.main_hook()
+        self.hook.post_hook(is_last)
+
+    @staticmethod
+    def _sum(following: Following, number: float) -> float:
+        """Over the ranks: each that has a batch says 1 in each forward."""
+        found = torch.full((1,), number, device=following.wrapper.device)
+        with C.Doing("DistributedDataParallel.join()", True), waiting(following.group):
+            following.await_(dist.all_reduce(found, group=following.group, async_op=True))
+        return float(found)
+
+
+def _leads(engine: Engine) -> bool:
+    return engine._join_config.enable and engine._join_config.is_first_joinable

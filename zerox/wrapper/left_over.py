@@ -92,8 +92,9 @@ class LeftOver:
         averaging.add(self)
         weakref.finalize(self, note_change).atexit = False  # another wrapper of the same parameters may go on
 
-    def before_forward(self) -> None:
-        """To be called in each training forward. Collective where other parameters than before are left over."""
+    def before_forward(self, joins: bool = False) -> None:
+        """To be called in each training forward. Collective where other parameters than before are left over.
+        RuntimeError for these inside join() (``joins``), where a rank that follows takes no part in that."""
         if self.grads is not None and self.grads.manager.backward.has_failed:
             self._forget_failed()
         self._look()
@@ -101,6 +102,12 @@ class LeftOver:
             return
         known = set(self.sent)
         if any(param.requires_grad and id(param) not in known for _, param in self.seen.apart):
+            if joins:
+                raise RuntimeError(
+                    "zerox.DistributedDataParallel: inside join() other parameters than before are held by no optimizer"
+                    f" of zerox, such as {self._first_new(known)}, and a rank that follows can't know: thaw parameters,"
+                    " build optimizers and delete them outside join()"
+                )
             # Those that were frozen meanwhile stay: a GAN's would come and go in each step.
             self._send([each for each in self.seen.apart if each[1].requires_grad or id(each[1]) in known])
 
@@ -143,6 +150,9 @@ class LeftOver:
             members = [Member(*trained[i], group=0, number=i) for i in plan.params]
             self.grads.add_bucket(LeftOverBucket(plan, members, self.ranks.rank))  # type: ignore[arg-type]
         self.grads.let_decide(dict.fromkeys(self.sent, self.wrapped.decision))
+
+    def _first_new(self, known: set[int]) -> str:
+        return next(quoted(name, param) for name, param in self.seen.apart if id(param) not in known)
 
     def _forget_failed(self) -> None:
         assert self.grads is not None
