@@ -106,26 +106,6 @@ std::optional<at::Tensor> optional(at::Tensor tensor) {
   return tensor.defined() ? std::optional(std::move(tensor)) : std::nullopt;
 }
 
-void bind_backward(py::module_& m) {
-  py::class_<Decision, std::shared_ptr<Decision>>(m, "Decision")
-      .def(py::init())
-      .def("note_forward", &Decision::note_forward, py::arg("syncs"))
-      .def_property_readonly("keeps", &Decision::keeps);
-  py::class_<Backward, std::shared_ptr<Backward>>(m, "Backward")
-      .def("set_sync", &Backward::set_sync, py::arg("sync"), Release())
-      .def("set_decision", &Backward::set_decision, py::arg("bucket"), py::arg("slot"), py::arg("decision"), Release())
-      .def("begin", &Backward::begin, py::arg("decision"), Release())
-      .def("set_stays_inner", &Backward::set_stays_inner, py::arg("stays"), Release())
-      .def("set_before_next", &Backward::set_before_next, py::arg("call"), Release())
-      .def_property_readonly("has_failed", py::cpp_function(&Backward::has_failed, Release()))
-      .def_property_readonly("settled", py::cpp_function(&Backward::is_settled, Release()))
-      .def_property_readonly(
-          "sums_wait",
-          py::cpp_function([](const Backward& self) { return self.progress().rounds.inner.has_left; }, Release()))
-      .def("set_order", &Backward::set_order, py::arg("order"), Release())
-      .def_property_readonly("launch_order", py::cpp_function(&Backward::order, Release()));
-}
-
 void bind_flights(py::module_& m) {
   py::class_<Flights>(m, "Flights")
       .def("await_all", &Flights::await_all, Release())
@@ -221,6 +201,7 @@ void bind_settlement(py::module_& m) {
       .def_property_readonly("remarks", py::cpp_function(&Settlement::remarks, Release()))
       .def("set_before_backward_end", &Settlement::set_before_backward_end, py::arg("call"))
       .def("set_following", &Settlement::set_following, py::arg("by_backward"), py::arg("by_active"), Release())
+      .def("set_after_backward_end", &Settlement::set_after_backward_end, py::arg("call"))
       .def("zero", &Settlement::zero, py::arg("set_to_none"), Release())
       .def("all_reduce", &Settlement::all_reduce, py::arg("values"), py::arg("combine"), Release())
       .def("bump_versions", &Settlement::bump_versions, Release())

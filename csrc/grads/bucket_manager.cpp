@@ -39,7 +39,7 @@ BucketManager::BucketManager(const Axes& axes, const Line& control, const Manage
   backward_ = std::make_shared<Backward>(buckets_, grads_, flights_, /*paced=*/options.sharded_params);
   settlement_ = std::make_shared<Settlement>(control, buckets_, grads_, backward_, flights_, params_);
   backward_->set_on_end([weak = std::weak_ptr(settlement_)] {
-    if (const auto settlement = weak.lock()) settlement->settle({.meeting = Meeting::backward_end});
+    if (const auto settlement = weak.lock()) settlement->end_backward();
   });
 }
 

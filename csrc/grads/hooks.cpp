@@ -247,9 +247,9 @@ void Backward::refuse_other_reducers() const {
   if (reduced >= 0) refuse(slots[reduced]->name);
 }
 
-void Backward::begin(const std::shared_ptr<Decision>& decision) {
+void Backward::begin(const std::shared_ptr<Decision>& decision, bool accumulates) {
   const Locked lock(buckets_->mutex);
-  if (!sync_ || decision->keeps() || !is_about_to_accumulate()) return;
+  if (!sync_ || decision->keeps() || !(accumulates || is_about_to_accumulate())) return;
   open_pass(lock);
   await_end(lock);
   pass_.note(decision);

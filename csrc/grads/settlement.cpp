@@ -244,6 +244,11 @@ Outcome Settlement::settle(const Call& call) {
   return outcome;
 }
 
+void Settlement::end_backward() {
+  settle({.meeting = Meeting::backward_end});
+  if (after_backward_end_) after_backward_end_();
+}
+
 void Settlement::finish(const Verdict& verdict, Meeting meeting, bool rests) {
   // 3. What no flight took leaves, and the caller waits for all that is on its way.
   send_rest(verdict, rests);

@@ -30,6 +30,11 @@ class Settlement {
 
   // `call` is called before ranks meet at the end of a backward. For torch's Join, which has a meeting of its own.
   void set_before_backward_end(std::function<void()> call) { before_backward_end_ = std::move(call); }
+  // `call` is called when ranks have met at the end of a backward, and none has raised. For gradients that are in no
+  // bucket.
+  void set_after_backward_end(std::function<void()> call) { after_backward_end_ = std::move(call); }
+  // Collective: the end of a backward.
+  void end_backward();
 
   // See Following.
   void set_following(bool by_backward, bool by_active);
@@ -80,6 +85,7 @@ class Settlement {
   std::shared_ptr<Params> params_;
   Agreement agreement_;
   std::function<void()> before_backward_end_;
+  std::function<void()> after_backward_end_;
   std::atomic<bool> zeroed_ = false;  // this rank called zero(), and has not told
   struct {
     bool had_gradient = false;  // this rank, in this step

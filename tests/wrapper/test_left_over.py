@@ -192,25 +192,21 @@ def test_a_rank_that_runs_one_backward_less_ends_in_an_error() -> None:
 
 def refused(rank: int, world_size: int) -> list[str]:
     said = []
-    sparse = nn.Embedding(5, 3, sparse=True)
     eighth = nn.Linear(2, 2)
-    eighth.more = nn.Parameter(torch.zeros(3, dtype=torch.complex64))
-    for module, x in ((sparse, torch.tensor([1])), (eighth, torch.ones(1, 2))):
-        model = DistributedDataParallel(module)
-        try:
-            model(x).sum().backward()
-        except (RuntimeError, ValueError) as error:
-            said.append(str(error))
+    eighth.more = nn.Parameter(torch.zeros(3).to(torch.float8_e4m3fn))
+    model = DistributedDataParallel(eighth)
+    try:
+        model(torch.ones(1, 2))
+    except ValueError as error:
+        said.append(str(error))
     gc.collect()
     return said
 
 
 def test_what_can_t_be_averaged_so_is_refused_by_name() -> None:
-    for sparse, dtype in run_ranks(refused, 2):
-        assert "'weight'" in sparse
-        assert "sparse=True" in sparse
+    for [dtype] in run_ranks(refused, 2):
         assert "'more'" in dtype
-        assert "complex64" in dtype
+        assert "float8_e4m3fn" in dtype
 
 
 def dropped(rank: int, world_size: int) -> list[bool]:

@@ -25,6 +25,7 @@ from zerox import _C as C
 from zerox.engine import Engine
 from zerox.flow import join as of_optimizers
 from zerox.flow.grads import Grads
+from zerox.model_names import quoted
 from zerox.ranks.calls import waiting
 from zerox.ranks.dtensors import local_of
 from zerox.wrapper.averaging import Averaging
@@ -95,6 +96,12 @@ class Following:
         for engine in self.engines:
             engine.join(divide)  # raises if it can't be
         wrapper._averaging.before_forward()
+        if (unbucketed := wrapper._averaging.left_over.unbucketed) is not None:
+            raise NotImplementedError(
+                "zerox.DistributedDataParallel: join() can't follow rows and complex gradients that no optimizer of "
+                f"zerox holds, as those of parameter {quoted(*unbucketed.members[0])}: give tables to one in a param "
+                "group with sparse=True, or freeze them"
+            )
         left_over = wrapper._averaging.left_over.grads
         self.left_over = None if left_over is None else LeftOverFollower(left_over, divide)
         self.followers = of_optimizers.Followers([*self.engines, *([self.left_over] if self.left_over else [])])

@@ -5,7 +5,8 @@ A bucket manager of its own sends them, as in ZeRO stage 1, over a group of its 
 where a backward ends. One that reached none of these parameters has to come too, so the forward's outputs have hooks
 that say that a backward has begun. Which parameters are left over is looked at in each training forward, since ranks
 make the bucket manager together: an optimizer may be built, deleted, or given more parameters at any time. An optimizer
-that takes one of them ends the bucket manager at once (let_go), and the next forward makes another one.
+that takes one of them ends the bucket manager at once (let_go), and the next forward makes another one. Gradients that
+fit in no bucket wait for that meeting: see Note [Gradients outside buckets].
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from zerox.ranks.dtensors import is_dtensor
 from zerox.ranks.group import Ranks, call_ranks, find_ranks
 from zerox.ranks.holders import averaging, held, note_change, num_changes
 from zerox.ranks.wrapped import WrappedModule
+from zerox.wrapper.unbucketed import Unbucketed, tables_in
 
 WAY_OUT = "give it to an optimizer of zerox, freeze it, or name it in _ddp_params_and_buffers_to_ignore"
 
@@ -87,14 +89,18 @@ class LeftOver:
         self.reduce_dtype: torch.dtype | None = None
         self.ranks: Ranks | None = None  # once there were any
         self.grads: Grads | None = None
+        self.unbucketed: Unbucketed | None = None
         self.sent: tuple[int, ...] = ()  # ids of the parameters that it sends
         self.seen = Seen()
+        self.has_ended = False
         averaging.add(self)
         weakref.finalize(self, note_change).atexit = False  # another wrapper of the same parameters may go on
 
     def before_forward(self, joins: bool = False) -> None:
         """To be called in each training forward. Collective where other parameters than before are left over.
         RuntimeError for these inside join() (``joins``), where a rank that follows takes no part in that."""
+        if self.has_ended:
+            return
         if self.grads is not None and self.grads.manager.backward.has_failed:
             self._forget_failed()
         self._look()
@@ -112,11 +118,18 @@ class LeftOver:
             self._send([each for each in self.seen.apart if each[1].requires_grad or id(each[1]) in known])
 
     def send_in(self, reduce_dtype: torch.dtype | None) -> None:
-        self.reduce_dtype, self.grads, self.sent = reduce_dtype, None, ()
+        self.reduce_dtype = reduce_dtype
+        self._stop()
 
     def let_go(self, taken: set[int]) -> None:
         if not taken.isdisjoint(self.sent):
-            self.grads, self.sent, self.seen = None, (), Seen()
+            self._stop()
+
+    def end(self) -> None:
+        """Nothing is averaged here any more. Another wrapper of the module may take over."""
+        self.has_ended = True
+        self._stop()
+        note_change()
 
     @property
     def managers(self) -> list[BucketManager]:
@@ -124,6 +137,9 @@ class LeftOver:
         return [] if self.grads is None else [self.grads.manager]
 
     # ---- inside
+
+    def _stop(self) -> None:
+        self.grads, self.unbucketed, self.sent, self.seen = None, None, (), Seen()
 
     def _look(self) -> None:
         if self.seen.num_changes == num_changes():
@@ -133,23 +149,30 @@ class LeftOver:
         self.seen = Seen(num_changes(), apart)
 
     def _send(self, trained: Sequence[tuple[str, Tensor]]) -> None:
-        self.grads = None  # its hooks are gone before others come
+        self.grads = self.unbucketed = None  # their hooks are gone before others come
         self.sent = tuple(id(param) for _, param in trained)
         if not self.sent or self.wrapped.group is None or self.wrapped.group.size() == 1:
             return
-        check_fit(trained)
+        tables = tables_in(self.wrapped.to_module())
+        apart = [each for each in trained if id(each[1]) in tables or each[1].is_complex()]
+        check_fit(trained, apart, self.reduce_dtype)
         device = trained[0][1].device
         if self.ranks is None:
             with call_ranks(self.wrapped.group) as roll_call:
                 self.ranks = find_ranks(self.wrapped.group, device, roll_call)
         options = OptimizerOptions(stage=1, reduce_dtype=self.reduce_dtype)
-        self.ranks.check_same([f"parameter '{name}' of shape {tuple(param.shape)}" for name, param in trained])
+        known = {id(param) for _, param in apart}
+        self.ranks.check_same([_line(name, param, id(param) in known) for name, param in trained])
+        trained = [each for each in trained if id(each[1]) not in known]
         plans = options.plan([(n, p, "", None, ()) for n, p in trained], self.ranks.backend, self.ranks.size)
         self.grads = Grads(self.ranks, stage_of(1), self.reduce_dtype)
         for plan in plans:
             members = [Member(*trained[i], group=0, number=i) for i in plan.params]
             self.grads.add_bucket(LeftOverBucket(plan, members, self.ranks.rank))  # type: ignore[arg-type]
-        self.grads.let_decide(dict.fromkeys(self.sent, self.wrapped.decision))
+        decision = self.wrapped.decision
+        self.grads.let_decide(dict.fromkeys(self.sent, decision))
+        if apart:
+            self.unbucketed = Unbucketed(self.ranks, self.grads.manager, apart, decision, self.reduce_dtype)
 
     def _first_new(self, known: set[int]) -> str:
         return next(quoted(name, param) for name, param in self.seen.apart if id(param) not in known)
@@ -162,10 +185,16 @@ class LeftOver:
             "optimizer of zerox holds are discarded"
         )
         self.grads.zero(set_to_none=True)
+        if self.unbucketed is not None:
+            self.unbucketed.forget()
 
 
-def check_fit(trained: Iterable[tuple[str, Tensor]]) -> None:
-    """NotImplementedError or ValueError for parameters whose gradients can't be averaged so."""
+def check_fit(
+    trained: Iterable[tuple[str, Tensor]], apart: Iterable[tuple[str, Tensor]], reduce_dtype: torch.dtype | None
+) -> None:
+    """NotImplementedError or ValueError for parameters whose gradients can't be averaged so. ``apart``: those of them
+    that are in no bucket."""
+    known = {id(param) for _, param in apart}
     first: Tensor | None = None
     for name, param in trained:
         first = param if first is None else first
@@ -174,9 +203,19 @@ def check_fit(trained: Iterable[tuple[str, Tensor]]) -> None:
                 f"zerox.DistributedDataParallel: the gradient of DTensor {quoted(name, param)} is held by no optimizer "
                 f"of zerox, and only these average gradients of DTensors: {WAY_OUT}"
             )
-        if param.dtype not in PARAM_DTYPES or param.device != first.device:
+        if (param.dtype not in PARAM_DTYPES and id(param) not in known) or param.device != first.device:
             raise ValueError(
                 f"zerox.DistributedDataParallel: parameter {quoted(name, param)} in {param.dtype} on {param.device} is "
-                f"held by no optimizer of zerox; gradients are averaged of {[str(each) for each in PARAM_DTYPES]} on "
-                f"one device ({first.device}): {WAY_OUT}"
+                f"held by no optimizer of zerox; gradients are averaged of {[str(each) for each in PARAM_DTYPES]} and "
+                f"complex ones, on one device ({first.device}): {WAY_OUT}"
             )
+        if param.is_complex() and reduce_dtype is not None:
+            raise ValueError(
+                f"zerox.DistributedDataParallel: parameter {quoted(name, param)} in {param.dtype} can't be sent in "
+                f"{reduce_dtype}: register no communication hook, or {WAY_OUT}"
+            )
+
+
+def _line(name: str, param: Tensor, is_apart: bool) -> str:
+    how = f", averaged in {param.dtype} where a backward ends" if is_apart else ""
+    return f"parameter '{name}' of shape {tuple(param.shape)}{how}"
