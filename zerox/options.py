@@ -259,6 +259,8 @@ def _foreign(param: Tensor) -> str:
     """Why it can't be sharded by this build, or by zerox; empty if it can."""
     if (refusal := device_refusal(param.device)) and not param.is_meta:
         return f"is on {param.device}: {refusal}"
+    if is_updated_inside(param):
+        return UPDATED_INSIDE
     if is_dtensor(param):
         return unfit_dtensor(param)
     if type(param).__torch_dispatch__ is not Tensor.__torch_dispatch__:  # it has its values elsewhere
@@ -267,6 +269,17 @@ def _foreign(param: Tensor) -> str:
             "without FSDP and other wrappers of tensors"
         )
     return ""
+
+
+def is_updated_inside(param: Tensor) -> bool:
+    """By torch.distributed.optim._apply_optimizer_in_backward()."""
+    return bool(getattr(param, "_in_backward_optimizers", None))
+
+
+UPDATED_INSIDE = (
+    "is updated inside backward, by each rank's own gradient (_apply_optimizer_in_backward()): leave that call out, "
+    "and call step() of an optimizer after backward"
+)
 
 
 def device_refusal(device: torch.device) -> str | None:

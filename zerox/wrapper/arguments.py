@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel as OfTorch
 from torch.nn.parameter import is_lazy
 
+from zerox.options import UPDATED_INSIDE, is_updated_inside
 from zerox.plan.buckets import MIB
 from zerox.wrapper.values import MOST_BYTES
 
@@ -87,6 +88,13 @@ def trained_params(module: nn.Module, ignored: set[str]) -> list[Tensor]:
     if params[0].device.type == "cpu" and any(isinstance(each, nn.SyncBatchNorm) for each in module.modules()):
         raise ValueError("SyncBatchNorm layers only work with GPU modules")
     return params
+
+
+def check_updated_after_backward(params: Mapping[str, Tensor]) -> None:
+    """RuntimeError for a parameter that an optimizer updates before its gradient is averaged."""
+    for name, param in params.items():
+        if is_updated_inside(param):
+            raise RuntimeError(f"zerox.DistributedDataParallel: parameter '{name}' {UPDATED_INSIDE}")
 
 
 def buffers_to_share(broadcast_buffers: bool | None, forward_sync_buffers: bool | None) -> tuple[bool, bool]:

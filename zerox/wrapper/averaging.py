@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from zerox._C import BucketManager
 from zerox.ranks.holders import num_changes
 from zerox.ranks.wrapped import WrappedModule, check_same_ranks
+from zerox.wrapper.arguments import check_updated_after_backward
 from zerox.wrapper.begin import tell_begin
 from zerox.wrapper.comm_hooks import DTYPES, check_sent_in
 from zerox.wrapper.first_values import engines_of
@@ -30,7 +31,9 @@ class Averaging:
             engine.inside.grads.let_decide(dict.fromkeys(wrapped.names, wrapped.decision))
 
     def before_forward(self, joins: bool = False) -> None:
-        """Of a training forward. ``joins``: inside join()."""
+        """Of a training forward. ``joins``: inside join(). RuntimeError in the first one as where the wrapper is built."""
+        if not self.has_begun and self.wrapped.num_ranks > 1:  # alone there is nothing to wait for
+            check_updated_after_backward(self.wrapped.params)
         self.has_begun = True
         if self.seen != num_changes():
             self._look()

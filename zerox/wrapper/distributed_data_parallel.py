@@ -203,6 +203,13 @@ class DistributedDataParallel(Joins, Placement, Buffers, arguments.WithoutEffect
 
     # ---- torch's other names
 
+    def _remove_autograd_hooks(self) -> None:
+        """This wrapper averages nothing any more, and another one of the module may. Sends nothing.
+
+        What an optimizer of zerox holds goes on being averaged: by that optimizer, which no wrapper is needed for.
+        """
+        self._averaging.left_over.end()
+
     def _sync_buffers(self) -> None:
         self._hand_out_buffers()
 

@@ -12,8 +12,10 @@ from torch import Tensor
 from zerox.engine import Engine
 from zerox.flow.hand_out import hand_out, standing_by
 from zerox.memory.flat import order_text
+from zerox.options import is_updated_inside
 from zerox.ranks.dtensors import local_of
 from zerox.ranks.holders import holders_of
+from zerox.wrapper.arguments import check_updated_after_backward
 from zerox.wrapper.values import broadcast, check_same
 
 
@@ -32,7 +34,7 @@ def hand_out_first(
     params: Mapping[str, Tensor], buffers: Mapping[str, Tensor], group: dist.ProcessGroup | None, what: str
 ) -> None:
     """Of a module, which errors call ``what``. Collective. RuntimeError on all ranks of ``group``, naming the first, if
-    they have other tensors.
+    they have other tensors, or an optimizer updates one inside backward.
 
     Optimizers hand out the parameters that they hold, so that masters and shards follow.
     """
@@ -49,6 +51,7 @@ def hand_out_first(
         for engine in engines:
             stack.enter_context(standing_by(engine.inside))
         check_same(lines, group, device, f": {what} must be built alike on all ranks")
+    check_updated_after_backward(params)
     held: set[int] = set()
     for engine in engines:
         held |= (own := {id(member.param) for member in engine.inside.members})
@@ -64,7 +67,7 @@ def hand_out_first(
 def _lines(kind: str, tensors: Mapping[str, Tensor]) -> Sequence[str]:
     return [
         f"{kind} '{name}' of shape {tuple(each.shape)} in {each.dtype}, {'' if each.requires_grad else 'not '}trained"
-        f"{order_text(each) if kind == 'parameter' else ''}"
+        f"{order_text(each) if kind == 'parameter' else ''}{', updated in backward' if is_updated_inside(each) else ''}"
         for name, each in tensors.items()
     ]
 

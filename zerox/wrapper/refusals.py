@@ -13,13 +13,12 @@ REFUSED = {
     "_register_buffer_comm_hook": "buffers are rank 0's: pass forward_sync_buffers=False, and share them by calls of "
     "your own",
     "_register_fused_optim": "step() of an optimizer of zerox is one kernel already: build one",
-    "_set_sparse_metadata": "tables whose gradients are sparse are for param groups with sparse=True",
+    "_set_sparse_metadata": "ranks tell each other which rows of a sparse gradient they have: leave it out",
     "_update_process_group": "ranks are fixed: destroy the groups and build model and optimizer again",
 }
 # What has nothing to act on.
 WITHOUT_EFFECT = (
     "_check_reducer_finalized",
-    "_remove_autograd_hooks",
     "_set_ddp_runtime_logging_sample_rate",
     "_set_ddp_sink_clone",
 )
