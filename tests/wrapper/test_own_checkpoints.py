@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 import zerox
@@ -19,10 +18,8 @@ from tests.kernels.shards import same_bits
 from tests.ranks import run_ranks
 from tests.wrapper.own_cases import Recommender, trained
 from tests.wrapper.twins import STAGES, Script, of_zerox, values_of
-from zerox.__main__ import main
 from zerox.checkpoint import CheckpointError, manifest
 from zerox.checkpoint.reader import CheckpointReader
-from zerox.checkpoint.writer import CheckpointWriter
 
 Twin = tuple[Recommender, Any]
 SGD = partial(zerox.FusedShardedSGD, lr=0.1)
@@ -218,6 +215,38 @@ def test_what_no_wrapper_has_is_a_rank_s_own_and_nothing_else(tmp_path: Path) ->
     assert {key for key in keys if not key.startswith("optimizer.inside.")} == own | shared
 
 
+def of_another_optimizer(rank: int, world_size: int, folder: str, differ: bool, alone: bool) -> None:
+    """What another optimizer trains, or nobody, is shared where it is the same on all ranks, as before."""
+    script = of_zerox(rank, 2)
+    model = Recommender(script)
+    if not differ:
+        model.tables = nn.ModuleList([nn.Embedding(5, 16)])
+        nn.init.ones_(model.tables[0].weight)
+    optimizer = script.optimizer(model.top.parameters(), lr=0.01)
+    another = zerox.FusedShardedAdam(model.tables.parameters(), process_group="alone") if alone else None
+    trained(model, optimizer, 1)
+    zerox.save(folder, model, optimizer)
+    assert manifest.read(Path(folder))["format"] == (3 if differ else 2)
+    then = values_of(model)
+    for param in model.parameters():
+        param.data.add_(1.0)
+    zerox.load(folder, model, optimizer)
+    assert all(map(same_bits, values_of(model), then))
+    del another
+    if differ:
+        twin = adamw(script)
+        refused(twin, folder, "missing: optimizer.tables.0.weight, rank 0's own")
+        zerox.save(folder, *twin)
+        refused((model, optimizer), folder, "unexpected: optimizer.tables.0.weight, rank 0's own")
+
+
+@pytest.mark.parametrize(("differ", "alone"), [(True, False), (True, True), (False, False)])
+def test_parameters_of_another_optimizer_are_a_rank_s_own_where_they_differ(
+    tmp_path: Path, differ: bool, alone: bool
+) -> None:
+    run_ranks(of_another_optimizer, 2, str(tmp_path / "saved"), differ, alone)
+
+
 def of_shared_alone(rank: int, _: int, folder: str) -> None:
     """A checkpoint of what ranks share is what it was, and has nothing for an optimizer with own parameters."""
     script = of_zerox(rank, 2)
@@ -235,68 +264,6 @@ def of_shared_alone(rank: int, _: int, folder: str) -> None:
 
 def test_without_them_nothing_changed_in_a_checkpoint(tmp_path: Path) -> None:
     run_ranks(of_shared_alone, 2, str(tmp_path / "saved"))
-
-
-def test_old_readers_and_files_of_one_model_refuse_them(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    run_ranks(saved_at, 2, str(tmp_path / "saved"))
-    for target in ("all.pt", "weights.safetensors"):
-        assert main(["convert", str(tmp_path / "saved"), str(tmp_path / target)]) == 1
-        assert "each rank's own, of 2 ranks, and one file has no place" in capsys.readouterr().err
-        assert not (tmp_path / target).exists()
-    monkeypatch.setattr(manifest, "READ", (1, 2))
-    with pytest.raises(CheckpointError, match="is of format 3: this zerox reads formats up to 2"):
-        manifest.read(tmp_path / "saved")
-
-
-def interrupted(rank: int, _: int, folder: str) -> None:
-    """One rank can't write: the one that was there stays, and is whole."""
-    one = adamw(of_zerox(rank, 2))
-    trained(*one)
-    zerox.save(folder, *one)
-    then = everything(*one)
-    trained(*one, first=3)
-    with pytest.MonkeyPatch.context() as patched:
-        if rank == 1:
-            one[1].state[next(one[0].tables.parameters())]["odd"] = object()
-        with pytest.raises(CheckpointError, match=r"on rank 1: odd in the state of tables.0.weight, this rank's own"):
-            zerox.save(folder, *one)
-        if rank == 1:
-            del one[1].state[next(one[0].tables.parameters())]["odd"]
-            patched.setattr(CheckpointWriter, "write_data", None)
-        with pytest.raises(CheckpointError, match="on rank 1: TypeError"):
-            zerox.save(folder, *one)
-    zerox.load(folder, *one)
-    assert all(map(same_bits, everything(*one), then))
-    assert zerox.latest(Path(folder).parent) == Path(folder)
-
-
-def test_a_save_that_one_rank_cannot_make_leaves_the_old_one(tmp_path: Path) -> None:
-    run_ranks(interrupted, 2, str(tmp_path / "saved"))
-
-
-def not_in_the_model(rank: int, _: int, folder: str) -> None:
-    """Under the names that the optimizer was given, or by their places; over a group that the user passes, too."""
-    for named in (True, False):
-        script = of_zerox(rank, 2)
-        model = Recommender(script)
-        given = list(model.named_parameters()) if named else list(model.parameters())
-        optimizer = script.optimizer(given, lr=0.01)
-        trained(model, optimizer)
-        zerox.save(folder, model.top, optimizer, process_group=dist.new_group())
-        then = everything(model, optimizer)
-        trained(model, optimizer)
-        zerox.load(folder, model.top, optimizer)
-        assert all(map(same_bits, everything(model, optimizer), then))
-        if not named:
-            zerox.save(folder, model, optimizer)
-            with pytest.raises(CheckpointError, match=r"missing: model.param 0, rank 0's own"):
-                zerox.load(folder, model.top, optimizer)
-
-
-def test_those_that_the_model_does_not_have(tmp_path: Path) -> None:
-    run_ranks(not_in_the_model, 2, str(tmp_path / "saved"))
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -71,18 +71,16 @@ def save(
     tensors: dict[str, Tensor] = {}
     host: dict[str, Any] = {}
     team_of: dict[str, tuple[int, int]] = {}
-    record: dict[str, Any] | None = None
+    record: dict[str, Any] = {}
     with ranks.failing_together(failure):
         if optimizer.inside.loading.failed:
             raise CheckpointError(optimizer.inside.loading.failed)
         names = parameter_names(model, optimizer)
         optimizer.inside.gather.prepare_checkpoint()
         tensors, others = split_model(model, optimizer)
-        own = RanksOwn(model, optimizer, names, ranks.rank)
-        own.take_out(model, tensors, others)
+        own = RanksOwn(model, optimizer, names, ranks)
+        said = own.said(model)
         tensors |= entries(optimizer, names)
-        of_own, record = own.to_save()
-        tensors |= of_own
         team_of = optimizer.inside.grads.teams.by_name({names[m.number]: m.group for m in optimizer.inside.members})
         orders = {names[m.number]: memory_order(m) for m in optimizer.inside.members}
         host = {
@@ -94,9 +92,14 @@ def save(
         }
     with FailingAs(failure):
         tensors |= table_entries(spread_tables(optimizer), names, model)
-    if optimizer.inside.calls.own.are_some or ranks.may_be_others:
-        records = ranks.gather(record, failure)
-        host |= {OWN: [each or {} for each in records]} if any(records) else {}
+    if own.is_asked or ranks.may_be_others:
+        own.learn(ranks.gather(said, failure))
+    if own.are_some:
+        with ranks.failing_together(failure):
+            own.take_out(model, tensors, host["model"])
+            of_own, record = own.to_save()
+            tensors |= of_own
+        host[OWN] = ranks.gather(record, failure)
     write(path, tensors, joined(ranks, tensors, host, team_of, failure), ranks)
 
 
@@ -172,8 +175,8 @@ def load(
     with params.updating():
         with ranks.failing_together(not_loaded(path)):
             host, names = opened.host(), parameter_names(model, optimizer)
-            own = RanksOwn(model, optimizer, names, ranks.rank)
-            own.refuse_number(host, ranks, strict)
+            own = RanksOwn(model, optimizer, names, ranks)
+            own.learn_from(host, opened.tensors, ranks, strict)
             groups = own.groups(host)
             check_rules(optimizer, names, groups, own.names)
             check_masks(optimizer, host)

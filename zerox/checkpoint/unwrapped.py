@@ -1,29 +1,35 @@
 """What is each rank's own in a checkpoint, under the rank's number: Note [Each rank's own] in flow/unwrapped_params.py.
 
 Ranks have one name for different tensors. So keys begin with the rank, and host.pt has a record of each rank: options
-of its param groups, and what of the state are no tensors. Where the optimizer has such parameters, everything else of
-the model that no wrapper has, as running means beside them, is a rank's own too. Without them all is as it always was.
+of its param groups, and what of the state are no tensors. Beside own parameters of the optimizer there are those that
+no wrapper has, and no optimizer of zerox of several ranks, if they are not the same on all: torch.optim may train them.
+Where there are such parameters, everything else of the model that no wrapper has, as running means beside them, is a
+rank's own too. Without them all is as it always was.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
+from zerox import _C as C
 from zerox.checkpoint.everyone import Everyone
 from zerox.checkpoint.groups import groups_by_name
 from zerox.checkpoint.manifest import OWN, CheckpointError
 from zerox.checkpoint.names import MODEL, OPTIMIZER, naming_in
 from zerox.engine import Engine
 from zerox.ranks.dtensors import is_dtensor
-from zerox.ranks.wrapped import modules_in_wrappers, tensors_in_wrappers
+from zerox.ranks.holders import holders_of
+from zerox.ranks.wrapped import has_wrapped, modules_in_wrappers, tensors_in_wrappers
 from zerox.sliced_tensor import SlicedTensor
 
 Saved = Mapping[str, TensorStorageMetadata]
+Said = tuple[bool, dict[str, str]] | None
+RANK = "rank."
 PLAIN = (int, float, str, bool, type(None))
 
 
@@ -32,13 +38,14 @@ class RanksOwn:
     ``others``: what its modules have that are no tensors; ``names``: of the optimizer's own parameters, by id.
     """
 
-    def __init__(self, model: nn.Module, optimizer: Engine, shared: Mapping[int, str], rank: int) -> None:
+    def __init__(self, model: nn.Module, optimizer: Engine, shared: Mapping[int, str], ranks: Everyone) -> None:
         """``shared``: names of the parameters that ranks share. CheckpointError if own ones have the same."""
         own = optimizer.inside.calls.own
         self.optimizer = optimizer
         self.shared = shared
-        self.rank = rank
+        self.rank = ranks.rank
         self.are_some = own.are_some
+        self.is_asked = not ranks.has_own_params and has_wrapped(member.param for member in optimizer.inside.members)
         self.params = dict(own.params) if own.are_some else {}
         self.names = _names(model, optimizer, self.params)
         self.tensors: dict[str, Tensor] = {}
@@ -55,7 +62,8 @@ class RanksOwn:
         if not self.are_some:
             return
         is_own = _finds_own(model, self.optimizer)
-        own = {key: value for key, value in tensors.items() if is_own(key.removeprefix(MODEL), value)}
+        of_model = {key: value for key, value in tensors.items() if key.startswith(MODEL)}
+        own = {key: value for key, value in of_model.items() if is_own(key.removeprefix(MODEL), value)}
         for key in own:
             del tensors[key]
         self.others = {name: others.pop(name) for name in list(others) if is_own(name, None)}
@@ -71,10 +79,25 @@ class RanksOwn:
 
     # ---- saving
 
-    def to_save(self) -> tuple[dict[str, Tensor], dict[str, Any] | None]:
-        """Its tensors, and this rank's record; None if no rank has anything of its own. Raises CheckpointError."""
-        if not self.are_some:
-            return {}, None
+    def said(self, model: nn.Module) -> Said:
+        """What this rank tells others before a save: whether the optimizer has own parameters; and if not, by name a
+        line about each that no wrapper and no optimizer of several ranks has. None from a rank of another optimizer."""
+        if self.are_some or not self.is_asked:
+            return (True, {}) if self.are_some else None
+        bare, params = naming_in(model), dict(model.named_parameters())
+        holders = [each.inside for each in holders_of({id(param) for param in params.values()})]
+        known = {id(member.param) for each in holders if each.ranks.size > 1 for member in each.members}
+        known |= tensors_in_wrappers()
+        outside = {bare(name): param for name, param in params.items() if id(param) not in known}
+        return False, {name: _line(param) for name, param in outside.items() if _has_values(param)}
+
+    def learn(self, everyones: Sequence[Said]) -> None:
+        """The same on all ranks, from what all said."""
+        given = [each for each in everyones if each is not None]
+        self.are_some = any(are_some or lines != given[0][1] for are_some, lines in given)
+
+    def to_save(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """Its tensors, and this rank's record. Raises CheckpointError."""
         tensors, state = dict(self.tensors), {}
         for number, name in self.names.items():
             param = self.params[number]
@@ -102,18 +125,23 @@ class RanksOwn:
 
     # ---- loading
 
-    def refuse_number(self, host: Mapping[str, Any], ranks: Everyone, strict: bool) -> None:
+    def learn_from(self, host: Mapping[str, Any], saved: Saved, ranks: Everyone, strict: bool) -> None:
         """CheckpointError if what is each rank's own was saved by another number of ranks.
 
         Without ``strict`` an optimizer that has nothing of the kind takes the rest.
         """
-        saved = host.get(OWN)
-        if saved is not None and len(saved) != ranks.size and (strict or self.are_some):
-            first = next((name for record in saved for name in _names_in(record)), "")
+        records = host.get(OWN)
+        if records is None:
+            return
+        if len(records) == ranks.size:
+            self.are_some = True
+        elif strict or self.are_some:
+            keys = sorted(key for key in saved if key.startswith(RANK))
+            first = next((key.partition(f".{MODEL}")[2] for key in keys if f".{MODEL}" in key), "")
             raise CheckpointError(
                 f"it has parameters that are each rank's own (no DistributedDataParallel had them)"
-                f"{', as ' + first if first else ''}, of {len(saved)} ranks, and this is a run of {ranks.size}: load "
-                f"it on {len(saved)} ranks"
+                f"{', as ' + first if first else ''}, of {len(records)} ranks, and this is a run of {ranks.size}: load "
+                f"it on {len(records)} ranks"
             )
 
     def groups(self, host: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -140,8 +168,13 @@ class RanksOwn:
         prefix = _prefix(self.rank)
         here = f"rank {self.rank}'s own"
         found = {key for key in saved if key.startswith(prefix + MODEL)} if host.get(OWN) is not None else set()
+        record, live = self._record(host), set(self.names.values())
+        then = {name for group in record.get("groups", ()) for name in group["names"]} | set(record.get("beside", ()))
+        now_and_then = live & {key.removeprefix(prefix + MODEL) for key in found}
         missing = sorted(key.removeprefix(prefix) for key in self.tensors.keys() - found)
+        missing += [OPTIMIZER + name for name in sorted(now_and_then - then)]  # another optimizer trained it
         others = sorted(key.removeprefix(prefix) for key in found - self.tensors.keys())
+        others += [OPTIMIZER + name for name in sorted(then - live)]
         return [f"missing: {name}, {here}" for name in missing] + [f"unexpected: {name}, {here}" for name in others]
 
     def to_read(self, host: Mapping[str, Any], saved: Saved) -> dict[str, Tensor]:
@@ -202,7 +235,7 @@ def refuse_own(host: Mapping[str, Any]) -> None:
 
 
 def _prefix(rank: int) -> str:
-    return f"rank.{rank}."
+    return f"{RANK}{rank}."
 
 
 def _names(model: nn.Module, optimizer: Engine, own: Mapping[int, Tensor]) -> dict[int, str]:
@@ -252,13 +285,15 @@ def _place(live: Any, param: Tensor, then: TensorStorageMetadata, device: torch.
     return torch.empty(shape, dtype=dtype, device=device)
 
 
+def _has_values(param: Tensor) -> bool:
+    return not (param.is_meta or is_dtensor(param)) and param.layout is torch.strided
+
+
+def _line(param: Tensor) -> str:
+    return f"{tuple(param.shape)} {param.dtype} {C.digest(param.detach().contiguous())}"
+
+
 def _is_plain(value: Any) -> bool:
     if isinstance(value, Mapping):
         return all(isinstance(key, PLAIN) and _is_plain(each) for key, each in value.items())
     return isinstance(value, PLAIN) or (isinstance(value, (list, tuple)) and all(map(_is_plain, value)))
-
-
-def _names_in(record: Mapping[str, Any]) -> Iterator[str]:
-    for group in record.get("groups", ()):
-        yield from group["names"]
-    yield from record.get("beside", ())
