@@ -116,6 +116,9 @@ def optimizer_first(rank: int, world_size: int) -> list[bool]:
     optimizer = optimizer_for(ddp, "2")
     with pytest.raises(RuntimeError, match=r"pass Join\(\[ddp, optimizer\]\)"):
         Join([optimizer, ddp])
+    for argument in ("divide_by_initial_world_size", "throw_on_early_termination"):
+        with pytest.raises(RuntimeError, match="ranks must agree"), ddp.join(**{argument: rank == 0}):
+            pass
     with Join([optimizer]):  # it is as before
         for step in range(BATCHES[rank]):
             ddp.module(data(rank, step)).exp().mean().backward()

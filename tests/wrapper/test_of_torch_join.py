@@ -175,3 +175,61 @@ def test_buffers_stay_where_hand_outs_are_off() -> None:
     (one, synced), (other, synced_too) = run_ranks(kept_apart, 2)
     assert one != other
     assert synced == synced_too == 1.0
+
+
+def grads_before_step(cls: Any, rank: int, divide: bool, sent: int, clips: bool) -> list[Tensor]:
+    """p.grad where each backward ends, and the parameters at the end. ``sent``: so many backwards in a step."""
+    torch.manual_seed(0)
+    ddp = cls(Uneven())
+    ours = cls is DistributedDataParallel
+    optimizer: Any = FusedShardedSGD(ddp.parameters(), lr=0.1, stage=1) if ours else sgd(ddp.parameters())
+    found = []
+    with ddp.join(divide_by_initial_world_size=divide):
+        for step in range((2, 4)[rank]):
+            ddp.zero_grad()
+            for micro in range(sent):
+                ddp(data(rank, 10 * micro + step), True).exp().mean().backward()
+                found += [param.grad.clone() for param in ddp.parameters()]
+            if clips and ours:
+                optimizer.clip_grad_norm_(0.5)
+            elif clips:
+                nn.utils.clip_grad_norm_(ddp.parameters(), 0.5)
+            optimizer.step()
+    return [*found, *(param.detach().clone() for param in ddp.parameters())]
+
+
+def before_step(rank: int, world_size: int) -> list[Any]:
+    apart = []
+    for case in ((True, 1, False), (False, 1, False), (False, 1, True), (False, 2, False), (False, 2, True)):
+        theirs, ours = (grads_before_step(cls, rank, *case) for cls in (OfTorch, DistributedDataParallel))
+        if not all(torch.allclose(*each, atol=1e-6) for each in zip(ours, theirs, strict=True)):
+            apart.append(case)
+    return apart
+
+
+def test_inside_join_p_grad_is_torchs_before_step_too() -> None:
+    assert run_ranks(before_step, 2) == [[], []]
+
+
+def weighed(rank: int, world_size: int) -> list[float]:
+    """In stage 1, where the mean is one over the active ranks. A divisor of the user's is not touched by that."""
+    found = []
+    for divisor in (None, 2.0):
+        ddp = DistributedDataParallel(nn.Linear(1, 1, bias=False))
+        optimizer = FusedShardedSGD(
+            [{"params": ddp.parameters(), "gradient_divisor": divisor}], lr=0.0, stage=1, momentum=0.0
+        )
+        with ddp.join(divide_by_initial_world_size=False):
+            for _ in range(1 + rank):
+                optimizer.zero_grad()
+                ddp(torch.full((1, 1), 6.0)).sum().backward()
+                found.append(float(ddp.module.weight.grad))
+                if divisor is None:
+                    optimizer.mean_over(3)
+                    found.append(float(ddp.module.weight.grad))
+                optimizer.step()
+    return found
+
+
+def test_inside_join_mean_over_and_divisors_are_what_they_are() -> None:
+    assert run_ranks(weighed, 2) == [[6.0, 2.0, 6.0], [6.0, 2.0, 6.0, 2.0, 6.0, 3.0]]

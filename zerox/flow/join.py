@@ -29,8 +29,13 @@ class Joinable(TorchOptimizer):
     _grads: Grads
     _joining = Shared[str | None](None)  # inside join(): its ``divide``
     _notified = Shared[bool](False)  # torch's Join knows of this step
+    _by_active = Shared[bool](False)  # p.grad is a mean over the active ranks: see Following in meetings.h
     _is_wrapped = Shared[bool](False)  # a wrapper inside join() follows it
     _join_config = Shared[torch_join._JoinConfig](torch_join._JoinConfig.construct_disabled_join_config())
+
+    def _set_joining(self, divide: str | None) -> None:
+        """This is inside a join() with this ``divide``, or outside."""
+        raise NotImplementedError
 
     def _follow(self) -> Meeting:
         """Meets the others in their next call, and takes part in it; Meeting.FOLLOW if all ranks follow."""
@@ -100,7 +105,7 @@ def begin(optimizers: Sequence[Joinable], divide: str, together: bool = False) -
         for optimizer in optimizers:
             note_inside(optimizer)
     for optimizer in optimizers:
-        optimizer._joining = divide
+        optimizer._set_joining(divide)
 
 
 def note_inside(joined: object) -> None:
@@ -127,7 +132,7 @@ def _has_wrapper(optimizer: object) -> bool:
 
 def end(optimizers: Sequence[Joinable]) -> None:
     for optimizer in optimizers:
-        optimizer._joining = None
+        optimizer._set_joining(None)
         optimizer._is_wrapped = False
         note_outside(optimizer)
 

@@ -196,6 +196,14 @@ class MeanGradient(Joinable):
 
     # ---- for ranks that follow: see zerox/flow/join.py
 
+    def _set_joining(self, divide: str | None) -> None:
+        self._joining = divide
+        # Where gradients are whole, p.grad is so for whoever reads it before step(). Not with divisors of the user's,
+        # which another number of active ranks does not touch.
+        has_divisor = any(each is not None for each in self._calls.scale.of_groups)
+        self._by_active = divide == ACTIVE and not self._grads.sharded and not has_divisor
+        self._grads.manager.settlement.set_following(by_backward=False, by_active=self._by_active)
+
     def _follow(self) -> Meeting:
         self._calls.own.rests = True
         try:
@@ -233,7 +241,10 @@ class MeanGradient(Joinable):
 
     def _divide_by_active(self, outcome: Outcome) -> None:
         """Means over all ranks that were not called for otherwise."""
-        if self._joining == ACTIVE and (outcome.operators or outcome.meeting not in ASK_NOTHING):
+        if self._by_active:
+            if outcome.meeting not in (Meeting.FOLLOW, Meeting.SKIP_STEP):
+                self._calls.scale.requested.num_active = outcome.num_active  # for mean_over()
+        elif self._joining == ACTIVE and (outcome.operators or outcome.meeting not in ASK_NOTHING):
             self._calls.divide_by_active(outcome)
 
     def _take_part(self, outcome: Outcome) -> None:

@@ -30,7 +30,7 @@ from zerox.ranks.calls import waiting
 from zerox.ranks.dtensors import local_of
 from zerox.wrapper.averaging import Averaging
 from zerox.wrapper.first_values import engines_of, size_of
-from zerox.wrapper.values import broadcast
+from zerox.wrapper.values import broadcast, check_same
 
 OFF = torch_join._JoinConfig.construct_disabled_join_config()
 LOOK_EVERY_S = 2e-4  # whether what follows has failed, while this rank waits for the others' next forward
@@ -89,12 +89,16 @@ class Following:
         self.config = config
         self.engines: Sequence[Engine] = engines_of(wrapper._averaging.wrapped.params)
         if config.enable and not config.is_first_joinable and any(_leads(each) for each in self.engines):
+            for engine in self.engines:
+                of_optimizers.FollowHook(engine).post_hook(False)  # they are outside again
             raise RuntimeError(
                 "zerox.DistributedDataParallel: torch's Join was given an optimizer before the wrapper of its "
                 "parameters, whose forward is the first that a rank does in a step: pass Join([ddp, optimizer])"
             )
         for engine in self.engines:
             engine.join(divide)  # raises if it can't be
+        said = f"join(divide='{divide}', throw_on_early_termination={config.throw_on_early_termination})"
+        check_same([said], wrapper.process_group, wrapper.device)
         wrapper._averaging.before_forward()
         if (unbucketed := wrapper._averaging.left_over.unbucketed) is not None:
             raise NotImplementedError(
