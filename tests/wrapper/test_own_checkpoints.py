@@ -266,6 +266,7 @@ def test_without_them_nothing_changed_in_a_checkpoint(tmp_path: Path) -> None:
     run_ranks(of_shared_alone, 2, str(tmp_path / "saved"))
 
 
+@pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("kind", KINDS)
-def test_on_3_ranks_too(tmp_path: Path, kind: str) -> None:
-    run_ranks(goes_on, 3, str(tmp_path / "saved"), kind, 2)
+def test_on_3_ranks_too(tmp_path: Path, kind: str, stage: int) -> None:
+    run_ranks(goes_on, 3, str(tmp_path / "saved"), kind, stage)
