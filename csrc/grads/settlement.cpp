@@ -150,7 +150,7 @@ Statement Settlement::statement(const Call& call) {
           .changed = seen.changed,
           .scaled = seen.scaled,
           .zeroed = zeroed_.exchange(false) || grads_->has_lost_mean(),
-          .active = call.meeting != Meeting::follow || (step_.had_gradient && !following_.by_backward),
+          .active = call.meeting != Meeting::follow || (step_.had_gradient && !following_.load().by_backward),
           .proposes = params_->proposes_order(),
           .with_grad = std::move(seen.with_grad),
           .placements = std::move(seen.placements),
@@ -189,20 +189,16 @@ Verdict Settlement::meet(const Call& call) {
   return verdict;
 }
 
-void Settlement::set_following(bool by_backward, bool by_active) {
-  const std::lock_guard lock(mutex_);
-  following_ = {by_backward, by_active};
-}
-
 // Whether this rank sends zeros in what it launches.
 bool Settlement::rests(const Call& call) const {
   if (call.meeting != Meeting::follow) return false;
-  return following_.by_backward || (following_.by_active && !step_.had_gradient);
+  const Following following = following_;
+  return following.by_backward || (following.by_active && !step_.had_gradient);
 }
 
 // What a mean over all ranks is multiplied by.
 double Settlement::scale(const Verdict& verdict) const {
-  if (!following_.by_active || verdict.num_active == 0) return 1.0;
+  if (!following_.load().by_active || verdict.num_active == 0) return 1.0;
   return static_cast<double>(agreement_.num_ranks()) / static_cast<double>(verdict.num_active);
 }
 

@@ -36,8 +36,8 @@ class Settlement {
   // Collective: the end of a backward.
   void end_backward();
 
-  // See Following.
-  void set_following(bool by_backward, bool by_active);
+  // See Following. It does not wait for a thread that follows.
+  void set_following(bool by_backward, bool by_active) { following_ = {by_backward, by_active}; }
 
   // Does what Optimizer.zero_grad() does. It is local and never blocks, with one exception: if gradients are whole and
   // backward raised here, it tells the other ranks, which wait at the end of their backward.
@@ -91,7 +91,7 @@ class Settlement {
     bool had_gradient = false;  // this rank, in this step
     bool is_new = false;        // none was sent yet since the last step
   } step_;
-  Following following_;
+  std::atomic<Following> following_ = Following{};
   std::vector<int64_t> remark_;
   struct {
     bool scaled = false;

@@ -172,14 +172,16 @@ class Following:
             time.sleep(LOOK_EVERY_S)
         try:
             work.wait()
-        except RuntimeError:
+        except RuntimeError as error:
             # Where a rank is gone, the threads that follow are told why, if it could say so.
             until = time.monotonic() + FAREWELL_S
             while any(thread.is_alive() for thread in self.followers.threads) and time.monotonic() < until:
                 self.followers.check()
                 time.sleep(LOOK_EVERY_S)
             self.followers.check()
-            raise
+            raise RuntimeError(
+                f"zerox: in DistributedDataParallel.join() a rank did not answer, see the other ranks' logs: {error}"
+            ) from error
 
     # ---- of all
 
