@@ -10,6 +10,7 @@ void bind_backward(py::module_& m) {
   py::class_<Decision, std::shared_ptr<Decision>>(m, "Decision")
       .def(py::init())
       .def("note_forward", &Decision::note_forward, py::arg("syncs"))
+      .def("set_static", &Decision::set_static, py::arg("is_static"))
       .def_property_readonly("keeps", &Decision::keeps);
   py::class_<Backward, std::shared_ptr<Backward>>(m, "Backward")
       .def("set_sync", &Backward::set_sync, py::arg("sync"), Release())

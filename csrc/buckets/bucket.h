@@ -105,6 +105,12 @@ struct WholeGrad {
   }
 };
 
+// See Note [Several gradients in one backward].
+struct Fired {
+  int32_t count = 0;    // gradients in this backward
+  int32_t awaited = 0;  // that it had in a backward before; 0 if none is known
+};
+
 // Note [Local tensors]
 // A parameter may be a DTensor: a tensor that several ranks of a model axis (tensor parallel, say) have together, each
 // a local tensor, which is a plain one. What lies in the bucket, travels and is updated is the local tensor. The
@@ -163,7 +169,7 @@ struct Slot {
   at::Tensor placeholder;  // undefined where gradients stay whole (ZeRO stage 1)
   int64_t offset;          // of its first element in the bucket
 
-  bool fired = false;    // in this backward
+  Fired fired{};
   bool held = false;     // see the note
   bool replace = false;  // see the note
   bool zeroed = false;   // held, and zero_() was called on the placeholder

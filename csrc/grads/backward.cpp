@@ -1,5 +1,6 @@
 #include "grads/backward.h"
 
+#include <algorithm>
 #include <utility>
 
 #include "check.h"
@@ -67,14 +68,15 @@ void Backward::open_pass(const Locked& /*lock*/) {
   if (pass_.open) return;
   refuse_other_reducers();
   pass_.open = true;
-  pass_.last_task = -1;
+  pass_.first_task = pass_.last_task = -1;
+  pass_.again = false;
   pass_.paced = paced_ && !followed_;
   pass_.raised = std::make_shared<bool>(false);
   std::vector<int64_t> pending;
   for (const auto& bucket : buckets_->all) {
     pending.push_back(0);
     for (Slot& slot : bucket->slots) {
-      slot.fired = false;
+      slot.fired.count = 0;
       pending.back() += slot.param.requires_grad() ? 1 : 0;
     }
   }
@@ -84,7 +86,18 @@ void Backward::open_pass(const Locked& /*lock*/) {
 // Launches the rest. See Note [Buckets launch in one order].
 void Backward::finish_pass(bool own, bool empty, const Locked& lock) {
   for (const int64_t bucket : order_.finish()) launch(bucket, empty, lock);
+  if (own && !empty) {
+    buckets_->for_each_slot(
+        [](Slot& slot, int64_t /*position*/) { slot.fired.awaited = std::max(slot.fired.awaited, slot.fired.count); });
+  }
   pass_.end();
+  count_round(own);
+  if (!own || !std::exchange(pass_.again, false)) return;
+  for (const int64_t bucket : order_.order()) launch(bucket, empty, lock);
+  count_round(own);
+}
+
+void Backward::count_round(bool own) {
   ++progress_.rounds.all;
   progress_.rounds.inner.count += stays_inner_ ? 1 : 0;
   progress_.rounds.inner.has_left = stays_inner_;

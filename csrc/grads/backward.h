@@ -109,7 +109,8 @@ class Backward : public std::enable_shared_from_this<Backward> {
   void before_accumulate(const Bucket& bucket, Slot& slot);
   void after_accumulate(Bucket& bucket, Slot& slot);
   bool note_gradient(Bucket& bucket, Slot& slot);
-  void on_backward_end();
+  bool is_last_gradient(Slot& slot);
+  void on_backward_end(int64_t task);
   bool is_about_to_accumulate() const;
 
   void await_end(const Locked& lock);
@@ -118,6 +119,7 @@ class Backward : public std::enable_shared_from_this<Backward> {
   // Under the lock.
   void open_pass(const Locked& lock);
   void finish_pass(bool own, bool empty, const Locked& lock);
+  void count_round(bool own);
   void launch(int64_t bucket, bool empty, const Locked& lock);
   void note_dropped(int64_t what, const Locked& lock);
   void note_failure(const std::string& why, const Locked& lock);

@@ -15,6 +15,14 @@ namespace zx {
 // Where no forward of the wrapper has said anything, gradients are sent: of a second backward of one forward, or of a
 // forward past the wrapper. So no meeting asks a decision, and one that is never used hinders none.
 
+// Note [Several gradients in one backward]
+// A reentrant checkpoint runs a backward inside a backward. So a parameter of two of them gets two gradients, and which
+// is the last one nobody can tell. A wrapper with static_graph=True says that each backward has the same ones. Then the
+// first backward counts them, and later ones send a gradient when all of it is there. What leaves too early in the
+// first one must not be harmed: where p.grad is sent from where it lies (ZeRO stage 1), all of it stays until the
+// backward ends. Where it is taken away when it leaves, what comes later leaves in one more round, as in a backward of
+// its own. Without the wrapper's word a second gradient is refused.
+
 // Any thread may call any of these.
 class Decision {
  public:
@@ -30,10 +38,14 @@ class Decision {
   void note_sent() { said_ = Said::nothing; }
   // Whether gradients stay here.
   bool keeps() const { return said_ == Said::keep; }
+  // See Note [Several gradients in one backward].
+  void set_static(bool is_static) { is_static_ = is_static; }
+  bool is_static() const { return is_static_; }
 
  private:
   enum class Said : uint8_t { nothing, send, keep };
   std::atomic<Said> said_ = Said::nothing;
+  std::atomic<bool> is_static_ = false;
 };
 
 }  // namespace zx

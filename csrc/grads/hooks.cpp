@@ -4,6 +4,7 @@
 #include <torch/csrc/autograd/utils/lambda_post_hook.h>
 #include <torch/csrc/dynamo/compiled_autograd.h>
 
+#include <algorithm>
 #include <chrono>
 #include <utility>
 #include <vector>
@@ -201,14 +202,37 @@ bool Backward::note_gradient(Bucket& bucket, Slot& slot) {
   open_pass(lock);
   await_end(lock);
   pass_.note(slot.hooks.decision);
-  TORCH_CHECK(!slot.fired, "zerox: parameter '", slot.name,
-              "' got a second gradient in one backward. A parameter shared by two reentrant checkpoints does this: "
-              "pass use_reentrant=False to torch.utils.checkpoint. After a backward inside which some parameter got "
-              "none, call optimizer.synchronize() before the next one");
-  slot.fired = true;
+  if (!is_last_gradient(slot)) return false;
   const std::vector<int64_t> launched = order_.mark(bucket.index);
   for (const int64_t index : launched) launch(index, /*empty=*/false, lock);
   return pass_.paced && !launched.empty();
+}
+
+// Whether a slot waits for no more gradients in this backward. See Note [Several gradients in one backward].
+bool Backward::is_last_gradient(Slot& slot) {
+  const bool is_static = slot.hooks.decision != nullptr && slot.hooks.decision->is_static();
+  ++slot.fired.count;
+  if (!is_static) {
+    TORCH_CHECK(slot.fired.count == 1, "zerox: parameter '", slot.name,
+                "' got a second gradient in one backward. A parameter shared by two reentrant checkpoints does this: "
+                "pass use_reentrant=False to torch.utils.checkpoint, or static_graph=True to "
+                "zerox.DistributedDataParallel. After a backward inside which some parameter got none, call "
+                "optimizer.synchronize() before the next one");
+    return true;
+  }
+  if (!grads_->leaves_in_place()) {
+    pass_.again |= slot.fired.count > std::max(1, slot.fired.awaited);
+    return slot.fired.count == std::max(1, slot.fired.awaited);
+  }
+  if (slot.fired.awaited == 0) {
+    order_.hold();
+    return slot.fired.count == 1;
+  }
+  TORCH_CHECK(slot.fired.count <= slot.fired.awaited, "zerox: parameter '", slot.name, "' got ", slot.fired.count,
+              " gradients in one backward, and at most ", slot.fired.awaited,
+              " in those before: with static_graph=True every backward must have the same graph. Pass "
+              "use_reentrant=False to torch.utils.checkpoint, and leave static_graph out");
+  return slot.fired.count == slot.fired.awaited;
 }
 
 void Backward::keep_pace() {
@@ -273,19 +297,22 @@ void Backward::await_end(const Locked& /*lock*/) {
   const int64_t task = torch::autograd::get_current_graph_task_id();
   if (task == -1 || task == pass_.last_task) return;
   pass_.last_task = task;
+  if (pass_.first_task == -1) pass_.first_task = task;
   auto token = std::make_shared<EndToken>(pass_.raised);
-  torch::autograd::Engine::get_default_engine().queue_callback([weak = weak_from_this(), token] {
+  torch::autograd::Engine::get_default_engine().queue_callback([weak = weak_from_this(), token, task] {
     token->used = true;
-    if (const auto self = weak.lock()) naming_params(*self->buckets_, [&] { self->on_backward_end(); });
+    if (const auto self = weak.lock()) naming_params(*self->buckets_, [&] { self->on_backward_end(task); });
   });
 }
 
-void Backward::on_backward_end() {
+void Backward::on_backward_end(int64_t task) {
   {
     const Locked lock(buckets_->mutex);
     if (!pass_.open) return;  // an inner task ended the pass
     const bool nested = torch::autograd::get_current_node() != nullptr;
-    if (nested && !order_.complete()) return;
+    constexpr int64_t kOver = -2;
+    if (pass_.first_task == task) pass_.first_task = kOver;
+    if (nested && (pass_.first_task != kOver || !order_.complete())) return;
     finish_pass(/*own=*/true, /*empty=*/false, lock);
   }
   if (grads_->meets_after_backward()) on_end_();

@@ -5,6 +5,7 @@
 // last, is broadcast and used from then on.
 #pragma once
 
+#include <algorithm>
 #include <cassert>
 #include <cstddef>
 #include <cstdint>
@@ -35,12 +36,17 @@ class LaunchOrder {
     pending_ = std::move(pending);
     completed_.clear();
     next_ = 0;
+    held_ = false;
   }
+
+  // From now on nothing launches before finish().
+  void hold() { held_ = true; }
 
   // Notes that one gradient of `bucket` is ready. Returns the buckets that launch now, in order.
   std::vector<int64_t> mark(int64_t bucket) {
     if (pending_[bucket] > 0 && --pending_[bucket] == 0) completed_.push_back(bucket);
     std::vector<int64_t> launch;
+    if (held_) return launch;
     while (next_ < order_.size() && pending_[order_[next_]] == 0) launch.push_back(order_[next_++]);
     return launch;
   }
@@ -52,7 +58,10 @@ class LaunchOrder {
     return launch;
   }
 
-  bool complete() const { return next_ == order_.size(); }
+  // Whether every bucket has left, or would have.
+  bool complete() const {
+    return next_ == order_.size() || std::all_of(pending_.begin(), pending_.end(), [](int64_t n) { return n == 0; });
+  }
 
   // The order to propose after a pass: buckets as they completed, then those with absent gradients.
   std::vector<int64_t> learned() const {
@@ -71,6 +80,7 @@ class LaunchOrder {
   std::vector<int64_t> pending_;    // gradients a bucket still waits for
   std::vector<int64_t> completed_;  // in the order of completion
   size_t next_ = 0;                 // position in order_ of the next bucket to launch
+  bool held_ = false;
 };
 
 }  // namespace zx

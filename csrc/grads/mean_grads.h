@@ -71,6 +71,8 @@ class MeanGrads {
   virtual void before_accumulate(const Bucket& /*bucket*/, Slot& /*slot*/, const Locked& /*lock*/) {}
   // Called when autograd has written p.grad. `sync`: the gradient leaves with this backward.
   virtual void accumulated(Slot& /*slot*/, bool /*sync*/, const Locked& /*lock*/) {}
+  // Whether p.grad is sent from where it lies, so that nothing may be added to it meanwhile.
+  virtual bool leaves_in_place() const { return false; }
   // Whether, if no hook saw what backward wrote, p.grad may be neither the mean nor all that is this rank's own.
   virtual bool may_be_unseen(const Slot& /*slot*/) const { return false; }
   // Whether all ranks meet where backward ends.

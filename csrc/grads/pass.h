@@ -16,7 +16,8 @@ namespace zx {
 // runs a task inside another one, and the inner task's end is not the end of backward. So while an outer node is being
 // evaluated, the remaining buckets stay back until an outer task is seen to end, or the optimizer is called. When a
 // backward raises, autograd destroys the task and its callbacks instead of running them. The callback holds an
-// EndToken: a token that dies unused shows that backward raised.
+// EndToken: a token that dies unused shows that backward raised. The first task whose end is awaited is the outermost
+// one that is seen: while it lasts, the end of another task is not the end of backward.
 struct EndToken {
   explicit EndToken(std::shared_ptr<bool> raised) : raised_(std::move(raised)) {}
   EndToken(const EndToken&) = delete;
@@ -32,8 +33,10 @@ struct EndToken {
 
 struct Pass {
   bool open = false;
-  int64_t last_task = -1;  // graph task whose end is awaited
-  bool paced = false;      // see Note [Backward at the pace of the exchange]
+  int64_t first_task = -1;  // the first graph task whose end is awaited, while it lasts
+  int64_t last_task = -1;   // the last one
+  bool again = false;       // see Note [Several gradients in one backward]
+  bool paced = false;       // see Note [Backward at the pace of the exchange]
   std::shared_ptr<bool> raised = std::make_shared<bool>(false);
   std::vector<std::shared_ptr<Decision>> decided{};  // of the gradients that leave: see Note [Forward decides]
 

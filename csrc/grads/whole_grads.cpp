@@ -165,8 +165,8 @@ std::vector<uint8_t> GatheredGrads::who_has_grads() {
   const Locked lock(buckets().mutex);
   std::vector<uint8_t> found;
   buckets().for_each_slot([&](Slot& slot, int64_t /*position*/) {
-    found.push_back(!slot.held ? kAbsent : slot.fired ? kReached : kPresent);
-    slot.fired = false;  // for the next round, which may be another rank's
+    found.push_back(!slot.held ? kAbsent : slot.fired.count > 0 ? kReached : kPresent);
+    slot.fired.count = 0;  // for the next round, which may be another rank's
   });
   return found;
 }

@@ -48,6 +48,7 @@ class GatheredGrads final : public WholeGrads {
     return grad.defined() && !slot.whole.mean.is_still(grad);
   }
   bool meets_after_backward() const override { return true; }
+  bool leaves_in_place() const override { return true; }
   bool precedes_accumulation(const Bucket& bucket) const override { return undoing(bucket) != 1.0; }
   void before_accumulate(const Bucket& bucket, Slot& slot, const Locked& lock) override;
   void accumulated(Slot& slot, bool sync, const Locked& lock) override;

@@ -59,6 +59,21 @@ TEST(finish_launches_the_rest_in_order_once) {
   CHECK_EQ(order.finish(), Buckets{});
 }
 
+TEST(nothing_launches_before_finish_where_it_is_held) {
+  zx::LaunchOrder order = order_of({0, 1, 2});
+  order.begin({1, 1, 1});
+  CHECK_EQ(order.mark(0), Buckets{0});
+  order.hold();
+  CHECK_EQ(order.mark(2), Buckets{});
+  CHECK(!order.complete());
+  CHECK_EQ(order.mark(1), Buckets{});
+  CHECK(order.complete());
+  CHECK_EQ(order.finish(), (Buckets{1, 2}));
+  CHECK_EQ(order.learned(), (Buckets{0, 2, 1}));
+  order.begin({1, 1, 1});
+  CHECK_EQ(order.mark(0), Buckets{0});
+}
+
 TEST(a_bucket_that_waits_for_nothing_holds_nobody_up) {
   zx::LaunchOrder order = order_of({0, 1, 2});
   order.begin({0, 1, 0});

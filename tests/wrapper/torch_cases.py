@@ -201,6 +201,8 @@ CHECKPOINTED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "once, reentrant": ({"reentrant": True}, {}),
     "once": ({"reentrant": False}, {"find_unused_parameters": True}),
     "twice": ({"reentrant": False, "times": 2}, {"find_unused_parameters": True}),
+    "twice, reentrant": ({"reentrant": True, "times": 2}, {"static_graph": True}),
+    "twice, reentrant, weights shared": ({"reentrant": True, "times": 2, "shared": True}, {"static_graph": True}),
     "another layer each time": ({"reentrant": False, "moves": True}, {"find_unused_parameters": True}),
     "another layer each time, weights shared": (
         {"reentrant": False, "moves": True, "shared": True},

@@ -152,6 +152,7 @@ class ManagerOptions:
 class Decision:
     keeps: bool
     def note_forward(self, syncs: bool) -> None: ...
+    def set_static(self, is_static: bool) -> None: ...
 
 class Backward:
     settled: bool

@@ -60,9 +60,10 @@ class DistributedDataParallel(Joins, Placement, Buffers, arguments.WithoutEffect
             whether the constructor does.
         process_group, device_mesh: the ranks that train the module; also those of its optimizers. None: all, or this
             process alone if there is no default group.
-        find_unused_parameters, static_graph, gradient_as_bucket_view, skip_all_reduce_unused_params,
-            batched_grad_copy, check_reduction: taken, and without effect: a parameter may be unused on any rank in any
-            step.
+        static_graph: True: a parameter may get several gradients in one backward, as from two reentrant checkpoints,
+            and as many in every backward. What it gets in the first one is sent where that backward ends.
+        find_unused_parameters, gradient_as_bucket_view, skip_all_reduce_unused_params, batched_grad_copy,
+            check_reduction: taken, and without effect: a parameter may be unused on any rank in any step.
         bucket_cap_mb, bucket_cap_mb_list: where torch.compile cuts the graph of a forward: the largest of the list.
             Optimizers have a ``bucket_cap_mb`` of their own.
         mixed_precision, delay_all_reduce_named_params, param_to_hook_all_reduce: must be None.
@@ -127,6 +128,7 @@ class DistributedDataParallel(Joins, Placement, Buffers, arguments.WithoutEffect
     def _wrap(self) -> None:
         """What is not copied with a wrapper, and sends nothing yet."""
         self._averaging = Averaging(WrappedModule(self.module, self.parameters_to_ignore, self.process_group))
+        self._averaging.wrapped.decision.set_static(self.static_graph)
         weakref.finalize(self, self._averaging.wrapped.end).atexit = False
 
     # ---- the training loop
@@ -224,6 +226,7 @@ class DistributedDataParallel(Joins, Placement, Buffers, arguments.WithoutEffect
         if self._averaging.has_begun:
             raise RuntimeError("_set_static_graph() should be called before the training loop starts")
         self.static_graph = True
+        self._averaging.wrapped.decision.set_static(True)
 
 
 # Where a wrapper is compiled, its module is, and nothing of ours.
