@@ -11,7 +11,18 @@ import json
 from typing import Any
 
 from bench.common import ROOT
-from bench.systems import DDP, FSDP2, OURS, FSDP2Resharded, NoCommunication, ZeroRedundancy, Zerox, ZeroxStage3
+from bench.systems import (
+    DDP,
+    FSDP2,
+    OURS,
+    FSDP2Resharded,
+    NoCommunication,
+    ZeroRedundancy,
+    Zerox,
+    ZeroxScaled,
+    ZeroxStage3,
+    ZeroxTorchsCalls,
+)
 
 RESULTS = ROOT / "bench/results/cpu"
 GPU_FIGURES = ROOT / "bench/results/2026-11-27-0543-nvidia-h200-figures.json"
@@ -30,6 +41,13 @@ LIMITS = {  # of bench.residency, as the docs call them
     "64 MiB": "`resident_mb=64`",
     "default": "default",
     "inf": "`inf`",
+}
+WRAPPED = {  # of bench.wrapper, as the docs call them
+    "forward adds": "a training forward of 40 small layers adds",
+    "forward adds, with buffers": "with the buffers of batch norm",
+    "constructor": "the constructor sends",
+    "first look": "the first step's look at 1 GiB, and a sum of it",
+    "compiled step": "a step of a GPT in torch.compile",
 }
 
 
@@ -147,6 +165,34 @@ def room_line() -> str:
     )
 
 
+def wrapper() -> str:
+    """zerox.DistributedDataParallel beside torch's, and torch's calls on gradients that have left beside others."""
+    lines = ["| 2 ranks | beside | zerox | |", "|---|---:|---:|---:|"]
+
+    def add(what: str, unit: str, beside: float, ours: float, ratio: float) -> None:
+        lines.append(f"| {what} | {beside:,.1f} {unit} | {ours:,.1f} {unit} | {ratio:.2f}x |")
+
+    for row in load("wrapper")["rows"]:
+        add(WRAPPED[row["what"]], row["unit"], row["torchs"], row["zerox"], row["ratio"])
+    host = [row for row in load("host")["rows"] if row["ranks"] == 2]
+    clips = {row["of"]: row["tenth_us"] / 1e3 for row in host if row["what"] == "torch's clip"}
+    plain, placeholders = clips["plain gradients"], clips["placeholders"]
+    add(
+        "torch's clip of 1,000 gradients of 64 x 64: plain ones, and p.grad",
+        "ms",
+        plain,
+        placeholders,
+        placeholders / plain,
+    )
+    own, torchs = (rows_of("step-torchs-calls", 2)[each.name]["p50_ms"] for each in (ZeroxScaled, ZeroxTorchsCalls))
+    add("a step with a clip and a scaler: the optimizer's and zerox', and torch's", "ms", own, torchs, torchs / own)
+    return "\n".join(lines)
+
+
+def wrapper_sources() -> str:
+    return "; ".join(f"{name}: commit {load(name)['commit'][:7]}" for name in ("wrapper", "host", "step-torchs-calls"))
+
+
 def sources() -> str:
     """Which commit each file's numbers are of."""
     names = [*dict.fromkeys((*(name for name, _ in STEPS.values()), *STAGES, "residency"))]
@@ -213,6 +259,8 @@ if __name__ == "__main__":
         residency,
         room_line,
         sources,
+        wrapper,
+        wrapper_sources,
         gpu_updates,
     )
     print("\n\n".join(each() for each in (*texts, gpu_steps)))

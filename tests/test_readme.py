@@ -87,7 +87,7 @@ WRITTEN = {
     README: (report.summary, report.stages_line, report.gpu_line),
     DOCS / "benchmarks.md": (
         *(report.steps, report.peaks, report.range_line, report.stages, report.residency, report.sources),
-        *(report.gpu_updates, report.gpu_steps),
+        *(report.wrapper, report.wrapper_sources, report.gpu_updates, report.gpu_steps),
     ),
     DOCS / "sharded-parameters.md": (report.room_line,),
 }
