@@ -15,7 +15,8 @@ void bind_backward(py::module_& m) {
   py::class_<Backward, std::shared_ptr<Backward>>(m, "Backward")
       .def("set_sync", &Backward::set_sync, py::arg("sync"), Release())
       .def("set_decision", &Backward::set_decision, py::arg("bucket"), py::arg("slot"), py::arg("decision"), Release())
-      .def("begin", &Backward::begin, py::arg("decision"), py::arg("accumulates") = false, Release())
+      .def("begin", &Backward::begin, py::arg("decision"), py::arg("accumulates") = false, py::arg("inside") = false,
+           Release())
       .def("set_stays_inner", &Backward::set_stays_inner, py::arg("stays"), Release())
       .def("set_before_next", &Backward::set_before_next, py::arg("call"), Release())
       .def_property_readonly("has_failed", py::cpp_function(&Backward::has_failed, Release()))

@@ -68,7 +68,7 @@ void Backward::open_pass(const Locked& /*lock*/) {
   if (pass_.open) return;
   refuse_other_reducers();
   pass_.open = true;
-  pass_.first_task = pass_.last_task = -1;
+  pass_.first_task = pass_.last_task = pass_.whole_task = -1;
   pass_.again = false;
   pass_.paced = paced_ && !followed_;
   pass_.raised = std::make_shared<bool>(false);

@@ -62,7 +62,8 @@ class Backward : public std::enable_shared_from_this<Backward> {
   void set_decision(int64_t bucket, int64_t slot, std::shared_ptr<Decision> decision);
   // To be called inside a backward, on autograd's thread: it is sent, also if it reaches no slot here, unless this
   // decision keeps it. `accumulates`: a gradient outside all buckets is there, else the graph task is looked at.
-  void begin(const std::shared_ptr<Decision>& decision, bool accumulates);
+  // `inside`: the forward ran inside another backward, so this graph task is all of its own.
+  void begin(const std::shared_ptr<Decision>& decision, bool accumulates, bool inside);
   // Whether zero_grad() must come before anything else.
   bool has_failed() const;
   // True: what leaves stays on the inner axis (no_sync(outer=True)). Throws after a round that did not, in this step.

@@ -271,11 +271,12 @@ void Backward::refuse_other_reducers() const {
   if (reduced >= 0) refuse(slots[reduced]->name);
 }
 
-void Backward::begin(const std::shared_ptr<Decision>& decision, bool accumulates) {
+void Backward::begin(const std::shared_ptr<Decision>& decision, bool accumulates, bool inside) {
   const Locked lock(buckets_->mutex);
   if (!sync_ || decision->keeps() || !(accumulates || is_about_to_accumulate())) return;
   open_pass(lock);
   await_end(lock);
+  if (inside) pass_.whole_task = pass_.last_task;
   pass_.note(decision);
 }
 
@@ -312,7 +313,8 @@ void Backward::on_backward_end(int64_t task) {
     const bool nested = torch::autograd::get_current_node() != nullptr;
     constexpr int64_t kOver = -2;
     if (pass_.first_task == task) pass_.first_task = kOver;
-    if (nested && (pass_.first_task != kOver || !order_.complete())) return;
+    const bool is_whole = pass_.whole_task == task;
+    if (nested && !is_whole && (pass_.first_task != kOver || !order_.complete())) return;
     finish_pass(/*own=*/true, /*empty=*/false, lock);
   }
   if (grads_->meets_after_backward()) on_end_();

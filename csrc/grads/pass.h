@@ -17,7 +17,8 @@ namespace zx {
 // evaluated, the remaining buckets stay back until an outer task is seen to end, or the optimizer is called. When a
 // backward raises, autograd destroys the task and its callbacks instead of running them. The callback holds an
 // EndToken: a token that dies unused shows that backward raised. The first task whose end is awaited is the outermost
-// one that is seen: while it lasts, the end of another task is not the end of backward.
+// one that is seen: while it lasts, the end of another task is not the end of backward. Where a wrapper's whole forward
+// is recomputed inside a backward, the task that follows is all of its backward, and no outer one is ever seen.
 struct EndToken {
   explicit EndToken(std::shared_ptr<bool> raised) : raised_(std::move(raised)) {}
   EndToken(const EndToken&) = delete;
@@ -35,6 +36,7 @@ struct Pass {
   bool open = false;
   int64_t first_task = -1;  // the first graph task whose end is awaited, while it lasts
   int64_t last_task = -1;   // the last one
+  int64_t whole_task = -1;  // one that runs the whole backward of a forward, though it may be inside another one
   bool again = false;       // see Note [Several gradients in one backward]
   bool paced = false;       // see Note [Backward at the pace of the exchange]
   std::shared_ptr<bool> raised = std::make_shared<bool>(false);

@@ -232,3 +232,15 @@ def checkpointed_whole(run: Run, **options: Any) -> None:
             return checkpoint(ddp, data(run.rank).requires_grad_(), use_reentrant=reentrant).square().sum()
 
         run.train(nn.Sequential(first, second), [loss] * 2, **options)
+
+
+@with_options("the wrapper itself checkpointed, an unused parameter", "find unused")
+def checkpointed_with_unused(run: Run, **options: Any) -> None:
+    """No backward outside the checkpoint is seen, and the one inside does not reach all parameters."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    model[0].unused = nn.Linear(4, 4)
+
+    def loss(ddp: Any) -> Tensor:
+        return checkpoint(ddp, data(run.rank).requires_grad_(), use_reentrant=True).square().sum()
+
+    run.train(model, [loss] * 3, **options)

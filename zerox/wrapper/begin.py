@@ -6,6 +6,7 @@ import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 
+import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
@@ -13,13 +14,14 @@ from zerox._C import BucketManager, Decision
 
 
 def tell_begin(outputs: object, managers: Sequence[BucketManager], decision: Decision) -> None:
-    """All ranks tell these in the same order, in which they meet where the backward ends."""
+    """All ranks tell these in the same order, in which they meet where the backward ends. Called after the forward."""
     known = [weakref.ref(manager) for manager in managers]
+    inside = torch._C._current_graph_task_id() != -1  # a reentrant checkpoint around the wrapper recomputes it
 
     def begin(_: Tensor) -> None:
         for manager in (reference() for reference in known):
             if manager is not None:
-                manager.backward.begin(decision)
+                manager.backward.begin(decision, inside=inside)
 
     for tensor in tensors_in(outputs):
         if tensor.grad_fn is not None:  # a leaf would keep the hook for good
