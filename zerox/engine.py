@@ -132,7 +132,8 @@ class Engine(ParamGroups, OneGradient, OneState):
                 refusal = self._calls.own.refusal(STEP_OPTIONS) if self._has_step_options else ""
                 outcome = self._settle(Meeting.STEP, [float(self._has_step_options)], refusal)
                 self._check_options(outcome, follows=False)
-                look_around(self.inside, outcome)
+                if not self._calls.record.has_looked:
+                    look_around(self.inside, outcome)
             self._update_all(capturing)
         self._calls.own.update(self.param_groups, self._rules, self._shows)
         self._end_step()
@@ -156,7 +157,8 @@ class Engine(ParamGroups, OneGradient, OneState):
         return self._grads.inner_sync(joins=bool(self._joining)) if outer else self._grads.no_sync()
 
     def synchronize(self) -> None:
-        """Waits for everything on its way. Collective. Needed between two backwards that use reentrant checkpoints."""
+        """Waits for everything on its way. Collective. Needed between two backwards that use reentrant checkpoints.
+        With ``capturable=True`` the first one compares the parameters over the ranks, as the first step() does."""
         outcome = self._settle(Meeting.SYNCHRONIZE)
         if self._options.capturable:
             look_around(self.inside, outcome)  # a capture can't
@@ -302,7 +304,7 @@ class Engine(ParamGroups, OneGradient, OneState):
         refusal = refusal or self._take_written(meeting) or self._calls.refusal_to_go_on(meeting, unfrozen)
         values = [] if refusal else self._gather.found_elsewhere(elsewhere)
         options = digest_of(self.param_groups, self._joining) if self._joining else 0.0
-        looks = meeting is Meeting.STEP or (meeting is Meeting.SYNCHRONIZE and self._options.capturable)
+        looks = meeting in (Meeting.STEP, *([Meeting.SYNCHRONIZE] if self._options.capturable else []))
         params = digest_of_params(self.inside) if looks and not self._calls.record.has_looked else 0.0
         news = bool(unfrozen or regrouped or self._shows.written)
         outcome = self._grads.settle(meeting, arguments, options, params, int(news), refusal)

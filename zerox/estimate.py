@@ -72,8 +72,8 @@ def estimate(
     one, may be the number of ranks that it will have. Options that don't change memory (lr and so on) are accepted.
     With ``optimizer_class=`` it is for ShardedOptimizer, and ``peak`` lacks what the class's own step() allocates for a
     bucket at a time. Gradients of tables (``sparse=True`` in a param group) are not in it, since they are as large as
-    what batches name. Raises
-    as the constructor does for ``params`` and ``options``, and ValueError for arguments of its own.
+    what batches name. Raises as the constructor does for ``params`` and ``options``, and ValueError for arguments of
+    its own.
     """
     _check_arguments(params, world_size, local_world_size, backend=backend, mesh_shape=mesh_shape)
     mesh_shape = check_group(options.get("process_group")) or mesh_shape

@@ -97,6 +97,8 @@ struct WholeGrad {
   int64_t num_added = 0;   // how often autograd has written p.grad since
   bool is_undone = false;  // p.grad was the mean: see Note [A mean that is sent again]
 
+  // Whether the user wrote to the mean.
+  bool is_touched(const at::Tensor& grad) const { return reached && !unsent && mean.is(grad) && !mean.is_still(grad); }
   // With several ranks: whether p.grad is this rank's own, and not the mean. If a synchronising backward has reached
   // it, it is used as it stands, whatever was done to it since. If not, it is the mean only while it still is the
   // `mean` left here.

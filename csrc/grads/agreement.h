@@ -37,7 +37,7 @@ struct Statement {
   bool unsent;         // it has gradients that no flight has taken
   bool changed;        // it discarded reduced gradients, and no flight has told their owners yet
   bool scaled;         // it holds a gradient that mark_scaled() saw
-  bool zeroed;         // zero_grad() was called since ranks met last
+  bool zeroed;         // zero_grad() was called since ranks met last, or p.grad has lost the mean (MeanGrads)
   bool active;         // see Outcome::num_active
   bool proposes;       // it knows the order in which its forward needs buckets, and none is agreed yet
   SlotSet with_grad;   // the slots whose gradient it holds, or stands by after it has left

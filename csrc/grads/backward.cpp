@@ -51,6 +51,11 @@ void Backward::set_stays_inner(bool stays) {
   stays_inner_ = stays;
 }
 
+bool Backward::followed() const {
+  const Locked lock(buckets_->mutex);
+  return followed_;
+}
+
 void Backward::set_followed(bool followed) {
   const Locked lock(buckets_->mutex);
   followed_ = followed;
@@ -69,7 +74,7 @@ void Backward::open_pass(const Locked& /*lock*/) {
   refuse_other_reducers();
   pass_.open = true;
   pass_.first_task = pass_.last_task = pass_.whole_task = -1;
-  pass_.again = false;
+  pass_.again = pass_.is_static = false;
   pass_.paced = paced_ && !followed_;
   pass_.raised = std::make_shared<bool>(false);
   std::vector<int64_t> pending;
@@ -86,9 +91,10 @@ void Backward::open_pass(const Locked& /*lock*/) {
 // Launches the rest. See Note [Buckets launch in one order].
 void Backward::finish_pass(bool own, bool empty, const Locked& lock) {
   for (const int64_t bucket : order_.finish()) launch(bucket, empty, lock);
-  if (own && !empty) {
-    buckets_->for_each_slot(
-        [](Slot& slot, int64_t /*position*/) { slot.fired.awaited = std::max(slot.fired.awaited, slot.fired.count); });
+  if (own && !empty && pass_.is_static) {
+    buckets_->for_each_slot([](Slot& slot, int64_t /*position*/) {
+      if (is_static(slot.hooks.decision)) slot.fired.awaited = std::max(slot.fired.awaited, slot.fired.count);
+    });
   }
   pass_.end();
   count_round(own);

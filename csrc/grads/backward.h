@@ -56,6 +56,7 @@ class Backward : public std::enable_shared_from_this<Backward> {
 
   // Whether some rank takes part only where ranks meet, so that nothing lands before.
   void set_followed(bool followed);
+  bool followed() const;
   // False: gradients stay local and accumulate (no_sync).
   void set_sync(bool sync);
   // Has the forward of a wrapper decide for a slot: see Note [Forward decides]. Null: none does any more.
@@ -71,6 +72,7 @@ class Backward : public std::enable_shared_from_this<Backward> {
   bool is_syncing() const;
   // `call` is called once, before the next gradient is accumulated.
   void set_before_next(std::function<void()> call) { before_next_.set(std::move(call)); }
+  void before_next() { before_next_.call(); }
 
   // To be called when no backward is running: see Note [Hooks follow the parameter]. Returns why what p.grad holds
   // can't be told; empty if it can.

@@ -1,4 +1,4 @@
-// What is to be done once, before the next gradient is accumulated.
+// What is to be done once, before the next gradient is accumulated, here or, where this rank follows, on other ranks.
 #pragma once
 
 #include <atomic>

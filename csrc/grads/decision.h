@@ -3,6 +3,7 @@
 
 #include <atomic>
 #include <cstdint>
+#include <memory>
 
 namespace zx {
 
@@ -47,5 +48,9 @@ class Decision {
   std::atomic<Said> said_ = Said::nothing;
   std::atomic<bool> is_static_ = false;
 };
+
+inline bool is_static(const std::shared_ptr<Decision>& decision) {
+  return decision != nullptr && decision->is_static();
+}
 
 }  // namespace zx

@@ -210,9 +210,8 @@ bool Backward::note_gradient(Bucket& bucket, Slot& slot) {
 
 // Whether a slot waits for no more gradients in this backward. See Note [Several gradients in one backward].
 bool Backward::is_last_gradient(Slot& slot) {
-  const bool is_static = slot.hooks.decision != nullptr && slot.hooks.decision->is_static();
   ++slot.fired.count;
-  if (!is_static) {
+  if (!is_static(slot.hooks.decision)) {
     TORCH_CHECK(slot.fired.count == 1, "zerox: parameter '", slot.name,
                 "' got a second gradient in one backward. A parameter shared by two reentrant checkpoints does this: "
                 "pass use_reentrant=False to torch.utils.checkpoint, or static_graph=True to "
@@ -220,6 +219,7 @@ bool Backward::is_last_gradient(Slot& slot) {
                 "optimizer.synchronize() before the next one");
     return true;
   }
+  pass_.is_static = true;
   if (!grads_->leaves_in_place()) {
     pass_.again |= slot.fired.count > std::max(1, slot.fired.awaited);
     return slot.fired.count == std::max(1, slot.fired.awaited);

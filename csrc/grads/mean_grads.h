@@ -41,6 +41,7 @@ struct GradsSeen {
   bool unsent = false;
   bool changed = false;
   bool scaled = false;
+  bool touched = false;  // the user wrote to p.grad since it became the mean
   SlotSet with_grad{};
   SlotSet placements{};   // of the gradients of DTensors
   std::string refusal{};  // why a gradient can't be sent; empty if all can

@@ -141,6 +141,11 @@ Statement Settlement::statement(const Call& call) {
   if (const std::string unseen = backward_->restore_watches(); !unseen.empty()) backward_->fail(unseen);
   // Full state needs no gradients: a model may have left for another device, and they with it.
   if (!seen.refusal.empty() && call.meeting != Meeting::full_state) backward_->fail(seen.refusal);
+  if (seen.touched && call.meeting == Meeting::step && backward_->followed()) {
+    backward_->fail(
+        "it wrote to p.grad before step(), as torch's clip_grad_norm_() does, and a rank that has run out of batches "
+        "inside join() can't do the same: call optimizer.clip_grad_norm_(), or build the optimizer with stage=2");
+  }
   const Progress progress = backward_->progress();
   step_.had_gradient |= progress.rounds.own > 0 || seen.unsent;
   return {.call = call,
@@ -179,6 +184,7 @@ Verdict Settlement::meet(const Call& call) {
   } else if (call.meeting == Meeting::follow && comes_new && step_.is_new && !step_.had_gradient) {
     grads_->forget_old(rounds);
   }
+  if (call.meeting == Meeting::follow && comes_new) backward_->before_next();  // it runs no backward that does
   if (comes_new || rounds > 0) step_.is_new = false;
   {
     const auto wakes = c10::make_scope_exit([this] { grads_->set_rests(false); });

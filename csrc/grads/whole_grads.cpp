@@ -54,6 +54,7 @@ GradsSeen WholeGrads::look(int64_t rounds, const Locked& /*lock*/) {
       const bool is_known = slot.home.is_of_dtensor && slot.whole.mean.is(grad);
       if (seen.refusal.empty() && !is_known) seen.refusal = local_grad(slot).refusal;
       seen.unsent |= is_unsent(slot, rounds);
+      seen.touched |= slot.whole.is_touched(grad);
     }
     seen.scaled |= slot.seen.scaled.is(grad);
   });
@@ -244,7 +245,15 @@ void GatheredGrads::start_over(bool is_step) {
   const Locked lock(buckets().mutex);
   gathered_ = 0;
   if (!is_step) return;
-  buckets().for_each_slot([](Slot& slot, int64_t /*position*/) { slot.whole.reached = false; });
+  buckets().for_each_slot([](Slot& slot, int64_t /*position*/) {
+    WholeGrad& whole = slot.whole;
+    const at::Tensor& grad = slot.param.grad();
+    whole.reached = false;
+    // What step() reads is the mean, whatever all ranks did to it (a clip, say).
+    if (!grad.defined() || whole.unsent || whole.mean.is_still(grad)) return;
+    whole.mean.note(grad);
+    whole.num_added = 0;
+  });
 }
 
 }  // namespace zx

@@ -150,3 +150,15 @@ def test_a_rank_that_calls_forward_alone_is_told_the_way_out() -> None:
     said = run_ranks(alone, 2, timeout_s=3)[1]
     assert "ddp.module(x)" in said
     assert "Counting" in said
+
+
+def conjugates(rank: int, world_size: int) -> list[bool]:
+    model = nn.Linear(2, 2)
+    model.register_buffer("turned", (torch.ones(3, dtype=torch.complex64) * (1 + rank) * 1j).conj())
+    ddp = DistributedDataParallel(model)
+    ddp(torch.ones(1, 2))
+    return [bool((ddp.module.turned == -1j).all())]
+
+
+def test_buffers_that_are_conjugate_views_are_handed_out() -> None:
+    assert run_ranks(conjugates, 2) == [[True]] * 2

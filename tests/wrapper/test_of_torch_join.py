@@ -131,6 +131,60 @@ def zeroed_apart(rank: int, world_size: int) -> list[Any]:
     return apart
 
 
+def clipped(cls: Any, stage: int, rank: int, divides_by_all: bool, num_clipped: int) -> list[Tensor]:
+    """By torch's clip, which writes to p.grad, in the first steps. Gradients are zeroed where the loop begins: a rank
+    that has run out has the last ones still."""
+    torch.manual_seed(0)
+    ddp = cls(Uneven(), find_unused_parameters=True)
+    ours = cls is DistributedDataParallel
+    optimizer: Any = FusedShardedSGD(ddp.parameters(), lr=0.1, stage=stage) if ours else sgd(ddp.parameters())
+    with ddp.join(divide_by_initial_world_size=divides_by_all):
+        for step in range((2, 5)[rank]):
+            ddp.zero_grad()
+            ddp(data(rank, step), True).exp().mean().backward()
+            if step < num_clipped:
+                nn.utils.clip_grad_norm_(ddp.parameters(), 0.05)
+            optimizer.step()
+    with optimizer.whole() if ours else nullcontext():
+        return [tensor.detach().clone() for tensor in ddp.module.parameters()]
+
+
+def clips_apart(rank: int, world_size: int) -> list[Any]:
+    apart = []
+    for case in ((by_all, num_clipped) for by_all in (True, False) for num_clipped in (2, 3, 5)):
+        theirs = clipped(OfTorch, 0, rank, *case)
+        for stage in (1, 2, 3) if case[1] == 2 else (2, 3):  # in stage 1 a rank that has run out can't clip
+            ours = clipped(DistributedDataParallel, stage, rank, *case)
+            if not all(torch.allclose(*each, atol=1e-6) for each in zip(ours, theirs, strict=True)):
+                apart.append((case, stage))
+    return apart
+
+
+def test_gradients_that_torchs_clip_wrote_are_of_their_step_alone() -> None:
+    assert run_ranks(clips_apart, 2) == [[], []]
+
+
+def clips_on(rank: int, world_size: int) -> str:
+    ddp = DistributedDataParallel(nn.Linear(4, 2))
+    optimizer = FusedShardedSGD(ddp.parameters(), lr=0.1, stage=1)
+    try:
+        with ddp.join():
+            for step in range((2, 5)[rank]):
+                optimizer.zero_grad()
+                ddp(data(rank, step)).square().mean().backward()
+                nn.utils.clip_grad_norm_(ddp.parameters(), 0.05)
+                optimizer.step()
+    except RuntimeError as error:
+        return str(error)
+    return "no error"
+
+
+def test_what_a_rank_that_has_run_out_can_t_do_to_p_grad_raises_on_all_ranks() -> None:
+    for said in run_ranks(clips_on, 2):
+        assert "rank 1 can't go on: it wrote to p.grad before step(), as torch's clip_grad_norm_() does" in said
+        assert "call optimizer.clip_grad_norm_(), or build the optimizer with stage=2" in said
+
+
 def test_inside_join_gradients_may_be_zeroed_in_any_way() -> None:
     assert run_ranks(zeroed_apart, 2) == [[], []]
 

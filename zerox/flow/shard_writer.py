@@ -38,6 +38,7 @@ class ShardWriter:
             said = self.grads.ranks.all_gather_text(operators.for_followers())
             chains = operators.heard(said[outcome.speaker])
             operators.forget()
+            operators.notes.on_first()  # a rank that follows has noted none of its own
         else:
             chains = operators.take()
         self._do(chains)

@@ -31,7 +31,7 @@ class Averaging:
             engine.inside.grads.let_decide(dict.fromkeys(wrapped.names, wrapped.decision))
 
     def before_forward(self, joins: bool = False) -> None:
-        """Of a training forward. ``joins``: inside join(). The first one raises as the constructor does."""
+        """Of a training forward. ``joins``: inside join(). The first looks again for what the constructor refuses."""
         if not self.has_begun and self.wrapped.num_ranks > 1:  # alone there is nothing to wait for
             check_updated_after_backward(self.wrapped.params)
         self.has_begun = True

@@ -167,7 +167,8 @@ class DistributedDataParallel(Joins, Placement, Buffers, arguments.WithoutEffect
 
         ``divide_by_initial_world_size``: True: gradients are means over all ranks; False: over those that have batches.
         ``throw_on_early_termination``: as soon as a rank has run out, all raise RuntimeError.
-        Collective where it is entered and at its end. If the block raises on one rank, the others raise its reason.
+        Collective where it is entered and at its end. If the block raises on one rank, the others raise too: with its
+        reason where they follow or come to a call of an optimizer, and where a forward waits after the group's timeout.
         """
         if not enable or size_of(self.process_group) == 1:
             return nullcontext()

@@ -35,7 +35,8 @@ from zerox.wrapper.values import broadcast, check_same
 OFF = torch_join._JoinConfig.construct_disabled_join_config()
 LOOK_EVERY_S = 2e-4  # whether what follows has failed, while this rank waits for the others' next forward
 FAREWELL_S = 5.0
-ENDED_EARLY = "exhausted"  # in the errors of throw_on_early_termination, which torch words
+# What the errors of throw_on_early_termination say, in torch's words.
+RAN_OUT, OTHER_RAN_OUT = "exhausted all inputs.", "at least one rank that exhausted inputs"
 
 
 class Joined(Protocol):
@@ -89,8 +90,6 @@ class Following:
         self.config = config
         self.engines: Sequence[Engine] = engines_of(wrapper._averaging.wrapped.params)
         if config.enable and not config.is_first_joinable and any(_leads(each) for each in self.engines):
-            for engine in self.engines:
-                of_optimizers.FollowHook(engine).post_hook(False)  # they are outside again
             raise RuntimeError(
                 "zerox.DistributedDataParallel: torch's Join was given an optimizer before the wrapper of its "
                 "parameters, whose forward is the first that a rank does in a step: pass Join([ddp, optimizer])"
@@ -194,7 +193,8 @@ class Following:
 
     def leave(self, error: BaseException) -> None:
         """The others raise this rank's error, unless all ranks raise it."""
-        if not (self.config.throw_on_early_termination and ENDED_EARLY in str(error)):
+        ended_early = any(words in str(error) for words in (RAN_OUT, OTHER_RAN_OUT))
+        if not (self.config.throw_on_early_termination and ended_early):
             of_optimizers.leave(self.followers.followed, error)
 
     @property
@@ -242,10 +242,10 @@ class Joins:
     def join_hook(self, **kwargs: Any) -> torch_join.JoinHook:
         """For torch's ``Join([ddp])`` and ``Join([ddp, optimizer])``: follows the optimizers of the module, in the list
         or not, and gradients that no optimizer of zerox holds. The wrapper comes first."""
-        self._join_config = OFF  # torch's Join does not say so if its block raised
-        self._divide = of_optimizers.divided_by(kwargs)
         hook = Hook(self, engines_of(self._averaging.wrapped.params))  # type: ignore[attr-defined]
         of_optimizers.check_outside(beside_wrappers=True)
+        self._join_config = OFF  # torch's Join does not say so if its block raised
+        self._divide = of_optimizers.divided_by(kwargs)
         return hook
 
     @property
@@ -259,7 +259,12 @@ class Joins:
         if before is not None:
             before.end()
         if config.enable and size_of(self.process_group) > 1:  # type: ignore[attr-defined]
-            self._following = Following(self, self._divide, config)  # type: ignore[arg-type]
+            try:
+                self._following = Following(self, self._divide, config)  # type: ignore[arg-type]
+            except BaseException:
+                for engine in engines_of(self._averaging.wrapped.params):  # type: ignore[attr-defined]
+                    of_optimizers.FollowHook(engine).post_hook(False)  # it is outside again
+                raise
 
     def _before_forward(self, sends: bool) -> None:
         """Buffers are handed out, where they are."""
@@ -306,7 +311,7 @@ class Join(AbstractContextManager[None]):
             is_last = False
             if self.throws:
                 self._sum(following, 1.0)
-                raise RuntimeError(f"Rank {following.group.rank()} {ENDED_EARLY} all inputs.")
+                raise RuntimeError(f"Rank {following.group.rank()} {RAN_OUT}")
             self.hook.main_hook()
         self.hook.post_hook(is_last)
 

@@ -179,9 +179,9 @@ class LeftOver:
 
     def _forget_failed(self) -> None:
         assert self.grads is not None
-        names = [name for name, param in self.seen.apart if param.requires_grad]
+        first = self.seen.apart[0][0]
         warn_caller(
-            f"zerox: the last backward raised, here or on another rank: the gradients of '{names[0]}' and all that no "
+            f"zerox: the last backward raised, here or on another rank: the gradients of '{first}' and all that no "
             "optimizer of zerox holds are discarded"
         )
         self.grads.zero(set_to_none=True)

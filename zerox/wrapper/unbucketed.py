@@ -5,8 +5,8 @@ nn.Embedding(sparse=True) makes a gradient that is rows of its table: how many, 
 numbers. So these gradients stay in p.grad while a backward runs, as in no_sync(), and ranks average what p.grad holds
 where the backward has ended, right after they have met there. Each says of each parameter how many rows it has, whether
 its gradient is dense, or that it has none. Then rows go to all ranks in one message, and dense gradients are added up
-by one all-reduce for each dtype. Nothing is sent where no p.grad has changed since. What p.grad held before is averaged
-again with it: the mean of equal gradients is the same gradient, as in torch's DistributedDataParallel.
+by one all-reduce for each dtype. No gradient is sent where no p.grad has changed since. What p.grad held before is
+averaged again with it: the mean of equal gradients is the same gradient, as in torch's DistributedDataParallel.
 
 All ranks add up rows in the order of ranks, and so have the same bits. 16-bit values are added up in float32.
 """

@@ -38,7 +38,8 @@ def give_out(tensors: Sequence[Tensor], send: Callable[[Tensor], object], is_roo
     saved may be handed out again before its backward, as in DistributedDataParallel."""
     with _unsafe_preserve_version_counter(tuple(tensors)):
         for run in _runs(tensors):
-            sent = torch.cat([tensor.contiguous().view(-1).view(torch.uint8) for tensor in run])
+            plain = [tensor.resolve_conj().resolve_neg().contiguous() for tensor in run]
+            sent = torch.cat([tensor.view(-1).view(torch.uint8) for tensor in plain])
             send(sent)
             if not is_root:
                 for tensor, values in zip(run, sent.split([tensor.nbytes for tensor in run]), strict=True):
