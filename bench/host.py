@@ -1,11 +1,12 @@
 """Times what the host does where tensors are too small to matter: a step of many small parameters, and one operator.
 
-    python -m bench.host [--ranks 1 2] [--rounds 1500] [--json FILE]
+    python -m bench.host [--ranks 1 2] [--rounds 1500] [--parts steps clips operators] [--device cuda] [--json FILE]
 
 "step" is clip, step and zero_grad of 40 parameters of 16 elements, beside torch's AdamW without a mean over ranks, and
 as DTensors, whose 16 elements are this rank's of an axis of all ranks, beside the same number of plain ones.
 "clip" is of 1,000 gradients of 64 x 64: torch's, of plain ones without foreach and of placeholders, and the optimizer's
-own. What the call waits for other ranks is taken off.
+own. What the call waits for other ranks is taken off. With --device cuda, where torch's takes plain gradients in a few
+launches, its default is timed too, and each call until the GPU has done it; the other parts are of the CPU.
 "operator" is one that reads no parameter, and one that reads one: the guard of sharded parameters (stage 3) sees both.
 Microseconds of a call on rank 0. The least tenth is what the host needs; medians show what else the machine did.
 """
@@ -14,7 +15,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 import torch
@@ -79,14 +80,25 @@ def small_steps(rounds: int) -> Iterator[Row]:
     yield measured("AdamW, fused", others, theirs, lambda: nn.utils.clip_grad_norm_(others, 1.0))
 
 
-def clips(rounds: int) -> Iterator[Row]:
+def clips(rounds: int, device: str) -> Iterator[Row]:
+    rounds = max(2, rounds // 30)
+
     def params() -> list[Tensor]:
-        return [nn.Parameter(torch.randn(64, 64)) for _ in range(CLIPPED)]
+        return [nn.Parameter(torch.randn(64, 64, device=device)) for _ in range(CLIPPED)]
+
+    def wait() -> None:
+        if device == "cuda":
+            torch.cuda.synchronize()
+
+    def done(call: Callable[[], object]) -> None:
+        call()
+        wait()
 
     for p in (plain := params()):
-        p.grad = torch.randn(64, 64)
-    clip_plain = partial(nn.utils.clip_grad_norm_, plain, 1e9, foreach=False)
-    yield {"what": "torch's clip", "of": "plain gradients", **sampled(clip_plain, rounds)}
+        p.grad = torch.randn(64, 64, device=device)
+    for name, foreach in {"plain gradients": False, **({"plain, foreach": None} if device == "cuda" else {})}.items():
+        clip_plain = partial(nn.utils.clip_grad_norm_, plain, 1e9, foreach=foreach)
+        yield {"what": "torch's clip", "of": name, **sampled(partial(done, clip_plain), rounds)}
     optimizer = FusedShardedAdam(ours := params())
     settlement = optimizer.inside.grads.manager.settlement
 
@@ -104,8 +116,9 @@ def clips(rounds: int) -> Iterator[Row]:
         for _ in range(rounds):
             optimizer.zero_grad()
             backward()
+            wait()
             before, start = settlement.waited_ns, time.perf_counter_ns()
-            call()
+            done(call)
             samples_us.append((time.perf_counter_ns() - start - (settlement.waited_ns - before)) / 1e3)
         yield {"what": name, "of": "placeholders", **summary(samples_us)}
 
@@ -127,23 +140,28 @@ def operators(rounds: int) -> Iterator[Row]:
         del optimizer
 
 
-def parts(rounds: int) -> Iterator[Row]:
-    yield from small_steps(rounds)
-    yield from clips(max(2, rounds // 30))
-    yield from operators(rounds)
+PARTS: dict[str, Callable[[int, str], Iterator[Row]]] = {
+    "steps": lambda rounds, _: small_steps(rounds),
+    "clips": clips,
+    "operators": lambda rounds, _: operators(rounds),
+}
 
 
-def time_on_ranks(rounds: int) -> list[Row]:
+def time_on_ranks(rounds: int, parts: Sequence[str] = tuple(PARTS), device: str = "cpu") -> list[Row]:
     world_size = torch.distributed.get_world_size()
-    return [{"ranks": world_size, **row} for row in parts(rounds)]
+    return [{"ranks": world_size, **row} for name in parts for row in PARTS[name](rounds, device)]
 
 
-make_parser = partial(new_parser, "bench.host", __doc__, "ranks", "rounds", ranks=[1, 2], rounds=1500)
+CHOSEN = {"nargs": "+", "choices": list(PARTS), "default": list(PARTS)}
+make_parser = partial(
+    new_parser, "bench.host", __doc__, "ranks", "rounds", "device", ranks=[1, 2], rounds=1500, parts=CHOSEN
+)
 
 
 def main(argv: list[str] | None = None) -> None:
     args = parse(make_parser(), argv)
-    for_world_sizes(args, COLUMNS, lambda world_size: on_ranks(time_on_ranks, world_size, args.rounds))
+    asked = (args.rounds, args.parts, args.device)
+    for_world_sizes(args, COLUMNS, lambda world_size: on_ranks(time_on_ranks, world_size, *asked))
 
 
 if __name__ == "__main__":

@@ -57,9 +57,9 @@ ALONE = ("hidden_gather", "no_sync", "overlap", "sharded_params", "streams", "tr
 
 # Seconds that each part has in any case. What one leaves over goes to the next; the build, being first, has the rest.
 PROOF_S = {"build": 0.0, "test": 230.0, "sanitizer": 110.0, "nccl": 70.0}
-RESERVED_S = {**PROOF_S, "kernels": 170.0, "step": 150.0, "streams": 50.0, "exposed": 50.0}
+RESERVED_S = {**PROOF_S, "kernels": 170.0, "step": 150.0, "streams": 50.0, "exposed": 50.0, "clip": 20.0}
 TOTAL_S = 570.0  # of a run, unless --limit-s is less
-RUNS = {"proof": tuple(PROOF_S), "figures": ("build", "kernels", "step", "streams", "exposed")}
+RUNS = {"proof": tuple(PROOF_S), "figures": ("build", "kernels", "step", "streams", "exposed", "clip")}
 
 
 def pytest(*arguments: str) -> list[str]:
@@ -190,6 +190,7 @@ FIGURES = {
     ),
     "streams": Figure("bench.streams --dtype=bf16 --clip", quick="--layers=1 --batch=1 --dtype=fp32", drawn=True),
     "exposed": Figure("bench.streams --ranks=2", quick="--layers=1 --batch=1", drawn=True),
+    "clip": Figure("bench.host --ranks=1 --parts=clips", quick="--rounds=60"),
 }
 
 
