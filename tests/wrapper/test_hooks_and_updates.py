@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import traceback
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,45 +10,14 @@ from torch import Tensor, nn
 from torch.distributed.optim import _apply_optimizer_in_backward
 from torch.nn.parallel import DistributedDataParallel as OfTorch
 
-from tests.ranks import Once
 from tests.wrapper.beside import data
 from tests.wrapper.tables import ATOL, Tables, mean_of, words
+from tests.wrapper.together import OnRanks, error_of
 from tests.wrapper.twins import of_zerox
 from zerox import DistributedDataParallel, FusedShardedAdam
 
-ON_RANKS: dict[str, Callable[[int], Any]] = {}
-
-
-def on_ranks(function: Callable[[int], Any]) -> Callable[[int], Any]:
-    """Runs with all others of this file, on 2 ranks; answers() has what came of it, by rank."""
-    ON_RANKS[function.__name__] = function
-    return function
-
-
-def run_all(rank: int, world_size: int) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for name, function in ON_RANKS.items():
-        torch.manual_seed(rank)
-        try:
-            found[name] = function(rank)
-        except Exception:
-            found[name] = traceback.format_exc()
-    return found
-
-
-ALL = Once(run_all, 2)
-
-
-def answers(name: str) -> list[Any]:
-    return [found[name] for found in ALL()]
-
-
-def error_of(run: Callable[[], object]) -> str:
-    try:
-        run()
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return "no error"
+on_ranks = OnRanks(__name__, 2)
+answers = on_ranks.answers
 
 
 class Failing(torch.autograd.Function):

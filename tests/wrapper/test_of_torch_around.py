@@ -6,7 +6,6 @@ docs/ddp-tests.md has the list; the numbers of training are in test_of_torch.py.
 from __future__ import annotations
 
 import copy
-import traceback
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -17,38 +16,15 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel as OfTorch
 
-from tests.ranks import Once
 from tests.wrapper import torch_models as models
 from tests.wrapper.beside import data
+from tests.wrapper.together import OnRanks
 from zerox import DistributedDataParallel, FusedShardedAdam, FusedShardedSGD
 
 ignore: Callable[..., None] = DistributedDataParallel._set_params_and_buffers_to_ignore_for_model
 
-ON_RANKS: dict[str, Callable[[int], Any]] = {}
-
-
-def on_ranks(function: Callable[[int], Any]) -> Callable[[int], Any]:
-    """Runs with all others of this file, on 2 ranks; answer() has what came of it, by rank."""
-    ON_RANKS[function.__name__] = function
-    return function
-
-
-def run_all(rank: int, world_size: int) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for name, function in ON_RANKS.items():
-        torch.manual_seed(rank)
-        try:
-            found[name] = function(rank)
-        except Exception:
-            found[name] = traceback.format_exc()
-    return found
-
-
-ALL = Once(run_all, 2)
-
-
-def answer(name: str) -> list[Any]:
-    return [found[name] for found in ALL()]
+on_ranks = OnRanks(__name__, 2)
+answer = on_ranks.answers
 
 
 def error_of(make: Callable[[], object]) -> str:

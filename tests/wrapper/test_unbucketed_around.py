@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import gc
-import traceback
 import weakref
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -16,35 +14,13 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel as OfTorch
 
-from tests.ranks import Once, run_ranks
+from tests.ranks import run_ranks
 from tests.wrapper.tables import ATOL, Tables, mean_of, tables_of, words
+from tests.wrapper.together import OnRanks, error_of
 from zerox import DistributedDataParallel, FusedShardedAdam, FusedShardedSGD
 
-ON_RANKS: dict[str, Callable[[int], Any]] = {}
-
-
-def on_ranks(function: Callable[[int], Any]) -> Callable[[int], Any]:
-    """Runs with all others of this file; answers() has what came of it, by rank."""
-    ON_RANKS[function.__name__] = function
-    return function
-
-
-def run_all(rank: int, world_size: int) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for name, function in ON_RANKS.items():
-        torch.manual_seed(rank)
-        try:
-            found[name] = function(rank)
-        except Exception:
-            found[name] = traceback.format_exc()
-    return found
-
-
-ALL = {2: Once(run_all, 2), 3: Once(run_all, 3)}
-
-
-def answers(name: str) -> list[Any]:
-    return [found[name] for ranks in ALL.values() for found in ranks()]
+on_ranks = OnRanks(__name__, 2, 3)
+answers = on_ranks.answers
 
 
 @on_ranks
@@ -249,13 +225,6 @@ def test_complex_gradients_are_averaged() -> None:
 
 @on_ranks
 def refused(rank: int) -> list[str]:
-    def error_of(run: Callable[[], object]) -> str:
-        try:
-            run()
-        except Exception as error:
-            return f"{type(error).__name__}: {error}"
-        return "no error"
-
     class Unknown(nn.Module):
         def __init__(self) -> None:
             super().__init__()

@@ -110,7 +110,7 @@ class RanksOwn:
                     f"{type(rest[strange[0]]).__qualname__}: checkpoints have tensors, numbers and strings there"
                 )
             beside = [key for key, value in kept.items() if not value.dim() and value.device.type != "cpu"]
-            tensors |= {self._key(self.rank, name, key): value for key, value in kept.items()}
+            tensors |= {self._key(name, key): value for key, value in kept.items()}
             if live:
                 state[name] = {"tensors": list(kept), "on_device": beside, "rest": rest}
         groups = groups_by_name(self.optimizer, self.shared, self.names)
@@ -186,7 +186,7 @@ class RanksOwn:
             about = self._record(host).get("state", {}).get(name)
             self._read[name] = {}
             for key in about["tensors"] if about else ():
-                full = self._key(self.rank, name, key)
+                full = self._key(name, key)
                 if full not in saved:
                     raise CheckpointError(f"it does not have {full}")
                 then = saved[full]
@@ -220,8 +220,8 @@ class RanksOwn:
     def _is_saved(self, name: str, saved: Saved) -> bool:
         return _prefix(self.rank) + MODEL + name in saved
 
-    def _key(self, rank: int, name: str, what: str) -> str:
-        return f"{_prefix(rank)}{OPTIMIZER}{name}.{what}"
+    def _key(self, name: str, what: str) -> str:
+        return f"{_prefix(self.rank)}{OPTIMIZER}{name}.{what}"
 
 
 def refuse_own(host: Mapping[str, Any]) -> None:

@@ -106,8 +106,8 @@ class Unbucketed:
     def _average_dense(self, places: Collection[int]) -> None:
         """Of parameters some of whose gradients are dense."""
         params = [self.members[i][1] for i in places]
-        for dtype in dict.fromkeys(_real(self._wire(param)) for param in params):
-            run = [param for param in params if _real(self._wire(param)) is dtype]
+        for dtype in dict.fromkeys(self._wire(param).to_real() for param in params):
+            run = [param for param in params if self._wire(param).to_real() is dtype]
             sent = torch.cat([_as_real(_dense_grad(param).to(self._wire(param))).reshape(-1) for param in run])
             sums = sent.to(_wide(dtype), copy=True)
             sums = sums.cpu() if self.ranks.via_host else sums
@@ -180,10 +180,6 @@ def _show(param: Tensor, mean: Tensor) -> None:
     if param.grad is None or param.grad.is_sparse:
         param.grad = torch.empty_like(param, dtype=grad_dtype_of(param))
     param.grad.detach().copy_(mean.view(param.shape))
-
-
-def _real(dtype: torch.dtype) -> torch.dtype:
-    return dtype.to_real()
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
