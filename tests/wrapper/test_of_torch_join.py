@@ -55,15 +55,19 @@ def sgd(params: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.SGD(params, lr=0.1)
 
 
-def uneven(rank: int, world_size: int) -> list[Any]:
+def apart_from_torchs(train: Callable[..., list[Tensor]], rank: int, case: Any, stages: Iterable[int]) -> list[Any]:
+    """The stages in which it trains otherwise."""
+    theirs = train(OfTorch, 0, rank, *case)
     apart = []
-    for case in UNEVEN:
-        theirs = joined(OfTorch, 0, rank, *case)
-        for stage in (1, 2, 3):
-            ours = joined(DistributedDataParallel, stage, rank, *case)
-            if not all(torch.allclose(*each, atol=1e-6) for each in zip(ours, theirs, strict=True)):
-                apart.append((case, stage))
+    for stage in stages:
+        ours = train(DistributedDataParallel, stage, rank, *case)
+        if not all(torch.allclose(*each, atol=1e-6) for each in zip(ours, theirs, strict=True)):
+            apart.append((case, stage))
     return apart
+
+
+def uneven(rank: int, world_size: int) -> list[Any]:
+    return [each for case in UNEVEN for each in apart_from_torchs(joined, rank, case, (1, 2, 3))]
 
 
 def test_join_trains_as_torchs() -> None:
@@ -123,11 +127,8 @@ def zeroed_apart(rank: int, world_size: int) -> list[Any]:
         for case in ((first, twice, clips) for first in (True, False) for twice in (False, True) for clips in (0, 1)):
             if zero is below_versions and case[1]:
                 continue
-            theirs = zeroed(OfTorch, 0, rank, zero, *case)
-            for stage in (1, 2) if name == "ddp.zero_grad()" else (1,):
-                ours = zeroed(DistributedDataParallel, stage, rank, zero, *case)
-                if not all(torch.allclose(*each, atol=1e-6) for each in zip(ours, theirs, strict=True)):
-                    apart.append((name, case, stage))
+            stages = (1, 2) if name == "ddp.zero_grad()" else (1,)
+            apart += [(name, each) for each in apart_from_torchs(zeroed, rank, (zero, *case), stages)]
     return apart
 
 
@@ -152,11 +153,8 @@ def clipped(cls: Any, stage: int, rank: int, divides_by_all: bool, num_clipped: 
 def clips_apart(rank: int, world_size: int) -> list[Any]:
     apart = []
     for case in ((by_all, num_clipped) for by_all in (True, False) for num_clipped in (2, 3, 5)):
-        theirs = clipped(OfTorch, 0, rank, *case)
-        for stage in (1, 2, 3) if case[1] == 2 else (2, 3):  # in stage 1 a rank that has run out can't clip
-            ours = clipped(DistributedDataParallel, stage, rank, *case)
-            if not all(torch.allclose(*each, atol=1e-6) for each in zip(ours, theirs, strict=True)):
-                apart.append((case, stage))
+        # In stage 1 a rank that has run out can't clip.
+        apart += apart_from_torchs(clipped, rank, case, (1, 2, 3) if case[1] == 2 else (2, 3))
     return apart
 
 

@@ -99,10 +99,7 @@ class GradAnswers:
         self.num_added = self.num_done = -1
 
     def norm(self, grad: ShardedGrad, what: str, p: float, dtype: torch.dtype | None = None) -> Tensor:
-        kept = self.kept.get(p)  # again: this is called for each of a thousand gradients
-        if kept is None or grad.answered != self.count:
-            kept = self._kept(grad, what, p)
-        return kept.norm(grad.number, dtype or grad.dtype)
+        return self._kept(grad, what, p).norm(grad.number, dtype or grad.dtype)
 
     def is_finite(self, grad: ShardedGrad, what: str) -> Tensor:
         return self._kept(grad, what, 2.0).finite[grad.number] != 0.0

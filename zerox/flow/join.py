@@ -157,10 +157,15 @@ class FollowHook(torch_join.JoinHook):
             pass
 
     def post_hook(self, is_last_joiner: bool) -> None:
-        end([self.optimizer])
-        self.optimizer._end_notice()
-        self.optimizer._join_config = torch_join._JoinConfig.construct_disabled_join_config()
-        self.optimizer._grads.manager.settlement.set_before_backward_end(None)
+        leave_torchs(self.optimizer)
+
+
+def leave_torchs(optimizer: Joinable) -> None:
+    """It is outside of torch's Join again."""
+    end([optimizer])
+    optimizer._end_notice()
+    optimizer._join_config = torch_join._JoinConfig.construct_disabled_join_config()
+    optimizer._grads.manager.settlement.set_before_backward_end(None)
 
 
 class Join(AbstractContextManager[None]):

@@ -263,7 +263,7 @@ class Joins:
                 self._following = Following(self, self._divide, config)  # type: ignore[arg-type]
             except BaseException:
                 for engine in engines_of(self._averaging.wrapped.params):  # type: ignore[attr-defined]
-                    of_optimizers.FollowHook(engine).post_hook(False)  # it is outside again
+                    of_optimizers.leave_torchs(engine)
                 raise
 
     def _before_forward(self, sends: bool) -> None:
