@@ -1,4 +1,4 @@
-"""A model whose gradients are products of elements: they have the same bits on every CPU, as matrix products have not."""
+"""A model whose gradients are products of elements. Unlike matrix products they have the same bits on every CPU."""
 
 from __future__ import annotations
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
 
-from tests.bits.__main__ import RECORDED, differences, found_here
+from tests.bits import trainings
+from tests.bits.__main__ import RECORDED, differences, found_here, name_of
+from tests.bits.trainings import train
 
 # torch's own optimizers are compiled for each of these, and for no others have they the same last bits.
 ISAS = ("AVX2", "AVX512")
@@ -21,9 +24,10 @@ def test_trainings_have_the_bits_that_were_recorded() -> None:
     assert not differences(then, now)
 
 
-def test_another_rate_has_other_bits(monkeypatch: pytest.MonkeyPatch) -> None:
-    then = json.loads(RECORDED.read_text())["trainings"]
-    monkeypatch.setattr("tests.bits.trainings.LR", 2.0**-5)
-    now = found_here("1 ranks, stage 2, fp32, clipped")
-    assert now
-    assert differences({name: then[name] for name in now}, now)
+def test_another_rate_has_other_bits(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    asked = (1, 2, "fp32", "clipped")
+    name = name_of(*asked)
+    then = {name: json.loads(RECORDED.read_text())["trainings"][name]}
+    assert not differences(then, {name: [train(0, *asked, str(tmp_path))]})
+    monkeypatch.setattr(trainings, "LR", 2.0**-5)
+    assert differences(then, {name: [train(0, *asked, str(tmp_path))]})

@@ -371,7 +371,7 @@ def named_state(optimizer: Any) -> Iterator[tuple[str, Any]]:
 
 def messages_of(optimizer: Any) -> tuple[int, int]:
     """The number of messages that this rank has sent, and their bytes."""
-    return optimizer.inside.manager.traffic if dist.get_world_size() > 1 else (0, 0)
+    return optimizer.inside.manager.traffic if dist.is_initialized() and dist.get_world_size() > 1 else (0, 0)
 
 
 def train(rank: int, world_size: int, stage: int, kind: str, way: str, folder: str) -> dict[str, Any]:
