@@ -6,6 +6,7 @@ A rank function takes ``(rank, world_size, *args)``, is importable from its modu
 from __future__ import annotations
 
 import atexit
+import faulthandler
 import functools
 import itertools
 import sys
@@ -38,6 +39,7 @@ def forget_operators() -> None:
 
 
 def _serve(pipe: Any) -> None:
+    faulthandler.enable()  # what kills a rank comes with all its threads' stacks
     while (task := pipe.recv()) is not None:
         function, rank, world_size, store, timeout_s, args = task
         torch.set_num_threads(1)  # each time: frameworks set another number, and matrix products give other bits then
@@ -65,6 +67,7 @@ class Pool:
 
     def __init__(self) -> None:
         self.workers: list[tuple[Any, Any]] = []
+        self.served: list[str] = []  # the last tests: what broke a process may have been an earlier one
         self.folder = tempfile.TemporaryDirectory()
         self.stores = itertools.count()
 
@@ -78,6 +81,7 @@ class Pool:
     def run(self, function: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = TIMEOUT_S) -> list[Any]:
         """Runs ``function`` on ranks ``0 .. world_size - 1``; returns their results."""
         self._grow(world_size)
+        self.served = [*self.served[-19:], f"{function.__module__}.{function.__name__} on {world_size}"]
         store = Path(self.folder.name) / str(next(self.stores))
         for rank in range(world_size):
             self.workers[rank][1].send((function, rank, world_size, store, timeout_s, args))
@@ -91,7 +95,8 @@ class Pool:
                 done, value = pipe.recv()
             except EOFError:
                 process.join(1)
-                done, value = False, f"the process died with exit code {process.exitcode}"
+                done = False
+                value = f"the process died with exit code {process.exitcode}; it ran {', '.join(self.served)}"
             (results if done else failures).append(value if done else f"rank {rank}: {value}")
         if failures:
             self.close()  # ranks may be out of step: the next test gets fresh ones
