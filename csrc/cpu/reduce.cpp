@@ -64,7 +64,7 @@ void reduce_(at::Tensor& shard, at::Tensor& words, at::TensorList slices, const 
     for (int word = 0; word < kExactWords; ++word) total[word] += local[word];
   });
   const auto zero = [&](int64_t start, int64_t stop) {  // padding is sent too, where shards are gathered
-    std::memset(bytes_at(shard, start), 0, static_cast<size_t>(stop - start) * shard.element_size());
+    if (stop > start) std::memset(bytes_at(shard, start), 0, static_cast<size_t>(stop - start) * shard.element_size());
   };
   int64_t end = 0;
   for (int64_t i = 0; i < table.size(); ++i) {
