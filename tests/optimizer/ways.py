@@ -37,21 +37,21 @@ def way_of(*chosen: Setting) -> Way | None:
     way = {each.option: each.value for each in chosen}
     if "parameters" not in way and FOR_16_BITS & set(chosen):
         way["parameters"] = "bfloat16"
-    costs = _costs()
+    by_item = costs()
     spent: Counter[Item] = Counter()  # by what might be chosen, beside all that is
     for item in way.items():
-        spent.update(costs.get(item, {}))
+        spent.update(by_item.get(item, {}))
     for choice in CHOICES.values():
         if choice.option not in way:
             item = min(((choice.option, value) for value in choice.values), key=spent.__getitem__)
             way[choice.option] = item[1]
-            spent.update(costs.get(item, {}))
+            spent.update(by_item.get(item, {}))
     if any(spent[item] >= REFUSED for item in way.items()):
         return None
     return {name: way[name] for name in CHOICES}
 
 
-def _costs() -> Costs:
+def costs() -> Costs:
     """Of the table as it is: tests replace it. It is asked for thousands of times, and read once."""
     global _read
     if _read[0] is not combinations.ROWS:
