@@ -1,4 +1,4 @@
-"""Pairs of options with parameters on an accelerator, which tests/optimizer/test_combinations.py leaves out.
+"""Pairs of options with parameters on an accelerator, which tests/optimizer/test_pairs.py leaves out.
 
 A captured step() is one that is told it is being captured, as in test_capturable.py.
 """

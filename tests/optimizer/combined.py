@@ -44,7 +44,7 @@ MASTERS = {  # by what is asked for and the parameters; others keep none
 
 
 class Scales(nn.Module):
-    """Products of elements: their gradients have the same bits on every device."""
+    """Products of elements: their gradients have the same bits on every device, and are not 0 where a parameter is."""
 
     def __init__(self, numels: Sequence[int], seed: int) -> None:
         super().__init__()
@@ -72,7 +72,7 @@ class Scale(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         weight = self.weight.to_local() if isinstance(self.weight, DTensor) else self.weight
-        return x * weight * weight
+        return x * weight * weight + x * weight
 
     def cut(self, mesh: DeviceMesh) -> None:
         self.weight = nn.Parameter(distribute_tensor(self.weight.detach(), mesh, [Shard(0)]))

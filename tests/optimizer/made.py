@@ -25,7 +25,7 @@ WORDS: dict[str, dict[str, Any]] = {  # values that are not written as Python ha
     "bucket_cap_mb": {"a number": 0.004},
     "resident_mb": {"a number": 1.0},
     "lr": {"a number": RATE, "a tensor": RATE},
-    "gradient_divisor": {"a number": 4.0},
+    "gradient_divisor": {"a number": 8.0},
 }
 # No argument of the constructor says these.
 ELSEWHERE = (

@@ -1,66 +1,45 @@
 """Every pair of options does what zerox/plan/combinations.py says of it. The pairs are drawn from that table.
 
-They are trained in a covering array (covering.py), and one by one where marked ``pairs``: `make test-deep`.
-Those with parameters on an accelerator are drawn by tests/accelerator/test_combinations.py.
+Those that are not refused are trained by test_pairs.py.
 """
 
 from __future__ import annotations
 
 import ast
-import functools
 import inspect
-import os
 import re
-import subprocess
-import sys
-from collections.abc import Callable, Mapping
-from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from tests.optimizer.combined import Training, outcome, train, trained
-from tests.optimizer.covering import OF_FOUR, pairs_on_cpu, rows, shows, singles, with_twins
+from tests.optimizer.combined import Training, outcome
+from tests.optimizer.covering import OF_FOUR
 from tests.optimizer.made import ELSEWHERE, ON_MESH, arguments, build, exchange_of, of_optimizer
 from tests.optimizer.ways import (
+    OF_RANKS,
     Pair,
     Way,
-    is_inner,
+    first_of,
     name_of,
     needs_accelerator,
     not_refused,
     pairs_with,
-    plain_twin,
     way_of,
-    ways,
 )
 from tests.ranks import run_ranks
 from zerox import FusedShardedAdam, Sparsity, estimate
 from zerox.options import ACCUMULATE_DTYPES, MASTER_WEIGHTS, PARAM_DTYPES, REDUCE_DTYPES, STATE_FORMS, _word
 from zerox.plan import combinations
-from zerox.plan.choices import CHOICES, DTENSORS, LIE_AS, MASKS, SUB_GROUP, TABLES, TEAM, Choice, Setting, some
+from zerox.plan.choices import CHOICES, DTENSORS, MASKS, SUB_GROUP, TABLES, some
 from zerox.plan.combinations import Refused, Row, Untried, pairs, verdict
 from zerox.plan.stage import STAGES
 from zerox.ranks.group import EXCHANGES
 
-ROOT = Path(__file__).parents[2]
 ON_MESH_OF = 4  # ranks, and so many have DTensors and sub-groups
-OF_RANKS = ("process_group", LIE_AS, TEAM, "backend", "ZEROX_EXCHANGE")  # one rank alone asks none of these
-# What each rank does with its shard, once it has the gradient: for these one rank is enough.
-OF_SHARDS = (
-    "state_dtype", "master_weights", "capturable", "lr", "rule", "amsgrad", "maximize", "decoupled_weight_decay",
-    "foreach", "fused",
-)  # fmt: skip
 # Numbers, what can only be False, and ranks with other parts of the model, which tests/mesh has.
 NO_CHOICES = {"params", "betas", "eps", "weight_decay", "differentiable", "norm_group"}
-
-
-def said_of(way: Way) -> str:
-    return ", ".join(str(Setting(*item)) for item in way.items() if item[1] != first_of(item[0]))
 
 
 # ---- the table
@@ -99,137 +78,6 @@ def test_the_reasons_are_sentences_with_a_way_out() -> None:
         said = row.verdict.way_out if isinstance(row.verdict, Refused) else row.verdict.text
         assert said
         assert not said.endswith(".")
-
-
-# ---- pairs that work
-
-
-def first_of(option: str) -> str:
-    return CHOICES[option].values[0]
-
-
-def of_shards(pair: Pair) -> bool:
-    return all(each.option in OF_SHARDS for each in pair)
-
-
-def ranks_of(way: Way) -> int:
-    return ON_MESH_OF if way.items() & OF_FOUR else 2
-
-
-def one_a_pair(world_size: int) -> list[Way]:
-    if world_size == 1:
-        return [way for way in ways(accelerator=False) if all(way[name] == first_of(name) for name in OF_RANKS)]
-    many = ways(accelerator=False, asked=[pair for pair in not_refused() if not of_shards(pair)])
-    return [way for way in many if ranks_of(way) == world_size]
-
-
-def in_array(world_size: int) -> list[Way]:
-    """One rank alone trains each value with all else at its default."""
-    if world_size == 1:
-        return with_twins([way for way in singles() if all(way[name] == first_of(name) for name in OF_RANKS)])
-    return [way for way in with_twins([*rows(), *singles()]) if ranks_of(way) == world_size]
-
-
-@functools.cache
-def digests(drawn: Callable[[int], list[Way]], world_size: int) -> dict[tuple[str, ...], list[Any]]:
-    """By the values of a way: what each rank's training came to."""
-    many = drawn(world_size)
-    by_rank = [trained(0, 1, many)] if world_size == 1 else run_ranks(trained, world_size, many, timeout_s=300)
-    return {tuple(way.values()): list(each) for way, *each in zip(many, *by_rank, strict=True)}
-
-
-def said_of_wrong(found: Mapping[tuple[str, ...], list[Any]]) -> list[str]:
-    """Trainings that raise, that have other bits than their twins, or whose ranks differ."""
-    wrong = []
-    for values, outcomes in found.items():
-        way = dict(zip(CHOICES, values, strict=True))
-        raised = [each for each in outcomes if isinstance(each, str)]
-        if raised:
-            wrong.append(f"{said_of(way)}: {raised[0]}")
-        elif outcomes != found[tuple(plain_twin(way).values())]:
-            wrong.append(f"{said_of(way)}: other bits than {said_of(plain_twin(way))}")
-        elif len({params for params, _ in outcomes}) > 1 and way["process_group"] != '"alone"':
-            wrong.append(f"{said_of(way)}: ranks differ")
-    return wrong
-
-
-ONE_A_PAIR = "To find the pair, train them one by one: make test-deep ARGS='tests/optimizer/test_combinations.py'"
-
-
-@pytest.mark.parametrize("world_size", [1, 2, ON_MESH_OF])
-def test_an_array_of_all_pairs_trains_as_torch_does_with_the_bits_of_its_twins(world_size: int) -> None:
-    """A twin differs in options that must not show; it is compared with torch.optim at each step."""
-    wrong = said_of_wrong(digests(in_array, world_size))
-    assert not wrong, "\n".join([*wrong, ONE_A_PAIR])
-
-
-# In no training: stage 3 has no gather to hide, and a wire that is as wide as its parameters is no wire of its own.
-NEVER_SHOWN = {
-    "a number for resident_mb with overlap_gather() not called",
-    "a number for resident_mb with overlap_gather() called",
-    'reduce_dtype=torch.bfloat16 with master_weights="remainder"',
-}
-
-
-def test_every_pair_that_works_is_in_the_array() -> None:
-    """In a training where nothing hides it."""
-    drawn = rows()
-    for pair in pairs_on_cpu():
-        items = {(each.option, each.value) for each in pair}
-        has = [row for row in drawn if items <= row.items()]
-        assert has, name_of(pair)
-        assert any(shows(items, row) for row in has) or name_of(pair) in NEVER_SHOWN, name_of(pair)
-
-
-def test_the_array_is_the_same_in_every_process() -> None:
-    """Whatever the order in which a set's elements come."""
-    command = [sys.executable, "-c", "from tests.optimizer.covering import rows; print(rows())"]
-    found = subprocess.check_output(command, cwd=ROOT, env={**os.environ, "PYTHONHASHSEED": "1"}, text=True)
-    assert found.strip() == str(rows())
-
-
-@pytest.mark.deep
-@pytest.mark.pairs
-@pytest.mark.parametrize("world_size", [1, 2, ON_MESH_OF])
-def test_pairs_that_work_train_as_torch_does_with_the_bits_of_their_twins(world_size: int) -> None:
-    wrong = said_of_wrong(digests(one_a_pair, world_size))
-    assert not wrong, "\n".join(wrong)
-
-
-@pytest.mark.deep
-@pytest.mark.pairs
-def test_every_pair_that_works_was_trained() -> None:
-    """On one rank or, where ranks matter, on two, or four (OF_FOUR); or on an accelerator."""
-    sizes = (1, 2, ON_MESH_OF)
-    here = {size: [set(zip(CHOICES, values, strict=True)) for values in digests(one_a_pair, size)] for size in sizes}
-    there = [set(way.items()) for way in ways(accelerator=True)]
-    for pair in not_refused():
-        way = way_of(*pair)
-        if way is not None and is_inner(way) and needs_accelerator(way):
-            continue  # tests/gpu/test_any_class.py
-        settings = {(each.option, each.value) for each in pair}
-        trainings = [*there, *(here[1] if of_shards(pair) else [*here[2], *here[ON_MESH_OF]])]
-        assert any(settings <= way for way in trainings), name_of(pair)
-
-
-@pytest.mark.parametrize(
-    ("option", "value"),
-    [("stage", "4"), ("bucket_cap_mb", "a wish"), ("parameters", "int8")],
-)
-def test_a_new_value_has_to_be_trained_with(monkeypatch: pytest.MonkeyPatch, option: str, value: str) -> None:
-    """Trainings are drawn with it, and fail while it can't be had."""
-    monkeypatch.setitem(CHOICES, option, replace(CHOICES[option], values=(*CHOICES[option].values, value)))
-    added = [way for way in ways(accelerator=False) if way[option] == value]
-    assert len(added) > 20
-    assert sum(row[option] == value for row in rows()) > 5
-    assert isinstance(outcome(lambda: train(0, 1, added[0])), str)
-
-
-def test_an_option_that_no_training_can_have_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(CHOICES, "offload", Choice("offload", ("False", "True")))
-    way = way_of(Setting("offload", "True"))
-    assert way is not None
-    assert outcome(lambda: train(0, 1, way)).startswith("TypeError: ")
 
 
 # ---- pairs that are refused

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from zerox.plan import combinations
-from zerox.plan.choices import CHOICES, SHARDED, Setting, some
+from zerox.plan.choices import CHOICES, LIE_AS, SHARDED, TEAM, Setting, some
 from zerox.plan.combinations import But, Refused, Untried, pairs, verdict
 
 Way = Mapping[str, str]  # a value of every option
@@ -24,6 +24,8 @@ NEUTRAL = (
 )  # fmt: skip
 # But torch's own classes have a path, and other last bits, for each of these.
 OF_CLASS = ("lr", "foreach", "fused")
+# One rank alone asks none of these.
+OF_RANKS = ("process_group", LIE_AS, TEAM, "backend", "ZEROX_EXCHANGE")
 # What has an effect on 16-bit parameters only is tried with these.
 FOR_16_BITS = {
     *some("accumulate_dtype", "torch.float32"),
@@ -63,6 +65,10 @@ def costs() -> Costs:
                     costs.setdefault((this.option, this.value), {})[that.option, that.value] = cost
         _read = combinations.ROWS, costs
     return _read[1]
+
+
+def first_of(option: str) -> str:
+    return CHOICES[option].values[0]
 
 
 def name_of(pair: Pair) -> str:
