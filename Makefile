@@ -1,6 +1,6 @@
 # Every target but `gpu`, which takes $PYTHON or python3 as it is, first readies ./.venv, or the environment that
 # ZEROX_ENV names (scripts/setup_env.sh says how), so a fresh clone needs no other step.
-.PHONY: help demo test test-frameworks bench lint build rehearse gpu clean
+.PHONY: help demo test test-deep test-frameworks bench lint build rehearse gpu clean
 .DEFAULT_GOAL := help
 SHELL := bash
 WORKERS ?= $(shell cores="$$(nproc)"; echo $$((cores < 8 ? cores : 8)))
@@ -17,8 +17,14 @@ demo: ## train a small GPT on 2 CPU ranks, zerox beside plain DDP; draws a pictu
 	  "$$py" examples/train_gpt.py --ranks 2 --compare --out demo
 
 # By file, in order: a file's tests share rank processes and builds, and tests/conftest.py has the longest first.
-test: ## the whole suite, C++ unit tests included, on WORKERS processes; ARGS='-k layout -x' goes to pytest
-	@$(call in_env,test demo) && "$$py" -m pytest -n "$(WORKERS)" --dist loadfile --no-loadscope-reorder $(ARGS)
+pytest = -m pytest -n "$(WORKERS)" --dist loadfile --no-loadscope-reorder
+test: ## all tests but those of test-deep, on WORKERS processes; ARGS='-k layout -x' goes to pytest
+	@$(call in_env,test demo) && "$$py" $(pytest) -m 'not deep' $(ARGS)
+
+# Only files that have such tests: to collect all takes long.
+test-deep: ## sanitizers, nvcc's output, the fake accelerator, builds, benchmarks, one training a pair of options
+	@$(call in_env,test demo) && marks="$$("$$py" scripts/deep_tests.py)" && \
+	  "$$py" $(pytest) -m "$$marks" $$(grep -rlE --include='test_*.py' 'mark\.deep$$' tests) $(ARGS)
 
 # On two processes: each imports the frameworks and keeps ranks that did, and files share both.
 test-frameworks: ## tests with Accelerate, Trainer, Lightning and others, installed into ./.venv-frameworks (0.4 GB)

@@ -36,11 +36,12 @@ settings.load_profile("ci")
 
 gc.disable()  # until all is imported: see pytest_collection_finish()
 
-# Each takes half a minute or more; the first three compile, and use both cores of a small machine.
+# Each takes half a minute or more; the first three compile, and use both cores of a small machine. Many are deep.
 LONGEST = (
     "tests/cpp/test_ctest.py",
     "tests/test_accelerator.py",
     "tests/test_sanitizers.py",
+    "tests/optimizer/test_pairs.py",
     "tests/optimizer/test_combinations.py",
     "tests/mesh/test_sharded_parameters.py",
     "tests/sparsity/test_masks.py",

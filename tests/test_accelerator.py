@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.deep
 ROOT = Path(__file__).parents[1]
 FILES = [
     *sorted(path.relative_to(ROOT).as_posix() for path in ROOT.glob("tests/accelerator/test_*.py")),

@@ -11,6 +11,8 @@ import gpu
 import gpu_report as report
 import gpu_run
 
+pytestmark = pytest.mark.deep
+
 
 @pytest.fixture
 def logs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:

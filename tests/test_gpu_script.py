@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import _thread
+import contextlib
 import functools
+import importlib
 import json
 import os
 import signal
@@ -199,6 +201,13 @@ def test_every_file_of_tests_gpu_is_run_but_that_of_nccl(monkeypatch: pytest.Mon
     assert {gpu.name_of(file) for file in files} > set(gpu.ALONE)
     assert gpu.test(MACHINE, 60.0) == files - {gpu.NCCL_TESTS}
     assert gpu.test(replace(MACHINE, quick=True), 60.0) == files - {gpu.NCCL_TESTS, gpu.LARGE_TESTS}
+
+
+def test_every_file_of_tests_gpu_can_be_imported() -> None:
+    """Without a GPU pytest does not collect them."""
+    for path in sorted((Path(__file__).parent / "gpu").glob("test_*.py")):
+        with contextlib.suppress(pytest.skip.Exception):
+            importlib.import_module(f"tests.gpu.{path.stem}")
 
 
 def test_tests_are_run_by_file_and_a_hang_costs_its_own_only(monkeypatch: pytest.MonkeyPatch, logs: Path) -> None:

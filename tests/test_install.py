@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.deep
 ROOT = Path(__file__).parents[1]
 BUILD_TOOLS = ("setuptools", "wheel", "ninja", "packaging")
 # Enough to be compiled as C++20 with torch's headers, linked with torch, and imported.

@@ -16,6 +16,7 @@ import pytest
 
 from tests.cpp.test_ctest import ROOT, build, run
 
+pytestmark = pytest.mark.deep
 TESTS = ["tests/sanitizers", "tests/kernels/test_ops.py", "tests/properties"]
 REPORTS = {
     "moments_too_short": ["AddressSanitizer: heap-buffer-overflow", "csrc/cpu/update_kernel.h"],

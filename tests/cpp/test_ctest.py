@@ -85,12 +85,14 @@ def test_cpp_units_pass_optimised() -> None:
     assert "100% tests passed" in build_and_test("", "--exclude-regex", "^cuda_", target="cpu_tests")
 
 
+@pytest.mark.deep
 def test_cpp_units_pass_under_address_and_undefined_behaviour_sanitizers() -> None:
     output = build_and_test("address,undefined")
     assert "catches heap-overflow" in output
     assert "catches signed-overflow" in output
 
 
+@pytest.mark.deep
 def test_threads_pass_under_the_thread_sanitizer() -> None:
     output = build_and_test("thread", "--tests-regex", "workers?_test|launch_order_test|catches", target="thread_tests")
     assert "catches data-race" in output

@@ -18,6 +18,7 @@ from kernel_table import ROOT, TABLE, UPDATE, WORK, Resources, Table
 from sass import Instruction, Kernel, disassemble, missing_tool, parse
 from tests.cuda.tools import need
 
+pytestmark = pytest.mark.deep
 # Kernels that stream, by the beginning of their names, and the instructions that they must have on every architecture.
 LOAD = r"LDG\.E\S*\.(128|256)"
 STORE = r"STG\.E\S*\.(128|256)"

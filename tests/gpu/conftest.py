@@ -1,4 +1,5 @@
-"""What the tests of this folder run on. Without a CUDA GPU, or a build with CUDA kernels, each is skipped.
+"""What the tests of this folder run on. Without a CUDA GPU nothing is collected; without a build with
+CUDA kernels each is skipped.
 
 ZEROX_TEST_DEVICE=cpu    runs those that need no CUDA as such on the CPU: to try their own logic without a GPU
 ZEROX_TEST_DEVICE=fake   runs the kernels' on csrc/cuda compiled for the host (tests/accelerator)
@@ -17,6 +18,9 @@ import torch
 
 from tests.gpu.twins import DEVICE
 from zerox._ext import cuda_refusal
+
+# Thousands, that would all be skipped. Those of a file that is named are: they say why.
+collect_ignore_glob = ["test_*.py"] if DEVICE.type == "cuda" and not torch.cuda.is_available() else []
 
 # Before CUDA starts: otherwise streams share eight connections to the device, and wait in line behind each other there.
 os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
