@@ -8,6 +8,7 @@ from torch import Tensor
 
 from tests.ranks import run_ranks
 from tests.sparsity.trained import Case, train, twin
+from tests.thinned import thinned
 
 CUBIC = ("cubic", 1, 7, 3)
 CASES = {
@@ -33,9 +34,13 @@ def same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
         assert torch.equal(found[name], value), name
 
 
-@pytest.mark.parametrize(("world", "stage"), [(1, 2), (2, 1), (2, 2), (3, 3), (4, 2)])
-@pytest.mark.parametrize("name", CASES)
-def test_it_trains_as_one_process_that_masks_by_itself(name: str, world: int, stage: int) -> None:
+WORLDS = [(1, 2), (2, 1), (2, 2), (3, 3), (4, 2)]
+FEW = ("global", "bf16 and remainders", "rigl", "2:4")  # one of each kind of choice, and a master
+
+
+@pytest.mark.parametrize(("name", "ranks"), thinned(CASES, FEW, WORLDS, [(3, 3)]))
+def test_it_trains_as_one_process_that_masks_by_itself(name: str, ranks: tuple[int, int]) -> None:
+    world, stage = ranks
     case = CASES[name]
     found = run_ranks(train, world, case, stage)[0]
     expected = twin(case, found)
