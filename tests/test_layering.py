@@ -13,6 +13,8 @@ ROOT = Path(__file__).parents[1]
 MOST_LINES = 350
 MOST_ATTRIBUTES = 12
 MOST_NAMES = 20
+MOST_METHODS = 30
+MOST_STUBS = 3
 
 # Each module or package may import those above it. Those that share a line don't see each other.
 PYTHON_LAYERS = [
@@ -23,7 +25,8 @@ PYTHON_LAYERS = [
     ["ranks"],
     ["memory"],
     ["options"],
-    ["flow", "state"],
+    ["flow"],
+    ["state"],
     ["estimate"],
     ["engine"],
     ["optimizers", "checkpoint"],
@@ -166,6 +169,63 @@ def test_python_classes_have_few_attributes() -> None:
             if isinstance(node, ast.ClassDef):
                 attributes = python_attributes(node)
                 assert len(attributes) <= MOST_ATTRIBUTES, f"{path.name} {node.name}: {sorted(attributes)}"
+
+
+def classes() -> dict[str, ast.ClassDef]:
+    found = (node for path in modules() for node in ast.walk(ast.parse(path.read_text())))
+    return {node.name: node for node in found if isinstance(node, ast.ClassDef)}
+
+
+def with_bases(node: ast.ClassDef, known: dict[str, ast.ClassDef]) -> list[ast.ClassDef]:
+    bases = [known[base.id] for base in node.bases if isinstance(base, ast.Name) and base.id in known]
+    return list({id(each): each for base in bases for each in [*with_bases(base, known), node]}.values()) or [node]
+
+
+def hands_over(method: ast.FunctionDef) -> bool:
+    """Whether it is public, and one call of something else."""
+    body = [each for each in method.body if not (isinstance(each, ast.Expr) and isinstance(each.value, ast.Constant))]
+    is_call = len(body) == 1 and isinstance(body[0], ast.Expr | ast.Return) and isinstance(body[0].value, ast.Call)
+    return is_call and not method.name.startswith("_")
+
+
+def methods_of(node: ast.ClassDef) -> set[str]:
+    return {each.name for each in node.body if isinstance(each, ast.FunctionDef) and not hands_over(each)}
+
+
+@pytest.mark.parametrize("name", ["FusedShardedAdam", "ShardedOptimizer"])
+def test_the_optimizer_is_no_heap_of_methods(name: str) -> None:
+    """Over all its bases: what does the work are its parts, Note [Parts of an optimizer]."""
+    bases = with_bases(classes()[name], classes())
+    assert {"Engine", "Face", "TorchOptimizer"} <= {each.name for each in bases}
+    attributes = set().union(*map(python_attributes, bases))
+    assert len(attributes) <= MOST_ATTRIBUTES, sorted(attributes)
+    methods = set().union(*map(methods_of, bases))
+    assert len(methods) <= MOST_METHODS, sorted(methods)
+
+
+def test_classes_have_few_methods() -> None:
+    for name, node in classes().items():
+        assert len(methods_of(node)) <= MOST_METHODS, name
+
+
+def test_few_methods_are_there_to_be_overridden() -> None:
+    """A method that only raises NotImplementedError glues classes together that should hold each other."""
+    methods = (node for path in modules() for node in ast.walk(ast.parse(path.read_text())))
+    stubs = [
+        node.name
+        for node in methods
+        if isinstance(node, ast.FunctionDef) and ast.unparse(node.body[-1]) == "raise NotImplementedError"
+    ]
+    assert len(stubs) <= MOST_STUBS, stubs
+
+
+def test_nobody_reaches_into_an_optimizer() -> None:
+    """``optimizer.inside`` is for that; names of torch's own class are torch's."""
+    of_torch = ("_optimizer_step_code", "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+    for path in modules():
+        found = set(re.findall(r"\b(?:optimizer|engine)\.(_[a-z]\w*)", path.read_text())) - set(of_torch)
+        assert not found or path.name == "join.py", f"{path.name}: {found}"
+        assert found <= {"_joining"}
 
 
 def cpp_attributes(text: str) -> dict[str, list[str]]:

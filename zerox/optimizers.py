@@ -258,6 +258,8 @@ class ShardedOptimizer(Engine):
             comes through.
     """
 
+    _make_update = GuestUpdate
+
     def __init__(
         self,
         params: Any,
@@ -304,17 +306,10 @@ class ShardedOptimizer(Engine):
         What the class raises on one rank, all ranks raise as RuntimeError, and their parameters are as before. State is
         then not of one step any more: step() raises until state is loaded. One rank alone raises as the class does.
         """
-        assert isinstance(self._update, GuestUpdate)
-        self._update.step_options = step_options
+        update = self._core.update
+        assert isinstance(update, GuestUpdate)
+        update.step_options = step_options
         try:
             return super().step(closure)
         finally:
-            self._update.step_options = {}
-
-    @property
-    def _has_step_options(self) -> bool:
-        assert isinstance(self._update, GuestUpdate)
-        return bool(self._update.step_options)
-
-    def _made_update(self) -> GuestUpdate:
-        return GuestUpdate(self._rules, self._buckets, self._grads, self._calls.scale)
+            update.step_options = {}

@@ -107,7 +107,7 @@ def stop_in_step(training: Any, all_here: threading.Barrier) -> None:
         all_here.wait()
         raise ZeroDivisionError
 
-    training.optimizer._update_all = stop
+    training.optimizer.inside.update.runs = stop
     with pytest.raises(ZeroDivisionError):
         training.step(1)
 

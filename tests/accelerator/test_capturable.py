@@ -74,7 +74,9 @@ def test_replays_give_the_bits_of_eager_steps(any_device: pytest.MonkeyPatch, st
                     seen.append([])
                     with any_device.context() as during_capture:
                         during_capture.setattr(engine_module, "is_capturing", lambda *_: True)
-                        during_capture.setattr(optimizer, "_settle", lambda *_: pytest.fail("ranks meet on the host"))
+                        during_capture.setattr(
+                            optimizer.inside, "settle", lambda *_: pytest.fail("ranks meet on the host")
+                        )
                         during_capture.setattr(update.ops, "update_", remember)
                         optimizer.step()
                     seen[-1].append([optimizer.inside.grads.present(index).data_ptr() for index in range(3)])
@@ -113,13 +115,13 @@ def test_capture_without_capturable_and_over_gloo_is_refused(any_device: pytest.
         (alone, False, "with capturable=True only"),
         (gloo, True, "can't be captured over gloo"),
     ]:
-        optimizer._ranks, optimizer._options = ranks, OptimizerOptions(capturable=capturable)
+        optimizer.inside.ranks, optimizer.inside.groups.options = ranks, OptimizerOptions(capturable=capturable)
         with pytest.raises(RuntimeError, match=message):
             optimizer.step()
     nccl = Ranks(0, 2, "nccl", "native", None, None, torch.device("cuda"))
     with pytest.raises(RuntimeError, match=r"before the first one.*call synchronize\(\) before it"):
         is_capturing(nccl, True, optimizer.inside.manager, optimizer.inside.calls.record)
-    optimizer._ranks, optimizer._options = alone, OptimizerOptions(capturable=True)
+    optimizer.inside.ranks, optimizer.inside.groups.options = alone, OptimizerOptions(capturable=True)
     assert is_capturing(alone, True, optimizer.inside.manager, optimizer.inside.calls.record)
     sum(param.sum() for param in optimizer.param_groups[0]["params"]).backward()
     with pytest.raises(RuntimeError, match="backward can't be captured"):

@@ -213,14 +213,14 @@ def leave_alone(rank: int, world_size: int) -> None:
         assert each is None or torch.equal(grads.words(index), each)
     assert world_size == 1 or any(each is not None for each in words)
     states = [id(state) for state in optimizer.state.values()]
-    kept = optimizer._consolidated
+    kept = optimizer.inside.loading.consolidated
     assert (kept is not None) == (rank == 0 and world_size > 1)
     optimizer.set_full_grad_(params["small"], torch.ones(7))
-    assert optimizer._consolidated is kept
+    assert optimizer.inside.loading.consolidated is kept
     optimizer.set_full_state_(params["small"])
-    assert optimizer._consolidated is kept, "nothing was set"
+    assert optimizer.inside.loading.consolidated is kept, "nothing was set"
     optimizer.set_full_state_(params["small"], step=5)
-    assert optimizer._consolidated is None
+    assert optimizer.inside.loading.consolidated is None
     assert [id(state) for state in optimizer.state.values()] == states
     assert optimizer.full_state(params["small"])["step"] == 5
     assert optimizer.full_state(params["spans"])["step"] == 1

@@ -103,7 +103,7 @@ def before_a_capture(rank: int, world_size: int) -> list[str]:
     said = []
     model = net(rank)
     optimizer = FusedShardedAdam(model.named_parameters())
-    optimizer._options = OptimizerOptions(capturable=True)  # the constructor takes it on GPUs alone
+    optimizer.inside.groups.options = OptimizerOptions(capturable=True)  # the constructor takes it on GPUs alone
     for change in (write, None, write, None):
         if change is not None:
             change(rank, model)

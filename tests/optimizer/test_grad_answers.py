@@ -102,9 +102,9 @@ def messages(rank: int, world_size: int) -> dict[str, int]:
     backward(model, rank)
     optimizer.synchronize()
     asked: list[str] = []
-    settle, all_reduce = optimizer._settle, optimizer._grads.all_reduce
-    optimizer._calls.answers.settle = lambda: lambda *args: asked.append("meeting") or settle(*args)  # type: ignore
-    optimizer._grads.all_reduce = lambda *args: asked.append("message") or all_reduce(*args)  # type: ignore
+    settle, all_reduce = optimizer.inside.settle, optimizer.inside.grads.all_reduce
+    optimizer.inside.calls.answers.settle = lambda: lambda *args: asked.append("meeting") or settle(*args)  # type: ignore
+    optimizer.inside.grads.all_reduce = lambda *args: asked.append("message") or all_reduce(*args)  # type: ignore
 
     def counted(call: Callable[[], object]) -> int:
         asked.clear()

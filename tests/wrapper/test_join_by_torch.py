@@ -125,7 +125,7 @@ def optimizer_first(rank: int, world_size: int) -> list[bool]:
             optimizer.step()
     with pytest.raises(RuntimeError, match="inside another join"), ddp.join(), ddp.join():
         pass
-    return [ddp._following is None, optimizer._joining is None]
+    return [ddp._following is None, optimizer.inside.joining.divide is None]
 
 
 def test_the_wrapper_comes_first_in_torchs_join() -> None:

@@ -152,7 +152,7 @@ def refusals(rank: int, _: int) -> None:
     ):
         with pytest.raises(ValueError, match=r"param group 0: .* does not go with parameters that no Distributed"):
             script.optimizer(model.groups(**group), lr=0.01, **options)
-    options = dataclasses.replace(optimizer._options, capturable=True)
+    options = dataclasses.replace(optimizer.inside.options, capturable=True)
     with pytest.raises(ValueError, match="capturable=True does not go with"):
         optimizer.inside.calls.own.check(optimizer.param_groups, optimizer.inside.rules, options, False)
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from zerox._C import Meeting
 from zerox.flow.asked import Asked
 from zerox.flow.compiled_regions import untraced
-from zerox.flow.mean_gradient import MeanGradient
+from zerox.flow.core import Core, Face
 from zerox.flow.norm import check_finite, clip_coefficient, norm_of, order_of
 from zerox.ranks.calls import named, waiting
 from zerox.ranks.process_group import ranks_of
@@ -30,7 +30,7 @@ _compared: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()  # whose ranks
 @named("zerox.clip_grad_norm_()", per_batch=True)
 @torch.no_grad()
 def clip_grad_norm_(
-    optimizers: MeanGradient | Iterable[MeanGradient],
+    optimizers: Face | Iterable[Face],
     max_norm: float,
     norm_type: float = 2.0,
     error_if_nonfinite: bool = False,
@@ -46,7 +46,7 @@ def clip_grad_norm_(
     ``group`` that has other ranks of theirs, or of axes that are in the norm already: those on which parameters are
     DTensors, and those of ``norm_group``. Collective.
     """
-    given = [optimizers] if isinstance(optimizers, MeanGradient) else list(optimizers)
+    given = [each.inside for each in ([optimizers] if isinstance(optimizers, Face) else optimizers)]
     p = order_of(norm_type)
     if not given:
         raise ValueError(f"{CALL} needs at least one optimizer")
@@ -56,17 +56,16 @@ def clip_grad_norm_(
     arguments = [p, float(max_norm), float(group is not None)]
     rows: list[tuple[Tensor, Tensor | None]] = []
     outcomes = []
-    for optimizer in sorted(given, key=_ranks_of) if refusal else given:  # so that all tell each other in one order
-        calls = optimizer._calls
+    for core in sorted(given, key=_ranks_of) if refusal else given:  # so that all tell each other in one order
         try:
-            outcome = optimizer._settle(Meeting.CLIP_TOGETHER, arguments, refusal or calls.refusal(CALL))
+            outcome = core.settle(Meeting.CLIP_TOGETHER, arguments, refusal or core.calls.refusal(CALL))
         except RuntimeError as error:
             if TOLD not in str(error):
                 raise
             refusal = refusal or str(error)  # which the ranks of the other optimizers are told too
             continue
         outcomes.append(outcome)
-        rows += calls.rows(p, Asked(optimizer._buckets))
+        rows += core.calls.rows(p, Asked(core.buckets))
     if refusal:
         raise ValueError(refusal if GO_ON in refusal else f"{refusal}. {GO_ON}")
     device = rows[0][0].device
@@ -74,35 +73,35 @@ def clip_grad_norm_(
     if group is not None:
         rows = [(_over(group, words, p), factor) for words, factor in rows]
     norm, finite = norm_of(rows, p)
-    double = any(optimizer._calls.norm_dtype is torch.float64 for optimizer in given)
+    double = any(core.calls.norm_dtype is torch.float64 for core in given)
     total = norm.to(torch.float64 if double else torch.float32)
     coefficient = clip_coefficient(total, float(max_norm))
-    for optimizer in given:
-        optimizer._calls.note_norm(total, p)
+    for core in given:
+        core.calls.note_norm(total, p)
     if max_norm != math.inf:
-        for optimizer, outcome in zip(given, outcomes, strict=True):
-            optimizer._calls.clip_together(outcome, coefficient.to(optimizer._grads.ranks.device))
+        for core, outcome in zip(given, outcomes, strict=True):
+            core.calls.clip_together(outcome, coefficient.to(core.ranks.device))
     if error_if_nonfinite:
         check_finite(total, finite, p)
     return total
 
 
-def _refusal(optimizers: Sequence[MeanGradient], group: Any) -> str:
+def _refusal(cores: Sequence[Core], group: Any) -> str:
     """What this rank finds by itself; empty if the norms of all are over the same ranks and model axes, and ``group``
     is over none of them.
 
     Another rank may find nothing, as one that has no optimizer over fewer ranks. So it is told in each optimizer.
     """
-    ranks, first = _ranks_of(optimizers[0]), optimizers[0]._grads.model
-    for index, optimizer in enumerate(optimizers):
-        if (other := _ranks_of(optimizer)) != ranks:
+    ranks, first = _ranks_of(cores[0]), cores[0].grads.model
+    for index, core in enumerate(cores):
+        if (other := _ranks_of(core)) != ranks:
             return (
                 f"{REFUSED}optimizer 0 is over ranks {list(ranks)}, optimizer {index} over ranks {list(other)}: their "
                 "norms would not add up to the same on all ranks. Give both parameters to one optimizer over all ranks "
                 "as param groups, those of fewer ranks with a process_group of their own (docs/meshes.md), or clip "
                 "each optimizer by itself"
             )
-        if (model := optimizer._grads.model).axes != first.axes:
+        if (model := core.grads.model).axes != first.axes:
             return (
                 f"{REFUSED}the norm of optimizer 0 is over {first}, that of optimizer {index} over {model}: one of "
                 "them would be counted too often. Give both parameters on the same axes, as param groups of one "
@@ -128,8 +127,8 @@ def _refusal(optimizers: Sequence[MeanGradient], group: Any) -> str:
     return ""
 
 
-def _ranks_of(optimizer: MeanGradient) -> tuple[int, ...]:
-    return ranks_of(optimizer._grads.ranks.given)
+def _ranks_of(core: Core) -> tuple[int, ...]:
+    return ranks_of(core.ranks.given)
 
 
 def _refusal_of_all(group: dist.ProcessGroup, refusal: str) -> str:

@@ -21,8 +21,9 @@ import torch
 from torch import Tensor
 
 from zerox import ops
-from zerox._C import SEGMENT_COLUMNS
-from zerox.flow.inside import Inside
+from zerox._C import SEGMENT_COLUMNS, Meeting
+from zerox.flow.core import Core
+from zerox.flow.phases import Visit
 from zerox.flow.residency import Residency
 from zerox.model_names import in_text
 from zerox.options import PARAM_DTYPES
@@ -36,28 +37,48 @@ WAY_OUT = (
 )
 
 
-def digest_of_params(inside: Inside) -> float:
+class FirstLook:
+    """Phases: "first look"."""
+
+    def __init__(self, core: Core) -> None:
+        self.core = core
+        core.phases.before_meeting("first look", self._before_meeting)
+        core.phases.after_meeting("first look", self._after_meeting)
+
+    def _before_meeting(self, visit: Visit) -> None:
+        core = self.core
+        if core.calls.record.has_looked:
+            return
+        if visit.meeting is Meeting.STEP or (visit.meeting is Meeting.SYNCHRONIZE and core.options.capturable):
+            visit.params = digest_of_params(core)
+
+    def _after_meeting(self, visit: Visit) -> None:
+        if not visit.outcome.has_same_params:
+            check_same_params(self.core)
+
+
+def digest_of_params(core: Core) -> float:
     """The same on all ranks if these have the same parameters; 0 for one rank alone. Of smaller teams' parameters it
     says nothing."""
-    if inside.ranks.size == 1:
+    if core.ranks.size == 1:
         return 0.0
-    if isinstance(inside.gather, Residency):
-        return float(digest("\n".join(_lines_of(inside.gather, _elsewhere(inside.gather)))))
-    return float(digest("\n".join(_lines(inside, inside.grads.teams.all))))
+    if isinstance(core.gather, Residency):
+        return float(digest("\n".join(_lines_of(core.gather, _elsewhere(core.gather)))))
+    return float(digest("\n".join(_lines(core, core.grads.teams.all))))
 
 
-def check_same_params(inside: Inside) -> None:
+def check_same_params(core: Core) -> None:
     """Where digests differ. Collective: RuntimeError on all ranks, naming the first parameter that does; no error if
     ranks have found other things to compare, and have the same."""
-    if isinstance(inside.gather, Residency):
-        gather, ranks = inside.gather, inside.ranks
+    if isinstance(core.gather, Residency):
+        gather, ranks = core.gather, core.ranks
         said = ranks.all_gather_text(" ".join(f"{index}.{slot}" for index, slot in _elsewhere(gather)))
         places = sorted({(int(i), int(s)) for text in said for i, s in (place.split(".") for place in text.split())})
         lines = list(_lines_of(gather, places))
     else:
-        lines = list(_lines(inside, inside.grads.teams.all))
-    everyone = [text.split("\n") for text in inside.ranks.all_gather_text("\n".join(lines))]
-    known = [(member.name, member.param) for member in inside.members]
+        lines = list(_lines(core, core.grads.teams.all))
+    everyone = [text.split("\n") for text in core.ranks.all_gather_text("\n".join(lines))]
+    known = [(member.name, member.param) for member in core.members]
     if (found := first_that_differs(everyone)) is not None:
         rank, index = found
         one, other = (in_text(line_of(everyone[each], index), known) for each in (0, rank))
@@ -67,12 +88,12 @@ def check_same_params(inside: Inside) -> None:
         )
 
 
-def check_teams(inside: Inside) -> None:
+def check_teams(core: Core) -> None:
     """The same of parameters that smaller teams have. Collective."""
-    ranks = inside.ranks
-    for team in inside.grads.teams.made.values():
+    ranks = core.ranks
+    for team in core.grads.teams.made.values():
         with ranks.refusals_told():
-            team.ranks.check_same(list(_lines(inside, team)), way_out=WAY_OUT)
+            team.ranks.check_same(list(_lines(core, team)), way_out=WAY_OUT)
         ranks.check_same([])
 
 
@@ -88,10 +109,10 @@ def squares_of(tensor: Tensor) -> str:
 # ---- inside
 
 
-def _lines(inside: Inside, team: Team) -> Iterator[str]:
+def _lines(core: Core, team: Team) -> Iterator[str]:
     """One for each parameter that the team has."""
-    teams, moved = inside.grads.teams, set(inside.grads.moved())
-    for index, bucket in enumerate(inside.buckets):
+    teams, moved = core.grads.teams, set(core.grads.moved())
+    for index, bucket in enumerate(core.buckets):
         if teams.of_group[bucket.members[0].group] is not team:
             continue
         layout = bucket.plan.layout
@@ -99,7 +120,7 @@ def _lines(inside: Inside, team: Team) -> Iterator[str]:
         for slot, member in enumerate(bucket.members):
             squares = squares_of(member.local) if (index, slot) in moved else _text_of(words[slot])
             yield _line(member.name, squares)
-    for member in (*inside.frozen, *(table.member for table in inside.tables)):
+    for member in (*core.frozen, *(table.member for table in core.tables)):
         if teams.of_group[member.group] is team:
             yield _line(member.name, squares_of(member.local))
 

@@ -23,6 +23,7 @@ from zerox.flow.grad_operators import ALL_FINITE
 from zerox.flow.grad_scale import GradScale
 from zerox.flow.grads import Grads
 from zerox.flow.norm import norm_of, total_words
+from zerox.flow.phases import Visit
 from zerox.flow.placeholder import ShardedGrad
 from zerox.flow.rows import Rows
 from zerox.memory.bucket import Bucket
@@ -80,9 +81,9 @@ class Where:
 
 
 class GradAnswers:
-    """What it is asked is collective, but for what is kept. ``buckets``: the engine's own list, which grows.
+    """What it is asked is collective, but for what is kept. ``buckets``: the core's own list, which grows.
 
-    ``settle``: the engine's. It is held weakly, as placeholders hold this object: they must not keep the optimizer.
+    ``settle``: the core's. It is held weakly, as placeholders hold this object: they must not keep the optimizer.
     """
 
     def __init__(self, grads: Grads, grad_scale: GradScale, buckets: Sequence[Bucket], rows: Rows) -> None:
@@ -151,9 +152,10 @@ class GradAnswers:
             each.answered = self.count
         self.watch()
 
-    def note_call(self, outcome: Outcome) -> None:
+    def note_call(self, visit: Visit) -> None:
         """Where ranks have met: what was answered before a step is what it updated from. A rank that follows has not
         seen what the others did to p.grad."""
+        outcome = visit.outcome
         has_new = self.num_added != self.grads.manager.settlement.num_added
         if outcome.meeting not in KEEP or has_new or (outcome.followed and outcome.operators):
             self.forget()

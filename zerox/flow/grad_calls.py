@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zerox._C import Combine, Meeting, Outcome, RowChange
+from zerox._C import Combine, Meeting, Outcome
 from zerox.flow.asked import Asked, asked_by_number
 from zerox.flow.grad_answers import GradAnswers
 from zerox.flow.grad_operators import ALL
@@ -55,7 +55,7 @@ class Record:
 
 
 class GradCalls:
-    """``buckets``: the engine's own list, which grows. Where ``p.grad`` is whole, factors go into it at once."""
+    """``buckets``: the core's own list, which grows. Where ``p.grad`` is whole, factors go into it at once."""
 
     def __init__(
         self,
@@ -121,10 +121,6 @@ class GradCalls:
         self.writer.fold()
         self.answers.forget()
 
-    def refusal_to_go_on(self, meeting: Meeting, unfrozen: Sequence[Member]) -> str:
-        """``unfrozen``: parameters that were thawed, and have no place yet."""
-        return self.refusal_to_multiply(unfrozen) or self.row_grads.elsewhere() or self.pack_rows(meeting)
-
     def pack_rows(self, meeting: Meeting) -> str:
         """Readies the gradients of tables to be exchanged there, and what ranks tell each other of them. Returns why
         they can't be; empty if they can."""
@@ -165,17 +161,6 @@ class GradCalls:
             self.row_grads.flow.forget()
 
     # ---- after it
-
-    def exchange_rows(self, meeting: Meeting) -> None:
-        """Of tables: their mean is with its owners afterwards. Collective."""
-        if not self.row_grads.each:  # to ask a meeting what it is takes 0.5 us a question
-            return
-        if meeting not in NEED_ROWS:
-            return
-        goes_on = meeting == Meeting.STEP  # not `is`: each that C++ returns is new
-        change = self.row_grads.exchange(self.grads.manager.settlement.remarks, goes_on)
-        if change != RowChange.UNCHANGED:
-            self.scale.note_rows(change == RowChange.ADDED and self.scale.holds_rows, self.row_grads.has_landed)
 
     def clip(self, outcome: Outcome, asked: Asked | None = None) -> Tensor:
         """``asked``: None on a rank that follows."""

@@ -25,10 +25,13 @@ from zerox.rules.probe import Kinds
 
 
 class GuestUpdate:
-    """``buckets``: the engine's own list, which grows. ``step_options``: of the next step, for the class's step()."""
+    """``buckets``: the core's own list, which grows. ``step_options``: of the next step, for the class's step()."""
 
-    def __init__(self, rules: Rules, buckets: Sequence[Bucket], grads: Grads, grad_scale: GradScale) -> None:
+    def __init__(
+        self, rules: Rules, buckets: Sequence[Bucket], grads: Grads, grad_scale: GradScale, keeps_place: bool
+    ) -> None:
         assert isinstance(rules.default, GuestRule)
+        assert not keeps_place, "it can't be captured"
         self.rule = rules.default
         self.buckets = buckets
         self.grads = grads
@@ -37,6 +40,10 @@ class GuestUpdate:
         self.step_options: Mapping[str, Any] = {}
         self.failure = ""  # why ranks' states are not of one step
         self.before: dict[int, Tensor] = {}  # shards that nobody has a copy of, as they were before the step
+
+    @property
+    def has_step_options(self) -> bool:
+        return bool(self.step_options)
 
     def add_bucket(self, bucket: Bucket, groups: Groups) -> None:
         self.guests.append(GuestBucket(self.rule, bucket, groups))

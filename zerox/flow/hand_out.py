@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from zerox._C import Meeting
-from zerox.flow.inside import Inside
+from zerox.flow.core import Core
 from zerox.flow.residency import Residency
 from zerox.memory.bucket import Bucket, Member
 from zerox.memory.flat import ShardedBuffer, give_out, in_shared_memory, values_of
@@ -21,23 +21,23 @@ from zerox.rules.rule import REMAINDER
 Wanted = Callable[[Member], bool]
 
 
-def hand_out(inside: Inside, wanted: Wanted = lambda member: True) -> None:
+def hand_out(core: Core, wanted: Wanted = lambda member: True) -> None:
     """Of the parameters of one optimizer that are ``wanted``, the same on all ranks. Collective.
 
     Masters follow where the parameter changes. With sharded parameters (ZeRO stage 3) all ranks read the same shards:
     only what lies elsewhere (after ``param.data = ...``) is sent, from rank 0, and comes home on all.
     """
-    with standing_by(inside):
-        inside.settle(Meeting.BROADCAST_PARAMETERS)
-    gather, teams, model = inside.gather, inside.grads.teams, inside.grads.model
-    members = [member for member in inside.members if wanted(member)]
-    with inside.ranks.failure_told():
+    with standing_by(core):
+        core.settle(Meeting.BROADCAST_PARAMETERS)
+    gather, teams, model = core.gather, core.grads.teams, core.grads.model
+    members = [member for member in core.members if wanted(member)]
+    with core.ranks.failure_told():
         if isinstance(gather, Residency):
-            _bring_home(gather, wanted, {gather.index_of[i]: bucket for i, bucket in enumerate(inside.buckets)})
+            _bring_home(gather, wanted, {gather.index_of[i]: bucket for i, bucket in enumerate(core.buckets)})
         else:
-            for index, bucket in enumerate(inside.buckets):
-                _hand_out_bucket(inside, index, bucket, wanted)
-            apart = [*inside.frozen, *(table.member for table in inside.tables)]
+            for index, bucket in enumerate(core.buckets):
+                _hand_out_bucket(core, index, bucket, wanted)
+            apart = [*core.frozen, *(table.member for table in core.tables)]
             for member in filter(wanted, apart):
                 what = f"parameter '{member.name}'"
                 teams.of_group[member.group].ranks.broadcast_values(member.local, what)
@@ -54,25 +54,25 @@ def hand_out_buffers(ranks: Ranks, model: nn.Module) -> None:
 
 
 @contextmanager
-def standing_by(inside: Inside) -> Iterator[None]:
+def standing_by(core: Core) -> Iterator[None]:
     """Around a meeting of all ranks. With sharded parameters, one that has written some meanwhile, and the others not,
     comes too, and hand_out() follows."""
-    if not isinstance(inside.gather, Residency):
+    if not isinstance(core.gather, Residency):
         yield
         return
-    inside.gather.residents.stand_by(True)
+    core.gather.residents.stand_by(True)
     try:
         yield
     finally:
-        inside.gather.residents.stand_by(False)
+        core.gather.residents.stand_by(False)
 
 
-def _hand_out_bucket(inside: Inside, index: int, bucket: Bucket, wanted: Wanted) -> None:
+def _hand_out_bucket(core: Core, index: int, bucket: Bucket, wanted: Wanted) -> None:
     slots = [slot for slot, member in enumerate(bucket.members) if wanted(member)]
     if not slots:
         return
     before = _copy_of_shard(bucket)
-    ranks, model = inside.grads.teams.of_group[bucket.members[0].group].ranks, inside.grads.model
+    ranks, model = core.grads.teams.of_group[bucket.members[0].group].ranks, core.grads.model
     over = model.replicated_over(bucket.members[0].param)
     if len(slots) == len(bucket.members):
         ranks.broadcast(bucket.buffer.flat, f"the parameters of {bucket.describe(index)}")

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pickle
 import threading
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import torch
@@ -14,77 +14,212 @@ import torch.distributed as dist
 from torch.distributed.algorithms import join as torch_join
 
 from zerox._C import Meeting, Outcome
+from zerox.flow.adoption import Adoption
+from zerox.flow.core import Core, Face
+from zerox.flow.followers import follow, leave
 from zerox.flow.grads import Grads
-from zerox.memory.shared import Shared
-from zerox.memory.torch_optimizer import TorchOptimizer
-from zerox.ranks.roll_call import summary_of
+from zerox.flow.phases import Visit
+from zerox.flow.steps import Steps
 
 ALL, ACTIVE = "all", "active"
 STEP_ENDS = (Meeting.STEP, Meeting.SKIP_STEP)
+ASK_NOTHING = (Meeting.FOLLOW, Meeting.SYNCHRONIZE, Meeting.MEAN_OVER, Meeting.SKIP_STEP)  # of the mean
+OFF = torch_join._JoinConfig.construct_disabled_join_config()
 
 
-class Joinable(TorchOptimizer):
-    """What join() needs of an optimizer; for torch's Join, a ``torch.distributed.algorithms.Joinable`` too."""
+class Joining:
+    """What join() has of an optimizer. ``divide``: of the join() that it is inside; None: outside. ``config``: torch's.
+    ``is_wrapped``: a wrapper inside join() follows it. Phases: "notice", "join" and "active ranks"."""
 
-    _grads: Grads
-    _joining = Shared[str | None](None)  # inside join(): its ``divide``
-    _notified = Shared[bool](False)  # torch's Join knows of this step
-    _by_active = Shared[bool](False)  # p.grad is a mean over the active ranks: see Following in meetings.h
-    _is_wrapped = Shared[bool](False)  # a wrapper inside join() follows it
-    _join_config = Shared[torch_join._JoinConfig](torch_join._JoinConfig.construct_disabled_join_config())
+    def __init__(self, core: Core, steps: Steps, adoption: Adoption) -> None:
+        self.core = core
+        self.steps = steps
+        self.adoption = adoption
+        self.divide: str | None = None
+        self.is_notified = False  # torch's Join knows of this step
+        self.by_active = False  # p.grad is a mean over the active ranks: see Following in meetings.h
+        self.is_wrapped = False
+        self.config = OFF
+        core.joining = self
+        core.phases.before_meeting("notice", self._before_waiting)
+        core.phases.before_meeting("join", self._before_meeting)
+        core.phases.after_meeting("active ranks", self._after_meeting)
 
-    def _set_joining(self, divide: str | None) -> None:
+    @property
+    def grads(self) -> Grads:
+        return self.core.grads
+
+    def check(self) -> None:
+        """Raises for an option that does not go with join()."""
+        self.adoption.check_pairs([], self.core.overlap is not None, joins=True)
+
+    def joined(self, divide: str) -> Join:
+        self.check()
+        return Join([self], divide)
+
+    def set(self, divide: str | None) -> None:
         """This is inside a join() with this ``divide``, or outside."""
-        raise NotImplementedError
+        self.divide = divide
+        # Where gradients are whole, p.grad is so for whoever reads it before step(). Not with divisors of the user's,
+        # which another number of active ranks does not touch.
+        has_divisor = any(each is not None for each in self.core.calls.scale.of_groups)
+        self.by_active = divide == ACTIVE and not self.grads.sharded and not has_divisor
+        self.grads.manager.settlement.set_following(by_backward=False, by_active=self.by_active)
 
-    def _follow(self) -> Meeting:
-        """Meets the others in their next call, and takes part in it; Meeting.FOLLOW if all ranks follow."""
-        raise NotImplementedError
-
-    def join(self, divide: str = ALL) -> Join:
-        raise NotImplementedError
-
-    # ---- torch's protocol
-
-    def join_hook(self, **kwargs: Any) -> torch_join.JoinHook:
-        """``divide_by_initial_world_size=False`` among Join's arguments is ``divide="active"`` of join()."""
-        self.join()  # raises if it can't be
+    def begin_torchs(self, kwargs: Mapping[str, Any]) -> FollowHook:
+        """It is inside of torch's Join, which has these arguments."""
+        self.check()
         end([self])  # torch's Join does not say so if its block raised
         begin([self], divided_by(kwargs), together=_has_wrapper(self))
         to_self = weakref.ref(self)
 
         def before_backward_end() -> None:
-            optimizer = to_self()
-            if optimizer is not None:
-                optimizer._notify()
+            if (joining := to_self()) is not None:
+                joining.notify()
 
-        self._grads.manager.settlement.set_before_backward_end(before_backward_end)
+        self.grads.manager.settlement.set_before_backward_end(before_backward_end)
         return FollowHook(self)
+
+    def leave_torchs(self) -> None:
+        """It is outside of torch's Join again."""
+        end([self])
+        self.is_notified = False
+        self.config = OFF
+        self.grads.manager.settlement.set_before_backward_end(None)
+
+    def follow(self) -> Meeting:
+        """Meets the others in their next call, and takes part in it; Meeting.FOLLOW if all ranks follow. Collective."""
+        self.core.calls.own.rests = True
+        try:
+            with torch.no_grad():
+                return self._followed()
+        finally:
+            self.core.calls.own.rests = False
+
+    def _followed(self) -> Meeting:
+        with self.core.gather.updating():
+            outcome = self.core.settle(Meeting.FOLLOW)
+            if outcome.meeting == Meeting.STEP:
+                self.steps.check(outcome, follows=True)
+                self.steps.update(capturing=False)
+        if outcome.meeting == Meeting.STEP:
+            self.steps.end()
+        else:
+            self._take_part(outcome)
+        return outcome.meeting
+
+    def _take_part(self, outcome: Outcome) -> None:
+        """In a call of the others, other than step()."""
+        calls = self.core.calls
+        parts: dict[Meeting, Callable[[Outcome], object]] = {
+            Meeting.CLIP: calls.clip,
+            Meeting.CLIP_TOGETHER: calls.clip_together,
+            Meeting.CLIP_VALUE: calls.limit,
+            Meeting.MEAN_OVER: calls.mean_over,
+            Meeting.SCALE_GRADS: calls.multiply,
+            Meeting.UNSCALE: calls.unscale,
+            Meeting.SKIP_STEP: calls.skip,
+            Meeting.GRAD_NORM: calls.answers.take_part,
+        }
+        if outcome.meeting in parts:  # else there is nothing to do but to meet
+            parts[outcome.meeting](outcome)
+
+    def take_options(self, outcome: Outcome, follows: bool) -> None:
+        """Where ranks' options differ, a follower takes those of the others. Collective. RuntimeError if these
+        differ."""
+        ranks, groups = self.core.ranks, self.core.groups.param_groups
+        own = (self.divide, None if follows else options_of(groups))
+        said = [pickle.loads(each) for each in ranks.all_gather_bytes(pickle.dumps(own))]
+        for rank, (joining, options) in enumerate(said):
+            if joining != said[outcome.speaker][0]:
+                raise RuntimeError(
+                    f"zerox: rank {rank} is inside join(divide={joining!r}) and rank {outcome.speaker} inside "
+                    f"join(divide={said[outcome.speaker][0]!r}): all ranks must be inside the same (None: outside)"
+                )
+            if options not in (None, said[outcome.speaker][1]):
+                raise RuntimeError(
+                    "zerox: in step() ranks have param groups with different options, such as lr; set them alike: "
+                    f"rank {rank} has {options}, rank {outcome.speaker} has {said[outcome.speaker][1]}"
+                )
+        if follows:
+            for group, options in zip(groups, said[outcome.speaker][1], strict=True):
+                group.update(options)
+
+    def notify(self) -> None:
+        """Once a step, before ranks meet: ranks in torch's Join wait for this before they follow."""
+        if self.config.enable and not self.is_notified:
+            self.is_notified = True
+            torch_join.Join.notify_join_context(self.core.groups.optimizer)  # type: ignore[arg-type]
+
+    # ---- phases
+
+    def _before_waiting(self, visit: Visit) -> None:
+        if self.config.enable and not visit.follows:
+            self.notify()
+
+    def _before_meeting(self, visit: Visit) -> None:
+        if self.divide is not None:
+            visit.options = digest_of(self.core.groups.param_groups, self.divide)
+
+    def _after_meeting(self, visit: Visit) -> None:
+        """Means over all ranks that were not called for otherwise become those over the active ones."""
+        calls, outcome = self.core.calls, visit.outcome
+        if self.by_active:
+            if outcome.meeting not in (Meeting.FOLLOW, Meeting.SKIP_STEP):
+                calls.scale.requested.num_active = outcome.num_active  # for mean_over()
+        elif self.divide == ACTIVE and (outcome.operators or outcome.meeting not in ASK_NOTHING):
+            calls.divide_by_active(outcome)
+
+
+class JoinFace(Face):
+    """For torch's Join, a ``torch.distributed.algorithms.Joinable``."""
+
+    _joining: Joining
+
+    def join(self, divide: str = "all") -> Join:
+        """``with optimizer.join():`` around a training loop: ranks may have unequal numbers of batches.
+
+        A rank that comes to the end of the block follows the others' calls, without gradients of its own, until all
+        have come: the ends of backward, ``step()``, ``synchronize()``, ``clip_grad_norm_()``, ``clip_grad_value_()``,
+        ``mean_over()`` (it counts 0), ``scale_grads_()``, a scaler's calls, :func:`zerox.clip_grad_norm_`.
+
+        ``divide``: what the gradient is a mean over: "all" ranks, as with DDP's Join, or the "active" ones, which had
+        a batch in this step. A ``gradient_divisor`` of yours, and ``mean_over()``, are not touched by it.
+
+        All ranks must come inside. If the block raises on one rank, the others raise RuntimeError with its reason, and
+        the optimizer can't be used any more. What can't be followed (``zerox.save()``, ``full_state_dict()``,
+        ``add_param_group()``, ``broadcast_buffers()``) raises on all ranks if one has run out of batches. torch's own
+        ``Join([optimizer])`` does the same, with a message of its own in each step.
+        """
+        return self._joining.joined(divide)
+
+    def join_hook(self, **kwargs: Any) -> torch_join.JoinHook:
+        """``divide_by_initial_world_size=False`` among Join's arguments is ``divide="active"`` of join()."""
+        return self._joining.begin_torchs(kwargs)
 
     @property
     def join_device(self) -> torch.device:
-        return self._grads.ranks.device
+        return self._core.ranks.device
 
     @property
     def join_process_group(self) -> Any:
-        return self._grads.ranks.given or dist.group.WORLD
+        return self._core.ranks.given or dist.group.WORLD
 
-    def _notify(self) -> None:
-        """Once a step, before ranks meet: ranks in torch's Join wait for this before they follow."""
-        if self._join_config.enable and not self._notified:
-            self._notified = True
-            torch_join.Join.notify_join_context(self)  # type: ignore[arg-type]
+    @property
+    def _join_config(self) -> torch_join._JoinConfig:
+        return self._joining.config
 
-    def _end_notice(self) -> None:
-        """A step is over."""
-        self._notified = False
+    @_join_config.setter
+    def _join_config(self, config: torch_join._JoinConfig) -> None:
+        """torch's Join sets it."""
+        self._joining.config = config
 
 
-torch_join.Joinable.register(Joinable)
+torch_join.Joinable.register(JoinFace)
 
 
 class HookOfWrapper(Protocol):
-    optimizers: Sequence[Joinable]  # that it follows
+    joined: Sequence[Joining]  # that it follows
 
 
 # For torch's Join, which makes the hooks of all that it is given before it begins.
@@ -96,16 +231,16 @@ def divided_by(kwargs: Mapping[str, Any]) -> str:
     return ALL if kwargs.get("divide_by_initial_world_size", True) else ACTIVE
 
 
-def begin(optimizers: Sequence[Joinable], divide: str, together: bool = False) -> None:
+def begin(joined: Sequence[Joining], divide: str, together: bool = False) -> None:
     """``together``: with a wrapper in torch's Join, which does not say so if its block raises."""
     if divide not in (ALL, ACTIVE):
         raise ValueError(f"divide must be {ALL!r} or {ACTIVE!r}, got {divide!r}")
     if not together:
         check_outside()
-        for optimizer in optimizers:
-            note_inside(optimizer)
-    for optimizer in optimizers:
-        optimizer._set_joining(divide)
+        for each in joined:
+            note_inside(each)
+    for each in joined:
+        each.set(divide)
 
 
 def note_inside(joined: object) -> None:
@@ -126,15 +261,15 @@ def check_outside(beside_wrappers: bool = False) -> None:
         )
 
 
-def _has_wrapper(optimizer: object) -> bool:
-    return any(optimizer in each.optimizers for each in hooks_of_wrappers)
+def _has_wrapper(joined: object) -> bool:
+    return any(joined in each.joined for each in hooks_of_wrappers)
 
 
-def end(optimizers: Sequence[Joinable]) -> None:
-    for optimizer in optimizers:
-        optimizer._set_joining(None)
-        optimizer._is_wrapped = False
-        note_outside(optimizer)
+def end(joined: Sequence[Joining]) -> None:
+    for each in joined:
+        each.set(None)
+        each.is_wrapped = False
+        note_outside(each)
 
 
 class _Inside(threading.local):
@@ -148,114 +283,49 @@ _inside = _Inside()
 
 
 class FollowHook(torch_join.JoinHook):
-    def __init__(self, optimizer: Joinable) -> None:
-        self.optimizer = optimizer
+    def __init__(self, joining: Joining) -> None:
+        self.joining = joining
 
     def main_hook(self) -> None:
         """One step of the others, unless a wrapper beside it in Join follows all of them."""
-        while not self.optimizer._is_wrapped and self.optimizer._follow() not in (Meeting.FOLLOW, *STEP_ENDS):
+        while not self.joining.is_wrapped and self.joining.follow() not in (Meeting.FOLLOW, *STEP_ENDS):
             pass
 
     def post_hook(self, is_last_joiner: bool) -> None:
-        leave_torchs(self.optimizer)
-
-
-def leave_torchs(optimizer: Joinable) -> None:
-    """It is outside of torch's Join again."""
-    end([optimizer])
-    optimizer._end_notice()
-    optimizer._join_config = torch_join._JoinConfig.construct_disabled_join_config()
-    optimizer._grads.manager.settlement.set_before_backward_end(None)
+        self.joining.leave_torchs()
 
 
 class Join(AbstractContextManager[None]):
     """See ``optimizer.join()``, and :func:`join` for several optimizers."""
 
-    def __init__(self, optimizers: Sequence[Joinable], divide: str) -> None:
-        self.optimizers = optimizers
+    def __init__(self, joined: Sequence[Joining], divide: str) -> None:
+        self.joined = joined
         self.divide = divide
 
     def __enter__(self) -> None:
-        begin(self.optimizers, self.divide)
+        begin(self.joined, self.divide)
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         try:
             if error is None:
-                follow(self.optimizers)
+                follow(self.joined)
             else:
-                leave(self.optimizers, error)
+                leave(self.joined, error)
         finally:
-            end(self.optimizers)
+            end(self.joined)
 
 
-def join(optimizers: Joinable | Iterable[Joinable], divide: str = ALL) -> Join:
+def join(optimizers: JoinFace | Iterable[JoinFace], divide: str = ALL) -> Join:
     """``with zerox.join([one, another]):`` as ``optimizer.join()``, for several optimizers in one loop."""
-    given = [optimizers] if isinstance(optimizers, Joinable) else list(optimizers)
-    for optimizer in given:
-        optimizer.join(divide)  # raises if it can't be
-    return Join(given, divide)
+    given = [optimizers] if isinstance(optimizers, JoinFace) else list(optimizers)
+    joined = [joining_of(optimizer) for optimizer in given]
+    for each in joined:
+        each.check()
+    return Join(joined, divide)
 
 
-class Followed(Protocol):
-    """What an optimizer has, and what else ranks follow."""
-
-    _grads: Grads
-
-    def _follow(self) -> Meeting: ...
-
-
-class Followers:
-    """A thread for each, since the others call them in any order. They end when all ranks follow."""
-
-    def __init__(self, followed: Sequence[Followed]) -> None:
-        self.followed = followed
-        self.errors: list[BaseException] = []
-        self.threads: list[threading.Thread] = []
-
-    def start(self, first: int = 0) -> None:
-        """All but the ``first``."""
-        self.threads = [
-            threading.Thread(target=self.run, args=(each,), name="zerox follows") for each in self.followed[first:]
-        ]
-        for thread in self.threads:
-            thread.start()
-
-    def run(self, one: Followed) -> None:
-        device = one._grads.ranks.device
-        with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
-            try:
-                while one._follow() != Meeting.FOLLOW:
-                    pass
-            except BaseException as error:
-                self.errors.append(error)
-                leave(self.followed, error)
-
-    def wait(self) -> None:
-        """Raises what one of them raised first."""
-        for thread in self.threads:
-            thread.join()
-        self.check()
-
-    def check(self) -> None:
-        """The same, without waiting."""
-        if self.errors:
-            raise self.errors[0]
-
-
-def follow(optimizers: Sequence[Joinable]) -> None:
-    """Until all ranks do."""
-    followers = Followers(optimizers)
-    followers.start(first=1)
-    followers.run(optimizers[0])
-    followers.wait()
-
-
-def leave(followed: Iterable[Followed], error: BaseException) -> None:
-    """The others raise this rank's error."""
-    for each in followed:
-        ranks = each._grads.ranks
-        if ranks.whereabouts is not None:
-            ranks.whereabouts.leave(f"rank {ranks.rank} raised {summary_of(error)} inside optimizer.join()")
+def joining_of(optimizer: JoinFace) -> Joining:
+    return optimizer._joining
 
 
 def options_of(groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -267,27 +337,6 @@ def digest_of(groups: Sequence[dict[str, Any]], divide: str) -> float:
     """Of these numbers and join()'s ``divide``: the same in every process, and not 0."""
     found = hash((divide == ACTIVE, *(tuple(group.values()) for group in options_of(groups))))
     return float(1 + found % (2**52))
-
-
-def take_options(optimizer: Joinable, outcome: Outcome, follows: bool) -> None:
-    """Where ranks' options differ, a follower takes those of the others. Collective. RuntimeError if these differ."""
-    ranks = optimizer._grads.ranks
-    own = (optimizer._joining, None if follows else options_of(optimizer.param_groups))
-    said = [pickle.loads(each) for each in ranks.all_gather_bytes(pickle.dumps(own))]
-    for rank, (joining, options) in enumerate(said):
-        if joining != said[outcome.speaker][0]:
-            raise RuntimeError(
-                f"zerox: rank {rank} is inside join(divide={joining!r}) and rank {outcome.speaker} inside "
-                f"join(divide={said[outcome.speaker][0]!r}): all ranks must be inside the same (None: outside)"
-            )
-        if options not in (None, said[outcome.speaker][1]):
-            raise RuntimeError(
-                "zerox: in step() ranks have param groups with different options, such as lr; set them alike: rank "
-                f"{rank} has {options}, rank {outcome.speaker} has {said[outcome.speaker][1]}"
-            )
-    if follows:
-        for group, options in zip(optimizer.param_groups, said[outcome.speaker][1], strict=True):
-            group.update(options)
 
 
 def _is_number(value: Any) -> bool:

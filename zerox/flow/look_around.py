@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from zerox._C import Combine, Outcome
+from zerox.flow.core import Core
 from zerox.flow.first_look import check_teams, squares_of
-from zerox.flow.inside import Inside
 from zerox.model_names import model_with
 from zerox.ranks.calls import warn_caller
 from zerox.ranks.compared import digest, first_that_differs
@@ -36,46 +36,46 @@ class Around:
     is_found: bool = False
 
 
-def look_around(inside: Inside, outcome: Outcome) -> None:
+def look_around(core: Core, outcome: Outcome) -> None:
     """One warning at most, in the first step(), when ranks have compared their parameters. Collective there: ranks tell
     each other, in a message of one size, whether they have found the same model."""
-    if outcome.followed or inside.calls.record.has_looked:
+    if outcome.followed or core.calls.record.has_looked:
         return
-    if inside.ranks.size == 1 or not outcome.has_same_params:  # else some ranks are not here
-        inside.calls.record.has_looked = True
+    if core.ranks.size == 1 or not outcome.has_same_params:  # else some ranks are not here
+        core.calls.record.has_looked = True
         return
-    check_teams(inside)
-    _check_wrapped(inside)
-    inside.calls.record.has_looked = True  # what raised above raises again
-    around = _around(inside)
+    check_teams(core)
+    _check_wrapped(core)
+    core.calls.record.has_looked = True  # what raised above raises again
+    around = _around(core)
     names = digest("\n".join(line.rpartition(" ")[0] for line in around.still))
     own = [int(around.is_found), names, digest("\n".join(around.still))]
     message = torch.tensor([each for number in own for each in (number, -number)], dtype=torch.int64, device="cpu")
-    inside.grads.all_reduce(message, Combine.MAX)
+    core.grads.all_reduce(message, Combine.MAX)
     most, least = message[0::2].tolist(), (-message[1::2]).tolist()
-    said = list(_of_wrappers(inside))
+    said = list(_of_wrappers(core))
     if least[0]:  # else some rank has found no model
         said += _said(around)
     if least[0] and most[1] == least[1] and most[2] != least[2]:
-        said.insert(0, _what_differs(inside, around.still))
+        said.insert(0, _what_differs(core, around.still))
     if said:
         warn_caller(
             f"zerox: {'; '.join(said)}. zerox.DistributedDataParallel around the model does what torch's does for these"
         )
 
 
-def _check_wrapped(inside: Inside) -> None:
+def _check_wrapped(core: Core) -> None:
     """ValueError on all ranks for parameters that the optimizer took before a wrapper left them out: see Note [Each
     rank's own]. Collective where some are wrapped."""
-    of_teams = inside.calls.own.of_teams
-    shared = [member for member in inside.members if id(member.param) not in of_teams]
+    of_teams = core.calls.own.of_teams
+    shared = [member for member in core.members if id(member.param) not in of_teams]
     params = [member.param for member in shared]
     if not has_wrapped(params):
         return
-    own = inside.calls.own.params
+    own = core.calls.own.params
     late = [own[number] for number in own.keys() - unwrapped(own.values()).keys()]
     outside = unwrapped(params)
-    with inside.ranks.refusals_told():
+    with core.ranks.refusals_told():
         if late:
             raise ValueError(
                 f"zerox: parameter of shape {tuple(late[0].shape)} was wrapped in a DistributedDataParallel after the "
@@ -90,15 +90,15 @@ def _check_wrapped(inside: Inside) -> None:
                 "it over the ranks, since it was built before the DistributedDataParallel: wrap the model first, and "
                 "build the optimizer then. State is as it was before"
             )
-    inside.ranks.check_same([])
+    core.ranks.check_same([])
 
 
-def _of_wrappers(inside: Inside) -> Iterator[str]:
+def _of_wrappers(core: Core) -> Iterator[str]:
     """torch's wrapper leaves alone what is in none; an optimizer without wrapped parameters averages all it holds."""
     wrapped = decisions()
-    if wrapped and all(id(member.param) not in wrapped for member in inside.members):
+    if wrapped and all(id(member.param) not in wrapped for member in core.members):
         yield (
-            f"parameter {inside.members[0].quoted} is in no DistributedDataParallel, and is averaged over the ranks "
+            f"parameter {core.members[0].quoted} is in no DistributedDataParallel, and is averaged over the ranks "
             "all the same, which begin with rank 0's: give parameters that are each rank's own an optimizer with "
             "process_group='alone'"
         )
@@ -113,9 +113,9 @@ def _said(around: Around) -> Iterator[str]:
         yield f"the model has an attribute {SYNC}, which only a wrapper heeds: call optimizer.no_sync()"
 
 
-def _what_differs(inside: Inside, lines: Collection[str]) -> str:
+def _what_differs(core: Core, lines: Collection[str]) -> str:
     """Collective, on all ranks."""
-    everyone = [each.split("\n") for each in inside.ranks.all_gather_text("\n".join(lines))]
+    everyone = [each.split("\n") for each in core.ranks.all_gather_text("\n".join(lines))]
     found = first_that_differs(everyone)
     assert found is not None, "their digests differ"
     name = everyone[0][found[1]].rpartition(" ")[0]
@@ -125,8 +125,8 @@ def _what_differs(inside: Inside, lines: Collection[str]) -> str:
     )
 
 
-def _around(inside: Inside) -> Around:
-    model = model_with([member.param for member in inside.members])
+def _around(core: Core) -> Around:
+    model = model_with([member.param for member in core.members])
     if model is None or any(isinstance(each, DistributedDataParallel) for each in model.modules()):
         return Around(is_found=model is not None)
     known = held() | names_of_wrapped().keys()

@@ -1,84 +1,79 @@
-"""The part of an optimizer that is about the mean gradient: its weight, scale, norm and limit, and who takes part."""
+"""The part of an optimizer that is about the mean gradient: its weight, scale, norm and limit."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
-from typing import Any
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
 
-from zerox._C import Meeting, Outcome
+from zerox._C import Meeting
 from zerox.flow.asked import asked_for
-from zerox.flow.grad_calls import GradCalls
-from zerox.flow.grads import Grads
-from zerox.flow.join import ACTIVE, Join, Joinable, take_options
-from zerox.memory.bucket import Bucket
-from zerox.memory.row_table import RowTable
+from zerox.flow.core import Core, Face
 from zerox.ranks.calls import named
-from zerox.ranks.teams import Teams
-
-ASK_NOTHING = (Meeting.FOLLOW, Meeting.SYNCHRONIZE, Meeting.MEAN_OVER, Meeting.SKIP_STEP)  # of the mean
 
 
-class MeanGradient(Joinable):
-    """Between the last backward of a step and step()."""
+class MeanGradient:
+    """Between the last backward of a step and step(). Each call is as the optimizer's own, and collective."""
 
-    _buckets: list[Bucket]
-    _grads: Grads
-    _calls: GradCalls
+    def __init__(self, core: Core) -> None:
+        self.core = core
+        self.calls = core.calls
 
-    def _settle(self, meeting: Meeting, arguments: Sequence[float] = (), refusal: str = "") -> Outcome:
-        raise NotImplementedError
+    def clip_grad_norm_(
+        self, max_norm: float, norm_type: float, raises: bool, parameters: Tensor | Iterable[Tensor] | None
+    ) -> Tensor:
+        """Collective."""
+        asked = asked_for(self.core.buckets, parameters, self.calls.own.params)
+        arguments = self.calls.clip_arguments(max_norm, norm_type, raises, asked)
+        outcome = self.core.settle(Meeting.CLIP, arguments, self.calls.refusal("clip_grad_norm_()"))
+        return self.calls.clip(outcome, asked)
 
-    def _updating(self) -> AbstractContextManager[None]:
-        """Around the part of step() in which ranks meet and update."""
-        raise NotImplementedError
+    def clip_grad_value_(self, clip_value: float) -> None:
+        """Collective."""
+        limit = float(clip_value)
+        if not limit >= 0.0:
+            raise ValueError(f"clip_value must not be negative, got {clip_value}")
+        if self.calls.scale.keeps_place:
+            raise RuntimeError("clip_grad_value_() does not go with capturable=True: clip by the norm")
+        self.calls.limit(self.core.settle(Meeting.CLIP_VALUE, [limit], self.calls.refusal("clip_grad_value_()")))
 
-    def _update_all(self, capturing: bool) -> None:
-        """What is left of step() once ranks have met."""
-        raise NotImplementedError
+    def mean_over(self, count: float | Tensor) -> None:
+        """Collective."""
+        refusal = self.calls.refusal("mean_over()")
+        if isinstance(count, Tensor):
+            if count.numel() != 1:
+                refusal = refusal or f"mean_over() takes one number, got a tensor of shape {tuple(count.shape)}"
+            if count.device.type == "cpu" and count.numel() == 1:
+                count = float(count)
+        if not isinstance(count, Tensor) and not 0 <= count < math.inf:
+            refusal = refusal or f"mean_over() was given the count {count}"
+        outcome = self.core.settle(Meeting.MEAN_OVER, refusal=refusal)
+        self.calls.mean_over(outcome, count)
 
-    def _end_step(self) -> None:
-        raise NotImplementedError
+    def scale_grads_(self, factor: float | Tensor) -> None:
+        """Collective."""
+        number, tensor = _as_argument(factor)
+        outcome = self.core.settle(Meeting.SCALE_GRADS, [number], self.calls.refusal("scale_grads_()"))
+        self.calls.multiply(outcome, tensor)
 
-    def _check_join(self) -> None:
-        """Raises for an option that does not go with join()."""
-        raise NotImplementedError
+    def unscale_grads_(self, inverse_scale: Tensor | None) -> Tensor:
+        """Collective."""
+        number, tensor = _as_argument(1.0 if inverse_scale is None else inverse_scale)
+        outcome = self.core.settle(Meeting.UNSCALE, [number], self.calls.refusal("GradScaler.unscale_()"))
+        return self.calls.unscale(outcome, tensor)
 
-    def _divisor_of(self, group: Mapping[str, Any]) -> float | None:
-        raise NotImplementedError
+    def skip_step(self) -> None:
+        """Collective."""
+        if self.core.joining.divide is not None:
+            self.core.settle(Meeting.SKIP_STEP)
+            self.core.joining.is_notified = False
+        self.calls.skip()
 
-    @property
-    def _tables(self) -> Sequence[RowTable]:
-        """Parameters whose gradients are rows."""
-        return self._calls.row_grads.tables
 
-    @property
-    def _own(self) -> Mapping[int, Tensor]:
-        """Parameters that are this rank's own."""
-        return self._calls.own.params
-
-    @property
-    def _ranks_have_own(self) -> bool:
-        return self._calls.own.are_some
-
-    @property
-    def _teams(self) -> Teams:
-        """Who has which parameters."""
-        return self._grads.teams
-
-    @property
-    def _is_first_of_model(self) -> bool:
-        """Whether this rank is the first along all axes that DTensors lie on."""
-        return self._grads.model.is_first
-
-    @property
-    def _has_step_options(self) -> bool:
-        """Whether the step() under way was given options for a class of torch's kind."""
-        return False
+class MeanGradientFace(Face):
+    _mean: MeanGradient
 
     @named("clip_grad_norm_()", per_batch=True)
     @torch.no_grad()
@@ -98,10 +93,7 @@ class MeanGradient(Joinable):
         tensor that this optimizer does not train. Call it after the last backward of a step: if more gradients follow,
         step() raises RuntimeError.
         """
-        asked = asked_for(self._buckets, parameters, self._own)
-        arguments = self._calls.clip_arguments(max_norm, norm_type, error_if_nonfinite, asked)
-        outcome = self._settle(Meeting.CLIP, arguments, self._calls.refusal("clip_grad_norm_()"))
-        return self._calls.clip(outcome, asked)
+        return self._mean.clip_grad_norm_(max_norm, norm_type, error_if_nonfinite, parameters)
 
     @torch.no_grad()
     def clip_grad_value_(self, clip_value: float) -> None:
@@ -110,12 +102,7 @@ class MeanGradient(Joinable):
         It comes last: after every scale and norm of this step, on which it does not show. Raises ValueError for a
         negative number, RuntimeError with ``capturable=True``.
         """
-        limit = float(clip_value)
-        if not limit >= 0.0:
-            raise ValueError(f"clip_value must not be negative, got {clip_value}")
-        if self._calls.scale.keeps_place:
-            raise RuntimeError("clip_grad_value_() does not go with capturable=True: clip by the norm")
-        self._calls.limit(self._settle(Meeting.CLIP_VALUE, [limit], self._calls.refusal("clip_grad_value_()")))
+        self._mean.clip_grad_value_(clip_value)
 
     @named("mean_over()", per_batch=True)
     @torch.no_grad()
@@ -130,16 +117,7 @@ class MeanGradient(Joinable):
         Collective, once a step, after the last backward and before ``clip_grad_norm_()``. Raises RuntimeError on all
         ranks for a second call, one after a clip, one on some ranks only, or a count that is negative or not finite.
         """
-        refusal = self._calls.refusal("mean_over()")
-        if isinstance(count, Tensor):
-            if count.numel() != 1:
-                refusal = refusal or f"mean_over() takes one number, got a tensor of shape {tuple(count.shape)}"
-            if count.device.type == "cpu" and count.numel() == 1:
-                count = float(count)
-        if not isinstance(count, Tensor) and not 0 <= count < math.inf:
-            refusal = refusal or f"mean_over() was given the count {count}"
-        outcome = self._settle(Meeting.MEAN_OVER, refusal=refusal)
-        self._calls.mean_over(outcome, count)
+        self._mean.mean_over(count)
 
     @named("scale_grads_()", per_batch=True)
     @torch.no_grad()
@@ -149,9 +127,7 @@ class MeanGradient(Joinable):
         In stage 1 ``p.grad`` is scaled at once, else it happens in step(), and norms see it. Ranks compare numbers and
         tensors of the host: RuntimeError on all if they differ. A tensor on an accelerator is taken as it is.
         """
-        number, tensor = _as_argument(factor)
-        outcome = self._settle(Meeting.SCALE_GRADS, [number], self._calls.refusal("scale_grads_()"))
-        self._calls.multiply(outcome, tensor)
+        self._mean.scale_grads_(factor)
 
     @named("GradScaler.unscale_()", per_batch=True)
     @torch.no_grad()
@@ -162,105 +138,14 @@ class MeanGradient(Joinable):
         on the parameters' device. In stage 1 ``p.grad`` is unscaled at once, unless a parameter is float16, whose
         gradients would underflow. Collective.
         """
-        number, tensor = _as_argument(1.0 if inverse_scale is None else inverse_scale)
-        outcome = self._settle(Meeting.UNSCALE, [number], self._calls.refusal("GradScaler.unscale_()"))
-        return self._calls.unscale(outcome, tensor)
+        return self._mean.unscale_grads_(inverse_scale)
 
     def skip_step(self) -> None:
         """What :class:`zerox.GradScaler` calls instead of step(): forgets what clip and unscale left for it.
 
         Gradients stay, as after a step(). Collective inside join(), since ranks may follow.
         """
-        if self._joining:
-            self._settle(Meeting.SKIP_STEP)
-            self._end_notice()
-        self._calls.skip()
-
-    def join(self, divide: str = "all") -> Join:
-        """``with optimizer.join():`` around a training loop: ranks may have unequal numbers of batches.
-
-        A rank that comes to the end of the block follows the others' calls, without gradients of its own, until all
-        have come: the ends of backward, ``step()``, ``synchronize()``, ``clip_grad_norm_()``, ``clip_grad_value_()``,
-        ``mean_over()`` (it counts 0), ``scale_grads_()``, a scaler's calls, :func:`zerox.clip_grad_norm_`.
-
-        ``divide``: what the gradient is a mean over: "all" ranks, as with DDP's Join, or the "active" ones, which had
-        a batch in this step. A ``gradient_divisor`` of yours, and ``mean_over()``, are not touched by it.
-
-        All ranks must come inside. If the block raises on one rank, the others raise RuntimeError with its reason, and
-        the optimizer can't be used any more. What can't be followed (``zerox.save()``, ``full_state_dict()``,
-        ``add_param_group()``, ``broadcast_buffers()``) raises on all ranks if one has run out of batches. torch's own
-        ``Join([optimizer])`` does the same, with a message of its own in each step.
-        """
-        self._check_join()
-        return Join([self], divide)
-
-    # ---- for ranks that follow: see zerox/flow/join.py
-
-    def _set_joining(self, divide: str | None) -> None:
-        self._joining = divide
-        # Where gradients are whole, p.grad is so for whoever reads it before step(). Not with divisors of the user's,
-        # which another number of active ranks does not touch.
-        has_divisor = any(each is not None for each in self._calls.scale.of_groups)
-        self._by_active = divide == ACTIVE and not self._grads.sharded and not has_divisor
-        self._grads.manager.settlement.set_following(by_backward=False, by_active=self._by_active)
-
-    def _follow(self) -> Meeting:
-        self._calls.own.rests = True
-        try:
-            return self._followed()
-        finally:
-            self._calls.own.rests = False
-
-    def _followed(self) -> Meeting:
-        with torch.no_grad(), self._updating():
-            outcome = self._settle(Meeting.FOLLOW)
-            if outcome.meeting == Meeting.STEP:
-                self._check_options(outcome, follows=True)
-                self._update_all(capturing=False)
-        if outcome.meeting == Meeting.STEP:
-            self._end_step()
-        else:
-            with torch.no_grad():
-                self._take_part(outcome)
-        return outcome.meeting
-
-    def _check_options(self, outcome: Outcome, follows: bool) -> None:
-        """Of param groups, inside join(). Collective if ranks' differ."""
-        if outcome.followed and outcome.arguments[0]:
-            raise RuntimeError(
-                "zerox: a rank that has run out of batches inside join() can't follow step() with options of its own"
-            )
-        if not outcome.has_same_options:
-            take_options(self, outcome, follows)
-        if [self._divisor_of(group) for group in self.param_groups] != self._calls.scale.of_groups:
-            raise RuntimeError(
-                "the gradient_divisor of a param group was changed, and gradients are divided while backward runs: "
-                "build another optimizer, or call scale_grads_()"
-            )
-        self._calls.scale.check()
-
-    def _divide_by_active(self, outcome: Outcome) -> None:
-        """Means over all ranks that were not called for otherwise."""
-        if self._by_active:
-            if outcome.meeting not in (Meeting.FOLLOW, Meeting.SKIP_STEP):
-                self._calls.scale.requested.num_active = outcome.num_active  # for mean_over()
-        elif self._joining == ACTIVE and (outcome.operators or outcome.meeting not in ASK_NOTHING):
-            self._calls.divide_by_active(outcome)
-
-    def _take_part(self, outcome: Outcome) -> None:
-        """In a call of the others, other than step()."""
-        parts: dict[Meeting, Callable[[Outcome], object]] = {
-            Meeting.CLIP: self._calls.clip,
-            Meeting.CLIP_TOGETHER: self._calls.clip_together,
-            Meeting.CLIP_VALUE: self._calls.limit,
-            Meeting.MEAN_OVER: self._calls.mean_over,
-            Meeting.SCALE_GRADS: self._calls.multiply,
-            Meeting.UNSCALE: self._calls.unscale,
-            Meeting.SKIP_STEP: self._calls.skip,
-            Meeting.GRAD_NORM: self._calls.answers.take_part,
-        }
-        if outcome.meeting in parts:  # else there is nothing to do but to meet
-            parts[outcome.meeting](outcome)
+        self._mean.skip_step()
 
 
 def _as_argument(factor: float | Tensor) -> tuple[float, Tensor | None]:

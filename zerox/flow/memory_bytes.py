@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from zerox.flow.inside import Inside
+from zerox.flow.core import Core
 from zerox.flow.residency import Residency
 from zerox.memory.bucket import Member
 from zerox.ranks.dtensors import local_of
@@ -47,36 +47,36 @@ class MemoryBytes:
         return self.parameters + self.gradients + self.master + self.moments
 
 
-def measured(inside: Inside) -> MemoryBytes:
+def measured(core: Core) -> MemoryBytes:
     """Bytes of the storages that this rank holds, once everything in flight has landed."""
-    inside.manager.flights.await_all()
-    moved = [inside.buckets[index].members[slot] for index, slot in inside.grads.moved()]
-    tables = {id(table.param) for table in inside.tables}
-    dense = [member for member in inside.members if id(member.param) not in tables]
-    whole = [] if inside.grads.sharded else [local_of(member.param.grad) for member in dense]
-    whole += inside.calls.own.values()
-    state = [stored for bucket in inside.buckets for stored in bucket.state.values()]
-    state += [stored for table in inside.tables for stored in table.state.values()]
-    state += [table.master for table in inside.tables if table.master is not None]
+    core.manager.flights.await_all()
+    moved = [core.buckets[index].members[slot] for index, slot in core.grads.moved()]
+    tables = {id(table.param) for table in core.tables}
+    dense = [member for member in core.members if id(member.param) not in tables]
+    whole = [] if core.grads.sharded else [local_of(member.param.grad) for member in dense]
+    whole += core.calls.own.values()
+    state = [stored for bucket in core.buckets for stored in bucket.state.values()]
+    state += [stored for table in core.tables for stored in table.state.values()]
+    state += [table.master for table in core.tables if table.master is not None]
     masters = [stored for stored in state if stored.spec in MASTERS]
     others = [stored for stored in state if stored.spec not in MASTERS]
-    masks = [bucket.mask.bits for bucket in inside.buckets if bucket.mask is not None]
+    masks = [bucket.mask.bits for bucket in core.buckets if bucket.mask is not None]
     return MemoryBytes(
-        parameters=_parameters(inside, moved) + _bytes_of(inside.calls.own.params.values()),
-        gradients=_bytes_of([*whole, *inside.grads.landed(), *inside.calls.row_grads.tensors()]),
+        parameters=_parameters(core, moved) + _bytes_of(core.calls.own.params.values()),
+        gradients=_bytes_of([*whole, *core.grads.landed(), *core.calls.row_grads.tensors()]),
         master=_bytes_of(tensor for stored in masters for tensor in stored.tensors().values()),
         moments=_bytes_of(
-            [*masks, *inside.calls.own.tensors_of_state(), *(t for stored in others for t in stored.tensors().values())]
+            [*masks, *core.calls.own.tensors_of_state(), *(t for stored in others for t in stored.tensors().values())]
         ),
     )
 
 
-def _parameters(inside: Inside, moved: list[Member]) -> int:
-    if isinstance(inside.gather, Residency):
-        shards = [each.buffer.own for each in inside.gather.all]
-        return _bytes_of([*shards, *(m.local for m in moved)]) + inside.gather.residents.room_bytes
-    alone = [*(m.local for m in inside.frozen + moved), *(table.param for table in inside.tables)]
-    return _bytes_of([*(bucket.buffer.flat for bucket in inside.buckets), *alone])
+def _parameters(core: Core, moved: list[Member]) -> int:
+    if isinstance(core.gather, Residency):
+        shards = [each.buffer.own for each in core.gather.all]
+        return _bytes_of([*shards, *(m.local for m in moved)]) + core.gather.residents.room_bytes
+    alone = [*(m.local for m in core.frozen + moved), *(table.param for table in core.tables)]
+    return _bytes_of([*(bucket.buffer.flat for bucket in core.buckets), *alone])
 
 
 def _bytes_of(tensors: Iterable[torch.Tensor | None]) -> int:

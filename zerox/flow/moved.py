@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from zerox._C import Meeting
+from zerox.flow.core import Core
+from zerox.flow.phases import Visit
 from zerox.memory.bucket import Bucket
 from zerox.memory.flat import BufferSlot, in_shared_memory, order_in_memory
 from zerox.model_names import quoted
@@ -12,6 +14,39 @@ from zerox.ranks.calls import warn_caller
 
 # Calls that read no parameter: a model may have left for another device, as frameworks' do at a training's end.
 NEED_NO_PARAMS = (Meeting.FULL_STATE,)
+
+
+class Moved:
+    """Phases: "gather", "moved" and "moved values"."""
+
+    def __init__(self, core: Core) -> None:
+        self.core = core
+        core.phases.before_meeting("gather", self._wait)
+        core.phases.before_meeting("moved", self._look)
+        core.phases.before_meeting("moved values", self._read)
+        core.phases.after_meeting("moved", self._bring_home)
+
+    def _wait(self, visit: Visit) -> None:
+        gather = self.core.gather
+        gather.wait()
+        visit.refusal = visit.refusal or gather.failure(forget=visit.meeting is Meeting.STEP)
+
+    def _look(self, visit: Visit) -> None:
+        core = self.core
+        if moved := core.grads.moved():
+            visit.elsewhere, misfit = taken_back(core.buckets, moved, visit.meeting)
+            visit.refusal = visit.refusal or misfit
+        visit.refusal = visit.refusal or core.grads.replaced()
+
+    def _read(self, visit: Visit) -> None:
+        if visit.elsewhere and not visit.refusal:
+            visit.values = self.core.gather.found_elsewhere(visit.elsewhere)
+
+    def _bring_home(self, visit: Visit) -> None:
+        if not visit.follows or visit.outcome.meeting == Meeting.STEP:
+            self.core.gather.elsewhere = visit.elsewhere
+            if visit.elsewhere:
+                self.core.gather.take_in(visit.elsewhere, visit.values)
 
 
 def taken_back(

@@ -11,24 +11,24 @@ import torch
 from torch import Tensor
 
 from zerox import _C as C
-from zerox._C import Outcome
 from zerox.flow.grad_operators import ALL, Chain
 from zerox.flow.grad_scale import Divisor, GradScale
 from zerox.flow.grads import Grads
+from zerox.flow.phases import Visit
 from zerox.memory.bucket import Bucket
 
 
 class ShardWriter:
-    """``buckets``: the engine's own list, which grows."""
+    """``buckets``: the core's own list, which grows."""
 
     def __init__(self, grads: Grads, grad_scale: GradScale, buckets: Sequence[Bucket]) -> None:
         self.grads = grads
         self.scale = grad_scale
         self.buckets = buckets
 
-    def do_as_noted(self, outcome: Outcome) -> None:
+    def do_as_noted(self, visit: Visit) -> None:
         """Where ranks have met, and all have noted the same. Collective where a rank follows."""
-        operators = self.grads.operators
+        operators, outcome = self.grads.operators, visit.outcome
         if operators is None:
             return
         if not outcome.operators:

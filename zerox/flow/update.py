@@ -28,8 +28,15 @@ Groups = Sequence[dict[str, Any]]
 
 
 class Update(Protocol):
-    """How an engine updates its buckets."""
+    """How an optimizer updates its buckets. ``has_step_options``: its next step() was given options for a class of
+    torch's kind."""
 
+    def __init__(
+        self, rules: Rules, buckets: Sequence[Bucket], grads: Grads, grad_scale: GradScale, keeps_place: bool
+    ) -> None: ...
+
+    @property
+    def has_step_options(self) -> bool: ...
     def add_bucket(self, bucket: Bucket, groups: Groups) -> None:
         """Each new bucket, once it has its values."""
 
@@ -47,7 +54,9 @@ class Update(Protocol):
 
 
 class FusedUpdate:
-    """By kernels. ``buckets``: the engine's own list, which grows."""
+    """By kernels. ``buckets``: the core's own list, which grows."""
+
+    has_step_options = False
 
     def __init__(
         self, rules: Rules, buckets: Sequence[Bucket], grads: Grads, grad_scale: GradScale, keeps_place: bool

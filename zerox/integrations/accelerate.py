@@ -52,7 +52,7 @@ class PreparedOptimizer(AcceleratedOptimizer):
     def step(self, closure: Any = None) -> Any:
         """As AcceleratedOptimizer's. Then all ranks have rank 0's buffers, as with DistributedDataParallel."""
         done = super().step(closure)
-        if self.gradient_state.sync_gradients and not self.optimizer._joining:
+        if self.gradient_state.sync_gradients and self.optimizer.inside.joining.divide is None:
             self.share_buffers()
         return done
 

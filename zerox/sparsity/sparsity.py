@@ -87,7 +87,7 @@ class Sparsity:
         ranks.check_same([f"Sparsity of {names}, {self.settings()}, schedule {self.schedule.name}"])
         self.count = 0  # of calls of step()
         self._put([torch.ones_like(kept_of(own)) for own in self._owns])
-        optimizer._sparsity = self
+        optimizer.inside.sparsity = self
         if self.schedule.changes(0):
             self._change()
 
@@ -121,7 +121,7 @@ class Sparsity:
     @named("Sparsity.masks()")
     def masks(self) -> dict[str, Tensor]:
         """bool, of each parameter's shape, by name: True where an element is kept. Collective."""
-        self.optimizer._settle(Meeting.FULL_STATE)
+        self.optimizer.inside.settle(Meeting.FULL_STATE)
         found = {}
         for own in self._owns:
             part = kept_of(own).to(torch.uint8) if own.own_row is not None else None
@@ -131,7 +131,7 @@ class Sparsity:
     @named("Sparsity.sparsity()")
     def sparsity(self) -> dict[str, float]:
         """By name the part of a parameter's elements that is masked: ties may make it more than asked. Collective."""
-        self.optimizer._settle(Meeting.SYNCHRONIZE)
+        self.optimizer.inside.settle(Meeting.SYNCHRONIZE)
         pairs = zip(self._owns, self._num_masked(), strict=True)
         return {own.member.name: count / max(own.member.param.numel(), 1) for own, count in pairs}
 
@@ -139,11 +139,11 @@ class Sparsity:
     @named("Sparsity.remove()")
     def remove(self) -> None:
         """Ends it: everything trains again, from the zeros that there are. Collective."""
-        self.optimizer._settle(Meeting.MASKS, [-1.0])
+        self.optimizer.inside.settle(Meeting.MASKS, [-1.0])
         for own in self._owns:
             own.bucket.mask = None
-        self.optimizer._sparsity = None
-        self.optimizer._note_state_changes()
+        self.optimizer.inside.sparsity = None
+        self.optimizer.inside.loading.note_changes()
 
     def state_dict(self) -> dict[str, Any]:
         """What :meth:`load_state_dict` takes. The masks are in the optimizer's; zerox.save() and load() have both."""
@@ -183,16 +183,16 @@ class Sparsity:
 
     def _take(self, choose: Callable[[], list[Tensor]]) -> None:
         """Masks of ``choose()``, once all ranks have met. Parameters that they change go to all ranks."""
-        engine, inside = self.optimizer, self.optimizer.inside
-        with engine._updating():
-            engine._settle(Meeting.MASKS, [float(self.count)])
-            overlap = engine._overlap is not None
+        inside = self.optimizer.inside
+        with inside.gather.updating():
+            inside.settle(Meeting.MASKS, [float(self.count)])
+            overlap = inside.overlap is not None
             for index in self._put(choose()):
                 inside.gather.start(index, background=overlap)
             inside.manager.settlement.bump_versions()
             inside.gather.end_step(hidden=overlap)
         give_out(inside.gather.elsewhere)
-        engine._note_state_changes()
+        inside.loading.note_changes()
 
     def _put(self, chosen: Sequence[Tensor]) -> list[int]:
         """What is kept of each of the parts, into their buckets, whose indices it returns: the same on all ranks."""
@@ -307,8 +307,9 @@ def _gradient_keys(own: OneParam, parts: Sequence[GradPart]) -> Tensor:
 
 
 def _check_optimizer(optimizer: Engine) -> None:
-    known = [m for bucket in optimizer.inside.buckets for m in bucket.members if m.param.dtype in DTYPES]
-    calls = words_of_calls(optimizer._overlap is not None, bool(optimizer._joining), masks=True)
-    check_pairs(optimizer._options, optimizer.inside.grads.teams, optimizer.param_groups, (known, []), calls)
-    if optimizer._sparsity is not None:
+    inside = optimizer.inside
+    known = [m for bucket in inside.buckets for m in bucket.members if m.param.dtype in DTYPES]
+    calls = words_of_calls(inside.overlap is not None, inside.joining.divide is not None, masks=True)
+    check_pairs(inside.options, inside.grads.teams, optimizer.param_groups, (known, []), calls)
+    if inside.sparsity is not None:
         raise ValueError("Sparsity: the optimizer has one already, call its remove() first")

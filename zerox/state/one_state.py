@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from zerox._C import Meeting
+from zerox.flow.core import Core, Face
 from zerox.memory.forms import same_values, split_param
 from zerox.memory.one_param import OneParam, asked_of_one, asked_of_table, in_memory_order, one_param
 from zerox.ranks.calls import named
@@ -20,48 +21,30 @@ from zerox.state.row_state import whole_state
 from zerox.state.state_dict import say_rounded
 
 
-class OneState(OptimizerState):
-    """What each of these calls sends is of that parameter alone."""
+class OneState:
+    """Each call is as the optimizer's own, and collective. What it sends is of that parameter alone."""
 
-    def _write_param(self, one: OneParam, value: Tensor) -> None:
-        """Makes ``value`` the parameter's, in place on all ranks, who pass equal ones. Collective."""
-        raise NotImplementedError
+    def __init__(self, core: Core, state: OptimizerState) -> None:
+        self.core = core
+        self.state = state
 
-    @named("full_state()")
-    @torch.no_grad()
     def full_state(self, p: Tensor) -> dict[str, Any]:
-        """The whole state of one parameter, on every rank, as ``full_state_dict()`` has it on one.
+        """Collective."""
+        self.core.settle(Meeting.FULL_GRAD)
+        self.state.learn_kinds()
+        if (table := asked_of_table(self.core.tables, self.core.grads.teams, p, "full_state()")) is not None:
+            return whole_state(table, self.core.ranks, None)
+        one = asked_of_one(self.core.buckets, self.core.grads.teams, self.core.calls.own.params, p, "full_state()")
+        return shown_in_group(one.bucket.rule, self.core.groups.param_groups[one.member.group], full_state_of(one))
 
-        New tensors on the parameter's device (numbers are on the CPU, as there), float32 (float64 beside float64
-        parameters) in whatever form the state is stored, and "master" where one is kept. Collective: all ranks ask for
-        the same parameter. Raises ValueError on all ranks if they don't, or for a tensor that this optimizer does not
-        train: a frozen parameter is none.
-        """
-        self._settle(Meeting.FULL_GRAD)
-        self._learn_kinds()
-        if (table := asked_of_table(self._tables, self._teams, p, "full_state()")) is not None:
-            return whole_state(table, self._all_ranks, None)
-        one = asked_of_one(self._buckets, self._teams, self._own, p, "full_state()")
-        return shown_in_group(one.bucket.rule, self.param_groups[one.member.group], full_state_of(one))
-
-    @named("set_full_state_()")
-    @torch.no_grad()
-    def set_full_state_(self, p: Tensor, /, **values: Any) -> None:
-        """Sets some of what :meth:`full_state` returns of one parameter: ``set_full_state_(p, master=..., step=9)``.
-
-        Each rank keeps its part in the form in which its state is stored, with a warning where that is rounded, as in
-        ``load_state_dict()``. "master" sets the parameter too, in place, rounded to its dtype. Under SGD, Lion and
-        classes of torch's kind a parameter that was never updated counts as updated once if it is given state.
-
-        Collective: all ranks pass the same parameter and equal values. Raises ValueError on all ranks, with nothing
-        changed, if they don't, as :meth:`full_state`, for keys that are not kept, and for other shapes.
-        """
+    def set_full_state_(self, p: Tensor, values: Mapping[str, Any]) -> None:
+        """Collective."""
         call = "set_full_state_()"
-        self._settle(Meeting.FULL_GRAD)
-        ranks = self._all_ranks
+        self.core.settle(Meeting.FULL_GRAD)
+        ranks = self.core.ranks
         with ranks.refusals_told():
-            self._start_states()
-            one = one_param(self._buckets, self._teams, self._own, p, call)
+            self.state.start_states()
+            one = one_param(self.core.buckets, self.core.grads.teams, self.core.calls.own.params, p, call)
             given = self._given(one, values)
         one.agree(call, given)
         if not given:
@@ -72,20 +55,21 @@ class OneState(OptimizerState):
             if not bool(same_values(master, given[MASTER.key]).all()):
                 rounded["master to torch.float32"] = None
             given[MASTER.key] = master
-            self._write_param(one, _rounded_master(one, master))
+            self.core.gather.write(one.index, one.bucket, one.slot, _rounded_master(one, master))
+            torch.autograd.graph.increment_version(one.member.param)
         if one.own_row is not None:
             parts = {key: value if key in one.bucket.numbers else one.own_part(value) for key, value in given.items()}
             # Also a count that stays: an optimizer of torch's kind takes its state anew when numbers were written.
             parts.setdefault(STEP.key, self._steps_with(one, given))
             rounded |= dict.fromkeys(fill_row(one.bucket, one.own_row, parts, rest_anew=False))
-        self._note_state_changes()
+        self.state.note_changes()
         say_rounded(rounded)
 
     # ---- inside
 
     def _given(self, one: OneParam, values: Mapping[str, Any]) -> dict[str, Tensor]:
         """As tensors: whole ones in the parameter's order in memory, numbers of one element. ValueError for others."""
-        bucket, group = one.bucket, self.param_groups[one.member.group]
+        bucket, group = one.bucket, self.core.groups.param_groups[one.member.group]
         numbers = {STEP.key: bucket.rule.step} | {spec.key: spec for spec in bucket.rule.numbers}
         states = {key: stored.spec for key, stored in bucket.state.items() if stored.spec not in MASTERS}
         known: dict[str, NumberSpec | StateSpec] = {**numbers, **states}
@@ -136,3 +120,33 @@ def _rounded_master(one: OneParam, master: Tensor) -> Tensor:
     if stored is not None and stored.spec == REMAINDER:
         in_memory_order(rounded).copy_(split_param(in_memory_order(master)))
     return rounded
+
+
+class OneStateFace(Face):
+    _one_state: OneState
+
+    @named("full_state()")
+    @torch.no_grad()
+    def full_state(self, p: Tensor) -> dict[str, Any]:
+        """The whole state of one parameter, on every rank, as ``full_state_dict()`` has it on one.
+
+        New tensors on the parameter's device (numbers are on the CPU, as there), float32 (float64 beside float64
+        parameters) in whatever form the state is stored, and "master" where one is kept. Collective: all ranks ask for
+        the same parameter. Raises ValueError on all ranks if they don't, or for a tensor that this optimizer does not
+        train: a frozen parameter is none.
+        """
+        return self._one_state.full_state(p)
+
+    @named("set_full_state_()")
+    @torch.no_grad()
+    def set_full_state_(self, p: Tensor, /, **values: Any) -> None:
+        """Sets some of what :meth:`full_state` returns of one parameter: ``set_full_state_(p, master=..., step=9)``.
+
+        Each rank keeps its part in the form in which its state is stored, with a warning where that is rounded, as in
+        ``load_state_dict()``. "master" sets the parameter too, in place, rounded to its dtype. Under SGD, Lion and
+        classes of torch's kind a parameter that was never updated counts as updated once if it is given state.
+
+        Collective: all ranks pass the same parameter and equal values. Raises ValueError on all ranks, with nothing
+        changed, if they don't, as :meth:`full_state`, for keys that are not kept, and for other shapes.
+        """
+        self._one_state.set_full_state_(p, values)

@@ -22,8 +22,8 @@ from torch import Tensor
 from torch.distributed.algorithms import join as torch_join
 
 from zerox import _C as C
-from zerox.engine import Engine
 from zerox.flow import join as of_optimizers
+from zerox.flow.followers import Followers, leave
 from zerox.flow.grads import Grads
 from zerox.model_names import quoted
 from zerox.ranks.calls import waiting
@@ -32,7 +32,7 @@ from zerox.wrapper.averaging import Averaging
 from zerox.wrapper.first_values import engines_of, size_of
 from zerox.wrapper.values import broadcast, check_same
 
-OFF = torch_join._JoinConfig.construct_disabled_join_config()
+OFF = of_optimizers.OFF
 LOOK_EVERY_S = 2e-4  # whether what follows has failed, while this rank waits for the others' next forward
 FAREWELL_S = 5.0
 # What the errors of throw_on_early_termination say, in torch's words.
@@ -60,12 +60,12 @@ class LeftOverFollower:
     its own p.grad as it is."""
 
     def __init__(self, grads: Grads, divide: str) -> None:
-        self._grads = grads
+        self.grads = grads
         self.kept: list[tuple[Tensor, Tensor | None]] = []
         self._settlement.set_following(by_backward=True, by_active=divide == of_optimizers.ACTIVE)
 
     def begin(self) -> None:
-        self.kept = [(m.param, m.param.grad) for bucket in self._grads.buckets for m in bucket.members]
+        self.kept = [(m.param, m.param.grad) for bucket in self.grads.buckets for m in bucket.members]
         for param, _ in self.kept:
             param.grad = None  # the mean of each backward comes there
 
@@ -74,12 +74,13 @@ class LeftOverFollower:
             param.grad = grad
         self._settlement.set_following(by_backward=False, by_active=False)
 
-    def _follow(self) -> C.Meeting:
-        return self._grads.settle(C.Meeting.FOLLOW).meeting
+    def follow(self) -> C.Meeting:
+        """Collective."""
+        return self.grads.settle(C.Meeting.FOLLOW).meeting
 
     @property
     def _settlement(self) -> C.Settlement:
-        return self._grads.manager.settlement
+        return self.grads.manager.settlement
 
 
 class Following:
@@ -88,14 +89,14 @@ class Following:
     def __init__(self, wrapper: Joined, divide: str, config: torch_join._JoinConfig) -> None:
         self.to_wrapper = weakref.ref(wrapper)
         self.config = config
-        self.engines: Sequence[Engine] = engines_of(wrapper._averaging.wrapped.params)
-        if config.enable and not config.is_first_joinable and any(_leads(each) for each in self.engines):
+        self.joined = _joined_of(wrapper)
+        if config.enable and not config.is_first_joinable and any(_leads(each) for each in self.joined):
             raise RuntimeError(
                 "zerox.DistributedDataParallel: torch's Join was given an optimizer before the wrapper of its "
                 "parameters, whose forward is the first that a rank does in a step: pass Join([ddp, optimizer])"
             )
-        for engine in self.engines:
-            engine.join(divide)  # raises if it can't be
+        for each in self.joined:
+            each.check()
         said = f"join(divide='{divide}', throw_on_early_termination={config.throw_on_early_termination})"
         check_same([said], wrapper.process_group, wrapper.device)
         wrapper._averaging.before_forward()
@@ -107,10 +108,10 @@ class Following:
             )
         left_over = wrapper._averaging.left_over.grads
         self.left_over = None if left_over is None else LeftOverFollower(left_over, divide)
-        self.followers = of_optimizers.Followers([*self.engines, *([self.left_over] if self.left_over else [])])
-        of_optimizers.begin(self.engines, divide, together=True)
-        for engine in self.engines:
-            engine._is_wrapped = True
+        self.followers = Followers([*self.joined, *([self.left_over] if self.left_over else [])])
+        of_optimizers.begin(self.joined, divide, together=True)
+        for each in self.joined:
+            each.is_wrapped = True
 
     # ---- of a rank that has batches
 
@@ -118,7 +119,7 @@ class Following:
         """``sends``: the backward after it does. Collective. RuntimeError on all ranks if one has run out, and
         ``throw_on_early_termination`` was asked for."""
         wrapper = self.wrapper
-        if self.left_over is not None and wrapper._averaging.left_over.grads is not self.left_over._grads:
+        if self.left_over is not None and wrapper._averaging.left_over.grads is not self.left_over.grads:
             raise RuntimeError(
                 "zerox.DistributedDataParallel: an optimizer took parameters inside join() that none held before, and "
                 "a rank that follows can't know: build optimizers outside join()"
@@ -188,14 +189,14 @@ class Following:
         """The wrapper is outside again."""
         if self.left_over is not None:
             self.left_over.end()
-        of_optimizers.end(self.engines)
+        of_optimizers.end(self.joined)
         of_optimizers.note_outside(self)
 
     def leave(self, error: BaseException) -> None:
         """The others raise this rank's error, unless all ranks raise it."""
         ended_early = any(words in str(error) for words in (RAN_OUT, OTHER_RAN_OUT))
         if not (self.config.throw_on_early_termination and ended_early):
-            of_optimizers.leave(self.followers.followed, error)
+            leave(self.followers.followed, error)
 
     @property
     def wrapper(self) -> Joined:
@@ -219,9 +220,9 @@ class Following:
 class Hook(torch_join.JoinHook):
     """What torch's Join calls."""
 
-    def __init__(self, wrapper: Joins, optimizers: Sequence[Engine]) -> None:
+    def __init__(self, wrapper: Joins) -> None:
         self.wrapper = wrapper
-        self.optimizers: Sequence[of_optimizers.Joinable] = optimizers
+        self.joined: Sequence[of_optimizers.Joining] = _joined_of(wrapper)
         of_optimizers.hooks_of_wrappers.add(self)
 
     def main_hook(self) -> None:
@@ -242,7 +243,7 @@ class Joins:
     def join_hook(self, **kwargs: Any) -> torch_join.JoinHook:
         """For torch's ``Join([ddp])`` and ``Join([ddp, optimizer])``: follows the optimizers of the module, in the list
         or not, and gradients that no optimizer of zerox holds. The wrapper comes first."""
-        hook = Hook(self, engines_of(self._averaging.wrapped.params))  # type: ignore[attr-defined]
+        hook = Hook(self)
         of_optimizers.check_outside(beside_wrappers=True)
         self._join_config = OFF  # torch's Join does not say so if its block raised
         self._divide = of_optimizers.divided_by(kwargs)
@@ -262,8 +263,8 @@ class Joins:
             try:
                 self._following = Following(self, self._divide, config)  # type: ignore[arg-type]
             except BaseException:
-                for engine in engines_of(self._averaging.wrapped.params):  # type: ignore[attr-defined]
-                    of_optimizers.leave_torchs(engine)
+                for each in _joined_of(self):
+                    each.leave_torchs()
                 raise
 
     def _before_forward(self, sends: bool) -> None:
@@ -324,5 +325,10 @@ class Join(AbstractContextManager[None]):
         return float(found)
 
 
-def _leads(engine: Engine) -> bool:
-    return engine._join_config.enable and engine._join_config.is_first_joinable
+def _joined_of(wrapper: Any) -> list[of_optimizers.Joining]:
+    """What join() has of the optimizers of a wrapper's module."""
+    return [of_optimizers.joining_of(engine) for engine in engines_of(wrapper._averaging.wrapped.params)]
+
+
+def _leads(joined: of_optimizers.Joining) -> bool:
+    return joined.config.enable and joined.config.is_first_joinable
