@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.common import facts
-from tests.bits.trainings import cases, train_all
+from tests.bits.recording import cases, train_all
 from tests.ranks import run_ranks
 
 RECORDED = Path(__file__).with_name("recorded.json")

@@ -10,7 +10,7 @@ import torch
 
 from tests.bits import trainings
 from tests.bits.__main__ import RECORDED, differences, found_here, name_of
-from tests.bits.trainings import train
+from tests.bits.recording import train
 
 # torch's own optimizers are compiled for each of these, and for no others have they the same last bits.
 ISAS = ("AVX2", "AVX512")

@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 
 import zerox
 from tests.bits.model import Products, batch
-from tests.bits.trainings import digest, named_state
+from tests.bits.recording import digest, named_state
 from tests.ranks import run_ranks
 from zerox import FusedShardedAdam, Sparsity
 from zerox.checkpoint import manifest
