@@ -25,7 +25,7 @@ import build_cuda  # noqa: E402
 import find_torch  # noqa: E402
 from build_cuda import CudaBuild  # noqa: E402
 
-# ---- Switches (zerox/environment.py has the table of all environment variables) --------------------------------------
+# ---- Switches (zerox/plan/environment.py has the table of all environment variables) ---------------------------------
 # auto | 0 | 1. auto is with CUDA where torch is a CUDA build and there is an nvcc, 1 fails rather than build without.
 CUDA = os.environ.get("ZEROX_CUDA") or ("1" if os.environ.get("FORCE_CUDA") == "1" else "auto")
 CUDA_ARCHS = os.environ.get("TORCH_CUDA_ARCH_LIST", "")

@@ -1,18 +1,18 @@
-"""The house rules that erode first: imports point down, files stay short, classes stay small."""
+"""The house rules that erode first: imports point down, classes stay small."""
 
 from __future__ import annotations
 
 import ast
+import functools
 import re
-import subprocess
 import sys
+from collections.abc import Set
 from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parents[1]
-MOST_LINES = 350
 MOST_ATTRIBUTES = 12
 MOST_NAMES = 20
 MOST_METHODS = 30
@@ -21,7 +21,7 @@ MOST_STUBS = 3
 # Each module or package may import those above it. Those that share a line don't see each other.
 PYTHON_LAYERS = [
     ["plan"],
-    ["_C", "environment"],
+    ["_C", "_torch"],
     ["_ext"],
     ["grad_dtype", "model_names", "ops", "rules", "sliced_tensor"],
     ["ranks"],
@@ -101,6 +101,77 @@ def test_an_upward_import_is_noticed() -> None:
     assert not upward_imports("zerox.engine", {"zerox.plan.layout", "torch"})
 
 
+def is_private(name: str) -> bool:
+    return name.startswith("_") and not name.endswith("__") and name != "_"
+
+
+@functools.cache
+def names_of_zerox() -> frozenset[str]:
+    """What zerox calls its own functions, classes and attributes."""
+    found = set()
+    for path in modules():
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.FunctionDef | ast.ClassDef):
+                found.add(node.name)
+            elif isinstance(node, ast.Name | ast.Attribute) and isinstance(node.ctx, ast.Store):
+                found.add(node.id if isinstance(node, ast.Name) else node.attr)
+    return frozenset(found)
+
+
+def private_names_of_torch(text: str, own: Set[str], of_torch: Set[str]) -> list[str]:
+    """Imports from torch and attributes that begin with an underscore, unless they are ``own`` names and no others'."""
+    found = []
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "torch":
+            dotted = [f"{node.module}.{alias.name}" for alias in node.names]
+        elif isinstance(node, ast.Import):
+            dotted = [alias.name for alias in node.names if alias.name.split(".")[0] == "torch"]
+        elif isinstance(node, ast.Attribute) and is_private(node.attr):
+            is_own = ast.unparse(node.value) in ("self", "sys") or (node.attr in own and node.attr not in of_torch)
+            dotted = [] if is_own else [ast.unparse(node)]
+        else:
+            dotted = []
+        found += [each for each in dotted if any(map(is_private, each.split(".")))]
+    return found
+
+
+OF_PYTHON = {"_C", "_ext", "_build_info", "_torch", "_replace", "_asdict"}  # zerox's modules, and named tuples
+# Names that torch's protocols have zerox's classes define.
+PROTOCOLS = {"_join_config"}
+
+
+@pytest.fixture(scope="module")
+def of_torch() -> set[str]:
+    """The private attributes that _torch.py takes of something."""
+    text = (ROOT / "zerox/_torch.py").read_text()
+    attributes = {node.attr for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Attribute)}
+    named = set(re.findall(r'(?:attrgetter|methodcaller)\("(\w+)"\)|getattr\(\w+, "(\w+)"', text))
+    return {each for each in attributes.union(*named) if is_private(each)} - {"_C"}
+
+
+@pytest.mark.parametrize("path", modules(), ids=lambda path: path.name)
+def test_private_names_of_torch_stand_in_one_file(path: Path, of_torch: set[str]) -> None:
+    """Those that zerox/integrations uses, of torch and of frameworks, stand there."""
+    if path.name == "_torch.py" or "integrations" in path.parts:
+        return
+    own = names_of_zerox() | OF_PYTHON
+    assert not set(private_names_of_torch(path.read_text(), own, of_torch)) - PROTOCOLS
+
+
+def test_a_private_name_of_torch_is_noticed(of_torch: set[str]) -> None:
+    assert {"_version", "_local_tensor", "_world", "_optimizer_step_pre_hooks"} <= of_torch
+    for text in (
+        "from torch._utils import _get_device_index",
+        "import torch._dynamo",
+        "dist.distributed_c10d._world.pg_map",
+        "grad._version",
+        "optimizer._optimizer_step_pre_hooks",
+        "param.new_name()._unknown",
+    ):
+        assert private_names_of_torch(text, {"_version", "_known"}, of_torch), text
+    assert not private_names_of_torch("self._version\nother._known\nx.__dict__", {"_known"}, of_torch)
+
+
 def test_zerox_has_few_names_at_its_top() -> None:
     names = {name for path in modules() if (name := top_of(".".join(path.relative_to(ROOT).with_suffix("").parts)))}
     assert len(names - {"__init__", "__main__"}) <= MOST_NAMES, sorted(names)
@@ -137,22 +208,6 @@ def test_cpp_includes_point_down() -> None:
             assert not re.search(r"#include <(torch|ATen|c10)/", text), path.name
         if own != "bindings":
             assert not re.search(r"#include [<\"](Python.h|pybind11|torch/csrc/utils/pybind)", text), path.name
-
-
-def tracked() -> list[Path]:
-    listed = subprocess.run(["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True)
-    paths = [ROOT / line for line in listed.stdout.splitlines()]
-    kinds = {".py", ".pyi", ".h", ".cpp", ".cu", ".cuh", ".sh"}
-    return [path for path in paths if path.suffix in kinds and path.is_file()]
-
-
-def test_no_file_is_long() -> None:
-    long = {str(path.relative_to(ROOT)): count for path in tracked() if (count := line_count(path)) > MOST_LINES}
-    assert not long
-
-
-def line_count(path: Path) -> int:
-    return len(path.read_text().splitlines())
 
 
 def python_attributes(tree: ast.ClassDef) -> set[str]:

@@ -17,8 +17,7 @@ import torch
 import find_torch
 import zerox
 from bench import report
-from zerox import environment
-from zerox.plan import combinations
+from zerox.plan import combinations, environment
 from zerox.state.optimizer_state import OptimizerStateFace
 
 README = Path(__file__).parents[1] / "README.md"
@@ -51,7 +50,7 @@ def test_the_first_example_trains_as_printed_below_it(ranks: int, tmp_path: Path
 
 def test_the_table_of_environment_variables_is_the_one_of_zerox_env() -> None:
     written = (DOCS / "install.md").read_text()
-    assert environment.rows() in written, "zerox.environment.rows() gives what should be there"
+    assert environment.rows() in written, "zerox.plan.environment.rows() gives what should be there"
     printed = subprocess.run([sys.executable, "-m", "zerox", "env"], capture_output=True, text=True).stdout
     for variable in environment.VARIABLES:
         assert re.search(rf"^  {variable.name} .*{re.escape(variable.meaning)}$", printed, re.M)

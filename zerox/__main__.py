@@ -10,8 +10,8 @@ import sys
 from pathlib import Path
 
 import zerox
-from zerox.environment import VARIABLES
 from zerox.plan import combinations
+from zerox.plan.environment import VARIABLES
 
 Fact = tuple[str, object]  # a name with its value, or with a function that finds it
 

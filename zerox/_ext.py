@@ -5,7 +5,8 @@
 All checks come before the library is opened: under another torch that would fail with an undefined symbol, or without a
 word.
 
-zerox/environment.py has the table of environment variables; `python -m zerox env` prints their values, and the effect.
+zerox/plan/environment.py has the table of environment variables; `python -m zerox env` prints their values, and the
+effect.
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ from zerox.flow.one_gradient import OneGradient, OneGradientFace
 from zerox.flow.overlap_gather import NOTHING_TO_HIDE, GatherOverlap
 from zerox.flow.param_groups import ParamGroups, ParamGroupsFace, not_taken_in
 from zerox.flow.params import ParamGather
-from zerox.flow.profiled import range_named, with_hooks
+from zerox.flow.profiled import range_of_zero_grad, with_hooks
 from zerox.flow.steps import Steps
 from zerox.flow.unwrapped_params import STEP_OPTIONS, OwnParams
 from zerox.flow.update import FusedUpdate, Update
@@ -133,7 +133,7 @@ class Engine(ParamGroupsFace, MeanGradientFace, OneGradientFace, JoinFace, Optim
         Local, but in stage 1 after a backward that raised it tells the other ranks, who wait at the end of theirs.
         """
         core = self._core
-        with range_named(self._zero_grad_profile_name):
+        with range_of_zero_grad(self):
             core.grads.zero(set_to_none)
         core.calls.zero([*core.frozen, *not_taken_in(core)], set_to_none)
 

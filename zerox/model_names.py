@@ -11,6 +11,8 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from zerox import _torch
+
 POSITION = re.compile(r"param \d+")
 
 
@@ -93,7 +95,7 @@ def _models() -> list[dict[int, str]]:
 def _roots() -> list[nn.Module]:
     """All living modules that are inside no other one."""
     modules = [each for each in gc.get_objects() if issubclass(type(each), nn.Module)]
-    inside = {id(child) for module in modules for _, child in _of(module, "_modules")}
+    inside = {id(child) for module in modules for _, child in _of(module, _torch.children_of)}
     return [module for module in modules if id(module) not in inside]
 
 
@@ -102,9 +104,9 @@ def _names(root: nn.Module) -> dict[int, str]:
     found: dict[int, str] = {}
     seen, waiting = {id(root)}, [(root, "")]
     for module, prefix in waiting:
-        for name, param in _of(module, "_parameters"):
+        for name, param in _of(module, _torch.own_params_of):
             found.setdefault(id(param), prefix + name)
-        for name, child in _of(module, "_modules"):
+        for name, child in _of(module, _torch.children_of):
             if id(child) not in seen:
                 seen.add(id(child))
                 is_wrapper = issubclass(type(module), DistributedDataParallel)  # it has no name of its own
@@ -112,7 +114,7 @@ def _names(root: nn.Module) -> dict[int, str]:
     return found
 
 
-def _of(module: nn.Module, kind: str) -> Iterator[tuple[str, Any]]:
+def _of(module: nn.Module, members: Callable[[nn.Module], Mapping[str, Any]]) -> Iterator[tuple[str, Any]]:
     """The module may be half built, or of an odd class: composing an error must not raise another one."""
     with contextlib.suppress(Exception):
-        yield from [(name, each) for name, each in getattr(module, kind).items() if each is not None]
+        yield from [(name, each) for name, each in members(module).items() if each is not None]

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 
+from zerox import _torch
 from zerox._ext import cuda_refusal
 from zerox.memory.grad_dtype import NARROW, can_be_set, grad_dtype_of
 from zerox.model_names import quoted
@@ -259,7 +260,7 @@ def _foreign(param: Tensor) -> str:
     """Why it can't be sharded by this build, or by zerox; empty if it can."""
     if (refusal := device_refusal(param.device)) and not param.is_meta:
         return f"is on {param.device}: {refusal}"
-    if is_updated_inside(param):
+    if _torch.is_updated_inside(param):
         return UPDATED_INSIDE
     if is_dtensor(param):
         return unfit_dtensor(param)
@@ -269,11 +270,6 @@ def _foreign(param: Tensor) -> str:
             "without FSDP and other wrappers of tensors"
         )
     return ""
-
-
-def is_updated_inside(param: Tensor) -> bool:
-    """By torch.distributed.optim._apply_optimizer_in_backward()."""
-    return bool(getattr(param, "_in_backward_optimizers", None))
 
 
 UPDATED_INSIDE = (

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from zerox import _torch
 from zerox.engine import Engine
 
 
@@ -20,6 +22,11 @@ class GradScaler(torch.amp.GradScaler):
     and in stage 1 so does everything that reads ``p.grad``, unless a parameter is float16: float16 gradients would
     underflow, so gradients stay scaled in ``p.grad`` and step() unscales them in float32.
     """
+
+    @functools.wraps(torch.amp.GradScaler.__init__)  # type: ignore[misc]
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        _torch.check_scaler()
+        super().__init__(*args, **kwargs)
 
     def _unscale_grads_(
         self, optimizer: torch.optim.Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool

@@ -11,9 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from zerox import _torch
 from zerox.plan.cut import Cut, dense, slowest_first
 from zerox.plan.rectangles import Rectangle, rectangles
 from zerox.plan.span import Span
+
+TO_COPY = _torch.overloads("_to_copy.default")
 
 
 class SlicedTensor(Tensor):
@@ -40,7 +43,7 @@ class SlicedTensor(Tensor):
             raise ValueError(f"a segment of {span.numel} elements needs as many values, got {tuple(values.shape)}")
         part = tuple(shape), tuple(strides)
         seen = part if cut is None else (cut.shape, dense(cut.shape, slowest_first(shape, strides)))
-        made: SlicedTensor = torch.Tensor._make_wrapper_subclass(cls, *seen, dtype=values.dtype, device=values.device)
+        made: SlicedTensor = _torch.make_wrapper(cls, *seen, dtype=values.dtype, device=values.device)
         # DCP's async saves stage all tensors among the attributes.
         made.own, made.start, made.part, made.cut = values, span.start, part, cut
         return made
@@ -72,7 +75,7 @@ class SlicedTensor(Tensor):
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         self, aten = args[0], torch.ops.aten
         kwargs = kwargs or {}
-        if func in (aten.detach.default, aten.clone.default, aten._to_copy.default):
+        if func in (aten.detach.default, aten.clone.default, *TO_COPY):
             kwargs = {key: value for key, value in kwargs.items() if key != "memory_format"}
             if self.dtype is not torch.uint8 or kwargs.get("dtype") in (None, torch.uint8):
                 return self.filled_with(func(self.own, **kwargs))

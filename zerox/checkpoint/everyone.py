@@ -9,6 +9,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
+from zerox import _torch
 from zerox.checkpoint.manifest import CheckpointError
 from zerox.engine import Engine
 from zerox.ranks.calls import waiting
@@ -58,7 +59,7 @@ class Everyone:
         if process_group is None:
             return Everyone(own.given, own, model, teams)
         group = chosen_group(process_group)
-        if group is not None and group not in dist.distributed_c10d._world.pg_map:
+        if group is not None and group not in _torch.listed_groups():
             raise ValueError("process_group: zerox.save() and zerox.load() need one that torch.distributed made")
         of_params = [axis for axis in model.axes if axis.is_of_params]
         if group is own.given and not of_params:

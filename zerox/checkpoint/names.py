@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as OfTorch
 
+from zerox import _torch
 from zerox.checkpoint.manifest import CheckpointError
 from zerox.engine import Engine
 from zerox.memory.flat import dense_strides
@@ -69,7 +70,7 @@ def split_model(model: nn.Module, optimizer: Engine) -> tuple[dict[str, Tensor],
 
 def sliced_dtensor(tensor: Any) -> Tensor:
     """A DTensor's local tensor, whose memory it shows. Others than cut or replicated ones stay as they are."""
-    local = tensor._local_tensor
+    local = _torch.local_tensor_of(tensor)
     if (
         any(not (each.is_shard() or each.is_replicate()) for each in tensor.placements)
         or dense_strides(local) != local.stride()

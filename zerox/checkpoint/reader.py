@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import (
-    _MEM_FORMAT_ENCODING,
     ChunkStorageMetadata,
     Metadata,
     MetadataIndex,
@@ -26,6 +25,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.futures import Future
 
+from zerox import _torch
 from zerox.checkpoint.manifest import METADATA, CheckpointError, opened
 from zerox.checkpoint.records import Record
 
@@ -51,9 +51,9 @@ CLASSES = {
 
 def _member(of: object, name: str) -> object:
     """getattr() as far as it is needed: Python 3.11.2 pickles members of enumerations as calls of it."""
-    if of is not _MEM_FORMAT_ENCODING:
+    if of is not _torch.memory_formats():
         raise pickle.UnpicklingError(f"getattr of {of} does not belong in a checkpoint")
-    return _MEM_FORMAT_ENCODING[name]
+    return _torch.memory_formats()[name]
 
 
 class _Unpickler(pickle.Unpickler):

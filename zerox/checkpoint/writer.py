@@ -15,11 +15,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.filesystem import FileSystemWriter, _StorageInfo
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
+from zerox import _torch
 from zerox.checkpoint.manifest import CheckpointError
 
 
@@ -100,7 +101,7 @@ class CheckpointWriter(FileSystemWriter):
                     # A view would be saved with all of its storage. CheckpointReader expects the elements in a row.
                     torch.save(data.detach().to("cpu", copy=True, memory_format=torch.contiguous_format), file)
                 length = file.nbytes - start
-                results.append(WriteResult(item.index, length, _StorageInfo(name, start, length)))
+                results.append(WriteResult(item.index, length, _torch.storage_info(name, start, length)))
         self.written = {name: (file.nbytes, file.crc)}
         done: Future[list[WriteResult]] = Future()
         done.set_result(results)

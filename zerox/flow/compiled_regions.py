@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 import torch
 
 from zerox import _C as C
+from zerox import _torch
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -20,14 +21,7 @@ def keep_from_dynamo(function: Callable[..., Any], with_calls: bool = True) -> b
 
     ``with_calls``: nor what it calls. Where Dynamo compiles what calls the function, it still looks into it.
     """
-    try:
-        dynamo = torch._C._dynamo.eval_frame
-        of_calls = dynamo._FrameAction.SKIP if with_calls else dynamo._FrameAction.DEFAULT
-        skip = dynamo._FrameExecStrategy(dynamo._FrameAction.SKIP, of_calls)
-        dynamo.set_code_exec_strategy(function.__code__, skip)
-    except (AttributeError, TypeError):  # private names, which any version may change
-        return False
-    return True
+    return _torch.skip_frames(function.__code__, with_calls)
 
 
 def run_eagerly(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -63,9 +57,7 @@ def calls_untraced(cls: type) -> None:
 
 def untraced(function: F) -> F:
     """The same of one function, which stays what it is. In a region that is compiled, it ends the graph."""
-    attributes: Any = function
-    attributes._torchdynamo_disable = True
-    attributes._torchdynamo_disable_msg = "zerox runs it as it is"
+    _torch.end_graphs_at(function, "zerox runs it as it is")
     inner: Any = function
     while inner is not None:
         if inner.__globals__["__name__"].partition(".")[0] == "zerox":  # torch's wrappers share one code with all users
@@ -80,15 +72,7 @@ def _mark(_: Any) -> None:
 
 def _begun_anew() -> bool:
     """Whether Dynamo was reset since the last call, for all we know: it then gives the names of regions again."""
-    try:
-        from torch._dynamo.callback import callback_handler
-
-        if _mark in callback_handler.start_callbacks:
-            return False
-        callback_handler.register_start_callback(_mark)
-    except (ImportError, AttributeError):
-        pass
-    return True
+    return _torch.note_start(_mark)
 
 
 # Regions whose names say nothing wait for all parameters. The partial is no function that Dynamo could compile.

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from zerox import _torch
 from zerox._C import RowChange
 from zerox.flow.row_gradient import sparse_of
 from zerox.memory.row_owners import BLOCK_ROWS
@@ -86,9 +87,9 @@ class Table:
             return None
         total = grad.detach()
         if total.is_coalesced():  # it may only say so
-            total = sparse_of(total._indices()[0], total._values(), total.shape)
+            total = sparse_of(_torch.rows_of(total)[0], _torch.values_of(total), total.shape)
         total = total.float().coalesce()
-        return Rows(total._indices()[0], total._values())
+        return Rows(_torch.rows_of(total)[0], _torch.values_of(total))
 
     def none(self) -> Rows:
         device = self.param.device
@@ -124,4 +125,4 @@ def in_their_order(parts: Sequence[Rows]) -> Rows:
 
 
 def _version_of(grad: Tensor | None) -> int:
-    return 0 if grad is None else grad._version
+    return 0 if grad is None else _torch.version_of(grad)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from zerox import _C as C
-from zerox import ops
+from zerox import _torch, ops
 from zerox._C import Combine, Meeting, Outcome
 from zerox.flow.asked import Asked
 from zerox.flow.grad_operators import ALL_FINITE
@@ -181,7 +181,7 @@ class GradAnswers:
         return kept
 
     def _ask(self, grad: ShardedGrad, what: str, p: float) -> None:
-        if not grad.is_set or torch._C._current_graph_task_id() != -1:
+        if not grad.is_set or _torch.in_backward():
             why = "inside a backward: ranks meet for it, so ask after it"
             why = why if grad.is_set else "after that gradient was discarded: ask p.grad"
             raise RuntimeError(f"zerox: {what} of the gradient of parameter {grad.quoted} was called {why}")

@@ -25,6 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from zerox import _torch
 from zerox.flow import placeholder_operators  # noqa: F401  # a placeholder's operators
 from zerox.flow.placeholder import ShardedGrad
 from zerox.flow.unwrapped_params import OwnParams
@@ -82,7 +83,7 @@ class Notes:
 
     def note(self, grad: ShardedGrad, name: str, numbers: Sequence[Number | Tensor]) -> None:
         if not self.is_any:
-            if torch._C._current_graph_task_id() != -1:
+            if _torch.in_backward():
                 raise RuntimeError(
                     f"zerox: {name} of the gradient of parameter {grad.quoted}, which has left, was called inside a "
                     "backward, where other gradients are still on their way: call it after the backward"
@@ -111,7 +112,7 @@ class Notes:
     def _last(self, name: str, number: object) -> Operator | None:
         """The last one, if it was of this name and tensor, as that is now."""
         last = self.last
-        is_it = last is not None and last[1] is number and last[0] == name and last[2] == last[1]._version
+        is_it = last is not None and last[1] is number and last[0] == name and last[2] == _torch.version_of(last[1])
         return last[3] if last is not None and is_it else None
 
     def _operator(self, name: str, numbers: Sequence[Number | Tensor]) -> Operator:
@@ -124,7 +125,7 @@ class Notes:
                 made = Operator(name, (), one.detach().reshape(()).clone())
             else:
                 made = self._known(name, (float(one),))
-            self.last = (name, one, one._version, made)
+            self.last = (name, one, _torch.version_of(one), made)
             return made
         return self._known(name, tuple(None if number is None else float(number) for number in numbers))
 

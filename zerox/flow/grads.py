@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from zerox import _C as C
+from zerox import _torch
 from zerox.flow.grad_operators import ALL_FINITE, GradOperators
 from zerox.flow.other_reducers import find_reduced
 from zerox.flow.partial_grads import PartialGrads
@@ -205,7 +206,7 @@ class Grads:
     def replaced(self) -> str:
         """Why step() must not go on: a DTensor has another local tensor than it had; empty if none has."""
         for param, local, name in self.dtensors:
-            if param._local_tensor is not local:
+            if _torch.local_tensor_of(param) is not local:
                 return (
                     f"parameter {quoted(name, param)} has another local tensor than when the optimizer was built "
                     "(after .to() or param.data = ...); build the optimizer after such a change"

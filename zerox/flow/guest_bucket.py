@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from zerox import _torch
 from zerox.flow.update import Groups
 from zerox.memory.bucket import Bucket, GradPart
 from zerox.rules.guest import GuestRule, options_of
@@ -91,7 +92,7 @@ class GuestBucket:
             group.update(options[index])
         before, self.kinds = self.kinds, [kinds[index] for index in self.groups]
         # Whatever loads state writes the numbers, also if it says nothing, as DCP into a checkpoint's entries.
-        if any(self.bucket.numbers[key]._version != then for key, then in self.seen.items()):
+        if any(_torch.version_of(self.bucket.numbers[key]) != then for key, then in self.seen.items()):
             self.restore()
         elif any(now is not then for now, then in zip(self.kinds, before, strict=True)):
             self._complete()
@@ -210,7 +211,7 @@ class GuestBucket:
 
     def _note_numbers(self) -> None:
         copied = [STEP.key, *(spec.key for spec in self.rule.numbers if spec.python is not None)]
-        self.seen = {key: self.bucket.numbers[key]._version for key in copied}
+        self.seen = {key: _torch.version_of(self.bucket.numbers[key]) for key in copied}
 
     def _taken(self, row: int, key: str, value: Any) -> Any:
         """What stands for the value in the optimizer's state from now on."""

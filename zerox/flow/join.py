@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch.distributed.algorithms import join as torch_join
 
 from zerox._C import Meeting, Outcome
+from zerox._torch import OFF, JoinConfig, check_join
 from zerox.flow.adoption import Adoption
 from zerox.flow.core import Core, Face
 from zerox.flow.followers import follow, leave
@@ -24,7 +25,6 @@ from zerox.flow.steps import Steps
 ALL, ACTIVE = "all", "active"
 STEP_ENDS = (Meeting.STEP, Meeting.SKIP_STEP)
 ASK_NOTHING = (Meeting.FOLLOW, Meeting.SYNCHRONIZE, Meeting.MEAN_OVER, Meeting.SKIP_STEP)  # of the mean
-OFF = torch_join._JoinConfig.construct_disabled_join_config()
 
 
 class Joining:
@@ -68,6 +68,7 @@ class Joining:
 
     def begin_torchs(self, kwargs: Mapping[str, Any]) -> FollowHook:
         """It is inside of torch's Join, which has these arguments."""
+        check_join()
         self.check()
         end([self])  # torch's Join does not say so if its block raised
         begin([self], divided_by(kwargs), together=_has_wrapper(self))
@@ -206,11 +207,11 @@ class JoinFace(Face):
         return self._core.ranks.given or dist.group.WORLD
 
     @property
-    def _join_config(self) -> torch_join._JoinConfig:
+    def _join_config(self) -> JoinConfig:
         return self._joining.config
 
     @_join_config.setter
-    def _join_config(self, config: torch_join._JoinConfig) -> None:
+    def _join_config(self, config: JoinConfig) -> None:
         """torch's Join sets it."""
         self._joining.config = config
 

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from zerox import _torch
 from zerox.flow.compiled_regions import run_eagerly
 from zerox.flow.params import ParamGather
 from zerox.memory.bucket import Bucket
@@ -30,6 +31,7 @@ class GatherOverlap:
     """Hooks on every module of ``model``, from construction until this object goes."""
 
     def __init__(self, gather: ParamGather, buckets: Sequence[Bucket], model: nn.Module) -> None:
+        _torch.check_regions()
         _keep_hook_from_dynamo()
         self.gather = gather
         self.buckets = buckets  # the optimizer's own list, which grows
@@ -81,7 +83,7 @@ class BeforeForward(ModuleHook):
             return
         overlap = self.to_overlap()
         if overlap is not None:
-            overlap.wait_for(module.parameters() if _is_graphed(module) else module._parameters.values())
+            overlap.wait_for(module.parameters() if _is_graphed(module) else _torch.own_params_of(module).values())
 
 
 @functools.cache

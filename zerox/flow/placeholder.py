@@ -9,6 +9,7 @@ from typing import Any, ClassVar, Protocol
 import torch
 from torch import Tensor
 
+from zerox import _torch
 from zerox.flow.compiled_regions import untraced
 from zerox.memory.grad_dtype import grad_dtype_of
 from zerox.model_names import quoted
@@ -81,7 +82,7 @@ class ShardedGrad(Unreadable):
 
     @staticmethod
     def __new__(cls, param: Tensor, name: str, on_zero: Callable[[], None], is_sent: bool = True) -> ShardedGrad:
-        self = Tensor._make_wrapper_subclass(
+        self = _torch.make_wrapper(
             cls, param.shape, param.stride(), dtype=grad_dtype_of(param), device=param.device, layout=param.layout
         )
         self._note(name, weakref.ref(param), on_zero, is_sent)
@@ -111,7 +112,7 @@ class ShardedGrad(Unreadable):
         laid_out = torch.empty_strided(self.shape, self.stride(), device="meta")
         strides = torch.empty_like(laid_out, memory_format=memory_format or torch.preserve_format).stride()
         there = torch.empty(0, dtype=dtype or self.dtype, device=device or self.device)  # "cuda" gets its index
-        made = Tensor._make_wrapper_subclass(
+        made = _torch.make_wrapper(
             type(self), self.shape, strides, dtype=there.dtype, device=there.device, layout=self.layout
         )
         made._note(self.param_name, self._to_param, None, self.is_sent)

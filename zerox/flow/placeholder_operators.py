@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from zerox import _torch
+from zerox._torch import overloads
 from zerox.flow.placeholder import Answers, ShardedGrad, Unreadable, no_values
 
 
@@ -21,7 +23,7 @@ class Elementwise(Unreadable):
     @staticmethod
     def __new__(cls, of: ShardedGrad, what: str) -> Elementwise:
         dtype = of.dtype if what == ABS else torch.bool
-        self = Tensor._make_wrapper_subclass(cls, of.shape, of.stride(), dtype=dtype, device=of.device)
+        self = _torch.make_wrapper(cls, of.shape, of.stride(), dtype=dtype, device=of.device)
         self.of = of
         self.what = what
         return self
@@ -179,7 +181,7 @@ def _unscaled(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return NotImplemented
     _answers_of(grads[0], "GradScaler.unscale_()").unscale(grads, found_inf, inverse_scale)
     if plain:
-        torch._amp_foreach_non_finite_check_and_unscale_(plain, found_inf, inverse_scale)
+        _torch.unscale(plain, found_inf, inverse_scale)
     return None
 
 
@@ -222,23 +224,23 @@ PRODUCTS = {
     "div_": (aten.div_.Tensor, aten.div_.Scalar),
 }
 ON_SEVERAL = {
-    "mul_": (aten._foreach_mul_.Scalar, aten._foreach_mul_.Tensor),
-    "div_": (aten._foreach_div_.Scalar, aten._foreach_div_.Tensor),
-    "clamp_min_": (aten._foreach_clamp_min_.Scalar,),
-    "clamp_max_": (aten._foreach_clamp_max_.Scalar,),
+    "mul_": overloads("_foreach_mul_.Scalar", "_foreach_mul_.Tensor"),
+    "div_": overloads("_foreach_div_.Scalar", "_foreach_div_.Tensor"),
+    "clamp_min_": overloads("_foreach_clamp_min_.Scalar"),
+    "clamp_max_": overloads("_foreach_clamp_max_.Scalar"),
 }
 HANDLERS: dict[Any, Handler] = {
-    aten._to_copy.default: _copied,  # Module.to() and .to_empty() call these two for each p.grad
-    aten.empty_like.default: _copied,
+    # Module.to() and .to_empty() call these two for each p.grad.
+    **dict.fromkeys((aten.empty_like.default, *overloads("_to_copy.default")), _copied),
     aten.zero_.default: _zeroed,
-    aten._foreach_zero_.default: _all_zeroed,
+    **dict.fromkeys(overloads("_foreach_zero_.default"), _all_zeroed),
     aten.detach.default: _itself,
     **{func: _noted(name) for name, funcs in IN_PLACE.items() for func in funcs},
     **{func: _times(name) for name, funcs in PRODUCTS.items() for func in funcs},
     **{func: _all_noted(name) for name, funcs in ON_SEVERAL.items() for func in funcs},
     aten.linalg_vector_norm.default: _norm,
-    aten._foreach_norm.Scalar: _all_norms,
-    aten._amp_foreach_non_finite_check_and_unscale_.default: _unscaled,
+    **dict.fromkeys(overloads("_foreach_norm.Scalar"), _all_norms),
+    **dict.fromkeys(overloads("_amp_foreach_non_finite_check_and_unscale_.default"), _unscaled),
     aten.abs.default: _abs,
     aten.isnan.default: _is_nan,
     aten.eq.Tensor: _with_itself(NO_NAN),

@@ -12,8 +12,8 @@ from typing import Any, ParamSpec, TypeVar
 
 from torch.autograd import profiler
 from torch.optim import Optimizer
-from torch.optim import optimizer as of_torch
 
+from zerox import _torch
 from zerox.flow.compiled_regions import untraced
 
 P = ParamSpec("P")
@@ -21,7 +21,11 @@ R = TypeVar("R")
 
 
 def range_named(name: str) -> AbstractContextManager[Any]:
-    return profiler.record_function(name) if profiler._is_profiler_enabled else nullcontext()
+    return profiler.record_function(name) if _torch.profiler_is_on() else nullcontext()
+
+
+def range_of_zero_grad(optimizer: Optimizer) -> AbstractContextManager[Any]:
+    return range_named(_torch.zero_grad_name(optimizer))
 
 
 def with_hooks(func: Callable[P, R]) -> Callable[P, R]:
@@ -31,16 +35,10 @@ def with_hooks(func: Callable[P, R]) -> Callable[P, R]:
     @functools.wraps(func)
     def step(*args: P.args, **kwargs: P.kwargs) -> R:
         optimizer: Any = args[0]
-        if (
-            profiler._is_profiler_enabled
-            or optimizer._optimizer_step_pre_hooks
-            or optimizer._optimizer_step_post_hooks
-            or of_torch._global_optimizer_pre_hooks
-            or of_torch._global_optimizer_post_hooks
-        ):
+        if _torch.profiler_is_on() or _torch.has_step_hooks(optimizer):
             return hooked(*args, **kwargs)
         result = func(*args, **kwargs)
-        optimizer._optimizer_step_code()  # for tracers of Python
+        _torch.trace_step(optimizer)
         return result
 
     return untraced(step)

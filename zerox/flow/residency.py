@@ -10,6 +10,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from zerox import _C as C
+from zerox import _torch
 from zerox.flow.mapped_shards import map_shards
 from zerox.flow.params import ParamGather
 from zerox.memory.bucket import Bucket, FrozenBucket, Member
@@ -64,6 +65,7 @@ class Residency:
         """ValueError if the parameters' memory can't come and go, or no rank could answer for them."""
         if not C.has_address_ranges():
             raise ValueError("stage=3 needs Linux: use stage=2")
+        _torch.check_regions()
         self.manager = manager
         self.ranks = ranks
         self.resident_mb = resident_mb

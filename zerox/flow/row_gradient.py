@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from zerox import _C as C
+from zerox import _torch
 from zerox.flow.grad_scale import Divisor, GradScale
 from zerox.memory.grad_dtype import grad_dtype_of
 from zerox.memory.row_table import RowTable, by_dense_rule
@@ -30,7 +31,7 @@ class TableGrad:
     def tensors(self) -> Iterator[Tensor]:
         grad = self.table.param.grad
         if grad is not None and grad.is_sparse:
-            yield from (grad._indices(), grad._values())
+            yield from (_torch.rows_of(grad), _torch.values_of(grad))
 
     def refusal(self) -> str:
         """Why p.grad can't be exchanged; empty if it can."""
@@ -44,7 +45,7 @@ class TableGrad:
             )
         if grad.dtype not in (torch.float32, param.dtype) or grad.shape != param.shape or grad.sparse_dim() != 1:
             return f"{self._known} has a gradient of {grad.dtype}, shape {tuple(grad.shape)}: rows of it are needed"
-        bad = [number for number in grad._indices()[0].tolist() if not 0 <= number < param.shape[0]]
+        bad = [number for number in _torch.rows_of(grad)[0].tolist() if not 0 <= number < param.shape[0]]
         if not bad:
             return ""
         return f"{self._known} has a gradient of rows that it does not have: it names row {bad[0]} of {param.shape[0]}"

@@ -17,6 +17,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from zerox import _torch
 from zerox._C import Combine
 from zerox.memory.bucket import Member
 from zerox.memory.row_table import is_sparse
@@ -140,7 +141,7 @@ class OwnParams:
     def values(self) -> list[Tensor]:
         """Views of them; of sparse ones, of what they have, an element perhaps in parts."""
         grads = [param.grad for param in self.params.values() if param.grad is not None and not self.rests]
-        return [grad._values() if grad.is_sparse else grad.detach() for grad in grads]
+        return [_torch.values_of(grad) if grad.is_sparse else grad.detach() for grad in grads]
 
     def zero(self, set_to_none: bool) -> None:
         for param in self.params.values():

@@ -8,6 +8,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from zerox import _torch
+
 
 class DeviceMemory(Protocol):
     """How one type of device does it. Each raises RuntimeError if it can't be done here."""
@@ -35,7 +37,7 @@ class CudaMemory:
     """
 
     def share(self, tensor: Tensor) -> str:
-        shared = tensor.untyped_storage()._share_cuda_()
+        shared = _torch.share_cuda(tensor)
         _, handle, nbytes, offset, counter, counter_offset, _, _ = shared
         return json.dumps([handle.hex(), nbytes, offset, counter.hex(), counter_offset])
 
@@ -43,14 +45,12 @@ class CudaMemory:
         handle, nbytes, offset, counter, counter_offset = json.loads(token)
         counted = (bytes.fromhex(counter), counter_offset)
         event = (b"", False)  # torch could let our stream wait for one of the owner's. Its host has waited instead
-        storage = torch.UntypedStorage._new_shared_cuda(
-            device.index, bytes.fromhex(handle), nbytes, offset, *counted, *event
-        )
+        storage = _torch.open_cuda(device.index, bytes.fromhex(handle), nbytes, offset, *counted, *event)
         return torch.empty(0, dtype=torch.uint8, device=device).set_(storage)  # type: ignore[call-overload]
 
     def decline(self, token: str) -> None:
         *_, counter, counter_offset = json.loads(token)
-        torch.UntypedStorage._release_ipc_counter_cuda(bytes.fromhex(counter), counter_offset)
+        _torch.decline_cuda(bytes.fromhex(counter), counter_offset)
 
 
 # Other types read each other's memory through the host's.

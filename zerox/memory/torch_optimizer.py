@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from zerox import _torch
+
 
 class TorchOptimizer(torch.optim.Optimizer):
     """Keeps Dynamo out of a process that compiles nothing.
@@ -30,5 +32,4 @@ class TorchOptimizer(torch.optim.Optimizer):
 def _of_torch(name: str) -> Callable[..., Any]:
     """The method of the base class; where nothing has imported Dynamo, what torch wrapped."""
     method: Callable[..., Any] = getattr(torch.optim.Optimizer, name)
-    is_torch_s = getattr(method, "__globals__", {}).get("__name__") == "torch._compile"  # not of somebody's patch
-    return getattr(method, "__wrapped__", method) if is_torch_s and "torch._dynamo" not in sys.modules else method
+    return method if "torch._dynamo" in sys.modules else _torch.without_dynamo(method)

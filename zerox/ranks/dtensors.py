@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from zerox import _C as C
+from zerox import _torch
 from zerox.plan.cut import Cut
 
 MOST_DIMS = 4  # of a mesh: SeenPlacements in csrc/buckets/bucket.h
@@ -25,17 +26,14 @@ def is_dtensor(tensor: Tensor | None) -> bool:
 
 def local_of(tensor: Any) -> Any:
     """The local tensor of a DTensor; anything else as it is."""
-    return tensor._local_tensor if is_dtensor(tensor) else tensor
+    return _torch.local_tensor_of(tensor) if is_dtensor(tensor) else tensor
 
 
 def cut_of(tensor: Any) -> Cut | None:
     """Where the local tensor of a DTensor lies in the whole one; None if it is the whole one, or no DTensor."""
-    if not is_dtensor(tensor) or tensor._local_tensor.shape == tensor.shape:
+    if not is_dtensor(tensor) or _torch.local_tensor_of(tensor).shape == tensor.shape:
         return None
-    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-
-    _, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-    return Cut(tuple(tensor.shape), tuple(offsets))
+    return Cut(tuple(tensor.shape), _torch.offsets_of(tensor))
 
 
 def cuts_of(tensor: Any) -> dict[int, int]:
@@ -51,7 +49,7 @@ def part_of(tensor: Any, whole: Tensor) -> Tensor:
     """A view of what a DTensor's local tensor is of a ``whole`` one; of any other tensor all."""
     if (cut := cut_of(tensor)) is None:
         return whole
-    sizes = tensor._local_tensor.shape
+    sizes = _torch.local_tensor_of(tensor).shape
     return whole[tuple(slice(start, start + size) for start, size in zip(cut.offsets, sizes, strict=True))]
 
 
@@ -90,7 +88,7 @@ def unfit_dtensor(param: Any) -> str:
                 f"is a DTensor that lies as {placement!r} over axis {name_of_dim(mesh, dim)}: only Shard and Replicate "
                 "can be trained. Where FSDP shards it too, leave FSDP out: zerox shards over the data-parallel ranks"
             )
-    local = param._local_tensor
+    local = _torch.local_tensor_of(param)
     if type(local) is not Tensor:
         return f"is a DTensor of {type(local).__name__}s; its local tensor must be a plain one"
     if local.dtype != param.dtype:
@@ -120,13 +118,13 @@ def find_local(param: Any, grad: Any) -> Found:
     Partial and over which it is Replicate; or why it can't be had."""
     if not is_dtensor(grad):
         return None, 0, 0, f"is a DTensor, and its gradient is a {type(grad).__name__}"
-    have, want = grad._spec.placements, param._spec.placements
+    have, want = grad.placements, param.placements
     partial = replicated = 0
     is_cut = True
     for dim, (came, wanted) in enumerate(zip(have, want, strict=True)):
         if came == wanted:
             replicated |= wanted.is_replicate() << dim
-        elif param._spec.mesh.size(dim) == 1:
+        elif param.device_mesh.size(dim) == 1:
             continue
         elif wanted.is_replicate() and came.is_partial("sum"):
             partial |= 1 << dim
@@ -134,20 +132,20 @@ def find_local(param: Any, grad: Any) -> Found:
             is_cut = False
         else:
             refusal = (
-                f"lies as {wanted!r} over axis {name_of_dim(param._spec.mesh, dim)}, and its gradient came "
+                f"lies as {wanted!r} over axis {name_of_dim(param.device_mesh, dim)}, and its gradient came "
                 f"as {came!r}: only the same, Partial(sum) for Replicate, or Replicate for Shard can be taken"
             )
             return None, 0, 0, refusal
-    local = grad._local_tensor
+    local = _torch.local_tensor_of(grad)
     if not is_cut:
         to = [came if came.is_partial() else wanted for came, wanted in zip(have, want, strict=True)]
         with torch.no_grad():
-            local = grad.redistribute(placements=to)._local_tensor  # sends nothing
+            local = _torch.local_tensor_of(grad.redistribute(placements=to))  # sends nothing
     return _arrived(local), partial, replicated, ""
 
 
 def values_of(grad: Any) -> Tensor:
-    return _arrived(grad._local_tensor)
+    return _arrived(_torch.local_tensor_of(grad))
 
 
 def _arrived(local: Any) -> Tensor:
@@ -158,14 +156,14 @@ def _arrived(local: Any) -> Tensor:
 def wrap_local(param: Any, grad: Any, local: Tensor, partial: int) -> Tensor:
     """A gradient of ``param`` with these elements. ``grad``, if it lies alike, gets them: a new DTensor takes 2 us."""
     module: Any = sys.modules["torch.distributed.tensor"]
-    spec = param._spec
+    spec = _torch.spec_of(param)
     if partial:
         placements = tuple(
             module.Partial() if partial >> dim & 1 else placement for dim, placement in enumerate(spec.placements)
         )
         spec = type(spec)(spec.mesh, placements, tensor_meta=spec.tensor_meta)
-    if is_dtensor(grad) and grad._spec == spec:
-        grad._local_tensor = local
+    if is_dtensor(grad) and _torch.spec_of(grad) == spec:
+        _torch.set_local_tensor(grad, local)
         return grad  # type: ignore[no-any-return]
     return module.DTensor(local, spec, requires_grad=False)  # type: ignore[no-any-return]
 

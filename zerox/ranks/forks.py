@@ -6,13 +6,13 @@ Note [Forks] in csrc/workers/process.h says why.
 from __future__ import annotations
 
 import os
-import sys
 import threading
 import weakref
 
 import torch.distributed as dist
 
 from zerox import _C as C
+from zerox import _torch
 
 _inherited: list[dist.ProcessGroup] = []
 _ours: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()
@@ -40,8 +40,7 @@ def _before() -> None:
     The child clears the states of threads it doesn't have before it calls ``_in_child``, and such a state may hold a
     group's last reference: DTensor's cache of operators does.
     """
-    world = getattr(sys.modules.get("torch.distributed.distributed_c10d"), "_world", None)
-    _forking.groups = dict(world.pg_map) if world is not None else {}, set(_ours)  # the first with their stores
+    _forking.groups = _torch.groups_before_fork(), set(_ours)  # the first with their stores
     C.before_fork()
 
 

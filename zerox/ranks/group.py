@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import Store
 
 from zerox import _C as C
+from zerox import _torch
 from zerox._C import Whereabouts
 from zerox.plan import combinations
 from zerox.ranks.axes import Axis, shard_of
@@ -247,7 +248,7 @@ def call_ranks(process_group: GroupArgument) -> RollCall:
     group = chosen_group(process_group)
     if group is None:
         return RollCall(None, 0, 1, dist.default_pg_timeout)
-    _, store = dist.distributed_c10d._world.pg_map.get(group, ("", None))
+    _, store = _torch.listed_groups().get(group, ("", None))
     timeout = time_of(group)
     return RollCall(store, group.rank(), group.size(), timeout)
 
@@ -273,7 +274,7 @@ def find_ranks(
     if exchange not in EXCHANGES:
         raise ValueError(f"ZEROX_EXCHANGE must be one of {EXCHANGES}, got '{exchange}'")
     say_after()  # raises, while ranks can still be told
-    if group not in dist.distributed_c10d._world.pg_map:
+    if group not in _torch.listed_groups():
         # A group that torch.distributed does not know (ranks as threads of one process, in tests) can't be doubled.
         made = Ranks(rank, size, backend, exchange, group, group, device, given=group)
         return _with_neighbours(replace(made, whereabouts=_whereabouts(group, None, [])))
@@ -331,9 +332,9 @@ def _backend(group: dist.ProcessGroup, device: torch.device) -> str:
     """The backend that moves tensors of ``device`` in this group: gloo moves an accelerator's through the host."""
     for type_ in dict.fromkeys([device.type, "cpu"]):
         with contextlib.suppress(RuntimeError):  # there is none for this device type
-            name = group._get_backend(torch.device(type_)).name()
+            name = _torch.backend_of(group, torch.device(type_)).name()
             if name in ("gloo", "nccl"):
                 return str(name)
-    name, _ = dist.distributed_c10d._world.pg_map.get(group, (group.name(), None))
+    name, _ = _torch.listed_groups().get(group, (group.name(), None))
     combinations.check({"backend": {name}, "device": {device.type}})
     raise ValueError(f"process_group: its backend is {name}, and tensors on {device} need nccl or gloo")

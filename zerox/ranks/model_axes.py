@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from zerox import _torch
 from zerox.ranks.calls import waiting
 from zerox.ranks.dtensors import is_dtensor, name_of_dim
 from zerox.ranks.process_group import GroupArgument, chosen_group
@@ -229,7 +230,7 @@ def _ranks_along(mesh: DeviceMesh, dim: int) -> tuple[int, ...]:
 def _sent(values: Tensor, group: dist.ProcessGroup) -> Tensor:
     """On the host if the group does not move tensors of their device."""
     try:
-        name = group._get_backend(values.device).name()
+        name = _torch.backend_of(group, values.device).name()
     except RuntimeError:
         name = ""
     return values.cpu() if name in ("", "gloo") and values.device.type != "cpu" else values

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 
+from zerox import _torch
 from zerox.ranks.forks import leave_to_parent
 from zerox.ranks.polled_store import PolledStore
 from zerox.ranks.roll_call import RollCall
@@ -55,8 +56,7 @@ def _gloo(group: dist.ProcessGroup, number: int, roll_call: RollCall, timeout: t
         lambda: dist.ProcessGroupGloo(polled, rank, size, **limited), give_up=polled.close
     )
     made = dist.ProcessGroup(store, rank, size)
-    made._register_backend(CPU, dist.ProcessGroup.BackendType.GLOO, backend)
-    made._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
+    _torch.set_backend(made, CPU, dist.ProcessGroup.BackendType.GLOO, backend)
     leave_to_parent(made)
     return made
 
@@ -65,7 +65,7 @@ def _high_priority(timeout: timedelta | None) -> Any:
     """NCCL's streams go ahead of the computation's, since the next bucket waits for the one in flight."""
     options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
     if timeout is not None:
-        options._timeout = timeout
+        _torch.set_timeout(options, timeout)
     return options
 
 
@@ -75,4 +75,4 @@ def own_store(group: dist.ProcessGroup, name: str) -> Store:
 
 
 def store_of(group: dist.ProcessGroup) -> Store:
-    return dist.distributed_c10d._world.pg_map[group][1]
+    return _torch.listed_groups()[group][1]

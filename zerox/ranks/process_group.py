@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from zerox import _torch
 from zerox.ranks.axes import Grid, grid_of
 from zerox.ranks.forks import check_made_here
 
@@ -126,10 +127,10 @@ def timeout_of(group: dist.ProcessGroup, backend: str) -> datetime.timedelta | N
     """The group's own timeout; None (the backend's default) if the backend doesn't report it."""
     for type_ in ["cpu", "cuda"] if backend == "gloo" else ["cuda", "cpu"]:
         try:
-            options = getattr(group._get_backend(torch.device(type_)), "options", None)
+            options = getattr(_torch.backend_of(group, torch.device(type_)), "options", None)
         except RuntimeError:
             continue
-        timeout = getattr(options, "_timeout", None)
+        timeout = _torch.timeout_in(options)
         if isinstance(timeout, datetime.timedelta):
             return timeout
     return None

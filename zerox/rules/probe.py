@@ -13,13 +13,14 @@ import functools
 import random
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from zerox import _torch
 from zerox.plan.form import Form
 from zerox.plan.span import SHARD_ALIGN
 from zerox.rules.rule import MASTERS, STEP, NumberSpec, StateSpec
@@ -43,15 +44,18 @@ class NotElementwise(Exception):
     """Why a class can't be cut: a clause that begins with "its" or a verb."""
 
 
-class NoMessages(TorchDispatchMode):
+def no_messages() -> AbstractContextManager[None]:
     """Inside, what a class would send to other ranks raises. It would be sent, and change nothing: in a trial all ranks
     have the same, and where they train each has other pieces."""
+    sending = _torch.message_namespaces()
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace in ("c10d", "_c10d_functional"):
-            name = func._schema.name.partition("::")[2]
+    def call(func: Any, args: Any, kwargs: Any) -> Any:
+        if func.namespace in sending:
+            name = func.name().partition("::")[2].partition(".")[0]
             raise NotElementwise(f"communicates by itself ({name}), and each rank has other pieces of parameters")
-        return func(*args, **(kwargs or {}))
+        return func(*args, **kwargs)
+
+    return _torch.each_operator(call)
 
 
 @dataclass(frozen=True)
@@ -89,8 +93,7 @@ class Found:
 def step_without_global_hooks(optimizer: torch.optim.Optimizer, **options: Any) -> None:
     """Hooks on all optimizers run around the step() that the user calls, and not again around those inside it."""
     step = type(optimizer).step
-    own = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
-    if getattr(step, "hooked", False) and not own:
+    if getattr(step, "hooked", False) and not _torch.has_own_step_hooks(optimizer):
         step = step.__wrapped__  # type: ignore[attr-defined]
     step(optimizer, **options)
 
@@ -102,7 +105,7 @@ def probe(make: Make, dtype: torch.dtype, device: torch.device, compare: bool) -
     """
     drawn_starts, drawn_grads = _drawn()
     starts = [start.to(device, dtype) for start in drawn_starts]
-    with random_state_restored(device), torch.no_grad(), NoMessages():
+    with random_state_restored(device), torch.no_grad(), no_messages():
         wholes = [nn.Parameter(start.clone()) for start in starts]
         pieces = [[nn.Parameter(starts[t].reshape(-1)[a:b].clone()) for t, a, b in own] for own in PIECES]
         ranks = [make(list(own)) for own in pieces]

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from enum import Enum
 from types import FrameType
 
-MODULE = "torch.distributed.checkpoint.state_dict"
-GETTER = "_get_optim_state_dict"
-LOADER = "_load_optim_state_dict"
+from zerox import _torch
 
 
 class Request(Enum):
@@ -25,15 +24,18 @@ def dcp_request() -> Request | None:
 
     DCP does not pass its StateDictOptions to an optimizer, and gathers by itself only the tensors that it knows:
     DTensor and ShardedTensor. A flat segment of a tensor is neither, and DCP would return one rank's segments as the
-    whole. So the options are read from its stack. RuntimeError if another version of torch has them elsewhere.
+    whole. So the options are read from its stack. ImportError or RuntimeError if another torch has them elsewhere.
     """
-    getter = _caller(sys._getframe(1), GETTER)
-    if getter is None:
+    frames = {frame.f_code.co_name: frame for frame in _of_dcp(sys._getframe(1))}
+    if not frames:
         return None
-    if _caller(getter, LOADER) is not None:  # the one place that gets state in order to set it
+    _torch.check_dcp()
+    if _torch.GETTER not in frames:
+        return None
+    if _torch.LOADER in frames:  # the one place that gets state in order to set it
         return Request.FILLED_FROM_WHOLE
     try:
-        options = getter.f_locals["info"]
+        options = frames[_torch.GETTER].f_locals[_torch.OPTIONS]
         if not options.full_state_dict:
             return Request.SEGMENTS
         return Request.WHOLE_ON_RANK_0 if options.cpu_offload else Request.WHOLE
@@ -44,7 +46,9 @@ def dcp_request() -> Request | None:
         ) from None
 
 
-def _caller(frame: FrameType | None, function: str) -> FrameType | None:
-    while frame is not None and (frame.f_globals.get("__name__"), frame.f_code.co_name) != (MODULE, function):
+def _of_dcp(frame: FrameType | None) -> Iterator[FrameType]:
+    """The frames of its functions, from ``frame`` outwards."""
+    while frame is not None:
+        if frame.f_globals.get("__name__") == _torch.DCP:
+            yield frame
         frame = frame.f_back
-    return frame

@@ -13,7 +13,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel as OfTorch
 from torch.nn.parameter import is_lazy
 
-from zerox.options import UPDATED_INSIDE, is_updated_inside
+from zerox import _torch
+from zerox.options import UPDATED_INSIDE
 from zerox.plan.buckets import MIB
 from zerox.wrapper.values import MOST_BYTES
 
@@ -93,7 +94,7 @@ def trained_params(module: nn.Module, ignored: set[str]) -> list[Tensor]:
 def check_updated_after_backward(params: Mapping[str, Tensor]) -> None:
     """RuntimeError for a parameter that an optimizer updates before its gradient is averaged."""
     for name, param in params.items():
-        if is_updated_inside(param):
+        if _torch.is_updated_inside(param):
             raise RuntimeError(f"zerox.DistributedDataParallel: parameter '{name}' {UPDATED_INSIDE}")
 
 

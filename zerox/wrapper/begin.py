@@ -6,17 +6,16 @@ import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 
-import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
+from zerox import _torch
 from zerox._C import BucketManager, Decision
 
 
 def tell_begin(outputs: object, managers: Sequence[BucketManager], decision: Decision) -> None:
     """All ranks tell these in the same order, in which they meet where the backward ends. Called after the forward."""
     known = [weakref.ref(manager) for manager in managers]
-    inside = torch._C._current_graph_task_id() != -1  # a reentrant checkpoint around the wrapper recomputes it
+    inside = _torch.in_backward()  # a reentrant checkpoint around the wrapper recomputes it
 
     def begin(_: Tensor) -> None:
         for manager in (reference() for reference in known):
@@ -47,4 +46,4 @@ def _inside(each: object) -> list[object]:
         return list(each.values())
     if is_dataclass(each) and not isinstance(each, type):
         return [getattr(each, field.name) for field in fields(each)]
-    return [leaf for leaf in tree_leaves(each) if leaf is not each]
+    return [leaf for leaf in _torch.leaves_of(each) if leaf is not each]

@@ -18,6 +18,7 @@ from torch import nn
 from torch.distributed.algorithms.join import Joinable
 from torch.nn.parallel import DistributedDataParallel as OfTorch
 
+from zerox import _torch
 from zerox.flow.compiled_regions import keep_from_dynamo, untraced
 from zerox.flow.profiled import range_named
 from zerox.ranks.calls import warn_caller
@@ -39,8 +40,7 @@ def cut_graphs_for(wrapper: OfTorch | None) -> OfTorch | None:
     """Has torch.compile cut the graph of what it compiles inside a wrapper's forward, so that gradients come while
     backward still runs. Returns for which one it did before. As torch's ``_inside_ddp_forward()``, in a tenth of its
     time."""
-    before, OfTorch._active_ddp_module = OfTorch._active_ddp_module, wrapper  # type: ignore[assignment]
-    return before
+    return _torch.set_active_ddp(wrapper)
 
 
 @refuses
@@ -110,7 +110,7 @@ class DistributedDataParallel(Joins, Placement, Buffers, arguments.WithoutEffect
         arguments.check_reduction_is_off(check_reduction)
         self.process_group = arguments.chosen_group_of(process_group, device_mesh)
         self.device_mesh = device_mesh
-        self.parameters_to_ignore = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
+        self.parameters_to_ignore = set(_torch.ignored_by_ddp(module))
         params = arguments.trained_params(module, self.parameters_to_ignore)
         self._place(params, device_ids, output_device, dim)
         self.module = module

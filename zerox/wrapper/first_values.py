@@ -9,10 +9,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from zerox import _torch
 from zerox.engine import Engine
 from zerox.flow.hand_out import hand_out, standing_by
 from zerox.memory.flat import order_text
-from zerox.options import is_updated_inside
 from zerox.ranks.dtensors import local_of
 from zerox.ranks.holders import holders_of
 from zerox.wrapper.arguments import check_updated_after_backward
@@ -65,9 +65,10 @@ def hand_out_first(
 
 
 def _lines(kind: str, tensors: Mapping[str, Tensor]) -> Sequence[str]:
+    inside = _torch.is_updated_inside
     return [
         f"{kind} '{name}' of shape {tuple(each.shape)} in {each.dtype}, {'' if each.requires_grad else 'not '}trained"
-        f"{order_text(each) if kind == 'parameter' else ''}{', updated in backward' if is_updated_inside(each) else ''}"
+        f"{order_text(each) if kind == 'parameter' else ''}{', updated in backward' if inside(each) else ''}"
         for name, each in tensors.items()
     ]
 

@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.distributed.algorithms import join as torch_join
 
 from zerox import _C as C
+from zerox._torch import OFF, JoinConfig, check_join
 from zerox.flow import join as of_optimizers
 from zerox.flow.followers import Followers, leave
 from zerox.flow.grads import Grads
@@ -32,7 +33,6 @@ from zerox.wrapper.averaging import Averaging
 from zerox.wrapper.first_values import engines_of, size_of
 from zerox.wrapper.values import broadcast, check_same
 
-OFF = of_optimizers.OFF
 LOOK_EVERY_S = 2e-4  # whether what follows has failed, while this rank waits for the others' next forward
 FAREWELL_S = 5.0
 # What the errors of throw_on_early_termination say, in torch's words.
@@ -48,7 +48,7 @@ class Joined(Protocol):
     require_forward_param_sync: bool
     modules_buffers: list[Tensor]
     _averaging: Averaging
-    _join_config: torch_join._JoinConfig
+    _join_config: JoinConfig
 
     def will_sync_module_buffers(self) -> bool: ...
     def _find_buffers(self) -> None: ...
@@ -86,7 +86,7 @@ class LeftOverFollower:
 class Following:
     """One join() of a wrapper, from where it is entered. Making one is collective."""
 
-    def __init__(self, wrapper: Joined, divide: str, config: torch_join._JoinConfig) -> None:
+    def __init__(self, wrapper: Joined, divide: str, config: JoinConfig) -> None:
         self.to_wrapper = weakref.ref(wrapper)
         self.config = config
         self.joined = _joined_of(wrapper)
@@ -243,6 +243,7 @@ class Joins:
     def join_hook(self, **kwargs: Any) -> torch_join.JoinHook:
         """For torch's ``Join([ddp])`` and ``Join([ddp, optimizer])``: follows the optimizers of the module, in the list
         or not, and gradients that no optimizer of zerox holds. The wrapper comes first."""
+        check_join()
         hook = Hook(self)
         of_optimizers.check_outside(beside_wrappers=True)
         self._join_config = OFF  # torch's Join does not say so if its block raised
@@ -250,11 +251,11 @@ class Joins:
         return hook
 
     @property
-    def _join_config(self) -> torch_join._JoinConfig:
+    def _join_config(self) -> JoinConfig:
         return OFF if self._following is None else self._following.config
 
     @_join_config.setter
-    def _join_config(self, config: torch_join._JoinConfig) -> None:
+    def _join_config(self, config: JoinConfig) -> None:
         """torch's Join sets it where it begins."""
         before, self._following = self._following, None
         if before is not None:
@@ -286,7 +287,7 @@ class Join(AbstractContextManager[None]):
 
     def __enter__(self) -> None:
         of_optimizers.check_outside()
-        self.wrapper._join_config = torch_join._JoinConfig(True, self.throws, True)
+        self.wrapper._join_config = JoinConfig(True, self.throws, True)
         assert self.wrapper._following is not None
         of_optimizers.note_inside(self.wrapper._following)
 

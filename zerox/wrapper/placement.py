@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._utils import _get_device_index
-from torch.distributed.utils import _to_kwargs
 from torch.nn.parallel.scatter_gather import gather, scatter_kwargs
+
+from zerox import _torch
 
 
 class Placement:
@@ -42,8 +42,8 @@ class Placement:
                     f"{device_ids}, output_device {output_device}, and module parameters {devices}"
                 )
             return
-        self.device_ids = [_get_device_index(device, True) for device in device_ids]
-        self.output_device = _get_device_index(device_ids[0] if output_device is None else output_device, True)
+        self.device_ids = [_torch.device_index(device) for device in device_ids]
+        self.output_device = _torch.device_index(device_ids[0] if output_device is None else output_device)
 
     @property
     def is_multi_device_module(self) -> bool:
@@ -58,7 +58,7 @@ class Placement:
         return moved[0], moved_kwargs[0]
 
     def to_kwargs(self, inputs: Any, kwargs: Any, device_id: int) -> Any:
-        return _to_kwargs(inputs, kwargs, torch.device(self.device_type, device_id), True)
+        return _torch.moved_to(inputs, kwargs, torch.device(self.device_type, device_id))
 
     def scatter(self, inputs: Any, kwargs: Any, device_ids: Any) -> Any:
         return scatter_kwargs(inputs, kwargs, device_ids, dim=self.dim)

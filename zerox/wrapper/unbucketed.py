@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from zerox import _C as C
+from zerox import _torch
 from zerox._C import BucketManager, Decision
 from zerox.flow.row_gradient import sparse_of
 from zerox.memory.grad_dtype import NARROW, grad_dtype_of
@@ -79,7 +80,8 @@ class Unbucketed:
             with self.ranks.failure_told():
                 self._average_dense([i for i in places if DENSE in by_param[i]])
                 self._average_rows([i for i in places if DENSE not in by_param[i] and max(by_param[i]) >= 0], by_param)
-        self.shown = [(weakref.ref(p.grad), p.grad._version) if p.grad is not None else None for _, p in self.members]
+        grads = [param.grad for _, param in self.members]
+        self.shown = [None if grad is None else (weakref.ref(grad), _torch.version_of(grad)) for grad in grads]
 
     # ---- inside
 
@@ -87,7 +89,7 @@ class Unbucketed:
         """Whether some p.grad is another tensor than the mean that it was, or was written since."""
         for (_, param), shown in zip(self.members, self.shown, strict=True):
             grad = param.grad
-            if grad is not None and (shown is None or shown[0]() is not grad or shown[1] != grad._version):
+            if grad is not None and (shown is None or shown[0]() is not grad or shown[1] != _torch.version_of(grad)):
                 return True
         return False
 
@@ -128,7 +130,7 @@ class Unbucketed:
             for rank, count in enumerate(by_param[i]):
                 sizes[rank] += max(count, 0) * (8 + param[:1].numel() * self._wire(param).itemsize)
             if param.grad is not None:
-                rows, values = param.grad._indices()[0], param.grad._values().to(self._wire(param))
+                rows, values = _torch.rows_of(param.grad)[0], _torch.values_of(param.grad).to(self._wire(param))
                 sent += [rows.contiguous().view(torch.uint8), values.reshape(-1).view(torch.uint8)]
         device = self.members[0][1].device
         own = torch.cat([torch.empty(0, dtype=torch.uint8, device=device), *sent])
@@ -147,7 +149,7 @@ class Unbucketed:
             all_rows = torch.cat([rows for rows, _ in parts]).to(device)
             all_values = torch.cat([values for _, values in parts]).to(device, _wide(wire))
             mean = sparse_of(all_rows, all_values, param.shape).coalesce()
-            mean._values().div_(self.ranks.size)
+            _torch.values_of(mean).div_(self.ranks.size)
             param.grad = mean.to(wire).to(grad_dtype_of(param))
 
 
@@ -165,7 +167,7 @@ def _kind_of(param: Tensor) -> int:
     if not grad.is_coalesced():
         wide = _wide(grad.dtype)
         param.grad = grad = grad.to(wide).coalesce().to(grad.dtype)
-    return grad._nnz()
+    return _torch.num_rows_of(grad)
 
 
 def _dense_grad(param: Tensor) -> Tensor:
@@ -209,7 +211,7 @@ def _remove(handles: Sequence[Any]) -> None:
 
 def _tell_begin(to_manager: weakref.ref[BucketManager], decision: Decision, _: Tensor) -> None:
     """Has ranks meet at the end of a backward that no forward of the wrapper told of."""
-    if torch._C._current_graph_task_id() == -1:
+    if not _torch.in_backward():
         raise RuntimeError(
             "zerox does not work under compiled autograd: run backward() outside torch._dynamo.compiled_autograd"
         )

@@ -7,9 +7,9 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from zerox import _C as C
+from zerox import _torch
 from zerox.ranks.calls import waiting
 from zerox.ranks.compared import digest, first_that_differs, line_of
 
@@ -19,7 +19,7 @@ MOST_BYTES = 250 << 20  # of a message, as in torch's DistributedDataParallel
 def named_buffers_of(module: nn.Module, ignored: Collection[str] | None = None) -> dict[str, Tensor]:
     """Those that DistributedDataParallel hands out, by name."""
     if ignored is None:
-        ignored = frozenset(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
+        ignored = _torch.ignored_by_ddp(module)
     return {name: buffer for name, buffer in module.named_buffers() if name not in ignored}
 
 
@@ -36,7 +36,7 @@ def broadcast(tensors: Iterable[Tensor], group: dist.ProcessGroup | None, what: 
 def give_out(tensors: Sequence[Tensor], send: Callable[[Tensor], object], is_root: bool = False) -> None:
     """``send``: gives all ranks rank 0's bytes of a 1-D tensor, in place. Versions stay: a tensor that autograd has
     saved may be handed out again before its backward, as in DistributedDataParallel."""
-    with _unsafe_preserve_version_counter(tuple(tensors)):
+    with _torch.keep_versions(tensors):
         for run in _runs(tensors):
             plain = [tensor.resolve_conj().resolve_neg().contiguous() for tensor in run]
             sent = torch.cat([tensor.view(-1).view(torch.uint8) for tensor in plain])
