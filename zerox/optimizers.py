@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import inspect
+from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -17,6 +18,13 @@ from zerox.rules import adam, lion, sgd
 from zerox.rules.guest import GuestClass, full_name
 from zerox.rules.known import rules_of
 from zerox.rules.of_groups import Rules
+
+T = TypeVar("T")
+
+
+def _by_name(make: Callable[..., T], given: Mapping[str, Any]) -> Callable[[], T]:
+    """``make``, with those of a constructor's arguments that it has by these names."""
+    return partial(make, **{name: given[name] for name in inspect.signature(make).parameters})
 
 
 class FusedShardedAdam(Engine):
@@ -94,25 +102,9 @@ class FusedShardedAdam(Engine):
         differentiable: bool = False,
     ) -> None:
         flags = {"foreach": foreach, "fused": fused, "differentiable": differentiable}
-        super().__init__(
-            params,
-            partial(rules_of, adam.ADAM.name),
-            partial(adam.defaults, lr, betas, eps, weight_decay, amsgrad, maximize, decoupled_weight_decay, flags),
-            partial(
-                OptimizerOptions,
-                stage,
-                bucket_cap_mb,
-                reduce_dtype,
-                state_dtype,
-                master_weights,
-                capturable,
-                accumulate_dtype,
-                resident_mb,
-                gradient_divisor,
-            ),
-            process_group,
-            norm_group,
-        )
+        make_rules, given = partial(rules_of, adam.ADAM.name), locals()
+        defaults, options = _by_name(adam.defaults, given), _by_name(OptimizerOptions, given)
+        super().__init__(params, make_rules, defaults, options, process_group, norm_group)
 
 
 class FusedShardedSGD(Engine):
@@ -151,25 +143,9 @@ class FusedShardedSGD(Engine):
         differentiable: bool = False,
     ) -> None:
         flags = {"foreach": foreach, "fused": fused, "differentiable": differentiable}
-        super().__init__(
-            params,
-            partial(rules_of, sgd.SGD.name),
-            partial(sgd.defaults, lr, momentum, dampening, weight_decay, nesterov, maximize, flags),
-            partial(
-                OptimizerOptions,
-                stage,
-                bucket_cap_mb,
-                reduce_dtype,
-                state_dtype,
-                master_weights,
-                capturable,
-                accumulate_dtype,
-                resident_mb,
-                gradient_divisor,
-            ),
-            process_group,
-            norm_group,
-        )
+        make_rules, given = partial(rules_of, sgd.SGD.name), locals()
+        defaults, options = _by_name(sgd.defaults, given), _by_name(OptimizerOptions, given)
+        super().__init__(params, make_rules, defaults, options, process_group, norm_group)
 
 
 class FusedShardedLion(Engine):
@@ -211,25 +187,9 @@ class FusedShardedLion(Engine):
         differentiable: bool = False,
     ) -> None:
         flags = {"foreach": foreach, "fused": fused, "differentiable": differentiable}
-        super().__init__(
-            params,
-            partial(rules_of, lion.LION.name),
-            partial(lion.defaults, lr, betas, weight_decay, maximize, flags),
-            partial(
-                OptimizerOptions,
-                stage,
-                bucket_cap_mb,
-                reduce_dtype,
-                state_dtype,
-                master_weights,
-                capturable,
-                accumulate_dtype,
-                resident_mb,
-                gradient_divisor,
-            ),
-            process_group,
-            norm_group,
-        )
+        make_rules, given = partial(rules_of, lion.LION.name), locals()
+        defaults, options = _by_name(lion.defaults, given), _by_name(OptimizerOptions, given)
+        super().__init__(params, make_rules, defaults, options, process_group, norm_group)
 
 
 class ShardedOptimizer(Engine):
@@ -287,9 +247,9 @@ class ShardedOptimizer(Engine):
             make_rules,
             lambda: dict(guest.defaults),
             lambda: GuestOptions(
-                stage,
-                bucket_cap_mb,
-                reduce_dtype,
+                stage=stage,
+                bucket_cap_mb=bucket_cap_mb,
+                reduce_dtype=reduce_dtype,
                 master_weights=master_weights,
                 optimizer_class=full_name(optimizer_class),
                 elementwise=elementwise,
