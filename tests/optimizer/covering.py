@@ -69,6 +69,16 @@ def _rows(*_: object) -> list[Way]:
     return [{name: row[name] for name in CHOICES} for row in _Array(pairs_on_cpu()).rows()]
 
 
+def share_shown(drawn: Iterable[Way]) -> float:
+    """Of all pairs, by themselves and beside the default of each third option, those that these trainings show."""
+    array = _Array(pairs_on_cpu())
+    asked = len(array.left)
+    for row in drawn:
+        for each in array._shown(row):
+            del array.left[each]
+    return 1 - len(array.left) / asked
+
+
 def singles() -> list[Way]:
     """Each value with all else at its default, where that goes."""
     settings = [Setting(choice.option, value) for choice in CHOICES.values() for value in choice.values]

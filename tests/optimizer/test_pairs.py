@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from tests.optimizer.combined import outcome, train, trained
-from tests.optimizer.covering import OF_FOUR, pairs_on_cpu, rows, shows, singles, with_twins
+from tests.optimizer.covering import OF_FOUR, pairs_on_cpu, rows, share_shown, shows, singles, with_twins
 from tests.optimizer.ways import (
     OF_RANKS,
     Pair,
@@ -119,6 +119,11 @@ def test_every_pair_that_works_is_in_the_array() -> None:
         has = [row for row in drawn if items <= row.items()]
         assert has, name_of(pair)
         assert any(shows(items, row) for row in has) or name_of(pair) in NEVER_SHOWN, name_of(pair)
+
+
+def test_nearly_every_pair_shows_beside_the_default_of_each_third_option() -> None:
+    assert share_shown(rows()) > 0.96
+    assert share_shown(rows()[:40]) < 0.96
 
 
 def test_the_array_is_the_same_in_every_process() -> None:
