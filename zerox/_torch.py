@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd import profiler
-from torch.distributed.algorithms.join import Joinable
+from torch.distributed.algorithms import join as torch_join
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import optimizer as optimizers
 
@@ -221,7 +221,7 @@ OFF = JoinConfig(False, False, False)
 
 def check_join() -> None:
     """Without ``_join_config`` torch's Join raises over what is zerox's: it could not say that it begins."""
-    if "_join_config" not in Joinable.__init__.__code__.co_names:
+    if "_join_config" not in torch_join.Joinable.__init__.__code__.co_names:
         raise changed("torch.distributed.algorithms.Joinable._join_config", "to follow torch's Join")
 
 
