@@ -3,6 +3,7 @@
 #include <vector>
 
 #include "bindings/bindings.h"
+#include "buckets/address.h"
 #include "cpu/large_pages.h"
 #include "params/own_storage.h"
 #include "params/params.h"
@@ -72,6 +73,7 @@ void bind_params(py::module_& m) {
   m.def("advise_large_pages", &advise_large_pages);
   m.def("with_own_storage", &with_own_storage);
   m.def("has_own_storage", &has_own_storage);
+  m.def("address_of", [](const at::Tensor& tensor) { return reinterpret_cast<uint64_t>(address_of(tensor)); });
   define_late_error(m);
   bind_read_guard(m);
 

@@ -14,6 +14,8 @@
 #include <string>
 #include <vector>
 
+#include "buckets/address.h"
+
 namespace zx {
 
 class Decision;  // grads/decision.h
@@ -127,7 +129,7 @@ struct Home {
       : view(std::move(place)),
         local(std::move(there)),
         is_of_dtensor(of_dtensor),
-        address(moves ? nullptr : view.const_data_ptr()),
+        address(moves ? nullptr : address_of(view)),
         numel(view.numel()),
         device(view.device()),
         is_contiguous(view.is_contiguous()),
@@ -136,8 +138,8 @@ struct Home {
 
   // Compares addresses: see Note [Every parameter has a storage of its own].
   bool has_param() const {
-    const void* here = address != nullptr ? address : view.const_data_ptr();
-    return (local.numel() == 0 || local.const_data_ptr() == here) && local.sizes() == at::IntArrayRef(sizes) &&
+    const void* here = address != nullptr ? address : address_of(view);
+    return (local.numel() == 0 || address_of(local) == here) && local.sizes() == at::IntArrayRef(sizes) &&
            local.strides() == at::IntArrayRef(strides);
   }
   // Whether the elements of a tensor of these sizes lie in the same order.

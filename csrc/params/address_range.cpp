@@ -7,6 +7,7 @@
 #include <cstring>
 
 #include "params/digest.h"
+#include "params/faults.h"
 #include "params/own_storage.h"
 
 #ifdef __linux__
@@ -115,8 +116,12 @@ ReservedAddresses::ReservedAddresses(size_t bytes) : bytes_(bytes), start_(reser
 
 ReservedAddresses::~ReservedAddresses() { munmap(start_, bytes_ + kChunk); }
 
-AddressRange::AddressRange(size_t bytes, std::shared_ptr<SparePages> spare)
-    : bytes_(bytes), reserved_bytes_(of_whole_pages(bytes)), reserved_(reserved_bytes_), spare_(std::move(spare)) {
+AddressRange::AddressRange(size_t bytes, std::shared_ptr<SparePages> spare, HiddenReads hidden)
+    : bytes_(bytes),
+      reserved_bytes_(of_whole_pages(bytes)),
+      reserved_(reserved_bytes_),
+      spare_(std::move(spare)),
+      hidden_(hidden) {
   (void)madvise(data(), reserved_bytes_ / kChunk * kChunk, spare_ == nullptr ? MADV_NOHUGEPAGE : MADV_HUGEPAGE);
   protect(data(), reserved_bytes_, PROT_READ | PROT_WRITE);
   count_more(reserved_bytes_);
@@ -126,8 +131,9 @@ AddressRange::~AddressRange() { count(-static_cast<int64_t>(counted_)); }
 
 void AddressRange::release() {
   has_memory_ = false;
+  keep_fault_handler();
   // First, so that a reader that nothing announced finds either the values or a fault.
-  protect(data(), reserved_bytes_, PROT_NONE);
+  allow(PROT_NONE);
   size_t done = 0;
   while (spare_ != nullptr && done + kChunk <= reserved_bytes_ && spare_->take(data() + done)) done += kChunk;
   drop(data() + done, reserved_bytes_ - done);
@@ -137,19 +143,35 @@ void AddressRange::release() {
 
 void AddressRange::restore() {
   has_memory_ = true;
+  keep_fault_handler();
   size_t done = 0;
   while (spare_ != nullptr && done + kChunk <= reserved_bytes_ && spare_->give(data() + done)) done += kChunk;
-  protect(data(), reserved_bytes_, PROT_READ | PROT_WRITE);
+  allow(PROT_READ | PROT_WRITE);
   counted_ += done;
   count_more(reserved_bytes_ - counted_);
 }
 
-void AddressRange::let_write(bool may) { protect(data(), reserved_bytes_, may ? PROT_READ | PROT_WRITE : PROT_READ); }
+void AddressRange::let_write(bool may) { allow(may ? PROT_READ | PROT_WRITE : PROT_READ); }
 
-void AddressRange::hide() { protect(data(), reserved_bytes_, PROT_NONE); }
+void AddressRange::hide() { allow(PROT_NONE); }
+
+void AddressRange::allow(int how) {
+  protect(data(), reserved_bytes_, how);
+  let_ask(how != PROT_NONE);
+}
+
+void AddressRange::let_ask(bool may) {
+  if (hidden_ == HiddenReads::fault) return;
+  const std::lock_guard lock(storages_mutex_);
+  if (std::exchange(may_ask_, may) == may) return;
+  std::erase_if(storages_, [](const auto& each) { return each.expired(); });
+  for (const auto& each : storages_) {
+    if (const auto storage = each.lock()) tell(*storage);
+  }
+}
 
 void AddressRange::restore_in_child() {
-  protect(data(), reserved_bytes_, PROT_READ | PROT_WRITE);
+  allow(PROT_READ | PROT_WRITE);
   std::memset(data(), 0xff, bytes_);
 }
 
@@ -167,19 +189,20 @@ ReservedAddresses::ReservedAddresses(size_t bytes) : bytes_(bytes), start_(nullp
   TORCH_CHECK(false, "zerox: this system can't move pages between addresses");
 }
 ReservedAddresses::~ReservedAddresses() = default;
-AddressRange::AddressRange(size_t bytes, std::shared_ptr<SparePages> spare)
-    : bytes_(bytes), reserved_bytes_(bytes), reserved_(bytes), spare_(std::move(spare)) {}
+AddressRange::AddressRange(size_t bytes, std::shared_ptr<SparePages> spare, HiddenReads hidden)
+    : bytes_(bytes), reserved_bytes_(bytes), reserved_(bytes), spare_(std::move(spare)), hidden_(hidden) {}
 AddressRange::~AddressRange() = default;
 void AddressRange::release() {}
 void AddressRange::restore() {}
 void AddressRange::let_write(bool /*may*/) {}
+void AddressRange::let_ask(bool /*may*/) {}
 void AddressRange::hide() {}
 void AddressRange::restore_in_child() {}
 
 #endif
 
-std::shared_ptr<AddressRange> AddressRange::make(size_t bytes, std::shared_ptr<SparePages> spare) {
-  return std::shared_ptr<AddressRange>(new AddressRange(bytes, std::move(spare)));
+std::shared_ptr<AddressRange> AddressRange::make(size_t bytes, std::shared_ptr<SparePages> spare, HiddenReads hidden) {
+  return std::shared_ptr<AddressRange>(new AddressRange(bytes, std::move(spare), hidden));
 }
 
 at::Tensor AddressRange::tensor(at::ScalarType dtype) {
@@ -188,7 +211,25 @@ at::Tensor AddressRange::tensor(at::ScalarType dtype) {
   return at::from_blob(data(), {numel}, [kept](void* /*data*/) { delete kept; }, at::TensorOptions().dtype(dtype));
 }
 
-at::Tensor AddressRange::with_own_storage(const at::Tensor& view) { return zx::with_own_storage(view); }
+at::Tensor AddressRange::with_own_storage(const at::Tensor& view) {
+  at::Tensor made = zx::with_own_storage(view);
+  if (hidden_ == HiddenReads::fault) return made;
+  const std::lock_guard lock(storages_mutex_);
+  storages_.push_back(made.storage().getWeakStorageImpl());
+  tell(*made.storage().unsafeGetStorageImpl());
+  return made;
+}
+
+// Under the lock: whether its address may be asked for.
+void AddressRange::tell(c10::StorageImpl& storage) const {
+  if (may_ask_) {
+    allow_reads(storage);
+  } else {
+    forbid_reads(storage,
+                 "zerox: a parameter is sharded (stage=3), and with ZEROX_FAULTS=0 a read that no operator shows can't "
+                 "fetch it: read it inside optimizer.whole(), or by an operator, such as param.clone()");
+  }
+}
 
 void AddressRange::take_shard(const at::Tensor& shard, const std::vector<BytePiece>& own) {
   const auto* from = static_cast<const char*>(shard.const_data_ptr());

@@ -25,6 +25,11 @@ namespace zx {
 //
 // A released range can be neither read nor written: a read that nothing announces never finds another bucket's values.
 
+// What happens to such a read: it faults, see Note [Reads that nothing announces], or torch raises RuntimeError where
+// it is asked for the address, as numpy() and data_ptr() ask it. It raises for whatever no operator is using: which
+// buckets happen to be resident does not matter, and nobody is given memory that may be gone at the next operator.
+enum class HiddenReads : uint8_t { fault, raise };
+
 // Chunks of memory that no range uses. Any thread may call any of these.
 class SparePages {
  public:
@@ -71,7 +76,7 @@ class AddressRange final : public Room, public std::enable_shared_from_this<Addr
  public:
   // Has memory at first, all zero. Without `spare`, which moves whole chunks: a range of which parts may have memory, a
   // page at a time. It gives none up to others.
-  static std::shared_ptr<AddressRange> make(size_t bytes, std::shared_ptr<SparePages> spare);
+  static std::shared_ptr<AddressRange> make(size_t bytes, std::shared_ptr<SparePages> spare, HiddenReads hidden);
   ~AddressRange() override;
   AddressRange(const AddressRange&) = delete;
   AddressRange& operator=(const AddressRange&) = delete;
@@ -85,6 +90,7 @@ class AddressRange final : public Room, public std::enable_shared_from_this<Addr
   void release() override;
   void restore() override;
   void let_write(bool may) override;
+  void let_ask(bool may) override;
   void restore_in_child() override;
   Inbox inbox() override { return {.data = data()}; }
   void take_in(const Inbox& /*inbox*/, const std::vector<ByteSpan>& /*spans*/) override {}
@@ -109,7 +115,9 @@ class AddressRange final : public Room, public std::enable_shared_from_this<Addr
   static int64_t most_in_use();
 
  private:
-  AddressRange(size_t bytes, std::shared_ptr<SparePages> spare);
+  AddressRange(size_t bytes, std::shared_ptr<SparePages> spare, HiddenReads hidden);
+  void allow(int how);
+  void tell(c10::StorageImpl& storage) const;
 
   size_t bytes_;
   size_t reserved_bytes_;  // of whole pages
@@ -117,6 +125,10 @@ class AddressRange final : public Room, public std::enable_shared_from_this<Addr
   size_t counted_ = 0;      // of these, in use
   bool has_memory_ = true;  // all of it
   std::shared_ptr<SparePages> spare_;
+  const HiddenReads hidden_;
+  std::mutex storages_mutex_;  // of those below
+  bool may_ask_ = true;
+  std::vector<c10::weak_intrusive_ptr<c10::StorageImpl>> storages_;  // that lie here, if they are to raise
 };
 
 // Whether this system has what ranges need.

@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <cstring>
 
+#include "buckets/address.h"
 #include "params/digest.h"
 #include "params/unseen.h"
 
@@ -158,7 +159,7 @@ void DeviceRoom::move_to(char* address) {
 
 std::shared_ptr<DeviceRoom> DeviceRoom::of(const at::Tensor& tensor) {
   // A storage that is being moved has the same deleter before, then and after, but no context for a moment.
-  const c10::DataPtr& data = tensor.storage().data_ptr();
+  const c10::DataPtr& data = data_ptr_of(tensor);
   if (data.get_deleter() != &leave) return nullptr;
   const std::lock_guard lock(addresses());
   return *static_cast<const std::shared_ptr<DeviceRoom>*>(data.get_context());

@@ -2,14 +2,17 @@
 
 #include <c10/util/Exception.h>
 
+#include <algorithm>
 #include <atomic>
 #include <cerrno>
 #include <csignal>
+#include <iterator>
 #include <mutex>
 #include <thread>
 #include <utility>
 
 #ifdef __linux__
+#include <pthread.h>
 #include <ucontext.h>
 #endif
 
@@ -18,25 +21,79 @@ namespace zx {
 #ifdef __linux__
 namespace {
 
+// ---- the readers
+
+struct Place {
+  std::atomic<FaultReader*> reader = nullptr;
+  std::atomic<int> num_inside = 0;  // threads that have it look at a fault
+};
 constexpr int kMostReaders = 256;
-std::atomic<FaultReader*> readers[kMostReaders];
-std::atomic<int> num_readers{0};  // slots that were ever used
-std::atomic<int> num_inside{0};   // threads in the handler
-struct sigaction before_ours;
+Place places[kMostReaders];
+std::atomic<int> num_places{0};  // that were ever used
+std::atomic<int> num_readers{0};
+
+// Of all that is installed, and of who is a reader. Never destroyed, and free in a forked child.
+std::mutex& mutex() {
+  static auto* const one = [] {
+    pthread_atfork([] { mutex().lock(); }, [] { mutex().unlock(); }, [] { mutex().unlock(); });
+    return new std::mutex;
+  }();
+  return *one;
+}
+
+Place* place_of(const FaultReader* reader) {
+  Place* const found =
+      std::find_if(std::begin(places), std::end(places), [&](const Place& each) { return each.reader == reader; });
+  return found == std::end(places) ? nullptr : found;
+}
+
+// ---- the handlers
+
+#define ZX_IN_HANDLERS __attribute__((tls_model("initial-exec"))) thread_local
+ZX_IN_HANDLERS bool is_inside = false;  // of a reader
+ZX_IN_HANDLERS bool passes_on[2] = {};  // by our first function, and by our second
+#undef ZX_IN_HANDLERS
+
+// What was there before each of our functions.
+struct Before {
+  struct sigaction action;
+  std::atomic<bool> is_spent = false;  // it was to be called once
+  bool is_used = false;                // ours is installed, and may be what others call. Under the mutex
+};
+Before before[2];
 
 // Its two kinds of handlers are one field.
 bool is_function(const struct sigaction& action) {
   return action.sa_handler != SIG_DFL && action.sa_handler != SIG_IGN;
 }
 
-void pass_on(int signal, siginfo_t* info, void* context) {
-  if (!is_function(before_ours)) {
-    ::signal(signal, SIG_DFL);  // the instruction runs again, and ends the process
-  } else if ((before_ours.sa_flags & SA_SIGINFO) != 0) {
-    before_ours.sa_sigaction(signal, info, context);
+// Calls it as the kernel would.
+void call(const struct sigaction& theirs, int signal, siginfo_t* info, void* context) {
+  sigset_t blocked = theirs.sa_mask;
+  if ((theirs.sa_flags & SA_NODEFER) == 0) sigaddset(&blocked, signal);
+  sigset_t old;
+  pthread_sigmask(SIG_BLOCK, &blocked, &old);
+  if ((theirs.sa_flags & SA_SIGINFO) != 0) {
+    theirs.sa_sigaction(signal, info, context);
   } else {
-    before_ours.sa_handler(signal);
+    theirs.sa_handler(signal);
   }
+  pthread_sigmask(SIG_SETMASK, &old, nullptr);
+}
+
+void pass_on(int which, int signal, siginfo_t* info, void* context) {
+  Before& theirs = before[which];
+  const bool was_sent = info->si_code <= 0;  // by kill(2) or raise(3), and no instruction runs again
+  if (was_sent && theirs.action.sa_handler == SIG_IGN) return;
+  if (passes_on[which] || theirs.is_spent || !is_function(theirs.action)) {
+    ::signal(signal, SIG_DFL);  // the instruction runs again, and ends the process
+    if (was_sent) raise(signal);
+    return;
+  }
+  theirs.is_spent = (theirs.action.sa_flags & SA_RESETHAND) != 0;
+  passes_on[which] = true;
+  call(theirs.action, signal, info, context);
+  passes_on[which] = false;
 }
 
 // Whether the faulting instruction writes.
@@ -53,62 +110,104 @@ bool is_write(const void* context, const void* address) {
 #endif
 }
 
-void handle(int signal, siginfo_t* info, void* context) {
+// Whether it was a reader's address, and the instruction may run again.
+bool was_let_through(const siginfo_t* info, const void* context) {
+  if (info->si_code != SEGV_ACCERR || is_inside) return false;
   const int saved = errno;
+  is_inside = true;
+  const bool writes = is_write(context, info->si_addr);
   bool done = false;
-  if (info->si_code == SEGV_ACCERR) {
-    const bool writes = is_write(context, info->si_addr);
-    ++num_inside;
-    for (int i = 0; i < num_readers && !done; ++i) {
-      FaultReader* reader = readers[i];
-      done = reader != nullptr && reader->access_at(info->si_addr, writes);
-    }
-    --num_inside;
+  for (int i = 0; i < num_places && !done; ++i) {
+    if (places[i].reader == nullptr) continue;
+    ++places[i].num_inside;
+    FaultReader* const reader = places[i].reader;  // again, now that it can't be removed
+    done = reader != nullptr && reader->access_at(info->si_addr, writes);
+    --places[i].num_inside;
   }
+  is_inside = false;
   errno = saved;
-  if (!done) pass_on(signal, info, context);
+  return done;
 }
 
-void install() {
+template <int kWhich>
+void handle(int signal, siginfo_t* info, void* context) {
+  if (!was_let_through(info, context)) pass_on(kWhich, signal, info, context);
+}
+
+// ---- which are installed: all under the mutex
+
+using Handler = void (*)(int, siginfo_t*, void*);
+constexpr Handler kOurs[] = {&handle<0>, &handle<1>};
+
+// Which of ours it is, or -1.
+int which_of_ours(const struct sigaction& action) {
+  if ((action.sa_flags & SA_SIGINFO) == 0) return -1;
+  const auto* const found = std::find(std::begin(kOurs), std::end(kOurs), action.sa_sigaction);
+  return found == std::end(kOurs) ? -1 : static_cast<int>(found - std::begin(kOurs));
+}
+
+void put_on_top() {
+  struct sigaction now{};
+  sigaction(SIGSEGV, nullptr, &now);
+  const int which = which_of_ours(now);
+  if (which == 0) before[1].is_used = false;  // the handler between the two was taken away, and the second with it
+  if (which >= 0) return;
+  if (!is_function(now)) before[0].is_used = before[1].is_used = false;  // and so were all
+  if (before[1].is_used) return;
+  const int next = before[0].is_used ? 1 : 0;
+  before[next].action = now;
+  before[next].is_spent = false;
+  before[next].is_used = true;
   struct sigaction ours{};
-  ours.sa_sigaction = &handle;
+  ours.sa_sigaction = kOurs[next];
   ours.sa_flags = SA_SIGINFO | SA_NODEFER;
   sigemptyset(&ours.sa_mask);
-  sigaction(SIGSEGV, &ours, &before_ours);
+  sigaction(SIGSEGV, &ours, nullptr);
+}
+
+void take_away() {
+  struct sigaction now{};
+  sigaction(SIGSEGV, nullptr, &now);
+  const int which = which_of_ours(now);
+  if (which < 0) return;
+  sigaction(SIGSEGV, &before[which].action, &now);
+  if (which_of_ours(now) == which) {
+    before[which].is_used = false;
+  } else {
+    sigaction(SIGSEGV, &now, nullptr);  // it was installed in between
+  }
 }
 
 }  // namespace
 
 void keep_fault_handler() {
-  static std::mutex mutex;
-  static bool was_installed = false;
-  const std::lock_guard lock(mutex);  // or two threads would install it, and the second find ours as the one before
-  struct sigaction now{};
-  sigaction(SIGSEGV, nullptr, &now);
-  if (was_installed && is_function(now)) return;
-  was_installed = true;
-  install();
+  if (num_readers == 0 || is_inside) return;
+  const std::lock_guard lock(mutex());
+  if (num_readers > 0) put_on_top();
 }
 
 void add_fault_reader(FaultReader* reader) {
-  keep_fault_handler();
-  for (int i = 0; i < kMostReaders; ++i) {
-    FaultReader* nobody = nullptr;
-    if (!readers[i].compare_exchange_strong(nobody, reader)) continue;
-    int used = num_readers;
-    while (used <= i && !num_readers.compare_exchange_weak(used, i + 1)) {
-    }
-    return;
+  const std::lock_guard lock(mutex());
+  if (place_of(reader) == nullptr) {
+    Place* const free = place_of(nullptr);
+    TORCH_CHECK(free != nullptr, "zerox: ", kMostReaders, " optimizers with sharded parameters are alive: delete some");
+    free->reader = reader;
+    num_places = std::max<int>(num_places, static_cast<int>(free - places) + 1);
+    ++num_readers;
   }
-  TORCH_CHECK(false, "zerox: ", kMostReaders, " optimizers with sharded parameters are alive: delete some");
+  put_on_top();
 }
 
 void remove_fault_reader(FaultReader* reader) {
-  for (auto& each : readers) {
-    FaultReader* expected = reader;
-    each.compare_exchange_strong(expected, nullptr);
+  Place* place = nullptr;
+  {
+    const std::lock_guard lock(mutex());
+    place = place_of(reader);
+    if (place == nullptr) return;
+    place->reader = nullptr;
+    if (--num_readers == 0) take_away();
   }
-  while (num_inside > 0) std::this_thread::yield();
+  while (place->num_inside > 0) std::this_thread::yield();
 }
 
 #else

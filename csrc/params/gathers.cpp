@@ -4,6 +4,8 @@
 #include <exception>
 #include <utility>
 
+#include "buckets/address.h"
+
 namespace zx {
 namespace {
 
@@ -74,7 +76,7 @@ class Waits final : public ReadGuard::Watcher {
   // The gather that fills this tensor's memory, or null. This is asked for each argument of each operator. Addresses
   // tell: see Note [Every parameter has a storage of its own].
   Gather* that_fills(const at::Tensor& tensor) const {
-    const auto* place = static_cast<const char*>(tensor.storage().data());
+    const auto* place = static_cast<const char*>(data_ptr_of(tensor).get());
     const auto after = std::upper_bound(by_address_.begin(), by_address_.end(), place,
                                         [](const char* address, const auto& each) { return address < each.first; });
     if (after == by_address_.begin()) return nullptr;

@@ -4,6 +4,7 @@
 #include <ATen/ops/record_stream_ops.h>
 #include <torch/library.h>
 
+#include "buckets/address.h"
 #include "params/device_room.h"
 
 namespace zx {
@@ -14,7 +15,7 @@ void let_go(void* buffer) { delete static_cast<c10::Storage*>(buffer); }
 // The buffer's storage, if with_own_storage() made the tensor's; null for all other tensors.
 const c10::Storage* buffer_of(const at::Tensor& tensor) {
   if (!tensor.has_storage()) return nullptr;
-  const c10::DataPtr& data = tensor.storage().data_ptr();
+  const c10::DataPtr& data = data_ptr_of(tensor);
   return data.get_deleter() == &let_go ? static_cast<const c10::Storage*>(data.get_context()) : nullptr;
 }
 
@@ -49,5 +50,26 @@ at::Tensor with_own_storage(const at::Tensor& view) {
 bool has_own_storage(const at::Tensor& tensor) {
   return tensor.has_storage() && (buffer_of(tensor) != nullptr || DeviceRoom::of(tensor) != nullptr);
 }
+
+namespace {
+
+template <typename Storage>
+constexpr bool has_allowing = requires(Storage& storage) { storage.clear_data_ptr_access_error_msg_(); };
+
+template <typename Storage>
+void allow(Storage& storage) {
+  if constexpr (has_allowing<Storage>) storage.clear_data_ptr_access_error_msg_();
+}
+
+}  // namespace
+
+bool can_forbid_reads() { return has_allowing<c10::StorageImpl>; }
+
+// Called after what it does in torch; the data stays.
+void forbid_reads(c10::StorageImpl& storage, const char* why) {
+  storage.release_data_and_set_meta_custom_data_ptr_error_msg_(why);
+}
+
+void allow_reads(c10::StorageImpl& storage) { allow(storage); }
 
 }  // namespace zx

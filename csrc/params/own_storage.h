@@ -22,4 +22,10 @@ at::Tensor with_own_storage(const at::Tensor& view);
 // Whether the tensor's storage was made by with_own_storage(), and has not been given other memory since.
 bool has_own_storage(const at::Tensor& tensor);
 
+// Whether this torch can be told that nobody may ask for a storage's address; then data_ptr() of its tensors raises
+// RuntimeError. Only address_of() (buckets/address.h) tells.
+bool can_forbid_reads();
+void forbid_reads(c10::StorageImpl& storage, const char* why);
+void allow_reads(c10::StorageImpl& storage);
+
 }  // namespace zx

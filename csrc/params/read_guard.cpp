@@ -16,6 +16,8 @@
 #include <utility>
 #include <vector>
 
+#include "buckets/address.h"
+
 namespace zx {
 namespace {
 
@@ -106,7 +108,7 @@ thread_local bool paused = false;
 // follow.
 bool has_memory(const at::Tensor& tensor) {
   return tensor.defined() && tensor.has_storage() && !tensor.key_set().has(c10::DispatchKey::Python) &&
-         tensor.storage().data() != nullptr;
+         data_ptr_of(tensor).get() != nullptr;
 }
 
 void look_at(const c10::IValue& value, const ReadGuard::Use& use, ReadGuard::Watcher& watcher) {

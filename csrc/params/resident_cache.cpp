@@ -53,7 +53,6 @@ void Residents::release(ShardedBucket& sharded) {
   const Range range("release", sharded.index);
   sharded.state = State::released;
   sharded.is_stale = sharded.is_old = false;
-  if (!rooms_.on_accelerator()) keep_fault_handler();
   sharded.room->release();
   if (sharded.rows != nullptr) sharded.rows->forget();
   now_.resident_bytes -= std::exchange(sharded.held, 0);

@@ -96,6 +96,7 @@ void Residents::make_whole_for_good() {
 void Residents::keep_for_others(const std::shared_ptr<Residents>& gone) {
   static auto* const kept = new std::vector<std::shared_ptr<Residents>>();  // leaked, with its lock
   static auto* const mutex = new std::mutex;
+  if (gone != nullptr) remove_fault_reader(gone.get());  // all is whole, and stays
   if (gone != nullptr && gone->process_.is_this()) {
     const std::lock_guard lock(gone->mutex_);
     gone->snapshots_.push_back(std::make_unique<const std::vector<ByAddress>>());

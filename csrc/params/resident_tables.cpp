@@ -103,6 +103,7 @@ void Residents::pin_rows(ShardedBucket& sharded, const at::Tensor& indices, cons
   std::unique_lock lock(mutex_);
   ++sharded.pins;
   sharded.rows->begin_lookup();
+  if (sharded.room != nullptr) sharded.room->let_ask(true);
   sharded.touched = ++now_.clock;
   if (is_up_to_date(sharded)) return;
   if (sharded.state == State::released && sharded.rows->may_run(sharded.rows->missing(indices))) {
@@ -230,6 +231,7 @@ void Residents::end_lookup(int64_t bucket) {
   const bool is_over = sharded.state == State::released && !sharded.rows->is_looked_up();
   if (is_over && sharded.rows->has_pages()) sharded.rows->range().hide();
   if (sharded.is_stale || sharded.is_old || !sharded.rows->has_pages()) changed_.notify_all();
+  if (sharded.pins == 0) sharded.room->let_ask(false);
   const bool goes_now = hostile_ || (is_over && !sharded.rows->has_pages());
   if (goes_now && may_be_released(sharded)) release(sharded);
 }

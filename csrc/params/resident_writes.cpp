@@ -137,6 +137,7 @@ void Residents::leave_whole() {
     --sharded->pins;
     const bool is_resident = sharded->state == State::resident;
     if (now_.whole == 0 && sharded->writers == 0 && is_resident) sharded->room->let_write(false);
+    if (sharded->pins == 0) sharded->room->let_ask(false);
     if ((sharded->is_stale || sharded->is_old) && may_be_released(*sharded)) release(*sharded);
   }
   evict_for(0, nullptr);

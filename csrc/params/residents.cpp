@@ -7,6 +7,7 @@
 #include <cstring>
 #include <utility>
 
+#include "buckets/address.h"
 #include "params/device_room.h"
 #include "workers/ranges.h"
 
@@ -31,10 +32,10 @@ constexpr char kSetsData[] = "aten::_has_compatible_shallow_copy_type";
 
 }  // namespace
 
-Residents::Residents(std::shared_ptr<const PeerShards> peers) : peers_(std::move(peers)) {
+Residents::Residents(std::shared_ptr<const PeerShards> peers, HiddenReads hidden)
+    : peers_(std::move(peers)), rooms_(hidden) {
   snapshots_.push_back(std::make_unique<const std::vector<ByAddress>>());
   by_address_ = snapshots_.back().get();
-  add_fault_reader(this);
 }
 
 Residents::~Residents() { remove_fault_reader(this); }
@@ -45,7 +46,8 @@ std::shared_ptr<Room> Residents::make_room(size_t bytes, c10::Device device) {
 }
 
 std::shared_ptr<Room> Residents::make_table_room(size_t bytes, c10::Device device) {
-  return device.is_cpu() ? AddressRange::make(bytes, nullptr) : make_room(bytes, device);
+  const std::lock_guard lock(mutex_);
+  return rooms_.make_for_table(bytes, device);
 }
 
 int64_t Residents::add_table(std::string name, std::shared_ptr<Room> room, at::Tensor shard, bool is_served,
@@ -83,15 +85,18 @@ int64_t Residents::add(std::string name, std::shared_ptr<Room> room, at::Tensor 
 
 // Readers look without a lock. They may still look at an old snapshot, so all are kept.
 void Residents::watch_added() {
-  const std::lock_guard lock(mutex_);
+  std::unique_lock lock(mutex_);
   auto next = std::make_unique<std::vector<ByAddress>>();
   for (const auto& sharded : buckets_) {
     const auto* range = dynamic_cast<const AddressRange*>(sharded->room.get());
     if (range != nullptr) next->push_back({range->data(), range->data() + range->bytes(), sharded->index});
   }
   std::sort(next->begin(), next->end(), [](const auto& a, const auto& b) { return a.start < b.start; });
+  const bool faults = !next->empty() && rooms_.hidden_reads_fault();
   snapshots_.push_back(std::move(next));
   by_address_ = snapshots_.back().get();
+  lock.unlock();
+  if (faults) add_fault_reader(this);
 }
 
 ShardPlace Residents::place(int64_t bucket) const {
@@ -108,6 +113,7 @@ void Residents::set_places(int64_t bucket, std::vector<ShardPlace> by_rank) {
   if (now_.whole == 0) sharded.room->let_write(false);
   sharded.digest = now_.whole == 0 ? 0 : sharded.room->digest();
   if (sharded.rows != nullptr && may_be_released(sharded)) release(sharded);  // lookups come first
+  if (sharded.pins == 0) sharded.room->let_ask(false);
   evict_for(0, nullptr);
 }
 
@@ -129,7 +135,7 @@ int64_t Residents::bucket_at(const void* address) const {
 
 // The bucket that a tensor lies in, or -1.
 int64_t Residents::bucket_of(const at::Tensor& tensor) const {
-  if (tensor.is_cpu()) return bucket_at(tensor.storage().data());
+  if (tensor.is_cpu()) return bucket_at(data_ptr_of(tensor).get());
   const auto room = DeviceRoom::of(tensor);
   if (room == nullptr) return -1;
   const std::lock_guard lock(mutex_);
@@ -151,7 +157,7 @@ void Residents::before_read(const at::Tensor& tensor, const ReadGuard::Use& use)
 }
 
 void Residents::before_hidden_reads(const char* reader, ReadGuard::Pins& pins) {
-  if (!rooms_.on_accelerator()) return;
+  if (rooms_.hidden_reads_fault()) return;
   size_t count = 0;
   {
     const std::lock_guard lock(mutex_);
@@ -206,6 +212,7 @@ void Residents::pin(int64_t bucket, const char* reader) {
   std::unique_lock lock(mutex_);
   ShardedBucket& sharded = *buckets_[bucket];
   ++sharded.pins;
+  if (sharded.room != nullptr) sharded.room->let_ask(true);
   sharded.touched = ++now_.clock;
   if (reader != nullptr && sharded.rows == nullptr && past_.script.note(bucket)) look_ahead();
   if (is_up_to_date(sharded)) return;
@@ -332,6 +339,7 @@ void Residents::after_operator(const ReadGuard::Pins& pins) {
     }
     if (sharded.is_stale || sharded.is_old) changed_.notify_all();
     if (hostile_ && may_be_released(sharded)) release(sharded);
+    if (sharded.pins == 0 && sharded.room != nullptr) sharded.room->let_ask(false);
   }
   if (now_.resident_bytes > now_.limit) evict_for(0, nullptr);
 }

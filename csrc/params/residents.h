@@ -53,7 +53,7 @@ struct ResidentCounts {
 // Any thread may call any of these. In a forked child released parameters can't be fetched: see Note [Forks].
 class Residents final : public ReadGuard::Watcher, public FaultReader {
  public:
-  explicit Residents(std::shared_ptr<const PeerShards> peers);
+  Residents(std::shared_ptr<const PeerShards> peers, HiddenReads hidden);
   ~Residents() override;
   Residents(const Residents&) = delete;
   Residents& operator=(const Residents&) = delete;
@@ -131,7 +131,7 @@ class Residents final : public ReadGuard::Watcher, public FaultReader {
   // ---- ReadGuard::Watcher
 
   void before_read(const at::Tensor& tensor, const ReadGuard::Use& use) override;
-  // On a host they fault, see Note [Reads that nothing announces], and so do hidden writes. Elsewhere all are fetched.
+  // Where they fault (see Note [Reads that nothing announces]) so do hidden writes. Elsewhere all are fetched.
   void before_hidden_reads(const char* reader, ReadGuard::Pins& pins) override;
   void before_function(const ReadGuard::PythonFunction& function, const ReadGuard::Pins& reads) override;
   void before_backward_of(const ReadGuard::PythonFunction& function, ReadGuard::Pins& pins) override;

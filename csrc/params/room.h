@@ -43,6 +43,9 @@ class Room {
   virtual void restore() = 0;
   // Whether it may be written; it may after restore(). A write where it may not is a fault, if the system can tell.
   virtual void let_write(bool may) = 0;
+  // Whether tensors that lie here may be asked for their addresses, if hidden reads are to raise. They may as soon as
+  // the memory may be read, and are not to when nobody uses it any more. See HiddenReads.
+  virtual void let_ask(bool /*may*/) {}
   // Gives it memory full of NaN in a forked child, where other threads' locks may be held for ever.
   virtual void restore_in_child() = 0;
 

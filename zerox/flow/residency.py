@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -31,6 +32,8 @@ from zerox.ranks.neighbours import find_neighbours
 from zerox.ranks.process_group import time_of
 from zerox.ranks.roll_call import summary_of
 from zerox.sliced_tensor import SlicedTensor
+
+SWITCH = "ZEROX_FAULTS"
 
 
 class Resident(NamedTuple):
@@ -81,6 +84,7 @@ class Residency:
             num_holders=len(self.members),
             rank=self.members.index(ranks.rank),
             timeout=time_of(ranks.given),
+            faults=_may_fault(),
         )
         self.all: list[Resident] = []  # in the residents' order
         self.index_of: dict[int, int] = {}  # in it, by index of a trained bucket
@@ -253,7 +257,7 @@ class Residency:
         self._keep_written_so_far()
         for _, _, buffer in self.all:
             for slot, param in enumerate(buffer.params):
-                if not buffer.is_at_home(slot) and any(each.buffer.room.has(param.data_ptr()) for each in self.all):
+                if not buffer.is_at_home(slot) and any(each.buffer.room.has(C.address_of(param)) for each in self.all):
                     param.data = param.detach().clone()  # it lies in another one's home, where nothing may be written
 
     def write(self, index: int, bucket: Bucket, slot: int, value: Tensor) -> None:
@@ -325,6 +329,13 @@ class Residency:
 
     def wait(self) -> None:
         pass
+
+
+def _may_fault() -> bool:
+    value = os.environ.get(SWITCH) or "1"
+    if value not in ("0", "1"):
+        raise ValueError(f"{SWITCH} must be '0' or '1', got '{value}'")
+    return value == "1"
 
 
 def made_gather(manager: C.BucketManager, ranks: Ranks, options: OptimizerOptions) -> ParamGather | Residency:

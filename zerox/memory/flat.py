@@ -73,7 +73,7 @@ class FlatBuffer:
     def is_at_home(self, slot: int) -> bool:
         param = self.params[slot]
         start = self.flat.data_ptr() + self.layout.offsets[slot] * self.flat.itemsize
-        return param.data_ptr() == start and param.stride() == self.strides[slot]
+        return C.address_of(param) == start and param.stride() == self.strides[slot]
 
     def in_order(self, slot: int, value: Tensor) -> Tensor:
         """A parameter's value 1-D, as the buffer has its elements."""

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from zerox import _C as C
 from zerox.memory.bucket import Member
 from zerox.memory.forms import decoded, master_of
 from zerox.memory.grad_dtype import NARROW
@@ -67,7 +68,7 @@ class RowTable:
 
     @property
     def is_at_home(self) -> bool:
-        is_there = self.home is None or self.home.data_ptr() == self.param.data_ptr()
+        is_there = self.home is None or C.address_of(self.home) == C.address_of(self.param)
         return is_there and self.param.is_contiguous()
 
     @property

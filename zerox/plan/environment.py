@@ -66,6 +66,12 @@ VARIABLES = (
         "if all can; `0`: in the host's memory",
     ),
     Variable(
+        "ZEROX_FAULTS",
+        "run",
+        "with `stage=3` on CPUs, `1` (default): a read of a released parameter that no operator shows faults, and a "
+        "handler of SIGSEGV fetches it; `0`: no handler, such reads raise, or end the process",
+    ),
+    Variable(
         "ZEROX_SAY_WAIT_S",
         "run",
         "seconds after which a rank that waits for others says so on stderr, once a wait; default: 60; `0`: never",
