@@ -40,16 +40,17 @@ PYTHON_LAYERS = [
 ]
 CPP_LAYERS = {
     "math": {"math"},
-    "cuda": {"math", "cuda", "check.h", "op_arguments.h", "cuda_on_host.h"},
+    "cuda": {"math", "cuda", "check.h", "op_arguments.h", "cuda_on_host.h", "torch_internals.h"},
     "op_arguments.h": {"math", "check.h"},
     "cpu": {"math", "cpu", "check.h", "op_arguments.h"},
-    "workers": {"workers"},
-    "buckets": {"workers", "buckets"},
-    "exchange": {"exchange", "check.h"},
-    "params": {"workers", "buckets", "exchange", "params", "rows", "check.h"},
+    "workers": {"workers", "torch_internals.h"},
+    "buckets": {"workers", "buckets", "torch_internals.h"},
+    "exchange": {"exchange", "check.h", "torch_internals.h"},
+    "params": {"workers", "buckets", "exchange", "params", "rows", "check.h", "torch_internals.h"},
     "rows": {"math", "cpu", "exchange", "rows", "check.h", "op_arguments.h"},
-    "grads": {"math", "workers", "buckets", "exchange", "params", "grads", "check.h"},
+    "grads": {"math", "workers", "buckets", "exchange", "params", "grads", "check.h", "torch_internals.h"},
     "check.h": set(),
+    "torch_internals.h": set(),
 }
 
 

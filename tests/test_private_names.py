@@ -1,8 +1,9 @@
-"""What torch keeps private (zerox/_torch.py): each name taken away, and what that means."""
+"""What torch keeps private (zerox/_torch.py, csrc/torch_internals.h): each name taken away, and what that means."""
 
 from __future__ import annotations
 
 import importlib.util
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -24,8 +25,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 import zerox
+from zerox import _C as C
 from zerox import _torch
-from zerox.flow.residency import Residency
+from zerox.flow.residency import Residency, check_operators
 from zerox.rules.probe import no_messages
 
 ROOT = Path(__file__).parents[1]
@@ -243,6 +245,7 @@ PLANTED = [
     ("check_regions", lambda patch: patch.setitem(_torch.REGIONS, FILES[1], "class Compiled("), r"class Compiled\("),
     ("check_regions", lambda patch: patch.setitem(_torch.REGIONS, "moved.py", "label"), "label in torch/moved.py"),
     ("check_regions", lambda patch: patch.setattr(_torch, "BACKWARD", "Grad"), "an autograd function's backward"),
+    ("check_operators", lambda patch: patch.setattr(C, "operator_names", lambda: ["aten::look_up"]), "aten::look_up"),
     ("check_dcp", lambda patch: patch.setattr(_torch, "GETTER", "_get_state"), "_get_state"),
     ("check_dcp", lambda patch: patch.setattr(_torch, "LOADER", "_load_state"), "_load_state"),
     ("check_dcp", lambda patch: patch.setattr(_torch, "OPTIONS", "options"), "options"),
@@ -275,12 +278,13 @@ def given_to_join() -> None:
 
 WHERE_IT_MATTERS = {
     "check_regions": [overlapped, in_stage_3],
+    "check_operators": [in_stage_3],
     "check_dcp": [given_to_dcp],
     "check_scaler": [zerox.GradScaler],
     "check_join": [given_to_join],
     "message_namespaces": [no_messages],
 }
-CACHED: list[Any] = [_torch.check_regions, _torch.check_dcp, _torch.message_namespaces]
+CACHED: list[Any] = [_torch.check_regions, check_operators, _torch.check_dcp, _torch.message_namespaces]
 
 
 @pytest.mark.parametrize(("check", "plant", "named"), PLANTED, ids=lambda each: each if isinstance(each, str) else "")
@@ -303,7 +307,16 @@ def forget() -> None:
 
 @pytest.mark.parametrize("check", WHERE_IT_MATTERS)
 def test_this_torch_has_the_names(check: str) -> None:
-    getattr(_torch, check)()
+    getattr(_torch, check, check_operators)()
+
+
+def test_both_languages_know_the_same_labels() -> None:
+    text = (ROOT / "csrc/torch_internals.h").read_text()
+    said = dict(re.findall(r'constexpr char k(\w+)\[\] = "(.+?)"', text))
+    region, function = _torch.REGIONS.values()
+    assert region == f'"{said["Region"]}: "'
+    assert function == f"class {said['ShowsInputs']}(torch.autograd.Function)"
+    assert said["Backward"] == _torch.BACKWARD
 
 
 # ---- all of them

@@ -2,9 +2,9 @@
 
 A later torch may lack any of it. To import this module takes none of it, and a function that needs what is gone either
 does without, or raises ImportError that names it: never RuntimeError, which callers expect of torch itself. Each says
-what it means "Without it".
+what it means "Without it". csrc/torch_internals.h has the same for C++.
 
-When a new torch comes, look at this file, and run tests/test_private_names.py, which takes each name away.
+When a new torch comes, look at these two files, and run tests/test_private_names.py, which takes each name away.
 """
 
 from __future__ import annotations

@@ -17,17 +17,13 @@
 #include "grads/local_grad.h"
 #include "grads/named_errors.h"
 #include "grads/other_reducers.h"
+#include "torch_internals.h"
 
 namespace zx {
 namespace {
 
-// Reads what DistributedDataParallel's reducer keeps to itself: whether it waits for gradients.
-struct Expects : c10d::Reducer {
-  static bool gradients(const c10d::Reducer& reducer) { return reducer.*(&Expects::expect_autograd_hooks_); }
-};
-
 void bind_backward_functions(py::module_& m) {
-  m.def("expects_gradients", &Expects::gradients, py::arg("reducer"));
+  m.def("expects_gradients", &internals::Expects<c10d::Reducer>::gradients, py::arg("reducer"));
   m.def(
       "set_backward_functions",
       [](py::function find_reduced, py::function name_params) {
@@ -48,9 +44,9 @@ void bind_backward_functions(py::module_& m) {
 // Without a call of a Python function, which takes several times as long.
 at::Tensor local_if_alike(const at::Tensor& param, const at::Tensor& grad) {
   const py::gil_scoped_acquire acquire;
-  static PyObject* const spec = PyUnicode_InternFromString("_spec");
+  static PyObject* const spec = PyUnicode_InternFromString(internals::kOfDTensor);
   static PyObject* const placements = PyUnicode_InternFromString("placements");
-  static PyObject* const local_tensor = PyUnicode_InternFromString("_local_tensor");
+  static PyObject* const local_tensor = PyUnicode_InternFromString(internals::kLocalTensor);
   const auto get = [](const py::object& from, PyObject* name) {
     auto found = py::reinterpret_steal<py::object>(from ? PyObject_GetAttr(from.ptr(), name) : nullptr);
     if (!found) PyErr_Clear();

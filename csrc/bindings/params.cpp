@@ -8,6 +8,7 @@
 #include "params/own_storage.h"
 #include "params/params.h"
 #include "params/read_guard.h"
+#include "torch_internals.h"
 
 namespace zx {
 namespace {
@@ -65,6 +66,8 @@ void bind_read_guard(py::module_& m) {
       },
       py::arg("names_are_new"));
   m.def("before_fork", &ReadGuard::before_fork, Release());
+  m.def("operator_names", &internals::operator_names);
+  m.def("missing_operators", &internals::missing_operators, py::arg("names"));
 }
 
 }  // namespace

@@ -5,8 +5,6 @@
 #include <ATen/core/Tensor.h>
 #include <c10/core/ScalarType.h>
 #include <c10/core/Stream.h>
-#include <torch/csrc/autograd/function_hook.h>
-#include <torch/csrc/autograd/variable.h>
 
 #include <algorithm>
 #include <atomic>
@@ -15,12 +13,11 @@
 #include <vector>
 
 #include "buckets/address.h"
+#include "torch_internals.h"
 
 namespace zx {
 
 class Decision;  // grads/decision.h
-
-using AccumulatorNode = decltype(torch::autograd::impl::grad_accumulator(std::declval<const at::Tensor&>()));
 
 // Note [Hooks follow the parameter]
 // The hooks that see a gradient hang on the parameter's AccumulateGrad node. torch drops that node where `.data` gets
@@ -35,13 +32,14 @@ using AccumulatorNode = decltype(torch::autograd::impl::grad_accumulator(std::de
 struct Watch {
   std::atomic<const void*> node{nullptr};  // the one that has the other hooks
   std::atomic<bool> is_gone{false};
-  torch::autograd::FunctionPreHook* hook = nullptr;  // while it is not gone
+  internals::PreHook* hook = nullptr;  // while it is not gone
 };
 
 // The hooks on a parameter, and on its AccumulateGrad node.
 struct Hooks {
-  AccumulatorNode accumulator{};  // the parameter holds it only weakly: without this reference the hooks would vanish
-  torch::autograd::FunctionPreHook* before = nullptr;
+  internals::AccumulatorNode
+      accumulator{};  // the parameter holds it only weakly: without this reference the hooks would vanish
+  internals::PreHook* before = nullptr;
   uintptr_t after = 0;
   std::shared_ptr<Watch> watch{};
   std::shared_ptr<Decision> decision{};  // of the wrapper around its module; null without one

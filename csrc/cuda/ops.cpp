@@ -5,7 +5,6 @@
 // links under a torch without CUDA, too.
 #include <ATen/ops/empty.h>
 #include <c10/core/DeviceGuard.h>
-#include <c10/core/impl/VirtualGuardImpl.h>
 #include <torch/library.h>
 
 #include <algorithm>
@@ -14,6 +13,7 @@
 #include "cuda/kernels.h"
 #include "math/exact_sum.h"
 #include "op_arguments.h"
+#include "torch_internals.h"
 
 namespace zx {
 namespace {
@@ -26,8 +26,7 @@ void check_launch(int error, const char* op) {
 class OnDevice {
  public:
   explicit OnDevice(const at::Tensor& tensor)
-      : guard_(tensor.device()),
-        stream_(c10::impl::VirtualGuardImpl(tensor.device().type()).getStream(tensor.device())) {}
+      : guard_(tensor.device()), stream_(internals::current_stream(tensor.device())) {}
   cuda::Stream stream() const {
     return {static_cast<CUstream_st*>(stream_.native_handle()), static_cast<int>(stream_.device_index())};
   }

@@ -2,6 +2,8 @@
 
 #include <utility>
 
+#include "torch_internals.h"
+
 namespace zx {
 namespace {
 
@@ -47,7 +49,7 @@ Work start_all_gather(const Group& group, const std::vector<at::Tensor>& receive
 Work start_all_to_all(const Group& group, const at::Tensor& received, const at::Tensor& sent,
                       std::vector<int64_t> from_each, std::vector<int64_t> to_each) {
   using Op = Work(at::Tensor&, at::Tensor&, const Group&, std::vector<int64_t>, std::vector<int64_t>, bool, int64_t);
-  static const auto op = find_collective<Op>("c10d::alltoall_base_");
+  static const auto op = internals::find_operator<Op>(internals::kAllToAll);
   at::Tensor output = unknown_to_python(received);
   at::Tensor input = unknown_to_python(sent);
   return op.call(output, input, group, std::move(from_each), std::move(to_each), true, -1);

@@ -2,7 +2,6 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
-#include <ATen/core/dispatch/Dispatcher.h>
 
 #include <vector>
 
@@ -17,13 +16,6 @@ namespace zx {
 // ended in the middle of a destructor, and the process aborts after all its work is done. A group of our own lives as
 // long as its optimizer, which may be the interpreter's last object, so nothing ends its threads before. So tensors
 // that Python has seen are given to collectives as others over the same memory. Single messages need no thread.
-
-// The dispatcher keeps its op names while the C++ methods are being renamed (_reduce_scatter_base became
-// reduce_scatter_single between torch 2.11 and 2.13), so some collectives are called by name.
-template <class Signature>
-auto find_collective(const char* name) {
-  return c10::Dispatcher::singleton().findSchemaOrThrow(name, "").typed<Signature>();
-}
 
 // Over the same memory, and no view of the tensor, which a view would keep.
 at::Tensor unknown_to_python(const at::Tensor& tensor);

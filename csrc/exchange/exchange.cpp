@@ -4,6 +4,7 @@
 #include "exchange/collectives.h"
 #include "exchange/direct_exchange.h"
 #include "exchange/host_exchange.h"
+#include "torch_internals.h"
 
 namespace zx {
 
@@ -60,7 +61,7 @@ class CollectiveExchange : public Exchange {
     count_collective(flat);
     using Op = std::tuple<at::Tensor, c10::intrusive_ptr<c10d::Work>>(
         at::Tensor&, at::Tensor&, const c10::intrusive_ptr<c10d::ProcessGroup>&, bool, int64_t);
-    static const auto op = find_collective<Op>("c10d::_allgather_base_");
+    static const auto op = internals::find_operator<Op>(internals::kAllGather);
     at::Tensor output = unknown_to_python(flat);
     at::Tensor input = unknown_to_python(slice(flat, rank(), world()));
     return started([&] { return std::get<1>(op.call(output, input, line_.group, true, -1)); });
@@ -90,7 +91,7 @@ class NativeExchange final : public CollectiveExchange {
     using Op = std::tuple<at::Tensor, c10::intrusive_ptr<c10d::Work>>(
         at::Tensor&, at::Tensor&, const c10::intrusive_ptr<c10d::ProcessGroup>&,
         const c10::intrusive_ptr<c10d::ReduceOp>&, bool, int64_t);
-    static const auto op = find_collective<Op>("c10d::_reduce_scatter_base_");
+    static const auto op = internals::find_operator<Op>(internals::kReduceScatter);
     at::Tensor output = received;
     at::Tensor input = flat;
     const auto sum = c10::make_intrusive<c10d::ReduceOp>(c10d::ReduceOp::SUM);
@@ -114,7 +115,7 @@ class AllToAllExchange final : public CollectiveExchange {
     count_collective(flat);
     using Op = c10::intrusive_ptr<c10d::Work>(at::Tensor&, at::Tensor&, const c10::intrusive_ptr<c10d::ProcessGroup>&,
                                               std::vector<int64_t>, std::vector<int64_t>, bool, int64_t);
-    static const auto op = find_collective<Op>("c10d::alltoall_base_");
+    static const auto op = internals::find_operator<Op>(internals::kAllToAll);
     at::Tensor output = received;
     at::Tensor input = flat;
     return started([&] { return op.call(output, input, line_.group, {}, {}, true, -1); });

@@ -2,7 +2,8 @@
 
 #include <ATen/ops/empty.h>
 #include <c10/core/Event.h>
-#include <c10/core/impl/VirtualGuardImpl.h>
+
+#include "torch_internals.h"
 
 namespace zx {
 namespace {
@@ -13,7 +14,7 @@ at::Tensor host_like(const at::Tensor& tensor) {
 }
 
 void wait_for_current_stream(c10::Device device) {
-  const c10::impl::VirtualGuardImpl guard(device.type());
+  const internals::Guard guard(device.type());
   guard.synchronizeStream(guard.getStream(device));
 }
 
@@ -29,7 +30,7 @@ class StagedPending final : public Pending {
         device_(copies_.front().second.device()) {}
 
   void wait() override {
-    const c10::impl::VirtualGuardImpl guard(device_.type());
+    const internals::Guard guard(device_.type());
     const c10::Stream here = guard.getStream(device_);
     if (copied_) {
       copied_->block(here);

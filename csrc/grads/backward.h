@@ -18,6 +18,7 @@
 #include "grads/mean_grads.h"
 #include "grads/packing.h"
 #include "grads/pass.h"
+#include "torch_internals.h"
 
 namespace zx {
 
@@ -103,7 +104,7 @@ class Backward : public std::enable_shared_from_this<Backward> {
  private:
   // hooks.cpp: on autograd's thread.
   void install_hooks(const Bucket& bucket, Slot& slot);
-  void hang_hooks(const Bucket& bucket, Slot& slot, AccumulatorNode node);
+  void hang_hooks(const Bucket& bucket, Slot& slot, internals::AccumulatorNode node);
   static void unhang_hooks(Slot& slot);
   static void remove_hooks(Slot& slot);
   void watch(const Bucket& bucket, Slot& slot);

@@ -1,9 +1,4 @@
 // The hooks on autograd's threads: a gradient is about to be accumulated, a gradient is ready, or backward is over.
-#include <torch/csrc/autograd/engine.h>
-#include <torch/csrc/autograd/graph_task.h>
-#include <torch/csrc/autograd/utils/lambda_post_hook.h>
-#include <torch/csrc/dynamo/compiled_autograd.h>
-
 #include <algorithm>
 #include <chrono>
 #include <utility>
@@ -13,23 +8,19 @@
 #include "grads/local_grad.h"
 #include "grads/named_errors.h"
 #include "grads/other_reducers.h"
+#include "torch_internals.h"
 
 namespace zx {
 namespace {
 
-using torch::autograd::variable_list;
+using internals::variable_list;
 
 // See Note [Backward at the pace of the exchange].
 constexpr int64_t kMostUnlanded = 1;
 constexpr std::chrono::milliseconds kPatience{2000};
 
-void refuse_compiled_autograd() {
-  TORCH_CHECK(false,
-              "zerox does not work under compiled autograd: run backward() outside torch._dynamo.compiled_autograd");
-}
-
 // See Note [Hooks follow the parameter].
-class WatchHook final : public torch::autograd::FunctionPreHook {
+class WatchHook final : public internals::EagerPreHook {
  public:
   WatchHook(std::shared_ptr<Watch> watch, std::function<void()> on_new_node, std::function<void()> on_gone)
       : watch_(std::move(watch)), on_new_node_(std::move(on_new_node)), on_gone_(std::move(on_gone)) {
@@ -42,11 +33,10 @@ class WatchHook final : public torch::autograd::FunctionPreHook {
     on_gone_();
   }
   variable_list operator()(const variable_list& grads) override {
-    const auto node = torch::autograd::get_current_node();
+    const auto node = internals::current_node();
     if (node != nullptr && node.get() != watch_->node) on_new_node_();
     return grads;
   }
-  void compiled_args(torch::dynamo::autograd::CompiledNodeArgs& /*args*/) const override { refuse_compiled_autograd(); }
 
  private:
   std::shared_ptr<Watch> watch_;
@@ -55,14 +45,13 @@ class WatchHook final : public torch::autograd::FunctionPreHook {
 };
 
 // AccumulateGrad would add to p.grad whatever it is, so a placeholder has to be moved out of its way.
-class BeforeAccumulate final : public torch::autograd::FunctionPreHook {
+class BeforeAccumulate final : public internals::EagerPreHook {
  public:
   explicit BeforeAccumulate(std::function<void()> body) : body_(std::move(body)) {}
   variable_list operator()(const variable_list& grads) override {
     body_();
     return grads;
   }
-  void compiled_args(torch::dynamo::autograd::CompiledNodeArgs& /*args*/) const override { refuse_compiled_autograd(); }
 
  private:
   std::function<void()> body_;
@@ -72,11 +61,11 @@ class BeforeAccumulate final : public torch::autograd::FunctionPreHook {
 
 // Hooks hold this object weakly: the graph may outlive the optimizer.
 void Backward::install_hooks(const Bucket& bucket, Slot& slot) {
-  hang_hooks(bucket, slot, torch::autograd::impl::grad_accumulator(slot.param));
+  hang_hooks(bucket, slot, internals::accumulator_of(slot.param));
   watch(bucket, slot);
 }
 
-void Backward::hang_hooks(const Bucket& bucket, Slot& slot, AccumulatorNode node) {
+void Backward::hang_hooks(const Bucket& bucket, Slot& slot, internals::AccumulatorNode node) {
   slot.hooks.accumulator = std::move(node);
   const std::weak_ptr<Backward> weak = weak_from_this();
   const int64_t bucket_index = bucket.index;
@@ -91,15 +80,14 @@ void Backward::hang_hooks(const Bucket& bucket, Slot& slot, AccumulatorNode node
     slot.hooks.before = hook.get();
     slot.hooks.accumulator->add_pre_hook(std::move(hook));
   }
-  slot.hooks.after = slot.hooks.accumulator->add_post_hook(std::make_unique<torch::autograd::utils::LambdaPostHook>(
+  slot.hooks.after = slot.hooks.accumulator->add_post_hook(internals::eager_post_hook(
       [weak, bucket_index, slot_index](const variable_list& outputs, const variable_list& /*inputs*/) {
         if (const auto self = weak.lock()) {
           Bucket& bucket = self->buckets_->at(bucket_index);
           naming_params(*self->buckets_, [&] { self->after_accumulate(bucket, bucket.slots[slot_index]); });
         }
         return outputs;
-      },
-      [](torch::dynamo::autograd::CompiledNodeArgs& /*args*/) { refuse_compiled_autograd(); }));
+      }));
   add_own_hook(slot.hooks.after);
   if (slot.hooks.watch != nullptr) slot.hooks.watch->node = slot.hooks.accumulator.get();
 }
@@ -115,7 +103,7 @@ void Backward::remove_hooks(Slot& slot) {
   if (slot.hooks.accumulator == nullptr) return;
   unhang_hooks(slot);
   if (slot.hooks.watch == nullptr || slot.hooks.watch->is_gone) return;
-  std::erase_if(torch::autograd::impl::hooks(slot.param),
+  std::erase_if(internals::hooks_of(slot.param),
                 [hook = slot.hooks.watch->hook](const auto& each) { return each.get() == hook; });
 }
 
@@ -125,7 +113,7 @@ void Backward::watch(const Bucket& bucket, Slot& slot) {
   const int64_t slot_index = &slot - bucket.slots.data();
   slot.hooks.watch = std::make_shared<Watch>();
   slot.hooks.watch->node = slot.hooks.accumulator.get();
-  torch::autograd::impl::hooks(slot.param)
+  internals::hooks_of(slot.param)
       .push_back(std::make_unique<WatchHook>(
           slot.hooks.watch,
           [weak, bucket_index, slot_index] {
@@ -141,7 +129,7 @@ void Backward::watch(const Bucket& bucket, Slot& slot) {
 
 void Backward::on_new_node(const Bucket& bucket, Slot& slot) {
   const Locked lock(buckets_->mutex);
-  auto node = torch::autograd::get_current_node();
+  auto node = internals::current_node();
   if (node == slot.hooks.accumulator) return;  // another thread was first
   unhang_hooks(slot);
   hang_hooks(bucket, slot, std::move(node));
@@ -155,14 +143,14 @@ std::string Backward::restore_watches() {
     for (Slot& slot : bucket->slots) {
       if (!slot.hooks.watch->is_gone) continue;
       watch(*bucket, slot);
-      if (torch::autograd::impl::try_get_grad_accumulator(slot.param) == slot.hooks.accumulator) continue;
+      if (internals::known_accumulator_of(slot.param) == slot.hooks.accumulator) continue;
       // A node that is there now, or that was there in between, may have accumulated.
       if (refusal.empty() && grads_->may_be_unseen(slot)) {
         refusal = "parameter '" + slot.name +
                   "' was given another dtype or device (model.half().float() does it) after its first "
                   "register_hook(), so that its gradient was not averaged; it is from the next backward on";
       }
-      if (auto node = torch::autograd::impl::grad_accumulator(slot.param)) {
+      if (auto node = internals::accumulator_of(slot.param)) {
         unhang_hooks(slot);
         hang_hooks(*bucket, slot, std::move(node));
       }
@@ -257,7 +245,7 @@ void Backward::refuse_other_reducers() const {
       for (const auto& hook : slot.hooks.accumulator->post_hooks()) {
         const auto key = reinterpret_cast<uintptr_t>(hook.get());
         if (key == slot.hooks.after) continue;
-        if (dynamic_cast<torch::autograd::utils::LambdaPostHook*>(hook.get()) == nullptr) continue;
+        if (!internals::may_send_gradients(hook.get())) continue;
         if (is_own_hook(key)) refuse(slot.name);
         ++count;
       }
@@ -283,7 +271,7 @@ void Backward::begin(const std::shared_ptr<Decision>& decision, bool accumulates
 // Whether the graph task that this thread is in computes gradients for p.grad of any slot, or of everything. Not for
 // torch.autograd.grad().
 bool Backward::is_about_to_accumulate() const {
-  const auto* exec_info = torch::autograd::get_current_graph_task_exec_info();
+  const auto* exec_info = internals::current_exec_info();
   if (exec_info == nullptr || exec_info->empty()) return true;
   bool found = false;
   buckets_->for_each_slot([&](const Slot& slot, int64_t /*position*/) {
@@ -295,12 +283,12 @@ bool Backward::is_about_to_accumulate() const {
 
 // See Note [How a backward ends].
 void Backward::await_end(const Locked& /*lock*/) {
-  const int64_t task = torch::autograd::get_current_graph_task_id();
+  const int64_t task = internals::current_graph_task();
   if (task == -1 || task == pass_.last_task) return;
   pass_.last_task = task;
   if (pass_.first_task == -1) pass_.first_task = task;
   auto token = std::make_shared<EndToken>(pass_.raised);
-  torch::autograd::Engine::get_default_engine().queue_callback([weak = weak_from_this(), token, task] {
+  internals::at_end_of_backward([weak = weak_from_this(), token, task] {
     token->used = true;
     if (const auto self = weak.lock()) naming_params(*self->buckets_, [&] { self->on_backward_end(task); });
   });
@@ -310,7 +298,7 @@ void Backward::on_backward_end(int64_t task) {
   {
     const Locked lock(buckets_->mutex);
     if (!pass_.open) return;  // an inner task ended the pass
-    const bool nested = torch::autograd::get_current_node() != nullptr;
+    const bool nested = internals::current_node() != nullptr;
     constexpr int64_t kOver = -2;
     if (pass_.first_task == task) pass_.first_task = kOver;
     const bool is_whole = pass_.whole_task == task;

@@ -2,7 +2,6 @@
 
 #include <ATen/ops/empty.h>
 #include <ATen/ops/from_blob.h>
-#include <c10/core/impl/VirtualGuardImpl.h>
 
 #include <algorithm>
 #include <cstring>
@@ -10,6 +9,7 @@
 #include "buckets/address.h"
 #include "params/digest.h"
 #include "params/unseen.h"
+#include "torch_internals.h"
 
 namespace zx {
 namespace {
@@ -72,9 +72,7 @@ DeviceRoom::~DeviceRoom() {
 
 // ---- streams
 
-c10::Stream DeviceRoom::current() const {
-  return c10::impl::VirtualGuardImpl(fetches_.device_type()).getStream(fetches_.device());
-}
+c10::Stream DeviceRoom::current() const { return internals::current_stream(fetches_.device()); }
 
 c10::Event DeviceRoom::record(c10::Stream stream) const {
   c10::Event event(fetches_.device_type());
@@ -148,9 +146,7 @@ void DeviceRoom::move_to(char* address) {
   for (const Lodger& each : lodgers_) {
     const auto storage = each.storage.lock();
     if (storage == nullptr) continue;
-    c10::DataPtr& data = storage->_mutable_data_ptr_no_checks();
-    storage->set_data_ptr_noswap(
-        c10::DataPtr(address + each.offset, data.release_context(), &leave, fetches_.device()));
+    internals::move_storage(*storage, address + each.offset, &leave, fetches_.device());
   }
   std::erase_if(lodgers_, [](const Lodger& each) { return each.storage.expired(); });
 }

@@ -1,7 +1,6 @@
 #include "params/gather.h"
 
 #include <ATen/core/LegacyTypeDispatch.h>
-#include <c10/core/impl/VirtualGuardImpl.h>
 
 #include <algorithm>
 #include <exception>
@@ -9,6 +8,7 @@
 
 #include "check.h"
 #include "params/read_guard.h"
+#include "torch_internals.h"
 #include "workers/ranges.h"
 
 namespace zx {
@@ -63,7 +63,7 @@ void Gather::take_in() {
 
 // Called under the lock.
 void Gather::wait_on_stream() {
-  const c10::Stream here = c10::impl::VirtualGuardImpl(flat_.device().type()).getStream(flat_.device());
+  const c10::Stream here = internals::current_stream(flat_.device());
   if (!error_.empty() || std::find(waited_.begin(), waited_.end(), here) != waited_.end()) return;
   receive();
   waited_.push_back(here);

@@ -9,6 +9,8 @@
 #include <utility>
 #include <vector>
 
+#include "torch_internals.h"
+
 namespace zx {
 
 // Note [What a function in Python reads]
@@ -33,15 +35,12 @@ class PythonFunctions {
     is_complete_ = false;
   }
 
-  // `name` is the backward's: the function's, with "Backward" behind it.
+  // `name`: the backward's.
   std::vector<int64_t> read_by(const std::string& name, Call call) const {
     const auto found = by_call_.find(call);
     if (found != by_call_.end()) return found->second;
     if (is_complete_ && !is_old_) return {};
-    const std::string suffix = "Backward";
-    if (name.size() <= suffix.size() || name.compare(name.size() - suffix.size(), suffix.size(), suffix) != 0)
-      return {};
-    const auto known = by_name_.find(name.substr(0, name.size() - suffix.size()));
+    const auto known = by_name_.find(internals::function_of(name));
     if (known == by_name_.end()) return {};
     return {known->second.begin(), known->second.end()};
   }

@@ -17,12 +17,10 @@
 #include <vector>
 
 #include "buckets/address.h"
+#include "torch_internals.h"
 
 namespace zx {
 namespace {
-
-constexpr char kRegion[] = "Torch-Compiled Region";
-constexpr char kShowsInputs[] = "CompiledFunction";
 
 // What an operator does with an argument.
 enum class Role : uint8_t { unknown, reads, views, writes };
@@ -133,10 +131,7 @@ std::vector<Role> roles_by_schema(const at::RecordFunction& function) {
   return roles;
 }
 
-bool is_torchs_own(const char* name) {
-  constexpr char kOwn[] = "aten::";
-  return std::strncmp(name, kOwn, sizeof(kOwn) - 1) == 0;
-}
+bool is_torchs_own(const char* name) { return internals::begins_with(name, internals::kOwn); }
 
 // torch's own schemas last as long as the process, so each is asked once, and known by the address of its name
 // (overloads have one each). Others may be replaced by new ones in the same place.
@@ -252,11 +247,11 @@ std::unique_ptr<at::ObserverContext> before_operator(const at::RecordFunction& f
     if (!running) running = std::make_unique<Running>();
   };
   const char* name = function.name();
-  if (std::strncmp(name, kRegion, sizeof(kRegion) - 1) == 0) {
+  if (internals::begins_with(name, internals::kRegion)) {
     make_running();
     running->open_region(name);
   }
-  if (std::strcmp(name, kShowsInputs) == 0) Region::note_inputs();
+  if (std::strcmp(name, internals::kShowsInputs) == 0) Region::note_inputs();
   for (const auto& watcher : watchers) {
     if (!in_python && !watcher->watches_all_threads()) continue;
     ReadGuard::Pins pins;

@@ -10,6 +10,7 @@
 #include "params/device_room.h"
 #include "params/residents.h"
 #include "params/unseen.h"
+#include "torch_internals.h"
 #include "workers/ranges.h"
 
 namespace zx {
@@ -17,20 +18,6 @@ namespace {
 
 // The tables that this thread is looking up rows of: what the operator calls reads no others.
 thread_local std::vector<std::pair<const Residents*, int64_t>> looked_up_here;
-
-// They read what a tensor is like, and make others like it; "detach" has no schema that says so.
-constexpr const char* kReadNoValue[] = {
-    "detach",          "aten::empty_like",        "aten::zeros_like",   "aten::ones_like",
-    "aten::full_like", "aten::new_empty",         "aten::new_zeros",    "aten::new_ones",
-    "aten::new_full",  "aten::new_empty_strided", "aten::is_same_size", "aten::randn_like",
-    "aten::rand_like"};
-// What nn.Embedding(max_norm=) calls before it looks up: each rank would write the rows of its own batch.
-constexpr char kRenorm[] = "aten::embedding_renorm_";
-
-bool reads_no_value(const char* name) {
-  return std::any_of(std::begin(kReadNoValue), std::end(kReadNoValue),
-                     [&](const char* each) { return std::strcmp(each, name) == 0; });
-}
 
 // The host waits for the device here: which rows are to be fetched hangs on them. Undefined if it could not: the caller
 // of the lookup raises then.
@@ -56,9 +43,9 @@ at::Tensor on_host(const at::Tensor& indices) {
 bool Residents::before_lookup(int64_t bucket, const at::Tensor& tensor, const ReadGuard::Use& use) {
   const auto here = std::pair<const Residents*, int64_t>(this, bucket);
   if (std::find(looked_up_here.begin(), looked_up_here.end(), here) != looked_up_here.end()) return true;
-  if (use.is_view() || reads_no_value(use.name())) return true;
+  if (use.is_view() || internals::reads_no_value(use.name())) return true;
   ShardedBucket& sharded = *buckets_[bucket];
-  if (std::strcmp(use.name(), kRenorm) == 0) {
+  if (std::strcmp(use.name(), internals::kRenorm) == 0) {
     ReadGuard::raise_soon("zerox: max_norm= of an embedding writes " + sharded.name +
                           " in each forward, which is sharded by rows (stage=3): make the module without max_norm, or "
                           "train in stage=2");

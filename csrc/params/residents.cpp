@@ -9,6 +9,7 @@
 
 #include "buckets/address.h"
 #include "params/device_room.h"
+#include "torch_internals.h"
 #include "workers/ranges.h"
 
 namespace zx {
@@ -25,10 +26,6 @@ void unpin_here(const Residents* residents, int64_t bucket) {
 bool is_pinned_here(const Residents* residents, int64_t bucket) {
   return std::find(pinned_here.begin(), pinned_here.end(), std::pair(residents, bucket)) != pinned_here.end();
 }
-
-constexpr char kCollective[] = "c10d::";
-// All that `p.data = ...` announces. step() does that while others write their shards.
-constexpr char kSetsData[] = "aten::_has_compatible_shallow_copy_type";
 
 }  // namespace
 
@@ -148,10 +145,10 @@ int64_t Residents::bucket_of(const at::Tensor& tensor) const {
 
 void Residents::before_read(const at::Tensor& tensor, const ReadGuard::Use& use) {
   const int64_t bucket = bucket_of(tensor);
-  if (bucket < 0 || std::strcmp(use.name(), kSetsData) == 0) return;
+  if (bucket < 0 || std::strcmp(use.name(), internals::kSetsData) == 0) return;
   if (buckets_[bucket]->rows != nullptr && before_lookup(bucket, tensor, use)) return;
   pin_here(bucket, use.name());
-  const bool is_collective = std::strncmp(use.name(), kCollective, sizeof(kCollective) - 1) == 0;
+  const bool is_collective = internals::begins_with(use.name(), internals::kCollective);
   if (use.pin(bucket, tensor, /*to_read=*/is_collective)) let_write(bucket);
   if (is_collective) refuse_collective(*buckets_[bucket]);
 }

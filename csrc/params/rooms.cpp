@@ -1,16 +1,13 @@
 #include "params/rooms.h"
 
-#include <c10/core/impl/VirtualGuardImpl.h>
-
 #include "params/device_room.h"
+#include "torch_internals.h"
 
 namespace zx {
 
 std::shared_ptr<Room> Rooms::make(size_t bytes, c10::Device device) {
   if (device.is_cpu()) return AddressRange::make(bytes, spare_, hidden_);
-  if (!fetches_) {
-    fetches_ = c10::impl::VirtualGuardImpl(device.type()).getStreamFromGlobalPool(device, /*isHighPriority=*/true);
-  }
+  if (!fetches_) fetches_ = internals::high_priority_stream(device);
   return DeviceRoom::make(bytes, *fetches_);
 }
 

@@ -4,24 +4,12 @@
 #include <cstring>
 #include <numeric>
 
+#include "torch_internals.h"
+
 namespace zx {
 namespace {
 
 constexpr size_t kPage = 4096;  // the smallest there is; larger ones are counted as several
-
-// An operator that reads the rows that it is given indices of, and no others.
-struct Lookup {
-  const char* name;
-  size_t table;
-  size_t indices;
-};
-constexpr Lookup kLookups[] = {
-    {"aten::embedding", 0, 1},
-    {"aten::embedding_bag", 0, 1},
-    {"aten::_embedding_bag", 0, 1},
-    {"aten::_embedding_bag_forward_only", 0, 1},
-    {"aten::_embedding_bag_per_sample_weights_backward", 1, 2},
-};
 
 void add(std::vector<BytePiece>& pieces, const BytePiece& next) {
   if (!pieces.empty()) {
@@ -158,7 +146,7 @@ void TableRows::forget() {
 }
 
 const at::Tensor* looked_up(const ReadGuard::Use& use, const at::Tensor& table, const Room& room, size_t row_bytes) {
-  for (const Lookup& lookup : kLookups) {
+  for (const internals::Lookup& lookup : internals::kLookups) {
     if (use.argument() != lookup.table || std::strcmp(use.name(), lookup.name) != 0) continue;
     const c10::IValue* indices = use.input(lookup.indices);
     const bool is_whole = table.dim() == 2 && table.is_contiguous() && table.nbytes() == room.bytes() &&

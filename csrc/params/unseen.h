@@ -3,9 +3,9 @@
 
 #include <c10/core/InferenceMode.h>
 #include <c10/core/StreamGuard.h>
-#include <c10/core/impl/LocalDispatchKeySet.h>
 
 #include "params/read_guard.h"
+#include "torch_internals.h"
 
 namespace zx {
 
@@ -13,9 +13,7 @@ namespace zx {
 struct Unseen {
   ReadGuard::Pause pause;
   c10::InferenceMode normal{false};
-  c10::impl::ForceDispatchKeyGuard plain{
-      c10::DispatchKeySet(c10::DispatchKey::BackendSelect),
-      c10::autograd_dispatch_keyset_with_ADInplaceOrView | c10::default_excluded_set};
+  internals::BelowAll plain;
 };
 
 // The same, on a stream.

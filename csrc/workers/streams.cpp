@@ -1,19 +1,16 @@
 #include "workers/streams.h"
 
-#include <c10/core/impl/VirtualGuardImpl.h>
+#include "torch_internals.h"
 
 namespace zx {
 namespace {
 
-c10::impl::VirtualGuardImpl guard(c10::Device device) { return c10::impl::VirtualGuardImpl(device.type()); }
-
-c10::Stream high_priority(c10::Device device) {
-  return guard(device).getStreamFromGlobalPool(device, /*isHighPriority=*/true);
-}
+internals::Guard guard(c10::Device device) { return internals::Guard(device.type()); }
 
 }  // namespace
 
-Streams::Streams(c10::Device device) : device_(device), pack_(high_priority(device)), land_(high_priority(device)) {}
+Streams::Streams(c10::Device device)
+    : device_(device), pack_(internals::high_priority_stream(device)), land_(internals::high_priority_stream(device)) {}
 
 Streams::~Streams() {
   try {

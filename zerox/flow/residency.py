@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -34,6 +35,13 @@ from zerox.ranks.roll_call import summary_of
 from zerox.sliced_tensor import SlicedTensor
 
 SWITCH = "ZEROX_FAULTS"
+
+
+@functools.cache
+def check_operators() -> None:
+    """ImportError if torch lacks an operator that csrc/params meets by name: see csrc/torch_internals.h."""
+    if missing := C.missing_operators(C.operator_names()):
+        raise _torch.changed(f"the operator {missing[0]}", "to know what operators read of sharded parameters")
 
 
 class Resident(NamedTuple):
@@ -69,6 +77,7 @@ class Residency:
         if not C.has_address_ranges():
             raise ValueError("stage=3 needs Linux: use stage=2")
         _torch.check_regions()
+        check_operators()
         self.manager = manager
         self.ranks = ranks
         self.resident_mb = resident_mb
