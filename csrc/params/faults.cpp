@@ -49,10 +49,40 @@ Place* place_of(const FaultReader* reader) {
 
 // ---- the handlers
 
-#define ZX_IN_HANDLERS __attribute__((tls_model("initial-exec"))) thread_local
-ZX_IN_HANDLERS bool is_inside = false;  // of a reader
-ZX_IN_HANDLERS bool passes_on[2] = {};  // by our first function, and by our second
-#undef ZX_IN_HANDLERS
+// The threads that are inside of something, for handlers. A thread-local variable would have to be allocated where a
+// thread uses it first, which may be here; one that needs no allocating can't be had by a library that is loaded late.
+class ThreadsInside {
+ public:
+  bool has_this() const {
+    const pthread_t self = pthread_self();
+    return num_ > 0 &&
+           std::any_of(std::begin(places_), std::end(places_), [self](const auto& at) { return at == self; });
+  }
+  void enter() {
+    ++num_;
+    while (!exchange_one(kNobody, pthread_self())) std::this_thread::yield();
+  }
+  void leave() {
+    exchange_one(pthread_self(), kNobody);
+    --num_;
+  }
+
+ private:
+  static constexpr pthread_t kNobody = 0;
+  static constexpr int kMost = 64;  // at a time: others wait
+
+  bool exchange_one(pthread_t from, pthread_t to) {
+    return std::any_of(std::begin(places_), std::end(places_), [from, to](auto& at) {
+      pthread_t found = from;
+      return at.compare_exchange_strong(found, to);
+    });
+  }
+
+  std::atomic<int> num_{0};
+  std::atomic<pthread_t> places_[kMost] = {};
+};
+ThreadsInside inside_reader;
+ThreadsInside passes_on[2];  // by our first function, and by our second
 
 // What was there before each of our functions.
 struct Before {
@@ -85,15 +115,15 @@ void pass_on(int which, int signal, siginfo_t* info, void* context) {
   Before& theirs = before[which];
   const bool was_sent = info->si_code <= 0;  // by kill(2) or raise(3), and no instruction runs again
   if (was_sent && theirs.action.sa_handler == SIG_IGN) return;
-  if (passes_on[which] || theirs.is_spent || !is_function(theirs.action)) {
+  if (passes_on[which].has_this() || theirs.is_spent || !is_function(theirs.action)) {
     ::signal(signal, SIG_DFL);  // the instruction runs again, and ends the process
     if (was_sent) raise(signal);
     return;
   }
   theirs.is_spent = (theirs.action.sa_flags & SA_RESETHAND) != 0;
-  passes_on[which] = true;
+  passes_on[which].enter();
   call(theirs.action, signal, info, context);
-  passes_on[which] = false;
+  passes_on[which].leave();
 }
 
 // Whether the faulting instruction writes.
@@ -112,9 +142,9 @@ bool is_write(const void* context, const void* address) {
 
 // Whether it was a reader's address, and the instruction may run again.
 bool was_let_through(const siginfo_t* info, const void* context) {
-  if (info->si_code != SEGV_ACCERR || is_inside) return false;
+  if (info->si_code != SEGV_ACCERR || inside_reader.has_this()) return false;
   const int saved = errno;
-  is_inside = true;
+  inside_reader.enter();
   const bool writes = is_write(context, info->si_addr);
   bool done = false;
   for (int i = 0; i < num_places && !done; ++i) {
@@ -124,7 +154,7 @@ bool was_let_through(const siginfo_t* info, const void* context) {
     done = reader != nullptr && reader->access_at(info->si_addr, writes);
     --places[i].num_inside;
   }
-  is_inside = false;
+  inside_reader.leave();
   errno = saved;
   return done;
 }
@@ -181,7 +211,7 @@ void take_away() {
 }  // namespace
 
 void keep_fault_handler() {
-  if (num_readers == 0 || is_inside) return;
+  if (num_readers == 0 || inside_reader.has_this()) return;
   const std::lock_guard lock(mutex());
   if (num_readers > 0) put_on_top();
 }

@@ -34,8 +34,8 @@ namespace zx {
 //
 //   the one before  <-  ours  <-  faulthandler's  <-  ours again
 //
-// If theirs comes back to the function that has called it, the process ends. A thread-local variable tells, and another
-// one that a fault happened inside of our own handler, which is a real one. Both lie where a handler may look without
+// If theirs comes back to the function that has called it, the process ends, and if a fault happens inside of our own
+// handler it is a real one. Which threads are where, a table tells that a handler may read and write without
 // allocating: a real fault may be one of malloc()'s. Nothing is installed from inside the handler.
 //
 // What is taken away is only what is on top. If another handler is, it may call ours: then ours stays, finds no reader,
