@@ -46,11 +46,12 @@ CPP_LAYERS = {
     "workers": {"workers", "torch_internals.h"},
     "buckets": {"workers", "buckets", "torch_internals.h"},
     "exchange": {"exchange", "check.h", "torch_internals.h"},
-    "params": {"workers", "buckets", "exchange", "params", "rows", "check.h", "torch_internals.h"},
+    "params": {"workers", "buckets", "exchange", "params", "rows", "check.h", "torch_internals.h", "torch_names.h"},
     "rows": {"math", "cpu", "exchange", "rows", "check.h", "op_arguments.h"},
     "grads": {"math", "workers", "buckets", "exchange", "params", "grads", "check.h", "torch_internals.h"},
     "check.h": set(),
-    "torch_internals.h": set(),
+    "torch_internals.h": {"torch_names.h"},
+    "torch_names.h": set(),
 }
 
 

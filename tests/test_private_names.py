@@ -311,7 +311,7 @@ def test_this_torch_has_the_names(check: str) -> None:
 
 
 def test_both_languages_know_the_same_labels() -> None:
-    text = (ROOT / "csrc/torch_internals.h").read_text()
+    text = (ROOT / "csrc/torch_names.h").read_text()
     said = dict(re.findall(r'constexpr char k(\w+)\[\] = "(.+?)"', text))
     region, function = _torch.REGIONS.values()
     assert region == f'"{said["Region"]}: "'

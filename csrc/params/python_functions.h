@@ -9,7 +9,7 @@
 #include <utility>
 #include <vector>
 
-#include "torch_internals.h"
+#include "torch_names.h"
 
 namespace zx {
 
