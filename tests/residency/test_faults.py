@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch.distributed as dist
 
 from tests.mortal_ranks import start_ranks
 from tests.residency.models import Gpt, array, entropy
@@ -41,9 +42,16 @@ def is_caught() -> bool:
     return bool(int(status["SigCgt"], 16) >> (signal.SIGSEGV - 1) & 1)
 
 
+def _and_meet(rank: int, world_size: int, function: Callable[..., str], *args: Any) -> str:
+    """A rank must not end while the other one reads its shards."""
+    said = function(rank, world_size, *args)
+    dist.barrier()
+    return said
+
+
 def run_mortal(function: Callable[..., Any], folder: Path, *args: Any) -> None:
     """What a rank returns is an error's text, or nothing."""
-    ranks = start_ranks(function, 2, *args, folder=folder / "ranks", timeout_s=60)
+    ranks = start_ranks(_and_meet, 2, function, *args, folder=folder / "ranks", timeout_s=60)
     try:
         assert [ranks.answer(rank, within_s=240) for rank in range(2)] == ["", ""]
     finally:
