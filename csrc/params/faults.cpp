@@ -33,9 +33,9 @@ std::atomic<int> num_places{0};  // that were ever used
 std::atomic<int> num_readers{0};
 
 // Of all that is installed, and of who is a reader. Never destroyed, and free in a forked child.
-std::mutex& mutex() {
+std::mutex& fault_mutex() {
   static auto* const one = [] {
-    pthread_atfork([] { mutex().lock(); }, [] { mutex().unlock(); }, [] { mutex().unlock(); });
+    pthread_atfork([] { fault_mutex().lock(); }, [] { fault_mutex().unlock(); }, [] { fault_mutex().unlock(); });
     return new std::mutex;
   }();
   return *one;
@@ -212,12 +212,12 @@ void take_away() {
 
 void keep_fault_handler() {
   if (num_readers == 0 || inside_reader.has_this()) return;
-  const std::lock_guard lock(mutex());
+  const std::lock_guard lock(fault_mutex());
   if (num_readers > 0) put_on_top();
 }
 
 void add_fault_reader(FaultReader* reader) {
-  const std::lock_guard lock(mutex());
+  const std::lock_guard lock(fault_mutex());
   if (place_of(reader) == nullptr) {
     Place* const free = place_of(nullptr);
     TORCH_CHECK(free != nullptr, "zerox: ", kMostReaders, " optimizers with sharded parameters are alive: delete some");
@@ -231,7 +231,7 @@ void add_fault_reader(FaultReader* reader) {
 void remove_fault_reader(FaultReader* reader) {
   Place* place = nullptr;
   {
-    const std::lock_guard lock(mutex());
+    const std::lock_guard lock(fault_mutex());
     place = place_of(reader);
     if (place == nullptr) return;
     place->reader = nullptr;
