@@ -107,7 +107,7 @@ def stop_in_step(training: Any, all_here: threading.Barrier) -> None:
         all_here.wait()
         raise ZeroDivisionError
 
-    training.optimizer.inside.update.runs = stop
+    training.optimizer._steps.update = stop
     with pytest.raises(ZeroDivisionError):
         training.step(1)
 
