@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import _thread
-import contextlib
 import functools
 import importlib
 import json
@@ -206,8 +205,7 @@ def test_every_file_of_tests_gpu_is_run_but_that_of_nccl(monkeypatch: pytest.Mon
 def test_every_file_of_tests_gpu_can_be_imported() -> None:
     """Without a GPU pytest does not collect them."""
     for path in sorted((Path(__file__).parent / "gpu").glob("test_*.py")):
-        with contextlib.suppress(pytest.skip.Exception):
-            importlib.import_module(f"tests.gpu.{path.stem}")
+        importlib.import_module(f"tests.gpu.{path.stem}")
 
 
 def test_tests_are_run_by_file_and_a_hang_costs_its_own_only(monkeypatch: pytest.MonkeyPatch, logs: Path) -> None:

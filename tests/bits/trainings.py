@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import zerox
 from tests.bits.model import Products, batch, ids_of
+from tests.optimizer.models import KINDS as OF_TESTS
 from zerox import FusedShardedAdam, GradScaler, ShardedOptimizer, Sparsity
 
 STEPS = 4
@@ -24,19 +25,9 @@ THREE_RULES: tuple[dict[str, Any], ...] = ({}, {"rule": "sgd", "momentum": 0.75}
 Kind = tuple[torch.dtype, dict[str, Any]]
 Way = Callable[["Training"], None]
 
-# The parameters' dtype, and options; `groups`: those of each param group, which parameters go to in turn.
+# Those of other tests, but that rates here are powers of two.
 KINDS: dict[str, Kind] = {
-    "fp32": (torch.float32, {}),
-    "amsgrad": (torch.float32, {"amsgrad": True}),
-    "fp64": (torch.float64, {}),
-    "bf16 remainder": (torch.bfloat16, {"master_weights": "remainder"}),
-    "bf16 fp32": (torch.bfloat16, {"master_weights": "fp32"}),
-    "bf16 no master": (torch.bfloat16, {"master_weights": None}),
-    "fp16 fp32": (torch.float16, {"master_weights": "fp32"}),
-    "fp16 no master": (torch.float16, {"master_weights": None}),
-    "fp32, bf16 moments": (torch.float32, {"state_dtype": torch.bfloat16}),
-    "bf16 remainder, 8-bit moments": (torch.bfloat16, {"state_dtype": "8bit"}),
-    "amsgrad, 8-bit moments": (torch.float32, {"state_dtype": "8bit", "amsgrad": True}),
+    **OF_TESTS,
     "three rules, 8-bit state": (torch.bfloat16, {"state_dtype": "8bit", "groups": THREE_RULES}),
     "three rules": (torch.float32, {"groups": THREE_RULES}),
     "L2 and maximize": (torch.float32, {"decoupled_weight_decay": False, "maximize": True}),

@@ -45,7 +45,8 @@ READS: dict[str, Callable[[nn.Parameter], Any]] = {
 }
 
 
-def read(rank: int, world_size: int, name: str) -> None:
+def trained_and_released(rank: int) -> tuple[nn.Module, Any, nn.Parameter, Tensor]:
+    """After a step: a released parameter with a view of it that somebody kept, and its values."""
     model, optimizer = made()
     train(model, optimizer, rank, entropy, steps=1)
     param = model.get_parameter(NAME)
@@ -53,6 +54,11 @@ def read(rank: int, world_size: int, name: str) -> None:
     expected = param.detach().clone()
     residents(optimizer).set_hostile(True)
     residents(optimizer).release_all()
+    return model, optimizer, param, expected
+
+
+def read(rank: int, world_size: int, name: str) -> None:
+    _, optimizer, param, expected = trained_and_released(rank)
     found = READS[name](param)
     if name == "storage":
         assert bytes(found) == expected.numpy().tobytes()

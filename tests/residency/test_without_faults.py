@@ -20,7 +20,7 @@ from tests.ranks import run_ranks
 from tests.residency.models import CASES, COMPILED, array, entropy
 from tests.residency.rig import assert_same, build, made, residents, train
 from tests.residency.test_faults import handler
-from tests.residency.test_unannounced import NAME, READS
+from tests.residency.test_unannounced import NAME, READS, trained_and_released
 
 TOLD = r"sharded \(stage=3\), and with ZEROX_FAULTS=0 .*whole\(\)"
 
@@ -59,13 +59,7 @@ def test_operators_fetch_as_ever(name: str) -> None:
 
 def read(rank: int, world_size: int, name: str) -> None:
     with without_faults():
-        model, optimizer = made()
-        train(model, optimizer, rank, entropy, steps=1)
-        param = model.get_parameter(NAME)
-        param.kept = param.detach()  # type: ignore[attr-defined]
-        expected = param.detach().clone()
-        residents(optimizer).set_hostile(True)
-        residents(optimizer).release_all()
+        model, optimizer, param, expected = trained_and_released(rank)
         if name == "deepcopy":  # copies by an operator
             assert torch.equal(READS[name](param), expected)
         else:
