@@ -29,7 +29,7 @@ from bench.step import check, ratio, take_turns
 from bench.systems import FSDP2Resharded, System, Training, Zerox, ZeroxStage3
 from bench.timing import Timing
 from zerox._C import ResidencyEvent
-from zerox.flow.residency import Residency
+from zerox.residency.residency import Residency
 
 MIB = 2**20
 CAP_MIB = 16.0  # of a bucket: zerox's default

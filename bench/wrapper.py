@@ -27,7 +27,7 @@ from bench.common import TRAINING, Row, for_world_sizes, new_parser, on_ranks, p
 from bench.step import take_turns
 from bench.systems import DDP, System, Training, WordGPT, Zerox
 from zerox import DistributedDataParallel, FusedShardedAdam
-from zerox.flow.first_look import digest_of_params
+from zerox.optimizer.first_look import digest_of_params
 
 COLUMNS = {"ranks": "d", "what": "<28", "unit": "<4", "torchs": ".2f", "zerox": ".2f", "ratio": ".3f"}
 MIB = 2**20

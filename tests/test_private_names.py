@@ -27,7 +27,7 @@ from torch.optim import Optimizer
 import zerox
 from zerox import _C as C
 from zerox import _torch
-from zerox.flow.residency import Residency, check_operators
+from zerox.residency.residency import Residency, check_operators
 from zerox.rules.probe import no_messages
 
 ROOT = Path(__file__).parents[1]

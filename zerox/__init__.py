@@ -7,10 +7,10 @@ _cause: Exception | None = None
 try:
     from zerox import _ext  # noqa: F401  the extension first: its error says what is wrong with the installation
     from zerox.estimate import estimate
-    from zerox.flow.clip_together import clip_grad_norm_
-    from zerox.flow.join import join
-    from zerox.flow.memory_bytes import MemoryBytes
     from zerox.memory.row_table import sparse_params
+    from zerox.optimizer.clip_together import clip_grad_norm_
+    from zerox.optimizer.join import join
+    from zerox.optimizer.memory_bytes import MemoryBytes
     from zerox.optimizers import FusedShardedAdam, FusedShardedLion, FusedShardedSGD, ShardedOptimizer
     from zerox.scaler import GradScaler
     from zerox.sparsity.schedules import cubic, rigl, set_

@@ -14,28 +14,27 @@ from typing import Any, ClassVar
 import torch
 
 from zerox._C import Meeting
-from zerox.flow.adoption import Adoption
-from zerox.flow.capture import is_capturing
-from zerox.flow.compiled_regions import calls_untraced
-from zerox.flow.core import Core
-from zerox.flow.first_look import FirstLook
-from zerox.flow.groups import Groups
-from zerox.flow.hand_out import hand_out, hand_out_buffers
-from zerox.flow.join import JoinFace, Joining
-from zerox.flow.look_around import look_around
-from zerox.flow.mean_gradient import MeanGradient, MeanGradientFace
-from zerox.flow.memory_bytes import MemoryBytes, measured
-from zerox.flow.moved import Moved
-from zerox.flow.one_gradient import OneGradient, OneGradientFace
-from zerox.flow.overlap_gather import NOTHING_TO_HIDE, GatherOverlap
-from zerox.flow.param_groups import ParamGroups, ParamGroupsFace, not_taken_in
-from zerox.flow.params import ParamGather
-from zerox.flow.profiled import range_of_zero_grad, with_hooks
-from zerox.flow.steps import Steps
-from zerox.flow.unwrapped_params import STEP_OPTIONS, OwnParams
-from zerox.flow.update import FusedUpdate, Update
+from zerox.calls.capture import is_capturing
 from zerox.memory.bucket import members_of
+from zerox.optimizer.adoption import Adoption
+from zerox.optimizer.core import Core
+from zerox.optimizer.first_look import FirstLook
+from zerox.optimizer.groups import Groups
+from zerox.optimizer.hand_out import hand_out, hand_out_buffers
+from zerox.optimizer.join import JoinFace, Joining
+from zerox.optimizer.look_around import look_around
+from zerox.optimizer.mean_gradient import MeanGradient, MeanGradientFace
+from zerox.optimizer.memory_bytes import MemoryBytes, measured
+from zerox.optimizer.moved import Moved
+from zerox.optimizer.one_gradient import OneGradient, OneGradientFace
+from zerox.optimizer.param_groups import ParamGroups, ParamGroupsFace, not_taken_in
+from zerox.optimizer.profiled import range_of_zero_grad, with_hooks
+from zerox.optimizer.steps import Steps
 from zerox.options import OptimizerOptions, check_params, listed, tensors_in
+from zerox.params.compiled_regions import calls_untraced
+from zerox.params.overlap_gather import NOTHING_TO_HIDE, GatherOverlap
+from zerox.params.params import ParamGather
+from zerox.params.unwrapped_params import STEP_OPTIONS, OwnParams
 from zerox.ranks.advice import advise_mesh
 from zerox.ranks.calls import named
 from zerox.ranks.group import call_ranks, find_ranks
@@ -45,6 +44,7 @@ from zerox.ranks.wrapped import group_of
 from zerox.rules.of_groups import Rules
 from zerox.state.one_state import OneState, OneStateFace
 from zerox.state.optimizer_state import OptimizerState, OptimizerStateFace
+from zerox.update.update import FusedUpdate, Update
 
 
 class Engine(ParamGroupsFace, MeanGradientFace, OneGradientFace, JoinFace, OptimizerStateFace, OneStateFace):

@@ -1,4 +1,4 @@
-"""Bytes per rank by category, by formula: zerox/flow/memory_bytes.py has them from the real storages."""
+"""Bytes per rank by category, by formula: zerox/optimizer/memory_bytes.py has them from the real storages."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from typing import Any
 
 import torch
 
-from zerox.flow.local_bytes import Local, bytes_of_own, taken_apart
-from zerox.flow.memory_bytes import MemoryBytes
 from zerox.memory.grad_dtype import grad_dtype_of
 from zerox.memory.mask import num_bytes_of, stands_for
 from zerox.memory.pages import storage_bytes
 from zerox.memory.row_owners import most_rows
 from zerox.memory.row_table import check_ranks, is_sparse
 from zerox.memory.stored import stored_bytes
+from zerox.optimizer.local_bytes import Local, bytes_of_own, taken_apart
+from zerox.optimizer.memory_bytes import MemoryBytes
 from zerox.options import (
     OF_GUESTS,
     GuestOptions,

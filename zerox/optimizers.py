@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 
 from zerox.engine import Engine
-from zerox.flow.guest_update import GuestUpdate
 from zerox.options import GuestOptions, OptimizerOptions, check_foreign
 from zerox.ranks.process_group import GroupArgument
 from zerox.rules import adam, lion, sgd
 from zerox.rules.guest import GuestClass, full_name
 from zerox.rules.known import rules_of
 from zerox.rules.of_groups import Rules
+from zerox.update.guest_update import GuestUpdate
 
 T = TypeVar("T")
 

@@ -10,9 +10,9 @@
 #include "bindings/destroyed_without_gil.h"
 #include "exchange/collectives.h"
 #include "exchange/exchange.h"
-#include "exchange/long_waits.h"
-#include "exchange/neighbours.h"
-#include "exchange/whereabouts.h"
+#include "peers/long_waits.h"
+#include "peers/neighbours.h"
+#include "peers/whereabouts.h"
 
 namespace zx {
 namespace {

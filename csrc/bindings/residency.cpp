@@ -7,10 +7,10 @@
 
 #include "bindings/bindings.h"
 #include "bindings/destroyed_without_gil.h"
-#include "params/address_range.h"
-#include "params/digest.h"
 #include "params/own_storage.h"
-#include "params/residents.h"
+#include "residency/address_range.h"
+#include "residency/digest.h"
+#include "residency/residents.h"
 
 namespace zx {
 namespace {

@@ -6,8 +6,8 @@
 
 #include "bindings/bindings.h"
 #include "bindings/destroyed_without_gil.h"
-#include "exchange/peer_messages.h"
 #include "op_arguments.h"
+#include "peers/peer_messages.h"
 #include "rows/row_flow.h"
 
 namespace zx {

@@ -5,7 +5,7 @@
 
 #include <vector>
 
-#include "exchange/whereabouts.h"
+#include "peers/whereabouts.h"
 
 namespace zx {
 

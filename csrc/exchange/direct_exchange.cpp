@@ -5,8 +5,8 @@
 #include <utility>
 #include <vector>
 
-#include "exchange/flight_log.h"
-#include "exchange/tags.h"
+#include "peers/flight_log.h"
+#include "peers/tags.h"
 
 namespace zx {
 namespace {

@@ -3,7 +3,7 @@
 #pragma once
 
 #include "exchange/exchange.h"
-#include "exchange/neighbours.h"
+#include "peers/neighbours.h"
 
 namespace zx {
 

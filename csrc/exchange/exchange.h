@@ -3,12 +3,12 @@
 
 #include <ATen/core/Tensor.h>
 
-#include <atomic>
 #include <memory>
 #include <string>
 #include <vector>
 
-#include "exchange/whereabouts.h"
+#include "peers/traffic.h"
+#include "peers/whereabouts.h"
 
 namespace zx {
 
@@ -32,12 +32,6 @@ class Pending {
  protected:
   Line line_;
   std::vector<Awaited> works_;  // unchanged once others may abort them
-};
-
-// How much this rank sent to others, to be compared with closed formulas.
-struct Traffic {
-  std::atomic<int64_t> messages{0};
-  std::atomic<int64_t> bytes{0};
 };
 
 // A flat buffer holds `world` slices of equal length; slice r belongs to rank r.

@@ -9,8 +9,8 @@
 
 #include "buckets/slot_set.h"
 #include "exchange/exchange.h"
-#include "exchange/small_all_reduce.h"
 #include "grads/meetings.h"
+#include "peers/small_all_reduce.h"
 
 namespace zx {
 

@@ -1,4 +1,4 @@
-// In-place operators on a landed shard, as users call them on p.grad: see zerox/flow/grad_operators.py.
+// In-place operators on a landed shard, as users call them on p.grad: see zerox/grads/grad_operators.py.
 #pragma once
 
 #include <ATen/core/Tensor.h>

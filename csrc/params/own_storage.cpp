@@ -5,10 +5,11 @@
 #include <torch/library.h>
 
 #include "buckets/address.h"
-#include "params/device_room.h"
 
 namespace zx {
 namespace {
+
+FindMemory find_unknown_memory = [](const at::Tensor&) { return std::shared_ptr<UnknownMemory>(); };
 
 void let_go(void* buffer) { delete static_cast<c10::Storage*>(buffer); }
 
@@ -21,9 +22,9 @@ const c10::Storage* buffer_of(const at::Tensor& tensor) {
 
 // Does what torch's record_stream() does, on memory that the device's allocator knows.
 void record_stream(c10::DispatchKeySet keys, at::Tensor& self, c10::Stream stream) {
-  const auto room = self.has_storage() ? DeviceRoom::of(self) : nullptr;
-  if (room != nullptr) {
-    room->record_stream(stream);
+  const auto memory = self.has_storage() ? find_unknown_memory(self) : nullptr;
+  if (memory != nullptr) {
+    memory->record_stream(stream);
     return;
   }
   at::Tensor known = self;
@@ -48,8 +49,10 @@ at::Tensor with_own_storage(const at::Tensor& view) {
 }
 
 bool has_own_storage(const at::Tensor& tensor) {
-  return tensor.has_storage() && (buffer_of(tensor) != nullptr || DeviceRoom::of(tensor) != nullptr);
+  return tensor.has_storage() && (buffer_of(tensor) != nullptr || find_unknown_memory(tensor) != nullptr);
 }
+
+void find_unknown_memory_by(FindMemory find) { find_unknown_memory = find; }
 
 namespace {
 

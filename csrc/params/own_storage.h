@@ -2,6 +2,9 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <c10/core/Stream.h>
+
+#include <memory>
 
 namespace zx {
 
@@ -19,8 +22,22 @@ namespace zx {
 // The elements of `view`, which lie densely, in a storage of their own that keeps the view's storage alive.
 at::Tensor with_own_storage(const at::Tensor& view);
 
-// Whether the tensor's storage was made by with_own_storage(), and has not been given other memory since.
+// Whether the tensor's storage was made by with_own_storage() or by such memory as below, and has not been given other
+// memory since.
 bool has_own_storage(const at::Tensor& tensor);
+
+// Memory that makes storages of its own, which no allocator knows.
+class UnknownMemory {
+ public:
+  virtual ~UnknownMemory() = default;
+  // As Tensor.record_stream(): the stream may read it until it is released.
+  virtual void record_stream(c10::Stream stream) = 0;
+};
+
+// `find` returns the memory of its kind that a tensor lies in, null for all other tensors.
+using FindMemory = std::shared_ptr<UnknownMemory> (*)(const at::Tensor&);
+// To be called once, before there is any such memory.
+void find_unknown_memory_by(FindMemory find);
 
 // Whether this torch can be told that nobody may ask for a storage's address; then data_ptr() of its tensors raises
 // RuntimeError. Only address_of() (buckets/address.h) tells.

@@ -22,7 +22,7 @@ namespace zx {
 // has a backward, its forward is an autograd function, "CompiledFunction", and that one is announced with everything
 // that is read. A region that was never seen to call one, as in evaluation, waits for everything.
 //
-// Code that launches kernels without either is left to hooks on modules: see zerox/flow/overlap_gather.py.
+// Code that launches kernels without either is left to hooks on modules: see zerox/params/overlap_gather.py.
 //
 // Where parameters are sharded (ZeRO stage 3), a watcher also has to know when the operator is over, to keep until then
 // what it reads; and the backward of an autograd function in Python may read what its forward read, without an

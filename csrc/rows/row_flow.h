@@ -1,5 +1,5 @@
 // A step of an optimizer's tables over the ranks: who has told whom what, what has landed, and what is to be sent
-// again. See Note [Rows travel by themselves] in zerox/flow/rows.py.
+// again. See Note [Rows travel by themselves] in zerox/rows/rows.py.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -8,8 +8,8 @@
 #include <optional>
 #include <vector>
 
-#include "exchange/neighbours.h"
-#include "exchange/peer_messages.h"
+#include "peers/neighbours.h"
+#include "peers/peer_messages.h"
 #include "rows/row_tables.h"
 
 namespace zx {

@@ -1,5 +1,5 @@
 // The tables of an optimizer, whose gradients are rows, on their way: packed for their owners, added up there, updated,
-// and written by all ranks. See Note [Rows travel by themselves] in zerox/flow/rows.py.
+// and written by all ranks. See Note [Rows travel by themselves] in zerox/rows/rows.py.
 #pragma once
 
 #include <ATen/core/Tensor.h>

@@ -18,10 +18,10 @@ from torch.utils import cpp_extension
 
 from tests.ranks import TIMEOUT_S, run_threads
 from zerox._C import Whereabouts
-from zerox.memory.device_memory import BY_TYPE
 from zerox.ranks.axes import Axis
 from zerox.ranks.calls import say_after
 from zerox.ranks.group import Ranks
+from zerox.residency.device_memory import BY_TYPE
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
@@ -63,7 +63,7 @@ def machine() -> Any:
 
 
 class FakeMemory:
-    """zerox.memory.device_memory.DeviceMemory between ranks that are threads."""
+    """zerox.residency.device_memory.DeviceMemory between ranks that are threads."""
 
     def share(self, tensor: Tensor) -> str:
         return json.dumps(machine().share(tensor))

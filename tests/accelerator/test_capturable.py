@@ -16,13 +16,13 @@ from tests.accelerator.test_streams import CAP, GROUP, parameters
 from tests.kernels.shards import same_bits
 from zerox import engine as engine_module
 from zerox import ops
-from zerox.flow import update
-from zerox.flow.capture import is_capturing
+from zerox.calls.capture import is_capturing
 from zerox.optimizers import FusedShardedAdam
 from zerox.options import OptimizerOptions
 from zerox.ranks.group import Ranks
 from zerox.rules.adam import ADAM
 from zerox.rules.options_table import OptionsTable
+from zerox.update import update
 
 
 def build(ranks: Ranks, lr: Tensor, **options: Any) -> FusedShardedAdam:

@@ -30,11 +30,11 @@ from tests.optimizer.ways import (
 from tests.ranks import run_ranks
 from zerox import FusedShardedAdam
 from zerox import engine as engine_module
-from zerox.flow.capture import is_capturing
-from zerox.memory.device_memory import BY_TYPE
+from zerox.calls.capture import is_capturing
 from zerox.plan.choices import TABLES, Setting, some
 from zerox.plan.combinations import OF_STAGE_3, But
 from zerox.ranks.group import Ranks
+from zerox.residency.device_memory import BY_TYPE
 
 pytestmark = pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream does not match")
 HERE = threading.local()  # of the rank that this thread is

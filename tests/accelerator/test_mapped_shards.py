@@ -26,8 +26,8 @@ from tests.accelerator.sharded import (
     ranks_of_threads,
     stop_in_step,
 )
-from zerox.flow import residency as residency_module
 from zerox.ranks.group import Ranks
+from zerox.residency import residency as residency_module
 
 pytestmark = pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream does not match")
 BUSY_US = 3000  # for as long rank 0's device still works when its host waits for it

@@ -15,7 +15,7 @@ from torch import Tensor
 from tests.accelerator.fake import machine, on_stream, run_fake_ranks
 from tests.accelerator.sharded import KINDS, LIMITS, WAYS, WIDTH, Training, assert_as_in_stage_2, ranks_of_threads
 from zerox import _C as C
-from zerox.flow.placeholder import ShardedGrad
+from zerox.grads.placeholder import ShardedGrad
 from zerox.ranks.group import Ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream does not match")

@@ -14,7 +14,6 @@ from tests.bucket_manager.rig import GradsOfModel
 from tests.kernels.rule import VARIANT_IDS, VARIANTS
 from tests.kernels.shards import group_of
 from zerox import _C as C
-from zerox.flow.update import shard_of, update
 from zerox.memory.bucket import GradPart
 from zerox.ops import Shard
 from zerox.ranks.group import Ranks
@@ -22,6 +21,7 @@ from zerox.rules.adam import ADAM
 from zerox.rules.options_table import OptionsTable
 from zerox.rules.reference import AdamState, LionState, SgdState, adam_step, lion_step, sgd_step
 from zerox.rules.rule import Rule
+from zerox.update.update import shard_of, update
 
 # Hooks keep the node that accumulates, and with it the stream on which a parameter was first used: as DDP's do.
 pytestmark = pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream does not match")

@@ -18,10 +18,10 @@ from tests.accelerator.fake import machine, on_stream, run_fake_ranks
 from tests.accelerator.sharded import HERE, WAYS, assert_as_in_stage_2, ranks_of_threads, stop_in_step
 from tests.kernels.shards import same_bits
 from zerox import FusedShardedAdam
-from zerox.flow import residency as residency_module
-from zerox.flow.device_table import Rows, Table
 from zerox.memory.row_owners import BLOCK_ROWS
 from zerox.ranks.group import Ranks
+from zerox.residency import residency as residency_module
+from zerox.rows.device_table import Rows, Table
 
 ROWS, WIDTH = 300, 6  # five blocks, the last one not whole
 ROW = 4 * WIDTH

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from tests.accelerator.fake import FakeMemory, machine, run_fake_ranks
 from tests.accelerator.sharded import HERE, Training, assert_as_in_stage_2, ranks_of_threads
-from zerox.memory.device_memory import BY_TYPE
 from zerox.ranks import neighbours as neighbours_module
 from zerox.ranks.group import Ranks
+from zerox.residency.device_memory import BY_TYPE
 
 pytestmark = pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream does not match")
 
@@ -94,7 +94,7 @@ def switched_off(ranks: Ranks) -> tuple[int, int]:
 
 
 def test_it_is_off_on_all_ranks_where_one_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("zerox.flow.mapped_shards._is_wanted", lambda: HERE.ranks.rank != 1)
+    monkeypatch.setattr("zerox.residency.mapped_shards._is_wanted", lambda: HERE.ranks.rank != 1)
     before = machine().num_shared()
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)

@@ -18,11 +18,11 @@ import torch
 from torch import Tensor, nn
 
 import zerox
+import zerox.calls.grad_calls
 import zerox.checkpoint.store
-import zerox.flow.grad_calls
-import zerox.flow.update
+import zerox.update.update
 from tests.mortal_ranks import MortalRanks, start_ranks
-from zerox.flow.params import ParamGather
+from zerox.params.params import ParamGather
 from zerox.ranks.group import Ranks
 
 PLACES = ("constructor", "forward", "backward", "clip", "step", "gather", "save", "between steps")
@@ -66,9 +66,9 @@ class Training:
         elif self.place == "backward":
             self.model[1].register_forward_hook(self.die_in_its_backward)
         elif self.place == "clip":
-            self.die_at_call(zerox.flow.grad_calls, "total_words", 1)
+            self.die_at_call(zerox.calls.grad_calls, "total_words", 1)
         elif self.place == "step":
-            self.die_at_call(zerox.flow.update, "update", 2)
+            self.die_at_call(zerox.update.update, "update", 2)
         elif self.place == "gather":
             self.die_at_call(ParamGather, "end_step", 1)
         elif self.place == "save":

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from zerox import _C as C
-from zerox.flow.grads import Grads
+from zerox.grads.grads import Grads
 from zerox.memory.bucket import Bucket, Member
 from zerox.plan.buckets import ParamSpec, plan_buckets
 from zerox.plan.stage import stage_of

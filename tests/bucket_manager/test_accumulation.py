@@ -11,7 +11,7 @@ from torch import Tensor
 from tests.bucket_manager.rig import LAYER_CAP, Chain, GradsOfModel, gradients_of, input_of, mean_of
 from tests.ranks import run_ranks
 from zerox import FusedShardedAdam
-from zerox.flow.placeholder import ShardedGrad
+from zerox.grads.placeholder import ShardedGrad
 from zerox.ranks.group import find_ranks
 
 

@@ -16,13 +16,13 @@ from typing import Any
 import pytest
 import torch
 
-import zerox.flow.grad_calls
-import zerox.flow.update
+import zerox.calls.grad_calls
+import zerox.update.update
 from tests.bucket_manager.killing import PLACES, kill_one
 from tests.bucket_manager.training import Training
 from tests.mortal_ranks import MortalRanks, fail_now, start_ranks
 from zerox import FusedShardedAdam
-from zerox.flow.params import ParamGather
+from zerox.params.params import ParamGather
 from zerox.ranks.group import Ranks
 
 TIMEOUT_S = 5  # of the group: far above what a healthy wait takes, also on a busy machine
@@ -86,9 +86,9 @@ def fail_in_step(training: Training, moment: str, how: signal.Signals) -> None:
     elif moment == "after backward":
         fail_at_call(training.optimizer, "clip_grad_norm_", 1, how)
     elif moment == "inside clip":
-        fail_at_call(zerox.flow.grad_calls, "total_words", 1, how)
+        fail_at_call(zerox.calls.grad_calls, "total_words", 1, how)
     elif moment == "inside step":
-        fail_at_call(zerox.flow.update, "update", 2, how)
+        fail_at_call(zerox.update.update, "update", 2, how)
     elif moment.endswith("gather"):
         fail_at_call(ParamGather, "end_step", 1, how)
 

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from tests.bucket_manager.rig import input_of, message_of
 from tests.bucket_manager.training import Training
 from tests.ranks import run_ranks
-from zerox.flow.placeholder import ShardedGrad
+from zerox.grads.placeholder import ShardedGrad
 from zerox.ranks.group import find_ranks
 
 

@@ -28,8 +28,8 @@ SOON_S = 20  # of a timeout of 60
 CONSTRUCTOR = {
     "while it connects": "zerox.ranks.own_groups._gloo",
     "while it looks for neighbours": "zerox.ranks.neighbours._reads",
-    "before it compares": "zerox.flow.core.Grads",
-    "while it makes a bucket": "zerox.flow.adoption.Bucket",
+    "before it compares": "zerox.optimizer.core.Grads",
+    "while it makes a bucket": "zerox.optimizer.adoption.Bucket",
 }
 
 
@@ -134,4 +134,4 @@ def test_an_interrupted_wait_for_other_ranks_ends_the_process_as_python_does() -
 def test_what_one_rank_raises_where_parameters_are_added_the_others_raise_at_once(
     adopt: Callable[..., tuple[float, str, bool]],
 ) -> None:
-    check(run_ranks(adopt, 3, "zerox.flow.adoption.Bucket"))
+    check(run_ranks(adopt, 3, "zerox.optimizer.adoption.Bucket"))

@@ -14,7 +14,7 @@ from tests.bucket_manager.rig import WIDTH, Chain, input_of, message_of, same_bi
 from tests.bucket_manager.training import both_stages
 from tests.ranks import run_ranks
 from zerox import FusedShardedAdam
-from zerox.flow.placeholder import ShardedGrad
+from zerox.grads.placeholder import ShardedGrad
 
 # What leaves parameters as they were, but for a rounding.
 MOVES: dict[str, Callable[[nn.Module], object]] = {

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from tests.bucket_manager.rig import Chain, input_of
 from tests.ranks import run_ranks
 from zerox import FusedShardedAdam
-from zerox.flow.placeholder import ShardedGrad
+from zerox.grads.placeholder import ShardedGrad
 
 
 @pytest.fixture

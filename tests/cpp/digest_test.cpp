@@ -1,5 +1,5 @@
 // digest(): whether memory has changed.
-#include "params/digest.h"
+#include "residency/digest.h"
 
 #include <set>
 #include <utility>

@@ -1,5 +1,5 @@
 // PythonFunctions: which buckets a function's backward may read.
-#include "params/python_functions.h"
+#include "residency/python_functions.h"
 
 #include "check.h"
 

@@ -1,5 +1,5 @@
 // ReadScript: what is needed next, as far as the past tells.
-#include "params/read_script.h"
+#include "residency/read_script.h"
 
 #include <initializer_list>
 

@@ -27,7 +27,7 @@ from tests.hugging_face import accelerators_environment, run_anywhere
 from tests.optimizer.models import batch
 from tests.optimizer.models import make_model as make_mixed
 from zerox import FusedShardedAdam
-from zerox.flow.placeholder import ShardedGrad
+from zerox.grads.placeholder import ShardedGrad
 from zerox.integrations import requirements
 from zerox.integrations.accelerate import ZeroxAccelerator, adopt
 from zerox.integrations.transformers import ZeroxTrainerMixin

@@ -13,8 +13,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback
 
 from tests.hugging_face import ALONE, accelerators_environment
 from zerox.engine import Engine
-from zerox.flow.residency import Residency
 from zerox.integrations.transformers import ZeroxTrainerMixin
+from zerox.residency.residency import Residency
 
 WORDS, LENGTH, BATCH = 64, 12, 2
 # Some gradients of an untrained model are next to nothing, those of keys most of all. Divided by AdamW's own 1e-8, the

@@ -13,9 +13,9 @@ from bench.trace import profile_all_threads, ranges_of
 from tests.kernels.rule import VARIANT_IDS, VARIANTS
 from tests.kernels.shards import Shard, options_table, same_bits, segments_of
 from zerox import ops
-from zerox.flow.update import LEAST_IN_A_LAUNCH, launches, ranges, update
 from zerox.rules.adam import ADAM
 from zerox.rules.rule import Rule
+from zerox.update.update import LEAST_IN_A_LAUNCH, launches, ranges, update
 
 KINDS = [
     (torch.float64, None, torch.float32),

@@ -11,7 +11,7 @@ import pytest
 from tests.mean.tokens import make_model, summed_loss, tokens
 from tests.mortal_ranks import fail_now, start_ranks
 from zerox import FusedShardedAdam
-from zerox.flow import join
+from zerox.optimizer import join
 
 ROWS = 4
 TIMEOUT_S = 5

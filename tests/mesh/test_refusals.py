@@ -158,7 +158,7 @@ def test_it_is_refused_by_name_on_all_ranks(name: str) -> None:
 
 
 def said_once(rank: int, world_size: int) -> list[str]:
-    zerox.flow.terms._said.clear()  # these processes have trained before
+    zerox.optimizer.terms._said.clear()  # these processes have trained before
     meshes = Meshes(init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp")))
     said = []
     for _ in range(2):
@@ -179,7 +179,7 @@ def test_that_plain_parameters_count_as_replicated_is_said_once() -> None:
 
 def checked(rank: int, world_size: int, planted: str) -> tuple[float, float]:
     """How far the first norm, and some parameter after a step, are from those of the whole model."""
-    from zerox.flow.partial_grads import PartialGrads
+    from zerox.grads.partial_grads import PartialGrads
     from zerox.ranks.model_axes import ModelAxes
 
     before = ModelAxes.counts, PartialGrads.refresh

@@ -21,7 +21,7 @@ from tests.ranks import run_ranks
 from tests.residency import test_frozen, test_writes
 from tests.residency.models import CASES, Case, Gpt, entropy
 from tests.residency.rig import WAYS, assert_same, batch, build, by_way, residents, train, values
-from zerox.flow.residency import Residency
+from zerox.residency.residency import Residency
 
 SHAPES = [(2, 2), (2, 3), (3, 2)]
 

@@ -21,7 +21,7 @@ from tests.optimizer.models import mean_in_rank_order, memory_order
 from tests.ranks import run_threads
 from tests.tolerances import assert_one_step_bound
 from zerox import FusedShardedAdam
-from zerox.flow.norm import clip_coefficient
+from zerox.grads.norm import clip_coefficient
 
 STEPS = 5
 LR = 1e-2

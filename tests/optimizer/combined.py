@@ -22,10 +22,10 @@ from tests.optimizer.test_parity import MOMENTS, torch_step
 from tests.optimizer.ways import Way, is_inner, plain_twin
 from tests.tolerances import assert_one_step_bound, assert_stored_bound
 from zerox import Sparsity
-from zerox.flow.residency import Residency
 from zerox.memory.grad_dtype import NARROW
 from zerox.plan.choices import DTENSORS, LIE_AS, MASKS, SPARSITY, SUB_GROUP, TABLES, TEAM
 from zerox.ranks.dtensors import local_of
+from zerox.residency.residency import Residency
 from zerox.rules.adam import ADAM
 from zerox.rules.known import KNOWN
 

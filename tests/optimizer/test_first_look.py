@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from tests.ranks import Once, run_ranks
 from zerox import FusedShardedAdam, ShardedOptimizer
-from zerox.flow.first_look import squares_of
+from zerox.optimizer.first_look import squares_of
 from zerox.options import OptimizerOptions
 
 

@@ -84,12 +84,12 @@ if names != [""]:
         else:
             delattr(torch._C._dynamo.eval_frame, name)
 warnings.simplefilter("ignore")
-import zerox.flow.overlap_gather
+import zerox.params.overlap_gather
 from tests.optimizer import overlap_models
 from tests.optimizer.overlap_models import SILENT, WIDTH, Blocks, Compiling, build, layer, train_step
 
 if changes == "no hook":
-    zerox.flow.overlap_gather.BeforeForward.__call__ = lambda *_: None
+    zerox.params.overlap_gather.BeforeForward.__call__ = lambda *_: None
 
 
 class ByHand(nn.Module):

@@ -14,7 +14,7 @@ from torch import nn
 import zerox
 from tests.ranks import run_ranks
 from zerox import FusedShardedAdam
-from zerox.flow.phases import ADOPTING, AFTER_MEETING, BEFORE_MEETING, Phases
+from zerox.calls.phases import ADOPTING, AFTER_MEETING, BEFORE_MEETING, Phases
 
 
 def train(model: nn.Module, optimizer: FusedShardedAdam) -> None:

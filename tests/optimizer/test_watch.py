@@ -17,8 +17,8 @@ import zerox
 from tests.ranks import run_ranks
 from zerox import FusedShardedAdam, ShardedOptimizer
 from zerox.engine import Engine
-from zerox.flow.residency import Residency
 from zerox.integrations.watch import Watch
+from zerox.residency.residency import Residency
 
 NAMES = {"skipped_steps", "step_ms", "exposed_ms", "resident_bytes", "peak_bytes"}
 

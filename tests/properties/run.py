@@ -15,7 +15,7 @@ from tests.optimizer.models import memory_order
 from tests.properties.programs import LIMITS, Program, shaped
 from tests.ranks import run_threads
 from zerox import FusedShardedAdam, MemoryBytes
-from zerox.flow.residency import Residency
+from zerox.residency.residency import Residency
 
 
 @dataclass(frozen=True)

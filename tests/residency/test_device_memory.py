@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from zerox.memory.device_memory import BY_TYPE
+from zerox.residency.device_memory import BY_TYPE
 
 HANDLE, COUNTER, EVENT = b"\x00a handle\xff", b"/torch_1_2", b"an event"
 NBYTES, OFFSET, COUNTER_OFFSET = 64, 512, 7

@@ -30,7 +30,7 @@ from tests.residency.rig import (
     train,
     values,
 )
-from zerox.flow.residency import Residency
+from zerox.residency.residency import Residency
 
 
 def evaluate_alone(rank: int, world_size: int, other: str) -> float:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from zerox import FusedShardedAdam, sparse_params
-from zerox.flow.residency import Residency
+from zerox.residency.residency import Residency
 
 ROWS, WIDTH = 300, 12  # five blocks, the last one not whole
 WIDE = (1000, 64)  # several pages

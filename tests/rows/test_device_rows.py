@@ -1,4 +1,4 @@
-"""The flow of rows on an accelerator (zerox/flow/device_rows.py), with the CPU's tensors: the bits of the host's flow.
+"""The flow of rows on an accelerator (zerox/rows/device_rows.py), with the CPU's tensors: the bits of the host's flow.
 
 tests/gpu/test_rows.py runs it on a GPU.
 """
@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-import zerox.flow.rows
+import zerox.rows.rows
 from tests.ranks import run_ranks
 from tests.rows import (
     test_16_bits,
@@ -27,9 +27,9 @@ from tests.rows import (
     test_stored_state,
 )
 from tests.rows.tables import NARROW
-from zerox.flow.device_messages import DeviceMessages
-from zerox.flow.device_rows import DeviceRowFlow
 from zerox.ranks.group import Ranks
+from zerox.rows.device_messages import DeviceMessages
+from zerox.rows.device_rows import DeviceRowFlow
 
 
 def device_flow(ranks: Ranks, reads: bool) -> tuple[DeviceMessages, DeviceRowFlow]:
@@ -39,7 +39,7 @@ def device_flow(ranks: Ranks, reads: bool) -> tuple[DeviceMessages, DeviceRowFlo
 
 def as_on_a_device(rank: int, world_size: int, body: Callable[..., Any], *args: Any) -> Any:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(zerox.flow.rows, "flow_of", device_flow)
+        patch.setattr(zerox.rows.rows, "flow_of", device_flow)
         return body(rank, world_size, *args)
 
 
@@ -121,7 +121,7 @@ def test_what_the_host_s_flow_does(body: Callable[..., Any], args: tuple[Any, ..
 
 
 def test_a_backward_through_old_values_raises(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(zerox.flow.rows, "flow_of", device_flow)
+    monkeypatch.setattr(zerox.rows.rows, "flow_of", device_flow)
     test_around.test_a_backward_through_old_values_raises()
 
 

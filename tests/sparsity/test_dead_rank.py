@@ -12,8 +12,8 @@ import torch
 import zerox
 from tests.mortal_ranks import fail_now, start_ranks
 from tests.sparsity.trained import Case, batch, model, optimizer_of
-from zerox.flow.params import ParamGather
-from zerox.flow.residency import Residency
+from zerox.params.params import ParamGather
+from zerox.residency.residency import Residency
 from zerox.sparsity import choose
 
 TIMEOUT_S = 20

@@ -1,4 +1,4 @@
-"""What csrc/bindings/residency.cpp binds; see csrc/params/residents.h."""
+"""What csrc/bindings/residency.cpp binds; see csrc/residency/residents.h."""
 
 import enum
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""What is each rank's own in a checkpoint, under the rank's number: Note [Each rank's own] in flow/unwrapped_params.py.
+"""Each rank's own parameters in a checkpoint, under the rank's number: Note [Each rank's own] in unwrapped_params.py.
 
 Ranks have one name for different tensors. So keys begin with the rank, and host.pt has a record of each rank: options
 of its param groups, and what of the state are no tensors. Beside own parameters of the optimizer there are those that

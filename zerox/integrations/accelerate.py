@@ -19,11 +19,11 @@ from torch.amp.grad_scaler import OptState
 from torch.nn.parallel import DistributedDataParallel
 
 from zerox.engine import Engine
-from zerox.flow.join import join
 from zerox.integrations import engines as of_engines
 from zerox.integrations.local_sgd import refuse_local_sgd
 from zerox.integrations.requirements import check_names, check_version
 from zerox.integrations.scalers import takes_all_ranks
+from zerox.optimizer.join import join
 from zerox.ranks.calls import named, waiting
 from zerox.ranks.dtensors import is_dtensor
 from zerox.state.dcp_request import dcp_request

@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from zerox.engine import Engine
-from zerox.flow.clip_together import clip_grad_norm_ as clip_together
 from zerox.model_names import quoted
+from zerox.optimizer.clip_together import clip_grad_norm_ as clip_together
 from zerox.ranks.wrapped import note_hand_out
 from zerox.wrapper.first_values import hand_out_first
 from zerox.wrapper.values import give_out, named_buffers_of

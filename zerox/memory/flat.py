@@ -94,7 +94,7 @@ class FlatBuffer:
 
 
 class ShardedBuffer(FlatBuffer):
-    """A buffer whose memory comes and goes (csrc/params/residents.h), and beside it what this rank keeps of it.
+    """A buffer whose memory comes and goes (csrc/residency/residents.h), and beside it what this rank keeps of it.
 
     ``own_shards``: the elements of that, this rank's shard and on a mesh those beside it. ``room``: the buffer's
     memory, which stays until it is given to the residents.

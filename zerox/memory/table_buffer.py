@@ -11,7 +11,7 @@ from zerox.plan.span import Span
 
 
 class TableBuffer:
-    """The whole table, whose rows come and go (csrc/params/table_rows.h), and ``own``: what this rank
+    """The whole table, whose rows come and go (csrc/residency/table_rows.h), and ``own``: what this rank
     keeps of it, its rows by place."""
 
     def __init__(self, table: RowTable, residents: C.Residency) -> None:

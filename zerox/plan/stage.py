@@ -34,8 +34,8 @@ class Stage:
         return (Move.REDUCE_SCATTER,) if self.grads is SHARDED else (Move.REDUCE_SCATTER, Move.ALL_GATHER)
 
 
-# Who reads it: Grads (flow/grads.py) and make_mean_grads (csrc/grads/mean_grads.cpp) for gradients;
-# made_gather (flow/residency.py) and the constructor of BucketManager (csrc/grads) for parameters; estimate.py for
+# Who reads it: Grads (grads/grads.py) and make_mean_grads (csrc/grads/mean_grads.cpp) for gradients;
+# made_gather (residency/residency.py) and the constructor of BucketManager (csrc/grads) for parameters; estimate.py for
 # memory; ranks/advice.py for what it advises.
 STAGES = {
     1: Stage(1, params=REPLICATED, grads=REPLICATED),

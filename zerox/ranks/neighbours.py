@@ -1,4 +1,4 @@
-"""Which ranks can read which others' memory: see Note [Neighbours] in csrc/exchange/neighbours.h."""
+"""Which ranks can read which others' memory: see Note [Neighbours] in csrc/peers/neighbours.h."""
 
 from __future__ import annotations
 

@@ -13,11 +13,11 @@ from torch import Tensor
 
 from zerox._C import Combine, Meeting
 from zerox.engine import Engine
-from zerox.flow.terms import check_pairs, words_of_calls
 from zerox.memory.bucket import GradPart, Member
 from zerox.memory.flat import dense_strides, give_out
 from zerox.memory.mask import DTYPES, Mask
 from zerox.memory.one_param import OneParam
+from zerox.optimizer.terms import check_pairs, words_of_calls
 from zerox.ranks.calls import named
 from zerox.ranks.group import Ranks
 from zerox.sparsity.choose import Pool, by_magnitude, by_pattern, by_renewal

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from zerox._C import Meeting
-from zerox.flow.core import Core, Face
 from zerox.memory.forms import same_values, split_param
 from zerox.memory.one_param import OneParam, asked_of_one, asked_of_table, in_memory_order, one_param
+from zerox.optimizer.core import Core, Face
 from zerox.ranks.calls import named
 from zerox.rules.rule import MASTER, MASTERS, REMAINDER, STEP, NumberSpec, StateSpec
 from zerox.state.fill import fill_row

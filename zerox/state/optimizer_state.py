@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from zerox._C import Meeting
-from zerox.flow.core import Core, Face
-from zerox.flow.phases import Visit
+from zerox.calls.phases import Visit
 from zerox.memory.bucket import Bucket, start_states
 from zerox.memory.flat import dense_strides
 from zerox.memory.row_table import RowTable
 from zerox.memory.torch_optimizer import TorchOptimizer
+from zerox.optimizer.core import Core, Face
 from zerox.ranks.calls import named, warn_caller
 from zerox.ranks.dtensors import cuts_of
 from zerox.rules.rule import MASK

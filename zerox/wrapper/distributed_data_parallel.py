@@ -19,8 +19,8 @@ from torch.distributed.algorithms.join import Joinable
 from torch.nn.parallel import DistributedDataParallel as OfTorch
 
 from zerox import _torch
-from zerox.flow.compiled_regions import keep_from_dynamo, untraced
-from zerox.flow.profiled import range_named
+from zerox.optimizer.profiled import range_named
+from zerox.params.compiled_regions import keep_from_dynamo, untraced
 from zerox.ranks.calls import warn_caller
 from zerox.ranks.wrapped import WrappedModule
 from zerox.wrapper import arguments, comm_hooks

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from zerox import _torch
 from zerox.engine import Engine
-from zerox.flow.hand_out import hand_out, standing_by
 from zerox.memory.flat import order_text
+from zerox.optimizer.hand_out import hand_out, standing_by
 from zerox.ranks.dtensors import local_of
 from zerox.ranks.holders import holders_of
 from zerox.wrapper.arguments import check_updated_after_backward

@@ -23,10 +23,10 @@ from torch.distributed.algorithms import join as torch_join
 
 from zerox import _C as C
 from zerox._torch import OFF, JoinConfig, check_join
-from zerox.flow import join as of_optimizers
-from zerox.flow.followers import Followers, leave
-from zerox.flow.grads import Grads
+from zerox.grads.grads import Grads
 from zerox.model_names import quoted
+from zerox.optimizer import join as of_optimizers
+from zerox.optimizer.followers import Followers, leave
 from zerox.ranks.calls import waiting
 from zerox.ranks.dtensors import local_of
 from zerox.wrapper.averaging import Averaging

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from zerox._C import BucketManager
-from zerox.flow.grads import Grads
+from zerox.grads.grads import Grads
 from zerox.memory.bucket import Member, describe, segment_table
 from zerox.memory.flat import dense_strides
 from zerox.memory.grad_dtype import grad_dtype_of

@@ -25,10 +25,10 @@ from torch import Tensor, nn
 from zerox import _C as C
 from zerox import _torch
 from zerox._C import BucketManager, Decision
-from zerox.flow.row_gradient import sparse_of
 from zerox.memory.grad_dtype import NARROW, grad_dtype_of
 from zerox.model_names import quoted
 from zerox.ranks.group import Ranks
+from zerox.rows.row_gradient import sparse_of
 
 # What a rank says of a gradient: how many rows it has, or one of these.
 ABSENT, DENSE, UNFIT = -1, -2, -3

@@ -1,0 +1,59 @@
+// Looks into boxes of neighbours (memory_box.h) until something stands there.
+#pragma once
+
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <stdexcept>
+
+#include "peers/memory_box.h"
+#include "peers/neighbours.h"
+#include "peers/pause.h"
+#include "peers/whereabouts.h"
+
+namespace zx {
+
+// A rank is looked for that will not come. It looks as if its connection had ended, and so errors say.
+class GaveUp : public std::runtime_error {
+ public:
+  using std::runtime_error::runtime_error;
+};
+
+// A word of what begins at `address` in a rank's memory.
+inline int64_t word_at(const Neighbours& neighbours, int rank, uint64_t address, size_t word) {
+  int64_t found = 0;
+  neighbours.read(rank, address + MemoryBox::offset_of(word), &found, sizeof(found));
+  return found;
+}
+
+// After something of a rank was read. Throws GaveUp if it is not to be trusted, since its memory may have been free.
+inline void check_read(const Neighbours& neighbours, int rank, uint64_t box) {
+  if (word_at(neighbours, rank, box, MemoryBox::gave_up) != 0) throw GaveUp("it gave up while it was read");
+}
+
+// Waits for found(), which looks into the memory of a rank with this box, or for is_stopped(); returns whether it was
+// found. Throws GaveUp if it never will be. `own`: this rank's box.
+template <class Found, class IsStopped>
+bool look(const Neighbours& neighbours, int rank, uint64_t box, MemoryBox& own, const Whereabouts& whereabouts,
+          const Found& found, const IsStopped& is_stopped) {
+  Pause pause;
+  while (true) {
+    if (own[MemoryBox::gave_up] != 0) throw std::runtime_error("this rank gave up");  // in another thread
+    bool has_given_up = false;
+    try {
+      if (found()) break;
+      has_given_up = word_at(neighbours, rank, box, MemoryBox::gave_up) != 0;
+    } catch (const std::exception& error) {
+      throw GaveUp(error.what());
+    }
+    if (has_given_up) throw GaveUp("it gave up");
+    if (is_stopped()) return false;
+    if (pause.waited() > whereabouts.timeout()) throw std::runtime_error("timed out");
+    LongWait::check();
+    pause();
+  }
+  std::atomic_thread_fence(std::memory_order_seq_cst);  // what was found stands for is read after it
+  return true;
+}
+
+}  // namespace zx

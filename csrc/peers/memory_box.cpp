@@ -1,0 +1,18 @@
+#include "peers/memory_box.h"
+
+#include <deque>
+#include <mutex>
+#include <utility>
+
+namespace zx {
+
+void MemoryBox::keep_for_others(std::shared_ptr<MemoryBox> box) {
+  constexpr size_t kKept = 256;               // of a dozen an optimizer: nobody is so many optimizers behind
+  static auto* const mutex = new std::mutex;  // leaked, with what it guards
+  static auto* const kept = new std::deque<std::shared_ptr<MemoryBox>>;
+  const std::lock_guard lock(*mutex);
+  kept->push_back(std::move(box));
+  if (kept->size() > kKept) kept->pop_front();
+}
+
+}  // namespace zx

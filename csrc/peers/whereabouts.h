@@ -1,0 +1,146 @@
+// Finds out which rank is gone when a wait for a rank fails, and tells the others.
+#pragma once
+
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+#include <torch/csrc/distributed/c10d/Store.hpp>
+
+#include <atomic>
+#include <chrono>
+#include <memory>
+#include <mutex>
+#include <stdexcept>
+#include <string>
+#include <type_traits>
+#include <vector>
+
+#include "check.h"
+#include "peers/last_seen.h"
+#include "peers/long_waits.h"
+#include "peers/memory_box.h"
+
+namespace zx {
+
+using Group = c10::intrusive_ptr<c10d::ProcessGroup>;
+using Work = c10::intrusive_ptr<c10d::Work>;
+
+// Note [A rank that gives up says so]
+// A rank waits for one other rank at a time. When a rank dies, only those that wait for it see its connection end. They
+// raise, and the ranks that wait for *them* would wait until the timeout: a rank that has raised may live on, and if it
+// exits, gloo does not always see it. (gloo stops reading a connection at a message for a receive that was dropped, so
+// it never comes to the connection's end.)
+//
+// So a rank that gives up leaves a farewell in the store: the rank that it missed, or the error that it raised itself.
+// Then it says so in its boxes (memory_messages.h) and closes its connections, which ends every wait for it. The ranks
+// that are woken read its farewell, and so find the rank that all of them miss. A rank whose connection ends without a
+// farewell is the one that is gone.
+
+constexpr int kUnknownRank = -1;
+
+// Something on its way from or to rank `peer`; kUnknownRank if a collective moves it.
+struct Awaited {
+  Work work{};
+  int peer = kUnknownRank;
+};
+
+// If the backend can, wakes a wait for it on another thread; never throws.
+void abort_work(const Work& work);
+
+// Any thread may call any of these. After the first failure every later one gets the same answer.
+class Whereabouts {
+ public:
+  // `groups`: the gloo groups to be closed when this rank gives up. `store` is shared by the ranks; if it is null,
+  // nothing is told and nothing is closed. `timeout` is that of the groups. `say_after`: see LongWait.
+  Whereabouts(std::vector<Group> groups, c10::intrusive_ptr<c10d::Store> store, int rank, int world,
+              std::chrono::milliseconds timeout, std::chrono::milliseconds say_after = std::chrono::milliseconds(0));
+
+  // Sets the process of each rank on this machine, 0 for others.
+  void set_processes(std::vector<int64_t> processes);
+
+  std::vector<int64_t> processes() const;
+  std::chrono::milliseconds timeout() const { return timeout_; }
+
+  // One more group to be closed.
+  void add_group(Group group);
+  // What others look into, to be told when this rank gives up.
+  void add_box(std::shared_ptr<MemoryBox> box);
+
+  // met(): all ranks were at `meeting`, in the current step. step_begun(): all have begun to update in step().
+  void met(const std::string& meeting) { last_seen_.met(meeting); }
+  void step_begun() { last_seen_.step_begun(); }
+
+  // Runs `body`, which needs an answer from rank `peer`, and may take the LongWait. If it throws, this rank gives up,
+  // and needing() throws std::runtime_error that names the rank that is gone.
+  template <class Body>
+  auto needing(int peer, const Body& body) {
+    const auto start = Clock::now();
+    try {
+      LongWait wait(say_after_, [this, peer] { return waiting_for(peer); });
+      if constexpr (std::is_invocable_v<Body, LongWait&>) {
+        return body(wait);
+      } else {
+        return body();
+      }
+    } catch (const NeverComes& error) {
+      leave(error.what());
+      throw;
+    } catch (const std::exception& error) {
+      throw std::runtime_error(miss(peer, Clock::now() - start, reason_of(error)));
+    }
+  }
+
+  // Returns when `awaited`, a message of `group` from or to rank `peer`, is through. Throws as needing() does, or if
+  // the wait was aborted here.
+  void await(const Awaited& awaited, const Group& group, int peer);
+
+  // Gives up because rank `peer` did not answer a call that lasted for `waited`. Returns a text that names the missing
+  // rank.
+  using Clock = std::chrono::steady_clock;
+  std::string miss(int peer, Clock::duration waited, const std::string& reason);
+
+  // Says to the others that this rank waits for them at `where`, and in no call of zerox's; empty: not any more. See
+  // Note [Two waits for each other].
+  void stand_outside(const std::string& where);
+
+  // Gives up because of an error that this rank raised itself: the others raise `what` too, when they need this rank.
+  void leave(const std::string& what);
+
+ private:
+  WaitingFor waiting_for(int peer) const;
+  std::string advice() const;
+  void give_up(int missed, bool late, const std::string& what);
+  void close_connections();
+
+  std::vector<Group> groups_;
+  c10::intrusive_ptr<c10d::Store> store_;
+  int rank_;
+  int world_;
+  std::chrono::milliseconds timeout_;
+  std::chrono::milliseconds say_after_;
+  mutable std::mutex mutex_;  // of these three
+  std::vector<std::shared_ptr<MemoryBox>> boxes_;
+  std::vector<int64_t> processes_;
+  std::string verdict_;  // empty until this rank gives up
+  LastSeen last_seen_;
+  std::atomic<int64_t> num_outside_{0};  // times that this rank stood outside
+};
+
+// A group and the Whereabouts of its ranks. Both are null for one rank alone. The group may have a part of the ranks
+// only, as one axis of a mesh does: then `members` has the number of each of its ranks among all. Calls take ranks as
+// the group numbers them.
+struct Line {
+  Group group{};
+  std::shared_ptr<Whereabouts> whereabouts{};
+  std::vector<int> members{};  // empty if the group has all ranks
+
+  // See Whereabouts.
+  template <class Body>
+  auto needing(int peer, const Body& body) const {
+    return whereabouts->needing(number_of(peer), body);
+  }
+  void await(const Awaited& awaited) const { whereabouts->await(awaited, group, number_of(awaited.peer)); }
+
+ private:
+  int number_of(int peer) const { return peer == kUnknownRank || members.empty() ? peer : members.at(peer); }
+};
+
+}  // namespace zx

@@ -1,0 +1,109 @@
+// Memory of an accelerator that comes and goes, in the order of its streams.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <c10/core/Event.h>
+#include <c10/core/Stream.h>
+
+#include <memory>
+#include <mutex>
+#include <utility>
+#include <vector>
+
+#include "params/own_storage.h"
+#include "residency/address_range.h"
+#include "residency/room.h"
+
+namespace zx {
+
+// Note [Rooms on an accelerator]
+// The host says when a room comes and goes, and runs ahead of the device, so both are ordered by streams:
+//
+//   last reads (streams of operators) --event--> the room's memory is free, and filled again (fetch stream)
+//   the room is filled (fetch stream) --event--> next reads (streams of operators)
+//
+// All memory is allocated on the fetch stream, which waits for the last reads of a room before it lets go of it. So the
+// allocator may hand it out again at once, on that stream. The event after a read is recorded when the operator is
+// over, not when the room goes: a fetch must not wait for what was launched in between. The host waits for nothing.
+//
+// Where a room has other memory, the storages in it are moved there, the same StorageImpl each: those of the buffer, of
+// its parameters, and so of all their views. While it has none, they lie at addresses of the host that nobody may read:
+// so a tensor's address tells where in the bucket it lies, released or not, and a kernel that reads one unannounced
+// fails instead of finding another bucket's values.
+//
+// Others' shards are copied from their devices' memory on the fetch stream too, if that is mapped here: see
+// Note [Shards in a device's memory]. Else they come through the host's memory, where each rank keeps a copy of its
+// shard as of the last step: any rank pulls it from there, as on hosts (Note [Shards are pulled]), and copies it up.
+
+// Any thread may call any of these.
+class DeviceRoom final : public Room, public UnknownMemory, public std::enable_shared_from_this<DeviceRoom> {
+ public:
+  static std::shared_ptr<DeviceRoom> make(size_t bytes, c10::Stream fetches);
+  ~DeviceRoom() override;
+
+  // The room that a tensor lies in, null if in none.
+  static std::shared_ptr<DeviceRoom> of(const at::Tensor& tensor);
+  void record_stream(c10::Stream stream) override;
+
+  size_t bytes() const override { return bytes_; }
+  bool has(const void* address) const override;
+  at::Tensor tensor(at::ScalarType dtype) override;
+  at::Tensor with_own_storage(const at::Tensor& view) override;
+  void release() override;
+  void restore() override;
+  void let_write(bool /*may*/) override {}
+  void restore_in_child() override {}  // no child may use the device
+  Inbox inbox() override;
+  void take_in(const Inbox& inbox, const std::vector<ByteSpan>& spans) override;
+  void pull(const at::Tensor& mapped, size_t start) override;
+  // Rows of a table, `row_bytes` each: of `source`, on the device or pinned() on the host; and as pull(), of others'.
+  at::Tensor pinned(size_t bytes) const;
+  void take_rows(const at::Tensor& source, const RowMoves& moves, size_t row_bytes);
+  void pull_rows(const at::Tensor& mapped, const RowMoves& moves, size_t row_bytes);
+  void await_pulls() override;
+  void spoil(const std::vector<BytePiece>& own) override;
+  void take_shard(const at::Tensor& shard, const std::vector<BytePiece>& own) override;
+  void store_shard(const at::Tensor& shard, const std::vector<BytePiece>& own) override;
+  at::Tensor served(const at::Tensor& shard) const override;
+  void serve(const at::Tensor& shard, const at::Tensor& served, const at::Tensor& rows) override;
+  void begin_use() override;
+  void end_use() override;
+  uint64_t digest() override;
+
+ private:
+  struct Reader {
+    c10::Stream stream;
+    c10::Event last;
+    bool is_lasting = false;  // until the room is released
+  };
+  struct Lodger {
+    c10::weak_intrusive_ptr<c10::StorageImpl> storage;
+    size_t offset;
+  };
+
+  DeviceRoom(size_t bytes, c10::Stream fetches);
+  c10::Stream current() const;
+  c10::Event record(c10::Stream stream) const;
+  at::Tensor lodge(void* address, at::IntArrayRef sizes, at::IntArrayRef strides, at::ScalarType dtype);
+  void move_to(char* address);
+  void copy_rows(const at::Tensor& source, const RowMoves& moves, size_t row_bytes);
+  void await_readers();
+  Reader& reader(c10::Stream stream);
+  void note_arrival();
+
+  const size_t bytes_;
+  const c10::Stream fetches_;
+  const ReservedAddresses nowhere_;  // where the storages are while it is released
+  mutable std::mutex mutex_;         // of all below
+  char* address_ = nullptr;          // of the memory, or nowhere
+  at::Tensor memory_;                // [bytes], undefined while released
+  struct {
+    c10::Event event;
+    std::vector<c10::Stream> waited{};  // streams that have waited for it
+    bool follows_pulls = false;         // which the host has not waited for
+  } arrival_;
+  std::vector<Reader> readers_;
+  std::vector<Lodger> lodgers_;
+};
+
+}  // namespace zx

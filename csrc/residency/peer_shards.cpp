@@ -1,0 +1,143 @@
+#include "residency/peer_shards.h"
+
+#include <ATen/ops/empty.h>
+#include <ATen/ops/from_blob.h>
+
+#include <algorithm>
+#include <cstring>
+#include <stdexcept>
+
+#include "peers/pause.h"
+
+namespace zx {
+
+PeerShards::PeerShards(Line line, std::vector<int64_t> processes, std::vector<int> ranks, int num_holders, int rank,
+                       std::chrono::milliseconds timeout)
+    : whereabouts_(line.whereabouts),
+      neighbours_(std::move(processes)),
+      ranks_(std::move(ranks)),
+      num_holders_(num_holders),
+      rank_(rank),
+      asks_others_(!others(/*neighbours=*/false, num_holders).empty()),
+      timeout_(timeout) {
+  if (line.group == nullptr) return;
+  server_ = std::make_unique<ShardServer>(line.group);
+  questions_ = std::make_unique<ShardQuestions>(std::move(line));
+}
+
+// Of the first `count`, from the next one on, so that no rank is everybody's first.
+std::vector<int> PeerShards::others(bool neighbours, int count) const {
+  std::vector<int> found;
+  for (int step = 1; step < count; ++step) {
+    const int peer = (rank_ + step) % count;
+    if (neighbours_.has(ranks_[peer]) == neighbours) found.push_back(peer);
+  }
+  return found;
+}
+
+void PeerShards::add(const at::Tensor& shard, const SharedStamps& stamps) const {
+  if (server_) server_->add(shard, stamps);
+}
+
+void PeerShards::stamps_changed() const {
+  if (server_) server_->stamps_changed();
+}
+
+void PeerShards::fetch(const Question& wanted, const std::vector<ShardPlace>& places, const Target& target) const {
+  std::vector<Awaited> awaited;
+  for (const int peer : others(false, num_holders_)) {
+    std::vector<BytePiece> pieces = target.pieces_of(peer);
+    if (!pieces.empty()) awaited.push_back(ask(peer, wanted, target, std::move(pieces)));
+  }
+  for (const int peer : others(true, num_holders_)) {
+    const ShardPlace& place = places.at(peer);
+    const std::vector<BytePiece> pieces = target.pieces_of(peer);
+    if (pieces.empty()) continue;
+    await(peer, place, ShardStamp::version, wanted.version);
+    if (wanted.stored > 0) await(peer, place, ShardStamp::stored, wanted.stored);
+    whereabouts_->needing(ranks_[peer], [&] {
+      if (place.mapped.defined()) {
+        target.pull(peer, place.mapped);
+      } else {
+        neighbours_.read(ranks_[peer], place.shard, target.flat, pieces);
+      }
+    });
+  }
+  for (const Awaited& each : awaited) {
+    questions_->await(each.asked);
+    const auto* from = static_cast<const char*>(each.apart.defined() ? each.apart.const_data_ptr() : nullptr);
+    for (const BytePiece& piece : each.pieces) {
+      if (from == nullptr) break;
+      std::memcpy(target.flat + piece.to, from, piece.bytes);
+      from += piece.bytes;
+    }
+  }
+}
+
+// The answer has the pieces one after the other: a single one is received in its place.
+PeerShards::Awaited PeerShards::ask(int peer, const Question& wanted, const Target& target,
+                                    std::vector<BytePiece> pieces) const {
+  int64_t bytes = 0;
+  for (const BytePiece& piece : pieces) bytes += static_cast<int64_t>(piece.bytes);
+  const at::Tensor apart = pieces.size() == 1 ? at::Tensor() : at::empty({bytes}, at::kByte);
+  const at::Tensor answer =
+      apart.defined() ? apart : at::from_blob(target.flat + pieces.front().to, {bytes}, at::kByte);
+  const auto asked = questions_->ask(ranks_[peer], wanted, answer, target.in_part ? pieces : std::vector<BytePiece>());
+  return {asked, apart, std::move(pieces)};
+}
+
+bool PeerShards::await_written(int64_t bucket, const std::vector<ShardPlace>& places, int64_t written) const {
+  std::vector<ShardQuestions::Asked> asked;
+  std::vector<at::Tensor> answers;
+  for (const int peer : others(false, num_ranks())) {
+    answers.push_back(at::empty({1}, at::kByte));
+    asked.push_back(questions_->ask(ranks_[peer], {.bucket = bucket, .written = written}, answers.back()));
+  }
+  bool one_stands_by = false;
+  for (const int peer : others(true, num_ranks())) {
+    one_stands_by |= await(peer, places.at(peer), ShardStamp::written, written) >= kStandsBy;
+  }
+  for (const auto& each : asked) questions_->await(each);
+  for (const at::Tensor& answer : answers) one_stands_by |= *answer.const_data_ptr<uint8_t>() != 0;
+  return one_stands_by;
+}
+
+int64_t PeerShards::read_stamp(int rank, const ShardPlace& place, ShardStamp stamp) const {
+  int64_t value = 0;
+  neighbours_.read(ranks_[rank], place.stamps + static_cast<size_t>(stamp) * sizeof(value), &value, sizeof(value));
+  return value;
+}
+
+int64_t PeerShards::await(int rank, const ShardPlace& place, ShardStamp stamp, int64_t value) const {
+  int64_t found = 0;
+  whereabouts_->needing(ranks_[rank], [&] {
+    // Read twice: the system need not copy eight bytes at once.
+    const auto is_there = [&] {
+      found = read_stamp(rank, place, stamp);
+      return found >= value && read_stamp(rank, place, stamp) == found;
+    };
+    Pause pause;
+    while (!is_there()) {
+      if (pause.waited() > timeout_) throw std::runtime_error("timed out");
+      LongWait::check();
+      pause();
+    }
+  });
+  std::atomic_thread_fence(std::memory_order_seq_cst);  // what the stamp stands for is read after it
+  return found;
+}
+
+void PeerShards::say_left() const {
+  for (const int peer : others(false, num_ranks())) questions_->say_farewell(ranks_[peer]);
+}
+
+bool PeerShards::has_left(int rank, const ShardPlace& place) const {
+  if (!neighbours_.has(ranks_[rank])) return server_->has_left(ranks_[rank]);
+  try {
+    return read_stamp(rank, place, ShardStamp::left) != 0;
+  } catch (const std::exception&) {
+    return true;
+  }
+}
+
+}  // namespace zx

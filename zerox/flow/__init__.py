@@ -1,1 +1,0 @@
-"""The flow of a step: gradients in, the update, parameters out."""

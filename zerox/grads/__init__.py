@@ -1,0 +1,1 @@
+"""Gradients from backward to the shards that step() reads: what stands in p.grad, norms, scales. See csrc/grads."""

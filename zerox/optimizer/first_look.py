@@ -1,0 +1,160 @@
+"""What ranks look at in their first step(): whether all have the same parameters.
+
+Note [The first look]
+Ranks begin with rank 0's values, and every step() changes them alike. A script that then writes to the parameters of
+one rank alone (a load on rank 0, say) would train with other values on each, without a sign. So the first step(), and
+the first one after load_state_dict(), compares the sum of the squares of each parameter. It is exact, so that no order
+of summation shows; it takes one read of the parameters; and it is the same for 0.0 and -0.0, and for all NaNs. Its
+digest is in the message that ranks send there anyway. A change that keeps the sum, such as another order of the
+elements, is not seen. A step() that is captured into a CUDA graph sends no message, so with capturable=True the first
+synchronize() looks too, which comes before each capture.
+
+With sharded parameters (ZeRO stage 3) all ranks read the same shards: only parameters that lie elsewhere may differ.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from zerox import ops
+from zerox._C import SEGMENT_COLUMNS, Meeting
+from zerox.calls.phases import Visit
+from zerox.model_names import in_text
+from zerox.optimizer.core import Core
+from zerox.options import PARAM_DTYPES
+from zerox.ranks.compared import digest, first_that_differs, line_of
+from zerox.ranks.teams import Team
+from zerox.residency.residency import Residency
+
+NUM_COUNTS = 3  # behind the digits of an exact sum: see csrc/math/exact_sum.h
+WAY_OUT = (
+    "write parameters on all ranks alike, or call optimizer.broadcast_parameters() after the write, or wrap the model "
+    "in zerox.DistributedDataParallel after it: both give all ranks those of rank 0"
+)
+
+
+class FirstLook:
+    """Phases: "first look"."""
+
+    def __init__(self, core: Core) -> None:
+        self.core = core
+        core.phases.before_meeting("first look", self._before_meeting)
+        core.phases.after_meeting("first look", self._after_meeting)
+
+    def _before_meeting(self, visit: Visit) -> None:
+        core = self.core
+        if core.calls.record.has_looked:
+            return
+        if visit.meeting is Meeting.STEP or (visit.meeting is Meeting.SYNCHRONIZE and core.options.capturable):
+            visit.params = digest_of_params(core)
+
+    def _after_meeting(self, visit: Visit) -> None:
+        if not visit.outcome.has_same_params:
+            check_same_params(self.core)
+
+
+def digest_of_params(core: Core) -> float:
+    """The same on all ranks if these have the same parameters; 0 for one rank alone. Of smaller teams' parameters it
+    says nothing."""
+    if core.ranks.size == 1:
+        return 0.0
+    if isinstance(core.gather, Residency):
+        return float(digest("\n".join(_lines_of(core.gather, _elsewhere(core.gather)))))
+    return float(digest("\n".join(_lines(core, core.grads.teams.all))))
+
+
+def check_same_params(core: Core) -> None:
+    """Where digests differ. Collective: RuntimeError on all ranks, naming the first parameter that does; no error if
+    ranks have found other things to compare, and have the same."""
+    if isinstance(core.gather, Residency):
+        gather, ranks = core.gather, core.ranks
+        said = ranks.all_gather_text(" ".join(f"{index}.{slot}" for index, slot in _elsewhere(gather)))
+        places = sorted({(int(i), int(s)) for text in said for i, s in (place.split(".") for place in text.split())})
+        lines = list(_lines_of(gather, places))
+    else:
+        lines = list(_lines(core, core.grads.teams.all))
+    everyone = [text.split("\n") for text in core.ranks.all_gather_text("\n".join(lines))]
+    known = [(member.name, member.param) for member in core.members]
+    if (found := first_that_differs(everyone)) is not None:
+        rank, index = found
+        one, other = (in_text(line_of(everyone[each], index), known) for each in (0, rank))
+        raise RuntimeError(
+            f"zerox: ranks have different parameters before step(): rank 0 has {one}, rank {rank} {other}. "
+            f"State is as it was before; {WAY_OUT}"
+        )
+
+
+def check_teams(core: Core) -> None:
+    """The same of parameters that smaller teams have. Collective."""
+    ranks = core.ranks
+    for team in core.grads.teams.made.values():
+        with ranks.refusals_told():
+            team.ranks.check_same(list(_lines(core, team)), way_out=WAY_OUT)
+        ranks.check_same([])
+
+
+def squares_of(tensor: Tensor) -> str:
+    """What stands for the sum of the squares of all elements; of integers, for the sum of their bytes."""
+    flat = (torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor.detach()).reshape(-1)
+    if flat.dtype not in PARAM_DTYPES:
+        return str(int(flat.view(torch.uint8).sum(dtype=torch.int64)))
+    [words] = _words_of(flat, [(0, flat.numel())])
+    return _text_of(words)
+
+
+# ---- inside
+
+
+def _lines(core: Core, team: Team) -> Iterator[str]:
+    """One for each parameter that the team has."""
+    teams, moved = core.grads.teams, set(core.grads.moved())
+    for index, bucket in enumerate(core.buckets):
+        if teams.of_group[bucket.members[0].group] is not team:
+            continue
+        layout = bucket.plan.layout
+        words = _words_of(bucket.buffer.flat, list(zip(layout.offsets, layout.numels, strict=True)))
+        for slot, member in enumerate(bucket.members):
+            squares = squares_of(member.local) if (index, slot) in moved else _text_of(words[slot])
+            yield _line(member.name, squares)
+    for member in (*core.frozen, *(table.member for table in core.tables)):
+        if teams.of_group[member.group] is team:
+            yield _line(member.name, squares_of(member.local))
+
+
+def _lines_of(gather: Residency, places: Iterable[tuple[int, int]]) -> Iterator[str]:
+    for index, slot in places:
+        yield _line(gather.all[index].members[slot].name, squares_of(gather.all[index].buffer.params[slot]))
+
+
+def _line(name: str, squares: str) -> str:
+    return f"parameter '{name}' with values of digest {hashlib.sha256(squares.encode()).hexdigest()[:12]}"
+
+
+def _words_of(flat: Tensor, places: Sequence[tuple[int, int]]) -> Tensor:
+    """int64 ``[n, EXACT_WORDS]``, on the host. ``places``: n times where elements start, and how many there are."""
+    rows = [[start, start + numel, 0, slot, 0] for slot, (start, numel) in enumerate(places)]
+    segments = torch.tensor(rows, dtype=torch.int64, device="cpu").reshape(-1, SEGMENT_COLUMNS)
+    words = torch.zeros(len(rows), ops.EXACT_WORDS, dtype=torch.int64, device=flat.device)
+    ops.norm_(words, flat, segments.to(flat.device), 2.0)
+    return words.cpu()
+
+
+def _text_of(words: Tensor) -> str:
+    """The number that they stand for, however it was carried, and the counts of what is not finite."""
+    digits = words.tolist()
+    number = sum(digit << (32 * place) for place, digit in enumerate(digits[:-NUM_COUNTS]) if digit)
+    return f"{number:x} {digits[-NUM_COUNTS:]}"
+
+
+def _elsewhere(gather: Residency) -> Sequence[tuple[int, int]]:
+    """Of sharded parameters, those that lie elsewhere on this rank."""
+    return [
+        (index, slot)
+        for index, (_, members, buffer) in enumerate(gather.all)
+        for slot in range(len(members))
+        if not buffer.is_at_home(slot)
+    ]

@@ -1,0 +1,217 @@
+"""Gradients that are rows of a table: from p.grad to the ranks that own them, and updated rows back to all.
+
+Note [Rows travel by themselves]
+A module with sparse=True names the rows of its table that a batch touches; the others have no gradient, not one of
+zero. So a table is in no bucket, and no hook watches it: p.grad keeps this rank's rows, over as many backwards as there
+are, inside no_sync() and outside. Where ranks meet to read the mean (step(), a norm, a scaler), each adds up its rows
+of the same number, and sends numbers and values to the rows' owners (zerox/memory/row_owners.py), which add them in
+rank order and divide once: csrc/rows/row_flow.h. So the mean has the bits that one process gets if it adds up the
+ranks' gradients in order. All of that is in float32, and of a 16-bit table too: each rank's rows are widened first.
+
+What is exchanged stays valid while no rank's p.grad changes: a clip and the step() after it exchange once. Each rank
+says where they meet whether its own has changed; if one has, all send what they have again.
+
+The owner updates its rows lazily, by the rule of their param group: untouched rows and their states stay, and a row
+whose gradients cancel counts as touched. Adam's is that of torch.optim.SparseAdam. Then updated rows go to all ranks,
+in whose tables they are written. In stage 3 they go to nobody: the owners' rows are all that lasts, and lookups fetch
+them (Note [Rows are fetched by lookups] in csrc/residency/table_rows.h).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zerox import _C as C
+from zerox import ops
+from zerox._C import RowChange
+from zerox.grads.grad_scale import Divisor, GradScale
+from zerox.grads.norm import shard_words
+from zerox.memory.bucket import Member
+from zerox.memory.row_owners import CPU, RowOwners
+from zerox.memory.row_table import RowTable, StoredAs, check_group, is_sparse
+from zerox.ranks.calls import named
+from zerox.ranks.group import Ranks
+from zerox.ranks.model_axes import ModelAxes
+from zerox.rows.device_messages import DeviceMessages
+from zerox.rows.device_rows import DeviceRowFlow
+from zerox.rows.device_table import LandedRows
+from zerox.rows.row_gradient import TableGrad
+from zerox.rules.of_groups import Rules
+
+Groups = Sequence[Mapping[str, Any]]
+Landed = C.LandedRows | LandedRows
+MOST_REMARKED = 8192  # numbers, of all ranks together, that they tell each other beside all else where they meet
+
+
+def flow_of(ranks: Ranks, reads: bool) -> tuple[C.PeerMessages | DeviceMessages, C.RowFlow | DeviceRowFlow]:
+    """Where the parameters are."""
+    if ranks.device.type != "cpu":
+        on_device = DeviceMessages(ranks)
+        return on_device, DeviceRowFlow(on_device)
+    messages = C.PeerMessages(ranks.control, ranks.whereabouts)
+    return messages, C.RowFlow(messages, ranks.neighbours if reads else ())
+
+
+class Rows:
+    """The tables of an optimizer. ``shows_mean``: p.grad becomes the mean over the ranks, as in stage 1.
+    ``shards_tables``: each rank keeps the rows that it owns, as in stage 3.
+
+    ``reads``: every rank can read every other's memory (ZEROX_EXCHANGE=messages says that none does); then ranks tell
+    each other where their rows lie, and don't send them.
+    """
+
+    def __init__(self, ranks: Ranks, model: ModelAxes, shows_mean: bool, shards_tables: bool) -> None:
+        self.ranks = ranks
+        self.model = model
+        self.shows_mean = shows_mean
+        self.shards_tables = shards_tables
+        self.each: list[TableGrad] = []
+        self.reads = bool(ranks.neighbours) and all(ranks.neighbours)
+        self.messages, self.flow = flow_of(ranks, self.reads)
+
+    @property
+    def tables(self) -> list[RowTable]:
+        return [each.table for each in self.each]
+
+    @property
+    def divisors(self) -> list[Divisor]:
+        return [each.divisor for each in self.each]
+
+    def rooms(self) -> list[tuple[str, int]]:
+        """Name and bytes of the tables that are read whole."""
+        return [(f"table '{each.member.name}'", each.param.nbytes) for each in self.tables if each.is_read_whole]
+
+    @property
+    def has_landed(self) -> bool:
+        return any(self.flow.landed)
+
+    def take(
+        self, members: Sequence[Member], groups: Groups, rules: Rules, stored_as: StoredAs, divisors: Sequence[Divisor]
+    ) -> list[Member]:
+        """Makes tables of those in sparse groups, with rank 0's values. Returns the others. Collective."""
+        for member in members:
+            group = groups[member.group]
+            if is_sparse(group):
+                param = member.param
+                if self.shards_tables and C.has_own_storage(param):  # it was frozen, in a bucket that is sharded
+                    param.data = param.detach().clone()
+                self.ranks.broadcast_values(param, f"parameter '{member.name}'")
+                self.model.broadcast_values(param, self.model.replicated_over(param))
+                owners = RowOwners(param.shape[0], self.ranks.size, member.number)
+                rule = rules.of(group)
+                table = RowTable(member, owners, self.ranks.rank, rule, group, stored_as, self.shards_tables)
+                divisor = divisors[member.group]
+                self.flow.add(**table.for_flow(self.ranks.size if divisor is None else divisor))
+                self.each.append(TableGrad(table, divisor))
+        return [member for member in members if not is_sparse(groups[member.group])]
+
+    def tensors(self) -> Iterator[Tensor]:
+        """What is kept of gradients: this rank's rows, and the mean of those that it owns."""
+        for each, landed in zip(self.each, self.flow.landed, strict=True):
+            yield from each.tensors()
+            if landed is not None:
+                yield from (landed.rows, landed.places, landed.values)
+
+    def elsewhere(self) -> str:
+        """Why the values of a table that is sharded are lost; empty if they are not."""
+        for table in self.tables:
+            if not table.is_at_home:
+                return (
+                    f"parameter {table.member.quoted}, in a param group with sparse=True, was given other memory (by "
+                    ".data =, .to() or share_memory_()), and with stage=3 ranks keep its rows: write into it in place"
+                )
+        return ""
+
+    # ---- the mean
+
+    def refusal(self) -> str:
+        """Packs this rank's rows, if they have changed. Why they can't be exchanged, naming the parameter; empty if
+        they can."""
+        return "" if self.flow.pack() else next(filter(None, (each.refusal() for each in self.each)))
+
+    @property
+    def remark(self) -> list[int]:
+        """What other ranks must know before exchange(); nothing if it is too much for where they meet anyway."""
+        header = self.flow.header()
+        return header if len(header) * self.ranks.size <= MOST_REMARKED else []
+
+    @named("the exchange of rows", per_batch=True)
+    def exchange(self, remarks: Sequence[int], goes_on: bool) -> RowChange:
+        """Has the mean land with the owners, unless it is there. Returns what happened to gradients. Collective.
+
+        ``remarks``: those of all ranks, or nothing. ``goes_on``: update() follows.
+        """
+        change = self.flow.exchange(remarks, goes_on)
+        if self.shows_mean and change != RowChange.UNCHANGED:
+            for each, landed in zip(self.each, self.flow.landed, strict=True):
+                if landed is not None:
+                    each.show(self._of_all_ranks(landed))
+            self.flow.note_seen()
+        return change
+
+    def _of_all_ranks(self, own: Landed) -> list[tuple[Tensor, Tensor]]:
+        """By rank, what has landed there of one table. Collective."""
+        count, width = own.values.shape
+        counts = [int(each) for each in self.messages.to_all(torch.tensor([count], dtype=torch.int64, device=CPU))]
+        words = torch.cat([own.rows.int(), own.values.view(-1).view(torch.int32)])
+        received = self.messages.swap([words] * self.ranks.size, [n * (1 + width) for n in counts])
+        return [
+            (of[:n].long(), of[n:].view(torch.float32).view(n, width)) for of, n in zip(received, counts, strict=True)
+        ]
+
+    def words(self, p: float) -> Iterator[tuple[Divisor, Tensor]]:
+        """The exact sums for norms, of the rows that landed here and that this rank counts. One segment a row, so that
+        no number of ranks shows."""
+        for each, landed in zip(self.each, self.flow.landed, strict=True):
+            counts = self.model.counts(self.model.replicated_over(each.table.param))
+            if landed is not None and landed.rows.numel() > 0 and counts:
+                count, width = landed.values.shape
+                device = landed.values.device
+                segments = torch.zeros(count, ops.SEGMENT_COLUMNS, dtype=torch.int64, device=device)
+                segments[:, 0] = torch.arange(count, device=device) * width
+                segments[:, 1] = segments[:, 0] + width
+                yield each.divisor, shard_words(landed.values.view(-1), segments, p)
+
+    def full_grad(self, table: RowTable, scale: GradScale) -> Tensor | None:
+        """One table's whole mean, as step() will use it; None if no rank has a gradient. Collective."""
+        index = self.tables.index(table)
+        landed, divisor = self.flow.landed[index], self.each[index].divisor
+        if landed is None:
+            return None
+        whole = torch.zeros(table.param.shape, device=table.param.device)
+        for rows, values in self._of_all_ranks(landed):
+            whole[rows] = values
+        if (factor := scale.values.get(divisor)) is not None:
+            whole *= float(factor)
+        limit = scale.requested.limit
+        return whole if limit is None else whole.clamp_(-limit, limit)
+
+    def multiply(self, factors: Mapping[Divisor, Tensor]) -> None:
+        """The mean, at once, where p.grad shows it."""
+        for each, landed in zip(self.each, self.flow.landed, strict=True):
+            if landed is None or each.divisor not in factors:
+                continue
+            factor = float(factors[each.divisor])
+            landed.values.mul_(factor)
+            if each.table.param.grad is not None:
+                each.table.param.grad.mul_(factor)
+        self.flow.note_seen()
+
+    # ---- step()
+
+    @named("step()", per_batch=True)
+    def update(self, groups: Groups, scale: GradScale) -> list[tuple[RowTable, Tensor]]:
+        """Updates the rows that this rank owns, and writes those that others have updated. Returns the tables that have
+        changed, each with the places of the own rows that have. Collective."""
+        for table in self.tables:
+            check_group(groups[table.member.group], f"param group {table.member.group}")
+        if scale.finite is not None and not bool(scale.finite):
+            self.flow.close()
+            return []
+        self.flow.update([each.rule(groups[each.table.member.group], scale) for each in self.each])
+        landed = zip(self.tables, self.flow.landed, strict=True)
+        return [(table, of_table.places) for table, of_table in landed if of_table is not None]
