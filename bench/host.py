@@ -100,7 +100,7 @@ def clips(rounds: int, device: str) -> Iterator[Row]:
         clip_plain = partial(nn.utils.clip_grad_norm_, plain, 1e9, foreach=foreach)
         yield {"what": "torch's clip", "of": name, **sampled(partial(done, clip_plain), rounds)}
     optimizer = FusedShardedAdam(ours := params())
-    settlement = optimizer.inside.grads.manager.settlement
+    synchronizer = optimizer.inside.grads.manager.synchronizer
 
     def backward() -> None:
         torch.autograd.backward(ours, [p.detach() for p in ours])
@@ -117,9 +117,9 @@ def clips(rounds: int, device: str) -> Iterator[Row]:
             optimizer.zero_grad()
             backward()
             wait()
-            before, start = settlement.waited_ns, time.perf_counter_ns()
+            before, start = synchronizer.waited_ns, time.perf_counter_ns()
             done(call)
-            samples_us.append((time.perf_counter_ns() - start - (settlement.waited_ns - before)) / 1e3)
+            samples_us.append((time.perf_counter_ns() - start - (synchronizer.waited_ns - before)) / 1e3)
         yield {"what": name, "of": "placeholders", **summary(samples_us)}
 
 

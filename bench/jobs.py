@@ -44,7 +44,7 @@ def kinds_of(op: str) -> tuple[Kind, ...]:
     """What an op is run on. A rule without states has none to store in another way."""
     if op not in UPDATES:
         return SENT
-    has_states = UPDATES[op].rule.wanted([UPDATES[op].group])
+    has_states = UPDATES[op].rule.wanted_states([UPDATES[op].group])
     return tuple(kind for kind in TRAINED if has_states or kind.state == "fp32")
 
 
@@ -116,7 +116,7 @@ def pieces_of(params: Sequence[int]) -> Tensor:
 
 
 def zero_words(device: torch.device) -> Tensor:
-    return torch.zeros(ops.EXACT_WORDS, dtype=torch.int64, device=device)
+    return torch.zeros(ops.EXACT_LIMBS, dtype=torch.int64, device=device)
 
 
 # ---- other people's updates, of the same values: those that are installed, and run on the device
@@ -195,16 +195,16 @@ def flatten_calls(job: Job, num_sets: int, device: torch.device) -> dict[str, Ca
 def reduce_calls(job: Job, num_sets: int, device: torch.device) -> dict[str, Call]:
     sets = [sources_of([job.numel] * job.num_slices, job.kind.dtype, device) for _ in range(num_sets)]
     shards = [torch.empty_like(each[0]) for each in sets]
-    segments, words = segments_of(job.params, device), zero_words(device)
+    segments, limbs = segments_of(job.params, device), zero_words(device)
     replaced = torch.zeros(len(job.params), dtype=torch.uint8, device=device)
-    return {OURS: lambda i: ops.reduce_(shards[i], words, sets[i], segments, replaced, job.num_slices, False)}
+    return {OURS: lambda i: ops.reduce_(shards[i], limbs, sets[i], segments, replaced, job.num_slices, False)}
 
 
 def norm_calls(job: Job, num_sets: int, device: torch.device) -> dict[str, Call]:
     shards = sources_of([job.numel] * num_sets, job.kind.dtype, device)
-    segments, words = segments_of(job.params, device), zero_words(device)
+    segments, limbs = segments_of(job.params, device), zero_words(device)
     return {
-        OURS: lambda i: ops.norm_(words, shards[i], segments, 2.0),
+        OURS: lambda i: ops.norm_(limbs, shards[i], segments, 2.0),
         "torch vector_norm": lambda i: torch.linalg.vector_norm(shards[i], dtype=torch.float32),
     }
 
@@ -260,23 +260,23 @@ def is_flatten_right(job: Job, device: torch.device) -> bool:
 
 def is_reduce_right(job: Job, device: torch.device) -> bool:
     slices = sources_of([job.numel] * job.num_slices, job.kind.dtype, device)
-    shard, words = torch.full_like(slices[0], torch.nan), zero_words(device)
+    shard, limbs = torch.full_like(slices[0], torch.nan), zero_words(device)
     replaced = torch.zeros(len(job.params), dtype=torch.uint8, device=device)
-    ops.reduce_(shard, words, slices, segments_of(job.params, device), replaced, job.num_slices, False)
+    ops.reduce_(shard, limbs, slices, segments_of(job.params, device), replaced, job.num_slices, False)
     total = slices[0].float()
     for each in slices[1:]:
         total = total + each.float()
-    return torch.equal(shard, (total / job.num_slices).to(job.kind.dtype)) and are_words_right(words, shard)
+    return torch.equal(shard, (total / job.num_slices).to(job.kind.dtype)) and are_words_right(limbs, shard)
 
 
 def is_norm_right(job: Job, device: torch.device) -> bool:
-    shard, words = sources_of([job.numel], job.kind.dtype, device)[0], zero_words(device)
-    ops.norm_(words, shard, segments_of(job.params, device), 2.0)
-    return are_words_right(words, shard)
+    shard, limbs = sources_of([job.numel], job.kind.dtype, device)[0], zero_words(device)
+    ops.norm_(limbs, shard, segments_of(job.params, device), 2.0)
+    return are_words_right(limbs, shard)
 
 
-def are_words_right(words: Tensor, shard: Tensor) -> bool:
-    value, finite = ops.norm_value(words, 2.0).tolist()
+def are_words_right(limbs: Tensor, shard: Tensor) -> bool:
+    value, finite = ops.norm_value(limbs, 2.0).tolist()
     expected = float(torch.linalg.vector_norm(shard.double()))
     return bool(finite == 1.0 and abs(value - expected) <= 1e-12 * expected)
 

@@ -131,29 +131,29 @@ class Flight:
     """One bucket. ``ready_s``: of the rank's compute when its last gradient is there.
 
     Seconds that the parts of its way take: ``pack_s``, copies; ``way_s``, on the wire, and again for the gather;
-    ``land_s``, summing.
+    ``reduce_s``, summing.
     """
 
     ready_s: float
     pack_s: float = 0.0
     way_s: float = 0.0
-    land_s: float = 0.0
+    reduce_s: float = 0.0
 
 
 def step_s(flights: Sequence[Flight], compute_s: float, latency_s: float) -> float:
     """From the start of forward to the last parameter. ``flights`` in launch order.
 
     All ranks do the same at the same time. Workers run beside the compute. As Note [Two workers] has it, one packs, one
-    lands, and two flights at most have buffers. The wire moves one bucket after the other, and a latency does not hold
-    it up. Gathers leave when all have landed.
+    is reduced, and two flights at most have buffers. The wire moves one bucket after the other, and a latency does not
+    hold it up. Gathers leave when all have been reduced.
     """
     packed_s = wire_s = 0.0
-    landed_s = [0.0, 0.0]
+    reduced_s = [0.0, 0.0]
     for flight in flights:
-        packed_s = max(flight.ready_s, packed_s, landed_s[-2]) + flight.pack_s
+        packed_s = max(flight.ready_s, packed_s, reduced_s[-2]) + flight.pack_s
         wire_s = max(packed_s, wire_s) + flight.way_s
-        landed_s.append(max(wire_s + latency_s, landed_s[-1]) + flight.land_s)
-    return max(compute_s, landed_s[-1]) + sum(flight.way_s for flight in flights) + latency_s
+        reduced_s.append(max(wire_s + latency_s, reduced_s[-1]) + flight.reduce_s)
+    return max(compute_s, reduced_s[-1]) + sum(flight.way_s for flight in flights) + latency_s
 
 
 def flights_of(net: Network, plans: Sequence[BucketPlan], numel: int, compute_s: float, exchange: str) -> list[Flight]:
@@ -168,7 +168,7 @@ def flights_of(net: Network, plans: Sequence[BucketPlan], numel: int, compute_s:
                 ready_s=min(compute_s, compute_s * (1 / 3 + 2 / 3 * done / numel)),
                 pack_s=copy_s,
                 way_s=way_s(net, exchange, world_size, shard_bytes),
-                land_s=copy_s if exchange == "direct" else 0.0,  # a ring sums as slices pass
+                reduce_s=copy_s if exchange == "direct" else 0.0,  # a ring sums as slices pass
             )
         )
     return flights

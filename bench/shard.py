@@ -51,7 +51,7 @@ class Update:
 
     def specs(self, kind: Kind) -> list[StateSpec]:
         """What is kept for each element."""
-        return self.rule.wanted([self.group]) + ([kind.master] if kind.master else [])
+        return self.rule.wanted_states([self.group]) + ([kind.master] if kind.master else [])
 
 
 # By the names of their ops.

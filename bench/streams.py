@@ -37,7 +37,7 @@ MODEL, COPY, NCCL = "model", "copy", "NCCL"
 COLOURS = {
     **dict.fromkeys(("forward", "step", MODEL), "#d8d8d8"),
     **dict.fromkeys(("backward", "clip"), "#bdbdbd"),
-    "settle": "#8c8c8c",
+    "sync": "#8c8c8c",
     "launch": "#f2d7cf",
     **dict.fromkeys(("pack", "flatten"), "#c8442c"),
     COPY: "#e3b04b",
@@ -52,7 +52,7 @@ HIDDEN = ("wait", "let_go", "agree")  # parts of others
 # See csrc/workers/ranges.h. None of these lies in another of the same bucket.
 COMMUNICATION = ("launch", "pack", "land", "gather", "gather_wait")
 # Of the thread that trains; all that it does of the above lies in one of these.
-WAITING = ("launch", "settle", "gather", "gather_wait")
+WAITING = ("launch", "sync", "gather", "gather_wait")
 
 Span = tuple[float, float]
 
@@ -84,7 +84,7 @@ def work_of(profiled: profile) -> list[Work]:
     ranges = ranges_of(profiled)
     trainer = next(each.thread for each in ranges if each.what == "step")
     names = {each.thread: f"thread that does {each.what}" for each in reversed(ranges) if each.what not in HIDDEN}
-    for what, name in {"pack": "pack worker", "land": "land worker", "launch": "autograd"}.items():
+    for what, name in {"pack": "pack worker", "land": "reduce worker", "launch": "autograd"}.items():
         names |= {each.thread: name for each in ranges if each.what == what}
     names[trainer] = "training"
     host = [Work(names[each.thread], each.what, each.start_ns, each.stop_ns) for each in ranges if each.what in COLOURS]
@@ -123,7 +123,7 @@ def bucket_rows(ranges: Sequence[Range]) -> list[Row]:
         own = [each for each in ranges if each.bucket == index]
         starts, stops = ({each.what: span(each)[end] for each in own} for end in (0, 1))
         row: Row = {"bucket": index, "launched": starts.get("launch")}
-        row |= {"packed": stops.get("pack"), "arrived": stops.get("wait"), "landed": stops.get("land")}
+        row |= {"packed": stops.get("pack"), "arrived": stops.get("wait"), "reduced": stops.get("land")}
         row |= {"updated": stops.get("update"), "gathered": stops.get("gather_wait")}
         work = [span(each) for each in own if each.what in COMMUNICATION]
         exposed_ms = sum(max(0.0, min(a[1], b[1]) - max(a[0], b[0])) for a in work for b in waiting)
@@ -198,7 +198,7 @@ def save_streams(by_title: Mapping[str, Sequence[Work]], title: str, path: Path 
     draw(path, title, (12, 1.6 + sum(0.3 + 0.4 * len(each) for each in tracks.values())), panels)
 
 
-COLUMNS = {"bucket": "", "launched": ".1f", "packed": ".1f", "arrived": ".1f", "landed": ".1f", "updated": ".1f"}
+COLUMNS = {"bucket": "", "launched": ".1f", "packed": ".1f", "arrived": ".1f", "reduced": ".1f", "updated": ".1f"}
 COLUMNS |= {"gathered": ".1f", "hidden_ms": ".1f", "exposed_ms": ".1f"}
 
 

@@ -159,12 +159,12 @@ void check_read_flags(const at::Tensor& present, const at::Tensor& replaced, at:
   check_slices(slices, shard_numel + 2 * present.numel(), present, op);
 }
 
-void check_reduce(const at::Tensor& shard, const at::Tensor& words, at::TensorList slices, const at::Tensor& segments,
+void check_reduce(const at::Tensor& shard, const at::Tensor& limbs, at::TensorList slices, const at::Tensor& segments,
                   const at::Tensor& replaced, double divisor) {
   constexpr const char* op = "reduce_";
   dtype_of(shard, op, "shard");
   ZX_CHECK_CONTIGUOUS(shard, op, "shard");
-  check_array(words, at::kLong, kExactWords, shard, op, "words");
+  check_array(limbs, at::kLong, kExactLimbs, shard, op, "limbs");
   ZX_CHECK(!slices.empty(), op, "slices", "must not be empty");
   for (const at::Tensor& slice : slices) ZX_CHECK_DTYPE(slice, shard.scalar_type(), op, "slices");
   check_slices(slices, shard.numel(), shard, op);
@@ -173,20 +173,20 @@ void check_reduce(const at::Tensor& shard, const at::Tensor& words, at::TensorLi
   check_array(replaced, at::kByte, segments.size(0), shard, op, "replaced");
 }
 
-bool check_norm(const at::Tensor& words, const at::Tensor& shard, const at::Tensor& segments, double p) {
+bool check_norm(const at::Tensor& limbs, const at::Tensor& shard, const at::Tensor& segments, double p) {
   constexpr const char* op = "norm_";
   dtype_of(shard, op, "shard");
   ZX_CHECK_CONTIGUOUS(shard, op, "shard");
   check_segments(segments, shard, op);
-  const bool by_segment = words.dim() == 2;
-  check_array(words, at::kLong, by_segment ? segments.size(0) * kExactWords : kExactWords, shard, op, "words");
+  const bool by_segment = limbs.dim() == 2;
+  check_array(limbs, at::kLong, by_segment ? segments.size(0) * kExactLimbs : kExactLimbs, shard, op, "limbs");
   ZX_CHECK(p > 0.0, op, "p", "must be positive, got ", p);
   return by_segment;
 }
 
-int64_t check_norm_value(const at::Tensor& words, double p) {
-  const int64_t count = words.dim() == 2 ? words.size(0) : 1;
-  check_array(words, at::kLong, count * kExactWords, words, "norm_value", "words");
+int64_t check_norm_value(const at::Tensor& limbs, double p) {
+  const int64_t count = limbs.dim() == 2 ? limbs.size(0) : 1;
+  check_array(limbs, at::kLong, count * kExactLimbs, limbs, "norm_value", "limbs");
   ZX_CHECK(p > 0.0, "norm_value", "p", "must be positive, got ", p);
   return count;
 }

@@ -28,7 +28,7 @@ inline char* bytes_at(const at::Tensor& tensor, int64_t element) {
   return static_cast<char*>(tensor.data_ptr()) + element * static_cast<int64_t>(tensor.element_size());
 }
 
-// Checks an array that an op reaches through a bare pointer (flags, counts, words). It must be on the device of
+// Checks an array that an op reaches through a bare pointer (flags, counts, limbs). It must be on the device of
 // `beside`.
 void check_array(const at::Tensor& tensor, at::ScalarType dtype, int64_t numel, const at::Tensor& beside,
                  const char* op, const char* argument);
@@ -48,12 +48,12 @@ void check_flatten(const at::Tensor& flat, at::TensorList sources, const at::Ten
 
 void check_read_flags(const at::Tensor& present, const at::Tensor& replaced, at::TensorList slices,
                       int64_t shard_numel);
-void check_reduce(const at::Tensor& shard, const at::Tensor& words, at::TensorList slices, const at::Tensor& segments,
+void check_reduce(const at::Tensor& shard, const at::Tensor& limbs, at::TensorList slices, const at::Tensor& segments,
                   const at::Tensor& replaced, double divisor);
-// Returns whether `words` are [segments, kExactWords], a sum for each segment, and not one sum of all.
-bool check_norm(const at::Tensor& words, const at::Tensor& shard, const at::Tensor& segments, double p);
-// Returns the number of sums: `words` are one, or [n, kExactWords].
-int64_t check_norm_value(const at::Tensor& words, double p);
+// Returns whether `limbs` are [segments, kExactLimbs], a sum for each segment, and not one sum of all.
+bool check_norm(const at::Tensor& limbs, const at::Tensor& shard, const at::Tensor& segments, double p);
+// Returns the number of sums: `limbs` are one, or [n, kExactLimbs].
+int64_t check_norm_value(const at::Tensor& limbs, double p);
 
 // A mask as uint8 [ceil(n / 8) + kMaskPadding], for a shard of n elements; none, or an empty one, keeps all.
 KeptBits check_mask(const std::optional<at::Tensor>& mask, const at::Tensor& shard, const char* op);

@@ -61,7 +61,7 @@ def process_group(device: torch.device) -> Iterator[tuple[int, int]]:
 
 
 def find_rank_0() -> None:
-    """Reports soon why ranks can't meet: torch would try for minutes, and then print 80 lines.
+    """Reports soon why ranks can't synchronize: torch would try for minutes, and then print 80 lines.
 
     BadInput if waiting is useless: the host's name does not resolve, or torchrun, which started first, does not answer.
     A rank 0 that was started otherwise may only be late.

@@ -42,26 +42,26 @@ def test_a_plan_of_405_b_parameters_over_16384_ranks_takes_no_memory_to_speak_of
 
 
 def test_a_flight_is_hidden_behind_compute_and_costs_its_time_after_it() -> None:
-    assert step_s([Flight(ready_s=1.0, pack_s=0.25, land_s=0.25)], compute_s=2.0, latency_s=0.0) == 2.0
-    assert step_s([Flight(ready_s=2.0, pack_s=0.25, land_s=0.25)], compute_s=2.0, latency_s=0.0) == 2.5
+    assert step_s([Flight(ready_s=1.0, pack_s=0.25, reduce_s=0.25)], compute_s=2.0, latency_s=0.0) == 2.0
+    assert step_s([Flight(ready_s=2.0, pack_s=0.25, reduce_s=0.25)], compute_s=2.0, latency_s=0.0) == 2.5
 
 
 def test_the_wire_takes_buckets_one_by_one_and_a_latency_does_not_hold_it_up() -> None:
     flights = [Flight(ready_s=0.5, way_s=1.0), Flight(ready_s=1.0, way_s=1.0)]
-    landed_s = 0.5 + 2 * 1.0 + 0.25
-    assert step_s(flights, compute_s=1.0, latency_s=0.25) == landed_s + 2 * 1.0 + 0.25
+    reduced_s = 0.5 + 2 * 1.0 + 0.25
+    assert step_s(flights, compute_s=1.0, latency_s=0.25) == reduced_s + 2 * 1.0 + 0.25
 
 
 def test_buckets_land_one_by_one() -> None:
-    flights = [Flight(ready_s=1.0, land_s=1.0), Flight(ready_s=1.0, land_s=1.0), Flight(ready_s=4.0, land_s=1.0)]
+    flights = [Flight(ready_s=1.0, reduce_s=1.0), Flight(ready_s=1.0, reduce_s=1.0), Flight(ready_s=4.0, reduce_s=1.0)]
     assert step_s(flights[:2], compute_s=1.0, latency_s=0.0) == 1.0 + 2 * 1.0
     assert step_s(flights, compute_s=1.0, latency_s=0.0) == 4.0 + 1.0
 
 
-def test_the_third_bucket_is_packed_when_the_first_has_landed() -> None:
+def test_the_third_bucket_is_packed_when_the_first_has_reduced() -> None:
     flights = [Flight(ready_s=0.0, pack_s=2.0, way_s=1.0) for _ in range(3)]
-    first_landed_s = 2.0 + 1.0 + 3.0
-    assert step_s(flights, compute_s=1.0, latency_s=3.0) == (first_landed_s + 2.0 + 1.0 + 3.0) + 3 * 1.0 + 3.0
+    first_reduced_s = 2.0 + 1.0 + 3.0
+    assert step_s(flights, compute_s=1.0, latency_s=3.0) == (first_reduced_s + 2.0 + 1.0 + 3.0) + 3 * 1.0 + 3.0
 
 
 NET = Network(latency_s=25e-6, bytes_per_s=10e9, post_s=5e-6, copy_bytes_per_s=float("inf"))
@@ -96,7 +96,7 @@ def test_a_bucket_s_way_over_the_network_is_its_bytes_and_steps(exchange: str, s
     for flight, numel in zip(flights, numels, strict=True):
         shard_bytes = numel // 4 * network.ITEMSIZE
         assert flight.pack_s == pytest.approx(4 * shard_bytes / 1e9)
-        assert flight.land_s == pytest.approx(slices * shard_bytes / 1e9)
+        assert flight.reduce_s == pytest.approx(slices * shard_bytes / 1e9)
         assert flight.way_s == pytest.approx(3 * shard_bytes / 10e9 + steps * 35e-6)
 
 

@@ -84,7 +84,7 @@ def test_time_is_hidden_where_the_thread_that_trains_does_not_wait() -> None:
             ("land", 1, 142, 150, LAND_WORKER),
             ("wait", 1, 142, 145, LAND_WORKER),
             ("step", None, 140, 170, TRAINER),
-            ("settle", None, 141, 151, TRAINER),
+            ("sync", None, 141, 151, TRAINER),
             ("agree", None, 141, 143, TRAINER),
             ("update", 0, 151, 153, TRAINER),
             ("gather", 0, 153, 154, TRAINER),
@@ -97,7 +97,7 @@ def test_time_is_hidden_where_the_thread_that_trains_does_not_wait() -> None:
     first, second = found
     assert first["hidden_ms"] == pytest.approx((124 - 121) + (130 - 124))
     assert first["exposed_ms"] == pytest.approx(1 + 1 + 2)  # launch, gather, gather_wait
-    times = {"launched": 20, "packed": 24, "arrived": 26, "landed": 30, "updated": 53, "gathered": 60}
+    times = {"launched": 20, "packed": 24, "arrived": 26, "reduced": 30, "updated": 53, "gathered": 60}
     assert {key: first[key] for key in times} == times
     assert second["hidden_ms"] == pytest.approx(141 - 139)  # packing, until step() waits
     assert second["exposed_ms"] == pytest.approx(1 + (142 - 141) + (150 - 142) + 1 + 5)
@@ -138,13 +138,13 @@ def test_of_several_ranks_each_bucket_is_told_and_all_are_traced(
     for rank in range(2):
         events = json.loads((files["trace"] / f"rank-{rank}.json").read_text())["traceEvents"]
         seen = {event.get("name") for event in events}
-        assert {"zerox::land bucket 0", "zerox::gather_wait bucket 0", "phase::backward"} <= seen
+        assert {"zerox::be reduced bucket 0", "zerox::gather_wait bucket 0", "phase::backward"} <= seen
     assert "rank 1: communication of" in capsys.readouterr().out
 
 
 def check_buckets(buckets: list[streams.Row]) -> None:
     assert buckets
     for bucket in buckets:
-        times = [bucket[key] for key in ("launched", "packed", "arrived", "landed", "updated", "gathered")]
+        times = [bucket[key] for key in ("launched", "packed", "arrived", "reduced", "updated", "gathered")]
         assert times == sorted(times)
         assert bucket["exposed_ms"] > 0  # gathering

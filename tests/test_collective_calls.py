@@ -63,8 +63,8 @@ def by_docstring() -> set[str]:
     return found
 
 
-def meetings() -> set[str]:
-    text = (ROOT / "csrc/grads/meetings.cpp").read_text()
+def sync_points() -> set[str]:
+    text = (ROOT / "csrc/grads/sync_points.cpp").read_text()
     return set(re.findall(r'"([^"]+\(\))"', text.partition("kNames")[2]))
 
 
@@ -92,7 +92,7 @@ def in_words(name: str) -> str:
 def test_limits_has_every_call_of_all_ranks_and_no_other() -> None:
     written = listed(section(LIMITS, "Calls that all ranks make together"))
     found = (
-        {in_words(name) for name in by_docstring() | meetings() | names_given()} - NOT_CALLS - OF_FRAMEWORKS - INSIDE
+        {in_words(name) for name in by_docstring() | sync_points() | names_given()} - NOT_CALLS - OF_FRAMEWORKS - INSIDE
     )
     assert len(found) > 25, "they were not recognised"
     assert found - written == set()
@@ -107,7 +107,7 @@ def test_what_settles_says_in_its_docstring_that_it_is_collective() -> None:
             if not isinstance(node, ast.FunctionDef) or node.name.startswith("_"):
                 continue
             calls = [each.func for each in ast.walk(node) if isinstance(each, ast.Call)]
-            if any(isinstance(call, ast.Attribute) and call.attr in ("_settle", "settle") for call in calls):
+            if any(isinstance(call, ast.Attribute) and call.attr in ("_settle", "sync") for call in calls):
                 settling += 1
                 assert "ollective" in (ast.get_docstring(node) or ""), f"{path.name}: {node.name}"
     assert settling > 15, "they were not recognised"

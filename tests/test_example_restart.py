@@ -42,25 +42,25 @@ def saved(folder: Path, *arguments: object) -> list[object]:
 @pytest.fixture(scope="module")
 def never_stopped(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[float], str]:
     """The losses of a training on two ranks of 4 windows, and what it printed."""
-    return train(tmp_path_factory.mktemp("straight"), 2, 4)
+    return train(tmp_path_factory.mktemp("zero_copy"), 2, 4)
 
 
 def test_a_run_that_goes_on_is_the_run_that_never_stopped(
     tmp_path: Path, never_stopped: tuple[list[float], str]
 ) -> None:
-    straight, at_once = never_stopped
+    zero_copy, at_once = never_stopped
     kept, _ = train(tmp_path, 2, 4, *saved(tmp_path / "x"))
-    assert kept == straight
+    assert kept == zero_copy
     assert sorted(each.name for each in (tmp_path / "x").iterdir()) == ["step-000016", "step-000024"]
     shutil.rmtree(tmp_path / "x" / "step-000024")  # as if it had been stopped after step 16
     went_on, said = train(tmp_path, 2, 4, *saved(tmp_path / "x", "--resume"))
     assert f"going on from {tmp_path / 'x' / 'step-000016'} (step 16)\n" in said
     assert len(went_on) == STEPS
-    assert went_on == straight
+    assert went_on == zero_copy
     assert held_out(said) == held_out(at_once) != []
     again, said = train(tmp_path, 2, 4, *saved(tmp_path / "x", "--resume"))
     assert "no step was left to do" in said
-    assert again == straight
+    assert again == zero_copy
     assert held_out(said) == held_out(at_once)
 
 
@@ -98,9 +98,9 @@ def test_any_number_of_ranks_draws_the_same_windows(monkeypatch: pytest.MonkeyPa
 def stopped(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[float], Path]:
     """The losses of a training on two ranks of 6 windows, and its checkpoints as if it had stopped after step 16."""
     folder = tmp_path_factory.mktemp("stopped")
-    straight, _ = train(folder, 2, 6, *saved(folder / "x"))
+    zero_copy, _ = train(folder, 2, 6, *saved(folder / "x"))
     shutil.rmtree(folder / "x" / "step-000024")
-    return straight, folder / "x"
+    return zero_copy, folder / "x"
 
 
 @pytest.mark.parametrize(("ranks", "batch"), [(1, 12), (3, 4), (4, 3)])
@@ -108,19 +108,19 @@ def test_other_ranks_go_on_with_the_same_text(
     tmp_path: Path, stopped: tuple[list[float], Path], ranks: int, batch: int
 ) -> None:
     """12 windows a step, however ranks share them: losses are the same but for the order of sums."""
-    straight, checkpoints = stopped
+    zero_copy, checkpoints = stopped
     shutil.copytree(checkpoints, tmp_path / "x")
     went_on, _ = train(tmp_path, ranks, batch, *saved(tmp_path / "x", "--resume"))
-    assert went_on[:16] == straight[:16]
-    assert went_on[16:] == pytest.approx(straight[16:], rel=1e-4)
-    others = [abs(a - b) / b for a, b in zip(straight[16:], straight[15:], strict=False)]
+    assert went_on[:16] == zero_copy[:16]
+    assert went_on[16:] == pytest.approx(zero_copy[16:], rel=1e-4)
+    others = [abs(a - b) / b for a, b in zip(zero_copy[16:], zero_copy[15:], strict=False)]
     assert max(others) > 1e-2, "other text has other losses"
 
 
 def test_torchrun_starts_anew_where_the_last_checkpoint_was(
     tmp_path: Path, never_stopped: tuple[list[float], str]
 ) -> None:
-    straight, _ = never_stopped
+    zero_copy, _ = never_stopped
     losses, output = tmp_path / "again.json", tmp_path / "output"
     launcher = ["-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1", "--nproc-per-node=2"]
     launcher += ["--max-restarts=2"]
@@ -140,7 +140,7 @@ def test_torchrun_starts_anew_where_the_last_checkpoint_was(
             running.wait()
     found = re.findall(r"going on from .*step-0000(\d\d)", output.read_text())
     assert found in (["08"], ["16"], ["24"]), output.read_text()
-    assert json.loads(losses.read_text()) == straight
+    assert json.loads(losses.read_text()) == zero_copy
 
 
 def wait_for(happened: object) -> None:

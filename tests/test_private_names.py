@@ -174,7 +174,7 @@ USES = [
     ),
     Use(DistributedDataParallel, "_active_ddp_module", "set_active_ddp", lambda: _torch.set_active_ddp(None), None),
     Use(of_torch("_utils"), "_get_device_index", "device_index", lambda: _torch.device_index(0)),
-    Use(of_torch("distributed.utils"), "_to_kwargs", "moved_to", lambda: _torch.moved_to((1,), {}, CPU)),
+    Use(of_torch("distributed.utils"), "_to_kwargs", "move_to", lambda: _torch.move_to((1,), {}, CPU)),
     Use(of_torch("utils._pytree"), "tree_leaves", "leaves_of", lambda: _torch.leaves_of([1])),
     Use(
         of_torch("distributed.checkpoint.filesystem"),
@@ -329,7 +329,7 @@ def test_each_function_says_what_is_lost_without_it_and_is_tried_here() -> None:
         if getattr(each, "__module__", "") == _torch.__name__ and callable(each) and not isinstance(each, type)
     }
     tried = {use.function for use in USES} | set(WHERE_IT_MATTERS) | {"set_local_tensor", "overloads", "end_graphs_at"}
-    assert functions.keys() - tried == {"changed", "_needs", "without_dynamo"}
+    assert functions.keys() - tried == {"error_of_changed", "_needs", "without_dynamo"}
     assert not [name for name in tried & functions.keys() if "ithout" not in (functions[name].__doc__ or "")]
 
 

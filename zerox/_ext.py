@@ -27,7 +27,7 @@ _IN_CHECKOUT = (_FOLDER / "setup.py").exists()
 _BUILD = f"pip install {'-e ' if _IN_CHECKOUT else ''}."
 
 
-def _installed_elsewhere() -> str | None:
+def _find_other_install() -> str | None:
     """The folder of another zerox, a built one, which Python would import if it did not find this one first."""
     others = [folder for folder in sys.path if Path(folder or ".").resolve() != _FOLDER.resolve()]
     found = importlib.machinery.PathFinder.find_spec("zerox", others)
@@ -36,7 +36,7 @@ def _installed_elsewhere() -> str | None:
 
 
 def _not_built() -> ImportError:
-    if _IN_CHECKOUT and (installed := _installed_elsewhere()):
+    if _IN_CHECKOUT and (installed := _find_other_install()):
         return ImportError(
             f"zerox's sources in {_FOLDER} hide the installed package, {installed}: start Python in another folder, or "
             f"run `{_BUILD}` in the source folder to use the sources"

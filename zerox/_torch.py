@@ -31,7 +31,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
-def changed(name: str, what: str) -> ImportError:
+def error_of_changed(name: str, what: str) -> ImportError:
     """The error for a name that torch lacks, or that means something else now."""
     return ImportError(
         f"zerox: torch {torch.__version__} lacks {name}, or has changed it, and zerox needs it {what}: use a version "
@@ -48,7 +48,7 @@ def _needs(name: str, what: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
             try:
                 return function(*args, **kwargs)
             except (AttributeError, ImportError) as error:
-                raise changed(name, what) from error
+                raise error_of_changed(name, what) from error
 
         return call
 
@@ -57,8 +57,8 @@ def _needs(name: str, what: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
 
 # ---- tensors. Those that hot code calls are plain lookups: Python's AttributeError names what is missing.
 
-# How often a tensor was written. Without it: rows, guests, and gradients that were averaged without an optimizer can't
-# tell whether somebody wrote them.
+# How often a tensor was written. Without it: rows, local optimizers, and gradients that were averaged without an
+# optimizer can't tell whether somebody wrote them.
 version_of: Callable[[Tensor], int] = operator.attrgetter("_version")
 # Rows and values of a sparse tensor that isn't coalesced, and how many. Without them: no sparse gradients.
 rows_of: Callable[[Tensor], Tensor] = operator.methodcaller("_indices")
@@ -152,7 +152,9 @@ def message_namespaces() -> frozenset[str]:
     """Of operators that send. Without one: ShardedOptimizer raises, since it could not see a class send."""
     for namespace, one in MESSAGES.items() if dist.is_available() else ():
         if not hasattr(getattr(torch.ops, namespace), one):
-            raise changed(f"the operator {namespace}::{one}", "to see whether a class of optimizers sends messages")
+            raise error_of_changed(
+                f"the operator {namespace}::{one}", "to see whether a class of optimizers sends messages"
+            )
     return frozenset(MESSAGES)
 
 
@@ -205,7 +207,7 @@ def check_scaler() -> None:
     """Without what zerox.GradScaler overrides it raises: it would be torch's, which skips steps on one rank alone."""
     for name in SCALER:
         if not hasattr(torch.amp.GradScaler, name):
-            raise changed(f"torch.amp.GradScaler.{name}", "for zerox.GradScaler")
+            raise error_of_changed(f"torch.amp.GradScaler.{name}", "for zerox.GradScaler")
 
 
 class JoinConfig(NamedTuple):
@@ -222,7 +224,7 @@ OFF = JoinConfig(False, False, False)
 def check_join() -> None:
     """Without ``_join_config`` torch's Join raises over what is zerox's: it could not say that it begins."""
     if "_join_config" not in torch_join.Joinable.__init__.__code__.co_names:
-        raise changed("torch.distributed.algorithms.Joinable._join_config", "to follow torch's Join")
+        raise error_of_changed("torch.distributed.algorithms.Joinable._join_config", "to follow torch's Join")
 
 
 # ---- groups
@@ -309,7 +311,7 @@ def device_index(device: Any) -> int:
 
 
 @_needs("torch.distributed.utils._to_kwargs", "for DistributedDataParallel(device_ids=)")
-def moved_to(inputs: Any, kwargs: Any, device: torch.device) -> Any:
+def move_to(inputs: Any, kwargs: Any, device: torch.device) -> Any:
     """A forward's arguments on a device. Without it: as of device_index()."""
     from torch.distributed.utils import _to_kwargs
 
@@ -355,7 +357,7 @@ def check_dcp() -> None:
     for name in (GETTER, LOADER):
         function = inspect.unwrap(getattr(sys.modules[DCP], name, check_dcp))
         if function.__name__ != name or OPTIONS not in inspect.signature(function).parameters:
-            raise changed(f"{DCP}.{name}(..., {OPTIONS})", "to know whether DCP wants whole tensors")
+            raise error_of_changed(f"{DCP}.{name}(..., {OPTIONS})", "to know whether DCP wants whole tensors")
 
 
 # ---- Dynamo
@@ -409,9 +411,9 @@ def check_regions() -> None:
     for file, text in REGIONS.items():
         path = Path(torch.__file__).parent / file
         if not path.is_file() or text not in path.read_text():
-            raise changed(f"{text} in torch/{file}", "to know what compiled code reads")
+            raise error_of_changed(f"{text} in torch/{file}", "to know what compiled code reads")
     if getattr(_Announced, "_backward_cls", _Announced).__name__ != _Announced.__name__ + BACKWARD:
-        raise changed("the name of an autograd function's backward", "to know what that reads")
+        raise error_of_changed("the name of an autograd function's backward", "to know what that reads")
 
 
 class _Announced(torch.autograd.Function):

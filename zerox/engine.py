@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from zerox._C import Meeting
+from zerox._C import SyncPoint
 from zerox.calls.capture import is_capturing
 from zerox.memory.bucket import members_of
 from zerox.optimizer.adoption import Adoption
@@ -24,7 +24,7 @@ from zerox.optimizer.hand_out import hand_out, hand_out_buffers
 from zerox.optimizer.join import JoinFace, Joining
 from zerox.optimizer.look_around import look_around
 from zerox.optimizer.mean_gradient import MeanGradient, MeanGradientFace
-from zerox.optimizer.memory_bytes import MemoryBytes, measured
+from zerox.optimizer.memory_bytes import MemoryBytes, measure
 from zerox.optimizer.moved import Moved
 from zerox.optimizer.one_gradient import OneGradient, OneGradientFace
 from zerox.optimizer.param_groups import ParamGroups, ParamGroupsFace, not_taken_in
@@ -118,10 +118,10 @@ class Engine(ParamGroupsFace, MeanGradientFace, OneGradientFace, JoinFace, Optim
             if not capturing:
                 has_options = core.update.has_step_options
                 refusal = calls.own.refusal(STEP_OPTIONS) if has_options else ""
-                outcome = core.settle(Meeting.STEP, [float(has_options)], refusal)
-                steps.check(outcome, follows=False)
+                result = core.sync(SyncPoint.STEP, [float(has_options)], refusal)
+                steps.check(result, follows=False)
                 if not calls.record.has_looked:
-                    look_around(core, outcome)
+                    look_around(core, result)
             steps.update(capturing)
         calls.own.update(self.param_groups, core.rules, core.loading.shows)
         steps.end()
@@ -150,9 +150,9 @@ class Engine(ParamGroupsFace, MeanGradientFace, OneGradientFace, JoinFace, Optim
         """Waits for everything on its way. Collective. Needed between two backwards that use reentrant checkpoints.
         With ``capturable=True`` the first one compares the parameters over the ranks, as the first step() does."""
         core = self._core
-        outcome = core.settle(Meeting.SYNCHRONIZE)
+        result = core.sync(SyncPoint.SYNCHRONIZE)
         if core.options.capturable:
-            look_around(core, outcome)  # a capture can't
+            look_around(core, result)  # a capture can't
             core.update.refresh(self.param_groups)  # a replay of step() reads the numbers that hold now
 
     def overlap_gather(self, model: torch.nn.Module | None) -> None:
@@ -199,9 +199,11 @@ class Engine(ParamGroupsFace, MeanGradientFace, OneGradientFace, JoinFace, Optim
         ranks = self._core.ranks
         ranks.check_here()
         if self._joining.divide is not None:
-            self._core.settle(Meeting.BROADCAST_BUFFERS)
+            self._core.sync(SyncPoint.BROADCAST_BUFFERS)
         hand_out_buffers(ranks, model)
 
     def memory_bytes(self) -> MemoryBytes:
-        """Bytes that this rank holds, by category, once what is on its way has landed; see :func:`zerox.estimate`."""
-        return measured(self._core)
+        """Bytes that this rank holds, by category, once what is on its way has been reduced; see
+        :func:`zerox.estimate`.
+        """
+        return measure(self._core)

@@ -17,11 +17,11 @@ from zerox.memory.pages import storage_bytes
 from zerox.memory.row_owners import most_rows
 from zerox.memory.row_table import check_ranks, is_sparse
 from zerox.memory.stored import stored_bytes
-from zerox.optimizer.local_bytes import Local, bytes_of_own, taken_apart
+from zerox.optimizer.local_bytes import Local, bytes_of_own, take_apart
 from zerox.optimizer.memory_bytes import MemoryBytes
 from zerox.options import (
-    OF_GUESTS,
-    GuestOptions,
+    OF_LOCAL_OPTIMIZERS,
+    LocalOptimizerOptions,
     OptimizerOptions,
     check_foreign,
     check_params,
@@ -29,16 +29,16 @@ from zerox.options import (
     parameter_words,
 )
 from zerox.plan.buckets import BucketPlan
-from zerox.plan.choices import MASKS, SPARSITY, SUB_GROUP, TEAM
+from zerox.plan.choices import A_SUBGROUP, MASKS, SPARSITY, SUBGROUP
 from zerox.plan.peak import AHEAD_IF_PACED, Flow, peak_alone, peak_of_sharded, peak_of_whole, peak_on_streams
 from zerox.plan.resident import resident_limit
 from zerox.plan.stage import SHARDED
 from zerox.ranks.dtensors import local_of
 from zerox.ranks.model_axes import axes_of
-from zerox.ranks.process_group import ALONE, check_group, chosen_group
-from zerox.ranks.teams import OF_GROUP
-from zerox.rules.guest import GuestClass, full_name
+from zerox.ranks.process_group import ALONE, check_group, choose_group
+from zerox.ranks.subgroups import OF_GROUP
 from zerox.rules.known import check_options, options_of, rules_of
+from zerox.rules.local_optimizer import LocalOptimizerClass, full_name
 from zerox.rules.of_groups import Rules
 
 BACKENDS = ("gloo", "nccl")
@@ -91,7 +91,7 @@ def estimate(
     if not everything:
         raise ValueError("optimizer got an empty parameter list")  # in torch's words
     has_axes = options.get("norm_group") is not None
-    apart_here = taken_apart(local, everything, rules, chosen, has_axes) if world_size > 1 else set()
+    apart_here = take_apart(local, everything, rules, chosen, has_axes) if world_size > 1 else set()
     of_own = bytes_of_own([everything[place] for place in sorted(apart_here)], rules)
     checked = everything
     everything = [each for place, each in enumerate(everything) if place not in apart_here]
@@ -102,15 +102,15 @@ def estimate(
     check_params([name for name, _, _ in trained], [tensor for _, tensor, _ in trained], allocated=False)
     tables = [each for each in trained if is_sparse(each[2])]
     for *_, group in tables:
-        are_some = _team_size(group.get(OF_GROUP), world_size) != world_size
+        are_some = _subgroup_size(group.get(OF_GROUP), world_size) != world_size
         check_ranks("a param group", are_some, mesh_shape is not None, chosen.stage == 3)
     trained = [each for each in trained if not is_sparse(each[2])]
     tensors = [tensor for _, tensor, _ in trained]
     dtypes = parameter_words(tensor.dtype for tensor in tensors)
-    sizes = [_team_size(group.get(OF_GROUP), world_size) for _, _, group in trained]
+    sizes = [_subgroup_size(group.get(OF_GROUP), world_size) for _, _, group in trained]
     facts: dict[str, Collection[str]] = {"parameters": dtypes, "backend": {backend}}
     if any(size != world_size for size in sizes):
-        facts |= {TEAM: {SUB_GROUP}, "process_group": {"a group" if mesh_shape is None else "a 2-D mesh"}}
+        facts |= {SUBGROUP: {A_SUBGROUP}, "process_group": {"a group" if mesh_shape is None else "a 2-D mesh"}}
     for group in [group for *_, group in tables] or [{}]:
         own = {name: value for name, value in group.items() if name != "params"}
         chosen.check_pairs({"rule": rule, **options, **own}, **facts)
@@ -149,7 +149,7 @@ def estimate(
         num_own, width = most_rows(table.shape[0], world_size), table.shape[1]
         form = chosen.state_form(table)
         a_row = width * form.itemsize + form.num_scales(width) * torch.float32.itemsize
-        moments += num_own * a_row * len(rules.of(group).wanted([group]))
+        moments += num_own * a_row * len(rules.of(group).wanted_states([group]))
         master += sum(num_own * width * spec.form.itemsize for spec in chosen.masters(table.dtype) if spec.form)
     flows = []
     named = [(name, tensor, rules.of(group).name, chosen.divisor_of(group), ()) for name, tensor, group in trained]
@@ -159,7 +159,7 @@ def estimate(
         parameters += parameters_of(plan, trained[plan.params[0]][0], dtype)
         groups = [trained[index][2] for index in plan.params]
         of_bucket = rules.of(groups[0])
-        kept = of_bucket.wanted(groups)
+        kept = of_bucket.wanted_states(groups)
         place = (plan.state_form, layout.shard_numel, on_host)
         moments += sum(stored_bytes(of_bucket, spec, *place) for spec in kept)
         moments += num_bytes_of(layout.shard_numel) if masked.intersection(plan.params) else 0
@@ -168,20 +168,22 @@ def estimate(
         grads = grad_dtype_of(tensors[plan.params[0]], chosen.accumulate_dtype)
         divided_alone = size == 1 and chosen.divisor_of(groups[0]) not in (None, 1.0)
         stay = on_host and wire == grads and not divided_alone  # large gradients, where autograd left them
-        straight = plan.num_straight if stay else 0
-        flow = _flow(plan, grads, wire, 0 if mesh_shape else straight, alone=world_size == 1)
+        zero_copy = plan.num_zero_copy if stay else 0
+        flow = _flow(plan, grads, wire, 0 if mesh_shape else zero_copy, alone=world_size == 1)
         if mesh_shape is None:
-            beside = near if size == world_size else size if near == world_size else 1  # of a team perhaps nobody else
-            received, landing = _received(plan, wire, backend, size - beside), 0
+            beside = (
+                near if size == world_size else size if near == world_size else 1
+            )  # of a subgroup perhaps nobody else
+            received, reducing = _received(plan, wire, backend, size - beside), 0
         else:
-            received, landing = _on_mesh(plan, wire, backend, mesh_shape, near)
-        flows.append(dataclasses.replace(flow, received=received if size > 1 else 0, landing=landing))
+            received, reducing = _on_mesh(plan, wire, backend, mesh_shape, near)
+        flows.append(dataclasses.replace(flow, received=received if size > 1 else 0, reducing=reducing))
 
     of_tables = sum(table.nbytes for _, table, _ in tables) if apart and on_host else 0
     limit = resident_limit(whole, chosen.resident_mb, of_tables)
     parameters += int(min(limit, sum(nbytes for _, nbytes in whole) + of_tables))
     before_exchange = [flow.local for flow in flows]
-    buffers = [flow.flat + flow.received + flow.landing for flow in flows] if world_size > 1 else []
+    buffers = [flow.flat + flow.received + flow.reducing for flow in flows] if world_size > 1 else []
     made = MemoryBytes(
         parameters=parameters,
         gradients=sum(flow.shard if sharded else flow.whole + flow.kept for flow in flows),
@@ -243,15 +245,17 @@ def _chosen(rule: str, options: dict[str, Any]) -> tuple[OptimizerOptions, Rules
             )
         check_options(rule, options)
         return chosen, rules, options
-    own = {name: value for name, value in options.items() if name in OF_GUESTS}
-    others = (*OF_GUESTS, *OF_ALL)
+    own = {name: value for name, value in options.items() if name in OF_LOCAL_OPTIMIZERS}
+    others = (*OF_LOCAL_OPTIMIZERS, *OF_ALL)
     of_class = {name: value for name, value in options.items() if name not in others}
     check_foreign(cls, of_class)
-    guest = GuestClass(cls, of_class, own.get("elementwise") is True, own.get("master_weights", "auto") is not None)
-    return GuestOptions(**own, optimizer_class=full_name(cls)), guest.rules(), {}
+    local = LocalOptimizerClass(
+        cls, of_class, own.get("elementwise") is True, own.get("master_weights", "auto") is not None
+    )
+    return LocalOptimizerOptions(**own, optimizer_class=full_name(cls)), local.rules(), {}
 
 
-def _team_size(given: Any, world_size: int) -> int:
+def _subgroup_size(given: Any, world_size: int) -> int:
     """Of the ranks that have a param group. ``given``: its ``process_group``, or how many ranks that will have."""
     if given is None:
         return world_size
@@ -259,11 +263,11 @@ def _team_size(given: Any, world_size: int) -> int:
         size = given
     else:
         check_group(given)
-        group = chosen_group(given)
+        group = choose_group(given)
         size = 1 if group is None else group.size()
     if not (1 <= size <= world_size and world_size % size == 0):
         raise ValueError(
-            f"a param group's process_group can't have {size} of {world_size} ranks: all teams are as large"
+            f"a param group's process_group can't have {size} of {world_size} ranks: all subgroups are as large"
         )
     return size
 
@@ -295,20 +299,20 @@ def _options_of(rules: Rules, group: dict[str, Any], options: dict[str, Any]) ->
     return {**rules.of(found).defaults, **(options if rules.of(found) is rules.default else {}), **found}
 
 
-def _flow(plan: BucketPlan, grads: torch.dtype, wire: torch.dtype, num_straight: int, alone: bool) -> Flow:
+def _flow(plan: BucketPlan, grads: torch.dtype, wire: torch.dtype, num_zero_copy: int, alone: bool) -> Flow:
     layout = plan.layout
     shard = layout.shard_numel * wire.itemsize
-    flat = layout.world_size * _slice_numel(plan) * wire.itemsize - layout.end_of(num_straight) * wire.itemsize
-    straight = sum(layout.numels[:num_straight]) * grads.itemsize
+    flat = layout.world_size * _slice_numel(plan) * wire.itemsize - layout.end_of(num_zero_copy) * wire.itemsize
+    zero_copy = sum(layout.numels[:num_zero_copy]) * grads.itemsize
     return Flow(
         local=sum(layout.numels) * grads.itemsize,
         flat=flat,
-        straight=straight,
+        zero_copy=zero_copy,
         received=0,
-        shard=flat + straight if alone else shard,  # alone, gradients are the mean
+        shard=flat + zero_copy if alone else shard,  # alone, gradients are the mean
         whole=(sum(layout.numels) if alone else layout.numel) * grads.itemsize,
         kept=shard if torch.promote_types(grads, wire) != grads else 0,
-        last=max(layout.numels[num_straight:], default=0) * grads.itemsize,
+        last=max(layout.numels[num_zero_copy:], default=0) * grads.itemsize,
     )
 
 
@@ -325,7 +329,8 @@ def _received(plan: BucketPlan, wire: torch.dtype, backend: str, num_far: int) -
 
 
 def _on_mesh(plan: BucketPlan, wire: torch.dtype, backend: str, shape: tuple[int, int], near: int) -> tuple[int, int]:
-    """What is received on the shard axis; and while it lands the sum of that, what is received on the other, its sum.
+    """What is received on the shard axis; and while it is reduced the sum of that, what is received on the other, its
+    sum.
 
     Sums are float32, and once more where they are rounded to ``wire``: see csrc/grads/two_level.cpp. ``near``: how many
     ranks can read each other's memory.

@@ -16,7 +16,7 @@ from zerox import _torch
 POSITION = re.compile(r"param \d+")
 
 
-def quoted(name: str, param: Tensor | None) -> str:
+def quote(name: str, param: Tensor | None) -> str:
     """``'name'``, and the name in a living model if ``name`` is only a position.
 
     For errors only: looking through all objects takes some 50 ms.

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from zerox import _C as C
 
-EXACT_WORDS: int = C.EXACT_WORDS
+EXACT_LIMBS: int = C.EXACT_LIMBS
 SEGMENT_COLUMNS: int = C.SEGMENT_COLUMNS
 
 
@@ -42,7 +42,7 @@ def read_flags_(present: Tensor, replaced: Tensor, slices: list[Tensor], shard_n
 
 def reduce_(
     shard: Tensor,
-    words: Tensor,
+    limbs: Tensor,
     slices: list[Tensor],
     segments: Tensor,
     replaced: Tensor,
@@ -52,24 +52,24 @@ def reduce_(
     """``shard = sum(slices) / divisor``, added in the given order in fp32 (fp64 for fp64), divided once, rounded once.
 
     With ``accumulate`` the old shard is added before rounding, except in segments that are ``replaced``. Adds the sum
-    of squares of what was stored to ``words`` (int64 ``[EXACT_WORDS]``, see ``csrc/math/exact_sum.h``).
+    of squares of what was stored to ``limbs`` (int64 ``[EXACT_LIMBS]``, see ``csrc/math/exact_sum.h``).
     """
-    torch.ops.zerox.reduce_(shard, words, slices, segments, replaced, divisor, accumulate)
+    torch.ops.zerox.reduce_(shard, limbs, slices, segments, replaced, divisor, accumulate)
 
 
-def norm_(words: Tensor, shard: Tensor, segments: Tensor, p: float, mask: Tensor | None = None) -> None:
-    """Adds ``sum |x|^p`` over the segments to ``words``; for ``p = inf`` keeps the largest ``|x|``. Of int64
-    ``[segments, EXACT_WORDS]``, each row is one segment's.
+def norm_(limbs: Tensor, shard: Tensor, segments: Tensor, p: float, mask: Tensor | None = None) -> None:
+    """Adds ``sum |x|^p`` over the segments to ``limbs``; for ``p = inf`` keeps the largest ``|x|``. Of int64
+    ``[segments, EXACT_LIMBS]``, each row is one segment's.
 
     ``mask``: of the elements that count, see :class:`Shard`.
     """
-    torch.ops.zerox.norm_(words, shard, segments, p, mask)
+    torch.ops.zerox.norm_(limbs, shard, segments, p, mask)
 
 
-def norm_value(words: Tensor, p: float) -> Tensor:
-    """float64 ``[2]``, or ``[n, 2]`` of n sums: the norm that ``words`` stands for, and 1 if every element was finite,
+def norm_value(limbs: Tensor, p: float) -> Tensor:
+    """float64 ``[2]``, or ``[n, 2]`` of n sums: the norm that ``limbs`` stands for, and 1 if every element was finite,
     else 0."""
-    return torch.ops.zerox.norm_value(words, p)
+    return torch.ops.zerox.norm_value(limbs, p)
 
 
 class Shard(NamedTuple):
@@ -162,5 +162,5 @@ for _name in ("flatten_", "read_flags_", "reduce_", "norm_", "update_", "update_
 
 
 @torch.library.register_fake("zerox::norm_value")
-def _norm_value(words: Tensor, p: float) -> Tensor:
-    return words.new_empty(2, dtype=torch.float64)
+def _norm_value(limbs: Tensor, p: float) -> Tensor:
+    return limbs.new_empty(2, dtype=torch.float64)

@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 
 from zerox.engine import Engine
-from zerox.options import GuestOptions, OptimizerOptions, check_foreign
+from zerox.options import LocalOptimizerOptions, OptimizerOptions, check_foreign
 from zerox.ranks.process_group import GroupArgument
 from zerox.rules import adam, lion, sgd
-from zerox.rules.guest import GuestClass, full_name
 from zerox.rules.known import rules_of
+from zerox.rules.local_optimizer import LocalOptimizerClass, full_name
 from zerox.rules.of_groups import Rules
-from zerox.update.guest_update import GuestUpdate
+from zerox.update.local_optimizer_update import LocalOptimizerUpdate
 
 T = TypeVar("T")
 
@@ -208,7 +208,7 @@ class ShardedOptimizer(Engine):
         master_weights: "auto" and "fp32": 16-bit parameters have a float32 value, on which the class works; None: it
             works on 16 bits.
         by_position: options of the class, as it takes them behind its parameters.
-        elementwise: True: take the class although the trial finds bits that differ (random rounding, say), with a
+        elementwise: True: take the class although the probe finds bits that differ (random rounding, say), with a
             warning if it does.
         defaults: the class's own options, for example ``lr=0.1, momentum=0.9``. Param groups may have others.
 
@@ -218,7 +218,7 @@ class ShardedOptimizer(Engine):
             comes through.
     """
 
-    _make_update = GuestUpdate
+    _make_update = LocalOptimizerUpdate
 
     def __init__(
         self,
@@ -236,17 +236,19 @@ class ShardedOptimizer(Engine):
         elementwise: bool | None = None,
         **defaults: Any,
     ) -> None:
-        guest = GuestClass(optimizer_class, defaults, elementwise is True, master_weights is not None, by_position)
+        local = LocalOptimizerClass(
+            optimizer_class, defaults, elementwise is True, master_weights is not None, by_position
+        )
 
         def make_rules() -> Rules:
             check_foreign(optimizer_class, defaults)
-            return guest.rules()
+            return local.rules()
 
         super().__init__(
             params,
             make_rules,
-            lambda: dict(guest.defaults),
-            lambda: GuestOptions(
+            lambda: dict(local.defaults),
+            lambda: LocalOptimizerOptions(
                 stage=stage,
                 bucket_cap_mb=bucket_cap_mb,
                 reduce_dtype=reduce_dtype,
@@ -267,7 +269,7 @@ class ShardedOptimizer(Engine):
         then not of one step any more: step() raises until state is loaded. One rank alone raises as the class does.
         """
         update = self._core.update
-        assert isinstance(update, GuestUpdate)
+        assert isinstance(update, LocalOptimizerUpdate)
         update.step_options = step_options
         try:
             return super().step(closure)

@@ -17,7 +17,7 @@ from torch.nn.parameter import is_lazy
 from zerox import _torch
 from zerox._ext import cuda_refusal
 from zerox.memory.grad_dtype import NARROW, can_be_set, grad_dtype_of
-from zerox.model_names import quoted
+from zerox.model_names import quote
 from zerox.plan import combinations
 from zerox.plan.buckets import MIB, BucketPlan, ParamSpec, default_cap_bytes, plan_buckets
 from zerox.plan.choices import CHOICES, FUSED, SHARDED
@@ -145,7 +145,7 @@ class OptimizerOptions:
 
 
 @dataclass(frozen=True)
-class GuestOptions(OptimizerOptions):
+class LocalOptimizerOptions(OptimizerOptions):
     """Those of an optimizer with a class of torch's kind inside: ``optimizer_class`` is its full name."""
 
     optimizer_class: str = ""
@@ -201,7 +201,15 @@ def parameter_words(dtypes: Iterable[torch.dtype]) -> set[str]:
 
 
 DIVISOR = "gradient_divisor"  # the one of these options that a param group may have
-OF_GUESTS = ("stage", "bucket_cap_mb", "reduce_dtype", "master_weights", "resident_mb", DIVISOR, "elementwise")
+OF_LOCAL_OPTIMIZERS = (
+    "stage",
+    "bucket_cap_mb",
+    "reduce_dtype",
+    "master_weights",
+    "resident_mb",
+    DIVISOR,
+    "elementwise",
+)
 OF_OPTIMIZER = tuple(field.name for field in fields(OptimizerOptions) if field.name != DIVISOR)
 
 
@@ -231,11 +239,11 @@ def check_params(names: Sequence[str], params: Sequence[Tensor], allocated: bool
         why = _unfit(param, allocated)
         if not why and param.device != params[0].device:
             raise ValueError(
-                f"zerox: all parameters must be on one device: {quoted(names[0], params[0])} is on {params[0].device}, "
-                f"{quoted(name, param)} on {param.device}"
+                f"zerox: all parameters must be on one device: {quote(names[0], params[0])} is on {params[0].device}, "
+                f"{quote(name, param)} on {param.device}"
             )
         if why := why or _foreign(param):
-            raise ValueError(f"zerox: parameter {quoted(name, param)} {why}")
+            raise ValueError(f"zerox: parameter {quote(name, param)} {why}")
 
 
 def _unfit(param: Tensor, allocated: bool) -> str:

@@ -67,7 +67,7 @@ class SlicedTensor(Tensor):
         """The tensor itself, of which this rank ``has_all``: a view."""
         return self.own.as_strided(*self.part, self.own.storage_offset())
 
-    def filled_with(self, values: Tensor) -> SlicedTensor:
+    def fill_with(self, values: Tensor) -> SlicedTensor:
         """The same elements of a tensor with these values."""
         return SlicedTensor(*self.part, self.span, values, self.cut)
 
@@ -78,9 +78,9 @@ class SlicedTensor(Tensor):
         if func in (aten.detach.default, aten.clone.default, *TO_COPY):
             kwargs = {key: value for key, value in kwargs.items() if key != "memory_format"}
             if self.dtype is not torch.uint8 or kwargs.get("dtype") in (None, torch.uint8):
-                return self.filled_with(func(self.own, **kwargs))
+                return self.fill_with(func(self.own, **kwargs))
         if func is aten.new_empty.default and tuple(args[1]) == tuple(self.shape):  # how DCP starts to stage it
-            return self.filled_with(self.own.new_empty(self.own.shape, **kwargs))
+            return self.fill_with(self.own.new_empty(self.own.shape, **kwargs))
         self = next(_slices([args, *kwargs.values()]))
         if self.dtype is torch.uint8:
             raise RuntimeError(
@@ -94,7 +94,7 @@ class SlicedTensor(Tensor):
         )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SlicedTensor:
-        return self.filled_with(self.own.clone())
+        return self.fill_with(self.own.clone())
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         if self.own.numel() < self.numel():
@@ -112,7 +112,7 @@ class SlicedTensor(Tensor):
 
         found = []
         for each in rectangles(*self.part, self.span):
-            offsets = each.offsets if self.cut is None else self.cut.placed(each.offsets)
+            offsets = each.offsets if self.cut is None else self.cut.place_offsets(each.offsets)
             found.append((each, ChunkStorageMetadata(torch.Size(offsets), torch.Size(each.sizes))))
         return found
 

@@ -20,7 +20,7 @@ void bind_backward(py::module_& m) {
       .def("set_stays_inner", &Backward::set_stays_inner, py::arg("stays"), Release())
       .def("set_before_next", &Backward::set_before_next, py::arg("call"), Release())
       .def_property_readonly("has_failed", py::cpp_function(&Backward::has_failed, Release()))
-      .def_property_readonly("settled", py::cpp_function(&Backward::is_settled, Release()))
+      .def_property_readonly("synced", py::cpp_function(&Backward::is_synced, Release()))
       .def_property_readonly(
           "sums_wait",
           py::cpp_function([](const Backward& self) { return self.progress().rounds.inner.has_left; }, Release()))

@@ -10,18 +10,19 @@
 #include "bindings/destroyed_without_gil.h"
 #include "exchange/collectives.h"
 #include "exchange/exchange.h"
+#include "peers/failure_detector.h"
 #include "peers/long_waits.h"
 #include "peers/neighbours.h"
-#include "peers/whereabouts.h"
 
 namespace zx {
 namespace {
 
 // The object may hold the last reference to the groups.
-std::shared_ptr<Whereabouts> make_whereabouts(std::vector<Group> groups, c10::intrusive_ptr<c10d::Store> store,
-                                              int rank, int world, std::chrono::milliseconds timeout,
-                                              std::chrono::milliseconds say_after) {
-  return destroyed_without_gil(new Whereabouts(std::move(groups), std::move(store), rank, world, timeout, say_after));
+std::shared_ptr<FailureDetector> make_failure_detector(std::vector<Group> groups, c10::intrusive_ptr<c10d::Store> store,
+                                                       int rank, int world, std::chrono::milliseconds timeout,
+                                                       std::chrono::milliseconds say_after) {
+  return destroyed_without_gil(
+      new FailureDetector(std::move(groups), std::move(store), rank, world, timeout, say_after));
 }
 
 // For Python's with statement.
@@ -65,16 +66,16 @@ void bind_exchange(py::module_& m) {
   py::class_<ExchangeKind>(m, "ExchangeKind")
       .def(py::init<bool, bool, bool, std::vector<int64_t>>(), py::kw_only(), py::arg("direct"),
            py::arg("single_messages"), py::arg("via_host"), py::arg("neighbours"));
-  py::class_<Whereabouts, std::shared_ptr<Whereabouts>>(m, "Whereabouts")
-      .def(py::init(&make_whereabouts), py::kw_only(), py::arg("groups"), py::arg("store"), py::arg("rank"),
+  py::class_<FailureDetector, std::shared_ptr<FailureDetector>>(m, "FailureDetector")
+      .def(py::init(&make_failure_detector), py::kw_only(), py::arg("groups"), py::arg("store"), py::arg("rank"),
            py::arg("world"), py::arg("timeout"), py::arg("say_after"))
-      .def("set_processes", &Whereabouts::set_processes, py::arg("processes"), Release())
-      .def("add_group", &Whereabouts::add_group, py::arg("group"), Release())
+      .def("set_processes", &FailureDetector::set_processes, py::arg("processes"), Release())
+      .def("add_group", &FailureDetector::add_group, py::arg("group"), Release())
       .def(
-          "await_", [](Whereabouts& self, Work work) { self.await({std::move(work)}, {}, kUnknownRank); },
+          "await_", [](FailureDetector& self, Work work) { self.await({std::move(work)}, {}, kUnknownRank); },
           py::arg("work"), Release())
-      .def("stand_outside", &Whereabouts::stand_outside, py::arg("where"), Release())
-      .def("leave", &Whereabouts::leave, py::arg("what"), Release());
+      .def("stand_outside", &FailureDetector::stand_outside, py::arg("where"), Release())
+      .def("leave", &FailureDetector::leave, py::arg("what"), Release());
   using PyDoing = Within<NamedDoing, std::string, bool>;
   py::class_<PyDoing>(m, "Doing")
       .def(py::init<std::string, bool>(), py::arg("what"), py::arg("per_batch") = false)

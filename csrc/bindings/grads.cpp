@@ -107,7 +107,7 @@ void bind_flights(py::module_& m) {
       .def("await_all", &Flights::await_all, Release())
       .def("hold_back", &Flights::hold_back, py::arg("hold"))
       .def_property_readonly("num_launched", &Flights::num_launched)
-      .def_property_readonly("num_landed", &Flights::num_landed)
+      .def_property_readonly("num_reduced", &Flights::num_reduced)
       .def_property_readonly("waited_ns", &Flights::waited_ns);
 }
 
@@ -133,7 +133,7 @@ void bind_mean_grads(py::module_& m) {
       .def("show_all", &MeanGrads::show_all)
       .def("mark_scaled", &MeanGrads::mark_scaled, Release())
       .def("scale", &MeanGrads::scale, py::arg("bucket"), py::arg("factor"), py::arg("slots"), Release())
-      .def("forget_words", &MeanGrads::forget_words, py::arg("bucket"))
+      .def("forget_limbs", &MeanGrads::forget_limbs, py::arg("bucket"))
       .def(
           "shard", [](MeanGrads& self, int64_t i) { return optional(self.shard(i)); }, py::arg("bucket"), Release())
       .def(
@@ -144,88 +144,90 @@ void bind_mean_grads(py::module_& m) {
             return tensors;
           },
           py::arg("bucket"), Release())
-      .def("landed", &MeanGrads::landed, py::arg("bucket"))
+      .def("reduced", &MeanGrads::reduced, py::arg("bucket"))
       .def("version", &MeanGrads::version, py::arg("bucket"))
       .def("partial", &MeanGrads::partial, py::arg("bucket"), Release())
       .def("present", &MeanGrads::present, py::arg("bucket"))
-      .def("words", [](MeanGrads& self, int64_t i) { return optional(self.words(i)); }, py::arg("bucket"));
+      .def("limbs", [](MeanGrads& self, int64_t i) { return optional(self.limbs(i)); }, py::arg("bucket"));
 }
 
-void bind_settlement(py::module_& m) {
-  py::enum_<Meeting>(m, "Meeting")
-      .value("FOLLOW", Meeting::follow)
-      .value("STEP", Meeting::step)
-      .value("CLIP", Meeting::clip)
-      .value("SYNCHRONIZE", Meeting::synchronize)
-      .value("UNSCALE", Meeting::unscale)
-      .value("MEAN_OVER", Meeting::mean_over)
-      .value("SCALE_GRADS", Meeting::scale_grads)
-      .value("CLIP_TOGETHER", Meeting::clip_together)
-      .value("SKIP_STEP", Meeting::skip_step)
-      .value("CLIP_VALUE", Meeting::clip_value)
-      .value("GRAD_NORM", Meeting::grad_norm)
-      .value("ADD_PARAM_GROUP", Meeting::add_param_group)
-      .value("SAVE", Meeting::save)
-      .value("FULL_STATE", Meeting::full_state)
-      .value("BROADCAST_BUFFERS", Meeting::broadcast_buffers)
-      .value("FULL_GRAD", Meeting::full_grad)
-      .value("MASKS", Meeting::masks)
-      .value("BROADCAST_PARAMETERS", Meeting::broadcast_parameters);
+void bind_synchronizer(py::module_& m) {
+  py::enum_<SyncPoint>(m, "SyncPoint")
+      .value("FOLLOW", SyncPoint::follow)
+      .value("STEP", SyncPoint::step)
+      .value("CLIP", SyncPoint::clip)
+      .value("SYNCHRONIZE", SyncPoint::synchronize)
+      .value("UNSCALE", SyncPoint::unscale)
+      .value("MEAN_OVER", SyncPoint::mean_over)
+      .value("SCALE_GRADS", SyncPoint::scale_grads)
+      .value("CLIP_TOGETHER", SyncPoint::clip_together)
+      .value("SKIP_STEP", SyncPoint::skip_step)
+      .value("CLIP_VALUE", SyncPoint::clip_value)
+      .value("GRAD_NORM", SyncPoint::grad_norm)
+      .value("ADD_PARAM_GROUP", SyncPoint::add_param_group)
+      .value("SAVE", SyncPoint::save)
+      .value("FULL_STATE", SyncPoint::full_state)
+      .value("BROADCAST_BUFFERS", SyncPoint::broadcast_buffers)
+      .value("FULL_GRAD", SyncPoint::full_grad)
+      .value("MASKS", SyncPoint::masks)
+      .value("BROADCAST_PARAMETERS", SyncPoint::broadcast_parameters);
   m.attr("NUM_ARGUMENTS") = std::tuple_size_v<Arguments>;
-  py::class_<Outcome>(m, "Outcome")
-      .def_readonly("adopts", &Outcome::adopts)
-      .def_readonly("meeting", &Outcome::meeting)
-      .def_readonly("arguments", &Outcome::arguments)
-      .def_readonly("has_same_options", &Outcome::has_same_options)
-      .def_readonly("has_same_operators", &Outcome::has_same_operators)
-      .def_readonly("has_same_params", &Outcome::has_same_params)
-      .def_readonly("operators", &Outcome::operators)
-      .def_readonly("followed", &Outcome::followed)
-      .def_readonly("num_active", &Outcome::num_active)
-      .def_readonly("speaker", &Outcome::speaker);
+  py::class_<SyncResult>(m, "SyncResult")
+      .def_readonly("adopts", &SyncResult::adopts)
+      .def_readonly("sync_point", &SyncResult::sync_point)
+      .def_readonly("arguments", &SyncResult::arguments)
+      .def_readonly("has_same_options", &SyncResult::has_same_options)
+      .def_readonly("has_same_operators", &SyncResult::has_same_operators)
+      .def_readonly("has_same_params", &SyncResult::has_same_params)
+      .def_readonly("operators", &SyncResult::operators)
+      .def_readonly("followed", &SyncResult::followed)
+      .def_readonly("num_active", &SyncResult::num_active)
+      .def_readonly("speaker", &SyncResult::speaker);
   py::enum_<Combine>(m, "Combine").value("SUM", Combine::sum).value("MAX", Combine::max);
-  py::class_<Settlement>(m, "Settlement")
+  py::class_<Synchronizer>(m, "Synchronizer")
       .def(
-          "settle",
-          [](Settlement& self, Meeting meeting, const Arguments& arguments, const std::array<double, 3>& digests,
+          "sync",
+          [](Synchronizer& self, SyncPoint sync_point, const Arguments& arguments, const std::array<double, 3>& digests,
              int64_t adoptions, std::string refusal) {
-            return self.settle({meeting, arguments, digests[0], digests[1], digests[2], adoptions, std::move(refusal)});
+            return self.sync(
+                {sync_point, arguments, digests[0], digests[1], digests[2], adoptions, std::move(refusal)});
           },
-          py::arg("meeting"), py::arg("arguments") = Arguments{}, py::arg("digests") = std::array<double, 3>{},
+          py::arg("sync_point"), py::arg("arguments") = Arguments{}, py::arg("digests") = std::array<double, 3>{},
           py::arg("adoptions") = 0, py::arg("refusal") = "", Release())
-      .def("set_remark", &Settlement::set_remark, py::arg("remark"), Release())
-      .def_property_readonly("remarks", py::cpp_function(&Settlement::remarks, Release()))
-      .def("set_before_backward_end", &Settlement::set_before_backward_end, py::arg("call"))
-      .def("set_following", &Settlement::set_following, py::arg("by_backward"), py::arg("by_active"), Release())
-      .def("set_after_backward_end", &Settlement::set_after_backward_end, py::arg("call"))
-      .def("zero", &Settlement::zero, py::arg("set_to_none"), Release())
-      .def("all_reduce", &Settlement::all_reduce, py::arg("values"), py::arg("combine"), Release())
-      .def("bump_versions", &Settlement::bump_versions, Release())
-      .def_property_readonly("num_added", &Settlement::num_added)
-      .def_property_readonly("waited_ns", &Settlement::waited_ns)
-      .def_property_readonly("holds_scaled", py::cpp_function(&Settlement::holds_scaled, Release()));
+      .def("set_piggyback", &Synchronizer::set_piggyback, py::arg("piggyback"), Release())
+      .def_property_readonly("piggybacks", py::cpp_function(&Synchronizer::piggybacks, Release()))
+      .def("set_before_backward_end", &Synchronizer::set_before_backward_end, py::arg("call"))
+      .def("set_following", &Synchronizer::set_following, py::arg("by_backward"), py::arg("by_active"), Release())
+      .def("set_after_backward_end", &Synchronizer::set_after_backward_end, py::arg("call"))
+      .def("zero", &Synchronizer::zero, py::arg("set_to_none"), Release())
+      .def("all_reduce", &Synchronizer::all_reduce, py::arg("values"), py::arg("combine"), Release())
+      .def("bump_versions", &Synchronizer::bump_versions, Release())
+      .def_property_readonly("num_added", &Synchronizer::num_added)
+      .def_property_readonly("waited_ns", &Synchronizer::waited_ns)
+      .def_property_readonly("holds_scaled", py::cpp_function(&Synchronizer::holds_scaled, Release()));
 }
 
-// One axis of the ranks' mesh: `members` as in Line.
+// One axis of the ranks' mesh: `members` as in Communicator.
 struct Axis {
   std::optional<Group> group;
   ExchangeKind kind;
   std::vector<int> members;
 };
 
-std::shared_ptr<Exchange> exchange_over(const Axis& axis, const std::shared_ptr<Whereabouts>& whereabouts) {
-  return make_exchange(axis.kind, {axis.group.value_or(Group()), whereabouts, axis.members});
+std::shared_ptr<Exchange> exchange_over(const Axis& axis, const std::shared_ptr<FailureDetector>& failure_detector) {
+  return make_exchange(axis.kind, {axis.group.value_or(Group()), failure_detector, axis.members});
 }
 
 std::shared_ptr<BucketManager> make_manager(const std::vector<Axis>& axes, const std::optional<Group>& control,
-                                            std::shared_ptr<Whereabouts> whereabouts, const ManagerOptions& options) {
-  if (control && !whereabouts) {
-    whereabouts = std::make_shared<Whereabouts>(std::vector<Group>{}, nullptr, (*control)->getRank(),
-                                                (*control)->getSize(), kProcessGroupDefaultTimeout);
+                                            std::shared_ptr<FailureDetector> failure_detector,
+                                            const ManagerOptions& options) {
+  if (control && !failure_detector) {
+    failure_detector = std::make_shared<FailureDetector>(std::vector<Group>{}, nullptr, (*control)->getRank(),
+                                                         (*control)->getSize(), kProcessGroupDefaultTimeout);
   }
   BucketManager::Axes made;
-  for (const Axis& axis : axes) made.push_back(exchange_over(axis, whereabouts));
-  return destroyed_without_gil(new BucketManager(made, {control.value_or(Group()), whereabouts}, options));
+  for (const Axis& axis : axes) made.push_back(exchange_over(axis, failure_detector));
+  return destroyed_without_gil(new BucketManager(made, {control.value_or(Group()), failure_detector}, options));
 }
 
 void remember_class(const at::Tensor& placeholder) {
@@ -242,9 +244,9 @@ int64_t add_bucket(BucketManager& self, const std::vector<std::string>& names, c
                    const std::vector<at::Tensor>& locals, const std::vector<at::Tensor>& homes, at::Tensor flat,
                    const std::optional<std::vector<at::Tensor>>& placeholders, const std::vector<int64_t>& offsets,
                    at::ScalarType wire_dtype, at::ScalarType grad_dtype, int64_t shard_numel, int64_t trailer_numel,
-                   at::Tensor segments, int64_t num_straight, double divisor, const Team& team) {
+                   at::Tensor segments, int64_t num_zero_copy, double divisor, const Subgroup& subgroup) {
   BucketSpec spec{{},          std::move(flat), wire_dtype,          grad_dtype, divisor,
-                  shard_numel, trailer_numel,   std::move(segments), team,       num_straight};
+                  shard_numel, trailer_numel,   std::move(segments), subgroup,   num_zero_copy};
   if (placeholders && !placeholders->empty()) remember_class(placeholders->front());
   for (size_t i = 0; i < params.size(); ++i) {
     const at::Tensor placeholder = placeholders ? placeholders->at(i) : at::Tensor();
@@ -254,11 +256,11 @@ int64_t add_bucket(BucketManager& self, const std::vector<std::string>& names, c
   return self.add_bucket(std::move(spec));
 }
 
-int64_t add_team(BucketManager& self, const Axis& axis, const std::shared_ptr<Whereabouts>& whereabouts) {
-  return self.add_team(exchange_over(axis, whereabouts));
+int64_t add_subgroup(BucketManager& self, const Axis& axis, const std::shared_ptr<FailureDetector>& failure_detector) {
+  return self.add_subgroup(exchange_over(axis, failure_detector));
 }
 
-// Over each axis of the ranks' mesh, the inner one first, then in each smaller team.
+// Over each axis of the ranks' mesh, the inner one first, then in each smaller subgroup.
 std::vector<std::pair<int64_t, int64_t>> traffic_by_axis(const BucketManager& self) {
   std::vector<std::pair<int64_t, int64_t>> found;
   for (const auto& exchange : self.exchanges()) {
@@ -270,26 +272,27 @@ std::vector<std::pair<int64_t, int64_t>> traffic_by_axis(const BucketManager& se
 void bind_manager(py::module_& m) {
   py::class_<Axis>(m, "Axis").def(py::init<std::optional<Group>, ExchangeKind, std::vector<int>>(), py::kw_only(),
                                   py::arg("group"), py::arg("kind"), py::arg("members"));
-  py::class_<Team>(m, "Team")
+  py::class_<Subgroup>(m, "Subgroup")
       .def(py::init<int64_t, int64_t, int64_t, int64_t, int64_t>(), py::kw_only(), py::arg("exchange"), py::arg("rank"),
            py::arg("world"), py::arg("number"), py::arg("count"))
-      .def_readonly("exchange", &Team::exchange)
-      .def_readonly("number", &Team::number)
-      .def_readonly("count", &Team::count);
+      .def_readonly("exchange", &Subgroup::exchange)
+      .def_readonly("number", &Subgroup::number)
+      .def_readonly("count", &Subgroup::count);
   py::class_<ManagerOptions>(m, "ManagerOptions")
       .def(py::init<std::vector<Move>, bool, at::Device, bool, bool>(), py::kw_only(), py::arg("route"),
            py::arg("keeps_shards"), py::arg("device"), py::arg("sharded_params"), py::arg("divides"));
   py::class_<BucketManager, std::shared_ptr<BucketManager>>(m, "BucketManager")
-      .def(py::init(&make_manager), py::arg("axes"), py::arg("control"), py::arg("whereabouts"), py::arg("options"))
+      .def(py::init(&make_manager), py::arg("axes"), py::arg("control"), py::arg("failure_detector"),
+           py::arg("options"))
       .def("add_bucket", &add_bucket, py::arg("names"), py::arg("params"), py::arg("locals"), py::arg("homes"),
            py::arg("flat"), py::arg("placeholders"), py::arg("offsets"), py::arg("wire_dtype"), py::arg("grad_dtype"),
-           py::arg("shard_numel"), py::arg("trailer_numel"), py::arg("segments"), py::arg("num_straight"),
-           py::arg("divisor"), py::arg("team"))
-      .def("add_team", &add_team, py::arg("axis"), py::arg("whereabouts"), Release())
+           py::arg("shard_numel"), py::arg("trailer_numel"), py::arg("segments"), py::arg("num_zero_copy"),
+           py::arg("divisor"), py::arg("subgroup"))
+      .def("add_subgroup", &add_subgroup, py::arg("axis"), py::arg("failure_detector"), Release())
       .def_property_readonly("backward", &BucketManager::backward)
       .def_property_readonly("flights", &BucketManager::flights)
       .def_property_readonly("grads", &BucketManager::grads)
-      .def_property_readonly("settlement", &BucketManager::settlement)
+      .def_property_readonly("synchronizer", &BucketManager::synchronizer)
       .def_property_readonly("params", &BucketManager::params)
       .def_property_readonly("num_buckets", [](BucketManager& self) { return self.buckets().all.size(); })
       .def(
@@ -320,7 +323,7 @@ void bind_grads(py::module_& m) {
   bind_backward(m);
   bind_flights(m);
   bind_mean_grads(m);
-  bind_settlement(m);
+  bind_synchronizer(m);
   bind_manager(m);
 }
 

@@ -21,15 +21,15 @@ TORCH_LIBRARY(zerox, m) {
   // says so, or if it was before and is not replaced.
   m.def("read_flags_(Tensor(a!) present, Tensor(b!) replaced, Tensor[] slices, int shard_numel) -> ()");
   // shard = sum(slices) / divisor, in slice order, plus the old shard if `accumulate` and not replaced; adds the sum of
-  // squares to `words`, an exact sum (csrc/math/exact_sum.h).
+  // squares to `limbs`, an exact sum (csrc/math/exact_sum.h).
   m.def(
-      "reduce_(Tensor(a!) shard, Tensor(b!) words, Tensor[] slices, Tensor segments, Tensor replaced, "
+      "reduce_(Tensor(a!) shard, Tensor(b!) limbs, Tensor[] slices, Tensor segments, Tensor replaced, "
       "float divisor, bool accumulate) -> ()");
-  // Adds sum |x|^p over the segments to `words`, or of each to a row of them; for p = inf keeps the largest |x|.
+  // Adds sum |x|^p over the segments to `limbs`, or of each to a row of them; for p = inf keeps the largest |x|.
   // Of the elements that `mask` keeps: uint8 [ceil(n / 8) + 4], element i is bit i % 8 of byte i / 8.
-  m.def("norm_(Tensor(a!) words, Tensor shard, Tensor segments, float p, Tensor? mask=None) -> ()");
+  m.def("norm_(Tensor(a!) limbs, Tensor shard, Tensor segments, float p, Tensor? mask=None) -> ()");
   // float64 [2], or [n, 2] of n sums: the norm, and 1 if every element was finite.
-  m.def("norm_value(Tensor words, float p) -> Tensor");
+  m.def("norm_value(Tensor limbs, float p) -> Tensor");
   // Does one step of `rule` (the kName of one in csrc/math) on shards of the same types, in few launches, for the
   // segments that are present. Every list has one tensor per shard, with exceptions: `master` is empty if no master
   // is kept, and `masks` if all elements are, and a mask without elements keeps all of its shard's; `state`, and
@@ -93,7 +93,7 @@ bool list_has_same_objects(const py::list& found, const py::list& seen) {
 }
 
 void bind_constants(py::module_& m) {
-  m.attr("EXACT_WORDS") = kExactWords;
+  m.attr("EXACT_LIMBS") = kExactLimbs;
   m.attr("SEGMENT_COLUMNS") = kSegmentColumns;
   m.attr("SIGNED_MAP") = py::tuple(py::cast(std::to_array(kSignedMap.values)));
   m.attr("UNSIGNED_MAP") = py::tuple(py::cast(std::to_array(kUnsignedMap.values)));

@@ -40,13 +40,13 @@ class Residency {
 };
 
 // `group`: null if all ranks read each other's memory. `faults`: whether reads that nothing announces may fault.
-std::shared_ptr<Residency> make_residency(std::optional<Group> group, std::shared_ptr<Whereabouts> whereabouts,
+std::shared_ptr<Residency> make_residency(std::optional<Group> group, std::shared_ptr<FailureDetector> failure_detector,
                                           std::vector<int64_t> processes, std::vector<int> ranks, int num_holders,
                                           int rank, std::chrono::milliseconds timeout, bool faults) {
   if (!faults && !can_forbid_reads()) throw py::value_error("ZEROX_FAULTS=0 needs torch 2.12 or newer");
   Residents::keep_for_others(nullptr);
-  auto peers = std::make_shared<PeerShards>(Line{group.value_or(Group()), std::move(whereabouts)}, std::move(processes),
-                                            std::move(ranks), num_holders, rank, timeout);
+  auto peers = std::make_shared<PeerShards>(Communicator{group.value_or(Group()), std::move(failure_detector)},
+                                            std::move(processes), std::move(ranks), num_holders, rank, timeout);
   return destroyed_without_gil(
       new Residency(std::make_shared<Residents>(std::move(peers), faults ? HiddenReads::fault : HiddenReads::raise)));
 }
@@ -95,8 +95,9 @@ void bind_residency(py::module_& m) {
       .def_readonly("time_ns", &ResidencyEvent::time_ns)
       .def_readonly("resident_bytes", &ResidencyEvent::resident_bytes);
   py::class_<Residency, std::shared_ptr<Residency>>(m, "Residency")
-      .def(py::init(&make_residency), py::kw_only(), py::arg("group"), py::arg("whereabouts"), py::arg("processes"),
-           py::arg("ranks"), py::arg("num_holders"), py::arg("rank"), py::arg("timeout"), py::arg("faults"))
+      .def(py::init(&make_residency), py::kw_only(), py::arg("group"), py::arg("failure_detector"),
+           py::arg("processes"), py::arg("ranks"), py::arg("num_holders"), py::arg("rank"), py::arg("timeout"),
+           py::arg("faults"))
       .def(
           "set_limit",
           [](Residency& self, double bytes) { self->set_limit(bytes < 9e18 ? static_cast<size_t>(bytes) : SIZE_MAX); },

@@ -14,12 +14,12 @@ namespace zx {
 namespace {
 
 std::shared_ptr<PeerMessages> make_messages(const std::optional<Group>& group,
-                                            std::shared_ptr<Whereabouts> whereabouts) {
-  if (group && !whereabouts) {
-    whereabouts = std::make_shared<Whereabouts>(std::vector<Group>{}, nullptr, (*group)->getRank(), (*group)->getSize(),
-                                                kProcessGroupDefaultTimeout);
+                                            std::shared_ptr<FailureDetector> failure_detector) {
+  if (group && !failure_detector) {
+    failure_detector = std::make_shared<FailureDetector>(std::vector<Group>{}, nullptr, (*group)->getRank(),
+                                                         (*group)->getSize(), kProcessGroupDefaultTimeout);
   }
-  return destroyed_without_gil(new PeerMessages({group.value_or(Group()), std::move(whereabouts)}));
+  return destroyed_without_gil(new PeerMessages({group.value_or(Group()), std::move(failure_detector)}));
 }
 
 std::string rule_name(RuleKind kind) {
@@ -35,17 +35,17 @@ std::shared_ptr<RowFlow> make_flow(std::shared_ptr<PeerMessages> messages, std::
 
 void bind_rows(py::module_& m) {
   py::class_<PeerMessages, std::shared_ptr<PeerMessages>>(m, "PeerMessages")
-      .def(py::init(&make_messages), py::arg("group"), py::arg("whereabouts"))
+      .def(py::init(&make_messages), py::arg("group"), py::arg("failure_detector"))
       .def("swap", &PeerMessages::swap, py::arg("sent"), py::arg("numels"), Release())
       .def("to_all", &PeerMessages::to_all, py::arg("message"), Release())
       .def_property_readonly("are_in_memory", &PeerMessages::are_in_memory)
       .def_property_readonly("traffic", [](const PeerMessages& self) {
         return std::pair<int64_t, int64_t>(self.traffic().messages, self.traffic().bytes);
       });
-  py::class_<LandedRows>(m, "LandedRows")
-      .def_readonly("rows", &LandedRows::rows)
-      .def_readonly("places", &LandedRows::places)
-      .def_readonly("values", &LandedRows::values);
+  py::class_<ReducedRows>(m, "ReducedRows")
+      .def_readonly("rows", &ReducedRows::rows)
+      .def_readonly("places", &ReducedRows::places)
+      .def_readonly("values", &ReducedRows::values);
   py::class_<RowRule>(m, "RowRule")
       .def(py::init(&RowRule::named), py::arg("name"), py::arg("options"), py::kw_only(), py::arg("scale"),
            py::arg("limit"))
@@ -85,7 +85,7 @@ void bind_rows(py::module_& m) {
       .def("note_seen", &RowFlow::note_seen, Release())
       .def("header", &RowFlow::header, Release())
       .def("exchange", &RowFlow::exchange, py::arg("headers"), py::arg("goes_on"), Release())
-      .def_property_readonly("landed", &RowFlow::landed)
+      .def_property_readonly("reduced", &RowFlow::reduced)
       .def("update", &RowFlow::update, py::arg("rules"), Release())
       .def("close", &RowFlow::close, Release());
 }

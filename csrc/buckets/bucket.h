@@ -24,10 +24,10 @@ class Decision;  // grads/decision.h
 // another dtype or device: after model.half().float() the parameter is as it was, but its next backward goes through a
 // new node, without hooks. A hook of the parameter itself stays, and torch calls it before those of the node. So every
 // parameter has one, the watch, which hangs the others on a new node when that is about to accumulate. Other ranks wait
-// for this gradient: it is too late to look for new nodes where ranks meet.
+// for this gradient: it is too late to look for new nodes at a sync point.
 //
 // A user's first register_hook() makes the parameter's list of hooks anew, and the watch is gone. It is put back at
-// zero_grad() and where ranks meet (Backward::restore_watches). Only if the node is dropped between those two, too, can
+// zero_grad() and at a sync point (Backward::restore_watches). Only if the node is dropped between those two, too, can
 // gradients arrive unseen; in ZeRO stage 1 they are refused then, since p.grad may be this rank's own or the mean.
 struct Watch {
   std::atomic<const void*> node{nullptr};  // the one that has the other hooks
@@ -186,13 +186,13 @@ struct Slot {
 };
 
 // This rank's shard of a bucket's reduced gradient, which is the ranks' sum by `divisor`. It is written where flights
-// land, and read after Flights::await_all().
-struct Landed {
+// are reduced, and read after Flights::await_all().
+struct ReducedShard {
   at::Tensor shard;  // [shard_numel] of the wire's dtype; undefined while it holds nothing, unless keeps_shard
   std::vector<at::Tensor> by_part;  // or these, one per part: see Note [Alone, gradients stay where they are]
   at::Tensor present;               // uint8 [n]: which segments have a gradient, on any rank
-  at::Tensor replaced;              // uint8 [n]: scratch of the last landing
-  at::Tensor words;                 // exact sum of squares over the shard; undefined when unknown
+  at::Tensor replaced;              // uint8 [n]: scratch of the last reduction
+  at::Tensor limbs;                 // exact sum of squares over the shard; undefined when unknown
   at::Tensor left;            // sums that wait, with flags: see Note [Sums that wait]; undefined if there are none
   double divisor = 1.0;       // the number of ranks, for their mean
   bool has_gradient = false;  // some slot has a gradient
@@ -202,7 +202,7 @@ struct Landed {
 
 // A part of this rank's shard that is reduced by a call of its own.
 struct Part {
-  size_t message;         // index of the message from each rank that has it: see Note [Straight from the gradient]
+  size_t message;         // index of the message from each rank that has it: see Note [Zero-copy from the gradient]
   int64_t message_start;  // of its first element in that message
   int64_t start;          // in the shard
   int64_t numel;
@@ -213,21 +213,21 @@ struct Part {
 // What lies in this rank's shard.
 struct OwnShard {
   at::Tensor segments;      // int64 [n, 5]: the slots that overlap it, see math/segment.h
-  std::vector<Part> parts;  // in order: of each straight slot with elements here, then of the packed elements
+  std::vector<Part> parts;  // in order: of each zero-copy slot with elements here, then of the packed elements
 };
 
-// Note [Teams]
-// A team is the ranks that have one bucket's parameters and add up their gradients. Team 0 is all ranks of the
+// Note [Subgroups]
+// A subgroup is the ranks that have one bucket's parameters and add up their gradients. Subgroup 0 is all ranks of the
 // optimizer. A param group may have smaller ones: experts, of which rank 0 has others than rank 1. Then the ranks are
-// cut into several teams of the same size, one of them this rank's, and the bucket stands for other parameters in each.
-// What is agreed over all ranks (the order of launches, the rounds) holds for the buckets of all teams together, so
-// that no two ranks wait for each other in different teams. What is told of one parameter must not be mixed up over
-// teams: see MeanGrads::told_in_teams().
-struct Team {
+// cut into several subgroups of the same size, one of them this rank's, and the bucket stands for other parameters in
+// each. What is agreed over all ranks (the order of launches, the rounds) holds for the buckets of all subgroups
+// together, so that no two ranks wait for each other in different subgroups. What is told of one parameter must not be
+// mixed up over subgroups: see MeanGrads::told_in_subgroups().
+struct Subgroup {
   int64_t exchange = 0;  // its place among the Exchanges
   int64_t rank = 0;      // this rank's number in it
   int64_t world = 1;     // how many ranks it has
-  int64_t number = 0;    // which of the teams that the ranks were cut into
+  int64_t number = 0;    // which of the subgroups that the ranks were cut into
   int64_t count = 1;     // how many those are
 };
 
@@ -235,17 +235,18 @@ struct Bucket {
   int64_t index;
   std::vector<Slot> slots;  // by offset
   at::Tensor flat;          // the buffer that the parameters lie in
-  Team team{};
+  Subgroup subgroup{};
   at::ScalarType wire_dtype;
   at::ScalarType grad_dtype;  // of whole gradients, and of local ones unless another dtype was put there by hand
   int64_t shard_numel;        // of each rank, without flags
   int64_t trailer_numel;      // elements for the flags after each shard on the wire
   OwnShard own{};
 
-  Landed landed;
+  ReducedShard reduced;
   std::vector<c10::Stream> producers;  // on an accelerator: the streams that gradients came from since the last flight
 
-  int64_t num_straight = 0;  // slots: see Notes [Straight from the gradient] and [Alone, gradients stay where they are]
+  int64_t num_zero_copy =
+      0;  // slots: see Notes [Zero-copy from the gradient] and [Alone, gradients stay where they are]
 
   // Whether some of the slot's elements lie in `rank`'s shard. An empty parameter lies where its offset does.
   bool owns_part_of(const Slot& slot, int64_t rank) const {
@@ -255,17 +256,17 @@ struct Bucket {
   // Whether whole gradients can hold every value of the shard, which has the wire's dtype.
   bool whole_grads_hold_shard() const { return c10::promoteTypes(grad_dtype, wire_dtype) == grad_dtype; }
   int64_t slice_numel() const { return shard_numel + trailer_numel; }
-  // The end of the straight slots in the bucket.
-  int64_t straight_end() const {
-    return num_straight == 0 ? 0 : slots[num_straight - 1].offset + slots[num_straight - 1].numel();
+  // The end of the zero-copy slots in the bucket.
+  int64_t zero_copy_end() const {
+    return num_zero_copy == 0 ? 0 : slots[num_zero_copy - 1].offset + slots[num_zero_copy - 1].numel();
   }
-  // How many elements of a rank's slice straight slots take. The packed elements lie after them.
-  int64_t straight_numel(int64_t rank) const {
-    return std::clamp<int64_t>(straight_end() - rank * shard_numel, 0, shard_numel);
+  // How many elements of a rank's slice zero-copy slots take. The packed elements lie after them.
+  int64_t zero_copy_numel(int64_t rank) const {
+    return std::clamp<int64_t>(zero_copy_end() - rank * shard_numel, 0, shard_numel);
   }
   // The start of the packed part of a rank's slice in a flight's `flat`; for rank = world, the end of `flat`.
   int64_t packed_start(int64_t rank) const {
-    return rank * slice_numel() - std::min(straight_end(), rank * shard_numel);
+    return rank * slice_numel() - std::min(zero_copy_end(), rank * shard_numel);
   }
   std::string describe() const;  // "bucket 3 (wte.weight, ...)"
 };

@@ -58,10 +58,10 @@ struct KernelTable {
   void (*cast)(DType from, const void* source, DType to, void* target, int64_t numel);
   // `step`: the Step<double> of the span's rule.
   void (*update)(const UpdateSpan& span, const void* step);
-  // Both add to `words`, an exact sum: see Note [Norms are summed exactly].
-  void (*reduce)(const ReduceSpan& span, int64_t* words);
-  // For max_of_abs words[0] holds the bits of the largest |element| as a double.
-  void (*norm)(Norm kind, DType dtype, const void* values, int64_t numel, KeptBits kept, int64_t* words);
+  // Both add to `limbs`, an exact sum: see Note [Norms are summed exactly].
+  void (*reduce)(const ReduceSpan& span, int64_t* limbs);
+  // For max_of_abs limbs[0] holds the bits of the largest |element| as a double.
+  void (*norm)(Norm kind, DType dtype, const void* values, int64_t numel, KeptBits kept, int64_t* limbs);
 };
 
 const KernelTable& kernels_scalar();

@@ -75,7 +75,7 @@ ZX_HD void for_each_norm_block(DType dtype, const void* values, int64_t numel, B
   }
 }
 
-void norm(Norm kind, DType dtype, const void* values, int64_t numel, KeptBits kept, int64_t* words) {
+void norm(Norm kind, DType dtype, const void* values, int64_t numel, KeptBits kept, int64_t* limbs) {
   for_each_norm_block(dtype, values, numel, [&](auto block, int64_t start, int64_t count) ZX_LAMBDA {
     using T = std::remove_cvref_t<decltype(*block)>;
     alignas(64) T counted[kNormBlock];
@@ -87,13 +87,13 @@ void norm(Norm kind, DType dtype, const void* values, int64_t numel, KeptBits ke
     }
     switch (kind) {
       case Norm::sum_of_abs:
-        exact_add(words, norm_partial<false>(block, count, words + kExactNonFinite));
+        exact_add(limbs, norm_partial<false>(block, count, limbs + kExactNonFinite));
         break;
       case Norm::sum_of_squares:
-        exact_add(words, norm_partial<true>(block, count, words + kExactNonFinite));
+        exact_add(limbs, norm_partial<true>(block, count, limbs + kExactNonFinite));
         break;
       case Norm::max_of_abs:
-        words[0] = max_partial(block, count, words[0]);
+        limbs[0] = max_partial(block, count, limbs[0]);
         break;
       case Norm::sum_of_powers:  // not here: see norm.cpp
         break;

@@ -37,20 +37,20 @@ void read_flags_(at::Tensor& present, at::Tensor& replaced, at::TensorList slice
   }
 }
 
-void reduce_(at::Tensor& shard, at::Tensor& words, at::TensorList slices, const at::Tensor& segments,
+void reduce_(at::Tensor& shard, at::Tensor& limbs, at::TensorList slices, const at::Tensor& segments,
              const at::Tensor& replaced, double divisor, bool accumulate) {
   constexpr const char* op = "reduce_";
-  check_reduce(shard, words, slices, segments, replaced, divisor);
+  check_reduce(shard, limbs, slices, segments, replaced, divisor);
   const DType dtype = dtype_of(shard, op, "shard");
   const SegmentTable table(segments, shard.numel(), op);
   const auto* replace = replaced.const_data_ptr<uint8_t>();
   const bool by_inverse = has_exact_inverse(divisor);
 
   const std::vector<WorkUnit> units = split_into_units(table);
-  auto* total = words.mutable_data_ptr<int64_t>();
+  auto* total = limbs.mutable_data_ptr<int64_t>();
   std::mutex total_mutex;
   parallel_units(units, [&](int64_t first, int64_t last) {
-    int64_t local[kExactWords] = {};
+    int64_t local[kExactLimbs] = {};
     std::vector<const void*> starts(slices.size());
     for (int64_t i = first; i < last; ++i) {
       const WorkUnit& unit = units[i];
@@ -61,7 +61,7 @@ void reduce_(at::Tensor& shard, at::Tensor& words, at::TensorList slices, const 
                        local);
     }
     const std::lock_guard lock(total_mutex);
-    for (int word = 0; word < kExactWords; ++word) total[word] += local[word];
+    for (int limb = 0; limb < kExactLimbs; ++limb) total[limb] += local[limb];
   });
   const auto zero = [&](int64_t start, int64_t stop) {  // padding is sent too, where shards are gathered
     if (stop > start) std::memset(bytes_at(shard, start), 0, static_cast<size_t>(stop - start) * shard.element_size());

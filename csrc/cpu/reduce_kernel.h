@@ -2,7 +2,7 @@
 // kernels_<isa>.cpp only.
 
 template <class T, class Wire>
-void reduce_span(const ReduceSpan& span, int64_t* words) {
+void reduce_span(const ReduceSpan& span, int64_t* limbs) {
   Wire* shard = static_cast<Wire*>(span.shard);
   const T divisor = static_cast<T>(span.divisor);
   alignas(64) T rounded[kNormBlock];
@@ -21,19 +21,19 @@ void reduce_span(const ReduceSpan& span, int64_t* words) {
     });
     const T* stored = rounded;
     if constexpr (std::is_same_v<T, Wire>) stored = shard + start;
-    exact_add(words, norm_partial<true>(stored, count, words + kExactNonFinite));
+    exact_add(limbs, norm_partial<true>(stored, count, limbs + kExactNonFinite));
   }
 }
 
-void reduce(const ReduceSpan& span, int64_t* words) {
+void reduce(const ReduceSpan& span, int64_t* limbs) {
   switch (span.dtype) {
     case DType::f64:
-      return reduce_span<double, double>(span, words);
+      return reduce_span<double, double>(span, limbs);
     case DType::f32:
-      return reduce_span<float, float>(span, words);
+      return reduce_span<float, float>(span, limbs);
     case DType::bf16:
-      return reduce_span<float, bf16>(span, words);
+      return reduce_span<float, bf16>(span, limbs);
     case DType::f16:
-      return reduce_span<float, f16>(span, words);
+      return reduce_span<float, f16>(span, limbs);
   }
 }

@@ -73,7 +73,7 @@ struct ReducedShard {
   int64_t num_segments;
   const uint8_t* replaced;
   bool accumulate;
-  int64_t* words;
+  int64_t* limbs;
 };
 int reduce(const Slices& slices, double divisor, const ReducedShard& shard, Stream stream);
 
@@ -85,14 +85,14 @@ struct NormShard {
   const Segment* segments;
   int64_t num_segments;
   double order;
-  int64_t* words;
+  int64_t* limbs;
   KeptBits kept;
 };
 int norm(const NormShard& shard, Stream stream);
 // Brings every digit of an exact sum under 2^32, which leaves room for the sum over buckets and ranks.
-int carry(int64_t* words, Stream stream);
+int carry(int64_t* limbs, Stream stream);
 // Of `count` exact sums, one after the other.
-int norm_value(const int64_t* words, int64_t count, double order, double* value_and_finite, Stream stream);
+int norm_value(const int64_t* limbs, int64_t count, double order, double* value_and_finite, Stream stream);
 
 // ---- update_
 struct UpdateElements {

@@ -14,7 +14,7 @@
 
 namespace zx::cuda {
 
-using Words = int64_t[kExactWords];
+using Words = int64_t[kExactLimbs];
 
 // ---- an exact sum of the whole thread block
 
@@ -26,36 +26,36 @@ __device__ __forceinline__ void atomic_max(int64_t* word, int64_t value) {  // n
 }
 
 // All threads of the block call clear_words() before the first sum, and give_words() after the last.
-__device__ __forceinline__ void clear_words(Words& words) {
-  for (int i = threadIdx.x; i < kExactWords; i += kThreads) words[i] = 0;
+__device__ __forceinline__ void clear_words(Words& limbs) {
+  for (int i = threadIdx.x; i < kExactLimbs; i += kThreads) limbs[i] = 0;
   __syncthreads();
 }
 template <bool kMax = false>
-__device__ __forceinline__ void give_words(const Words& words, int64_t* total) {
+__device__ __forceinline__ void give_words(const Words& limbs, int64_t* total) {
   __syncthreads();
-  for (int i = threadIdx.x; i < kExactWords; i += kThreads) {
+  for (int i = threadIdx.x; i < kExactLimbs; i += kThreads) {
     if constexpr (kMax) {
-      if (words[i] != 0) atomic_max(total + i, words[i]);
+      if (limbs[i] != 0) atomic_max(total + i, limbs[i]);
     } else {
-      atomic_add(total + i, static_cast<uint64_t>(words[i]));
+      atomic_add(total + i, static_cast<uint64_t>(limbs[i]));
     }
   }
 }
 
-// One lane's sum, until its place in the words changes: atomics on 64 bits of shared memory are loops.
+// One lane's sum, until its place in the limbs changes: atomics on 64 bits of shared memory are loops.
 class LaneSum {
  public:
-  __device__ __forceinline__ void add(Words& words, double partial) {
+  __device__ __forceinline__ void add(Words& limbs, double partial) {
     const ExactTerm term = exact_term(partial);
-    if (term.first != first_) give(words);
+    if (term.first != first_) give(limbs);
     first_ = term.first;
     ZX_UNROLL
     for (int i = 0; i < 3; ++i) added_[i] += term.added[i];
   }
-  __device__ __forceinline__ void give(Words& words) {
+  __device__ __forceinline__ void give(Words& limbs) {
     ZX_UNROLL
     for (int i = 0; i < 3; ++i) {
-      atomic_add(words + first_ + i, added_[i]);
+      atomic_add(limbs + first_ + i, added_[i]);
       added_[i] = 0;
     }
   }

@@ -39,7 +39,7 @@ class OnDevice {
 // A replay of the graph would take what it is given from where it lay during the capture.
 void refuse_capture(const OnDevice& on) {
   TORCH_CHECK(!cuda::is_capturing(on.stream()),
-              "zerox: only step() can be captured into a CUDA graph; backward and what lands gradients can't");
+              "zerox: only step() can be captured into a CUDA graph; backward and what is reduced gradients can't");
 }
 
 // A table written on the host for one launch. It is copied from pinned memory, which the allocator keeps until the copy
@@ -119,44 +119,44 @@ void read_flags_(at::Tensor& present, at::Tensor& replaced, at::TensorList slice
       op);
 }
 
-void reduce_(at::Tensor& shard, at::Tensor& words, at::TensorList slices, const at::Tensor& segments,
+void reduce_(at::Tensor& shard, at::Tensor& limbs, at::TensorList slices, const at::Tensor& segments,
              const at::Tensor& replaced, double divisor, bool accumulate) {
   constexpr const char* op = "reduce_";
-  check_reduce(shard, words, slices, segments, replaced, divisor);
+  check_reduce(shard, limbs, slices, segments, replaced, divisor);
   const OnDevice on(shard);
   const auto starts = upload_starts(slices, shard);
   const DType dtype = dtype_of(shard, op, "shard");
   check_launch(cuda::reduce({dtype, starts.rows(), static_cast<int64_t>(slices.size())}, divisor,
                             {shard.mutable_data_ptr(), shard.numel(), segment_rows(segments), segments.size(0),
-                             replaced.const_data_ptr<uint8_t>(), accumulate, words.mutable_data_ptr<int64_t>()},
+                             replaced.const_data_ptr<uint8_t>(), accumulate, limbs.mutable_data_ptr<int64_t>()},
                             on.stream()),
                op);
 }
 
-void norm_(at::Tensor& words, const at::Tensor& shard, const at::Tensor& segments, double p,
+void norm_(at::Tensor& limbs, const at::Tensor& shard, const at::Tensor& segments, double p,
            const std::optional<at::Tensor>& mask) {
   constexpr const char* op = "norm_";
-  const bool by_segment = check_norm(words, shard, segments, p);
+  const bool by_segment = check_norm(limbs, shard, segments, p);
   const KeptBits kept = check_mask(mask, shard, op);
   const OnDevice on(shard);
   const int64_t sums = by_segment ? segments.size(0) : 1;
   for (int64_t i = 0; i < sums; ++i) {
     check_launch(
         cuda::norm({dtype_of(shard, op, "shard"), shard.const_data_ptr(), shard.numel(), segment_rows(segments) + i,
-                    by_segment ? 1 : segments.size(0), p, words.mutable_data_ptr<int64_t>() + i * kExactWords, kept},
+                    by_segment ? 1 : segments.size(0), p, limbs.mutable_data_ptr<int64_t>() + i * kExactLimbs, kept},
                    on.stream()),
         op);
   }
 }
 
-at::Tensor norm_value(const at::Tensor& words, double p) {
-  const int64_t count = check_norm_value(words, p);
-  const OnDevice on(words);
-  at::Tensor result = at::empty({count, 2}, words.options().dtype(at::kDouble));
+at::Tensor norm_value(const at::Tensor& limbs, double p) {
+  const int64_t count = check_norm_value(limbs, p);
+  const OnDevice on(limbs);
+  at::Tensor result = at::empty({count, 2}, limbs.options().dtype(at::kDouble));
   check_launch(
-      cuda::norm_value(words.const_data_ptr<int64_t>(), count, p, result.mutable_data_ptr<double>(), on.stream()),
+      cuda::norm_value(limbs.const_data_ptr<int64_t>(), count, p, result.mutable_data_ptr<double>(), on.stream()),
       "norm_value");
-  return words.dim() == 2 ? result : result.reshape({2});
+  return limbs.dim() == 2 ? result : result.reshape({2});
 }
 
 // Collects shards of the same types, and updates them.

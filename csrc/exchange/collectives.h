@@ -5,7 +5,7 @@
 
 #include <vector>
 
-#include "peers/whereabouts.h"
+#include "peers/failure_detector.h"
 
 namespace zx {
 

@@ -17,17 +17,17 @@ using Messages = Exchange::Messages;
 class DirectPending : public Pending {
  public:
   // `log`: of what neighbours read; null if there are none.
-  DirectPending(Line line, const Neighbours& neighbours, std::shared_ptr<FlightLog> log)
-      : Pending(std::move(line)), neighbours_(neighbours), log_(std::move(log)), addresses_(line_.group->getSize()) {}
+  DirectPending(Communicator comm, const Neighbours& neighbours, std::shared_ptr<FlightLog> log)
+      : Pending(std::move(comm)), neighbours_(neighbours), log_(std::move(log)), addresses_(comm_.group->getSize()) {}
 
   void send(at::Tensor message, int peer, Tag tag) {
     std::vector<at::Tensor> messages{std::move(message)};
-    works_.push_back({line_.needing(peer, [&] { return line_.group->send(messages, peer, tag.number()); }), peer});
+    works_.push_back({comm_.needing(peer, [&] { return comm_.group->send(messages, peer, tag.number()); }), peer});
   }
 
   void receive(at::Tensor into, int peer, Tag tag) {
     std::vector<at::Tensor> messages{std::move(into)};
-    works_.push_back({line_.needing(peer, [&] { return line_.group->recv(messages, peer, tag.number()); }), peer});
+    works_.push_back({comm_.needing(peer, [&] { return comm_.group->recv(messages, peer, tag.number()); }), peer});
   }
 
   // Tells neighbours where the messages for them lie; each of them has `count` for this rank.
@@ -39,7 +39,7 @@ class DirectPending : public Pending {
 
   void wait() override {
     for (int rank = 0; rank < static_cast<int>(addresses_.size()); ++rank) {
-      if (flight_ >= 0 && rank != line_.group->getRank() && neighbours_.has(rank)) {
+      if (flight_ >= 0 && rank != comm_.group->getRank() && neighbours_.has(rank)) {
         addresses_[rank] = log_->find(rank, flight_, count_, aborted_);
       }
     }
@@ -48,7 +48,7 @@ class DirectPending : public Pending {
 
   void read(int rank, size_t message, int64_t start, const at::Tensor& into) override {
     const auto address = static_cast<uint64_t>(addresses_[rank].at(message));
-    line_.needing(rank, [&] {
+    comm_.needing(rank, [&] {
       neighbours_.read(rank, address + start * into.element_size(), into.mutable_data_ptr(), into.nbytes());
     });
   }
@@ -109,10 +109,11 @@ class GatherPending final : public DirectPending {
 
 class DirectExchange final : public Exchange {
  public:
-  DirectExchange(Line line, Neighbours neighbours) : Exchange(std::move(line)), neighbours_(std::move(neighbours)) {
+  DirectExchange(Communicator comm, Neighbours neighbours)
+      : Exchange(std::move(comm)), neighbours_(std::move(neighbours)) {
     if (num_received() == world() - 1) return;  // by message, from all
-    scatter_log_ = std::make_shared<FlightLog>(line_, neighbours_, Tag(TagKind::scatter_log, 0));
-    gather_log_ = std::make_shared<FlightLog>(line_, neighbours_, Tag(TagKind::gather_log, 0));
+    scatter_log_ = std::make_shared<FlightLog>(comm_, neighbours_, Tag(TagKind::scatter_log, 0));
+    gather_log_ = std::make_shared<FlightLog>(comm_, neighbours_, Tag(TagKind::gather_log, 0));
   }
 
   bool sends_messages() const override { return true; }
@@ -128,7 +129,7 @@ class DirectExchange final : public Exchange {
   std::shared_ptr<Pending> send(const std::vector<Messages>& sent, const std::vector<Messages>& received,
                                 int64_t most) override {
     const auto count = static_cast<int64_t>(sent[rank()].size());  // as many as others send to this rank
-    auto pending = std::make_shared<DirectPending>(line_, neighbours_, scatter_log_);
+    auto pending = std::make_shared<DirectPending>(comm_, neighbours_, scatter_log_);
     start(*pending, sent, received, count, scatter_tags_.next(most));
     return pending;
   }
@@ -166,7 +167,7 @@ class DirectExchange final : public Exchange {
       received[peer] = {slice(flat, peer, world())};
       if (reads(peer)) places[peer] = received[peer][0];
     }
-    auto pending = std::make_shared<GatherPending>(line_, neighbours_, gather_log_);
+    auto pending = std::make_shared<GatherPending>(comm_, neighbours_, gather_log_);
     pending->set_places(std::move(places));
     start(*pending, sent, received, 1, gather_tags_.next());
     return pending;
@@ -208,8 +209,8 @@ class DirectExchange final : public Exchange {
 
 }  // namespace
 
-std::shared_ptr<Exchange> make_direct_exchange(Line line, Neighbours neighbours) {
-  return std::make_shared<DirectExchange>(std::move(line), std::move(neighbours));
+std::shared_ptr<Exchange> make_direct_exchange(Communicator comm, Neighbours neighbours) {
+  return std::make_shared<DirectExchange>(std::move(comm), std::move(neighbours));
 }
 
 }  // namespace zx

@@ -1,5 +1,5 @@
-// Every rank sends each slice straight to its owner, which sums in rank order. Slices are single messages over gloo; if
-// ranks are neighbours (see neighbours.h), a message only tells where a slice lies.
+// Every rank sends each slice directly to its owner, which sums in rank order. Slices are single messages over gloo;
+// if ranks are neighbours (see neighbours.h), a message only tells where a slice lies.
 #pragma once
 
 #include "exchange/exchange.h"
@@ -7,6 +7,6 @@
 
 namespace zx {
 
-std::shared_ptr<Exchange> make_direct_exchange(Line line, Neighbours neighbours);
+std::shared_ptr<Exchange> make_direct_exchange(Communicator comm, Neighbours neighbours);
 
 }  // namespace zx

@@ -9,7 +9,7 @@
 namespace zx {
 
 void Pending::wait() {
-  for (const Awaited& awaited : works_) line_.await(awaited);
+  for (const Awaited& awaited : works_) comm_.await(awaited);
 }
 
 void Pending::abort() {
@@ -39,7 +39,8 @@ std::shared_ptr<Pending> Exchange::send(const std::vector<Messages>& /*sent*/,
   TORCH_INTERNAL_ASSERT(false, "this exchange sends no single messages");
 }
 
-Exchange::Exchange(Line line) : line_(std::move(line)), rank_(line_.group->getRank()), world_(line_.group->getSize()) {}
+Exchange::Exchange(Communicator comm)
+    : comm_(std::move(comm)), rank_(comm_.group->getRank()), world_(comm_.group->getSize()) {}
 
 at::Tensor Exchange::slice(const at::Tensor& flat, int64_t index, int64_t count) const {
   const int64_t numel = flat.numel() / count;
@@ -64,14 +65,14 @@ class CollectiveExchange : public Exchange {
     static const auto op = internals::find_operator<Op>(internals::kAllGather);
     at::Tensor output = unknown_to_python(flat);
     at::Tensor input = unknown_to_python(slice(flat, rank(), world()));
-    return started([&] { return std::get<1>(op.call(output, input, line_.group, true, -1)); });
+    return started([&] { return std::get<1>(op.call(output, input, comm_.group, true, -1)); });
   }
 
  protected:
   template <class Call>
   std::shared_ptr<Pending> started(const Call& call) {
-    Awaited everyone{line_.needing(kUnknownRank, call)};
-    return std::make_shared<Pending>(line_, std::vector{std::move(everyone)});
+    Awaited everyone{comm_.needing(kUnknownRank, call)};
+    return std::make_shared<Pending>(comm_, std::vector{std::move(everyone)});
   }
 
   // A ring, like an all-to-all, moves as many slices through each rank as there are other ranks.
@@ -95,7 +96,7 @@ class NativeExchange final : public CollectiveExchange {
     at::Tensor output = received;
     at::Tensor input = flat;
     const auto sum = c10::make_intrusive<c10d::ReduceOp>(c10d::ReduceOp::SUM);
-    return started([&] { return std::get<1>(op.call(output, input, line_.group, sum, true, -1)); });
+    return started([&] { return std::get<1>(op.call(output, input, comm_.group, sum, true, -1)); });
   }
 
   std::vector<at::Tensor> to_sum(const at::Tensor& /*flat*/, const at::Tensor& received) const override {
@@ -118,7 +119,7 @@ class AllToAllExchange final : public CollectiveExchange {
     static const auto op = internals::find_operator<Op>(internals::kAllToAll);
     at::Tensor output = received;
     at::Tensor input = flat;
-    return started([&] { return op.call(output, input, line_.group, {}, {}, true, -1); });
+    return started([&] { return op.call(output, input, comm_.group, {}, {}, true, -1); });
   }
 
   std::vector<at::Tensor> to_sum(const at::Tensor& /*flat*/, const at::Tensor& received) const override {
@@ -130,15 +131,15 @@ class AllToAllExchange final : public CollectiveExchange {
 
 }  // namespace
 
-std::shared_ptr<Exchange> make_exchange(ExchangeKind kind, Line line) {
-  if (!line.group) return make_alone_exchange();
+std::shared_ptr<Exchange> make_exchange(ExchangeKind kind, Communicator comm) {
+  if (!comm.group) return make_alone_exchange();
   std::shared_ptr<Exchange> made;
   if (!kind.direct) {
-    made = std::make_shared<NativeExchange>(std::move(line));
+    made = std::make_shared<NativeExchange>(std::move(comm));
   } else if (kind.single_messages) {
-    made = make_direct_exchange(std::move(line), Neighbours(std::move(kind.neighbours)));
+    made = make_direct_exchange(std::move(comm), Neighbours(std::move(kind.neighbours)));
   } else {
-    made = std::make_shared<AllToAllExchange>(std::move(line));
+    made = std::make_shared<AllToAllExchange>(std::move(comm));
   }
   return kind.via_host ? make_host_exchange(std::move(made)) : made;
 }

@@ -7,17 +7,18 @@
 #include <string>
 #include <vector>
 
+#include "peers/failure_detector.h"
 #include "peers/traffic.h"
-#include "peers/whereabouts.h"
 
 namespace zx {
 
-// Messages on the wire. A Pending keeps their tensors alive, and wait() throws as Whereabouts::await() does. Some
+// Messages on the wire. A Pending keeps their tensors alive, and wait() throws as FailureDetector::await() does. Some
 // messages may stay in the memory of the rank that sends them, to be read from there: see Note [Neighbours].
 class Pending {
  public:
-  // `line` is to the ranks that are waited for; empty if a subclass does the waiting in another way.
-  explicit Pending(Line line, std::vector<Awaited> works = {}) : line_(std::move(line)), works_(std::move(works)) {}
+  // `comm` is to the ranks that are waited for; empty if a subclass does the waiting in another way.
+  explicit Pending(Communicator comm, std::vector<Awaited> works = {})
+      : comm_(std::move(comm)), works_(std::move(works)) {}
   virtual ~Pending() = default;
   virtual void wait();   // blocks the host or, if the backend works on streams, the current stream
   virtual void abort();  // if the backend can, wakes a wait() on another thread; never throws
@@ -30,24 +31,24 @@ class Pending {
   virtual void wait_for_readers() {}
 
  protected:
-  Line line_;
+  Communicator comm_;
   std::vector<Awaited> works_;  // unchanged once others may abort them
 };
 
 // A flat buffer holds `world` slices of equal length; slice r belongs to rank r.
 class Exchange {
  public:
-  explicit Exchange(Line line);
+  explicit Exchange(Communicator comm);
   virtual ~Exchange() = default;
   Exchange& operator=(const Exchange&) = delete;
 
   // Whether there is a group at all; a group may have a single rank.
-  bool has_group() const { return line_.group != nullptr; }
+  bool has_group() const { return comm_.group != nullptr; }
   int rank() const { return rank_; }
   int world() const { return world_; }
   // Over each axis of the ranks' mesh, the inner one first.
   virtual std::vector<const Traffic*> traffic() const { return {&traffic_}; }
-  const Line& line() const { return line_; }
+  const Communicator& comm() const { return comm_; }
 
   // Whether a call here, or a Pending's wait(), may block the host.
   virtual bool waits_on_host() const { return false; }
@@ -82,12 +83,12 @@ class Exchange {
 
  protected:
   Exchange(int rank, int world) : rank_(rank), world_(world) {}  // without a group
-  Exchange(Line line, int rank, int world) : line_(std::move(line)), rank_(rank), world_(world) {}
-  Exchange(const Exchange& other) : Exchange(Line(other.line_)) {}  // the same ranks
+  Exchange(Communicator comm, int rank, int world) : comm_(std::move(comm)), rank_(rank), world_(world) {}
+  Exchange(const Exchange& other) : Exchange(Communicator(other.comm_)) {}  // the same ranks
   at::Tensor slice(const at::Tensor& flat, int64_t index, int64_t count) const;
   void count_sent(const at::Tensor& message);
 
-  Line line_;
+  Communicator comm_;
 
  private:
   int rank_;
@@ -96,7 +97,7 @@ class Exchange {
 };
 
 // Ways to move slices.
-//   direct  every rank sends each slice straight to its owner, which sums in rank order, so that the bits are the same
+//   direct  every rank sends each slice directly to its owner, which sums in rank order, so that the bits are the same
 //           whatever the backend does. Over gloo the slices are single messages, into place, all launched at once (see
 //           direct_exchange.h); over NCCL they are one all-to-all.
 //   native  the backend's own reduce_scatter_tensor and all_gather_into_tensor, which sum in the order that the backend
@@ -108,9 +109,9 @@ struct ExchangeKind {
   std::vector<int64_t> neighbours;  // the process of each rank, or 0; empty if there are none: see Note [Neighbours]
 };
 // Without a group, makes the exchange of one rank alone.
-std::shared_ptr<Exchange> make_exchange(ExchangeKind kind, Line line);
+std::shared_ptr<Exchange> make_exchange(ExchangeKind kind, Communicator comm);
 
-// By team: see Note [Teams] in buckets/bucket.h.
+// By subgroup: see Note [Subgroups] in buckets/bucket.h.
 using Exchanges = std::vector<std::shared_ptr<Exchange>>;
 
 }  // namespace zx

@@ -23,7 +23,7 @@ class StagedPending final : public Pending {
  public:
   using Copies = std::vector<std::pair<at::Tensor, at::Tensor>>;  // each from the host to the device
   StagedPending(std::shared_ptr<Pending> on_host, at::Tensor sent, Copies copies)
-      : Pending(Line{}),
+      : Pending(Communicator{}),
         on_host_(std::move(on_host)),
         sent_(std::move(sent)),
         copies_(std::move(copies)),

@@ -17,7 +17,7 @@ struct TwoLevelExchange::Gathers {
 class TwoLevelExchange::GatherPending final : public Pending {
  public:
   GatherPending(Gathers& all, std::shared_ptr<Pending> outer, std::shared_ptr<Exchange> exchange, at::Tensor flat)
-      : Pending(Line{}),
+      : Pending(Communicator{}),
         all_(all),
         outer_(std::move(outer)),
         inner_exchange_(std::move(exchange)),
@@ -58,7 +58,7 @@ class TwoLevelExchange::GatherPending final : public Pending {
 };
 
 TwoLevelExchange::TwoLevelExchange(std::shared_ptr<Exchange> inner, std::shared_ptr<Exchange> outer)
-    : Exchange(inner->line(), inner->rank() * outer->world() + outer->rank(), inner->world() * outer->world()),
+    : Exchange(inner->comm(), inner->rank() * outer->world() + outer->rank(), inner->world() * outer->world()),
       inner_(std::move(inner)),
       outer_(std::move(outer)),
       gathers_(std::make_unique<Gathers>()) {}

@@ -24,32 +24,32 @@ void with_tensor(Numbers& numbers, at::ScalarType type, const Collective& collec
 }
 
 // Ranks without a backward of their own don't limit the others: they join whatever the others launched.
-bool has_own_rounds(const Statement& s) { return s.rounds.own > 0 && s.call.meeting != Meeting::follow; }
+bool has_own_rounds(const LocalStatus& s) { return s.rounds.own > 0 && s.call.sync_point != SyncPoint::follow; }
 
 // A rank whose forward decided that its backward stays limits them too: theirs should have stayed.
-bool has_kept(const Statement& s) { return s.rounds.has_kept && s.call.meeting != Meeting::follow; }
+bool has_kept(const LocalStatus& s) { return s.rounds.has_kept && s.call.sync_point != SyncPoint::follow; }
 
-using Number = int64_t (*)(const Statement&);
+using Number = int64_t (*)(const LocalStatus&);
 constexpr std::array<Number, static_cast<size_t>(Said::kCount)> kFields = {
-    [](const Statement& s) { return static_cast<int64_t>(s.call.meeting); },
-    [](const Statement& s) {
-      return s.call.meeting == Meeting::follow ? kNowhere : static_cast<int64_t>(s.call.meeting);
+    [](const LocalStatus& s) { return static_cast<int64_t>(s.call.sync_point); },
+    [](const LocalStatus& s) {
+      return s.call.sync_point == SyncPoint::follow ? kNowhere : static_cast<int64_t>(s.call.sync_point);
     },
-    [](const Statement& s) { return s.rounds.all; },
-    [](const Statement& s) { return has_own_rounds(s) || has_kept(s) ? s.rounds.all : kNoBackward; },
-    [](const Statement& s) { return has_own_rounds(s) ? s.rounds.inner.count : kNoBackward; },
-    [](const Statement& s) { return has_own_rounds(s) ? s.rounds.all - s.rounds.inner.count : kNoBackward; },
-    [](const Statement& s) { return has_own_rounds(s) ? s.rounds.inner.dropped : kNoBackward; },
-    [](const Statement& s) { return has_own_rounds(s) ? -s.rounds.inner.dropped : kNoBackward; },
-    [](const Statement& s) { return has_own_rounds(s) ? s.rounds.order : kNoBackward; },
-    [](const Statement& s) { return has_own_rounds(s) ? -s.rounds.order : kNoBackward; },
-    [](const Statement& s) { return static_cast<int64_t>(s.failed); },
-    [](const Statement& s) { return static_cast<int64_t>(s.unsent); },
-    [](const Statement& s) { return static_cast<int64_t>(s.changed); },
-    [](const Statement& s) { return s.call.adoptions; },
-    [](const Statement& s) { return static_cast<int64_t>(s.scaled); },
-    [](const Statement& s) { return static_cast<int64_t>(s.zeroed); },
-    [](const Statement& s) { return static_cast<int64_t>(s.proposes); },
+    [](const LocalStatus& s) { return s.rounds.all; },
+    [](const LocalStatus& s) { return has_own_rounds(s) || has_kept(s) ? s.rounds.all : kNoBackward; },
+    [](const LocalStatus& s) { return has_own_rounds(s) ? s.rounds.inner.count : kNoBackward; },
+    [](const LocalStatus& s) { return has_own_rounds(s) ? s.rounds.all - s.rounds.inner.count : kNoBackward; },
+    [](const LocalStatus& s) { return has_own_rounds(s) ? s.rounds.inner.dropped : kNoBackward; },
+    [](const LocalStatus& s) { return has_own_rounds(s) ? -s.rounds.inner.dropped : kNoBackward; },
+    [](const LocalStatus& s) { return has_own_rounds(s) ? s.rounds.order : kNoBackward; },
+    [](const LocalStatus& s) { return has_own_rounds(s) ? -s.rounds.order : kNoBackward; },
+    [](const LocalStatus& s) { return static_cast<int64_t>(s.failed); },
+    [](const LocalStatus& s) { return static_cast<int64_t>(s.unsent); },
+    [](const LocalStatus& s) { return static_cast<int64_t>(s.changed); },
+    [](const LocalStatus& s) { return s.call.adoptions; },
+    [](const LocalStatus& s) { return static_cast<int64_t>(s.scaled); },
+    [](const LocalStatus& s) { return static_cast<int64_t>(s.zeroed); },
+    [](const LocalStatus& s) { return static_cast<int64_t>(s.proposes); },
 };
 constexpr size_t kNumFields = kFields.size();
 constexpr size_t kNumArguments = std::tuple_size_v<Arguments>;
@@ -63,7 +63,7 @@ constexpr size_t kOptionsStart = kParamsStart + 2;
 constexpr size_t kSum = kOptionsStart + 2;
 constexpr size_t kSetStart = kSum + 1;
 
-void combine_statements(at::Tensor& values, const at::Tensor& theirs) {
+void combine_statuses(at::Tensor& values, const at::Tensor& theirs) {
   auto* mine = values.mutable_data_ptr<int64_t>();
   const auto* other = theirs.const_data_ptr<int64_t>();
   for (size_t i = 0; i < kSum; ++i) mine[i] = std::max(mine[i], other[i]);
@@ -72,31 +72,31 @@ void combine_statements(at::Tensor& values, const at::Tensor& theirs) {
 }
 
 // Doubles are compared by their bits, whatever order that is. The least is the complement of the largest complement.
-void pack_arguments(const Statement& s, std::vector<int64_t>& packed) {
+void pack_arguments(const LocalStatus& s, std::vector<int64_t>& packed) {
   const auto pack = [&](double number, bool is_said) {
     const auto bits = std::bit_cast<int64_t>(number + 0.0);  // -0 is 0
     packed.push_back(is_said ? bits : std::numeric_limits<int64_t>::min());
     packed.push_back(is_said ? ~bits : std::numeric_limits<int64_t>::min());
   };
-  const bool is_in_call = s.call.meeting != Meeting::backward_end;
-  const bool leads = is_in_call && s.call.meeting != Meeting::follow;
+  const bool is_in_call = s.call.sync_point != SyncPoint::backward_end;
+  const bool leads = is_in_call && s.call.sync_point != SyncPoint::follow;
   for (const double argument : s.call.arguments) pack(argument, leads);
   pack(s.call.operators, leads);
   pack(s.call.params, leads);
   pack(s.call.options, is_in_call);
 }
 
-void unpack_arguments(const std::vector<int64_t>& packed, Verdict& verdict) {
+void unpack_arguments(const std::vector<int64_t>& packed, ReducedStatus& reduced) {
   for (size_t i = 0; i < kNumArguments; ++i) {
-    verdict.most_arguments[i] = std::bit_cast<double>(packed[kArgumentsStart + 2 * i]);
-    verdict.least_arguments[i] = std::bit_cast<double>(~packed[kArgumentsStart + 2 * i + 1]);
+    reduced.most_arguments[i] = std::bit_cast<double>(packed[kArgumentsStart + 2 * i]);
+    reduced.least_arguments[i] = std::bit_cast<double>(~packed[kArgumentsStart + 2 * i + 1]);
   }
   const int64_t operators = packed[kOperatorsStart];
   const bool are_said = operators != std::numeric_limits<int64_t>::min();  // else all follow, or are in a backward
-  verdict.has_same_operators = !are_said || operators == ~packed[kOperatorsStart + 1];
-  verdict.has_same_params = !are_said || packed[kParamsStart] == ~packed[kParamsStart + 1];
-  verdict.operators = are_said ? std::bit_cast<double>(operators) : 0.0;
-  verdict.has_same_options = packed[kOptionsStart] == ~packed[kOptionsStart + 1];
+  reduced.has_same_operators = !are_said || operators == ~packed[kOperatorsStart + 1];
+  reduced.has_same_params = !are_said || packed[kParamsStart] == ~packed[kParamsStart + 1];
+  reduced.operators = are_said ? std::bit_cast<double>(operators) : 0.0;
+  reduced.has_same_options = packed[kOptionsStart] == ~packed[kOptionsStart + 1];
 }
 
 }  // namespace
@@ -112,7 +112,7 @@ void Agreement::ask(const Question& question) {
   }
 }
 
-Verdict Agreement::agree(const Statement& s) {
+ReducedStatus Agreement::agree(const LocalStatus& s) {
   where_ = Doing::current_text();
   const int64_t world = control_.group ? control_.group->getSize() : 1;
   const int64_t rank = control_.group ? control_.group->getRank() : 0;
@@ -128,32 +128,32 @@ Verdict Agreement::agree(const Statement& s) {
   packed.insert(packed.end(), with_grad.begin(), with_grad.end());
   const size_t placements_start = packed.size();
   packed.insert(packed.end(), s.placements.words().begin(), s.placements.words().end());
-  const auto remarks_start = static_cast<int64_t>(packed.size());
-  const auto remark_size = static_cast<int64_t>(s.remark.size());
-  packed.resize(packed.size() + world * remark_size);  // each rank's in its place, 0 in all others
-  std::copy(s.remark.begin(), s.remark.end(), packed.begin() + remarks_start + rank * remark_size);
+  const auto piggybacks_start = static_cast<int64_t>(packed.size());
+  const auto piggyback_size = static_cast<int64_t>(s.piggyback.size());
+  packed.resize(packed.size() + world * piggyback_size);  // each rank's in its place, 0 in all others
+  std::copy(s.piggyback.begin(), s.piggyback.end(), packed.begin() + piggybacks_start + rank * piggyback_size);
   if (control_.group) {
     ask([&] {
       with_tensor(packed, at::kLong,
-                  [this](std::vector<at::Tensor>& tensors) { small_.run(tensors[0], combine_statements); });
+                  [this](std::vector<at::Tensor>& tensors) { small_.run(tensors[0], combine_statuses); });
     });
-    control_.whereabouts->met(where_);
+    control_.failure_detector->passed(where_);
   }
-  Verdict verdict{};
+  ReducedStatus reduced{};
   for (size_t i = 0; i < kNumFields; ++i) {
     const auto rank_in = [world](int64_t number) { return ((number % world) + world) % world; };  // of negatives too
     const int64_t most_rank = rank_in(packed[2 * i]);
     const int64_t least_rank = rank_in(packed[2 * i + 1]);
-    verdict.extremes[i] = {-(packed[2 * i + 1] - least_rank) / world, least_rank, (packed[2 * i] - most_rank) / world,
+    reduced.extremes[i] = {-(packed[2 * i + 1] - least_rank) / world, least_rank, (packed[2 * i] - most_rank) / world,
                            most_rank};
   }
-  unpack_arguments(packed, verdict);
-  verdict.num_active = packed[kSum];
+  unpack_arguments(packed, reduced);
+  reduced.num_active = packed[kSum];
   const auto placements = packed.begin() + static_cast<int64_t>(placements_start);
-  verdict.with_grad = SlotSet({packed.begin() + kSetStart, placements});
-  verdict.placements = SlotSet({placements, packed.begin() + remarks_start});
-  verdict.remarks.assign(packed.begin() + remarks_start, packed.end());
-  return verdict;
+  reduced.with_grad = SlotSet({packed.begin() + kSetStart, placements});
+  reduced.placements = SlotSet({placements, packed.begin() + piggybacks_start});
+  reduced.piggybacks.assign(packed.begin() + piggybacks_start, packed.end());
+  return reduced;
 }
 
 void Agreement::take_largest(std::vector<uint8_t>& bytes) {

@@ -1,4 +1,4 @@
-// What ranks tell each other where they meet (meetings.h), in one small message.
+// What ranks tell each other where they synchronize (sync_points.h), in one small message.
 #pragma once
 
 #include <array>
@@ -9,7 +9,7 @@
 
 #include "buckets/slot_set.h"
 #include "exchange/exchange.h"
-#include "grads/meetings.h"
+#include "grads/sync_points.h"
 #include "peers/small_all_reduce.h"
 
 namespace zx {
@@ -30,19 +30,19 @@ struct Rounds {
   InnerRounds inner{};
 };
 
-struct Statement {
+struct LocalStatus {
   Call call;
   Rounds rounds;
   bool failed;         // its backward raised or something else failed, and zero_grad() has not been called since
   bool unsent;         // it has gradients that no flight has taken
   bool changed;        // it discarded reduced gradients, and no flight has told their owners yet
   bool scaled;         // it holds a gradient that mark_scaled() saw
-  bool zeroed;         // zero_grad() was called since ranks met last, or p.grad has lost the mean (MeanGrads)
-  bool active;         // see Outcome::num_active
+  bool zeroed;         // zero_grad() was called since the last sync point, or p.grad has lost the mean (MeanGrads)
+  bool active;         // see SyncResult::num_active
   bool proposes;       // it knows the order in which its forward needs buckets, and none is agreed yet
   SlotSet with_grad;   // the slots whose gradient it holds, or stands by after it has left
   SlotSet placements;  // how gradients of DTensors came
-  std::vector<int64_t> remark;  // what this rank tells each other one beside: see Settlement::set_remark
+  std::vector<int64_t> piggyback;  // what this rank tells each other one beside: see Synchronizer::set_piggyback
 };
 
 struct Extreme {
@@ -52,10 +52,10 @@ struct Extreme {
   int64_t most_rank;
 };
 
-// The numbers of a statement whose extremes all ranks learn.
+// The numbers of a local status whose extremes all ranks learn.
 enum class Said : uint8_t {
-  meeting,  // least is Meeting::follow if some rank follows, most if all do
-  active,   // the meeting of those that don't follow; least is kNowhere if all do
+  sync_point,  // least is SyncPoint::follow if some rank follows, most if all do
+  active,      // the sync point of those that don't follow; least is kNowhere if all do
   rounds,
   own_rounds,    // of ranks that ran a backward; least is kNoBackward if none did
   inner_rounds,  // of the same
@@ -74,8 +74,8 @@ enum class Said : uint8_t {
   kCount,
 };
 
-// Of all ranks' statements.
-struct Verdict {
+// Of all ranks' local statuses.
+struct ReducedStatus {
   std::array<Extreme, static_cast<size_t>(Said::kCount)> extremes;
   Arguments least_arguments;  // in some order, of those that don't follow
   Arguments most_arguments;
@@ -84,9 +84,9 @@ struct Verdict {
   bool has_same_params;
   double operators;
   int64_t num_active;
-  SlotSet with_grad;             // on any rank
-  SlotSet placements;            // the same
-  std::vector<int64_t> remarks;  // by rank, one after the other
+  SlotSet with_grad;                // on any rank
+  SlotSet placements;               // the same
+  std::vector<int64_t> piggybacks;  // by rank, one after the other
 
   const Extreme& operator[](Said field) const { return extremes.at(static_cast<size_t>(field)); }
 };
@@ -97,13 +97,13 @@ constexpr int64_t kNowhere = int64_t{1} << 32;
 class Agreement {
  public:
   // `trouble` tells what else is known to be wrong; its text is empty if nothing is.
-  Agreement(Line control, std::function<std::string()> trouble)
+  Agreement(Communicator control, std::function<std::string()> trouble)
       : control_(control), small_(std::move(control)), trouble_(std::move(trouble)) {}
 
-  // Collective: takes every rank's statement, and returns the same verdict to all. It is one all-reduce: two
-  // integers for each Said and each argument, seven more, one bit per slot, or nine if it is a DTensor, and the remarks
-  // of all ranks. Errors name what this thread is Doing.
-  Verdict agree(const Statement& statement);
+  // Collective: takes every rank's local status, and returns the same reduced status to all. It is one all-reduce: two
+  // integers for each Said and each argument, seven more, one bit per slot, or nine if it is a DTensor, and the
+  // piggybacks of all ranks. Errors name what this thread is Doing.
+  ReducedStatus agree(const LocalStatus& local_status);
 
   int64_t num_ranks() const { return control_.group ? control_.group->getSize() : 1; }
   // The call in which ranks agreed last.
@@ -111,12 +111,12 @@ class Agreement {
 
   // Ends all communication with the other ranks, which raise `why` too.
   void leave(const std::string& why) {
-    if (control_.group) control_.whereabouts->leave(why);
+    if (control_.group) control_.failure_detector->leave(why);
   }
 
   // To be called when all ranks go on to update.
   void step_begun() {
-    if (control_.group) control_.whereabouts->step_begun();
+    if (control_.group) control_.failure_detector->step_begun();
   }
 
   // Collective: each byte's maximum over the ranks, in place.
@@ -138,7 +138,7 @@ class Agreement {
     return [this](std::vector<at::Tensor>& tensors) { small_.run(tensors[0], Combine::max); };
   }
 
-  Line control_;
+  Communicator control_;
   SmallAllReduce small_;
   std::function<std::string()> trouble_;
   std::string where_;  // or are about to

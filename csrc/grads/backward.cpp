@@ -133,7 +133,7 @@ void Backward::launch(int64_t bucket, bool empty, const Locked& lock) {
   const Range range("launch", bucket);
   constexpr int64_t kOrderMix = 1000003;
   progress_.rounds.order = (progress_.rounds.order * kOrderMix + bucket + 1) % (kNoBackward / 4);
-  std::string refusal;  // the round goes on without such a gradient, and the next settle() raises
+  std::string refusal;  // the round goes on without such a gradient, and the next sync() raises
   auto flight = packing_.make_flight(buckets_->all[bucket], empty, refusal, lock);
   flight->stays_inner = stays_inner_;
   const auto* flags = flight->copies.flags.const_data_ptr<int64_t>();
@@ -190,7 +190,7 @@ void Backward::start_over() {
   progress_.rounds.inner.count = progress_.rounds.inner.dropped = 0;
 }
 
-bool Backward::is_settled() const {
+bool Backward::is_synced() const {
   const Locked lock(buckets_->mutex);
   return !pass_.open && progress_.rounds.all == 0;
 }

@@ -22,7 +22,7 @@
 
 namespace zx {
 
-// The counts are since the last step: see Statement.
+// The counts are since the last step: see LocalStatus.
 struct Progress {
   Rounds rounds{};
   std::string failure{};  // why zero_grad() must come before anything else; empty if nothing is wrong
@@ -30,14 +30,14 @@ struct Progress {
 
 // Note [Backward at the pace of the exchange]
 // Gradients that have not left take memory, up to all of them if backward is faster than the exchange. Where memory is
-// what counts (ZeRO stage 3), a backward that has launched a bucket waits until the one before it has landed. The wire
-// stays busy meanwhile: one bucket lands while the next one's gradients are made. On an accelerator the host would run
-// ahead of the device, and so of the wire, in the same way; but where the backend works on streams, what is launched
-// has landed as the host sees it, and streams wait for each other: see Note [Streams].
+// what counts (ZeRO stage 3), a backward that has launched a bucket waits until the one before it has been reduced. The
+// wire stays busy meanwhile: one bucket is reduced while the next one's gradients are made. On an accelerator the host
+// would run ahead of the device, and so of the wire, in the same way; but where the backend works on streams, what is
+// launched has been reduced, as the host sees it, and streams wait for each other: see Note [Streams].
 //
 // Ranks may run backwards of several optimizers in other orders, and would then wait for each other. So if nothing
-// lands for a while, the rest of the pass goes on without waiting. A rank that follows the others launches nothing
-// before they meet: there is no waiting at all then.
+// is reduced for a while, the rest of the pass goes on without waiting. A rank that follows the others launches nothing
+// before they synchronize: there is no waiting at all then.
 
 // Any thread may call any of these.
 class Backward : public std::enable_shared_from_this<Backward> {
@@ -48,14 +48,14 @@ class Backward : public std::enable_shared_from_this<Backward> {
   Backward(const Backward&) = delete;
   Backward& operator=(const Backward&) = delete;
 
-  // `on_end` is called, without the lock, when a backward ends, if all ranks meet there. It must be set before a bucket
-  // is added.
+  // `on_end` is called, without the lock, when a backward ends, if all ranks synchronize there. It must be set before a
+  // bucket is added.
   void set_on_end(std::function<void()> on_end) { on_end_ = std::move(on_end); }
 
   // Adds a new bucket, and takes its parameters' gradients from now on.
   void add(const std::shared_ptr<Bucket>& bucket);
 
-  // Whether some rank takes part only where ranks meet, so that nothing lands before.
+  // Whether some rank takes part only at a sync point, so that nothing is reduced before.
   void set_followed(bool followed);
   bool followed() const;
   // False: gradients stay local and accumulate (no_sync).
@@ -93,7 +93,7 @@ class Backward : public std::enable_shared_from_this<Backward> {
   // To be called when ranks are in step: rounds are counted anew.
   void start_over();
   // Whether nothing was launched since start_over(), and nothing is about to be.
-  bool is_settled() const;
+  bool is_synced() const;
 
   // See Note [Buckets launch in one order].
   bool has_order() const;

@@ -6,8 +6,8 @@
 #include <utility>
 
 #include "exchange/two_level_exchange.h"
-#include "grads/straight.h"
 #include "grads/two_level.h"
+#include "grads/zero_copy.h"
 
 namespace zx {
 
@@ -22,12 +22,12 @@ std::shared_ptr<Exchange> exchange_over(const BucketManager::Axes& axes) {
 }  // namespace
 
 // What moves gradients does not ask whether there are other ranks, or axes: each is made here for one case.
-BucketManager::BucketManager(const Axes& axes, const Line& control, const ManagerOptions& options)
+BucketManager::BucketManager(const Axes& axes, const Communicator& control, const ManagerOptions& options)
     : buckets_(std::make_shared<Buckets>()),
       keeps_shards_(options.keeps_shards),
       homes_move_(options.sharded_params && !options.device.is_cpu()),
       exchanges_(std::make_shared<Exchanges>(Exchanges{exchange_over(axes)})),
-      reductions_(std::make_shared<ReductionsOfTeams>()) {
+      reductions_(std::make_shared<ReductionsOfSubgroups>()) {
   const std::shared_ptr<Exchange> exchange = exchanges_->front();
   const bool alone = !exchange->has_group();
   reductions_->add(axes.size() > 1 ? make_two_level_reduction(axes[0], axes[1]) : make_reduction(exchange));
@@ -37,13 +37,13 @@ BucketManager::BucketManager(const Axes& axes, const Line& control, const Manage
       std::make_shared<Params>(buckets_, kept_in_parts ? std::make_shared<Exchanges>(Exchanges{axes[1]}) : exchanges_);
   grads_ = make_mean_grads(options.route, alone && !options.divides, {buckets_, exchanges_, flights_});
   backward_ = std::make_shared<Backward>(buckets_, grads_, flights_, /*paced=*/options.sharded_params);
-  settlement_ = std::make_shared<Settlement>(control, buckets_, grads_, backward_, flights_, params_);
-  backward_->set_on_end([weak = std::weak_ptr(settlement_)] {
-    if (const auto settlement = weak.lock()) settlement->end_backward();
+  synchronizer_ = std::make_shared<Synchronizer>(control, buckets_, grads_, backward_, flights_, params_);
+  backward_->set_on_end([weak = std::weak_ptr(synchronizer_)] {
+    if (const auto synchronizer = weak.lock()) synchronizer->end_backward();
   });
 }
 
-int64_t BucketManager::add_team(std::shared_ptr<Exchange> exchange) {
+int64_t BucketManager::add_subgroup(std::shared_ptr<Exchange> exchange) {
   exchanges_->push_back(exchange);
   reductions_->add(make_reduction(std::move(exchange)));
   return static_cast<int64_t>(exchanges_->size()) - 1;
@@ -53,21 +53,21 @@ int64_t BucketManager::add_bucket(BucketSpec spec) {
   auto bucket = std::make_shared<Bucket>();
   bucket->index = static_cast<int64_t>(buckets_->all.size());
   bucket->flat = std::move(spec.flat);
-  bucket->team = spec.team;
+  bucket->subgroup = spec.subgroup;
   bucket->wire_dtype = spec.wire_dtype;
   bucket->grad_dtype = spec.grad_dtype;
   bucket->shard_numel = spec.shard_numel;
   bucket->trailer_numel = spec.trailer_numel;
   bucket->own.segments = std::move(spec.segments);
-  Landed& landed = bucket->landed;
-  landed.divisor = spec.divisor;
-  landed.keeps_shard = keeps_shards_;
-  if (landed.keeps_shard) {
-    landed.shard = at::zeros({bucket->shard_numel}, bucket->flat.options().dtype(bucket->wire_dtype));
+  ReducedShard& reduced = bucket->reduced;
+  reduced.divisor = spec.divisor;
+  reduced.keeps_shard = keeps_shards_;
+  if (reduced.keeps_shard) {
+    reduced.shard = at::zeros({bucket->shard_numel}, bucket->flat.options().dtype(bucket->wire_dtype));
   }
   const auto bytes = bucket->own.segments.options().dtype(at::kByte);
-  landed.present = at::zeros({bucket->own.segments.size(0)}, bytes);
-  landed.replaced = at::zeros({bucket->own.segments.size(0)}, bytes);
+  reduced.present = at::zeros({bucket->own.segments.size(0)}, bytes);
+  reduced.replaced = at::zeros({bucket->own.segments.size(0)}, bytes);
   for (SlotSpec& slot : spec.slots) {
     const bool is_dtensor = !slot.local.is_same(slot.param);
     buckets_->num_dtensors += is_dtensor ? 1 : 0;
@@ -79,8 +79,8 @@ int64_t BucketManager::add_bucket(BucketSpec spec) {
     bucket->slots.back().whole.unsent = slot.param.grad().defined();
   }
   const Reduction& reduction = flights_->reduction();
-  if (reduction.takes_straight(*bucket)) bucket->num_straight = spec.num_straight;
-  bucket->own.parts = parts_of(*bucket, bucket->team.rank, reduction.most_in_a_part(*bucket));
+  if (reduction.takes_zero_copy(*bucket)) bucket->num_zero_copy = spec.num_zero_copy;
+  bucket->own.parts = parts_of(*bucket, bucket->subgroup.rank, reduction.most_in_a_part(*bucket));
   backward_->add(bucket);
   params_->forget_order();
   return bucket->index;
@@ -88,7 +88,7 @@ int64_t BucketManager::add_bucket(BucketSpec spec) {
 
 std::vector<Part> BucketManager::parts(int64_t index) const {
   const Bucket& bucket = buckets_->at(index);
-  return parts_of(bucket, bucket.team.rank, std::numeric_limits<int64_t>::max());
+  return parts_of(bucket, bucket.subgroup.rank, std::numeric_limits<int64_t>::max());
 }
 
 }  // namespace zx

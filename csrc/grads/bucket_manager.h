@@ -2,7 +2,7 @@
 //
 //   Backward     when   a bucket leaves: hooks, passes, the order of launches
 //   Packing      what   leaves: from p.grad to a flight
-//   Settlement   together   where ranks meet: agreement, and what follows from it
+//   Synchronizer   together   at a sync point: agreement, and what follows from it
 //   Params       the parameters' gathers
 //
 // Between them are Flights, which moves what was packed, and MeanGrads, which knows where gradients are.
@@ -17,7 +17,7 @@
 #include "grads/backward.h"
 #include "grads/flights.h"
 #include "grads/mean_grads.h"
-#include "grads/settlement.h"
+#include "grads/synchronizer.h"
 #include "params/params.h"
 
 namespace zx {
@@ -41,8 +41,8 @@ struct BucketSpec {
   int64_t shard_numel;
   int64_t trailer_numel;
   at::Tensor segments;
-  Team team;
-  int64_t num_straight;  // how many slots are straight, the first ones: see Note [Straight from the gradient]
+  Subgroup subgroup;
+  int64_t num_zero_copy;  // how many slots are zero-copy, the first ones: see Note [Zero-copy from the gradient]
 };
 
 struct ManagerOptions {
@@ -58,10 +58,10 @@ class BucketManager {
   // `axes`: an exchange over each axis of the ranks' mesh, the inner one first. All together, like `control`, connect
   // the same ranks.
   using Axes = std::vector<std::shared_ptr<Exchange>>;
-  BucketManager(const Axes& axes, const Line& control, const ManagerOptions& options);
+  BucketManager(const Axes& axes, const Communicator& control, const ManagerOptions& options);
 
-  // Makes smaller teams possible: returns the exchange's place in Team. Must not be called inside a backward.
-  int64_t add_team(std::shared_ptr<Exchange> exchange);
+  // Makes smaller subgroups possible: returns the exchange's place in Subgroup. Must not be called inside a backward.
+  int64_t add_subgroup(std::shared_ptr<Exchange> exchange);
 
   // Takes the gradients of the bucket's parameters from now on. Must not be called inside a backward.
   int64_t add_bucket(BucketSpec spec);
@@ -72,7 +72,7 @@ class BucketManager {
   Params& params() { return *params_; }
   MeanGrads& grads() { return *grads_; }
   Backward& backward() { return *backward_; }
-  Settlement& settlement() { return *settlement_; }
+  Synchronizer& synchronizer() { return *synchronizer_; }
   // The parts of this rank's shard, not cut to fit a cache.
   std::vector<Part> parts(int64_t bucket) const;
 
@@ -82,11 +82,11 @@ class BucketManager {
   bool homes_move_;  // see Note [Rooms on an accelerator]
   // Their order matters: the last is destroyed first and removes its hooks, and gathers end before flights are aborted.
   std::shared_ptr<Exchanges> exchanges_;
-  std::shared_ptr<ReductionsOfTeams> reductions_;
+  std::shared_ptr<ReductionsOfSubgroups> reductions_;
   std::shared_ptr<Flights> flights_;
   std::shared_ptr<Params> params_;
   std::shared_ptr<MeanGrads> grads_;
-  std::shared_ptr<Settlement> settlement_;
+  std::shared_ptr<Synchronizer> synchronizer_;
   std::shared_ptr<Backward> backward_;
 };
 

@@ -14,7 +14,7 @@ namespace zx {
 // that each wrapper decides for its own.
 //
 // Where no forward of the wrapper has said anything, gradients are sent: of a second backward of one forward, or of a
-// forward past the wrapper. So no meeting asks a decision, and one that is never used hinders none.
+// forward past the wrapper. So no sync point asks a decision, and one that is never used hinders none.
 
 // Note [Several gradients in one backward]
 // A reentrant checkpoint runs a backward inside a backward. So a parameter of two of them gets two gradients, and which

@@ -31,16 +31,16 @@ struct Flight {
   // Until packed.
   std::vector<at::Tensor> sources;
   Copies copies{};
-  // Until landed: the gradients of straight slots in memory order, zeros where there is none.
-  std::vector<at::Tensor> straight{};
-  // Whether, as far as this rank knows, some gradient is added to one that landed before and was not discarded.
+  // Until reduced: the gradients of zero-copy slots in memory order, zeros where there is none.
+  std::vector<at::Tensor> zero_copy{};
+  // Whether, as far as this rank knows, some gradient is added to one that was reduced before and was not discarded.
   bool adds = false;
   // Whether its sums wait on the inner axis for the next flight: see Note [Sums that wait].
   bool stays_inner = false;
   Produced produced{};
   std::optional<c10::Event> packed{};
-  // From packed to landed.
-  at::Tensor flat{};        // [world * slice_numel], less what is straight
+  // From packed to reduced.
+  at::Tensor flat{};        // [world * slice_numel], less what is zero-copy
   at::Tensor received{};    // [num_received * slice_numel]
   at::Tensor inner_sums{};  // [outer world * slice_numel], sums over the inner axis: see Note [Two levels]
   std::shared_ptr<Pending> pending{};

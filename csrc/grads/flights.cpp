@@ -47,7 +47,7 @@ Flights::Flights(std::shared_ptr<Reduction> reduction, c10::Device device, bool 
     : reduction_(std::move(reduction)),
       workers_(
           device.is_cpu() || waits_on_host, [this](Flight& flight) { pack(flight); },
-          [this](Flight& flight) { land(flight); }) {
+          [this](Flight& flight) { reduce(flight); }) {
   if (!device.is_cpu()) streams_.emplace(device);
 }
 
@@ -59,16 +59,16 @@ void Flights::launch(std::shared_ptr<Flight> flight) {
   workers_.launch(std::move(flight), /*small=*/reduction_->is_local(bucket) && !streams_ && bytes <= kSmallBytes);
 }
 
-void Flights::after_landing(std::function<void()> task) {
-  if (streams_) {  // after what landed, and after what the caller's stream still does with it
+void Flights::after_reduction(std::function<void()> task) {
+  if (streams_) {  // after what was reduced, and after what the caller's stream still does with it
     auto here = std::make_shared<c10::Event>(streams_->record(streams_->current()));
     task = [this, here, task = std::move(task)] {
-      const c10::StreamGuard on(streams_->land());
-      here->block(streams_->land());
+      const c10::StreamGuard on(streams_->reduce());
+      here->block(streams_->reduce());
       task();
     };
   }
-  workers_.after_landing(std::move(task));
+  workers_.after_reduction(std::move(task));
 }
 
 void Flights::await_all() {
@@ -93,7 +93,7 @@ void Flights::pack(Flight& flight) {
     const Range range("pack", bucket.index);
     const Doing doing([&bucket] { return "the exchange of the gradients of " + bucket.describe(); }, true);
     const auto options = bucket.flat.options().dtype(bucket.wire_dtype);
-    flight.flat = at::empty({bucket.packed_start(bucket.team.world)}, options);
+    flight.flat = at::empty({bucket.packed_start(bucket.subgroup.world)}, options);
     ops::flatten_(flight.flat, flight.sources, flight.copies.pieces, flight.copies.flags);
     if (streams_ && workers_.has_threads()) {
       streams_->synchronize_pack();
@@ -115,13 +115,13 @@ void Flights::retain_sources(Flight& flight) {
   streams_->retain_gradients(std::exchange(flight.sources, {}), flight.produced.by, streams_->record(streams_->pack()));
 }
 
-// Runs on the land worker.
-void Flights::land(Flight& flight) {
+// Runs on the reduce worker.
+void Flights::reduce(Flight& flight) {
   const WorkerScope scope;
   std::optional<c10::StreamGuard> on;
   if (streams_) {
-    on.emplace(streams_->land());
-    flight.packed->block(streams_->land());
+    on.emplace(streams_->reduce());
+    flight.packed->block(streams_->reduce());
   }
   const int64_t index = flight.bucket->index;
   const Range range("land", index);
@@ -132,8 +132,8 @@ void Flights::land(Flight& flight) {
       flight.pending->wait();
     }
     if (workers_.failed()) return;
-    reduction_->land(flight);
-    ++flight.bucket->landed.version;
+    reduction_->reduce(flight);
+    ++flight.bucket->reduced.version;
   };
   workers_.attempt(flight, telling_reasons(work));
   const auto let_go = [&] {
@@ -145,14 +145,14 @@ void Flights::land(Flight& flight) {
   workers_.attempt(flight, telling_reasons(let_go));
   if (streams_) {
     streams_->retain_buffers({std::move(flight.flat), std::move(flight.received), std::move(flight.inner_sums)},
-                             streams_->record(streams_->land()));
+                             streams_->record(streams_->reduce()));
   }
   if (workers_.failed()) {
     abandoned_.insert(abandoned_.end(), {flight.flat, flight.inner_sums});
-    abandoned_.insert(abandoned_.end(), flight.straight.begin(), flight.straight.end());
+    abandoned_.insert(abandoned_.end(), flight.zero_copy.begin(), flight.zero_copy.end());
   }
   flight.sources.clear();
-  flight.straight.clear();
+  flight.zero_copy.clear();
   flight.flat.reset();
   flight.received.reset();
   flight.inner_sums.reset();

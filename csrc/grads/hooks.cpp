@@ -16,7 +16,7 @@ namespace {
 using internals::variable_list;
 
 // See Note [Backward at the pace of the exchange].
-constexpr int64_t kMostUnlanded = 1;
+constexpr int64_t kMostUnreduced = 1;
 constexpr std::chrono::milliseconds kPatience{2000};
 
 // See Note [Hooks follow the parameter].
@@ -224,7 +224,7 @@ bool Backward::is_last_gradient(Slot& slot) {
 }
 
 void Backward::keep_pace() {
-  if (flights_->await_all_but(kMostUnlanded, kPatience)) return;
+  if (flights_->await_all_but(kMostUnreduced, kPatience)) return;
   const Locked lock(buckets_->mutex);
   pass_.paced = false;
 }
@@ -305,7 +305,7 @@ void Backward::on_backward_end(int64_t task) {
     if (nested && !is_whole && (pass_.first_task != kOver || !order_.complete())) return;
     finish_pass(/*own=*/true, /*empty=*/false, lock);
   }
-  if (grads_->meets_after_backward()) on_end_();
+  if (grads_->syncs_after_backward()) on_end_();
 }
 
 }  // namespace zx

@@ -5,7 +5,7 @@
 #include <ATen/ops/nan_to_num.h>
 
 #include "check.h"
-#include "grads/straight.h"
+#include "grads/zero_copy.h"
 
 namespace zx {
 namespace {
@@ -19,9 +19,9 @@ std::optional<at::Scalar> scalar(std::optional<double> number) {
 void do_in_place(Bucket& bucket, const InPlace& call) {
   const at::AutoDispatchBelowADInplaceOrView no_autograd;
   put_together(bucket);  // see Note [Alone, gradients stay where they are]
-  Landed& landed = bucket.landed;
-  if (!landed.shard.defined() || call.start >= call.stop) return;
-  at::Tensor values = landed.shard.narrow(0, call.start, call.stop - call.start);
+  ReducedShard& reduced = bucket.reduced;
+  if (!reduced.shard.defined() || call.start >= call.stop) return;
+  at::Tensor values = reduced.shard.narrow(0, call.start, call.stop - call.start);
   const auto number = [&call](size_t i) { return i < call.numbers.size() ? call.numbers[i] : std::nullopt; };
   if (call.factor.defined()) {
     values.mul_(call.factor);
@@ -38,8 +38,8 @@ void do_in_place(Bucket& bucket, const InPlace& call) {
   } else {
     TORCH_CHECK(false, "zerox: no operator on a shard is named ", call.name);
   }
-  landed.words.reset();
-  ++landed.version;
+  reduced.limbs.reset();
+  ++reduced.version;
 }
 
 }  // namespace zx

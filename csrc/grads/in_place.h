@@ -1,4 +1,4 @@
-// In-place operators on a landed shard, as users call them on p.grad: see zerox/grads/grad_operators.py.
+// In-place operators on a reduced shard, as users call them on p.grad: see zerox/grads/grad_operators.py.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -18,7 +18,7 @@ struct InPlace {
   int64_t stop;
   std::string name;  // torch's, of the operator
   std::vector<std::optional<double>> numbers;
-  at::Tensor factor;  // of mul_, if it is defined: a scalar, where everything has landed
+  at::Tensor factor;  // of mul_, if it is defined: a scalar, where everything has been reduced
 };
 
 // As torch does it to a tensor of the shard's dtype. Nothing if the shard holds nothing.

@@ -29,16 +29,16 @@ void MeanGrads::zero(bool set_to_none, int64_t rounds) {
     }
   });
   if (!set_to_none && !zeros_are_in_grad()) return;
-  flights().after_landing([all = buckets().all] {
+  flights().after_reduction([all = buckets().all] {
     for (const auto& bucket : all) {
-      Landed& landed = bucket->landed;
-      landed.has_gradient = false;
-      landed.by_part.clear();
-      if (!landed.keeps_shard) landed.shard.reset();
-      landed.words.reset();
-      landed.left.reset();
-      landed.present.zero_();
-      ++landed.version;
+      ReducedShard& reduced = bucket->reduced;
+      reduced.has_gradient = false;
+      reduced.by_part.clear();
+      if (!reduced.keeps_shard) reduced.shard.reset();
+      reduced.limbs.reset();
+      reduced.left.reset();
+      reduced.present.zero_();
+      ++reduced.version;
     }
   });
 }
@@ -49,7 +49,7 @@ void MeanGrads::mark_scaled() {
 }
 
 void MeanGrads::do_in_place(std::vector<InPlace> calls) {
-  flights().after_landing([buckets = context_.buckets, calls = std::move(calls)] {
+  flights().after_reduction([buckets = context_.buckets, calls = std::move(calls)] {
     for (const InPlace& call : calls) zx::do_in_place(buckets->at(call.bucket), call);
   });
 }
@@ -123,22 +123,22 @@ std::vector<int64_t> MeanGrads::partial(int64_t index) const {
   return any ? found : std::vector<int64_t>{};
 }
 
-std::vector<at::Tensor> MeanGrads::landed(int64_t index) const {
-  const Landed& landed = buckets().at(index).landed;
-  if (!landed.by_part.empty() || !landed.shard.defined()) return landed.by_part;
-  return {landed.shard};
+std::vector<at::Tensor> MeanGrads::reduced(int64_t index) const {
+  const ReducedShard& reduced = buckets().at(index).reduced;
+  if (!reduced.by_part.empty() || !reduced.shard.defined()) return reduced.by_part;
+  return {reduced.shard};
 }
 
-// All ranks send the bytes of all teams, with zeros for those that they are not in.
-std::vector<uint8_t> MeanGrads::told_in_teams(const std::vector<uint8_t>& own, int64_t each,
-                                              Agreement& agreement) const {
+// All ranks send the bytes of all subgroups, with zeros for those that they are not in.
+std::vector<uint8_t> MeanGrads::told_in_subgroups(const std::vector<uint8_t>& own, int64_t each,
+                                                  Agreement& agreement) const {
   const auto for_each_byte = [&](const auto& call) {
     int64_t byte = 0;
     int64_t place = 0;
     for (const auto& bucket : buckets().all) {
-      const Team& team = bucket->team;
+      const Subgroup& subgroup = bucket->subgroup;
       const int64_t count = each * static_cast<int64_t>(bucket->slots.size());
-      for (int64_t i = 0; i < count; ++i, place += team.count) call(byte++, place + team.number);
+      for (int64_t i = 0; i < count; ++i, place += subgroup.count) call(byte++, place + subgroup.number);
     }
     return place;
   };

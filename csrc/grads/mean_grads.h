@@ -36,7 +36,7 @@ struct Taken {
   std::string refusal{};  // why p.grad was not taken
 };
 
-// What a look at all gradients finds: see Statement.
+// What a look at all gradients finds: see LocalStatus.
 struct GradsSeen {
   bool unsent = false;
   bool changed = false;
@@ -76,9 +76,9 @@ class MeanGrads {
   virtual bool leaves_in_place() const { return false; }
   // Whether, if no hook saw what backward wrote, p.grad may be neither the mean nor all that is this rank's own.
   virtual bool may_be_unseen(const Slot& /*slot*/) const { return false; }
-  // Whether all ranks meet where backward ends.
-  virtual bool meets_after_backward() const { return shows_all_; }
-  // Has all ranks meet where backward ends, so that p.grad is there on all if any has a gradient.
+  // Whether all ranks synchronize where backward ends.
+  virtual bool syncs_after_backward() const { return shows_all_; }
+  // Has all ranks synchronize where backward ends, so that p.grad is there on all if any has a gradient.
   void show_all() { shows_all_ = true; }
   // Called where backward ended. `seen`: the slots whose gradient some rank has.
   virtual void show(const SlotSet& /*seen*/) {}
@@ -88,7 +88,7 @@ class MeanGrads {
   // `grad`: p.grad as a plain tensor, see local_grad().
   virtual Taken take(const Bucket& bucket, Slot& slot, const at::Tensor& grad, const Locked& lock) = 0;
 
-  // ---- where ranks meet
+  // ---- at a sync point
 
   // Takes over what all ranks have seen. Returns what they disagree about, the same on all; empty if nothing.
   std::string learn_placements(const SlotSet& seen);
@@ -106,7 +106,7 @@ class MeanGrads {
   virtual void forget_old(int64_t /*rounds*/) {}
   // Collective: calls `launch` to send what, on some rank, no flight took.
   virtual void send_rest(Agreement& /*agreement*/, const std::function<void()>& launch) { launch(); }
-  // Collective: tells owners what some rank discarded since the last flight. All flights have landed.
+  // Collective: tells owners what some rank discarded since the last flight. All flights have been reduced.
   virtual void exchange_changes(Agreement& /*agreement*/) {}
   // Called when rounds are counted anew.
   virtual void start_over(bool /*is_step*/) {}
@@ -118,43 +118,43 @@ class MeanGrads {
   // Multiplies p.grad by a scalar, where it holds the mean: of these slots, or of all.
   using Slots = std::optional<std::vector<int64_t>>;
   virtual void scale(int64_t /*bucket*/, const at::Tensor& /*factor*/, const Slots& /*slots*/) {}
-  // Does these to landed shards, once all flights launched so far have landed, and before any later one does.
+  // Does these to reduced shards, once all flights launched so far have been reduced, and before any later one does.
   void do_in_place(std::vector<InPlace> calls);
-  // To be called when the landed shard was written.
-  void forget_words(int64_t bucket) {
-    Landed& landed = buckets().at(bucket).landed;
-    landed.words.reset();
-    ++landed.version;
+  // To be called when the reduced shard was written.
+  void forget_limbs(int64_t bucket) {
+    ReducedShard& reduced = buckets().at(bucket).reduced;
+    reduced.limbs.reset();
+    ++reduced.version;
   }
   void mark_zeroed(int64_t bucket, int64_t slot);      // zero_() was called on this slot's placeholder
   bool is_zeroed(int64_t bucket, int64_t slot) const;  // and no flight has told its owners yet
 
-  // ---- for step(), after Settlement::settle()
+  // ---- for step(), after Synchronizer::sync()
 
   // This rank's shard of the mean [shard_numel]; undefined while no slot has a gradient.
   virtual at::Tensor shard(int64_t bucket) = 0;
   // The same shard as one tensor for each of parts(), not copied; undefined if a part has no gradient. Empty if the
   // shard is one tensor.
   virtual std::vector<at::Tensor> shard_by_part(int64_t bucket) = 0;
-  // A number that rises with each change of the landed shard.
-  int64_t version(int64_t bucket) const { return buckets().at(bucket).landed.version; }
+  // A number that rises with each change of the reduced shard.
+  int64_t version(int64_t bucket) const { return buckets().at(bucket).reduced.version; }
   // For each slot, the dimensions of its mesh over which its gradients are Partial, as bits; empty if none are.
   std::vector<int64_t> partial(int64_t bucket) const;
-  // The tensors that the landed shard lies in.
-  std::vector<at::Tensor> landed(int64_t bucket) const;
+  // The tensors that the reduced shard lies in.
+  std::vector<at::Tensor> reduced(int64_t bucket) const;
   // uint8 [segments]: which have a gradient, on any rank.
-  at::Tensor present(int64_t bucket) const { return buckets().at(bucket).landed.present; }
+  at::Tensor present(int64_t bucket) const { return buckets().at(bucket).reduced.present; }
   // The exact sum of squares over the shard; undefined when unknown.
-  virtual at::Tensor words(int64_t /*bucket*/) { return {}; }
+  virtual at::Tensor limbs(int64_t /*bucket*/) { return {}; }
 
  protected:
-  // Whether zero_grad(set_to_none=False) also drops what has landed.
+  // Whether zero_grad(set_to_none=False) also drops what has been reduced.
   virtual bool zeros_are_in_grad() const = 0;
   SlotSet seen_placements() const;
   Buckets& buckets() const { return *context_.buckets; }
-  Exchange& exchange_of(const Bucket& bucket) const { return *context_.exchanges->at(bucket.team.exchange); }
-  // Collective: of `each` bytes for every slot, in order, their maxima over the ranks of the slot's team.
-  std::vector<uint8_t> told_in_teams(const std::vector<uint8_t>& own, int64_t each, Agreement& agreement) const;
+  Exchange& exchange_of(const Bucket& bucket) const { return *context_.exchanges->at(bucket.subgroup.exchange); }
+  // Collective: of `each` bytes for every slot, in order, their maxima over the ranks of the slot's subgroup.
+  std::vector<uint8_t> told_in_subgroups(const std::vector<uint8_t>& own, int64_t each, Agreement& agreement) const;
   Flights& flights() const { return *context_.flights; }
 
  private:

@@ -22,12 +22,12 @@ inline void read_flags_(at::Tensor& present, at::Tensor& replaced, at::TensorLis
   op.call(present, replaced, slices, shard_numel);
 }
 
-inline void reduce_(at::Tensor& shard, at::Tensor& words, at::TensorList slices, const at::Tensor& segments,
+inline void reduce_(at::Tensor& shard, at::Tensor& limbs, at::TensorList slices, const at::Tensor& segments,
                     const at::Tensor& replaced, double divisor, bool accumulate) {
   static const auto op =
       find_operator<void(at::Tensor&, at::Tensor&, at::TensorList, const at::Tensor&, const at::Tensor&, double, bool)>(
           "zerox::reduce_");
-  op.call(shard, words, slices, segments, replaced, divisor, accumulate);
+  op.call(shard, limbs, slices, segments, replaced, divisor, accumulate);
 }
 
 }  // namespace zx::ops

@@ -59,29 +59,29 @@ std::shared_ptr<Flight> Packing::make_flight(const std::shared_ptr<Bucket>& buck
   const int64_t shard_numel = bucket->shard_numel;
   std::vector<int64_t> pieces;
   std::vector<int64_t> flags;
-  std::vector<int64_t> segments_before(bucket->team.world,
+  std::vector<int64_t> segments_before(bucket->subgroup.world,
                                        0);  // flags go after each shard, in the order of its segments
   for (Slot& slot : bucket->slots) {
     const bool stood = slot.held;
     Taken taken = take(*bucket, slot, empty, refusal, lock);
     flight->adds |= stood && !taken.replace;
-    const bool is_straight = static_cast<int64_t>(flight->straight.size()) < bucket->num_straight;
-    if (is_straight) flight->straight.push_back(in_memory_order(taken.source, slot, bucket->wire_dtype));
+    const bool is_zero_copy = static_cast<int64_t>(flight->zero_copy.size()) < bucket->num_zero_copy;
+    if (is_zero_copy) flight->zero_copy.push_back(in_memory_order(taken.source, slot, bucket->wire_dtype));
     const int64_t first_rank = slot.offset / shard_numel;
     const int64_t last_rank = slot.numel() == 0 ? first_rank : (slot.offset + slot.numel() - 1) / shard_numel;
     for (int64_t rank = first_rank; rank <= last_rank; ++rank) {
-      // Where the slice would start in `flat`, if its straight part were there too.
-      const int64_t packed = bucket->packed_start(rank) - bucket->straight_numel(rank);
+      // Where the slice would start in `flat`, if its zero-copy part were there too.
+      const int64_t packed = bucket->packed_start(rank) - bucket->zero_copy_numel(rank);
       const int64_t flag = packed + shard_numel + 2 * segments_before[rank]++;
       if (taken.present) flags.push_back(flag);
       if (taken.replace) flags.push_back(flag + 1);
-      if (!taken.source.defined() || slot.numel() == 0 || is_straight) continue;
+      if (!taken.source.defined() || slot.numel() == 0 || is_zero_copy) continue;
       const int64_t start = std::max(slot.offset, rank * shard_numel);
       const int64_t stop = std::min(slot.offset + slot.numel(), (rank + 1) * shard_numel);
       pieces.insert(pieces.end(), {static_cast<int64_t>(flight->sources.size()), start - slot.offset,
                                    packed + start - rank * shard_numel, stop - start});
     }
-    if (taken.source.defined() && !is_straight) flight->sources.push_back(std::move(taken.source));
+    if (taken.source.defined() && !is_zero_copy) flight->sources.push_back(std::move(taken.source));
   }
   flight->copies.pieces = to_table(pieces, 4);
   flight->copies.flags = to_table(flags, 1);

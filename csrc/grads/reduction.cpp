@@ -2,8 +2,8 @@
 
 #include <utility>
 
-#include "grads/straight.h"
 #include "grads/summing.h"
+#include "grads/zero_copy.h"
 #include "workers/ranges.h"
 
 namespace zx {
@@ -16,38 +16,38 @@ class Keeping final : public Summing {
 
   std::shared_ptr<Pending> send(Flight& /*flight*/) override { return nullptr; }
 
-  void land(Flight& flight) override {
+  void reduce(Flight& flight) override {
     Bucket& bucket = *flight.bucket;
     const Range range("reduce", bucket.index);
     auto messages = messages_of(flight);
     read_flags(flight, messages);
-    Landed& landed = bucket.landed;
-    if (!flight.adds && !landed.keeps_shard) {  // model.zero_grad() leaves this to us
-      landed.by_part.clear();
-      landed.shard.reset();
+    ReducedShard& reduced = bucket.reduced;
+    if (!flight.adds && !reduced.keeps_shard) {  // model.zero_grad() leaves this to us
+      reduced.by_part.clear();
+      reduced.shard.reset();
     }
-    if (landed.has_gradient) put_together(bucket);
-    const bool accumulate = std::exchange(landed.has_gradient, true) && landed.shard.defined();
-    if (accumulate || landed.keeps_shard || bucket.landed.divisor != 1.0) {
+    if (reduced.has_gradient) put_together(bucket);
+    const bool accumulate = std::exchange(reduced.has_gradient, true) && reduced.shard.defined();
+    if (accumulate || reduced.keeps_shard || bucket.reduced.divisor != 1.0) {
       sum(flight, messages, accumulate);
     } else {
       keep(bucket, messages.front());
     }
   }
 
-  bool takes_straight(const Bucket& bucket) const override { return stay_in_place(bucket); }
+  bool takes_zero_copy(const Bucket& bucket) const override { return stay_in_place(bucket); }
   bool is_local(const Bucket& /*bucket*/) const override { return true; }
 
  private:
   // Leaves the norm to a later call that asks for it.
   static void keep(Bucket& bucket, Exchange::Messages& own) {
-    Landed& landed = bucket.landed;
-    landed.words.reset();
+    ReducedShard& reduced = bucket.reduced;
+    reduced.limbs.reset();
     own.back() = own.back().narrow(0, 0, bucket.own.parts.back().numel);  // without its flags
-    if (bucket.num_straight == 0) {
-      landed.shard = std::move(own.back());  // everything was packed
+    if (bucket.num_zero_copy == 0) {
+      reduced.shard = std::move(own.back());  // everything was packed
     } else {
-      landed.by_part = std::move(own);
+      reduced.by_part = std::move(own);
     }
   }
 };

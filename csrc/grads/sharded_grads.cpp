@@ -4,7 +4,7 @@
 
 #include "grads/local_grad.h"
 #include "grads/packing.h"
-#include "grads/straight.h"
+#include "grads/zero_copy.h"
 
 namespace zx {
 
@@ -82,10 +82,10 @@ std::vector<uint8_t> ShardedGrads::take_changes() {
 
 // This is rare: a flight tells most changes.
 void ShardedGrads::exchange_changes(Agreement& agreement) {
-  const std::vector<uint8_t> changes = told_in_teams(take_changes(), 2, agreement);
+  const std::vector<uint8_t> changes = told_in_subgroups(take_changes(), 2, agreement);
   size_t at = 0;
   for (const auto& bucket : buckets().all) {
-    const int64_t rank = bucket->team.rank;
+    const int64_t rank = bucket->subgroup.rank;
     const int64_t first = rank * bucket->shard_numel;
     int64_t segment = 0;
     for (const Slot& slot : bucket->slots) {
@@ -94,26 +94,26 @@ void ShardedGrads::exchange_changes(Agreement& agreement) {
       const int64_t start = std::max(slot.offset, first);
       const int64_t stop = std::min(slot.offset + slot.numel(), first + bucket->shard_numel);
       if (!bucket->owns_part_of(slot, rank)) continue;
-      if (replaced && bucket->landed.has_gradient) {
+      if (replaced && bucket->reduced.has_gradient) {
         put_together(*bucket);
-        bucket->landed.shard.narrow(0, start - first, stop - start).zero_();
-        bucket->landed.present[segment] = zeroed ? 1 : 0;
-        bucket->landed.words.reset();
-        ++bucket->landed.version;
+        bucket->reduced.shard.narrow(0, start - first, stop - start).zero_();
+        bucket->reduced.present[segment] = zeroed ? 1 : 0;
+        bucket->reduced.limbs.reset();
+        ++bucket->reduced.version;
       }
       ++segment;
     }
   }
 }
 
-// A placeholder stands for the mean, of which this rank's part may be nothing. Teams have other parameters.
+// A placeholder stands for the mean, of which this rank's part may be nothing. Subgroups have other parameters.
 void ShardedGrads::show(const SlotSet& seen) {
   const Locked lock(buckets().mutex);
   int64_t position = 0;
   for (const auto& bucket : buckets().all) {
     for (Slot& slot : bucket->slots) {
       at::Tensor& grad = slot.param.mutable_grad();
-      if (!grad.defined() && !slot.replace && bucket->team.count == 1 && seen.has(position)) {
+      if (!grad.defined() && !slot.replace && bucket->subgroup.count == 1 && seen.has(position)) {
         grad = slot.placeholder;
         slot.held = true;
       }
@@ -125,7 +125,7 @@ void ShardedGrads::show(const SlotSet& seen) {
 at::Tensor ShardedGrads::shard(int64_t index) {
   Bucket& bucket = buckets().at(index);
   put_together(bucket);
-  return bucket.landed.shard;
+  return bucket.reduced.shard;
 }
 
 }  // namespace zx

@@ -18,8 +18,8 @@ class ShardedGrads final : public MeanGrads {
   void show(const SlotSet& seen) override;
 
   at::Tensor shard(int64_t bucket) override;
-  std::vector<at::Tensor> shard_by_part(int64_t bucket) override { return buckets().at(bucket).landed.by_part; }
-  at::Tensor words(int64_t bucket) override { return buckets().at(bucket).landed.words; }
+  std::vector<at::Tensor> shard_by_part(int64_t bucket) override { return buckets().at(bucket).reduced.by_part; }
+  at::Tensor limbs(int64_t bucket) override { return buckets().at(bucket).reduced.limbs; }
 
  private:
   bool zeros_are_in_grad() const override { return false; }

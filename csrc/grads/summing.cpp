@@ -7,7 +7,7 @@
 #include <limits>
 
 #include "grads/ops.h"
-#include "grads/straight.h"
+#include "grads/zero_copy.h"
 #include "math/exact_sum.h"
 #include "math/norm.h"
 #include "workers/ranges.h"
@@ -24,17 +24,17 @@ constexpr int64_t kLeastReadBytes = 32 * 1024;
 
 std::shared_ptr<Pending> Summing::send(Flight& flight) {
   flight.received = at::empty({exchange_->num_received() * flight.bucket->slice_numel()}, flight.flat.options());
-  if (exchange_->sends_messages()) return send_straight(*exchange_, flight);
+  if (exchange_->sends_messages()) return send_zero_copy(*exchange_, flight);
   return exchange_->scatter(flight.flat, flight.received);
 }
 
-void Summing::land(Flight& flight) {
+void Summing::reduce(Flight& flight) {
   Bucket& bucket = *flight.bucket;
   const Range range("reduce", bucket.index);
   const auto messages = messages_of(flight);
   read_flags(flight, messages);
-  Landed& landed = bucket.landed;
-  const bool accumulate = std::exchange(landed.has_gradient, true) && landed.shard.defined();
+  ReducedShard& reduced = bucket.reduced;
+  const bool accumulate = std::exchange(reduced.has_gradient, true) && reduced.shard.defined();
   sum(flight, messages, accumulate);
 }
 
@@ -54,27 +54,27 @@ Summing::AllMessages Summing::messages_of(Flight& flight) const {
 }
 
 void Summing::read_flags(const Flight& flight, const AllMessages& messages) {
-  Landed& landed = flight.bucket->landed;
+  ReducedShard& reduced = flight.bucket->reduced;
   const Part& last = flight.bucket->own.parts.back();
   const int64_t flags_start = last.message_start + last.numel;
-  ops::read_flags_(landed.present, landed.replaced,
+  ops::read_flags_(reduced.present, reduced.replaced,
                    slices(flight, messages, last.message, flags_start, flight.bucket->trailer_numel), 0);
 }
 
 void Summing::sum(const Flight& flight, const AllMessages& messages, bool accumulate) {
   const Bucket& bucket = *flight.bucket;
-  Landed& landed = flight.bucket->landed;
-  if (!accumulate && !landed.keeps_shard) landed.shard = at::empty({bucket.shard_numel}, flight.flat.options());
-  landed.words = at::zeros({kExactWords}, flight.flat.options().dtype(at::kLong));
+  ReducedShard& reduced = flight.bucket->reduced;
+  if (!accumulate && !reduced.keeps_shard) reduced.shard = at::empty({bucket.shard_numel}, flight.flat.options());
+  reduced.limbs = at::zeros({kExactLimbs}, flight.flat.options().dtype(at::kLong));
   int64_t end = 0;
   for (const Part& part : bucket.own.parts) {
     // Padding is zeroed: it is sent too, where shards are gathered.
-    if (part.start > end) landed.shard.narrow(0, end, part.start - end).zero_();
+    if (part.start > end) reduced.shard.narrow(0, end, part.start - end).zero_();
     end = part.start + part.numel;
-    at::Tensor shard = bucket.own.parts.size() == 1 ? landed.shard : landed.shard.narrow(0, part.start, part.numel);
-    ops::reduce_(shard, landed.words, slices(flight, messages, part.message, part.message_start, part.numel),
-                 part.segments, landed.replaced.narrow(0, part.first_row, part.segments.size(0)), bucket.landed.divisor,
-                 accumulate);
+    at::Tensor shard = bucket.own.parts.size() == 1 ? reduced.shard : reduced.shard.narrow(0, part.start, part.numel);
+    ops::reduce_(shard, reduced.limbs, slices(flight, messages, part.message, part.message_start, part.numel),
+                 part.segments, reduced.replaced.narrow(0, part.first_row, part.segments.size(0)),
+                 bucket.reduced.divisor, accumulate);
   }
 }
 

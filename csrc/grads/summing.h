@@ -14,8 +14,8 @@ class Summing : public Reduction {
   explicit Summing(std::shared_ptr<Exchange> exchange) : exchange_(std::move(exchange)) {}
 
   std::shared_ptr<Pending> send(Flight& flight) override;
-  void land(Flight& flight) override;
-  bool takes_straight(const Bucket& /*bucket*/) const override { return exchange_->sends_messages(); }
+  void reduce(Flight& flight) override;
+  bool takes_zero_copy(const Bucket& /*bucket*/) const override { return exchange_->sends_messages(); }
   bool is_local(const Bucket& /*bucket*/) const override { return false; }
   int64_t most_in_a_part(const Bucket& bucket) const override;
 

@@ -23,7 +23,7 @@ constexpr int64_t kSumChunk = 32 * 1024;
 // The messages of both levels; the outer ones come later.
 class BothPending final : public Pending {
  public:
-  explicit BothPending(std::shared_ptr<Pending> inner) : Pending(Line{}), inner_(std::move(inner)) {}
+  explicit BothPending(std::shared_ptr<Pending> inner) : Pending(Communicator{}), inner_(std::move(inner)) {}
 
   void wait() override { inner_->wait(); }
 
@@ -67,7 +67,7 @@ class TwoLevelSumming final : public Summing {
     return std::make_shared<BothPending>(inner_->scatter(flight.flat, flight.received));
   }
 
-  void land(Flight& flight) override {
+  void reduce(Flight& flight) override {
     const Bucket& bucket = *flight.bucket;
     const Range range("reduce", bucket.index);
     auto& pending = static_cast<BothPending&>(*flight.pending);
@@ -75,7 +75,7 @@ class TwoLevelSumming final : public Summing {
     const auto wide = flight.flat.options().dtype(at::promoteTypes(bucket.wire_dtype, at::kFloat));
     flight.inner_sums = at::empty({outer_->world() * bucket.slice_numel()}, wide);
     add_up(*inner_, pending.inner(), flight.flat, flight.received, flight.inner_sums);
-    at::Tensor& left = flight.bucket->landed.left;
+    at::Tensor& left = flight.bucket->reduced.left;
     if (left.defined()) {
       drop_replaced(bucket, left, flight.inner_sums);
       flight.inner_sums.add_(left);
@@ -94,7 +94,7 @@ class TwoLevelSumming final : public Summing {
     take(flight, std::move(total));
   }
 
-  bool takes_straight(const Bucket& /*bucket*/) const override { return false; }
+  bool takes_zero_copy(const Bucket& /*bucket*/) const override { return false; }
   int64_t most_in_a_part(const Bucket& /*bucket*/) const override { return std::numeric_limits<int64_t>::max(); }
 
  private:
@@ -149,22 +149,22 @@ class TwoLevelSumming final : public Summing {
   // Makes the sum over all ranks the mean, or adds it to the mean.
   void take(Flight& flight, at::Tensor total) {
     const Bucket& bucket = *flight.bucket;
-    Landed& landed = flight.bucket->landed;
+    ReducedShard& reduced = flight.bucket->reduced;
     const AllMessages messages{{std::move(total)}};
     read_flags(flight, messages);
-    const bool accumulate = std::exchange(landed.has_gradient, true) && landed.shard.defined();
+    const bool accumulate = std::exchange(reduced.has_gradient, true) && reduced.shard.defined();
     if (messages[0][0].scalar_type() == bucket.wire_dtype) {
       sum(flight, messages, accumulate);
       return;
     }
-    at::Tensor mean = accumulate ? landed.shard.to(messages[0][0].scalar_type())
+    at::Tensor mean = accumulate ? reduced.shard.to(messages[0][0].scalar_type())
                                  : at::empty({bucket.shard_numel}, messages[0][0].options());
-    at::Tensor words = at::zeros({kExactWords}, mean.options().dtype(at::kLong));
-    ops::reduce_(mean, words, {messages[0][0].narrow(0, 0, bucket.shard_numel)}, bucket.own.segments, landed.replaced,
-                 landed.divisor, accumulate);
-    if (!accumulate && !landed.keeps_shard) landed.shard = at::empty({bucket.shard_numel}, flight.flat.options());
-    landed.shard.copy_(mean);
-    landed.words.reset();  // those were of what is not rounded yet
+    at::Tensor limbs = at::zeros({kExactLimbs}, mean.options().dtype(at::kLong));
+    ops::reduce_(mean, limbs, {messages[0][0].narrow(0, 0, bucket.shard_numel)}, bucket.own.segments, reduced.replaced,
+                 reduced.divisor, accumulate);
+    if (!accumulate && !reduced.keeps_shard) reduced.shard = at::empty({bucket.shard_numel}, flight.flat.options());
+    reduced.shard.copy_(mean);
+    reduced.limbs.reset();  // those were of what is not rounded yet
   }
 
   std::shared_ptr<Exchange> inner_;

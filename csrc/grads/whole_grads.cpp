@@ -11,7 +11,7 @@
 #include "grads/local_grad.h"
 #include "grads/ops.h"
 #include "grads/packing.h"
-#include "grads/straight.h"
+#include "grads/zero_copy.h"
 #include "params/gathers.h"
 #include "workers/ranges.h"
 
@@ -38,10 +38,10 @@ void WholeGrads::scale(int64_t index, const at::Tensor& factor, const Slots& slo
     if (!grad.defined() || (slots && std::find(slots->begin(), slots->end(), i) == slots->end())) continue;
     values_of_grad(slot).mul_(factor);  // below version counters: it still is the mean
   }
-  if (bucket.landed.shard.defined() && !slots) {
-    bucket.landed.shard.mul_(factor);
+  if (bucket.reduced.shard.defined() && !slots) {
+    bucket.reduced.shard.mul_(factor);
   } else {
-    bucket.landed.shard.reset();  // see shard(): p.grad has the values
+    bucket.reduced.shard.reset();  // see shard(): p.grad has the values
   }
 }
 
@@ -64,26 +64,26 @@ GradsSeen WholeGrads::look(int64_t rounds, const Locked& /*lock*/) {
 
 // This rank's shard of p.grad. The first slots are pieces where they lie, undefined if there is no gradient; the rest
 // is packed.
-std::vector<at::Tensor> WholeGrads::pack(Bucket& bucket, int64_t num_straight) {
-  const int64_t rank = bucket.team.rank;
+std::vector<at::Tensor> WholeGrads::pack(Bucket& bucket, int64_t num_zero_copy) {
+  const int64_t rank = bucket.subgroup.rank;
   const int64_t first = rank * bucket.shard_numel;
-  const int64_t packed_start = num_straight > 0 ? bucket.straight_numel(rank) : 0;  // in the shard
+  const int64_t packed_start = num_zero_copy > 0 ? bucket.zero_copy_numel(rank) : 0;  // in the shard
   std::vector<at::Tensor> found;
   std::vector<at::Tensor> sources;
   std::vector<int64_t> pieces;
   // Pinned for a CUDA device, so that nothing waits for the copy.
   at::Tensor present = at::empty_like(
-      bucket.landed.present, bucket.landed.present.options().device(at::kCPU).pinned_memory(bucket.flat.is_cuda()));
+      bucket.reduced.present, bucket.reduced.present.options().device(at::kCPU).pinned_memory(bucket.flat.is_cuda()));
   auto* next_present = present.mutable_data_ptr<uint8_t>();
   for (Slot& slot : bucket.slots) {
-    const bool is_straight = num_straight-- > 0;
+    const bool is_zero_copy = num_zero_copy-- > 0;
     const int64_t start = std::max(slot.offset, first);
     const int64_t stop = std::min(slot.offset + slot.numel(), first + bucket.shard_numel);
     if (!bucket.owns_part_of(slot, rank)) continue;
     const at::Tensor local = slot.home.is_of_dtensor ? local_grad(slot).tensor : slot.param.grad();
     const at::Tensor grad = local.defined() ? in_order_of(local, slot.home) : at::Tensor();
     *next_present++ = grad.defined() ? 1 : 0;
-    if (is_straight) {
+    if (is_zero_copy) {
       const auto here = [&] {
         return grad.as_strided({stop - start}, {1}, grad.storage_offset() + start - slot.offset);
       };
@@ -95,7 +95,7 @@ std::vector<at::Tensor> WholeGrads::pack(Bucket& bucket, int64_t num_straight) {
                                  start - first - packed_start, stop - start});
     sources.push_back(grad);
   }
-  bucket.landed.present.copy_(present, /*non_blocking=*/true);
+  bucket.reduced.present.copy_(present, /*non_blocking=*/true);
   const auto options = bucket.flat.options().dtype(bucket.grad_dtype);
   at::Tensor packed = at::empty({bucket.shard_numel - packed_start}, options);
   ops::flatten_(packed, sources, to_table(pieces, 4), to_table({}, 1));
@@ -110,20 +110,20 @@ at::Tensor WholeGrads::shard(int64_t index) {
   Bucket& bucket = buckets().at(index);
   at::Tensor packed = std::move(pack(bucket, 0).front());
   if (bucket.whole_grads_hold_shard()) return packed.to(bucket.wire_dtype);  // as the shard was, with one rank too
-  if (bucket.landed.shard.defined()) {
-    bucket.landed.shard = at::where(bucket.landed.shard.to(packed.scalar_type()) == packed, bucket.landed.shard,
-                                    packed.to(bucket.wire_dtype));
+  if (bucket.reduced.shard.defined()) {
+    bucket.reduced.shard = at::where(bucket.reduced.shard.to(packed.scalar_type()) == packed, bucket.reduced.shard,
+                                     packed.to(bucket.wire_dtype));
   } else {
-    bucket.landed.shard = packed.to(bucket.wire_dtype);
+    bucket.reduced.shard = packed.to(bucket.wire_dtype);
   }
-  return bucket.landed.shard;
+  return bucket.reduced.shard;
 }
 
 std::vector<at::Tensor> WholeGrads::shard_by_part(int64_t index) {
   const at::AutoDispatchBelowADInplaceOrView no_autograd;
   Bucket& bucket = buckets().at(index);
-  if (bucket.num_straight == 0 || !bucket.flat.is_cpu()) return {};
-  return pack(bucket, bucket.num_straight);
+  if (bucket.num_zero_copy == 0 || !bucket.flat.is_cpu()) return {};
+  return pack(bucket, bucket.num_zero_copy);
 }
 
 void GatheredGrads::before_accumulate(const Bucket& bucket, Slot& slot, const Locked& /*lock*/) {
@@ -178,17 +178,17 @@ std::vector<at::Tensor> GatheredGrads::gather_means(double scale) {
   Gathers gathers({"the mean gradients", "gather_grads", "gather_grads_wait"});
   for (const auto& bucket : buckets().all) {
     const auto options = bucket->flat.options().dtype(bucket->grad_dtype);
-    at::Tensor flat = at::empty({bucket->team.world * bucket->shard_numel}, options);
-    at::Tensor own = flat.narrow(0, bucket->team.rank * bucket->shard_numel, bucket->shard_numel);
+    at::Tensor flat = at::empty({bucket->subgroup.world * bucket->shard_numel}, options);
+    at::Tensor own = flat.narrow(0, bucket->subgroup.rank * bucket->shard_numel, bucket->shard_numel);
     put_together(*bucket);
-    if (bucket->landed.shard.defined()) {
-      if (scale != 1.0 && undoing(*bucket) == 1.0) bucket->landed.shard.mul_(scale);
-      own.copy_(bucket->landed.shard);
+    if (bucket->reduced.shard.defined()) {
+      if (scale != 1.0 && undoing(*bucket) == 1.0) bucket->reduced.shard.mul_(scale);
+      own.copy_(bucket->reduced.shard);
     } else {
       own.zero_();  // zero_grad() came first
     }
     gathers.start(bucket, flat, exchange_of(*bucket), /*background=*/false);
-    if (bucket->whole_grads_hold_shard()) bucket->landed.shard.reset();
+    if (bucket->whole_grads_hold_shard()) bucket->reduced.shard.reset();
     whole.push_back(std::move(flat));
   }
   gathers.finish();
@@ -201,7 +201,7 @@ void GatheredGrads::complete(int64_t rounds, double scale, Agreement& agreement)
   gathered_ = rounds;
   flights().await_all();
   const at::AutoDispatchBelowADInplaceOrView no_autograd;
-  const std::vector<uint8_t> present = told_in_teams(who_has_grads(), 1, agreement);
+  const std::vector<uint8_t> present = told_in_subgroups(who_has_grads(), 1, agreement);
   const std::vector<at::Tensor> whole = gather_means(scale);
 
   const Locked lock(buckets().mutex);
@@ -230,7 +230,7 @@ void GatheredGrads::send_rest(Agreement& agreement, const std::function<void()>&
     buckets().for_each_slot(
         [&](Slot& slot, int64_t /*position*/) { unsent.push_back(slot.whole.is_local(slot.param.grad())); });
   }
-  unsent = told_in_teams(unsent, 1, agreement);
+  unsent = told_in_subgroups(unsent, 1, agreement);
   {
     const Locked lock(buckets().mutex);
     buckets().for_each_slot([&](Slot& slot, int64_t position) { slot.whole.unsent = unsent[position] != 0; });

@@ -28,7 +28,7 @@ class WholeGrads : public MeanGrads {
 
  private:
   bool zeros_are_in_grad() const override { return true; }
-  std::vector<at::Tensor> pack(Bucket& bucket, int64_t num_straight);
+  std::vector<at::Tensor> pack(Bucket& bucket, int64_t num_zero_copy);
 };
 
 // Note [A mean that is sent again]
@@ -47,7 +47,7 @@ class GatheredGrads final : public WholeGrads {
     const at::Tensor& grad = slot.param.grad();
     return grad.defined() && !slot.whole.mean.is_still(grad);
   }
-  bool meets_after_backward() const override { return true; }
+  bool syncs_after_backward() const override { return true; }
   bool leaves_in_place() const override { return true; }
   bool precedes_accumulation(const Bucket& bucket) const override { return undoing(bucket) != 1.0; }
   void before_accumulate(const Bucket& bucket, Slot& slot, const Locked& lock) override;
@@ -63,14 +63,16 @@ class GatheredGrads final : public WholeGrads {
  private:
   bool is_unsent(const Slot& slot, int64_t rounds) const override;
   // See Note [A mean that is sent again].
-  double undoing(const Bucket& bucket) const { return bucket.landed.divisor / static_cast<double>(bucket.team.world); }
+  double undoing(const Bucket& bucket) const {
+    return bucket.reduced.divisor / static_cast<double>(bucket.subgroup.world);
+  }
   std::vector<uint8_t> who_has_grads();
   std::vector<at::Tensor> gather_means(double scale);
 
   int64_t gathered_ = 0;      // rounds whose mean is in p.grad
   bool only_unsent_ = false;  // this round sends only gradients that no flight took
   std::atomic<bool> rests_ = false;
-  std::atomic<bool> has_lost_mean_ = false;  // since ranks met where something was sent
+  std::atomic<bool> has_lost_mean_ = false;  // since ranks synchronized where something was sent
 };
 
 }  // namespace zx

@@ -5,7 +5,7 @@
 // had its way with them. So no rule has to know of masks, whatever it makes of zeros (0 / 0, where eps is 0), and what
 // a caller has written into a masked element is gone after the next step. States that share a scale are cleared before
 // their block's scale is found: what is cleared has no part in it. Norms are those of the kept elements. The gradient
-// itself stays as it landed, since a mask that changes asks where it is large.
+// itself stays as it was reduced, since a mask that changes asks where it is large.
 #pragma once
 
 #include <cstdint>

@@ -11,7 +11,7 @@ Params::Params(std::shared_ptr<Buckets> buckets, std::shared_ptr<Exchanges> exch
 
 void Params::start_gather(int64_t bucket, bool background) {
   const auto& started = buckets_->all.at(bucket);
-  gathers_.start(started, started->flat, *exchanges_->at(started->team.exchange), background);
+  gathers_.start(started, started->flat, *exchanges_->at(started->subgroup.exchange), background);
 }
 
 void Params::start_gather_of(int64_t bucket, const at::Tensor& part) {

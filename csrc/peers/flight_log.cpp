@@ -8,7 +8,7 @@
 #include <stdexcept>
 #include <utility>
 
-#include "peers/look.h"
+#include "peers/poll.h"
 
 namespace zx {
 namespace {
@@ -17,19 +17,19 @@ constexpr const char* kAborted = "the exchange was aborted";
 
 }  // namespace
 
-FlightLog::FlightLog(Line line, Neighbours neighbours, Tag tag)
-    : line_(std::move(line)), neighbours_(std::move(neighbours)), tag_(tag), known_(line_.group->getSize()) {}
+FlightLog::FlightLog(Communicator comm, Neighbours neighbours, Tag tag)
+    : comm_(std::move(comm)), neighbours_(std::move(neighbours)), tag_(tag), known_(comm_.group->getSize()) {}
 
 FlightLog::~FlightLog() {
-  for (auto& node : own_.nodes) MemoryBox::keep_for_others(std::move(node));
-  MemoryBox::keep_for_others(std::move(box_));
+  for (auto& node : own_.nodes) ControlBlock::keep_for_others(std::move(node));
+  ControlBlock::keep_for_others(std::move(control_block_));
 }
 
 int64_t FlightLog::begin(const std::vector<Messages>& sent) {
-  const int world = line_.group->getSize();
+  const int world = comm_.group->getSize();
   size_t num_messages = 0;
   for (const Messages& each : sent) num_messages += each.size();
-  auto node = std::make_shared<MemoryBox>(places + world + num_messages);
+  auto node = std::make_shared<ControlBlock>(places + world + num_messages);
   size_t place = places + world;
   for (int rank = 0; rank < world; ++rank) {
     (*node)[places + rank] = static_cast<int64_t>(place);
@@ -38,53 +38,54 @@ int64_t FlightLog::begin(const std::vector<Messages>& sent) {
     }
   }
   const std::lock_guard lock(mutex_);
-  if (own_.num_begun == 0) tell_where_the_box_is();
-  (own_.nodes.empty() ? (*box_)[first_node] : (*own_.nodes.back())[next]) = static_cast<int64_t>(node->address());
+  if (own_.num_begun == 0) tell_where_the_control_block_is();
+  (own_.nodes.empty() ? (*control_block_)[first_node] : (*own_.nodes.back())[next]) =
+      static_cast<int64_t>(node->address());
   own_.nodes.push_back(std::move(node));
   ++own_.num_begun;
-  (*box_)[begun_again] = own_.num_begun;
-  (*box_)[begun] = own_.num_begun;
+  (*control_block_)[begun_again] = own_.num_begun;
+  (*control_block_)[begun] = own_.num_begun;
   return own_.num_begun - 1;
 }
 
 // If this throws, no flight can begin: this rank has given up.
-void FlightLog::tell_where_the_box_is() {
-  const int world = line_.group->getSize();
-  line_.whereabouts->add_box(box_);
+void FlightLog::tell_where_the_control_block_is() {
+  const int world = comm_.group->getSize();
+  comm_.failure_detector->add_control_block(control_block_);
   addresses_ = at::zeros({2, world}, at::kLong);
-  addresses_[0].fill_(static_cast<int64_t>(box_->address()));
+  addresses_[0].fill_(static_cast<int64_t>(control_block_->address()));
   for (int rank = 0; rank < world; ++rank) {
     if (!is_neighbour(rank)) continue;
     std::vector<at::Tensor> to{addresses_[0].narrow(0, rank, 1)};
     std::vector<at::Tensor> from{addresses_[1].narrow(0, rank, 1)};
-    line_.needing(rank, [&] {
-      known_[rank].received = {line_.group->recv(from, rank, tag_.number()), rank};
-      known_[rank].sent = {line_.group->send(to, rank, tag_.number()), rank};
+    comm_.needing(rank, [&] {
+      known_[rank].received = {comm_.group->recv(from, rank, tag_.number()), rank};
+      known_[rank].sent = {comm_.group->send(to, rank, tag_.number()), rank};
     });
   }
 }
 
 // An abort wakes one wait alone, so all flights that were aborted are asked for too.
-void FlightLog::meet(int rank, const Stop& stop) {
-  const std::lock_guard lock(meeting_);
+void FlightLog::exchange_addresses(int rank, const Stop& stop) {
+  const std::lock_guard lock(first_messages_);
   KnownNeighbour& neighbour = known_[rank];
   if (neighbour.has_met) return;
   for (const Awaited* awaited : {&neighbour.received, &neighbour.sent}) {
     TORCH_CHECK(!stop, kAborted);
-    line_.await(*awaited);
+    comm_.await(*awaited);
   }
-  neighbour.box = addresses_[1].const_data_ptr<int64_t>()[rank];
+  neighbour.control_block = addresses_[1].const_data_ptr<int64_t>()[rank];
   neighbour.has_met = true;
 }
 
 std::vector<int64_t> FlightLog::find(int rank, int64_t flight, int64_t count, const Stop& stop) {
-  meet(rank, stop);
+  exchange_addresses(rank, stop);
   std::vector<int64_t> found(count);
-  const bool is_there = line_.needing(rank, [&] {
-    if (!look_for(rank, [&] { return has_begun(rank, flight); }, stop)) return false;
+  const bool is_there = comm_.needing(rank, [&] {
+    if (!poll_for(rank, [&] { return has_begun(rank, flight); }, stop)) return false;
     const int64_t node = node_of(rank, flight);
-    const int64_t place = word_at(neighbours_, rank, node, places + line_.group->getRank());
-    neighbours_.read(rank, node + MemoryBox::offset_of(place), found.data(), count * sizeof(int64_t));
+    const int64_t place = word_at(neighbours_, rank, node, places + comm_.group->getRank());
+    neighbours_.read(rank, node + ControlBlock::offset_of(place), found.data(), count * sizeof(int64_t));
     return true;
   });
   TORCH_CHECK(is_there, kAborted);
@@ -92,7 +93,7 @@ std::vector<int64_t> FlightLog::find(int rank, int64_t flight, int64_t count, co
 }
 
 void FlightLog::check(int rank) const {
-  line_.needing(rank, [&] { check_read(neighbours_, rank, known_[rank].box); });
+  comm_.needing(rank, [&] { check_read(neighbours_, rank, known_[rank].control_block); });
 }
 
 // Of a flight that the rank has begun, and this rank not let go.
@@ -100,7 +101,7 @@ int64_t FlightLog::node_of(int rank, int64_t flight) {
   const std::lock_guard lock(mutex_);
   const KnownNeighbour& neighbour = known_[rank];
   auto& nodes = known_[rank].nodes;
-  if (nodes.empty()) nodes[0] = word_at(neighbours_, rank, neighbour.box, first_node);
+  if (nodes.empty()) nodes[0] = word_at(neighbours_, rank, neighbour.control_block, first_node);
   while (nodes.rbegin()->first < flight) {
     const auto [last, address] = *nodes.rbegin();
     nodes[last + 1] = word_at(neighbours_, rank, address, next);
@@ -124,19 +125,19 @@ void FlightLog::let_go(int64_t flight) {
   to_mark_.insert(flight);
   while (!to_mark_.empty() && *to_mark_.begin() < let_go_.all_before + kMarks) {
     const int64_t next_marked = to_mark_.extract(to_mark_.begin()).value();
-    (*box_)[marks + next_marked % kMarks] = next_marked + 1;
+    (*control_block_)[marks + next_marked % kMarks] = next_marked + 1;
   }
 }
 
 void FlightLog::wait_for_readers(int64_t flight, const Stop& stop) {
-  const int world = line_.group->getSize();
+  const int world = comm_.group->getSize();
   for (int distance = 1; distance < world; ++distance) {
-    const int rank = (line_.group->getRank() + distance) % world;
+    const int rank = (comm_.group->getRank() + distance) % world;
     if (!is_neighbour(rank)) continue;
-    meet(rank, stop);
-    const bool is_over = line_.needing(rank, [&] {
+    exchange_addresses(rank, stop);
+    const bool is_over = comm_.needing(rank, [&] {
       try {
-        return look_for(rank, [&] { return has_let_go(rank, flight); }, stop);
+        return poll_for(rank, [&] { return has_let_go(rank, flight); }, stop);
       } catch (const GaveUp&) {  // it reads nothing any more
         return true;
       }
@@ -158,19 +159,20 @@ void FlightLog::abort() {
 }
 
 template <class Found>
-bool FlightLog::look_for(int rank, const Found& found, const Stop& stop) const {
-  return look(neighbours_, rank, known_[rank].box, *box_, *line_.whereabouts, found, [&] { return stop.load(); });
+bool FlightLog::poll_for(int rank, const Found& found, const Stop& stop) const {
+  return poll(neighbours_, rank, known_[rank].control_block, *control_block_, *comm_.failure_detector, found,
+              [&] { return stop.load(); });
 }
 
 bool FlightLog::has_begun(int rank, int64_t flight) const {
   std::array<int64_t, 2> both{};
   static_assert(begun_again == begun + 1);
-  neighbours_.read(rank, known_[rank].box + MemoryBox::offset_of(begun), both.data(), sizeof(both));
+  neighbours_.read(rank, known_[rank].control_block + ControlBlock::offset_of(begun), both.data(), sizeof(both));
   return both[0] > flight && both[0] == both[1];
 }
 
 bool FlightLog::has_let_go(int rank, int64_t flight) const {
-  return word_at(neighbours_, rank, known_[rank].box, marks + flight % kMarks) > flight;
+  return word_at(neighbours_, rank, known_[rank].control_block, marks + flight % kMarks) > flight;
 }
 
 }  // namespace zx

@@ -12,39 +12,39 @@
 #include <set>
 #include <vector>
 
-#include "peers/memory_box.h"
+#include "peers/control_block.h"
+#include "peers/failure_detector.h"
 #include "peers/neighbours.h"
 #include "peers/tags.h"
-#include "peers/whereabouts.h"
 
 namespace zx {
 
 // Note [Flights of neighbours are told in memory]
 // Of each flight a rank tells its neighbours where the messages for them lie, and later that it has read theirs. Both
-// stand in its own memory, as in Note [Ranks of one machine meet in memory], but nobody meets here: flights begin long
-// before they are waited for, several are under way, and threads wait for them in any order.
+// stand in its own memory, as in Note [Ranks of one machine synchronize in memory], but nobody meets here: flights
+// begin long before they are waited for, several are under way, and threads wait for them in any order.
 //
 // So each rank writes a log. A flight is a node of it, which has the addresses of its messages and, once there is one,
-// that of the next node. In a box stands how many flights have begun, and readers walk from node to node. A node is
-// freed when all neighbours have let go of its flight and of the next one, to which they have walked past it.
+// that of the next node. In a control block stands how many flights have begun, and readers walk from node to node. A
+// node is freed when all neighbours have let go of its flight and of the next one, to which they have walked past it.
 //
-// A rank that lets go of a flight leaves a mark in its own box, in one of kMarks places that take turns. There a mark
-// stands for all earlier ones of its place too: it is left only when those are let go.
+// A rank that lets go of a flight leaves a mark in its own control block, in one of kMarks places that take turns.
+// There a mark stands for all earlier ones of its place too: it is left only when those are let go.
 //
-// Only the boxes' addresses are told by messages, in the first flight.
+// Only the control blocks' addresses are told by messages, in the first flight.
 
 // What a rank knows of another one.
 struct KnownNeighbour {
-  Awaited sent{};      // to it, in the first flight: this rank's box
+  Awaited sent{};      // to it, in the first flight: this rank's control block
   Awaited received{};  // from it: its own
   bool has_met = false;
-  int64_t box = 0;
+  int64_t control_block = 0;
   std::map<int64_t, int64_t> nodes{};  // addresses by flight: those that are still to be read, and the last one
 };
 
 struct OwnFlights {
   int64_t num_begun = 0;
-  std::deque<std::shared_ptr<MemoryBox>> nodes{};  // the last is that of the last flight
+  std::deque<std::shared_ptr<ControlBlock>> nodes{};  // the last is that of the last flight
 };
 
 // Flights with which something is over, in any order.
@@ -55,11 +55,11 @@ struct FlightsDone {
   bool add(int64_t flight);
 };
 
-// Of a line's neighbours, and for the flights of one kind, which begin in the same order on all ranks.
+// Of a communicator's neighbours, and for the flights of one kind, which begin in the same order on all ranks.
 class FlightLog {
  public:
   // `tag`: of the first flight.
-  FlightLog(Line line, Neighbours neighbours, Tag tag);
+  FlightLog(Communicator comm, Neighbours neighbours, Tag tag);
   ~FlightLog();
   FlightLog(const FlightLog&) = delete;
 
@@ -69,7 +69,7 @@ class FlightLog {
   int64_t begin(const std::vector<Messages>& sent);
 
   // Where the `count` messages of a rank for this one lie, once it has begun the flight. This, check() and
-  // wait_for_readers() throw as Whereabouts::needing() does, and those with a `stop` also when that is set.
+  // wait_for_readers() throw as FailureDetector::needing() does, and those with a `stop` also when that is set.
   using Stop = std::atomic<bool>;
   std::vector<int64_t> find(int rank, int64_t flight, int64_t count, const Stop& stop);
   // Throws if what was read of the rank is not to be trusted: it has given up, and its memory may be free.
@@ -78,33 +78,33 @@ class FlightLog {
   void let_go(int64_t flight);
   // Waits until no neighbour will read anything more of the flight.
   void wait_for_readers(int64_t flight, const Stop& stop);
-  // Wakes those that wait for boxes' addresses; never throws.
+  // Wakes those that wait for control blocks' addresses; never throws.
   void abort();
 
  private:
-  // Of a box. How many have begun stands there twice, the second one written first: who finds both the same has not
-  // read half of one. A mark is a flight's number + 1.
+  // Of a control block. How many have begun stands there twice, the second one written first: who finds both the same
+  // has not read half of one. A mark is a flight's number + 1.
   static constexpr int64_t kMarks = 1024;
-  enum Word : size_t { begun = MemoryBox::first_free, begun_again, first_node, marks, num_words = marks + kMarks };
+  enum Word : size_t { begun = ControlBlock::first_free, begun_again, first_node, marks, num_words = marks + kMarks };
   // Of a node: where the next one is, and where in it the addresses of each rank's messages begin.
   enum NodeWord : size_t { next, places };
 
-  bool is_neighbour(int rank) const { return rank != line_.group->getRank() && neighbours_.has(rank); }
-  void tell_where_the_box_is();
-  void meet(int rank, const Stop& stop);
+  bool is_neighbour(int rank) const { return rank != comm_.group->getRank() && neighbours_.has(rank); }
+  void tell_where_the_control_block_is();
+  void exchange_addresses(int rank, const Stop& stop);
   int64_t node_of(int rank, int64_t flight);
   bool has_begun(int rank, int64_t flight) const;
   bool has_let_go(int rank, int64_t flight) const;
   template <class Found>
-  bool look_for(int rank, const Found& found, const Stop& stop) const;
+  bool poll_for(int rank, const Found& found, const Stop& stop) const;
 
-  Line line_;
+  Communicator comm_;
   Neighbours neighbours_;
   Tag tag_;
-  std::shared_ptr<MemoryBox> box_ = std::make_shared<MemoryBox>(num_words);
-  at::Tensor addresses_{};  // int64 [2, ranks]: of this rank's box, once for each, and of theirs
-  std::mutex meeting_;      // of who waits for the first messages
-  std::mutex mutex_;        // of all below
+  std::shared_ptr<ControlBlock> control_block_ = std::make_shared<ControlBlock>(num_words);
+  at::Tensor addresses_{};     // int64 [2, ranks]: of this rank's control block, once for each, and of theirs
+  std::mutex first_messages_;  // of who waits for the first messages
+  std::mutex mutex_;           // of all below
   std::vector<KnownNeighbour> known_;
   OwnFlights own_{};
   FlightsDone let_go_{};       // by this rank

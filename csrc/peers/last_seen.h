@@ -10,9 +10,9 @@ namespace zx {
 // Any thread may call any of these, which take a moment.
 class LastSeen {
  public:
-  void met(const std::string& meeting) {
+  void passed(const std::string& sync_point) {
     const std::lock_guard lock(mutex_);
-    met_ = meeting;
+    met_ = sync_point;
     in_step_ = step_;
   }
   void step_begun() {

@@ -7,7 +7,7 @@
 namespace zx {
 
 std::vector<at::Tensor> PeerMessages::swap(const std::vector<at::Tensor>& sent, const std::vector<int64_t>& numels) {
-  if (!line_.group) return sent;
+  if (!comm_.group) return sent;
   std::vector<at::Tensor> received = sent;
   for (int peer = 0; peer < world(); ++peer) {
     if (peer != rank()) received[peer] = at::empty({numels.at(peer)}, sent.at(peer).options());
@@ -16,7 +16,7 @@ std::vector<at::Tensor> PeerMessages::swap(const std::vector<at::Tensor>& sent, 
   if (memory_.can_serve()) {
     memory_.swap(sent, received);
   } else {
-    send_to_peers(line_, tags_.next(), sent, received);
+    send_to_peers(comm_, tags_.next(), sent, received);
   }
   return received;
 }

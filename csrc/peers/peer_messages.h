@@ -1,5 +1,5 @@
-// Messages of any lengths between all ranks, for latency: each goes straight to its rank, all at once. Ranks of one
-// machine read each other's: see Note [Ranks of one machine meet in memory].
+// Messages of any lengths between all ranks, for latency: each goes directly to its rank, all at once. Ranks of one
+// machine read each other's: see Note [Ranks of one machine synchronize in memory].
 //
 // A collective of gloo is begun by a thread of gloo's, which takes as long to wake as a small message takes to travel.
 #pragma once
@@ -9,21 +9,21 @@
 #include <cstdint>
 #include <vector>
 
+#include "peers/failure_detector.h"
 #include "peers/memory_messages.h"
 #include "peers/tags.h"
 #include "peers/traffic.h"
-#include "peers/whereabouts.h"
 
 namespace zx {
 
 class PeerMessages {
  public:
-  // The line's group must take CPU tensors.
-  explicit PeerMessages(Line line) : line_(std::move(line)) {}
+  // The communicator's group must take CPU tensors.
+  explicit PeerMessages(Communicator comm) : comm_(std::move(comm)) {}
 
-  const Line& line() const { return line_; }
-  int rank() const { return line_.group ? line_.group->getRank() : 0; }
-  int world() const { return line_.group ? line_.group->getSize() : 1; }
+  const Communicator& comm() const { return comm_; }
+  int rank() const { return comm_.group ? comm_.group->getRank() : 0; }
+  int world() const { return comm_.group ? comm_.group->getSize() : 1; }
 
   // Whether ranks read each other's messages instead of sending them. The same on all ranks.
   bool are_in_memory() { return memory_.can_serve(); }
@@ -40,9 +40,9 @@ class PeerMessages {
   void count(const at::Tensor& message);
 
  private:
-  Line line_;
+  Communicator comm_;
   Tags tags_{TagKind::rows};
-  MemoryMessages memory_{line_, tags_.next()};
+  MemoryMessages memory_{comm_, tags_.next()};
   Traffic traffic_;
 };
 

@@ -1,5 +1,5 @@
 // An all-reduce of a few numbers, for latency. Ranks of one machine read each other's: see Note [Ranks of one machine
-// meet in memory]. Others: recursive doubling over point-to-point messages.
+// synchronize in memory]. Others: recursive doubling over point-to-point messages.
 //
 // gloo's own all-reduce takes three times as long between two ranks. Its ring takes 2 (W - 1) hops where this takes
 // log2 W, or two more if W is not a power of two. (Thakur, Rabenseifner, Gropp: "Optimization of Collective
@@ -10,9 +10,9 @@
 
 #include <functional>
 
+#include "peers/failure_detector.h"
 #include "peers/memory_messages.h"
 #include "peers/tags.h"
-#include "peers/whereabouts.h"
 
 namespace zx {
 
@@ -20,8 +20,8 @@ enum class Combine { sum, max };
 
 class SmallAllReduce {
  public:
-  // The line's group must take CPU tensors.
-  explicit SmallAllReduce(Line line) : line_(std::move(line)) {}
+  // The communicator's group must take CPU tensors.
+  explicit SmallAllReduce(Communicator comm) : comm_(std::move(comm)) {}
 
   // Reduces in place a contiguous CPU tensor of integers, which has the same shape on all ranks. Collective; to be
   // called by one thread only. Throws std::runtime_error that names the rank that is gone.
@@ -35,9 +35,9 @@ class SmallAllReduce {
  private:
   void run_in_memory(at::Tensor& values, const CombineInto& combine);
 
-  Line line_;
+  Communicator comm_;
   Tags tags_{TagKind::small};
-  MemoryMessages memory_{line_, tags_.next()};
+  MemoryMessages memory_{comm_, tags_.next()};
 };
 
 }  // namespace zx

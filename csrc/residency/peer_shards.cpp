@@ -11,18 +11,18 @@
 
 namespace zx {
 
-PeerShards::PeerShards(Line line, std::vector<int64_t> processes, std::vector<int> ranks, int num_holders, int rank,
-                       std::chrono::milliseconds timeout)
-    : whereabouts_(line.whereabouts),
+PeerShards::PeerShards(Communicator comm, std::vector<int64_t> processes, std::vector<int> ranks, int num_holders,
+                       int rank, std::chrono::milliseconds timeout)
+    : failure_detector_(comm.failure_detector),
       neighbours_(std::move(processes)),
       ranks_(std::move(ranks)),
       num_holders_(num_holders),
       rank_(rank),
       asks_others_(!others(/*neighbours=*/false, num_holders).empty()),
       timeout_(timeout) {
-  if (line.group == nullptr) return;
-  server_ = std::make_unique<ShardServer>(line.group);
-  questions_ = std::make_unique<ShardQuestions>(std::move(line));
+  if (comm.group == nullptr) return;
+  server_ = std::make_unique<ShardServer>(comm.group);
+  questions_ = std::make_unique<ShardQuestions>(std::move(comm));
 }
 
 // Of the first `count`, from the next one on, so that no rank is everybody's first.
@@ -55,7 +55,7 @@ void PeerShards::fetch(const Question& wanted, const std::vector<ShardPlace>& pl
     if (pieces.empty()) continue;
     await(peer, place, ShardStamp::version, wanted.version);
     if (wanted.stored > 0) await(peer, place, ShardStamp::stored, wanted.stored);
-    whereabouts_->needing(ranks_[peer], [&] {
+    failure_detector_->needing(ranks_[peer], [&] {
       if (place.mapped.defined()) {
         target.pull(peer, place.mapped);
       } else {
@@ -110,7 +110,7 @@ int64_t PeerShards::read_stamp(int rank, const ShardPlace& place, ShardStamp sta
 
 int64_t PeerShards::await(int rank, const ShardPlace& place, ShardStamp stamp, int64_t value) const {
   int64_t found = 0;
-  whereabouts_->needing(ranks_[rank], [&] {
+  failure_detector_->needing(ranks_[rank], [&] {
     // Read twice: the system need not copy eight bytes at once.
     const auto is_there = [&] {
       found = read_stamp(rank, place, stamp);
@@ -128,7 +128,7 @@ int64_t PeerShards::await(int rank, const ShardPlace& place, ShardStamp stamp, i
 }
 
 void PeerShards::say_left() const {
-  for (const int peer : others(false, num_ranks())) questions_->say_farewell(ranks_[peer]);
+  for (const int peer : others(false, num_ranks())) questions_->leave_failure_record(ranks_[peer]);
 }
 
 bool PeerShards::has_left(int rank, const ShardPlace& place) const {

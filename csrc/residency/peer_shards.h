@@ -10,8 +10,8 @@
 #include <string>
 #include <vector>
 
+#include "peers/failure_detector.h"
 #include "peers/neighbours.h"
-#include "peers/whereabouts.h"
 #include "residency/shard_questions.h"
 #include "residency/shard_server.h"
 #include "residency/shard_stamps.h"
@@ -37,8 +37,8 @@ namespace zx {
 // - Writes outside step() have to happen on all ranks. A rank takes over its part when all have written their copies,
 //   since a rank that is late may read the old values to compute the new ones. Then it reads nobody's shard before that
 //   is stored. Ranks that are about to take rank 0's values (broadcast_parameters(), and where a wrapper is built)
-//   stand by meanwhile: who writes then keeps its copy as it is, until all have met there, and rank 0's goes to the
-//   shards.
+//   stand by meanwhile: who writes then keeps its copy as it is, until all have synchronized there, and rank 0's goes
+//   to the shards.
 // A rank that does not come is named after the timeout.
 //
 // On a mesh (replicate, shard) parameters are sharded over the shard axis only: of each bucket a rank keeps all the
@@ -55,15 +55,15 @@ namespace zx {
 //
 // - Before a stamp says that a shard was written: until the device has written it (Room::serve).
 // - Before another rank may overwrite a shard that this one reads: until the device has read it (Room::await_pulls).
-//   That is before ranks meet in step() and at the end of whole(), before this rank says that it has written its copy,
-//   and before it says that it has left.
+//   That is before ranks synchronize in step() and at the end of whole(), before this rank says that it has written its
+//   copy, and before it says that it has left.
 //
 // If any rank can't map a neighbour's shards, no rank does: each keeps a copy of its shards in the host's memory, which
 // others read as on hosts. Ranks on other machines ask for that copy.
 //
 // A rank that is dead is found by its stamps, before anything is copied. Copies that were queued before it died read
 // memory that the driver keeps for as long as it is mapped anywhere. If they were garbage all the same, no update could
-// use them: the next settle() raises.
+// use them: the next sync() raises.
 
 // Where a rank has a shard and its stamps, in the host's memory. `mapped`: the shard's bytes in its device's memory, as
 // a tensor of this rank's device; undefined if they are read in the host's.
@@ -77,9 +77,9 @@ struct ShardPlace {
 class PeerShards {
  public:
   // `ranks`: all, by their numbers, those first among whom a bucket is sharded, `num_holders` of them, this one among
-  // them; everywhere here a rank is its place in this list. `processes` as in Neighbours. `line`: to all; without a
+  // them; everywhere here a rank is its place in this list. `processes` as in Neighbours. `comm`: to all; without a
   // group if all are neighbours.
-  PeerShards(Line line, std::vector<int64_t> processes, std::vector<int> ranks, int num_holders, int rank,
+  PeerShards(Communicator comm, std::vector<int64_t> processes, std::vector<int> ranks, int num_holders, int rank,
              std::chrono::milliseconds timeout);
 
   int rank() const { return rank_; }
@@ -121,7 +121,7 @@ class PeerShards {
   std::vector<int> others(bool neighbours, int count) const;
   int num_ranks() const { return static_cast<int>(ranks_.size()); }
 
-  std::shared_ptr<Whereabouts> whereabouts_;
+  std::shared_ptr<FailureDetector> failure_detector_;
   Neighbours neighbours_;
   std::vector<int> ranks_;
   int num_holders_;

@@ -143,7 +143,7 @@ void Residents::leave_whole() {
   evict_for(0, nullptr);
 }
 
-// Ranks meet next, and may then overwrite their shards.
+// Ranks synchronize next, and may then overwrite their shards.
 std::vector<int64_t> Residents::written_inside() const {
   await_pulls();
   const std::lock_guard lock(mutex_);

@@ -286,7 +286,7 @@ std::string Residents::fetch_now(ShardedBucket& sharded, std::unique_lock<std::m
   const bool updating = now_.updating;
   lock.unlock();
   const std::string failure = fetch(sharded, /*memory_too=*/!has_memory, /*own_too=*/!has_own);
-  if (updating) sharded.room->await_pulls();  // step() reads this itself, and goes on to where ranks meet
+  if (updating) sharded.room->await_pulls();  // step() reads this itself, and goes on to a sync point
   lock.lock();
   if (now_.failure.empty()) now_.failure = failure;
   --now_.num_fetching;

@@ -79,7 +79,7 @@ class Residents final : public ReadGuard::Watcher, public FaultReader {
   // How much may be resident; no limit at first.
   void set_limit(size_t bytes);
 
-  // Before all ranks meet in step(): afterwards no thread of this rank reads another's shard until end_update().
+  // Before all ranks synchronize in step(): afterwards no thread of this rank reads another's shard until end_update().
   void begin_update();
   // The shard has the values of this step. `rows`: see Room::serve().
   void publish(int64_t bucket, const at::Tensor& rows);

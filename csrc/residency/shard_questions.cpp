@@ -34,8 +34,8 @@ at::Tensor AskedBy::pack_pieces(const std::vector<BytePiece>& pieces) {
   return packed;
 }
 
-ShardQuestions::ShardQuestions(Line line)
-    : line_(std::move(line)), backend_(line_.group->getBackend(c10::DeviceType::CPU)) {}
+ShardQuestions::ShardQuestions(Communicator comm)
+    : comm_(std::move(comm)), backend_(comm_.group->getBackend(c10::DeviceType::CPU)) {}
 
 int ShardQuestions::take_tag() {
   const std::lock_guard lock(mutex_);
@@ -48,10 +48,10 @@ int ShardQuestions::take_tag() {
 ShardQuestions::Asked ShardQuestions::ask(int peer, const Question& question, const at::Tensor& answer,
                                           const std::vector<BytePiece>& pieces) {
   const ReadGuard::Pause pause;
-  AskedBy by_me{question, line_.group->getRank(), take_tag()};
+  AskedBy by_me{question, comm_.group->getRank(), take_tag()};
   by_me.question.num_pieces = static_cast<int64_t>(pieces.size());
   Asked asked{peer, by_me.tag, {by_me.packed(), answer, AskedBy::pack_pieces(pieces)}};
-  line_.needing(peer, [&] {
+  comm_.needing(peer, [&] {
     std::vector<at::Tensor> received{answer};
     std::vector<at::Tensor> sent{asked.messages[0]};
     asked.receiving = backend_->recv(received, peer, by_me.tag_of_answer());
@@ -63,19 +63,19 @@ ShardQuestions::Asked ShardQuestions::ask(int peer, const Question& question, co
 }
 
 void ShardQuestions::await(const Asked& asked) {
-  line_.await({asked.receiving, asked.peer});
+  comm_.await({asked.receiving, asked.peer});
   const std::lock_guard lock(mutex_);
   free_tags_.push_back(asked.tag);
 }
 
-void ShardQuestions::say_farewell(int peer) {
+void ShardQuestions::leave_failure_record(int peer) {
   const ReadGuard::Pause pause;
-  const AskedBy by_me{{}, line_.group->getRank(), AskedBy::kFarewell};
+  const AskedBy by_me{{}, comm_.group->getRank(), AskedBy::kFailureRecord};
   std::vector<at::Tensor> sent{by_me.packed()};
   try {
     const Work sending = backend_->send(sent, peer, AskedBy::tag_of_questions());
     const std::lock_guard lock(mutex_);
-    farewells_.push_back({peer, by_me.tag, {sent[0]}, sending});
+    failure_records_.push_back({peer, by_me.tag, {sent[0]}, sending});
   } catch (const std::exception&) {  // it is gone
   }
 }

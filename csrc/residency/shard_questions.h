@@ -8,9 +8,9 @@
 #include <mutex>
 #include <vector>
 
+#include "peers/failure_detector.h"
 #include "peers/neighbours.h"
 #include "peers/tags.h"
-#include "peers/whereabouts.h"
 
 namespace zx {
 
@@ -38,10 +38,10 @@ struct Question {
 struct AskedBy {
   Question question;
   int rank;
-  int tag;              // of the answer; kFarewell: this rank will ask nothing more
+  int tag;              // of the answer; kFailureRecord: this rank will ask nothing more
   at::Tensor pieces{};  // pack_pieces(), which travel by themselves; undefined if there are none
 
-  static constexpr int kFarewell = -1;
+  static constexpr int kFailureRecord = -1;
   static constexpr int64_t kNumbers = 8;
   at::Tensor packed() const;
   static AskedBy unpack(const at::Tensor& numbers);
@@ -55,8 +55,8 @@ struct AskedBy {
 // Any thread may call any of these, and none needs the GIL.
 class ShardQuestions {
  public:
-  // `line`: a gloo group.
-  explicit ShardQuestions(Line line);
+  // `comm`: a gloo group.
+  explicit ShardQuestions(Communicator comm);
 
   struct Asked {
     int peer;
@@ -66,23 +66,23 @@ class ShardQuestions {
     Work receiving{};
   };
   // Starts asking rank `peer`, whose answer will be in `answer`: the whole shard if it wants that, or pieces of it, if
-  // there are any. Throws as Whereabouts::needing().
+  // there are any. Throws as FailureDetector::needing().
   Asked ask(int peer, const Question& question, const at::Tensor& answer, const std::vector<BytePiece>& pieces = {});
-  // Returns when the answer is there. Throws as Whereabouts::await().
+  // Returns when the answer is there. Throws as FailureDetector::await().
   void await(const Asked& asked);
 
   // This rank will ask `peer` nothing more. Never throws.
-  void say_farewell(int peer);
+  void leave_failure_record(int peer);
 
  private:
   int take_tag();
 
-  const Line line_;
+  const Communicator comm_;
   const c10::intrusive_ptr<c10d::Backend> backend_;
   std::mutex mutex_;  // of all below
   std::vector<int> free_tags_;
   int num_tags_ = 0;
-  std::vector<Asked> farewells_;
+  std::vector<Asked> failure_records_;
 };
 
 }  // namespace zx

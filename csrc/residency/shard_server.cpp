@@ -79,7 +79,7 @@ bool ShardServer::listen() {
     if (!receive(backend_->recv(pieces, asked.rank, asked.tag_of_pieces()))) return !is_stopping();
   }
   const std::lock_guard lock(mutex_);
-  if (asked.tag == AskedBy::kFarewell) {
+  if (asked.tag == AskedBy::kFailureRecord) {
     askers_.at(asked.rank).has_left = true;
   } else {
     kept_.push_back(std::move(asked));

@@ -9,7 +9,7 @@
 #include <thread>
 #include <vector>
 
-#include "peers/whereabouts.h"
+#include "peers/failure_detector.h"
 #include "residency/shard_questions.h"
 #include "residency/shard_stamps.h"
 

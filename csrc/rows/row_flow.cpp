@@ -42,7 +42,7 @@ void RowFlow::add(TableSpec spec, at::Tensor param, at::Tensor own) {
   values_.push_back(own.defined() ? std::move(own) : param);
   params_.push_back(std::move(param));
   seen_.emplace_back();
-  landed_.emplace_back();
+  reduced_.emplace_back();
 }
 
 RowChange RowFlow::change() const {
@@ -76,7 +76,7 @@ bool RowFlow::pack() {
 
 void RowFlow::forget() {
   seen_.assign(seen_.size(), Seen{});
-  landed_.assign(landed_.size(), std::nullopt);
+  reduced_.assign(reduced_.size(), std::nullopt);
 }
 
 void RowFlow::note_seen() {
@@ -127,7 +127,7 @@ RowChange RowFlow::exchange(const std::vector<int64_t>& told, bool goes_on) {
       }
       headers = tell();
     }
-    land(headers);
+    reduce(headers);
     note_seen();
   }
   packed_.words.clear();
@@ -135,7 +135,7 @@ RowChange RowFlow::exchange(const std::vector<int64_t>& told, bool goes_on) {
   return change;
 }
 
-void RowFlow::land(const std::vector<int64_t>& headers) {
+void RowFlow::reduce(const std::vector<int64_t>& headers) {
   const auto num_tables = static_cast<int64_t>(params_.size());
   const int64_t world = messages_->world();
   const int64_t size = static_cast<int64_t>(headers.size()) / world;
@@ -151,10 +151,10 @@ void RowFlow::land(const std::vector<int64_t>& headers) {
     next = std::copy_n(numbers + 1 + num_tables, num_tables * world, next);
     if (reads) addresses.push_back(numbers[size - 1]);
   }
-  std::vector<LandedRows> landed = tables_.land(collect(addresses), counts_);
+  std::vector<ReducedRows> reduced = tables_.reduce(collect(addresses), counts_);
   for (int64_t t = 0; t < num_tables; ++t) {
-    landed_[t].reset();
-    if (present[t]) landed_[t] = std::move(landed[t]);
+    reduced_[t].reset();
+    if (present[t]) reduced_[t] = std::move(reduced[t]);
   }
 }
 
@@ -174,7 +174,7 @@ std::vector<at::Tensor> RowFlow::collect(const std::vector<int64_t>& addresses) 
     found[rank] = at::empty({spans[rank].count}, at::kInt);
     if (spans[rank].count == 0) continue;
     const auto address = static_cast<uint64_t>(addresses[rank]) + spans[rank].start * found[rank].element_size();
-    messages_->line().needing(
+    messages_->comm().needing(
         rank, [&] { neighbours_.read(rank, address, found[rank].mutable_data_ptr(), found[rank].nbytes()); });
   }
   return found;
@@ -183,12 +183,12 @@ std::vector<at::Tensor> RowFlow::collect(const std::vector<int64_t>& addresses) 
 void RowFlow::update(const std::vector<RowRule>& rules) {
   std::vector<bool> present;
   bool some = false;
-  for (const auto& landed : landed_) {
-    present.push_back(landed.has_value());
+  for (const auto& reduced : reduced_) {
+    present.push_back(reduced.has_value());
     some |= present.back();
   }
   if (!some) return close();
-  const at::Tensor words = tables_.update(values_, landed_, rules, counts_);
+  const at::Tensor words = tables_.update(values_, reduced_, rules, counts_);
   if (tables_.tells_of(present)) {
     const std::vector<at::Tensor> sent(messages_->world(), words);
     const std::vector<at::Tensor> received = messages_->swap(sent, tables_.updated_words(present, counts_));

@@ -1,4 +1,4 @@
-// A step of an optimizer's tables over the ranks: who has told whom what, what has landed, and what is to be sent
+// A step of an optimizer's tables over the ranks: who has told whom what, what has been reduced, and what is to be sent
 // again. See Note [Rows travel by themselves] in zerox/rows/rows.py.
 #pragma once
 
@@ -29,7 +29,7 @@ class RowFlow {
   // Packs this rank's p.grad of all tables, unless nothing has changed. Returns whether it could: if not, some gradient
   // is not of rows, or of rows that its table does not have.
   bool pack();
-  // p.grad was zeroed or taken away: what landed is of another gradient.
+  // p.grad was zeroed or taken away: what was reduced is of another gradient.
   void forget();
   // p.grad is as it was exchanged, whatever was done to it since.
   void note_seen();
@@ -37,11 +37,11 @@ class RowFlow {
   // What ranks must know of each other before exchange(), as many numbers on all ranks: what has changed, of each table
   // whether there is a gradient, and how many rows each owner gets; in the memory of neighbours also where these are.
   std::vector<int64_t> header();
-  // Collective, after pack(): has the mean land with the rows' owners, unless it is there. `headers`: what all ranks
-  // told each other since then, by rank; none, and they do so now. `goes_on`: update() follows.
+  // Collective, after pack(): the rows' owners reduce the mean, unless it is there. `headers`: what all
+  // ranks told each other since then, by rank; none, and they do so now. `goes_on`: update() follows.
   RowChange exchange(const std::vector<int64_t>& headers, bool goes_on);
   // By table: nothing where no rank has a gradient.
-  const std::vector<std::optional<LandedRows>>& landed() const { return landed_; }
+  const std::vector<std::optional<ReducedRows>>& reduced() const { return reduced_; }
 
   // Collective: updates the rows that this rank owns, by a rule for each table, and where tables are whole, writes
   // those that others updated.
@@ -58,7 +58,7 @@ class RowFlow {
   RowChange change() const;
   std::vector<int64_t> tell();
   std::vector<at::Tensor> collect(const std::vector<int64_t>& addresses);
-  void land(const std::vector<int64_t>& headers);
+  void reduce(const std::vector<int64_t>& headers);
 
   std::shared_ptr<PeerMessages> messages_;
   Neighbours neighbours_;
@@ -69,8 +69,8 @@ class RowFlow {
   Packed packed_;
   // What others may be reading. They have read it when they come to the next message.
   std::vector<at::Tensor> lent_;
-  std::vector<std::optional<LandedRows>> landed_;
-  at::Tensor counts_;  // of what has landed: int64 [W, tables, W], see Packed
+  std::vector<std::optional<ReducedRows>> reduced_;
+  at::Tensor counts_;  // of what has been reduced: int64 [W, tables, W], see Packed
 };
 
 }  // namespace zx

@@ -49,7 +49,7 @@ struct WordSpan {
 };
 
 // The mean of the rows of one table that this rank owns and that some rank touched, in ascending order.
-struct LandedRows {
+struct ReducedRows {
   at::Tensor rows;    // int64 [n]
   at::Tensor places;  // int64 [n]
   at::Tensor values;  // float32 [n, width]
@@ -69,10 +69,10 @@ class RowTables {
   // From what every rank has told, int64 [W, tables, W] as Packed::counts: of each rank's words those for this rank.
   std::vector<WordSpan> words_from_each(const at::Tensor& counts) const;
   // Adds up what ranks sent, in their order, and divides.
-  std::vector<LandedRows> land(const std::vector<at::Tensor>& words, const at::Tensor& counts) const;
+  std::vector<ReducedRows> reduce(const std::vector<at::Tensor>& words, const at::Tensor& counts) const;
 
-  // Updates tables of which something has landed. Returns the message about those that are whole, for all ranks.
-  at::Tensor update(const std::vector<at::Tensor>& params, const std::vector<std::optional<LandedRows>>& landed,
+  // Updates tables of which something has been reduced. Returns the message about those that are whole, for all ranks.
+  at::Tensor update(const std::vector<at::Tensor>& params, const std::vector<std::optional<ReducedRows>>& reduced,
                     const std::vector<RowRule>& rules, const at::Tensor& counts);
   // Whether there is such a message.
   bool tells_of(const std::vector<bool>& present) const;
@@ -98,9 +98,9 @@ class RowTables {
   int64_t most_updated(size_t table, int64_t owner, const int64_t* counts) const;
   int64_t updated_words(size_t table, int64_t owner, const int64_t* counts) const;
   const int64_t* checked(const at::Tensor& counts) const;
-  LandedRows land_one(const Table& table, const std::vector<const int32_t*>& words,
-                      const std::vector<int64_t>& counts) const;
-  void update_one(Table& table, const at::Tensor& param, const LandedRows& grad, const RowRule& by,
+  ReducedRows reduce_one(const Table& table, const std::vector<const int32_t*>& words,
+                         const std::vector<int64_t>& counts) const;
+  void update_one(Table& table, const at::Tensor& param, const ReducedRows& grad, const RowRule& by,
                   void* updated) const;
 
   int64_t rank_;

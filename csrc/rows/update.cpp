@@ -66,22 +66,22 @@ std::vector<int64_t> RowTables::updated_words(const std::vector<bool>& present, 
 }
 
 at::Tensor RowTables::update(const std::vector<at::Tensor>& params,
-                             const std::vector<std::optional<LandedRows>>& landed, const std::vector<RowRule>& rules,
+                             const std::vector<std::optional<ReducedRows>>& reduced, const std::vector<RowRule>& rules,
                              const at::Tensor& counts) {
   check_length(params.size(), tables_.size(), "params");
-  check_length(landed.size(), tables_.size(), "landed");
+  check_length(reduced.size(), tables_.size(), "reduced");
   check_length(rules.size(), tables_.size(), "rules");
   const int64_t* count_of = checked(counts);
   int64_t size = 0;
   for (size_t t = 0; t < tables_.size(); ++t) {
-    size += landed[t] && !tables_[t].is_sharded ? updated_words(t, rank_, count_of) : 0;
+    size += reduced[t] && !tables_[t].is_sharded ? updated_words(t, rank_, count_of) : 0;
   }
   const at::Tensor words = at::empty({world_ == 1 ? 0 : size}, at::kInt);
   auto* next = words.mutable_data_ptr<int32_t>();
   for (size_t t = 0; t < tables_.size(); ++t) {
-    if (!landed[t]) continue;
+    if (!reduced[t]) continue;
     Table& table = tables_[t];
-    const LandedRows& grad = *landed[t];
+    const ReducedRows& grad = *reduced[t];
     const int64_t count = grad.rows.numel();
     check_rows(grad.rows, "rows");
     check_rows(grad.places, "places");
@@ -111,7 +111,7 @@ at::Tensor RowTables::update(const std::vector<at::Tensor>& params,
   return words;
 }
 
-void RowTables::update_one(Table& table, const at::Tensor& param, const LandedRows& grad, const RowRule& by,
+void RowTables::update_one(Table& table, const at::Tensor& param, const ReducedRows& grad, const RowRule& by,
                            void* updated) const {
   const TouchedRows touched{.count = grad.rows.numel(),
                             .width = table.width,

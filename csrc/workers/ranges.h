@@ -1,12 +1,12 @@
 // The ranges that profilers show of a bucket: one for each thing that happens to it, in the order of these things.
 //
 //   launch        autograd's thread   its last gradient is ready and its turn has come: gradients are taken
-//   pack          pack worker         what is not straight is copied, messages are posted
-//   land          land worker         contains:
+//   pack          pack worker         what is not zero-copy is copied, messages are posted
+//   land          reduce worker       contains:
 //     wait                              until the messages are there
 //     reduce                            neighbours are read, slices summed
 //     let_go                            tells others that it reads no more, waits until they read no more
-//   settle        optimizer's caller  (no bucket) until all that was launched has landed; contains:
+//   settle        optimizer's caller  (no bucket) until all that was launched has been reduced; contains:
 //     agree                             until all ranks are there
 //   update        optimizer's caller  the shard's states and parameters
 //   gather        optimizer's caller  messages are posted

@@ -10,14 +10,16 @@ internals::Guard guard(c10::Device device) { return internals::Guard(device.type
 }  // namespace
 
 Streams::Streams(c10::Device device)
-    : device_(device), pack_(internals::high_priority_stream(device)), land_(internals::high_priority_stream(device)) {}
+    : device_(device),
+      pack_(internals::high_priority_stream(device)),
+      reduce_(internals::high_priority_stream(device)) {}
 
 Streams::~Streams() {
   try {
     await_all();
     const c10::Event here = record(current());
     here.block(pack_);
-    here.block(land_);
+    here.block(reduce_);
   } catch (const c10::Error&) {  // the device's runtime may be gone when the process exits
   }
 }
@@ -44,9 +46,9 @@ void Streams::retain_gradients(std::vector<at::Tensor> gradients, std::vector<c1
   gradients_.push_back({std::move(gradients), std::move(producers), std::move(packed)});
 }
 
-void Streams::retain_buffers(std::vector<at::Tensor> buffers, c10::Event landed) {
+void Streams::retain_buffers(std::vector<at::Tensor> buffers, c10::Event reduced) {
   const std::lock_guard lock(mutex_);
-  buffers_.push_back({std::move(buffers), {pack_}, std::move(landed)});
+  buffers_.push_back({std::move(buffers), {pack_}, std::move(reduced)});
 }
 
 // Tensors are freed outside the lock: freeing one that Python has seen needs the GIL.
@@ -68,7 +70,7 @@ void Streams::free_buffers(size_t keep) { free(std::unique_lock(mutex_), buffers
 void Streams::await_all() {
   const c10::Stream here = current();
   record(pack_).block(here);
-  record(land_).block(here);
+  record(reduce_).block(here);
   free_gradients(0);
   free_buffers(0);
 }

@@ -14,22 +14,22 @@ namespace zx {
 // Note [Streams]
 // On an accelerator a flight is work on three streams:
 //
-//   a stream of autograd (producer) --event--> pack stream --the exchange's own--> land stream --> land()'s caller
+//   a stream of autograd (producer) --event--> pack stream --the exchange's own--> reduce stream --> reduce()'s caller
 //
-// Packing waits for every stream that produced one of the gradients. Landing has a stream of its own, since a pack
+// Packing waits for every stream that produced one of the gradients. Reduction has a stream of its own, since a pack
 // stream that waits for the wire would leave the wire idle. Both have high priority: they are short, and the next
 // bucket waits behind them. Nothing waits on the host, unless the backend itself works there (gloo).
 //
 // Memory that crosses streams is given back only after the stream that allocated it has waited for its last use:
 // - A flight's buffers belong to the pack stream. Before a third flight gets buffers, the pack stream waits for the
-//   landing of the first, and the first one's buffers are free: so never more than two flights have buffers.
+//   reduction of the first, and the first one's buffers are free: so never more than two flights have buffers.
 // - Gradients belong to their producers. When a flight is launched, the producers of all but the latest two flights
 //   wait for their packing, and those gradients are free. So autograd's streams wait for the wire only if two more
 //   buckets wait to be packed, and then the step waits for the wire anyway. Without this wait, a host that runs ahead
 //   of the device would hold all gradients at once.
 // - If the backend works on the host, the worker that packs waits for its stream and then frees the gradients, so that
 //   their producers wait for nothing: where the wire is slow it comes to a flight late, perhaps after the last launch.
-// - A shard belongs to the land stream. The update reads it, and zero_grad() frees it. It is written again only for
+// - A shard belongs to the reduce stream. The update reads it, and zero_grad() frees it. It is written again only for
 //   gradients that were produced after that update.
 
 using Events = std::vector<c10::Event>;
@@ -49,7 +49,7 @@ class Streams {
   Streams& operator=(const Streams&) = delete;
 
   c10::Stream pack() const { return pack_; }
-  c10::Stream land() const { return land_; }
+  c10::Stream reduce() const { return reduce_; }
   c10::Stream current() const;
 
   void synchronize_pack() const;  // the host waits
@@ -58,14 +58,14 @@ class Streams {
 
   // After `packed`, the gradients go back to their producers.
   void retain_gradients(std::vector<at::Tensor> gradients, std::vector<c10::Stream> producers, c10::Event packed);
-  // After `landed`, the buffers go back to the pack stream.
-  void retain_buffers(std::vector<at::Tensor> buffers, c10::Event landed);
+  // After `reduced`, the buffers go back to the pack stream.
+  void retain_buffers(std::vector<at::Tensor> buffers, c10::Event reduced);
 
   // Makes the owners of all but the latest `keep` wait, and frees those.
   void free_gradients(size_t keep);
   void free_buffers(size_t keep);
 
-  // Makes the current stream wait for everything that was packed and landed so far, and frees everything retained.
+  // Makes the current stream wait for everything that was packed and reduced so far, and frees everything retained.
   void await_all();
 
  private:
@@ -73,7 +73,7 @@ class Streams {
 
   c10::Device device_;
   c10::Stream pack_;
-  c10::Stream land_;
+  c10::Stream reduce_;
   std::mutex mutex_;  // of what follows: workers and autograd's threads meet here
   std::deque<Retained> gradients_;
   std::deque<Retained> buffers_;

@@ -1,5 +1,5 @@
-// Packs and lands flights in the order in which they were launched, and knows which ones are in the air, and the first
-// error. This is plain C++, unit-tested without torch and under the thread sanitizer: Flights knows what a flight
+// Packs and reduces flights in the order in which they were launched, and knows which ones are in the air, and the
+// first error. This is plain C++, unit-tested without torch and under the thread sanitizer: Flights knows what a flight
 // carries.
 #pragma once
 
@@ -20,13 +20,13 @@
 namespace zx {
 
 // Note [Two workers]
-// Packing and landing run on two threads beside autograd's, each in launch order. So launching a bucket costs backward
-// a queue entry, and nothing in backward waits for the wire. At most two flights have buffers at a time: the next one
-// is packed when the first has landed, and its gradients stay where they are until then.
+// Packing and reduction run on two threads beside autograd's, each in launch order. So launching a bucket costs
+// backward a queue entry, and nothing in backward waits for the wire. At most two flights have buffers at a time: the
+// next one is packed when the first has been reduced, and its gradients stay where they are until then.
 //
 // On an accelerator whose backend works on streams (NCCL), the streams are the workers: the thread that launches
-// enqueues packing and landing there at once. If the backend works on the host (gloo), the threads stay, and each has a
-// stream.
+// enqueues packing and reduction there at once. If the backend works on the host (gloo), the threads stay, and each has
+// a stream.
 //
 // A `Flight` has describe(), and `pending`: a pointer to the messages that it waits for. Their abort() wakes a waiting
 // thread.
@@ -36,10 +36,10 @@ class TwoWorkers {
   using Task = std::function<void()>;
   using FlightTask = std::function<void(Flight&)>;
 
-  // `pack` and `land` are called once for each flight, with no lock held, even after an error. They must not throw: see
-  // attempt(). Without threads, the thread that launches runs them.
-  TwoWorkers(bool has_threads, FlightTask pack, FlightTask land)
-      : has_threads_(has_threads), pack_(std::move(pack)), land_(std::move(land)) {}
+  // `pack` and `reduce` are called once for each flight, with no lock held, even after an error. They must not throw:
+  // see attempt(). Without threads, the thread that launches runs them.
+  TwoWorkers(bool has_threads, FlightTask pack, FlightTask reduce)
+      : has_threads_(has_threads), pack_(std::move(pack)), reduce_(std::move(reduce)) {}
 
   // Aborts what is under way, and ends the threads.
   ~TwoWorkers() {
@@ -71,8 +71,8 @@ class TwoWorkers {
     }
   }
 
-  // Runs `task` after all flights launched so far have landed.
-  void after_landing(Task task) {
+  // Runs `task` after all flights launched so far have been reduced.
+  void after_reduction(Task task) {
     start_held();
     {
       std::unique_lock lock(sky_.mutex);
@@ -84,7 +84,7 @@ class TwoWorkers {
       sky_.airborne.push_back(nullptr);  // the task has a place in line: a later one must not overtake it
     }
     post(pack_worker_, [this, task = std::move(task)] {
-      post(land_worker_, [this, task] {
+      post(reduce_worker_, [this, task] {
         task();
         const std::lock_guard lock(sky_.mutex);
         sky_.airborne.pop_front();
@@ -92,28 +92,28 @@ class TwoWorkers {
     });
   }
 
-  // Waits until at most `most` have not landed, or nothing will land any more. Returns false if none lands for
-  // `patience`.
+  // Waits until at most `most` have not been reduced, or nothing will be reduced any more. Returns false if none is
+  // reduced for `patience`.
   bool await_all_but(int64_t most, std::chrono::milliseconds patience) {
     if (held_back_.on) return true;
     std::unique_lock lock(sky_.mutex);
-    while (num_launched_ - num_landed_ > most && sky_.error.empty() && !sky_.aborted) {
-      const int64_t before = num_landed_;
-      if (!sky_.landed.wait_for(lock, patience, [this, before] { return num_landed_ > before; })) return false;
+    while (num_launched_ - num_reduced_ > most && sky_.error.empty() && !sky_.aborted) {
+      const int64_t before = num_reduced_;
+      if (!sky_.reduced.wait_for(lock, patience, [this, before] { return num_reduced_ > before; })) return false;
     }
     return true;
   }
 
-  // Waits until all have landed. Returns the first error, now and on every later call; empty if there was none.
+  // Waits until all have been reduced. Returns the first error, now and on every later call; empty if there was none.
   std::string drain() {
     start_held();
     pack_worker_.drain();
-    land_worker_.drain();
+    reduce_worker_.drain();
     const std::lock_guard lock(sky_.mutex);
     return sky_.error;
   }
 
-  // Tells what is known to be wrong: the first error, or what has not landed; empty if nothing is.
+  // Tells what is known to be wrong: the first error, or what has not been reduced; empty if nothing is.
   std::string trouble() {
     const std::lock_guard lock(sky_.mutex);
     if (!sky_.error.empty()) return sky_.error;
@@ -125,12 +125,12 @@ class TwoWorkers {
   }
 
   bool has_threads() const { return has_threads_; }
-  int64_t num_landed() const { return num_landed_; }
+  int64_t num_reduced() const { return num_reduced_; }
   int64_t num_launched() const { return num_launched_; }
-  // For tests of overlap: holds every flight back until drain() or after_landing().
+  // For tests of overlap: holds every flight back until drain() or after_reduction().
   void hold_back(bool hold) { held_back_.on = hold; }
 
-  // For `pack` and `land`: runs `body`, and remembers what it throws if that is the first error.
+  // For `pack` and `reduce`: runs `body`, and remembers what it throws if that is the first error.
   template <class Body>
   void attempt(const Flight& flight, const Body& body) {
     try {
@@ -158,8 +158,8 @@ class TwoWorkers {
  private:
   struct Sky {
     std::mutex mutex;  // of the three below, and of each flight's `pending`
-    std::condition_variable landed;
-    std::deque<std::shared_ptr<Flight>> airborne;  // launched and not landed, in order; null for a task
+    std::condition_variable reduced;
+    std::deque<std::shared_ptr<Flight>> airborne;  // launched and not reduced, in order; null for a task
     std::string error;                             // the first one
     bool aborted = false;
   };
@@ -185,21 +185,21 @@ class TwoWorkers {
     buffers_.acquire();
     pack_(*flight);
     if (here) {
-      land(flight);
+      reduce(flight);
     } else {
-      post(land_worker_, [this, flight] { land(flight); });
+      post(reduce_worker_, [this, flight] { reduce(flight); });
     }
   }
 
-  void land(const std::shared_ptr<Flight>& flight) {
-    land_(*flight);
+  void reduce(const std::shared_ptr<Flight>& flight) {
+    reduce_(*flight);
     {
       const std::lock_guard lock(sky_.mutex);
       flight->pending = nullptr;
       sky_.airborne.pop_front();
-      ++num_landed_;
+      ++num_reduced_;
     }
-    sky_.landed.notify_all();
+    sky_.reduced.notify_all();
     buffers_.release();
   }
 
@@ -211,13 +211,13 @@ class TwoWorkers {
 
   bool has_threads_;  // if not, the thread that posts a task runs it
   FlightTask pack_;
-  FlightTask land_;
+  FlightTask reduce_;
   std::atomic<int64_t> num_launched_{0};
-  std::atomic<int64_t> num_landed_{0};
+  std::atomic<int64_t> num_reduced_{0};
   Sky sky_;
   HeldBack held_back_;
   Permits buffers_{2};
-  Worker land_worker_{"zerox land"};  // destroyed after the worker that posts to it
+  Worker reduce_worker_{"zerox land"};  // destroyed after the worker that posts to it
   Worker pack_worker_{"zerox pack"};
 };
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils import cpp_extension
 
 from tests.ranks import TIMEOUT_S, run_threads
-from zerox._C import Whereabouts
+from zerox._C import FailureDetector
 from zerox.ranks.axes import Axis
 from zerox.ranks.calls import say_after
 from zerox.ranks.group import Ranks
@@ -98,7 +98,7 @@ class Lines:
         self.of = {rank: tuple(line) for line in lines for rank in line}
         self.coordinates = tuple(coordinate(rank) for rank in sorted(self.of))
         self.stores = {line: dist.HashStore() for line in set(self.of.values())}
-        self.meetings = {line: machine().Meeting(len(line)) for line in self.stores}
+        self.sync_points = {line: machine().SyncPoint(len(line)) for line in self.stores}
 
     def axis(self, rank: int, over_gloo: bool) -> Axis:
         line = self.of[rank]
@@ -108,7 +108,7 @@ class Lines:
             group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, gloo)
             group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
         else:
-            backend = machine().StreamBackend(line.index(rank), len(line), self.meetings[line])
+            backend = machine().StreamBackend(line.index(rank), len(line), self.sync_points[line])
             group._register_backend(torch.device("fake"), dist.ProcessGroup.BackendType.CUSTOM, backend)
             group._set_default_backend(dist.ProcessGroup.BackendType.CUSTOM)
         return Axis(group, line, self.coordinates)
@@ -127,7 +127,7 @@ def run_fake_ranks(
     ``kind``: "native" or "direct" over a backend with a stream of its own, as NCCL's; "via host" over gloo, through the
     host; "alone" for a world size of 1.
     """
-    meeting = machine().Meeting(world_size)
+    sync_point = machine().SyncPoint(world_size)
 
     def serve(group: dist.ProcessGroup | None) -> Any:
         rank = 0 if group is None else group.rank()
@@ -136,13 +136,13 @@ def run_fake_ranks(
             return function(Ranks.alone(device), *args)
         timeout = timedelta(seconds=TIMEOUT_S)
         times: dict[str, Any] = {"timeout": timeout, "say_after": say_after()}
-        whereabouts = Whereabouts(groups=[], store=None, rank=rank, world=world_size, **times)
+        failure_detector = FailureDetector(groups=[], store=None, rank=rank, world=world_size, **times)
         axes = tuple(lines.axis(rank, over_gloo=kind == "via host") for lines in mesh)
-        known: dict[str, Any] = {"given": group, "whereabouts": whereabouts, "on_mesh": axes}
+        known: dict[str, Any] = {"given": group, "failure_detector": failure_detector, "on_mesh": axes}
         if kind == "via host":
             return function(Ranks(rank, world_size, "gloo", "direct", group, group, device, **known), *args)
         data = dist.ProcessGroup(dist.HashStore(), rank, world_size)
-        backend = machine().StreamBackend(rank, world_size, meeting)
+        backend = machine().StreamBackend(rank, world_size, sync_point)
         data._register_backend(torch.device("fake"), dist.ProcessGroup.BackendType.CUSTOM, backend)
         data._set_default_backend(dist.ProcessGroup.BackendType.CUSTOM)
         return function(Ranks(rank, world_size, "nccl", kind, data, group, device, **known), *args)

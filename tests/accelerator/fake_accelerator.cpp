@@ -266,9 +266,9 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
     auto& clocks = machine().clocks;
     join(clocks[device * kStreamsEach + id], clocks[device * kStreamsEach + other]);
   });
-  pybind11::class_<Meeting, std::shared_ptr<Meeting>>(m, "Meeting").def(pybind11::init<int>());
+  pybind11::class_<SyncPoint, std::shared_ptr<SyncPoint>>(m, "SyncPoint").def(pybind11::init<int>());
   pybind11::class_<StreamBackend, c10d::Backend, c10::intrusive_ptr<StreamBackend>>(m, "StreamBackend")
-      .def(pybind11::init([](int rank, int size, std::shared_ptr<Meeting> meeting) {
-        return c10::make_intrusive<StreamBackend>(rank, size, std::move(meeting));
+      .def(pybind11::init([](int rank, int size, std::shared_ptr<SyncPoint> sync_point) {
+        return c10::make_intrusive<StreamBackend>(rank, size, std::move(sync_point));
       }));
 }

@@ -22,9 +22,9 @@ inline at::Tensor on_host(const at::Tensor& tensor) {
 }
 
 // The ranks' tensors of one collective; all wait for each other when they come and before they go.
-class Meeting {
+class SyncPoint {
  public:
-  explicit Meeting(int size) : size_(size), tensors_(static_cast<size_t>(size)) {}
+  explicit SyncPoint(int size) : size_(size), tensors_(static_cast<size_t>(size)) {}
 
   template <class Body>
   void meet(int rank, const at::Tensor& mine, const Body& body) {
@@ -71,9 +71,9 @@ class StreamWork final : public c10d::Work {
 
 class StreamBackend final : public c10d::Backend {
  public:
-  StreamBackend(int rank, int size, std::shared_ptr<Meeting> meeting)
+  StreamBackend(int rank, int size, std::shared_ptr<SyncPoint> sync_point)
       : Backend(rank, size),
-        meeting_(std::move(meeting)),
+        sync_point_(std::move(sync_point)),
         stream_(FakeGuard().getNewStream({kFake, static_cast<c10::DeviceIndex>(rank)}, 0)) {}
 
   const std::string getBackendName() const override { return "nccl"; }
@@ -117,14 +117,14 @@ class StreamBackend final : public c10d::Backend {
     const c10::Stream old = guard.exchangeStream(stream_);
     access(input, /*write=*/false);
     access(output, /*write=*/true);
-    meeting_->meet(getRank(), input, body);
+    sync_point_->meet(getRank(), input, body);
     guard.exchangeStream(old);
     c10::Event done(kFake);
     done.record(stream_);
     return c10::make_intrusive<StreamWork>(std::move(done), stream_.device());
   }
 
-  std::shared_ptr<Meeting> meeting_;
+  std::shared_ptr<SyncPoint> sync_point_;
   c10::Stream stream_;
 };
 

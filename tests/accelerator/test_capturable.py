@@ -75,7 +75,7 @@ def test_replays_give_the_bits_of_eager_steps(any_device: pytest.MonkeyPatch, st
                     with any_device.context() as during_capture:
                         during_capture.setattr(engine_module, "is_capturing", lambda *_: True)
                         during_capture.setattr(
-                            optimizer.inside, "settle", lambda *_: pytest.fail("ranks meet on the host")
+                            optimizer.inside, "sync", lambda *_: pytest.fail("ranks synchronize on the host")
                         )
                         during_capture.setattr(update.ops, "update_", remember)
                         optimizer.step()

@@ -106,7 +106,7 @@ def trained(ranks: Ranks, stage: int, limit: str) -> list[Tensor]:
     with torch.no_grad():
         layers[1].weight.mul_(2)
     training.step(3)
-    # step() reads these itself, before ranks meet there.
+    # step() reads these itself, before ranks synchronize there.
     layers[4].weight.data, layers[5].weight.data = layers[5].weight.data, layers[4].weight.data
     training.step(4)
     with training.optimizer.whole(), torch.no_grad():

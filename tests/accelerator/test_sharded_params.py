@@ -91,7 +91,7 @@ def shards_written(ranks: Ranks, stage: int) -> list[Tensor]:
     with torch.no_grad(), gather.updating():
         gather.mark_written()
         if stage == 3:
-            ranks.meet("nobody reads")
+            ranks.barrier("nobody reads")
         for values in [each.buffer.own for each in gather.all] if stage == 3 else training.model.parameters():
             values.mul_(2)
     read = training.values()

@@ -132,7 +132,7 @@ def train(ranks: Ranks, stage: int, plan: str, rule: Rule = ADAM, group: Mapping
             if plan == "zero_grad() at once" and step == 1:
                 ours.grads.zero(True)
                 continue
-            ours.settle()
+            ours.sync()
             every = range(len(ours.buckets))
             for run in [every] if step % 2 else [[index] for index in every]:
                 update(rule, [shard_at(ours, index) for index in run], table.refresh([dict(group)]), None)
@@ -192,7 +192,7 @@ def accumulate(ranks: Ranks, stage: int) -> None:
                     loss.backward()
             else:
                 loss.backward()
-        ours.settle()
+        ours.sync()
         ours.expect([torch.full((NUMEL,), 6.0)] * len(params))
         ours.grads.zero(True)
 
@@ -211,7 +211,7 @@ def read_beside_deletion(ranks: Ranks, told_of: int) -> list[str]:
     params = parameters(device)
     ours = GradsOfModel(ranks, params, CAP)
     torch.stack([(param * param).sum() for param in params]).sum().backward()
-    ours.settle()
+    ours.sync()
     side = machine().new_stream(device.index)
     machine().wait_stream(device.index, side, 0)
     with on_stream(side, device.index):
@@ -254,7 +254,7 @@ def test_what_is_done_to_a_parameter_is_seen(detector: Any) -> None:
 
 
 def places_of_gradients(ranks: Ranks) -> tuple[int, int]:
-    """At how many addresses gradients lay in a backward of 32 parameters, and bytes that stay after landing."""
+    """At how many addresses gradients lay in a backward of 32 parameters, and bytes that stay after reduction."""
     params = parameters(ranks.device, count=32)
     ours = GradsOfModel(ranks, params, CAP, 2)
     before = machine().live_bytes()
@@ -264,7 +264,7 @@ def places_of_gradients(ranks: Ranks) -> tuple[int, int]:
         total = total + (param * total.detach().exp()).sum()
         param.register_post_accumulate_grad_hook(lambda p: addresses.add(p.grad.data_ptr()))
     total.backward()
-    ours.settle()
+    ours.sync()
     shards = sum(bucket.plan.layout.shard_numel for bucket in ours.buckets) * 4
     del total
     return len(addresses), machine().live_bytes() - before - shards
@@ -276,7 +276,7 @@ def test_gradients_are_freed_while_backward_runs() -> None:
         addresses, left = run_fake_ranks(places_of_gradients, 1, "alone")[0]
     # Two parameters a bucket; those of two buckets that are packed, of one on its way there, of one being filled.
     assert addresses <= 2 * 5
-    assert left < NUMEL * 4, "exchange buffers and gradients are free once all has landed"
+    assert left < NUMEL * 4, "exchange buffers and gradients are free once all has been reduced"
 
 
 def whole_optimizer(ranks: Ranks, weighs: bool) -> list[Tensor]:

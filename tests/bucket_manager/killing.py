@@ -66,7 +66,7 @@ class Training:
         elif self.place == "backward":
             self.model[1].register_forward_hook(self.die_in_its_backward)
         elif self.place == "clip":
-            self.die_at_call(zerox.calls.grad_calls, "total_words", 1)
+            self.die_at_call(zerox.calls.grad_calls, "total_limbs", 1)
         elif self.place == "step":
             self.die_at_call(zerox.update.update, "update", 2)
         elif self.place == "gather":

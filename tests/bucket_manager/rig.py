@@ -50,16 +50,16 @@ class GradsOfModel:
         self.buckets = []
         for plan in plan_buckets(specs, ranks.size, cap_bytes):
             members = [Member(f"param {index}", params[index], 0, index) for index in plan.params]
-            self.buckets.append(Bucket(plan, members, ranks.rank, rule, rule.wanted([group])))
+            self.buckets.append(Bucket(plan, members, ranks.rank, rule, rule.wanted_states([group])))
             self.grads.add_bucket(self.buckets[-1])
 
-    def settle(self) -> None:
-        self.grads.settle(C.Meeting.STEP)
+    def sync(self) -> None:
+        self.grads.sync(C.SyncPoint.STEP)
 
     def expect(self, expected: Sequence[Tensor | None]) -> None:
         """Asserts that the mean gradient of each parameter is the expected one, or that it has none.
 
-        Looks at this rank's share; settle() first. Gradients of other kernels differ in rounding: 1e-6.
+        Looks at this rank's share; sync() first. Gradients of other kernels differ in rounding: 1e-6.
         """
         reduced = self.reduced()
         for index, bucket in enumerate(self.buckets):

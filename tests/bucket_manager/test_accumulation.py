@@ -39,7 +39,7 @@ class Case:
         )
 
     def expect(self, expected: list[Tensor | None]) -> None:
-        self.ours.settle()
+        self.ours.sync()
         self.ours.expect(expected)
 
 
@@ -139,17 +139,17 @@ def test_a_gradient_discarded_or_zeroed_before_step_is_absent_or_zero(who: str) 
 
 
 def discard_after_settling(rank: int, world_size: int) -> None:
-    """As clip_grad_norm_, then a skipped step, then zero_grad: the reduced gradient had landed long before."""
+    """As clip_grad_norm_, then a skipped step, then zero_grad: the reduced gradient had been reduced long before."""
     case = Case(rank, world_size)
     case.backward(0)
-    case.ours.settle()
+    case.ours.sync()
     case.model.zero_grad()
     case.expect([None] * 6)
     case.backward(1)
     case.expect(case.mean(1))
 
 
-def test_a_gradient_discarded_after_it_landed_is_gone() -> None:
+def test_a_gradient_discarded_after_it_reduced_is_gone() -> None:
     run_ranks(discard_after_settling, 2)
 
 
@@ -224,7 +224,7 @@ def zero_under_way(rank: int, world_size: int, stage: int) -> None:
     case.ours.manager.flights.hold_back(True)
     case.backward(0)
     if stage == 2:
-        assert (case.ours.manager.flights.num_launched, case.ours.manager.flights.num_landed) == (3, 0)
+        assert (case.ours.manager.flights.num_launched, case.ours.manager.flights.num_reduced) == (3, 0)
     case.grads.zero(set_to_none=True)
     assert all(p.grad is None for p in case.params)
     case.ours.manager.flights.hold_back(False)
@@ -243,7 +243,7 @@ def test_zero_grad_discards_flights_under_way(stage: int) -> None:
 def zero_after_landing(rank: int, world_size: int) -> list[bool]:
     case = Case(rank, world_size)
     case.backward(0)
-    case.ours.settle()
+    case.ours.sync()
     held = [case.grads.shard(index) is not None for index in range(3)]
     case.grads.zero(set_to_none=True)
     return held + [case.grads.shard(index) is None and not case.grads.present(index).any() for index in range(3)]

@@ -138,7 +138,7 @@ def _reached(rank: int, world_size: int, how: str) -> list[set[float]]:
     case.backward() if rank == 0 or how != "reached by rank 0" else sum(
         p.sum() * 0.0 for p in case.params[:1]
     ).backward()
-    if how == "replaced and settled":
+    if how == "replaced and synchronized":
         case.optimizer.clip_grad_norm_(1e9)
     for param in case.params:
         param.grad = torch.full_like(param, SIGNS[rank])
@@ -148,7 +148,7 @@ def _reached(rank: int, world_size: int, how: str) -> list[set[float]]:
     return case.exp_avg()
 
 
-@pytest.mark.parametrize("how", ["replaced", "replaced and settled", "reached by rank 0"])
+@pytest.mark.parametrize("how", ["replaced", "replaced and synchronized", "reached by rank 0"])
 def test_what_a_backward_has_reached_is_used_as_it_stands(how: str) -> None:
     for rank, found in enumerate(run_ranks(_reached, 2, how)):
         assert all(values in (set(), {SIGNS[rank]}) for values in found), found

@@ -59,7 +59,7 @@ def checkpointed(
         )
         model(input_of(rank, seed), use_reentrant).square().sum().backward()
         launched.append(ours.manager.flights.num_launched)
-        ours.settle()
+        ours.sync()
         ours.expect(expected)
         if stage == 1:
             for param, want in zip(model.parameters(), expected, strict=True):
@@ -67,7 +67,7 @@ def checkpointed(
                 if want is not None:
                     torch.testing.assert_close(param.grad, want)
         ours.grads.zero(set_to_none=True)
-    assert ours.manager.flights.num_landed == 3 * len(ours.buckets)
+    assert ours.manager.flights.num_reduced == 3 * len(ours.buckets)
     return launched[0], launched[1] - len(ours.buckets)
 
 
@@ -161,7 +161,7 @@ def retained(rank: int, world_size: int, stage: int) -> None:
     loss = model(input_of(rank)).square().sum()
     loss.backward(retain_graph=True)
     loss.backward()
-    ours.settle()
+    ours.sync()
     ours.expect(expected)
 
 
@@ -183,7 +183,7 @@ def double_backward(rank: int, world_size: int, stage: int) -> None:
     ours = GradsOfModel(find_ranks(None), list(model.parameters()), LAYER_CAP, stage)
     expected = mean_of([gradients_of(model, penalised(model, input_of(r))) for r in range(world_size)])
     penalised(model, input_of(rank)).backward()
-    ours.settle()
+    ours.sync()
     ours.expect(expected)
 
 
@@ -197,7 +197,7 @@ def backward_with_create_graph(rank: int, world_size: int, stage: int) -> None:
     ours = GradsOfModel(find_ranks(None), list(model.parameters()), LAYER_CAP, stage)
     expected = mean_of([gradients_of(model, model(input_of(r)).square().sum()) for r in range(world_size)])
     model(input_of(rank)).square().sum().backward(create_graph=True)
-    ours.settle()
+    ours.sync()
     ours.expect(expected)
     ours.grads.zero(set_to_none=True)
 
@@ -214,7 +214,7 @@ def backward_of_chosen_inputs(rank: int, world_size: int, stage: int) -> None:
     ours = GradsOfModel(find_ranks(None), params, LAYER_CAP, stage)
     expected = mean_of([gradients_of(model, model(input_of(r)).square().sum()) for r in range(world_size)])
     model(input_of(rank)).square().sum().backward(inputs=params[2:4])
-    ours.settle()
+    ours.sync()
     ours.expect([None, None, *expected[2:4], None, None])
 
 

@@ -86,7 +86,7 @@ def fail_in_step(training: Training, moment: str, how: signal.Signals) -> None:
     elif moment == "after backward":
         fail_at_call(training.optimizer, "clip_grad_norm_", 1, how)
     elif moment == "inside clip":
-        fail_at_call(zerox.calls.grad_calls, "total_words", 1, how)
+        fail_at_call(zerox.calls.grad_calls, "total_limbs", 1, how)
     elif moment == "inside step":
         fail_at_call(zerox.update.update, "update", 2, how)
     elif moment.endswith("gather"):

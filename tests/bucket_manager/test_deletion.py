@@ -67,7 +67,7 @@ def delete_in_flight(rank: int, _: int, hold: bool) -> tuple[bool, bool, float]:
     training.manager.flights.hold_back(hold)
     if rank == 0:
         training.backward(0)
-    in_flight = rank == 1 or training.manager.flights.num_landed < training.manager.flights.num_launched
+    in_flight = rank == 1 or training.manager.flights.num_reduced < training.manager.flights.num_launched
     ref = weakref.ref(training.optimizer)
     dist.barrier()
     start = time.monotonic()
@@ -142,16 +142,16 @@ def test_the_process_group_may_be_destroyed_first() -> None:
 def let_go_of_groups(_: int, __: int) -> None:
     for _ in range(20):
         ranks = find_ranks(None)
-        whereabouts = ranks.whereabouts
-        assert whereabouts is not None
+        failure_detector = ranks.failure_detector
+        assert failure_detector is not None
         assert ranks.control is not None
         for _ in range(4):
             values = torch.ones(1000)
             work = ranks.control.allreduce([values])
-            whereabouts.await_(work)
+            failure_detector.await_(work)
             del work, values  # gloo's thread may be the last that has them, and wants the GIL to let go
         del ranks
-        del whereabouts  # ends the group, and waits for that thread
+        del failure_detector  # ends the group, and waits for that thread
 
 
 def test_who_ends_a_group_does_not_keep_its_threads_from_the_interpreter() -> None:

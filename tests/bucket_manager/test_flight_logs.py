@@ -37,7 +37,7 @@ def many_flights(rank: int, world_size: int) -> None:
         for part in (1, 2):
             backward(params, factor=part * (rank + 1) * (step + 1))
         mean = 3 * (step + 1) * (world_size + 1) / 2
-        grads.settle()
+        grads.sync()
         grads.expect([torch.full((64,), mean * (index + 1)) for index in range(len(params))])
         grads.grads.zero(set_to_none=True)
 

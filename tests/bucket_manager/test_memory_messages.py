@@ -24,7 +24,7 @@ LARGE = 16 * 1024 * 1024  # elements: reading them takes some 10 ms
 
 def meet() -> tuple[Ranks, C.PeerMessages]:
     ranks = find_ranks(None)
-    return ranks, C.PeerMessages(ranks.control, ranks.whereabouts)
+    return ranks, C.PeerMessages(ranks.control, ranks.failure_detector)
 
 
 def message(sender: int, receiver: int, nth: int) -> Tensor:
@@ -84,7 +84,7 @@ def fail_between(rank: int, _: int, how: str) -> str:
     if rank == 1 and how == "dies":
         fail_now(SIGKILL)
     if rank == 1 and how == "gives up":
-        ranks.whereabouts.leave("zerox: rank 1 has lost its data")
+        ranks.failure_detector.leave("zerox: rank 1 has lost its data")
     if rank == 1 and how == "is late":
         time.sleep(4)
     start = time.monotonic()

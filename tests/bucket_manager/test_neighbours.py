@@ -113,8 +113,8 @@ def trained(rank: int, _: int, where: str, dtype: torch.dtype, stage: int, cap: 
             model(rank, 2 * step + part).backward()
         norms.append(optimizer.clip_grad_norm_(1.0))
         # Exact sums show what is lost in the rounding of a norm.
-        words = [optimizer.inside.grads.words(index) for index in range(len(optimizer.inside.buckets))]
-        norms += [each.clone() for each in words if each is not None]
+        limbs = [optimizer.inside.grads.limbs(index) for index in range(len(optimizer.inside.buckets))]
+        norms += [each.clone() for each in limbs if each is not None]
         optimizer.step()
         optimizer.zero_grad()
     return [*map(bits_of, [*model.parameters(), *norms])], optimizer.inside.manager.traffic

@@ -17,7 +17,7 @@ def orders_of_three_backwards(rank: int, _: int, registered_backwards: bool) -> 
     orders = [ours.manager.backward.launch_order]
     for index in range(3):
         model(input_of(rank, index)).square().sum().backward()
-        ours.settle()
+        ours.sync()
         ours.grads.zero(set_to_none=True)
         orders.append(ours.manager.backward.launch_order)
     return orders
@@ -58,7 +58,7 @@ def train_branches(
             [gradients_of(model, model(input_of(r, index), use[r]).square().sum()) for r in range(world_size)]
         )
         model(input_of(rank, index), use[rank]).square().sum().backward()
-        ours.settle()
+        ours.sync()
         ours.expect(expected)
         found.append(ours.manager.backward.launch_order)
         ours.grads.zero(set_to_none=True)
@@ -96,7 +96,7 @@ def order_with_an_idle_rank_0(rank: int, _: int) -> list[list[int]]:
     for index in range(2):
         if rank > 0 or index > 0:
             model(input_of(rank, index)).square().sum().backward()
-        ours.settle()
+        ours.sync()
         ours.grads.zero(set_to_none=True)
         orders.append(ours.manager.backward.launch_order)
     return orders
@@ -118,6 +118,6 @@ def launches_of_partial_backwards(rank: int, _: int) -> list[int]:
     for use in ([0], [1, 2, 3], [3, 0] if rank else [2]):
         model(input_of(rank), use).square().sum().backward()
         launched.append(ours.manager.flights.num_launched)
-        ours.settle()
-        assert ours.manager.flights.num_landed == launched[-1]
+        ours.sync()
+        assert ours.manager.flights.num_reduced == launched[-1]
     return launched

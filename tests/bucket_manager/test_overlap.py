@@ -1,4 +1,4 @@
-"""Flights land while backward is still computing."""
+"""Flights be reduced while backward is still computing."""
 
 from __future__ import annotations
 
@@ -16,7 +16,9 @@ NUM_LAYERS = 6
 
 
 class SlowBackward:
-    """Hooks that compute, layer by layer, until what left earlier has landed: for 5 ms at least, ``most_s`` at most."""
+    """Hooks that compute, layer by layer, until what left earlier has been reduced: for 5 ms at least, ``most_s`` at
+    most.
+    """
 
     def __init__(self, model: Chain, ours: GradsOfModel, most_s: float) -> None:
         self.manager, self.most_s = ours.manager, most_s
@@ -32,12 +34,12 @@ class SlowBackward:
         while True:
             matrix = matrix @ matrix
             passed_s = time.monotonic() - start
-            landed = self.manager.flights.num_landed == self.manager.flights.num_launched
-            if passed_s > self.most_s or (landed and passed_s > 0.005):
+            reduced = self.manager.flights.num_reduced == self.manager.flights.num_launched
+            if passed_s > self.most_s or (reduced and passed_s > 0.005):
                 return grad
 
 
-def landed_when_backward_ends(
+def reduced_when_backward_ends(
     rank: int, _: int, hold: bool, most_s: float, device: str = "cpu"
 ) -> tuple[int, int, list[Tensor]]:
     model = Chain(NUM_LAYERS).to(device)
@@ -47,28 +49,28 @@ def landed_when_backward_ends(
     loss = model(input_of(rank).to(device)).square().sum()
     dist.barrier()
     loss.backward()
-    landed, launched = ours.manager.flights.num_landed, ours.manager.flights.num_launched
-    ours.settle()
+    reduced, launched = ours.manager.flights.num_reduced, ours.manager.flights.num_launched
+    ours.sync()
     reduced = ours.reduced()
-    return landed, launched, [reduced[key].cpu() for key in sorted(reduced)]
+    return reduced, launched, [reduced[key].cpu() for key in sorted(reduced)]
 
 
-def test_all_flights_but_the_last_have_landed_when_backward_ends() -> None:
-    for landed, launched, _ in run_ranks(landed_when_backward_ends, 2, False, 3.0):
+def test_all_flights_but_the_last_have_reduced_when_backward_ends() -> None:
+    for reduced, launched, _ in run_ranks(reduced_when_backward_ends, 2, False, 3.0):
         assert launched == NUM_LAYERS
-        assert landed >= NUM_LAYERS - 1
+        assert reduced >= NUM_LAYERS - 1
 
 
 def test_flights_held_back_land_only_when_they_are_waited_for() -> None:
     """The test above measures overlap: without it the same assertion fails."""
-    for landed, launched, _ in run_ranks(landed_when_backward_ends, 2, True, 0.01):
+    for reduced, launched, _ in run_ranks(reduced_when_backward_ends, 2, True, 0.01):
         assert launched == NUM_LAYERS
-        assert landed == 0
+        assert reduced == 0
 
 
 def test_overlap_changes_no_bit() -> None:
-    overlapped = run_ranks(landed_when_backward_ends, 2, False, 3.0)
-    held = run_ranks(landed_when_backward_ends, 2, True, 0.0)
+    overlapped = run_ranks(reduced_when_backward_ends, 2, False, 3.0)
+    held = run_ranks(reduced_when_backward_ends, 2, True, 0.0)
     for (_, _, one), (_, _, other) in zip(overlapped, held, strict=True):
         assert len(one) > 0
         assert all(same_bits(a, b) for a, b in zip(one, other, strict=True))
@@ -81,12 +83,12 @@ def backward_alone(rank: int, _: int) -> tuple[bool, int]:
     loss = model(input_of(rank)).square().sum()
     if rank == 0:
         loss.backward()
-    ended_with = ours.manager.flights.num_landed
+    ended_with = ours.manager.flights.num_reduced
     dist.barrier()
     if rank == 1:
         loss.backward()
-    ours.settle()
-    return ended_with == 0, ours.manager.flights.num_landed
+    ours.sync()
+    return ended_with == 0, ours.manager.flights.num_reduced
 
 
 def test_backward_never_waits_for_the_wire() -> None:

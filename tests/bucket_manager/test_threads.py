@@ -83,10 +83,10 @@ def train_watched(rank: int, _: int, stage: int, watched: bool) -> list[Tensor]:
     training = Training(rank, stage)
     manager = training.manager
     looks = (
-        lambda: manager.backward.settled,
+        lambda: manager.backward.synced,
         lambda: manager.backward.launch_order,
-        lambda: (manager.flights.num_launched, manager.flights.num_landed),
-        lambda: manager.settlement.holds_scaled,
+        lambda: (manager.flights.num_launched, manager.flights.num_reduced),
+        lambda: manager.synchronizer.holds_scaled,
         lambda: (manager.params.missing, manager.params.order_of_use),
     )
     with looking_on(*looks if watched else ()):

@@ -86,7 +86,7 @@ def compare_scenarios(rank: int, _: int, dtype: torch.dtype, stage: int) -> list
                     loss_of(model, rank, index, who).backward()
                 with nullcontext() if sync else twin.no_sync():
                     twin.backward(loss_of(other, rank, index, who))
-            ours.settle()
+            ours.sync()
             wrong = differences(rank, ours, twin) + (whole_differences(rank, model, other) if stage == 1 else [])
             found += [f"{name}, reduce_dtype {reduce_dtype}, cap {cap}: {each}" for each in wrong]
             ours.grads.zero(set_to_none=True)
@@ -110,7 +110,7 @@ def count_present(_: int, __: int) -> tuple[int, int]:
     model = Awkward(torch.float32)
     ours = GradsOfModel(find_ranks(None), list(model.parameters()), 9000)
     loss_of(model, 0, 0, EVERY).backward()
-    ours.settle()
+    ours.sync()
     return len(ours.reduced()), len(ours.buckets)
 
 

@@ -1,4 +1,4 @@
-"""Regions of saved tensors, read straight from the file."""
+"""Regions of saved tensors, read zero-copy from the file."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ struct Shard {
     for (const Elements& slice : slices) starts.push_back(slice.at(0));
     CHECK_EQ(zx::cuda::reduce({shard.dtype(), starts.data(), static_cast<int64_t>(starts.size())}, divisor,
                               {shard.at(0), shard.numel(), segments.data(), static_cast<int64_t>(segments.size()),
-                               replaced.data(), accumulate, words.data()},
+                               replaced.data(), accumulate, limbs.data()},
                               kHost),
              0);
   }
@@ -43,25 +43,25 @@ struct Shard {
       zx::kernels_scalar().reduce(
           {shard.dtype(), starts.data(), static_cast<int64_t>(starts.size()), divisor, zx::has_exact_inverse(divisor),
            accumulate && replaced[i] == 0, shard.at(start), stop - start},
-          words.data());
+          limbs.data());
       zero(end, start);
       end = stop;
     }
     zero(end, shard.numel());
-    zx::exact_carry(words.data());
+    zx::exact_carry(limbs.data());
   }
 
   void check_same(const Shard& expected, const std::string& name) const {
     CHECK_FOR(name, shard.differences(expected.shard) == 0);
     CHECK_FOR(name, shard.canaries_live());
-    CHECK_FOR(name, words == expected.words);
+    CHECK_FOR(name, limbs == expected.limbs);
   }
 
   std::vector<Segment> segments;
   Elements shard;
   std::vector<Elements> slices{};
   std::vector<uint8_t> replaced{};
-  Words words{};
+  Words limbs{};
 };
 
 struct Way {
@@ -129,7 +129,7 @@ TEST(one_misaligned_slice_is_read_all_the_same) {
 constexpr std::array kOrders{1.0, 2.0, std::numeric_limits<double>::infinity(), 3.0, 0.5};
 
 // The order of csrc/cpu/norm.cpp, which is an op of torch's.
-void add_powers(const Elements& values, int64_t start, int64_t stop, double order, Words& words) {
+void add_powers(const Elements& values, int64_t start, int64_t stop, double order, Words& limbs) {
   for (int64_t block = start; block < stop; block += zx::kNormBlock) {
     std::array<double, zx::kNormAccumulators> sums{};
     bool finite = true;
@@ -140,8 +140,8 @@ void add_powers(const Elements& values, int64_t start, int64_t stop, double orde
     for (size_t half = sums.size() / 2; half > 0; half /= 2) {
       for (size_t lane = 0; lane < half; ++lane) sums[lane] += sums[lane + half];
     }
-    words[zx::kExactNonFinite] += finite ? 0 : 1;
-    zx::exact_add(words.data(), sums[0]);
+    limbs[zx::kExactNonFinite] += finite ? 0 : 1;
+    zx::exact_add(limbs.data(), sums[0]);
   }
 }
 
@@ -183,13 +183,13 @@ TEST(norm_value_reads_what_the_words_stand_for) {
     for (const bool finite : {true, false}) {
       const Elements values = elements(finite, DType::f32, 1000, 0);
       const Segment all{0, 1000, 0, 0, 0};
-      Words words{};
-      zx::cuda::norm({DType::f32, values.at(0), 1000, &all, 1, order, words.data()}, kHost);
-      const Words before = words;
+      Words limbs{};
+      zx::cuda::norm({DType::f32, values.at(0), 1000, &all, 1, order, limbs.data()}, kHost);
+      const Words before = limbs;
       std::array<double, 2> value{-1.0, -1.0};
-      in_every_order([&] { CHECK_EQ(zx::cuda::norm_value(words.data(), 1, order, value.data(), kHost), 0); });
-      CHECK_EQ(words, before);
-      const std::array<Words, 3> several{Words{}, words, Words{}};
+      in_every_order([&] { CHECK_EQ(zx::cuda::norm_value(limbs.data(), 1, order, value.data(), kHost), 0); });
+      CHECK_EQ(limbs, before);
+      const std::array<Words, 3> several{Words{}, limbs, Words{}};
       std::array<double, 6> values_of{-1.0, -1.0, -1.0, -1.0, -1.0, -1.0};
       CHECK_EQ(zx::cuda::norm_value(several[0].data(), 3, order, values_of.data(), kHost), 0);
       CHECK_EQ(values_of[0], 0.0);
@@ -211,13 +211,13 @@ TEST(norm_value_reads_what_the_words_stand_for) {
 }
 
 TEST(carry_keeps_the_sum_and_leaves_room) {
-  Words words{};
-  for (int64_t i = 0; i < 3000; ++i) zx::exact_add(words.data(), 0x1.fffffffffffffp+300);
-  Words expected = words;
+  Words limbs{};
+  for (int64_t i = 0; i < 3000; ++i) zx::exact_add(limbs.data(), 0x1.fffffffffffffp+300);
+  Words expected = limbs;
   zx::exact_carry(expected.data());
-  CHECK(words != expected);
-  CHECK_EQ(zx::cuda::carry(words.data(), kHost), 0);
-  CHECK_EQ(words, expected);
+  CHECK(limbs != expected);
+  CHECK_EQ(zx::cuda::carry(limbs.data(), kHost), 0);
+  CHECK_EQ(limbs, expected);
 }
 
 // ---- flags

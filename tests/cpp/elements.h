@@ -20,7 +20,7 @@
 
 namespace zx::testing {
 
-using Words = std::array<int64_t, kExactWords>;
+using Words = std::array<int64_t, kExactLimbs>;
 
 inline constexpr std::array kDTypes{DType::f64, DType::f32, DType::bf16, DType::f16};
 inline constexpr DType kU8{4};  // in tests only: codes of 8-bit moments

@@ -15,20 +15,20 @@ constexpr double kNan = std::numeric_limits<double>::quiet_NaN();
 constexpr double kMax = std::numeric_limits<double>::max();
 constexpr double kTiny = std::numeric_limits<double>::denorm_min();
 
-using Words = std::array<int64_t, zx::kExactWords>;
+using Words = std::array<int64_t, zx::kExactLimbs>;
 
 Words words_of(const std::vector<double>& partials) {
-  Words words{};
-  for (const double partial : partials) zx::exact_add(words.data(), partial);
-  return words;
+  Words limbs{};
+  for (const double partial : partials) zx::exact_add(limbs.data(), partial);
+  return limbs;
 }
 
-double value_of(Words words) { return zx::exact_value(words.data()); }
+double value_of(Words limbs) { return zx::exact_value(limbs.data()); }
 double exact(const std::vector<double>& partials) { return value_of(words_of(partials)); }
 
-Words carried(Words words) {
-  zx::exact_carry(words.data());
-  return words;
+Words carried(Words limbs) {
+  zx::exact_carry(limbs.data());
+  return limbs;
 }
 
 // Shewchuk, "Adaptive Precision Floating-Point Arithmetic" (1997), as Python's math.fsum does it: the sum as doubles
@@ -157,8 +157,8 @@ TEST(words_of_ranks_add_up_to_the_words_of_all) {
   for (int rank = 0; rank < 8; ++rank) {
     const std::vector<double> partials = random_partials(random, 100, -300, 300);
     all.insert(all.end(), partials.begin(), partials.end());
-    const Words words = carried(words_of(partials));
-    for (size_t word = 0; word < words.size(); ++word) total[word] += words[word];
+    const Words limbs = carried(words_of(partials));
+    for (size_t word = 0; word < limbs.size(); ++word) total[word] += limbs[word];
   }
   CHECK_EQ(carried(total), carried(words_of(all)));
   CHECK_EQ(value_of(total), shewchuk(all));
@@ -169,17 +169,17 @@ TEST(carries_run_through_all_digits) {
   std::vector<double> ones;  // 2^-1074 + (2^-1074 + 2^-1073 + ... + 2^900) = 2^901
   for (int exponent = -1074; exponent <= 900; ++exponent) ones.push_back(std::ldexp(1.0, exponent));
   ones.push_back(kTiny);
-  const Words words = carried(words_of(ones));
-  CHECK_EQ(value_of(words), std::ldexp(1.0, 901));
-  CHECK_EQ(std::count(words.begin(), words.end(), 0), static_cast<std::ptrdiff_t>(words.size()) - 1);
+  const Words limbs = carried(words_of(ones));
+  CHECK_EQ(value_of(limbs), std::ldexp(1.0, 901));
+  CHECK_EQ(std::count(limbs.begin(), limbs.end(), 0), static_cast<std::ptrdiff_t>(limbs.size()) - 1);
 }
 
 TEST(as_many_additions_as_promised_fit_before_a_carry) {
-  Words words{};
+  Words limbs{};
   const double full = 0x1.fffffffffffffp+52;  // its digits are as full as they get: 2^53 - 1
-  zx::exact_add(words.data(), full);
-  for (int64_t& word : words) word *= int64_t{1} << 31;  // the same as adding it 2^31 times
-  CHECK_EQ(value_of(words), std::ldexp(full, 31));
+  zx::exact_add(limbs.data(), full);
+  for (int64_t& word : limbs) word *= int64_t{1} << 31;  // the same as adding it 2^31 times
+  CHECK_EQ(value_of(limbs), std::ldexp(full, 31));
 }
 
 TEST(a_sum_past_the_largest_double_is_infinite) {

@@ -25,12 +25,12 @@ struct ReduceBuffers {
     const auto ranks = static_cast<int64_t>(slices.size());
     table.reduce({shard.dtype(), starts.data(), ranks, static_cast<double>(ranks),
                   zx::has_exact_inverse(static_cast<double>(ranks)), accumulate, shard.at(start), stop - start},
-                 words.data());
+                 limbs.data());
   }
 
   Elements shard;
   std::vector<Elements> slices;
-  Words words{};
+  Words limbs{};
 };
 
 TEST(reduce_gives_the_scalar_bits_and_words) {
@@ -46,7 +46,7 @@ TEST(reduce_gives_the_scalar_bits_and_words) {
               ReduceBuffers tested = before;
               tested.run(*table, accumulate, 0, numel);
               CHECK_EQ(tested.shard.differences(expected.shard), 0);
-              CHECK_EQ(tested.words, expected.words);
+              CHECK_EQ(tested.limbs, expected.limbs);
               CHECK(tested.shard.canaries_live() && expected.shard.canaries_live());
             }
           }
@@ -67,9 +67,9 @@ TEST(reduce_may_be_cut_between_norm_blocks) {
         parts.run(zx::kernels(), true, cut, 1000);
         parts.run(zx::kernels(), true, 0, cut);
         CHECK_EQ(parts.shard.differences(whole.shard), 0);
-        zx::exact_carry(parts.words.data());
-        zx::exact_carry(whole.words.data());
-        CHECK_EQ(parts.words, whole.words);
+        zx::exact_carry(parts.limbs.data());
+        zx::exact_carry(whole.limbs.data());
+        CHECK_EQ(parts.limbs, whole.limbs);
       }
     }
   }
@@ -124,9 +124,9 @@ TEST(reduce_and_norm_count_the_same_squares) {
     for (const DType dtype : kDTypes) {
       ReduceBuffers reduced(/*finite=*/true, dtype, 2, 700, 1);
       reduced.run(zx::kernels(), false, 0, 700);
-      Words words{};
-      zx::kernels().norm(zx::Norm::sum_of_squares, dtype, reduced.shard.at(0), 700, {}, words.data());
-      CHECK_EQ(reduced.words, words);
+      Words limbs{};
+      zx::kernels().norm(zx::Norm::sum_of_squares, dtype, reduced.shard.at(0), 700, {}, limbs.data());
+      CHECK_EQ(reduced.limbs, limbs);
     }
   }
 }
@@ -139,11 +139,11 @@ TEST(nan_and_infinity_are_counted_once_a_block) {
         for (const int64_t where : {0, 15, 16, 240, 255, 256, 599}) {
           Elements values = Elements::finite(dtype, 600, 0);
           zx::kernels().cast(DType::f32, &bad, dtype, values.at(where), 1);
-          Words words{};
-          zx::kernels().norm(zx::Norm::sum_of_squares, dtype, values.at(0), 600, {}, words.data());
-          CHECK_EQ(words[zx::kExactNonFinite], 1);
-          CHECK_EQ(words[zx::kExactNan], std::isnan(bad) ? 1 : 0);
-          CHECK_EQ(words[zx::kExactInf], std::isnan(bad) ? 0 : 1);
+          Words limbs{};
+          zx::kernels().norm(zx::Norm::sum_of_squares, dtype, values.at(0), 600, {}, limbs.data());
+          CHECK_EQ(limbs[zx::kExactNonFinite], 1);
+          CHECK_EQ(limbs[zx::kExactNan], std::isnan(bad) ? 1 : 0);
+          CHECK_EQ(limbs[zx::kExactInf], std::isnan(bad) ? 0 : 1);
         }
       }
     }

@@ -131,8 +131,8 @@ class FakeExchange {
 };
 
 struct Seen {
-  std::vector<Numbers> landed;  // written on the land worker
-  Numbers packed;               // written on the pack worker
+  std::vector<Numbers> reduced;  // written on the reduce worker
+  Numbers packed;                // written on the pack worker
   std::atomic<int> with_buffers{0};
   std::atomic<int> most_with_buffers{0};
 };
@@ -143,7 +143,8 @@ class Rig {
   explicit Rig(bool has_threads = true, unsigned seed = 0)
       : exchange(seed),
         workers(
-            has_threads, [this](FakeFlight& flight) { pack(flight); }, [this](FakeFlight& flight) { land(flight); }) {}
+            has_threads, [this](FakeFlight& flight) { pack(flight); }, [this](FakeFlight& flight) { reduce(flight); }) {
+  }
 
   void launch(int64_t number, bool small = false) { workers.launch(std::make_shared<FakeFlight>(number), small); }
 
@@ -165,10 +166,10 @@ class Rig {
     });
   }
 
-  void land(FakeFlight& flight) {
+  void reduce(FakeFlight& flight) {
     workers.attempt(flight, [&] {
       if (flight.pending) flight.pending->wait();
-      if (!workers.failed()) seen->landed.push_back(*flight.received);
+      if (!workers.failed()) seen->reduced.push_back(*flight.received);
     });
     --seen->with_buffers;
   }

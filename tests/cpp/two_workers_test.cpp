@@ -13,9 +13,9 @@ std::vector<Numbers> tenfold(int64_t count) {
   return all;
 }
 
-void check_landed(const std::vector<Numbers>& landed, const std::vector<Numbers>& expected) {
-  CHECK_EQ(landed.size(), expected.size());
-  for (size_t i = 0; i < std::min(landed.size(), expected.size()); ++i) CHECK_EQ(landed[i], expected[i]);
+void check_reduced(const std::vector<Numbers>& reduced, const std::vector<Numbers>& expected) {
+  CHECK_EQ(reduced.size(), expected.size());
+  for (size_t i = 0; i < std::min(reduced.size(), expected.size()); ++i) CHECK_EQ(reduced[i], expected[i]);
 }
 
 }  // namespace
@@ -27,20 +27,20 @@ TEST(flights_land_in_launch_order_with_what_was_sent) {
       for (int64_t i = 0; i < 12; ++i) rig.launch(i);
       CHECK_EQ(rig.workers.num_launched(), int64_t{12});
       CHECK_EQ(rig.workers.drain(), std::string());
-      CHECK_EQ(rig.workers.num_landed(), int64_t{12});
+      CHECK_EQ(rig.workers.num_reduced(), int64_t{12});
       CHECK_EQ(rig.workers.trouble(), std::string());
-      check_landed(rig.seen->landed, tenfold(12));
+      check_reduced(rig.seen->reduced, tenfold(12));
     }
   }
 }
 
-TEST(a_launcher_waits_until_few_have_not_landed) {
+TEST(a_launcher_waits_until_few_have_not_reduced) {
   for (unsigned seed = 0; seed < 20; ++seed) {
     Rig rig(true, seed);
     for (int64_t i = 0; i < 12; ++i) {
       rig.launch(i);
       CHECK(rig.workers.await_all_but(1, 10s));
-      CHECK(rig.workers.num_launched() - rig.workers.num_landed() <= 1);
+      CHECK(rig.workers.num_launched() - rig.workers.num_reduced() <= 1);
     }
     CHECK_EQ(rig.workers.drain(), std::string());
   }
@@ -78,7 +78,7 @@ TEST(flights_may_be_launched_by_several_threads) {
   }
   for (std::thread& thread : threads) thread.join();
   CHECK_EQ(rig.workers.drain(), std::string());
-  check_landed(rig.seen->landed, tenfold(kThreads * kEach));
+  check_reduced(rig.seen->reduced, tenfold(kThreads * kEach));
 }
 
 TEST(launching_does_not_wait_for_the_wire_and_never_are_there_more_than_two_with_buffers) {
@@ -88,7 +88,7 @@ TEST(launching_does_not_wait_for_the_wire_and_never_are_there_more_than_two_with
   while (rig.seen->with_buffers < 2) std::this_thread::yield();
   std::this_thread::sleep_for(20ms);
   CHECK_EQ(rig.seen->most_with_buffers.load(), 2);
-  CHECK_EQ(rig.workers.num_landed(), int64_t{0});
+  CHECK_EQ(rig.workers.num_reduced(), int64_t{0});
   CHECK_EQ(rig.workers.trouble(),
            std::string("still awaited: flight 0, flight 1, flight 2, flight 3, flight 4, flight 5"));
 }
@@ -97,10 +97,10 @@ TEST(a_small_flight_is_flown_by_who_launches_it_unless_others_are_in_the_air) {
   for (unsigned seed = 0; seed < 20; ++seed) {
     Rig rig(true, seed);
     rig.launch(0, /*small=*/true);
-    CHECK_EQ(rig.workers.num_landed(), int64_t{1});
+    CHECK_EQ(rig.workers.num_reduced(), int64_t{1});
     for (int64_t i = 1; i < 9; ++i) rig.launch(i, i % 2 == 0);
     CHECK_EQ(rig.workers.drain(), std::string());
-    check_landed(rig.seen->landed, tenfold(9));
+    check_reduced(rig.seen->reduced, tenfold(9));
   }
 }
 
@@ -111,7 +111,7 @@ TEST(others_may_ask_for_trouble_while_flights_come_and_go) {
     while (!stop) {
       const std::string text = rig.workers.trouble();
       CHECK(text.empty() || text.rfind("still awaited: flight ", 0) == 0);
-      CHECK(rig.workers.num_landed() <= rig.workers.num_launched());
+      CHECK(rig.workers.num_reduced() <= rig.workers.num_launched());
     }
   });
   for (int64_t round = 0; round < 20; ++round) {
@@ -120,7 +120,7 @@ TEST(others_may_ask_for_trouble_while_flights_come_and_go) {
   }
   stop = true;
   curious.join();
-  check_landed(rig.seen->landed, tenfold(100));
+  check_reduced(rig.seen->reduced, tenfold(100));
 }
 
 TEST(held_flights_land_only_when_they_are_waited_for) {
@@ -128,9 +128,9 @@ TEST(held_flights_land_only_when_they_are_waited_for) {
   rig.workers.hold_back(true);
   for (int64_t i = 0; i < 4; ++i) rig.launch(i);
   std::this_thread::sleep_for(10ms);
-  CHECK_EQ(rig.workers.num_landed(), int64_t{0});
+  CHECK_EQ(rig.workers.num_reduced(), int64_t{0});
   CHECK_EQ(rig.workers.drain(), std::string());
-  check_landed(rig.seen->landed, tenfold(4));
+  check_reduced(rig.seen->reduced, tenfold(4));
 }
 
 TEST(a_task_runs_after_the_flights_before_it_and_before_those_behind_it) {
@@ -139,12 +139,12 @@ TEST(a_task_runs_after_the_flights_before_it_and_before_those_behind_it) {
     rig.workers.hold_back(hold);
     std::vector<size_t> seen;
     for (int64_t i = 0; i < 3; ++i) rig.launch(i);
-    rig.workers.after_landing([&] { seen.push_back(rig.seen->landed.size()); });
-    rig.workers.after_landing([&] { seen.push_back(rig.seen->landed.size()); });
+    rig.workers.after_reduction([&] { seen.push_back(rig.seen->reduced.size()); });
+    rig.workers.after_reduction([&] { seen.push_back(rig.seen->reduced.size()); });
     rig.launch(3);
     rig.workers.drain();
     CHECK_EQ(seen, (std::vector<size_t>{3, 3}));
-    check_landed(rig.seen->landed, tenfold(4));
+    check_reduced(rig.seen->reduced, tenfold(4));
   }
 }
 
@@ -153,7 +153,7 @@ TEST(a_task_with_nothing_in_the_air_runs_at_once) {
   rig.launch(0);
   rig.workers.drain();
   std::thread::id where;
-  rig.workers.after_landing([&] { where = std::this_thread::get_id(); });
+  rig.workers.after_reduction([&] { where = std::this_thread::get_id(); });
   CHECK(where == std::this_thread::get_id());
 }
 
@@ -163,12 +163,12 @@ TEST(the_first_failure_is_told_and_stops_what_comes_behind) {
   for (int64_t i = 0; i < 6; ++i) lost.launch(i);
   const std::string text = "zerox: the gradients of flight 2 did not arrive from all ranks: message 2 is lost";
   CHECK_EQ(lost.workers.drain(), text);
-  check_landed(lost.seen->landed, tenfold(2));
-  CHECK_EQ(lost.workers.num_landed(), int64_t{6});
+  check_reduced(lost.seen->reduced, tenfold(2));
+  CHECK_EQ(lost.workers.num_reduced(), int64_t{6});
   lost.launch(6);
   CHECK_EQ(lost.workers.drain(), text);
   CHECK_EQ(lost.workers.trouble(), text);
-  check_landed(lost.seen->landed, tenfold(2));
+  check_reduced(lost.seen->reduced, tenfold(2));
 
   Rig full;
   full.pack_throws = 1;
@@ -187,7 +187,7 @@ TEST(destruction_aborts_what_is_under_way_and_waits_for_nobody) {
     if (seed % 3 > 0) std::this_thread::sleep_for(std::chrono::microseconds(100 * seed));
     rig.reset();  // returns
     CHECK_EQ(seen->with_buffers.load(), 0);
-    CHECK(seen->landed.size() <= seed % 4);
+    CHECK(seen->reduced.size() <= seed % 4);
   }
 }
 
@@ -199,5 +199,5 @@ TEST(destruction_aborts_what_is_sent_meanwhile) {
   rig->launch(0);
   while (seen->with_buffers == 0) std::this_thread::yield();  // it is being packed, and has no messages yet
   rig.reset();                                                // returns
-  CHECK_EQ(seen->landed.size(), size_t{0});
+  CHECK_EQ(seen->reduced.size(), size_t{0});
 }

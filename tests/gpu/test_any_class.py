@@ -8,8 +8,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.guests.classes import ELEMENTWISE, Lamb
-from tests.guests.test_bits import ALL, Pair, Plain
+from tests.local_optimizers.classes import ELEMENTWISE, Lamb
+from tests.local_optimizers.test_bits import ALL, Pair, Plain
 from zerox import ShardedOptimizer
 
 

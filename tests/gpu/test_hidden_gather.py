@@ -61,7 +61,7 @@ class Trained:
 
 
 def hold_back_all_but_the_first(trained: Trained) -> None:
-    """The next step's gathers start late: when all ranks have met, and then each after a sleep of its own."""
+    """The next step's gathers start late: when all ranks have synchronized, and then each after a sleep of its own."""
     start = trained.optimizer.inside.gather.start
 
     def start_late(index: int, background: bool = False) -> None:

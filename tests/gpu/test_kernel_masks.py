@@ -58,7 +58,7 @@ def test_a_masked_norm_has_the_cpu_s_words(device: torch.device, dtype: torch.dt
     numel = 5001
     shard = torch.randn(numel, generator=torch.Generator().manual_seed(0), dtype=torch.float64).to(dtype)
     segments, mask = segments_of(4000, 1001), random_bits(numel)
-    words = [torch.zeros(ops.EXACT_WORDS, dtype=torch.int64, device=where) for where in ("cpu", device)]
+    words = [torch.zeros(ops.EXACT_LIMBS, dtype=torch.int64, device=where) for where in ("cpu", device)]
     ops.norm_(words[0], shard, segments, p, mask)
     ops.norm_(words[1], shard.to(device), segments.to(device), p, mask.to(device))
     assert words[0].any()

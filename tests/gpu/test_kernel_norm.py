@@ -21,7 +21,7 @@ MANY_TILES = 300_007 if DEVICE.type == "fake" else 5_000_011
 
 def words_of(shard: torch.Tensor, segments: torch.Tensor, p: float, words: torch.Tensor | None = None) -> torch.Tensor:
     """Added to ``words``, if given."""
-    words = torch.zeros(ops.EXACT_WORDS, dtype=torch.int64, device=shard.device) if words is None else words
+    words = torch.zeros(ops.EXACT_LIMBS, dtype=torch.int64, device=shard.device) if words is None else words
     ops.norm_(words, shard, segments, p)
     return words
 
@@ -43,7 +43,7 @@ def test_words_and_value_are_the_cpu_s(
     first, second = random_shard(seed, numel, dtype), random_shard(seed + 1, numel, dtype)
     fences = Fences(device)
     on_device = fences.put(segments)
-    ours = words_of(fences.put(first, offset), on_device, p, fences.put(torch.zeros(ops.EXACT_WORDS).long()))
+    ours = words_of(fences.put(first, offset), on_device, p, fences.put(torch.zeros(ops.EXACT_LIMBS).long()))
     ours = words_of(fences.put(second, offset), on_device, p, ours)
     theirs = words_of(second, segments, p, words_of(first, segments, p))
     assert theirs.any()
@@ -90,7 +90,7 @@ def test_what_is_not_finite_is_flagged(
 def test_each_segment_has_its_own_words(device: torch.device, seed: int, dtype: torch.dtype, p: float) -> None:
     segments, numel = ragged_segments(random.Random(seed))
     shard, fences = random_shard(seed, numel, dtype), Fences(device)
-    ours = fences.put(torch.zeros(len(segments), ops.EXACT_WORDS).long())
+    ours = fences.put(torch.zeros(len(segments), ops.EXACT_LIMBS).long())
     ops.norm_(ours, fences.put(shard), fences.put(segments), p)
     theirs = torch.stack([words_of(shard, segments[row : row + 1], p) for row in range(len(segments))])
     if p in EXACT:

@@ -29,7 +29,7 @@ class Reduction:
         self.shard = torch.randn(numel, generator=generator).to(dtype)
         if not accumulate:
             self.shard.fill_(torch.nan)  # every element has to be written, padding too
-        self.words = torch.zeros(ops.EXACT_WORDS, dtype=torch.int64)
+        self.words = torch.zeros(ops.EXACT_LIMBS, dtype=torch.int64)
         ops.norm_(self.words, self.slices[0][:numel], segments, 2.0)  # there may be something already
 
     def run(self) -> None:
@@ -86,7 +86,7 @@ def test_the_mean_is_summed_in_rank_order_and_rounded_once(
     fences = Fences(device)
     slices = slices_of(world, 5001, dtype)
     shard = fences.room(5001, dtype)
-    words = torch.zeros(ops.EXACT_WORDS, dtype=torch.int64, device=device)
+    words = torch.zeros(ops.EXACT_LIMBS, dtype=torch.int64, device=device)
     replaced = torch.zeros(1, dtype=torch.uint8, device=device)
     ops.reduce_(shard, words, [s.to(device) for s in slices], segments_of(5001).to(device), replaced, world, False)
     assert same_bits(shard.cpu(), mean(slices, world).to(dtype))

@@ -70,7 +70,7 @@ def filled(seed: int, dtype: torch.dtype) -> Tensor:
 
 
 def words(device: torch.device = DEVICE) -> Tensor:
-    return torch.zeros(ops.EXACT_WORDS, dtype=torch.int64, device=device)
+    return torch.zeros(ops.EXACT_LIMBS, dtype=torch.int64, device=device)
 
 
 def byte(value: int, device: torch.device = DEVICE) -> Tensor:

@@ -72,7 +72,7 @@ def ranks_of_one(exchange: str) -> Ranks:
 
 
 def exchange_with_itself(rank: int, world_size: int) -> list[Any]:
-    """By exchange and dtype on the wire: what landed and what autograd has, parameters before and after a gather."""
+    """By exchange and wire dtype: what was reduced and what autograd has, parameters before and after a gather."""
     return [
         (exchange, dtype, *exchange_once(exchange, dtype)) for exchange in EXCHANGES for dtype in (None, torch.bfloat16)
     ]
@@ -85,28 +85,28 @@ def exchange_once(exchange: str, reduce_dtype: torch.dtype | None) -> tuple[list
     ours = GradsOfModel(ranks_of_one(exchange), list(model.parameters()), LAYER_CAP, reduce_dtype=reduce_dtype)
     for x in xs:
         model(x).square().sum().backward()
-    ours.settle()
-    landed = []
+    ours.sync()
+    reduced = []
     reduced = ours.reduced()
     for index, bucket in enumerate(ours.buckets):
         for slot, param in enumerate(bucket.plan.params):
             grad = expected[param]
             assert grad is not None
-            landed.append((reduced[index, slot].cpu(), grad.reshape(-1).cpu()))
+            reduced.append((reduced[index, slot].cpu(), grad.reshape(-1).cpu()))
     before = cpu_copies(model.parameters())
     for index in range(len(ours.buckets)):
         ours.manager.params.start(index)
     ours.manager.params.finish()
-    return landed, before, cpu_copies(model.parameters())
+    return reduced, before, cpu_copies(model.parameters())
 
 
 def test_one_rank_exchanges_with_itself(device: torch.device) -> None:
     [results] = run_processes(exchange_with_itself, 1, backend=BACKEND, timeout_s=TIMEOUT_S)
     assert len(results) == 2 * len(EXCHANGES)
-    for exchange, reduce_dtype, landed, before, after in results:
+    for exchange, reduce_dtype, reduced, before, after in results:
         tolerance = {"rtol": 1e-5, "atol": 1e-5} if reduce_dtype is None else {"rtol": 2e-2, "atol": 1e-2}
-        assert len(landed) == 8
-        for ours, expected in landed:
+        assert len(reduced) == 8
+        for ours, expected in reduced:
             torch.testing.assert_close(ours.float(), expected, **tolerance, msg=lambda m, e=exchange: f"{e}: {m}")
         assert all(same_bits(a, b) for a, b in zip(before, after, strict=True)), exchange
 

@@ -42,7 +42,7 @@ def assert_never_waits(work: Callable[[], object], device: torch.device) -> None
 
 
 def words(device: torch.device) -> Tensor:
-    return torch.zeros(ops.EXACT_WORDS, dtype=torch.int64, device=device)
+    return torch.zeros(ops.EXACT_LIMBS, dtype=torch.int64, device=device)
 
 
 def calls(device: torch.device) -> dict[str, Callable[[], object]]:

@@ -1,4 +1,4 @@
-"""Backward, packing and landing overlap, seen without a stopwatch; and gradients go while backward still runs."""
+"""Backward, packing and reduction overlap, seen without a stopwatch; and gradients go while backward still runs."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.bucket_manager.rig import Chain, input_of, same_bits
-from tests.bucket_manager.test_overlap import NUM_LAYERS, landed_when_backward_ends
+from tests.bucket_manager.test_overlap import NUM_LAYERS, reduced_when_backward_ends
 from tests.gpu.chain import MIB, Delay
 from tests.ranks import run_ranks
 from zerox import FusedShardedAdam
@@ -36,7 +36,7 @@ def segments_of(optimizer: FusedShardedAdam) -> dict[Tensor, Tensor]:
     return found
 
 
-def assert_landed_beside_backward(device: torch.device) -> None:
+def assert_reduced_beside_backward(device: torch.device) -> None:
     """All buckets but the last are there, with the right values, while backward's stream still sleeps."""
     model = SleepsAtTheEnd(8, LONG).to(device)
     optimizer = FusedShardedAdam(model.parameters(), lr=1e-2, bucket_cap_mb=(64 * 64 + 64) * 4 / MIB)
@@ -57,30 +57,30 @@ def assert_landed_beside_backward(device: torch.device) -> None:
     backward_done.record()
     shards = segments_of(optimizer)
     for param, grad in zip(params, expected, strict=True):
-        landed, in_time = False, True
-        while in_time and not landed:
+        reduced, in_time = False, True
+        while in_time and not reduced:
             with torch.cuda.stream(aside):  # what lies there now, whether somebody still writes it or not
                 values = shards[param].cpu()
-            landed = torch.allclose(values, grad.reshape(-1), rtol=1e-4, atol=1e-5)
+            reduced = torch.allclose(values, grad.reshape(-1), rtol=1e-4, atol=1e-5)
             in_time = not backward_done.query()
         assert in_time, "backward's stream was done before"
-        assert landed
+        assert reduced
     torch.cuda.synchronize(device)
 
 
 def test_buckets_land_while_backward_s_stream_is_busy(cuda: torch.device) -> None:
-    assert_landed_beside_backward(cuda)
+    assert_reduced_beside_backward(cuda)
 
 
 def test_flights_between_ranks_land_while_backward_runs(device: torch.device) -> None:
-    for landed, launched, _ in run_ranks(landed_when_backward_ends, 2, False, 3.0, device.type):
+    for reduced, launched, _ in run_ranks(reduced_when_backward_ends, 2, False, 3.0, device.type):
         assert launched == NUM_LAYERS
-        assert landed >= NUM_LAYERS - 1
+        assert reduced >= NUM_LAYERS - 1
 
 
 def test_overlap_between_ranks_changes_no_bit(device: torch.device) -> None:
-    overlapped = run_ranks(landed_when_backward_ends, 2, False, 3.0, device.type)
-    held = run_ranks(landed_when_backward_ends, 2, True, 0.0, device.type)
+    overlapped = run_ranks(reduced_when_backward_ends, 2, False, 3.0, device.type)
+    held = run_ranks(reduced_when_backward_ends, 2, True, 0.0, device.type)
     for (_, _, one), (_, _, other) in zip(overlapped, held, strict=True):
         assert len(one) > 0
         assert all(same_bits(a, b) for a, b in zip(one, other, strict=True))
@@ -108,7 +108,7 @@ def peak_of_backward(device: torch.device, stage: int, num_layers: int, width: i
 
 
 def test_gradients_go_while_backward_runs(cuda: torch.device) -> None:
-    """Stage 2 holds what has landed, here half as wide, and the gradients of a few buckets; stage 1 all of them."""
+    """Stage 2 holds what is reduced, here half as wide, and the gradients of a few buckets; stage 1 all of them."""
     num_layers, width = 32, 1024
     peak, gradients = peak_of_backward(cuda, 2, num_layers, width)
     whole, _ = peak_of_backward(cuda, 1, num_layers, width)

@@ -101,7 +101,7 @@ class Shard:
 
     @property
     def kept(self) -> list[StateSpec]:
-        return self.rule.wanted([group_of(self.rule, **self.config)])
+        return self.rule.wanted_states([group_of(self.rule, **self.config)])
 
     @property
     def states(self) -> dict[str, Tensor]:

@@ -16,16 +16,16 @@ NORMS = [1.0, 2.0, 3.0, 0.5, math.inf]
 
 
 def words_of(shard: Tensor, segments: Tensor, p: float) -> Tensor:
-    words = torch.zeros(ops.EXACT_WORDS, dtype=torch.int64)
-    ops.norm_(words, shard, segments, p)
-    return words
+    limbs = torch.zeros(ops.EXACT_LIMBS, dtype=torch.int64)
+    ops.norm_(limbs, shard, segments, p)
+    return limbs
 
 
 def norm_of(*parts: tuple[Tensor, Tensor], p: float = 2.0) -> tuple[float, bool]:
-    total = torch.zeros(ops.EXACT_WORDS, dtype=torch.int64)
+    total = torch.zeros(ops.EXACT_LIMBS, dtype=torch.int64)
     for shard, segments in parts:
-        words = words_of(shard, segments, p)
-        total = torch.maximum(total, words) if math.isinf(p) else total + words
+        limbs = words_of(shard, segments, p)
+        total = torch.maximum(total, limbs) if math.isinf(p) else total + limbs
     value, finite = ops.norm_value(total, p).tolist()
     return value, finite == 1.0
 
@@ -60,9 +60,9 @@ def test_cutting_at_blocks_changes_nothing(p: float) -> None:
     for cuts in ([256], [256 * 13, 256 * 14], [256 * k for k in range(1, 40)]):
         total = torch.zeros_like(expected)
         for a, b in itertools.pairwise([0, *cuts, whole.numel()]):
-            words = words_of(whole[a:b].clone(), segments_of(b - a), p)
-            total = torch.maximum(total, words) if math.isinf(p) else total + words
-        # The words, carried: a value that is rounded would hide a wrong partial.
+            limbs = words_of(whole[a:b].clone(), segments_of(b - a), p)
+            total = torch.maximum(total, limbs) if math.isinf(p) else total + limbs
+        # The limbs, carried: a value that is rounded would hide a wrong partial.
         if not math.isinf(p):
             ops.norm_(total, whole[:1], segments_of(0), p)
         assert torch.equal(total, expected)
@@ -73,8 +73,8 @@ def test_a_sum_that_floating_point_would_lose_is_exact() -> None:
     shard[0], shard[256], shard[512] = 1e100, 1e-100, 3.0
     total, _ = norm_of((shard, segments_of(shard.numel())), p=1.0)
     assert total == 1e100
-    words = words_of(shard, segments_of(shard.numel()), 1.0) - words_of(shard[:1], segments_of(1), 1.0)
-    assert ops.norm_value(words, 1.0)[0] == 3.0
+    limbs = words_of(shard, segments_of(shard.numel()), 1.0) - words_of(shard[:1], segments_of(1), 1.0)
+    assert ops.norm_value(limbs, 1.0)[0] == 3.0
 
 
 @pytest.mark.parametrize(("value", "p"), [(torch.inf, 2.0), (torch.nan, 2.0), (torch.inf, 1.0), (torch.nan, math.inf)])
@@ -99,11 +99,11 @@ def test_each_segment_has_its_own_words(p: float) -> None:
     starts = [0, 1, 300, 4096, 4096, 70_000]
     segments = torch.tensor([[a, b, 0, 0, 0] for a, b in zip(starts, [*starts[1:], 300_000], strict=True)])
     shard = random(300_000)
-    words = torch.zeros(len(segments), ops.EXACT_WORDS, dtype=torch.int64)
-    ops.norm_(words, shard, segments, p)
+    limbs = torch.zeros(len(segments), ops.EXACT_LIMBS, dtype=torch.int64)
+    ops.norm_(limbs, shard, segments, p)
     alone = torch.stack([words_of(shard, segments[row : row + 1], p) for row in range(len(segments))])
-    assert torch.equal(words, alone)
-    values = ops.norm_value(words, p)
+    assert torch.equal(limbs, alone)
+    values = ops.norm_value(limbs, p)
     assert values.shape == (len(segments), 2)
     for value, row in zip(values, alone, strict=True):
         assert torch.equal(value, ops.norm_value(row, p))

@@ -18,18 +18,18 @@ from zerox.rules.lion import LION
 from zerox.rules.sgd import SGD
 
 
-def words() -> Tensor:
-    return torch.zeros(ops.EXACT_WORDS, dtype=torch.int64)
+def limbs() -> Tensor:
+    return torch.zeros(ops.EXACT_LIMBS, dtype=torch.int64)
 
 
 PIECES = torch.tensor([[0, 0, 0, 8]])
 CALLS: dict[str, Callable[[], tuple[Any, ...]]] = {
     "flatten_": lambda: (torch.empty(16), [torch.ones(8)], PIECES, torch.tensor([15])),
     "read_flags_": lambda: (byte(), byte(), [torch.zeros(10)], 8),
-    "reduce_": lambda: (torch.empty(8), words(), [torch.ones(10)], segments_of(8), byte(), 1, False),
-    "norm_": lambda: (words(), torch.ones(8), segments_of(8), 2.0),
-    "norm_ under a mask": lambda: (words(), torch.ones(8), segments_of(8), 2.0, byte(5)),
-    "norm_value": lambda: (words(), 2.0),
+    "reduce_": lambda: (torch.empty(8), limbs(), [torch.ones(10)], segments_of(8), byte(), 1, False),
+    "norm_": lambda: (limbs(), torch.ones(8), segments_of(8), 2.0),
+    "norm_ under a mask": lambda: (limbs(), torch.ones(8), segments_of(8), 2.0, byte(5)),
+    "norm_value": lambda: (limbs(), 2.0),
     "update_": update_arguments,
     "update_ in 8 bits": coded,
     "update_ of two": lambda: update_arguments(2),
@@ -49,48 +49,48 @@ def test_torch_s_own_check_of_schema_and_fake_passes(name: str) -> None:
 
 
 REFUSED: dict[str, tuple[str, Callable[[], tuple[Any, ...]], str]] = {
-    "flat of integers": ("flatten_", lambda: (torch.zeros(8).int(), [], PIECES[:0], words()[:0]), "`flat` must be"),
+    "flat of integers": ("flatten_", lambda: (torch.zeros(8).int(), [], PIECES[:0], limbs()[:0]), "`flat` must be"),
     "pieces that overlap": (
         "flatten_",
-        lambda: (torch.empty(16), [torch.ones(8)], torch.tensor([[0, 0, 0, 8], [0, 0, 7, 2]]), words()[:0]),
+        lambda: (torch.empty(16), [torch.ones(8)], torch.tensor([[0, 0, 0, 8], [0, 0, 7, 2]]), limbs()[:0]),
         "`pieces` row 1",
     ),
     "pieces past the source": (
         "flatten_",
-        lambda: (torch.empty(16), [torch.ones(8)], torch.tensor([[0, 1, 0, 8]]), words()[:0]),
+        lambda: (torch.empty(16), [torch.ones(8)], torch.tensor([[0, 1, 0, 8]]), limbs()[:0]),
         "`pieces` row 0",
     ),
     "pieces before the source": (
         "flatten_",
-        lambda: (torch.empty(16), [torch.ones(8)], torch.tensor([[0, -1, 0, 8]]), words()[:0]),
+        lambda: (torch.empty(16), [torch.ones(8)], torch.tensor([[0, -1, 0, 8]]), limbs()[:0]),
         "`pieces` row 0",
     ),
     "pieces of a source that is not there": (
         "flatten_",
-        lambda: (torch.empty(16), [torch.ones(8)], torch.tensor([[1, 0, 0, 8]]), words()[:0]),
+        lambda: (torch.empty(16), [torch.ones(8)], torch.tensor([[1, 0, 0, 8]]), limbs()[:0]),
         "`pieces` row 0",
     ),
     "pieces of less than nothing": (
         "flatten_",
-        lambda: (torch.empty(16), [torch.ones(8)], torch.tensor([[0, 0, 4, -3]]), words()[:0]),
+        lambda: (torch.empty(16), [torch.ones(8)], torch.tensor([[0, 0, 4, -3]]), limbs()[:0]),
         "`pieces` row 0",
     ),
     "pieces past flat": (
         "flatten_",
-        lambda: (torch.empty(16), [torch.ones(8)], torch.tensor([[0, 0, 9, 8]]), words()[:0]),
+        lambda: (torch.empty(16), [torch.ones(8)], torch.tensor([[0, 0, 9, 8]]), limbs()[:0]),
         "`pieces` row 0",
     ),
     "pieces of three columns": (
         "flatten_",
-        lambda: (torch.empty(16), [], PIECES[:, :3], words()[:0]),
+        lambda: (torch.empty(16), [], PIECES[:, :3], limbs()[:0]),
         "`pieces` must be",
     ),
     "flat with gaps": (
         "flatten_",
-        lambda: (torch.empty(16)[::2], [], PIECES[:0], words()[:0]),
+        lambda: (torch.empty(16)[::2], [], PIECES[:0], limbs()[:0]),
         "`flat` must be contig",
     ),
-    "flags with gaps": ("flatten_", lambda: (torch.empty(16), [], PIECES[:0], words()[::2]), "`flags` must be contig"),
+    "flags with gaps": ("flatten_", lambda: (torch.empty(16), [], PIECES[:0], limbs()[::2]), "`flags` must be contig"),
     "a flag outside": (
         "flatten_",
         lambda: (torch.empty(16), [], PIECES[:0], torch.tensor([16])),
@@ -111,54 +111,54 @@ REFUSED: dict[str, tuple[str, Callable[[], tuple[Any, ...]], str]] = {
     "fewer replaced than present": ("read_flags_", lambda: (byte(2), byte(), [], 8), "`replaced` must have 2"),
     "no slices": (
         "reduce_",
-        lambda: (torch.empty(8), words(), [], segments_of(8), byte(), 1, False),
+        lambda: (torch.empty(8), limbs(), [], segments_of(8), byte(), 1, False),
         "`slices` must not be empty",
     ),
     "short slices to add": (
         "reduce_",
-        lambda: (torch.empty(8), words(), [torch.ones(7)], segments_of(8), byte(), 1, False),
+        lambda: (torch.empty(8), limbs(), [torch.ones(7)], segments_of(8), byte(), 1, False),
         "`slices` must have 8 elements, got 7",
     ),
     "slices with gaps to add": (
         "reduce_",
-        lambda: (torch.empty(8), words(), [torch.ones(16)[::2]], segments_of(8), byte(), 1, False),
+        lambda: (torch.empty(8), limbs(), [torch.ones(16)[::2]], segments_of(8), byte(), 1, False),
         "`slices` must be contiguous",
     ),
     "replaced flags with gaps": (
         "reduce_",
-        lambda: (torch.empty(8), words(), [torch.ones(8)], segments_of(4, 4), byte(4)[::2], 1, False),
+        lambda: (torch.empty(8), limbs(), [torch.ones(8)], segments_of(4, 4), byte(4)[::2], 1, False),
         "`replaced` must be contiguous",
     ),
     "slices of another dtype": (
         "reduce_",
-        lambda: (torch.empty(8), words(), [torch.ones(8).half()], segments_of(8), byte(), 1, False),
+        lambda: (torch.empty(8), limbs(), [torch.ones(8).half()], segments_of(8), byte(), 1, False),
         "`slices` must be Float, got Half",
     ),
     "no divisor": (
         "reduce_",
-        lambda: (torch.empty(8), words(), [torch.ones(8)], segments_of(8), byte(), 0, False),
+        lambda: (torch.empty(8), limbs(), [torch.ones(8)], segments_of(8), byte(), 0, False),
         "`divisor` must be positive, got 0",
     ),
-    "segments past the shard": ("norm_", lambda: (words(), torch.ones(8), segments_of(9), 2.0), "`segments` row 0"),
+    "segments past the shard": ("norm_", lambda: (limbs(), torch.ones(8), segments_of(9), 2.0), "`segments` row 0"),
     "segments that overlap": (
         "norm_",
-        lambda: (words(), torch.ones(8), torch.tensor([[0, 5, 0, 0, 0], [4, 8, 0, 1, 0]]), 2.0),
+        lambda: (limbs(), torch.ones(8), torch.tensor([[0, 5, 0, 0, 0], [4, 8, 0, 1, 0]]), 2.0),
         "`segments` row 1 is [4, 8), which does not lie in [5, 8)",
     ),
-    "segments of two columns": ("norm_", lambda: (words(), torch.ones(8), PIECES[:, :2], 2.0), "`segments` must be"),
+    "segments of two columns": ("norm_", lambda: (limbs(), torch.ones(8), PIECES[:, :2], 2.0), "`segments` must be"),
     "a shard with gaps": (
         "norm_",
-        lambda: (words(), torch.ones(16)[::2], segments_of(8), 2.0),
+        lambda: (limbs(), torch.ones(16)[::2], segments_of(8), 2.0),
         "`shard` must be contig",
     ),
-    "words with gaps": (
+    "limbs with gaps": (
         "norm_",
-        lambda: (torch.zeros(2 * ops.EXACT_WORDS, dtype=torch.int64)[::2], torch.ones(8), segments_of(8), 2.0),
-        "`words` must be contiguous",
+        lambda: (torch.zeros(2 * ops.EXACT_LIMBS, dtype=torch.int64)[::2], torch.ones(8), segments_of(8), 2.0),
+        "`limbs` must be contiguous",
     ),
-    "the value of order 0": ("norm_value", lambda: (words(), 0.0), "`p` must be positive, got 0"),
-    "norm of order 0": ("norm_", lambda: (words(), torch.ones(8), segments_of(8), 0.0), "`p` must be positive, got 0"),
-    "few words": ("norm_value", lambda: (words()[:5], 2.0), "`words` must have"),
+    "the value of order 0": ("norm_value", lambda: (limbs(), 0.0), "`p` must be positive, got 0"),
+    "norm of order 0": ("norm_", lambda: (limbs(), torch.ones(8), segments_of(8), 0.0), "`p` must be positive, got 0"),
+    "few limbs": ("norm_value", lambda: (limbs()[:5], 2.0), "`limbs` must have"),
     **REFUSED_UPDATES,
 }
 
@@ -196,7 +196,7 @@ def everything(dtype: torch.dtype) -> list[Tensor]:
     shard = shards[0]
     flat = torch.empty(numel + 100, dtype=torch.bfloat16)
     ops.flatten_(flat, [shard.grad], torch.tensor([[0, 0, 50, numel]]), torch.tensor([3]))
-    reduced, sums, norm = torch.empty_like(shard.grad), words(), words()
+    reduced, sums, norm = torch.empty_like(shard.grad), limbs(), limbs()
     ops.reduce_(reduced, sums, [shard.grad, shard.grad * 2], segments, byte(3) * 0, 2, False)
     ops.norm_(norm, shard.grad, segments, 1.0)
     for each in shards:

@@ -11,7 +11,7 @@ from zerox import ops
 
 
 def zero_words() -> Tensor:
-    return torch.zeros(ops.EXACT_WORDS, dtype=torch.int64)
+    return torch.zeros(ops.EXACT_LIMBS, dtype=torch.int64)
 
 
 def slices_of(world: int, numel: int, dtype: torch.dtype) -> list[Tensor]:
@@ -57,11 +57,11 @@ def test_a_second_flight_adds_to_the_shard_except_where_it_replaces(dtype: torch
 def test_the_words_are_those_of_a_pass_over_the_shard(dtype: torch.dtype) -> None:
     segments = segments_of(300, 5, 4096, gap=11)
     numel = int(segments[-1, 1])
-    shard, words, expected = torch.empty(numel, dtype=dtype), zero_words(), zero_words()
-    ops.reduce_(shard, words, slices_of(2, numel, dtype), segments, torch.zeros(3, dtype=torch.uint8), 2, False)
+    shard, limbs, expected = torch.empty(numel, dtype=dtype), zero_words(), zero_words()
+    ops.reduce_(shard, limbs, slices_of(2, numel, dtype), segments, torch.zeros(3, dtype=torch.uint8), 2, False)
     ops.norm_(expected, shard, segments, 2.0)
-    assert torch.equal(words, expected)
-    assert words.any()
+    assert torch.equal(limbs, expected)
+    assert limbs.any()
 
 
 def test_flags_are_joined_over_ranks() -> None:

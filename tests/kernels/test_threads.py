@@ -16,13 +16,13 @@ torch.set_num_threads(1)
 numel = 300_000
 target, source, exp_avg, exp_avg_sq = (torch.ones(numel) for _ in range(4))
 one, steps = torch.ones(1, dtype=torch.uint8), torch.zeros(1, dtype=torch.int64)
-words, flags = torch.zeros(ops.EXACT_WORDS, dtype=torch.int64), torch.empty(0, dtype=torch.int64)
+limbs, flags = torch.zeros(ops.EXACT_LIMBS, dtype=torch.int64), torch.empty(0, dtype=torch.int64)
 segments, pieces = torch.tensor([[0, numel, 0, 0, 0]]), torch.tensor([[0, 0, 0, numel]])
 options = torch.tensor([[1e-3, 0.9, 0.999, 1e-8, 0.0, 0.0, 1.0, 0.0]], dtype=torch.float64)
 calls = {
     "flatten_": lambda: ops.flatten_(target, [source], pieces, flags),
-    "reduce_": lambda: ops.reduce_(target, words, [source], segments, one, 1, False),
-    "norm_": lambda: ops.norm_(words, source, segments, 2.0),
+    "reduce_": lambda: ops.reduce_(target, limbs, [source], segments, one, 1, False),
+    "norm_": lambda: ops.norm_(limbs, source, segments, 2.0),
     "update_": lambda: ops.update_(
         "adam", [ops.Shard(target, None, source, [exp_avg, exp_avg_sq], [], segments, one, steps)], options
     ),

@@ -206,12 +206,12 @@ def leave_alone(rank: int, world_size: int) -> None:
     backward(rank, world_size, 1, params)
     optimizer.synchronize()
     grads = optimizer.inside.grads
-    words = [grads.words(index) for index in range(len(optimizer.inside.buckets))]
+    limbs = [grads.limbs(index) for index in range(len(optimizer.inside.buckets))]
     shown = [optimizer.full_grad(p) for p in params.values()] + [optimizer.full_state(p) for p in params.values()]
     assert len(shown) == 2 * len(params)
-    for index, each in enumerate(words):
-        assert each is None or torch.equal(grads.words(index), each)
-    assert world_size == 1 or any(each is not None for each in words)
+    for index, each in enumerate(limbs):
+        assert each is None or torch.equal(grads.limbs(index), each)
+    assert world_size == 1 or any(each is not None for each in limbs)
     states = [id(state) for state in optimizer.state.values()]
     kept = optimizer.inside.loading.consolidated
     assert (kept is not None) == (rank == 0 and world_size > 1)

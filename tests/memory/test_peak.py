@@ -50,8 +50,8 @@ KINDS: dict[str, tuple[torch.dtype, dict[str, Any]]] = {
     "bf16 no master": (torch.bfloat16, {"master_weights": None}),
     "bf16 fp32": (torch.bfloat16, {"master_weights": "fp32"}),
     "bf16 remainder": (torch.bfloat16, {"master_weights": "remainder"}),
-    # The bound is for a bucket that lands while the next is being packed, half a bucket more than what happens here.
-    # Beside state this small that is over 2% with buckets of 16 MiB.
+    # The bound is for a bucket that is reduced while the next is being packed, half a bucket more than what happens
+    # here. Beside state this small that is over 2% with buckets of 16 MiB.
     "bf16 remainder, 8-bit moments": (
         torch.bfloat16,
         {"master_weights": "remainder", "state_dtype": "8bit", "bucket_cap_mb": 8},
@@ -72,7 +72,7 @@ def measure(
 ) -> tuple[int, int, MemoryBytes]:
     """The peak of a step, what is allocated while the wire stalls, and the formula.
 
-    ``wire``: it "stalls" until rank 0's backward has ended, "keeps up" (a bucket lands before the next one's
+    ``wire``: it "stalls" until rank 0's backward has ended, "keeps up" (a bucket is reduced before the next one's
     gradients are there), or is left "free".
     """
     allocator = Allocator(library)
@@ -97,7 +97,7 @@ def measure(
         optimizer.zero_grad()
 
     def wait_for_flights(_: Tensor) -> None:
-        while manager.flights.num_landed < manager.flights.num_launched:
+        while manager.flights.num_reduced < manager.flights.num_launched:
             time.sleep(0.0005)
 
     if wire == "keeps up":
@@ -128,12 +128,12 @@ FEW = ("fp32", "bf16 fp32", "bf16 remainder, 8-bit moments")
 @pytest.mark.parametrize(("kind", "stage"), thinned(KINDS, FEW, [1, 2], [2]))
 def test_peak_of_a_step_is_the_estimate_of_each_stage_master_and_state(stage: int, kind: str) -> None:
     dtype, options = KINDS[kind][0], {"stage": stage, **KINDS[kind][1]}
-    wire = "stalls" if stage == 2 else "free"  # in stage 1 backward ends when everything has landed
+    wire = "stalls" if stage == 2 else "free"  # in stage 1 backward ends when everything has been reduced
     (peak, stalled, formula), (other_peak, _, _) = run_ranks(measure, 2, build(), wire, dtype, options)
     assert_near(peak, formula.peak)
     if wire == "stalls":  # two buckets, of the same size as all but the last, have left for their buffers
-        straight = "reduce_dtype" not in options  # then they wait in their own place
-        in_buckets = formula.local_gradients - (0 if straight else 2 * formula.typical_local_gradients)
+        zero_copy = "reduce_dtype" not in options  # then they wait in their own place
+        in_buckets = formula.local_gradients - (0 if zero_copy else 2 * formula.typical_local_gradients)
         expected = formula.lasting - formula.gradients + in_buckets + formula.exchange
         assert expected <= stalled <= expected + SMALL_THINGS
     assert (1 - WITHIN) * formula.typical_peak <= other_peak <= (1 + WITHIN) * formula.peak
@@ -160,7 +160,7 @@ def test_peak_of_a_step_is_the_estimate_where_gradients_are_received(world_size:
 @pytest.mark.parametrize("exchange", ["direct", "messages"])
 @pytest.mark.parametrize(("stage", "kind"), [(2, "fp32"), (2, "bf16 fp32"), (1, "fp32")])
 def test_peak_of_a_step_is_the_estimate_on_a_mesh(stage: int, kind: str, exchange: str) -> None:
-    """Small buckets, as above: the bound is for one that lands, with its sums, while the next is being packed."""
+    """Small buckets, as above: the bound is for one that is reduced, with its sums, while the next is being packed."""
     dtype, options = KINDS[kind][0], {"stage": stage, "bucket_cap_mb": 4, **KINDS[kind][1]}
     for wire in ("stalls", "keeps up") if stage == 2 else ("free",):
         found = run_ranks(measure, 4, build(), wire, dtype, options, exchange, (2, 2))

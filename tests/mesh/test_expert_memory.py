@@ -51,7 +51,7 @@ def test_the_estimate_knows_how_many_ranks_have_the_experts(stage: int, size: in
             assert counted == formula, found
 
 
-def test_the_estimate_refuses_teams_that_ranks_cannot_be_cut_into() -> None:
+def test_the_estimate_refuses_subgroups_that_ranks_cannot_be_cut_into() -> None:
     experts = [{"params": [torch.zeros(3, requires_grad=True)], "process_group": 3}]
     with pytest.raises(ValueError, match="can't have 3 of 4 ranks"):
         zerox.estimate(experts, 4)

@@ -265,7 +265,7 @@ def test_a_swap_of_the_order_over_several_groups_is_an_error_on_all_ranks() -> N
 
 
 def uneven_rounds(rank: int, _: int) -> Tensor:
-    """Teams of 3 ranks and of 1, each expert present on some ranks only."""
+    """Subgroups of 3 ranks and of 1, each expert present on some ranks only."""
     world = dist.new_group([0, 1, 2]), dist.new_group([3])
     torch.manual_seed(int(rank == 3))
     expert = torch.nn.Parameter(torch.randn(300))
@@ -280,11 +280,11 @@ def uneven_rounds(rank: int, _: int) -> Tensor:
     return (expert - same).detach().abs().max()
 
 
-def test_teams_may_have_different_sizes() -> None:
+def test_subgroups_may_have_different_sizes() -> None:
     assert max(map(float, run_ranks(uneven_rounds, 4))) <= PARAM_ATOL
 
 
-# ---- experts at one place in their teams are different ones
+# ---- experts at one place in their subgroups are different ones
 
 
 def absent_there(rank: int, _: int, stage: int, how: str) -> tuple[bool, bool]:

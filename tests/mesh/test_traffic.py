@@ -10,10 +10,10 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 
 from tests.ranks import Once
 from zerox import FusedShardedAdam
-from zerox.ops import EXACT_WORDS
+from zerox.ops import EXACT_LIMBS
 
 NUMEL = 16384  # of the parameter that is the same along tp; large enough to be cut evenly
-OF_NORM = (1, EXACT_WORDS * 8)
+OF_NORM = (1, EXACT_LIMBS * 8)
 OF_SHARD = (1, NUMEL // 2 * 4)  # over two data-parallel ranks
 
 

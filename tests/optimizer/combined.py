@@ -23,7 +23,7 @@ from tests.optimizer.ways import Way, is_inner, plain_twin
 from tests.tolerances import assert_one_step_bound, assert_stored_bound
 from zerox import Sparsity
 from zerox.memory.grad_dtype import NARROW
-from zerox.plan.choices import DTENSORS, LIE_AS, MASKS, SPARSITY, SUB_GROUP, TABLES, TEAM
+from zerox.plan.choices import A_SUBGROUP, DTENSORS, LIE_AS, MASKS, SPARSITY, SUBGROUP, TABLES
 from zerox.ranks.dtensors import local_of
 from zerox.residency.residency import Residency
 from zerox.rules.adam import ADAM
@@ -131,7 +131,7 @@ class Training:
         assert first.grad_dtype is (torch.float32 if widened else self.dtype)
         assert any(bucket.mask for bucket in inside.buckets) is (way[MASKS] == SPARSITY)
         assert bool(inside.tables) is (way[TABLES] == "True")
-        assert inside.grads.teams.are_many is (way[TEAM] == SUB_GROUP and inside.ranks.size > 1)
+        assert inside.grads.subgroups.are_many is (way[SUBGROUP] == A_SUBGROUP and inside.ranks.size > 1)
 
     def backwards(self, step: int) -> None:
         adds_no_rows = self.dtype is torch.float16 and self.way["accumulate_dtype"] == "None"  # a But of tables
@@ -161,7 +161,7 @@ class Training:
 
     def digests(self) -> tuple[str, str]:
         """Of all bits of the parameters, and on rank 0 of the whole state, of which sub-groups have none."""
-        if self.way[TEAM] == SUB_GROUP:
+        if self.way[SUBGROUP] == A_SUBGROUP:
             return self.digest_of_params(), ""
         state = self.optimizer.full_state_dict(to=0).get("state", {})
         kept = [value for _, entry in sorted(state.items()) for _, value in sorted(entry.items())]
@@ -172,7 +172,7 @@ class Training:
         with self.optimizer.whole():
             params = [p.full_tensor() if isinstance(p, DTensor) else p for p in self.model.parameters()]
             found = digest(params)
-        if self.way[TEAM] != SUB_GROUP or self.way["process_group"] == ALONE:
+        if self.way[SUBGROUP] != A_SUBGROUP or self.way["process_group"] == ALONE:
             return found
         of_ranks = [""] * dist.get_world_size()
         dist.all_gather_object(of_ranks, found)
@@ -264,7 +264,7 @@ def averaging(rank: int, world_size: int, training: Training) -> list[int]:
     way, size = training.way, training.optimizer.inside.ranks.size
     if size == 1:
         return [rank]
-    if way[TEAM] == SUB_GROUP:
+    if way[SUBGROUP] == A_SUBGROUP:
         return list(range(rank % 2, world_size, 2))
     cuts = world_size // size
     return list(range(rank % cuts, world_size, cuts))

@@ -14,9 +14,9 @@ from itertools import combinations
 
 from tests.optimizer.ways import REFUSED, Item, Pair, Way, costs, needs_accelerator, not_refused, plain_twin, way_of
 from zerox.plan import combinations as table
-from zerox.plan.choices import CHOICES, DTENSORS, LIE_AS, SUB_GROUP, TEAM, Setting
+from zerox.plan.choices import A_SUBGROUP, CHOICES, DTENSORS, LIE_AS, SUBGROUP, Setting
 
-OF_FOUR = {("process_group", "a 2-D mesh"), (LIE_AS, DTENSORS), (TEAM, SUB_GROUP)}  # need four ranks
+OF_FOUR = {("process_group", "a 2-D mesh"), (LIE_AS, DTENSORS), (SUBGROUP, A_SUBGROUP)}  # need four ranks
 CANDIDATES = 3  # rows of which the one that shows most is taken
 LEAST = 30  # of pairs beside a default, or a row is not worth its training
 WORTH = dict.fromkeys(OF_FOUR, 0.5)  # four ranks take twice the time of two

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from tests.optimizer.ways import Way, is_inner
 from zerox import FusedShardedAdam, ShardedOptimizer
-from zerox.plan.choices import CHOICES, DTENSORS, LIE_AS, MASKS, SUB_GROUP, TABLES, TEAM
+from zerox.plan.choices import A_SUBGROUP, CHOICES, DTENSORS, LIE_AS, MASKS, SUBGROUP, TABLES
 from zerox.rules.adam import ADAM
 from zerox.rules.known import KNOWN
 
@@ -33,7 +33,7 @@ ELSEWHERE = (
     "parameters",
     LIE_AS,
     "device",
-    TEAM,
+    SUBGROUP,
     "backend",
     "ZEROX_EXCHANGE",
     "overlap_gather",
@@ -89,7 +89,7 @@ def build(params: Any, way: Way, **options: Any) -> FusedShardedAdam | ShardedOp
         if not group["params"]:
             group = groups[1]
             groups = [group]
-    if way[TEAM] == SUB_GROUP:
+    if way[SUBGROUP] == A_SUBGROUP:
         alone = way["process_group"] == ALONE or way[LIE_AS] == DTENSORS
         group["process_group"] = "alone" if alone else sub_group()
     if rule != ADAM.name:

@@ -165,7 +165,7 @@ def test_absence_costs_no_collective_and_no_message(exchange: str, stage: int, w
     """The calling thread gathers, and meets the others in one small all-reduce: in stage 2 in step(); in stage 1 there
     and where backward ends, where a second one says who has which gradients, absent ones or not."""
     in_memory = exchange == "direct"
-    gathers, meetings = {1: (2, 3), 2: (1, 1)}[stage]
+    gathers, sync_points = {1: (2, 3), 2: (1, 1)}[stage]
     sent = 0
     results = run_ranks(messages_of, world_size, stage, exchange)
     for num_buckets, found in results:
@@ -173,12 +173,12 @@ def test_absence_costs_no_collective_and_no_message(exchange: str, stage: int, w
         first = found.pop("first")
         assert first[2] == 1, "the order of buckets is learned once, in a broadcast"
         shards = gathers * num_buckets * (world_size - 1)
-        # In memory the first meeting and the first gather tell where this rank's boxes are.
+        # In memory the first sync point and the first gather tell where this rank's boxes are.
         told_once = 2 * (world_size - 1) if in_memory else 0
         assert set(found.values()) == {(first[0], 0 if in_memory else first[1], 0)}, found
         assert first[0] == (1 + gathers) * num_buckets * (world_size - 1)
         sent += first[1] - (told_once if in_memory else shards)
-    assert sent == (0 if in_memory else meetings * {2: 2, 3: 4}[world_size]), "messages of a small all-reduce"
+    assert sent == (0 if in_memory else sync_points * {2: 2, 3: 4}[world_size]), "messages of a small all-reduce"
 
 
 def zero_gradients(rank: int, world_size: int, stage: int) -> None:

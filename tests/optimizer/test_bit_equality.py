@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from tests.bucket_manager.rig import same_bits
-from tests.bucket_manager.test_straight import from_bytes
+from tests.bucket_manager.test_zero_copy import from_bytes
 from tests.optimizer.models import KINDS, make_optimizer, train
 from tests.ranks import run_ranks
 from zerox import _C
@@ -45,7 +45,7 @@ def train_rank(rank: int, world_size: int, options: dict[str, Any], isa: str = "
         _C.select_isa("")
 
 
-def train_straight(rank: int, world_size: int, options: dict[str, Any], nbytes: int) -> Any:
+def train_zero_copy(rank: int, world_size: int, options: dict[str, Any], nbytes: int) -> Any:
     with from_bytes(nbytes):
         return train_rank(rank, world_size, options)
 
@@ -92,7 +92,7 @@ def test_gradients_that_are_not_packed_don_t_show(world_size: int, case: str, st
     options = {**CASES[case], "clip": 0.1, "accumulate": accumulate, "stage": stage, "bucket_cap_mb": SMALL}
     reference = run_ranks(train_rank, world_size, options)
     for nbytes in (4, 8000):
-        assert_same(run_ranks(train_straight, world_size, options, nbytes), reference)
+        assert_same(run_ranks(train_zero_copy, world_size, options, nbytes), reference)
 
 
 @pytest.mark.parametrize("stage", [1, 2])

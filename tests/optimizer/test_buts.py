@@ -17,7 +17,7 @@ from tests.optimizer.made import arguments, exchange_of
 from tests.optimizer.ways import Pair, Way, name_of, needs_accelerator, pairs_with, way_of
 from tests.ranks import run_ranks
 from zerox import FusedShardedAdam, FusedShardedSGD, ShardedOptimizer
-from zerox.plan.choices import SUB_GROUP, TABLES, TEAM, Setting, some
+from zerox.plan.choices import A_SUBGROUP, SUBGROUP, TABLES, Setting, some
 from zerox.plan.combinations import But
 
 
@@ -120,22 +120,22 @@ def step_options_are_not_followed(way: Way) -> None:
     assert all("can't follow step() with options of its own" in said for said in run_ranks(step_with_options, 2, way))
 
 
-def unlanded(rank: int, world_size: int, way: Way) -> int:
-    """Buckets that have not landed when a backward is over, in a step that the other rank follows."""
+def not_reduced(rank: int, world_size: int, way: Way) -> int:
+    """Buckets that have not been reduced when a backward is over, in a step that the other rank follows."""
     params = [nn.Parameter(torch.ones(2000)) for _ in range(6)]
     optimizer = FusedShardedAdam(params, stage=3, bucket_cap_mb=0.001)
     flights, found = optimizer.inside.manager.flights, 0
     with optimizer.join():
         for _ in range(3 if rank == 0 else 1):
             torch.stack([param.sum() for param in params]).sum().backward()
-            found = flights.num_launched - flights.num_landed
+            found = flights.num_launched - flights.num_reduced
             optimizer.step()
             optimizer.zero_grad()
     return found
 
 
 def all_gradients_wait(way: Way) -> None:
-    assert run_ranks(unlanded, 2, way)[0] == 6
+    assert run_ranks(not_reduced, 2, way)[0] == 6
 
 
 def scaled(rank: int, world_size: int, way: Way, stage: int) -> tuple[Tensor, Tensor | None]:
@@ -222,7 +222,7 @@ SHOWN: dict[frozenset[Setting], Callable[[Way], None]] = {
     **each(JOINS, some("stage", "3"), all_gradients_wait),
     **each(some("mean_over", "called"), some("stage", "1"), one_more_rounding),
     **each(some("parameters", "float16"), some(TABLES, "True"), no_sums_of_rows),
-    **each(some(TEAM, SUB_GROUP), some(TABLES, "True"), no_tables_of_some_ranks),
+    **each(some(SUBGROUP, A_SUBGROUP), some(TABLES, "True"), no_tables_of_some_ranks),
     **each(some("process_group", "a 2-D mesh"), some(TABLES, "True"), no_tables_of_a_mesh_in_stage_3),
 }
 

@@ -47,7 +47,7 @@ CALLS: dict[str, tuple[int, Callable[[Ranks, Tensor], Any]]] = {
     "all_gather": (3, lambda ranks, values: ranks.gather(values, None)),
     "all_to_all": (2, lambda ranks, values: ranks.all_to_all(values, [2, 2], [2, 2])),
     "texts": (8, texts),
-    "meet": (1, lambda ranks, _: ranks.meet("all meet")),
+    "meet": (1, lambda ranks, _: ranks.barrier("all meet")),
 }
 
 

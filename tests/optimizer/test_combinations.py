@@ -32,8 +32,8 @@ from tests.ranks import run_ranks
 from zerox import FusedShardedAdam, Sparsity, estimate
 from zerox.options import ACCUMULATE_DTYPES, MASTER_WEIGHTS, PARAM_DTYPES, REDUCE_DTYPES, STATE_FORMS, _word
 from zerox.plan import combinations
-from zerox.plan.choices import CHOICES, DTENSORS, MASKS, SUB_GROUP, TABLES, some
-from zerox.plan.combinations import Refused, Row, Untried, pairs, verdict
+from zerox.plan.choices import A_SUBGROUP, CHOICES, DTENSORS, MASKS, TABLES, some
+from zerox.plan.combinations import Refused, Row, Untried, pairs, ruling
 from zerox.plan.stage import STAGES
 from zerox.ranks.group import EXCHANGES
 
@@ -75,7 +75,7 @@ def test_rows_are_of_options_and_values_that_there_are_and_of_no_pair_twice() ->
 
 def test_the_reasons_are_sentences_with_a_way_out() -> None:
     for row in combinations.ROWS:
-        said = row.verdict.way_out if isinstance(row.verdict, Refused) else row.verdict.text
+        said = row.ruling.way_out if isinstance(row.ruling, Refused) else row.ruling.text
         assert said
         assert not said.endswith(".")
 
@@ -92,13 +92,13 @@ def not_a_group(backend: str) -> dist.ProcessGroup:
 
 @pytest.mark.parametrize("pair", pairs_with(Refused), ids=name_of)
 def test_a_refused_pair_raises_what_the_table_says(pair: Pair) -> None:
-    refused = verdict(*pair)
+    refused = ruling(*pair)
     assert isinstance(refused, Refused)
     message = re.escape(f"{refused.reason}. {refused.way_out}")
     settings = {each.option: each.value for each in pair}
     plain = {name: choice.values[0] for name, choice in CHOICES.items()} | settings
     of_ranks = (
-        {"cuda", ON_MESH, DTENSORS, SUB_GROUP} & set(settings.values())
+        {"cuda", ON_MESH, DTENSORS, A_SUBGROUP} & set(settings.values())
         or "ZEROX_EXCHANGE" in settings
         or {"join", "capturable"} <= set(settings)
         or {MASKS, "capturable"} <= set(settings)
@@ -156,7 +156,7 @@ def test_a_refused_pair_of_ranks_raises_what_the_table_says() -> None:
     assert len(asked) >= 9
     for messages in run_ranks(raised_of, ON_MESH_OF, asked):
         for pair, message in zip(asked, messages, strict=True):
-            refused = verdict(*pair)
+            refused = ruling(*pair)
             assert isinstance(refused, Refused)
             if "resident_mb" not in {each.option for each in pair}:  # stage 3, which it needs, is refused first
                 assert f"{refused.reason}. {refused.way_out}" in message, name_of(pair)

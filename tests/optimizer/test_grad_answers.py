@@ -102,14 +102,14 @@ def messages(rank: int, world_size: int) -> dict[str, int]:
     backward(model, rank)
     optimizer.synchronize()
     asked: list[str] = []
-    settle, all_reduce = optimizer.inside.settle, optimizer.inside.grads.all_reduce
-    optimizer.inside.calls.answers.settle = lambda: lambda *args: asked.append("meeting") or settle(*args)  # type: ignore
+    sync, all_reduce = optimizer.inside.sync, optimizer.inside.grads.all_reduce
+    optimizer.inside.calls.answers.sync = lambda: lambda *args: asked.append("sync_point") or sync(*args)  # type: ignore
     optimizer.inside.grads.all_reduce = lambda *args: asked.append("message") or all_reduce(*args)  # type: ignore
 
     def counted(call: Callable[[], object]) -> int:
         asked.clear()
         call()
-        assert asked.count("meeting") == asked.count("message")
+        assert asked.count("sync_point") == asked.count("message")
         return len(asked) // 2
 
     params = list(model.parameters())

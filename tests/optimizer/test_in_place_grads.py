@@ -187,7 +187,7 @@ def discarded(rank: int, world_size: int) -> bool:
         ours.backward(7)
         each(lambda grad: grad.mul_(0.25))(ours.params)
         if step == 0:
-            float(ours.params[0].grad.norm())  # type: ignore[union-attr]  # ranks meet: the factor waits for step()
+            float(ours.params[0].grad.norm())  # type: ignore[union-attr]  # ranks synchronize: the factor waits for step()
         discard()
         for made in (ours, theirs):
             made.backward(step)

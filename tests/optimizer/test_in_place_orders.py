@@ -112,7 +112,7 @@ ORDERS: dict[str, Callable[[Trained], list[float]]] = {
     "a tensor that changes": device_like_tensors,
     "NaN": not_a_number,
     "zeroed and filled": zeroed_and_filled,
-    "ranks met, then another backward": met_and_added,
+    "ranks synchronized, then another backward": met_and_added,
     "refused inside a backward": refused_inside_a_backward,
 }
 
@@ -138,7 +138,7 @@ def test_every_order_is_as_on_whole_gradients(world_size: int) -> None:
 
 
 def on_one_rank(made: Trained) -> None:
-    """Ranks have met for the factor; then one alone runs another backward."""
+    """Ranks have synchronized for the factor; then one alone runs another backward."""
     made.backward(0)
     each(lambda grad: grad.mul_(0.5))(made.params)
     made.optimizer.synchronize()

@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from tests.ranks import run_ranks
 from zerox import FusedShardedAdam
-from zerox.model_names import all_quoted, in_text, quoted
+from zerox.model_names import all_quoted, in_text, quote
 
 
 def test_an_error_calls_an_unnamed_parameter_as_its_model_does() -> None:
@@ -39,9 +39,9 @@ def test_an_error_calls_an_unnamed_parameter_as_its_model_does() -> None:
 
 def test_what_no_model_has_and_what_was_named_is_called_as_given() -> None:
     model = nn.Linear(2, 2)
-    assert quoted("param 4", nn.Parameter(torch.ones(2))) == "'param 4'"
-    assert quoted("mine", model.bias) == "'mine'"
-    assert quoted("param 4", None) == "'param 4'"
+    assert quote("param 4", nn.Parameter(torch.ones(2))) == "'param 4'"
+    assert quote("mine", model.bias) == "'mine'"
+    assert quote("param 4", None) == "'param 4'"
 
 
 def test_many_are_looked_up_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -60,7 +60,7 @@ def test_many_are_looked_up_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_model_that_is_half_built_is_passed_over() -> None:
     broken = nn.Module.__new__(nn.Module)  # without __init__()
     model = nn.Linear(2, 2)
-    assert quoted("param 0", model.weight) == "'param 0' ('weight' in the model)"
+    assert quote("param 0", model.weight) == "'param 0' ('weight' in the model)"
     del broken
 
 

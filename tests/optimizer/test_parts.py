@@ -1,4 +1,4 @@
-"""The parts of an optimizer: what happens where ranks meet, in which order, and who holds whom."""
+"""The parts of an optimizer: what happens at a sync point, in which order, and who holds whom."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import nn
 import zerox
 from tests.ranks import run_ranks
 from zerox import FusedShardedAdam
-from zerox.calls.phases import ADOPTING, AFTER_MEETING, BEFORE_MEETING, Phases
+from zerox.calls.phases import ADOPTING, AFTER_SYNC, BEFORE_SYNC, Phases
 
 
 def train(model: nn.Module, optimizer: FusedShardedAdam) -> None:
@@ -30,8 +30,8 @@ def registered(phases: Phases) -> list[tuple[str, ...]]:
 
 def test_phases_run_in_the_order_of_the_table_whoever_registers_first() -> None:
     phases, ran = Phases(), []
-    orders = (BEFORE_MEETING, ADOPTING, AFTER_MEETING)
-    calls = (phases.before_meeting, phases.adopting, phases.after_meeting)
+    orders = (BEFORE_SYNC, ADOPTING, AFTER_SYNC)
+    calls = (phases.before_sync, phases.adopting, phases.after_sync)
     for order, register in zip(orders, calls, strict=True):
         for name in reversed(order):
             register(name, lambda _, name=name: ran.append(name))  # type: ignore[misc]
@@ -39,20 +39,20 @@ def test_phases_run_in_the_order_of_the_table_whoever_registers_first() -> None:
     for of_kind in (phases.before, phases.adopt, phases.after):
         for phase in of_kind.values():
             phase(visit)
-    assert ran == [*BEFORE_MEETING, *ADOPTING, *AFTER_MEETING]
+    assert ran == [*BEFORE_SYNC, *ADOPTING, *AFTER_SYNC]
 
 
 def test_a_phase_has_a_place_of_its_own_in_the_table() -> None:
     phases = Phases()
     with pytest.raises(AssertionError, match="a new one"):
-        phases.after_meeting("a new one", print)
-    phases.after_meeting("rows", print)
+        phases.after_sync("a new one", print)
+    phases.after_sync("rows", print)
     with pytest.raises(AssertionError, match="rows"):
-        phases.after_meeting("rows", print)
+        phases.after_sync("rows", print)
 
 
 def recorded(optimizer: FusedShardedAdam) -> list[str]:
-    """What runs in its meetings from now on."""
+    """What runs in its sync points from now on."""
     ran: list[str] = []
 
     def noted(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
@@ -66,17 +66,17 @@ def recorded(optimizer: FusedShardedAdam) -> list[str]:
     for of_kind in (core.phases.before, core.phases.adopt, core.phases.after):
         for name, phase in of_kind.items():
             of_kind[name] = noted(name, phase)
-    core.grads.settle = noted("meeting", core.grads.settle)  # type: ignore[method-assign]
+    core.grads.sync = noted("sync_point", core.grads.sync)  # type: ignore[method-assign]
     return ran
 
 
 def test_every_phase_of_the_table_runs_before_or_after_ranks_meet() -> None:
     model = nn.Linear(4, 4)
     optimizer = FusedShardedAdam(model.parameters())
-    assert registered(optimizer.inside.phases) == [BEFORE_MEETING, ADOPTING, AFTER_MEETING]
+    assert registered(optimizer.inside.phases) == [BEFORE_SYNC, ADOPTING, AFTER_SYNC]
     ran = recorded(optimizer)
     optimizer.synchronize()
-    assert ran == [*BEFORE_MEETING, "meeting", *AFTER_MEETING]
+    assert ran == [*BEFORE_SYNC, "sync_point", *AFTER_SYNC]
 
 
 def test_news_are_adopted_between_two_meetings() -> None:
@@ -86,7 +86,7 @@ def test_news_are_adopted_between_two_meetings() -> None:
     ran = recorded(optimizer)
     model.bias.requires_grad_(True)
     optimizer.synchronize()
-    assert ran == [*BEFORE_MEETING, "meeting", *ADOPTING, "meeting", *AFTER_MEETING]
+    assert ran == [*BEFORE_SYNC, "sync_point", *ADOPTING, "sync_point", *AFTER_SYNC]
     assert not optimizer.inside.frozen
 
 

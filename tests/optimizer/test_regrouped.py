@@ -268,7 +268,7 @@ def test_a_group_that_was_added_by_its_method_is_no_news_at_the_next_step(monkey
 
 
 def zeroed(rank: int, world_size: int, stage: int, set_to_none: bool) -> list[bool]:
-    """A parameter that has a gradient is appended, and zero_grad() follows before ranks have met."""
+    """A parameter that has a gradient is appended, and zero_grad() follows before ranks have synchronized."""
     params, theirs = made(), made()
     optimizer = FusedShardedAdam(grouped(params), stage=stage, bucket_cap_mb=0.01)
     twin = torch.optim.AdamW(grouped(theirs))

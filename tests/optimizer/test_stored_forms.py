@@ -11,7 +11,7 @@ from torch import Tensor
 from tests.kernels import stored
 from tests.kernels.shards import same_bits
 from zerox._C import SIGNED_MAP, UNSIGNED_MAP
-from zerox.memory.forms import convert_, decoded, master_of, remainder_of, rounding_to
+from zerox.memory.forms import convert_, decode, master_of, remainder_of, rounding_to
 from zerox.memory.stored import Stored
 from zerox.rules.adam import ADAM
 
@@ -44,7 +44,7 @@ def test_eight_bits_are_coded_and_decoded_as_by_the_kernels(name: str) -> None:
     expected, expected_scales = stored.encode(wide, signed)
     assert same_bits(own.values, expected)
     assert same_bits(own.scales, expected_scales)
-    assert same_bits(decoded(own), stored.decode(own.values, own.scales, signed))
+    assert same_bits(decode(own), stored.decode(own.values, own.scales, signed))
     again = coded(name)
     assert not convert_(again, own)
     assert same_bits(again.values, own.values)
@@ -67,7 +67,7 @@ def test_a_block_of_subnormals_is_zero_as_by_the_kernels(name: str) -> None:
     convert_(own, Stored(own.spec, wide))
     for ours, theirs in zip((own.values, own.scales), stored.encode(wide, name == "exp_avg"), strict=True):
         assert same_bits(ours, theirs)
-    assert (decoded(own) > 0).tolist() == [False] * 256 + [True] * 44
+    assert (decode(own) > 0).tolist() == [False] * 256 + [True] * 44
 
 
 FORMS = [torch.float64, torch.float32, torch.bfloat16, torch.uint8]
@@ -83,8 +83,8 @@ def test_rounding_is_told_where_it_can_happen_and_nowhere_else(given: torch.dtyp
     then, now = in_form(given), in_form(own)
     convert_(then, wide)
     rounded = convert_(now, then)
-    exact = decoded(then).double()
-    error = (decoded(now).double() - exact).abs()
+    exact = decode(then).double()
+    error = (decode(now).double() - exact).abs()
     if not rounded:
         assert not bool(error.any())
     else:

@@ -93,7 +93,7 @@ def test_skipped_steps_are_counted_and_have_no_figures(world_size: int) -> None:
 
 
 def update_late(optimizer: Engine) -> None:
-    """In its next step, once ranks have met."""
+    """In its next step, once ranks have synchronized."""
     update = optimizer.inside.update
     runs = update.runs
 

@@ -6,8 +6,8 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from zerox.plan import combinations
-from zerox.plan.choices import CHOICES, LIE_AS, SHARDED, TEAM, Setting, some
-from zerox.plan.combinations import But, Refused, Untried, pairs, verdict
+from zerox.plan.choices import CHOICES, LIE_AS, SHARDED, SUBGROUP, Setting, some
+from zerox.plan.combinations import But, Refused, Untried, pairs, ruling
 
 Way = Mapping[str, str]  # a value of every option
 Pair = tuple[Setting, Setting]
@@ -25,7 +25,7 @@ NEUTRAL = (
 # But torch's own classes have a path, and other last bits, for each of these.
 OF_CLASS = ("lr", "foreach", "fused")
 # One rank alone asks none of these.
-OF_RANKS = ("process_group", LIE_AS, TEAM, "backend", "ZEROX_EXCHANGE")
+OF_RANKS = ("process_group", LIE_AS, SUBGROUP, "backend", "ZEROX_EXCHANGE")
 # What has an effect on 16-bit parameters only is tried with these.
 FOR_16_BITS = {
     *some("accumulate_dtype", "torch.float32"),
@@ -59,7 +59,7 @@ def costs() -> Costs:
     if _read[0] is not combinations.ROWS:
         costs: Costs = {}
         for row in combinations.ROWS:
-            cost = REFUSED if isinstance(row.verdict, Refused) else int(isinstance(row.verdict, But | Untried))
+            cost = REFUSED if isinstance(row.ruling, Refused) else int(isinstance(row.ruling, But | Untried))
             for one, other in row.pairs():
                 for this, that in ((one, other), (other, one)):
                     costs.setdefault((this.option, this.value), {})[that.option, that.value] = cost
@@ -77,7 +77,7 @@ def name_of(pair: Pair) -> str:
 
 def pairs_with(kind: type | None) -> list[Pair]:
     """Those that are Refused, that have a But, or that (None) simply work."""
-    return [pair for pair in pairs() if isinstance(verdict(*pair), kind or type(None))]
+    return [pair for pair in pairs() if isinstance(ruling(*pair), kind or type(None))]
 
 
 def not_refused() -> list[Pair]:

@@ -48,14 +48,14 @@ def test_buckets_are_filled_in_reverse_registration_order(params: list[ParamSpec
 def test_in_a_bucket_large_parameters_come_first_each_kind_in_reverse_order(
     params: list[ParamSpec], cap: int, world_size: int
 ) -> None:
-    with patch.multiple(buckets, STRAIGHT_BYTES=1000, STRAIGHT_SLICE_BYTES=4000):
+    with patch.multiple(buckets, ZERO_COPY_BYTES=1000, ZERO_COPY_SLICE_BYTES=4000):
         plans = plan_buckets(params, world_size, cap)
     for plan in plans:
         large = [index for index in plan.params if params[index].nbytes >= 1000]
         small = [index for index in plan.params if params[index].nbytes < 1000]
         assert list(plan.params) == sorted(large, reverse=True) + sorted(small, reverse=True)
         slice_bytes = plan.layout.shard_numel * ITEMSIZES[plan.dtype]
-        assert plan.num_straight == (len(large) if slice_bytes >= 4000 else 0)
+        assert plan.num_zero_copy == (len(large) if slice_bytes >= 4000 else 0)
 
 
 @given(models, caps)

@@ -14,41 +14,41 @@ sizes = st.integers(0, 100)
 
 @st.composite
 def flows_of_any_size(draw: st.DrawFn) -> Flow:
-    packed, straight, flat, received, shard, whole = (draw(sizes) for _ in range(6))
+    packed, zero_copy, flat, received, shard, whole = (draw(sizes) for _ in range(6))
     kept = draw(st.sampled_from([0, shard]))  # the part of the shard that stays
-    return Flow(packed + straight, flat, received, shard, straight, whole, kept, last=draw(st.integers(0, packed)))
+    return Flow(packed + zero_copy, flat, received, shard, zero_copy, whole, kept, last=draw(st.integers(0, packed)))
 
 
 flow_lists = st.lists(flows_of_any_size(), min_size=1, max_size=5)
 BUFFERS = 2  # buckets that may have them at a time
 
-# What one worker and then the other do with a bucket, step by step: (packed so far, landed so far).
+# What one worker and then the other do with a bucket, step by step: (packed so far, reduced so far).
 State = tuple[int, int]
 PACKING = ("flat", "free local", "received")
 LANDING = ("shard", "free buffers")
 
 
 def next_states(state: State, count: int) -> Iterator[State]:
-    packing, landing = state
+    packing, reducing = state
     bucket = packing // len(PACKING)
-    if bucket < count and bucket < landing // len(LANDING) + BUFFERS:
-        yield packing + 1, landing
-    if landing // len(LANDING) < bucket:
-        yield packing, landing + 1
+    if bucket < count and bucket < reducing // len(LANDING) + BUFFERS:
+        yield packing + 1, reducing
+    if reducing // len(LANDING) < bucket:
+        yield packing, reducing + 1
 
 
 def bytes_in(state: State, flows: Sequence[Flow], frees_local: bool, stalled: bool, ahead: int | None = None) -> int:
-    """``ahead``: buckets whose gradients are there before the one before them has landed; None: all."""
+    """``ahead``: buckets whose gradients are there before the one before them has been reduced; None: all."""
     total = 0
     for index, flow in enumerate(flows):
         packed = state[0] - index * len(PACKING)
-        landed = state[1] - index * len(LANDING)
-        there = (stalled and (ahead is None or state[1] >= (index - ahead) * len(LANDING))) or landed >= 0
-        total += (flow.local - flow.straight) * (there and not (frees_local and packed >= 2))
-        total += flow.straight * (there and not (frees_local and landed >= 2))
-        total += flow.flat * (packed >= 1 and landed < 2)
-        total += flow.received * (packed >= 3 and landed < 2)
-        total += flow.shard * (landed >= 1)
+        reduced = state[1] - index * len(LANDING)
+        there = (stalled and (ahead is None or state[1] >= (index - ahead) * len(LANDING))) or reduced >= 0
+        total += (flow.local - flow.zero_copy) * (there and not (frees_local and packed >= 2))
+        total += flow.zero_copy * (there and not (frees_local and reduced >= 2))
+        total += flow.flat * (packed >= 1 and reduced < 2)
+        total += flow.received * (packed >= 3 and reduced < 2)
+        total += flow.shard * (reduced >= 1)
     return total
 
 
@@ -81,10 +81,10 @@ def worst_moment_of_a_late_backward(flows: Sequence[Flow], ahead: int | None = N
 def worst_moment_one_by_one(flows: Sequence[Flow]) -> int:
     most = 0
     for index in range(len(flows)):
-        landed = index * len(LANDING)
-        states = [(index * len(PACKING) + packing, landed) for packing in range(4)]
-        states += [((index + 1) * len(PACKING), landed + landing) for landing in (1, 2)]
-        # Once it has landed, the next one's gradients are not there yet.
+        reduced = index * len(LANDING)
+        states = [(index * len(PACKING) + packing, reduced) for packing in range(4)]
+        states += [((index + 1) * len(PACKING), reduced + reducing) for reducing in (1, 2)]
+        # Once it has been reduced, the next one's gradients are not there yet.
         most = max(most, *(bytes_in(state, flows[: index + 1], frees_local=True, stalled=False) for state in states))
     return most
 
@@ -106,19 +106,19 @@ def test_on_streams_memory_is_free_in_the_order_of_launches(flows: list[Flow]) -
     """As Flights does it: gradients beyond two flights before a launch, and buffers beyond one, are freed then."""
     gradients: list[int] = []  # of flights that are packed
     buffers: list[int] = []
-    most = landed = 0
+    most = reduced = 0
 
     def note(others: int) -> None:
         nonlocal most
-        most = max(most, landed + sum(gradients) + sum(buffers) + others)
+        most = max(most, reduced + sum(gradients) + sum(buffers) + others)
 
     for flow in flows:
         note(flow.local)
         del gradients[:-2]
         del buffers[:-1]
         gradients.append(flow.local)
-        buffers.append(flow.buffers + flow.landing)
-        landed += flow.shard
+        buffers.append(flow.buffers + flow.reducing)
+        reduced += flow.shard
         note(0)
     assert peak_on_streams(flows) == most
 
@@ -140,7 +140,7 @@ def test_one_rank_packs_gradients_into_their_mean_or_leaves_them_there(flows: li
     for flow in flows:
         held += flow.flat
         most = max(most, held)
-        held -= flow.local - flow.straight
+        held -= flow.local - flow.zero_copy
     assert peak_alone(flows, sharded=True) == most
 
 

@@ -85,21 +85,21 @@ def test_stage_3_on_a_mesh_of_two_axes_is_refused() -> None:
 class Experts(nn.Module):
     """Each pair of ranks has an expert of its own, beside the tables."""
 
-    def __init__(self, seed: int, team: int) -> None:
+    def __init__(self, seed: int, subgroup: int) -> None:
         super().__init__()
         self.tables = Model(seed)
-        self.expert = nn.ParameterDict({str(team): torch.full((7,), float(team + 1))})
+        self.expert = nn.ParameterDict({str(subgroup): torch.full((7,), float(subgroup + 1))})
 
     def forward(self, rank: int, step: int) -> None:
         backward(self.tables, rank, step)
         (next(iter(self.expert.values())) * (rank + step + 1)).sum().backward()
 
 
-def groups_of(model: Experts, team: Any) -> list[dict[str, Any]]:
+def groups_of(model: Experts, subgroup: Any) -> list[dict[str, Any]]:
     return [
         {"params": list(model.tables.head.parameters())},
         {"params": sparse_params(model), "sparse": True, "weight_decay": 0.0},
-        {"params": list(model.expert.values()), "process_group": team},
+        {"params": list(model.expert.values()), "process_group": subgroup},
     ]
 
 
@@ -115,7 +115,7 @@ def beside_experts(rank: int, world_size: int, stage: int, path: str) -> None:
         model(rank, step)
         backward(plain, rank, step)
         norm, without = optimizer.clip_grad_norm_(float("inf")), beside.clip_grad_norm_(float("inf"))
-        of_experts = [sum(other + step + 1 for other in team) / WORLD for team in ((0, 2), (1, 3))]
+        of_experts = [sum(other + step + 1 for other in subgroup) / WORLD for subgroup in ((0, 2), (1, 3))]
         expected = torch.cat([without.reshape(1), *(torch.full((7,), each) for each in of_experts)]).norm()
         torch.testing.assert_close(norm, expected)
         for each in (optimizer, beside):

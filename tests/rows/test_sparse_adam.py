@@ -56,7 +56,7 @@ def test_training_has_the_bits_of_sparse_adam_on_the_mean(world_size: int, stage
 def train_with_many(rank: int, world_size: int) -> None:
     """As if tables and ranks were so many that what ranks must know takes a message of its own."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("zerox.rows.rows.MOST_REMARKED", 0)
+        patch.setattr("zerox.rows.rows.MOST_PIGGYBACKED", 0)
         train(rank, world_size, 2, {})
 
 

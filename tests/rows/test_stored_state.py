@@ -15,7 +15,7 @@ import zerox
 from tests.ranks import run_ranks
 from zerox import FusedShardedAdam, ops
 from zerox.checkpoint.convert import convert_file
-from zerox.memory.forms import convert_, decoded, master_of
+from zerox.memory.forms import convert_, decode, master_of
 from zerox.memory.row_owners import CPU
 from zerox.memory.stored import Stored
 from zerox.rules.known import KNOWN
@@ -64,7 +64,7 @@ def row_by_row(stored: Stored) -> Tensor:
     """Each row as a dense parameter is decoded."""
     scales = [None] * len(stored.values) if stored.scales is None else list(stored.scales)
     rows = zip(stored.values, scales, strict=True)
-    return torch.stack([decoded(Stored(stored.spec, values, of_row)).float() for values, of_row in rows])
+    return torch.stack([decode(Stored(stored.spec, values, of_row)).float() for values, of_row in rows])
 
 
 class RowTwin:

@@ -83,11 +83,11 @@ def check(size: int, stage: int, how_many: str, results: list[Any], lends: bool,
     row = NUMBER + WIDTH * VALUE
     own = [{number for number in range(ROWS) if of_block[number // BLOCK_ROWS] == rank} for rank in range(size)]
     for rank, (_, (clip, update), *_) in enumerate(results):
-        landed = len(own[rank] & union)
+        reduced = len(own[rank] & union)
         most = min(sum(len(own[rank] & touched_there) for touched_there in everyones), len(own[rank]))
         foreign = [owner for owner in range(size) if owner != rank]
         to_owners = sum(named(len(own[owner] & everyones[rank]), len(own[owner])) for owner in foreign)
-        to_all = others * (landed * row + COUNT)
+        to_all = others * (reduced * row + COUNT)
         has_read = others if lends else 0  # where no step() follows, a byte
         updated = others * (NUMBER + named(most, len(own[rank]), itemsize))
         assert clip == to_owners + has_read + (to_all if stage == 1 else 0)

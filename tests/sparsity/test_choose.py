@@ -14,7 +14,7 @@ import zerox
 from tests.ranks import run_ranks
 from tests.sparsity.trained import Case, model, optimizer_of
 from zerox import FusedShardedAdam, Sparsity
-from zerox.memory.mask import Mask, unpacked
+from zerox.memory.mask import Mask, unpack_bits
 
 
 def coarse(module: nn.Module) -> dict[str, Tensor]:
@@ -224,10 +224,10 @@ def test_parts_of_a_mask_start_anywhere() -> None:
     for start, numel in ((0, 1000), (8, 100), (13, 300), (991, 9), (5, 0)):
         bits = mask.part(start, numel)
         assert bits.numel() == -(-numel // 8) + 4
-        assert torch.equal(unpacked(bits, numel), kept[start : start + numel])
+        assert torch.equal(unpack_bits(bits, numel), kept[start : start + numel])
         others = ~kept[start : start + numel]
         expected = torch.cat([kept[:start], others, kept[start + numel :]])
-        assert torch.equal(mask.replaced(start, others).kept(), expected)
+        assert torch.equal(mask.with_replaced(start, others).kept(), expected)
         assert torch.equal(mask.kept(), kept)
 
 

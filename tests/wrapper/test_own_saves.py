@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch import nn
 
 import zerox
-from tests.guests.classes import NarrowState, PythonNumbers
 from tests.kernels.shards import same_bits
+from tests.local_optimizers.classes import NarrowState, PythonNumbers
 from tests.mortal_ranks import fail_now, start_ranks
 from tests.ranks import run_ranks
 from tests.wrapper.own_cases import Recommender, trained

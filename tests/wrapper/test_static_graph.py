@@ -133,7 +133,7 @@ def launched(rank: int, kind: Any) -> list[bool]:
 
 
 def with_a_table(rank: int, kind: Any) -> list[bool]:
-    """Gradients of a table that one rank does not use come after those of all else: ranks meet once."""
+    """Gradients of a table that one rank does not use come after those of all else: ranks synchronize once."""
     found = []
     ddp, optimizer = made(kind, table=True, times=1)
     for _ in range(2):

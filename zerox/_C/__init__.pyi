@@ -17,12 +17,12 @@ from zerox._C.residency import ResidencyEvent as ResidencyEvent
 from zerox._C.residency import ResidentCounts as ResidentCounts
 from zerox._C.residency import Room as Room
 from zerox._C.residency import ShardPlace as ShardPlace
-from zerox._C.rows import LandedRows as LandedRows
+from zerox._C.rows import ReducedRows as ReducedRows
 from zerox._C.rows import RowChange as RowChange
 from zerox._C.rows import RowFlow as RowFlow
 from zerox._C.rows import RowRule as RowRule
 
-EXACT_WORDS: int
+EXACT_LIMBS: int
 SEGMENT_COLUMNS: int
 SIGNED_MAP: tuple[float, ...]
 UNSIGNED_MAP: tuple[float, ...]
@@ -55,13 +55,13 @@ def start_all_to_all(
 class PeerMessages:
     are_in_memory: bool
     traffic: tuple[int, int]
-    def __init__(self, group: ProcessGroup | None, whereabouts: Whereabouts | None) -> None: ...
+    def __init__(self, group: ProcessGroup | None, failure_detector: FailureDetector | None) -> None: ...
     def swap(self, sent: Sequence[Tensor], numels: Sequence[int]) -> list[Tensor]: ...
     def to_all(self, message: Tensor) -> list[Tensor]: ...
 
 NUM_ARGUMENTS: int
 
-class Meeting(enum.Enum):
+class SyncPoint(enum.Enum):
     FOLLOW = -1
     STEP = 1
     CLIP = 2
@@ -85,9 +85,9 @@ class Combine(enum.Enum):
     SUM = 0
     MAX = 1
 
-class Outcome:
+class SyncResult:
     adopts: bool
-    meeting: Meeting
+    sync_point: SyncPoint
     arguments: list[float]
     has_same_options: bool
     has_same_operators: bool
@@ -121,7 +121,7 @@ class Range(Within):  # while it lasts, profilers show "zerox::what bucket 3"
 class ExchangeKind:
     def __init__(self, *, direct: bool, single_messages: bool, via_host: bool, neighbours: Sequence[int]) -> None: ...
 
-class Whereabouts:
+class FailureDetector:
     def __init__(
         self, *, groups: list[ProcessGroup], store: Store | None, rank: int, world: int, timeout: Time, say_after: Time
     ) -> None: ...
@@ -158,7 +158,7 @@ class Decision:
     def set_static(self, is_static: bool) -> None: ...
 
 class Backward:
-    settled: bool
+    synced: bool
     has_failed: bool  # until zero_grad()
     sums_wait: bool  # on an axis of a mesh, after no_sync(outer=True)
     launch_order: list[int]
@@ -171,7 +171,7 @@ class Backward:
 
 class Flights:
     num_launched: int
-    num_landed: int
+    num_reduced: int
     waited_ns: int
     def await_all(self) -> None: ...
     def hold_back(self, hold: bool) -> None: ...
@@ -194,29 +194,29 @@ class MeanGrads:
     def mark_scaled(self) -> None: ...
     def show_all(self) -> None: ...  # where backward ends
     def scale(self, bucket: int, factor: Tensor, slots: Sequence[int] | None) -> None: ...
-    def forget_words(self, bucket: int) -> None: ...
+    def forget_limbs(self, bucket: int) -> None: ...
     def shard(self, bucket: int) -> Tensor | None: ...
     def shard_by_part(self, bucket: int) -> list[Tensor | None]: ...
-    def landed(self, bucket: int) -> list[Tensor]: ...
+    def reduced(self, bucket: int) -> list[Tensor]: ...
     def version(self, bucket: int) -> int: ...
     def partial(self, bucket: int) -> list[int]: ...
     def present(self, bucket: int) -> Tensor: ...
-    def words(self, bucket: int) -> Tensor | None: ...
+    def limbs(self, bucket: int) -> Tensor | None: ...
 
-class Settlement:
+class Synchronizer:
     num_added: int
     waited_ns: int
     holds_scaled: bool
-    remarks: list[int]
-    def settle(
+    piggybacks: list[int]
+    def sync(
         self,
-        meeting: Meeting,
+        sync_point: SyncPoint,
         arguments: Sequence[float],
         digests: Sequence[float],  # of options, operators and parameters
         adoptions: int,
         refusal: str,
-    ) -> Outcome: ...
-    def set_remark(self, remark: Sequence[int]) -> None: ...
+    ) -> SyncResult: ...
+    def set_piggyback(self, piggyback: Sequence[int]) -> None: ...
     def set_before_backward_end(self, call: Callable[[], None] | None) -> None: ...
     def set_following(self, by_backward: bool, by_active: bool) -> None: ...
     def set_after_backward_end(self, call: Callable[[], None] | None) -> None: ...
@@ -241,7 +241,7 @@ class Params:
 class Axis:
     def __init__(self, *, group: ProcessGroup | None, kind: ExchangeKind, members: Sequence[int]) -> None: ...
 
-class Team:
+class Subgroup:
     exchange: int
     number: int
     count: int
@@ -250,14 +250,18 @@ class Team:
 class BucketManager:
     num_buckets: int
     traffic: tuple[int, int]  # messages and bytes that this rank sent
-    traffic_by_axis: list[tuple[int, int]]  # the same over each axis, the inner one first, then each small team
+    traffic_by_axis: list[tuple[int, int]]  # the same over each axis, the inner one first, then each small subgroup
     backward: Backward
     flights: Flights
     grads: MeanGrads
-    settlement: Settlement
+    synchronizer: Synchronizer
     params: Params
     def __init__(
-        self, axes: list[Axis], control: ProcessGroup | None, whereabouts: Whereabouts | None, options: ManagerOptions
+        self,
+        axes: list[Axis],
+        control: ProcessGroup | None,
+        failure_detector: FailureDetector | None,
+        options: ManagerOptions,
     ) -> None: ...
     def add_bucket(
         self,
@@ -273,9 +277,9 @@ class BucketManager:
         shard_numel: int,
         trailer_numel: int,
         segments: Tensor,
-        num_straight: int,
+        num_zero_copy: int,
         divisor: float,
-        team: Team,
+        subgroup: Subgroup,
     ) -> int: ...
-    def add_team(self, axis: Axis, whereabouts: Whereabouts | None) -> int: ...
+    def add_subgroup(self, axis: Axis, failure_detector: FailureDetector | None) -> int: ...
     def parts(self, bucket: int) -> list[tuple[int, int, Tensor]]: ...

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from zerox._C import Whereabouts
+from zerox._C import FailureDetector
 
 class Room:
     nbytes: int
@@ -55,7 +55,7 @@ class Residency:
         self,
         *,
         group: ProcessGroup | None,
-        whereabouts: Whereabouts | None,
+        failure_detector: FailureDetector | None,
         processes: Sequence[int],
         ranks: Sequence[int],
         num_holders: int,

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from zerox._C import PeerMessages
 
-class LandedRows:
+class ReducedRows:
     rows: Tensor
     places: Tensor
     values: Tensor
@@ -25,7 +25,7 @@ class RowChange(enum.Enum):
     REPLACED = 2
 
 class RowFlow:
-    landed: list[LandedRows | None]
+    reduced: list[ReducedRows | None]
     def __init__(self, messages: PeerMessages, neighbours: Sequence[int]) -> None: ...
     def add(
         self,

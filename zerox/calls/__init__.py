@@ -1,1 +1,1 @@
-"""What may be called between backward and step(), and what happens whenever ranks meet."""
+"""What may be called between backward and step(), and what happens whenever ranks synchronize."""

@@ -17,7 +17,7 @@ def is_capturing(ranks: Ranks, capturable: bool, manager: C.BucketManager, recor
         raise RuntimeError("step() can be captured into a CUDA graph with capturable=True only")
     if ranks.via_host:
         raise RuntimeError("step() can't be captured over gloo, which works on the host: use nccl")
-    if not manager.backward.settled or manager.params.missing:
+    if not manager.backward.synced or manager.params.missing:
         raise RuntimeError("backward can't be captured, and synchronize() must come between it and the capture")
     if ranks.size > 1 and not record.has_looked:
         raise RuntimeError(

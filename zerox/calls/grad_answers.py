@@ -17,18 +17,18 @@ from torch import Tensor
 
 from zerox import _C as C
 from zerox import _torch, ops
-from zerox._C import Combine, Meeting, Outcome
+from zerox._C import Combine, SyncPoint, SyncResult
 from zerox.calls.phases import Visit
 from zerox.grads.asked import Asked
 from zerox.grads.grad_operators import ALL_FINITE
 from zerox.grads.grad_scale import GradScale
 from zerox.grads.grads import Grads
-from zerox.grads.norm import norm_of, total_words
+from zerox.grads.norm import norm_of, total_limbs
 from zerox.grads.placeholder import ShardedGrad
 from zerox.memory.bucket import Bucket
 from zerox.rows.rows import Rows
 
-KEEP = (Meeting.STEP, Meeting.GRAD_NORM, Meeting.FULL_GRAD, Meeting.FOLLOW)  # calls that change no gradient
+KEEP = (SyncPoint.STEP, SyncPoint.GRAD_NORM, SyncPoint.FULL_GRAD, SyncPoint.FOLLOW)  # calls that change no gradient
 
 
 @dataclass
@@ -83,7 +83,7 @@ class Where:
 class GradAnswers:
     """What it is asked is collective, but for what is kept. ``buckets``: the core's own list, which grows.
 
-    ``settle``: the core's. It is held weakly, as placeholders hold this object: they must not keep the optimizer.
+    ``sync``: the core's. It is held weakly, as placeholders hold this object: they must not keep the optimizer.
     """
 
     def __init__(self, grads: Grads, grad_scale: GradScale, buckets: Sequence[Bucket], rows: Rows) -> None:
@@ -91,7 +91,7 @@ class GradAnswers:
         self.scale = grad_scale
         self.buckets = buckets
         self.rows = rows
-        self.settle: Callable[[], Callable[..., Outcome] | None] = _nobody
+        self.sync: Callable[[], Callable[..., SyncResult] | None] = _nobody
         self.watch: Callable[[], None] = _nobody  # has the next backward call forget(), before it adds to gradients
         self.where: Where | None = None
         self.kept: dict[float, Kept] = {}
@@ -100,13 +100,13 @@ class GradAnswers:
         self.num_added = self.num_done = -1
 
     def norm(self, grad: ShardedGrad, what: str, p: float, dtype: torch.dtype | None = None) -> Tensor:
-        return self._kept(grad, what, p).norm(grad.number, dtype or grad.dtype)
+        return self._keep(grad, what, p).norm(grad.number, dtype or grad.dtype)
 
     def is_finite(self, grad: ShardedGrad, what: str) -> Tensor:
-        return self._kept(grad, what, 2.0).finite[grad.number] != 0.0
+        return self._keep(grad, what, 2.0).finite[grad.number] != 0.0
 
     def has_nan(self, grad: ShardedGrad, what: str) -> Tensor:
-        return self._kept(grad, what, 2.0).norms[grad.number].isnan()
+        return self._keep(grad, what, 2.0).norms[grad.number].isnan()
 
     def knows(self, plain: Sequence[Tensor]) -> bool:
         """Whether these gradients, which have values here, are the rank's own."""
@@ -123,7 +123,7 @@ class GradAnswers:
             assert self.all_finite is not None
             finite = self.all_finite
         else:
-            kept = [self._kept(grad, what, 2.0) for grad in grads]
+            kept = [self._keep(grad, what, 2.0) for grad in grads]
             each = [one.finite[grad.number] for one, grad in zip(kept, grads, strict=True)]
             finite = torch.stack([*each, kept[0].own_finite]).amin()
         found_inf.copy_(torch.maximum(found_inf, (1.0 - finite).to(found_inf).reshape(found_inf.shape)))
@@ -131,33 +131,33 @@ class GradAnswers:
             assert grad.notes is not None
             grad.notes.note(grad, "mul_", (inverse_scale,))
 
-    def take_part(self, outcome: Outcome) -> None:
-        """On all ranks, once they have met for a question."""
+    def take_part(self, result: SyncResult) -> None:
+        """On all ranks, once they have synchronized for a question."""
         operators = self.grads.operators
         assert operators is not None
         if self.num_done != operators.notes.count:
             self.forget()
             self.num_done = operators.notes.count
-        p = outcome.arguments[0]
+        p = result.arguments[0]
         if p == ALL_FINITE:
-            of_rows = self.rows.words(2.0)
-            words = total_words(self.grads, 2.0, Asked(self.buckets), self.scale.divisors, of_rows, self.scale.values)
-            finite = norm_of([(each, None) for each in words], 2.0)[1]
+            of_rows = self.rows.limbs(2.0)
+            limbs = total_limbs(self.grads, 2.0, Asked(self.buckets), self.scale.divisors, of_rows, self.scale.values)
+            finite = norm_of([(each, None) for each in limbs], 2.0)[1]
             self.all_finite = finite * self._own_finite(finite)
         else:
             norms, finite = self._norms(p)
             self.kept[p] = Kept(norms, finite, self._own_finite(finite.new_ones(())))
-        self.num_added = self.grads.manager.settlement.num_added
+        self.num_added = self.grads.manager.synchronizer.num_added
         for each in operators.placeholders:
             each.answered = self.count
         self.watch()
 
     def note_call(self, visit: Visit) -> None:
-        """Where ranks have met: what was answered before a step is what it updated from. A rank that follows has not
-        seen what the others did to p.grad."""
-        outcome = visit.outcome
-        has_new = self.num_added != self.grads.manager.settlement.num_added
-        if outcome.meeting not in KEEP or has_new or (outcome.followed and outcome.operators):
+        """Where ranks have synchronized: what was answered before a step is what it updated from. A rank that follows
+        has not seen what the others did to p.grad."""
+        result = visit.result
+        has_new = self.num_added != self.grads.manager.synchronizer.num_added
+        if result.sync_point not in KEEP or has_new or (result.followed and result.operators):
             self.forget()
 
     def forget(self) -> None:
@@ -173,7 +173,7 @@ class GradAnswers:
         assert operators is not None
         return operators.own.are_finite(like, self.grads.all_reduce)
 
-    def _kept(self, grad: ShardedGrad, what: str, p: float) -> Kept:
+    def _keep(self, grad: ShardedGrad, what: str, p: float) -> Kept:
         kept = self.kept.get(p)
         if kept is None or grad.answered != self.count:
             self._ask(grad, what, p)
@@ -182,21 +182,21 @@ class GradAnswers:
 
     def _ask(self, grad: ShardedGrad, what: str, p: float) -> None:
         if not grad.is_set or _torch.in_backward():
-            why = "inside a backward: ranks meet for it, so ask after it"
+            why = "inside a backward: ranks synchronize for it, so ask after it"
             why = why if grad.is_set else "after that gradient was discarded: ask p.grad"
             raise RuntimeError(f"zerox: {what} of the gradient of parameter {grad.quoted} was called {why}")
         call = f"{what} of the gradient of parameter '{grad.param_name}'"  # to look for the model's would take long
-        settle = self.settle()
-        assert settle is not None
+        sync = self.sync()
+        assert sync is not None
         with C.Doing(call, False), torch.no_grad():
-            self.take_part(settle(Meeting.GRAD_NORM, [p], self._refusal(what, p)))
+            self.take_part(sync(SyncPoint.GRAD_NORM, [p], self._refusal(what, p)))
 
     def _refusal(self, what: str, p: float) -> str:
         grads = self.grads
         way_out = "use zerox.GradScaler" if p == ALL_FINITE else "call optimizer.clip_grad_norm_()"
         if self.rows.each:
             return f"{what} of p.grad does not go with sparse=True in a param group: {way_out}"
-        if grads.teams.are_many and p != ALL_FINITE:
+        if grads.subgroups.are_many and p != ALL_FINITE:
             return f"{what} of p.grad does not go with a param group's process_group: {way_out}"
         if grads.dtensors and p != ALL_FINITE:
             return f"{what} of p.grad does not go with DTensors: {way_out}"
@@ -215,18 +215,18 @@ class GradAnswers:
         if self.where is None or self.where.num_buckets != len(self.buckets):
             self.where = Where.of(self.buckets, device)
         where = self.where
-        words = torch.zeros(where.rows[-1], ops.EXACT_WORDS, dtype=torch.int64, device=device)
+        limbs = torch.zeros(where.rows[-1], ops.EXACT_LIMBS, dtype=torch.int64, device=device)
         for index in range(where.num_buckets):
             for part in grads.parts(index):
                 row = where.rows[index] + part.first_row
-                ops.norm_(words[row : row + part.segments.shape[0]], part.grad, part.segments, p, part.mask)
-        # What one rank has alone travels as its norm, in two words, and the others as exact sums.
+                ops.norm_(limbs[row : row + part.segments.shape[0]], part.grad, part.segments, p, part.mask)
+        # What one rank has alone travels as its norm, in two numbers, and the others as exact sums.
         whole = torch.zeros(sum(where.sizes), 2, dtype=torch.float64, device=device)
-        whole[where.own] = _or_not_finite(ops.norm_value(words, p))
+        whole[where.own] = _or_not_finite(ops.norm_value(limbs, p))
         whole[where.cut] = 0.0
-        sums = words.new_zeros(len(where.cut), ops.EXACT_WORDS)
+        sums = limbs.new_zeros(len(where.cut), ops.EXACT_LIMBS)
         for at, row in where.own_cut:
-            sums[at] = words[row]
+            sums[at] = limbs[row]
         message = torch.cat([whole.view(torch.int64).flatten(), sums.flatten()])
         grads.all_reduce(message, combine)
         whole = message[: whole.numel()].view(torch.float64).reshape(whole.shape)

@@ -1,7 +1,8 @@
 """What the training loop may ask of the mean gradient between backward and step().
 
-Each method here is what a call does after ranks have met (csrc/grads/meetings.h), so that a rank that follows the
-others can do the same: see join.py. What the follower can't know comes with the outcome, or from its ``speaker``.
+Each method here is what a call does after ranks have synchronized (csrc/grads/sync_points.h), so that a rank that
+follows the others can do the same: see join.py. What the follower can't know comes with the result, or from its
+``speaker``.
 """
 
 from __future__ import annotations
@@ -16,14 +17,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zerox._C import Combine, Meeting, Outcome
+from zerox._C import Combine, SyncPoint, SyncResult
 from zerox.calls.grad_answers import GradAnswers
 from zerox.calls.shard_writer import ShardWriter
-from zerox.grads.asked import Asked, asked_by_number
+from zerox.grads.asked import Asked, find_by_number
 from zerox.grads.grad_operators import ALL
 from zerox.grads.grad_scale import Divisor, GradScale, Norm
 from zerox.grads.grads import Grads
-from zerox.grads.norm import check_finite, clip_coefficient, norm_of, order_of, total_words
+from zerox.grads.norm import check_finite, clip_coefficient, norm_of, order_of, total_limbs
 from zerox.memory.bucket import Bucket, Member
 from zerox.memory.row_table import StoredAs
 from zerox.params.unwrapped_params import OwnParams
@@ -32,15 +33,15 @@ from zerox.rows.rows import Rows
 from zerox.rules.of_groups import Rules
 
 READ_THE_MEAN = (
-    Meeting.STEP,
-    Meeting.CLIP,
-    Meeting.CLIP_TOGETHER,
-    Meeting.UNSCALE,
-    Meeting.GRAD_NORM,
-    Meeting.FULL_GRAD,
+    SyncPoint.STEP,
+    SyncPoint.CLIP,
+    SyncPoint.CLIP_TOGETHER,
+    SyncPoint.UNSCALE,
+    SyncPoint.GRAD_NORM,
+    SyncPoint.FULL_GRAD,
 )
 # Where rows of tables are exchanged: what is multiplied must be there.
-NEED_ROWS = (*READ_THE_MEAN, Meeting.MEAN_OVER, Meeting.SCALE_GRADS, Meeting.CLIP_VALUE, Meeting.SYNCHRONIZE)
+NEED_ROWS = (*READ_THE_MEAN, SyncPoint.MEAN_OVER, SyncPoint.SCALE_GRADS, SyncPoint.CLIP_VALUE, SyncPoint.SYNCHRONIZE)
 ERROR_IF_NONFINITE = 1  # in the last argument of a clip; the rest of it is twice Asked.number
 
 
@@ -77,7 +78,7 @@ class GradCalls:
             grads.operators.to_answers, grads.operators.own = weakref.ref(self.answers), own
             grads.operators.notes.on_first = self.answers.watch = partial(_watch, weakref.ref(self))
 
-    # ---- before ranks meet
+    # ---- before ranks synchronize
 
     def refusal(self, call: str) -> str:
         """Why ``call`` can't be made at this point of the step; empty if it can."""
@@ -109,7 +110,7 @@ class GradCalls:
         call = f"p.grad.{next(iter(chains.values()))[0].name}()"
         if self.row_grads.each:
             return f"{call} does not go with sparse=True in a param group: call scale_grads_()"
-        if ALL not in chains and (self.grads.teams.are_many or self.grads.partial.buckets):
+        if ALL not in chains and (self.grads.subgroups.are_many or self.grads.partial.buckets):
             which = "DTensors" if self.grads.partial.buckets else "a param group's process_group"
             return f"{call} does not go with {which}, but for one factor for all: call scale_grads_()"
         return self.refusal(call)
@@ -121,13 +122,13 @@ class GradCalls:
         self.writer.fold()
         self.answers.forget()
 
-    def pack_rows(self, meeting: Meeting) -> str:
+    def pack_rows(self, sync_point: SyncPoint) -> str:
         """Readies the gradients of tables to be exchanged there, and what ranks tell each other of them. Returns why
         they can't be; empty if they can."""
-        if not self.row_grads.each or meeting not in NEED_ROWS:
+        if not self.row_grads.each or sync_point not in NEED_ROWS:
             return ""
         why = self.row_grads.refusal()
-        self.grads.manager.settlement.set_remark(self.row_grads.remark)
+        self.grads.manager.synchronizer.set_piggyback(self.row_grads.piggyback)
         return why
 
     def take_tables(
@@ -143,7 +144,7 @@ class GradCalls:
         for divisor in self.row_grads.divisors:
             self.scale.know(divisor)
         if self.row_grads.each:  # on all ranks, who say as much from now on
-            self.grads.manager.settlement.set_remark(self.row_grads.remark)
+            self.grads.manager.synchronizer.set_piggyback(self.row_grads.piggyback)
         return others
 
     @staticmethod
@@ -162,11 +163,11 @@ class GradCalls:
 
     # ---- after it
 
-    def clip(self, outcome: Outcome, asked: Asked | None = None) -> Tensor:
+    def clip(self, result: SyncResult, asked: Asked | None = None) -> Tensor:
         """``asked``: None on a rank that follows."""
-        max_norm, p, flags = outcome.arguments
-        if asked is None or (int(flags) > 1 and outcome.followed):
-            asked = self._asked_of_speaker(outcome, asked, is_some=int(flags) > 1)
+        max_norm, p, flags = result.arguments
+        if asked is None or (int(flags) > 1 and result.followed):
+            asked = self._receive_asked(result, asked, is_some=int(flags) > 1)
         norm, finite = self.norm(p, asked)
         if asked.has_all and self.own.are_some:
             norm, finite = self.own.norm_beside(norm, finite, p, self.grads.all_reduce)
@@ -186,21 +187,21 @@ class GradCalls:
 
     def rows(self, p: float, asked: Asked) -> list[tuple[Tensor, Tensor | None]]:
         """What the norm is of: see norm_of(). Collective."""
-        of_rows = self.row_grads.words(p) if asked.has_all else ()
-        words = total_words(self.grads, p, asked, self.scale.divisors, of_rows, self.scale.values)
+        of_rows = self.row_grads.limbs(p) if asked.has_all else ()
+        limbs = total_limbs(self.grads, p, asked, self.scale.divisors, of_rows, self.scale.values)
         values = list(self.scale.values.values()) or [None]
-        return list(zip(words, values, strict=True))
+        return list(zip(limbs, values, strict=True))
 
-    def clip_together(self, outcome: Outcome, coefficient: Tensor | None = None) -> None:
+    def clip_together(self, result: SyncResult, coefficient: Tensor | None = None) -> None:
         """The rest of zerox.clip_grad_norm_(), once the norm is known; on a rank that follows, all of it."""
         if coefficient is None:
-            self.rows(outcome.arguments[0], Asked(self.buckets))
-            if outcome.arguments[1] == math.inf:
+            self.rows(result.arguments[0], Asked(self.buckets))
+            if result.arguments[1] == math.inf:
                 return
             coefficient = torch.empty((), dtype=torch.float64, device=self.grads.ranks.device)
-        if outcome.followed:
+        if result.followed:
             coefficient = coefficient.double().reshape(1)
-            self.grads.ranks.broadcast(coefficient, "the scale of the gradients", root=outcome.speaker)
+            self.grads.ranks.broadcast(coefficient, "the scale of the gradients", root=result.speaker)
             coefficient = coefficient.reshape(())
         self.shrink(coefficient, Asked(self.buckets))
         self.scale.requested.clip = "zerox.clip_grad_norm_()"
@@ -219,7 +220,7 @@ class GradCalls:
                 self.grads.manager.grads.scale(index, coefficient, of_bucket)
         self.scale.mark()
 
-    def mean_over(self, outcome: Outcome, count: float | Tensor = 0) -> None:
+    def mean_over(self, result: SyncResult, count: float | Tensor = 0) -> None:
         ranks = self.grads.ranks
         if isinstance(count, Tensor):
             total = count.detach().reshape(()).to(ranks.device, torch.float64, copy=True)
@@ -237,63 +238,63 @@ class GradCalls:
         factor = divided_by / (total + (total == 0)) * (total != 0)
         return factor + 0.0 * total.sqrt()  # NaN for a negative total, which the host has not seen
 
-    def multiply(self, outcome: Outcome, factor: Tensor | None = None) -> None:
+    def multiply(self, result: SyncResult, factor: Tensor | None = None) -> None:
         """By ``factor``; None: by the number that ranks told each other, or the speaker's."""
-        factor = self._factor(outcome, factor)
+        factor = self._factor(result, factor)
         self._multiply(dict.fromkeys(self.scale.values, factor))
         self.own.multiply(factor)
 
-    def _factor(self, outcome: Outcome, factor: Tensor | None) -> Tensor:
-        device, number = self.grads.ranks.device, outcome.arguments[0]
+    def _factor(self, result: SyncResult, factor: Tensor | None) -> Tensor:
+        device, number = self.grads.ranks.device, result.arguments[0]
         if device.type == "cpu" or not math.isnan(number):
             return torch.full((), number, dtype=torch.float64, device=device)
-        if outcome.followed:
+        if result.followed:
             told = torch.zeros(1, dtype=torch.float64, device=device) if factor is None else factor.double().reshape(1)
-            self.grads.ranks.broadcast(told, "the factor of the gradients", root=outcome.speaker)
+            self.grads.ranks.broadcast(told, "the factor of the gradients", root=result.speaker)
             return told.reshape(())
         assert factor is not None
         return factor
 
-    def skip(self, outcome: Outcome | None = None) -> None:
+    def skip(self, result: SyncResult | None = None) -> None:
         self.scale.reset()
         self.record.num_skipped += 1
 
     def end_step(self) -> None:
         norm = self.scale.requested.norm
-        still_holds = norm is not None and norm.num_added == self.grads.manager.settlement.num_added
+        still_holds = norm is not None and norm.num_added == self.grads.manager.synchronizer.num_added
         self.record.norm = norm.value if norm is not None and still_holds else None
         self.record.num_steps += 1
         self.scale.end_step()
 
     def note_norm(self, total: Tensor, p: float) -> None:
         if p == 2.0:
-            self.scale.requested.norm = Norm(total, self.grads.manager.settlement.num_added)
+            self.scale.requested.norm = Norm(total, self.grads.manager.synchronizer.num_added)
 
-    def divide_by_active(self, outcome: Outcome) -> None:
+    def divide_by_active(self, result: SyncResult) -> None:
         """Has a mean over all ranks become one over those that had batches; once a step."""
         size = self.grads.ranks.size
-        if self.scale.requested.num_active is None and not self.scale.requested.mean_over and outcome.num_active < size:
-            factor = torch.full((), size / outcome.num_active, dtype=torch.float64, device=self.grads.ranks.device)
+        if self.scale.requested.num_active is None and not self.scale.requested.mean_over and result.num_active < size:
+            factor = torch.full((), size / result.num_active, dtype=torch.float64, device=self.grads.ranks.device)
             if None in self.scale.values:
                 self._multiply({None: factor})
-            self.scale.requested.num_active = outcome.num_active
+            self.scale.requested.num_active = result.num_active
 
-    def unscale(self, outcome: Outcome, inverse: Tensor | None = None) -> Tensor:
+    def unscale(self, result: SyncResult, inverse: Tensor | None = None) -> Tensor:
         """Returns whether a gradient is inf or NaN: float32 0 or 1."""
-        if outcome.arguments[0] != 1.0:
-            factors = dict.fromkeys(self.scale.values, self._factor(outcome, inverse))
+        if result.arguments[0] != 1.0:
+            factors = dict.fromkeys(self.scale.values, self._factor(result, inverse))
             narrow = any(bucket.buffer.flat.dtype is torch.float16 for bucket in self.buckets)
             if self.grads.sharded or narrow:
                 self.scale.multiply_each(factors)
             else:
                 self._multiply_in_grads(factors)
-        _, finite = norm_of([(words, None) for words, _ in self.rows(2.0, Asked(self.buckets))], 2.0)
+        _, finite = norm_of([(limbs, None) for limbs, _ in self.rows(2.0, Asked(self.buckets))], 2.0)
         self.scale.skip_unless(finite)
         return (1.0 - finite).float()
 
-    def limit(self, outcome: Outcome) -> None:
-        self.scale.requested.limit = outcome.arguments[0]
-        self.own.limit(outcome.arguments[0])
+    def limit(self, result: SyncResult) -> None:
+        self.scale.requested.limit = result.arguments[0]
+        self.own.limit(result.arguments[0])
         self.scale.mark()
 
     # ---- inside
@@ -313,11 +314,11 @@ class GradCalls:
         self.row_grads.multiply(factors)
         self.scale.multiply_in_grads(factors)
 
-    def _asked_of_speaker(self, outcome: Outcome, asked: Asked | None, is_some: bool) -> Asked:
+    def _receive_asked(self, result: SyncResult, asked: Asked | None, is_some: bool) -> Asked:
         if not is_some:
             return Asked(self.buckets)
         said = self.grads.ranks.all_gather_text("" if asked is None else " ".join(map(str, asked.numbers)))
-        return asked_by_number(self.buckets, map(int, said[outcome.speaker].split()))
+        return find_by_number(self.buckets, map(int, said[result.speaker].split()))
 
 
 def _watch(to_calls: weakref.ref[GradCalls]) -> None:

@@ -1,12 +1,12 @@
-"""What happens where ranks meet, before it and after it: the phases of a call, in one order on every rank.
+"""What happens at a sync point, before it and after it: the phases of a call, in one order on every rank.
 
-Note [Phases of a meeting]
-A feature that has something to find out before ranks meet, or to do once they have, registers a phase with the core,
-by a name that stands in one of the orders below. The orders are the only place that knows of all features. What one
-phase leaves for another lies in the Visit. Before the meeting a rank does not know whether the others go on: it looks,
-and refuses, and changes nothing that a refusal would have to take back. After it all ranks know the same, so a phase
-may be collective if it depends on the outcome alone. If a rank has news (param groups of the user's, parameters that
-train now, state that was written), all adopt it first, and meet once more.
+Note [Phases of a sync point]
+A feature that has something to find out before ranks synchronize, or to do once they have, registers a phase with the
+core, by a name that stands in one of the orders below. The orders are the only place that knows of all features. What
+one phase leaves for another lies in the Visit. Before the sync point a rank does not know whether the others go on: it
+looks, and refuses, and changes nothing that a refusal would have to take back. After it all ranks know the same, so a
+phase may be collective if it depends on the result alone. If a rank has news (param groups of the user's, parameters
+that train now, state that was written), all adopt it first, and meet once more.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from typing import Any
 
 from torch import Tensor
 
-from zerox._C import Meeting, Outcome
+from zerox._C import SyncPoint, SyncResult
 from zerox.memory.bucket import Member
 from zerox.memory.flat import BufferSlot
 
-BEFORE_MEETING = (
+BEFORE_SYNC = (
     "notice",  # torch's Join hears of the step before this rank waits for others
     "failed load",  # the first refusal is told, and those that last come first
     "gather",  # parameters are whole before anybody looks where they lie
@@ -39,7 +39,7 @@ ADOPTING = (
     "groups",
     "frozen",
 )
-AFTER_MEETING = (
+AFTER_SYNC = (
     "partial sums",
     "rows",  # what is multiplied below must be there
     "first look",
@@ -53,10 +53,10 @@ AFTER_MEETING = (
 
 @dataclass(slots=True)
 class Visit:
-    """One meeting, as this rank comes to it. ``follows``: it has run out of batches, and learns there what the others
-    call. ``refusal``: why it can't go on; empty if it can."""
+    """One sync point, as this rank comes to it. ``follows``: it has run out of batches, and learns there what the
+    others call. ``refusal``: why it can't go on; empty if it can."""
 
-    meeting: Meeting
+    sync_point: SyncPoint
     arguments: Sequence[float]
     refusal: str
     follows: bool
@@ -67,28 +67,28 @@ class Visit:
     regrouped: Any = None  # what users made of param groups
     elsewhere: Sequence[BufferSlot] = ()  # parameters that are not where the optimizer laid them, and their values
     values: Sequence[Tensor] = ()
-    outcome: Outcome = field(init=False)
+    result: SyncResult = field(init=False)
 
 
 Phase = Callable[[Visit], None]
 
 
 class Phases:
-    """Those that features have registered: see Note [Phases of a meeting]."""
+    """Those that features have registered: see Note [Phases of a sync point]."""
 
     def __init__(self) -> None:
         self.before: dict[str, Phase] = {}
         self.adopt: dict[str, Phase] = {}
         self.after: dict[str, Phase] = {}
 
-    def before_meeting(self, name: str, phase: Phase) -> None:
-        self.before = _with(BEFORE_MEETING, self.before, name, phase)
+    def before_sync(self, name: str, phase: Phase) -> None:
+        self.before = _with(BEFORE_SYNC, self.before, name, phase)
 
     def adopting(self, name: str, phase: Phase) -> None:
         self.adopt = _with(ADOPTING, self.adopt, name, phase)
 
-    def after_meeting(self, name: str, phase: Phase) -> None:
-        self.after = _with(AFTER_MEETING, self.after, name, phase)
+    def after_sync(self, name: str, phase: Phase) -> None:
+        self.after = _with(AFTER_SYNC, self.after, name, phase)
 
 
 def _with(order: Sequence[str], known: dict[str, Phase], name: str, phase: Phase) -> dict[str, Phase]:

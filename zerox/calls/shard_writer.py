@@ -27,16 +27,16 @@ class ShardWriter:
         self.buckets = buckets
 
     def do_as_noted(self, visit: Visit) -> None:
-        """Where ranks have met, and all have noted the same. Collective where a rank follows."""
-        operators, outcome = self.grads.operators, visit.outcome
+        """Where ranks have synchronized, and all have noted the same. Collective where a rank follows."""
+        operators, result = self.grads.operators, visit.result
         if operators is None:
             return
-        if not outcome.operators:
+        if not result.operators:
             operators.forget()  # what was done to gradients that are discarded
             return
-        if outcome.followed:
+        if result.followed:
             said = self.grads.ranks.all_gather_text(operators.for_followers())
-            chains = operators.heard(said[outcome.speaker])
+            chains = operators.parse_chains(said[result.speaker])
             operators.forget()
             operators.notes.on_first()  # a rank that follows has noted none of its own
         else:
@@ -63,7 +63,7 @@ class ShardWriter:
                 self._fold_scale()
 
     def multiply(self, slots: Mapping[int, Iterable[int]], factor: Tensor) -> None:
-        """Some gradients, by bucket, at once, where everything has landed."""
+        """Some gradients, by bucket, at once, where everything has been reduced."""
         calls = [C.InPlace(*span, "mul_", [], factor) for index in slots for span in self._spans(index, slots[index])]
         self.grads.manager.grads.do_in_place(calls)
         self.grads.manager.flights.await_all()

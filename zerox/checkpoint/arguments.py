@@ -1,4 +1,4 @@
-"""What save() and load() were given, looked at before ranks meet: each mistake is one line with the way out."""
+"""What save() and load() were given, looked at before ranks synchronize: each mistake is one line with the way out."""
 
 from __future__ import annotations
 

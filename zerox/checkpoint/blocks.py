@@ -12,8 +12,8 @@ from torch import Tensor
 
 from zerox.memory.bucket import Member
 from zerox.memory.flat import dense_strides
-from zerox.memory.forms import decoded_with
-from zerox.plan.cut import completed, dense, slowest_first
+from zerox.memory.forms import decode_with
+from zerox.plan.cut import complete_order, dense, slowest_first
 from zerox.plan.form import BLOCK_NUMEL
 from zerox.rules.rule import StateSpec
 from zerox.sliced_tensor import SlicedTensor
@@ -34,12 +34,12 @@ def are_alike(member: Member, order: list[int]) -> bool:
 
 def values_of(spec: StateSpec, codes: SlicedTensor, scales: Tensor, order: list[int]) -> Tensor:
     """float32 ``[n]``: what this rank's ``codes`` stand for. ``scales``: of all blocks, in the memory ``order``."""
-    strides = dense(codes.shape, completed(order, codes.dim()))
+    strides = dense(codes.shape, complete_order(order, codes.dim()))
     values = torch.empty(codes.own.numel(), device=codes.own.device)
     for piece in pieces(values.numel()):
         blocks = _places(codes, strides, range(codes.start + piece.start, codes.start + piece.stop)) // BLOCK_NUMEL
         of_each = scales[blocks.to(scales.device)].to(values.device)
-        values[piece] = decoded_with(spec, codes.own[piece], of_each)
+        values[piece] = decode_with(spec, codes.own[piece], of_each)
     return values
 
 

@@ -19,9 +19,9 @@ from zerox.checkpoint.place import find
 from zerox.checkpoint.store import Opened, open_checkpoint, write
 from zerox.checkpoint.unwrapped import refuse_own
 from zerox.checkpoint.writer import save_object
-from zerox.memory.forms import decoded, master_of
+from zerox.memory.forms import decode, master_of
 from zerox.memory.stored import SCALE, Stored
-from zerox.plan.cut import completed
+from zerox.plan.cut import complete_order
 from zerox.rules.adam import ADAM
 from zerox.rules.known import KNOWN
 from zerox.rules.of_groups import RULE
@@ -206,11 +206,11 @@ def _torchs(saved: Mapping[str, Tensor], weight: Tensor | None, order: list[int]
         if spec.key in saved:
             values, scales = saved[spec.key], saved.get(spec.key + SCALE)
             if scales is not None and scales.dim() == 2:  # a table's, by rows
-                values = decoded(Stored(spec, values, scales))
+                values = decode(Stored(spec, values, scales))
             elif scales is not None:
-                dims = completed(order, values.dim())
+                dims = complete_order(order, values.dim())
                 coded = Stored(spec, values.permute(dims).reshape(-1), scales)
-                in_order = decoded(coded).view([values.shape[dim] for dim in dims])
+                in_order = decode(coded).view([values.shape[dim] for dim in dims])
                 values = in_order.permute([dims.index(dim) for dim in range(len(dims))])
             found[spec.key] = values.contiguous() if values.dtype is torch.float64 else values.float().contiguous()
     if MASK.key in saved:

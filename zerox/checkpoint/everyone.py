@@ -15,7 +15,7 @@ from zerox.engine import Engine
 from zerox.ranks.calls import waiting
 from zerox.ranks.group import Ranks
 from zerox.ranks.model_axes import ModelAxes
-from zerox.ranks.process_group import GroupArgument, chosen_group
+from zerox.ranks.process_group import GroupArgument, choose_group
 
 LOST = "a rank did not answer; it died, or was late"
 NO_AXES = ModelAxes()
@@ -26,7 +26,7 @@ class Everyone:
 
     They communicate over ``own``, which names a rank that is gone, and along ``model``'s axes, where other ranks have
     other parts of the model; or over ``group`` if that is not an optimizer's. ``number``: this rank's in errors.
-    ``teams``: which it is in of those that experts cut the ranks into.
+    ``subgroups``: which it is in of those that experts cut the ranks into.
     """
 
     def __init__(
@@ -34,12 +34,12 @@ class Everyone:
         group: dist.ProcessGroup | None = None,
         own: Ranks | None = None,
         model: ModelAxes = NO_AXES,
-        teams: tuple[int, ...] = (),
+        subgroups: tuple[int, ...] = (),
     ) -> None:
         self.group = group
         self.own = own
         self.model = model
-        self.teams = teams
+        self.subgroups = subgroups
         self.alone = group is None and not model.axes
         self.rank = 0 if group is None else dist.get_rank(group)
         self.size = 1 if group is None else dist.get_world_size(group)
@@ -55,25 +55,25 @@ class Everyone:
         ValueError if one with part of its state, or of its parameters, is missing.
         """
         own, model = optimizer.inside.ranks, optimizer.inside.grads.model
-        teams = optimizer.inside.grads.teams.numbers
+        subgroups = optimizer.inside.grads.subgroups.numbers
         if process_group is None:
-            return Everyone(own.given, own, model, teams)
-        group = chosen_group(process_group)
+            return Everyone(own.given, own, model, subgroups)
+        group = choose_group(process_group)
         if group is not None and group not in _torch.listed_groups():
             raise ValueError("process_group: zerox.save() and zerox.load() need one that torch.distributed made")
         of_params = [axis for axis in model.axes if axis.is_of_params]
         if group is own.given and not of_params:
-            return Everyone(group, own, teams=teams)
+            return Everyone(group, own, subgroups=subgroups)
         asked = [] if group is None else dist.get_process_group_ranks(group)
         needed = set(dist.get_process_group_ranks(own.given) if own.given else [])
         if missing := sorted(needed.union(*(axis.ranks for axis in of_params)) - set(asked)):
             raise ValueError(f"process_group: ranks {missing} have a part of the optimizer's state and are not in it")
-        return Everyone(group, teams=teams)
+        return Everyone(group, subgroups=subgroups)
 
     @property
     def has_own_params(self) -> bool:
         """Whether some ranks have parameters of their own, as pipeline stages, or experts."""
-        return bool(self.teams) or any(not axis.is_of_params for axis in self.model.axes)
+        return bool(self.subgroups) or any(not axis.is_of_params for axis in self.model.axes)
 
     @property
     def pipeline_stage(self) -> tuple[int, ...]:
@@ -137,7 +137,7 @@ class FailingTogether:
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if error is not None and not isinstance(error, (Exception, CheckpointException)):  # DCP's is no Exception
             return
-        told = self.ranks.gather((self.ranks.number, None if error is None else said(error)), self.what)
+        told = self.ranks.gather((self.ranks.number, None if error is None else text_of(error)), self.what)
         for number, text in told:
             if text is not None:
                 where = "" if self.ranks.alone else f" on rank {number}"
@@ -158,7 +158,7 @@ class FailingAs:
             raise CheckpointError(f"{self.what}: {error}") from error
 
 
-def said(error: BaseException) -> str:
+def text_of(error: BaseException) -> str:
     """The error's text, without the tracebacks of all ranks that DCP's exceptions have."""
     if isinstance(error, CheckpointException) and error.failures:
         error = next(iter(error.failures.values()))[0]

@@ -16,7 +16,7 @@ from zerox.checkpoint.groups import NOT_OPTIONS
 from zerox.checkpoint.manifest import CheckpointError, some
 from zerox.checkpoint.masks import SPARSITY
 from zerox.checkpoint.names import MODEL, OPTIMIZER
-from zerox.checkpoint.reader import loaded
+from zerox.checkpoint.reader import load_file
 from zerox.rules.known import KNOWN, rules_of
 from zerox.rules.of_groups import RULE
 from zerox.rules.rule import MASK, MASTER, Rule
@@ -32,7 +32,7 @@ NO_RULE = (
 
 def read_torch_file(source: Path, model_key: str, optimizer_key: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """(tensors by their names in a checkpoint, what else is in one). Raises CheckpointError for any other file."""
-    content = loaded(source)
+    content = load_file(source)
     if not isinstance(content, dict) or model_key not in content or optimizer_key not in content:
         has = sorted(map(str, content)) if isinstance(content, dict) else f"a {type(content).__name__}"
         raise CheckpointError(

@@ -10,7 +10,7 @@ from torch import Tensor
 from zerox.checkpoint.manifest import CheckpointError
 from zerox.engine import Engine
 from zerox.rules.of_groups import RULE
-from zerox.state.state_dict import say_what_stays, taken_options
+from zerox.state.state_dict import say_what_stays, take_options
 
 NOT_OPTIONS = ("params", "param_names")
 NONE: Mapping[int, str] = {}
@@ -68,7 +68,7 @@ def fill_groups(optimizer: Engine, found: list[tuple[dict[str, Any], dict[str, A
     rules = optimizer.inside.rules
     say_what_stays(rules, found)
     for group, known in found:
-        for key, value in taken_options(rules, group, known).items():
+        for key, value in take_options(rules, group, known).items():
             now = group.get(key)
             if key == "names":
                 continue

@@ -50,7 +50,7 @@ def some(names: Sequence[str]) -> str:
     return f"{', '.join(names[:MOST_NAMES])}{more}"
 
 
-def opened(file: Path) -> io.FileIO:
+def open_regular(file: Path) -> io.FileIO:
     """Opens a regular file to read it. OSError for anything else: a pipe may never answer, and a device has no end."""
     stream = io.FileIO(file, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))
     if not stat.S_ISREG(os.fstat(stream.fileno()).st_mode):
@@ -62,7 +62,7 @@ def opened(file: Path) -> io.FileIO:
 def checksum(file: Path) -> tuple[int, int]:
     """The number of bytes, and their CRC-32."""
     total, crc = 0, 0
-    with opened(file) as stream:
+    with open_regular(file) as stream:
         while chunk := stream.read(CHUNK_BYTES):
             total += len(chunk)
             crc = zlib.crc32(chunk, crc)
@@ -95,7 +95,7 @@ def read(folder: Path) -> dict[str, Any]:
     """Raises CheckpointError."""
     file = folder / NAME
     try:
-        with io.BufferedReader(opened(file)) as stream:
+        with io.BufferedReader(open_regular(file)) as stream:
             found = json.loads(stream.read(MOST_BYTES))
         if found.get("format", FORMAT) in READ and found.pop(CRC) != _crc(found):
             raise ValueError
@@ -127,7 +127,7 @@ def _lack(folder: Path) -> str:
 def is_safetensors(file: Path) -> bool:
     """Whether it begins as such files do: with the length of a JSON object."""
     try:
-        with opened(file) as stream:
+        with open_regular(file) as stream:
             first = stream.read(9)
     except OSError:
         return False
@@ -169,7 +169,7 @@ def check(
 
 def _misfit(file: Path, nbytes: int, crc: int | None) -> str:
     try:
-        with opened(file) as stream:
+        with open_regular(file) as stream:
             now = os.fstat(stream.fileno()).st_size
         if now != nbytes:
             return f"has {now} bytes instead of {nbytes}"

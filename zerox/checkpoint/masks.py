@@ -22,7 +22,7 @@ def check_masks(optimizer: Engine, host: Mapping[str, Any]) -> None:
     saved, live = host.get(SPARSITY), optimizer.inside.sparsity
     if saved is not None and live is None:
         raise CheckpointError(
-            f"the checkpoint has masks of {made_by(saved['targets'])}: build one before loading. "
+            f"the checkpoint has masks of {constructor_call(saved['targets'])}: build one before loading. "
             "(Its remove() afterwards lets the zeros train)"
         )
     if saved is None and live is not None:
@@ -31,7 +31,7 @@ def check_masks(optimizer: Engine, host: Mapping[str, Any]) -> None:
         raise CheckpointError(why)
 
 
-def made_by(targets: Mapping[str, float | None]) -> str:
+def constructor_call(targets: Mapping[str, float | None]) -> str:
     """The call that makes a Sparsity of these, without what else there is to say."""
     if None in targets.values():
         return f"zerox.Sparsity.from_zeros(optimizer, {list(targets)})"

@@ -22,34 +22,34 @@ def all_names(ranks: Everyone, names: Collection[str], failure: str) -> set[str]
 Owner = tuple[object, ...]
 
 
-def joined(
+def gather_host_parts(
     ranks: Everyone,
     tensors: Mapping[str, Tensor],
     host: Mapping[str, Any],
-    team_of: Mapping[str, tuple[int, int]],
+    subgroup_of: Mapping[str, tuple[int, int]],
     failure: str,
 ) -> dict[str, Any]:
     """The host's part of all ranks. Collective where ranks have parameters of their own.
 
     A name that two of them have stands for one tensor in a checkpoint: it may only be that of equal buffers.
-    ``team_of``: the names of what only some ranks of a pipeline stage have, with the team that has it.
+    ``subgroup_of``: the names of what only some ranks of a pipeline stage have, with the subgroup that has it.
     """
     if not ranks.has_own_params:
         return dict(host)
     own = {name.removeprefix(MODEL): tensor for name, tensor in tensors.items() if name.startswith(MODEL)}
     sent = {part: host[part] for part in ("groups", "memory_order", "model")}
-    everyones = ranks.gather((ranks.pipeline_stage, {*own, *host["model"]}, sent, dict(team_of)), failure)
-    hosts = {(stage, *sorted(teams.values())): of_rank for stage, _, of_rank, teams in reversed(everyones)}
+    everyones = ranks.gather((ranks.pipeline_stage, {*own, *host["model"]}, sent, dict(subgroup_of)), failure)
+    hosts = {(stage, *sorted(subgroups.values())): of_rank for stage, _, of_rank, subgroups in reversed(everyones)}
     owners: dict[str, set[Owner]] = {}
     trained = set()
-    for stage, names, of_rank, teams in everyones:
+    for stage, names, of_rank, subgroups in everyones:
         given = {name for group in of_rank["groups"] for name in group["names"]}
         trained |= given
         for name in names | given:
-            owners.setdefault(name, set()).add((stage, teams.get(name)))
+            owners.setdefault(name, set()).add((stage, subgroups.get(name)))
     shared = {name for name, found in owners.items() if len(found) > 1}
     differ = shared & trained
-    of = "with different experts" if ranks.teams else "of different pipeline stages"
+    of = "with different experts" if ranks.subgroups else "of different pipeline stages"
     digests = ranks.gather({name: _digest(own[name]) for name in shared - differ if name in own}, failure)
     differ |= {name for name in shared - differ if len({each.get(name) for each in digests}) > 1}
     with ranks.failing_together(failure):
@@ -62,11 +62,11 @@ def joined(
     merged = dict(host)
     for part in ("memory_order", "model"):
         merged[part] = {name: value for each in hosts.values() for name, value in each[part].items()}
-    merged["groups"] = _joined_groups([each["groups"] for each in hosts.values()])
+    merged["groups"] = _join_groups([each["groups"] for each in hosts.values()])
     return merged
 
 
-def _joined_groups(of_ranks: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:
+def _join_groups(of_ranks: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:
     """Those of one index with the same options are one group."""
     found: list[tuple[int, dict[str, Any], list[str]]] = []
     for groups in of_ranks:

@@ -80,10 +80,10 @@ class Target:
         _check_replaceable(self.path, self.place)
         _leftovers(aside(self.place))
         if _leftovers(self.folder) is not None:  # by a save that was killed, unless it is still at work
-            os.close(_locked(self.folder))
+            os.close(_lock(self.folder))
             _clear(self.folder)
         self.folder.mkdir(parents=True)
-        self._descriptor = _locked(self.folder)
+        self._descriptor = _lock(self.folder)
 
     def put(self, files: Mapping[str, tuple[int, int]]) -> None:
         """Moves the complete checkpoint where it belongs. ``files``: what its manifest lists."""
@@ -119,7 +119,7 @@ class Target:
             self._descriptor = None
 
 
-def _locked(folder: Path) -> int:
+def _lock(folder: Path) -> int:
     """Opens and locks it. The system unlocks it when the process ends, however it ends."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:

@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.futures import Future
 
 from zerox import _torch
-from zerox.checkpoint.manifest import METADATA, CheckpointError, opened
+from zerox.checkpoint.manifest import METADATA, CheckpointError, open_regular
 from zerox.checkpoint.records import Record
 
 DCP = "torch.distributed.checkpoint"
@@ -66,12 +66,12 @@ class _Unpickler(pickle.Unpickler):
         raise pickle.UnpicklingError(f"{module}.{name} does not belong in a checkpoint")
 
 
-def loaded(file: Path) -> Any:
+def load_file(file: Path) -> Any:
     """The contents of a file of torch.save(), on the CPU. Raises OSError, and CheckpointError for any other file.
 
     It makes only tensors, numbers, strings, and lists and dicts of these: nothing that the file asks for is run.
     """
-    with opened(file) as stream, warnings.catch_warnings():
+    with open_regular(file) as stream, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch's guesses at what the file may be
         try:
             return torch.load(io.BufferedReader(stream), weights_only=True, map_location="cpu")
@@ -95,7 +95,7 @@ class CheckpointReader(FileSystemReader):
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         if self._metadata is not None:
             return self._metadata
-        with io.BufferedReader(opened(Path(self.path, METADATA))) as file:
+        with io.BufferedReader(open_regular(Path(self.path, METADATA))) as file:
             metadata = _Unpickler(file).load()
         if not isinstance(metadata, Metadata):
             raise pickle.UnpicklingError(f"a {type(metadata).__name__} is no metadata of a checkpoint")
@@ -118,7 +118,7 @@ class CheckpointReader(FileSystemReader):
 
     def _is_whole(self, name: str, offset: int, length: int) -> bool:
         try:
-            with opened(Path(self.path, name)) as file:
+            with open_regular(Path(self.path, name)) as file:
                 return Record(file, offset, length).is_whole()
         except OSError:
             return False
@@ -129,7 +129,7 @@ class CheckpointReader(FileSystemReader):
         for item in plan.items:
             files.setdefault(self.storage_data[item.storage_index].relative_path, []).append(item)
         for name, items in files.items():
-            with opened(Path(self.path, name)) as file:
+            with open_regular(Path(self.path, name)) as file:
                 for item in items:
                     self._read(file, item, planner)
         done: Future[None] = Future()

@@ -201,7 +201,7 @@ class SavedState:
             return SlicedTensor((), (), Span(0, 1), torch.empty(1, dtype=dtype, device="cpu"))
         like = next(state[key] for key in state if key not in numbers and not key.endswith(SCALE))
         if not what.endswith(SCALE):
-            return like.filled_with(torch.empty(like.own.numel(), dtype=dtype, device=like.device))
+            return like.fill_with(torch.empty(like.own.numel(), dtype=dtype, device=like.device))
         if not self._has_blocks(member):
             return torch.empty(then.size, dtype=dtype, device="cpu")
         return scales_like(member, like.span, torch.empty(blocks_of(like.span).numel, dtype=dtype, device=like.device))

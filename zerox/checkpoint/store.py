@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 
-from zerox._C import Meeting
+from zerox._C import SyncPoint
 from zerox.checkpoint import manifest
 from zerox.checkpoint.arguments import check_arguments
 from zerox.checkpoint.blocks import memory_order
@@ -27,10 +27,10 @@ from zerox.checkpoint.groups import check_rules, fill_groups, groups_by_name, gr
 from zerox.checkpoint.manifest import FORMAT, FORMAT_WITH_OWN, HOST, METADATA, OWN, CheckpointError, some
 from zerox.checkpoint.masks import check_masks, masks_of, take_masks
 from zerox.checkpoint.names import MODEL, OPTIMIZER, fill_others, parameter_names, split_model
-from zerox.checkpoint.own_params import all_names, joined
+from zerox.checkpoint.own_params import all_names, gather_host_parts
 from zerox.checkpoint.parts import write_parts
 from zerox.checkpoint.place import Target, candidates, find
-from zerox.checkpoint.reader import CheckpointReader, loaded
+from zerox.checkpoint.reader import CheckpointReader, load_file
 from zerox.checkpoint.saved_state import SavedState
 from zerox.checkpoint.saved_tables import spread_tables, table_entries
 from zerox.checkpoint.unwrapped import RanksOwn
@@ -67,10 +67,10 @@ def save(
     path, ranks = Path(path), Everyone.of(optimizer, process_group)
     failure = not_saved(path)
     with FailingAs(failure):
-        optimizer.inside.settle(Meeting.SAVE)
+        optimizer.inside.sync(SyncPoint.SAVE)
     tensors: dict[str, Tensor] = {}
     host: dict[str, Any] = {}
-    team_of: dict[str, tuple[int, int]] = {}
+    subgroup_of: dict[str, tuple[int, int]] = {}
     record: dict[str, Any] = {}
     with ranks.failing_together(failure):
         if optimizer.inside.loading.failed:
@@ -79,9 +79,11 @@ def save(
         optimizer.inside.gather.prepare_checkpoint()
         tensors, others = split_model(model, optimizer)
         own = RanksOwn(model, optimizer, names, ranks)
-        said = own.said(model)
+        said = own.describe(model)
         tensors |= entries(optimizer, names)
-        team_of = optimizer.inside.grads.teams.by_name({names[m.number]: m.group for m in optimizer.inside.members})
+        subgroup_of = optimizer.inside.grads.subgroups.by_name(
+            {names[m.number]: m.group for m in optimizer.inside.members}
+        )
         orders = {names[m.number]: memory_order(m) for m in optimizer.inside.members}
         host = {
             "groups": groups_by_name(optimizer, names),
@@ -100,7 +102,7 @@ def save(
             of_own, record = own.to_save()
             tensors |= of_own
         host[OWN] = ranks.gather(record, failure)
-    write(path, tensors, joined(ranks, tensors, host, team_of, failure), ranks)
+    write(path, tensors, gather_host_parts(ranks, tensors, host, subgroup_of, failure), ranks)
 
 
 def write(path: Path, tensors: dict[str, Tensor], host: dict[str, Any], ranks: Everyone) -> None:
@@ -163,7 +165,7 @@ def load(
     check_arguments("zerox.load()", path, model, optimizer)
     path, ranks = Path(path), Everyone.of(optimizer, process_group)
     with FailingAs(not_loaded(path)):
-        optimizer.inside.settle(Meeting.SAVE)
+        optimizer.inside.sync(SyncPoint.SAVE)
     first: dict[str, Any] = {}
     known: set[str] = set()
     opened = open_checkpoint(path, ranks)
@@ -236,7 +238,7 @@ class Opened:
 
     def host(self) -> dict[str, Any]:
         """Raises CheckpointError."""
-        found: dict[str, Any] = loaded(self.folder / HOST)
+        found: dict[str, Any] = load_file(self.folder / HOST)
         return found
 
     def read_metadata(self, listed: Collection[str]) -> None:

@@ -79,7 +79,7 @@ class RanksOwn:
 
     # ---- saving
 
-    def said(self, model: nn.Module) -> Said:
+    def describe(self, model: nn.Module) -> Said:
         """What this rank tells others before a save: whether the optimizer has own parameters; and if not, by name a
         line about each that no wrapper and no optimizer of several ranks has. None from a rank of another optimizer."""
         if self.are_some or not self.is_asked:

@@ -58,7 +58,7 @@ class Asked:
         return torch.cat(found) if len(found) > 1 else found[0] if found else part.segments[:0]
 
 
-def asked_for(buckets: Sequence[Bucket], params: Tensor | Iterable[Tensor] | None, own: Collection[int] = ()) -> Asked:
+def find_asked(buckets: Sequence[Bucket], params: Tensor | Iterable[Tensor] | None, own: Collection[int] = ()) -> Asked:
     """Raises ValueError for a tensor that is in no bucket, as are the rank's ``own``, by id."""
     if params is None:
         return Asked(buckets)
@@ -84,6 +84,6 @@ def asked_for(buckets: Sequence[Bucket], params: Tensor | Iterable[Tensor] | Non
     return Asked(buckets, {bucket: frozenset(found) for bucket, found in slots.items()})
 
 
-def asked_by_number(buckets: Sequence[Bucket], numbers: Iterable[int]) -> Asked:
+def find_by_number(buckets: Sequence[Bucket], numbers: Iterable[int]) -> Asked:
     by_number = {member.number: member.param for bucket in buckets for member in bucket.members}
-    return asked_for(buckets, [by_number[number] for number in numbers])
+    return find_asked(buckets, [by_number[number] for number in numbers])

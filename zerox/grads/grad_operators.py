@@ -2,7 +2,7 @@
 
 Note [Operators on gradients that have left]
 p.grad is a placeholder then, and the mean lies with its owners. So an operator is noted on the placeholder, and done by
-the owners to their parts, in the shard's dtype: where ranks meet next, or when the next backward is about to add to the
+the owners to their parts, in the shard's dtype: at a sync point next, or when the next backward is about to add to the
 gradients. Nothing is sent for it. But ranks may have done different things: after a branch that one rank alone took,
 or torch's clip over gradients that one rank lacks, owners would scale their parts unequally. So a digest of what was
 done to each gradient goes along with what ranks tell each other anyway. If they differ, all ranks raise before anything
@@ -124,12 +124,12 @@ class Notes:
             if one.device.type != "cpu":
                 made = Operator(name, (), one.detach().reshape(()).clone())
             else:
-                made = self._known(name, (float(one),))
+                made = self._find_operator(name, (float(one),))
             self.last = (name, one, _torch.version_of(one), made)
             return made
-        return self._known(name, tuple(None if number is None else float(number) for number in numbers))
+        return self._find_operator(name, tuple(None if number is None else float(number) for number in numbers))
 
-    def _known(self, name: str, numbers: tuple[Number, ...]) -> Operator:
+    def _find_operator(self, name: str, numbers: tuple[Number, ...]) -> Operator:
         is_plain = all(number and number == number for number in numbers)
         key = (name, numbers if is_plain else repr(numbers))  # 0 and -0 are equal, and NaN is not
         found = self.known.get(key)
@@ -150,10 +150,10 @@ class GradOperators:
         self.placeholders: list[ShardedGrad] = []
         self.to_answers: Callable[[], Any] = _do_nothing
         self.own = OwnParams(())  # until the optimizer has all
-        self.told: dict[int, Chain] = {}  # at the last meeting
+        self.told: dict[int, Chain] = {}  # at the last sync point
         self.params: list[weakref.ref[Tensor]] = []
         self.present: list[int] = []  # the gradients that had left at the last look()
-        # What was done before a later backward, since ranks met: when, and by placeholder.
+        # What was done before a later backward, since ranks synchronized: when, and by placeholder.
         self.before: list[tuple[int, dict[str, str]]] = []
 
     def add(self, placeholders: Sequence[ShardedGrad]) -> None:
@@ -188,7 +188,7 @@ class GradOperators:
         return next(e for e, grad in zip(self.placeholders, grads, strict=True) if grad is not e and grad is not None)
 
     def tell(self, with_set: bool) -> float:
-        """Looks at what was done, where ranks meet. Returns a digest, the same on all ranks that did the same; 0 if
+        """Looks at what was done, at a sync point. Returns a digest, the same on all ranks that did the same; 0 if
         nothing was. ``with_set``: and have the same gradients, as the last look() found them."""
         self.told = self.chains()
         if not (self.told or self.before or with_set):
@@ -200,7 +200,7 @@ class GradOperators:
 
     def refuse(self, ranks: Ranks, follows: bool, with_set: bool) -> None:
         """Where ranks have told that they differ. Collective: raises on all ranks, and names a gradient."""
-        own = {"follows": follows, "done": self._told_to_users(), "set": self.present if with_set else None}
+        own = {"follows": follows, "done": self._names_for_users(), "set": self.present if with_set else None}
         said = [json.loads(text) for text in ranks.all_gather_text(json.dumps(own))]
         speakers = [(rank, each) for rank, each in enumerate(said) if not each["follows"]]
         different = ((one, two) for one, two in pairwise(speakers) if one[1] != two[1])
@@ -209,7 +209,7 @@ class GradOperators:
             number = min(set(a["set"]) ^ set(b["set"]))
             there, missing = (first, other) if number in a["set"] else (other, first)
             raise RuntimeError(
-                f"zerox: rank {there} has {self._said_of(number)} and rank {missing} has none: "
+                f"zerox: rank {there} has {self._name_for_users(number)} and rank {missing} has none: "
                 "answers of p.grad would differ. Ask for the norm by optimizer.clip_grad_norm_(), or let all ranks "
                 "have a gradient of each parameter. Then call zero_grad()"
             )
@@ -217,8 +217,8 @@ class GradOperators:
         number = min((int(each) for each in {*mine, *theirs} if mine.get(each) != theirs.get(each)), default=ALL)
         what, than = (each.get(str(number), "nothing") for each in (mine, theirs))
         raise RuntimeError(
-            f"zerox: ranks did different things to {self._said_of(number)}, which had left: rank {first} {what}, rank "
-            f"{other} {than}. Nothing was updated: {WAY_OUT}"
+            f"zerox: ranks did different things to {self._name_for_users(number)}, which had left: rank {first} "
+            f"{what}, rank {other} {than}. Nothing was updated: {WAY_OUT}"
         )
 
     def end_round(self, num_launched: int, has_factor: bool) -> dict[int, Chain]:
@@ -231,7 +231,7 @@ class GradOperators:
         return chains
 
     def take(self) -> dict[int, Chain]:
-        """Ranks have met: what is left to do. Gradients that were sent just there have been done nothing to."""
+        """What is left to do once ranks have synchronized. Nothing was done to gradients that were sent just there."""
         chains = self.told
         self.forget()
         return chains
@@ -254,7 +254,7 @@ class GradOperators:
         of_each = {number: [(each.name, each.numbers) for each in chain] for number, chain in self.told.items()}
         return json.dumps([bool(self.before), of_each])
 
-    def heard(self, text: str) -> dict[int, Chain]:
+    def parse_chains(self, text: str) -> dict[int, Chain]:
         """RuntimeError, on all ranks, for what can't be followed."""
         before_backward, of_each = json.loads(text)
         if before_backward:
@@ -269,7 +269,7 @@ class GradOperators:
 
     # ---- inside
 
-    def _told_to_users(self) -> dict[str, str]:
+    def _names_for_users(self) -> dict[str, str]:
         found: dict[str, str] = {}
         for launched, texts in [*self.before, (None, _texts(self.told))]:
             when = "" if launched is None else f" before a later backward ({launched} buckets had left)"
@@ -277,7 +277,7 @@ class GradOperators:
                 found[number] = ", ".join(filter(None, [found.get(number), text + when]))
         return found
 
-    def _said_of(self, number: int) -> str:
+    def _name_for_users(self, number: int) -> str:
         return "all gradients" if number == ALL else f"the gradient of parameter {self.placeholders[number].quoted}"
 
 

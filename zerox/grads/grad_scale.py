@@ -58,7 +58,7 @@ class GradScale:
         self.values: dict[Divisor, Tensor | None] = {}
         self.finite = torch.ones((), dtype=torch.uint8, device=device) if keeps_place else None
         self.num_added: int | None = None  # the manager's, when a scalar was set; None: none was
-        self.rows_landed = False  # whether tables have gradients: zerox/rows/rows.py
+        self.rows_reduced = False  # whether tables have gradients: zerox/rows/rows.py
         self.holds_rows = False  # and had some when a scalar was set
         self.requested = Requested()
         self.applied: Applied | None = None
@@ -117,7 +117,7 @@ class GradScale:
         """The segments that take part in the step; the host need not know whether it is skipped."""
         return present if self.finite is None else present * self.finite
 
-    def limited(self, part: GradPart, bucket: int) -> GradPart:
+    def clamp(self, part: GradPart, bucket: int) -> GradPart:
         """After clip_grad_value_(): a scaled copy, in float32 or wider, with no element above the limit."""
         if self.requested.limit is None:
             return part
@@ -126,19 +126,19 @@ class GradScale:
         scaled = wide if value is None else wide * value
         return part._replace(grad=scaled.clamp(-self.requested.limit, self.requested.limit))
 
-    def left_of(self, bucket: int) -> Tensor | None:
+    def remaining_factor(self, bucket: int) -> Tensor | None:
         """What limited() has not multiplied by yet."""
         return self.of(bucket) if self.requested.limit is None else None
 
     def forget_if_discarded(self) -> None:
         """Resets if the scaled gradients are all gone (model.zero_grad()): others are not scaled."""
         is_set = self.num_added is not None or self.requested.by_operators
-        if is_set and not (self.manager.settlement.holds_scaled or self.holds_rows):
+        if is_set and not (self.manager.synchronizer.holds_scaled or self.holds_rows):
             self.reset()
 
     def check(self) -> None:
         """RuntimeError if gradients were added to the scaled ones."""
-        if self.num_added not in (None, self.manager.settlement.num_added):
+        if self.num_added not in (None, self.manager.synchronizer.num_added):
             self.refuse_added()
 
     def note_rows(self, were_added: bool, hold: bool) -> None:
@@ -146,11 +146,11 @@ class GradScale:
 
         RuntimeError on all ranks, who say the same, if the scale was computed for other gradients than there are.
         """
-        if self.num_added is not None and (were_added or self.manager.settlement.holds_scaled):
+        if self.num_added is not None and (were_added or self.manager.synchronizer.holds_scaled):
             self.refuse_added()
         if self.num_added is not None:
             self.reset()
-        self.rows_landed = hold
+        self.rows_reduced = hold
 
     @staticmethod
     def refuse_added() -> None:
@@ -183,12 +183,12 @@ class GradScale:
         if by_operators:
             self.values, self.requested.by_operators = values, True
         elif has_any:
-            self.applied = Applied(values, self.manager.settlement.num_added)
+            self.applied = Applied(values, self.manager.synchronizer.num_added)
 
     def factors(self, sizes: Sequence[int]) -> Tensor | None:
         """By what each gradient is, or was, multiplied: a scalar, or one for each; None: 1. ``sizes``: buckets'."""
         values: Mapping[Divisor, Tensor | None] = self.values
-        if self.applied is not None and self.applied.num_added == self.manager.settlement.num_added:
+        if self.applied is not None and self.applied.num_added == self.manager.synchronizer.num_added:
             values = self.applied.values if all(value is None for value in values.values()) else values
         found = {divisor: values[divisor] for divisor in self.divisors}
         if len(found) == 1 or not any(value is not None for value in found.values()):
@@ -200,5 +200,5 @@ class GradScale:
     def mark(self) -> None:
         """To be called when gradients were scaled: those that come later would not be."""
         self.manager.grads.mark_scaled()
-        self.holds_rows = self.rows_landed
-        self.num_added = self.manager.settlement.num_added
+        self.holds_rows = self.rows_reduced
+        self.num_added = self.manager.synchronizer.num_added

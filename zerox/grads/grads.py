@@ -18,13 +18,13 @@ from zerox.grads.grad_operators import ALL_FINITE, GradOperators
 from zerox.grads.other_reducers import find_reduced
 from zerox.grads.partial_grads import PartialGrads
 from zerox.grads.placeholder import ShardedGrad
-from zerox.memory.bucket import Bucket, GradPart, named_of
-from zerox.model_names import in_text, naming, quoted
+from zerox.memory.bucket import Bucket, GradPart, named_params
+from zerox.model_names import in_text, naming, quote
 from zerox.plan.stage import SHARDED, Stage
 from zerox.ranks.dtensors import is_dtensor
 from zerox.ranks.group import Ranks
 from zerox.ranks.model_axes import ModelAxes
-from zerox.ranks.teams import Team, Teams
+from zerox.ranks.subgroups import Subgroup, Subgroups
 
 C.set_backward_functions(find_reduced, lambda text, names, params: in_text(text, list(zip(names, params, strict=True))))
 
@@ -53,7 +53,7 @@ class Grads:
         self.manager = C.BucketManager(
             axes=ranks.axes_for_manager(),
             control=ranks.control,
-            whereabouts=ranks.whereabouts,
+            failure_detector=ranks.failure_detector,
             options=C.ManagerOptions(
                 route=[getattr(C.Move, move.name) for move in stage.grad_route],
                 keeps_shards=keeps_shards,
@@ -62,14 +62,14 @@ class Grads:
                 divides=divides,
             ),
         )
-        self.teams = Teams(ranks, self.manager)
+        self.subgroups = Subgroups(ranks, self.manager)
         self.partial = PartialGrads(self.manager, self.model, lasts=self.sharded)
         # Not with CUDA graphs: a replay of step() would not ask.
         self.operators = GradOperators() if self.sharded and not keeps_shards else None
 
     @property
     def ranks(self) -> Ranks:
-        return self.teams.ranks
+        return self.subgroups.ranks
 
     @property
     def placeholders(self) -> list[ShardedGrad]:
@@ -79,14 +79,14 @@ class Grads:
     def wire_dtype(self, bucket: Bucket) -> torch.dtype:
         return self.reduce_dtype or bucket.buffer.flat.dtype
 
-    def add_bucket(self, bucket: Bucket, divisor: float | None = None, team: Team | None = None) -> int:
+    def add_bucket(self, bucket: Bucket, divisor: float | None = None, subgroup: Subgroup | None = None) -> int:
         """Returns the bucket's index. Gradients of its parameters are taken from now on, and the ranks' sum is divided
-        by ``divisor`` (None: the number of the optimizer's). ``team``: of the bucket; None: all ranks."""
+        by ``divisor`` (None: the number of the optimizer's). ``subgroup``: of the bucket; None: all ranks."""
         layout = bucket.plan.layout
         index = self.manager.num_buckets
         placeholders = None
         if self.sharded:
-            to_manager, is_sent = weakref.ref(self.manager), (team or self.teams.all).ranks.size > 1
+            to_manager, is_sent = weakref.ref(self.manager), (subgroup or self.subgroups.all).ranks.size > 1
             placeholders = [
                 ShardedGrad(member.param, member.name, partial(_mark_zeroed, to_manager, index, slot), is_sent)
                 for slot, member in enumerate(bucket.members)
@@ -107,8 +107,8 @@ class Grads:
             trailer_numel=layout.trailer_numel,
             segments=bucket.segments,
             divisor=self.ranks.size if divisor is None else divisor,
-            team=(team or self.teams.all).for_manager(),
-            num_straight=bucket.plan.num_straight if self.wire_dtype(bucket) == bucket.grad_dtype else 0,
+            subgroup=(subgroup or self.subgroups.all).for_manager(),
+            num_zero_copy=bucket.plan.num_zero_copy if self.wire_dtype(bucket) == bucket.grad_dtype else 0,
         )
         assert made == index
         replicated = self.model.replicated_over(bucket.members[0].param)
@@ -133,33 +133,33 @@ class Grads:
         """A bucket's segments are of other groups or numbers now."""
         self.parts_of[index] = list(map(_less_padding, self.manager.parts(index)))
 
-    def settle(
+    def sync(
         self,
-        meeting: C.Meeting,
+        sync_point: C.SyncPoint,
         arguments: Sequence[float] = (),
         options: float = 0.0,
         params: float = 0.0,
         adoptions: int = 0,
         refusal: str = "",
-    ) -> C.Outcome:
-        """Collective. Waits until everything launched has landed on all ranks, unless a rank has to adopt first.
+    ) -> C.SyncResult:
+        """Collective. Waits until everything launched has been reduced on all ranks, unless a rank has to adopt first.
 
         RuntimeError on all ranks if they ran different numbers of backwards, one of them raised, or one passes a
         ``refusal`` (why it can't go on), or if they did different things to gradients that had left; on those that
         wait, naming buckets and parameters, if a rank died or stalls past the group's timeout.
         """
         padded = [*arguments, *[0.0] * (C.NUM_ARGUMENTS - len(arguments))]
-        done = 0.0 if self.operators is None else self.operators.tell(_asks_each(meeting, arguments))
-        with naming(lambda: named_of(self.buckets)):
-            outcome = self.manager.settlement.settle(meeting, padded, [options, done, params], adoptions, refusal)
-        if not outcome.has_same_operators:
+        done = 0.0 if self.operators is None else self.operators.tell(_asks_each(sync_point, arguments))
+        with naming(lambda: named_params(self.buckets)):
+            result = self.manager.synchronizer.sync(sync_point, padded, [options, done, params], adoptions, refusal)
+        if not result.has_same_operators:
             assert self.operators is not None
-            asks_each = _asks_each(outcome.meeting, outcome.arguments)
-            self.operators.refuse(self.ranks, follows=meeting is C.Meeting.FOLLOW, with_set=asks_each)
-        return outcome
+            asks_each = _asks_each(result.sync_point, result.arguments)
+            self.operators.refuse(self.ranks, follows=sync_point is C.SyncPoint.FOLLOW, with_set=asks_each)
+        return result
 
     def shard(self, index: int) -> Tensor | None:
-        """The mean gradient's shard ``[shard_numel]`` after settle(), or None while no parameter has a gradient.
+        """The mean gradient's shard ``[shard_numel]`` after sync(), or None while no parameter has a gradient.
 
         If gradients are whole, each call packs it from p.grad.
         """
@@ -184,46 +184,46 @@ class Grads:
         shard = self.shard(index)
         return [] if shard is None else [GradPart(shard, 0, 0, bucket.segments, bucket.mask_of(0, shard.numel()))]
 
-    def landed(self) -> list[Tensor]:
+    def reduced_tensors(self) -> list[Tensor]:
         """The tensors that all buckets' shards lie in."""
-        landed = [tensor for index in range(self.manager.num_buckets) for tensor in self.manager.grads.landed(index)]
-        return [*landed, *(summed.shard for summed in self.partial.summed.values())]
+        reduced = [tensor for index in range(self.manager.num_buckets) for tensor in self.manager.grads.reduced(index)]
+        return [*reduced, *(summed.shard for summed in self.partial.summed.values())]
 
     def present(self, index: int) -> Tensor:
         """uint8, one for each own segment: whether its parameter has a gradient on any rank."""
         return self.manager.grads.present(index)
 
-    def words(self, index: int) -> Tensor | None:
+    def limbs(self, index: int) -> Tensor | None:
         """The exact sum of squares over the shard, if the reduction left one that still holds: it knows of no mask."""
         stands = self.partial.shard(index) is None and self.buckets[index].mask is None
-        return self.manager.grads.words(index) if stands else None
+        return self.manager.grads.limbs(index) if stands else None
 
-    def forget_words(self, index: int) -> None:
+    def forget_limbs(self, index: int) -> None:
         """To be called when the parts() of a bucket were written."""
         if self.partial.shard(index) is None:
-            self.manager.grads.forget_words(index)
+            self.manager.grads.forget_limbs(index)
 
-    def replaced(self) -> str:
+    def find_replaced(self) -> str:
         """Why step() must not go on: a DTensor has another local tensor than it had; empty if none has."""
         for param, local, name in self.dtensors:
             if _torch.local_tensor_of(param) is not local:
                 return (
-                    f"parameter {quoted(name, param)} has another local tensor than when the optimizer was built "
+                    f"parameter {quote(name, param)} has another local tensor than when the optimizer was built "
                     "(after .to() or param.data = ...); build the optimizer after such a change"
                 )
         return ""
 
-    def moved(self) -> list[tuple[int, int]]:
+    def find_moved(self) -> list[tuple[int, int]]:
         """(bucket, slot) of each parameter that lies elsewhere: after .to(), param.data = ... or share_memory_()."""
         return self.manager.params.moved()
 
     def all_reduce(self, values: Tensor, combine: C.Combine) -> None:
         """A few integers, combined over the ranks in place. Collective. Waits for the device under gloo only."""
         if values.device.type == "cpu":
-            self.manager.settlement.all_reduce(values, combine)
+            self.manager.synchronizer.all_reduce(values, combine)
         elif self.ranks.via_host:
             host = values.cpu()
-            self.manager.settlement.all_reduce(host, combine)
+            self.manager.synchronizer.all_reduce(host, combine)
             values.copy_(host)
         else:
             self.ranks.all_reduce(values, dist.ReduceOp.SUM if combine == C.Combine.SUM else dist.ReduceOp.MAX)
@@ -231,7 +231,7 @@ class Grads:
     def zero(self, set_to_none: bool) -> None:
         if self.operators is not None:
             self.operators.forget()
-        self.manager.settlement.zero(set_to_none)
+        self.manager.synchronizer.zero(set_to_none)
 
     def inner_sync(self, joins: bool) -> AbstractContextManager[None]:
         """Inside, what backward sends stays on the inner axis of a mesh. ``joins``: whether inside join()."""
@@ -262,9 +262,9 @@ class Grads:
             self.manager.backward.set_sync(self.no_sync_depth == 0)
 
 
-def _asks_each(meeting: C.Meeting, arguments: Sequence[float]) -> bool:
+def _asks_each(sync_point: C.SyncPoint, arguments: Sequence[float]) -> bool:
     """Whether the answer is one for each gradient: see grad_answers.py."""
-    return meeting == C.Meeting.GRAD_NORM and arguments[0] != ALL_FINITE
+    return sync_point == C.SyncPoint.GRAD_NORM and arguments[0] != ALL_FINITE
 
 
 def _less_padding(part: tuple[int, int, Tensor]) -> tuple[int, int, int, Tensor] | None:

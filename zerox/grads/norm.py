@@ -14,14 +14,14 @@ from zerox.grads.asked import Asked
 from zerox.grads.grads import Grads
 
 
-def shard_words(shard: Tensor, segments: Tensor, p: float, mask: Tensor | None = None) -> Tensor:
-    """The exact sum (int64 ``[EXACT_WORDS]``) of one shard's norm, over what ``mask`` keeps."""
-    words = torch.zeros(ops.EXACT_WORDS, dtype=torch.int64, device=shard.device)
-    ops.norm_(words, shard, segments, p, mask)
-    return words
+def shard_limbs(shard: Tensor, segments: Tensor, p: float, mask: Tensor | None = None) -> Tensor:
+    """The exact sum (int64 ``[EXACT_LIMBS]``) of one shard's norm, over what ``mask`` keeps."""
+    limbs = torch.zeros(ops.EXACT_LIMBS, dtype=torch.int64, device=shard.device)
+    ops.norm_(limbs, shard, segments, p, mask)
+    return limbs
 
 
-def words_of(grads: Grads, p: float, asked: Asked) -> Iterator[tuple[int, Tensor, bool]]:
+def limbs_of(grads: Grads, p: float, asked: Asked) -> Iterator[tuple[int, Tensor, bool]]:
     """The sum of each part of this rank's shards that it counts, with its bucket, and whether it was made here.
 
     Others are those that the reduction left, as they are.
@@ -31,17 +31,17 @@ def words_of(grads: Grads, p: float, asked: Asked) -> Iterator[tuple[int, Tensor
     for index in range(grads.manager.num_buckets):
         if not grads.counts[index]:
             continue
-        words = grads.words(index) if p == 2.0 and asked.has_all else None
-        if words is not None:
-            yield index, words, False
+        limbs = grads.limbs(index) if p == 2.0 and asked.has_all else None
+        if limbs is not None:
+            yield index, limbs, False
             continue
         for part in grads.parts(index):
             segments = asked.segments(index, part)
             if segments.shape[0] > 0:
-                yield index, shard_words(part.grad, segments, p, part.mask), True
+                yield index, shard_limbs(part.grad, segments, p, part.mask), True
 
 
-def total_words(
+def total_limbs(
     grads: Grads,
     p: float,
     asked: Asked,
@@ -49,7 +49,7 @@ def total_words(
     rows: Iterable[tuple[object, Tensor]] = (),
     known: Collection[object] = (),
 ) -> list[Tensor]:
-    """The exact sums (int64 ``[EXACT_WORDS]``) over all shards of all ranks: one for each divisor. Collective.
+    """The exact sums (int64 ``[EXACT_LIMBS]``) over all shards of all ranks: one for each divisor. Collective.
 
     Over model axes too: what is the same along an axis is counted by the rank of coordinate 0 there.
 
@@ -58,15 +58,15 @@ def total_words(
     """
     found: dict[object, list[Tensor]] = {divisor: [] for divisor in known or divisors or [None]}
     all_made = True
-    for index, words, is_made in words_of(grads, p, asked):
-        found[divisors[index]].append(words)
+    for index, limbs, is_made in limbs_of(grads, p, asked):
+        found[divisors[index]].append(limbs)
         all_made &= is_made
-    for divisor, words in rows:
-        found[divisor].append(words)
+    for divisor, limbs in rows:
+        found[divisor].append(limbs)
         all_made = False
     device = grads.ranks.device
     sums = [
-        combined(each or [torch.zeros(ops.EXACT_WORDS, dtype=torch.int64, device=device)], p) for each in found.values()
+        combine(each or [torch.zeros(ops.EXACT_LIMBS, dtype=torch.int64, device=device)], p) for each in found.values()
     ]
     if len(sums) > 1:
         total = torch.stack(sums)
@@ -78,11 +78,11 @@ def total_words(
     return [total] if len(sums) == 1 else list(total)
 
 
-def combined(words: Sequence[Tensor], p: float) -> Tensor:
+def combine(limbs: Sequence[Tensor], p: float) -> Tensor:
     """One exact sum of several."""
-    if len(words) == 1:
-        return words[0]
-    together = torch.stack(list(words))
+    if len(limbs) == 1:
+        return limbs[0]
+    together = torch.stack(list(limbs))
     return together.amax(0) if math.isinf(p) else together.sum(0)
 
 
@@ -98,12 +98,12 @@ def norm_of(rows: Sequence[tuple[Tensor, Tensor | None]], p: float) -> tuple[Ten
     """The norm over exact sums, each with what its elements will be multiplied by (None: 1), and whether all elements
     are finite, as float64 scalars."""
     if len(rows) == 1:
-        words, factor = rows[0]
-        norm, finite = torch.unbind(ops.norm_value(words, p))
+        limbs, factor = rows[0]
+        norm, finite = torch.unbind(ops.norm_value(limbs, p))
         return (norm if factor is None else norm * factor.abs()), finite
-    plain = [words for words, factor in rows if factor is None]
-    value = ops.norm_value(combined(plain or [torch.zeros_like(rows[0][0])], p), p)
-    found = [(ops.norm_value(words, p), factor) for words, factor in rows if factor is not None]
+    plain = [limbs for limbs, factor in rows if factor is None]
+    value = ops.norm_value(combine(plain or [torch.zeros_like(rows[0][0])], p), p)
+    found = [(ops.norm_value(limbs, p), factor) for limbs, factor in rows if factor is not None]
     if not found:
         return value[0], value[1]
     finite = torch.stack([value[1], *(each[1] for each, _ in found)]).amin()

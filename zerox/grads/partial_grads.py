@@ -2,7 +2,7 @@
 
 Under sequence parallelism each rank of the tensor axis has the gradient of a norm's weight for its own tokens only.
 Ranks along the axis have the same layout of such parameters, and so the same shard: shards are summed instead of whole
-gradients, once a step. What has landed stays as it is, so that more can be added to it.
+gradients, once a step. What has been reduced stays as it is, so that more can be added to it.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class PartialGrads:
     """``buckets``: by index, those that lie alike on all ranks of some axis, with these axes."""
 
     def __init__(self, manager: C.BucketManager, model: ModelAxes, lasts: bool) -> None:
-        """``lasts``: a shard is as it landed; else it is made anew at each call, and so is the sum."""
+        """``lasts``: a shard is as it was reduced; else it is made anew at each call, and so is the sum."""
         self.grads = manager.grads
         self.model = model
         self.lasts = lasts
@@ -40,12 +40,12 @@ class PartialGrads:
         self.summed: dict[int, Summed] = {}
 
     def shard(self, index: int) -> Tensor | None:
-        """None: the landed shard is the sum."""
+        """None: the reduced shard is the sum."""
         found = self.summed.get(index)
         return None if found is None else found.shard
 
     def refresh(self) -> None:
-        """To be called where ranks have met and everything has landed. Collective over the axes."""
+        """To be called where ranks have synchronized and everything has been reduced. Collective over the axes."""
         for index, bucket in self.buckets.items():
             if not (partial := self.grads.partial(index)):
                 continue
@@ -66,7 +66,7 @@ class PartialGrads:
             ]
             if not any(over):
                 continue
-            first, *others = self.model.gathered(total, axis)
+            first, *others = self.model.all_gather(total, axis)
             total = first.to(torch.promote_types(first.dtype, torch.float32))
             for span in _runs(bucket, over):
                 for other in others:

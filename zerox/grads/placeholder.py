@@ -11,7 +11,7 @@ from torch import Tensor
 
 from zerox import _torch
 from zerox.memory.grad_dtype import grad_dtype_of
-from zerox.model_names import quoted
+from zerox.model_names import quote
 from zerox.params.compiled_regions import untraced
 
 
@@ -132,7 +132,7 @@ class ShardedGrad(Unreadable):
 
     @property
     def quoted(self) -> str:
-        return quoted(self.param_name, self._to_param())
+        return quote(self.param_name, self._to_param())
 
     def __repr__(self) -> str:  # type: ignore[override]
         return f"ShardedGrad({self.param_name}, shape={tuple(self.shape)}, dtype={self.dtype})"

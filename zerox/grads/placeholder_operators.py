@@ -77,11 +77,11 @@ def _of_elementwise(func: Any, args: Any) -> Any:
 Handler = Callable[[tuple[Any, ...], dict[str, Any]], Any]
 
 
-def _copied(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _copy(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return args[0].copy(**kwargs) if isinstance(args[0], ShardedGrad) else NotImplemented
 
 
-def _zeroed(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _zero(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     grad = args[0]
     if grad._on_zero is None:
         return NotImplemented
@@ -102,7 +102,7 @@ def _itself(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return args[0]
 
 
-def _noted(name: str) -> Handler:
+def _note(name: str) -> Handler:
     """An in-place operator with numbers, on one placeholder."""
 
     def handle(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -173,7 +173,7 @@ def _all_norms(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return [torch.linalg.vector_norm(grad, p, dtype=dtype) for grad in grads]
 
 
-def _unscaled(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _unscale(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     every, found_inf, inverse_scale = args
     grads = [grad for grad in every if isinstance(grad, ShardedGrad)]
     plain = [grad for grad in every if not isinstance(grad, ShardedGrad)]
@@ -231,16 +231,16 @@ ON_SEVERAL = {
 }
 HANDLERS: dict[Any, Handler] = {
     # Module.to() and .to_empty() call these two for each p.grad.
-    **dict.fromkeys((aten.empty_like.default, *overloads("_to_copy.default")), _copied),
-    aten.zero_.default: _zeroed,
+    **dict.fromkeys((aten.empty_like.default, *overloads("_to_copy.default")), _copy),
+    aten.zero_.default: _zero,
     **dict.fromkeys(overloads("_foreach_zero_.default"), _all_zeroed),
     aten.detach.default: _itself,
-    **{func: _noted(name) for name, funcs in IN_PLACE.items() for func in funcs},
+    **{func: _note(name) for name, funcs in IN_PLACE.items() for func in funcs},
     **{func: _times(name) for name, funcs in PRODUCTS.items() for func in funcs},
     **{func: _all_noted(name) for name, funcs in ON_SEVERAL.items() for func in funcs},
     aten.linalg_vector_norm.default: _norm,
     **dict.fromkeys(overloads("_foreach_norm.Scalar"), _all_norms),
-    **dict.fromkeys(overloads("_amp_foreach_non_finite_check_and_unscale_.default"), _unscaled),
+    **dict.fromkeys(overloads("_amp_foreach_non_finite_check_and_unscale_.default"), _unscale),
     aten.abs.default: _abs,
     aten.isnan.default: _is_nan,
     aten.eq.Tensor: _with_itself(NO_NAN),

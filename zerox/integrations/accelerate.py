@@ -145,19 +145,19 @@ class ZeroxAccelerator(Accelerator):
         """Once a model and an optimizer of its parameters are both here. Collective."""
         if self.num_processes == 1 or (self.ddp_handler is not None and not self.ddp_handler.broadcast_buffers):
             return
-        taken = {id(each()) for prepared in self._prepared() for each in prepared._shared}
+        taken = {id(each()) for prepared in self._find_prepared() for each in prepared._shared}
         for model in self._models:
             having = of_engines.engines_of(self._engines(), model.parameters())
             if having and id(model) not in taken:
                 of_engines.share_buffers(having[0], model)
-                [prepared] = [each for each in self._prepared() if each.optimizer is having[0]]
+                [prepared] = [each for each in self._find_prepared() if each.optimizer is having[0]]
                 prepared._shared.append(weakref.ref(model))
 
-    def _prepared(self) -> list[PreparedOptimizer]:
+    def _find_prepared(self) -> list[PreparedOptimizer]:
         return [each for each in self._optimizers if isinstance(each, PreparedOptimizer)]
 
     def _engines(self) -> list[Engine]:
-        return [each.optimizer for each in self._prepared()]
+        return [each.optimizer for each in self._find_prepared()]
 
     # ---- the training loop
 
@@ -193,7 +193,7 @@ class ZeroxAccelerator(Accelerator):
         ValueError for parameters with a gradient that no optimizer of zerox trains, and for a part of several
         optimizers' parameters.
         """
-        params, trained = self._asked(parameters)
+        params, trained = self._resolve(parameters)
         if not trained:
             found: Tensor = super().clip_grad_norm_(params, max_norm, norm_type)
             return found
@@ -202,14 +202,14 @@ class ZeroxAccelerator(Accelerator):
 
     def clip_grad_value_(self, parameters: Tensor | Iterable[Tensor], clip_value: float) -> None:
         """As Accelerator's, of the mean gradient. Collective; it comes last. ValueError for a part of one's."""
-        params, trained = self._asked(parameters)
+        params, trained = self._resolve(parameters)
         if not trained:
             super().clip_grad_value_(params, clip_value)
             return
         self.unscale_gradients(trained)
         of_engines.clip_grad_value_(trained, params, clip_value)
 
-    def _asked(self, parameters: Tensor | Iterable[Tensor]) -> tuple[list[Tensor], list[Engine]]:
+    def _resolve(self, parameters: Tensor | Iterable[Tensor]) -> tuple[list[Tensor], list[Engine]]:
         params = [parameters] if isinstance(parameters, Tensor) else list(parameters)
         return params, of_engines.engines_of(self._engines(), params)
 
@@ -235,7 +235,7 @@ class ZeroxAccelerator(Accelerator):
         finally:
             for sampler, was in changed:
                 sampler.even_batches = was
-        for prepared in self._prepared():
+        for prepared in self._find_prepared():
             if prepared.optimizer in engines:
                 prepared.share_buffers()
 
@@ -272,7 +272,7 @@ class ZeroxAccelerator(Accelerator):
         saves = self.is_local_main_process if on_each_node else self.is_main_process
         saving = ranks_that_save(saves, on_each_node, self.num_processes)
         with ExitStack() as stack:
-            for each in self._prepared():
+            for each in self._find_prepared():
                 stack.enter_context(each.whole(saving))
             return super().save_state(output_dir, safe_serialization, **kwargs)
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from zerox.engine import Engine
-from zerox.model_names import quoted
+from zerox.model_names import quote
 from zerox.optimizer.clip_together import clip_grad_norm_ as clip_together
 from zerox.ranks.wrapped import note_hand_out
 from zerox.wrapper.first_values import hand_out_first
@@ -41,7 +41,7 @@ def no_sync(engines: Iterable[Engine]) -> Iterator[None]:
 @contextmanager
 def standing_outside(engines: Iterable[Engine], where: str) -> Iterator[None]:
     """Around a wait for all ranks that is not zerox's: what one of them does alone meanwhile raises there, and soon."""
-    known = [each for engine in engines if (each := engine.inside.ranks.whereabouts) is not None]
+    known = [each for engine in engines if (each := engine.inside.ranks.failure_detector) is not None]
     for each in known:
         each.stand_outside(where)
     yield
@@ -80,7 +80,7 @@ def clip_grad_value_(engines: Sequence[Engine], params: Sequence[Tensor], clip_v
             if number not in wanted:
                 raise ValueError(
                     "zerox: clip_grad_value_() is about all parameters of an optimizer, and "
-                    f"{quoted(f'param {place}', param)} was not passed: pass all, or use an optimizer for each part"
+                    f"{quote(f'param {place}', param)} was not passed: pass all, or use an optimizer for each part"
                 )
         engine.clip_grad_value_(clip_value)
 
@@ -91,7 +91,7 @@ def _check_all_trained(engines: Sequence[Engine], params: Iterable[Tensor]) -> N
     for place, param in enumerate(params):
         if id(param) not in own and param.grad is not None:
             raise ValueError(
-                f"zerox: parameter {quoted(f'param {place}', param)} has a gradient to clip, and no optimizer of zerox "
+                f"zerox: parameter {quote(f'param {place}', param)} has a gradient to clip, and no optimizer of zerox "
                 "trains it: freeze it (requires_grad_(False)), leave it out, or give it to the optimizer"
             )
 

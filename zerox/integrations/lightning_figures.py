@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from zerox.engine import Engine
-from zerox.integrations.sharding import unwrapped
+from zerox.integrations.sharding import unwrap
 from zerox.integrations.watch import Watch
 
 
@@ -25,7 +25,7 @@ class LoggedFigures:
         self._watch(trainer.optimizers)
 
     def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
-        optimizer = unwrapped(optimizer)
+        optimizer = unwrap(optimizer)
         by_norm = trainer.gradient_clip_val and trainer.gradient_clip_algorithm in (None, "norm")
         if self.norm and isinstance(optimizer, Engine) and not (by_norm and pl_module.automatic_optimization):
             optimizer.clip_grad_norm_(float("inf"))
@@ -53,7 +53,7 @@ class LoggedFigures:
     def _watch(self, optimizers: list[Any]) -> None:
         for watch in self.watches:
             watch.close()
-        found = [unwrapped(optimizer) for optimizer in optimizers]
+        found = [unwrap(optimizer) for optimizer in optimizers]
         engines = [optimizer for optimizer in found if isinstance(optimizer, Engine)]
         self.watches = [Watch(engine, resets_peak=self.resets_peak) for engine in engines]
 

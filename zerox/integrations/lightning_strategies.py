@@ -20,7 +20,7 @@ from zerox.engine import Engine
 from zerox.integrations.buffers import BufferSync, default_group
 from zerox.integrations.engines import warn_of_untrained
 from zerox.integrations.requirements import check_names
-from zerox.integrations.sharding import Sharding, scale_over_ranks, unwrapped
+from zerox.integrations.sharding import Sharding, scale_over_ranks, unwrap
 from zerox.ranks.calls import named
 from zerox.wrapper.values import broadcast
 
@@ -147,10 +147,10 @@ def _clip_whole_gradients(precision: Any, base: type) -> None:
     """gradient_clip_val goes by the whole mean gradient, unless a plugin of the user's clips in its own way."""
 
     def by_norm(optimizer: Any, clip_val: float) -> None:
-        unwrapped(optimizer).clip_grad_norm_(clip_val)
+        unwrap(optimizer).clip_grad_norm_(clip_val)
 
     def by_value(optimizer: Any, clip_val: float) -> None:
-        unwrapped(optimizer).clip_grad_value_(clip_val)
+        unwrap(optimizer).clip_grad_value_(clip_val)
 
     for name, clip in (("clip_grad_by_norm", by_norm), ("clip_grad_by_value", by_value)):
         if getattr(type(precision), name) is getattr(base, name):

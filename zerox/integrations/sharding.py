@@ -56,7 +56,7 @@ class Sharding:
 
     def take(self, optimizer: torch.optim.Optimizer, device: torch.device) -> torch.optim.Optimizer:
         """Makes it one of zerox's, if it is none. Collective."""
-        optimizer = unwrapped(optimizer)
+        optimizer = unwrap(optimizer)
         if type(optimizer).__name__ == "_MockOptimizer":  # Lightning's own, for a module that has none
             return optimizer
         if not isinstance(optimizer, Engine):
@@ -107,7 +107,7 @@ def _options() -> list[str]:
     ]
 
 
-def unwrapped(optimizer: Any) -> Any:
+def unwrap(optimizer: Any) -> Any:
     """The optimizer inside Lightning's or Fabric's wrapper of it."""
     while "_optimizer" in vars(optimizer):
         optimizer = vars(optimizer)["_optimizer"]

@@ -66,7 +66,7 @@ class ZeroxTrainerMixin:
         wanted = given or self.get_optimizer_cls_and_kwargs(self.args, self.model if model is None else model)
         mesh = accelerate.data_parallel_mesh(self.accelerator)
         of_mesh = {} if mesh is None else {"process_group": mesh}
-        self.optimizer_cls_and_kwargs = sharded(wanted[0], wanted[1], {**of_mesh, **self.zerox_options})
+        self.optimizer_cls_and_kwargs = shard_class(wanted[0], wanted[1], {**of_mesh, **self.zerox_options})
         try:
             found = super().create_optimizer(model)  # type: ignore[misc]
         finally:
@@ -111,7 +111,7 @@ def _check_optimizer(trainer: Any, options: Mapping[str, Any]) -> None:
         )
 
 
-def sharded(kind: Any, options: dict[str, Any], further: Mapping[str, Any]) -> tuple[type[Engine], dict[str, Any]]:
+def shard_class(kind: Any, options: dict[str, Any], further: Mapping[str, Any]) -> tuple[type[Engine], dict[str, Any]]:
     """zerox's class for torch's, with the arguments of both. ValueError for a class that can't be sharded."""
     both = {**options, **further}
     if isinstance(kind, type) and issubclass(kind, Engine):

@@ -15,7 +15,7 @@ from zerox.memory.flat import FlatBuffer, dense_strides
 from zerox.memory.grad_dtype import grad_dtype_of
 from zerox.memory.mask import Mask
 from zerox.memory.stored import Stored
-from zerox.model_names import quoted
+from zerox.model_names import quote
 from zerox.plan.buckets import BucketPlan
 from zerox.plan.cut import Cut
 from zerox.plan.form import BLOCK_NUMEL
@@ -64,7 +64,7 @@ class Member:
     @property
     def quoted(self) -> str:
         """For errors: a parameter without a name is looked up in the living models."""
-        return quoted(self.name, self.param)
+        return quote(self.name, self.param)
 
 
 def members_of(groups: Sequence[dict[str, Any]], apart: Collection[int] = ()) -> Iterator[Member]:
@@ -132,7 +132,7 @@ class FrozenBucket:
         return f"frozen {describe(index, self.members)}"
 
 
-def named_of(buckets: Iterable[Bucket]) -> list[tuple[str, Tensor]]:
+def named_params(buckets: Iterable[Bucket]) -> list[tuple[str, Tensor]]:
     """Their parameters, as the optimizer calls them."""
     return [(member.name, member.param) for bucket in buckets for member in bucket.members]
 

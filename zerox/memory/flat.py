@@ -9,7 +9,7 @@ from torch import Tensor
 
 from zerox import _C as C
 from zerox.memory.pages import zeros
-from zerox.model_names import quoted
+from zerox.model_names import quote
 from zerox.plan.layout import Layout
 from zerox.plan.span import Span
 
@@ -88,7 +88,7 @@ class FlatBuffer:
         if built == now:
             return ""
         return (
-            f"parameter {quoted(name, param)} is {now}, but was {built} when the optimizer was built; build the "
+            f"parameter {quote(name, param)} is {now}, but was {built} when the optimizer was built; build the "
             "optimizer after such a change"
         )
 

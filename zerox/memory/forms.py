@@ -21,14 +21,14 @@ HALF = 2**15  # of a bfloat16's last place, in units of float32's last place
 # ---- what a rule keeps
 
 
-def decoded(stored: Stored) -> Tensor:
+def decode(stored: Stored) -> Tensor:
     """The values of 8-bit codes, float32 (csrc/math/dynamic_map.h); other values as they are."""
     if stored.scales is None:
         return stored.values
-    return decoded_with(stored.spec, stored.values, _spread(stored.scales, stored.values.shape[-1]))
+    return decode_with(stored.spec, stored.values, _spread(stored.scales, stored.values.shape[-1]))
 
 
-def decoded_with(spec: StateSpec, codes: Tensor, scales: Tensor) -> Tensor:
+def decode_with(spec: StateSpec, codes: Tensor, scales: Tensor) -> Tensor:
     """The same with a scale for each element."""
     return torch.tensor(_map_of(spec), device=codes.device)[codes.to(torch.int64)] * scales
 
@@ -40,14 +40,14 @@ def convert_(own: Stored, given: Stored) -> bool:
         if own.scales is not None and given.scales is not None:
             own.scales.copy_(given.scales)
         return False
-    wide = decoded(given)
+    wide = decode(given)
     if own.scales is not None:
         _encode(wide.to(torch.float32), own)
     else:
         own.values.copy_(wide)
         if torch.promote_types(wide.dtype, own.values.dtype) == own.values.dtype:
             return False
-    return not bool(same_values(decoded(own), wide).all())
+    return not bool(same_values(decode(own), wide).all())
 
 
 def same_values(first: Tensor, second: Tensor) -> Tensor:

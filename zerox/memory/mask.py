@@ -28,27 +28,27 @@ class Mask:
     @classmethod
     def of(cls, kept: Tensor, slots: Collection[int]) -> Mask:
         """``kept``: bool ``[numel]``."""
-        return cls(packed(kept), kept.numel(), slots)
+        return cls(pack_bits(kept), kept.numel(), slots)
 
     def kept(self, start: int = 0, stop: int | None = None) -> Tensor:
         """bool: of elements ``start`` to ``stop`` (None: to the last)."""
         stop = self.numel if stop is None else stop
-        return unpacked(self.bits[start // 8 : -(-stop // 8)], stop - start // 8 * 8)[start % 8 :]
+        return unpack_bits(self.bits[start // 8 : -(-stop // 8)], stop - start // 8 * 8)[start % 8 :]
 
-    def replaced(self, start: int, kept: Tensor) -> Mask:
+    def with_replaced(self, start: int, kept: Tensor) -> Mask:
         """Another, with these elements from ``start`` on."""
         first, last = start // 8, -(-(start + kept.numel()) // 8)
-        around = unpacked(self.bits[first:last], 8 * (last - first))
+        around = unpack_bits(self.bits[first:last], 8 * (last - first))
         around[start - 8 * first :][: kept.numel()] = kept
         bits = self.bits.clone()
-        bits[first:last] = packed(around)[: last - first]
+        bits[first:last] = pack_bits(around)[: last - first]
         return Mask(bits, self.numel, self.slots)
 
     def part(self, start: int, numel: int) -> Tensor:
         """The bits of elements ``start`` to ``start + numel`` as the kernels take them, from bit 0 on."""
         if (start, numel) not in self._parts:
             if start % 8:
-                self._parts[start, numel] = packed(self.kept(start, start + numel))
+                self._parts[start, numel] = pack_bits(self.kept(start, start + numel))
             else:
                 self._parts[start, numel] = self.bits[start // 8 :][: -(-numel // 8) + PADDING]
         return self._parts[start, numel]
@@ -65,14 +65,14 @@ def num_bytes_of(numel: int) -> int:
     return -(-numel // 8) + PADDING
 
 
-def packed(kept: Tensor) -> Tensor:
+def pack_bits(kept: Tensor) -> Tensor:
     """uint8 ``[ceil(n / 8) + PADDING]``: element ``i`` is bit ``i % 8`` of byte ``i // 8``."""
     num_bytes = num_bytes_of(kept.numel())
     bits = functional.pad(kept.to(torch.uint8), (0, 8 * num_bytes - kept.numel())).view(-1, 8)
     return (bits << _places(kept)).sum(1, dtype=torch.uint8)
 
 
-def unpacked(bits: Tensor, numel: int) -> Tensor:
+def unpack_bits(bits: Tensor, numel: int) -> Tensor:
     return ((bits[:, None] >> _places(bits)) & 1).view(-1)[:numel].bool()
 
 

@@ -16,7 +16,7 @@ from zerox.model_names import in_text, name_or_shape
 from zerox.plan.layout import Segment
 from zerox.ranks.dtensors import part_of
 from zerox.ranks.group import Ranks
-from zerox.ranks.teams import Teams
+from zerox.ranks.subgroups import Subgroups
 
 WAY_OUT = "make the same call on all ranks, for the same parameter and with equal values"
 
@@ -84,7 +84,7 @@ class OneParam:
         shape, strides = self.bucket.buffer.shapes[self.slot], self.bucket.buffer.strides[self.slot]
         return torch.empty_strided(shape, strides, dtype=dtype, device=self.bucket.device)
 
-    def gathered(self, own: Tensor | None, dtype: torch.dtype, what: str) -> Tensor:
+    def all_gather(self, own: Tensor | None, dtype: torch.dtype, what: str) -> Tensor:
         """The whole tensor on all ranks from each rank's part, 1-D (None on a rank without one). Collective.
 
         Only what each owner has is sent: a parameter that lies on one rank is not sent as often as there are ranks.
@@ -107,7 +107,7 @@ class OneParam:
         self.ranks.broadcast(told.view(torch.uint8), f"{what} of parameter '{self.member.name}'", root=rank)
         return told
 
-    def taken(self, what: str, value: object) -> Tensor:
+    def take_value(self, what: str, value: object) -> Tensor:
         """A user's whole value, float32 or float64, in the parameter's order in memory; of a DTensor its local part.
 
         ValueError if it does not fit.
@@ -126,13 +126,13 @@ class OneParam:
             )
         return self.empty(torch.promote_types(value.dtype, self.wide)).copy_(part_of(self.member.param, value.detach()))
 
-    def called(self, call: str, given: Mapping[str, object] | None = None) -> str:
+    def describe_call(self, call: str, given: Mapping[str, object] | None = None) -> str:
         """What ranks compare of a call: equal only if they make it for one parameter with equal values."""
         line = f"{call} of parameter '{self.member.name}', which is number {self.member.number},"
-        said = [f"{key} {_said(value)}" for key, value in (given or {}).items()]
+        said = [f"{key} {_describe(value)}" for key, value in (given or {}).items()]
         return f"{line} with {', '.join(said)}" if said else line.removesuffix(",")
 
-    def _named(self, line: str) -> str:
+    def _name_params(self, line: str) -> str:
         return in_text(line, [(self.member.name, self.member.param)])
 
     def agree(self, call: str, given: Mapping[str, object] | None = None) -> None:
@@ -140,25 +140,27 @@ class OneParam:
 
         Where ranks have parameters of their own, those of one parameter agree by themselves.
         """
-        line = self.called(call, given)
+        line = self.describe_call(call, given)
         if not self.is_expert:
-            self.ranks.check_same([line], way_out=WAY_OUT, in_words=self._named)
+            self.ranks.check_same([line], way_out=WAY_OUT, in_words=self._name_params)
             return
         self.everyone.check_same([f"{call} of a parameter of param group {self.member.group}"], way_out=WAY_OUT)
         with self.everyone.refusals_told():
-            self.ranks.check_same([line], way_out=WAY_OUT, in_words=self._named)
+            self.ranks.check_same([line], way_out=WAY_OUT, in_words=self._name_params)
         self.everyone.check_same([])
 
 
-def each_param(buckets: Sequence[Bucket], teams: Teams) -> Iterator[OneParam]:
+def each_param(buckets: Sequence[Bucket], subgroups: Subgroups) -> Iterator[OneParam]:
     for index, bucket in enumerate(buckets):
         for slot, member in enumerate(bucket.members):
-            yield OneParam(index, slot, bucket, teams.of_group[member.group].ranks, teams.ranks)
+            yield OneParam(index, slot, bucket, subgroups.of_group[member.group].ranks, subgroups.ranks)
 
 
-def one_param(buckets: Sequence[Bucket], teams: Teams, own: Mapping[int, Tensor], param: object, call: str) -> OneParam:
+def one_param(
+    buckets: Sequence[Bucket], subgroups: Subgroups, own: Mapping[int, Tensor], param: object, call: str
+) -> OneParam:
     """ValueError for what is in no bucket. ``own``: this rank's own parameters, by id, which never are."""
-    for one in each_param(buckets, teams):
+    for one in each_param(buckets, subgroups):
         if one.member.param is param:
             return one
     if isinstance(param, Tensor) and id(param) in own:
@@ -174,22 +176,22 @@ def one_param(buckets: Sequence[Bucket], teams: Teams, own: Mapping[int, Tensor]
     )
 
 
-def asked_of_one(
-    buckets: Sequence[Bucket], teams: Teams, own: Mapping[int, Tensor], param: object, call: str
+def agree_on_param(
+    buckets: Sequence[Bucket], subgroups: Subgroups, own: Mapping[int, Tensor], param: object, call: str
 ) -> OneParam:
     """ValueError on all ranks unless all ask ``call`` of the same one. Collective."""
-    with teams.ranks.refusals_told():
-        one = one_param(buckets, teams, own, param, call)
+    with subgroups.ranks.refusals_told():
+        one = one_param(buckets, subgroups, own, param, call)
     one.agree(call)
     return one
 
 
-def asked_of_table(tables: Sequence[RowTable], teams: Teams, param: object, call: str) -> RowTable | None:
+def agree_on_table(tables: Sequence[RowTable], subgroups: Subgroups, param: object, call: str) -> RowTable | None:
     """The table that ``param`` is, or None. Collective, with asked_of_one() where it is None: ValueError as there."""
     found = next((table for table in tables if table.param is param), None)
     if found is not None:
         line = f"{call} of parameter '{found.member.name}', which is number {found.member.number}"
-        teams.ranks.check_same([line], way_out=WAY_OUT)
+        subgroups.ranks.check_same([line], way_out=WAY_OUT)
     return found
 
 
@@ -198,7 +200,7 @@ def in_memory_order(whole: Tensor) -> Tensor:
     return whole.as_strided((whole.numel(),), (1,))
 
 
-def _said(value: object) -> str:
+def _describe(value: object) -> str:
     if not isinstance(value, Tensor):
         return repr(value)
     if value.numel() < 2:

@@ -31,7 +31,7 @@ class RowOwners:
         self.num_rows = num_rows
         self.world_size = world_size
         num_blocks = -(-num_rows // BLOCK_ROWS)
-        order = torch.argsort(_hashed(torch.arange(num_blocks, device=CPU)), stable=True)
+        order = torch.argsort(_hash(torch.arange(num_blocks, device=CPU)), stable=True)
         self.of_block = torch.empty(num_blocks, dtype=torch.int32, device=CPU)
         self.of_block[order] = (
             torch.arange(num_blocks, dtype=torch.int32, device=CPU) + number % world_size
@@ -62,14 +62,14 @@ def places_of_blocks(of_block: Tensor, num_rows: int, world_size: int) -> tuple[
     return places, owned
 
 
-def _hashed(numbers: Tensor) -> Tensor:
+def _hash(numbers: Tensor) -> Tensor:
     """In int64, which wraps around as uint64 does."""
-    found = (numbers + 1) * _signed(SEED)
+    found = (numbers + 1) * _to_signed(SEED)
     for shift, factor in ROUNDS:
         high = (found >> shift) & ((1 << (64 - shift)) - 1)  # >> copies the sign
-        found = (found ^ high) * _signed(factor)
+        found = (found ^ high) * _to_signed(factor)
     return found
 
 
-def _signed(value: int) -> int:
+def _to_signed(value: int) -> int:
     return value - (1 << 64) if value >= 1 << 63 else value

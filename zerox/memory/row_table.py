@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from zerox import _C as C
 from zerox.memory.bucket import Member
-from zerox.memory.forms import decoded, master_of
+from zerox.memory.forms import decode, master_of
 from zerox.memory.grad_dtype import NARROW
 from zerox.memory.row_owners import CPU, RowOwners
 from zerox.memory.stored import Stored
@@ -57,7 +57,7 @@ class RowTable:
         shape = (self.own_rows.numel(), member.param.shape[1])
         device = member.param.device
         dtype = getattr(torch, stored_as.state_form(member.param).dtype)
-        self.state = {spec.key: Stored.of_rows(spec, dtype, *shape, device) for spec in rule.wanted([group])}
+        self.state = {spec.key: Stored.of_rows(spec, dtype, *shape, device) for spec in rule.wanted_states([group])}
         self.step = torch.zeros((), dtype=torch.int64, device=CPU)
         self.own = member.param.detach()[self.own_rows] if is_sharded else None
         self.home: Tensor | None = None
@@ -103,7 +103,7 @@ class RowTable:
     def in_full(self) -> Iterator[tuple[str, Tensor]]:
         """By key, ``[own rows, D]`` in float32, a remainder as the master that it stands for. One at a time."""
         for key, stored in self.state.items():
-            yield key, decoded(stored).float()
+            yield key, decode(stored).float()
         if self.master is not None:
             is_remainder = self.master.spec == REMAINDER
             yield MASTER.key, master_of(self.own_values, self.master.values) if is_remainder else self.master.values

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from zerox._C import Meeting
+from zerox._C import SyncPoint
 from zerox.grads.asked import Asked
 from zerox.grads.norm import check_finite, clip_coefficient, norm_of, order_of
 from zerox.optimizer.core import Core, Face
@@ -22,7 +22,7 @@ from zerox.ranks.process_group import ranks_of
 CALL = "zerox.clip_grad_norm_()"
 REFUSED = f"{CALL}: "
 TOLD = f"can't go on: {REFUSED}"  # in what another rank's refusal raises here
-GO_ON = "Call optimizer.zero_grad() on all ranks; state is as it was before"  # as csrc/grads/settlement.cpp says it
+GO_ON = "Call optimizer.zero_grad() on all ranks; state is as it was before"  # as csrc/grads/synchronizer.cpp says it
 _compared: weakref.WeakSet[dist.ProcessGroup] = weakref.WeakSet()  # whose ranks have once found nothing to refuse
 
 
@@ -55,23 +55,23 @@ def clip_grad_norm_(
         refusal = _refusal_of_all(group, refusal)
     arguments = [p, float(max_norm), float(group is not None)]
     rows: list[tuple[Tensor, Tensor | None]] = []
-    outcomes = []
+    results = []
     for core in sorted(given, key=_ranks_of) if refusal else given:  # so that all tell each other in one order
         try:
-            outcome = core.settle(Meeting.CLIP_TOGETHER, arguments, refusal or core.calls.refusal(CALL))
+            result = core.sync(SyncPoint.CLIP_TOGETHER, arguments, refusal or core.calls.refusal(CALL))
         except RuntimeError as error:
             if TOLD not in str(error):
                 raise
             refusal = refusal or str(error)  # which the ranks of the other optimizers are told too
             continue
-        outcomes.append(outcome)
+        results.append(result)
         rows += core.calls.rows(p, Asked(core.buckets))
     if refusal:
         raise ValueError(refusal if GO_ON in refusal else f"{refusal}. {GO_ON}")
     device = rows[0][0].device
-    rows = [(words.to(device), None if factor is None else factor.to(device)) for words, factor in rows]
+    rows = [(limbs.to(device), None if factor is None else factor.to(device)) for limbs, factor in rows]
     if group is not None:
-        rows = [(_over(group, words, p), factor) for words, factor in rows]
+        rows = [(_over(group, limbs, p), factor) for limbs, factor in rows]
     norm, finite = norm_of(rows, p)
     double = any(core.calls.norm_dtype is torch.float64 for core in given)
     total = norm.to(torch.float64 if double else torch.float32)
@@ -79,8 +79,8 @@ def clip_grad_norm_(
     for core in given:
         core.calls.note_norm(total, p)
     if max_norm != math.inf:
-        for core, outcome in zip(given, outcomes, strict=True):
-            core.calls.clip_together(outcome, coefficient.to(core.ranks.device))
+        for core, result in zip(given, results, strict=True):
+            core.calls.clip_together(result, coefficient.to(core.ranks.device))
     if error_if_nonfinite:
         check_finite(total, finite, p)
     return total
@@ -147,8 +147,8 @@ def _refusal_of_all(group: dist.ProcessGroup, refusal: str) -> str:
     return refusal
 
 
-def _over(group: Any, words: Tensor, p: float) -> Tensor:
+def _over(group: Any, limbs: Tensor, p: float) -> Tensor:
     """Summed over the ranks of another group too."""
     with waiting(group):
-        dist.all_reduce(words, dist.ReduceOp.MAX if math.isinf(p) else dist.ReduceOp.SUM, group=group)
-    return words
+        dist.all_reduce(limbs, dist.ReduceOp.MAX if math.isinf(p) else dist.ReduceOp.SUM, group=group)
+    return limbs

@@ -1,4 +1,4 @@
-"""What the parts of an optimizer have together, and how its ranks meet.
+"""What the parts of an optimizer have together, and how its ranks synchronize.
 
 Note [Parts of an optimizer]
 The class that users call has public methods only, each of which hands over to a part: its state, its mean gradient,
@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 from zerox import _C as C
-from zerox._C import Meeting, Outcome
+from zerox._C import SyncPoint, SyncResult
 from zerox.calls.grad_calls import GradCalls
 from zerox.calls.grad_phases import GradPhases
 from zerox.calls.phases import Phases, Visit
@@ -36,7 +36,7 @@ from zerox.params.params import ParamGather
 from zerox.params.unwrapped_params import OwnParams, Shown
 from zerox.ranks.group import Ranks
 from zerox.ranks.model_axes import ModelAxes
-from zerox.residency.residency import Residency, made_gather
+from zerox.residency.residency import Residency, make_gather
 from zerox.rules.of_groups import Rules
 from zerox.update.update import Update
 
@@ -69,7 +69,7 @@ class InJoin(Protocol):
     divide: str | None
     is_notified: bool
 
-    def take_options(self, outcome: Outcome, follows: bool) -> None:
+    def take_options(self, result: SyncResult, follows: bool) -> None:
         """Where ranks' options differ, a follower takes those of the others. Collective."""
 
 
@@ -98,33 +98,33 @@ class Core:
             divides=any(divisor is not None for divisor in groups.divisors()),
             model=model,
         )
-        self.grads.teams.take(groups.param_groups)
-        self.gather: ParamGather | Residency = made_gather(self.grads.manager, ranks, options)
+        self.grads.subgroups.take(groups.param_groups)
+        self.gather: ParamGather | Residency = make_gather(self.grads.manager, ranks, options)
         self.overlap: GatherOverlap | None = None
         self.sparsity: Any = None
         self.phases = Phases()
         scale = GradScale(self.grads.manager, ranks.device, keeps_place=options.capturable)
         self.calls = GradCalls(self.grads, scale, self.buckets, own, self.gather.shards_params)
         GradPhases(self.calls, self.phases)
-        self.calls.answers.settle = weakref.WeakMethod(self.settle)
+        self.calls.answers.sync = weakref.WeakMethod(self.sync)
         self.update = make_update(groups.rules, self.buckets, self.grads, scale, options.capturable)
 
-    def settle(self, meeting: Meeting, arguments: Sequence[float] = (), refusal: str = "") -> Outcome:
-        """Waits for everything on its way. Collective. ``meeting`` is named to ranks that can't follow there; with a
+    def sync(self, sync_point: SyncPoint, arguments: Sequence[float] = (), refusal: str = "") -> SyncResult:
+        """Waits for everything on its way. Collective. ``sync_point`` is named to ranks that can't follow there; with a
         ``refusal``, RuntimeError on all ranks."""
         self.ranks.check_here()
-        visit = Visit(meeting, arguments, refusal, meeting is Meeting.FOLLOW)
+        visit = Visit(sync_point, arguments, refusal, sync_point is SyncPoint.FOLLOW)
         for phase in self.phases.before.values():
             phase(visit)
-        told, news = (meeting, arguments, visit.options, visit.params), int(visit.has_news)
-        visit.outcome = self.grads.settle(*told, news, visit.refusal)
-        if visit.outcome.adopts:
+        told, news = (sync_point, arguments, visit.options, visit.params), int(visit.has_news)
+        visit.result = self.grads.sync(*told, news, visit.refusal)
+        if visit.result.adopts:
             for phase in self.phases.adopt.values():
                 phase(visit)
-            visit.outcome = self.grads.settle(*told, refusal=self.calls.pack_rows(meeting))
+            visit.result = self.grads.sync(*told, refusal=self.calls.pack_rows(sync_point))
         for phase in self.phases.after.values():
             phase(visit)
-        return visit.outcome
+        return visit.result
 
     def let_go(self) -> None:
         """The optimizer is gone: nothing meets any more, and parts go with whoever has them."""
@@ -166,7 +166,7 @@ class Core:
         """How long threads of this rank have waited for ranks to exchange gradients and parameters, so far."""
         fetched = self.gather.residents.counts.waited_ns if isinstance(self.gather, Residency) else 0
         return fetched + sum(
-            part.waited_ns for part in (self.manager.settlement, self.manager.flights, self.manager.params)
+            part.waited_ns for part in (self.manager.synchronizer, self.manager.flights, self.manager.params)
         )
 
     def take_most_resident_bytes(self) -> int:

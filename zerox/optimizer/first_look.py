@@ -21,13 +21,13 @@ import torch
 from torch import Tensor
 
 from zerox import ops
-from zerox._C import SEGMENT_COLUMNS, Meeting
+from zerox._C import SEGMENT_COLUMNS, SyncPoint
 from zerox.calls.phases import Visit
 from zerox.model_names import in_text
 from zerox.optimizer.core import Core
 from zerox.options import PARAM_DTYPES
 from zerox.ranks.compared import digest, first_that_differs, line_of
-from zerox.ranks.teams import Team
+from zerox.ranks.subgroups import Subgroup
 from zerox.residency.residency import Residency
 
 NUM_COUNTS = 3  # behind the digits of an exact sum: see csrc/math/exact_sum.h
@@ -42,29 +42,31 @@ class FirstLook:
 
     def __init__(self, core: Core) -> None:
         self.core = core
-        core.phases.before_meeting("first look", self._before_meeting)
-        core.phases.after_meeting("first look", self._after_meeting)
+        core.phases.before_sync("first look", self._before_sync)
+        core.phases.after_sync("first look", self._after_sync)
 
-    def _before_meeting(self, visit: Visit) -> None:
+    def _before_sync(self, visit: Visit) -> None:
         core = self.core
         if core.calls.record.has_looked:
             return
-        if visit.meeting is Meeting.STEP or (visit.meeting is Meeting.SYNCHRONIZE and core.options.capturable):
+        if visit.sync_point is SyncPoint.STEP or (
+            visit.sync_point is SyncPoint.SYNCHRONIZE and core.options.capturable
+        ):
             visit.params = digest_of_params(core)
 
-    def _after_meeting(self, visit: Visit) -> None:
-        if not visit.outcome.has_same_params:
+    def _after_sync(self, visit: Visit) -> None:
+        if not visit.result.has_same_params:
             check_same_params(self.core)
 
 
 def digest_of_params(core: Core) -> float:
-    """The same on all ranks if these have the same parameters; 0 for one rank alone. Of smaller teams' parameters it
-    says nothing."""
+    """The same on all ranks if these have the same parameters; 0 for one rank alone. Of smaller subgroups' parameters
+    it says nothing."""
     if core.ranks.size == 1:
         return 0.0
     if isinstance(core.gather, Residency):
         return float(digest("\n".join(_lines_of(core.gather, _elsewhere(core.gather)))))
-    return float(digest("\n".join(_lines(core, core.grads.teams.all))))
+    return float(digest("\n".join(_lines(core, core.grads.subgroups.all))))
 
 
 def check_same_params(core: Core) -> None:
@@ -76,7 +78,7 @@ def check_same_params(core: Core) -> None:
         places = sorted({(int(i), int(s)) for text in said for i, s in (place.split(".") for place in text.split())})
         lines = list(_lines_of(gather, places))
     else:
-        lines = list(_lines(core, core.grads.teams.all))
+        lines = list(_lines(core, core.grads.subgroups.all))
     everyone = [text.split("\n") for text in core.ranks.all_gather_text("\n".join(lines))]
     known = [(member.name, member.param) for member in core.members]
     if (found := first_that_differs(everyone)) is not None:
@@ -88,12 +90,12 @@ def check_same_params(core: Core) -> None:
         )
 
 
-def check_teams(core: Core) -> None:
-    """The same of parameters that smaller teams have. Collective."""
+def check_subgroups(core: Core) -> None:
+    """The same of parameters that smaller subgroups have. Collective."""
     ranks = core.ranks
-    for team in core.grads.teams.made.values():
+    for subgroup in core.grads.subgroups.made.values():
         with ranks.refusals_told():
-            team.ranks.check_same(list(_lines(core, team)), way_out=WAY_OUT)
+            subgroup.ranks.check_same(list(_lines(core, subgroup)), way_out=WAY_OUT)
         ranks.check_same([])
 
 
@@ -102,26 +104,26 @@ def squares_of(tensor: Tensor) -> str:
     flat = (torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor.detach()).reshape(-1)
     if flat.dtype not in PARAM_DTYPES:
         return str(int(flat.view(torch.uint8).sum(dtype=torch.int64)))
-    [words] = _words_of(flat, [(0, flat.numel())])
-    return _text_of(words)
+    [limbs] = _limbs_of(flat, [(0, flat.numel())])
+    return _text_of(limbs)
 
 
 # ---- inside
 
 
-def _lines(core: Core, team: Team) -> Iterator[str]:
-    """One for each parameter that the team has."""
-    teams, moved = core.grads.teams, set(core.grads.moved())
+def _lines(core: Core, subgroup: Subgroup) -> Iterator[str]:
+    """One for each parameter that the subgroup has."""
+    subgroups, moved = core.grads.subgroups, set(core.grads.find_moved())
     for index, bucket in enumerate(core.buckets):
-        if teams.of_group[bucket.members[0].group] is not team:
+        if subgroups.of_group[bucket.members[0].group] is not subgroup:
             continue
         layout = bucket.plan.layout
-        words = _words_of(bucket.buffer.flat, list(zip(layout.offsets, layout.numels, strict=True)))
+        limbs = _limbs_of(bucket.buffer.flat, list(zip(layout.offsets, layout.numels, strict=True)))
         for slot, member in enumerate(bucket.members):
-            squares = squares_of(member.local) if (index, slot) in moved else _text_of(words[slot])
+            squares = squares_of(member.local) if (index, slot) in moved else _text_of(limbs[slot])
             yield _line(member.name, squares)
     for member in (*core.frozen, *(table.member for table in core.tables)):
-        if teams.of_group[member.group] is team:
+        if subgroups.of_group[member.group] is subgroup:
             yield _line(member.name, squares_of(member.local))
 
 
@@ -134,18 +136,18 @@ def _line(name: str, squares: str) -> str:
     return f"parameter '{name}' with values of digest {hashlib.sha256(squares.encode()).hexdigest()[:12]}"
 
 
-def _words_of(flat: Tensor, places: Sequence[tuple[int, int]]) -> Tensor:
-    """int64 ``[n, EXACT_WORDS]``, on the host. ``places``: n times where elements start, and how many there are."""
+def _limbs_of(flat: Tensor, places: Sequence[tuple[int, int]]) -> Tensor:
+    """int64 ``[n, EXACT_LIMBS]``, on the host. ``places``: n times where elements start, and how many there are."""
     rows = [[start, start + numel, 0, slot, 0] for slot, (start, numel) in enumerate(places)]
     segments = torch.tensor(rows, dtype=torch.int64, device="cpu").reshape(-1, SEGMENT_COLUMNS)
-    words = torch.zeros(len(rows), ops.EXACT_WORDS, dtype=torch.int64, device=flat.device)
-    ops.norm_(words, flat, segments.to(flat.device), 2.0)
-    return words.cpu()
+    limbs = torch.zeros(len(rows), ops.EXACT_LIMBS, dtype=torch.int64, device=flat.device)
+    ops.norm_(limbs, flat, segments.to(flat.device), 2.0)
+    return limbs.cpu()
 
 
-def _text_of(words: Tensor) -> str:
+def _text_of(limbs: Tensor) -> str:
     """The number that they stand for, however it was carried, and the counts of what is not finite."""
-    digits = words.tolist()
+    digits = limbs.tolist()
     number = sum(digit << (32 * place) for place, digit in enumerate(digits[:-NUM_COUNTS]) if digit)
     return f"{number:x} {digits[-NUM_COUNTS:]}"
 

@@ -1,4 +1,4 @@
-"""A rank that has run out of batches follows the others, in each thing that ranks meet for: see join.py."""
+"""A rank that has run out of batches follows the others, in each thing that ranks synchronize for: see join.py."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Protocol
 
 import torch
 
-from zerox._C import Meeting
+from zerox._C import SyncPoint
 from zerox.grads.grads import Grads
 from zerox.ranks.roll_call import summary_of
 
@@ -19,7 +19,7 @@ class Followed(Protocol):
 
     @property
     def grads(self) -> Grads: ...
-    def follow(self) -> Meeting: ...
+    def follow(self) -> SyncPoint: ...
 
 
 class Followers:
@@ -42,7 +42,7 @@ class Followers:
         device = one.grads.ranks.device
         with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
             try:
-                while one.follow() != Meeting.FOLLOW:
+                while one.follow() != SyncPoint.FOLLOW:
                     pass
             except BaseException as error:
                 self.errors.append(error)
@@ -72,5 +72,5 @@ def leave(followed: Iterable[Followed], error: BaseException) -> None:
     """The others raise this rank's error."""
     for each in followed:
         ranks = each.grads.ranks
-        if ranks.whereabouts is not None:
-            ranks.whereabouts.leave(f"rank {ranks.rank} raised {summary_of(error)} inside optimizer.join()")
+        if ranks.failure_detector is not None:
+            ranks.failure_detector.leave(f"rank {ranks.rank} raised {summary_of(error)} inside optimizer.join()")

@@ -12,7 +12,7 @@ from zerox import _C as C
 from zerox.memory.bucket import Member
 from zerox.memory.torch_optimizer import TorchOptimizer
 from zerox.options import OptimizerOptions
-from zerox.ranks.teams import own_group
+from zerox.ranks.subgroups import own_group
 from zerox.ranks.wrapped import bare_names
 from zerox.rules.of_groups import Rules
 
@@ -66,7 +66,7 @@ class Groups:
 
     def check(self, group: dict[str, Any]) -> None:
         """Once torch's defaults are in it."""
-        self.rules.cleared(group)
+        self.rules.clear_options(group)
         self.rules.of(group).check(group)
         self.options.check_group(group, self.rules.of(group).defaults)
 

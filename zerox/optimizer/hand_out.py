@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
-from zerox._C import Meeting
+from zerox._C import SyncPoint
 from zerox.memory.bucket import Bucket, Member
 from zerox.memory.flat import ShardedBuffer, give_out, in_shared_memory, values_of
 from zerox.optimizer.core import Core
@@ -28,8 +28,8 @@ def hand_out(core: Core, wanted: Wanted = lambda member: True) -> None:
     only what lies elsewhere (after ``param.data = ...``) is sent, from rank 0, and comes home on all.
     """
     with standing_by(core):
-        core.settle(Meeting.BROADCAST_PARAMETERS)
-    gather, teams, model = core.gather, core.grads.teams, core.grads.model
+        core.sync(SyncPoint.BROADCAST_PARAMETERS)
+    gather, subgroups, model = core.gather, core.grads.subgroups, core.grads.model
     members = [member for member in core.members if wanted(member)]
     with core.ranks.failure_told():
         if isinstance(gather, Residency):
@@ -40,7 +40,7 @@ def hand_out(core: Core, wanted: Wanted = lambda member: True) -> None:
             apart = [*core.frozen, *(table.member for table in core.tables)]
             for member in filter(wanted, apart):
                 what = f"parameter '{member.name}'"
-                teams.of_group[member.group].ranks.broadcast_values(member.local, what)
+                subgroups.of_group[member.group].ranks.broadcast_values(member.local, what)
                 model.broadcast_values(member.local, model.replicated_over(member.param))
     for member in members:
         torch.autograd.graph.increment_version(member.param)
@@ -55,8 +55,8 @@ def hand_out_buffers(ranks: Ranks, model: nn.Module) -> None:
 
 @contextmanager
 def standing_by(core: Core) -> Iterator[None]:
-    """Around a meeting of all ranks. With sharded parameters, one that has written some meanwhile, and the others not,
-    comes too, and hand_out() follows."""
+    """Around a sync point of all ranks. With sharded parameters, one that has written some meanwhile, and the others
+    not, comes too, and hand_out() follows."""
     if not isinstance(core.gather, Residency):
         yield
         return
@@ -72,7 +72,7 @@ def _hand_out_bucket(core: Core, index: int, bucket: Bucket, wanted: Wanted) -> 
     if not slots:
         return
     before = _copy_of_shard(bucket)
-    ranks, model = core.grads.teams.of_group[bucket.members[0].group].ranks, core.grads.model
+    ranks, model = core.grads.subgroups.of_group[bucket.members[0].group].ranks, core.grads.model
     over = model.replicated_over(bucket.members[0].param)
     if len(slots) == len(bucket.members):
         ranks.broadcast(bucket.buffer.flat, f"the parameters of {bucket.describe(index)}")
@@ -107,13 +107,13 @@ def _bring_home(gather: Residency, wanted: Wanted, trained: Mapping[int, Bucket]
             if misfit := known[index, slot].misfit(slot, gather.all[index].members[slot].name):
                 raise ValueError(misfit)
     written = [place for place in known if place[0] in gather.residents.kept and place not in moved]
-    everyone = [json.loads(each) for each in _told(gather, json.dumps([moved, written]))]
+    everyone = [json.loads(each) for each in _all_gather_text(gather, json.dumps([moved, written]))]
     if not any(of_one for each in everyone for of_one in each):
         return
     of_first = [(index, slot) for places in everyone[0] for index, slot in places]
     values = values_of([(known[place], place[1]) for place in of_first])
     with gather.updating():
-        gather.ranks.meet("rank 0's parameters are handed out, whose shards none may read meanwhile")
+        gather.ranks.barrier("rank 0's parameters are handed out, whose shards none may read meanwhile")
         assert gather.under_way is not None
         gather.under_way.is_writing = True
         indices = list(dict.fromkeys(index for index, _ in of_first))
@@ -136,7 +136,7 @@ def _bring_home(gather: Residency, wanted: Wanted, trained: Mapping[int, Bucket]
         give_out([(buffer, slot)])
 
 
-def _told(gather: Residency, text: str) -> list[str]:
+def _all_gather_text(gather: Residency, text: str) -> list[str]:
     """By rank. Ranks that refuse are heard first."""
     gather.ranks.check_same([])
     return gather.ranks.all_gather_text(text)

@@ -1,4 +1,4 @@
-"""Ranks with unequal numbers of batches: one that has run out follows the others: Note [Followers] in meetings.h."""
+"""Ranks with unequal numbers of batches: one that has run out follows the others: Note [Followers] in sync_points.h."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.algorithms import join as torch_join
 
-from zerox._C import Meeting, Outcome
+from zerox._C import SyncPoint, SyncResult
 from zerox._torch import OFF, JoinConfig, check_join
 from zerox.calls.phases import Visit
 from zerox.grads.grads import Grads
@@ -23,8 +23,8 @@ from zerox.optimizer.followers import follow, leave
 from zerox.optimizer.steps import Steps
 
 ALL, ACTIVE = "all", "active"
-STEP_ENDS = (Meeting.STEP, Meeting.SKIP_STEP)
-ASK_NOTHING = (Meeting.FOLLOW, Meeting.SYNCHRONIZE, Meeting.MEAN_OVER, Meeting.SKIP_STEP)  # of the mean
+STEP_ENDS = (SyncPoint.STEP, SyncPoint.SKIP_STEP)
+ASK_NOTHING = (SyncPoint.FOLLOW, SyncPoint.SYNCHRONIZE, SyncPoint.MEAN_OVER, SyncPoint.SKIP_STEP)  # of the mean
 
 
 class Joining:
@@ -37,13 +37,13 @@ class Joining:
         self.adoption = adoption
         self.divide: str | None = None
         self.is_notified = False  # torch's Join knows of this step
-        self.by_active = False  # p.grad is a mean over the active ranks: see Following in meetings.h
+        self.by_active = False  # p.grad is a mean over the active ranks: see Following in sync_points.h
         self.is_wrapped = False
         self.config = OFF
         core.joining = self
-        core.phases.before_meeting("notice", self._before_waiting)
-        core.phases.before_meeting("join", self._before_meeting)
-        core.phases.after_meeting("active ranks", self._after_meeting)
+        core.phases.before_sync("notice", self._before_waiting)
+        core.phases.before_sync("join", self._before_sync)
+        core.phases.after_sync("active ranks", self._after_sync)
 
     @property
     def grads(self) -> Grads:
@@ -64,21 +64,21 @@ class Joining:
         # which another number of active ranks does not touch.
         has_divisor = any(each is not None for each in self.core.calls.scale.of_groups)
         self.by_active = divide == ACTIVE and not self.grads.sharded and not has_divisor
-        self.grads.manager.settlement.set_following(by_backward=False, by_active=self.by_active)
+        self.grads.manager.synchronizer.set_following(by_backward=False, by_active=self.by_active)
 
     def begin_torchs(self, kwargs: Mapping[str, Any]) -> FollowHook:
         """It is inside of torch's Join, which has these arguments."""
         check_join()
         self.check()
         end([self])  # torch's Join does not say so if its block raised
-        begin([self], divided_by(kwargs), together=_has_wrapper(self))
+        begin([self], divide_of(kwargs), together=_has_wrapper(self))
         to_self = weakref.ref(self)
 
         def before_backward_end() -> None:
             if (joining := to_self()) is not None:
                 joining.notify()
 
-        self.grads.manager.settlement.set_before_backward_end(before_backward_end)
+        self.grads.manager.synchronizer.set_before_backward_end(before_backward_end)
         return FollowHook(self)
 
     def leave_torchs(self) -> None:
@@ -86,68 +86,68 @@ class Joining:
         end([self])
         self.is_notified = False
         self.config = OFF
-        self.grads.manager.settlement.set_before_backward_end(None)
+        self.grads.manager.synchronizer.set_before_backward_end(None)
 
-    def follow(self) -> Meeting:
-        """Meets the others in their next call, and takes part in it; Meeting.FOLLOW if all ranks follow. Collective."""
+    def follow(self) -> SyncPoint:
+        """Takes part in the others' next call, and returns its sync point: FOLLOW if all ranks follow. Collective."""
         self.core.calls.own.rests = True
         try:
             with torch.no_grad():
-                return self._followed()
+                return self._follow_one()
         finally:
             self.core.calls.own.rests = False
 
-    def _followed(self) -> Meeting:
+    def _follow_one(self) -> SyncPoint:
         with self.core.gather.updating():
-            outcome = self.core.settle(Meeting.FOLLOW)
-            if outcome.meeting == Meeting.STEP:
-                self.steps.check(outcome, follows=True)
+            result = self.core.sync(SyncPoint.FOLLOW)
+            if result.sync_point == SyncPoint.STEP:
+                self.steps.check(result, follows=True)
                 self.steps.update(capturing=False)
-        if outcome.meeting == Meeting.STEP:
+        if result.sync_point == SyncPoint.STEP:
             self.steps.end()
         else:
-            self._take_part(outcome)
-        return outcome.meeting
+            self._take_part(result)
+        return result.sync_point
 
-    def _take_part(self, outcome: Outcome) -> None:
+    def _take_part(self, result: SyncResult) -> None:
         """In a call of the others, other than step()."""
         calls = self.core.calls
-        parts: dict[Meeting, Callable[[Outcome], object]] = {
-            Meeting.CLIP: calls.clip,
-            Meeting.CLIP_TOGETHER: calls.clip_together,
-            Meeting.CLIP_VALUE: calls.limit,
-            Meeting.MEAN_OVER: calls.mean_over,
-            Meeting.SCALE_GRADS: calls.multiply,
-            Meeting.UNSCALE: calls.unscale,
-            Meeting.SKIP_STEP: calls.skip,
-            Meeting.GRAD_NORM: calls.answers.take_part,
+        parts: dict[SyncPoint, Callable[[SyncResult], object]] = {
+            SyncPoint.CLIP: calls.clip,
+            SyncPoint.CLIP_TOGETHER: calls.clip_together,
+            SyncPoint.CLIP_VALUE: calls.limit,
+            SyncPoint.MEAN_OVER: calls.mean_over,
+            SyncPoint.SCALE_GRADS: calls.multiply,
+            SyncPoint.UNSCALE: calls.unscale,
+            SyncPoint.SKIP_STEP: calls.skip,
+            SyncPoint.GRAD_NORM: calls.answers.take_part,
         }
-        if outcome.meeting in parts:  # else there is nothing to do but to meet
-            parts[outcome.meeting](outcome)
+        if result.sync_point in parts:  # else there is nothing to do but to meet
+            parts[result.sync_point](result)
 
-    def take_options(self, outcome: Outcome, follows: bool) -> None:
+    def take_options(self, result: SyncResult, follows: bool) -> None:
         """Where ranks' options differ, a follower takes those of the others. Collective. RuntimeError if these
         differ."""
         ranks, groups = self.core.ranks, self.core.groups.param_groups
         own = (self.divide, None if follows else options_of(groups))
         said = [pickle.loads(each) for each in ranks.all_gather_bytes(pickle.dumps(own))]
         for rank, (joining, options) in enumerate(said):
-            if joining != said[outcome.speaker][0]:
+            if joining != said[result.speaker][0]:
                 raise RuntimeError(
-                    f"zerox: rank {rank} is inside join(divide={joining!r}) and rank {outcome.speaker} inside "
-                    f"join(divide={said[outcome.speaker][0]!r}): all ranks must be inside the same (None: outside)"
+                    f"zerox: rank {rank} is inside join(divide={joining!r}) and rank {result.speaker} inside "
+                    f"join(divide={said[result.speaker][0]!r}): all ranks must be inside the same (None: outside)"
                 )
-            if options not in (None, said[outcome.speaker][1]):
+            if options not in (None, said[result.speaker][1]):
                 raise RuntimeError(
                     "zerox: in step() ranks have param groups with different options, such as lr; set them alike: "
-                    f"rank {rank} has {options}, rank {outcome.speaker} has {said[outcome.speaker][1]}"
+                    f"rank {rank} has {options}, rank {result.speaker} has {said[result.speaker][1]}"
                 )
         if follows:
-            for group, options in zip(groups, said[outcome.speaker][1], strict=True):
+            for group, options in zip(groups, said[result.speaker][1], strict=True):
                 group.update(options)
 
     def notify(self) -> None:
-        """Once a step, before ranks meet: ranks in torch's Join wait for this before they follow."""
+        """Once a step, before ranks synchronize: ranks in torch's Join wait for this before they follow."""
         if self.config.enable and not self.is_notified:
             self.is_notified = True
             torch_join.Join.notify_join_context(self.core.groups.optimizer)  # type: ignore[arg-type]
@@ -158,18 +158,18 @@ class Joining:
         if self.config.enable and not visit.follows:
             self.notify()
 
-    def _before_meeting(self, visit: Visit) -> None:
+    def _before_sync(self, visit: Visit) -> None:
         if self.divide is not None:
             visit.options = digest_of(self.core.groups.param_groups, self.divide)
 
-    def _after_meeting(self, visit: Visit) -> None:
+    def _after_sync(self, visit: Visit) -> None:
         """Means over all ranks that were not called for otherwise become those over the active ones."""
-        calls, outcome = self.core.calls, visit.outcome
+        calls, result = self.core.calls, visit.result
         if self.by_active:
-            if outcome.meeting not in (Meeting.FOLLOW, Meeting.SKIP_STEP):
-                calls.scale.requested.num_active = outcome.num_active  # for mean_over()
-        elif self.divide == ACTIVE and (outcome.operators or outcome.meeting not in ASK_NOTHING):
-            calls.divide_by_active(outcome)
+            if result.sync_point not in (SyncPoint.FOLLOW, SyncPoint.SKIP_STEP):
+                calls.scale.requested.num_active = result.num_active  # for mean_over()
+        elif self.divide == ACTIVE and (result.operators or result.sync_point not in ASK_NOTHING):
+            calls.divide_by_active(result)
 
 
 class JoinFace(Face):
@@ -227,7 +227,7 @@ class HookOfWrapper(Protocol):
 hooks_of_wrappers: weakref.WeakSet[HookOfWrapper] = weakref.WeakSet()
 
 
-def divided_by(kwargs: Mapping[str, Any]) -> str:
+def divide_of(kwargs: Mapping[str, Any]) -> str:
     """The ``divide`` of join() that torch's Join asks for."""
     return ALL if kwargs.get("divide_by_initial_world_size", True) else ACTIVE
 
@@ -289,7 +289,7 @@ class FollowHook(torch_join.JoinHook):
 
     def main_hook(self) -> None:
         """One step of the others, unless a wrapper beside it in Join follows all of them."""
-        while not self.joining.is_wrapped and self.joining.follow() not in (Meeting.FOLLOW, *STEP_ENDS):
+        while not self.joining.is_wrapped and self.joining.follow() not in (SyncPoint.FOLLOW, *STEP_ENDS):
             pass
 
     def post_hook(self, is_last_joiner: bool) -> None:

@@ -13,7 +13,7 @@ from zerox.memory.grad_dtype import grad_dtype_of
 from zerox.optimizer.memory_bytes import MemoryBytes
 from zerox.options import OptimizerOptions
 from zerox.params.unwrapped_params import refuse_group
-from zerox.ranks.teams import OF_GROUP
+from zerox.ranks.subgroups import OF_GROUP
 from zerox.rules.of_groups import Rules
 from zerox.rules.rule import Rule
 
@@ -21,7 +21,7 @@ Named = Sequence[tuple[str, Tensor, dict[str, Any]]]  # with param groups
 Local = str | Tensor | Iterable[str | Tensor]
 
 
-def taken_apart(local: Local, named: Named, rules: Rules, options: OptimizerOptions, has_axes: bool) -> set[int]:
+def take_apart(local: Local, named: Named, rules: Rules, options: OptimizerOptions, has_axes: bool) -> set[int]:
     """The places in ``named`` of those that are ``local``: names, patterns of them, or tensors.
 
     ValueError as the constructor for what torch's class can't do for them, for what stands for none, and for all.

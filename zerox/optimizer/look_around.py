@@ -13,14 +13,14 @@ import torch
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from zerox._C import Combine, Outcome
+from zerox._C import Combine, SyncResult
 from zerox.model_names import model_with
 from zerox.optimizer.core import Core
-from zerox.optimizer.first_look import check_teams, squares_of
+from zerox.optimizer.first_look import check_subgroups, squares_of
 from zerox.ranks.calls import warn_caller
 from zerox.ranks.compared import digest, first_that_differs
-from zerox.ranks.holders import held
-from zerox.ranks.wrapped import decisions, hands_out_buffers_of, has_wrapped, names_of_wrapped, unwrapped
+from zerox.ranks.holders import find_held
+from zerox.ranks.wrapped import decisions, find_unwrapped, hands_out_buffers_of, has_wrapped, names_of_wrapped
 
 SYNC = "require_backward_grad_sync"
 
@@ -36,15 +36,15 @@ class Around:
     is_found: bool = False
 
 
-def look_around(core: Core, outcome: Outcome) -> None:
+def look_around(core: Core, result: SyncResult) -> None:
     """One warning at most, in the first step(), when ranks have compared their parameters. Collective there: ranks tell
     each other, in a message of one size, whether they have found the same model."""
-    if outcome.followed or core.calls.record.has_looked:
+    if result.followed or core.calls.record.has_looked:
         return
-    if core.ranks.size == 1 or not outcome.has_same_params:  # else some ranks are not here
+    if core.ranks.size == 1 or not result.has_same_params:  # else some ranks are not here
         core.calls.record.has_looked = True
         return
-    check_teams(core)
+    check_subgroups(core)
     _check_wrapped(core)
     core.calls.record.has_looked = True  # what raised above raises again
     around = _around(core)
@@ -55,7 +55,7 @@ def look_around(core: Core, outcome: Outcome) -> None:
     most, least = message[0::2].tolist(), (-message[1::2]).tolist()
     said = list(_of_wrappers(core))
     if least[0]:  # else some rank has found no model
-        said += _said(around)
+        said += _describe(around)
     if least[0] and most[1] == least[1] and most[2] != least[2]:
         said.insert(0, _what_differs(core, around.still))
     if said:
@@ -67,14 +67,14 @@ def look_around(core: Core, outcome: Outcome) -> None:
 def _check_wrapped(core: Core) -> None:
     """ValueError on all ranks for parameters that the optimizer took before a wrapper left them out: see Note [Each
     rank's own]. Collective where some are wrapped."""
-    of_teams = core.calls.own.of_teams
-    shared = [member for member in core.members if id(member.param) not in of_teams]
+    of_subgroups = core.calls.own.of_subgroups
+    shared = [member for member in core.members if id(member.param) not in of_subgroups]
     params = [member.param for member in shared]
     if not has_wrapped(params):
         return
     own = core.calls.own.params
-    late = [own[number] for number in own.keys() - unwrapped(own.values()).keys()]
-    outside = unwrapped(params)
+    late = [own[number] for number in own.keys() - find_unwrapped(own.values()).keys()]
+    outside = find_unwrapped(params)
     with core.ranks.refusals_told():
         if late:
             raise ValueError(
@@ -104,10 +104,11 @@ def _of_wrappers(core: Core) -> Iterator[str]:
         )
 
 
-def _said(around: Around) -> Iterator[str]:
+def _describe(around: Around) -> Iterator[str]:
     if around.apart:
         yield (
-            f"nobody averages the gradient of {_listed(around.apart)} over the ranks, which no optimizer of zerox holds"
+            f"nobody averages the gradient of {_list_names(around.apart)} over the ranks, "
+            "which no optimizer of zerox holds"
         )
     if around.has_sync:
         yield f"the model has an attribute {SYNC}, which only a wrapper heeds: call optimizer.no_sync()"
@@ -129,7 +130,7 @@ def _around(core: Core) -> Around:
     model = model_with([member.param for member in core.members])
     if model is None or any(isinstance(each, DistributedDataParallel) for each in model.modules()):
         return Around(is_found=model is not None)
-    known = held() | names_of_wrapped().keys()
+    known = find_held() | names_of_wrapped().keys()
     params = {name: param for name, param in model.named_parameters() if id(param) not in known}
     still = [_line("parameter", name, each) for name, each in params.items() if not each.requires_grad]
     if not hands_out_buffers_of(model):
@@ -145,6 +146,6 @@ def _line(kind: str, name: str, tensor: Tensor) -> str:
     return f"{kind} '{name}' {squares_of(tensor).replace(' ', '')}"
 
 
-def _listed(names: Collection[str]) -> str:
+def _list_names(names: Collection[str]) -> str:
     first = next(iter(names))
     return f"parameter '{first}'" + (f" and {len(names) - 1} more" if len(names) > 1 else "")

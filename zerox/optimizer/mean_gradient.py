@@ -8,8 +8,8 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from zerox._C import Meeting
-from zerox.grads.asked import asked_for
+from zerox._C import SyncPoint
+from zerox.grads.asked import find_asked
 from zerox.optimizer.core import Core, Face
 from zerox.ranks.calls import named
 
@@ -25,10 +25,10 @@ class MeanGradient:
         self, max_norm: float, norm_type: float, raises: bool, parameters: Tensor | Iterable[Tensor] | None
     ) -> Tensor:
         """Collective."""
-        asked = asked_for(self.core.buckets, parameters, self.calls.own.params)
+        asked = find_asked(self.core.buckets, parameters, self.calls.own.params)
         arguments = self.calls.clip_arguments(max_norm, norm_type, raises, asked)
-        outcome = self.core.settle(Meeting.CLIP, arguments, self.calls.refusal("clip_grad_norm_()"))
-        return self.calls.clip(outcome, asked)
+        result = self.core.sync(SyncPoint.CLIP, arguments, self.calls.refusal("clip_grad_norm_()"))
+        return self.calls.clip(result, asked)
 
     def clip_grad_value_(self, clip_value: float) -> None:
         """Collective."""
@@ -37,7 +37,7 @@ class MeanGradient:
             raise ValueError(f"clip_value must not be negative, got {clip_value}")
         if self.calls.scale.keeps_place:
             raise RuntimeError("clip_grad_value_() does not go with capturable=True: clip by the norm")
-        self.calls.limit(self.core.settle(Meeting.CLIP_VALUE, [limit], self.calls.refusal("clip_grad_value_()")))
+        self.calls.limit(self.core.sync(SyncPoint.CLIP_VALUE, [limit], self.calls.refusal("clip_grad_value_()")))
 
     def mean_over(self, count: float | Tensor) -> None:
         """Collective."""
@@ -49,25 +49,25 @@ class MeanGradient:
                 count = float(count)
         if not isinstance(count, Tensor) and not 0 <= count < math.inf:
             refusal = refusal or f"mean_over() was given the count {count}"
-        outcome = self.core.settle(Meeting.MEAN_OVER, refusal=refusal)
-        self.calls.mean_over(outcome, count)
+        result = self.core.sync(SyncPoint.MEAN_OVER, refusal=refusal)
+        self.calls.mean_over(result, count)
 
     def scale_grads_(self, factor: float | Tensor) -> None:
         """Collective."""
         number, tensor = _as_argument(factor)
-        outcome = self.core.settle(Meeting.SCALE_GRADS, [number], self.calls.refusal("scale_grads_()"))
-        self.calls.multiply(outcome, tensor)
+        result = self.core.sync(SyncPoint.SCALE_GRADS, [number], self.calls.refusal("scale_grads_()"))
+        self.calls.multiply(result, tensor)
 
     def unscale_grads_(self, inverse_scale: Tensor | None) -> Tensor:
         """Collective."""
         number, tensor = _as_argument(1.0 if inverse_scale is None else inverse_scale)
-        outcome = self.core.settle(Meeting.UNSCALE, [number], self.calls.refusal("GradScaler.unscale_()"))
-        return self.calls.unscale(outcome, tensor)
+        result = self.core.sync(SyncPoint.UNSCALE, [number], self.calls.refusal("GradScaler.unscale_()"))
+        return self.calls.unscale(result, tensor)
 
     def skip_step(self) -> None:
         """Collective."""
         if self.core.joining.divide is not None:
-            self.core.settle(Meeting.SKIP_STEP)
+            self.core.sync(SyncPoint.SKIP_STEP)
             self.core.joining.is_notified = False
         self.calls.skip()
 

@@ -47,10 +47,10 @@ class MemoryBytes:
         return self.parameters + self.gradients + self.master + self.moments
 
 
-def measured(core: Core) -> MemoryBytes:
-    """Bytes of the storages that this rank holds, once everything in flight has landed."""
+def measure(core: Core) -> MemoryBytes:
+    """Bytes of the storages that this rank holds, once everything in flight has been reduced."""
     core.manager.flights.await_all()
-    moved = [core.buckets[index].members[slot] for index, slot in core.grads.moved()]
+    moved = [core.buckets[index].members[slot] for index, slot in core.grads.find_moved()]
     tables = {id(table.param) for table in core.tables}
     dense = [member for member in core.members if id(member.param) not in tables]
     whole = [] if core.grads.sharded else [local_of(member.param.grad) for member in dense]
@@ -63,7 +63,7 @@ def measured(core: Core) -> MemoryBytes:
     masks = [bucket.mask.bits for bucket in core.buckets if bucket.mask is not None]
     return MemoryBytes(
         parameters=_parameters(core, moved) + _bytes_of(core.calls.own.params.values()),
-        gradients=_bytes_of([*whole, *core.grads.landed(), *core.calls.row_grads.tensors()]),
+        gradients=_bytes_of([*whole, *core.grads.reduced_tensors(), *core.calls.row_grads.tensors()]),
         master=_bytes_of(tensor for stored in masters for tensor in stored.tensors().values()),
         moments=_bytes_of(
             [*masks, *core.calls.own.tensors_of_state(), *(t for stored in others for t in stored.tensors().values())]

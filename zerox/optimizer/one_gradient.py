@@ -7,10 +7,10 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from zerox._C import Meeting
+from zerox._C import SyncPoint
 from zerox.memory.bucket import GradPart, refuse_dtensors
 from zerox.memory.forms import same_values
-from zerox.memory.one_param import OneParam, asked_of_one, asked_of_table, one_param
+from zerox.memory.one_param import OneParam, agree_on_param, agree_on_table, one_param
 from zerox.optimizer.core import Core, Face
 from zerox.ranks.calls import named, warn_caller
 from zerox.ranks.dtensors import whole_of
@@ -24,10 +24,10 @@ class OneGradient:
 
     def full_grad(self, p: Tensor) -> Tensor | None:
         """Collective."""
-        self.core.settle(Meeting.FULL_GRAD)
-        if (table := asked_of_table(self.core.tables, self.core.grads.teams, p, "full_grad()")) is not None:
+        self.core.sync(SyncPoint.FULL_GRAD)
+        if (table := agree_on_table(self.core.tables, self.core.grads.subgroups, p, "full_grad()")) is not None:
             return self.core.calls.row_grads.full_grad(table, self.core.calls.scale)
-        one = asked_of_one(self.core.buckets, self.core.grads.teams, self.core.calls.own.params, p, "full_grad()")
+        one = agree_on_param(self.core.buckets, self.core.grads.subgroups, self.core.calls.own.params, p, "full_grad()")
         found = self._full_grad(one)
         return None if found is None else whole_of(one.member.param, found)
 
@@ -35,11 +35,11 @@ class OneGradient:
         """Collective."""
         call = "set_full_grad_()"
         refuse_dtensors((member for bucket in self.core.buckets for member in bucket.members), call)
-        self.core.settle(Meeting.FULL_GRAD)
+        self.core.sync(SyncPoint.FULL_GRAD)
         ranks = self.core.grads.ranks
         with ranks.refusals_told():
-            one = one_param(self.core.buckets, self.core.grads.teams, self.core.calls.own.params, p, call)
-            given = one.taken("the gradient", value)
+            one = one_param(self.core.buckets, self.core.grads.subgroups, self.core.calls.own.params, p, call)
+            given = one.take_value("the gradient", value)
         one.agree(call, {"values": given})
         if refusal := self.core.calls.refusal(call):
             raise RuntimeError(refusal)
@@ -55,7 +55,7 @@ class OneGradient:
     # ---- inside
 
     def _full_grad(self, one: OneParam) -> Tensor | None:
-        """Of a DTensor what its local tensor has. Collective, once everything has landed."""
+        """Of a DTensor what its local tensor has. Collective, once everything has been reduced."""
         parts = list(self._own_grad(one))  # first: whole gradients are looked at here
         row = one.own_row
         present = self.core.grads.present(one.index)
@@ -63,7 +63,7 @@ class OneGradient:
         if not int(one.from_owner(flag, "whether there is a gradient")):
             return None
         own = None if row is None else self._as_step_sees(one, parts[0].grad).to(one.wide)
-        return one.gathered(own, one.wide, "the gradient")
+        return one.all_gather(own, one.wide, "the gradient")
 
     def _own_grad(self, one: OneParam) -> Iterator[GradPart]:
         """This rank's elements of the mean as they lie, or as a packed copy in stage 1; nothing if there are none."""
@@ -76,15 +76,15 @@ class OneGradient:
     def _as_step_sees(self, one: OneParam, grad: Tensor) -> Tensor:
         """Elements of a gradient with what calls after backward left for step(), in the dtype of its arithmetic."""
         scale = self.core.calls.scale
-        grad = scale.limited(GradPart(grad, 0, 0, one.bucket.segments[:0]), one.index).grad
-        left = scale.left_of(one.index)
+        grad = scale.clamp(GradPart(grad, 0, 0, one.bucket.segments[:0]), one.index).grad
+        left = scale.remaining_factor(one.index)
         in_own_dtype = one.bucket.rule.on_host and one.bucket.master is None  # a class of torch's kind without masters
         grad = grad.to(one.bucket.buffer.flat.dtype if in_own_dtype else one.wide)
         return grad if left is None else grad * left
 
     def _put_gradient(self, one: OneParam, given: Tensor, unchanged: Tensor) -> None:
         """``unchanged``: elements that are as given already. They stay: a product is not divided without a rounding."""
-        unscaled = self._unscaled(one, given)
+        unscaled = self._unscale(one, given)
         wire = self.core.grads.wire_dtype(one.bucket)
         lands = unscaled.to(wire)
         if bool((given.isfinite() & ~lands.isfinite()).any()):
@@ -107,11 +107,11 @@ class OneGradient:
             own_unchanged, own = one.own_part(unchanged), one.own_part(lands)
             for part in self._own_grad(one):
                 part.grad.copy_(torch.where(own_unchanged, part.grad, own))
-        self.core.grads.forget_words(one.index)
+        self.core.grads.forget_limbs(one.index)
 
-    def _unscaled(self, one: OneParam, given: Tensor) -> Tensor:
+    def _unscale(self, one: OneParam, given: Tensor) -> Tensor:
         """What step() multiplies to get the ``given`` values."""
-        left = self.core.calls.scale.left_of(one.index)
+        left = self.core.calls.scale.remaining_factor(one.index)
         if left is None:
             return given
         factor = left.to(one.wide)

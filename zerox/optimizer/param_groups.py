@@ -3,7 +3,7 @@
 Note [Param groups are the user's]
 torch trains what ``param_groups`` has when step() runs. So users append to a group's ``params``, put other groups into
 the list, or another list in its place, as Lightning's BaseFinetuning does when it resumes. Ranks have to make buckets
-together. So the groups are looked at where ranks meet, by the identity of their parameters. If one rank finds others
+together. So the groups are looked at at a sync point, by the identity of their parameters. If one rank finds others
 than it knew, all compare what they have: they go on only if all have the same. Parameters that are new are taken in
 as add_param_group() takes them; those that are in another group have its options from now on. What can't be taken in
 raises on all ranks, each time until the groups are as they were: a parameter that is gone, which lies in a bucket with
@@ -18,7 +18,7 @@ from typing import Any
 
 from torch import Tensor
 
-from zerox._C import Meeting
+from zerox._C import SyncPoint
 from zerox.calls.phases import Visit
 from zerox.memory.bucket import Member, members_of
 from zerox.memory.row_table import is_sparse
@@ -26,7 +26,7 @@ from zerox.optimizer.adoption import Adoption
 from zerox.optimizer.core import Core, Face
 from zerox.optimizer.groups import NAMES, Groups
 from zerox.options import check_params
-from zerox.ranks.teams import OF_GROUP, Team
+from zerox.ranks.subgroups import OF_GROUP, Subgroup
 from zerox.rules.rule import Rule
 
 SAME = "change param_groups alike on all ranks"
@@ -48,13 +48,13 @@ class ParamGroups:
         self.core = core
         self.groups = core.groups
         self.adoption = adoption
-        core.phases.before_meeting("groups", self._before_meeting)
+        core.phases.before_sync("groups", self._before_sync)
         core.phases.adopting("groups", self._adopt)
 
     def add(self, param_group: dict[str, Any]) -> None:
         """Collective. A group that is refused is not added."""
         core, groups = self.core, self.groups.param_groups
-        core.settle(Meeting.ADD_PARAM_GROUP)  # what is on its way was launched with the buckets there are
+        core.sync(SyncPoint.ADD_PARAM_GROUP)  # what is on its way was launched with the buckets there are
         count, own = len(groups), core.calls.own
         try:
             with core.ranks.refusals_told():
@@ -63,28 +63,28 @@ class ParamGroups:
                 own.note(groups[count:], [m.param for m in known])
                 members = [m for m in members_of(groups, own.params) if m.group == count]
                 check_params([m.name for m in known + members], [m.param for m in known + members])
-            core.grads.teams.take(groups[count:])
+            core.grads.subgroups.take(groups[count:])
             self.adoption.adopt(members)
         except Exception:
             del groups[count:]
             own.keep(groups)
-            core.grads.teams.forget_after(count)
+            core.grads.subgroups.forget_after(count)
             raise
         self.groups.note_seen()
 
     # ---- inside
 
-    def _before_meeting(self, visit: Visit) -> None:
+    def _before_sync(self, visit: Visit) -> None:
         if self.groups.are_as_seen:
             return
-        visit.regrouped = self._regrouped()
+        visit.regrouped = self._find_regrouped()
         visit.has_news = True
         visit.refusal = visit.refusal or visit.regrouped.refusal
 
     def _adopt(self, visit: Visit) -> None:
         self._take(visit.regrouped)
 
-    def _regrouped(self) -> Regrouped:
+    def _find_regrouped(self) -> Regrouped:
         """What users have made of the groups since ranks knew them. On this rank alone."""
         groups = self.groups.param_groups
         for index, group in enumerate(groups):
@@ -97,7 +97,7 @@ class ParamGroups:
         known = {id(member.param): member for member in self.core.members}
         self.core.calls.own.note(groups, [m.param for m in known.values()])
         self.core.calls.own.keep(groups)
-        members = tuple(_named(groups, known, self.core.calls.own.params))
+        members = tuple(_name_members(groups, known, self.core.calls.own.params))
         return Regrouped(members, next(self._refusals(members, known), ""))
 
     def _refusals(self, members: Sequence[Member], known: Mapping[int, Member]) -> Iterator[str]:
@@ -122,7 +122,7 @@ class ParamGroups:
                 elif why := self._misfit(member, new, rule, divisor, is_table=index >= len(trained)):
                     yield f"parameter {member.quoted} was moved to param group {new.group}, number {new.number}: {why}"
         for index, group in enumerate(groups):
-            of_group = {id(self._team_of(known[id(p)])): known[id(p)] for p in group["params"] if id(p) in known}
+            of_group = {id(self._subgroup_of(known[id(p)])): known[id(p)] for p in group["params"] if id(p) in known}
             if len(of_group) > 1:
                 one, other, *_ = of_group.values()
                 yield (
@@ -144,8 +144,8 @@ class ParamGroups:
             return f"{known}, and stays where it was, {then.number} in group {then.group}; append what is new behind it"
         return ""
 
-    def _team_of(self, member: Member) -> Team:
-        return self.core.grads.teams.of_group[member.group]
+    def _subgroup_of(self, member: Member) -> Subgroup:
+        return self.core.grads.subgroups.of_group[member.group]
 
     def _take(self, now: Regrouped | None) -> None:
         """What any rank has found in its groups. Collective: ValueError on all ranks if they don't have the same."""
@@ -163,10 +163,10 @@ class ParamGroups:
                     group.setdefault(option, value)
                 self.groups.check(group)
             check_params([m.name for m in members], [m.param for m in members])
-        of_known = {index: self._team_of(m) for m in known.values() for index in _groups_of(m, members)}
+        of_known = {index: self._subgroup_of(m) for m in known.values() for index in _groups_of(m, members)}
         asked = [group.get(OF_GROUP) for group in self.groups.param_groups]
         try:
-            self._take_teams(of_known)
+            self._take_subgroups(of_known)
             self._move({id(member.param): member for member in members})
             for index in dict.fromkeys(member.group for member in added):
                 self.adoption.adopt([member for member in added if member.group == index])
@@ -177,29 +177,29 @@ class ParamGroups:
         self.groups.note_seen()
 
     def _lines(self, members: Sequence[Member], known: Mapping[int, Member]) -> Iterator[str]:
-        """What ranks compare. Parameters of a smaller team may have other names than those of the next one."""
-        teams, groups = self.core.grads.teams, self.groups.param_groups
+        """What ranks compare. Parameters of a smaller subgroup may have other names than those of the next one."""
+        subgroups, groups = self.core.grads.subgroups, self.groups.param_groups
         for index, group in enumerate(groups):
             shared = len(group["params"]) - len(self.core.calls.own.of([group]))
             yield f"{shared} parameters in param group {index}"
         for member in members:
             then = known.get(id(member.param))
-            is_expert = teams.are_many or OF_GROUP in groups[member.group]
+            is_expert = subgroups.are_many or OF_GROUP in groups[member.group]
             name = "" if is_expert else f" {(then or member).name!r}"
             yield f"{f'parameter {then.number}' if then else 'a new parameter'}{name} in param group {member.group}"
 
-    def _take_teams(self, known: Mapping[int, Team]) -> None:
+    def _take_subgroups(self, known: Mapping[int, Subgroup]) -> None:
         """``known``: of groups that have a parameter which had one. Collective: the others are asked."""
-        teams, before = self.core.grads.teams, self.core.grads.teams.of_group
-        teams.of_group = []
+        subgroups, before = self.core.grads.subgroups, self.core.grads.subgroups.of_group
+        subgroups.of_group = []
         try:
             for index, group in enumerate(self.groups.param_groups):
                 if index in known:
-                    teams.of_group.append(known[index])
+                    subgroups.of_group.append(known[index])
                 else:
-                    teams.take([group])
+                    subgroups.take([group])
         except Exception:
-            teams.of_group = before
+            subgroups.of_group = before
             raise
 
     def _move(self, now: Mapping[int, Member]) -> None:
@@ -217,7 +217,7 @@ class ParamGroups:
 
 
 def not_taken_in(core: Core) -> list[Member]:
-    """Parameters that users put into the groups since ranks met: their gradients are the user's until then."""
+    """Parameters that users put into the groups since ranks synchronized: their gradients are the user's until then."""
     if core.groups.are_as_seen:
         return []
     known = {id(member.param) for member in core.members} | core.calls.own.params.keys()
@@ -226,7 +226,9 @@ def not_taken_in(core: Core) -> list[Member]:
     return [Member("", p, 0, -1) for p in params if isinstance(p, Tensor) and id(p) not in known]
 
 
-def _named(groups: Sequence[dict[str, Any]], known: Mapping[int, Member], apart: Collection[int]) -> Iterator[Member]:
+def _name_members(
+    groups: Sequence[dict[str, Any]], known: Mapping[int, Member], apart: Collection[int]
+) -> Iterator[Member]:
     """Where names no longer stand beside their parameters, those that were known have the names that they had."""
     position = 0
     for group in groups:

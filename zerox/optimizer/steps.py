@@ -1,8 +1,8 @@
-"""step() once ranks have met, which is the same for a rank that follows the others: see join.py."""
+"""step() once ranks have synchronized, which is the same for a rank that follows the others: see join.py."""
 
 from __future__ import annotations
 
-from zerox._C import Outcome
+from zerox._C import SyncResult
 from zerox.memory.flat import give_out
 from zerox.optimizer.core import Core
 
@@ -11,15 +11,15 @@ class Steps:
     def __init__(self, core: Core) -> None:
         self.core = core
 
-    def check(self, outcome: Outcome, follows: bool) -> None:
+    def check(self, result: SyncResult, follows: bool) -> None:
         """Before anything is written. Collective inside join(), if options of ranks' param groups differ."""
         core = self.core
-        if outcome.followed and outcome.arguments[0]:
+        if result.followed and result.arguments[0]:
             raise RuntimeError(
                 "zerox: a rank that has run out of batches inside join() can't follow step() with options of its own"
             )
-        if not outcome.has_same_options:
-            core.joining.take_options(outcome, follows)
+        if not result.has_same_options:
+            core.joining.take_options(result, follows)
         if core.groups.divisors() != core.calls.scale.of_groups:
             raise RuntimeError(
                 "the gradient_divisor of a param group was changed, and gradients are divided while backward runs: "
@@ -40,7 +40,7 @@ class Steps:
             for index in run:
                 gather.start(index, background=overlap)
         if not capturing:
-            core.grads.manager.settlement.bump_versions()
+            core.grads.manager.synchronizer.bump_versions()
         gather.end_step(hidden=overlap)
 
     def end(self) -> None:

@@ -14,13 +14,13 @@ from zerox.memory.flat import order_text
 from zerox.memory.grad_dtype import grad_dtype_of
 from zerox.model_names import in_text
 from zerox.options import OptimizerOptions, parameter_words
-from zerox.plan.choices import DTENSORS, LIE_AS, MASKS, SPARSITY, SUB_GROUP, TEAM
+from zerox.plan.choices import A_SUBGROUP, DTENSORS, LIE_AS, MASKS, SPARSITY, SUBGROUP
 from zerox.ranks.calls import warn_caller
 from zerox.ranks.dtensors import is_dtensor, placements_text
 from zerox.ranks.group import Ranks
 from zerox.ranks.model_axes import ModelAxes
 from zerox.ranks.process_group import ALONE
-from zerox.ranks.teams import Teams
+from zerox.ranks.subgroups import Subgroups
 from zerox.ranks.ties import ties
 from zerox.rules.of_groups import RULE
 
@@ -38,7 +38,7 @@ def words_of_calls(overlaps: bool, joins: bool, masks: bool) -> dict[str, Collec
 
 def check_pairs(
     options: OptimizerOptions,
-    teams: Teams,
+    subgroups: Subgroups,
     groups: Sequence[dict[str, Any]],
     members: tuple[Sequence[Member], Sequence[Member]],
     calls: Mapping[str, Collection[str]],
@@ -47,7 +47,7 @@ def check_pairs(
 
     ``members``: those in buckets, and others. ``calls``: whether what is no argument was called.
     """
-    ranks = teams.ranks
+    ranks = subgroups.ranks
     in_buckets, others = members
     trained = [*in_buckets, *(m for m in others if m.param.requires_grad)]
     given = f'"{ALONE}"' if ranks.size == 1 and not ranks.origin.why_alone else "a group"
@@ -57,7 +57,7 @@ def check_pairs(
         LIE_AS: {DTENSORS: dtensor} if dtensor else {"plain tensors"},
         "device": {ranks.device.type},
         "process_group": {"a 2-D mesh" if ranks.on_mesh else given},
-        TEAM: {SUB_GROUP if teams.are_many else "None"},
+        SUBGROUP: {A_SUBGROUP if subgroups.are_many else "None"},
         "backend": {ranks.backend},
         "ZEROX_EXCHANGE": {ranks.exchange},
         **calls,
@@ -74,22 +74,24 @@ def check_axes(model: ModelAxes, members: Sequence[Member]) -> None:
 
 
 def check_terms(
-    options: OptimizerOptions, teams: Teams, groups: Sequence[dict[str, Any]], members: Sequence[Member]
+    options: OptimizerOptions, subgroups: Subgroups, groups: Sequence[dict[str, Any]], members: Sequence[Member]
 ) -> None:
     """ValueError on all ranks, naming the first that differs, unless ranks agree. Collective.
 
-    Parameters of a smaller team may have other names than those of the next one.
+    Parameters of a smaller subgroup may have other names than those of the next one.
     """
     known = [(member.name, member.param) for member in members]
-    teams.ranks.check_same(list(_terms(options, teams, groups, members)), in_words=lambda line: in_text(line, known))
+    subgroups.ranks.check_same(
+        list(_terms(options, subgroups, groups, members)), in_words=lambda line: in_text(line, known)
+    )
     names: dict[int, list[str]] = {}
     for member in members:
         names.setdefault(member.group, []).append(f"parameter '{member.name}' in group {member.group}")
-    teams.check_same(names)
+    subgroups.check_same(names)
 
 
 def _terms(
-    options: OptimizerOptions, teams: Teams, groups: Sequence[dict[str, Any]], members: Sequence[Member]
+    options: OptimizerOptions, subgroups: Subgroups, groups: Sequence[dict[str, Any]], members: Sequence[Member]
 ) -> Iterator[str]:
     yield from _of_options(options, groups)
     for member in members:
@@ -98,11 +100,15 @@ def _terms(
         kind = f"{tuple(member.local.shape)} {param.dtype} on {param.device.type}{placements_text(param)}"
         kind += order_text(member.local)
         kind += f" with gradients of {grads}" if grads != param.dtype else ""
-        name = f"parameter '{member.name}'" if teams.of_group[member.group] is teams.all else "an expert's parameter"
-        yield f"{_trained(param)} {name} {kind} in group {member.group}"
+        name = (
+            f"parameter '{member.name}'"
+            if subgroups.of_group[member.group] is subgroups.all
+            else "an expert's parameter"
+        )
+        yield f"{_trained_text(param)} {name} {kind} in group {member.group}"
 
 
-def _trained(param: Tensor) -> str:
+def _trained_text(param: Tensor) -> str:
     return "trainable" if param.requires_grad else "frozen"
 
 
@@ -133,7 +139,7 @@ def check_model(
     lines = [f"shard {ranks.shard_of(ranks.rank)} of {ranks.size} of each bucket", *_of_options(options, groups)]
     for member in members:
         shape = placements_text(member.param) or f" of {tuple(member.param.shape)}"
-        lines.append(f"{_trained(member.param)} parameter '{member.name}' {member.param.dtype}{shape}")
+        lines.append(f"{_trained_text(member.param)} parameter '{member.name}' {member.param.dtype}{shape}")
     model.check_same(lines, of_all)
     shared = ties(model, [(m.name, m.local) for m in members if m.param.requires_grad])
     if ranks.rank == 0 and model.is_first and all(axis.coordinate == 0 for axis in model.axes):

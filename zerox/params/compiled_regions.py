@@ -70,10 +70,10 @@ def _mark(_: Any) -> None:
     pass
 
 
-def _begun_anew() -> bool:
+def _was_reset() -> bool:
     """Whether Dynamo was reset since the last call, for all we know: it then gives the names of regions again."""
     return _torch.note_start(_mark)
 
 
 # Regions whose names say nothing wait for all parameters. The partial is no function that Dynamo could compile.
-C.set_names_are_new(_begun_anew if keep_from_dynamo(_begun_anew) else functools.partial(bool, 1))
+C.set_names_are_new(_was_reset if keep_from_dynamo(_was_reset) else functools.partial(bool, 1))

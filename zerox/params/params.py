@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, nullcontext
 from torch import Tensor
 
 from zerox import _C as C
-from zerox.memory.bucket import Bucket, FrozenBucket, Member, named_of
+from zerox.memory.bucket import Bucket, FrozenBucket, Member, named_params
 from zerox.memory.flat import BufferSlot, FlatBuffer, give_out, take_in, values_of
 from zerox.memory.row_table import RowTable
 from zerox.model_names import naming
@@ -64,7 +64,7 @@ class ParamGather:
         """Inside updating(): shards are written now."""
 
     def updating(self) -> AbstractContextManager[None]:
-        """Around the part of step() in which ranks meet and write their shards."""
+        """Around the part of step() in which ranks synchronize and write their shards."""
         return nullcontext()
 
     def whole(self) -> AbstractContextManager[None]:
@@ -76,8 +76,8 @@ class ParamGather:
         """From now on, as at the end of a training: no rank needs another one to read parameters. Collective."""
         self.wait()
 
-    def found_elsewhere(self, slots: Sequence[BufferSlot]) -> list[Tensor]:
-        """Before ranks meet: the values of parameters that were found elsewhere."""
+    def find_elsewhere(self, slots: Sequence[BufferSlot]) -> list[Tensor]:
+        """Before ranks synchronize: the values of parameters that were found elsewhere."""
         return values_of(slots)
 
     def take_in(self, slots: Sequence[BufferSlot], values: Sequence[Tensor]) -> None:
@@ -88,7 +88,7 @@ class ParamGather:
         """Before segment_of(): what was written and moved so far counts. Collective inside whole()."""
 
     def write(self, index: int, bucket: Bucket, slot: int, value: Tensor) -> None:
-        """All ranks write the same value into a parameter, outside step(), where all have met. Collective."""
+        """All ranks write the same value into a parameter, outside step(), where all have synchronized. Collective."""
         bucket.buffer.put(slot, value)
         give_out([(bucket.buffer, slot)])
 
@@ -111,12 +111,12 @@ class ParamGather:
     def wait_for(self, buckets: Sequence[int]) -> None:
         """Waits until these are whole. RuntimeError naming the parameters if a rank's shard doesn't arrive in time."""
         if self.hidden:
-            with naming(lambda: named_of(self.buckets)):
+            with naming(lambda: named_params(self.buckets)):
                 self.manager.params.wait(buckets)
 
     def wait(self) -> None:
         """Waits until all are whole and no rank reads this one's. RuntimeError as in wait_for(), at every call."""
-        with naming(lambda: named_of(self.buckets)):
+        with naming(lambda: named_params(self.buckets)):
             self.manager.params.finish()
         was_hidden, self.hidden = self.hidden, False
         if not was_hidden or self.num_ordered == self.manager.num_buckets:

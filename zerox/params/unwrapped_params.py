@@ -24,8 +24,8 @@ from zerox.memory.row_table import is_sparse
 from zerox.model_names import name_or_shape
 from zerox.options import DIVISOR, OptimizerOptions, tensors_in
 from zerox.ranks.group import Ranks
-from zerox.ranks.teams import OF_GROUP
-from zerox.ranks.wrapped import has_wrapped, unwrapped, unwrapped_beside_wrapped
+from zerox.ranks.subgroups import OF_GROUP
+from zerox.ranks.wrapped import find_unwrapped, find_unwrapped_beside_wrapped, has_wrapped
 from zerox.rules.of_groups import Rules
 from zerox.rules.rule import Rule
 
@@ -52,16 +52,16 @@ class Shown(Protocol):
 
 
 class OwnParams:
-    """``params``: this rank's, by id. ``of_teams``: by id, those of param groups with a process_group. ``are_some``:
-    whether any rank has some, once ranks have told each other. ``rests``: this rank follows others inside join(), with
-    no gradients."""
+    """``params``: this rank's, by id. ``of_subgroups``: by id, those of param groups with a process_group.
+    ``are_some``: whether any rank has some, once ranks have told each other. ``rests``: this rank follows others inside
+    join(), with no gradients."""
 
     def __init__(self, given: Sequence[Any]) -> None:
         """``given``: what the optimizer was: a param group with a process_group says itself whose it is."""
-        self.params = unwrapped_beside_wrapped(
-            tensors_in([each for each in given if not _has_team(each)]), tensors_in(given)
+        self.params = find_unwrapped_beside_wrapped(
+            tensors_in([each for each in given if not _has_subgroup(each)]), tensors_in(given)
         )
-        self.of_teams = {id(param) for param in tensors_in([each for each in given if _has_team(each)])}
+        self.of_subgroups = {id(param) for param in tensors_in([each for each in given if _has_subgroup(each)])}
         self.are_some = False
         self.rests = False
         self._updates: dict[tuple[str, str], torch.optim.Optimizer] = {}  # by rule and class
@@ -72,9 +72,11 @@ class OwnParams:
     def note(self, groups: Sequence[Mapping[str, Any]], known: Sequence[Tensor]) -> None:
         """Those of ``groups`` beside what the optimizer has, ``known``, which ranks share."""
         before = {id(param) for param in known}
-        self.of_teams |= {id(param) for group in groups if _has_team(group) for param in group["params"]}
-        added = [p for group in groups if not _has_team(group) for p in group["params"] if id(p) not in before]
-        self.params |= unwrapped(added) if self.are_some else unwrapped_beside_wrapped(added, [*added, *known])
+        self.of_subgroups |= {id(param) for group in groups if _has_subgroup(group) for param in group["params"]}
+        added = [p for group in groups if not _has_subgroup(group) for p in group["params"] if id(p) not in before]
+        self.params |= (
+            find_unwrapped(added) if self.are_some else find_unwrapped_beside_wrapped(added, [*added, *known])
+        )
 
     def keep(self, groups: Sequence[Mapping[str, Any]]) -> None:
         """Those that are in these param groups."""
@@ -207,7 +209,7 @@ def refuse_group(
         raise ValueError(f"{where}: {why} does not go with {BESIDE.format(first)}: {APART}")
 
 
-def _has_team(given: Any) -> bool:
+def _has_subgroup(given: Any) -> bool:
     return isinstance(given, Mapping) and given.get(OF_GROUP) is not None
 
 

@@ -14,8 +14,8 @@ MIB = 1 << 20
 START_ALIGN_BYTES = 64
 # From this size on, a gradient's own message (some 50 us) costs less than its copy into the bucket (some 0.4 ns a
 # byte), unless a rank's slice is so small that messages dominate.
-STRAIGHT_BYTES = 256 * 1024
-STRAIGHT_SLICE_BYTES = 1 * MIB
+ZERO_COPY_BYTES = 256 * 1024
+ZERO_COPY_SLICE_BYTES = 1 * MIB
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class ParamSpec:
 class BucketPlan:
     """One bucket: its parameters (as indices into the planned list), and their layout.
 
-    The first ``num_straight`` are large: if the exchange sends single messages, or there is no exchange, their
+    The first ``num_zero_copy`` are large: if the exchange sends single messages, or there is no exchange, their
     gradients need not be packed.
     """
 
@@ -60,7 +60,7 @@ class BucketPlan:
     dtype: str
     layout: Layout
     state_form: Form = FLOAT32
-    num_straight: int = 0
+    num_zero_copy: int = 0
 
 
 def default_cap_bytes(backend: str, world_size: int) -> int:
@@ -103,11 +103,11 @@ def plan_buckets(params: Sequence[ParamSpec], world_size: int, cap_bytes: int) -
     plans = []
     for bucket in closed:
         first = params[bucket[0]]
-        bucket.sort(key=lambda index: params[index].nbytes < STRAIGHT_BYTES)
+        bucket.sort(key=lambda index: params[index].nbytes < ZERO_COPY_BYTES)
         start_align = max(1, START_ALIGN_BYTES // first.itemsize)
         layout = Layout(tuple(params[i].numel for i in bucket), world_size, start_align)
-        num_straight = sum(params[i].nbytes >= STRAIGHT_BYTES for i in bucket)
-        if layout.shard_numel * first.itemsize < STRAIGHT_SLICE_BYTES:
-            num_straight = 0
-        plans.append(BucketPlan(tuple(bucket), first.dtype, layout, first.state_form, num_straight))
+        num_zero_copy = sum(params[i].nbytes >= ZERO_COPY_BYTES for i in bucket)
+        if layout.shard_numel * first.itemsize < ZERO_COPY_SLICE_BYTES:
+            num_zero_copy = 0
+        plans.append(BucketPlan(tuple(bucket), first.dtype, layout, first.state_form, num_zero_copy))
     return plans

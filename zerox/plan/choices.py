@@ -39,7 +39,7 @@ def some(option: str, *values: str) -> tuple[Setting, ...]:
 
 FUSED, SHARDED = "FusedShardedAdam", "ShardedOptimizer"
 LIE_AS, DTENSORS = "placement", "DTensors"
-TEAM, SUB_GROUP = "process_group of a param group", "a sub-group"
+SUBGROUP, A_SUBGROUP = "process_group of a param group", "a sub-group"
 TABLES = "sparse"  # of a param group
 MASKS, SPARSITY = "masks", "a Sparsity"
 CHOICES = {
@@ -51,7 +51,7 @@ CHOICES = {
         Choice(LIE_AS, ("plain tensors", DTENSORS), "parameters that are {value}"),
         Choice("device", ("cpu", "cuda"), "parameters on {value}"),
         Choice("process_group", ("a group", "a 2-D mesh", '"alone"'), "{value}"),
-        Choice(TEAM, ("None", SUB_GROUP), "a param group on {value}"),
+        Choice(SUBGROUP, ("None", A_SUBGROUP), "a param group on {value}"),
         Choice("backend", ("gloo", "nccl"), "a group over {value}"),
         Choice("ZEROX_EXCHANGE", ("direct", "messages", "native")),
         Choice("bucket_cap_mb", ("None", "a number")),

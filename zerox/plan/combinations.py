@@ -11,9 +11,9 @@ from __future__ import annotations
 import itertools
 from collections.abc import Collection, Iterator, Mapping
 
-from zerox.plan.choices import CHOICES, DTENSORS, LIE_AS, MASKS, SHARDED, SPARSITY, SUB_GROUP, TEAM, Setting, some
+from zerox.plan.choices import A_SUBGROUP, CHOICES, DTENSORS, LIE_AS, MASKS, SHARDED, SPARSITY, SUBGROUP, Setting, some
 from zerox.plan.pairs_of_tables import OF_TABLES
-from zerox.plan.verdicts import BATCHES, OF_STAGE_3, ON_GPUS, But, Refused, Row, Untried, Verdict
+from zerox.plan.rulings import BATCHES, OF_STAGE_3, ON_GPUS, But, Refused, Row, Ruling, Untried
 
 Chosen = Mapping[str, Collection[str]]  # values by option; several where parameters differ. A mapping has examples
 
@@ -123,7 +123,7 @@ ROWS = (
     ),
     Row(
         some("optimizer", SHARDED),
-        (*some(LIE_AS, DTENSORS), *some(TEAM, SUB_GROUP)),
+        (*some(LIE_AS, DTENSORS), *some(SUBGROUP, A_SUBGROUP)),
         Refused("it is not tried so yet", "Use FusedShardedAdam"),
     ),
     Row(
@@ -143,31 +143,31 @@ ROWS = (
     ),
     Row(
         OF_STAGE_3,
-        some(TEAM, SUB_GROUP),
+        some(SUBGROUP, A_SUBGROUP),
         Refused("parameters are sharded over all ranks there", "Use stage=2"),
     ),
     Row(
         some("capturable", "True"),
-        some(TEAM, SUB_GROUP),
+        some(SUBGROUP, A_SUBGROUP),
         Refused("no one has tried several exchanges in a CUDA graph", "Leave capturable at False"),
     ),
     Row(
         some("process_group", "a 2-D mesh"),
-        some(TEAM, SUB_GROUP),
+        some(SUBGROUP, A_SUBGROUP),
         Refused("its gradients go over two axes", "Pass a group, or one axis"),
     ),
     Row(
-        some(TEAM, SUB_GROUP),
+        some(SUBGROUP, A_SUBGROUP),
         some(LIE_AS, DTENSORS),
         Refused("no one has tried both yet", "Pass local tensors, as experts' are"),
     ),
     Row(
         some("join", "inside"),
-        some(TEAM, SUB_GROUP),
+        some(SUBGROUP, A_SUBGROUP),
         Refused("its parameters are others on other ranks", BATCHES, NotImplementedError),
     ),
     Row(
-        (*some(LIE_AS, DTENSORS), *some(TEAM, SUB_GROUP)),
+        (*some(LIE_AS, DTENSORS), *some(SUBGROUP, A_SUBGROUP)),
         ON_GPUS,
         Untried("over NCCL, and on several GPUs; ranks that share one over gloo have run it"),
     ),
@@ -265,17 +265,17 @@ def pairs() -> Iterator[tuple[Setting, Setting]]:
         yield from itertools.product(some(one.option, *one.values), some(other.option, *other.values))
 
 
-def verdict(one: Setting, other: Setting) -> Verdict | None:
+def ruling(one: Setting, other: Setting) -> Ruling | None:
     """None: the pair works."""
-    return next((row.verdict for row in ROWS if {one, other} in map(set, row.pairs())), None)
+    return next((row.ruling for row in ROWS if {one, other} in map(set, row.pairs())), None)
 
 
 def check(chosen: Chosen) -> None:
     """Raises for the first pair of these that is refused. What has no Choice is ignored."""
     for row in ROWS:
         for pair in row.pairs():
-            if isinstance(row.verdict, Refused) and all(each.value in chosen.get(each.option, ()) for each in pair):
-                row.verdict.raise_of(*(_with_example(each, chosen[each.option]) for each in pair))
+            if isinstance(row.ruling, Refused) and all(each.value in chosen.get(each.option, ()) for each in pair):
+                row.ruling.raise_of(*(_with_example(each, chosen[each.option]) for each in pair))
 
 
 def _with_example(setting: Setting, of: Collection[str]) -> str:
@@ -285,7 +285,7 @@ def _with_example(setting: Setting, of: Collection[str]) -> str:
 def rows() -> str:
     """In Markdown: the options, and what to know of pairs."""
     values = [f"| `{choice.option}` | {', '.join(map(_value, choice.values))} |" for choice in CHOICES.values()]
-    known = [f"| {_listed(row.ones)} | {_listed(row.others)} | {row.verdict} |" for row in ROWS]
+    known = [f"| {_list_settings(row.ones)} | {_list_settings(row.others)} | {row.ruling} |" for row in ROWS]
     return "\n".join(["| option | values |", "|---|---|", *values, "", "| this | with | |", "|---|---|---|", *known])
 
 
@@ -293,5 +293,5 @@ def _value(value: str) -> str:
     return value if " " in value or value == "called" else f"`{value}`"
 
 
-def _listed(settings: tuple[Setting, ...]) -> str:
+def _list_settings(settings: tuple[Setting, ...]) -> str:
     return " or ".join(f"`{each}`" if each.is_code else str(each) for each in settings)

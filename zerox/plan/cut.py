@@ -13,7 +13,7 @@ class Cut:
     shape: tuple[int, ...]
     offsets: tuple[int, ...]
 
-    def placed(self, offsets: Sequence[int]) -> tuple[int, ...]:
+    def place_offsets(self, offsets: Sequence[int]) -> tuple[int, ...]:
         """Where in the whole tensor something is that is there in the part."""
         return tuple(own + inside for own, inside in zip(self.offsets, offsets, strict=True))
 
@@ -32,7 +32,7 @@ def slowest_first(shape: Sequence[int], strides: Sequence[int]) -> list[int]:
     return sorted(range(len(shape)), key=lambda dim: (-strides[dim], shape[dim] == 1))
 
 
-def completed(order: Sequence[int] | None, num_dims: int) -> list[int]:
+def complete_order(order: Sequence[int] | None, num_dims: int) -> list[int]:
     """All dimensions, slowest first, from the ``order`` of a checkpoint, which leaves out those of one index."""
     known = order or ()
     return [*known, *(dim for dim in range(num_dims) if dim not in known)]

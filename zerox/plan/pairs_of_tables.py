@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from zerox.plan.choices import SHARDED, SUB_GROUP, TABLES, TEAM, some
-from zerox.plan.verdicts import BATCHES, ON_GPUS, But, Refused, Row
+from zerox.plan.choices import A_SUBGROUP, SHARDED, SUBGROUP, TABLES, some
+from zerox.plan.rulings import BATCHES, ON_GPUS, But, Refused, Row
 
 OF_TABLES = (
     Row(
@@ -34,7 +34,7 @@ OF_TABLES = (
         But("with stage=3 a lookup takes memory for all of its table while it runs"),
     ),
     Row(
-        some(TEAM, SUB_GROUP),
+        some(SUBGROUP, A_SUBGROUP),
         some(TABLES, "True"),
         But(
             "in one param group both are refused: rows are dealt among all of the optimizer's ranks. Give tables that "

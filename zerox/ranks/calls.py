@@ -23,7 +23,8 @@ SAY_AFTER_S = 60.0
 
 
 def named(what: str, per_batch: bool = False) -> Callable[[Callable[P, T]], Callable[P, T]]:
-    """Of a function in which ranks meet: errors and long waits inside name ``what``, unless another one called it.
+    """Of a function in which ranks synchronize: errors and long waits inside name ``what``, unless another one called
+    it.
 
     The outermost name is of what the user called. ``per_batch``: training loops do it for each batch, so a rank that
     has fewer batches may be why another waits.
@@ -62,5 +63,5 @@ def say_after() -> timedelta:
 
 
 def waiting(group: dist.ProcessGroup, whom: str = "the other ranks") -> C.LongWait:
-    """Around a wait of this thread for ranks of ``group`` that no Whereabouts knows of: says so if it is long."""
+    """Around a wait of this thread for ranks of ``group`` that no FailureDetector knows of: says so if it is long."""
     return C.LongWait(rank=dist.get_rank(), whom=whom, timeout=time_of(group), say_after=say_after())

@@ -141,14 +141,14 @@ def find_local(param: Any, grad: Any) -> Found:
         to = [came if came.is_partial() else wanted for came, wanted in zip(have, want, strict=True)]
         with torch.no_grad():
             local = _torch.local_tensor_of(grad.redistribute(placements=to))  # sends nothing
-    return _arrived(local), partial, replicated, ""
+    return _await(local), partial, replicated, ""
 
 
 def values_of(grad: Any) -> Tensor:
-    return _arrived(_torch.local_tensor_of(grad))
+    return _await(_torch.local_tensor_of(grad))
 
 
-def _arrived(local: Any) -> Tensor:
+def _await(local: Any) -> Tensor:
     """A local tensor that is no longer on its way."""
     return local if type(local) is Tensor else local.trigger_wait()
 

@@ -15,7 +15,7 @@ from torch.distributed.distributed_c10d import Store
 
 from zerox import _C as C
 from zerox import _torch
-from zerox._C import Whereabouts
+from zerox._C import FailureDetector
 from zerox.plan import combinations
 from zerox.ranks.axes import Axis, shard_of
 from zerox.ranks.calls import say_after
@@ -27,8 +27,8 @@ from zerox.ranks.own_groups import own_store, same_ranks
 from zerox.ranks.process_group import (
     GroupArgument,
     check_still_alone,
-    chosen_grid,
-    chosen_group,
+    choose_grid,
+    choose_group,
     time_of,
     timeout_of,
     why_alone,
@@ -54,7 +54,7 @@ class Ranks:
 
     ``device``: of the parameters; ``backend``: "gloo" or "nccl", which moves tensors of that device. ``neighbours``:
     the process of each rank whose memory can be read, else 0; empty if none is to be read. ``given``: the user's group
-    over the same ranks; None for one rank alone. ``whereabouts``: names the rank that is missing from the groups.
+    over the same ranks; None for one rank alone. ``failure_detector``: names the rank that is missing from the groups.
     ``on_mesh``: the axes of a mesh (replicate, shard), the inner one first; empty for any other group.
     """
 
@@ -68,7 +68,7 @@ class Ranks:
     neighbours: tuple[int, ...] = ()
     given: dist.ProcessGroup | None = None
     origin: Origin = field(default_factory=Origin)
-    whereabouts: Whereabouts | None = None
+    failure_detector: FailureDetector | None = None
     on_mesh: tuple[Axis, ...] = ()
 
     @staticmethod
@@ -207,20 +207,20 @@ class Ranks:
             return []
         return [each.split("\n") for each in self.all_gather_text(text)]
 
-    def meet(self, where: str) -> None:
+    def barrier(self, where: str) -> None:
         """RuntimeError on all ranks unless every rank comes. Collective."""
         try:
-            with C.Doing(f"the meeting where {where}"):
+            with C.Doing(f"the sync point where {where}"):
                 self.all_reduce(torch.zeros(1, device="cpu"), dist.ReduceOp.MAX)
         except RuntimeError as error:
             raise RuntimeError(f"zerox: a rank did not come where {where}: {error}") from error
 
     def await_work(self, work: dist.Work) -> None:
         """RuntimeError that names a rank that is gone."""
-        if self.whereabouts is None:
+        if self.failure_detector is None:
             work.wait()
         else:
-            self.whereabouts.await_(work)
+            self.failure_detector.await_(work)
 
     @contextlib.contextmanager
     def failure_told(self) -> Iterator[None]:
@@ -228,8 +228,8 @@ class Ranks:
         try:
             yield
         except BaseException as error:
-            if self.whereabouts is not None:
-                self.whereabouts.leave(f"rank {self.rank} raised {summary_of(error)}")
+            if self.failure_detector is not None:
+                self.failure_detector.leave(f"rank {self.rank} raised {summary_of(error)}")
             raise
 
     @contextlib.contextmanager
@@ -245,7 +245,7 @@ class Ranks:
 
 def call_ranks(process_group: GroupArgument) -> RollCall:
     """The roll call of one construction. Raises ValueError as :func:`find_ranks` does for the group itself."""
-    group = chosen_group(process_group)
+    group = choose_group(process_group)
     if group is None:
         return RollCall(None, 0, 1, dist.default_pg_timeout)
     _, store = _torch.listed_groups().get(group, ("", None))
@@ -264,7 +264,7 @@ def find_ranks(
     each device type. Raises ValueError for a mesh or a group that chosen_group() refuses, or a backend that can't move
     tensors of ``device``, and if ``roll_call`` does; RuntimeError if a rank doesn't come.
     """
-    group = chosen_group(process_group)
+    group = choose_group(process_group)
     if group is None or group.size() == 1:
         return Ranks.alone(device, why_alone(process_group))
     leave_to_parent(group)
@@ -277,10 +277,10 @@ def find_ranks(
     if group not in _torch.listed_groups():
         # A group that torch.distributed does not know (ranks as threads of one process, in tests) can't be doubled.
         made = Ranks(rank, size, backend, exchange, group, group, device, given=group)
-        return _with_neighbours(replace(made, whereabouts=_whereabouts(group, None, [])))
+        return _with_neighbours(replace(made, failure_detector=_failure_detector(group, None, [])))
     if roll_call is None:
         roll_call = RollCall(None, rank, size, dist.default_pg_timeout)
-    grid = chosen_grid(process_group)
+    grid = choose_grid(process_group)
     on_mesh = "" if grid is None else f", on a mesh (replicate, shard) of {grid.shape}"
     roll_call.answer(f"ZEROX_EXCHANGE={exchange} over {backend} for parameters on {device.type}{on_mesh}")
     data = same_ranks(group, backend, roll_call, timeout_of(group, backend))
@@ -297,12 +297,14 @@ def find_ranks(
         axes = tuple(grid.axis(index, rank, same_ranks(of, backend, roll_call, time)) for index, of in along)
     made = Ranks(rank, size, backend, exchange, data, control, device, given=group, on_mesh=axes)
     over_gloo = {control} if backend != "gloo" else {control, data, *(axis.group for axis in axes if axis.group)}
-    whereabouts = _whereabouts(group, own_store(group, "whereabouts"), list(over_gloo))
-    return _with_neighbours(replace(made, whereabouts=whereabouts))
+    failure_detector = _failure_detector(group, own_store(group, "failure_detector"), list(over_gloo))
+    return _with_neighbours(replace(made, failure_detector=failure_detector))
 
 
-def _whereabouts(group: dist.ProcessGroup, store: Store | None, to_close: list[dist.ProcessGroup]) -> Whereabouts:
-    whereabouts = Whereabouts(
+def _failure_detector(
+    group: dist.ProcessGroup, store: Store | None, to_close: list[dist.ProcessGroup]
+) -> FailureDetector:
+    failure_detector = FailureDetector(
         groups=to_close,
         store=store,
         rank=group.rank(),
@@ -310,8 +312,8 @@ def _whereabouts(group: dist.ProcessGroup, store: Store | None, to_close: list[d
         timeout=time_of(group),
         say_after=say_after(),
     )
-    last_words.listen(whereabouts, group.rank())
-    return whereabouts
+    last_words.listen(failure_detector, group.rank())
+    return failure_detector
 
 
 def _with_neighbours(ranks: Ranks) -> Ranks:
@@ -323,8 +325,8 @@ def _with_neighbours(ranks: Ranks) -> Ranks:
             neighbours = find_neighbours(ranks.all_gather_text, ranks.rank)
     except RuntimeError as error:
         raise RuntimeError(f"zerox: a rank did not answer while ranks looked for neighbours: {error}") from error
-    if ranks.whereabouts is not None:
-        ranks.whereabouts.set_processes(neighbours)
+    if ranks.failure_detector is not None:
+        ranks.failure_detector.set_processes(neighbours)
     return replace(ranks, neighbours=neighbours)
 
 

@@ -56,7 +56,7 @@ def _forget(optimizer: int) -> None:
     note_change()
 
 
-def held() -> set[int]:
+def find_held() -> set[int]:
     """By id, the parameters of all optimizers."""
     return set().union(*(each.params for each in list(_holders.values())))
 

@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from zerox import _torch
 from zerox.ranks.calls import waiting
 from zerox.ranks.dtensors import is_dtensor, name_of_dim
-from zerox.ranks.process_group import GroupArgument, chosen_group
+from zerox.ranks.process_group import GroupArgument, choose_group
 
 T = TypeVar("T")
 
@@ -60,7 +60,7 @@ class ModelAxis:
     def gather_objects(self, value: Any) -> list[Any]:
         """The values of all ranks, by coordinate. Collective."""
         found: list[Any] = [None] * len(self.ranks)
-        _answered(self, partial(dist.all_gather_object, found, value, group=self.group))
+        _ask_along(self, partial(dist.all_gather_object, found, value, group=self.group))
         return found
 
 
@@ -109,8 +109,8 @@ class ModelAxes:
         """In place, over all axes. Collective."""
         op = dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM
         for axis in self.axes:
-            sent = _sent(values, axis.group)
-            _answered(axis, partial(dist.all_reduce, sent, op, group=axis.group))
+            sent = _to_send(values, axis.group)
+            _ask_along(axis, partial(dist.all_reduce, sent, op, group=axis.group))
             axis.given.note(sent.nbytes)
             if sent is not values:
                 values.copy_(sent)
@@ -118,8 +118,8 @@ class ModelAxes:
     def broadcast(self, values: Tensor, along: Sequence[int]) -> None:
         """From the ranks of coordinate 0 on these axes, in place. Collective."""
         for axis in (self.axes[index] for index in along):
-            sent = _sent(values, axis.group)
-            _answered(axis, partial(dist.broadcast, sent, axis.ranks[0], group=axis.group))
+            sent = _to_send(values, axis.group)
+            _ask_along(axis, partial(dist.broadcast, sent, axis.ranks[0], group=axis.group))
             axis.given.note(sent.nbytes if axis.coordinate == 0 else 0)
             if sent is not values:
                 values.copy_(sent)
@@ -131,12 +131,12 @@ class ModelAxes:
             self.broadcast(values.reshape(-1).view(torch.uint8), along)
             tensor.detach().copy_(values)
 
-    def gathered(self, values: Tensor, along: int) -> list[Tensor]:
+    def all_gather(self, values: Tensor, along: int) -> list[Tensor]:
         """The values of all ranks of one axis, by coordinate. Collective."""
         axis = self.axes[along]
-        sent = _sent(values, axis.group)
+        sent = _to_send(values, axis.group)
         received = [torch.empty_like(sent) for _ in axis.ranks]
-        _answered(axis, partial(dist.all_gather, received, sent, group=axis.group))
+        _ask_along(axis, partial(dist.all_gather, received, sent, group=axis.group))
         axis.given.note(sent.nbytes)
         return [each.to(values.device) for each in received]
 
@@ -178,7 +178,7 @@ def find_axes(
             of[axis.ranks] = f"norm_group has the axis {axis}"
     if not found:
         return ModelAxes()
-    group = chosen_group(process_group)
+    group = choose_group(process_group)
     here = dist.get_rank()
     averaged = [here] if group is None else dist.get_process_group_ranks(group)
     for ranks in found:
@@ -227,7 +227,7 @@ def _ranks_along(mesh: DeviceMesh, dim: int) -> tuple[int, ...]:
     return tuple(dist.get_process_group_ranks(mesh.get_group(dim)))
 
 
-def _sent(values: Tensor, group: dist.ProcessGroup) -> Tensor:
+def _to_send(values: Tensor, group: dist.ProcessGroup) -> Tensor:
     """On the host if the group does not move tensors of their device."""
     try:
         name = _torch.backend_of(group, values.device).name()
@@ -236,7 +236,7 @@ def _sent(values: Tensor, group: dist.ProcessGroup) -> Tensor:
     return values.cpu() if name in ("", "gloo") and values.device.type != "cpu" else values
 
 
-def _answered(axis: ModelAxis, send: Callable[[], T]) -> T:
+def _ask_along(axis: ModelAxis, send: Callable[[], T]) -> T:
     try:
         with waiting(axis.group, f"the other ranks of the model axis {axis}"):
             return send()

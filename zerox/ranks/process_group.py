@@ -17,7 +17,7 @@ ALONE = "alone"
 GroupArgument = dist.ProcessGroup | DeviceMesh | str | None
 
 
-def chosen_group(process_group: GroupArgument) -> dist.ProcessGroup | None:
+def choose_group(process_group: GroupArgument) -> dist.ProcessGroup | None:
     """The group that it stands for (by default all ranks); None for one rank without torch.distributed, or ``ALONE``.
 
     For a mesh (replicate, shard), all its ranks. Collective over these if they are not the default group's. Raises
@@ -25,7 +25,7 @@ def chosen_group(process_group: GroupArgument) -> dist.ProcessGroup | None:
     RuntimeError for a group of the process that this one was forked from.
     """
     if isinstance(process_group, DeviceMesh):
-        grid = chosen_grid(process_group)
+        grid = choose_grid(process_group)
         process_group = _line_of(process_group) if grid is None else _all_of(grid)
     if process_group == ALONE:
         return None
@@ -42,7 +42,7 @@ def chosen_group(process_group: GroupArgument) -> dist.ProcessGroup | None:
     return process_group
 
 
-def chosen_grid(process_group: GroupArgument) -> Grid | None:
+def choose_grid(process_group: GroupArgument) -> Grid | None:
     """A mesh (replicate, shard) with several ranks on both axes; None for all else. ValueError for other meshes."""
     if not isinstance(process_group, DeviceMesh):
         return None
@@ -65,9 +65,9 @@ def ranks_of(group: dist.ProcessGroup | None) -> tuple[int, ...]:
 
 def check_group(process_group: GroupArgument) -> tuple[int, int] | None:
     """The shape of a mesh of two axes. Raises as chosen_group() does, without asking other ranks for anything."""
-    if (grid := chosen_grid(process_group)) is not None:
+    if (grid := choose_grid(process_group)) is not None:
         return grid.shape
-    chosen_group(process_group)
+    choose_group(process_group)
     return None
 
 

@@ -71,7 +71,7 @@ class RollCall:
         patience = say_after()
         says = timedelta() < patience < self.timeout
         try:
-            if not (says and self._decided_within(patience)):
+            if not (says and self._decide_within(patience)):
                 self.store.wait(["decision"], self.timeout - patience if says else self.timeout)
         except RuntimeError:
             missing, seconds = self._missing, self.timeout.total_seconds()
@@ -118,7 +118,7 @@ class RollCall:
         assert self.store is not None
         return [rank for rank in range(self.size) if not self.store.check([f"rank {rank}"])]
 
-    def _decided_within(self, patience: timedelta) -> bool:
+    def _decide_within(self, patience: timedelta) -> bool:
         """Whether all came that soon; says whom this rank waits for if they did not."""
         assert self.store is not None
         try:

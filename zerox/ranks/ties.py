@@ -33,10 +33,10 @@ def ties(model: ModelAxes, params: Iterable[tuple[str, Tensor]]) -> list[str]:
     """
     axes = [axis for axis in model.axes if not axis.is_of_params]
     prints = _prints(params) if axes else {}
-    return [said for axis in axes if (said := _tied(axis, axis.gather_objects(prints)))]
+    return [said for axis in axes if (said := _find_tied(axis, axis.gather_objects(prints)))]
 
 
-def _tied(axis: ModelAxis, prints: Sequence[dict[str, str]]) -> str:
+def _find_tied(axis: ModelAxis, prints: Sequence[dict[str, str]]) -> str:
     first: dict[str, tuple[int, str]] = {}
     found = []
     for rank, of_rank in zip(axis.ranks, prints, strict=True):

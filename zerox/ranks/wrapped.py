@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from zerox._C import Decision
 from zerox.ranks.holders import note_change
-from zerox.ranks.process_group import GroupArgument, chosen_group, ranks_of
+from zerox.ranks.process_group import GroupArgument, choose_group, ranks_of
 
 PREFIX = "module."  # what a wrapper puts before the names of its module's parameters
 
@@ -111,7 +111,7 @@ def group_of(params: Iterable[Tensor], asked: GroupArgument) -> GroupArgument:
         return asked
     if asked is not None:
         for each in around:
-            check_same_ranks(each, chosen_group(asked))
+            check_same_ranks(each, choose_group(asked))
         return asked
     first = around[0]
     for each in around[1:]:
@@ -119,25 +119,25 @@ def group_of(params: Iterable[Tensor], asked: GroupArgument) -> GroupArgument:
     return None if _is_default(first.group) else first.group
 
 
-def unwrapped_beside_wrapped(params: Iterable[Tensor], every: Iterable[Tensor]) -> dict[int, Tensor]:
+def find_unwrapped_beside_wrapped(params: Iterable[Tensor], every: Iterable[Tensor]) -> dict[int, Tensor]:
     """By id, those of ``params`` that no wrapper has, if that of several ranks has some of ``every``; else none."""
-    return unwrapped(params) if has_wrapped(every) else {}
+    return find_unwrapped(params) if has_wrapped(every) else {}
 
 
-def unwrapped(params: Iterable[Tensor]) -> dict[int, Tensor]:
+def find_unwrapped(params: Iterable[Tensor]) -> dict[int, Tensor]:
     """By id, those that no wrapper of several ranks has."""
-    wrapped = _wrapped_over_ranks()
+    wrapped = _find_wrapped_over_ranks()
     return {id(param): param for param in params if id(param) not in wrapped}
 
 
 def has_wrapped(params: Iterable[Tensor]) -> bool:
     """Whether a wrapper of several ranks has one of them."""
-    return not _wrapped_over_ranks().isdisjoint(map(id, params))
+    return not _find_wrapped_over_ranks().isdisjoint(map(id, params))
 
 
 def tensors_in_wrappers() -> set[int]:
     """By id, parameters and buffers that wrappers of several ranks have: buffers as they are now."""
-    found = _wrapped_over_ranks()
+    found = _find_wrapped_over_ranks()
     for each in _over_ranks():
         if (module := each.to_module()) is not None:
             found |= {id(buffer) for name, buffer in module.named_buffers() if name not in each.ignored}
@@ -161,7 +161,7 @@ def check_same_ranks(wrapped: WrappedModule, group: dist.ProcessGroup | None) ->
         )
 
 
-def _wrapped_over_ranks() -> set[int]:
+def _find_wrapped_over_ranks() -> set[int]:
     return {number for each in _over_ranks() for number in each.names}
 
 

@@ -47,7 +47,7 @@ def map_shards(ranks: Ranks, neighbours: Sequence[int], shards: Sequence[Tensor]
         return none
     mapped, refusal = none, ""
     try:
-        mapped = _opened(memory, tokens, {rank: everyone[rank]["number"] for rank in others}, shards)
+        mapped = _open(memory, tokens, {rank: everyone[rank]["number"] for rank in others}, shards)
     except Exception as error:
         refusal = f"read another rank's memory from its device: {summary_of(error)}"
     # Also the barrier that keeps the probe in place until all have read it.
@@ -65,7 +65,7 @@ def _is_wanted() -> bool:
     return value == "auto"
 
 
-def _opened(
+def _open(
     memory: DeviceMemory, tokens: dict[int, list[str]], numbers: dict[int, int], shards: Sequence[Tensor]
 ) -> list[Mapped]:
     """``numbers``: what the probe, the first of each rank's tokens, must hold."""

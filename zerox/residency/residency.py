@@ -41,7 +41,7 @@ SWITCH = "ZEROX_FAULTS"
 def check_operators() -> None:
     """ImportError if torch lacks an operator that csrc/params meets by name: see csrc/torch_internals.h."""
     if missing := C.missing_operators(C.operator_names()):
-        raise _torch.changed(f"the operator {missing[0]}", "to know what operators read of sharded parameters")
+        raise _torch.error_of_changed(f"the operator {missing[0]}", "to know what operators read of sharded parameters")
 
 
 class Resident(NamedTuple):
@@ -87,7 +87,7 @@ class Residency:
         messages = ranks.data if ranks.backend == "gloo" else ranks.control
         self.residents = C.Residency(
             group=None if all_neighbours else messages,
-            whereabouts=ranks.whereabouts,
+            failure_detector=ranks.failure_detector,
             processes=self.neighbours,
             ranks=self.in_order,
             num_holders=len(self.members),
@@ -178,7 +178,7 @@ class Residency:
 
     @contextmanager
     def updating(self) -> Iterator[None]:
-        """Around the part of step() in which ranks meet and write their shards."""
+        """Around the part of step() in which ranks synchronize and write their shards."""
         self._keep_written_so_far()
         self.residents.begin_update()
         self.under_way = write = ShardWrite()
@@ -260,7 +260,7 @@ class Residency:
         self.depth += 1
         if failure := self.failure():
             raise RuntimeError(failure)
-        self.ranks.meet("all have whole parameters, and may go")
+        self.ranks.barrier("all have whole parameters, and may go")
 
     def prepare_checkpoint(self) -> None:
         self._keep_written_so_far()
@@ -273,7 +273,7 @@ class Residency:
         """As step(): each rank its part of the shard, once no rank reads."""
         buffer = buffer_of(bucket)
         with self.updating():
-            self.ranks.meet("a parameter is set on all ranks, whose shards none may read meanwhile")
+            self.ranks.barrier("a parameter is set on all ranks, whose shards none may read meanwhile")
             buffer.put(slot, value)
             self.start(index)
         param = buffer.params[slot]
@@ -297,13 +297,13 @@ class Residency:
             return
         try:
             known = [(member.name, member.param) for each in self.all for member in each.members]
-            lines = [line for index in written for line in self._described(index)]
+            lines = [line for index in written for line in self._describe(index)]
             self.ranks.check_same(lines, in_words=lambda line: in_text(line, known))
         except BaseException:
             self.residents.drop_written(written)
             raise
         self.residents.keep_written(written)
-        self.ranks.meet("all have taken over what was written inside optimizer.whole()")
+        self.ranks.barrier("all have taken over what was written inside optimizer.whole()")
 
     def _take_back(self, error: BaseException) -> None:
         """What was written is taken back, on all ranks that wrote: they wait for this one's answer."""
@@ -314,16 +314,16 @@ class Residency:
             with suppress(RuntimeError, ValueError):  # this rank raises its own, first error
                 self.ranks.check_same([], f"{summary_of(error)} inside optimizer.whole()")
 
-    def _described(self, index: int) -> Iterator[str]:
+    def _describe(self, index: int) -> Iterator[str]:
         """Each parameter of a bucket, with a digest of its values."""
         _, members, buffer = self.all[index]
         for slot, member in enumerate(members):
             digest = C.digest(buffer.values(slot))
             yield f"parameter '{member.name}' with values of digest {digest:016x} at the end of whole()"
 
-    def found_elsewhere(self, slots: Sequence[BufferSlot]) -> list[Tensor]:
-        """In step() only: until then others read the shards. And before ranks meet: one's values may lie in another's
-        home, of which another rank then writes its shard."""
+    def find_elsewhere(self, slots: Sequence[BufferSlot]) -> list[Tensor]:
+        """In step() only: until then others read the shards. And before ranks synchronize: one's values may lie in
+        another's home, of which another rank then writes its shard."""
         return values_of(slots) if self.under_way else []
 
     def take_in(self, slots: Sequence[BufferSlot], values: Sequence[Tensor]) -> None:
@@ -347,7 +347,7 @@ def _may_fault() -> bool:
     return value == "1"
 
 
-def made_gather(manager: C.BucketManager, ranks: Ranks, options: OptimizerOptions) -> ParamGather | Residency:
+def make_gather(manager: C.BucketManager, ranks: Ranks, options: OptimizerOptions) -> ParamGather | Residency:
     if options.stage_plan.params is SHARDED and ranks.size > 1:
         return Residency(manager, ranks, options.resident_mb)
     return ParamGather(manager, ranks)

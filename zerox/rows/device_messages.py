@@ -18,7 +18,7 @@ class DeviceMessages:
 
     def __init__(self, ranks: Ranks) -> None:
         self.ranks = ranks
-        self.host = C.PeerMessages(ranks.control, ranks.whereabouts)
+        self.host = C.PeerMessages(ranks.control, ranks.failure_detector)
         self.sent = (0, 0)
 
     @property

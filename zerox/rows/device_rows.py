@@ -1,9 +1,9 @@
 """Rows of tables on an accelerator, on their way: what C.RowFlow (csrc/rows/row_flow.h) does on the host.
 
 Rows stay on the device. torch's coalesce() adds up those of one number, on each rank and then over the ranks in their
-order, device_update.py updates what has landed, and the ranks' group moves it. Messages have lengths, so the host
-learns how many rows there are: it waits for the device once where ranks meet, and once more for what has landed from
-several.
+order, device_update.py updates what has been reduced, and the ranks' group moves it. Messages have lengths, so the host
+learns how many rows there are: it waits for the device once at a sync point, and once more for what has been reduced
+from several.
 
 Every bit is that of the host's flow, with one exception: Adam's roots, which torch rounds correctly on CUDA.
 """
@@ -20,7 +20,7 @@ from torch import Tensor
 from zerox._C import RowChange, RowRule
 from zerox.memory.row_owners import CPU, places_of_blocks
 from zerox.rows.device_messages import DeviceMessages
-from zerox.rows.device_table import KeptRows, LandedRows, Rows, Table
+from zerox.rows.device_table import KeptRows, ReducedRows, Rows, Table
 from zerox.rows.device_update import update_rows
 
 INT32 = torch.int32
@@ -39,8 +39,8 @@ class DeviceRowFlow:
         return self.messages.ranks.size
 
     @property
-    def landed(self) -> list[LandedRows | None]:
-        return [table.landed for table in self.tables]
+    def reduced(self) -> list[ReducedRows | None]:
+        return [table.reduced for table in self.tables]
 
     def add(
         self,
@@ -98,9 +98,9 @@ class DeviceRowFlow:
         return True
 
     def forget(self) -> None:
-        """p.grad was zeroed or taken away: what landed is of another gradient."""
+        """p.grad was zeroed or taken away: what was reduced is of another gradient."""
         for table in self.tables:
-            table.seen = table.landed = None
+            table.seen = table.reduced = None
 
     def note_seen(self) -> None:
         for table in self.tables:
@@ -128,7 +128,7 @@ class DeviceRowFlow:
                         table.seen = None
                     assert self.pack()
                 told = self._tell()
-            self._land(told)
+            self._reduce(told)
             self.note_seen()
         for table in self.tables:
             table.parts = ()
@@ -141,7 +141,7 @@ class DeviceRowFlow:
         size = len(headers) // self.world
         return [list(headers[rank * size : (rank + 1) * size]) for rank in range(self.world)]
 
-    def _land(self, told: Sequence[Sequence[int]]) -> None:
+    def _reduce(self, told: Sequence[Sequence[int]]) -> None:
         num_tables, own = len(self.tables), self.messages.ranks.rank
         sizes: list[list[Size]] = [[] for _ in told]  # by rank, of what it has for this one
         for t, table in enumerate(self.tables):
@@ -155,9 +155,9 @@ class DeviceRowFlow:
             to_each = [as_words([table.parts[owner] for table in self.tables]) for owner in range(self.world)]
             received = self._swap(to_each, sizes)
         for t, table in enumerate(self.tables):
-            table.landed = None
+            table.reduced = None
             if any(numbers[1 + t] for numbers in told):
-                table.land([of_rank[t] for of_rank in received])
+                table.reduce([of_rank[t] for of_rank in received])
 
     def _swap(self, to_each: Sequence[Tensor], sizes: Sequence[Sequence[Size]]) -> list[list[Rows]]:
         """``to_each``: a message for each rank. ``sizes``: of the rows that come from each rank, by table."""
@@ -170,10 +170,10 @@ class DeviceRowFlow:
         """See C.RowFlow.update()."""
         touched = []
         for table, rule in zip(self.tables, rules, strict=True):
-            if (landed := table.landed) is None:
+            if (reduced := table.reduced) is None:
                 continue
-            update_rows(table, landed, rule)
-            touched.append((table, landed.rows))
+            update_rows(table, reduced, rule)
+            touched.append((table, reduced.rows))
         whole = [(table, rows) for table, rows in touched if table.kept.own is None]
         if whole and self.world > 1:
             self._publish(whole)

@@ -22,7 +22,7 @@ class Rows(NamedTuple):
     values: Tensor
 
 
-class LandedRows(NamedTuple):
+class ReducedRows(NamedTuple):
     """The mean of the rows of one table that this rank owns and that some rank touched, in ascending order."""
 
     rows: Tensor  # int64 [n]
@@ -56,8 +56,8 @@ class Table:
     divisor: Tensor | None
     seen: tuple[Tensor | None, int] | None = None
     parts: Sequence[Rows] = ()
-    most: Sequence[int] = ()  # rows that may have landed at each owner
-    landed: LandedRows | None = None
+    most: Sequence[int] = ()  # rows that may have been reduced at each owner
+    reduced: ReducedRows | None = None
 
     @property
     def num_rows(self) -> int:
@@ -96,21 +96,21 @@ class Table:
         values = torch.empty(0, self.width, dtype=torch.float32, device=device)
         return Rows(torch.empty(0, dtype=torch.int64, device=device), values)
 
-    def updated(self, landed: LandedRows) -> Rows:
-        """What is updated: values of which, in place, and where the rows that have landed are among them."""
+    def to_update(self, reduced: ReducedRows) -> Rows:
+        """What is updated: values of which, in place, and where the rows that have been reduced are among them."""
         own = self.kept.own
-        return Rows(landed.rows, self.param.detach()) if own is None else Rows(landed.places, own)
+        return Rows(reduced.rows, self.param.detach()) if own is None else Rows(reduced.places, own)
 
     def owners_of(self, rows: Tensor) -> Tensor:
         return self.owners[(rows // BLOCK_ROWS).clamp_(0, self.owners.numel() - 1)]
 
-    def land(self, parts: Sequence[Rows]) -> None:
+    def reduce(self, parts: Sequence[Rows]) -> None:
         """``parts``: what each rank sent, each row once."""
         rows, values = parts[0] if len(parts) == 1 else in_their_order(parts)
         if self.divisor is not None:
             values = values / self.divisor
         places = rows if len(parts) == 1 else self.places[rows // BLOCK_ROWS] + rows % BLOCK_ROWS
-        self.landed = LandedRows(rows, places, values)
+        self.reduced = ReducedRows(rows, places, values)
 
     def write(self, rows: Tensor, values: Tensor) -> None:
         self.param.detach().index_copy_(0, rows, values)

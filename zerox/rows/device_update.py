@@ -1,4 +1,4 @@
-"""The update of the rows that have landed on an accelerator."""
+"""The update of the rows that have been reduced on an accelerator."""
 
 from __future__ import annotations
 
@@ -14,37 +14,37 @@ from zerox.memory.row_owners import CPU
 from zerox.memory.row_table import by_dense_rule
 from zerox.ops import SEGMENT_COLUMNS, Shard
 from zerox.plan.form import BLOCK_NUMEL, num_blocks
-from zerox.rows.device_table import LandedRows, Table
+from zerox.rows.device_table import ReducedRows, Table
 
 
-def update_rows(table: Table, landed: LandedRows, rule: RowRule) -> None:
+def update_rows(table: Table, reduced: ReducedRows, rule: RowRule) -> None:
     """In place, where rows lie, if states are float32."""
     kept = table.kept
     if by_dense_rule(kept.states):
-        update_together(table, landed, rule)
+        update_together(table, reduced, rule)
         return
-    rows, values = table.updated(landed)
+    rows, values = table.to_update(reduced)
     ops.update_rows_(
         rule.name,
         values,
         kept.master,
-        landed.values,
+        reduced.values,
         kept.states,
         kept.step,
         rows,
-        landed.places,
+        reduced.places,
         rule.options,
         rule.scale,
         rule.limit,
     )
 
 
-def update_together(table: Table, landed: LandedRows, rule: RowRule) -> None:
+def update_together(table: Table, reduced: ReducedRows, rule: RowRule) -> None:
     """By the kernels of dense parameters: rows are brought together, each as a parameter of its own, and put back.
 
     In 8 bits each begins with a block. Adam and Lion, which alone have states, count each update.
     """
-    kept, (count, width) = table.kept, landed.values.shape
+    kept, (count, width) = table.kept, reduced.values.shape
     step = int(kept.step)
     kept.step.add_(1)
     if count == 0:
@@ -58,19 +58,19 @@ def update_together(table: Table, landed: LandedRows, rule: RowRule) -> None:
         values.index_copy_(0, rows, flat.view(count, room)[:, :width])
 
     is_cut = math.isfinite(rule.limit)
-    grads = (landed.values * rule.scale).clamp(-rule.limit, rule.limit) if is_cut else landed.values
+    grads = (reduced.values * rule.scale).clamp(-rule.limit, rule.limit) if is_cut else reduced.values
     device = grads.device
-    rows, param = table.updated(landed)
+    rows, param = table.to_update(reduced)
     values = together(param, rows)
-    master = None if kept.master is None else together(kept.master, landed.places)
-    states = [together(state, landed.places) for state in kept.states]
-    scales = [each[landed.places].reshape(-1) for each in kept.scales]
+    master = None if kept.master is None else together(kept.master, reduced.places)
+    states = [together(state, reduced.places) for state in kept.states]
+    scales = [each[reduced.places].reshape(-1) for each in kept.scales]
     segments = torch.zeros(count, SEGMENT_COLUMNS, dtype=torch.int64, device=device)
     segments[:, 0] = torch.arange(count, device=device) * room
     segments[:, 1] = segments[:, 0] + width
     segments[:, 3] = kept.number
     if not kept.scales:  # whose rounding hangs on no random bits
-        segments[:, 4] = landed.rows * width
+        segments[:, 4] = reduced.rows * width
     shard = Shard(
         values,
         master,
@@ -86,8 +86,8 @@ def update_together(table: Table, landed: LandedRows, rule: RowRule) -> None:
     ops.update_(rule.name, [shard], options, scale)
     put_back(param, rows, values)
     if kept.master is not None and master is not None:
-        put_back(kept.master, landed.places, master)
+        put_back(kept.master, reduced.places, master)
     for before, after in zip(kept.states, states, strict=True):
-        put_back(before, landed.places, after)
+        put_back(before, reduced.places, after)
     for before, after in zip(kept.scales, scales, strict=True):
-        before.index_copy_(0, landed.places, after.view(count, -1))
+        before.index_copy_(0, reduced.places, after.view(count, -1))

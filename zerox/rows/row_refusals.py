@@ -18,12 +18,14 @@ def check_rows(groups: Groups, members: Sequence[Member], grads: Grads, shards_t
 
     zerox/plan/combinations.py refuses pairs of options.
     """
-    teams = grads.teams
+    subgroups = grads.subgroups
     for index, group in enumerate(groups):
         where = f"param group {index}"
         check_group(group, where)
         if is_sparse(group):
-            check_ranks(where, teams.of_group[index] is not teams.all, bool(teams.ranks.on_mesh), shards_tables)
+            check_ranks(
+                where, subgroups.of_group[index] is not subgroups.all, bool(subgroups.ranks.on_mesh), shards_tables
+            )
     check_tables(members, groups, shards_tables)
 
 

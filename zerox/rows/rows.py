@@ -3,13 +3,13 @@
 Note [Rows travel by themselves]
 A module with sparse=True names the rows of its table that a batch touches; the others have no gradient, not one of
 zero. So a table is in no bucket, and no hook watches it: p.grad keeps this rank's rows, over as many backwards as there
-are, inside no_sync() and outside. Where ranks meet to read the mean (step(), a norm, a scaler), each adds up its rows
+are, inside no_sync() and outside. At a sync point to read the mean (step(), a norm, a scaler), each adds up its rows
 of the same number, and sends numbers and values to the rows' owners (zerox/memory/row_owners.py), which add them in
 rank order and divide once: csrc/rows/row_flow.h. So the mean has the bits that one process gets if it adds up the
 ranks' gradients in order. All of that is in float32, and of a 16-bit table too: each rank's rows are widened first.
 
 What is exchanged stays valid while no rank's p.grad changes: a clip and the step() after it exchange once. Each rank
-says where they meet whether its own has changed; if one has, all send what they have again.
+says where they synchronize whether its own has changed; if one has, all send what they have again.
 
 The owner updates its rows lazily, by the rule of their param group: untouched rows and their states stay, and a row
 whose gradients cancel counts as touched. Adam's is that of torch.optim.SparseAdam. Then updated rows go to all ranks,
@@ -29,7 +29,7 @@ from zerox import _C as C
 from zerox import ops
 from zerox._C import RowChange
 from zerox.grads.grad_scale import Divisor, GradScale
-from zerox.grads.norm import shard_words
+from zerox.grads.norm import shard_limbs
 from zerox.memory.bucket import Member
 from zerox.memory.row_owners import CPU, RowOwners
 from zerox.memory.row_table import RowTable, StoredAs, check_group, is_sparse
@@ -38,13 +38,15 @@ from zerox.ranks.group import Ranks
 from zerox.ranks.model_axes import ModelAxes
 from zerox.rows.device_messages import DeviceMessages
 from zerox.rows.device_rows import DeviceRowFlow
-from zerox.rows.device_table import LandedRows
+from zerox.rows.device_table import ReducedRows
 from zerox.rows.row_gradient import TableGrad
 from zerox.rules.of_groups import Rules
 
 Groups = Sequence[Mapping[str, Any]]
-Landed = C.LandedRows | LandedRows
-MOST_REMARKED = 8192  # numbers, of all ranks together, that they tell each other beside all else where they meet
+Reduced = C.ReducedRows | ReducedRows
+MOST_PIGGYBACKED = (
+    8192  # numbers, of all ranks together, that they tell each other beside all else where they synchronize
+)
 
 
 def flow_of(ranks: Ranks, reads: bool) -> tuple[C.PeerMessages | DeviceMessages, C.RowFlow | DeviceRowFlow]:
@@ -52,7 +54,7 @@ def flow_of(ranks: Ranks, reads: bool) -> tuple[C.PeerMessages | DeviceMessages,
     if ranks.device.type != "cpu":
         on_device = DeviceMessages(ranks)
         return on_device, DeviceRowFlow(on_device)
-    messages = C.PeerMessages(ranks.control, ranks.whereabouts)
+    messages = C.PeerMessages(ranks.control, ranks.failure_detector)
     return messages, C.RowFlow(messages, ranks.neighbours if reads else ())
 
 
@@ -86,8 +88,8 @@ class Rows:
         return [(f"table '{each.member.name}'", each.param.nbytes) for each in self.tables if each.is_read_whole]
 
     @property
-    def has_landed(self) -> bool:
-        return any(self.flow.landed)
+    def is_reduced(self) -> bool:
+        return any(self.flow.reduced)
 
     def take(
         self, members: Sequence[Member], groups: Groups, rules: Rules, stored_as: StoredAs, divisors: Sequence[Divisor]
@@ -111,10 +113,10 @@ class Rows:
 
     def tensors(self) -> Iterator[Tensor]:
         """What is kept of gradients: this rank's rows, and the mean of those that it owns."""
-        for each, landed in zip(self.each, self.flow.landed, strict=True):
+        for each, reduced in zip(self.each, self.flow.reduced, strict=True):
             yield from each.tensors()
-            if landed is not None:
-                yield from (landed.rows, landed.places, landed.values)
+            if reduced is not None:
+                yield from (reduced.rows, reduced.places, reduced.values)
 
     def elsewhere(self) -> str:
         """Why the values of a table that is sharded are lost; empty if they are not."""
@@ -134,27 +136,27 @@ class Rows:
         return "" if self.flow.pack() else next(filter(None, (each.refusal() for each in self.each)))
 
     @property
-    def remark(self) -> list[int]:
-        """What other ranks must know before exchange(); nothing if it is too much for where they meet anyway."""
+    def piggyback(self) -> list[int]:
+        """What other ranks must know before exchange(); nothing if it is too much for where they synchronize anyway."""
         header = self.flow.header()
-        return header if len(header) * self.ranks.size <= MOST_REMARKED else []
+        return header if len(header) * self.ranks.size <= MOST_PIGGYBACKED else []
 
     @named("the exchange of rows", per_batch=True)
-    def exchange(self, remarks: Sequence[int], goes_on: bool) -> RowChange:
-        """Has the mean land with the owners, unless it is there. Returns what happened to gradients. Collective.
+    def exchange(self, piggybacks: Sequence[int], goes_on: bool) -> RowChange:
+        """Has the owners reduce the mean, unless it is there. Returns what happened to gradients. Collective.
 
-        ``remarks``: those of all ranks, or nothing. ``goes_on``: update() follows.
+        ``piggybacks``: those of all ranks, or nothing. ``goes_on``: update() follows.
         """
-        change = self.flow.exchange(remarks, goes_on)
+        change = self.flow.exchange(piggybacks, goes_on)
         if self.shows_mean and change != RowChange.UNCHANGED:
-            for each, landed in zip(self.each, self.flow.landed, strict=True):
-                if landed is not None:
-                    each.show(self._of_all_ranks(landed))
+            for each, reduced in zip(self.each, self.flow.reduced, strict=True):
+                if reduced is not None:
+                    each.show(self._of_all_ranks(reduced))
             self.flow.note_seen()
         return change
 
-    def _of_all_ranks(self, own: Landed) -> list[tuple[Tensor, Tensor]]:
-        """By rank, what has landed there of one table. Collective."""
+    def _of_all_ranks(self, own: Reduced) -> list[tuple[Tensor, Tensor]]:
+        """By rank, what has been reduced there of one table. Collective."""
         count, width = own.values.shape
         counts = [int(each) for each in self.messages.to_all(torch.tensor([count], dtype=torch.int64, device=CPU))]
         words = torch.cat([own.rows.int(), own.values.view(-1).view(torch.int32)])
@@ -163,27 +165,27 @@ class Rows:
             (of[:n].long(), of[n:].view(torch.float32).view(n, width)) for of, n in zip(received, counts, strict=True)
         ]
 
-    def words(self, p: float) -> Iterator[tuple[Divisor, Tensor]]:
-        """The exact sums for norms, of the rows that landed here and that this rank counts. One segment a row, so that
-        no number of ranks shows."""
-        for each, landed in zip(self.each, self.flow.landed, strict=True):
+    def limbs(self, p: float) -> Iterator[tuple[Divisor, Tensor]]:
+        """The exact sums for norms, of the rows that were reduced here and that this rank counts. One segment a row, so
+        that no number of ranks shows."""
+        for each, reduced in zip(self.each, self.flow.reduced, strict=True):
             counts = self.model.counts(self.model.replicated_over(each.table.param))
-            if landed is not None and landed.rows.numel() > 0 and counts:
-                count, width = landed.values.shape
-                device = landed.values.device
+            if reduced is not None and reduced.rows.numel() > 0 and counts:
+                count, width = reduced.values.shape
+                device = reduced.values.device
                 segments = torch.zeros(count, ops.SEGMENT_COLUMNS, dtype=torch.int64, device=device)
                 segments[:, 0] = torch.arange(count, device=device) * width
                 segments[:, 1] = segments[:, 0] + width
-                yield each.divisor, shard_words(landed.values.view(-1), segments, p)
+                yield each.divisor, shard_limbs(reduced.values.view(-1), segments, p)
 
     def full_grad(self, table: RowTable, scale: GradScale) -> Tensor | None:
         """One table's whole mean, as step() will use it; None if no rank has a gradient. Collective."""
         index = self.tables.index(table)
-        landed, divisor = self.flow.landed[index], self.each[index].divisor
-        if landed is None:
+        reduced, divisor = self.flow.reduced[index], self.each[index].divisor
+        if reduced is None:
             return None
         whole = torch.zeros(table.param.shape, device=table.param.device)
-        for rows, values in self._of_all_ranks(landed):
+        for rows, values in self._of_all_ranks(reduced):
             whole[rows] = values
         if (factor := scale.values.get(divisor)) is not None:
             whole *= float(factor)
@@ -192,11 +194,11 @@ class Rows:
 
     def multiply(self, factors: Mapping[Divisor, Tensor]) -> None:
         """The mean, at once, where p.grad shows it."""
-        for each, landed in zip(self.each, self.flow.landed, strict=True):
-            if landed is None or each.divisor not in factors:
+        for each, reduced in zip(self.each, self.flow.reduced, strict=True):
+            if reduced is None or each.divisor not in factors:
                 continue
             factor = float(factors[each.divisor])
-            landed.values.mul_(factor)
+            reduced.values.mul_(factor)
             if each.table.param.grad is not None:
                 each.table.param.grad.mul_(factor)
         self.flow.note_seen()
@@ -213,5 +215,5 @@ class Rows:
             self.flow.close()
             return []
         self.flow.update([each.rule(groups[each.table.member.group], scale) for each in self.each])
-        landed = zip(self.tables, self.flow.landed, strict=True)
-        return [(table, of_table.places) for table, of_table in landed if of_table is not None]
+        reduced = zip(self.tables, self.flow.reduced, strict=True)
+        return [(table, of_table.places) for table, of_table in reduced if of_table is not None]

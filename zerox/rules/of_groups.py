@@ -47,7 +47,7 @@ class Rules:
             for option, value in rule.defaults.items():
                 group.setdefault(option, constructor.get(option, value) if option in FROM_CONSTRUCTOR else value)
 
-    def cleared(self, group: dict[str, Any]) -> None:
+    def clear_options(self, group: dict[str, Any]) -> None:
         """After torch added the constructor's defaults: takes away those that the group's rule does not have."""
         for option in self.others_options(self.of(group)):
             group.pop(option, None)

@@ -45,7 +45,7 @@ class NotElementwise(Exception):
 
 
 def no_messages() -> AbstractContextManager[None]:
-    """Inside, what a class would send to other ranks raises. It would be sent, and change nothing: in a trial all ranks
+    """Inside, what a class would send to other ranks raises. It would be sent, and change nothing: in a probe all ranks
     have the same, and where they train each has other pieces."""
     sending = _torch.message_namespaces()
 
@@ -103,7 +103,7 @@ def probe(make: Make, dtype: torch.dtype, device: torch.device, compare: bool) -
 
     Raises NotElementwise, and what the class itself raises. The random state of torch, Python and numpy is restored.
     """
-    drawn_starts, drawn_grads = _drawn()
+    drawn_starts, drawn_grads = _draw()
     starts = [start.to(device, dtype) for start in drawn_starts]
     with random_state_restored(device), torch.no_grad(), no_messages():
         wholes = [nn.Parameter(start.clone()) for start in starts]
@@ -145,7 +145,7 @@ def _spread(shape: Sequence[int], powers: tuple[float, float], generator: torch.
 
 
 @functools.cache
-def _drawn() -> tuple[list[Tensor], list[list[Tensor]]]:
+def _draw() -> tuple[list[Tensor], list[list[Tensor]]]:
     """Values to start from, and the gradients of each step, float64."""
     generator = torch.Generator(device="cpu").manual_seed(0)
     starts = [_spread(shape, (-3, 0), generator) for shape in SHAPES]
@@ -192,7 +192,7 @@ def _look(optimizer: torch.optim.Optimizer, params: Sequence[Tensor], count: int
             if spec is None:
                 continue
             known = found.states.get(key) or found.numbers.get(key) or spec
-            merged = spec if known == spec else _merged(known, spec)
+            merged = spec if known == spec else _merge(known, spec)
             if merged is None:
                 raise NotElementwise(f"keeps {key!r} now in one form and now in another")
             if isinstance(merged, StateSpec):
@@ -229,7 +229,7 @@ def _spec_of(param: Tensor, key: Any, value: Any) -> StateSpec | NumberSpec | No
     return StateSpec(key, form=None if value.dtype == param.dtype else Form(dtype, value.itemsize))
 
 
-def _merged(one: StateSpec | NumberSpec, other: StateSpec | NumberSpec) -> NumberSpec | None:
+def _merge(one: StateSpec | NumberSpec, other: StateSpec | NumberSpec) -> NumberSpec | None:
     """Python's int and float in turn are a float; nothing else goes together."""
     both = [spec for spec in (one, other) if isinstance(spec, NumberSpec) and spec.python in (int, float)]
     return next((spec for spec in both if spec.python is float), None) if len(both) == 2 else None

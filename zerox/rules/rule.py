@@ -53,7 +53,7 @@ class NumberSpec:
     shape: tuple[int, ...] = ()
     on_device: bool = False
 
-    def shown(self, number: Tensor) -> Any:
+    def show(self, number: Tensor) -> Any:
         """As torch's class keeps it: a copy, unless ``number`` is such a tensor."""
         if self.python is not None:
             return self.python(number.item())
@@ -111,7 +111,7 @@ class Rule:
         """Whether a param group has it."""
         return isinstance(spec, NumberSpec) or spec.is_wanted(group)
 
-    def wanted(self, groups: Sequence[Mapping[str, Any]]) -> list[StateSpec]:
+    def wanted_states(self, groups: Sequence[Mapping[str, Any]]) -> list[StateSpec]:
         """The state of a bucket whose parameters are in these groups."""
         return [spec for spec in self.states if any(self.is_wanted(spec, group) for group in groups)]
 

@@ -52,7 +52,7 @@ def by_renewal(
 
     Of equal scores at the limit none grows, and of equal weights at theirs all are dropped.
     """
-    masked = [[partial(_masked, score, mask)] for score, mask in zip(scores, kept, strict=True)]
+    masked = [[partial(_mask_scores, score, mask)] for score, mask in zip(scores, kept, strict=True)]
     wanted = [min(int(fraction * (pool.numel - pool.masked)), pool.masked) for pool in pools]
     limits = kth_smallest(masked, [pool.masked - count for pool, count in zip(pools, wanted, strict=True)], add_up)
     grown = [
@@ -74,7 +74,7 @@ def _weights(own: OneParam, kept: Tensor) -> Tensor:
     return keys_of(values_of(own))[kept]
 
 
-def _masked(scores: Keys, kept: Tensor) -> Tensor:
+def _mask_scores(scores: Keys, kept: Tensor) -> Tensor:
     return scores()[~kept]
 
 

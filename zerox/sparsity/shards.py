@@ -11,13 +11,13 @@ from torch import Tensor
 from zerox.memory.bucket import Bucket, Member
 from zerox.memory.forms import master_of
 from zerox.memory.one_param import OneParam, each_param
-from zerox.ranks.teams import Teams
+from zerox.ranks.subgroups import Subgroups
 from zerox.rules.rule import REMAINDER
 
 
-def owned(buckets: Sequence[Bucket], teams: Teams, members: Sequence[Member]) -> list[OneParam]:
+def find_owned(buckets: Sequence[Bucket], subgroups: Subgroups, members: Sequence[Member]) -> list[OneParam]:
     """One for each of ``members``, in their order."""
-    found = {one.member.number: one for one in each_param(buckets, teams)}
+    found = {one.member.number: one for one in each_param(buckets, subgroups)}
     return [found[member.number] for member in members]
 
 
@@ -32,7 +32,7 @@ def values_of(one: OneParam) -> Tensor:
     return torch.where(master.to(param.dtype) == param, master, param.float())
 
 
-def kept_of(one: OneParam) -> Tensor:
+def keep_flags_of(one: OneParam) -> Tensor:
     """bool, of the elements here, by the mask that there is."""
     if one.bucket.mask is None:
         return torch.ones(one.own_numel, dtype=torch.bool, device=one.bucket.device)

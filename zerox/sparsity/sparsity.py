@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from zerox._C import Combine, Meeting
+from zerox._C import Combine, SyncPoint
 from zerox.engine import Engine
 from zerox.memory.bucket import GradPart, Member
 from zerox.memory.flat import dense_strides, give_out
@@ -23,8 +23,8 @@ from zerox.ranks.group import Ranks
 from zerox.sparsity.choose import Pool, by_magnitude, by_pattern, by_renewal
 from zerox.sparsity.schedules import Schedule, at_once
 from zerox.sparsity.select import Keys, keys_of
-from zerox.sparsity.shards import chances_of, kept_of, owned, values_of
-from zerox.sparsity.targets import matched
+from zerox.sparsity.shards import chances_of, find_owned, keep_flags_of, values_of
+from zerox.sparsity.targets import match
 
 SCOPES = ("tensor", "global")
 AN_EXPERT = "an expert's parameter"  # its name differs on ranks
@@ -77,16 +77,16 @@ class Sparsity:
             _check_optimizer(optimizer)
             if scope not in SCOPES:
                 raise ValueError(f"Sparsity: scope must be one of {SCOPES}, got {scope!r}")
-            of_globs = matched(optimizer, targets)
+            of_globs = match(optimizer, targets)
             self._check_pattern([member for members in of_globs.values() for member in members])
             members = [m for members in of_globs.values() for m in members]
-            self._owns = owned(optimizer.inside.buckets, optimizer.inside.grads.teams, members)
+            self._owns = find_owned(optimizer.inside.buckets, optimizer.inside.grads.subgroups, members)
             self._check_experts()
         self.matched = {glob: [member.name for member in members] for glob, members in of_globs.items()}
         names = [AN_EXPERT if own.is_expert else own.member.name for own in self._owns]
         ranks.check_same([f"Sparsity of {names}, {self.settings()}, schedule {self.schedule.name}"])
         self.count = 0  # of calls of step()
-        self._put([torch.ones_like(kept_of(own)) for own in self._owns])
+        self._put([torch.ones_like(keep_flags_of(own)) for own in self._owns])
         optimizer.inside.sparsity = self
         if self.schedule.changes(0):
             self._change()
@@ -121,17 +121,17 @@ class Sparsity:
     @named("Sparsity.masks()")
     def masks(self) -> dict[str, Tensor]:
         """bool, of each parameter's shape, by name: True where an element is kept. Collective."""
-        self.optimizer.inside.settle(Meeting.FULL_STATE)
+        self.optimizer.inside.sync(SyncPoint.FULL_STATE)
         found = {}
         for own in self._owns:
-            part = kept_of(own).to(torch.uint8) if own.own_row is not None else None
-            found[own.member.name] = own.gathered(part, torch.uint8, "mask").bool()
+            part = keep_flags_of(own).to(torch.uint8) if own.own_row is not None else None
+            found[own.member.name] = own.all_gather(part, torch.uint8, "mask").bool()
         return found
 
     @named("Sparsity.sparsity()")
     def sparsity(self) -> dict[str, float]:
         """By name the part of a parameter's elements that is masked: ties may make it more than asked. Collective."""
-        self.optimizer.inside.settle(Meeting.SYNCHRONIZE)
+        self.optimizer.inside.sync(SyncPoint.SYNCHRONIZE)
         pairs = zip(self._owns, self._num_masked(), strict=True)
         return {own.member.name: count / max(own.member.param.numel(), 1) for own, count in pairs}
 
@@ -139,7 +139,7 @@ class Sparsity:
     @named("Sparsity.remove()")
     def remove(self) -> None:
         """Ends it: everything trains again, from the zeros that there are. Collective."""
-        self.optimizer.inside.settle(Meeting.MASKS, [-1.0])
+        self.optimizer.inside.sync(SyncPoint.MASKS, [-1.0])
         for own in self._owns:
             own.bucket.mask = None
         self.optimizer.inside.sparsity = None
@@ -179,17 +179,17 @@ class Sparsity:
         return optimizer
 
     def _change(self) -> None:
-        self._take(self._chosen)
+        self._take(self._choose)
 
     def _take(self, choose: Callable[[], list[Tensor]]) -> None:
-        """Masks of ``choose()``, once all ranks have met. Parameters that they change go to all ranks."""
+        """Masks of ``choose()``, once all ranks have synchronized. Parameters that they change go to all ranks."""
         inside = self.optimizer.inside
         with inside.gather.updating():
-            inside.settle(Meeting.MASKS, [float(self.count)])
+            inside.sync(SyncPoint.MASKS, [float(self.count)])
             overlap = inside.overlap is not None
             for index in self._put(choose()):
                 inside.gather.start(index, background=overlap)
-            inside.manager.settlement.bump_versions()
+            inside.manager.synchronizer.bump_versions()
             inside.gather.end_step(hidden=overlap)
         give_out(inside.gather.elsewhere)
         inside.loading.note_changes()
@@ -207,8 +207,8 @@ class Sparsity:
             self.optimizer.inside.buckets[index].take_mask(Mask.of(kept, slots[index]))
         return list(whole)
 
-    def _chosen(self) -> list[Tensor]:
-        kept = [kept_of(own) for own in self._owns]
+    def _choose(self) -> list[Tensor]:
+        kept = [keep_flags_of(own) for own in self._owns]
         if self.pattern is not None:
             return [by_pattern(own, *self.pattern) for own in self._owns]
         pools = self._pools(self.schedule.part(self.count))
@@ -246,7 +246,7 @@ class Sparsity:
 
     def _num_masked(self) -> list[int]:
         """Of each parameter, on all ranks together. Collective."""
-        counts = torch.tensor([int((~kept_of(own)).sum()) for own in self._owns], device="cpu")
+        counts = torch.tensor([int((~keep_flags_of(own)).sum()) for own in self._owns], device="cpu")
         self._add_up(counts)
         return list(counts.tolist())
 
@@ -310,6 +310,6 @@ def _check_optimizer(optimizer: Engine) -> None:
     inside = optimizer.inside
     known = [m for bucket in inside.buckets for m in bucket.members if m.param.dtype in DTYPES]
     calls = words_of_calls(inside.overlap is not None, inside.joining.divide is not None, masks=True)
-    check_pairs(inside.options, inside.grads.teams, optimizer.param_groups, (known, []), calls)
+    check_pairs(inside.options, inside.grads.subgroups, optimizer.param_groups, (known, []), calls)
     if inside.sparsity is not None:
         raise ValueError("Sparsity: the optimizer has one already, call its remove() first")

@@ -15,7 +15,7 @@ from zerox.plan.choices import MASKS, SPARSITY
 MOST_NAMES = 8
 
 
-def matched(optimizer: Engine, globs: Mapping[str, float]) -> dict[str, list[Member]]:
+def match(optimizer: Engine, globs: Mapping[str, float]) -> dict[str, list[Member]]:
     """By glob the parameters that it stands for. Raises ValueError as :class:`zerox.Sparsity`."""
     if not globs:
         raise ValueError("Sparsity: no names of parameters were given")

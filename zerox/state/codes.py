@@ -17,13 +17,13 @@ from zerox.plan.span import Span
 from zerox.sliced_tensor import SlicedTensor
 
 
-def marked(state: dict[str, Any]) -> dict[str, Any]:
+def mark(state: dict[str, Any]) -> dict[str, Any]:
     """One parameter's state, with its codes as slices: views, as they were."""
     codes = {key: value for key, value in state.items() if key + SCALE in state and is_plain_codes(value)}
     return {**state, **{key: _slice_of_all(value) for key, value in codes.items()}}
 
 
-def unmarked(state: Any) -> Any:
+def unmark(state: Any) -> Any:
     """The same before :func:`marked`: a slice of all elements is the tensor itself. Older files have it so."""
     if not isinstance(state, Mapping):
         return state

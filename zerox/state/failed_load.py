@@ -2,18 +2,19 @@
 
 A script that swallows the error would go on from a state that is new on some ranks and loaded on others. Such a load
 can't tell all ranks, since scripts call it on some of them only. So what it raised waits for the next call that goes on
-from the state, where ranks meet. A load that succeeds on this rank ends that, also one that begins anew on purpose.
+from the state, at a sync point. A load that succeeds on this rank ends that, also one that begins anew on purpose.
 """
 
 from __future__ import annotations
 
-from zerox._C import Meeting
+from zerox._C import SyncPoint
 
-# Replays of a graph begin with synchronize(). zerox.save() asks by itself: zerox.load() settles alike, and may go on.
-GO_ON = (Meeting.STEP, Meeting.FOLLOW, Meeting.SYNCHRONIZE, Meeting.FULL_STATE)
+# Replays of a graph begin with synchronize(). zerox.save() asks by itself: zerox.load() synchronizes alike, and may go
+# on.
+GO_ON = (SyncPoint.STEP, SyncPoint.FOLLOW, SyncPoint.SYNCHRONIZE, SyncPoint.FULL_STATE)
 
 
-def told_of(error: Exception) -> str:
+def text_for_ranks(error: Exception) -> str:
     """What all ranks are told of it."""
     return (
         f'its load_state_dict() raised {type(error).__name__} ("{error}"), and may have loaded on other ranks, which '
@@ -23,6 +24,6 @@ def told_of(error: Exception) -> str:
     )
 
 
-def refusal_after(failed: str, meeting: Meeting) -> str:
+def refusal_after(failed: str, sync_point: SyncPoint) -> str:
     """Why a rank with this failed load can't take part; empty if it can."""
-    return failed if failed and meeting in GO_ON else ""
+    return failed if failed and sync_point in GO_ON else ""

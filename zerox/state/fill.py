@@ -43,7 +43,7 @@ def fill_row(bucket: Bucket, row: int, parts: Mapping[str, Tensor], rest_anew: b
         elif rest_anew:
             start_anew(bucket, row, stored.spec.key)
     if bucket.mask is not None and MASK.key in parts:
-        bucket.mask = bucket.mask.replaced(own.start, parts[MASK.key].bool())
+        bucket.mask = bucket.mask.with_replaced(own.start, parts[MASK.key].bool())
     masters = {spec.key: parts[spec.key] for spec in MASTERS if spec.key in parts}
     if bucket.master is None and masters:
         rounded["masters to the parameters' dtype"] = None

@@ -9,19 +9,19 @@ import torch
 from torch import Tensor
 
 from zerox.memory.bucket import Bucket
-from zerox.memory.forms import decoded, master_of
+from zerox.memory.forms import decode, master_of
 from zerox.memory.one_param import OneParam
 from zerox.memory.stored import Stored
 from zerox.plan.layout import Segment
 from zerox.ranks.dtensors import cuts_of, whole_of
 from zerox.ranks.group import CPU, Ranks
-from zerox.ranks.teams import Team, Teams
+from zerox.ranks.subgroups import Subgroup, Subgroups
 from zerox.rules.rule import MASK, MASTER, REMAINDER, STEP, NumberSpec, Rule, StateSpec
 from zerox.state.sliced_state import is_shown
 
 
 def full_state(
-    buckets: Sequence[Bucket], teams: Teams, to: int | None = 0, device: torch.device = CPU, keeps: bool = True
+    buckets: Sequence[Bucket], subgroups: Subgroups, to: int | None = 0, device: torch.device = CPU, keeps: bool = True
 ) -> dict[int, dict[str, Any]]:
     """By parameters' numbers, on ``device`` of rank ``to`` (None: of all ranks); elsewhere nothing.
 
@@ -30,19 +30,19 @@ def full_state(
     that it is not for keep nothing: not ``keeps``.
     """
     found: dict[int, dict[str, Any]] = {}
-    for bucket, team, root in of_rank(buckets, teams, to):
-        ranks = team.ranks
+    for bucket, subgroup, root in of_rank(buckets, subgroups, to):
+        ranks = subgroup.ranks
         segments = [bucket.plan.layout.segments(ranks.shard_of(rank)) for rank in range(ranks.size)]
         for spec in (bucket.rule.step, *bucket.rule.numbers):
-            everyones = _gathered(bucket.numbers[spec.key], segments, ranks, root)
+            everyones = _all_gather(bucket.numbers[spec.key], segments, ranks, root)
             for rank, numbers in enumerate(everyones):
                 for segment, number in zip(segments[rank], numbers.cpu(), strict=False):
-                    shown = spec.shown(number.clone())
+                    shown = spec.show(number.clone())
                     found.setdefault(bucket.members[segment.slot].number, {})[spec.key] = shown
         absent = _absent(bucket, segments, ranks, root)
         for stored in in_full(bucket):
             shards = ranks.gather(stored.values, root)
-            for slot, whole in _assembled(bucket, segments, shards, device) if shards else ():
+            for slot, whole in _assemble(bucket, segments, shards, device) if shards else ():
                 if (slot, stored.spec.key) not in absent and is_shown(bucket, stored, slot):
                     found[bucket.members[slot].number][stored.spec.key] = whole
     if not found:
@@ -57,13 +57,15 @@ def full_state(
     return dict(sorted(found.items()))
 
 
-def of_rank(buckets: Sequence[Bucket], teams: Teams, to: int | None) -> Iterator[tuple[Bucket, Team, int | None]]:
+def of_rank(
+    buckets: Sequence[Bucket], subgroups: Subgroups, to: int | None
+) -> Iterator[tuple[Bucket, Subgroup, int | None]]:
     """The buckets that rank ``to`` (None: each rank) has, with who has them, and what rank ``to`` is there."""
     for bucket in buckets:
-        team = teams.of_group[bucket.members[0].group]
-        root = None if to is None else team.number_of(to)
+        subgroup = subgroups.of_group[bucket.members[0].group]
+        root = None if to is None else subgroup.number_of(to)
         if to is None or root is not None:
-            yield bucket, team, root
+            yield bucket, subgroup, root
 
 
 def full_state_of(one: OneParam) -> dict[str, Any]:
@@ -73,18 +75,18 @@ def full_state_of(one: OneParam) -> dict[str, Any]:
     for spec in (bucket.rule.step, *bucket.rule.numbers):
         numbers = bucket.numbers[spec.key]
         number = numbers.new_zeros(1) if row is None else numbers[row : row + 1]
-        found[spec.key] = spec.shown(one.from_owner(number, spec.key).cpu()[0])
+        found[spec.key] = spec.show(one.from_owner(number, spec.key).cpu()[0])
     own_absent = "\n".join(key for absent_row, key in bucket.absent if absent_row == row)
     absent = {key for said in one.ranks.all_gather_text(own_absent) for key in said.splitlines()}
     for stored in in_full(bucket, one.own_elements):
         if stored.spec.key not in absent and stored.spec != MASK:  # which is sparsity.masks()'s
             own = None if row is None else stored.values
-            local = one.gathered(own, stored.values.dtype, stored.spec.key)
+            local = one.all_gather(own, stored.values.dtype, stored.spec.key)
             found[stored.spec.key] = whole_of(one.member.param, local)
     return found
 
 
-def shown_in_group(rule: Rule, group: Mapping[str, Any], state: dict[str, Any]) -> dict[str, Any]:
+def show_in_group(rule: Rule, group: Mapping[str, Any], state: dict[str, Any]) -> dict[str, Any]:
     """What of a parameter's whole state the rule's torch class would show in this param group.
 
     Zeros are not how every class begins, and torch has no state before a first update, nor in groups whose options
@@ -99,7 +101,9 @@ def shown_in_group(rule: Rule, group: Mapping[str, Any], state: dict[str, Any]) 
     return {key: value for key, value in state.items() if key not in unwanted}
 
 
-def _gathered(numbers: Tensor, segments: Sequence[Sequence[Segment]], ranks: Ranks, to: int | None) -> Sequence[Tensor]:
+def _all_gather(
+    numbers: Tensor, segments: Sequence[Sequence[Segment]], ranks: Ranks, to: int | None
+) -> Sequence[Tensor]:
     """One number for each row, of every rank: ranks have different counts of rows."""
     padded = numbers.new_zeros(max(map(len, segments)))
     padded[: numbers.numel()] = numbers
@@ -114,7 +118,7 @@ def _absent(
     for key in [key for key in bucket.state if bucket.rule.starts_itself(key)]:
         rows = [(row, key) in bucket.absent for row in range(len(bucket.own_segments))]
         flags = torch.tensor(rows, dtype=torch.uint8, device=CPU)
-        for own, theirs in zip(segments, _gathered(flags, segments, ranks, to), strict=False):
+        for own, theirs in zip(segments, _all_gather(flags, segments, ranks, to), strict=False):
             found |= {(segment.slot, key) for segment, flag in zip(own, theirs, strict=False) if flag}
     return found
 
@@ -132,11 +136,11 @@ def in_full(bucket: Bucket, elements: slice | None = None) -> Iterator[Stored]:
         elif stored.spec == REMAINDER:
             yield Stored(MASTER, master_of(bucket.params_now()[elements], part.values))
         else:
-            wide = decoded(part)
+            wide = decode(part)
             yield Stored(stored.spec, wide.float() if wide.dtype is not torch.float64 else wide)
 
 
-def _assembled(
+def _assemble(
     bucket: Bucket, segments: Sequence[Sequence[Segment]], shards: Sequence[Tensor], device: torch.device
 ) -> Iterator[tuple[int, Tensor]]:
     """Whole tensors by slot, from each rank's shard, as the parameters lay when the optimizer was built: they may have

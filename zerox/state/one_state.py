@@ -8,14 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zerox._C import Meeting
+from zerox._C import SyncPoint
 from zerox.memory.forms import same_values, split_param
-from zerox.memory.one_param import OneParam, asked_of_one, asked_of_table, in_memory_order, one_param
+from zerox.memory.one_param import OneParam, agree_on_param, agree_on_table, in_memory_order, one_param
 from zerox.optimizer.core import Core, Face
 from zerox.ranks.calls import named
 from zerox.rules.rule import MASTER, MASTERS, REMAINDER, STEP, NumberSpec, StateSpec
 from zerox.state.fill import fill_row
-from zerox.state.full_state import full_state_of, shown_in_group
+from zerox.state.full_state import full_state_of, show_in_group
 from zerox.state.optimizer_state import OptimizerState
 from zerox.state.row_state import whole_state
 from zerox.state.state_dict import say_rounded
@@ -30,22 +30,24 @@ class OneState:
 
     def full_state(self, p: Tensor) -> dict[str, Any]:
         """Collective."""
-        self.core.settle(Meeting.FULL_GRAD)
+        self.core.sync(SyncPoint.FULL_GRAD)
         self.state.learn_kinds()
-        if (table := asked_of_table(self.core.tables, self.core.grads.teams, p, "full_state()")) is not None:
+        if (table := agree_on_table(self.core.tables, self.core.grads.subgroups, p, "full_state()")) is not None:
             return whole_state(table, self.core.ranks, None)
-        one = asked_of_one(self.core.buckets, self.core.grads.teams, self.core.calls.own.params, p, "full_state()")
-        return shown_in_group(one.bucket.rule, self.core.groups.param_groups[one.member.group], full_state_of(one))
+        one = agree_on_param(
+            self.core.buckets, self.core.grads.subgroups, self.core.calls.own.params, p, "full_state()"
+        )
+        return show_in_group(one.bucket.rule, self.core.groups.param_groups[one.member.group], full_state_of(one))
 
     def set_full_state_(self, p: Tensor, values: Mapping[str, Any]) -> None:
         """Collective."""
         call = "set_full_state_()"
-        self.core.settle(Meeting.FULL_GRAD)
+        self.core.sync(SyncPoint.FULL_GRAD)
         ranks = self.core.ranks
         with ranks.refusals_told():
             self.state.start_states()
-            one = one_param(self.core.buckets, self.core.grads.teams, self.core.calls.own.params, p, call)
-            given = self._given(one, values)
+            one = one_param(self.core.buckets, self.core.grads.subgroups, self.core.calls.own.params, p, call)
+            given = self._to_tensors(one, values)
         one.agree(call, given)
         if not given:
             return
@@ -55,7 +57,7 @@ class OneState:
             if not bool(same_values(master, given[MASTER.key]).all()):
                 rounded["master to torch.float32"] = None
             given[MASTER.key] = master
-            self.core.gather.write(one.index, one.bucket, one.slot, _rounded_master(one, master))
+            self.core.gather.write(one.index, one.bucket, one.slot, _round_master(one, master))
             torch.autograd.graph.increment_version(one.member.param)
         if one.own_row is not None:
             parts = {key: value if key in one.bucket.numbers else one.own_part(value) for key, value in given.items()}
@@ -67,7 +69,7 @@ class OneState:
 
     # ---- inside
 
-    def _given(self, one: OneParam, values: Mapping[str, Any]) -> dict[str, Tensor]:
+    def _to_tensors(self, one: OneParam, values: Mapping[str, Any]) -> dict[str, Tensor]:
         """As tensors: whole ones in the parameter's order in memory, numbers of one element. ValueError for others."""
         bucket, group = one.bucket, self.core.groups.param_groups[one.member.group]
         numbers = {STEP.key: bucket.rule.step} | {spec.key: spec for spec in bucket.rule.numbers}
@@ -81,7 +83,8 @@ class OneState:
                 f"{', '.join(kept)}"
             )
         given = {
-            key: _number(one, key, value) if key in numbers else one.taken(key, value) for key, value in values.items()
+            key: _number(one, key, value) if key in numbers else one.take_value(key, value)
+            for key, value in values.items()
         }
         begins = not bucket.rule.keeps_step and STEP.key in given and not given[STEP.key]
         if begins and (lost := [key for key in states if key in given and bool(given[key].any())]):
@@ -113,7 +116,7 @@ def _number(one: OneParam, key: str, value: Any) -> Tensor:
     return number
 
 
-def _rounded_master(one: OneParam, master: Tensor) -> Tensor:
+def _round_master(one: OneParam, master: Tensor) -> Tensor:
     """The parameter's value, as the update would round it, in its shape."""
     rounded = master.to(one.bucket.buffer.flat.dtype)
     stored = one.bucket.master

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zerox._C import Meeting
+from zerox._C import SyncPoint
 from zerox.calls.phases import Visit
 from zerox.memory.bucket import Bucket, start_states
 from zerox.memory.flat import dense_strides
@@ -22,8 +22,8 @@ from zerox.ranks.dtensors import cuts_of
 from zerox.rules.rule import MASK
 from zerox.sliced_tensor import SlicedTensor
 from zerox.state.dcp_request import Request, dcp_request
-from zerox.state.failed_load import refusal_after, told_of
-from zerox.state.full_state import full_state, in_full, shown_in_group
+from zerox.state.failed_load import refusal_after, text_for_ranks
+from zerox.state.full_state import full_state, in_full, show_in_group
 from zerox.state.own_state import as_loaded, check_own, places_of, warn_of_dcp, warn_of_others, with_own
 from zerox.state.row_state import check_rows_given, fill_rows, whole_state
 from zerox.state.shown_state import ShownState
@@ -34,14 +34,14 @@ from zerox.state.state_dict import (
     check_state,
     fill_state,
     groups_to_take,
-    packed_with,
+    pack_with,
     say_rounded,
     state_uncast,
 )
 from zerox.state.written_state import agree_on_written, take_written
 
 # Where nobody reads state: to look for what was written takes time.
-OF_GRADIENTS = (Meeting.CLIP, Meeting.CLIP_TOGETHER, Meeting.CLIP_VALUE, Meeting.MEAN_OVER, Meeting.UNSCALE)
+OF_GRADIENTS = (SyncPoint.CLIP, SyncPoint.CLIP_TOGETHER, SyncPoint.CLIP_VALUE, SyncPoint.MEAN_OVER, SyncPoint.UNSCALE)
 
 
 @dataclass(frozen=True)
@@ -67,8 +67,8 @@ class OptimizerState:
         self.shows = ShownState()
         core.loading = self
         core.groups.optimizer.register_state_dict_post_hook(self._shared, prepend=True)
-        core.phases.before_meeting("failed load", self._refuse_failed)
-        core.phases.before_meeting("written state", self._look_at_written)
+        core.phases.before_sync("failed load", self._refuse_failed)
+        core.phases.before_sync("written state", self._look_at_written)
         core.phases.adopting("written state", self._agree_on_written)
 
     # ---- what the rest of an optimizer tells it
@@ -111,7 +111,7 @@ class OptimizerState:
         if why := self._take_written():
             raise RuntimeError(f"zerox: {why}")
         places = places_of(self.groups.param_groups, self.core.calls.own.params)
-        return packed_with(self._state_to_show(), self.core.buckets, packed, places)
+        return pack_with(self._state_to_show(), self.core.buckets, packed, places)
 
     def _state_to_show(self) -> dict[int, Any] | None:
         """State by parameters' numbers; None: that in ``state``. Collective if DCP asks for whole tensors."""
@@ -137,11 +137,11 @@ class OptimizerState:
 
     @named("torch.distributed.checkpoint's getters of state with full_state_dict=True")
     def _state_for_dcp(self, request: Request) -> dict[int, dict[str, Any]]:
-        self.core.settle(Meeting.FULL_STATE)
+        self.core.sync(SyncPoint.FULL_STATE)
         if request is Request.WHOLE:
-            return full_state(self.core.buckets, self.core.grads.teams, None, self.core.ranks.device)
+            return full_state(self.core.buckets, self.core.grads.subgroups, None, self.core.ranks.device)
         self._say_whose(0)
-        return full_state(self.core.buckets, self.core.grads.teams, keeps=self.core.grads.model.is_first)
+        return full_state(self.core.buckets, self.core.grads.subgroups, keeps=self.core.grads.model.is_first)
 
     def load(self, state_dict: dict[str, Any]) -> None:
         optimizer = self.groups.optimizer
@@ -150,7 +150,7 @@ class OptimizerState:
                 TorchOptimizer.load_state_dict(optimizer, state_dict)
         except Exception as error:
             if self.core.ranks.size > 1:
-                self.failed = told_of(error)
+                self.failed = text_for_ranks(error)
             raise
 
     def full_state_dict(self, to: int) -> dict[str, Any]:
@@ -159,7 +159,7 @@ class OptimizerState:
         is_here = self.core.ranks.rank == to and self.core.grads.model.is_first
         if self.core.calls.own.params:
             state = with_own(state, self.groups.param_groups, self.core.calls.own.params, self.groups.state)
-        return {"state": state, "param_groups": self._packed_groups()} if is_here else {}
+        return {"state": state, "param_groups": self._pack_groups()} if is_here else {}
 
     def consolidate(self, to: int) -> None:
         """Collective."""
@@ -187,16 +187,16 @@ class OptimizerState:
 
     def _refuse_failed(self, visit: Visit) -> None:
         if self.failed:
-            visit.refusal = visit.refusal or refusal_after(self.failed, visit.meeting)
+            visit.refusal = visit.refusal or refusal_after(self.failed, visit.sync_point)
 
     def _look_at_written(self, visit: Visit) -> None:
-        if not visit.refusal and visit.meeting not in OF_GRADIENTS:
+        if not visit.refusal and visit.sync_point not in OF_GRADIENTS:
             visit.refusal = self._take_written()
         visit.has_news = visit.has_news or bool(self.shows.written)
 
     def _agree_on_written(self, _: Visit) -> None:
         """RuntimeError on all ranks unless those that have a parameter's state wrote it together. Collective."""
-        agree_on_written(self.shows, self.core.buckets, self.core.tables, self.core.grads.teams)
+        agree_on_written(self.shows, self.core.buckets, self.core.tables, self.core.grads.subgroups)
 
     # ---- inside
 
@@ -222,13 +222,13 @@ class OptimizerState:
         ranks, is_first = core.ranks, core.grads.model.is_first
         if to not in range(ranks.size):
             raise ValueError(f"to must be one of the optimizer's ranks, 0 to {ranks.size - 1}, got {to!r}")
-        core.settle(Meeting.FULL_STATE)
+        core.sync(SyncPoint.FULL_STATE)
         self.learn_kinds()
         self._say_whose(to)
-        found = full_state(core.buckets, core.grads.teams, to, keeps=is_first)
+        found = full_state(core.buckets, core.grads.subgroups, to, keeps=is_first)
         for bucket in core.buckets:
             for member in bucket.members if found else ():
-                if shown := shown_in_group(bucket.rule, groups[member.group], found.pop(member.number)):
+                if shown := show_in_group(bucket.rule, groups[member.group], found.pop(member.number)):
                     found[member.number] = shown
         for table in core.tables:
             if state := whole_state(table, ranks, to):
@@ -242,7 +242,7 @@ class OptimizerState:
         ranks = self.core.ranks
         if self.core.calls.own.are_some and ranks.rank == to and ranks.size > 1:
             warn_of_others(to)
-        if (others := self.core.grads.teams.first_of_others(to)) and ranks.rank == to:
+        if (others := self.core.grads.subgroups.first_of_others(to)) and ranks.rank == to:
             warn_caller(
                 f"zerox: the whole state of rank {to} has its own experts only (param groups with a process_group). "
                 f"full_state_dict(to=RANK) for the ranks {others} has the others', and zerox.save() has those of all",
@@ -253,7 +253,7 @@ class OptimizerState:
         for group in self.groups.param_groups:
             self.core.rules.of(group).late(group)
 
-    def _packed_groups(self) -> Any:
+    def _pack_groups(self) -> Any:
         """Param groups as in state_dict()."""
         kept, self.consolidated = self.consolidated, None
         groups = self.groups.optimizer.state_dict()["param_groups"]

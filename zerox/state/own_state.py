@@ -29,7 +29,7 @@ def with_own(
     """``state``, by number, as torch counts, with copies on the CPU of what is ``live`` of this rank's own."""
     places, every = places_of(groups, own), enumerate(param for group in groups for param in group["params"])
     kept = {place: live[p] for place, p in every if id(p) in own and live.get(p)}
-    copied = {place: {key: _copied(value) for key, value in of_one.items()} for place, of_one in kept.items()}
+    copied = {place: {key: _copy(value) for key, value in of_one.items()} for place, of_one in kept.items()}
     return dict(sorted(({places.get(number, number): of_one for number, of_one in state.items()} | copied).items()))
 
 
@@ -70,5 +70,5 @@ def warn_of_others(to: int) -> None:
     )
 
 
-def _copied(value: Any) -> Any:
+def _copy(value: Any) -> Any:
     return value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else value

@@ -49,7 +49,7 @@ def whole_state(table: RowTable, ranks: Ranks, to: int | None) -> dict[str, Any]
 def check_rows_given(tables: Sequence[RowTable], ranks: Ranks, given: Mapping[Any, Any]) -> None:
     """ValueError naming the first table whose state does not fit this rank."""
     for table in tables:
-        if (state := _given(table, given)) is None:
+        if (state := _check_given(table, given)) is None:
             continue
         known = f"state of parameter {table.member.quoted}, in a param group with sparse=True,"
         needed = table.needed_keys if table.rule.keeps_step else table.state
@@ -77,7 +77,7 @@ def fill_rows(tables: Sequence[RowTable], given: Mapping[Any, Any]) -> list[str]
     """Copies values in place. State that isn't given starts anew, as in torch. Returns what had to be rounded."""
     rounded: dict[str, None] = {}
     for table in tables:
-        state = _given(table, given)
+        state = _check_given(table, given)
         table.step.fill_(0 if state is None else int(state.get(STEP.key, 1)))
         for key, kept in table.state.items():
             if state is None:
@@ -114,7 +114,7 @@ def _own_rows(table: RowTable, state: Mapping[str, Any], key: str) -> Tensor:
     return found
 
 
-def _given(table: RowTable, given: Mapping[Any, Any]) -> Mapping[str, Any] | None:
+def _check_given(table: RowTable, given: Mapping[Any, Any]) -> Mapping[str, Any] | None:
     found = given[table.param].state if table.param in given else None
     return found or None
 
@@ -134,7 +134,7 @@ def spread(tables: Sequence[RowTable], ranks: Ranks) -> Iterator[tuple[RowTable,
         yield table, STEP.key, SlicedTensor((), (), has_step, table.step.reshape(1)[: has_step.numel].clone())
         kept = {VALUES: table.own} if table.own is not None else {}
         for key, values in (kept | table.kept).items():
-            moved = _moved(table, values.cpu(), ranks) if ranks.size > 1 else values
+            moved = _move_rows(table, values.cpu(), ranks) if ranks.size > 1 else values
             yield table, key, sliced_rows(table, values.shape[1], segment, moved.reshape(-1))
 
 
@@ -150,7 +150,7 @@ def sliced_rows(table: RowTable, width: int, rows: Span, values: Tensor) -> Slic
     return SlicedTensor((table.param.shape[0], width), (width, 1), span, values)
 
 
-def _moved(table: RowTable, values: Tensor, ranks: Ranks) -> Tensor:
+def _move_rows(table: RowTable, values: Tensor, ranks: Ranks) -> Tensor:
     """From owners to those in whose segment rows are."""
     segments = [segment_rows(table, rank, ranks.size) for rank in range(ranks.size)]
     bounds = torch.tensor([segment.stop for segment in segments], device=CPU)

@@ -3,7 +3,7 @@
 Note [What users write into optimizer.state]
 There lie views of the state in buckets, and of tables. A tensor that is written in place is the state itself. Users of
 torch also clear ``optimizer.state``, give a parameter ``{}``, take its entry away, or put other tensors there: all of
-that is seen by the identity of each object, where ranks meet next, and taken in (written_state.py); afterwards there
+that is seen by the identity of each object, at a sync point next, and taken in (written_state.py); afterwards there
 are views again.
 
 A rank has the state of its own shards only. For other parameters of the optimizer ``state[p]`` gives a stand-in whose

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from torch import Tensor
 
 from zerox.memory.bucket import Bucket, Member
-from zerox.memory.forms import decoded
+from zerox.memory.forms import decode
 from zerox.memory.stored import SCALE, Stored
 from zerox.plan.cut import Cut
 from zerox.plan.form import BLOCK_NUMEL, num_blocks
@@ -72,7 +72,7 @@ def whole_form(bucket: Bucket) -> Iterator[tuple[Member, dict[str, SlicedTensor]
     for member, state in sliced_state(bucket):
         for key in [] if member.keeps_blocks else [key for key in state if key + SCALE in state]:
             coded = Stored(bucket.state[key].spec, state[key].own, state.pop(key + SCALE).own)
-            state[key] = state[key].filled_with(decoded(coded))
+            state[key] = state[key].fill_with(decode(coded))
         yield member, state
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from zerox.memory.bucket import Bucket, Member
-from zerox.memory.forms import decoded
+from zerox.memory.forms import decode
 from zerox.memory.row_table import SPARSE
 from zerox.memory.stored import SCALE, Stored
 from zerox.options import DIVISOR, OF_OPTIMIZER
@@ -22,14 +22,14 @@ from zerox.ranks.dtensors import cuts_of, part_of
 from zerox.rules.of_groups import RULE, Rules
 from zerox.rules.rule import MASK, MASTERS, NumberSpec, Rule
 from zerox.sliced_tensor import SlicedTensor
-from zerox.state.codes import is_plain_codes, marked, unmarked
+from zerox.state.codes import is_plain_codes, mark, unmark
 from zerox.state.fill import fill_row
 from zerox.state.sliced_state import OF_ONE_RANK, STEP, blocks_of
 
 WHOLE_NUMBER = Span(0, 1)
 
 
-def packed_with(
+def pack_with(
     state: Mapping[int, Any] | None, buckets: Sequence[Bucket], packed: dict[str, Any], places: Mapping[int, int]
 ) -> dict[str, Any]:
     """torch's ``packed`` state_dict(), with this ``state``, if any, by parameters' numbers in place of theirs.
@@ -44,29 +44,29 @@ def packed_with(
         state = {places.get(number, number): kept for number, kept in state.items()}
         others = {key: value for key, value in packed["state"].items() if key not in rules and key not in state}
         packed = {**packed, "state": {**dict(sorted(state.items())), **others}}
-    shown = {key: _shown_state(rules.get(key), value) for key, value in packed["state"].items()}
+    shown = {key: _show_state(rules.get(key), value) for key, value in packed["state"].items()}
     for number, key in set().union(*(bucket.absent_state() for bucket in buckets)):
         shown[places.get(number, number)].pop(key, None)
     return {**packed, "state": shown}
 
 
-def _shown_state(rule: Rule | None, state: Any) -> Any:
+def _show_state(rule: Rule | None, state: Any) -> Any:
     """One parameter's, or what a user keeps there."""
     if not isinstance(state, dict):
         return state
-    state = marked(state)
+    state = mark(state)
     if rule is None:
         return state
     found = {spec.key: spec for spec in (rule.step, *rule.numbers) if spec.key in state}
-    return state | {key: _shown(spec, state[key]) for key, spec in found.items()}
+    return state | {key: _show(spec, state[key]) for key, spec in found.items()}
 
 
-def _shown(spec: NumberSpec, number: Any) -> Any:
+def _show(spec: NumberSpec, number: Any) -> Any:
     """A rank's segment of a number stays one: it says whether the rank has it."""
     if isinstance(number, SlicedTensor):
         # Not number.to(): torch imports torch.distributed.tensor for the first operator of any class of tensors.
-        return number.filled_with(number.own.to(getattr(torch, spec.dtype)))
-    return spec.shown(number) if isinstance(number, Tensor) else number
+        return number.fill_with(number.own.to(getattr(torch, spec.dtype)))
+    return spec.show(number) if isinstance(number, Tensor) else number
 
 
 # Note [Loading state]
@@ -87,7 +87,7 @@ def state_uncast(optimizer: torch.optim.Optimizer) -> Iterator[None]:
     """Inside, ``load_state_dict()`` wraps state as :class:`Uncast`, after the user's own hooks."""
 
     def wrap(_: Any, given: dict[str, Any]) -> dict[str, Any]:
-        return {**given, "state": {key: Uncast(unmarked(state)) for key, state in given["state"].items()}}
+        return {**given, "state": {key: Uncast(unmark(state)) for key, state in given["state"].items()}}
 
     handle = optimizer.register_load_state_dict_pre_hook(wrap)
     try:
@@ -141,10 +141,10 @@ def groups_to_take(
     """
     pairs = list(zip(live, loaded, strict=True))
     say_what_stays(rules, pairs)
-    return [{**rules.defaults_of(own, defaults), **taken_options(rules, own, group)} for own, group in pairs]
+    return [{**rules.defaults_of(own, defaults), **take_options(rules, own, group)} for own, group in pairs]
 
 
-def taken_options(rules: Rules, live: Mapping[str, Any], loaded: Mapping[str, Any]) -> dict[str, Any]:
+def take_options(rules: Rules, live: Mapping[str, Any], loaded: Mapping[str, Any]) -> dict[str, Any]:
     """The options that a group takes from a ``loaded`` one: all but its rule, and those of the constructor."""
     rule = rules.of(live)
     stay = [*(name for name in OF_OPTIMIZER if name not in rule.defaults), DIVISOR, RULE, SPARSE]
@@ -175,7 +175,7 @@ def say_rounded(what: Mapping[str, None]) -> None:
         warn_caller(f"zerox: rounded, since it was saved in a form that holds more: {names}")
 
 
-def _known(rule: Rule, member: Member) -> dict[str, int]:
+def _known_numels(rule: Rule, member: Member) -> dict[str, int]:
     """The number of elements of all that a parameter's state may have, by key."""
     numel = member.param.numel()
     found = {STEP: 1} | {spec.key: 1 for spec in rule.numbers}
@@ -191,7 +191,7 @@ def _tensor(value: Any) -> Tensor:
 
 
 def _check_whole(rule: Rule, member: Member, state: Mapping[str, Any]) -> None:
-    known = _known(rule, member)
+    known = _known_numels(rule, member)
     if rule.on_host and (foreign := [key for key, value in state.items() if value is not None and key not in known]):
         raise ValueError(
             f"state of parameter {member.quoted} has {foreign[0]!r}, which {rule.name} does not keep under the options "
@@ -233,7 +233,7 @@ def _parts(bucket: Bucket, slot: int, state: Mapping[str, Any], span: Span) -> d
     numbers = {STEP, *(spec.key for spec in rule.numbers)}
     if cuts_of(member.param):
         state = _cut(rule, member, state)
-    for key in _known(rule, member):
+    for key in _known_numels(rule, member):
         if state.get(key) is not None:
             scales = key.endswith(SCALE)
             wanted = WHOLE_NUMBER if key in numbers else blocks_of(span) if scales else span
@@ -253,7 +253,7 @@ def _cut(rule: Rule, member: Member, state: Mapping[str, Any]) -> dict[str, Any]
             whole = value.detach().reshape(member.param.shape)
             if (scales := found.pop(spec.key + SCALE, None)) is not None:
                 codes = whole.as_strided((whole.numel(),), (1,))
-                whole = decoded(Stored(spec, codes, scales)).as_strided(whole.shape, whole.stride())
+                whole = decode(Stored(spec, codes, scales)).as_strided(whole.shape, whole.stride())
             found[spec.key] = part_of(member.param, whole)
     return found
 

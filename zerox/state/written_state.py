@@ -13,7 +13,7 @@ from zerox.memory.bucket import Bucket, Member
 from zerox.memory.row_table import RowTable
 from zerox.memory.stored import SCALE, Stored
 from zerox.plan.span import Span
-from zerox.ranks.teams import Teams
+from zerox.ranks.subgroups import Subgroups
 from zerox.rules.rule import MASTERS, STEP, NumberSpec, StateSpec
 from zerox.state.fill import fill_row, start_anew
 from zerox.state.row_state import ROWS_OF, fill_kept
@@ -22,7 +22,7 @@ from zerox.state.state_dict import parts_given, say_rounded
 
 OF_MASTERS = tuple(spec.key for spec in MASTERS)
 Groups = Sequence[Mapping[str, Any]]
-Place = tuple[int, int, int]  # which team has a parameter, and its number
+Place = tuple[int, int, int]  # which subgroup has a parameter, and its number
 
 
 def take_written(
@@ -50,15 +50,17 @@ def take_written(
     return ""
 
 
-def agree_on_written(shown: ShownState, buckets: Sequence[Bucket], tables: Sequence[RowTable], teams: Teams) -> None:
+def agree_on_written(
+    shown: ShownState, buckets: Sequence[Bucket], tables: Sequence[RowTable], subgroups: Subgroups
+) -> None:
     """RuntimeError on all ranks if one wrote a parameter's state and another, that has a part of it, did not.
     Collective. It raises again until they have, or state is loaded."""
-    owned = {_place(teams, table.member): table.member.quoted for table in tables}
-    of_all = {(*_place(teams, member),): member.quoted for bucket in buckets for member in bucket.members} | owned
+    owned = {_place(subgroups, table.member): table.member.quoted for table in tables}
+    of_all = {(*_place(subgroups, member),): member.quoted for bucket in buckets for member in bucket.members} | owned
     for bucket in buckets:
-        owned |= {_place(teams, bucket.members[s.slot]): "" for s in bucket.own_segments}
+        owned |= {_place(subgroups, bucket.members[s.slot]): "" for s in bucket.own_segments}
     written = [[place, shown.written[place[-1]], of_all[place]] for place in of_all if place[-1] in shown.written]
-    said = [json.loads(each) for each in teams.ranks.all_gather_text(json.dumps([written, list(owned)]))]
+    said = [json.loads(each) for each in subgroups.ranks.all_gather_text(json.dumps([written, list(owned)]))]
     by_rank = [({tuple(place) for place, _, _ in wrote}, set(map(tuple, owns))) for wrote, owns in said]
     for rank, (wrote, _) in enumerate(said):
         for place, has_changed, name in wrote:
@@ -74,9 +76,9 @@ def agree_on_written(shown: ShownState, buckets: Sequence[Bucket], tables: Seque
 # ---- inside
 
 
-def _place(teams: Teams, member: Member) -> Place:
-    team = teams.of_group[member.group]
-    return team.exchange, team.number, member.number
+def _place(subgroups: Subgroups, member: Member) -> Place:
+    subgroup = subgroups.of_group[member.group]
+    return subgroup.exchange, subgroup.number, member.number
 
 
 def _parts(write: Write, groups: Groups) -> dict[str, Any] | None:

@@ -1,6 +1,6 @@
 """The update of buckets: kernel calls on parts of their shards, with several small buckets in one launch.
 
-guest_update.py has the other way to update, by an optimizer of torch's kind.
+local_optimizer_update.py has the other way to update, by an optimizer of torch's kind.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ class FusedUpdate:
         for run in self.launches:
             rule = self.buckets[run[0]].rule
             with ranges(run):
-                update(rule, list(self._shards(run)), tables[rule.name], self.grad_scale.left_of(run[0]))
+                update(rule, list(self._shards(run)), tables[rule.name], self.grad_scale.remaining_factor(run[0]))
             yield run
 
     def _shards(self, run: Sequence[int]) -> Iterator[Shard]:
@@ -99,7 +99,7 @@ class FusedUpdate:
             if parts := self.grads.parts(index):
                 present = self.grad_scale.present(self.grads.present(index))
                 if self.grad_scale.requested.limit is not None:
-                    parts = [self.grad_scale.limited(of, index) for of in parts]
+                    parts = [self.grad_scale.clamp(of, index) for of in parts]
                 yield from (shard_of(self._part(index, of), of, present) for of in parts)
 
     def _part(self, index: int, of: GradPart) -> Part:

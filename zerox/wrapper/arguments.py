@@ -57,7 +57,7 @@ def check_refused(**given: Any) -> None:
             raise ValueError(f"zerox.DistributedDataParallel does not take {name}: {REFUSED[name]}")
 
 
-def chosen_group_of(process_group: Any, device_mesh: DeviceMesh | None) -> dist.ProcessGroup | None:
+def choose_group_of(process_group: Any, device_mesh: DeviceMesh | None) -> dist.ProcessGroup | None:
     """The group that a module is trained in; None for one process without torch.distributed. Raises as torch does."""
     if process_group and device_mesh is not None:
         raise RuntimeError("Cannot specify both process_group and device_mesh arguments.")

@@ -57,9 +57,9 @@ class Averaging:
 
     # Note [Unused parameters]
     # With find_unused_parameters p.grad is there on all ranks, where a backward ends, if it is on any: torch's clip,
-    # and whatever else looks at `p.grad is not None`, sees the same parameters on all ranks. Ranks meet for it, which
-    # costs a small message, as in torch's DistributedDataParallel. Without it they find out in the next call, which
-    # raises if it has to know.
+    # and whatever else looks at `p.grad is not None`, sees the same parameters on all ranks. Ranks synchronize for it,
+    # which costs a small message, as in torch's DistributedDataParallel. Without it they find out in the next call,
+    # which raises if it has to know.
     def _shown(self) -> list[BucketManager]:
         managers = [manager for to_manager in self.of_engines if (manager := to_manager()) is not None]
         for each in managers:

@@ -13,7 +13,9 @@ from zerox._C import BucketManager, Decision
 
 
 def tell_begin(outputs: object, managers: Sequence[BucketManager], decision: Decision) -> None:
-    """All ranks tell these in the same order, in which they meet where the backward ends. Called after the forward."""
+    """All ranks tell these in the same order, in which they synchronize where the backward ends. Called after the
+    forward.
+    """
     known = [weakref.ref(manager) for manager in managers]
     inside = _torch.in_backward()  # a reentrant checkpoint around the wrapper recomputes it
 

@@ -108,7 +108,7 @@ class DistributedDataParallel(Joins, Placement, Buffers, arguments.WithoutEffect
             param_to_hook_all_reduce=param_to_hook_all_reduce,
         )
         arguments.check_reduction_is_off(check_reduction)
-        self.process_group = arguments.chosen_group_of(process_group, device_mesh)
+        self.process_group = arguments.choose_group_of(process_group, device_mesh)
         self.device_mesh = device_mesh
         self.parameters_to_ignore = set(_torch.ignored_by_ddp(module))
         params = arguments.trained_params(module, self.parameters_to_ignore)
@@ -140,7 +140,7 @@ class DistributedDataParallel(Joins, Placement, Buffers, arguments.WithoutEffect
             self._before_forward(is_training and self.require_backward_grad_sync)
             if is_training:
                 self._averaging.before_forward(joins=self._following is not None)
-            inputs, kwargs = self._moved(inputs, kwargs)  # type: ignore[assignment]
+            inputs, kwargs = self._move(inputs, kwargs)  # type: ignore[assignment]
             outer = cut_graphs_for(self)
             try:
                 outputs = self.module(*inputs, **kwargs)
@@ -232,5 +232,5 @@ class DistributedDataParallel(Joins, Placement, Buffers, arguments.WithoutEffect
 
 # Where a wrapper is compiled, its module is, and nothing of ours.
 keep_from_dynamo(DistributedDataParallel.forward, with_calls=False)
-for each in (Joins._before_forward, Averaging.before_forward, Averaging.after_forward, Placement._moved):
+for each in (Joins._before_forward, Averaging.before_forward, Averaging.after_forward, Placement._move):
     keep_from_dynamo(each)

@@ -2,10 +2,10 @@
 
 Note [Wrappers inside join]
 Two things are followed apart from each other. Threads follow the module's optimizers and its left-over gradients, each
-where its own ranks meet (Note [Followers] in meetings.h). The forwards of the others are followed by the thread that
-has come to the end of the block, in the messages of torch's Join and of its DistributedDataParallel: that a rank still
-has batches, whose buffers all take, and whether the next forward hands out any. So it does not matter how many
-forwards, backwards and steps make an iteration.
+where its own ranks synchronize (Note [Followers] in sync_points.h). The forwards of the others are followed by the
+thread that has come to the end of the block, in the messages of torch's Join and of its DistributedDataParallel: that a
+rank still has batches, whose buffers all take, and whether the next forward hands out any. So it does not matter how
+many forwards, backwards and steps make an iteration.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from torch.distributed.algorithms import join as torch_join
 from zerox import _C as C
 from zerox._torch import OFF, JoinConfig, check_join
 from zerox.grads.grads import Grads
-from zerox.model_names import quoted
+from zerox.model_names import quote
 from zerox.optimizer import join as of_optimizers
 from zerox.optimizer.followers import Followers, leave
 from zerox.ranks.calls import waiting
@@ -34,7 +34,7 @@ from zerox.wrapper.first_values import engines_of, size_of
 from zerox.wrapper.values import broadcast, check_same
 
 LOOK_EVERY_S = 2e-4  # whether what follows has failed, while this rank waits for the others' next forward
-FAREWELL_S = 5.0
+FAILURE_RECORD_S = 5.0
 # What the errors of throw_on_early_termination say, in torch's words.
 RAN_OUT, OTHER_RAN_OUT = "exhausted all inputs.", "at least one rank that exhausted inputs"
 
@@ -62,7 +62,7 @@ class LeftOverFollower:
     def __init__(self, grads: Grads, divide: str) -> None:
         self.grads = grads
         self.kept: list[tuple[Tensor, Tensor | None]] = []
-        self._settlement.set_following(by_backward=True, by_active=divide == of_optimizers.ACTIVE)
+        self._synchronizer.set_following(by_backward=True, by_active=divide == of_optimizers.ACTIVE)
 
     def begin(self) -> None:
         self.kept = [(m.param, m.param.grad) for bucket in self.grads.buckets for m in bucket.members]
@@ -72,15 +72,15 @@ class LeftOverFollower:
     def end(self) -> None:
         for param, grad in self.kept:
             param.grad = grad
-        self._settlement.set_following(by_backward=False, by_active=False)
+        self._synchronizer.set_following(by_backward=False, by_active=False)
 
-    def follow(self) -> C.Meeting:
+    def follow(self) -> C.SyncPoint:
         """Collective."""
-        return self.grads.settle(C.Meeting.FOLLOW).meeting
+        return self.grads.sync(C.SyncPoint.FOLLOW).sync_point
 
     @property
-    def _settlement(self) -> C.Settlement:
-        return self.grads.manager.settlement
+    def _synchronizer(self) -> C.Synchronizer:
+        return self.grads.manager.synchronizer
 
 
 class Following:
@@ -89,7 +89,7 @@ class Following:
     def __init__(self, wrapper: Joined, divide: str, config: JoinConfig) -> None:
         self.to_wrapper = weakref.ref(wrapper)
         self.config = config
-        self.joined = _joined_of(wrapper)
+        self.joined = _joins_of(wrapper)
         if config.enable and not config.is_first_joinable and any(_leads(each) for each in self.joined):
             raise RuntimeError(
                 "zerox.DistributedDataParallel: torch's Join was given an optimizer before the wrapper of its "
@@ -103,7 +103,7 @@ class Following:
         if (unbucketed := wrapper._averaging.left_over.unbucketed) is not None:
             raise NotImplementedError(
                 "zerox.DistributedDataParallel: join() can't follow rows and complex gradients that no optimizer of "
-                f"zerox holds, as those of parameter {quoted(*unbucketed.members[0])}: give tables to one in a param "
+                f"zerox holds, as those of parameter {quote(*unbucketed.members[0])}: give tables to one in a param "
                 "group with sparse=True, or freeze them"
             )
         left_over = wrapper._averaging.left_over.grads
@@ -174,7 +174,7 @@ class Following:
             work.wait()
         except RuntimeError as error:
             # Where a rank is gone, the threads that follow are told why, if it could say so.
-            until = time.monotonic() + FAREWELL_S
+            until = time.monotonic() + FAILURE_RECORD_S
             while any(thread.is_alive() for thread in self.followers.threads) and time.monotonic() < until:
                 self.followers.check()
                 time.sleep(LOOK_EVERY_S)
@@ -222,7 +222,7 @@ class Hook(torch_join.JoinHook):
 
     def __init__(self, wrapper: Joins) -> None:
         self.wrapper = wrapper
-        self.joined: Sequence[of_optimizers.Joining] = _joined_of(wrapper)
+        self.joined: Sequence[of_optimizers.Joining] = _joins_of(wrapper)
         of_optimizers.hooks_of_wrappers.add(self)
 
     def main_hook(self) -> None:
@@ -247,7 +247,7 @@ class Joins:
         hook = Hook(self)
         of_optimizers.check_outside(beside_wrappers=True)
         self._join_config = OFF  # torch's Join does not say so if its block raised
-        self._divide = of_optimizers.divided_by(kwargs)
+        self._divide = of_optimizers.divide_of(kwargs)
         return hook
 
     @property
@@ -264,7 +264,7 @@ class Joins:
             try:
                 self._following = Following(self, self._divide, config)  # type: ignore[arg-type]
             except BaseException:
-                for each in _joined_of(self):
+                for each in _joins_of(self):
                     each.leave_torchs()
                 raise
 
@@ -326,7 +326,7 @@ class Join(AbstractContextManager[None]):
         return float(found)
 
 
-def _joined_of(wrapper: Any) -> list[of_optimizers.Joining]:
+def _joins_of(wrapper: Any) -> list[of_optimizers.Joining]:
     """What join() has of the optimizers of a wrapper's module."""
     return [of_optimizers.joining_of(engine) for engine in engines_of(wrapper._averaging.wrapped.params)]
 

@@ -1,12 +1,12 @@
 """Gradients of a wrapped module that no optimizer of zerox holds: averaged whole, into ``p.grad``, as with DDP.
 
 Note [Left-over gradients]
-A bucket manager of its own sends them, as in ZeRO stage 1, over a group of its own, and nothing is updated. Ranks meet
-where a backward ends. One that reached none of these parameters has to come too, so the forward's outputs have hooks
-that say that a backward has begun. Which parameters are left over is looked at in each training forward, since ranks
-make the bucket manager together: an optimizer may be built, deleted, or given more parameters at any time. An optimizer
-that takes one of them ends the bucket manager at once (let_go), and the next forward makes another one. Gradients that
-fit in no bucket wait for that meeting: see Note [Gradients outside buckets].
+A bucket manager of its own sends them, as in ZeRO stage 1, over a group of its own, and nothing is updated. Ranks
+synchronize where a backward ends. One that reached none of these parameters has to come too, so the forward's outputs
+have hooks that say that a backward has begun. Which parameters are left over is looked at in each training forward,
+since ranks make the bucket manager together: an optimizer may be built, deleted, or given more parameters at any time.
+An optimizer that takes one of them ends the bucket manager at once (let_go), and the next forward makes another one.
+Gradients that fit in no bucket wait for that sync point: see Note [Gradients outside buckets].
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from zerox.grads.grads import Grads
 from zerox.memory.bucket import Member, describe, segment_table
 from zerox.memory.flat import dense_strides
 from zerox.memory.grad_dtype import grad_dtype_of
-from zerox.model_names import quoted
+from zerox.model_names import quote
 from zerox.options import PARAM_DTYPES, OptimizerOptions
 from zerox.plan.buckets import BucketPlan
 from zerox.plan.layout import Layout
@@ -32,7 +32,7 @@ from zerox.plan.stage import stage_of
 from zerox.ranks.calls import warn_caller
 from zerox.ranks.dtensors import is_dtensor
 from zerox.ranks.group import Ranks, call_ranks, find_ranks
-from zerox.ranks.holders import averaging, held, note_change, num_changes
+from zerox.ranks.holders import averaging, find_held, note_change, num_changes
 from zerox.ranks.wrapped import WrappedModule
 from zerox.wrapper.unbucketed import Unbucketed, tables_in
 
@@ -144,7 +144,7 @@ class LeftOver:
     def _look(self) -> None:
         if self.seen.num_changes == num_changes():
             return
-        known = held() | {number for each in list(averaging) if each is not self for number in each.sent}
+        known = find_held() | {number for each in list(averaging) if each is not self for number in each.sent}
         apart = tuple((name, param) for name, param in self.wrapped.params.items() if id(param) not in known)
         self.seen = Seen(num_changes(), apart)
 
@@ -175,7 +175,7 @@ class LeftOver:
             self.unbucketed = Unbucketed(self.ranks, self.grads.manager, apart, decision, self.reduce_dtype)
 
     def _first_new(self, known: set[int]) -> str:
-        return next(quoted(name, param) for name, param in self.seen.apart if id(param) not in known)
+        return next(quote(name, param) for name, param in self.seen.apart if id(param) not in known)
 
     def _forget_failed(self) -> None:
         assert self.grads is not None
@@ -200,18 +200,18 @@ def check_fit(
         first = param if first is None else first
         if is_dtensor(param):
             raise NotImplementedError(
-                f"zerox.DistributedDataParallel: the gradient of DTensor {quoted(name, param)} is held by no optimizer "
+                f"zerox.DistributedDataParallel: the gradient of DTensor {quote(name, param)} is held by no optimizer "
                 f"of zerox, and only these average gradients of DTensors: {WAY_OUT}"
             )
         if (param.dtype not in PARAM_DTYPES and id(param) not in known) or param.device != first.device:
             raise ValueError(
-                f"zerox.DistributedDataParallel: parameter {quoted(name, param)} in {param.dtype} on {param.device} is "
+                f"zerox.DistributedDataParallel: parameter {quote(name, param)} in {param.dtype} on {param.device} is "
                 f"held by no optimizer of zerox; gradients are averaged of {[str(each) for each in PARAM_DTYPES]} and "
                 f"complex ones, on one device ({first.device}): {WAY_OUT}"
             )
         if param.is_complex() and reduce_dtype is not None:
             raise ValueError(
-                f"zerox.DistributedDataParallel: parameter {quoted(name, param)} in {param.dtype} can't be sent in "
+                f"zerox.DistributedDataParallel: parameter {quote(name, param)} in {param.dtype} can't be sent in "
                 f"{reduce_dtype}: register no communication hook, or {WAY_OUT}"
             )
 

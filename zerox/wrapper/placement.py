@@ -50,7 +50,7 @@ class Placement:
         assert isinstance(self, nn.Module)
         return len({param.device for param in self.parameters()}) > 1
 
-    def _moved(self, inputs: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Sequence[Any], Mapping[str, Any]]:
+    def _move(self, inputs: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Sequence[Any], Mapping[str, Any]]:
         """A forward's arguments, on the module's device if there are ``device_ids``."""
         if not self.device_ids:
             return inputs, kwargs
@@ -58,7 +58,7 @@ class Placement:
         return moved[0], moved_kwargs[0]
 
     def to_kwargs(self, inputs: Any, kwargs: Any, device_id: int) -> Any:
-        return _torch.moved_to(inputs, kwargs, torch.device(self.device_type, device_id))
+        return _torch.move_to(inputs, kwargs, torch.device(self.device_type, device_id))
 
     def scatter(self, inputs: Any, kwargs: Any, device_ids: Any) -> Any:
         return scatter_kwargs(inputs, kwargs, device_ids, dim=self.dim)

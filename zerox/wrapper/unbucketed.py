@@ -3,10 +3,11 @@
 Note [Gradients outside buckets]
 nn.Embedding(sparse=True) makes a gradient that is rows of its table: how many, no layout knows. Kernels know no complex
 numbers. So these gradients stay in p.grad while a backward runs, as in no_sync(), and ranks average what p.grad holds
-where the backward has ended, right after they have met there. Each says of each parameter how many rows it has, whether
-its gradient is dense, or that it has none. Then rows go to all ranks in one message, and dense gradients are added up
-by one all-reduce for each dtype. No gradient is sent where no p.grad has changed since. What p.grad held before is
-averaged again with it: the mean of equal gradients is the same gradient, as in torch's DistributedDataParallel.
+where the backward has ended, right after they have synchronized there. Each says of each parameter how many rows it
+has, whether its gradient is dense, or that it has none. Then rows go to all ranks in one message, and dense gradients
+are added up by one all-reduce for each dtype. No gradient is sent where no p.grad has changed since. What p.grad held
+before is averaged again with it: the mean of equal gradients is the same gradient, as in torch's
+DistributedDataParallel.
 
 All ranks add up rows in the order of ranks, and so have the same bits. 16-bit values are added up in float32.
 """
@@ -26,7 +27,7 @@ from zerox import _C as C
 from zerox import _torch
 from zerox._C import BucketManager, Decision
 from zerox.memory.grad_dtype import NARROW, grad_dtype_of
-from zerox.model_names import quoted
+from zerox.model_names import quote
 from zerox.ranks.group import Ranks
 from zerox.rows.row_gradient import sparse_of
 
@@ -42,7 +43,9 @@ def tables_in(module: nn.Module | None) -> set[int]:
 
 
 class Unbucketed:
-    """``reduce_dtype``: as an optimizer's. What it makes of a backward hangs on ``manager``, which ranks meet by."""
+    """``reduce_dtype``: as an optimizer's. What it makes of a backward hangs on ``manager``, which ranks synchronize
+    by.
+    """
 
     def __init__(
         self,
@@ -56,9 +59,9 @@ class Unbucketed:
         self.members = list(members)
         self.reduce_dtype = reduce_dtype
         self.shown: list[tuple[weakref.ref[Tensor], int] | None] = [None] * len(self.members)  # with its version
-        handles = [_hooked(param, partial(_tell_begin, weakref.ref(manager), decision)) for _, param in self.members]
+        handles = [_hook(param, partial(_tell_begin, weakref.ref(manager), decision)) for _, param in self.members]
         weakref.finalize(self, _remove, handles).atexit = False
-        manager.settlement.set_after_backward_end(partial(_average, weakref.ref(self)))
+        manager.synchronizer.set_after_backward_end(partial(_average, weakref.ref(self)))
 
     def forget(self) -> None:
         """What a backward left that raised."""
@@ -98,7 +101,7 @@ class Unbucketed:
             if UNFIT in said:
                 name, param = self.members[said.index(UNFIT)]
                 raise RuntimeError(
-                    f"zerox: rank {rank} has a gradient of parameter {quoted(name, param)} that can't be averaged: it "
+                    f"zerox: rank {rank} has a gradient of parameter {quote(name, param)} that can't be averaged: it "
                     "is neither dense nor rows of the parameter"
                 )
 
@@ -195,7 +198,7 @@ def _as_real(tensor: Tensor) -> Tensor:
 # ---- hooks, which keep nothing alive
 
 
-def _hooked(param: Tensor, hook: Any) -> Any:
+def _hook(param: Tensor, hook: Any) -> Any:
     """torch hangs hooks on trained parameters only, and one that is frozen may be thawed."""
     is_trained = param.requires_grad
     try:
@@ -210,7 +213,7 @@ def _remove(handles: Sequence[Any]) -> None:
 
 
 def _tell_begin(to_manager: weakref.ref[BucketManager], decision: Decision, _: Tensor) -> None:
-    """Has ranks meet at the end of a backward that no forward of the wrapper told of."""
+    """Has ranks synchronize at the end of a backward that no forward of the wrapper told of."""
     if not _torch.in_backward():
         raise RuntimeError(
             "zerox does not work under compiled autograd: run backward() outside torch._dynamo.compiled_autograd"

@@ -9,22 +9,22 @@
 
 namespace zx {
 
-class MemoryBox {
+class ControlBlock {
  public:
-  // The words of boxes that Whereabouts knows.
+  // The words of control blocks that FailureDetector knows.
   enum Word : size_t {
     gave_up,  // 1 if this rank answers nobody any more
     first_free,
   };
 
-  explicit MemoryBox(size_t num_words) : words_(num_words) {}
+  explicit ControlBlock(size_t num_words) : words_(num_words) {}
 
   std::atomic<int64_t>& operator[](size_t word) { return words_[word]; }
   uint64_t address() const { return reinterpret_cast<uint64_t>(words_.data()); }
   static size_t offset_of(size_t word) { return word * sizeof(std::atomic<int64_t>); }
 
   // Others may look into it a little after its owner is gone: keeps the last ones.
-  static void keep_for_others(std::shared_ptr<MemoryBox> box);
+  static void keep_for_others(std::shared_ptr<ControlBlock> control_block);
 
  private:
   std::vector<std::atomic<int64_t>> words_;  // all 0

@@ -1,4 +1,4 @@
-#include "peers/memory_box.h"
+#include "peers/control_block.h"
 
 #include <deque>
 #include <mutex>
@@ -6,12 +6,12 @@
 
 namespace zx {
 
-void MemoryBox::keep_for_others(std::shared_ptr<MemoryBox> box) {
+void ControlBlock::keep_for_others(std::shared_ptr<ControlBlock> control_block) {
   constexpr size_t kKept = 256;               // of a dozen an optimizer: nobody is so many optimizers behind
   static auto* const mutex = new std::mutex;  // leaked, with what it guards
-  static auto* const kept = new std::deque<std::shared_ptr<MemoryBox>>;
+  static auto* const kept = new std::deque<std::shared_ptr<ControlBlock>>;
   const std::lock_guard lock(*mutex);
-  kept->push_back(std::move(box));
+  kept->push_back(std::move(control_block));
   if (kept->size() > kKept) kept->pop_front();
 }
 

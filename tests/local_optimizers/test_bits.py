@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.guests.classes import ELEMENTWISE, OWN
 from tests.kernels.shards import same_bits
+from tests.local_optimizers.classes import ELEMENTWISE, OWN
 from tests.optimizer.models import backward, batch, make_model, mean_over_ranks, memory_order, watch_gradients
 from tests.ranks import run_ranks
 from zerox import ShardedOptimizer

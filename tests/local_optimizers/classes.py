@@ -297,7 +297,7 @@ class NormIn16Bits(Simple):
 
 
 class LateKey(Simple):
-    """Begins to keep something in its fifteenth step, which no trial sees."""
+    """Begins to keep something in its fifteenth step, which no probe sees."""
 
     def update(self, param: Tensor, state: Options, group: Options) -> None:
         state["step"] = state.get("step", 0) + 1

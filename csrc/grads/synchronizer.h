@@ -1,4 +1,4 @@
-// Together: where ranks meet, what they tell each other there, and what follows from it.
+// Together: at a sync point, what they tell each other there, and what follows from it.
 #pragma once
 
 #include <atomic>
@@ -19,19 +19,21 @@
 namespace zx {
 
 // In a forked child every function that changes or waits for something throws: see Note [Forks].
-class Settlement {
+class Synchronizer {
  public:
-  Settlement(Line control, std::shared_ptr<Buckets> buckets, std::shared_ptr<MeanGrads> grads,
-             std::shared_ptr<Backward> backward, std::shared_ptr<Flights> flights, std::shared_ptr<Params> params);
+  Synchronizer(Communicator control, std::shared_ptr<Buckets> buckets, std::shared_ptr<MeanGrads> grads,
+               std::shared_ptr<Backward> backward, std::shared_ptr<Flights> flights, std::shared_ptr<Params> params);
 
-  // Collective. Afterwards everything that ranks launched has landed, the same on all ranks, unless the Outcome says
-  // that parameters are to be adopted first. Throws on all ranks if they disagree, or if one has a `refusal`.
-  Outcome settle(const Call& call);
+  // Collective. Afterwards everything that ranks launched has been reduced, the same on all ranks, unless the
+  // SyncResult says that parameters are to be adopted first. Throws on all ranks if they disagree, or if one has a
+  // `refusal`.
+  SyncResult sync(const Call& call);
 
-  // `call` is called before ranks meet at the end of a backward. For torch's Join, which has a meeting of its own.
+  // `call` is called before ranks synchronize at the end of a backward. For torch's Join, which has a sync point of its
+  // own.
   void set_before_backward_end(std::function<void()> call) { before_backward_end_ = std::move(call); }
-  // `call` is called when ranks have met at the end of a backward, and none has raised. For gradients that are in no
-  // bucket.
+  // `call` is called when ranks have synchronized at the end of a backward, and none has raised. For gradients that are
+  // in no bucket.
   void set_after_backward_end(std::function<void()> call) { after_backward_end_ = std::move(call); }
   // Collective: the end of a backward.
   void end_backward();
@@ -46,35 +48,35 @@ class Settlement {
   // Collective: a few integers on the CPU, combined over the ranks in place, for clip_grad_norm_().
   void all_reduce(const at::Tensor& values, Combine combine);
 
-  // From now on this rank says these numbers where ranks meet: as many on all ranks, who must call this at the same
-  // meeting if their count changes.
-  void set_remark(std::vector<int64_t> remark);
-  // What ranks said so at the last settle(), by rank.
-  std::vector<int64_t> remarks() const;
+  // From now on this rank says these numbers at a sync point: as many on all ranks, who must call this at the same
+  // sync point if their count changes.
+  void set_piggyback(std::vector<int64_t> piggyback);
+  // What ranks said so at the last sync(), by rank.
+  std::vector<int64_t> piggybacks() const;
 
-  // Whether, at the last settle(), any rank still held a gradient that mark_scaled() saw.
+  // Whether, at the last sync(), any rank still held a gradient that mark_scaled() saw.
   bool holds_scaled() const;
-  // To be called after an update. Bumps the version of each parameter for which the last settle() found a gradient, so
+  // To be called after an update. Bumps the version of each parameter for which the last sync() found a gradient, so
   // that a backward through its old value raises, as after torch's optimizers. The update itself is below version
   // counters.
   void bump_versions() const;
-  // A count that rises with every flight launched (settle() also launches for other ranks' rounds), and with every
+  // A count that rises with every flight launched (sync() also launches for other ranks' rounds), and with every
   // gradient that is only counted.
   int64_t num_added() const { return flights_->num_launched() + grads_->num_counted(); }
-  // How long threads have been in settle() and all_reduce(), where they wait for what is under way.
+  // How long threads have been in sync() and all_reduce(), where they wait for what is under way.
   int64_t waited_ns() const { return waited_.total_ns(); }
 
  private:
-  Statement statement(const Call& call);
-  Verdict meet(const Call& call);
-  void check(const Verdict& verdict);
-  void finish(const Verdict& verdict, Meeting meeting, bool rests);
-  void catch_up(const Verdict& verdict, bool empty);
-  void abandon(const Verdict& verdict);
-  std::string abandon_with_reason(const Verdict& verdict);
-  void send_rest(const Verdict& verdict, bool rests);
+  LocalStatus local_status(const Call& call);
+  ReducedStatus exchange_statuses(const Call& call);
+  void check(const ReducedStatus& reduced);
+  void finish(const ReducedStatus& reduced, SyncPoint sync_point, bool rests);
+  void catch_up(const ReducedStatus& reduced, bool empty);
+  void abandon(const ReducedStatus& reduced);
+  std::string abandon_with_reason(const ReducedStatus& reduced);
+  void send_rest(const ReducedStatus& reduced, bool rests);
   bool rests(const Call& call) const;
-  double scale(const Verdict& verdict) const;
+  double scale(const ReducedStatus& reduced) const;
   void learn_order();
 
   mutable ProcessMutex mutex_;  // of all below: see Note [Locks]
@@ -92,12 +94,12 @@ class Settlement {
     bool is_new = false;        // none was sent yet since the last step
   } step_;
   std::atomic<Following> following_ = Following{};
-  std::vector<int64_t> remark_;
+  std::vector<int64_t> piggyback_;
   struct {
     bool scaled = false;
     SlotSet with_grad{};
-    std::vector<int64_t> remarks{};
-  } settled_;  // what the last settle() saw, on any rank
+    std::vector<int64_t> piggybacks{};
+  } synced_;  // what the last sync() saw, on any rank
   Stopwatch waited_;
 };
 

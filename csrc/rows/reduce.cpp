@@ -42,7 +42,7 @@ std::vector<WordSpan> RowTables::words_from_each(const at::Tensor& counts) const
   return found;
 }
 
-std::vector<LandedRows> RowTables::land(const std::vector<at::Tensor>& words, const at::Tensor& counts) const {
+std::vector<ReducedRows> RowTables::reduce(const std::vector<at::Tensor>& words, const at::Tensor& counts) const {
   const std::vector<WordSpan> spans = words_from_each(counts);
   const int64_t* count_of = checked(counts);
   std::vector<const int32_t*> next;
@@ -50,22 +50,22 @@ std::vector<LandedRows> RowTables::land(const std::vector<at::Tensor>& words, co
     check_array(words.at(rank), at::kInt, spans[rank].count, counts, "RowTables", "words");
     next.push_back(words[rank].const_data_ptr<int32_t>());
   }
-  std::vector<LandedRows> landed;
+  std::vector<ReducedRows> reduced;
   for (size_t t = 0; t < tables_.size(); ++t) {
     std::vector<int64_t> of_ranks;
     for (int64_t rank = 0; rank < world_; ++rank) {
       of_ranks.push_back(count_of[(rank * tables_.size() + t) * world_ + rank_]);
     }
-    landed.push_back(land_one(tables_[t], next, of_ranks));
+    reduced.push_back(reduce_one(tables_[t], next, of_ranks));
     for (int64_t rank = 0; rank < world_; ++rank) {
       next[rank] += message_words(of_ranks[rank], tables_[t].owners.owned_by(rank_), tables_[t].width);
     }
   }
-  return landed;
+  return reduced;
 }
 
-LandedRows RowTables::land_one(const Table& table, const std::vector<const int32_t*>& words,
-                               const std::vector<int64_t>& counts) const {
+ReducedRows RowTables::reduce_one(const Table& table, const std::vector<const int32_t*>& words,
+                                  const std::vector<int64_t>& counts) const {
   const int64_t width = table.width;
   const int64_t owned = table.owners.owned_by(rank_);
   std::vector<Source> sources(world_);
@@ -76,12 +76,12 @@ LandedRows RowTables::land_one(const Table& table, const std::vector<const int32
     most += counts[rank];
   }
   most = std::min(most, owned);
-  LandedRows landed{.rows = at::empty({most}, at::kLong),
-                    .places = at::empty({most}, at::kLong),
-                    .values = at::empty({most, width}, at::kFloat)};
-  auto* rows = landed.rows.mutable_data_ptr<int64_t>();
-  auto* places = landed.places.mutable_data_ptr<int64_t>();
-  auto* const values = landed.values.mutable_data_ptr<float>();
+  ReducedRows reduced{.rows = at::empty({most}, at::kLong),
+                      .places = at::empty({most}, at::kLong),
+                      .values = at::empty({most, width}, at::kFloat)};
+  auto* rows = reduced.rows.mutable_data_ptr<int64_t>();
+  auto* places = reduced.places.mutable_data_ptr<int64_t>();
+  auto* const values = reduced.values.mutable_data_ptr<float>();
   int64_t count = 0;
   while (true) {
     int32_t place = kNoPlace;
@@ -105,7 +105,7 @@ LandedRows RowTables::land_one(const Table& table, const std::vector<const int32
     rows[count] = table.owners.row_at(rank_, place);
     places[count++] = place;
   }
-  return {landed.rows.narrow(0, 0, count), landed.places.narrow(0, 0, count), landed.values.narrow(0, 0, count)};
+  return {reduced.rows.narrow(0, 0, count), reduced.places.narrow(0, 0, count), reduced.values.narrow(0, 0, count)};
 }
 
 }  // namespace zx

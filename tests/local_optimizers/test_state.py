@@ -18,9 +18,9 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 import zerox
-from tests.guests.classes import PythonNumbers
-from tests.guests.test_bits import ALL, Pair
 from tests.kernels.shards import same_bits
+from tests.local_optimizers.classes import PythonNumbers
+from tests.local_optimizers.test_bits import ALL, Pair
 from tests.optimizer.models import backward, batch, make_model
 from tests.ranks import run_ranks
 from zerox import ShardedOptimizer
@@ -67,7 +67,10 @@ def follow_on(pair: Pair, full: dict[str, Any]) -> None:
     for number, (param, twin) in enumerate(pair.twins.items()):
         state = full["state"].get(number, {})
         twin.data.copy_(state["master"] if "master" in state else param.detach())
-        for key in ("master", *([] if "step" in state and pair.ours.inside.rules.default.guest.step else ["step"])):
+        for key in (
+            "master",
+            *([] if "step" in state and pair.ours.inside.rules.default.optimizer_class.step else ["step"]),
+        ):
             pair.theirs.state[twin].pop(key, None)  # which zerox has in addition
         if not pair.theirs.state[twin]:
             del pair.theirs.state[twin]

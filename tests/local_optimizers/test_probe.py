@@ -1,4 +1,4 @@
-"""The trial of a class at construction: what it refuses, by name, and what it leaves as it was."""
+"""The probe of a class at construction: what it refuses, by name, and what it leaves as it was."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import zerox
-from tests.guests import classes
+from tests.local_optimizers import classes
 from tests.ranks import run_ranks
 from zerox import FusedShardedAdam, ShardedOptimizer, estimate
 from zerox.rules import guest
@@ -230,7 +230,7 @@ def test_ranks_with_other_classes_are_told() -> None:
 # ---- hooks
 
 
-def test_hooks_on_all_optimizers_run_once_around_the_step_and_never_in_a_trial() -> None:
+def test_hooks_on_all_optimizers_run_once_around_the_step_and_never_in_a_probe() -> None:
     seen: list[Any] = []
     handle = register_optimizer_step_pre_hook(lambda optimizer, *_: seen.append(optimizer))
     try:

@@ -1,4 +1,4 @@
-#include "grads/straight.h"
+#include "grads/zero_copy.h"
 
 #include <ATen/ops/zeros.h>
 
@@ -8,18 +8,19 @@
 namespace zx {
 namespace {
 
-// The elements of a rank's slice that come from one straight slot: [start, stop) of the slice, from `from` of the slot.
-struct StraightRange {
+// The elements of a rank's slice that come from one zero-copy slot: [start, stop) of the slice, from `from` of the
+// slot.
+struct ZeroCopyRange {
   int64_t slot;
   int64_t from;
   int64_t start;
   int64_t stop;
 };
 
-std::vector<StraightRange> straight_ranges(const Bucket& bucket, int64_t rank) {
-  std::vector<StraightRange> found;
+std::vector<ZeroCopyRange> zero_copy_ranges(const Bucket& bucket, int64_t rank) {
+  std::vector<ZeroCopyRange> found;
   const int64_t first = rank * bucket.shard_numel;
-  for (int64_t i = 0; i < bucket.num_straight; ++i) {
+  for (int64_t i = 0; i < bucket.num_zero_copy; ++i) {
     const Slot& slot = bucket.slots[i];
     const int64_t start = std::max(slot.offset, first);
     const int64_t stop = std::min(slot.offset + slot.numel(), first + bucket.shard_numel);
@@ -32,8 +33,8 @@ std::vector<StraightRange> straight_ranges(const Bucket& bucket, int64_t rank) {
 Exchange::Messages messages_to(const Flight& flight, int64_t rank) {
   const Bucket& bucket = *flight.bucket;
   Exchange::Messages messages;
-  for (const StraightRange& range : straight_ranges(bucket, rank)) {
-    messages.push_back(flight.straight[range.slot].narrow(0, range.from, range.stop - range.start));
+  for (const ZeroCopyRange& range : zero_copy_ranges(bucket, rank)) {
+    messages.push_back(flight.zero_copy[range.slot].narrow(0, range.from, range.stop - range.start));
   }
   const int64_t start = bucket.packed_start(rank);
   messages.push_back(flight.flat.narrow(0, start, bucket.packed_start(rank + 1) - start));
@@ -43,10 +44,10 @@ Exchange::Messages messages_to(const Flight& flight, int64_t rank) {
 // The same messages as they arrive in a whole slice.
 Exchange::Messages messages_into(const Bucket& bucket, const at::Tensor& slice, int64_t rank) {
   Exchange::Messages messages;
-  for (const StraightRange& range : straight_ranges(bucket, rank)) {
+  for (const ZeroCopyRange& range : zero_copy_ranges(bucket, rank)) {
     messages.push_back(slice.narrow(0, range.start, range.stop - range.start));
   }
-  const int64_t start = bucket.straight_numel(rank);
+  const int64_t start = bucket.zero_copy_numel(rank);
   messages.push_back(slice.narrow(0, start, bucket.slice_numel() - start));
   return messages;
 }
@@ -74,18 +75,18 @@ at::Tensor rows_inside(const at::Tensor& segments, int64_t first, int64_t last, 
 
 }  // namespace
 
-bool stay_in_place(const Bucket& bucket) { return bucket.flat.is_cpu() && !bucket.landed.keeps_shard; }
+bool stay_in_place(const Bucket& bucket) { return bucket.flat.is_cpu() && !bucket.reduced.keeps_shard; }
 
 void put_together(Bucket& bucket) {
-  Landed& landed = bucket.landed;
-  if (landed.by_part.empty()) return;
-  landed.shard = at::zeros({bucket.shard_numel}, landed.by_part.back().options());
-  for (size_t i = 0; i < landed.by_part.size(); ++i) {
+  ReducedShard& reduced = bucket.reduced;
+  if (reduced.by_part.empty()) return;
+  reduced.shard = at::zeros({bucket.shard_numel}, reduced.by_part.back().options());
+  for (size_t i = 0; i < reduced.by_part.size(); ++i) {
     const Part& part = bucket.own.parts[i];
-    landed.shard.narrow(0, part.start, part.numel).copy_(landed.by_part[i]);
-    landed.by_part[i].reset();
+    reduced.shard.narrow(0, part.start, part.numel).copy_(reduced.by_part[i]);
+    reduced.by_part[i].reset();
   }
-  landed.by_part.clear();
+  reduced.by_part.clear();
 }
 
 std::vector<Part> parts_of(const Bucket& bucket, int64_t rank, int64_t most) {
@@ -108,18 +109,18 @@ std::vector<Part> parts_of(const Bucket& bucket, int64_t rank, int64_t most) {
     } while (start < message_stop);
   };
   size_t message = 0;
-  for (const StraightRange& range : straight_ranges(bucket, rank)) {
+  for (const ZeroCopyRange& range : zero_copy_ranges(bucket, rank)) {
     add(message, range.start, range.stop, static_cast<int64_t>(message) + 1);
     ++message;
   }
-  add(message, bucket.straight_numel(rank), bucket.shard_numel, rows.size(0));
+  add(message, bucket.zero_copy_numel(rank), bucket.shard_numel, rows.size(0));
   return parts;
 }
 
-std::shared_ptr<Pending> send_straight(Exchange& exchange, const Flight& flight) {
+std::shared_ptr<Pending> send_zero_copy(Exchange& exchange, const Flight& flight) {
   std::vector<Exchange::Messages> sent;
   for (int peer = 0; peer < exchange.world(); ++peer) sent.push_back(messages_to(flight, peer));
-  return exchange.send(sent, contributions(exchange, flight), flight.bucket->num_straight + 1);
+  return exchange.send(sent, contributions(exchange, flight), flight.bucket->num_zero_copy + 1);
 }
 
 std::vector<Exchange::Messages> contributions(const Exchange& exchange, const Flight& flight) {

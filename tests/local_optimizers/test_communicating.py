@@ -15,7 +15,7 @@ from zerox import ShardedOptimizer
 
 
 class Averaging(torch.optim.SGD):
-    """Averages gradients itself. In a trial, in which all ranks have the same gradients, nothing shows."""
+    """Averages gradients itself. In a probe, in which all ranks have the same gradients, nothing shows."""
 
     def step(self, closure: Any = None) -> Any:  # type: ignore[override]
         for group in self.param_groups:
@@ -63,7 +63,7 @@ def test_a_class_that_communicates_by_itself_is_refused_and_sent_to_ddp() -> Non
                 raise AssertionError(said)
 
 
-def test_a_trial_s_own_tensors_are_not_taken_for_the_user_s() -> None:
+def test_a_probe_s_own_tensors_are_not_taken_for_the_user_s() -> None:
     """The class's own words are about a tensor of one dimension that the user never had."""
     with pytest.raises(
         ValueError, match=r"small tensors of zerox's own, 1-D as a rank's piece .*size: torch.Size"

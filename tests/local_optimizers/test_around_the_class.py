@@ -13,8 +13,8 @@ import pytest
 import torch
 from torch import nn
 
-from tests.guests.classes import NewKey, WithStepOptions
-from tests.guests.test_redundancy_cases import close, loss_of, small
+from tests.local_optimizers.classes import NewKey, WithStepOptions
+from tests.local_optimizers.test_redundancy_cases import close, loss_of, small
 from tests.ranks import run_ranks
 from zerox import FusedShardedAdam, ShardedOptimizer
 
@@ -103,13 +103,13 @@ def test_copies_are_refused_and_deletion_leaves_no_cycle() -> None:
     optimizer.step()
     with pytest.raises(TypeError, match="ShardedOptimizer can't be copied or pickled"):
         copy.deepcopy(optimizer)
-    guest: Callable[[], Any] = weakref.ref(optimizer.inside.update.guests[0].optimizer)  # type: ignore[attr-defined]
+    local: Callable[[], Any] = weakref.ref(optimizer.inside.update.local[0].optimizer)  # type: ignore[attr-defined]
     outer = weakref.ref(optimizer)
     gc.collect()
     gc.disable()
     try:
         del optimizer
         assert outer() is None
-        assert guest() is None
+        assert local() is None
     finally:
         gc.enable()

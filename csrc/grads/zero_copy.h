@@ -8,9 +8,9 @@
 
 namespace zx {
 
-// Note [Straight from the gradient]
+// Note [Zero-copy from the gradient]
 // If the exchange sends single messages, a copy of large gradients into the flat buffer would only cost time and
-// memory. So the first `num_straight` slots of a bucket, which lie in front, are sent from where autograd left them.
+// memory. So the first `num_zero_copy` slots of a bucket, which lie in front, are sent from where autograd left them.
 // The rest of each slice, flags included, is packed into one message:
 //
 //   slice of rank r   | A A A A A | B B B | c d . e . . | flags |
@@ -27,17 +27,17 @@ namespace zx {
 // that hold one would see it. If gradients stay whole (ZeRO stage 1), the mean lies in p.grad on any number of ranks,
 // and is read from there.
 
-// Whether, with one rank alone, the bucket's straight slots stay where they are.
+// Whether, with one rank alone, the bucket's zero-copy slots stay where they are.
 bool stay_in_place(const Bucket& bucket);
 
-// Makes one tensor of a shard that landed part by part.
+// Makes one tensor of a shard that was reduced part by part.
 void put_together(Bucket& bucket);
 
 // The shard's parts, each of at most `most` elements.
 std::vector<Part> parts_of(const Bucket& bucket, int64_t rank, int64_t most);
 
-// Starts sending the flight's straight gradients and what was packed. What arrives goes to flight.received.
-std::shared_ptr<Pending> send_straight(Exchange& exchange, const Flight& flight);
+// Starts sending the flight's zero-copy gradients and what was packed. What arrives goes to flight.received.
+std::shared_ptr<Pending> send_zero_copy(Exchange& exchange, const Flight& flight);
 
 // For each rank: its contribution to this rank's slice, as messages; none if they stay with that rank.
 std::vector<Exchange::Messages> contributions(const Exchange& exchange, const Flight& flight);

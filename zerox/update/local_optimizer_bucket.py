@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from zerox import _torch
 from zerox.memory.bucket import Bucket, GradPart
-from zerox.rules.guest import GuestRule, options_of
+from zerox.rules.local_optimizer import LocalOptimizerRule, options_of
 from zerox.rules.probe import Kinds, step_without_global_hooks
 from zerox.rules.rule import STEP
 from zerox.update.update import Groups
@@ -18,7 +18,7 @@ from zerox.update.update import Groups
 State = dict[str, Any]
 
 
-class GuestParam(NamedTuple):
+class LocalParam(NamedTuple):
     """A view of a segment, or of its master: elements ``[start, stop)`` of the shard, in the engine's ``group``."""
 
     param: nn.Parameter
@@ -27,20 +27,20 @@ class GuestParam(NamedTuple):
     stop: int
 
 
-class GuestBucket:
+class LocalOptimizerBucket:
     """The optimizer has a param group for each of the engine's that has a parameter here, in their order.
 
     If the class counts something in its groups, all groups are there, each with a parameter of one element in addition:
     so the counts go on alike on all ranks, also where a rank has no segment or no gradient of a group.
     """
 
-    def __init__(self, rule: GuestRule, bucket: Bucket, groups: Groups) -> None:
+    def __init__(self, rule: LocalOptimizerRule, bucket: Bucket, groups: Groups) -> None:
         self.rule = rule
         self.bucket = bucket
         self.master = bucket.master
         self.values = bucket.param_shard if self.master is None else self.master.values
         self.params = [
-            GuestParam(
+            LocalParam(
                 nn.Parameter(self.values[s.span.start : s.span.stop]),
                 bucket.members[s.slot].group,
                 s.span.start,
@@ -58,12 +58,12 @@ class GuestBucket:
         self._note_numbers()
 
     def _make(self, groups: Groups) -> None:
-        guest = self.rule.guest
-        if any(guest.kinds(group).counters for group in groups):
+        local = self.rule.optimizer_class
+        if any(local.kinds(group).counters for group in groups):
             self.counting = {index: nn.Parameter(self.values.new_zeros(1)) for index in range(len(groups))}
         self.groups = sorted({*(param.group for param in self.params), *self.counting})
-        self.kinds = [guest.kinds(groups[index]) for index in self.groups]
-        self.optimizer = self._made([options_of(groups[index]) for index in self.groups])
+        self.kinds = [local.kinds(groups[index]) for index in self.groups]
+        self.optimizer = self._make_optimizer([options_of(groups[index]) for index in self.groups])
 
     def regroup(self, groups: Groups) -> None:
         """There are other groups, or the bucket's parameters are in others: another optimizer, with the same state."""
@@ -174,7 +174,7 @@ class GuestBucket:
         """Gives the optimizer the bucket's state. A parameter that was never updated begins as the class has it."""
         assert self.optimizer is not None
         options = [options_of(group) for group in self.optimizer.param_groups]
-        fresh = self._made(options) if any(kinds.full_at_start for kinds in self.kinds) else None
+        fresh = self._make_optimizer(options) if any(kinds.full_at_start for kinds in self.kinds) else None
         self.optimizer.state.clear()
         for index, each in enumerate(self.params):
             self.bound[index] = {}
@@ -187,14 +187,14 @@ class GuestBucket:
 
     # ---- inside ------------------------------------------------------------------------------------------------------
 
-    def _made(self, options: Sequence[Mapping[str, Any]]) -> torch.optim.Optimizer | None:
+    def _make_optimizer(self, options: Sequence[Mapping[str, Any]]) -> torch.optim.Optimizer | None:
         """``options`` of each of ``self.groups``; None without any: this rank has no part of the bucket."""
         made = []
         for index, own in zip(self.groups, options, strict=True):
             params = [each.param for each in self.params if each.group == index]
             more = [self.counting[index]] if index in self.counting else []
             made.append({**own, "params": params + more})
-        return self.rule.guest.make(made) if made else None
+        return self.rule.optimizer_class.make(made) if made else None
 
     def _take_state(self) -> None:
         """Moves new state into the bucket, and lets the optimizer use it there."""
@@ -207,13 +207,13 @@ class GuestBucket:
         for index, (state, bound) in enumerate(zip(found, self.bound, strict=True)):
             for key, value in state.items():
                 if value is not bound.get(key):
-                    bound[key] = state[key] = self._taken(index, key, value)
+                    bound[key] = state[key] = self._take_value(index, key, value)
 
     def _note_numbers(self) -> None:
         copied = [STEP.key, *(spec.key for spec in self.rule.numbers if spec.python is not None)]
         self.seen = {key: _torch.version_of(self.bucket.numbers[key]) for key in copied}
 
-    def _taken(self, row: int, key: str, value: Any) -> Any:
+    def _take_value(self, row: int, key: str, value: Any) -> Any:
         """What stands for the value in the optimizer's state from now on."""
         if value is None or key == STEP.key:  # the bucket counts by itself
             return value
@@ -253,10 +253,10 @@ class GuestBucket:
                 found[state.key] = self._place(row, state.key)
         for number in kinds.numbers:
             value = self._number(row, number.key)
-            found[number.key] = value if number.python is None else number.shown(value)
+            found[number.key] = value if number.python is None else number.show(value)
         self.bound[row] = dict(found)
         if kinds.step is not None:
-            step = kinds.step.shown(self.bucket.steps[row].clone())
+            step = kinds.step.show(self.bucket.steps[row].clone())
             found[STEP.key] = step.to(self.values.device) if kinds.step.on_device and isinstance(step, Tensor) else step
         return found
 

@@ -14,9 +14,9 @@
 #include <vector>
 
 #include "check.h"
+#include "peers/control_block.h"
 #include "peers/last_seen.h"
 #include "peers/long_waits.h"
-#include "peers/memory_box.h"
 
 namespace zx {
 
@@ -29,10 +29,10 @@ using Work = c10::intrusive_ptr<c10d::Work>;
 // exits, gloo does not always see it. (gloo stops reading a connection at a message for a receive that was dropped, so
 // it never comes to the connection's end.)
 //
-// So a rank that gives up leaves a farewell in the store: the rank that it missed, or the error that it raised itself.
-// Then it says so in its boxes (memory_messages.h) and closes its connections, which ends every wait for it. The ranks
-// that are woken read its farewell, and so find the rank that all of them miss. A rank whose connection ends without a
-// farewell is the one that is gone.
+// So a rank that gives up leaves a failure record in the store: the rank that it missed, or the error that it raised
+// itself. Then it says so in its control blocks (memory_messages.h) and closes its connections, which ends every wait
+// for it. The ranks that are woken read its failure record, and so find the rank that all of them miss. A rank whose
+// connection ends without a failure record is the one that is gone.
 
 constexpr int kUnknownRank = -1;
 
@@ -46,12 +46,13 @@ struct Awaited {
 void abort_work(const Work& work);
 
 // Any thread may call any of these. After the first failure every later one gets the same answer.
-class Whereabouts {
+class FailureDetector {
  public:
   // `groups`: the gloo groups to be closed when this rank gives up. `store` is shared by the ranks; if it is null,
   // nothing is told and nothing is closed. `timeout` is that of the groups. `say_after`: see LongWait.
-  Whereabouts(std::vector<Group> groups, c10::intrusive_ptr<c10d::Store> store, int rank, int world,
-              std::chrono::milliseconds timeout, std::chrono::milliseconds say_after = std::chrono::milliseconds(0));
+  FailureDetector(std::vector<Group> groups, c10::intrusive_ptr<c10d::Store> store, int rank, int world,
+                  std::chrono::milliseconds timeout,
+                  std::chrono::milliseconds say_after = std::chrono::milliseconds(0));
 
   // Sets the process of each rank on this machine, 0 for others.
   void set_processes(std::vector<int64_t> processes);
@@ -62,10 +63,10 @@ class Whereabouts {
   // One more group to be closed.
   void add_group(Group group);
   // What others look into, to be told when this rank gives up.
-  void add_box(std::shared_ptr<MemoryBox> box);
+  void add_control_block(std::shared_ptr<ControlBlock> control_block);
 
-  // met(): all ranks were at `meeting`, in the current step. step_begun(): all have begun to update in step().
-  void met(const std::string& meeting) { last_seen_.met(meeting); }
+  // passed(): all ranks were at `sync_point`, in the current step. step_begun(): all have begun to update in step().
+  void passed(const std::string& sync_point) { last_seen_.passed(sync_point); }
   void step_begun() { last_seen_.step_begun(); }
 
   // Runs `body`, which needs an answer from rank `peer`, and may take the LongWait. If it throws, this rank gives up,
@@ -117,27 +118,27 @@ class Whereabouts {
   std::chrono::milliseconds timeout_;
   std::chrono::milliseconds say_after_;
   mutable std::mutex mutex_;  // of these three
-  std::vector<std::shared_ptr<MemoryBox>> boxes_;
+  std::vector<std::shared_ptr<ControlBlock>> control_blocks_;
   std::vector<int64_t> processes_;
-  std::string verdict_;  // empty until this rank gives up
+  std::string conclusion_;  // empty until this rank gives up
   LastSeen last_seen_;
   std::atomic<int64_t> num_outside_{0};  // times that this rank stood outside
 };
 
-// A group and the Whereabouts of its ranks. Both are null for one rank alone. The group may have a part of the ranks
-// only, as one axis of a mesh does: then `members` has the number of each of its ranks among all. Calls take ranks as
-// the group numbers them.
-struct Line {
+// A group and the FailureDetector of its ranks. Both are null for one rank alone. The group may have a part of the
+// ranks only, as one axis of a mesh does: then `members` has the number of each of its ranks among all. Calls take
+// ranks as the group numbers them.
+struct Communicator {
   Group group{};
-  std::shared_ptr<Whereabouts> whereabouts{};
+  std::shared_ptr<FailureDetector> failure_detector{};
   std::vector<int> members{};  // empty if the group has all ranks
 
-  // See Whereabouts.
+  // See FailureDetector.
   template <class Body>
   auto needing(int peer, const Body& body) const {
-    return whereabouts->needing(number_of(peer), body);
+    return failure_detector->needing(number_of(peer), body);
   }
-  void await(const Awaited& awaited) const { whereabouts->await(awaited, group, number_of(awaited.peer)); }
+  void await(const Awaited& awaited) const { failure_detector->await(awaited, group, number_of(awaited.peer)); }
 
  private:
   int number_of(int peer) const { return peer == kUnknownRank || members.empty() ? peer : members.at(peer); }

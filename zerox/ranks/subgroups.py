@@ -1,4 +1,4 @@
-"""Param groups that fewer ranks have than the optimizer, such as experts: Note [Teams] in csrc/buckets/bucket.h."""
+"""Param groups that fewer ranks have than the optimizer, such as experts: Note [Subgroups] in csrc/buckets/bucket.h."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from zerox.ranks.axes import Axis
 from zerox.ranks.compared import first_difference, line_of
 from zerox.ranks.group import Ranks
 from zerox.ranks.own_groups import same_ranks
-from zerox.ranks.process_group import ALONE, GroupArgument, chosen_grid, chosen_group, timeout_of
+from zerox.ranks.process_group import ALONE, GroupArgument, choose_grid, choose_group, timeout_of
 from zerox.ranks.roll_call import RollCall
 
 OF_GROUP = "process_group"  # of a param group
-Cut = tuple[tuple[int, ...], ...]  # teams that all ranks are cut into, as the default group numbers them
+Cut = tuple[tuple[int, ...], ...]  # subgroups that all ranks are cut into, as the default group numbers them
 
 
 def own_group(group: dict[str, Any]) -> dict[str, Any]:
@@ -28,12 +28,12 @@ def own_group(group: dict[str, Any]) -> dict[str, Any]:
 
 
 @dataclass(frozen=True)
-class Team:
+class Subgroup:
     """The ranks that have the same values of some param groups, and add up their gradients.
 
     ``ranks``: as :class:`zerox.ranks.group.Ranks` of these only. ``exchange``: its place in the bucket manager, 0 for
-    the team of all. ``number``: which of the ``count`` teams that the ranks are cut into it is. ``members``: the
-    optimizer's ranks that are in it; empty for the team of all.
+    the subgroup of all. ``number``: which of the ``count`` subgroups that the ranks are cut into it is. ``members``:
+    the optimizer's ranks that are in it; empty for the subgroup of all.
     """
 
     ranks: Ranks
@@ -48,31 +48,33 @@ class Team:
         return self.ranks.shard_of(self.ranks.rank)
 
     def number_of(self, rank: int) -> int | None:
-        """What the optimizer's ``rank`` is here; None if it is in another team."""
+        """What the optimizer's ``rank`` is here; None if it is in another subgroup."""
         if not self.members:
             return rank
         return self.members.index(rank) if rank in self.members else None
 
     def broadcast_own(self, tensor: Tensor, what: str) -> None:
-        """The first rank's values, in place, unless this is the team of all. Collective over the team."""
+        """The first rank's values, in place, unless this is the subgroup of all. Collective over the subgroup."""
         if self.exchange > 0:
             self.ranks.broadcast_values(tensor, what)
 
-    def for_manager(self) -> C.Team:
-        return C.Team(
+    def for_manager(self) -> C.Subgroup:
+        return C.Subgroup(
             exchange=self.exchange, rank=self.rank, world=self.ranks.size, number=self.number, count=self.count
         )
 
 
-class Teams:
-    """``of_group``: the team of each param group. Teams that cut the ranks alike share what they communicate over."""
+class Subgroups:
+    """``of_group``: the subgroup of each param group. Subgroups that cut the ranks alike share what they communicate
+    over.
+    """
 
     def __init__(self, ranks: Ranks, manager: C.BucketManager) -> None:
         self.ranks = ranks
         self.manager = manager
-        self.all = Team(ranks)
-        self.made: dict[Cut, Team] = {}
-        self.of_group: list[Team] = []
+        self.all = Subgroup(ranks)
+        self.made: dict[Cut, Subgroup] = {}
+        self.of_group: list[Subgroup] = []
 
     @property
     def are_many(self) -> bool:
@@ -80,23 +82,23 @@ class Teams:
 
     @property
     def numbers(self) -> tuple[int, ...]:
-        """Which team this rank is in, of each cut."""
-        return tuple(team.number for team in self.made.values())
+        """Which subgroup this rank is in, of each cut."""
+        return tuple(subgroup.number for subgroup in self.made.values())
 
     def by_name(self, groups: Mapping[str, int]) -> dict[str, tuple[int, int]]:
-        """Of parameters that smaller teams have, by the param group of each: the cut, and which of its teams."""
-        teams = {name: self.of_group[group] for name, group in groups.items()}
-        return {name: (team.exchange, team.number) for name, team in teams.items() if team.exchange}
+        """Of parameters in smaller subgroups, by the param group of each: the cut, and which of its subgroups."""
+        subgroups = {name: self.of_group[group] for name, group in groups.items()}
+        return {name: (subgroup.exchange, subgroup.number) for name, subgroup in subgroups.items() if subgroup.exchange}
 
     def first_of_others(self, rank: int) -> list[int]:
-        """One rank of each team that ``rank`` is not in, in order."""
-        firsts = {min(team) for cut in self.made for team in self._as_ours(cut) if rank not in team}
+        """One rank of each subgroup that ``rank`` is not in, in order."""
+        firsts = {min(subgroup) for cut in self.made for subgroup in self._as_ours(cut) if rank not in subgroup}
         return sorted(firsts)
 
     def take(self, groups: Sequence[dict[str, Any]]) -> None:
-        """Makes the teams of new param groups, and takes their arguments out of them. Collective.
+        """Makes the subgroups of new param groups, and takes their arguments out of them. Collective.
 
-        ValueError on all ranks, naming the param group, for a group that cuts the ranks otherwise than into teams.
+        ValueError on all ranks, naming the param group, for a group that cuts the ranks otherwise than into subgroups.
         """
         first = len(self.of_group)
         asked = {i: group.pop(OF_GROUP, None) for i, group in enumerate(groups, first)}
@@ -108,15 +110,15 @@ class Teams:
         for index in own:
             cut = _cut_of([each[str(index)] for each in everyone], self._all_numbers, f"param group {index}")
             if len(cut) > 1:
-                self.of_group[index] = self.made[cut] = self.made.get(cut) or self._made(cut, asked[index])
+                self.of_group[index] = self.made[cut] = self.made.get(cut) or self._make(cut, asked[index])
 
     def forget_after(self, count: int) -> None:
         """Of param groups that were refused."""
         del self.of_group[count:]
 
     def check_same(self, lines: Mapping[int, Sequence[str]]) -> None:
-        """ValueError on all ranks, naming the first that differs, unless the ranks of each team pass the same lines for
-        the param groups that are theirs. Collective."""
+        """ValueError on all ranks, naming the first that differs, unless the ranks of each subgroup pass the same lines
+        for the param groups that are theirs. Collective."""
         if not self.are_many:
             return
         mine = {group: list(said) for group, said in sorted(lines.items()) if self.of_group[group].exchange}
@@ -132,7 +134,7 @@ class Teams:
     def _as_ours(self, cut: Cut) -> list[tuple[int, ...]]:
         """With the ranks' numbers in the optimizer's group."""
         own = self._all_numbers
-        return [tuple(own.index(each) for each in team) for team in cut]
+        return [tuple(own.index(each) for each in subgroup) for subgroup in cut]
 
     @property
     def _all_numbers(self) -> list[int]:
@@ -141,65 +143,65 @@ class Teams:
 
     def _numbers(self, argument: GroupArgument, of: str) -> list[int]:
         try:
-            if chosen_grid(argument) is not None:
+            if choose_grid(argument) is not None:
                 raise ValueError('process_group: a param group\'s has one axis, as mesh["edp"]')
-            group = chosen_group(argument)
+            group = choose_group(argument)
         except ValueError as error:
             raise ValueError(f"{of}: {error}") from None
         if argument == ALONE:
             return [self._all_numbers[self.ranks.rank]]
         return self._all_numbers if group is None else dist.get_process_group_ranks(group)
 
-    def _made(self, cut: Cut, argument: GroupArgument) -> Team:
-        ranks, teams = self.ranks, self._as_ours(cut)
-        number = next(i for i, team in enumerate(teams) if ranks.rank in team)
-        members = teams[number]
+    def _make(self, cut: Cut, argument: GroupArgument) -> Subgroup:
+        ranks, subgroups = self.ranks, self._as_ours(cut)
+        number = next(i for i, subgroup in enumerate(subgroups) if ranks.rank in subgroup)
+        members = subgroups[number]
         if len(members) == 1:
             made = replace(ranks, rank=0, size=1, data=None, control=None, neighbours=(), on_mesh=())
         else:
-            group = chosen_group(argument)
+            group = choose_group(argument)
             assert group is not None
-            made = self._connected(group, members)
+            made = self._connect(group, members)
         direct, gloo = ranks.exchange != "native", ranks.backend == "gloo"
         axis = Axis(made.data, members, ()).for_manager(direct, gloo, ranks.via_host, ranks.neighbours)
-        exchange = self.manager.add_team(axis, ranks.whereabouts)
-        return Team(made, members, exchange, number, len(cut))
+        exchange = self.manager.add_subgroup(axis, ranks.failure_detector)
+        return Subgroup(made, members, exchange, number, len(cut))
 
-    def _connected(self, group: dist.ProcessGroup, members: tuple[int, ...]) -> Ranks:
+    def _connect(self, group: dist.ProcessGroup, members: tuple[int, ...]) -> Ranks:
         """Ranks wait for each other as long as in the optimizer's own group, whatever this one's timeout is."""
         ranks = self.ranks
         assert ranks.given is not None
-        assert ranks.whereabouts is not None
+        assert ranks.failure_detector is not None
         roll_call = RollCall(None, group.rank(), group.size(), dist.default_pg_timeout)
         data = same_ranks(group, ranks.backend, roll_call, timeout_of(ranks.given, ranks.backend))
         control = data
         if ranks.control is not ranks.data:
             control = same_ranks(group, "gloo", roll_call, timeout_of(ranks.given, "gloo"))
         for each in {control} if ranks.backend != "gloo" else {control, data}:
-            ranks.whereabouts.add_group(each)
+            ranks.failure_detector.add_group(each)
         near = tuple(ranks.neighbours[each] for each in members) if ranks.neighbours else ()
         made = replace(ranks, rank=group.rank(), size=group.size(), data=data, control=control, given=group)
         return replace(made, neighbours=near, on_mesh=())
 
 
 def _cut_of(of_ranks: Sequence[list[int]], numbers: Sequence[int], group: str) -> Cut:
-    """The teams, from each rank's own. ValueError unless they cut the ranks, and each rank has its own.
+    """The subgroups, from each rank's own. ValueError unless they cut the ranks, and each rank has its own.
 
     ``numbers``: of the optimizer's ranks in the default group.
     """
     found = dict(zip(numbers, of_ranks, strict=True))
-    for rank, team in found.items():
-        called = f"{group}: the process_group of rank {rank}, of ranks {team},"
-        if outside := [each for each in team if each not in found]:
+    for rank, subgroup in found.items():
+        called = f"{group}: the process_group of rank {rank}, of ranks {subgroup},"
+        if outside := [each for each in subgroup if each not in found]:
             raise ValueError(
                 f"{called} has rank {outside[0]}, which the optimizer's own process_group lacks: each rank of that "
                 "belongs to one sub-group of it"
             )
-        if rank not in team:
+        if rank not in subgroup:
             raise ValueError(f"{called} does not have it: each rank belongs to one sub-group")
-        if other := [each for each in team if found[each] != team]:
+        if other := [each for each in subgroup if found[each] != subgroup]:
             raise ValueError(
                 f"{called} has rank {other[0]}, whose own is of ranks {found[other[0]]}: each rank belongs to one "
                 "sub-group"
             )
-    return tuple(dict.fromkeys(tuple(team) for team in found.values()))
+    return tuple(dict.fromkeys(tuple(subgroup) for subgroup in found.values()))

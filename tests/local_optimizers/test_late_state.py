@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 import zerox
-from tests.guests.test_state import shared
 from tests.kernels.shards import same_bits
+from tests.local_optimizers.test_state import shared
 from tests.ranks import run_ranks
 from zerox import ShardedOptimizer
 

@@ -17,26 +17,26 @@ from zerox.grads.grad_scale import GradScale
 from zerox.grads.grads import Grads
 from zerox.memory.bucket import Bucket, GradPart
 from zerox.ranks.roll_call import summary_of
-from zerox.rules.guest import GuestRule, options_of
+from zerox.rules.local_optimizer import LocalOptimizerRule, options_of
 from zerox.rules.of_groups import Rules
 from zerox.rules.probe import Kinds
-from zerox.update.guest_bucket import GuestBucket
+from zerox.update.local_optimizer_bucket import LocalOptimizerBucket
 from zerox.update.update import Groups
 
 
-class GuestUpdate:
+class LocalOptimizerUpdate:
     """``buckets``: the core's own list, which grows. ``step_options``: of the next step, for the class's step()."""
 
     def __init__(
         self, rules: Rules, buckets: Sequence[Bucket], grads: Grads, grad_scale: GradScale, keeps_place: bool
     ) -> None:
-        assert isinstance(rules.default, GuestRule)
+        assert isinstance(rules.default, LocalOptimizerRule)
         assert not keeps_place, "it can't be captured"
         self.rule = rules.default
         self.buckets = buckets
         self.grads = grads
         self.grad_scale = grad_scale
-        self.guests: list[GuestBucket] = []
+        self.local: list[LocalOptimizerBucket] = []
         self.step_options: Mapping[str, Any] = {}
         self.failure = ""  # why ranks' states are not of one step
         self.before: dict[int, Tensor] = {}  # shards that nobody has a copy of, as they were before the step
@@ -46,20 +46,23 @@ class GuestUpdate:
         return bool(self.step_options)
 
     def add_bucket(self, bucket: Bucket, groups: Groups) -> None:
-        self.guests.append(GuestBucket(self.rule, bucket, groups))
+        self.local.append(LocalOptimizerBucket(self.rule, bucket, groups))
 
     def refresh(self, groups: Groups) -> None:
         raise AssertionError("it can't be captured")
 
     def note_loaded(self, groups: Groups) -> None:
         self.failure = ""
-        options, kinds = [options_of(group) for group in groups], [self.rule.guest.kinds(group) for group in groups]
-        for guest in self.guests:
-            guest.prepare(options, kinds)
+        options, kinds = (
+            [options_of(group) for group in groups],
+            [self.rule.optimizer_class.kinds(group) for group in groups],
+        )
+        for local in self.local:
+            local.prepare(options, kinds)
 
     def regroup(self, groups: Groups) -> None:
-        for guest in self.guests:
-            guest.regroup(groups)
+        for local in self.local:
+            local.regroup(groups)
 
     def runs(self, groups: Groups, capturing: bool) -> Iterator[Sequence[int]]:
         """One run, of all buckets.
@@ -68,7 +71,7 @@ class GuestUpdate:
         """
         if self.failure:
             raise RuntimeError(f"{self.failure}. Load the last state that was saved, on all ranks")
-        kinds = [self.rule.guest.kinds(group) for group in groups]
+        kinds = [self.rule.optimizer_class.kinds(group) for group in groups]
         counted = self._groups_with_gradients(kinds)
         error: Exception | None = None
         self.before.clear()
@@ -83,7 +86,7 @@ class GuestUpdate:
         self._agree(error)
         self.before.clear()
         for index, rows in updated.items():
-            self.guests[index].finish(rows)
+            self.local[index].finish(rows)
         for group, changed in zip(groups, counters, strict=True):
             group.update(changed)
         yield list(self.grads.manager.params.order)
@@ -98,8 +101,8 @@ class GuestUpdate:
         if not any(each.counters for each in kinds):
             return [False] * len(kinds)
         found = torch.zeros(len(kinds), dtype=torch.int64, device="cpu")
-        for index, guest in enumerate(self.guests):
-            for each, has in zip(guest.params, self._gradients(index)[1], strict=True):
+        for index, local in enumerate(self.local):
+            for each, has in zip(local.params, self._gradients(index)[1], strict=True):
                 found[each.group] |= int(has)
         self.grads.all_reduce(found, Combine.MAX)
         return [bool(each) for each in found.tolist()]
@@ -114,20 +117,20 @@ class GuestUpdate:
         options = [options_of(group) for group in groups]
         changed: list[dict[str, Any]] = [{} for _ in groups]
         for index in self.grads.manager.params.order:
-            guest = self.guests[index]
+            local = self.local[index]
             with Range("update", index):
-                guest.prepare(options, kinds)
+                local.prepare(options, kinds)
                 parts, present = self._gradients(index)
-                parts = [self.grad_scale.limited(part, index) for part in parts]
+                parts = [self.grad_scale.clamp(part, index) for part in parts]
                 bucket = self.buckets[index]
-                if guest.master is None and bucket.buffer.shard_is_apart:
+                if local.master is None and bucket.buffer.shard_is_apart:
                     self.before[index] = bucket.param_shard.clone()
-                updated[index] = guest.take_gradients(parts, present, counted, self._scale_of(index))
+                updated[index] = local.take_gradients(parts, present, counted, self._scale_of(index))
                 del parts  # which may be copies, for this bucket alone
                 try:
-                    found = guest.step(options, self.step_options)
+                    found = local.step(options, self.step_options)
                 finally:
-                    guest.drop_gradients()
+                    local.drop_gradients()
             for group, values in found.items():
                 known = changed[group] or values
                 if str(known) != str(values):
@@ -139,7 +142,7 @@ class GuestUpdate:
         return changed
 
     def _scale_of(self, index: int) -> Tensor | None:
-        scale = self.grad_scale.left_of(index)
+        scale = self.grad_scale.remaining_factor(index)
         return None if scale is not None and scale.device.type == "cpu" and float(scale) == 1.0 else scale
 
     def _agree(self, error: Exception | None) -> None:

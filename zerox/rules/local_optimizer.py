@@ -47,7 +47,7 @@ def full_name(cls: type) -> str:
     return f"{cls.__module__}.{cls.__qualname__}"
 
 
-class GuestClass:
+class LocalOptimizerClass:
     """``cls(params, *by_position, **options)``, as a rule. With ``trusted`` it is taken though it is not elementwise.
 
     What it keeps may depend on which options are on (momentum), so each set of these is tried once, when a
@@ -81,13 +81,13 @@ class GuestClass:
         """Raises TypeError for what is no optimizer class, ValueError for one that can't be sharded, and what the class
         raises for its options."""
         self._check_class()
-        self.options |= self._named()
+        self.options |= self._name_options()
         made = self.make([{"params": [nn.Parameter(torch.zeros(2, 3, device="cpu"))]}])
         of_group = {key: value for key, value in made.param_groups[0].items() if key != "params"}
         self.defaults = {**made.defaults, **of_group}
         if RULE in self.defaults:
             raise ValueError(f"{self.name} has an option {RULE!r}, which in zerox's param groups names a rule")
-        rule = GuestRule(
+        rule = LocalOptimizerRule(
             name=self.name,
             states=self.states,
             defaults=self.defaults,
@@ -99,7 +99,7 @@ class GuestClass:
             keeps_step=False,  # or under some options only
             numbers=self.numbers,
             on_host=True,
-            guest=self,
+            optimizer_class=self,
         )
         return Rules(rule, {rule.name: rule})
 
@@ -129,7 +129,7 @@ class GuestClass:
         found = self.known.get(pattern)
         if found is None:
             options = {**self.defaults, **options_of(group)}
-            found = self._merged([self._tried(options, *place) for place in self.tried or (USUAL,)])
+            found = self._merge([self._probe(options, *place) for place in self.tried or (USUAL,)])
             self._grow(found)
             self.known[pattern] = found
         return found
@@ -160,7 +160,7 @@ class GuestClass:
             if (name := full_name(base)) in OF_RANKS:
                 raise ValueError(f"{self.name} can't be sharded: {OF_RANKS[name]}")
 
-    def _named(self) -> dict[str, Any]:
+    def _name_options(self) -> dict[str, Any]:
         """What came by position, by the names that the class has for it. TypeError as Python raises it."""
         given, self.by_position = self.by_position, []
         if not given:
@@ -179,8 +179,8 @@ class GuestClass:
             raise TypeError(f"{self.name} got multiple values for argument {twice[0]!r}")
         return dict(zip(names, given, strict=False))
 
-    def _tried(self, options: Mapping[str, Any], dtype: torch.dtype, device: torch.device) -> Kinds:
-        chosen = {key: _for_trial(key, value) for key, value in options.items()}
+    def _probe(self, options: Mapping[str, Any], dtype: torch.dtype, device: torch.device) -> Kinds:
+        chosen = {key: _for_probe(key, value) for key, value in options.items()}
 
         def make(params: list[Tensor]) -> torch.optim.Optimizer:
             return self.make([{**chosen, "params": params}])
@@ -220,7 +220,7 @@ class GuestClass:
             return WAY_OUT
         return f"{WAY_OUT}, or pass elementwise=True if the difference is one that you accept"
 
-    def _merged(self, found: Sequence[Kinds]) -> Kinds:
+    def _merge(self, found: Sequence[Kinds]) -> Kinds:
         """Of several dtypes of parameters: state in the parameter's dtype in each, or in one dtype in all."""
         first, places = found[0], list(self.tried or (USUAL,))
         states = []
@@ -251,35 +251,35 @@ class GuestClass:
 
 
 @dataclass(frozen=True, kw_only=True)
-class GuestRule(Rule):
-    """The rule of a :class:`GuestClass`. Its ``states`` and ``numbers`` grow as the class is tried."""
+class LocalOptimizerRule(Rule):
+    """The rule of a :class:`LocalOptimizerClass`. Its ``states`` and ``numbers`` grow as the class is tried."""
 
-    guest: GuestClass
+    optimizer_class: LocalOptimizerClass
 
     @property
     def step(self) -> NumberSpec:
-        return self.guest.step or STEP
+        return self.optimizer_class.step or STEP
 
     def is_wanted(self, spec: StateSpec | NumberSpec, group: Mapping[str, Any]) -> bool:
-        return spec.key in self.guest.kinds(group).keys
+        return spec.key in self.optimizer_class.kinds(group).keys
 
     def late(self, group: Mapping[str, Any]) -> list[StateSpec]:
-        wanted = self.guest.kinds(group).keys
+        wanted = self.optimizer_class.kinds(group).keys
         return [spec for spec in self.states if spec.key in wanted]
 
     def starts_itself(self, key: str) -> bool:
-        having = [kinds for kinds in self.guest.known.values() if key in kinds.keys]
+        having = [kinds for kinds in self.optimizer_class.known.values() if key in kinds.keys]
         return bool(having) and all(key not in kinds.expected for kinds in having)
 
     def has_torch_class(self, group: Mapping[str, Any]) -> bool:
         return True
 
     def torch_optimizer(self, group: Mapping[str, Any], params: Sequence[Tensor]) -> torch.optim.Optimizer:
-        return self.guest.make([{"params": list(params)}])
+        return self.optimizer_class.make([{"params": list(params)}])
 
     def check_loaded(self, group: Mapping[str, Any]) -> None:
         refuse_flags(group)
-        self.guest.kinds(group)
+        self.optimizer_class.kinds(group)
 
 
 def _kind(value: Any) -> Any:
@@ -294,7 +294,7 @@ def _form_of(dtype: torch.dtype) -> Form:
     return Form(str(dtype).removeprefix("torch."), dtype.itemsize)
 
 
-def _for_trial(key: str, value: Any) -> Any:
+def _for_probe(key: str, value: Any) -> Any:
     if isinstance(value, Tensor):
         value = value.detach().clone()
         return value.clamp_(min=LEAST_LR) if key == "lr" else value

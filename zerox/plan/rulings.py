@@ -44,7 +44,7 @@ class Untried:
         return f"untried: {self.text}"
 
 
-Verdict = Refused | But | Untried
+Ruling = Refused | But | Untried
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class Row:
 
     ones: tuple[Setting, ...]
     others: tuple[Setting, ...]
-    verdict: Verdict
+    ruling: Ruling
 
     def pairs(self) -> Iterator[tuple[Setting, Setting]]:
         return itertools.product(self.ones, self.others)

@@ -1,4 +1,4 @@
-// Looks into boxes of neighbours (memory_box.h) until something stands there.
+// Looks into control blocks of neighbours (control_block.h) until something stands there.
 #pragma once
 
 #include <atomic>
@@ -6,10 +6,10 @@
 #include <cstdint>
 #include <stdexcept>
 
-#include "peers/memory_box.h"
+#include "peers/control_block.h"
+#include "peers/failure_detector.h"
 #include "peers/neighbours.h"
 #include "peers/pause.h"
-#include "peers/whereabouts.h"
 
 namespace zx {
 
@@ -22,33 +22,34 @@ class GaveUp : public std::runtime_error {
 // A word of what begins at `address` in a rank's memory.
 inline int64_t word_at(const Neighbours& neighbours, int rank, uint64_t address, size_t word) {
   int64_t found = 0;
-  neighbours.read(rank, address + MemoryBox::offset_of(word), &found, sizeof(found));
+  neighbours.read(rank, address + ControlBlock::offset_of(word), &found, sizeof(found));
   return found;
 }
 
 // After something of a rank was read. Throws GaveUp if it is not to be trusted, since its memory may have been free.
-inline void check_read(const Neighbours& neighbours, int rank, uint64_t box) {
-  if (word_at(neighbours, rank, box, MemoryBox::gave_up) != 0) throw GaveUp("it gave up while it was read");
+inline void check_read(const Neighbours& neighbours, int rank, uint64_t control_block) {
+  if (word_at(neighbours, rank, control_block, ControlBlock::gave_up) != 0)
+    throw GaveUp("it gave up while it was read");
 }
 
-// Waits for found(), which looks into the memory of a rank with this box, or for is_stopped(); returns whether it was
-// found. Throws GaveUp if it never will be. `own`: this rank's box.
+// Waits for found(), which looks into the memory of a rank with this control block, or for is_stopped(); returns
+// whether it was found. Throws GaveUp if it never will be. `own`: this rank's control block.
 template <class Found, class IsStopped>
-bool look(const Neighbours& neighbours, int rank, uint64_t box, MemoryBox& own, const Whereabouts& whereabouts,
-          const Found& found, const IsStopped& is_stopped) {
+bool poll(const Neighbours& neighbours, int rank, uint64_t control_block, ControlBlock& own,
+          const FailureDetector& failure_detector, const Found& found, const IsStopped& is_stopped) {
   Pause pause;
   while (true) {
-    if (own[MemoryBox::gave_up] != 0) throw std::runtime_error("this rank gave up");  // in another thread
+    if (own[ControlBlock::gave_up] != 0) throw std::runtime_error("this rank gave up");  // in another thread
     bool has_given_up = false;
     try {
       if (found()) break;
-      has_given_up = word_at(neighbours, rank, box, MemoryBox::gave_up) != 0;
+      has_given_up = word_at(neighbours, rank, control_block, ControlBlock::gave_up) != 0;
     } catch (const std::exception& error) {
       throw GaveUp(error.what());
     }
     if (has_given_up) throw GaveUp("it gave up");
     if (is_stopped()) return false;
-    if (pause.waited() > whereabouts.timeout()) throw std::runtime_error("timed out");
+    if (pause.waited() > failure_detector.timeout()) throw std::runtime_error("timed out");
     LongWait::check();
     pause();
   }

@@ -1,4 +1,4 @@
-#include "peers/whereabouts.h"
+#include "peers/failure_detector.h"
 
 #include <ATen/ops/zeros.h>
 
@@ -19,9 +19,10 @@ namespace {
 using std::chrono::milliseconds;
 
 constexpr milliseconds kStoreAnswers{1000};  // the store's host may be the one that is gone, or stopped
-// A rank leaves its farewell before it closes its connections. But if a wait runs out of time, gloo closes them first.
-constexpr milliseconds kFarewellFollows{500};
-constexpr milliseconds kLateFarewellFollows{1500};  // if the rank's own wait runs out of time a little later
+// A rank leaves its failure record before it closes its connections. But if a wait runs out of time, gloo closes them
+// first.
+constexpr milliseconds kFailureRecordFollows{500};
+constexpr milliseconds kLateFailureRecordFollows{1500};  // if the rank's own wait runs out of time a little later
 constexpr milliseconds kPoll{10};
 constexpr int kMostContexts = 16;  // of one gloo group: one for each network interface that the user names
 
@@ -47,29 +48,29 @@ char state_of(int64_t process) {
   return end == std::string::npos || end + 2 >= text.size() ? 'X' : text[end + 2];
 }
 
-// The farewell that a rank left in the store when it gave up.
-struct Farewell {
+// The failure record that a rank left in the store when it gave up.
+struct FailureRecord {
   int missed = kUnknownRank;
   bool late = false;   // the rank that it missed did not come in time; if not, its connection ended
   std::string what{};  // the error that it raised itself, else empty
 
   std::string text() const { return std::to_string(missed) + (late ? " late " : " gone ") + what; }
-  static Farewell parse(const std::string& text) {
-    Farewell farewell;
+  static FailureRecord parse(const std::string& text) {
+    FailureRecord failure_record;
     std::string how;
     std::istringstream stream(text);
-    stream >> farewell.missed >> how;
-    farewell.late = how == "late";
-    std::getline(stream >> std::ws, farewell.what);
-    return farewell;
+    stream >> failure_record.missed >> how;
+    failure_record.late = how == "late";
+    std::getline(stream >> std::ws, failure_record.what);
+    return failure_record;
   }
 };
 
-std::string key_of(int rank) { return "farewell of rank " + std::to_string(rank); }
+std::string key_of(int rank) { return "failure record of rank " + std::to_string(rank); }
 
 std::string outside_key_of(int rank) { return "where rank " + std::to_string(rank) + " stands outside"; }
 
-// The ranks to blame, as the ranks' farewells tell.
+// The ranks to blame, as the ranks' failure records tell.
 struct Blame {
   std::vector<int> ranks{};
   bool late = false;
@@ -90,10 +91,10 @@ struct Search {
     return state == 'X' || state == 'Z';
   }
 
-  std::optional<Farewell> farewell_of(int other) const {
+  std::optional<FailureRecord> failure_record_of(int other) const {
     if (!store->check({key_of(other)})) return std::nullopt;
     const std::vector<uint8_t> bytes = store->get(key_of(other));
-    return Farewell::parse({bytes.begin(), bytes.end()});
+    return FailureRecord::parse({bytes.begin(), bytes.end()});
   }
 
   bool goes_on() const {
@@ -102,25 +103,25 @@ struct Search {
     return true;
   }
 
-  // Goes from the rank that was missed to the one that it missed, and so on, up to the one that left no farewell.
+  // Goes from the rank that was missed to the one that it missed, and so on, up to the one that left no failure record.
   Blame follow(int missed, bool late) const {
     std::set<int> seen{rank};
     while (seen.insert(missed).second) {
-      std::optional<Farewell> farewell;
+      std::optional<FailureRecord> failure_record;
       do {
-        farewell = farewell_of(missed);
-      } while (!farewell && !is_dead(missed) && goes_on());
-      if (!farewell) farewell = farewell_of(missed);  // it may have left one before it died
-      if (!farewell) return {{missed}, late};
-      if (!farewell->what.empty()) return {{missed}, false, farewell->what};
-      if (farewell->missed == kUnknownRank || farewell->missed == rank) return {{missed}, late};
-      missed = farewell->missed;
-      late = farewell->late;
+        failure_record = failure_record_of(missed);
+      } while (!failure_record && !is_dead(missed) && goes_on());
+      if (!failure_record) failure_record = failure_record_of(missed);  // it may have left one before it died
+      if (!failure_record) return {{missed}, late};
+      if (!failure_record->what.empty()) return {{missed}, false, failure_record->what};
+      if (failure_record->missed == kUnknownRank || failure_record->missed == rank) return {{missed}, late};
+      missed = failure_record->missed;
+      late = failure_record->late;
     }
     return {{missed}, late};
   }
 
-  // If the backend does not say which rank it missed: a dead rank without a farewell is to blame, else all ranks
+  // If the backend does not say which rank it missed: a dead rank without a failure record is to blame, else all ranks
   // without one.
   Blame look_around(bool late) const {
     std::vector<int> silent;
@@ -128,13 +129,13 @@ struct Search {
       silent.clear();
       for (int other = 0; other < world; ++other) {
         if (other == rank) continue;
-        const std::optional<Farewell> farewell = farewell_of(other);
-        if (farewell && !farewell->what.empty()) return {{other}, false, farewell->what};
-        if (farewell && farewell->missed != kUnknownRank && farewell->missed != rank) {
-          return follow(farewell->missed, farewell->late);
+        const std::optional<FailureRecord> failure_record = failure_record_of(other);
+        if (failure_record && !failure_record->what.empty()) return {{other}, false, failure_record->what};
+        if (failure_record && failure_record->missed != kUnknownRank && failure_record->missed != rank) {
+          return follow(failure_record->missed, failure_record->late);
         }
-        if (!farewell && is_dead(other)) return {{other}};
-        if (!farewell) silent.push_back(other);
+        if (!failure_record && is_dead(other)) return {{other}};
+        if (!failure_record) silent.push_back(other);
       }
     } while (goes_on());
     return {silent, late};
@@ -173,8 +174,8 @@ void abort_work(const Work& work) {
   }
 }
 
-Whereabouts::Whereabouts(std::vector<Group> groups, c10::intrusive_ptr<c10d::Store> store, int rank, int world,
-                         std::chrono::milliseconds timeout, std::chrono::milliseconds say_after)
+FailureDetector::FailureDetector(std::vector<Group> groups, c10::intrusive_ptr<c10d::Store> store, int rank, int world,
+                                 std::chrono::milliseconds timeout, std::chrono::milliseconds say_after)
     : groups_(std::move(groups)),
       store_(std::move(store)),
       rank_(rank),
@@ -182,28 +183,28 @@ Whereabouts::Whereabouts(std::vector<Group> groups, c10::intrusive_ptr<c10d::Sto
       timeout_(timeout),
       say_after_(say_after) {}
 
-void Whereabouts::set_processes(std::vector<int64_t> processes) {
+void FailureDetector::set_processes(std::vector<int64_t> processes) {
   const std::lock_guard lock(mutex_);
   processes_ = std::move(processes);
 }
 
-std::vector<int64_t> Whereabouts::processes() const {
+std::vector<int64_t> FailureDetector::processes() const {
   const std::lock_guard lock(mutex_);
   return processes_;
 }
 
-void Whereabouts::add_box(std::shared_ptr<MemoryBox> box) {
+void FailureDetector::add_control_block(std::shared_ptr<ControlBlock> control_block) {
   const std::lock_guard lock(mutex_);
-  if (!verdict_.empty()) (*box)[MemoryBox::gave_up] = 1;
-  boxes_.push_back(std::move(box));
+  if (!conclusion_.empty()) (*control_block)[ControlBlock::gave_up] = 1;
+  control_blocks_.push_back(std::move(control_block));
 }
 
-void Whereabouts::add_group(Group group) {
+void FailureDetector::add_group(Group group) {
   const std::lock_guard lock(mutex_);
   groups_.push_back(std::move(group));
 }
 
-WaitingFor Whereabouts::waiting_for(int peer) const {
+WaitingFor FailureDetector::waiting_for(int peer) const {
   WaitingFor found{rank_, peer == kUnknownRank ? "the other ranks" : named({peer}), last_seen_.text(), timeout_};
   if (store_ && peer != kUnknownRank) {
     found.stands_outside = [store = store_, key = outside_key_of(peer), own = num_outside_.load()] {
@@ -222,7 +223,7 @@ WaitingFor Whereabouts::waiting_for(int peer) const {
   return found;
 }
 
-void Whereabouts::stand_outside(const std::string& where) {
+void FailureDetector::stand_outside(const std::string& where) {
   if (!store_) return;
   const int64_t number = where.empty() ? num_outside_.load() : ++num_outside_;
   within(kStoreAnswers, [store = store_, key = outside_key_of(rank_), text = std::to_string(number) + " " + where] {
@@ -232,7 +233,7 @@ void Whereabouts::stand_outside(const std::string& where) {
 }
 
 // What to look at where a rank is missing from what this thread does.
-std::string Whereabouts::advice() const {
+std::string FailureDetector::advice() const {
   const Doing* doing = Doing::current();
   if (doing == nullptr || !last_seen_.is_anywhere()) return "";
   return ". See its log. " + (doing->per_batch()
@@ -241,7 +242,7 @@ std::string Whereabouts::advice() const {
                                   : "Do all ranks call " + doing->text() + "?");
 }
 
-void Whereabouts::await(const Awaited& awaited, const Group& group, int peer) {
+void FailureDetector::await(const Awaited& awaited, const Group& group, int peer) {
   // gloo's wait() returns false, instead of throwing, if it was aborted.
   const bool is_through = needing(peer, [&](LongWait& wait) {
     if (peer == kUnknownRank || groups_.empty()) return awaited.work->wait();
@@ -250,16 +251,16 @@ void Whereabouts::await(const Awaited& awaited, const Group& group, int peer) {
   TORCH_CHECK(is_through, "the exchange was aborted");
 }
 
-std::string Whereabouts::miss(int peer, Clock::duration waited, const std::string& reason) {
+std::string FailureDetector::miss(int peer, Clock::duration waited, const std::string& reason) {
   const std::lock_guard lock(mutex_);
-  if (!verdict_.empty()) return verdict_;
+  if (!conclusion_.empty()) return conclusion_;
   // If another thread's wait has run out of time, gloo closes this one's connection too.
   const bool late = waited >= timeout_ || reason.find("imed out") != std::string::npos ||
                     reason.find("Application timeout") != std::string::npos;
   give_up(peer, late, "");
   Blame blame{peer == kUnknownRank ? std::vector<int>{} : std::vector<int>{peer}, late};
   if (store_) {
-    const milliseconds patience = late ? kLateFarewellFollows : kFarewellFollows;
+    const milliseconds patience = late ? kLateFailureRecordFollows : kFailureRecordFollows;
     const Search search{store_, rank_, world_, processes_, Clock::now() + patience};
     blame = within(patience + kStoreAnswers, [search, peer, late] { return search.find(peer, late); }).value_or(blame);
   }
@@ -272,30 +273,30 @@ std::string Whereabouts::miss(int peer, Clock::duration waited, const std::strin
                         : " is gone: its connection ended without a word, as it does when a process ends or is killed");
     text << " (last " << last_seen_.text() << "; the backend says: " << shortened(reason) << ")" << advice();
   }
-  verdict_ = text.str();
-  return verdict_;
+  conclusion_ = text.str();
+  return conclusion_;
 }
 
-void Whereabouts::leave(const std::string& what) {
+void FailureDetector::leave(const std::string& what) {
   const std::lock_guard lock(mutex_);
-  if (!verdict_.empty()) return;
-  verdict_ = what;
+  if (!conclusion_.empty()) return;
+  conclusion_ = what;
   give_up(kUnknownRank, false, what);
 }
 
 // See Note [A rank that gives up says so].
-void Whereabouts::give_up(int missed, bool late, const std::string& what) {
+void FailureDetector::give_up(int missed, bool late, const std::string& what) {
   if (store_) {
-    within(kStoreAnswers, [store = store_, key = key_of(rank_), text = Farewell{missed, late, what}.text()] {
+    within(kStoreAnswers, [store = store_, key = key_of(rank_), text = FailureRecord{missed, late, what}.text()] {
       return store->compareSet(key, std::string(), text);  // which waits for the store's answer
     });
   }
-  for (const auto& box : boxes_) (*box)[MemoryBox::gave_up] = 1;
+  for (const auto& control_block : control_blocks_) (*control_block)[ControlBlock::gave_up] = 1;
   if (store_) close_connections();
 }
 
 // A wait that runs out of time makes gloo close all connections of a context; there is no other way to ask for it.
-void Whereabouts::close_connections() {
+void FailureDetector::close_connections() {
   for (const Group& group : groups_) {
     for (int context = 1; context <= kMostContexts; ++context) {  // tags take turns over them
       for (int peer = 0; peer < group->getSize(); ++peer) {  // a group along one axis of a mesh has a part of the ranks

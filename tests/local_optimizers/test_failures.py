@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 import zerox
-from tests.guests.classes import Failing
 from tests.kernels.shards import same_bits
+from tests.local_optimizers.classes import Failing
 from tests.optimizer.models import backward, batch, make_model
 from tests.ranks import run_ranks
 from zerox import ShardedOptimizer
@@ -82,7 +82,7 @@ def test_all_ranks_raise_and_all_parameters_are_as_before(
     world_size: int, who: int, dtype: torch.dtype, masters: str | None, tmp_path: Path
 ) -> None:
     for said, as_before in run_ranks(fail, world_size, who, dtype, masters, str(tmp_path)):
-        name = "tests.guests.classes.Failing"
+        name = "tests.local_optimizers.classes.Failing"
         failed = f"RuntimeError: rank {who} raised ArithmeticError: this rank can't in {name}'s step()"
         assert said[0].startswith(failed)
         assert said[0].endswith("all parameters are as before")

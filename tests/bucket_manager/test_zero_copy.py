@@ -20,8 +20,8 @@ from zerox.ranks.group import find_ranks
 
 @contextmanager
 def from_bytes(nbytes: int) -> Iterator[None]:
-    """Gradients of so many bytes and more are sent straight, however small a rank's slice."""
-    with patch.multiple(buckets, STRAIGHT_BYTES=nbytes, STRAIGHT_SLICE_BYTES=1):
+    """Gradients of so many bytes and more are sent without a copy, however small a rank's slice."""
+    with patch.multiple(buckets, ZERO_COPY_BYTES=nbytes, ZERO_COPY_SLICE_BYTES=1):
         yield
 
 
@@ -44,11 +44,11 @@ def test_reduced_gradients_equal_the_twins_bit_for_bit(
     assert run_ranks(compare_with_twin, world_size, dtype, stage, nbytes) == [[]] * world_size
 
 
-def messages_to(layout: Layout, rank: int, num_straight: int) -> list[int]:
+def messages_to(layout: Layout, rank: int, num_zero_copy: int) -> list[int]:
     """Elements of each message that a rank is sent of a bucket."""
-    straight = [segment.span for segment in layout.segments(rank) if segment.slot < num_straight]
-    end = max((span.stop for span in straight), default=0)
-    return [*(span.numel for span in straight), layout.shard_numel - end + layout.trailer_numel]
+    zero_copy = [segment.span for segment in layout.segments(rank) if segment.slot < num_zero_copy]
+    end = max((span.stop for span in zero_copy), default=0)
+    return [*(span.numel for span in zero_copy), layout.shard_numel - end + layout.trailer_numel]
 
 
 def count(rank: int, _: int) -> list[tuple[int, int]]:
@@ -57,15 +57,15 @@ def count(rank: int, _: int) -> list[tuple[int, int]]:
         ours = GradsOfModel(find_ranks(None), params := list((model := Awkward(torch.float32)).parameters()), 20_000)
     for index, who in enumerate((EVERY, EVEN)):
         loss_of(model, rank, index, who).backward()
-        ours.settle()
+        ours.sync()
     expected = [0, 0]
     for bucket in ours.buckets:
         for peer in range(ours.grads.ranks.size):
             if peer != rank:
-                sent = messages_to(bucket.plan.layout, peer, bucket.plan.num_straight)
+                sent = messages_to(bucket.plan.layout, peer, bucket.plan.num_zero_copy)
                 expected = [expected[0] + 2 * len(sent), expected[1] + 2 * 4 * sum(sent)]
-    straight = sum(bucket.plan.num_straight for bucket in ours.buckets)
-    assert 0 < straight < len(params)
+    zero_copy = sum(bucket.plan.num_zero_copy for bucket in ours.buckets)
+    assert 0 < zero_copy < len(params)
     return [ours.manager.traffic, tuple(expected)]  # type: ignore[list-item]
 
 
@@ -80,12 +80,12 @@ def shard_with_gaps(_: int, __: int) -> list[bool]:
     with from_bytes(4):
         ours = GradsOfModel(find_ranks(None), [torch.nn.Parameter(torch.ones(n)) for n in (4097, 5000, 9001)], WHOLE)
     [bucket] = ours.buckets
-    assert bucket.plan.num_straight == 3
+    assert bucket.plan.num_zero_copy == 3
     found = []
     for _ in range(3):  # memory that was something else before
         torch.full((1 << 16,), torch.nan)
         sum(p.sum() for p in bucket.buffer.params).backward()
-        ours.settle()
+        ours.sync()
         shard = ours.grads.shard(0)
         assert shard is not None
         outside = torch.ones_like(shard, dtype=torch.bool)
@@ -114,7 +114,7 @@ def test_alone_gradients_stay_where_autograd_left_them_and_are_not_written() -> 
     before = [torch.full_like(param, 3.0 + index) for index, param in enumerate(params)]
     for last in (False, True):
         sum((p * value).sum() for p, value in zip(params, before, strict=True)).backward()  # type: ignore[union-attr]
-        ours.settle()
+        ours.sync()
         [*pieces, _] = ours.manager.grads.shard_by_part(0)
         assert {piece.data_ptr() for piece in pieces} == {grad.data_ptr() for grad in left.values()}
         if not last:
@@ -122,7 +122,7 @@ def test_alone_gradients_stay_where_autograd_left_them_and_are_not_written() -> 
             assert not ours.manager.grads.shard_by_part(0)
     params[0].grad = None
     params[2].grad.zero_()  # type: ignore[union-attr]
-    ours.settle()
+    ours.sync()
     assert not ours.manager.grads.shard_by_part(0)
     reduced = {ours.buckets[0].plan.params[slot]: value for (_, slot), value in ours.reduced().items()}
     assert torch.equal(reduced[1], before[1])
@@ -137,7 +137,7 @@ def test_alone_gradients_stay_in_place_after_the_models_zero_grad() -> None:
     for step in range(3):
         loss = (params[0] * (step + 1.0)).sum() + (params[1] * (step + 2.0)).sum()
         loss.backward()
-        ours.settle()
+        ours.sync()
         assert len(ours.manager.grads.shard_by_part(0)) == 3
         assert sorted(float(piece[0]) for piece in ours.manager.grads.shard_by_part(0)[:2]) == [step + 1.0, step + 2.0]
         for param in params:
