@@ -19,7 +19,7 @@ import zerox
 from tests.local_optimizers import classes
 from tests.ranks import run_ranks
 from zerox import FusedShardedAdam, ShardedOptimizer, estimate
-from zerox.rules import guest
+from zerox.rules import local_optimizer
 
 DIFFERS = r"is not elementwise: after \d+ steps its .* differ"
 # The class, its options, and what the error says beside its name.
@@ -116,7 +116,7 @@ def test_elementwise_true_takes_what_the_user_answers_for(name: str) -> None:
 
 
 def test_elementwise_true_warns_once_of_a_class_that_differs() -> None:
-    guest._warned.clear()
+    local_optimizer._warned.clear()
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         for cls in (classes.Lamb, classes.Lamb, torch.optim.SGD):

@@ -259,10 +259,10 @@ def go_on_from_a_set_gradient(rank: int, world_size: int) -> None:
         sum(p.sum() for p in params.values()).backward()
         optimizer.synchronize()
         grads = [p.grad for p in params.values()]
-        places = [each.data_ptr() for each in optimizer.inside.grads.reduced()]
+        places = [each.data_ptr() for each in optimizer.inside.grads.reduced_tensors()]
         optimizer.set_full_grad_(params["a"], torch.full((5000,), 3.0))
         assert all(p.grad is grad for p, grad in zip(params.values(), grads, strict=True))
-        assert [each.data_ptr() for each in optimizer.inside.grads.reduced()] == places
+        assert [each.data_ptr() for each in optimizer.inside.grads.reduced_tensors()] == places
         sum(p.sum() * 2 * (rank + 1) for p in params.values()).backward()
         optimizer.step()
         with optimizer.whole():
