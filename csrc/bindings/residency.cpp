@@ -19,7 +19,7 @@ namespace {
 class Residency {
  public:
   explicit Residency(std::shared_ptr<Residents> residents)
-      : residents_(std::move(residents)), guard_(std::in_place, residents_) {}
+      : residents_(std::move(residents)), guard_(std::in_place, Residents::watcher(residents_)) {}
   ~Residency() {
     if (Py_IsInitialized() == 0) {  // where the interpreter ends, nobody here reads parameters any more. Others may.
       new std::shared_ptr(residents_);

@@ -37,8 +37,49 @@ namespace zx {
 //   FailureDetector                            all                              all                 FailureDetector::mutex_
 //
 // Synchronizer::mutex_ is held while ranks wait for each other, and is taken before Buckets::mutex. So is the mutex of
-// TwoLevelExchange, before no other. A thread holds at most one of the other locks at a time, and waits for nothing
-// while it holds it.
+// TwoLevelExchange, before no other. A thread holds at most one of the other locks at a time, but for those of sharded
+// parameters, and waits for nothing while it holds it.
+//
+// Sharded parameters (csrc/residency): readers are all threads that run operators, or touch parameters without one. A
+// worker fetches buckets ahead, and a thread of ShardServer answers other ranks.
+//
+//   data                                   written by                       read by             guard
+//   Cache, Uses, TableRows, Turns,         readers, worker, optimizer's     the same            BucketCopies::mutex
+//     ResidencyReport, PythonFunctions       caller
+//   Publisher's version;                   optimizer's caller; readers      the same, worker    BucketCopies::mutex
+//     ShardedBucket::written                 that write
+//   a ShardedBucket's other fields         optimizer's caller               all                 BucketCopies::mutex; or
+//                                                                                                 that it is pinned
+//   a bucket's memory: comes, goes         who fetches or releases it       readers             its pins (Uses) and
+//                                                                                                 state (Cache)
+//   AddressMap                             optimizer's caller               readers             none, it is atomic
+//   SharedStamps                           Publisher                        other ranks         none, they are atomic
+//   Publisher's digests, AddressMap's      optimizer's caller               the same            none
+//     snapshots
+//   a DeviceRoom                           who fetches, releases or reads   the same            DeviceRoom::mutex_
+//   addresses of an accelerator's          DeviceRoom                       readers             addresses()
+//     storages
+//   storages that are to raise             AddressRange                     the same            its storages_mutex_
+//   SparePages                             AddressRange                     the same            SparePages::mutex_
+//   ShardServer                            its thread, Publisher            the same            ShardServer::mutex_
+//   ShardQuestions: tags                   whoever asks                     the same            ShardQuestions::mutex_
+//   Guards: watchers, roles, regions       whoever makes a ReadGuard, and   readers             Guards::mutex
+//                                            readers
+//   who handles SIGSEGV                    AddressRange, Readers            the same            fault_mutex()
+//   optimizers that are gone               whoever makes or ends one        the same            keep_for_others()'s own
+//
+// They are taken in this order, and those that share a line are not held together:
+//
+//   keep_for_others()'s own
+//   BucketCopies::mutex
+//   DeviceRoom::mutex_, SparePages::mutex_, storages_mutex_, fault_mutex(), a Worker's; ShardServer::mutex_
+//   addresses()
+//
+// BucketCopies::mutex is never held together with ShardServer::mutex_. A thread waits for no device, no message and no
+// other rank under any of them: Fetcher and Publisher do so without, and ShardServer sends answers under its mutex, and
+// waits for none. (Torch's allocator may wait for a device under DeviceRoom::mutex_, where memory is short.) Under
+// BucketCopies::mutex a thread may wait on BucketCopies::changed, which lets go of it, but only in the function that has
+// taken the lock. Readers may take it with the GIL, so nothing is freed under it that Python knows.
 //
 // The GIL: a thread that holds a lock may have to wait for the GIL, to free a tensor that Python has seen. So no thread
 // may wait for a lock, a worker or a rank while it holds the GIL: bindings release it first. A backend's threads may

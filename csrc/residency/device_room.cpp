@@ -60,7 +60,7 @@ DeviceRoom::DeviceRoom(size_t bytes, c10::Stream fetches)
       fetches_(fetches),
       nowhere_(bytes),
       address_(nowhere_.data()),
-      arrival_{c10::Event(fetches.device_type())} {}
+      arrival_{std::make_shared<c10::Event>(fetches.device_type())} {}
 
 DeviceRoom::~DeviceRoom() {
   try {
@@ -91,7 +91,7 @@ void DeviceRoom::begin_use() {
   const std::lock_guard lock(mutex_);
   const c10::Stream stream = current();
   if (std::find(arrival_.waited.begin(), arrival_.waited.end(), stream) != arrival_.waited.end()) return;
-  arrival_.event.block(stream);
+  arrival_.event->block(stream);
   arrival_.waited.push_back(stream);
 }
 
@@ -117,7 +117,7 @@ void DeviceRoom::await_readers() {
 
 // Under the lock, if others know the room.
 void DeviceRoom::note_arrival() {
-  arrival_.event.record(fetches_);
+  arrival_.event = std::make_shared<c10::Event>(record(fetches_));
   arrival_.waited.clear();
 }
 
@@ -255,10 +255,15 @@ void DeviceRoom::copy_rows(const at::Tensor& source, const RowMoves& moves, size
 }
 
 void DeviceRoom::await_pulls() {
+  std::shared_ptr<c10::Event> arrival;
+  {
+    const std::lock_guard lock(mutex_);
+    if (!arrival_.follows_pulls) return;
+    arrival = arrival_.event;
+  }
+  arrival->synchronize();
   const std::lock_guard lock(mutex_);
-  if (!arrival_.follows_pulls) return;
-  arrival_.event.synchronize();
-  arrival_.follows_pulls = false;
+  if (arrival_.event == arrival) arrival_.follows_pulls = false;
 }
 
 void DeviceRoom::spoil(const std::vector<BytePiece>& own) {
@@ -292,7 +297,6 @@ at::Tensor DeviceRoom::served(const at::Tensor& shard) const {
 
 // The host waits here, once a step and bucket: others read the shard or its copy as soon as it is announced.
 void DeviceRoom::serve(const at::Tensor& shard, const at::Tensor& served, const at::Tensor& rows) {
-  const std::lock_guard lock(mutex_);
   const Unseen unseen;
   if (served.defined() && rows.defined()) {
     served.index_copy_(0, rows.to(at::kCPU), shard.index_select(0, rows).to(at::kCPU));
@@ -304,11 +308,16 @@ void DeviceRoom::serve(const at::Tensor& shard, const at::Tensor& served, const 
   written.synchronize();
 }
 
+// The host waits here, inside whole(), where the room keeps its memory.
 uint64_t DeviceRoom::digest() {
-  const std::lock_guard lock(mutex_);
+  at::Tensor memory;
+  {
+    const std::lock_guard lock(mutex_);
+    memory = memory_;
+  }
   const Unseen unseen;
-  const at::Tensor now = memory_.to(at::kCPU);
-  reader(current()).last.record(current());
+  const at::Tensor now = memory.to(at::kCPU);
+  end_use();
   return zx::digest(now.const_data_ptr(), bytes_);
 }
 

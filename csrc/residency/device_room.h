@@ -35,7 +35,8 @@ namespace zx {
 // Note [Shards in a device's memory]. Else they come through the host's memory, where each rank keeps a copy of its
 // shard as of the last step: any rank pulls it from there, as on hosts (Note [Shards are pulled]), and copies it up.
 
-// Any thread may call any of these.
+// Any thread may call any of these. The lock is held for moments, since operators take it: what waits for the device
+// does so without.
 class DeviceRoom final : public Room, public UnknownMemory, public std::enable_shared_from_this<DeviceRoom> {
  public:
   static std::shared_ptr<DeviceRoom> make(size_t bytes, c10::Stream fetches);
@@ -98,7 +99,7 @@ class DeviceRoom final : public Room, public UnknownMemory, public std::enable_s
   char* address_ = nullptr;          // of the memory, or nowhere
   at::Tensor memory_;                // [bytes], undefined while released
   struct {
-    c10::Event event;
+    std::shared_ptr<c10::Event> event;  // one for each arrival: the host waits for it without the lock
     std::vector<c10::Stream> waited{};  // streams that have waited for it
     bool follows_pulls = false;         // which the host has not waited for
   } arrival_;

@@ -17,7 +17,7 @@ namespace zx {
 // memory comes and goes at addresses that never change (Note [Addresses that never change]). An accelerator has its
 // order of streams to keep, and there the storages are moved to other memory (Note [Rooms on an accelerator]).
 //
-// Residents says when, and that nobody reads meanwhile.
+// BucketCopies and Fetcher say when, and that nobody reads meanwhile.
 
 // Rows of a table: where each is among the rows that are read, and among those of the table.
 struct RowMoves {
@@ -88,7 +88,7 @@ class Room {
 
   virtual uint64_t digest() = 0;
 
-  // What Residents knows it by.
+  // What BucketCopies knows it by.
   int64_t index() const { return index_; }
   void set_index(int64_t index) { index_ = index; }
 

@@ -1,0 +1,48 @@
+// Which bucket an address of the host is in.
+#pragma once
+
+#include <algorithm>
+#include <atomic>
+#include <cstdint>
+#include <iterator>
+#include <memory>
+#include <utility>
+#include <vector>
+
+namespace zx {
+
+// Any thread may look, without a lock. Only one at a time may replace the ranges.
+class AddressMap {
+ public:
+  struct Range {
+    const char* start;
+    const char* stop;
+    int64_t bucket;
+  };
+
+  AddressMap() { replace({}); }
+
+  // Readers may still look at an old snapshot, so all are kept.
+  void replace(std::vector<Range> ranges) {
+    std::sort(ranges.begin(), ranges.end(), [](const Range& a, const Range& b) { return a.start < b.start; });
+    snapshots_.push_back(std::make_unique<const std::vector<Range>>(std::move(ranges)));
+    now_ = snapshots_.back().get();
+  }
+
+  // The bucket that the address is in, or -1. This is asked for each argument of each operator.
+  int64_t at(const void* address) const {
+    const auto* place = static_cast<const char*>(address);
+    const std::vector<Range>& all = *now_.load(std::memory_order_acquire);
+    const auto after = std::upper_bound(all.begin(), all.end(), place,
+                                        [](const char* address, const Range& each) { return address < each.start; });
+    if (after == all.begin()) return -1;
+    const Range& found = *std::prev(after);
+    return place < found.stop ? found.bucket : -1;
+  }
+
+ private:
+  std::vector<std::unique_ptr<const std::vector<Range>>> snapshots_;
+  std::atomic<const std::vector<Range>*> now_;
+};
+
+}  // namespace zx

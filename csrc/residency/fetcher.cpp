@@ -1,0 +1,144 @@
+#include "residency/fetcher.h"
+
+#include <c10/util/Exception.h>
+
+#include <exception>
+
+#include "check.h"
+#include "residency/device_room.h"
+#include "workers/ranges.h"
+
+namespace zx {
+namespace {
+
+Question question_of(const ShardedBucket& sharded, const Wanted& wanted) {
+  return {.bucket = sharded.index, .version = wanted.version, .stored = wanted.written, .wants_shard = true};
+}
+
+// Where a rank is gone, the end of the optimizer would else wait for it once a bucket.
+void check_not_given_up(const Wanted& wanted) { TORCH_CHECK(wanted.given_up.empty(), wanted.given_up); }
+
+}  // namespace
+
+// ---- buckets
+
+// Where the shards come that are not mapped; those of ranks in a row are one span.
+std::vector<Room::ByteSpan> Fetcher::spans_through_host(const ShardedBucket& sharded) const {
+  std::vector<Room::ByteSpan> spans;
+  for (int rank = 0; rank < peers_->num_holders(); ++rank) {
+    if (rank == peers_->rank() || sharded.places.at(rank).mapped.defined()) continue;
+    const size_t bytes = sharded.shard.nbytes();
+    const Room::ByteSpan span{rank * bytes, (rank + 1) * bytes};
+    if (!spans.empty() && spans.back().stop == span.start) {
+      spans.back().stop = span.stop;
+    } else {
+      spans.push_back(span);
+    }
+  }
+  return spans;
+}
+
+std::string Fetcher::fetch(const ShardedBucket& sharded, const Wanted& wanted) const {
+  if (sharded.rows != nullptr && !sharded.rows->has_pages()) return fetch_rows(sharded, sharded.rows->all(), wanted);
+  const Range range("fetch", sharded.index);
+  const Doing doing([&sharded] { return "a read of the parameters of " + sharded.name; }, /*per_batch=*/true);
+  try {
+    fetch_whole(sharded, wanted);
+  } catch (const std::exception& error) {
+    sharded.room->spoil(own_shard(sharded));
+    return "zerox: the parameters of " + sharded.name + " did not arrive from all ranks: " + reason_of(error);
+  }
+  return "";
+}
+
+void Fetcher::fetch_whole(const ShardedBucket& sharded, const Wanted& wanted) const {
+  Room& room = *sharded.room;
+  if (wanted.memory_too) {
+    room.restore();
+  } else {
+    room.let_write(true);
+  }
+  if (wanted.own_too) take_own(sharded);
+  check_not_given_up(wanted);
+  const auto through_host = spans_through_host(sharded);
+  const Room::Inbox inbox = through_host.empty() ? Room::Inbox() : room.inbox();
+  const auto pieces_of = [&](int rank) { return sharded.shard_of(rank); };
+  const auto pull = [&](int rank, const at::Tensor& mapped) { room.pull(mapped, rank * sharded.shard.nbytes()); };
+  peers_->fetch(question_of(sharded, wanted), sharded.places, {inbox.data, pieces_of, pull});
+  if (!through_host.empty()) room.take_in(inbox, through_host);
+}
+
+void Fetcher::store_own(const ShardedBucket& sharded) const {
+  sharded.room->store_shard(sharded.shard, own_shard(sharded));
+  sharded.room->serve(sharded.shard, sharded.served, {});
+}
+
+void Fetcher::take_own(const ShardedBucket& sharded) const {
+  sharded.room->take_shard(sharded.shard, own_shard(sharded));
+}
+
+// ---- rows of tables: see Note [Rows are fetched by lookups]
+
+std::string Fetcher::fetch_rows(const ShardedBucket& sharded, const std::vector<int64_t>& rows,
+                                const Wanted& wanted) const {
+  const Range range("fetch", sharded.index);
+  const Doing doing([&sharded] { return "a lookup in " + sharded.name; }, /*per_batch=*/true);
+  try {
+    if (sharded.rows->has_pages()) {
+      fetch_into_pages(sharded, rows, wanted);
+    } else {
+      fetch_to_device(sharded, rows, wanted);
+    }
+  } catch (const std::exception& error) {
+    if (sharded.rows->has_pages()) {
+      sharded.rows->spoil(rows);
+    } else {
+      sharded.room->spoil(own_shard(sharded));
+    }
+    return "zerox: rows of " + sharded.name + " did not arrive from all ranks: " + reason_of(error);
+  }
+  return "";
+}
+
+// Each row to its place.
+void Fetcher::fetch_into_pages(const ShardedBucket& sharded, const std::vector<int64_t>& rows,
+                               const Wanted& wanted) const {
+  TableRows& table = *sharded.rows;
+  sharded.room->let_write(true);
+  sharded.room->take_shard(sharded.shard, table.pieces_of(peers_->rank(), rows));
+  check_not_given_up(wanted);
+  const auto pieces_of = [&](int rank) { return table.pieces_of(rank, rows); };
+  peers_->fetch(question_of(sharded, wanted), sharded.places, {table.range().data(), pieces_of, {}, /*in_part=*/true});
+}
+
+// What comes through the host's memory is packed there, one owner's rows after the other's.
+void Fetcher::fetch_to_device(const ShardedBucket& sharded, const std::vector<int64_t>& rows,
+                              const Wanted& wanted) const {
+  auto& room = dynamic_cast<DeviceRoom&>(*sharded.room);
+  const size_t row_bytes = sharded.rows->row_bytes();
+  const std::vector<RowMoves> moves = sharded.rows->moves_by_owner(peers_->num_holders(), rows);
+  room.restore();
+  room.take_rows(sharded.shard, moves[peers_->rank()], row_bytes);
+  check_not_given_up(wanted);
+  RowMoves through_host;
+  std::vector<std::vector<BytePiece>> pieces(moves.size());  // of each owner's shard, and where they are packed
+  for (int rank = 0; rank < peers_->num_holders(); ++rank) {
+    if (rank == peers_->rank()) continue;
+    const bool is_mapped = sharded.places.at(rank).mapped.defined();
+    for (size_t i = 0; i < moves[rank].to.size(); ++i) {
+      const size_t packed = through_host.to.size();
+      pieces[rank].push_back({moves[rank].from[i] * row_bytes, packed * row_bytes, row_bytes});
+      if (is_mapped) continue;
+      through_host.from.push_back(static_cast<int64_t>(packed));
+      through_host.to.push_back(moves[rank].to[i]);
+    }
+  }
+  const at::Tensor inbox = room.pinned(through_host.to.size() * row_bytes);
+  const auto pieces_of = [&](int rank) { return pieces[rank]; };
+  const auto pull = [&](int rank, const at::Tensor& mapped) { room.pull_rows(mapped, moves[rank], row_bytes); };
+  peers_->fetch(question_of(sharded, wanted), sharded.places,
+                {static_cast<char*>(inbox.mutable_data_ptr()), pieces_of, pull, /*in_part=*/true});
+  room.take_rows(inbox, through_host, row_bytes);
+}
+
+}  // namespace zx

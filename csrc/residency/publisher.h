@@ -1,0 +1,76 @@
+// This rank's shards, as others read them: of which step they are, and what was written outside step(). See Note
+// [Shards are pulled].
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "residency/bucket_copies.h"
+#include "residency/fetcher.h"
+#include "residency/peer_shards.h"
+
+namespace zx {
+
+// By the optimizer's caller, but for take_over(). Waits for devices and ranks, never under the lock.
+class Publisher {
+ public:
+  Publisher(BucketCopies& copies, const Fetcher& fetcher, std::shared_ptr<const PeerShards> peers)
+      : copies_(copies), fetcher_(fetcher), peers_(std::move(peers)) {}
+  Publisher(const Publisher&) = delete;
+  Publisher& operator=(const Publisher&) = delete;
+
+  // Before others read a new bucket's shard. The bucket is added afterwards.
+  void announce(ShardedBucket& sharded);
+  // The step whose values the shards have: what is fetched must be of the same.
+  int64_t version(BucketCopies::Locked /*lock*/) const { return version_; }
+
+  // ---- step(), when no thread of this rank reads others' shards
+
+  void begin_update();
+  // The shard has the values of this step. `rows`: see Room::serve().
+  void publish(int64_t bucket, const at::Tensor& rows);
+  // Publishes the rest too, and releases all buckets. `any_written`: whether shards may have been written that were not
+  // published.
+  void end_update(bool any_written);
+  // Returns when no device reads other ranks' memory any more, as it must be before ranks synchronize and overwrite it.
+  void await_pulls() const;
+
+  // ---- what is written outside it
+
+  // By an operator, on the thread that ran it. The buckets are pinned.
+  void take_over(const std::vector<int64_t>& written);
+  // This rank writes nothing, and is about to take rank 0's values; or not any more.
+  void stand_by(bool does);
+  // What was written while another rank stood by, and stays as it is until let_kept_go().
+  std::vector<int64_t> kept() const;
+  void let_kept_go();
+
+  // ---- inside whole()
+
+  // From now on these are the values of which written_inside() tells a difference.
+  void note_digests();
+  void note_digest(int64_t bucket);
+  std::vector<int64_t> written_inside() const;
+  // Takes it over, or takes it back.
+  void keep_written(const std::vector<int64_t>& buckets);
+  void drop_written(const std::vector<int64_t>& buckets);
+
+  // ---- the end
+
+  void say_left();
+  bool is_read_by_others() const;
+
+ private:
+  std::vector<ShardedBucket*> all() const;
+  std::vector<ShardedBucket*> to_take_over(const std::vector<int64_t>& written) const;
+  void keep(ShardedBucket& sharded);
+
+  BucketCopies& copies_;
+  const Fetcher& fetcher_;
+  const std::shared_ptr<const PeerShards> peers_;
+  int64_t version_ = 0;            // under the lock of the copies
+  std::vector<uint64_t> digests_;  // by bucket, at the beginning of whole(); the optimizer's caller's own
+};
+
+}  // namespace zx
